@@ -1,0 +1,71 @@
+"""Rows of tokens as global arrays over the mesh, read ahead in a thread."""
+
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+
+from jaxgpt.data.order import DataOrder
+from jaxgpt.data.sources import Dataset, check_tokens
+
+
+class Loader:
+    """Batches of one split. The batch of a step depends on nothing but the step."""
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        split: str,
+        *,
+        block_size: int,
+        batch_size: int,
+        seed: int,
+        sharding: NamedSharding,
+    ):
+        """A loader whose batches have shape (B, T+1) and the given sharding."""
+        self._dataset = dataset
+        self._split = split
+        self._tokens = dataset.tokens[split]
+        self._shape = (batch_size, block_size + 1)
+        self._sharding = sharding
+        self._order = DataOrder(self._tokens.size, block_size, batch_size, seed)
+
+    def read(self, step: int, rows: range) -> np.ndarray:
+        """The tokens of some rows of a step's batch: int32, shape (rows, T+1)."""
+        starts = self._order.starts(step, rows)
+        out = np.empty((len(starts), self._shape[1]), np.int32)
+        path = self._dataset.directory / f"{self._split}.bin"
+        for row, start in zip(out, starts, strict=True):
+            row[:] = self._tokens[start : start + len(row)]
+            check_tokens(row, self._dataset.vocab_size, path, int(start))
+        return out
+
+    def batch(self, step: int) -> jax.Array:
+        """The global batch of `step`: int32, shape (B, T+1).
+
+        Each process reads only the rows of its own devices.
+        """
+        parts: dict[range, np.ndarray] = {}
+
+        def part(index: tuple[slice, ...]) -> np.ndarray:
+            rows = range(self._shape[0])[index[0]]
+            if rows not in parts:  # devices along `tensor` hold the same rows
+                parts[rows] = self.read(step, rows)
+            return parts[rows]
+
+        return jax.make_array_from_callback(self._shape, self._sharding, part)
+
+    def batches(self, steps: Iterable[int], ahead: int = 2) -> Iterator[jax.Array]:
+        """The batches of `steps` in turn, with up to `ahead` of them read before they are due."""
+        steps = iter(steps)
+        with ThreadPoolExecutor(1, thread_name_prefix="loader") as thread:
+            waiting = [thread.submit(self.batch, s) for _, s in zip(range(ahead), steps)]
+            try:
+                while waiting:
+                    batch = waiting.pop(0).result()
+                    waiting += [thread.submit(self.batch, s) for _, s in zip(range(1), steps)]
+                    yield batch
+            finally:
+                thread.shutdown(cancel_futures=True)

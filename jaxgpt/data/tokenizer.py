@@ -1,0 +1,89 @@
+"""Text to token ids and back. A tokenizer is described by JSON in a data set's meta.json."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from jaxgpt.config import UsageError
+
+
+class Tokenizer(Protocol):
+    """What every tokenizer has."""
+
+    vocab_size: int
+
+    def encode(self, text: str) -> np.ndarray:
+        """Token ids (int64, shape (tokens,)) of `text`."""
+
+    def decode(self, tokens: Iterable[int]) -> str:
+        """The text of token ids."""
+
+    def to_meta(self) -> dict[str, Any]:
+        """A JSON description from which `from_meta` makes the same tokenizer."""
+
+
+class CharTokenizer:
+    """One token per distinct character, numbered in the order of their code points."""
+
+    def __init__(self, characters: Sequence[str]):
+        self.characters = sorted(characters)
+        self.vocab_size = len(self.characters)
+        self._codes = np.array([ord(c) for c in self.characters])
+
+    @classmethod
+    def of_text(cls, text: str) -> "CharTokenizer":
+        return cls(sorted(set(text)))
+
+    def encode(self, text: str) -> np.ndarray:
+        """Token ids of `text`.
+
+        Raises:
+            UsageError: if a character is not in the vocabulary.
+        """
+        codes = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32)
+        tokens = np.minimum(np.searchsorted(self._codes, codes), self.vocab_size - 1)
+        unknown = np.flatnonzero(self._codes[tokens] != codes)
+        if unknown.size:
+            raise UsageError(
+                f"character {text[unknown[0]]!r} (position {unknown[0]}): not among the "
+                f"{self.vocab_size} characters of the vocabulary; use the characters of the "
+                "training text"
+            )
+        return tokens
+
+    def decode(self, tokens: Iterable[int]) -> str:
+        return "".join(self.characters[t] for t in tokens)
+
+    def to_meta(self) -> dict[str, Any]:
+        return {"type": "char", "characters": "".join(self.characters)}
+
+
+class ByteTokenizer:
+    """The 256 bytes of UTF-8. Byte 0, which no text has, separates documents."""
+
+    vocab_size = 256
+    end_of_text = 0
+
+    def encode(self, text: str) -> np.ndarray:
+        return np.frombuffer(text.encode(), np.uint8).astype(np.int64)
+
+    def decode(self, tokens: Iterable[int]) -> str:
+        text = bytes(int(t) for t in tokens).decode(errors="replace")
+        return text.replace("\0", "<|endoftext|>")
+
+    def to_meta(self) -> dict[str, Any]:
+        return {"type": "byte"}
+
+
+def from_meta(meta: dict[str, Any]) -> Tokenizer:
+    """The tokenizer that `to_meta` described.
+
+    Raises:
+        UsageError: for a type that this version does not know.
+    """
+    if meta.get("type") == "char":
+        return CharTokenizer(meta["characters"])
+    if meta.get("type") == "byte":
+        return ByteTokenizer()
+    raise UsageError(f"tokenizer.type={meta.get('type')}: in meta.json must be char or byte")

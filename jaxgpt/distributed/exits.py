@@ -1,0 +1,113 @@
+"""How a job ends: all processes together, with an exit status that a job script can act on."""
+
+import contextlib
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Iterator
+from types import FrameType
+
+from jaxgpt.config import UsageError
+from jaxgpt.distributed.cluster import MPI_VARIABLES, guessed_rank
+
+DONE = 0
+FAILED = 1
+BAD_USAGE = 2
+STOPPED = 75  # on a signal or a time limit, with a checkpoint saved (EX_TEMPFAIL in sysexits.h)
+
+
+@contextlib.contextmanager
+def exits_together() -> Iterator[None]:
+    """Turns an exception of any process into the end of the whole job.
+
+    A `UsageError` is one line and status 2; any other exception is its traceback and status 1,
+    as the last thing that the job prints: processes that fail only because their peer has gone
+    keep silent. A failed process leaves without finalizing MPI, which launchers take as the
+    order to end the others.
+    """
+    try:
+        yield
+    except UsageError as error:
+        if _connected():
+            _leave(f"error: {error}\n", BAD_USAGE)
+        if guessed_rank() == 0:  # until JAX is connected all processes raise the same error
+            print(f"error: {error}", file=sys.stderr, flush=True)
+        raise SystemExit(BAD_USAGE) from None
+    except Exception:
+        if not any(variable in os.environ for variable in MPI_VARIABLES):
+            raise
+        _leave(traceback.format_exc(), FAILED)
+
+
+def _connected() -> bool:
+    """Whether this process is part of a running `jax.distributed` job."""
+    jax = sys.modules.get("jax")
+    return jax is not None and jax.distributed.is_initialized()
+
+
+def _leave(report: str, status: int) -> None:
+    """Leaves with `status`; prints `report` unless another process was the first to fail."""
+    sys.stdout.flush()
+    if _first_to_fail():
+        print(report, file=sys.stderr, end="", flush=True)
+    else:
+        time.sleep(10)  # the launcher ends this process once the first one has left
+    os._exit(status)
+
+
+def _first_to_fail() -> bool:
+    if not _connected():
+        return True
+    from jax._src import distributed  # JAX has no public key-value store
+
+    state = distributed.global_state
+    try:
+        # The store refuses a key that it has, so exactly one process can set it.
+        state.client.key_value_set("jaxgpt/first_to_fail", str(state.process_id))
+        return True
+    except Exception:  # the key is taken, or process 0, which keeps the store, is gone
+        return False
+
+
+class StopSignal:
+    """SIGTERM, SIGINT or a time limit, turned into a step at which all processes stop.
+
+    >>> stop = StopSignal()  # installs the handlers
+    >>> stop.reached(1)      # once per step, on every process
+    False
+    """
+
+    def __init__(self, time_limit_minutes: float | None = None):
+        """Catches signals from now on, and in `time_limit_minutes` if that is given."""
+        self.reason: str | None = None
+        self._forwarded = False
+        self._since = time.monotonic()
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGALRM):
+            signal.signal(number, self._receive)
+        if time_limit_minutes is not None and guessed_rank() == 0:
+            signal.setitimer(signal.ITIMER_REAL, 60 * time_limit_minutes)
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        if number == signal.SIGINT and self.reason and now - self._since > 2:
+            raise KeyboardInterrupt  # asked twice: leave without a checkpoint
+        self._since = now
+        self.reason = "time limit" if number == signal.SIGALRM else signal.Signals(number).name
+
+    def reached(self, step: int) -> bool:
+        """Whether the job is to stop after `step`; the same answer on every process.
+
+        With several processes this is JAX's preemption service: the one that got the signal
+        tells the others, and all stop after the step that the furthest one is at.
+        """
+        if not _connected():
+            return self.reason is not None
+        from jax.experimental import multihost_utils
+
+        if self.reason and not self._forwarded:
+            # JAX's service listens for SIGTERM, in C++ in place of the handler above.
+            self._forwarded = True
+            os.kill(os.getpid(), signal.SIGTERM)
+        return multihost_utils.reached_preemption_sync_point(step)

@@ -1,0 +1,86 @@
+"""Partition rules: which mesh axes each logical axis of the model is split over.
+
+The model names what its dimensions mean (`embed`, `heads`, `mlp`, ...); the tables below say
+where each meaning lives. A ZeRO stage (arXiv 1910.02054) is a choice of tables: moments,
+gradients and parameters are split over `fsdp` or not. Megatron's tensor parallelism (arXiv
+1909.08053) is the same in all stages.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+Rules = dict[str, tuple[str, ...]]
+LogicalAxes = tuple[str | None, ...]
+
+_TENSOR: Rules = {"vocab": ("tensor",), "heads": ("tensor",), "mlp": ("tensor",)}
+_FULLY_SHARDED: Rules = {**_TENSOR, "embed": ("fsdp",)}
+
+ACTIVATION_RULES: Rules = {**_TENSOR, "batch": ("data", "fsdp")}
+
+
+def parameter_rules(zero_stage: int) -> Rules:
+    """Where parameters live between steps."""
+    return _FULLY_SHARDED if zero_stage >= 3 else _TENSOR
+
+
+def gradient_rules(zero_stage: int) -> Rules:
+    """Where gradients are reduced to."""
+    return _FULLY_SHARDED if zero_stage >= 2 else _TENSOR
+
+
+def moment_rules(zero_stage: int) -> Rules:
+    """Where the optimizer's moments live."""
+    return _FULLY_SHARDED if zero_stage >= 1 else _TENSOR
+
+
+def partition_spec(
+    axes: LogicalAxes, shape: tuple[int, ...], rules: Rules, mesh: Mesh
+) -> PartitionSpec:
+    """The spec of one array.
+
+    A dimension that its mesh axes do not divide stays whole, so that any width and vocabulary
+    works on any mesh, at the price of memory.
+
+    >>> partition_spec(("embed", "mlp"), (128, 512), parameter_rules(3), mesh)
+    PartitionSpec('fsdp', 'tensor')
+    """
+    assert len(axes) == len(shape), (axes, shape)
+    spec = []
+    for axis, size in zip(axes, shape, strict=True):
+        over = rules.get(axis, ())
+        divides = size % math.prod(mesh.shape[a] for a in over) == 0
+        spec.append((over[0] if len(over) == 1 else over) if over and divides else None)
+    return PartitionSpec(*spec)
+
+
+def shardings(logical_axes: Any, shapes: Any, rules: Rules, mesh: Mesh) -> Any:
+    """`NamedSharding` for every leaf of a pytree of arrays (or shapes), by its logical axes."""
+    return jax.tree.map(
+        lambda leaf, axes: NamedSharding(mesh, partition_spec(axes, leaf.shape, rules, mesh)),
+        shapes,
+        logical_axes,
+    )
+
+
+def activation_constraint(mesh: Mesh) -> Callable[[jax.Array, LogicalAxes], jax.Array]:
+    """A function `(x, logical axes) -> x` that pins an activation's layout inside jit."""
+
+    def constrain(x: jax.Array, axes: LogicalAxes) -> jax.Array:
+        spec = partition_spec(axes, x.shape, ACTIVATION_RULES, mesh)
+        return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
+
+    return constrain
+
+
+def batch_sharding(mesh: Mesh) -> NamedSharding:
+    """Of token ids (B, T+1): rows over data and fsdp, the same on all devices along tensor."""
+    return NamedSharding(mesh, PartitionSpec(ACTIVATION_RULES["batch"], None))
+
+
+def replicated(mesh: Mesh) -> NamedSharding:
+    """The sharding of an array that every device holds whole."""
+    return NamedSharding(mesh, PartitionSpec())

@@ -1,0 +1,87 @@
+"""Causal self-attention: which kernel runs, and the two kernels."""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from jaxgpt.config import ModelConfig, UsageError
+
+# (q_BTHK, k_BTHK, v_BTHK, dropout key or None) -> out_BTHK
+Attention = Callable[[jax.Array, jax.Array, jax.Array, jax.Array | None], jax.Array]
+
+
+def choose_attention(
+    config: ModelConfig, dtype: str, platform: str, training: bool = True
+) -> tuple[str, str]:
+    """Which kernel runs on `platform` (cpu, gpu, ...), and why, for the log.
+
+    Returns:
+        (`xla` or `cudnn`, reason).
+
+    Raises:
+        UsageError: if model.attention=cudnn cannot run.
+    """
+    head_dim = config.n_embd // config.n_head
+    obstacle = None
+    if platform != "gpu":
+        obstacle = f"cuDNN needs a GPU, the devices are {platform}"
+    elif dtype not in ("bfloat16", "float16"):
+        obstacle = f"cuDNN needs train.dtype=bfloat16, not {dtype}"
+    elif head_dim % 8 or head_dim > 128:
+        obstacle = f"cuDNN needs a head size that is a multiple of 8 up to 128, not {head_dim}"
+    elif config.dropout and training:
+        obstacle = f"this cuDNN path has no dropout, and model.dropout={config.dropout}"
+    if config.attention == "cudnn" and obstacle:
+        raise UsageError(f"model.attention=cudnn: {obstacle}; use auto or xla")
+    if config.attention == "xla":
+        return "xla", "model.attention=xla"
+    return ("xla", obstacle) if obstacle else ("cudnn", "flash attention, O(T) memory")
+
+
+def make_attention(kernel: str, dropout: float) -> Attention:
+    """The attention function of a kernel that `choose_attention` named."""
+    if kernel == "cudnn":
+        return cudnn_attention
+
+    def attend(q, k, v, key):
+        return xla_attention(q, k, v, dropout, key)
+
+    return attend
+
+
+def cudnn_attention(
+    q_BTHK: jax.Array, k_BTHK: jax.Array, v_BTHK: jax.Array, key: jax.Array | None
+) -> jax.Array:
+    """cuDNN's fused flash attention; never holds the T x T scores."""
+    del key  # choose_attention does not pick this kernel with dropout
+    return jax.nn.dot_product_attention(
+        q_BTHK, k_BTHK, v_BTHK, is_causal=True, implementation="cudnn"
+    )
+
+
+def xla_attention(
+    q_BTHK: jax.Array,
+    k_BSHK: jax.Array,
+    v_BSHK: jax.Array,
+    dropout: float = 0.0,
+    key: jax.Array | None = None,
+) -> jax.Array:
+    """softmax(q k^T / sqrt(K)) v over past positions, softmax in float32.
+
+    Args:
+        dropout: rate at which attention weights are dropped when `key` is given.
+
+    Returns:
+        out_BTHK in the dtype of `q_BTHK`.
+    """
+    T, S, K = q_BTHK.shape[1], k_BSHK.shape[1], q_BTHK.shape[-1]
+    scores_BHTS = jnp.einsum(
+        "BTHK,BSHK->BHTS", q_BTHK * K**-0.5, k_BSHK, preferred_element_type=jnp.float32
+    )
+    causal_TS = jnp.arange(T)[:, None] >= jnp.arange(S)[None, :]
+    weights_BHTS = jax.nn.softmax(jnp.where(causal_TS, scores_BHTS, -jnp.inf), axis=-1)
+    if key is not None and dropout > 0:
+        kept = jax.random.bernoulli(key, 1 - dropout, weights_BHTS.shape)
+        weights_BHTS = jnp.where(kept, weights_BHTS / (1 - dropout), 0)
+    return jnp.einsum("BHTS,BSHK->BTHK", weights_BHTS.astype(v_BSHK.dtype), v_BSHK)
