@@ -73,8 +73,9 @@ class TrainConfig:
     """Seed of the initial parameters, the data order and dropout."""
     sample_tokens: int = 200
     """Tokens that the model writes at each evaluation; 0 writes none."""
-    sample_prompt: str = "\n"
-    """Text that the samples at evaluations begin with."""
+    sample_prompt: str = ""
+    """Text that the samples at evaluations begin with; empty is token 0, which begins a document
+    in byte data and is the first character in char data."""
     time_limit: float | None = None
     """Minutes after which the run saves a checkpoint and stops with exit status 75."""
     tensorboard: bool = True

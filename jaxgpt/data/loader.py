@@ -7,6 +7,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
+from jaxgpt.config import Config
 from jaxgpt.data.order import DataOrder
 from jaxgpt.data.sources import Dataset, check_tokens
 
@@ -31,6 +32,37 @@ class Loader:
         self._shape = (batch_size, block_size + 1)
         self._sharding = sharding
         self._order = DataOrder(self._tokens.size, block_size, batch_size, seed)
+
+    @classmethod
+    def for_training(cls, dataset: Dataset, config: Config, sharding: NamedSharding) -> "Loader":
+        """Global batches of the training split."""
+        return cls(
+            dataset,
+            "train",
+            block_size=config.model.block_size,
+            batch_size=config.train.batch_size,
+            seed=config.train.seed,
+            sharding=sharding,
+        )
+
+    @classmethod
+    def for_evaluation(
+        cls, dataset: Dataset, split: str, config: Config, sharding: NamedSharding
+    ) -> "Loader":
+        """Batches of the size of a microbatch, of either split, in another order."""
+        return cls(
+            dataset,
+            split,
+            block_size=config.model.block_size,
+            batch_size=config.microbatch_size,
+            seed=config.train.seed + 1,
+            sharding=sharding,
+        )
+
+    @property
+    def batch_shape(self) -> jax.ShapeDtypeStruct:
+        """What `batch` returns, without reading it."""
+        return jax.ShapeDtypeStruct(self._shape, np.int32, sharding=self._sharding)
 
     def read(self, step: int, rows: range) -> np.ndarray:
         """The tokens of some rows of a step's batch: int32, shape (rows, T+1)."""

@@ -173,7 +173,7 @@ def cpu_devices_per_process(mesh: tuple[int, ...], cluster: Cluster) -> int:
     return known // cluster.size
 
 
-def connect(cluster: Cluster, mesh: tuple[int, ...]) -> list[str]:
+def connect(cluster: Cluster, mesh: tuple[int, ...]) -> dict[str, Any]:
     """Starts JAX on this process and, in a job of several, `jax.distributed`.
 
     Args:
@@ -181,7 +181,7 @@ def connect(cluster: Cluster, mesh: tuple[int, ...]) -> list[str]:
             process simulates.
 
     Returns:
-        Lines for the log: launcher, coordinator, devices.
+        What was found, for the log and cluster.json.
     """
     os.environ["XLA_FLAGS"] = " ".join([*CPU_COLLECTIVE_FLAGS, os.environ.get("XLA_FLAGS", "")])
     cpu_devices = cpu_devices_per_process(mesh, cluster) if not accelerator_expected() else None
@@ -191,7 +191,7 @@ def connect(cluster: Cluster, mesh: tuple[int, ...]) -> list[str]:
         # JAX refuses once it has started (in a notebook): then the devices are what they are.
         with contextlib.suppress(RuntimeError):
             jax.config.update("jax_num_cpu_devices", cpu_devices)
-    coordinator = "none"
+    coordinator = None
     if cluster.size > 1:
         coordinator = cluster.broadcast(_free_address(cluster))
         jax.distributed.initialize(
@@ -203,14 +203,30 @@ def connect(cluster: Cluster, mesh: tuple[int, ...]) -> list[str]:
             heartbeat_timeout_seconds=HEARTBEAT_TIMEOUT,
         )
     devices = jax.devices()
-    kind = devices[0].device_kind
-    simulated = " simulated" if devices[0].platform == "cpu" and jax.local_device_count() > 1 else ""
+    return {
+        "launcher": cluster.launcher,
+        "coordinator": coordinator,
+        "host": platform.node(),
+        "processes": cluster.size,
+        "processes_on_host": cluster.local_size,
+        "devices": len(devices),
+        "devices_per_process": jax.local_device_count(),
+        "device_kind": devices[0].device_kind,
+        "simulated": devices[0].platform == "cpu" and jax.local_device_count() > 1,
+        "jax": jax.__version__,
+    }
+
+
+def describe(facts: dict[str, Any]) -> list[str]:
+    """Lines for the log about what `connect` found."""
+    processes = f"{facts['processes']} process" + ("es" if facts["processes"] > 1 else "")
+    simulated = " simulated" if facts["simulated"] else ""
     return [
-        f"launcher: {cluster.launcher}",
-        f"coordinator: {coordinator}",
-        f"devices: {len(devices)} x {kind}{simulated}, {jax.local_device_count()} on each of "
-        f"{cluster.size} process{'es' if cluster.size > 1 else ''} "
-        f"({cluster.local_size} on host {platform.node()})",
+        f"launcher: {facts['launcher']}",
+        f"processes: {facts['processes']}, {facts['processes_on_host']} of them on this host, "
+        f"{facts['host']}; coordinator {facts['coordinator'] or 'not needed'}",
+        f"devices: {facts['devices']}{simulated} x {facts['device_kind']}, "
+        f"{facts['devices_per_process']} on each of {processes}; jax {facts['jax']}",
     ]
 
 

@@ -11,9 +11,7 @@ from jaxgpt.config import ModelConfig, UsageError
 Attention = Callable[[jax.Array, jax.Array, jax.Array, jax.Array | None], jax.Array]
 
 
-def choose_attention(
-    config: ModelConfig, dtype: str, platform: str, training: bool = True
-) -> tuple[str, str]:
+def choose_attention(config: ModelConfig, dtype: str, platform: str) -> tuple[str, str]:
     """Which kernel runs on `platform` (cpu, gpu, ...), and why, for the log.
 
     Returns:
@@ -30,7 +28,7 @@ def choose_attention(
         obstacle = f"cuDNN needs train.dtype=bfloat16, not {dtype}"
     elif head_dim % 8 or head_dim > 128:
         obstacle = f"cuDNN needs a head size that is a multiple of 8 up to 128, not {head_dim}"
-    elif config.dropout and training:
+    elif config.dropout:
         obstacle = f"this cuDNN path has no dropout, and model.dropout={config.dropout}"
     if config.attention == "cudnn" and obstacle:
         raise UsageError(f"model.attention=cudnn: {obstacle}; use auto or xla")

@@ -47,6 +47,7 @@ class Steps:
     attention: str
     """Which attention kernel runs, and why."""
     batch_sharding: NamedSharding
+    replicated: NamedSharding
     state_shapes: TrainState
     """`jax.ShapeDtypeStruct`s with their shardings: what a checkpoint is restored into."""
     init: Callable[[], TrainState]
@@ -126,6 +127,7 @@ def make_steps(config: Config, mesh: Mesh) -> Steps:
         mesh=mesh,
         attention=f"{kernel} ({reason})",
         batch_sharding=batch_sharding,
+        replicated=whole,
         state_shapes=jax.tree.map(
             lambda s, where: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=where),
             jax.eval_shape(init),

@@ -1,0 +1,91 @@
+"""What a user sees: a legend, lines, a progress bar on a terminal, and the same in train.log."""
+
+import sys
+import time
+from pathlib import Path
+from typing import TextIO
+
+from tqdm import tqdm
+
+LEGEND = (
+    ("step", "optimizer step, from 1"),
+    ("loss", "mean cross-entropy of the global batch, nats per token"),
+    ("gnorm", "global norm of the gradient before clipping"),
+    ("lr", "learning rate"),
+    ("dt", "time per step, without compilation, evaluation and checkpoints"),
+    ("sps", "sequences per second, whole job"),
+    ("tps", "tokens per second, whole job"),
+    ("mfu", "share of the devices' peak FLOP/s; - where the peak is not known"),
+)
+
+
+class Console:
+    """Prints on process 0; silent on the others."""
+
+    def __init__(self, enabled: bool, log_file: Path | None = None):
+        self._enabled = enabled
+        self._file: TextIO | None = log_file.open("a") if enabled and log_file else None
+        self._bar: tqdm | None = None
+
+    def say(self, text: str = "") -> None:
+        """Prints text above the progress bar and keeps it, with the time, in train.log."""
+        if not self._enabled:
+            return
+        if self._bar is None:
+            print(text, flush=True)
+        else:
+            self._bar.write(text)
+        if self._file:
+            stamp = time.strftime("%Y-%m-%d %H:%M:%S")
+            self._file.writelines(f"{stamp} {line}\n" for line in text.splitlines() or [""])
+            self._file.flush()
+
+    def legend(self) -> None:
+        """The table of what the fields of a line mean."""
+        from rich.console import Console as RichConsole
+        from rich.table import Table
+
+        if not self._enabled:
+            return
+        table = Table("field", "meaning")
+        for row in LEGEND:
+            table.add_row(*row)
+        text = RichConsole(width=88)
+        with text.capture() as captured:
+            text.print(table)
+        self.say(captured.get().rstrip())
+
+    def start_progress(self, done: int, total: int) -> None:
+        if self._enabled and sys.stdout.isatty():
+            self._bar = tqdm(total=total, initial=done, unit="step", dynamic_ncols=True)
+
+    def progress(self, step: int) -> None:
+        if self._bar is not None:
+            self._bar.update(step - self._bar.n)
+
+    def end_progress(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
+
+    def close(self) -> None:
+        if self._file:
+            self._file.close()
+            self._file = None
+
+
+def train_line(record: dict) -> str:
+    """A training record as `step=100 loss=2.4527 ...`."""
+    if record["skipped"]:
+        return f"step={record['step']} skipped lr={record['lr']:.3g}"
+    line = (
+        f"step={record['step']} loss={record['loss']:.4f} gnorm={record['grad_norm']:.3f} "
+        f"lr={record['lr']:.3g}"
+    )
+    if record["dt"] is None:
+        return line
+    mfu = "-" if record["mfu"] is None else f"{record['mfu']:.1%}"
+    return (
+        f"{line} dt={1000 * record['dt']:.1f}ms sps={record['samples_per_sec']:.1f} "
+        f"tps={record['tokens_per_sec']:,.0f} mfu={mfu}"
+    )

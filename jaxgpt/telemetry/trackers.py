@@ -1,0 +1,96 @@
+"""Where records go: metrics.jsonl, which is the truth, and TensorBoard, which repeats it."""
+
+import json
+import math
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+Record = dict[str, Any]
+
+
+class Tracker(Protocol):
+    def log(self, record: Record) -> None:
+        """Takes one record; its `kind` says what it is."""
+
+    def close(self) -> None:
+        """Everything that was logged is on disk."""
+
+
+class MetricsFile:
+    """metrics.jsonl: one JSON object a line. Numbers that are not finite become null."""
+
+    def __init__(self, path: Path, resume_step: int | None):
+        """Opens the file; what a resumed run is going to do again is dropped from it."""
+        if resume_step is not None and path.exists():
+            kept = [line for line in path.read_text().splitlines() if _is_past(line, resume_step)]
+            scratch = path.with_suffix(".tmp")
+            scratch.write_text("".join(line + "\n" for line in kept))
+            os.replace(scratch, path)
+        self._file = path.open("a" if resume_step is not None else "w", buffering=1)
+
+    def log(self, record: Record) -> None:
+        clean = {k: None if _not_finite(v) else v for k, v in record.items()}
+        if clean != record:
+            clean["nonfinite"] = True
+        self._file.write(json.dumps(clean) + "\n")
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class TensorBoard:
+    """Event files by tensorboardX, a scalar for every number of a record."""
+
+    def __init__(self, directory: Path, resume_step: int | None):
+        from tensorboardX import SummaryWriter
+
+        purge = None if resume_step is None else resume_step + 1
+        self._writer = SummaryWriter(str(directory), purge_step=purge)
+
+    def log(self, record: Record) -> None:
+        if "step" not in record:
+            return
+        for name, value in record.items():
+            if isinstance(value, int | float) and name not in ("step", "skipped"):
+                self._writer.add_scalar(f"{record['kind']}/{name}", value, record["step"])
+        if record["kind"] == "sample":
+            self._writer.add_text("sample", record["text"], record["step"])
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class Trackers:
+    """All trackers of a run. One that fails is dropped with a warning; the run goes on."""
+
+    def __init__(self, trackers: list[Tracker], warn: Callable[[str], None]):
+        self._trackers = trackers
+        self._warn = warn
+
+    def log(self, record: Record) -> None:
+        self._each(lambda tracker: tracker.log(record))
+
+    def close(self) -> None:
+        self._each(lambda tracker: tracker.close())
+
+    def _each(self, act: Callable[[Tracker], None]) -> None:
+        for tracker in list(self._trackers):
+            try:
+                act(tracker)
+            except Exception as error:  # whatever it is, it is not worth a run
+                self._trackers.remove(tracker)
+                self._warn(f"warning: {type(tracker).__name__} stopped: {error!r}")
+
+
+def _not_finite(value: Any) -> bool:
+    return isinstance(value, float) and not math.isfinite(value)
+
+
+def _is_past(line: str, step: int) -> bool:
+    """Whether a line is whole and about a step up to `step`."""
+    try:
+        return json.loads(line).get("step", 0) <= step
+    except ValueError:  # the line that was being written when the run was killed
+        return False

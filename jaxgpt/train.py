@@ -1,0 +1,33 @@
+"""Train a GPT: `python -m jaxgpt.train [--config NAME] [--mesh D,F,T] [section.key=value ...]`.
+
+Under `mpiexec -n N` the N processes are one job. With no argument a small GPT is trained on the
+source of Python's standard library. `--help` lists every key.
+"""
+
+import sys
+
+from jaxgpt.config import mesh_sizes, parse_args
+from jaxgpt.distributed.cluster import connect, find_cluster
+from jaxgpt.distributed.exits import StopSignal, exits_together
+from jaxgpt.telemetry.startup import Startup
+from jaxgpt.training.run_directory import prepare_run
+
+
+def main(argv: list[str] | None = None) -> None:
+    startup = Startup()
+    with exits_together():
+        config = parse_args(sys.argv[1:] if argv is None else argv)
+        cluster = find_cluster()
+        run = prepare_run(config, cluster)
+        startup.mark("data")
+        stop = StopSignal(config.train.time_limit)
+        facts = connect(cluster, mesh_sizes(run.config))
+        startup.mark("devices")
+        from jaxgpt.training.loop import train  # imports JAX, which has to come after connect
+
+        status = train(run, cluster, facts, stop, startup)
+    sys.exit(status)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,72 @@
+"""What a run looks at between its steps: losses on both splits, and text that the model writes."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxgpt.config import Config
+from jaxgpt.data.loader import Loader
+from jaxgpt.data.sources import SPLITS, Dataset
+from jaxgpt.model.gpt import Params
+from jaxgpt.training.sampling import make_generate, prompt_window
+from jaxgpt.training.step import Steps
+
+SAMPLE_TEMPERATURE = 0.8
+SAMPLE_TOP_K = 200  # nanoGPT's
+
+
+class Evaluation:
+    """Mean loss over the same train.eval_iters batches of each split, every time."""
+
+    def __init__(self, dataset: Dataset, config: Config, steps: Steps):
+        self._iters = config.train.eval_iters
+        self._eval_step = steps.eval_step
+        self._loaders = {
+            split: Loader.for_evaluation(dataset, split, config, steps.batch_sharding)
+            for split in SPLITS
+        }
+
+    def __call__(self, step: int, params: Params) -> dict[str, Any]:
+        """The evaluation record of a step."""
+        losses = {
+            split: jnp.stack(
+                [self._eval_step(params, b) for b in loader.batches(range(1, self._iters + 1))]
+            )
+            for split, loader in self._loaders.items()
+        }
+        means = {f"{split}_loss": float(np.mean(loss)) for split, loss in losses.items()}
+        return {"kind": "eval", "step": step, **means}
+
+
+class Sampler:
+    """A few lines in the model's own words."""
+
+    def __init__(self, dataset: Dataset, config: Config, steps: Steps):
+        self._tokenizer = dataset.tokenizer
+        self._seed = config.train.seed
+        if self._tokenizer is None or config.train.sample_tokens == 0:
+            self._generate = None
+            return
+        self._prompt = config.train.sample_prompt
+        self._window = prompt_window(self._tokenizer, self._prompt, config.model.block_size)
+        self._generate = jax.jit(
+            make_generate(
+                steps.logits,
+                config.model.block_size,
+                config.train.sample_tokens,
+                SAMPLE_TEMPERATURE,
+                SAMPLE_TOP_K,
+            ),
+            out_shardings=steps.replicated,
+        )
+
+    def __call__(self, step: int, params: Params) -> dict[str, Any] | None:
+        """The sample record of a step; None without a tokenizer or with train.sample_tokens=0."""
+        if self._generate is None:
+            return None
+        window, length = self._window
+        tokens = self._generate(params, window, np.int32(length), np.int32(self._seed))
+        text = self._prompt + self._tokenizer.decode(np.asarray(tokens).tolist())
+        return {"kind": "sample", "step": step, "text": text}

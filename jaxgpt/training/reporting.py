@@ -1,0 +1,172 @@
+"""What a run tells: the console, train.log, metrics.jsonl and TensorBoard, on process 0."""
+
+import contextlib
+import dataclasses
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+
+from jaxgpt import __version__
+from jaxgpt.config import Config, skip_ranges
+from jaxgpt.distributed import cluster as job
+from jaxgpt.distributed.mesh import describe
+from jaxgpt.model.gpt import count_parameters
+from jaxgpt.telemetry.console import Console, train_line
+from jaxgpt.telemetry.metrics import MFU_FORMULA, Rates, StepTimer, flops_per_token, peak_flops
+from jaxgpt.telemetry.startup import Startup
+from jaxgpt.telemetry.trackers import MetricsFile, Record, TensorBoard, Tracker, Trackers
+from jaxgpt.training.optimizer import learning_rate_schedule
+from jaxgpt.training.run_directory import Run
+from jaxgpt.training.spikes import SkipRanges
+from jaxgpt.training.step import Metrics, Steps
+
+
+class Reporter:
+    """Turns what happens in a run into records and lines. Silent unless `enabled`."""
+
+    def __init__(self, run: Run, steps: Steps, startup: Startup, *, enabled: bool):
+        """Opens the logs of a run that starts after `run.resume_step`."""
+        self._config, self._run, self._steps = run.config, run, steps
+        self._enabled = enabled
+        self._startup = startup
+        self._schedule = learning_rate_schedule(run.config.optimizer)
+        self._console = Console(enabled, run.directory / "train.log")
+        self._trackers = Trackers(
+            _open_trackers(run) if enabled else [], warn=self._console.say
+        )
+        self._first_step = (run.resume_step or 0) + 1
+
+    def announce(self, facts: dict[str, Any]) -> None:
+        """Says what is going to run, and on what; writes cluster.json."""
+        if not self._enabled:
+            return
+        config, dataset, mesh = self._config, self._run.dataset, self._steps.mesh
+        total, without_positions = count_parameters(config.model)
+        device = mesh.devices.flat[0]
+        self._rates = Rates(
+            batch_size=config.train.batch_size,
+            block_size=config.model.block_size,
+            flops_per_token=flops_per_token(config.model, without_positions),
+            n_devices=mesh.size,
+            peak=peak_flops(device.device_kind, config.train.dtype),
+        )
+        say = self._console.say
+        say(f"jaxgpt {__version__}, run directory {self._run.directory}")
+        for line in [*job.describe(facts), *self._run.notes, *config_lines(config)]:
+            say(line)
+        say(f"mesh: {describe(mesh)}, ZeRO stage {config.parallel.zero_stage}")
+        say(f"model: {without_positions / 1e6:.2f}M parameters ({total:,} with positions)")
+        say(f"attention: {self._steps.attention}")
+        tokens = {split: f"{array.size:,}" for split, array in dataset.tokens.items()}
+        say(
+            f"data: {dataset.directory}, {tokens['train']} tokens to train on, {tokens['val']} "
+            f"to validate, vocabulary {dataset.vocab_size}"
+        )
+        say(f"steps to skip: {SkipRanges(skip_ranges(config))}")
+        say(MFU_FORMULA + ("" if self._rates.peak else f"; not known for {device.device_kind}"))
+        facts = {**facts, "mesh": dict(mesh.shape)}
+        (self._run.directory / "cluster.json").write_text(json.dumps(facts, indent=1) + "\n")
+
+    def say(self, text: str) -> None:
+        self._console.say(text)
+
+    def start(self) -> None:
+        """The first step is next: prints the legend, and starts the clock."""
+        self._console.legend()
+        self._console.start_progress(self._first_step - 1, self._config.train.max_iters)
+        self._timer = StepTimer()
+
+    def step(self, step: int, metrics: Metrics | None) -> None:
+        """One step is under way, or skipped (None). Waits for the device only if it is logged."""
+        train = self._config.train
+        is_first = metrics is not None and "first step" not in self._startup.seconds
+        record: Record = {"kind": "train", "step": step}
+        if is_first:
+            jax.block_until_ready(metrics)
+            self._first_step_done(step)
+            self._timer = StepTimer()  # the first step warms up: it does not count in rates
+        elif metrics is not None:
+            self._timer.count()
+        if not self._enabled:
+            return
+        if metrics is None:
+            lr = float(self._schedule(step))
+            record |= {"loss": None, "grad_norm": None, "lr": lr, **self._rates.of(None)}
+        elif is_first or step % train.log_interval == 0 or step == train.max_iters:
+            record |= {name: float(value) for name, value in metrics._asdict().items()}
+            record |= self._rates.of(self._timer.lap())
+        else:
+            return
+        record["consumed_tokens"] = step * train.batch_size * self._config.model.block_size
+        record["skipped"] = metrics is None
+        self.log(record)
+
+    def log(self, record: Record | None) -> None:
+        """Sends a record to every tracker, and its line to the console."""
+        if record is None or not self._enabled:
+            return
+        self._trackers.log(record)
+        if record["kind"] == "sample":
+            with (self._run.directory / "samples.txt").open("a") as f:
+                f.write(f"--- step {record['step']}\n{record['text']}\n")
+        line = _LINES.get(record["kind"])
+        if line is not None:
+            self._console.say(line(record))
+
+    def saved(self, step: int, seconds: float) -> None:
+        """A checkpoint of `step` is being written, after holding up the run for `seconds`."""
+        path = f"{self._run.directory}/checkpoints/{step}"
+        self.log({"kind": "checkpoint", "step": step, "path": path, "seconds": seconds})
+
+    @contextlib.contextmanager
+    def between_steps(self, pending: Any) -> Iterator[None]:
+        """Work in this block does not count as training time."""
+        with self._timer.excluded(pending):
+            yield
+
+    def progress(self, step: int) -> None:
+        self._console.progress(step)
+
+    def close(self, *last_lines: str) -> None:
+        self._console.end_progress()
+        for line in last_lines:
+            self._console.say(line)
+        self._trackers.close()
+        self._console.close()
+
+    def _first_step_done(self, step: int) -> None:
+        self._startup.mark("first step")
+        if self._enabled:
+            seconds = {**self._startup.seconds, "total": self._startup.total}
+            self._trackers.log({"kind": "startup", "step": step, **seconds})
+            path = self._run.directory / "startup.json"
+            path.write_text(json.dumps(seconds, indent=1) + "\n")
+            self._console.say(str(self._startup))
+
+
+def config_lines(config: Config) -> list[str]:
+    """The configuration, a line per section."""
+    lines = []
+    for name, section in dataclasses.asdict(config).items():
+        if isinstance(section, dict):
+            lines.append(f"{name}: " + " ".join(f"{k}={v!r}" for k, v in section.items()))
+    return lines
+
+
+def _open_trackers(run: Run) -> list[Tracker]:
+    trackers: list[Tracker] = [MetricsFile(run.directory / "metrics.jsonl", run.resume_step)]
+    if run.config.train.tensorboard:
+        trackers.append(TensorBoard(run.directory / "tensorboard", run.resume_step))
+    return trackers
+
+
+_LINES = {
+    "train": train_line,
+    "eval": lambda r: (
+        f"step={r['step']} train_loss={r['train_loss']:.4f} val_loss={r['val_loss']:.4f}"
+    ),
+    "sample": lambda r: f"sample at step {r['step']}:\n{r['text']}\n",
+    "checkpoint": lambda r: f"step={r['step']} checkpoint {r['path']} ({r['seconds']:.2f}s)",
+}
