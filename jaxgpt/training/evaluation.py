@@ -3,7 +3,6 @@
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxgpt.config import Config
@@ -30,14 +29,12 @@ class Evaluation:
 
     def __call__(self, step: int, params: Params) -> dict[str, Any]:
         """The evaluation record of a step."""
-        losses = {
-            split: jnp.stack(
-                [self._eval_step(params, b) for b in loader.batches(range(1, self._iters + 1))]
-            )
-            for split, loader in self._loaders.items()
-        }
-        means = {f"{split}_loss": float(np.mean(loss)) for split, loss in losses.items()}
-        return {"kind": "eval", "step": step, **means}
+        record: dict[str, Any] = {"kind": "eval", "step": step}
+        for split, loader in self._loaders.items():
+            batches = loader.batches(range(1, self._iters + 1))
+            losses = [self._eval_step(params, batch) for batch in batches]
+            record[f"{split}_loss"] = float(np.mean([np.asarray(loss) for loss in losses]))
+        return record
 
 
 class Sampler:
@@ -53,7 +50,7 @@ class Sampler:
         self._window = prompt_window(self._tokenizer, self._prompt, config.model.block_size)
         self._generate = jax.jit(
             make_generate(
-                steps.logits,
+                steps.sample_logits,
                 config.model.block_size,
                 config.train.sample_tokens,
                 SAMPLE_TEMPERATURE,

@@ -43,8 +43,11 @@ def train(
     report = Reporter(run, steps, startup, enabled=cluster.is_main)
     report.announce(facts)
 
-    checkpoints = Checkpoints(run.directory, config.checkpoint.keep)
     start = run.resume_step or 0
+    if start >= config.train.max_iters:
+        report.close(f"nothing to do: step {start} of {config.train.max_iters} is saved")
+        return exits.DONE
+    checkpoints = Checkpoints(run.directory, config.checkpoint.keep)
     if run.resume_step is None:
         state = steps.init()
     else:
@@ -66,7 +69,7 @@ def train(
     skips = SkipRanges(skip_ranges(config))
     todo = range(start + 1, config.train.max_iters + 1)
     batches = loader.batches(step for step in todo if step not in skips)
-    step, stopping = start, False
+    step = start
     report.start()
 
     for step in todo:
@@ -78,7 +81,7 @@ def train(
 
         if is_last or is_due(step, config.train.eval_interval):
             with report.between_steps(state):
-                report.log(losses := evaluate(step, state.params))
+                report.log(evaluate(step, state.params))
                 report.log(sample(step, state.params))
 
         stopping = stop.reached(step)
@@ -93,13 +96,14 @@ def train(
 
     batches.close()
     checkpoints.close()
-    done = step >= config.train.max_iters
-    last_line = f"done after step {step}" if done else (
-        f"stopped by {stop.reason or 'another process'} after step {step}, which is saved; the "
-        f"same command with --out {run.directory} goes on from there"
-    )
-    report.close(last_line, f"run directory: {run.directory}")
-    return exits.DONE if done else exits.STOPPED
+    if step < config.train.max_iters:
+        report.close(
+            f"stopped by {stop.reason or 'another process'} after step {step}, which is saved; "
+            f"the same command with --out {run.directory} goes on from there"
+        )
+        return exits.STOPPED
+    report.close(f"done after step {step}")
+    return exits.DONE
 
 
 def is_due(step: int, interval: int) -> bool:

@@ -37,6 +37,7 @@ class Reporter:
             _open_trackers(run) if enabled else [], warn=self._console.say
         )
         self._first_step = (run.resume_step or 0) + 1
+        self._last_losses = ""
 
     def announce(self, facts: dict[str, Any]) -> None:
         """Says what is going to run, and on what; writes cluster.json."""
@@ -111,9 +112,9 @@ class Reporter:
         if record["kind"] == "sample":
             with (self._run.directory / "samples.txt").open("a") as f:
                 f.write(f"--- step {record['step']}\n{record['text']}\n")
-        line = _LINES.get(record["kind"])
-        if line is not None:
-            self._console.say(line(record))
+        elif record["kind"] == "eval":
+            self._last_losses = _LINES["eval"](record)
+        self._console.say(_LINES[record["kind"]](record))
 
     def saved(self, step: int, seconds: float) -> None:
         """A checkpoint of `step` is being written, after holding up the run for `seconds`."""
@@ -129,10 +130,11 @@ class Reporter:
     def progress(self, step: int) -> None:
         self._console.progress(step)
 
-    def close(self, *last_lines: str) -> None:
+    def close(self, last_line: str) -> None:
+        """Says how the run ended, with its last losses, and closes every log."""
         self._console.end_progress()
-        for line in last_lines:
-            self._console.say(line)
+        self.say(f"{last_line}; {self._last_losses}" if self._last_losses else last_line)
+        self.say(f"run directory: {self._run.directory}")
         self._trackers.close()
         self._console.close()
 

@@ -21,6 +21,8 @@ from jaxgpt.model.attention import choose_attention, make_attention
 from jaxgpt.model.gpt import GPT, Params, abstract_params
 from jaxgpt.training.optimizer import learning_rate_schedule, make_optimizer
 
+GATHERED_BYTES = 2**28  # parameters up to this size are gathered to write samples
+
 
 class TrainState(NamedTuple):
     """Everything that a step changes."""
@@ -55,8 +57,8 @@ class Steps:
     """(state, step, tokens of shape (B, T+1)) -> (next state, metrics); donates the state."""
     eval_step: Callable[[Params, jax.Array], jax.Array]
     """(params, tokens of shape (B, T+1)) -> mean loss."""
-    logits: Callable[[Params, jax.Array], jax.Array]
-    """(params, tokens_BT) -> logits_BTV over the padded vocabulary."""
+    sample_logits: Callable[[Params, jax.Array], jax.Array]
+    """(params, tokens_BT) -> logits_BTV over the padded vocabulary, for few rows at a time."""
 
 
 def make_steps(config: Config, mesh: Mesh) -> Steps:
@@ -73,9 +75,10 @@ def make_steps(config: Config, mesh: Mesh) -> Steps:
         model,
         dtype=jnp.dtype(train.dtype),
         attend=make_attention(kernel, model.dropout),
-        constrain=partition.activation_constraint(mesh),
         scan_layers=config.parallel.scan_layers,
     )
+    lone_graph = nnx.graphdef(nnx.eval_shape(lambda: network(rngs=nnx.Rngs(0))))
+    network = functools.partial(network, constrain=partition.activation_constraint(mesh))
     graph = nnx.graphdef(nnx.eval_shape(lambda: network(rngs=nnx.Rngs(0))))
     optimizer = make_optimizer(config.optimizer)
     schedule = learning_rate_schedule(config.optimizer)
@@ -123,6 +126,13 @@ def make_steps(config: Config, mesh: Mesh) -> Steps:
         params = jax.tree.map(lambda p, d: p - lr * d, state.params, directions)
         return TrainState(params, opt_state), Metrics(value, grad_norm, lr)
 
+    def sample_logits(params: Params, tokens_BT: jax.Array) -> jax.Array:
+        """Writing one token is too little work to share: with weights that fit, all do all."""
+        if sum(s.size * s.dtype.itemsize for s in jax.tree.leaves(shapes)) > GATHERED_BYTES:
+            return logits(params, tokens_BT)
+        params = jax.lax.with_sharding_constraint(params, whole)
+        return nnx.merge(lone_graph, params)(tokens_BT)
+
     return Steps(
         mesh=mesh,
         attention=f"{kernel} ({reason})",
@@ -133,7 +143,12 @@ def make_steps(config: Config, mesh: Mesh) -> Steps:
             jax.eval_shape(init),
             state_sharding,
         ),
-        init=jax.jit(init, out_shardings=state_sharding),
+        init=jax.jit(
+            init,
+            out_shardings=state_sharding,
+            # It runs once: on a CPU, LLVM's costlier passes take longer than they save.
+            compiler_options={"xla_backend_optimization_level": 1} if platform == "cpu" else None,
+        ),
         train_step=jax.jit(
             train_step,
             in_shardings=(state_sharding, whole, batch_sharding),
@@ -143,7 +158,7 @@ def make_steps(config: Config, mesh: Mesh) -> Steps:
         eval_step=jax.jit(
             loss, in_shardings=(state_sharding.params, batch_sharding), out_shardings=whole
         ),
-        logits=logits,
+        sample_logits=sample_logits,
     )
 
 
