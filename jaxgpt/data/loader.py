@@ -1,5 +1,6 @@
 """Rows of tokens as global arrays over the mesh, read ahead in a thread."""
 
+import itertools
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -93,11 +94,11 @@ class Loader:
         """The batches of `steps` in turn, with up to `ahead` of them read before they are due."""
         steps = iter(steps)
         with ThreadPoolExecutor(1, thread_name_prefix="loader") as thread:
-            waiting = [thread.submit(self.batch, s) for _, s in zip(range(ahead), steps)]
+            waiting = [thread.submit(self.batch, step) for step in itertools.islice(steps, ahead)]
             try:
                 while waiting:
                     batch = waiting.pop(0).result()
-                    waiting += [thread.submit(self.batch, s) for _, s in zip(range(1), steps)]
+                    waiting += [thread.submit(self.batch, s) for s in itertools.islice(steps, 1)]
                     yield batch
             finally:
                 thread.shutdown(cancel_futures=True)

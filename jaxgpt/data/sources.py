@@ -20,6 +20,7 @@ from jaxgpt.config import DataConfig, ModelConfig, UsageError
 from jaxgpt.data.tokenizer import Tokenizer, from_meta
 
 SPLITS = ("train", "val")
+PREPARED_BY_NAME = ("python", "shakespeare_char")  # what corpora.py makes without being told how
 _PAGE = 16384  # bytes
 _SAMPLED_PAGES = 4096  # at most this many of a file are hashed and scanned: all of 64 MiB
 
@@ -78,11 +79,14 @@ def open_dataset(data: DataConfig, model: ModelConfig) -> Dataset:
     key = f"data.path={data.path}" if data.path is not None else f"data.dataset={data.dataset}"
     for split in SPLITS:
         if not (directory / f"{split}.bin").is_file():
-            remedy = (
-                "give a folder with train.bin, val.bin and meta.json"
-                if data.path is not None
-                else f"run `python -m jaxgpt.prepare {data.dataset}` first, or give data.path=DIR"
-            )
+            remedy = f"run `python -m jaxgpt.prepare {data.dataset}`"
+            if data.path is not None:
+                remedy = "give a folder with train.bin, val.bin and meta.json"
+            elif data.dataset not in PREPARED_BY_NAME:
+                remedy = (
+                    f"run `python -m jaxgpt.prepare text --name {data.dataset} --input FILE ...`, "
+                    "or give data.path=DIR"
+                )
             raise UsageError(f"{key}: there is no {directory / f'{split}.bin'}; {remedy}")
     meta = _read_meta(directory)
     vocab_size = model.vocab_size or meta.get("vocab_size")
@@ -123,9 +127,10 @@ def check_tokens(tokens: np.ndarray, vocab_size: int, path: Path, start: int) ->
     """
     if tokens.size and tokens.max() >= vocab_size:
         at = int(np.argmax(tokens >= vocab_size))
+        token = int(tokens[at])
         raise UsageError(
-            f"{path}: token {int(tokens.flat[at])} at offset {start + at} is outside the "
-            f"vocabulary; model.vocab_size={vocab_size} needs tokens below it"
+            f"model.vocab_size={vocab_size}: {path} holds token {token} at offset {start + at}; "
+            f"prepare the data again, or set model.vocab_size to at least {token + 1}"
         )
 
 
@@ -153,9 +158,7 @@ def write_dataset(
         source: where the text came from, for people.
     """
     dtype = "uint16" if tokenizer.vocab_size <= 2**16 else "uint32"
-    tokens = {
-        split: tokens[split].astype(np.dtype(dtype).newbyteorder("<")) for split in SPLITS
-    }
+    tokens = {split: tokens[split].astype(np.dtype(dtype).newbyteorder("<")) for split in SPLITS}
     meta = {
         "format": "jaxgpt tokens 1",
         "source": source,
@@ -186,7 +189,9 @@ def _read_meta(directory: Path) -> dict[str, Any]:
     try:
         return json.loads(path.read_text())
     except ValueError as error:
-        raise UsageError(f"{path}: not readable as JSON ({error}); prepare the data again") from None
+        raise UsageError(
+            f"{path}: not readable as JSON ({error}); prepare the data again"
+        ) from None
 
 
 def _sampled_pages(tokens: np.ndarray):

@@ -9,6 +9,7 @@ import json
 import os
 import platform
 import socket
+import sys
 import time
 from dataclasses import dataclass
 from importlib import metadata
@@ -193,6 +194,7 @@ def connect(cluster: Cluster, mesh: tuple[int, ...]) -> dict[str, Any]:
             jax.config.update("jax_num_cpu_devices", cpu_devices)
     coordinator = None
     if cluster.size > 1:
+        _keep_stdout_for_python()
         coordinator = cluster.broadcast(_free_address(cluster))
         jax.distributed.initialize(
             coordinator,
@@ -228,6 +230,15 @@ def describe(facts: dict[str, Any]) -> list[str]:
         f"devices: {facts['devices']}{simulated} x {facts['device_kind']}, "
         f"{facts['devices_per_process']} on each of {processes}; jax {facts['jax']}",
     ]
+
+
+def _keep_stdout_for_python() -> None:
+    """Gloo, from C++, prints a line per process and group to stdout: give it another one."""
+    ours = os.dup(1)
+    with open(os.devnull, "w") as nothing:
+        os.dup2(nothing.fileno(), 1)
+    sys.stdout.flush()
+    sys.stdout = open(ours, "w", buffering=1, encoding=sys.stdout.encoding, errors="replace")
 
 
 def _free_address(cluster: Cluster) -> str:

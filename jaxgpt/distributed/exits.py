@@ -24,8 +24,7 @@ def exits_together() -> Iterator[None]:
 
     A `UsageError` is one line and status 2; any other exception is its traceback and status 1,
     as the last thing that the job prints: processes that fail only because their peer has gone
-    keep silent. A failed process leaves without finalizing MPI, which launchers take as the
-    order to end the others.
+    keep silent.
     """
     try:
         yield
@@ -48,12 +47,21 @@ def _connected() -> bool:
 
 
 def _leave(report: str, status: int) -> None:
-    """Leaves with `status`; prints `report` unless another process was the first to fail."""
+    """Ends the job with `status`; prints `report` unless another process failed first."""
     sys.stdout.flush()
-    if _first_to_fail():
-        print(report, file=sys.stderr, end="", flush=True)
-    else:
-        time.sleep(10)  # the launcher ends this process once the first one has left
+    if not _first_to_fail():
+        time.sleep(10)  # meanwhile the first one has the launcher end this process
+        os._exit(status)
+    if _connected():
+        time.sleep(1)  # the others come to wait for this process, and print no more
+    print(report, file=sys.stderr, end="", flush=True)
+    mpi = sys.modules.get("mpi4py.MPI")
+    if mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized():
+        time.sleep(0.5)  # for the launcher to pass on what was printed
+        with open(os.devnull, "w") as nothing:  # MPI would add a line of its own
+            os.dup2(nothing.fileno(), 1)
+            os.dup2(nothing.fileno(), 2)
+        mpi.COMM_WORLD.Abort(status)
     os._exit(status)
 
 

@@ -141,9 +141,7 @@ class GPT(nnx.Module):
         x_BTD = self.constrain(wte_VD[tokens_BT] + wpe_TD[:T], RESIDUAL_AXES)
         x_BTD = self.dropout(x_BTD, deterministic=embedding_key is None, rngs=embedding_key)
         x_BTD = self.norm(self._layers(x_BTD, layers_key))
-        logits_BTV = jnp.einsum(
-            "BTD,VD->BTV", x_BTD, wte_VD, preferred_element_type=jnp.float32
-        )
+        logits_BTV = jnp.einsum("BTD,VD->BTV", x_BTD, wte_VD, preferred_element_type=jnp.float32)
         is_token_V = jnp.arange(wte_VD.shape[0]) < self.config.vocab_size
         return self.constrain(jnp.where(is_token_V, logits_BTV, -jnp.inf), LOGITS_AXES)
 

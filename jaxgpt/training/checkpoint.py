@@ -5,6 +5,7 @@ each whatever the mesh) and `checkpoints/<step>/meta` (JSON: configuration, mesh
 restored into the shardings of the run that reads it, which need not be those that wrote it.
 """
 
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import jax
 import optax
 
+from jaxgpt.model.gpt import Params
 from jaxgpt.training.step import TrainState
 
 _MOMENTS = ("mu", "nu", "count")
@@ -20,10 +22,11 @@ _MOMENTS = ("mu", "nu", "count")
 class Checkpoints:
     """Saves and restores the state of one run."""
 
-    def __init__(self, directory: Path, keep: int):
-        """Opens `directory`/checkpoints, keeping the newest `keep` that are saved from now on."""
+    def __init__(self, directory: Path, keep: int | None):
+        """Opens `directory`/checkpoints; saving keeps the newest `keep`, all of them if None."""
         import orbax.checkpoint as ocp
 
+        logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax narrates each save
         self._ocp = ocp
         self._manager = ocp.CheckpointManager(
             (directory / "checkpoints").absolute(),
@@ -51,11 +54,22 @@ class Checkpoints:
         )
         return _from_tree(found["state"], shapes)
 
-    def wait(self) -> None:
-        """Returns when everything that was saved is on disk."""
-        self._manager.wait_until_finished()
+    def restore_params(self, step: int, shapes: Params) -> Params:
+        """The parameters of `step` alone, laid out as `shapes` say: a third of the bytes."""
+        wanted = {"params": shapes}
+        with self._ocp.PyTreeCheckpointer() as checkpointer:
+            found = checkpointer.restore(
+                self._manager.directory / str(step) / "state",
+                args=self._ocp.args.PyTreeRestore(
+                    wanted,
+                    restore_args=self._ocp.checkpoint_utils.construct_restore_args(wanted),
+                    partial_restore=True,
+                ),
+            )
+        return found["params"]
 
     def close(self) -> None:
+        """Returns when everything that was saved is on disk."""
         self._manager.close()
 
 

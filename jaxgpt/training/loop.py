@@ -8,7 +8,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxgpt import __version__
-from jaxgpt.config import mesh_sizes, skip_ranges
+from jaxgpt.config import check_batch, mesh_sizes, skip_ranges
 from jaxgpt.data.loader import Loader
 from jaxgpt.distributed import exits
 from jaxgpt.distributed.cluster import Cluster
@@ -38,7 +38,9 @@ def train(
         An exit status: `exits.DONE`, or `exits.STOPPED` with a checkpoint saved.
     """
     config = run.config
-    mesh = make_mesh(mesh_sizes(config, jax.device_count()))
+    sizes = mesh_sizes(config, jax.device_count())
+    check_batch(config, sizes)
+    mesh = make_mesh(sizes)
     steps = make_steps(config, mesh)
     report = Reporter(run, steps, startup, enabled=cluster.is_main)
     report.announce(facts)
@@ -98,7 +100,7 @@ def train(
     checkpoints.close()
     if step < config.train.max_iters:
         report.close(
-            f"stopped by {stop.reason or 'another process'} after step {step}, which is saved; "
+            f"stopped by {stop.reason or 'a signal'} after step {step}, which is saved; "
             f"the same command with --out {run.directory} goes on from there"
         )
         return exits.STOPPED

@@ -33,9 +33,7 @@ class Reporter:
         self._startup = startup
         self._schedule = learning_rate_schedule(run.config.optimizer)
         self._console = Console(enabled, run.directory / "train.log")
-        self._trackers = Trackers(
-            _open_trackers(run) if enabled else [], warn=self._console.say
-        )
+        self._trackers = Trackers(_open_trackers(run) if enabled else [], warn=self._console.say)
         self._first_step = (run.resume_step or 0) + 1
         self._last_losses = ""
 

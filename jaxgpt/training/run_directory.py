@@ -8,8 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jaxgpt import config as configuration
-from jaxgpt.config import Config, UsageError, config_from_dict, skip_ranges
+from jaxgpt.config import (
+    Config,
+    UsageError,
+    check_batch,
+    config_from_dict,
+    mesh_sizes,
+    skip_ranges,
+)
 from jaxgpt.data.corpora import prepare_python
 from jaxgpt.data.sources import Dataset, dataset_directory, open_dataset
 from jaxgpt.data.tokenizer import Tokenizer
@@ -77,10 +83,10 @@ def prepare_run(config: Config, cluster: Cluster) -> Run:
 
 def check_cpu_mesh(config: Config, cluster: Cluster) -> None:
     """Checks the mesh against the devices that a job on CPUs is going to have."""
-    mesh = configuration.mesh_sizes(config)
+    mesh = mesh_sizes(config)
     if not accelerator_expected():
         n_devices = cpu_devices_per_process(mesh, cluster) * cluster.size
-        configuration.mesh_sizes(config, n_devices)
+        check_batch(config, mesh_sizes(config, n_devices))
 
 
 def _decide(config: Config) -> dict[str, Any]:

@@ -47,7 +47,9 @@ def make_generate(
             length = jnp.where(is_full, length, length + 1)
             return (window_T.at[length - 1].set(token), length), token
 
-        return jax.lax.scan(one, (window, length), jax.random.split(jax.random.key(seed), n_tokens))[1]
+        return jax.lax.scan(
+            one, (window, length), jax.random.split(jax.random.key(seed), n_tokens)
+        )[1]
 
     return generate
 

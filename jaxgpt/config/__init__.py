@@ -1,0 +1,43 @@
+"""The configuration of a run.
+
+A setting is named `section.key` everywhere: in a YAML file, in `section.key=value`, in
+`--section.key value`, and in every error.
+"""
+
+from jaxgpt.config.checks import (
+    MESH_AXES,
+    UsageError,
+    check_batch,
+    mesh_sizes,
+    skip_ranges,
+    validate,
+)
+from jaxgpt.config.parse import config_from_dict, load_config, parse_args
+from jaxgpt.config.sections import (
+    CheckpointConfig,
+    Config,
+    DataConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    TrainConfig,
+)
+
+__all__ = [
+    "MESH_AXES",
+    "CheckpointConfig",
+    "Config",
+    "DataConfig",
+    "ModelConfig",
+    "OptimizerConfig",
+    "ParallelConfig",
+    "TrainConfig",
+    "UsageError",
+    "check_batch",
+    "config_from_dict",
+    "load_config",
+    "mesh_sizes",
+    "parse_args",
+    "skip_ranges",
+    "validate",
+]

@@ -1,0 +1,152 @@
+"""Checks of settings, each refusal one sentence with the key, the value and what would do."""
+
+import functools
+
+from jaxgpt.config.sections import Config
+
+MESH_AXES = ("data", "fsdp", "tensor")
+
+
+class UsageError(ValueError):
+    """Something a user gave is wrong. The message names the key, the value and what would do.
+
+    Commands print it as one line and exit with status 2.
+    """
+
+
+def validate(config: Config) -> None:
+    """Checks everything that needs neither the data nor the devices.
+
+    Raises:
+        UsageError: naming the key, its value, and what would do.
+    """
+    model, train, optimizer = config.model, config.train, config.optimizer
+    for section, keys, least in (
+        ("model", ("n_layer", "n_head", "n_embd", "block_size"), 1),
+        ("train", ("max_iters", "batch_size", "gradient_accumulation_steps"), 1),
+        ("train", ("eval_iters", "log_interval"), 1),
+        ("train", ("eval_interval", "sample_tokens", "seed"), 0),
+        ("optimizer", ("learning_rate", "warmup_iters", "weight_decay", "grad_clip"), 0),
+        ("optimizer", ("lr_decay_iters",), 1),
+        ("checkpoint", ("keep",), 1),
+        ("checkpoint", ("interval",), 0),
+    ):
+        for key in keys:
+            value = getattr(getattr(config, section), key)
+            if not value >= least:  # also refuses nan
+                raise UsageError(f"{section}.{key}={value}: must be at least {least}")
+    if train.seed >= 2**31:
+        raise UsageError(f"train.seed={train.seed}: must be less than 2^31 = {2**31}")
+    if model.vocab_size is not None and model.vocab_size < 2:
+        raise UsageError(f"model.vocab_size={model.vocab_size}: must be at least 2, or None")
+    if model.n_embd % model.n_head:
+        raise UsageError(
+            f"model.n_embd={model.n_embd}: must be a multiple of model.n_head={model.n_head}"
+        )
+    if not 0 <= model.dropout < 1:
+        raise UsageError(f"model.dropout={model.dropout}: must be at least 0 and below 1")
+    for key in ("beta1", "beta2"):
+        if not 0 <= getattr(optimizer, key) < 1:
+            raise UsageError(
+                f"optimizer.{key}={getattr(optimizer, key)}: must be at least 0 and below 1"
+            )
+    if optimizer.min_lr is not None and not 0 <= optimizer.min_lr <= optimizer.learning_rate:
+        raise UsageError(
+            f"optimizer.min_lr={optimizer.min_lr}: must lie between 0 and "
+            f"optimizer.learning_rate={optimizer.learning_rate}"
+        )
+    if train.time_limit is not None and not train.time_limit > 0:
+        raise UsageError(f"train.time_limit={train.time_limit}: must be more than 0 minutes")
+    if train.batch_size % train.gradient_accumulation_steps:
+        raise UsageError(
+            f"train.gradient_accumulation_steps={train.gradient_accumulation_steps}: must divide "
+            f"train.batch_size={train.batch_size}"
+        )
+    skip_ranges(config)
+    check_batch(config, mesh_sizes(config))
+
+
+def skip_ranges(config: Config) -> tuple[tuple[int, int], ...]:
+    """`train_range_to_skip` as (first, last) pairs of steps, both included.
+
+    Raises:
+        UsageError: for an odd count, a step below 1, or a first step after its last.
+    """
+    steps = config.train_range_to_skip
+    shown = " ".join(map(str, steps))
+    if len(steps) % 2:
+        raise UsageError(
+            f"train_range_to_skip={shown}: has {len(steps)} numbers; give pairs of "
+            "first and last step, such as 10 20 25 30"
+        )
+    pairs = tuple(zip(steps[::2], steps[1::2], strict=True))
+    for first, last in pairs:
+        if first < 1 or first > last:
+            raise UsageError(
+                f"train_range_to_skip={shown}: the range {first} {last} must have "
+                "1 <= first <= last"
+            )
+    return pairs
+
+
+def mesh_sizes(config: Config, n_devices: int | None = None) -> tuple[int, ...]:
+    """Sizes of the axes (data, fsdp, tensor), checked against the model.
+
+    Args:
+        n_devices: devices of the whole job; None leaves a -1 as it is, with the checks that
+            need its size left for later.
+
+    Raises:
+        UsageError: if the sizes are malformed, their product is not `n_devices`, or they do
+            not divide what they split.
+    """
+    text = config.parallel.mesh
+    key = f"parallel.mesh={text}"
+    try:
+        sizes = [int(part) for part in text.split(",")]
+    except ValueError:
+        sizes = []
+    if (
+        len(sizes) != len(MESH_AXES)
+        or any(size < 1 and size != -1 for size in sizes)
+        or sizes.count(-1) > 1
+    ):
+        raise UsageError(
+            f"{key}: must be three sizes {','.join(MESH_AXES)}, each at least 1, "
+            "at most one of them -1; for example 2,1,4"
+        )
+    if n_devices is not None and -1 in sizes:
+        known = -functools.reduce(int.__mul__, sizes)
+        if n_devices % known:
+            raise UsageError(f"{key}: {known} does not divide the job's {n_devices} devices")
+        sizes[sizes.index(-1)] = n_devices // known
+    data, fsdp, tensor = sizes
+    if n_devices is not None and data * fsdp * tensor != n_devices:
+        raise UsageError(
+            f"{key}: the product is {data * fsdp * tensor} but the job has {n_devices} devices; "
+            "they must be equal (-1 fills one axis)"
+        )
+    if tensor > 0 and config.model.n_head % tensor:
+        raise UsageError(
+            f"{key}: tensor={tensor} does not divide model.n_head={config.model.n_head}"
+        )
+    return tuple(sizes)
+
+
+def check_batch(config: Config, sizes: tuple[int, ...]) -> None:
+    """Checks that every device along data and fsdp gets equally many rows of a microbatch.
+
+    Args:
+        sizes: what `mesh_sizes` returned; an axis of -1 is left for later.
+
+    Raises:
+        UsageError: if the rows cannot be shared out.
+    """
+    data, fsdp, _ = sizes
+    if data > 0 and fsdp > 0 and config.microbatch_size % (data * fsdp):
+        accumulation = config.train.gradient_accumulation_steps
+        split = f"/{accumulation} microbatches" if accumulation > 1 else ""
+        raise UsageError(
+            f"train.batch_size={config.train.batch_size}{split}: must be a multiple of "
+            f"data x fsdp = {data * fsdp} (parallel.mesh={','.join(map(str, sizes))})"
+        )

@@ -1,0 +1,219 @@
+"""From text to dataclasses: YAML presets, `section.key=value` and `--section.key value`.
+
+All values pass through tyro, so a preset and the command line accept the same spellings.
+"""
+
+import contextlib
+import dataclasses
+import difflib
+import functools
+import io
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+
+from jaxgpt.config.checks import UsageError, validate
+from jaxgpt.config.sections import Config
+
+
+def load_config(config: str = "tiny", *overrides: str) -> Config:
+    """The configuration of a preset with `section.key=value` overrides, validated.
+
+    >>> load_config("shakespeare_char_cpu", "train.max_iters=100").model.n_layer
+    4
+    """
+    return parse_args(["--config", config, *overrides])
+
+
+def parse_args(argv: Sequence[str], prog: str = "python -m jaxgpt.train") -> Config:
+    """The configuration that a command line describes, validated.
+
+    The base is `--config`; without it the config.yaml of an existing `--out`, else `tiny`.
+    `--help` prints every key and exits 0.
+
+    Raises:
+        UsageError: for an unknown key, a value of the wrong type, or one that cannot work.
+    """
+    import tyro
+
+    given = _split_arguments(argv)
+    if "help" in given:
+        tyro.cli(Config, args=["--help"], prog=prog, use_underscores=True, config=_tyro_options())
+    base = _base_file(given)
+    values = {**_flatten(_read_yaml(base), origin=str(base)), **given}
+    if "config" not in given:
+        values.setdefault("config", ["tiny"])
+    config = _build(values)
+    validate(config)
+    return config
+
+
+def config_from_dict(values: Mapping[str, Any], origin: str) -> Config:
+    """The configuration that `Config.to_dict` wrote, from a checkpoint or a run directory."""
+    return _build(_flatten(values, origin))
+
+
+_ALIASES = {"mesh": "parallel.mesh", "h": "help"}
+
+
+def _tyro_options() -> tuple[Any, ...]:
+    import tyro
+
+    return (tyro.conf.FlagConversionOff,)  # --model.bias True, as in YAML; no --no-bias
+
+
+@functools.cache
+def _fields() -> dict[str, Any]:
+    """`section.key` -> type, for every setting."""
+    out = {}
+    for name, kind in typing.get_type_hints(Config).items():
+        if dataclasses.is_dataclass(kind):
+            hints = typing.get_type_hints(kind)
+            out |= {f"{name}.{f.name}": hints[f.name] for f in dataclasses.fields(kind)}
+        else:
+            out[name] = kind
+    return out
+
+
+def config_directories() -> list[Path]:
+    """Where presets are looked for: the installed package, then a source checkout."""
+    package = Path(__file__).parent.parent
+    return [package / "configs", package.parent / "configs"]
+
+
+def _base_file(given: Mapping[str, Sequence[str]]) -> Path:
+    if "config" not in given and "out" in given:
+        kept = Path(given["out"][0]) / "config.yaml"
+        if kept.is_file():
+            return kept
+    name = given.get("config", ["tiny"])[0]
+    presets = {f.stem: f for d in config_directories() for f in sorted(d.glob("*.yaml"))}
+    if name in presets:
+        return presets[name]
+    if Path(name).is_file():
+        return Path(name)
+    raise UsageError(f"config={name}: no such file or preset; presets are {', '.join(presets)}")
+
+
+def _read_yaml(path: Path) -> Mapping[str, Any]:
+    try:
+        values = yaml.safe_load(path.read_text()) or {}
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        problem = " ".join(str(error).split())
+        raise UsageError(f"config={path}: not readable as YAML ({problem})") from None
+    if not isinstance(values, Mapping):
+        raise UsageError(f"config={path}: must be a mapping of sections such as `train:`")
+    return values
+
+
+def _flatten(values: Mapping[str, Any], origin: str) -> dict[str, list[str]]:
+    """Nested mapping -> {`section.key`: [words]}, the form that a command line has."""
+    out = {}
+    for section, content in values.items():
+        nested = isinstance(content, Mapping)
+        for key, value in content.items() if nested else [(None, content)]:
+            name = f"{section}.{key}" if nested else str(section)
+            if name not in _fields():
+                raise UsageError(f"{origin}: {_unknown(name)}")
+            out[name] = [str(v) for v in value] if isinstance(value, list) else [str(value)]
+    return out
+
+
+def _split_arguments(argv: Sequence[str]) -> dict[str, list[str]]:
+    """Command line -> {`section.key`: [words]}; `key=value` and `--key value` alike."""
+    out: dict[str, list[str]] = {}
+    name = None  # the flag that following words belong to
+    for word in argv:
+        if word in ("-h", "--help"):
+            return {"help": []}
+        key, equals, value = word.removeprefix("--").partition("=")
+        key = _ALIASES.get(key, key).replace("-", "_")
+        is_flag = word.startswith("--")
+        if is_flag or (equals and (name is None or key in _fields() or "." in key)):
+            if key not in _fields():
+                raise UsageError(_unknown(word if not equals else key, key))
+            out[key] = [value] if equals else []
+            name = None if equals else key
+        elif name is None:
+            raise UsageError(
+                f"{word}: not understood; give section.key=value or --section.key value"
+            )
+        else:
+            out[name].append(word)
+            if "tuple" not in str(_fields()[name]):
+                name = None
+    for key, words in out.items():
+        if not words and "tuple" not in str(_fields()[key]):
+            raise UsageError(f"--{key}: needs a value: {_expected(_fields()[key])}")
+    return out
+
+
+def _unknown(shown: str, key: str | None = None) -> str:
+    """One sentence about an unknown key, with the nearest known one."""
+    key = key or shown
+    known = list(_fields())
+    tails = {name.rpartition(".")[2]: name for name in known}
+    near = difflib.get_close_matches(key, known, 1, 0.6)
+    near = near or [tails[t] for t in difflib.get_close_matches(key.rpartition(".")[2], tails, 1)]
+    hint = f"did you mean {near[0]}?" if near else "--help lists every key"
+    return f"{shown}: unknown key; {hint}"
+
+
+def _build(values: Mapping[str, Sequence[str]]) -> Config:
+    """Turns words into typed values with tyro.
+
+    Raises:
+        UsageError: naming the first key whose value has the wrong type.
+    """
+    import tyro
+
+    def parse(names: Sequence[str]) -> Config:
+        words = []
+        for name in names:
+            value = list(values[name])
+            if _fields()[name] is bool:
+                value = [v.capitalize() for v in value]
+            # `--key=value` keeps a value that begins with a dash from looking like a flag.
+            words += [f"--{name}={value[0]}"] if len(value) == 1 else [f"--{name}", *value]
+        with contextlib.redirect_stderr(io.StringIO()):
+            return tyro.cli(
+                Config,
+                args=words,
+                use_underscores=True,
+                config=_tyro_options(),
+                console_outputs=False,
+            )
+
+    names = list(values)
+    try:
+        return parse(names)
+    except SystemExit:
+        for name in names:
+            try:
+                parse([name])
+            except SystemExit:
+                shown = " ".join(values[name])
+                expected = _expected(_fields()[name])
+                raise UsageError(f"{name}={shown}: must be {expected}") from None
+        raise AssertionError(f"tyro refused {values} but none of its parts") from None
+
+
+def _expected(kind: Any) -> str:
+    """A type in a user's words."""
+    if typing.get_origin(kind) is Literal:
+        return "one of " + ", ".join(map(str, typing.get_args(kind)))
+    if isinstance(kind, types.UnionType):
+        return " or ".join(_expected(k) for k in typing.get_args(kind))
+    if typing.get_origin(kind) is tuple:
+        return "whole numbers"
+    return {
+        int: "a whole number",
+        float: "a number",
+        bool: "True or False",
+        str: "text",
+        types.NoneType: "None",
+    }[kind]

@@ -1,0 +1,159 @@
+"""Every setting of a run, as frozen dataclasses: its type, its default, and a line about it."""
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import yaml
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """The network: GPT-2 (pre-norm, learned positions, tied embedding)."""
+
+    n_layer: int = 4
+    """Number of transformer layers, L."""
+    n_head: int = 4
+    """Number of attention heads, H."""
+    n_embd: int = 128
+    """Width of the residual stream, D."""
+    block_size: int = 128
+    """Context length in tokens, T."""
+    bias: bool = False
+    """Biases in linear layers and layer norms, as GPT-2 has them; without is a bit faster."""
+    dropout: float = 0.0
+    """Dropout rate of embeddings, attention and residuals; 0 for pre-training."""
+    vocab_size: int | None = None
+    """Number of tokens, V; None takes it from the data's meta.json."""
+    attention: Literal["auto", "xla", "cudnn"] = "auto"
+    """Attention kernel; auto picks cudnn where it can run, and the log says which."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """The run: length, batch, evaluation, logging."""
+
+    max_iters: int = 600
+    """Number of optimizer steps in all, counted from 1."""
+    batch_size: int = 16
+    """Global batch: sequences per step, whole job, whatever the mesh."""
+    gradient_accumulation_steps: int = 1
+    """Equal microbatches that the global batch is split into."""
+    eval_interval: int = 200
+    """Steps between evaluations (and samples); 0 evaluates only at the end."""
+    eval_iters: int = 20
+    """Batches per split in an evaluation; the same ones every time."""
+    log_interval: int = 10
+    """Steps between log lines."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Compute dtype; parameters, optimizer state, logits and loss stay float32."""
+    seed: int = 1337
+    """Seed of the initial parameters, the data order and dropout."""
+    sample_tokens: int = 200
+    """Tokens that the model writes at each evaluation; 0 writes none."""
+    sample_prompt: str = ""
+    """Text that the samples at evaluations begin with; empty is token 0, which begins a document
+    in byte data and is the first character in char data."""
+    time_limit: float | None = None
+    """Minutes after which the run saves a checkpoint and stops with exit status 75."""
+    tensorboard: bool = True
+    """Write TensorBoard event files beside metrics.jsonl."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    """AdamW (arXiv 1711.05101) with linear warm-up and cosine decay."""
+
+    learning_rate: float = 1e-3
+    """Peak learning rate."""
+    min_lr: float | None = None
+    """Learning rate at and after lr_decay_iters; None is a tenth of the peak."""
+    warmup_iters: int = 100
+    """Steps of linear warm-up."""
+    lr_decay_iters: int = 600
+    """Step at which the cosine reaches min_lr; mostly train.max_iters, but not tied to it, so
+    that a run made longer or shorter keeps its learning rates."""
+    weight_decay: float = 0.1
+    """Decay of matrices and embeddings; never of biases and norms."""
+    beta1: float = 0.9
+    """Decay rate of the first moment."""
+    beta2: float = 0.95
+    """Decay rate of the second moment; 0.99 suits small batches."""
+    grad_clip: float = 1.0
+    """Largest global gradient norm; 0 switches clipping off."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """What is trained on."""
+
+    dataset: str = "python"
+    """Name of a prepared data set: a folder of $JAXGPT_DATA (default ~/.cache/jaxgpt)."""
+    path: str | None = None
+    """Folder with train.bin, val.bin and meta.json, in place of a named data set."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelConfig:
+    """How the job is laid out over devices: speed and memory, never the results."""
+
+    mesh: str = "-1,1,1"
+    """Sizes of the mesh axes data,fsdp,tensor (also --mesh); -1 fills one axis."""
+    zero_stage: Literal[0, 1, 2, 3] = 3
+    """What is sharded over fsdp (arXiv 1910.02054): 0 nothing, 1 optimizer state, 2 also
+    gradients, 3 also parameters."""
+    scan_layers: bool = False
+    """Compile one block and loop over it: much shorter compilation of deep models."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    """When state is saved, and whether a run goes on from it."""
+
+    interval: int = 500
+    """Steps between checkpoints; 0 saves only at the end. The last step is always saved."""
+    keep: int = 2
+    """How many of the newest checkpoints to keep."""
+    resume: bool = True
+    """Go on from the newest checkpoint in --out; False refuses a folder that has one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """All settings of a run."""
+
+    config: str = "tiny"
+    """Preset (a file of configs/) or a path to a YAML file."""
+    out: str | None = None
+    """Run directory; None is runs/<config>-<time>. One that exists is gone on with."""
+    train_range_to_skip: tuple[int, ...] = ()
+    """Ranges of steps to skip, `A B C D` for [A,B] and [C,D]; from 1, ends included."""
+    model: ModelConfig = field(default_factory=ModelConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+
+    @property
+    def microbatch_size(self) -> int:
+        return self.train.batch_size // self.train.gradient_accumulation_steps
+
+    def to_dict(self) -> dict[str, Any]:
+        """Nested plain dict, ready for YAML and JSON."""
+        out = dataclasses.asdict(self)
+        out["train_range_to_skip"] = list(self.train_range_to_skip)
+        return out
+
+    def to_yaml(self) -> str:
+        return yaml.safe_dump(self.to_dict(), sort_keys=False)
+
+    def replace(self, **changes: Any) -> "Config":
+        """A copy with `section__key=value` (or top-level `key=value`) changed."""
+        config = self
+        for name, value in changes.items():
+            section, _, key = name.partition("__")
+            if key:
+                value = dataclasses.replace(getattr(config, section), **{key: value})
+            config = dataclasses.replace(config, **{section: value})
+        return config

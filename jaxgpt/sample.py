@@ -1,0 +1,92 @@
+"""Write text with a trained model: `python -m jaxgpt.sample --run DIR --prompt "..."`."""
+
+import argparse
+import sys
+from pathlib import Path
+
+import numpy as np
+
+from jaxgpt.config import UsageError, config_from_dict, mesh_sizes
+from jaxgpt.data.sources import open_dataset
+from jaxgpt.distributed.cluster import connect, find_cluster
+from jaxgpt.distributed.exits import exits_together
+from jaxgpt.training.run_directory import read_meta, saved_steps
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m jaxgpt.sample", description=__doc__)
+    parser.add_argument("--run", type=Path, required=True, help="run directory of a training")
+    parser.add_argument("--step", type=int, help="which checkpoint; default the newest")
+    parser.add_argument("--prompt", default="", help="text to go on from; default token 0")
+    parser.add_argument("--max-new-tokens", type=int, default=200)
+    parser.add_argument("--num-samples", type=int, default=1)
+    parser.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest")
+    parser.add_argument("--top-k", type=int, default=200, help="draw from so many; 0 from all")
+    parser.add_argument("--seed", type=int, default=1337)
+    parser.add_argument("--mesh", default="1,-1,1", help="data,fsdp,tensor to load the model on")
+    arguments = parser.parse_args()
+    with exits_together():
+        write(arguments)
+
+
+def write(arguments: argparse.Namespace) -> None:
+    """Prints the samples that the command line asks for.
+
+    Raises:
+        UsageError: if the run has no such checkpoint, or an option cannot work.
+    """
+    for option, least in (
+        ("max_new_tokens", 1),
+        ("num_samples", 1),
+        ("temperature", 0),
+        ("top_k", 0),
+    ):
+        value = getattr(arguments, option)
+        if not value >= least:
+            raise UsageError(f"--{option.replace('_', '-')}={value}: must be at least {least}")
+    steps = saved_steps(arguments.run)
+    if not steps:
+        raise UsageError(f"--run {arguments.run}: has no checkpoints; give a run directory")
+    step = steps[-1] if arguments.step is None else arguments.step
+    if step not in steps:
+        raise UsageError(f"--step {step}: {arguments.run} has {', '.join(map(str, steps))}")
+    config = config_from_dict(read_meta(arguments.run, step)["config"], str(arguments.run))
+    config = config.replace(parallel__mesh=arguments.mesh)
+    tokenizer = open_dataset(config.data, config.model).tokenizer
+    if tokenizer is None:
+        raise UsageError(f"--run {arguments.run}: its data has no meta.json with a tokenizer")
+
+    cluster = find_cluster()
+    connect(cluster, mesh_sizes(config))
+    import jax
+
+    from jaxgpt.distributed.mesh import make_mesh
+    from jaxgpt.training.checkpoint import Checkpoints
+    from jaxgpt.training.sampling import make_generate, prompt_window
+    from jaxgpt.training.step import make_steps
+
+    compiled = make_steps(config, make_mesh(mesh_sizes(config, jax.device_count())))
+    checkpoints = Checkpoints(arguments.run, keep=None)
+    params = checkpoints.restore_params(step, compiled.state_shapes.params)
+    window, length = prompt_window(tokenizer, arguments.prompt, config.model.block_size)
+    generate = jax.jit(
+        make_generate(
+            compiled.sample_logits,
+            config.model.block_size,
+            arguments.max_new_tokens,
+            arguments.temperature,
+            arguments.top_k or None,
+        ),
+        out_shardings=compiled.replicated,
+    )
+    for number in range(arguments.num_samples):
+        seed = np.int32(arguments.seed + number)
+        tokens = np.asarray(generate(params, window, np.int32(length), seed)).tolist()
+        if cluster.is_main:
+            sys.stdout.write(arguments.prompt + tokenizer.decode(tokens) + "\n")
+            if number + 1 < arguments.num_samples:
+                sys.stdout.write("---\n")
+
+
+if __name__ == "__main__":
+    main()

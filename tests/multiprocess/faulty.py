@@ -1,0 +1,54 @@
+"""A training run in which one process fails: `faulty.py WHERE RANK [train arguments]`."""
+
+import os
+import signal
+import sys
+
+from jaxgpt import train
+from jaxgpt.distributed.cluster import guessed_rank
+
+
+def fail(*args, **kwargs):
+    if where == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    raise RuntimeError(f"planted in {where}")
+
+
+def plant() -> None:
+    """Replaces the function that is to fail on this process."""
+    if where in ("loop", "killed"):
+        from jaxgpt.training.evaluation import Evaluation
+
+        Evaluation.__call__ = fail
+    elif where == "restore":
+        from jaxgpt.training.checkpoint import Checkpoints
+
+        Checkpoints.restore = fail
+    elif where == "data":
+        from jaxgpt.data.loader import Loader
+
+        first = Loader.read
+
+        def read(self, step, rows):
+            return fail() if step == 5 else first(self, step, rows)
+
+        Loader.read = read
+    elif where == "prepare":
+        train.prepare_run = fail
+
+
+where, rank = sys.argv[1], int(sys.argv[2])
+if guessed_rank() == rank:
+    # Training code imports JAX, which must not happen before jaxgpt.train has set it up.
+    if where == "prepare":
+        plant()
+    else:
+        connect = train.connect
+
+        def connect_and_plant(*args):
+            facts = connect(*args)
+            plant()
+            return facts
+
+        train.connect = connect_and_plant
+train.main(sys.argv[3:])
