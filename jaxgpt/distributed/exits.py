@@ -34,6 +34,8 @@ def exits_together() -> Iterator[None]:
         if guessed_rank() == 0:  # until JAX is connected all processes raise the same error
             print(f"error: {error}", file=sys.stderr, flush=True)
         raise SystemExit(BAD_USAGE) from None
+    except KeyboardInterrupt:  # before training has begun, or the second of its kind
+        raise SystemExit(128 + signal.SIGINT) from None
     except Exception:
         if not any(variable in os.environ for variable in MPI_VARIABLES):
             raise

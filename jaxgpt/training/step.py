@@ -120,7 +120,7 @@ def make_steps(config: Config, mesh: Mesh) -> Steps:
             loss, state.params, batch, key, train.gradient_accumulation_steps
         )
         grads = jax.lax.with_sharding_constraint(grads, gradient_sharding)
-        grad_norm = optax.global_norm(grads)
+        grad_norm = optax.tree.norm(grads)
         directions, opt_state = optimizer.update(grads, state.opt_state, state.params)
         lr = jnp.asarray(schedule(step), jnp.float32)
         params = jax.tree.map(lambda p, d: p - lr * d, state.params, directions)

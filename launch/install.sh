@@ -1,0 +1,34 @@
+#!/usr/bin/env bash
+# Makes .venv in the project's folder with the package and one extra, in pinned versions.
+#   bash launch/install.sh mpi|dev
+# PYTHON=... names the interpreter; without it the first of these that is 3.11 or newer.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+extra=${1:?usage: bash launch/install.sh mpi|dev}
+
+new_enough='import sys; sys.exit(sys.version_info < (3, 11))'
+if [ ! -x .venv/bin/python ]; then
+    for python in ${PYTHON:-python3 python3.13 python3.12 python3.11}; do
+        "$python" -c "$new_enough" 2>/dev/null && break
+        python=
+    done
+    if [ -z "${python:-}" ]; then
+        echo "jaxgpt needs Python 3.11 or newer: set PYTHON to one" >&2
+        exit 2
+    fi
+    if ! "$python" -m venv .venv; then
+        rm -rf .venv
+        echo "$python cannot make virtual environments (Debian: apt-get install python3-venv)" >&2
+        exit 2
+    fi
+fi
+
+# Installed already, from the same pins? Then there is nothing to do.
+wanted="$extra $(cat pyproject.toml launch/pins.txt | cksum)"
+stamp=.venv/jaxgpt-$extra
+if [ "$(cat "$stamp" 2>/dev/null)" != "$wanted" ]; then
+    echo "installing jaxgpt[$extra] into .venv"
+    .venv/bin/python -m pip install --quiet --disable-pip-version-check \
+        --constraint launch/pins.txt --editable ".[$extra]"
+    echo "$wanted" >"$stamp"
+fi

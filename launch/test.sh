@@ -1,0 +1,10 @@
+#!/usr/bin/env bash
+# Installs what the tests need into .venv and runs them. Arguments go to pytest:
+#   bash launch/test.sh --long      # also the long forms of the checks (about an hour)
+#   bash launch/test.sh -k mesh
+set -euo pipefail
+root=$(cd "$(dirname "$0")/.." && pwd)
+bash "$root/launch/install.sh" dev
+export PATH="$root/.venv/bin:$PATH"
+cd "$root"
+exec python -m pytest "$@"

@@ -1,0 +1,135 @@
+import dataclasses
+
+import pytest
+
+from jaxgpt.config import (
+    UsageError,
+    check_batch,
+    config_from_dict,
+    load_config,
+    mesh_sizes,
+    parse_args,
+    skip_ranges,
+)
+
+
+def test_both_spellings_of_an_override_mean_the_same():
+    by_equals = parse_args(["--config", "gpt2", "optimizer.learning_rate=3e-4"])
+    by_flag = parse_args(["--config=gpt2", "--optimizer.learning-rate", "3e-4"])
+    assert by_equals == by_flag
+    assert by_equals.optimizer.learning_rate == 3e-4
+    assert by_equals.model.n_layer == 12
+
+
+@pytest.mark.parametrize(
+    ("preset", "shape"),
+    {  # nanoGPT's configurations; GPT-2's from Radford et al. 2019, table 2
+        "shakespeare_char_cpu": (4, 4, 128, 64),
+        "shakespeare_char": (6, 6, 384, 256),
+        "gpt2": (12, 12, 768, 1024),
+        "gpt2-medium": (24, 16, 1024, 1024),
+        "gpt2-large": (36, 20, 1280, 1024),
+        "gpt2-xl": (48, 25, 1600, 1024),
+    }.items(),
+)
+def test_presets_have_the_published_shapes(preset, shape):
+    model = load_config(preset).model
+    assert (model.n_layer, model.n_head, model.n_embd, model.block_size) == shape
+
+
+def test_a_configuration_survives_yaml_and_json():
+    config = parse_args(["train.time_limit=1.5", "--train-range-to-skip", "3", "4"])
+    assert config_from_dict(config.to_dict(), "test") == config
+
+
+def test_an_existing_run_directory_brings_its_own_configuration(tmp_path):
+    config = load_config("shakespeare_char_cpu", "train.max_iters=7")
+    (tmp_path / "config.yaml").write_text(config.to_yaml())
+    again = parse_args(["--out", str(tmp_path), "train.seed=3"])
+    assert again.train.max_iters == 7
+    assert again.train.seed == 3
+    assert again.model == config.model
+
+
+def test_a_file_is_a_configuration_too(tmp_path):
+    file = tmp_path / "mine.yaml"
+    file.write_text("train: {max_iters: 3}\noptimizer: {learning_rate: 1e-3}\n")
+    config = parse_args(["--config", str(file)])
+    assert (config.train.max_iters, config.optimizer.learning_rate) == (3, 1e-3)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["model.n_layers=3"], ["model.n_layers", "did you mean model.n_layer?"]),
+        (["--max-iters", "3"], ["--max-iters", "train.max_iters"]),
+        (["model.n_layer=x"], ["model.n_layer=x", "whole number"]),
+        (["optimizer.learning_rate=fast"], ["optimizer.learning_rate=fast", "a number"]),
+        (["model.bias=maybe"], ["model.bias=maybe", "True or False"]),
+        (["train.dtype=float16"], ["train.dtype=float16", "float32, bfloat16"]),
+        (["parallel.zero_stage=5"], ["parallel.zero_stage=5", "0, 1, 2, 3"]),
+        (["--mesh", "2,2"], ["parallel.mesh=2,2", "data,fsdp,tensor"]),
+        (["--mesh", "-1,-1,1"], ["parallel.mesh=-1,-1,1", "at most one"]),
+        (["--mesh", "1,1,3"], ["parallel.mesh=1,1,3", "model.n_head=4"]),
+        (["--mesh", "5,1,1"], ["train.batch_size=24", "multiple of", "5"]),
+        (["--mesh"], ["--parallel.mesh", "needs a value"]),
+        (["--config", "nope"], ["config=nope", "shakespeare_char"]),
+        (["train"], ["train", "section.key=value"]),
+        (["--train-range-to-skip", "1", "2", "3"], ["1 2 3", "pairs"]),
+        (["--train-range-to-skip", "5", "2"], ["5 2", "first <= last"]),
+        (["--train-range-to-skip", "0", "2"], ["0 2", "1 <= first"]),
+        (["train.gradient_accumulation_steps=5"], ["gradient_accumulation_steps=5", "24"]),
+        (["model.n_head=3"], ["model.n_embd=128", "model.n_head=3"]),
+        (["model.dropout=1.0"], ["model.dropout=1.0", "below 1"]),
+        (["train.max_iters=0"], ["train.max_iters=0", "at least 1"]),
+        (["optimizer.learning_rate=nan"], ["optimizer.learning_rate=nan"]),
+        (["optimizer.min_lr=1"], ["optimizer.min_lr=1", "learning_rate"]),
+    ],
+)
+def test_a_mistake_is_one_sentence_with_key_value_and_remedy(arguments, words):
+    with pytest.raises(UsageError) as error:
+        parse_args(arguments)
+    message = str(error.value)
+    assert "\n" not in message
+    for word in words:
+        assert word in message
+
+
+def test_minus_one_fills_an_axis():
+    config = load_config("tiny", "--mesh", "-1,2,4")
+    assert mesh_sizes(config, 16) == (2, 2, 4)
+    with pytest.raises(UsageError, match="does not divide the job's 12 devices"):
+        mesh_sizes(config, 12)
+
+
+def test_the_mesh_must_have_the_devices():
+    config = load_config("tiny", "--mesh", "2,1,4")
+    with pytest.raises(UsageError, match="product is 8 but the job has 4"):
+        mesh_sizes(config, 4)
+
+
+def test_rows_are_shared_out_by_microbatch():
+    config = load_config("tiny", "train.gradient_accumulation_steps=4")
+    check_batch(config, (6, 1, 1))
+    with pytest.raises(UsageError, match="4 microbatches"):
+        check_batch(config, (8, 1, 1))
+
+
+def test_skip_ranges_come_in_pairs():
+    config = parse_args(["--train-range-to-skip", "10", "20", "25", "30"])
+    assert skip_ranges(config) == ((10, 20), (25, 30))
+
+
+def test_every_key_has_a_line_of_help(capsys):
+    with pytest.raises(SystemExit) as stop:
+        parse_args(["--help"])
+    assert stop.value.code == 0
+    printed = capsys.readouterr().out
+    config = load_config()
+    for section in dataclasses.fields(config):
+        value = getattr(config, section.name)
+        if dataclasses.is_dataclass(value):
+            for field in dataclasses.fields(value):
+                assert f"--{section.name}.{field.name}" in printed
+        else:
+            assert f"--{section.name}" in printed

@@ -1,0 +1,54 @@
+"""Settings that all tests share: eight CPU devices, prepared data, the --long flag."""
+
+import os
+from pathlib import Path
+
+import jax
+import pytest
+
+# Before any test touches JAX. Commands under test start processes of their own, which must not
+# inherit a number of devices.
+os.environ.pop("JAX_NUM_CPU_DEVICES", None)
+jax.config.update("jax_num_cpu_devices", 8)
+
+SHARED_DATA = Path(__file__).parents[2] / "shared" / "data"
+
+
+def pytest_addoption(parser):
+    parser.addoption("--long", action="store_true", help="also run the long forms of the checks")
+
+
+def pytest_collection_modifyitems(config, items):
+    if not config.getoption("--long"):
+        for item in items:
+            if "long" in item.keywords:
+                item.add_marker(pytest.mark.skip(reason="long form: give --long"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def data_home(tmp_path_factory):
+    """$JAXGPT_DATA with the `python` data set prepared."""
+    from jaxgpt.data.corpora import prepare_python
+
+    home = tmp_path_factory.mktemp("data")
+    os.environ["JAXGPT_DATA"] = str(home)
+    prepare_python(home / "python")
+    return home
+
+
+@pytest.fixture(scope="session")
+def tiny_shakespeare():
+    """The path of the text of Tiny Shakespeare."""
+    path = SHARED_DATA / "tinyshakespeare.txt"
+    if not path.exists():
+        pytest.skip("Tiny Shakespeare is not in ../shared/data")
+    return path
+
+
+@pytest.fixture(scope="session")
+def shakespeare(data_home, tiny_shakespeare):
+    """The folder of Tiny Shakespeare's prepared characters."""
+    from jaxgpt.data.corpora import prepare_shakespeare_char
+
+    prepare_shakespeare_char(data_home / "shakespeare_char", tiny_shakespeare)
+    return data_home / "shakespeare_char"

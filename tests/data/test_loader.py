@@ -1,0 +1,77 @@
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxgpt.config import UsageError, load_config
+from jaxgpt.data.loader import Loader
+from jaxgpt.data.sources import open_dataset
+from jaxgpt.distributed.mesh import make_mesh
+from jaxgpt.distributed.partition import batch_sharding
+
+
+@pytest.fixture
+def dataset():
+    config = load_config("tiny")
+    return open_dataset(config.data, config.model)
+
+
+def loader(dataset, sharding, seed=1):
+    return Loader(dataset, "train", block_size=64, batch_size=16, seed=seed, sharding=sharding)
+
+
+def test_rows_are_the_tokens_of_the_file_at_their_offsets(dataset):
+    file = np.fromfile(dataset.directory / "train.bin", np.uint16)
+    made = loader(dataset, batch_sharding(make_mesh((8, 1, 1))))
+    batch = np.asarray(made.batch(7))
+    starts = made._order.starts(7, range(16))
+    assert (batch == np.stack([file[s : s + 65] for s in starts])).all()
+
+
+@pytest.mark.parametrize("mesh", [(8, 1, 1), (1, 8, 1), (2, 1, 4), (1, 1, 8)])
+def test_the_batch_does_not_depend_on_the_mesh(dataset, mesh):
+    whole = NamedSharding(make_mesh((8, 1, 1)), PartitionSpec())
+    expected = np.asarray(loader(dataset, whole).batch(3))
+    batch = loader(dataset, batch_sharding(make_mesh(mesh))).batch(3)
+    assert (np.asarray(batch) == expected).all()
+    rows = 16 // (mesh[0] * mesh[1])
+    assert {s.data.shape for s in batch.addressable_shards} == {(rows, 65)}
+
+
+def test_reading_ahead_changes_nothing(dataset):
+    made = loader(dataset, batch_sharding(make_mesh((8, 1, 1))))
+    steps = [5, 6, 40, 41]
+    for step, batch in zip(steps, made.batches(steps), strict=True):
+        assert (np.asarray(batch) == np.asarray(made.batch(step))).all()
+
+
+def test_only_the_rows_that_are_needed_are_read(dataset):
+    reads = []
+
+    class Counting(Loader):
+        def read(self, step, rows):
+            reads.append(rows)
+            return super().read(step, rows)
+
+    made = Counting(
+        dataset,
+        "train",
+        block_size=64,
+        batch_size=16,
+        seed=1,
+        sharding=batch_sharding(make_mesh((2, 1, 4))),
+    )
+    made.batch(1)
+    assert reads == [range(0, 8), range(8, 16)]  # once each, though four devices hold them
+
+
+def test_a_bad_token_is_named_with_file_and_offset(dataset):
+    small = type(dataset)(dataset.directory, 100, dataset.tokens, dataset.tokenizer, {})
+    made = loader(small, batch_sharding(make_mesh((8, 1, 1))))
+    with pytest.raises(UsageError, match=r"model.vocab_size=100: .*train.bin holds token \d+ at"):
+        made.batch(1)
+
+
+def test_the_seed_is_part_of_the_order(dataset):
+    sharding = batch_sharding(make_mesh((8, 1, 1)))
+    one, two = (np.asarray(loader(dataset, sharding, seed).batch(1)) for seed in (1, 2))
+    assert (one != two).any()

@@ -1,0 +1,115 @@
+import json
+import os
+
+import numpy as np
+import pytest
+
+from jaxgpt.config import UsageError, load_config
+from jaxgpt.data.corpora import SHAKESPEARE_SHA256, prepare_shakespeare_char, prepare_text
+from jaxgpt.data.sources import open_dataset, write_dataset
+from jaxgpt.data.tokenizer import ByteTokenizer
+
+TEXT = "the quick brown fox jumps over the lazy dog\n" * 200
+
+
+@pytest.fixture
+def prepared(tmp_path):
+    source = tmp_path / "text.txt"
+    source.write_text(TEXT)
+    prepare_text(tmp_path / "data", [source], "char")
+    return tmp_path / "data"
+
+
+def opened(directory, *overrides):
+    config = load_config("shakespeare_char_cpu", f"data.path={directory}", *overrides)
+    dataset = open_dataset(config.data, config.model)
+    dataset.verify()
+    return dataset
+
+
+def test_what_was_prepared_is_what_is_read(prepared):
+    dataset = opened(prepared)
+    n = int(0.9 * len(TEXT))
+    assert dataset.tokenizer.decode(dataset.tokens["train"].tolist()) == TEXT[:n]
+    assert dataset.tokenizer.decode(dataset.tokens["val"].tolist()) == TEXT[n:]
+    assert dataset.vocab_size == len(set(TEXT))
+
+
+def test_nanogpts_files_are_read_once_the_vocabulary_is_given(tmp_path):
+    for split in ("train", "val"):
+        (np.arange(1000) % 50).astype(np.uint16).tofile(tmp_path / f"{split}.bin")
+    with pytest.raises(UsageError, match="model.vocab_size=N"):
+        opened(tmp_path)
+    assert opened(tmp_path, "model.vocab_size=50").vocab_size == 50
+
+
+def test_large_vocabularies_take_uint32(tmp_path):
+    class Large(ByteTokenizer):
+        vocab_size = 100_000
+
+    tokens = {"train": np.arange(99_900, 100_000), "val": np.arange(70)}
+    write_dataset(tmp_path / "d", tokens, Large(), "test")
+    assert json.loads((tmp_path / "d" / "meta.json").read_text())["dtype"] == "uint32"
+    assert opened(tmp_path / "d").tokens["train"][-1] == 99_999
+
+
+def rewrite(directory, change):
+    tokens = np.fromfile(directory / "train.bin", np.uint16)
+    change(tokens).tofile(directory / "train.bin")
+
+
+def poison(tokens):
+    tokens[1234] = 70
+    return tokens
+
+
+def swap(tokens):
+    tokens[:10] = tokens[:10][::-1].copy()
+    return tokens
+
+
+@pytest.mark.parametrize(
+    ("damage", "overrides", "words"),
+    [
+        (lambda d: (d / "train.bin").unlink(), [], "there is no"),
+        (lambda d: (d / "val.bin").write_bytes(b""), [], "val.bin has 0 bytes"),
+        (lambda d: os.truncate(d / "train.bin", 101), [], "train.bin has 101 bytes"),
+        (lambda d: os.truncate(d / "train.bin", 128), [], "at least 130 bytes"),
+        (lambda d: rewrite(d, poison), [], "holds token 70 at offset 1234"),
+        (lambda d: rewrite(d, swap), [], "not those that meta.json was written for"),
+        (lambda d: (d / "meta.json").write_text("{"), [], "not readable as JSON"),
+        (lambda d: None, ["model.vocab_size=5"], "model.vocab_size=5"),
+        (lambda d: None, ["data.path=None", "data.dataset=nope"], "prepare text --name nope"),
+    ],
+)
+def test_damaged_data_is_refused_with_a_sentence(prepared, damage, overrides, words):
+    damage(prepared)
+    with pytest.raises(UsageError, match=words) as error:
+        opened(prepared, *overrides)
+    assert "\n" not in str(error.value)
+
+
+def test_the_fingerprint_follows_the_data(prepared, tmp_path):
+    other = tmp_path / "other.txt"
+    other.write_text(TEXT.replace("fox", "cat"))
+    prepare_text(tmp_path / "other", [other], "char")
+    assert opened(prepared).fingerprint == opened(prepared).fingerprint
+    assert opened(prepared).fingerprint != opened(tmp_path / "other").fingerprint
+
+
+def test_tiny_shakespeare_is_prepared_as_nanogpt_does(tmp_path, tiny_shakespeare):
+    import hashlib
+
+    assert hashlib.sha256(tiny_shakespeare.read_bytes()).hexdigest() == SHAKESPEARE_SHA256
+    lines = prepare_shakespeare_char(tmp_path / "s", tiny_shakespeare)
+    assert lines[0] == "length of dataset in characters: 1,115,394"
+    assert lines[1].endswith("\n !$&',-.3:;?ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz")
+    assert lines[2:] == [
+        "vocab size: 65",
+        "train has 1,003,854 tokens",
+        "val has 111,540 tokens",
+    ]
+    # nanoGPT's data/shakespeare_char/prepare.py gives these ids to "First Citizen:"
+    assert opened(tmp_path / "s").tokens["train"][:14].tolist() == [
+        18, 47, 56, 57, 58, 1, 15, 47, 58, 47, 64, 43, 52, 10,
+    ]  # fmt: skip

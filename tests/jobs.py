@@ -1,0 +1,161 @@
+"""Running jaxgpt as users do, and in this process; reading what a run left behind."""
+
+import contextlib
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from jaxgpt.config import load_config, mesh_sizes, parse_args
+from jaxgpt.data.loader import Loader
+from jaxgpt.data.sources import open_dataset
+from jaxgpt.distributed.cluster import Cluster, connect
+from jaxgpt.distributed.mesh import make_mesh
+from jaxgpt.telemetry.startup import Startup
+from jaxgpt.training.run_directory import prepare_run
+from jaxgpt.training.step import make_steps
+
+# A model that compiles fast, on the data set that needs no download.
+SMALL = (
+    "--config",
+    "shakespeare_char_cpu",
+    "data.dataset=python",
+    "model.n_layer=2",
+    "model.n_embd=64",
+    "train.batch_size=16",
+    "train.eval_iters=1",
+    "train.eval_interval=0",
+    "train.sample_tokens=0",
+    "train.log_interval=1",
+    "checkpoint.interval=0",
+)
+
+
+def command(module, *args, processes=None):
+    """The command line of a jaxgpt command, or of a script of these tests, under mpiexec."""
+    program = [str(module)] if str(module).endswith(".py") else ["-m", f"jaxgpt.{module}"]
+    launcher = [] if processes is None else ["mpiexec", "-n", str(processes)]
+    return [*launcher, sys.executable, *program, *map(str, args)]
+
+
+def environment(**extra):
+    return {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", **extra}
+
+
+def run(module, *args, processes=None, timeout=240, **extra):
+    """Runs a command to its end. Its process group is gone when this returns."""
+    began = time.monotonic()
+    process = subprocess.Popen(
+        command(module, *args, processes=processes),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        env=environment(**extra),
+        start_new_session=True,
+    )
+    try:
+        output, _ = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, 9)
+        raise
+    result = subprocess.CompletedProcess(process.args, process.returncode, output)
+    result.seconds = time.monotonic() - began
+    return result
+
+
+def train_here(*args, stop_at=None):
+    """`python -m jaxgpt.train` in this process, on its eight devices.
+
+    Returns the exit status.
+    """
+    from jaxgpt.training.loop import train
+
+    class Stop:
+        reason = "the test"
+
+        def reached(self, step):
+            return step == stop_at
+
+    cluster = Cluster(launcher="test")
+    prepared = prepare_run(parse_args([str(a) for a in args]), cluster)
+    facts = connect(cluster, mesh_sizes(prepared.config))
+    return train(prepared, cluster, facts, Stop(), Startup())
+
+
+def records(directory, kind="train"):
+    """The records of one kind in a run's metrics.jsonl."""
+    lines = (Path(directory) / "metrics.jsonl").read_text().splitlines()
+    return [r for r in map(json.loads, lines) if r["kind"] == kind]
+
+
+def losses(directory):
+    """step -> loss of a run that logs every step."""
+    return {r["step"]: r["loss"] for r in records(directory)}
+
+
+def checkpoint_arrays(directory, step):
+    """path -> array of everything in a checkpoint, read without jaxgpt and without a mesh."""
+    import orbax.checkpoint as ocp
+
+    path = (Path(directory) / "checkpoints" / str(step) / "state").absolute()
+    with ocp.PyTreeCheckpointer() as checkpointer:
+        meta = checkpointer.metadata(path).item_metadata.tree
+        restore_args = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), meta)
+        tree = checkpointer.restore(path, args=ocp.args.PyTreeRestore(restore_args=restore_args))
+    return flat(tree)
+
+
+def flat(tree):
+    leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
+    return {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in leaves}
+
+
+def sha256(tree):
+    """A hash of every bit of a pytree of arrays, whole on every process."""
+    from jax.experimental.multihost_utils import process_allgather
+
+    whole = jax.tree.map(lambda x: np.asarray(process_allgather(x, tiled=True)), tree)
+    digest = hashlib.sha256()
+    for path, leaf in sorted(flat(whole).items()):
+        digest.update(path.encode() + leaf.tobytes())
+    return digest.hexdigest()
+
+
+def trace(n_steps, *args, devices=None):
+    """What a layout must not change: initial parameters, the rows of each step, the losses."""
+    config = load_config(*args)
+    dataset = open_dataset(config.data, config.model)
+    config = config.replace(model__vocab_size=dataset.vocab_size)
+    with limited_devices(devices):
+        mesh = make_mesh(mesh_sizes(config, jax.device_count()))
+    steps = make_steps(config, mesh)
+    state = steps.init()
+    out = {"params": sha256(state.params), "rows": [], "losses": []}
+    loader = Loader.for_training(dataset, config, steps.batch_sharding)
+    for step in range(1, n_steps + 1):
+        batch = loader.batch(step)
+        out["rows"].append(sha256(batch))
+        state, metrics = steps.train_step(state, np.int32(step), batch)
+        out["losses"].append(float(metrics.loss))
+    return out
+
+
+@contextlib.contextmanager
+def limited_devices(n):
+    """A job with only the first n devices of this process, for building a mesh."""
+    if n is None:
+        yield
+        return
+    every, count = jax.devices, jax.device_count
+    jax.devices, jax.device_count = (lambda: every()[:n]), (lambda: n)
+    try:
+        yield
+    finally:
+        jax.devices, jax.device_count = every, count

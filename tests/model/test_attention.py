@@ -1,0 +1,47 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxgpt.config import ModelConfig, UsageError
+from jaxgpt.model.attention import choose_attention, xla_attention
+
+GPU_MODEL = ModelConfig(n_head=12, n_embd=768)
+
+
+@pytest.mark.parametrize(
+    ("config", "dtype", "platform", "kernel", "reason"),
+    [
+        (GPU_MODEL, "bfloat16", "gpu", "cudnn", "flash"),
+        (GPU_MODEL, "bfloat16", "cpu", "xla", "GPU"),
+        (GPU_MODEL, "float32", "gpu", "xla", "bfloat16"),
+        (ModelConfig(n_head=1, n_embd=132), "bfloat16", "gpu", "xla", "head size"),
+        (ModelConfig(dropout=0.1), "bfloat16", "gpu", "xla", "dropout"),
+        (ModelConfig(attention="xla"), "bfloat16", "gpu", "xla", "model.attention=xla"),
+    ],
+)
+def test_the_kernel_is_chosen_and_the_choice_explained(config, dtype, platform, kernel, reason):
+    chosen, why = choose_attention(config, dtype, platform)
+    assert chosen == kernel
+    assert reason in why
+
+
+def test_asking_for_cudnn_without_a_gpu_is_refused():
+    with pytest.raises(UsageError, match="model.attention=cudnn: .*use auto or xla"):
+        choose_attention(ModelConfig(attention="cudnn"), "bfloat16", "cpu")
+
+
+def test_it_is_jaxs_causal_attention():
+    q, k, v = jax.random.normal(jax.random.key(0), (3, 2, 9, 4, 8))
+    expected = jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="xla")
+    np.testing.assert_allclose(xla_attention(q, k, v), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_dropout_keeps_the_mean():
+    q = k = jnp.zeros((1, 64, 1, 8))
+    v = jnp.ones((1, 64, 1, 8))
+    out = jax.vmap(lambda key: xla_attention(q, k, v, 0.2, key))(
+        jax.random.split(jax.random.key(0), 200)
+    )
+    assert float(out.mean()) == pytest.approx(1.0, abs=0.01)
+    assert float(out[:, :, 0, :].std()) > 0

@@ -1,0 +1,135 @@
+"""How jobs end: on signals, on failures, on bad input. All processes, together, with a reason."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from jobs import SMALL, command, environment, losses, records, run
+
+HERE = Path(__file__).parent
+MESH = ("--mesh", "1,1,4")
+
+
+def processes_of(out):
+    """Ids of the training processes that write to `out`."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                words = (entry / "cmdline").read_bytes().decode().split("\0")
+            except OSError:
+                continue
+            if words[0] == sys.executable and str(out) in words:
+                found.append(int(entry.name))
+    return sorted(found)
+
+
+def gone(out, seconds=10):
+    """Whether no process of a job is left, soon."""
+    deadline = time.monotonic() + seconds
+    while processes_of(out) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return not processes_of(out)
+
+
+def wait_for_step(out, step, job):
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline:
+        assert job.poll() is None, job.communicate()[0]
+        if (out / "metrics.jsonl").exists() and any(r["step"] >= step for r in records(out)):
+            return
+        time.sleep(0.2)
+    raise TimeoutError(f"{out} did not reach step {step}")
+
+
+@pytest.mark.parametrize(
+    ("number", "to"),
+    [(signal.SIGTERM, "a process"), (signal.SIGINT, "the launcher")],
+)
+def test_a_signal_stops_all_at_the_same_step_with_a_checkpoint(tmp_path, number, to):
+    out = tmp_path / "run"
+    arguments = (*SMALL, *MESH, "--out", out)
+    job = subprocess.Popen(
+        command("train", *arguments, "train.max_iters=100000", processes=4),
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment(),
+    )  # fmt: skip
+    wait_for_step(out, 10, job)
+    os.kill(processes_of(out)[-1] if to == "a process" else job.pid, number)
+    output, _ = job.communicate(timeout=60)
+    assert job.returncode == 75, output
+    assert gone(out)
+    (saved,) = (int(p.name) for p in (out / "checkpoints").iterdir())
+    assert f"after step {saved}, which is saved" in output
+    assert max(losses(out)) == saved
+    again = run("train", *arguments, f"train.max_iters={saved + 2}", processes=4)
+    assert again.returncode == 0, again.stdout
+    assert f"resumed from step {saved}" in again.stdout
+    assert list(losses(out)) == list(range(1, saved + 3))
+
+
+def test_a_time_limit_stops_a_single_process(tmp_path):
+    job = run("train", *SMALL, "--out", tmp_path, "train.max_iters=100000", "train.time_limit=0.15")
+    assert job.returncode == 75, job.stdout
+    assert "stopped by time limit after step" in job.stdout
+    assert job.seconds < 30
+
+
+@pytest.mark.parametrize(("where", "rank"), [("loop", 2), ("data", 3), ("prepare", 1)])
+def test_a_process_that_fails_takes_all_with_it(tmp_path, where, rank):
+    out = tmp_path / "run"
+    arguments = (*SMALL, "--mesh", "2,1,2", "--out", out, "train.eval_interval=5")
+    job = run(HERE / "faulty.py", where, rank, *arguments, processes=4, timeout=60)
+    assert job.returncode == 1, job.stdout
+    assert job.stdout.rstrip().splitlines()[-1] == f"RuntimeError: planted in {where}"
+    assert job.stdout.count("Traceback") == 1
+    assert gone(out)
+
+
+def test_a_process_that_fails_while_restoring_takes_all_with_it(tmp_path):
+    arguments = (*SMALL, *MESH, "--out", tmp_path)
+    assert run("train", *arguments, "train.max_iters=2", processes=4).returncode == 0
+    job = run(HERE / "faulty.py", "restore", 1, *arguments, processes=4, timeout=60)
+    assert job.returncode == 1, job.stdout
+    assert job.stdout.rstrip().splitlines()[-1] == "RuntimeError: planted in restore"
+    assert gone(tmp_path)
+
+
+def test_a_process_that_is_killed_takes_all_with_it(tmp_path):
+    arguments = (*SMALL, *MESH, "--out", tmp_path, "train.eval_interval=5")
+    job = run(HERE / "faulty.py", "killed", 2, *arguments, processes=4, timeout=60)
+    assert job.returncode != 0
+    assert gone(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["model.n_layers=3"], "model.n_layers: unknown key; did you mean model.n_layer?"),
+        (["train.max_iters=x"], "train.max_iters=x: must be a whole number"),
+        (["--mesh", "2,1,3"], "parallel.mesh=2,1,3: tensor=3 does not divide model.n_head=4"),
+        (["--mesh", "3,1,2"], "must be a multiple of data x fsdp = 3"),
+        (["--mesh", "2,1,1"], "2 devices cannot be shared out over 4 processes"),
+        (["data.path=/nowhere"], "data.path=/nowhere: there is no /nowhere/train.bin"),
+        (["model.vocab_size=32"], "model.vocab_size=32"),
+        (["--train-range-to-skip", "9", "5"], "9 5"),
+        (["--out", "/proc/nowhere"], "out=/proc/nowhere: cannot be written"),
+    ],
+)
+def test_bad_input_is_one_line_on_all_processes(tmp_path, arguments, words):
+    base = () if "--mesh" in arguments else MESH
+    job = run("train", *SMALL, *base, "--out", tmp_path / "run", *arguments, processes=4)
+    assert job.returncode == 2, job.stdout
+    assert job.seconds < 5
+    (line,) = job.stdout.strip().splitlines()
+    assert line.startswith("error: ") and words in line
+    assert gone(tmp_path / "run")
+
+
+def test_devices_that_do_not_fit_the_mesh_are_refused(tmp_path):
+    job = run("train", *SMALL, *MESH, "--out", tmp_path, processes=2, JAX_NUM_CPU_DEVICES="1")
+    assert job.returncode == 2
+    assert "parallel.mesh=1,1,4: the product is 4 but the job has 2 devices" in job.stdout

@@ -1,0 +1,106 @@
+"""Parallelism over processes changes nothing but speed: real mpiexec jobs."""
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from jobs import SMALL, checkpoint_arrays, losses, run, sha256, trace
+
+HERE = Path(__file__).parent
+CONFIG = (
+    "shakespeare_char_cpu",
+    "data.dataset=python",
+    "model.n_layer=2",
+    "model.n_embd=64",
+    "train.batch_size=16",
+)
+MESHES = ("1,1,1", "8,1,1", "1,8,1", "1,1,4", "2,1,4", "2,2,2")
+
+
+def layouts(processes, n_steps, meshes, *arguments, **extra):
+    """mesh -> trace, from one job of `processes` processes."""
+    result = run(
+        HERE / "layouts.py", n_steps, *meshes, "--", *arguments, processes=processes,
+        timeout=1200, **extra,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stdout
+    line = next(line for line in result.stdout.splitlines() if line.startswith("found "))
+    return json.loads(line.removeprefix("found "))
+
+
+def devices(mesh):
+    return int(np.prod([int(s) for s in mesh.split(",")]))
+
+
+def assert_same(found, reference):
+    assert found["params"] == reference["params"]
+    assert found["rows"] == reference["rows"]
+    np.testing.assert_allclose(found["losses"], reference["losses"], rtol=1e-4)
+
+
+@pytest.mark.parametrize(("processes", "mesh"), [(8, "2,1,4"), (2, "1,8,1")])
+def test_processes_change_nothing_but_the_layout(processes, mesh):
+    reference = trace(20, *CONFIG, "--mesh", "1,1,1", devices=1)
+    assert_same(layouts(processes, 20, [mesh], *CONFIG)[mesh], reference)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("mesh", MESHES)
+def test_every_layout_of_nanogpts_setting(mesh, shakespeare):
+    """As 1 process with n devices, n processes with 1, and 2 with n/2."""
+    arguments = ("shakespeare_char_cpu", "train.batch_size=16")
+    reference = trace(20, *arguments, "--mesh", "1,1,1", devices=1)
+    n = devices(mesh)
+    for processes in sorted({1, min(2, n), n}):
+        assert_same(layouts(processes, 20, [mesh], *arguments)[mesh], reference)
+
+
+def test_a_checkpoint_of_eight_processes_is_restored_by_two_and_by_one(tmp_path):
+    eight = tmp_path / "eight"
+    arguments = (*SMALL, "--out", eight, "train.max_iters=6")
+    job = run("train", *arguments, "--mesh", "2,1,4", processes=8)
+    assert job.returncode == 0, job.stdout
+    arrays = checkpoint_arrays(eight, 6)
+    for processes, mesh in ((2, "1,8,1"), (None, "1,1,1")):
+        out = tmp_path / mesh
+        shutil.copytree(eight, out)
+        job = run(
+            HERE / "watched.py", "--out", out, "--mesh", mesh, "train.max_iters=9",
+            processes=processes,
+        )  # fmt: skip
+        assert job.returncode == 0, job.stdout
+        assert f"restored {sha256(nested(arrays))}" in job.stdout
+        fsdp = mesh.split(",")[1]
+        assert (
+            "resumed from step 6: mesh data=2 fsdp=1 tensor=4 on 8 processes -> "
+            f"data=1 fsdp={fsdp} tensor=1 on {processes or 1}"
+        ) in job.stdout
+        assert list(losses(out)) == list(range(1, 10))
+    ends = [[losses(tmp_path / m)[s] for s in (7, 8, 9)] for m in ("1,8,1", "1,1,1")]
+    np.testing.assert_allclose(*ends, rtol=1e-4)
+
+
+def nested(arrays):
+    """{"['a']['b']": x} -> {"a": {"b": x}}"""
+    out = {}
+    for path, array in arrays.items():
+        *outer, last = path[2:-2].split("']['")
+        inner = out
+        for key in outer:
+            inner = inner.setdefault(key, {})
+        inner[last] = array
+    return out
+
+
+def test_two_processes_resume_bitwise(tmp_path):
+    arguments = (*SMALL, "--mesh", "2,1,2", "train.max_iters=12")
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    assert run("train", *arguments, "--out", whole, processes=2).returncode == 0
+    for end in (6, 12):
+        job = run("train", *arguments, "--out", parts, f"train.max_iters={end}", processes=2)
+        assert job.returncode == 0, job.stdout
+    assert losses(parts) == losses(whole)
+    a, b = checkpoint_arrays(parts, 12), checkpoint_arrays(whole, 12)
+    assert all((a[name] == b[name]).all() for name in b) and a.keys() == b.keys()

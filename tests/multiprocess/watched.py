@@ -1,0 +1,33 @@
+"""A training run that prints a hash of what it restored: `watched.py [train arguments]`."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from jaxgpt import train
+
+connect = train.connect
+
+
+def connect_and_watch(cluster, mesh):
+    facts = connect(cluster, mesh)
+    from jobs import sha256
+
+    from jaxgpt.training import checkpoint
+
+    restore = checkpoint.Checkpoints.restore
+
+    def watched(self, step, shapes):
+        state = restore(self, step, shapes)
+        found = sha256(checkpoint._to_tree(state))
+        if cluster.is_main:
+            print(f"restored {found}")
+        return state
+
+    checkpoint.Checkpoints.restore = watched
+    return facts
+
+
+train.connect = connect_and_watch
+train.main(sys.argv[1:])

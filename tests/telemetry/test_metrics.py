@@ -1,0 +1,39 @@
+import time
+
+import pytest
+
+from jaxgpt.config import load_config
+from jaxgpt.telemetry.metrics import Rates, StepTimer, flops_per_token, peak_flops
+
+
+def test_flops_are_palms():
+    # PaLM (arXiv 2204.02311), appendix B, for GPT-2 small: 6 x 123.55M + 12 x 12 x 12 x 64 x 1024.
+    model = load_config("gpt2").model
+    assert flops_per_token(model, 123_551_232) == 6 * 123_551_232 + 12 * 12 * 12 * 64 * 1024
+
+
+def test_mfu_is_the_share_of_the_peak():
+    # nanoGPT's README: 8 A100, 491,520 tokens a step in 250 ms... a share of 312 TFLOP/s each.
+    rates = Rates(480, 1024, 854_438_400, 8, peak_flops("NVIDIA A100-SXM4-40GB", "bfloat16"))
+    found = rates.of(0.5)
+    assert found["tokens_per_sec"] == 480 * 1024 / 0.5
+    assert found["tokens_per_sec_per_device"] == 480 * 1024 / 0.5 / 8
+    assert found["samples_per_sec"] == 960
+    assert found["mfu"] == pytest.approx(480 * 1024 / 0.5 * 854_438_400 / (8 * 312e12))
+
+
+def test_an_unknown_device_has_no_mfu():
+    assert peak_flops("cpu", "float32") is None
+    assert Rates(1, 1, 1, 1, None).of(1.0)["mfu"] is None
+    assert set(Rates(1, 1, 1, 1, None).of(None).values()) == {None}
+
+
+def test_time_between_steps_is_not_counted():
+    timer = StepTimer()
+    for _ in range(4):
+        time.sleep(0.01)
+        timer.count()
+    with timer.excluded(None):
+        time.sleep(0.3)
+    assert 0.01 <= timer.lap() < 0.05
+    assert timer.lap() is None  # no step since

@@ -1,0 +1,62 @@
+import json
+
+from jaxgpt.telemetry.trackers import MetricsFile, TensorBoard, Trackers
+
+
+def lines(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_numbers_that_are_not_finite_become_null(tmp_path):
+    file = MetricsFile(tmp_path / "m.jsonl", None)
+    file.log({"kind": "train", "step": 1, "loss": float("nan"), "lr": 0.1})
+    file.log({"kind": "train", "step": 2, "loss": 1.0, "lr": 0.1})
+    file.close()
+    first, second = lines(tmp_path / "m.jsonl")
+    assert first == {"kind": "train", "step": 1, "loss": None, "lr": 0.1, "nonfinite": True}
+    assert "nonfinite" not in second
+
+
+def test_a_resumed_file_holds_no_step_twice(tmp_path):
+    path = tmp_path / "m.jsonl"
+    file = MetricsFile(path, None)
+    for step in range(1, 8):
+        file.log({"kind": "train", "step": step})
+    file.close()
+    with path.open("a") as f:
+        f.write('{"kind": "train", "st')  # killed while writing
+    file = MetricsFile(path, 4)
+    file.log({"kind": "train", "step": 5})
+    file.close()
+    assert [r["step"] for r in lines(path)] == [1, 2, 3, 4, 5]
+
+
+def test_a_tracker_that_fails_does_not_stop_the_others(tmp_path):
+    class Broken:
+        def log(self, record):
+            raise OSError("disk full")
+
+        def close(self):
+            raise AssertionError("was dropped")
+
+    said = []
+    trackers = Trackers([Broken(), MetricsFile(tmp_path / "m.jsonl", None)], said.append)
+    trackers.log({"step": 1})
+    trackers.log({"step": 2})
+    trackers.close()
+    assert len(said) == 1 and "disk full" in said[0]
+    assert [r["step"] for r in lines(tmp_path / "m.jsonl")] == [1, 2]
+
+
+def test_tensorboard_reads_what_was_written(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    tracker = TensorBoard(tmp_path, None)
+    for step in (1, 2):
+        tracker.log({"kind": "train", "step": step, "loss": 4.0 / step, "skipped": False})
+    tracker.log({"kind": "eval", "step": 2, "val_loss": 1.5})
+    tracker.close()
+    events = EventAccumulator(str(tmp_path))
+    events.Reload()
+    assert events.Tags()["scalars"] == ["train/loss", "eval/val_loss"]
+    assert [(e.step, e.value) for e in events.Scalars("train/loss")] == [(1, 4.0), (2, 2.0)]

@@ -1,0 +1,104 @@
+"""The commands as users give them, each in a process of its own."""
+
+import re
+
+import pytest
+from jobs import SMALL, losses, records, run
+
+
+def test_shakespeare_is_prepared_with_nanogpts_words(tmp_path, tiny_shakespeare):
+    job = run("prepare", "shakespeare_char", "--input", tiny_shakespeare, "--out", tmp_path / "s")
+    assert job.returncode == 0
+    wanted = [
+        "length of dataset in characters: 1,115,394",
+        "all the unique characters",
+        "vocab size: 65",
+        "train has 1,003,854 tokens",
+        "val has 111,540 tokens",
+    ]
+    places = [job.stdout.index(words) for words in wanted]
+    assert places == sorted(places)
+
+
+def test_without_a_network_prepare_says_how_to_pass_a_file(tmp_path):
+    # A proxy that nobody listens at stands for the missing network.
+    nowhere = dict.fromkeys(("https_proxy", "HTTPS_PROXY"), "http://127.0.0.1:9")
+    job = run("prepare", "shakespeare_char", "--out", tmp_path / "s", **nowhere)
+    assert job.returncode == 2
+    (line,) = job.stdout.strip().splitlines()
+    assert "--input FILE" in line
+
+
+@pytest.mark.parametrize("tokenizer", ["char", "byte"])
+def test_a_text_of_ones_own_is_prepared_trained_on_and_continued(tmp_path, tokenizer):
+    text, data, out = tmp_path / "a.txt", tmp_path / "data", tmp_path / "run"
+    text.write_text("abracadabra äöü\n" * 300)
+    job = run("prepare", "text", "--input", text, text, "--tokenizer", tokenizer, "--out", data)
+    assert job.returncode == 0, job.stdout
+    arguments = ("model.block_size=32", "train.max_iters=200", "optimizer.learning_rate=3e-3")
+    job = run("train", *SMALL, *arguments, f"data.path={data}", "--out", out)
+    assert job.returncode == 0, job.stdout
+    options = ("--prompt", "abra", "--max-new-tokens", "12")
+    greedy = [run("sample", "--run", out, *options, "--temperature", "0") for _ in range(2)]
+    assert greedy[0].returncode == 0, greedy[0].stdout
+    assert greedy[0].stdout == greedy[1].stdout
+    assert greedy[0].stdout.startswith("abracadabra")
+    drawn = run("sample", "--run", out, *options, "--top-k", "5", "--num-samples", "2")
+    assert len(drawn.stdout.split("---\n")) == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--run", "/nowhere"], "--run /nowhere: has no checkpoints"),
+        (["--run", "/nowhere", "--temperature", "-1"], "--temperature=-1.0: must be at least 0"),
+    ],
+)
+def test_sample_explains_what_is_wrong(arguments, words):
+    job = run("sample", *arguments)
+    assert job.returncode == 2
+    assert words in job.stdout and "Traceback" not in job.stdout
+
+
+def test_the_default_run_needs_nothing_and_compiles_its_step_once(tmp_path):
+    """`python -m jaxgpt.train` on a machine without data, shortened."""
+    job = run(
+        "train", "--out", tmp_path / "run", "train.max_iters=12", "train.eval_interval=6",
+        "checkpoint.interval=5", "--train-range-to-skip", "3", "4",
+        JAXGPT_DATA=str(tmp_path / "data"), JAX_LOG_COMPILES="1",
+    )  # fmt: skip
+    assert job.returncode == 0, job.stdout
+    compiled = re.findall(r"Finished XLA compilation of (jit\(\w+\))", job.stdout)
+    assert compiled.count("jit(train_step)") == 1
+    assert compiled.count("jit(init)") == 1
+    assert len(records(tmp_path / "run", "sample")) == 2
+    assert "run directory: " in job.stdout.splitlines()[-1]
+    second_half = job.stdout.split("step=6 train_loss", 1)[1].split("sample at step 6", 1)[1]
+    assert "Finished XLA compilation" not in second_half  # nothing is compiled after first use
+
+
+def test_a_short_run_of_nanogpts_setting_learns_as_nanogpt_does(tmp_path, shakespeare):
+    job = run(
+        "train", "--config", "shakespeare_char_cpu", "--out", tmp_path, "train.max_iters=250",
+        "train.eval_iters=100", "train.sample_tokens=0", "train.seed=1",
+    )  # fmt: skip
+    assert job.returncode == 0, job.stdout
+    (evaluation,) = records(tmp_path, "eval")
+    assert evaluation["val_loss"] == pytest.approx(2.445, abs=0.05)  # nanoGPT's at step 250
+
+
+@pytest.mark.long
+def test_nanogpts_setting_reaches_nanogpts_loss(tmp_path, shakespeare):
+    """nanoGPT's own code: 1.886 and 1.899 with two seeds."""
+    reached = []
+    for seed in (1, 2, 3):
+        out = tmp_path / str(seed)
+        job = run(
+            "train", "--config", "shakespeare_char_cpu", "--out", out, f"train.seed={seed}",
+            "train.eval_interval=0", "train.eval_iters=200", timeout=1200,
+        )  # fmt: skip
+        assert job.returncode == 0, job.stdout
+        reached.append(records(out, "eval")[-1]["val_loss"])
+        assert max(losses(out)) == 2000
+    print("val loss of seeds 1-3:", reached)
+    assert sum(reached) / 3 <= 1.92

@@ -1,0 +1,30 @@
+"""The lessons run from top to bottom."""
+
+import time
+from pathlib import Path
+
+import pytest
+from jobs import environment
+
+NOTEBOOKS = sorted((Path(__file__).parents[1] / "notebooks").glob("*.ipynb"))
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.stem)
+def test_lesson_runs_in_three_minutes(path, shakespeare, tmp_path, monkeypatch):
+    import nbformat
+    from nbclient import NotebookClient
+
+    for name, value in environment().items():
+        monkeypatch.setenv(name, value)
+    notebook = nbformat.read(path, as_version=4)
+    # The kernel that runs these tests, not one that the user may have registered.
+    monkeypatch.setenv("JUPYTER_PATH", "")
+    began = time.monotonic()
+    NotebookClient(
+        notebook, timeout=180, kernel_name="python3", resources={"metadata": {"path": tmp_path}}
+    ).execute()
+    assert time.monotonic() - began < 180
+    outputs = [o for cell in notebook.cells for o in cell.get("outputs", [])]
+    assert any("image/png" in o.get("data", {}) for o in outputs)
+    printed = "".join(o.get("text", "") for o in outputs)
+    assert "ROMEO:" in printed

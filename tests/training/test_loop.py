@@ -1,0 +1,236 @@
+"""Runs in this process, on its eight simulated devices."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+import yaml
+from jobs import SMALL, checkpoint_arrays, losses, records, train_here
+
+from jaxgpt.config import UsageError
+from jaxgpt.data.loader import Loader
+from jaxgpt.distributed import exits
+
+MESH = ("--mesh", "2,1,4")
+
+
+def same(a, b):
+    assert a.keys() == b.keys()
+    return all((a[k] == b[k]).all() for k in a)
+
+
+@pytest.fixture(scope="module")
+def forty(tmp_path_factory):
+    """A run of 40 steps with a checkpoint, an evaluation and a sample every 10."""
+    out = tmp_path_factory.mktemp("runs") / "forty"
+    arguments = ("train.max_iters=40", "checkpoint.interval=10", "checkpoint.keep=10")
+    more = ("train.eval_interval=10", "train.sample_tokens=8")
+    assert train_here(*SMALL, *MESH, "--out", out, *arguments, *more) == exits.DONE
+    return out
+
+
+def restarted_after_twenty(forty, out):
+    """A copy of the run in which step 20 is the last that was saved."""
+    shutil.copytree(forty, out)
+    for step in (30, 40):
+        shutil.rmtree(out / "checkpoints" / str(step))
+    return out
+
+
+def test_the_run_directory_holds_what_a_user_expects(forty):
+    names = {p.name for p in forty.iterdir()}
+    assert names == {
+        "config.yaml", "train.log", "metrics.jsonl", "startup.json", "cluster.json",
+        "samples.txt", "tensorboard", "checkpoints",
+    }  # fmt: skip
+    assert sorted(p.name for p in (forty / "checkpoints").iterdir()) == ["10", "20", "30", "40"]
+    assert yaml.safe_load((forty / "config.yaml").read_text())["train"]["max_iters"] == 40
+    assert "step=40 loss=" in (forty / "train.log").read_text()
+    assert (forty / "samples.txt").read_text().count("--- step") == 4
+
+
+def test_a_training_line_has_its_fields(forty):
+    lines = records(forty)
+    assert [r["step"] for r in lines] == list(range(1, 41))
+    last = lines[-1]
+    assert set(last) == {
+        "kind", "step", "loss", "grad_norm", "lr", "dt", "tokens_per_sec",
+        "tokens_per_sec_per_device", "samples_per_sec", "mfu", "consumed_tokens", "skipped",
+    }  # fmt: skip
+    assert last["consumed_tokens"] == 40 * 16 * 64
+    assert last["tokens_per_sec"] == pytest.approx(16 * 64 / last["dt"])
+    assert last["tokens_per_sec_per_device"] == pytest.approx(last["tokens_per_sec"] / 8)
+    assert last["lr"] == pytest.approx(1e-3 * 40 / 100, rel=1e-6)  # warm-up
+    assert last["mfu"] is None and last["skipped"] is False
+    assert [r["step"] for r in records(forty, "eval")] == [10, 20, 30, 40]
+    assert [r["step"] for r in records(forty, "checkpoint")] == [10, 20, 30, 40]
+
+
+def test_training_learns(forty):
+    found = losses(forty)
+    # Knows nothing yet; the tied embedding favours a repetition, and source code has many.
+    assert found[1] == pytest.approx(np.log(256), abs=0.2)
+    assert found[40] < found[1] - 0.5  # still in warm-up
+
+
+def test_a_restarted_run_is_bitwise_the_uninterrupted_one(forty, tmp_path):
+    out = restarted_after_twenty(forty, tmp_path / "again")
+    assert train_here("--out", out) == exits.DONE
+    assert losses(out) == losses(forty)
+    assert same(checkpoint_arrays(out, 40), checkpoint_arrays(forty, 40))
+    log = (out / "train.log").read_text()
+    mesh = "data=2 fsdp=1 tensor=4"
+    assert f"resumed from step 20: mesh {mesh} on 1 processes -> {mesh} on 1" in log
+
+
+def test_a_shorter_run_is_the_beginning_of_a_longer_one(forty, tmp_path):
+    train_here(*SMALL, *MESH, "--out", tmp_path, "train.max_iters=10")
+    assert losses(tmp_path) == {s: loss for s, loss in losses(forty).items() if s <= 10}
+    assert same(checkpoint_arrays(tmp_path, 10), checkpoint_arrays(forty, 10))
+
+
+@pytest.mark.parametrize("mesh", ["1,8,1", "1,1,1"])
+def test_a_run_goes_on_from_another_mesh(forty, tmp_path, mesh, monkeypatch):
+    from jaxgpt.training.checkpoint import Checkpoints
+
+    restored = {}
+    restore = Checkpoints.restore
+
+    def remember(self, step, shapes):
+        state = restore(self, step, shapes)
+        restored["params"] = {s.data.shape for s in state.params["wte"]["embedding"].global_shards}
+        restored["tree"] = checkpoint_arrays(out, step)
+        restored["state"] = state
+        return state
+
+    out = restarted_after_twenty(forty, tmp_path / "again")
+    monkeypatch.setattr(Checkpoints, "restore", remember)
+    if mesh == "1,1,1":
+        from jobs import limited_devices
+
+        with limited_devices(1):
+            train_here("--out", out, "--mesh", mesh)
+    else:
+        train_here("--out", out, "--mesh", mesh)
+    assert restored["params"] == {(256, 64 // int(mesh.split(",")[1]))}
+    found = losses(out)
+    np.testing.assert_allclose(
+        [found[s] for s in range(1, 41)], [losses(forty)[s] for s in range(1, 41)], rtol=1e-4
+    )
+    assert "tensor=4 on 1 processes -> data=1" in (out / "train.log").read_text()
+
+
+def test_what_is_restored_is_bitwise_what_was_saved(forty):
+    from jaxgpt.config import load_config
+    from jaxgpt.distributed.mesh import make_mesh
+    from jaxgpt.training.checkpoint import Checkpoints
+    from jaxgpt.training.step import make_steps
+
+    saved = checkpoint_arrays(forty, 30)
+    assert any("mu" in name for name in saved) and any("nu" in name for name in saved)
+    config = load_config(*SMALL[1:]).replace(model__vocab_size=256)
+    for mesh in ((1, 8, 1), (2, 2, 2)):
+        steps = make_steps(config, make_mesh(mesh))
+        checkpoints = Checkpoints(forty, keep=None)
+        state = checkpoints.restore(30, steps.state_shapes)
+        params = checkpoints.restore_params(30, steps.state_shapes.params)
+        checkpoints.close()
+        adam = state.opt_state[1]
+        tree = {"params": state.params, "mu": adam.mu, "nu": adam.nu, "count": adam.count}
+        from jobs import flat
+
+        assert same(flat(tree), saved)
+        assert same(flat({"params": params}), {k: v for k, v in saved.items() if "params" in k})
+        assert int(adam.count) == 30
+
+
+def test_skipped_steps_leave_everything_but_the_clock_alone(forty, tmp_path, monkeypatch):
+    read = set()
+    first_read = Loader.read
+
+    def remember(self, step, rows):
+        read.add((self._split, step))
+        return first_read(self, step, rows)
+
+    monkeypatch.setattr(Loader, "read", remember)
+    train_here(
+        *SMALL, *MESH, "--out", tmp_path, "train.max_iters=24", "checkpoint.interval=1",
+        "checkpoint.keep=100", "--train-range-to-skip", "10", "20",
+    )  # fmt: skip
+    lines = {r["step"]: r for r in records(tmp_path)}
+    assert [s for s, r in lines.items() if r["skipped"]] == list(range(10, 21))
+    assert all(lines[s]["loss"] is None for s in range(10, 21))
+    assert {s for split, s in read if split == "train"} == {*range(1, 10), *range(21, 25)}
+    assert same(checkpoint_arrays(tmp_path, 20), checkpoint_arrays(tmp_path, 9))
+    for step in (9, 15, 20, 21):
+        assert lines[step]["lr"] == pytest.approx(1e-3 * step / 100, rel=1e-6)
+        assert lines[step]["consumed_tokens"] == step * 16 * 64
+    assert losses(tmp_path)[9] == losses(forty)[9]
+    count = [a for name, a in checkpoint_arrays(tmp_path, 24).items() if "count" in name]
+    assert count == [24 - 11]  # Adam's own count
+
+
+def test_skip_ranges_survive_a_restart(forty, tmp_path):
+    arguments = (*SMALL, *MESH, "--out", tmp_path, "checkpoint.keep=10")
+    train_here(*arguments, "train.max_iters=8", "--train-range-to-skip", "5", "10")
+    train_here(*arguments, "train.max_iters=14", "--train-range-to-skip", "13", "13")
+    skipped = [r["step"] for r in records(tmp_path) if r["skipped"]]
+    assert skipped == [5, 6, 7, 8, 9, 10, 13]
+    kept = yaml.safe_load((tmp_path / "config.yaml").read_text())["train_range_to_skip"]
+    assert kept == [5, 10, 13, 13]
+
+
+def test_a_stopped_run_is_saved_and_goes_on(forty, tmp_path):
+    arguments = (*SMALL, *MESH, "--out", tmp_path, "train.max_iters=10")
+    assert train_here(*arguments, stop_at=6) == exits.STOPPED
+    assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["6"]
+    assert train_here(*arguments) == exits.DONE
+    assert losses(tmp_path) == {s: loss for s, loss in losses(forty).items() if s <= 10}
+
+
+def test_a_finished_run_has_nothing_to_do(forty, capsys):
+    before = losses(forty)
+    assert train_here("--out", forty) == exits.DONE
+    assert "nothing to do: step 40 of 40 is saved" in capsys.readouterr().out
+    assert losses(forty) == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["model.n_layer=3"], r"model.n_layer=3: .*checkpoints/40 .*model.n_layer=2"),
+        (["model.bias=True"], r"model.bias=True: .*model.bias=False"),
+        (["checkpoint.resume=False"], "checkpoint.resume=False: .*40 exists"),
+        (["data.dataset=other"], "data.dataset=other: there is no"),
+    ],
+)
+def test_a_checkpoint_of_something_else_is_refused(forty, arguments, words):
+    with pytest.raises(UsageError, match=words):
+        train_here("--out", forty, *arguments)
+
+
+def test_other_data_under_a_checkpoint_is_refused(forty, data_home):
+    from jaxgpt.data.corpora import prepare_text
+
+    text = data_home / "other.txt"
+    text.write_bytes(bytes(range(1, 128)) * 100)
+    prepare_text(data_home / "bytes", [text], "byte")
+    with pytest.raises(UsageError, match="does not hold the tokens that"):
+        train_here("--out", forty, "data.dataset=bytes")
+
+
+def test_tensorboard_repeats_metrics(forty):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(forty / "tensorboard"))
+    events.Reload()
+    shown = {e.step: e.value for e in events.Scalars("train/loss")}
+    assert shown == pytest.approx(losses(forty))
+    assert "eval/val_loss" in events.Tags()["scalars"]
+
+
+def test_startup_is_broken_down(forty):
+    seconds = json.loads((forty / "startup.json").read_text())
+    assert {"state", "compile", "first step", "total"} <= set(seconds)
+    assert seconds["total"] >= seconds["compile"] > 0
