@@ -111,7 +111,7 @@ class Reporter:
             with (self._run.directory / "samples.txt").open("a") as f:
                 f.write(f"--- step {record['step']}\n{record['text']}\n")
         elif record["kind"] == "eval":
-            self._last_losses = _LINES["eval"](record)
+            self._last_losses = losses_text(record)
         self._console.say(_LINES[record["kind"]](record))
 
     def saved(self, step: int, seconds: float) -> None:
@@ -131,7 +131,7 @@ class Reporter:
     def close(self, last_line: str) -> None:
         """Says how the run ended, with its last losses, and closes every log."""
         self._console.end_progress()
-        self.say(f"{last_line}; {self._last_losses}" if self._last_losses else last_line)
+        self.say(f"{last_line}: {self._last_losses}" if self._last_losses else last_line)
         self.say(f"run directory: {self._run.directory}")
         self._trackers.close()
         self._console.close()
@@ -155,6 +155,11 @@ def config_lines(config: Config) -> list[str]:
     return lines
 
 
+def losses_text(record: Record) -> str:
+    """The losses of an evaluation record."""
+    return f"train_loss={record['train_loss']:.4f} val_loss={record['val_loss']:.4f}"
+
+
 def _open_trackers(run: Run) -> list[Tracker]:
     trackers: list[Tracker] = [MetricsFile(run.directory / "metrics.jsonl", run.resume_step)]
     if run.config.train.tensorboard:
@@ -164,9 +169,7 @@ def _open_trackers(run: Run) -> list[Tracker]:
 
 _LINES = {
     "train": train_line,
-    "eval": lambda r: (
-        f"step={r['step']} train_loss={r['train_loss']:.4f} val_loss={r['val_loss']:.4f}"
-    ),
+    "eval": lambda r: f"step={r['step']} {losses_text(r)}",
     "sample": lambda r: f"sample at step {r['step']}:\n{r['text']}\n",
     "checkpoint": lambda r: f"step={r['step']} checkpoint {r['path']} ({r['seconds']:.2f}s)",
 }
