@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from jaxgpt.config import UsageError, config_from_dict, mesh_sizes
-from jaxgpt.data.sources import open_dataset
+from jaxgpt.data.tokenizer import from_meta
 from jaxgpt.distributed.cluster import connect, find_cluster
 from jaxgpt.distributed.exits import exits_together
 from jaxgpt.training.run_directory import read_meta, saved_steps
@@ -50,29 +50,30 @@ def write(arguments: argparse.Namespace) -> None:
     step = steps[-1] if arguments.step is None else arguments.step
     if step not in steps:
         raise UsageError(f"--step {step}: {arguments.run} has {', '.join(map(str, steps))}")
-    config = config_from_dict(read_meta(arguments.run, step)["config"], str(arguments.run))
+    meta = read_meta(arguments.run, step)
+    config = config_from_dict(meta["config"], str(arguments.run))
     config = config.replace(parallel__mesh=arguments.mesh)
-    tokenizer = open_dataset(config.data, config.model).tokenizer
-    if tokenizer is None:
-        raise UsageError(f"--run {arguments.run}: its data has no meta.json with a tokenizer")
+    if meta["tokenizer"] is None:
+        raise UsageError(f"--run {arguments.run}: its data had no meta.json with a tokenizer")
+    tokenizer = from_meta(meta["tokenizer"])
 
     cluster = find_cluster()
     connect(cluster, mesh_sizes(config))
     import jax
 
     from jaxgpt.distributed.mesh import make_mesh
-    from jaxgpt.training.checkpoint import Checkpoints
+    from jaxgpt.training.checkpoint import restore_params
     from jaxgpt.training.sampling import make_generate, prompt_window
     from jaxgpt.training.step import make_steps
 
     compiled = make_steps(config, make_mesh(mesh_sizes(config, jax.device_count())))
-    checkpoints = Checkpoints(arguments.run, keep=None)
-    params = checkpoints.restore_params(step, compiled.state_shapes.params)
+    params = restore_params(arguments.run, step, compiled.state_shapes.params)
     window, length = prompt_window(tokenizer, arguments.prompt, config.model.block_size)
     generate = jax.jit(
         make_generate(
             compiled.sample_logits,
             config.model.block_size,
+            tokenizer.vocab_size,
             arguments.max_new_tokens,
             arguments.temperature,
             arguments.top_k or None,

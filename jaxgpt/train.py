@@ -6,8 +6,8 @@ source of Python's standard library. `--help` lists every key.
 
 import sys
 
-from jaxgpt.config import mesh_sizes, parse_args
-from jaxgpt.distributed.cluster import connect, find_cluster
+from jaxgpt.config import is_help, mesh_sizes, parse_args
+from jaxgpt.distributed.cluster import connect, find_cluster, guessed_rank
 from jaxgpt.distributed.exits import StopSignal, exits_together
 from jaxgpt.telemetry.startup import Startup
 from jaxgpt.training.run_directory import prepare_run
@@ -15,9 +15,14 @@ from jaxgpt.training.run_directory import prepare_run
 
 def main(argv: list[str] | None = None) -> None:
     startup = Startup()
+    argv = sys.argv[1:] if argv is None else argv
     with exits_together():
-        config = parse_args(sys.argv[1:] if argv is None else argv)
+        if is_help(argv):  # before MPI, and once
+            if guessed_rank() == 0:
+                parse_args(argv)
+            return
         cluster = find_cluster()
+        config = cluster.together(parse_args, argv)
         run = prepare_run(config, cluster)
         startup.mark("data")
         stop = StopSignal(config.train.time_limit)

@@ -3,6 +3,7 @@
 import re
 
 import pytest
+
 from jobs import SMALL, losses, records, run
 
 

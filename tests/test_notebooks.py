@@ -4,6 +4,7 @@ import time
 from pathlib import Path
 
 import pytest
+
 from jobs import environment
 
 NOTEBOOKS = sorted((Path(__file__).parents[1] / "notebooks").glob("*.ipynb"))

@@ -12,7 +12,7 @@ from jaxgpt.config.checks import (
     skip_ranges,
     validate,
 )
-from jaxgpt.config.parse import config_from_dict, load_config, parse_args
+from jaxgpt.config.parse import config_from_dict, config_from_file, is_help, load_config, parse_args
 from jaxgpt.config.sections import (
     CheckpointConfig,
     Config,
@@ -35,6 +35,8 @@ __all__ = [
     "UsageError",
     "check_batch",
     "config_from_dict",
+    "config_from_file",
+    "is_help",
     "load_config",
     "mesh_sizes",
     "parse_args",

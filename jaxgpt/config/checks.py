@@ -4,6 +4,7 @@ import functools
 
 from jaxgpt.config.sections import Config
 
+MAX_TIME_LIMIT = 10**6  # minutes: two years
 MESH_AXES = ("data", "fsdp", "tensor")
 
 
@@ -55,8 +56,11 @@ def validate(config: Config) -> None:
             f"optimizer.min_lr={optimizer.min_lr}: must lie between 0 and "
             f"optimizer.learning_rate={optimizer.learning_rate}"
         )
-    if train.time_limit is not None and not train.time_limit > 0:
-        raise UsageError(f"train.time_limit={train.time_limit}: must be more than 0 minutes")
+    if train.time_limit is not None and not 0 < train.time_limit <= MAX_TIME_LIMIT:
+        raise UsageError(
+            f"train.time_limit={train.time_limit}: must be more than 0 and at most "
+            f"{MAX_TIME_LIMIT} minutes, or None"
+        )
     if train.batch_size % train.gradient_accumulation_steps:
         raise UsageError(
             f"train.gradient_accumulation_steps={train.gradient_accumulation_steps}: must divide "

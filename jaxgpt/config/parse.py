@@ -29,6 +29,11 @@ def load_config(config: str = "tiny", *overrides: str) -> Config:
     return parse_args(["--config", config, *overrides])
 
 
+def is_help(argv: Sequence[str]) -> bool:
+    """Whether a command line asks for help."""
+    return "-h" in argv or "--help" in argv
+
+
 def parse_args(argv: Sequence[str], prog: str = "python -m jaxgpt.train") -> Config:
     """The configuration that a command line describes, validated.
 
@@ -40,13 +45,13 @@ def parse_args(argv: Sequence[str], prog: str = "python -m jaxgpt.train") -> Con
     """
     import tyro
 
-    given = _split_arguments(argv)
-    if "help" in given:
+    if is_help(argv):
         tyro.cli(Config, args=["--help"], prog=prog, use_underscores=True, config=_tyro_options())
+    given = _split_arguments(argv)
     base = _base_file(given)
-    values = {**_flatten(_read_yaml(base), origin=str(base)), **given}
-    if "config" not in given:
-        values.setdefault("config", ["tiny"])
+    values = _flatten(_read_yaml(base), origin=str(base))
+    values.pop("out", None)  # another run's settings are welcome, its directory is not
+    values = {"config": ["tiny"], **values, **given}
     config = _build(values)
     validate(config)
     return config
@@ -57,7 +62,16 @@ def config_from_dict(values: Mapping[str, Any], origin: str) -> Config:
     return _build(_flatten(values, origin))
 
 
-_ALIASES = {"mesh": "parallel.mesh", "h": "help"}
+def config_from_file(path: Path) -> Config:
+    """The configuration in a run directory's config.yaml.
+
+    Raises:
+        UsageError: if the file is not one.
+    """
+    return config_from_dict(_read_yaml(path), str(path))
+
+
+_ALIASES = {"mesh": "parallel.mesh"}
 
 
 def _tyro_options() -> tuple[Any, ...]:
@@ -101,7 +115,7 @@ def _base_file(given: Mapping[str, Sequence[str]]) -> Path:
 
 def _read_yaml(path: Path) -> Mapping[str, Any]:
     try:
-        values = yaml.safe_load(path.read_text()) or {}
+        values = yaml.safe_load(path.read_text())
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         problem = " ".join(str(error).split())
         raise UsageError(f"config={path}: not readable as YAML ({problem})") from None
@@ -126,30 +140,29 @@ def _flatten(values: Mapping[str, Any], origin: str) -> dict[str, list[str]]:
 def _split_arguments(argv: Sequence[str]) -> dict[str, list[str]]:
     """Command line -> {`section.key`: [words]}; `key=value` and `--key value` alike."""
     out: dict[str, list[str]] = {}
-    name = None  # the flag that following words belong to
-    for word in argv:
-        if word in ("-h", "--help"):
-            return {"help": []}
+    words = list(argv)
+    while words:
+        word = words.pop(0)
         key, equals, value = word.removeprefix("--").partition("=")
         key = _ALIASES.get(key, key).replace("-", "_")
-        is_flag = word.startswith("--")
-        if is_flag or (equals and (name is None or key in _fields() or "." in key)):
-            if key not in _fields():
-                raise UsageError(_unknown(word if not equals else key, key))
-            out[key] = [value] if equals else []
-            name = None if equals else key
-        elif name is None:
+        if not word.startswith("--") and not equals:
             raise UsageError(
                 f"{word}: not understood; give section.key=value or --section.key value"
             )
-        else:
-            out[name].append(word)
-            if "tuple" not in str(_fields()[name]):
-                name = None
-    for key, words in out.items():
-        if not words and "tuple" not in str(_fields()[key]):
+        if key not in _fields():
+            raise UsageError(_unknown(word.partition("=")[0], key))
+        out[key] = [value] if equals else []
+        takes_many = typing.get_origin(_fields()[key]) is tuple
+        while words and (not out[key] or takes_many) and not _is_setting(words[0], takes_many):
+            out[key].append(words.pop(0))
+        if not out[key]:
             raise UsageError(f"--{key}: needs a value: {_expected(_fields()[key])}")
     return out
+
+
+def _is_setting(word: str, takes_many: bool) -> bool:
+    """Whether a word begins the next setting. A flag of one value takes any word as that."""
+    return word.startswith("--") or (takes_many and "=" in word)
 
 
 def _unknown(shown: str, key: str | None = None) -> str:

@@ -38,6 +38,8 @@ def prepare_shakespeare_char(directory: Path, input_file: Path | None) -> list[s
         text = _read_text([input_file])
     else:
         text = _download_shakespeare().decode()
+    if not text:
+        raise UsageError(f"--input {input_file}: no text in it")
     tokenizer = CharTokenizer.of_text(text)
     tokens = _split_and_write(directory, text, tokenizer, "Tiny Shakespeare")
     return [

@@ -112,7 +112,7 @@ def open_dataset(data: DataConfig, model: ModelConfig) -> Dataset:
                 f"{(model.block_size + 1) * dtype.itemsize} bytes"
             )
         tokens[split] = np.memmap(path, dtype, mode="r")
-    tokenizer = from_meta(meta["tokenizer"]) if "tokenizer" in meta else None
+    tokenizer = from_meta(meta["tokenizer"]) if meta else None
     return Dataset(directory, vocab_size, tokens, tokenizer, meta)
 
 
@@ -151,7 +151,7 @@ def fingerprint_of(tokens: dict[str, np.ndarray], vocab_size: int) -> str:
 def write_dataset(
     directory: Path, tokens: dict[str, np.ndarray], tokenizer: Tokenizer, source: str
 ) -> None:
-    """Writes train.bin, val.bin and meta.json, all of them or none.
+    """Writes train.bin, val.bin and meta.json; a new folder appears with all of them.
 
     Args:
         tokens: split -> token ids, of any integer dtype.
@@ -175,9 +175,11 @@ def write_dataset(
             tokens[split].tofile(scratch / f"{split}.bin")
         (scratch / "meta.json").write_text(json.dumps(meta, indent=1, ensure_ascii=False) + "\n")
         scratch.chmod(0o755)
-        directory.mkdir(exist_ok=True)
-        for name in ("train.bin", "val.bin", "meta.json"):
-            os.replace(scratch / name, directory / name)
+        if directory.is_dir():  # its files are replaced, the description of them last
+            for name in ("train.bin", "val.bin", "meta.json"):
+                os.replace(scratch / name, directory / name)
+        else:
+            scratch.rename(directory)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
 
@@ -187,11 +189,16 @@ def _read_meta(directory: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        return json.loads(path.read_text())
-    except ValueError as error:
+        meta = json.loads(path.read_text())
+        if meta["dtype"] not in ("uint16", "uint32") or not isinstance(meta["vocab_size"], int):
+            raise ValueError(f"dtype {meta['dtype']}, vocab_size {meta['vocab_size']}")
+        from_meta(meta["tokenizer"])
+    except (ValueError, TypeError, KeyError) as error:
         raise UsageError(
-            f"{path}: not readable as JSON ({error}); prepare the data again"
+            f"{path}: is not what python -m jaxgpt.prepare writes ({error!r}); "
+            "prepare the data again"
         ) from None
+    return meta
 
 
 def _sampled_pages(tokens: np.ndarray):

@@ -5,17 +5,22 @@ the launcher's environment and talks over MPI without importing JAX; `connect` s
 """
 
 import contextlib
+import glob
 import json
+import math
 import os
 import platform
 import socket
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import metadata
-from typing import Any
+from typing import Any, TypeVar
 
 from jaxgpt.config import UsageError
+
+T = TypeVar("T")
 
 # Set by MPI launchers for each process they start: MPICH and Intel MPI (Hydra), Open MPI, PMIx,
 # and Cray PALS. Without one of them mpi4py is not imported: it can abort on login nodes.
@@ -34,6 +39,16 @@ CPU_COLLECTIVE_FLAGS = (
     "--xla_cpu_collective_call_warn_stuck_timeout_seconds=120",
     "--xla_cpu_collective_call_terminate_timeout_seconds=600",
 )
+# NVIDIA, AMD, Intel and Google devices, where a process can see them.
+ACCELERATOR_FILES = ("/dev/nvidia[0-9]*", "/dev/kfd", "/dev/dri/renderD*", "/dev/accel[0-9]*")
+# What narrows the devices that a process sees; set by users and by some launchers.
+VISIBLE_VARIABLES = (
+    "CUDA_VISIBLE_DEVICES",
+    "ROCR_VISIBLE_DEVICES",
+    "HIP_VISIBLE_DEVICES",
+    "ZE_AFFINITY_MASK",
+)
+
 INITIALIZATION_TIMEOUT = 300  # seconds for all processes to arrive
 HEARTBEAT_TIMEOUT = 100  # seconds after which a silent process counts as dead
 
@@ -92,6 +107,20 @@ class Cluster:
             if found:
                 raise UsageError(found)
 
+    def together(self, function: Callable[..., T], *arguments: Any) -> T:
+        """What `function` returns on this process, once it has returned on all of them.
+
+        Raises:
+            UsageError: on every process, if `function` raised one on any.
+        """
+        result, error = None, None
+        try:
+            result = function(*arguments)
+        except UsageError as e:
+            error = str(e)
+        self.agree(error)
+        return result
+
     @staticmethod
     def _wait(request: Any) -> None:
         while not request.Test():
@@ -144,7 +173,8 @@ def accelerator_expected() -> bool:
     platforms = os.environ.get("JAX_PLATFORMS", "")
     if platforms:
         return platforms != "cpu"
-    return bool(metadata.entry_points(group="jax_plugins")) or os.path.exists("/dev/accel0")
+    has_plugin = bool(metadata.entry_points(group="jax_plugins"))
+    return has_plugin and any(glob.glob(pattern) for pattern in ACCELERATOR_FILES)
 
 
 def cpu_devices_per_process(mesh: tuple[int, ...], cluster: Cluster) -> int:
@@ -156,15 +186,14 @@ def cpu_devices_per_process(mesh: tuple[int, ...], cluster: Cluster) -> int:
     Raises:
         UsageError: if the processes do not divide the mesh.
     """
-    if "JAX_NUM_CPU_DEVICES" in os.environ:
-        return int(os.environ["JAX_NUM_CPU_DEVICES"])
-    known = 1
-    for size in mesh:
-        known *= max(size, 1)
-    if -1 in mesh:
-        while known % cluster.size and cluster.size % known:
-            known *= 2  # neither divides the other: let the open axis take what is left
-        return max(1, known // cluster.size)
+    wanted = os.environ.get("JAX_NUM_CPU_DEVICES")
+    if wanted is not None:
+        if not wanted.isdigit() or int(wanted) < 1:
+            raise UsageError(f"JAX_NUM_CPU_DEVICES={wanted}: must be a whole number, at least 1")
+        return int(wanted)
+    known = math.prod(size for size in mesh if size > 0)
+    if -1 in mesh:  # the open axis takes what the processes have too many
+        return math.lcm(known, cluster.size) // cluster.size
     if known % cluster.size:
         shape = ",".join(map(str, mesh))
         raise UsageError(
@@ -201,6 +230,7 @@ def connect(cluster: Cluster, mesh: tuple[int, ...]) -> dict[str, Any]:
             num_processes=cluster.size,
             process_id=cluster.rank,
             local_device_ids=_own_devices(cluster),
+            cluster_detection_method="deactivate",  # or JAX picks devices by SLURM_LOCALID
             initialization_timeout=INITIALIZATION_TIMEOUT,
             heartbeat_timeout_seconds=HEARTBEAT_TIMEOUT,
         )
@@ -234,10 +264,10 @@ def describe(facts: dict[str, Any]) -> list[str]:
 
 def _keep_stdout_for_python() -> None:
     """Gloo, from C++, prints a line per process and group to stdout: give it another one."""
+    sys.stdout.flush()
     ours = os.dup(1)
     with open(os.devnull, "w") as nothing:
         os.dup2(nothing.fileno(), 1)
-    sys.stdout.flush()
     sys.stdout = open(ours, "w", buffering=1, encoding=sys.stdout.encoding, errors="replace")
 
 
@@ -250,9 +280,16 @@ def _free_address(cluster: Cluster) -> str:
 
 
 def _own_devices(cluster: Cluster) -> list[int] | None:
-    """Which of the host's accelerators this process takes; None takes all that it sees."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES") or os.environ.get("ROCR_VISIBLE_DEVICES")
-    narrowed = visible is not None and "," not in visible
-    if cluster.local_size == 1 or narrowed or not accelerator_expected():
+    """Which of the host's accelerators this process takes; None takes all that it sees.
+
+    Processes of one host share them out evenly. One that sees a single device has been given it
+    by the launcher.
+    """
+    if cluster.local_size == 1 or not accelerator_expected():
         return None
-    return [cluster.local_rank]
+    narrowed = [os.environ[v].split(",") for v in VISIBLE_VARIABLES if os.environ.get(v)]
+    seen = len(narrowed[0]) if narrowed else len(glob.glob(ACCELERATOR_FILES[0]))
+    if seen == 1:
+        return None
+    each = max(1, seen // cluster.local_size)
+    return list(range(cluster.local_rank * each, (cluster.local_rank + 1) * each))

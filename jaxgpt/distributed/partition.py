@@ -66,6 +66,21 @@ def shardings(logical_axes: Any, shapes: Any, rules: Rules, mesh: Mesh) -> Any:
     )
 
 
+def unsplit(logical_axes: Any, shapes: Any, rules: Rules, mesh: Mesh) -> tuple[str, ...]:
+    """A sentence for every kind of dimension that stays whole because it cannot be divided."""
+    found = set()
+
+    def look(leaf: Any, axes: LogicalAxes) -> None:
+        spec = partition_spec(axes, leaf.shape, rules, mesh)
+        for axis, size, over in zip(axes, leaf.shape, spec, strict=True):
+            parts = math.prod(mesh.shape[a] for a in rules.get(axis, ()))
+            if parts > 1 and over is None:
+                found.add(f"{axis}={size} stays whole on every device: {parts} does not divide it")
+
+    jax.tree.map(look, shapes, logical_axes)
+    return tuple(sorted(found))
+
+
 def activation_constraint(mesh: Mesh) -> Callable[[jax.Array, LogicalAxes], jax.Array]:
     """A function `(x, logical axes) -> x` that pins an activation's layout inside jit."""
 

@@ -11,8 +11,19 @@ from jaxgpt.config import ModelConfig, UsageError
 Attention = Callable[[jax.Array, jax.Array, jax.Array, jax.Array | None], jax.Array]
 
 
-def choose_attention(config: ModelConfig, dtype: str, platform: str) -> tuple[str, str]:
-    """Which kernel runs on `platform` (cpu, gpu, ...), and why, for the log.
+def cuda_capability(device: jax.Device) -> float:
+    """Compute capability of an NVIDIA GPU, such as 9.0; 0 of any other device."""
+    try:
+        return float(getattr(device, "compute_capability", 0))
+    except ValueError:  # AMD's are words: gfx90a
+        return 0.0
+
+
+def choose_attention(config: ModelConfig, dtype: str, capability: float) -> tuple[str, str]:
+    """Which kernel runs, and why, for the log.
+
+    Args:
+        capability: what `cuda_capability` says of the devices.
 
     Returns:
         (`xla` or `cudnn`, reason).
@@ -22,8 +33,8 @@ def choose_attention(config: ModelConfig, dtype: str, platform: str) -> tuple[st
     """
     head_dim = config.n_embd // config.n_head
     obstacle = None
-    if platform != "gpu":
-        obstacle = f"cuDNN needs a GPU, the devices are {platform}"
+    if capability < 8:
+        obstacle = "cuDNN attention needs an NVIDIA GPU, A100 or newer"
     elif dtype not in ("bfloat16", "float16"):
         obstacle = f"cuDNN needs train.dtype=bfloat16, not {dtype}"
     elif head_dim % 8 or head_dim > 128:

@@ -99,6 +99,7 @@ class GPT(nnx.Module):
         attend: Attention = xla_attention,
         constrain: Constrain = lambda x, axes: x,
         scan_layers: bool = False,
+        gather_again: bool = False,
         rngs: nnx.Rngs,
     ):
         """A model with float32 parameters.
@@ -109,10 +110,13 @@ class GPT(nnx.Module):
             attend: what `attention.make_attention` gives.
             constrain: what `partition.activation_constraint` gives.
             scan_layers: compile one block and loop over it, in place of L blocks.
+            gather_again: bring a layer's weights together once more for the backward pass, in
+                place of keeping all layers' whole weights until then (ZeRO-3).
         """
         assert config.vocab_size is not None
         self.config, self.dtype = config, dtype
         self.constrain, self.scan_layers = constrain, scan_layers
+        self.gather_again = gather_again
         V, D, T = config.vocab_size, config.n_embd, config.block_size
 
         def padded_normal(key, shape, dtype):
@@ -160,11 +164,18 @@ class GPT(nnx.Module):
             )
             return nnx.merge(graph, params)(x_BTD, key), None
 
+        if self.gather_again:
+            layer = jax.checkpoint(layer, policy=_not_gathered, prevent_cse=not self.scan_layers)
         if self.scan_layers:
             return jax.lax.scan(layer, x_BTD, (stacked, keys))[0]
         for i in range(L):
             x_BTD, _ = layer(x_BTD, jax.tree.map(lambda leaf: leaf[i], (stacked, keys)))  # noqa: B023
         return x_BTD
+
+
+def _not_gathered(primitive: Any, *_: Any, **__: Any) -> bool:
+    """Keep everything for the backward pass but what a sharding constraint returned."""
+    return primitive.name != "sharding_constraint"
 
 
 def layer_norm(config: ModelConfig, dtype: jnp.dtype, rngs: nnx.Rngs) -> nnx.LayerNorm:

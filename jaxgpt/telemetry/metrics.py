@@ -11,15 +11,15 @@ import jax
 from jaxgpt.config import ModelConfig
 
 # Dense peak in FLOP/s by JAX's device_kind and compute dtype. Sources: NVIDIA's A100, H100 and
-# H200 data sheets (bf16 tensor cores without sparsity; float32 on TF32 is not assumed), AMD's
-# MI250X data sheet, per GCD.
+# H200 data sheets, tensor cores without sparsity (JAX computes float32 products in TF32 there);
+# AMD's MI250X data sheet, per GCD.
 PEAK_FLOPS = {
     ("A100", "bfloat16"): 312e12,
-    ("A100", "float32"): 19.5e12,
+    ("A100", "float32"): 156e12,
     ("H100", "bfloat16"): 989e12,
-    ("H100", "float32"): 67e12,
+    ("H100", "float32"): 494.5e12,
     ("H200", "bfloat16"): 989e12,
-    ("H200", "float32"): 67e12,
+    ("H200", "float32"): 494.5e12,
     ("MI250X", "bfloat16"): 191.5e12,
     ("MI250X", "float32"): 47.9e12,
 }

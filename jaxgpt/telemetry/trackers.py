@@ -22,13 +22,19 @@ class MetricsFile:
     """metrics.jsonl: one JSON object a line. Numbers that are not finite become null."""
 
     def __init__(self, path: Path, resume_step: int | None):
-        """Opens the file; what a resumed run is going to do again is dropped from it."""
-        if resume_step is not None and path.exists():
-            kept = [line for line in path.read_text().splitlines() if _is_past(line, resume_step)]
-            scratch = path.with_suffix(".tmp")
-            scratch.write_text("".join(line + "\n" for line in kept))
-            os.replace(scratch, path)
-        self._file = path.open("a" if resume_step is not None else "w", buffering=1)
+        """Opens the file; what a resumed run is going to do again is dropped from it.
+
+        What an earlier run without a checkpoint left is kept as metrics.jsonl.old.
+        """
+        if path.exists():
+            if resume_step is None:
+                os.replace(path, path.with_name(path.name + ".old"))
+            else:
+                kept = [ln for ln in path.read_text().splitlines() if _is_past(ln, resume_step)]
+                scratch = path.with_suffix(".tmp")
+                scratch.write_text("".join(line + "\n" for line in kept))
+                os.replace(scratch, path)
+        self._file = path.open("a", buffering=1)
 
     def log(self, record: Record) -> None:
         clean = {k: None if _not_finite(v) else v for k, v in record.items()}
@@ -46,8 +52,8 @@ class TensorBoard:
     def __init__(self, directory: Path, resume_step: int | None):
         from tensorboardX import SummaryWriter
 
-        purge = None if resume_step is None else resume_step + 1
-        self._writer = SummaryWriter(str(directory), purge_step=purge)
+        # Whatever is there of steps that are going to be done again is not shown twice.
+        self._writer = SummaryWriter(str(directory), purge_step=(resume_step or 0) + 1)
 
     def log(self, record: Record) -> None:
         if "step" not in record:
@@ -57,6 +63,8 @@ class TensorBoard:
                 self._writer.add_scalar(f"{record['kind']}/{name}", value, record["step"])
         if record["kind"] == "sample":
             self._writer.add_text("sample", record["text"], record["step"])
+        if record["kind"] == "checkpoint":
+            self._writer.flush()  # a run that goes on from here does not log this again
 
     def close(self) -> None:
         self._writer.close()

@@ -22,8 +22,11 @@ _MOMENTS = ("mu", "nu", "count")
 class Checkpoints:
     """Saves and restores the state of one run."""
 
-    def __init__(self, directory: Path, keep: int | None):
-        """Opens `directory`/checkpoints; saving keeps the newest `keep`, all of them if None."""
+    def __init__(self, directory: Path, keep: int):
+        """Opens `directory`/checkpoints for a training run, the only one that writes there.
+
+        What an interrupted save left is removed; of what is saved the newest `keep` stay.
+        """
         import orbax.checkpoint as ocp
 
         logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax narrates each save
@@ -54,23 +57,29 @@ class Checkpoints:
         )
         return _from_tree(found["state"], shapes)
 
-    def restore_params(self, step: int, shapes: Params) -> Params:
-        """The parameters of `step` alone, laid out as `shapes` say: a third of the bytes."""
-        wanted = {"params": shapes}
-        with self._ocp.PyTreeCheckpointer() as checkpointer:
-            found = checkpointer.restore(
-                self._manager.directory / str(step) / "state",
-                args=self._ocp.args.PyTreeRestore(
-                    wanted,
-                    restore_args=self._ocp.checkpoint_utils.construct_restore_args(wanted),
-                    partial_restore=True,
-                ),
-            )
-        return found["params"]
-
     def close(self) -> None:
         """Returns when everything that was saved is on disk."""
         self._manager.close()
+
+
+def restore_params(directory: Path, step: int, shapes: Params) -> Params:
+    """The parameters of `step` alone, laid out as `shapes` say: a third of the bytes.
+
+    Only reads, so that a run that is training in `directory` is not disturbed.
+    """
+    import orbax.checkpoint as ocp
+
+    wanted = {"params": shapes}
+    with ocp.PyTreeCheckpointer() as checkpointer:
+        found = checkpointer.restore(
+            (directory / "checkpoints" / str(step) / "state").absolute(),
+            args=ocp.args.PyTreeRestore(
+                wanted,
+                restore_args=ocp.checkpoint_utils.construct_restore_args(wanted),
+                partial_restore=True,
+            ),
+        )
+    return found["params"]
 
 
 def _to_tree(state: TrainState) -> dict[str, Any]:

@@ -52,6 +52,7 @@ class Sampler:
             make_generate(
                 steps.sample_logits,
                 config.model.block_size,
+                self._tokenizer.vocab_size,
                 config.train.sample_tokens,
                 SAMPLE_TEMPERATURE,
                 SAMPLE_TOP_K,

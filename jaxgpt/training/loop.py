@@ -115,14 +115,14 @@ def is_due(step: int, interval: int) -> bool:
 
 def checkpoint_meta(run: Run, cluster: Cluster, mesh: Mesh, step: int) -> dict[str, Any]:
     """What is saved beside the state: enough to go on from it, and to know where it came from."""
-    config = run.config
     return {
         "step": step,
-        "consumed_tokens": step * config.train.batch_size * config.model.block_size,
+        "consumed_tokens": run.consumed_tokens(step),
         "mesh": describe(mesh),
         "processes": cluster.size,
-        "data_fingerprint": run.dataset.fingerprint,
-        "config": config.to_dict(),
+        "data_fingerprint": run.fingerprint,
+        "tokenizer": run.dataset.meta.get("tokenizer"),
+        "config": run.config.to_dict(),
         "jaxgpt": __version__,
         "jax": jax.__version__,
     }

@@ -3,7 +3,9 @@
 import contextlib
 import dataclasses
 import json
+import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -34,11 +36,13 @@ class Reporter:
         self._schedule = learning_rate_schedule(run.config.optimizer)
         self._console = Console(enabled, run.directory / "train.log")
         self._trackers = Trackers(_open_trackers(run) if enabled else [], warn=self._console.say)
+        if enabled:
+            _drop_samples_to_come(run.directory)
         self._first_step = (run.resume_step or 0) + 1
         self._last_losses = ""
 
     def announce(self, facts: dict[str, Any]) -> None:
-        """Says what is going to run, and on what; writes cluster.json."""
+        """Says what is going to run, and on what; writes config.yaml and cluster.json."""
         if not self._enabled:
             return
         config, dataset, mesh = self._config, self._run.dataset, self._steps.mesh
@@ -58,6 +62,8 @@ class Reporter:
         say(f"mesh: {describe(mesh)}, ZeRO stage {config.parallel.zero_stage}")
         say(f"model: {without_positions / 1e6:.2f}M parameters ({total:,} with positions)")
         say(f"attention: {self._steps.attention}")
+        for line in self._steps.warnings:
+            say(f"warning: {line}")
         tokens = {split: f"{array.size:,}" for split, array in dataset.tokens.items()}
         say(
             f"data: {dataset.directory}, {tokens['train']} tokens to train on, {tokens['val']} "
@@ -66,7 +72,8 @@ class Reporter:
         say(f"steps to skip: {SkipRanges(skip_ranges(config))}")
         say(MFU_FORMULA + ("" if self._rates.peak else f"; not known for {device.device_kind}"))
         facts = {**facts, "mesh": dict(mesh.shape)}
-        (self._run.directory / "cluster.json").write_text(json.dumps(facts, indent=1) + "\n")
+        write_whole(self._run.directory / "cluster.json", json.dumps(facts, indent=1) + "\n")
+        write_whole(self._run.directory / "config.yaml", config.to_yaml())
 
     def say(self, text: str) -> None:
         self._console.say(text)
@@ -98,7 +105,7 @@ class Reporter:
             record |= self._rates.of(self._timer.lap())
         else:
             return
-        record["consumed_tokens"] = step * train.batch_size * self._config.model.block_size
+        record["consumed_tokens"] = self._run.consumed_tokens(step)
         record["skipped"] = metrics is None
         self.log(record)
 
@@ -109,7 +116,7 @@ class Reporter:
         self._trackers.log(record)
         if record["kind"] == "sample":
             with (self._run.directory / "samples.txt").open("a") as f:
-                f.write(f"--- step {record['step']}\n{record['text']}\n")
+                f.write(sample_text(record))
         elif record["kind"] == "eval":
             self._last_losses = losses_text(record)
         self._console.say(_LINES[record["kind"]](record))
@@ -141,8 +148,7 @@ class Reporter:
         if self._enabled:
             seconds = {**self._startup.seconds, "total": self._startup.total}
             self._trackers.log({"kind": "startup", "step": step, **seconds})
-            path = self._run.directory / "startup.json"
-            path.write_text(json.dumps(seconds, indent=1) + "\n")
+            write_whole(self._run.directory / "startup.json", json.dumps(seconds, indent=1) + "\n")
             self._console.say(str(self._startup))
 
 
@@ -155,9 +161,28 @@ def config_lines(config: Config) -> list[str]:
     return lines
 
 
+def write_whole(path: Path, text: str) -> None:
+    """Writes a file that is either the old one or the new one, whenever the run is killed."""
+    scratch = path.with_name(f".{path.name}.tmp")
+    scratch.write_text(text)
+    os.replace(scratch, path)
+
+
 def losses_text(record: Record) -> str:
     """The losses of an evaluation record."""
     return f"train_loss={record['train_loss']:.4f} val_loss={record['val_loss']:.4f}"
+
+
+def sample_text(record: Record) -> str:
+    """A sample record as samples.txt shows it."""
+    return f"--- step {record['step']}\n{record['text']}\n"
+
+
+def _drop_samples_to_come(directory: Path) -> None:
+    """Makes samples.txt repeat metrics.jsonl, which has just been cut to what is done."""
+    records = map(json.loads, (directory / "metrics.jsonl").read_text().splitlines())
+    samples = [sample_text(record) for record in records if record["kind"] == "sample"]
+    write_whole(directory / "samples.txt", "".join(samples))
 
 
 def _open_trackers(run: Run) -> list[Tracker]:

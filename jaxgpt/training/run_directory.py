@@ -1,7 +1,10 @@
 """The run directory: found or made, checked against what is asked for, before JAX starts."""
 
+import contextlib
 import dataclasses
+import itertools
 import json
+import platform
 import tempfile
 import time
 from dataclasses import dataclass
@@ -13,6 +16,7 @@ from jaxgpt.config import (
     UsageError,
     check_batch,
     config_from_dict,
+    config_from_file,
     mesh_sizes,
     skip_ranges,
 )
@@ -40,11 +44,19 @@ class Run:
     """With model.vocab_size, `out` and the skip ranges of earlier starts filled in."""
     directory: Path
     dataset: Dataset
+    fingerprint: str
+    """Of the data; kept in every checkpoint."""
     resume_step: int | None
     """The checkpoint to go on from."""
     resume_meta: dict[str, Any]
     notes: tuple[str, ...]
     """Lines for the log."""
+
+    def consumed_tokens(self, step: int) -> int:
+        """Tokens of all batches up to `step`, skipped ones included."""
+        per_step = self.config.train.batch_size * self.config.model.block_size
+        before = self.resume_meta.get("consumed_tokens", 0)
+        return before + (step - (self.resume_step or 0)) * per_step
 
 
 def prepare_run(config: Config, cluster: Cluster) -> Run:
@@ -55,30 +67,33 @@ def prepare_run(config: Config, cluster: Cluster) -> Run:
     Raises:
         UsageError: on every process, if anything that the configuration asks for cannot be.
     """
-    error, decided = None, None
-    try:
+
+    def decide() -> dict[str, Any] | None:
         check_cpu_mesh(config, cluster)
-        if cluster.is_main:
-            decided = _decide(config)
-    except UsageError as e:
-        error = str(e)
-    cluster.agree(error)
-    decided = cluster.broadcast(decided)
-    config = config_from_dict(decided["config"], "configuration of process 0")
-    dataset = None
-    try:
-        dataset = open_dataset(config.data, config.model)
-    except UsageError as e:
-        error = f"process {cluster.rank}: {e}"
-    cluster.agree(error)
-    return Run(
-        config=config,
-        directory=Path(config.out),
-        dataset=dataset,
-        resume_step=decided["resume_step"],
-        resume_meta=decided["resume_meta"],
-        notes=tuple(decided["notes"]),
-    )
+        return _decide(config) if cluster.is_main else None
+
+    decided = cluster.broadcast(cluster.together(decide))
+
+    def open_same() -> Run:
+        final = config_from_dict(decided["config"], "configuration of process 0")
+        dataset = open_dataset(final.data, final.model)
+        sizes = {split: int(tokens.size) for split, tokens in dataset.tokens.items()}
+        if sizes != decided["data_sizes"] or dataset.meta != decided["data_meta"]:
+            raise UsageError(
+                f"data.dataset={final.data.dataset}: {dataset.directory} on host "
+                f"{platform.node()} is not what process 0 has there; all hosts need the same files"
+            )
+        return Run(
+            config=final,
+            directory=Path(final.out),
+            dataset=dataset,
+            fingerprint=decided["fingerprint"],
+            resume_step=decided["resume_step"],
+            resume_meta=decided["resume_meta"],
+            notes=tuple(decided["notes"]),
+        )
+
+    return cluster.together(open_same)
 
 
 def check_cpu_mesh(config: Config, cluster: Cluster) -> None:
@@ -93,7 +108,8 @@ def _decide(config: Config) -> dict[str, Any]:
     """Everything that process 0 finds out, as JSON for the others."""
     notes = []
     home = dataset_directory(config.data)
-    if config.data.path is None and config.data.dataset == "python" and not home.exists():
+    is_default = config.data.path is None and config.data.dataset == "python"
+    if is_default and not (home / "meta.json").exists():
         try:
             notes += [f"prepared {home}: {prepare_python(home)[0]}"]
         except OSError as e:
@@ -108,18 +124,23 @@ def _decide(config: Config) -> dict[str, Any]:
 
     directory = _writable_directory(config)
     config = config.replace(out=str(directory))
+    ranges = list(skip_ranges(config))
+    kept = directory / "config.yaml"
+    if kept.exists():
+        ranges += skip_ranges(config_from_file(kept))
     steps = saved_steps(directory)
     resume_step = steps[-1] if steps else None
     meta: dict[str, Any] = {}
     if resume_step is not None:
         meta = read_meta(directory, resume_step)
         notes += _check_resume(config, directory, resume_step, meta, dataset)
-        earlier = config_from_dict(meta["config"], f"checkpoint {resume_step}")
-        ranges = SkipRanges([*skip_ranges(earlier), *skip_ranges(config)])
-        config = config.replace(train_range_to_skip=ranges.flat())
-    (directory / "config.yaml").write_text(config.to_yaml())
+        ranges += skip_ranges(config_from_dict(meta["config"], f"checkpoint {resume_step}"))
+    config = config.replace(train_range_to_skip=SkipRanges(ranges).flat())
     return {
         "config": config.to_dict(),
+        "data_sizes": {split: int(tokens.size) for split, tokens in dataset.tokens.items()},
+        "data_meta": dataset.meta,
+        "fingerprint": dataset.fingerprint,
         "resume_step": resume_step,
         "resume_meta": meta,
         "notes": notes,
@@ -136,18 +157,28 @@ def check_prompt(prompt: str, tokenizer: Tokenizer | None) -> None:
 
 
 def _writable_directory(config: Config) -> Path:
-    name = config.out or f"runs/{Path(config.config).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
-    directory = Path(name)
     try:
+        directory = Path(config.out) if config.out else _new_directory(config)
         directory.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=directory):
             pass
     except OSError as e:
-        reason = e.strerror or str(e)
         raise UsageError(
-            f"out={directory}: cannot be written ({reason}); give --out a folder that can"
+            f"out={config.out or 'runs'}: cannot be written ({e.strerror or e}); "
+            "give --out a folder that can"
         ) from None
     return directory
+
+
+def _new_directory(config: Config) -> Path:
+    """runs/<config>-<time>, which no other run has, not even one of the same second."""
+    stem = f"{Path(config.config).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
+    for number in itertools.count(1):
+        directory = Path("runs") / (stem if number == 1 else f"{stem}-{number}")
+        with contextlib.suppress(FileExistsError):
+            directory.mkdir(parents=True)
+            return directory
+    raise AssertionError("unreachable")
 
 
 def _check_resume(
@@ -185,8 +216,9 @@ def _check_resume(
 
 def saved_steps(directory: Path) -> list[int]:
     """Steps of the complete checkpoints in a run directory, oldest first."""
-    names = [p.name for p in (directory / "checkpoints").glob("*") if p.is_dir()]
-    return sorted(int(name) for name in names if name.isdigit())
+    metas = (directory / "checkpoints").glob("*/meta/metadata")
+    names = [path.parent.parent.name for path in metas]
+    return sorted(int(name) for name in names if name.isdigit())  # not those being written
 
 
 def read_meta(directory: Path, step: int) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from jaxgpt.model.gpt import Params
 def make_generate(
     logits: Callable[[Params, jax.Array], jax.Array],
     block_size: int,
+    vocab_size: int,
     n_tokens: int,
     temperature: float,
     top_k: int | None,
@@ -22,6 +23,7 @@ def make_generate(
     Args:
         logits: (params, tokens_BT) -> logits_BTV.
         block_size: T; older tokens than these are forgotten.
+        vocab_size: of the tokenizer; a model may have been given room for more.
         temperature: logits are divided by it; 0 always takes the likeliest token.
         top_k: only so many of the likeliest tokens are drawn from; None means all.
 
@@ -31,6 +33,7 @@ def make_generate(
     """
 
     def draw(logits_V: jax.Array, key: jax.Array) -> jax.Array:
+        logits_V = logits_V[:vocab_size]
         if temperature == 0:
             return jnp.argmax(logits_V)
         if top_k is not None:

@@ -17,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from jaxgpt.config import Config
 from jaxgpt.distributed import partition
-from jaxgpt.model.attention import choose_attention, make_attention
+from jaxgpt.model.attention import choose_attention, cuda_capability, make_attention
 from jaxgpt.model.gpt import GPT, Params, abstract_params
 from jaxgpt.training.optimizer import learning_rate_schedule, make_optimizer
 
@@ -48,6 +48,8 @@ class Steps:
     mesh: Mesh
     attention: str
     """Which attention kernel runs, and why."""
+    warnings: tuple[str, ...]
+    """What of the layout is not as asked for."""
     batch_sharding: NamedSharding
     replicated: NamedSharding
     state_shapes: TrainState
@@ -68,8 +70,9 @@ def make_steps(config: Config, mesh: Mesh) -> Steps:
         config: with model.vocab_size set.
     """
     model, train = config.model, config.train
-    platform = mesh.devices.flat[0].platform
-    kernel, reason = choose_attention(model, train.dtype, platform)
+    device = mesh.devices.flat[0]
+    on_cpu = device.platform == "cpu"
+    kernel, reason = choose_attention(model, train.dtype, cuda_capability(device))
     network = functools.partial(
         GPT,
         model,
@@ -78,7 +81,11 @@ def make_steps(config: Config, mesh: Mesh) -> Steps:
         scan_layers=config.parallel.scan_layers,
     )
     lone_graph = nnx.graphdef(nnx.eval_shape(lambda: network(rngs=nnx.Rngs(0))))
-    network = functools.partial(network, constrain=partition.activation_constraint(mesh))
+    network = functools.partial(
+        network,
+        constrain=partition.activation_constraint(mesh),
+        gather_again=config.parallel.zero_stage == 3 and mesh.shape["fsdp"] > 1,
+    )
     graph = nnx.graphdef(nnx.eval_shape(lambda: network(rngs=nnx.Rngs(0))))
     optimizer = make_optimizer(config.optimizer)
     schedule = learning_rate_schedule(config.optimizer)
@@ -136,6 +143,7 @@ def make_steps(config: Config, mesh: Mesh) -> Steps:
     return Steps(
         mesh=mesh,
         attention=f"{kernel} ({reason})",
+        warnings=partition.unsplit(axes, shapes, partition.parameter_rules(stage), mesh),
         batch_sharding=batch_sharding,
         replicated=whole,
         state_shapes=jax.tree.map(
@@ -147,7 +155,7 @@ def make_steps(config: Config, mesh: Mesh) -> Steps:
             init,
             out_shardings=state_sharding,
             # It runs once: on a CPU, LLVM's costlier passes take longer than they save.
-            compiler_options={"xla_backend_optimization_level": 1} if platform == "cpu" else None,
+            compiler_options={"xla_backend_optimization_level": 1} if on_cpu else None,
         ),
         train_step=jax.jit(
             train_step,

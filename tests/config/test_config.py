@@ -51,6 +51,20 @@ def test_an_existing_run_directory_brings_its_own_configuration(tmp_path):
     assert again.model == config.model
 
 
+def test_anothers_run_settings_do_not_bring_its_directory(tmp_path):
+    config = load_config("tiny", f"--out={tmp_path}", "train.max_iters=7")
+    (tmp_path / "config.yaml").write_text(config.to_yaml())
+    again = parse_args(["--config", str(tmp_path / "config.yaml")])
+    assert again.train.max_iters == 7
+    assert again.out is None
+
+
+def test_a_flag_takes_the_next_word_whatever_it_looks_like():
+    config = parse_args(["--out", "runs/lr=0.001", "--train.sample_prompt", "x.y = 1"])
+    assert config.out == "runs/lr=0.001"
+    assert config.train.sample_prompt == "x.y = 1"
+
+
 def test_a_file_is_a_configuration_too(tmp_path):
     file = tmp_path / "mine.yaml"
     file.write_text("train: {max_iters: 3}\noptimizer: {learning_rate: 1e-3}\n")
@@ -81,6 +95,8 @@ def test_a_file_is_a_configuration_too(tmp_path):
         (["train.gradient_accumulation_steps=5"], ["gradient_accumulation_steps=5", "24"]),
         (["model.n_head=3"], ["model.n_embd=128", "model.n_head=3"]),
         (["model.dropout=1.0"], ["model.dropout=1.0", "below 1"]),
+        (["--train-range-to-skip"], ["--train_range_to_skip", "needs a value"]),
+        (["train.time_limit=inf"], ["train.time_limit=inf", "1000000"]),
         (["train.max_iters=0"], ["train.max_iters=0", "at least 1"]),
         (["optimizer.learning_rate=nan"], ["optimizer.learning_rate=nan"]),
         (["optimizer.min_lr=1"], ["optimizer.min_lr=1", "learning_rate"]),

@@ -1,6 +1,7 @@
 import pytest
 
 from jaxgpt.config import UsageError
+from jaxgpt.distributed import cluster as cluster_module
 from jaxgpt.distributed.cluster import (
     MPI_VARIABLES,
     Cluster,
@@ -32,6 +33,8 @@ def test_without_a_launcher_mpi_is_not_touched(monkeypatch):
         ((2, 1, 4), 1, 8),
         ((-1, 1, 1), 4, 1),
         ((-1, 1, 4), 2, 2),
+        ((-1, 2, 1), 3, 2),  # a mesh of 3,2,1
+        ((-1, 1, 4), 6, 2),  # a mesh of 3,1,4
     ],
 )
 def test_each_process_simulates_its_share_of_the_mesh(mesh, processes, devices):
@@ -41,6 +44,31 @@ def test_each_process_simulates_its_share_of_the_mesh(mesh, processes, devices):
 def test_the_environment_decides_where_it_is_set(monkeypatch):
     monkeypatch.setenv("JAX_NUM_CPU_DEVICES", "3")
     assert cpu_devices_per_process((2, 1, 4), Cluster("test")) == 3
+
+
+@pytest.mark.parametrize("value", ["abc", "0", "-1"])
+def test_a_number_of_devices_that_is_none_is_refused(monkeypatch, value):
+    monkeypatch.setenv("JAX_NUM_CPU_DEVICES", value)
+    with pytest.raises(UsageError, match=f"JAX_NUM_CPU_DEVICES={value}"):
+        cpu_devices_per_process((2, 1, 4), Cluster("test"))
+
+
+@pytest.mark.parametrize(
+    ("visible", "local_rank", "local_size", "devices"),
+    [
+        ("0,1,2,3", 0, 1, None),  # one process per host takes all
+        ("0,1,2,3", 2, 4, [2]),  # one per device
+        ("0,1,2,3", 1, 2, [2, 3]),  # two share four
+        ("3", 3, 4, None),  # the launcher has given each its own
+    ],
+)
+def test_processes_of_a_host_share_its_devices(
+    monkeypatch, visible, local_rank, local_size, devices
+):
+    monkeypatch.setattr(cluster_module, "accelerator_expected", lambda: True)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    cluster = Cluster("test", local_rank=local_rank, local_size=local_size)
+    assert cluster_module._own_devices(cluster) == devices
 
 
 def test_processes_must_divide_the_mesh():

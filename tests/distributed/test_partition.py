@@ -12,6 +12,7 @@ from jaxgpt.distributed.partition import (
     partition_spec,
 )
 from jaxgpt.training.step import make_steps
+from jobs import limited_devices
 
 
 def state_on(mesh, *overrides):
@@ -69,6 +70,30 @@ def test_zero_1_shards_moments_only():
     assert bytes_on_one_device(state.opt_state) <= (1 / 8 + 0.02) * bytes_on_one_device(
         whole.opt_state
     )
+
+
+def test_zero_3_never_holds_all_layers_whole():
+    """The weights of a layer are gathered for its forward and again for its backward."""
+    temporary = {}
+    for stage in (2, 3):
+        config = load_config(
+            "tiny", "model.n_layer=8", "model.n_embd=256", "train.batch_size=8",
+            "model.block_size=32", "parallel.scan_layers=True", f"parallel.zero_stage={stage}",
+        ).replace(model__vocab_size=256)  # fmt: skip
+        steps = make_steps(config, make_mesh((1, 8, 1)))
+        batch = jax.ShapeDtypeStruct((8, 33), np.int32, sharding=steps.batch_sharding)
+        compiled = steps.train_step.lower(steps.state_shapes, np.int32(1), batch).compile()
+        temporary[stage] = compiled.memory_analysis().temp_size_in_bytes
+    layers = 8 * 12 * 256**2 * 4  # bytes
+    assert temporary[3] < temporary[2] - layers / 2
+
+
+def test_what_cannot_be_divided_is_said():
+    config = load_config("shakespeare_char_cpu", "model.n_head=6", "model.n_embd=126")
+    config = config.replace(model__vocab_size=65)
+    with limited_devices(6):
+        steps = make_steps(config, make_mesh((1, 2, 3)))
+    assert steps.warnings == ("vocab=128 stays whole on every device: 3 does not divide it",)
 
 
 def test_tensor_lies_on_neighbouring_devices():

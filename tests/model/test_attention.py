@@ -1,34 +1,44 @@
+import types
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jaxgpt.config import ModelConfig, UsageError
-from jaxgpt.model.attention import choose_attention, xla_attention
+from jaxgpt.model.attention import choose_attention, cuda_capability, xla_attention
 
 GPU_MODEL = ModelConfig(n_head=12, n_embd=768)
 
 
 @pytest.mark.parametrize(
-    ("config", "dtype", "platform", "kernel", "reason"),
+    ("config", "dtype", "capability", "kernel", "reason"),
     [
-        (GPU_MODEL, "bfloat16", "gpu", "cudnn", "flash"),
-        (GPU_MODEL, "bfloat16", "cpu", "xla", "GPU"),
-        (GPU_MODEL, "float32", "gpu", "xla", "bfloat16"),
-        (ModelConfig(n_head=1, n_embd=132), "bfloat16", "gpu", "xla", "head size"),
-        (ModelConfig(dropout=0.1), "bfloat16", "gpu", "xla", "dropout"),
-        (ModelConfig(attention="xla"), "bfloat16", "gpu", "xla", "model.attention=xla"),
+        (GPU_MODEL, "bfloat16", 9.0, "cudnn", "flash"),
+        (GPU_MODEL, "bfloat16", 8.0, "cudnn", "flash"),
+        (GPU_MODEL, "bfloat16", 7.0, "xla", "A100 or newer"),  # V100
+        (GPU_MODEL, "bfloat16", 0.0, "xla", "NVIDIA"),  # CPU, AMD
+        (GPU_MODEL, "float32", 9.0, "xla", "bfloat16"),
+        (ModelConfig(n_head=1, n_embd=132), "bfloat16", 9.0, "xla", "head size"),
+        (ModelConfig(dropout=0.1), "bfloat16", 9.0, "xla", "dropout"),
+        (ModelConfig(attention="xla"), "bfloat16", 9.0, "xla", "model.attention=xla"),
     ],
 )
-def test_the_kernel_is_chosen_and_the_choice_explained(config, dtype, platform, kernel, reason):
-    chosen, why = choose_attention(config, dtype, platform)
+def test_the_kernel_is_chosen_and_the_choice_explained(config, dtype, capability, kernel, reason):
+    chosen, why = choose_attention(config, dtype, capability)
     assert chosen == kernel
     assert reason in why
 
 
 def test_asking_for_cudnn_without_a_gpu_is_refused():
     with pytest.raises(UsageError, match="model.attention=cudnn: .*use auto or xla"):
-        choose_attention(ModelConfig(attention="cudnn"), "bfloat16", "cpu")
+        choose_attention(ModelConfig(attention="cudnn"), "bfloat16", 0.0)
+
+
+@pytest.mark.parametrize(("told", "expected"), [("9.0", 9.0), ("gfx90a", 0.0), (None, 0.0)])
+def test_only_nvidias_devices_have_a_cuda_capability(told, expected):
+    device = types.SimpleNamespace(**({} if told is None else {"compute_capability": told}))
+    assert cuda_capability(device) == expected
 
 
 def test_it_is_jaxs_causal_attention():

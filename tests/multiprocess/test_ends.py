@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+
 from jobs import SMALL, command, environment, losses, records, run
 
 HERE = Path(__file__).parent
@@ -48,7 +49,11 @@ def wait_for_step(out, step, job):
 
 @pytest.mark.parametrize(
     ("number", "to"),
-    [(signal.SIGTERM, "a process"), (signal.SIGINT, "the launcher")],
+    [
+        (signal.SIGTERM, "a process"),
+        (signal.SIGTERM, "the launcher"),
+        (signal.SIGINT, "the launcher"),
+    ],
 )
 def test_a_signal_stops_all_at_the_same_step_with_a_checkpoint(tmp_path, number, to):
     out = tmp_path / "run"
@@ -65,6 +70,8 @@ def test_a_signal_stops_all_at_the_same_step_with_a_checkpoint(tmp_path, number,
     (saved,) = (int(p.name) for p in (out / "checkpoints").iterdir())
     assert f"after step {saved}, which is saved" in output
     assert max(losses(out)) == saved
+    if number == signal.SIGTERM and to == "the launcher":
+        return  # the restart is the same as in the other two
     again = run("train", *arguments, f"train.max_iters={saved + 2}", processes=4)
     assert again.returncode == 0, again.stdout
     assert f"resumed from step {saved}" in again.stdout
@@ -127,6 +134,24 @@ def test_bad_input_is_one_line_on_all_processes(tmp_path, arguments, words):
     (line,) = job.stdout.strip().splitlines()
     assert line.startswith("error: ") and words in line
     assert gone(tmp_path / "run")
+
+
+def test_a_file_that_one_process_lacks_stops_all(tmp_path):
+    one = command("train", "--out", tmp_path / "run", processes=1)
+    other = command("train", "--out", tmp_path / "run", "--config", "/nowhere.yaml")
+    job = subprocess.run(
+        [*one, ":", "-n", "1", *other],
+        capture_output=True, text=True, env=environment(), timeout=30,
+    )  # fmt: skip
+    assert job.returncode == 2
+    (line,) = job.stderr.strip().splitlines()
+    assert line.startswith("error: config=/nowhere.yaml: no such file")
+
+
+def test_help_is_printed_once():
+    job = run("train", "--help", processes=3)
+    assert job.returncode == 0
+    assert job.stdout.count("--model.n_layer") == 1
 
 
 def test_devices_that_do_not_fit_the_mesh_are_refused(tmp_path):

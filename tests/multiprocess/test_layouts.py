@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+
 from jobs import SMALL, checkpoint_arrays, losses, run, sha256, trace
 
 HERE = Path(__file__).parent

@@ -12,9 +12,8 @@ connect = train.connect
 
 def connect_and_watch(cluster, mesh):
     facts = connect(cluster, mesh)
-    from jobs import sha256
-
     from jaxgpt.training import checkpoint
+    from jobs import sha256
 
     restore = checkpoint.Checkpoints.restore
 

@@ -1,4 +1,7 @@
 import json
+import time
+
+import pytest
 
 from jaxgpt.telemetry.trackers import MetricsFile, TensorBoard, Trackers
 
@@ -31,6 +34,14 @@ def test_a_resumed_file_holds_no_step_twice(tmp_path):
     assert [r["step"] for r in lines(path)] == [1, 2, 3, 4, 5]
 
 
+def test_a_run_that_starts_over_keeps_the_old_numbers_aside(tmp_path):
+    path = tmp_path / "m.jsonl"
+    path.write_text('{"kind": "train", "step": 1}\n')
+    MetricsFile(path, None).close()
+    assert lines(path) == []
+    assert lines(tmp_path / "m.jsonl.old") == [{"kind": "train", "step": 1}]
+
+
 def test_a_tracker_that_fails_does_not_stop_the_others(tmp_path):
     class Broken:
         def log(self, record):
@@ -46,6 +57,23 @@ def test_a_tracker_that_fails_does_not_stop_the_others(tmp_path):
     trackers.close()
     assert len(said) == 1 and "disk full" in said[0]
     assert [r["step"] for r in lines(tmp_path / "m.jsonl")] == [1, 2]
+
+
+@pytest.mark.parametrize("resume_step", [None, 2])
+def test_tensorboard_shows_no_step_twice(tmp_path, resume_step):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    for value, start, resume in ((1.0, 1, None), (2.0, (resume_step or 0) + 1, resume_step)):
+        tracker = TensorBoard(tmp_path, resume)
+        for step in range(start, 5):
+            tracker.log({"kind": "train", "step": step, "loss": value})
+        tracker.close()
+        time.sleep(1.1)  # files are ordered by their names, which hold the second
+    events = EventAccumulator(str(tmp_path))
+    events.Reload()
+    shown = [(e.step, e.value) for e in events.Scalars("train/loss")]
+    kept = resume_step or 0
+    assert shown == [(s, 1.0 if s <= kept else 2.0) for s in range(1, 5)]
 
 
 def test_tensorboard_reads_what_was_written(tmp_path):

@@ -6,11 +6,11 @@ import shutil
 import numpy as np
 import pytest
 import yaml
-from jobs import SMALL, checkpoint_arrays, losses, records, train_here
 
-from jaxgpt.config import UsageError
+from jaxgpt.config import UsageError, parse_args
 from jaxgpt.data.loader import Loader
 from jaxgpt.distributed import exits
+from jobs import SMALL, checkpoint_arrays, losses, records, train_here
 
 MESH = ("--mesh", "2,1,4")
 
@@ -124,7 +124,7 @@ def test_a_run_goes_on_from_another_mesh(forty, tmp_path, mesh, monkeypatch):
 def test_what_is_restored_is_bitwise_what_was_saved(forty):
     from jaxgpt.config import load_config
     from jaxgpt.distributed.mesh import make_mesh
-    from jaxgpt.training.checkpoint import Checkpoints
+    from jaxgpt.training.checkpoint import Checkpoints, restore_params
     from jaxgpt.training.step import make_steps
 
     saved = checkpoint_arrays(forty, 30)
@@ -132,9 +132,9 @@ def test_what_is_restored_is_bitwise_what_was_saved(forty):
     config = load_config(*SMALL[1:]).replace(model__vocab_size=256)
     for mesh in ((1, 8, 1), (2, 2, 2)):
         steps = make_steps(config, make_mesh(mesh))
-        checkpoints = Checkpoints(forty, keep=None)
+        checkpoints = Checkpoints(forty, keep=10)
         state = checkpoints.restore(30, steps.state_shapes)
-        params = checkpoints.restore_params(30, steps.state_shapes.params)
+        params = restore_params(forty, 30, steps.state_shapes.params)
         checkpoints.close()
         adam = state.opt_state[1]
         tree = {"params": state.params, "mu": adam.mu, "nu": adam.nu, "count": adam.count}
@@ -179,6 +179,66 @@ def test_skip_ranges_survive_a_restart(forty, tmp_path):
     assert skipped == [5, 6, 7, 8, 9, 10, 13]
     kept = yaml.safe_load((tmp_path / "config.yaml").read_text())["train_range_to_skip"]
     assert kept == [5, 10, 13, 13]
+
+
+def test_skip_ranges_survive_a_kill_before_the_first_checkpoint(tmp_path):
+    arguments = (*SMALL, *MESH, "--out", tmp_path, "train.max_iters=4")
+    train_here(*arguments, "--train-range-to-skip", "2", "3")
+    shutil.rmtree(tmp_path / "checkpoints")
+    train_here(*arguments)
+    assert [r["step"] for r in records(tmp_path) if r["skipped"]] == [2, 3]
+    assert (tmp_path / "metrics.jsonl.old").exists()
+
+
+def test_a_larger_batch_after_a_restart_is_counted_and_said(forty, tmp_path):
+    out = restarted_after_twenty(forty, tmp_path / "again")
+    train_here("--out", out, "train.batch_size=32", "train.max_iters=22")
+    assert "train.batch_size was 16 and is 32 from step 21 on" in (out / "train.log").read_text()
+    assert records(out)[-1]["consumed_tokens"] == (20 * 16 + 2 * 32) * 64
+
+
+def test_a_save_that_never_finished_is_not_a_checkpoint(forty, tmp_path):
+    out = restarted_after_twenty(forty, tmp_path / "again")
+    (out / "checkpoints" / "27.orbax-checkpoint-tmp" / "state").mkdir(parents=True)
+    assert train_here("--out", out, "train.max_iters=30") == exits.DONE
+    assert "resumed from step 20" in (out / "train.log").read_text()
+    assert not list((out / "checkpoints").glob("*tmp*"))
+
+
+def test_reading_a_checkpoint_leaves_a_save_in_progress_alone(forty, tmp_path):
+    from jaxgpt.config import load_config
+    from jaxgpt.distributed.mesh import make_mesh
+    from jaxgpt.training.checkpoint import restore_params
+    from jaxgpt.training.step import make_steps
+
+    out = restarted_after_twenty(forty, tmp_path / "again")
+    saving = out / "checkpoints" / "27.orbax-checkpoint-tmp" / "state"
+    saving.mkdir(parents=True)
+    config = load_config(*SMALL[1:]).replace(model__vocab_size=256)
+    restore_params(out, 20, make_steps(config, make_mesh((8, 1, 1))).state_shapes.params)
+    assert saving.is_dir()
+
+
+def test_samples_are_those_of_the_metrics(forty, tmp_path):
+    out = restarted_after_twenty(forty, tmp_path / "again")
+    train_here("--out", out)
+    assert (out / "samples.txt").read_text() == (forty / "samples.txt").read_text()
+
+
+def test_runs_of_the_same_second_have_directories_of_their_own(tmp_path, monkeypatch):
+    from jaxgpt.training import run_directory
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(run_directory.time, "strftime", lambda _: "now")
+    for _ in range(3):
+        run_directory._new_directory(parse_args(SMALL))
+    names = [f"shakespeare_char_cpu-now{suffix}" for suffix in ("", "-2", "-3")]
+    assert sorted(p.name for p in (tmp_path / "runs").iterdir()) == names
+
+
+def test_room_for_more_tokens_than_the_tokenizer_has_is_allowed(tmp_path):
+    arguments = ("model.vocab_size=1000", "train.max_iters=2", "train.sample_tokens=50")
+    assert train_here(*SMALL, *MESH, "--out", tmp_path, *arguments) == exits.DONE
 
 
 def test_a_stopped_run_is_saved_and_goes_on(forty, tmp_path):

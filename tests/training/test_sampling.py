@@ -19,7 +19,7 @@ def counting_logits(params, tokens):
 def generate(prompt, n, block_size=6, temperature=0.0, top_k=None, sharpness=100.0):
     window = np.zeros(block_size, np.int32)
     window[: len(prompt)] = prompt
-    made = jax.jit(make_generate(counting_logits, block_size, n, temperature, top_k))
+    made = jax.jit(make_generate(counting_logits, block_size, V, n, temperature, top_k))
     return np.asarray(made(sharpness, window, np.int32(len(prompt)), np.int32(0))).tolist()
 
 
@@ -40,10 +40,27 @@ def test_a_sure_model_or_a_single_candidate_leaves_no_choice(options):
     assert generate([2, 3], 15, **options) == fibonacci(2, 3, 15)
 
 
-def test_top_k_limits_the_choice():
+def test_an_indifferent_model_draws_all_tokens_alike():
     drawn = generate([1, 1], 2000, temperature=1.0, sharpness=0.0)
-    assert len(set(drawn)) == V  # an indifferent model, unlimited
     assert np.bincount(drawn, minlength=V).min() > 2000 / V / 2
+
+
+def ranked_logits(params, tokens):
+    """A model that prefers larger tokens a little, whatever came before."""
+    return jnp.broadcast_to(jnp.arange(V) / 10, (*tokens.shape, V))
+
+
+@pytest.mark.parametrize("k", [1, 3, V, 100])
+def test_top_k_limits_the_choice(k):
+    made = jax.jit(make_generate(ranked_logits, 6, V, 1000, 1.0, k))
+    drawn = np.asarray(made(0, np.zeros(6, np.int32), np.int32(1), np.int32(0)))
+    assert set(drawn.tolist()) == set(range(max(0, V - k), V))
+
+
+def test_tokens_that_the_tokenizer_lacks_are_not_drawn():
+    made = jax.jit(make_generate(ranked_logits, 6, 5, 1000, 1.0, None))
+    drawn = np.asarray(made(0, np.zeros(6, np.int32), np.int32(1), np.int32(0)))
+    assert set(drawn.tolist()) == set(range(5))
 
 
 def test_a_prompt_is_cut_to_the_window():

@@ -2,11 +2,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jobs import trace
 
 from jaxgpt.config import load_config
 from jaxgpt.distributed.mesh import make_mesh
 from jaxgpt.training.step import accumulated_gradients, cross_entropy, make_steps
+from jobs import trace
 
 LAYOUTS = ["1,1,1", "8,1,1", "1,8,1", "1,1,4", "2,1,4", "2,2,2"]
 ARGUMENTS = (
