@@ -10,8 +10,8 @@ from jaxgpt.config import MESH_AXES
 def make_mesh(sizes: tuple[int, ...]) -> Mesh:
     """A mesh of all devices of the job.
 
-    Devices are taken process by process, so `tensor`, the last axis, stays inside a host as
-    long as it is no larger than the host, and `data`, the first, crosses hosts. That is what
+    Devices are taken process by process, so `tensor`, the last axis, stays inside a host whose
+    processes have consecutive ranks, and `data`, the first, crosses hosts. That is what
     jax.make_mesh gives on one host; across hosts of GPUs it can refuse.
 
     Args:

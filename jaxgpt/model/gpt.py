@@ -18,7 +18,7 @@ from jaxgpt.config import ModelConfig
 from jaxgpt.model.attention import Attention, xla_attention
 
 INIT_STD = 0.02  # GPT-2's, for every matrix and embedding
-VOCAB_MULTIPLE = 128  # the embedding's rows are padded to this: any mesh divides them
+VOCAB_MULTIPLE = 128  # the embedding's rows are padded to this, which most meshes divide
 
 Constrain = Callable[[jax.Array, tuple[str | None, ...]], jax.Array]
 Params = dict[str, Any]
