@@ -23,7 +23,10 @@ class DataOrder:
             batch_size: rows per step, B.
             seed: another seed, another order.
         """
+        import grain  # heavy: when it is needed, but before the first step is due
+
         assert n_tokens > block_size, (n_tokens, block_size)
+        self._grain = grain
         self._last_start = n_tokens - 1 - block_size
         self._block_size = block_size
         self._batch_size = batch_size
@@ -45,8 +48,6 @@ class DataOrder:
     @functools.lru_cache(maxsize=2)  # noqa: B019 - a loader keeps its order as long as it lives
     def _epoch(self, epoch: int):
         """Phase in 1..T, and the permutation of the windows, computed index by index."""
-        import grain
-
         phase, shuffle = np.random.SeedSequence([self._seed, epoch]).generate_state(2)
-        windows = grain.MapDataset.range(self.windows_per_epoch).shuffle(seed=int(shuffle))
+        windows = self._grain.MapDataset.range(self.windows_per_epoch).shuffle(seed=int(shuffle))
         return 1 + int(phase) % self._block_size, windows
