@@ -35,10 +35,15 @@ class Console:
             print(text, flush=True)
         else:
             self._bar.write(text)
-        if self._file:
-            stamp = time.strftime("%Y-%m-%d %H:%M:%S")
+        if self._file is None:
+            return
+        stamp = time.strftime("%Y-%m-%d %H:%M:%S")
+        try:
             self._file.writelines(f"{stamp} {line}\n" for line in text.splitlines() or [""])
             self._file.flush()
+        except OSError as error:  # a full disk: not worth a run
+            self._file = None
+            self.say(f"warning: train.log stopped: {error}")
 
     def legend(self) -> None:
         """The table of what the fields of a line mean."""

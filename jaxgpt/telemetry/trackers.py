@@ -1,8 +1,9 @@
-"""Where records go: metrics.jsonl, which is the truth, and TensorBoard, which repeats it."""
+"""Where records go: metrics.jsonl, which is the truth, and what repeats it."""
 
 import json
 import math
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
@@ -46,25 +47,58 @@ class MetricsFile:
         self._file.close()
 
 
+class SamplesFile:
+    """samples.txt: what the model wrote, for reading."""
+
+    def __init__(self, path: Path, metrics: Path):
+        """Begins with the samples that `metrics`, cut to what is done, still holds."""
+        records = [json.loads(line) for line in metrics.read_text().splitlines()]
+        self._file = path.open("w", buffering=1)
+        for record in records:
+            self.log(record)
+
+    def log(self, record: Record) -> None:
+        if record["kind"] == "sample":
+            self._file.write(f"--- step {record['step']}\n{record['text']}\n")
+
+    def close(self) -> None:
+        self._file.close()
+
+
 class TensorBoard:
-    """Event files by tensorboardX, a scalar for every number of a record."""
+    """Event files by tensorboardX, a scalar for every number of a record.
+
+    They are written here and now: tensorboardX's SummaryWriter hands them to a thread, and waits
+    for ever once that has died on a full disk.
+    """
 
     def __init__(self, directory: Path, resume_step: int | None):
-        from tensorboardX import SummaryWriter
+        from tensorboardX import summary
+        from tensorboardX.event_file_writer import EventsWriter
+        from tensorboardX.proto import event_pb2
 
+        directory.mkdir(parents=True, exist_ok=True)
+        self._summary, self._proto = summary, event_pb2
+        self._writer = EventsWriter(str(directory / "events"), filename_suffix=f".{os.getpid()}")
         # Whatever is there of steps that are going to be done again is not shown twice.
-        self._writer = SummaryWriter(str(directory), purge_step=(resume_step or 0) + 1)
+        start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
+        self._write((resume_step or 0) + 1, session_log=start)
 
     def log(self, record: Record) -> None:
         if "step" not in record:
             return
         for name, value in record.items():
             if isinstance(value, int | float) and name not in ("step", "skipped"):
-                self._writer.add_scalar(f"{record['kind']}/{name}", value, record["step"])
+                scalar = self._summary.scalar(f"{record['kind']}/{name}", value)
+                self._write(record["step"], summary=scalar)
         if record["kind"] == "sample":
-            self._writer.add_text("sample", record["text"], record["step"])
-        if record["kind"] == "checkpoint":
-            self._writer.flush()  # a run that goes on from here does not log this again
+            text = self._summary.text("sample", record["text"])
+            self._write(record["step"], summary=text)
+        if record["kind"] != "train":
+            self._writer.flush()  # syncs the disk, which is too slow for every line
+
+    def _write(self, step: int, **content: Any) -> None:
+        self._writer.write_event(self._proto.Event(wall_time=time.time(), step=step, **content))
 
     def close(self) -> None:
         self._writer.close()

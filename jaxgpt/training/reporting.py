@@ -18,7 +18,14 @@ from jaxgpt.model.gpt import count_parameters
 from jaxgpt.telemetry.console import Console, train_line
 from jaxgpt.telemetry.metrics import MFU_FORMULA, Rates, StepTimer, flops_per_token, peak_flops
 from jaxgpt.telemetry.startup import Startup
-from jaxgpt.telemetry.trackers import MetricsFile, Record, TensorBoard, Tracker, Trackers
+from jaxgpt.telemetry.trackers import (
+    MetricsFile,
+    Record,
+    SamplesFile,
+    TensorBoard,
+    Tracker,
+    Trackers,
+)
 from jaxgpt.training.optimizer import learning_rate_schedule
 from jaxgpt.training.run_directory import Run
 from jaxgpt.training.spikes import SkipRanges
@@ -36,8 +43,6 @@ class Reporter:
         self._schedule = learning_rate_schedule(run.config.optimizer)
         self._console = Console(enabled, run.directory / "train.log")
         self._trackers = Trackers(_open_trackers(run) if enabled else [], warn=self._console.say)
-        if enabled:
-            _drop_samples_to_come(run.directory)
         self._first_step = (run.resume_step or 0) + 1
         self._last_losses = ""
 
@@ -114,10 +119,7 @@ class Reporter:
         if record is None or not self._enabled:
             return
         self._trackers.log(record)
-        if record["kind"] == "sample":
-            with (self._run.directory / "samples.txt").open("a") as f:
-                f.write(sample_text(record))
-        elif record["kind"] == "eval":
+        if record["kind"] == "eval":
             self._last_losses = losses_text(record)
         self._console.say(_LINES[record["kind"]](record))
 
@@ -173,20 +175,12 @@ def losses_text(record: Record) -> str:
     return f"train_loss={record['train_loss']:.4f} val_loss={record['val_loss']:.4f}"
 
 
-def sample_text(record: Record) -> str:
-    """A sample record as samples.txt shows it."""
-    return f"--- step {record['step']}\n{record['text']}\n"
-
-
-def _drop_samples_to_come(directory: Path) -> None:
-    """Makes samples.txt repeat metrics.jsonl, which has just been cut to what is done."""
-    records = map(json.loads, (directory / "metrics.jsonl").read_text().splitlines())
-    samples = [sample_text(record) for record in records if record["kind"] == "sample"]
-    write_whole(directory / "samples.txt", "".join(samples))
-
-
 def _open_trackers(run: Run) -> list[Tracker]:
-    trackers: list[Tracker] = [MetricsFile(run.directory / "metrics.jsonl", run.resume_step)]
+    metrics = run.directory / "metrics.jsonl"
+    trackers: list[Tracker] = [
+        MetricsFile(metrics, run.resume_step),
+        SamplesFile(run.directory / "samples.txt", metrics),
+    ]
     if run.config.train.tensorboard:
         trackers.append(TensorBoard(run.directory / "tensorboard", run.resume_step))
     return trackers

@@ -1,8 +1,10 @@
 import json
 import time
+from pathlib import Path
 
 import pytest
 
+from jaxgpt.telemetry.console import Console
 from jaxgpt.telemetry.trackers import MetricsFile, TensorBoard, Trackers
 
 
@@ -32,6 +34,27 @@ def test_a_resumed_file_holds_no_step_twice(tmp_path):
     file.log({"kind": "train", "step": 5})
     file.close()
     assert [r["step"] for r in lines(path)] == [1, 2, 3, 4, 5]
+
+
+def test_a_full_disk_is_an_error_at_once_and_not_a_hang(tmp_path):
+    """tensorboardX's own writer fails in a thread, and its queue then blocks for ever."""
+    tracker = TensorBoard(tmp_path, None)
+    tracker._writer._py_recordio_writer._writer.close()
+    tracker._writer._py_recordio_writer._writer = open("/dev/full", "wb", buffering=0)
+    said = []
+    trackers = Trackers([tracker], said.append)
+    for step in range(100):
+        trackers.log({"kind": "train", "step": step, "loss": 1.0})
+    (warning,) = said
+    assert "TensorBoard stopped" in warning and "No space left" in warning
+
+
+def test_a_full_disk_stops_the_log_file_only(capsys, monkeypatch):
+    console = Console(enabled=True, log_file=Path("/dev/full"))
+    console.say("one")
+    console.say("two")
+    printed = capsys.readouterr().out
+    assert "train.log stopped" in printed and "two" in printed
 
 
 def test_a_run_that_starts_over_keeps_the_old_numbers_aside(tmp_path):
