@@ -35,6 +35,8 @@ def write(arguments: argparse.Namespace) -> None:
     Raises:
         UsageError: if the run has no such checkpoint, or an option cannot work.
     """
+    if not 0 <= arguments.seed < 2**31:
+        raise UsageError(f"--seed={arguments.seed}: must be at least 0 and less than 2^31")
     for option, least in (
         ("max_new_tokens", 1),
         ("num_samples", 1),

@@ -30,6 +30,14 @@ def test_without_a_network_prepare_says_how_to_pass_a_file(tmp_path):
     assert "--input FILE" in line
 
 
+@pytest.mark.parametrize("text", ["", "x", "xxxxxxxxxxxxxxxxxxxx"])
+def test_too_little_text_is_refused(tmp_path, text):
+    (tmp_path / "a.txt").write_text(text)
+    job = run("prepare", "text", "--input", tmp_path / "a.txt", "--out", tmp_path / "data")
+    assert job.returncode == 2, job.stdout
+    assert not (tmp_path / "data").exists()
+
+
 @pytest.mark.parametrize("tokenizer", ["char", "byte"])
 def test_a_text_of_ones_own_is_prepared_trained_on_and_continued(tmp_path, tokenizer):
     text, data, out = tmp_path / "a.txt", tmp_path / "data", tmp_path / "run"
@@ -52,6 +60,7 @@ def test_a_text_of_ones_own_is_prepared_trained_on_and_continued(tmp_path, token
     ("arguments", "words"),
     [
         (["--run", "/nowhere"], "--run /nowhere: has no checkpoints"),
+        (["--run", "/nowhere", "--seed", "99999999999"], "--seed=99999999999: must be"),
         (["--run", "/nowhere", "--temperature", "-1"], "--temperature=-1.0: must be at least 0"),
     ],
 )

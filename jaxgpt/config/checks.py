@@ -1,6 +1,7 @@
 """Checks of settings, each refusal one sentence with the key, the value and what would do."""
 
 import functools
+import math
 
 from jaxgpt.config.sections import Config
 
@@ -34,8 +35,8 @@ def validate(config: Config) -> None:
     ):
         for key in keys:
             value = getattr(getattr(config, section), key)
-            if not value >= least:  # also refuses nan
-                raise UsageError(f"{section}.{key}={value}: must be at least {least}")
+            if not least <= value < math.inf:  # also refuses nan
+                raise UsageError(f"{section}.{key}={value}: must be finite and at least {least}")
     if train.seed >= 2**31:
         raise UsageError(f"train.seed={train.seed}: must be less than 2^31 = {2**31}")
     if model.vocab_size is not None and model.vocab_size < 2:

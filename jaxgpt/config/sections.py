@@ -1,4 +1,7 @@
-"""Every setting of a run, as frozen dataclasses: its type, its default, and a line about it."""
+"""Every setting of a run, as frozen dataclasses: its type, its default, and a line about it.
+
+The defaults are those of the preset `tiny`; --help shows them.
+"""
 
 import dataclasses
 from dataclasses import dataclass, field
@@ -11,7 +14,7 @@ import yaml
 class ModelConfig:
     """The network: GPT-2 (pre-norm, learned positions, tied embedding)."""
 
-    n_layer: int = 4
+    n_layer: int = 3
     """Number of transformer layers, L."""
     n_head: int = 4
     """Number of attention heads, H."""
@@ -33,15 +36,15 @@ class ModelConfig:
 class TrainConfig:
     """The run: length, batch, evaluation, logging."""
 
-    max_iters: int = 600
+    max_iters: int = 300
     """Number of optimizer steps in all, counted from 1."""
-    batch_size: int = 16
+    batch_size: int = 24
     """Global batch: sequences per step, whole job, whatever the mesh."""
     gradient_accumulation_steps: int = 1
     """Equal microbatches that the global batch is split into."""
-    eval_interval: int = 200
+    eval_interval: int = 150
     """Steps between evaluations (and samples); 0 evaluates only at the end."""
-    eval_iters: int = 20
+    eval_iters: int = 10
     """Batches per split in an evaluation; the same ones every time."""
     log_interval: int = 10
     """Steps between log lines."""
@@ -64,21 +67,21 @@ class TrainConfig:
 class OptimizerConfig:
     """AdamW (arXiv 1711.05101) with linear warm-up and cosine decay."""
 
-    learning_rate: float = 1e-3
+    learning_rate: float = 3e-3
     """Peak learning rate."""
     min_lr: float | None = None
     """Learning rate at and after lr_decay_iters; None is a tenth of the peak."""
-    warmup_iters: int = 100
+    warmup_iters: int = 50
     """Steps of linear warm-up."""
-    lr_decay_iters: int = 600
+    lr_decay_iters: int = 300
     """Step at which the cosine reaches min_lr; mostly train.max_iters, but not tied to it, so
     that a run made longer or shorter keeps its learning rates."""
     weight_decay: float = 0.1
     """Decay of matrices and embeddings; never of biases and norms."""
     beta1: float = 0.9
     """Decay rate of the first moment."""
-    beta2: float = 0.95
-    """Decay rate of the second moment; 0.99 suits small batches."""
+    beta2: float = 0.99
+    """Decay rate of the second moment; 0.95 suits large batches."""
     grad_clip: float = 1.0
     """Largest global gradient norm; 0 switches clipping off."""
 
@@ -110,7 +113,7 @@ class ParallelConfig:
 class CheckpointConfig:
     """When state is saved, and whether a run goes on from it."""
 
-    interval: int = 500
+    interval: int = 150
     """Steps between checkpoints; 0 saves only at the end. The last step is always saved."""
     keep: int = 2
     """How many of the newest checkpoints to keep."""

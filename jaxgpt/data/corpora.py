@@ -109,6 +109,11 @@ def _split_and_write(
     directory: Path, text: str, tokenizer: Tokenizer, source: str
 ) -> dict[str, np.ndarray]:
     tokens = _split(tokenizer.encode(text))
+    if tokenizer.vocab_size < 2 or any(split.size < 2 for split in tokens.values()):
+        raise UsageError(
+            f"--input: {len(text)} characters of {tokenizer.vocab_size} kinds are too "
+            "few to train on and validate with; give more text"
+        )
     write_dataset(directory, tokens, tokenizer, source)
     return tokens
 

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import optax
 
+from jaxgpt.config import UsageError
 from jaxgpt.model.gpt import Params
 from jaxgpt.training.step import TrainState
 
@@ -50,11 +51,22 @@ class Checkpoints:
         )
 
     def restore(self, step: int, shapes: TrainState) -> TrainState:
-        """The state of `step`, bitwise, laid out as `shapes` (ShapeDtypeStructs) say."""
+        """The state of `step`, bitwise, laid out as `shapes` (ShapeDtypeStructs) say.
+
+        Raises:
+            UsageError: if the checkpoint is damaged.
+        """
         args = self._ocp.args
-        found = self._manager.restore(
-            step, args=args.Composite(state=args.StandardRestore(_to_tree(shapes)))
-        )
+        wanted = args.Composite(state=args.StandardRestore(_to_tree(shapes)))
+        try:
+            found = self._manager.restore(step, args=wanted)
+        except (OSError, KeyError, ValueError) as error:
+            folder = self._manager.directory / str(step)
+            reason = " ".join(str(error).split())[:200]
+            raise UsageError(
+                f"{folder}: cannot be restored ({reason}); remove it to go on from an older "
+                "checkpoint, if there is one"
+            ) from error
         return _from_tree(found["state"], shapes)
 
     def close(self) -> None:

@@ -47,7 +47,9 @@ def train(
 
     start = run.resume_step or 0
     if start >= config.train.max_iters:
-        report.close(f"nothing to do: step {start} of {config.train.max_iters} is saved")
+        report.close(
+            f"nothing to do: step {start} is saved, train.max_iters={config.train.max_iters}"
+        )
         return exits.DONE
     checkpoints = Checkpoints(run.directory, config.checkpoint.keep)
     if run.resume_step is None:

@@ -47,7 +47,7 @@ class Reporter:
         self._last_losses = ""
 
     def announce(self, facts: dict[str, Any]) -> None:
-        """Says what is going to run, and on what; writes config.yaml and cluster.json."""
+        """Says what is going to run, and on what; writes cluster.json."""
         if not self._enabled:
             return
         config, dataset, mesh = self._config, self._run.dataset, self._steps.mesh
@@ -78,13 +78,14 @@ class Reporter:
         say(MFU_FORMULA + ("" if self._rates.peak else f"; not known for {device.device_kind}"))
         facts = {**facts, "mesh": dict(mesh.shape)}
         write_whole(self._run.directory / "cluster.json", json.dumps(facts, indent=1) + "\n")
-        write_whole(self._run.directory / "config.yaml", config.to_yaml())
 
     def say(self, text: str) -> None:
         self._console.say(text)
 
     def start(self) -> None:
-        """The first step is next: prints the legend, and starts the clock."""
+        """The first step is next: keeps the configuration, prints the legend, starts the clock."""
+        if self._enabled:
+            write_whole(self._run.directory / "config.yaml", self._config.to_yaml())
         self._console.legend()
         self._console.start_progress(self._first_step - 1, self._config.train.max_iters)
         self._timer = StepTimer()

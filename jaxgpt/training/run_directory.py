@@ -2,14 +2,17 @@
 
 import contextlib
 import dataclasses
+import errno
+import fcntl
 import itertools
 import json
+import os
 import platform
 import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from jaxgpt.config import (
     Config,
@@ -32,6 +35,7 @@ from jaxgpt.training.spikes import SkipRanges
 
 # What may differ between a checkpoint's model and the model that goes on from it.
 _FREE_MODEL_KEYS = {"dropout", "attention"}
+_LOCKS: list[TextIO] = []  # of run directories that this process has
 # What decides which tokens a step sees: a change is allowed, and said.
 _ORDER_KEYS = (("train", "batch_size"), ("train", "seed"))
 
@@ -114,12 +118,14 @@ def _decide(config: Config) -> dict[str, Any]:
             notes += [f"prepared {home}: {prepare_python(home)[0]}"]
         except OSError as e:
             raise UsageError(
-                f"data.dataset=python: {home} cannot be written ({e.strerror}); "
+                f"data.dataset=python: {home} cannot be written ({e.strerror or e}); "
                 "set JAXGPT_DATA to a folder that can"
             ) from None
     dataset = open_dataset(config.data, config.model)
     dataset.verify()
     config = config.replace(model__vocab_size=dataset.vocab_size)
+    if config.data.path is not None:  # so that the run can be gone on with from another folder
+        config = config.replace(data__path=str(Path(config.data.path).absolute()))
     check_prompt(config.train.sample_prompt, dataset.tokenizer)
 
     directory = _writable_directory(config)
@@ -162,12 +168,36 @@ def _writable_directory(config: Config) -> Path:
         directory.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=directory):
             pass
+        _lock(directory)
     except OSError as e:
         raise UsageError(
             f"out={config.out or 'runs'}: cannot be written ({e.strerror or e}); "
             "give --out a folder that can"
         ) from None
     return directory
+
+
+def _lock(directory: Path) -> None:
+    """Keeps a second job out of `directory` until this process ends, however it ends.
+
+    Raises:
+        UsageError: if another job has the lock.
+    """
+    file = (directory / ".lock").open("a+")
+    _LOCKS.append(file)  # closing it would give the lock up
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as e:
+        if e.errno in (errno.EACCES, errno.EAGAIN):
+            file.seek(0)
+            raise UsageError(
+                f"out={directory}: is in use by {file.read().strip() or 'another job'}; "
+                "wait for it to end, or give another --out"
+            ) from None
+        return  # a file system without locks: go on without
+    file.truncate(0)
+    file.write(f"process {os.getpid()} on host {platform.node()}\n")
+    file.flush()
 
 
 def _new_directory(config: Config) -> Path:
@@ -222,5 +252,19 @@ def saved_steps(directory: Path) -> list[int]:
 
 
 def read_meta(directory: Path, step: int) -> dict[str, Any]:
-    """The JSON that was saved beside the state of `step`."""
-    return json.loads((directory / "checkpoints" / str(step) / "meta" / "metadata").read_text())
+    """The JSON that was saved beside the state of `step`.
+
+    Raises:
+        UsageError: if it cannot be read.
+    """
+    path = directory / "checkpoints" / str(step) / "meta" / "metadata"
+    try:
+        meta = json.loads(path.read_text())
+        if not {"config", "mesh", "processes", "data_fingerprint", "tokenizer"} <= set(meta):
+            raise ValueError("keys are missing")
+    except (OSError, ValueError, TypeError) as error:
+        raise UsageError(
+            f"{path}: is damaged ({error}); remove {path.parent.parent} to go on from an older "
+            "checkpoint, if there is one"
+        ) from None
+    return meta

@@ -3,6 +3,7 @@ import dataclasses
 import pytest
 
 from jaxgpt.config import (
+    Config,
     UsageError,
     check_batch,
     config_from_dict,
@@ -35,6 +36,10 @@ def test_both_spellings_of_an_override_mean_the_same():
 def test_presets_have_the_published_shapes(preset, shape):
     model = load_config(preset).model
     assert (model.n_layer, model.n_head, model.n_embd, model.block_size) == shape
+
+
+def test_help_shows_the_defaults_of_the_default_run():
+    assert load_config("tiny") == Config()
 
 
 def test_a_configuration_survives_yaml_and_json():
@@ -98,6 +103,7 @@ def test_a_file_is_a_configuration_too(tmp_path):
         (["--train-range-to-skip"], ["--train_range_to_skip", "needs a value"]),
         (["train.time_limit=inf"], ["train.time_limit=inf", "1000000"]),
         (["train.max_iters=0"], ["train.max_iters=0", "at least 1"]),
+        (["optimizer.learning_rate=inf"], ["optimizer.learning_rate=inf", "finite"]),
         (["optimizer.learning_rate=nan"], ["optimizer.learning_rate=nan"]),
         (["optimizer.min_lr=1"], ["optimizer.min_lr=1", "learning_rate"]),
     ],

@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import subprocess
+import time
 
 import numpy as np
 import pytest
@@ -10,7 +12,16 @@ import yaml
 from jaxgpt.config import UsageError, parse_args
 from jaxgpt.data.loader import Loader
 from jaxgpt.distributed import exits
-from jobs import SMALL, checkpoint_arrays, losses, records, train_here
+from jobs import (
+    SMALL,
+    checkpoint_arrays,
+    command,
+    environment,
+    losses,
+    records,
+    run,
+    train_here,
+)
 
 MESH = ("--mesh", "2,1,4")
 
@@ -42,7 +53,7 @@ def test_the_run_directory_holds_what_a_user_expects(forty):
     names = {p.name for p in forty.iterdir()}
     assert names == {
         "config.yaml", "train.log", "metrics.jsonl", "startup.json", "cluster.json",
-        "samples.txt", "tensorboard", "checkpoints",
+        "samples.txt", "tensorboard", "checkpoints", ".lock",
     }  # fmt: skip
     assert sorted(p.name for p in (forty / "checkpoints").iterdir()) == ["10", "20", "30", "40"]
     assert yaml.safe_load((forty / "config.yaml").read_text())["train"]["max_iters"] == 40
@@ -205,6 +216,45 @@ def test_a_save_that_never_finished_is_not_a_checkpoint(forty, tmp_path):
     assert not list((out / "checkpoints").glob("*tmp*"))
 
 
+@pytest.mark.parametrize("damage", ["meta", "state", "array"])
+def test_a_damaged_checkpoint_is_named_with_the_way_out(forty, tmp_path, damage):
+    out = restarted_after_twenty(forty, tmp_path / "again")
+    newest = out / "checkpoints" / "20"
+    if damage == "meta":
+        (newest / "meta" / "metadata").write_text('{"step"')
+    elif damage == "state":
+        shutil.rmtree(newest / "state")
+    else:
+        shutil.rmtree(newest / "state" / "d")
+    with pytest.raises(UsageError, match=r"checkpoints/20.*to go on from an older checkpoint"):
+        train_here("--out", out)
+    shutil.rmtree(newest)
+    assert train_here("--out", out, "train.max_iters=11") == exits.DONE
+    assert "resumed from step 10" in (out / "train.log").read_text()
+
+
+def test_a_directory_in_use_is_refused(tmp_path):
+    first = subprocess.Popen(command("train", *SMALL, "--out", tmp_path), env=environment())
+    try:
+        while not (tmp_path / "metrics.jsonl").exists():
+            assert first.poll() is None
+            time.sleep(0.1)
+        second = run("train", *SMALL, "--out", tmp_path)
+        assert second.returncode == 2
+        assert f"out={tmp_path}: is in use by process {first.pid} on host" in second.stdout
+    finally:
+        first.kill()
+        first.wait()
+
+
+def test_a_relative_path_to_data_holds_from_anywhere(tmp_path, monkeypatch, data_home):
+    monkeypatch.chdir(data_home)
+    arguments = (*SMALL, *MESH, "--out", tmp_path / "run")
+    train_here(*arguments, "data.path=python", "train.max_iters=1")
+    monkeypatch.chdir(tmp_path)
+    assert train_here("--out", tmp_path / "run", "train.max_iters=2") == exits.DONE
+
+
 def test_reading_a_checkpoint_leaves_a_save_in_progress_alone(forty, tmp_path):
     from jaxgpt.config import load_config
     from jaxgpt.distributed.mesh import make_mesh
@@ -252,7 +302,7 @@ def test_a_stopped_run_is_saved_and_goes_on(forty, tmp_path):
 def test_a_finished_run_has_nothing_to_do(forty, capsys):
     before = losses(forty)
     assert train_here("--out", forty) == exits.DONE
-    assert "nothing to do: step 40 of 40 is saved" in capsys.readouterr().out
+    assert "nothing to do: step 40 is saved, train.max_iters=40" in capsys.readouterr().out
     assert losses(forty) == before
 
 
