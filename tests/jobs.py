@@ -129,7 +129,12 @@ def sha256(tree):
 
 
 def trace(n_steps, *args, devices=None):
-    """What a layout must not change: initial parameters, the rows of each step, the losses."""
+    """What a layout must not change.
+
+    Returns:
+        A dict: `params`, a hash of the initial parameters; `rows`, a hash of each step's batch;
+        `losses`; `final`, path -> parameter after the last step.
+    """
     config = load_config(*args)
     dataset = open_dataset(config.data, config.model)
     config = config.replace(model__vocab_size=dataset.vocab_size)
@@ -144,7 +149,7 @@ def trace(n_steps, *args, devices=None):
         out["rows"].append(sha256(batch))
         state, metrics = steps.train_step(state, np.int32(step), batch)
         out["losses"].append(float(metrics.loss))
-    return out
+    return out | {"final": flat(state.params)}
 
 
 @contextlib.contextmanager

@@ -27,7 +27,7 @@ def validate(config: Config) -> None:
         ("model", ("n_layer", "n_head", "n_embd", "block_size"), 1),
         ("train", ("max_iters", "batch_size", "gradient_accumulation_steps"), 1),
         ("train", ("eval_iters", "log_interval"), 1),
-        ("train", ("eval_interval", "sample_tokens", "seed"), 0),
+        ("train", ("eval_interval", "sample_tokens", "seed", "loss_chunk"), 0),
         ("optimizer", ("learning_rate", "warmup_iters", "weight_decay", "grad_clip"), 0),
         ("optimizer", ("lr_decay_iters",), 1),
         ("checkpoint", ("keep",), 1),
@@ -134,6 +134,11 @@ def mesh_sizes(config: Config, n_devices: int | None = None) -> tuple[int, ...]:
     if tensor > 0 and config.model.n_head % tensor:
         raise UsageError(
             f"{key}: tensor={tensor} does not divide model.n_head={config.model.n_head}"
+        )
+    if config.parallel.sequence_parallel and tensor > 0 and config.model.block_size % tensor:
+        raise UsageError(
+            f"parallel.sequence_parallel=True: tensor={tensor} ({key}) must divide "
+            f"model.block_size={config.model.block_size}"
         )
     return tuple(sizes)
 

@@ -48,6 +48,8 @@ class TrainConfig:
     """Batches per split in an evaluation; the same ones every time."""
     log_interval: int = 10
     """Steps between log lines."""
+    loss_chunk: int = 0
+    """Tokens on a device whose logits exist at the same time, about; 0 is all of a microbatch."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Compute dtype; parameters, optimizer state, logits and loss stay float32."""
     seed: int = 1337
@@ -105,8 +107,21 @@ class ParallelConfig:
     zero_stage: Literal[0, 1, 2, 3] = 3
     """What is sharded over fsdp (arXiv 1910.02054): 0 nothing, 1 optimizer state, 2 also
     gradients, 3 also parameters."""
+    sequence_parallel: bool = False
+    """Also split what lies between tensor-parallel layers (norms, residuals) over tensor, by
+    position (arXiv 2205.05198); same traffic, less memory."""
+    remat: Literal["none", "full", "dots", "attention"] = "none"
+    """What of a layer the backward pass computes again: nothing; all of it; all but the results
+    of its linear layers; only the attention scores."""
     scan_layers: bool = False
     """Compile one block and loop over it: much shorter compilation of deep models."""
+    reduce_every: Literal["step", "microbatch"] = "step"
+    """With gradient accumulation: reduce gradients over devices once per step, which each device
+    keeps whole until then; or, for stages 2 and 3, after each microbatch, in less memory."""
+    grad_reduce_dtype: Literal["float32", "bfloat16"] = "float32"
+    """In which gradients travel between devices; bfloat16 halves the traffic."""
+    offload_optimizer: bool = False
+    """Keep the moments in the host's memory (pinned_host) between updates."""
 
 
 @dataclass(frozen=True, kw_only=True)

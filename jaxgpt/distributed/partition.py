@@ -7,7 +7,6 @@ gradients and parameters are split over `fsdp` or not. Megatron's tensor paralle
 """
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -18,8 +17,7 @@ LogicalAxes = tuple[str | None, ...]
 
 _TENSOR: Rules = {"vocab": ("tensor",), "heads": ("tensor",), "mlp": ("tensor",)}
 _FULLY_SHARDED: Rules = {**_TENSOR, "embed": ("fsdp",)}
-
-ACTIVATION_RULES: Rules = {**_TENSOR, "batch": ("data", "fsdp")}
+_BATCH: Rules = {"batch": ("data", "fsdp")}
 
 
 def parameter_rules(zero_stage: int) -> Rules:
@@ -28,12 +26,12 @@ def parameter_rules(zero_stage: int) -> Rules:
 
 
 def gradient_rules(zero_stage: int) -> Rules:
-    """Where gradients are reduced to."""
+    """Where gradients add up during the backward pass."""
     return _FULLY_SHARDED if zero_stage >= 2 else _TENSOR
 
 
 def moment_rules(zero_stage: int) -> Rules:
-    """Where the optimizer's moments live."""
+    """Where the optimizer's moments live, and where it works."""
     return _FULLY_SHARDED if zero_stage >= 1 else _TENSOR
 
 
@@ -43,7 +41,7 @@ def partition_spec(
     """The spec of one array.
 
     A dimension that its mesh axes do not divide stays whole, so that any width and vocabulary
-    works on any mesh, at the price of memory.
+    works on any mesh, at the price of memory. Axes of size 1 are not named.
 
     >>> partition_spec(("embed", "mlp"), (128, 512), parameter_rules(3), mesh)
     PartitionSpec('fsdp', 'tensor')
@@ -51,18 +49,25 @@ def partition_spec(
     assert len(axes) == len(shape), (axes, shape)
     spec = []
     for axis, size in zip(axes, shape, strict=True):
-        over = rules.get(axis, ())
+        over = tuple(a for a in rules.get(axis, ()) if mesh.shape[a] > 1)
         divides = size % math.prod(mesh.shape[a] for a in over) == 0
         spec.append((over[0] if len(over) == 1 else over) if over and divides else None)
     return PartitionSpec(*spec)
 
 
-def shardings(logical_axes: Any, shapes: Any, rules: Rules, mesh: Mesh) -> Any:
-    """`NamedSharding` for every leaf of a pytree of arrays (or shapes), by its logical axes."""
+def partition_specs(logical_axes: Any, shapes: Any, rules: Rules, mesh: Mesh) -> Any:
+    """`PartitionSpec` of every leaf of a pytree of arrays (or shapes), by its logical axes."""
     return jax.tree.map(
-        lambda leaf, axes: NamedSharding(mesh, partition_spec(axes, leaf.shape, rules, mesh)),
-        shapes,
-        logical_axes,
+        lambda leaf, axes: partition_spec(axes, leaf.shape, rules, mesh), shapes, logical_axes
+    )
+
+
+def shardings(specs: Any, mesh: Mesh, memory_kind: str | None = None) -> Any:
+    """`NamedSharding` for every `PartitionSpec` of a pytree."""
+    return jax.tree.map(
+        lambda spec: NamedSharding(mesh, spec, memory_kind=memory_kind),
+        specs,
+        is_leaf=lambda x: isinstance(x, PartitionSpec),
     )
 
 
@@ -81,19 +86,10 @@ def unsplit(logical_axes: Any, shapes: Any, rules: Rules, mesh: Mesh) -> tuple[s
     return tuple(sorted(found))
 
 
-def activation_constraint(mesh: Mesh) -> Callable[[jax.Array, LogicalAxes], jax.Array]:
-    """A function `(x, logical axes) -> x` that pins an activation's layout inside jit."""
-
-    def constrain(x: jax.Array, axes: LogicalAxes) -> jax.Array:
-        spec = partition_spec(axes, x.shape, ACTIVATION_RULES, mesh)
-        return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
-
-    return constrain
-
-
 def batch_sharding(mesh: Mesh) -> NamedSharding:
     """Of token ids (B, T+1): rows over data and fsdp, the same on all devices along tensor."""
-    return NamedSharding(mesh, PartitionSpec(ACTIVATION_RULES["batch"], None))
+    rows = mesh.shape["data"] * mesh.shape["fsdp"]
+    return NamedSharding(mesh, partition_spec(("batch", None), (rows, 1), _BATCH, mesh))
 
 
 def replicated(mesh: Mesh) -> NamedSharding:

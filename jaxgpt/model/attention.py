@@ -1,5 +1,6 @@
 """Causal self-attention: which kernel runs, and the two kernels."""
 
+import functools
 from collections.abc import Callable
 
 import jax
@@ -7,7 +8,7 @@ import jax.numpy as jnp
 
 from jaxgpt.config import ModelConfig, UsageError
 
-# (q_BTHK, k_BTHK, v_BTHK, dropout key or None) -> out_BTHK
+# (q_BTHK, k_BTHK, v_BTHK, dropout keys_BH or None) -> out_BTHK
 Attention = Callable[[jax.Array, jax.Array, jax.Array, jax.Array | None], jax.Array]
 
 
@@ -53,17 +54,17 @@ def make_attention(kernel: str, dropout: float) -> Attention:
     if kernel == "cudnn":
         return cudnn_attention
 
-    def attend(q, k, v, key):
-        return xla_attention(q, k, v, dropout, key)
+    def attend(q, k, v, keys_BH):
+        return xla_attention(q, k, v, dropout, keys_BH)
 
     return attend
 
 
 def cudnn_attention(
-    q_BTHK: jax.Array, k_BTHK: jax.Array, v_BTHK: jax.Array, key: jax.Array | None
+    q_BTHK: jax.Array, k_BTHK: jax.Array, v_BTHK: jax.Array, keys_BH: jax.Array | None
 ) -> jax.Array:
     """cuDNN's fused flash attention; never holds the T x T scores."""
-    del key  # choose_attention does not pick this kernel with dropout
+    del keys_BH  # choose_attention does not pick this kernel with dropout
     return jax.nn.dot_product_attention(
         q_BTHK, k_BTHK, v_BTHK, is_causal=True, implementation="cudnn"
     )
@@ -74,12 +75,12 @@ def xla_attention(
     k_BSHK: jax.Array,
     v_BSHK: jax.Array,
     dropout: float = 0.0,
-    key: jax.Array | None = None,
+    keys_BH: jax.Array | None = None,
 ) -> jax.Array:
     """softmax(q k^T / sqrt(K)) v over past positions, softmax in float32.
 
     Args:
-        dropout: rate at which attention weights are dropped when `key` is given.
+        dropout: rate at which attention weights are dropped where `keys_BH` are given.
 
     Returns:
         out_BTHK in the dtype of `q_BTHK`.
@@ -90,7 +91,7 @@ def xla_attention(
     )
     causal_TS = jnp.arange(T)[:, None] >= jnp.arange(S)[None, :]
     weights_BHTS = jax.nn.softmax(jnp.where(causal_TS, scores_BHTS, -jnp.inf), axis=-1)
-    if key is not None and dropout > 0:
-        kept = jax.random.bernoulli(key, 1 - dropout, weights_BHTS.shape)
-        weights_BHTS = jnp.where(kept, weights_BHTS / (1 - dropout), 0)
+    if keys_BH is not None and dropout > 0:
+        keep = functools.partial(jax.random.bernoulli, p=1 - dropout, shape=(T, S))
+        weights_BHTS = jnp.where(jax.vmap(jax.vmap(keep))(keys_BH), weights_BHTS / (1 - dropout), 0)
     return jnp.einsum("BHTS,BSHK->BTHK", weights_BHTS.astype(v_BSHK.dtype), v_BSHK)

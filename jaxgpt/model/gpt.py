@@ -7,7 +7,6 @@ the L blocks are stacked along a leading `layers` axis, one array per kind of we
 
 import functools
 import math
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -15,12 +14,13 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxgpt.config import ModelConfig
+from jaxgpt.distributed.collectives import ONE_DEVICE, OneDevice
 from jaxgpt.model.attention import Attention, xla_attention
+from jaxgpt.model.remat import rematerialized
 
 INIT_STD = 0.02  # GPT-2's, for every matrix and embedding
 VOCAB_MULTIPLE = 128  # the embedding's rows are padded to this, which most meshes divide
 
-Constrain = Callable[[jax.Array, tuple[str | None, ...]], jax.Array]
 Params = dict[str, Any]
 
 
@@ -36,18 +36,21 @@ class Block(nnx.Module):
         config: ModelConfig,
         dtype: jnp.dtype,
         attend: Attention,
-        constrain: Constrain,
+        devices: OneDevice,
         *,
         rngs: nnx.Rngs,
     ):
-        D, H, F = config.n_embd, config.n_head, 4 * config.n_embd
-        K = D // H
-        self.attend, self.constrain = attend, constrain
+        D, K = config.n_embd, config.n_embd // config.n_head
+        H, F = devices.local(config.n_head), devices.local(4 * D)
+        self.attend, self.devices = attend, devices
         self.norm_1 = layer_norm(config, dtype, rngs)
         self.norm_2 = layer_norm(config, dtype, rngs)
         self.dropout = nnx.Dropout(config.dropout)
 
-        def linear(inputs, outputs, axes, std):
+        def by_rows(*operands, **options):
+            return devices.leave(jax.lax.dot_general(*operands, **options))
+
+        def linear(inputs, outputs, axes, std, dot_general=None):
             n_in = 1 if isinstance(inputs, int) else len(inputs)
             return nnx.LinearGeneral(
                 inputs,
@@ -55,6 +58,7 @@ class Block(nnx.Module):
                 axis=tuple(range(-n_in, 0)),
                 use_bias=config.bias,
                 dtype=dtype,
+                dot_general=dot_general,
                 kernel_init=normal(std),
                 kernel_metadata={"logical_axes": axes},
                 bias_metadata={"logical_axes": axes[n_in:]},
@@ -64,28 +68,25 @@ class Block(nnx.Module):
         # Residual branches sum over 2L projections: scaling them keeps the variance at 1.
         residual_std = INIT_STD / math.sqrt(2 * config.n_layer)
         self.qkv = linear(D, (3, H, K), ("embed", None, "heads", None), INIT_STD)
-        self.out = linear((H, K), D, ("heads", None, "embed"), residual_std)
+        self.out = linear((H, K), D, ("heads", None, "embed"), residual_std, by_rows)
         self.up = linear(D, F, ("embed", "mlp"), INIT_STD)
-        self.down = linear(F, D, ("mlp", "embed"), residual_std)
+        self.down = linear(F, D, ("mlp", "embed"), residual_std, by_rows)
 
-    def __call__(self, x_BTD: jax.Array, key: jax.Array | None = None) -> jax.Array:
-        keys = (None,) * 3 if key is None else jax.random.split(key, 3)
-        drop = functools.partial(self.dropout, deterministic=key is None)
+    def __call__(self, x_BTD: jax.Array, keys_B: jax.Array | None = None) -> jax.Array:
+        """With a key for every row there is dropout."""
+        keys = (None,) * 3 if keys_B is None else keys_for(keys_B, jnp.arange(3)).T
+        drop = functools.partial(dropout, self.dropout, self.devices)
 
-        qkv_BTCHK = self.constrain(self.qkv(self.norm_1(x_BTD)), QKV_AXES)
+        qkv_BTCHK = self.qkv(self.devices.enter(self.norm_1(x_BTD)))
         q_BTHK, k_BTHK, v_BTHK = (qkv_BTCHK[:, :, c] for c in range(3))
-        mixed_BTHK = self.attend(q_BTHK, k_BTHK, v_BTHK, keys[0])
-        x_BTD = self.constrain(x_BTD + drop(self.out(mixed_BTHK), rngs=keys[1]), RESIDUAL_AXES)
+        heads_H = self.devices.first(q_BTHK.shape[2]) + jnp.arange(q_BTHK.shape[2])
+        keys_BH = keys_for(keys[0], heads_H)
+        mixed_BTHK = self.attend(q_BTHK, k_BTHK, v_BTHK, keys_BH)
+        x_BTD = x_BTD + drop(self.out(mixed_BTHK), keys[1])
 
-        hidden_BTF = self.constrain(self.up(self.norm_2(x_BTD)), HIDDEN_AXES)
+        hidden_BTF = self.up(self.devices.enter(self.norm_2(x_BTD)))
         mlp_BTD = self.down(jax.nn.gelu(hidden_BTF, approximate=False))
-        return self.constrain(x_BTD + drop(mlp_BTD, rngs=keys[2]), RESIDUAL_AXES)
-
-
-RESIDUAL_AXES = ("batch", "sequence", None)
-QKV_AXES = ("batch", "sequence", None, "heads", None)
-HIDDEN_AXES = ("batch", "sequence", "mlp")
-LOGITS_AXES = ("batch", "sequence", "vocab")
+        return x_BTD + drop(mlp_BTD, keys[2])
 
 
 class GPT(nnx.Module):
@@ -97,8 +98,9 @@ class GPT(nnx.Module):
         *,
         dtype: jnp.dtype = jnp.float32,
         attend: Attention = xla_attention,
-        constrain: Constrain = lambda x, axes: x,
+        devices: OneDevice = ONE_DEVICE,
         scan_layers: bool = False,
+        remat: str = "none",
         gather_again: bool = False,
         rngs: nnx.Rngs,
     ):
@@ -108,15 +110,16 @@ class GPT(nnx.Module):
             config: with `vocab_size` set.
             dtype: of the computation; logits are float32.
             attend: what `attention.make_attention` gives.
-            constrain: what `partition.activation_constraint` gives.
+            devices: how this device and the others share the work.
             scan_layers: compile one block and loop over it, in place of L blocks.
-            gather_again: bring a layer's weights together once more for the backward pass, in
-                place of keeping all layers' whole weights until then (ZeRO-3).
+            remat: what of a layer the backward pass computes again, see `remat`.
+            gather_again: bring together a layer's weights and activations once more for the
+                backward pass, in place of keeping them whole for all layers until then.
         """
         assert config.vocab_size is not None
         self.config, self.dtype = config, dtype
-        self.constrain, self.scan_layers = constrain, scan_layers
-        self.gather_again = gather_again
+        self.devices, self.scan_layers = devices, scan_layers
+        self.remat, self.gather_again = remat, gather_again
         V, D, T = config.vocab_size, config.n_embd, config.block_size
 
         def padded_normal(key, shape, dtype):
@@ -129,53 +132,101 @@ class GPT(nnx.Module):
 
         @nnx.vmap
         def make_block(key):
-            return Block(config, dtype, attend, constrain, rngs=nnx.Rngs(params=key))
+            return Block(config, dtype, attend, devices, rngs=nnx.Rngs(params=key))
 
         self.blocks = make_block(jax.random.split(rngs.params(), config.n_layer))
         self.norm = layer_norm(config, dtype, rngs)
 
-    def __call__(self, tokens_BT: jax.Array, key: jax.Array | None = None) -> jax.Array:
-        """Logits (float32, padded vocabulary, padding at -inf); dropout only with a `key`."""
-        embedding_key = layers_key = None
-        if key is not None and self.config.dropout > 0:
-            embedding_key, layers_key = jax.random.split(key)
-        T = tokens_BT.shape[1]
-        wte_VD = self.constrain(self.wte.embedding[...], ("vocab", "embed")).astype(self.dtype)
-        wpe_TD = self.constrain(self.wpe.embedding[...], (None, "embed")).astype(self.dtype)
-        x_BTD = self.constrain(wte_VD[tokens_BT] + wpe_TD[:T], RESIDUAL_AXES)
-        x_BTD = self.dropout(x_BTD, deterministic=embedding_key is None, rngs=embedding_key)
-        x_BTD = self.norm(self._layers(x_BTD, layers_key))
-        logits_BTV = jnp.einsum("BTD,VD->BTV", x_BTD, wte_VD, preferred_element_type=jnp.float32)
-        is_token_V = jnp.arange(wte_VD.shape[0]) < self.config.vocab_size
-        return self.constrain(jnp.where(is_token_V, logits_BTV, -jnp.inf), LOGITS_AXES)
+    def __call__(self, tokens_BT: jax.Array, keys_B: jax.Array | None = None) -> jax.Array:
+        """Logits (float32, padded vocabulary, padding at -inf); dropout only with keys.
 
-    def _layers(self, x_BTD: jax.Array, key: jax.Array | None) -> jax.Array:
+        Of a vocabulary that is split over devices, this device's share.
+        """
+        x_BTD, w_VD, first = self.hidden(tokens_BT, keys_B)
+        return logits(x_BTD, w_VD, first, self.config.vocab_size)
+
+    def hidden(
+        self, tokens_BT: jax.Array, keys_B: jax.Array | None = None
+    ) -> tuple[jax.Array, jax.Array, Any]:
+        """What the output layer multiplies: x_BTD, this device's w_VD, its first token."""
+        if self.config.dropout == 0:
+            keys_B = None
+        embedding_keys = keys_B  # not the layers', which are made from these
+        T = self.devices.positions(tokens_BT.shape[1])
+        V = padded_vocab_size(self.config.vocab_size)
+        whole = functools.partial(with_weights, devices=self.devices)
+        wte_VD, wpe_TD = whole(self.wte).embedding[...], whole(self.wpe).embedding[...]
+        w_VD, first = self.devices.share(wte_VD.astype(self.dtype), V)
+        wpe_TD = jax.lax.dynamic_slice_in_dim(
+            wpe_TD.astype(self.dtype), self.devices.first_position(T), T
+        )
+        x_BTD = self.devices.leave(look_up(w_VD, tokens_BT - first)) + wpe_TD
+        x_BTD = dropout(self.dropout, self.devices, x_BTD, embedding_keys)
+        x_BTD = whole(self.norm)(self._layers(x_BTD, keys_B))
+        return self.devices.enter(x_BTD), w_VD, first
+
+    def _layers(self, x_BTD: jax.Array, keys_B: jax.Array | None) -> jax.Array:
         L = self.config.n_layer
         graph, stacked = nnx.split(self.blocks)
-        keys = None if key is None else jax.random.split(key, L)
+        keys_LB = None if keys_B is None else keys_for(keys_B, jnp.arange(L)).T
 
-        def layer(x_BTD, block_and_key):
-            params, key = block_and_key
-            # Under ZeRO-3 this is where a layer's weights come together on every device.
-            params = jax.tree.map(
-                lambda v: v.replace(self.constrain(v[...], v.logical_axes)),
-                params,
-                is_leaf=lambda v: isinstance(v, nnx.Param),
-            )
-            return nnx.merge(graph, params)(x_BTD, key), None
+        def layer(x_BTD, block_and_keys):
+            params, keys_B = block_and_keys
+            block = with_weights(nnx.merge(graph, params), self.devices)
+            return block(x_BTD, keys_B), None
 
-        if self.gather_again:
-            layer = jax.checkpoint(layer, policy=_not_gathered, prevent_cse=not self.scan_layers)
+        layer = rematerialized(layer, self.remat, self.gather_again, in_loop=self.scan_layers)
         if self.scan_layers:
-            return jax.lax.scan(layer, x_BTD, (stacked, keys))[0]
+            return jax.lax.scan(layer, x_BTD, (stacked, keys_LB))[0]
         for i in range(L):
-            x_BTD, _ = layer(x_BTD, jax.tree.map(lambda leaf: leaf[i], (stacked, keys)))  # noqa: B023
+            x_BTD, _ = layer(x_BTD, jax.tree.map(lambda leaf: leaf[i], (stacked, keys_LB)))  # noqa: B023
         return x_BTD
 
 
-def _not_gathered(primitive: Any, *_: Any, **__: Any) -> bool:
-    """Keep everything for the backward pass but what a sharding constraint returned."""
-    return primitive.name != "sharding_constraint"
+def with_weights(module: nnx.Module, devices: OneDevice) -> Any:
+    """The module with weights to multiply with: under ZeRO-3 here is where they come together."""
+    graph, params = nnx.split(module)
+    return nnx.merge(
+        graph,
+        jax.tree.map(
+            lambda param: param.replace(devices.weight(param.get_value())),
+            params,
+            is_leaf=lambda x: isinstance(x, nnx.Param),
+        ),
+    )
+
+
+def look_up(w_VD: jax.Array, tokens_BT: jax.Array) -> jax.Array:
+    """Rows of w_VD; zeros for tokens that are not among them, but on another device."""
+    is_here_BT = (tokens_BT >= 0) & (tokens_BT < w_VD.shape[0])
+    rows_BTD = w_VD[jnp.where(is_here_BT, tokens_BT, 0)]
+    return jnp.where(is_here_BT[..., None], rows_BTD, 0)
+
+
+def logits(x_BTD: jax.Array, w_VD: jax.Array, first: Any, vocab_size: int) -> jax.Array:
+    """Scores of the tokens first, first + 1, ...; -inf for those that only pad the vocabulary."""
+    logits_BTV = jnp.einsum("...D,VD->...V", x_BTD, w_VD, preferred_element_type=jnp.float32)
+    is_token_V = first + jnp.arange(w_VD.shape[0]) < vocab_size
+    return jnp.where(is_token_V, logits_BTV, -jnp.inf)
+
+
+def dropout(
+    drop: nnx.Dropout, devices: OneDevice, x_BTD: jax.Array, keys_B: jax.Array | None
+) -> jax.Array:
+    """Dropout that depends on a row's key and the position, on no matter which device they are."""
+    if keys_B is None:
+        return x_BTD
+    T = x_BTD.shape[1]
+    keys_BT = keys_for(keys_B, devices.first_position(T) + jnp.arange(T))
+    return jax.vmap(jax.vmap(lambda x, key: drop(x, rngs=key)))(x_BTD, keys_BT)
+
+
+def keys_for(keys_B: jax.Array | None, numbers_N: jax.Array) -> jax.Array | None:
+    """keys_BN: for every row a key of each number, the same on whichever device."""
+    if keys_B is None:
+        return None
+    fold_in = jax.random.fold_in
+    return jax.vmap(lambda key: jax.vmap(lambda n: fold_in(key, n))(numbers_N))(keys_B)
 
 
 def layer_norm(config: ModelConfig, dtype: jnp.dtype, rngs: nnx.Rngs) -> nnx.LayerNorm:

@@ -9,20 +9,7 @@ from typing import Any
 import jax
 
 from jaxgpt.config import ModelConfig
-
-# Dense peak in FLOP/s by JAX's device_kind and compute dtype. Sources: NVIDIA's A100, H100 and
-# H200 data sheets, tensor cores without sparsity (JAX computes float32 products in TF32 there);
-# AMD's MI250X data sheet, per GCD.
-PEAK_FLOPS = {
-    ("A100", "bfloat16"): 312e12,
-    ("A100", "float32"): 156e12,
-    ("H100", "bfloat16"): 989e12,
-    ("H100", "float32"): 494.5e12,
-    ("H200", "bfloat16"): 989e12,
-    ("H200", "float32"): 494.5e12,
-    ("MI250X", "bfloat16"): 191.5e12,
-    ("MI250X", "float32"): 47.9e12,
-}
+from jaxgpt.telemetry.devices import find_device
 
 RATE_FIELDS = ("dt", "tokens_per_sec", "tokens_per_sec_per_device", "samples_per_sec", "mfu")
 
@@ -31,10 +18,8 @@ MFU_FORMULA = "mfu = tokens/s/device x (6N + 12 L H K T) / peak FLOP/s (PaLM, ar
 
 def peak_flops(device_kind: str, dtype: str) -> float | None:
     """Dense peak of one device in FLOP/s; None where it is not known."""
-    for (name, peak_dtype), peak in PEAK_FLOPS.items():
-        if name in device_kind and peak_dtype == dtype:
-            return peak
-    return None
+    device = find_device(device_kind)
+    return device.peak_flops.get(dtype) if device else None
 
 
 def flops_per_token(model: ModelConfig, n_parameters: int) -> int:

@@ -7,7 +7,7 @@ Pure functions over pytrees, each jitted once. What a run carries from step to s
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,7 @@ from jaxgpt.distributed import partition
 from jaxgpt.model.attention import choose_attention, cuda_capability, make_attention
 from jaxgpt.model.gpt import GPT, Params, abstract_params
 from jaxgpt.training.optimizer import learning_rate_schedule, make_optimizer
+from jaxgpt.training.sharded import make_sharded
 
 GATHERED_BYTES = 2**28  # parameters up to this size are gathered to write samples
 
@@ -69,134 +70,89 @@ def make_steps(config: Config, mesh: Mesh) -> Steps:
     Args:
         config: with model.vocab_size set.
     """
-    model, train = config.model, config.train
+    model, train, parallel = config.model, config.train, config.parallel
     device = mesh.devices.flat[0]
-    on_cpu = device.platform == "cpu"
     kernel, reason = choose_attention(model, train.dtype, cuda_capability(device))
-    network = functools.partial(
-        GPT,
-        model,
-        dtype=jnp.dtype(train.dtype),
-        attend=make_attention(kernel, model.dropout),
-        scan_layers=config.parallel.scan_layers,
-    )
-    lone_graph = nnx.graphdef(nnx.eval_shape(lambda: network(rngs=nnx.Rngs(0))))
-    network = functools.partial(
-        network,
-        constrain=partition.activation_constraint(mesh),
-        gather_again=config.parallel.zero_stage == 3 and mesh.shape["fsdp"] > 1,
-    )
-    graph = nnx.graphdef(nnx.eval_shape(lambda: network(rngs=nnx.Rngs(0))))
+    attend = make_attention(kernel, model.dropout)
     optimizer = make_optimizer(config.optimizer)
     schedule = learning_rate_schedule(config.optimizer)
+    sharded = make_sharded(config, mesh, attend)
 
     # Where everything lives.
     shapes, axes = abstract_params(model)
-    stage = config.parallel.zero_stage
-    live_in = functools.partial(partition.shardings, axes, shapes, mesh=mesh)
-    gradient_sharding = live_in(partition.gradient_rules(stage))
-    moment_sharding = live_in(partition.moment_rules(stage))
     whole = partition.replicated(mesh)
-    state_sharding = TrainState(
-        params=live_in(partition.parameter_rules(stage)),
-        opt_state=optax.tree_utils.tree_map_params(
+    batch_sharding = partition.batch_sharding(mesh)
+
+    def state_sharding(memory_kind: str | None) -> TrainState:
+        opt_state = optax.tree_utils.tree_map_params(
             optimizer,
             lambda _, sharding: sharding,
             jax.eval_shape(optimizer.init, shapes),
-            moment_sharding,
+            partition.shardings(sharded.updated, mesh, memory_kind),
             transform_non_params=lambda _: whole,
-        ),
-    )
-    batch_sharding = partition.batch_sharding(mesh)
+        )
+        return TrainState(partition.shardings(sharded.stored, mesh), opt_state)
+
+    on_device = state_sharding(None)
+    at_rest = state_sharding("pinned_host") if parallel.offload_optimizer else on_device
 
     def init() -> TrainState:
-        params = nnx.to_pure_dict(nnx.state(network(rngs=nnx.Rngs(params=train.seed)), nnx.Param))
+        network = GPT(model, rngs=nnx.Rngs(params=train.seed))
+        params = nnx.to_pure_dict(nnx.state(network, nnx.Param))
         return TrainState(params, optimizer.init(params))
-
-    def logits(params: Params, tokens_BT: jax.Array, key: jax.Array | None = None) -> jax.Array:
-        return nnx.merge(graph, params)(tokens_BT, key)
-
-    def loss(params: Params, rows: jax.Array, key: jax.Array | None = None) -> jax.Array:
-        return cross_entropy(logits(params, rows[:, :-1], key), rows[:, 1:]).mean()
 
     def train_step(
         state: TrainState, step: jax.Array, batch: jax.Array
     ) -> tuple[TrainState, Metrics]:
-        key = jax.random.fold_in(jax.random.key(train.seed), step)
-        value, grads = accumulated_gradients(
-            loss, state.params, batch, key, train.gradient_accumulation_steps
-        )
-        grads = jax.lax.with_sharding_constraint(grads, gradient_sharding)
-        grad_norm = optax.tree.norm(grads)
-        directions, opt_state = optimizer.update(grads, state.opt_state, state.params)
+        loss, gradients = sharded.loss_and_gradients(state.params, step, batch)
+        params, opt_state = jax.device_put(state, on_device)
+        grad_norm = optax.tree.norm(gradients)
+        directions, opt_state = optimizer.update(gradients, opt_state, params)
         lr = jnp.asarray(schedule(step), jnp.float32)
-        params = jax.tree.map(lambda p, d: p - lr * d, state.params, directions)
-        return TrainState(params, opt_state), Metrics(value, grad_norm, lr)
+        params = jax.tree.map(lambda p, d: p - lr * d, params, directions)
+        return TrainState(params, opt_state), Metrics(loss, grad_norm, lr)
+
+    lone = functools.partial(
+        GPT, model, dtype=jnp.dtype(train.dtype), attend=attend, scan_layers=parallel.scan_layers
+    )
+    lone_graph = nnx.graphdef(nnx.eval_shape(lambda: lone(rngs=nnx.Rngs(0))))
 
     def sample_logits(params: Params, tokens_BT: jax.Array) -> jax.Array:
         """Writing one token is too little work to share: with weights that fit, all do all."""
         if sum(s.size * s.dtype.itemsize for s in jax.tree.leaves(shapes)) > GATHERED_BYTES:
-            return logits(params, tokens_BT)
+            return sharded.logits(params, tokens_BT)
         params = jax.lax.with_sharding_constraint(params, whole)
         return nnx.merge(lone_graph, params)(tokens_BT)
 
     return Steps(
         mesh=mesh,
         attention=f"{kernel} ({reason})",
-        warnings=partition.unsplit(axes, shapes, partition.parameter_rules(stage), mesh),
+        warnings=partition.unsplit(
+            axes, shapes, partition.parameter_rules(parallel.zero_stage), mesh
+        ),
         batch_sharding=batch_sharding,
         replicated=whole,
         state_shapes=jax.tree.map(
             lambda s, where: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=where),
             jax.eval_shape(init),
-            state_sharding,
+            at_rest,
         ),
         init=jax.jit(
             init,
-            out_shardings=state_sharding,
+            out_shardings=at_rest,
             # It runs once: on a CPU, LLVM's costlier passes take longer than they save.
-            compiler_options={"xla_backend_optimization_level": 1} if on_cpu else None,
+            compiler_options=(
+                {"xla_backend_optimization_level": 1} if device.platform == "cpu" else None
+            ),
         ),
         train_step=jax.jit(
             train_step,
-            in_shardings=(state_sharding, whole, batch_sharding),
-            out_shardings=(state_sharding, whole),
+            in_shardings=(at_rest, whole, batch_sharding),
+            out_shardings=(at_rest, whole),
             donate_argnums=0,
         ),
         eval_step=jax.jit(
-            loss, in_shardings=(state_sharding.params, batch_sharding), out_shardings=whole
+            sharded.loss, in_shardings=(at_rest.params, batch_sharding), out_shardings=whole
         ),
         sample_logits=sample_logits,
     )
-
-
-def cross_entropy(logits_BTV: jax.Array, targets_BT: jax.Array) -> jax.Array:
-    """-log softmax(logits)[target] in nats, shape (B, T).
-
-    The target's logit is picked by a comparison, not an index, so that a vocabulary split over
-    devices is summed where it lives.
-    """
-    is_target_BTV = jnp.arange(logits_BTV.shape[-1]) == targets_BT[..., None]
-    target_BT = jnp.sum(jnp.where(is_target_BTV, logits_BTV, 0.0), axis=-1)
-    return jax.nn.logsumexp(logits_BTV, axis=-1) - target_BT
-
-
-def accumulated_gradients(
-    loss: Callable[..., jax.Array], params: Params, batch: jax.Array, key: jax.Array, parts: int
-) -> tuple[jax.Array, Any]:
-    """Mean loss and its gradient over a global batch, computed in `parts` microbatches.
-
-    Microbatch i holds the rows i, i + parts, ...: every device has an equal share of each.
-    """
-    value_and_grad = jax.value_and_grad(loss)
-    if parts == 1:
-        return value_and_grad(params, batch, key)
-    rows, length = batch.shape
-    microbatches = batch.reshape(rows // parts, parts, length).swapaxes(0, 1)
-
-    def add(total, microbatch_and_key):
-        return jax.tree.map(jnp.add, total, value_and_grad(params, *microbatch_and_key)), None
-
-    zeros = jax.tree.map(jnp.zeros_like, (jnp.float32(0), params))
-    total, _ = jax.lax.scan(add, zeros, (microbatches, jax.random.split(key, parts)))
-    return jax.tree.map(lambda t: t / parts, total)

@@ -50,8 +50,7 @@ def test_it_is_jaxs_causal_attention():
 def test_dropout_keeps_the_mean():
     q = k = jnp.zeros((1, 64, 1, 8))
     v = jnp.ones((1, 64, 1, 8))
-    out = jax.vmap(lambda key: xla_attention(q, k, v, 0.2, key))(
-        jax.random.split(jax.random.key(0), 200)
-    )
+    keys = jax.random.split(jax.random.key(0), (200, 1, 1))  # for each row and head
+    out = jax.vmap(lambda keys_BH: xla_attention(q, k, v, 0.2, keys_BH))(keys)
     assert float(out.mean()) == pytest.approx(1.0, abs=0.01)
     assert float(out[:, :, 0, :].std()) > 0

@@ -127,9 +127,10 @@ def test_dropout_acts_only_with_a_key():
     model = nnx.merge(graph, params)
     tokens = jnp.arange(10)[None]
     quiet, again = model(tokens), model(tokens)
-    noisy_1, noisy_2 = model(tokens, jax.random.key(1)), model(tokens, jax.random.key(2))
+    keys = jax.random.split(jax.random.key(1), 2)[:, None]  # each for one row
+    noisy_1, noisy_2 = model(tokens, keys[0]), model(tokens, keys[1])
     assert (quiet == again).all()
-    assert (noisy_1 == model(tokens, jax.random.key(1))).all()
+    assert (noisy_1 == model(tokens, keys[0])).all()
     assert not (noisy_1 == noisy_2).all() and not (noisy_1 == quiet).all()
 
 

@@ -1,5 +1,6 @@
 import time
 
+import jax
 import pytest
 
 from jaxgpt.config import load_config
@@ -26,7 +27,9 @@ def test_mfu_is_the_share_of_the_peak():
 
 
 def test_an_unknown_device_has_no_mfu():
-    assert peak_flops("cpu", "float32") is None
+    assert peak_flops(jax.devices()[0].device_kind, "float32") is None  # a CPU
+    assert peak_flops("TPU v5 lite", "bfloat16") is None
+    assert peak_flops("NVIDIA H200", "float16") is None
     assert Rates(1, 1, 1, 1, None).of(1.0)["mfu"] is None
     assert set(Rates(1, 1, 1, 1, None).of(None).values()) == {None}
 

@@ -1,0 +1,101 @@
+"""Cross-entropy, on a vocabulary that may be split over devices, at once or in chunks."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxgpt.distributed.collectives import ONE_DEVICE, OneDevice
+from jaxgpt.model.gpt import logits
+
+
+def cross_entropy(
+    logits_BTV: jax.Array,
+    targets_BT: jax.Array,
+    first: Any = 0,
+    devices: OneDevice = ONE_DEVICE,
+) -> jax.Array:
+    """-log softmax(logits)[target] in nats, shape (B, T).
+
+    The logits stay where they are: only their maximum, the sum of their exponentials and the
+    target's logit, numbers of shape (B, T), travel (arXiv 1909.08053, section 3).
+
+    Args:
+        logits_BTV: of this device's tokens: first, first + 1, ...
+    """
+    largest_BT = devices.max(jax.lax.stop_gradient(logits_BTV).max(axis=-1))
+    sums_BT = jnp.exp(logits_BTV - largest_BT[..., None]).sum(axis=-1)
+    is_target_BTV = first + jnp.arange(logits_BTV.shape[-1]) == targets_BT[..., None]
+    target_BT = jnp.where(is_target_BTV, logits_BTV, 0.0).sum(axis=-1)
+    sums_BT, target_BT = devices.sum((sums_BT, target_BT))
+    return jnp.log(sums_BT) + largest_BT - target_BT
+
+
+def summed_loss(
+    x_BTD: jax.Array,
+    w_VD: jax.Array,
+    targets_BT: jax.Array,
+    first: Any,
+    vocab_size: int,
+    devices: OneDevice,
+    chunk: int,
+) -> jax.Array:
+    """Cross-entropy summed over all tokens, from what the output layer multiplies.
+
+    Args:
+        chunk: tokens at a time, so that not all logits exist at once; 0 takes all.
+    """
+
+    def summed(x_ND, w_VD, targets_N, first):
+        scores_NV = logits(x_ND, w_VD, first, vocab_size)
+        return cross_entropy(scores_NV, targets_N, first, devices).sum()
+
+    n = targets_BT.size
+    parts = number_of_parts(n, chunk)
+    if parts == 1:
+        return summed(x_BTD, w_VD, targets_BT, first)
+    x_PND = x_BTD.reshape(parts, n // parts, -1)
+    return _in_parts(summed, x_PND, w_VD, targets_BT.reshape(parts, -1), first).reshape(())
+
+
+def number_of_parts(n: int, chunk: int) -> int:
+    """The least number of equal parts of n tokens that have at most `chunk`; 1 if that is 0."""
+    if chunk == 0:
+        return 1
+    return next(p for p in range(-(-n // chunk), n + 1) if n % p == 0)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _in_parts(summed, x_PND, w_VD, targets_PN, first):
+    """The sum of `summed` over P parts, one after the other.
+
+    A part's gradient is computed along with its loss, while its logits are there: neither do the
+    logits of all parts ever exist, nor are any computed twice.
+    """
+
+    def add(total, part):
+        return total + summed(part[0], w_VD, part[1], first), None
+
+    zero = jnp.zeros_like(targets_PN, jnp.float32, shape=())
+    return jax.lax.scan(add, zero, (x_PND, targets_PN))[0]
+
+
+def _forward(summed, x_PND, w_VD, targets_PN, first):
+    def add(totals, part):
+        loss, (dx_ND, dw_VD) = jax.value_and_grad(summed, argnums=(0, 1))(
+            part[0], w_VD, part[1], first
+        )
+        return (totals[0] + loss, totals[1] + dw_VD.astype(jnp.float32)), dx_ND
+
+    zeros = jnp.zeros_like(targets_PN, jnp.float32, shape=()), jnp.zeros_like(w_VD, jnp.float32)
+    (loss, dw_VD), dx_PND = jax.lax.scan(add, zeros, (x_PND, targets_PN))
+    return loss, (dx_PND, dw_VD.astype(w_VD.dtype))
+
+
+def _backward(summed, gradients, d_loss):
+    dx_PND, dw_VD = gradients
+    return (dx_PND * d_loss).astype(dx_PND.dtype), (dw_VD * d_loss).astype(dw_VD.dtype), None, None
+
+
+_in_parts.defvjp(_forward, _backward)

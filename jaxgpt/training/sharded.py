@@ -1,0 +1,182 @@
+"""The model on a mesh: programs that each device runs on its part, joined by `jax.shard_map`."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import Mesh, PartitionSpec
+
+from jaxgpt.config import Config
+from jaxgpt.distributed import partition
+from jaxgpt.distributed.collectives import (
+    BATCH_AXES,
+    ManyDevices,
+    Weight,
+    reduce_gradients,
+    weight_layout,
+    zero_gradients,
+)
+from jaxgpt.model.attention import Attention
+from jaxgpt.model.gpt import GPT, Params, abstract_params
+from jaxgpt.model.remat import without_scores
+from jaxgpt.training.loss import summed_loss
+
+
+class Sharded(NamedTuple):
+    """Functions of whole arrays that are computed in parts."""
+
+    stored: Any
+    """`PartitionSpec` of every parameter between steps."""
+    updated: Any
+    """`PartitionSpec` of every gradient, and of its moments."""
+    loss_and_gradients: Callable[[Params, jax.Array, jax.Array], tuple[jax.Array, Params]]
+    """(params, step, tokens of shape (B, T+1)) -> mean loss and its gradient."""
+    loss: Callable[[Params, jax.Array], jax.Array]
+    """(params, tokens of shape (B, T+1)) -> mean loss, without dropout."""
+    logits: Callable[[Params, jax.Array], jax.Array]
+    """(params, tokens_BT) -> logits_BTV, where every device has all rows."""
+
+
+def make_sharded(config: Config, mesh: Mesh, attend: Attention) -> Sharded:
+    """Builds the functions.
+
+    Args:
+        config: with model.vocab_size set.
+        attend: the attention function.
+    """
+    model, train, parallel = config.model, config.train, config.parallel
+    stage, parts = parallel.zero_stage, train.gradient_accumulation_steps
+    if parallel.remat == "attention":
+        attend = without_scores(attend)
+
+    # Where everything lives.
+    shapes, axes = abstract_params(model)
+    specs = functools.partial(partition.partition_specs, axes, shapes, mesh=mesh)
+    stored = specs(partition.parameter_rules(stage))
+    updated = specs(partition.moment_rules(stage))
+    whole_until_the_end = parts > 1 and parallel.reduce_every == "step"
+    summed = specs(partition.gradient_rules(0 if whole_until_the_end else stage))
+    batch = partition.batch_sharding(mesh).spec
+    batch_axes = tuple(axis for axis in BATCH_AXES if mesh.shape[axis] > 1)
+    devices = ManyDevices(
+        tensor=mesh.shape["tensor"],
+        sequence_parallel=parallel.sequence_parallel and mesh.shape["tensor"] > 1,
+        dtype=jnp.dtype(train.dtype),
+    )
+    layouts = jax.tree.map(
+        functools.partial(
+            weight_layout,
+            batch_axes=batch_axes,
+            sequence_parallel=devices.sequence_parallel,
+            reduce_dtype=parallel.grad_reduce_dtype,
+        ),
+        stored,
+        summed,
+        updated,
+        axes,
+        is_leaf=lambda x: isinstance(x, PartitionSpec),
+    )
+
+    def graph(devices: ManyDevices) -> nnx.GraphDef:
+        network = functools.partial(
+            GPT,
+            model,
+            dtype=devices.dtype,
+            attend=attend,
+            devices=devices,
+            scan_layers=parallel.scan_layers,
+            remat=parallel.remat,
+            gather_again=devices.sequence_parallel or (stage == 3 and mesh.shape["fsdp"] > 1),
+        )
+        return nnx.graphdef(nnx.eval_shape(lambda: network(rngs=nnx.Rngs(0))))
+
+    training_graph = graph(devices)
+    sampling_graph = graph(dataclasses.replace(devices, sequence_parallel=False))
+
+    # What each device computes.
+    def summed_loss_here(
+        zeros: Params, params: Params, rows: jax.Array, keys_B: jax.Array | None = None
+    ) -> jax.Array:
+        weights = jax.tree.map(Weight, params, zeros, layouts)
+        x_BTD, w_VD, first = nnx.merge(training_graph, weights).hidden(rows[:, :-1], keys_B)
+        return summed_loss(
+            x_BTD, w_VD, rows[:, 1:], first, model.vocab_size, devices, train.loss_chunk
+        )
+
+    def mean(losses: jax.Array) -> jax.Array:
+        tokens = train.batch_size * model.block_size
+        return jax.lax.psum(losses, batch_axes) / tokens
+
+    def loss_and_gradients_here(params, step, rows, numbers):
+        """`numbers` counts the rows of the whole batch: dropout depends on them."""
+        zeros = zero_gradients(params, layouts, mesh.shape["fsdp"])
+        key = jax.random.fold_in(jax.random.key(train.seed), step)
+        keys_B = jax.vmap(lambda row: jax.random.fold_in(key, row))(numbers)
+        loss, gradients = accumulated(
+            jax.value_and_grad(summed_loss_here), zeros, params, rows, keys_B, parts
+        )
+        gradients = jax.tree.map(lambda g: g / (train.batch_size * model.block_size), gradients)
+        return mean(loss), reduce_gradients(gradients, layouts)
+
+    def loss_here(params, rows):
+        zeros = zero_gradients(params, layouts, mesh.shape["fsdp"])
+        return mean(summed_loss_here(zeros, params, rows))
+
+    def logits_here(params, tokens_BT):
+        zeros = zero_gradients(params, layouts, mesh.shape["fsdp"])
+        return nnx.merge(sampling_graph, jax.tree.map(Weight, params, zeros, layouts))(tokens_BT)
+
+    everywhere = PartitionSpec()
+    on_mesh = functools.partial(jax.shard_map, mesh=mesh)
+    loss_and_gradients = on_mesh(
+        loss_and_gradients_here,
+        in_specs=(stored, everywhere, batch, PartitionSpec(batch[0])),
+        out_specs=(everywhere, updated),
+    )
+    over_vocabulary = "tensor" if "tensor" in stored["wte"]["embedding"] else None
+    return Sharded(
+        stored=stored,
+        updated=updated,
+        loss_and_gradients=lambda params, step, rows: loss_and_gradients(
+            params, step, rows, jnp.arange(rows.shape[0])
+        ),
+        loss=on_mesh(loss_here, in_specs=(stored, batch), out_specs=everywhere),
+        logits=on_mesh(
+            logits_here,
+            in_specs=(stored, everywhere),
+            out_specs=PartitionSpec(None, None, over_vocabulary),
+            check_vma=False,  # what was gathered is the same everywhere, which is not tracked
+        ),
+    )
+
+
+def accumulated(
+    value_and_grad: Callable[..., tuple[jax.Array, Any]],
+    zeros: Any,
+    params: Any,
+    rows: jax.Array,
+    keys_B: jax.Array,
+    parts: int,
+) -> tuple[jax.Array, Any]:
+    """Sums of a loss and of its gradient over `parts` microbatches, one after the other.
+
+    Microbatch i holds the rows i, i + parts, ... of each device, hence of the global batch.
+
+    Args:
+        value_and_grad: (zeros, params, rows, keys) -> (loss, gradient like zeros).
+    """
+    if parts == 1:
+        return value_and_grad(zeros, params, rows, keys_B)
+
+    def microbatches(x: jax.Array) -> jax.Array:
+        return x.reshape(x.shape[0] // parts, parts, *x.shape[1:]).swapaxes(0, 1)
+
+    def add(total, microbatch):
+        return jax.tree.map(jnp.add, total, value_and_grad(zeros, params, *microbatch)), None
+
+    nothing = jnp.zeros_like(rows, jnp.float32, shape=()), zeros
+    return jax.lax.scan(add, nothing, (microbatches(rows), microbatches(keys_B)))[0]

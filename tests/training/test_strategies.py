@@ -1,0 +1,135 @@
+"""Every way to lay a step out over devices gives the same losses and the same parameters."""
+
+import functools
+import itertools
+
+import jax
+import numpy as np
+import pytest
+
+from jaxgpt.config import load_config
+from jaxgpt.distributed.mesh import make_mesh
+from jaxgpt.training.step import make_steps
+from jobs import trace
+
+ARGUMENTS = (
+    "shakespeare_char_cpu",
+    "data.dataset=python",
+    "model.n_layer=2",
+    "model.n_embd=64",
+    "model.bias=True",
+    "train.batch_size=32",
+)
+CHOICES = {
+    "parallel.mesh": ("2,4,1", "2,2,2", "1,2,4"),
+    "parallel.zero_stage": (0, 1, 2, 3),
+    "parallel.sequence_parallel": (False, True),
+    "parallel.remat": ("none", "full", "dots", "attention"),
+    "parallel.scan_layers": (False, True),
+    "train.gradient_accumulation_steps": (1, 4),
+}
+ALL = [
+    chosen
+    for chosen in itertools.product(*CHOICES.values())
+    if not (chosen[0].endswith(",1") and chosen[2])  # nothing to split the sequence over
+]
+
+
+def pairwise(rows):
+    """Few of the rows, in which every two values that are together in a row still are."""
+
+    def pairs(row):
+        return set(itertools.combinations(enumerate(row), 2))
+
+    missing, chosen = set().union(*map(pairs, rows)), []
+    while missing:
+        chosen.append(max(rows, key=lambda row: len(pairs(row) & missing)))
+        missing -= pairs(chosen[-1])
+    return chosen
+
+
+@functools.cache
+def reference():
+    return trace(20, *ARGUMENTS, "--mesh", "1,1,1", devices=1)
+
+
+def check(*options, loss=1e-4, parameters=1e-4, devices=None):
+    found, expected = trace(20, *ARGUMENTS, *options, devices=devices), reference()
+    assert found["params"] == expected["params"]
+    np.testing.assert_allclose(found["losses"], expected["losses"], rtol=loss)
+    for path, final in expected["final"].items():
+        difference = np.linalg.norm(found["final"][path] - final) / np.linalg.norm(final)
+        assert difference <= parameters, path
+
+
+def as_options(chosen):
+    return [f"{key}={value}" for key, value in zip(CHOICES, chosen, strict=True)]
+
+
+@pytest.mark.parametrize("chosen", pairwise(ALL), ids=lambda c: " ".join(map(str, c)))
+def test_a_strategy_changes_nothing_but_speed_and_memory(chosen):
+    check(*as_options(chosen))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("chosen", ALL, ids=lambda c: " ".join(map(str, c)))
+def test_all_strategies_change_nothing_but_speed_and_memory(chosen):
+    check(*as_options(chosen))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--mesh", "2,2,2", "train.loss_chunk=50"),
+        ("--mesh", "1,2,4", "train.loss_chunk=16", "parallel.sequence_parallel=True"),
+        ("--mesh", "2,4,1", "parallel.offload_optimizer=True"),
+        *(
+            ("--mesh", "2,4,1", "parallel.reduce_every=microbatch", f"parallel.zero_stage={stage}",
+             "train.gradient_accumulation_steps=4")
+            for stage in (2, 3)
+        ),
+    ],
+    ids=" ".join,
+)  # fmt: skip
+def test_other_options_change_nothing_either(options):
+    check(*options)
+
+
+def test_gradients_that_travel_in_bfloat16_are_rounded():
+    rounding = 2.0**-8
+    check("--mesh", "2,4,1", "parallel.grad_reduce_dtype=bfloat16", loss=rounding, parameters=0.1)
+
+
+def test_a_vocabulary_that_tensor_does_not_divide_is_shared_out_all_the_same():
+    options = ("model.n_head=6", "model.n_embd=60")  # and 256 tokens, over tensor=3
+    alone = trace(5, *ARGUMENTS, *options, "--mesh", "1,1,1", devices=1)
+    for more in ((), ("parallel.sequence_parallel=True", "model.block_size=63")):
+        if more:
+            alone = trace(5, *ARGUMENTS, *options, *more[1:], "--mesh", "1,1,1", devices=1)
+        found = trace(5, *ARGUMENTS, *options, *more, "--mesh", "1,2,3", devices=6)
+        np.testing.assert_allclose(found["losses"], alone["losses"], rtol=1e-4)
+
+
+def test_offloaded_moments_live_in_the_hosts_memory():
+    config = load_config(*ARGUMENTS, "--mesh", "2,4,1", "parallel.offload_optimizer=True")
+    config = config.replace(model__vocab_size=256)
+    steps = make_steps(config, make_mesh((2, 4, 1)))
+    state = steps.init()
+    rows = jax.device_put(np.zeros((32, 65), np.int32), steps.batch_sharding)
+    for _ in range(2):
+        moments = [m for m in jax.tree.leaves(state.opt_state) if m.ndim > 0]
+        assert len(moments) == 2 * len(jax.tree.leaves(state.params))
+        assert {m.sharding.memory_kind for m in moments} == {"pinned_host"}
+        assert {p.sharding.memory_kind for p in jax.tree.leaves(state.params)} == {"device"}
+        state, _ = steps.train_step(state, np.int32(1), rows)
+
+
+def test_no_layout_makes_xla_fight_it(capfd):
+    """XLA warns of "involuntary full rematerialization" where shardings do not fit together."""
+    for chosen in pairwise(ALL):
+        config = load_config(*ARGUMENTS, *as_options(chosen)).replace(model__vocab_size=256)
+        sizes = tuple(int(size) for size in chosen[0].split(","))
+        steps = make_steps(config, make_mesh(sizes))
+        batch = jax.ShapeDtypeStruct((32, 65), np.int32, sharding=steps.batch_sharding)
+        steps.train_step.lower(steps.state_shapes, np.int32(1), batch).compile()
+    assert "rematerialization" not in capfd.readouterr().err
