@@ -202,7 +202,7 @@ def _whole(
         stored = stored.astype(dtype)
     if layout.stored is not None:
         stored = jax.lax.all_gather(stored, "fsdp", axis=stored.ndim + layout.stored, tiled=True)
-    return varying(stored, layout.partial - layout.split)
+    return stored
 
 
 def _whole_forward(stored, gradient, layout, dtype):
@@ -216,6 +216,13 @@ def _whole_backward(layout, dtype, _, gradient):
 
 
 _whole.defvjp(_whole_forward, _whole_backward)
+
+
+def own_parameters(params: Any, layouts: Any) -> Any:
+    """The parameters as each device's own: gradients are not summed over devices by themselves."""
+    return jax.tree.map(
+        lambda param, layout: varying(param, layout.partial - layout.split), params, layouts
+    )
 
 
 def zero_gradients(params: Any, layouts: Any, fsdp: int) -> Any:

@@ -61,7 +61,7 @@ class Block(nnx.Module):
                 dot_general=dot_general,
                 kernel_init=normal(std),
                 kernel_metadata={"logical_axes": axes},
-                bias_metadata={"logical_axes": axes[n_in:]},
+                bias_metadata={"logical_axes": axes[n_in:] if dot_general is None else (None,)},
                 rngs=rngs,
             )
 

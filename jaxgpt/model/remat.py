@@ -1,6 +1,5 @@
 """Which activations of a layer are kept for its backward pass, and which are computed again."""
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -52,4 +51,19 @@ def without_scores(attend: Attention) -> Attention:
 
     The selective recomputation of arXiv 2205.05198, section 5.
     """
-    return functools.wraps(attend)(jax.checkpoint(attend))
+
+    @jax.custom_vjp
+    def forgetful(q_BTHK, k_BTHK, v_BTHK, keys_BH):
+        return attend(q_BTHK, k_BTHK, v_BTHK, keys_BH)
+
+    def forward(*operands):
+        return attend(*operands), operands
+
+    def backward(operands, d_out_BTHK):
+        # The barrier keeps XLA from computing the scores before their turn, and keeping them.
+        operands, d_out_BTHK = jax.lax.optimization_barrier((operands, d_out_BTHK))
+        *qkv, keys_BH = operands
+        return *jax.vjp(lambda *qkv: attend(*qkv, keys_BH), *qkv)[1](d_out_BTHK), None
+
+    forgetful.defvjp(forward, backward)
+    return forgetful

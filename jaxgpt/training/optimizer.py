@@ -3,6 +3,7 @@
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 
 from jaxgpt.config import OptimizerConfig
@@ -30,17 +31,26 @@ def learning_rate_schedule(config: OptimizerConfig) -> optax.Schedule:
 
 
 def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
-    """Clipping and AdamW (arXiv 1711.05101) up to the factor -lr, which `train_step` applies.
+    """AdamW (arXiv 1711.05101) up to the factor -lr, which `train_step` applies.
 
     The learning rate is kept out because it depends on the step and not on how many updates
     Adam has made: a skipped step advances the one and not the other.
     """
-    clip = optax.clip_by_global_norm(config.grad_clip) if config.grad_clip else optax.identity()
     return optax.chain(
-        clip,
         optax.scale_by_adam(config.beta1, config.beta2, ADAM_EPSILON),
         optax.add_decayed_weights(config.weight_decay, is_decayed),
     )
+
+
+def clip(gradients: Any, norm: jax.Array, limit: float) -> Any:
+    """Gradients, scaled down to the global norm `limit` if theirs, `norm`, is above; 0 is no limit.
+
+    What optax.clip_by_global_norm does, which would add the norm up over all devices once more.
+    """
+    if limit == 0:
+        return gradients
+    scale = jnp.where(norm < limit, 1.0, limit / norm)
+    return jax.tree.map(lambda g: g * scale, gradients)
 
 
 def is_decayed(params: Any) -> Any:

@@ -16,6 +16,7 @@ from jaxgpt.distributed.collectives import (
     BATCH_AXES,
     ManyDevices,
     Weight,
+    own_parameters,
     reduce_gradients,
     weight_layout,
     zero_gradients,
@@ -98,6 +99,10 @@ def make_sharded(config: Config, mesh: Mesh, attend: Attention) -> Sharded:
     sampling_graph = graph(dataclasses.replace(devices, sequence_parallel=False))
 
     # What each device computes.
+    def prepared(params: Params) -> tuple[Params, Params]:
+        zeros = zero_gradients(params, layouts, mesh.shape["fsdp"])
+        return own_parameters(params, layouts), zeros
+
     def summed_loss_here(
         zeros: Params, params: Params, rows: jax.Array, keys_B: jax.Array | None = None
     ) -> jax.Array:
@@ -113,7 +118,7 @@ def make_sharded(config: Config, mesh: Mesh, attend: Attention) -> Sharded:
 
     def loss_and_gradients_here(params, step, rows, numbers):
         """`numbers` counts the rows of the whole batch: dropout depends on them."""
-        zeros = zero_gradients(params, layouts, mesh.shape["fsdp"])
+        params, zeros = prepared(params)
         key = jax.random.fold_in(jax.random.key(train.seed), step)
         keys_B = jax.vmap(lambda row: jax.random.fold_in(key, row))(numbers)
         loss, gradients = accumulated(
@@ -123,12 +128,12 @@ def make_sharded(config: Config, mesh: Mesh, attend: Attention) -> Sharded:
         return mean(loss), reduce_gradients(gradients, layouts)
 
     def loss_here(params, rows):
-        zeros = zero_gradients(params, layouts, mesh.shape["fsdp"])
+        params, zeros = prepared(params)
         return mean(summed_loss_here(zeros, params, rows))
 
     def logits_here(params, tokens_BT):
-        zeros = zero_gradients(params, layouts, mesh.shape["fsdp"])
-        return nnx.merge(sampling_graph, jax.tree.map(Weight, params, zeros, layouts))(tokens_BT)
+        weights = jax.tree.map(Weight, *prepared(params), layouts)
+        return nnx.merge(sampling_graph, weights)(tokens_BT)
 
     everywhere = PartitionSpec()
     on_mesh = functools.partial(jax.shard_map, mesh=mesh)
@@ -176,7 +181,11 @@ def accumulated(
         return x.reshape(x.shape[0] // parts, parts, *x.shape[1:]).swapaxes(0, 1)
 
     def add(total, microbatch):
-        return jax.tree.map(jnp.add, total, value_and_grad(zeros, params, *microbatch)), None
+        # The barrier keeps XLA from gathering all weights of ZeRO-3 once, before the loop.
+        here = jax.tree.map(
+            lambda param: jax.lax.optimization_barrier((param, microbatch[0]))[0], params
+        )
+        return jax.tree.map(jnp.add, total, value_and_grad(zeros, here, *microbatch)), None
 
     nothing = jnp.zeros_like(rows, jnp.float32, shape=()), zeros
     return jax.lax.scan(add, nothing, (microbatches(rows), microbatches(keys_B)))[0]

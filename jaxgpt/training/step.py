@@ -19,10 +19,16 @@ from jaxgpt.config import Config
 from jaxgpt.distributed import partition
 from jaxgpt.model.attention import choose_attention, cuda_capability, make_attention
 from jaxgpt.model.gpt import GPT, Params, abstract_params
-from jaxgpt.training.optimizer import learning_rate_schedule, make_optimizer
+from jaxgpt.training.optimizer import clip, learning_rate_schedule, make_optimizer
 from jaxgpt.training.sharded import make_sharded
 
 GATHERED_BYTES = 2**28  # parameters up to this size are gathered to write samples
+
+# What a layer computes twice to save memory, XLA's CPU compiler computes once and keeps, unless
+# it leaves in place the barriers that jax.checkpoint puts between the two.
+CPU_STEP_OPTIONS = {"xla_disable_hlo_passes": "cse_barrier_expander"}
+# It runs once: on a CPU, LLVM's costlier passes take longer than they save.
+CPU_INIT_OPTIONS = {"xla_backend_optimization_level": 1}
 
 
 class TrainState(NamedTuple):
@@ -72,6 +78,7 @@ def make_steps(config: Config, mesh: Mesh) -> Steps:
     """
     model, train, parallel = config.model, config.train, config.parallel
     device = mesh.devices.flat[0]
+    on_cpu = device.platform == "cpu"
     kernel, reason = choose_attention(model, train.dtype, cuda_capability(device))
     attend = make_attention(kernel, model.dropout)
     optimizer = make_optimizer(config.optimizer)
@@ -107,6 +114,7 @@ def make_steps(config: Config, mesh: Mesh) -> Steps:
         loss, gradients = sharded.loss_and_gradients(state.params, step, batch)
         params, opt_state = jax.device_put(state, on_device)
         grad_norm = optax.tree.norm(gradients)
+        gradients = clip(gradients, grad_norm, config.optimizer.grad_clip)
         directions, opt_state = optimizer.update(gradients, opt_state, params)
         lr = jnp.asarray(schedule(step), jnp.float32)
         params = jax.tree.map(lambda p, d: p - lr * d, params, directions)
@@ -140,16 +148,14 @@ def make_steps(config: Config, mesh: Mesh) -> Steps:
         init=jax.jit(
             init,
             out_shardings=at_rest,
-            # It runs once: on a CPU, LLVM's costlier passes take longer than they save.
-            compiler_options=(
-                {"xla_backend_optimization_level": 1} if device.platform == "cpu" else None
-            ),
+            compiler_options=CPU_INIT_OPTIONS if on_cpu else None,
         ),
         train_step=jax.jit(
             train_step,
             in_shardings=(at_rest, whole, batch_sharding),
             out_shardings=(at_rest, whole),
             donate_argnums=0,
+            compiler_options=CPU_STEP_OPTIONS if on_cpu else None,
         ),
         eval_step=jax.jit(
             sharded.loss, in_shardings=(at_rest.params, batch_sharding), out_shardings=whole
