@@ -68,7 +68,7 @@ def write(arguments: argparse.Namespace) -> None:
     from jaxgpt.training.sampling import make_generate, prompt_window
     from jaxgpt.training.step import make_steps
 
-    compiled = make_steps(config, make_mesh(mesh_sizes(config, jax.device_count())))
+    compiled = make_steps(config, make_mesh(mesh_sizes(config, jax.device_count()), cluster.hosts))
     params = restore_params(arguments.run, step, compiled.state_shapes.params)
     window, length = prompt_window(tokenizer, arguments.prompt, config.model.block_size)
     generate = jax.jit(

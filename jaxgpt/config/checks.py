@@ -133,7 +133,8 @@ def mesh_sizes(config: Config, n_devices: int | None = None) -> tuple[int, ...]:
         )
     if tensor > 0 and config.model.n_head % tensor:
         raise UsageError(
-            f"{key}: tensor={tensor} does not divide model.n_head={config.model.n_head}"
+            f"{key}: tensor={tensor} does not divide model.n_head={config.model.n_head}; "
+            f"it can be {', '.join(map(str, _divisors(config.model.n_head)))}"
         )
     if config.parallel.sequence_parallel and tensor > 0 and config.model.block_size % tensor:
         raise UsageError(
@@ -141,6 +142,10 @@ def mesh_sizes(config: Config, n_devices: int | None = None) -> tuple[int, ...]:
             f"model.block_size={config.model.block_size}"
         )
     return tuple(sizes)
+
+
+def _divisors(n: int) -> list[int]:
+    return [i for i in range(1, n + 1) if n % i == 0]
 
 
 def check_batch(config: Config, sizes: tuple[int, ...]) -> None:

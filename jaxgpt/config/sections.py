@@ -157,6 +157,12 @@ class Config:
     def microbatch_size(self) -> int:
         return self.train.batch_size // self.train.gradient_accumulation_steps
 
+    @property
+    def reduces_once(self) -> bool:
+        """Whether microbatches add up to whole gradients on each device, which are then reduced."""
+        once = self.parallel.reduce_every == "step"
+        return once and self.train.gradient_accumulation_steps > 1
+
     def to_dict(self) -> dict[str, Any]:
         """Nested plain dict, ready for YAML and JSON."""
         out = dataclasses.asdict(self)

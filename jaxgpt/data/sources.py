@@ -20,7 +20,7 @@ from jaxgpt.config import DataConfig, ModelConfig, UsageError
 from jaxgpt.data.tokenizer import Tokenizer, from_meta
 
 SPLITS = ("train", "val")
-PREPARED_BY_NAME = ("python", "shakespeare_char")  # what corpora.py makes without being told how
+VOCABULARY_SIZES = {"python": 256, "shakespeare_char": 65}  # what corpora.py makes by name alone
 _PAGE = 16384  # bytes
 _SAMPLED_PAGES = 4096  # at most this many of a file are hashed and scanned: all of 64 MiB
 
@@ -68,6 +68,23 @@ def dataset_directory(data: DataConfig) -> Path:
     return Path(home) / data.dataset
 
 
+def vocabulary_size(data: DataConfig, model: ModelConfig) -> int:
+    """V of a configuration, whether or not its data has been prepared on this machine.
+
+    Raises:
+        UsageError: if nothing says.
+    """
+    found = model.vocab_size or _read_meta(dataset_directory(data)).get("vocab_size")
+    if found is None and data.path is None:
+        found = VOCABULARY_SIZES.get(data.dataset)
+    if found is None:
+        raise UsageError(
+            f"model.vocab_size=None: the data ({data.path or data.dataset}) is not here to tell; "
+            "give the number of tokens, such as model.vocab_size=50257"
+        )
+    return found
+
+
 def open_dataset(data: DataConfig, model: ModelConfig) -> Dataset:
     """Opens the files that a configuration names, without reading tokens.
 
@@ -82,7 +99,7 @@ def open_dataset(data: DataConfig, model: ModelConfig) -> Dataset:
             remedy = f"run `python -m jaxgpt.prepare {data.dataset}`"
             if data.path is not None:
                 remedy = "give a folder with train.bin, val.bin and meta.json"
-            elif data.dataset not in PREPARED_BY_NAME:
+            elif data.dataset not in VOCABULARY_SIZES:
                 remedy = (
                     f"run `python -m jaxgpt.prepare text --name {data.dataset} --input FILE ...`, "
                     "or give data.path=DIR"

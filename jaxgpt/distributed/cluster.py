@@ -13,6 +13,7 @@ import platform
 import socket
 import sys
 import time
+from array import array
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import metadata
@@ -67,6 +68,8 @@ class Cluster:
     """This process among those of its host, from 0."""
     local_size: int = 1
     """Number of processes on this host."""
+    hosts: tuple[int, ...] = (0,)
+    """Of each process, the rank of the first process on its host."""
     comm: Any = None
     """The MPI communicator of all processes, or None."""
 
@@ -158,12 +161,16 @@ def find_cluster() -> Cluster:
                 f"only one; mpi4py uses {library}, which is not the launcher's MPI"
             )
     host = comm.Split_type(MPI.COMM_TYPE_SHARED)
+    first, hosts = array("i", [comm.rank]), array("i", [0] * comm.size)
+    host.Bcast(first, root=0)
+    comm.Allgather(first, hosts)
     return Cluster(
         launcher=f"MPI ({library}; {seen[0]} is set)",
         rank=comm.rank,
         size=comm.size,
         local_rank=host.rank,
         local_size=host.size,
+        hosts=tuple(hosts),
         comm=comm,
     )
 

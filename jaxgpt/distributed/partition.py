@@ -25,9 +25,9 @@ def parameter_rules(zero_stage: int) -> Rules:
     return _FULLY_SHARDED if zero_stage >= 3 else _TENSOR
 
 
-def gradient_rules(zero_stage: int) -> Rules:
-    """Where gradients add up during the backward pass."""
-    return _FULLY_SHARDED if zero_stage >= 2 else _TENSOR
+def gradient_rules(zero_stage: int, reduces_once: bool = False) -> Rules:
+    """Where gradients add up during the backward pass, of one microbatch or of all."""
+    return _FULLY_SHARDED if zero_stage >= 2 and not reduces_once else _TENSOR
 
 
 def moment_rules(zero_stage: int) -> Rules:

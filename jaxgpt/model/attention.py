@@ -1,12 +1,15 @@
 """Causal self-attention: which kernel runs, and the two kernels."""
 
 import functools
+import math
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 
 from jaxgpt.config import ModelConfig, UsageError
+
+BLOCK = 128  # positions, of `blockwise_attention`
 
 # (q_BTHK, k_BTHK, v_BTHK, dropout keys_BH or None) -> out_BTHK
 Attention = Callable[[jax.Array, jax.Array, jax.Array, jax.Array | None], jax.Array]
@@ -70,17 +73,41 @@ def cudnn_attention(
     )
 
 
+def blockwise_attention(
+    q_BTHK: jax.Array, k_BTHK: jax.Array, v_BTHK: jax.Array, keys_BH: jax.Array | None
+) -> jax.Array:
+    """Attention of a block of positions after the other, in memory that grows with T and not T^2.
+
+    It stands for cuDNN's kernel where `planning` compiles without an NVIDIA GPU.
+    """
+    del keys_BH
+    B, T, H, K = q_BTHK.shape
+    size = math.gcd(T, BLOCK)
+
+    @jax.checkpoint
+    def attend(_, block):
+        q_BtHK, first = block
+        return None, xla_attention(q_BtHK, k_BTHK, v_BTHK, first=first)
+
+    blocks = q_BTHK.reshape(B, T // size, size, H, K).swapaxes(0, 1)
+    _, out = jax.lax.scan(attend, None, (blocks, jnp.arange(0, T, size)))
+    return out.swapaxes(0, 1).reshape(B, T, H, K)
+
+
 def xla_attention(
     q_BTHK: jax.Array,
     k_BSHK: jax.Array,
     v_BSHK: jax.Array,
     dropout: float = 0.0,
     keys_BH: jax.Array | None = None,
+    first: int | jax.Array = 0,
 ) -> jax.Array:
     """softmax(q k^T / sqrt(K)) v over past positions, softmax in float32.
 
     Args:
         dropout: rate at which attention weights are dropped where `keys_BH` are given.
+
+        first: position of the first query.
 
     Returns:
         out_BTHK in the dtype of `q_BTHK`.
@@ -89,7 +116,7 @@ def xla_attention(
     scores_BHTS = jnp.einsum(
         "BTHK,BSHK->BHTS", q_BTHK * K**-0.5, k_BSHK, preferred_element_type=jnp.float32
     )
-    causal_TS = jnp.arange(T)[:, None] >= jnp.arange(S)[None, :]
+    causal_TS = first + jnp.arange(T)[:, None] >= jnp.arange(S)[None, :]
     weights_BHTS = jax.nn.softmax(jnp.where(causal_TS, scores_BHTS, -jnp.inf), axis=-1)
     if keys_BH is not None and dropout > 0:
         keep = functools.partial(jax.random.bernoulli, p=1 - dropout, shape=(T, S))

@@ -256,6 +256,7 @@ def padded_vocab_size(vocab_size: int) -> int:
     return -(-vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
 
 
+@functools.cache
 def abstract_params(config: ModelConfig) -> tuple[Params, Params]:
     """Shapes and logical axes of the parameters, without computing any.
 

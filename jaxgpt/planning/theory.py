@@ -120,9 +120,7 @@ def _gradients(config: Config, mesh: dict[str, int], parameters: list[_Parameter
     """
     parallel, parts = config.parallel, config.train.gradient_accumulation_steps
     width = BYTES[parallel.grad_reduce_dtype]
-    per_microbatch = parallel.zero_stage >= 2 and (
-        parts == 1 or parallel.reduce_every == "microbatch"
-    )
+    per_microbatch = parallel.zero_stage >= 2 and not config.reduces_once
     out = []
     for p in parameters:
         rest, axes = p.size, [a for a in ("data", "fsdp") if mesh[a] > 1]

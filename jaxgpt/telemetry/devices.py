@@ -30,6 +30,8 @@ class Device:
     """Bytes/s to other hosts, in each direction: the host's share for one device."""
     devices_per_host: int
     """On the machine that `network_bandwidth` is of."""
+    cuda_capability: float = 0.0
+    """NVIDIA's compute capability; 0 for others."""
 
 
 # The first whose `match` is found wins, so the A100 of 80 GB stands before the one of 40 GB.
@@ -46,6 +48,7 @@ _TABLE = (
         link_bandwidth=450e9,
         network_bandwidth=50e9,
         devices_per_host=8,
+        cuda_capability=9.0,
     ),
     # NVIDIA's H200 data sheet, SXM: the H100's chip and NVLink with more memory. DGX H200 user
     # guide: network as in DGX H100. The whole name, since GH200 has other memory and network.
@@ -58,6 +61,7 @@ _TABLE = (
         link_bandwidth=450e9,
         network_bandwidth=50e9,
         devices_per_host=8,
+        cuda_capability=9.0,
     ),
     # NVIDIA's A100 data sheet, 80 GB SXM: NVLink 3 of 600 GB/s in both directions. DGX A100 user
     # guide: eight 200 Gb/s InfiniBand ports for eight GPUs.
@@ -70,6 +74,7 @@ _TABLE = (
         link_bandwidth=300e9,
         network_bandwidth=25e9,
         devices_per_host=8,
+        cuda_capability=8.0,
     ),
     # NVIDIA's A100 data sheet, 40 GB SXM. ALCF's Polaris machine overview: four A100 with NVLink
     # between all of them, two Slingshot 11 adapters of 200 Gb/s.
@@ -82,6 +87,7 @@ _TABLE = (
         link_bandwidth=300e9,
         network_bandwidth=2 * 25e9 / 4,
         devices_per_host=4,
+        cuda_capability=8.0,
     ),
     # AMD's MI250X data sheet (383, 95.7 and 3.2 T for the module), halved for one GCD. OLCF's
     # Frontier user guide: Infinity Fabric of 200 GB/s to the other GCD of the module, 50 to 100

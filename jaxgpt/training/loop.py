@@ -12,7 +12,7 @@ from jaxgpt.config import check_batch, mesh_sizes, skip_ranges
 from jaxgpt.data.loader import Loader
 from jaxgpt.distributed import exits
 from jaxgpt.distributed.cluster import Cluster
-from jaxgpt.distributed.mesh import describe, make_mesh
+from jaxgpt.distributed.mesh import crossing, describe, make_mesh
 from jaxgpt.telemetry.startup import Startup
 from jaxgpt.training.checkpoint import Checkpoints
 from jaxgpt.training.evaluation import Evaluation, Sampler
@@ -40,10 +40,10 @@ def train(
     config = run.config
     sizes = mesh_sizes(config, jax.device_count())
     check_batch(config, sizes)
-    mesh = make_mesh(sizes)
+    mesh = make_mesh(sizes, cluster.hosts)
     steps = make_steps(config, mesh)
     report = Reporter(run, steps, startup, enabled=cluster.is_main)
-    report.announce(facts)
+    report.announce(facts, warnings=(*steps.warnings, *crossing(mesh, cluster.hosts)))
 
     start = run.resume_step or 0
     if start >= config.train.max_iters:

@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +46,7 @@ class Reporter:
         self._first_step = (run.resume_step or 0) + 1
         self._last_losses = ""
 
-    def announce(self, facts: dict[str, Any]) -> None:
+    def announce(self, facts: dict[str, Any], warnings: Sequence[str]) -> None:
         """Says what is going to run, and on what; writes cluster.json."""
         if not self._enabled:
             return
@@ -64,10 +64,14 @@ class Reporter:
         say(f"jaxgpt {__version__}, run directory {self._run.directory}")
         for line in [*job.describe(facts), *self._run.notes, *config_lines(config)]:
             say(line)
-        say(f"mesh: {describe(mesh)}, ZeRO stage {config.parallel.zero_stage}")
+        parallel = config.parallel
+        say(
+            f"mesh: {describe(mesh)}; zero_stage={parallel.zero_stage} "
+            f"sequence_parallel={parallel.sequence_parallel} remat={parallel.remat}"
+        )
         say(f"model: {without_positions / 1e6:.2f}M parameters ({total:,} with positions)")
         say(f"attention: {self._steps.attention}")
-        for line in self._steps.warnings:
+        for line in warnings:
             say(f"warning: {line}")
         tokens = {split: f"{array.size:,}" for split, array in dataset.tokens.items()}
         say(

@@ -33,7 +33,7 @@ class Sharded(NamedTuple):
     stored: Any
     """`PartitionSpec` of every parameter between steps."""
     updated: Any
-    """`PartitionSpec` of every gradient, and of its moments."""
+    """`PartitionSpec` of every gradient that the optimizer gets, and of its moments."""
     loss_and_gradients: Callable[[Params, jax.Array, jax.Array], tuple[jax.Array, Params]]
     """(params, step, tokens of shape (B, T+1)) -> mean loss and its gradient."""
     loss: Callable[[Params, jax.Array], jax.Array]
@@ -59,8 +59,7 @@ def make_sharded(config: Config, mesh: Mesh, attend: Attention) -> Sharded:
     specs = functools.partial(partition.partition_specs, axes, shapes, mesh=mesh)
     stored = specs(partition.parameter_rules(stage))
     updated = specs(partition.moment_rules(stage))
-    whole_until_the_end = parts > 1 and parallel.reduce_every == "step"
-    summed = specs(partition.gradient_rules(0 if whole_until_the_end else stage))
+    summed = specs(partition.gradient_rules(stage, config.reduces_once))
     batch = partition.batch_sharding(mesh).spec
     batch_axes = tuple(axis for axis in BATCH_AXES if mesh.shape[axis] > 1)
     devices = ManyDevices(

@@ -17,7 +17,12 @@ from jax.sharding import Mesh, NamedSharding
 
 from jaxgpt.config import Config
 from jaxgpt.distributed import partition
-from jaxgpt.model.attention import choose_attention, cuda_capability, make_attention
+from jaxgpt.model.attention import (
+    Attention,
+    choose_attention,
+    cuda_capability,
+    make_attention,
+)
 from jaxgpt.model.gpt import GPT, Params, abstract_params
 from jaxgpt.training.optimizer import clip, learning_rate_schedule, make_optimizer
 from jaxgpt.training.sharded import make_sharded
@@ -70,17 +75,18 @@ class Steps:
     """(params, tokens_BT) -> logits_BTV over the padded vocabulary, for few rows at a time."""
 
 
-def make_steps(config: Config, mesh: Mesh) -> Steps:
+def make_steps(config: Config, mesh: Mesh, attend: Attention | None = None) -> Steps:
     """Builds the functions of a run; nothing is computed yet.
 
     Args:
         config: with model.vocab_size set.
+        attend: the attention function; None takes the best that runs on these devices.
     """
     model, train, parallel = config.model, config.train, config.parallel
     device = mesh.devices.flat[0]
     on_cpu = device.platform == "cpu"
     kernel, reason = choose_attention(model, train.dtype, cuda_capability(device))
-    attend = make_attention(kernel, model.dropout)
+    attend = attend or make_attention(kernel, model.dropout)
     optimizer = make_optimizer(config.optimizer)
     schedule = learning_rate_schedule(config.optimizer)
     sharded = make_sharded(config, mesh, attend)

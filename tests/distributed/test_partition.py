@@ -4,7 +4,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from jaxgpt.config import load_config
-from jaxgpt.distributed.mesh import describe, make_mesh
+from jaxgpt.distributed.mesh import make_mesh
 from jaxgpt.distributed.partition import (
     gradient_rules,
     moment_rules,
@@ -94,10 +94,3 @@ def test_what_cannot_be_divided_is_said():
     with limited_devices(6):
         steps = make_steps(config, make_mesh((1, 2, 3)))
     assert steps.warnings == ("vocab=128 stays whole on every device: 3 does not divide it",)
-
-
-def test_tensor_lies_on_neighbouring_devices():
-    mesh = make_mesh((2, 1, 4))
-    ids = np.vectorize(lambda d: d.id)(mesh.devices)
-    assert ids.tolist() == [[[0, 1, 2, 3]], [[4, 5, 6, 7]]]
-    assert describe(mesh) == "data=2 fsdp=1 tensor=4"

@@ -1,0 +1,117 @@
+"""How long a step would take: a roofline with few, stated assumptions, not a measurement."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from jaxgpt.config import Config
+from jaxgpt.model.gpt import count_parameters
+from jaxgpt.planning.collectives import Collective, ring_bytes
+from jaxgpt.planning.program import Memory
+from jaxgpt.telemetry.devices import Device
+from jaxgpt.telemetry.metrics import flops_per_token
+
+MATMUL_EFFICIENCY = 0.6  # of the dense peak; Megatron-LM and llm.c train at 0.41-0.49 in all
+LATENCY = {"link": 10e-6, "network": 30e-6}  # seconds before an operation's first byte arrives
+
+ASSUMPTIONS = (
+    f"matrix products reach {MATMUL_EFFICIENCY:.0%} of the dense peak",
+    "collectives go around a ring, at the peak of its slowest link, "
+    f"after {LATENCY['link'] * 1e6:.0f} us in a host and {LATENCY['network'] * 1e6:.0f} us across",
+    "what travels over data and fsdp hides behind computation as far as that lasts; "
+    "what travels over tensor does not",
+    "the update reads and writes parameters, gradients and moments once",
+)
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Times of one step in seconds, and the rates that follow."""
+
+    step: float
+    compute: float
+    update: float
+    tensor_communication: float
+    other_communication: float
+    tokens_per_sec: float
+    tokens_per_sec_per_device: float
+    mfu: float
+
+
+def recomputed_flops_per_token(config: Config) -> int:
+    """FLOPs that parallel.remat adds: products of attention alone, or of a layer's forward pass."""
+    L, D, T = config.model.n_layer, config.model.n_embd, config.model.block_size
+    attention, linear = 4 * L * D * T, 2 * 12 * L * D * D
+    return {"none": 0, "attention": attention, "dots": attention, "full": attention + linear}[
+        config.parallel.remat
+    ]
+
+
+def link_of(axes: tuple[str, ...], mesh: Mapping[str, int], devices_per_host: int) -> str:
+    """`link` if the devices that talk along these mesh axes share a host, else `network`."""
+    return "network" if _reach(axes, mesh) > devices_per_host else "link"
+
+
+def _reach(axes: tuple[str, ...], mesh: Mapping[str, int]) -> int:
+    """How many neighbouring devices contain a group along `axes`."""
+    names = list(mesh)
+    outermost = min(names.index(axis) for axis in axes)
+    return math.prod(mesh[name] for name in names[outermost:])
+
+
+def bandwidth(
+    axes: tuple[str, ...], mesh: Mapping[str, int], device: Device, devices_per_host: int
+) -> float:
+    """Bytes/s that each device of a ring along `axes` can send.
+
+    The members of a group on one host use their shares of the host's network together.
+    """
+    assert device.link_bandwidth and device.network_bandwidth, device
+    if link_of(axes, mesh, devices_per_host) == "link":
+        return device.link_bandwidth
+    names = list(mesh)
+    innermost = max(names.index(axis) for axis in axes)
+    stride = math.prod(mesh[name] for name in names[innermost + 1 :])
+    size = math.prod(mesh[axis] for axis in axes)
+    members = max(1, min(size, devices_per_host // stride))
+    return min(device.link_bandwidth, members * device.network_bandwidth)
+
+
+def estimate(
+    config: Config,
+    mesh: Mapping[str, int],
+    device: Device,
+    devices_per_host: int,
+    memory: Memory,
+    collectives: tuple[Collective, ...],
+) -> Estimate | None:
+    """The estimate for one step; None for a device whose rates are not known."""
+    peak = device.peak_flops.get(config.train.dtype)
+    if peak is None or not device.memory_bandwidth or not device.network_bandwidth:
+        return None
+    n_devices = math.prod(mesh.values())
+    tokens = config.train.batch_size * config.model.block_size
+    per_token = flops_per_token(config.model, count_parameters(config.model)[1])
+    share = per_token * tokens / n_devices
+    again = recomputed_flops_per_token(config) * tokens / n_devices
+    compute = (share + again) / (peak * MATMUL_EFFICIENCY)
+    update = 2 * (memory.parameters + memory.moments + memory.gradients) / device.memory_bandwidth
+    times = {"tensor": 0.0, "other": 0.0}
+    for c in collectives:
+        n = math.prod(mesh[axis] for axis in c.axes)
+        sent = ring_bytes(c.kind, c.bytes, n)
+        seconds = sent / bandwidth(c.axes, mesh, device, devices_per_host)
+        if c.bytes / c.count > 1024:  # the scalars are merged into one
+            seconds += c.count * LATENCY[link_of(c.axes, mesh, devices_per_host)]
+        times["tensor" if c.axes == ("tensor",) else "other"] += seconds
+    step = max(compute + times["tensor"], times["other"]) + update
+    return Estimate(
+        step=step,
+        compute=compute,
+        update=update,
+        tensor_communication=times["tensor"],
+        other_communication=times["other"],
+        tokens_per_sec=tokens / step,
+        tokens_per_sec_per_device=tokens / step / n_devices,
+        mfu=share / step / peak,
+    )

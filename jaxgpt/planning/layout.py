@@ -1,0 +1,127 @@
+"""The plan of one layout: what each device holds, what it says, and how long a step takes."""
+
+import dataclasses
+import math
+import os
+from dataclasses import dataclass
+from typing import Any
+
+from jaxgpt.config import MESH_AXES, Config
+from jaxgpt.model.gpt import count_parameters
+from jaxgpt.planning.collectives import Collective, ring_bytes
+from jaxgpt.planning.estimate import ASSUMPTIONS, Estimate, estimate, link_of
+from jaxgpt.planning.program import Memory, compile_step
+from jaxgpt.planning.theory import Traffic, expected_traffic
+from jaxgpt.telemetry.devices import Device
+from jaxgpt.telemetry.metrics import flops_per_token
+
+USABLE = 0.9  # of a device's memory; the rest goes to the driver, NCCL and fragmentation
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All that is known of a layout without running it."""
+
+    config: Config
+    mesh: dict[str, int]
+    device: Device
+    devices_per_host: int
+    attention: str
+    memory: Memory
+    capacity: int
+    """Bytes that a program may use of a device's memory."""
+    collectives: tuple[Collective, ...]
+    theory: tuple[Traffic, ...]
+    estimate: Estimate | None
+
+    @property
+    def fits(self) -> bool:
+        return self.memory.total <= self.capacity
+
+    @property
+    def flops_per_token(self) -> int:
+        return flops_per_token(self.config.model, count_parameters(self.config.model)[1])
+
+    def warnings(self) -> list[str]:
+        """One line for each thing that works, and that hardly anyone wants."""
+        if self.mesh["tensor"] <= self.devices_per_host:
+            return []
+        return [
+            f"warning: tensor={self.mesh['tensor']} is more than the {self.devices_per_host} "
+            "devices of a host: every layer waits for the network; use fsdp across hosts"
+        ]
+
+    def communication(self) -> list[dict[str, Any]]:
+        """Every kind of collective: as compiled, as theory has it, and what a ring sends."""
+        rows: dict[tuple[str, tuple[str, ...]], dict[str, Any]] = {}
+        for source, found in (("", self.collectives), ("theory_", self.theory)):
+            for c in found:
+                row = rows.setdefault(
+                    (c.kind, c.axes),
+                    {"kind": c.kind, "axes": c.axes}
+                    | dict.fromkeys(("count", "bytes", "theory_count", "theory_bytes"), 0),
+                )
+                row[f"{source}count"] += c.count
+                row[f"{source}bytes"] += c.bytes
+        for row in rows.values():
+            n = math.prod(self.mesh[axis] for axis in row["axes"])
+            row["bytes_sent"] = round(ring_bytes(row["kind"], row["bytes"], n))
+            row["over"] = link_of(row["axes"], self.mesh, self.devices_per_host)
+        return list(rows.values())
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON: bytes, seconds and FLOPs."""
+        memory = dataclasses.asdict(self.memory)
+        tokens = self.config.train.batch_size * self.config.model.block_size
+        return {
+            "config": self.config.to_dict(),
+            "mesh": self.mesh,
+            "devices": math.prod(self.mesh.values()),
+            "device": self.device.name,
+            "devices_per_host": self.devices_per_host,
+            "attention": self.attention,
+            "memory": memory | {"total": self.memory.total, "capacity": self.capacity},
+            "fits": self.fits,
+            "warnings": self.warnings(),
+            "collectives": self.communication(),
+            "flops_per_token": self.flops_per_token,
+            "flops_per_step": self.flops_per_token * tokens,
+            "estimate": dataclasses.asdict(self.estimate) if self.estimate else None,
+            "assumptions": list(ASSUMPTIONS),
+            "exact": ["memory.parameters", "memory.moments", "memory.host_moments"],
+        }
+
+
+def plan_layout(
+    config: Config, sizes: tuple[int, ...], device: Device, devices_per_host: int
+) -> Plan:
+    """Compiles the step for a layout and adds up what it means.
+
+    Args:
+        config: with model.vocab_size set.
+        sizes: of the mesh; JAX has been told to simulate that many devices.
+    """
+    mesh = dict(zip(MESH_AXES, sizes, strict=True))
+    program = compile_step(config, sizes, device)
+    return Plan(
+        config=config,
+        mesh=mesh,
+        device=device,
+        devices_per_host=devices_per_host,
+        attention=program.attention,
+        memory=program.memory,
+        capacity=capacity(device, math.prod(sizes)),
+        collectives=program.collectives,
+        theory=expected_traffic(config, mesh),
+        estimate=estimate(
+            config, mesh, device, devices_per_host, program.memory, program.collectives
+        ),
+    )
+
+
+def capacity(device: Device, n_devices: int) -> int:
+    """Bytes of a device's memory that a program may use; simulated devices share this machine's."""
+    if device.memory is not None:
+        return int(USABLE * device.memory)
+    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return int(USABLE * machine / n_devices)

@@ -1,0 +1,171 @@
+"""`python -m jaxgpt.plan` against the live arrays and the compiled program that it speaks of."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+
+from jaxgpt.config import load_config, mesh_sizes
+from jaxgpt.distributed.mesh import make_mesh
+from jaxgpt.model.gpt import count_parameters
+from jaxgpt.planning.advise import advise
+from jaxgpt.planning.layout import plan_layout
+from jaxgpt.telemetry.devices import DEVICES
+from jaxgpt.training.step import make_steps
+from jobs import limited_devices, run
+
+MODEL = (
+    "tiny", "model.n_layer=4", "model.n_embd=128", "model.vocab_size=256", "model.block_size=64",
+    "train.batch_size=16",
+)  # fmt: skip
+LAYOUTS = (
+    ("8,1,1", "parallel.zero_stage=0"),
+    ("1,8,1", "parallel.zero_stage=1"),
+    ("2,4,1", "parallel.zero_stage=2", "train.gradient_accumulation_steps=2"),
+    ("1,8,1", "parallel.remat=full", "parallel.scan_layers=True"),
+    ("2,2,2", "parallel.sequence_parallel=True", "train.dtype=bfloat16"),
+    ("1,2,4", "parallel.offload_optimizer=True", "train.loss_chunk=100"),
+)
+
+
+def configured(mesh, *options):
+    return load_config(*MODEL, "--mesh", mesh, *options)
+
+
+def live_bytes(tree):
+    device = jax.devices()[0]
+    shards = [s for x in jax.tree.leaves(tree) for s in x.addressable_shards if s.device == device]
+    return sum(s.data.nbytes for s in shards)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=" ".join)
+def test_a_plan_is_what_the_program_does(layout):
+    config = configured(*layout)
+    sizes = mesh_sizes(config)
+    plan = plan_layout(config, sizes, DEVICES["cpu"], 8)
+    steps = make_steps(config, make_mesh(sizes))
+    state = steps.init()
+    assert plan.memory.parameters == live_bytes(state.params)
+    assert plan.memory.moments == live_bytes(state.opt_state)
+
+    rows = jax.device_put(np.zeros((16, 65), np.int32), steps.batch_sharding)
+    found = steps.train_step.lower(state, np.int32(1), rows).compile().memory_analysis()
+    needed = found.argument_size_in_bytes + found.temp_size_in_bytes
+    assert plan.memory.total == pytest.approx(needed, rel=0.15)
+
+
+@pytest.mark.parametrize(
+    ("stage", "parameters", "gradients", "moments"),
+    [(0, 1, 1, 1), (1, 1, 1, 8), (2, 1, 8, 8), (3, 8, 8, 8)],
+)
+def test_state_follows_the_formula_of_the_zero_paper(stage, parameters, gradients, moments):
+    """arXiv 1910.02054, figure 1, with 4 bytes for a parameter: 4 + 4 + 8 bytes, each over N."""
+    config = configured("1,8,1", f"parallel.zero_stage={stage}")
+    n, _ = count_parameters(config.model)
+    memory = plan_layout(config, (1, 8, 1), DEVICES["cpu"], 8).memory
+    assert memory.parameters == pytest.approx(4 * n / parameters, rel=0.02)
+    assert memory.gradients == pytest.approx(4 * n / gradients, rel=0.02)
+    assert memory.moments == pytest.approx(8 * n / moments, rel=0.02)
+    state = make_steps(config, make_mesh((1, 8, 1))).init()
+    assert live_bytes(state) == pytest.approx(4 * n / parameters + 8 * n / moments, rel=0.02)
+
+
+def test_another_device_counts_its_own_dtype_and_memory():
+    config = configured("1,4,2", "train.dtype=bfloat16", "parallel.offload_optimizer=True")
+    plan = plan_layout(config, (1, 4, 2), DEVICES["a100"], 4)
+    assert plan.memory.host_moments == plan.memory.moments - 4  # Adam's count stays
+    for row in plan.communication():  # also in bytes, though a CPU has no bfloat16
+        assert (row["count"], row["bytes"]) == (row["theory_count"], row["theory_bytes"]), row
+    assert plan.attention.startswith("cudnn")
+    assert plan.estimate.mfu < 0.6 and plan.estimate.step > 0
+    slower = plan_layout(config, (1, 4, 2), DEVICES["a100"], 1)
+    assert slower.estimate.step > plan.estimate.step
+    assert slower.warnings() and not plan.warnings()
+
+
+def test_flash_attention_is_planned_in_linear_memory():
+    def temporaries(block_size, device):
+        config = configured(
+            "1,1,1", "train.dtype=bfloat16", f"model.block_size={block_size}",
+            "model.n_layer=1", "train.batch_size=1", "train.loss_chunk=256",
+        )  # fmt: skip
+        with limited_devices(1):
+            return plan_layout(config, (1, 1, 1), device, 1).memory.activations_and_temporaries
+
+    h100, mi250x = DEVICES["h100"], DEVICES["mi250x"]
+    assert temporaries(4096, h100) < 2.5 * temporaries(2048, h100)
+    assert temporaries(4096, mi250x) > 3.5 * temporaries(2048, mi250x)
+
+
+@pytest.mark.parametrize(
+    ("options", "best"),
+    [
+        ((), "8,1,1"),  # fits a device: data parallel
+        (  # fits sharded, with work enough to hide the gathering of weights behind: ZeRO
+            (
+                "model.n_embd=2048",
+                "model.n_layer=16",
+                "model.n_head=16",
+                "train.batch_size=128",
+                "model.block_size=512",
+                "parallel.scan_layers=True",
+                "train.loss_chunk=8192",
+            ),
+            "4,2,1",
+        ),
+    ],
+)
+def test_advice_follows_the_rules(options, best, monkeypatch):
+    from jaxgpt.planning import advise as module
+
+    room = 10 * 2**30
+    monkeypatch.setattr(module, "capacity", lambda device, n: room)
+    config = configured("-1,1,1", "train.dtype=bfloat16", *options)
+    found = advise(config, 8, DEVICES["a100"], 4)
+    assert ",".join(map(str, found[0].mesh.values())) == best
+    assert all(a.fits >= b.fits for a, b in zip(found, found[1:], strict=False))
+    assert all(a.mesh["tensor"] <= 4 for a in found)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--mesh", "2,4,1", "--device", "b9000"), ("--device=b9000", "h100")),
+        (("--mesh", "2,1,3"), ("tensor=3", "model.n_head=4")),
+        (("--mesh", "2,4,1", "parallel.zero_stage=5"), ("parallel.zero_stage=5", "0, 1, 2, 3")),
+        (("--mesh", "-1,1,1"), ("parallel.mesh=-1,1,1", "--advise")),
+        (("--mesh", "7,1,1"), ("train.batch_size=24", "7")),
+        (("--advise", "0"), ("--advise", "0")),
+        (("--advise", "8", "--devices-per-host", "3"), ("--devices-per-host=3", "8")),
+        (("--mesh", "2,4,1", "--devices"), ("--devices",)),
+        (("--mesh", "2,4,1", "--device"), ("--device",)),
+        (("--mesh", "2,4,1", "--nonsense", "1"), ("--nonsense",)),
+        (("--advise", "two"), ("--advise", "two")),
+        (
+            ("--mesh", "1,1,4", "parallel.sequence_parallel=True", "model.block_size=66"),
+            ("parallel.sequence_parallel=True", "tensor=4", "66"),
+        ),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else None,
+)
+def test_bad_input_is_one_clear_line(arguments, words):
+    job = run("plan", "--config", "tiny", *arguments)
+    assert job.returncode == 2, job.stdout
+    (line,) = job.stdout.strip().splitlines()
+    assert line.startswith("error: ") and all(word in line for word in words), line
+
+
+def test_gpt_175b_is_planned_on_a_laptop():
+    job = run("plan", "--config", "gpt-175b", "--mesh", "8,16,8", "--json")
+    assert job.returncode == 0, job.stdout
+    plan = json.loads(job.stdout)
+    assert job.seconds < 60
+    # GPT-3's table 2.1: 96 layers of 12288; per layer 12 D^2 split over tensor and fsdp, and
+    # 2 D + 2 D of norms and 2 D of row-parallel biases whole, 3 D + 4 D of others over tensor.
+    L, D, V, T = 96, 12288, 50304, 2048
+    split = (L * 12 * D * D + V * D) / (16 * 8) + T * D / 16
+    whole = L * 6 * D + 2 * D + L * 7 * D / 8
+    assert plan["memory"]["parameters"] == 4 * (split + whole)
+    assert plan["memory"]["moments"] == 8 * (split + whole) + 4
+    assert plan["devices"] == 1024 and plan["fits"] is False
