@@ -13,10 +13,11 @@ from typing import NoReturn
 
 from jaxgpt.config import Config, UsageError, check_batch, is_help, mesh_sizes, parse_args
 from jaxgpt.data.sources import vocabulary_size
+from jaxgpt.distributed.cluster import guessed_rank
 from jaxgpt.distributed.exits import exits_together
 from jaxgpt.telemetry.devices import DEVICES, Device
 
-MAX_DEVICES = 16384
+MAX_DEVICES = 2048  # XLA simulates no more CPU devices in one process
 
 
 class Parser(argparse.ArgumentParser):
@@ -26,9 +27,12 @@ class Parser(argparse.ArgumentParser):
 
 def parser() -> Parser:
     out = Parser(prog="python -m jaxgpt.plan", description=__doc__, allow_abbrev=False)
-    out.add_argument("--device", default="cpu", help=f"one of {', '.join(DEVICES)}")
-    out.add_argument("--devices-per-host", type=int, help="default: as on machines that have it")
-    out.add_argument("--advise", type=int, metavar="N", help="rank the meshes of N devices")
+    out.add_argument(
+        "--device", default="cpu", help=f"one of {', '.join(DEVICES)}; default cpu, this machine"
+    )
+    hosts = ", ".join(f"{d.name} {d.devices_per_host}" for d in DEVICES.values() if d.memory)
+    out.add_argument("--devices-per-host", metavar="N", help=f"default: {hosts}")
+    out.add_argument("--advise", metavar="N", help="rank the meshes of N devices")
     out.add_argument("--json", action="store_true", help="for programs: bytes, seconds, FLOPs")
     out.epilog = "All else is as for jaxgpt.train, whose --help lists every key."
     return out
@@ -40,8 +44,8 @@ def main(argv: list[str] | None = None) -> None:
         if is_help(argv):
             parser().print_help()
             return
-        arguments, rest = parser().parse_known_args(argv)
-        print(run(arguments, rest))
+        if guessed_rank() == 0:  # under a launcher once is enough
+            print(run(*parser().parse_known_args(argv)))
 
 
 def run(arguments: argparse.Namespace, rest: list[str]) -> str:
@@ -57,11 +61,10 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> str:
     device = DEVICES[arguments.device]
     config = parse_args(rest, prog="python -m jaxgpt.plan")
     config = config.replace(model__vocab_size=vocabulary_size(config.data, config.model))
+    if arguments.advise is not None:
+        check_free_to_choose(rest)
     n_devices = number_of_devices(config, arguments.advise)
-    per_host = arguments.devices_per_host or min(n_devices, device.devices_per_host)
-    if device.name == "cpu" and arguments.devices_per_host is None:
-        per_host = n_devices
-    check_devices(n_devices, per_host, arguments)
+    per_host = devices_per_host(arguments.devices_per_host, device, n_devices)
 
     import jax
 
@@ -78,41 +81,71 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> str:
     return json.dumps(plan.to_dict(), indent=1) if arguments.json else plan_report(plan)
 
 
-def number_of_devices(config: Config, advise: int | None) -> int:
+def check_free_to_choose(rest: list[str]) -> None:
+    """Refuses keys that --advise is there to choose."""
+    for key in ("mesh", "parallel.mesh", "parallel.remat", "parallel.sequence_parallel"):
+        for word in rest:
+            if word.removeprefix("--").partition("=")[0].replace("-", "_") == key:
+                raise UsageError(f"{word}: --advise chooses this; give one of them")
+
+
+def number_of_devices(config: Config, advise: str | None) -> int:
     """Devices of the job that is planned.
 
     Raises:
-        UsageError: if neither the mesh nor --advise says.
+        UsageError: if neither the mesh nor --advise says, or they are too many to simulate.
     """
-    if advise is not None:
-        return advise
-    sizes = mesh_sizes(config)
-    if -1 in sizes:
-        raise UsageError(
-            f"parallel.mesh={config.parallel.mesh}: a plan needs every size, such as --mesh 2,4,1; "
-            "or give --advise N for N devices"
-        )
-    return math.prod(sizes)
+    option, n = f"--advise={advise}", whole_number("--advise", advise)
+    if n is None:
+        sizes = mesh_sizes(config)
+        option = f"parallel.mesh={config.parallel.mesh}"
+        if -1 in sizes:
+            raise UsageError(
+                f"{option}: a plan needs every size, such as --mesh 2,4,1; or give --advise N "
+                "for N devices"
+            )
+        n = math.prod(sizes)
+    if n > MAX_DEVICES:
+        raise UsageError(f"{option}: {n} devices; a plan can have {MAX_DEVICES}")
+    return n
 
 
-def check_devices(n_devices: int, per_host: int, arguments: argparse.Namespace) -> None:
-    """Refuses numbers of devices that cannot be."""
-    option = "--advise" if arguments.advise is not None else "parallel.mesh"
-    if not 1 <= n_devices <= MAX_DEVICES:
-        raise UsageError(f"{option}: {n_devices} devices; plans are for 1 to {MAX_DEVICES} of them")
-    if per_host < 1 or (n_devices > per_host and n_devices % per_host):
+def devices_per_host(given: str | None, device: Device, n_devices: int) -> int:
+    """How many devices share a host.
+
+    Raises:
+        UsageError: if the job would leave a host partly empty.
+    """
+    n = whole_number("--devices-per-host", given)
+    if n is None and (device.memory is None or n_devices <= device.devices_per_host):
+        return n_devices
+    per_host = n or device.devices_per_host
+    if n_devices > per_host and n_devices % per_host:
+        origin = "" if n else f", as machines with {device.name} have it,"
         raise UsageError(
-            f"--devices-per-host={per_host}: must divide the {n_devices} devices of the job"
+            f"--devices-per-host={per_host}{origin} does not divide the {n_devices} devices of the "
+            "job; give one that does"
         )
+    return per_host
+
+
+def whole_number(option: str, given: str | None) -> int | None:
+    """An option's number; None if it is not given."""
+    if given is None:
+        return None
+    if not given.isdecimal() or int(given) < 1:
+        raise UsageError(f"{option}={given}: must be a whole number, at least 1")
+    return int(given)
 
 
 def advice(config: Config, n_devices: int, device: Device, per_host: int, as_json: bool) -> str:
     from jaxgpt.planning.advise import advise
     from jaxgpt.planning.report import advice_report
 
-    found = advise(config, n_devices, device, per_host)
+    found = advise(config, n_devices, device, per_host, lambda line: print(line, file=sys.stderr))
     if as_json:
-        return json.dumps([advice.to_dict() for advice in found], indent=1)
+        header = {"device": device.name, "devices": n_devices, "devices_per_host": per_host}
+        return json.dumps(header | {"advice": [a.to_dict() for a in found]}, indent=1)
     return advice_report(found, n_devices, device.name)
 
 

@@ -22,6 +22,8 @@ from jaxgpt.training.run_directory import prepare_run
 from jaxgpt.training.step import make_steps
 
 # A model that compiles fast, on the data set that needs no download.
+FIGHT = "full rematerialization"  # in XLA's warning, which begins with "[SPMD] Involuntary"
+
 SMALL = (
     "--config",
     "shakespeare_char_cpu",
@@ -128,12 +130,13 @@ def sha256(tree):
     return digest.hexdigest()
 
 
-def trace(n_steps, *args, devices=None):
+def trace(n_steps, *args, devices=None, with_final=False):
     """What a layout must not change.
 
     Returns:
         A dict: `params`, a hash of the initial parameters; `rows`, a hash of each step's batch;
-        `losses`; `final`, path -> parameter after the last step.
+        `losses` and `norms`, of the gradient; `evaluated`, the initial loss on rows as they are
+        evaluated; with `with_final`, `final`: path -> parameter after the last step.
     """
     config = load_config(*args)
     dataset = open_dataset(config.data, config.model)
@@ -142,14 +145,19 @@ def trace(n_steps, *args, devices=None):
         mesh = make_mesh(mesh_sizes(config, jax.device_count()))
     steps = make_steps(config, mesh)
     state = steps.init()
-    out = {"params": sha256(state.params), "rows": [], "losses": []}
+    validation = Loader.for_evaluation(dataset, "val", config, steps.batch_sharding).batch(1)
+    out = {
+        "params": sha256(state.params), "rows": [], "losses": [], "norms": [],
+        "evaluated": float(steps.eval_step(state.params, validation)),
+    }  # fmt: skip
     loader = Loader.for_training(dataset, config, steps.batch_sharding)
     for step in range(1, n_steps + 1):
         batch = loader.batch(step)
         out["rows"].append(sha256(batch))
         state, metrics = steps.train_step(state, np.int32(step), batch)
         out["losses"].append(float(metrics.loss))
-    return out | {"final": flat(state.params)}
+        out["norms"].append(float(metrics.grad_norm))
+    return out | ({"final": flat(state.params)} if with_final else {})
 
 
 @contextlib.contextmanager

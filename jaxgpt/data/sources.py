@@ -78,9 +78,10 @@ def vocabulary_size(data: DataConfig, model: ModelConfig) -> int:
     if found is None and data.path is None:
         found = VOCABULARY_SIZES.get(data.dataset)
     if found is None:
+        key = f"data.path={data.path}" if data.path is not None else f"data.dataset={data.dataset}"
         raise UsageError(
-            f"model.vocab_size=None: the data ({data.path or data.dataset}) is not here to tell; "
-            "give the number of tokens, such as model.vocab_size=50257"
+            f"{key}: is not here to say how large its vocabulary is; give a number, such as "
+            "model.vocab_size=50257, or prepare the data with python -m jaxgpt.prepare"
         )
     return found
 

@@ -26,16 +26,20 @@ class OneDevice:
     """What a model asks of the devices around it; here there are none."""
 
     def weight(self, stored: Any) -> jax.Array:
-        """A parameter, ready to be multiplied with."""
+        """A parameter, ready for use."""
         return stored
+
+    def by_columns(self, x: jax.Array, kernel: Any, n: int) -> jax.Array:
+        """x W, summed over the last n dimensions of x; W is split by what it puts out."""
+        return jnp.tensordot(x, kernel.astype(x.dtype), n)
+
+    def by_rows(self, x: jax.Array, kernel: Any, n: int) -> jax.Array:
+        """x W, summed over the last n dimensions of x; x and W are split by what comes in."""
+        return jnp.tensordot(x, kernel.astype(x.dtype), n)
 
     def share(self, w_VD: jax.Array, V: int) -> tuple[jax.Array, Any]:
         """This device's rows of a table of V, and the number of the first of them."""
         return w_VD, 0
-
-    def local(self, n: int) -> int:
-        """How many of n are this device's, of something that is split over `tensor`."""
-        return n
 
     def first(self, n: int) -> Any:
         """Number of the first of this device's n, of something that is split over `tensor`."""
@@ -78,9 +82,24 @@ class ManyDevices(OneDevice):
     sequence_parallel: bool
     dtype: jnp.dtype
     """Of the computation. Weights travel in it."""
+    gather_again: bool = False
+    """Bring a layer's weights and activations together once more for its backward pass, in place
+    of keeping them whole for all layers until then."""
 
     def weight(self, stored: "Weight") -> jax.Array:
         return _whole(stored.stored, stored.gradient, stored.layout, self.dtype)
+
+    def by_columns(self, x: jax.Array, kernel: "Weight", n: int) -> jax.Array:
+        def product(x: jax.Array, kernel: Weight) -> jax.Array:
+            return jnp.tensordot(self.enter(x), self.weight(kernel), n)
+
+        return (jax.checkpoint(product) if self.gather_again else product)(x, kernel)
+
+    def by_rows(self, x: jax.Array, kernel: "Weight", n: int) -> jax.Array:
+        def product(x: jax.Array, kernel: Weight) -> jax.Array:
+            return jnp.tensordot(x, self.weight(kernel), n)
+
+        return self.leave((jax.checkpoint(product) if self.gather_again else product)(x, kernel))
 
     def share(self, w_VD: jax.Array, V: int) -> tuple[jax.Array, Any]:
         if w_VD.shape[0] == V and self.tensor > 1:  # stored whole, because tensor divides it not
@@ -88,9 +107,6 @@ class ManyDevices(OneDevice):
             w_VD = jnp.pad(w_VD, ((0, rows * self.tensor - V), (0, 0)))
             w_VD = jax.lax.dynamic_slice_in_dim(w_VD, self.first(rows), rows)
         return w_VD, self.first(w_VD.shape[0])
-
-    def local(self, n: int) -> int:
-        return n // self.tensor
 
     def first(self, n: int) -> Any:
         return jax.lax.axis_index("tensor") * n if self.tensor > 1 else 0
@@ -166,6 +182,7 @@ def weight_layout(
     summed: PartitionSpec,
     reduced: PartitionSpec,
     axes: LogicalAxes,
+    tensor: int,
     batch_axes: tuple[str, ...],
     sequence_parallel: bool,
     reduce_dtype: str,
@@ -176,13 +193,14 @@ def weight_layout(
     positions: their gradients are partial along `tensor` too.
     """
     split = frozenset(axis for axis in stored if axis)
-    own_positions = sequence_parallel and "tensor" not in split
+    # A vocabulary that `tensor` does not divide is stored whole, and each device uses its share.
+    own_part = tensor > 1 and "tensor" not in split and (sequence_parallel or "vocab" in axes)
     return WeightLayout(
         split=split,
         stored=_dimension(stored),
         summed=_dimension(summed),
         reduced=_dimension(reduced),
-        partial=frozenset(batch_axes) | ({"tensor"} if own_positions else set()),
+        partial=frozenset(batch_axes) | ({"tensor"} if own_part else set()),
         is_matrix=len([a for a in axes if a != "layers"]) > 1,
         reduce_dtype=reduce_dtype,
     )

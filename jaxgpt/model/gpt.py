@@ -7,6 +7,7 @@ the L blocks are stacked along a leading `layers` axis, one array per kind of we
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -28,6 +29,41 @@ def normal(std: float) -> nnx.Initializer:
     return nnx.initializers.normal(std)
 
 
+class Linear(nnx.Module):
+    """x W + b, where W may be split over devices by columns or by rows."""
+
+    def __init__(
+        self,
+        inputs: tuple[int, ...],
+        outputs: tuple[int, ...],
+        axes: tuple[str | None, ...],
+        std: float,
+        multiply: Callable[[jax.Array, Any, int], jax.Array],
+        *,
+        dtype: jnp.dtype,
+        use_bias: bool,
+        rngs: nnx.Rngs,
+    ):
+        """A layer with normal weights and zero biases.
+
+        Args:
+            inputs: dimensions of x, its last ones, that are summed over.
+            axes: logical axes of W, which has the shape (*inputs, *outputs).
+            multiply: (x, W, number of inputs) -> x W, with the devices that share W.
+        """
+        self.n_inputs, self.dtype, self.multiply = len(inputs), dtype, multiply
+        kernel = normal(std)(rngs.params(), (*inputs, *outputs), jnp.float32)
+        self.kernel = nnx.Param(kernel, logical_axes=axes)
+        # What is added after a sum over devices is small: every device keeps it whole.
+        own = tuple(axis if axis != "embed" else None for axis in axes[self.n_inputs :])
+        bias = nnx.Param(jnp.zeros(outputs), logical_axes=own) if use_bias else None
+        self.bias = nnx.data(bias)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        y = self.multiply(x.astype(self.dtype), self.kernel.get_value(), self.n_inputs)
+        return y if self.bias is None else y + self.bias.astype(self.dtype)
+
+
 class Block(nnx.Module):
     """x + attention(norm(x)), then x + mlp(norm(x))."""
 
@@ -40,51 +76,35 @@ class Block(nnx.Module):
         *,
         rngs: nnx.Rngs,
     ):
-        D, K = config.n_embd, config.n_embd // config.n_head
-        H, F = devices.local(config.n_head), devices.local(4 * D)
+        D, H, F = config.n_embd, config.n_head, 4 * config.n_embd
+        K = D // H
         self.attend, self.devices = attend, devices
         self.norm_1 = layer_norm(config, dtype, rngs)
         self.norm_2 = layer_norm(config, dtype, rngs)
         self.dropout = nnx.Dropout(config.dropout)
 
-        def by_rows(*operands, **options):
-            return devices.leave(jax.lax.dot_general(*operands, **options))
-
-        def linear(inputs, outputs, axes, std, dot_general=None):
-            n_in = 1 if isinstance(inputs, int) else len(inputs)
-            return nnx.LinearGeneral(
-                inputs,
-                outputs,
-                axis=tuple(range(-n_in, 0)),
-                use_bias=config.bias,
-                dtype=dtype,
-                dot_general=dot_general,
-                kernel_init=normal(std),
-                kernel_metadata={"logical_axes": axes},
-                bias_metadata={"logical_axes": axes[n_in:] if dot_general is None else (None,)},
-                rngs=rngs,
-            )
-
+        columns, rows = devices.by_columns, devices.by_rows
+        linear = functools.partial(Linear, dtype=dtype, use_bias=config.bias, rngs=rngs)
         # Residual branches sum over 2L projections: scaling them keeps the variance at 1.
-        residual_std = INIT_STD / math.sqrt(2 * config.n_layer)
-        self.qkv = linear(D, (3, H, K), ("embed", None, "heads", None), INIT_STD)
-        self.out = linear((H, K), D, ("heads", None, "embed"), residual_std, by_rows)
-        self.up = linear(D, F, ("embed", "mlp"), INIT_STD)
-        self.down = linear(F, D, ("mlp", "embed"), residual_std, by_rows)
+        small = INIT_STD / math.sqrt(2 * config.n_layer)
+        self.qkv = linear((D,), (3, H, K), ("embed", None, "heads", None), INIT_STD, columns)
+        self.out = linear((H, K), (D,), ("heads", None, "embed"), small, rows)
+        self.up = linear((D,), (F,), ("embed", "mlp"), INIT_STD, columns)
+        self.down = linear((F,), (D,), ("mlp", "embed"), small, rows)
 
     def __call__(self, x_BTD: jax.Array, keys_B: jax.Array | None = None) -> jax.Array:
         """With a key for every row there is dropout."""
         keys = (None,) * 3 if keys_B is None else keys_for(keys_B, jnp.arange(3)).T
         drop = functools.partial(dropout, self.dropout, self.devices)
 
-        qkv_BTCHK = self.qkv(self.devices.enter(self.norm_1(x_BTD)))
+        qkv_BTCHK = self.qkv(self.norm_1(x_BTD))
         q_BTHK, k_BTHK, v_BTHK = (qkv_BTCHK[:, :, c] for c in range(3))
         heads_H = self.devices.first(q_BTHK.shape[2]) + jnp.arange(q_BTHK.shape[2])
         keys_BH = keys_for(keys[0], heads_H)
         mixed_BTHK = self.attend(q_BTHK, k_BTHK, v_BTHK, keys_BH)
         x_BTD = x_BTD + drop(self.out(mixed_BTHK), keys[1])
 
-        hidden_BTF = self.up(self.devices.enter(self.norm_2(x_BTD)))
+        hidden_BTF = self.up(self.norm_2(x_BTD))
         mlp_BTD = self.down(jax.nn.gelu(hidden_BTF, approximate=False))
         return x_BTD + drop(mlp_BTD, keys[2])
 
@@ -101,7 +121,6 @@ class GPT(nnx.Module):
         devices: OneDevice = ONE_DEVICE,
         scan_layers: bool = False,
         remat: str = "none",
-        gather_again: bool = False,
         rngs: nnx.Rngs,
     ):
         """A model with float32 parameters.
@@ -113,13 +132,10 @@ class GPT(nnx.Module):
             devices: how this device and the others share the work.
             scan_layers: compile one block and loop over it, in place of L blocks.
             remat: what of a layer the backward pass computes again, see `remat`.
-            gather_again: bring together a layer's weights and activations once more for the
-                backward pass, in place of keeping them whole for all layers until then.
         """
         assert config.vocab_size is not None
         self.config, self.dtype = config, dtype
-        self.devices, self.scan_layers = devices, scan_layers
-        self.remat, self.gather_again = remat, gather_again
+        self.devices, self.scan_layers, self.remat = devices, scan_layers, remat
         V, D, T = config.vocab_size, config.n_embd, config.block_size
 
         def padded_normal(key, shape, dtype):
@@ -151,7 +167,9 @@ class GPT(nnx.Module):
         """What the output layer multiplies: x_BTD, this device's w_VD, its first token."""
         if self.config.dropout == 0:
             keys_B = None
-        embedding_keys = keys_B  # not the layers', which are made from these
+        L = self.config.n_layer
+        keys = None if keys_B is None else keys_for(keys_B, jnp.arange(L + 1)).T
+        layer_keys, own_keys = (None, None) if keys is None else (keys[:L], keys[L])
         T = self.devices.positions(tokens_BT.shape[1])
         V = padded_vocab_size(self.config.vocab_size)
         whole = functools.partial(with_weights, devices=self.devices)
@@ -161,21 +179,20 @@ class GPT(nnx.Module):
             wpe_TD.astype(self.dtype), self.devices.first_position(T), T
         )
         x_BTD = self.devices.leave(look_up(w_VD, tokens_BT - first)) + wpe_TD
-        x_BTD = dropout(self.dropout, self.devices, x_BTD, embedding_keys)
-        x_BTD = whole(self.norm)(self._layers(x_BTD, keys_B))
+        x_BTD = dropout(self.dropout, self.devices, x_BTD, own_keys)
+        x_BTD = whole(self.norm)(self._layers(x_BTD, layer_keys))
         return self.devices.enter(x_BTD), w_VD, first
 
-    def _layers(self, x_BTD: jax.Array, keys_B: jax.Array | None) -> jax.Array:
+    def _layers(self, x_BTD: jax.Array, keys_LB: jax.Array | None) -> jax.Array:
         L = self.config.n_layer
         graph, stacked = nnx.split(self.blocks)
-        keys_LB = None if keys_B is None else keys_for(keys_B, jnp.arange(L)).T
 
         def layer(x_BTD, block_and_keys):
             params, keys_B = block_and_keys
             block = with_weights(nnx.merge(graph, params), self.devices)
             return block(x_BTD, keys_B), None
 
-        layer = rematerialized(layer, self.remat, self.gather_again, in_loop=self.scan_layers)
+        layer = rematerialized(layer, self.remat, in_loop=self.scan_layers)
         if self.scan_layers:
             return jax.lax.scan(layer, x_BTD, (stacked, keys_LB))[0]
         for i in range(L):
@@ -184,23 +201,23 @@ class GPT(nnx.Module):
 
 
 def with_weights(module: nnx.Module, devices: OneDevice) -> Any:
-    """The module with weights to multiply with: under ZeRO-3 here is where they come together."""
+    """The module with its parameters ready for use, but for kernels: `Linear` sees to those."""
     graph, params = nnx.split(module)
-    return nnx.merge(
-        graph,
-        jax.tree.map(
-            lambda param: param.replace(devices.weight(param.get_value())),
-            params,
-            is_leaf=lambda x: isinstance(x, nnx.Param),
-        ),
-    )
+
+    def ready(path: tuple[Any, ...], param: nnx.Param) -> nnx.Param:
+        if path[-1] == "kernel":
+            return param
+        return param.replace(devices.weight(param.get_value()))
+
+    return nnx.merge(graph, nnx.map_state(ready, params))
 
 
 def look_up(w_VD: jax.Array, tokens_BT: jax.Array) -> jax.Array:
     """Rows of w_VD; zeros for tokens that are not among them, but on another device."""
     is_here_BT = (tokens_BT >= 0) & (tokens_BT < w_VD.shape[0])
-    rows_BTD = w_VD[jnp.where(is_here_BT, tokens_BT, 0)]
-    return jnp.where(is_here_BT[..., None], rows_BTD, 0)
+    # In float32, since the gradient of a row is the sum over all places where its token stands.
+    rows_BTD = w_VD.astype(jnp.float32)[jnp.where(is_here_BT, tokens_BT, 0)]
+    return jnp.where(is_here_BT[..., None], rows_BTD, 0).astype(w_VD.dtype)
 
 
 def logits(x_BTD: jax.Array, w_VD: jax.Array, first: Any, vocab_size: int) -> jax.Array:

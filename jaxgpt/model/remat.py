@@ -11,39 +11,24 @@ from jaxgpt.model.attention import Attention
 _SUMS = ("psum", "psum_invariant", "reduce_scatter")
 
 
-def rematerialized(
-    layer: Callable[..., Any], remat: str, gather_again: bool, in_loop: bool
-) -> Callable[..., Any]:
+def rematerialized(layer: Callable[..., Any], remat: str, in_loop: bool) -> Callable[..., Any]:
     """The same layer, which keeps less for its backward pass.
 
     Args:
-        remat: parallel.remat. `none` and `attention` keep everything here (attention is taken
-            care of in `without_scores`); `dots` the results of the linear layers and of sums over
-            devices; `full` nothing but the layer's input.
-        gather_again: whatever is kept, what was gathered from other devices is not.
+        remat: parallel.remat. `none` keeps everything, and so does `attention` here, which
+            `without_scores` takes care of; `dots` keeps the results of the linear layers and of
+            sums over devices; `full` nothing but the layer's input.
         in_loop: the layer is the body of a loop, where XLA cannot merge the two computations.
     """
-    policies = jax.checkpoint_policies
 
     def keep(primitive: Any, *args: Any, **params: Any) -> bool:
-        if gather_again and _gathers(primitive, params):
-            return False
-        if remat == "full":
-            return False
-        if remat == "dots":
-            is_dot = policies.dots_with_no_batch_dims_saveable(primitive, *args, **params)
-            return is_dot or primitive.name in _SUMS
-        return True
+        is_dot = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
+        return is_dot(primitive, *args, **params) or primitive.name in _SUMS
 
-    if remat in ("none", "attention") and not gather_again:
+    if remat in ("none", "attention"):
         return layer
-    return jax.checkpoint(layer, policy=keep, prevent_cse=not in_loop)
-
-
-def _gathers(primitive: Any, params: dict[str, Any]) -> bool:
-    """Whether this is an all-gather, or a function with its own gradient that makes one."""
-    inside = params["call_jaxpr"].eqns if primitive.name == "custom_vjp_call" else ()
-    return primitive.name == "all_gather" or any(_gathers(e.primitive, e.params) for e in inside)
+    policy = keep if remat == "dots" else jax.checkpoint_policies.nothing_saveable
+    return jax.checkpoint(layer, policy=policy, prevent_cse=not in_loop)
 
 
 def without_scores(attend: Attention) -> Attention:

@@ -2,19 +2,20 @@
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from jaxgpt.config import MESH_AXES, Config, UsageError, check_batch
 from jaxgpt.planning.collectives import Collective
-from jaxgpt.planning.estimate import Estimate, estimate
+from jaxgpt.planning.estimate import Estimate, estimate, hosts_spanned
 from jaxgpt.planning.layout import capacity
 from jaxgpt.planning.program import Memory, compile_step, state_memory
 from jaxgpt.planning.theory import expected_traffic
 from jaxgpt.telemetry.devices import Device
 
 REMATS = ("none", "attention", "dots", "full")  # each keeps less than the one before
+STATE_ALONE = "its state alone"
 WORTH = 0.9  # a layout has to be this much faster than a simpler one to stand before it
 
 
@@ -58,51 +59,53 @@ class Advice:
 
 
 def advise(
-    config: Config, n_devices: int, device: Device, devices_per_host: int
+    config: Config,
+    n_devices: int,
+    device: Device,
+    devices_per_host: int,
+    say: Callable[[str], None] = lambda line: None,
 ) -> tuple[Advice, ...]:
-    """All layouts that the model and the batch allow, the best first.
+    """The layouts that the model and the batch allow, the best first.
 
-    State and traffic of each follow from formulas; activations are taken from a compiled step for
-    each size of `tensor`, since they depend on how many rows a device has and on nothing else.
+    Each comes with the least rematerialization that makes it fit. State and traffic follow from
+    formulas; activations are taken from a step compiled for one of the layouts with as many rows
+    on a device, with `fsdp` or without.
 
     Args:
         config: with model.vocab_size set; its mesh, sequence_parallel and remat are replaced.
+        say: is told of every compilation.
 
     Raises:
         UsageError: if no mesh of so many devices suits the model and its batch.
     """
     found: list[Advice] = []
-    tensors = list(_tensor_sizes(config, n_devices, devices_per_host))
-    for tensor in tensors:
-        meshes = list(_meshes(config, n_devices, tensor))
-        for remat in REMATS if meshes else ():
-            chosen = config.replace(
-                parallel__zero_stage=3,
-                parallel__sequence_parallel=_sequence_parallel(config, tensor),
-                parallel__remat=remat,
-            )
-            found_now = list(_measured(chosen, meshes, device, devices_per_host))
-            found += found_now
-            if any(advice.fits for advice in found_now):
-                break
+    for tensor in _tensor_sizes(config, n_devices, devices_per_host):
+        chosen = config.replace(
+            parallel__sequence_parallel=tensor > 1 and config.model.block_size % tensor == 0
+        )
+        meshes = list(_meshes(chosen, n_devices, tensor))
+        for alike in ([m for m in meshes if m[1] == 1], [m for m in meshes if m[1] > 1]):
+            found += _looked_at(chosen, alike, device, devices_per_host, say)
     if not found:
+        accumulation = config.train.gradient_accumulation_steps
         raise UsageError(
-            f"--advise={n_devices}: train.batch_size={config.train.batch_size} in "
-            f"{config.train.gradient_accumulation_steps} microbatches cannot be shared out over "
-            f"{n_devices} devices with tensor up to {max(tensors)}; change train.batch_size"
+            f"--advise={n_devices}: no mesh of {n_devices} devices shares out "
+            f"train.batch_size={config.train.batch_size}; make it a multiple of "
+            f"{n_devices * accumulation}"
         )
     return _ranked(found, devices_per_host)
 
 
 def _tensor_sizes(config: Config, n_devices: int, devices_per_host: int) -> Iterator[int]:
     for tensor in range(1, min(n_devices, devices_per_host) + 1):
-        if n_devices % tensor == 0 and config.model.n_head % tensor == 0:
+        inside_a_host = min(n_devices, devices_per_host) % tensor == 0
+        if inside_a_host and n_devices % tensor == 0 and config.model.n_head % tensor == 0:
             yield tensor
 
 
 def _meshes(config: Config, n_devices: int, tensor: int) -> Iterator[tuple[int, int, int]]:
     for fsdp in range(1, n_devices // tensor + 1):
-        if n_devices // tensor % fsdp:
+        if n_devices // tensor % fsdp or config.model.n_embd % fsdp:
             continue
         sizes = (n_devices // tensor // fsdp, fsdp, tensor)
         try:
@@ -112,50 +115,65 @@ def _meshes(config: Config, n_devices: int, tensor: int) -> Iterator[tuple[int, 
         yield sizes
 
 
-def _sequence_parallel(config: Config, tensor: int) -> bool:
-    return tensor > 1 and config.model.block_size % tensor == 0
-
-
-def _measured(
-    config: Config, meshes: list[tuple[int, int, int]], device: Device, devices_per_host: int
+def _looked_at(
+    config: Config,
+    meshes: list[tuple[int, int, int]],
+    device: Device,
+    devices_per_host: int,
+    say: Callable[[str], None],
 ) -> Iterator[Advice]:
-    """The layouts of one size of `tensor`: activations compiled once, the rest by formula."""
-    most_sharded = max(meshes, key=lambda sizes: sizes[1])
-    compiled = compile_step(_with_mesh(config, most_sharded), most_sharded, device)
-    for sizes in meshes:
+    """Layouts that differ in nothing but how `data` and `fsdp` share the same number of devices."""
+
+    def advice(config: Config, sizes: tuple[int, int, int], memory: Memory) -> Advice:
         mesh = dict(zip(MESH_AXES, sizes, strict=True))
-        chosen = _with_mesh(config, sizes)
-        if sizes[1] == 1:
-            chosen = chosen.replace(parallel__zero_stage=0)
-        memory = dataclasses.replace(
-            state_memory(chosen, sizes, device),
-            activations_and_temporaries=compiled.memory.activations_and_temporaries,
-        )
-        traffic = tuple(
-            Collective(t.kind, t.axes, "", t.count, t.bytes) for t in expected_traffic(chosen, mesh)
-        )
-        yield Advice(
-            config=chosen,
+        config = config.replace(parallel__mesh=",".join(map(str, sizes)))
+        return Advice(
+            config=config,
             mesh=mesh,
             memory=memory,
             capacity=capacity(device, math.prod(sizes)),
-            estimate=estimate(chosen, mesh, device, devices_per_host, memory, traffic),
+            estimate=estimate(
+                config, mesh, device, devices_per_host, memory, _collectives(config, mesh)
+            ),
         )
 
+    left = []
+    for sizes in meshes:
+        state = advice(config, sizes, state_memory(config, sizes, device))
+        if state.fits:
+            left.append(sizes)
+        else:
+            yield dataclasses.replace(state, reason=f"{STATE_ALONE} does not fit")
+    for remat in REMATS:
+        if not left:
+            return
+        chosen, example = config.replace(parallel__remat=remat), left[-1]
+        say(f"compiling mesh {','.join(map(str, example))} with remat={remat}")
+        compiled = compile_step(chosen, example, device).memory.activations_and_temporaries
+        for sizes in list(left):
+            memory = state_memory(chosen, sizes, device)
+            memory = dataclasses.replace(memory, activations_and_temporaries=compiled)
+            made = advice(chosen, sizes, memory)
+            if made.fits or remat == REMATS[-1]:
+                left.remove(sizes)
+                yield made
 
-def _with_mesh(config: Config, sizes: tuple[int, int, int]) -> Config:
-    return config.replace(parallel__mesh=",".join(map(str, sizes)))
+
+def _collectives(config: Config, mesh: dict[str, int]) -> tuple[Collective, ...]:
+    """What theory expects, in the form in which a compiled program tells it."""
+    sums: dict[tuple[str, tuple[str, ...]], tuple[int, int]] = {}
+    for t in expected_traffic(config, mesh):
+        count, size = sums.get((t.kind, t.axes), (0, 0))
+        sums[t.kind, t.axes] = count + t.count, size + t.bytes
+    return tuple(Collective(kind, axes, "", *sums[kind, axes]) for kind, axes in sums)
 
 
 def _ranked(found: list[Advice], devices_per_host: int) -> tuple[Advice, ...]:
     """What fits before what does not; then by time, where a simpler layout wins a near tie."""
 
     def simplicity(advice: Advice) -> tuple[int, ...]:
-        return (
-            advice.mesh["tensor"],
-            advice.mesh["fsdp"],
-            REMATS.index(advice.config.parallel.remat),
-        )
+        remat = REMATS.index(advice.config.parallel.remat)
+        return advice.mesh["tensor"], advice.mesh["fsdp"], remat
 
     def seconds(advice: Advice) -> float:
         return advice.estimate.step if advice.estimate else 0.0
@@ -170,27 +188,32 @@ def _ranked(found: list[Advice], devices_per_host: int) -> tuple[Advice, ...]:
         else:
             best = min(left, key=lambda a: a.memory.total)
         left.remove(best)
-        ranked.append(dataclasses.replace(best, reason=_reason(best, devices_per_host)))
+        reason = best.reason or _reason(best, devices_per_host)
+        ranked.append(dataclasses.replace(best, reason=reason))
     return tuple(ranked)
 
 
 def _reason(advice: Advice, devices_per_host: int) -> str:
     data, fsdp, tensor = advice.mesh.values()
     if not advice.fits:
-        return "does not fit"
-    if fsdp * tensor == 1:
-        return "the whole state fits on each device: only gradients travel, once per step"
+        return "does not fit with remat=full"
+    many_hosts = data * fsdp * tensor > devices_per_host
     words = []
+    if fsdp * tensor == 1:
+        words.append("the whole state fits on a device")
     if tensor > 1:
-        words.append(f"every layer is split over {tensor} devices of one host")
+        words.append(f"every layer is split over {tensor} devices of a host")
     if fsdp > 1:
-        inside = fsdp * tensor <= devices_per_host
-        words.append(
-            f"ZeRO-3 splits the state over {fsdp} devices"
-            + (" of one host" if inside else ", across hosts")
-        )
-    if data > 1 and fsdp * tensor <= devices_per_host:
-        words.append("between hosts only gradients travel")
+        inside = hosts_spanned(("fsdp",), advice.mesh, devices_per_host) == 1
+        stage = advice.config.parallel.zero_stage
+        where = " of a host" if inside and many_hosts else "" if inside else ", across hosts"
+        words.append(f"ZeRO-{stage} over {fsdp} devices{where}")
+    if data > 1:
+        inside = hosts_spanned(("fsdp", "tensor"), advice.mesh, devices_per_host) == 1
+        if many_hosts and inside:
+            words.append("between hosts only gradients travel")
+        elif fsdp * tensor == 1:
+            words.append("only gradients travel")
     if advice.config.parallel.remat != "none":
-        words.append(f"activations fit with remat={advice.config.parallel.remat}")
+        words.append(f"activations need remat={advice.config.parallel.remat}")
     return "; ".join(words)

@@ -4,6 +4,8 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import numpy as np
+
 from jaxgpt.config import Config
 from jaxgpt.model.gpt import count_parameters
 from jaxgpt.planning.collectives import Collective, ring_bytes
@@ -20,13 +22,14 @@ ASSUMPTIONS = (
     f"after {LATENCY['link'] * 1e6:.0f} us in a host and {LATENCY['network'] * 1e6:.0f} us across",
     "what travels over data and fsdp hides behind computation as far as that lasts; "
     "what travels over tensor does not",
-    "the update reads and writes parameters, gradients and moments once",
+    "the update reads and writes parameters, gradients and moments once, moments that are in the "
+    "host's memory through its link",
 )
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """Times of one step in seconds, and the rates that follow."""
+    """Times of one step in seconds, and the rates that follow: an upper bound, more or less."""
 
     step: float
     compute: float
@@ -48,15 +51,17 @@ def recomputed_flops_per_token(config: Config) -> int:
 
 
 def link_of(axes: tuple[str, ...], mesh: Mapping[str, int], devices_per_host: int) -> str:
-    """`link` if the devices that talk along these mesh axes share a host, else `network`."""
-    return "network" if _reach(axes, mesh) > devices_per_host else "link"
+    """`link` if all devices that talk along these mesh axes share a host, else `network`."""
+    return "link" if hosts_spanned(axes, mesh, devices_per_host) == 1 else "network"
 
 
-def _reach(axes: tuple[str, ...], mesh: Mapping[str, int]) -> int:
-    """How many neighbouring devices contain a group along `axes`."""
-    names = list(mesh)
-    outermost = min(names.index(axis) for axis in axes)
-    return math.prod(mesh[name] for name in names[outermost:])
+def hosts_spanned(axes: tuple[str, ...], mesh: Mapping[str, int], devices_per_host: int) -> int:
+    """On how many hosts the devices of one group along these axes are, at most."""
+    places = np.arange(math.prod(mesh.values())).reshape(tuple(mesh.values())) // devices_per_host
+    last = [list(mesh).index(axis) for axis in axes]
+    places = np.moveaxis(places, last, range(-len(last), 0))
+    groups = places.reshape(-1, math.prod(mesh[axis] for axis in axes))
+    return max(len(np.unique(group)) for group in groups)
 
 
 def bandwidth(
@@ -69,12 +74,9 @@ def bandwidth(
     assert device.link_bandwidth and device.network_bandwidth, device
     if link_of(axes, mesh, devices_per_host) == "link":
         return device.link_bandwidth
-    names = list(mesh)
-    innermost = max(names.index(axis) for axis in axes)
-    stride = math.prod(mesh[name] for name in names[innermost + 1 :])
     size = math.prod(mesh[axis] for axis in axes)
-    members = max(1, min(size, devices_per_host // stride))
-    return min(device.link_bandwidth, members * device.network_bandwidth)
+    members = size // hosts_spanned(axes, mesh, devices_per_host)
+    return min(device.link_bandwidth, max(1, members) * device.network_bandwidth)
 
 
 def estimate(
@@ -96,13 +98,14 @@ def estimate(
     again = recomputed_flops_per_token(config) * tokens / n_devices
     compute = (share + again) / (peak * MATMUL_EFFICIENCY)
     update = 2 * (memory.parameters + memory.moments + memory.gradients) / device.memory_bandwidth
+    update += 2 * memory.host_moments / device.host_bandwidth
     times = {"tensor": 0.0, "other": 0.0}
     for c in collectives:
         n = math.prod(mesh[axis] for axis in c.axes)
         sent = ring_bytes(c.kind, c.bytes, n)
         seconds = sent / bandwidth(c.axes, mesh, device, devices_per_host)
-        if c.bytes / c.count > 1024:  # the scalars are merged into one
-            seconds += c.count * LATENCY[link_of(c.axes, mesh, devices_per_host)]
+        operations = c.count if c.bytes / c.count > 1024 else 1  # scalars travel together
+        seconds += operations * LATENCY[link_of(c.axes, mesh, devices_per_host)]
         times["tensor" if c.axes == ("tensor",) else "other"] += seconds
     step = max(compute + times["tensor"], times["other"]) + update
     return Estimate(

@@ -9,7 +9,7 @@ from typing import Any
 from jaxgpt.config import MESH_AXES, Config
 from jaxgpt.model.gpt import count_parameters
 from jaxgpt.planning.collectives import Collective, ring_bytes
-from jaxgpt.planning.estimate import ASSUMPTIONS, Estimate, estimate, link_of
+from jaxgpt.planning.estimate import ASSUMPTIONS, Estimate, estimate, hosts_spanned, link_of
 from jaxgpt.planning.program import Memory, compile_step
 from jaxgpt.planning.theory import Traffic, expected_traffic
 from jaxgpt.telemetry.devices import Device
@@ -33,6 +33,8 @@ class Plan:
     collectives: tuple[Collective, ...]
     theory: tuple[Traffic, ...]
     estimate: Estimate | None
+    warnings: tuple[str, ...]
+    """One line for each thing that works, and that hardly anyone wants."""
 
     @property
     def fits(self) -> bool:
@@ -41,15 +43,6 @@ class Plan:
     @property
     def flops_per_token(self) -> int:
         return flops_per_token(self.config.model, count_parameters(self.config.model)[1])
-
-    def warnings(self) -> list[str]:
-        """One line for each thing that works, and that hardly anyone wants."""
-        if self.mesh["tensor"] <= self.devices_per_host:
-            return []
-        return [
-            f"warning: tensor={self.mesh['tensor']} is more than the {self.devices_per_host} "
-            "devices of a host: every layer waits for the network; use fsdp across hosts"
-        ]
 
     def communication(self) -> list[dict[str, Any]]:
         """Every kind of collective: as compiled, as theory has it, and what a ring sends."""
@@ -82,13 +75,13 @@ class Plan:
             "attention": self.attention,
             "memory": memory | {"total": self.memory.total, "capacity": self.capacity},
             "fits": self.fits,
-            "warnings": self.warnings(),
+            "warnings": self.warnings,
             "collectives": self.communication(),
             "flops_per_token": self.flops_per_token,
             "flops_per_step": self.flops_per_token * tokens,
             "estimate": dataclasses.asdict(self.estimate) if self.estimate else None,
             "assumptions": list(ASSUMPTIONS),
-            "exact": ["memory.parameters", "memory.moments", "memory.host_moments"],
+            "exact": ["memory.parameters", "memory.moments", "collectives", "flops_per_token"],
         }
 
 
@@ -113,9 +106,21 @@ def plan_layout(
         capacity=capacity(device, math.prod(sizes)),
         collectives=program.collectives,
         theory=expected_traffic(config, mesh),
+        warnings=(*program.warnings, *crossing(mesh, devices_per_host)),
         estimate=estimate(
             config, mesh, device, devices_per_host, program.memory, program.collectives
         ),
+    )
+
+
+def crossing(mesh: dict[str, int], devices_per_host: int) -> tuple[str, ...]:
+    """A sentence if groups along `tensor` are not inside one host."""
+    hosts = hosts_spanned(("tensor",), mesh, devices_per_host)
+    if hosts == 1:
+        return ()
+    return (
+        f"parallel.mesh: with {devices_per_host} devices per host tensor={mesh['tensor']} spans "
+        f"{hosts} hosts, and every layer waits for the network; use fsdp across hosts",
     )
 
 

@@ -12,6 +12,7 @@ from jaxgpt.distributed import partition
 from jaxgpt.distributed.mesh import make_mesh
 from jaxgpt.model.attention import blockwise_attention, choose_attention
 from jaxgpt.model.gpt import abstract_params
+from jaxgpt.model.remat import without_scores
 from jaxgpt.planning.collectives import Collective, read_collectives
 from jaxgpt.telemetry.devices import Device
 from jaxgpt.training.step import make_steps
@@ -34,20 +35,17 @@ class Memory:
 
     @property
     def total(self) -> int:
-        """On the device itself."""
-        return (
-            self.parameters
-            + self.gradients
-            + self.moments
-            - self.host_moments
-            + self.activations_and_temporaries
-        )
+        """On the device itself. Moments from the host come to where activations have been."""
+        at_rest = self.parameters + self.gradients + self.moments - self.host_moments
+        return at_rest + max(self.activations_and_temporaries, self.host_moments)
 
 
 @dataclass(frozen=True)
 class Program:
     """A compiled train step."""
 
+    warnings: tuple[str, ...]
+    """What of the layout is not as asked for."""
     attention: str
     memory: Memory
     collectives: tuple[Collective, ...]
@@ -65,7 +63,7 @@ def compile_step(config: Config, sizes: tuple[int, ...], device: Device) -> Prog
         sizes: of the mesh; JAX has been told to simulate that many devices.
     """
     kernel, reason = choose_attention(config.model, config.train.dtype, device.cuda_capability)
-    attend = blockwise_attention if kernel == "cudnn" else None
+    attend = without_scores(blockwise_attention) if kernel == "cudnn" else None
     stand_in = config
     if device.name != "cpu" and config.train.dtype == "bfloat16":
         stand_in = config.replace(train__dtype="float16")
@@ -88,6 +86,7 @@ def compile_step(config: Config, sizes: tuple[int, ...], device: Device) -> Prog
     state = memory.parameters + memory.moments
     gradients = min(memory.gradients, total - state)
     return Program(
+        warnings=steps.warnings,
         attention=f"{kernel} ({reason})",
         memory=dataclasses.replace(
             memory, gradients=gradients, activations_and_temporaries=total - state - gradients

@@ -11,7 +11,6 @@ import jax
 from jaxgpt.config import Config
 from jaxgpt.distributed.partition import LogicalAxes
 from jaxgpt.model.gpt import abstract_params
-from jaxgpt.training.loss import number_of_parts
 
 FLOAT32 = 4  # bytes
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -39,6 +38,7 @@ class _Parameter:
     over_tensor: bool
     over_fsdp: bool
     is_matrix: bool
+    is_vocabulary: bool
 
 
 def expected_traffic(config: Config, mesh: dict[str, int]) -> tuple[Traffic, ...]:
@@ -74,6 +74,7 @@ def _parameters(config: Config, mesh: dict[str, int]) -> list[_Parameter]:
             over_tensor=over_tensor,
             over_fsdp=splits("fsdp", ("embed",)),
             is_matrix=len(names) - stacked > 1,
+            is_vocabulary="vocab" in names,
         )
 
     return jax.tree.leaves(jax.tree.map(look, shapes, axes))
@@ -116,7 +117,8 @@ def _gradients(config: Config, mesh: dict[str, int], parameters: list[_Parameter
 
     Data parallelism all-reduces them. ZeRO reduce-scatters them over `fsdp`, which with `data`
     leaves a part of each to all-reduce over that. With sequence parallelism the gradients of what
-    each device along `tensor` has whole are sums over `tensor` as well.
+    each device along `tensor` has whole are sums over `tensor` as well; so are those of a
+    vocabulary that `tensor` does not divide.
     """
     parallel, parts = config.parallel, config.train.gradient_accumulation_steps
     width = BYTES[parallel.grad_reduce_dtype]
@@ -131,7 +133,8 @@ def _gradients(config: Config, mesh: dict[str, int], parameters: list[_Parameter
             out.append(Traffic("gradients", "reduce-scatter", ("fsdp",), count, size))
             rest //= mesh["fsdp"]
             axes.remove("fsdp")
-        if parallel.sequence_parallel and mesh["tensor"] > 1 and not p.over_tensor:
+        own_part = parallel.sequence_parallel or p.is_vocabulary
+        if mesh["tensor"] > 1 and not p.over_tensor and own_part:
             axes.append("tensor")
         if axes:
             out.append(Traffic("gradients", "all-reduce", tuple(axes), 1, rest * width))
@@ -184,8 +187,9 @@ def _loss_and_norm(
     if mesh["tensor"] > 1:
         rows = config.microbatch_size // (mesh["data"] * mesh["fsdp"])
         tokens = rows * config.model.block_size
-        chunks = number_of_parts(tokens, config.train.loss_chunk)
-        size = 3 * parts * tokens * FLOAT32
+        chunk = min(tokens, config.train.loss_chunk) or tokens
+        chunks = -(-tokens // chunk)
+        size = 3 * parts * chunks * chunk * FLOAT32
         out.append(Traffic("loss", "all-reduce", ("tensor",), 3 * parts * chunks, size))
     batch_axes = tuple(a for a in ("data", "fsdp") if mesh[a] > 1)
     if batch_axes:

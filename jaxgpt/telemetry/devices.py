@@ -28,6 +28,8 @@ class Device:
     """Bytes/s to the other devices of the host, in each direction."""
     network_bandwidth: float | None
     """Bytes/s to other hosts, in each direction: the host's share for one device."""
+    host_bandwidth: float | None
+    """Bytes/s to the host's memory, in each direction: PCIe 4.0 x16 is 32 GB/s, 5.0 twice that."""
     devices_per_host: int
     """On the machine that `network_bandwidth` is of."""
     cuda_capability: float = 0.0
@@ -47,6 +49,7 @@ _TABLE = (
         memory_bandwidth=3.35e12,
         link_bandwidth=450e9,
         network_bandwidth=50e9,
+        host_bandwidth=64e9,
         devices_per_host=8,
         cuda_capability=9.0,
     ),
@@ -60,6 +63,7 @@ _TABLE = (
         memory_bandwidth=4.8e12,
         link_bandwidth=450e9,
         network_bandwidth=50e9,
+        host_bandwidth=64e9,
         devices_per_host=8,
         cuda_capability=9.0,
     ),
@@ -73,6 +77,7 @@ _TABLE = (
         memory_bandwidth=2.039e12,
         link_bandwidth=300e9,
         network_bandwidth=25e9,
+        host_bandwidth=32e9,
         devices_per_host=8,
         cuda_capability=8.0,
     ),
@@ -86,13 +91,14 @@ _TABLE = (
         memory_bandwidth=1.555e12,
         link_bandwidth=300e9,
         network_bandwidth=2 * 25e9 / 4,
+        host_bandwidth=32e9,
         devices_per_host=4,
         cuda_capability=8.0,
     ),
     # AMD's MI250X data sheet (383, 95.7 and 3.2 T for the module), halved for one GCD. OLCF's
     # Frontier user guide: Infinity Fabric of 200 GB/s to the other GCD of the module, 50 to 100
-    # GB/s to GCDs of other modules, which a ring through the host has to cross; four Slingshot
-    # adapters of 25 GB/s for eight GCDs.
+    # GB/s to GCDs of other modules, which a ring through the host has to cross, 36 GB/s to the
+    # processor; four Slingshot adapters of 25 GB/s for eight GCDs.
     Device(
         name="mi250x",
         match="MI250X",
@@ -101,6 +107,7 @@ _TABLE = (
         memory_bandwidth=1.6e12,
         link_bandwidth=100e9,
         network_bandwidth=4 * 25e9 / 8,
+        host_bandwidth=36e9,
         devices_per_host=8,
     ),
     # Intel's Xe HPC: 4096 bfloat16 and 256 float32 operations a clock in each Xe core (oneDNN
@@ -117,6 +124,7 @@ _TABLE = (
         memory_bandwidth=1.64e12,
         link_bandwidth=5 * 15e9,
         network_bandwidth=8 * 25e9 / 12,
+        host_bandwidth=64e9 / 2,
         devices_per_host=12,
     ),
     # A simulated device is a share of some CPU: nothing about it is fixed; ask the machine.
@@ -128,6 +136,7 @@ _TABLE = (
         memory_bandwidth=None,
         link_bandwidth=None,
         network_bandwidth=None,
+        host_bandwidth=None,
         devices_per_host=1,
     ),
 )

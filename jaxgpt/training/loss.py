@@ -9,6 +9,8 @@ import jax.numpy as jnp
 from jaxgpt.distributed.collectives import ONE_DEVICE, OneDevice
 from jaxgpt.model.gpt import logits
 
+NO_TOKEN = -1  # the target of what only fills up the last chunk
+
 
 def cross_entropy(
     logits_BTV: jax.Array,
@@ -49,21 +51,17 @@ def summed_loss(
 
     def summed(x_ND, w_VD, targets_N, first):
         scores_NV = logits(x_ND, w_VD, first, vocab_size)
-        return cross_entropy(scores_NV, targets_N, first, devices).sum()
+        losses_N = cross_entropy(scores_NV, targets_N, first, devices)
+        return jnp.where(targets_N == NO_TOKEN, 0, losses_N).sum()
 
-    n = targets_BT.size
-    parts = number_of_parts(n, chunk)
-    if parts == 1:
+    n, D = targets_BT.size, x_BTD.shape[-1]
+    if chunk == 0 or chunk >= n:
         return summed(x_BTD, w_VD, targets_BT, first)
-    x_PND = x_BTD.reshape(parts, n // parts, -1)
-    return _in_parts(summed, x_PND, w_VD, targets_BT.reshape(parts, -1), first).reshape(())
-
-
-def number_of_parts(n: int, chunk: int) -> int:
-    """The least number of equal parts of n tokens that have at most `chunk`; 1 if that is 0."""
-    if chunk == 0:
-        return 1
-    return next(p for p in range(-(-n // chunk), n + 1) if n % p == 0)
+    parts = -(-n // chunk)
+    padding = parts * chunk - n
+    x_PND = jnp.pad(x_BTD.reshape(n, D), ((0, padding), (0, 0))).reshape(parts, chunk, D)
+    targets_PN = jnp.pad(targets_BT.reshape(n), (0, padding), constant_values=NO_TOKEN)
+    return _in_parts(summed, x_PND, w_VD, targets_PN.reshape(parts, chunk), first)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

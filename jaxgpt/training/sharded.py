@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -22,7 +23,7 @@ from jaxgpt.distributed.collectives import (
     zero_gradients,
 )
 from jaxgpt.model.attention import Attention
-from jaxgpt.model.gpt import GPT, Params, abstract_params
+from jaxgpt.model.gpt import GPT, Params, abstract_params, padded_vocab_size
 from jaxgpt.model.remat import without_scores
 from jaxgpt.training.loss import summed_loss
 
@@ -67,9 +68,13 @@ def make_sharded(config: Config, mesh: Mesh, attend: Attention) -> Sharded:
         sequence_parallel=parallel.sequence_parallel and mesh.shape["tensor"] > 1,
         dtype=jnp.dtype(train.dtype),
     )
+    gathers = devices.sequence_parallel or (stage == 3 and mesh.shape["fsdp"] > 1)
+    keeps_all = parallel.remat in ("none", "attention")  # the others do not keep what they gather
+    devices = dataclasses.replace(devices, gather_again=gathers and keeps_all)
     layouts = jax.tree.map(
         functools.partial(
             weight_layout,
+            tensor=devices.tensor,
             batch_axes=batch_axes,
             sequence_parallel=devices.sequence_parallel,
             reduce_dtype=parallel.grad_reduce_dtype,
@@ -90,7 +95,6 @@ def make_sharded(config: Config, mesh: Mesh, attend: Attention) -> Sharded:
             devices=devices,
             scan_layers=parallel.scan_layers,
             remat=parallel.remat,
-            gather_again=devices.sequence_parallel or (stage == 3 and mesh.shape["fsdp"] > 1),
         )
         return nnx.graphdef(nnx.eval_shape(lambda: network(rngs=nnx.Rngs(0))))
 
@@ -111,9 +115,8 @@ def make_sharded(config: Config, mesh: Mesh, attend: Attention) -> Sharded:
             x_BTD, w_VD, rows[:, 1:], first, model.vocab_size, devices, train.loss_chunk
         )
 
-    def mean(losses: jax.Array) -> jax.Array:
-        tokens = train.batch_size * model.block_size
-        return jax.lax.psum(losses, batch_axes) / tokens
+    def tokens_everywhere(rows: jax.Array) -> int:
+        return rows[:, 1:].size * math.prod(mesh.shape[axis] for axis in batch_axes)
 
     def loss_and_gradients_here(params, step, rows, numbers):
         """`numbers` counts the rows of the whole batch: dropout depends on them."""
@@ -123,16 +126,20 @@ def make_sharded(config: Config, mesh: Mesh, attend: Attention) -> Sharded:
         loss, gradients = accumulated(
             jax.value_and_grad(summed_loss_here), zeros, params, rows, keys_B, parts
         )
-        gradients = jax.tree.map(lambda g: g / (train.batch_size * model.block_size), gradients)
-        return mean(loss), reduce_gradients(gradients, layouts)
+        loss, gradients = jax.tree.map(lambda x: x / tokens_everywhere(rows), (loss, gradients))
+        return jax.lax.psum(loss, batch_axes), reduce_gradients(gradients, layouts)
 
     def loss_here(params, rows):
         params, zeros = prepared(params)
-        return mean(summed_loss_here(zeros, params, rows))
+        losses = jax.lax.psum(summed_loss_here(zeros, params, rows), batch_axes)
+        return losses / tokens_everywhere(rows)
 
     def logits_here(params, tokens_BT):
         weights = jax.tree.map(Weight, *prepared(params), layouts)
-        return nnx.merge(sampling_graph, weights)(tokens_BT)
+        logits_BTV = nnx.merge(sampling_graph, weights)(tokens_BT)
+        if devices.tensor > 1:
+            logits_BTV = jax.lax.all_gather(logits_BTV, "tensor", axis=2, tiled=True)
+        return logits_BTV[..., : padded_vocab_size(model.vocab_size)]
 
     everywhere = PartitionSpec()
     on_mesh = functools.partial(jax.shard_map, mesh=mesh)
@@ -141,7 +148,6 @@ def make_sharded(config: Config, mesh: Mesh, attend: Attention) -> Sharded:
         in_specs=(stored, everywhere, batch, PartitionSpec(batch[0])),
         out_specs=(everywhere, updated),
     )
-    over_vocabulary = "tensor" if "tensor" in stored["wte"]["embedding"] else None
     return Sharded(
         stored=stored,
         updated=updated,
@@ -152,7 +158,7 @@ def make_sharded(config: Config, mesh: Mesh, attend: Attention) -> Sharded:
         logits=on_mesh(
             logits_here,
             in_specs=(stored, everywhere),
-            out_specs=PartitionSpec(None, None, over_vocabulary),
+            out_specs=everywhere,
             check_vma=False,  # what was gathered is the same everywhere, which is not tracked
         ),
     )

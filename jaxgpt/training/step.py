@@ -118,7 +118,9 @@ def make_steps(config: Config, mesh: Mesh, attend: Attention | None = None) -> S
         state: TrainState, step: jax.Array, batch: jax.Array
     ) -> tuple[TrainState, Metrics]:
         loss, gradients = sharded.loss_and_gradients(state.params, step, batch)
-        params, opt_state = jax.device_put(state, on_device)
+        params, opt_state = state
+        if parallel.offload_optimizer:
+            opt_state = jax.device_put(opt_state, on_device.opt_state)
         grad_norm = optax.tree.norm(gradients)
         gradients = clip(gradients, grad_norm, config.optimizer.grad_clip)
         directions, opt_state = optimizer.update(gradients, opt_state, params)

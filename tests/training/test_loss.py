@@ -9,7 +9,7 @@ import pytest
 from jaxgpt.config import load_config, mesh_sizes
 from jaxgpt.distributed.collectives import ONE_DEVICE
 from jaxgpt.distributed.mesh import make_mesh
-from jaxgpt.training.loss import cross_entropy, number_of_parts, summed_loss
+from jaxgpt.training.loss import cross_entropy, summed_loss
 from jaxgpt.training.step import make_steps
 from jobs import limited_devices
 
@@ -48,15 +48,6 @@ def test_a_loss_in_chunks_is_the_loss_at_once(chunk):
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(whole), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(loss(x, w, chunk), whole[0], rtol=1e-6)  # as in an evaluation
-
-
-def test_chunks_are_equal_and_no_longer_than_asked_for():
-    assert number_of_parts(16384, 0) == 1
-    assert number_of_parts(16384, 4096) == 4
-    assert number_of_parts(16384, 5000) == 4
-    assert number_of_parts(12, 5) == 3
-    assert number_of_parts(7, 3) == 7
-    assert number_of_parts(8, 100) == 1
 
 
 @pytest.mark.parametrize(

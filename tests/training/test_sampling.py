@@ -1,11 +1,17 @@
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxgpt.config import UsageError
+from jaxgpt.config import UsageError, load_config
 from jaxgpt.data.tokenizer import CharTokenizer
+from jaxgpt.distributed.mesh import make_mesh
+from jaxgpt.training import step
 from jaxgpt.training.sampling import make_generate, prompt_window
+from jaxgpt.training.step import make_steps
+from jobs import limited_devices
 
 V = 11
 
@@ -61,6 +67,28 @@ def test_tokens_that_the_tokenizer_lacks_are_not_drawn():
     made = jax.jit(make_generate(ranked_logits, 6, 5, 1000, 1.0, None))
     drawn = np.asarray(made(0, np.zeros(6, np.int32), np.int32(1), np.int32(0)))
     assert set(drawn.tolist()) == set(range(5))
+
+
+@pytest.mark.parametrize(
+    ("mesh", "options"),
+    [
+        ("2,2,2", ("parallel.sequence_parallel=True", "model.dropout=0.5")),
+        ("1,2,4", ("parallel.zero_stage=1",)),
+        ("1,2,3", ("model.n_head=6", "model.n_embd=60")),  # does not divide the vocabulary
+    ],
+)
+def test_a_model_too_large_for_one_device_writes_the_same(mesh, options, monkeypatch):
+    """Its logits are computed where its parameters are."""
+    sizes = tuple(int(size) for size in mesh.split(","))
+    config = load_config("tiny", "model.vocab_size=65", "--mesh", mesh, *options)
+    with limited_devices(math.prod(sizes)):
+        steps = make_steps(config, make_mesh(sizes))
+    params, tokens = steps.init().params, jnp.arange(5)[None]
+    gathered = jax.jit(steps.sample_logits)(params, tokens)
+    monkeypatch.setattr(step, "GATHERED_BYTES", 0)
+    computed_apart = jax.jit(lambda *given: steps.sample_logits(*given))(params, tokens)
+    assert computed_apart.shape == gathered.shape == (1, 5, 128)
+    np.testing.assert_allclose(computed_apart, gathered, atol=1e-5)
 
 
 def test_a_prompt_is_cut_to_the_window():

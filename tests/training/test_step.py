@@ -1,7 +1,15 @@
+import jax
 import numpy as np
 import pytest
 
+from jaxgpt.config import load_config
+from jaxgpt.distributed.mesh import make_mesh
+from jaxgpt.model.attention import xla_attention
+from jaxgpt.training.sharded import make_sharded
+from jaxgpt.training.step import make_steps
 from jobs import trace
+
+pytestmark = pytest.mark.usefixtures("layouts_fit")
 
 LAYOUTS = ["1,1,1", "8,1,1", "1,8,1", "1,1,4", "2,1,4", "2,2,2"]
 ARGUMENTS = (
@@ -41,6 +49,20 @@ def test_dropout_is_the_same_on_every_mesh(layout):
     alone = trace(3, *arguments, "--mesh", "1,1,1", devices=1)
     found = trace(3, *arguments, "--mesh", *layout)
     np.testing.assert_allclose(found["losses"], alone["losses"], rtol=1e-4)
+
+
+def test_the_gradient_of_a_frequent_token_is_not_rounded_away():
+    """Of 2048 places where one token stands; in bfloat16, 256 + 1 is 256."""
+    rows, gradient = np.full((32, 65), 7, np.int32), {}
+    for dtype in ("float32", "bfloat16"):
+        config = load_config(*ARGUMENTS, "model.vocab_size=256", f"train.dtype={dtype}")
+        mesh = make_mesh((8, 1, 1))
+        sharded = make_sharded(config, mesh, xla_attention)
+        params = make_steps(config, mesh).init().params
+        _, gradients = jax.jit(sharded.loss_and_gradients)(params, np.int32(1), rows)
+        gradient[dtype] = np.asarray(gradients["wte"]["embedding"])[7]
+    difference = np.linalg.norm(gradient["bfloat16"] - gradient["float32"])
+    assert difference <= 0.02 * np.linalg.norm(gradient["float32"])
 
 
 def test_training_in_bfloat16_follows_float32():
