@@ -147,7 +147,7 @@ def _looked_at(
     for remat in REMATS:
         if not left:
             return
-        chosen, example = config.replace(parallel__remat=remat), left[-1]
+        chosen, example = config.replace(parallel__remat=remat), left[0]
         say(f"compiling mesh {','.join(map(str, example))} with remat={remat}")
         compiled = compile_step(chosen, example, device).memory.activations_and_temporaries
         for sizes in list(left):
@@ -186,7 +186,7 @@ def _ranked(found: list[Advice], devices_per_host: int) -> tuple[Advice, ...]:
             fastest = min(map(seconds, fitting))
             best = next(a for a in fitting if seconds(a) * WORTH <= fastest)
         else:
-            best = min(left, key=lambda a: a.memory.total)
+            best = min(left, key=lambda a: (STATE_ALONE in a.reason, a.memory.total))
         left.remove(best)
         reason = best.reason or _reason(best, devices_per_host)
         ranked.append(dataclasses.replace(best, reason=reason))

@@ -164,7 +164,7 @@ def advice_report(found: Sequence[Advice], n_devices: int, device: str, shown: i
             ",".join(map(str, advice.mesh.values())),
             "yes" if advice.config.parallel.sequence_parallel else "-",
             advice.config.parallel.remat,
-            size(advice.memory.total),
+            ("> " if STATE_ALONE in advice.reason else "") + size(advice.memory.total),
             "yes" if advice.fits else "no",
             f"{advice.estimate.step:.3g} s" if advice.estimate else "-",
             f"{advice.estimate.mfu:.0%}" if advice.estimate else "-",
