@@ -169,7 +169,10 @@ def _collectives(config: Config, mesh: dict[str, int]) -> tuple[Collective, ...]
 
 
 def _ranked(found: list[Advice], devices_per_host: int) -> tuple[Advice, ...]:
-    """What fits before what does not; then by time, where a simpler layout wins a near tie."""
+    """What fits before what does not; then by time, where a simpler layout wins a near tie.
+
+    Before all comes data parallelism, where it fits as it is: nothing is simpler to scale.
+    """
 
     def simplicity(advice: Advice) -> tuple[int, ...]:
         remat = REMATS.index(advice.config.parallel.remat)
@@ -184,7 +187,10 @@ def _ranked(found: list[Advice], devices_per_host: int) -> tuple[Advice, ...]:
         fitting = [a for a in left if a.fits]
         if fitting:
             fastest = min(map(seconds, fitting))
-            best = next(a for a in fitting if seconds(a) * WORTH <= fastest)
+            whole = [a for a in fitting if simplicity(a) == (1, 1, 0)]
+            best = next(iter(whole), None) or next(
+                a for a in fitting if seconds(a) * WORTH <= fastest
+            )
         else:
             best = min(left, key=lambda a: (STATE_ALONE in a.reason, a.memory.total))
         left.remove(best)

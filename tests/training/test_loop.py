@@ -147,7 +147,7 @@ def test_what_is_restored_is_bitwise_what_was_saved(forty):
         state = checkpoints.restore(30, steps.state_shapes)
         params = restore_params(forty, 30, steps.state_shapes.params)
         checkpoints.close()
-        adam = state.opt_state[1]
+        adam = state.opt_state[0]
         tree = {"params": state.params, "mu": adam.mu, "nu": adam.nu, "count": adam.count}
         from jobs import flat
 

@@ -73,7 +73,6 @@ def test_tokens_that_the_tokenizer_lacks_are_not_drawn():
     ("mesh", "options"),
     [
         ("2,2,2", ("parallel.sequence_parallel=True", "model.dropout=0.5")),
-        ("1,2,4", ("parallel.zero_stage=1",)),
         ("1,2,3", ("model.n_head=6", "model.n_embd=60")),  # does not divide the vocabulary
     ],
 )

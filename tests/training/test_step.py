@@ -11,7 +11,6 @@ from jobs import trace
 
 pytestmark = pytest.mark.usefixtures("layouts_fit")
 
-LAYOUTS = ["1,1,1", "8,1,1", "1,8,1", "1,1,4", "2,1,4", "2,2,2"]
 ARGUMENTS = (
     "shakespeare_char_cpu",
     "data.dataset=python",
@@ -19,20 +18,6 @@ ARGUMENTS = (
     "model.n_embd=64",
     "train.batch_size=16",
 )
-
-
-@pytest.fixture(scope="module")
-def reference():
-    return trace(20, *ARGUMENTS, "--mesh", "1,1,1", devices=1)
-
-
-@pytest.mark.parametrize("mesh", LAYOUTS[1:])
-def test_the_mesh_changes_nothing_but_the_layout(mesh, reference):
-    n = int(np.prod([int(s) for s in mesh.split(",")]))
-    found = trace(20, *ARGUMENTS, "--mesh", mesh, devices=n)
-    assert found["params"] == reference["params"]
-    assert found["rows"] == reference["rows"]
-    np.testing.assert_allclose(found["losses"], reference["losses"], rtol=1e-4)
 
 
 @pytest.mark.parametrize(

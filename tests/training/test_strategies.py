@@ -73,6 +73,7 @@ def check(*options, loss=1e-4, parameters=1e-4, devices=None):
     expected = reference()
     found = trace(20, *ARGUMENTS, *options, devices=devices, with_final=True)
     assert found["params"] == expected["params"]
+    assert found["rows"] == expected["rows"]
     np.testing.assert_allclose(found["losses"], expected["losses"], rtol=loss)
     np.testing.assert_allclose(found["norms"], expected["norms"], rtol=10 * loss)
     rows = options_rows(options)
@@ -100,6 +101,7 @@ def test_all_strategies_change_nothing_but_speed_and_memory(chosen):
 @pytest.mark.parametrize(
     "options",
     [
+        *(("--mesh", mesh) for mesh in ("8,1,1", "1,8,1", "2,1,4")),
         ("--mesh", "2,2,2", "train.loss_chunk=50"),
         ("--mesh", "1,2,4", "train.loss_chunk=16", "parallel.sequence_parallel=True"),
         ("--mesh", "2,4,1", "parallel.offload_optimizer=True"),
