@@ -78,10 +78,9 @@ def vocabulary_size(data: DataConfig, model: ModelConfig) -> int:
     if found is None and data.path is None:
         found = VOCABULARY_SIZES.get(data.dataset)
     if found is None:
-        key = f"data.path={data.path}" if data.path is not None else f"data.dataset={data.dataset}"
         raise UsageError(
-            f"{key}: is not here to say how large its vocabulary is; give a number, such as "
-            "model.vocab_size=50257, or prepare the data with python -m jaxgpt.prepare"
+            f"{_named(data)}: is not here to say how large its vocabulary is; give a number, such "
+            "as model.vocab_size=50257, or prepare the data with python -m jaxgpt.prepare"
         )
     return found
 
@@ -94,7 +93,7 @@ def open_dataset(data: DataConfig, model: ModelConfig) -> Dataset:
             not known or larger than model.vocab_size.
     """
     directory = dataset_directory(data)
-    key = f"data.path={data.path}" if data.path is not None else f"data.dataset={data.dataset}"
+    key = _named(data)
     for split in SPLITS:
         if not (directory / f"{split}.bin").is_file():
             remedy = f"run `python -m jaxgpt.prepare {data.dataset}`"
@@ -200,6 +199,11 @@ def write_dataset(
             scratch.rename(directory)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _named(data: DataConfig) -> str:
+    """The key by which a configuration names its data, as a user gives it."""
+    return f"data.path={data.path}" if data.path is not None else f"data.dataset={data.dataset}"
 
 
 def _read_meta(directory: Path) -> dict[str, Any]:

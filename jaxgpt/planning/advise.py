@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxgpt.config import MESH_AXES, Config, UsageError, check_batch
-from jaxgpt.planning.collectives import Collective
-from jaxgpt.planning.estimate import Estimate, estimate, hosts_spanned
-from jaxgpt.planning.layout import capacity
+from jaxgpt.planning.estimate import estimate, hosts_spanned
+from jaxgpt.planning.layout import Layout, capacity
 from jaxgpt.planning.program import Memory, compile_step, state_memory
 from jaxgpt.planning.theory import expected_traffic
 from jaxgpt.telemetry.devices import Device
@@ -19,32 +18,14 @@ STATE_ALONE = "its state alone"
 WORTH = 0.9  # a layout has to be this much faster than a simpler one to stand before it
 
 
-@dataclass(frozen=True)
-class Advice:
+@dataclass(frozen=True, kw_only=True)
+class Advice(Layout):
     """One layout that was looked at."""
 
-    config: Config
-    mesh: dict[str, int]
-    memory: Memory
-    capacity: int
-    estimate: Estimate | None
     reason: str = ""
 
-    @property
-    def fits(self) -> bool:
-        return self.memory.total <= self.capacity
-
     def to_dict(self) -> dict[str, Any]:
-        """For JSON: bytes and seconds."""
-        return {
-            "options": self.options,
-            "mesh": self.mesh,
-            "memory": dataclasses.asdict(self.memory)
-            | {"total": self.memory.total, "capacity": self.capacity},
-            "fits": self.fits,
-            "estimate": dataclasses.asdict(self.estimate) if self.estimate else None,
-            "reason": self.reason,
-        }
+        return {"options": self.options} | super().to_dict() | {"reason": self.reason}
 
     @property
     def options(self) -> str:
@@ -133,7 +114,7 @@ def _looked_at(
             memory=memory,
             capacity=capacity(device, math.prod(sizes)),
             estimate=estimate(
-                config, mesh, device, devices_per_host, memory, _collectives(config, mesh)
+                config, mesh, device, devices_per_host, memory, expected_traffic(config, mesh)
             ),
         )
 
@@ -157,15 +138,6 @@ def _looked_at(
             if made.fits or remat == REMATS[-1]:
                 left.remove(sizes)
                 yield made
-
-
-def _collectives(config: Config, mesh: dict[str, int]) -> tuple[Collective, ...]:
-    """What theory expects, in the form in which a compiled program tells it."""
-    sums: dict[tuple[str, tuple[str, ...]], tuple[int, int]] = {}
-    for t in expected_traffic(config, mesh):
-        count, size = sums.get((t.kind, t.axes), (0, 0))
-        sums[t.kind, t.axes] = count + t.count, size + t.bytes
-    return tuple(Collective(kind, axes, "", *sums[kind, axes]) for kind, axes in sums)
 
 
 def _ranked(found: list[Advice], devices_per_host: int) -> tuple[Advice, ...]:

@@ -1,7 +1,7 @@
 """How long a step would take: a roofline with few, stated assumptions, not a measurement."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,6 +10,7 @@ from jaxgpt.config import Config
 from jaxgpt.model.gpt import count_parameters
 from jaxgpt.planning.collectives import Collective, ring_bytes
 from jaxgpt.planning.program import Memory
+from jaxgpt.planning.theory import Traffic, totals
 from jaxgpt.telemetry.devices import Device
 from jaxgpt.telemetry.metrics import flops_per_token
 
@@ -85,9 +86,13 @@ def estimate(
     device: Device,
     devices_per_host: int,
     memory: Memory,
-    collectives: tuple[Collective, ...],
+    communicated: Iterable[Traffic | Collective],
 ) -> Estimate | None:
-    """The estimate for one step; None for a device whose rates are not known."""
+    """The estimate for one step; None for a device whose rates are not known.
+
+    Args:
+        communicated: in a step, as compiled or in theory.
+    """
     peak = device.peak_flops.get(config.train.dtype)
     if peak is None or not device.memory_bandwidth or not device.network_bandwidth:
         return None
@@ -100,13 +105,12 @@ def estimate(
     update = 2 * (memory.parameters + memory.moments + memory.gradients) / device.memory_bandwidth
     update += 2 * memory.host_moments / device.host_bandwidth
     times = {"tensor": 0.0, "other": 0.0}
-    for c in collectives:
-        n = math.prod(mesh[axis] for axis in c.axes)
-        sent = ring_bytes(c.kind, c.bytes, n)
-        seconds = sent / bandwidth(c.axes, mesh, device, devices_per_host)
-        operations = c.count if c.bytes / c.count > 1024 else 1  # scalars travel together
-        seconds += operations * LATENCY[link_of(c.axes, mesh, devices_per_host)]
-        times["tensor" if c.axes == ("tensor",) else "other"] += seconds
+    for (kind, axes), (count, size) in totals(communicated).items():
+        sent = ring_bytes(kind, size, math.prod(mesh[axis] for axis in axes))
+        seconds = sent / bandwidth(axes, mesh, device, devices_per_host)
+        operations = count if size / count > 1024 else 1  # scalars travel together
+        seconds += operations * LATENCY[link_of(axes, mesh, devices_per_host)]
+        times["tensor" if axes == ("tensor",) else "other"] += seconds
     step = max(compute + times["tensor"], times["other"]) + update
     return Estimate(
         step=step,

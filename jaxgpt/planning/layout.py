@@ -11,34 +11,50 @@ from jaxgpt.model.gpt import count_parameters
 from jaxgpt.planning.collectives import Collective, ring_bytes
 from jaxgpt.planning.estimate import ASSUMPTIONS, Estimate, estimate, hosts_spanned, link_of
 from jaxgpt.planning.program import Memory, compile_step
-from jaxgpt.planning.theory import Traffic, expected_traffic
+from jaxgpt.planning.theory import Traffic, expected_traffic, totals
 from jaxgpt.telemetry.devices import Device
 from jaxgpt.telemetry.metrics import flops_per_token
 
 USABLE = 0.9  # of a device's memory; the rest goes to the driver, NCCL and fragmentation
 
 
-@dataclass(frozen=True)
-class Plan:
-    """All that is known of a layout without running it."""
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """What a layout needs."""
 
     config: Config
     mesh: dict[str, int]
-    device: Device
-    devices_per_host: int
-    attention: str
     memory: Memory
     capacity: int
     """Bytes that a program may use of a device's memory."""
-    collectives: tuple[Collective, ...]
-    theory: tuple[Traffic, ...]
     estimate: Estimate | None
-    warnings: tuple[str, ...]
-    """One line for each thing that works, and that hardly anyone wants."""
 
     @property
     def fits(self) -> bool:
         return self.memory.total <= self.capacity
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON: bytes, seconds and FLOPs."""
+        return {
+            "mesh": self.mesh,
+            "memory": dataclasses.asdict(self.memory)
+            | {"total": self.memory.total, "capacity": self.capacity},
+            "fits": self.fits,
+            "estimate": dataclasses.asdict(self.estimate) if self.estimate else None,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan(Layout):
+    """All that is known of a layout without running it."""
+
+    device: Device
+    devices_per_host: int
+    attention: str
+    collectives: tuple[Collective, ...]
+    theory: tuple[Traffic, ...]
+    warnings: tuple[str, ...]
+    """One line for each thing that works, and that hardly anyone wants."""
 
     @property
     def flops_per_token(self) -> int:
@@ -46,40 +62,30 @@ class Plan:
 
     def communication(self) -> list[dict[str, Any]]:
         """Every kind of collective: as compiled, as theory has it, and what a ring sends."""
-        rows: dict[tuple[str, tuple[str, ...]], dict[str, Any]] = {}
-        for source, found in (("", self.collectives), ("theory_", self.theory)):
-            for c in found:
-                row = rows.setdefault(
-                    (c.kind, c.axes),
-                    {"kind": c.kind, "axes": c.axes}
-                    | dict.fromkeys(("count", "bytes", "theory_count", "theory_bytes"), 0),
-                )
-                row[f"{source}count"] += c.count
-                row[f"{source}bytes"] += c.bytes
-        for row in rows.values():
-            n = math.prod(self.mesh[axis] for axis in row["axes"])
-            row["bytes_sent"] = round(ring_bytes(row["kind"], row["bytes"], n))
-            row["over"] = link_of(row["axes"], self.mesh, self.devices_per_host)
-        return list(rows.values())
+        compiled, theory = totals(self.collectives), totals(self.theory)
+        rows = []
+        for kind, axes in compiled | theory:
+            row: dict[str, Any] = {"kind": kind, "axes": axes}
+            row["count"], row["bytes"] = compiled[kind, axes]
+            row["theory_count"], row["theory_bytes"] = theory[kind, axes]
+            n = math.prod(self.mesh[axis] for axis in axes)
+            row["bytes_sent"] = round(ring_bytes(kind, row["bytes"], n))
+            row["over"] = link_of(axes, self.mesh, self.devices_per_host)
+            rows.append(row)
+        return rows
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON: bytes, seconds and FLOPs."""
-        memory = dataclasses.asdict(self.memory)
         tokens = self.config.train.batch_size * self.config.model.block_size
-        return {
+        return super().to_dict() | {
             "config": self.config.to_dict(),
-            "mesh": self.mesh,
             "devices": math.prod(self.mesh.values()),
             "device": self.device.name,
             "devices_per_host": self.devices_per_host,
             "attention": self.attention,
-            "memory": memory | {"total": self.memory.total, "capacity": self.capacity},
-            "fits": self.fits,
             "warnings": self.warnings,
             "collectives": self.communication(),
             "flops_per_token": self.flops_per_token,
             "flops_per_step": self.flops_per_token * tokens,
-            "estimate": dataclasses.asdict(self.estimate) if self.estimate else None,
             "assumptions": list(ASSUMPTIONS),
             "exact": ["memory.parameters", "memory.moments", "collectives", "flops_per_token"],
         }

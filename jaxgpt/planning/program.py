@@ -14,10 +14,10 @@ from jaxgpt.model.attention import blockwise_attention, choose_attention
 from jaxgpt.model.gpt import abstract_params
 from jaxgpt.model.remat import without_scores
 from jaxgpt.planning.collectives import Collective, read_collectives
+from jaxgpt.planning.theory import FLOAT32
 from jaxgpt.telemetry.devices import Device
 from jaxgpt.training.step import make_steps
 
-FLOAT32 = 4  # bytes
 ADAM_COUNT = 4  # bytes
 
 

@@ -4,6 +4,8 @@ Nothing here looks at a compiled program; `collectives` reads from one what it d
 """
 
 import math
+from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import jax
@@ -11,6 +13,7 @@ import jax
 from jaxgpt.config import Config
 from jaxgpt.distributed.partition import LogicalAxes
 from jaxgpt.model.gpt import abstract_params
+from jaxgpt.planning.collectives import Collective
 
 FLOAT32 = 4  # bytes
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -25,6 +28,18 @@ class Traffic:
     axes: tuple[str, ...]
     count: int
     bytes: int
+
+
+Totals = defaultdict[tuple[str, tuple[str, ...]], tuple[int, int]]
+
+
+def totals(found: Iterable[Traffic | Collective]) -> Totals:
+    """(kind, axes) -> (count, bytes), in theory or as compiled."""
+    out: Totals = defaultdict(lambda: (0, 0))
+    for c in found:
+        count, size = out[c.kind, c.axes]
+        out[c.kind, c.axes] = count + c.count, size + c.bytes
+    return out
 
 
 @dataclass(frozen=True)
