@@ -1,0 +1,139 @@
+"""The hosts of a job, from what its scheduler says: host files and Slurm's node lists."""
+
+import itertools
+import re
+import socket
+from collections.abc import Mapping
+
+from jaxgpt.config import UsageError
+
+Hosts = dict[str, int | None]
+"""Host name -> slots, in the order of their first mention.
+
+The slots of a host are how many processes its host file makes room for; None where the file only
+names each host once, or where there is no file.
+"""
+
+HOST_FILES = ("PBS_NODEFILE", "COBALT_NODEFILE", "HOSTFILE")
+NODE_LISTS = ("SLURM_JOB_NODELIST", "SLURM_NODELIST")
+# A scheduler's own variable before one that a user may have set for another job.
+_VARIABLES = ("PBS_NODEFILE", *NODE_LISTS, "COBALT_NODEFILE", "HOSTFILE")
+
+_HOST = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?")
+_LINE = re.compile(rf"(?P<host>{_HOST.pattern})(:(?P<slots>\d+))?(?P<words>(\s+[\w-]+=\S+)*)")
+_SLOTS = re.compile(r"(?<!\S)slots=(\d+)(?!\S)")
+
+
+def job_hosts(environ: Mapping[str, str], file: str | None = None) -> tuple[Hosts, str]:
+    """The hosts of this job, and what named them.
+
+    A PBS node file is often only on the first host of the job: in a job that runs already, ask
+    on process 0.
+
+    Args:
+        environ: the environment of a process of the job, such as `os.environ`.
+        file: a host file that the user gave; it comes before everything else.
+
+    Returns:
+        The hosts, and the variable that named them, or `--hosts`, or `this host`.
+
+    Raises:
+        UsageError: if a host file cannot be read, or it or a node list is malformed.
+    """
+    if file is not None:
+        return read_host_file(file, "--hosts"), "--hosts"
+    variable = next((v for v in _VARIABLES if environ.get(v)), None)
+    if variable is None:
+        return {socket.gethostname(): None}, "this host"
+    if variable in NODE_LISTS:
+        return dict.fromkeys(expand_node_list(environ[variable], variable)), variable
+    return read_host_file(environ[variable], variable), variable
+
+
+def read_host_file(path: str, option: str) -> Hosts:
+    """The hosts of a file with lines `host`, `host:4` or `host slots=4`; `#` begins a comment.
+
+    Lines may repeat, as PBS writes one for each slot: the slots of a host add up. A short name
+    and a full one are the same host; the first spelling is kept.
+
+    Args:
+        option: what gave the path, for the error: a variable's name or `--hosts`.
+
+    Raises:
+        UsageError: if the file cannot be read, has no hosts, or a line is none of the above.
+    """
+    try:
+        with open(path, errors="replace") as file:
+            lines = [line.partition("#")[0].strip() for line in file]
+    except OSError as error:
+        raise UsageError(
+            f"{option}={path}: this host file cannot be read ({error.strerror}); give one that "
+            "can, or unset it where it is left over from another job"
+        ) from None
+    slots: dict[str, int] = {}
+    by_short_name: dict[str, list[str]] = {}
+    counted = False
+    for number, line in enumerate(lines, 1):
+        if not line:
+            continue
+        match = _LINE.fullmatch(line)
+        count = match and (match["slots"] or (_SLOTS.findall(match["words"]) or [None])[0])
+        if match is None or count is not None and int(count) < 1:
+            raise UsageError(
+                f"{option}={path}: line {number} is {line!r}; a line of a host file is a host, "
+                "host:4 or host slots=4"
+            )
+        alike = by_short_name.setdefault(match["host"].partition(".")[0].lower(), [])
+        host = next((h for h in alike if same_host(h, match["host"])), None)
+        counted = counted or count is not None or host is not None
+        if host is None:
+            host = match["host"]
+            alike.append(host)
+        slots[host] = slots.get(host, 0) + int(count or 1)
+    if not slots:
+        raise UsageError(f"{option}={path}: this host file names no host; write one on each line")
+    return {host: n if counted else None for host, n in slots.items()}
+
+
+def same_host(a: str, b: str) -> bool:
+    """Whether two names mean one host: they are equal, or one is the other's short form."""
+    a, b = a.lower(), b.lower()
+    return a == b or b.startswith(a + ".") or a.startswith(b + ".")
+
+
+def expand_node_list(text: str, variable: str = "SLURM_JOB_NODELIST") -> tuple[str, ...]:
+    """The names in a Slurm node list, in Slurm's order, each once.
+
+    >>> expand_node_list("nid[001-003,007],login1,x[1-2]c[0-1]")
+    ('nid001', 'nid002', 'nid003', 'nid007', 'login1', 'x1c0', 'x1c1', 'x2c0', 'x2c1')
+
+    Raises:
+        UsageError: naming `variable`, if the list is malformed.
+    """
+    names: list[str] = []
+    for word in re.split(r",(?![^\[]*\])", text.strip()):
+        # Outside of brackets at the even places, inside at the odd ones.
+        parts = re.split(r"\[([^\[\]]*)\]", word)
+        choices = [_numbers(p) if i % 2 else [p] for i, p in enumerate(parts)]
+        expanded = ["".join(choice) for choice in itertools.product(*choices)]
+        if not expanded or not all(_HOST.fullmatch(name) for name in expanded):
+            raise UsageError(
+                f"{variable}={text}: {word!r} in it is not a node list of Slurm's, such as "
+                "nid[001-003,007],login1; unset it where it is left over from another job"
+            )
+        names += expanded
+    return tuple(dict.fromkeys(names))
+
+
+def _numbers(ranges: str) -> list[str]:
+    """The numbers of `001-003,007`, as wide as they are written; none if that is malformed."""
+    out: list[str] = []
+    for word in ranges.split(","):
+        match = re.fullmatch(r"(\d+)(?:-(\d+))?", word)
+        if match is None:
+            return []
+        first, last = match[1], match[2] or match[1]
+        if int(last) < int(first):
+            return []
+        out += [str(n).zfill(len(first)) for n in range(int(first), int(last) + 1)]
+    return out
