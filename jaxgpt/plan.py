@@ -13,7 +13,7 @@ from typing import NoReturn
 
 from jaxgpt.config import Config, UsageError, check_batch, is_help, mesh_sizes, parse_args
 from jaxgpt.data.sources import vocabulary_size
-from jaxgpt.distributed.cluster import guessed_rank
+from jaxgpt.distributed.environment import guessed_rank
 from jaxgpt.distributed.exits import exits_together
 from jaxgpt.telemetry.devices import DEVICES, Device
 

@@ -8,7 +8,8 @@ import numpy as np
 
 from jaxgpt.config import UsageError, config_from_dict, mesh_sizes
 from jaxgpt.data.tokenizer import from_meta
-from jaxgpt.distributed.cluster import connect, find_cluster
+from jaxgpt.distributed.backend import connect
+from jaxgpt.distributed.cluster import join_cluster
 from jaxgpt.distributed.exits import exits_together
 from jaxgpt.training.run_directory import read_meta, saved_steps
 
@@ -59,7 +60,7 @@ def write(arguments: argparse.Namespace) -> None:
         raise UsageError(f"--run {arguments.run}: its data had no meta.json with a tokenizer")
     tokenizer = from_meta(meta["tokenizer"])
 
-    cluster = find_cluster()
+    cluster = join_cluster()
     connect(cluster, mesh_sizes(config))
     import jax
 

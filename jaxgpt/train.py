@@ -7,7 +7,9 @@ source of Python's standard library. `--help` lists every key.
 import sys
 
 from jaxgpt.config import is_help, mesh_sizes, parse_args
-from jaxgpt.distributed.cluster import connect, find_cluster, guessed_rank
+from jaxgpt.distributed.backend import connect
+from jaxgpt.distributed.cluster import INIT_TIMEOUT, attempt, join_cluster
+from jaxgpt.distributed.environment import guessed_rank
 from jaxgpt.distributed.exits import StopSignal, exits_together
 from jaxgpt.telemetry.startup import Startup
 from jaxgpt.training.run_directory import prepare_run
@@ -21,8 +23,9 @@ def main(argv: list[str] | None = None) -> None:
             if guessed_rank() == 0:
                 parse_args(argv)
             return
-        cluster = find_cluster()
-        config = cluster.together(parse_args, argv)
+        config, error = attempt(parse_args, argv)
+        cluster = join_cluster(config.init_timeout if config else INIT_TIMEOUT)
+        cluster.agree(error)
         run = prepare_run(config, cluster)
         startup.mark("data")
         stop = StopSignal(config.train.time_limit)

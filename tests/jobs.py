@@ -15,7 +15,8 @@ import numpy as np
 from jaxgpt.config import load_config, mesh_sizes, parse_args
 from jaxgpt.data.loader import Loader
 from jaxgpt.data.sources import open_dataset
-from jaxgpt.distributed.cluster import Cluster, connect
+from jaxgpt.distributed.backend import connect
+from jaxgpt.distributed.cluster import Cluster
 from jaxgpt.distributed.mesh import make_mesh
 from jaxgpt.telemetry.startup import Startup
 from jaxgpt.training.run_directory import prepare_run

@@ -6,6 +6,7 @@ import math
 from jaxgpt.config.sections import Config
 
 MAX_TIME_LIMIT = 10**6  # minutes: two years
+MAX_INIT_TIMEOUT = 86_400  # seconds: a day
 MESH_AXES = ("data", "fsdp", "tensor")
 
 
@@ -56,6 +57,11 @@ def validate(config: Config) -> None:
         raise UsageError(
             f"optimizer.min_lr={optimizer.min_lr}: must lie between 0 and "
             f"optimizer.learning_rate={optimizer.learning_rate}"
+        )
+    if not 1 <= config.init_timeout <= MAX_INIT_TIMEOUT:
+        raise UsageError(
+            f"init_timeout={config.init_timeout}: must be at least 1 and at most "
+            f"{MAX_INIT_TIMEOUT} seconds"
         )
     if train.time_limit is not None and not 0 < train.time_limit <= MAX_TIME_LIMIT:
         raise UsageError(

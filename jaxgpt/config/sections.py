@@ -144,6 +144,9 @@ class Config:
     """Preset (a file of configs/) or a path to a YAML file."""
     out: str | None = None
     """Run directory; None is runs/<config>-<time>. One that exists is gone on with."""
+    init_timeout: float = 300
+    """Seconds for all processes of a job to find each other; after that it ends, naming those
+    that are missing."""
     train_range_to_skip: tuple[int, ...] = ()
     """Ranges of steps to skip, `A B C D` for [A,B] and [C,D]; from 1, ends included."""
     model: ModelConfig = field(default_factory=ModelConfig)

@@ -1,21 +1,27 @@
 """How a job ends: all processes together, with an exit status that a job script can act on."""
 
+import atexit
 import contextlib
 import os
 import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Iterator
 from types import FrameType
 
 from jaxgpt.config import UsageError
-from jaxgpt.distributed.cluster import MPI_VARIABLES, guessed_rank
+from jaxgpt.distributed.environment import find_launch, guessed_rank
+from jaxgpt.distributed.talk import PeerLost
 
 DONE = 0
 FAILED = 1
 BAD_USAGE = 2
 STOPPED = 75  # on a signal or a time limit, with a checkpoint saved (EX_TEMPFAIL in sysexits.h)
+
+FAILURE = "jaxgpt/first_to_fail"  # in JAX's key-value store: the exit status of the job
+LOOK_EVERY = 5  # seconds
 
 
 @contextlib.contextmanager
@@ -36,10 +42,34 @@ def exits_together() -> Iterator[None]:
         raise SystemExit(BAD_USAGE) from None
     except KeyboardInterrupt:  # before training has begun, or the second of its kind
         raise SystemExit(128 + signal.SIGINT) from None
+    except PeerLost:
+        os._exit(FAILED)  # at once: what runs at exit would wait for the lost one
     except Exception:
-        if not any(variable in os.environ for variable in MPI_VARIABLES):
+        if find_launch(os.environ).through is None:
             raise
         _leave(traceback.format_exc(), FAILED)
+
+
+def end_with_the_first_to_fail() -> None:
+    """Has this process end when another one of the connected job fails.
+
+    For jobs without MPI, which would do it: otherwise the others would only notice that
+    heartbeats are missed.
+    """
+    from jax._src import distributed
+
+    client = distributed.global_state.client
+    at_exit = threading.Event()
+
+    def watch() -> None:
+        while not at_exit.wait(LOOK_EVERY):
+            with contextlib.suppress(Exception):  # nobody has failed, or process 0 is gone
+                os._exit(int(client.key_value_try_get(FAILURE)))
+
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
+    atexit.register(thread.join)
+    atexit.register(at_exit.set)  # runs first
 
 
 def _connected() -> bool:
@@ -51,7 +81,7 @@ def _connected() -> bool:
 def _leave(report: str, status: int) -> None:
     """Ends the job with `status`; prints `report` unless another process failed first."""
     sys.stdout.flush()
-    if not _first_to_fail():
+    if not _first_to_fail(status):
         time.sleep(10)  # meanwhile the first one has the launcher end this process
         os._exit(status)
     if _connected():
@@ -64,18 +94,19 @@ def _leave(report: str, status: int) -> None:
             os.dup2(nothing.fileno(), 1)
             os.dup2(nothing.fileno(), 2)
         mpi.COMM_WORLD.Abort(status)
+    elif _connected():
+        time.sleep(LOOK_EVERY + 1)  # process 0 keeps the store, where the others look
     os._exit(status)
 
 
-def _first_to_fail() -> bool:
+def _first_to_fail(status: int) -> bool:
     if not _connected():
         return True
     from jax._src import distributed  # JAX has no public key-value store
 
-    state = distributed.global_state
     try:
         # The store refuses a key that it has, so exactly one process can set it.
-        state.client.key_value_set("jaxgpt/first_to_fail", str(state.process_id))
+        distributed.global_state.client.key_value_set(FAILURE, str(status))
         return True
     except Exception:  # the key is taken, or process 0, which keeps the store, is gone
         return False

@@ -12,7 +12,7 @@ import jax
 
 from jaxgpt import __version__
 from jaxgpt.config import Config, skip_ranges
-from jaxgpt.distributed import cluster as job
+from jaxgpt.distributed import backend
 from jaxgpt.distributed.mesh import describe
 from jaxgpt.model.gpt import count_parameters
 from jaxgpt.telemetry.console import Console, train_line
@@ -62,7 +62,7 @@ class Reporter:
         )
         say = self._console.say
         say(f"jaxgpt {__version__}, run directory {self._run.directory}")
-        for line in [*job.describe(facts), *self._run.notes, *config_lines(config)]:
+        for line in [*backend.describe(facts), *self._run.notes, *config_lines(config)]:
             say(line)
         parallel = config.parallel
         say(

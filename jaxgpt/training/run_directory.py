@@ -26,11 +26,8 @@ from jaxgpt.config import (
 from jaxgpt.data.corpora import prepare_python
 from jaxgpt.data.sources import Dataset, dataset_directory, open_dataset
 from jaxgpt.data.tokenizer import Tokenizer
-from jaxgpt.distributed.cluster import (
-    Cluster,
-    accelerator_expected,
-    cpu_devices_per_process,
-)
+from jaxgpt.distributed.backend import accelerator_expected, cpu_devices_per_process
+from jaxgpt.distributed.cluster import Cluster
 from jaxgpt.training.spikes import SkipRanges
 
 # What may differ between a checkpoint's model and the model that goes on from it.

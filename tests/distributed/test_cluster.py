@@ -1,83 +1,87 @@
+import socket
+import sys
+import threading
+
 import pytest
 
 from jaxgpt.config import UsageError
-from jaxgpt.distributed import cluster as cluster_module
-from jaxgpt.distributed.cluster import (
-    MPI_VARIABLES,
-    Cluster,
-    cpu_devices_per_process,
-    find_cluster,
-)
+from jaxgpt.distributed.cluster import Cluster, join_cluster, reachable_name
+from jaxgpt.distributed.environment import MPI_LAUNCHERS, Launch
+from jaxgpt.distributed.talk import OverTcp, PeerLost
 
 
 @pytest.fixture(autouse=True)
 def no_launcher(monkeypatch):
-    for variable in (*MPI_VARIABLES, "JAX_NUM_CPU_DEVICES"):
+    for variable, *_ in MPI_LAUNCHERS:
         monkeypatch.delenv(variable, raising=False)
 
 
 def test_without_a_launcher_mpi_is_not_touched(monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "mpi4py", None)  # importing it would fail
-    cluster = find_cluster()
+    monkeypatch.setitem(sys.modules, "mpi4py", None)  # importing it would fail
+    cluster = join_cluster()
     assert (cluster.rank, cluster.size, cluster.is_main) == (0, 1, True)
     assert cluster.broadcast({"a": [1]}) == {"a": [1]}
     with pytest.raises(UsageError, match="wrong"):
         cluster.agree("wrong")
 
 
-@pytest.mark.parametrize(
-    ("mesh", "processes", "devices"),
-    [
-        ((2, 1, 4), 8, 1),
-        ((1, 8, 1), 2, 4),
-        ((2, 1, 4), 1, 8),
-        ((-1, 1, 1), 4, 1),
-        ((-1, 1, 4), 2, 2),
-        ((-1, 2, 1), 3, 2),  # a mesh of 3,2,1
-        ((-1, 1, 4), 6, 2),  # a mesh of 3,1,4
-    ],
-)
-def test_each_process_simulates_its_share_of_the_mesh(mesh, processes, devices):
-    assert cpu_devices_per_process(mesh, Cluster("test", size=processes)) == devices
-
-
-def test_the_environment_decides_where_it_is_set(monkeypatch):
-    monkeypatch.setenv("JAX_NUM_CPU_DEVICES", "3")
-    assert cpu_devices_per_process((2, 1, 4), Cluster("test")) == 3
-
-
-@pytest.mark.parametrize("value", ["abc", "0", "-1"])
-def test_a_number_of_devices_that_is_none_is_refused(monkeypatch, value):
-    monkeypatch.setenv("JAX_NUM_CPU_DEVICES", value)
-    with pytest.raises(UsageError, match=f"JAX_NUM_CPU_DEVICES={value}"):
-        cpu_devices_per_process((2, 1, 4), Cluster("test"))
-
-
-@pytest.mark.parametrize(
-    ("visible", "local_rank", "local_size", "devices"),
-    [
-        ("0,1,2,3", 0, 1, None),  # one process per host takes all
-        ("0,1,2,3", 2, 4, [2]),  # one per device
-        ("0,1,2,3", 1, 2, [2, 3]),  # two share four
-        ("3", 3, 4, None),  # the launcher has given each its own
-    ],
-)
-def test_processes_of_a_host_share_its_devices(
-    monkeypatch, visible, local_rank, local_size, devices
-):
-    monkeypatch.setattr(cluster_module, "accelerator_expected", lambda: True)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    cluster = Cluster("test", local_rank=local_rank, local_size=local_size)
-    assert cluster_module._own_devices(cluster) == devices
-
-
-def test_processes_must_divide_the_mesh():
-    with pytest.raises(UsageError, match="parallel.mesh=2,1,4: .*8 devices.*3 processes"):
-        cpu_devices_per_process((2, 1, 4), Cluster("test", size=3))
-
-
 def test_a_missing_mpi_library_is_explained(monkeypatch):
     monkeypatch.setenv("PMI_RANK", "0")
-    monkeypatch.setitem(__import__("sys").modules, "mpi4py", None)
+    monkeypatch.setitem(sys.modules, "mpi4py", None)
     with pytest.raises(UsageError, match=r"PMI_RANK=0: .*jaxgpt\[mpi\]"):
-        find_cluster()
+        join_cluster()
+
+
+def meet(size, present, timeout=20.0):
+    """What `exchange` gives to each of `present`, threads in place of processes."""
+    with socket.socket() as s:
+        s.bind(("", 0))
+        address = f"127.0.0.1:{s.getsockname()[1]}"
+    found = {}
+
+    def take_part(rank):
+        try:
+            talk = OverTcp(Launch("test", rank=rank, size=size, address=address), timeout)
+            found[rank] = [talk.exchange(f"{i}:{rank}".encode() * i) for i in range(3)]
+        except PeerLost as error:
+            found[rank] = error
+
+    threads = [threading.Thread(target=take_part, args=(rank,)) for rank in present]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return found
+
+
+def test_all_get_every_message_in_order_of_rank():
+    found = meet(5, [3, 0, 4, 1, 2])
+    expected = [[f"{i}:{rank}".encode() * i for rank in range(5)] for i in range(3)]
+    assert found == dict.fromkeys(range(5), expected)
+
+
+def test_who_does_not_come_is_named(capfd):
+    found = meet(4, [0, 1], timeout=1)
+    assert all(isinstance(error, PeerLost) for error in found.values())
+    assert "2 of 4 processes arrived within 1 s (--init-timeout); missing: rank 2, 3" in (
+        capfd.readouterr().err
+    )
+
+
+def test_a_host_whose_name_is_loopback_is_reached_by_address(monkeypatch):
+    loopback = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.1.1", 0))]
+    monkeypatch.setattr(socket, "getfqdn", lambda: "debian")
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *args: loopback)
+    assert reachable_name() != "debian"
+    good = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("10.0.0.7", 0))]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *args: good)
+    assert reachable_name() == "debian"
+
+
+def test_what_one_process_finds_wrong_stops_all():
+    class Talk:
+        def exchange(self, message):
+            return [b"null", b'"second"', b'"third"']
+
+    with pytest.raises(UsageError, match="second"):
+        Cluster("test", size=3, talk=Talk()).agree(None)

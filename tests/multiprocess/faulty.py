@@ -5,7 +5,7 @@ import signal
 import sys
 
 from jaxgpt import train
-from jaxgpt.distributed.cluster import guessed_rank
+from jaxgpt.distributed.environment import guessed_rank
 
 
 def fail(*args, **kwargs):

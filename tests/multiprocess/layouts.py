@@ -10,13 +10,14 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from jaxgpt.config import load_config, mesh_sizes
-from jaxgpt.distributed.cluster import connect, find_cluster
+from jaxgpt.distributed.backend import connect
+from jaxgpt.distributed.cluster import join_cluster
 from jaxgpt.distributed.exits import exits_together
 
 with exits_together():
     split = sys.argv.index("--")
     n_steps, meshes, arguments = int(sys.argv[1]), sys.argv[2:split], sys.argv[split + 1 :]
-    cluster = find_cluster()
+    cluster = join_cluster()
     connect(cluster, mesh_sizes(load_config(*arguments, "--mesh", meshes[0])))
     from jobs import trace
 

@@ -1,0 +1,237 @@
+"""Starting JAX on the processes of a job: its devices, and `jax.distributed` among them."""
+
+import contextlib
+import glob
+import math
+import os
+import platform
+import socket
+import sys
+import time
+from importlib import metadata
+from typing import Any
+
+from jaxgpt.config import UsageError
+from jaxgpt.distributed.cluster import Cluster, coordinator_host
+from jaxgpt.distributed.exits import end_with_the_first_to_fail
+from jaxgpt.distributed.talk import OverTcp, PeerLost
+
+# A process of a CPU job may wait long for others that share its cores; XLA's default is 40 s.
+CPU_COLLECTIVE_FLAGS = (
+    "--xla_cpu_collective_call_warn_stuck_timeout_seconds=120",
+    "--xla_cpu_collective_call_terminate_timeout_seconds=600",
+)
+# NVIDIA, AMD, Intel and Google devices, where a process can see them.
+ACCELERATOR_FILES = ("/dev/nvidia[0-9]*", "/dev/kfd", "/dev/dri/renderD*", "/dev/accel[0-9]*")
+# What narrows the devices that a process sees; set by users and by some launchers.
+VISIBLE_VARIABLES = (
+    "CUDA_VISIBLE_DEVICES",
+    "ROCR_VISIBLE_DEVICES",
+    "HIP_VISIBLE_DEVICES",
+    "ZE_AFFINITY_MASK",
+)
+HEARTBEAT_TIMEOUT = 100  # seconds after which a silent process counts as dead
+
+
+def accelerator_expected() -> bool:
+    """Whether JAX will look for something other than CPUs here, judged without importing JAX."""
+    platforms = os.environ.get("JAX_PLATFORMS", "")
+    if platforms:
+        return platforms != "cpu"
+    has_plugin = bool(metadata.entry_points(group="jax_plugins"))
+    return has_plugin and any(glob.glob(pattern) for pattern in ACCELERATOR_FILES)
+
+
+def cpu_devices_per_process(mesh: tuple[int, ...], cluster: Cluster) -> int:
+    """Simulated devices that each process brings to a CPU job: mesh product / processes.
+
+    `JAX_NUM_CPU_DEVICES`, where set, wins. A mesh with -1 takes one device per process, or as
+    many as its known sizes need.
+
+    Raises:
+        UsageError: if the processes do not divide the mesh.
+    """
+    wanted = os.environ.get("JAX_NUM_CPU_DEVICES")
+    if wanted is not None:
+        if not wanted.isdigit() or int(wanted) < 1:
+            raise UsageError(f"JAX_NUM_CPU_DEVICES={wanted}: must be a whole number, at least 1")
+        return int(wanted)
+    known = math.prod(size for size in mesh if size > 0)
+    if -1 in mesh:  # the open axis takes what the processes have too many
+        return math.lcm(known, cluster.size) // cluster.size
+    if known % cluster.size:
+        shape = ",".join(map(str, mesh))
+        raise UsageError(
+            f"parallel.mesh={shape}: its {known} devices cannot be shared out over "
+            f"{cluster.size} processes; the number of processes must divide the mesh's product"
+        )
+    return known // cluster.size
+
+
+def connect(cluster: Cluster, mesh: tuple[int, ...]) -> dict[str, Any]:
+    """Starts JAX on this process and, in a job of several, `jax.distributed`.
+
+    Args:
+        mesh: sizes as `config.mesh_sizes` gives them; on CPUs they say how many devices each
+            process simulates.
+
+    Returns:
+        What was found, for the log and cluster.json.
+
+    Raises:
+        PeerLost: if the coordinator cannot be reached.
+        UsageError: if processes and devices do not fit.
+    """
+    os.environ["XLA_FLAGS"] = " ".join([*CPU_COLLECTIVE_FLAGS, os.environ.get("XLA_FLAGS", "")])
+    cpu_devices = cpu_devices_per_process(mesh, cluster) if not accelerator_expected() else None
+    notes = list(cluster.notes)
+    coordinator = None
+    if cluster.size > 1:
+        notes += clear_proxies()
+    import jax
+
+    if cpu_devices is not None:
+        # JAX refuses once it has started (in a notebook): then the devices are what they are.
+        with contextlib.suppress(RuntimeError):
+            jax.config.update("jax_num_cpu_devices", cpu_devices)
+    if cluster.size > 1:
+        _keep_stdout_for_python()
+        coordinator = cluster.broadcast(_free_address(cluster) if cluster.is_main else None)
+        devices = own_devices(cluster)
+        if cluster.rank:
+            await_coordinator(cluster, coordinator)
+        jax.distributed.initialize(
+            coordinator,
+            num_processes=cluster.size,
+            process_id=cluster.rank,
+            local_device_ids=devices,
+            cluster_detection_method="deactivate",  # or JAX picks devices by SLURM_LOCALID
+            initialization_timeout=math.ceil(cluster.timeout),
+            heartbeat_timeout_seconds=HEARTBEAT_TIMEOUT,
+        )
+        if isinstance(cluster.talk, OverTcp):
+            end_with_the_first_to_fail()
+    devices = jax.devices()
+    return {
+        "launcher": cluster.launcher,
+        "coordinator": coordinator,
+        "host": platform.node(),
+        "machine": cluster.machine.name if cluster.machine else None,
+        "hosts": list(dict.fromkeys(cluster.host_names)),
+        "processes": cluster.size,
+        "processes_on_host": cluster.local_size,
+        "devices": len(devices),
+        "devices_per_process": jax.local_device_count(),
+        "device_kind": devices[0].device_kind,
+        "simulated": devices[0].platform == "cpu" and jax.local_device_count() > 1,
+        "jax": jax.__version__,
+        "notes": notes,
+    }
+
+
+def describe(facts: dict[str, Any]) -> list[str]:
+    """Lines for the log about what `connect` found."""
+    processes = f"{facts['processes']} process" + ("es" if facts["processes"] > 1 else "")
+    simulated = " simulated" if facts["simulated"] else ""
+    machine = f", {facts['machine']}" if facts["machine"] else ""
+    n_hosts = len(facts["hosts"])
+    return [
+        f"launcher: {facts['launcher']}",
+        f"processes: {facts['processes']} on {n_hosts} host{'s' * (n_hosts > 1)}{machine}; "
+        f"{facts['processes_on_host']} on {facts['host']}, this host; "
+        f"coordinator {facts['coordinator'] or 'not needed'}",
+        f"devices: {facts['devices']}{simulated} x {facts['device_kind']}, "
+        f"{facts['devices_per_process']} on each of {processes}; jax {facts['jax']}",
+        *facts["notes"],
+    ]
+
+
+def own_devices(cluster: Cluster) -> list[int] | None:
+    """Which of the host's accelerators this process takes; None takes all that it sees.
+
+    Processes of one host share them out evenly. One that sees a single device has been given it
+    by the launcher, and so have processes of a host that see different ones.
+
+    Raises:
+        UsageError: on every process, if a host has more processes than devices.
+    """
+    visible = next((os.environ[v] for v in VISIBLE_VARIABLES if os.environ.get(v)), None)
+    everyone = zip(cluster.gather(visible), cluster.hosts, strict=True)
+    mates = [theirs for theirs, host in everyone if host == cluster.hosts[cluster.rank]]
+    if cluster.local_size == 1 or not accelerator_expected() or len(set(mates)) > 1:
+        error = chosen = None
+    else:
+        error, chosen = _share(len(visible.split(",")) if visible else count_devices(), cluster)
+    cluster.agree(error)
+    return chosen
+
+
+def count_devices() -> int:
+    """Accelerators of this host by its device files."""
+    return max(len(glob.glob(pattern)) for pattern in ACCELERATOR_FILES)
+
+
+def _share(seen: int, cluster: Cluster) -> tuple[str | None, list[int] | None]:
+    """An error, or the devices of this process."""
+    if seen == 1:
+        return None, None
+    if seen < cluster.local_size:
+        return (
+            f"processes on host {platform.node()}={cluster.local_size}: more than its {seen} "
+            "devices; start at most one process per device"
+        ), None
+    each = seen // cluster.local_size
+    return None, list(range(cluster.local_rank * each, (cluster.local_rank + 1) * each))
+
+
+def await_coordinator(cluster: Cluster, address: str) -> None:
+    """Returns when process 0 can be reached; JAX would abort with a stack trace if not.
+
+    Raises:
+        PeerLost: after `cluster.timeout` seconds, with a sentence for the user.
+    """
+    host, _, port = address.rpartition(":")
+    deadline = time.monotonic() + cluster.timeout
+    while True:
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), timeout=5).close()
+            return
+        except OSError as error:
+            if time.monotonic() > deadline:
+                print(
+                    f"error: process {cluster.rank} on host {platform.node()} cannot reach the "
+                    f"coordinator at {address} ({error}) within {cluster.timeout:.0f} s "
+                    "(--init-timeout); set JAXGPT_COORDINATOR=host:port to a name of process 0's "
+                    "host that all hosts can reach",
+                    file=sys.stderr,
+                    flush=True,
+                )
+                raise PeerLost("coordinator") from None
+            time.sleep(0.1)
+
+
+def clear_proxies() -> list[str]:
+    """Takes *_proxy out of the environment: gRPC would send them what is for another host."""
+    found = sorted(name for name in os.environ if name.lower().endswith("_proxy"))
+    found = [name for name in found if name.lower() != "no_proxy"]
+    for name in found:
+        del os.environ[name]
+    if not found:
+        return []
+    return [f"cleared {', '.join(found)}: the processes speak to each other without a proxy"]
+
+
+def _keep_stdout_for_python() -> None:
+    """Gloo, from C++, prints a line per process and group to stdout: give it another one."""
+    sys.stdout.flush()
+    ours = os.dup(1)
+    with open(os.devnull, "w") as nothing:
+        os.dup2(nothing.fileno(), 1)
+    sys.stdout = open(ours, "w", buffering=1, encoding=sys.stdout.encoding, errors="replace")
+
+
+def _free_address(cluster: Cluster) -> str:
+    """host:port on process 0 that the others can connect to."""
+    with socket.socket() as s:
+        s.bind(("", 0))
+        return f"{coordinator_host(cluster)}:{s.getsockname()[1]}"

@@ -1,0 +1,106 @@
+import pytest
+
+from jaxgpt.config import UsageError
+from jaxgpt.distributed import backend
+from jaxgpt.distributed.backend import cpu_devices_per_process, own_devices
+from jaxgpt.distributed.cluster import Cluster
+
+
+@pytest.fixture(autouse=True)
+def nothing_set(monkeypatch):
+    for variable in (*backend.VISIBLE_VARIABLES, "JAX_NUM_CPU_DEVICES"):
+        monkeypatch.delenv(variable, raising=False)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "processes", "devices"),
+    [
+        ((2, 1, 4), 8, 1),
+        ((1, 8, 1), 2, 4),
+        ((2, 1, 4), 1, 8),
+        ((-1, 1, 1), 4, 1),
+        ((-1, 1, 4), 2, 2),
+        ((-1, 2, 1), 3, 2),  # a mesh of 3,2,1
+        ((-1, 1, 4), 6, 2),  # a mesh of 3,1,4
+    ],
+)
+def test_each_process_simulates_its_share_of_the_mesh(mesh, processes, devices):
+    assert cpu_devices_per_process(mesh, Cluster("test", size=processes)) == devices
+
+
+def test_the_environment_decides_where_it_is_set(monkeypatch):
+    monkeypatch.setenv("JAX_NUM_CPU_DEVICES", "3")
+    assert cpu_devices_per_process((2, 1, 4), Cluster("test")) == 3
+
+
+@pytest.mark.parametrize("value", ["abc", "0", "-1"])
+def test_a_number_of_devices_that_is_none_is_refused(monkeypatch, value):
+    monkeypatch.setenv("JAX_NUM_CPU_DEVICES", value)
+    with pytest.raises(UsageError, match=f"JAX_NUM_CPU_DEVICES={value}"):
+        cpu_devices_per_process((2, 1, 4), Cluster("test"))
+
+
+class Mates:
+    """A talk in which all processes say the same, but for what the others say first."""
+
+    def __init__(self, size, others=None):
+        self.size, self.others = size, others
+
+    def exchange(self, message):
+        others, self.others = self.others or message, None
+        return [message] + [others] * (self.size - 1)
+
+
+def cluster_of(local_rank, local_size, others=None):
+    return Cluster(
+        "test",
+        size=local_size,
+        local_rank=local_rank,
+        local_size=local_size,
+        hosts=(0,) * local_size,
+        talk=Mates(local_size, others),
+    )
+
+
+@pytest.mark.parametrize("variable", backend.VISIBLE_VARIABLES)
+@pytest.mark.parametrize(
+    ("visible", "local_rank", "local_size", "devices"),
+    [
+        ("0,1,2,3", 0, 1, None),  # one process per host takes all
+        ("0,1,2,3", 2, 4, [2]),  # one per device
+        ("0,1,2,3", 1, 2, [2, 3]),  # two share four
+        ("3", 3, 4, None),  # the launcher has given each its own
+    ],
+)
+def test_processes_of_a_host_share_its_devices(
+    monkeypatch, variable, visible, local_rank, local_size, devices
+):
+    monkeypatch.setattr(backend, "accelerator_expected", lambda: True)
+    monkeypatch.setenv(variable, visible)
+    assert own_devices(cluster_of(local_rank, local_size)) == devices
+
+
+def test_devices_that_a_launcher_gave_out_are_not_shared_again(monkeypatch):
+    monkeypatch.setattr(backend, "accelerator_expected", lambda: True)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
+    assert own_devices(cluster_of(1, 2, others=b'"0,1"')) is None
+
+
+def test_more_processes_than_devices_are_refused(monkeypatch):
+    monkeypatch.setattr(backend, "accelerator_expected", lambda: True)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
+    with pytest.raises(UsageError, match="=5: more than its 4 devices"):
+        own_devices(cluster_of(4, 5))
+
+
+def test_proxies_are_cleared_and_named(monkeypatch):
+    monkeypatch.setenv("https_proxy", "http://proxy:3128")
+    monkeypatch.setenv("HTTP_PROXY", "http://proxy:3128")
+    (line,) = backend.clear_proxies()
+    assert "HTTP_PROXY" in line and "https_proxy" in line
+    assert not {"https_proxy", "HTTP_PROXY"} & set(backend.os.environ)
+
+
+def test_processes_must_divide_the_mesh():
+    with pytest.raises(UsageError, match="parallel.mesh=2,1,4: .*8 devices.*3 processes"):
+        cpu_devices_per_process((2, 1, 4), Cluster("test", size=3))
