@@ -86,7 +86,7 @@ def lay_out(
         per_host, reason = _devices(machine, environ)
         if slots is not None and slots < per_host:
             per_host, reason = slots, f"{named_by} has room for {slots} on a host"
-        option = "--ppn"
+        option = reason
     if slots is not None and per_host > slots:
         raise UsageError(
             f"{option}: {per_host} processes on a host, and {named_by} has room for {slots}; give "

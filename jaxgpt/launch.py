@@ -1,0 +1,143 @@
+"""Start a command on all hosts of the job: with mpiexec, or with srun under Slurm.
+
+`python -m jaxgpt.launch -- python -m jaxgpt.train ...` finds the hosts of the PBS or Slurm job that
+it is in (else takes this one), the machine and its launcher, prints the line that it has built, and
+becomes it.
+"""
+
+import argparse
+import os
+import shlex
+import sys
+import time
+from typing import NoReturn
+
+from jaxgpt.config import UsageError, is_help
+from jaxgpt.distributed.environment import find_launch
+from jaxgpt.distributed.exits import exits_together
+from jaxgpt.distributed.launchers import Layout, launch_line, lay_out
+
+JOB_START = "JAXGPT_JOB_START"  # Unix time at which the job began, for start-up times
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(message)
+
+
+def parser() -> Parser:
+    out = Parser(
+        prog="python -m jaxgpt.launch",
+        usage="%(prog)s [-n N] [--ppn P] [--hosts FILE] [--print] -- COMMAND ...\n"
+        "       %(prog)s [-n N] [--ppn P] [--hosts FILE] --export",
+        description=__doc__,
+        allow_abbrev=False,
+    )
+    out.add_argument("-n", metavar="N", help="processes in all; default: P on each host")
+    out.add_argument(
+        "--ppn",
+        metavar="P",
+        help="processes on a host; default: N shared out evenly, else one for each device, of "
+        "which known machines and device files tell; without any, one",
+    )
+    out.add_argument(
+        "--hosts",
+        metavar="FILE",
+        help="hosts, one on each line (host, host:4 or host slots=4); default: those of "
+        "PBS_NODEFILE, Slurm's allocation, COBALT_NODEFILE or HOSTFILE, else this host",
+    )
+    out.add_argument("--print", action="store_true", help="only print the line, quoted for a shell")
+    out.add_argument(
+        "--export",
+        action="store_true",
+        help="print NHOSTS, NGPU_PER_HOST, NGPUS, HOSTFILE (empty where there is none) and "
+        'DIST_LAUNCH for a shell: eval "$(python -m jaxgpt.launch --export)", then '
+        "$DIST_LAUNCH python ...",
+    )
+    out.epilog = (
+        "COMMAND's first word python or python3 means the Python that runs this, on all hosts; a "
+        f"path means itself. {JOB_START}, where a job script has not set it, is the time of this "
+        "launch."
+    )
+    return out
+
+
+def main(argv: list[str] | None = None) -> None:
+    argv = sys.argv[1:] if argv is None else argv
+    with exits_together():
+        options, command = split(argv)
+        if is_help(options):
+            parser().print_help()
+            return
+        line = run(parser().parse_args(options), command)
+    if line is not None:
+        os.execvp(line[0], line)
+
+
+def split(argv: list[str]) -> tuple[list[str], list[str]]:
+    """What stands before and after the first `--`."""
+    place = argv.index("--") if "--" in argv else len(argv)
+    return argv[:place], argv[place + 1 :]
+
+
+def run(arguments: argparse.Namespace, command: list[str]) -> list[str] | None:
+    """The line to become; None if it was only to be printed.
+
+    Raises:
+        UsageError: if an option cannot work here.
+    """
+    launch = find_launch(os.environ)
+    if launch.variable is not None:
+        raise UsageError(
+            f"{launch.variable}: this process was itself started by a launcher "
+            f"({launch.launcher}); run jaxgpt.launch once, from the job script or a shell (in "
+            "Slurm one of salloc's, not of srun's)"
+        )
+    if arguments.export and command:
+        raise UsageError(f"--export: starts nothing; leave out -- {command[0]}")
+    if not arguments.export and not command:
+        raise UsageError(
+            "COMMAND: nothing to start; put it behind --, such as: python -m jaxgpt.launch -- "
+            "python -m jaxgpt.train"
+        )
+    n, per_host = whole_number("-n", arguments.n), whole_number("--ppn", arguments.ppn)
+    layout = lay_out(n, per_host, arguments.hosts, os.environ)
+    if not (arguments.print or arguments.export):
+        os.environ.setdefault(JOB_START, f"{time.time():.3f}")  # before a line that passes it on
+    launcher = launch_line(layout, os.environ)
+    if arguments.export:
+        print(exports(layout, launcher))
+        return None
+    if command[0] in ("python", "python3"):
+        command = [sys.executable, *command[1:]]
+    line = [*launcher, *command]
+    if arguments.print:
+        print(shlex.join(line))
+        return None
+    print(f"launch: {layout}: {shlex.join(line)}", file=sys.stderr, flush=True)
+    return line
+
+
+def exports(layout: Layout, launcher: list[str]) -> str:
+    """Lines for a shell's eval, with the names that ezpz gives them."""
+    values = {
+        "NHOSTS": len(layout.hosts),
+        "NGPU_PER_HOST": layout.per_host,
+        "NGPUS": layout.n_processes,
+        "HOSTFILE": layout.host_file or "",
+        "DIST_LAUNCH": shlex.join(launcher),
+    }
+    return "\n".join(f"export {name}={shlex.quote(str(v))}" for name, v in values.items())
+
+
+def whole_number(option: str, given: str | None) -> int | None:
+    """An option's number; None if it is not given."""
+    if given is None:
+        return None
+    if not given.isdecimal() or int(given) < 1:
+        raise UsageError(f"{option}={given}: must be a whole number, at least 1")
+    return int(given)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,257 @@
+"""`python -m jaxgpt.launch`: the line that it builds, and that it becomes that line."""
+
+import os
+import re
+import shlex
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from jaxgpt.distributed import launchers
+from jaxgpt.launch import main
+from jobs import environment, run
+
+# The first line of `mpiexec --version`: PALS as users of it record it, the others as they print it.
+VERSIONS = {
+    "PALS": "mpiexec version 1.8.0 revision e1a2b3c",
+    "Open MPI": "mpiexec (Open MPI) 5.0.11",
+    "Open MPI 4": "mpiexec (OpenRTE) 4.1.5a1",
+    "MPICH": "HYDRA build details:",
+    "Intel MPI": "Intel(R) MPI Library for Linux* OS, Version 2021.18.1 Build 20260626",
+}
+AURORA_CPUS = "list:1-8:9-16:17-24:25-32:33-40:41-48:53-60:61-68:69-76:77-84:85-92:93-100"
+
+
+@pytest.fixture
+def job(monkeypatch, tmp_path, capsys):
+    """What --print prints in a job with the given environment, under a launcher of that name."""
+    for variable in list(os.environ):
+        monkeypatch.delenv(variable)
+    monkeypatch.setattr(launchers, "count_accelerators", lambda: 0)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(64)))
+    binaries = tmp_path / "bin"
+    binaries.mkdir()
+    monkeypatch.setattr(sys, "executable", str(binaries / "python"))
+    monkeypatch.setenv("PATH", str(binaries))
+
+    def line(*options, mpi=None, hosts=None, srun=False, **environ):
+        if mpi is not None:
+            program(binaries / "mpiexec", f"echo '{VERSIONS.get(mpi, mpi)}'")
+        if srun:
+            program(binaries / "srun", "exit 1")
+        if hosts is not None:
+            (tmp_path / "hosts").write_text("".join(f"{h}\n" for h in hosts.split()))
+            environ = {"PBS_JOBID": "1.server", "PBS_NODEFILE": str(tmp_path / "hosts")} | environ
+        for variable, value in environ.items():
+            monkeypatch.setenv(variable, value)
+        main([*options, "--print", "--", "train"])
+        printed = capsys.readouterr().out.replace(f"{binaries}/", "").replace(f"{tmp_path}/", "")
+        assert printed.endswith(" train\n")
+        return printed.removesuffix(" train\n")
+
+    return line
+
+
+def program(path, body):
+    path.write_text(f"#!/bin/sh\n{body}\n")
+    path.chmod(0o755)
+
+
+POLARIS = "x3005c0s37b0n0.hsn.cm.polaris.alcf.anl.gov x3005c0s37b1n0.hsn.cm.polaris.alcf.anl.gov"
+AURORA = "x4407c6s2b0n0.hsn.cm.aurora.alcf.anl.gov x4407c6s3b0n0.hsn.cm.aurora.alcf.anl.gov"
+
+
+@pytest.mark.parametrize(
+    ("hosts", "mpi", "options", "line"),
+    [
+        # As ALCF documents launching on Polaris (docs: "PyTorch on Polaris") and Aurora
+        # ("Running Jobs", example 4).
+        (POLARIS, "PALS", "",
+         "mpiexec --envall -n 8 -ppn 4 --hostfile hosts --cpu-bind depth -d 16"),
+        (POLARIS, "PALS", "--ppn 2",
+         "mpiexec --envall -n 4 -ppn 2 --hostfile hosts --cpu-bind depth -d 32"),
+        (AURORA, "PALS", "",
+         f"mpiexec --envall -n 24 -ppn 12 --hostfile hosts --cpu-bind {AURORA_CPUS}"),
+        # One process with two tiles has the cores of both, on one socket.
+        (AURORA, "PALS", "--ppn 6",
+         "mpiexec --envall -n 12 -ppn 6 --hostfile hosts --cpu-bind "
+         "list:1-8,9-16:17-24,25-32:33-40,41-48:53-60,61-68:69-76,77-84:85-92,93-100"),
+        (AURORA, "PALS", "-n 1 --ppn 1",
+         "mpiexec --envall -n 1 -ppn 1 --hostfile hosts --cpu-bind "
+         f"{AURORA_CPUS.replace(':', ',').replace('list,', 'list:')}"),
+        ("sophia-gpu-01 sophia-gpu-02", "Open MPI 4", "",
+         "mpiexec -n 16 --bind-to none --map-by ppr:8:node:OVERSUBSCRIBE "
+         "--host sophia-gpu-01:8,sophia-gpu-02:8 -x PATH -x PBS_JOBID"),
+        # Its queue by-gpu gives a line for each GPU.
+        ("sophia-gpu-01 " * 4, "Open MPI 4", "",
+         "mpiexec -n 4 --bind-to none --map-by ppr:4:node:OVERSUBSCRIBE --host sophia-gpu-01:4"),
+        # A cluster without accelerators, with a line for each core.
+        ("a a b b", "MPICH", "", "mpiexec -n 2 -ppn 1 -hosts a,b"),
+        ("a a b b", "MPICH", "--ppn 2", "mpiexec -n 4 -ppn 2 -hosts a,b"),
+        ("a b c", "MPICH", "-n 6", "mpiexec -n 6 -ppn 2 -hosts a,b,c"),
+        ("a b c", "MPICH", "-n 4 --ppn 2", "mpiexec -n 4 -ppn 2 -hosts a,b"),
+        ("a b", "Intel MPI", "",
+         "env I_MPI_JOB_RESPECT_PROCESS_PLACEMENT=0 mpiexec -n 2 -ppn 1 -hosts a,b"),
+    ],
+)  # fmt: skip
+def test_a_pbs_job_is_launched_in_the_words_of_its_mpiexec(job, hosts, mpi, options, line):
+    assert job(*options.split(), hosts=hosts, mpi=mpi) == line
+
+
+@pytest.mark.parametrize(
+    ("environ", "options", "line"),
+    [
+        # OLCF's Frontier user guide: "the most common use", and flux with one task on a node.
+        ({"SLURM_JOB_NODELIST": "frontier[00144-00145]", "LMOD_SYSTEM_NAME": "frontier"}, "",
+         "srun -u -N 2 -n 16 --ntasks-per-node=8 --cpus-per-task=7 --gpus-per-task=1 "
+         "--gpu-bind=closest"),
+        ({"SLURM_JOB_NODELIST": "frontier00144", "LMOD_SYSTEM_NAME": "frontier"}, "--ppn 1",
+         "srun -u -N 1 -n 1 --ntasks-per-node=1 --cpus-per-task=56 --gpus-per-task=8 "
+         "--gpu-bind=closest"),
+        ({"SLURM_JOB_NODELIST": "nid[001234,001240]", "NERSC_HOST": "perlmutter"}, "",
+         "srun -u -N 2 -n 8 --ntasks-per-node=4 --cpus-per-task=32 --cpu-bind=cores "
+         "--gpus-per-node=4 --gpu-bind=none"),
+        # Any other: what the job asked for, else equal shares of what it got.
+        ({"SLURM_JOB_NODELIST": "n[1-2]", "SLURM_NTASKS_PER_NODE": "3", "SLURM_CPUS_PER_TASK": "5",
+          "SLURM_JOB_CPUS_PER_NODE": "64(x2)"}, "",
+         "srun -u -N 2 -n 6 --ntasks-per-node=3 --cpus-per-task=5"),
+        ({"SLURM_JOB_NODELIST": "n[1-2]", "SLURM_GPUS_ON_NODE": "2",
+          "SLURM_JOB_CPUS_PER_NODE": "64(x2)"}, "",
+         "srun -u -N 2 -n 4 --ntasks-per-node=2 --cpus-per-task=32"),
+        ({"SLURM_JOB_NODELIST": "n[1-3]", "SLURM_JOB_CPUS_PER_NODE": "16,8(x2)"}, "-n 4 --ppn 2",
+         "srun -u -N 2 -n 4 --ntasks-per-node=2 --cpus-per-task=4"),
+        ({"SLURM_JOB_NODELIST": "n1"}, "", "srun -u -N 1 -n 1 --ntasks-per-node=1"),
+    ],
+)  # fmt: skip
+def test_an_allocation_of_slurms_is_launched_with_srun(job, environ, options, line):
+    assert job(*options.split(), srun=True, SLURM_JOB_ID="7", **environ) == line
+
+
+def test_a_batch_script_of_slurms_is_no_launched_process(job):
+    """Its environment has a task's variables; a shell of salloc's even has a step."""
+    variables = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n1", "SLURM_PROCID": "0"}
+    assert job(srun=True, **variables).startswith("srun")
+    assert job(srun=True, SLURM_STEP_ID="4294967290", **variables).startswith("srun")
+
+
+@pytest.mark.parametrize(
+    ("mpi", "line"),
+    [
+        ("MPICH", "mpiexec -n 8"),
+        ("Intel MPI", "mpiexec -n 8"),
+        ("Open MPI", "mpiexec -n 8 --bind-to none --map-by :OVERSUBSCRIBE"),
+    ],
+)
+def test_without_a_scheduler_this_host_takes_all(job, mpi, line):
+    assert job("-n", "8", mpi=mpi) == line
+
+
+def test_processes_are_as_many_as_the_devices_that_are_seen(job, monkeypatch):
+    assert job(mpi="MPICH") == "mpiexec -n 1"
+    monkeypatch.setattr(launchers, "count_accelerators", lambda: 4)
+    assert job() == "mpiexec -n 4"
+    assert job(CUDA_VISIBLE_DEVICES="2,3") == "mpiexec -n 2"
+    assert job(CUDA_VISIBLE_DEVICES="") == "mpiexec -n 1"
+    assert job(CUDA_VISIBLE_DEVICES="0,1", JAX_PLATFORMS="cpu") == "mpiexec -n 1"
+
+
+def test_hosts_of_ones_own_come_before_the_schedulers(job, tmp_path):
+    mine = tmp_path / "mine"
+    mine.write_text("a slots=2\nb slots=2\n")
+    options = ("--hosts", str(mine), "--ppn", "2")
+    assert job(*options, hosts="c d", mpi="MPICH") == "mpiexec -n 4 -ppn 2 -hosts a,b"
+    # PALS reads names, not slots.
+    assert job(*options, mpi="PALS").startswith("mpiexec --envall -n 4 -ppn 2 --hosts a,b ")
+    slurm = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "a,b,c"}
+    assert job(*options, srun=True, **slurm).endswith(" --nodelist=a,b")
+
+
+@pytest.mark.parametrize(
+    ("options", "environ", "words"),
+    [
+        ("-n 0", {}, "-n=0: must be a whole number"),
+        ("--ppn many", {}, "--ppn=many: must be a whole number"),
+        ("-n 3", {"hosts": "a b"}, "-n=3: does not share out evenly over the 2 hosts"),
+        ("-n 5 --ppn 2", {"hosts": "a b"}, "-n=5: is more than --ppn=2 .* at most 4"),
+        ("-n 3 --ppn 2", {"hosts": "a b"}, "-n=3: is not a multiple of --ppn=2"),
+        ("--ppn 3", {"hosts": "a a b b"}, "--ppn=3: .*PBS_NODEFILE has room for 2; .*mpiprocs"),
+        ("-n 6", {"hosts": "a a b b"}, "-n=6: 3 processes on a host, and PBS_NODEFILE has room"),
+        ("--ppn 8", {"hosts": POLARIS}, "--ppn=8: .*a Polaris host has 4 devices; .*JAX_PLATFORMS"),
+        ("", {"hosts": POLARIS, "CUDA_VISIBLE_DEVICES": "0,1,2,3,4,5"},
+         "CUDA_VISIBLE_DEVICES=0,1,2,3,4,5: 6 processes on a host, and a Polaris host has 4"),
+        ("", {"PBS_NODEFILE": "/nowhere"}, "PBS_NODEFILE=/nowhere: .*cannot be read"),
+        ("--hosts /nowhere", {}, "--hosts=/nowhere: .*cannot be read"),
+        ("", {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "a[1"}, r"SLURM_JOB_NODELIST=a\[1: "),
+        ("", {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "a"}, "SLURM_JOB_ID=7: srun is not in"),
+        ("", {"mpi": "mpiexec_mpt 2.25"}, "mpiexec=.*'mpiexec_mpt 2.25', which is none of"),
+        ("", {"PATH": "/nowhere"}, r"PATH=/nowhere: has no mpiexec.*pip install 'jaxgpt\[mpi\]'"),
+        ("", {"PMI_RANK": "0", "PMI_SIZE": "2"}, "PMI_RANK=0: .*itself started by a launcher"),
+        ("", {"SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_NTASKS": "1"}, "SLURM_PROCID=0: "),
+        ("--export", {}, "--export: starts nothing"),
+        ("--nonsense", {}, "unrecognized arguments: --nonsense"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_launched_is_refused_in_a_sentence(job, capsys, options, environ, words):
+    with pytest.raises(SystemExit, match="2"):
+        job(*options.split(), **environ)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert re.match(f"error: .*{words}", line), line
+
+
+def test_nothing_to_start_is_refused(capsys):
+    for argv in ([], ["-n", "2"], ["-n", "2", "--"]):
+        with pytest.raises(SystemExit, match="2"):
+            main(argv)
+        assert "put it behind --" in capsys.readouterr().err
+
+
+REPORT = """
+import os, sys, time
+time.sleep(0.2 * int(os.environ["PMI_RANK"]))  # for whole lines
+print("rank", os.environ["PMI_RANK"], sys.executable, os.environ["JAXGPT_JOB_START"], *sys.argv[1:])
+sys.exit(75)
+"""
+
+
+def test_a_command_becomes_processes_of_this_python_with_one_job_start():
+    job = run("launch", "-n", "2", "--", "python", "-c", REPORT, "a b", "--", "$c")
+    assert job.returncode == 75  # a job script acts on it
+    assert re.match(r"launch: 2 processes on this host \(-n\): \S+/mpiexec -n 2 ", job.stdout)
+    ranks = [line for line in job.stdout.splitlines() if line.startswith("rank")]
+    words = [line.split(maxsplit=4) for line in sorted(ranks)]
+    assert [w[:3] for w in words] == [["rank", str(i), sys.executable] for i in range(2)]
+    assert words[0][3] == words[1][3] and float(words[0][3]) > 1.7e9
+    assert words[0][4] == "a b -- $c"
+
+
+def test_the_job_start_of_a_script_is_kept():
+    script = "import os; print(os.environ['JAXGPT_JOB_START'])"
+    job = run("launch", "-n", "1", "--", "python", "-c", script, JAXGPT_JOB_START="12.5")
+    assert job.stdout.splitlines()[-1] == "12.5"
+
+
+def test_a_shell_can_eval_what_is_exported(tmp_path):
+    """With a file name that a shell would take apart."""
+    hosts = tmp_path / "the 'hosts'; $HOME"
+    hosts.write_text(f"{socket.gethostname()}\n")
+    launch = f"{shlex.quote(sys.executable)} -m jaxgpt.launch --ppn 2 --export"
+    script = f"""
+        set -eu
+        eval "$({launch} --hosts {shlex.quote(str(hosts))})"
+        printf '%s\\n' "$NHOSTS" "$NGPU_PER_HOST" "$NGPUS" "$HOSTFILE"
+        env | grep -c '^DIST_LAUNCH='
+        $DIST_LAUNCH sh -c 'echo rank'
+    """
+    shell = subprocess.run(
+        ["bash", "-c", script], capture_output=True, text=True, env=environment(), timeout=60
+    )
+    assert shell.returncode == 0, shell.stderr
+    assert shell.stdout.splitlines() == ["1", "2", "2", str(hosts), "1", "rank", "rank"]
+
+
+def test_launching_waits_for_no_jax():
+    heavy = "{'jax', 'numpy', 'mpi4py', 'rich', 'orbax'} & set(sys.modules)"
+    code = f"import sys, jaxgpt.launch; sys.exit(bool({heavy}))"
+    subprocess.run([sys.executable, "-c", code], check=True)
