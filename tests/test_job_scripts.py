@@ -1,0 +1,117 @@
+"""The job scripts of launch/, run as PBS and Slurm run them: a copy of the file, somewhere else."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+LAUNCH = Path(__file__).parents[1] / "launch"
+SCRIPTS = sorted(p.name for p in LAUNCH.iterdir() if p.suffix in (".pbs", ".slurm"))
+
+# Records each call; jaxgpt.doctor and jaxgpt.train end with a status that the test gives.
+PYTHON = """
+echo "python $JAXGPT_JOB_START $*" >> "$CALLS"
+case "$*" in *jaxgpt.doctor*) exit "$DOCTOR";; *) exit "$TRAIN";; esac
+"""
+SUBMIT = 'echo "$(basename "$0") $PWD $*" >> "$CALLS"'
+# The lines of Slurm 22.05's answer around the one that matters.
+SCONTROL = """
+[ "$*" = "show job 7" ] || exit 1
+printf '   Power=\\n   Command=%s\\n   WorkDir=%s\\n' "$PWD/launch/$SCRIPT" "$PWD"
+"""
+
+
+@pytest.fixture
+def run_job(tmp_path):
+    """Runs a job script to its end: (exit status, calls of python, submissions of jobs)."""
+    project, programs, calls = tmp_path / "project", tmp_path / "bin", tmp_path / "calls"
+    for folder in (project / "launch", project / ".venv" / "bin", programs, tmp_path / "spool"):
+        folder.mkdir(parents=True)
+    bodies = {"python": PYTHON, "qsub": SUBMIT, "sbatch": SUBMIT, "scontrol": SCONTROL}
+    for name, body in bodies.items():
+        (programs / name).write_text(f"#!/bin/bash\n{body}\n")
+        (programs / name).chmod(0o755)
+    (project / ".venv" / "bin" / "activate").write_text(f"PATH={programs}:$PATH\n")
+
+    def run(script, doctor=0, train=0, at="launch"):
+        copy = shutil.copy(LAUNCH / script, tmp_path / "spool" / "job.SC")
+        (project / at).mkdir(exist_ok=True)
+        shutil.copy(LAUNCH / script, project / at)
+        pbs = script.endswith(".pbs")  # begins in the home directory, Slurm in that of sbatch
+        job = {"PBS_O_WORKDIR": str(project)} if pbs else {"SLURM_JOB_ID": "7"}
+        result = subprocess.run(
+            ["bash", copy],
+            cwd=tmp_path if pbs else project,
+            env=job | {"PATH": os.environ["PATH"], "CALLS": str(calls), "SCRIPT": script}
+            | {"DOCTOR": str(doctor), "TRAIN": str(train), "JAXGPT_JOB_START": "1.5"},
+            capture_output=True,
+            text=True,
+            timeout=30,
+        )  # fmt: skip
+        lines = calls.read_text().splitlines() if calls.exists() else []
+        python = [line for line in lines if line.startswith("python")]
+        return result.returncode, python, [line for line in lines if line not in python]
+
+    run.project = project
+    return run
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_stopped_run_is_submitted_again_from_where_its_script_is(run_job, script):
+    before = time.time()
+    status, (doctor, train), (submission,) = run_job(script, train=75)
+    assert status == 75
+    submit, path = ("qsub", "") if script.endswith(".pbs") else ("sbatch", f"{run_job.project}/")
+    assert submission == f"{submit} {run_job.project} {path}launch/{script}"
+    # The doctor and the trainer look at the same run, and start-up is timed from the job's start,
+    # not from that of the job that submitted this one.
+    launch = r"python (\d+\.\d+) -m jaxgpt.launch -- python -m jaxgpt\."
+    checked = re.fullmatch(launch + r"doctor --out (\S+)", doctor)
+    trained = re.fullmatch(launch + r"train .*--out (\S+) train.time_limit=(\d+)", train)
+    assert checked.groups() == trained.groups()[:2]
+    assert before < float(checked[1]) < time.time()
+    # It stops some minutes before the scheduler would stop it.
+    hours, minutes, _ = re.search(
+        r"(?:walltime|--time)=(\d+):(\d+):(\d+)$", text(script), re.M
+    ).groups()
+    assert 1 <= int(trained[3]) <= 60 * int(hours) + int(minutes) - 5
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize("status", [0, 1, 2, 70, 143])
+def test_a_run_that_is_done_or_failed_is_not_submitted_again(run_job, script, status):
+    assert run_job(script, train=status)[::2] == (status, [])
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_nothing_is_trained_where_the_doctor_found_a_fault(run_job, script):
+    status, python, submissions = run_job(script, doctor=1, train=75)
+    assert status == 1 and submissions == []
+    assert len(python) == 1 and "jaxgpt.doctor" in python[0]
+
+
+@pytest.mark.parametrize("script", [s for s in SCRIPTS if s.endswith(".pbs")])
+def test_a_script_that_does_not_name_itself_ends_at_once(run_job, script):
+    (run_job.project / "launch").rmdir()
+    assert run_job(script, at="elsewhere") == (2, [], [])
+
+
+@pytest.mark.parametrize("script", sorted(p.name for p in LAUNCH.iterdir() if p.suffix != ".txt"))
+def test_the_shell_reads_every_script(script):
+    subprocess.run(["bash", "-n", LAUNCH / script], check=True)
+    shellcheck = shutil.which(
+        "shellcheck", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    )
+    if shellcheck is None:
+        pytest.skip("shellcheck is not installed: pip install -e '.[dev]'")
+    said = subprocess.run([shellcheck, LAUNCH / script], capture_output=True, text=True)
+    assert said.returncode == 0, said.stdout
+
+
+def text(script):
+    return (LAUNCH / script).read_text()
