@@ -5,7 +5,8 @@ Sources, all read in 2026:
     [ezpz]  github.com/saforem2/ezpz, src/ezpz/distributed.py (get_machine, high-speed suffixes),
             src/ezpz/pbs.py (CPU binding) and its recorded jobs (names of PBS jobs)
     [OLCF]  docs.olcf.ornl.gov, "Frontier User Guide"
-    [NERSC] docs.nersc.gov, "Perlmutter" and "Running Jobs"
+    [NERSC] docs.nersc.gov, "Node Types"
+    [WarpX] github.com/BLAST-WarpX/warpx, pull request 3349 and issue 6382: Perlmutter's srun options
 """
 
 import re
@@ -128,10 +129,9 @@ MACHINES = (
             "--gpu-bind=closest",
         ),
     ),
-    # [NERSC] nodes nid001234, as on other Cray machines; 4 A100, 1,536 nodes with 40 GB and 256
-    # with 80 GB; 64 cores with 128 threads. A GPU bound to one process cannot be reached by the
-    # others over NVLink (cuIpcOpenMemHandle fails, github.com/E3SM-Project/E3SM issue 4834), so
-    # each sees all.
+    # [NERSC] nodes nid001234, as on other Cray machines; 4 A100, on most of 40 GB, and 64 cores with
+    # 128 threads. [WarpX] -c 32 for four tasks, and no binding of GPUs: Slurm would hide those of
+    # the other processes, and data could no longer go over NVLink.
     Machine(
         name="Perlmutter",
         host_names=None,
