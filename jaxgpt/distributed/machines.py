@@ -6,7 +6,7 @@ Sources, all read in 2026:
             src/ezpz/pbs.py (CPU binding) and its recorded jobs (names of PBS jobs)
     [OLCF]  docs.olcf.ornl.gov, "Frontier User Guide"
     [NERSC] docs.nersc.gov, "Node Types"
-    [WarpX] github.com/BLAST-WarpX/warpx, pull request 3349 and issue 6382: Perlmutter's srun options
+    [WarpX] github.com/BLAST-WarpX/warpx, PR 3349 and issue 6382: Perlmutter's srun options
 """
 
 import re
@@ -129,9 +129,9 @@ MACHINES = (
             "--gpu-bind=closest",
         ),
     ),
-    # [NERSC] nodes nid001234, as on other Cray machines; 4 A100, on most of 40 GB, and 64 cores with
-    # 128 threads. [WarpX] -c 32 for four tasks, and no binding of GPUs: Slurm would hide those of
-    # the other processes, and data could no longer go over NVLink.
+    # [NERSC] nodes nid001234, as on other Cray machines; 4 A100, on most of 40 GB, and 64 cores
+    # with 128 threads. [WarpX] -c 32 for four tasks, and no binding of GPUs: Slurm would hide
+    # those of the other processes, and data could no longer go over NVLink.
     Machine(
         name="Perlmutter",
         host_names=None,
