@@ -10,28 +10,20 @@ import os
 import shlex
 import sys
 import time
-from typing import NoReturn
 
-from jaxgpt.config import UsageError, is_help
+from jaxgpt.config import CommandParser, UsageError, is_help, whole_number
 from jaxgpt.distributed.environment import find_launch
 from jaxgpt.distributed.exits import exits_together
 from jaxgpt.distributed.launchers import Layout, launch_line, lay_out
-
-JOB_START = "JAXGPT_JOB_START"  # Unix time at which the job began, for start-up times
-
-
-class Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(message)
+from jaxgpt.telemetry.startup import JOB_START
 
 
-def parser() -> Parser:
-    out = Parser(
+def parser() -> CommandParser:
+    out = CommandParser(
         prog="python -m jaxgpt.launch",
         usage="%(prog)s [-n N] [--ppn P] [--hosts FILE] [--print] -- COMMAND ...\n"
         "       %(prog)s [-n N] [--ppn P] [--hosts FILE] --export",
         description=__doc__,
-        allow_abbrev=False,
     )
     out.add_argument("-n", metavar="N", help="processes in all; default: P on each host")
     out.add_argument(
@@ -128,15 +120,6 @@ def exports(layout: Layout, launcher: list[str]) -> str:
         "DIST_LAUNCH": shlex.join(launcher),
     }
     return "\n".join(f"export {name}={shlex.quote(str(v))}" for name, v in values.items())
-
-
-def whole_number(option: str, given: str | None) -> int | None:
-    """An option's number; None if it is not given."""
-    if given is None:
-        return None
-    if not given.isdecimal() or int(given) < 1:
-        raise UsageError(f"{option}={given}: must be a whole number, at least 1")
-    return int(given)
 
 
 if __name__ == "__main__":

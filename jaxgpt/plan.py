@@ -9,9 +9,17 @@ import argparse
 import json
 import math
 import sys
-from typing import NoReturn
 
-from jaxgpt.config import Config, UsageError, check_batch, is_help, mesh_sizes, parse_args
+from jaxgpt.config import (
+    CommandParser,
+    Config,
+    UsageError,
+    check_batch,
+    is_help,
+    mesh_sizes,
+    parse_args,
+    whole_number,
+)
 from jaxgpt.data.sources import vocabulary_size
 from jaxgpt.distributed.environment import guessed_rank
 from jaxgpt.distributed.exits import exits_together
@@ -20,13 +28,8 @@ from jaxgpt.telemetry.devices import DEVICES, Device
 MAX_DEVICES = 2048  # XLA simulates no more CPU devices in one process
 
 
-class Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(message)
-
-
-def parser() -> Parser:
-    out = Parser(prog="python -m jaxgpt.plan", description=__doc__, allow_abbrev=False)
+def parser() -> CommandParser:
+    out = CommandParser(prog="python -m jaxgpt.plan", description=__doc__)
     out.add_argument(
         "--device", default="cpu", help=f"one of {', '.join(DEVICES)}; default cpu, this machine"
     )
@@ -127,15 +130,6 @@ def devices_per_host(given: str | None, device: Device, n_devices: int) -> int:
             "job; give one that does"
         )
     return per_host
-
-
-def whole_number(option: str, given: str | None) -> int | None:
-    """An option's number; None if it is not given."""
-    if given is None:
-        return None
-    if not given.isdecimal() or int(given) < 1:
-        raise UsageError(f"{option}={given}: must be a whole number, at least 1")
-    return int(given)
 
 
 def advice(config: Config, n_devices: int, device: Device, per_host: int, as_json: bool) -> str:

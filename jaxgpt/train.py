@@ -9,6 +9,7 @@ import sys
 from jaxgpt.config import is_help, mesh_sizes, parse_args
 from jaxgpt.distributed.backend import connect
 from jaxgpt.distributed.cluster import INIT_TIMEOUT, attempt, join_cluster
+from jaxgpt.distributed.compile_cache import use_compile_cache
 from jaxgpt.distributed.environment import guessed_rank
 from jaxgpt.distributed.exits import StopSignal, exits_together
 from jaxgpt.telemetry.startup import Startup
@@ -24,15 +25,18 @@ def main(argv: list[str] | None = None) -> None:
                 parse_args(argv)
             return
         config, error = attempt(parse_args, argv)
+        startup.mark("imports")
         cluster = join_cluster(config.init_timeout if config else INIT_TIMEOUT)
         cluster.agree(error)
+        startup.mark("distributed init")
         run = prepare_run(config, cluster)
         startup.mark("data")
         stop = StopSignal(config.train.time_limit)
-        facts = connect(cluster, mesh_sizes(run.config))
-        startup.mark("devices")
+        facts = connect(cluster, mesh_sizes(run.config), startup.mark)
+        facts["notes"].append(use_compile_cache(config.compile_cache, cluster))
         from jaxgpt.training.loop import train  # imports JAX, which has to come after connect
 
+        startup.mark("imports")
         status = train(run, cluster, facts, stop, startup)
     sys.exit(status)
 

@@ -36,6 +36,12 @@ def data_home(tmp_path_factory):
     return home
 
 
+@pytest.fixture(scope="session", autouse=True)
+def compile_cache(tmp_path_factory):
+    """Commands under test share what they compile, and leave the user's cache alone."""
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = str(tmp_path_factory.mktemp("compiled"))
+
+
 @pytest.fixture(scope="session")
 def tiny_shakespeare():
     """The path of the text of Tiny Shakespeare."""

@@ -12,6 +12,7 @@ from jaxgpt.config.checks import (
     skip_ranges,
     validate,
 )
+from jaxgpt.config.command import CommandParser, whole_number
 from jaxgpt.config.parse import config_from_dict, config_from_file, is_help, load_config, parse_args
 from jaxgpt.config.sections import (
     CheckpointConfig,
@@ -26,6 +27,7 @@ from jaxgpt.config.sections import (
 __all__ = [
     "MESH_AXES",
     "CheckpointConfig",
+    "CommandParser",
     "Config",
     "DataConfig",
     "ModelConfig",
@@ -42,4 +44,5 @@ __all__ = [
     "parse_args",
     "skip_ranges",
     "validate",
+    "whole_number",
 ]

@@ -144,6 +144,8 @@ class Config:
     """Preset (a file of configs/) or a path to a YAML file."""
     out: str | None = None
     """Run directory; None is runs/<config>-<time>. One that exists is gone on with."""
+    compile_cache: str = "~/.cache/jaxgpt/compiled"
+    """Folder where compiled programs are kept for the next start; `off` keeps none."""
     init_timeout: float = 300
     """Seconds for all processes of a job to find each other; after that it ends, naming those
     that are missing."""

@@ -1,17 +1,21 @@
 """Starting JAX on the processes of a job: its devices, and `jax.distributed` among them."""
 
 import contextlib
-import glob
 import math
 import os
 import platform
 import socket
 import sys
 import time
-from importlib import metadata
+from collections.abc import Callable
 from typing import Any
 
 from jaxgpt.config import UsageError
+from jaxgpt.distributed.accelerators import (
+    VISIBLE_VARIABLES,
+    accelerator_expected,
+    count_accelerators,
+)
 from jaxgpt.distributed.cluster import Cluster, coordinator_host
 from jaxgpt.distributed.exits import end_with_the_first_to_fail
 from jaxgpt.distributed.talk import OverTcp, PeerLost
@@ -21,25 +25,7 @@ CPU_COLLECTIVE_FLAGS = (
     "--xla_cpu_collective_call_warn_stuck_timeout_seconds=120",
     "--xla_cpu_collective_call_terminate_timeout_seconds=600",
 )
-# NVIDIA, AMD, Intel and Google devices, where a process can see them.
-ACCELERATOR_FILES = ("/dev/nvidia[0-9]*", "/dev/kfd", "/dev/dri/renderD*", "/dev/accel[0-9]*")
-# What narrows the devices that a process sees; set by users and by some launchers.
-VISIBLE_VARIABLES = (
-    "CUDA_VISIBLE_DEVICES",
-    "ROCR_VISIBLE_DEVICES",
-    "HIP_VISIBLE_DEVICES",
-    "ZE_AFFINITY_MASK",
-)
 HEARTBEAT_TIMEOUT = 100  # seconds after which a silent process counts as dead
-
-
-def accelerator_expected() -> bool:
-    """Whether JAX will look for something other than CPUs here, judged without importing JAX."""
-    platforms = os.environ.get("JAX_PLATFORMS", "")
-    if platforms:
-        return platforms != "cpu"
-    has_plugin = bool(metadata.entry_points(group="jax_plugins"))
-    return has_plugin and any(glob.glob(pattern) for pattern in ACCELERATOR_FILES)
 
 
 def cpu_devices_per_process(mesh: tuple[int, ...], cluster: Cluster) -> int:
@@ -68,12 +54,15 @@ def cpu_devices_per_process(mesh: tuple[int, ...], cluster: Cluster) -> int:
     return known // cluster.size
 
 
-def connect(cluster: Cluster, mesh: tuple[int, ...]) -> dict[str, Any]:
+def connect(
+    cluster: Cluster, mesh: tuple[int, ...], mark: Callable[[str], None] = lambda phase: None
+) -> dict[str, Any]:
     """Starts JAX on this process and, in a job of several, `jax.distributed`.
 
     Args:
         mesh: sizes as `config.mesh_sizes` gives them; on CPUs they say how many devices each
             process simulates.
+        mark: is called with the name of each phase of the start when it ends.
 
     Returns:
         What was found, for the log and cluster.json.
@@ -90,6 +79,7 @@ def connect(cluster: Cluster, mesh: tuple[int, ...]) -> dict[str, Any]:
         notes += clear_proxies()
     import jax
 
+    mark("imports")
     if cpu_devices is not None:
         # JAX refuses once it has started (in a notebook): then the devices are what they are.
         with contextlib.suppress(RuntimeError):
@@ -111,7 +101,9 @@ def connect(cluster: Cluster, mesh: tuple[int, ...]) -> dict[str, Any]:
         )
         if isinstance(cluster.talk, OverTcp):
             end_with_the_first_to_fail()
+    mark("distributed init")
     devices = jax.devices()
+    mark("devices")
     return {
         "launcher": cluster.launcher,
         "coordinator": coordinator,
@@ -161,19 +153,16 @@ def own_devices(cluster: Cluster) -> list[int] | None:
     if cluster.local_size == 1 or not accelerator_expected() or len(set(mates)) > 1:
         error = chosen = None
     else:
-        error, chosen = _share(len(visible.split(",")) if visible else count_devices(), cluster)
+        error, chosen = _share(
+            len(visible.split(",")) if visible else count_accelerators(), cluster
+        )
     cluster.agree(error)
     return chosen
 
 
-def count_devices() -> int:
-    """Accelerators of this host by its device files."""
-    return max(len(glob.glob(pattern)) for pattern in ACCELERATOR_FILES)
-
-
 def _share(seen: int, cluster: Cluster) -> tuple[str | None, list[int] | None]:
     """An error, or the devices of this process."""
-    if seen == 1:
+    if seen < 2:  # one, or of a kind whose files do not tell
         return None, None
     if seen < cluster.local_size:
         return (

@@ -4,7 +4,6 @@ Sources: mpiexec(1) of Cray PALS as ALCF documents it, of MPICH's Hydra, Intel M
 srun(1). How processes are bound to cores on a machine is in `machines`.
 """
 
-import glob
 import os
 import re
 import shutil
@@ -15,16 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from jaxgpt.config import UsageError
+from jaxgpt.distributed.accelerators import VISIBLE_VARIABLES, count_accelerators
 from jaxgpt.distributed.hosts import HOST_FILES, job_hosts
 from jaxgpt.distributed.machines import Machine, find_machine
 
-# What narrows the devices that processes see; set by users and by schedulers.
-VISIBLE_VARIABLES = (
-    "CUDA_VISIBLE_DEVICES",
-    "ROCR_VISIBLE_DEVICES",
-    "HIP_VISIBLE_DEVICES",
-    "ZE_AFFINITY_MASK",
-)
 # Open MPI hands variables to other hosts by name only.
 PASSED_ON = re.compile(
     r"(JAX|XLA_|NCCL_|RCCL_|FI_|CUDA_|ROCR_|HIP_|ZE_|OMP_|HF_|WANDB_)\w*|PATH|LD_LIBRARY_PATH"
@@ -142,12 +135,6 @@ def _devices(machine: Machine | None, environ: Mapping[str, str]) -> tuple[int, 
     if found := count_accelerators():
         return found, f"one for each of {found} accelerators seen here"
     return 1, "no accelerator seen here: 1 on each host, --ppn P for more"
-
-
-def count_accelerators() -> int:
-    """Accelerators of this host by their device files: NVIDIA's, else AMD's, else Google's."""
-    amd = glob.glob("/dev/dri/renderD*") if os.path.exists("/dev/kfd") else []
-    return len(glob.glob("/dev/nvidia[0-9]*") or amd or glob.glob("/dev/accel[0-9]*"))
 
 
 def launch_line(layout: Layout, environ: Mapping[str, str]) -> list[str]:

@@ -1,7 +1,24 @@
-"""How long a run takes from the start of its process to the end of its first step."""
+"""How long a run takes from the start of its job to the end of its first step, on every process."""
 
 import os
 import time
+from collections.abc import Sequence
+from statistics import fmean
+from typing import Any
+
+JOB_START = "JAXGPT_JOB_START"  # Unix seconds; set by the scripts in launch/ and by jaxgpt.launch
+
+# In the order of a start. What Python imports is spread over it.
+PHASES = (
+    "job start",
+    "imports",
+    "distributed init",
+    "devices",
+    "data",
+    "state",
+    "compile",
+    "first step",
+)
 
 
 def process_start_time() -> float:
@@ -17,23 +34,99 @@ def process_start_time() -> float:
 
 
 class Startup:
-    """Seconds that each phase took, in the order in which they ended."""
+    """Seconds that each of `PHASES` took on this process."""
 
     def __init__(self):
         self.seconds: dict[str, float] = {}
+        self.compile_cache = "not used"
+        """`hit` if everything that was compiled so far came from the cache, or `miss`."""
         self._start = self._last = process_start_time()
+        try:
+            launched = float(os.environ[JOB_START])
+        except (KeyError, ValueError):
+            return
+        # `job start` lasts until the process runs; a clock may be a little behind.
+        self.seconds["job start"] = max(0.0, self._start - launched)
 
     def mark(self, phase: str) -> None:
-        """A phase ends now; it began where the one before it ended."""
+        """A phase, or one more part of it, ends now; it began where the last one ended."""
+        assert phase in PHASES, phase
         now = time.time()
-        self.seconds[phase] = now - self._last
+        self.seconds[phase] = self.seconds.get(phase, 0.0) + now - self._last
         self._last = now
 
-    @property
-    def total(self) -> float:
-        """Seconds from the start of the process to the last mark."""
-        return self._last - self._start
+    def report(self) -> dict[str, Any]:
+        """This process's numbers, for `summary`."""
+        return {
+            "seconds": self.seconds,
+            "process_start": self._start,
+            "total": self._last - self._start,
+            "compile_cache": self.compile_cache,
+        }
 
-    def __str__(self) -> str:
-        phases = ", ".join(f"{name} {seconds:.1f}" for name, seconds in self.seconds.items())
-        return f"start-up: {self.total:.1f} s from process start to first step ({phases})"
+
+def summary(reports: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """What startup.json holds, from the reports of all processes by rank.
+
+    `total` counts from the start of a process, `job_start_to_first_step` from the start of the
+    job, and is None where nobody said when that was.
+    """
+    phases = {
+        phase: spread([r["seconds"][phase] for r in reports])
+        for phase in PHASES
+        if all(phase in r["seconds"] for r in reports)
+    }
+    total = spread([r["total"] for r in reports])
+    waited = [r["seconds"].get("job start") for r in reports]
+    known = all(w is not None for w in waited)
+    main = reports[0]
+    return {
+        "processes": len(reports),
+        "process_start": main["process_start"],
+        "first_step_done": main["process_start"] + main["total"],
+        "job_start_to_first_step": waited[0] + main["total"] if known else None,
+        "total": total,
+        "phases": phases,
+        "compile_cache": main["compile_cache"],
+        "slowest_phase": max(phases, key=lambda phase: phases[phase]["max"]),
+    }
+
+
+def spread(seconds: Sequence[float]) -> dict[str, float]:
+    """min, mean and max over processes, and the rank that was slowest."""
+    return {
+        "min": min(seconds),
+        "mean": fmean(seconds),
+        "max": max(seconds),
+        "slowest_rank": max(range(len(seconds)), key=seconds.__getitem__),
+    }
+
+
+def startup_line(found: dict[str, Any]) -> str:
+    """One line for the log."""
+    several = found["processes"] > 1
+    parts = []
+    for phase, s in found["phases"].items():
+        if several:
+            low, mean, high = (f"{s[k]:.1f}" for k in ("min", "mean", "max"))
+            parts.append(f"{phase} {low}/{mean}/{high} (rank {s['slowest_rank']})")
+        else:
+            parts.append(f"{phase} {s['mean']:.1f}")
+    from_job = found["job_start_to_first_step"]
+    job = f", {from_job:.1f} s from job start" if from_job is not None else ""
+    spreads = f"; min/mean/max of {found['processes']} processes (slowest)" if several else ""
+    return (
+        f"start-up: {found['total']['max']:.1f} s from process start to first step{job}"
+        f"{spreads}: {', '.join(parts)}; compile cache: {found['compile_cache']}"
+    )
+
+
+def startup_record(found: dict[str, Any], step: int) -> dict[str, Any]:
+    """One flat record for metrics.jsonl and TensorBoard, in seconds."""
+    record: dict[str, Any] = {"kind": "startup", "step": step, "processes": found["processes"]}
+    for phase, s in {**found["phases"], "total": found["total"]}.items():
+        name = phase.replace(" ", "_")
+        record |= {f"{name}_{statistic}": value for statistic, value in s.items()}
+    if found["job_start_to_first_step"] is not None:
+        record["job_start_to_first_step"] = found["job_start_to_first_step"]
+    return record

@@ -5,6 +5,7 @@ each whatever the mesh) and `checkpoints/<step>/meta` (JSON: configuration, mesh
 restored into the shardings of the run that reads it, which need not be those that wrote it.
 """
 
+import functools
 import logging
 from collections.abc import Mapping
 from pathlib import Path
@@ -24,24 +25,31 @@ class Checkpoints:
     """Saves and restores the state of one run."""
 
     def __init__(self, directory: Path, keep: int):
-        """Opens `directory`/checkpoints for a training run, the only one that writes there.
+        """Of `directory`/checkpoints, where only this training run writes.
 
-        What an interrupted save left is removed; of what is saved the newest `keep` stay.
+        When it is first used, what an interrupted save left is removed; of what is saved the
+        newest `keep` stay.
         """
+        self._folder = (directory / "checkpoints").absolute()
+        self._keep = keep
+
+    @functools.cached_property
+    def _manager(self) -> Any:
+        """Orbax's manager: half a second of imports that the first step need not wait for."""
         import orbax.checkpoint as ocp
 
         logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax narrates each save
-        self._ocp = ocp
-        self._manager = ocp.CheckpointManager(
-            (directory / "checkpoints").absolute(),
+        return ocp.CheckpointManager(
+            self._folder,
             options=ocp.CheckpointManagerOptions(
-                max_to_keep=keep, cleanup_tmp_directories=True, create=True
+                max_to_keep=self._keep, cleanup_tmp_directories=True, create=True
             ),
         )
 
     def save(self, step: int, state: TrainState, meta: Mapping[str, Any]) -> None:
         """Starts writing; the state may be donated as soon as this returns."""
-        args = self._ocp.args
+        import orbax.checkpoint.args as args
+
         self._manager.save(
             step,
             args=args.Composite(
@@ -56,12 +64,13 @@ class Checkpoints:
         Raises:
             UsageError: if the checkpoint is damaged.
         """
-        args = self._ocp.args
+        import orbax.checkpoint.args as args
+
         wanted = args.Composite(state=args.StandardRestore(_to_tree(shapes)))
         try:
             found = self._manager.restore(step, args=wanted)
         except (OSError, KeyError, ValueError) as error:
-            folder = self._manager.directory / str(step)
+            folder = self._folder / str(step)
             reason = " ".join(str(error).split())[:200]
             raise UsageError(
                 f"{folder}: cannot be restored ({reason}); remove it to go on from an older "

@@ -12,6 +12,7 @@ from jaxgpt.config import check_batch, mesh_sizes, skip_ranges
 from jaxgpt.data.loader import Loader
 from jaxgpt.distributed import exits
 from jaxgpt.distributed.cluster import Cluster
+from jaxgpt.distributed.compile_cache import CacheUse
 from jaxgpt.distributed.mesh import crossing, describe, make_mesh
 from jaxgpt.telemetry.startup import Startup
 from jaxgpt.training.checkpoint import Checkpoints
@@ -42,7 +43,7 @@ def train(
     check_batch(config, sizes)
     mesh = make_mesh(sizes, cluster.hosts)
     steps = make_steps(config, mesh)
-    report = Reporter(run, steps, startup, enabled=cluster.is_main)
+    report = Reporter(run, steps, startup, cluster)
     report.announce(facts, warnings=(*steps.warnings, *crossing(mesh, cluster.hosts)))
 
     start = run.resume_step or 0
@@ -52,6 +53,7 @@ def train(
         )
         return exits.DONE
     checkpoints = Checkpoints(run.directory, config.checkpoint.keep)
+    cache_use = CacheUse()
     if run.resume_step is None:
         state = steps.init()
     else:
@@ -66,6 +68,7 @@ def train(
     train_step = steps.train_step.lower(
         steps.state_shapes, np.int32(0), loader.batch_shape
     ).compile()
+    startup.compile_cache = str(cache_use)
     startup.mark("compile")
 
     evaluate = Evaluation(run.dataset, config, steps)

@@ -13,11 +13,12 @@ import jax
 from jaxgpt import __version__
 from jaxgpt.config import Config, skip_ranges
 from jaxgpt.distributed import backend
+from jaxgpt.distributed.cluster import Cluster
 from jaxgpt.distributed.mesh import describe
 from jaxgpt.model.gpt import count_parameters
 from jaxgpt.telemetry.console import Console, train_line
 from jaxgpt.telemetry.metrics import MFU_FORMULA, Rates, StepTimer, flops_per_token, peak_flops
-from jaxgpt.telemetry.startup import Startup
+from jaxgpt.telemetry.startup import Startup, startup_line, startup_record, summary
 from jaxgpt.telemetry.trackers import (
     MetricsFile,
     Record,
@@ -33,12 +34,13 @@ from jaxgpt.training.step import Metrics, Steps
 
 
 class Reporter:
-    """Turns what happens in a run into records and lines. Silent unless `enabled`."""
+    """Turns what happens in a run into records and lines, on process 0."""
 
-    def __init__(self, run: Run, steps: Steps, startup: Startup, *, enabled: bool):
+    def __init__(self, run: Run, steps: Steps, startup: Startup, cluster: Cluster):
         """Opens the logs of a run that starts after `run.resume_step`."""
+        self._cluster = cluster
         self._config, self._run, self._steps = run.config, run, steps
-        self._enabled = enabled
+        self._enabled = enabled = cluster.is_main
         self._startup = startup
         self._schedule = learning_rate_schedule(run.config.optimizer)
         self._console = Console(enabled, run.directory / "train.log")
@@ -52,6 +54,7 @@ class Reporter:
             return
         config, dataset, mesh = self._config, self._run.dataset, self._steps.mesh
         total, without_positions = count_parameters(config.model)
+        self._model = f"{config.config}, {without_positions / 1e6:.2f}M"
         device = mesh.devices.flat[0]
         self._rates = Rates(
             batch_size=config.train.batch_size,
@@ -152,11 +155,12 @@ class Reporter:
 
     def _first_step_done(self, step: int) -> None:
         self._startup.mark("first step")
+        reports = self._cluster.gather(self._startup.report())
         if self._enabled:
-            seconds = {**self._startup.seconds, "total": self._startup.total}
-            self._trackers.log({"kind": "startup", "step": step, **seconds})
-            write_whole(self._run.directory / "startup.json", json.dumps(seconds, indent=1) + "\n")
-            self._console.say(str(self._startup))
+            found = {"model": self._model, **summary(reports)}
+            self._trackers.log(startup_record(found, step))
+            write_whole(self._run.directory / "startup.json", json.dumps(found, indent=1) + "\n")
+            self._console.say(startup_line(found))
 
 
 def config_lines(config: Config) -> list[str]:

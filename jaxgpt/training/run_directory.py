@@ -26,7 +26,8 @@ from jaxgpt.config import (
 from jaxgpt.data.corpora import prepare_python
 from jaxgpt.data.sources import Dataset, dataset_directory, open_dataset
 from jaxgpt.data.tokenizer import Tokenizer
-from jaxgpt.distributed.backend import accelerator_expected, cpu_devices_per_process
+from jaxgpt.distributed.accelerators import accelerator_expected
+from jaxgpt.distributed.backend import cpu_devices_per_process
 from jaxgpt.distributed.cluster import Cluster
 from jaxgpt.training.spikes import SkipRanges
 

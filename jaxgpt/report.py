@@ -1,0 +1,93 @@
+"""Tables about runs: `python -m jaxgpt.report startup RUN...`.
+
+`startup` compares how long runs took from the start of their job to the end of their first step.
+"""
+
+import datetime
+import json
+from pathlib import Path
+from typing import Any
+
+from jaxgpt.config import CommandParser, UsageError
+from jaxgpt.distributed.environment import guessed_rank
+from jaxgpt.distributed.exits import exits_together
+
+
+def parser() -> CommandParser:
+    out = CommandParser(prog="python -m jaxgpt.report", description=__doc__)
+    kinds = out.add_subparsers(dest="kind", required=True, metavar="startup")
+    startup = kinds.add_parser("startup", help="from the start of the job to the first step")
+    startup.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run directory")
+    return out
+
+
+def main(argv: list[str] | None = None) -> None:
+    with exits_together():
+        arguments = parser().parse_args(argv)
+        if guessed_rank() == 0:
+            startup_table([(run, read_startup(run)) for run in arguments.runs])
+
+
+def read_startup(run: Path) -> dict[str, Any]:
+    """The startup.json of a run directory.
+
+    Raises:
+        UsageError: if there is none, or it is not one.
+    """
+    path = run / "startup.json"
+    try:
+        found = json.loads(path.read_text())
+        missing = {"processes", "process_start", "first_step_done", "phases"} - set(found)
+        if missing:
+            raise ValueError(f"{', '.join(sorted(missing))} missing")
+    except FileNotFoundError:
+        raise UsageError(
+            f"RUN={run}: has no startup.json; give a run directory whose first step is done"
+        ) from None
+    except (OSError, ValueError, TypeError) as error:
+        raise UsageError(
+            f"RUN={run}: {path} cannot be read ({error}); the run's next start writes it anew"
+        ) from None
+    return found
+
+
+def startup_table(runs: list[tuple[Path, dict[str, Any]]]) -> None:
+    """Prints a row for each run."""
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console()
+    table = Table(title="Start-up")
+    for heading in ("run", "model", "processes", "start", "first step done"):
+        table.add_column(heading, overflow="fold")
+    table.add_column("seconds", justify="right")
+    for heading in ("from", "slowest phase", "compile cache"):
+        table.add_column(heading, overflow="fold")
+    for run, found in runs:
+        seconds, origin = found["job_start_to_first_step"], "job start"
+        if seconds is None:
+            seconds, origin = found["total"]["max"], "process start"
+        slowest = found["slowest_phase"]
+        most = found["phases"][slowest]
+        table.add_row(
+            str(run),
+            found["model"],
+            str(found["processes"]),
+            clock(found["first_step_done"] - seconds),
+            clock(found["first_step_done"]),
+            f"{seconds:.1f}",
+            origin,
+            f"{slowest}, {most['max']:.1f} s on rank {most['slowest_rank']}",
+            found["compile_cache"],
+        )
+    if not console.is_terminal:
+        console.width = 200  # rows of a log file are not folded
+    console.print(table)
+
+
+def clock(unix_time: float) -> str:
+    return datetime.datetime.fromtimestamp(unix_time).strftime("%Y-%m-%d %H:%M:%S")
+
+
+if __name__ == "__main__":
+    main()
