@@ -23,7 +23,7 @@ def use_compile_cache(directory: str, cluster: Cluster) -> str:
     """
     import jax
 
-    directory = os.environ.get("JAX_COMPILATION_CACHE_DIR", directory)
+    directory = os.environ.get("JAX_COMPILATION_CACHE_DIR") or directory
     signature = cpu_signature()
     folder = Path(directory).expanduser() / signature
     writable = directory == OFF or _is_writable(folder)

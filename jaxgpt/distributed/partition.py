@@ -12,6 +12,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+Params = dict[str, Any]  # nested, with arrays or what stands for them
 Rules = dict[str, tuple[str, ...]]
 LogicalAxes = tuple[str | None, ...]
 

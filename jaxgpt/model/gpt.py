@@ -16,13 +16,12 @@ from flax import nnx
 
 from jaxgpt.config import ModelConfig
 from jaxgpt.distributed.collectives import ONE_DEVICE, OneDevice
+from jaxgpt.distributed.partition import Params
 from jaxgpt.model.attention import Attention, xla_attention
 from jaxgpt.model.remat import rematerialized
 
 INIT_STD = 0.02  # GPT-2's, for every matrix and embedding
 VOCAB_MULTIPLE = 128  # the embedding's rows are padded to this, which most meshes divide
-
-Params = dict[str, Any]
 
 
 def normal(std: float) -> nnx.Initializer:

@@ -11,14 +11,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import jax
-import optax
-
 from jaxgpt.config import UsageError
-from jaxgpt.model.gpt import Params
-from jaxgpt.training.step import TrainState
-
-_MOMENTS = ("mu", "nu", "count")
+from jaxgpt.distributed.partition import Params
+from jaxgpt.training.state import TrainState
 
 
 class Checkpoints:
@@ -76,7 +71,8 @@ class Checkpoints:
                 f"{folder}: cannot be restored ({reason}); remove it to go on from an older "
                 "checkpoint, if there is one"
             ) from error
-        return _from_tree(found["state"], shapes)
+        state = found["state"]
+        return TrainState(state.pop("params"), state)
 
     def close(self) -> None:
         """Returns when everything that was saved is on disk."""
@@ -104,13 +100,5 @@ def restore_params(directory: Path, step: int, shapes: Params) -> Params:
 
 
 def _to_tree(state: TrainState) -> dict[str, Any]:
-    """The layout on disk: names that do not depend on how the optimizer is put together."""
-    moments = {k: optax.tree_utils.tree_get(state.opt_state, k) for k in _MOMENTS}
-    return {"params": state.params, **moments}
-
-
-def _from_tree(tree: Mapping[str, Any], shapes: TrainState) -> TrainState:
-    moments = {k: tree[k] for k in _MOMENTS}
-    opt_state = optax.tree_utils.tree_set(shapes.opt_state, **moments)
-    assert not any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(opt_state))
-    return TrainState(tree["params"], opt_state)
+    """The layout on disk: parameters, both moments and the count side by side."""
+    return {"params": state.params, **state.opt_state}

@@ -8,9 +8,9 @@ import numpy as np
 from jaxgpt.config import Config
 from jaxgpt.data.loader import Loader
 from jaxgpt.data.sources import SPLITS, Dataset
-from jaxgpt.model.gpt import Params
+from jaxgpt.distributed.partition import Params
 from jaxgpt.training.sampling import make_generate, prompt_window
-from jaxgpt.training.step import Steps
+from jaxgpt.training.state import Steps
 
 SAMPLE_TEMPERATURE = 0.8
 SAMPLE_TOP_K = 200  # nanoGPT's

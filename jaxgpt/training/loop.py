@@ -20,7 +20,7 @@ from jaxgpt.training.evaluation import Evaluation, Sampler
 from jaxgpt.training.reporting import Reporter
 from jaxgpt.training.run_directory import Run
 from jaxgpt.training.spikes import SkipRanges
-from jaxgpt.training.step import make_steps
+from jaxgpt.training.stored import load_steps
 
 
 def train(
@@ -42,7 +42,8 @@ def train(
     sizes = mesh_sizes(config, jax.device_count())
     check_batch(config, sizes)
     mesh = make_mesh(sizes, cluster.hosts)
-    steps = make_steps(config, mesh)
+    cache_use = CacheUse()
+    steps = load_steps(config, mesh, cluster)
     report = Reporter(run, steps, startup, cluster)
     report.announce(facts, warnings=(*steps.warnings, *crossing(mesh, cluster.hosts)))
 
@@ -53,7 +54,6 @@ def train(
         )
         return exits.DONE
     checkpoints = Checkpoints(run.directory, config.checkpoint.keep)
-    cache_use = CacheUse()
     if run.resume_step is None:
         state = steps.init()
     else:

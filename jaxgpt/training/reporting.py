@@ -2,9 +2,10 @@
 
 import contextlib
 import dataclasses
+import functools
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,6 @@ from jaxgpt.config import Config, skip_ranges
 from jaxgpt.distributed import backend
 from jaxgpt.distributed.cluster import Cluster
 from jaxgpt.distributed.mesh import describe
-from jaxgpt.model.gpt import count_parameters
 from jaxgpt.telemetry.console import Console, train_line
 from jaxgpt.telemetry.metrics import MFU_FORMULA, Rates, StepTimer, flops_per_token, peak_flops
 from jaxgpt.telemetry.startup import Startup, startup_line, startup_record, summary
@@ -27,10 +27,9 @@ from jaxgpt.telemetry.trackers import (
     Tracker,
     Trackers,
 )
-from jaxgpt.training.optimizer import learning_rate_schedule
 from jaxgpt.training.run_directory import Run
 from jaxgpt.training.spikes import SkipRanges
-from jaxgpt.training.step import Metrics, Steps
+from jaxgpt.training.state import Metrics, Steps
 
 
 class Reporter:
@@ -42,18 +41,23 @@ class Reporter:
         self._config, self._run, self._steps = run.config, run, steps
         self._enabled = enabled = cluster.is_main
         self._startup = startup
-        self._schedule = learning_rate_schedule(run.config.optimizer)
         self._console = Console(enabled, run.directory / "train.log")
         self._trackers = Trackers(_open_trackers(run) if enabled else [], warn=self._console.say)
         self._first_step = (run.resume_step or 0) + 1
         self._last_losses = ""
+
+    @functools.cached_property
+    def _learning_rate(self) -> Callable[[int], Any]:
+        from jaxgpt.training.optimizer import learning_rate_schedule  # loads optax
+
+        return learning_rate_schedule(self._config.optimizer)
 
     def announce(self, facts: dict[str, Any], warnings: Sequence[str]) -> None:
         """Says what is going to run, and on what; writes cluster.json."""
         if not self._enabled:
             return
         config, dataset, mesh = self._config, self._run.dataset, self._steps.mesh
-        total, without_positions = count_parameters(config.model)
+        total, without_positions = self._steps.n_parameters
         self._model = f"{config.config}, {without_positions / 1e6:.2f}M"
         device = mesh.devices.flat[0]
         self._rates = Rates(
@@ -111,7 +115,7 @@ class Reporter:
         if not self._enabled:
             return
         if metrics is None:
-            lr = float(self._schedule(step))
+            lr = float(self._learning_rate(step))
             record |= {"loss": None, "grad_norm": None, "lr": lr, **self._rates.of(None)}
         elif is_first or step % train.log_interval == 0 or step == train.max_iters:
             record |= {name: float(value) for name, value in metrics._asdict().items()}

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxgpt.data.tokenizer import Tokenizer
-from jaxgpt.model.gpt import Params
+from jaxgpt.distributed.partition import Params
 
 
 def make_generate(

@@ -22,8 +22,9 @@ from jaxgpt.distributed.collectives import (
     weight_layout,
     zero_gradients,
 )
+from jaxgpt.distributed.partition import Params
 from jaxgpt.model.attention import Attention
-from jaxgpt.model.gpt import GPT, Params, abstract_params, padded_vocab_size
+from jaxgpt.model.gpt import GPT, abstract_params, padded_vocab_size
 from jaxgpt.model.remat import without_scores
 from jaxgpt.training.loss import summed_loss
 

@@ -1,78 +1,39 @@
-"""The compiled functions of a run: initial state, one training step, one evaluation step.
+"""The functions of a run: initial state, one training step, one evaluation step.
 
 Pure functions over pytrees, each jitted once. What a run carries from step to step is a
 `TrainState`; the number of the step is passed in beside it.
 """
 
 import functools
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 
 from jaxgpt.config import Config
 from jaxgpt.distributed import partition
+from jaxgpt.distributed.partition import Params
 from jaxgpt.model.attention import (
     Attention,
     choose_attention,
     cuda_capability,
     make_attention,
 )
-from jaxgpt.model.gpt import GPT, Params, abstract_params
+from jaxgpt.model.gpt import GPT, abstract_params, count_parameters
 from jaxgpt.training.optimizer import clip, learning_rate_schedule, make_optimizer
 from jaxgpt.training.sharded import make_sharded
+from jaxgpt.training.state import (
+    CPU_INIT_OPTIONS,
+    CPU_STEP_OPTIONS,
+    Metrics,
+    Steps,
+    TrainState,
+)
 
+ADAM = ("mu", "nu", "count")  # what the optimizer keeps between steps
 GATHERED_BYTES = 2**28  # parameters up to this size are gathered to write samples
-
-# What a layer computes twice to save memory, XLA's CPU compiler computes once and keeps, unless
-# it leaves in place the barriers that jax.checkpoint puts between the two.
-CPU_STEP_OPTIONS = {"xla_disable_hlo_passes": "cse_barrier_expander"}
-# It runs once: on a CPU, LLVM's costlier passes take longer than they save.
-CPU_INIT_OPTIONS = {"xla_backend_optimization_level": 1}
-
-
-class TrainState(NamedTuple):
-    """Everything that a step changes."""
-
-    params: Params
-    opt_state: optax.OptState
-
-
-class Metrics(NamedTuple):
-    """What a step reports: float32 scalars on the device."""
-
-    loss: jax.Array
-    """Mean cross-entropy over all tokens of the global batch, in nats."""
-    grad_norm: jax.Array
-    """Global norm of the gradient, before clipping."""
-    lr: jax.Array
-
-
-@dataclass(frozen=True)
-class Steps:
-    """The compiled functions, and where their state lives."""
-
-    mesh: Mesh
-    attention: str
-    """Which attention kernel runs, and why."""
-    warnings: tuple[str, ...]
-    """What of the layout is not as asked for."""
-    batch_sharding: NamedSharding
-    replicated: NamedSharding
-    state_shapes: TrainState
-    """`jax.ShapeDtypeStruct`s with their shardings: what a checkpoint is restored into."""
-    init: Callable[[], TrainState]
-    train_step: Callable[[TrainState, int, jax.Array], tuple[TrainState, Metrics]]
-    """(state, step, tokens of shape (B, T+1)) -> (next state, metrics); donates the state."""
-    eval_step: Callable[[Params, jax.Array], jax.Array]
-    """(params, tokens of shape (B, T+1)) -> mean loss."""
-    sample_logits: Callable[[Params, jax.Array], jax.Array]
-    """(params, tokens_BT) -> logits_BTV over the padded vocabulary, for few rows at a time."""
 
 
 def make_steps(config: Config, mesh: Mesh, attend: Attention | None = None) -> Steps:
@@ -91,19 +52,16 @@ def make_steps(config: Config, mesh: Mesh, attend: Attention | None = None) -> S
     schedule = learning_rate_schedule(config.optimizer)
     sharded = make_sharded(config, mesh, attend)
 
+    empty = jax.eval_shape(optimizer.init, {})  # the optimizer's state but for what ADAM names
+
     # Where everything lives.
     shapes, axes = abstract_params(model)
     whole = partition.replicated(mesh)
     batch_sharding = partition.batch_sharding(mesh)
 
     def state_sharding(memory_kind: str | None) -> TrainState:
-        opt_state = optax.tree_utils.tree_map_params(
-            optimizer,
-            lambda _, sharding: sharding,
-            jax.eval_shape(optimizer.init, shapes),
-            partition.shardings(sharded.updated, mesh, memory_kind),
-            transform_non_params=lambda _: whole,
-        )
+        moment = partition.shardings(sharded.updated, mesh, memory_kind)
+        opt_state = {"mu": moment, "nu": moment, "count": whole}
         return TrainState(partition.shardings(sharded.stored, mesh), opt_state)
 
     on_device = state_sharding(None)
@@ -112,21 +70,24 @@ def make_steps(config: Config, mesh: Mesh, attend: Attention | None = None) -> S
     def init() -> TrainState:
         network = GPT(model, rngs=nnx.Rngs(params=train.seed))
         params = nnx.to_pure_dict(nnx.state(network, nnx.Param))
-        return TrainState(params, optimizer.init(params))
+        opt_state = optimizer.init(params)
+        return TrainState(params, {key: optax.tree.get(opt_state, key) for key in ADAM})
 
     def train_step(
         state: TrainState, step: jax.Array, batch: jax.Array
     ) -> tuple[TrainState, Metrics]:
         loss, gradients = sharded.loss_and_gradients(state.params, step, batch)
-        params, opt_state = state
+        params, kept = state
         if parallel.offload_optimizer:
-            opt_state = jax.device_put(opt_state, on_device.opt_state)
+            kept = jax.device_put(kept, on_device.opt_state)
         grad_norm = optax.tree.norm(gradients)
         gradients = clip(gradients, grad_norm, config.optimizer.grad_clip)
+        opt_state = optax.tree.set(empty, **kept)
         directions, opt_state = optimizer.update(gradients, opt_state, params)
         lr = jnp.asarray(schedule(step), jnp.float32)
         params = jax.tree.map(lambda p, d: p - lr * d, params, directions)
-        return TrainState(params, opt_state), Metrics(loss, grad_norm, lr)
+        kept = {key: optax.tree.get(opt_state, key) for key in ADAM}
+        return TrainState(params, kept), Metrics(loss, grad_norm, lr)
 
     lone = functools.partial(
         GPT, model, dtype=jnp.dtype(train.dtype), attend=attend, scan_layers=parallel.scan_layers
@@ -143,6 +104,7 @@ def make_steps(config: Config, mesh: Mesh, attend: Attention | None = None) -> S
     return Steps(
         mesh=mesh,
         attention=f"{kernel} ({reason})",
+        n_parameters=count_parameters(model),
         warnings=partition.unsplit(
             axes, shapes, partition.parameter_rules(parallel.zero_stage), mesh
         ),

@@ -3,7 +3,7 @@ import time
 import numpy as np
 import pytest
 
-from jaxgpt.data.order import DataOrder
+from jaxgpt.data.order import DataOrder, index_shuffle
 
 
 def epoch_starts(order, batch_size, epoch):
@@ -43,6 +43,15 @@ def test_steps_cut_one_stream_of_windows():
     walked = [s for step in range(1, 301) for s in fine.starts(step, range(4))]
     assert [s for step in range(1, 101) for s in coarse.starts(step, range(12))] == walked
     assert coarse.starts(100, range(3, 7)) == walked[99 * 12 + 3 : 99 * 12 + 7]
+
+
+def test_the_permutation_is_that_of_grains_datasets():
+    import grain
+
+    for n, seed in ((7, 0), (1000, 12345), (10_007, 2**32 - 1)):
+        shuffled = grain.MapDataset.range(n).shuffle(seed=seed)
+        own = [index_shuffle()(i, max_index=n - 1, seed=seed, rounds=4) for i in range(n)]
+        assert own == list(shuffled)
 
 
 def test_a_distant_step_costs_no_more_than_a_near_one():

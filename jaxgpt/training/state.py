@@ -1,0 +1,58 @@
+"""What a run carries from step to step, and the compiled functions that carry it."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+from jax.sharding import Mesh, NamedSharding
+
+from jaxgpt.distributed.partition import Params
+
+# What a layer computes twice to save memory, XLA's CPU compiler computes once and keeps, unless
+# it leaves in place the barriers that jax.checkpoint puts between the two.
+CPU_STEP_OPTIONS = {"xla_disable_hlo_passes": "cse_barrier_expander"}
+# It runs once: on a CPU, LLVM's costlier passes take longer than they save.
+CPU_INIT_OPTIONS = {"xla_backend_optimization_level": 1}
+
+
+class TrainState(NamedTuple):
+    """Everything that a step changes."""
+
+    params: Params
+    opt_state: dict[str, Any]
+    """Adam's moments `mu` and `nu`, each like the parameters, and its `count` of updates."""
+
+
+class Metrics(NamedTuple):
+    """What a step reports: float32 scalars on the device."""
+
+    loss: jax.Array
+    """Mean cross-entropy over all tokens of the global batch, in nats."""
+    grad_norm: jax.Array
+    """Global norm of the gradient, before clipping."""
+    lr: jax.Array
+
+
+@dataclass(frozen=True)
+class Steps:
+    """The compiled functions, and where their state lives."""
+
+    mesh: Mesh
+    attention: str
+    """Which attention kernel runs, and why."""
+    n_parameters: tuple[int, int]
+    """All of them, and without the position embedding."""
+    warnings: tuple[str, ...]
+    """What of the layout is not as asked for."""
+    batch_sharding: NamedSharding
+    replicated: NamedSharding
+    state_shapes: TrainState
+    """`jax.ShapeDtypeStruct`s with their shardings: what a checkpoint is restored into."""
+    init: Callable[[], TrainState]
+    train_step: Callable[[TrainState, int, jax.Array], tuple[TrainState, Metrics]]
+    """(state, step, tokens of shape (B, T+1)) -> (next state, metrics); donates the state."""
+    eval_step: Callable[[Params, jax.Array], jax.Array]
+    """(params, tokens of shape (B, T+1)) -> mean loss."""
+    sample_logits: Callable[[Params, jax.Array], jax.Array]
+    """(params, tokens_BT) -> logits_BTV over the padded vocabulary, for few rows at a time."""

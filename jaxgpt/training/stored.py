@@ -1,0 +1,193 @@
+"""Programs of a run that are traced once and kept: the next start need not load flax and optax.
+
+Tracing the network, its gradient and the optimizer takes longer than everything else in the start
+of a small run. `jax.export` turns what was traced into StableHLO, which lies in the folder of the
+compile cache, under a name that changes with whatever decides about it. The run that traces it
+runs what it stored, so that later ones are bitwise the same.
+"""
+
+import base64
+import contextlib
+import functools
+import hashlib
+import importlib.metadata
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.export
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxgpt.config import Config
+from jaxgpt.distributed.cluster import Cluster
+from jaxgpt.distributed.partition import batch_sharding, replicated
+from jaxgpt.training.state import CPU_INIT_OPTIONS, CPU_STEP_OPTIONS, Metrics, Steps, TrainState
+
+PACKAGES = ("jax", "jaxlib", "flax", "optax")
+
+
+def load_steps(config: Config, mesh: Mesh, cluster: Cluster) -> Steps:
+    """`make_steps`, or what it stored: on CPUs, where a compile cache is in use.
+
+    Args:
+        config: with model.vocab_size set.
+    """
+    folder = jax.config.jax_compilation_cache_dir
+    on_cpu = mesh.devices.flat[0].platform == "cpu"
+    if not folder or not on_cpu or config.parallel.offload_optimizer:
+        return _traced(config, mesh)
+    path = Path(folder) / f"programs-{_name(config, mesh)}.json"
+    stored = _read(path)
+    if not all(cluster.gather(stored is not None)):
+        stored = _export(_traced(config, mesh), config)
+        if cluster.is_main:
+            _write(path, stored)
+    return _steps(stored, config, mesh)
+
+
+@functools.cache
+def _traced(config: Config, mesh: Mesh) -> Steps:
+    from jaxgpt.training.step import make_steps
+
+    return make_steps(config, mesh)
+
+
+def _name(config: Config, mesh: Mesh) -> str:
+    """Changes with all that decides what is traced."""
+    package = Path(__file__).parents[1]
+    devices = [(d.process_index, d.device_kind) for d in mesh.devices.flat]
+    settings = {k: v for k, v in os.environ.items() if k.startswith(("JAX_", "XLA_FLAGS"))}
+    for irrelevant in ("JAX_COMPILATION_CACHE_DIR", "JAX_NUM_CPU_DEVICES"):
+        settings.pop(irrelevant, None)
+    content = config.to_dict()
+    decisive = [content[section] for section in ("model", "train", "optimizer", "parallel")]
+    versions = [importlib.metadata.version(name) for name in PACKAGES]
+    text = json.dumps([decisive, dict(mesh.shape), devices, versions, settings], sort_keys=True)
+    digest = hashlib.sha256(text.encode())
+    for source in sorted(package.rglob("*.py")):
+        digest.update(source.read_bytes())
+    return digest.hexdigest()[:32]
+
+
+def _export(steps: Steps, config: Config) -> dict[str, Any]:
+    """What is stored, as JSON."""
+    leaves, tree = jax.tree_util.tree_flatten_with_path(steps.state_shapes)
+    shapes = [leaf for _, leaf in leaves]
+    shardings = [leaf.sharding for leaf in shapes]
+    tokens = jax.ShapeDtypeStruct(
+        (config.train.batch_size, config.model.block_size + 1),
+        np.int32,
+        sharding=steps.batch_sharding,
+    )
+
+    # On lists of arrays: what is serialized should not know our classes. The functions under
+    # jax.jit, because only the outermost one may have options of the compiler.
+    init, train_step = steps.init.__wrapped__, steps.train_step.__wrapped__
+
+    def flat_init() -> list[jax.Array]:
+        return jax.tree.leaves(init())
+
+    def flat_step(state: list[jax.Array], step: jax.Array, tokens: jax.Array) -> Any:
+        state, metrics = train_step(jax.tree.unflatten(tree, state), step, tokens)
+        return jax.tree.leaves(state), list(metrics)
+
+    flat_init = jax.jit(flat_init, out_shardings=shardings)
+    flat_step = jax.jit(
+        flat_step,
+        in_shardings=(shardings, steps.replicated, steps.batch_sharding),
+        out_shardings=(shardings, steps.replicated),
+    )
+    return {
+        "attention": steps.attention,
+        "warnings": list(steps.warnings),
+        "n_parameters": list(steps.n_parameters),
+        "state": [
+            {
+                "path": [getattr(key, "name", None) or key.key for key in path],
+                "shape": list(leaf.shape),
+                "dtype": leaf.dtype.name,
+                "axes": list(leaf.sharding.spec),
+            }
+            for path, leaf in leaves
+        ],
+        "init": _encode(jax.export.export(flat_init)()),
+        "train_step": _encode(jax.export.export(flat_step)(shapes, np.int32(0), tokens)),
+    }
+
+
+def _steps(stored: dict[str, Any], config: Config, mesh: Mesh) -> Steps:
+    """The functions of a run from what `_export` returned."""
+    whole, batch = replicated(mesh), batch_sharding(mesh)
+    tree: dict[str, Any] = {}
+    for leaf in stored["state"]:
+        *parents, name = leaf["path"]
+        place = tree
+        for parent in parents:
+            place = place.setdefault(parent, {})
+        spec = PartitionSpec(*(tuple(a) if isinstance(a, list) else a for a in leaf["axes"]))
+        place[name] = jax.ShapeDtypeStruct(
+            tuple(leaf["shape"]), leaf["dtype"], sharding=NamedSharding(mesh, spec)
+        )
+    shapes = TrainState(**tree)
+    at_rest = jax.tree.map(lambda leaf: leaf.sharding, shapes)
+    structure = jax.tree.structure(shapes)
+    stored_init, stored_step = _decode(stored["init"]), _decode(stored["train_step"])
+
+    def init() -> TrainState:
+        return jax.tree.unflatten(structure, stored_init.call())
+
+    def train_step(
+        state: TrainState, step: jax.Array, tokens: jax.Array
+    ) -> tuple[TrainState, Metrics]:
+        leaves, metrics = stored_step.call(jax.tree.leaves(state), step, tokens)
+        return jax.tree.unflatten(structure, leaves), Metrics(*metrics)
+
+    return Steps(
+        mesh=mesh,
+        attention=stored["attention"],
+        warnings=tuple(stored["warnings"]),
+        n_parameters=tuple(stored["n_parameters"]),
+        batch_sharding=batch,
+        replicated=whole,
+        state_shapes=shapes,
+        init=jax.jit(init, out_shardings=at_rest, compiler_options=CPU_INIT_OPTIONS),
+        train_step=jax.jit(
+            train_step,
+            in_shardings=(at_rest, whole, batch),
+            out_shardings=(at_rest, whole),
+            donate_argnums=0,
+            compiler_options=CPU_STEP_OPTIONS,
+        ),
+        # Not needed for the first step, and so not stored.
+        eval_step=lambda params, tokens: _traced(config, mesh).eval_step(params, tokens),
+        sample_logits=lambda params, tokens: _traced(config, mesh).sample_logits(params, tokens),
+    )
+
+
+def _encode(program: jax.export.Exported) -> str:
+    return base64.b64encode(program.serialize()).decode()
+
+
+def _decode(text: str) -> jax.export.Exported:
+    return jax.export.deserialize(bytearray(base64.b64decode(text)))
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    """What was stored; None if nothing was, or it cannot be read."""
+    try:
+        stored = json.loads(path.read_text())
+        _decode(stored["init"]), _decode(stored["train_step"])
+        return stored
+    except (OSError, ValueError, KeyError):
+        return None
+
+
+def _write(path: Path, stored: dict[str, Any]) -> None:
+    """All of it or nothing; a folder that is full costs the next start, not this run."""
+    scratch = path.with_suffix(f".{os.getpid()}.tmp")
+    with contextlib.suppress(OSError):
+        scratch.write_text(json.dumps(stored))
+        os.replace(scratch, path)

@@ -1,0 +1,101 @@
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from jaxgpt.config import load_config
+from jaxgpt.distributed.cluster import Cluster
+from jaxgpt.distributed.mesh import make_mesh
+from jaxgpt.training import stored
+from jaxgpt.training.step import make_steps
+from jobs import SMALL, flat, losses, run
+
+HERE = Path(__file__).parent
+ALONE = Cluster("test")
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A compile cache for this process, for one test."""
+    before = jax.config.jax_compilation_cache_dir
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path))
+    stored._traced.cache_clear()
+    yield tmp_path
+    jax.config.update("jax_compilation_cache_dir", before)
+
+
+def small(*settings):
+    config = load_config(*SMALL[1:], "model.n_layer=1", "model.n_embd=32", *settings)
+    return config.replace(model__vocab_size=256)
+
+
+def two_steps(steps, batch):
+    """Losses of two steps, and the parameters after them."""
+    state = steps.init()
+    found = []
+    for step in (1, 2):
+        state, metrics = steps.train_step(state, np.int32(step), batch)
+        found.append(float(metrics.loss))
+    return found, flat(state._asdict())
+
+
+def test_what_is_stored_is_what_was_traced_on_any_mesh(folder):
+    config = small()
+    mesh = make_mesh((2, 2, 2))
+    batch = np.random.default_rng(0).integers(0, 256, (16, 65)).astype(np.int32)
+    traced = make_steps(config, mesh)
+    batch = jax.device_put(batch, traced.batch_sharding)
+    expected, final = two_steps(traced, batch)
+    first = two_steps(stored.load_steps(config, mesh, ALONE), batch)
+    assert len(list(folder.glob("programs-*.json"))) == 1
+    second = two_steps(stored.load_steps(config, mesh, ALONE), batch)
+    assert second[0] == first[0]  # bitwise: the one that stores runs what it stored
+    assert all(np.array_equal(second[1][k], v) for k, v in first[1].items())
+    np.testing.assert_allclose(first[0], expected, rtol=1e-6)
+    assert first[1].keys() == final.keys()
+    steps = stored.load_steps(config, mesh, ALONE)
+    for name in ("attention", "warnings", "n_parameters", "state_shapes", "batch_sharding"):
+        assert getattr(steps, name) == getattr(traced, name), name
+
+
+def test_a_damaged_file_is_replaced(folder):
+    config, mesh = small(), make_mesh((8, 1, 1))
+    stored.load_steps(config, mesh, ALONE)
+    (file,) = folder.glob("programs-*.json")
+    whole = file.read_text()
+    file.write_text(whole[: len(whole) // 2])
+    stored.load_steps(config, mesh, ALONE)
+    assert stored._read(file)["state"] == stored.json.loads(whole)["state"]
+
+
+def test_whatever_decides_about_a_program_is_in_its_name(monkeypatch):
+    config, mesh = small(), make_mesh((8, 1, 1))
+    names = {
+        stored._name(config, mesh),
+        stored._name(small("model.bias=True"), mesh),
+        stored._name(small("train.dtype=bfloat16"), mesh),
+        stored._name(small("optimizer.beta1=0.8"), mesh),
+        stored._name(small("parallel.remat=full"), mesh),
+        stored._name(config, make_mesh((4, 2, 1))),
+    }
+    monkeypatch.setenv("JAX_DEFAULT_MATMUL_PRECISION", "bfloat16")
+    names.add(stored._name(config, mesh))
+    monkeypatch.setattr(stored.importlib.metadata, "version", lambda name: "0")
+    names.add(stored._name(config, mesh))
+    assert len(names) == 8
+
+
+def test_a_second_start_loads_little_and_computes_the_same(tmp_path):
+    cache = str(tmp_path / "cache")
+    heavy = "flax,optax,orbax,grain,matplotlib,wandb,mpi4py"
+    arguments = (*SMALL, "train.max_iters=3", f"compile_cache={cache}")
+    runs = [tmp_path / name for name in ("first", "second")]
+    for out in runs:
+        job = run("train", *arguments, "--out", out, JAX_COMPILATION_CACHE_DIR="")
+        assert job.returncode == 0, job.stdout
+    assert losses(runs[0]) == losses(runs[1])
+    assert "compile cache: hit" in job.stdout
+    out = tmp_path / "third"
+    look = run(HERE / "loaded.py", heavy, *arguments, "--out", out, JAX_COMPILATION_CACHE_DIR="")
+    assert "loaded:\ncompile cache: hit\n" in look.stdout, look.stdout
