@@ -13,7 +13,7 @@ OFF = "off"
 def use_compile_cache(directory: str, cluster: Cluster) -> str:
     """Has JAX, which must have been started, read and write compiled programs.
 
-    On CPUs the processes of a job also share what they compile: process 0 does it for all.
+    On CPUs the processes of one host also share what they compile: process 0 does it for all.
 
     Args:
         directory: a folder, or `off`. JAX_COMPILATION_CACHE_DIR, where set, wins.
@@ -24,21 +24,21 @@ def use_compile_cache(directory: str, cluster: Cluster) -> str:
     import jax
 
     directory = os.environ.get("JAX_COMPILATION_CACHE_DIR") or directory
-    signature = cpu_signature()
-    folder = Path(directory).expanduser() / signature
+    folder = Path(directory).expanduser() / cpu_signature()
     writable = directory == OFF or _is_writable(folder)
-    # Decided together: a process that would wait for another's program must not be alone.
-    everyone = cluster.gather([signature, writable])
+    if not all(cluster.gather(writable)):
+        return f"warning: compile_cache={directory}: cannot be written; compiling without a cache"
     if directory == OFF:
         return "compile cache: off"
-    if not all(can_write for _, can_write in everyone):
-        return f"warning: compile_cache={directory}: cannot be written; compiling without a cache"
     jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-    on_cpu = jax.default_backend() == "cpu"
-    if cluster.size > 1 and on_cpu and all(theirs == signature for theirs, _ in everyone):
-        _share_among_processes()
+    if cluster.size > 1 and jax.default_backend() == "cpu":
+        _use_one_key()
+        # Only where all see the same files at the same time: a process that finds no program
+        # waits for process 0 to compile it, which it will not do if it has found it.
+        if cluster.local_size == cluster.size:
+            jax.config.update("jax_share_binary_between_hosts", True)
     return f"compile cache: {folder}"
 
 
@@ -76,18 +76,16 @@ def cpu_signature() -> str:
     return hashlib.sha256("\n".join(found).encode()).hexdigest()[:12]
 
 
-def _share_among_processes() -> None:
-    """On CPUs: one key for all processes, and one compilation.
+def _use_one_key() -> None:
+    """On CPUs: the same key for a program on all processes.
 
     JAX's key has the topology in it, which looks different from every process on CPUs; only
     process 0 would find what it wrote. Where JAX cannot describe a topology it takes the kinds of
     devices instead, and so does this. The folder is of one kind of processor.
     """
-    import jax
     from jax._src import cache_key
 
     cache_key._hash_accelerator_config = cache_key._hash_devices
-    jax.config.update("jax_share_binary_between_hosts", True)
 
 
 def _is_writable(folder: Path) -> bool:

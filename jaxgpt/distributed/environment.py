@@ -17,14 +17,14 @@ from jaxgpt.distributed.machines import find_machine, high_speed_name
 
 COORDINATOR, RANK, SIZE = "JAXGPT_COORDINATOR", "JAXGPT_RANK", "JAXGPT_SIZE"
 
-# (what a launcher sets for each process, the number of processes, its name), the surest first.
+# (what a launcher sets for each process, how many there are at least, its name), the surest first.
 # Without one of them mpi4py is not imported: it can abort on login nodes.
 MPI_LAUNCHERS = (
     ("PALS_RANKID", "PMI_SIZE", "Cray PALS"),
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "Open MPI"),
     ("PMI_RANK", "PMI_SIZE", "MPICH"),
     ("PMIX_RANK", None, "PMIx"),
-    ("MPI_LOCALRANKID", None, "Hydra"),
+    ("MPI_LOCALRANKID", "MPI_LOCALNRANKS", "Hydra"),
 )
 # Steps of Slurm that are no job of ours: a shell on a node, a batch script, its surroundings.
 SLURM_PSEUDO_STEPS = range(4294967290, 4294967296)
@@ -128,7 +128,7 @@ def _explicit(environ: Mapping[str, str]) -> Launch:
 
 def _mpi(environ: Mapping[str, str], variable: str, size: str | None, launcher: str) -> Launch:
     if started_by_srun(environ):
-        launcher = "Slurm with PMI"
+        launcher, size = "Slurm with PMI", "SLURM_STEP_NUM_TASKS"
     elif any(name.startswith("I_MPI_HYDRA") for name in environ):
         launcher = "Intel MPI"
     rank = _number(environ, variable) or 0
