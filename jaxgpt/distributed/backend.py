@@ -18,6 +18,7 @@ from jaxgpt.distributed.accelerators import (
 )
 from jaxgpt.distributed.cluster import Cluster, coordinator_host
 from jaxgpt.distributed.exits import end_with_the_first_to_fail
+from jaxgpt.distributed.gloo import aim_gloo
 from jaxgpt.distributed.talk import OverTcp, PeerLost
 
 # A process of a CPU job may wait long for others that share its cores; XLA's default is 40 s.
@@ -99,6 +100,7 @@ def connect(
             initialization_timeout=math.ceil(cluster.timeout),
             heartbeat_timeout_seconds=HEARTBEAT_TIMEOUT,
         )
+        aim_gloo(cluster, coordinator)
         if isinstance(cluster.talk, OverTcp):
             end_with_the_first_to_fail()
     mark("distributed init")
