@@ -20,7 +20,7 @@ FAILED = 1
 BAD_USAGE = 2
 STOPPED = 75  # on a signal or a time limit, with a checkpoint saved (EX_TEMPFAIL in sysexits.h)
 
-FAILURE = "jaxgpt/first_to_fail"  # in JAX's key-value store: the exit status of the job
+FAILURE = "jaxgpt/first_to_fail"  # in JAX's key-value store: its rank and the exit status
 LOOK_EVERY = 5  # seconds
 
 
@@ -58,13 +58,22 @@ def end_with_the_first_to_fail() -> None:
     """
     from jax._src import distributed
 
-    client = distributed.global_state.client
+    client, rank = distributed.global_state.client, distributed.global_state.process_id
     at_exit = threading.Event()
 
     def watch() -> None:
-        while not at_exit.wait(LOOK_EVERY):
+        found = None
+        while found is None and not at_exit.wait(LOOK_EVERY):
             with contextlib.suppress(Exception):  # nobody has failed, or process 0 is gone
-                os._exit(int(client.key_value_try_get(FAILURE)))
+                found = client.key_value_try_get(FAILURE)
+        if found is None:
+            return
+        first, status = map(int, found.split())
+        if rank == first:
+            return  # it still has something to say
+        if rank == 0:
+            time.sleep(LOOK_EVERY + 2)  # it keeps the store, where the others look
+        os._exit(status)
 
     thread = threading.Thread(target=watch, daemon=True)
     thread.start()
@@ -82,7 +91,7 @@ def _leave(report: str, status: int) -> None:
     """Ends the job with `status`; prints `report` unless another process failed first."""
     sys.stdout.flush()
     if not _first_to_fail(status):
-        time.sleep(10)  # meanwhile the first one has the launcher end this process
+        time.sleep(2 * LOOK_EVERY + 3)  # meanwhile the first one ends this process
         os._exit(status)
     if _connected():
         time.sleep(1)  # the others come to wait for this process, and print no more
@@ -94,8 +103,8 @@ def _leave(report: str, status: int) -> None:
             os.dup2(nothing.fileno(), 1)
             os.dup2(nothing.fileno(), 2)
         mpi.COMM_WORLD.Abort(status)
-    elif _connected():
-        time.sleep(LOOK_EVERY + 1)  # process 0 keeps the store, where the others look
+    elif _connected() and guessed_rank() == 0:
+        time.sleep(LOOK_EVERY + 2)  # it keeps the store, where the others look
     os._exit(status)
 
 
@@ -106,7 +115,8 @@ def _first_to_fail(status: int) -> bool:
 
     try:
         # The store refuses a key that it has, so exactly one process can set it.
-        distributed.global_state.client.key_value_set(FAILURE, str(status))
+        state = distributed.global_state
+        state.client.key_value_set(FAILURE, f"{state.process_id} {status}")
         return True
     except Exception:  # the key is taken, or process 0, which keeps the store, is gone
         return False
