@@ -1,0 +1,144 @@
+"""Two hosts on one machine: namespaces with a network, a host name and a /dev/shm of their own.
+
+Each host is a process that does nothing; the namespaces are its own and vanish with it, so that
+nothing of the machine is changed. The hosts are joined by a cable (a veth pair), `eth0` on both,
+and reach nothing else. Each also has a `docker0` with the same address, as hosts with Docker do.
+"""
+
+import contextlib
+import os
+import shutil
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+from jobs import environment
+
+ADDRESSES = {"alpha": "10.77.0.1", "beta": "10.77.0.2"}
+NAMESPACES = ("--net", "--uts", "--ipc", "--mount")
+# What a host runs. /sys shows the network interfaces of the namespace that mounted it; a tmpfs over
+# /dev/shm keeps MPI from taking both hosts for one.
+BOOT = """
+set -e
+mount -t sysfs sysfs /sys
+mount -t tmpfs tmpfs /dev/shm
+mount --bind "$1/$2.hosts" /etc/hosts
+hostname "$2"
+ip link set lo up
+ip link add docker0 type bridge
+ip addr add 172.17.0.1/16 dev docker0
+ip link set docker0 up
+echo up
+exec cat
+"""
+CONNECT = "ip addr add $1/24 dev eth0; ip link set eth0 up"
+CARRIER = 'until [ "$(cat /sys/class/net/eth0/operstate)" = up ]; do sleep 0.01; done'
+# What stands in for ssh: HOST COMMAND..., the command being for a shell.
+REMOTE_SHELL = """#!/bin/sh
+directory=$(dirname "$0")
+pid=$(cat "$directory/$1.pid") && shift
+exec nsenter --target "$pid" --net --uts --ipc --mount sh -c "$*"
+"""
+
+
+@dataclass(frozen=True)
+class Host:
+    """A host that commands can be run on."""
+
+    name: str
+    address: str
+    pid: int
+    """The process that the namespaces belong to."""
+
+    def command(self, *args):
+        """`args`, to be run on this host, in the same directory and environment."""
+        enter = ["nsenter", "--target", str(self.pid), *NAMESPACES, f"--wdns={os.getcwd()}"]
+        return [*enter, *map(str, args)]
+
+    def run(self, *args, timeout=300, **variables):
+        """Runs `args` on this host to their end; what they print is in `stdout`."""
+        return subprocess.run(
+            self.command(*args),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            timeout=timeout,
+            env=environment(**variables),
+        )
+
+
+def missing():
+    """Why this machine cannot be two hosts, or None if it can."""
+    if os.geteuid() != 0:
+        return "namespaces need root"
+    absent = [tool for tool in ("ip", "unshare", "nsenter") if shutil.which(tool) is None]
+    if absent:
+        return f"{absent[0]} is not installed"
+    try_out = "ip link add docker0 type bridge && mount -t tmpfs tmpfs /dev/shm"
+    tried = subprocess.run(
+        ["unshare", *NAMESPACES, "sh", "-c", try_out],
+        capture_output=True,
+        text=True,
+    )
+    return f"no namespaces here: {tried.stderr.strip()}" if tried.returncode else None
+
+
+@contextlib.contextmanager
+def two_hosts(directory, own_name="address"):
+    """Hosts alpha and beta, up until the end of the `with`.
+
+    Args:
+        directory: where their files are written; `directory/rsh` is then a remote shell for
+            launchers.
+        own_name: what a host's own name resolves to there: "address", that of its cable, or
+            "loopback", 127.0.1.1, as Debian's installer writes.
+    """
+    directory = Path(directory)
+    with contextlib.ExitStack() as stack:
+        hosts = []
+        for name in ADDRESSES:
+            (directory / f"{name}.hosts").write_text(_hosts_file(name, own_name))
+            process = stack.enter_context(_end(_boot(directory, name)))
+            (directory / f"{name}.pid").write_text(str(process.pid))
+            hosts.append(Host(name, ADDRESSES[name], process.pid))
+        ends = [["eth0", "netns", str(host.pid)] for host in hosts]
+        _ip("link", "add", *ends[0], "type", "veth", "peer", *ends[1])
+        for host in hosts:
+            host.run("sh", "-ec", CONNECT, "connect", host.address).check_returncode()
+        for host in hosts:
+            host.run("sh", "-ec", CARRIER, timeout=10).check_returncode()
+        shell = directory / "rsh"
+        shell.write_text(REMOTE_SHELL)
+        shell.chmod(0o755)
+        yield hosts
+
+
+def _hosts_file(name, own_name):
+    known = dict(ADDRESSES)
+    if own_name == "loopback":
+        known[name] = "127.0.1.1"
+    lines = ["127.0.0.1 localhost", *(f"{address} {host}" for host, address in known.items())]
+    return "\n".join(lines) + "\n"
+
+
+def _boot(directory, name):
+    process = subprocess.Popen(
+        ["unshare", *NAMESPACES, "sh", "-c", BOOT, "boot", str(directory), name],
+        stdin=subprocess.PIPE,  # closed when we end, however we do, and the host with it
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout.readline() == "up\n"
+    return process
+
+
+@contextlib.contextmanager
+def _end(process):
+    with process:
+        yield process
+        process.stdin.close()
+
+
+def _ip(*args):
+    subprocess.run(["ip", *args], check=True)

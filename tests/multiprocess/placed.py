@@ -1,0 +1,36 @@
+"""A training run that prints on which host each device of its mesh is: `placed.py [arguments]`."""
+
+import json
+import platform
+import sys
+
+import numpy as np
+
+from jaxgpt import train
+
+connect = train.connect
+
+
+def connect_and_watch(cluster, sizes, *args):
+    facts = connect(cluster, sizes, *args)
+    from jax.experimental.multihost_utils import process_allgather
+
+    from jaxgpt.distributed import mesh
+
+    make_mesh = mesh.make_mesh
+
+    def watched(*args, **kwargs):
+        made = make_mesh(*args, **kwargs)
+        here = np.frombuffer(platform.node().encode().ljust(64), np.uint8)
+        names = [bytes(row).decode().strip() for row in process_allgather(here)]
+        if cluster.is_main:
+            groups = made.devices.reshape(-1, sizes[2])
+            print("placed " + json.dumps([[names[d.process_index] for d in g] for g in groups]))
+        return made
+
+    mesh.make_mesh = watched
+    return facts
+
+
+train.connect = connect_and_watch
+train.main(sys.argv[1:])
