@@ -26,6 +26,7 @@ class Console:
         self._enabled = enabled
         self._file: TextIO | None = log_file.open("a") if enabled and log_file else None
         self._bar: tqdm | None = None
+        self._explained = False
 
     def say(self, text: str = "") -> None:
         """Prints text above the progress bar and keeps it, with the time, in train.log."""
@@ -46,12 +47,13 @@ class Console:
             self.say(f"warning: train.log stopped: {error}")
 
     def legend(self) -> None:
-        """The table of what the fields of a line mean."""
+        """The table of what the fields of a line mean, the first time that this is called."""
+        if not self._enabled or self._explained:
+            return
+        self._explained = True
         from rich.console import Console as RichConsole
         from rich.table import Table
 
-        if not self._enabled:
-            return
         table = Table("field", "meaning")
         for row in LEGEND:
             table.add_row(*row)

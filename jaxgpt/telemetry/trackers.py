@@ -73,20 +73,28 @@ class TensorBoard:
     """
 
     def __init__(self, directory: Path, resume_step: int | None):
+        """Loads tensorboardX when there is something to write, which the first step is before."""
+        self._directory, self._resume_step = directory, resume_step
+        self._writer = None
+
+    def _open(self) -> None:
         from tensorboardX import summary
         from tensorboardX.event_file_writer import EventsWriter
         from tensorboardX.proto import event_pb2
 
+        directory = self._directory
         directory.mkdir(parents=True, exist_ok=True)
         self._summary, self._proto = summary, event_pb2
         self._writer = EventsWriter(str(directory / "events"), filename_suffix=f".{os.getpid()}")
         # Whatever is there of steps that are going to be done again is not shown twice.
         start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
-        self._write((resume_step or 0) + 1, session_log=start)
+        self._write((self._resume_step or 0) + 1, session_log=start)
 
     def log(self, record: Record) -> None:
         if "step" not in record:
             return
+        if self._writer is None:
+            self._open()
         for name, value in record.items():
             if isinstance(value, int | float) and name not in ("step", "skipped"):
                 scalar = self._summary.scalar(f"{record['kind']}/{name}", value)
@@ -101,7 +109,8 @@ class TensorBoard:
         self._writer.write_event(self._proto.Event(wall_time=time.time(), step=step, **content))
 
     def close(self) -> None:
-        self._writer.close()
+        if self._writer is not None:
+            self._writer.close()
 
 
 class Trackers:

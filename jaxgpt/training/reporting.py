@@ -94,10 +94,9 @@ class Reporter:
         self._console.say(text)
 
     def start(self) -> None:
-        """The first step is next: keeps the configuration, prints the legend, starts the clock."""
+        """The first step is next: keeps the configuration and starts the clock."""
         if self._enabled:
             write_whole(self._run.directory / "config.yaml", self._config.to_yaml())
-        self._console.legend()
         self._console.start_progress(self._first_step - 1, self._config.train.max_iters)
         self._timer = StepTimer()
 
@@ -131,6 +130,8 @@ class Reporter:
         if record is None or not self._enabled:
             return
         self._trackers.log(record)
+        if record["kind"] == "train":
+            self._console.legend()
         if record["kind"] == "eval":
             self._last_losses = losses_text(record)
         self._console.say(_LINES[record["kind"]](record))

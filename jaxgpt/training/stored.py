@@ -26,6 +26,17 @@ from jaxgpt.distributed.cluster import Cluster
 from jaxgpt.distributed.partition import batch_sharding, replicated
 from jaxgpt.training.state import CPU_INIT_OPTIONS, CPU_STEP_OPTIONS, Metrics, Steps, TrainState
 
+# Keys of `train` that say what happens between steps.
+INDIFFERENT = (
+    "max_iters",
+    "eval_interval",
+    "eval_iters",
+    "log_interval",
+    "sample_tokens",
+    "sample_prompt",
+    "time_limit",
+    "tensorboard",
+)
 PACKAGES = ("jax", "jaxlib", "flax", "optax")
 
 
@@ -64,6 +75,8 @@ def _name(config: Config, mesh: Mesh) -> str:
         settings.pop(irrelevant, None)
     content = config.to_dict()
     decisive = [content[section] for section in ("model", "train", "optimizer", "parallel")]
+    for key in INDIFFERENT:
+        del content["train"][key]
     versions = [importlib.metadata.version(name) for name in PACKAGES]
     text = json.dumps([decisive, dict(mesh.shape), devices, versions, settings], sort_keys=True)
     digest = hashlib.sha256(text.encode())

@@ -39,6 +39,7 @@ def test_a_resumed_file_holds_no_step_twice(tmp_path):
 def test_a_full_disk_is_an_error_at_once_and_not_a_hang(tmp_path):
     """tensorboardX's own writer fails in a thread, and its queue then blocks for ever."""
     tracker = TensorBoard(tmp_path, None)
+    tracker.log({"kind": "train", "step": 0, "loss": 1.0})
     tracker._writer._py_recordio_writer._writer.close()
     tracker._writer._py_recordio_writer._writer = open("/dev/full", "wb", buffering=0)
     said = []

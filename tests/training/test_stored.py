@@ -79,6 +79,8 @@ def test_whatever_decides_about_a_program_is_in_its_name(monkeypatch):
         stored._name(small("parallel.remat=full"), mesh),
         stored._name(config, make_mesh((4, 2, 1))),
     }
+    longer = small("train.max_iters=7", "train.time_limit=5", "train.eval_interval=3")
+    assert stored._name(longer, mesh) in names
     monkeypatch.setenv("JAX_DEFAULT_MATMUL_PRECISION", "bfloat16")
     names.add(stored._name(config, mesh))
     monkeypatch.setattr(stored.importlib.metadata, "version", lambda name: "0")
