@@ -1,0 +1,103 @@
+"""`python -m jaxgpt.doctor` as users start it."""
+
+import json
+import os
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from jobs import command, environment, run
+
+COLLECTIVES = (
+    "all-reduce", "reduce", "broadcast", "all-gather", "reduce-scatter", "scatter", "all-to-all",
+    "permute",
+)  # fmt: skip
+MACHINE = (
+    "versions", "supported versions", "launcher", "MPI library", "hosts", "devices",
+    "accelerators", "memory", "cores", "interface", "open files", "shared memory", "clocks",
+    "run directory", "file system", "file locks",
+)  # fmt: skip
+
+
+def test_four_processes(tmp_path):
+    out = tmp_path / "runs"
+    job = run("doctor", "--json", "--out", out, processes=4)
+    assert job.returncode == 0, job.stdout
+    report = json.loads(job.stdout)
+    assert report["job"]["processes"] == report["job"]["devices"] == 4
+    checks = {c["name"]: c for c in report["checks"]}
+    expected = {*MACHINE, *(f"{name} over data" for name in COLLECTIVES), "training"}
+    assert set(checks) == expected
+    assert "FAIL" not in {c["status"] for c in report["checks"]}
+    for name in ("versions", "launcher", "MPI library", "hosts", "devices", "run directory",
+                 "training", *(f"{name} over data" for name in COLLECTIVES)):  # fmt: skip
+        assert checks[name]["status"] == "OK", checks[name]
+    assert "MPICH" in checks["MPI library"]["finding"]
+    assert "4 processes" in checks["hosts"]["finding"]
+    for name in COLLECTIVES:
+        times = [m for m in report["collectives"] if m["collective"] == name]
+        assert [m["bytes"] for m in times][0] == 1024
+        assert all(m["seconds"] > 0 and m["bus_bandwidth"] > 0 for m in times)
+    assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--mesh", "2,1"], "parallel.mesh=2,1: must be three sizes"),
+        (["--mesh", "2,1,1"], "2 devices cannot be shared out over 3 processes"),
+        (["--out", "/proc/nowhere"], "out=/proc/nowhere: cannot be written"),
+        (["--init-timeout", "0"], "--init-timeout: 0 must be seconds, from 1 to"),
+        (["--jsn"], "unrecognized arguments: --jsn"),
+    ],
+)
+def test_bad_input_is_one_line(arguments, words):
+    job = run("doctor", *arguments, processes=3)
+    assert job.returncode == 2, job.stdout
+    (line,) = job.stdout.strip().splitlines()
+    assert line.startswith("error: ") and words in line
+
+
+def test_a_mesh_that_does_not_fit_the_devices():
+    # Known only when JAX is up.
+    job = run("doctor", "--mesh", "-1,2,1", processes=3, JAX_NUM_CPU_DEVICES="1")
+    assert job.returncode == 2, job.stdout
+    assert "error: parallel.mesh=-1,2,1: 2 does not divide the job's 3 devices" in job.stdout
+
+
+def test_a_process_that_hangs_is_reported_and_the_job_ends(tmp_path):
+    job = subprocess.Popen(
+        command("doctor", "--out", tmp_path, "--init-timeout", "15", processes=3),
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment(),
+    )  # fmt: skip
+    output = ""
+    for line in job.stdout:
+        output += line
+        if line.startswith("OK   file locks"):  # the collectives come next
+            os.kill(process_of_rank(2, tmp_path), signal.SIGSTOP)
+    assert job.wait(60) == 1, output
+    assert "OK   versions" in output
+    assert "no answer within 15 s (--init-timeout)" in output
+    assert output.rstrip().endswith("1 FAIL")
+
+
+def process_of_rank(rank, out):
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                words = (entry / "cmdline").read_bytes().decode().split("\0")
+                variables = (entry / "environ").read_bytes().split(b"\0")
+            except OSError:
+                continue
+            if "jaxgpt.doctor" in words and str(out) in words:
+                if f"PMI_RANK={rank}".encode() in variables:
+                    return int(entry.name)
+    raise LookupError(rank)
+
+
+def test_help_is_printed_once_and_at_once():
+    job = run("doctor", "--help", processes=3)
+    assert job.returncode == 0
+    assert job.stdout.count("--init-timeout S") == 2  # in the usage, and explained
