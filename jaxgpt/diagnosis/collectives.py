@@ -4,9 +4,11 @@ Every device of a mesh axis takes part; groups along the other axes do the same 
 as in training.
 """
 
+import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +18,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxgpt.diagnosis.checks import Check
 from jaxgpt.distributed.cluster import Cluster
+
+T = TypeVar("T")
 
 # Bytes of an array -> how often the time of it is taken.
 REPETITIONS = {2**10: 20, 2**15: 20, 2**20: 10, 2**24: 3, 2**26: 3}
@@ -189,10 +193,12 @@ def measure_axis(
         for collective in tuple(going_on):
             if elapsed > allowed and size > SIZES[0]:
                 return out
-            doing(f"{collective.name} over {axis}, {size_name(size)}")
-            seconds, error = _attempt(mesh, axis, collective, size)
+            what = f"{collective.name} over {axis}, {size_name(size)}"
+            doing(what)
+            measured, error = tried(what, cluster.rank, measure, mesh, axis, collective, size)
+            seconds, mistake = measured or (None, "")
             # What one process decided alone would leave the others waiting for it.
-            everyone = cluster.gather([seconds, error, time.monotonic() - began])
+            everyone = cluster.gather([seconds, error or mistake, time.monotonic() - began])
             elapsed = everyone[0][2]
             error = next((f"process {r}: {e}" for r, (_, e, _) in enumerate(everyone) if e), None)
             seconds = None if error else max(s for s, _, _ in everyone)
@@ -212,20 +218,23 @@ def _grows_too_long(seconds: float, size: int) -> bool:
     return seconds * growth * (1 + REPETITIONS[larger[0]]) > LONGEST
 
 
-def _attempt(
-    mesh: Mesh, axis: str, collective: Collective, size: int
-) -> tuple[float | None, str | None]:
-    """Seconds, or what went wrong on this process."""
+def tried(
+    what: str, rank: int, function: Callable[..., T], *arguments: Any
+) -> tuple[T | None, str]:
+    """What `function` returns on this process, and an empty string; or None and what it raised.
+
+    That is printed too, at once: processes that did not fail may wait for this one for ever.
+    """
     try:
-        return measure(mesh, axis, collective, size)
+        return function(*arguments), ""
     except Exception as error:  # of XLA, NCCL or Gloo: whatever it is, it belongs in the report
-        return None, f"{type(error).__name__}: {str(error).splitlines()[0]}"
+        text = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        print(f"process {rank}: {what}: {text}", file=sys.stderr, flush=True)
+        return None, text
 
 
-def measure(
-    mesh: Mesh, axis: str, collective: Collective, size: int
-) -> tuple[float | None, str | None]:
-    """Seconds of one call on this process, and what is wrong with its result, if anything is.
+def measure(mesh: Mesh, axis: str, collective: Collective, size: int) -> tuple[float, str]:
+    """Seconds of one call on this process, and what is wrong with its result; empty if nothing.
 
     Args:
         size: bytes of an array, rounded up to what the devices of the axis can share out.
@@ -265,7 +274,7 @@ def pattern(device: np.ndarray | int, position: np.ndarray) -> np.ndarray:
 
 def first_mistake(
     mesh: Mesh, axis: str, collective: Collective, part: int, result: jax.Array
-) -> str | None:
+) -> str:
     """Where this process's part of a result is not what NumPy makes of the same arrays.
 
     Large results are compared at places spread over all of them.
@@ -291,7 +300,7 @@ def first_mistake(
                 f"wrong result: element {i} of device {own} is {found[i]:g}, "
                 f"not {expected[wrong[0]]:g}"
             )
-    return None
+    return ""
 
 
 def collective_checks(measurements: Sequence[Measurement], slow: float | None) -> list[Check]:

@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 from jaxgpt.config import MESH_AXES
 from jaxgpt.diagnosis.checks import Check, machine_checks
 from jaxgpt.diagnosis.clocks import clock_check
-from jaxgpt.diagnosis.collectives import collective_checks, measure_axis
+from jaxgpt.diagnosis.collectives import collective_checks, measure_axis, tried
 from jaxgpt.diagnosis.directory import directory_checks
 from jaxgpt.diagnosis.facts import addresses_of, from_json, interface_of, look
 from jaxgpt.diagnosis.report import Report
@@ -136,10 +136,7 @@ def _training(cluster: Cluster, report: Report) -> Check:
         return Check(
             "training", "FAIL", f"not tried, since {broken[0]} fails", "repair that one first"
         )
-    try:
-        result, error = train_ten_steps(cluster), None
-    except Exception as e:
-        result, error = None, f"{type(e).__name__}: {str(e).splitlines()[0]}"
+    result, error = tried("training", cluster.rank, train_ten_steps, cluster)
     everyone = cluster.gather([result, error])
     error = next((f"process {r}: {e}" for r, (_, e) in enumerate(everyone) if e), None)
     if error:

@@ -64,7 +64,7 @@ class Report:
         if measurements:
             self._console.print(_times(measurements))
             if len(measurements) < len(COLLECTIVES) * len(SIZES):
-                print("- is left out: it would have taken too long")
+                print("- is left out: it failed before, or would have taken too long")
         print(flush=True)
 
     def close(self) -> None:

@@ -85,7 +85,7 @@ def test_sizes_grow_to_64_mib_while_there_is_time():
 
 
 def test_what_takes_long_is_not_tried_larger(monkeypatch):
-    monkeypatch.setattr(module, "measure", lambda mesh, axis, c, size: (3.0, None))
+    monkeypatch.setattr(module, "measure", lambda mesh, axis, c, size: (3.0, ""))
     found = measure_axis(make_mesh((8, 1, 1)), "data", CLUSTER, 60.0, lambda what: None)
     assert {m.bytes for m in found} == {1024}
 
@@ -117,7 +117,7 @@ def test_groups_along_an_axis_are_not_mixed_up():
     assert measure(make_mesh((4, 2, 1)), "data", broken, 1024)[1]
 
 
-def test_a_failure_is_reported_and_the_others_go_on():
+def test_a_failure_is_reported_and_the_others_go_on(capsys):
     def refuse(x, axis, n):
         raise RuntimeError("NCCL error\nwith a long story")
 
@@ -129,6 +129,9 @@ def test_a_failure_is_reported_and_the_others_go_on():
     assert failed.status == "FAIL"
     assert failed.finding == "at 1 KiB, process 0: RuntimeError: NCCL error"
     assert "NCCL_DEBUG" in failed.remedy
+    # Said at once as well, as the other processes may not come to hear it.
+    said = "process 0: all-reduce over data, 1 KiB: RuntimeError: NCCL error"
+    assert capsys.readouterr().err.strip() == said
     assert checks["permute over data"].status == "OK"
 
 
