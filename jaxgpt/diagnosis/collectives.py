@@ -113,7 +113,7 @@ COLLECTIVES = (
     ),
     Collective(
         "reduce-scatter",
-        "device i gets part i of the sum (gradients of ZeRO-2 and ZeRO-3; between CPUs here an "
+        "device i gets part i of the sum (gradients of ZeRO-2 and ZeRO-3; here, in CPU jobs, an "
         "all-to-all and sums)",
         run=_reduce_scatter,
         expected=lambda value, n, own, part, i: _sum(value, n, own * part + i),
