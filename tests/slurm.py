@@ -33,7 +33,7 @@ SelectType=select/cons_tres
 SelectTypeParameters=CR_CPU
 SlurmdParameters=config_overrides
 MpiDefault=none
-KillWait=5
+KillWait=120
 {nodes}
 PartitionName=all Nodes=ALL Default=YES
 """

@@ -15,6 +15,7 @@ from slurm import missing, slurm
 
 HERE = Path(__file__).parent
 TRAIN = (*SMALL, "--mesh", "2,1,2")
+SRUN = ("srun", "--mpi=none", "-N2", "-n4", "--ntasks-per-node=2", "--distribution=cyclic")
 WHO = """
 from jaxgpt.distributed.cluster import join_cluster
 cluster = join_cluster()
@@ -33,18 +34,11 @@ def cluster(tmp_path_factory):
         yield nodes[0], variables
 
 
-def srun(cluster, *options, **extra):
-    node, variables = cluster
-    return node.run("srun", *options, **variables, **extra)
-
-
 def test_srun_alone(cluster, tmp_path):
     """No MPI; ranks alternate between the nodes, and yet `tensor` stays inside each."""
-    job = srun(
-        cluster, "--mpi=none", "-N2", "-n4", "--distribution=cyclic", "--ntasks-per-node=2",
-        *command(HERE / "placed.py", *TRAIN, "train.max_iters=3", "--out", tmp_path),
-        http_proxy="http://127.0.0.1:9",
-    )  # fmt: skip
+    node, variables = cluster
+    words = command(HERE / "placed.py", *TRAIN, "train.max_iters=3", "--out", tmp_path)
+    job = node.run(*SRUN, *words, **variables)
     assert job.returncode == 0, job.stdout
     (placed,) = (line for line in job.stdout.splitlines() if line.startswith("placed "))
     assert json.loads(placed.removeprefix("placed ")) == [["alpha"] * 2, ["beta"] * 2]
@@ -82,29 +76,29 @@ def test_ways_to_start(cluster, tmp_path, launcher, size, name):
 
 
 def test_a_process_that_fails_ends_the_step(cluster, tmp_path):
-    job = srun(
-        cluster, "--mpi=none", "-N2", "-n4", sys.executable, HERE / "faulty.py", "loop", 2,
-        *TRAIN, "train.eval_interval=5", "--out", tmp_path,
-    )  # fmt: skip
+    node, variables = cluster
+    arguments = (*TRAIN, "train.eval_interval=5", "--out", tmp_path)
+    words = command(HERE / "faulty.py", "loop", 2, *arguments)
+    job = node.run(*SRUN, *words, **variables)
     assert job.returncode == 1, job.stdout
     assert job.stdout.count("Traceback") == 1, job.stdout
-    assert "\nRuntimeError: planted in loop\n" in job.stdout
+    assert "\nRuntimeError: planted in loop\n" in job.stdout, job.stdout
     assert "Aborted" not in job.stdout
 
 
 def test_a_job_that_slurm_ends_saves_a_checkpoint(cluster, tmp_path):
-    """SIGTERM, as at a time limit or for another job that goes first, and then SIGKILL."""
+    """SIGTERM, by scancel, at a time limit or for another job; SIGKILL follows after KillWait."""
     node, variables = cluster
     job = subprocess.Popen(
         node.command(
-            "srun", "--mpi=none", "--job-name=stopped", "-N2", "-n4",
+            *SRUN, "--job-name=stopped",
             *command("train", *TRAIN, "train.max_iters=100000", "--out", tmp_path),
         ),
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         env=environment(**variables),
     )  # fmt: skip
     wait_for_step(tmp_path, 10, job)
-    node.run("scancel", "--signal=TERM", "--name=stopped", **variables).check_returncode()
+    node.run("scancel", "--name=stopped", **variables).check_returncode()
     output, _ = job.communicate(timeout=120)
     assert job.returncode == 75, output
     (saved,) = (int(p.name) for p in (tmp_path / "checkpoints").iterdir())
