@@ -12,6 +12,17 @@ from jaxgpt.config import CommandParser, UsageError
 from jaxgpt.distributed.environment import guessed_rank
 from jaxgpt.distributed.exits import exits_together
 
+STARTUP_KEYS = {
+    "model",
+    "processes",
+    "first_step_done",
+    "job_start_to_first_step",
+    "total",
+    "phases",
+    "slowest_phase",
+    "compile_cache",
+}
+
 
 def parser() -> CommandParser:
     out = CommandParser(prog="python -m jaxgpt.report", description=__doc__)
@@ -23,8 +34,8 @@ def parser() -> CommandParser:
 
 def main(argv: list[str] | None = None) -> None:
     with exits_together():
-        arguments = parser().parse_args(argv)
-        if guessed_rank() == 0:
+        if guessed_rank() == 0:  # under a launcher once is enough
+            arguments = parser().parse_args(argv)
             startup_table([(run, read_startup(run)) for run in arguments.runs])
 
 
@@ -37,7 +48,7 @@ def read_startup(run: Path) -> dict[str, Any]:
     path = run / "startup.json"
     try:
         found = json.loads(path.read_text())
-        missing = {"processes", "process_start", "first_step_done", "phases"} - set(found)
+        missing = STARTUP_KEYS - set(found)
         if missing:
             raise ValueError(f"{', '.join(sorted(missing))} missing")
     except FileNotFoundError:

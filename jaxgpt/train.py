@@ -31,7 +31,7 @@ def main(argv: list[str] | None = None) -> None:
         startup.mark("distributed init")
         run = prepare_run(config, cluster)
         startup.mark("data")
-        stop = StopSignal(config.train.time_limit)
+        stop = StopSignal(config.train.time_limit, startup.elapsed())
         facts = connect(cluster, mesh_sizes(run.config), startup.mark)
         facts["notes"].append(use_compile_cache(config.compile_cache, cluster))
         from jaxgpt.training.loop import train  # imports JAX, which has to come after connect

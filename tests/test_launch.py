@@ -105,24 +105,24 @@ def test_a_pbs_job_is_launched_in_the_words_of_its_mpiexec(job, hosts, mpi, opti
     [
         # OLCF's Frontier user guide: "the most common use", and flux with one task on a node.
         ({"SLURM_JOB_NODELIST": "frontier[00144-00145]", "LMOD_SYSTEM_NAME": "frontier"}, "",
-         "srun -u -N 2 -n 16 --ntasks-per-node=8 --cpus-per-task=7 --gpus-per-task=1 "
+         "srun -u --wait=120 -N 2 -n 16 --ntasks-per-node=8 --cpus-per-task=7 --gpus-per-task=1 "
          "--gpu-bind=closest"),
         ({"SLURM_JOB_NODELIST": "frontier00144", "LMOD_SYSTEM_NAME": "frontier"}, "--ppn 1",
-         "srun -u -N 1 -n 1 --ntasks-per-node=1 --cpus-per-task=56 --gpus-per-task=8 "
+         "srun -u --wait=120 -N 1 -n 1 --ntasks-per-node=1 --cpus-per-task=56 --gpus-per-task=8 "
          "--gpu-bind=closest"),
         ({"SLURM_JOB_NODELIST": "nid[001234,001240]", "NERSC_HOST": "perlmutter"}, "",
-         "srun -u -N 2 -n 8 --ntasks-per-node=4 --cpus-per-task=32 --cpu-bind=cores "
+         "srun -u --wait=120 -N 2 -n 8 --ntasks-per-node=4 --cpus-per-task=32 --cpu-bind=cores "
          "--gpus-per-node=4 --gpu-bind=none"),
         # Any other: what the job asked for, else equal shares of what it got.
         ({"SLURM_JOB_NODELIST": "n[1-2]", "SLURM_NTASKS_PER_NODE": "3", "SLURM_CPUS_PER_TASK": "5",
           "SLURM_JOB_CPUS_PER_NODE": "64(x2)"}, "",
-         "srun -u -N 2 -n 6 --ntasks-per-node=3 --cpus-per-task=5"),
+         "srun -u --wait=120 -N 2 -n 6 --ntasks-per-node=3 --cpus-per-task=5"),
         ({"SLURM_JOB_NODELIST": "n[1-2]", "SLURM_GPUS_ON_NODE": "2",
           "SLURM_JOB_CPUS_PER_NODE": "64(x2)"}, "",
-         "srun -u -N 2 -n 4 --ntasks-per-node=2 --cpus-per-task=32"),
+         "srun -u --wait=120 -N 2 -n 4 --ntasks-per-node=2 --cpus-per-task=32"),
         ({"SLURM_JOB_NODELIST": "n[1-3]", "SLURM_JOB_CPUS_PER_NODE": "16,8(x2)"}, "-n 4 --ppn 2",
-         "srun -u -N 2 -n 4 --ntasks-per-node=2 --cpus-per-task=4"),
-        ({"SLURM_JOB_NODELIST": "n1"}, "", "srun -u -N 1 -n 1 --ntasks-per-node=1"),
+         "srun -u --wait=120 -N 2 -n 4 --ntasks-per-node=2 --cpus-per-task=4"),
+        ({"SLURM_JOB_NODELIST": "n1"}, "", "srun -u --wait=120 -N 1 -n 1 --ntasks-per-node=1"),
     ],
 )  # fmt: skip
 def test_an_allocation_of_slurms_is_launched_with_srun(job, environ, options, line):

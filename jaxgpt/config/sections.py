@@ -60,7 +60,8 @@ class TrainConfig:
     """Text that the samples at evaluations begin with; empty is token 0, which begins a document
     in byte data and is the first character in char data."""
     time_limit: float | None = None
-    """Minutes after which the run saves a checkpoint and stops with exit status 75."""
+    """Minutes from the start of process 0 after which the run saves a checkpoint and stops with
+    exit status 75."""
     tensorboard: bool = True
     """Write TensorBoard event files beside metrics.jsonl."""
 

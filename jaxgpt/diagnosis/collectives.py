@@ -18,6 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxgpt.diagnosis.checks import Check
 from jaxgpt.distributed.cluster import Cluster
+from jaxgpt.distributed.reduce_scatter import reduce_scatter
 
 T = TypeVar("T")
 
@@ -59,12 +60,7 @@ def _reduce(x: jax.Array, axis: str, n: int) -> jax.Array:
 
 
 def _reduce_scatter(x: jax.Array, axis: str, n: int) -> jax.Array:
-    # With JAX 0.10 and 0.11 Gloo's own, between the CPUs of a job, mixes up large arrays without
-    # a word (jax-ml/jax issue 40830) and gives up after 30 s (40831). It also leaves connections
-    # with send buffers of its message's size, which makes all that follows slow.
-    if jax.default_backend() == "cpu" and jax.distributed.is_initialized():
-        return lax.all_to_all(x.reshape(n, -1), axis, 0, 0).sum(0)
-    return lax.psum_scatter(x, axis, tiled=True)
+    return reduce_scatter(x, axis, 0)
 
 
 def _all_to_all(x: jax.Array, axis: str, n: int) -> jax.Array:

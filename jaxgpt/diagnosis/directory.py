@@ -160,24 +160,25 @@ def _scratch_file(directory: Path) -> Iterator[tuple[str, bool]]:
 
 def _look(path: Path, locked: bool, cluster: Cluster) -> Sight:
     deadline = time.monotonic() + PATIENCE
-    while not path.exists() and time.monotonic() < deadline:
+    # os.path.exists, which says no where this host may not look; Path.exists raises.
+    while not os.path.exists(path) and time.monotonic() < deadline:
         time.sleep(0.1)
     error, locks = None, "work" if locked else "not supported"
     own = path.with_name(f"{path.name}-{cluster.rank}")
     try:
         own.touch()
         own.unlink()
-        if locked and not cluster.is_main and path.exists():
+        if locked and not cluster.is_main and os.path.exists(path):
             with path.open("a") as file:
                 locks = {"locked": "let in", "kept out": "work"}.get(_lock(file), "not supported")
     except OSError as e:
         error = e.strerror or str(e)
-    place = path.parent if path.parent.exists() else Path("/")
+    place = path.parent if os.access(path.parent, os.X_OK) else Path("/")
     found = os.statvfs(place)
     return Sight(
         host_name=cluster.host_names[cluster.rank],
         error=error,
-        sees_file=path.exists(),
+        sees_file=os.path.exists(path),
         file_system=file_system_of(place),
         free=found.f_bavail * found.f_frsize,
         locks=locks,

@@ -173,7 +173,7 @@ def watched(cluster: Cluster, report: Report) -> Iterator[Callable[[str], None]]
             report.close()
         else:
             time.sleep(5)  # process 0's report comes first
-        exits._leave("", exits.FAILED)
+        exits.leave("", exits.FAILED)
 
     def doing(what: str) -> None:
         now[:] = [what, time.monotonic()]

@@ -87,7 +87,7 @@ def connect(
             jax.config.update("jax_num_cpu_devices", cpu_devices)
     if cluster.size > 1:
         _keep_stdout_for_python()
-        coordinator = cluster.broadcast(_free_address(cluster) if cluster.is_main else None)
+        coordinator = cluster.broadcast(cluster.together(_free_address, cluster))
         devices = own_devices(cluster)
         if cluster.rank:
             await_coordinator(cluster, coordinator)
@@ -152,13 +152,17 @@ def own_devices(cluster: Cluster) -> list[int] | None:
     visible = next((os.environ[v] for v in VISIBLE_VARIABLES if os.environ.get(v)), None)
     everyone = zip(cluster.gather(visible), cluster.hosts, strict=True)
     mates = [theirs for theirs, host in everyone if host == cluster.hosts[cluster.rank]]
+    machine = cluster.machine
+    seen = visible.split(",") if visible else [str(i) for i in range(count_accelerators())]
+    if not seen and machine:  # Intel's files do not tell tiles apart
+        seen = [str(i) for i in range(machine.devices_per_host)]
     if cluster.local_size == 1 or not accelerator_expected() or len(set(mates)) > 1:
         error = chosen = None
     else:
-        error, chosen = _share(
-            len(visible.split(",")) if visible else count_accelerators(), cluster
-        )
+        error, chosen = _share(len(seen), cluster)
     cluster.agree(error)
+    if chosen and machine and machine.device == "pvc":  # JAX's own setting is for CUDA and ROCm
+        os.environ["ZE_AFFINITY_MASK"] = ",".join(seen[i] for i in chosen)
     return chosen
 
 
@@ -221,8 +225,10 @@ def _keep_stdout_for_python() -> None:
     sys.stdout = open(ours, "w", buffering=1, encoding=sys.stdout.encoding, errors="replace")
 
 
-def _free_address(cluster: Cluster) -> str:
-    """host:port on process 0 that the others can connect to."""
+def _free_address(cluster: Cluster) -> str | None:
+    """host:port on process 0 that the others can connect to; None on the others."""
+    if not cluster.is_main:
+        return None
     with socket.socket() as s:
         s.bind(("", 0))
         return f"{coordinator_host(cluster)}:{s.getsockname()[1]}"

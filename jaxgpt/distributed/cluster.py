@@ -14,6 +14,7 @@ from jaxgpt.config import UsageError
 from jaxgpt.distributed.environment import (
     COORDINATOR,
     Launch,
+    LoneError,
     check_address,
     find_launch,
     slurm_step,
@@ -115,10 +116,12 @@ def join_cluster(timeout: float = INIT_TIMEOUT) -> Cluster:
     launch = find_launch(os.environ)
     notes: tuple[str, ...] = ()
     if launch.through == "mpi":
-        cluster, error = attempt(_over_mpi, launch, timeout)
-        if error and not started_by_srun(os.environ):
-            raise UsageError(error)
-        if error:  # srun tells all that is needed, whatever MPI mpi4py was built with
+        try:
+            cluster = _over_mpi(launch, timeout)
+        except UsageError as error:
+            if not started_by_srun(os.environ):
+                raise
+            # srun tells all that is needed, whatever MPI mpi4py was built with.
             launch = slurm_step(os.environ)
             notes = (f"going on without MPI, by Slurm's variables: {error}",)
     if launch.through == "tcp":
@@ -133,7 +136,7 @@ def join_cluster(timeout: float = INIT_TIMEOUT) -> Cluster:
 def coordinator_host(cluster: Cluster) -> str:
     """The name by which all processes reach process 0: loopback where all share its host.
 
-    JAXGPT_COORDINATOR=host:port decides where it is set.
+    The host in JAXGPT_COORDINATOR=host:port decides where that is set.
     """
     if COORDINATOR in os.environ:
         check_address(COORDINATOR, os.environ[COORDINATOR])
@@ -177,7 +180,7 @@ def _over_mpi(launch: Launch, timeout: float) -> Cluster:
         mpi4py.rc.initialize = False
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
-        raise UsageError(
+        raise LoneError(
             f"{launch.variable}: an MPI launcher started this process but mpi4py cannot load an "
             f"MPI library ({error}); pip install 'jaxgpt[mpi]' brings MPICH"
         ) from None
@@ -193,7 +196,8 @@ def _over_mpi(launch: Launch, timeout: float) -> Cluster:
     library = MPI.Get_library_version().split("\n")[0].replace("\x00", "").strip()
     if comm.size == 1 and (launch.rank > 0 or (launch.size or 1) > 1):
         started = f"{launch.size} processes" if launch.size else "several processes"
-        raise UsageError(
+        # Where the launcher does not say how many there are, process 0 sees nothing wrong.
+        raise (UsageError if launch.size else LoneError)(
             f"{launch.variable}: the launcher ({launch.launcher}) started {started} but each sees "
             f"an MPI job of its own, because mpi4py uses {library}; start the job with that "
             "MPI's mpiexec, or install mpi4py for the launcher's MPI "

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from jaxgpt.distributed.partition import LogicalAxes
+from jaxgpt.distributed.reduce_scatter import all_gather, reduce_scatter
 
 BATCH_AXES = ("data", "fsdp")  # devices along these see different rows
 
@@ -121,14 +122,14 @@ class ManyDevices(OneDevice):
         if self.tensor == 1:
             return x_BTD
         if self.sequence_parallel:
-            return jax.lax.all_gather(x_BTD, "tensor", axis=1, tiled=True)
+            return all_gather(x_BTD, "tensor", 1)
         return jax.lax.pcast(x_BTD, "tensor", to="varying")
 
     def leave(self, x_BTD: jax.Array) -> jax.Array:
         if self.tensor == 1:
             return x_BTD
         if self.sequence_parallel:
-            return jax.lax.psum_scatter(x_BTD, "tensor", scatter_dimension=1, tiled=True)
+            return reduce_scatter(x_BTD, "tensor", 1)
         return jax.lax.psum(x_BTD, "tensor")
 
     def sum(self, x: Any) -> Any:
@@ -279,10 +280,7 @@ def reduce_gradients(gradients: Any, layouts: Any) -> Any:
 
 def _scatter_sum(x: jax.Array, dimension: int, dtype: str) -> jax.Array:
     """This device's part of the sum over `fsdp`, in float32."""
-    x = jax.lax.psum_scatter(
-        x.astype(dtype), "fsdp", scatter_dimension=x.ndim + dimension, tiled=True
-    )
-    return x.astype(jnp.float32)
+    return reduce_scatter(x.astype(dtype), "fsdp", x.ndim + dimension).astype(jnp.float32)
 
 
 def varying(x: jax.Array, axes: frozenset[str]) -> jax.Array:

@@ -1,44 +1,61 @@
 """JAX's persistent compilation cache: what was compiled once is read from a folder next time."""
 
+import fcntl
 import hashlib
 import os
 import platform
 from pathlib import Path
+from typing import TextIO
 
 from jaxgpt.distributed.cluster import Cluster
 
 OFF = "off"
+NEVER = 1e9  # seconds that no compilation takes
+_LOCKS: list[TextIO] = []  # which this process holds until it ends
 
 
 def use_compile_cache(directory: str, cluster: Cluster) -> str:
     """Has JAX, which must have been started, read and write compiled programs.
 
     On CPUs the processes of one host also share what they compile: process 0 does it for all.
+    Of several such jobs at a time only the first one writes.
 
     Args:
-        directory: a folder, or `off`. JAX_COMPILATION_CACHE_DIR, where set, wins.
+        directory: a folder, or `off`. JAX_COMPILATION_CACHE_DIR, where set, is another folder.
 
     Returns:
         A line for the log.
     """
     import jax
 
-    directory = os.environ.get("JAX_COMPILATION_CACHE_DIR") or directory
-    folder = Path(directory).expanduser() / cpu_signature()
-    writable = directory == OFF or _is_writable(folder)
-    if not all(cluster.gather(writable)):
-        return f"warning: compile_cache={directory}: cannot be written; compiling without a cache"
     if directory == OFF:
+        jax.config.update("jax_compilation_cache_dir", None)
         return "compile cache: off"
+    source = "compile_cache"
+    if os.environ.get("JAX_COMPILATION_CACHE_DIR"):
+        source = "JAX_COMPILATION_CACHE_DIR"
+        directory = os.environ[source]
+    folder = Path(directory).expanduser() / cpu_signature()
+    if not all(cluster.gather(_is_writable(folder))):
+        jax.config.update("jax_compilation_cache_dir", None)
+        return f"warning: {source}={directory}: cannot be written; compiling without a cache"
     jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-    if cluster.size > 1 and jax.default_backend() == "cpu":
-        _use_one_key()
-        # Only where all see the same files at the same time: a process that finds no program
-        # waits for process 0 to compile it, which it will not do if it has found it.
-        if cluster.local_size == cluster.size:
-            jax.config.update("jax_share_binary_between_hosts", True)
+    if jax.default_backend() != "cpu":
+        return f"compile cache: {folder}"
+    jax.config.update("jax_persistent_cache_enable_xla_caches", "none")  # those are for GPUs
+    if cluster.size == 1:
+        return f"compile cache: {folder}"
+    _use_one_key()
+    # A process that finds no program waits for process 0 to compile it, which process 0 does not
+    # do if it has found it. So all must see the same files, and no other job may add to them.
+    alone = cluster.broadcast(_lock(folder) if cluster.is_main else None)
+    if not alone:
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", NEVER)
+        return f"compile cache: {folder}, only read, because another job is writing to it"
+    if cluster.local_size == cluster.size:
+        jax.config.update("jax_share_binary_between_hosts", True)
     return f"compile cache: {folder}"
 
 
@@ -94,3 +111,15 @@ def _is_writable(folder: Path) -> bool:
     except OSError:
         return False
     return os.access(folder, os.W_OK)
+
+
+def _lock(folder: Path) -> bool:
+    """Whether this process now has the folder's lock, which only one job at a time can have."""
+    file = (folder / ".lock").open("a")
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:  # another job has it, or the file system knows no locks
+        file.close()
+        return False
+    _LOCKS.append(file)
+    return True

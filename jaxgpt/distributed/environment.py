@@ -30,6 +30,10 @@ MPI_LAUNCHERS = (
 SLURM_PSEUDO_STEPS = range(4294967290, 4294967296)
 
 
+class LoneError(UsageError):
+    """A mistake that perhaps only this process sees, so that it has to speak for itself."""
+
+
 @dataclass(frozen=True)
 class Launch:
     """One process, as its launcher describes it."""
@@ -62,11 +66,13 @@ def find_launch(environ: Mapping[str, str]) -> Launch:
         return _explicit(environ)
     if "TORCHELASTIC_RUN_ID" in environ:
         return _torchrun(environ)
-    for variable, size, launcher in MPI_LAUNCHERS:
-        if variable in environ:
-            return _mpi(environ, variable, size, launcher)
     step = environ.get("SLURM_STEP_ID", environ.get("SLURM_STEPID"))
-    if step is not None and "SLURM_PROCID" in environ and not _is_pseudo_step(step):
+    in_shell = step is not None and _is_pseudo_step(step)
+    if not (in_shell and started_by_srun(environ)):  # some sites give that shell MPI's variables
+        for variable, size, launcher in MPI_LAUNCHERS:
+            if variable in environ:
+                return _mpi(environ, variable, size, launcher)
+    if step is not None and "SLURM_PROCID" in environ and not in_shell:
         return slurm_step(environ)
     if "RANK" in environ and "WORLD_SIZE" in environ:
         return _torchrun(environ)
@@ -94,6 +100,8 @@ def slurm_step(environ: Mapping[str, str]) -> Launch:
     job = environ.get("SLURM_JOB_ID", ""), environ.get("SLURM_STEP_ID", "")
     port = 16384 + zlib.crc32(".".join(job).encode()) % 16000
     host = "127.0.0.1" if len(hosts) == 1 else fast_name(hosts[0], environ)
+    if environ.get(COORDINATOR):
+        check_address(COORDINATOR, environ[COORDINATOR])
     return Launch(
         launcher="Slurm",
         variable=f"SLURM_PROCID={rank}",
@@ -101,7 +109,7 @@ def slurm_step(environ: Mapping[str, str]) -> Launch:
         rank=rank,
         size=n_processes,
         local_rank=_number(environ, "SLURM_LOCALID"),
-        address=f"{host}:{port}",
+        address=environ.get(COORDINATOR) or f"{host}:{port}",
     )
 
 
@@ -144,7 +152,8 @@ def _mpi(environ: Mapping[str, str], variable: str, size: str | None, launcher: 
 
 def started_by_srun(environ: Mapping[str, str]) -> bool:
     """Whether srun started this process itself, and not an mpiexec that srun started."""
-    rank = environ.get("PMI_RANK", environ.get("PMIX_RANK"))
+    names = ("PMI_RANK", "PMIX_RANK", "PALS_RANKID")
+    rank = next((environ[name] for name in names if name in environ), None)
     size = environ.get("PMI_SIZE", environ.get("SLURM_STEP_NUM_TASKS"))
     return (
         "SLURM_STEP_ID" in environ

@@ -3,6 +3,7 @@
 import atexit
 import contextlib
 import os
+import platform
 import signal
 import sys
 import threading
@@ -12,7 +13,7 @@ from collections.abc import Iterator
 from types import FrameType
 
 from jaxgpt.config import UsageError
-from jaxgpt.distributed.environment import find_launch, guessed_rank
+from jaxgpt.distributed.environment import LoneError, find_launch, guessed_rank
 from jaxgpt.distributed.talk import PeerLost
 
 DONE = 0
@@ -34,9 +35,13 @@ def exits_together() -> Iterator[None]:
     """
     try:
         yield
+    except LoneError as error:
+        line = f"error: process {guessed_rank()} on host {platform.node()}: {error}"
+        print(line, file=sys.stderr, flush=True)
+        os._exit(BAD_USAGE)
     except UsageError as error:
         if _connected():
-            _leave(f"error: {error}\n", BAD_USAGE)
+            leave(f"error: {error}\n", BAD_USAGE)
         if guessed_rank() == 0:  # until JAX is connected all processes raise the same error
             print(f"error: {error}", file=sys.stderr, flush=True)
         raise SystemExit(BAD_USAGE) from None
@@ -47,7 +52,7 @@ def exits_together() -> Iterator[None]:
     except Exception:
         if find_launch(os.environ).through is None:
             raise
-        _leave(traceback.format_exc(), FAILED)
+        leave(traceback.format_exc(), FAILED)
 
 
 def end_with_the_first_to_fail() -> None:
@@ -87,7 +92,7 @@ def _connected() -> bool:
     return jax is not None and jax.distributed.is_initialized()
 
 
-def _leave(report: str, status: int) -> None:
+def leave(report: str, status: int) -> None:
     """Ends the job with `status`; prints `report` unless another process failed first."""
     sys.stdout.flush()
     if not _first_to_fail(status):
@@ -97,7 +102,8 @@ def _leave(report: str, status: int) -> None:
         time.sleep(1)  # the others come to wait for this process, and print no more
     print(report, file=sys.stderr, end="", flush=True)
     mpi = sys.modules.get("mpi4py.MPI")
-    if mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized():
+    with_mpi = mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized()
+    if with_mpi and mpi.COMM_WORLD.size > 1:  # not alone in a world that was of no use
         time.sleep(0.5)  # for the launcher to pass on what was printed
         with open(os.devnull, "w") as nothing:  # MPI would add a line of its own
             os.dup2(nothing.fileno(), 1)
@@ -130,15 +136,20 @@ class StopSignal:
     False
     """
 
-    def __init__(self, time_limit_minutes: float | None = None):
-        """Catches signals from now on, and in `time_limit_minutes` if that is given."""
+    def __init__(self, time_limit_minutes: float | None = None, passed: float = 0.0):
+        """Catches signals from now on.
+
+        Args:
+            time_limit_minutes: after which to stop, if that is given.
+            passed: seconds of them that are over already.
+        """
         self.reason: str | None = None
         self._forwarded = False
         self._since = time.monotonic()
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGALRM):
             signal.signal(number, self._receive)
         if time_limit_minutes is not None and guessed_rank() == 0:
-            signal.setitimer(signal.ITIMER_REAL, 60 * time_limit_minutes)
+            signal.setitimer(signal.ITIMER_REAL, max(0.01, 60 * time_limit_minutes - passed))
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()

@@ -250,12 +250,14 @@ def _srun(layout: Layout, environ: Mapping[str, str]) -> list[str]:
             f"SLURM_JOB_ID={environ['SLURM_JOB_ID']}: srun is not in PATH; load Slurm's commands, "
             "or run this outside of the container"
         )
-    line = ["srun", "-u", "-N", str(len(layout.hosts)), "-n", str(layout.n_processes)]
+    # srun waits for ever for processes whose peer has died, unless it is told not to.
+    line = ["srun", "-u", "--wait=120", "-N", str(len(layout.hosts)), "-n", str(layout.n_processes)]
     line.append(f"--ntasks-per-node={layout.per_host}")
     if layout.named_by == "--hosts":
         line.append("--nodelist=" + ",".join(layout.hosts))
     machine = layout.machine
-    if machine and machine.cpus_per_host and layout.per_host <= machine.devices_per_host:
+    on_devices = machine and machine.cpus_per_host and _wants_accelerators(environ)
+    if on_devices and layout.per_host <= machine.devices_per_host:
         cpus = machine.cpus_per_host // layout.per_host
         devices = machine.devices_per_host // layout.per_host
         return line + [o.format(cpus=cpus, devices=devices) for o in machine.srun_options]

@@ -45,7 +45,7 @@ class Machine:
 def _alcf(name: str) -> dict[str, str]:
     """How PBS at ALCF names a machine: PBS_JOBID=123.aurora-pbs-0001.head..., and the login host
     that qsub ran on."""
-    return {"PBS_JOBID": rf"^\d+\.{name}-pbs", "PBS_O_HOST": rf"^{name}-"}
+    return {"PBS_JOBID": rf"^\d+(\[\d*\])?\.{name}-pbs", "PBS_O_HOST": rf"^{name}-"}
 
 
 # [ALCF] Aurora: twelve processes, six on each socket; cores 0 and 52 are the system's.

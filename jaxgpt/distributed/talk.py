@@ -67,7 +67,12 @@ class OverTcp:
         self._peers: dict[int, Socket] = {}
         deadline = time.monotonic() + timeout
         if launch.rank == 0:
-            self._welcome(deadline, timeout)
+            try:
+                self._welcome(deadline, timeout)
+            except PeerLost:
+                for peer in self._peers.values():
+                    peer.close()
+                raise
         else:
             self._arrive(deadline, timeout)
         self.exchange(b"")  # nobody goes on before all are there
@@ -116,16 +121,25 @@ class OverTcp:
                 if not ready.select(deadline - time.monotonic()):
                     arrived = {0, *self._peers}
                     _say(missing_sentence(arrived, launch.size, timeout))
-                    for peer in self._peers.values():
-                        peer.close()
                     raise PeerLost("not all processes arrived")
                 peer, _ = server.accept()
-                with contextlib.suppress(OSError, ValueError):  # not one of ours
-                    peer.settimeout(10)
-                    rank, size = json.loads(_receive(peer))
-                    if size == launch.size and rank not in self._peers:
-                        peer.settimeout(None)
-                        self._peers[rank] = peer
+                peer.settimeout(10)
+                try:
+                    rank, size = map(int, json.loads(_receive(peer, limit=64)))
+                except (OSError, ValueError, TypeError):  # not one of ours
+                    peer.close()
+                    continue
+                if size != launch.size or rank in self._peers or not 0 < rank < size:
+                    _say(
+                        f"error: a process came as rank {rank} of {size}, but this is a job of "
+                        f"{launch.size} processes with {len(self._peers) + 1} here already; each "
+                        "needs a rank of its own and the same size"
+                    )
+                    peer.close()
+                    raise PeerLost("ranks that do not fit")
+                peer.settimeout(None)
+                _keep_alive(peer)
+                self._peers[rank] = peer
 
     def _arrive(self, deadline: float, timeout: float) -> None:
         """Connects to process 0, which may not be up yet."""
@@ -148,7 +162,7 @@ class OverTcp:
         # Longer than process 0 waits for the others, which it then names.
         peer.settimeout(None)
         peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        _keep_alive(peer)
         self._peers[0] = peer
         _send(peer, json.dumps([launch.rank, launch.size]).encode())
 
@@ -211,6 +225,8 @@ def _arrivals_folder() -> Path:
     """A folder for the processes of this job alone: by the job's name, or by its launcher's id."""
     names = ("PALS_APID", "PMIX_NAMESPACE", "PMI_JOBID", "SLURM_JOB_ID", "PBS_JOBID")
     job = next((os.environ[n] for n in names if os.environ.get(n)), None)
+    if job and "SLURM_STEP_ID" in os.environ:
+        job += f".{os.environ['SLURM_STEP_ID']}"
     job = job or f"{socket.gethostname()}-{_launcher_pid()}"
     return Path.home() / ".cache" / "jaxgpt" / "arrivals" / job.replace("/", "_")
 
@@ -252,17 +268,28 @@ def _allow_open_files(number: int) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
+def _keep_alive(peer: Socket) -> None:
+    """Has the system notice within a minute that the other host has vanished."""
+    peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in (("TCP_KEEPIDLE", 30), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 3)):
+        if hasattr(socket, option):  # Linux has them all
+            peer.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+
+
 def _send(peer: Socket, message: bytes) -> None:
     peer.sendall(len(message).to_bytes(8, "little") + message)
 
 
-def _receive(peer: Socket) -> bytes:
+def _receive(peer: Socket, limit: int | None = None) -> bytes:
     """One message.
 
     Raises:
         OSError: if the other side has gone.
+        ValueError: if the message is longer than `limit` bytes.
     """
     length = int.from_bytes(_read(peer, 8), "little")
+    if limit is not None and length > limit:
+        raise ValueError(f"a message of {length} bytes")
     return _read(peer, length)
 
 

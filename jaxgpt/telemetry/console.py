@@ -1,11 +1,14 @@
 """What a user sees: a legend, lines, a progress bar on a terminal, and the same in train.log."""
 
+import os
 import sys
 import time
 from pathlib import Path
 from typing import TextIO
 
 from tqdm import tqdm
+
+from jaxgpt.distributed.environment import find_launch
 
 LEGEND = (
     ("step", "optimizer step, from 1"),
@@ -63,7 +66,8 @@ class Console:
         self.say(captured.get().rstrip())
 
     def start_progress(self, done: int, total: int) -> None:
-        if self._enabled and sys.stdout.isatty():
+        # Open MPI gives process 0 a terminal even where its output goes to a file.
+        if self._enabled and sys.stdout.isatty() and find_launch(os.environ).variable is None:
             self._bar = tqdm(total=total, initial=done, unit="step", dynamic_ncols=True)
 
     def progress(self, step: int) -> None:

@@ -26,10 +26,9 @@ def process_start_time() -> float:
     try:
         with open("/proc/self/stat") as f:
             ticks = int(f.read().rpartition(")")[2].split()[19])
-        with open("/proc/uptime") as f:
-            uptime = float(f.read().split()[0])
+        uptime = time.clock_gettime(time.CLOCK_BOOTTIME)  # /proc/uptime is a container's own
         return time.time() - uptime + ticks / os.sysconf("SC_CLK_TCK")
-    except (OSError, ValueError):
+    except (OSError, ValueError, AttributeError):
         return time.time()
 
 
@@ -54,6 +53,10 @@ class Startup:
         now = time.time()
         self.seconds[phase] = self.seconds.get(phase, 0.0) + now - self._last
         self._last = now
+
+    def elapsed(self) -> float:
+        """Seconds since this process started."""
+        return time.time() - self._start
 
     def report(self) -> dict[str, Any]:
         """This process's numbers, for `summary`."""

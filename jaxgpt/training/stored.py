@@ -13,6 +13,7 @@ import hashlib
 import importlib.metadata
 import json
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,16 @@ INDIFFERENT = (
     "time_limit",
     "tensorboard",
 )
+# What of JAX's configuration changes what is traced, however it was set.
+TRACING_FLAGS = (
+    "jax_enable_x64",
+    "jax_default_matmul_precision",
+    "jax_default_prng_impl",
+    "jax_threefry_partitionable",
+    "jax_numpy_dtype_promotion",
+)
 PACKAGES = ("jax", "jaxlib", "flax", "optax")
+KEPT_SECONDS = 30 * 86_400  # since a program was traced
 
 
 def load_steps(config: Config, mesh: Mesh, cluster: Cluster) -> Steps:
@@ -78,7 +88,9 @@ def _name(config: Config, mesh: Mesh) -> str:
     for key in INDIFFERENT:
         del content["train"][key]
     versions = [importlib.metadata.version(name) for name in PACKAGES]
-    text = json.dumps([decisive, dict(mesh.shape), devices, versions, settings], sort_keys=True)
+    flags = [str(getattr(jax.config, name)) for name in TRACING_FLAGS]
+    decided = [decisive, dict(mesh.shape), devices, versions, settings, flags]
+    text = json.dumps(decided, sort_keys=True)
     digest = hashlib.sha256(text.encode())
     for source in sorted(package.rglob("*.py")):
         digest.update(source.read_bytes())
@@ -202,5 +214,11 @@ def _write(path: Path, stored: dict[str, Any]) -> None:
     """All of it or nothing; a folder that is full costs the next start, not this run."""
     scratch = path.with_suffix(f".{os.getpid()}.tmp")
     with contextlib.suppress(OSError):
-        scratch.write_text(json.dumps(stored))
-        os.replace(scratch, path)
+        for old in path.parent.glob("programs-*"):
+            if old.stat().st_mtime < time.time() - KEPT_SECONDS:
+                old.unlink()
+        try:
+            scratch.write_text(json.dumps(stored))
+            os.replace(scratch, path)
+        finally:
+            scratch.unlink(missing_ok=True)

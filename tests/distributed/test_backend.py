@@ -1,9 +1,12 @@
+import dataclasses
+
 import pytest
 
 from jaxgpt.config import UsageError
 from jaxgpt.distributed import backend
 from jaxgpt.distributed.backend import cpu_devices_per_process, own_devices
 from jaxgpt.distributed.cluster import Cluster
+from jaxgpt.distributed.machines import find_machine
 
 
 @pytest.fixture(autouse=True)
@@ -84,6 +87,16 @@ def test_devices_that_a_launcher_gave_out_are_not_shared_again(monkeypatch):
     monkeypatch.setattr(backend, "accelerator_expected", lambda: True)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
     assert own_devices(cluster_of(1, 2, others=b'"0,1"')) is None
+
+
+def test_on_aurora_each_process_sees_its_own_tile(monkeypatch):
+    monkeypatch.setattr(backend, "accelerator_expected", lambda: True)
+    monkeypatch.setattr(backend, "count_accelerators", lambda: 0)
+    monkeypatch.setenv("ZE_AFFINITY_MASK", "")
+    aurora = find_machine("x4407c6s2b0n0", {})
+    cluster = dataclasses.replace(cluster_of(7, 12), machine=aurora)
+    assert own_devices(cluster) == [7]
+    assert backend.os.environ["ZE_AFFINITY_MASK"] == "7"
 
 
 def test_more_processes_than_devices_are_refused(monkeypatch):

@@ -1,6 +1,7 @@
 import socket
 import sys
 import threading
+import time
 
 import pytest
 
@@ -66,6 +67,38 @@ def test_who_does_not_come_is_named(capfd):
     assert "2 of 4 processes arrived within 1 s (--init-timeout); missing: rank 2, 3" in (
         capfd.readouterr().err
     )
+
+
+def test_ranks_that_do_not_fit_are_refused_at_once(capfd):
+    began = time.monotonic()
+    found = meet(3, [0, 1, 1])
+    assert isinstance(found[0], PeerLost)
+    assert time.monotonic() - began < 15
+    assert "a process came as rank 1 of 3" in capfd.readouterr().err
+
+
+def test_strangers_at_the_door_are_sent_away():
+    with socket.socket() as s:
+        s.bind(("", 0))
+        port = s.getsockname()[1]
+    launch = Launch("test", rank=0, size=2, address=f"127.0.0.1:{port}")
+    found = []
+    process_0 = threading.Thread(target=lambda: found.append(OverTcp(launch, 20).exchange(b"a")))
+    process_0.start()
+    for noise in (b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 8, b""):
+        connect_to(port).sendall(noise)
+    OverTcp(Launch("test", rank=1, size=2, address=launch.address), 20).exchange(b"b")
+    process_0.join()
+    assert found == [[b"a", b"b"]]
+
+
+def connect_to(port):
+    for _ in range(100):
+        try:
+            return socket.create_connection(("127.0.0.1", port))
+        except OSError:
+            time.sleep(0.05)
+    raise TimeoutError
 
 
 def test_a_host_whose_name_is_loopback_is_reached_by_address(monkeypatch):

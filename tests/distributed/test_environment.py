@@ -108,6 +108,9 @@ TORCHRUN = {
         (STEP | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}, "Slurm", None, 0, 1),
         (ALLOCATION, "single process", None, 0, 1),
         (INTERACTIVE, "single process", None, 0, 1),
+        (INTERACTIVE | {"PMIX_RANK": "0", "PMI_RANK": "0"}, "single process", None, 0, 1),
+        (INTERACTIVE | MPICH, "MPICH", "mpi", 1, 2),
+        (STEP | {"PALS_RANKID": "2"}, "Slurm with PMI", "mpi", 2, 3),
         ({"PBS_JOBID": "1.pbs", "PBS_NODEFILE": "/x"}, "single process", None, 0, 1),
         ({}, "single process", None, 0, 1),
         (TORCHRUN, "RANK and WORLD_SIZE", "tcp", 3, 4),
@@ -147,6 +150,13 @@ def test_only_what_srun_started_itself_can_do_without_mpi():
     assert not started_by_srun(MPICH_IN_SLURM)
     assert not started_by_srun(STEP | OPEN_MPI)
     assert not started_by_srun(MPICH)
+
+
+def test_the_meeting_place_of_srun_can_be_chosen():
+    chosen = STEP | {"JAXGPT_COORDINATOR": "nid009:4000"}
+    assert find_launch(chosen).address == "nid009:4000"
+    with pytest.raises(UsageError, match="JAXGPT_COORDINATOR=nid009: must be host:port"):
+        find_launch(STEP | {"JAXGPT_COORDINATOR": "nid009"})
 
 
 def test_torchruns_own_port_is_left_to_it():
