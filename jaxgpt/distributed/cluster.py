@@ -74,6 +74,13 @@ class Cluster:
             return [value]
         return [json.loads(m) for m in self.talk.exchange(json.dumps(value).encode())]
 
+    def wait_for_all(self) -> None:
+        """Returns once all processes have called it.
+
+        Before they first meet in a collective: Gloo gives up on one that is 30 s late.
+        """
+        self.gather(None)
+
     def agree(self, error: str | None) -> None:
         """Raises on every process the error of the first process that has one.
 

@@ -55,7 +55,9 @@ def train(
         return exits.DONE
     checkpoints = Checkpoints(run.directory, config.checkpoint.keep)
     if run.resume_step is None:
-        state = steps.init()
+        init = steps.init.lower().compile()
+        cluster.wait_for_all()
+        state = init()
     else:
         state = checkpoints.restore(start, steps.state_shapes)
         report.say(
@@ -68,6 +70,7 @@ def train(
     train_step = steps.train_step.lower(
         steps.state_shapes, np.int32(0), loader.batch_shape
     ).compile()
+    cluster.wait_for_all()
     startup.compile_cache = str(cache_use)
     startup.mark("compile")
 
