@@ -10,8 +10,8 @@ from jaxgpt import train
 connect = train.connect
 
 
-def connect_and_watch(cluster, mesh):
-    facts = connect(cluster, mesh)
+def connect_and_watch(cluster, *rest):
+    facts = connect(cluster, *rest)
     from jaxgpt.training import checkpoint
     from jobs import sha256
 
