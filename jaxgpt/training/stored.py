@@ -160,6 +160,8 @@ def _steps(stored: dict[str, Any], config: Config, mesh: Mesh) -> Steps:
     at_rest = jax.tree.map(lambda leaf: leaf.sharding, shapes)
     structure = jax.tree.structure(shapes)
     stored_init, stored_step = _decode(stored["init"]), _decode(stored["train_step"])
+    # It would load SciPy for LAPACK, which no program here calls.
+    jax._src.export._export._ensure_backends_initialized = lambda platforms: None
 
     def init() -> TrainState:
         return jax.tree.unflatten(structure, stored_init.call())
