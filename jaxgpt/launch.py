@@ -14,7 +14,7 @@ import time
 from jaxgpt.config import CommandParser, UsageError, is_help, whole_number
 from jaxgpt.distributed.environment import find_launch
 from jaxgpt.distributed.exits import exits_together
-from jaxgpt.distributed.launchers import Layout, launch_line, lay_out
+from jaxgpt.distributed.launchers import Layout, launch_line, lay_out, passed_over
 from jaxgpt.telemetry.startup import JOB_START
 
 
@@ -25,7 +25,7 @@ def parser() -> CommandParser:
         "       %(prog)s [-n N] [--ppn P] [--hosts FILE] --export",
         description=__doc__,
     )
-    out.add_argument("-n", metavar="N", help="processes in all; default: P on each host")
+    out.add_argument("-n", "-np", metavar="N", help="processes in all; default: P on each host")
     out.add_argument(
         "--ppn",
         metavar="P",
@@ -97,6 +97,9 @@ def run(arguments: argparse.Namespace, command: list[str]) -> list[str] | None:
     if not (arguments.print or arguments.export):
         os.environ.setdefault(JOB_START, f"{time.time():.3f}")  # before a line that passes it on
     launcher = launch_line(layout, os.environ)
+    for line in (f"launch: {layout}", passed_over(launcher[0])):
+        if line:
+            print(line, file=sys.stderr, flush=True)
     if arguments.export:
         print(exports(layout, launcher))
         return None
@@ -106,7 +109,7 @@ def run(arguments: argparse.Namespace, command: list[str]) -> list[str] | None:
     if arguments.print:
         print(shlex.join(line))
         return None
-    print(f"launch: {layout}: {shlex.join(line)}", file=sys.stderr, flush=True)
+    print(f"launch: {shlex.join(line)}", file=sys.stderr, flush=True)
     return line
 
 

@@ -87,8 +87,8 @@ AURORA = "x4407c6s2b0n0.hsn.cm.aurora.alcf.anl.gov x4407c6s3b0n0.hsn.cm.aurora.a
         # Its queue by-gpu gives a line for each GPU.
         ("sophia-gpu-01 " * 4, "Open MPI 4", "",
          "mpiexec -n 4 --bind-to none --map-by ppr:4:node:OVERSUBSCRIBE --host sophia-gpu-01:4"),
-        # A cluster without accelerators, with a line for each core.
-        ("a a b b", "MPICH", "", "mpiexec -n 2 -ppn 1 -hosts a,b"),
+        # A cluster without accelerators: as many as PBS was asked for with mpiprocs.
+        ("a a b b", "MPICH", "", "mpiexec -n 4 -ppn 2 -hosts a,b"),
         ("a a b b", "MPICH", "--ppn 2", "mpiexec -n 4 -ppn 2 -hosts a,b"),
         ("a b c", "MPICH", "-n 6", "mpiexec -n 6 -ppn 2 -hosts a,b,c"),
         ("a b c", "MPICH", "-n 4 --ppn 2", "mpiexec -n 4 -ppn 2 -hosts a,b"),
@@ -218,7 +218,8 @@ sys.exit(75)
 def test_a_command_becomes_processes_of_this_python_with_one_job_start():
     job = run("launch", "-n", "2", "--", "python", "-c", REPORT, "a b", "--", "$c")
     assert job.returncode == 75  # a job script acts on it
-    assert re.match(r"launch: 2 processes on this host \(-n\): \S+/mpiexec -n 2 ", job.stdout)
+    said = r"launch: 2 processes on this host \(-n\)\nlaunch: \S+/mpiexec -n 2 "
+    assert re.search(said, job.stdout)
     ranks = [line for line in job.stdout.splitlines() if line.startswith("rank")]
     words = [line.split(maxsplit=4) for line in sorted(ranks)]
     assert [w[:3] for w in words] == [["rank", str(i), sys.executable] for i in range(2)]

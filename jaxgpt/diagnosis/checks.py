@@ -203,10 +203,9 @@ def check_accelerators(everyone: Everyone, machine: Machine | None) -> Check:
             plugin = "the JAX plugin of this machine's vendor"
             install = "pip install 'jaxgpt[cuda]'" if facts.nvidia else f"install {plugin}"
             return Check(
-                "accelerators", "WARN",
+                "accelerators", "FAIL",
                 f"{facts.host_name} has {_count(there, 'accelerator')} but JAX uses the CPU",
-                f"{install}; python -c 'import jax; print(jax.devices())' says why it cannot "
-                "use them",
+                f"{install} and check the driver; or set JAX_PLATFORMS=cpu to train on CPUs",
             )  # fmt: skip
     idle = _idle(everyone, machine)
     if idle:

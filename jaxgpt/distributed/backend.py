@@ -17,6 +17,7 @@ from jaxgpt.distributed.accelerators import (
     count_accelerators,
 )
 from jaxgpt.distributed.cluster import Cluster, coordinator_host
+from jaxgpt.distributed.environment import COORDINATOR, check_address
 from jaxgpt.distributed.exits import end_with_the_first_to_fail
 from jaxgpt.distributed.gloo import aim_gloo
 from jaxgpt.distributed.talk import OverTcp, PeerLost
@@ -70,7 +71,7 @@ def connect(
 
     Raises:
         PeerLost: if the coordinator cannot be reached.
-        UsageError: if processes and devices do not fit.
+        UsageError: if processes and devices do not fit, or JAX cannot start its devices.
     """
     os.environ["XLA_FLAGS"] = " ".join([*CPU_COLLECTIVE_FLAGS, os.environ.get("XLA_FLAGS", "")])
     cpu_devices = cpu_devices_per_process(mesh, cluster) if not accelerator_expected() else None
@@ -104,7 +105,16 @@ def connect(
         if isinstance(cluster.talk, OverTcp):
             end_with_the_first_to_fail()
     mark("distributed init")
-    devices = jax.devices()
+    try:
+        devices = jax.devices()
+    except (RuntimeError, AssertionError) as error:  # an AssertionError says nothing more
+        asked = os.environ.get("JAX_PLATFORMS")
+        what = f"JAX_PLATFORMS={asked}" if asked else "devices"
+        raise UsageError(
+            f"{what}: JAX cannot start them ({' '.join(str(error).split()) or 'no such devices'});"
+            " check the driver and the plugin (pip install 'jaxgpt[cuda]' for NVIDIA GPUs), or set "
+            "JAX_PLATFORMS=cpu"
+        ) from None
     mark("devices")
     return {
         "launcher": cluster.launcher,
@@ -229,6 +239,9 @@ def _free_address(cluster: Cluster) -> str | None:
     """host:port on process 0 that the others can connect to; None on the others."""
     if not cluster.is_main:
         return None
+    if os.environ.get(COORDINATOR):
+        check_address(COORDINATOR, os.environ[COORDINATOR])
+        return os.environ[COORDINATOR]
     with socket.socket() as s:
         s.bind(("", 0))
         return f"{coordinator_host(cluster)}:{s.getsockname()[1]}"

@@ -12,10 +12,8 @@ from typing import Any, TypeVar
 
 from jaxgpt.config import UsageError
 from jaxgpt.distributed.environment import (
-    COORDINATOR,
     Launch,
     LoneError,
-    check_address,
     find_launch,
     slurm_step,
     started_by_srun,
@@ -141,13 +139,7 @@ def join_cluster(timeout: float = INIT_TIMEOUT) -> Cluster:
 
 
 def coordinator_host(cluster: Cluster) -> str:
-    """The name by which all processes reach process 0: loopback where all share its host.
-
-    The host in JAXGPT_COORDINATOR=host:port decides where that is set.
-    """
-    if COORDINATOR in os.environ:
-        check_address(COORDINATOR, os.environ[COORDINATOR])
-        return os.environ[COORDINATOR].rpartition(":")[0]
+    """The name by which all processes reach process 0: loopback where all share its host."""
     if cluster.local_size == cluster.size:
         return "127.0.0.1"
     if cluster.machine:

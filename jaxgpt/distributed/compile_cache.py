@@ -28,7 +28,7 @@ def use_compile_cache(directory: str, cluster: Cluster) -> str:
     """
     import jax
 
-    if directory == OFF:
+    if directory.lower() in (OFF, "none", "null", ""):
         jax.config.update("jax_compilation_cache_dir", None)
         return "compile cache: off"
     source = "compile_cache"
@@ -74,6 +74,10 @@ class CacheUse:
         self.hits += event == "/jax/compilation_cache/cache_hits"
 
     def __str__(self) -> str:
+        import jax
+
+        if not jax.config.jax_compilation_cache_dir:
+            return OFF
         if self.requests == 0:
             return "not used"
         return "hit" if self.hits == self.requests else "miss"

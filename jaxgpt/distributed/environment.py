@@ -122,6 +122,10 @@ def fast_name(host: str, environ: Mapping[str, str]) -> str:
 def _explicit(environ: Mapping[str, str]) -> Launch:
     rank, size = _rank_and_size(environ, RANK, SIZE)
     address = environ.get(COORDINATOR, "")
+    if size > 1 and not address:
+        raise UsageError(
+            f"{COORDINATOR}: is not set; {SIZE}={size} processes need it, such as node001:29500"
+        )
     if size > 1:
         check_address(COORDINATOR, address)
     return Launch(

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from jaxgpt.config import UsageError
+from jaxgpt.config import UsageError, whole_number
 from jaxgpt.distributed.accelerators import VISIBLE_VARIABLES, count_accelerators
 from jaxgpt.distributed.hosts import HOST_FILES, job_hosts
 from jaxgpt.distributed.machines import Machine, find_machine
@@ -77,7 +77,7 @@ def lay_out(
         option, reason = f"-n={n}", "-n"
     else:
         per_host, reason = _devices(machine, environ)
-        if slots is not None and slots < per_host:
+        if slots is not None and (slots < per_host or reason == NO_ACCELERATORS):
             per_host, reason = slots, f"{named_by} has room for {slots} on a host"
         option = reason
     if slots is not None and per_host > slots:
@@ -114,6 +114,9 @@ def lay_out(
     )
 
 
+NO_ACCELERATORS = "no accelerator seen here: 1 on each host, --ppn P for more"
+
+
 def _wants_accelerators(environ: Mapping[str, str]) -> bool:
     return environ.get("JAX_PLATFORMS") != "cpu"
 
@@ -121,7 +124,7 @@ def _wants_accelerators(environ: Mapping[str, str]) -> bool:
 def _devices(machine: Machine | None, environ: Mapping[str, str]) -> tuple[int, str]:
     """How many processes a host gets where nobody says, and why."""
     if asked := environ.get("SLURM_NTASKS_PER_NODE", ""):
-        return int(asked), f"SLURM_NTASKS_PER_NODE={asked}"
+        return _number("SLURM_NTASKS_PER_NODE", asked), f"SLURM_NTASKS_PER_NODE={asked}"
     if not _wants_accelerators(environ):
         return 1, "JAX_PLATFORMS=cpu: 1 on each host, --ppn P for more"
     for variable in VISIBLE_VARIABLES:
@@ -131,10 +134,16 @@ def _devices(machine: Machine | None, environ: Mapping[str, str]) -> tuple[int, 
     if machine:
         return machine.devices_per_host, f"one for each device of a {machine.name} host"
     if (given := environ.get("SLURM_GPUS_ON_NODE", "0")) != "0":
-        return int(given), f"SLURM_GPUS_ON_NODE={given}"
+        return _number("SLURM_GPUS_ON_NODE", given), f"SLURM_GPUS_ON_NODE={given}"
     if found := count_accelerators():
         return found, f"one for each of {found} accelerators seen here"
-    return 1, "no accelerator seen here: 1 on each host, --ppn P for more"
+    return 1, NO_ACCELERATORS
+
+
+def _number(variable: str, given: str) -> int:
+    number = whole_number(variable, given)
+    assert number is not None
+    return number
 
 
 def launch_line(layout: Layout, environ: Mapping[str, str]) -> list[str]:
@@ -177,6 +186,19 @@ def find_mpiexec() -> str:
             f"{sys.executable}; load the machine's MPI, or pip install 'jaxgpt[mpi]' for MPICH"
         )
     return found
+
+
+def passed_over(mpiexec: str) -> str | None:
+    """A line about the machine's own mpiexec, if this Python's comes before it."""
+    folder = str(Path(sys.executable).parent)
+    if str(Path(mpiexec).parent) != folder:
+        return None
+    path = [p for p in os.environ.get("PATH", "").split(os.pathsep) if p != folder]
+    own = shutil.which("mpiexec", path=os.pathsep.join(path))
+    return own and (
+        f"warning: {mpiexec} came with this Python and is taken; for {own} install jaxgpt without "
+        "[mpi], and mpi4py for that MPI"
+    )
 
 
 def mpiexec_version(mpiexec: str) -> str:
@@ -270,6 +292,6 @@ def _slurm_cpus(per_host: int, environ: Mapping[str, str]) -> int:
     """CPUs of one process: what the job asked for, which srun does not take over by itself since
     Slurm 22.05, else an equal share of the allocation; 0 if it is not known."""
     if asked := environ.get("SLURM_CPUS_PER_TASK", ""):
-        return int(asked)
+        return _number("SLURM_CPUS_PER_TASK", asked)
     counts = re.findall(r"(\d+)(?:\(x\d+\))?", environ.get("SLURM_JOB_CPUS_PER_NODE", ""))
     return min(map(int, counts), default=0) // per_host

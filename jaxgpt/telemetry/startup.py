@@ -44,8 +44,9 @@ class Startup:
             launched = float(os.environ[JOB_START])
         except (KeyError, ValueError):
             return
-        # `job start` lasts until the process runs; a clock may be a little behind.
-        self.seconds["job start"] = max(0.0, self._start - launched)
+        waited = self._start - launched
+        if -10 < waited < 30 * 86_400:  # else it is no time of this job; clocks differ a little
+            self.seconds["job start"] = max(0.0, waited)
 
     def mark(self, phase: str) -> None:
         """A phase, or one more part of it, ends now; it began where the last one ended."""

@@ -95,8 +95,8 @@ CPU = {"platform": "cpu", "device_kind": "cpu", "device_memory": None}
         ("devices", "FAIL", changed(1, device_kind="NVIDIA H200"), "H200 on node0", "one kind"),
         ("devices", "WARN", changed(3, devices=("0",)), "2, 3 on node1 seem to share device 0",
          "one process per device"),
-        ("accelerators", "WARN", everywhere(**CPU), "node0 has 2 accelerators", "jaxgpt[cuda]"),
-        ("accelerators", "WARN", everywhere(nvidia=False, **CPU), "JAX uses the CPU", "JAX plugin"),
+        ("accelerators", "FAIL", everywhere(**CPU), "node0 has 2 accelerators", "jaxgpt[cuda]"),
+        ("accelerators", "FAIL", everywhere(nvidia=False, **CPU), "JAX uses the CPU", "JAX plugin"),
         ("accelerators", "WARN", everywhere(accelerators=4), "2 of the 4 devices",
          "as many processes"),
         ("memory", "WARN", changed(2, memory=GIB), "0.5 GiB of host memory for each process "

@@ -172,7 +172,7 @@ def test_torchruns_own_port_is_left_to_it():
         ({"JAXGPT_SIZE": "2"}, "JAXGPT_SIZE=2: JAXGPT_RANK is not set"),
         ({"JAXGPT_RANK": "x", "JAXGPT_SIZE": "2"}, "JAXGPT_RANK=x: must be a whole number"),
         ({"JAXGPT_RANK": "2", "JAXGPT_SIZE": "2"}, "JAXGPT_RANK=2: .* less than JAXGPT_SIZE=2"),
-        ({"JAXGPT_RANK": "0", "JAXGPT_SIZE": "2"}, "JAXGPT_COORDINATOR=: must be host:port"),
+        ({"JAXGPT_RANK": "0", "JAXGPT_SIZE": "2"}, "JAXGPT_COORDINATOR: is not set"),
         (
             {"JAXGPT_RANK": "0", "JAXGPT_SIZE": "2", "JAXGPT_COORDINATOR": "node1"},
             "JAXGPT_COORDINATOR=node1: must be host:port",
