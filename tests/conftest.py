@@ -38,8 +38,13 @@ def data_home(tmp_path_factory):
 
 @pytest.fixture(scope="session", autouse=True)
 def compile_cache(tmp_path_factory):
-    """Commands under test share what they compile, and leave the user's cache alone."""
-    os.environ["JAX_COMPILATION_CACHE_DIR"] = str(tmp_path_factory.mktemp("compiled"))
+    """Tests and commands under test share what they compile, and leave the user's cache alone."""
+    from jaxgpt.distributed.cluster import Cluster
+    from jaxgpt.distributed.compile_cache import use_compile_cache
+
+    folder = str(tmp_path_factory.mktemp("compiled"))
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = folder
+    use_compile_cache(folder, Cluster(launcher="test"))
 
 
 @pytest.fixture(scope="session")

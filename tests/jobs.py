@@ -88,7 +88,9 @@ def train_here(*args, stop_at=None):
 
     cluster = Cluster(launcher="test")
     prepared = prepare_run(parse_args([str(a) for a in args]), cluster)
+    flags = os.environ.get("XLA_FLAGS", "")
     facts = connect(cluster, mesh_sizes(prepared.config))
+    os.environ["XLA_FLAGS"] = flags  # too late to have an effect, and more with every call
     return train(prepared, cluster, facts, Stop(), Startup())
 
 

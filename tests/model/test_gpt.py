@@ -15,15 +15,20 @@ SMALL = ModelConfig(n_layer=2, n_head=2, n_embd=16, block_size=12, vocab_size=37
 
 
 def make(config, **options):
-    model = GPT(config, rngs=nnx.Rngs(params=0), **options)
-    graph, state = nnx.split(model)
-    return graph, nnx.to_pure_dict(state)
+    """(the network as a function of parameters, tokens and keys, its initial parameters)."""
+
+    def network():
+        return GPT(config, rngs=nnx.Rngs(params=0), **options)
+
+    graph = nnx.graphdef(nnx.eval_shape(network))
+    params = jax.jit(lambda: nnx.to_pure_dict(nnx.state(network())))()
+    return jax.jit(lambda params, *args: nnx.merge(graph, params)(*args)), params
 
 
 def noisy(params):
     """Parameters in which nothing is 0 or 1 by initialization, so that every one matters."""
-    keys = iter(jax.random.split(jax.random.key(1), 100))
-    return jax.tree.map(lambda p: p + 0.1 * jax.random.normal(next(keys), p.shape), params)
+    draw = np.random.default_rng(1).normal
+    return jax.tree.map(lambda p: p + np.float32(0.1 * draw(size=p.shape)), params)
 
 
 def reference_logits(params, tokens_T, config):
@@ -63,10 +68,10 @@ def reference_logits(params, tokens_T, config):
 
 @pytest.mark.parametrize("scan_layers", [False, True])
 def test_logits_are_those_of_gpt2(scan_layers):
-    graph, params = make(SMALL, scan_layers=scan_layers)
+    model, params = make(SMALL, scan_layers=scan_layers)
     params = noisy(params)
     tokens = np.array([[3, 0, 36, 7, 7, 12, 30, 1, 2], [1, 2, 3, 4, 5, 6, 7, 8, 9]])
-    logits = nnx.merge(graph, params)(jnp.array(tokens))
+    logits = model(params, jnp.array(tokens))
     assert logits.dtype == jnp.float32
     for row, expected in zip(logits, tokens, strict=True):
         np.testing.assert_allclose(
@@ -75,8 +80,8 @@ def test_logits_are_those_of_gpt2(scan_layers):
 
 
 def test_padding_of_the_vocabulary_is_never_predicted():
-    graph, params = make(SMALL)
-    logits = nnx.merge(graph, params)(jnp.zeros((1, 4), jnp.int32))
+    model, params = make(SMALL)
+    logits = model(params, jnp.zeros((1, 4), jnp.int32))
     assert logits.shape[-1] == padded_vocab_size(37) == 128
     assert (logits[..., 37:] == -jnp.inf).all()
     assert (params["wte"]["embedding"][37:] == 0).all()
@@ -114,33 +119,31 @@ def test_initialization_is_gpt2s():
 
 def test_an_untrained_model_knows_nothing():
     config = dataclasses.replace(load_config("shakespeare_char_cpu").model, vocab_size=65)
-    graph, params = make(config)
+    model, params = make(config)
     tokens = jax.random.randint(jax.random.key(0), (8, 64), 0, 65)
-    log_p = jax.nn.log_softmax(nnx.merge(graph, params)(tokens))[..., :65]
+    log_p = jax.nn.log_softmax(model(params, tokens))[..., :65]
     # ln V, and half the variance 0.02^2 D of the logits more: their exponentials are averaged.
     expected = math.log(65) + 0.02**2 * config.n_embd / 2
     assert float(-log_p.mean()) == pytest.approx(expected, abs=0.02)
 
 
 def test_dropout_acts_only_with_a_key():
-    graph, params = make(dataclasses.replace(SMALL, dropout=0.5))
-    model = nnx.merge(graph, params)
+    model, params = make(dataclasses.replace(SMALL, dropout=0.5))
     tokens = jnp.arange(10)[None]
-    quiet, again = model(tokens), model(tokens)
+    quiet, again = model(params, tokens), model(params, tokens)
     keys = jax.random.split(jax.random.key(1), 2)[:, None]  # each for one row
-    noisy_1, noisy_2 = model(tokens, keys[0]), model(tokens, keys[1])
+    noisy_1, noisy_2 = model(params, tokens, keys[0]), model(params, tokens, keys[1])
     assert (quiet == again).all()
-    assert (noisy_1 == model(tokens, keys[0])).all()
+    assert (noisy_1 == model(params, tokens, keys[0])).all()
     assert not (noisy_1 == noisy_2).all() and not (noisy_1 == quiet).all()
 
 
 def test_computing_in_bfloat16_keeps_parameters_and_logits_in_float32():
-    graph, params = make(SMALL, dtype=jnp.bfloat16)
-    model = nnx.merge(graph, params)
+    model, params = make(SMALL, dtype=jnp.bfloat16)
     assert {p.dtype for p in jax.tree.leaves(params)} == {jnp.dtype("float32")}
     tokens = jnp.arange(10)[None]
-    exact = nnx.merge(make(SMALL)[0], params)(tokens)[..., :37]
-    rounded = model(tokens)[..., :37]
+    exact = make(SMALL)[0](params, tokens)[..., :37]
+    rounded = model(params, tokens)[..., :37]
     assert rounded.dtype == jnp.float32
     np.testing.assert_allclose(rounded, exact, atol=0.02)
     assert not (rounded == exact).all()

@@ -51,7 +51,7 @@ def wait_for_step(out, step, job):
     ("number", "to"),
     [
         (signal.SIGTERM, "a process"),
-        (signal.SIGTERM, "the launcher"),
+        pytest.param(signal.SIGTERM, "the launcher", marks=pytest.mark.long),
         (signal.SIGINT, "the launcher"),
     ],
 )

@@ -3,16 +3,14 @@
 import collections
 import math
 
-import jax
-import numpy as np
 import pytest
 
 from jaxgpt.config import load_config
-from jaxgpt.distributed.mesh import make_mesh
 from jaxgpt.model.gpt import count_parameters
-from jaxgpt.planning.collectives import read_collectives, ring_bytes
+from jaxgpt.planning.collectives import ring_bytes
+from jaxgpt.planning.program import compile_step
 from jaxgpt.planning.theory import expected_traffic
-from jaxgpt.training.step import make_steps
+from jaxgpt.telemetry.devices import DEVICES
 from jobs import limited_devices
 
 pytestmark = pytest.mark.usefixtures("layouts_fit")
@@ -34,12 +32,8 @@ def settings(mesh, *options):
 def compiled_traffic(config, mesh):
     """(kind, axes) -> (number of arrays, bytes), read from the program."""
     with limited_devices(math.prod(mesh.values())):
-        steps = make_steps(config, make_mesh(tuple(mesh.values())))
-    rows = jax.ShapeDtypeStruct(
-        (B, config.model.block_size + 1), np.int32, sharding=steps.batch_sharding
-    )
-    program = steps.train_step.lower(steps.state_shapes, np.int32(1), rows).compile()
-    return totals(read_collectives(program.as_text(), mesh))
+        program = compile_step(config, tuple(mesh.values()), DEVICES["cpu"])
+    return totals(program.collectives)
 
 
 def totals(collectives):
@@ -50,17 +44,25 @@ def totals(collectives):
     return dict(out)
 
 
+def long(*layout):
+    """One whose parts are all in others."""
+    return pytest.param(layout, marks=pytest.mark.long)
+
+
 @pytest.mark.parametrize(
     "layout",
     [
         ("8,1,1",),
         ("8,1,1", "train.gradient_accumulation_steps=4"),
         *(("1,8,1", f"parallel.zero_stage={stage}") for stage in (0, 1, 2, 3)),
-        *(("1,8,1", f"parallel.zero_stage={stage}", SCAN) for stage in (0, 1, 2, 3)),
+        *(("1,8,1", f"parallel.zero_stage={stage}", SCAN) for stage in (2, 3)),
+        long("1,8,1", "parallel.zero_stage=0", SCAN),
+        long("1,8,1", "parallel.zero_stage=1", SCAN),
         *(
             ("1,8,1", f"parallel.zero_stage={stage}", "train.gradient_accumulation_steps=4")
-            for stage in (1, 2, 3)
+            for stage in (2, 3)
         ),
+        long("1,8,1", "parallel.zero_stage=1", "train.gradient_accumulation_steps=4"),
         ("1,8,1", "train.gradient_accumulation_steps=4", "parallel.reduce_every=microbatch"),
         ("2,4,1", "model.bias=True"),
         ("1,1,4",),

@@ -1,5 +1,6 @@
 """Runs in this process, on its eight simulated devices."""
 
+import gc
 import json
 import shutil
 import subprocess
@@ -227,6 +228,7 @@ def test_a_damaged_checkpoint_is_named_with_the_way_out(forty, tmp_path, damage)
         shutil.rmtree(newest / "state" / "d")
     with pytest.raises(UsageError, match=r"checkpoints/20.*to go on from an older checkpoint"):
         train_here("--out", out)
+    gc.collect()  # Orbax's event loop, whose end breaks what Python 3.11 parses meanwhile
     shutil.rmtree(newest)
     assert train_here("--out", out, "train.max_iters=11") == exits.DONE
     assert "resumed from step 10" in (out / "train.log").read_text()
@@ -286,7 +288,8 @@ def test_runs_of_the_same_second_have_directories_of_their_own(tmp_path, monkeyp
 
 
 def test_room_for_more_tokens_than_the_tokenizer_has_is_allowed(tmp_path):
-    arguments = ("model.vocab_size=1000", "train.max_iters=2", "train.sample_tokens=50")
+    model = ("model.vocab_size=1000", "model.n_layer=1", "model.n_embd=32")
+    arguments = (*model, "train.max_iters=2", "train.sample_tokens=50")
     assert train_here(*SMALL, *MESH, "--out", tmp_path, *arguments) == exits.DONE
 
 
@@ -340,6 +343,6 @@ def test_tensorboard_repeats_metrics(forty):
 
 
 def test_startup_is_broken_down(forty):
-    seconds = json.loads((forty / "startup.json").read_text())
-    assert {"state", "compile", "first step", "total"} <= set(seconds)
-    assert seconds["total"] >= seconds["compile"] > 0
+    found = json.loads((forty / "startup.json").read_text())
+    assert {"state", "compile", "first step"} <= set(found["phases"])
+    assert found["total"]["max"] >= found["phases"]["compile"]["max"] > 0
