@@ -20,6 +20,7 @@ from jaxgpt.distributed.cluster import Cluster, coordinator_host
 from jaxgpt.distributed.environment import COORDINATOR, check_address
 from jaxgpt.distributed.exits import end_with_the_first_to_fail
 from jaxgpt.distributed.gloo import aim_gloo
+from jaxgpt.distributed.hosts import HOST_FILES
 from jaxgpt.distributed.talk import OverTcp, PeerLost
 
 # A process of a CPU job may wait long for others that share its cores; XLA's default is 40 s.
@@ -27,6 +28,7 @@ CPU_COLLECTIVE_FLAGS = (
     "--xla_cpu_collective_call_warn_stuck_timeout_seconds=120",
     "--xla_cpu_collective_call_terminate_timeout_seconds=600",
 )
+JOBS = (("PBS", "PBS_JOBID"), ("Slurm", "SLURM_JOB_ID"), ("Cobalt", "COBALT_JOBID"))
 HEARTBEAT_TIMEOUT = 100  # seconds after which a silent process counts as dead
 
 
@@ -121,6 +123,9 @@ def connect(
         "coordinator": coordinator,
         "host": platform.node(),
         "machine": cluster.machine.name if cluster.machine else None,
+        "scheduler": next((name for name, variable in JOBS if variable in os.environ), None),
+        "job": next((os.environ[variable] for _, variable in JOBS if variable in os.environ), None),
+        "host_file": next((os.environ[v] for v in HOST_FILES if os.environ.get(v)), None),
         "hosts": list(dict.fromkeys(cluster.host_names)),
         "processes": cluster.size,
         "processes_on_host": cluster.local_size,

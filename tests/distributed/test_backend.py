@@ -117,3 +117,13 @@ def test_proxies_are_cleared_and_named(monkeypatch):
 def test_processes_must_divide_the_mesh():
     with pytest.raises(UsageError, match="parallel.mesh=2,1,4: .*8 devices.*3 processes"):
         cpu_devices_per_process((2, 1, 4), Cluster("test", size=3))
+
+
+def test_cluster_json_names_the_job_and_its_host_file(monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", "")  # which connect adds to
+    monkeypatch.setenv("PBS_JOBID", "12.pbs")
+    monkeypatch.setenv("PBS_NODEFILE", "/var/spool/pbs/aux/12.pbs")
+    facts = backend.connect(Cluster("test"), (8, 1, 1))
+    assert (facts["scheduler"], facts["job"]) == ("PBS", "12.pbs")
+    assert facts["host_file"] == "/var/spool/pbs/aux/12.pbs"
+    assert facts["processes"] == 1 and facts["devices"] == 8

@@ -54,8 +54,10 @@ def test_srun_alone(cluster, tmp_path):
     ("launcher", "size", "name"),
     [
         (["srun", "--mpi=pmi2"], 4, "Slurm with PMI"),
-        (["salloc", "mpiexec", "-n", "4"], 4, "MPICH"),  # which starts its proxies by srun
-        (["salloc"], 1, "single process"),
+        pytest.param(  # which starts its proxies by srun
+            ["salloc", "mpiexec", "-n", "4"], 4, "MPICH", marks=pytest.mark.long
+        ),
+        pytest.param(["salloc"], 1, "single process", marks=pytest.mark.long),
         (["sbatch", "--wait"], 1, "single process"),
     ],
 )

@@ -29,9 +29,9 @@ def with_dropout():
 @pytest.mark.parametrize(
     "layout",
     [
-        ("2,1,4",),
+        pytest.param(("2,1,4",), marks=pytest.mark.long),
         ("1,8,1", "train.gradient_accumulation_steps=2"),
-        ("2,2,2", "parallel.sequence_parallel=True"),
+        pytest.param(("2,2,2", "parallel.sequence_parallel=True"), marks=pytest.mark.long),
         ("1,2,4", "parallel.sequence_parallel=True", "parallel.remat=full"),
     ],
 )
