@@ -40,12 +40,11 @@ ALL = [
 ]
 
 
-def with_every_mesh(rows):
-    """Few of the rows, in which every value is together with every mesh that it is with in any."""
+def pairwise(rows):
+    """Few of the rows, in which every two values that are together in a row still are."""
 
     def pairs(row):
-        mesh, *others = enumerate(row)
-        return {(mesh, other) for other in others}
+        return set(itertools.combinations(enumerate(row), 2))
 
     missing, chosen = set().union(*map(pairs, rows)), []
     while missing:
@@ -89,7 +88,7 @@ def as_options(chosen):
     return [f"{key}={value}" for key, value in zip(CHOICES, chosen, strict=True)]
 
 
-@pytest.mark.parametrize("chosen", with_every_mesh(ALL), ids=lambda c: " ".join(map(str, c)))
+@pytest.mark.parametrize("chosen", pairwise(ALL), ids=lambda c: " ".join(map(str, c)))
 def test_a_strategy_changes_nothing_but_speed_and_memory(chosen):
     check(*as_options(chosen))
 
