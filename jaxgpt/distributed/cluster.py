@@ -183,6 +183,10 @@ def _over_mpi(launch: Launch, timeout: float) -> Cluster:
             f"{launch.variable}: an MPI launcher started this process but mpi4py cannot load an "
             f"MPI library ({error}); pip install 'jaxgpt[mpi]' brings MPICH"
         ) from None
+    library = MPI.Get_library_version().split("\n")[0].replace("\x00", "").strip()
+    # MPICH would abort in such a job; Open MPI makes each process a job of its own.
+    if launch.launcher == "Open MPI" and library.startswith(("MPICH", "Intel")):
+        raise _another_mpi(launch, library)
     if not MPI.Is_initialized():
         with arrival_limit(launch, timeout):
             # mpi4py's own call would keep Python's lock, and no thread could watch the time.
@@ -192,16 +196,8 @@ def _over_mpi(launch: Launch, timeout: float) -> Cluster:
         atexit.register(lambda: MPI.Is_finalized() or MPI.Finalize())
     comm = MPI.COMM_WORLD
     comm.Set_errhandler(MPI.ERRORS_RETURN)
-    library = MPI.Get_library_version().split("\n")[0].replace("\x00", "").strip()
     if comm.size == 1 and (launch.rank > 0 or (launch.size or 1) > 1):
-        started = f"{launch.size} processes" if launch.size else "several processes"
-        # Where the launcher does not say how many there are, process 0 sees nothing wrong.
-        raise (UsageError if launch.size else LoneError)(
-            f"{launch.variable}: the launcher ({launch.launcher}) started {started} but each sees "
-            f"an MPI job of its own, because mpi4py uses {library}; start the job with that "
-            "MPI's mpiexec, or install mpi4py for the launcher's MPI "
-            "(pip install --no-binary mpi4py mpi4py)"
-        )
+        raise _another_mpi(launch, library)
     host = comm.Split_type(MPI.COMM_TYPE_SHARED)
     first = array("i", [comm.rank])
     host.Bcast(first, root=0)
@@ -217,6 +213,17 @@ def _over_mpi(launch: Launch, timeout: float) -> Cluster:
     found = cluster.gather([first[0], socket.gethostname()])
     return replace(
         cluster, hosts=tuple(f for f, _ in found), host_names=tuple(name for _, name in found)
+    )
+
+
+def _another_mpi(launch: Launch, library: str) -> UsageError:
+    """The error of a process whose mpi4py uses another MPI than its launcher."""
+    started = f"{launch.size} processes" if launch.size else "several processes"
+    # Where the launcher does not say how many there are, process 0 sees nothing wrong.
+    return (UsageError if launch.size else LoneError)(
+        f"{launch.variable}: the launcher ({launch.launcher}) started {started}, but mpi4py uses "
+        f"{library}, in which each is a job of its own; start them with that MPI's mpiexec, or "
+        "install mpi4py for the launcher's MPI (pip install --no-binary mpi4py mpi4py)"
     )
 
 
