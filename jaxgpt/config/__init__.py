@@ -10,6 +10,7 @@ from jaxgpt.config.checks import (
     check_batch,
     mesh_sizes,
     skip_ranges,
+    step_ranges,
     validate,
 )
 from jaxgpt.config.command import CommandParser, whole_number
@@ -18,9 +19,11 @@ from jaxgpt.config.sections import (
     CheckpointConfig,
     Config,
     DataConfig,
+    FaultsConfig,
     ModelConfig,
     OptimizerConfig,
     ParallelConfig,
+    SpikeConfig,
     TrainConfig,
 )
 
@@ -30,9 +33,11 @@ __all__ = [
     "CommandParser",
     "Config",
     "DataConfig",
+    "FaultsConfig",
     "ModelConfig",
     "OptimizerConfig",
     "ParallelConfig",
+    "SpikeConfig",
     "TrainConfig",
     "UsageError",
     "check_batch",
@@ -43,6 +48,7 @@ __all__ = [
     "mesh_sizes",
     "parse_args",
     "skip_ranges",
+    "step_ranges",
     "validate",
     "whole_number",
 ]

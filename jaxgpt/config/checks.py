@@ -33,6 +33,11 @@ def validate(config: Config) -> None:
         ("optimizer", ("lr_decay_iters",), 1),
         ("checkpoint", ("keep",), 1),
         ("checkpoint", ("interval",), 0),
+        ("spike", ("window",), 4),
+        ("spike", ("loss_threshold", "grad_norm_threshold", "max_consecutive_nonfinite"), 1),
+        ("spike", ("rewind_margin",), 1),
+        ("spike", ("skip_before", "skip_after", "max_rewinds"), 0),
+        ("faults", ("nan_device",), 0),
     ):
         for key in keys:
             value = getattr(getattr(config, section), key)
@@ -74,28 +79,59 @@ def validate(config: Config) -> None:
             f"train.batch_size={train.batch_size}"
         )
     skip_ranges(config)
+    check_data(config)
+    check_spikes(config)
     check_batch(config, mesh_sizes(config))
 
 
+def check_data(config: Config) -> None:
+    """Checks that at most one key says where the data is, and how much of it validates."""
+    data = config.data
+    given = [key for key in ("path", "blend", "file_list") if getattr(data, key)]
+    if len(given) > 1:
+        both = " and ".join(f"data.{key}" for key in given)
+        raise UsageError(f"{both}: are both given; give one of them")
+    if not 0 < data.val_share < 1:
+        raise UsageError(f"data.val_share={data.val_share}: must be above 0 and below 1")
+
+
+def check_spikes(config: Config) -> None:
+    """Checks that a rewind finds a checkpoint, and that rehearsed faults can happen."""
+    spike, checkpoint, faults = config.spike, config.checkpoint, config.faults
+    kept = checkpoint.interval * (checkpoint.keep - 1)
+    if spike.action == "rewind" and kept < spike.rewind_margin:
+        raise UsageError(
+            f"spike.rewind_margin={spike.rewind_margin}: the oldest of checkpoint.keep="
+            f"{checkpoint.keep} checkpoints, checkpoint.interval={checkpoint.interval} steps "
+            f"apart, may be only {kept} steps old; keep more of them, or take a smaller margin"
+        )
+    step_ranges("faults.random_tokens", faults.random_tokens)
+    if faults.nan_step is not None and faults.nan_step < 1:
+        raise UsageError(f"faults.nan_step={faults.nan_step}: must be at least 1, or None")
+
+
 def skip_ranges(config: Config) -> tuple[tuple[int, int], ...]:
-    """`train_range_to_skip` as (first, last) pairs of steps, both included.
+    """`train_range_to_skip` as (first, last) pairs of steps, both included."""
+    return step_ranges("train_range_to_skip", config.train_range_to_skip)
+
+
+def step_ranges(key: str, steps: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
+    """The ranges of steps that a setting lists, as (first, last) pairs, both included.
 
     Raises:
         UsageError: for an odd count, a step below 1, or a first step after its last.
     """
-    steps = config.train_range_to_skip
     shown = " ".join(map(str, steps))
     if len(steps) % 2:
         raise UsageError(
-            f"train_range_to_skip={shown}: has {len(steps)} numbers; give pairs of "
+            f"{key}={shown}: has {len(steps)} numbers; give pairs of "
             "first and last step, such as 10 20 25 30"
         )
     pairs = tuple(zip(steps[::2], steps[1::2], strict=True))
     for first, last in pairs:
         if first < 1 or first > last:
             raise UsageError(
-                f"train_range_to_skip={shown}: the range {first} {last} must have "
-                "1 <= first <= last"
+                f"{key}={shown}: the range {first} {last} must have 1 <= first <= last"
             )
     return pairs
 

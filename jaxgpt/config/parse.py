@@ -8,6 +8,7 @@ import dataclasses
 import difflib
 import functools
 import io
+import re
 import types
 import typing
 from collections.abc import Mapping, Sequence
@@ -162,7 +163,7 @@ def _split_arguments(argv: Sequence[str]) -> dict[str, list[str]]:
 
 def _is_setting(word: str, takes_many: bool) -> bool:
     """Whether a word begins the next setting. A flag of one value takes any word as that."""
-    return word.startswith("--") or (takes_many and "=" in word)
+    return word.startswith("--") or (takes_many and re.match(r"[\w.-]+=", word) is not None)
 
 
 def _unknown(shown: str, key: str | None = None) -> str:
@@ -222,7 +223,7 @@ def _expected(kind: Any) -> str:
     if isinstance(kind, types.UnionType):
         return " or ".join(_expected(k) for k in typing.get_args(kind))
     if typing.get_origin(kind) is tuple:
-        return "whole numbers"
+        return "whole numbers" if typing.get_args(kind)[0] is int else "a list of texts"
     return {
         int: "a whole number",
         float: "a number",

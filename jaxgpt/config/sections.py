@@ -96,7 +96,19 @@ class DataConfig:
     dataset: str = "python"
     """Name of a prepared data set: a folder of $JAXGPT_DATA (default ~/.cache/jaxgpt)."""
     path: str | None = None
-    """Folder with train.bin, val.bin and meta.json, in place of a named data set."""
+    """In place of a named data set: a folder with train.bin, val.bin and meta.json; or PREFIX of
+    Megatron-LM's PREFIX.bin and PREFIX.idx; or one nanoGPT .bin file."""
+    blend: tuple[str, ...] = ()
+    """Corpora to mix, in place of one data set: `WEIGHT PATH [CORPUS]` each, with paths as in
+    data.path. Weights are normalised; lines of the same CORPUS are counted together."""
+    file_list: str | None = None
+    """File with the lines of data.blend, as ALCF's Megatron-DeepSpeed reads them."""
+    val_share: float = 0.01
+    """Share of a corpus, its last documents, kept for validation where it has no val.bin."""
+    tokenizer: str | None = None
+    """A tokenizer.json, or the folder with it, for data that came without one."""
+    accept_changes: bool = False
+    """Go on from a checkpoint although the data is not what it was trained on."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,6 +150,44 @@ class CheckpointConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SpikeConfig:
+    """What is done about steps whose loss or gradient is out of line."""
+
+    action: Literal["off", "log", "skip_update", "rewind"] = "log"
+    """off: nothing is watched; log: spikes are recorded; skip_update: their updates are left out;
+    rewind: training goes back to a checkpoint and skips their batches (arXiv 2204.02311, section
+    5.1). But for `off`, a step that is not finite never changes parameters or moments."""
+    window: int = 128
+    """Steps whose losses and gradient norms say what is normal; watching begins with so many."""
+    loss_threshold: float = 6.0
+    """How far above the window's median a loss is a spike, in robust standard deviations."""
+    grad_norm_threshold: float = 12.0
+    """The same for the gradient norm."""
+    rewind_margin: int = 100
+    """Steps that lie at least between the checkpoint that a rewind goes back to and the spike."""
+    skip_before: int = 10
+    """Steps before the spike that a rewind skips."""
+    skip_after: int = 200
+    """Steps after the spike that a rewind skips."""
+    max_rewinds: int = 3
+    """Rewinds of a run; at the next spike after them it stops, with a report."""
+    max_consecutive_nonfinite: int = 10
+    """So many steps in a row that are not finite stop the run."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FaultsConfig:
+    """Rehearsals: faults that are put in on purpose."""
+
+    random_tokens: tuple[int, ...] = ()
+    """Ranges of steps, as in train_range_to_skip, whose batches are tokens drawn at random."""
+    nan_step: int | None = None
+    """A step at which one device's gradient is not a number."""
+    nan_device: int = 0
+    """Which device of the mesh that is, counted row by row."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Config:
     """All settings of a run."""
 
@@ -158,6 +208,8 @@ class Config:
     data: DataConfig = field(default_factory=DataConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    spike: SpikeConfig = field(default_factory=SpikeConfig)
+    faults: FaultsConfig = field(default_factory=FaultsConfig)
 
     @property
     def microbatch_size(self) -> int:
@@ -172,7 +224,8 @@ class Config:
     def to_dict(self) -> dict[str, Any]:
         """Nested plain dict, ready for YAML and JSON."""
         out = dataclasses.asdict(self)
-        out["train_range_to_skip"] = list(self.train_range_to_skip)
+        for section in (out, *(value for value in out.values() if isinstance(value, dict))):
+            section |= {k: list(v) for k, v in section.items() if isinstance(v, tuple)}
         return out
 
     def to_yaml(self) -> str:
