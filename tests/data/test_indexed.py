@@ -1,0 +1,159 @@
+"""Indexed data sets, against the format as Megatron-LM documents it and against its own code."""
+
+import struct
+
+import numpy as np
+import pytest
+
+from jaxgpt.config import UsageError
+from jaxgpt.data.indexed import IndexedWriter, read_index
+
+# Four documents of uint16 tokens: two sequences, none, one of no tokens, one.
+TOKENS = [7, 8, 9, 10, 11, 12]
+IDX = (
+    b"MMIDIDX\x00\x00"
+    + struct.pack("<QBQQ", 1, 8, 4, 5)
+    + struct.pack("<4i", 2, 3, 0, 1)
+    + struct.pack("<4q", 0, 4, 10, 10)
+    + struct.pack("<5q", 0, 2, 2, 3, 4)
+)
+POINTERS, DOCUMENTS = 34 + 16, 34 + 16 + 32
+# code of Megatron's DType -> the types of NumPy that hold token ids
+CODES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}
+
+
+@pytest.fixture
+def pair(tmp_path):
+    (tmp_path / "c.bin").write_bytes(struct.pack("<6H", *TOKENS))
+    (tmp_path / "c.idx").write_bytes(IDX)
+    return tmp_path / "c"
+
+
+@pytest.mark.parametrize("suffix", ["", ".bin", ".idx"])
+def test_an_index_is_read(pair, suffix):
+    index = read_index(f"{pair}{suffix}")
+    assert index.dtype == np.uint16 and index.total_tokens == 6 and index.document_count == 4
+    assert index.lengths.tolist() == [2, 3, 0, 1]
+    assert [index.document_start(d) for d in range(5)] == [0, 5, 5, 5, 6]
+    assert [index.document_of(token) for token in range(6)] == [0, 0, 0, 0, 0, 3]
+
+
+def test_what_is_written_is_the_format_byte_for_byte(pair, tmp_path):
+    with IndexedWriter(tmp_path / "new" / "d", np.uint16) as writer:
+        writer.add_document(TOKENS[:5], [2, 3])
+        writer.add_document([], [])
+        writer.add_documents(np.array(TOKENS[5:]), [0, 1])
+    assert (tmp_path / "new" / "d.idx").read_bytes() == IDX
+    assert (tmp_path / "new" / "d.bin").read_bytes() == pair.with_suffix(".bin").read_bytes()
+
+
+@pytest.mark.parametrize(("code", "dtype"), CODES.items())
+def test_every_integer_of_megatron_is_known(tmp_path, code, dtype):
+    largest = np.iinfo(dtype).max
+    with IndexedWriter(tmp_path / "c", dtype) as writer:
+        writer.add_document([0, largest])
+        if dtype is not np.int64:
+            with pytest.raises(UsageError, match=f"{largest + 1} do not fit"):
+                writer.add_document([int(largest) + 1])
+    index = read_index(tmp_path / "c")
+    assert (tmp_path / "c.idx").read_bytes()[17] == code
+    assert np.fromfile(index.bin_path, index.dtype).tolist() == [0, largest]
+
+
+def test_multimodal_data_is_read_where_it_is_text(pair):
+    pair.with_suffix(".idx").write_bytes(IDX + bytes(4))
+    assert read_index(pair).total_tokens == 6
+    pair.with_suffix(".idx").write_bytes(IDX + bytes([0, 0, 1, 0]))
+    with pytest.raises(UsageError, match=f"sequence 2 has mode 1 at byte {len(IDX) + 2}"):
+        read_index(pair)
+
+
+def changed(at, new):
+    return IDX[:at] + new + IDX[at + len(new) :]
+
+
+@pytest.mark.parametrize(
+    ("idx", "words"),
+    [
+        (None, "c.idx: cannot be read"),
+        (b"MMIDIDX\x00\x00" + bytes(3), "ends at byte 12, within its header"),
+        (b"TNTIDX\x00\x00" + bytes(80), "--dataset-impl mmap"),
+        (b"{}" * 50, "at byte 0"),
+        (changed(9, struct.pack("<Q", 2)), "version 2 at byte 9"),
+        (changed(17, b"\x07"), "at byte 17.*float32"),
+        (changed(17, b"\x63"), "unknown code 99"),
+        (IDX[:-1], f"ends at byte {len(IDX) - 1}.*truncated"),
+        (changed(18, b"\xff" * 7), "truncated"),
+        (changed(POINTERS + 8, b"\x02"), f"byte {POINTERS + 8} that sequence 1 starts at byte 2"),
+        (changed(DOCUMENTS + 8, b"\x09"), f"documents, from byte {DOCUMENTS}"),
+        (changed(DOCUMENTS - 8, b"\x08"), "last sequence ends at byte 10"),
+        (changed(17, b"\x04"), "c.bin: ends at byte 12.*ends at byte 14"),
+    ],
+    ids=lambda x: None if isinstance(x, str) else "",
+)
+def test_a_damaged_index_is_refused_with_file_and_offset(pair, idx, words):
+    if idx is None:
+        pair.with_suffix(".idx").unlink()
+    else:
+        pair.with_suffix(".idx").write_bytes(idx)
+    with pytest.raises(UsageError, match=words):
+        read_index(pair)
+
+
+def test_a_truncated_token_file_is_refused(pair):
+    pair.with_suffix(".bin").write_bytes(bytes(11))
+    with pytest.raises(UsageError, match="c.bin: ends at byte 11.*at byte 12"):
+        read_index(pair)
+
+
+def test_a_crash_leaves_the_old_pair_and_nothing_else(pair):
+    with pytest.raises(KeyboardInterrupt), IndexedWriter(pair, np.uint16) as writer:
+        writer.add_document([1, 2, 3])
+        raise KeyboardInterrupt
+    assert sorted(f.name for f in pair.parent.iterdir()) == ["c.bin", "c.idx"]
+    assert read_index(pair).total_tokens == 6
+
+
+def test_documents_beyond_one_block_of_the_writer(tmp_path):
+    lengths = np.tile([3, 0, 1, 2], 400_000)
+    with IndexedWriter(tmp_path / "c", np.uint8) as writer:
+        for part in np.split(lengths, 8):
+            writer.add_documents(np.ones(part.sum(), np.uint8), part)
+    index = read_index(tmp_path / "c")
+    starts = np.cumsum(lengths) - lengths
+    assert (index.pointers == starts).all() and index.document_count == len(lengths)
+    for document in (0, 2, 3, 1_048_576, len(lengths) - 1):
+        assert index.document_start(document) == starts[document]
+        assert index.document_of(starts[document]) == document
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("dtype", CODES.values(), ids=lambda d: d.__name__)
+def test_megatron_core_reads_and_writes_the_same(tmp_path, dtype):
+    megatron = pytest.importorskip("megatron.core.datasets.indexed_dataset")
+    import torch
+
+    random = np.random.default_rng(0)
+    documents = [[0], [3, 0, 5], [], [1], [70_000]]  # lengths of their sequences
+    tokens = [random.integers(0, np.iinfo(dtype).max, sum(d), dtype) for d in documents]
+
+    theirs = str(tmp_path / "theirs")
+    builder = megatron.IndexedDatasetBuilder(f"{theirs}.bin", dtype=dtype)
+    for ids, lengths in zip(tokens, documents, strict=True):
+        builder.add_document(torch.from_numpy(ids.astype(np.int64)), lengths)
+    builder.finalize(f"{theirs}.idx")
+    with IndexedWriter(tmp_path / "ours", dtype) as writer:
+        for ids, lengths in zip(tokens, documents, strict=True):
+            writer.add_document(ids, lengths)
+    for suffix in ("bin", "idx"):
+        ours = (tmp_path / f"ours.{suffix}").read_bytes()
+        assert ours == (tmp_path / f"theirs.{suffix}").read_bytes()
+
+    index = read_index(theirs)
+    read = np.fromfile(index.bin_path, index.dtype)
+    bounds = [index.document_start(d) for d in range(len(documents) + 1)]
+    for d, ids in enumerate(tokens):
+        assert (read[bounds[d] : bounds[d + 1]] == ids).all()
+    dataset = megatron.IndexedDataset(str(tmp_path / "ours"))
+    assert dataset.document_indices.tolist() == [0, 1, 4, 4, 5, 6]
+    assert (np.concatenate([dataset[i] for i in range(len(dataset))]) == read).all()
