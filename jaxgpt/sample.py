@@ -58,7 +58,7 @@ def write(arguments: argparse.Namespace) -> None:
     config = config.replace(parallel__mesh=arguments.mesh)
     if meta["tokenizer"] is None:
         raise UsageError(f"--run {arguments.run}: its data had no meta.json with a tokenizer")
-    tokenizer = from_meta(meta["tokenizer"])
+    tokenizer = from_meta(meta["tokenizer"], arguments.run)
 
     cluster = join_cluster()
     connect(cluster, mesh_sizes(config))

@@ -52,6 +52,8 @@ def parse_args(argv: Sequence[str], prog: str = "python -m jaxgpt.train") -> Con
     base = _base_file(given)
     values = _flatten(_read_yaml(base), origin=str(base))
     values.pop("out", None)  # another run's settings are welcome, its directory is not
+    if _SAYING_WHERE & set(given):  # that is where the data is, not where the file says
+        values = {key: value for key, value in values.items() if key not in _SAYING_WHERE}
     values = {"config": ["tiny"], **values, **given}
     config = _build(values)
     validate(config)
@@ -72,6 +74,7 @@ def config_from_file(path: Path) -> Config:
     return config_from_dict(_read_yaml(path), str(path))
 
 
+_SAYING_WHERE = {"data.dataset", "data.path", "data.blend", "data.file_list"}
 _ALIASES = {"mesh": "parallel.mesh"}
 
 

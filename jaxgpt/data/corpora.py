@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from jaxgpt.config import UsageError
-from jaxgpt.data.sources import write_dataset
+from jaxgpt.data.publishing import write_dataset
 from jaxgpt.data.tokenizer import ByteTokenizer, CharTokenizer, Tokenizer
 
 TRAIN_SHARE = 0.9

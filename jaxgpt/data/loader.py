@@ -8,9 +8,10 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from jaxgpt.config import Config
-from jaxgpt.data.order import DataOrder
-from jaxgpt.data.sources import Dataset, check_tokens
+from jaxgpt.config import Config, step_ranges
+from jaxgpt.data.blend import Blend
+from jaxgpt.data.order import DataOrder, Place, Windows
+from jaxgpt.data.sources import Dataset
 
 
 class Loader:
@@ -24,18 +25,39 @@ class Loader:
         block_size: int,
         batch_size: int,
         seed: int,
-        sharding: NamedSharding,
+        sharding: NamedSharding | None = None,
+        random_steps: tuple[tuple[int, int], ...] = (),
     ):
-        """A loader whose batches have shape (B, T+1) and the given sharding."""
-        self._dataset = dataset
-        self._split = split
-        self._tokens = dataset.tokens[split]
+        """A loader whose batches have shape (B, T+1) and the given sharding.
+
+        Args:
+            sharding: None for a loader that only reads.
+            random_steps: ranges of steps, both ends included, whose tokens are drawn at random:
+                a rehearsed fault.
+        """
+        self.names = dataset.corpora
+        self._files = [source.tokens[split] for source in dataset.sources]
+        self._vocab_size = dataset.vocab_size
         self._shape = (batch_size, block_size + 1)
+        self._seed = seed
         self._sharding = sharding
-        self._order = DataOrder(self._tokens.size, block_size, batch_size, seed)
+        self._random_steps = random_steps
+        self._order = DataOrder(
+            Blend(
+                [source.entry.weight for source in dataset.sources],
+                [self.names.index(source.entry.corpus) for source in dataset.sources],
+            ),
+            [
+                Windows(file.size, block_size, seed, stream)
+                for stream, file in enumerate(self._files)
+            ],
+            batch_size,
+        )
 
     @classmethod
-    def for_training(cls, dataset: Dataset, config: Config, sharding: NamedSharding) -> "Loader":
+    def for_training(
+        cls, dataset: Dataset, config: Config, sharding: NamedSharding | None = None
+    ) -> "Loader":
         """Global batches of the training split."""
         return cls(
             dataset,
@@ -44,6 +66,7 @@ class Loader:
             batch_size=config.train.batch_size,
             seed=config.train.seed,
             sharding=sharding,
+            random_steps=step_ranges("faults.random_tokens", config.faults.random_tokens),
         )
 
     @classmethod
@@ -65,15 +88,40 @@ class Loader:
         """What `batch` returns, without reading it."""
         return jax.ShapeDtypeStruct(self._shape, np.int32, sharding=self._sharding)
 
+    def places(self, step: int, rows: range | None = None) -> list[Place]:
+        """Where rows of a step's batch, all by default, come from."""
+        return self._order.places(step, range(self._shape[0]) if rows is None else rows)
+
+    def corpora(self, step: int) -> np.ndarray:
+        """Number of the corpus, in `names`, that each row of a step comes from: int, shape (B,)."""
+        return np.array([place.corpus for place in self.places(step)])
+
+    def consumed(self, step: int) -> list[int]:
+        """Tokens of each corpus in the batches of all steps up to `step`."""
+        return [rows * (self._shape[1] - 1) for rows in self._order.consumed(step)]
+
     def read(self, step: int, rows: range) -> np.ndarray:
         """The tokens of some rows of a step's batch: int32, shape (rows, T+1)."""
-        starts = self._order.starts(step, rows)
-        out = np.empty((len(starts), self._shape[1]), np.int32)
-        path = self._dataset.directory / f"{self._split}.bin"
-        for row, start in zip(out, starts, strict=True):
-            row[:] = self._tokens[start : start + len(row)]
-            check_tokens(row, self._dataset.vocab_size, path, int(start))
+        if any(first <= step <= last for first, last in self._random_steps):
+            return self._random(step, rows)
+        out = np.empty((len(rows), self._shape[1]), np.int32)
+        for row, place in zip(out, self.places(step, rows), strict=True):
+            file = self._files[place.source]
+            tokens = file.read(place.start, len(row))
+            file.check(tokens, place.start, self._vocab_size)
+            row[:] = tokens
         return out
+
+    def _random(self, step: int, rows: range) -> np.ndarray:
+        """Each row is drawn by itself, so that it is the same on every mesh."""
+        return np.stack(
+            [
+                np.random.default_rng([self._seed, step, row]).integers(
+                    self._vocab_size, size=self._shape[1], dtype=np.int32
+                )
+                for row in rows
+            ]
+        )
 
     def batch(self, step: int) -> jax.Array:
         """The global batch of `step`: int32, shape (B, T+1).

@@ -9,55 +9,89 @@ import functools
 import importlib.util
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
+
+from jaxgpt.data.blend import Blend
 
 SHUFFLE_MODULE = "grain._src.python.experimental.index_shuffle.python.index_shuffle_module"
 SHUFFLE_ROUNDS = 4  # those of MapDataset.shuffle
 
 
-class DataOrder:
-    """Step -> offsets of rows in a token file."""
+class Windows:
+    """Number of a sample -> offset of its row in a token file."""
 
-    def __init__(self, n_tokens: int, block_size: int, batch_size: int, seed: int):
-        """Order of one split.
+    def __init__(self, n_tokens: int, block_size: int, seed: int, stream: int = 0):
+        """Order of one split of one source.
 
         Args:
             n_tokens: tokens in the file, at least `block_size + 1`.
             block_size: T.
-            batch_size: rows per step, B.
             seed: another seed, another order.
+            stream: so does another stream.
         """
         assert n_tokens > block_size, (n_tokens, block_size)
         self._shuffle = index_shuffle()
         self._last_start = n_tokens - 1 - block_size
         self._block_size = block_size
-        self._batch_size = batch_size
-        self._seed = seed
+        self._seeds = [seed, stream] if stream else [seed]
         # One window more than fits: the phase leaves a part at either end.
-        self.windows_per_epoch = math.ceil((n_tokens - 1) / block_size) + 1
+        self.per_epoch = math.ceil((n_tokens - 1) / block_size) + 1
+        self._epoch = functools.lru_cache(maxsize=2)(self._phase_and_shuffle)
 
-    def starts(self, step: int, rows: range) -> list[int]:
-        """Offsets of some rows of `step` (from 1); a row is the T+1 tokens from its offset on."""
+    def start(self, number: int) -> int:
+        """Offset of sample `number`, from 0: its row is the T+1 tokens from there on."""
+        epoch, within = divmod(number, self.per_epoch)
+        phase, shuffle = self._epoch(epoch)
+        window = self._shuffle(
+            within, max_index=self.per_epoch - 1, seed=shuffle, rounds=SHUFFLE_ROUNDS
+        )
+        return min(max(phase + (window - 1) * self._block_size, 0), self._last_start)
+
+    def _phase_and_shuffle(self, epoch: int) -> tuple[int, int]:
+        """Phase in 1..T, and the seed of the permutation of the windows."""
+        first, *stream = self._seeds
+        phase, shuffle = np.random.SeedSequence([first, epoch, *stream]).generate_state(2)
+        return 1 + int(phase) % self._block_size, int(shuffle)
+
+
+class Place(NamedTuple):
+    """Where a row comes from."""
+
+    corpus: int
+    source: int
+    start: int
+    """Offset of its first token in the source's split."""
+
+
+class DataOrder:
+    """Step -> the places of its rows."""
+
+    def __init__(self, blend: Blend, windows: Sequence[Windows], batch_size: int):
+        """
+        Args:
+            windows: of each source of the blend.
+            batch_size: rows per step, B.
+        """
+        self._blend = blend
+        self._windows = windows
+        self._batch_size = batch_size
+
+    def places(self, step: int, rows: range) -> list[Place]:
+        """Where some rows of `step` (from 1) come from."""
         first = (step - 1) * self._batch_size
         out = []
         for row in rows:
-            epoch, within = divmod(first + row, self.windows_per_epoch)
-            phase, shuffle = self._epoch(epoch)
-            window = self._shuffle(
-                within, max_index=self.windows_per_epoch - 1, seed=shuffle, rounds=SHUFFLE_ROUNDS
-            )
-            start = phase + (window - 1) * self._block_size
-            out.append(min(max(start, 0), self._last_start))
+            corpus, source, number = self._blend.draw(first + row)
+            out.append(Place(corpus, source, self._windows[source].start(number)))
         return out
 
-    @functools.lru_cache(maxsize=2)  # noqa: B019 - a loader keeps its order as long as it lives
-    def _epoch(self, epoch: int) -> tuple[int, int]:
-        """Phase in 1..T, and the seed of the permutation of the windows."""
-        phase, shuffle = np.random.SeedSequence([self._seed, epoch]).generate_state(2)
-        return 1 + int(phase) % self._block_size, int(shuffle)
+    def consumed(self, step: int) -> list[int]:
+        """Rows of each corpus in the batches of all steps up to `step`."""
+        return self._blend.counts(step * self._batch_size)
 
 
 @functools.cache

@@ -1,63 +1,151 @@
-"""Token files on disk: nanoGPT's train.bin and val.bin beside a meta.json.
+"""What a run trains on: one data set, or a blend of many.
 
-A `.bin` is a flat array of token ids, uint16 or uint32, little-endian, without a header. It is
-memory-mapped: what a run reads of it is only the rows that it trains on.
+A source is a folder with nanoGPT's train.bin and val.bin (flat arrays of token ids, uint16 or
+uint32, little-endian) beside a meta.json; a lone .bin of that kind; or an indexed data set of
+Megatron-LM. The last two have no validation file: their last documents are kept for it.
 """
 
 import functools
-import hashlib
 import json
 import os
-import shutil
-import tempfile
 from dataclasses import dataclass
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from jaxgpt.config import DataConfig, ModelConfig, UsageError
+from jaxgpt.data.files import SAMPLED_PAGES, TokenFile, fingerprint_of
+from jaxgpt.data.indexed import Index, read_index
 from jaxgpt.data.tokenizer import Tokenizer, from_meta
 
 SPLITS = ("train", "val")
 VOCABULARY_SIZES = {"python": 256, "shakespeare_char": 65}  # what corpora.py makes by name alone
-_PAGE = 16384  # bytes
-_SAMPLED_PAGES = 4096  # at most this many of a file are hashed and scanned: all of 64 MiB
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A source as a configuration names it."""
+
+    weight: Fraction
+    weight_text: str
+    """As it was given."""
+    path: Path
+    corpus: str
+    key: str
+    """The setting that names it, for errors."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """An opened source."""
+
+    entry: Entry
+    tokens: dict[str, TokenFile]
+    """By split."""
+    index: Index | None
+    """Where documents begin, if that is known."""
+    meta: dict[str, Any]
+    """What meta.json holds; empty without one."""
+
+    @property
+    def directory(self) -> Path:
+        return self.entry.path if self.entry.path.is_dir() else self.entry.path.parent
 
 
 @dataclass(frozen=True)
 class Dataset:
     """An opened data set."""
 
-    directory: Path
+    sources: tuple[Source, ...]
     vocab_size: int
-    tokens: dict[str, np.ndarray]
-    """Memory map of token ids for each split, shape (tokens,)."""
-    tokenizer: Tokenizer | None
-    """None where the files came without a meta.json."""
-    meta: dict[str, Any]
-    """What meta.json holds; empty without one."""
+    given_tokenizer: Tokenizer | None
+    """That of data.tokenizer."""
 
     @functools.cached_property
-    def fingerprint(self) -> str:
-        """SHA-256 over sizes, dtype, vocabulary and sampled pages; kept in every checkpoint."""
-        return fingerprint_of(self.tokens, self.meta.get("vocab_size", self.vocab_size))
+    def tokenizer(self) -> Tokenizer | None:
+        """None where nothing says how the tokens were made."""
+        if self.given_tokenizer is not None:
+            return self.given_tokenizer
+        for source in self.sources:
+            if source.meta:
+                return from_meta(source.meta["tokenizer"], source.directory)
+        return None
+
+    @property
+    def tokenizer_meta(self) -> dict[str, Any] | None:
+        """The tokenizer's description, without loading it."""
+        if self.given_tokenizer is not None:
+            return self.given_tokenizer.to_meta()
+        return next((source.meta["tokenizer"] for source in self.sources if source.meta), None)
+
+    @functools.cached_property
+    def corpora(self) -> tuple[str, ...]:
+        """The names of the corpora, in the order in which they are first named."""
+        return tuple(dict.fromkeys(source.entry.corpus for source in self.sources))
+
+    def size(self, split: str) -> int:
+        """Tokens of a split, over all sources."""
+        return sum(source.tokens[split].size for source in self.sources)
+
+    @functools.cached_property
+    def fingerprints(self) -> list[list[str]]:
+        """[path, hash of its sizes, dtype, vocabulary and sampled pages] of every source."""
+        return [
+            [
+                str(source.entry.path),
+                fingerprint_of(
+                    source.tokens,
+                    source.meta.get("vocab_size", self.vocab_size),
+                    self._pages_of_each,
+                ),
+            ]
+            for source in self.sources
+        ]
+
+    @property
+    def _pages_of_each(self) -> int:
+        return max(16, SAMPLED_PAGES // len(self.sources))
+
+    def describe(self) -> list[str]:
+        """Lines for the log: how many tokens there are, and of what."""
+        sizes = f"{self.size('train'):,} tokens to train on, {self.size('val'):,} to validate"
+        if len(self.sources) == 1:
+            place = self.sources[0].entry.path
+            return [f"data: {place}, {sizes}, vocabulary {self.vocab_size}"]
+        lines = [
+            f"data: {len(self.sources)} sources of {len(self.corpora)} corpora, {sizes}, "
+            f"vocabulary {self.vocab_size}"
+        ]
+        whole = sum(source.entry.weight for source in self.sources)
+        for corpus in self.corpora:
+            members = [s for s in self.sources if s.entry.corpus == corpus]
+            share = float(sum(s.entry.weight for s in members) / whole)
+            tokens = sum(s.tokens["train"].size for s in members)
+            lines.append(
+                f"corpus {corpus}: {share:.4%} of all samples, {tokens:,} tokens in "
+                f"{len(members)} {'source' if len(members) == 1 else 'sources'}"
+            )
+        return lines
 
     def verify(self) -> None:
-        """Reads up to 64 MiB of each file for what `open_dataset` cannot see.
+        """Reads up to 64 MiB of the files for what `open_dataset` cannot see.
 
         Raises:
             UsageError: if a token is outside the vocabulary, or the files are not those that
                 their meta.json was written for.
         """
-        for split in SPLITS:
-            for page, start in _sampled_pages(self.tokens[split]):
-                check_tokens(page, self.vocab_size, self.directory / f"{split}.bin", start)
-        if self.meta.get("fingerprint", self.fingerprint) != self.fingerprint:
-            raise UsageError(
-                f"{self.directory}: the token files are not those that meta.json was written "
-                "for; prepare the data again"
-            )
+        for source in self.sources:
+            for tokens in source.tokens.values():
+                for start, page in tokens.sampled_pages(self._pages_of_each):
+                    tokens.check(page, start, self.vocab_size)
+            written = source.meta.get("fingerprint")
+            if written and written != fingerprint_of(source.tokens, source.meta["vocab_size"]):
+                raise UsageError(
+                    f"{source.entry.path}: the token files are not those that meta.json was "
+                    "written for; prepare the data again"
+                )
 
 
 def dataset_directory(data: DataConfig) -> Path:
@@ -68,18 +156,39 @@ def dataset_directory(data: DataConfig) -> Path:
     return Path(home) / data.dataset
 
 
+def entries(data: DataConfig) -> list[Entry]:
+    """The sources that a configuration names.
+
+    Raises:
+        UsageError: for a line of a blend that is not one.
+    """
+    if data.file_list is not None:
+        key, lines = f"data.file_list={data.file_list}", _read_file_list(Path(data.file_list))
+    elif data.blend:
+        key, lines = "data.blend", list(data.blend)
+    else:
+        key = f"data.dataset={data.dataset}" if data.path is None else f"data.path={data.path}"
+        directory = dataset_directory(data)
+        return [Entry(Fraction(1), "1", directory, directory.name, key)]
+    return [_entry(line, key) for line in lines]
+
+
 def vocabulary_size(data: DataConfig, model: ModelConfig) -> int:
     """V of a configuration, whether or not its data has been prepared on this machine.
 
     Raises:
         UsageError: if nothing says.
     """
-    found = model.vocab_size or _read_meta(dataset_directory(data)).get("vocab_size")
-    if found is None and data.path is None:
+    named = entries(data)
+    sizes = [_read_meta(entry.path).get("vocab_size", 0) for entry in named]
+    found = model.vocab_size or max(sizes)
+    if not found and (tokenizer := _open_tokenizer(data)):
+        found = tokenizer.vocab_size
+    if not found and data.path is None and len(named) == 1:
         found = VOCABULARY_SIZES.get(data.dataset)
-    if found is None:
+    if not found:
         raise UsageError(
-            f"{_named(data)}: is not here to say how large its vocabulary is; give a number, such "
+            f"{named[0].key}: is not here to say how large its vocabulary is; give a number, such "
             "as model.vocab_size=50257, or prepare the data with python -m jaxgpt.prepare"
         )
     return found
@@ -89,121 +198,139 @@ def open_dataset(data: DataConfig, model: ModelConfig) -> Dataset:
     """Opens the files that a configuration names, without reading tokens.
 
     Raises:
-        UsageError: if files are missing, empty or too short for one row, or the vocabulary is
-            not known or larger than model.vocab_size.
+        UsageError: if files are missing, damaged or too short for one row, the vocabulary is
+            not known or larger than model.vocab_size, or sources have different tokenizers.
     """
-    directory = dataset_directory(data)
-    key = _named(data)
-    for split in SPLITS:
-        if not (directory / f"{split}.bin").is_file():
-            remedy = f"run `python -m jaxgpt.prepare {data.dataset}`"
-            if data.path is not None:
-                remedy = "give a folder with train.bin, val.bin and meta.json"
-            elif data.dataset not in VOCABULARY_SIZES:
-                remedy = (
-                    f"run `python -m jaxgpt.prepare text --name {data.dataset} --input FILE ...`, "
-                    "or give data.path=DIR"
-                )
-            raise UsageError(f"{key}: there is no {directory / f'{split}.bin'}; {remedy}")
-    meta = _read_meta(directory)
-    vocab_size = model.vocab_size or meta.get("vocab_size")
-    if vocab_size is None:
-        raise UsageError(
-            f"{key}: {directory} has no meta.json that says vocab_size; "
-            "give model.vocab_size=N, or write the data with python -m jaxgpt.prepare"
+    sources = tuple(_open_source(entry, data, model.block_size + 1) for entry in entries(data))
+    tokenizer = _open_tokenizer(data)
+    made_by = [
+        (str(s.entry.path), s.meta["tokenizer"], s.meta["vocab_size"]) for s in sources if s.meta
+    ]
+    if tokenizer is not None:
+        made_by.insert(
+            0, (f"data.tokenizer={data.tokenizer}", tokenizer.to_meta(), tokenizer.vocab_size)
         )
-    if meta.get("vocab_size", 0) > vocab_size:
-        raise UsageError(
-            f"model.vocab_size={vocab_size}: {directory} has a vocabulary of "
-            f"{meta['vocab_size']}; use None or at least {meta['vocab_size']}"
-        )
-    dtype = np.dtype(meta.get("dtype", "uint16")).newbyteorder("<")
-    tokens = {}
-    for split in SPLITS:
-        path = directory / f"{split}.bin"
-        size = path.stat().st_size
-        if size % dtype.itemsize or size // dtype.itemsize < model.block_size + 1:
+    for name, described, _ in made_by:
+        if described != made_by[0][1]:
             raise UsageError(
-                f"{key}: {path} has {size} bytes; a {dtype.name} token file for "
-                f"model.block_size={model.block_size} needs whole tokens and at least "
-                f"{(model.block_size + 1) * dtype.itemsize} bytes"
+                f"{sources[0].entry.key}: {name} has another tokenizer than {made_by[0][0]}; "
+                "prepare both with the same one"
             )
-        tokens[split] = np.memmap(path, dtype, mode="r")
-    tokenizer = from_meta(meta["tokenizer"]) if meta else None
-    return Dataset(directory, vocab_size, tokens, tokenizer, meta)
-
-
-def check_tokens(tokens: np.ndarray, vocab_size: int, path: Path, start: int) -> None:
-    """Refuses token ids outside the vocabulary.
-
-    Args:
-        tokens: ids read from `path`, the first of them at token number `start`.
-
-    Raises:
-        UsageError: naming the file, the offset and the token.
-    """
-    if tokens.size and tokens.max() >= vocab_size:
-        at = int(np.argmax(tokens >= vocab_size))
-        token = int(tokens[at])
+    known = made_by[0][2] if made_by else 0
+    vocab_size = model.vocab_size or known
+    if not vocab_size:
         raise UsageError(
-            f"model.vocab_size={vocab_size}: {path} holds token {token} at offset {start + at}; "
-            f"prepare the data again, or set model.vocab_size to at least {token + 1}"
+            f"{sources[0].entry.key}: {sources[0].entry.path} has no meta.json that says "
+            "vocab_size; give model.vocab_size=N, data.tokenizer=FILE, or write the data with "
+            "python -m jaxgpt.prepare"
         )
+    if known > vocab_size:
+        raise UsageError(
+            f"model.vocab_size={vocab_size}: {made_by[0][0]} has a vocabulary of {known}; "
+            f"use None or at least {known}"
+        )
+    return Dataset(sources, vocab_size, tokenizer)
 
 
-def fingerprint_of(tokens: dict[str, np.ndarray], vocab_size: int) -> str:
-    """A hash that changes when the data does: sizes, dtype, vocabulary, sampled pages.
+def _open_tokenizer(data: DataConfig) -> Tokenizer | None:
+    if data.tokenizer is None:
+        return None
+    from jaxgpt.data.bpe import open_tokenizer
 
-    Args:
-        tokens: split -> token ids; read in place, at most a few MB of each.
-    """
-    digest = hashlib.sha256(f"{vocab_size}".encode())
-    for split in SPLITS:
-        digest.update(f"{split} {tokens[split].size} {tokens[split].dtype.name}".encode())
-        for page, _ in _sampled_pages(tokens[split]):
-            digest.update(page.tobytes())
-    return "sha256:" + digest.hexdigest()
+    return open_tokenizer(Path(data.tokenizer))
 
 
-def write_dataset(
-    directory: Path, tokens: dict[str, np.ndarray], tokenizer: Tokenizer, source: str
-) -> None:
-    """Writes train.bin, val.bin and meta.json; a new folder appears with all of them.
-
-    Args:
-        tokens: split -> token ids, of any integer dtype.
-        source: where the text came from, for people.
-    """
-    dtype = "uint16" if tokenizer.vocab_size <= 2**16 else "uint32"
-    tokens = {split: tokens[split].astype(np.dtype(dtype).newbyteorder("<")) for split in SPLITS}
-    meta = {
-        "format": "jaxgpt tokens 1",
-        "source": source,
-        "tokenizer": tokenizer.to_meta(),
-        "vocab_size": tokenizer.vocab_size,
-        "dtype": dtype,
-        "tokens": {split: int(tokens[split].size) for split in SPLITS},
-        "fingerprint": fingerprint_of(tokens, tokenizer.vocab_size),
-    }
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    scratch = Path(tempfile.mkdtemp(dir=directory.parent, prefix=f".{directory.name}-"))
+def _read_file_list(path: Path) -> list[str]:
     try:
-        for split in SPLITS:
-            tokens[split].tofile(scratch / f"{split}.bin")
-        (scratch / "meta.json").write_text(json.dumps(meta, indent=1, ensure_ascii=False) + "\n")
-        scratch.chmod(0o755)
-        if directory.is_dir():  # its files are replaced, the description of them last
-            for name in ("train.bin", "val.bin", "meta.json"):
-                os.replace(scratch / name, directory / name)
-        else:
-            scratch.rename(directory)
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
+        lines = path.read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"data.file_list={path}: cannot be read ({error})") from None
+    lines = [line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#")]
+    if not lines:
+        raise UsageError(f"data.file_list={path}: is empty; give a line `WEIGHT PATH` per source")
+    return lines
 
 
-def _named(data: DataConfig) -> str:
-    """The key by which a configuration names its data, as a user gives it."""
-    return f"data.path={data.path}" if data.path is not None else f"data.dataset={data.dataset}"
+def _entry(line: str, key: str) -> Entry:
+    words = line.split()
+    try:
+        text, path, *rest = words
+        weight = Fraction(text)
+        if weight <= 0 or len(rest) > 1:
+            raise ValueError
+    except (ValueError, ZeroDivisionError):
+        raise UsageError(
+            f"{key}: the line {line!r} must be a weight above 0, a path and, if you like, the name "
+            "of the corpus, such as `0.25 /data/wiki_text_document wiki`"
+        ) from None
+    corpus = rest[0] if rest else Path(path.removesuffix(".bin")).name
+    return Entry(weight, text, Path(path), corpus, key)
+
+
+def _open_source(entry: Entry, data: DataConfig, least: int) -> Source:
+    """Opens one source, of whose splits each must have at least `least` tokens."""
+    path = entry.path
+    prefix = Path(str(path).removesuffix(".bin"))
+    index = None
+    if path.is_dir():
+        meta = _read_meta(path)
+        tokens = {split: _flat(path / f"{split}.bin", meta, entry, data, least) for split in SPLITS}
+    elif prefix.with_name(prefix.name + ".idx").is_file():
+        meta = {}
+        index = read_index(prefix)
+        file = TokenFile(prefix.with_name(prefix.name + ".bin"), index.dtype, index.total_tokens)
+        validating = index.document_of(round(file.size * (1 - data.val_share)))
+        tokens = _split(file, index.document_start(validating), entry, data, least)
+    else:
+        meta = _read_meta(path.parent) if path.suffix == ".bin" else {}
+        file = _flat(prefix.with_name(prefix.name + ".bin"), meta, entry, data, 1)
+        tokens = _split(file, round(file.size * (1 - data.val_share)), entry, data, least)
+        meta.pop("fingerprint", None)  # it is of the whole folder
+    return Source(entry, tokens, index, meta)
+
+
+def _split(
+    file: TokenFile, boundary: int, entry: Entry, data: DataConfig, least: int
+) -> dict[str, TokenFile]:
+    splits = {"train": file.part(0, boundary), "val": file.part(boundary, file.size)}
+    for split, tokens in splits.items():
+        if tokens.size < least:
+            raise UsageError(
+                f"{entry.key}: {file.path} has {tokens.size} tokens for split {split} with "
+                f"data.val_share={data.val_share}; model.block_size={least - 1} needs at least "
+                f"{least}"
+            )
+    return splits
+
+
+def _flat(
+    path: Path, meta: dict[str, Any], entry: Entry, data: DataConfig, least: int
+) -> TokenFile:
+    if not path.is_file():
+        raise UsageError(f"{entry.key}: there is no {path}; {_remedy(entry, data)}")
+    dtype = np.dtype(meta.get("dtype", "uint16"))
+    size = path.stat().st_size
+    if size % dtype.itemsize or size // dtype.itemsize < least:
+        raise UsageError(
+            f"{entry.key}: {path} has {size} bytes; a {dtype.name} token file for "
+            f"model.block_size={least - 1} needs whole tokens and at least "
+            f"{least * dtype.itemsize} bytes"
+        )
+    return TokenFile(path, dtype, size // dtype.itemsize)
+
+
+def _remedy(entry: Entry, data: DataConfig) -> str:
+    if not entry.key.startswith("data.dataset"):
+        return (
+            "give a folder with train.bin, val.bin and meta.json, a .bin of nanoGPT's, or the "
+            "prefix of Megatron's .bin and .idx"
+        )
+    if data.dataset in VOCABULARY_SIZES:
+        return f"run `python -m jaxgpt.prepare {data.dataset}`"
+    return (
+        f"run `python -m jaxgpt.prepare text --name {data.dataset} --input FILE ...`, "
+        "or give data.path=DIR"
+    )
 
 
 def _read_meta(directory: Path) -> dict[str, Any]:
@@ -214,19 +341,10 @@ def _read_meta(directory: Path) -> dict[str, Any]:
         meta = json.loads(path.read_text())
         if meta["dtype"] not in ("uint16", "uint32") or not isinstance(meta["vocab_size"], int):
             raise ValueError(f"dtype {meta['dtype']}, vocab_size {meta['vocab_size']}")
-        from_meta(meta["tokenizer"])
+        meta["tokenizer"]["type"]
     except (ValueError, TypeError, KeyError) as error:
         raise UsageError(
             f"{path}: is not what python -m jaxgpt.prepare writes ({error!r}); "
             "prepare the data again"
         ) from None
     return meta
-
-
-def _sampled_pages(tokens: np.ndarray):
-    """(ids, offset of the first) of evenly spaced pages, the first and last among them."""
-    per_page = _PAGE // tokens.itemsize
-    pages = -(-tokens.size // per_page)
-    for page in np.unique(np.linspace(0, pages - 1, min(pages, _SAMPLED_PAGES)).astype(np.int64)):
-        start = int(page) * per_page
-        yield np.asarray(tokens[start : start + per_page]), start

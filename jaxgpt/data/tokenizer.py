@@ -1,6 +1,7 @@
 """Text to token ids and back. A tokenizer is described by JSON in a data set's meta.json."""
 
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -12,6 +13,8 @@ class Tokenizer(Protocol):
     """What every tokenizer has."""
 
     vocab_size: int
+    end_of_text: int | None
+    """The token between documents, if there is one."""
 
     def encode(self, text: str) -> np.ndarray:
         """Token ids (int64, shape (tokens,)) of `text`."""
@@ -22,9 +25,14 @@ class Tokenizer(Protocol):
     def to_meta(self) -> dict[str, Any]:
         """A JSON description from which `from_meta` makes the same tokenizer."""
 
+    def save(self, directory: Path) -> None:
+        """Writes what the description only names into the folder that the description is in."""
+
 
 class CharTokenizer:
     """One token per distinct character, numbered in the order of their code points."""
+
+    end_of_text = None
 
     def __init__(self, characters: Sequence[str]):
         self.characters = sorted(characters)
@@ -58,6 +66,9 @@ class CharTokenizer:
     def to_meta(self) -> dict[str, Any]:
         return {"type": "char", "characters": "".join(self.characters)}
 
+    def save(self, directory: Path) -> None:
+        """Nothing: the description is all."""
+
 
 class ByteTokenizer:
     """The 256 bytes of UTF-8. Byte 0, which no text has, separates documents."""
@@ -75,9 +86,12 @@ class ByteTokenizer:
     def to_meta(self) -> dict[str, Any]:
         return {"type": "byte"}
 
+    def save(self, directory: Path) -> None:
+        """Nothing: the description is all."""
 
-def from_meta(meta: dict[str, Any]) -> Tokenizer:
-    """The tokenizer that `to_meta` described.
+
+def from_meta(meta: dict[str, Any], directory: Path) -> Tokenizer:
+    """The tokenizer that `to_meta` described, and `save` wrote to `directory`.
 
     Raises:
         UsageError: for a type that this version does not know.

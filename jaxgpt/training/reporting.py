@@ -80,11 +80,8 @@ class Reporter:
         say(f"attention: {self._steps.attention}")
         for line in warnings:
             say(f"warning: {line}")
-        tokens = {split: f"{array.size:,}" for split, array in dataset.tokens.items()}
-        say(
-            f"data: {dataset.directory}, {tokens['train']} tokens to train on, {tokens['val']} "
-            f"to validate, vocabulary {dataset.vocab_size}"
-        )
+        for line in dataset.describe():
+            say(line)
         say(f"steps to skip: {SkipRanges(skip_ranges(config))}")
         say(MFU_FORMULA + ("" if self._rates.peak else f"; not known for {device.device_kind}"))
         facts = {**facts, "mesh": dict(mesh.shape)}

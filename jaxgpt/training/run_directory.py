@@ -16,6 +16,7 @@ from typing import Any, TextIO
 
 from jaxgpt.config import (
     Config,
+    DataConfig,
     UsageError,
     check_batch,
     config_from_dict,
@@ -24,7 +25,14 @@ from jaxgpt.config import (
     skip_ranges,
 )
 from jaxgpt.data.corpora import prepare_python
-from jaxgpt.data.sources import Dataset, dataset_directory, open_dataset
+from jaxgpt.data.sources import (
+    SPLITS,
+    Dataset,
+    Source,
+    dataset_directory,
+    entries,
+    open_dataset,
+)
 from jaxgpt.data.tokenizer import Tokenizer
 from jaxgpt.distributed.accelerators import accelerator_expected
 from jaxgpt.distributed.backend import cpu_devices_per_process
@@ -46,8 +54,8 @@ class Run:
     """With model.vocab_size, `out` and the skip ranges of earlier starts filled in."""
     directory: Path
     dataset: Dataset
-    fingerprint: str
-    """Of the data; kept in every checkpoint."""
+    fingerprints: list[list[str]]
+    """[path, hash] of every source of the data; kept in every checkpoint."""
     resume_step: int | None
     """The checkpoint to go on from."""
     resume_meta: dict[str, Any]
@@ -79,17 +87,17 @@ def prepare_run(config: Config, cluster: Cluster) -> Run:
     def open_same() -> Run:
         final = config_from_dict(decided["config"], "configuration of process 0")
         dataset = open_dataset(final.data, final.model)
-        sizes = {split: int(tokens.size) for split, tokens in dataset.tokens.items()}
-        if sizes != decided["data_sizes"] or dataset.meta != decided["data_meta"]:
-            raise UsageError(
-                f"data.dataset={final.data.dataset}: {dataset.directory} on host "
-                f"{platform.node()} is not what process 0 has there; all hosts need the same files"
-            )
+        for source, expected in zip(dataset.sources, decided["sources"], strict=True):
+            if what_all_share(source) != expected:
+                raise UsageError(
+                    f"{source.entry.key}: {source.entry.path} on host {platform.node()} is not "
+                    "what process 0 has there; all hosts need the same files"
+                )
         return Run(
             config=final,
             directory=Path(final.out),
             dataset=dataset,
-            fingerprint=decided["fingerprint"],
+            fingerprints=decided["fingerprints"],
             resume_step=decided["resume_step"],
             resume_meta=decided["resume_meta"],
             notes=tuple(decided["notes"]),
@@ -110,7 +118,8 @@ def _decide(config: Config) -> dict[str, Any]:
     """Everything that process 0 finds out, as JSON for the others."""
     notes = []
     home = dataset_directory(config.data)
-    is_default = config.data.path is None and config.data.dataset == "python"
+    data = config.data
+    is_default = data.dataset == "python" and not (data.path or data.blend or data.file_list)
     if is_default and not (home / "meta.json").exists():
         try:
             notes += [f"prepared {home}: {prepare_python(home)[0]}"]
@@ -122,8 +131,7 @@ def _decide(config: Config) -> dict[str, Any]:
     dataset = open_dataset(config.data, config.model)
     dataset.verify()
     config = config.replace(model__vocab_size=dataset.vocab_size)
-    if config.data.path is not None:  # so that the run can be gone on with from another folder
-        config = config.replace(data__path=str(Path(config.data.path).absolute()))
+    config = config.replace(data=lasting(config.data))
     check_prompt(config.train.sample_prompt, dataset.tokenizer)
 
     directory = _writable_directory(config)
@@ -142,13 +150,29 @@ def _decide(config: Config) -> dict[str, Any]:
     config = config.replace(train_range_to_skip=SkipRanges(ranges).flat())
     return {
         "config": config.to_dict(),
-        "data_sizes": {split: int(tokens.size) for split, tokens in dataset.tokens.items()},
-        "data_meta": dataset.meta,
-        "fingerprint": dataset.fingerprint,
+        "sources": [what_all_share(source) for source in dataset.sources],
+        "fingerprints": dataset.fingerprints,
         "resume_step": resume_step,
         "resume_meta": meta,
         "notes": notes,
     }
+
+
+def what_all_share(source: Source) -> dict[str, Any]:
+    """What of a source has to be the same on every host."""
+    return {"sizes": [source.tokens[split].size for split in SPLITS], "meta": source.meta}
+
+
+def lasting(data: DataConfig) -> DataConfig:
+    """The same data by names that hold in other working directories, and without the file list."""
+    if data.path is not None:
+        data = dataclasses.replace(data, path=str(Path(data.path).absolute()))
+    if data.tokenizer is not None and Path(data.tokenizer).exists():
+        data = dataclasses.replace(data, tokenizer=str(Path(data.tokenizer).absolute()))
+    if data.blend or data.file_list:
+        lines = [f"{e.weight_text} {e.path.absolute()} {e.corpus}" for e in entries(data)]
+        data = dataclasses.replace(data, blend=tuple(lines), file_list=None)
+    return data
 
 
 def check_prompt(prompt: str, tokenizer: Tokenizer | None) -> None:
@@ -226,12 +250,7 @@ def _check_resume(
                 f"model.{key}={value}: {checkpoint} was trained with "
                 f"model.{key}={saved['model'].get(key)}; use that, or another --out"
             )
-    if meta["data_fingerprint"] != dataset.fingerprint:
-        raise UsageError(
-            f"data.dataset={config.data.dataset}: {dataset.directory} does not hold the tokens "
-            f"that {checkpoint} was trained on; bring them back, or give another --out"
-        )
-    notes = []
+    notes = _check_data(config, checkpoint, meta, dataset)
     for section, key in _ORDER_KEYS:
         now, then = getattr(getattr(config, section), key), saved[section][key]
         if now != then:
@@ -240,6 +259,39 @@ def _check_resume(
                 "the order of the data changes"
             )
     return notes
+
+
+def _check_data(
+    config: Config, checkpoint: Path, meta: dict[str, Any], dataset: Dataset
+) -> list[str]:
+    """Refuses data that is not what a checkpoint was trained on, unless that is accepted."""
+    saved = meta["data_fingerprint"]
+    if isinstance(saved, str):  # of the only source, as it was kept before there were blends
+        saved = [["", saved]]
+    hashes = [[hash_ for _, hash_ in sources] for sources in (saved, dataset.fingerprints)]
+    if hashes[0] == hashes[1]:
+        before, now = (
+            d.get("blend", []) for d in (meta["config"]["data"], config.to_dict()["data"])
+        )
+        if [line.split()[0] for line in before] != [line.split()[0] for line in now]:
+            return [
+                "warning: the weights of data.blend have changed: so does the order of the data"
+            ]
+        return []
+    if len(saved) != len(dataset.sources):
+        what = f"{checkpoint} was trained on {len(saved)} sources, not {len(dataset.sources)}"
+        key = dataset.sources[0].entry.key
+    else:
+        changed = next(i for i, pair in enumerate(zip(*hashes, strict=True)) if len(set(pair)) > 1)
+        source = dataset.sources[changed].entry
+        key = source.key
+        what = f"{source.path} does not hold the tokens that {checkpoint} was trained on"
+    if not config.data.accept_changes:
+        raise UsageError(
+            f"{key}: {what}; bring them back, give another --out, or accept it with "
+            "data.accept_changes=True"
+        )
+    return [f"warning: {what}; accepted by data.accept_changes"]
 
 
 def saved_steps(directory: Path) -> list[int]:

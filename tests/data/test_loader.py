@@ -20,11 +20,10 @@ def loader(dataset, sharding, seed=1):
 
 
 def test_rows_are_the_tokens_of_the_file_at_their_offsets(dataset):
-    file = np.fromfile(dataset.directory / "train.bin", np.uint16)
+    file = np.fromfile(dataset.sources[0].directory / "train.bin", np.uint16)
     made = loader(dataset, batch_sharding(make_mesh((8, 1, 1))))
     batch = np.asarray(made.batch(7))
-    starts = made._order.starts(7, range(16))
-    assert (batch == np.stack([file[s : s + 65] for s in starts])).all()
+    assert (batch == np.stack([file[p.start : p.start + 65] for p in made.places(7)])).all()
 
 
 @pytest.mark.parametrize("mesh", [(8, 1, 1), (1, 8, 1), (2, 1, 4), (1, 1, 8)])
@@ -65,7 +64,7 @@ def test_only_the_rows_that_are_needed_are_read(dataset):
 
 
 def test_a_bad_token_is_named_with_file_and_offset(dataset):
-    small = type(dataset)(dataset.directory, 100, dataset.tokens, dataset.tokenizer, {})
+    small = type(dataset)(dataset.sources, 100, None)
     made = loader(small, batch_sharding(make_mesh((8, 1, 1))))
     with pytest.raises(UsageError, match=r"model.vocab_size=100: .*train.bin holds token \d+ at"):
         made.batch(1)

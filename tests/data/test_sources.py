@@ -6,7 +6,8 @@ import pytest
 
 from jaxgpt.config import UsageError, load_config
 from jaxgpt.data.corpora import SHAKESPEARE_SHA256, prepare_shakespeare_char, prepare_text
-from jaxgpt.data.sources import open_dataset, write_dataset
+from jaxgpt.data.publishing import write_dataset
+from jaxgpt.data.sources import open_dataset
 from jaxgpt.data.tokenizer import ByteTokenizer
 
 TEXT = "the quick brown fox jumps over the lazy dog\n" * 200
@@ -27,11 +28,16 @@ def opened(directory, *overrides):
     return dataset
 
 
+def tokens_of(dataset, split):
+    (source,) = dataset.sources
+    return source.tokens[split].read(0, source.tokens[split].size)
+
+
 def test_what_was_prepared_is_what_is_read(prepared):
     dataset = opened(prepared)
     n = int(0.9 * len(TEXT))
-    assert dataset.tokenizer.decode(dataset.tokens["train"].tolist()) == TEXT[:n]
-    assert dataset.tokenizer.decode(dataset.tokens["val"].tolist()) == TEXT[n:]
+    assert dataset.tokenizer.decode(tokens_of(dataset, "train").tolist()) == TEXT[:n]
+    assert dataset.tokenizer.decode(tokens_of(dataset, "val").tolist()) == TEXT[n:]
     assert dataset.vocab_size == len(set(TEXT))
 
 
@@ -50,7 +56,7 @@ def test_large_vocabularies_take_uint32(tmp_path):
     tokens = {"train": np.arange(99_900, 100_000), "val": np.arange(70)}
     write_dataset(tmp_path / "d", tokens, Large(), "test")
     assert json.loads((tmp_path / "d" / "meta.json").read_text())["dtype"] == "uint32"
-    assert opened(tmp_path / "d").tokens["train"][-1] == 99_999
+    assert tokens_of(opened(tmp_path / "d"), "train")[-1] == 99_999
 
 
 def rewrite(directory, change):
@@ -99,8 +105,8 @@ def test_the_fingerprint_follows_the_data(prepared, tmp_path):
     other = tmp_path / "other.txt"
     other.write_text(TEXT.replace("fox", "cat"))
     prepare_text(tmp_path / "other", [other], "char")
-    assert opened(prepared).fingerprint == opened(prepared).fingerprint
-    assert opened(prepared).fingerprint != opened(tmp_path / "other").fingerprint
+    assert opened(prepared).fingerprints[0][1] == opened(prepared).fingerprints[0][1]
+    assert opened(prepared).fingerprints[0][1] != opened(tmp_path / "other").fingerprints[0][1]
 
 
 def test_tiny_shakespeare_is_prepared_as_nanogpt_does(tmp_path, tiny_shakespeare):
@@ -116,6 +122,6 @@ def test_tiny_shakespeare_is_prepared_as_nanogpt_does(tmp_path, tiny_shakespeare
         "val has 111,540 tokens",
     ]
     # nanoGPT's data/shakespeare_char/prepare.py gives these ids to "First Citizen:"
-    assert opened(tmp_path / "s").tokens["train"][:14].tolist() == [
+    assert tokens_of(opened(tmp_path / "s"), "train")[:14].tolist() == [
         18, 47, 56, 57, 58, 1, 15, 47, 58, 47, 64, 43, 52, 10,
     ]  # fmt: skip

@@ -7,8 +7,8 @@ TEXT = "Zwölf Boxkämpfer, \U0001d11e\n"
 
 
 @pytest.mark.parametrize("tokenizer", [CharTokenizer.of_text(TEXT), ByteTokenizer()])
-def test_text_survives_encoding_and_the_description(tokenizer):
-    again = from_meta(tokenizer.to_meta())
+def test_text_survives_encoding_and_the_description(tokenizer, tmp_path):
+    again = from_meta(tokenizer.to_meta(), tmp_path)
     tokens = tokenizer.encode(TEXT)
     assert tokens.max() < tokenizer.vocab_size
     assert (again.encode(TEXT) == tokens).all()
