@@ -1,0 +1,220 @@
+"""What a step trained on: `python -m jaxgpt.inspect --run DIR --step 1234 [--rows 0:4] [--worst]`.
+
+Prints the text of the rows of a step's batch, and where each comes from, from the data alone: no
+matter how far the step, on any machine that has the files. In place of `--run`, `--config NAME`
+and settings as for jaxgpt.train; settings after `--run`, such as data.path=DIR where the data is
+in another place, go before those of the run.
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxgpt.config import (
+    CommandParser,
+    Config,
+    UsageError,
+    check_batch,
+    mesh_sizes,
+    parse_args,
+    skip_ranges,
+    whole_number,
+)
+from jaxgpt.data.rows import Rows, training_rows
+from jaxgpt.data.sources import Dataset, Source, open_dataset
+from jaxgpt.distributed.environment import guessed_rank
+from jaxgpt.distributed.exits import exits_together
+from jaxgpt.training.run_directory import read_meta, saved_steps
+from jaxgpt.training.spikes import SkipRanges
+
+LOOK_BACK = 2**20  # tokens that are searched for the end of the document before
+
+
+def parser() -> CommandParser:
+    out = CommandParser(prog="python -m jaxgpt.inspect", description=__doc__)
+    which = out.add_mutually_exclusive_group(required=True)
+    which.add_argument("--run", type=Path, metavar="DIR", help="a run directory")
+    which.add_argument("--config", metavar="NAME", help="a preset or YAML file, without a run")
+    out.add_argument("--step", required=True, metavar="N", help="the step, as in the log")
+    out.add_argument("--rows", metavar="A:B", help="rows A to B-1, or one row A; default all")
+    out.add_argument("--worst", action="store_true", help="rank rows by their loss, worst first")
+    out.add_argument("--checkpoint", metavar="N", help="for --worst; default the last before N")
+    out.add_argument("--mesh", default="1,-1,1", help="for --worst: data,fsdp,tensor")
+    out.add_argument("--json", action="store_true", help="a JSON object a line, with the tokens")
+    out.add_argument("settings", nargs="*", metavar="section.key=value")
+    return out
+
+
+def main(argv: list[str] | None = None) -> None:
+    with exits_together():
+        arguments = parser().parse_args(argv)
+        step = whole_number("--step", arguments.step)
+        checkpoint = whole_number("--checkpoint", arguments.checkpoint)
+        base = ["--out", str(arguments.run)] if arguments.run else ["--config", arguments.config]
+        if arguments.run and not (arguments.run / "config.yaml").is_file():
+            raise UsageError(f"--run {arguments.run}: has no config.yaml; give a run directory")
+        config = parse_args([*base, *arguments.settings])
+        dataset = open_dataset(config.data, config.model)
+        config = config.replace(model__vocab_size=dataset.vocab_size)
+        rows = training_rows(dataset, config)
+        wanted = chosen_rows(arguments.rows, config.train.batch_size)
+        found = [{"step": step, "row": row, **origin(dataset, rows, step, row)} for row in wanted]
+        notes = differences(config, dataset, arguments.run, step)
+        tokens = rows.read(step, range(config.train.batch_size))
+        if arguments.worst:
+            losses, at = row_losses(config, arguments.run, step, checkpoint, arguments.mesh, tokens)
+            notes.append(f"losses are those of checkpoint {at}")
+            for record in found:
+                record["loss"] = float(losses[record["row"]])
+            found.sort(key=lambda record: -record["loss"])
+        if guessed_rank() == 0:
+            show(found, tokens, dataset, notes, arguments.json)
+
+
+def chosen_rows(given: str | None, batch_size: int) -> range:
+    """The rows that `--rows` names.
+
+    Raises:
+        UsageError: if they are not rows of the batch.
+    """
+    if given is None:
+        return range(batch_size)
+    first, colon, end = given.partition(":")
+    try:
+        first = int(first) if first or not colon else 0
+        end = (int(end) if end else batch_size) if colon else first + 1
+    except ValueError:
+        first = end = -1
+    if not 0 <= first < end <= batch_size:
+        raise UsageError(
+            f"--rows={given}: must be A:B with 0 <= A < B <= train.batch_size={batch_size}, or "
+            "one row"
+        )
+    return range(first, end)
+
+
+def origin(dataset: Dataset, rows: Rows, step: int, row: int) -> dict[str, Any]:
+    """Corpus, file, offset and document of a row."""
+    (place,) = rows.places(step, range(row, row + 1))
+    source = dataset.sources[place.source]
+    file = source.tokens["train"]
+    document, document_start = document_at(dataset, source, place.start)
+    return {
+        "corpus": rows.names[place.corpus],
+        "file": str(file.path),
+        "offset": file.first + place.start,
+        "document": document,
+        "document_start": document_start,
+    }
+
+
+def document_at(dataset: Dataset, source: Source, start: int) -> tuple[int | None, int | None]:
+    """Number, and first token in the file, of the document that a row begins in.
+
+    Without an index, documents are told apart by the tokenizer's end-of-text, and not counted.
+    """
+    file = source.tokens["train"]
+    at = file.first + start
+    if source.index is not None:
+        document = source.index.document_of(at)
+        return document, source.index.document_start(document)
+    end_of_text = dataset.tokenizer.end_of_text if dataset.tokenizer else None
+    if end_of_text is None:
+        return None, None
+    first = max(0, start - LOOK_BACK)
+    ends = np.flatnonzero(file.read(first, start - first) == end_of_text)
+    if ends.size:
+        return None, file.first + first + int(ends[-1]) + 1
+    return None, file.first if first == 0 else None
+
+
+def differences(config: Config, dataset: Dataset, run: Path | None, step: int) -> list[str]:
+    """What a reader should know before believing that a run trained on these rows."""
+    notes = []
+    if step in SkipRanges(skip_ranges(config)):
+        notes.append(f"step {step} is skipped: its rows are not trained on")
+    saved = saved_steps(run) if run else []
+    if saved:
+        kept = read_meta(run, saved[-1])["data_fingerprint"]
+        hashes = [kept] if isinstance(kept, str) else [hash_ for _, hash_ in kept]
+        if hashes != [hash_ for _, hash_ in dataset.fingerprints]:
+            notes.append("warning: this data is not what the run was trained on")
+    return notes
+
+
+def row_losses(
+    config: Config,
+    run: Path | None,
+    step: int,
+    checkpoint: int | None,
+    mesh: str,
+    tokens: np.ndarray,
+) -> tuple[np.ndarray, int]:
+    """Mean loss of every row, shape (B,), and the checkpoint whose parameters gave them."""
+    saved = saved_steps(run) if run else []
+    if not saved:
+        raise UsageError("--worst: needs --run with a checkpoint, whose parameters give the losses")
+    before = [s for s in saved if s < step]
+    at = checkpoint or (before[-1] if before else saved[-1])
+    if at not in saved:
+        raise UsageError(f"--checkpoint {at}: {run} has {', '.join(map(str, saved))}")
+    config = config.replace(parallel__mesh=mesh)
+
+    from jaxgpt.distributed.backend import connect
+    from jaxgpt.distributed.cluster import join_cluster
+
+    cluster = join_cluster()
+    connect(cluster, mesh_sizes(config))
+    import jax
+
+    from jaxgpt.distributed.mesh import make_mesh
+    from jaxgpt.training.checkpoint import restore_params
+    from jaxgpt.training.step import make_steps
+
+    sizes = mesh_sizes(config, jax.device_count())
+    check_batch(config, sizes)
+    steps = make_steps(config, make_mesh(sizes, cluster.hosts))
+    params = restore_params(run, at, steps.state_shapes.params)
+    losses = []
+    for first in range(0, len(tokens), config.microbatch_size):
+        part = tokens[first : first + config.microbatch_size]
+        batch = jax.make_array_from_callback(
+            part.shape, steps.batch_sharding, lambda index, part=part: part[index]
+        )
+        losses.append(np.asarray(steps.eval_step(params, batch)))
+    return np.concatenate(losses), at
+
+
+def show(
+    found: list[dict[str, Any]],
+    tokens: np.ndarray,
+    dataset: Dataset,
+    notes: list[str],
+    as_json: bool,
+) -> None:
+    """Prints the rows, as text for people or as JSON."""
+    for note in notes:
+        print(note, file=sys.stderr)
+    for record in found:
+        ids = tokens[record["row"]].tolist()
+        text = dataset.tokenizer.decode(ids) if dataset.tokenizer else None
+        if as_json:
+            print(json.dumps({**record, "text": text, "tokens": ids}))
+            continue
+        document = ""
+        if record["document_start"] is not None:
+            number = "" if record["document"] is None else f" {record['document']}"
+            document = f", in document{number} from token {record['document_start']}"
+        loss = f", loss {record['loss']:.4f}" if "loss" in record else ""
+        print(
+            f"--- row {record['row']}{loss}: {record['corpus']}, {record['file']} from token "
+            f"{record['offset']}{document}"
+        )
+        print(" ".join(map(str, ids)) if text is None else text)
+
+
+if __name__ == "__main__":
+    main()
