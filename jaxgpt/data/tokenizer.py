@@ -17,10 +17,16 @@ class Tokenizer(Protocol):
     """The token between documents, if there is one."""
 
     def encode(self, text: str) -> np.ndarray:
-        """Token ids (int64, shape (tokens,)) of `text`."""
+        """Token ids (int64, shape (tokens,)) of `text`, in which no special token is seen."""
 
     def decode(self, tokens: Iterable[int]) -> str:
         """The text of token ids."""
+
+    def cut(self, text: str) -> int:
+        """A place near the end of `text` at which it can be cut, and its parts encoded.
+
+        Their tokens together are those of the whole, however it goes on. 0 if none is found.
+        """
 
     def to_meta(self) -> dict[str, Any]:
         """A JSON description from which `from_meta` makes the same tokenizer."""
@@ -63,6 +69,9 @@ class CharTokenizer:
     def decode(self, tokens: Iterable[int]) -> str:
         return "".join(self.characters[t] for t in tokens)
 
+    def cut(self, text: str) -> int:
+        return len(text)
+
     def to_meta(self) -> dict[str, Any]:
         return {"type": "char", "characters": "".join(self.characters)}
 
@@ -83,6 +92,9 @@ class ByteTokenizer:
         text = bytes(int(t) for t in tokens).decode(errors="replace")
         return text.replace("\0", "<|endoftext|>")
 
+    def cut(self, text: str) -> int:
+        return len(text)
+
     def to_meta(self) -> dict[str, Any]:
         return {"type": "byte"}
 
@@ -94,10 +106,18 @@ def from_meta(meta: dict[str, Any], directory: Path) -> Tokenizer:
     """The tokenizer that `to_meta` described, and `save` wrote to `directory`.
 
     Raises:
-        UsageError: for a type that this version does not know.
+        UsageError: for a type that this version does not know, or files that are missing or not
+            those that were saved.
     """
-    if meta.get("type") == "char":
-        return CharTokenizer(meta["characters"])
-    if meta.get("type") == "byte":
-        return ByteTokenizer()
-    raise UsageError(f"tokenizer.type={meta.get('type')}: in meta.json must be char or byte")
+    match meta.get("type"):
+        case "char":
+            return CharTokenizer(meta["characters"])
+        case "byte":
+            return ByteTokenizer()
+        case "huggingface":
+            from jaxgpt.data.bpe import HFTokenizer
+
+            return HFTokenizer.from_meta(meta, directory)
+    raise UsageError(
+        f"tokenizer.type={meta.get('type')}: in meta.json must be char, byte or huggingface"
+    )

@@ -1,0 +1,195 @@
+"""Subword tokenizers: GPT-2's, against tiktoken's ids, and a tokenizer.json of any kind."""
+
+import hashlib
+import json
+import random
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jaxgpt.config import UsageError
+from jaxgpt.data import bpe
+from jaxgpt.data.bpe import open_tokenizer
+from jaxgpt.data.tokenizer import ByteTokenizer, CharTokenizer, from_meta
+
+tokenizers = pytest.importorskip("tokenizers")
+
+GPT2 = Path(__file__).parents[3] / "shared" / "data" / "gpt2"
+NASTY = "a<|endoftext|>b  \n\n\n  don't 123 \u00a0\u3000x \r\n\t\tfoo\t\n 日本語 😀\u200d \x00 e\u0301  "
+# The pattern of GPT-4 and Llama 3, by which punctuation takes the newlines after it.
+LLAMA3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+@pytest.fixture(scope="module")
+def gpt2():
+    if not GPT2.is_dir():
+        pytest.skip("GPT-2's vocabulary is not in ../shared/data/gpt2")
+    return open_tokenizer(GPT2)
+
+
+def nasty_texts(count, length):
+    """Texts of which every other place is an odd one to cut at."""
+    draw = random.Random(0)
+    parts = [
+        " ",
+        "\n",
+        "  ",
+        "\n\n",
+        "\r\n",
+        "a",
+        "1",
+        ".",
+        "'s",
+        "\t",
+        "\u00a0",
+        "日本",
+        "é",
+        " word",
+    ]
+    return ["".join(draw.choices(parts, k=length)) for _ in range(count)]
+
+
+def test_gpt2_as_openai_and_nanogpt_have_it(gpt2):
+    assert (gpt2.vocab_size, gpt2.end_of_text) == (50257, 50256)
+    # The example of tiktoken's README, and the ids that nanoGPT's sample.py starts from.
+    assert gpt2.encode("hello world").tolist() == [31373, 995]
+    assert gpt2.encode("\n").tolist() == [198]
+    assert gpt2.decode([31373, 995, 50256]) == "hello world<|endoftext|>"
+
+
+def test_special_tokens_in_a_text_are_text(gpt2):
+    # tiktoken.get_encoding("gpt2").encode_ordinary("<|endoftext|>")
+    assert gpt2.encode("<|endoftext|>").tolist() == [27, 91, 437, 1659, 5239, 91, 29]
+    assert gpt2.decode(gpt2.encode(NASTY)) == NASTY
+
+
+def test_tiny_shakespeare_has_nanogpts_number_of_tokens(gpt2, tiny_shakespeare):
+    text = tiny_shakespeare.read_text()
+    n_train = int(len(text) * 0.9)  # data/shakespeare/prepare.py and its README
+    assert gpt2.encode(text[:n_train]).size == 301_966
+    assert gpt2.encode(text[n_train:]).size == 36_059
+
+
+def test_ids_are_those_of_tiktoken(gpt2, tiny_shakespeare):
+    tiktoken = pytest.importorskip("tiktoken")
+    from tiktoken.load import data_gym_to_mergeable_bpe_ranks
+
+    ranks = data_gym_to_mergeable_bpe_ranks(str(GPT2 / "vocab.bpe"), str(GPT2 / "encoder.json"))
+    pattern = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+    theirs = tiktoken.Encoding("gpt2", pat_str=pattern, mergeable_ranks=ranks, special_tokens={})
+    for text in [tiny_shakespeare.read_text(), NASTY, *nasty_texts(20, 2000)]:
+        assert gpt2.encode(text).tolist() == theirs.encode_ordinary(text)
+
+
+def cut_by(pattern):
+    """GPT-2's vocabulary behind another pattern that parts text into words."""
+    content = json.loads(bpe._of_gpt2(GPT2 / "encoder.json", GPT2 / "vocab.bpe"))
+    split = {
+        "type": "Split",
+        "pattern": {"Regex": pattern},
+        "behavior": "Isolated",
+        "invert": False,
+    }
+    levels = content["pre_tokenizer"] | {"use_regex": False}
+    content["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [split, levels]}
+    return content
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama3", "no words", "prefix"])
+def test_a_text_in_pieces_has_the_tokens_of_the_whole(gpt2, kind, tmp_path, monkeypatch):
+    content = cut_by(LLAMA3)
+    if kind == "gpt2":
+        content["pre_tokenizer"] = content["pre_tokenizer"]["pretokenizers"][1] | {
+            "use_regex": True
+        }
+    elif kind == "no words":  # the whole text is one word, as for Llama 2
+        content["pre_tokenizer"] = None
+    elif kind == "prefix":
+        content["normalizer"] = {"type": "Prepend", "prepend": "\u2581"}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    tokenizer = open_tokenizer(tmp_path)
+    whole = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    monkeypatch.setattr(bpe, "_PIECE", 400)
+    cuts = 0
+    for text in nasty_texts(30, 2000):
+        assert tokenizer.encode(text).tolist() == whole.encode(text).ids
+        cuts += tokenizer.cut(text) > 0
+    assert cuts == (30 if kind in ("gpt2", "llama3") else 0)
+
+
+def test_a_description_and_its_file_make_the_same_tokenizer(gpt2, tmp_path):
+    gpt2.save(tmp_path)
+    meta = json.loads(json.dumps(gpt2.to_meta()))
+    assert meta["sha256"] == hashlib.sha256((tmp_path / meta["file"]).read_bytes()).hexdigest()
+    again = from_meta(meta, tmp_path)
+    assert again.to_meta() == gpt2.to_meta()
+    assert (again.encode(NASTY) == gpt2.encode(NASTY)).all()
+    with (tmp_path / "tokenizer.json").open("a") as file:
+        file.write("\n")
+    with pytest.raises(UsageError, match="tokenizer.json: has SHA-256"):
+        from_meta(meta, tmp_path)
+    (tmp_path / "tokenizer.json").unlink()
+    with pytest.raises(UsageError, match="tokenizer.json: the tokenizer cannot be read"):
+        from_meta(meta, tmp_path)
+
+
+def test_a_tokenizer_is_found_under_all_its_names(gpt2, tmp_path):
+    shutil.copy(GPT2 / "encoder.json", tmp_path / "vocab.json")
+    shutil.copy(GPT2 / "vocab.bpe", tmp_path / "merges.txt")
+    assert open_tokenizer(tmp_path).to_meta() == gpt2.to_meta()
+    gpt2.save(tmp_path)
+    assert open_tokenizer(tmp_path / "tokenizer.json").to_meta() == gpt2.to_meta()
+    assert isinstance(open_tokenizer("byte"), ByteTokenizer)
+    for tokenizer in (gpt2, CharTokenizer("ab")):  # of a prepared data set
+        (tmp_path / "meta.json").write_text(json.dumps({"tokenizer": tokenizer.to_meta()}))
+        assert open_tokenizer(tmp_path).to_meta() == tokenizer.to_meta()
+
+
+def test_the_end_of_text_can_be_named(gpt2, tmp_path):
+    gpt2.save(tmp_path)
+    assert open_tokenizer(tmp_path, "!").end_of_text == 0
+    with pytest.raises(UsageError, match="--eos <stop>: is not a token"):
+        open_tokenizer(tmp_path, "<stop>")
+    for token in ("!", {"content": "!"}):
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": token}))
+        assert open_tokenizer(tmp_path).end_of_text == 0
+
+
+def test_truncation_in_a_tokenizer_json_does_not_shorten_texts(tmp_path):
+    package = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "<eos>": 7}, "a"))
+    package.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    package.enable_truncation(3)
+    package.enable_padding(length=8)
+    package.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = open_tokenizer(tmp_path)
+    assert tokenizer.encode("a a a a a").tolist() == [0] * 5
+    assert (tokenizer.vocab_size, tokenizer.end_of_text) == (8, 7)
+    assert tokenizer.encode("").dtype == np.int64
+
+
+@pytest.mark.parametrize(
+    ("files", "words"),
+    [
+        ({}, "there is no tokenizer.json, nor encoder.json"),
+        ({"tokenizer.json": "{}"}, "is not a tokenizer.json"),
+        ({"encoder.json": "[1]", "vocab.bpe": "a b"}, "is not a tokenizer.json"),
+        ({"encoder.json": "[1", "vocab.bpe": "a b"}, "are not files like GPT-2's"),
+        ({"meta.json": "{}"}, "describes no tokenizer"),
+    ],
+)
+def test_what_is_no_tokenizer_is_refused_with_a_sentence(tmp_path, files, words):
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    with pytest.raises(UsageError, match=words):
+        open_tokenizer(tmp_path)
+
+
+def test_without_the_package_the_remedy_is_said(tmp_path, monkeypatch):
+    monkeypatch.setattr(bpe.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UsageError, match=r"pip install 'jaxgpt\[hf\]'"):
+        open_tokenizer(tmp_path)
