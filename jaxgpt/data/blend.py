@@ -5,7 +5,8 @@ this exists is known as chairman assignment (R. Tijdeman, "The chairman assignme
 Discrete Math. 32, 1980), but it is made step by step. To reach sample n without those before it,
 it is cut at boundaries where the counts are chosen by themselves (`_counts_at`), such that both
 sides can keep within 1; between two boundaries every corpus's j-th sample has a first and a last
-place that keep it within 1, and the one that is due first is taken first.
+place that keep it within 1, and the one that is due first is taken first. Boundaries lie so far
+apart that every corpus gives at least one sample between them, or counts could not grow.
 
 Everything is whole numbers: weights p_i of sum Q, shares p_i / Q. (Grain's mix, which is O(1) as
 well, strays by more than 1: by 1.3 for five corpora, by 4.4 for twenty.)
@@ -18,7 +19,8 @@ from array import array
 from collections.abc import Sequence
 from fractions import Fraction
 
-BLOCK = 4096  # samples from one boundary to the next, or a few more
+LEAST_BLOCK = 4096  # samples from one boundary to the next, about
+LEAST_SHARE = Fraction(1, 10**6)  # for which there are 2^21, made in seconds
 
 
 class Interleaving:
@@ -27,19 +29,23 @@ class Interleaving:
     def __init__(self, weights: Sequence[Fraction]):
         """
         Args:
-            weights: positive; only their ratios count.
+            weights: positive; only their ratios count, and none may be below LEAST_SHARE of all.
         """
+        share = min(weights) / sum(weights)
+        assert share >= LEAST_SHARE, weights
+        self.block = max(LEAST_BLOCK, 2 ** math.ceil(math.log2(2 / share)))
         whole = math.lcm(*(w.denominator for w in weights))
         self._weights = [int(w * whole) for w in weights]
         self._sum = sum(self._weights)
-        self._block = functools.lru_cache(maxsize=4)(self._make_block)
+        self._block = functools.lru_cache(maxsize=3)(self._make_block)
 
     def draw(self, n: int) -> tuple[int, int]:
         """Sample n, from 0: which corpus it comes from, and how many samples that gave before."""
         if len(self._weights) == 1:
             return 0, n
-        first, _, corpora, numbers = self._block_of(n)
-        return corpora[n - first], numbers[n - first]
+        first, before, corpora, numbers = self._block_of(n)
+        corpus = corpora[n - first]
+        return corpus, before[corpus] + numbers[n - first]
 
     def counts(self, n: int) -> list[int]:
         """How many of the first n samples come from each corpus."""
@@ -52,43 +58,50 @@ class Interleaving:
         return counts
 
     def _block_of(self, n: int) -> tuple[int, list[int], array, array]:
-        block = self._block(n // BLOCK)
-        return block if block[0] <= n else self._block(n // BLOCK - 1)
+        block = self._block(n // self.block)
+        return block if block[0] <= n else self._block(n // self.block - 1)
 
     def _make_block(self, number: int) -> tuple[int, list[int], array, array]:
-        """First sample and counts before it, and the samples from there to the next boundary."""
+        """A block: its first sample, the counts before it, and for each of its samples the corpus
+        and the number within the block of that corpus's samples.
+        """
         first, before = self._boundary(number)
         end, after = self._boundary(number + 1)
         weights, total = self._weights, self._sum
-        # Corpus i may give sample j + 1 as the n-th of all if j < n w_i; it has to before
-        # n w_i exceeds j + 1 by more than 0, in which case its count would be 1 behind.
-        waiting = []
-        for i, weight in enumerate(weights):
-            for j in range(before[i], after[i]):
-                release = max(j * total // weight + 1, first + 1)
-                deadline = min((j + 1) * total // weight + 1, end)
-                waiting.append((release, deadline, i, j))
-        waiting.sort(reverse=True)
-        due: list[tuple[int, int, int]] = []
-        corpora, numbers = array("L"), array("Q")
+
+        def released(corpus: int) -> tuple[int, int]:
+            """Corpus i may give sample j + 1 as the n-th of all if j < n w_i."""
+            return max(given[corpus] * total // weights[corpus] + 1, first + 1), corpus
+
+        given = list(before)
+        waiting = [released(i) for i in range(len(weights)) if given[i] < after[i]]
+        heapq.heapify(waiting)
+        due: list[tuple[int, int]] = []
+        corpora, numbers = array("L"), array("L")
         for n in range(first + 1, end + 1):
-            while waiting and waiting[-1][0] <= n:
-                heapq.heappush(due, waiting.pop()[1:])
-            deadline, corpus, j = heapq.heappop(due)
+            while waiting and waiting[0][0] <= n:
+                corpus = heapq.heappop(waiting)[1]
+                # It has to before n w_i exceeds j + 1, or its count would be more than 1 behind.
+                deadline = (given[corpus] + 1) * total // weights[corpus] + 1
+                heapq.heappush(due, (min(deadline, end), corpus))
+            deadline, corpus = heapq.heappop(due)
             assert deadline >= n, (deadline, n)
             corpora.append(corpus)
-            numbers.append(j)
+            numbers.append(given[corpus] - before[corpus])
+            given[corpus] += 1
+            if given[corpus] < after[corpus]:
+                heapq.heappush(waiting, released(corpus))
+        assert given == after, number
         return first, before, corpora, numbers
 
     def _boundary(self, number: int) -> tuple[int, list[int]]:
-        """The first n from number * BLOCK on that can be a boundary, and the counts there.
-
-        Multiples of the sum of the weights always can.
-        """
-        n = number * BLOCK
-        while (counts := self._counts_at(n)) is None:
-            n += 1
-        return n, counts
+        """The first n from number * block on that can be a boundary, and the counts there."""
+        start = number * self.block
+        for n in range(start, start + self.block // 2):
+            counts = self._counts_at(n)
+            if counts is not None:
+                return n, counts
+        raise AssertionError(f"no boundary after {start} for weights {self._weights}")
 
     def _counts_at(self, n: int) -> list[int] | None:
         """n w_i, rounded up for those with the largest remainders; None if that is no boundary.

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from jaxgpt.config import DataConfig, ModelConfig, UsageError
+from jaxgpt.data.blend import LEAST_SHARE
 from jaxgpt.data.files import SAMPLED_PAGES, TokenFile, fingerprint_of
 from jaxgpt.data.indexed import Index, read_index
 from jaxgpt.data.tokenizer import Tokenizer, from_meta
@@ -170,7 +171,19 @@ def entries(data: DataConfig) -> list[Entry]:
         key = f"data.dataset={data.dataset}" if data.path is None else f"data.path={data.path}"
         directory = dataset_directory(data)
         return [Entry(Fraction(1), "1", directory, directory.name, key)]
-    return [_entry(line, key) for line in lines]
+    found = [_entry(line, key) for line in lines]
+    corpora: dict[str, Fraction] = {}
+    for entry in found:
+        corpora[entry.corpus] = corpora.get(entry.corpus, Fraction(0)) + entry.weight
+    whole = sum(corpora.values())
+    for entry in found:
+        corpus = corpora[entry.corpus]
+        if min(corpus / whole, entry.weight / corpus) < LEAST_SHARE:
+            raise UsageError(
+                f"{key}: {entry.path} has the weight {entry.weight_text}, less than a millionth "
+                f"of corpus {entry.corpus} or that of the blend; leave it out or give it more"
+            )
+    return found
 
 
 def vocabulary_size(data: DataConfig, model: ModelConfig) -> int:

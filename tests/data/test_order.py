@@ -1,5 +1,4 @@
 import time
-
 from fractions import Fraction
 
 import numpy as np

@@ -1,0 +1,35 @@
+"""Corpora of every kind for tests: their tokens say where they stand."""
+
+import json
+
+import numpy as np
+
+from jaxgpt.data.indexed import IndexedWriter
+
+KINDS = ("folder", "flat", "indexed")
+
+
+def write_corpora(directory, n_tokens=(5000, 3001, 4000, 2500, 1999), vocab_size=97):
+    """Five corpora; returns lines of a file list. Token i of corpus c is (31 i + c) % 97."""
+    lines = []
+    for c, (weight, size) in enumerate(
+        zip(("0.5", "0.25", "0.15", "0.07", "0.03"), n_tokens, strict=True)
+    ):
+        tokens = ((31 * np.arange(size) + c) % vocab_size).astype(np.uint16)
+        path = directory / f"corpus{c}"
+        kind = KINDS[c % 3]
+        if kind == "folder":
+            path.mkdir()
+            tokens.tofile(path / "train.bin")
+            tokens[:700].tofile(path / "val.bin")
+            meta = {"dtype": "uint16", "vocab_size": vocab_size, "tokenizer": {"type": "byte"}}
+            (path / "meta.json").write_text(json.dumps(meta))
+        elif kind == "flat":
+            tokens.tofile(f"{path}.bin")
+        else:
+            with IndexedWriter(path, np.uint16) as writer:
+                for first in range(0, size, 250):
+                    writer.add_document(tokens[first : first + 250])
+        suffix = ".bin" if c % 2 else ""
+        lines.append(f"{weight} {path}{suffix if kind != 'folder' else ''} name{c}")
+    return lines
