@@ -17,7 +17,9 @@ from jaxgpt.data.tokenizer import ByteTokenizer, CharTokenizer, from_meta
 tokenizers = pytest.importorskip("tokenizers")
 
 GPT2 = Path(__file__).parents[3] / "shared" / "data" / "gpt2"
-NASTY = "a<|endoftext|>b  \n\n\n  don't 123 \u00a0\u3000x \r\n\t\tfoo\t\n 日本語 😀\u200d \x00 e\u0301  "
+NASTY = (
+    "a<|endoftext|>b  \n\n\n  don't 123 \u00a0\u3000x \r\n\t\tfoo\t\n 日本語 😀\u200d \x00 e\u0301 "
+)
 # The pattern of GPT-4 and Llama 3, by which punctuation takes the newlines after it.
 LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
