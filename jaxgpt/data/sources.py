@@ -285,7 +285,7 @@ def _open_source(entry: Entry, data: DataConfig, least: int) -> Source:
     path = entry.path
     prefix = Path(str(path).removesuffix(".bin"))
     index = None
-    if path.is_dir():
+    if path.is_dir() or entry.key.startswith("data.dataset"):
         meta = _read_meta(path)
         tokens = {split: _flat(path / f"{split}.bin", meta, entry, data, least) for split in SPLITS}
     elif prefix.with_name(prefix.name + ".idx").is_file():

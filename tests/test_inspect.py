@@ -1,0 +1,90 @@
+import json
+
+import numpy as np
+import pytest
+
+from blends import write_corpora
+from jaxgpt import inspect
+from jaxgpt.config import load_config
+from jaxgpt.data.rows import training_rows
+from jaxgpt.data.sources import open_dataset
+from jobs import SMALL, losses, run, train_here
+
+
+@pytest.fixture
+def blend(tmp_path):
+    return (
+        "model.vocab_size=97", "model.block_size=64", "train.batch_size=16",
+        "data.val_share=0.05", "--data.blend", *write_corpora(tmp_path),
+    )  # fmt: skip
+
+
+def shown(capsys, *arguments):
+    inspect.main([str(a) for a in arguments])
+    captured = capsys.readouterr()
+    return [json.loads(line) for line in captured.out.splitlines()], captured.err
+
+
+def refused(capsys, *arguments):
+    with pytest.raises(SystemExit) as exit_:
+        inspect.main([str(a) for a in arguments])
+    assert exit_.value.code == 2
+    return capsys.readouterr().err
+
+
+def test_rows_are_those_of_the_step_with_their_place(blend, tmp_path, capsys):
+    config = load_config("tiny", *blend)
+    dataset = open_dataset(config.data, config.model)
+    rows = training_rows(dataset, config)
+    settings = [word for word in blend if word != "--data.blend"][:4]
+    config_file = tmp_path / "c.yaml"
+    config_file.write_text(config.to_yaml())
+    found, _ = shown(
+        capsys, "--config", config_file, "--step", 123456, "--rows", "2:9", "--json", *settings
+    )
+    assert [record["row"] for record in found] == list(range(2, 9))
+    for record, expected in zip(found, rows.read(123456, range(2, 9)), strict=True):
+        assert record["tokens"] == expected.tolist()
+        assert record["text"] == bytes(record["tokens"]).decode().replace("\0", "<|endoftext|>")
+        corpus = int(record["corpus"].removeprefix("name"))
+        offset = record["offset"]
+        assert record["tokens"] == [(31 * (offset + i) + corpus) % 97 for i in range(65)]
+        if corpus == 2:  # indexed, in documents of 250 tokens
+            assert record["document"] == offset // 250
+            assert record["document_start"] == offset - offset % 250
+        elif corpus in (0, 3):  # byte 0 ends a document
+            assert record["document"] is None
+            start = record["document_start"]
+            assert start == 0 or (31 * (start - 1) + corpus) % 97 == 0
+
+
+def test_worst_ranks_rows_by_the_loss_of_a_checkpoint(tmp_path, capsys):
+    out = tmp_path / "run"
+    for end in (6, 7):
+        assert train_here(*SMALL, "--out", out, "--mesh", "8,1,1", f"train.max_iters={end}") == 0
+    capsys.readouterr()
+    job = run("inspect", "--run", out, "--step", 7, "--worst", "--checkpoint", 6, "--json")
+    assert job.returncode == 0, job.stdout
+    found = [json.loads(line) for line in job.stdout.splitlines() if line.startswith("{")]
+    assert "losses are those of checkpoint 6" in job.stdout
+    assert sorted(record["row"] for record in found) == list(range(16))
+    row_losses = [record["loss"] for record in found]
+    assert row_losses == sorted(row_losses, reverse=True) and row_losses[0] > row_losses[-1]
+    # What training measured on the same rows with the same parameters.
+    assert np.mean(row_losses) == pytest.approx(losses(out)[7], rel=1e-5)
+
+    _, err = shown(capsys, "--run", out, "--step", 2, "--json", "train_range_to_skip=1", "3")
+    assert "step 2 is skipped" in err
+    write_corpora(tmp_path)
+    other = f"data.path={tmp_path / 'corpus0'}"
+    _, err = shown(capsys, "--run", out, "--step", 2, "--json", other)
+    assert "not what the run was trained on" in err
+
+
+def test_what_cannot_be_shown_is_said(tmp_path, capsys):
+    assert "--step=0" in refused(capsys, "--config", "tiny", "--step", 0)
+    assert "--rows=7:3" in refused(capsys, "--config", "tiny", "--step", 1, "--rows", "7:3")
+    assert "--rows=24" in refused(capsys, "--config", "tiny", "--step", 1, "--rows", "24")
+    assert "has no config.yaml" in refused(capsys, "--run", tmp_path, "--step", 1)
+    assert "--worst: needs --run" in refused(capsys, "--config", "tiny", "--step", 1, "--worst")
+    assert "one of the arguments" in refused(capsys, "--step", 1)
