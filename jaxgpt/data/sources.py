@@ -137,15 +137,15 @@ class Dataset:
             UsageError: if a token is outside the vocabulary, or the files are not those that
                 their meta.json was written for.
         """
-        for source in self.sources:
+        for source, (path, found) in zip(self.sources, self.fingerprints, strict=True):
             for tokens in source.tokens.values():
                 for start, page in tokens.sampled_pages(self._pages_of_each):
                     tokens.check(page, start, self.vocab_size)
-            written = source.meta.get("fingerprint")
-            if written and written != fingerprint_of(source.tokens, source.meta["vocab_size"]):
+            written = source.meta.get("fingerprint", found)
+            if written != found and self._pages_of_each == SAMPLED_PAGES:  # as when it was written
                 raise UsageError(
-                    f"{source.entry.path}: the token files are not those that meta.json was "
-                    "written for; prepare the data again"
+                    f"{path}: the token files are not those that meta.json was written for; "
+                    "prepare the data again"
                 )
 
 
