@@ -1,6 +1,7 @@
-"""Tables about runs: `python -m jaxgpt.report startup RUN...`.
+"""Tables about runs: `python -m jaxgpt.report startup RUN...` and `spikes RUN [--png FILE]`.
 
 `startup` compares how long runs took from the start of their job to the end of their first step.
+`spikes` lists the spikes of a run, what was skipped and where it went back to, and draws them.
 """
 
 import datetime
@@ -11,6 +12,8 @@ from typing import Any
 from jaxgpt.config import CommandParser, UsageError
 from jaxgpt.distributed.environment import guessed_rank
 from jaxgpt.distributed.exits import exits_together
+from jaxgpt.telemetry.spikes import draw_spikes, spikes_table
+from jaxgpt.telemetry.trackers import read_records
 
 STARTUP_KEYS = {
     "model",
@@ -26,17 +29,43 @@ STARTUP_KEYS = {
 
 def parser() -> CommandParser:
     out = CommandParser(prog="python -m jaxgpt.report", description=__doc__)
-    kinds = out.add_subparsers(dest="kind", required=True, metavar="startup")
+    kinds = out.add_subparsers(dest="kind", required=True, metavar="{startup,spikes}")
     startup = kinds.add_parser("startup", help="from the start of the job to the first step")
     startup.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run directory")
+    spikes = kinds.add_parser("spikes", help="spikes, skips and rewinds of a run")
+    spikes.add_argument("run", type=Path, metavar="RUN", help="a run directory")
+    spikes.add_argument("--png", type=Path, metavar="FILE", help="also draw the loss curve")
     return out
 
 
 def main(argv: list[str] | None = None) -> None:
     with exits_together():
-        if guessed_rank() == 0:  # under a launcher once is enough
-            arguments = parser().parse_args(argv)
+        if guessed_rank() != 0:  # under a launcher once is enough
+            return
+        arguments = parser().parse_args(argv)
+        if arguments.kind == "startup":
             startup_table([(run, read_startup(run)) for run in arguments.runs])
+        else:
+            spikes_report(arguments.run, arguments.png)
+
+
+def spikes_report(run: Path, png: Path | None) -> None:
+    """Prints the table of a run's spikes, and draws its losses.
+
+    Raises:
+        UsageError: if the run has no metrics.jsonl, or the picture cannot be made.
+    """
+    try:
+        records = read_records(run / "metrics.jsonl")
+    except OSError as error:
+        raise UsageError(
+            f"RUN={run}: {run}/metrics.jsonl cannot be read ({error.strerror}); give a run "
+            "directory"
+        ) from None
+    print(spikes_table(records))
+    if png is not None:
+        draw_spikes(records, str(run), png)
+        print(f"loss curve: {png}")
 
 
 def read_startup(run: Path) -> dict[str, Any]:

@@ -151,7 +151,7 @@ def trace(n_steps, *args, devices=None, with_final=False):
     validation = Loader.for_evaluation(dataset, "val", config, steps.batch_sharding).batch(1)
     out = {
         "params": sha256(state.params), "rows": [], "losses": [], "norms": [],
-        "evaluated": float(steps.eval_step(state.params, validation)),
+        "evaluated": float(np.mean(steps.eval_step(state.params, validation))),
     }  # fmt: skip
     loader = Loader.for_training(dataset, config, steps.batch_sharding)
     for step in range(1, n_steps + 1):

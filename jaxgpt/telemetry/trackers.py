@@ -1,14 +1,19 @@
 """Where records go: metrics.jsonl, which is the truth, and what repeats it."""
 
+import itertools
 import json
 import math
 import os
+import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
 Record = dict[str, Any]
+
+_TEXTS = {"sample": "text", "spike": "cause"}  # which field of a record TensorBoard shows as text
+_FILES = itertools.count()  # TensorBoard files of this process: a rewind begins another
 
 
 class Tracker(Protocol):
@@ -25,23 +30,17 @@ class MetricsFile:
     def __init__(self, path: Path, resume_step: int | None):
         """Opens the file; what a resumed run is going to do again is dropped from it.
 
-        What an earlier run without a checkpoint left is kept as metrics.jsonl.old.
+        What an earlier run without a checkpoint left is kept as metrics.jsonl.old. Rewinds stay:
+        they are why steps before them are missing.
         """
         if path.exists():
             if resume_step is None:
-                os.replace(path, path.with_name(path.name + ".old"))
-            else:
-                kept = [ln for ln in path.read_text().splitlines() if _is_past(ln, resume_step)]
-                scratch = path.with_suffix(".tmp")
-                scratch.write_text("".join(line + "\n" for line in kept))
-                os.replace(scratch, path)
+                shutil.copyfile(path, path.with_name(path.name + ".old"))
+            cut_metrics(path, 0 if resume_step is None else resume_step)
         self._file = path.open("a", buffering=1)
 
     def log(self, record: Record) -> None:
-        clean = {k: None if _not_finite(v) else v for k, v in record.items()}
-        if clean != record:
-            clean["nonfinite"] = True
-        self._file.write(json.dumps(clean) + "\n")
+        self._file.write(json_line(record))
 
     def close(self) -> None:
         self._file.close()
@@ -52,9 +51,8 @@ class SamplesFile:
 
     def __init__(self, path: Path, metrics: Path):
         """Begins with the samples that `metrics`, cut to what is done, still holds."""
-        records = [json.loads(line) for line in metrics.read_text().splitlines()]
         self._file = path.open("w", buffering=1)
-        for record in records:
+        for record in read_records(metrics):
             self.log(record)
 
     def log(self, record: Record) -> None:
@@ -85,7 +83,8 @@ class TensorBoard:
         directory = self._directory
         directory.mkdir(parents=True, exist_ok=True)
         self._summary, self._proto = summary, event_pb2
-        self._writer = EventsWriter(str(directory / "events"), filename_suffix=f".{os.getpid()}")
+        suffix = f".{os.getpid()}.{next(_FILES)}"
+        self._writer = EventsWriter(str(directory / "events"), filename_suffix=suffix)
         # Whatever is there of steps that are going to be done again is not shown twice.
         start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
         self._write((self._resume_step or 0) + 1, session_log=start)
@@ -95,12 +94,10 @@ class TensorBoard:
             return
         if self._writer is None:
             self._open()
-        for name, value in record.items():
-            if isinstance(value, int | float) and name not in ("step", "skipped"):
-                scalar = self._summary.scalar(f"{record['kind']}/{name}", value)
-                self._write(record["step"], summary=scalar)
-        if record["kind"] == "sample":
-            text = self._summary.text("sample", record["text"])
+        for name, value in _numbers(record, record["kind"]):
+            self._write(record["step"], summary=self._summary.scalar(name, value))
+        if record["kind"] in _TEXTS:
+            text = self._summary.text(record["kind"], record[_TEXTS[record["kind"]]])
             self._write(record["step"], summary=text)
         if record["kind"] != "train":
             self._writer.flush()  # syncs the disk, which is too slow for every line
@@ -135,13 +132,59 @@ class Trackers:
                 self._warn(f"warning: {type(tracker).__name__} stopped: {error!r}")
 
 
-def _not_finite(value: Any) -> bool:
-    return isinstance(value, float) and not math.isfinite(value)
+def write_whole(path: Path, text: str) -> None:
+    """Writes a file that is either the old one or the new one, whenever the run is killed."""
+    scratch = path.with_name(f".{path.name}.tmp")
+    scratch.write_text(text)
+    os.replace(scratch, path)
 
 
-def _is_past(line: str, step: int) -> bool:
-    """Whether a line is whole and about a step up to `step`."""
-    try:
-        return json.loads(line).get("step", 0) <= step
-    except ValueError:  # the line that was being written when the run was killed
-        return False
+def json_line(record: Record) -> str:
+    """A record for metrics.jsonl."""
+    clean = _clean(record)
+    if clean != record:
+        clean["nonfinite"] = True
+    return json.dumps(clean) + "\n"
+
+
+def read_records(path: Path) -> list[Record]:
+    """What is in a metrics.jsonl, but for a line that is still being written, or never was."""
+    return [record for _, record in _whole_lines(path)]
+
+
+def cut_metrics(path: Path, step: int, record: Record | None = None) -> None:
+    """Drops from a metrics.jsonl what is about later steps, except rewinds, and adds `record`."""
+    lines = [
+        line
+        for line, found in _whole_lines(path)
+        if found.get("kind") == "rewind" or found.get("step", 0) <= step
+    ]
+    write_whole(path, "".join([*lines, json_line(record) if record else ""]))
+
+
+def _whole_lines(path: Path) -> Iterator[tuple[str, Record]]:
+    with path.open() as file:
+        for line in file:
+            try:
+                record = json.loads(line)
+            except ValueError:  # the line that was being written when the run was killed
+                continue
+            yield f"{line.rstrip()}\n", record
+
+
+def _clean(value: Any) -> Any:
+    """The same with null for every number that is not finite."""
+    if isinstance(value, dict):
+        return {key: _clean(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_clean(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _numbers(record: Record, prefix: str) -> Iterator[tuple[str, float]]:
+    """Name and value of every number in a record, however deep."""
+    for name, value in record.items():
+        if isinstance(value, dict):
+            yield from _numbers(value, f"{prefix}/{name}")
+        elif isinstance(value, int | float) and name not in ("step", "skipped"):
+            yield f"{prefix}/{name}", value

@@ -1,8 +1,9 @@
 """Checkpoints by Orbax: sharded, written in the background, complete or not there.
 
 A checkpoint is `checkpoints/<step>/state` (parameters, both moments, Adam's count, as one array
-each whatever the mesh) and `checkpoints/<step>/meta` (JSON: configuration, mesh, data). It is
-restored into the shardings of the run that reads it, which need not be those that wrote it.
+each whatever the mesh) and `checkpoints/<step>/meta` (JSON: configuration, mesh, data, and what
+the detector of spikes remembers). It is restored into the shardings of the run that reads it, which
+need not be those that wrote it.
 """
 
 import functools
@@ -11,22 +12,24 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxgpt.config import UsageError
+from jaxgpt.config import Config, UsageError
 from jaxgpt.distributed.partition import Params
+from jaxgpt.training.detection import watch_from_json, watch_to_json
 from jaxgpt.training.state import TrainState
 
 
 class Checkpoints:
     """Saves and restores the state of one run."""
 
-    def __init__(self, directory: Path, keep: int):
+    def __init__(self, directory: Path, config: Config):
         """Of `directory`/checkpoints, where only this training run writes.
 
-        When it is first used, what an interrupted save left is removed; of what is saved the
-        newest `keep` stay.
+        When it is first used, what an interrupted save left is removed. Of what is saved the
+        newest checkpoint.keep stay; where rewinds may need them, also the newest of those that
+        are checkpoint.interval apart, whatever else a signal saved in between.
         """
         self._folder = (directory / "checkpoints").absolute()
-        self._keep = keep
+        self._config = config
 
     @functools.cached_property
     def _manager(self) -> Any:
@@ -34,10 +37,15 @@ class Checkpoints:
         import orbax.checkpoint as ocp
 
         logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax narrates each save
+        policies, kept = ocp.checkpoint_managers, self._config.checkpoint
+        policy = policies.LatestN(kept.keep)
+        if self._config.spike.action == "rewind":
+            regular = policies.EveryNSteps(kept.interval, max_to_keep=kept.keep)
+            policy = policies.AnyPreservationPolicy([policy, regular])
         return ocp.CheckpointManager(
             self._folder,
             options=ocp.CheckpointManagerOptions(
-                max_to_keep=self._keep, cleanup_tmp_directories=True, create=True
+                preservation_policy=policy, cleanup_tmp_directories=True, create=True
             ),
         )
 
@@ -48,7 +56,8 @@ class Checkpoints:
         self._manager.save(
             step,
             args=args.Composite(
-                state=args.StandardSave(_to_tree(state)), meta=args.JsonSave(dict(meta))
+                state=args.StandardSave(_to_tree(state)),
+                meta=args.JsonSave({**meta, "watch": watch_to_json(state.watch)}),
             ),
             force=True,
         )
@@ -61,7 +70,9 @@ class Checkpoints:
         """
         import orbax.checkpoint.args as args
 
-        wanted = args.Composite(state=args.StandardRestore(_to_tree(shapes)))
+        wanted = args.Composite(
+            state=args.StandardRestore(_to_tree(shapes)), meta=args.JsonRestore()
+        )
         try:
             found = self._manager.restore(step, args=wanted)
         except (OSError, KeyError, ValueError) as error:
@@ -71,12 +82,13 @@ class Checkpoints:
                 f"{folder}: cannot be restored ({reason}); remove it to go on from an older "
                 "checkpoint, if there is one"
             ) from error
-        state = found["state"]
-        return TrainState(state.pop("params"), state)
+        state, watch = found["state"], found["meta"].get("watch")
+        return TrainState(state.pop("params"), state, watch_from_json(watch, shapes.watch))
 
     def close(self) -> None:
-        """Returns when everything that was saved is on disk."""
+        """Returns when everything that was saved is on disk; the next use looks there anew."""
         self._manager.close()
+        del self._manager
 
 
 def restore_params(directory: Path, step: int, shapes: Params) -> Params:
@@ -100,5 +112,6 @@ def restore_params(directory: Path, step: int, shapes: Params) -> Params:
 
 
 def _to_tree(state: TrainState) -> dict[str, Any]:
-    """The layout on disk: parameters, both moments and the count side by side."""
+    """The layout on disk: parameters, both moments and the count side by side; not the watch,
+    which checkpoints of before had not, and which JSON holds."""
     return {"params": state.params, **state.opt_state}

@@ -9,6 +9,7 @@ from jaxgpt.config import Config
 from jaxgpt.data.loader import Loader
 from jaxgpt.data.sources import SPLITS, Dataset
 from jaxgpt.distributed.partition import Params
+from jaxgpt.training.monitor import CorpusLosses
 from jaxgpt.training.sampling import make_generate, prompt_window
 from jaxgpt.training.state import Steps
 
@@ -30,11 +31,19 @@ class Evaluation:
     def __call__(self, step: int, params: Params) -> dict[str, Any]:
         """The evaluation record of a step."""
         record: dict[str, Any] = {"kind": "eval", "step": step}
+        by_corpus: dict[str, Any] = {}
         for split, loader in self._loaders.items():
             batches = loader.batches(range(1, self._iters + 1))
-            losses = [self._eval_step(params, batch) for batch in batches]
-            record[f"{split}_loss"] = float(np.mean([np.asarray(loss) for loss in losses]))
-        return record
+            found = [self._eval_step(params, batch) for batch in batches]
+            losses = np.array([np.float64(row_losses) for row_losses in found])
+            record[f"{split}_loss"] = float(losses.mean())
+            if len(loader.names) > 1:
+                of_each = CorpusLosses(len(loader.names))
+                for number, row_losses in enumerate(losses, start=1):
+                    of_each.add(loader.corpora(number), row_losses)
+                for name, mean in zip(loader.names, of_each.means(), strict=True):
+                    by_corpus.setdefault(name, {})[f"{split}_loss"] = mean
+        return record | ({"corpora": by_corpus} if by_corpus else {})
 
 
 class Sampler:

@@ -1,7 +1,9 @@
-"""A run from its first step to its last: `train` reads as what happens."""
+"""A run from its first step to its last: `train` prepares it, `run_steps` is what happens."""
 
+import itertools
 import time
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -17,10 +19,41 @@ from jaxgpt.distributed.mesh import crossing, describe, make_mesh
 from jaxgpt.telemetry.startup import Startup
 from jaxgpt.training.checkpoint import Checkpoints
 from jaxgpt.training.evaluation import Evaluation, Sampler
+from jaxgpt.training.monitor import Monitor, Reading
 from jaxgpt.training.reporting import Reporter
+from jaxgpt.training.rewinding import rewound
 from jaxgpt.training.run_directory import Run
-from jaxgpt.training.spikes import SkipRanges
+from jaxgpt.training.spikes import SkipRanges, check_faults
+from jaxgpt.training.state import Metrics, Steps, TrainState
 from jaxgpt.training.stored import load_steps
+
+
+class Parts(NamedTuple):
+    """What steps are run with, from the first to the last, however often they go back."""
+
+    cluster: Cluster
+    mesh: Mesh
+    train_step: Callable[[TrainState, np.int32, jax.Array], tuple[TrainState, Metrics]]
+    loader: Loader
+    evaluate: Evaluation
+    sample: Sampler
+    checkpoints: Checkpoints
+    report: Reporter
+    stop: exits.StopSignal
+    ticks: Iterator[int]
+    """Counts the steps that were begun: unlike the number of a step, it never goes back."""
+
+
+class End(NamedTuple):
+    """How a stretch of steps ended."""
+
+    step: int
+    stopping: bool = False
+    """Whether a signal or the time limit did it."""
+    spike: Reading | None = None
+    """What calls for a rewind."""
+    failure: str = ""
+    """Why the run cannot go on."""
 
 
 def train(
@@ -36,32 +69,30 @@ def train(
         facts: what `cluster.connect` returned.
 
     Returns:
-        An exit status: `exits.DONE`, or `exits.STOPPED` with a checkpoint saved.
+        An exit status: `exits.DONE`; `exits.STOPPED` with a checkpoint saved; `exits.FAILED` if
+        spikes or steps that are not finite cannot be got over.
     """
     config = run.config
     sizes = mesh_sizes(config, jax.device_count())
     check_batch(config, sizes)
+    check_faults(config, jax.device_count())
     mesh = make_mesh(sizes, cluster.hosts)
     cache_use = CacheUse()
     steps = load_steps(config, mesh, cluster)
     report = Reporter(run, steps, startup, cluster)
     report.announce(facts, warnings=(*steps.warnings, *crossing(mesh, cluster.hosts)))
 
-    start = run.resume_step or 0
-    if start >= config.train.max_iters:
+    if (run.resume_step or 0) >= config.train.max_iters:
         report.close(
-            f"nothing to do: step {start} is saved, train.max_iters={config.train.max_iters}"
+            f"nothing to do: step {run.resume_step} is saved, "
+            f"train.max_iters={config.train.max_iters}"
         )
         return exits.DONE
-    checkpoints = Checkpoints(run.directory, config.checkpoint.keep)
-    if run.resume_step is None:
-        init = steps.init.lower().compile()
-        cluster.wait_for_all()
-        state = init()
-    else:
-        state = checkpoints.restore(start, steps.state_shapes)
+    checkpoints = Checkpoints(run.directory, config)
+    state = state_to_begin_with(run, steps, checkpoints, cluster)
+    if run.resume_step is not None:
         report.say(
-            f"resumed from step {start}: mesh {run.resume_meta['mesh']} on "
+            f"resumed from step {run.resume_step}: mesh {run.resume_meta['mesh']} on "
             f"{run.resume_meta['processes']} processes -> {describe(mesh)} on {cluster.size}"
         )
     startup.mark("state")
@@ -74,46 +105,101 @@ def train(
     startup.compile_cache = str(cache_use)
     startup.mark("compile")
 
-    evaluate = Evaluation(run.dataset, config, steps)
-    sample = Sampler(run.dataset, config, steps)
+    parts = Parts(
+        cluster=cluster,
+        mesh=mesh,
+        train_step=train_step,
+        loader=loader,
+        evaluate=Evaluation(run.dataset, config, steps),
+        sample=Sampler(run.dataset, config, steps),
+        checkpoints=checkpoints,
+        report=report,
+        stop=stop,
+        ticks=itertools.count((run.resume_step or 0) + 1),
+    )
+    report.start(loader)
+    end = run_steps(run, state, parts)
+    while end.spike is not None:
+        spike = report.spike(end.spike)
+        report.rest()
+        run, failure = rewound(run, cluster, spike, end.step)
+        if failure:
+            end = End(end.step, failure=failure)
+            report.show_spikes()
+            break
+        report.rewound(run)
+        end = End(run.resume_step or 0, end.stopping)
+        if not end.stopping:
+            end = run_steps(run, state_to_begin_with(run, steps, checkpoints, cluster), parts)
+
+    if end.failure:
+        report.close(end.failure)
+        return exits.FAILED
+    if end.step < config.train.max_iters:
+        report.close(
+            f"stopped by {stop.reason or 'a signal'} after step {end.step}, which is saved; "
+            f"the same command with --out {run.directory} goes on from there"
+        )
+        return exits.STOPPED
+    report.close(f"done after step {end.step}")
+    return exits.DONE
+
+
+def state_to_begin_with(
+    run: Run, steps: Steps, checkpoints: Checkpoints, cluster: Cluster
+) -> TrainState:
+    """The state after `run.resume_step`; without one, the initial state."""
+    if run.resume_step is not None:
+        return checkpoints.restore(run.resume_step, steps.state_shapes)
+    init = steps.init.lower().compile()
+    cluster.wait_for_all()
+    return init()
+
+
+def run_steps(run: Run, state: TrainState, parts: Parts) -> End:
+    """Trains from `run.resume_step` on until something ends it. All that was saved is on disk."""
+    cluster, mesh, train_step, loader, evaluate, sample, checkpoints, report, stop, ticks = parts
+    config = run.config
+    monitor = Monitor(config)
     skips = SkipRanges(skip_ranges(config))
-    todo = range(start + 1, config.train.max_iters + 1)
+    todo = range((run.resume_step or 0) + 1, config.train.max_iters + 1)
     batches = loader.batches(step for step in todo if step not in skips)
-    step = start
-    report.start()
+    end = None
 
     for step in todo:
-        is_last = step == config.train.max_iters
         metrics = None
         if step not in skips:
             state, metrics = train_step(state, np.int32(step), next(batches))
-        report.step(step, metrics)
+        is_last, stopping = step == config.train.max_iters, stop.reached(next(ticks))
+        evaluating = is_last or is_due(step, config.train.eval_interval)
+        saving = is_last or stopping or is_due(step, config.checkpoint.interval)
 
-        if is_last or is_due(step, config.train.eval_interval):
+        known = monitor.read(step, metrics, everything=evaluating or saving)
+        report.step(step, metrics, known)
+        spike = monitor.calls_for_rewind(known)
+        if spike is not None:
+            end = End(step, stopping, spike)
+            break
+        failure = monitor.failure(known)
+
+        if evaluating:
             with report.between_steps(state):
                 report.log(evaluate(step, state.params))
                 report.log(sample(step, state.params))
 
-        stopping = stop.reached(step)
-        if is_last or stopping or is_due(step, config.checkpoint.interval):
+        if saving or failure:
             with report.between_steps(state):
                 began = time.perf_counter()
                 checkpoints.save(step, state, checkpoint_meta(run, cluster, mesh, step))
                 report.saved(step, time.perf_counter() - began)
         report.progress(step)
-        if stopping:
+        if is_last or stopping or failure:
+            end = End(step, stopping, failure=failure)
             break
 
     batches.close()
     checkpoints.close()
-    if step < config.train.max_iters:
-        report.close(
-            f"stopped by {stop.reason or 'a signal'} after step {step}, which is saved; "
-            f"the same command with --out {run.directory} goes on from there"
-        )
-        return exits.STOPPED
-    report.close(f"done after step {step}")
-    return exits.DONE
+    return end
 
 
 def is_due(step: int, interval: int) -> bool:

@@ -42,56 +42,66 @@ def summed_loss(
     vocab_size: int,
     devices: OneDevice,
     chunk: int,
-) -> jax.Array:
+) -> tuple[jax.Array, jax.Array]:
     """Cross-entropy summed over all tokens, from what the output layer multiplies.
 
     Args:
         chunk: tokens at a time, so that not all logits exist at once; 0 takes all.
+
+    Returns:
+        The sum, and the sums of the rows, shape (B,), which are not to be differentiated.
     """
 
     def summed(x_ND, w_VD, targets_N, first):
         scores_NV = logits(x_ND, w_VD, first, vocab_size)
         losses_N = cross_entropy(scores_NV, targets_N, first, devices)
-        return jnp.where(targets_N == NO_TOKEN, 0, losses_N).sum()
+        losses_N = jnp.where(targets_N == NO_TOKEN, 0, losses_N)
+        return losses_N.sum(), losses_N
 
     n, D = targets_BT.size, x_BTD.shape[-1]
     if chunk == 0 or chunk >= n:
-        return summed(x_BTD, w_VD, targets_BT, first)
+        loss, losses_BT = summed(x_BTD, w_VD, targets_BT, first)
+        return loss, losses_BT.sum(axis=1)
     parts = -(-n // chunk)
     padding = parts * chunk - n
     x_PND = jnp.pad(x_BTD.reshape(n, D), ((0, padding), (0, 0))).reshape(parts, chunk, D)
     targets_PN = jnp.pad(targets_BT.reshape(n), (0, padding), constant_values=NO_TOKEN)
-    return _in_parts(summed, x_PND, w_VD, targets_PN.reshape(parts, chunk), first)
+    targets_PN = targets_PN.reshape(parts, chunk)
+    loss, losses_PN = _in_parts(summed, x_PND, w_VD, targets_PN, first)
+    return loss, losses_PN.reshape(-1)[:n].reshape(targets_BT.shape).sum(axis=1)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _in_parts(summed, x_PND, w_VD, targets_PN, first):
-    """The sum of `summed` over P parts, one after the other.
+    """The sum of `summed` over P parts, one after the other, and every token's loss.
 
-    A part's gradient is computed along with its loss, while its logits are there: neither do the
-    logits of all parts ever exist, nor are any computed twice.
+    The gradient is that of the sum. A part's gradient is computed along with its loss, while its
+    logits are there: neither do the logits of all parts ever exist, nor are any computed twice.
     """
 
     def add(total, part):
-        return total + summed(part[0], w_VD, part[1], first), None
+        loss, losses_N = summed(part[0], w_VD, part[1], first)
+        return total + loss, losses_N
 
     zero = jnp.zeros_like(targets_PN, jnp.float32, shape=())
-    return jax.lax.scan(add, zero, (x_PND, targets_PN))[0]
+    return jax.lax.scan(add, zero, (x_PND, targets_PN))
 
 
 def _forward(summed, x_PND, w_VD, targets_PN, first):
     def add(totals, part):
-        loss, (dx_ND, dw_VD) = jax.value_and_grad(summed, argnums=(0, 1))(
+        (loss, losses_N), (dx_ND, dw_VD) = jax.value_and_grad(summed, argnums=(0, 1), has_aux=True)(
             part[0], w_VD, part[1], first
         )
-        return (totals[0] + loss, totals[1] + dw_VD.astype(jnp.float32)), dx_ND
+        totals = totals[0] + loss, totals[1] + dw_VD.astype(jnp.float32)
+        return totals, (dx_ND, losses_N)
 
     zeros = jnp.zeros_like(targets_PN, jnp.float32, shape=()), jnp.zeros_like(w_VD, jnp.float32)
-    (loss, dw_VD), dx_PND = jax.lax.scan(add, zeros, (x_PND, targets_PN))
-    return loss, (dx_PND, dw_VD.astype(w_VD.dtype))
+    (loss, dw_VD), (dx_PND, losses_PN) = jax.lax.scan(add, zeros, (x_PND, targets_PN))
+    return (loss, losses_PN), (dx_PND, dw_VD.astype(w_VD.dtype))
 
 
-def _backward(summed, gradients, d_loss):
+def _backward(summed, gradients, cotangents):
+    d_loss, _ = cotangents
     dx_PND, dw_VD = gradients
     return (dx_PND * d_loss).astype(dx_PND.dtype), (dw_VD * d_loss).astype(dw_VD.dtype), None, None
 

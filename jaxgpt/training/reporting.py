@@ -4,20 +4,20 @@ import contextlib
 import dataclasses
 import functools
 import json
-import os
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
 
 from jaxgpt import __version__
 from jaxgpt.config import Config, skip_ranges
+from jaxgpt.data.loader import Loader
 from jaxgpt.distributed import backend
 from jaxgpt.distributed.cluster import Cluster
 from jaxgpt.distributed.mesh import describe
 from jaxgpt.telemetry.console import Console, train_line
 from jaxgpt.telemetry.metrics import MFU_FORMULA, Rates, StepTimer, flops_per_token, peak_flops
+from jaxgpt.telemetry.spikes import rewind_line, spike_line, spikes_table
 from jaxgpt.telemetry.startup import Startup, startup_line, startup_record, summary
 from jaxgpt.telemetry.trackers import (
     MetricsFile,
@@ -26,9 +26,13 @@ from jaxgpt.telemetry.trackers import (
     TensorBoard,
     Tracker,
     Trackers,
+    read_records,
+    write_whole,
 )
+from jaxgpt.training.monitor import CorpusLosses, Reading, spike_record
+from jaxgpt.training.rewinds import METRICS, read_rewinds
 from jaxgpt.training.run_directory import Run
-from jaxgpt.training.spikes import SkipRanges
+from jaxgpt.training.spikes import SkipRanges, describe_faults
 from jaxgpt.training.state import Metrics, Steps
 
 
@@ -78,7 +82,7 @@ class Reporter:
         )
         say(f"model: {without_positions / 1e6:.2f}M parameters ({total:,} with positions)")
         say(f"attention: {self._steps.attention}")
-        for line in warnings:
+        for line in (*warnings, *describe_faults(config)):
             say(f"warning: {line}")
         for line in dataset.describe():
             say(line)
@@ -90,15 +94,21 @@ class Reporter:
     def say(self, text: str) -> None:
         self._console.say(text)
 
-    def start(self) -> None:
+    def start(self, loader: Loader) -> None:
         """The first step is next: keeps the configuration and starts the clock."""
         if self._enabled:
             write_whole(self._run.directory / "config.yaml", self._config.to_yaml())
         self._console.start_progress(self._first_step - 1, self._config.train.max_iters)
-        self._timer = StepTimer()
+        self._loader = loader
+        self._begin()
 
-    def step(self, step: int, metrics: Metrics | None) -> None:
-        """One step is under way, or skipped (None). Waits for the device only if it is logged."""
+    def _begin(self) -> None:
+        self._timer = StepTimer()
+        self._corpora: dict[int, Any] = {}  # of steps whose losses are not known yet
+        self._corpus_losses = CorpusLosses(len(self._loader.names))
+
+    def step(self, step: int, metrics: Metrics | None, known: list[Reading]) -> None:
+        """One step is under way, or skipped (None), and `known` are now those of some steps."""
         train = self._config.train
         is_first = metrics is not None and "first step" not in self._startup.seconds
         record: Record = {"kind": "train", "step": step}
@@ -110,17 +120,57 @@ class Reporter:
             self._timer.count()
         if not self._enabled:
             return
+        if metrics is not None and len(self._loader.names) > 1:
+            self._corpora[step] = self._loader.corpora(step)  # while the device is busy
+        for reading in known:
+            self.log(self.spike(reading))
+            if reading.step in self._corpora:
+                corpora = self._corpora.pop(reading.step)
+                self._corpus_losses.add(corpora, reading.metrics.row_losses)
         if metrics is None:
             lr = float(self._learning_rate(step))
             record |= {"loss": None, "grad_norm": None, "lr": lr, **self._rates.of(None)}
         elif is_first or step % train.log_interval == 0 or step == train.max_iters:
-            record |= {name: float(value) for name, value in metrics._asdict().items()}
+            newest = known[-1].metrics
+            record |= {name: float(getattr(newest, name)) for name in ("loss", "grad_norm", "lr")}
             record |= self._rates.of(self._timer.lap())
+            record |= self._by_corpus(step)
         else:
             return
         record["consumed_tokens"] = self._run.consumed_tokens(step)
         record["skipped"] = metrics is None
         self.log(record)
+
+    def _by_corpus(self, step: int) -> Record:
+        """Losses since the last line and tokens so far of each corpus, where there are several."""
+        names = self._loader.names
+        if len(names) == 1:
+            return {}
+        columns = zip(names, self._loader.consumed(step), self._corpus_losses.means(), strict=True)
+        self._corpus_losses = CorpusLosses(len(names))
+        return {"corpora": {name: {"tokens": n, "loss": loss} for name, n, loss in columns}}
+
+    def spike(self, reading: Reading) -> Record | None:
+        """The record of a step that is a spike, on process 0."""
+        if not self._enabled:
+            return None
+        return spike_record(reading, self._config, self._loader, self._run.dataset)
+
+    def rest(self) -> None:
+        """Closes the logs, whose files are going to change."""
+        self._trackers.close()
+        self._trackers = Trackers([], warn=self._console.say)
+
+    def rewound(self, run: Run) -> None:
+        """The run goes on from `run.resume_step`, as if it had been started there."""
+        self._run, self._config = run, run.config
+        self._begin()
+        self._console.progress(run.resume_step or 0)
+        if not self._enabled:
+            return
+        write_whole(run.directory / "config.yaml", run.config.to_yaml())
+        self._trackers = Trackers(_open_trackers(run), warn=self._console.say)
+        self.say(rewind_line(read_rewinds(run.directory)[-1]))
 
     def log(self, record: Record | None) -> None:
         """Sends a record to every tracker, and its line to the console."""
@@ -146,6 +196,11 @@ class Reporter:
 
     def progress(self, step: int) -> None:
         self._console.progress(step)
+
+    def show_spikes(self) -> None:
+        """The table of `python -m jaxgpt.report spikes`."""
+        if self._enabled:
+            self.say(spikes_table(read_records(self._run.directory / METRICS)))
 
     def close(self, last_line: str) -> None:
         """Says how the run ended, with its last losses, and closes every log."""
@@ -174,20 +229,13 @@ def config_lines(config: Config) -> list[str]:
     return lines
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Writes a file that is either the old one or the new one, whenever the run is killed."""
-    scratch = path.with_name(f".{path.name}.tmp")
-    scratch.write_text(text)
-    os.replace(scratch, path)
-
-
 def losses_text(record: Record) -> str:
     """The losses of an evaluation record."""
     return f"train_loss={record['train_loss']:.4f} val_loss={record['val_loss']:.4f}"
 
 
 def _open_trackers(run: Run) -> list[Tracker]:
-    metrics = run.directory / "metrics.jsonl"
+    metrics = run.directory / METRICS
     trackers: list[Tracker] = [
         MetricsFile(metrics, run.resume_step),
         SamplesFile(run.directory / "samples.txt", metrics),
@@ -201,5 +249,6 @@ _LINES = {
     "train": train_line,
     "eval": lambda r: f"step={r['step']} {losses_text(r)}",
     "sample": lambda r: f"sample at step {r['step']}:\n{r['text']}\n",
+    "spike": spike_line,
     "checkpoint": lambda r: f"step={r['step']} checkpoint {r['path']} ({r['seconds']:.2f}s)",
 }

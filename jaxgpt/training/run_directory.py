@@ -37,6 +37,7 @@ from jaxgpt.data.tokenizer import Tokenizer
 from jaxgpt.distributed.accelerators import accelerator_expected
 from jaxgpt.distributed.backend import cpu_devices_per_process
 from jaxgpt.distributed.cluster import Cluster
+from jaxgpt.training.rewinds import finish_rewind, skipped_by_rewinds
 from jaxgpt.training.spikes import SkipRanges
 
 # What may differ between a checkpoint's model and the model that goes on from it.
@@ -136,10 +137,14 @@ def _decide(config: Config) -> dict[str, Any]:
 
     directory = _writable_directory(config)
     config = config.replace(out=str(directory))
+    if dataset.tokenizer is not None:
+        dataset.tokenizer.save(directory)  # for jaxgpt.sample, wherever the data will be
     ranges = list(skip_ranges(config))
     kept = directory / "config.yaml"
     if kept.exists():
         ranges += skip_ranges(config_from_file(kept))
+    finish_rewind(directory)
+    ranges += skipped_by_rewinds(directory)
     steps = saved_steps(directory)
     resume_step = steps[-1] if steps else None
     meta: dict[str, Any] = {}

@@ -17,8 +17,10 @@ from jaxgpt.distributed.collectives import (
     BATCH_AXES,
     ManyDevices,
     Weight,
+    WeightLayout,
     own_parameters,
     reduce_gradients,
+    varying,
     weight_layout,
     zero_gradients,
 )
@@ -37,9 +39,10 @@ class Sharded(NamedTuple):
     updated: Any
     """`PartitionSpec` of every gradient that the optimizer gets, and of its moments."""
     loss_and_gradients: Callable[[Params, jax.Array, jax.Array], tuple[jax.Array, Params]]
-    """(params, step, tokens of shape (B, T+1)) -> mean loss and its gradient."""
-    loss: Callable[[Params, jax.Array], jax.Array]
-    """(params, tokens of shape (B, T+1)) -> mean loss, without dropout."""
+    """(params, step, tokens of shape (B, T+1)) -> mean losses of the rows, shape (B,), and the
+    gradient of their mean."""
+    losses: Callable[[Params, jax.Array], jax.Array]
+    """(params, tokens of shape (B, T+1)) -> mean losses of the rows, (B,), without dropout."""
     logits: Callable[[Params, jax.Array], jax.Array]
     """(params, tokens_BT) -> logits_BTV, where every device has all rows."""
 
@@ -109,31 +112,57 @@ def make_sharded(config: Config, mesh: Mesh, attend: Attention) -> Sharded:
 
     def summed_loss_here(
         zeros: Params, params: Params, rows: jax.Array, keys_B: jax.Array | None = None
-    ) -> jax.Array:
+    ) -> tuple[jax.Array, jax.Array]:
         weights = jax.tree.map(Weight, params, zeros, layouts)
         x_BTD, w_VD, first = nnx.merge(training_graph, weights).hidden(rows[:, :-1], keys_B)
         return summed_loss(
             x_BTD, w_VD, rows[:, 1:], first, model.vocab_size, devices, train.loss_chunk
         )
 
-    def tokens_everywhere(rows: jax.Array) -> int:
-        return rows[:, 1:].size * math.prod(mesh.shape[axis] for axis in batch_axes)
+    n_shares = math.prod(mesh.shape[axis] for axis in batch_axes)
+
+    def everyones(sums_B: jax.Array, rows: jax.Array) -> jax.Array:
+        """Mean losses of all rows, from the sums over this device's: adding zeros is exact."""
+        if batch_axes:
+            n = sums_B.size
+            all_B = varying(jnp.zeros(n * n_shares), frozenset(batch_axes))
+            place = jax.lax.axis_index(batch_axes) * n
+            sums_B = jax.lax.dynamic_update_slice(all_B, sums_B, (place,))
+        return jax.lax.psum(sums_B, batch_axes) / (rows.shape[1] - 1)
 
     def loss_and_gradients_here(params, step, rows, numbers):
         """`numbers` counts the rows of the whole batch: dropout depends on them."""
         params, zeros = prepared(params)
         key = jax.random.fold_in(jax.random.key(train.seed), step)
         keys_B = jax.vmap(lambda row: jax.random.fold_in(key, row))(numbers)
-        loss, gradients = accumulated(
-            jax.value_and_grad(summed_loss_here), zeros, params, rows, keys_B, parts
+        sums_B, gradients = accumulated(
+            jax.value_and_grad(summed_loss_here, has_aux=True), zeros, params, rows, keys_B, parts
         )
-        loss, gradients = jax.tree.map(lambda x: x / tokens_everywhere(rows), (loss, gradients))
-        return jax.lax.psum(loss, batch_axes), reduce_gradients(gradients, layouts)
+        n_tokens = rows[:, 1:].size * n_shares
+        gradients = jax.tree.map(lambda g: g / n_tokens, gradients)
+        if config.faults.nan_step is not None:
+            gradients = faulty(gradients, step)
+        return everyones(sums_B, rows), reduce_gradients(gradients, layouts)
 
-    def loss_here(params, rows):
+    def faulty(gradients: Params, step: jax.Array) -> Params:
+        """The rehearsal of faults.nan_step: what one device found is not a number.
+
+        Left as they are: gradients that devices along `tensor` are known to share.
+        """
+        axes = tuple(axis for axis in mesh.axis_names if mesh.shape[axis] > 1)
+        device = jax.lax.axis_index(axes) if axes else 0
+        hit = (step == config.faults.nan_step) & (device == config.faults.nan_device)
+
+        def hurt(gradient: jax.Array, layout: WeightLayout) -> jax.Array:
+            own = layout.partial | layout.split >= set(axes)
+            return jnp.where(hit, jnp.nan, gradient) if own else gradient
+
+        return jax.tree.map(hurt, gradients, layouts)
+
+    def losses_here(params, rows):
         params, zeros = prepared(params)
-        losses = jax.lax.psum(summed_loss_here(zeros, params, rows), batch_axes)
-        return losses / tokens_everywhere(rows)
+        _, sums_B = summed_loss_here(zeros, params, rows)
+        return everyones(sums_B, rows)
 
     def logits_here(params, tokens_BT):
         weights = jax.tree.map(Weight, *prepared(params), layouts)
@@ -155,7 +184,7 @@ def make_sharded(config: Config, mesh: Mesh, attend: Attention) -> Sharded:
         loss_and_gradients=lambda params, step, rows: loss_and_gradients(
             params, step, rows, jnp.arange(rows.shape[0])
         ),
-        loss=on_mesh(loss_here, in_specs=(stored, batch), out_specs=everywhere),
+        losses=on_mesh(losses_here, in_specs=(stored, batch), out_specs=everywhere),
         logits=on_mesh(
             logits_here,
             in_specs=(stored, everywhere),
@@ -166,22 +195,24 @@ def make_sharded(config: Config, mesh: Mesh, attend: Attention) -> Sharded:
 
 
 def accumulated(
-    value_and_grad: Callable[..., tuple[jax.Array, Any]],
+    value_and_grad: Callable[..., tuple[tuple[jax.Array, jax.Array], Any]],
     zeros: Any,
     params: Any,
     rows: jax.Array,
     keys_B: jax.Array,
     parts: int,
 ) -> tuple[jax.Array, Any]:
-    """Sums of a loss and of its gradient over `parts` microbatches, one after the other.
+    """Losses of all rows and the summed gradient of `parts` microbatches, one after the other.
 
     Microbatch i holds the rows i, i + parts, ... of each device, hence of the global batch.
 
     Args:
-        value_and_grad: (zeros, params, rows, keys) -> (loss, gradient like zeros).
+        value_and_grad: (zeros, params, rows, keys) -> ((sum, losses of the rows), gradient of the
+            sum, like zeros).
     """
     if parts == 1:
-        return value_and_grad(zeros, params, rows, keys_B)
+        (_, losses_B), gradients = value_and_grad(zeros, params, rows, keys_B)
+        return losses_B, gradients
 
     def microbatches(x: jax.Array) -> jax.Array:
         return x.reshape(x.shape[0] // parts, parts, *x.shape[1:]).swapaxes(0, 1)
@@ -191,7 +222,8 @@ def accumulated(
         here = jax.tree.map(
             lambda param: jax.lax.optimization_barrier((param, microbatch[0]))[0], params
         )
-        return jax.tree.map(jnp.add, total, value_and_grad(zeros, here, *microbatch)), None
+        (_, losses), gradients = value_and_grad(zeros, here, *microbatch)
+        return jax.tree.map(jnp.add, total, gradients), losses
 
-    nothing = jnp.zeros_like(rows, jnp.float32, shape=()), zeros
-    return jax.lax.scan(add, nothing, (microbatches(rows), microbatches(keys_B)))[0]
+    gradients, losses = jax.lax.scan(add, zeros, (microbatches(rows), microbatches(keys_B)))
+    return losses.swapaxes(0, 1).reshape(-1), gradients

@@ -1,6 +1,12 @@
-"""Steps that are skipped by hand: their batches are consumed unread and nothing is updated."""
+"""Steps whose batches are skipped, and faults that are put in: what is known before JAX starts.
+
+Of a skipped step the batch is consumed unread and nothing is updated. How spikes are found is in
+`detection`, what is done about them in `monitor`, `rewinds` and `rewinding`.
+"""
 
 from collections.abc import Iterable
+
+from jaxgpt.config import Config, UsageError, step_ranges
 
 
 class SkipRanges:
@@ -29,3 +35,31 @@ class SkipRanges:
 
     def __str__(self) -> str:
         return ", ".join(f"{first}-{last}" for first, last in self.ranges) or "none"
+
+
+def check_faults(config: Config, n_devices: int) -> None:
+    """Checks that the device of faults.nan_device is there.
+
+    Raises:
+        UsageError: if it is not.
+    """
+    faults = config.faults
+    if faults.nan_step is not None and faults.nan_device >= n_devices:
+        raise UsageError(
+            f"faults.nan_device={faults.nan_device}: the mesh has {n_devices} devices; "
+            f"the last is {n_devices - 1}"
+        )
+
+
+def describe_faults(config: Config) -> list[str]:
+    """Lines for the log about faults that are put in on purpose."""
+    faults, lines = config.faults, []
+    ranges = SkipRanges(step_ranges("faults.random_tokens", faults.random_tokens))
+    if ranges.ranges:
+        lines.append(f"faults.random_tokens: steps {ranges} train on tokens drawn at random")
+    if faults.nan_step is not None:
+        lines.append(
+            f"faults.nan_step: the gradient of device {faults.nan_device} is not a number at step "
+            f"{faults.nan_step}"
+        )
+    return lines

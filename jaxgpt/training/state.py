@@ -22,16 +22,25 @@ class TrainState(NamedTuple):
     params: Params
     opt_state: dict[str, Any]
     """Adam's moments `mu` and `nu`, each like the parameters, and its `count` of updates."""
+    watch: dict[str, Any] = {}
+    """What `detection.empty_watch` describes: the last losses and gradient norms."""
 
 
 class Metrics(NamedTuple):
-    """What a step reports: float32 scalars on the device."""
+    """What a step reports, on the device and the same on every one: float32 scalars, and more."""
 
     loss: jax.Array
     """Mean cross-entropy over all tokens of the global batch, in nats."""
     grad_norm: jax.Array
     """Global norm of the gradient, before clipping."""
     lr: jax.Array
+    row_losses: jax.Array
+    """Mean loss of each row of the global batch, in its order: float32 (B,)."""
+    cause: jax.Array
+    """This and the next three are those of `detection.Verdict`."""
+    medians: jax.Array
+    limits: jax.Array
+    nonfinite: jax.Array
 
 
 @dataclass(frozen=True)
@@ -53,6 +62,6 @@ class Steps:
     train_step: Callable[[TrainState, int, jax.Array], tuple[TrainState, Metrics]]
     """(state, step, tokens of shape (B, T+1)) -> (next state, metrics); donates the state."""
     eval_step: Callable[[Params, jax.Array], jax.Array]
-    """(params, tokens of shape (B, T+1)) -> mean loss."""
+    """(params, tokens of shape (B, T+1)) -> mean loss of each row, shape (B,)."""
     sample_logits: Callable[[Params, jax.Array], jax.Array]
     """(params, tokens_BT) -> logits_BTV over the padded vocabulary, for few rows at a time."""

@@ -22,6 +22,7 @@ from jaxgpt.model.attention import (
     make_attention,
 )
 from jaxgpt.model.gpt import GPT, abstract_params, count_parameters
+from jaxgpt.training.detection import NONE, NONFINITE, empty_watch, look, nothing_seen
 from jaxgpt.training.optimizer import clip, learning_rate_schedule, make_optimizer
 from jaxgpt.training.sharded import make_sharded
 from jaxgpt.training.state import (
@@ -62,7 +63,8 @@ def make_steps(config: Config, mesh: Mesh, attend: Attention | None = None) -> S
     def state_sharding(memory_kind: str | None) -> TrainState:
         moment = partition.shardings(sharded.updated, mesh, memory_kind)
         opt_state = {"mu": moment, "nu": moment, "count": whole}
-        return TrainState(partition.shardings(sharded.stored, mesh), opt_state)
+        watch = dict.fromkeys(empty_watch(config.spike), whole)
+        return TrainState(partition.shardings(sharded.stored, mesh), opt_state, watch)
 
     on_device = state_sharding(None)
     at_rest = state_sharding("pinned_host") if parallel.offload_optimizer else on_device
@@ -71,13 +73,15 @@ def make_steps(config: Config, mesh: Mesh, attend: Attention | None = None) -> S
         network = GPT(model, rngs=nnx.Rngs(params=train.seed))
         params = nnx.to_pure_dict(nnx.state(network, nnx.Param))
         opt_state = optimizer.init(params)
-        return TrainState(params, {key: optax.tree.get(opt_state, key) for key in ADAM})
+        kept = {key: optax.tree.get(opt_state, key) for key in ADAM}
+        return TrainState(params, kept, empty_watch(config.spike))
 
     def train_step(
         state: TrainState, step: jax.Array, batch: jax.Array
     ) -> tuple[TrainState, Metrics]:
-        loss, gradients = sharded.loss_and_gradients(state.params, step, batch)
-        params, kept = state
+        row_losses, gradients = sharded.loss_and_gradients(state.params, step, batch)
+        loss = row_losses.mean()
+        params, kept, watch = state
         if parallel.offload_optimizer:
             kept = jax.device_put(kept, on_device.opt_state)
         grad_norm = optax.tree.norm(gradients)
@@ -85,9 +89,21 @@ def make_steps(config: Config, mesh: Mesh, attend: Attention | None = None) -> S
         opt_state = optax.tree.set(empty, **kept)
         directions, opt_state = optimizer.update(gradients, opt_state, params)
         lr = jnp.asarray(schedule(step), jnp.float32)
-        params = jax.tree.map(lambda p, d: p - lr * d, params, directions)
-        kept = {key: optax.tree.get(opt_state, key) for key in ADAM}
-        return TrainState(params, kept), Metrics(loss, grad_norm, lr)
+        updated = (
+            jax.tree.map(lambda p, d: p - lr * d, params, directions),
+            {key: optax.tree.get(opt_state, key) for key in ADAM},
+        )
+        verdict = nothing_seen()
+        if config.spike.action != "off":
+            watch, verdict = look(watch, loss, grad_norm, config.spike)
+            skips_all = config.spike.action == "skip_update"
+            ok = verdict.cause == NONE if skips_all else verdict.cause != NONFINITE
+            # Chosen, never multiplied by zero: 0 x NaN is NaN.
+            updated = jax.tree.map(
+                lambda new, old: jnp.where(ok, new, old), updated, (params, kept)
+            )
+        metrics = Metrics(loss, grad_norm, lr, row_losses, *verdict)
+        return TrainState(*updated, watch), metrics
 
     lone = functools.partial(
         GPT, model, dtype=jnp.dtype(train.dtype), attend=attend, scan_layers=parallel.scan_layers
@@ -128,7 +144,7 @@ def make_steps(config: Config, mesh: Mesh, attend: Attention | None = None) -> S
             compiler_options=CPU_STEP_OPTIONS if on_cpu else None,
         ),
         eval_step=jax.jit(
-            sharded.loss, in_shardings=(at_rest.params, batch_sharding), out_shardings=whole
+            sharded.losses, in_shardings=(at_rest.params, batch_sharding), out_shardings=whole
         ),
         sample_logits=sample_logits,
     )

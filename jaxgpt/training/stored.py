@@ -87,6 +87,12 @@ def _name(config: Config, mesh: Mesh) -> str:
     decisive = [content[section] for section in ("model", "train", "optimizer", "parallel")]
     for key in INDIFFERENT:
         del content["train"][key]
+    spike, faults = config.spike, config.faults
+    if spike.action != "off":
+        skips = spike.action == "skip_update"
+        decisive += [skips, spike.window, spike.loss_threshold, spike.grad_norm_threshold]
+    if faults.nan_step is not None:
+        decisive.append({"faults": [faults.nan_step, faults.nan_device]})
     versions = [importlib.metadata.version(name) for name in PACKAGES]
     flags = [str(getattr(jax.config, name)) for name in TRACING_FLAGS]
     decided = [decisive, dict(mesh.shape), devices, versions, settings, flags]

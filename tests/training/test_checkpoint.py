@@ -37,7 +37,7 @@ def test_any_settings_read_what_any_others_wrote(saved, steps, tmp_path):
         steps[saved].state_shapes,
     )
     expected = flat(state)
-    checkpoints = Checkpoints(tmp_path, keep=1)
+    checkpoints = Checkpoints(tmp_path, load_config("tiny", "checkpoint.keep=1"))
     checkpoints.save(2, state, {})
     for reader in steps:
         found = checkpoints.restore(2, reader.state_shapes)

@@ -42,7 +42,7 @@ def test_a_loss_in_chunks_is_the_loss_at_once(chunk):
     targets = jax.random.randint(keys[2], (B, T), 0, V)
 
     def loss(x, w, chunk):
-        return 3 * summed_loss(x, w, targets, 0, V, ONE_DEVICE, chunk)
+        return 3 * summed_loss(x, w, targets, 0, V, ONE_DEVICE, chunk)[0]
 
     whole = jax.value_and_grad(loss, argnums=(0, 1))(x, w, 0)
     found = jax.value_and_grad(loss, argnums=(0, 1))(x, w, chunk)
