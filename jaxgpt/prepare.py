@@ -1,6 +1,9 @@
 """Turn text into token files: `python -m jaxgpt.prepare shakespeare_char|text|python`."""
 
 import argparse
+import os
+import signal
+import sys
 from pathlib import Path
 
 from jaxgpt.config import DataConfig, UsageError
@@ -10,20 +13,9 @@ from jaxgpt.distributed.exits import exits_together
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m jaxgpt.prepare", description=__doc__)
-    commands = parser.add_subparsers(dest="command", required=True)
-    shakespeare = commands.add_parser("shakespeare_char", help="Tiny Shakespeare by characters")
-    shakespeare.add_argument("--input", type=Path, help="the text, in place of a download")
-    text = commands.add_parser("text", help="UTF-8 text files of your own")
-    text.add_argument("--input", type=Path, nargs="+", required=True, help="files, in this order")
-    text.add_argument("--tokenizer", choices=("char", "byte"), default="char")
-    text.add_argument("--name", default="text", help="what data.dataset=NAME will find")
-    python = commands.add_parser("python", help="the source of Python's standard library")
-    for command in (shakespeare, text, python):
-        command.add_argument(
-            "--out", type=Path, help="folder to write; default $JAXGPT_DATA or ~/.cache/jaxgpt"
-        )
-    arguments = parser.parse_args()
+    arguments = _parser().parse_args()
+    # As on Ctrl-C: what is half written is removed.
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     with exits_together():
         name = arguments.name if arguments.command == "text" else arguments.command
         directory = arguments.out or dataset_directory(DataConfig(dataset=name))
@@ -31,12 +23,92 @@ def main() -> None:
             if arguments.command == "shakespeare_char":
                 lines = prepare_shakespeare_char(directory, arguments.input)
             elif arguments.command == "text":
-                lines = prepare_text(directory, arguments.input, arguments.tokenizer)
+                _check(arguments)
+                lines = prepare_text(
+                    directory,
+                    arguments.input,
+                    arguments.tokenizer,
+                    json_key=arguments.jsonl_key,
+                    workers=arguments.workers,
+                    val_share=arguments.val_share,
+                    megatron=arguments.format == "megatron",
+                    end_of_text=arguments.eos,
+                )
             else:
                 lines = prepare_python(directory)
         except OSError as error:
             raise UsageError(f"--out {directory}: cannot be written ({error})") from None
         print("\n".join([*lines, f"wrote {directory}"]))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m jaxgpt.prepare", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    shakespeare = commands.add_parser("shakespeare_char", help="Tiny Shakespeare by characters")
+    shakespeare.add_argument("--input", type=Path, help="the text, in place of a download")
+    text = commands.add_parser("text", help="UTF-8 text or JSON lines of your own")
+    text.add_argument(
+        "--input",
+        type=Path,
+        nargs="+",
+        required=True,
+        help="files, in this order, or folders of them: text, a document each, or .jsonl, a "
+        "document a line; also .gz, and .zst from Python 3.14 on",
+    )
+    text.add_argument("--jsonl-key", default="text", help="what a JSON line calls its text")
+    text.add_argument(
+        "--tokenizer",
+        default="char",
+        help="char, byte, a tokenizer.json, or a folder with it or with GPT-2's encoder.json and "
+        "vocab.bpe; default char",
+    )
+    text.add_argument("--eos", help="token between documents; default the tokenizer's own")
+    text.add_argument(
+        "--workers",
+        type=int,
+        default=_cpus(),
+        help="processes that encode; default one per CPU, here %(default)s",
+    )
+    text.add_argument(
+        "--val-share",
+        type=float,
+        help="part for validation: the last characters of text (default 0.1), or JSON lines drawn "
+        "by a hash of their text (default 0.01)",
+    )
+    text.add_argument(
+        "--format",
+        choices=("nanogpt", "megatron"),
+        default="nanogpt",
+        help="train.bin and val.bin, or one .bin and .idx of Megatron-LM, for it to part",
+    )
+    text.add_argument("--name", default="text", help="what data.dataset=NAME will find")
+    python = commands.add_parser("python", help="the source of Python's standard library")
+    for command in (shakespeare, text, python):
+        command.add_argument(
+            "--out", type=Path, help="folder to write; default $JAXGPT_DATA or ~/.cache/jaxgpt"
+        )
+    return parser
+
+
+def _cpus() -> int:
+    """Those that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    if arguments.workers < 1:
+        raise UsageError(f"--workers {arguments.workers}: must be at least 1")
+    if arguments.val_share is not None and not 0 < arguments.val_share < 1:
+        raise UsageError(f"--val-share {arguments.val_share}: must be between 0 and 1, such as 0.1")
+    if arguments.val_share is not None and arguments.format == "megatron":
+        raise UsageError(
+            f"--val-share {arguments.val_share}: --format megatron writes all as one; part it with "
+            "data.val_share, or Megatron's --split"
+        )
+    if arguments.eos is not None and arguments.tokenizer in ("char", "byte"):
+        raise UsageError(
+            f"--eos {arguments.eos}: is for a tokenizer.json, not {arguments.tokenizer}"
+        )
 
 
 if __name__ == "__main__":

@@ -75,6 +75,10 @@ class HFTokenizer:
     def save(self, directory: Path) -> None:
         (directory / FILE).write_bytes(self._content)
 
+    def __reduce__(self):
+        # Of the package's object a copy would lack what is not in the file.
+        return HFTokenizer, (self._content, self.vocab_size, self.end_of_text)
+
     @functools.cached_property
     def _tokenizer(self):
         return _load(self._content)

@@ -3,15 +3,16 @@
 import hashlib
 import platform
 import sysconfig
+import tempfile
 import urllib.request
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import numpy as np
 
 from jaxgpt.config import UsageError
 from jaxgpt.data.publishing import write_dataset
-from jaxgpt.data.tokenizer import ByteTokenizer, CharTokenizer, Tokenizer
+from jaxgpt.data.tokenizer import ByteTokenizer, Tokenizer
 
 TRAIN_SHARE = 0.9
 
@@ -34,36 +35,87 @@ def prepare_shakespeare_char(directory: Path, input_file: Path | None) -> list[s
     Raises:
         UsageError: if the text cannot be downloaded, or is not the known one.
     """
-    if input_file is not None:
-        text = _read_text([input_file])
-    else:
-        text = _download_shakespeare().decode()
-    if not text:
-        raise UsageError(f"--input {input_file}: no text in it")
-    tokenizer = CharTokenizer.of_text(text)
-    tokens = _split_and_write(directory, text, tokenizer, "Tiny Shakespeare")
+    # Not above: a training run, which imports this file for `prepare_python`, has no use for it.
+    from jaxgpt.data.text import Corpus, write_nanogpt
+
+    with tempfile.TemporaryDirectory() as folder:
+        if input_file is None:
+            input_file = Path(folder) / "input.txt"
+            input_file.write_bytes(_download_shakespeare())
+        corpus = Corpus([input_file], None, 1 - TRAIN_SHARE)
+        written = write_nanogpt(corpus, directory, None, 1, "Tiny Shakespeare")
     return [
-        f"length of dataset in characters: {len(text):,}",
-        "all the unique characters: " + "".join(tokenizer.characters),
-        f"vocab size: {tokenizer.vocab_size:,}",
-        f"train has {tokens['train'].size:,} tokens",
-        f"val has {tokens['val'].size:,} tokens",
+        f"length of dataset in characters: {sum(written.tokens.values()):,}",
+        "all the unique characters: "
+        + written.tokenizer.decode(range(written.tokenizer.vocab_size)),
+        *_summary(written.tokenizer, written.tokens),
     ]
 
 
-def prepare_text(directory: Path, input_files: Iterable[Path], tokenizer_name: str) -> list[str]:
-    """Any UTF-8 text files, one after the other, by characters or bytes.
+def prepare_text(
+    directory: Path,
+    inputs: Iterable[Path],
+    tokenizer: str,
+    *,
+    json_key: str = "text",
+    workers: int = 1,
+    val_share: float | None = None,
+    megatron: bool = False,
+    end_of_text: str | None = None,
+) -> list[str]:
+    """Any UTF-8 text files or JSON lines, one after the other.
+
+    The last `val_share` of the characters of text files is for validation, as in nanoGPT; of JSON
+    lines it is a share of the documents, drawn by a hash of their text.
+
+    Args:
+        inputs: files, or folders of them.
+        tokenizer: `char`, or what `open_tokenizer` takes.
+        json_key: under which a JSON line has its text.
+        workers: processes that encode; what is written does not depend on it.
+        val_share: by default a tenth of texts, a hundredth of JSON lines.
+        megatron: write one pair of Megatron-LM's, NAME_KEY_document.bin and .idx, in place of
+            train.bin and val.bin.
+        end_of_text: text of the token between documents, where it is not to be guessed.
 
     Returns:
         Lines that say what was written.
+
+    Raises:
+        UsageError: naming file and line or byte of what cannot be read.
     """
-    files = list(input_files)
-    text = _read_text(files)
-    if not text:
-        raise UsageError(f"--input {' '.join(map(str, files))}: no text in it")
-    tokenizer = CharTokenizer.of_text(text) if tokenizer_name == "char" else ByteTokenizer()
-    tokens = _split_and_write(directory, text, tokenizer, ", ".join(f.name for f in files))
-    return _summary(tokenizer, tokens)
+    from jaxgpt.data.bpe import open_tokenizer
+    from jaxgpt.data.reading import input_files
+    from jaxgpt.data.text import Corpus, rates, write_megatron, write_nanogpt
+
+    inputs = list(inputs)
+    files, is_json = input_files(inputs)
+    encoder = None if tokenizer == "char" else open_tokenizer(tokenizer, end_of_text)
+    if megatron:
+        if encoder is None:
+            raise UsageError(
+                "--tokenizer char: --format megatron keeps no vocabulary; give byte or a tokenizer"
+            )
+        corpus = Corpus(files, json_key if is_json else None, None)
+        prefix = directory / f"{directory.name}_{json_key if is_json else 'text'}_document"
+        written = write_megatron(corpus, prefix, encoder, workers)
+        encoder.save(directory)
+        home = "byte" if tokenizer == "byte" else directory
+        lines = [
+            f"vocab size: {encoder.vocab_size:,}",
+            f"{written.tokens['train']:,} tokens; train on them with data.path={prefix} "
+            f"data.tokenizer={home}",
+        ]
+    else:
+        share = val_share or (0.01 if is_json else 1 - TRAIN_SHARE)
+        corpus = Corpus(files, json_key if is_json else None, share)
+        source = ", ".join(path.name for path in inputs)
+        written = write_nanogpt(corpus, directory, encoder, workers, source)
+        lines = _summary(written.tokenizer, written.tokens)
+    mark = written.tokenizer.end_of_text
+    between = "nothing" if mark is None else f"token {mark}"
+    documents = sum(written.documents.values())
+    return [*lines, f"{documents:,} documents, {between} between them; {rates(written)}"]
 
 
 def prepare_python(directory: Path) -> list[str]:
@@ -86,48 +138,20 @@ def prepare_python(directory: Path) -> list[str]:
     if not content:
         raise UsageError(f"{library}: holds no Python source; give data.path=DIR instead")
     tokenizer = ByteTokenizer()
-    tokens = _split(np.frombuffer(content, np.uint8))
+    tokens = np.frombuffer(content, np.uint8)
+    n_train = int(tokens.size * TRAIN_SHARE)
+    tokens = {"train": tokens[:n_train], "val": tokens[n_train:]}
     source = f"standard library of Python {platform.python_version()}, {len(files)} files"
     write_dataset(directory, tokens, tokenizer, source)
-    return [source, *_summary(tokenizer, tokens)]
+    return [source, *_summary(tokenizer, {split: len(tokens[split]) for split in tokens})]
 
 
-def _summary(tokenizer: Tokenizer, tokens: dict[str, np.ndarray]) -> list[str]:
+def _summary(tokenizer: Tokenizer, tokens: Mapping[str, int]) -> list[str]:
     return [
         f"vocab size: {tokenizer.vocab_size:,}",
-        f"train has {tokens['train'].size:,} tokens",
-        f"val has {tokens['val'].size:,} tokens",
+        f"train has {tokens['train']:,} tokens",
+        f"val has {tokens['val']:,} tokens",
     ]
-
-
-def _split(tokens: np.ndarray) -> dict[str, np.ndarray]:
-    n_train = int(len(tokens) * TRAIN_SHARE)
-    return {"train": tokens[:n_train], "val": tokens[n_train:]}
-
-
-def _split_and_write(
-    directory: Path, text: str, tokenizer: Tokenizer, source: str
-) -> dict[str, np.ndarray]:
-    tokens = _split(tokenizer.encode(text))
-    if tokenizer.vocab_size < 2 or any(split.size < 2 for split in tokens.values()):
-        raise UsageError(
-            f"--input: {len(text)} characters of {tokenizer.vocab_size} kinds are too "
-            "few to train on and validate with; give more text"
-        )
-    write_dataset(directory, tokens, tokenizer, source)
-    return tokens
-
-
-def _read_text(files: Iterable[Path]) -> str:
-    parts = []
-    for file in files:
-        try:
-            parts.append(file.read_bytes().decode())
-        except OSError as error:
-            raise UsageError(f"--input {file}: cannot be read ({error.strerror})") from None
-        except UnicodeDecodeError as error:
-            raise UsageError(f"--input {file}: is not UTF-8 text ({error})") from None
-    return "".join(parts)
 
 
 def _download_shakespeare() -> bytes:

@@ -228,6 +228,7 @@ class IndexedWriter:
         self._code = codes[self._dtype]
         self._sequences = 0
         self._documents = 0
+        self._open = 0  # tokens of a document that has not ended
 
     def __enter__(self) -> "IndexedWriter":
         parent = self._prefix.parent
@@ -245,24 +246,28 @@ class IndexedWriter:
             tokens: its token ids, shape (tokens,).
             lengths: tokens in each of its sequences; without it the document is one sequence.
         """
-        tokens = np.asarray(tokens, None if len(tokens) else self._dtype)
-        self._add(tokens, [len(tokens)] if lengths is None else lengths)
+        assert not self._open, "the document before has not ended"
+        lengths = np.array([len(tokens)] if lengths is None else lengths, np.int64)
+        assert lengths.sum() == len(tokens), (lengths.sum(), len(tokens))
+        self._add(tokens, lengths)
         self._end(np.array([self._sequences]))
 
-    def add_documents(self, tokens: np.ndarray, lengths: np.ndarray) -> None:
-        """Appends documents of one sequence each.
+    def append(self, tokens: np.ndarray, ends: np.ndarray) -> None:
+        """Appends tokens of documents that are one sequence each.
 
         Args:
-            tokens: the token ids of all, one after the other.
-            lengths: tokens in each document.
+            tokens: ids, with which the last document goes on if it has not ended.
+            ends: numbers of these tokens, increasing, at which documents end; what follows the
+                last one waits for the next call.
         """
+        lengths = np.diff(ends, prepend=-self._open)
         first = self._sequences + 1
-        self._add(np.asarray(tokens), lengths)
+        self._add(tokens, lengths)
         self._end(np.arange(first, self._sequences + 1))
+        self._open += len(tokens) - int(lengths.sum())
 
-    def _add(self, tokens: np.ndarray, lengths: np.ndarray | list[int]) -> None:
-        lengths = np.asarray(lengths, np.int64)
-        assert lengths.sum() == len(tokens), (lengths.sum(), len(tokens))
+    def _add(self, tokens: np.ndarray, lengths: np.ndarray) -> None:
+        tokens = np.asarray(tokens, None if len(tokens) else self._dtype)
         kind = np.iinfo(self._dtype)
         if len(tokens) and not kind.min <= tokens.min() <= tokens.max() <= kind.max:
             raise UsageError(
@@ -297,10 +302,9 @@ class IndexedWriter:
             shutil.rmtree(self._scratch, ignore_errors=True)
 
     def _write_index(self) -> None:
+        assert not self._open, "the last document has not ended"
         with open(self._scratch / "idx", "wb") as idx:
-            idx.write(
-                _HEADER.pack(_MAGIC, 1, self._code, self._sequences, self._documents + 1),
-            )
+            idx.write(_HEADER.pack(_MAGIC, 1, self._code, self._sequences, self._documents + 1))
             self._lengths.seek(0)
             shutil.copyfileobj(self._lengths, idx)
             self._lengths.seek(0)

@@ -42,7 +42,8 @@ def test_what_is_written_is_the_format_byte_for_byte(pair, tmp_path):
     with IndexedWriter(tmp_path / "new" / "d", np.uint16) as writer:
         writer.add_document(TOKENS[:5], [2, 3])
         writer.add_document([], [])
-        writer.add_documents(np.array(TOKENS[5:]), [0, 1])
+        writer.append(np.array(TOKENS[5:]), [0])
+        writer.append([], [0])
     assert (tmp_path / "new" / "d.idx").read_bytes() == IDX
     assert (tmp_path / "new" / "d.bin").read_bytes() == pair.with_suffix(".bin").read_bytes()
 
@@ -116,11 +117,15 @@ def test_a_crash_leaves_the_old_pair_and_nothing_else(pair):
 
 def test_documents_beyond_one_block_of_the_writer(tmp_path):
     lengths = np.tile([3, 0, 1, 2], 400_000)
+    ends, tokens = np.cumsum(lengths), np.arange(lengths.sum()) % 251
     with IndexedWriter(tmp_path / "c", np.uint8) as writer:
-        for part in np.split(lengths, 8):
-            writer.add_documents(np.ones(part.sum(), np.uint8), part)
+        for first in range(0, tokens.size, 500_000):  # mostly within a document
+            last = first + 500_000 if first + 500_000 < tokens.size else tokens.size + 1
+            inside = ends[(first <= ends) & (ends < last)]
+            writer.append(tokens[first:last], inside - first)
     index = read_index(tmp_path / "c")
     starts = np.cumsum(lengths) - lengths
+    assert (np.fromfile(tmp_path / "c.bin", np.uint8) == tokens).all()
     assert (index.pointers == starts).all() and index.document_count == len(lengths)
     for document in (0, 2, 3, 1_048_576, len(lengths) - 1):
         assert index.document_start(document) == starts[document]

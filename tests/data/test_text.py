@@ -1,0 +1,234 @@
+"""From text and JSON lines to token files."""
+
+import gzip
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+
+from jaxgpt.config import UsageError
+from jaxgpt.data import reading, text
+from jaxgpt.data.bpe import open_tokenizer
+from jaxgpt.data.corpora import prepare_text
+from jaxgpt.data.indexed import read_index
+from jaxgpt.data.reading import part_texts
+
+
+@pytest.fixture
+def small_blocks(monkeypatch):
+    """Files of some KB are read in many blocks, and encoded by other processes if there are any."""
+    monkeypatch.setattr(reading, "_BLOCK", 3000)
+    monkeypatch.setattr(text, "_IN_PROCESS", 0)
+
+
+def tokens_of(directory, dtype=np.uint16):
+    return [np.fromfile(directory / f"{split}.bin", dtype) for split in ("train", "val")]
+
+
+def json_lines(texts, **more):
+    return "".join(json.dumps({"text": t} | more, ensure_ascii=False) + "\n" for t in texts)
+
+
+def stories(count, seed=0):
+    """Texts of some length that differ from one another."""
+    draw = random.Random(seed)
+    return [f"story {seed} {n}\n\n" + "fjord æ " * draw.randrange(40) for n in range(count)]
+
+
+def of_bytes(texts):
+    return b"\0".join(t.encode() for t in texts)
+
+
+def test_documents_are_kept_in_order_however_many_processes_encode(tmp_path, small_blocks):
+    lines = json_lines(stories(400))
+    (tmp_path / "a.jsonl").write_text(lines)
+    with gzip.open(tmp_path / "b.jsonl.gz", "wt") as file:
+        file.write("\n" + json_lines(["", *stories(300, seed=1)]).rstrip("\n"))
+    for workers in (1, 2):
+        prepare_text(tmp_path / str(workers), [tmp_path], "byte", workers=workers, val_share=0.2)
+    for name in ("train.bin", "val.bin", "meta.json"):
+        assert (tmp_path / "1" / name).read_bytes() == (tmp_path / "2" / name).read_bytes()
+    train, val = (bytes(t.astype(np.uint8)).split(b"\0") for t in tokens_of(tmp_path / "1"))
+    documents = [t.encode() for t in stories(400) + stories(300, seed=1)]
+    assert sorted(train + val) == sorted(documents)
+    assert train == sorted(train, key=documents.index) and val == sorted(val, key=documents.index)
+
+
+def test_validation_documents_are_drawn_by_their_text(tmp_path):
+    (tmp_path / "a.jsonl").write_text(json_lines(stories(2000)))
+    (tmp_path / "b.jsonl").write_text(json_lines(stories(1000, seed=1) + stories(2000)))
+    found = []
+    for name in ("a", "b"):
+        prepare_text(tmp_path / name, [tmp_path / f"{name}.jsonl"], "byte", val_share=0.1)
+        _, val = tokens_of(tmp_path / name)
+        found.append(bytes(val.astype(np.uint8)).split(b"\0"))
+    # A binomial with n = 2000 and p = 0.1 is within 5 standard deviations of its mean.
+    assert abs(len(found[0]) - 200) < 5 * (2000 * 0.1 * 0.9) ** 0.5
+    assert found[1][-len(found[0]) :] == found[0]  # the same ones, with others before them
+
+
+def test_the_last_characters_of_texts_are_for_validation(tmp_path, small_blocks):
+    texts = ["äöü" * 2000, "", "x" * 3000 + "é" * 1001]
+    files = [tmp_path / f"{n}.txt" for n in range(3)]
+    for file, content in zip(files, texts, strict=True):
+        file.write_text(content)
+    prepare_text(tmp_path / "d", [tmp_path], "byte")
+    whole = texts[0] + "\0" + texts[2]
+    n_train = int(10_001 * 0.9) + 1
+    train, val = tokens_of(tmp_path / "d")
+    assert bytes(train.astype(np.uint8)).decode() == whole[:n_train]
+    assert bytes(val.astype(np.uint8)).decode() == whole[n_train:]
+    assert part_texts(files, 0.9) == [2000, 0, 0]  # 1000 characters of two bytes each
+
+
+def test_characters_of_all_files_are_the_vocabulary(tmp_path, small_blocks):
+    (tmp_path / "a.txt").write_text("ab" * 4000)
+    (tmp_path / "b.txt").write_text("cé" * 4000)
+    lines = prepare_text(tmp_path / "d", [tmp_path], "char", workers=2)
+    assert lines[0] == "vocab size: 4"
+    train, val = tokens_of(tmp_path / "d")
+    assert np.concatenate([train, val]).tolist() == [0, 1] * 4000 + [2, 3] * 4000
+
+
+def test_a_text_in_blocks_has_gpt2s_tokens_of_the_whole(tmp_path, small_blocks, gpt2_folder):
+    draw = random.Random(0)
+    parts = [
+        " ",
+        "\n",
+        "  ",
+        "\n\n",
+        "\r\n",
+        "a",
+        "1",
+        ".",
+        "'s",
+        "\t",
+        "\u00a0",
+        "日本",
+        "é",
+        " to",
+    ]
+    whole = "".join(draw.choices(parts, k=40_000))
+    (tmp_path / "a.txt").write_bytes(whole.encode())
+    prepare_text(tmp_path / "d", [tmp_path / "a.txt"], str(gpt2_folder))
+    n_train = int(len(whole) * 0.9)
+    tokenizer = open_tokenizer(gpt2_folder)
+    for tokens, part in zip(
+        tokens_of(tmp_path / "d"), (whole[:n_train], whole[n_train:]), strict=True
+    ):
+        assert tokens.tolist() == tokenizer._tokenizer.encode(part).ids
+
+
+def test_tiny_shakespeare_has_nanogpts_number_of_tokens(tmp_path, tiny_shakespeare, gpt2_folder):
+    lines = prepare_text(tmp_path / "d", [tiny_shakespeare], str(gpt2_folder))
+    assert lines[1:3] == ["train has 301,966 tokens", "val has 36,059 tokens"]
+    assert open_tokenizer(tmp_path / "d").to_meta() == open_tokenizer(gpt2_folder).to_meta()
+
+
+@pytest.fixture(scope="module")
+def gpt2_folder(pytestconfig):
+    pytest.importorskip("tokenizers")
+    folder = pytestconfig.rootpath.parent / "shared" / "data" / "gpt2"
+    if not folder.is_dir():
+        pytest.skip("GPT-2's vocabulary is not in ../shared/data/gpt2")
+    return folder
+
+
+@pytest.mark.parametrize("suffix", ["txt", "jsonl"])
+def test_megatrons_format_has_every_document_with_its_mark(tmp_path, small_blocks, suffix):
+    texts = stories(40) + ["long " * 2000]
+    if suffix == "jsonl":
+        (tmp_path / "a.jsonl").write_text(json_lines(texts).replace('"text"', '"body"'))
+    else:
+        for n, content in enumerate(texts):
+            (tmp_path / f"{n:02}.txt").write_text(content)
+    out = tmp_path / "mine"
+    lines = prepare_text(out, [tmp_path], "byte", megatron=True, json_key="body")
+    prefix = out / f"mine_{'body' if suffix == 'jsonl' else 'text'}_document"
+    assert f"data.path={prefix} data.tokenizer=byte" in lines[1]
+    index = read_index(prefix)
+    assert np.fromfile(index.bin_path, index.dtype).astype(np.uint8).tobytes() == (
+        of_bytes(texts) + b"\0"
+    )
+    assert index.lengths.tolist() == [len(t.encode()) + 1 for t in texts]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        (
+            "a.txt",
+            b"\xc3\xa4" * 2500 + b"a\xff" + b"b" * 9000,
+            "a.txt: is not UTF-8 text at byte 5001",
+        ),
+        ("a.txt", b"a" * 9000 + b"\xc3", "a.txt: is not UTF-8 text at byte 9000"),
+        ("a.jsonl", b'{"text": "a"}\n\n' * 400 + b"{text}\n", "a.jsonl: line 801 is not JSON"),
+        ("a.jsonl", b'{"text": "\xff"}', "line 1 is not UTF-8"),
+        ("a.jsonl", b'{"text": "\\ud800"}', "line 1 is not UTF-8"),
+        (
+            "a.jsonl",
+            b'{"id": 1, "body": "b"}',
+            "line 1 has no text under 'text', but id, body; give",
+        ),
+        ("a.jsonl", b'{"text": null}', "line 1 has no text under 'text'"),
+        ("a.jsonl", b'["text"]', "line 1 has no text under 'text', but list"),
+        ("a.jsonl.gz", gzip.compress(b"{}" * 99)[:-9], "a.jsonl.gz: cannot be read"),
+        ("a.jsonl.gz", b"{}", "a.jsonl.gz: cannot be read"),
+        ("a.jsonl", b"", "0 tokens to train on"),
+        ("a.txt", b"x" * 19, "17 tokens to train on and 2 to validate.*vocabulary of 1"),
+    ],
+    ids=lambda x: None if isinstance(x, str) else "",
+)
+def test_what_is_wrong_with_an_input_is_named(tmp_path, small_blocks, name, content, words):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(UsageError, match=words):
+        prepare_text(tmp_path / "d", [tmp_path / name], "char")
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+
+
+def test_inputs_that_cannot_be_are_refused(tmp_path):
+    (tmp_path / "a.txt").write_text("a")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UsageError, match="--input .*no.txt: cannot be read"):
+        prepare_text(tmp_path / "d", [tmp_path / "no.txt"], "char")
+    with pytest.raises(UsageError, match="empty: has no files of .txt"):
+        prepare_text(tmp_path / "d", [tmp_path / "empty"], "char")
+    (tmp_path / "b.jsonl").write_text("{}")
+    with pytest.raises(UsageError, match="a.txt is text and .*b.jsonl is JSON lines"):
+        prepare_text(tmp_path / "d", [tmp_path], "char")
+
+
+def test_results_come_in_order_and_no_more_is_read_than_can_be_held():
+    read = []
+    results = text._in_order(abs, (read.append(n) or -n for n in range(50)), 2)
+    assert next(results) == (0, 0)
+    assert len(read) < 10
+    assert [result for _, result in results] == list(range(1, 50))
+
+
+def test_the_death_of_a_process_ends_it_with_a_sentence():
+    with pytest.raises(UsageError, match="--workers 2: one of the processes was killed"):
+        list(text._in_order(os._exit, range(1, 50), 2))
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_stop_leaves_nothing_behind(tmp_path, number):
+    pipe, out = tmp_path / "a.jsonl", tmp_path / "out" / "d"
+    os.mkfifo(pipe)
+    command = [sys.executable, "-m", "jaxgpt.prepare", "text", "--input", pipe, "--out", out]
+    with subprocess.Popen([*command, "--tokenizer", "byte"], stderr=subprocess.PIPE) as job:
+        with open(pipe, "w") as file:
+            file.write(json_lines(stories(10_000)))
+            file.flush()
+            while not (out.parent.is_dir() and any(out.parent.iterdir())):
+                time.sleep(0.05)
+            job.send_signal(number)
+        assert job.wait(30) == 128 + number
+        assert job.stderr.read() == b""
+    assert not any(out.parent.iterdir())
