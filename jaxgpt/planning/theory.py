@@ -193,7 +193,7 @@ def _activations(config: Config, mesh: dict[str, int]) -> list[Traffic]:
 def _loss_and_norm(
     config: Config, mesh: dict[str, int], parameters: list[_Parameter]
 ) -> list[Traffic]:
-    """The numbers behind the loss, the loss itself, and the norm of the gradient.
+    """The numbers behind the loss, the loss of each row, and the norm of the gradient.
 
     Of a vocabulary that is split: for each token the largest logit, the sum of exponentials and
     the target's logit (arXiv 1909.08053, section 3).
@@ -208,7 +208,8 @@ def _loss_and_norm(
         out.append(Traffic("loss", "all-reduce", ("tensor",), 3 * parts * chunks, size))
     batch_axes = tuple(a for a in ("data", "fsdp") if mesh[a] > 1)
     if batch_axes:
-        out.append(Traffic("loss", "all-reduce", batch_axes, 1, FLOAT32))
+        size = config.train.batch_size * FLOAT32  # the losses of all rows
+        out.append(Traffic("loss", "all-reduce", batch_axes, 1, size))
     for p in parameters:
         over_fsdp = p.over_fsdp and config.parallel.zero_stage > 0
         for axis in ("fsdp",) * over_fsdp + ("tensor",) * p.over_tensor:

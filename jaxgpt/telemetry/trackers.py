@@ -35,8 +35,10 @@ class MetricsFile:
         """
         if path.exists():
             if resume_step is None:
-                shutil.copyfile(path, path.with_name(path.name + ".old"))
-            cut_metrics(path, 0 if resume_step is None else resume_step)
+                resume_step = 0
+                if any(record["kind"] != "rewind" for record in read_records(path)):
+                    shutil.copyfile(path, path.with_name(path.name + ".old"))
+            cut_metrics(path, resume_step)
         self._file = path.open("a", buffering=1)
 
     def log(self, record: Record) -> None:
@@ -157,7 +159,7 @@ def cut_metrics(path: Path, step: int, record: Record | None = None) -> None:
     lines = [
         line
         for line, found in _whole_lines(path)
-        if found.get("kind") == "rewind" or found.get("step", 0) <= step
+        if found["kind"] == "rewind" or found.get("step", 0) <= step
     ]
     write_whole(path, "".join([*lines, json_line(record) if record else ""]))
 

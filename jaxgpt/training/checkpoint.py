@@ -7,6 +7,7 @@ need not be those that wrote it.
 """
 
 import functools
+import json
 import logging
 from collections.abc import Mapping
 from pathlib import Path
@@ -70,9 +71,7 @@ class Checkpoints:
         """
         import orbax.checkpoint.args as args
 
-        wanted = args.Composite(
-            state=args.StandardRestore(_to_tree(shapes)), meta=args.JsonRestore()
-        )
+        wanted = args.Composite(state=args.StandardRestore(_to_tree(shapes)))
         try:
             found = self._manager.restore(step, args=wanted)
         except (OSError, KeyError, ValueError) as error:
@@ -82,8 +81,10 @@ class Checkpoints:
                 f"{folder}: cannot be restored ({reason}); remove it to go on from an older "
                 "checkpoint, if there is one"
             ) from error
-        state, watch = found["state"], found["meta"].get("watch")
-        return TrainState(state.pop("params"), state, watch_from_json(watch, shapes.watch))
+        state = found["state"]
+        meta = json.loads((self._folder / str(step) / "meta" / "metadata").read_text())
+        watch = watch_from_json(meta.get("watch"), shapes.watch)
+        return TrainState(state.pop("params"), state, watch)
 
     def close(self) -> None:
         """Returns when everything that was saved is on disk; the next use looks there anew."""

@@ -1,0 +1,100 @@
+import os
+import subprocess
+import time
+
+import numpy as np
+import pytest
+
+from blends import write_corpora
+from jaxgpt.config import UsageError
+from jobs import command, environment, losses, records, train_here
+
+SETTINGS = (
+    "--config", "shakespeare_char_cpu", "model.vocab_size=97", "model.n_layer=2",
+    "model.n_embd=64", "train.batch_size=16", "train.eval_iters=2", "train.eval_interval=3",
+    "train.log_interval=1", "train.sample_tokens=0", "checkpoint.interval=3",
+    "data.val_share=0.05", "--mesh", "8,1,1",
+)  # fmt: skip
+
+
+@pytest.fixture
+def lines(tmp_path):
+    return write_corpora(tmp_path)
+
+
+def train(out, lines, n_steps, *settings):
+    arguments = (*SETTINGS, f"train.max_iters={n_steps}", *settings, "--data.blend", *lines)
+    return train_here(*arguments, "--out", out)
+
+
+def test_each_corpus_has_its_tokens_and_losses(lines, tmp_path):
+    out = tmp_path / "run"
+    assert train(out, lines, 6) == 0
+    last = records(out)[-1]
+    tokens = np.array([c["tokens"] for c in last["corpora"].values()])
+    assert list(last["corpora"]) == [f"name{c}" for c in range(5)]
+    assert tokens.sum() == last["consumed_tokens"] == 6 * 16 * 64
+    np.testing.assert_allclose(tokens / 64, 96 * np.array([0.5, 0.25, 0.15, 0.07, 0.03]), atol=1)
+    rows = np.diff(
+        [[c["tokens"] // 64 for c in r["corpora"].values()] for r in records(out)[-2:]], axis=0
+    )[0]
+    means = [c["loss"] for c in last["corpora"].values()]
+    whole = sum(n * mean for n, mean in zip(rows, means, strict=True) if n) / rows.sum()
+    assert whole == pytest.approx(last["loss"], rel=1e-5)
+    evaluated = records(out, "eval")[-1]
+    assert set(evaluated["corpora"]) == {f"name{c}" for c in range(5)}
+
+
+def test_data_that_has_changed_stops_a_resume_unless_it_is_accepted(lines, tmp_path, capsys):
+    out = tmp_path / "run"
+    assert train(out, lines, 3) == 0
+    moved = tmp_path / "moved"
+    moved.mkdir()
+    os.rename(tmp_path / "corpus1.bin", moved / "corpus1.bin")
+    lines[1] = f"0.25 {moved / 'corpus1.bin'} name1"
+    assert train(out, lines, 6) == 0  # the same tokens in another place
+    assert "warning" not in (out / "train.log").read_text()
+
+    tokens = np.fromfile(tmp_path / "corpus4.bin", np.uint16)
+    tokens[100] += 1
+    tokens.tofile(tmp_path / "corpus4.bin")
+    with pytest.raises(UsageError, match=r"data.blend: .*corpus4 does not hold the tokens that"):
+        train(out, lines, 9)
+    with pytest.raises(UsageError, match=r"was trained on 5 sources, not 4"):
+        train(out, lines[:4], 9)
+    assert train(out, lines, 9, "data.accept_changes=True") == 0
+    assert "accepted by data.accept_changes" in (out / "train.log").read_text()
+
+    lines[0] = lines[0].replace("0.5", "0.7")
+    assert train(out, lines, 12) == 0
+    assert "the weights of data.blend have changed" in (out / "train.log").read_text()
+    assert list(losses(out)) == list(range(1, 13))
+
+
+def test_a_run_of_a_file_list_goes_on_without_it(lines, tmp_path):
+    out, file_list = tmp_path / "run", tmp_path / "list.txt"
+    file_list.write_text("\n".join(lines))
+    arguments = (*SETTINGS, "--out", out)
+    assert train_here(*arguments, f"data.file_list={file_list}", "train.max_iters=3") == 0
+    file_list.unlink()
+    assert train_here("--out", out, "train.max_iters=6") == 0
+    assert list(losses(out)) == list(range(1, 7))
+
+
+def test_a_file_that_shrinks_during_a_run_ends_all_processes_with_a_sentence(lines, tmp_path):
+    out = tmp_path / "run"
+    arguments = (*SETTINGS, "--out", out, "--mesh", "2,1,1", "train.max_iters=1000000")
+    job = subprocess.Popen(
+        command("train", *arguments, "checkpoint.interval=0", "--data.blend", *lines, processes=2),
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment(),
+    )  # fmt: skip
+    deadline = time.monotonic() + 120
+    while not (out / "metrics.jsonl").exists() or len(records(out)) < 5:
+        assert job.poll() is None and time.monotonic() < deadline
+        time.sleep(0.2)
+    os.truncate(tmp_path / "corpus0" / "train.bin", 3001)
+    output, _ = job.communicate(timeout=60)
+    assert job.returncode == 2, output
+    errors = [line for line in output.splitlines() if line.startswith("error:")]
+    assert len(errors) == 1 and "train.bin: ends at byte 3001, before token" in errors[0], output
+    assert "Traceback" not in output

@@ -1,0 +1,183 @@
+"""Rewinds in this process, on its eight simulated devices: a tiny model, and a poisoned stretch."""
+
+import gc
+import json
+import shutil
+
+import numpy as np
+import pytest
+
+from jaxgpt.distributed import exits
+from jaxgpt.telemetry.trackers import read_records
+from jaxgpt.training import loop, rewinding, rewinds
+from jobs import SMALL, checkpoint_arrays, losses, records, train_here
+
+# It has learned enough by step 36 for random tokens, of loss 8, to stand out.
+POISONED = (
+    *SMALL, "--mesh", "2,2,2", "model.n_layer=1", "model.n_embd=32", "optimizer.warmup_iters=2",
+    "optimizer.learning_rate=0.01", "train.max_iters=60", "checkpoint.interval=10",
+    "checkpoint.keep=10", "spike.window=16", "--faults.random_tokens", "36", "38",
+)  # fmt: skip
+REWIND = (
+    "spike.action=rewind", "spike.rewind_margin=10", "spike.skip_before=2", "spike.skip_after=6",
+)  # fmt: skip
+TO, SKIP = 20, (34, 42)
+
+
+def train_to_the_end(out, *arguments):
+    assert train_here(*POISONED, *arguments, "--out", out) == exits.DONE
+
+
+@pytest.fixture(scope="module")
+def rewound(tmp_path_factory):
+    out = tmp_path_factory.mktemp("runs") / "rewound"
+    train_to_the_end(out, *REWIND)
+    return out
+
+
+def numbers(out):
+    """step -> loss of what metrics.jsonl holds, of which no step may be there twice."""
+    steps = [r["step"] for r in records(out)]
+    assert steps == sorted(set(steps))
+    return losses(out)
+
+
+def assert_same_run(out, expected):
+    assert numbers(out) == numbers(expected)
+    a, b = checkpoint_arrays(out, 60), checkpoint_arrays(expected, 60)
+    assert all((a[name] == b[name]).all() for name in b) and a.keys() == b.keys()
+    (found,), (wanted,) = records(out, "rewind"), records(expected, "rewind")
+    assert {**found, "dropped": None} == {**wanted, "dropped": None}
+
+
+def test_a_rewound_run_goes_on_as_if_the_range_had_been_given_by_hand(rewound, tmp_path):
+    out = tmp_path / "by_hand"
+    train_to_the_end(out, "train.max_iters=20", "spike.action=log")
+    by_hand = ("--train-range-to-skip", *map(str, SKIP))
+    train_to_the_end(out, *by_hand, "spike.action=log")
+    assert numbers(out) == numbers(rewound)
+    assert [s for s, loss in numbers(rewound).items() if loss is None] == list(range(34, 43))
+    a, b = checkpoint_arrays(out, 60), checkpoint_arrays(rewound, 60)
+    assert all((a[name] == b[name]).all() for name in b) and a.keys() == b.keys()
+
+
+def test_what_was_dropped_is_on_record(rewound):
+    (record,) = records(rewound, "rewind")
+    assert record["step"] == TO and record["spike"] == 36 and record["cause"] == "loss"
+    assert record["skip"] == list(SKIP)
+    assert record["dropped"] == [21, 36]
+    assert [step for step, _ in record["dropped_losses"]] == list(range(21, 37))
+    assert record["loss"] > record["limit"] > record["median"]
+    worst = [row["loss"] for row in record["rows"]]
+    assert len(worst) == 8 and worst == sorted(worst, reverse=True)
+    log = (rewound / "train.log").read_text()
+    assert "warning: faults.random_tokens: steps 36-38 train on tokens drawn at random" in log
+    assert "rewound to step 20 because of the spike at step 36" in log
+
+
+def test_tensorboard_shows_no_step_twice_after_a_rewind(rewound):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(rewound / "tensorboard"))
+    events.Reload()
+    shown = {e.step: e.value for e in events.Scalars("train/loss")}
+    assert len(events.Scalars("train/loss")) == len(shown)
+    logged = {step: loss for step, loss in losses(rewound).items() if loss is not None}
+    assert shown == pytest.approx(logged)
+
+
+class Killed(Exception):
+    pass
+
+
+@pytest.mark.parametrize(
+    "place", ["rewinds.finish_rewind", "rewinds.cut_metrics", "rewinding.read_meta", "skip range"]
+)
+def test_killed_in_the_middle_a_run_ends_the_same(rewound, tmp_path, place, monkeypatch):
+    """Before anything is done, between two files, before the state is restored, and later."""
+
+    def killed(*args):
+        raise Killed
+
+    with monkeypatch.context() as patch:
+        if place == "skip range":
+            step = loop.Reporter.step
+            patch.setattr(
+                loop.Reporter,
+                "step",
+                lambda self, number, *rest: (
+                    killed() if number == 38 and rest[0] is None else step(self, number, *rest)
+                ),
+            )
+        else:
+            module, name = place.split(".")
+            where = rewinding if name in ("finish_rewind", "read_meta") else rewinds
+            patch.setattr(where, name, killed)
+        with pytest.raises(Killed):
+            train_here(*POISONED, *REWIND, "--out", tmp_path)
+    gc.collect()  # Orbax's event loop, whose end breaks what Python 3.11 parses meanwhile
+    assert json.loads((tmp_path / "rewinds.json").read_text())[0]["spike"] == 36
+    assert train_here("--out", tmp_path, *POISONED, *REWIND) == exits.DONE
+    assert_same_run(tmp_path, rewound)
+
+
+def test_what_a_signal_saved_does_not_decide_where_a_run_goes_back_to(rewound, tmp_path):
+    keep = "checkpoint.keep=2"
+    for stop_at in (22, 26):
+        assert train_here(*POISONED, *REWIND, keep, "--out", tmp_path, stop_at=stop_at) == 75
+    train_to_the_end(tmp_path, *REWIND, keep)
+    assert_same_run(tmp_path, rewound)
+
+
+def test_without_a_checkpoint_so_old_a_run_begins_anew(tmp_path):
+    more = ("checkpoint.interval=30", "spike.rewind_margin=20", "train.log_interval=25")
+    train_to_the_end(tmp_path, *REWIND, *more)
+    (record,) = records(tmp_path, "rewind")
+    # Between two log lines a spike is found when the next step is under way.
+    assert record["step"] == 0 and record["dropped"] == [1, 37]
+    assert list(numbers(tmp_path)) == [25, *range(34, 43), 50, 60]
+    assert not (tmp_path / "metrics.jsonl.old").exists()
+
+
+def test_after_so_many_rewinds_it_stops_with_a_report(tmp_path, capsys):
+    arguments = (*POISONED, *REWIND, "spike.max_rewinds=1", "spike.skip_after=0", "--out", tmp_path)
+    assert train_here(*arguments) == exits.FAILED
+    printed = capsys.readouterr().out
+    assert "spike.max_rewinds=1: step 37 is a spike once more" in printed
+    assert "Spikes, skips and rewinds" in printed and "rewound to step 20" in printed
+    assert [r["spike"] for r in records(tmp_path, "rewind")] == [36]
+    assert [r["step"] for r in records(tmp_path, "spike") if r["cause"] == "loss"] == [37]
+    for step in (10, 20):
+        shutil.rmtree(tmp_path / "checkpoints" / str(step))
+    arguments = (*arguments, "spike.max_rewinds=2")
+    assert train_here(*arguments) == exits.FAILED
+    assert "no checkpoint up to step 27 is left" in capsys.readouterr().out
+
+
+def test_too_many_steps_that_are_not_finite_stop_the_run_with_a_good_checkpoint(tmp_path, capsys):
+    fault = ("faults.nan_step=12", "faults.nan_device=5", "spike.max_consecutive_nonfinite=1")
+    train = ("train.log_interval=5", "checkpoint.interval=11")
+    assert train_here(*POISONED, *fault, *train, "--out", tmp_path) == exits.FAILED
+    lines = capsys.readouterr().out.splitlines()
+    (line,) = (line for line in lines if line.startswith("spike.max_consecutive_nonfinite=1"))
+    assert "step 15" in line
+    assert all(np.isfinite(array).all() for array in checkpoint_arrays(tmp_path, 15).values())
+    (spike,) = records(tmp_path, "spike")
+    assert spike["step"] == 12 and spike["cause"] == "nonfinite" and spike["nonfinite"]
+    count = [a for name, a in checkpoint_arrays(tmp_path, 15).items() if "count" in name]
+    assert count == [14]
+
+
+def test_the_device_of_a_rehearsed_fault_has_to_be_there(tmp_path):
+    from jaxgpt.config import UsageError
+
+    fault = ("faults.nan_step=2", "faults.nan_device=8")
+    with pytest.raises(UsageError, match="faults.nan_device=8: the mesh has 8 devices"):
+        train_here(*POISONED, *fault, "--out", tmp_path)
+
+
+def test_spikes_are_recorded_whatever_the_interval_of_the_log(tmp_path):
+    train_to_the_end(tmp_path, "train.log_interval=25", "train.max_iters=42")
+    found = [r for r in read_records(tmp_path / "metrics.jsonl") if r["kind"] == "spike"]
+    assert [r["step"] for r in found if r["cause"] == "loss"][:2] == [36, 37]
+    assert {r["action"] for r in found} == {"log"}
