@@ -62,7 +62,7 @@ class TokenFile:
             ) from None
         if found < tokens.nbytes:
             raise UsageError(
-                f"{self.path}: ends at byte {offset + found}, before token "
+                f"{self.path}: ends at byte {os.fstat(self._descriptor).st_size}, before token "
                 f"{self.first + start + count - 1}; it has become shorter since it was opened"
             )
         return tokens
