@@ -1,0 +1,18 @@
+import json
+
+from jobs import run
+
+
+def test_the_loader_is_timed_on_the_cpus_that_are_named():
+    job = run(
+        "bench", "loader", "--config", "tiny", "--batches", 2, "--cpus", 1, "--json",
+        "model.block_size=64",
+    )  # fmt: skip
+    assert job.returncode == 0, job.stdout
+    found = json.loads(job.stdout)
+    assert found["cpus"] == 1 and found["batch_size"] == 24 and found["block_size"] == 64
+    assert found["tokens_per_sec_least"] <= found["tokens_per_sec"] <= found["tokens_per_sec_most"]
+    assert found["data_bytes"] > 2**20 and found["tokens_per_sec_least"] > 0
+
+    job = run("bench", "loader", "--cpus", 100_000)
+    assert job.returncode == 2 and "--cpus=100000: this process may use" in job.stdout
