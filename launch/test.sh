@@ -2,9 +2,10 @@
 # Installs what the tests need into .venv and runs them. Arguments go to pytest:
 #   bash launch/test.sh --long      # also the long forms of the checks (about an hour)
 #   bash launch/test.sh -k mesh
+# Two files are tested at a time; -n 0 tests one, with what it prints (-s) and debuggers.
 set -euo pipefail
 root=$(cd "$(dirname "$0")/.." && pwd)
 bash "$root/launch/install.sh" dev
 export PATH="$root/.venv/bin:$PATH"
 cd "$root"
-exec python -m pytest "$@"
+exec python -m pytest -n 2 "$@"

@@ -25,6 +25,22 @@ def pytest_collection_modifyitems(config, items):
                 item.add_marker(pytest.mark.skip(reason="long form: give --long"))
 
 
+@pytest.hookimpl(optionalhook=True)  # of pytest-xdist
+def pytest_xdist_make_scheduler(config, log):
+    """Each worker takes a file at a time, and one of them all that starts jobs of processes.
+
+    Such jobs take all cores, and some of their ends are timed: two at a time would be too many.
+    """
+    from xdist.scheduler import LoadFileScheduling
+
+    class FilesAndJobs(LoadFileScheduling):
+        def _split_scope(self, nodeid):
+            scope = super()._split_scope(nodeid)
+            return "jobs" if scope.startswith("tests/multiprocess/") else scope
+
+    return FilesAndJobs(config, log)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def data_home(tmp_path_factory):
     """$JAXGPT_DATA with the `python` data set prepared."""
