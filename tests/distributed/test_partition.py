@@ -55,8 +55,11 @@ def test_zero_stages_are_those_of_the_paper(stage, parameters, gradients, moment
 
 
 def test_fully_sharded_state_takes_an_eighth_of_a_device():
-    whole = bytes_on_one_device(state_on((8, 1, 1), "parallel.zero_stage=0"))
-    eighth = bytes_on_one_device(state_on((1, 8, 1)))
+    def of_parameters(state):
+        return bytes_on_one_device((state.params, state.opt_state))
+
+    whole = of_parameters(state_on((8, 1, 1), "parallel.zero_stage=0"))
+    eighth = of_parameters(state_on((1, 8, 1)))
     config = load_config("shakespeare_char_cpu").model
     # Three float32 arrays (parameters, two moments) of 4 x (12 D^2 + 2 D) + (128 + T) D + D.
     n = 4 * (12 * 128**2 + 2 * 128) + (128 + config.block_size) * 128 + 128
