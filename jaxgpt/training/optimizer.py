@@ -30,15 +30,41 @@ def learning_rate_schedule(config: OptimizerConfig) -> optax.Schedule:
     return optax.join_schedules([warmup, cosine], [config.warmup_iters])
 
 
-def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
-    """AdamW (arXiv 1711.05101) up to the factor -lr, which `train_step` applies.
+def first_moments(params: Any) -> dict[str, Any]:
+    """What AdamW keeps before the first step: moments `mu` and `nu`, and its `count` of updates."""
+    return {
+        "mu": optax.tree.zeros_like(params),
+        "nu": optax.tree.zeros_like(params),
+        "count": jnp.int32(0),
+    }
+
+
+def next_moments(config: OptimizerConfig, kept: dict[str, Any], gradients: Any) -> dict[str, Any]:
+    """The same after an update with these gradients."""
+    return {
+        "mu": optax.tree.update_moment(gradients, kept["mu"], config.beta1, 1),
+        "nu": optax.tree.update_moment(gradients, kept["nu"], config.beta2, 2),
+        "count": kept["count"] + 1,
+    }
+
+
+def directions(config: OptimizerConfig, kept: dict[str, Any], params: Any) -> Any:
+    """What AdamW (arXiv 1711.05101, algorithm 2) takes off the parameters, up to the factor lr.
 
     The learning rate is kept out because it depends on the step and not on how many updates
-    Adam has made: a skipped step advances the one and not the other.
+    Adam has made: a skipped step advances the one and not the other. The moments come from
+    `next_moments`, so that `train_step` can leave them as they were in between.
     """
-    return optax.chain(
-        optax.scale_by_adam(config.beta1, config.beta2, ADAM_EPSILON),
-        optax.add_decayed_weights(config.weight_decay, is_decayed),
+    mu_hat = optax.tree.bias_correction(kept["mu"], config.beta1, kept["count"])
+    nu_hat = optax.tree.bias_correction(kept["nu"], config.beta2, kept["count"])
+    return jax.tree.map(
+        lambda m, v, p, decayed: (
+            m / (jnp.sqrt(v) + ADAM_EPSILON) + (config.weight_decay * p if decayed else 0)
+        ),
+        mu_hat,
+        nu_hat,
+        params,
+        is_decayed(params),
     )
 
 

@@ -5,6 +5,7 @@ Pure functions over pytrees, each jitted once. What a run carries from step to s
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,8 +23,22 @@ from jaxgpt.model.attention import (
     make_attention,
 )
 from jaxgpt.model.gpt import GPT, abstract_params, count_parameters
-from jaxgpt.training.detection import NONE, NONFINITE, empty_watch, look, nothing_seen
-from jaxgpt.training.optimizer import clip, learning_rate_schedule, make_optimizer
+from jaxgpt.training.detection import (
+    NONE,
+    NONFINITE,
+    Verdict,
+    Watch,
+    empty_watch,
+    look,
+    nothing_seen,
+)
+from jaxgpt.training.optimizer import (
+    clip,
+    directions,
+    first_moments,
+    learning_rate_schedule,
+    next_moments,
+)
 from jaxgpt.training.sharded import make_sharded
 from jaxgpt.training.state import (
     CPU_INIT_OPTIONS,
@@ -33,7 +48,6 @@ from jaxgpt.training.state import (
     TrainState,
 )
 
-ADAM = ("mu", "nu", "count")  # what the optimizer keeps between steps
 GATHERED_BYTES = 2**28  # parameters up to this size are gathered to write samples
 
 
@@ -49,11 +63,8 @@ def make_steps(config: Config, mesh: Mesh, attend: Attention | None = None) -> S
     on_cpu = device.platform == "cpu"
     kernel, reason = choose_attention(model, train.dtype, cuda_capability(device))
     attend = attend or make_attention(kernel, model.dropout)
-    optimizer = make_optimizer(config.optimizer)
     schedule = learning_rate_schedule(config.optimizer)
     sharded = make_sharded(config, mesh, attend)
-
-    empty = jax.eval_shape(optimizer.init, {})  # the optimizer's state but for what ADAM names
 
     # Where everything lives.
     shapes, axes = abstract_params(model)
@@ -72,38 +83,38 @@ def make_steps(config: Config, mesh: Mesh, attend: Attention | None = None) -> S
     def init() -> TrainState:
         network = GPT(model, rngs=nnx.Rngs(params=train.seed))
         params = nnx.to_pure_dict(nnx.state(network, nnx.Param))
-        opt_state = optimizer.init(params)
-        kept = {key: optax.tree.get(opt_state, key) for key in ADAM}
-        return TrainState(params, kept, empty_watch(config.spike))
+        return TrainState(params, first_moments(params), empty_watch(config.spike))
 
     def train_step(
         state: TrainState, step: jax.Array, batch: jax.Array
     ) -> tuple[TrainState, Metrics]:
         row_losses, gradients = sharded.loss_and_gradients(state.params, step, batch)
-        loss = row_losses.mean()
         params, kept, watch = state
         if parallel.offload_optimizer:
             kept = jax.device_put(kept, on_device.opt_state)
-        grad_norm = optax.tree.norm(gradients)
+        loss, grad_norm = row_losses.mean(), optax.tree.norm(gradients)
         gradients = clip(gradients, grad_norm, config.optimizer.grad_clip)
-        opt_state = optax.tree.set(empty, **kept)
-        directions, opt_state = optimizer.update(gradients, opt_state, params)
         lr = jnp.asarray(schedule(step), jnp.float32)
-        updated = (
-            jax.tree.map(lambda p, d: p - lr * d, params, directions),
-            {key: optax.tree.get(opt_state, key) for key in ADAM},
-        )
-        verdict = nothing_seen()
-        if config.spike.action != "off":
-            watch, verdict = look(watch, loss, grad_norm, config.spike)
-            skips_all = config.spike.action == "skip_update"
-            ok = verdict.cause == NONE if skips_all else verdict.cause != NONFINITE
-            # Chosen, never multiplied by zero: 0 x NaN is NaN.
-            updated = jax.tree.map(
-                lambda new, old: jnp.where(ok, new, old), updated, (params, kept)
-            )
-        metrics = Metrics(loss, grad_norm, lr, row_losses, *verdict)
-        return TrainState(*updated, watch), metrics
+        watch, verdict, ok = judged(watch, loss, grad_norm)
+
+        def if_ok(new: Any, old: Any) -> Any:
+            """Chosen, never multiplied by zero: 0 x NaN is NaN."""
+            return new if ok is None else jax.tree.map(functools.partial(jnp.where, ok), new, old)
+
+        # The moments are chosen before they are used: otherwise their old and new values would
+        # have to be there together, which takes another copy of both.
+        kept = if_ok(next_moments(config.optimizer, kept, gradients), kept)
+        updates = directions(config.optimizer, kept, params)
+        params = if_ok(jax.tree.map(lambda p, u: p - lr * u, params, updates), params)
+        return TrainState(params, kept, watch), Metrics(loss, grad_norm, lr, row_losses, *verdict)
+
+    def judged(watch: Watch, loss: jax.Array, grad_norm: jax.Array) -> tuple[Watch, Verdict, Any]:
+        """What is remembered, what is found, and whether to update: None is in any case."""
+        if config.spike.action == "off":
+            return watch, nothing_seen(), None
+        watch, verdict = look(watch, loss, grad_norm, config.spike)
+        skips_all = config.spike.action == "skip_update"
+        return watch, verdict, verdict.cause == NONE if skips_all else verdict.cause != NONFINITE
 
     lone = functools.partial(
         GPT, model, dtype=jnp.dtype(train.dtype), attend=attend, scan_layers=parallel.scan_layers

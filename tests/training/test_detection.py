@@ -9,6 +9,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxgpt.config import SpikeConfig, load_config, mesh_sizes
 from jaxgpt.distributed.mesh import make_mesh
+from jaxgpt.planning.program import COMPILE_ONLY
 from jaxgpt.training.detection import (
     CAUSES,
     empty_watch,
@@ -221,3 +222,13 @@ def test_losses_of_rows_are_those_of_each_row_alone(options):
     np.testing.assert_allclose(metrics.row_losses, expected, rtol=1e-5)
     np.testing.assert_allclose(metrics.loss, np.mean(expected), rtol=1e-5)
     np.testing.assert_allclose(steps.eval_step(params, batch), expected, rtol=1e-5)
+
+
+def test_leaving_steps_out_takes_no_copy_of_the_state():
+    def temporaries(action):
+        steps, _ = setup("--mesh", "2,4,1", f"spike.action={action}", "model.n_embd=64")
+        batch = jax.ShapeDtypeStruct((16, 33), np.int32, sharding=steps.batch_sharding)
+        lowered = steps.train_step.lower(steps.state_shapes, np.int32(1), batch)
+        return lowered.compile(COMPILE_ONLY).memory_analysis().temp_size_in_bytes
+
+    assert temporaries("skip_update") <= temporaries("off") + 10_000
