@@ -10,7 +10,7 @@ import importlib.util
 import json
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ import numpy as np
 
 from jaxgpt.config import UsageError
 from jaxgpt.data.tokenizer import ByteTokenizer, Tokenizer, from_meta
+from jaxgpt.data.words import Words
 
 FILE = "tokenizer.json"
 END_OF_TEXT = "<|endoftext|>"
@@ -26,6 +27,7 @@ _ENDS_OF_TEXT = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>")
 _GPT2_FILES = (("encoder.json", "vocab.bpe"), ("vocab.json", "merges.txt"))
 _PIECE = 1 << 16  # characters that are encoded at once
 _CONTEXT = 128  # characters on either side of a cut with which it is tried
+_TRIES = 8  # places that are tried
 # A cut is made before the space or newline after a letter or digit: the patterns that part text
 # into words (those of GPT-2, GPT-4, Llama 3, Qwen, DeepSeek) never join the two, nor look back.
 _CUT = re.compile(r"[^\W_](?=[ \n])")
@@ -96,12 +98,21 @@ class HFTokenizer:
             while end < len(text) and not (size := self.cut(text[start:end])):
                 end += end - start
             end = start + size if end < len(text) else len(text)
-            parts.append(np.array(self._encode(text[start:end]), np.int64))
+            parts.append(self._encode(text[start:end]))
             start = end
-        return np.concatenate(parts) if parts else np.empty(0, np.int64)
+        return np.concatenate(parts, dtype=np.int64) if parts else np.empty(0, np.int64)
 
-    def _encode(self, text: str) -> list[int]:
-        return self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
+    @functools.cached_property
+    def _encode(self) -> Callable[[str], np.ndarray]:
+        """Text, all at once -> its ids."""
+
+        def encode(texts: list[str]) -> list[list[int]]:
+            found = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+            return [encoding.ids for encoding in found]
+
+        if _has_gpt2s_words(json.loads(self._content)):
+            return Words(encode).encode
+        return lambda text: np.array(encode([text])[0], np.int64)
 
     def decode(self, tokens: Iterable[int]) -> str:
         return self._tokenizer.decode([int(t) for t in tokens], skip_special_tokens=False)
@@ -110,11 +121,12 @@ class HFTokenizer:
         if self._tokenizer.pre_tokenizer is None:
             return 0  # any token may reach over any place
         tail = max(0, len(text) - 16 * _CONTEXT)
-        for match in reversed(list(_CUT.finditer(text, tail, len(text) - _CONTEXT))):
+        for match in list(_CUT.finditer(text, tail, len(text) - _CONTEXT))[: -_TRIES - 1 : -1]:
             at = match.end()
             before, after = text[max(0, at - _CONTEXT) : at], text[at : at + _CONTEXT]
             # Not so for tokenizers that put something before every text that they are given.
-            if self._encode(before + after) == self._encode(before) + self._encode(after):
+            parts = np.concatenate([self._encode(before), self._encode(after)])
+            if np.array_equal(parts, self._encode(before + after)):
                 return at
         return 0
 
@@ -203,6 +215,18 @@ def _of_gpt2(vocabulary: Path, merges: Path) -> bytes:
         },
     }
     return json.dumps(whole, ensure_ascii=False).encode()
+
+
+def _has_gpt2s_words(content: dict[str, Any]) -> bool:
+    """Whether a tokenizer.json parts text into words as GPT-2 does, and in no other way."""
+    before = content["pre_tokenizer"] or {}
+    return (
+        (before.get("type"), before.get("add_prefix_space")) == ("ByteLevel", False)
+        and before.get("use_regex", True)
+        and content["normalizer"] is None
+        and content["model"].get("dropout") is None
+        and all(token["special"] for token in content["added_tokens"])
+    )
 
 
 def _load(content: bytes):

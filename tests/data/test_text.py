@@ -116,7 +116,7 @@ def test_a_text_in_blocks_has_gpt2s_tokens_of_the_whole(tmp_path, small_blocks, 
     ]
     whole = "".join(draw.choices(parts, k=40_000))
     (tmp_path / "a.txt").write_bytes(whole.encode())
-    prepare_text(tmp_path / "d", [tmp_path / "a.txt"], str(gpt2_folder))
+    prepare_text(tmp_path / "d", [tmp_path / "a.txt"], str(gpt2_folder), workers=2)
     n_train = int(len(whole) * 0.9)
     tokenizer = open_tokenizer(gpt2_folder)
     for tokens, part in zip(
