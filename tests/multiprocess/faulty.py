@@ -24,6 +24,10 @@ def plant() -> None:
         from jaxgpt.training.checkpoint import Checkpoints
 
         Checkpoints.restore = fail
+    elif where == "rewind":
+        from jaxgpt.training import rewinds
+
+        rewinds.cut_metrics = fail
     elif where == "data":
         from jaxgpt.data.loader import Loader
 

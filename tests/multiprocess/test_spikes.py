@@ -1,0 +1,45 @@
+"""Spikes in real mpiexec jobs: what one process sees, all act on."""
+
+from pathlib import Path
+
+import numpy as np
+
+from jobs import SMALL, checkpoint_arrays, losses, records, run
+
+HERE = Path(__file__).parent
+ARGUMENTS = (
+    *SMALL, "--mesh", "2,1,2", "model.n_layer=1", "model.n_embd=32", "optimizer.warmup_iters=2",
+    "optimizer.learning_rate=0.01", "train.max_iters=50", "checkpoint.interval=10",
+    "checkpoint.keep=10", "spike.window=16", "spike.action=rewind", "spike.rewind_margin=10",
+    "spike.skip_before=2", "spike.skip_after=6", "--faults.random_tokens", "36", "38",
+)  # fmt: skip
+NAN = ("faults.nan_step=12", "faults.nan_device=3")
+
+
+def test_all_processes_rewind_together_and_finish_what_was_interrupted(tmp_path):
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    job = run("train", *ARGUMENTS, *NAN, "--out", whole, processes=2)
+    assert job.returncode == 0, job.stdout
+    assert job.stdout.count("rewound to step 20 because of the spike at step 36") == 1
+    assert [r["step"] for r in records(whole)] == list(range(1, 51))
+    assert [r["cause"] for r in records(whole, "spike")] == ["nonfinite"]
+    norms = {r["step"]: r["grad_norm"] for r in records(whole)}
+    assert [s for s, norm in norms.items() if norm is None] == [12, *range(34, 43)]
+
+    job = run(HERE / "faulty.py", "rewind", 0, *ARGUMENTS, *NAN, "--out", parts, processes=2)
+    assert job.returncode == 1 and "planted in rewind" in job.stdout, job.stdout
+    assert max(losses(parts)) == 36  # dropped only when the run is started again
+    job = run("train", *ARGUMENTS, *NAN, "--out", parts, processes=2)
+    assert job.returncode == 0, job.stdout
+    assert "resumed from step 20" in job.stdout
+    assert losses(parts) == losses(whole)
+    a, b = checkpoint_arrays(parts, 50), checkpoint_arrays(whole, 50)
+    assert all((a[name] == b[name]).all() for name in b) and a.keys() == b.keys()
+
+    more = ("train.max_iters=60", "faults.nan_step=53", "spike.max_consecutive_nonfinite=1")
+    job = run("train", *ARGUMENTS, *more, "--out", whole, processes=2)
+    assert job.returncode == 1, job.stdout
+    assert job.stdout.count("spike.max_consecutive_nonfinite=1: so many steps") == 1
+    assert "Traceback" not in job.stdout
+    arrays = checkpoint_arrays(whole, 53)
+    assert all(np.isfinite(array).all() for array in arrays.values())
