@@ -5,9 +5,11 @@ one buffer, so that a process does not grow; and a file that becomes shorter whi
 is an error with a name and an offset, where a memory map would end the process with SIGBUS.
 """
 
+import copy
 import functools
 import hashlib
 import os
+import resource
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -17,33 +19,61 @@ from jaxgpt.config import UsageError
 
 PAGE = 16384  # bytes
 SAMPLED_PAGES = 4096  # at most this many of all files are hashed and scanned: all of 64 MiB
+OTHER_FILES = 512  # that a process may have open beside its data
+
+
+def allow_open_files(count: int) -> None:
+    """Lets this process have `count` token files open; a shell mostly allows 1024 files.
+
+    Raises:
+        UsageError: if this host allows fewer.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = count + OTHER_FILES
+    if resource.RLIM_INFINITY != hard < wanted:
+        raise UsageError(
+            f"data: has {count} files, but a process may have no more than {hard} open at once; "
+            f"raise the limit, `ulimit -Hn`, to {wanted}, or join small files"
+        )
+    if resource.RLIM_INFINITY != soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+class OpenFile:
+    """A file that is opened when it is first read, and stays open."""
+
+    def __init__(self, path: Path):
+        self._path = path
+
+    @functools.cached_property
+    def descriptor(self) -> int:
+        try:
+            return os.open(self._path, os.O_RDONLY)
+        except OSError as error:
+            raise UsageError(f"{self._path}: cannot be opened ({error.strerror})") from None
 
 
 class TokenFile:
     """Some tokens of a file: all of it, or the part from `first` on."""
 
-    def __init__(self, path: Path, dtype: np.dtype, size: int, first: int = 0):
-        """
+    def __init__(self, path: Path, dtype: np.dtype, size: int):
+        """All of a file.
+
         Args:
             dtype: of the ids, an integer type.
             size: tokens.
-            first: tokens of the file that come before them.
         """
         self.path = path
         self.dtype = np.dtype(dtype).newbyteorder("<")
         self.size = size
-        self.first = first
+        self.first = 0
+        self._file = OpenFile(path)
 
     def part(self, first: int, end: int) -> "TokenFile":
-        """The tokens from `first` up to `end`, not included."""
-        return TokenFile(self.path, self.dtype, end - first, self.first + first)
-
-    @functools.cached_property
-    def _descriptor(self) -> int:
-        try:
-            return os.open(self.path, os.O_RDONLY)
-        except OSError as error:
-            raise UsageError(f"{self.path}: cannot be opened ({error.strerror})") from None
+        """The tokens from `first` up to `end`, not included; all parts share one open file."""
+        part = copy.copy(self)
+        part.size, part.first = end - first, self.first + first
+        return part
 
     def read(self, start: int, count: int) -> np.ndarray:
         """`count` token ids from number `start` on, as they are in the file.
@@ -52,17 +82,17 @@ class TokenFile:
             UsageError: if the file cannot be read or ends before them.
         """
         assert 0 <= start and start + count <= self.size, (start, count, self.size)
-        tokens = np.empty(count, self.dtype)
+        tokens, file = np.empty(count, self.dtype), self._file.descriptor
         offset = (self.first + start) * self.dtype.itemsize
         try:
-            found = os.preadv(self._descriptor, [tokens], offset)
+            found = os.preadv(file, [tokens], offset)
         except OSError as error:
             raise UsageError(
                 f"{self.path}: cannot be read at byte {offset} ({error.strerror})"
             ) from None
         if found < tokens.nbytes:
             raise UsageError(
-                f"{self.path}: ends at byte {os.fstat(self._descriptor).st_size}, before token "
+                f"{self.path}: ends at byte {os.fstat(file).st_size}, before token "
                 f"{self.first + start + count - 1}; it has become shorter since it was opened"
             )
         return tokens

@@ -8,6 +8,7 @@ Megatron-LM. The last two have no validation file: their last documents are kept
 import functools
 import json
 import os
+import shlex
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -17,7 +18,7 @@ import numpy as np
 
 from jaxgpt.config import DataConfig, ModelConfig, UsageError
 from jaxgpt.data.blend import LEAST_SHARE
-from jaxgpt.data.files import SAMPLED_PAGES, TokenFile, fingerprint_of
+from jaxgpt.data.files import SAMPLED_PAGES, TokenFile, allow_open_files, fingerprint_of
 from jaxgpt.data.indexed import Index, read_index
 from jaxgpt.data.tokenizer import Tokenizer, from_meta
 
@@ -45,10 +46,15 @@ class Source:
     entry: Entry
     tokens: dict[str, TokenFile]
     """By split."""
-    index: Index | None
-    """Where documents begin, if that is known."""
+    indexed: Path | None
+    """Prefix of Megatron's .bin and .idx, if it is such a pair."""
     meta: dict[str, Any]
     """What meta.json holds; empty without one."""
+
+    @functools.cached_property
+    def index(self) -> Index | None:
+        """Where documents begin, if that is known; a run has no need to keep it open."""
+        return read_index(self.indexed) if self.indexed else None
 
     @property
     def directory(self) -> Path:
@@ -193,7 +199,7 @@ def vocabulary_size(data: DataConfig, model: ModelConfig) -> int:
         UsageError: if nothing says.
     """
     named = entries(data)
-    sizes = [_read_meta(entry.path).get("vocab_size", 0) for entry in named]
+    sizes = [_meta_of(entry).get("vocab_size", 0) for entry in named]
     found = model.vocab_size or max(sizes)
     if not found and (tokenizer := _open_tokenizer(data)):
         found = tokenizer.vocab_size
@@ -215,6 +221,7 @@ def open_dataset(data: DataConfig, model: ModelConfig) -> Dataset:
             not known or larger than model.vocab_size, or sources have different tokenizers.
     """
     sources = tuple(_open_source(entry, data, model.block_size + 1) for entry in entries(data))
+    allow_open_files(len({file.path for source in sources for file in source.tokens.values()}))
     tokenizer = _open_tokenizer(data)
     made_by = [
         (str(s.entry.path), s.meta["tokenizer"], s.meta["vocab_size"]) for s in sources if s.meta
@@ -265,16 +272,16 @@ def _read_file_list(path: Path) -> list[str]:
 
 
 def _entry(line: str, key: str) -> Entry:
-    words = line.split()
     try:
-        text, path, *rest = words
+        text, path, *rest = shlex.split(line)
         weight = Fraction(text)
         if weight <= 0 or len(rest) > 1:
             raise ValueError
     except (ValueError, ZeroDivisionError):
         raise UsageError(
-            f"{key}: the line {line!r} must be a weight above 0, a path and, if you like, the name "
-            "of the corpus, such as `0.25 /data/wiki_text_document wiki`"
+            f"{key}: the line {line!r} must be a weight above 0, a path (in quotes if it has "
+            "spaces) and, if you like, the name of the corpus, such as "
+            "`0.25 /data/wiki_text_document wiki`"
         ) from None
     corpus = rest[0] if rest else Path(path.removesuffix(".bin")).name
     return Entry(weight, text, Path(path), corpus, key)
@@ -282,24 +289,45 @@ def _entry(line: str, key: str) -> Entry:
 
 def _open_source(entry: Entry, data: DataConfig, least: int) -> Source:
     """Opens one source, of whose splits each must have at least `least` tokens."""
-    path = entry.path
-    prefix = Path(str(path).removesuffix(".bin"))
-    index = None
+    path, meta = entry.path, _meta_of(entry)
+    prefix = _prefix(path)
+    indexed = None
     if path.is_dir() or entry.key.startswith("data.dataset"):
-        meta = _read_meta(path)
         tokens = {split: _flat(path / f"{split}.bin", meta, entry, data, least) for split in SPLITS}
-    elif prefix.with_name(prefix.name + ".idx").is_file():
-        meta = {}
+    elif _is_indexed(path):
+        indexed = prefix
         index = read_index(prefix)
         file = TokenFile(prefix.with_name(prefix.name + ".bin"), index.dtype, index.total_tokens)
-        validating = index.document_of(round(file.size * (1 - data.val_share)))
-        tokens = _split(file, index.document_start(validating), entry, data, least)
+        last = min(round(file.size * (1 - data.val_share)), file.size - 1)
+        tokens = _split(file, index.document_start(index.document_of(last)), entry, data, least)
     else:
-        meta = _read_meta(path.parent) if path.suffix == ".bin" else {}
         file = _flat(prefix.with_name(prefix.name + ".bin"), meta, entry, data, 1)
         tokens = _split(file, round(file.size * (1 - data.val_share)), entry, data, least)
         meta.pop("fingerprint", None)  # it is of the whole folder
-    return Source(entry, tokens, index, meta)
+    return Source(entry, tokens, indexed, meta)
+
+
+def _meta_of(entry: Entry) -> dict[str, Any]:
+    """What a source's meta.json holds: in its folder, or beside a lone .bin."""
+    try:
+        if _is_indexed(entry.path):
+            return {}
+        return _read_meta(entry.path if entry.path.is_dir() else entry.path.parent)
+    except OSError as error:
+        raise UsageError(
+            f"{entry.key}: {error.filename} cannot be read ({error.strerror}); ask its owner to "
+            "let you, or give another path"
+        ) from None
+
+
+def _prefix(path: Path) -> Path:
+    return Path(str(path).removesuffix(".bin"))
+
+
+def _is_indexed(path: Path) -> bool:
+    """Whether it is PREFIX, or PREFIX.bin, of Megatron's .bin and .idx."""
+    prefix = _prefix(path)
+    return not path.is_dir() and prefix.with_name(prefix.name + ".idx").is_file()
 
 
 def _split(
@@ -311,7 +339,7 @@ def _split(
             raise UsageError(
                 f"{entry.key}: {file.path} has {tokens.size} tokens for split {split} with "
                 f"data.val_share={data.val_share}; model.block_size={least - 1} needs at least "
-                f"{least}"
+                f"{least}: give another data.val_share, or leave the file out"
             )
     return splits
 
@@ -328,6 +356,12 @@ def _flat(
             f"{entry.key}: {path} has {size} bytes; a {dtype.name} token file for "
             f"model.block_size={least - 1} needs whole tokens and at least "
             f"{least * dtype.itemsize} bytes"
+        )
+    expected = meta.get("tokens", {}).get(path.stem, size // dtype.itemsize) * dtype.itemsize
+    if size != expected:
+        raise UsageError(
+            f"{entry.key}: {path} ends at byte {size}, not at {expected} as its meta.json says; "
+            "copy it or prepare the data again"
         )
     return TokenFile(path, dtype, size // dtype.itemsize)
 

@@ -1,3 +1,5 @@
+import errno
+import json
 import os
 from pathlib import Path
 
@@ -6,9 +8,11 @@ import pytest
 
 from blends import write_corpora
 from jaxgpt.config import UsageError, load_config
-from jaxgpt.data.indexed import read_index
+from jaxgpt.data.indexed import IndexedWriter, read_index
+from jaxgpt.data.publishing import write_dataset
 from jaxgpt.data.rows import training_rows
 from jaxgpt.data.sources import open_dataset, vocabulary_size
+from jaxgpt.data.tokenizer import ByteTokenizer
 
 SETTINGS = (
     "model.vocab_size=97",
@@ -16,6 +20,10 @@ SETTINGS = (
     "train.batch_size=16",
     "data.val_share=0.05",
 )
+
+
+class LargeTokenizer(ByteTokenizer):
+    vocab_size = 70_000
 
 
 @pytest.fixture
@@ -86,17 +94,14 @@ def test_the_same_corpus_of_several_files_counts_as_one(lines):
     assert np.abs(counts.cumsum(axis=0) - shares).max() <= 1
 
 
-def longer_list(lines):
-    return [*lines, lines[0]]
-
-
 @pytest.mark.parametrize(
     ("change", "words"),
     [
         (lambda lines: ["x /data/a"], r"data.blend: the line 'x /data/a' must be a weight above"),
         (lambda lines: ["0 /data/a"], "must be a weight above 0"),
         (lambda lines: ["1"], "must be a weight above 0, a path"),
-        (lambda lines: ["1 a b c"], "the name of the corpus"),
+        (lambda lines: ["1 a b c"], r"in quotes if it has spaces\) and, if you like, the name of"),
+        (lambda lines: ["1 'a"], "must be a weight above 0, a path"),
         (lambda lines: ["1 /nowhere/a"], r"there is no /nowhere/a.bin; give a folder with"),
         (lambda lines: [*lines, "1e-9 " + lines[0].split()[1]], "less than a millionth"),
     ],
@@ -112,9 +117,53 @@ def test_a_truncated_corpus_is_named(lines, tmp_path):
         opened(lines)
 
 
-def test_a_split_that_is_too_short_for_a_row_is_named(lines):
+def test_a_copy_that_is_cut_off_is_named(lines, tmp_path):
+    meta = {"dtype": "uint16", "vocab_size": 97, "tokenizer": {"type": "byte"}}
+    meta["tokens"] = {"train": 2500, "val": 700}
+    (tmp_path / "corpus3" / "meta.json").write_text(json.dumps(meta))
+    opened(lines)
+    os.truncate(tmp_path / "corpus3" / "train.bin", 3000)
+    with pytest.raises(UsageError, match=r"train.bin ends at byte 3000, not at 5000 as its meta"):
+        opened(lines)
+
+
+@pytest.mark.parametrize("documents", [[30], [2000]], ids=["short", "one document"])
+def test_a_split_that_is_too_short_for_a_row_is_named(lines, documents, tmp_path):
     with pytest.raises(UsageError, match=r"corpus1.bin has 30 tokens for split val"):
         opened(lines, "data.val_share=0.01")
+    with IndexedWriter(tmp_path / "small", np.uint16) as writer:
+        for size in documents:
+            writer.add_document(np.arange(size) % 97)
+    with pytest.raises(UsageError, match=r"small.bin has 0 tokens for split train .* another"):
+        opened([f"1 {tmp_path / 'small'}"], "data.val_share=0.01")
+
+
+def test_paths_with_spaces_are_quoted(lines, tmp_path):
+    os.rename(tmp_path / "corpus0", tmp_path / "my corpus")
+    path = tmp_path / "my corpus"
+    assert opened([f"1 '{path}' mine"])[1].names == ("mine",)
+    assert opened([f'1 "{path}"'])[1].names == ("my corpus",)
+
+
+def test_a_lone_file_is_the_same_with_and_without_its_suffix(tmp_path):
+    tokens = np.arange(60_000, 70_000)
+    write_dataset(tmp_path / "d", {"train": tokens, "val": tokens}, LargeTokenizer(), "test")
+    for name in ("train", "train.bin"):
+        config = load_config("tiny", "model.block_size=64", f"data.path={tmp_path / 'd' / name}")
+        assert vocabulary_size(config.data, config.model) == 70_000
+        (source,) = open_dataset(config.data, config.model).sources
+        assert (source.tokens["train"].read(0, 9900) == tokens[:9900]).all()
+
+
+def test_files_of_others_are_named(lines, tmp_path, monkeypatch):
+    def forbidden(path, **options):
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    config = configured(lines)
+    monkeypatch.setattr(Path, "read_text", forbidden)
+    for opening in (open_dataset, vocabulary_size):
+        with pytest.raises(UsageError, match=r"data.blend: .*meta.json cannot be read \(Permiss"):
+            opening(config.data, config.model)
 
 
 def test_only_one_key_says_where_the_data_is(lines, tmp_path):

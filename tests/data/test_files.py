@@ -1,10 +1,11 @@
 import os
+import resource
 
 import numpy as np
 import pytest
 
 from jaxgpt.config import UsageError
-from jaxgpt.data.files import TokenFile, fingerprint_of
+from jaxgpt.data.files import OTHER_FILES, TokenFile, allow_open_files, fingerprint_of
 
 
 @pytest.fixture
@@ -57,3 +58,20 @@ def test_the_fingerprint_sees_sizes_types_and_pages(tmp_path, path):
         of(TokenFile(tmp_path / "other.bin", np.uint16, 10_000)),
     ]
     assert same not in others and len(set(others)) == 4
+
+
+def test_so_many_files_can_be_open_as_a_blend_has(path):
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    many = 300
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, before[1]))
+    try:
+        allow_open_files(many)
+        whole = [TokenFile(path, np.uint16, 10_000) for _ in range(many)]
+        for tokens in whole:
+            for part in (tokens.part(0, 9000), tokens.part(9000, 10_000)):
+                assert part.read(7, 1)[0] == part.first + 7
+        assert len(os.listdir("/proc/self/fd")) < many + OTHER_FILES  # one for both parts
+        with pytest.raises(UsageError, match=r"data: has 10000000000 files, but a process may"):
+            allow_open_files(10**10)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
