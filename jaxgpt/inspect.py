@@ -27,6 +27,7 @@ from jaxgpt.data.rows import Rows, training_rows
 from jaxgpt.data.sources import Dataset, Source, open_dataset
 from jaxgpt.distributed.environment import guessed_rank
 from jaxgpt.distributed.exits import exits_together
+from jaxgpt.training.rewinds import skipped_by_rewinds
 from jaxgpt.training.run_directory import read_meta, saved_steps
 from jaxgpt.training.spikes import SkipRanges
 
@@ -63,6 +64,8 @@ def main(argv: list[str] | None = None) -> None:
         wanted = chosen_rows(arguments.rows, config.train.batch_size)
         found = [{"step": step, "row": row, **origin(dataset, rows, step, row)} for row in wanted]
         notes = differences(config, dataset, arguments.run, step)
+        if rows.is_random(step):
+            notes.append(f"step {step} has tokens drawn at random, by faults.random_tokens")
         tokens = rows.read(step, range(config.train.batch_size))
         if arguments.worst:
             losses, at = row_losses(config, arguments.run, step, checkpoint, arguments.mesh, tokens)
@@ -134,14 +137,30 @@ def document_at(dataset: Dataset, source: Source, start: int) -> tuple[int | Non
 def differences(config: Config, dataset: Dataset, run: Path | None, step: int) -> list[str]:
     """What a reader should know before believing that a run trained on these rows."""
     notes = []
-    if step in SkipRanges(skip_ranges(config)):
+    if step in SkipRanges([*skip_ranges(config), *(skipped_by_rewinds(run) if run else ())]):
         notes.append(f"step {step} is skipped: its rows are not trained on")
     saved = saved_steps(run) if run else []
-    if saved:
-        kept = read_meta(run, saved[-1])["data_fingerprint"]
-        hashes = [kept] if isinstance(kept, str) else [hash_ for _, hash_ in kept]
-        if hashes != [hash_ for _, hash_ in dataset.fingerprints]:
-            notes.append("warning: this data is not what the run was trained on")
+    if not saved:
+        return notes
+    last = read_meta(run, saved[-1])
+    kept = last["data_fingerprint"]
+    hashes = [kept] if isinstance(kept, str) else [hash_ for _, hash_ in kept]
+    if hashes != [hash_ for _, hash_ in dataset.fingerprints]:
+        notes.append("warning: this data is not what the run was trained on")
+    after = next((read_meta(run, s) for s in saved if s >= step), last)["config"]["train"]
+    now = config.to_dict()["train"]
+    for key in ("batch_size", "seed"):
+        if after[key] != now[key]:
+            notes.append(
+                f"warning: train.{key} was {after[key]} at about this step, and is {now[key]} "
+                f"here; for its rows give train.{key}={after[key]} after --run"
+            )
+    per_step = last["config"]["train"]["batch_size"] * config.model.block_size
+    if last["consumed_tokens"] != saved[-1] * per_step:
+        notes.append(
+            "warning: train.batch_size has changed during this run; rows are shown as if it had "
+            f"always been {config.train.batch_size}"
+        )
     return notes
 
 

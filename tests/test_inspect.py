@@ -75,6 +75,15 @@ def test_worst_ranks_rows_by_the_loss_of_a_checkpoint(tmp_path, capsys):
 
     _, err = shown(capsys, "--run", out, "--step", 2, "--json", "train_range_to_skip=1", "3")
     assert "step 2 is skipped" in err
+    _, err = shown(capsys, "--run", out, "--step", 2, "--json", "train.seed=5")
+    assert "train.seed was 1337 at about this step, and is 5 here" in err
+    assert train_here("--out", out, "train.batch_size=8", "train.max_iters=8") == 0
+    capsys.readouterr()
+    _, err = shown(capsys, "--run", out, "--step", 7, "--json")
+    assert "train.batch_size was 16 at about this step, and is 8 here; for its rows give" in err
+    assert "train.batch_size has changed during this run" in err
+    _, err = shown(capsys, "--run", out, "--step", 8, "--json", "faults.random_tokens=8", 9)
+    assert "was 16" not in err and "step 8 has tokens drawn at random" in err
     write_corpora(tmp_path)
     other = f"data.path={tmp_path / 'corpus0'}"
     _, err = shown(capsys, "--run", out, "--step", 2, "--json", other)

@@ -59,9 +59,13 @@ class Rows:
         """Tokens of each corpus in the batches of all steps up to `step`."""
         return [rows * (self.shape[1] - 1) for rows in self._order.consumed(step)]
 
+    def is_random(self, step: int) -> bool:
+        """Whether a step's tokens are drawn at random, in place of those at their places."""
+        return any(first <= step <= last for first, last in self._random_steps)
+
     def read(self, step: int, rows: range) -> np.ndarray:
         """The tokens of some rows of a step's batch: int32, shape (rows, T+1)."""
-        if any(first <= step <= last for first, last in self._random_steps):
+        if self.is_random(step):
             return self._random(step, rows)
         out = np.empty((len(rows), self.shape[1]), np.int32)
         for row, place in zip(out, self.places(step, rows), strict=True):
