@@ -47,7 +47,7 @@ class Words:
         words = _WORDS.findall(text)
         if len(self._known) > _MOST_WORDS:
             self._known.clear()
-        new = list(set(words) - self._known.keys())
+        new = [word for word in set(words) if word not in self._known]
         for word, ids in zip(new, self._encode(new), strict=True):
             self._known[word] = np.array(ids, np.uint32).tobytes()
         return np.frombuffer(b"".join(map(self._known.__getitem__, words)), np.uint32)

@@ -12,6 +12,7 @@ import time
 import numpy as np
 import pytest
 
+from jaxgpt import prepare
 from jaxgpt.config import UsageError
 from jaxgpt.data import reading, text
 from jaxgpt.data.bpe import open_tokenizer
@@ -202,6 +203,21 @@ def test_inputs_that_cannot_be_are_refused(tmp_path):
     (tmp_path / "b.jsonl").write_text("{}")
     with pytest.raises(UsageError, match="a.txt is text and .*b.jsonl is JSON lines"):
         prepare_text(tmp_path / "d", [tmp_path], "char")
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--workers", "0"], "--workers 0: must be at least 1"),
+        (["--val-share", "1"], "--val-share 1.0: must be between 0 and 1"),
+        (["--val-share", "0.1", "--format", "megatron"], "--val-share 0.1: --format megatron"),
+        (["--eos", "</s>", "--tokenizer", "byte"], "--eos </s>: is for a tokenizer.json, not byte"),
+    ],
+)
+def test_options_that_cannot_be_are_refused(options, words):
+    arguments = prepare._parser().parse_args(["text", "--input", "a.txt", *options])
+    with pytest.raises(UsageError, match=words):
+        prepare._check(arguments)
 
 
 def test_results_come_in_order_and_no_more_is_read_than_can_be_held():
