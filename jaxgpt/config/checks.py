@@ -73,6 +73,11 @@ def validate(config: Config) -> None:
             f"train.time_limit={train.time_limit}: must be more than 0 and at most "
             f"{MAX_TIME_LIMIT} minutes, or None"
         )
+    if train.hang_timeout is not None and not 0 < train.hang_timeout <= MAX_TIME_LIMIT:
+        raise UsageError(
+            f"train.hang_timeout={train.hang_timeout}: must be more than 0 and at most "
+            f"{MAX_TIME_LIMIT} minutes, or None"
+        )
     if train.batch_size % train.gradient_accumulation_steps:
         raise UsageError(
             f"train.gradient_accumulation_steps={train.gradient_accumulation_steps}: must divide "

@@ -62,6 +62,9 @@ class TrainConfig:
     time_limit: float | None = None
     """Minutes from the start of process 0 after which the run saves a checkpoint and stops with
     exit status 75."""
+    hang_timeout: float | None = 30
+    """Minutes without a step, an evaluation or a checkpoint after which the job ends with exit
+    status 70; None waits for ever."""
     tensorboard: bool = True
     """Write TensorBoard event files beside metrics.jsonl."""
 

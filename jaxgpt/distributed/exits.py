@@ -19,6 +19,7 @@ from jaxgpt.distributed.talk import PeerLost
 DONE = 0
 FAILED = 1
 BAD_USAGE = 2
+HUNG = 70  # ended by the watchdog (EX_SOFTWARE in sysexits.h)
 STOPPED = 75  # on a signal or a time limit, with a checkpoint saved (EX_TEMPFAIL in sysexits.h)
 
 FAILURE = "jaxgpt/first_to_fail"  # in JAX's key-value store: its rank and the exit status

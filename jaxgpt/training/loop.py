@@ -16,6 +16,7 @@ from jaxgpt.distributed import exits
 from jaxgpt.distributed.cluster import Cluster
 from jaxgpt.distributed.compile_cache import CacheUse
 from jaxgpt.distributed.mesh import crossing, describe, make_mesh
+from jaxgpt.distributed.watchdog import Watchdog
 from jaxgpt.telemetry.startup import Startup
 from jaxgpt.training.checkpoint import Checkpoints
 from jaxgpt.training.evaluation import Evaluation, Sampler
@@ -40,6 +41,7 @@ class Parts(NamedTuple):
     checkpoints: Checkpoints
     report: Reporter
     stop: exits.StopSignal
+    watchdog: Watchdog
     ticks: Iterator[int]
     """Counts the steps that were begun: unlike the number of a step, it never goes back."""
 
@@ -115,11 +117,13 @@ def train(
         checkpoints=checkpoints,
         report=report,
         stop=stop,
+        watchdog=Watchdog(config.train.hang_timeout, run.directory, cluster.rank),
         ticks=itertools.count((run.resume_step or 0) + 1),
     )
     report.start(loader)
     end = run_steps(run, state, parts)
     while end.spike is not None:
+        parts.watchdog.beat(f"the rewind from step {end.step}")
         spike = report.spike(end.spike)
         report.rest()
         run, failure = rewound(run, cluster, spike, end.step)
@@ -132,6 +136,7 @@ def train(
         if not end.stopping:
             end = run_steps(run, state_to_begin_with(run, steps, checkpoints, cluster), parts)
 
+    parts.watchdog.close()
     if end.failure:
         report.close(end.failure)
         return exits.FAILED
@@ -158,19 +163,20 @@ def state_to_begin_with(
 
 def run_steps(run: Run, state: TrainState, parts: Parts) -> End:
     """Trains from `run.resume_step` on until something ends it. All that was saved is on disk."""
-    cluster, mesh, train_step, loader, evaluate, sample, checkpoints, report, stop, ticks = parts
-    config = run.config
+    config, report = run.config, parts.report
+    checkpoints, watchdog = parts.checkpoints, parts.watchdog
     monitor = Monitor(config)
     skips = SkipRanges(skip_ranges(config))
     todo = range((run.resume_step or 0) + 1, config.train.max_iters + 1)
-    batches = loader.batches(step for step in todo if step not in skips)
+    batches = parts.loader.batches(step for step in todo if step not in skips)
     end = None
 
     for step in todo:
+        watchdog.beat(f"step {step}")
         metrics = None
         if step not in skips:
-            state, metrics = train_step(state, np.int32(step), next(batches))
-        is_last, stopping = step == config.train.max_iters, stop.reached(next(ticks))
+            state, metrics = parts.train_step(state, np.int32(step), next(batches))
+        is_last, stopping = step == config.train.max_iters, parts.stop.reached(next(parts.ticks))
         evaluating = is_last or is_due(step, config.train.eval_interval)
         saving = is_last or stopping or is_due(step, config.checkpoint.interval)
 
@@ -183,14 +189,16 @@ def run_steps(run: Run, state: TrainState, parts: Parts) -> End:
         failure = monitor.failure(known)
 
         if evaluating:
+            watchdog.beat(f"the evaluation after step {step}")
             with report.between_steps(state):
-                report.log(evaluate(step, state.params))
-                report.log(sample(step, state.params))
+                report.log(parts.evaluate(step, state.params))
+                report.log(parts.sample(step, state.params))
 
         if saving or failure:
+            watchdog.beat(f"the checkpoint of step {step}")
             with report.between_steps(state):
                 began = time.perf_counter()
-                checkpoints.save(step, state, checkpoint_meta(run, cluster, mesh, step))
+                checkpoints.save(step, state, checkpoint_meta(run, parts, step))
                 report.saved(step, time.perf_counter() - began)
         report.progress(step)
         if is_last or stopping or failure:
@@ -207,13 +215,13 @@ def is_due(step: int, interval: int) -> bool:
     return interval > 0 and step % interval == 0
 
 
-def checkpoint_meta(run: Run, cluster: Cluster, mesh: Mesh, step: int) -> dict[str, Any]:
+def checkpoint_meta(run: Run, parts: Parts, step: int) -> dict[str, Any]:
     """What is saved beside the state: enough to go on from it, and to know where it came from."""
     return {
         "step": step,
         "consumed_tokens": run.consumed_tokens(step),
-        "mesh": describe(mesh),
-        "processes": cluster.size,
+        "mesh": describe(parts.mesh),
+        "processes": parts.cluster.size,
         "data_fingerprint": run.fingerprints,
         "tokenizer": run.dataset.tokenizer_meta,
         "config": run.config.to_dict(),

@@ -36,6 +36,7 @@ INDIFFERENT = (
     "sample_tokens",
     "sample_prompt",
     "time_limit",
+    "hang_timeout",
     "tensorboard",
 )
 # What of JAX's configuration changes what is traced, however it was set.

@@ -1,0 +1,68 @@
+"""A job that hangs ends, and says where: node hours are not spent on waiting."""
+
+import faulthandler
+import os
+import sys
+import threading
+import time
+from pathlib import Path
+
+from jaxgpt.distributed.exits import HUNG, leave
+
+LEAVE_LIMIT = 20  # seconds
+
+
+class Watchdog:
+    """Ends the job with status 70 if `beat` is not called for too long.
+
+    A process that waits for ever, for its device, another process or a file system, cannot notice
+    by itself: a thread does. In a job of several processes one that stops holds up all others, so
+    that each writes down where it is.
+    """
+
+    def __init__(self, minutes: float | None, directory: Path, rank: int):
+        """Watches from the first beat on.
+
+        Args:
+            minutes: that may lie between two beats; None watches nothing.
+            directory: where hang-<rank>.txt is written.
+        """
+        self._minutes = minutes
+        self._file = directory / f"hang-{rank}.txt"
+        self._rank = rank
+        self._last: tuple[float, str] | None = None
+        self._stop = threading.Event()
+
+    def beat(self, doing: str) -> None:
+        """Something is done; what comes next is `doing`."""
+        begins = self._last is None
+        self._last = (time.monotonic(), doing)
+        if begins and self._minutes is not None:
+            threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
+
+    def close(self) -> None:
+        """Nothing is watched any more."""
+        self._stop.set()
+
+    def _watch(self) -> None:
+        limit = 60 * self._minutes
+        interval = min(limit / 4, 5)
+        while not self._stop.wait(interval):
+            since, doing = self._last
+            if time.monotonic() - since > limit:
+                with self._file.open("w") as file:
+                    faulthandler.dump_traceback(file, all_threads=True)
+                time.sleep(2 * interval)  # for the others to notice and to write, too
+                report = (
+                    f"error: train.hang_timeout={self._minutes}: process {self._rank} has been "
+                    f"at {doing} for longer than so many minutes; {self._file} says where, that "
+                    "of each process; start again with the same --out\n"
+                )
+                threading.Timer(LEAVE_LIMIT, self._leave_without_process_0, [report]).start()
+                leave(report, HUNG)
+
+    def _leave_without_process_0(self, report: str) -> None:
+        """Process 0 is asked who failed first, and may be the one that hangs."""
+        if self._rank == 1:
+            print(report, file=sys.stderr, end="", flush=True)
+        os._exit(HUNG)
