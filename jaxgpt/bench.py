@@ -67,9 +67,9 @@ def loader_speed(config: Config, batches: int) -> dict[str, Any]:
     from jaxgpt.distributed.backend import connect
     from jaxgpt.distributed.cluster import join_cluster
 
-    dataset = open_dataset(config.data, config.model)
-    config = config.replace(model__vocab_size=dataset.vocab_size)
     cluster = join_cluster()
+    dataset = cluster.together(open_dataset, config.data, config.model)
+    config = config.replace(model__vocab_size=dataset.vocab_size)
     connect(cluster, mesh_sizes(config))
     import jax
 

@@ -25,7 +25,7 @@ from jaxgpt.config import (
 )
 from jaxgpt.data.rows import Rows, training_rows
 from jaxgpt.data.sources import Dataset, Source, open_dataset
-from jaxgpt.distributed.environment import guessed_rank
+from jaxgpt.distributed.cluster import Cluster, join_cluster
 from jaxgpt.distributed.exits import exits_together
 from jaxgpt.training.rewinds import skipped_by_rewinds
 from jaxgpt.training.run_directory import read_meta, saved_steps
@@ -58,23 +58,40 @@ def main(argv: list[str] | None = None) -> None:
         if arguments.run and not (arguments.run / "config.yaml").is_file():
             raise UsageError(f"--run {arguments.run}: has no config.yaml; give a run directory")
         config = parse_args([*base, *arguments.settings])
-        dataset = open_dataset(config.data, config.model)
-        config = config.replace(model__vocab_size=dataset.vocab_size)
-        rows = training_rows(dataset, config)
-        wanted = chosen_rows(arguments.rows, config.train.batch_size)
-        found = [{"step": step, "row": row, **origin(dataset, rows, step, row)} for row in wanted]
-        notes = differences(config, dataset, arguments.run, step)
-        if rows.is_random(step):
-            notes.append(f"step {step} has tokens drawn at random, by faults.random_tokens")
-        tokens = rows.read(step, range(config.train.batch_size))
+        cluster = join_cluster()
+        dataset, found, tokens, notes = cluster.together(
+            look_up, config, arguments.run, step, arguments.rows
+        )
         if arguments.worst:
-            losses, at = row_losses(config, arguments.run, step, checkpoint, arguments.mesh, tokens)
+            losses, at = row_losses(
+                config.replace(model__vocab_size=dataset.vocab_size, parallel__mesh=arguments.mesh),
+                arguments.run, step, checkpoint, tokens, cluster,
+            )  # fmt: skip
             notes.append(f"losses are those of checkpoint {at}")
             for record in found:
                 record["loss"] = float(losses[record["row"]])
             found.sort(key=lambda record: -record["loss"])
-        if guessed_rank() == 0:
+        if cluster.is_main:
             show(found, tokens, dataset, notes, arguments.json)
+
+
+def look_up(
+    config: Config, run: Path | None, step: int, wanted: str | None
+) -> tuple[Dataset, list[dict[str, Any]], np.ndarray, list[str]]:
+    """The data set, where each wanted row of a step comes from, the tokens of all, and notes.
+
+    Raises:
+        UsageError: if there are no such rows, or the data or the run cannot be read.
+    """
+    dataset = open_dataset(config.data, config.model)
+    config = config.replace(model__vocab_size=dataset.vocab_size)
+    rows = training_rows(dataset, config)
+    chosen = chosen_rows(wanted, config.train.batch_size)
+    found = [{"step": step, "row": row, **origin(dataset, rows, step, row)} for row in chosen]
+    notes = differences(config, dataset, run, step)
+    if rows.is_random(step):
+        notes.append(f"step {step} has tokens drawn at random, by faults.random_tokens")
+    return dataset, found, rows.read(step, range(config.train.batch_size)), notes
 
 
 def chosen_rows(given: str | None, batch_size: int) -> range:
@@ -169,8 +186,8 @@ def row_losses(
     run: Path | None,
     step: int,
     checkpoint: int | None,
-    mesh: str,
     tokens: np.ndarray,
+    cluster: Cluster,
 ) -> tuple[np.ndarray, int]:
     """Mean loss of every row, shape (B,), and the checkpoint whose parameters gave them."""
     saved = saved_steps(run) if run else []
@@ -180,12 +197,9 @@ def row_losses(
     at = checkpoint or (before[-1] if before else saved[-1])
     if at not in saved:
         raise UsageError(f"--checkpoint {at}: {run} has {', '.join(map(str, saved))}")
-    config = config.replace(parallel__mesh=mesh)
 
     from jaxgpt.distributed.backend import connect
-    from jaxgpt.distributed.cluster import join_cluster
 
-    cluster = join_cluster()
     connect(cluster, mesh_sizes(config))
     import jax
 

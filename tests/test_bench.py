@@ -1,6 +1,9 @@
 import json
+import subprocess
 
-from jobs import run
+import pytest
+
+from jobs import command, environment, run
 
 
 def test_the_loader_is_timed_on_the_cpus_that_are_named():
@@ -16,3 +19,16 @@ def test_the_loader_is_timed_on_the_cpus_that_are_named():
 
     job = run("bench", "loader", "--cpus", 100_000)
     assert job.returncode == 2 and "--cpus=100000: this process may use" in job.stdout
+
+
+@pytest.mark.parametrize("words", ["bench loader", "inspect --config tiny --step 1"])
+def test_data_that_one_host_lacks_ends_all_processes_with_a_sentence(words, tmp_path):
+    program = command(*words.split())
+    elsewhere = ["-n", "1", "env", f"JAXGPT_DATA={tmp_path}", *program]
+    job = subprocess.run(
+        ["mpiexec", "-n", "1", *program, ":", *elsewhere],
+        capture_output=True, text=True, env=environment(), timeout=60,
+    )  # fmt: skip
+    assert job.returncode == 2
+    errors = [line for line in job.stderr.splitlines() if line.startswith("error:")]
+    assert len(errors) == 1 and f"there is no {tmp_path}/python/train.bin" in errors[0]
