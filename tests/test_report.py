@@ -1,4 +1,7 @@
 import json
+import sys
+
+import pytest
 
 from jobs import run
 
@@ -33,3 +36,51 @@ def test_startup_compares_runs_and_refuses_what_is_none(tmp_path):
         assert job.returncode == 2
         (line,) = job.stdout.strip().splitlines()
         assert f"RUN={path}" in line and words in line
+
+
+def test_spikes_are_listed_and_drawn(tmp_path):
+    rows = [{"row": 3, "loss": 7.5, "corpus": "web", "source": "/data/web", "offset": 8192}]
+    numbers = {"loss": 7.25, "grad_norm": 4.5, "median": 3.0, "limit": 3.5, "rows": rows}
+    records = [{"kind": "train", "step": s, "loss": 4 - s / 50, "skipped": False} for s in (1, 5)]
+    records += [
+        {"kind": "spike", "step": 4, "cause": "nonfinite", "action": "skip_update", "rows": rows,
+         "loss": None, "grad_norm": None, "nonfinite": True},
+        {"kind": "rewind", "step": 5, "spike": 9, "cause": "loss", **numbers, "dropped": [6, 10],
+         "skip": [8, 11], "dropped_losses": [[8, 3.1], [9, 7.25], [10, None]]},
+        *({"kind": "train", "step": s, "loss": None, "skipped": True} for s in range(8, 12)),
+        {"kind": "spike", "step": 14, "cause": "grad_norm", "action": "log", **numbers},
+        {"kind": "train", "step": 15, "loss": 3.0, "skipped": False},
+        {"kind": "eval", "step": 15, "train_loss": 3.0, "val_loss": 3.1},
+    ]  # fmt: skip
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
+    picture = tmp_path / "spikes.png"
+    job = run("report", "spikes", tmp_path, "--png", picture)
+    assert job.returncode == 0, job.stdout
+    rows = [line for line in job.stdout.splitlines() if line[:1] == "│"]
+    assert [line.split("│")[1].strip() for line in rows] == ["4", "8", "9", "14"]
+    for line, words in zip(
+        rows,
+        (
+            ("nonfinite", "skip_update", "3 (web @8192)"),
+            ("8-11 skipped",),
+            ("loss", "7.25", "3.5", "4.5", "rewound to step 5, dropped 6-10, skipped 8-11"),
+            ("grad_norm", "log"),
+        ),
+        strict=True,
+    ):
+        assert all(word in line for word in words), line
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    job = run("report", "spikes", tmp_path, "--png", tmp_path / "no" / "where.png")
+    assert job.returncode == 2 and f"--png={tmp_path}/no/where.png" in job.stdout
+    job = run("report", "spikes", tmp_path / "no")
+    assert job.returncode == 2 and f"RUN={tmp_path}/no" in job.stdout
+
+
+def test_pictures_without_matplotlib_are_refused_in_a_sentence(tmp_path, monkeypatch):
+    from jaxgpt.config import UsageError
+    from jaxgpt.telemetry.spikes import draw_spikes
+
+    for name in [m for m in sys.modules if m.split(".")[0] == "matplotlib"] + ["matplotlib"]:
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(UsageError, match=r"--png=.*matplotlib; pip install 'jaxgpt\[report\]'"):
+        draw_spikes([], "a run", tmp_path / "x.png")

@@ -112,3 +112,33 @@ def test_tensorboard_reads_what_was_written(tmp_path):
     events.Reload()
     assert events.Tags()["scalars"] == ["train/loss", "eval/val_loss"]
     assert [(e.step, e.value) for e in events.Scalars("train/loss")] == [(1, 4.0), (2, 2.0)]
+
+
+def test_rewinds_stay_whatever_is_dropped(tmp_path):
+    path = tmp_path / "m.jsonl"
+    records = [{"kind": "train", "step": s, "loss": 1.0} for s in range(1, 6)]
+    records.append({"kind": "rewind", "step": 5, "spike": 9})
+    path.write_text("".join(json.dumps(r) + "\n" for r in records))
+    MetricsFile(path, 2).close()
+    assert [(r["kind"], r["step"]) for r in lines(path)] == [
+        ("train", 1), ("train", 2), ("rewind", 5),
+    ]  # fmt: skip
+    MetricsFile(path, None).close()
+    assert [r["kind"] for r in lines(path)] == ["rewind"]
+    assert len(lines(tmp_path / "m.jsonl.old")) == 3
+
+
+def test_numbers_inside_of_records_are_shown_and_cleaned_too(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    corpora = {"web": {"tokens": 128, "loss": 2.5}, "code": {"tokens": 64, "loss": float("nan")}}
+    record = {"kind": "train", "step": 1, "skipped": False, "corpora": corpora}
+    file, board = MetricsFile(tmp_path / "m.jsonl", None), TensorBoard(tmp_path / "events", None)
+    for tracker in (file, board):
+        tracker.log(record)
+        tracker.close()
+    (found,) = lines(tmp_path / "m.jsonl")
+    assert found["corpora"]["code"] == {"tokens": 64, "loss": None} and found["nonfinite"]
+    events = EventAccumulator(str(tmp_path / "events"))
+    events.Reload()
+    assert [e.value for e in events.Scalars("train/corpora/web/loss")] == [2.5]

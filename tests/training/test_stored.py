@@ -78,14 +78,22 @@ def test_whatever_decides_about_a_program_is_in_its_name(monkeypatch):
         stored._name(small("optimizer.beta1=0.8"), mesh),
         stored._name(small("parallel.remat=full"), mesh),
         stored._name(config, make_mesh((4, 2, 1))),
+        stored._name(small("spike.action=off"), mesh),
+        stored._name(small("spike.action=skip_update"), mesh),
+        stored._name(small("spike.loss_threshold=5"), mesh),
+        stored._name(small("faults.nan_step=5"), mesh),
+        stored._name(small("faults.nan_step=5", "faults.nan_device=1"), mesh),
     }
     longer = small("train.max_iters=7", "train.time_limit=5", "train.eval_interval=3")
     assert stored._name(longer, mesh) in names
+    rewinding = ("spike.action=rewind", "spike.skip_after=9", "checkpoint.interval=100")
+    rewinding = small(*rewinding, "faults.nan_device=1")
+    assert stored._name(rewinding, mesh) in names
     monkeypatch.setenv("JAX_DEFAULT_MATMUL_PRECISION", "bfloat16")
     names.add(stored._name(config, mesh))
     monkeypatch.setattr(stored.importlib.metadata, "version", lambda name: "0")
     names.add(stored._name(config, mesh))
-    assert len(names) == 8
+    assert len(names) == 13
 
 
 def test_a_second_start_loads_little_and_computes_the_same(tmp_path):
