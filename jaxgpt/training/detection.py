@@ -22,7 +22,7 @@ CAUSES = ("none", "loss", "grad_norm", "nonfinite")
 NONE, LOSS, GRAD_NORM, NONFINITE = range(len(CAUSES))
 DEVIATION_PER_MAD = 1.4826  # of a normal distribution: 1 / (the 3/4 quantile)
 # A deviation is at least this part of the median: where all values are nearly the same, noise is
-# no spike. At the default thresholds a spike is 3 % above the median loss, 6 % above the norm.
+# no spike. At the default thresholds a spike is 3 % above the median loss, 10 % above the norm.
 LEAST_DEVIATION = 0.005
 
 Watch = dict[str, jax.Array]
