@@ -115,7 +115,7 @@ def prepare_text(
     mark = written.tokenizer.end_of_text
     between = "nothing" if mark is None else f"token {mark}"
     documents = sum(written.documents.values())
-    return [*lines, f"{documents:,} documents, {between} between them; {rates(written)}"]
+    return [*lines, f"documents: {documents:,}, with {between} between them; {rates(written)}"]
 
 
 def prepare_python(directory: Path) -> list[str]:
