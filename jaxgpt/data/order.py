@@ -19,6 +19,9 @@ from jaxgpt.data.blend import Blend
 
 SHUFFLE_MODULE = "grain._src.python.experimental.index_shuffle.python.index_shuffle_module"
 SHUFFLE_ROUNDS = 4  # those of MapDataset.shuffle
+# Grain's permutation of n is one of 2^16 at least, walked 2^16 / n times for each index: up to so
+# many windows it is slower than reading them, and all are sorted by random numbers instead.
+FEW_WINDOWS = 1024
 
 
 class Windows:
@@ -34,28 +37,29 @@ class Windows:
             stream: so does another stream.
         """
         assert n_tokens > block_size, (n_tokens, block_size)
-        self._shuffle = index_shuffle()
         self._last_start = n_tokens - 1 - block_size
         self._block_size = block_size
         self._seeds = [seed, stream] if stream else [seed]
         # One window more than fits: the phase leaves a part at either end.
         self.per_epoch = math.ceil((n_tokens - 1) / block_size) + 1
-        self._epoch = functools.lru_cache(maxsize=2)(self._phase_and_shuffle)
+        self._epoch = functools.lru_cache(maxsize=2)(self._phase_and_windows)
 
     def start(self, number: int) -> int:
         """Offset of sample `number`, from 0: its row is the T+1 tokens from there on."""
         epoch, within = divmod(number, self.per_epoch)
-        phase, shuffle = self._epoch(epoch)
-        window = self._shuffle(
-            within, max_index=self.per_epoch - 1, seed=shuffle, rounds=SHUFFLE_ROUNDS
-        )
-        return min(max(phase + (window - 1) * self._block_size, 0), self._last_start)
+        phase, window = self._epoch(epoch)
+        return min(max(phase + (window(within) - 1) * self._block_size, 0), self._last_start)
 
-    def _phase_and_shuffle(self, epoch: int) -> tuple[int, int]:
-        """Phase in 1..T, and the seed of the permutation of the windows."""
+    def _phase_and_windows(self, epoch: int) -> tuple[int, Callable[[int], int]]:
+        """Phase in 1..T, and the permutation of the windows."""
         first, *stream = self._seeds
-        phase, shuffle = np.random.SeedSequence([first, epoch, *stream]).generate_state(2)
-        return 1 + int(phase) % self._block_size, int(shuffle)
+        drawn = np.random.SeedSequence([first, epoch, *stream])
+        phase, shuffle = map(int, drawn.generate_state(2))
+        if self.per_epoch <= FEW_WINDOWS:
+            windows = np.argsort(drawn.generate_state(2 + self.per_epoch)[2:], kind="stable")
+            return 1 + phase % self._block_size, windows.astype(np.uint16).item
+        options = {"max_index": self.per_epoch - 1, "seed": shuffle, "rounds": SHUFFLE_ROUNDS}
+        return 1 + phase % self._block_size, functools.partial(index_shuffle(), **options)
 
 
 class Place(NamedTuple):

@@ -23,7 +23,7 @@ def epoch_starts(windows, epoch):
     return [windows.start(n) for n in range(first, first + windows.per_epoch)]
 
 
-@pytest.mark.parametrize("n_tokens", [65, 66, 1000, 1025, 1089])
+@pytest.mark.parametrize("n_tokens", [65, 66, 1000, 1025, 1089, 64 * 1100])
 def test_every_token_is_seen_in_every_epoch(n_tokens):
     T = 64
     windows = Windows(n_tokens, T, seed=3)
@@ -70,6 +70,17 @@ def test_a_distant_step_costs_no_more_than_a_near_one():
     assert time.perf_counter() - began < 0.05
     assert far != starts(order, 1, range(12))
     assert far == starts(order_of(1_003_854, 64, 12, seed=1), 1_000_000, range(12))
+
+
+@pytest.mark.parametrize("n_windows", [30, 1000, 1100])
+def test_rows_of_a_small_source_cost_no_more_than_reading_them(n_windows):
+    # 30 million tokens in rows of 1024 are 29,000 rows; a permutation walked to the next of 30
+    # windows takes 600 microseconds.
+    windows = Windows(64 * n_windows, 64, seed=9)
+    began = time.process_time()
+    for number in range(10**9, 10**9 + 1000):
+        windows.start(number)
+    assert time.process_time() - began < 1000 * 1e-4
 
 
 def test_windows_are_drawn_evenly():
