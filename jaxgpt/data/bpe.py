@@ -10,7 +10,7 @@ import importlib.util
 import json
 import os
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,6 @@ import numpy as np
 
 from jaxgpt.config import UsageError
 from jaxgpt.data.tokenizer import ByteTokenizer, Tokenizer, from_meta
-from jaxgpt.data.words import Words
 
 FILE = "tokenizer.json"
 END_OF_TEXT = "<|endoftext|>"
@@ -102,17 +101,10 @@ class HFTokenizer:
             start = end
         return np.concatenate(parts, dtype=np.int64) if parts else np.empty(0, np.int64)
 
-    @functools.cached_property
-    def _encode(self) -> Callable[[str], np.ndarray]:
-        """Text, all at once -> its ids."""
-
-        def encode(texts: list[str]) -> list[list[int]]:
-            found = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
-            return [encoding.ids for encoding in found]
-
-        if _has_gpt2s_words(json.loads(self._content)):
-            return Words(encode).encode
-        return lambda text: np.array(encode([text])[0], np.int64)
+    def _encode(self, text: str) -> np.ndarray:
+        """The ids of a text, all at once."""
+        found = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)
+        return np.array(found[0].ids, np.int64)
 
     def decode(self, tokens: Iterable[int]) -> str:
         return self._tokenizer.decode([int(t) for t in tokens], skip_special_tokens=False)
@@ -215,18 +207,6 @@ def _of_gpt2(vocabulary: Path, merges: Path) -> bytes:
         },
     }
     return json.dumps(whole, ensure_ascii=False).encode()
-
-
-def _has_gpt2s_words(content: dict[str, Any]) -> bool:
-    """Whether a tokenizer.json parts text into words as GPT-2 does, and in no other way."""
-    before = content["pre_tokenizer"] or {}
-    return (
-        (before.get("type"), before.get("add_prefix_space")) == ("ByteLevel", False)
-        and before.get("use_regex", True)
-        and content["normalizer"] is None
-        and content["model"].get("dropout") is None
-        and all(token["special"] for token in content["added_tokens"])
-    )
 
 
 def _load(content: bytes):

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jaxgpt.config import UsageError
-from jaxgpt.data import bpe, words
+from jaxgpt.data import bpe
 from jaxgpt.data.bpe import open_tokenizer
 from jaxgpt.data.tokenizer import ByteTokenizer, CharTokenizer, from_meta
 
@@ -88,25 +88,6 @@ def test_ids_are_those_of_tiktoken(gpt2, tiny_shakespeare):
         assert gpt2.encode(text).tolist() == theirs.encode_ordinary(text)
 
 
-@pytest.mark.parametrize(
-    "others", ["", "éß日本\u00a0\u3000\u2028\x85٣²😀\u200d\ufeff"], ids=["ascii", "all"]
-)
-def test_words_are_those_of_the_package(gpt2, others):
-    draw = random.Random(0)
-    letters = [chr(n) for n in range(128)] + list(" \n\t'.aZ9") * 20 + list(others) * 8
-    for _ in range(2000):
-        whole = "".join(draw.choices(letters, k=40))
-        found = words._WORDS.findall(whole)
-        if others:
-            found = [part for word in found for part in parts_of(gpt2, word)]
-        assert found == parts_of(gpt2, whole)
-
-
-def parts_of(tokenizer, text):
-    """The words into which the package's GPT-2 pattern parts a text."""
-    return [text[a:b] for _, (a, b) in tokenizer._tokenizer.pre_tokenizer.pre_tokenize_str(text)]
-
-
 def cut_by(pattern):
     """GPT-2's vocabulary behind another pattern that parts text into words."""
     content = json.loads(bpe._of_gpt2(GPT2 / "encoder.json", GPT2 / "vocab.bpe"))
@@ -136,7 +117,6 @@ def test_a_text_in_pieces_has_the_tokens_of_the_whole(gpt2, kind, tmp_path, monk
     tokenizer = open_tokenizer(tmp_path)
     whole = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
     monkeypatch.setattr(bpe, "_PIECE", 400)
-    monkeypatch.setattr(words, "_MOST_WORDS", 50)
     cuts = 0
     for text in nasty_texts(15, 2000):
         assert tokenizer.encode(text).tolist() == whole.encode(text).ids
