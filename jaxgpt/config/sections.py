@@ -158,8 +158,9 @@ class SpikeConfig:
 
     action: Literal["off", "log", "skip_update", "rewind"] = "log"
     """off: nothing is watched; log: spikes are recorded; skip_update: their updates are left out;
-    rewind: training goes back to a checkpoint and skips their batches (arXiv 2204.02311, section
-    5.1). But for `off`, a step that is not finite never changes parameters or moments."""
+    rewind: from a spike of the loss training goes back to a checkpoint and skips the batches
+    around it (arXiv 2204.02311, section 5.1); one of the gradient norm alone is recorded. But for
+    `off`, a step that is not finite never changes parameters or moments."""
     window: int = 128
     """Steps whose losses and gradient norms say what is normal; watching begins with so many."""
     loss_threshold: float = 6.0

@@ -8,7 +8,7 @@ from typing import Any
 from jaxgpt.config import UsageError
 from jaxgpt.telemetry.trackers import Record
 
-SHOWN_ROWS = 3
+SHOWN_ROWS = 2
 
 
 def spike_line(record: Record) -> str:

@@ -10,7 +10,7 @@ import pytest
 from jaxgpt.distributed import exits
 from jaxgpt.telemetry.trackers import read_records
 from jaxgpt.training import loop, rewinding, rewinds
-from jobs import SMALL, checkpoint_arrays, losses, records, train_here
+from jobs import SMALL, checkpoint_arrays, losses, records, run, train_here
 
 # It has learned enough by step 36 for random tokens, of loss 8, to stand out.
 POISONED = (
@@ -86,6 +86,17 @@ def test_tensorboard_shows_no_step_twice_after_a_rewind(rewound):
     assert shown == pytest.approx(logged)
 
 
+def test_skip_update_does_what_a_range_given_by_hand_would(tmp_path):
+    action, end = "spike.action=skip_update", ("train.max_iters=45", "train.log_interval=20")
+    train_to_the_end(tmp_path / "found", action, *end)
+    by_hand = ("--train-range-to-skip", "36", "38")
+    train_to_the_end(tmp_path / "by_hand", action, *end, *by_hand)
+    spikes = records(tmp_path / "found", "spike")
+    assert [(r["step"], r["action"]) for r in spikes] == [(s, "skip_update") for s in (36, 37, 38)]
+    a, b = (checkpoint_arrays(tmp_path / name, 45) for name in ("found", "by_hand"))
+    assert all((a[name] == b[name]).all() for name in b) and a.keys() == b.keys()
+
+
 class Killed(Exception):
     pass
 
@@ -96,10 +107,18 @@ class Killed(Exception):
 def test_killed_in_the_middle_a_run_ends_the_same(rewound, tmp_path, place, monkeypatch):
     """Before anything is done, between two files, before the state is restored, and later."""
 
+    made = []
+
+    class Checkpoints(loop.Checkpoints):
+        def __init__(self, *args):
+            super().__init__(*args)
+            made.append(self)
+
     def killed(*args):
         raise Killed
 
     with monkeypatch.context() as patch:
+        patch.setattr(loop, "Checkpoints", Checkpoints)
         if place == "skip range":
             step = loop.Reporter.step
             patch.setattr(
@@ -115,6 +134,7 @@ def test_killed_in_the_middle_a_run_ends_the_same(rewound, tmp_path, place, monk
             patch.setattr(where, name, killed)
         with pytest.raises(Killed):
             train_here(*POISONED, *REWIND, "--out", tmp_path)
+    made[0].close()  # with a process its threads, too, would have ended
     gc.collect()  # Orbax's event loop, whose end breaks what Python 3.11 parses meanwhile
     assert json.loads((tmp_path / "rewinds.json").read_text())[0]["spike"] == 36
     assert train_here("--out", tmp_path, *POISONED, *REWIND) == exits.DONE
@@ -181,3 +201,31 @@ def test_spikes_are_recorded_whatever_the_interval_of_the_log(tmp_path):
     found = [r for r in read_records(tmp_path / "metrics.jsonl") if r["kind"] == "spike"]
     assert [r["step"] for r in found if r["cause"] == "loss"][:2] == [36, 37]
     assert {r["action"] for r in found} == {"log"}
+
+
+@pytest.mark.long
+def test_tiny_shakespeare_gets_over_a_poisoned_stretch(tmp_path, shakespeare):
+    """nanoGPT's setting for a CPU, with twenty steps of random tokens in its middle."""
+    poison = ("--faults.random_tokens", "1000", "1019")
+    rewind = ("spike.action=rewind", "spike.skip_after=30")
+    found = {}
+    for name, arguments in {
+        "clean": (), "rewind": (*poison, *rewind), "again": (*poison, *rewind),
+        "skip": (*poison, "spike.action=skip_update"), "off": (*poison, "spike.action=off"),
+    }.items():  # fmt: skip
+        out = tmp_path / name
+        job = run(
+            "train", "--config", "shakespeare_char_cpu", "train.sample_tokens=0", *arguments,
+            "--out", out, timeout=3600,
+        )  # fmt: skip
+        assert job.returncode == 0, job.stdout
+        found[name] = records(out, "eval")[-1]["val_loss"]
+        print(f"{name}: val loss {found[name]:.4f}")
+    assert records(tmp_path / "clean", "spike") == []
+    (record,) = records(tmp_path / "rewind", "rewind")
+    assert record["spike"] == 1000 and record["dropped"][1] <= 1002
+    assert found["rewind"] == pytest.approx(found["clean"], abs=0.02)
+    assert found["skip"] == pytest.approx(found["clean"], abs=0.02)
+    a, b = (checkpoint_arrays(tmp_path / name, 2000) for name in ("rewind", "again"))
+    assert all((a[name] == b[name]).all() for name in b) and a.keys() == b.keys()
+    assert losses(tmp_path / "rewind") == losses(tmp_path / "again")
