@@ -8,7 +8,6 @@ Megatron-LM. The last two have no validation file: their last documents are kept
 import functools
 import json
 import os
-import shlex
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -17,26 +16,13 @@ from typing import Any
 import numpy as np
 
 from jaxgpt.config import DataConfig, ModelConfig, UsageError
-from jaxgpt.data.blend import LEAST_SHARE
+from jaxgpt.data.entries import Entry, parse_lines, read_file_list
 from jaxgpt.data.files import SAMPLED_PAGES, TokenFile, allow_open_files, fingerprint_of
 from jaxgpt.data.indexed import Index, read_index
 from jaxgpt.data.tokenizer import Tokenizer, from_meta
 
 SPLITS = ("train", "val")
 VOCABULARY_SIZES = {"python": 256, "shakespeare_char": 65}  # what corpora.py makes by name alone
-
-
-@dataclass(frozen=True)
-class Entry:
-    """A source as a configuration names it."""
-
-    weight: Fraction
-    weight_text: str
-    """As it was given."""
-    path: Path
-    corpus: str
-    key: str
-    """The setting that names it, for errors."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +44,12 @@ class Source:
 
     @property
     def directory(self) -> Path:
-        return self.entry.path if self.entry.path.is_dir() else self.entry.path.parent
+        return self.entry.directory
+
+    @property
+    def kind(self) -> str:
+        """Format and type of its tokens, for people."""
+        return f"{'Megatron' if self.indexed else 'flat'} {self.tokens['train'].dtype.name}"
 
 
 @dataclass(frozen=True)
@@ -118,11 +109,12 @@ class Dataset:
     def describe(self) -> list[str]:
         """Lines for the log: how many tokens there are, and of what."""
         sizes = f"{self.size('train'):,} tokens to train on, {self.size('val'):,} to validate"
+        kinds = ", ".join(sorted({source.kind for source in self.sources}))
         if len(self.sources) == 1:
             place = self.sources[0].entry.path
-            return [f"data: {place}, {sizes}, vocabulary {self.vocab_size}"]
+            return [f"data: {place} ({kinds}), {sizes}, vocabulary {self.vocab_size}"]
         lines = [
-            f"data: {len(self.sources)} sources of {len(self.corpora)} corpora, {sizes}, "
+            f"data: {len(self.sources)} sources ({kinds}) of {len(self.corpora)} corpora, {sizes}, "
             f"vocabulary {self.vocab_size}"
         ]
         whole = sum(source.entry.weight for source in self.sources)
@@ -170,26 +162,14 @@ def entries(data: DataConfig) -> list[Entry]:
         UsageError: for a line of a blend that is not one.
     """
     if data.file_list is not None:
-        key, lines = f"data.file_list={data.file_list}", _read_file_list(Path(data.file_list))
+        key, lines = f"data.file_list={data.file_list}", read_file_list(Path(data.file_list))
     elif data.blend:
         key, lines = "data.blend", list(data.blend)
     else:
         key = f"data.dataset={data.dataset}" if data.path is None else f"data.path={data.path}"
         directory = dataset_directory(data)
         return [Entry(Fraction(1), "1", directory, directory.name, key)]
-    found = [_entry(line, key) for line in lines]
-    corpora: dict[str, Fraction] = {}
-    for entry in found:
-        corpora[entry.corpus] = corpora.get(entry.corpus, Fraction(0)) + entry.weight
-    whole = sum(corpora.values())
-    for entry in found:
-        corpus = corpora[entry.corpus]
-        if min(corpus / whole, entry.weight / corpus) < LEAST_SHARE:
-            raise UsageError(
-                f"{key}: {entry.path} has the weight {entry.weight_text}, less than a millionth "
-                f"of corpus {entry.corpus} or that of the blend; leave it out or give it more"
-            )
-    return found
+    return parse_lines(lines, key)
 
 
 def vocabulary_size(data: DataConfig, model: ModelConfig) -> int:
@@ -260,33 +240,6 @@ def _open_tokenizer(data: DataConfig) -> Tokenizer | None:
     return open_tokenizer(Path(data.tokenizer))
 
 
-def _read_file_list(path: Path) -> list[str]:
-    try:
-        lines = path.read_text().splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"data.file_list={path}: cannot be read ({error})") from None
-    lines = [line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#")]
-    if not lines:
-        raise UsageError(f"data.file_list={path}: is empty; give a line `WEIGHT PATH` per source")
-    return lines
-
-
-def _entry(line: str, key: str) -> Entry:
-    try:
-        text, path, *rest = shlex.split(line)
-        weight = Fraction(text)
-        if weight <= 0 or len(rest) > 1:
-            raise ValueError
-    except (ValueError, ZeroDivisionError):
-        raise UsageError(
-            f"{key}: the line {line!r} must be a weight above 0, a path (in quotes if it has "
-            "spaces) and, if you like, the name of the corpus, such as "
-            "`0.25 /data/wiki_text_document wiki`"
-        ) from None
-    corpus = rest[0] if rest else Path(path.removesuffix(".bin")).name
-    return Entry(weight, text, Path(path), corpus, key)
-
-
 def _open_source(entry: Entry, data: DataConfig, least: int) -> Source:
     """Opens one source, of whose splits each must have at least `least` tokens."""
     path, meta = entry.path, _meta_of(entry)
@@ -312,7 +265,7 @@ def _meta_of(entry: Entry) -> dict[str, Any]:
     try:
         if _is_indexed(entry.path):
             return {}
-        return _read_meta(entry.path if entry.path.is_dir() else entry.path.parent)
+        return _read_meta(entry.directory)
     except OSError as error:
         raise UsageError(
             f"{entry.key}: {error.filename} cannot be read ({error.strerror}); ask its owner to "

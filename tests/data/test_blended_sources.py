@@ -45,6 +45,7 @@ def opened(lines, *settings):
 def test_rows_of_every_kind_of_source_are_the_tokens_at_their_place(lines):
     dataset, rows = opened(lines)
     assert rows.names == tuple(f"name{c}" for c in range(5))
+    assert "5 sources (Megatron uint16, flat uint16) of 5 corpora" in dataset.describe()[0]
     seen = set()
     for step in range(1, 40):
         for tokens, place in zip(rows.read(step, range(16)), rows.places(step), strict=True):

@@ -1,0 +1,84 @@
+"""The sources of a blend as a configuration names them: `WEIGHT PATH [CORPUS]` a line."""
+
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from pathlib import Path
+
+from jaxgpt.config import UsageError
+from jaxgpt.data.blend import LEAST_SHARE
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A source as a configuration names it."""
+
+    weight: Fraction
+    weight_text: str
+    """As it was given."""
+    path: Path
+    corpus: str
+    key: str
+    """The setting that names it, for errors."""
+
+    @property
+    def directory(self) -> Path:
+        """The folder that it is, or is in."""
+        return self.path if self.path.is_dir() else self.path.parent
+
+
+def read_file_list(path: Path) -> list[str]:
+    """The lines of data.file_list that name a source.
+
+    Raises:
+        UsageError: if it cannot be read, or there are none.
+    """
+    try:
+        lines = path.read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"data.file_list={path}: cannot be read ({error})") from None
+    lines = [line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#")]
+    if not lines:
+        raise UsageError(f"data.file_list={path}: is empty; give a line `WEIGHT PATH` per source")
+    return lines
+
+
+def parse_lines(lines: Sequence[str], key: str) -> list[Entry]:
+    """The sources that the lines of a blend name.
+
+    Args:
+        key: the setting that they are of, for errors.
+
+    Raises:
+        UsageError: for a line that is not one, or a weight that is too small.
+    """
+    found = [_entry(line, key) for line in lines]
+    corpora: dict[str, Fraction] = {}
+    for entry in found:
+        corpora[entry.corpus] = corpora.get(entry.corpus, Fraction(0)) + entry.weight
+    whole = sum(corpora.values())
+    for entry in found:
+        corpus = corpora[entry.corpus]
+        if min(corpus / whole, entry.weight / corpus) < LEAST_SHARE:
+            raise UsageError(
+                f"{key}: {entry.path} has the weight {entry.weight_text}, less than a millionth "
+                f"of corpus {entry.corpus} or that of the blend; leave it out or give it more"
+            )
+    return found
+
+
+def _entry(line: str, key: str) -> Entry:
+    try:
+        text, path, *rest = shlex.split(line)
+        weight = Fraction(text)
+        if weight <= 0 or len(rest) > 1:
+            raise ValueError
+    except (ValueError, ZeroDivisionError):
+        raise UsageError(
+            f"{key}: the line {line!r} must be a weight above 0, a path (in quotes if it has "
+            "spaces) and, if you like, the name of the corpus, such as "
+            "`0.25 /data/wiki_text_document wiki`"
+        ) from None
+    corpus = rest[0] if rest else Path(path.removesuffix(".bin")).name
+    return Entry(weight, text, Path(path), corpus, key)
