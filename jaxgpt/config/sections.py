@@ -103,9 +103,11 @@ class DataConfig:
     Megatron-LM's PREFIX.bin and PREFIX.idx; or one nanoGPT .bin file."""
     blend: tuple[str, ...] = ()
     """Corpora to mix, in place of one data set: `WEIGHT PATH [CORPUS]` each, with paths as in
-    data.path. Weights are normalised; lines of the same CORPUS are counted together."""
+    data.path, in quotes if they have spaces. Weights are normalised; lines of the same CORPUS are
+    counted together."""
     file_list: str | None = None
-    """File with the lines of data.blend, as ALCF's Megatron-DeepSpeed reads them."""
+    """File with the lines of data.blend, as ALCF's Megatron-DeepSpeed reads them. Paths in it are
+    relative to the working directory."""
     val_share: float = 0.01
     """Share of a corpus, its last documents, kept for validation where it has no val.bin."""
     tokenizer: str | None = None
@@ -172,8 +174,10 @@ class SpikeConfig:
     """Steps that lie at least between the checkpoint that a rewind goes back to and the spike."""
     skip_before: int = 10
     """Steps before the spike that a rewind skips."""
-    skip_after: int = 200
-    """Steps after the spike that a rewind skips."""
+    skip_after: int = 50
+    """Steps after the spike that a rewind skips. The authors of the method skipped 200 to 500 of
+    some 255,000; what a short run skips it misses, and it goes back again if that was too little.
+    """
     max_rewinds: int = 3
     """Rewinds of a run; at the next spike after them it stops, with a report."""
     max_consecutive_nonfinite: int = 10

@@ -6,13 +6,14 @@ import math
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 Record = dict[str, Any]
 
-_TEXTS = {"sample": "text", "spike": "cause"}  # which field of a record TensorBoard shows as text
+# Which field of a record TensorBoard shows as text.
+_TEXTS = {"sample": "text", "spike": "cause", "rewind": "cause"}
 _FILES = itertools.count()  # TensorBoard files of this process: a rewind begins another
 
 
@@ -72,9 +73,13 @@ class TensorBoard:
     for ever once that has died on a full disk.
     """
 
-    def __init__(self, directory: Path, resume_step: int | None):
-        """Loads tensorboardX when there is something to write, which the first step is before."""
-        self._directory, self._resume_step = directory, resume_step
+    def __init__(self, directory: Path, resume_step: int | None, rewinds: Sequence[Record] = ()):
+        """Loads tensorboardX when there is something to write, which the first step is before.
+
+        Args:
+            rewinds: their records, if the run goes on from where they went back to.
+        """
+        self._directory, self._resume_step, self._rewinds = directory, resume_step, rewinds
         self._writer = None
 
     def _open(self) -> None:
@@ -90,6 +95,8 @@ class TensorBoard:
         # Whatever is there of steps that are going to be done again is not shown twice.
         start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
         self._write((self._resume_step or 0) + 1, session_log=start)
+        for record in self._rewinds:
+            self.log(record)
 
     def log(self, record: Record) -> None:
         if "step" not in record:
@@ -188,5 +195,5 @@ def _numbers(record: Record, prefix: str) -> Iterator[tuple[str, float]]:
     for name, value in record.items():
         if isinstance(value, dict):
             yield from _numbers(value, f"{prefix}/{name}")
-        elif isinstance(value, int | float) and name not in ("step", "skipped"):
+        elif isinstance(value, int | float) and name != "step" and (name, value) != ("skipped", 0):
             yield f"{prefix}/{name}", value

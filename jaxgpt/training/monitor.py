@@ -71,11 +71,13 @@ class Monitor:
     def failure(self, readings: list[Reading]) -> str:
         """Why the run is to stop if too many steps in a row were not finite; else empty."""
         limit = self._config.spike.max_consecutive_nonfinite
-        if all(int(r.metrics.nonfinite) < limit for r in readings):
+        reached = [r.step for r in readings if int(r.metrics.nonfinite) >= limit]
+        if not reached:
             return ""
         return (
-            f"spike.max_consecutive_nonfinite={limit}: so many steps in a row up to step "
-            f"{readings[-1].step} were not finite; what is saved has none of them in it"
+            f"spike.max_consecutive_nonfinite={limit}: so many steps in a row, up to step "
+            f"{reached[-1]}, were not finite; step {readings[-1].step} is saved, without updates "
+            "by any of them"
         )
 
 

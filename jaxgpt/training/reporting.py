@@ -241,7 +241,9 @@ def _open_trackers(run: Run) -> list[Tracker]:
         SamplesFile(run.directory / "samples.txt", metrics),
     ]
     if run.config.train.tensorboard:
-        trackers.append(TensorBoard(run.directory / "tensorboard", run.resume_step))
+        start = run.resume_step or 0
+        rewinds = [r for r in read_records(metrics) if r["kind"] == "rewind" and r["step"] == start]
+        trackers.append(TensorBoard(run.directory / "tensorboard", run.resume_step, rewinds))
     return trackers
 
 

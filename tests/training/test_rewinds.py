@@ -84,6 +84,8 @@ def test_tensorboard_shows_no_step_twice_after_a_rewind(rewound):
     assert len(events.Scalars("train/loss")) == len(shown)
     logged = {step: loss for step, loss in losses(rewound).items() if loss is not None}
     assert shown == pytest.approx(logged)
+    assert [(e.step, e.value) for e in events.Scalars("rewind/spike")] == [(TO, 36)]
+    assert [e.step for e in events.Scalars("train/skipped")] == list(range(34, 43))
 
 
 def test_skip_update_does_what_a_range_given_by_hand_would(tmp_path):
@@ -180,7 +182,7 @@ def test_too_many_steps_that_are_not_finite_stop_the_run_with_a_good_checkpoint(
     assert train_here(*POISONED, *fault, *train, "--out", tmp_path) == exits.FAILED
     lines = capsys.readouterr().out.splitlines()
     (line,) = (line for line in lines if line.startswith("spike.max_consecutive_nonfinite=1"))
-    assert "step 15" in line
+    assert "up to step 12, were not finite; step 15 is saved" in line
     assert all(np.isfinite(array).all() for array in checkpoint_arrays(tmp_path, 15).values())
     (spike,) = records(tmp_path, "spike")
     assert spike["step"] == 12 and spike["cause"] == "nonfinite" and spike["nonfinite"]
