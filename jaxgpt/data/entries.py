@@ -2,7 +2,7 @@
 
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from pathlib import Path
 
@@ -19,8 +19,11 @@ class Entry:
     """As it was given."""
     path: Path
     corpus: str
+    """Without a name the last part of the path, or all of it where others end alike."""
     key: str
     """The setting that names it, for errors."""
+    is_named: bool = False
+    """Whether the corpus was."""
 
     @property
     def directory(self) -> Path:
@@ -54,6 +57,15 @@ def parse_lines(lines: Sequence[str], key: str) -> list[Entry]:
         UsageError: for a line that is not one, or a weight that is too small.
     """
     found = [_entry(line, key) for line in lines]
+    paths: dict[str, set[Path]] = {}
+    for entry in found:
+        paths.setdefault(entry.corpus, set()).add(entry.path)
+    found = [
+        replace(entry, corpus=str(entry.path))
+        if not entry.is_named and len(paths[entry.corpus]) > 1
+        else entry
+        for entry in found
+    ]
     corpora: dict[str, Fraction] = {}
     for entry in found:
         corpora[entry.corpus] = corpora.get(entry.corpus, Fraction(0)) + entry.weight
@@ -81,4 +93,10 @@ def _entry(line: str, key: str) -> Entry:
             "`0.25 /data/wiki_text_document wiki`"
         ) from None
     corpus = rest[0] if rest else Path(path.removesuffix(".bin")).name
-    return Entry(weight, text, Path(path), corpus, key)
+    return Entry(weight, text, Path(path), corpus, key, bool(rest))
+
+
+def blend_shares(entries: Sequence[Entry]) -> tuple[tuple[Fraction, str], ...]:
+    """What of a blend decides the order of the data, beside the sources: shares and corpora."""
+    whole = sum(entry.weight for entry in entries)
+    return tuple((entry.weight / whole, entry.corpus) for entry in entries)

@@ -17,7 +17,11 @@ import numpy as np
 from jaxgpt.config import UsageError
 from jaxgpt.data.tokenizer import Tokenizer
 
-_TEXT, _JSON, _COMPRESSED = (".txt", ".text", ".md"), (".jsonl", ".ndjson"), (".gz", ".zst")
+_TEXT, _JSON, _COMPRESSED = (
+    (".txt", ".text", ".md"),
+    (".jsonl", ".ndjson", ".json"),
+    (".gz", ".zst"),
+)
 _BLOCK = 1 << 18  # bytes that are read, and mostly encoded, at once
 _TAIL = 8192  # bytes in which a place to cut is looked for
 _LARGEST = 1 << 26  # bytes of text that have no such place
@@ -54,7 +58,12 @@ def input_files(inputs: list[Path]) -> tuple[list[Path], bool]:
     files = []
     for path in inputs:
         if path.is_dir():
-            found = sorted(p for p in path.rglob("*") if _kind(p) in _TEXT + _JSON and p.is_file())
+            # A .json that is not packed is more often a description than lines of documents.
+            found = sorted(
+                p
+                for p in path.rglob("*")
+                if _kind(p) in _TEXT + _JSON and p.suffix != ".json" and p.is_file()
+            )
             if not found:
                 kinds = ", ".join(_TEXT + _JSON)
                 raise UsageError(f"--input {path}: has no files of {kinds} (or these with .gz)")
@@ -217,14 +226,18 @@ def texts_of(piece: Piece, json_key: str | None) -> list[str]:
         try:
             document = json.loads(line)
             text = document[json_key]
+            if not isinstance(text, str):
+                raise TypeError("not text")
             text.encode()  # half of a surrogate pair is JSON, but not text
         except UnicodeError as error:
             wrong = f"is not UTF-8 ({error})"
-        except ValueError as error:
-            wrong = f"is not JSON ({error})"
-        except (KeyError, TypeError, AttributeError):
-            keys = ", ".join(document) if isinstance(document, dict) else type(document).__name__
-            wrong = f"has no text under {json_key!r}, but {keys[:200]}; give --jsonl-key"
+        except (ValueError, RecursionError) as error:
+            wrong = f"is not JSON ({error}); JSON files need a document on each line"
+        except (KeyError, TypeError):
+            kinds = document.items() if isinstance(document, dict) else []
+            keys = ", ".join(f"{k} ({type(v).__name__})" if k == json_key else k for k, v in kinds)
+            keys = keys[:200] or type(document).__name__
+            wrong = f"has no text under {json_key!r}, but {keys}; give --jsonl-key"
         else:
             texts += [text] if text else []
             continue

@@ -201,8 +201,8 @@ def _check_enough(written: Written, corpus: Corpus) -> None:
     if min(tokens["train"], tokens["val"]) < 2 or vocab_size < 2:
         raise UsageError(
             f"--input: {tokens['train']} tokens to train on and {tokens['val']} to validate with "
-            f"(--val-share {corpus.val_share}), of a vocabulary of {vocab_size}, are too few; give "
-            "more text, or another --val-share"
+            f"(--val-share {corpus.val_share:g}), of a vocabulary of {vocab_size}, are too few; "
+            "give more text, or another --val-share"
         )
 
 

@@ -8,6 +8,7 @@ import itertools
 import json
 import os
 import platform
+import shlex
 import tempfile
 import time
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ from jaxgpt.config import (
     skip_ranges,
 )
 from jaxgpt.data.corpora import prepare_python
+from jaxgpt.data.entries import blend_shares, parse_lines
 from jaxgpt.data.sources import (
     SPLITS,
     Dataset,
@@ -175,7 +177,9 @@ def lasting(data: DataConfig) -> DataConfig:
     if data.tokenizer is not None and Path(data.tokenizer).exists():
         data = dataclasses.replace(data, tokenizer=str(Path(data.tokenizer).absolute()))
     if data.blend or data.file_list:
-        lines = [f"{e.weight_text} {e.path.absolute()} {e.corpus}" for e in entries(data)]
+        lines = [
+            shlex.join([e.weight_text, str(e.path.absolute()), e.corpus]) for e in entries(data)
+        ]
         data = dataclasses.replace(data, blend=tuple(lines), file_list=None)
     return data
 
@@ -275,12 +279,11 @@ def _check_data(
         saved = [["", saved]]
     hashes = [[hash_ for _, hash_ in sources] for sources in (saved, dataset.fingerprints)]
     if hashes[0] == hashes[1]:
-        before, now = (
-            d.get("blend", []) for d in (meta["config"]["data"], config.to_dict()["data"])
-        )
-        if [line.split()[0] for line in before] != [line.split()[0] for line in now]:
+        blends = meta["config"]["data"].get("blend", []), config.data.blend
+        if len({blend_shares(parse_lines(lines, "data.blend")) for lines in blends}) > 1:
             return [
-                "warning: the weights of data.blend have changed: so does the order of the data"
+                "warning: the weights or corpora of data.blend have changed: so does the order of "
+                "the data"
             ]
         return []
     if len(saved) != len(dataset.sources):

@@ -95,6 +95,16 @@ def test_the_same_corpus_of_several_files_counts_as_one(lines):
     assert np.abs(counts.cumsum(axis=0) - shares).max() <= 1
 
 
+def test_sources_without_a_name_are_corpora_of_their_own(tmp_path):
+    for folder in "ab":
+        (tmp_path / folder).mkdir()
+        np.arange(3000, dtype=np.uint16).tofile(tmp_path / folder / "data.bin")
+    dataset, _ = opened(
+        [f"1 {tmp_path}/a/data.bin", f"2 {tmp_path}/b/data"], "model.vocab_size=3000"
+    )
+    assert dataset.corpora == (f"{tmp_path}/a/data.bin", f"{tmp_path}/b/data")
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [

@@ -248,3 +248,12 @@ def test_a_stop_leaves_nothing_behind(tmp_path, number):
         assert job.wait(30) == 128 + number
         assert job.stderr.read() == b""
     assert not any(out.parent.iterdir())
+
+
+def test_dolmas_files_are_json_lines(tmp_path):
+    with gzip.open(tmp_path / "part.json.gz", "wt") as file:
+        file.write('{"text": "hello"}\n{"text": "there"}\n' * 20)
+    (tmp_path / "meta.json").write_text("{\n}")
+    prepare_text(tmp_path / "d", [tmp_path], "byte", val_share=0.5)
+    parts = [(tmp_path / "d" / f"{split}.bin").read_bytes() for split in ("train", "val")]
+    assert b"text" not in b"".join(parts) and b"h\0e\0l\0l\0o\0" in b"".join(parts)

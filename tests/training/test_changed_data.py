@@ -65,9 +65,15 @@ def test_data_that_has_changed_stops_a_resume_unless_it_is_accepted(lines, tmp_p
     assert train(out, lines, 9, "data.accept_changes=True") == 0
     assert "accepted by data.accept_changes" in (out / "train.log").read_text()
 
-    lines[0] = lines[0].replace("0.5", "0.7")
+    spaces = tmp_path / "with spaces"
+    os.rename(tmp_path / "corpus0", spaces)
+    lines[0] = f"0.50 '{spaces}' name0"
+    assert train(out, lines, 10, "data.accept_changes=True") == 0  # the same shares
+    assert "weights or corpora" not in (out / "train.log").read_text()
+    assert train_here("--out", out, "train.max_iters=11") == 0
+    lines[0] = lines[0].replace("0.50", "0.7")
     assert train(out, lines, 12) == 0
-    assert "the weights of data.blend have changed" in (out / "train.log").read_text()
+    assert "the weights or corpora of data.blend have changed" in (out / "train.log").read_text()
     assert list(losses(out)) == list(range(1, 13))
 
 
