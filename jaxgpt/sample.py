@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from jaxgpt.config import UsageError, config_from_dict, mesh_sizes
-from jaxgpt.data.tokenizer import from_meta
+from jaxgpt.data.find_tokenizer import from_meta
 from jaxgpt.distributed.backend import connect
 from jaxgpt.distributed.cluster import join_cluster
 from jaxgpt.distributed.exits import exits_together

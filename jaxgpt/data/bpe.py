@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 
 from jaxgpt.config import UsageError
-from jaxgpt.data.tokenizer import ByteTokenizer, Tokenizer, from_meta
 
 FILE = "tokenizer.json"
 END_OF_TEXT = "<|endoftext|>"
@@ -123,24 +122,18 @@ class HFTokenizer:
         return 0
 
 
-def open_tokenizer(path: Path | str, end_of_text: str | None = None) -> Tokenizer:
-    """The tokenizer that a user names.
+def read_tokenizer(path: Path, end_of_text: str | None = None) -> HFTokenizer:
+    """The tokenizer in files.
 
     Args:
-        path: `byte`; the folder of a prepared data set; a tokenizer.json or the folder with it;
-            or a folder with GPT-2's encoder.json and vocab.bpe, also under the names vocab.json
-            and merges.txt.
+        path: a tokenizer.json or the folder with it; or a folder with GPT-2's encoder.json and
+            vocab.bpe, also under the names vocab.json and merges.txt.
         end_of_text: the text of the token between documents; else it is the `eos_token` of a
             tokenizer_config.json beside the file, or what such tokens are mostly called.
 
     Raises:
         UsageError: if there is no tokenizer, or it has no such token.
     """
-    path = Path(path)
-    if str(path) == "byte":
-        return ByteTokenizer()
-    if (path / "meta.json").is_file() and end_of_text is None:
-        return _of_dataset(path)
     _check_installed()
     content = _content(path)
     try:
@@ -153,15 +146,6 @@ def open_tokenizer(path: Path | str, end_of_text: str | None = None) -> Tokenize
         raise UsageError(f"--eos {named}: is not a token of {path}; give the name of one that is")
     known = [ids[name] for name in (named, *_ENDS_OF_TEXT) if name in ids]
     return HFTokenizer(content, max(ids.values()) + 1, known[0] if known else None)
-
-
-def _of_dataset(directory: Path) -> Tokenizer:
-    path = directory / "meta.json"
-    try:
-        meta = json.loads(path.read_text())["tokenizer"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise UsageError(f"{path}: describes no tokenizer ({error!r})") from None
-    return from_meta(meta, directory)
 
 
 def _content(path: Path) -> bytes:

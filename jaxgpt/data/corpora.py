@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from jaxgpt.config import UsageError
+from jaxgpt.data.find_tokenizer import open_tokenizer
 from jaxgpt.data.publishing import write_dataset
 from jaxgpt.data.tokenizer import ByteTokenizer, Tokenizer
 
@@ -84,7 +85,6 @@ def prepare_text(
     Raises:
         UsageError: naming file and line or byte of what cannot be read.
     """
-    from jaxgpt.data.bpe import open_tokenizer
     from jaxgpt.data.reading import input_files
     from jaxgpt.data.text import Corpus, rates, write_megatron, write_nanogpt
 

@@ -18,8 +18,9 @@ import numpy as np
 from jaxgpt.config import DataConfig, ModelConfig, UsageError
 from jaxgpt.data.entries import Entry, parse_lines, read_file_list
 from jaxgpt.data.files import SAMPLED_PAGES, TokenFile, allow_open_files, fingerprint_of
+from jaxgpt.data.find_tokenizer import from_meta, open_tokenizer
 from jaxgpt.data.indexed import Index, read_index
-from jaxgpt.data.tokenizer import Tokenizer, from_meta
+from jaxgpt.data.tokenizer import Tokenizer
 
 SPLITS = ("train", "val")
 VOCABULARY_SIZES = {"python": 256, "shakespeare_char": 65}  # what corpora.py makes by name alone
@@ -235,8 +236,6 @@ def open_dataset(data: DataConfig, model: ModelConfig) -> Dataset:
 def _open_tokenizer(data: DataConfig) -> Tokenizer | None:
     if data.tokenizer is None:
         return None
-    from jaxgpt.data.bpe import open_tokenizer
-
     return open_tokenizer(Path(data.tokenizer))
 
 

@@ -100,24 +100,3 @@ class ByteTokenizer:
 
     def save(self, directory: Path) -> None:
         """Nothing: the description is all."""
-
-
-def from_meta(meta: dict[str, Any], directory: Path) -> Tokenizer:
-    """The tokenizer that `to_meta` described, and `save` wrote to `directory`.
-
-    Raises:
-        UsageError: for a type that this version does not know, or files that are missing or not
-            those that were saved.
-    """
-    match meta.get("type"):
-        case "char":
-            return CharTokenizer(meta["characters"])
-        case "byte":
-            return ByteTokenizer()
-        case "huggingface":
-            from jaxgpt.data.bpe import HFTokenizer
-
-            return HFTokenizer.from_meta(meta, directory)
-    raise UsageError(
-        f"tokenizer.type={meta.get('type')}: in meta.json must be char, byte or huggingface"
-    )

@@ -11,8 +11,8 @@ import pytest
 
 from jaxgpt.config import UsageError
 from jaxgpt.data import bpe
-from jaxgpt.data.bpe import open_tokenizer
-from jaxgpt.data.tokenizer import ByteTokenizer, CharTokenizer, from_meta
+from jaxgpt.data.find_tokenizer import from_meta, open_tokenizer
+from jaxgpt.data.tokenizer import ByteTokenizer, CharTokenizer
 
 tokenizers = pytest.importorskip("tokenizers")
 

@@ -15,8 +15,8 @@ import pytest
 from jaxgpt import prepare
 from jaxgpt.config import UsageError
 from jaxgpt.data import reading, text
-from jaxgpt.data.bpe import open_tokenizer
 from jaxgpt.data.corpora import prepare_text
+from jaxgpt.data.find_tokenizer import open_tokenizer
 from jaxgpt.data.indexed import read_index
 from jaxgpt.data.reading import part_texts
 

@@ -1,7 +1,8 @@
 import pytest
 
 from jaxgpt.config import UsageError
-from jaxgpt.data.tokenizer import ByteTokenizer, CharTokenizer, from_meta
+from jaxgpt.data.find_tokenizer import from_meta
+from jaxgpt.data.tokenizer import ByteTokenizer, CharTokenizer
 
 TEXT = "Zwölf Boxkämpfer, \U0001d11e\n"
 
