@@ -96,6 +96,8 @@ def _cpus() -> int:
 
 
 def _check(arguments: argparse.Namespace) -> None:
+    if Path(arguments.name).name != arguments.name:
+        raise UsageError(f"--name {arguments.name}: must be a name; give a folder with --out")
     if arguments.workers < 1:
         raise UsageError(f"--workers {arguments.workers}: must be at least 1")
     if arguments.val_share is not None and not 0 < arguments.val_share < 1:

@@ -30,6 +30,6 @@ def write_corpora(directory, n_tokens=(5000, 3001, 4000, 2500, 1999), vocab_size
             with IndexedWriter(path, np.uint16) as writer:
                 for first in range(0, size, 250):
                     writer.add_document(tokens[first : first + 250])
-        suffix = ".bin" if c % 2 else ""
-        lines.append(f"{weight} {path}{suffix if kind != 'folder' else ''} name{c}")
+        suffix = ".bin" if kind == "flat" else ""
+        lines.append(f"{weight} {path}{suffix} name{c}")
     return lines

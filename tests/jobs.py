@@ -73,6 +73,17 @@ def run(module, *args, processes=None, timeout=240, **extra):
     return result
 
 
+def wait_for_step(out, step, job):
+    """Returns when a running job has logged a step."""
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline:
+        assert job.poll() is None, job.communicate()[0]
+        if (out / "metrics.jsonl").exists() and any(r["step"] >= step for r in records(out)):
+            return
+        time.sleep(0.2)
+    raise TimeoutError(f"{out} did not reach step {step}")
+
+
 def train_here(*args, stop_at=None):
     """`python -m jaxgpt.train` in this process, on its eight devices.
 

@@ -111,6 +111,11 @@ def check_spikes(config: Config) -> None:
             f"apart, may be only {kept} steps old; keep more of them, or take a smaller margin"
         )
     step_ranges("faults.random_tokens", faults.random_tokens)
+    if faults.nan_step is None and faults.nan_device:
+        raise UsageError(
+            f"faults.nan_device={faults.nan_device}: needs faults.nan_step, the step at which that "
+            "device fails"
+        )
     if faults.nan_step is not None and faults.nan_step < 1:
         raise UsageError(f"faults.nan_step={faults.nan_step}: must be at least 1, or None")
 

@@ -39,8 +39,10 @@ def read_file_list(path: Path) -> list[str]:
     """
     try:
         lines = path.read_text().splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"data.file_list={path}: cannot be read ({error})") from None
+    except OSError as error:
+        raise UsageError(f"data.file_list={path}: cannot be read ({error.strerror})") from None
+    except UnicodeDecodeError as error:
+        raise UsageError(f"data.file_list={path}: is not text ({error})") from None
     lines = [line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#")]
     if not lines:
         raise UsageError(f"data.file_list={path}: is empty; give a line `WEIGHT PATH` per source")

@@ -93,7 +93,8 @@ class TokenFile:
         if found < tokens.nbytes:
             raise UsageError(
                 f"{self.path}: ends at byte {os.fstat(file).st_size}, before token "
-                f"{self.first + start + count - 1}; it has become shorter since it was opened"
+                f"{self.first + start + count - 1}; it has become shorter since it was opened; "
+                "bring it back, and start again with the same --out"
             )
         return tokens
 

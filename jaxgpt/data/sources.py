@@ -254,6 +254,11 @@ def _open_source(entry: Entry, data: DataConfig, least: int) -> Source:
         tokens = _split(file, index.document_start(index.document_of(last)), entry, data, least)
     else:
         file = _flat(prefix.with_name(prefix.name + ".bin"), meta, entry, data, 1)
+        if path == prefix:
+            raise UsageError(
+                f"{entry.key}: there is no {prefix}.idx beside {prefix}.bin; bring it back, or "
+                f"give {prefix}.bin to have it read as a flat file of {file.dtype.name}"
+            )
         tokens = _split(file, round(file.size * (1 - data.val_share)), entry, data, least)
         meta.pop("fingerprint", None)  # it is of the whole folder
     return Source(entry, tokens, indexed, meta)

@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxgpt import __version__
-from jaxgpt.config import check_batch, mesh_sizes, skip_ranges
+from jaxgpt.config import UsageError, check_batch, mesh_sizes, skip_ranges
 from jaxgpt.data.loader import Loader
 from jaxgpt.distributed import exits
 from jaxgpt.distributed.cluster import Cluster
@@ -121,24 +121,15 @@ def train(
         ticks=itertools.count((run.resume_step or 0) + 1),
     )
     report.start(loader)
-    end = run_steps(run, state, parts)
-    while end.spike is not None:
-        parts.watchdog.beat(f"the rewind from step {end.step}")
-        spike = report.spike(end.spike)
-        report.rest()
-        run, failure = rewound(run, cluster, spike, end.step)
-        if failure:
-            end = End(end.step, failure=failure)
-            report.show_spikes()
-            break
-        report.rewound(run)
-        end = End(run.resume_step or 0, end.stopping)
-        if not end.stopping:
-            end = run_steps(run, state_to_begin_with(run, steps, checkpoints, cluster), parts)
-
+    try:
+        end = run_with_rewinds(run, state, steps, parts)
+    except UsageError:  # data has gone; what is being saved is not to go, too
+        if cluster.size == 1:  # other processes would not come to finish it together
+            checkpoints.close()
+        raise
     parts.watchdog.close()
     if end.failure:
-        report.close(end.failure)
+        report.close(end.failure, with_losses=False)
         return exits.FAILED
     if end.step < config.train.max_iters:
         report.close(
@@ -161,13 +152,34 @@ def state_to_begin_with(
     return init()
 
 
+def run_with_rewinds(run: Run, state: TrainState, steps: Steps, parts: Parts) -> End:
+    """Trains to the end of the run, going back whenever a spike calls for it."""
+    report, cluster = parts.report, parts.cluster
+    end = run_steps(run, state, parts)
+    while end.spike is not None:
+        parts.watchdog.beat(f"the rewind from step {end.step}")
+        spike = report.spike(end.spike)
+        report.rest()
+        run, failure = rewound(run, cluster, spike, end.step)
+        if failure:
+            report.show_spikes()
+            return End(end.step, failure=failure)
+        report.rewound(run)
+        if end.stopping:
+            return End(run.resume_step or 0, stopping=True)
+        state = state_to_begin_with(run, steps, parts.checkpoints, cluster)
+        end = run_steps(run, state, parts)
+    return end
+
+
 def run_steps(run: Run, state: TrainState, parts: Parts) -> End:
     """Trains from `run.resume_step` on until something ends it. All that was saved is on disk."""
     config, report = run.config, parts.report
     checkpoints, watchdog = parts.checkpoints, parts.watchdog
     monitor = Monitor(config)
     skips = SkipRanges(skip_ranges(config))
-    todo = range((run.resume_step or 0) + 1, config.train.max_iters + 1)
+    saved = run.resume_step or 0
+    todo = range(saved + 1, config.train.max_iters + 1)
     batches = parts.loader.batches(step for step in todo if step not in skips)
     end = None
 
@@ -194,12 +206,14 @@ def run_steps(run: Run, state: TrainState, parts: Parts) -> End:
                 report.log(parts.evaluate(step, state.params))
                 report.log(parts.sample(step, state.params))
 
-        if saving or failure:
+        # Not the same state once more: it would take the place of one that may be better.
+        if saving or (failure and step - saved > known[-1].metrics.nonfinite):
             watchdog.beat(f"the checkpoint of step {step}")
             with report.between_steps(state):
                 began = time.perf_counter()
                 checkpoints.save(step, state, checkpoint_meta(run, parts, step))
                 report.saved(step, time.perf_counter() - began)
+            saved = step
         report.progress(step)
         if is_last or stopping or failure:
             end = End(step, stopping, failure=failure)

@@ -76,8 +76,8 @@ class Monitor:
             return ""
         return (
             f"spike.max_consecutive_nonfinite={limit}: so many steps in a row, up to step "
-            f"{reached[-1]}, were not finite; step {readings[-1].step} is saved, without updates "
-            "by any of them"
+            f"{reached[-1]}, were not finite, and changed nothing; go on from an older checkpoint "
+            "by removing the newer ones, or with a lower optimizer.learning_rate"
         )
 
 

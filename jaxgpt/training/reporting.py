@@ -32,7 +32,7 @@ from jaxgpt.telemetry.trackers import (
 from jaxgpt.training.monitor import CorpusLosses, Reading, spike_record
 from jaxgpt.training.rewinds import METRICS, read_rewinds
 from jaxgpt.training.run_directory import Run
-from jaxgpt.training.spikes import SkipRanges, describe_faults
+from jaxgpt.training.spikes import SkipRanges, describe_faults, describe_spikes
 from jaxgpt.training.state import Metrics, Steps
 
 
@@ -87,6 +87,7 @@ class Reporter:
         for line in dataset.describe():
             say(line)
         say(f"steps to skip: {SkipRanges(skip_ranges(config))}")
+        say(describe_spikes(config))
         say(MFU_FORMULA + ("" if self._rates.peak else f"; not known for {device.device_kind}"))
         facts = {**facts, "mesh": dict(mesh.shape)}
         write_whole(self._run.directory / "cluster.json", json.dumps(facts, indent=1) + "\n")
@@ -202,10 +203,11 @@ class Reporter:
         if self._enabled:
             self.say(spikes_table(read_records(self._run.directory / METRICS)))
 
-    def close(self, last_line: str) -> None:
+    def close(self, last_line: str, with_losses: bool = True) -> None:
         """Says how the run ended, with its last losses, and closes every log."""
         self._console.end_progress()
-        self.say(f"{last_line}: {self._last_losses}" if self._last_losses else last_line)
+        with_losses = with_losses and self._last_losses != ""
+        self.say(f"{last_line}: {self._last_losses}" if with_losses else last_line)
         self.say(f"run directory: {self._run.directory}")
         self._trackers.close()
         self._console.close()

@@ -48,7 +48,11 @@ def decide_rewind(
     rewinds, step = read_rewinds(directory), spike["step"]
     settings, interval = config.spike, config.checkpoint.interval
     if len(rewinds) >= settings.max_rewinds:
-        return f"spike.max_rewinds={settings.max_rewinds}: step {step} is a spike once more"
+        return (
+            f"spike.max_rewinds={settings.max_rewinds}: step {step} is a spike once more; look at "
+            "its rows with python -m jaxgpt.inspect, then go on with another spike.action, a lower "
+            "optimizer.learning_rate or more rewinds"
+        )
     latest = step - settings.rewind_margin
     # Those at fixed steps only: what a signal saved must not decide where a run goes back to.
     candidates = [saved_step for saved_step in saved if saved_step % interval == 0]

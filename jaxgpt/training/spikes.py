@@ -51,6 +51,17 @@ def check_faults(config: Config, n_devices: int) -> None:
         )
 
 
+def describe_spikes(config: Config) -> str:
+    """A line for the log: from which step on spikes can be seen."""
+    spike = config.spike
+    if spike.action == "off":
+        return "spikes: spike.action=off, nothing is watched"
+    return (
+        f"spikes: spike.action={spike.action}, seen once {spike.window} steps are known "
+        "(spike.window)"
+    )
+
+
 def describe_faults(config: Config) -> list[str]:
     """Lines for the log about faults that are put in on purpose."""
     faults, lines = config.faults, []

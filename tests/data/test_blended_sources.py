@@ -100,9 +100,9 @@ def test_sources_without_a_name_are_corpora_of_their_own(tmp_path):
         (tmp_path / folder).mkdir()
         np.arange(3000, dtype=np.uint16).tofile(tmp_path / folder / "data.bin")
     dataset, _ = opened(
-        [f"1 {tmp_path}/a/data.bin", f"2 {tmp_path}/b/data"], "model.vocab_size=3000"
+        [f"1 {tmp_path}/a/data.bin", f"2 {tmp_path}/b/data.bin"], "model.vocab_size=3000"
     )
-    assert dataset.corpora == (f"{tmp_path}/a/data.bin", f"{tmp_path}/b/data")
+    assert dataset.corpora == (f"{tmp_path}/a/data.bin", f"{tmp_path}/b/data.bin")
 
 
 @pytest.mark.parametrize(
@@ -113,6 +113,10 @@ def test_sources_without_a_name_are_corpora_of_their_own(tmp_path):
         (lambda lines: ["1"], "must be a weight above 0, a path"),
         (lambda lines: ["1 a b c"], r"in quotes if it has spaces\) and, if you like, the name of"),
         (lambda lines: ["1 'a"], "must be a weight above 0, a path"),
+        (
+            lambda lines: [lines[1].replace(".bin", "")],
+            r"no .*corpus1.idx beside .*corpus1.bin; br",
+        ),
         (lambda lines: ["1 /nowhere/a"], r"there is no /nowhere/a.bin; give a folder with"),
         (lambda lines: [*lines, "1e-9 " + lines[0].split()[1]], "less than a millionth"),
     ],
@@ -156,14 +160,14 @@ def test_paths_with_spaces_are_quoted(lines, tmp_path):
     assert opened([f'1 "{path}"'])[1].names == ("my corpus",)
 
 
-def test_a_lone_file_is_the_same_with_and_without_its_suffix(tmp_path):
+def test_a_lone_file_has_the_type_that_is_described_beside_it(tmp_path):
     tokens = np.arange(60_000, 70_000)
     write_dataset(tmp_path / "d", {"train": tokens, "val": tokens}, LargeTokenizer(), "test")
-    for name in ("train", "train.bin"):
-        config = load_config("tiny", "model.block_size=64", f"data.path={tmp_path / 'd' / name}")
-        assert vocabulary_size(config.data, config.model) == 70_000
-        (source,) = open_dataset(config.data, config.model).sources
-        assert (source.tokens["train"].read(0, 9900) == tokens[:9900]).all()
+    path = tmp_path / "d" / "train.bin"
+    config = load_config("tiny", "model.block_size=64", f"data.path={path}")
+    assert vocabulary_size(config.data, config.model) == 70_000
+    (source,) = open_dataset(config.data, config.model).sources
+    assert (source.tokens["train"].read(0, 9900) == tokens[:9900]).all()
 
 
 def test_files_of_others_are_named(lines, tmp_path, monkeypatch):

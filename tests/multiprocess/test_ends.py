@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from jobs import SMALL, command, environment, losses, records, run
+from jobs import SMALL, command, environment, losses, run, wait_for_step
 
 HERE = Path(__file__).parent
 MESH = ("--mesh", "1,1,4")
@@ -35,16 +35,6 @@ def gone(out, seconds=10):
     while processes_of(out) and time.monotonic() < deadline:
         time.sleep(0.1)
     return not processes_of(out)
-
-
-def wait_for_step(out, step, job):
-    deadline = time.monotonic() + 120
-    while time.monotonic() < deadline:
-        assert job.poll() is None, job.communicate()[0]
-        if (out / "metrics.jsonl").exists() and any(r["step"] >= step for r in records(out)):
-            return
-        time.sleep(0.2)
-    raise TimeoutError(f"{out} did not reach step {step}")
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import sys
 import time
 from pathlib import Path
 
-from jobs import SMALL, command, environment, records
+from jobs import SMALL, command, environment, wait_for_step
 
 
 def process_of(out, rank):
@@ -31,10 +31,7 @@ def test_a_job_of_which_one_process_stops_ends_with_70_and_says_where(tmp_path):
         command("train", *arguments, "train.hang_timeout=0.1", processes=2),
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment(),
     )  # fmt: skip
-    deadline = time.monotonic() + 120
-    while not (out / "metrics.jsonl").exists() or len(records(out)) < 5:
-        assert job.poll() is None and time.monotonic() < deadline
-        time.sleep(0.2)
+    wait_for_step(out, 5, job)
     os.kill(process_of(out, 1), signal.SIGSTOP)
     began = time.monotonic()
     output, _ = job.communicate(timeout=60)

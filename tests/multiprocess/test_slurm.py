@@ -3,14 +3,13 @@
 import json
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 import hosts
-from jobs import SMALL, command, environment, losses, records, trace
+from jobs import SMALL, command, environment, losses, trace, wait_for_step
 from slurm import missing, slurm
 
 HERE = Path(__file__).parent
@@ -105,13 +104,3 @@ def test_a_job_that_slurm_ends_saves_a_checkpoint(cluster, tmp_path):
     assert job.returncode == 75, output
     (saved,) = (int(p.name) for p in (tmp_path / "checkpoints").iterdir())
     assert f"after step {saved}, which is saved" in output
-
-
-def wait_for_step(out, step, job):
-    deadline = time.monotonic() + 120
-    while time.monotonic() < deadline:
-        assert job.poll() is None, job.communicate()[0]
-        if (out / "metrics.jsonl").exists() and any(r["step"] >= step for r in records(out)):
-            return
-        time.sleep(0.2)
-    raise TimeoutError(f"{out} did not reach step {step}")

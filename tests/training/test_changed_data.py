@@ -1,13 +1,12 @@
 import os
 import subprocess
-import time
 
 import numpy as np
 import pytest
 
 from blends import write_corpora
 from jaxgpt.config import UsageError
-from jobs import command, environment, losses, records, train_here
+from jobs import command, environment, losses, records, train_here, wait_for_step
 
 SETTINGS = (
     "--config", "shakespeare_char_cpu", "model.vocab_size=97", "model.n_layer=2",
@@ -94,10 +93,7 @@ def test_a_file_that_shrinks_during_a_run_ends_all_processes_with_a_sentence(lin
         command("train", *arguments, "checkpoint.interval=0", "--data.blend", *lines, processes=2),
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment(),
     )  # fmt: skip
-    deadline = time.monotonic() + 120
-    while not (out / "metrics.jsonl").exists() or len(records(out)) < 5:
-        assert job.poll() is None and time.monotonic() < deadline
-        time.sleep(0.2)
+    wait_for_step(out, 5, job)
     os.truncate(tmp_path / "corpus0" / "train.bin", 3001)
     output, _ = job.communicate(timeout=60)
     assert job.returncode == 2, output
