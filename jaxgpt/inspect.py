@@ -43,7 +43,7 @@ def parser() -> CommandParser:
     out.add_argument("--step", required=True, metavar="N", help="the step, as in the log")
     out.add_argument("--rows", metavar="A:B", help="rows A to B-1, or one row A; default all")
     out.add_argument("--worst", action="store_true", help="rank rows by their loss, worst first")
-    out.add_argument("--checkpoint", metavar="N", help="for --worst; default the last before N")
+    out.add_argument("--checkpoint", metavar="N", help="for --worst; default the last before it")
     out.add_argument("--mesh", default="1,-1,1", help="for --worst: data,fsdp,tensor")
     out.add_argument("--json", action="store_true", help="a JSON object a line, with the tokens")
     out.add_argument("settings", nargs="*", metavar="section.key=value")

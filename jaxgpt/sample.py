@@ -18,7 +18,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m jaxgpt.sample", description=__doc__)
     parser.add_argument("--run", type=Path, required=True, help="run directory of a training")
     parser.add_argument("--step", type=int, help="which checkpoint; default the newest")
-    parser.add_argument("--prompt", default="", help="text to go on from; default token 0")
+    parser.add_argument("--prompt", default="", help="text to go on from; default none")
     parser.add_argument("--max-new-tokens", type=int, default=200)
     parser.add_argument("--num-samples", type=int, default=1)
     parser.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest")

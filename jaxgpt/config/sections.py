@@ -57,8 +57,8 @@ class TrainConfig:
     sample_tokens: int = 200
     """Tokens that the model writes at each evaluation; 0 writes none."""
     sample_prompt: str = ""
-    """Text that the samples at evaluations begin with; empty is token 0, which begins a document
-    in byte data and is the first character in char data."""
+    """Text that the samples at evaluations begin with; empty is the end of the document before,
+    or, in char data, the first character."""
     time_limit: float | None = None
     """Minutes from the start of process 0 after which the run saves a checkpoint and stops with
     exit status 75."""

@@ -60,12 +60,12 @@ def make_generate(
 def prompt_window(tokenizer: Tokenizer, prompt: str, block_size: int) -> tuple[np.ndarray, int]:
     """A prompt's last `block_size` tokens, padded to that length, and how many there are.
 
-    An empty prompt is token 0.
+    An empty prompt is the end of a text, or token 0 where there is none.
 
     Raises:
         UsageError: if the prompt has a character that the vocabulary has not.
     """
-    tokens = tokenizer.encode(prompt)[-block_size:] if prompt else [0]
+    tokens = tokenizer.encode(prompt)[-block_size:] if prompt else [tokenizer.end_of_text or 0]
     window = np.zeros(block_size, np.int32)
     window[: len(tokens)] = tokens
     return window, len(tokens)
