@@ -57,7 +57,9 @@ def test_data_that_has_changed_stops_a_resume_unless_it_is_accepted(lines, tmp_p
     tokens = np.fromfile(tmp_path / "corpus4.bin", np.uint16)
     tokens[100] += 1
     tokens.tofile(tmp_path / "corpus4.bin")
-    with pytest.raises(UsageError, match=r"data.blend: .*corpus4 does not hold the tokens that"):
+    with pytest.raises(
+        UsageError, match=r"data.blend: .*corpus4.bin does not hold the tokens that"
+    ):
         train(out, lines, 9)
     with pytest.raises(UsageError, match=r"was trained on 5 sources, not 4"):
         train(out, lines[:4], 9)
