@@ -29,7 +29,7 @@ from jaxgpt.data.sources import Dataset, Source, open_dataset
 from jaxgpt.distributed.cluster import Cluster, join_cluster
 from jaxgpt.distributed.exits import exits_together
 from jaxgpt.training.rewinds import skipped_by_rewinds
-from jaxgpt.training.run_directory import read_meta, saved_steps
+from jaxgpt.training.run_directory import read_meta, saved_steps, source_hashes
 from jaxgpt.training.spikes import SkipRanges
 
 LOOK_BACK = 2**20  # tokens that are searched for the end of the document before
@@ -161,9 +161,7 @@ def differences(config: Config, dataset: Dataset, run: Path | None, step: int) -
     if not saved:
         return notes
     last = read_meta(run, saved[-1])
-    kept = last["data_fingerprint"]
-    hashes = [kept] if isinstance(kept, str) else [hash_ for _, hash_ in kept]
-    if hashes != [hash_ for _, hash_ in dataset.fingerprints]:
+    if source_hashes(last["data_fingerprint"]) != source_hashes(dataset.fingerprints):
         notes.append("warning: this data is not what the run was trained on")
     after = next((read_meta(run, s) for s in saved if s >= step), last)["config"]["train"]
     now = config.to_dict()["train"]

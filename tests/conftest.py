@@ -73,6 +73,16 @@ def tiny_shakespeare():
 
 
 @pytest.fixture(scope="session")
+def gpt2_folder():
+    """The folder of GPT-2's encoder.json and vocab.bpe."""
+    pytest.importorskip("tokenizers")
+    folder = SHARED_DATA / "gpt2"
+    if not folder.is_dir():
+        pytest.skip("GPT-2's vocabulary is not in ../shared/data/gpt2")
+    return folder
+
+
+@pytest.fixture(scope="session")
 def shakespeare(data_home, tiny_shakespeare):
     """The folder of Tiny Shakespeare's prepared characters."""
     from jaxgpt.data.corpora import prepare_shakespeare_char

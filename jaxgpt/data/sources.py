@@ -249,7 +249,7 @@ def _open_source(entry: Entry, data: DataConfig, least: int) -> Source:
     elif _is_indexed(path):
         indexed = prefix
         index = read_index(prefix)
-        file = TokenFile(prefix.with_name(prefix.name + ".bin"), index.dtype, index.total_tokens)
+        file = TokenFile(index.bin_path, index.dtype, index.total_tokens)
         last = min(round(file.size * (1 - data.val_share)), file.size - 1)
         tokens = _split(file, index.document_start(index.document_of(last)), entry, data, least)
     else:

@@ -274,11 +274,8 @@ def _check_data(
     config: Config, checkpoint: Path, meta: dict[str, Any], dataset: Dataset
 ) -> list[str]:
     """Refuses data that is not what a checkpoint was trained on, unless that is accepted."""
-    saved = meta["data_fingerprint"]
-    if isinstance(saved, str):  # of the only source, as it was kept before there were blends
-        saved = [["", saved]]
-    hashes = [[hash_ for _, hash_ in sources] for sources in (saved, dataset.fingerprints)]
-    if hashes[0] == hashes[1]:
+    saved, found = source_hashes(meta["data_fingerprint"]), source_hashes(dataset.fingerprints)
+    if saved == found:
         blends = meta["config"]["data"].get("blend", []), config.data.blend
         if len({blend_shares(parse_lines(lines, "data.blend")) for lines in blends}) > 1:
             return [
@@ -290,7 +287,7 @@ def _check_data(
         what = f"{checkpoint} was trained on {len(saved)} sources, not {len(dataset.sources)}"
         key = dataset.sources[0].entry.key
     else:
-        changed = next(i for i, pair in enumerate(zip(*hashes, strict=True)) if len(set(pair)) > 1)
+        changed = next(i for i in range(len(saved)) if saved[i] != found[i])
         source = dataset.sources[changed].entry
         key = source.key
         what = f"{source.path} does not hold the tokens that {checkpoint} was trained on"
@@ -300,6 +297,16 @@ def _check_data(
             "data.accept_changes=True"
         )
     return [f"warning: {what}; accepted by data.accept_changes"]
+
+
+def source_hashes(fingerprints: list[list[str]] | str) -> list[str]:
+    """The hash of every source, from `Dataset.fingerprints` or a checkpoint.
+
+    Before there were blends a checkpoint kept only the hash of its single source.
+    """
+    if isinstance(fingerprints, str):
+        return [fingerprints]
+    return [hash_ for _, hash_ in fingerprints]
 
 
 def saved_steps(directory: Path) -> list[int]:

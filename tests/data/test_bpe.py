@@ -4,7 +4,6 @@ import hashlib
 import json
 import random
 import shutil
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,10 +12,10 @@ from jaxgpt.config import UsageError
 from jaxgpt.data import bpe
 from jaxgpt.data.find_tokenizer import from_meta, open_tokenizer
 from jaxgpt.data.tokenizer import ByteTokenizer, CharTokenizer
+from odd_texts import odd_text
 
 tokenizers = pytest.importorskip("tokenizers")
 
-GPT2 = Path(__file__).parents[3] / "shared" / "data" / "gpt2"
 NASTY = (
     "a<|endoftext|>b  \n\n\n  don't 123 \u00a0\u3000x \r\n\t\tfoo\t\n 日本語 😀\u200d \x00 e\u0301 "
 )
@@ -28,32 +27,13 @@ LLAMA3 = (
 
 
 @pytest.fixture(scope="module")
-def gpt2():
-    if not GPT2.is_dir():
-        pytest.skip("GPT-2's vocabulary is not in ../shared/data/gpt2")
-    return open_tokenizer(GPT2)
+def gpt2(gpt2_folder):
+    return open_tokenizer(gpt2_folder)
 
 
 def nasty_texts(count, length):
-    """Texts of which every other place is an odd one to cut at."""
     draw = random.Random(0)
-    parts = [
-        " ",
-        "\n",
-        "  ",
-        "\n\n",
-        "\r\n",
-        "a",
-        "1",
-        ".",
-        "'s",
-        "\t",
-        "\u00a0",
-        "日本",
-        "é",
-        " word",
-    ]
-    return ["".join(draw.choices(parts, k=length)) for _ in range(count)]
+    return [odd_text(draw, length) for _ in range(count)]
 
 
 def test_gpt2_as_openai_and_nanogpt_have_it(gpt2):
@@ -77,20 +57,21 @@ def test_tiny_shakespeare_has_nanogpts_number_of_tokens(gpt2, tiny_shakespeare):
     assert gpt2.encode(text[n_train:]).size == 36_059
 
 
-def test_ids_are_those_of_tiktoken(gpt2, tiny_shakespeare):
+def test_ids_are_those_of_tiktoken(gpt2, gpt2_folder, tiny_shakespeare):
     tiktoken = pytest.importorskip("tiktoken")
     from tiktoken.load import data_gym_to_mergeable_bpe_ranks
 
-    ranks = data_gym_to_mergeable_bpe_ranks(str(GPT2 / "vocab.bpe"), str(GPT2 / "encoder.json"))
+    files = (str(gpt2_folder / name) for name in ("vocab.bpe", "encoder.json"))
+    ranks = data_gym_to_mergeable_bpe_ranks(*files)
     pattern = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
     theirs = tiktoken.Encoding("gpt2", pat_str=pattern, mergeable_ranks=ranks, special_tokens={})
     for text in [tiny_shakespeare.read_text(), NASTY, *nasty_texts(20, 2000)]:
         assert gpt2.encode(text).tolist() == theirs.encode_ordinary(text)
 
 
-def cut_by(pattern):
+def cut_by(pattern, gpt2_folder):
     """GPT-2's vocabulary behind another pattern that parts text into words."""
-    content = json.loads(bpe._of_gpt2(GPT2 / "encoder.json", GPT2 / "vocab.bpe"))
+    content = json.loads(bpe._of_gpt2(gpt2_folder / "encoder.json", gpt2_folder / "vocab.bpe"))
     split = {
         "type": "Split",
         "pattern": {"Regex": pattern},
@@ -103,8 +84,10 @@ def cut_by(pattern):
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama3", "no words", "prefix"])
-def test_a_text_in_pieces_has_the_tokens_of_the_whole(gpt2, kind, tmp_path, monkeypatch):
-    content = cut_by(LLAMA3)
+def test_a_text_in_pieces_has_the_tokens_of_the_whole(
+    gpt2, gpt2_folder, kind, tmp_path, monkeypatch
+):
+    content = cut_by(LLAMA3, gpt2_folder)
     if kind == "gpt2":
         content["pre_tokenizer"] = content["pre_tokenizer"]["pretokenizers"][1] | {
             "use_regex": True
@@ -140,9 +123,9 @@ def test_a_description_and_its_file_make_the_same_tokenizer(gpt2, tmp_path):
         from_meta(meta, tmp_path)
 
 
-def test_a_tokenizer_is_found_under_all_its_names(gpt2, tmp_path):
-    shutil.copy(GPT2 / "encoder.json", tmp_path / "vocab.json")
-    shutil.copy(GPT2 / "vocab.bpe", tmp_path / "merges.txt")
+def test_a_tokenizer_is_found_under_all_its_names(gpt2, gpt2_folder, tmp_path):
+    shutil.copy(gpt2_folder / "encoder.json", tmp_path / "vocab.json")
+    shutil.copy(gpt2_folder / "vocab.bpe", tmp_path / "merges.txt")
     assert open_tokenizer(tmp_path).to_meta() == gpt2.to_meta()
     gpt2.save(tmp_path)
     assert open_tokenizer(tmp_path / "tokenizer.json").to_meta() == gpt2.to_meta()

@@ -19,6 +19,7 @@ from jaxgpt.data.corpora import prepare_text
 from jaxgpt.data.find_tokenizer import open_tokenizer
 from jaxgpt.data.indexed import read_index
 from jaxgpt.data.reading import part_texts
+from odd_texts import odd_text
 
 
 @pytest.fixture
@@ -98,24 +99,7 @@ def test_characters_of_all_files_are_the_vocabulary(tmp_path, small_blocks):
 
 
 def test_a_text_in_blocks_has_gpt2s_tokens_of_the_whole(tmp_path, small_blocks, gpt2_folder):
-    draw = random.Random(0)
-    parts = [
-        " ",
-        "\n",
-        "  ",
-        "\n\n",
-        "\r\n",
-        "a",
-        "1",
-        ".",
-        "'s",
-        "\t",
-        "\u00a0",
-        "日本",
-        "é",
-        " to",
-    ]
-    whole = "".join(draw.choices(parts, k=40_000))
+    whole = odd_text(random.Random(0), 40_000)
     (tmp_path / "a.txt").write_bytes(whole.encode())
     prepare_text(tmp_path / "d", [tmp_path / "a.txt"], str(gpt2_folder), workers=2)
     n_train = int(len(whole) * 0.9)
@@ -130,15 +114,6 @@ def test_tiny_shakespeare_has_nanogpts_number_of_tokens(tmp_path, tiny_shakespea
     lines = prepare_text(tmp_path / "d", [tiny_shakespeare], str(gpt2_folder))
     assert lines[1:3] == ["train has 301,966 tokens", "val has 36,059 tokens"]
     assert open_tokenizer(tmp_path / "d").to_meta() == open_tokenizer(gpt2_folder).to_meta()
-
-
-@pytest.fixture(scope="module")
-def gpt2_folder(pytestconfig):
-    pytest.importorskip("tokenizers")
-    folder = pytestconfig.rootpath.parent / "shared" / "data" / "gpt2"
-    if not folder.is_dir():
-        pytest.skip("GPT-2's vocabulary is not in ../shared/data/gpt2")
-    return folder
 
 
 @pytest.mark.parametrize("suffix", ["txt", "jsonl"])

@@ -1,0 +1,11 @@
+"""Texts of which every other place is an odd one to cut at."""
+
+import random
+
+PARTS = [
+    " ", "\n", "  ", "\n\n", "\r\n", "a", "1", ".", "'s", "\t", "\u00a0", "日本", "é", " word",
+]  # fmt: skip
+
+
+def odd_text(draw: random.Random, n_parts: int) -> str:
+    return "".join(draw.choices(PARTS, k=n_parts))
