@@ -1,126 +1,64 @@
-"""How fast parts of jaxgpt are here: `python -m jaxgpt.bench loader [--config NAME] [settings]`.
+"""How fast jaxgpt is here: `python -m jaxgpt.bench KIND [--config NAME] [section.key=value ...]`.
 
-`loader` times batches from the files to global arrays, without training. Settings are those of
-jaxgpt.train, such as data.path=DIR model.block_size=1024 train.batch_size=512.
+Under `mpiexec -n N` the N processes are one job. All options that are not listed are those of
+jaxgpt.train, such as --mesh 2,1,4 or train.batch_size=512.
 """
 
+import argparse
 import json
-import os
-import statistics
-import time
-from pathlib import Path
+import sys
 from typing import Any
 
-from jaxgpt.config import CommandParser, Config, UsageError, mesh_sizes, parse_args, whole_number
-from jaxgpt.data.sources import open_dataset
+from jaxgpt.config import CommandParser, is_help, parse_args, whole_number
 from jaxgpt.distributed.environment import guessed_rank
 from jaxgpt.distributed.exits import exits_together
 
-WARM_UP = 5  # batches
+PROG = "python -m jaxgpt.bench"
 
 
 def parser() -> CommandParser:
-    out = CommandParser(prog="python -m jaxgpt.bench", description=__doc__)
-    kinds = out.add_subparsers(dest="kind", required=True, metavar="loader")
-    loader = kinds.add_parser("loader", help="tokens per second from files to global arrays")
-    loader.add_argument("--config", default="tiny", metavar="NAME", help="a preset or YAML file")
+    out = CommandParser(
+        prog=PROG, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    kinds = out.add_subparsers(dest="kind", required=True, metavar="KIND")
+
+    def kind(name: str, about: str) -> CommandParser:
+        added = kinds.add_parser(name, help=about, description=about)
+        added.add_argument("--json", action="store_true", help="one line of JSON")
+        added.epilog = "All else is as for jaxgpt.train, whose --help lists every key."
+        return added
+
+    loader = kind("loader", "tokens per second from files to global arrays")
     loader.add_argument("--batches", default="40", metavar="N", help="in each of five rounds")
     loader.add_argument("--cpus", metavar="N", help="CPUs to use; default all")
-    loader.add_argument("--json", action="store_true", help="one line of JSON")
-    loader.add_argument("settings", nargs="*", metavar="section.key=value")
     return out
 
 
 def main(argv: list[str] | None = None) -> None:
+    argv = sys.argv[1:] if argv is None else argv
     with exits_together():
-        arguments = parser().parse_args(argv)
-        batches = whole_number("--batches", arguments.batches)
-        cpus = whole_number("--cpus", arguments.cpus)
-        config = parse_args(["--config", arguments.config, *arguments.settings])
-        use_cpus(cpus)
-        found = loader_speed(config, batches)
+        if is_help(argv) and guessed_rank() > 0:
+            return  # once is enough
+        arguments, rest = parser().parse_known_args(argv)
+        found, words = RUN[arguments.kind](arguments, rest)
         if guessed_rank() == 0:
-            print(json.dumps(found) if arguments.json else describe(found))
+            print(json.dumps(found) if arguments.json else words)
 
 
-def use_cpus(wanted: int | None) -> None:
-    """Keeps this process on so many CPUs of those that it may use.
-
-    Raises:
-        UsageError: if there are fewer.
-    """
-    if wanted is None:
-        return
-    available = sorted(os.sched_getaffinity(0))
-    if wanted > len(available):
-        raise UsageError(f"--cpus={wanted}: this process may use {len(available)}")
-    os.sched_setaffinity(0, available[:wanted])
+# Each takes its options and those of jaxgpt.train; it returns what it found, and that in words.
 
 
-def loader_speed(config: Config, batches: int) -> dict[str, Any]:
-    """Times five rounds of so many batches each, after a warm-up.
+def run_loader(arguments: argparse.Namespace, rest: list[str]) -> tuple[dict[str, Any], str]:
+    from jaxgpt.benchmarks import loader
 
-    Returns:
-        Tokens per second (median, least and most of the rounds), and by how many bytes the
-        process has grown since it began to read.
-    """
-    from jaxgpt.distributed.backend import connect
-    from jaxgpt.distributed.cluster import join_cluster
-
-    cluster = join_cluster()
-    dataset = cluster.together(open_dataset, config.data, config.model)
-    config = config.replace(model__vocab_size=dataset.vocab_size)
-    connect(cluster, mesh_sizes(config))
-    import jax
-
-    from jaxgpt.data.loader import Loader
-    from jaxgpt.distributed.mesh import make_mesh
-    from jaxgpt.distributed.partition import batch_sharding
-
-    mesh = make_mesh(mesh_sizes(config, jax.device_count()), cluster.hosts)
-    idle = resident_bytes()
-    loader = Loader.for_training(dataset, config, batch_sharding(mesh))
-    jax.block_until_ready(list(loader.batches(range(1, WARM_UP + 1))))
-    tokens = batches * config.train.batch_size * config.model.block_size
-    rates, most, step = [], 0, WARM_UP + 1
-    for _ in range(5):
-        began = time.perf_counter()
-        for batch in loader.batches(range(step, step + batches)):
-            jax.block_until_ready(batch)
-            most = max(most, resident_bytes())
-        rates.append(tokens / (time.perf_counter() - began))
-        step += batches
-    return {
-        "tokens_per_sec": statistics.median(rates),
-        "tokens_per_sec_least": min(rates),
-        "tokens_per_sec_most": max(rates),
-        "grown_bytes": max(0, most - idle),
-        "data_bytes": sum(
-            tokens.size * tokens.dtype.itemsize
-            for source in dataset.sources
-            for tokens in source.tokens.values()
-        ),
-        "block_size": config.model.block_size,
-        "batch_size": config.train.batch_size,
-        "processes": cluster.size,
-        "cpus": len(os.sched_getaffinity(0)),
-    }
+    batches = whole_number("--batches", arguments.batches)
+    config = parse_args(rest, PROG)
+    loader.use_cpus(whole_number("--cpus", arguments.cpus))
+    found = loader.measure(config, batches)
+    return found, loader.describe(found)
 
 
-def resident_bytes() -> int:
-    """Resident memory of this process."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-
-def describe(found: dict[str, Any]) -> str:
-    return (
-        f"loader: {found['tokens_per_sec'] / 1e6:.1f} million tokens/s (median of 5; "
-        f"{found['tokens_per_sec_least'] / 1e6:.1f} to {found['tokens_per_sec_most'] / 1e6:.1f}), "
-        f"{found['batch_size']} rows of {found['block_size']} tokens, {found['processes']} "
-        f"processes, {found['cpus']} CPUs\n"
-        f"memory: {found['grown_bytes'] / 2**20:.0f} MiB above idle, for "
-        f"{found['data_bytes'] / 2**30:.1f} GiB of data"
-    )
+RUN = {"loader": run_loader}
 
 
 if __name__ == "__main__":

@@ -1,0 +1,93 @@
+"""Tokens per second from the files to global arrays, without training."""
+
+import os
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+from jaxgpt.config import Config, UsageError, mesh_sizes
+from jaxgpt.data.sources import open_dataset
+
+WARM_UP = 5  # batches
+
+
+def use_cpus(wanted: int | None) -> None:
+    """Keeps this process on so many CPUs of those that it may use.
+
+    Raises:
+        UsageError: if there are fewer.
+    """
+    if wanted is None:
+        return
+    available = sorted(os.sched_getaffinity(0))
+    if wanted > len(available):
+        raise UsageError(f"--cpus={wanted}: this process may use {len(available)}")
+    os.sched_setaffinity(0, available[:wanted])
+
+
+def measure(config: Config, batches: int) -> dict[str, Any]:
+    """Times five rounds of so many batches each, after a warm-up.
+
+    Returns:
+        Tokens per second (median, least and most of the rounds), and by how many bytes the
+        process has grown since it began to read.
+    """
+    from jaxgpt.distributed.backend import connect
+    from jaxgpt.distributed.cluster import join_cluster
+
+    cluster = join_cluster()
+    dataset = cluster.together(open_dataset, config.data, config.model)
+    config = config.replace(model__vocab_size=dataset.vocab_size)
+    connect(cluster, mesh_sizes(config))
+    import jax
+
+    from jaxgpt.data.loader import Loader
+    from jaxgpt.distributed.mesh import make_mesh
+    from jaxgpt.distributed.partition import batch_sharding
+
+    mesh = make_mesh(mesh_sizes(config, jax.device_count()), cluster.hosts)
+    idle = resident_bytes()
+    loader = Loader.for_training(dataset, config, batch_sharding(mesh))
+    jax.block_until_ready(list(loader.batches(range(1, WARM_UP + 1))))
+    tokens = batches * config.train.batch_size * config.model.block_size
+    rates, most, step = [], 0, WARM_UP + 1
+    for _ in range(5):
+        began = time.perf_counter()
+        for batch in loader.batches(range(step, step + batches)):
+            jax.block_until_ready(batch)
+            most = max(most, resident_bytes())
+        rates.append(tokens / (time.perf_counter() - began))
+        step += batches
+    return {
+        "tokens_per_sec": statistics.median(rates),
+        "tokens_per_sec_least": min(rates),
+        "tokens_per_sec_most": max(rates),
+        "grown_bytes": max(0, most - idle),
+        "data_bytes": sum(
+            tokens.size * tokens.dtype.itemsize
+            for source in dataset.sources
+            for tokens in source.tokens.values()
+        ),
+        "block_size": config.model.block_size,
+        "batch_size": config.train.batch_size,
+        "processes": cluster.size,
+        "cpus": len(os.sched_getaffinity(0)),
+    }
+
+
+def resident_bytes() -> int:
+    """Resident memory of this process."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def describe(found: dict[str, Any]) -> str:
+    """What `measure` found, in words."""
+    return (
+        f"loader: {found['tokens_per_sec'] / 1e6:.1f} million tokens/s (median of 5; "
+        f"{found['tokens_per_sec_least'] / 1e6:.1f} to {found['tokens_per_sec_most'] / 1e6:.1f}), "
+        f"{found['batch_size']} rows of {found['block_size']} tokens, {found['processes']} "
+        f"processes, {found['cpus']} CPUs\n"
+        f"memory: {found['grown_bytes'] / 2**20:.0f} MiB above idle, for "
+        f"{found['data_bytes'] / 2**30:.1f} GiB of data"
+    )
