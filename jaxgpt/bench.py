@@ -31,6 +31,10 @@ def parser() -> CommandParser:
     loader = kind("loader", "tokens per second from files to global arrays")
     loader.add_argument("--batches", default="40", metavar="N", help="in each of five rounds")
     loader.add_argument("--cpus", metavar="N", help="CPUs to use; default all")
+
+    step = kind("step", "time, rates and memory of training steps, beside a large matrix product")
+    step.add_argument("--steps", metavar="N", help="in each of seven rounds; default 1.5 seconds")
+    step.add_argument("--synthetic", action="store_true", help="random tokens, not the data")
     return out
 
 
@@ -58,7 +62,15 @@ def run_loader(arguments: argparse.Namespace, rest: list[str]) -> tuple[dict[str
     return found, loader.describe(found)
 
 
-RUN = {"loader": run_loader}
+def run_step(arguments: argparse.Namespace, rest: list[str]) -> tuple[dict[str, Any], str]:
+    from jaxgpt.benchmarks import step
+
+    n_steps = whole_number("--steps", arguments.steps)
+    found = step.measure(parse_args(rest, PROG), n_steps, arguments.synthetic)
+    return found, step.describe(found)
+
+
+RUN = {"loader": run_loader, "step": run_step}
 
 
 if __name__ == "__main__":

@@ -1,0 +1,148 @@
+"""A training job whose steps can be timed: the trainer's own loop, and the compiled step alone."""
+
+import dataclasses
+import itertools
+import resource
+import statistics
+import time
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from jaxgpt.config import check_batch, mesh_sizes
+from jaxgpt.data.loader import Loader
+from jaxgpt.distributed.cluster import Cluster
+from jaxgpt.distributed.exits import StopSignal
+from jaxgpt.distributed.mesh import make_mesh
+from jaxgpt.distributed.watchdog import Watchdog
+from jaxgpt.telemetry.startup import Startup
+from jaxgpt.training.loop import Parts, run_steps
+from jaxgpt.training.reporting import Reporter
+from jaxgpt.training.run_directory import Run
+from jaxgpt.training.state import TrainState
+from jaxgpt.training.stored import load_steps
+
+
+class Round(NamedTuple):
+    """What a step took, as the mean of a round."""
+
+    seconds: float
+    thread_seconds: float
+    """Of them, what the thread that runs the steps has computed and not waited."""
+
+
+class Job:
+    """A run that has been compiled, and its state.
+
+    It is what the trainer's loop is given, but for evaluation and checkpoints: in their place the
+    clock is read and the state is kept.
+    """
+
+    def __init__(self, run: Run, cluster: Cluster, facts: dict[str, Any]):
+        """Compiles the run's step and makes its initial state.
+
+        Args:
+            facts: what `connect` returned.
+        """
+        sizes = mesh_sizes(run.config, jax.device_count())
+        check_batch(run.config, sizes)
+        self.mesh = make_mesh(sizes, cluster.hosts)
+        began = time.perf_counter()
+        self.steps = load_steps(run.config, self.mesh, cluster)
+        self.loader = Loader.for_training(run.dataset, run.config, self.steps.batch_sharding)
+        lowered = self.steps.train_step.lower(
+            self.steps.state_shapes, np.int32(0), self.loader.batch_shape
+        )
+        traced = time.perf_counter()
+        self.train_step = lowered.compile()
+        self.trace_seconds, self.compile_seconds = traced - began, time.perf_counter() - traced
+        cluster.wait_for_all()
+        init = self.steps.init.lower().compile()
+        cluster.wait_for_all()
+        self._state: TrainState = init()
+        self._cluster, self.run = cluster, dataclasses.replace(run, resume_step=0)
+        self._report = Reporter(run, self.steps, Startup(), cluster)
+        self._report.announce(facts, warnings=())
+        self._report.start(self.loader)
+        self._parts = Parts(
+            cluster=cluster,
+            mesh=self.mesh,
+            train_step=self.train_step,
+            loader=self.loader,
+            evaluate=self._read_clock,
+            sample=lambda step, params: None,
+            checkpoints=self,
+            report=self._report,
+            stop=StopSignal(),
+            watchdog=Watchdog(run.config.train.hang_timeout, run.directory, cluster.rank),
+            ticks=itertools.count(1),
+        )
+        self._ended = (0.0, 0.0)
+        # What the step alone is run on: all of it is on the device.
+        self._step = jax.device_put(np.int32(1), self.steps.replicated)
+        self._batch = self.loader.batch(1)
+
+    def trainer(self, n_steps: int) -> Round:
+        """Runs the trainer's loop for so many steps.
+
+        Raises:
+            KeyboardInterrupt: on a signal, at which the loop stops early.
+        """
+        self._cluster.wait_for_all()
+        first = self.run.resume_step
+        run = dataclasses.replace(
+            self.run, config=self.run.config.replace(train__max_iters=first + n_steps)
+        )
+        began, thread_began = time.perf_counter(), time.thread_time()
+        end = run_steps(run, self._state, self._parts)
+        if end.stopping:
+            raise KeyboardInterrupt
+        self.run = dataclasses.replace(self.run, resume_step=first + n_steps)
+        ended, thread_ended = self._ended
+        return Round((ended - began) / n_steps, (thread_ended - thread_began) / n_steps)
+
+    def alone(self, n_steps: int) -> Round:
+        """Runs the compiled step, on the same batch every time."""
+        self._cluster.wait_for_all()
+        began, thread_began = time.perf_counter(), time.thread_time()
+        for _ in range(n_steps):
+            self._state, metrics = self.train_step(self._state, self._step, self._batch)
+        thread_ended = time.thread_time()
+        jax.block_until_ready(metrics)
+        ended = time.perf_counter()
+        return Round((ended - began) / n_steps, (thread_ended - thread_began) / n_steps)
+
+    def loader_seconds(self) -> float:
+        """Of its thread, per batch: what it computes while nothing else runs."""
+        found = []
+        for step in range(1, 12):
+            began = time.thread_time()
+            self.loader.batch(step).block_until_ready()
+            found.append(time.thread_time() - began)
+        return statistics.median(found)
+
+    def memory(self) -> dict[str, int | None]:
+        """Bytes: of one device by the compiler's account and at its own highest, if it keeps one;
+        and of the process at its highest."""
+        planned = self.train_step.memory_analysis()
+        kept = jax.local_devices()[0].memory_stats() or {}
+        return {
+            "device_compiled_bytes": planned.argument_size_in_bytes
+            + planned.output_size_in_bytes
+            - planned.alias_size_in_bytes
+            + planned.temp_size_in_bytes,
+            "device_peak_bytes": kept.get("peak_bytes_in_use"),
+            "process_peak_bytes": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
+        }
+
+    def close(self) -> None:
+        """The loop calls it when it ends; nothing is being saved."""
+
+    def save(self, step: int, state: TrainState, meta: dict[str, Any]) -> None:
+        """The loop calls it after the last step of a round."""
+        self._state = state
+
+    def _read_clock(self, step: int, params: Any) -> None:
+        """The loop calls it after the last step of a round, which is done and reported."""
+        self._ended = time.perf_counter(), time.thread_time()

@@ -1,0 +1,265 @@
+"""Time, rates and memory of training steps.
+
+Rounds of the trainer's own loop take turns with rounds of the compiled step alone, on one batch
+that stays on the device, and with a large matrix product: all three see the same machine.
+"""
+
+import contextlib
+import io
+import os
+import platform
+import shutil
+import statistics
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxgpt import __version__
+from jaxgpt.config import Config, DataConfig, mesh_sizes
+from jaxgpt.data.sources import dataset_directory, vocabulary_size
+from jaxgpt.distributed.backend import connect
+from jaxgpt.distributed.cluster import Cluster, join_cluster
+from jaxgpt.distributed.compile_cache import OFF, use_compile_cache
+from jaxgpt.training.run_directory import prepare_run
+
+WARM_UP = 3  # steps
+ROUNDS = 7
+ROUND_SECONDS = 1.5  # where the number of steps is not given
+MOST_STEPS = 500  # of such a round
+SYNTHETIC_TOKENS = 2**20
+
+
+def measure(config: Config, n_steps: int | None, synthetic: bool = False) -> dict[str, Any]:
+    """Times seven rounds of training steps.
+
+    Args:
+        n_steps: of a round; None takes as many as fill 1.5 seconds.
+        synthetic: train on random tokens even if the data is here.
+
+    Returns:
+        Times, rates and memory; process 0's are those to show.
+    """
+    cluster = join_cluster(config.init_timeout)
+    with common_folder(cluster) as folder:
+        config, data = with_data(config, synthetic, folder, cluster)
+        run = prepare_run(steps_only(config, folder / "run"), cluster)
+        facts = connect(cluster, mesh_sizes(run.config))
+        if config.compile_cache != OFF:
+            os.environ.pop("JAX_COMPILATION_CACHE_DIR", None)
+            use_compile_cache(str(folder / "compiled"), cluster)  # empty: what is compiled is timed
+        # After connect, because they import JAX.
+        from jaxgpt.benchmarks.job import Job
+        from jaxgpt.benchmarks.matmul import fastest_size, matmul_rate
+
+        with contextlib.redirect_stdout(io.StringIO()):  # what the trainer tells
+            job = Job(run, cluster, facts)
+            job.trainer(WARM_UP)
+            seconds = job.alone(WARM_UP).seconds
+            memory = {name: most(cluster.gather(n)) for name, n in job.memory().items()}
+            fill = min(MOST_STEPS, max(1, round(ROUND_SECONDS / seconds)))
+            n_steps = cluster.broadcast(n_steps or fill)
+            dtype = run.config.train.dtype
+            size = fastest_size(dtype, cluster)
+            product = matmul_rate(size, dtype, cluster)
+            trainer, alone, products = [], [], []
+            for number in range(ROUNDS):
+                turns = [(trainer, job.trainer), (alone, job.alone)]
+                for rounds, run_round in turns if number % 2 else reversed(turns):
+                    rounds.append(run_round(n_steps))
+                products.append(product())
+        return (
+            {"config": config.config, "data": data, "steps_per_round": n_steps, "rounds": ROUNDS}
+            | rates(job, trainer, products)
+            | {"matmul_size": size, "host": host_work(job, trainer, alone)}
+            | {"trace_seconds": job.trace_seconds, "compile_seconds": job.compile_seconds}
+            | {"compile_cache": OFF if config.compile_cache == OFF else "empty"}
+            | memory
+            | {"processes": cluster.size, "attention": job.steps.attention}
+            | environment()
+        )
+
+
+@contextlib.contextmanager
+def common_folder(cluster: Cluster) -> Iterator[Path]:
+    """A temporary folder that has the same name on every host."""
+    folder = Path(cluster.broadcast(tempfile.mkdtemp("-jaxgpt") if cluster.is_main else None))
+    folder.mkdir(exist_ok=True)
+    try:
+        yield folder
+    finally:
+        if cluster.local_rank == 0:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def with_data(
+    config: Config, synthetic: bool, folder: Path, cluster: Cluster
+) -> tuple[Config, str]:
+    """The configuration with data that is here, and what that is.
+
+    Random tokens take the place of a named data set that has not been prepared.
+    """
+    data = config.data
+    given = data.path or data.file_list or " ".join(data.blend)
+    home = dataset_directory(data)
+    is_missing = not given and data.dataset != "python" and not (home / "train.bin").exists()
+    if not cluster.broadcast(synthetic or is_missing):
+        return config, given or data.dataset
+    vocab_size = cluster.together(vocabulary_size, data, config.model)
+    least = config.model.block_size + 1
+    if cluster.local_rank == 0:
+        random = np.random.default_rng(config.train.seed)
+        for name, size in (("train.bin", max(least, SYNTHETIC_TOKENS)), ("val.bin", least)):
+            # A folder without meta.json holds two bytes a token.
+            random.integers(min(vocab_size, 2**16), size=size, dtype="<u2").tofile(folder / name)
+    cluster.wait_for_all()
+    reason = "--synthetic" if synthetic else f"there is no {home}"
+    config = config.replace(data=DataConfig(path=str(folder)), model__vocab_size=vocab_size)
+    return config, f"random tokens, because {reason}"
+
+
+def steps_only(config: Config, directory: Path) -> Config:
+    """The same training steps, with nothing between them."""
+    action = config.spike.action
+    return config.replace(
+        out=str(directory),
+        train_range_to_skip=(),
+        train__eval_interval=0,
+        train__sample_tokens=0,
+        train__time_limit=None,
+        checkpoint__interval=0,
+        spike__action="log" if action == "rewind" else action,  # both compute the same
+    )
+
+
+def rates(job: Any, trainer: list[Any], products: list[float]) -> dict[str, Any]:
+    """What a step takes, and what that means for the devices."""
+    from jaxgpt.telemetry.metrics import flops_per_token, peak_flops
+
+    config, mesh = job.run.config, job.mesh
+    seconds = [taken.seconds for taken in trainer]
+    tokens = config.train.batch_size * config.model.block_size
+    flops = tokens * flops_per_token(config.model, job.steps.n_parameters[1])
+    kind = mesh.devices.flat[0].device_kind
+    peak = peak_flops(kind, config.train.dtype)
+    per_device = flops / statistics.median(seconds) / mesh.size
+    shares = [flops / s / product for s, product in zip(seconds, products, strict=True)]
+    return {
+        "mesh": dict(mesh.shape),
+        "devices": mesh.size,
+        "device_kind": kind,
+        "dtype": config.train.dtype,
+        "n_parameters": job.steps.n_parameters[1],
+        "batch_size": config.train.batch_size,
+        "block_size": config.model.block_size,
+        "seconds_per_step": spread(seconds),
+        "tokens_per_sec": tokens / statistics.median(seconds),
+        "flops_per_step": flops,
+        "flops_per_sec_per_device": per_device,
+        "peak_flops_per_device": peak,
+        "mfu": per_device / peak if peak else None,
+        "matmul_flops_per_sec": spread(products),
+        "share_of_matmul": statistics.median(shares),
+    }
+
+
+def host_work(job: Any, trainer: list[Any], alone: list[Any]) -> dict[str, float]:
+    """What the host does for a step while the device computes, in seconds of its processors.
+
+    `more_than_alone` is what a step in the trainer takes longer than the compiled step alone, as
+    a share of that.
+    """
+    loop = statistics.median(taken.thread_seconds for taken in trainer)
+    loader = job.loader_seconds()
+    longer = [t.seconds / a.seconds - 1 for t, a in zip(trainer, alone, strict=True)]
+    return {
+        "loop_seconds": loop,
+        "dispatch_seconds": statistics.median(taken.thread_seconds for taken in alone),
+        "loader_seconds": loader,
+        "share": (loop + loader) / statistics.median(taken.seconds for taken in trainer),
+        "alone_seconds": spread([taken.seconds for taken in alone]),
+        "more_than_alone": statistics.median(longer),
+    }
+
+
+def environment() -> dict[str, Any]:
+    """On what this was measured."""
+    import jax
+    import jaxlib
+
+    return {
+        "host_name": platform.node(),
+        "cpu": cpu_model(),
+        "cpus": len(os.sched_getaffinity(0)),
+        "versions": {
+            "jaxgpt": __version__,
+            "jax": jax.__version__,
+            "jaxlib": jaxlib.__version__,
+            "python": platform.python_version(),
+        },
+    }
+
+
+def cpu_model() -> str:
+    """The processor's name, where /proc tells it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.machine())
+
+
+def spread(values: list[float]) -> dict[str, float]:
+    """median, least, most, and the quartiles `low` and `high`."""
+    low, median, high = np.percentile(values, [25, 50, 75]).tolist()
+    return {"median": median, "least": min(values), "low": low, "high": high, "most": max(values)}
+
+
+def most(values: list[int | None]) -> int | None:
+    """The largest of the processes' numbers; None where they have none."""
+    return None if None in values else max(values)
+
+
+def describe(found: dict[str, Any]) -> str:
+    """What `measure` found, in words."""
+    step, product, host = found["seconds_per_step"], found["matmul_flops_per_sec"], found["host"]
+    versions = found["versions"]
+    mfu = "-, the peak is not known" if found["mfu"] is None else f"{found['mfu']:.1%}"
+    size = found["matmul_size"]
+    several = "processes" if found["processes"] > 1 else "process"
+    mesh = " ".join(f"{axis}={n}" for axis, n in found["mesh"].items())
+    device_peak = found["device_peak_bytes"]
+    gflops, mib = 1e-9, 2.0**-20
+    return "\n".join(
+        [
+            f"step: {found['config']}, {found['n_parameters'] / 1e6:.2f}M parameters, batches of "
+            f"{found['batch_size']} x {found['block_size']} tokens, {found['dtype']}",
+            f"on: {found['devices']} x {found['device_kind']} ({found['cpus']} CPUs, "
+            f"{found['cpu']}), {found['processes']} {several}, mesh {mesh}",
+            f"with: jaxgpt {versions['jaxgpt']}, jax {versions['jax']}, jaxlib "
+            f"{versions['jaxlib']}, Python {versions['python']}; attention: {found['attention']}",
+            f"data: {found['data']}",
+            f"time: {1e3 * step['median']:.2f} ms a step, the median of {found['rounds']} rounds "
+            f"of {found['steps_per_round']} ({1e3 * step['least']:.2f} to "
+            f"{1e3 * step['most']:.2f}, half of them {1e3 * step['low']:.2f} to "
+            f"{1e3 * step['high']:.2f})",
+            f"rates: {found['tokens_per_sec']:,.0f} tokens/s; "
+            f"{gflops * found['flops_per_sec_per_device']:,.1f} GFLOP/s on each device, mfu {mfu}",
+            f"limit: {found['share_of_matmul']:.1%} of the {gflops * product['median']:,.1f} "
+            f"GFLOP/s that all devices together reach in {found['dtype']} products of "
+            f"{size} x {size} matrices",
+            f"host: {1e3 * host['loop_seconds']:.2f} ms a step in the loop "
+            f"({1e3 * host['dispatch_seconds']:.2f} of them to start it), "
+            f"{1e3 * host['loader_seconds']:.2f} in the loader: {host['share']:.1%} of the step; "
+            f"the trainer takes {host['more_than_alone']:+.1%} longer than the step alone",
+            f"compile: {found['compile_seconds']:.1f} s, after {found['trace_seconds']:.1f} s of "
+            f"tracing; compile cache: {found['compile_cache']}",
+            f"memory: {mib * found['device_compiled_bytes']:,.0f} MiB on a device by the "
+            "compiler's account"
+            + ("" if device_peak is None else f", {mib * device_peak:,.0f} at the most")
+            + f"; {mib * found['process_peak_bytes']:,.0f} MiB of a process at the most",
+        ]
+    )
