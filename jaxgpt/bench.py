@@ -7,6 +7,7 @@ jaxgpt.train, such as --mesh 2,1,4 or train.batch_size=512.
 import argparse
 import json
 import sys
+from pathlib import Path
 from typing import Any
 
 from jaxgpt.config import CommandParser, is_help, parse_args, whole_number
@@ -35,6 +36,9 @@ def parser() -> CommandParser:
     step = kind("step", "time, rates and memory of training steps, beside a large matrix product")
     step.add_argument("--steps", metavar="N", help="in each of seven rounds; default 1.5 seconds")
     step.add_argument("--synthetic", action="store_true", help="random tokens, not the data")
+    step.add_argument(
+        "--profile", metavar="DIR", help="trace a few steps for TensorBoard; list what is expensive"
+    )
     return out
 
 
@@ -66,7 +70,9 @@ def run_step(arguments: argparse.Namespace, rest: list[str]) -> tuple[dict[str, 
     from jaxgpt.benchmarks import step
 
     n_steps = whole_number("--steps", arguments.steps)
-    found = step.measure(parse_args(rest, PROG), n_steps, arguments.synthetic)
+    config = parse_args(rest, PROG)
+    directory = Path(arguments.profile) if arguments.profile else None
+    found = step.measure(config, n_steps, arguments.synthetic, directory)
     return found, step.describe(found)
 
 

@@ -5,6 +5,7 @@ import itertools
 import resource
 import statistics
 import time
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -16,6 +17,7 @@ from jaxgpt.distributed.cluster import Cluster
 from jaxgpt.distributed.exits import StopSignal
 from jaxgpt.distributed.mesh import make_mesh
 from jaxgpt.distributed.watchdog import Watchdog
+from jaxgpt.telemetry.profile import Tracing
 from jaxgpt.telemetry.startup import Startup
 from jaxgpt.training.loop import Parts, run_steps
 from jaxgpt.training.reporting import Reporter
@@ -112,6 +114,13 @@ class Job:
         jax.block_until_ready(metrics)
         ended = time.perf_counter()
         return Round((ended - began) / n_steps, (thread_ended - thread_began) / n_steps)
+
+    def profile(self, n_steps: int, directory: Path) -> dict[str, Any]:
+        """A trace of so many steps alone, as `telemetry.profile.summary` has it."""
+        tracing = Tracing(directory, self._cluster)
+        tracing.start(self._state)
+        self.alone(n_steps)
+        return tracing.stop(self._state, n_steps, self.train_step.as_text())
 
     def loader_seconds(self) -> float:
         """Of its thread, per batch: what it computes while nothing else runs."""

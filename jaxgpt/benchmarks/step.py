@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from jaxgpt import __version__
-from jaxgpt.config import Config, DataConfig, mesh_sizes
+from jaxgpt.config import Config, DataConfig, UsageError, mesh_sizes
 from jaxgpt.data.sources import dataset_directory, vocabulary_size
 from jaxgpt.distributed.backend import connect
 from jaxgpt.distributed.cluster import Cluster, join_cluster
@@ -29,20 +29,29 @@ WARM_UP = 3  # steps
 ROUNDS = 7
 ROUND_SECONDS = 1.5  # where the number of steps is not given
 MOST_STEPS = 500  # of such a round
+PROFILED = 5  # steps
 SYNTHETIC_TOKENS = 2**20
 
 
-def measure(config: Config, n_steps: int | None, synthetic: bool = False) -> dict[str, Any]:
+def measure(
+    config: Config,
+    n_steps: int | None,
+    synthetic: bool = False,
+    profile_directory: Path | None = None,
+) -> dict[str, Any]:
     """Times seven rounds of training steps.
 
     Args:
         n_steps: of a round; None takes as many as fill 1.5 seconds.
         synthetic: train on random tokens even if the data is here.
+        profile_directory: where to write a trace of a few more steps.
 
     Returns:
         Times, rates and memory; process 0's are those to show.
     """
     cluster = join_cluster(config.init_timeout)
+    if profile_directory:
+        cluster.together(make_writable, profile_directory, cluster)
     with common_folder(cluster) as folder:
         config, data = with_data(config, synthetic, folder, cluster)
         run = prepare_run(steps_only(config, folder / "run"), cluster)
@@ -70,6 +79,7 @@ def measure(config: Config, n_steps: int | None, synthetic: bool = False) -> dic
                 for rounds, run_round in turns if number % 2 else reversed(turns):
                     rounds.append(run_round(n_steps))
                 products.append(product())
+            profile = job.profile(PROFILED, profile_directory) if profile_directory else None
         return (
             {"config": config.config, "data": data, "steps_per_round": n_steps, "rounds": ROUNDS}
             | rates(job, trainer, products)
@@ -79,7 +89,26 @@ def measure(config: Config, n_steps: int | None, synthetic: bool = False) -> dic
             | memory
             | {"processes": cluster.size, "attention": job.steps.attention}
             | environment()
+            | ({"profile": profile} if profile else {})
         )
+
+
+def make_writable(directory: Path, cluster: Cluster) -> None:
+    """Makes the folder for process 0, which is the one that writes.
+
+    Raises:
+        UsageError: if it cannot be written.
+    """
+    if cluster.is_main:
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=directory):
+                pass
+        except OSError as error:
+            raise UsageError(
+                f"--profile={directory}: cannot be written ({error.strerror or error}); give "
+                "a folder that can"
+            ) from None
 
 
 @contextlib.contextmanager
@@ -225,6 +254,8 @@ def most(values: list[int | None]) -> int | None:
 
 def describe(found: dict[str, Any]) -> str:
     """What `measure` found, in words."""
+    from jaxgpt.telemetry import profile
+
     step, product, host = found["seconds_per_step"], found["matmul_flops_per_sec"], found["host"]
     versions = found["versions"]
     mfu = "-, the peak is not known" if found["mfu"] is None else f"{found['mfu']:.1%}"
@@ -261,5 +292,6 @@ def describe(found: dict[str, Any]) -> str:
             "compiler's account"
             + ("" if device_peak is None else f", {mib * device_peak:,.0f} at the most")
             + f"; {mib * found['process_peak_bytes']:,.0f} MiB of a process at the most",
+            *([profile.describe(found["profile"])] if "profile" in found else []),
         ]
     )

@@ -1,0 +1,100 @@
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AxisType, PartitionSpec
+
+from jaxgpt.distributed.cluster import Cluster
+from jaxgpt.model.attention import xla_attention
+from jaxgpt.telemetry.operations import Operation, read_operations
+from jaxgpt.telemetry.profile import Event, Tracing, describe, report, summary
+
+N_STEPS = 3
+SIZE = 512
+
+
+@pytest.fixture(scope="module")
+def profile(tmp_path_factory):
+    """The profile of a program that has one product, one sum over devices, and attention."""
+    mesh = jax.make_mesh((8,), ("device",), axis_types=(AxisType.Auto,))
+    rows = PartitionSpec("device")
+
+    @jax.jit
+    @functools.partial(jax.shard_map, mesh=mesh, in_specs=(rows, rows), out_specs=(rows, rows))
+    def step(a, q):
+        total = jax.lax.psum(a[0] @ a[0], "device")
+        return jnp.tanh(total)[None], xla_attention(q, q * 2, q * 3)
+
+    arguments = jnp.ones((8, SIZE, SIZE)), jnp.ones((8, 64, 2, 16))
+    compiled = step.lower(*arguments).compile()
+    out = compiled(*arguments)
+    directory = tmp_path_factory.mktemp("profile")
+    tracing = Tracing(directory, Cluster(launcher="test"))
+    tracing.start(out)
+    for _ in range(N_STEPS):
+        out = compiled(*arguments)
+    found = tracing.stop(out, N_STEPS, compiled.as_text())
+    assert list(directory.glob("plugins/profile/*/*.xplane.pb"))  # what TensorBoard looks for
+    return found
+
+
+def test_every_device_runs_each_operation_once_a_step(profile):
+    assert {op["count"] for op in profile["operations"]} == {1}
+    assert profile["device_seconds"] > 0
+    assert sum(profile["categories"].values()) == pytest.approx(profile["device_seconds"])
+    shares = [op["share"] for op in profile["operations"]]
+    assert shares == sorted(shares, reverse=True) and sum(shares) <= 1 + 1e-9
+
+
+def test_operations_are_told_apart_by_what_they_are_for(profile):
+    by_category = {}
+    for op in profile["operations"]:
+        by_category.setdefault(op["category"], []).append(op["name"])
+    assert len(by_category["matmul"]) == len(by_category["collective"]) == 1
+    assert by_category["elementwise"] and by_category["attention"]
+    # 2 x 512^3 FLOPs against 2 x 2 x 2 x 64^2 x 16 in attention.
+    assert profile["categories"]["matmul"] > profile["categories"]["attention"] > 0
+
+
+def test_a_model_s_operations_are_found_in_its_source():
+    import numpy as np
+
+    from jaxgpt.config import load_config
+    from jaxgpt.distributed.mesh import make_mesh
+    from jaxgpt.training.step import make_steps
+
+    config = load_config(
+        "tiny", "model.n_layer=1", "model.n_embd=32", "model.n_head=2", "model.block_size=16",
+        "model.vocab_size=64", "train.batch_size=8",
+    )  # fmt: skip
+    steps = make_steps(config, make_mesh((2, 2, 2)))
+    rows = jax.ShapeDtypeStruct((8, 17), np.int32, sharding=steps.batch_sharding)
+    hlo = steps.train_step.lower(steps.state_shapes, np.int32(0), rows).compile().as_text()
+    operations = read_operations(hlo)
+    sources = {}
+    for op in operations.values():
+        sources.setdefault(op.category, set()).add(op.source.partition(":")[0])
+    assert "model/attention.py" in sources["attention"] and "model/gpt.py" in sources["matmul"]
+    assert "training/optimizer.py" in sources["elementwise"]
+    kinds = ("all-reduce(", "all-gather(", "reduce-scatter(", "all-to-all(")
+    expected = sum(any(f" {kind}" in line for kind in kinds) for line in hlo.split("\n"))
+    assert sum(op.category == "collective" for op in operations.values()) == expected > 0
+
+
+def test_waiting_in_a_collective_is_what_others_take_longer_than_the_last_to_come():
+    operations = {"sum": Operation("collective", ""), "dot": Operation("matmul", "")}
+
+    def process(*events):
+        return report([Event(*event) for event in events], operations)
+
+    early = process(("dot", "cpu 0", 0.0, 1.0), ("sum", "cpu 0", 1.0, 5.0))
+    late = process(("dot", "cpu 0", 0.0, 4.0), ("sum", "cpu 0", 4.0, 2.0))
+    found = summary([early, late], operations, n_steps=1, seconds=6.0)
+    assert found["categories"]["collective"] == (5 + 2) / 2
+    assert found["collective_waiting"] == (3 + 0) / 2
+    assert found["process_0"]["collective_waiting"] == 3
+    assert found["process_0"]["categories"]["collective"] == 5
+    assert found["device_seconds"] == 6
+    words = describe(found)
+    assert "1500.000 ms   25.0%   3000.000 ms" in words  # waiting: mean, share, process 0
