@@ -20,6 +20,7 @@ from jaxgpt.distributed.watchdog import Watchdog
 from jaxgpt.telemetry.profile import Tracing
 from jaxgpt.telemetry.startup import Startup
 from jaxgpt.training.loop import Parts, run_steps
+from jaxgpt.training.profiling import StepProfile
 from jaxgpt.training.reporting import Reporter
 from jaxgpt.training.run_directory import Run
 from jaxgpt.training.state import TrainState
@@ -78,6 +79,7 @@ class Job:
             report=self._report,
             stop=StopSignal(),
             watchdog=Watchdog(run.config.train.hang_timeout, run.directory, cluster.rank),
+            profile=StepProfile(run, cluster, self.train_step, self._report),
             ticks=itertools.count(1),
         )
         self._ended = (0.0, 0.0)

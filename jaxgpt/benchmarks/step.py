@@ -155,6 +155,7 @@ def steps_only(config: Config, directory: Path) -> Config:
     return config.replace(
         out=str(directory),
         train_range_to_skip=(),
+        profile_steps=None,
         train__eval_interval=0,
         train__sample_tokens=0,
         train__time_limit=None,

@@ -2,6 +2,7 @@
 
 import functools
 import math
+import re
 
 from jaxgpt.config.sections import Config
 
@@ -84,6 +85,7 @@ def validate(config: Config) -> None:
             f"train.batch_size={train.batch_size}"
         )
     skip_ranges(config)
+    profile_range(config)
     check_data(config)
     check_spikes(config)
     check_batch(config, mesh_sizes(config))
@@ -123,6 +125,24 @@ def check_spikes(config: Config) -> None:
 def skip_ranges(config: Config) -> tuple[tuple[int, int], ...]:
     """`train_range_to_skip` as (first, last) pairs of steps, both included."""
     return step_ranges("train_range_to_skip", config.train_range_to_skip)
+
+
+def profile_range(config: Config) -> range:
+    """The steps of `profile_steps`, empty for None.
+
+    Raises:
+        UsageError: if it is not `A:B`, or those are no steps of the run.
+    """
+    text, end = config.profile_steps, config.train.max_iters
+    if text is None:
+        return range(0)
+    found = re.fullmatch(r"([0-9]+):([0-9]+)", text)
+    if not found or not 1 <= int(found[1]) <= int(found[2]) <= end:
+        raise UsageError(
+            f"profile_steps={text}: must be A:B, the first and the last step to trace, with "
+            f"1 <= A <= B <= train.max_iters={end}; for example 11:15 (in YAML, in quotes)"
+        )
+    return range(int(found[1]), int(found[2]) + 1)
 
 
 def step_ranges(key: str, steps: tuple[int, ...]) -> tuple[tuple[int, int], ...]:

@@ -211,6 +211,9 @@ class Config:
     that are missing."""
     train_range_to_skip: tuple[int, ...] = ()
     """Ranges of steps to skip, `A B C D` for [A,B] and [C,D]; from 1, ends included."""
+    profile_steps: str | None = None
+    """Steps to trace, `A:B`, both included: a trace for TensorBoard and Perfetto goes to profile/
+    in the run directory, the most expensive operations to the log."""
     model: ModelConfig = field(default_factory=ModelConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)

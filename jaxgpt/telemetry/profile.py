@@ -205,8 +205,8 @@ def describe(found: dict[str, Any]) -> str:
         return text + (f"  {1e3 * own:9.3f} ms" if several else "")
 
     lines = [
-        f"profile of {found['steps']} steps of {1e3 * found['seconds_per_step']:.2f} ms: the "
-        f"operations of a device take {1e3 * busy:.2f} ms a step, by category"
+        f"profile of {found['steps']} steps, {1e3 * found['seconds_per_step']:.2f} ms each with "
+        f"what lies between them: the operations of a device take {1e3 * busy:.2f} ms, by category"
         + (" (mean of all processes, share, process 0)" if several else "")
     ]
     for name, seconds in sorted(found["categories"].items(), key=lambda item: -item[1]):

@@ -21,6 +21,7 @@ from jaxgpt.telemetry.startup import Startup
 from jaxgpt.training.checkpoint import Checkpoints
 from jaxgpt.training.evaluation import Evaluation, Sampler
 from jaxgpt.training.monitor import Monitor, Reading
+from jaxgpt.training.profiling import StepProfile
 from jaxgpt.training.reporting import Reporter
 from jaxgpt.training.rewinding import rewound
 from jaxgpt.training.run_directory import Run
@@ -42,6 +43,7 @@ class Parts(NamedTuple):
     report: Reporter
     stop: exits.StopSignal
     watchdog: Watchdog
+    profile: StepProfile
     ticks: Iterator[int]
     """Counts the steps that were begun: unlike the number of a step, it never goes back."""
 
@@ -118,6 +120,7 @@ def train(
         report=report,
         stop=stop,
         watchdog=Watchdog(config.train.hang_timeout, run.directory, cluster.rank),
+        profile=StepProfile(run, cluster, train_step, report),
         ticks=itertools.count((run.resume_step or 0) + 1),
     )
     report.start(loader)
@@ -175,7 +178,7 @@ def run_with_rewinds(run: Run, state: TrainState, steps: Steps, parts: Parts) ->
 def run_steps(run: Run, state: TrainState, parts: Parts) -> End:
     """Trains from `run.resume_step` on until something ends it. All that was saved is on disk."""
     config, report = run.config, parts.report
-    checkpoints, watchdog = parts.checkpoints, parts.watchdog
+    checkpoints, watchdog, profile = parts.checkpoints, parts.watchdog, parts.profile
     monitor = Monitor(config)
     skips = SkipRanges(skip_ranges(config))
     saved = run.resume_step or 0
@@ -187,6 +190,7 @@ def run_steps(run: Run, state: TrainState, parts: Parts) -> End:
         watchdog.beat(f"step {step}")
         metrics = None
         if step not in skips:
+            profile.before(step, state)
             state, metrics = parts.train_step(state, np.int32(step), next(batches))
         is_last, stopping = step == config.train.max_iters, parts.stop.reached(next(parts.ticks))
         evaluating = is_last or is_due(step, config.train.eval_interval)
@@ -194,6 +198,7 @@ def run_steps(run: Run, state: TrainState, parts: Parts) -> End:
 
         known = monitor.read(step, metrics, everything=evaluating or saving)
         report.step(step, metrics, known)
+        profile.after(step, state)
         spike = monitor.calls_for_rewind(known)
         if spike is not None:
             end = End(step, stopping, spike)
@@ -219,6 +224,7 @@ def run_steps(run: Run, state: TrainState, parts: Parts) -> End:
             end = End(step, stopping, failure=failure)
             break
 
+    profile.close(state)
     batches.close()
     checkpoints.close()
     return end
