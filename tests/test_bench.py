@@ -21,6 +21,54 @@ def test_the_loader_is_timed_on_the_cpus_that_are_named():
     assert job.returncode == 2 and "--cpus=100000: this process may use" in job.stdout
 
 
+def test_steps_are_timed_also_without_the_data_and_profiled(tmp_path):
+    L, D, T, V, B = 2, 32, 64, 64, 8
+    job = run(
+        "bench", "step", "--config", "gpt2", "--mesh", "2,1,1", f"model.n_layer={L}",
+        f"model.n_embd={D}", "model.n_head=2", f"model.block_size={T}", f"model.vocab_size={V}",
+        f"train.batch_size={B}", "train.gradient_accumulation_steps=1", "train.dtype=float32",
+        "--steps", 2, "--profile", tmp_path, "--json", processes=2,
+    )  # fmt: skip
+    assert job.returncode == 0, job.stdout
+    found = json.loads(job.stdout)  # process 0 alone prints
+    assert found["processes"] == found["devices"] == 2 and found["steps_per_round"] == 2
+    assert "random tokens, because there is no" in found["data"]
+
+    times = found["seconds_per_step"]
+    assert times["least"] <= times["low"] <= times["median"] <= times["high"] <= times["most"]
+    assert found["tokens_per_sec"] == pytest.approx(B * T / times["median"])
+    # Kaplan et al., arXiv 2001.08361, table 1, with D_ff = 4 D; the embedding is tied. PaLM's
+    # FLOPs (arXiv 2204.02311, appendix B).
+    n = 12 * L * D**2 + (2 * L + 1) * D + V * D
+    assert found["flops_per_step"] == (6 * n + 12 * L * D * T) * B * T
+    assert found["flops_per_sec_per_device"] == pytest.approx(
+        found["flops_per_step"] / times["median"] / 2
+    )
+    assert found["mfu"] is None  # the peak of a CPU is not known
+    assert 0 < found["share_of_matmul"] < 1 and 0 < found["host"]["share"]
+    assert found["compile_cache"] == "empty" and found["compile_seconds"] > 0
+    # Parameters and both moments in float32, with the positions.
+    assert found["device_compiled_bytes"] > 3 * 4 * (n + T * D)
+    assert found["process_peak_bytes"] > 2**27  # JAX alone takes more
+
+    assert {op["category"] for op in found["profile"]["operations"]} & {"matmul", "collective"}
+    assert len(list(tmp_path.glob("plugins/profile/*/*.xplane.pb"))) == 1  # process 0's
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--steps", "0"], "--steps=0: must be a whole number, at least 1"),
+        (["--profile", "/dev/null/x"], "--profile=/dev/null/x: cannot be written"),
+        (["model.n_head=3"], "model.n_embd=128: must be a multiple of model.n_head=3"),
+    ],
+)
+def test_bench_step_explains_what_is_wrong(arguments, words):
+    job = run("bench", "step", *arguments)
+    assert job.returncode == 2
+    assert words in job.stdout and job.stdout.count("\n") == 1
+
+
 @pytest.mark.parametrize("words", ["bench loader", "inspect --config tiny --step 1"])
 def test_data_that_one_host_lacks_ends_all_processes_with_a_sentence(words, tmp_path):
     program = command(*words.split())
