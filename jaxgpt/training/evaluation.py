@@ -8,6 +8,7 @@ import numpy as np
 from jaxgpt.config import Config
 from jaxgpt.data.loader import Loader
 from jaxgpt.data.sources import SPLITS, Dataset
+from jaxgpt.distributed.in_flight import InFlight
 from jaxgpt.distributed.partition import Params
 from jaxgpt.training.monitor import CorpusLosses
 from jaxgpt.training.sampling import make_generate, prompt_window
@@ -34,7 +35,10 @@ class Evaluation:
         by_corpus: dict[str, Any] = {}
         for split, loader in self._loaders.items():
             batches = loader.batches(range(1, self._iters + 1))
-            found = [self._eval_step(params, batch) for batch in batches]
+            found, in_flight = [], InFlight()
+            for batch in batches:
+                found.append(self._eval_step(params, batch))
+                in_flight.add(found[-1])
             losses = np.array([np.float64(row_losses) for row_losses in found])
             record[f"{split}_loss"] = float(losses.mean())
             if len(loader.names) > 1:

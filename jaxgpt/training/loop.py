@@ -15,6 +15,7 @@ from jaxgpt.data.loader import Loader
 from jaxgpt.distributed import exits
 from jaxgpt.distributed.cluster import Cluster
 from jaxgpt.distributed.compile_cache import CacheUse
+from jaxgpt.distributed.in_flight import InFlight
 from jaxgpt.distributed.mesh import crossing, describe, make_mesh
 from jaxgpt.distributed.watchdog import Watchdog
 from jaxgpt.telemetry.startup import Startup
@@ -179,7 +180,7 @@ def run_steps(run: Run, state: TrainState, parts: Parts) -> End:
     """Trains from `run.resume_step` on until something ends it. All that was saved is on disk."""
     config, report = run.config, parts.report
     checkpoints, watchdog, profile = parts.checkpoints, parts.watchdog, parts.profile
-    monitor = Monitor(config)
+    monitor, in_flight = Monitor(config), InFlight()
     skips = SkipRanges(skip_ranges(config))
     saved = run.resume_step or 0
     todo = range(saved + 1, config.train.max_iters + 1)
@@ -192,6 +193,7 @@ def run_steps(run: Run, state: TrainState, parts: Parts) -> End:
         if step not in skips:
             profile.before(step, state)
             state, metrics = parts.train_step(state, np.int32(step), next(batches))
+            in_flight.add(metrics.loss)
         is_last, stopping = step == config.train.max_iters, parts.stop.reached(next(parts.ticks))
         evaluating = is_last or is_due(step, config.train.eval_interval)
         saving = is_last or stopping or is_due(step, config.checkpoint.interval)
