@@ -105,6 +105,9 @@ def test_a_file_is_a_configuration_too(tmp_path):
         (["train.max_iters=0"], ["train.max_iters=0", "at least 1"]),
         (["optimizer.learning_rate=inf"], ["optimizer.learning_rate=inf", "finite"]),
         (["optimizer.learning_rate=nan"], ["optimizer.learning_rate=nan"]),
+        (["--profile-steps", "12"], ["profile_steps=12", "A:B"]),
+        (["--profile-steps", "5:4"], ["profile_steps=5:4", "A <= B"]),
+        (["--profile-steps", "290:301"], ["profile_steps=290:301", "train.max_iters=300"]),
         (["optimizer.min_lr=1"], ["optimizer.min_lr=1", "learning_rate"]),
     ],
 )
