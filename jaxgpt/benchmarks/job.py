@@ -15,6 +15,7 @@ from jaxgpt.config import check_batch, mesh_sizes
 from jaxgpt.data.loader import Loader
 from jaxgpt.distributed.cluster import Cluster
 from jaxgpt.distributed.exits import StopSignal
+from jaxgpt.distributed.in_flight import InFlight
 from jaxgpt.distributed.mesh import make_mesh
 from jaxgpt.distributed.watchdog import Watchdog
 from jaxgpt.telemetry.profile import Tracing
@@ -108,10 +109,12 @@ class Job:
 
     def alone(self, n_steps: int) -> Round:
         """Runs the compiled step, on the same batch every time."""
+        in_flight = InFlight()
         self._cluster.wait_for_all()
         began, thread_began = time.perf_counter(), time.thread_time()
         for _ in range(n_steps):
             self._state, metrics = self.train_step(self._state, self._step, self._batch)
+            in_flight.add(metrics.loss)
         thread_ended = time.thread_time()
         jax.block_until_ready(metrics)
         ended = time.perf_counter()
