@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import os
 import resource
 import statistics
 import time
@@ -28,12 +29,24 @@ from jaxgpt.training.state import TrainState
 from jaxgpt.training.stored import load_steps
 
 
-class Round(NamedTuple):
-    """What a step took, as the mean of a round."""
+class Clocks(NamedTuple):
+    """Several clocks of this process: their readings, or what a step took by them."""
 
     seconds: float
-    thread_seconds: float
-    """Of them, what the thread that runs the steps has computed and not waited."""
+    thread: float
+    """Seconds that the thread which runs the steps has computed, and not waited."""
+    process: float
+    """The same of all threads together."""
+    kernel: float
+    """Of them, those that the operating system computed, to send data for instance."""
+
+    @classmethod
+    def read(cls) -> "Clocks":
+        return cls(time.perf_counter(), time.thread_time(), time.process_time(), os.times().system)
+
+    def since(self, began: "Clocks", n_steps: int) -> "Clocks":
+        """What has passed for each of so many steps."""
+        return Clocks(*((now - then) / n_steps for now, then in zip(self, began, strict=True)))
 
 
 class Job:
@@ -83,12 +96,12 @@ class Job:
             profile=StepProfile(run, cluster, self.train_step, self._report),
             ticks=itertools.count(1),
         )
-        self._ended = (0.0, 0.0)
+        self._ended = Clocks.read()
         # What the step alone is run on: all of it is on the device.
         self._step = jax.device_put(np.int32(1), self.steps.replicated)
         self._batch = self.loader.batch(1)
 
-    def trainer(self, n_steps: int) -> Round:
+    def trainer(self, n_steps: int) -> Clocks:
         """Runs the trainer's loop for so many steps.
 
         Raises:
@@ -99,26 +112,23 @@ class Job:
         run = dataclasses.replace(
             self.run, config=self.run.config.replace(train__max_iters=first + n_steps)
         )
-        began, thread_began = time.perf_counter(), time.thread_time()
+        began = Clocks.read()
         end = run_steps(run, self._state, self._parts)
         if end.stopping:
             raise KeyboardInterrupt
         self.run = dataclasses.replace(self.run, resume_step=first + n_steps)
-        ended, thread_ended = self._ended
-        return Round((ended - began) / n_steps, (thread_ended - thread_began) / n_steps)
+        return self._ended.since(began, n_steps)
 
-    def alone(self, n_steps: int) -> Round:
+    def alone(self, n_steps: int) -> Clocks:
         """Runs the compiled step, on the same batch every time."""
         in_flight = InFlight()
         self._cluster.wait_for_all()
-        began, thread_began = time.perf_counter(), time.thread_time()
+        began = Clocks.read()
         for _ in range(n_steps):
             self._state, metrics = self.train_step(self._state, self._step, self._batch)
             in_flight.add(metrics.loss)
-        thread_ended = time.thread_time()
         jax.block_until_ready(metrics)
-        ended = time.perf_counter()
-        return Round((ended - began) / n_steps, (thread_ended - thread_began) / n_steps)
+        return Clocks.read().since(began, n_steps)
 
     def profile(self, n_steps: int, directory: Path) -> dict[str, Any]:
         """A trace of so many steps alone, as `telemetry.profile.summary` has it."""
@@ -159,4 +169,4 @@ class Job:
 
     def _read_clock(self, step: int, params: Any) -> None:
         """The loop calls it after the last step of a round, which is done and reported."""
-        self._ended = time.perf_counter(), time.thread_time()
+        self._ended = Clocks.read()

@@ -83,7 +83,7 @@ def measure(
         return (
             {"config": config.config, "data": data, "steps_per_round": n_steps, "rounds": ROUNDS}
             | rates(job, trainer, products)
-            | {"matmul_size": size, "host": host_work(job, trainer, alone)}
+            | {"matmul_size": size, "host": host_work(job, trainer, alone, cluster)}
             | {"trace_seconds": job.trace_seconds, "compile_seconds": job.compile_seconds}
             | {"compile_cache": OFF if config.compile_cache == OFF else "empty"}
             | memory
@@ -195,19 +195,26 @@ def rates(job: Any, trainer: list[Any], products: list[float]) -> dict[str, Any]
     }
 
 
-def host_work(job: Any, trainer: list[Any], alone: list[Any]) -> dict[str, float]:
-    """What the host does for a step while the device computes, in seconds of its processors.
+def host_work(job: Any, trainer: list[Any], alone: list[Any], cluster: Cluster) -> dict[str, Any]:
+    """What processors compute for a step beside the device, in seconds.
 
     `more_than_alone` is what a step in the trainer takes longer than the compiled step alone, as
-    a share of that.
+    a share of that. `process_seconds` and `kernel_seconds` are of all threads of all processes,
+    on CPUs with the step itself.
     """
-    loop = statistics.median(taken.thread_seconds for taken in trainer)
+    loop = statistics.median(taken.thread for taken in trainer)
     loader = job.loader_seconds()
     longer = [t.seconds / a.seconds - 1 for t, a in zip(trainer, alone, strict=True)]
     return {
         "loop_seconds": loop,
-        "dispatch_seconds": statistics.median(taken.thread_seconds for taken in alone),
+        "dispatch_seconds": statistics.median(taken.thread for taken in alone),
         "loader_seconds": loader,
+        **{
+            f"{name}_seconds": sum(
+                cluster.gather(statistics.median(getattr(taken, name) for taken in trainer))
+            )
+            for name in ("process", "kernel")
+        },
         "share": (loop + loader) / statistics.median(taken.seconds for taken in trainer),
         "alone_seconds": spread([taken.seconds for taken in alone]),
         "more_than_alone": statistics.median(longer),
@@ -286,7 +293,9 @@ def describe(found: dict[str, Any]) -> str:
             f"host: {1e3 * host['loop_seconds']:.2f} ms a step in the loop "
             f"({1e3 * host['dispatch_seconds']:.2f} of them to start it), "
             f"{1e3 * host['loader_seconds']:.2f} in the loader: {host['share']:.1%} of the step; "
-            f"the trainer takes {host['more_than_alone']:+.1%} longer than the step alone",
+            f"the trainer takes {host['more_than_alone']:+.1%} longer than the step alone; all "
+            f"threads of all processes compute {1e3 * host['process_seconds']:.1f} ms, "
+            f"{1e3 * host['kernel_seconds']:.1f} of them in the operating system",
             f"compile: {found['compile_seconds']:.1f} s, after {found['trace_seconds']:.1f} s of "
             f"tracing; compile cache: {found['compile_cache']}",
             f"memory: {mib * found['device_compiled_bytes']:,.0f} MiB on a device by the "
