@@ -59,7 +59,7 @@ class Tracing:
             hlo: `compiled.as_text()` of the step.
 
         Returns:
-            What `summary` does.
+            What `summary` does, and under `collectives_over` the library of a CPU job.
         """
         jax.block_until_ready(pending)
         seconds = (time.perf_counter() - self._began) / n_steps
@@ -70,7 +70,9 @@ class Tracing:
         operations = read_operations(hlo)
         events = [event for event in events if event.name in operations]
         reports = self._cluster.gather(report(events, operations))
-        return summary(reports, operations, n_steps, seconds)
+        found = summary(reports, operations, n_steps, seconds)
+        over_gloo = self._cluster.size > 1 and jax.default_backend() == "cpu"
+        return found | {"collectives_over": "Gloo" if over_gloo else None}
 
 
 def newest_trace(directory: Path) -> Path:
@@ -138,7 +140,8 @@ def summary(
     Returns:
         All numbers are means over the devices of the job; under `process_0` of its own.
     """
-    waiting = [waited(reports, rank) for rank in range(len(reports))]
+    shortest = shortest_turns(reports)
+    waiting = [waited(one, shortest) for one in reports]
     every = by_category(reports, operations, sum(waiting), n_steps)
     busy = sum(every["categories"].values())
     totals: dict[str, list[float]] = defaultdict(lambda: [0.0, 0])
@@ -183,25 +186,39 @@ def by_category(
     return {"categories": out, "collective_waiting": waiting * scale}
 
 
-def waited(reports: Sequence[dict[str, Any]], rank: int) -> float:
+def shortest_turns(reports: Sequence[dict[str, Any]]) -> dict[str, list[float]]:
+    """Each time that a collective ran: the seconds of the device that took least."""
+    devices: dict[str, list[list[float]]] = defaultdict(list)
+    for one in reports:
+        for name, each in one["collectives"].items():
+            devices[name] += each
+    return {
+        name: [min(turn) for turn in zip(*each, strict=False)] for name, each in devices.items()
+    }
+
+
+def waited(one: dict[str, Any], shortest: Mapping[str, list[float]]) -> float:
     """Seconds that the devices of a process have waited in collectives for others."""
-    out = 0.0
-    for name, mine in reports[rank]["collectives"].items():
-        everyone = [each for one in reports for each in one["collectives"].get(name, [])]
-        shortest = [min(turn) for turn in zip(*everyone, strict=False)]
-        out += sum(
-            taken - least for each in mine for taken, least in zip(each, shortest, strict=False)
-        )
-    return out
+    return sum(
+        taken - least
+        for name, each in one["collectives"].items()
+        for turns in each
+        for taken, least in zip(turns, shortest[name], strict=False)
+    )
 
 
 def describe(found: dict[str, Any]) -> str:
-    """What `summary` found, as two tables."""
+    """What `Tracing.stop` found, as two tables."""
+    if not found["operations"]:
+        return (
+            f"profile of {found['steps']} steps: the trace names no operations of the devices; "
+            "NVIDIA's driver may keep them for administrators (NVreg_RestrictProfilingToAdminUsers)"
+        )
     busy, several = found["device_seconds"], found["processes"] > 1
     mine = found["process_0"]
 
     def row(name: str, seconds: float, own: float) -> str:
-        text = f"  {name:<11} {1e3 * seconds:9.3f} ms  {seconds / busy:6.1%}"
+        text = f"  {name:<17} {1e3 * seconds:9.3f} ms  {seconds / busy:6.1%}"
         return text + (f"  {1e3 * own:9.3f} ms" if several else "")
 
     lines = [
@@ -212,7 +229,9 @@ def describe(found: dict[str, Any]) -> str:
     for name, seconds in sorted(found["categories"].items(), key=lambda item: -item[1]):
         if seconds == 0:
             continue
-        lines.append(row(name, seconds, mine["categories"][name]))
+        over = found["collectives_over"] if name == "collective" else None
+        shown = f"{name} ({over})" if over else name
+        lines.append(row(shown, seconds, mine["categories"][name]))
         if name == "collective":
             lines.append(
                 row("- of it waiting", found["collective_waiting"], mine["collective_waiting"])

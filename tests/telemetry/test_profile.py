@@ -96,5 +96,56 @@ def test_waiting_in_a_collective_is_what_others_take_longer_than_the_last_to_com
     assert found["process_0"]["collective_waiting"] == 3
     assert found["process_0"]["categories"]["collective"] == 5
     assert found["device_seconds"] == 6
-    words = describe(found)
+    words = describe(found | {"collectives_over": "Gloo"})
+    assert "collective (Gloo) " in words
     assert "1500.000 ms   25.0%   3000.000 ms" in words  # waiting: mean, share, process 0
+
+
+# As XLA writes it: the targets of xla/service/gpu/cublas_cudnn.h, docs/async_ops.md.
+GPU = """
+HloModule jit_train_step, is_scheduled=true
+
+%scattered (p: f32[8]) -> f32[4] {
+  %p = f32[8]{0} parameter(0)
+  ROOT %rs = f32[4]{0} reduce-scatter(%p), replica_groups={{0,1}}, dimensions={0}, to_apply=%add
+}
+
+%moved (p.1: bf16[8,4]) -> bf16[4,8] {
+  %p.1 = bf16[8,4]{1,0} parameter(0)
+  ROOT %t = bf16[4,8]{1,0} transpose(%p.1), dimensions={1,0}
+}
+
+%triton (p.2: bf16[8,4], p.3: bf16[4,8]) -> bf16[8,8] {
+  %p.2 = bf16[8,4]{1,0} parameter(0)
+  %p.3 = bf16[4,8]{1,0} parameter(1)
+  ROOT %d = bf16[8,8]{1,0} dot(%p.2, %p.3), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+}
+
+ENTRY %main (a: bf16[8,4], b: bf16[4,8]) -> bf16[8,8] {
+  %a = bf16[8,4]{1,0} parameter(0)
+  %gemm = (bf16[8,8]{1,0}, s8[33554432]{0}) custom-call(%a, %b), custom_call_target="__cublas$gemm"
+  %lt = bf16[8,8]{1,0} custom-call(%a, %b), custom_call_target="__cublas$lt$matmul"
+  %fused = bf16[8,8]{1,0} fusion(%a, %b), kind=kCustom, calls=%triton
+  %flash = (bf16[8,8]{1,0}, u8[0]{0}) custom-call(%a), custom_call_target="__cudnn$fmhaSoftmax"
+  %back = bf16[8,8]{1,0} custom-call(%a), custom_call_target="__cudnn$fmhaSoftmaxBackward"
+  %turned = bf16[4,8]{1,0} fusion(%a), kind=kInput, calls=%moved
+  %sent = (f32[8]{0}, f32[16]{0}) all-gather-start(%x), replica_groups={{0,1}}, dimensions={0}
+  %async = ((f32[8]{0}), f32[4]{0}) async-start(%x), calls=%scattered
+  %topk = (f32[4]{0}, s32[4]{0}) custom-call(%x), custom_call_target="TopK"
+  %sum = bf16[8,8]{1,0} add(%lt, %fused)
+}
+"""
+
+
+def test_what_gpus_run_is_told_apart_too():
+    found = {name: op.category for name, op in read_operations(GPU).items()}
+    expected = {
+        "matmul": ("gemm", "lt", "fused"),
+        "attention": ("flash", "back"),
+        "copy": ("turned",),
+        "collective": ("sent", "async"),
+        "other": ("topk",),
+        "elementwise": ("sum",),
+    }
+    for category, names in expected.items():
+        assert {found[name] for name in names} == {category}, category
