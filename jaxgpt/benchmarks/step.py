@@ -260,6 +260,10 @@ def most(values: list[int | None]) -> int | None:
     return None if None in values else max(values)
 
 
+def flops_text(rate: float) -> str:
+    return f"{rate / 1e12:,.1f} TFLOP/s" if rate >= 1e12 else f"{rate / 1e9:,.1f} GFLOP/s"
+
+
 def describe(found: dict[str, Any]) -> str:
     """What `measure` found, in words."""
     from jaxgpt.telemetry import profile
@@ -271,7 +275,7 @@ def describe(found: dict[str, Any]) -> str:
     several = "processes" if found["processes"] > 1 else "process"
     mesh = " ".join(f"{axis}={n}" for axis, n in found["mesh"].items())
     device_peak = found["device_peak_bytes"]
-    gflops, mib = 1e-9, 2.0**-20
+    mib = 2.0**-20
     return "\n".join(
         [
             f"step: {found['config']}, {found['n_parameters'] / 1e6:.2f}M parameters, batches of "
@@ -286,16 +290,15 @@ def describe(found: dict[str, Any]) -> str:
             f"{1e3 * step['most']:.2f}, half of them {1e3 * step['low']:.2f} to "
             f"{1e3 * step['high']:.2f})",
             f"rates: {found['tokens_per_sec']:,.0f} tokens/s; "
-            f"{gflops * found['flops_per_sec_per_device']:,.1f} GFLOP/s on each device, mfu {mfu}",
-            f"limit: {found['share_of_matmul']:.1%} of the {gflops * product['median']:,.1f} "
-            f"GFLOP/s that all devices together reach in {found['dtype']} products of "
-            f"{size} x {size} matrices",
+            f"{flops_text(found['flops_per_sec_per_device'])} on each device, mfu {mfu}",
+            f"limit: {found['share_of_matmul']:.1%} of the {flops_text(product['median'])} that "
+            f"all devices together reach in {found['dtype']} products of {size} x {size} matrices",
             f"host: {1e3 * host['loop_seconds']:.2f} ms a step in the loop "
             f"({1e3 * host['dispatch_seconds']:.2f} of them to start it), "
             f"{1e3 * host['loader_seconds']:.2f} in the loader: {host['share']:.1%} of the step; "
-            f"the trainer takes {host['more_than_alone']:+.1%} longer than the step alone; all "
-            f"threads of all processes compute {1e3 * host['process_seconds']:.1f} ms, "
-            f"{1e3 * host['kernel_seconds']:.1f} of them in the operating system",
+            f"the trainer against the compiled step alone: {host['more_than_alone']:+.1%}",
+            f"processors: all threads of all processes compute {1e3 * host['process_seconds']:.1f} "
+            f"ms a step, {1e3 * host['kernel_seconds']:.1f} of them in the operating system",
             f"compile: {found['compile_seconds']:.1f} s, after {found['trace_seconds']:.1f} s of "
             f"tracing; compile cache: {found['compile_cache']}",
             f"memory: {mib * found['device_compiled_bytes']:,.0f} MiB on a device by the "
