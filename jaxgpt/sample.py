@@ -74,8 +74,7 @@ def write(arguments: argparse.Namespace) -> None:
     window, length = prompt_window(tokenizer, arguments.prompt, config.model.block_size)
     generate = jax.jit(
         make_generate(
-            compiled.sample_logits,
-            config.model.block_size,
+            compiled.reader,
             tokenizer.vocab_size,
             arguments.max_new_tokens,
             arguments.temperature,

@@ -8,7 +8,7 @@ the L blocks are stacked along a leading `layers` axis, one array per kind of we
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +22,22 @@ from jaxgpt.model.remat import rematerialized
 
 INIT_STD = 0.02  # GPT-2's, for every matrix and embedding
 VOCAB_MULTIPLE = 128  # the embedding's rows are padded to this, which most meshes divide
+
+
+class Cache(NamedTuple):
+    """Keys and values of the positions that were read, of all layers; S is the block size."""
+
+    k_LBSHK: jax.Array
+    v_LBSHK: jax.Array
+
+    def extended(
+        self, layer: Any, k_BTHK: jax.Array, v_BTHK: jax.Array, first: Any
+    ) -> tuple["Cache", jax.Array, jax.Array]:
+        """With keys and values of the positions first, first + 1, ...; and all of that layer's."""
+        place = (layer, 0, first, 0, 0)
+        k_LBSHK = jax.lax.dynamic_update_slice(self.k_LBSHK, k_BTHK[None], place)
+        v_LBSHK = jax.lax.dynamic_update_slice(self.v_LBSHK, v_BTHK[None], place)
+        return Cache(k_LBSHK, v_LBSHK), k_LBSHK[layer], v_LBSHK[layer]
 
 
 def normal(std: float) -> nnx.Initializer:
@@ -91,8 +107,15 @@ class Block(nnx.Module):
         self.up = linear((D,), (F,), ("embed", "mlp"), INIT_STD, columns)
         self.down = linear((F,), (D,), ("mlp", "embed"), small, rows)
 
-    def __call__(self, x_BTD: jax.Array, keys_B: jax.Array | None = None) -> jax.Array:
-        """With a key for every row there is dropout."""
+    def __call__(
+        self,
+        x_BTD: jax.Array,
+        keys_B: jax.Array | None = None,
+        cache: Cache | None = None,
+        layer: Any = 0,
+        first: Any = 0,
+    ) -> tuple[jax.Array, Cache | None]:
+        """With a key for every row there is dropout; with a cache, positions before `first`."""
         keys = (None,) * 3 if keys_B is None else keys_for(keys_B, jnp.arange(3)).T
         drop = functools.partial(dropout, self.dropout, self.devices)
 
@@ -100,12 +123,17 @@ class Block(nnx.Module):
         q_BTHK, k_BTHK, v_BTHK = (qkv_BTCHK[:, :, c] for c in range(3))
         heads_H = self.devices.first(q_BTHK.shape[2]) + jnp.arange(q_BTHK.shape[2])
         keys_BH = keys_for(keys[0], heads_H)
-        mixed_BTHK = self.attend(q_BTHK, k_BTHK, v_BTHK, keys_BH)
+        if cache is not None:
+            cache, k_BSHK, v_BSHK = cache.extended(layer, k_BTHK, v_BTHK, first)
+        if cache is None or k_BTHK.shape == k_BSHK.shape:
+            mixed_BTHK = self.attend(q_BTHK, k_BTHK, v_BTHK, keys_BH)
+        else:
+            mixed_BTHK = xla_attention(q_BTHK, k_BSHK, v_BSHK, first=first)
         x_BTD = x_BTD + drop(self.out(mixed_BTHK), keys[1])
 
         hidden_BTF = self.up(self.norm_2(x_BTD))
         mlp_BTD = self.down(jax.nn.gelu(hidden_BTF, approximate=False))
-        return x_BTD + drop(mlp_BTD, keys[2])
+        return x_BTD + drop(mlp_BTD, keys[2]), cache
 
 
 class GPT(nnx.Module):
@@ -160,10 +188,29 @@ class GPT(nnx.Module):
         x_BTD, w_VD, first = self.hidden(tokens_BT, keys_B)
         return logits(x_BTD, w_VD, first, self.config.vocab_size)
 
+    def read(self, cache: Cache, tokens_BT: jax.Array, first: Any) -> tuple[jax.Array, Cache]:
+        """Logits_BV of what follows these tokens, and the cache with them.
+
+        Args:
+            cache: of the positions before `first`.
+            tokens_BT: stand at first, first + 1, ...; with T = block_size, `first` is 0.
+        """
+        x_BTD, w_VD, first_token, cache = self._hidden(tokens_BT, None, cache, first)
+        return logits(x_BTD[:, -1], w_VD, first_token, self.config.vocab_size), cache
+
     def hidden(
         self, tokens_BT: jax.Array, keys_B: jax.Array | None = None
     ) -> tuple[jax.Array, jax.Array, Any]:
         """What the output layer multiplies: x_BTD, this device's w_VD, its first token."""
+        return self._hidden(tokens_BT, keys_B)[:3]
+
+    def _hidden(
+        self,
+        tokens_BT: jax.Array,
+        keys_B: jax.Array | None,
+        cache: Cache | None = None,
+        first: Any = 0,
+    ) -> tuple[jax.Array, jax.Array, Any, Cache | None]:
         if self.config.dropout == 0:
             keys_B = None
         L = self.config.n_layer
@@ -173,30 +220,35 @@ class GPT(nnx.Module):
         V = padded_vocab_size(self.config.vocab_size)
         whole = functools.partial(with_weights, devices=self.devices)
         wte_VD, wpe_TD = whole(self.wte).embedding[...], whole(self.wpe).embedding[...]
-        w_VD, first = self.devices.share(wte_VD.astype(self.dtype), V)
+        w_VD, first_token = self.devices.share(wte_VD.astype(self.dtype), V)
         wpe_TD = jax.lax.dynamic_slice_in_dim(
-            wpe_TD.astype(self.dtype), self.devices.first_position(T), T
+            wpe_TD.astype(self.dtype), first + self.devices.first_position(T), T
         )
-        x_BTD = self.devices.leave(look_up(w_VD, tokens_BT - first)) + wpe_TD
+        x_BTD = self.devices.leave(look_up(w_VD, tokens_BT - first_token)) + wpe_TD
         x_BTD = dropout(self.dropout, self.devices, x_BTD, own_keys)
-        x_BTD = whole(self.norm)(self._layers(x_BTD, layer_keys))
-        return self.devices.enter(x_BTD), w_VD, first
+        x_BTD, cache = self._layers(x_BTD, layer_keys, cache, first)
+        return self.devices.enter(whole(self.norm)(x_BTD)), w_VD, first_token, cache
 
-    def _layers(self, x_BTD: jax.Array, keys_LB: jax.Array | None) -> jax.Array:
+    def _layers(
+        self, x_BTD: jax.Array, keys_LB: jax.Array | None, cache: Cache | None, first: Any
+    ) -> tuple[jax.Array, Cache | None]:
         L = self.config.n_layer
         graph, stacked = nnx.split(self.blocks)
 
-        def layer(x_BTD, block_and_keys):
-            params, keys_B = block_and_keys
+        def layer(carry, given):
+            params, keys_B, number = given
             block = with_weights(nnx.merge(graph, params), self.devices)
-            return block(x_BTD, keys_B), None
+            x_BTD, cache = carry
+            return block(x_BTD, keys_B, cache, number, first), None
 
         layer = rematerialized(layer, self.remat, in_loop=self.scan_layers)
+        carry, numbers_L = (x_BTD, cache), None if cache is None else jnp.arange(L)
+        given = stacked, keys_LB, numbers_L
         if self.scan_layers:
-            return jax.lax.scan(layer, x_BTD, (stacked, keys_LB))[0]
+            return jax.lax.scan(layer, carry, given)[0]
         for i in range(L):
-            x_BTD, _ = layer(x_BTD, jax.tree.map(lambda leaf: leaf[i], (stacked, keys_LB)))  # noqa: B023
-        return x_BTD
+            carry, _ = layer(carry, jax.tree.map(lambda leaf: leaf[i], given))  # noqa: B023
+        return carry
 
 
 def with_weights(module: nnx.Module, devices: OneDevice) -> Any:
@@ -270,6 +322,13 @@ def embedding(
 def padded_vocab_size(vocab_size: int) -> int:
     """Rows of the embedding: `vocab_size` rounded up to a multiple of 128."""
     return -(-vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
+
+
+def empty_cache(config: ModelConfig, dtype: jnp.dtype) -> Cache:
+    """Room for what `GPT.read` reads of one row."""
+    L, S, H = config.n_layer, config.block_size, config.n_head
+    zeros_L1SHK = jnp.zeros((L, 1, S, H, config.n_embd // H), dtype)
+    return Cache(zeros_L1SHK, zeros_L1SHK)
 
 
 @functools.cache

@@ -63,8 +63,7 @@ class Sampler:
         self._window = prompt_window(self._tokenizer, self._prompt, config.model.block_size)
         self._generate = jax.jit(
             make_generate(
-                steps.sample_logits,
-                config.model.block_size,
+                steps.reader,
                 self._tokenizer.vocab_size,
                 config.train.sample_tokens,
                 SAMPLE_TEMPERATURE,

@@ -1,6 +1,7 @@
 """Text from a model, one token after the other."""
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -8,11 +9,11 @@ import numpy as np
 
 from jaxgpt.data.tokenizer import Tokenizer
 from jaxgpt.distributed.partition import Params
+from jaxgpt.training.state import Read
 
 
 def make_generate(
-    logits: Callable[[Params, jax.Array], jax.Array],
-    block_size: int,
+    reader: Callable[[Params], tuple[Read, Any]],
     vocab_size: int,
     n_tokens: int,
     temperature: float,
@@ -20,9 +21,12 @@ def make_generate(
 ) -> Callable[[Params, jax.Array, jax.Array, jax.Array], jax.Array]:
     """A function that writes `n_tokens` tokens, to be jitted once by the caller.
 
+    The prompt is read at once; from then on each token is read alone, beside a cache of keys and
+    values of those before it. Tokens older than T are forgotten, as nanoGPT does: then all others
+    stand at another position, for which no cache holds, and the T last are read for each token.
+
     Args:
-        logits: (params, tokens_BT) -> logits_BTV.
-        block_size: T; older tokens than these are forgotten.
+        reader: that of `Steps`, or another: from parameters to what reads with them.
         vocab_size: of the tokenizer; a model may have been given room for more.
         temperature: logits are divided by it; 0 always takes the likeliest token.
         top_k: only so many of the likeliest tokens are drawn from; None means all.
@@ -42,17 +46,34 @@ def make_generate(
         return jax.random.categorical(key, logits_V / temperature)
 
     def generate(params: Params, window: jax.Array, length: jax.Array, seed: jax.Array):
-        def one(carry, key):
-            window_T, length = carry
-            token = draw(logits(params, window_T[None])[0, length - 1], key).astype(jnp.int32)
-            is_full = length == block_size
-            window_T = jnp.where(is_full, jnp.roll(window_T, -1), window_T)
-            length = jnp.where(is_full, length, length + 1)
-            return (window_T.at[length - 1].set(token), length), token
+        T, end = window.size, length + n_tokens
+        keys = jax.random.split(jax.random.key(seed), n_tokens)
+        read, empty = reader(params)
 
-        return jax.lax.scan(
-            one, (window, length), jax.random.split(jax.random.key(seed), n_tokens)
-        )[1]
+        def write_until_full(carry):
+            text, n = carry
+            first = oldest(n)
+            window_T = jax.lax.dynamic_slice(text, (first,), (T,))
+            _, cache = read(empty, window_T[None], 0)
+
+            def write_one(carry):
+                text, n, cache = carry
+                logits_1V, cache = read(cache, text[n - 1][None, None], n - 1 - first)
+                return text.at[n].set(draw(logits_1V[0], keys[n - length])), n + 1, cache
+
+            def goes_on(carry):
+                n = carry[1]
+                return (n < end) & (oldest(n) == first)
+
+            return jax.lax.while_loop(goes_on, write_one, (text, n, cache))[:2]
+
+        def oldest(n):
+            return jnp.maximum(n - T, 0)
+
+        text = jnp.concatenate([window, jnp.zeros(n_tokens, jnp.int32)])
+        carry = text, length
+        text, _ = jax.lax.while_loop(lambda carry: carry[1] < end, write_until_full, carry)
+        return jax.lax.dynamic_slice(text, (length,), (n_tokens,))
 
     return generate
 

@@ -26,7 +26,7 @@ from jaxgpt.distributed.collectives import (
 )
 from jaxgpt.distributed.partition import Params
 from jaxgpt.model.attention import Attention
-from jaxgpt.model.gpt import GPT, abstract_params, padded_vocab_size
+from jaxgpt.model.gpt import GPT, Cache, abstract_params, padded_vocab_size
 from jaxgpt.model.remat import without_scores
 from jaxgpt.training.loss import summed_loss
 
@@ -43,8 +43,9 @@ class Sharded(NamedTuple):
     gradient of their mean."""
     losses: Callable[[Params, jax.Array], jax.Array]
     """(params, tokens of shape (B, T+1)) -> mean losses of the rows, (B,), without dropout."""
-    logits: Callable[[Params, jax.Array], jax.Array]
-    """(params, tokens_BT) -> logits_BTV, where every device has all rows."""
+    read: Callable[[Params, Cache, jax.Array, Any], tuple[jax.Array, Cache]]
+    """(params, cache, tokens_BT, first) -> (logits_BV, cache), as `GPT.read`: every device has
+    all rows, and in the cache its own heads."""
 
 
 def make_sharded(config: Config, mesh: Mesh, attend: Attention) -> Sharded:
@@ -164,14 +165,14 @@ def make_sharded(config: Config, mesh: Mesh, attend: Attention) -> Sharded:
         _, sums_B = summed_loss_here(zeros, params, rows)
         return everyones(sums_B, rows)
 
-    def logits_here(params, tokens_BT):
+    def read_here(params, cache, tokens_BT, first):
         weights = jax.tree.map(Weight, *prepared(params), layouts)
-        logits_BTV = nnx.merge(sampling_graph, weights)(tokens_BT)
+        logits_BV, cache = nnx.merge(sampling_graph, weights).read(cache, tokens_BT, first)
         if devices.tensor > 1:
-            logits_BTV = jax.lax.all_gather(logits_BTV, "tensor", axis=2, tiled=True)
-        return logits_BTV[..., : padded_vocab_size(model.vocab_size)]
+            logits_BV = jax.lax.all_gather(logits_BV, "tensor", axis=1, tiled=True)
+        return logits_BV[:, : padded_vocab_size(model.vocab_size)], cache
 
-    everywhere = PartitionSpec()
+    everywhere, own_heads = PartitionSpec(), PartitionSpec(None, None, None, "tensor")
     on_mesh = functools.partial(jax.shard_map, mesh=mesh)
     loss_and_gradients = on_mesh(
         loss_and_gradients_here,
@@ -185,10 +186,10 @@ def make_sharded(config: Config, mesh: Mesh, attend: Attention) -> Sharded:
             params, step, rows, jnp.arange(rows.shape[0])
         ),
         losses=on_mesh(losses_here, in_specs=(stored, batch), out_specs=everywhere),
-        logits=on_mesh(
-            logits_here,
-            in_specs=(stored, everywhere),
-            out_specs=everywhere,
+        read=on_mesh(
+            read_here,
+            in_specs=(stored, own_heads, everywhere, everywhere),
+            out_specs=(everywhere, own_heads),
             check_vma=False,  # what was gathered is the same everywhere, which is not tracked
         ),
     )

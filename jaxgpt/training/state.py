@@ -16,6 +16,10 @@ CPU_STEP_OPTIONS = {"xla_disable_hlo_passes": "cse_barrier_expander"}
 CPU_INIT_OPTIONS = {"xla_backend_optimization_level": 1}
 
 
+# (cache, tokens_BT, position of the first) -> (logits_BV, cache): `GPT.read`
+Read = Callable[[Any, jax.Array, Any], tuple[jax.Array, Any]]
+
+
 class TrainState(NamedTuple):
     """Everything that a step changes."""
 
@@ -63,5 +67,5 @@ class Steps:
     """(state, step, tokens of shape (B, T+1)) -> (next state, metrics); donates the state."""
     eval_step: Callable[[Params, jax.Array], jax.Array]
     """(params, tokens of shape (B, T+1)) -> mean loss of each row, shape (B,)."""
-    sample_logits: Callable[[Params, jax.Array], jax.Array]
-    """(params, tokens_BT) -> logits_BTV over the padded vocabulary, for few rows at a time."""
+    reader: Callable[[Params], tuple[Read, Any]]
+    """With these parameters: what reads one text at a time, and a cache that has room for one."""

@@ -22,7 +22,7 @@ from jaxgpt.model.attention import (
     cuda_capability,
     make_attention,
 )
-from jaxgpt.model.gpt import GPT, abstract_params, count_parameters
+from jaxgpt.model.gpt import GPT, Cache, abstract_params, count_parameters, empty_cache
 from jaxgpt.training.detection import (
     NONE,
     NONFINITE,
@@ -44,6 +44,7 @@ from jaxgpt.training.state import (
     CPU_INIT_OPTIONS,
     CPU_STEP_OPTIONS,
     Metrics,
+    Read,
     Steps,
     TrainState,
 )
@@ -116,17 +117,19 @@ def make_steps(config: Config, mesh: Mesh, attend: Attention | None = None) -> S
         skips_all = config.spike.action == "skip_update"
         return watch, verdict, verdict.cause == NONE if skips_all else verdict.cause != NONFINITE
 
+    # One block is compiled and not L: these are small models, whose texts are soon written.
     lone = functools.partial(
-        GPT, model, dtype=jnp.dtype(train.dtype), attend=attend, scan_layers=parallel.scan_layers
+        GPT, model, dtype=jnp.dtype(train.dtype), attend=attend, scan_layers=True
     )
     lone_graph = nnx.graphdef(nnx.eval_shape(lambda: lone(rngs=nnx.Rngs(0))))
 
-    def sample_logits(params: Params, tokens_BT: jax.Array) -> jax.Array:
-        """Writing one token is too little work to share: with weights that fit, all do all."""
+    def reader(params: Params) -> tuple[Read, Cache]:
+        """Reading one token is too little work to share: with weights that fit, all do all."""
+        cache = empty_cache(model, jnp.dtype(train.dtype))
         if sum(s.size * s.dtype.itemsize for s in jax.tree.leaves(shapes)) > GATHERED_BYTES:
-            return sharded.logits(params, tokens_BT)
+            return functools.partial(sharded.read, params), cache
         params = jax.lax.with_sharding_constraint(params, whole)
-        return nnx.merge(lone_graph, params)(tokens_BT)
+        return lambda *operands: nnx.merge(lone_graph, params).read(*operands), cache
 
     return Steps(
         mesh=mesh,
@@ -157,5 +160,5 @@ def make_steps(config: Config, mesh: Mesh, attend: Attention | None = None) -> S
         eval_step=jax.jit(
             sharded.losses, in_shardings=(at_rest.params, batch_sharding), out_shardings=whole
         ),
-        sample_logits=sample_logits,
+        reader=reader,
     )

@@ -197,7 +197,7 @@ def _steps(stored: dict[str, Any], config: Config, mesh: Mesh) -> Steps:
         ),
         # Not needed for the first step, and so not stored.
         eval_step=lambda params, tokens: _traced(config, mesh).eval_step(params, tokens),
-        sample_logits=lambda params, tokens: _traced(config, mesh).sample_logits(params, tokens),
+        reader=lambda params: _traced(config, mesh).reader(params),
     )
 
 
