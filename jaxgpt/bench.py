@@ -39,6 +39,17 @@ def parser() -> CommandParser:
     step.add_argument(
         "--profile", metavar="DIR", help="trace a few steps for TensorBoard; list what is expensive"
     )
+
+    checkpoint = kind("checkpoint", "time to save and restore a state, beside plain files")
+    checkpoint.add_argument(
+        "--size",
+        metavar="1GB",
+        help="of the state, by the number of layers; default 1GB of gpt2 where no --config is "
+        "given, else the config's own",
+    )
+    checkpoint.add_argument(
+        "--out", metavar="DIR", help="write there; default where temporary files are"
+    )
     return out
 
 
@@ -76,7 +87,19 @@ def run_step(arguments: argparse.Namespace, rest: list[str]) -> tuple[dict[str, 
     return found, step.describe(found)
 
 
-RUN = {"loader": run_loader, "step": run_step}
+def run_checkpoint(arguments: argparse.Namespace, rest: list[str]) -> tuple[dict[str, Any], str]:
+    from jaxgpt.benchmarks import checkpoint
+
+    if not any(word.partition("=")[0] == "--config" for word in rest):
+        arguments.size = arguments.size or "1GB"
+        rest = ["--config", "gpt2", *rest]
+    size = checkpoint.bytes_of("--size", arguments.size)
+    directory = Path(arguments.out) if arguments.out else None
+    found = checkpoint.measure(parse_args(rest, PROG), size, directory)
+    return found, checkpoint.describe(found)
+
+
+RUN = {"loader": run_loader, "step": run_step, "checkpoint": run_checkpoint}
 
 
 if __name__ == "__main__":

@@ -4,6 +4,9 @@ A checkpoint is `checkpoints/<step>/state` (parameters, both moments, Adam's cou
 each whatever the mesh) and `checkpoints/<step>/meta` (JSON: configuration, mesh, data, and what
 the detector of spikes remembers). It is restored into the shardings of the run that reads it, which
 need not be those that wrote it.
+
+Numbers are stored as they are: compressing them takes longer than writing them, for 8 to 9 % of
+their size.
 """
 
 import functools
@@ -48,17 +51,21 @@ class Checkpoints:
             options=ocp.CheckpointManagerOptions(
                 preservation_policy=policy, cleanup_tmp_directories=True, create=True
             ),
+            item_handlers={
+                "state": ocp.PyTreeCheckpointHandler(use_compression=False),
+                "meta": ocp.JsonCheckpointHandler(),
+            },
         )
 
     def save(self, step: int, state: TrainState, meta: Mapping[str, Any]) -> None:
         """Starts writing; the state may be donated as soon as this returns."""
-        import orbax.checkpoint.args as args
+        import orbax.checkpoint as ocp
 
         self._manager.save(
             step,
-            args=args.Composite(
-                state=args.StandardSave(_to_tree(state)),
-                meta=args.JsonSave({**meta, "watch": watch_to_json(state.watch)}),
+            args=ocp.args.Composite(
+                state=ocp.args.PyTreeSave(_to_tree(state)),
+                meta=ocp.args.JsonSave({**meta, "watch": watch_to_json(state.watch)}),
             ),
             force=True,
         )
@@ -69,11 +76,17 @@ class Checkpoints:
         Raises:
             UsageError: if the checkpoint is damaged.
         """
-        import orbax.checkpoint.args as args
+        import orbax.checkpoint as ocp
 
-        wanted = args.Composite(state=args.StandardRestore(_to_tree(shapes)))
+        wanted = _to_tree(shapes)
+        restore_args = ocp.checkpoint_utils.construct_restore_args(wanted)
         try:
-            found = self._manager.restore(step, args=wanted)
+            found = self._manager.restore(
+                step,
+                args=ocp.args.Composite(
+                    state=ocp.args.PyTreeRestore(wanted, restore_args=restore_args)
+                ),
+            )
         except (OSError, KeyError, ValueError) as error:
             folder = self._folder / str(step)
             reason = " ".join(str(error).split())[:200]

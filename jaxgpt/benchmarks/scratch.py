@@ -1,0 +1,58 @@
+"""Folders that are gone when a measurement ends, also when it is interrupted."""
+
+import contextlib
+import shutil
+import signal
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from jaxgpt.config import UsageError
+from jaxgpt.distributed.cluster import Cluster
+
+PATIENCE = 5  # seconds for what is still being written
+
+
+@contextlib.contextmanager
+def scratch_folder(cluster: Cluster, parent: Path | None = None) -> Iterator[Path]:
+    """An empty folder of the same name on every host.
+
+    Args:
+        parent: where it is made; by default where temporary files are.
+
+    Raises:
+        UsageError: if nothing can be written there.
+    """
+    signal.signal(signal.SIGTERM, _interrupt)  # which would end Python at once
+    name = cluster.together(_make, parent) if cluster.is_main else cluster.together(lambda: None)
+    folder = Path(cluster.broadcast(name))
+    folder.mkdir(exist_ok=True)
+    try:
+        yield folder
+    finally:
+        if cluster.local_rank == 0:
+            _remove(folder)
+
+
+def _make(parent: Path | None) -> str:
+    try:
+        if parent is not None:
+            parent.mkdir(parents=True, exist_ok=True)
+        return tempfile.mkdtemp(prefix="jaxgpt-bench-", dir=parent)
+    except OSError as error:
+        raise UsageError(
+            f"--out={parent}: cannot be written ({error.strerror or error}); give a folder that can"
+        ) from None
+
+
+def _interrupt(number: int, frame: object) -> None:
+    raise SystemExit(128 + number)
+
+
+def _remove(folder: Path) -> None:
+    """Threads that an interrupted save has left may still be writing."""
+    deadline = time.monotonic() + PATIENCE
+    while folder.exists() and time.monotonic() < deadline:
+        shutil.rmtree(folder, ignore_errors=True)
+        time.sleep(0.1)

@@ -1,0 +1,59 @@
+"""`bench checkpoint` at a tiny size, and what it leaves behind."""
+
+import json
+import os
+import signal
+import subprocess
+import time
+
+import pytest
+
+from jobs import command, environment, run
+
+TINY = ("--config", "tiny", "--size", "6MB")
+
+
+def test_a_checkpoint_of_several_processes_is_timed_beside_plain_files(tmp_path):
+    job = run(
+        "bench", "checkpoint", *TINY, "--mesh", "1,2,1", "--out", tmp_path, "--json", processes=2
+    )
+    assert job.returncode == 0, job.stdout
+    found = json.loads(job.stdout)  # process 0 alone prints
+    assert found["processes"] == 2 and found["mesh"]["fsdp"] == 2
+    # Whole layers of 12 D^2 parameters and two moments, float32: tiny's D is 128.
+    assert abs(found["state_bytes"] - 6e6) < 0.6 * 3 * 4 * 12 * 128**2
+    # Not compressed: the numbers, and little beside them.
+    assert found["state_bytes"] < found["file_bytes"] < 1.1 * found["state_bytes"]
+    assert found["files"] > 2
+    assert 0 < found["save_blocks_seconds"] <= found["save_seconds"]
+    for ratio in ("save_ratio", "restore_ratio", "restore_ratio_keeping"):
+        assert found[ratio] > 0
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_nothing_is_left_when_it_is_interrupted(number, tmp_path):
+    job = subprocess.Popen(
+        command("bench", "checkpoint", "--config", "tiny", "--size", "60MB"),
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment(TMPDIR=str(tmp_path)),
+    )  # fmt: skip
+    deadline = time.monotonic() + 60
+    while not list(tmp_path.glob("*/checkpoint/checkpoints/1*")) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert job.poll() is None and os.listdir(tmp_path)
+    job.send_signal(number)
+    assert job.wait(30) == 128 + number
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith("jaxgpt")]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--size", "1 gigabyte"], "--size=1 gigabyte: must be a size such as 500MB or 1GB"),
+        (["--out", "/dev/null/x"], "--out=/dev/null/x: cannot be written"),
+    ],
+)
+def test_what_is_wrong_is_said(arguments, words):
+    job = run("bench", "checkpoint", *arguments)
+    assert job.returncode == 2
+    assert words in job.stdout and job.stdout.count("\n") == 1
