@@ -8,16 +8,15 @@ import contextlib
 import io
 import os
 import platform
-import shutil
 import statistics
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from jaxgpt import __version__
+from jaxgpt.benchmarks.scratch import scratch_folder
 from jaxgpt.config import Config, DataConfig, UsageError, mesh_sizes
 from jaxgpt.data.sources import dataset_directory, vocabulary_size
 from jaxgpt.distributed.backend import connect
@@ -52,7 +51,7 @@ def measure(
     cluster = join_cluster(config.init_timeout)
     if profile_directory:
         cluster.together(make_writable, profile_directory, cluster)
-    with common_folder(cluster) as folder:
+    with scratch_folder(cluster) as folder:
         config, data = with_data(config, synthetic, folder, cluster)
         run = prepare_run(steps_only(config, folder / "run"), cluster)
         facts = connect(cluster, mesh_sizes(run.config))
@@ -109,18 +108,6 @@ def make_writable(directory: Path, cluster: Cluster) -> None:
                 f"--profile={directory}: cannot be written ({error.strerror or error}); give "
                 "a folder that can"
             ) from None
-
-
-@contextlib.contextmanager
-def common_folder(cluster: Cluster) -> Iterator[Path]:
-    """A temporary folder that has the same name on every host."""
-    folder = Path(cluster.broadcast(tempfile.mkdtemp("-jaxgpt") if cluster.is_main else None))
-    folder.mkdir(exist_ok=True)
-    try:
-        yield folder
-    finally:
-        if cluster.local_rank == 0:
-            shutil.rmtree(folder, ignore_errors=True)
 
 
 def with_data(
