@@ -25,7 +25,7 @@ VOCAB_MULTIPLE = 128  # the embedding's rows are padded to this, which most mesh
 
 
 class Cache(NamedTuple):
-    """Keys and values of the positions that were read, of all layers; S is the block size."""
+    """Keys and values of all layers at the positions that were read; S is block_size."""
 
     k_LBSHK: jax.Array
     v_LBSHK: jax.Array
@@ -33,7 +33,7 @@ class Cache(NamedTuple):
     def extended(
         self, layer: Any, k_BTHK: jax.Array, v_BTHK: jax.Array, first: Any
     ) -> tuple["Cache", jax.Array, jax.Array]:
-        """With keys and values of the positions first, first + 1, ...; and all of that layer's."""
+        """With what a layer adds at the positions first, first + 1, ...; and all that it has."""
         place = (layer, 0, first, 0, 0)
         k_LBSHK = jax.lax.dynamic_update_slice(self.k_LBSHK, k_BTHK[None], place)
         v_LBSHK = jax.lax.dynamic_update_slice(self.v_LBSHK, v_BTHK[None], place)
@@ -115,7 +115,16 @@ class Block(nnx.Module):
         layer: Any = 0,
         first: Any = 0,
     ) -> tuple[jax.Array, Cache | None]:
-        """With a key for every row there is dropout; with a cache, positions before `first`."""
+        """One layer.
+
+        Args:
+            keys_B: a key for every row; without, there is no dropout.
+            cache: of the positions before `first`, where x_BTD begins; without, these are all.
+            layer: the number of this one in the cache.
+
+        Returns:
+            x_BTD for the next layer, and the cache with these positions.
+        """
         keys = (None,) * 3 if keys_B is None else keys_for(keys_B, jnp.arange(3)).T
         drop = functools.partial(dropout, self.dropout, self.devices)
 
@@ -123,10 +132,11 @@ class Block(nnx.Module):
         q_BTHK, k_BTHK, v_BTHK = (qkv_BTCHK[:, :, c] for c in range(3))
         heads_H = self.devices.first(q_BTHK.shape[2]) + jnp.arange(q_BTHK.shape[2])
         keys_BH = keys_for(keys[0], heads_H)
+        k_BSHK, v_BSHK = k_BTHK, v_BTHK
         if cache is not None:
             cache, k_BSHK, v_BSHK = cache.extended(layer, k_BTHK, v_BTHK, first)
-        if cache is None or k_BTHK.shape == k_BSHK.shape:
-            mixed_BTHK = self.attend(q_BTHK, k_BTHK, v_BTHK, keys_BH)
+        if k_BSHK.shape == q_BTHK.shape:  # all positions at once, as in training
+            mixed_BTHK = self.attend(q_BTHK, k_BSHK, v_BSHK, keys_BH)
         else:
             mixed_BTHK = xla_attention(q_BTHK, k_BSHK, v_BSHK, first=first)
         x_BTD = x_BTD + drop(self.out(mixed_BTHK), keys[1])
@@ -189,11 +199,11 @@ class GPT(nnx.Module):
         return logits(x_BTD, w_VD, first, self.config.vocab_size)
 
     def read(self, cache: Cache, tokens_BT: jax.Array, first: Any) -> tuple[jax.Array, Cache]:
-        """Logits_BV of what follows these tokens, and the cache with them.
+        """Logits_BV of the token after these, and the cache with these; without dropout.
 
         Args:
             cache: of the positions before `first`.
-            tokens_BT: stand at first, first + 1, ...; with T = block_size, `first` is 0.
+            tokens_BT: of the positions first, first + 1, ..., which must be below block_size.
         """
         x_BTD, w_VD, first_token, cache = self._hidden(tokens_BT, None, cache, first)
         return logits(x_BTD[:, -1], w_VD, first_token, self.config.vocab_size), cache

@@ -21,12 +21,13 @@ def make_generate(
 ) -> Callable[[Params, jax.Array, jax.Array, jax.Array], jax.Array]:
     """A function that writes `n_tokens` tokens, to be jitted once by the caller.
 
-    The prompt is read at once; from then on each token is read alone, beside a cache of keys and
-    values of those before it. Tokens older than T are forgotten, as nanoGPT does: then all others
-    stand at another position, for which no cache holds, and the T last are read for each token.
+    The prompt is read at once, and then each token alone, beside a cache of the keys and values
+    before it. As in nanoGPT, a text longer than T is cropped to its last T tokens. These move by
+    one position with each new token, and positions are learned, so that no cache holds any more:
+    from there on all T are read for every token.
 
     Args:
-        reader: that of `Steps`, or another: from parameters to what reads with them.
+        reader: `Steps.reader`.
         vocab_size: of the tokenizer; a model may have been given room for more.
         temperature: logits are divided by it; 0 always takes the likeliest token.
         top_k: only so many of the likeliest tokens are drawn from; None means all.
@@ -48,31 +49,33 @@ def make_generate(
     def generate(params: Params, window: jax.Array, length: jax.Array, seed: jax.Array):
         T, end = window.size, length + n_tokens
         keys = jax.random.split(jax.random.key(seed), n_tokens)
-        read, empty = reader(params)
+        read, empty_cache = reader(params)
 
-        def write_until_full(carry):
+        def window_start(n: jax.Array) -> jax.Array:
+            return jnp.maximum(n - T, 0)
+
+        def write_in_window(carry):
+            """Reads the window of a text of n tokens, and writes while it stays the same."""
             text, n = carry
-            first = oldest(n)
-            window_T = jax.lax.dynamic_slice(text, (first,), (T,))
-            _, cache = read(empty, window_T[None], 0)
+            start = window_start(n)
+            # What follows the text is read too, and overwritten before anything attends to it.
+            tokens_1T = jax.lax.dynamic_slice(text, (start,), (T,))[None]
+            _, cache = read(empty_cache, tokens_1T, 0)
 
             def write_one(carry):
                 text, n, cache = carry
-                logits_1V, cache = read(cache, text[n - 1][None, None], n - 1 - first)
+                logits_1V, cache = read(cache, text[n - 1][None, None], n - 1 - start)
                 return text.at[n].set(draw(logits_1V[0], keys[n - length])), n + 1, cache
 
             def goes_on(carry):
-                n = carry[1]
-                return (n < end) & (oldest(n) == first)
+                _, n, _ = carry
+                return (n < end) & (window_start(n) == start)
 
-            return jax.lax.while_loop(goes_on, write_one, (text, n, cache))[:2]
-
-        def oldest(n):
-            return jnp.maximum(n - T, 0)
+            text, n, _ = jax.lax.while_loop(goes_on, write_one, (text, n, cache))
+            return text, n
 
         text = jnp.concatenate([window, jnp.zeros(n_tokens, jnp.int32)])
-        carry = text, length
-        text, _ = jax.lax.while_loop(lambda carry: carry[1] < end, write_until_full, carry)
+        text, _ = jax.lax.while_loop(lambda carry: carry[1] < end, write_in_window, (text, length))
         return jax.lax.dynamic_slice(text, (length,), (n_tokens,))
 
     return generate

@@ -15,8 +15,7 @@ CPU_STEP_OPTIONS = {"xla_disable_hlo_passes": "cse_barrier_expander"}
 # It runs once: on a CPU, LLVM's costlier passes take longer than they save.
 CPU_INIT_OPTIONS = {"xla_backend_optimization_level": 1}
 
-
-# (cache, tokens_BT, position of the first) -> (logits_BV, cache): `GPT.read`
+# (cache, tokens_BT, position of the first of them) -> (logits_BV, cache), see `GPT.read`.
 Read = Callable[[Any, jax.Array, Any], tuple[jax.Array, Any]]
 
 
@@ -68,4 +67,4 @@ class Steps:
     eval_step: Callable[[Params, jax.Array], jax.Array]
     """(params, tokens of shape (B, T+1)) -> mean loss of each row, shape (B,)."""
     reader: Callable[[Params], tuple[Read, Any]]
-    """With these parameters: what reads one text at a time, and a cache that has room for one."""
+    """With these parameters: what reads one text at a time, and an empty cache."""
