@@ -1,6 +1,7 @@
 """Folders that are gone when a measurement ends, also when it is interrupted."""
 
 import contextlib
+import os
 import shutil
 import signal
 import tempfile
@@ -28,11 +29,18 @@ def scratch_folder(cluster: Cluster, parent: Path | None = None) -> Iterator[Pat
     name = cluster.together(_make, parent) if cluster.is_main else cluster.together(lambda: None)
     folder = Path(cluster.broadcast(name))
     folder.mkdir(exist_ok=True)
+    status = None
     try:
         yield folder
+    except KeyboardInterrupt:
+        status = 128 + signal.SIGINT
+    except SystemExit as stop:
+        status = stop.code
     finally:
         if cluster.local_rank == 0:
             _remove(folder)
+    if status is not None:
+        os._exit(status)  # what an interrupted save waits for, up to five minutes, will not come
 
 
 def _make(parent: Path | None) -> str:

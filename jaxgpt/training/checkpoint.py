@@ -21,6 +21,9 @@ from jaxgpt.distributed.partition import Params
 from jaxgpt.training.detection import watch_from_json, watch_to_json
 from jaxgpt.training.state import TrainState
 
+# A process writes several files of about this size at the same time, not one after the other.
+DATA_FILE_BYTES = 2**28
+
 
 class Checkpoints:
     """Saves and restores the state of one run."""
@@ -64,7 +67,9 @@ class Checkpoints:
         self._manager.save(
             step,
             args=ocp.args.Composite(
-                state=ocp.args.PyTreeSave(_to_tree(state)),
+                state=ocp.args.PyTreeSave(
+                    _to_tree(state), ocdbt_target_data_file_size=DATA_FILE_BYTES
+                ),
                 meta=ocp.args.JsonSave({**meta, "watch": watch_to_json(state.watch)}),
             ),
             force=True,
