@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from jaxgpt.config import CommandParser, is_help, parse_args, whole_number
+from jaxgpt.config import CommandParser, UsageError, is_help, parse_args, whole_number
 from jaxgpt.distributed.environment import guessed_rank
 from jaxgpt.distributed.exits import exits_together
 
@@ -50,6 +50,18 @@ def parser() -> CommandParser:
     checkpoint.add_argument(
         "--out", metavar="DIR", help="write there; default where temporary files are"
     )
+
+    startup = kind("startup", "time to the first step, with and without a compile cache")
+    startup.add_argument("--runs", default="3", metavar="N", help="cold and warm; default 3 each")
+    startup.add_argument("--processes", metavar="N", help="started by mpiexec; default without it")
+
+    collectives = kind("collectives", "time and bandwidth of collectives over each mesh axis")
+    collectives.add_argument(
+        "--mesh",
+        metavar="D,F,T",
+        help="default: as jaxgpt.doctor; alone on a CPU 4,1,1 of simulated devices",
+    )
+    collectives.epilog = None
     return out
 
 
@@ -58,10 +70,14 @@ def main(argv: list[str] | None = None) -> None:
     with exits_together():
         if is_help(argv) and guessed_rank() > 0:
             return  # once is enough
-        arguments, rest = parser().parse_known_args(argv)
-        found, words = RUN[arguments.kind](arguments, rest)
+        words = list(argv)
+        if "--mesh" in words[:-1]:  # or argparse would take -1,1,1 for an option
+            i = words.index("--mesh")
+            words[i : i + 2] = [f"--mesh={words[i + 1]}"]
+        arguments, rest = parser().parse_known_args(words)
+        found, described = RUN[arguments.kind](arguments, rest)
         if guessed_rank() == 0:
-            print(json.dumps(found) if arguments.json else words)
+            print(json.dumps(found) if arguments.json else described)
 
 
 # Each takes its options and those of jaxgpt.train; it returns what it found, and that in words.
@@ -99,7 +115,31 @@ def run_checkpoint(arguments: argparse.Namespace, rest: list[str]) -> tuple[dict
     return found, checkpoint.describe(found)
 
 
-RUN = {"loader": run_loader, "step": run_step, "checkpoint": run_checkpoint}
+def run_startup(arguments: argparse.Namespace, rest: list[str]) -> tuple[dict[str, Any], str]:
+    from jaxgpt.benchmarks import startup
+
+    n_runs = whole_number("--runs", arguments.runs)
+    parse_args(rest, PROG)  # what is wrong with them is said before anything starts
+    found = startup.measure(rest, n_runs, whole_number("--processes", arguments.processes))
+    return found, startup.describe(found)
+
+
+def run_collectives(arguments: argparse.Namespace, rest: list[str]) -> tuple[dict[str, Any], str]:
+    from jaxgpt.benchmarks import collectives
+
+    if rest:
+        raise UsageError(f"bench collectives: {rest[0]}: unknown; it takes --mesh and --json")
+    found = collectives.measure(arguments.mesh)
+    return found, collectives.describe(found)
+
+
+RUN = {
+    "loader": run_loader,
+    "step": run_step,
+    "checkpoint": run_checkpoint,
+    "startup": run_startup,
+    "collectives": run_collectives,
+}
 
 
 if __name__ == "__main__":
