@@ -7,7 +7,6 @@ in another place, go before those of the run.
 """
 
 import json
-import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -230,16 +229,6 @@ def show(
     """Prints the rows, as text for people or as JSON."""
     for note in notes:
         print(note, file=sys.stderr)
-    try:
-        show_rows(found, tokens, dataset, as_json)
-        sys.stdout.flush()
-    except BrokenPipeError:  # `| head` has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-def show_rows(
-    found: list[dict[str, Any]], tokens: np.ndarray, dataset: Dataset, as_json: bool
-) -> None:
     for record in found:
         ids = tokens[record["row"]].tolist()
         text = dataset.tokenizer.decode(ids) if dataset.tokenizer else None

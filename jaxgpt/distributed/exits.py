@@ -4,6 +4,7 @@ import atexit
 import contextlib
 import os
 import platform
+import select
 import signal
 import sys
 import threading
@@ -24,6 +25,7 @@ STOPPED = 75  # on a signal or a time limit, with a checkpoint saved (EX_TEMPFAI
 
 FAILURE = "jaxgpt/first_to_fail"  # in JAX's key-value store: its rank and the exit status
 LOOK_EVERY = 5  # seconds
+STDOUT = 1  # the file descriptor
 
 
 @contextlib.contextmanager
@@ -32,10 +34,12 @@ def exits_together() -> Iterator[None]:
 
     A `UsageError` is one line and status 2; any other exception is its traceback and status 1,
     as the last thing that the job prints: processes that fail only because their peer has gone
-    keep silent.
+    keep silent. Where nobody reads on, as after `| head`, a lone process ends like one that
+    SIGPIPE has killed.
     """
     try:
         yield
+        sys.stdout.flush()
     except LoneError as error:
         line = f"error: process {guessed_rank()} on host {platform.node()}: {error}"
         print(line, file=sys.stderr, flush=True)
@@ -50,10 +54,20 @@ def exits_together() -> Iterator[None]:
         raise SystemExit(128 + signal.SIGINT) from None
     except PeerLost:
         os._exit(FAILED)  # at once: what runs at exit would wait for the lost one
-    except Exception:
-        if find_launch(os.environ).through is None:
+    except Exception as error:
+        if find_launch(os.environ).through is not None:
+            leave(traceback.format_exc(), FAILED)
+        if not (isinstance(error, BrokenPipeError) and _nobody_reads()):
             raise
-        leave(traceback.format_exc(), FAILED)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), STDOUT)  # for what Python writes at its end
+        raise SystemExit(128 + signal.SIGPIPE) from None
+
+
+def _nobody_reads() -> bool:
+    """Whether what is written to stdout goes nowhere, because it is a pipe without a reader."""
+    poll = select.poll()
+    poll.register(STDOUT, 0)
+    return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
 
 
 def end_with_the_first_to_fail() -> None:
