@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from jaxgpt.distributed.partition import LogicalAxes
+from jaxgpt.distributed.products import product
 from jaxgpt.distributed.reduce_scatter import all_gather, reduce_scatter
 
 BATCH_AXES = ("data", "fsdp")  # devices along these see different rows
@@ -32,11 +33,11 @@ class OneDevice:
 
     def by_columns(self, x: jax.Array, kernel: Any, n: int) -> jax.Array:
         """x W, summed over the last n dimensions of x; W is split by what it puts out."""
-        return jnp.tensordot(x, kernel.astype(x.dtype), n)
+        return product(x, kernel.astype(x.dtype), n)
 
     def by_rows(self, x: jax.Array, kernel: Any, n: int) -> jax.Array:
         """x W, summed over the last n dimensions of x; x and W are split by what comes in."""
-        return jnp.tensordot(x, kernel.astype(x.dtype), n)
+        return product(x, kernel.astype(x.dtype), n)
 
     def share(self, w_VD: jax.Array, V: int) -> tuple[jax.Array, Any]:
         """This device's rows of a table of V, and the number of the first of them."""
@@ -91,16 +92,16 @@ class ManyDevices(OneDevice):
         return _whole(stored.stored, stored.gradient, stored.layout, self.dtype)
 
     def by_columns(self, x: jax.Array, kernel: "Weight", n: int) -> jax.Array:
-        def product(x: jax.Array, kernel: Weight) -> jax.Array:
-            return jnp.tensordot(self.enter(x), self.weight(kernel), n)
+        def multiply(x: jax.Array, kernel: Weight) -> jax.Array:
+            return product(self.enter(x), self.weight(kernel), n)
 
-        return (jax.checkpoint(product) if self.gather_again else product)(x, kernel)
+        return (jax.checkpoint(multiply) if self.gather_again else multiply)(x, kernel)
 
     def by_rows(self, x: jax.Array, kernel: "Weight", n: int) -> jax.Array:
-        def product(x: jax.Array, kernel: Weight) -> jax.Array:
-            return jnp.tensordot(x, self.weight(kernel), n)
+        def multiply(x: jax.Array, kernel: Weight) -> jax.Array:
+            return product(x, self.weight(kernel), n)
 
-        return self.leave((jax.checkpoint(product) if self.gather_again else product)(x, kernel))
+        return self.leave((jax.checkpoint(multiply) if self.gather_again else multiply)(x, kernel))
 
     def share(self, w_VD: jax.Array, V: int) -> tuple[jax.Array, Any]:
         if w_VD.shape[0] == V and self.tensor > 1:  # stored whole, because tensor divides it not

@@ -18,6 +18,7 @@ from jaxgpt.config import ModelConfig
 from jaxgpt.distributed.collectives import ONE_DEVICE, OneDevice
 from jaxgpt.distributed.partition import Params
 from jaxgpt.model.attention import Attention, xla_attention
+from jaxgpt.model.gelu import gelu
 from jaxgpt.model.remat import rematerialized
 
 INIT_STD = 0.02  # GPT-2's, for every matrix and embedding
@@ -142,7 +143,7 @@ class Block(nnx.Module):
         x_BTD = x_BTD + drop(self.out(mixed_BTHK), keys[1])
 
         hidden_BTF = self.up(self.norm_2(x_BTD))
-        mlp_BTD = self.down(jax.nn.gelu(hidden_BTF, approximate=False))
+        mlp_BTD = self.down(gelu(hidden_BTF))
         return x_BTD + drop(mlp_BTD, keys[2]), cache
 
 
