@@ -13,6 +13,7 @@ from typing import Any
 from jaxgpt.config import CommandParser, UsageError, is_help, parse_args, whole_number
 from jaxgpt.distributed.environment import guessed_rank
 from jaxgpt.distributed.exits import exits_together
+from jaxgpt.distributed.huge_pages import use_huge_pages
 
 PROG = "python -m jaxgpt.bench"
 
@@ -143,4 +144,5 @@ RUN = {
 
 
 if __name__ == "__main__":
+    use_huge_pages()
     main()

@@ -6,6 +6,12 @@ source of Python's standard library. `--help` lists every key.
 
 import sys
 
+from jaxgpt.distributed.huge_pages import notes, use_huge_pages
+
+if __name__ == "__main__":
+    use_huge_pages()  # before the other imports, which a new start would repeat
+
+# ruff: noqa: E402
 from jaxgpt.config import is_help, mesh_sizes, parse_args
 from jaxgpt.distributed.backend import connect
 from jaxgpt.distributed.cluster import INIT_TIMEOUT, attempt, join_cluster
@@ -33,7 +39,7 @@ def main(argv: list[str] | None = None) -> None:
         startup.mark("data")
         stop = StopSignal(config.train.time_limit, startup.elapsed())
         facts = connect(cluster, mesh_sizes(run.config), startup.mark)
-        facts["notes"].append(use_compile_cache(config.compile_cache, cluster))
+        facts["notes"] += [use_compile_cache(config.compile_cache, cluster), *notes()]
         from jaxgpt.training.loop import train  # imports JAX, which has to come after connect
 
         startup.mark("imports")
