@@ -5,6 +5,7 @@ A cold start compiles everything; a warm one finds it in the compile cache that 
 
 import json
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from jaxgpt.benchmarks.scratch import scratch_folder
 from jaxgpt.config import UsageError
 from jaxgpt.distributed.cluster import Cluster
 from jaxgpt.distributed.environment import find_launch
+from jaxgpt.distributed.huge_pages import without_huge_pages
 
 IMPORTS = "import jax, flax.nnx, optax"
 ONE_STEP = (
@@ -24,7 +26,7 @@ ONE_STEP = (
     "train.eval_iters=1",
     "train.eval_interval=0",
     "train.sample_tokens=0",
-    "checkpoint.interval=0",
+    "profile_steps=None",
 )
 
 
@@ -47,6 +49,11 @@ def measure(settings: Sequence[str], n_runs: int, n_processes: int | None) -> di
         raise UsageError(
             f"{launch.variable}: bench startup starts the processes itself; run it without the "
             "launcher, with --processes N"
+        )
+    if n_processes and not shutil.which("mpiexec"):
+        raise UsageError(
+            f"--processes={n_processes}: there is no mpiexec in PATH; pip install 'jaxgpt[mpi]' "
+            "brings one"
         )
     launcher = ["mpiexec", "-n", str(n_processes)] if n_processes else []
     train = [*launcher, sys.executable, "-m", "jaxgpt.train", *settings, *ONE_STEP]
@@ -80,7 +87,8 @@ def run(command: list[str], compile_cache: Path | None = None) -> float:
     Raises:
         UsageError: if it ends with one.
     """
-    environment = dict(os.environ)
+    # Where huge pages pay, training starts twice, unless this command has done that already.
+    environment = without_huge_pages(os.environ)
     if compile_cache is not None:
         environment["JAX_COMPILATION_CACHE_DIR"] = str(compile_cache)
     began = time.perf_counter()

@@ -8,6 +8,7 @@ it reads only when a program starts.
 
 import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 from jaxgpt.distributed.accelerators import accelerator_expected
@@ -29,6 +30,17 @@ def use_huge_pages() -> None:
         return
     os.environ[TUNABLES] = f"{tunables}:{TUNABLE}=1".lstrip(":")
     os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
+
+
+def without_huge_pages(environment: Mapping[str, str]) -> dict[str, str]:
+    """The variables as they were before `use_huge_pages`."""
+    out = dict(environment)
+    before = out.get(TUNABLES, "").removesuffix(f"{TUNABLE}=1").removesuffix(":")
+    if before:
+        out[TUNABLES] = before
+    else:
+        out.pop(TUNABLES, None)
+    return out
 
 
 def available() -> bool:

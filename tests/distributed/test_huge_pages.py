@@ -3,7 +3,7 @@ import sys
 
 import pytest
 
-from jaxgpt.distributed.huge_pages import TUNABLES, available
+from jaxgpt.distributed.huge_pages import TUNABLES, available, without_huge_pages
 from jobs import environment
 
 PROGRAM = """
@@ -31,6 +31,18 @@ def test_a_command_starts_again_as_the_same_process_with_the_same_arguments():
     assert lines(GLIBC_TUNABLES="glibc.malloc.arena_max=2")[-1] == (
         "glibc.malloc.arena_max=2:glibc.malloc.hugetlb=1 --key a b"
     )
+
+
+@pytest.mark.parametrize(
+    ("now", "before"),
+    [
+        ("glibc.malloc.hugetlb=1", {}),
+        ("glibc.malloc.arena_max=2:glibc.malloc.hugetlb=1", {TUNABLES: "glibc.malloc.arena_max=2"}),
+        ("glibc.malloc.hugetlb=0", {TUNABLES: "glibc.malloc.hugetlb=0"}),
+    ],
+)
+def test_a_command_can_be_started_as_if_nothing_had_happened(now, before):
+    assert without_huge_pages({TUNABLES: now, "A": "1"}) == {**before, "A": "1"}
 
 
 @pytest.mark.parametrize(
