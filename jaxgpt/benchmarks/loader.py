@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from jaxgpt.config import Config, UsageError, mesh_sizes
+from jaxgpt.config import Config, UsageError, check_batch, mesh_sizes
 from jaxgpt.data.sources import open_dataset
 
 WARM_UP = 5  # batches
@@ -36,7 +36,7 @@ def measure(config: Config, batches: int) -> dict[str, Any]:
     from jaxgpt.distributed.backend import connect
     from jaxgpt.distributed.cluster import join_cluster
 
-    cluster = join_cluster()
+    cluster = join_cluster(config.init_timeout)
     dataset = cluster.together(open_dataset, config.data, config.model)
     config = config.replace(model__vocab_size=dataset.vocab_size)
     connect(cluster, mesh_sizes(config))
@@ -46,7 +46,9 @@ def measure(config: Config, batches: int) -> dict[str, Any]:
     from jaxgpt.distributed.mesh import make_mesh
     from jaxgpt.distributed.partition import batch_sharding
 
-    mesh = make_mesh(mesh_sizes(config, jax.device_count()), cluster.hosts)
+    sizes = mesh_sizes(config, jax.device_count())
+    check_batch(config, sizes)
+    mesh = make_mesh(sizes, cluster.hosts)
     idle = resident_bytes()
     loader = Loader.for_training(dataset, config, batch_sharding(mesh))
     jax.block_until_ready(list(loader.batches(range(1, WARM_UP + 1))))
