@@ -146,6 +146,7 @@ def steps_only(config: Config, directory: Path) -> Config:
         train__eval_interval=0,
         train__sample_tokens=0,
         train__time_limit=None,
+        train__hang_timeout=None,  # nothing tells a watchdog of the steps alone
         checkpoint__interval=0,
         spike__action="log" if action == "rewind" else action,  # both compute the same
     )
