@@ -109,7 +109,8 @@ def _connected() -> bool:
 
 def leave(report: str, status: int) -> None:
     """Ends the job with `status`; prints `report` unless another process failed first."""
-    sys.stdout.flush()
+    with contextlib.suppress(BrokenPipeError):  # that nobody reads may be what it is about
+        sys.stdout.flush()
     if not _first_to_fail(status):
         time.sleep(2 * LOOK_EVERY + 3)  # meanwhile the first one ends this process
         os._exit(status)
