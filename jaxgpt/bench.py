@@ -41,6 +41,12 @@ def parser() -> CommandParser:
         "--profile", metavar="DIR", help="trace a few steps for TensorBoard; list what is expensive"
     )
 
+    nanogpt = kind("nanogpt", "training steps beside nanoGPT's, which runs in a Python with torch")
+    nanogpt.add_argument("--nanogpt", required=True, metavar="DIR", help="a clone of nanoGPT")
+    nanogpt.add_argument("--torch", required=True, metavar="PYTHON", help="a Python with torch")
+    nanogpt.add_argument("--steps", default="40", metavar="N", help="in each of five rounds")
+    nanogpt.add_argument("--compile", action="store_true", help="let nanoGPT use torch.compile")
+
     checkpoint = kind("checkpoint", "time to save and restore a state, beside plain files")
     checkpoint.add_argument(
         "--size",
@@ -104,6 +110,15 @@ def run_step(arguments: argparse.Namespace, rest: list[str]) -> tuple[dict[str, 
     return found, step.describe(found)
 
 
+def run_nanogpt(arguments: argparse.Namespace, rest: list[str]) -> tuple[dict[str, Any], str]:
+    from jaxgpt.benchmarks import nanogpt
+
+    n_steps = whole_number("--steps", arguments.steps)
+    config, clone = parse_args(rest, PROG), Path(arguments.nanogpt)
+    found = nanogpt.measure(config, clone, arguments.torch, n_steps, arguments.compile)
+    return found, nanogpt.describe(found)
+
+
 def run_checkpoint(arguments: argparse.Namespace, rest: list[str]) -> tuple[dict[str, Any], str]:
     from jaxgpt.benchmarks import checkpoint
 
@@ -137,6 +152,7 @@ def run_collectives(arguments: argparse.Namespace, rest: list[str]) -> tuple[dic
 RUN = {
     "loader": run_loader,
     "step": run_step,
+    "nanogpt": run_nanogpt,
     "checkpoint": run_checkpoint,
     "startup": run_startup,
     "collectives": run_collectives,

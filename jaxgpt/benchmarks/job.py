@@ -101,6 +101,10 @@ class Job:
         self._step = jax.device_put(np.int32(1), self.steps.replicated)
         self._batch = self.loader.batch(1)
 
+    def params(self) -> Any:
+        """The parameters as they are now, as NumPy arrays."""
+        return jax.device_get(self._state.params)
+
     def trainer(self, n_steps: int) -> Clocks:
         """Runs the trainer's loop for so many steps.
 

@@ -1,0 +1,204 @@
+"""Training steps beside nanoGPT's: the same weights, batches, learning rates, in turns.
+
+nanoGPT (PyTorch) is not part of jaxgpt: a clone of it runs in a Python of its own that has torch.
+"""
+
+import contextlib
+import io
+import json
+import statistics
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxgpt.benchmarks.scratch import scratch_folder
+from jaxgpt.benchmarks.step import steps_only
+from jaxgpt.config import Config, ModelConfig, UsageError, mesh_sizes
+from jaxgpt.distributed.backend import connect
+from jaxgpt.distributed.cluster import join_cluster
+from jaxgpt.training.run_directory import prepare_run
+
+ROUNDS = 5
+VOCAB_OF_GPT2 = (50257, 50304)  # GPT-2's, and what nanoGPT makes of it
+WORKER = Path(__file__).with_name("nanogpt_worker.py")
+
+
+def measure(config: Config, clone: Path, python: str, n_steps: int, compiled: bool) -> Any:
+    """Times five rounds of `n_steps` steps of the trainer's loop and of nanoGPT, in turns.
+
+    Args:
+        clone: a folder with nanoGPT's model.py.
+        python: the interpreter that has torch.
+        compiled: use torch.compile.
+
+    Returns:
+        Seconds per step of both, their ratio, and how far the losses of the same steps differ.
+
+    Raises:
+        UsageError: if nanoGPT cannot be run.
+    """
+    if not (clone / "model.py").is_file():
+        raise UsageError(f"--nanogpt={clone}: has no model.py; give a clone of nanoGPT")
+    cluster = join_cluster(config.init_timeout)
+    if cluster.size > 1:
+        raise UsageError(f"bench nanogpt: {cluster.size} processes; it runs in one")
+    with scratch_folder(cluster) as folder:
+        run = prepare_run(steps_only(config, folder / "run"), cluster)
+        facts = connect(cluster, mesh_sizes(run.config))
+        from jaxgpt.benchmarks.job import Job
+
+        with contextlib.redirect_stdout(io.StringIO()):  # what the trainer tells
+            job = Job(run, cluster, facts)
+            write_task(job, (ROUNDS + 1) * n_steps, compiled, folder)
+            with worker(python, clone, folder) as (about, theirs):
+                job.trainer(n_steps)
+                losses, ours, others = theirs(n_steps)["losses"], [], []
+                for _ in range(ROUNDS):
+                    ours.append(job.trainer(n_steps).seconds)
+                    answer = theirs(n_steps)
+                    others.append(answer["seconds"])
+                    losses += answer["losses"]
+        found = {
+            "config": config.config,
+            "steps_per_round": n_steps,
+            "step_seconds": statistics.median(ours),
+            "nanogpt_step_seconds": statistics.median(others),
+            "ratios": [b / a for a, b in zip(ours, others, strict=True)],
+            "loss_difference": loss_difference(run.directory, losses),
+            "dropout": config.model.dropout,
+            "mesh": dict(job.mesh.shape),
+            "nanogpt": about | {"compile": compiled},
+        }
+    return found
+
+
+def write_task(job: Any, n_steps: int, compiled: bool, folder: Path) -> None:
+    """Writes what nanoGPT is to do: our initial weights, and batches of the first steps."""
+    from jaxgpt.training.optimizer import learning_rate_schedule
+
+    config: Config = job.run.config
+    model, schedule = config.model, learning_rate_schedule(config.optimizer)
+    ours, theirs = VOCAB_OF_GPT2
+    vocab_size = theirs if model.vocab_size == ours else model.vocab_size
+    keys = ("n_layer", "n_head", "n_embd", "block_size", "bias", "dropout")
+    steps = range(1, n_steps + 1)
+    task = {
+        "model": {key: getattr(model, key) for key in keys} | {"vocab_size": vocab_size},
+        "lr": [float(schedule(step)) for step in steps],
+        "weight_decay": config.optimizer.weight_decay,
+        "betas": [config.optimizer.beta1, config.optimizer.beta2],
+        "grad_clip": config.optimizer.grad_clip,
+        "parts": config.train.gradient_accumulation_steps,
+        "dtype": config.train.dtype,
+        "compile": compiled,
+    }
+    (folder / "task.json").write_text(json.dumps(task))
+    np.save(folder / "batches.npy", np.stack([np.asarray(job.loader.batch(s)) for s in steps]))
+    np.savez(folder / "weights.npz", **nanogpt_weights(job.params(), model, vocab_size))
+
+
+def nanogpt_weights(
+    params: dict[str, Any], model: ModelConfig, vocab_size: int
+) -> dict[str, np.ndarray]:
+    """Our parameters by nanoGPT's names; PyTorch's linear layers hold W transposed."""
+    D = model.n_embd
+    wte_VD = np.zeros((vocab_size, D), np.float32)
+    wte_VD[: model.vocab_size] = params["wte"]["embedding"][: model.vocab_size]
+    out = {"transformer.wte.weight": wte_VD, "lm_head.weight": wte_VD}
+    out["transformer.wpe.weight"] = params["wpe"]["embedding"]
+    out |= norm("transformer.ln_f", params["norm"])
+    layers = {
+        "qkv": ("attn.c_attn", D),
+        "out": ("attn.c_proj", D),
+        "up": ("mlp.c_fc", D),
+        "down": ("mlp.c_proj", 4 * D),
+    }
+    for i in range(model.n_layer):
+        block = {
+            name: {kind: leaf[i] for kind, leaf in module.items() if leaf is not None}
+            for name, module in params["blocks"].items()
+        }
+        here = f"transformer.h.{i}"
+        for name, (theirs, inputs) in layers.items():
+            out[f"{here}.{theirs}.weight"] = block[name]["kernel"].reshape(inputs, -1).T
+            if model.bias:
+                out[f"{here}.{theirs}.bias"] = block[name]["bias"].reshape(-1)
+        out |= norm(f"{here}.ln_1", block["norm_1"]) | norm(f"{here}.ln_2", block["norm_2"])
+    return out
+
+
+def norm(name: str, params: dict[str, Any]) -> dict[str, np.ndarray]:
+    theirs = {"scale": "weight", "bias": "bias"}
+    return {f"{name}.{theirs[kind]}": leaf for kind, leaf in params.items() if leaf is not None}
+
+
+@contextlib.contextmanager
+def worker(python: str, clone: Path, folder: Path) -> Iterator[tuple[dict[str, Any], Any]]:
+    """Starts nanoGPT; gives what it says of itself, and a function that has it train steps.
+
+    Raises:
+        UsageError: if it ends.
+    """
+    with (folder / "nanogpt.log").open("w+") as log:
+        try:
+            process = subprocess.Popen(
+                [python, str(WORKER), str(clone.absolute()), str(folder)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+            )
+        except OSError as error:
+            raise UsageError(
+                f"--torch={python}: cannot be started ({error.strerror}); give the path of a "
+                "Python that has torch"
+            ) from None
+
+        def answer() -> dict[str, Any]:
+            line = process.stdout.readline()
+            if not line:
+                log.seek(0)
+                last = (log.read().strip().splitlines() or ["no word"])[-1]
+                raise UsageError(
+                    f"--torch={python}: nanoGPT has ended ({last}); give a Python that has torch"
+                )
+            return json.loads(line)
+
+        def train(n_steps: int) -> dict[str, Any]:
+            process.stdin.write(f"{n_steps}\n")
+            process.stdin.flush()
+            return answer()
+
+        try:
+            yield answer(), train
+        finally:
+            process.kill()
+            process.wait()
+
+
+def loss_difference(directory: Path, losses: list[float]) -> float:
+    """The largest between the losses of our log and nanoGPT's of the same steps."""
+    records = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    logged = {r["step"]: r["loss"] for r in records if r["kind"] == "train"}
+    return max(abs(loss - losses[step - 1]) for step, loss in logged.items())
+
+
+def describe(found: dict[str, Any]) -> str:
+    about, ratios = found["nanogpt"], found["ratios"]
+    how = "torch.compile" if about["compile"] else "eager"
+    mesh = " ".join(f"{axis}={size}" for axis, size in found["mesh"].items())
+    losses = f"losses of the same steps differ by {found['loss_difference']:.1g} at the most"
+    if found["dropout"]:
+        losses += f", with dropout {found['dropout']} of other random numbers"
+    return (
+        f"nanogpt: {found['config']}, {len(ratios)} rounds of {found['steps_per_round']} steps "
+        "each, in turns, from the same weights on the same batches\n"
+        f"jaxgpt: {found['step_seconds'] * 1e3:.2f} ms a step, mesh {mesh}\n"
+        f"nanoGPT: {found['nanogpt_step_seconds'] * 1e3:.2f} ms a step, torch {about['torch']} on "
+        f"{about['device']}, {about['threads']} threads, {how}\n"
+        f"ratio: {statistics.median(ratios):.2f} x nanoGPT's tokens/s ({min(ratios):.2f} to "
+        f"{max(ratios):.2f})\n{losses}"
+    )
