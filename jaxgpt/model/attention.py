@@ -52,6 +52,15 @@ def choose_attention(config: ModelConfig, dtype: str, capability: float) -> tupl
     return ("xla", obstacle) if obstacle else ("cudnn", "flash attention, O(T) memory")
 
 
+def fallback_warnings(
+    config: ModelConfig, kernel: str, reason: str, capability: float
+) -> list[str]:
+    """A warning where an NVIDIA GPU could have cuDNN's kernel, and this run does without."""
+    if kernel == "cudnn" or config.attention != "auto" or capability < 8:
+        return []
+    return [f"attention runs without cuDNN, in O(T^2) memory and slower: {reason}"]
+
+
 def make_attention(kernel: str, dropout: float) -> Attention:
     """The attention function of a kernel that `choose_attention` named."""
     if kernel == "cudnn":

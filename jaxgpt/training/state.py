@@ -17,6 +17,19 @@ CPU_INIT_OPTIONS = {"xla_backend_optimization_level": 1}
 
 # (cache, tokens_BT, position of the first of them) -> (logits_BV, cache), see `GPT.read`.
 Read = Callable[[Any, jax.Array, Any], tuple[jax.Array, Any]]
+# Collectives run while what does not need them is computed; a single GPU has none.
+GPU_STEP_OPTIONS = {"xla_gpu_enable_latency_hiding_scheduler": True}
+
+
+def step_options(platform: str, n_devices: int) -> dict[str, Any] | None:
+    """Options of XLA's compiler for a train step.
+
+    Args:
+        platform: of the devices, as JAX names it: cpu, gpu, tpu ...
+    """
+    if platform == "gpu":
+        return GPU_STEP_OPTIONS if n_devices > 1 else None
+    return CPU_STEP_OPTIONS if platform == "cpu" else None
 
 
 class TrainState(NamedTuple):

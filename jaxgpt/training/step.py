@@ -20,6 +20,7 @@ from jaxgpt.model.attention import (
     Attention,
     choose_attention,
     cuda_capability,
+    fallback_warnings,
     make_attention,
 )
 from jaxgpt.model.gpt import GPT, Cache, abstract_params, count_parameters, empty_cache
@@ -42,11 +43,11 @@ from jaxgpt.training.optimizer import (
 from jaxgpt.training.sharded import make_sharded
 from jaxgpt.training.state import (
     CPU_INIT_OPTIONS,
-    CPU_STEP_OPTIONS,
     Metrics,
     Read,
     Steps,
     TrainState,
+    step_options,
 )
 
 GATHERED_BYTES = 2**28  # parameters up to this size are gathered to write samples
@@ -62,7 +63,8 @@ def make_steps(config: Config, mesh: Mesh, attend: Attention | None = None) -> S
     model, train, parallel = config.model, config.train, config.parallel
     device = mesh.devices.flat[0]
     on_cpu = device.platform == "cpu"
-    kernel, reason = choose_attention(model, train.dtype, cuda_capability(device))
+    capability = cuda_capability(device)
+    kernel, reason = choose_attention(model, train.dtype, capability)
     attend = attend or make_attention(kernel, model.dropout)
     schedule = learning_rate_schedule(config.optimizer)
     sharded = make_sharded(config, mesh, attend)
@@ -135,8 +137,9 @@ def make_steps(config: Config, mesh: Mesh, attend: Attention | None = None) -> S
         mesh=mesh,
         attention=f"{kernel} ({reason})",
         n_parameters=count_parameters(model),
-        warnings=partition.unsplit(
-            axes, shapes, partition.parameter_rules(parallel.zero_stage), mesh
+        warnings=(
+            *fallback_warnings(model, kernel, reason, capability),
+            *partition.unsplit(axes, shapes, partition.parameter_rules(parallel.zero_stage), mesh),
         ),
         batch_sharding=batch_sharding,
         replicated=whole,
@@ -155,7 +158,7 @@ def make_steps(config: Config, mesh: Mesh, attend: Attention | None = None) -> S
             in_shardings=(at_rest, whole, batch_sharding),
             out_shardings=(at_rest, whole),
             donate_argnums=0,
-            compiler_options=CPU_STEP_OPTIONS if on_cpu else None,
+            compiler_options=step_options(device.platform, mesh.size),
         ),
         eval_step=jax.jit(
             sharded.losses, in_shardings=(at_rest.params, batch_sharding), out_shardings=whole

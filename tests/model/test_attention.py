@@ -6,7 +6,12 @@ import numpy as np
 import pytest
 
 from jaxgpt.config import ModelConfig, UsageError
-from jaxgpt.model.attention import choose_attention, cuda_capability, xla_attention
+from jaxgpt.model.attention import (
+    choose_attention,
+    cuda_capability,
+    fallback_warnings,
+    xla_attention,
+)
 
 GPU_MODEL = ModelConfig(n_head=12, n_embd=768)
 
@@ -28,6 +33,21 @@ def test_the_kernel_is_chosen_and_the_choice_explained(config, dtype, capability
     chosen, why = choose_attention(config, dtype, capability)
     assert chosen == kernel
     assert reason in why
+
+
+@pytest.mark.parametrize(
+    ("config", "capability", "n_warnings"),
+    [
+        (ModelConfig(dropout=0.1), 9.0, 1),
+        (ModelConfig(dropout=0.1, attention="xla"), 9.0, 0),  # as asked for
+        (ModelConfig(dropout=0.1), 7.0, 0),  # could not have it in any case
+        (GPU_MODEL, 9.0, 0),  # has it
+    ],
+)
+def test_a_gpu_that_does_without_cudnn_is_a_warning(config, capability, n_warnings):
+    chosen, why = choose_attention(config, "bfloat16", capability)
+    warnings = fallback_warnings(config, chosen, why, capability)
+    assert len(warnings) == n_warnings and all("dropout" in warning for warning in warnings)
 
 
 def test_asking_for_cudnn_without_a_gpu_is_refused():

@@ -6,6 +6,7 @@ from jaxgpt.config import load_config
 from jaxgpt.distributed.mesh import make_mesh
 from jaxgpt.model.attention import xla_attention
 from jaxgpt.training.sharded import make_sharded
+from jaxgpt.training.state import step_options
 from jaxgpt.training.step import make_steps
 from jobs import trace
 
@@ -59,3 +60,14 @@ def test_training_in_bfloat16_follows_float32():
     rounded = trace(20, *ARGUMENTS, "--mesh", "8,1,1", "train.dtype=bfloat16")["losses"]
     np.testing.assert_allclose(rounded, exact, rtol=1e-2)
     assert rounded != exact
+
+
+@pytest.mark.parametrize(
+    ("platform", "n_devices"), [("gpu", 8), ("gpu", 1), ("cpu", 1), ("tpu", 4)]
+)
+def test_xla_knows_the_options_of_a_step(platform, n_devices):
+    """It refuses names that it does not know, whatever it compiles for."""
+    options = step_options(platform, n_devices)
+    compiled = jax.jit(lambda x: x + 1, compiler_options=options).lower(1.0).compile()
+    assert float(compiled(1.0)) == 2.0
+    assert bool(options) == (platform == "cpu" or (platform, n_devices) == ("gpu", 8))
