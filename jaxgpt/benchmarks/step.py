@@ -55,9 +55,10 @@ def measure(
         config, data = with_data(config, synthetic, folder, cluster)
         run = prepare_run(steps_only(config, folder / "run"), cluster)
         facts = connect(cluster, mesh_sizes(run.config))
-        if config.compile_cache != OFF:
-            os.environ.pop("JAX_COMPILATION_CACHE_DIR", None)
-            use_compile_cache(str(folder / "compiled"), cluster)  # empty: what is compiled is timed
+        # What is compiled is timed: no cache, or an empty one.
+        os.environ.pop("JAX_COMPILATION_CACHE_DIR", None)
+        cache = OFF if config.compile_cache == OFF else str(folder / "compiled")
+        use_compile_cache(cache, cluster)
         # After connect, because they import JAX.
         from jaxgpt.benchmarks.job import Job
         from jaxgpt.benchmarks.matmul import fastest_size, matmul_rate
