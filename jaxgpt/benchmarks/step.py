@@ -144,6 +144,7 @@ def steps_only(config: Config, directory: Path) -> Config:
         out=str(directory),
         train_range_to_skip=(),
         profile_steps=None,
+        train__max_iters=2**31 - 1,  # rounds end by themselves
         train__eval_interval=0,
         train__sample_tokens=0,
         train__time_limit=None,
