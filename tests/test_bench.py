@@ -27,11 +27,11 @@ def test_steps_are_timed_also_without_the_data_and_profiled(tmp_path):
         "bench", "step", "--config", "gpt2", "--mesh", "2,1,1", f"model.n_layer={L}",
         f"model.n_embd={D}", "model.n_head=2", f"model.block_size={T}", f"model.vocab_size={V}",
         f"train.batch_size={B}", "train.gradient_accumulation_steps=1", "train.dtype=float32",
-        "--steps", 2, "train.max_iters=8", "--profile", tmp_path, "--json", processes=2,
+        "--steps", 3, "train.max_iters=8", "--profile", tmp_path, "--json", processes=2,
     )  # fmt: skip
     assert job.returncode == 0, job.stdout
     found = json.loads(job.stdout)  # process 0 alone prints
-    assert found["processes"] == found["devices"] == 2 and found["steps_per_round"] == 2
+    assert found["processes"] == found["devices"] == 2 and found["steps_per_round"] == 3
     assert "random tokens, because there is no" in found["data"]
 
     times = found["seconds_per_step"]
