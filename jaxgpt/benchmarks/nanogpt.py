@@ -6,6 +6,7 @@ nanoGPT (PyTorch) is not part of jaxgpt: a clone of it runs in a Python of its o
 import contextlib
 import io
 import json
+import os
 import statistics
 import subprocess
 from collections.abc import Iterator
@@ -45,6 +46,8 @@ def measure(config: Config, clone: Path, python: str, n_steps: int, compiled: bo
     cluster = join_cluster(config.init_timeout)
     if cluster.size > 1:
         raise UsageError(f"bench nanogpt: {cluster.size} processes; it runs in one")
+    # Or JAX would take three quarters of a GPU's memory at once, of which nanoGPT needs as much.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     with scratch_folder(cluster) as folder:
         run = prepare_run(steps_only(config, folder / "run"), cluster)
         facts = connect(cluster, mesh_sizes(run.config))
@@ -187,6 +190,7 @@ def loss_difference(directory: Path, losses: list[float]) -> float:
 
 
 def describe(found: dict[str, Any]) -> str:
+    """What `measure` found, in words."""
     about, ratios = found["nanogpt"], found["ratios"]
     how = "torch.compile" if about["compile"] else "eager"
     mesh = " ".join(f"{axis}={size}" for axis, size in found["mesh"].items())
