@@ -13,7 +13,7 @@ from typing import Any
 from jaxgpt.config import CommandParser, UsageError, is_help, parse_args, whole_number
 from jaxgpt.distributed.environment import guessed_rank
 from jaxgpt.distributed.exits import exits_together
-from jaxgpt.distributed.huge_pages import use_huge_pages
+from jaxgpt.distributed.malloc import tune_malloc
 
 PROG = "python -m jaxgpt.bench"
 
@@ -160,5 +160,5 @@ RUN = {
 
 
 if __name__ == "__main__":
-    use_huge_pages()
+    tune_malloc()
     main()

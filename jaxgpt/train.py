@@ -6,10 +6,10 @@ source of Python's standard library. `--help` lists every key.
 
 import sys
 
-from jaxgpt.distributed.huge_pages import notes, use_huge_pages
+from jaxgpt.distributed.malloc import notes, tune_malloc
 
 if __name__ == "__main__":
-    use_huge_pages()  # before the other imports, which a new start would repeat
+    tune_malloc()  # before the other imports, which a new start would repeat
 
 # ruff: noqa: E402
 from jaxgpt.config import is_help, mesh_sizes, parse_args

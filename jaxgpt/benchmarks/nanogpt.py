@@ -20,6 +20,7 @@ from jaxgpt.benchmarks.step import steps_only
 from jaxgpt.config import Config, ModelConfig, UsageError, mesh_sizes
 from jaxgpt.distributed.backend import connect
 from jaxgpt.distributed.cluster import join_cluster
+from jaxgpt.distributed.malloc import without_tuning
 from jaxgpt.training.run_directory import prepare_run
 
 ROUNDS = 5
@@ -153,6 +154,7 @@ def worker(python: str, clone: Path, folder: Path) -> Iterator[tuple[dict[str, A
                 stdout=subprocess.PIPE,
                 stderr=log,
                 text=True,
+                env=without_tuning(os.environ),  # as its users run it
             )
         except OSError as error:
             raise UsageError(

@@ -18,7 +18,7 @@ from jaxgpt.benchmarks.scratch import scratch_folder
 from jaxgpt.config import UsageError
 from jaxgpt.distributed.cluster import Cluster
 from jaxgpt.distributed.environment import find_launch
-from jaxgpt.distributed.huge_pages import without_huge_pages
+from jaxgpt.distributed.malloc import without_tuning
 
 IMPORTS = "import jax, flax.nnx, optax"
 ONE_STEP = (
@@ -87,8 +87,8 @@ def run(command: list[str], compile_cache: Path | None = None) -> float:
     Raises:
         UsageError: if it ends with one.
     """
-    # Where huge pages pay, training starts twice, unless this command has done that already.
-    environment = without_huge_pages(os.environ)
+    # Where malloc is tuned, training starts twice, unless this command has done that already.
+    environment = without_tuning(os.environ)
     if compile_cache is not None:
         environment["JAX_COMPILATION_CACHE_DIR"] = str(compile_cache)
     began = time.perf_counter()

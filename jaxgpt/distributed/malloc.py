@@ -1,0 +1,66 @@
+"""How glibc's malloc hands out memory to jobs on CPUs.
+
+XLA takes the temporary memory of a step from malloc and gives it back after the step. malloc
+returns what is large to the kernel at once, which hands it out again page by page, each filled
+with zeros first: up to a third of a step's time, and more in virtual machines. GLIBC_TUNABLES,
+which glibc reads only when a program starts, has malloc keep what is not very large, and ask for
+pages of 2 MiB in place of 4 KiB.
+"""
+
+import os
+import sys
+from collections.abc import Mapping
+
+from jaxgpt.distributed.accelerators import accelerator_expected
+
+VARIABLE = "GLIBC_TUNABLES"
+KEPT_BYTES = 2**28
+"""Of one allocation. Larger ones would leave holes, which cost more memory than they save time."""
+SETTINGS = {
+    "glibc.malloc.hugetlb": 1,
+    "glibc.malloc.mmap_threshold": KEPT_BYTES,
+    "glibc.malloc.trim_threshold": KEPT_BYTES,
+    "glibc.malloc.arena_max": 1,  # the others of threads never keep more than 64 MiB
+}
+OURS = ":".join(f"{name}={value}" for name, value in SETTINGS.items())
+FIRST_GLIBC = (2, 35)  # that knows them all
+
+
+def tune_malloc() -> None:
+    """Starts this command again, as the same process, with `SETTINGS`.
+
+    Nothing happens where they would not come of it, where accelerators do the work, and where
+    GLIBC_TUNABLES speaks of malloc already: `GLIBC_TUNABLES=glibc.malloc.hugetlb=0` keeps glibc's
+    own ways.
+    """
+    tunables = os.environ.get(VARIABLE, "")
+    if "glibc.malloc." in tunables or not available() or accelerator_expected():
+        return
+    os.environ[VARIABLE] = f"{tunables}:{OURS}".lstrip(":")
+    os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
+
+
+def without_tuning(environment: Mapping[str, str]) -> dict[str, str]:
+    """The variables as they were before `tune_malloc`."""
+    out = dict(environment)
+    before = out.get(VARIABLE, "").removesuffix(OURS).removesuffix(":")
+    if before:
+        out[VARIABLE] = before
+    else:
+        out.pop(VARIABLE, None)
+    return out
+
+
+def available() -> bool:
+    """Whether this C library has them all."""
+    try:
+        library, version = os.confstr("CS_GNU_LIBC_VERSION").split()
+    except (ValueError, AttributeError):  # not Linux, or another C library
+        return False
+    return library == "glibc" and tuple(map(int, version.split(".")[:2])) >= FIRST_GLIBC
+
+
+def notes() -> list[str]:
+    """A line for the log, if GLIBC_TUNABLES speaks of malloc."""
+    tunables = os.environ.get(VARIABLE, "")
+    return [f"malloc: {VARIABLE}={tunables}"] if "glibc.malloc." in tunables else []
