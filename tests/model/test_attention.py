@@ -7,6 +7,7 @@ import pytest
 
 from jaxgpt.config import ModelConfig, UsageError
 from jaxgpt.model.attention import (
+    causal_attention,
     choose_attention,
     cuda_capability,
     fallback_warnings,
@@ -74,3 +75,34 @@ def test_dropout_keeps_the_mean():
     out = jax.vmap(lambda keys_BH: xla_attention(q, k, v, 0.2, keys_BH))(keys)
     assert float(out.mean()) == pytest.approx(1.0, abs=0.01)
     assert float(out[:, :, 0, :].std()) > 0
+
+
+@pytest.mark.parametrize("T", [1, 7, 64, 300, 1024])
+def test_blocks_of_queries_give_the_same_attention_and_gradients(T):
+    qkv = jax.random.normal(jax.random.key(T), (3, 2, T, 2, 8))
+
+    def jaxs(q, k, v):
+        return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="xla")
+
+    for found, expected in zip(
+        *(with_gradients(f, qkv) for f in (causal_attention, jaxs)), strict=True
+    ):
+        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def with_gradients(attend, qkv):
+    return attend(*qkv), *jax.grad(lambda qkv: (attend(*qkv) ** 2).sum())(qkv)
+
+
+def test_blocks_of_queries_drop_different_weights():
+    """Each at the rate, and not those that another block has dropped at the same places."""
+    T, rate = 256, 0.3
+    v = jnp.broadcast_to(jnp.eye(T)[None, :, None], (1, T, 1, T))  # what comes out is the weights
+    keys_BH = jax.random.key(3)[None, None]
+    same = jnp.zeros((1, T, 1, 4))
+    kept_TS = causal_attention(same, same, v, rate, keys_BH)[0, :, 0] > 0
+    past_TS = np.tri(T, dtype=bool)
+    assert not (kept_TS & ~past_TS).any()
+    assert abs(kept_TS[past_TS].mean() - (1 - rate)) < 0.01
+    first, second = kept_TS[128 - 16 : 128, :64], kept_TS[256 - 16 :, :64]
+    assert 0.4 < (first == second).mean() < 0.75  # independent: 0.7^2 + 0.3^2 = 0.58
