@@ -70,7 +70,7 @@ def compile_step(config: Config, sizes: tuple[int, ...], device: Device) -> Prog
     if device.name != "cpu" and config.train.dtype == "bfloat16":
         stand_in = config.replace(train__dtype="float16")
     mesh = make_mesh(sizes)
-    steps = make_steps(stand_in, mesh, attend)
+    steps = make_steps(stand_in, mesh, attend, slices=None if device.name == "cpu" else 1)
     rows = jax.ShapeDtypeStruct(
         (config.train.batch_size, config.model.block_size + 1),
         np.int32,

@@ -48,15 +48,16 @@ class Sharded(NamedTuple):
     all rows, and in the cache its own heads."""
 
 
-def make_sharded(config: Config, mesh: Mesh, attend: Attention) -> Sharded:
+def make_sharded(config: Config, mesh: Mesh, attend: Attention, slices: int = 1) -> Sharded:
     """Builds the functions.
 
     Args:
         config: with model.vocab_size set.
         attend: the attention function.
+        slices: into how many parts each device cuts its rows of a microbatch.
     """
     model, train, parallel = config.model, config.train, config.parallel
-    stage, parts = parallel.zero_stage, train.gradient_accumulation_steps
+    stage, parts = parallel.zero_stage, train.gradient_accumulation_steps * slices
     if parallel.remat == "attention":
         attend = without_scores(attend)
 
@@ -205,7 +206,8 @@ def accumulated(
 ) -> tuple[jax.Array, Any]:
     """Losses of all rows and the summed gradient of `parts` microbatches, one after the other.
 
-    Microbatch i holds the rows i, i + parts, ... of each device, hence of the global batch.
+    Microbatch i holds the rows i, i + parts, ... of each device, hence of the global batch. Slices
+    of microbatches are as good.
 
     Args:
         value_and_grad: (zeros, params, rows, keys) -> ((sum, losses of the rows), gradient of the

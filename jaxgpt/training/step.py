@@ -41,6 +41,7 @@ from jaxgpt.training.optimizer import (
     next_moments,
 )
 from jaxgpt.training.sharded import make_sharded
+from jaxgpt.training.slices import n_slices
 from jaxgpt.training.state import (
     CPU_INIT_OPTIONS,
     Metrics,
@@ -53,12 +54,16 @@ from jaxgpt.training.state import (
 GATHERED_BYTES = 2**28  # parameters up to this size are gathered to write samples
 
 
-def make_steps(config: Config, mesh: Mesh, attend: Attention | None = None) -> Steps:
+def make_steps(
+    config: Config, mesh: Mesh, attend: Attention | None = None, slices: int | None = None
+) -> Steps:
     """Builds the functions of a run; nothing is computed yet.
 
     Args:
         config: with model.vocab_size set.
         attend: the attention function; None takes the best that runs on these devices.
+        slices: into how many parts a device cuts its rows of a microbatch; None cuts them where
+            the devices are CPUs.
     """
     model, train, parallel = config.model, config.train, config.parallel
     device = mesh.devices.flat[0]
@@ -67,7 +72,9 @@ def make_steps(config: Config, mesh: Mesh, attend: Attention | None = None) -> S
     kernel, reason = choose_attention(model, train.dtype, capability)
     attend = attend or make_attention(kernel, model.dropout)
     schedule = learning_rate_schedule(config.optimizer)
-    sharded = make_sharded(config, mesh, attend)
+    if slices is None:
+        slices = n_slices(config, mesh) if on_cpu else 1
+    sharded = make_sharded(config, mesh, attend, slices)
 
     # Where everything lives.
     shapes, axes = abstract_params(model)
