@@ -1,6 +1,5 @@
 """Causal self-attention: which kernel runs, and the kernels."""
 
-import functools
 import math
 from collections.abc import Callable
 
@@ -8,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxgpt.config import ModelConfig, UsageError
+from jaxgpt.model.dropout import dropped
 
 BLOCK = 128  # positions
 MOST_BLOCKS = 4  # of `causal_attention`
@@ -154,6 +154,6 @@ def xla_attention(
     causal_TS = first + jnp.arange(T)[:, None] >= jnp.arange(S)[None, :]
     weights_BHTS = jax.nn.softmax(jnp.where(causal_TS, scores_BHTS, -jnp.inf), axis=-1)
     if keys_BH is not None and dropout > 0:
-        keep = functools.partial(jax.random.bernoulli, p=1 - dropout, shape=(T, S))
-        weights_BHTS = jnp.where(jax.vmap(jax.vmap(keep))(keys_BH), weights_BHTS / (1 - dropout), 0)
+        drop = jax.vmap(jax.vmap(lambda weights_TS, key: dropped(weights_TS, dropout, key)))
+        weights_BHTS = drop(weights_BHTS, keys_BH)
     return jnp.einsum("BHTS,BSHK->BTHK", weights_BHTS.astype(v_BSHK.dtype), v_BSHK)

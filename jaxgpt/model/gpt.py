@@ -18,6 +18,7 @@ from jaxgpt.config import ModelConfig
 from jaxgpt.distributed.collectives import ONE_DEVICE, OneDevice
 from jaxgpt.distributed.partition import Params
 from jaxgpt.model.attention import Attention, xla_attention
+from jaxgpt.model.dropout import dropped
 from jaxgpt.model.gelu import gelu
 from jaxgpt.model.remat import rematerialized
 
@@ -97,7 +98,7 @@ class Block(nnx.Module):
         self.attend, self.devices = attend, devices
         self.norm_1 = layer_norm(config, dtype, rngs)
         self.norm_2 = layer_norm(config, dtype, rngs)
-        self.dropout = nnx.Dropout(config.dropout)
+        self.dropout = config.dropout
 
         columns, rows = devices.by_columns, devices.by_rows
         linear = functools.partial(Linear, dtype=dtype, use_bias=config.bias, rngs=rngs)
@@ -182,7 +183,7 @@ class GPT(nnx.Module):
 
         self.wte = embedding(padded_vocab_size(V), D, padded_normal, ("vocab", "embed"), rngs)
         self.wpe = embedding(T, D, normal(INIT_STD), (None, "embed"), rngs)
-        self.dropout = nnx.Dropout(config.dropout)
+        self.dropout = config.dropout
 
         @nnx.vmap
         def make_block(key):
@@ -290,14 +291,14 @@ def logits(x_BTD: jax.Array, w_VD: jax.Array, first: Any, vocab_size: int) -> ja
 
 
 def dropout(
-    drop: nnx.Dropout, devices: OneDevice, x_BTD: jax.Array, keys_B: jax.Array | None
+    rate: float, devices: OneDevice, x_BTD: jax.Array, keys_B: jax.Array | None
 ) -> jax.Array:
     """Dropout that depends on a row's key and the position, on no matter which device they are."""
     if keys_B is None:
         return x_BTD
     T = x_BTD.shape[1]
     keys_BT = keys_for(keys_B, devices.first_position(T) + jnp.arange(T))
-    return jax.vmap(jax.vmap(lambda x, key: drop(x, rngs=key)))(x_BTD, keys_BT)
+    return jax.vmap(jax.vmap(lambda x_D, key: dropped(x_D, rate, key)))(x_BTD, keys_BT)
 
 
 def keys_for(keys_B: jax.Array | None, numbers_N: jax.Array) -> jax.Array | None:
