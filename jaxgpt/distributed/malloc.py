@@ -15,7 +15,8 @@ from jaxgpt.distributed.accelerators import accelerator_expected
 
 VARIABLE = "GLIBC_TUNABLES"
 KEPT_BYTES = 2**28
-"""Of one allocation. Larger ones would leave holes, which cost more memory than they save time."""
+"""Of one allocation, and so much that is free may stay with each process. Larger ones would leave
+holes, which cost more memory than they save time."""
 SETTINGS = {
     "glibc.malloc.hugetlb": 1,
     "glibc.malloc.mmap_threshold": KEPT_BYTES,
@@ -29,13 +30,13 @@ FIRST_GLIBC = (2, 35)  # that knows them all
 def tune_malloc() -> None:
     """Starts this command again, as the same process, with `SETTINGS`.
 
-    Nothing happens where they would not come of it, where accelerators do the work, and where
-    GLIBC_TUNABLES speaks of malloc already: `GLIBC_TUNABLES=glibc.malloc.hugetlb=0` keeps glibc's
-    own ways.
+    Nothing happens where they would not come of it, where accelerators do the work, and where the
+    environment speaks of malloc already: `GLIBC_TUNABLES=glibc.malloc.hugetlb=0` keeps glibc's own
+    ways.
     """
-    tunables = os.environ.get(VARIABLE, "")
-    if "glibc.malloc." in tunables or not available() or accelerator_expected():
+    if chosen_already() or not available() or accelerator_expected():
         return
+    tunables = os.environ.get(VARIABLE, "")
     os.environ[VARIABLE] = f"{tunables}:{OURS}".lstrip(":")
     os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 
@@ -51,13 +52,23 @@ def without_tuning(environment: Mapping[str, str]) -> dict[str, str]:
     return out
 
 
+def chosen_already() -> bool:
+    """Whether whoever started this process has said how memory is to be handed out."""
+    return (
+        "glibc.malloc." in os.environ.get(VARIABLE, "")
+        or "malloc" in os.environ.get("LD_PRELOAD", "")  # another one than glibc's
+        or any(name.startswith("MALLOC_") for name in os.environ)
+    )
+
+
 def available() -> bool:
     """Whether this C library has them all."""
     try:
         library, version = os.confstr("CS_GNU_LIBC_VERSION").split()
-    except (ValueError, AttributeError):  # not Linux, or another C library
+        number = tuple(map(int, version.split(".")[:2]))
+    except (OSError, ValueError, AttributeError):  # not Linux, or another C library
         return False
-    return library == "glibc" and tuple(map(int, version.split(".")[:2])) >= FIRST_GLIBC
+    return library == "glibc" and number >= FIRST_GLIBC
 
 
 def notes() -> list[str]:

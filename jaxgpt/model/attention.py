@@ -10,7 +10,8 @@ from jaxgpt.config import ModelConfig, UsageError
 from jaxgpt.model.dropout import dropped
 
 BLOCK = 128  # positions
-MOST_BLOCKS = 4  # of `causal_attention`
+# Of `causal_attention`: more, or shorter ones, take longer than what they leave out.
+MOST_BLOCKS, SHORT_BLOCK = 4, 32
 
 # (q_BTHK, k_BTHK, v_BTHK, dropout keys_BH or None) -> out_BTHK
 Attention = Callable[[jax.Array, jax.Array, jax.Array, jax.Array | None], jax.Array]
@@ -113,10 +114,11 @@ def causal_attention(
 ) -> jax.Array:
     """`xla_attention` in a few blocks of queries, which do not meet the keys after their last.
 
-    Of the T x T scores, n blocks compute the share (n + 1) / 2n.
+    Of the T x T scores, n blocks compute the share (n + 1) / 2n. Which weights are dropped depends
+    on the blocks.
     """
     T = q_BTHK.shape[1]
-    n = min(MOST_BLOCKS, max(2, T // BLOCK))
+    n = max(1, min(2, T // SHORT_BLOCK), min(MOST_BLOCKS, T // BLOCK))
     size = -(-T // n)
     out = []
     for first in range(0, T, size):

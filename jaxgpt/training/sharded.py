@@ -163,8 +163,13 @@ def make_sharded(config: Config, mesh: Mesh, attend: Attention, slices: int = 1)
 
     def losses_here(params, rows):
         params, zeros = prepared(params)
-        _, sums_B = summed_loss_here(zeros, params, rows)
-        return everyones(sums_B, rows)
+
+        def sums(rows: jax.Array) -> jax.Array:
+            return summed_loss_here(zeros, params, rows)[1]
+
+        if slices == 1 or rows.shape[0] % slices:  # what is not a whole microbatch
+            return everyones(sums(rows), rows)
+        return everyones(together(jax.lax.map(sums, in_parts(rows, slices))), rows)
 
     def read_here(params, cache, tokens_BT, first):
         weights = jax.tree.map(Weight, *prepared(params), layouts)
@@ -206,19 +211,16 @@ def accumulated(
 ) -> tuple[jax.Array, Any]:
     """Losses of all rows and the summed gradient of `parts` microbatches, one after the other.
 
-    Microbatch i holds the rows i, i + parts, ... of each device, hence of the global batch. Slices
-    of microbatches are as good.
+    Microbatch i holds the rows i, i + parts, ... of each device, hence of the global batch.
 
     Args:
+        parts: microbatches, or slices of them.
         value_and_grad: (zeros, params, rows, keys) -> ((sum, losses of the rows), gradient of the
             sum, like zeros).
     """
     if parts == 1:
         (_, losses_B), gradients = value_and_grad(zeros, params, rows, keys_B)
         return losses_B, gradients
-
-    def microbatches(x: jax.Array) -> jax.Array:
-        return x.reshape(x.shape[0] // parts, parts, *x.shape[1:]).swapaxes(0, 1)
 
     def add(total, microbatch):
         # The barrier keeps XLA from gathering all weights of ZeRO-3 once, before the loop.
@@ -228,5 +230,15 @@ def accumulated(
         (_, losses), gradients = value_and_grad(zeros, here, *microbatch)
         return jax.tree.map(jnp.add, total, gradients), losses
 
-    gradients, losses = jax.lax.scan(add, zeros, (microbatches(rows), microbatches(keys_B)))
-    return losses.swapaxes(0, 1).reshape(-1), gradients
+    gradients, losses = jax.lax.scan(add, zeros, (in_parts(rows, parts), in_parts(keys_B, parts)))
+    return together(losses), gradients
+
+
+def in_parts(x: jax.Array, parts: int) -> jax.Array:
+    """(B, ...) -> (parts, B / parts, ...): part i holds the rows i, i + parts, ..."""
+    return x.reshape(x.shape[0] // parts, parts, *x.shape[1:]).swapaxes(0, 1)
+
+
+def together(losses: jax.Array) -> jax.Array:
+    """(parts, B / parts) -> (B,), in the order before `in_parts`."""
+    return losses.swapaxes(0, 1).reshape(-1)

@@ -5,33 +5,45 @@ page, filled with zeros, and passes through the caches once. With few rows at a 
 less memory, and less time. The gradients of slices add up as those of microbatches do.
 """
 
+import math
+
 from jax.sharding import Mesh
 
-from jaxgpt.config import Config, ModelConfig
+from jaxgpt.config import Config
+from jaxgpt.model.gpt import count_parameters
 
 SLICE_BYTES = 2**29  # of activations; larger slices are slower, much smaller ones are too
+GRADIENTS_PER_SLICE = 4  # at least so many times as large as the gradient that it adds to the sum
 
 
 def n_slices(config: Config, mesh: Mesh) -> int:
-    """The fewest equal slices whose activations fit into `SLICE_BYTES`, or single rows.
+    """How many equal slices come nearest to `SLICE_BYTES` each, where all rows have more.
 
-    One where a slice would have to gather weights again, or talk to other devices between layers.
+    One where a slice would have to gather weights again, or talk to other devices between layers,
+    and where parallel.remat keeps little of a layer in the first place.
 
     Args:
         config: with model.vocab_size set, and rows that the mesh divides.
     """
-    if mesh.shape["fsdp"] * mesh.shape["tensor"] > 1:
+    if mesh.shape["fsdp"] * mesh.shape["tensor"] > 1 or config.parallel.remat in ("full", "dots"):
         return 1
     rows = config.microbatch_size // mesh.shape["data"]
-    fitting = max(1, SLICE_BYTES // activation_bytes(config.model))
-    return next((n for n in range(1, rows + 1) if rows % n == 0 and rows // n <= fitting), 1)
+    gradient_bytes = 4 * count_parameters(config.model)[0]
+    target = max(SLICE_BYTES, GRADIENTS_PER_SLICE * gradient_bytes) / activation_bytes(config)
+    if rows <= max(1, target):
+        return 1
+    divisors = [n for n in range(1, rows + 1) if rows % n == 0]
+    return min(divisors, key=lambda n: abs(math.log(rows / n / target)))
 
 
-def activation_bytes(model: ModelConfig) -> int:
+def activation_bytes(config: Config) -> int:
     """Bytes that one row leaves for the backward pass, in float32: about.
 
     A layer's are those of arXiv 2205.05198, equation 1, twice, since they are of 16 bits there;
-    the output layer's are logits and their gradient.
+    the output layer's are logits and their gradient, unless they are computed in chunks.
     """
+    model = config.model
     T, L, D, H = model.block_size, model.n_layer, model.n_embd, model.n_head
-    return 2 * T * L * (34 * D + 5 * H * T) + 8 * T * model.vocab_size
+    scores = 0 if config.parallel.remat == "attention" else 5 * H * T
+    logits = 0 if config.train.loss_chunk else 8 * T * model.vocab_size
+    return 2 * T * L * (34 * D + scores) + logits

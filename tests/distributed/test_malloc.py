@@ -1,4 +1,3 @@
-import resource
 import subprocess
 import sys
 
@@ -54,11 +53,10 @@ def test_a_command_starts_again_as_the_same_process_with_the_same_arguments():
 
 
 def test_memory_is_kept_and_not_taken_page_by_page_again():
-    pages = 100 * 2**20 // resource.getpagesize()
     [tuned] = run(CHURN, GLIBC_TUNABLES=OURS)
     [without] = run(CHURN, GLIBC_TUNABLES="glibc.malloc.hugetlb=0")
-    assert int(without) > 10 * pages
-    assert int(tuned) < pages / 10
+    assert int(without) >= 20 * 50  # even in pages of 2 MiB, where the kernel gives them to all
+    assert int(tuned) < int(without) / 50
 
 
 @pytest.mark.parametrize(
@@ -74,7 +72,12 @@ def test_a_command_can_be_started_as_if_nothing_had_happened(now, before):
 
 
 @pytest.mark.parametrize(
-    "settings", [{"GLIBC_TUNABLES": "glibc.malloc.hugetlb=0"}, {"JAX_PLATFORMS": "cuda"}]
+    "settings",
+    [
+        {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=0"},
+        {"JAX_PLATFORMS": "cuda"},
+        {"MALLOC_ARENA_MAX": "2"},
+    ],
 )
 def test_what_a_user_has_set_and_accelerators_are_left_alone(settings):
     *pids, last = run(START, **settings)
