@@ -69,7 +69,7 @@ def test_logits_exist_only_in_parts(mesh, options, parts):
     )  # fmt: skip
     sizes = mesh_sizes(config)
     with limited_devices(math.prod(sizes)):
-        steps = make_steps(config, make_mesh(sizes))
+        steps = make_steps(config, make_mesh(sizes), slices=1)  # a whole microbatch at once
     batch = jax.ShapeDtypeStruct((16, 1025), jnp.int32, sharding=steps.batch_sharding)
     lowered = steps.train_step.lower(steps.state_shapes, np.int32(1), batch)
     compiled = lowered.compile(COMPILE_ONLY)
