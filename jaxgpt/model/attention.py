@@ -123,11 +123,8 @@ def causal_attention(
     out = []
     for first in range(0, T, size):
         end = min(first + size, T)
-        keys = None
-        if keys_BH is not None and dropout > 0:
-            keys = jax.vmap(jax.vmap(lambda key: jax.random.fold_in(key, first)))(keys_BH)  # noqa: B023
         q_BtHK, k_BsHK, v_BsHK = q_BTHK[:, first:end], k_BTHK[:, :end], v_BTHK[:, :end]
-        out.append(xla_attention(q_BtHK, k_BsHK, v_BsHK, dropout, keys, first))
+        out.append(xla_attention(q_BtHK, k_BsHK, v_BsHK, dropout, keys_BH, first))
     return jnp.concatenate(out, axis=1)
 
 
@@ -142,8 +139,8 @@ def xla_attention(
     """softmax(q k^T / sqrt(K)) v over past positions, softmax in float32.
 
     Args:
-        dropout: rate at which attention weights are dropped where `keys_BH` are given.
-
+        dropout: rate at which attention weights are dropped where `keys_BH` are given: other ones
+            for every `first`.
         first: position of the first query.
 
     Returns:
@@ -156,6 +153,9 @@ def xla_attention(
     causal_TS = first + jnp.arange(T)[:, None] >= jnp.arange(S)[None, :]
     weights_BHTS = jax.nn.softmax(jnp.where(causal_TS, scores_BHTS, -jnp.inf), axis=-1)
     if keys_BH is not None and dropout > 0:
-        drop = jax.vmap(jax.vmap(lambda weights_TS, key: dropped(weights_TS, dropout, key)))
-        weights_BHTS = drop(weights_BHTS, keys_BH)
+
+        def drop(weights_TS: jax.Array, key: jax.Array) -> jax.Array:
+            return dropped(weights_TS, dropout, jax.random.fold_in(key, first))
+
+        weights_BHTS = jax.vmap(jax.vmap(drop))(weights_BHTS, keys_BH)
     return jnp.einsum("BHTS,BSHK->BTHK", weights_BHTS.astype(v_BSHK.dtype), v_BSHK)
