@@ -131,7 +131,8 @@ class Block(nnx.Module):
         drop = functools.partial(dropout, self.dropout, self.devices)
 
         qkv_BTCHK = self.qkv(self.norm_1(x_BTD))
-        q_BTHK, k_BTHK, v_BTHK = (qkv_BTCHK[:, :, c] for c in range(3))
+        # Not by indexing, whose gradient is a sum of arrays that are zero elsewhere.
+        q_BTHK, k_BTHK, v_BTHK = (x.squeeze(2) for x in jnp.split(qkv_BTCHK, 3, axis=2))
         heads_H = self.devices.first(q_BTHK.shape[2]) + jnp.arange(q_BTHK.shape[2])
         keys_BH = keys_for(keys[0], heads_H)
         k_BSHK, v_BSHK = k_BTHK, v_BTHK

@@ -11,6 +11,7 @@ from jaxgpt.model.attention import (
     choose_attention,
     cuda_capability,
     fallback_warnings,
+    inner_products,
     xla_attention,
 )
 
@@ -92,6 +93,24 @@ def test_blocks_of_queries_give_the_same_attention_and_gradients(T):
 
 def with_gradients(attend, qkv):
     return attend(*qkv), *jax.grad(lambda qkv: (attend(*qkv) ** 2).sum())(qkv)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_gradients_of_inner_products_are_those_that_jax_derives(dtype):
+    q, k = jax.random.normal(jax.random.key(0), (2, 3, 10, 2, 4), dtype)
+    d_BHTS = jax.random.normal(jax.random.key(1), (3, 2, 5, 10))
+
+    def jaxs(q, k):
+        return jnp.einsum("BTHK,BSHK->BHTS", q, k, preferred_element_type=jnp.float32)
+
+    (found, d_found), (expected, d_expected) = (
+        jax.vjp(f, q[:, :5], k) for f in (inner_products, jaxs)
+    )
+    np.testing.assert_array_equal(found, expected)
+    for ours, theirs in zip(d_found(d_BHTS), d_expected(d_BHTS), strict=True):
+        assert ours.dtype == theirs.dtype == q.dtype
+        rtol = 1e-6 if dtype == "float32" else 2**-7  # one step of bfloat16
+        np.testing.assert_allclose(np.float32(ours), np.float32(theirs), rtol=rtol, atol=1e-6)
 
 
 def test_blocks_of_queries_drop_different_weights():
