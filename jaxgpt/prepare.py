@@ -1,7 +1,6 @@
 """Turn text into token files: `python -m jaxgpt.prepare shakespeare_char|text|python`."""
 
 import argparse
-import os
 import signal
 import sys
 from pathlib import Path
@@ -9,6 +8,7 @@ from pathlib import Path
 from jaxgpt.config import DataConfig, UsageError
 from jaxgpt.data.corpora import prepare_python, prepare_shakespeare_char, prepare_text
 from jaxgpt.data.sources import dataset_directory
+from jaxgpt.distributed.cpus import own_cpus
 from jaxgpt.distributed.exits import exits_together
 
 
@@ -66,7 +66,7 @@ def _parser() -> argparse.ArgumentParser:
     text.add_argument(
         "--workers",
         type=int,
-        default=_cpus(),
+        default=len(own_cpus()),
         help="processes that encode; default one per CPU, here %(default)s",
     )
     text.add_argument(
@@ -88,11 +88,6 @@ def _parser() -> argparse.ArgumentParser:
             "--out", type=Path, help="folder to write; default $JAXGPT_DATA or ~/.cache/jaxgpt"
         )
     return parser
-
-
-def _cpus() -> int:
-    """Those that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 
 
 def _check(arguments: argparse.Namespace) -> None:

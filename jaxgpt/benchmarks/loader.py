@@ -8,6 +8,7 @@ from typing import Any
 
 from jaxgpt.config import Config, UsageError, check_batch, mesh_sizes
 from jaxgpt.data.sources import open_dataset
+from jaxgpt.distributed.cpus import own_cpus
 
 WARM_UP = 5  # batches
 
@@ -16,11 +17,13 @@ def use_cpus(wanted: int | None) -> None:
     """Keeps this process on so many CPUs of those that it may use.
 
     Raises:
-        UsageError: if there are fewer.
+        UsageError: if there are fewer, or the system does not bind processes to CPUs.
     """
     if wanted is None:
         return
-    available = sorted(os.sched_getaffinity(0))
+    if not hasattr(os, "sched_setaffinity"):  # macOS
+        raise UsageError(f"--cpus={wanted}: this system binds no process to CPUs; leave it out")
+    available = own_cpus()
     if wanted > len(available):
         raise UsageError(f"--cpus={wanted}: this process may use {len(available)}")
     os.sched_setaffinity(0, available[:wanted])
@@ -74,7 +77,7 @@ def measure(config: Config, batches: int) -> dict[str, Any]:
         "block_size": config.model.block_size,
         "batch_size": config.train.batch_size,
         "processes": cluster.size,
-        "cpus": len(os.sched_getaffinity(0)),
+        "cpus": len(own_cpus()),
     }
 
 

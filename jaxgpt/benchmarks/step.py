@@ -22,6 +22,7 @@ from jaxgpt.data.sources import dataset_directory, vocabulary_size
 from jaxgpt.distributed.backend import connect
 from jaxgpt.distributed.cluster import Cluster, join_cluster
 from jaxgpt.distributed.compile_cache import OFF, use_compile_cache
+from jaxgpt.distributed.cpus import own_cpus
 from jaxgpt.training.run_directory import prepare_run
 
 WARM_UP = 3  # steps
@@ -219,7 +220,7 @@ def environment() -> dict[str, Any]:
     return {
         "host_name": platform.node(),
         "cpu": cpu_model(),
-        "cpus": len(os.sched_getaffinity(0)),
+        "cpus": len(own_cpus()),
         "versions": {
             "jaxgpt": __version__,
             "jax": jax.__version__,

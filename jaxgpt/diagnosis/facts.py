@@ -20,6 +20,7 @@ from jaxgpt.distributed.accelerators import (
 )
 from jaxgpt.distributed.backend import own_devices
 from jaxgpt.distributed.cluster import Cluster
+from jaxgpt.distributed.cpus import own_cpus
 
 PACKAGES = (
     "jaxgpt", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "mpi4py", "numpy",
@@ -91,7 +92,7 @@ def look(cluster: Cluster) -> Facts:
         device_memory=(local[0].memory_stats() or {}).get("bytes_limit"),
         memory=min([_available_memory(), *_memory_limits(Path("/proc/self/cgroup"))]),
         shared_memory=_free_bytes("/dev/shm"),
-        cores=_own_cores(),
+        cores=own_cpus(),
         host_cores=os.cpu_count() or 1,
         open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
     )
@@ -151,12 +152,6 @@ def _physical_names(n_devices: int, chosen: list[int] | None, visible: str | Non
         f"{seen[n].strip() if n < len(seen) else n} of {' '.join(usable) or 'the host'}"
         for n in numbers
     ]
-
-
-def _own_cores() -> tuple[int, ...]:
-    if hasattr(os, "sched_getaffinity"):
-        return tuple(sorted(os.sched_getaffinity(0)))
-    return tuple(range(os.cpu_count() or 1))  # macOS
 
 
 def _available_memory() -> int:

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from jaxgpt.config import UsageError, whole_number
 from jaxgpt.distributed.accelerators import VISIBLE_VARIABLES, count_accelerators
+from jaxgpt.distributed.cpus import own_cpus
 from jaxgpt.distributed.hosts import HOST_FILES, job_hosts
 from jaxgpt.distributed.machines import Machine, find_machine
 
@@ -243,7 +244,7 @@ def _bind(layout: Layout) -> list[str]:
         if rest == 0:
             shares = [",".join(groups[i : i + each]) for i in range(0, len(groups), each)]
             return ["--cpu-bind", "list:" + ":".join(shares)]
-    depth = max(1, len(os.sched_getaffinity(0)) // per_host)
+    depth = max(1, len(own_cpus()) // per_host)
     return ["--cpu-bind", "depth", "-d", str(depth)]
 
 
