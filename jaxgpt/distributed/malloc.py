@@ -2,9 +2,8 @@
 
 XLA takes the temporary memory of a step from malloc and gives it back after the step. malloc
 returns what is large to the kernel at once, which hands it out again page by page, each filled
-with zeros first: up to a third of a step's time, and more in virtual machines. GLIBC_TUNABLES,
-which glibc reads only when a program starts, has malloc keep what is not very large, and ask for
-pages of 2 MiB in place of 4 KiB.
+with zeros first: up to a third of a step's time. GLIBC_TUNABLES, which glibc reads only when a
+program starts, has malloc keep what is not very large, and ask for pages of 2 MiB and not 4 KiB.
 """
 
 import os
@@ -15,8 +14,8 @@ from jaxgpt.distributed.accelerators import accelerator_expected
 
 VARIABLE = "GLIBC_TUNABLES"
 KEPT_BYTES = 2**28
-"""Of one allocation, and so much that is free may stay with each process. Larger ones would leave
-holes, which cost more memory than they save time."""
+"""Allocations up to this size are kept for the next ones, and so much that is free may stay with
+each process. Keeping larger ones would leave holes, which cost more memory than they save time."""
 SETTINGS = {
     "glibc.malloc.hugetlb": 1,
     "glibc.malloc.mmap_threshold": KEPT_BYTES,
@@ -24,15 +23,15 @@ SETTINGS = {
     "glibc.malloc.arena_max": 1,  # the others of threads never keep more than 64 MiB
 }
 OURS = ":".join(f"{name}={value}" for name, value in SETTINGS.items())
-FIRST_GLIBC = (2, 35)  # that knows them all
+FIRST_GLIBC = (2, 35)
 
 
 def tune_malloc() -> None:
     """Starts this command again, as the same process, with `SETTINGS`.
 
-    Nothing happens where they would not come of it, where accelerators do the work, and where the
-    environment speaks of malloc already: `GLIBC_TUNABLES=glibc.malloc.hugetlb=0` keeps glibc's own
-    ways.
+    Nothing happens where glibc is older than 2.35 or absent, where accelerators do the work, and
+    where the environment speaks of malloc already: `GLIBC_TUNABLES=glibc.malloc.hugetlb=0` keeps
+    glibc's own ways.
     """
     if chosen_already() or not available() or accelerator_expected():
         return
@@ -62,7 +61,7 @@ def chosen_already() -> bool:
 
 
 def available() -> bool:
-    """Whether this C library has them all."""
+    """Whether the C library is a glibc that knows all of `SETTINGS`."""
     try:
         library, version = os.confstr("CS_GNU_LIBC_VERSION").split()
         number = tuple(map(int, version.split(".")[:2]))

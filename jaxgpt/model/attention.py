@@ -9,9 +9,10 @@ import jax.numpy as jnp
 from jaxgpt.config import ModelConfig, UsageError
 from jaxgpt.model.dropout import dropped
 
-BLOCK = 128  # positions
-# Of `causal_attention`: more, or shorter ones, take longer than what they leave out.
-MOST_BLOCKS, SHORT_BLOCK = 4, 32
+BLOCK = 128  # positions, of `blockwise_attention`
+# Of `causal_attention`: two blocks from 64 positions on, three or four where each has 128. On CPUs,
+# more or shorter ones take longer than what they leave out saves.
+MOST_BLOCKS, LEAST_POSITIONS, LEAST_POSITIONS_OF_TWO = 4, 128, 32
 
 # (q_BTHK, k_BTHK, v_BTHK, dropout keys_BH or None) -> out_BTHK
 Attention = Callable[[jax.Array, jax.Array, jax.Array, jax.Array | None], jax.Array]
@@ -118,7 +119,7 @@ def causal_attention(
     on the blocks.
     """
     T = q_BTHK.shape[1]
-    n = max(1, min(2, T // SHORT_BLOCK), min(MOST_BLOCKS, T // BLOCK))
+    n = max(1, min(2, T // LEAST_POSITIONS_OF_TWO), min(MOST_BLOCKS, T // LEAST_POSITIONS))
     cuts = [T * i // n for i in range(1, n)]
     q_blocks, k_blocks, v_blocks = (jnp.split(x, cuts, axis=1) for x in (q_BTHK, k_BTHK, v_BTHK))
     out = []
@@ -161,25 +162,28 @@ def xla_attention(
 
 @jax.custom_vjp
 def inner_products(q_BTHK: jax.Array, k_BSHK: jax.Array) -> jax.Array:
-    """Of every query with every key of its head: q k^T, float32, shape (B, H, T, S).
+    """Scores of every query with every key of its head: q k^T in float32, shape (B, H, T, S).
 
-    The gradient of k is asked for as q^T d, and turned afterwards. As d^T q, what JAX derives and
-    XLA would make of it, a CPU takes four times as long for it: 6 % of a small model's step.
+    JAX derives the gradient of k as d^T q. XLA's CPU compiler computes q^T d four times as fast,
+    which makes 6 % of a small model's step: hence a gradient of our own, in float32 as JAX's is.
     """
-    return jnp.einsum("BTHK,BSHK->BHTS", q_BTHK, k_BSHK, preferred_element_type=jnp.float32)
+    return _inner_products_forward(q_BTHK, k_BSHK)[0]
 
 
-def _forward(q_BTHK: jax.Array, k_BSHK: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    return inner_products(q_BTHK, k_BSHK), (q_BTHK, k_BSHK)
+def _inner_products_forward(
+    q_BTHK: jax.Array, k_BSHK: jax.Array
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    scores_BHTS = jnp.einsum("BTHK,BSHK->BHTS", q_BTHK, k_BSHK, preferred_element_type=jnp.float32)
+    return scores_BHTS, (q_BTHK, k_BSHK)
 
 
-def _backward(
+def _inner_products_backward(
     operands: tuple[jax.Array, jax.Array], d_BHTS: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     q_BTHK, k_BSHK = operands
     dq_BTHK = jnp.einsum("BHTS,BSHK->BTHK", d_BHTS, k_BSHK)
-    dk_BHKS = jax.lax.optimization_barrier(jnp.einsum("BTHK,BHTS->BHKS", q_BTHK, d_BHTS))
+    dk_BHKS = jnp.einsum("BTHK,BHTS->BHKS", q_BTHK, d_BHTS)
     return dq_BTHK.astype(q_BTHK.dtype), dk_BHKS.transpose(0, 3, 1, 2).astype(k_BSHK.dtype)
 
 
-inner_products.defvjp(_forward, _backward)
+inner_products.defvjp(_inner_products_forward, _inner_products_backward)

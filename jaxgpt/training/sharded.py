@@ -167,7 +167,7 @@ def make_sharded(config: Config, mesh: Mesh, attend: Attention, slices: int = 1)
         def sums(rows: jax.Array) -> jax.Array:
             return summed_loss_here(zeros, params, rows)[1]
 
-        if slices == 1 or rows.shape[0] % slices:  # what is not a whole microbatch
+        if slices == 1 or rows.shape[0] % slices:  # rows that do not divide stay together
             return everyones(sums(rows), rows)
         return everyones(together(jax.lax.map(sums, in_parts(rows, slices))), rows)
 
@@ -211,7 +211,7 @@ def accumulated(
 ) -> tuple[jax.Array, Any]:
     """Losses of all rows and the summed gradient of `parts` microbatches, one after the other.
 
-    Microbatch i holds the rows i, i + parts, ... of each device, hence of the global batch.
+    Part i holds the rows i, i + parts, ... of each device, hence of the global batch.
 
     Args:
         parts: microbatches, or slices of them.

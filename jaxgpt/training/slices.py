@@ -19,13 +19,14 @@ GRADIENTS_PER_SLICE = 4  # at least so many times as large as the gradient that 
 def n_slices(config: Config, mesh: Mesh) -> int:
     """How many equal slices come nearest to `SLICE_BYTES` each, where all rows have more.
 
-    One where a slice would have to gather weights again, or talk to other devices between layers,
-    and where parallel.remat keeps little of a layer in the first place.
+    One where a slice would have to gather weights again, or talk to other devices between layers.
+    parallel.remat changes nothing here: where it keeps less, slices take less memory still.
 
     Args:
-        config: with model.vocab_size set, and rows that the mesh divides.
+        config: with model.vocab_size set, and rows that the mesh divides: none in a command that
+            does not train.
     """
-    if mesh.shape["fsdp"] * mesh.shape["tensor"] > 1 or config.parallel.remat in ("full", "dots"):
+    if mesh.shape["fsdp"] * mesh.shape["tensor"] > 1:
         return 1
     rows = config.microbatch_size // mesh.shape["data"]
     gradient_bytes = 4 * count_parameters(config.model)[0]
@@ -37,13 +38,12 @@ def n_slices(config: Config, mesh: Mesh) -> int:
 
 
 def activation_bytes(config: Config) -> int:
-    """Bytes that one row leaves for the backward pass, in float32: about.
+    """Bytes that one row leaves for the backward pass, in float32, if nothing is computed again.
 
     A layer's are those of arXiv 2205.05198, equation 1, twice, since they are of 16 bits there;
     the output layer's are logits and their gradient, unless they are computed in chunks.
     """
     model = config.model
     T, L, D, H = model.block_size, model.n_layer, model.n_embd, model.n_head
-    scores = 0 if config.parallel.remat == "attention" else 5 * H * T
     logits = 0 if config.train.loss_chunk else 8 * T * model.vocab_size
-    return 2 * T * L * (34 * D + scores) + logits
+    return 2 * T * L * (34 * D + 5 * H * T) + logits

@@ -15,10 +15,11 @@ CPU_STEP_OPTIONS = {"xla_disable_hlo_passes": "cse_barrier_expander"}
 # It runs once: on a CPU, LLVM's costlier passes take longer than they save.
 CPU_INIT_OPTIONS = {"xla_backend_optimization_level": 1}
 
-# (cache, tokens_BT, position of the first of them) -> (logits_BV, cache), see `GPT.read`.
-Read = Callable[[Any, jax.Array, Any], tuple[jax.Array, Any]]
 # Collectives run while what does not need them is computed; a single GPU has none.
 GPU_STEP_OPTIONS = {"xla_gpu_enable_latency_hiding_scheduler": True}
+
+# (cache, tokens_BT, position of the first of them) -> (logits_BV, cache), see `GPT.read`.
+Read = Callable[[Any, jax.Array, Any], tuple[jax.Array, Any]]
 
 
 def step_options(platform: str, n_devices: int) -> dict[str, Any] | None:

@@ -1,3 +1,4 @@
+import re
 import types
 
 import jax
@@ -111,6 +112,16 @@ def test_gradients_of_inner_products_are_those_that_jax_derives(dtype):
         assert ours.dtype == theirs.dtype == q.dtype
         rtol = 1e-6 if dtype == "float32" else 2**-7  # one step of bfloat16
         np.testing.assert_allclose(np.float32(ours), np.float32(theirs), rtol=rtol, atol=1e-6)
+
+
+def test_no_gradient_is_a_product_that_cpus_compute_slowly():
+    """Sums over the rows of both operands, for which XLA has only a plain loop there."""
+    qkv = jnp.ones((3, 2, 64, 2, 8))
+    gradients = jax.jit(jax.grad(lambda qkv: (causal_attention(*qkv) ** 2).sum()))
+    products = re.findall(r" dot\(.*", gradients.lower(qkv).compile().as_text())
+    slow = [p for p in products if "lhs_contracting_dims={2}" in p]
+    assert len(products) == 2 * 6
+    assert slow == []
 
 
 def test_blocks_of_queries_drop_different_weights():
