@@ -49,6 +49,7 @@ def measure(config: Config, size: int | None, directory: Path | None) -> dict[st
         check_batch(config, sizes)
         if size is not None:
             config = with_bytes(config, size)
+            cluster.together(check_room, size, folder)
         steps = make_steps(config, make_mesh(sizes, cluster.hosts))
         state = filled(steps)
         rounds = Rounds(config, steps, state, folder, cluster)
@@ -98,7 +99,11 @@ def bytes_of(option: str, given: str | None) -> int | None:
 
 
 def with_bytes(config: Config, size: int) -> Config:
-    """The configuration with so many layers that a state has about `size` bytes; at least one."""
+    """The configuration with so many layers that a state has about `size` bytes.
+
+    Raises:
+        UsageError: if that is less than one layer.
+    """
     from jaxgpt.model.gpt import count_parameters
 
     def state_bytes(n_layer: int) -> int:
@@ -106,7 +111,26 @@ def with_bytes(config: Config, size: int) -> Config:
         return 3 * 4 * count_parameters(model)[0]  # parameters and two moments, float32
 
     one, two = state_bytes(1), state_bytes(2)
+    if size < one - (two - one) // 2:
+        raise UsageError(
+            f"--size={size / 1e6:g}MB: {config.config} has {one / 1e6:.0f}MB with a single layer; "
+            "give so much, or a smaller --config"
+        )
     return config.replace(model__n_layer=max(1, 1 + round((size - one) / (two - one))))
+
+
+def check_room(size: int, folder: Path) -> None:
+    """Looks for room on the disk for a checkpoint and as many plain files.
+
+    Raises:
+        UsageError: if there is less.
+    """
+    free = shutil.disk_usage(folder).free
+    if 2 * size > free:
+        raise UsageError(
+            f"--size={size / 1e9:g}GB: {folder.parent} has room for {free / 2e9:.3g}GB, which are "
+            "written twice; give less, or another --out"
+        )
 
 
 def filled(steps: Any) -> Any:

@@ -24,11 +24,14 @@ from jaxgpt.distributed.malloc import without_tuning
 from jaxgpt.training.run_directory import prepare_run
 
 ROUNDS = 5
+MOST_BYTES = 2**30  # of batches, which are made before the first round
 VOCAB_OF_GPT2 = (50257, 50304)  # GPT-2's, and what nanoGPT makes of it
 WORKER = Path(__file__).with_name("nanogpt_worker.py")
 
 
-def measure(config: Config, clone: Path, python: str, n_steps: int, compiled: bool) -> Any:
+def measure(
+    config: Config, clone: Path, python: str, n_steps: int, compiled: bool
+) -> dict[str, Any]:
     """Times five rounds of `n_steps` steps of the trainer's loop and of nanoGPT, in turns.
 
     Args:
@@ -40,16 +43,22 @@ def measure(config: Config, clone: Path, python: str, n_steps: int, compiled: bo
         Seconds per step of both, their ratio, and how far the losses of the same steps differ.
 
     Raises:
-        UsageError: if nanoGPT cannot be run.
+        UsageError: if nanoGPT cannot be run, or for so many steps.
     """
     if not (clone / "model.py").is_file():
         raise UsageError(f"--nanogpt={clone}: has no model.py; give a clone of nanoGPT")
+    batch_bytes = 4 * config.train.batch_size * (config.model.block_size + 1)
+    most = max(1, MOST_BYTES // (ROUNDS + 1) // batch_bytes)
+    if n_steps > most:
+        raise UsageError(
+            f"--steps={n_steps}: batches of so many rounds are too large; at most {most}"
+        )
     cluster = join_cluster(config.init_timeout)
     if cluster.size > 1:
         raise UsageError(f"bench nanogpt: {cluster.size} processes; it runs in one")
     # Or JAX would take three quarters of a GPU's memory at once, of which nanoGPT needs as much.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    with scratch_folder(cluster) as folder:
+    with scratch_folder(cluster) as folder, worker(python, clone, folder) as (about, theirs):
         run = prepare_run(steps_only(config, folder / "run"), cluster)
         facts = connect(cluster, mesh_sizes(run.config))
         from jaxgpt.benchmarks.job import Job
@@ -57,26 +66,32 @@ def measure(config: Config, clone: Path, python: str, n_steps: int, compiled: bo
         with contextlib.redirect_stdout(io.StringIO()):  # what the trainer tells
             job = Job(run, cluster, facts)
             write_task(job, (ROUNDS + 1) * n_steps, compiled, folder)
-            with worker(python, clone, folder) as (about, theirs):
-                job.trainer(n_steps)
-                losses, ours, others = theirs(n_steps)["losses"], [], []
-                for _ in range(ROUNDS):
-                    ours.append(job.trainer(n_steps).seconds)
-                    answer = theirs(n_steps)
-                    others.append(answer["seconds"])
-                    losses += answer["losses"]
-        found = {
+            rounds, losses = [], []
+            for number in range(ROUNDS + 1):
+                if number % 2:
+                    own, answer = job.trainer(n_steps), theirs(n_steps)
+                else:
+                    answer, own = theirs(n_steps), job.trainer(n_steps)
+                rounds.append((own.seconds, answer["seconds"]))
+                losses += answer["losses"]
+        ours, others = zip(*rounds[1:], strict=True)  # after one to warm up
+        ratios = [b / a for a, b in zip(ours, others, strict=True)]
+        own_dtype = run.config.train.dtype
+        return {
             "config": config.config,
             "steps_per_round": n_steps,
             "step_seconds": statistics.median(ours),
             "nanogpt_step_seconds": statistics.median(others),
-            "ratios": [b / a for a, b in zip(ours, others, strict=True)],
+            "ratio": statistics.median(ratios),
+            "ratios": ratios,
             "loss_difference": loss_difference(run.directory, losses),
             "dropout": config.model.dropout,
+            "dtype": own_dtype,
+            "vocab_sizes": [run.config.model.vocab_size, nanogpt_vocab_size(run.config.model)],
             "mesh": dict(job.mesh.shape),
-            "nanogpt": about | {"compile": compiled},
+            "nanogpt": about
+            | {"compile": compiled, "dtype": own_dtype if about["device"] == "cuda" else "float32"},
         }
-    return found
 
 
 def write_task(job: Any, n_steps: int, compiled: bool, folder: Path) -> None:
@@ -85,8 +100,7 @@ def write_task(job: Any, n_steps: int, compiled: bool, folder: Path) -> None:
 
     config: Config = job.run.config
     model, schedule = config.model, learning_rate_schedule(config.optimizer)
-    ours, theirs = VOCAB_OF_GPT2
-    vocab_size = theirs if model.vocab_size == ours else model.vocab_size
+    vocab_size = nanogpt_vocab_size(model)
     keys = ("n_layer", "n_head", "n_embd", "block_size", "bias", "dropout")
     steps = range(1, n_steps + 1)
     task = {
@@ -102,6 +116,12 @@ def write_task(job: Any, n_steps: int, compiled: bool, folder: Path) -> None:
     (folder / "task.json").write_text(json.dumps(task))
     np.save(folder / "batches.npy", np.stack([np.asarray(job.loader.batch(s)) for s in steps]))
     np.savez(folder / "weights.npz", **nanogpt_weights(job.params(), model, vocab_size))
+
+
+def nanogpt_vocab_size(model: ModelConfig) -> int:
+    """Tokens of nanoGPT's model: its configurations pad GPT-2's vocabulary, for speed."""
+    ours, theirs = VOCAB_OF_GPT2
+    return theirs if model.vocab_size == ours else model.vocab_size
 
 
 def nanogpt_weights(
@@ -144,7 +164,7 @@ def worker(python: str, clone: Path, folder: Path) -> Iterator[tuple[dict[str, A
     """Starts nanoGPT; gives what it says of itself, and a function that has it train steps.
 
     Raises:
-        UsageError: if it ends.
+        UsageError: if it ends, or says something else.
     """
     with (folder / "nanogpt.log").open("w+") as log:
         try:
@@ -154,6 +174,7 @@ def worker(python: str, clone: Path, folder: Path) -> Iterator[tuple[dict[str, A
                 stdout=subprocess.PIPE,
                 stderr=log,
                 text=True,
+                start_new_session=True,  # the terminal's Ctrl-C is for us, who end it
                 env=without_tuning(os.environ),  # as its users run it
             )
         except OSError as error:
@@ -170,11 +191,17 @@ def worker(python: str, clone: Path, folder: Path) -> Iterator[tuple[dict[str, A
                 raise UsageError(
                     f"--torch={python}: nanoGPT has ended ({last}); give a Python that has torch"
                 )
-            return json.loads(line)
+            try:
+                return json.loads(line)
+            except ValueError:
+                raise UsageError(
+                    f"--torch={python}: answers with {line.strip()!r}; give a Python that has torch"
+                ) from None
 
         def train(n_steps: int) -> dict[str, Any]:
-            process.stdin.write(f"{n_steps}\n")
-            process.stdin.flush()
+            with contextlib.suppress(BrokenPipeError):  # `answer` tells what it said at last
+                process.stdin.write(f"{n_steps}\n")
+                process.stdin.flush()
             return answer()
 
         try:
@@ -193,18 +220,21 @@ def loss_difference(directory: Path, losses: list[float]) -> float:
 
 def describe(found: dict[str, Any]) -> str:
     """What `measure` found, in words."""
-    about, ratios = found["nanogpt"], found["ratios"]
+    about, ratio, ratios = found["nanogpt"], found["ratio"], found["ratios"]
     how = "torch.compile" if about["compile"] else "eager"
     mesh = " ".join(f"{axis}={size}" for axis, size in found["mesh"].items())
     losses = f"losses of the same steps differ by {found['loss_difference']:.1g} at the most"
     if found["dropout"]:
         losses += f", with dropout {found['dropout']} of other random numbers"
+    ours, theirs = found["vocab_sizes"]
+    if theirs > ours:
+        losses += f", with {theirs - ours} tokens more in nanoGPT's softmax"
     return (
         f"nanogpt: {found['config']}, {len(ratios)} rounds of {found['steps_per_round']} steps "
         "each, in turns, from the same weights on the same batches\n"
-        f"jaxgpt: {found['step_seconds'] * 1e3:.2f} ms a step, mesh {mesh}\n"
+        f"jaxgpt: {found['step_seconds'] * 1e3:.2f} ms a step, {found['dtype']}, mesh {mesh}\n"
         f"nanoGPT: {found['nanogpt_step_seconds'] * 1e3:.2f} ms a step, torch {about['torch']} on "
-        f"{about['device']}, {about['threads']} threads, {how}\n"
-        f"ratio: {statistics.median(ratios):.2f} x nanoGPT's tokens/s ({min(ratios):.2f} to "
-        f"{max(ratios):.2f})\n{losses}"
+        f"{about['device']}, {about['dtype']}, {about['threads']} threads, {how}\n"
+        f"ratio: {ratio:.2f} x nanoGPT's tokens/s, the median of the rounds' own ratios "
+        f"({min(ratios):.2f} to {max(ratios):.2f})\n{losses}"
     )

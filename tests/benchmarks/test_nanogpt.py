@@ -1,3 +1,5 @@
+import json
+import math
 import sys
 
 import jax
@@ -44,16 +46,51 @@ def test_weights_go_where_nanogpt_looks_for_them():
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (("--nanogpt", "{tmp}", "--torch", sys.executable), "has no model.py; give a clone"),
+        (("--nanogpt", "{tmp}", "--torch", "{ends}"), "has no model.py; give a clone"),
         (("--nanogpt", "{clone}", "--torch", "/none"), "--torch=/none: cannot be started"),
-        (("--nanogpt", "{clone}", "--torch", sys.executable), "nanoGPT has ended"),
+        (("--nanogpt", "{clone}", "--torch", "{ends}"), "nanoGPT has ended (no torch here)"),
+        (("--nanogpt", "{clone}", "--torch", "/bin/ls"), "answers with"),
+        (("--nanogpt", "{clone}", "--torch", "{ends}", "--steps", "9999999"), "; at most "),
     ],
 )
 def test_what_cannot_be_run_is_said_in_a_sentence(options, words, tmp_path):
     clone = tmp_path / "clone"
     clone.mkdir()
-    (clone / "model.py").write_text("raise SystemExit('a model that ends')\n")
-    given = [word.format(tmp=tmp_path, clone=clone) for word in options]
+    (clone / "model.py").touch()
+    ends = program(tmp_path / "ends", "#!/bin/sh\necho no torch here >&2\n")
+    given = [word.format(tmp=tmp_path, clone=clone, ends=ends) for word in options]
     job = run("bench", "nanogpt", "--config", "tiny", *MODEL, "--steps", 1, *given)
     assert job.returncode == 2 and words in job.stdout
     assert "Traceback" not in job.stdout
+
+
+STILL = ("optimizer.learning_rate=1e-9", "optimizer.min_lr=0")
+# It says what nanogpt_worker.py would, of a model that takes 1,000 s a step and has no loss.
+SLOW = f"""#!{sys.executable}
+import json, sys
+print(json.dumps({{"torch": "0", "threads": 3, "device": "abacus"}}), flush=True)
+for line in sys.stdin:
+    print(json.dumps({{"seconds": 1000.0, "losses": [0.0] * int(line)}}), flush=True)
+"""
+
+
+def test_times_and_losses_of_both_are_compared_step_by_step(tmp_path):
+    (tmp_path / "model.py").touch()
+    slow = program(tmp_path / "slow", SLOW)
+    options = ("--steps", 2, "--nanogpt", tmp_path, "--torch", slow, "--json")
+    job = run(
+        "bench", "nanogpt", "--config", "tiny", *MODEL, "train.log_interval=1", *STILL, *options
+    )
+    assert job.returncode == 0, job.stdout
+    found = json.loads(job.stdout.splitlines()[-1])
+    assert found["nanogpt"]["device"] == "abacus" and found["nanogpt_step_seconds"] == 1000
+    assert len(found["ratios"]) == 5 and min(found["ratios"]) > 1
+    assert found["loss_difference"] == pytest.approx(
+        math.log(found["vocab_sizes"][0]), rel=0.02
+    )  # ours, untrained
+
+
+def program(path, text):
+    path.write_text(text)
+    path.chmod(0o755)
+    return path
