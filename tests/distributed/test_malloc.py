@@ -3,7 +3,7 @@ import sys
 
 import pytest
 
-from jaxgpt.distributed.malloc import OURS, VARIABLE, available, without_tuning
+from jaxgpt.distributed.malloc import OURS, VARIABLE, available, notes, without_tuning
 from jobs import environment
 
 START = """
@@ -82,3 +82,9 @@ def test_a_command_can_be_started_as_if_nothing_had_happened(now, before):
 def test_what_a_user_has_set_and_accelerators_are_left_alone(settings):
     *pids, last = run(START, **settings)
     assert len(pids) == 1 and last == f"{settings.get(VARIABLE)} --key a b"
+
+
+@pytest.mark.parametrize(("told", "said"), [(OURS, [f"malloc: {VARIABLE}={OURS}"]), ("", [])])
+def test_the_log_says_how_memory_is_handed_out(told, said, monkeypatch):
+    monkeypatch.setenv(VARIABLE, told)
+    assert notes() == said
