@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import torch
@@ -22,14 +23,14 @@ def main() -> None:
     clone, folder = sys.argv[1:]
     answers, sys.stdout = sys.stdout, sys.stderr  # nanoGPT prints
     sys.path.insert(0, clone)
-    import model  # noqa: F401  nanoGPT's: where it cannot be imported, that is said at once
+    import model as nanogpt
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     about = {"torch": torch.__version__, "threads": torch.get_num_threads(), "device": device}
     print(json.dumps(about), file=answers, flush=True)
     train_step = None
     for line in sys.stdin:
-        train_step = train_step or make_step(Path(folder), device)
+        train_step = train_step or make_step(nanogpt, Path(folder), device)
         began = time.perf_counter()
         losses = [train_step() for _ in range(int(line))]
         losses = [loss.item() for loss in losses]
@@ -37,12 +38,10 @@ def main() -> None:
         print(json.dumps(answer), file=answers, flush=True)
 
 
-def make_step(folder: Path, device: str) -> Callable[[], torch.Tensor]:
+def make_step(nanogpt: ModuleType, folder: Path, device: str) -> Callable[[], torch.Tensor]:
     """The function that trains the next step of the task, and returns its loss."""
-    from model import GPT, GPTConfig
-
     task = json.loads((folder / "task.json").read_text())
-    model = GPT(GPTConfig(**task["model"])).to(device)
+    model = nanogpt.GPT(nanogpt.GPTConfig(**task["model"])).to(device)
     with np.load(folder / "weights.npz") as weights, torch.no_grad():
         state = model.state_dict()
         for name in weights.files:
