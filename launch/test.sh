@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Installs what the tests need into .venv and runs them. Arguments go to pytest:
-#   bash launch/test.sh --long      # also the long forms of the checks (about an hour)
+#   bash launch/test.sh --long      # also the long forms of the checks (an hour or more)
 #   bash launch/test.sh -k mesh
 # Two files are tested at a time; -n 0 tests one, with what it prints (-s) and debuggers.
 set -euo pipefail

@@ -18,6 +18,21 @@ def pytest_addoption(parser):
     parser.addoption("--long", action="store_true", help="also run the long forms of the checks")
 
 
+def pytest_configure(config):
+    """In short, what tests compile in this process is optimized less: it runs for a moment only.
+
+    XLA reads its flags when JAX starts, here. Commands under test compile as users' do.
+    """
+    if not config.getoption("--long"):
+        flags = os.environ.get("XLA_FLAGS")
+        os.environ["XLA_FLAGS"] = f"{flags or ''} --xla_backend_optimization_level=0"
+        jax.devices()
+        if flags is None:
+            del os.environ["XLA_FLAGS"]
+        else:
+            os.environ["XLA_FLAGS"] = flags
+
+
 def pytest_collection_modifyitems(config, items):
     if not config.getoption("--long"):
         for item in items:

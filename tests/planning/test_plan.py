@@ -26,7 +26,7 @@ MODEL = (
 SCAN = "parallel.scan_layers=True"
 LAYOUTS = (
     ("8,1,1", "parallel.zero_stage=0"),
-    ("1,8,1", "parallel.zero_stage=1"),
+    pytest.param(("1,8,1", "parallel.zero_stage=1"), marks=pytest.mark.long),
     ("2,4,1", "parallel.zero_stage=2", "train.gradient_accumulation_steps=2"),
     ("1,8,1", "parallel.remat=full", SCAN),
     ("2,2,2", "parallel.sequence_parallel=True", "train.dtype=bfloat16", SCAN),

@@ -102,7 +102,7 @@ def test_all_strategies_change_nothing_but_speed_and_memory(chosen):
 @pytest.mark.parametrize(
     "options",
     [
-        ("--mesh", "8,1,1", "train.loss_chunk=50"),
+        pytest.param(("--mesh", "8,1,1", "train.loss_chunk=50"), marks=pytest.mark.long),
         ("--mesh", "2,1,4", "train.loss_chunk=50"),
         ("--mesh", "1,2,4", "train.loss_chunk=16", "parallel.sequence_parallel=True"),
         ("--mesh", "2,4,1", "parallel.offload_optimizer=True"),
