@@ -27,19 +27,31 @@ VOCAB_MULTIPLE = 128  # the embedding's rows are padded to this, which most mesh
 
 
 class Cache(NamedTuple):
-    """Keys and values of all layers at the positions that were read; S is block_size."""
+    """Keys and values of a layer at the positions of a row that were read; S is block_size.
 
-    k_LBSHK: jax.Array
-    v_LBSHK: jax.Array
+    In the shape in which attention's products take them: another would be copied for every token.
+    """
 
-    def extended(
-        self, layer: Any, k_BTHK: jax.Array, v_BTHK: jax.Array, first: Any
-    ) -> tuple["Cache", jax.Array, jax.Array]:
-        """With what a layer adds at the positions first, first + 1, ...; and all that it has."""
-        place = (layer, 0, first, 0, 0)
-        k_LBSHK = jax.lax.dynamic_update_slice(self.k_LBSHK, k_BTHK[None], place)
-        v_LBSHK = jax.lax.dynamic_update_slice(self.v_LBSHK, v_BTHK[None], place)
-        return Cache(k_LBSHK, v_LBSHK), k_LBSHK[layer], v_LBSHK[layer]
+    k_HKS: jax.Array
+    v_HKS: jax.Array
+
+    def extended(self, k_1THK: jax.Array, v_1THK: jax.Array, first: Any) -> "Cache":
+        """With those of the positions first, first + 1, ..."""
+
+        def write(x_HKS: jax.Array, new_1THK: jax.Array) -> jax.Array:
+            return jax.lax.dynamic_update_slice(
+                x_HKS, new_1THK[0].transpose(1, 2, 0), (0, 0, first)
+            )
+
+        return Cache(write(self.k_HKS, k_1THK), write(self.v_HKS, v_1THK))
+
+
+# Of all layers: one with a leading axis L where layers are scanned, else one for each.
+Caches = Cache | tuple[Cache, ...]
+
+
+class PerLayer(tuple):
+    """An array for each layer, in place of one with a leading axis L; to JAX a leaf."""
 
 
 def normal(std: float) -> nnx.Initializer:
@@ -114,7 +126,6 @@ class Block(nnx.Module):
         x_BTD: jax.Array,
         keys_B: jax.Array | None = None,
         cache: Cache | None = None,
-        layer: Any = 0,
         first: Any = 0,
     ) -> tuple[jax.Array, Cache | None]:
         """One layer.
@@ -122,7 +133,6 @@ class Block(nnx.Module):
         Args:
             keys_B: a key for every row; without, there is no dropout.
             cache: of the positions before `first`, where x_BTD begins; without, these are all.
-            layer: the number of this one in the cache.
 
         Returns:
             x_BTD for the next layer, and the cache with these positions.
@@ -137,7 +147,8 @@ class Block(nnx.Module):
         keys_BH = keys_for(keys[0], heads_H)
         k_BSHK, v_BSHK = k_BTHK, v_BTHK
         if cache is not None:
-            cache, k_BSHK, v_BSHK = cache.extended(layer, k_BTHK, v_BTHK, first)
+            cache = cache.extended(k_BTHK, v_BTHK, first)
+            k_BSHK, v_BSHK = (x_HKS.transpose(2, 0, 1)[None] for x_HKS in cache)
         if k_BSHK.shape == q_BTHK.shape:  # all positions at once, as in training
             mixed_BTHK = self.attend(q_BTHK, k_BSHK, v_BSHK, keys_BH)
         else:
@@ -201,15 +212,15 @@ class GPT(nnx.Module):
         x_BTD, w_VD, first = self.hidden(tokens_BT, keys_B)
         return logits(x_BTD, w_VD, first, self.config.vocab_size)
 
-    def read(self, cache: Cache, tokens_BT: jax.Array, first: Any) -> tuple[jax.Array, Cache]:
-        """Logits_BV of the token after these, and the cache with these; without dropout.
+    def read(self, caches: Caches, tokens_BT: jax.Array, first: Any) -> tuple[jax.Array, Caches]:
+        """Logits_BV of the token after these, and the caches with these; without dropout.
 
         Args:
-            cache: of the positions before `first`.
+            caches: of the positions before `first`.
             tokens_BT: of the positions first, first + 1, ..., which must be below block_size.
         """
-        x_BTD, w_VD, first_token, cache = self._hidden(tokens_BT, None, cache, first)
-        return logits(x_BTD[:, -1], w_VD, first_token, self.config.vocab_size), cache
+        x_BTD, w_VD, first_token, caches = self._hidden(tokens_BT, None, caches, first)
+        return logits(x_BTD[:, -1], w_VD, first_token, self.config.vocab_size), caches
 
     def hidden(
         self, tokens_BT: jax.Array, keys_B: jax.Array | None = None
@@ -221,9 +232,9 @@ class GPT(nnx.Module):
         self,
         tokens_BT: jax.Array,
         keys_B: jax.Array | None,
-        cache: Cache | None = None,
+        caches: Caches | None = None,
         first: Any = 0,
-    ) -> tuple[jax.Array, jax.Array, Any, Cache | None]:
+    ) -> tuple[jax.Array, jax.Array, Any, Caches | None]:
         if self.config.dropout == 0:
             keys_B = None
         L = self.config.n_layer
@@ -239,29 +250,29 @@ class GPT(nnx.Module):
         )
         x_BTD = self.devices.leave(look_up(w_VD, tokens_BT - first_token)) + wpe_TD
         x_BTD = dropout(self.dropout, self.devices, x_BTD, own_keys)
-        x_BTD, cache = self._layers(x_BTD, layer_keys, cache, first)
-        return self.devices.enter(whole(self.norm)(x_BTD)), w_VD, first_token, cache
+        x_BTD, caches = self._layers(x_BTD, layer_keys, caches, first)
+        return self.devices.enter(whole(self.norm)(x_BTD)), w_VD, first_token, caches
 
     def _layers(
-        self, x_BTD: jax.Array, keys_LB: jax.Array | None, cache: Cache | None, first: Any
-    ) -> tuple[jax.Array, Cache | None]:
+        self, x_BTD: jax.Array, keys_LB: jax.Array | None, caches: Caches | None, first: Any
+    ) -> tuple[jax.Array, Caches | None]:
         L = self.config.n_layer
         graph, stacked = nnx.split(self.blocks)
 
-        def layer(carry, given):
-            params, keys_B, number = given
+        def layer(x_BTD, given):
+            params, keys_B, cache = given
             block = with_weights(nnx.merge(graph, params), self.devices)
-            x_BTD, cache = carry
-            return block(x_BTD, keys_B, cache, number, first), None
+            return block(x_BTD, keys_B, cache, first)
 
         layer = rematerialized(layer, self.remat, in_loop=self.scan_layers)
-        carry, numbers_L = (x_BTD, cache), None if cache is None else jnp.arange(L)
-        given = stacked, keys_LB, numbers_L
         if self.scan_layers:
-            return jax.lax.scan(layer, carry, given)[0]
+            return jax.lax.scan(layer, x_BTD, (stacked, keys_LB, caches))
+        written = []
         for i in range(L):
-            carry, _ = layer(carry, jax.tree.map(lambda leaf: leaf[i], given))  # noqa: B023
-        return carry
+            own = jax.tree.map(lambda leaf: leaf[i], (stacked, keys_LB))  # noqa: B023
+            x_BTD, cache = layer(x_BTD, (*own, caches and caches[i]))
+            written.append(cache)
+        return x_BTD, caches and tuple(written)
 
 
 def with_weights(module: nnx.Module, devices: OneDevice) -> Any:
@@ -337,11 +348,23 @@ def padded_vocab_size(vocab_size: int) -> int:
     return -(-vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
 
 
-def empty_cache(config: ModelConfig, dtype: jnp.dtype) -> Cache:
+def empty_caches(config: ModelConfig, dtype: jnp.dtype, scan_layers: bool) -> Caches:
     """Room for what `GPT.read` reads of one row."""
     L, S, H = config.n_layer, config.block_size, config.n_head
-    zeros_L1SHK = jnp.zeros((L, 1, S, H, config.n_embd // H), dtype)
-    return Cache(zeros_L1SHK, zeros_L1SHK)
+    zeros_HKS = jnp.zeros((H, config.n_embd // H, S), dtype)
+    cache = Cache(zeros_HKS, zeros_HKS)
+    if scan_layers:
+        return jax.tree.map(lambda zeros: jnp.stack([zeros] * L), cache)
+    return (cache,) * L
+
+
+def split_by_layer(params: Params) -> Params:
+    """The same parameters, of each layer in arrays of its own; not for layers that are scanned.
+
+    Where they are read again and again, in a loop, XLA would otherwise take each layer's out of
+    the whole anew.
+    """
+    return params | {"blocks": jax.tree.map(PerLayer, params["blocks"])}
 
 
 @functools.cache

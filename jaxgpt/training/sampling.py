@@ -11,6 +11,8 @@ from jaxgpt.data.tokenizer import Tokenizer
 from jaxgpt.distributed.partition import Params
 from jaxgpt.training.state import Read
 
+PIECE = 128  # tokens of a prompt that are read at once
+
 
 def make_generate(
     reader: Callable[[Params], tuple[Read, Any]],
@@ -21,7 +23,7 @@ def make_generate(
 ) -> Callable[[Params, jax.Array, jax.Array, jax.Array], jax.Array]:
     """A function that writes `n_tokens` tokens, to be jitted once by the caller.
 
-    The prompt is read at once, and then each token alone, beside a cache of the keys and values
+    The prompt is read in pieces, and then each token alone, beside a cache of the keys and values
     before it. As in nanoGPT, a text longer than T is cropped to its last T tokens. These move by
     one position with each new token, and positions are learned, so that no cache holds any more:
     from there on all T are read for every token.
@@ -54,13 +56,26 @@ def make_generate(
         def window_start(n: jax.Array) -> jax.Array:
             return jnp.maximum(n - T, 0)
 
+        def read_window(tokens_T: jax.Array, n: jax.Array) -> Any:
+            """The cache of the first n tokens; a short text takes few pieces.
+
+            What follows them in the last piece is read too, and overwritten before anything
+            attends to it.
+            """
+            size = min(PIECE, T)
+
+            def read_piece(i, cache):
+                first = jnp.minimum(i * size, T - size)  # the last may begin in the one before
+                piece_1P = jax.lax.dynamic_slice(tokens_T, (first,), (size,))[None]
+                return read(cache, piece_1P, first)[1]
+
+            return jax.lax.fori_loop(0, -(-n // size), read_piece, empty_cache)
+
         def write_in_window(carry):
             """Reads the window of a text of n tokens, and writes while it stays the same."""
             text, n = carry
             start = window_start(n)
-            # What follows the text is read too, and overwritten before anything attends to it.
-            tokens_1T = jax.lax.dynamic_slice(text, (start,), (T,))[None]
-            _, cache = read(empty_cache, tokens_1T, 0)
+            cache = read_window(jax.lax.dynamic_slice(text, (start,), (T,)), n - start)
 
             def write_one(carry):
                 text, n, cache = carry

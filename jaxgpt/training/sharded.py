@@ -26,7 +26,7 @@ from jaxgpt.distributed.collectives import (
 )
 from jaxgpt.distributed.partition import Params
 from jaxgpt.model.attention import Attention
-from jaxgpt.model.gpt import GPT, Cache, abstract_params, padded_vocab_size
+from jaxgpt.model.gpt import GPT, Caches, abstract_params, padded_vocab_size
 from jaxgpt.model.remat import without_scores
 from jaxgpt.training.loss import summed_loss
 
@@ -43,8 +43,8 @@ class Sharded(NamedTuple):
     gradient of their mean."""
     losses: Callable[[Params, jax.Array], jax.Array]
     """(params, tokens of shape (B, T+1)) -> mean losses of the rows, (B,), without dropout."""
-    read: Callable[[Params, Cache, jax.Array, Any], tuple[jax.Array, Cache]]
-    """(params, cache, tokens_BT, first) -> (logits_BV, cache), as `GPT.read`: every device has
+    read: Callable[[Params, Caches, jax.Array, Any], tuple[jax.Array, Caches]]
+    """(params, caches, tokens_BT, first) -> (logits_BV, cache), as `GPT.read`: every device has
     all rows, and in the cache its own heads."""
 
 
@@ -92,20 +92,20 @@ def make_sharded(config: Config, mesh: Mesh, attend: Attention, slices: int = 1)
         is_leaf=lambda x: isinstance(x, PartitionSpec),
     )
 
-    def graph(devices: ManyDevices) -> nnx.GraphDef:
+    def graph(devices: ManyDevices, scan_layers: bool) -> nnx.GraphDef:
         network = functools.partial(
             GPT,
             model,
             dtype=devices.dtype,
             attend=attend,
             devices=devices,
-            scan_layers=parallel.scan_layers,
+            scan_layers=scan_layers,
             remat=parallel.remat,
         )
         return nnx.graphdef(nnx.eval_shape(lambda: network(rngs=nnx.Rngs(0))))
 
-    training_graph = graph(devices)
-    sampling_graph = graph(dataclasses.replace(devices, sequence_parallel=False))
+    training_graph = graph(devices, parallel.scan_layers)
+    sampling_graph = graph(dataclasses.replace(devices, sequence_parallel=False), True)
 
     # What each device computes.
     def prepared(params: Params) -> tuple[Params, Params]:
@@ -171,14 +171,14 @@ def make_sharded(config: Config, mesh: Mesh, attend: Attention, slices: int = 1)
             return everyones(sums(rows), rows)
         return everyones(together(jax.lax.map(sums, in_parts(rows, slices))), rows)
 
-    def read_here(params, cache, tokens_BT, first):
+    def read_here(params, caches, tokens_BT, first):
         weights = jax.tree.map(Weight, *prepared(params), layouts)
-        logits_BV, cache = nnx.merge(sampling_graph, weights).read(cache, tokens_BT, first)
+        logits_BV, caches = nnx.merge(sampling_graph, weights).read(caches, tokens_BT, first)
         if devices.tensor > 1:
             logits_BV = jax.lax.all_gather(logits_BV, "tensor", axis=1, tiled=True)
-        return logits_BV[:, : padded_vocab_size(model.vocab_size)], cache
+        return logits_BV[:, : padded_vocab_size(model.vocab_size)], caches
 
-    everywhere, own_heads = PartitionSpec(), PartitionSpec(None, None, None, "tensor")
+    everywhere, own_heads = PartitionSpec(), PartitionSpec(None, "tensor")
     on_mesh = functools.partial(jax.shard_map, mesh=mesh)
     loss_and_gradients = on_mesh(
         loss_and_gradients_here,

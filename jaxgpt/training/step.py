@@ -23,7 +23,14 @@ from jaxgpt.model.attention import (
     fallback_warnings,
     make_attention,
 )
-from jaxgpt.model.gpt import GPT, Cache, abstract_params, count_parameters, empty_cache
+from jaxgpt.model.gpt import (
+    GPT,
+    Caches,
+    abstract_params,
+    count_parameters,
+    empty_caches,
+    split_by_layer,
+)
 from jaxgpt.training.detection import (
     NONE,
     NONFINITE,
@@ -126,19 +133,24 @@ def make_steps(
         skips_all = config.spike.action == "skip_update"
         return watch, verdict, verdict.cause == NONE if skips_all else verdict.cause != NONFINITE
 
-    # One block is compiled and not L: these are small models, whose texts are soon written.
-    lone = functools.partial(
-        GPT, model, dtype=jnp.dtype(train.dtype), attend=attend, scan_layers=True
-    )
+    is_large = sum(s.size * s.dtype.itemsize for s in jax.tree.leaves(shapes)) > GATHERED_BYTES
+    # A CPU reads a large model's weights at the speed of its memory, without a copy of each
+    # block's, if they are apart; else one block is compiled and not L, since texts are soon written.
+    apart = is_large and on_cpu and mesh.size == 1
+    dtype = jnp.dtype(train.dtype)
+    lone = functools.partial(GPT, model, dtype=dtype, attend=attend, scan_layers=not apart)
     lone_graph = nnx.graphdef(nnx.eval_shape(lambda: lone(rngs=nnx.Rngs(0))))
 
-    def reader(params: Params) -> tuple[Read, Cache]:
+    def reader(params: Params) -> tuple[Read, Caches]:
         """Reading one token is too little work to share: with weights that fit, all do all."""
-        cache = empty_cache(model, jnp.dtype(train.dtype))
-        if sum(s.size * s.dtype.itemsize for s in jax.tree.leaves(shapes)) > GATHERED_BYTES:
-            return functools.partial(sharded.read, params), cache
+        if is_large and not apart:
+            caches = empty_caches(model, dtype, scan_layers=True)
+            return functools.partial(sharded.read, params), caches
         params = jax.lax.with_sharding_constraint(params, whole)
-        return lambda *operands: nnx.merge(lone_graph, params).read(*operands), cache
+        if apart:
+            params = split_by_layer(params)
+        caches = empty_caches(model, dtype, scan_layers=not apart)
+        return lambda *operands: nnx.merge(lone_graph, params).read(*operands), caches
 
     return Steps(
         mesh=mesh,

@@ -12,7 +12,7 @@ from jaxgpt.config import UsageError, load_config
 from jaxgpt.data.tokenizer import CharTokenizer
 from jaxgpt.distributed.mesh import make_mesh
 from jaxgpt.model.gpt import GPT
-from jaxgpt.training import step
+from jaxgpt.training import sampling, step
 from jaxgpt.training.sampling import make_generate, prompt_window
 from jaxgpt.training.step import make_steps
 from jobs import limited_devices
@@ -70,6 +70,17 @@ def test_a_token_is_read_once_until_the_block_is_full():
     generate([1, 1], 8, reads=reads)
     jax.effects_barrier()
     assert reads == [T, 1, 1, 1, 1, 1] + 3 * [T, 1]
+
+
+@pytest.mark.parametrize(("length", "pieces"), [(3, [4]), (4, [4]), (5, [4, 4])])
+def test_a_prompt_is_read_in_no_more_pieces_than_it_needs(length, pieces, monkeypatch):
+    monkeypatch.setattr(sampling, "PIECE", 4)
+    reads = []
+    prompt = [1, *fibonacci(1, 1, length - 1)]
+    assert generate(prompt, 1, reads=reads) == fibonacci(*prompt[-2:], 1)
+    jax.effects_barrier()
+    assert reads == [*pieces, 1]
+    assert generate(prompt, 20) == fibonacci(*prompt[-2:], 20)
 
 
 @pytest.mark.parametrize("options", [{"temperature": 1.0}, {"temperature": 5.0, "top_k": 1}])
@@ -147,11 +158,12 @@ def recomputed(config, params, prompts, n):
     ],
 )
 def test_a_text_is_the_one_that_recomputing_its_prefix_gives(mesh, options, monkeypatch):
-    """With a mesh, the model counts as too large for one device, and stays where it lies."""
+    """With a mesh, the model counts as large: split over devices it stays where it lies."""
     if mesh is None:
         _, mesh, *options = options
     else:
         monkeypatch.setattr(step, "GATHERED_BYTES", 0)
+        monkeypatch.setattr(sampling, "PIECE", 7)
     config, steps, params = made_steps(mesh, *options)
     n = BLOCK + 5
     made = jax.jit(make_generate(steps.reader, CHARACTERS, n, 0.0, None))
