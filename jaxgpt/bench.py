@@ -58,6 +58,9 @@ def parser() -> CommandParser:
         "--out", metavar="DIR", help="write there; default where temporary files are"
     )
 
+    sample = kind("sample", "time to write a text, beside reading all of it for each token")
+    sample.add_argument("--tokens", metavar="N", help="to write; default 200, or what fits")
+
     startup = kind("startup", "time to the first step, with and without a compile cache")
     startup.add_argument("--runs", default="3", metavar="N", help="cold and warm; default 3 each")
     startup.add_argument("--processes", metavar="N", help="started by mpiexec; default without it")
@@ -131,6 +134,14 @@ def run_checkpoint(arguments: argparse.Namespace, rest: list[str]) -> tuple[dict
     return found, checkpoint.describe(found)
 
 
+def run_sample(arguments: argparse.Namespace, rest: list[str]) -> tuple[dict[str, Any], str]:
+    from jaxgpt.benchmarks import sample
+
+    n_tokens = whole_number("--tokens", arguments.tokens)
+    found = sample.measure(parse_args(rest, PROG), n_tokens)
+    return found, sample.describe(found)
+
+
 def run_startup(arguments: argparse.Namespace, rest: list[str]) -> tuple[dict[str, Any], str]:
     from jaxgpt.benchmarks import startup
 
@@ -154,6 +165,7 @@ RUN = {
     "step": run_step,
     "nanogpt": run_nanogpt,
     "checkpoint": run_checkpoint,
+    "sample": run_sample,
     "startup": run_startup,
     "collectives": run_collectives,
 }

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxgpt.benchmarks import plain_files
+from jaxgpt.benchmarks.progress import tell
 from jaxgpt.benchmarks.scratch import scratch_folder
 from jaxgpt.config import Config, UsageError, check_batch, mesh_sizes
 from jaxgpt.data.sources import vocabulary_size
@@ -53,8 +54,11 @@ def measure(config: Config, size: int | None, directory: Path | None) -> dict[st
         steps = make_steps(config, make_mesh(sizes, cluster.hosts))
         state = filled(steps)
         rounds = Rounds(config, steps, state, folder, cluster)
-        rounds.run(0)
-        found = [rounds.run(number) for number in range(1, ROUNDS + 1)]
+        found = []
+        for number in range(ROUNDS + 1):
+            tell(cluster, f"round {number} of {ROUNDS}" if number else "warming up")
+            found.append(rounds.run(number))
+        found = found[1:]
         medians = {name: statistics.median(r[name] for r in found) for name in found[0]}
         arrays = jax.tree.leaves(rounds.saved)
         return (
@@ -116,7 +120,7 @@ def with_bytes(config: Config, size: int) -> Config:
             f"--size={size / 1e6:g}MB: {config.config} has {one / 1e6:.0f}MB with a single layer; "
             "give so much, or a smaller --config"
         )
-    return config.replace(model__n_layer=max(1, 1 + round((size - one) / (two - one))))
+    return config.replace(model__n_layer=1 + round((size - one) / (two - one)))
 
 
 def check_room(size: int, folder: Path) -> None:

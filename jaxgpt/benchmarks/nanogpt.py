@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxgpt.benchmarks.progress import tell
 from jaxgpt.benchmarks.scratch import scratch_folder
 from jaxgpt.benchmarks.step import steps_only
 from jaxgpt.config import Config, ModelConfig, UsageError, mesh_sizes
@@ -63,11 +64,13 @@ def measure(
         facts = connect(cluster, mesh_sizes(run.config))
         from jaxgpt.benchmarks.job import Job
 
+        tell(cluster, "compiling the step")
         with contextlib.redirect_stdout(io.StringIO()):  # what the trainer tells
             job = Job(run, cluster, facts)
             write_task(job, (ROUNDS + 1) * n_steps, compiled, folder)
             rounds, losses = [], []
             for number in range(ROUNDS + 1):
+                tell(cluster, f"round {number} of {ROUNDS}" if number else "warming up")
                 if number % 2:
                     own, answer = job.trainer(n_steps), theirs(n_steps)
                 else:

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from jaxgpt.benchmarks.progress import tell
 from jaxgpt.benchmarks.scratch import scratch_folder
 from jaxgpt.config import UsageError
 from jaxgpt.distributed.cluster import Cluster
@@ -60,8 +61,10 @@ def measure(settings: Sequence[str], n_runs: int, n_processes: int | None) -> di
     imports = [sys.executable, "-c", IMPORTS]
     run(imports)  # reads the files from the disk
     alone, cold, warm = [], [], []
-    with scratch_folder(Cluster("bench")) as folder:
+    cluster = Cluster("bench")
+    with scratch_folder(cluster) as folder:
         for number in range(n_runs):
+            tell(cluster, f"run {number + 1} of {n_runs}, cold and warm")
             alone.append(run(imports))
             # `--out` names a new directory: with an old one a run would resume.
             for kind, found in (("cold", cold), ("warm", warm)):

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from jaxgpt import __version__
+from jaxgpt.benchmarks.progress import tell
 from jaxgpt.benchmarks.scratch import scratch_folder
 from jaxgpt.config import Config, DataConfig, UsageError, mesh_sizes
 from jaxgpt.data.sources import dataset_directory, vocabulary_size
@@ -64,6 +65,7 @@ def measure(
         from jaxgpt.benchmarks.job import Job
         from jaxgpt.benchmarks.matmul import fastest_size, matmul_rate
 
+        tell(cluster, "compiling the step")
         with contextlib.redirect_stdout(io.StringIO()):  # what the trainer tells
             job = Job(run, cluster, facts)
             job.trainer(WARM_UP)
@@ -76,6 +78,7 @@ def measure(
             product = matmul_rate(size, dtype, cluster)
             trainer, alone, products = [], [], []
             for number in range(ROUNDS):
+                tell(cluster, f"round {number + 1} of {ROUNDS}, {n_steps} steps each way")
                 turns = [(trainer, job.trainer), (alone, job.alone)]
                 for rounds, run_round in turns if number % 2 else reversed(turns):
                     rounds.append(run_round(n_steps))
