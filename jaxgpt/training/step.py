@@ -134,8 +134,8 @@ def make_steps(
         return watch, verdict, verdict.cause == NONE if skips_all else verdict.cause != NONFINITE
 
     is_large = sum(s.size * s.dtype.itemsize for s in jax.tree.leaves(shapes)) > GATHERED_BYTES
-    # A CPU reads a large model's weights at the speed of its memory, without a copy of each
-    # block's, if they are apart; else one block is compiled and not L, since texts are soon written.
+    # Of a small model one block is compiled and not L: texts are soon written. A CPU reads a large
+    # one's weights as fast as memory yields them, if those of each layer are apart.
     apart = is_large and on_cpu and mesh.size == 1
     dtype = jnp.dtype(train.dtype)
     lone = functools.partial(GPT, model, dtype=dtype, attend=attend, scan_layers=not apart)
