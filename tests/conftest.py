@@ -19,7 +19,7 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
-    """In short, what tests compile in this process is optimized less: it runs for a moment only.
+    """In the short form, what tests compile in their process is not optimized: it runs briefly.
 
     XLA reads its flags when JAX starts, here. Commands under test compile as users' do.
     """
@@ -69,7 +69,7 @@ def data_home(tmp_path_factory):
 
 @pytest.fixture(scope="session", autouse=True)
 def compile_cache(tmp_path_factory):
-    """Tests and commands under test share what they compile, and leave the user's cache alone."""
+    """Tests share what they compile, as do commands under test; the user's cache is left alone."""
     from jaxgpt.distributed.cluster import Cluster
     from jaxgpt.distributed.compile_cache import use_compile_cache
 

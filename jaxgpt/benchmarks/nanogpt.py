@@ -56,7 +56,9 @@ def measure(
         )
     cluster = join_cluster(config.init_timeout)
     if cluster.size > 1:
-        raise UsageError(f"bench nanogpt: {cluster.size} processes; it runs in one")
+        raise UsageError(
+            f"bench nanogpt: {cluster.size} processes; start it without mpiexec, it runs in one"
+        )
     # Or JAX would take three quarters of a GPU's memory at once, of which nanoGPT needs as much.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     with scratch_folder(cluster) as folder, worker(python, clone, folder) as (about, theirs):

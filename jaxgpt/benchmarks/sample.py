@@ -3,6 +3,7 @@
 Both take the likeliest token every time, and so have to write the same.
 """
 
+import functools
 import statistics
 import time
 from collections.abc import Callable
@@ -37,7 +38,8 @@ def measure(config: Config, n_tokens: int | None) -> dict[str, Any]:
     room = config.model.block_size - PROMPT
     if room < 1:
         raise UsageError(
-            f"model.block_size={config.model.block_size}: must be more than the prompt of {PROMPT}"
+            f"model.block_size={config.model.block_size}: has no room after a prompt of {PROMPT}; "
+            f"give at least {PROMPT + 1}"
         )
     n_tokens = n_tokens or min(TOKENS, room)
     if n_tokens > room:
@@ -47,7 +49,9 @@ def measure(config: Config, n_tokens: int | None) -> dict[str, Any]:
         )
     cluster = join_cluster(config.init_timeout)
     if cluster.size > 1:
-        raise UsageError(f"bench sample: {cluster.size} processes; it runs in one")
+        raise UsageError(
+            f"bench sample: {cluster.size} processes; start it without mpiexec, it runs in one"
+        )
     vocab_size = vocabulary_size(config.data, config.model)
     config = config.replace(model__vocab_size=vocab_size)
     connect(cluster, mesh_sizes(config))
@@ -57,7 +61,13 @@ def measure(config: Config, n_tokens: int | None) -> dict[str, Any]:
     from jaxgpt.training.sampling import make_generate
     from jaxgpt.training.step import make_steps
 
-    steps = make_steps(config, make_mesh(mesh_sizes(config, jax.device_count()), cluster.hosts))
+    mesh = make_mesh(mesh_sizes(config, jax.device_count()), cluster.hosts)
+    if mesh.size > 1:
+        raise UsageError(
+            f"parallel.mesh={config.parallel.mesh}: has {mesh.size} devices, and bench sample runs "
+            "on one; give --mesh 1,1,1"
+        )
+    steps = make_steps(config, mesh)
     params = steps.init().params
     # Or a model that has not been trained would write the same token all the time.
     params["wpe"]["embedding"] *= POSITIONS_TIMES
@@ -70,7 +80,7 @@ def measure(config: Config, n_tokens: int | None) -> dict[str, Any]:
 
     tell(cluster, "compiling")
     write, write_first = with_cache(n_tokens), with_cache(1)
-    recompute = recomputing(config, jax.device_put(params, steps.replicated))
+    recompute = recomputing(config, params)
     write(), write_first()  # what is compiled is not timed
     for end in range(PIECE, PROMPT + n_tokens + PIECE, PIECE):
         recompute(window, min(end, PROMPT + n_tokens) - 1, 1)
@@ -85,7 +95,6 @@ def measure(config: Config, n_tokens: int | None) -> dict[str, Any]:
         "n_parameters": steps.n_parameters[1],
         "dtype": config.train.dtype,
         "device_kind": steps.mesh.devices.flat[0].device_kind,
-        "mesh": dict(steps.mesh.shape),
         "prompt_tokens": PROMPT,
         "tokens": n_tokens,
         "first_token_seconds": first,
@@ -107,12 +116,17 @@ def recomputing(config: Config, params: Any) -> Callable[[np.ndarray, int, int],
     import jax.numpy as jnp
     from flax import nnx
 
+    from jaxgpt.model.attention import make_attention
     from jaxgpt.model.gpt import GPT, logits
 
-    dtype = jnp.dtype(config.train.dtype)
-    graph = nnx.graphdef(
-        nnx.eval_shape(lambda: GPT(config.model, dtype=dtype, scan_layers=True, rngs=nnx.Rngs(0)))
+    network = functools.partial(
+        GPT,
+        config.model,
+        dtype=jnp.dtype(config.train.dtype),
+        attend=make_attention("xla", dropout=0),
+        scan_layers=True,
     )
+    graph = nnx.graphdef(nnx.eval_shape(lambda: network(rngs=nnx.Rngs(0))))
 
     @jax.jit
     def likeliest(params: Any, text_T: jax.Array, length: Any) -> jax.Array:
@@ -137,16 +151,15 @@ def timed(act: Callable[[], Any]) -> tuple[Any, float]:
 
 def describe(found: dict[str, Any]) -> str:
     """What `measure` found, in words."""
-    mesh = " ".join(f"{axis}={size}" for axis, size in found["mesh"].items())
     n, fast, slow = found["tokens"], found["cached_seconds"], found["recomputed_seconds"]
     return "\n".join(
         [
             f"sample: {found['config']}, {found['n_parameters'] / 1e6:.2f}M parameters, "
-            f"{found['dtype']}, mesh {mesh} of {found['device_kind']}; {n} tokens after "
+            f"{found['dtype']}, one {found['device_kind']}; {n} tokens after "
             f"{found['prompt_tokens']}, always the likeliest",
-            f"with the cache: {fast:.2f} s, {1e3 * fast / n:.1f} ms a token; "
-            f"{1e3 * found['first_token_seconds']:.0f} ms to the first, which reads the prompt",
-            f"prefix read for each token: {slow:.2f} s, {1e3 * slow / n:.1f} ms a token (padded to "
+            f"with the cache: {fast:.3g} s, {1e3 * fast / n:.1f} ms a token; "
+            f"{1e3 * found['first_token_seconds']:.3g} ms to the first, which reads the prompt",
+            f"prefix read for each token: {slow:.3g} s, {1e3 * slow / n:.1f} ms a token (padded to "
             f"a multiple of {PIECE})",
             f"ratio: {found['ratio']:.1f} x; {found['same_tokens']} of {n} tokens are the same, "
             f"{found['distinct_tokens']} of them distinct",

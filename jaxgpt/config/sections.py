@@ -132,7 +132,8 @@ class ParallelConfig:
     """What of a layer the backward pass computes again: nothing; all of it; all but the results
     of its linear layers; only the attention scores."""
     scan_layers: bool = False
-    """Compile one block and loop over it: much shorter compilation of deep models."""
+    """Compile one block and loop over it: much shorter compilation of deep models. What writes
+    samples loops in any case, but for a large model that is alone on a CPU."""
     reduce_every: Literal["step", "microbatch"] = "step"
     """With gradient accumulation: reduce gradients over devices once per step, which each device
     keeps whole until then; or, for stages 2 and 3, after each microbatch, in less memory."""

@@ -27,23 +27,29 @@ VOCAB_MULTIPLE = 128  # the embedding's rows are padded to this, which most mesh
 
 
 class Cache(NamedTuple):
-    """Keys and values of a layer at the positions of a row that were read; S is block_size.
+    """Keys and values at the positions of a row that were read; S is block_size.
 
-    In the shape in which attention's products take them: another would be copied for every token.
+    Of one layer, or with a leading axis L. In the order in which attention's products take them:
+    another would be copied for every token.
     """
 
     k_HKS: jax.Array
     v_HKS: jax.Array
 
-    def extended(self, k_1THK: jax.Array, v_1THK: jax.Array, first: Any) -> "Cache":
-        """With those of the positions first, first + 1, ..."""
+    def extended(self, layer: Any, k_1THK: jax.Array, v_1THK: jax.Array, first: Any) -> "Cache":
+        """With what a layer adds at the positions first, first + 1, ...; None is the only one."""
+        assert k_1THK.shape[0] == 1
 
-        def write(x_HKS: jax.Array, new_1THK: jax.Array) -> jax.Array:
-            return jax.lax.dynamic_update_slice(
-                x_HKS, new_1THK[0].transpose(1, 2, 0), (0, 0, first)
-            )
+        def write(x: jax.Array, new_1THK: jax.Array) -> jax.Array:
+            new_HKT, place = new_1THK[0].transpose(1, 2, 0), (0, 0, first)
+            if layer is None:
+                return jax.lax.dynamic_update_slice(x, new_HKT, place)
+            return jax.lax.dynamic_update_slice(x, new_HKT[None], (layer, *place))
 
         return Cache(write(self.k_HKS, k_1THK), write(self.v_HKS, v_1THK))
+
+    def of(self, layer: Any) -> "Cache":
+        return self if layer is None else Cache(self.k_HKS[layer], self.v_HKS[layer])
 
 
 # Of all layers: one with a leading axis L where layers are scanned, else one for each.
@@ -51,7 +57,10 @@ Caches = Cache | tuple[Cache, ...]
 
 
 class PerLayer(tuple):
-    """An array for each layer, in place of one with a leading axis L; to JAX a leaf."""
+    """An array for each layer, in place of one with a leading axis L.
+
+    JAX does not look into subclasses of tuple: to `jax.tree.map` it is a leaf, as the one array is.
+    """
 
 
 def normal(std: float) -> nnx.Initializer:
@@ -126,6 +135,7 @@ class Block(nnx.Module):
         x_BTD: jax.Array,
         keys_B: jax.Array | None = None,
         cache: Cache | None = None,
+        layer: Any = None,
         first: Any = 0,
     ) -> tuple[jax.Array, Cache | None]:
         """One layer.
@@ -133,6 +143,7 @@ class Block(nnx.Module):
         Args:
             keys_B: a key for every row; without, there is no dropout.
             cache: of the positions before `first`, where x_BTD begins; without, these are all.
+            layer: the number of this one in the cache; None where the cache is its own.
 
         Returns:
             x_BTD for the next layer, and the cache with these positions.
@@ -147,8 +158,8 @@ class Block(nnx.Module):
         keys_BH = keys_for(keys[0], heads_H)
         k_BSHK, v_BSHK = k_BTHK, v_BTHK
         if cache is not None:
-            cache = cache.extended(k_BTHK, v_BTHK, first)
-            k_BSHK, v_BSHK = (x_HKS.transpose(2, 0, 1)[None] for x_HKS in cache)
+            cache = cache.extended(layer, k_BTHK, v_BTHK, first)
+            k_BSHK, v_BSHK = (x_HKS.transpose(2, 0, 1)[None] for x_HKS in cache.of(layer))
         if k_BSHK.shape == q_BTHK.shape:  # all positions at once, as in training
             mixed_BTHK = self.attend(q_BTHK, k_BSHK, v_BSHK, keys_BH)
         else:
@@ -212,15 +223,15 @@ class GPT(nnx.Module):
         x_BTD, w_VD, first = self.hidden(tokens_BT, keys_B)
         return logits(x_BTD, w_VD, first, self.config.vocab_size)
 
-    def read(self, caches: Caches, tokens_BT: jax.Array, first: Any) -> tuple[jax.Array, Caches]:
-        """Logits_BV of the token after these, and the caches with these; without dropout.
+    def read(self, caches: Caches, tokens_1T: jax.Array, first: Any) -> tuple[jax.Array, Caches]:
+        """Logits_1V of the token after these, and the caches with these; without dropout.
 
         Args:
             caches: of the positions before `first`.
-            tokens_BT: of the positions first, first + 1, ..., which must be below block_size.
+            tokens_1T: of the positions first, first + 1, ..., which must be below block_size.
         """
-        x_BTD, w_VD, first_token, caches = self._hidden(tokens_BT, None, caches, first)
-        return logits(x_BTD[:, -1], w_VD, first_token, self.config.vocab_size), caches
+        x_1TD, w_VD, first_token, caches = self._hidden(tokens_1T, None, caches, first)
+        return logits(x_1TD[:, -1], w_VD, first_token, self.config.vocab_size), caches
 
     def hidden(
         self, tokens_BT: jax.Array, keys_B: jax.Array | None = None
@@ -259,20 +270,23 @@ class GPT(nnx.Module):
         L = self.config.n_layer
         graph, stacked = nnx.split(self.blocks)
 
-        def layer(x_BTD, given):
-            params, keys_B, cache = given
+        def layer(carry, given):
+            x_BTD, cache = carry
+            params, keys_B, number = given
             block = with_weights(nnx.merge(graph, params), self.devices)
-            return block(x_BTD, keys_B, cache, first)
+            return block(x_BTD, keys_B, cache, number, first), None
 
         layer = rematerialized(layer, self.remat, in_loop=self.scan_layers)
         if self.scan_layers:
-            return jax.lax.scan(layer, x_BTD, (stacked, keys_LB, caches))
+            numbers_L = None if caches is None else jnp.arange(L)
+            return jax.lax.scan(layer, (x_BTD, caches), (stacked, keys_LB, numbers_L))[0]
         written = []
         for i in range(L):
             own = jax.tree.map(lambda leaf: leaf[i], (stacked, keys_LB))  # noqa: B023
-            x_BTD, cache = layer(x_BTD, (*own, caches and caches[i]))
+            cache = None if caches is None else caches[i]
+            (x_BTD, cache), _ = layer((x_BTD, cache), (*own, None))
             written.append(cache)
-        return x_BTD, caches and tuple(written)
+        return x_BTD, None if caches is None else tuple(written)
 
 
 def with_weights(module: nnx.Module, devices: OneDevice) -> Any:
@@ -361,8 +375,8 @@ def empty_caches(config: ModelConfig, dtype: jnp.dtype, scan_layers: bool) -> Ca
 def split_by_layer(params: Params) -> Params:
     """The same parameters, of each layer in arrays of its own; not for layers that are scanned.
 
-    Where they are read again and again, in a loop, XLA would otherwise take each layer's out of
-    the whole anew.
+    Where they are read again and again, in a loop, XLA would otherwise copy each layer's out of
+    the whole every time. They take as much memory once more.
     """
     return params | {"blocks": jax.tree.map(PerLayer, params["blocks"])}
 

@@ -49,48 +49,37 @@ def make_generate(
         return jax.random.categorical(key, logits_V / temperature)
 
     def generate(params: Params, window: jax.Array, length: jax.Array, seed: jax.Array):
-        T, end = window.size, length + n_tokens
+        T, P, end = window.size, min(PIECE, window.size), length + n_tokens
         keys = jax.random.split(jax.random.key(seed), n_tokens)
-        read, empty_cache = reader(params)
+        read, empty_caches = reader(params)
 
-        def window_start(n: jax.Array) -> jax.Array:
-            return jnp.maximum(n - T, 0)
+        def part(text: jax.Array, first: jax.Array, size: int) -> jax.Array:
+            return jax.lax.dynamic_slice(text, (first,), (size,))[None]
 
-        def read_window(tokens_T: jax.Array, n: jax.Array) -> Any:
-            """The cache of the first n tokens; a short text takes few pieces.
+        def written(text: jax.Array, n: jax.Array, logits_1V: jax.Array) -> jax.Array:
+            return text.at[n].set(draw(logits_1V[0], keys[n - length]))
 
-            What follows them in the last piece is read too, and overwritten before anything
-            attends to it.
-            """
-            size = min(PIECE, T)
+        def read_piece(i, caches):
+            first = jnp.minimum(i * P, T - P)  # the last may begin in the one before
+            return read(caches, part(window, first, P), first)[1]
 
-            def read_piece(i, cache):
-                first = jnp.minimum(i * size, T - size)  # the last may begin in the one before
-                piece_1P = jax.lax.dynamic_slice(tokens_T, (first,), (size,))[None]
-                return read(cache, piece_1P, first)[1]
+        def write_next(carry):
+            text, n, caches = carry
+            logits_1V, caches = read(caches, part(text, n - 1, 1), n - 1)
+            return written(text, n, logits_1V), n + 1, caches
 
-            return jax.lax.fori_loop(0, -(-n // size), read_piece, empty_cache)
-
-        def write_in_window(carry):
-            """Reads the window of a text of n tokens, and writes while it stays the same."""
+        def write_past_window(carry):
             text, n = carry
-            start = window_start(n)
-            cache = read_window(jax.lax.dynamic_slice(text, (start,), (T,)), n - start)
+            logits_1V, _ = read(empty_caches, part(text, n - T, T), 0)
+            return written(text, n, logits_1V), n + 1
 
-            def write_one(carry):
-                text, n, cache = carry
-                logits_1V, cache = read(cache, text[n - 1][None, None], n - 1 - start)
-                return text.at[n].set(draw(logits_1V[0], keys[n - length])), n + 1, cache
-
-            def goes_on(carry):
-                _, n, _ = carry
-                return (n < end) & (window_start(n) == start)
-
-            text, n, _ = jax.lax.while_loop(goes_on, write_one, (text, n, cache))
-            return text, n
-
+        # What follows the prompt is read too, and overwritten before anything attends to it.
+        caches = jax.lax.fori_loop(0, -(-length // P), read_piece, empty_caches)
         text = jnp.concatenate([window, jnp.zeros(n_tokens, jnp.int32)])
-        text, _ = jax.lax.while_loop(lambda carry: carry[1] < end, write_in_window, (text, length))
+        text, n, _ = jax.lax.while_loop(
+            lambda carry: carry[1] < jnp.minimum(end, T + 1), write_next, (text, length, caches)
+        )
+        text, _ = jax.lax.while_loop(lambda carry: carry[1] < end, write_past_window, (text, n))
         return jax.lax.dynamic_slice(text, (length,), (n_tokens,))
 
     return generate

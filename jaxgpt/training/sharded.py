@@ -44,8 +44,8 @@ class Sharded(NamedTuple):
     losses: Callable[[Params, jax.Array], jax.Array]
     """(params, tokens of shape (B, T+1)) -> mean losses of the rows, (B,), without dropout."""
     read: Callable[[Params, Caches, jax.Array, Any], tuple[jax.Array, Caches]]
-    """(params, caches, tokens_BT, first) -> (logits_BV, cache), as `GPT.read`: every device has
-    all rows, and in the cache its own heads."""
+    """(params, caches, tokens_1T, first) -> (logits_1V, caches), as `GPT.read`: every device has
+    the row, and in the caches its own heads."""
 
 
 def make_sharded(config: Config, mesh: Mesh, attend: Attention, slices: int = 1) -> Sharded:
@@ -171,12 +171,12 @@ def make_sharded(config: Config, mesh: Mesh, attend: Attention, slices: int = 1)
             return everyones(sums(rows), rows)
         return everyones(together(jax.lax.map(sums, in_parts(rows, slices))), rows)
 
-    def read_here(params, caches, tokens_BT, first):
+    def read_here(params, caches, tokens_1T, first):
         weights = jax.tree.map(Weight, *prepared(params), layouts)
-        logits_BV, caches = nnx.merge(sampling_graph, weights).read(caches, tokens_BT, first)
+        logits_1V, caches = nnx.merge(sampling_graph, weights).read(caches, tokens_1T, first)
         if devices.tensor > 1:
-            logits_BV = jax.lax.all_gather(logits_BV, "tensor", axis=1, tiled=True)
-        return logits_BV[:, : padded_vocab_size(model.vocab_size)], caches
+            logits_1V = jax.lax.all_gather(logits_1V, "tensor", axis=1, tiled=True)
+        return logits_1V[:, : padded_vocab_size(model.vocab_size)], caches
 
     everywhere, own_heads = PartitionSpec(), PartitionSpec(None, "tensor")
     on_mesh = functools.partial(jax.shard_map, mesh=mesh)

@@ -18,7 +18,7 @@ CPU_INIT_OPTIONS = {"xla_backend_optimization_level": 1}
 # Collectives run while what does not need them is computed; a single GPU has none.
 GPU_STEP_OPTIONS = {"xla_gpu_enable_latency_hiding_scheduler": True}
 
-# (cache, tokens_BT, position of the first of them) -> (logits_BV, cache), see `GPT.read`.
+# (caches, tokens_1T, position of the first of them) -> (logits_1V, caches), see `GPT.read`.
 Read = Callable[[Any, jax.Array, Any], tuple[jax.Array, Any]]
 
 
@@ -81,4 +81,4 @@ class Steps:
     eval_step: Callable[[Params, jax.Array], jax.Array]
     """(params, tokens of shape (B, T+1)) -> mean loss of each row, shape (B,)."""
     reader: Callable[[Params], tuple[Read, Any]]
-    """With these parameters: what reads one text at a time, and an empty cache."""
+    """With these parameters: what reads one text at a time, and empty caches."""

@@ -58,7 +58,7 @@ from jaxgpt.training.state import (
     step_options,
 )
 
-GATHERED_BYTES = 2**28  # parameters up to this size are gathered to write samples
+SMALL_BYTES = 2**28  # of parameters: up to this size, all devices gather them to write samples
 
 
 def make_steps(
@@ -133,7 +133,7 @@ def make_steps(
         skips_all = config.spike.action == "skip_update"
         return watch, verdict, verdict.cause == NONE if skips_all else verdict.cause != NONFINITE
 
-    is_large = sum(s.size * s.dtype.itemsize for s in jax.tree.leaves(shapes)) > GATHERED_BYTES
+    is_large = sum(s.size * s.dtype.itemsize for s in jax.tree.leaves(shapes)) > SMALL_BYTES
     # Of a small model one block is compiled and not L: texts are soon written. A CPU reads a large
     # one's weights as fast as memory yields them, if those of each layer are apart.
     apart = is_large and on_cpu and mesh.size == 1

@@ -11,7 +11,7 @@ def test_a_text_with_the_cache_is_the_one_without_it():
     job = run("bench", "sample", *SMALL, "model.block_size=90", "--tokens", 74, "--json")
     assert job.returncode == 0, job.stdout
     found = json.loads(job.stdout)
-    assert found["tokens"] == found["same_tokens"] == 74 >= found["distinct_tokens"] > 0
+    assert found["tokens"] == found["same_tokens"] == 74 >= found["distinct_tokens"] > 10
     assert 0 < found["first_token_seconds"] < found["cached_seconds"]
     assert found["ratio"] == pytest.approx(found["recomputed_seconds"] / found["cached_seconds"])
 

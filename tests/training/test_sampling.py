@@ -69,7 +69,7 @@ def test_a_token_is_read_once_until_the_block_is_full():
     reads = []
     generate([1, 1], 8, reads=reads)
     jax.effects_barrier()
-    assert reads == [T, 1, 1, 1, 1, 1] + 3 * [T, 1]
+    assert reads == [T, 1, 1, 1, 1, 1] + 3 * [T]
 
 
 @pytest.mark.parametrize(("length", "pieces"), [(3, [4]), (4, [4]), (5, [4, 4])])
@@ -151,19 +151,19 @@ def recomputed(config, params, prompts, n):
     ("mesh", "options"),
     [
         (None, ("--mesh", "1,1,2", "model.bias=True")),
-        ("1,1,1", ("parallel.scan_layers=False",)),
-        ("2,2,2", ("parallel.scan_layers=True", "parallel.remat=full")),
+        ("1,1,1", ()),
+        ("2,2,2", ("parallel.remat=full",)),
         ("2,2,2", ("parallel.sequence_parallel=True", "model.dropout=0.5")),
         ("1,2,3", ("model.n_head=6", "model.n_embd=60")),  # does not divide the vocabulary
     ],
 )
 def test_a_text_is_the_one_that_recomputing_its_prefix_gives(mesh, options, monkeypatch):
-    """With a mesh, the model counts as large: split over devices it stays where it lies."""
+    """With a mesh, the model counts as large: on several devices it stays where it lies."""
     if mesh is None:
         _, mesh, *options = options
     else:
-        monkeypatch.setattr(step, "GATHERED_BYTES", 0)
-        monkeypatch.setattr(sampling, "PIECE", 7)
+        monkeypatch.setattr(step, "SMALL_BYTES", 0)
+    monkeypatch.setattr(sampling, "PIECE", 7)
     config, steps, params = made_steps(mesh, *options)
     n = BLOCK + 5
     made = jax.jit(make_generate(steps.reader, CHARACTERS, n, 0.0, None))
@@ -179,10 +179,10 @@ def test_a_text_is_the_one_that_recomputing_its_prefix_gives(mesh, options, monk
     assert found == recomputed(config, params, prompts, n)
 
 
-@pytest.mark.parametrize("gathered_bytes", [0, 2**28])
-def test_a_token_costs_what_its_own_position_does(gathered_bytes, monkeypatch):
+@pytest.mark.parametrize("small_bytes", [0, 2**28])
+def test_a_token_costs_what_its_own_position_does(small_bytes, monkeypatch):
     """Two operations for each weight of a matrix, and four for each number of a key in reach."""
-    monkeypatch.setattr(step, "GATHERED_BYTES", gathered_bytes)
+    monkeypatch.setattr(step, "SMALL_BYTES", small_bytes)
     _, steps, params = made_steps("1,1,1", "model.n_layer=1", "model.n_embd=128")
 
     def read(params, token):
