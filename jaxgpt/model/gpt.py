@@ -8,7 +8,7 @@ the L blocks are stacked along a leading `layers` axis, one array per kind of we
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,49 +18,13 @@ from jaxgpt.config import ModelConfig
 from jaxgpt.distributed.collectives import ONE_DEVICE, OneDevice
 from jaxgpt.distributed.partition import Params
 from jaxgpt.model.attention import Attention, xla_attention
+from jaxgpt.model.cache import Cache, Caches
 from jaxgpt.model.dropout import dropped
 from jaxgpt.model.gelu import gelu
 from jaxgpt.model.remat import rematerialized
 
 INIT_STD = 0.02  # GPT-2's, for every matrix and embedding
 VOCAB_MULTIPLE = 128  # the embedding's rows are padded to this, which most meshes divide
-
-
-class Cache(NamedTuple):
-    """Keys and values at the positions of a row that were read; S is block_size.
-
-    Of one layer, or with a leading axis L. In the order in which attention's products take them:
-    another would be copied for every token.
-    """
-
-    k_HKS: jax.Array
-    v_HKS: jax.Array
-
-    def extended(self, layer: Any, k_1THK: jax.Array, v_1THK: jax.Array, first: Any) -> "Cache":
-        """With what a layer adds at the positions first, first + 1, ...; None is the only one."""
-        assert k_1THK.shape[0] == 1
-
-        def write(x: jax.Array, new_1THK: jax.Array) -> jax.Array:
-            new_HKT, place = new_1THK[0].transpose(1, 2, 0), (0, 0, first)
-            if layer is None:
-                return jax.lax.dynamic_update_slice(x, new_HKT, place)
-            return jax.lax.dynamic_update_slice(x, new_HKT[None], (layer, *place))
-
-        return Cache(write(self.k_HKS, k_1THK), write(self.v_HKS, v_1THK))
-
-    def of(self, layer: Any) -> "Cache":
-        return self if layer is None else Cache(self.k_HKS[layer], self.v_HKS[layer])
-
-
-# Of all layers: one with a leading axis L where layers are scanned, else one for each.
-Caches = Cache | tuple[Cache, ...]
-
-
-class PerLayer(tuple):
-    """An array for each layer, in place of one with a leading axis L.
-
-    JAX does not look into subclasses of tuple: to `jax.tree.map` it is a leaf, as the one array is.
-    """
 
 
 def normal(std: float) -> nnx.Initializer:
@@ -360,25 +324,6 @@ def embedding(
 def padded_vocab_size(vocab_size: int) -> int:
     """Rows of the embedding: `vocab_size` rounded up to a multiple of 128."""
     return -(-vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
-
-
-def empty_caches(config: ModelConfig, dtype: jnp.dtype, scan_layers: bool) -> Caches:
-    """Room for what `GPT.read` reads of one row."""
-    L, S, H = config.n_layer, config.block_size, config.n_head
-    zeros_HKS = jnp.zeros((H, config.n_embd // H, S), dtype)
-    cache = Cache(zeros_HKS, zeros_HKS)
-    if scan_layers:
-        return jax.tree.map(lambda zeros: jnp.stack([zeros] * L), cache)
-    return (cache,) * L
-
-
-def split_by_layer(params: Params) -> Params:
-    """The same parameters, of each layer in arrays of its own; not for layers that are scanned.
-
-    Where they are read again and again, in a loop, XLA would otherwise copy each layer's out of
-    the whole every time. They take as much memory once more.
-    """
-    return params | {"blocks": jax.tree.map(PerLayer, params["blocks"])}
 
 
 @functools.cache

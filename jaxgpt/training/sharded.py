@@ -26,7 +26,8 @@ from jaxgpt.distributed.collectives import (
 )
 from jaxgpt.distributed.partition import Params
 from jaxgpt.model.attention import Attention
-from jaxgpt.model.gpt import GPT, Caches, abstract_params, padded_vocab_size
+from jaxgpt.model.cache import Caches
+from jaxgpt.model.gpt import GPT, abstract_params, padded_vocab_size
 from jaxgpt.model.remat import without_scores
 from jaxgpt.training.loss import summed_loss
 

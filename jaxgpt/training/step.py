@@ -23,14 +23,8 @@ from jaxgpt.model.attention import (
     fallback_warnings,
     make_attention,
 )
-from jaxgpt.model.gpt import (
-    GPT,
-    Caches,
-    abstract_params,
-    count_parameters,
-    empty_caches,
-    split_by_layer,
-)
+from jaxgpt.model.cache import Caches, empty_caches, split_by_layer
+from jaxgpt.model.gpt import GPT, abstract_params, count_parameters
 from jaxgpt.training.detection import (
     NONE,
     NONFINITE,
