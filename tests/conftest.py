@@ -24,13 +24,10 @@ def pytest_configure(config):
     XLA reads its flags when JAX starts, here. Commands under test compile as users' do.
     """
     if not config.getoption("--long"):
-        flags = os.environ.get("XLA_FLAGS")
-        os.environ["XLA_FLAGS"] = f"{flags or ''} --xla_backend_optimization_level=0"
-        jax.devices()
-        if flags is None:
-            del os.environ["XLA_FLAGS"]
-        else:
-            os.environ["XLA_FLAGS"] = flags
+        with pytest.MonkeyPatch.context() as patch:
+            flags = os.environ.get("XLA_FLAGS", "")
+            patch.setenv("XLA_FLAGS", f"{flags} --xla_backend_optimization_level=0")
+            jax.devices()
 
 
 def pytest_collection_modifyitems(config, items):

@@ -7,6 +7,7 @@ the L blocks are stacked along a leading `layers` axis, one array per kind of we
 
 import functools
 import math
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -246,7 +247,7 @@ class GPT(nnx.Module):
             return jax.lax.scan(layer, (x_BTD, caches), (stacked, keys_LB, numbers_L))[0]
         written = []
         for i in range(L):
-            own = jax.tree.map(lambda leaf: leaf[i], (stacked, keys_LB))  # noqa: B023
+            own = jax.tree.map(operator.itemgetter(i), (stacked, keys_LB))
             cache = None if caches is None else caches[i]
             (x_BTD, cache), _ = layer((x_BTD, cache), (*own, None))
             written.append(cache)

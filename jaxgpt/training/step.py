@@ -137,13 +137,12 @@ def make_steps(
 
     def reader(params: Params) -> tuple[Read, Caches]:
         """Reading one token is too little work to share: with weights that fit, all do all."""
+        caches = empty_caches(model, dtype, scan_layers=not apart)
         if is_large and not apart:
-            caches = empty_caches(model, dtype, scan_layers=True)
             return functools.partial(sharded.read, params), caches
         params = jax.lax.with_sharding_constraint(params, whole)
         if apart:
             params = split_by_layer(params)
-        caches = empty_caches(model, dtype, scan_layers=not apart)
         return lambda *operands: nnx.merge(lone_graph, params).read(*operands), caches
 
     return Steps(
