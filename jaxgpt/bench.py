@@ -61,6 +61,12 @@ def parser() -> CommandParser:
     sample = kind("sample", "time to write a text, beside reading all of it for each token")
     sample.add_argument("--tokens", metavar="N", help="to write; default 200, or what fits")
 
+    compiling = kind("compile", "time to compile a training step, beside that of fewer layers")
+    compiling.add_argument(
+        "--layers", metavar="N,M", help="default a quarter of model.n_layer, and model.n_layer"
+    )
+    compiling.add_argument("--runs", default="3", metavar="N", help="of each; default 3")
+
     startup = kind("startup", "time to the first step, with and without a compile cache")
     startup.add_argument("--runs", default="3", metavar="N", help="cold and warm; default 3 each")
     startup.add_argument("--processes", metavar="N", help="started by mpiexec; default without it")
@@ -142,6 +148,16 @@ def run_sample(arguments: argparse.Namespace, rest: list[str]) -> tuple[dict[str
     return found, sample.describe(found)
 
 
+def run_compile(arguments: argparse.Namespace, rest: list[str]) -> tuple[dict[str, Any], str]:
+    from jaxgpt.benchmarks import compile
+
+    given = arguments.layers
+    layers = given and [whole_number("--layers", n) for n in given.split(",")]
+    n_runs = whole_number("--runs", arguments.runs)
+    found = compile.measure(parse_args(rest, PROG), layers, n_runs)
+    return found, compile.describe(found)
+
+
 def run_startup(arguments: argparse.Namespace, rest: list[str]) -> tuple[dict[str, Any], str]:
     from jaxgpt.benchmarks import startup
 
@@ -166,6 +182,7 @@ RUN = {
     "nanogpt": run_nanogpt,
     "checkpoint": run_checkpoint,
     "sample": run_sample,
+    "compile": run_compile,
     "startup": run_startup,
     "collectives": run_collectives,
 }

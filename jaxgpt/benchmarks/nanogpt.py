@@ -15,12 +15,12 @@ from typing import Any
 
 import numpy as np
 
+from jaxgpt.benchmarks.alone import join_alone
 from jaxgpt.benchmarks.progress import tell
 from jaxgpt.benchmarks.scratch import scratch_folder
 from jaxgpt.benchmarks.step import steps_only
 from jaxgpt.config import Config, ModelConfig, UsageError, mesh_sizes
 from jaxgpt.distributed.backend import connect
-from jaxgpt.distributed.cluster import join_cluster
 from jaxgpt.distributed.malloc import without_tuning
 from jaxgpt.training.run_directory import prepare_run
 
@@ -54,11 +54,7 @@ def measure(
         raise UsageError(
             f"--steps={n_steps}: batches of so many rounds are too large; at most {most}"
         )
-    cluster = join_cluster(config.init_timeout)
-    if cluster.size > 1:
-        raise UsageError(
-            f"bench nanogpt: {cluster.size} processes; start it without mpiexec, it runs in one"
-        )
+    cluster = join_alone("nanogpt", config.init_timeout)
     # Or JAX would take three quarters of a GPU's memory at once, of which nanoGPT needs as much.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     with scratch_folder(cluster) as folder, worker(python, clone, folder) as (about, theirs):

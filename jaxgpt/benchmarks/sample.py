@@ -11,11 +11,11 @@ from typing import Any
 
 import numpy as np
 
+from jaxgpt.benchmarks.alone import join_alone
 from jaxgpt.benchmarks.progress import tell
 from jaxgpt.config import Config, UsageError, mesh_sizes
 from jaxgpt.data.sources import vocabulary_size
 from jaxgpt.distributed.backend import connect
-from jaxgpt.distributed.cluster import join_cluster
 
 PROMPT = 16  # random tokens
 TOKENS = 200
@@ -47,11 +47,7 @@ def measure(config: Config, n_tokens: int | None) -> dict[str, Any]:
             f"--tokens={n_tokens}: with a prompt of {PROMPT} they must fit into "
             f"model.block_size={config.model.block_size}; give at most {room}"
         )
-    cluster = join_cluster(config.init_timeout)
-    if cluster.size > 1:
-        raise UsageError(
-            f"bench sample: {cluster.size} processes; start it without mpiexec, it runs in one"
-        )
+    cluster = join_alone("sample", config.init_timeout)
     vocab_size = vocabulary_size(config.data, config.model)
     config = config.replace(model__vocab_size=vocab_size)
     connect(cluster, mesh_sizes(config))

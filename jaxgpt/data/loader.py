@@ -45,11 +45,6 @@ class Loader(Rows):
             sharding=sharding,
         )
 
-    @property
-    def batch_shape(self) -> jax.ShapeDtypeStruct:
-        """What `batch` returns, without reading it."""
-        return jax.ShapeDtypeStruct(self.shape, np.int32, sharding=self._sharding)
-
     def batch(self, step: int) -> jax.Array:
         """The global batch of `step`: int32, shape (B, T+1).
 

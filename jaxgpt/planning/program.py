@@ -5,7 +5,6 @@ import math
 from dataclasses import dataclass
 
 import jax
-import numpy as np
 
 from jaxgpt.config import Config
 from jaxgpt.distributed import partition
@@ -71,13 +70,7 @@ def compile_step(config: Config, sizes: tuple[int, ...], device: Device) -> Prog
         stand_in = config.replace(train__dtype="float16")
     mesh = make_mesh(sizes)
     steps = make_steps(stand_in, mesh, attend, slices=None if device.name == "cpu" else 1)
-    rows = jax.ShapeDtypeStruct(
-        (config.train.batch_size, config.model.block_size + 1),
-        np.int32,
-        sharding=steps.batch_sharding,
-    )
-    lowered = steps.train_step.lower(steps.state_shapes, np.int32(1), rows)
-    compiled = lowered.compile(COMPILE_ONLY)
+    compiled = steps.lower(stand_in).compile(COMPILE_ONLY)
     found = compiled.memory_analysis()
     total = (
         found.argument_size_in_bytes

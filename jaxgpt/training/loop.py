@@ -103,9 +103,7 @@ def train(
     startup.mark("state")
 
     loader = Loader.for_training(run.dataset, config, steps.batch_sharding)
-    train_step = steps.train_step.lower(
-        steps.state_shapes, np.int32(0), loader.batch_shape
-    ).compile()
+    train_step = steps.lower(config).compile()
     cluster.wait_for_all()
     startup.compile_cache = str(cache_use)
     startup.mark("compile")

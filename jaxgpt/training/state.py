@@ -5,8 +5,10 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
+from jaxgpt.config import Config
 from jaxgpt.distributed.partition import Params
 
 # What a layer computes twice to save memory, XLA's CPU compiler computes once and keeps, unless
@@ -82,3 +84,12 @@ class Steps:
     """(params, tokens of shape (B, T+1)) -> mean loss of each row, shape (B,)."""
     reader: Callable[[Params], tuple[Read, Any]]
     """With these parameters: what reads one text at a time, and empty caches."""
+
+    def batch_shape(self, config: Config) -> jax.ShapeDtypeStruct:
+        """A global batch of the training split: int32, shape (B, T+1), with its sharding."""
+        shape = (config.train.batch_size, config.model.block_size + 1)
+        return jax.ShapeDtypeStruct(shape, np.int32, sharding=self.batch_sharding)
+
+    def lower(self, config: Config) -> jax.stages.Lowered:
+        """The train step traced for the run's batches, and not yet compiled. Allocates nothing."""
+        return self.train_step.lower(self.state_shapes, np.int32(0), self.batch_shape(config))

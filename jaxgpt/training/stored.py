@@ -109,11 +109,6 @@ def _export(steps: Steps, config: Config) -> dict[str, Any]:
     leaves, tree = jax.tree_util.tree_flatten_with_path(steps.state_shapes)
     shapes = [leaf for _, leaf in leaves]
     shardings = [leaf.sharding for leaf in shapes]
-    tokens = jax.ShapeDtypeStruct(
-        (config.train.batch_size, config.model.block_size + 1),
-        np.int32,
-        sharding=steps.batch_sharding,
-    )
 
     # On lists of arrays: what is serialized should not know our classes. The functions under
     # jax.jit, because only the outermost one may have options of the compiler.
@@ -146,7 +141,9 @@ def _export(steps: Steps, config: Config) -> dict[str, Any]:
             for path, leaf in leaves
         ],
         "init": _encode(jax.export.export(flat_init)()),
-        "train_step": _encode(jax.export.export(flat_step)(shapes, np.int32(0), tokens)),
+        "train_step": _encode(
+            jax.export.export(flat_step)(shapes, np.int32(0), steps.batch_shape(config))
+        ),
     }
 
 

@@ -226,9 +226,9 @@ def test_losses_of_rows_are_those_of_each_row_alone(options):
 
 def test_leaving_steps_out_takes_no_copy_of_the_state():
     def temporaries(action):
-        steps, _ = setup("--mesh", "2,4,1", f"spike.action={action}", "model.n_embd=64")
-        batch = jax.ShapeDtypeStruct((16, 33), np.int32, sharding=steps.batch_sharding)
-        lowered = steps.train_step.lower(steps.state_shapes, np.int32(1), batch)
-        return lowered.compile(COMPILE_ONLY).memory_analysis().temp_size_in_bytes
+        options = ("--mesh", "2,4,1", f"spike.action={action}", "model.n_embd=64")
+        config = load_config(*MODEL, *options)
+        compiled = make_steps(config, make_mesh((2, 4, 1))).lower(config).compile(COMPILE_ONLY)
+        return compiled.memory_analysis().temp_size_in_bytes
 
     assert temporaries("skip_update") <= temporaries("off") + 10_000
