@@ -44,7 +44,8 @@ def parser() -> CommandParser:
     nanogpt = kind("nanogpt", "training steps beside nanoGPT's, which runs in a Python with torch")
     nanogpt.add_argument("--nanogpt", required=True, metavar="DIR", help="a clone of nanoGPT")
     nanogpt.add_argument("--torch", required=True, metavar="PYTHON", help="a Python with torch")
-    nanogpt.add_argument("--steps", default="40", metavar="N", help="in each of five rounds")
+    nanogpt.add_argument("--steps", default="15", metavar="N", help="in each round; default 15")
+    nanogpt.add_argument("--rounds", default="15", metavar="N", help="of each; default 15")
     nanogpt.add_argument("--compile", action="store_true", help="let nanoGPT use torch.compile")
 
     checkpoint = kind("checkpoint", "time to save and restore a state, beside plain files")
@@ -123,8 +124,9 @@ def run_nanogpt(arguments: argparse.Namespace, rest: list[str]) -> tuple[dict[st
     from jaxgpt.benchmarks import nanogpt
 
     n_steps = whole_number("--steps", arguments.steps)
+    n_rounds = whole_number("--rounds", arguments.rounds)
     config, clone = parse_args(rest, PROG), Path(arguments.nanogpt)
-    found = nanogpt.measure(config, clone, arguments.torch, n_steps, arguments.compile)
+    found = nanogpt.measure(config, clone, arguments.torch, n_steps, n_rounds, arguments.compile)
     return found, nanogpt.describe(found)
 
 

@@ -8,6 +8,7 @@ the train step for as many simulated devices and says what each of them holds an
 import argparse
 import json
 import math
+import os
 import sys
 
 from jaxgpt.config import (
@@ -26,6 +27,9 @@ from jaxgpt.distributed.exits import exits_together
 from jaxgpt.telemetry.devices import DEVICES, Device
 
 MAX_DEVICES = 2048  # XLA simulates no more CPU devices in one process
+# Fused operations are written for a CPU in XLA's older way: buffers and collectives stay the same,
+# and to compile takes less than half the time.
+QUICK_FUSIONS = "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"
 
 
 def parser() -> CommandParser:
@@ -69,6 +73,7 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> str:
     n_devices = number_of_devices(config, arguments.advise)
     per_host = devices_per_host(arguments.devices_per_host, device, n_devices)
 
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {QUICK_FUSIONS}"
     import jax
 
     jax.config.update("jax_platforms", "cpu")

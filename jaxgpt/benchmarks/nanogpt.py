@@ -24,35 +24,36 @@ from jaxgpt.distributed.backend import connect
 from jaxgpt.distributed.malloc import without_tuning
 from jaxgpt.training.run_directory import prepare_run
 
-ROUNDS = 5
 MOST_BYTES = 2**30  # of batches, which are made before the first round
 VOCAB_OF_GPT2 = (50257, 50304)  # GPT-2's, and what nanoGPT makes of it
 WORKER = Path(__file__).with_name("nanogpt_worker.py")
 
 
 def measure(
-    config: Config, clone: Path, python: str, n_steps: int, compiled: bool
+    config: Config, clone: Path, python: str, n_steps: int, n_rounds: int, compiled: bool
 ) -> dict[str, Any]:
-    """Times five rounds of `n_steps` steps of the trainer's loop and of nanoGPT, in turns.
+    """Times rounds of steps of the trainer's loop and of nanoGPT, in turns.
 
     Args:
         clone: a folder with nanoGPT's model.py.
         python: the interpreter that has torch.
+        n_steps: of a round, of which there is one more, to warm up.
         compiled: use torch.compile.
 
     Returns:
         Seconds per step of both, their ratio, and how far the losses of the same steps differ.
 
     Raises:
-        UsageError: if nanoGPT cannot be run, or for so many steps.
+        UsageError: if nanoGPT cannot be run, or not for so many steps.
     """
     if not (clone / "model.py").is_file():
         raise UsageError(f"--nanogpt={clone}: has no model.py; give a clone of nanoGPT")
     batch_bytes = 4 * config.train.batch_size * (config.model.block_size + 1)
-    most = max(1, MOST_BYTES // (ROUNDS + 1) // batch_bytes)
-    if n_steps > most:
+    most = MOST_BYTES // batch_bytes
+    if (n_rounds + 1) * n_steps > most:
         raise UsageError(
-            f"--steps={n_steps}: batches of so many rounds are too large; at most {most}"
+            f"--steps={n_steps}: batches of {n_rounds} rounds and one to warm up are too large; "
+            f"at most {most} steps in all"
         )
     cluster = join_alone("nanogpt", config.init_timeout)
     # Or JAX would take three quarters of a GPU's memory at once, of which nanoGPT needs as much.
@@ -65,10 +66,10 @@ def measure(
         tell(cluster, "compiling the step")
         with contextlib.redirect_stdout(io.StringIO()):  # what the trainer tells
             job = Job(run, cluster, facts)
-            write_task(job, (ROUNDS + 1) * n_steps, compiled, folder)
+            write_task(job, (n_rounds + 1) * n_steps, compiled, folder)
             rounds, losses = [], []
-            for number in range(ROUNDS + 1):
-                tell(cluster, f"round {number} of {ROUNDS}" if number else "warming up")
+            for number in range(n_rounds + 1):
+                tell(cluster, f"round {number} of {n_rounds}" if number else "warming up")
                 if number % 2:
                     own, answer = job.trainer(n_steps), theirs(n_steps)
                 else:

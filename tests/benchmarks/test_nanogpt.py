@@ -77,7 +77,7 @@ for line in sys.stdin:
 def test_times_and_losses_of_both_are_compared_step_by_step(tmp_path):
     (tmp_path / "model.py").touch()
     slow = program(tmp_path / "slow", SLOW)
-    options = ("--steps", 2, "--nanogpt", tmp_path, "--torch", slow, "--json")
+    options = ("--steps", 2, "--rounds", 5, "--nanogpt", tmp_path, "--torch", slow, "--json")
     job = run(
         "bench", "nanogpt", "--config", "tiny", *MODEL, "train.log_interval=1", *STILL, *options
     )

@@ -55,8 +55,8 @@ def pairwise(rows):
 
 
 @functools.cache
-def reference():
-    return trace(20, *ARGUMENTS, "--mesh", "1,1,1", devices=1, with_final=True)
+def reference(n_steps):
+    return trace(n_steps, *ARGUMENTS, "--mesh", "1,1,1", devices=1, with_final=True)
 
 
 def options_rows(options):
@@ -71,9 +71,9 @@ def evaluated(rows):
     return trace(0, *ARGUMENTS, *options, devices=1)["evaluated"]
 
 
-def check(*options, loss=1e-4, parameters=1e-4, devices=None):
-    expected = reference()
-    found = trace(20, *ARGUMENTS, *options, devices=devices, with_final=True)
+def check(*options, n_steps=8, loss=1e-4, parameters=1e-4):
+    expected = reference(n_steps)
+    found = trace(n_steps, *ARGUMENTS, *options, with_final=True)
     assert found["params"] == expected["params"]
     assert found["rows"] == expected["rows"]
     np.testing.assert_allclose(found["losses"], expected["losses"], rtol=loss)
@@ -99,7 +99,7 @@ def test_a_strategy_changes_nothing_but_speed_and_memory(chosen):
 @pytest.mark.long
 @pytest.mark.parametrize("chosen", ALL, ids=lambda c: " ".join(map(str, c)))
 def test_all_strategies_change_nothing_but_speed_and_memory(chosen):
-    check(*as_options(chosen))
+    check(*as_options(chosen), n_steps=20)
 
 
 @pytest.mark.parametrize(
