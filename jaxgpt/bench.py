@@ -45,7 +45,7 @@ def parser() -> CommandParser:
     nanogpt.add_argument("--nanogpt", required=True, metavar="DIR", help="a clone of nanoGPT")
     nanogpt.add_argument("--torch", required=True, metavar="PYTHON", help="a Python with torch")
     nanogpt.add_argument("--steps", default="15", metavar="N", help="in each round; default 15")
-    nanogpt.add_argument("--rounds", default="15", metavar="N", help="of each; default 15")
+    nanogpt.add_argument("--rounds", default="15", metavar="N", help="of both; default 15")
     nanogpt.add_argument("--compile", action="store_true", help="let nanoGPT use torch.compile")
 
     checkpoint = kind("checkpoint", "time to save and restore a state, beside plain files")
@@ -62,11 +62,11 @@ def parser() -> CommandParser:
     sample = kind("sample", "time to write a text, beside reading all of it for each token")
     sample.add_argument("--tokens", metavar="N", help="to write; default 200, or what fits")
 
-    compiling = kind("compile", "time to compile a training step, beside that of fewer layers")
-    compiling.add_argument(
+    compilation = kind("compile", "time to compile a training step, beside that of fewer layers")
+    compilation.add_argument(
         "--layers", metavar="N,M", help="default a quarter of model.n_layer, and model.n_layer"
     )
-    compiling.add_argument("--runs", default="3", metavar="N", help="of each; default 3")
+    compilation.add_argument("--runs", default="3", metavar="N", help="of each; default 3")
 
     startup = kind("startup", "time to the first step, with and without a compile cache")
     startup.add_argument("--runs", default="3", metavar="N", help="cold and warm; default 3 each")
@@ -153,10 +153,10 @@ def run_sample(arguments: argparse.Namespace, rest: list[str]) -> tuple[dict[str
 def run_compile(arguments: argparse.Namespace, rest: list[str]) -> tuple[dict[str, Any], str]:
     from jaxgpt.benchmarks import compile
 
-    given = arguments.layers
-    layers = given and [whole_number("--layers", n) for n in given.split(",")]
     n_runs = whole_number("--runs", arguments.runs)
-    found = compile.measure(parse_args(rest, PROG), layers, n_runs)
+    config = parse_args(rest, PROG)
+    layers = compile.layer_counts("--layers", arguments.layers, config.model.n_layer)
+    found = compile.measure(config, layers, n_runs)
     return found, compile.describe(found)
 
 

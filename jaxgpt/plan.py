@@ -8,7 +8,6 @@ the train step for as many simulated devices and says what each of them holds an
 import argparse
 import json
 import math
-import os
 import sys
 
 from jaxgpt.config import (
@@ -24,12 +23,10 @@ from jaxgpt.config import (
 from jaxgpt.data.sources import vocabulary_size
 from jaxgpt.distributed.environment import guessed_rank
 from jaxgpt.distributed.exits import exits_together
+from jaxgpt.distributed.xla_flags import QUICK_FUSIONS, add_xla_flags
 from jaxgpt.telemetry.devices import DEVICES, Device
 
 MAX_DEVICES = 2048  # XLA simulates no more CPU devices in one process
-# Fused operations are written for a CPU in XLA's older way: buffers and collectives stay the same,
-# and to compile takes less than half the time.
-QUICK_FUSIONS = "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"
 
 
 def parser() -> CommandParser:
@@ -56,7 +53,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def run(arguments: argparse.Namespace, rest: list[str]) -> str:
-    """What the command prints.
+    """What the command prints. JAX is started to simulate the devices of the job.
 
     Raises:
         UsageError: if an option cannot work.
@@ -73,7 +70,7 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> str:
     n_devices = number_of_devices(config, arguments.advise)
     per_host = devices_per_host(arguments.devices_per_host, device, n_devices)
 
-    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {QUICK_FUSIONS}"
+    add_xla_flags(*QUICK_FUSIONS)
     import jax
 
     jax.config.update("jax_platforms", "cpu")

@@ -6,7 +6,7 @@ from pathlib import Path
 import jax
 import pytest
 
-from jaxgpt.plan import QUICK_FUSIONS
+from jaxgpt.distributed.xla_flags import QUICK_FUSIONS, add_xla_flags
 
 # Before any test touches JAX. Commands under test start processes of their own, which must not
 # inherit a number of devices.
@@ -28,9 +28,8 @@ def pytest_configure(config):
     """
     if not config.getoption("--long"):
         with pytest.MonkeyPatch.context() as patch:
-            flags = os.environ.get("XLA_FLAGS", "")
-            not_optimized = f"--xla_backend_optimization_level=0 {QUICK_FUSIONS}"
-            patch.setenv("XLA_FLAGS", f"{flags} {not_optimized}")
+            patch.setenv("XLA_FLAGS", os.environ.get("XLA_FLAGS", ""))  # and so set it back
+            add_xla_flags("--xla_backend_optimization_level=0", *QUICK_FUSIONS)
             jax.devices()
 
 

@@ -52,7 +52,8 @@ def command(module, *args, processes=None):
 def environment(**extra):
     """Variables for a command: those of this process, and its Python in front of PATH.
 
-    GLIBC_TUNABLES is as `tune_malloc` would have it, which saves each process a second start.
+    GLIBC_TUNABLES is as `tune_malloc` would have it, which saves most processes a second start;
+    those of commands that do not tune malloc run with it, too.
     """
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     return {GLIBC_TUNABLES: TUNED, **os.environ, "PATH": path, **extra}

@@ -79,7 +79,8 @@ def test_the_default_run_needs_nothing_and_compiles_its_step_once(tmp_path):
     job = run(
         "train", "--out", tmp_path / "run", "train.max_iters=12", "train.eval_interval=6",
         "checkpoint.interval=5", "--train-range-to-skip", "3", "4",
-        JAXGPT_DATA=str(tmp_path / "data"), JAX_LOG_COMPILES="1", GLIBC_TUNABLES="",
+        JAXGPT_DATA=str(tmp_path / "data"), JAX_LOG_COMPILES="1",
+        GLIBC_TUNABLES="",  # as users start it
     )  # fmt: skip
     assert job.returncode == 0, job.stdout
     compiled = re.findall(r"Finished XLA compilation of (jit\(\w+\))", job.stdout)

@@ -9,7 +9,7 @@ def join_alone(kind: str, timeout: float) -> Cluster:
 
     Args:
         kind: of the bench, for the error.
-        timeout: seconds to wait for others, which are then turned away.
+        timeout: seconds to wait for the other processes of the launch, if there are any.
 
     Raises:
         UsageError: if there are several processes.

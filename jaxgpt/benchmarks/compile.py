@@ -1,6 +1,6 @@
 """Time to trace and to compile a training step, beside that of the same model with fewer layers.
 
-Nothing is allocated: a model that this machine could not hold can be compiled here.
+No model is allocated: one that this machine could not hold can be compiled here.
 """
 
 import os
@@ -11,19 +11,41 @@ from typing import Any
 
 from jaxgpt.benchmarks.alone import join_alone
 from jaxgpt.benchmarks.progress import tell
-from jaxgpt.config import Config, check_batch, mesh_sizes
+from jaxgpt.config import Config, UsageError, check_batch, mesh_sizes
 from jaxgpt.data.sources import vocabulary_size
 from jaxgpt.distributed.backend import connect
 
 FEWER = 4  # times fewer layers beside the model's own
 
 
-def measure(config: Config, layers: Sequence[int] | None, n_runs: int) -> dict[str, Any]:
+def layer_counts(option: str, given: str | None, n_layer: int) -> list[int]:
+    """Numbers of layers, ascending: those given, or a quarter of the model's and the model's.
+
+    Raises:
+        UsageError: if they are not at least two.
+    """
+    if given is None:
+        counts = {max(1, n_layer // FEWER), n_layer}
+        if len(counts) == 1:
+            raise UsageError(
+                f"model.n_layer={n_layer}: there are not fewer to compare with; give {option} 1,4"
+            )
+        return sorted(counts)
+    words = given.split(",")
+    if not all(word.isdecimal() and int(word) for word in words) or len(set(words)) < 2:
+        raise UsageError(
+            f"{option}={given}: must be two or more different numbers of layers, such as 12,48"
+        )
+    return sorted({int(word) for word in words})
+
+
+def measure(config: Config, layers: Sequence[int], n_runs: int) -> dict[str, Any]:
     """Compiles the training step with each of these numbers of layers, in turns, without a cache.
 
     Args:
-        layers: ascending; None takes a quarter of the model's, and the model's.
-        n_runs: of each.
+        config: of the model, but for its layers.
+        layers: ascending.
+        n_runs: of each, after one of the fewest layers that counts for nothing.
 
     Returns:
         Seconds to trace and to compile by number of layers, as medians over the runs, and the
@@ -32,8 +54,6 @@ def measure(config: Config, layers: Sequence[int] | None, n_runs: int) -> dict[s
     Raises:
         UsageError: for several processes, or if the mesh cannot work.
     """
-    n_layer = config.model.n_layer
-    layers = sorted(layers or {max(1, n_layer // FEWER), n_layer})
     cluster = join_alone("compile", config.init_timeout)
     config = config.replace(model__vocab_size=vocabulary_size(config.data, config.model))
     os.environ.pop("JAX_COMPILATION_CACHE_DIR", None)  # what is compiled is timed
@@ -46,16 +66,21 @@ def measure(config: Config, layers: Sequence[int] | None, n_runs: int) -> dict[s
     sizes = mesh_sizes(config, jax.device_count())
     check_batch(config, sizes)
     mesh = make_mesh(sizes, cluster.hosts)
+
+    def trace_and_compile(n_layer: int) -> tuple[float, float]:
+        began = time.perf_counter()
+        lowered = make_steps(config.replace(model__n_layer=n_layer), mesh).lower_train_step()
+        traced = time.perf_counter()
+        lowered.compile()
+        return traced - began, time.perf_counter() - traced
+
+    tell(cluster, "warming up")
+    trace_and_compile(layers[0])
     seconds: dict[int, list[tuple[float, float]]] = {n: [] for n in layers}
     for run in range(n_runs):
-        for n in layers if run % 2 == 0 else reversed(layers):
+        for n in layers if run % 2 else reversed(layers):
             tell(cluster, f"run {run + 1} of {n_runs}, {n} layers")
-            began = time.perf_counter()
-            stack = config.replace(model__n_layer=n)
-            lowered = make_steps(stack, mesh).lower(stack)
-            traced = time.perf_counter()
-            lowered.compile()
-            seconds[n].append((traced - began, time.perf_counter() - traced))
+            seconds[n].append(trace_and_compile(n))
     found = []
     for n, runs in seconds.items():
         traces, compiles = zip(*runs, strict=True)

@@ -68,7 +68,7 @@ class Job:
         began = time.perf_counter()
         self.steps = load_steps(run.config, self.mesh, cluster)
         self.loader = Loader.for_training(run.dataset, run.config, self.steps.batch_sharding)
-        lowered = self.steps.lower(run.config)
+        lowered = self.steps.lower_train_step()
         traced = time.perf_counter()
         self.train_step = lowered.compile()
         self.trace_seconds, self.compile_seconds = traced - began, time.perf_counter() - traced

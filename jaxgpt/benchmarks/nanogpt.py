@@ -37,23 +37,25 @@ def measure(
     Args:
         clone: a folder with nanoGPT's model.py.
         python: the interpreter that has torch.
-        n_steps: of a round, of which there is one more, to warm up.
+        n_steps: in each round.
+        n_rounds: of both, after one that counts for nothing.
         compiled: use torch.compile.
 
     Returns:
         Seconds per step of both, their ratio, and how far the losses of the same steps differ.
 
     Raises:
-        UsageError: if nanoGPT cannot be run, or not for so many steps.
+        UsageError: if nanoGPT cannot be run, or if the batches of so many steps are too large.
     """
     if not (clone / "model.py").is_file():
         raise UsageError(f"--nanogpt={clone}: has no model.py; give a clone of nanoGPT")
     batch_bytes = 4 * config.train.batch_size * (config.model.block_size + 1)
-    most = MOST_BYTES // batch_bytes
-    if (n_rounds + 1) * n_steps > most:
+    most = MOST_BYTES // batch_bytes // (n_rounds + 1)
+    if n_steps > most:
+        remedy = f"at most --steps={most}" if most else "fewer --rounds"
         raise UsageError(
-            f"--steps={n_steps}: batches of {n_rounds} rounds and one to warm up are too large; "
-            f"at most {most} steps in all"
+            f"--steps={n_steps} --rounds={n_rounds}: batches of so many are more than 1 GiB; "
+            f"give {remedy}"
         )
     cluster = join_alone("nanogpt", config.init_timeout)
     # Or JAX would take three quarters of a GPU's memory at once, of which nanoGPT needs as much.

@@ -22,12 +22,8 @@ from jaxgpt.distributed.exits import end_with_the_first_to_fail
 from jaxgpt.distributed.gloo import aim_gloo
 from jaxgpt.distributed.hosts import HOST_FILES
 from jaxgpt.distributed.talk import OverTcp, PeerLost
+from jaxgpt.distributed.xla_flags import CPU_COLLECTIVES, add_xla_flags
 
-# A process of a CPU job may wait long for others that share its cores; XLA's default is 40 s.
-CPU_COLLECTIVE_FLAGS = (
-    "--xla_cpu_collective_call_warn_stuck_timeout_seconds=120",
-    "--xla_cpu_collective_call_terminate_timeout_seconds=600",
-)
 JOBS = (("PBS", "PBS_JOBID"), ("Slurm", "SLURM_JOB_ID"), ("Cobalt", "COBALT_JOBID"))
 HEARTBEAT_TIMEOUT = 100  # seconds after which a silent process counts as dead
 
@@ -73,9 +69,10 @@ def connect(
 
     Raises:
         PeerLost: if the coordinator cannot be reached.
-        UsageError: if processes and devices do not fit, or JAX cannot start its devices.
+        UsageError: if processes and devices do not fit, if JAX cannot start its devices, or if
+            XLA_FLAGS names a file.
     """
-    os.environ["XLA_FLAGS"] = " ".join([*CPU_COLLECTIVE_FLAGS, os.environ.get("XLA_FLAGS", "")])
+    add_xla_flags(*CPU_COLLECTIVES)
     cpu_devices = cpu_devices_per_process(mesh, cluster) if not accelerator_expected() else None
     notes = list(cluster.notes)
     coordinator = None

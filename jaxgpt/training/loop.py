@@ -103,7 +103,7 @@ def train(
     startup.mark("state")
 
     loader = Loader.for_training(run.dataset, config, steps.batch_sharding)
-    train_step = steps.lower(config).compile()
+    train_step = steps.lower_train_step().compile()
     cluster.wait_for_all()
     startup.compile_cache = str(cache_use)
     startup.mark("compile")

@@ -24,6 +24,12 @@ GPU_STEP_OPTIONS = {"xla_gpu_enable_latency_hiding_scheduler": True}
 Read = Callable[[Any, jax.Array, Any], tuple[jax.Array, Any]]
 
 
+def training_batch(config: Config, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
+    """A global batch of the training split: int32, shape (B, T+1)."""
+    shape = (config.train.batch_size, config.model.block_size + 1)
+    return jax.ShapeDtypeStruct(shape, np.int32, sharding=sharding)
+
+
 def step_options(platform: str, n_devices: int) -> dict[str, Any] | None:
     """Options of XLA's compiler for a train step.
 
@@ -73,7 +79,10 @@ class Steps:
     """All of them, and without the position embedding."""
     warnings: tuple[str, ...]
     """What of the layout is not as asked for."""
+    batch_shape: jax.ShapeDtypeStruct
+    """What `train_step` takes, as `training_batch` has it."""
     batch_sharding: NamedSharding
+    """Of that and of all other batches."""
     replicated: NamedSharding
     state_shapes: TrainState
     """`jax.ShapeDtypeStruct`s with their shardings: what a checkpoint is restored into."""
@@ -85,11 +94,6 @@ class Steps:
     reader: Callable[[Params], tuple[Read, Any]]
     """With these parameters: what reads one text at a time, and empty caches."""
 
-    def batch_shape(self, config: Config) -> jax.ShapeDtypeStruct:
-        """A global batch of the training split: int32, shape (B, T+1), with its sharding."""
-        shape = (config.train.batch_size, config.model.block_size + 1)
-        return jax.ShapeDtypeStruct(shape, np.int32, sharding=self.batch_sharding)
-
-    def lower(self, config: Config) -> jax.stages.Lowered:
-        """The train step traced for the run's batches, and not yet compiled. Allocates nothing."""
-        return self.train_step.lower(self.state_shapes, np.int32(0), self.batch_shape(config))
+    def lower_train_step(self) -> jax.stages.Lowered:
+        """The train step, traced and not yet compiled. Allocates nothing."""
+        return self.train_step.lower(self.state_shapes, np.int32(0), self.batch_shape)

@@ -50,6 +50,7 @@ from jaxgpt.training.state import (
     Steps,
     TrainState,
     step_options,
+    training_batch,
 )
 
 SMALL_BYTES = 2**28  # of parameters: up to this size, all devices gather them to write samples
@@ -138,7 +139,7 @@ def make_steps(
     def reader(params: Params) -> tuple[Read, Caches]:
         """Reading one token is too little work to share: with weights that fit, all do all."""
         caches = empty_caches(model, dtype, scan_layers=not apart)
-        if is_large and not apart:
+        if is_large and mesh.size > 1:
             return functools.partial(sharded.read, params), caches
         params = jax.lax.with_sharding_constraint(params, whole)
         if apart:
@@ -153,6 +154,7 @@ def make_steps(
             *fallback_warnings(model, kernel, reason, capability),
             *partition.unsplit(axes, shapes, partition.parameter_rules(parallel.zero_stage), mesh),
         ),
+        batch_shape=training_batch(config, batch_sharding),
         batch_sharding=batch_sharding,
         replicated=whole,
         state_shapes=jax.tree.map(

@@ -25,7 +25,14 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxgpt.config import Config
 from jaxgpt.distributed.cluster import Cluster
 from jaxgpt.distributed.partition import batch_sharding, replicated
-from jaxgpt.training.state import CPU_INIT_OPTIONS, CPU_STEP_OPTIONS, Metrics, Steps, TrainState
+from jaxgpt.training.state import (
+    CPU_INIT_OPTIONS,
+    CPU_STEP_OPTIONS,
+    Metrics,
+    Steps,
+    TrainState,
+    training_batch,
+)
 
 # Keys of `train` that say what happens between steps.
 INDIFFERENT = (
@@ -64,7 +71,7 @@ def load_steps(config: Config, mesh: Mesh, cluster: Cluster) -> Steps:
     path = Path(folder) / f"programs-{_name(config, mesh)}.json"
     stored = _read(path)
     if not all(cluster.gather(stored is not None)):
-        stored = _export(_traced(config, mesh), config)
+        stored = _export(_traced(config, mesh))
         if cluster.is_main:
             _write(path, stored)
     return _steps(stored, config, mesh)
@@ -104,7 +111,7 @@ def _name(config: Config, mesh: Mesh) -> str:
     return digest.hexdigest()[:32]
 
 
-def _export(steps: Steps, config: Config) -> dict[str, Any]:
+def _export(steps: Steps) -> dict[str, Any]:
     """What is stored, as JSON."""
     leaves, tree = jax.tree_util.tree_flatten_with_path(steps.state_shapes)
     shapes = [leaf for _, leaf in leaves]
@@ -141,9 +148,7 @@ def _export(steps: Steps, config: Config) -> dict[str, Any]:
             for path, leaf in leaves
         ],
         "init": _encode(jax.export.export(flat_init)()),
-        "train_step": _encode(
-            jax.export.export(flat_step)(shapes, np.int32(0), steps.batch_shape(config))
-        ),
+        "train_step": _encode(jax.export.export(flat_step)(shapes, np.int32(0), steps.batch_shape)),
     }
 
 
@@ -181,6 +186,7 @@ def _steps(stored: dict[str, Any], config: Config, mesh: Mesh) -> Steps:
         attention=stored["attention"],
         warnings=tuple(stored["warnings"]),
         n_parameters=tuple(stored["n_parameters"]),
+        batch_shape=training_batch(config, batch),
         batch_sharding=batch,
         replicated=whole,
         state_shapes=shapes,

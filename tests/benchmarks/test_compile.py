@@ -5,21 +5,34 @@ import pytest
 from jobs import run
 
 
-def test_a_step_is_compiled_with_few_and_with_all_layers():
+def test_a_step_is_compiled_with_few_and_with_all_layers(tmp_path):
     job = run(
-        "bench", "compile", "--config", "tiny", "--mesh", "1,2,1", "model.n_layer=4",
-        "model.n_embd=32", "model.n_head=2", "parallel.scan_layers=True", "--runs", 1, "--json",
+        "bench", "compile", "--config", "tiny", "--mesh", "1,2,1", "model.n_layer=16",
+        "model.n_embd=32", "model.n_head=2", "parallel.scan_layers=True", "--layers", "16,1",
+        "--runs", 1, "--json", JAX_COMPILATION_CACHE_DIR=str(tmp_path / "cache"),
     )  # fmt: skip
     assert job.returncode == 0, job.stdout
     found = json.loads(job.stdout)
-    one, four = found["layers"]
-    assert (one["n_layer"], four["n_layer"]) == (1, 4)
-    assert found["ratio"] == pytest.approx(four["compile_seconds"] / one["compile_seconds"])
-    assert 0 < found["ratio"] < 2  # the layers are one loop, whose body is compiled once
+    one, all_layers = found["layers"]
+    assert (one["n_layer"], all_layers["n_layer"]) == (1, 16)
+    assert found["ratio"] == pytest.approx(all_layers["compile_seconds"] / one["compile_seconds"])
+    assert 0 < found["ratio"] < 4  # the layers are one loop, whose body is compiled once
     assert found["mesh"]["fsdp"] == 2 and found["scan_layers"]
+    assert not (tmp_path / "cache").exists()
 
 
-def test_what_cannot_be_compiled_is_said():
-    job = run("bench", "compile", "--layers", "2,all")
-    assert job.returncode == 2
-    assert job.stdout == "error: --layers=all: must be a whole number, at least 1\n"
+@pytest.mark.parametrize(
+    ("options", "processes", "words"),
+    [
+        (("--layers", "2,all"), None, "--layers=2,all: must be two or more different numbers"),
+        (("--layers", "2,2"), None, "--layers=2,2: must be two or more different numbers"),
+        (("--layers", ""), None, "--layers=: must be two or more different numbers"),
+        (("model.n_layer=1",), None, "model.n_layer=1: there are not fewer to compare with"),
+        (("--runs", "0"), None, "--runs=0: must be a whole number, at least 1"),
+        ((), 2, "bench compile: 2 processes; start it without mpiexec"),
+    ],
+)
+def test_what_cannot_be_compiled_is_said(options, processes, words):
+    job = run("bench", "compile", *options, processes=processes)
+    assert job.returncode == 2, job.stdout
+    assert words in job.stdout and job.stdout.count("\n") == 1

@@ -50,7 +50,10 @@ def test_weights_go_where_nanogpt_looks_for_them():
         (("--nanogpt", "{clone}", "--torch", "/none"), "--torch=/none: cannot be started"),
         (("--nanogpt", "{clone}", "--torch", "{ends}"), "nanoGPT has ended (no torch here)"),
         (("--nanogpt", "{clone}", "--torch", "/bin/ls"), "answers with"),
-        (("--nanogpt", "{clone}", "--torch", "{ends}", "--steps", "9999999"), "; at most "),
+        (
+            ("--nanogpt", "{clone}", "--torch", "{ends}", "--steps", "9999999"),
+            "are more than 1 GiB; give at most --steps=",
+        ),
     ],
 )
 def test_what_cannot_be_run_is_said_in_a_sentence(options, words, tmp_path):

@@ -31,7 +31,7 @@ def test_a_layer_computes_again_what_it_does_not_keep(remat, linear, attention):
     )
     with limited_devices(1):
         steps = make_steps(config, make_mesh((1, 1, 1)), slices=1)
-    text = steps.lower(config).compile().as_text()
+    text = steps.lower_train_step().compile().as_text()
     products = re.findall(r" dot\(.*", text)
     of_heads = [p for p in products if "lhs_batch_dims" in p]
     assert (len(products) - len(of_heads), len(of_heads)) == (linear, attention)

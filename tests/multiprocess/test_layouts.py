@@ -110,8 +110,10 @@ def nested(arrays):
 def test_two_processes_resume_bitwise(tmp_path):
     arguments = (*SMALL, "--mesh", "2,1,2", "train.max_iters=12")
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    as_users_start_it = {"GLIBC_TUNABLES": ""}
-    job = run("train", *arguments, "--out", whole, processes=2, **as_users_start_it)
+    job = run(
+        "train", *arguments, "--out", whole, processes=2,
+        GLIBC_TUNABLES="",  # as users start it
+    )  # fmt: skip
     assert job.returncode == 0, job.stdout
     for end in (6, 12):
         job = run("train", *arguments, "--out", parts, f"train.max_iters={end}", processes=2)

@@ -4,6 +4,7 @@ import json
 import math
 
 import jax
+import numpy as np
 import pytest
 
 from jaxgpt.config import load_config, mesh_sizes
@@ -53,9 +54,21 @@ def test_a_plan_is_what_the_program_does(layout):
     assert plan.memory.parameters == live_bytes(state.params)
     assert plan.memory.moments == live_bytes(state.opt_state)
 
-    found = steps.lower(config).compile().memory_analysis()
+    rows = jax.device_put(np.zeros((16, 65), np.int32), steps.batch_sharding)
+    found = steps.train_step.lower(state, np.int32(1), rows).compile().memory_analysis()
     needed = found.argument_size_in_bytes + found.temp_size_in_bytes
     assert plan.memory.total == pytest.approx(needed, rel=0.01)
+
+
+@pytest.mark.long  # in the short form, the code of both is made the same way
+@pytest.mark.parametrize("layout", LAYOUTS, ids=" ".join)
+def test_a_quickly_compiled_plan_is_that_of_the_program_that_runs(layout):
+    job = run("plan", "--config", *MODEL, "--mesh", *layout, "--json")
+    assert job.returncode == 0, job.stdout
+    found, config = json.loads(job.stdout), configured(*layout)
+    plan = plan_layout(config, mesh_sizes(config), DEVICES["cpu"], 8)
+    assert found["memory"]["total"] == pytest.approx(plan.memory.total, rel=0.001)
+    assert found["collectives"] == json.loads(json.dumps(plan.to_dict()["collectives"]))
 
 
 @pytest.mark.parametrize(

@@ -67,7 +67,7 @@ def test_a_model_s_operations_are_found_in_its_source():
         "model.vocab_size=64", "train.batch_size=8",
     )  # fmt: skip
     steps = make_steps(config, make_mesh((2, 2, 2)))
-    hlo = steps.lower(config).compile().as_text()
+    hlo = steps.lower_train_step().compile().as_text()
     operations = read_operations(hlo)
     sources = {}
     for op in operations.values():

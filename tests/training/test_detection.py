@@ -228,7 +228,8 @@ def test_leaving_steps_out_takes_no_copy_of_the_state():
     def temporaries(action):
         options = ("--mesh", "2,4,1", f"spike.action={action}", "model.n_embd=64")
         config = load_config(*MODEL, *options)
-        compiled = make_steps(config, make_mesh((2, 4, 1))).lower(config).compile(COMPILE_ONLY)
+        steps = make_steps(config, make_mesh((2, 4, 1)))
+        compiled = steps.lower_train_step().compile(COMPILE_ONLY)
         return compiled.memory_analysis().temp_size_in_bytes
 
     assert temporaries("skip_update") <= temporaries("off") + 10_000

@@ -68,7 +68,7 @@ def test_cpus_compute_in_slices_by_themselves_and_save_no_less_with_remat():
     for slices, remat in ((1, "none"), (None, "none"), (None, "attention"), (None, "full")):
         config = load_config(*ARGUMENTS, "train.batch_size=512", f"parallel.remat={remat}")
         steps = make_steps(config, one_device(), slices=slices)
-        step = steps.lower(config).compile()
+        step = steps.lower_train_step().compile()
         sizes.append(step.memory_analysis().temp_size_in_bytes)
     whole, sliced, without_scores, without_activations = sizes
     assert sliced < 0.6 * whole

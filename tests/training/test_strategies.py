@@ -24,6 +24,7 @@ ARGUMENTS = (
     "model.block_size=32",
     "model.bias=True",
     "train.batch_size=32",
+    "optimizer.warmup_iters=0",
 )
 CHOICES = {
     "parallel.mesh": ("2,4,1", "2,2,2", "1,2,4"),
@@ -72,6 +73,7 @@ def evaluated(rows):
 
 
 def check(*options, n_steps=8, loss=1e-4, parameters=1e-4):
+    """Compares with one device. Returns the largest relative difference of a parameter."""
     expected = reference(n_steps)
     found = trace(n_steps, *ARGUMENTS, *options, with_final=True)
     assert found["params"] == expected["params"]
@@ -80,9 +82,12 @@ def check(*options, n_steps=8, loss=1e-4, parameters=1e-4):
     np.testing.assert_allclose(found["norms"], expected["norms"], rtol=10 * loss)
     rows = options_rows(options)
     np.testing.assert_allclose(found["evaluated"], evaluated(rows), rtol=1e-5)
-    for path, final in expected["final"].items():
-        difference = np.linalg.norm(found["final"][path] - final) / np.linalg.norm(final)
-        assert difference <= parameters, path
+    differences = {
+        path: np.linalg.norm(found["final"][path] - final) / np.linalg.norm(final)
+        for path, final in expected["final"].items()
+    }
+    assert max(differences.values()) <= parameters, differences
+    return max(differences.values())
 
 
 def as_options(chosen):
@@ -123,7 +128,8 @@ def test_other_options_change_nothing_either(options):
 
 def test_gradients_that_travel_in_bfloat16_are_rounded():
     rounding = 2.0**-8
-    check("--mesh", "2,4,1", "parallel.grad_reduce_dtype=bfloat16", loss=rounding, parameters=0.1)
+    options = ("--mesh", "2,4,1", "parallel.grad_reduce_dtype=bfloat16")
+    assert check(*options, loss=rounding, parameters=0.1) > 1e-4  # more than float32 differs
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,22 @@
+import os
+
+import pytest
+
+from jaxgpt.config import UsageError
+from jaxgpt.distributed.xla_flags import add_xla_flags
+
+
+@pytest.mark.parametrize(
+    ("given", "found"),
+    [("", "--a=1 --b=2"), ("  ", "--a=1 --b=2"), (" --b=3 --c", "--a=1 --b=2 --b=3 --c")],
+)
+def test_the_users_flags_come_last(given, found, monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", given)
+    add_xla_flags("--a=1", "--b=2")
+    assert os.environ["XLA_FLAGS"].strip() == found
+
+
+def test_a_file_of_flags_is_refused(monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", "/flags.txt")
+    with pytest.raises(UsageError, match="XLA_FLAGS=/flags.txt: is the name of a file"):
+        add_xla_flags("--a=1")
