@@ -93,7 +93,9 @@ def wait_for_step(out, step, job):
 
 
 def train_here(*args, stop_at=None):
-    """`python -m jaxgpt.train` in this process, on its eight devices.
+    """`python -m jaxgpt.train` in this process, on as many of its eight devices as the mesh has.
+
+    A mesh with -1 finds two.
 
     Returns the exit status.
     """
@@ -108,9 +110,11 @@ def train_here(*args, stop_at=None):
     cluster = Cluster(launcher="test")
     prepared = prepare_run(parse_args([str(a) for a in args]), cluster)
     flags = os.environ.get("XLA_FLAGS", "")
-    facts = connect(cluster, mesh_sizes(prepared.config))
-    os.environ["XLA_FLAGS"] = flags  # too late to have an effect, and more with every call
-    return train(prepared, cluster, facts, Stop(), Startup())
+    sizes = mesh_sizes(prepared.config)
+    with limited_devices(2 if -1 in sizes else int(np.prod(sizes))):
+        facts = connect(cluster, sizes)
+        os.environ["XLA_FLAGS"] = flags  # too late to have an effect, and more with every call
+        return train(prepared, cluster, facts, Stop(), Startup())
 
 
 def records(directory, kind="train"):

@@ -61,7 +61,7 @@ def test_rows_are_those_of_the_step_with_their_place(blend, tmp_path, capsys):
 def test_worst_ranks_rows_by_the_loss_of_a_checkpoint(tmp_path, capsys):
     out = tmp_path / "run"
     for end in (6, 7):
-        assert train_here(*SMALL, "--out", out, "--mesh", "8,1,1", f"train.max_iters={end}") == 0
+        assert train_here(*SMALL, "--out", out, "--mesh", "2,1,1", f"train.max_iters={end}") == 0
     capsys.readouterr()
     job = run("inspect", "--run", out, "--step", 7, "--worst", "--checkpoint", 6, "--json")
     assert job.returncode == 0, job.stdout

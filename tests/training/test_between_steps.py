@@ -12,7 +12,7 @@ from jaxgpt.training.monitor import Monitor
 from jobs import SMALL, losses, train_here
 
 COMPILED = "/jax/core/compile/backend_compile_duration"  # also of what comes from the cache
-RUN = (*SMALL, "--mesh", "2,1,4", "train.log_interval=5")
+RUN = (*SMALL, "--mesh", "2,1,2", "train.log_interval=5")
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ SETTINGS = (
     "--config", "shakespeare_char_cpu", "model.vocab_size=97", "model.n_layer=2",
     "model.n_embd=64", "train.batch_size=16", "train.eval_iters=2", "train.eval_interval=3",
     "train.log_interval=1", "train.sample_tokens=0", "checkpoint.interval=3",
-    "data.val_share=0.05", "--mesh", "8,1,1",
+    "data.val_share=0.05", "--mesh", "2,1,1",
 )  # fmt: skip
 
 

@@ -17,7 +17,7 @@ def test_losses_and_tokens_of_each_corpus(tmp_path):
         *(a for a in SMALL if not a.startswith("data.")), "--data.blend", *blend,
         "model.n_layer=1", "optimizer.warmup_iters=2", "optimizer.learning_rate=0.01",
         "train.max_iters=20",
-        "train.log_interval=5", "--out", tmp_path / "run",
+        "train.log_interval=5", "--out", tmp_path / "run", "--mesh", "1,1,1",
     )  # fmt: skip
     lines = records(tmp_path / "run")
     assert [r["step"] for r in lines] == [1, 5, 10, 15, 20]

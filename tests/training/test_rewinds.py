@@ -1,4 +1,4 @@
-"""Rewinds in this process, on its eight simulated devices: a tiny model, and a poisoned stretch."""
+"""Rewinds in this process, on four simulated devices: a tiny model, and a poisoned stretch."""
 
 import gc
 import json
@@ -14,7 +14,7 @@ from jobs import SMALL, checkpoint_arrays, losses, records, run, train_here
 
 # It has learned enough by step 36 for random tokens, of loss 8, to stand out.
 POISONED = (
-    *SMALL, "--mesh", "2,2,2", "model.n_layer=1", "model.n_embd=32", "optimizer.warmup_iters=2",
+    *SMALL, "--mesh", "2,1,2", "model.n_layer=1", "model.n_embd=32", "optimizer.warmup_iters=2",
     "optimizer.learning_rate=0.01", "train.max_iters=60", "checkpoint.interval=10",
     "checkpoint.keep=10", "spike.window=16", "--faults.random_tokens", "36", "38",
 )  # fmt: skip
@@ -177,7 +177,7 @@ def test_after_so_many_rewinds_it_stops_with_a_report(tmp_path, capsys):
 
 
 def test_too_many_steps_that_are_not_finite_stop_the_run_with_a_good_checkpoint(tmp_path, capsys):
-    fault = ("faults.nan_step=12", "faults.nan_device=5", "spike.max_consecutive_nonfinite=1")
+    fault = ("faults.nan_step=12", "faults.nan_device=3", "spike.max_consecutive_nonfinite=1")
     train = ("train.log_interval=5", "checkpoint.interval=11")
     assert train_here(*POISONED, *fault, *train, "--out", tmp_path) == exits.FAILED
     lines = capsys.readouterr().out.splitlines()
@@ -204,8 +204,8 @@ def test_a_run_that_cannot_go_on_does_not_replace_its_good_checkpoints(tmp_path,
 def test_the_device_of_a_rehearsed_fault_has_to_be_there(tmp_path):
     from jaxgpt.config import UsageError
 
-    fault = ("faults.nan_step=2", "faults.nan_device=8")
-    with pytest.raises(UsageError, match="faults.nan_device=8: the mesh has 8 devices"):
+    fault = ("faults.nan_step=2", "faults.nan_device=4")
+    with pytest.raises(UsageError, match="faults.nan_device=4: the mesh has 4 devices"):
         train_here(*POISONED, *fault, "--out", tmp_path)
 
 
