@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from jaxgpt.benchmarks.environment import describe, environment
 from jaxgpt.config import CommandParser, UsageError, is_help, parse_args, whole_number
 from jaxgpt.distributed.environment import guessed_rank
 from jaxgpt.distributed.exits import exits_together
@@ -94,7 +95,8 @@ def main(argv: list[str] | None = None) -> None:
         arguments, rest = parser().parse_known_args(words)
         found, described = RUN[arguments.kind](arguments, rest)
         if guessed_rank() == 0:
-            print(json.dumps(found) if arguments.json else described)
+            found |= environment()
+            print(json.dumps(found) if arguments.json else f"{described}\n{describe(found)}")
 
 
 # Each takes its options and those of jaxgpt.train; it returns what it found, and that in words.

@@ -213,7 +213,7 @@ def row_losses(
     for first in range(0, len(tokens), config.microbatch_size):
         part = tokens[first : first + config.microbatch_size]
         batch = jax.make_array_from_callback(
-            part.shape, steps.batch_sharding, lambda index, part=part: part[index]
+            part.shape, steps.batch_shape.sharding, lambda index, part=part: part[index]
         )
         losses.append(np.asarray(steps.eval_step(params, batch)))
     return np.concatenate(losses), at

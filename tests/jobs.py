@@ -109,11 +109,9 @@ def train_here(*args, stop_at=None):
 
     cluster = Cluster(launcher="test")
     prepared = prepare_run(parse_args([str(a) for a in args]), cluster)
-    flags = os.environ.get("XLA_FLAGS", "")
     sizes = mesh_sizes(prepared.config)
     with limited_devices(2 if -1 in sizes else int(np.prod(sizes))):
         facts = connect(cluster, sizes)
-        os.environ["XLA_FLAGS"] = flags  # too late to have an effect, and more with every call
         return train(prepared, cluster, facts, Stop(), Startup())
 
 
@@ -171,12 +169,12 @@ def trace(n_steps, *args, devices=None, with_final=False):
         mesh = make_mesh(mesh_sizes(config, jax.device_count()))
     steps = make_steps(config, mesh)
     state = steps.init()
-    validation = Loader.for_evaluation(dataset, "val", config, steps.batch_sharding).batch(1)
+    validation = Loader.for_evaluation(dataset, "val", config, steps.batch_shape.sharding).batch(1)
     out = {
         "params": sha256(state.params), "rows": [], "losses": [], "norms": [],
         "evaluated": float(np.mean(steps.eval_step(state.params, validation))),
     }  # fmt: skip
-    loader = Loader.for_training(dataset, config, steps.batch_sharding)
+    loader = Loader.for_training(dataset, config, steps.batch_shape.sharding)
     for step in range(1, n_steps + 1):
         batch = loader.batch(step)
         out["rows"].append(sha256(batch))

@@ -32,11 +32,12 @@ def layer_counts(option: str, given: str | None, n_layer: int) -> list[int]:
             )
         return sorted(counts)
     words = given.split(",")
-    if not all(word.isdecimal() and int(word) for word in words) or len(set(words)) < 2:
+    counts = {int(word) for word in words if word.isdecimal() and int(word)}
+    if not len(words) == len(counts) >= 2:
         raise UsageError(
             f"{option}={given}: must be two or more different numbers of layers, such as 12,48"
         )
-    return sorted({int(word) for word in words})
+    return sorted(counts)
 
 
 def measure(config: Config, layers: Sequence[int], n_runs: int) -> dict[str, Any]:

@@ -67,7 +67,7 @@ class Job:
         self.mesh = make_mesh(sizes, cluster.hosts)
         began = time.perf_counter()
         self.steps = load_steps(run.config, self.mesh, cluster)
-        self.loader = Loader.for_training(run.dataset, run.config, self.steps.batch_sharding)
+        self.loader = Loader.for_training(run.dataset, run.config, self.steps.batch_shape.sharding)
         lowered = self.steps.lower_train_step()
         traced = time.perf_counter()
         self.train_step = lowered.compile()

@@ -7,7 +7,6 @@ that stays on the device, and with a large matrix product: all three see the sam
 import contextlib
 import io
 import os
-import platform
 import statistics
 import tempfile
 from pathlib import Path
@@ -15,7 +14,6 @@ from typing import Any
 
 import numpy as np
 
-from jaxgpt import __version__
 from jaxgpt.benchmarks.progress import tell
 from jaxgpt.benchmarks.scratch import scratch_folder
 from jaxgpt.config import Config, DataConfig, UsageError, mesh_sizes
@@ -23,7 +21,6 @@ from jaxgpt.data.sources import dataset_directory, vocabulary_size
 from jaxgpt.distributed.backend import connect
 from jaxgpt.distributed.cluster import Cluster, join_cluster
 from jaxgpt.distributed.compile_cache import OFF, use_compile_cache
-from jaxgpt.distributed.cpus import own_cpus
 from jaxgpt.training.run_directory import prepare_run
 
 WARM_UP = 3  # steps
@@ -92,7 +89,6 @@ def measure(
             | {"compile_cache": OFF if config.compile_cache == OFF else "empty"}
             | memory
             | {"processes": cluster.size, "attention": job.steps.attention}
-            | environment()
             | ({"profile": profile} if profile else {})
         )
 
@@ -215,34 +211,6 @@ def host_work(job: Any, trainer: list[Any], alone: list[Any], cluster: Cluster) 
     }
 
 
-def environment() -> dict[str, Any]:
-    """On what this was measured."""
-    import jax
-    import jaxlib
-
-    return {
-        "host_name": platform.node(),
-        "cpu": cpu_model(),
-        "cpus": len(own_cpus()),
-        "versions": {
-            "jaxgpt": __version__,
-            "jax": jax.__version__,
-            "jaxlib": jaxlib.__version__,
-            "python": platform.python_version(),
-        },
-    }
-
-
-def cpu_model() -> str:
-    """The processor's name, where /proc tells it."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.machine())
-
-
 def spread(values: list[float]) -> dict[str, float]:
     """median, least, most, and the quartiles `low` and `high`."""
     low, median, high = np.percentile(values, [25, 50, 75]).tolist()
@@ -263,7 +231,6 @@ def describe(found: dict[str, Any]) -> str:
     from jaxgpt.telemetry import profile
 
     step, product, host = found["seconds_per_step"], found["matmul_flops_per_sec"], found["host"]
-    versions = found["versions"]
     mfu = "-, the peak is not known" if found["mfu"] is None else f"{found['mfu']:.1%}"
     size = found["matmul_size"]
     several = "processes" if found["processes"] > 1 else "process"
@@ -274,10 +241,8 @@ def describe(found: dict[str, Any]) -> str:
         [
             f"step: {found['config']}, {found['n_parameters'] / 1e6:.2f}M parameters, batches of "
             f"{found['batch_size']} x {found['block_size']} tokens, {found['dtype']}",
-            f"on: {found['devices']} x {found['device_kind']} ({found['cpus']} CPUs, "
-            f"{found['cpu']}), {found['processes']} {several}, mesh {mesh}",
-            f"with: jaxgpt {versions['jaxgpt']}, jax {versions['jax']}, jaxlib "
-            f"{versions['jaxlib']}, Python {versions['python']}; attention: {found['attention']}",
+            f"on: {found['devices']} x {found['device_kind']}, {found['processes']} {several}, "
+            f"mesh {mesh}; attention: {found['attention']}",
             f"data: {found['data']}",
             f"time: {1e3 * step['median']:.2f} ms a step, the median of {found['rounds']} rounds "
             f"of {found['steps_per_round']} ({1e3 * step['least']:.2f} to "

@@ -17,7 +17,7 @@ QUICK_FUSIONS = ("--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitter
 
 
 def add_xla_flags(*flags: str) -> None:
-    """Puts flags into XLA_FLAGS, before what is there: of two that contradict, the last counts.
+    """Puts the flags that XLA_FLAGS lacks before what it has: of two that differ, the last counts.
 
     Raises:
         UsageError: if it names a file of flags, which XLA takes in their place.
@@ -28,4 +28,5 @@ def add_xla_flags(*flags: str) -> None:
             f"{VARIABLE}={given}: is the name of a file, to which jaxgpt cannot add the flags that "
             "it needs; give the flags themselves, as in XLA_FLAGS=$(cat FILE)"
         )
-    os.environ[VARIABLE] = " ".join([*flags, given])
+    missing = [flag for flag in flags if flag not in given.split()]
+    os.environ[VARIABLE] = " ".join([*missing, given]).strip()

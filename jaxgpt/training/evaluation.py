@@ -25,7 +25,7 @@ class Evaluation:
         self._iters = config.train.eval_iters
         self._eval_step = steps.eval_step
         self._loaders = {
-            split: Loader.for_evaluation(dataset, split, config, steps.batch_sharding)
+            split: Loader.for_evaluation(dataset, split, config, steps.batch_shape.sharding)
             for split in SPLITS
         }
 

@@ -102,7 +102,7 @@ def train(
         )
     startup.mark("state")
 
-    loader = Loader.for_training(run.dataset, config, steps.batch_sharding)
+    loader = Loader.for_training(run.dataset, config, steps.batch_shape.sharding)
     train_step = steps.lower_train_step().compile()
     cluster.wait_for_all()
     startup.compile_cache = str(cache_use)

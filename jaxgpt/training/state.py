@@ -80,9 +80,7 @@ class Steps:
     warnings: tuple[str, ...]
     """What of the layout is not as asked for."""
     batch_shape: jax.ShapeDtypeStruct
-    """What `train_step` takes, as `training_batch` has it."""
-    batch_sharding: NamedSharding
-    """Of that and of all other batches."""
+    """What `train_step` takes, as `training_batch` has it; all batches are sharded so."""
     replicated: NamedSharding
     state_shapes: TrainState
     """`jax.ShapeDtypeStruct`s with their shardings: what a checkpoint is restored into."""

@@ -155,7 +155,6 @@ def make_steps(
             *partition.unsplit(axes, shapes, partition.parameter_rules(parallel.zero_stage), mesh),
         ),
         batch_shape=training_batch(config, batch_sharding),
-        batch_sharding=batch_sharding,
         replicated=whole,
         state_shapes=jax.tree.map(
             lambda s, where: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=where),

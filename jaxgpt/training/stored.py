@@ -131,7 +131,7 @@ def _export(steps: Steps) -> dict[str, Any]:
     flat_init = jax.jit(flat_init, out_shardings=shardings)
     flat_step = jax.jit(
         flat_step,
-        in_shardings=(shardings, steps.replicated, steps.batch_sharding),
+        in_shardings=(shardings, steps.replicated, steps.batch_shape.sharding),
         out_shardings=(shardings, steps.replicated),
     )
     return {
@@ -187,7 +187,6 @@ def _steps(stored: dict[str, Any], config: Config, mesh: Mesh) -> Steps:
         warnings=tuple(stored["warnings"]),
         n_parameters=tuple(stored["n_parameters"]),
         batch_shape=training_batch(config, batch),
-        batch_sharding=batch,
         replicated=whole,
         state_shapes=shapes,
         init=jax.jit(init, out_shardings=at_rest, compiler_options=CPU_INIT_OPTIONS),

@@ -1,5 +1,6 @@
 import json
 
+import jax
 import pytest
 
 from jobs import run
@@ -17,6 +18,7 @@ def test_a_step_is_compiled_with_few_and_with_all_layers(tmp_path):
     assert (one["n_layer"], all_layers["n_layer"]) == (1, 16)
     assert found["ratio"] == pytest.approx(all_layers["compile_seconds"] / one["compile_seconds"])
     assert 0 < found["ratio"] < 4  # the layers are one loop, whose body is compiled once
+    assert found["versions"]["jax"] == jax.__version__
     assert found["mesh"]["fsdp"] == 2 and found["scan_layers"]
     assert not (tmp_path / "cache").exists()
 
@@ -25,7 +27,7 @@ def test_a_step_is_compiled_with_few_and_with_all_layers(tmp_path):
     ("options", "processes", "words"),
     [
         (("--layers", "2,all"), None, "--layers=2,all: must be two or more different numbers"),
-        (("--layers", "2,2"), None, "--layers=2,2: must be two or more different numbers"),
+        (("--layers", "2,02"), None, "--layers=2,02: must be two or more different numbers"),
         (("--layers", ""), None, "--layers=: must be two or more different numbers"),
         (("model.n_layer=1",), None, "model.n_layer=1: there are not fewer to compare with"),
         (("--runs", "0"), None, "--runs=0: must be a whole number, at least 1"),

@@ -120,7 +120,6 @@ def test_processes_must_divide_the_mesh():
 
 
 def test_cluster_json_names_the_job_and_its_host_file(monkeypatch):
-    monkeypatch.setenv("XLA_FLAGS", "")  # which connect adds to
     monkeypatch.setenv("PBS_JOBID", "12.pbs")
     monkeypatch.setenv("PBS_NODEFILE", "/var/spool/pbs/aux/12.pbs")
     facts = backend.connect(Cluster("test"), (8, 1, 1))

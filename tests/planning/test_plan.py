@@ -54,7 +54,7 @@ def test_a_plan_is_what_the_program_does(layout):
     assert plan.memory.parameters == live_bytes(state.params)
     assert plan.memory.moments == live_bytes(state.opt_state)
 
-    rows = jax.device_put(np.zeros((16, 65), np.int32), steps.batch_sharding)
+    rows = jax.device_put(np.zeros((16, 65), np.int32), steps.batch_shape.sharding)
     found = steps.train_step.lower(state, np.int32(1), rows).compile().memory_analysis()
     needed = found.argument_size_in_bytes + found.temp_size_in_bytes
     assert plan.memory.total == pytest.approx(needed, rel=0.01)

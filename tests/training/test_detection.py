@@ -140,7 +140,7 @@ def setup(*options):
     with limited_devices(int(np.prod(sizes))):
         steps = make_steps(config, make_mesh(sizes))
     rows = np.random.default_rng(0).integers(0, 64, (16, 33)).astype(np.int32)
-    return steps, jax.device_put(rows, steps.batch_sharding)
+    return steps, jax.device_put(rows, steps.batch_shape.sharding)
 
 
 def trained(steps, batch, n):
@@ -197,7 +197,7 @@ def test_only_skip_update_leaves_out_a_spike(action):
     other = np.random.default_rng(1).integers(0, 64, (16, 33)).astype(np.int32)
     before = jax.tree.map(np.array, state)
     state, metrics = steps.train_step(
-        state, np.int32(60), jax.device_put(other, steps.batch_sharding)
+        state, np.int32(60), jax.device_put(other, steps.batch_shape.sharding)
     )
     assert CAUSES[int(metrics.cause)] == "loss" and metrics.loss > metrics.limits[0]
     assert same(state, before) == (action == "skip_update")

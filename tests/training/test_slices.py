@@ -90,8 +90,8 @@ def test_slices_change_memory_and_nothing_else(mesh, parts):
     losses, gradients, evaluated, memory, said = [], [], [], [], []
     for slices in (1, 4):
         steps = make_steps(config, mesh, slices=slices)
-        state, batch = steps.init(), jax.device_put(rows, steps.batch_sharding)
-        part = jax.device_put(rows[: 128 // parts], steps.batch_sharding)
+        state, batch = steps.init(), jax.device_put(rows, steps.batch_shape.sharding)
+        part = jax.device_put(rows[: 128 // parts], steps.batch_shape.sharding)
         step = steps.train_step.lower(state, np.int32(1), batch).compile()
         evaluate = steps.eval_step.lower(state.params, part).compile()
         memory.append([p.memory_analysis().temp_size_in_bytes for p in (step, evaluate)])

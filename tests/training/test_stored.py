@@ -45,7 +45,7 @@ def test_what_is_stored_is_what_was_traced_on_any_mesh(folder):
     mesh = make_mesh((2, 2, 2))
     batch = np.random.default_rng(0).integers(0, 256, (16, 65)).astype(np.int32)
     traced = make_steps(config, mesh)
-    batch = jax.device_put(batch, traced.batch_sharding)
+    batch = jax.device_put(batch, traced.batch_shape.sharding)
     expected, final = two_steps(traced, batch)
     first = two_steps(stored.load_steps(config, mesh, ALONE), batch)
     assert len(list(folder.glob("programs-*.json"))) == 1
@@ -55,7 +55,7 @@ def test_what_is_stored_is_what_was_traced_on_any_mesh(folder):
     np.testing.assert_allclose(first[0], expected, rtol=1e-6)
     assert first[1].keys() == final.keys()
     steps = stored.load_steps(config, mesh, ALONE)
-    for name in ("attention", "warnings", "n_parameters", "state_shapes", "batch_sharding"):
+    for name in ("attention", "warnings", "n_parameters", "state_shapes", "batch_shape"):
         assert getattr(steps, name) == getattr(traced, name), name
 
 

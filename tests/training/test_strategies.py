@@ -149,7 +149,7 @@ def test_offloaded_moments_live_in_the_hosts_memory():
     config = config.replace(model__vocab_size=256)
     steps = make_steps(config, make_mesh((2, 4, 1)))
     state = steps.init()
-    rows = jax.device_put(np.zeros((32, 33), np.int32), steps.batch_sharding)
+    rows = jax.device_put(np.zeros((32, 33), np.int32), steps.batch_shape.sharding)
     for _ in range(2):
         moments = [m for m in jax.tree.leaves(state.opt_state) if m.ndim > 0]
         assert len(moments) == 2 * len(jax.tree.leaves(state.params))
