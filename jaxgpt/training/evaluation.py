@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import jax
 import numpy as np
 
 from jaxgpt.config import Config
@@ -61,15 +60,12 @@ class Sampler:
             return
         self._prompt = config.train.sample_prompt
         self._window = prompt_window(self._tokenizer, self._prompt, config.model.block_size)
-        self._generate = jax.jit(
-            make_generate(
-                steps.reader,
-                self._tokenizer.vocab_size,
-                config.train.sample_tokens,
-                SAMPLE_TEMPERATURE,
-                SAMPLE_TOP_K,
-            ),
-            out_shardings=steps.replicated,
+        vocab_size, n_tokens = self._tokenizer.vocab_size, config.train.sample_tokens
+        generate = make_generate(
+            steps.reader, vocab_size, n_tokens, SAMPLE_TEMPERATURE, SAMPLE_TOP_K
+        )
+        self._generate = steps.keep(
+            f"sample-{n_tokens}-{vocab_size}", generate, self._window[0], np.int32(0), np.int32(0)
         )
 
     def __call__(self, step: int, params: Params) -> dict[str, Any] | None:

@@ -3,7 +3,8 @@
 Tracing the network, its gradient and the optimizer takes longer than everything else in the start
 of a small run. `jax.export` turns what was traced into StableHLO, which lies in the folder of the
 compile cache, under a name that changes with whatever decides about it. The run that traces it
-runs what it stored, so that later ones are bitwise the same.
+runs what it stored, so that later ones are bitwise the same. What is not needed for the first step
+is traced, or read, when it is.
 """
 
 import base64
@@ -14,6 +15,8 @@ import importlib.metadata
 import json
 import os
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +27,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxgpt.config import Config
 from jaxgpt.distributed.cluster import Cluster
-from jaxgpt.distributed.partition import batch_sharding, replicated
+from jaxgpt.distributed.partition import Params, batch_sharding, replicated
 from jaxgpt.training.state import (
     CPU_INIT_OPTIONS,
     CPU_STEP_OPTIONS,
@@ -68,13 +71,58 @@ def load_steps(config: Config, mesh: Mesh, cluster: Cluster) -> Steps:
     on_cpu = mesh.devices.flat[0].platform == "cpu"
     if not folder or not on_cpu or config.parallel.offload_optimizer:
         return _traced(config, mesh)
-    path = Path(folder) / f"programs-{_name(config, mesh)}.json"
-    stored = _read(path)
-    if not all(cluster.gather(stored is not None)):
-        stored = _export(_traced(config, mesh))
-        if cluster.is_main:
-            _write(path, stored)
-    return _steps(stored, config, mesh)
+    store = Store(Path(folder), _name(config, mesh), cluster)
+    stored = store.load("start", lambda: _export(_traced(config, mesh)))
+    return _steps(stored, config, mesh, store)
+
+
+@dataclass(frozen=True)
+class Store:
+    """The files of a run's programs."""
+
+    folder: Path
+    name: str
+    cluster: Cluster
+
+    def load(self, kind: str, export: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """What an earlier run stored; if any process lacks it, process 0 traces it for all.
+
+        Args:
+            export: returns what can be JSON, with the `programs` as `_encode` made them.
+        """
+        path, is_main = self.folder / f"programs-{self.name}-{kind}.json", self.cluster.is_main
+        stored = _read(path)
+        if not all(self.cluster.gather(stored is not None)):
+            traced = self.cluster.together(lambda: export() if is_main else None)
+            stored = self.cluster.broadcast(traced)
+            if is_main:
+                _write(path, stored)
+        return stored
+
+    def jit(
+        self,
+        kind: str,
+        function: Callable[..., jax.Array],
+        shapes: tuple[Any, ...],
+        sharding: NamedSharding,
+    ) -> Callable[..., jax.Array]:
+        """`jax.jit`, for operands of these shapes only. Read or traced when it is first called.
+
+        Args:
+            kind: changes with what decides about this function and not about all of a run.
+            sharding: of the result.
+        """
+
+        def export() -> dict[str, Any]:
+            exported = jax.export.export(jax.jit(function, out_shardings=sharding))(*shapes)
+            return {"programs": {kind: _encode(exported)}}
+
+        @functools.cache
+        def program() -> Callable[..., jax.Array]:
+            stored = self.load(kind, export)
+            return jax.jit(_decode(stored["programs"][kind]).call, out_shardings=sharding)
+
+        return lambda *operands: program()(*operands)
 
 
 @functools.cache
@@ -147,12 +195,16 @@ def _export(steps: Steps) -> dict[str, Any]:
             }
             for path, leaf in leaves
         ],
-        "init": _encode(jax.export.export(flat_init)()),
-        "train_step": _encode(jax.export.export(flat_step)(shapes, np.int32(0), steps.batch_shape)),
+        "programs": {
+            "init": _encode(jax.export.export(flat_init)()),
+            "train_step": _encode(
+                jax.export.export(flat_step)(shapes, np.int32(0), steps.batch_shape)
+            ),
+        },
     }
 
 
-def _steps(stored: dict[str, Any], config: Config, mesh: Mesh) -> Steps:
+def _steps(stored: dict[str, Any], config: Config, mesh: Mesh, store: Store) -> Steps:
     """The functions of a run from what `_export` returned."""
     whole, batch = replicated(mesh), batch_sharding(mesh)
     tree: dict[str, Any] = {}
@@ -168,7 +220,8 @@ def _steps(stored: dict[str, Any], config: Config, mesh: Mesh) -> Steps:
     shapes = TrainState(**tree)
     at_rest = jax.tree.map(lambda leaf: leaf.sharding, shapes)
     structure = jax.tree.structure(shapes)
-    stored_init, stored_step = _decode(stored["init"]), _decode(stored["train_step"])
+    programs = {name: _decode(text) for name, text in stored["programs"].items()}
+    stored_init, stored_step = programs["init"], programs["train_step"]
     # It would load SciPy for LAPACK, which no program here calls.
     jax._src.export._export._ensure_backends_initialized = lambda platforms: None
 
@@ -181,12 +234,22 @@ def _steps(stored: dict[str, Any], config: Config, mesh: Mesh) -> Steps:
         leaves, metrics = stored_step.call(jax.tree.leaves(state), step, tokens)
         return jax.tree.unflatten(structure, leaves), Metrics(*metrics)
 
+    def eval_step(params: Params, tokens: jax.Array) -> jax.Array:
+        return _traced(config, mesh).eval_step(params, tokens)
+
+    def keep(kind: str, function: Callable[..., jax.Array], *operands: Any) -> Any:
+        return store.jit(kind, function, (shapes.params, *operands), whole)
+
+    train_batch = training_batch(config, batch)
+    eval_batch = jax.ShapeDtypeStruct(
+        (config.microbatch_size, *train_batch.shape[1:]), train_batch.dtype, sharding=batch
+    )
     return Steps(
         mesh=mesh,
         attention=stored["attention"],
         warnings=tuple(stored["warnings"]),
         n_parameters=tuple(stored["n_parameters"]),
-        batch_shape=training_batch(config, batch),
+        batch_shape=train_batch,
         replicated=whole,
         state_shapes=shapes,
         init=jax.jit(init, out_shardings=at_rest, compiler_options=CPU_INIT_OPTIONS),
@@ -197,9 +260,9 @@ def _steps(stored: dict[str, Any], config: Config, mesh: Mesh) -> Steps:
             donate_argnums=0,
             compiler_options=CPU_STEP_OPTIONS,
         ),
-        # Not needed for the first step, and so not stored.
-        eval_step=lambda params, tokens: _traced(config, mesh).eval_step(params, tokens),
+        eval_step=keep("evaluation", eval_step, eval_batch),
         reader=lambda params: _traced(config, mesh).reader(params),
+        keep=keep,
     )
 
 
@@ -215,7 +278,8 @@ def _read(path: Path) -> dict[str, Any] | None:
     """What was stored; None if nothing was, or it cannot be read."""
     try:
         stored = json.loads(path.read_text())
-        _decode(stored["init"]), _decode(stored["train_step"])
+        for text in stored["programs"].values():
+            _decode(text)
         return stored
     except (OSError, ValueError, KeyError):
         return None

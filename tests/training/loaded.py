@@ -1,9 +1,8 @@
-"""A training run that ends with its first step and says which packages that took.
+"""A training run that says which packages it had loaded by its first step, and by its end.
 
 `loaded.py PACKAGE,PACKAGE... [train arguments]`
 """
 
-import os
 import sys
 
 from jaxgpt import train
@@ -12,14 +11,19 @@ from jaxgpt.telemetry.startup import Startup
 mark = Startup.mark
 
 
+def look(when):
+    print(f"loaded by the {when}:", *(n for n in sys.argv[1].split(",") if n in sys.modules))
+
+
 def mark_and_look(self, phase):
     mark(self, phase)
     if phase == "first step":
-        print("loaded:", *(name for name in sys.argv[1].split(",") if name in sys.modules))
+        look(phase)
         print("compile cache:", self.compile_cache)
-        sys.stdout.flush()
-        os._exit(0)
 
 
 Startup.mark = mark_and_look
-train.main(sys.argv[2:])
+try:
+    train.main(sys.argv[2:])
+finally:
+    look("end")

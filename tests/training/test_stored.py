@@ -9,7 +9,7 @@ from jaxgpt.distributed.cluster import Cluster
 from jaxgpt.distributed.mesh import make_mesh
 from jaxgpt.training import stored
 from jaxgpt.training.step import make_steps
-from jobs import SMALL, flat, losses, run
+from jobs import SMALL, flat, losses, records, run
 
 HERE = Path(__file__).parent
 ALONE = Cluster("test")
@@ -55,6 +55,10 @@ def test_what_is_stored_is_what_was_traced_on_any_mesh(folder):
     np.testing.assert_allclose(first[0], expected, rtol=1e-6)
     assert first[1].keys() == final.keys()
     steps = stored.load_steps(config, mesh, ALONE)
+    params = steps.init().params
+    for _ in "stored", "read":
+        evaluated = stored.load_steps(config, mesh, ALONE).eval_step(params, batch)
+        np.testing.assert_allclose(evaluated, traced.eval_step(params, batch), rtol=1e-6)
     for name in ("attention", "warnings", "n_parameters", "state_shapes", "batch_shape"):
         assert getattr(steps, name) == getattr(traced, name), name
 
@@ -63,10 +67,34 @@ def test_a_damaged_file_is_replaced(folder):
     config, mesh = small(), make_mesh((8, 1, 1))
     stored.load_steps(config, mesh, ALONE)
     (file,) = folder.glob("programs-*.json")
+    assert file.name.endswith("-start.json")  # what is evaluated is not traced before it is needed
     whole = file.read_text()
     file.write_text(whole[: len(whole) // 2])
     stored.load_steps(config, mesh, ALONE)
     assert stored._read(file)["state"] == stored.json.loads(whole)["state"]
+
+
+def test_process_0_traces_for_all(folder, monkeypatch):
+    config, mesh = small(), make_mesh((8, 1, 1))
+
+    class Mate:
+        """Process 0, which traced before; what it says is the first message."""
+
+        def exchange(self, message):
+            return [said.pop(0), message]
+
+    def traces(*arguments):
+        raise AssertionError("a process traces what process 0 sends")
+
+    stored.load_steps(config, mesh, ALONE)
+    (file,) = folder.glob("programs-*.json")
+    traced = file.read_bytes()
+    file.unlink()
+    said = [b"false", b"null", traced]  # it has no file; it traced without an error; what it traced
+    monkeypatch.setattr(stored, "_traced", traces)
+    steps = stored.load_steps(config, mesh, Cluster("test", rank=1, size=2, talk=Mate()))
+    assert steps.n_parameters == make_steps(config, mesh).n_parameters
+    assert not said and not list(folder.glob("programs-*.json"))  # process 0 writes it
 
 
 def test_whatever_decides_about_a_program_is_in_its_name(monkeypatch):
@@ -99,13 +127,14 @@ def test_whatever_decides_about_a_program_is_in_its_name(monkeypatch):
 def test_a_second_start_loads_little_and_computes_the_same(tmp_path):
     cache = str(tmp_path / "cache")
     heavy = "flax,optax,orbax,grain,matplotlib,wandb,mpi4py"
-    arguments = (*SMALL, "train.max_iters=3", f"compile_cache={cache}")
+    arguments = (*SMALL, "train.max_iters=3", "train.sample_tokens=4", f"compile_cache={cache}")
     runs = [tmp_path / name for name in ("first", "second")]
     for out in runs:
-        job = run("train", *arguments, "--out", out, JAX_COMPILATION_CACHE_DIR="")
+        job = run(HERE / "loaded.py", heavy, *arguments, "--out", out, JAX_COMPILATION_CACHE_DIR="")
         assert job.returncode == 0, job.stdout
     assert losses(runs[0]) == losses(runs[1])
-    assert "compile cache: hit" in job.stdout
-    out = tmp_path / "third"
-    look = run(HERE / "loaded.py", heavy, *arguments, "--out", out, JAX_COMPILATION_CACHE_DIR="")
-    assert "loaded:\ncompile cache: hit\n" in look.stdout, look.stdout
+    for kind in ("eval", "sample"):
+        assert len(records(runs[0], kind)) == 1
+        assert records(runs[0], kind) == records(runs[1], kind)
+    assert "loaded by the first step:\ncompile cache: hit\n" in job.stdout, job.stdout
+    assert "loaded by the end: orbax\n" in job.stdout, job.stdout
