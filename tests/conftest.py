@@ -21,16 +21,13 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
-    """In the short form, what tests compile in their process is not optimized: it runs briefly.
+    """In the short form, what is compiled is not optimized: it runs briefly.
 
-    A step compiles in a third of the time. XLA reads its flags when JAX starts, here. Commands
-    under test compile as users' do.
+    A step compiles in a third of the time, in the process of the tests and in the commands that
+    it starts, but for those that run `AS_USERS` do.
     """
     if not config.getoption("--long"):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("XLA_FLAGS", os.environ.get("XLA_FLAGS", ""))  # and so set it back
-            add_xla_flags("--xla_backend_optimization_level=0", *QUICK_FUSIONS)
-            jax.devices()
+        add_xla_flags("--xla_backend_optimization_level=0", *QUICK_FUSIONS)
 
 
 def pytest_collection_modifyitems(config, items):

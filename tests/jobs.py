@@ -20,10 +20,13 @@ from jaxgpt.distributed.cluster import Cluster
 from jaxgpt.distributed.malloc import OURS as TUNED
 from jaxgpt.distributed.malloc import VARIABLE as GLIBC_TUNABLES
 from jaxgpt.distributed.mesh import make_mesh
+from jaxgpt.distributed.xla_flags import VARIABLE as XLA_FLAGS
 from jaxgpt.telemetry.startup import Startup
 from jaxgpt.training.run_directory import prepare_run
 from jaxgpt.training.step import make_steps
 
+# Variables for a command: nothing is set to have it start or compile faster.
+AS_USERS = {GLIBC_TUNABLES: "", XLA_FLAGS: ""}
 # A model that compiles fast, on the data set that needs no download.
 FIGHT = "full rematerialization"  # in XLA's warning, which begins with "[SPMD] Involuntary"
 
@@ -53,7 +56,8 @@ def environment(**extra):
     """Variables for a command: those of this process, and its Python in front of PATH.
 
     GLIBC_TUNABLES is as `tune_malloc` would have it, which saves most processes a second start;
-    those of commands that do not tune malloc run with it, too.
+    those of commands that do not tune malloc run with it, too. What is compiled is compiled as
+    `pytest_configure` has it. `AS_USERS` sets both back.
     """
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     return {GLIBC_TUNABLES: TUNED, **os.environ, "PATH": path, **extra}

@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from jobs import SMALL, losses, records, run
+from jobs import AS_USERS, SMALL, losses, records, run
 
 
 def test_shakespeare_is_prepared_with_nanogpts_words(tmp_path, tiny_shakespeare):
@@ -79,8 +79,7 @@ def test_the_default_run_needs_nothing_and_compiles_its_step_once(tmp_path):
     job = run(
         "train", "--out", tmp_path / "run", "train.max_iters=12", "train.eval_interval=6",
         "checkpoint.interval=5", "--train-range-to-skip", "3", "4",
-        JAXGPT_DATA=str(tmp_path / "data"), JAX_LOG_COMPILES="1",
-        GLIBC_TUNABLES="",  # as users start it
+        JAXGPT_DATA=str(tmp_path / "data"), JAX_LOG_COMPILES="1", **AS_USERS,
     )  # fmt: skip
     assert job.returncode == 0, job.stdout
     compiled = re.findall(r"Finished XLA compilation of (jit\(\w+\))", job.stdout)
@@ -95,7 +94,7 @@ def test_the_default_run_needs_nothing_and_compiles_its_step_once(tmp_path):
 def test_a_short_run_of_nanogpts_setting_learns_as_nanogpt_does(tmp_path, shakespeare):
     job = run(
         "train", "--config", "shakespeare_char_cpu", "--out", tmp_path, "train.max_iters=250",
-        "train.eval_iters=100", "train.sample_tokens=0", "train.seed=1",
+        "train.eval_iters=100", "train.sample_tokens=0", "train.seed=1", **AS_USERS,
     )  # fmt: skip
     assert job.returncode == 0, job.stdout
     (evaluation,) = records(tmp_path, "eval")

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from jobs import environment
+from jobs import AS_USERS, environment
 
 NOTEBOOKS = sorted((Path(__file__).parents[1] / "notebooks").glob("*.ipynb"))
 WRITTEN = "train.max_iters=500"  # in lessons: the long form leaves it as it is
@@ -17,7 +17,7 @@ def test_lesson_runs_in_three_minutes(path, steps, shakespeare, tmp_path, monkey
     import nbformat
     from nbclient import NotebookClient
 
-    for name, value in environment().items():
+    for name, value in environment(**AS_USERS).items():
         monkeypatch.setenv(name, value)
     notebook = nbformat.read(path, as_version=4)
     for cell in notebook.cells:

@@ -195,7 +195,7 @@ def await_coordinator(cluster: Cluster, address: str) -> None:
     """Returns when process 0 can be reached; JAX would abort with a stack trace if not.
 
     Raises:
-        PeerLost: after `cluster.timeout` seconds, with a sentence for the user.
+        PeerLost: after `cluster.timeout` seconds, and a sentence for the user.
     """
     host, _, port = address.rpartition(":")
     deadline = time.monotonic() + cluster.timeout
@@ -213,7 +213,7 @@ def await_coordinator(cluster: Cluster, address: str) -> None:
                     file=sys.stderr,
                     flush=True,
                 )
-                raise PeerLost("coordinator") from None
+                raise PeerLost from None
             time.sleep(0.1)
 
 

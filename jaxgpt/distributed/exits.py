@@ -25,6 +25,7 @@ STOPPED = 75  # on a signal or a time limit, with a checkpoint saved (EX_TEMPFAI
 
 FAILURE = "jaxgpt/first_to_fail"  # in JAX's key-value store: its rank and the exit status
 LOOK_EVERY = 5  # seconds
+UNTIL_ENDED = 2 * LOOK_EVERY + 3  # seconds by which the first to fail has ended a process
 STDOUT = 1  # the file descriptor
 
 
@@ -52,8 +53,12 @@ def exits_together() -> Iterator[None]:
         raise SystemExit(BAD_USAGE) from None
     except KeyboardInterrupt:  # before training has begun, or the second of its kind
         raise SystemExit(128 + signal.SIGINT) from None
-    except PeerLost:
-        os._exit(FAILED)  # at once: what runs at exit would wait for the lost one
+    except PeerLost as error:
+        if _connected():
+            time.sleep(UNTIL_ENDED)
+        elif error.args:
+            print(f"error: {error}", file=sys.stderr, flush=True)
+        os._exit(FAILED)  # what runs at exit would wait for the lost one
     except Exception as error:
         if find_launch(os.environ).through is not None:
             leave(traceback.format_exc(), FAILED)
@@ -112,7 +117,7 @@ def leave(report: str, status: int) -> None:
     with contextlib.suppress(BrokenPipeError):  # that nobody reads may be what it is about
         sys.stdout.flush()
     if not _first_to_fail(status):
-        time.sleep(2 * LOOK_EVERY + 3)  # meanwhile the first one ends this process
+        time.sleep(UNTIL_ENDED)
         os._exit(status)
     if _connected():
         time.sleep(1)  # the others come to wait for this process, and print no more

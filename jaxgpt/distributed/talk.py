@@ -23,7 +23,7 @@ Socket = socket.socket
 
 
 class PeerLost(Exception):
-    """Another process ended or never came; what there is to say has been said."""
+    """Another process ended or never came; without a text, what there is to say has been said."""
 
 
 class Talk(Protocol):
@@ -85,15 +85,15 @@ class OverTcp:
                 return _cut(_receive(self._peers[0]), lengths)
             except OSError:  # process 0 has said why, if it could
                 time.sleep(1)
-                raise PeerLost("process 0 has ended") from None
+                raise PeerLost from None
         messages = {0: message}
         for rank, peer in sorted(self._peers.items()):
             try:
                 messages[rank] = _receive(peer)
             except OSError:
-                _say(f"error: process {rank} has ended before training began; its own output "
-                     "may say why")  # fmt: skip
-                raise PeerLost(f"process {rank} has ended") from None
+                raise PeerLost(
+                    f"process {rank} has ended before training began; its own output may say why"
+                ) from None
         ordered = [messages[rank] for rank in range(len(messages))]
         lengths = json.dumps([len(m) for m in ordered]).encode()
         for peer in self._peers.values():
@@ -114,14 +114,14 @@ class OverTcp:
                 f"error: {launch.address}: process 0 cannot listen at port {port} "
                 f"({error.strerror}); set JAXGPT_COORDINATOR to another host:port for all processes"
             )
-            raise PeerLost("cannot listen") from None
+            raise PeerLost from None
         with server, selectors.DefaultSelector() as ready:
             ready.register(server, selectors.EVENT_READ)
             while len(self._peers) + 1 < launch.size:
                 if not ready.select(deadline - time.monotonic()):
                     arrived = {0, *self._peers}
                     _say(missing_sentence(arrived, launch.size, timeout))
-                    raise PeerLost("not all processes arrived")
+                    raise PeerLost
                 peer, _ = server.accept()
                 peer.settimeout(10)
                 try:
@@ -136,7 +136,7 @@ class OverTcp:
                         "needs a rank of its own and the same size"
                     )
                     peer.close()
-                    raise PeerLost("ranks that do not fit")
+                    raise PeerLost
                 peer.settimeout(None)
                 _keep_alive(peer)
                 self._peers[rank] = peer
@@ -157,7 +157,7 @@ class OverTcp:
                         f"({error}) within {timeout:.0f} s (--init-timeout): it has not started, "
                         "or the address is wrong"
                     )
-                    raise PeerLost("process 0 cannot be reached") from None
+                    raise PeerLost from None
                 time.sleep(0.2)
         # Longer than process 0 waits for the others, which it then names.
         peer.settimeout(None)

@@ -35,15 +35,24 @@ class Console:
         """Prints text above the progress bar and keeps it, with the time, in train.log."""
         if not self._enabled:
             return
-        if self._bar is None:
-            print(text, flush=True)
-        else:
-            self._bar.write(text)
+        failure = ""
+        try:
+            if self._bar is None:
+                print(text, flush=True)
+            else:
+                self._bar.write(text)
+        except BrokenPipeError:
+            raise  # nobody reads on
+        except OSError as error:  # a full disk behind it: not worth a run
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            failure = f"\nwarning: the console stopped: {error}"
         if self._file is None:
             return
         stamp = time.strftime("%Y-%m-%d %H:%M:%S")
         try:
-            self._file.writelines(f"{stamp} {line}\n" for line in text.splitlines() or [""])
+            self._file.writelines(
+                f"{stamp} {line}\n" for line in (text + failure).splitlines() or [""]
+            )
             self._file.flush()
         except OSError as error:  # a full disk: not worth a run
             self._file = None

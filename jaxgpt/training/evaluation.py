@@ -64,7 +64,7 @@ class Sampler:
         generate = make_generate(
             steps.reader, vocab_size, n_tokens, SAMPLE_TEMPERATURE, SAMPLE_TOP_K
         )
-        self._generate = steps.keep(
+        self._generate = steps.jitted(
             f"sample-{n_tokens}-{vocab_size}", generate, self._window[0], np.int32(0), np.int32(0)
         )
 

@@ -134,8 +134,9 @@ def train(
         report.close(end.failure, with_losses=False)
         return exits.FAILED
     if end.step < config.train.max_iters:
+        saved = f"after step {end.step}, which is saved" if end.step else "and rewound to the start"
         report.close(
-            f"stopped by {stop.reason or 'a signal'} after step {end.step}, which is saved; "
+            f"stopped by {stop.reason or 'a signal'} {saved}; "
             f"the same command with --out {run.directory} goes on from there"
         )
         return exits.STOPPED
@@ -169,7 +170,9 @@ def run_with_rewinds(run: Run, state: TrainState, steps: Steps, parts: Parts) ->
         report.rewound(run)
         if end.stopping:
             return End(run.resume_step or 0, stopping=True)
-        state = state_to_begin_with(run, steps, parts.checkpoints, cluster)
+        with report.between_steps(()):
+            state = state_to_begin_with(run, steps, parts.checkpoints, cluster)
+            jax.block_until_ready(state)
         end = run_steps(run, state, parts)
     return end
 

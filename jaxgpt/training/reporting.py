@@ -164,7 +164,7 @@ class Reporter:
 
     def rewound(self, run: Run) -> None:
         """The run goes on from `run.resume_step`, as if it had been started there."""
-        self._run, self._config = run, run.config
+        self._run, self._config, self._last_losses = run, run.config, ""
         self._begin()
         self._console.progress(run.resume_step or 0)
         if not self._enabled:

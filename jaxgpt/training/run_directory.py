@@ -139,8 +139,6 @@ def _decide(config: Config) -> dict[str, Any]:
 
     directory = _writable_directory(config)
     config = config.replace(out=str(directory))
-    if dataset.tokenizer is not None:
-        dataset.tokenizer.save(directory)  # for jaxgpt.sample, wherever the data will be
     ranges = list(skip_ranges(config))
     kept = directory / "config.yaml"
     if kept.exists():
@@ -154,6 +152,8 @@ def _decide(config: Config) -> dict[str, Any]:
         meta = read_meta(directory, resume_step)
         notes += _check_resume(config, directory, resume_step, meta, dataset)
         ranges += skip_ranges(config_from_dict(meta["config"], f"checkpoint {resume_step}"))
+    if dataset.tokenizer is not None:
+        dataset.tokenizer.save(directory)  # for jaxgpt.sample, wherever the data will be
     config = config.replace(train_range_to_skip=SkipRanges(ranges).flat())
     return {
         "config": config.to_dict(),

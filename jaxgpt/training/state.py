@@ -91,9 +91,9 @@ class Steps:
     """(params, tokens of shape (B, T+1)) -> mean loss of each row, shape (B,)."""
     reader: Callable[[Params], tuple[Read, Any]]
     """With these parameters: what reads one text at a time, and empty caches."""
-    keep: Callable[..., Callable[..., jax.Array]]
-    """(kind, function of parameters and more, shapes of the more) -> the function jitted, its
-    result whole on every device; traced once for all runs where programs are stored."""
+    jitted: Callable[..., Callable[..., jax.Array]]
+    """(kind, function of parameters and more, shapes of the more) -> `jax.jit` of the function,
+    its result whole on every device; where programs are stored, under a name with `kind` in it."""
 
     def lower_train_step(self) -> jax.stages.Lowered:
         """The train step, traced and not yet compiled. Allocates nothing."""

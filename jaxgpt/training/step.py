@@ -177,5 +177,5 @@ def make_steps(
             sharded.losses, in_shardings=(at_rest.params, batch_sharding), out_shardings=whole
         ),
         reader=reader,
-        keep=lambda kind, function, *operands: jax.jit(function, out_shardings=whole),
+        jitted=lambda kind, function, *operands: jax.jit(function, out_shardings=whole),
     )

@@ -16,7 +16,6 @@ import json
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -71,33 +70,34 @@ def load_steps(config: Config, mesh: Mesh, cluster: Cluster) -> Steps:
     on_cpu = mesh.devices.flat[0].platform == "cpu"
     if not folder or not on_cpu or config.parallel.offload_optimizer:
         return _traced(config, mesh)
-    store = Store(Path(folder), _name(config, mesh), cluster)
+    store = Store(Path(folder), config, mesh, cluster)
     stored = store.load("start", lambda: _export(_traced(config, mesh)))
     return _steps(stored, config, mesh, store)
 
 
-@dataclass(frozen=True)
 class Store:
     """The files of a run's programs."""
 
-    folder: Path
-    name: str
-    cluster: Cluster
+    def __init__(self, folder: Path, config: Config, mesh: Mesh, cluster: Cluster):
+        self._folder, self._config, self._mesh, self._cluster = folder, config, mesh, cluster
+        self._name = _name(config, mesh)
 
     def load(self, kind: str, export: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """What an earlier run stored; if any process lacks it, process 0 traces it for all.
+        """What an earlier run stored; if any process lacks it, process 0 reads or traces for all.
 
         Args:
             export: returns what can be JSON, with the `programs` as `_encode` made them.
         """
-        path, is_main = self.folder / f"programs-{self.name}-{kind}.json", self.cluster.is_main
+        path = self._folder / f"programs-{self._name}-{kind}.json"
         stored = _read(path)
-        if not all(self.cluster.gather(stored is not None)):
-            traced = self.cluster.together(lambda: export() if is_main else None)
-            stored = self.cluster.broadcast(traced)
-            if is_main:
-                _write(path, stored)
-        return stored
+        if all(self._cluster.gather(stored is not None)):
+            return stored
+        is_main = self._cluster.is_main
+        traced = self._cluster.together(lambda: (stored or export()) if is_main else None)
+        # What is traced late is of the source files as they are by then.
+        if is_main and self._name == _name(self._config, self._mesh):
+            _write(path, traced)
+        return self._cluster.broadcast(traced)
 
     def jit(
         self,
@@ -106,7 +106,7 @@ class Store:
         shapes: tuple[Any, ...],
         sharding: NamedSharding,
     ) -> Callable[..., jax.Array]:
-        """`jax.jit`, for operands of these shapes only. Read or traced when it is first called.
+        """`jax.jit`, for operands of these shapes only; read or traced at the first call.
 
         Args:
             kind: changes with what decides about this function and not about all of a run.
@@ -237,7 +237,7 @@ def _steps(stored: dict[str, Any], config: Config, mesh: Mesh, store: Store) -> 
     def eval_step(params: Params, tokens: jax.Array) -> jax.Array:
         return _traced(config, mesh).eval_step(params, tokens)
 
-    def keep(kind: str, function: Callable[..., jax.Array], *operands: Any) -> Any:
+    def jitted(kind: str, function: Callable[..., jax.Array], *operands: Any) -> Any:
         return store.jit(kind, function, (shapes.params, *operands), whole)
 
     train_batch = training_batch(config, batch)
@@ -260,9 +260,9 @@ def _steps(stored: dict[str, Any], config: Config, mesh: Mesh, store: Store) -> 
             donate_argnums=0,
             compiler_options=CPU_STEP_OPTIONS,
         ),
-        eval_step=keep("evaluation", eval_step, eval_batch),
+        eval_step=jitted("evaluation", eval_step, eval_batch),
         reader=lambda params: _traced(config, mesh).reader(params),
-        keep=keep,
+        jitted=jitted,
     )
 
 
@@ -290,8 +290,9 @@ def _write(path: Path, stored: dict[str, Any]) -> None:
     scratch = path.with_suffix(f".{os.getpid()}.tmp")
     with contextlib.suppress(OSError):
         for old in path.parent.glob("programs-*"):
-            if old.stat().st_mtime < time.time() - KEPT_SECONDS:
-                old.unlink()
+            with contextlib.suppress(OSError):  # another user's, or gone
+                if old.stat().st_mtime < time.time() - KEPT_SECONDS:
+                    old.unlink()
         try:
             scratch.write_text(json.dumps(stored))
             os.replace(scratch, path)

@@ -10,6 +10,7 @@ import pytest
 
 from jobs import command, environment, run
 
+HERE = Path(__file__).parent
 COLLECTIVES = (
     "all-reduce", "reduce", "broadcast", "all-gather", "reduce-scatter", "scatter", "all-to-all",
     "permute",
@@ -21,9 +22,12 @@ MACHINE = (
 )  # fmt: skip
 
 
-def test_four_processes(tmp_path):
+@pytest.mark.parametrize(
+    "program", [HERE / "quick_doctor.py", pytest.param("doctor", marks=pytest.mark.long)]
+)
+def test_four_processes(tmp_path, program):
     out = tmp_path / "runs"
-    job = run("doctor", "--json", "--out", out, processes=4)
+    job = run(program, "--json", "--out", out, processes=4)
     assert job.returncode == 0, job.stdout
     report = json.loads(job.stdout)
     assert report["job"]["processes"] == report["job"]["devices"] == 4

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jobs import SMALL, checkpoint_arrays, losses, run, sha256, trace
+from jobs import AS_USERS, SMALL, checkpoint_arrays, losses, run, sha256, trace
 
 HERE = Path(__file__).parent
 CONFIG = (
@@ -110,13 +110,13 @@ def nested(arrays):
 def test_two_processes_resume_bitwise(tmp_path):
     arguments = (*SMALL, "--mesh", "2,1,2", "train.max_iters=12")
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    job = run(
-        "train", *arguments, "--out", whole, processes=2,
-        GLIBC_TUNABLES="",  # as users start it
-    )  # fmt: skip
+    job = run("train", *arguments, "--out", whole, processes=2, **AS_USERS)
     assert job.returncode == 0, job.stdout
     for end in (6, 12):
-        job = run("train", *arguments, "--out", parts, f"train.max_iters={end}", processes=2)
+        job = run(
+            "train", *arguments, "--out", parts, f"train.max_iters={end}", processes=2,
+            XLA_FLAGS=AS_USERS["XLA_FLAGS"],
+        )  # fmt: skip
         assert job.returncode == 0, job.stdout
     assert losses(parts) == losses(whole)
     a, b = checkpoint_arrays(parts, 12), checkpoint_arrays(whole, 12)

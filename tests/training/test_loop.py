@@ -13,6 +13,7 @@ import yaml
 
 from jaxgpt.config import UsageError, parse_args
 from jaxgpt.data.loader import Loader
+from jaxgpt.data.tokenizer import ByteTokenizer
 from jaxgpt.distributed import exits
 from jobs import (
     SMALL,
@@ -316,7 +317,11 @@ def test_a_finished_run_has_nothing_to_do(forty, capsys):
         (["data.dataset=other"], "data.dataset=other: there is no"),
     ],
 )
-def test_a_checkpoint_of_something_else_is_refused(forty, arguments, words):
+def test_a_checkpoint_of_something_else_is_refused(forty, arguments, words, monkeypatch):
+    def overwritten(*arguments):
+        raise AssertionError("the tokenizer of the run that is there")
+
+    monkeypatch.setattr(ByteTokenizer, "save", overwritten)
     with pytest.raises(UsageError, match=words):
         train_here("--out", forty, *arguments)
 

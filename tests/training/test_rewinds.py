@@ -3,6 +3,7 @@
 import gc
 import json
 import shutil
+import time
 
 import numpy as np
 import pytest
@@ -22,6 +23,7 @@ REWIND = (
     "spike.action=rewind", "spike.rewind_margin=10", "spike.skip_before=2", "spike.skip_after=6",
 )  # fmt: skip
 TO, SKIP = 20, (34, 42)
+RESTORED_AFTER = 2  # seconds
 
 
 def train_to_the_end(out, *arguments):
@@ -30,8 +32,15 @@ def train_to_the_end(out, *arguments):
 
 @pytest.fixture(scope="module")
 def rewound(tmp_path_factory):
-    out = tmp_path_factory.mktemp("runs") / "rewound"
-    train_to_the_end(out, *REWIND)
+    out, restore = tmp_path_factory.mktemp("runs") / "rewound", loop.Checkpoints.restore
+
+    def restore_slowly(*arguments):
+        time.sleep(RESTORED_AFTER)
+        return restore(*arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop.Checkpoints, "restore", restore_slowly)
+        train_to_the_end(out, *REWIND)
     return out
 
 
@@ -73,6 +82,11 @@ def test_what_was_dropped_is_on_record(rewound):
     log = (rewound / "train.log").read_text()
     assert "warning: faults.random_tokens: steps 36-38 train on tokens drawn at random" in log
     assert "rewound to step 20 because of the spike at step 36" in log
+
+
+def test_going_back_is_not_in_the_time_of_the_next_step(rewound):
+    first, *_ = (r for r in records(rewound) if r["step"] == TO + 1)
+    assert first["dt"] < RESTORED_AFTER
 
 
 def test_tensorboard_shows_no_step_twice_after_a_rewind(rewound):
@@ -159,6 +173,10 @@ def test_without_a_checkpoint_so_old_a_run_begins_anew(tmp_path):
     assert record["step"] == 0 and record["dropped"] == [1, 37]
     assert list(numbers(tmp_path)) == [25, *range(34, 43), 50, 60]
     assert not (tmp_path / "metrics.jsonl.old").exists()
+    settings = (*POISONED, *REWIND, *more, "--out", tmp_path / "stopped")
+    assert train_here(*settings, stop_at=37) == exits.STOPPED
+    log = (tmp_path / "stopped" / "train.log").read_text()
+    assert "stopped by the test and rewound to the start; the same command" in log
 
 
 def test_after_so_many_rewinds_it_stops_with_a_report(tmp_path, capsys):

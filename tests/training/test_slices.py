@@ -82,8 +82,9 @@ def test_cpus_compute_in_slices_by_themselves_and_save_no_less_with_remat():
 )
 def test_slices_change_memory_and_nothing_else(mesh, parts):
     config = load_config(
-        *ARGUMENTS, "train.batch_size=128", f"train.gradient_accumulation_steps={parts}"
-    )
+        *ARGUMENTS, "model.n_embd=128", "model.n_head=2", "train.batch_size=128",
+        f"train.gradient_accumulation_steps={parts}",
+    )  # fmt: skip
     rows = np.random.default_rng(1).integers(0, 65, (128, 65), dtype=np.int32)
     with limited_devices(np.prod(mesh)):
         mesh = make_mesh(mesh)

@@ -1,3 +1,5 @@
+import importlib.metadata
+import json
 from pathlib import Path
 
 import jax
@@ -8,6 +10,7 @@ from jaxgpt.config import load_config
 from jaxgpt.distributed.cluster import Cluster
 from jaxgpt.distributed.mesh import make_mesh
 from jaxgpt.training import stored
+from jaxgpt.training.sampling import make_generate
 from jaxgpt.training.step import make_steps
 from jobs import SMALL, flat, losses, records, run
 
@@ -40,6 +43,14 @@ def two_steps(steps, batch):
     return found, flat(state._asdict())
 
 
+def text(steps, params):
+    """Eight tokens, the likeliest ones."""
+    prompt = np.arange(64, dtype=np.int32)
+    generate = make_generate(steps.reader, 256, 8, 0.0, None)
+    generate = steps.jitted("sample", generate, prompt, np.int32(0), np.int32(0))
+    return np.asarray(generate(params, prompt, np.int32(40), np.int32(1)))
+
+
 def test_what_is_stored_is_what_was_traced_on_any_mesh(folder):
     config = small()
     mesh = make_mesh((2, 2, 2))
@@ -57,8 +68,10 @@ def test_what_is_stored_is_what_was_traced_on_any_mesh(folder):
     steps = stored.load_steps(config, mesh, ALONE)
     params = steps.init().params
     for _ in "stored", "read":
-        evaluated = stored.load_steps(config, mesh, ALONE).eval_step(params, batch)
+        loaded = stored.load_steps(config, mesh, ALONE)
+        evaluated = loaded.eval_step(params, batch)
         np.testing.assert_allclose(evaluated, traced.eval_step(params, batch), rtol=1e-6)
+        assert np.array_equal(text(loaded, params), text(traced, params))
     for name in ("attention", "warnings", "n_parameters", "state_shapes", "batch_shape"):
         assert getattr(steps, name) == getattr(traced, name), name
 
@@ -71,7 +84,18 @@ def test_a_damaged_file_is_replaced(folder):
     whole = file.read_text()
     file.write_text(whole[: len(whole) // 2])
     stored.load_steps(config, mesh, ALONE)
-    assert stored._read(file)["state"] == stored.json.loads(whole)["state"]
+    assert stored._read(file)["state"] == json.loads(whole)["state"]
+
+
+def test_what_is_traced_of_edited_source_is_not_stored(folder, monkeypatch):
+    config, mesh = small(), make_mesh((8, 1, 1))
+    steps = stored.load_steps(config, mesh, ALONE)
+    monkeypatch.setattr(stored, "_name", lambda config, mesh: "edited")
+    params = steps.init().params
+    steps.eval_step(
+        params, jax.device_put(np.zeros((16, 65), np.int32), steps.batch_shape.sharding)
+    )
+    assert [path.name[-11:] for path in folder.glob("programs-*.json")] == ["-start.json"]
 
 
 def test_process_0_traces_for_all(folder, monkeypatch):
@@ -119,7 +143,7 @@ def test_whatever_decides_about_a_program_is_in_its_name(monkeypatch):
     assert stored._name(rewinding, mesh) in names
     monkeypatch.setenv("JAX_DEFAULT_MATMUL_PRECISION", "bfloat16")
     names.add(stored._name(config, mesh))
-    monkeypatch.setattr(stored.importlib.metadata, "version", lambda name: "0")
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "0")
     names.add(stored._name(config, mesh))
     assert len(names) == 13
 
