@@ -54,9 +54,9 @@ def exits_together() -> Iterator[None]:
     except KeyboardInterrupt:  # before training has begun, or the second of its kind
         raise SystemExit(128 + signal.SIGINT) from None
     except PeerLost as error:
-        if _connected():
+        if _connected():  # one that failed says why, and ends this process
             time.sleep(UNTIL_ENDED)
-        elif error.args:
+        if error.args:  # one that was killed does not
             print(f"error: {error}", file=sys.stderr, flush=True)
         os._exit(FAILED)  # what runs at exit would wait for the lost one
     except Exception as error:

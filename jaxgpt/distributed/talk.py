@@ -91,9 +91,7 @@ class OverTcp:
             try:
                 messages[rank] = _receive(peer)
             except OSError:
-                raise PeerLost(
-                    f"process {rank} has ended before training began; its own output may say why"
-                ) from None
+                raise PeerLost(f"process {rank} has ended; its own output may say why") from None
         ordered = [messages[rank] for rank in range(len(messages))]
         lengths = json.dumps([len(m) for m in ordered]).encode()
         for peer in self._peers.values():

@@ -281,7 +281,7 @@ def _read(path: Path) -> dict[str, Any] | None:
         for text in stored["programs"].values():
             _decode(text)
         return stored
-    except (OSError, ValueError, KeyError):
+    except Exception:  # damage takes many forms
         return None
 
 

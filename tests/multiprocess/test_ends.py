@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -100,6 +101,25 @@ def test_a_process_that_is_killed_takes_all_with_it(tmp_path):
     job = run(HERE / "faulty.py", "killed", 2, *arguments, processes=4, timeout=60)
     assert job.returncode != 0
     assert gone(tmp_path)
+
+
+def test_over_tcp_a_process_that_is_killed_is_named(tmp_path):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        variables = {"JAXGPT_COORDINATOR": f"127.0.0.1:{free.getsockname()[1]}"}
+    arguments = (*SMALL, "--mesh", "1,1,2", "--out", tmp_path, "train.eval_interval=2")
+    jobs = [
+        subprocess.Popen(
+            command(HERE / "faulty.py", "killed", 1, *arguments),
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            env=environment(**variables, JAXGPT_SIZE="2", JAXGPT_RANK=str(rank)),
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    output, nothing = (job.communicate(timeout=120)[0] for job in jobs)
+    assert [job.returncode for job in jobs] == [1, -signal.SIGKILL], output
+    assert output.endswith("\nerror: process 1 has ended; its own output may say why\n")
+    assert nothing == ""
 
 
 @pytest.mark.parametrize(

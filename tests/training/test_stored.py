@@ -76,13 +76,16 @@ def test_what_is_stored_is_what_was_traced_on_any_mesh(folder):
         assert getattr(steps, name) == getattr(traced, name), name
 
 
-def test_a_damaged_file_is_replaced(folder):
+@pytest.mark.parametrize(
+    "damaged", ["half", "[]", '{"programs": null}', '{"programs": {"init": "AAAA"}}']
+)
+def test_a_damaged_file_is_replaced(folder, damaged):
     config, mesh = small(), make_mesh((8, 1, 1))
     stored.load_steps(config, mesh, ALONE)
     (file,) = folder.glob("programs-*.json")
     assert file.name.endswith("-start.json")  # what is evaluated is not traced before it is needed
     whole = file.read_text()
-    file.write_text(whole[: len(whole) // 2])
+    file.write_text(whole[: len(whole) // 2] if damaged == "half" else damaged)
     stored.load_steps(config, mesh, ALONE)
     assert stored._read(file)["state"] == json.loads(whole)["state"]
 
