@@ -7,7 +7,6 @@ import jax
 import pytest
 
 from jaxgpt.distributed.xla_flags import QUICK_FUSIONS, add_xla_flags
-from jaxgpt.training.state import CPU_INIT_OPTIONS
 
 # Before any test touches JAX. Commands under test start processes of their own, which must not
 # inherit a number of devices.
@@ -29,7 +28,6 @@ def pytest_configure(config):
     """
     if not config.getoption("--long"):
         add_xla_flags("--xla_backend_optimization_level=0", *QUICK_FUSIONS)
-        CPU_INIT_OPTIONS["xla_backend_optimization_level"] = 0
 
 
 def pytest_collection_modifyitems(config, items):
