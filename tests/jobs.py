@@ -27,9 +27,8 @@ from jaxgpt.training.step import make_steps
 
 # Variables for a command: nothing is set to have it start or compile faster.
 AS_USERS = {GLIBC_TUNABLES: "", XLA_FLAGS: ""}
-# A model that compiles fast, on the data set that needs no download.
 FIGHT = "full rematerialization"  # in XLA's warning, which begins with "[SPMD] Involuntary"
-
+# A model that compiles fast, on the data set that needs no download.
 SMALL = (
     "--config",
     "shakespeare_char_cpu",

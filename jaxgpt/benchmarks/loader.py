@@ -77,7 +77,6 @@ def measure(config: Config, batches: int) -> dict[str, Any]:
         "block_size": config.model.block_size,
         "batch_size": config.train.batch_size,
         "processes": cluster.size,
-        "cpus": len(own_cpus()),
     }
 
 
@@ -92,7 +91,7 @@ def describe(found: dict[str, Any]) -> str:
         f"loader: {found['tokens_per_sec'] / 1e6:.1f} million tokens/s (median of 5; "
         f"{found['tokens_per_sec_least'] / 1e6:.1f} to {found['tokens_per_sec_most'] / 1e6:.1f}), "
         f"{found['batch_size']} rows of {found['block_size']} tokens, {found['processes']} "
-        f"processes, {found['cpus']} CPUs\n"
+        "processes\n"
         f"memory: {found['grown_bytes'] / 2**20:.0f} MiB above idle, for "
         f"{found['data_bytes'] / 2**30:.1f} GiB of data"
     )

@@ -220,8 +220,8 @@ def _steps(stored: dict[str, Any], config: Config, mesh: Mesh, store: Store) -> 
     shapes = TrainState(**tree)
     at_rest = jax.tree.map(lambda leaf: leaf.sharding, shapes)
     structure = jax.tree.structure(shapes)
-    programs = {name: _decode(text) for name, text in stored["programs"].items()}
-    stored_init, stored_step = programs["init"], programs["train_step"]
+    programs = stored["programs"]
+    stored_init, stored_step = _decode(programs["init"]), _decode(programs["train_step"])
     # It would load SciPy for LAPACK, which no program here calls.
     jax._src.export._export._ensure_backends_initialized = lambda platforms: None
 
@@ -281,7 +281,7 @@ def _read(path: Path) -> dict[str, Any] | None:
         for text in stored["programs"].values():
             _decode(text)
         return stored
-    except Exception:  # damage takes many forms
+    except Exception:  # of JSON, base64 or JAX's own format: whatever it is, it is traced again
         return None
 
 

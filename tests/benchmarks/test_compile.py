@@ -27,6 +27,7 @@ def test_a_step_is_compiled_with_few_and_with_all_layers(tmp_path):
     ("options", "processes", "words"),
     [
         (("--layers", "2,all"), None, "--layers=2,all: must be two or more different numbers"),
+        (("--layers", "2,2"), None, "--layers=2,2: must be two or more different numbers"),
         (("--layers", "2,02"), None, "--layers=2,02: must be two or more different numbers"),
         (("--layers", ""), None, "--layers=: must be two or more different numbers"),
         (("model.n_layer=1",), None, "model.n_layer=1: there are not fewer to compare with"),
