@@ -84,6 +84,20 @@ def run(module, *args, processes=None, timeout=240, **extra):
     return result
 
 
+def process_of(out, rank):
+    """The id of the training process of a rank that writes to `out`."""
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                words = (entry / "cmdline").read_bytes().decode().split("\0")
+                variables = (entry / "environ").read_bytes().decode(errors="replace").split("\0")
+            except OSError:
+                continue
+            if words[0] == sys.executable and str(out) in words and f"PMI_RANK={rank}" in variables:
+                return int(entry.name)
+    raise LookupError(f"rank {rank} of {out}")
+
+
 def wait_for_step(out, step, job):
     """Returns when a running job has logged a step."""
     deadline = time.monotonic() + 120

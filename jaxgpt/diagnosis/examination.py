@@ -27,6 +27,7 @@ from jaxgpt.distributed.mesh import describe, make_mesh
 from jaxgpt.telemetry.devices import find_device
 
 TIME_FOR_COLLECTIVES = 25.0  # seconds, all axes together
+UNTIL_REPORTED = 10  # seconds that process 0 gets for its report
 SLOW = 0.1  # of the bandwidth that a data sheet promises
 
 
@@ -163,17 +164,18 @@ def watched(cluster: Cluster, report: Report) -> Iterator[Callable[[str], None]]
                 break
         else:
             return
+        finding = f"no answer within {cluster.timeout:.0f} s (--init-timeout)"
+        remedy = (
+            "look for a host that hangs or a firewall between hosts; NCCL_SOCKET_IFNAME "
+            "chooses NCCL's interface"
+        )
         if cluster.is_main:
-            finding = f"no answer within {cluster.timeout:.0f} s (--init-timeout)"
-            remedy = (
-                "look for a host that hangs or a firewall between hosts; NCCL_SOCKET_IFNAME "
-                "chooses NCCL's interface"
-            )
             report.section("stopped here", [Check(now[0], "FAIL", finding, remedy)])
             report.close()
-        else:
-            time.sleep(5)  # process 0's report comes first
-        exits.leave("", exits.FAILED)
+            exits.leave("", exits.FAILED)
+        with exits.hushed():
+            time.sleep(UNTIL_REPORTED)
+        exits.leave(f"error: {now[0]}: {finding}, nor from process 0; {remedy}\n", exits.FAILED)
 
     def doing(what: str) -> None:
         now[:] = [what, time.monotonic()]

@@ -26,7 +26,8 @@ STOPPED = 75  # on a signal or a time limit, with a checkpoint saved (EX_TEMPFAI
 FAILURE = "jaxgpt/first_to_fail"  # in JAX's key-value store: its rank and the exit status
 LOOK_EVERY = 5  # seconds
 UNTIL_ENDED = 2 * LOOK_EVERY + 3  # seconds by which the first to fail has ended a process
-STDOUT = 1  # the file descriptor
+LEAVE_LIMIT = 20  # seconds after which process 0 does not answer any more
+STDOUT, STDERR = 1, 2  # file descriptors
 
 
 @contextlib.contextmanager
@@ -55,7 +56,8 @@ def exits_together() -> Iterator[None]:
         raise SystemExit(128 + signal.SIGINT) from None
     except PeerLost as error:
         if _connected():  # one that failed says why, and ends this process
-            time.sleep(UNTIL_ENDED)
+            with hushed():
+                time.sleep(UNTIL_ENDED)
         if error.args:  # one that was killed does not
             print(f"error: {error}", file=sys.stderr, flush=True)
         os._exit(FAILED)  # what runs at exit would wait for the lost one
@@ -106,6 +108,24 @@ def end_with_the_first_to_fail() -> None:
     atexit.register(at_exit.set)  # runs first
 
 
+@contextlib.contextmanager
+def hushed() -> Iterator[None]:
+    """Nothing gets to stderr: for waiting until the process that says why has ended this one.
+
+    JAX has something to say, too, and at length, where process 0 ends before the launcher has
+    ended the others.
+    """
+    sys.stderr.flush()
+    kept = os.dup(STDERR)
+    with open(os.devnull, "w") as nothing:
+        os.dup2(nothing.fileno(), STDERR)
+    try:
+        yield
+    finally:
+        os.dup2(kept, STDERR)
+        os.close(kept)
+
+
 def _connected() -> bool:
     """Whether this process is part of a running `jax.distributed` job."""
     jax = sys.modules.get("jax")
@@ -113,25 +133,42 @@ def _connected() -> bool:
 
 
 def leave(report: str, status: int) -> None:
-    """Ends the job with `status`; prints `report` unless another process failed first."""
+    """Ends the job with `status`; prints `report` unless another process failed first.
+
+    Process 0 is asked who that was, and may be the one that hangs: then process 1 speaks.
+    """
+    threading.Timer(LEAVE_LIMIT, _leave_unasked, [report, status]).start()
     with contextlib.suppress(BrokenPipeError):  # that nobody reads may be what it is about
         sys.stdout.flush()
     if not _first_to_fail(status):
-        time.sleep(UNTIL_ENDED)
-        os._exit(status)
+        with hushed():
+            time.sleep(UNTIL_ENDED)
+            os._exit(status)
     if _connected():
         time.sleep(1)  # the others come to wait for this process, and print no more
     print(report, file=sys.stderr, end="", flush=True)
+    _abort_mpi(status)
+    if _connected() and guessed_rank() == 0:
+        time.sleep(LOOK_EVERY + 2)  # it keeps the store, where the others look
+    os._exit(status)
+
+
+def _abort_mpi(status: int) -> None:
+    """Ends the job with `status` where MPI runs it; returns where it does not."""
     mpi = sys.modules.get("mpi4py.MPI")
     with_mpi = mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized()
     if with_mpi and mpi.COMM_WORLD.size > 1:  # not alone in a world that was of no use
         time.sleep(0.5)  # for the launcher to pass on what was printed
         with open(os.devnull, "w") as nothing:  # MPI would add a line of its own
-            os.dup2(nothing.fileno(), 1)
-            os.dup2(nothing.fileno(), 2)
+            os.dup2(nothing.fileno(), STDOUT)
+            os.dup2(nothing.fileno(), STDERR)
         mpi.COMM_WORLD.Abort(status)
-    elif _connected() and guessed_rank() == 0:
-        time.sleep(LOOK_EVERY + 2)  # it keeps the store, where the others look
+
+
+def _leave_unasked(report: str, status: int) -> None:
+    if guessed_rank() == 1:
+        print(report, file=sys.stderr, end="", flush=True)
+    _abort_mpi(status)
     os._exit(status)
 
 

@@ -1,15 +1,11 @@
 """A job that hangs ends, and says where: node hours are not spent on waiting."""
 
 import faulthandler
-import os
-import sys
 import threading
 import time
 from pathlib import Path
 
 from jaxgpt.distributed.exits import HUNG, leave
-
-LEAVE_LIMIT = 20  # seconds
 
 
 class Watchdog:
@@ -58,11 +54,4 @@ class Watchdog:
                     f"at {doing} for longer than so many minutes; {self._file} says where, that "
                     "of each process; start again with the same --out\n"
                 )
-                threading.Timer(LEAVE_LIMIT, self._leave_without_process_0, [report]).start()
                 leave(report, HUNG)
-
-    def _leave_without_process_0(self, report: str) -> None:
-        """Process 0 is asked who failed first, and may be the one that hangs."""
-        if self._rank == 1:
-            print(report, file=sys.stderr, end="", flush=True)
-        os._exit(HUNG)
