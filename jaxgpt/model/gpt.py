@@ -22,6 +22,7 @@ from jaxgpt.model.attention import Attention, xla_attention
 from jaxgpt.model.cache import Cache, Caches
 from jaxgpt.model.dropout import dropped
 from jaxgpt.model.gelu import gelu
+from jaxgpt.model.norm import LayerNorm
 from jaxgpt.model.remat import rematerialized
 
 INIT_STD = 0.02  # GPT-2's, for every matrix and embedding
@@ -300,10 +301,10 @@ def keys_for(keys_B: jax.Array | None, numbers_N: jax.Array) -> jax.Array | None
     return jax.vmap(lambda key: jax.vmap(lambda n: fold_in(key, n))(numbers_N))(keys_B)
 
 
-def layer_norm(config: ModelConfig, dtype: jnp.dtype, rngs: nnx.Rngs) -> nnx.LayerNorm:
+def layer_norm(config: ModelConfig, dtype: jnp.dtype, rngs: nnx.Rngs) -> LayerNorm:
     """A norm whose scale every device keeps: gathering it would cost more than it saves."""
     axes = {"logical_axes": (None,)}
-    return nnx.LayerNorm(
+    return LayerNorm(
         config.n_embd,
         epsilon=1e-5,
         use_bias=config.bias,
