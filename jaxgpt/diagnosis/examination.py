@@ -27,7 +27,7 @@ from jaxgpt.distributed.mesh import describe, make_mesh
 from jaxgpt.telemetry.devices import find_device
 
 TIME_FOR_COLLECTIVES = 25.0  # seconds, all axes together
-UNTIL_REPORTED = 10  # seconds that process 0 gets for its report
+UNTIL_REPORTED = 5  # seconds that process 0 gets for its report, before the others give up, too
 SLOW = 0.1  # of the bandwidth that a data sheet promises
 
 
@@ -159,8 +159,9 @@ def watched(cluster: Cluster, report: Report) -> Iterator[Callable[[str], None]]
     done = threading.Event()
 
     def watch() -> None:
+        limit = cluster.timeout + (0 if cluster.is_main else UNTIL_REPORTED)
         while not done.wait(0.2):
-            if time.monotonic() - now[1] > cluster.timeout:
+            if time.monotonic() - now[1] > limit:
                 break
         else:
             return
@@ -172,9 +173,7 @@ def watched(cluster: Cluster, report: Report) -> Iterator[Callable[[str], None]]
         if cluster.is_main:
             report.section("stopped here", [Check(now[0], "FAIL", finding, remedy)])
             report.close()
-            exits.leave("", exits.FAILED)
-        with exits.hushed():
-            time.sleep(UNTIL_REPORTED)
+            exits.leave("", exits.FAILED, until_abort=UNTIL_REPORTED + 2)
         exits.leave(f"error: {now[0]}: {finding}, nor from process 0; {remedy}\n", exits.FAILED)
 
     def doing(what: str) -> None:

@@ -27,6 +27,9 @@ BATCH_AXES = ("data", "fsdp")  # devices along these see different rows
 class OneDevice:
     """What a model asks of the devices around it; here there are none."""
 
+    on_cpu: bool = False
+    """Whether the program is written as CPUs compute it fastest."""
+
     def weight(self, stored: Any) -> jax.Array:
         """A parameter, ready for use."""
         return stored
@@ -84,6 +87,7 @@ class ManyDevices(OneDevice):
     sequence_parallel: bool
     dtype: jnp.dtype
     """Of the computation. Weights travel in it."""
+    on_cpu: bool = False
     gather_again: bool = False
     """Bring a layer's weights and activations together once more for its backward pass, in place
     of keeping them whole for all layers until then."""

@@ -12,6 +12,7 @@ import time
 import traceback
 from collections.abc import Iterator
 from types import FrameType
+from typing import NoReturn
 
 from jaxgpt.config import UsageError
 from jaxgpt.distributed.environment import LoneError, find_launch, guessed_rank
@@ -56,8 +57,7 @@ def exits_together() -> Iterator[None]:
         raise SystemExit(128 + signal.SIGINT) from None
     except PeerLost as error:
         if _connected():  # one that failed says why, and ends this process
-            with hushed():
-                time.sleep(UNTIL_ENDED)
+            time.sleep(UNTIL_ENDED)
         if error.args:  # one that was killed does not
             print(f"error: {error}", file=sys.stderr, flush=True)
         os._exit(FAILED)  # what runs at exit would wait for the lost one
@@ -108,44 +108,34 @@ def end_with_the_first_to_fail() -> None:
     atexit.register(at_exit.set)  # runs first
 
 
-@contextlib.contextmanager
-def hushed() -> Iterator[None]:
-    """Nothing gets to stderr: for waiting until the process that says why has ended this one.
-
-    JAX has something to say, too, and at length, where process 0 ends before the launcher has
-    ended the others.
-    """
-    sys.stderr.flush()
-    kept = os.dup(STDERR)
-    with open(os.devnull, "w") as nothing:
-        os.dup2(nothing.fileno(), STDERR)
-    try:
-        yield
-    finally:
-        os.dup2(kept, STDERR)
-        os.close(kept)
-
-
 def _connected() -> bool:
     """Whether this process is part of a running `jax.distributed` job."""
     jax = sys.modules.get("jax")
     return jax is not None and jax.distributed.is_initialized()
 
 
-def leave(report: str, status: int) -> None:
+def leave(report: str, status: int, until_abort: float = 1) -> NoReturn:
     """Ends the job with `status`; prints `report` unless another process failed first.
 
-    Process 0 is asked who that was, and may be the one that hangs: then process 1 speaks.
+    Process 0 is asked who that was, and may be the one that hangs: after 20 s without an answer
+    process 1 prints its own report, or if it does not either, the others theirs.
+
+    Args:
+        until_abort: seconds in which the others of a connected job come to wait for this process,
+            and print no more.
     """
-    threading.Timer(LEAVE_LIMIT, _leave_unasked, [report, status]).start()
+    with contextlib.suppress(RuntimeError):  # there may be no room for another thread
+        threading.Timer(LEAVE_LIMIT, _leave_unasked, [report, status]).start()
     with contextlib.suppress(BrokenPipeError):  # that nobody reads may be what it is about
         sys.stdout.flush()
-    if not _first_to_fail(status):
-        with hushed():
-            time.sleep(UNTIL_ENDED)
-            os._exit(status)
+    first = _first_to_fail(status)
+    if not first:
+        if first is not None:
+            _hush()
+        time.sleep(UNTIL_ENDED)
+        os._exit(status)
     if _connected():
-        time.sleep(1)  # the others come to wait for this process, and print no more
+        time.sleep(until_abort)
     print(report, file=sys.stderr, end="", flush=True)
     _abort_mpi(status)
     if _connected() and guessed_rank() == 0:
@@ -159,20 +149,34 @@ def _abort_mpi(status: int) -> None:
     with_mpi = mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized()
     if with_mpi and mpi.COMM_WORLD.size > 1:  # not alone in a world that was of no use
         time.sleep(0.5)  # for the launcher to pass on what was printed
-        with open(os.devnull, "w") as nothing:  # MPI would add a line of its own
-            os.dup2(nothing.fileno(), STDOUT)
-            os.dup2(nothing.fileno(), STDERR)
+        _hush()  # MPI would add a line of its own
         mpi.COMM_WORLD.Abort(status)
 
 
 def _leave_unasked(report: str, status: int) -> None:
-    if guessed_rank() == 1:
-        print(report, file=sys.stderr, end="", flush=True)
+    if _connected():
+        from jax._src import distributed
+
+        if distributed.global_state.process_id != 1:
+            time.sleep(UNTIL_ENDED)  # process 1 speaks, and where MPI runs the job ends it
+    print(report, file=sys.stderr, end="", flush=True)
     _abort_mpi(status)
     os._exit(status)
 
 
-def _first_to_fail(status: int) -> bool:
+def _hush() -> None:
+    """Nothing that this process prints is seen any more.
+
+    Another one says why the job ends. JAX has something to say, too, and at length, where process 0
+    ends before the launcher has ended the others.
+    """
+    with open(os.devnull, "w") as nothing:
+        os.dup2(nothing.fileno(), STDOUT)
+        os.dup2(nothing.fileno(), STDERR)
+
+
+def _first_to_fail(status: int) -> bool | None:
+    """Whether no other process has failed yet; None if process 0, which knows, is gone."""
     if not _connected():
         return True
     from jax._src import distributed  # JAX has no public key-value store
@@ -182,8 +186,8 @@ def _first_to_fail(status: int) -> bool:
         state = distributed.global_state
         state.client.key_value_set(FAILURE, f"{state.process_id} {status}")
         return True
-    except Exception:  # the key is taken, or process 0, which keeps the store, is gone
-        return False
+    except Exception as error:
+        return False if "ALREADY_EXISTS" in str(error) else None
 
 
 class StopSignal:

@@ -22,7 +22,7 @@ from jaxgpt.model.attention import Attention, xla_attention
 from jaxgpt.model.cache import Cache, Caches
 from jaxgpt.model.dropout import dropped
 from jaxgpt.model.gelu import gelu
-from jaxgpt.model.norm import LayerNorm
+from jaxgpt.model.norm import ProductNorm
 from jaxgpt.model.remat import rematerialized
 
 INIT_STD = 0.02  # GPT-2's, for every matrix and embedding
@@ -83,8 +83,8 @@ class Block(nnx.Module):
         D, H, F = config.n_embd, config.n_head, 4 * config.n_embd
         K = D // H
         self.attend, self.devices = attend, devices
-        self.norm_1 = layer_norm(config, dtype, rngs)
-        self.norm_2 = layer_norm(config, dtype, rngs)
+        self.norm_1 = layer_norm(config, dtype, devices, rngs)
+        self.norm_2 = layer_norm(config, dtype, devices, rngs)
         self.dropout = config.dropout
 
         columns, rows = devices.by_columns, devices.by_rows
@@ -179,7 +179,7 @@ class GPT(nnx.Module):
             return Block(config, dtype, attend, devices, rngs=nnx.Rngs(params=key))
 
         self.blocks = make_block(jax.random.split(rngs.params(), config.n_layer))
-        self.norm = layer_norm(config, dtype, rngs)
+        self.norm = layer_norm(config, dtype, devices, rngs)
 
     def __call__(self, tokens_BT: jax.Array, keys_B: jax.Array | None = None) -> jax.Array:
         """Logits (float32, padded vocabulary, padding at -inf); dropout only with keys.
@@ -301,10 +301,12 @@ def keys_for(keys_B: jax.Array | None, numbers_N: jax.Array) -> jax.Array | None
     return jax.vmap(lambda key: jax.vmap(lambda n: fold_in(key, n))(numbers_N))(keys_B)
 
 
-def layer_norm(config: ModelConfig, dtype: jnp.dtype, rngs: nnx.Rngs) -> LayerNorm:
+def layer_norm(
+    config: ModelConfig, dtype: jnp.dtype, devices: OneDevice, rngs: nnx.Rngs
+) -> nnx.LayerNorm:
     """A norm whose scale every device keeps: gathering it would cost more than it saves."""
     axes = {"logical_axes": (None,)}
-    return LayerNorm(
+    return (ProductNorm if devices.on_cpu else nnx.LayerNorm)(
         config.n_embd,
         epsilon=1e-5,
         use_bias=config.bias,

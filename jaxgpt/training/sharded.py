@@ -49,13 +49,16 @@ class Sharded(NamedTuple):
     the row, and in the caches its own heads."""
 
 
-def make_sharded(config: Config, mesh: Mesh, attend: Attention, slices: int = 1) -> Sharded:
+def make_sharded(
+    config: Config, mesh: Mesh, attend: Attention, slices: int = 1, on_cpu: bool = False
+) -> Sharded:
     """Builds the functions.
 
     Args:
         config: with model.vocab_size set.
         attend: the attention function.
         slices: into how many parts each device cuts its rows of a microbatch.
+        on_cpu: whether the functions are written as CPUs compute them fastest.
     """
     model, train, parallel = config.model, config.train, config.parallel
     stage, parts = parallel.zero_stage, train.gradient_accumulation_steps * slices
@@ -74,6 +77,7 @@ def make_sharded(config: Config, mesh: Mesh, attend: Attention, slices: int = 1)
         tensor=mesh.shape["tensor"],
         sequence_parallel=parallel.sequence_parallel and mesh.shape["tensor"] > 1,
         dtype=jnp.dtype(train.dtype),
+        on_cpu=on_cpu,
     )
     gathers = devices.sequence_parallel or (stage == 3 and mesh.shape["fsdp"] > 1)
     keeps_all = parallel.remat in ("none", "attention")  # the others do not keep what they gather

@@ -57,15 +57,20 @@ SMALL_BYTES = 2**28  # of parameters: up to this size, all devices gather them t
 
 
 def make_steps(
-    config: Config, mesh: Mesh, attend: Attention | None = None, slices: int | None = None
+    config: Config,
+    mesh: Mesh,
+    attend: Attention | None = None,
+    slices: int | None = None,
+    as_on_cpu: bool | None = None,
 ) -> Steps:
     """Builds the functions of a run; nothing is computed yet.
 
     Args:
         config: with model.vocab_size set.
         attend: the attention function; None takes the best that runs on these devices.
-        slices: into how many parts a device cuts its rows of a microbatch; None cuts them where
-            the devices are CPUs.
+        slices: into how many parts a device cuts its rows of a microbatch; None cuts them on CPUs.
+        as_on_cpu: whether the train step is written as CPUs compute it fastest; None asks the
+            devices.
     """
     model, train, parallel = config.model, config.train, config.parallel
     device = mesh.devices.flat[0]
@@ -74,9 +79,11 @@ def make_steps(
     kernel, reason = choose_attention(model, train.dtype, capability)
     attend = attend or make_attention(kernel, model.dropout)
     schedule = learning_rate_schedule(config.optimizer)
+    if as_on_cpu is None:
+        as_on_cpu = on_cpu
     if slices is None:
-        slices = n_slices(config, mesh) if on_cpu else 1
-    sharded = make_sharded(config, mesh, attend, slices)
+        slices = n_slices(config, mesh) if as_on_cpu else 1
+    sharded = make_sharded(config, mesh, attend, slices, as_on_cpu)
 
     # Where everything lives.
     shapes, axes = abstract_params(model)

@@ -6,52 +6,43 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxgpt.model.norm import LayerNorm, normalized
+from jaxgpt.model.norm import ProductNorm
 
 B, T, D = 3, 5, 32
 
 
-def both(dtype, use_bias):
-    """The two layers with the same parameters, which are not those of the beginning."""
-    layers = [
-        kind(D, epsilon=1e-5, use_bias=use_bias, dtype=dtype, rngs=nnx.Rngs(0))
-        for kind in (LayerNorm, nnx.LayerNorm)
+def layers(dtype, use_bias):
+    """Ours and Flax's in float32, with the same parameters, not those of the beginning."""
+    pair = [
+        kind(D, epsilon=1e-5, use_bias=use_bias, dtype=its_dtype, rngs=nnx.Rngs(0))
+        for kind, its_dtype in ((ProductNorm, dtype), (nnx.LayerNorm, "float32"))
     ]
-    for layer in layers:
+    for layer in pair:
         layer.scale.set_value(jax.random.normal(jax.random.key(1), (D,)))
         if use_bias:
             layer.bias.set_value(jax.random.normal(jax.random.key(2), (D,)))
-    return layers
+    return pair
 
 
 @pytest.mark.parametrize("use_bias", [True, False])
-@pytest.mark.parametrize(
-    ("dtype", "mean", "rounding"),
-    [("float32", 0, 2e-6), ("float32", 9, 1e-4), ("bfloat16", 0, 2e-2)],
-)
-def test_output_and_gradients_are_flax_s(dtype, mean, rounding, use_bias):
+@pytest.mark.parametrize(("dtype", "mean"), [("float32", 0), ("float32", 9), ("bfloat16", 0)])
+def test_output_and_gradients_are_flax_s(dtype, mean, use_bias):
     x, dy = jax.random.normal(jax.random.key(0), (2, B, T, D))
     x, dy = (mean + x).astype(dtype), dy.astype(dtype)
 
-    @jax.jit
-    def out_and_gradients(layer, x):
+    def out_and_gradients(layer, x, dy):
         out, gradient = jax.vjp(lambda layer, x: layer(x), layer, x)
         return out, *jax.tree.leaves(gradient(dy))
 
-    ours, theirs = (out_and_gradients(layer, x) for layer in both(dtype, use_bias))
-    assert len(ours) == len(theirs) == 3 + use_bias
-    for found, expected in zip(ours, theirs, strict=True):
-        assert found.dtype == expected.dtype
-        np.testing.assert_allclose(
-            *(np.asarray(a, np.float32) for a in (found, expected)),
-            rtol=rounding,
-            atol=rounding * D,
-        )
-
-
-def test_only_cpus_get_products_with_vectors():
-    x, scale = jnp.ones((B, T, D)), jnp.ones(D)
-    traced = jax.jit(jax.grad(lambda x, s: normalized(x, s, 1e-5).sum(), (0, 1))).trace(x, scale)
-    products = {p: traced.lower(lowering_platforms=(p,)).as_text().count("dot_general") for p in
-                ("cpu", "cuda", "tpu")}  # fmt: skip
-    assert products == {"cpu": 4, "cuda": 0, "tpu": 0}
+    ours, theirs = layers(dtype, use_bias)
+    found = out_and_gradients(ours, x, dy)
+    # Flax in float32, from the same numbers: in bfloat16 it would round more often than ours.
+    expected = out_and_gradients(theirs, x.astype(jnp.float32), dy.astype(jnp.float32))
+    assert len(found) == len(expected) == 3 + use_bias
+    assert [a.dtype for a in found[:2]] == [dtype, "float32"]
+    if dtype == "float32":
+        np.testing.assert_array_equal(found[0], expected[0])
+    rounding = {"float32": 2e-5 if mean else 2e-6, "bfloat16": 2**-8}[dtype]
+    for ours, theirs in zip(found, expected, strict=True):
+        difference = np.linalg.norm(np.float32(ours) - theirs)
+        assert difference <= rounding * np.linalg.norm(theirs), (difference, theirs)
