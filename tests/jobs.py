@@ -85,7 +85,7 @@ def run(module, *args, processes=None, timeout=240, **extra):
 
 
 def process_of(out, rank):
-    """The id of the training process of a rank that writes to `out`."""
+    """The id of the process of a rank whose command names `out`."""
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             try:

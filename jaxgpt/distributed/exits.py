@@ -61,7 +61,7 @@ def exits_together() -> Iterator[None]:
         if error.args:  # one that was killed does not
             print(f"error: {error}", file=sys.stderr, flush=True)
         os._exit(FAILED)  # what runs at exit would wait for the lost one
-    except Exception as error:
+    except Exception as error:  # whatever ends this process is to end the others
         if find_launch(os.environ).through is not None:
             leave(traceback.format_exc(), FAILED)
         if not (isinstance(error, BrokenPipeError) and _nobody_reads()):
@@ -130,7 +130,7 @@ def leave(report: str, status: int, until_abort: float = 1) -> NoReturn:
         sys.stdout.flush()
     first = _first_to_fail(status)
     if not first:
-        if first is not None:
+        if first is False:  # that one says why
             _hush()
         time.sleep(UNTIL_ENDED)
         os._exit(status)
@@ -186,7 +186,7 @@ def _first_to_fail(status: int) -> bool | None:
         state = distributed.global_state
         state.client.key_value_set(FAILURE, f"{state.process_id} {status}")
         return True
-    except Exception as error:
+    except Exception as error:  # of JAX's client or gRPC: the job ends, whatever it is
         return False if "ALREADY_EXISTS" in str(error) else None
 
 

@@ -69,7 +69,7 @@ def compile_step(config: Config, sizes: tuple[int, ...], device: Device) -> Prog
     if device.name != "cpu" and config.train.dtype == "bfloat16":
         stand_in = config.replace(train__dtype="float16")
     mesh = make_mesh(sizes)
-    steps = make_steps(stand_in, mesh, attend, as_on_cpu=device.name == "cpu")
+    steps = make_steps(stand_in, mesh, attend, on_cpu=device.name == "cpu")
     compiled = steps.lower_train_step().compile(COMPILE_ONLY)
     found = compiled.memory_analysis()
     total = (

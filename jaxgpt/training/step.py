@@ -61,7 +61,7 @@ def make_steps(
     mesh: Mesh,
     attend: Attention | None = None,
     slices: int | None = None,
-    as_on_cpu: bool | None = None,
+    on_cpu: bool | None = None,
 ) -> Steps:
     """Builds the functions of a run; nothing is computed yet.
 
@@ -69,21 +69,20 @@ def make_steps(
         config: with model.vocab_size set.
         attend: the attention function; None takes the best that runs on these devices.
         slices: into how many parts a device cuts its rows of a microbatch; None cuts them on CPUs.
-        as_on_cpu: whether the train step is written as CPUs compute it fastest; None asks the
+        on_cpu: whether the functions are written as CPUs compute them fastest; None asks the
             devices.
     """
     model, train, parallel = config.model, config.train, config.parallel
     device = mesh.devices.flat[0]
-    on_cpu = device.platform == "cpu"
+    if on_cpu is None:
+        on_cpu = device.platform == "cpu"
     capability = cuda_capability(device)
     kernel, reason = choose_attention(model, train.dtype, capability)
     attend = attend or make_attention(kernel, model.dropout)
     schedule = learning_rate_schedule(config.optimizer)
-    if as_on_cpu is None:
-        as_on_cpu = on_cpu
     if slices is None:
-        slices = n_slices(config, mesh) if as_on_cpu else 1
-    sharded = make_sharded(config, mesh, attend, slices, as_on_cpu)
+        slices = n_slices(config, mesh) if on_cpu else 1
+    sharded = make_sharded(config, mesh, attend, slices, on_cpu)
 
     # Where everything lives.
     shapes, axes = abstract_params(model)
