@@ -50,7 +50,7 @@ def measure(config: Config, size: int | None, directory: Path | None) -> dict[st
         check_batch(config, sizes)
         if size is not None:
             config = with_bytes(config, size)
-            cluster.together(check_room, size, folder)
+        cluster.together(check_room, config, folder)
         steps = make_steps(config, make_mesh(sizes, cluster.hosts))
         state = filled(steps)
         rounds = Rounds(config, steps, state, folder, cluster)
@@ -108,13 +108,7 @@ def with_bytes(config: Config, size: int) -> Config:
     Raises:
         UsageError: if that is less than one layer.
     """
-    from jaxgpt.model.gpt import count_parameters
-
-    def state_bytes(n_layer: int) -> int:
-        model = config.replace(model__n_layer=n_layer).model
-        return 3 * 4 * count_parameters(model)[0]  # parameters and two moments, float32
-
-    one, two = state_bytes(1), state_bytes(2)
+    one, two = (state_bytes(config.replace(model__n_layer=n)) for n in (1, 2))
     if size < one - (two - one) // 2:
         raise UsageError(
             f"--size={size / 1e6:g}MB: {config.config} has {one / 1e6:.0f}MB with a single layer; "
@@ -123,17 +117,25 @@ def with_bytes(config: Config, size: int) -> Config:
     return config.replace(model__n_layer=1 + round((size - one) / (two - one)))
 
 
-def check_room(size: int, folder: Path) -> None:
+def state_bytes(config: Config) -> int:
+    """Of a state: parameters and two moments, float32."""
+    from jaxgpt.model.gpt import count_parameters
+
+    return 3 * 4 * count_parameters(config.model)[0]
+
+
+def check_room(config: Config, folder: Path) -> None:
     """Looks for room on the disk for a checkpoint and as many plain files.
 
     Raises:
         UsageError: if there is less.
     """
-    free = shutil.disk_usage(folder).free
+    size, free = state_bytes(config), shutil.disk_usage(folder).free
     if 2 * size > free:
         raise UsageError(
-            f"--size={size / 1e9:g}GB: {folder.parent} has room for {free / 2e9:.3g}GB, which are "
-            "written twice; give less, or another --out"
+            f"--out={folder.parent}: has room for {free / 1e6:.3g}MB, and a state of "
+            f"{config.config} with {config.model.n_layer} layers takes {size / 1e6:.3g}MB, twice; "
+            "give a smaller --size, or another --out"
         )
 
 

@@ -17,7 +17,7 @@ import os
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.export
@@ -59,6 +59,8 @@ TRACING_FLAGS = (
 PACKAGES = ("jax", "jaxlib", "flax", "optax")
 KEPT_SECONDS = 30 * 86_400  # since a program was traced
 
+Built = TypeVar("Built")
+
 
 def load_steps(config: Config, mesh: Mesh, cluster: Cluster) -> Steps:
     """`make_steps`, or what it stored: on CPUs, where a compile cache is in use.
@@ -71,8 +73,11 @@ def load_steps(config: Config, mesh: Mesh, cluster: Cluster) -> Steps:
     if not folder or not on_cpu or config.parallel.offload_optimizer:
         return _traced(config, mesh)
     store = Store(Path(folder), config, mesh, cluster)
-    stored = store.load("start", lambda: _export(_traced(config, mesh)))
-    return _steps(stored, config, mesh, store)
+    return store.load(
+        "start",
+        lambda: _export(_traced(config, mesh)),
+        lambda stored: _steps(stored, config, mesh, store),
+    )
 
 
 class Store:
@@ -82,22 +87,23 @@ class Store:
         self._folder, self._config, self._mesh, self._cluster = folder, config, mesh, cluster
         self._name = _name(config, mesh)
 
-    def load(self, kind: str, export: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    def load(self, kind: str, export: Callable[[], Any], build: Callable[[Any], Built]) -> Built:
         """What an earlier run stored; if any process lacks it, process 0 reads or traces for all.
 
         Args:
-            export: returns what can be JSON, with the `programs` as `_encode` made them.
+            export: returns what is stored, as JSON has it.
+            build: makes what is returned of that; a file that it cannot use is as none.
         """
         path = self._folder / f"programs-{self._name}-{kind}.json"
-        stored = _read(path)
-        if all(self._cluster.gather(stored is not None)):
-            return stored
+        text, built = _read(path, build)
+        if all(self._cluster.gather(text is not None)):
+            return built
         is_main = self._cluster.is_main
-        traced = self._cluster.together(lambda: (stored or export()) if is_main else None)
+        traced = self._cluster.together(lambda: (text or json.dumps(export())) if is_main else None)
         # What is traced late is of the source files as they are by then.
         if is_main and self._name == _name(self._config, self._mesh):
             _write(path, traced)
-        return self._cluster.broadcast(traced)
+        return build(json.loads(self._cluster.broadcast(traced)))
 
     def jit(
         self,
@@ -117,10 +123,12 @@ class Store:
             exported = jax.export.export(jax.jit(function, out_shardings=sharding))(*shapes)
             return {"programs": {kind: _encode(exported)}}
 
+        def build(stored: dict[str, Any]) -> Callable[..., jax.Array]:
+            return jax.jit(_decode(stored["programs"][kind]).call, out_shardings=sharding)
+
         @functools.cache
         def program() -> Callable[..., jax.Array]:
-            stored = self.load(kind, export)
-            return jax.jit(_decode(stored["programs"][kind]).call, out_shardings=sharding)
+            return self.load(kind, export, build)
 
         return lambda *operands: program()(*operands)
 
@@ -274,18 +282,16 @@ def _decode(text: str) -> jax.export.Exported:
     return jax.export.deserialize(bytearray(base64.b64decode(text)))
 
 
-def _read(path: Path) -> dict[str, Any] | None:
-    """What was stored; None if nothing was, or it cannot be read."""
+def _read(path: Path, build: Callable[[Any], Built]) -> tuple[str, Built] | tuple[None, None]:
+    """What was stored, as text and as `build` makes it; None if nothing was, or it is unusable."""
     try:
-        stored = json.loads(path.read_text())
-        for text in stored["programs"].values():
-            _decode(text)
-        return stored
+        text = path.read_text()
+        return text, build(json.loads(text))
     except Exception:  # of JSON, base64 or JAX's own format: whatever it is, it is traced again
-        return None
+        return None, None
 
 
-def _write(path: Path, stored: dict[str, Any]) -> None:
+def _write(path: Path, text: str) -> None:
     """All of it or nothing; a folder that is full costs the next start, not this run."""
     scratch = path.with_suffix(f".{os.getpid()}.tmp")
     with contextlib.suppress(OSError):
@@ -294,7 +300,7 @@ def _write(path: Path, stored: dict[str, Any]) -> None:
                 if old.stat().st_mtime < time.time() - KEPT_SECONDS:
                     old.unlink()
         try:
-            scratch.write_text(json.dumps(stored))
+            scratch.write_text(text)
             os.replace(scratch, path)
         finally:
             scratch.unlink(missing_ok=True)
