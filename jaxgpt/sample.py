@@ -47,6 +47,11 @@ def write(arguments: argparse.Namespace) -> None:
         value = getattr(arguments, option)
         if not value >= least:
             raise UsageError(f"--{option.replace('_', '-')}={value}: must be at least {least}")
+    if arguments.seed + arguments.num_samples > 2**31:
+        raise UsageError(
+            f"--seed={arguments.seed}: the seeds of --num-samples={arguments.num_samples} go on "
+            "from it and must be less than 2^31"
+        )
     steps = saved_steps(arguments.run)
     if not steps:
         raise UsageError(f"--run {arguments.run}: has no checkpoints; give a run directory")
@@ -55,7 +60,8 @@ def write(arguments: argparse.Namespace) -> None:
         raise UsageError(f"--step {step}: {arguments.run} has {', '.join(map(str, steps))}")
     meta = read_meta(arguments.run, step)
     config = config_from_dict(meta["config"], str(arguments.run))
-    config = config.replace(parallel__mesh=arguments.mesh)
+    # Not on the devices that it was trained on: any kernel that runs here will do.
+    config = config.replace(parallel__mesh=arguments.mesh, model__attention="auto")
     if meta["tokenizer"] is None:
         raise UsageError(f"--run {arguments.run}: its data had no meta.json with a tokenizer")
     tokenizer = from_meta(meta["tokenizer"], arguments.run)

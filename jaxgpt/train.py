@@ -38,7 +38,7 @@ def main(argv: list[str] | None = None) -> None:
         run = prepare_run(config, cluster)
         startup.mark("data")
         stop = StopSignal(config.train.time_limit, startup.elapsed())
-        facts = connect(cluster, mesh_sizes(run.config), startup.mark)
+        facts = connect(cluster, mesh_sizes(run.config), startup.mark, stops_at_steps=True)
         facts["notes"] += [use_compile_cache(config.compile_cache, cluster), *notes()]
         from jaxgpt.training.loop import train  # imports JAX, which has to come after connect
 

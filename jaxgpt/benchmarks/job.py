@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from jaxgpt.benchmarks.scratch import end_on_signals
 from jaxgpt.config import check_batch, mesh_sizes
 from jaxgpt.data.loader import Loader
 from jaxgpt.distributed.cluster import Cluster
@@ -94,6 +95,7 @@ class Job:
             profile=StepProfile(run, cluster, self.train_step, self._report),
             ticks=itertools.count(1),
         )
+        end_on_signals()
         self._ended = Clocks.read()
         # What the step alone is run on: all of it is on the device.
         self._step = jax.device_put(np.int32(1), self.steps.replicated)
@@ -104,20 +106,14 @@ class Job:
         return jax.device_get(self._state.params)
 
     def trainer(self, n_steps: int) -> Clocks:
-        """Runs the trainer's loop for so many steps.
-
-        Raises:
-            KeyboardInterrupt: on a signal, at which the loop stops early.
-        """
+        """Runs the trainer's loop for so many steps."""
         self._cluster.wait_for_all()
         first = self.run.resume_step
         run = dataclasses.replace(
             self.run, config=self.run.config.replace(train__max_iters=first + n_steps)
         )
         began = Clocks.read()
-        end = run_steps(run, self._state, self._parts)
-        if end.stopping:
-            raise KeyboardInterrupt
+        run_steps(run, self._state, self._parts)
         self.run = dataclasses.replace(self.run, resume_step=first + n_steps)
         return self._ended.since(began, n_steps)
 

@@ -15,6 +15,15 @@ from jaxgpt.distributed.cluster import Cluster
 PATIENCE = 5  # seconds for what is still being written
 
 
+def end_on_signals() -> None:
+    """Has SIGTERM and SIGINT end this process by an exception, so that it clears up.
+
+    The trainer's `StopSignal` has other handlers, which wait for the end of a step.
+    """
+    signal.signal(signal.SIGTERM, _interrupt)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 @contextlib.contextmanager
 def scratch_folder(cluster: Cluster, parent: Path | None = None) -> Iterator[Path]:
     """An empty folder of the same name on every host.
@@ -25,7 +34,7 @@ def scratch_folder(cluster: Cluster, parent: Path | None = None) -> Iterator[Pat
     Raises:
         UsageError: if nothing can be written there.
     """
-    signal.signal(signal.SIGTERM, _interrupt)  # which would end Python at once
+    end_on_signals()
     name = cluster.together(_make, parent) if cluster.is_main else cluster.together(lambda: None)
     folder = Path(cluster.broadcast(name))
     folder.mkdir(exist_ok=True)
@@ -40,6 +49,7 @@ def scratch_folder(cluster: Cluster, parent: Path | None = None) -> Iterator[Pat
         if cluster.local_rank == 0:
             _remove(folder)
     if status is not None:
+        _await_removal(folder)  # a launcher kills the others when the first one ends
         os._exit(status)  # what an interrupted save waits for, up to five minutes, will not come
 
 
@@ -64,3 +74,9 @@ def _remove(folder: Path) -> None:
     while folder.exists() and time.monotonic() < deadline:
         shutil.rmtree(folder, ignore_errors=True)
         time.sleep(0.1)
+
+
+def _await_removal(folder: Path) -> None:
+    deadline = time.monotonic() + PATIENCE
+    while folder.exists() and time.monotonic() < deadline:
+        time.sleep(0.05)

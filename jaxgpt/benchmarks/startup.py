@@ -5,7 +5,6 @@ A cold start compiles everything; a warm one finds it in the compile cache that 
 
 import json
 import os
-import shutil
 import statistics
 import subprocess
 import sys
@@ -19,6 +18,7 @@ from jaxgpt.benchmarks.scratch import scratch_folder
 from jaxgpt.config import UsageError
 from jaxgpt.distributed.cluster import Cluster
 from jaxgpt.distributed.environment import find_launch
+from jaxgpt.distributed.launchers import find_mpiexec
 from jaxgpt.distributed.malloc import without_tuning
 
 IMPORTS = "import jax, flax.nnx, optax"
@@ -51,12 +51,7 @@ def measure(settings: Sequence[str], n_runs: int, n_processes: int | None) -> di
             f"{launch.variable}: bench startup starts the processes itself; run it without the "
             "launcher, with --processes N"
         )
-    if n_processes and not shutil.which("mpiexec"):
-        raise UsageError(
-            f"--processes={n_processes}: there is no mpiexec in PATH; pip install 'jaxgpt[mpi]' "
-            "brings one"
-        )
-    launcher = ["mpiexec", "-n", str(n_processes)] if n_processes else []
+    launcher = [find_mpiexec(), "-n", str(n_processes)] if n_processes else []
     train = [*launcher, sys.executable, "-m", "jaxgpt.train", *settings, *ONE_STEP]
     imports = [sys.executable, "-c", IMPORTS]
     run(imports)  # reads the files from the disk

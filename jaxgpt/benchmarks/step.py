@@ -53,7 +53,7 @@ def measure(
     with scratch_folder(cluster) as folder:
         config, data = with_data(config, synthetic, folder, cluster)
         run = prepare_run(steps_only(config, folder / "run"), cluster)
-        facts = connect(cluster, mesh_sizes(run.config))
+        facts = connect(cluster, mesh_sizes(run.config), stops_at_steps=True)
         # What is compiled is timed: no cache, or an empty one.
         os.environ.pop("JAX_COMPILATION_CACHE_DIR", None)
         cache = OFF if config.compile_cache == OFF else str(folder / "compiled")

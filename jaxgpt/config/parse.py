@@ -137,6 +137,9 @@ def _flatten(values: Mapping[str, Any], origin: str) -> dict[str, list[str]]:
             name = f"{section}.{key}" if nested else str(section)
             if name not in _fields():
                 raise UsageError(f"{origin}: {_unknown(name)}")
+            kind = _fields()[name]
+            if value is False and bool not in (kind, *typing.get_args(kind)):
+                value = "off"  # which YAML takes for False
             out[name] = [str(v) for v in value] if isinstance(value, list) else [str(value)]
     return out
 

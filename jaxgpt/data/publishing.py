@@ -49,7 +49,7 @@ def new_dataset(directory: Path, tokenizer: Tokenizer, source: str) -> Iterator[
             "fingerprint": fingerprint_of(splits, tokenizer.vocab_size),
         }
         tokenizer.save(scratch)
-        (scratch / "meta.json").write_text(json.dumps(meta, indent=1, ensure_ascii=False) + "\n")
+        (scratch / "meta.json").write_text(json.dumps(meta, indent=1) + "\n")
         scratch.chmod(0o755)
         if directory.is_dir():
             for path in sorted(scratch.iterdir(), key=lambda path: path.name == "meta.json"):

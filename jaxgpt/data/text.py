@@ -120,6 +120,8 @@ def write_nanogpt(
     Raises:
         UsageError: for files that cannot be read, or too little text.
     """
+    if tokenizer is None or corpus.json_key is None:
+        _check_lasting(corpus)
     tokenizer = tokenizer or _characters_of(corpus, workers)
     dtype = token_dtype(tokenizer.vocab_size)
     with new_dataset(directory, tokenizer, source) as scratch, contextlib.ExitStack() as stack:
@@ -152,6 +154,16 @@ def write_megatron(corpus: Corpus, prefix: Path, tokenizer: Tokenizer, workers: 
         return _write(
             corpus, tokenizer, dtype, workers, lambda _, tokens, ends: writer.append(tokens, ends)
         )
+
+
+def _check_lasting(corpus: Corpus) -> None:
+    """Looks that files can be read twice: for their characters, or for the part to validate on."""
+    for path in corpus.files:
+        if path.exists() and not path.is_file():
+            raise UsageError(
+                f"--input {path}: is a pipe, and text, or what --tokenizer char is to split, is "
+                "read twice; write it to a file first, or give JSON lines and another --tokenizer"
+            )
 
 
 def _characters_of(corpus: Corpus, workers: int) -> CharTokenizer:

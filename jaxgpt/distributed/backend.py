@@ -55,7 +55,10 @@ def cpu_devices_per_process(mesh: tuple[int, ...], cluster: Cluster) -> int:
 
 
 def connect(
-    cluster: Cluster, mesh: tuple[int, ...], mark: Callable[[str], None] = lambda phase: None
+    cluster: Cluster,
+    mesh: tuple[int, ...],
+    mark: Callable[[str], None] = lambda phase: None,
+    stops_at_steps: bool = False,
 ) -> dict[str, Any]:
     """Starts JAX on this process and, in a job of several, `jax.distributed`.
 
@@ -63,6 +66,8 @@ def connect(
         mesh: sizes as `config.mesh_sizes` gives them; on CPUs they say how many devices each
             process simulates.
         mark: is called with the name of each phase of the start when it ends.
+        stops_at_steps: on SIGTERM at a step that the processes agree on, see `exits.StopSignal`;
+            else SIGTERM does what it did before.
 
     Returns:
         What was found, for the log and cluster.json.
@@ -87,6 +92,7 @@ def connect(
             jax.config.update("jax_num_cpu_devices", cpu_devices)
     if cluster.size > 1:
         _keep_stdout_for_python()
+        jax.config.update("jax_enable_preemption_service", stops_at_steps)
         coordinator = cluster.broadcast(cluster.together(_free_address, cluster))
         devices = own_devices(cluster)
         if cluster.rank:

@@ -119,7 +119,10 @@ def _is_writable(folder: Path) -> bool:
 
 def _lock(folder: Path) -> bool:
     """Whether this process now has the folder's lock, which only one job at a time can have."""
-    file = (folder / ".lock").open("a")
+    try:
+        file = (folder / ".lock").open("a")
+    except OSError:  # another user's
+        return False
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:  # another job has it, or the file system knows no locks

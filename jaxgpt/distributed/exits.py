@@ -2,6 +2,7 @@
 
 import atexit
 import contextlib
+import io
 import os
 import platform
 import select
@@ -40,6 +41,8 @@ def exits_together() -> Iterator[None]:
     keep silent. Where nobody reads on, as after `| head`, a lone process ends like one that
     SIGPIPE has killed.
     """
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a character that it lacks is not worth a run
+        sys.stdout.reconfigure(errors="replace")
     try:
         yield
         sys.stdout.flush()

@@ -1,5 +1,6 @@
 """A job that hangs ends, and says where: node hours are not spent on waiting."""
 
+import contextlib
 import faulthandler
 import threading
 import time
@@ -46,8 +47,8 @@ class Watchdog:
         while not self._stop.wait(interval):
             since, doing = self._last
             if time.monotonic() - since > limit:
-                with self._file.open("w") as file:
-                    faulthandler.dump_traceback(file, all_threads=True)
+                # In a thread: the file system may be what hangs.
+                threading.Thread(target=self._write, daemon=True).start()
                 time.sleep(2 * interval)  # for the others to notice and to write, too
                 report = (
                     f"error: train.hang_timeout={self._minutes}: process {self._rank} has been "
@@ -55,3 +56,7 @@ class Watchdog:
                     "of each process; start again with the same --out\n"
                 )
                 leave(report, HUNG)
+
+    def _write(self) -> None:
+        with contextlib.suppress(OSError), self._file.open("w") as file:
+            faulthandler.dump_traceback(file, all_threads=True)

@@ -27,7 +27,9 @@ class Console:
 
     def __init__(self, enabled: bool, log_file: Path | None = None):
         self._enabled = enabled
-        self._file: TextIO | None = log_file.open("a") if enabled and log_file else None
+        self._file: TextIO | None = None
+        if enabled and log_file:
+            self._file = log_file.open("a", encoding="utf-8", errors="replace")
         self._bar: tqdm | None = None
         self._explained = False
 

@@ -54,7 +54,7 @@ class SamplesFile:
 
     def __init__(self, path: Path, metrics: Path):
         """Begins with the samples that `metrics`, cut to what is done, still holds."""
-        self._file = path.open("w", buffering=1)
+        self._file = path.open("w", buffering=1, encoding="utf-8", errors="replace")
         for record in read_records(metrics):
             self.log(record)
 

@@ -23,6 +23,7 @@ from jaxgpt.training.state import TrainState
 
 # A process writes several files of about this size at the same time, not one after the other.
 DATA_FILE_BYTES = 2**28
+DAMAGED = (OSError, KeyError, ValueError)  # what Orbax raises where files lack or are cut
 
 
 class Checkpoints:
@@ -92,13 +93,10 @@ class Checkpoints:
                     state=ocp.args.PyTreeRestore(wanted, restore_args=restore_args)
                 ),
             )
-        except (OSError, KeyError, ValueError) as error:
+        except DAMAGED as error:
             folder = self._folder / str(step)
-            reason = " ".join(str(error).split())[:200]
-            raise UsageError(
-                f"{folder}: cannot be restored ({reason}); remove it to go on from an older "
-                "checkpoint, if there is one"
-            ) from error
+            remedy = "remove it to go on from an older checkpoint, if there is one"
+            raise UsageError(f"{folder}: {_damage(error)}; {remedy}") from error
         state = found["state"]
         meta = json.loads((self._folder / str(step) / "meta" / "metadata").read_text())
         watch = watch_from_json(meta.get("watch"), shapes.watch)
@@ -114,20 +112,31 @@ def restore_params(directory: Path, step: int, shapes: Params) -> Params:
     """The parameters of `step` alone, laid out as `shapes` say: a third of the bytes.
 
     Only reads, so that a run that is training in `directory` is not disturbed.
+
+    Raises:
+        UsageError: if the checkpoint is damaged.
     """
     import orbax.checkpoint as ocp
 
     wanted = {"params": shapes}
-    with ocp.PyTreeCheckpointer() as checkpointer:
-        found = checkpointer.restore(
-            (directory / "checkpoints" / str(step) / "state").absolute(),
-            args=ocp.args.PyTreeRestore(
-                wanted,
-                restore_args=ocp.checkpoint_utils.construct_restore_args(wanted),
-                partial_restore=True,
-            ),
-        )
+    folder = directory / "checkpoints" / str(step)
+    try:
+        with ocp.PyTreeCheckpointer() as checkpointer:
+            found = checkpointer.restore(
+                (folder / "state").absolute(),
+                args=ocp.args.PyTreeRestore(
+                    wanted,
+                    restore_args=ocp.checkpoint_utils.construct_restore_args(wanted),
+                    partial_restore=True,
+                ),
+            )
+    except DAMAGED as error:
+        raise UsageError(f"{folder}: {_damage(error)}; take another step") from error
     return found["params"]
+
+
+def _damage(error: Exception) -> str:
+    return f"cannot be restored ({' '.join(str(error).split())[:200]})"
 
 
 def _to_tree(state: TrainState) -> dict[str, Any]:

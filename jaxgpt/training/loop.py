@@ -183,10 +183,10 @@ def run_steps(run: Run, state: TrainState, parts: Parts) -> End:
     checkpoints, watchdog, profile = parts.checkpoints, parts.watchdog, parts.profile
     monitor, in_flight = Monitor(config), InFlight()
     skips = SkipRanges(skip_ranges(config))
-    saved = run.resume_step or 0
-    todo = range(saved + 1, config.train.max_iters + 1)
+    todo = range((run.resume_step or 0) + 1, config.train.max_iters + 1)
     batches = parts.loader.batches(step for step in todo if step not in skips)
     end = None
+    unsaved = 0  # steps, without those that were skipped
 
     for step in todo:
         watchdog.beat(f"step {step}")
@@ -195,6 +195,7 @@ def run_steps(run: Run, state: TrainState, parts: Parts) -> End:
             profile.before(step, state)
             state, metrics = parts.train_step(state, np.int32(step), next(batches))
             in_flight.add(metrics.loss)
+            unsaved += 1
         is_last, stopping = step == config.train.max_iters, parts.stop.reached(next(parts.ticks))
         evaluating = is_last or is_due(step, config.train.eval_interval)
         saving = is_last or stopping or is_due(step, config.checkpoint.interval)
@@ -215,13 +216,13 @@ def run_steps(run: Run, state: TrainState, parts: Parts) -> End:
                 report.log(parts.sample(step, state.params))
 
         # Not the same state once more: it would take the place of one that may be better.
-        if saving or (failure and step - saved > known[-1].metrics.nonfinite):
+        if saving or (failure and unsaved > known[-1].metrics.nonfinite):
             watchdog.beat(f"the checkpoint of step {step}")
             with report.between_steps(state):
                 began = time.perf_counter()
                 checkpoints.save(step, state, checkpoint_meta(run, parts, step))
                 report.saved(step, time.perf_counter() - began)
-            saved = step
+            unsaved = 0
         report.progress(step)
         if is_last or stopping or failure:
             end = End(step, stopping, failure=failure)

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from jobs import command, environment, run
+from jobs import command, environment, process_of, run
 
 TINY = ("--config", "tiny", "--size", "6MB")
 
@@ -31,17 +31,24 @@ def test_a_checkpoint_of_several_processes_is_timed_beside_plain_files(tmp_path)
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_nothing_is_left_when_it_is_interrupted(number, tmp_path):
+@pytest.mark.parametrize(
+    ("number", "processes"), [(signal.SIGINT, None), (signal.SIGTERM, None), (signal.SIGTERM, 2)]
+)
+def test_nothing_is_left_when_it_is_interrupted(number, processes, tmp_path):
+    size = ("--size", "60MB", "--out", tmp_path)
     job = subprocess.Popen(
-        command("bench", "checkpoint", "--config", "tiny", "--size", "60MB"),
+        command("bench", "checkpoint", "--config", "tiny", *size, processes=processes),
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment(TMPDIR=str(tmp_path)),
     )  # fmt: skip
     deadline = time.monotonic() + 60
     while not list(tmp_path.glob("*/checkpoint/checkpoints/1*")) and time.monotonic() < deadline:
         time.sleep(0.02)
     assert job.poll() is None and os.listdir(tmp_path)
-    job.send_signal(number)
+    if processes:  # as Slurm and PBS do, which ask all processes
+        for rank in range(processes):
+            os.kill(process_of(tmp_path, rank), number)
+    else:
+        job.send_signal(number)
     assert job.wait(30) == 128 + number
     assert not [path for path in tmp_path.iterdir() if path.name.startswith("jaxgpt")]
 

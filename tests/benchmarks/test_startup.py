@@ -2,8 +2,6 @@
 
 import json
 
-import pytest
-
 from jobs import SMALL, run
 
 
@@ -21,14 +19,7 @@ def test_a_warm_start_compiles_nothing_and_is_faster(tmp_path):
     assert not list(tmp_path.glob("jaxgpt*"))
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["model.n_head=3"], "model.n_head=3"),
-        (["--processes", 2], "--processes=2: there is no mpiexec in PATH"),
-    ],
-)
-def test_what_is_wrong_is_said_before_anything_starts(arguments, words):
-    job = run("bench", "startup", *arguments, PATH="/dev/null")
+def test_what_is_wrong_is_said_before_anything_starts():
+    job = run("bench", "startup", "model.n_head=3")
     assert job.returncode == 2
-    assert words in job.stdout and job.stdout.count("\n") == 1
+    assert "model.n_head=3" in job.stdout and job.stdout.count("\n") == 1

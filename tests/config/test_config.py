@@ -75,6 +75,9 @@ def test_a_file_is_a_configuration_too(tmp_path):
     file.write_text("train: {max_iters: 3}\noptimizer: {learning_rate: 1e-3}\n")
     config = parse_args(["--config", str(file)])
     assert (config.train.max_iters, config.optimizer.learning_rate) == (3, 1e-3)
+    file.write_text("compile_cache: off\nspike: {action: off}\nmodel: {bias: off}\n")
+    config = parse_args(["--config", str(file)])  # YAML's off is False
+    assert (config.compile_cache, config.spike.action, config.model.bias) == ("off", "off", False)
 
 
 @pytest.mark.parametrize(

@@ -178,6 +178,10 @@ def test_inputs_that_cannot_be_are_refused(tmp_path):
     (tmp_path / "b.jsonl").write_text("{}")
     with pytest.raises(UsageError, match="a.txt is text and .*b.jsonl is JSON lines"):
         prepare_text(tmp_path / "d", [tmp_path], "char")
+    for name, tokenizer in (("pipe.txt", "byte"), ("pipe.jsonl", "char")):
+        os.mkfifo(tmp_path / name)
+        with pytest.raises(UsageError, match=f"{name}: is a pipe, and .* is read twice"):
+            prepare_text(tmp_path / "d", [tmp_path / name], tokenizer)
 
 
 @pytest.mark.parametrize(

@@ -49,8 +49,8 @@ if guessed_rank() == rank:
     else:
         connect = train.connect
 
-        def connect_and_plant(*args):
-            facts = connect(*args)
+        def connect_and_plant(*args, **options):
+            facts = connect(*args, **options)
             plant()
             return facts
 

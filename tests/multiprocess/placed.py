@@ -11,8 +11,8 @@ from jaxgpt import train
 connect = train.connect
 
 
-def connect_and_watch(cluster, sizes, *args):
-    facts = connect(cluster, sizes, *args)
+def connect_and_watch(cluster, sizes, *args, **options):
+    facts = connect(cluster, sizes, *args, **options)
     from jax.experimental.multihost_utils import process_allgather
 
     from jaxgpt.distributed import mesh

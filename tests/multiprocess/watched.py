@@ -10,8 +10,8 @@ from jaxgpt import train
 connect = train.connect
 
 
-def connect_and_watch(cluster, *rest):
-    facts = connect(cluster, *rest)
+def connect_and_watch(cluster, *rest, **options):
+    facts = connect(cluster, *rest, **options)
     from jaxgpt.training import checkpoint
     from jobs import sha256
 

@@ -1,3 +1,4 @@
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +10,25 @@ console = Console(True, Path("train.log"))
 console.say("one")
 console.say("two")
 """
+WITH_RULES = """
+from pathlib import Path
+from jaxgpt.distributed.exits import exits_together
+from jaxgpt.telemetry.console import Console
+with exits_together():
+    Console(True, Path("train.log")).say("\\u2502 step")
+"""
+
+
+def test_a_terminal_or_locale_of_few_characters_is_not_the_end(tmp_path):
+    settings = {"PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "LC_ALL": "C"}
+    said = subprocess.run(
+        [sys.executable, "-c", WITH_RULES],
+        cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        env=os.environ | settings | {"PYTHONIOENCODING": "ascii"},
+    )  # fmt: skip
+    assert said.returncode == 0, said.stdout
+    assert said.stdout == b"? step\n"
+    assert (tmp_path / "train.log").read_text(encoding="utf-8").endswith(" \u2502 step\n")
 
 
 def test_a_full_disk_behind_the_console_is_not_the_end(tmp_path):

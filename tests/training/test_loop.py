@@ -228,6 +228,9 @@ def test_a_damaged_checkpoint_is_named_with_the_way_out(forty, tmp_path, damage)
         shutil.rmtree(newest / "state" / "d")
     with pytest.raises(UsageError, match=r"checkpoints/20.*to go on from an older checkpoint"):
         train_here("--out", out)
+    if damage != "meta":
+        with pytest.raises(UsageError, match=r"checkpoints/20: cannot be restored.*another step"):
+            params_of(out)
     gc.collect()  # Orbax's event loop, whose end breaks what Python 3.11 parses meanwhile
     shutil.rmtree(newest)
     assert train_here("--out", out, "train.max_iters=11") == exits.DONE
@@ -256,17 +259,22 @@ def test_a_relative_path_to_data_holds_from_anywhere(tmp_path, monkeypatch, data
     assert train_here("--out", tmp_path / "run", "train.max_iters=2") == exits.DONE
 
 
-def test_reading_a_checkpoint_leaves_a_save_in_progress_alone(forty, tmp_path):
+def params_of(out):
+    """The parameters after step 20."""
     from jaxgpt.config import load_config
     from jaxgpt.distributed.mesh import make_mesh
     from jaxgpt.training.checkpoint import restore_params
     from jaxgpt.training.step import make_steps
 
+    config = load_config(*SMALL[1:]).replace(model__vocab_size=256)
+    return restore_params(out, 20, make_steps(config, make_mesh((8, 1, 1))).state_shapes.params)
+
+
+def test_reading_a_checkpoint_leaves_a_save_in_progress_alone(forty, tmp_path):
     out = restarted_after_twenty(forty, tmp_path / "again")
     saving = out / "checkpoints" / "27.orbax-checkpoint-tmp" / "state"
     saving.mkdir(parents=True)
-    config = load_config(*SMALL[1:]).replace(model__vocab_size=256)
-    restore_params(out, 20, make_steps(config, make_mesh((8, 1, 1))).state_shapes.params)
+    params_of(out)
     assert saving.is_dir()
 
 

@@ -208,6 +208,13 @@ def test_too_many_steps_that_are_not_finite_stop_the_run_with_a_good_checkpoint(
     assert count == [14]
 
 
+def test_skipped_steps_do_not_make_a_saved_state_another_one(tmp_path):
+    fault = ("faults.nan_step=15", "spike.max_consecutive_nonfinite=1")
+    train = ("train.log_interval=5", "checkpoint.interval=11", "--train-range-to-skip", "12", "14")
+    assert train_here(*POISONED, *fault, *train, "--out", tmp_path) == exits.FAILED
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["11"]
+
+
 def test_a_run_that_cannot_go_on_does_not_replace_its_good_checkpoints(tmp_path, capsys):
     lost = ("optimizer.learning_rate=1e30", "optimizer.warmup_iters=0", "train.log_interval=1")
     settings = (*POISONED, *lost, "spike.max_consecutive_nonfinite=3", "--out", tmp_path)
