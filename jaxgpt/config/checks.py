@@ -8,6 +8,7 @@ from jaxgpt.config.sections import Config
 
 MAX_TIME_LIMIT = 10**6  # minutes: two years
 MAX_INIT_TIMEOUT = 86_400  # seconds: a day
+MAX_WINDOW = 10**5  # losses and gradient norms that every device keeps and sorts
 MESH_AXES = ("data", "fsdp", "tensor")
 
 
@@ -44,6 +45,8 @@ def validate(config: Config) -> None:
             value = getattr(getattr(config, section), key)
             if not least <= value < math.inf:  # also refuses nan
                 raise UsageError(f"{section}.{key}={value}: must be finite and at least {least}")
+    if config.spike.window > MAX_WINDOW:
+        raise UsageError(f"spike.window={config.spike.window}: must be at most {MAX_WINDOW} steps")
     if train.seed >= 2**31:
         raise UsageError(f"train.seed={train.seed}: must be less than 2^31 = {2**31}")
     if model.vocab_size is not None and model.vocab_size < 2:
@@ -105,6 +108,11 @@ def check_data(config: Config) -> None:
 def check_spikes(config: Config) -> None:
     """Checks that a rewind finds a checkpoint, and that rehearsed faults can happen."""
     spike, checkpoint, faults = config.spike, config.checkpoint, config.faults
+    if spike.action == "rewind" and checkpoint.interval == 0:
+        raise UsageError(
+            "checkpoint.interval=0: spike.action=rewind goes back to checkpoints at fixed steps; "
+            "give the steps between them"
+        )
     kept = checkpoint.interval * (checkpoint.keep - 1)
     if spike.action == "rewind" and kept < spike.rewind_margin:
         raise UsageError(

@@ -18,6 +18,9 @@ _FILES = itertools.count()  # TensorBoard files of this process: a rewind begins
 
 
 class Tracker(Protocol):
+    name: str
+    """What a user knows it by."""
+
     def log(self, record: Record) -> None:
         """Takes one record; its `kind` says what it is."""
 
@@ -27,6 +30,8 @@ class Tracker(Protocol):
 
 class MetricsFile:
     """metrics.jsonl: one JSON object a line. Numbers that are not finite become null."""
+
+    name = "metrics.jsonl"
 
     def __init__(self, path: Path, resume_step: int | None):
         """Opens the file; what a resumed run is going to do again is dropped from it.
@@ -52,6 +57,8 @@ class MetricsFile:
 class SamplesFile:
     """samples.txt: what the model wrote, for reading."""
 
+    name = "samples.txt"
+
     def __init__(self, path: Path, metrics: Path):
         """Begins with the samples that `metrics`, cut to what is done, still holds."""
         self._file = path.open("w", buffering=1, encoding="utf-8", errors="replace")
@@ -72,6 +79,8 @@ class TensorBoard:
     They are written here and now: tensorboardX's SummaryWriter hands them to a thread, and waits
     for ever once that has died on a full disk.
     """
+
+    name = "TensorBoard"
 
     def __init__(self, directory: Path, resume_step: int | None, rewinds: Sequence[Record] = ()):
         """Loads tensorboardX when there is something to write, which the first step is before.
@@ -138,7 +147,11 @@ class Trackers:
                 act(tracker)
             except Exception as error:  # whatever it is, it is not worth a run
                 self._trackers.remove(tracker)
-                self._warn(f"warning: {type(tracker).__name__} stopped: {error!r}")
+                reason = str(error) or type(error).__name__
+                self._warn(
+                    f"warning: {tracker.name} stopped: {reason}; the run goes on without it, until "
+                    "it is started again"
+                )
 
 
 def write_whole(path: Path, text: str) -> None:
@@ -177,6 +190,8 @@ def _whole_lines(path: Path) -> Iterator[tuple[str, Record]]:
             try:
                 record = json.loads(line)
             except ValueError:  # the line that was being written when the run was killed
+                continue
+            if not isinstance(record, dict) or "kind" not in record:  # nor is it ours
                 continue
             yield f"{line.rstrip()}\n", record
 

@@ -12,6 +12,7 @@ their size.
 import functools
 import json
 import logging
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,6 @@ from jaxgpt.training.state import TrainState
 
 # A process writes several files of about this size at the same time, not one after the other.
 DATA_FILE_BYTES = 2**28
-DAMAGED = (OSError, KeyError, ValueError)  # what Orbax raises where files lack or are cut
 
 
 class Checkpoints:
@@ -93,7 +93,7 @@ class Checkpoints:
                     state=ocp.args.PyTreeRestore(wanted, restore_args=restore_args)
                 ),
             )
-        except DAMAGED as error:
+        except Exception as error:  # Orbax and TensorStore have many, and bare ones
             folder = self._folder / str(step)
             remedy = "remove it to go on from an older checkpoint, if there is one"
             raise UsageError(f"{folder}: {_damage(error)}; {remedy}") from error
@@ -130,13 +130,23 @@ def restore_params(directory: Path, step: int, shapes: Params) -> Params:
                     partial_restore=True,
                 ),
             )
-    except DAMAGED as error:
+    except Exception as error:  # Orbax and TensorStore have many, and bare ones
         raise UsageError(f"{folder}: {_damage(error)}; take another step") from error
     return found["params"]
 
 
 def _damage(error: Exception) -> str:
-    return f"cannot be restored ({' '.join(str(error).split())[:200]})"
+    """What is wrong, of what Orbax raised. Reads that are still under way are not heard any more:
+    each would find Orbax's event loop closed, and print a traceback about that."""
+    before = sys.unraisablehook
+
+    def hook(unraisable: Any) -> None:
+        if "Event loop is closed" not in str(unraisable.exc_value):
+            before(unraisable)
+
+    sys.unraisablehook = hook
+    reason = " ".join(str(error.__cause__ or error).split())
+    return f"cannot be restored ({reason[:200]})"
 
 
 def _to_tree(state: TrainState) -> dict[str, Any]:

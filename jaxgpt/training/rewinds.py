@@ -9,7 +9,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from jaxgpt.config import Config
+from jaxgpt.config import Config, UsageError
 from jaxgpt.telemetry.trackers import Record, cut_metrics, read_records, write_whole
 
 FILE = "rewinds.json"
@@ -22,9 +22,21 @@ def read_rewinds(directory: Path) -> list[dict[str, Any]]:
     Each is the record of its spike and, beside that: `to`, the step of the checkpoint gone back to
     (0 is the initial state); `skip`, the first and last step whose batches are skipped; `dropped`,
     the first and last step that were trained in vain; `done`, whether the files say so already.
+
+    Raises:
+        UsageError: if they cannot be read.
     """
     path = directory / FILE
-    return json.loads(path.read_text()) if path.exists() else []
+    try:
+        rewinds = json.loads(path.read_text()) if path.exists() else []
+        if not all({"to", "skip", "dropped", "done"} <= set(rewind) for rewind in list(rewinds)):
+            raise ValueError("keys are missing")
+    except (OSError, ValueError, TypeError) as error:
+        raise UsageError(
+            f"{path}: is damaged ({error}); bring it back, or remove it and give the ranges that "
+            f"it skipped, which {METRICS} has in its records of rewinds, to --train-range-to-skip"
+        ) from None
+    return rewinds
 
 
 def skipped_by_rewinds(directory: Path) -> list[tuple[int, int]]:

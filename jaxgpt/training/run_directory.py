@@ -145,8 +145,9 @@ def _decide(config: Config) -> dict[str, Any]:
         ranges += skip_ranges(config_from_file(kept))
     finish_rewind(directory)
     ranges += skipped_by_rewinds(directory)
-    steps = saved_steps(directory)
-    resume_step = steps[-1] if steps else None
+    # Also one that lacks its metadata, and so is none: the run would come to its place again.
+    folders = (directory / "checkpoints").glob("*")
+    resume_step = max((int(p.name) for p in folders if p.name.isdigit()), default=None)
     meta: dict[str, Any] = {}
     if resume_step is not None:
         meta = read_meta(directory, resume_step)
@@ -267,7 +268,20 @@ def _check_resume(
                 f"warning: {section}.{key} was {then} and is {now} from step {step + 1} on: "
                 "the order of the data changes"
             )
-    return notes
+    return notes + _changes(config, saved, step)
+
+
+def _changes(config: Config, saved: dict[str, Any], step: int) -> list[str]:
+    """A line about settings that are not the checkpoint's; others tell of the mesh and the data."""
+    told = {*_ORDER_KEYS, ("parallel", "mesh")}
+    now = config.to_dict()
+    changed = [
+        f"{section}.{key}={value} (was {saved[section][key]})"
+        for section in ("model", "train", "optimizer", "parallel", "spike")
+        for key, value in now[section].items()
+        if (section, key) not in told and saved[section].get(key, value) != value
+    ]
+    return [f"changed since step {step}: {', '.join(changed)}"] if changed else []
 
 
 def _check_data(

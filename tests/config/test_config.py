@@ -112,6 +112,8 @@ def test_a_file_is_a_configuration_too(tmp_path):
         (["--profile-steps", "5:4"], ["profile_steps=5:4", "A <= B"]),
         (["--profile-steps", "290:301"], ["profile_steps=290:301", "train.max_iters=300"]),
         (["optimizer.min_lr=1"], ["optimizer.min_lr=1", "learning_rate"]),
+        (["spike.window=99999999"], ["spike.window=99999999", "at most 100000"]),
+        (["spike.action=rewind", "checkpoint.interval=0"], ["checkpoint.interval=0", "rewind"]),
     ],
 )
 def test_a_mistake_is_one_sentence_with_key_value_and_remedy(arguments, words):

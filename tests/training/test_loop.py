@@ -3,6 +3,8 @@
 import functools
 import gc
 import json
+import os
+import re
 import shutil
 import subprocess
 import time
@@ -11,7 +13,7 @@ import numpy as np
 import pytest
 import yaml
 
-from jaxgpt.config import UsageError, parse_args
+from jaxgpt.config import OptimizerConfig, UsageError, parse_args
 from jaxgpt.data.loader import Loader
 from jaxgpt.data.tokenizer import ByteTokenizer
 from jaxgpt.distributed import exits
@@ -216,25 +218,45 @@ def test_a_save_that_never_finished_is_not_a_checkpoint(forty, tmp_path):
     assert not list((out / "checkpoints").glob("*tmp*"))
 
 
-@pytest.mark.parametrize("damage", ["meta", "state", "array"])
+@pytest.mark.parametrize("damage", ["meta", "no meta", "state", "array", "cut"])
 def test_a_damaged_checkpoint_is_named_with_the_way_out(forty, tmp_path, damage):
     out = restarted_after_twenty(forty, tmp_path / "again")
     newest = out / "checkpoints" / "20"
     if damage == "meta":
         (newest / "meta" / "metadata").write_text('{"step"')
+    elif damage == "no meta":
+        (newest / "meta" / "metadata").unlink()
+    elif damage == "cut":
+        files = (newest / "state" / "ocdbt.process_0" / "d").iterdir()
+        os.truncate(max(files, key=lambda path: path.stat().st_size), 1000)
     elif damage == "state":
         shutil.rmtree(newest / "state")
     else:
         shutil.rmtree(newest / "state" / "d")
     with pytest.raises(UsageError, match=r"checkpoints/20.*to go on from an older checkpoint"):
         train_here("--out", out)
-    if damage != "meta":
+    if "meta" not in damage:
         with pytest.raises(UsageError, match=r"checkpoints/20: cannot be restored.*another step"):
             params_of(out)
     gc.collect()  # Orbax's event loop, whose end breaks what Python 3.11 parses meanwhile
     shutil.rmtree(newest)
     assert train_here("--out", out, "train.max_iters=11") == exits.DONE
     assert "resumed from step 10" in (out / "train.log").read_text()
+
+
+def test_settings_that_are_not_the_checkpoints_are_said(forty, tmp_path):
+    out = restarted_after_twenty(forty, tmp_path / "again")
+    kept = yaml.safe_load((out / "config.yaml").read_text())
+    then, default = kept["optimizer"].pop("warmup_iters"), OptimizerConfig().warmup_iters
+    assert then != default
+    (out / "config.yaml").write_text(yaml.safe_dump(kept))
+    assert train_here("--out", out, "train.max_iters=21", "optimizer.grad_clip=2") == exits.DONE
+    (line,) = re.findall("changed since step 20: (.*)", (out / "train.log").read_text())
+    assert set(line.split(", ")) == {
+        "train.max_iters=21 (was 40)",
+        f"optimizer.warmup_iters={default} (was {then})",
+        f"optimizer.grad_clip=2.0 (was {kept['optimizer']['grad_clip']})",
+    }
 
 
 def test_a_directory_in_use_is_refused(tmp_path):

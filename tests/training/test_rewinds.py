@@ -8,6 +8,7 @@ import time
 import numpy as np
 import pytest
 
+from jaxgpt.config import UsageError
 from jaxgpt.distributed import exits
 from jaxgpt.telemetry.trackers import read_records
 from jaxgpt.training import loop, rewinding, rewinds
@@ -208,6 +209,13 @@ def test_too_many_steps_that_are_not_finite_stop_the_run_with_a_good_checkpoint(
     assert count == [14]
 
 
+@pytest.mark.parametrize("damaged", ["", "x", '{"a": 1}', "[{}]"])
+def test_damaged_rewinds_are_named(tmp_path, damaged):
+    (tmp_path / "rewinds.json").write_text(damaged)
+    with pytest.raises(UsageError, match=r"rewinds.json: is damaged .*--train-range-to-skip"):
+        train_here(*POISONED, "--out", tmp_path)
+
+
 def test_skipped_steps_do_not_make_a_saved_state_another_one(tmp_path):
     fault = ("faults.nan_step=15", "spike.max_consecutive_nonfinite=1")
     train = ("train.log_interval=5", "checkpoint.interval=11", "--train-range-to-skip", "12", "14")
@@ -227,8 +235,6 @@ def test_a_run_that_cannot_go_on_does_not_replace_its_good_checkpoints(tmp_path,
 
 
 def test_the_device_of_a_rehearsed_fault_has_to_be_there(tmp_path):
-    from jaxgpt.config import UsageError
-
     fault = ("faults.nan_step=2", "faults.nan_device=4")
     with pytest.raises(UsageError, match="faults.nan_device=4: the mesh has 4 devices"):
         train_here(*POISONED, *fault, "--out", tmp_path)
