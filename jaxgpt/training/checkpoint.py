@@ -17,6 +17,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import jax
+
 from jaxgpt.config import Config, UsageError
 from jaxgpt.distributed.partition import Params
 from jaxgpt.training.detection import watch_from_json, watch_to_json
@@ -94,9 +96,8 @@ class Checkpoints:
                 ),
             )
         except Exception as error:  # Orbax and TensorStore have many, and bare ones
-            folder = self._folder / str(step)
             remedy = "remove it to go on from an older checkpoint, if there is one"
-            raise UsageError(f"{folder}: {_damage(error)}; {remedy}") from error
+            raise _damage(error, self._folder / str(step), remedy) from error
         state = found["state"]
         meta = json.loads((self._folder / str(step) / "meta" / "metadata").read_text())
         watch = watch_from_json(meta.get("watch"), shapes.watch)
@@ -131,13 +132,19 @@ def restore_params(directory: Path, step: int, shapes: Params) -> Params:
                 ),
             )
     except Exception as error:  # Orbax and TensorStore have many, and bare ones
-        raise UsageError(f"{folder}: {_damage(error)}; take another step") from error
+        raise _damage(error, folder, "take another step") from error
     return found["params"]
 
 
-def _damage(error: Exception) -> str:
-    """What is wrong, of what Orbax raised. Reads that are still under way are not heard any more:
-    each would find Orbax's event loop closed, and print a traceback about that."""
+def _damage(error: Exception, folder: Path, remedy: str) -> Exception:
+    """What to raise where Orbax raised `error`: a sentence if files lack or are cut.
+
+    Reads that are still under way are not heard any more: each would find Orbax's event loop
+    closed, and print a traceback about that.
+    """
+    cause = error.__cause__ or error
+    if isinstance(cause, MemoryError | jax.errors.JaxRuntimeError):  # of devices, not of files
+        return RuntimeError(f"{folder}: not restored")
     before = sys.unraisablehook
 
     def hook(unraisable: Any) -> None:
@@ -145,8 +152,8 @@ def _damage(error: Exception) -> str:
             before(unraisable)
 
     sys.unraisablehook = hook
-    reason = " ".join(str(error.__cause__ or error).split())
-    return f"cannot be restored ({reason[:200]})"
+    reason = " ".join(str(cause).split())
+    return UsageError(f"{folder}: cannot be restored ({reason[:200]}); {remedy}")
 
 
 def _to_tree(state: TrainState) -> dict[str, Any]:

@@ -274,13 +274,14 @@ def _check_resume(
 def _changes(config: Config, saved: dict[str, Any], step: int) -> list[str]:
     """A line about settings that are not the checkpoint's; others tell of the mesh and the data."""
     told = {*_ORDER_KEYS, ("parallel", "mesh")}
-    now = config.to_dict()
-    changed = [
-        f"{section}.{key}={value} (was {saved[section][key]})"
-        for section in ("model", "train", "optimizer", "parallel", "spike")
-        for key, value in now[section].items()
-        if (section, key) not in told and saved[section].get(key, value) != value
-    ]
+    now, changed = config.to_dict(), []
+    for section in ("model", "train", "optimizer", "parallel", "spike"):
+        then = saved.get(section, {})  # of an older jaxgpt it may lack keys
+        changed += [
+            f"{section}.{key}={value} (was {then[key]})"
+            for key, value in now[section].items()
+            if (section, key) not in told and then.get(key, value) != value
+        ]
     return [f"changed since step {step}: {', '.join(changed)}"] if changed else []
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from jaxgpt.config import load_config, mesh_sizes
 from jaxgpt.distributed.mesh import make_mesh
-from jaxgpt.training.checkpoint import Checkpoints
+from jaxgpt.training.checkpoint import Checkpoints, restore_params
 from jaxgpt.training.step import make_steps
 from jobs import flat
 
@@ -52,3 +52,16 @@ def test_any_settings_read_what_any_others_wrote(saved, steps, tmp_path):
         assert all((found[path] == array).all() for path, array in expected.items())
         assert found.keys() == expected.keys()
     checkpoints.close()
+
+
+@pytest.mark.parametrize("error", [MemoryError(), jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED")])
+def test_too_little_memory_is_no_reason_to_remove_a_checkpoint(error, tmp_path, monkeypatch):
+    import orbax.checkpoint as ocp
+
+    def fails(*arguments, **options):
+        raise Exception("while reading") from error
+
+    monkeypatch.setattr(ocp.PyTreeCheckpointer, "restore", fails)
+    with pytest.raises(RuntimeError, match="checkpoints/7: not restored") as raised:
+        restore_params(tmp_path, 7, {})
+    assert raised.value.__cause__.__cause__ is error
