@@ -46,10 +46,10 @@ def scratch_folder(cluster: Cluster, parent: Path | None = None) -> Iterator[Pat
     except SystemExit as stop:
         status = stop.code
     finally:
-        if cluster.local_rank == 0:
+        # All of them where it is interrupted: a launcher kills the others when the first one ends.
+        if cluster.local_rank == 0 or status is not None:
             _remove(folder)
     if status is not None:
-        _await_removal(folder)  # a launcher kills the others when the first one ends
         os._exit(status)  # what an interrupted save waits for, up to five minutes, will not come
 
 
@@ -74,9 +74,3 @@ def _remove(folder: Path) -> None:
     while folder.exists() and time.monotonic() < deadline:
         shutil.rmtree(folder, ignore_errors=True)
         time.sleep(0.1)
-
-
-def _await_removal(folder: Path) -> None:
-    deadline = time.monotonic() + PATIENCE
-    while folder.exists() and time.monotonic() < deadline:
-        time.sleep(0.05)
