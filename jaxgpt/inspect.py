@@ -27,8 +27,9 @@ from jaxgpt.data.rows import Rows, training_rows
 from jaxgpt.data.sources import Dataset, Source, open_dataset
 from jaxgpt.distributed.cluster import Cluster, join_cluster
 from jaxgpt.distributed.exits import exits_together
+from jaxgpt.training.metadata import read_meta
 from jaxgpt.training.rewinds import skipped_by_rewinds
-from jaxgpt.training.run_directory import read_meta, saved_steps, source_hashes
+from jaxgpt.training.run_directory import saved_steps, source_hashes
 from jaxgpt.training.spikes import SkipRanges
 
 LOOK_BACK = 2**20  # tokens that are searched for the end of the document before

@@ -11,7 +11,8 @@ from jaxgpt.data.find_tokenizer import from_meta
 from jaxgpt.distributed.backend import connect
 from jaxgpt.distributed.cluster import join_cluster
 from jaxgpt.distributed.exits import exits_together
-from jaxgpt.training.run_directory import read_meta, saved_steps
+from jaxgpt.training.metadata import read_meta
+from jaxgpt.training.run_directory import saved_steps
 
 
 def main() -> None:

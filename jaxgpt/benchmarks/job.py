@@ -86,7 +86,7 @@ class Job:
             mesh=self.mesh,
             train_step=self.train_step,
             loader=self.loader,
-            evaluate=self._read_clock,
+            evaluate=lambda step, params: None,
             sample=lambda step, params: None,
             checkpoints=self,
             report=self._report,
@@ -158,13 +158,13 @@ class Job:
             "process_peak_bytes": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
         }
 
+    def check(self) -> None:
+        """The loop calls it before each step; nothing is being saved."""
+
     def close(self) -> None:
-        """The loop calls it when it ends; nothing is being saved."""
+        """The loop calls it when it ends."""
 
     def save(self, step: int, state: TrainState, meta: dict[str, Any]) -> None:
-        """The loop calls it after the last step of a round."""
-        self._state = state
-
-    def _read_clock(self, step: int, params: Any) -> None:
         """The loop calls it after the last step of a round, which is done and reported."""
         self._ended = Clocks.read()
+        self._state = state

@@ -1,19 +1,23 @@
 """Checkpoints by Orbax: sharded, written in the background, complete or not there.
 
 A checkpoint is `checkpoints/<step>/state` (parameters, both moments, Adam's count, as one array
-each whatever the mesh) and `checkpoints/<step>/meta` (JSON: configuration, mesh, data, and what
-the detector of spikes remembers). It is restored into the shardings of the run that reads it, which
-need not be those that wrote it.
+each whatever the mesh) and `checkpoints/<step>/meta` (JSON: configuration, mesh, data, what the
+detector of spikes remembers, and a checksum of each array). It is restored into the shardings of
+the run that reads it, which need not be those that wrote it.
 
 Numbers are stored as they are: compressing them takes longer than writing them, for 8 to 9 % of
 their size.
 """
 
+import contextlib
+import errno
 import functools
-import json
 import logging
+import os
+import shutil
 import sys
-from collections.abc import Mapping
+import time
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +25,19 @@ import jax
 
 from jaxgpt.config import Config, UsageError
 from jaxgpt.distributed.partition import Params
+from jaxgpt.training.checksums import checksums
 from jaxgpt.training.detection import watch_from_json, watch_to_json
+from jaxgpt.training.metadata import read_sealed, seal
 from jaxgpt.training.state import TrainState
 
 # A process writes several files of about this size at the same time, not one after the other.
 DATA_FILE_BYTES = 2**28
+# Not all of them show in the room that a file system says it has: quotas do not.
+NO_ROOM = tuple(map(os.strerror, (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)))
+
+# In what Orbax logs: that a checkpoint is not going to be complete, and what it raises soon anyway.
+ORBAX_FAILS = ("_SignalingThread.run() raised", "Handler Commit operations")
+ORBAX_RAISES = ("Checkpointer failed", "Save Finalize")
 
 
 class Checkpoints:
@@ -40,13 +52,13 @@ class Checkpoints:
         """
         self._folder = (directory / "checkpoints").absolute()
         self._config = config
+        _orbax_log().failure = None  # of another run in this process
 
     @functools.cached_property
     def _manager(self) -> Any:
         """Orbax's manager: half a second of imports that the first step need not wait for."""
         import orbax.checkpoint as ocp
 
-        logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax narrates each save
         policies, kept = ocp.checkpoint_managers, self._config.checkpoint
         policy = policies.LatestN(kept.keep)
         if self._config.spike.action == "rewind":
@@ -63,20 +75,62 @@ class Checkpoints:
             },
         )
 
+    def check_room(self, step: int, shapes: TrainState) -> None:
+        """Looks for room for one more checkpoint, where the file system says how much it has.
+
+        Raises:
+            UsageError: if there is too little.
+        """
+        needed = sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(_to_tree(shapes)))
+        disk = shutil.disk_usage(self._folder.parent)
+        if disk.total and needed > disk.free:
+            raise UsageError(
+                f"{self._folder / str(step)}: a checkpoint takes {needed / 1e6:,.1f} MB, and "
+                f"{disk.free / 1e6:,.1f} MB are free there; make room, and start again with the "
+                "same --out to go on from the newest one that is complete, if there is one"
+            )
+
     def save(self, step: int, state: TrainState, meta: Mapping[str, Any]) -> None:
-        """Starts writing; the state may be donated as soon as this returns."""
+        """Starts writing; the state may be donated as soon as this returns.
+
+        Raises:
+            UsageError: if there is no room for it, or was none for what was being saved before.
+        """
         import orbax.checkpoint as ocp
 
-        self._manager.save(
-            step,
-            args=ocp.args.Composite(
-                state=ocp.args.PyTreeSave(
-                    _to_tree(state), ocdbt_target_data_file_size=DATA_FILE_BYTES
+        self._finish()
+        self.check_room(step, state)
+        tree = _to_tree(state)
+        meta = {**meta, "watch": watch_to_json(state.watch), "checksums": checksums(tree)}
+        with _writing(self._folder):
+            self._manager.save(
+                step,
+                args=ocp.args.Composite(
+                    state=ocp.args.PyTreeSave(tree, ocdbt_target_data_file_size=DATA_FILE_BYTES),
+                    meta=ocp.args.JsonSave(seal(meta)),
                 ),
-                meta=ocp.args.JsonSave({**meta, "watch": watch_to_json(state.watch)}),
-            ),
-            force=True,
-        )
+                force=True,
+            )
+
+    def check(self) -> None:
+        """Raises what has gone wrong in the background: to be asked at every step.
+
+        Raises:
+            UsageError: if there was no room for what is being saved.
+            RuntimeError: if something else has stopped it.
+        """
+        failure, _orbax_log().failure = _orbax_log().failure, None
+        if failure is not None:
+            with _writing(self._folder):
+                raise RuntimeError(f"{self._folder}: not saved: {failure}") from failure
+
+    def _finish(self) -> None:
+        """Waits for what is being saved. Orbax alone would wait for processes that have failed."""
+        while self._manager.is_saving_in_progress():
+            self.check()
+            time.sleep(0.002)
+        with _writing(self._folder):
+            self._manager.wait_until_finished()
 
     def restore(self, step: int, shapes: TrainState) -> TrainState:
         """The state of `step`, bitwise, laid out as `shapes` (ShapeDtypeStructs) say.
@@ -86,8 +140,9 @@ class Checkpoints:
         """
         import orbax.checkpoint as ocp
 
-        wanted = _to_tree(shapes)
+        wanted, folder = _to_tree(shapes), self._folder / str(step)
         restore_args = ocp.checkpoint_utils.construct_restore_args(wanted)
+        remedy = "remove it to go on from an older checkpoint, if there is one"
         try:
             found = self._manager.restore(
                 step,
@@ -96,16 +151,21 @@ class Checkpoints:
                 ),
             )
         except Exception as error:  # Orbax and TensorStore have many, and bare ones
-            remedy = "remove it to go on from an older checkpoint, if there is one"
-            raise _damage(error, self._folder / str(step), remedy) from error
-        state = found["state"]
-        meta = json.loads((self._folder / str(step) / "meta" / "metadata").read_text())
+            raise _damage(error, folder, remedy) from error
+        state, meta = found["state"], read_sealed(folder)
+        _check(state, meta, folder, remedy)
         watch = watch_from_json(meta.get("watch"), shapes.watch)
         return TrainState(state.pop("params"), state, watch)
 
     def close(self) -> None:
-        """Returns when everything that was saved is on disk; the next use looks there anew."""
-        self._manager.close()
+        """Returns when everything that was saved is on disk; the next use looks there anew.
+
+        Raises:
+            UsageError: if there was no room for it.
+        """
+        self._finish()
+        with _writing(self._folder):
+            self._manager.close()
         del self._manager
 
 
@@ -119,7 +179,8 @@ def restore_params(directory: Path, step: int, shapes: Params) -> Params:
     """
     import orbax.checkpoint as ocp
 
-    wanted = {"params": shapes}
+    _orbax_log()
+    wanted, remedy = {"params": shapes}, "take another step"
     folder = directory / "checkpoints" / str(step)
     try:
         with ocp.PyTreeCheckpointer() as checkpointer:
@@ -132,28 +193,93 @@ def restore_params(directory: Path, step: int, shapes: Params) -> Params:
                 ),
             )
     except Exception as error:  # Orbax and TensorStore have many, and bare ones
-        raise _damage(error, folder, "take another step") from error
+        raise _damage(error, folder, remedy) from error
+    _check(found, read_sealed(folder), folder, remedy)
     return found["params"]
 
 
-def _damage(error: Exception, folder: Path, remedy: str) -> Exception:
-    """What to raise where Orbax raised `error`: a sentence if files lack or are cut.
+def _check(tree: Any, meta: Mapping[str, Any], folder: Path, remedy: str) -> None:
+    """Compares arrays with what was saved; checkpoints of before have no checksums.
 
-    Reads that are still under way are not heard any more: each would find Orbax's event loop
-    closed, and print a traceback about that.
+    Raises:
+        UsageError: if one differs.
     """
+    if "checksums" not in meta:
+        return
+    found, saved = checksums(tree), meta["checksums"]
+    differ = [path for path in found if found[path] != saved.get(path)]
+    if differ:
+        raise UsageError(
+            f"{folder}: {differ[0]} is not what was saved, by its checksum ({len(differ)} of "
+            f"{len(found)} arrays); try again, or {remedy}"
+        )
+
+
+@contextlib.contextmanager
+def _writing(folder: Path) -> Iterator[None]:
+    """Turns what Orbax raises where there is no room into a `UsageError`."""
+    try:
+        yield
+    except Exception as error:  # TensorStore's are ValueErrors
+        reason = next((words for words in NO_ROOM if words in str(error)), None)
+        if reason is None:
+            raise
+        raise UsageError(
+            f"{folder}: a checkpoint could not be written ({reason}); make room, and start again "
+            "with the same --out to go on from the newest one that is complete, if there is one"
+        ) from error
+
+
+def _damage(error: Exception, folder: Path, remedy: str) -> Exception:
+    """What to raise where Orbax raised `error`: a sentence if files lack or are cut."""
     cause = error.__cause__ or error
     if isinstance(cause, MemoryError | jax.errors.JaxRuntimeError):  # of devices, not of files
         return RuntimeError(f"{folder}: not restored")
+    reason = " ".join(str(cause).split())
+    return UsageError(f"{folder}: cannot be restored ({reason[:200]}); {remedy}")
+
+
+class _OrbaxLog(logging.Handler):
+    """What Orbax logs as errors, without its tracebacks.
+
+    It logs at once what has failed in the background, and raises it when it is waited for; in a job
+    of several processes only after it has waited 20 minutes for the others.
+    """
+
+    failure: BaseException | None = None
+    """Why a checkpoint is not going to be complete."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        message = record.getMessage()
+        error = record.exc_info[1] if record.exc_info else None
+        if error and any(words in message for words in ORBAX_FAILS):
+            self.failure = self.failure or error
+        elif not any(words in message for words in ORBAX_RAISES):
+            print(f"warning: Orbax: {message} {error or ''}", file=sys.stderr, flush=True)
+
+
+@functools.cache
+def _orbax_log() -> _OrbaxLog:
+    """Orbax narrates each save, and prints the errors that it also raises.
+
+    What is still being read or written after one would find an event loop closed, or Python itself,
+    and print a traceback about that.
+    """
+    handler = _OrbaxLog(logging.ERROR)
+    absl, asyncio = logging.getLogger("absl"), logging.getLogger("asyncio")
+    absl.setLevel(logging.ERROR)
+    absl.addHandler(handler)
+    absl.propagate = False
+    asyncio.addFilter(lambda record: "OCDBT" not in record.getMessage())  # TensorStore's files
     before = sys.unraisablehook
 
     def hook(unraisable: Any) -> None:
-        if "Event loop is closed" not in str(unraisable.exc_value):
+        reason = str(unraisable.exc_value)
+        if "Event loop is closed" not in reason and "sys.meta_path is None" not in reason:
             before(unraisable)
 
     sys.unraisablehook = hook
-    reason = " ".join(str(cause).split())
-    return UsageError(f"{folder}: cannot be restored ({reason[:200]}); {remedy}")
+    return handler
 
 
 def _to_tree(state: TrainState) -> dict[str, Any]:

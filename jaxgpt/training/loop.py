@@ -94,6 +94,7 @@ def train(
         )
         return exits.DONE
     checkpoints = Checkpoints(run.directory, config)
+    checkpoints.check_room(run.resume_step or 0, steps.state_shapes)
     state = state_to_begin_with(run, steps, checkpoints, cluster)
     if run.resume_step is not None:
         report.say(
@@ -190,6 +191,7 @@ def run_steps(run: Run, state: TrainState, parts: Parts) -> End:
 
     for step in todo:
         watchdog.beat(f"step {step}")
+        checkpoints.check()
         metrics = None
         if step not in skips:
             profile.before(step, state)
@@ -209,12 +211,6 @@ def run_steps(run: Run, state: TrainState, parts: Parts) -> End:
             break
         failure = monitor.failure(known)
 
-        if evaluating:
-            watchdog.beat(f"the evaluation after step {step}")
-            with report.between_steps(state):
-                report.log(parts.evaluate(step, state.params))
-                report.log(parts.sample(step, state.params))
-
         # Not the same state once more: it would take the place of one that may be better.
         if saving or (failure and unsaved > known[-1].metrics.nonfinite):
             watchdog.beat(f"the checkpoint of step {step}")
@@ -223,6 +219,12 @@ def run_steps(run: Run, state: TrainState, parts: Parts) -> End:
                 checkpoints.save(step, state, checkpoint_meta(run, parts, step))
                 report.saved(step, time.perf_counter() - began)
             unsaved = 0
+
+        if evaluating:  # once the state is safe
+            watchdog.beat(f"the evaluation after step {step}")
+            with report.between_steps(state):
+                report.log(parts.evaluate(step, state.params))
+                report.log(parts.sample(step, state.params))
         report.progress(step)
         if is_last or stopping or failure:
             end = End(step, stopping, failure=failure)

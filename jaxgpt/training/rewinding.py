@@ -5,8 +5,9 @@ import dataclasses
 from jaxgpt.config import skip_ranges
 from jaxgpt.distributed.cluster import Cluster
 from jaxgpt.telemetry.trackers import Record
+from jaxgpt.training.metadata import read_meta
 from jaxgpt.training.rewinds import decide_rewind, finish_rewind, skipped_by_rewinds
-from jaxgpt.training.run_directory import Run, read_meta, saved_steps
+from jaxgpt.training.run_directory import Run, saved_steps
 from jaxgpt.training.spikes import SkipRanges
 
 

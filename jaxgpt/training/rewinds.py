@@ -11,6 +11,7 @@ from typing import Any
 
 from jaxgpt.config import Config, UsageError
 from jaxgpt.telemetry.trackers import Record, cut_metrics, read_records, write_whole
+from jaxgpt.training.metadata import is_step
 
 FILE = "rewinds.json"
 METRICS = "metrics.jsonl"
@@ -92,7 +93,7 @@ def finish_rewind(directory: Path) -> None:
     if not rewinds or rewinds[-1]["done"]:
         return
     rewind = rewinds[-1]
-    folders = [p for p in (directory / "checkpoints").glob("*") if p.name.isdigit()]
+    folders = [p for p in (directory / "checkpoints").glob("*") if is_step(p.name)]
     for folder in sorted(folders, key=lambda p: int(p.name), reverse=True):
         if int(folder.name) > rewind["to"]:
             shutil.rmtree(folder)

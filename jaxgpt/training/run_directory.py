@@ -5,7 +5,6 @@ import dataclasses
 import errno
 import fcntl
 import itertools
-import json
 import os
 import platform
 import shlex
@@ -39,6 +38,7 @@ from jaxgpt.data.tokenizer import Tokenizer
 from jaxgpt.distributed.accelerators import accelerator_expected
 from jaxgpt.distributed.backend import cpu_devices_per_process
 from jaxgpt.distributed.cluster import Cluster
+from jaxgpt.training.metadata import is_step, read_meta
 from jaxgpt.training.rewinds import finish_rewind, skipped_by_rewinds
 from jaxgpt.training.spikes import SkipRanges
 
@@ -147,9 +147,11 @@ def _decide(config: Config) -> dict[str, Any]:
     ranges += skipped_by_rewinds(directory)
     # Also one that lacks its metadata, and so is none: the run would come to its place again.
     folders = (directory / "checkpoints").glob("*")
-    resume_step = max((int(p.name) for p in folders if p.name.isdigit()), default=None)
+    resume_step = max((int(p.name) for p in folders if is_step(p.name)), default=None)
     meta: dict[str, Any] = {}
     if resume_step is not None:
+        if not kept.exists():
+            notes.append(f"warning: {kept} is missing; settings are those of the command line")
         meta = read_meta(directory, resume_step)
         notes += _check_resume(config, directory, resume_step, meta, dataset)
         ranges += skip_ranges(config_from_dict(meta["config"], f"checkpoint {resume_step}"))
@@ -328,23 +330,4 @@ def saved_steps(directory: Path) -> list[int]:
     """Steps of the complete checkpoints in a run directory, oldest first."""
     metas = (directory / "checkpoints").glob("*/meta/metadata")
     names = [path.parent.parent.name for path in metas]
-    return sorted(int(name) for name in names if name.isdigit())  # not those being written
-
-
-def read_meta(directory: Path, step: int) -> dict[str, Any]:
-    """The JSON that was saved beside the state of `step`.
-
-    Raises:
-        UsageError: if it cannot be read.
-    """
-    path = directory / "checkpoints" / str(step) / "meta" / "metadata"
-    try:
-        meta = json.loads(path.read_text())
-        if not {"config", "mesh", "processes", "data_fingerprint", "tokenizer"} <= set(meta):
-            raise ValueError("keys are missing")
-    except (OSError, ValueError, TypeError) as error:
-        raise UsageError(
-            f"{path}: is damaged ({error}); remove {path.parent.parent} to go on from an older "
-            "checkpoint, if there is one"
-        ) from None
-    return meta
+    return sorted(int(name) for name in names if is_step(name))  # not those being written

@@ -1,6 +1,7 @@
 """A training run in which one process fails: `faulty.py WHERE RANK [train arguments]`."""
 
 import os
+import resource
 import signal
 import sys
 
@@ -37,6 +38,17 @@ def plant() -> None:
             return fail() if step == 5 else first(self, step, rows)
 
         Loader.read = read
+    elif where == "disk":
+        from jaxgpt.training.checkpoint import Checkpoints
+
+        save = Checkpoints.save
+
+        def save_without_room(*arguments):
+            most = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+            resource.setrlimit(resource.RLIMIT_FSIZE, (2**10, most))  # bytes of a file
+            save(*arguments)
+
+        Checkpoints.save = save_without_room
     elif where == "prepare":
         train.prepare_run = fail
 

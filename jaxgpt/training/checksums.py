@@ -1,0 +1,95 @@
+"""Checksums of arrays, computed where the arrays live and the same on any mesh.
+
+What was on the devices before a checkpoint was written is compared with what is there after it was
+read, whoever changed it in between: a disk, a file system, a copy to another machine.
+"""
+
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
+
+CHUNK_ELEMENTS = 2**19  # at a time: their hashes are nowhere all at once
+
+
+def checksums(tree: Any) -> dict[str, int]:
+    """The checksum of each array: path, such as params/wte/embedding -> a number below 2^32.
+
+    It is the sum, modulo 2^32, of a hash of each element's bits and place: of integers, so that it
+    is the same however the elements are shared out. If only one of them changes, it changes, too.
+    All processes call this together.
+
+    Args:
+        tree: of arrays of at most 32 bits an element, with `NamedSharding`s over the same mesh.
+    """
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    shardings = tuple(array.sharding for _, array in leaves)
+    found = np.asarray(_compiled(shardings)([array for _, array in leaves]))
+    paths = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in leaves]
+    return dict(zip(paths, found.tolist(), strict=True))
+
+
+@functools.lru_cache(maxsize=4)
+def _compiled(shardings: tuple[NamedSharding, ...]) -> Any:
+    """(arrays with these shardings) -> uint32 of shape (number of arrays,), on every device."""
+    mesh = shardings[0].mesh
+    specs = [sharding.spec for sharding in shardings]
+
+    def of_arrays(arrays: list[jax.Array]) -> jax.Array:
+        def of_shards(shards: list[jax.Array]) -> jax.Array:
+            sums = [
+                _sum(shard, array.shape, spec) * _is_first(spec, mesh.axis_names)
+                for shard, array, spec in zip(shards, arrays, specs, strict=True)
+            ]
+            return lax.psum(jnp.stack(sums), mesh.axis_names)
+
+        on_device = [sharding.with_memory_kind("device") for sharding in shardings]
+        arrays = [jax.device_put(a, where) for a, where in zip(arrays, on_device, strict=True)]
+        on_mesh = functools.partial(jax.shard_map, mesh=mesh, check_vma=False)
+        return on_mesh(of_shards, in_specs=(specs,), out_specs=PartitionSpec())(arrays)
+
+    return jax.jit(of_arrays)
+
+
+def _sum(shard: jax.Array, shape: tuple[int, ...], spec: PartitionSpec) -> jax.Array:
+    """Of the hashes of one device's part of an array of this shape."""
+    along = [jnp.zeros(1, jnp.uint32)]  # by axis: what an index there adds to an element's place
+    for axis, size in enumerate(shard.shape):
+        split = spec[axis] if axis < len(spec) else None
+        first = lax.axis_index(split) * size if split else 0
+        stride = math.prod(shape[axis + 1 :]) % 2**32
+        along.append((jnp.arange(size, dtype=jnp.uint32) + jnp.uint32(first)) * jnp.uint32(stride))
+    *leading, columns = along
+    rows = functools.reduce(
+        lambda a, b: (a[:, None] + b).ravel(), leading, jnp.zeros(1, jnp.uint32)
+    )
+    n, most = rows.size, max(1, CHUNK_ELEMENTS // columns.size)
+    at_once = next(k for k in range(min(n, most), 0, -1) if n % k == 0)
+
+    def add(sums: jax.Array, chunk: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
+        elements, rows = chunk
+        return sums + _hash(elements, rows + columns).sum(axis=0, dtype=jnp.uint32), None
+
+    chunks = shard.reshape(-1, at_once, columns.size), rows.reshape(-1, at_once, 1)
+    return lax.scan(add, jnp.zeros_like(columns), chunks)[0].sum(dtype=jnp.uint32)
+
+
+def _is_first(spec: PartitionSpec, axis_names: tuple[str, ...]) -> jax.Array:
+    """1 on one of the devices that hold the same part, 0 on the others: uint32."""
+    splitting = jax.tree.leaves(tuple(spec))
+    others = [lax.axis_index(name) == 0 for name in axis_names if name not in splitting]
+    return functools.reduce(jnp.logical_and, others, jnp.bool(True)).astype(jnp.uint32)
+
+
+def _hash(elements: jax.Array, places: jax.Array) -> jax.Array:
+    """One to one at any place: fmix32 of MurmurHash3 (smhasher, src/MurmurHash3.cpp)."""
+    unsigned = jnp.dtype(f"uint{8 * elements.dtype.itemsize}")
+    h = lax.bitcast_convert_type(elements, unsigned).astype(jnp.uint32) + places
+    h = (h ^ (h >> 16)) * jnp.uint32(0x85EBCA6B)
+    h = (h ^ (h >> 13)) * jnp.uint32(0xC2B2AE35)
+    return h ^ (h >> 16)
