@@ -1,6 +1,7 @@
 """Turn text into token files: `python -m jaxgpt.prepare shakespeare_char|text|python`."""
 
 import argparse
+import glob
 import signal
 import sys
 from pathlib import Path
@@ -24,6 +25,7 @@ def main() -> None:
                 lines = prepare_shakespeare_char(directory, arguments.input)
             elif arguments.command == "text":
                 _check(arguments)
+                _check_new(arguments, directory)
                 lines = prepare_text(
                     directory,
                     arguments.input,
@@ -82,6 +84,11 @@ def _parser() -> argparse.ArgumentParser:
         help="train.bin and val.bin, or one .bin and .idx of Megatron-LM, for it to part",
     )
     text.add_argument("--name", default="text", help="what data.dataset=NAME will find")
+    text.add_argument(
+        "--overwrite",
+        action="store_true",
+        help="replace the data set of this name, if there is one",
+    )
     python = commands.add_parser("python", help="the source of Python's standard library")
     for command in (shakespeare, text, python):
         command.add_argument(
@@ -91,7 +98,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _check(arguments: argparse.Namespace) -> None:
-    if Path(arguments.name).name != arguments.name:
+    if arguments.name in ("", ".", "..") or Path(arguments.name).name != arguments.name:
         raise UsageError(f"--name {arguments.name}: must be a name; give a folder with --out")
     if arguments.workers < 1:
         raise UsageError(f"--workers {arguments.workers}: must be at least 1")
@@ -106,6 +113,28 @@ def _check(arguments: argparse.Namespace) -> None:
         raise UsageError(
             f"--eos {arguments.eos}: is for a tokenizer.json, not {arguments.tokenizer}"
         )
+
+
+def _check_new(arguments: argparse.Namespace, directory: Path) -> None:
+    """Looks that no data set would be lost, which may have taken hours to encode.
+
+    Raises:
+        UsageError: if there is one, and it is not to be replaced by one of the same format.
+    """
+    pairs = glob.escape(directory.name) + "_*_document.idx"
+    there = {"nanogpt": [*directory.glob("train.bin")], "megatron": [*directory.glob(pairs)]}
+    option = f"--name {arguments.name}" if arguments.out is None else f"--out {directory}"
+    for format_, files in there.items():
+        if files and format_ != arguments.format:
+            raise UsageError(
+                f"{option}: {files[0]} is of a data set in another format, --format {format_}; "
+                "give another name or folder"
+            )
+        if files and not arguments.overwrite:
+            raise UsageError(
+                f"{option}: {directory} has a data set; give another name or folder, or "
+                "--overwrite to replace it"
+            )
 
 
 if __name__ == "__main__":

@@ -87,6 +87,8 @@ def validate(config: Config) -> None:
             f"train.gradient_accumulation_steps={train.gradient_accumulation_steps}: must divide "
             f"train.batch_size={train.batch_size}"
         )
+    if config.out == "":
+        raise UsageError("out=: is empty; name a folder, or leave it out for one in runs/")
     skip_ranges(config)
     profile_range(config)
     check_data(config)
@@ -101,6 +103,10 @@ def check_data(config: Config) -> None:
     if len(given) > 1:
         both = " and ".join(f"data.{key}" for key in given)
         raise UsageError(f"{both}: are both given; give one of them")
+    if data.path == "":
+        raise UsageError("data.path=: is empty; name the data, or leave it out")
+    if data.dataset == "":
+        raise UsageError("data.dataset=: is empty; name a prepared data set, such as python")
     if not 0 < data.val_share < 1:
         raise UsageError(f"data.val_share={data.val_share}: must be above 0 and below 1")
 

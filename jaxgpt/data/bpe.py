@@ -139,7 +139,10 @@ def read_tokenizer(path: Path, end_of_text: str | None = None) -> HFTokenizer:
     try:
         ids = _load(content).get_vocab(with_added_tokens=True)
     except Exception as error:  # the package raises nothing narrower
-        raise UsageError(f"{path}: is not a tokenizer.json ({error})") from None
+        raise UsageError(
+            f"tokenizer {path}: is not a {FILE} ({error}); give the path of one, a folder with it "
+            "or with encoder.json and vocab.bpe, or `byte`"
+        ) from None
     folder = path if path.is_dir() else path.parent
     named = end_of_text or _configured(folder / "tokenizer_config.json")
     if end_of_text is not None and named not in ids:

@@ -296,7 +296,7 @@ def _split(
             raise UsageError(
                 f"{entry.key}: {file.path} has {tokens.size} tokens for split {split} with "
                 f"data.val_share={data.val_share}; model.block_size={least - 1} needs at least "
-                f"{least}: give another data.val_share, or leave the file out"
+                f"{least}: give another data.val_share, a file of more documents, or leave it out"
             )
     return splits
 

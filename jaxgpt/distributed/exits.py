@@ -44,6 +44,7 @@ def exits_together() -> Iterator[None]:
     if isinstance(sys.stdout, io.TextIOWrapper):  # a character that it lacks is not worth a run
         sys.stdout.reconfigure(errors="replace")
     try:
+        _check_encoding(sys.argv)
         yield
         sys.stdout.flush()
     except LoneError as error:
@@ -71,6 +72,14 @@ def exits_together() -> Iterator[None]:
             raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), STDOUT)  # for what Python writes at its end
         raise SystemExit(128 + signal.SIGPIPE) from None
+
+
+def _check_encoding(arguments: list[str]) -> None:
+    for argument in arguments:
+        try:
+            argument.encode()
+        except UnicodeEncodeError:
+            raise UsageError(f"{argument!r}: is not UTF-8; give it in that encoding") from None
 
 
 def _nobody_reads() -> bool:

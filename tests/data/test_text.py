@@ -199,6 +199,31 @@ def test_options_that_cannot_be_are_refused(options, words):
         prepare._check(arguments)
 
 
+@pytest.mark.parametrize("kind", ["nanogpt", "megatron"])
+def test_a_data_set_is_replaced_only_where_that_is_asked_for(kind, tmp_path, monkeypatch, capsys):
+    (tmp_path / "a.txt").write_text("big fjord\n" * 30)
+
+    out = tmp_path / "d[1]"
+
+    def prepared(*options):
+        arguments = ["--input", tmp_path / "a.txt", "--tokenizer", "byte", "--out", out]
+        words = ["prepare", "text", *arguments, "--format", kind, "--workers", "1", *options]
+        monkeypatch.setattr(sys, "argv", list(map(str, words)))
+        prepare.main()
+        return {path.name: path.read_bytes() for path in out.glob("*.bin")}
+
+    first = prepared()
+    (tmp_path / "a.txt").write_text("other words\n" * 30)
+    with pytest.raises(SystemExit):
+        prepared()
+    assert f"error: --out {out}: {out} has a data set; " in capsys.readouterr().err
+    with pytest.raises(SystemExit):  # training would find one of the two
+        prepared("--overwrite", "--format", "megatron" if kind == "nanogpt" else "nanogpt")
+    assert f" in another format, --format {kind}; give another" in capsys.readouterr().err
+    second = prepared("--overwrite")
+    assert first.keys() == second.keys() and first != second
+
+
 def test_results_come_in_order_and_no_more_is_read_than_can_be_held():
     read = []
     results = text._in_order(abs, (read.append(n) or -n for n in range(50)), 2)
