@@ -7,7 +7,13 @@ import sys
 from pathlib import Path
 
 from jaxgpt.config import DataConfig, UsageError
-from jaxgpt.data.corpora import prepare_python, prepare_shakespeare_char, prepare_text
+from jaxgpt.data.corpora import (
+    SOURCES,
+    prepare_python,
+    prepare_shakespeare_char,
+    prepare_text,
+)
+from jaxgpt.data.publishing import source_of
 from jaxgpt.data.sources import dataset_directory
 from jaxgpt.distributed.cpus import own_cpus
 from jaxgpt.distributed.exits import exits_together
@@ -21,11 +27,12 @@ def main() -> None:
         name = arguments.name if arguments.command == "text" else arguments.command
         directory = arguments.out or dataset_directory(DataConfig(dataset=name))
         try:
+            if arguments.command == "text":
+                _check(arguments)
+            _check_new(arguments, directory)
             if arguments.command == "shakespeare_char":
                 lines = prepare_shakespeare_char(directory, arguments.input)
             elif arguments.command == "text":
-                _check(arguments)
-                _check_new(arguments, directory)
                 lines = prepare_text(
                     directory,
                     arguments.input,
@@ -84,16 +91,16 @@ def _parser() -> argparse.ArgumentParser:
         help="train.bin and val.bin, or one .bin and .idx of Megatron-LM, for it to part",
     )
     text.add_argument("--name", default="text", help="what data.dataset=NAME will find")
-    text.add_argument(
-        "--overwrite",
-        action="store_true",
-        help="replace the data set of this name, if there is one",
-    )
     python = commands.add_parser("python", help="the source of Python's standard library")
     for command in (shakespeare, text, python):
         command.add_argument(
             "--out", type=Path, help="folder to write; default $JAXGPT_DATA or ~/.cache/jaxgpt"
         )
+        command.add_argument(
+            "--overwrite", action="store_true", help="replace the data set that is there"
+        )
+    for command in (shakespeare, python):
+        command.set_defaults(format="nanogpt")
     return parser
 
 
@@ -119,11 +126,16 @@ def _check_new(arguments: argparse.Namespace, directory: Path) -> None:
     """Looks that no data set would be lost, which may have taken hours to encode.
 
     Raises:
-        UsageError: if there is one, and it is not to be replaced by one of the same format.
+        UsageError: if there is one, not that which the command always writes, and it is not to be
+            replaced by one of the same format.
     """
+    if source_of(directory).startswith(SOURCES.get(arguments.command, ())):
+        return
     pairs = glob.escape(directory.name) + "_*_document.idx"
     there = {"nanogpt": [*directory.glob("train.bin")], "megatron": [*directory.glob(pairs)]}
-    option = f"--name {arguments.name}" if arguments.out is None else f"--out {directory}"
+    option = f"--out {directory}"
+    if arguments.command == "text" and arguments.out is None:
+        option = f"--name {arguments.name}"
     for format_, files in there.items():
         if files and format_ != arguments.format:
             raise UsageError(

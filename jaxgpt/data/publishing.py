@@ -60,6 +60,14 @@ def new_dataset(directory: Path, tokenizer: Tokenizer, source: str) -> Iterator[
         shutil.rmtree(scratch, ignore_errors=True)
 
 
+def source_of(directory: Path) -> str:
+    """Where the text of the data set in a folder came from; empty if nothing says so."""
+    try:
+        return str(json.loads((directory / "meta.json").read_text())["source"])
+    except (OSError, ValueError, TypeError, KeyError):
+        return ""
+
+
 def write_dataset(
     directory: Path, tokens: Mapping[str, np.ndarray], tokenizer: Tokenizer, source: str
 ) -> None:

@@ -224,6 +224,31 @@ def test_a_data_set_is_replaced_only_where_that_is_asked_for(kind, tmp_path, mon
     assert first.keys() == second.keys() and first != second
 
 
+def test_data_sets_with_a_name_replace_only_themselves(
+    tmp_path, monkeypatch, capsys, tiny_shakespeare
+):
+    out, text_file = tmp_path / "d", tmp_path / "a.txt"
+    text_file.write_text("big fjord\n" * 30)
+
+    def prepared(*words):
+        monkeypatch.setattr(sys, "argv", ["prepare", *map(str, words), "--out", str(out)])
+        prepare.main()
+        return (out / "train.bin").read_bytes()
+
+    shakespeare = ("shakespeare_char", "--input", tiny_shakespeare)
+    first = prepared(*shakespeare)
+    assert prepared(*shakespeare) == first
+    with pytest.raises(SystemExit):
+        prepared("python")
+    assert f"error: --out {out}: {out} has a data set; " in capsys.readouterr().err
+    assert (out / "train.bin").read_bytes() == first
+    other = prepared("text", "--input", text_file, "--tokenizer", "byte", "--overwrite")
+    with pytest.raises(SystemExit):
+        prepared(*shakespeare)
+    assert (out / "train.bin").read_bytes() == other
+    assert prepared(*shakespeare, "--overwrite") == first
+
+
 def test_results_come_in_order_and_no_more_is_read_than_can_be_held():
     read = []
     results = text._in_order(abs, (read.append(n) or -n for n in range(50)), 2)
