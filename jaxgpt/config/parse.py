@@ -54,9 +54,14 @@ def parse_args(argv: Sequence[str], prog: str = "python -m jaxgpt.train") -> Con
     values.pop("out", None)  # another run's settings are welcome, its directory is not
     if _SAYING_WHERE & set(given):  # that is where the data is, not where the file says
         values = {key: value for key, value in values.items() if key not in _SAYING_WHERE}
-    values = {"config": ["tiny"], **values, **given}
-    config = _build(values)
-    validate(config)
+    try:
+        config = _build({"config": ["tiny"], **values, **given})
+        validate(config)
+    except UsageError as error:
+        key = str(error).partition("=")[0]
+        if key in given or key not in values or base.parent in config_directories():
+            raise
+        raise UsageError(f"{error} (it is in {base})") from None
     return config
 
 

@@ -56,6 +56,17 @@ def test_an_existing_run_directory_brings_its_own_configuration(tmp_path):
     assert again.model == config.model
 
 
+@pytest.mark.parametrize("wrong", ["many", "0"])
+def test_a_wrong_value_that_nobody_gave_is_named_with_its_file(tmp_path, wrong):
+    kept = tmp_path / "config.yaml"
+    kept.write_text(load_config("tiny").to_yaml().replace("n_head: 4", f"n_head: {wrong}"))
+    with pytest.raises(UsageError, match=rf"model.n_head={wrong}: must .* \(it is in {kept}\)$"):
+        parse_args(["--out", str(tmp_path)])
+    with pytest.raises(UsageError, match=rf"^model.n_head={wrong}: must be [^(]*$"):
+        parse_args(["--out", str(tmp_path), f"model.n_head={wrong}"])
+    assert parse_args(["--out", str(tmp_path), "model.n_head=2"]).model.n_head == 2
+
+
 def test_anothers_run_settings_do_not_bring_its_directory(tmp_path):
     config = load_config("tiny", f"--out={tmp_path}", "train.max_iters=7")
     (tmp_path / "config.yaml").write_text(config.to_yaml())
