@@ -88,11 +88,7 @@ def main(argv: list[str] | None = None) -> None:
     with exits_together():
         if is_help(argv) and guessed_rank() > 0:
             return  # once is enough
-        words = list(argv)
-        if "--mesh" in words[:-1]:  # or argparse would take -1,1,1 for an option
-            i = words.index("--mesh")
-            words[i : i + 2] = [f"--mesh={words[i + 1]}"]
-        arguments, rest = parser().parse_known_args(words)
+        arguments, rest = parser().parse_known_args(argv)
         found, described = RUN[arguments.kind](arguments, rest)
         if guessed_rank() == 0:
             found |= environment()

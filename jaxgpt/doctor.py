@@ -63,11 +63,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     Raises:
         UsageError: if one is unknown or cannot work.
     """
-    words = list(argv)
-    if "--mesh" in words[:-1]:  # or argparse would take -1,1,1 for an option
-        i = words.index("--mesh")
-        words[i : i + 2] = [f"--mesh={words[i + 1]}"]
-    arguments = parser().parse_args(words)
+    arguments = parser().parse_args(argv)
     if arguments.mesh is not None:
         # No model, whose heads a tensor axis would have to divide.
         arguments.mesh = Config().replace(parallel__mesh=arguments.mesh, model__n_head=0)

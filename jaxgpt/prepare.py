@@ -6,7 +6,7 @@ import signal
 import sys
 from pathlib import Path
 
-from jaxgpt.config import DataConfig, UsageError
+from jaxgpt.config import CommandParser, DataConfig, UsageError
 from jaxgpt.data.corpora import (
     SOURCES,
     prepare_python,
@@ -19,11 +19,11 @@ from jaxgpt.distributed.cpus import own_cpus
 from jaxgpt.distributed.exits import exits_together
 
 
-def main() -> None:
-    arguments = _parser().parse_args()
+def main(argv: list[str] | None = None) -> None:
     # As on Ctrl-C: what is half written is removed.
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     with exits_together():
+        arguments = parser().parse_args(argv)
         name = arguments.name if arguments.command == "text" else arguments.command
         directory = arguments.out or dataset_directory(DataConfig(dataset=name))
         try:
@@ -50,9 +50,9 @@ def main() -> None:
         print("\n".join([*lines, f"wrote {directory}"]))
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m jaxgpt.prepare", description=__doc__)
-    commands = parser.add_subparsers(dest="command", required=True)
+def parser() -> CommandParser:
+    out = CommandParser(prog="python -m jaxgpt.prepare", description=__doc__)
+    commands = out.add_subparsers(dest="command", required=True)
     shakespeare = commands.add_parser("shakespeare_char", help="Tiny Shakespeare by characters")
     shakespeare.add_argument("--input", type=Path, help="the text, in place of a download")
     text = commands.add_parser("text", help="UTF-8 text or JSON lines of your own")
@@ -101,7 +101,7 @@ def _parser() -> argparse.ArgumentParser:
         )
     for command in (shakespeare, python):
         command.set_defaults(format="nanogpt")
-    return parser
+    return out
 
 
 def _check(arguments: argparse.Namespace) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxgpt.config import UsageError, config_from_dict, mesh_sizes
+from jaxgpt.config import CommandParser, UsageError, config_from_dict, mesh_sizes
 from jaxgpt.data.find_tokenizer import from_meta
 from jaxgpt.distributed.backend import connect
 from jaxgpt.distributed.cluster import join_cluster
@@ -15,20 +15,23 @@ from jaxgpt.training.metadata import read_meta
 from jaxgpt.training.run_directory import saved_steps
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m jaxgpt.sample", description=__doc__)
-    parser.add_argument("--run", type=Path, required=True, help="run directory of a training")
-    parser.add_argument("--step", type=int, help="which checkpoint; default the newest")
-    parser.add_argument("--prompt", default="", help="text to go on from; default none")
-    parser.add_argument("--max-new-tokens", type=int, default=200)
-    parser.add_argument("--num-samples", type=int, default=1)
-    parser.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest")
-    parser.add_argument("--top-k", type=int, default=200, help="draw from so many; 0 from all")
-    parser.add_argument("--seed", type=int, default=1337)
-    parser.add_argument("--mesh", default="1,-1,1", help="data,fsdp,tensor to load the model on")
-    arguments = parser.parse_args()
+def parser() -> CommandParser:
+    out = CommandParser(prog="python -m jaxgpt.sample", description=__doc__)
+    out.add_argument("--run", type=Path, required=True, help="run directory of a training")
+    out.add_argument("--step", type=int, help="which checkpoint; default the newest")
+    out.add_argument("--prompt", default="", help="text to go on from; default none")
+    out.add_argument("--max-new-tokens", type=int, default=200)
+    out.add_argument("--num-samples", type=int, default=1)
+    out.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest")
+    out.add_argument("--top-k", type=int, default=200, help="draw from so many; 0 from all")
+    out.add_argument("--seed", type=int, default=1337)
+    out.add_argument("--mesh", default="1,-1,1", help="data,fsdp,tensor to load the model on")
+    return out
+
+
+def main(argv: list[str] | None = None) -> None:
     with exits_together():
-        write(arguments)
+        write(parser().parse_args(argv))
 
 
 def write(arguments: argparse.Namespace) -> None:

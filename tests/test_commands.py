@@ -5,6 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from jaxgpt import prepare, sample
 from jobs import AS_USERS, SMALL, losses, records, run
 
 
@@ -34,8 +35,9 @@ def test_without_a_network_prepare_says_how_to_pass_a_file(tmp_path):
 @pytest.mark.parametrize("text", ["", "x", "xxxxxxxxxxxxxxxxxxxx"])
 def test_too_little_text_is_refused(tmp_path, text):
     (tmp_path / "a.txt").write_text(text)
-    job = run("prepare", "text", "--input", tmp_path / "a.txt", "--out", tmp_path / "data")
-    assert job.returncode == 2, job.stdout
+    with pytest.raises(SystemExit) as end:
+        prepare.main(["text", "--input", f"{tmp_path}/a.txt", "--out", f"{tmp_path}/data"])
+    assert end.value.code == 2
     assert not (tmp_path / "data").exists()
 
 
@@ -67,12 +69,17 @@ def test_a_text_of_ones_own_is_prepared_trained_on_and_continued(tmp_path, token
         (["--run", "/nowhere", "--seed", "99999999999"], "--seed=99999999999: must be"),
         (["--run", "/nowhere", "--seed", 2**31 - 1, "--num-samples", 2], "--seed=2147483647: the"),
         (["--run", "/nowhere", "--temperature", "-1"], "--temperature=-1.0: must be at least 0"),
+        (["--mesh", "-1,1,1", "--run", "/nowhere"], "--run /nowhere: has no checkpoints"),
+        (["--run", "/nowhere", "--top-k", "x"], "--top-k: invalid int value: 'x'"),
+        ([], "are required: --run"),
     ],
 )
-def test_sample_explains_what_is_wrong(arguments, words):
-    job = run("sample", *arguments)
-    assert job.returncode == 2
-    assert words in job.stdout and "Traceback" not in job.stdout
+def test_sample_explains_what_is_wrong(arguments, words, capsys):
+    with pytest.raises(SystemExit) as end:
+        sample.main(list(map(str, arguments)))
+    assert end.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ") and words in line
 
 
 def test_the_default_run_needs_nothing_and_compiles_its_step_once(tmp_path):

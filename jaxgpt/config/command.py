@@ -1,6 +1,7 @@
 """What the commands besides jaxgpt.train share in reading their own options."""
 
 import argparse
+import sys
 from typing import NoReturn
 
 from jaxgpt.config.checks import UsageError
@@ -11,6 +12,13 @@ class CommandParser(argparse.ArgumentParser):
 
     def __init__(self, **options):
         super().__init__(allow_abbrev=False, **options)
+
+    def parse_known_args(self, args=None, namespace=None):
+        words = list(sys.argv[1:] if args is None else args)
+        if "--mesh" in words[:-1]:  # or -1,1,1 would be taken for an option
+            i = words.index("--mesh")
+            words[i : i + 2] = [f"--mesh={words[i + 1]}"]
+        return super().parse_known_args(words, namespace)
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{self.prog.removeprefix('python -m ')}: {message}; --help says more")

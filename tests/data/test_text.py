@@ -194,22 +194,21 @@ def test_inputs_that_cannot_be_are_refused(tmp_path):
     ],
 )
 def test_options_that_cannot_be_are_refused(options, words):
-    arguments = prepare._parser().parse_args(["text", "--input", "a.txt", *options])
+    arguments = prepare.parser().parse_args(["text", "--input", "a.txt", *options])
     with pytest.raises(UsageError, match=words):
         prepare._check(arguments)
 
 
 @pytest.mark.parametrize("kind", ["nanogpt", "megatron"])
-def test_a_data_set_is_replaced_only_where_that_is_asked_for(kind, tmp_path, monkeypatch, capsys):
+def test_a_data_set_is_replaced_only_where_that_is_asked_for(kind, tmp_path, capsys):
     (tmp_path / "a.txt").write_text("big fjord\n" * 30)
 
     out = tmp_path / "d[1]"
 
     def prepared(*options):
         arguments = ["--input", tmp_path / "a.txt", "--tokenizer", "byte", "--out", out]
-        words = ["prepare", "text", *arguments, "--format", kind, "--workers", "1", *options]
-        monkeypatch.setattr(sys, "argv", list(map(str, words)))
-        prepare.main()
+        words = ["text", *arguments, "--format", kind, "--workers", "1", *options]
+        prepare.main(list(map(str, words)))
         return {path.name: path.read_bytes() for path in out.glob("*.bin")}
 
     first = prepared()
@@ -224,15 +223,12 @@ def test_a_data_set_is_replaced_only_where_that_is_asked_for(kind, tmp_path, mon
     assert first.keys() == second.keys() and first != second
 
 
-def test_data_sets_with_a_name_replace_only_themselves(
-    tmp_path, monkeypatch, capsys, tiny_shakespeare
-):
+def test_data_sets_with_a_name_replace_only_themselves(tmp_path, capsys, tiny_shakespeare):
     out, text_file = tmp_path / "d", tmp_path / "a.txt"
     text_file.write_text("big fjord\n" * 30)
 
     def prepared(*words):
-        monkeypatch.setattr(sys, "argv", ["prepare", *map(str, words), "--out", str(out)])
-        prepare.main()
+        prepare.main([*map(str, words), "--out", str(out)])
         return (out / "train.bin").read_bytes()
 
     shakespeare = ("shakespeare_char", "--input", tiny_shakespeare)
