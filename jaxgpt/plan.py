@@ -69,6 +69,9 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> str:
         check_free_to_choose(rest)
     n_devices = number_of_devices(config, arguments.advise)
     per_host = devices_per_host(arguments.devices_per_host, device, n_devices)
+    if arguments.advise is None:
+        sizes = mesh_sizes(config, n_devices)
+        check_batch(config, sizes)
 
     add_xla_flags(*QUICK_FUSIONS)
     import jax
@@ -77,8 +80,6 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> str:
     jax.config.update("jax_num_cpu_devices", n_devices)
     if arguments.advise is not None:
         return advice(config, n_devices, device, per_host, arguments.json)
-    sizes = mesh_sizes(config, n_devices)
-    check_batch(config, sizes)
     from jaxgpt.planning.layout import plan_layout
     from jaxgpt.planning.report import plan_report
 

@@ -97,17 +97,18 @@ def test_a_process_that_fails_while_restoring_takes_all_with_it(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "interval", [pytest.param(3, id="found at a step"), pytest.param(0, id="found at the end")]
+    ("interval", "max_iters"),
+    [pytest.param(3, 200, id="found at a step"), pytest.param(0, 10, id="found at the end")],
 )
-def test_a_process_without_room_on_its_disk_ends_all_with_a_sentence(tmp_path, interval):
-    arguments = (*SMALL, "--mesh", "1,2,1", "--out", tmp_path, "train.max_iters=200")
-    room = f"checkpoint.interval={interval}"
-    job = run(HERE / "faulty.py", "disk", 1, *arguments, room, processes=2, timeout=60)
+def test_a_process_without_room_on_its_disk_ends_all_with_a_sentence(tmp_path, interval, max_iters):
+    steps = (f"train.max_iters={max_iters}", f"checkpoint.interval={interval}")
+    arguments = (*SMALL, "--mesh", "1,2,1", "--out", tmp_path, *steps)
+    job = run(HERE / "faulty.py", "disk", 1, *arguments, processes=2, timeout=60)
     assert job.returncode == 2, job.stdout
     last = job.stdout.rstrip().splitlines()[-1]
     assert last.startswith(f"error: {tmp_path}/checkpoints: ") and "(File too large)" in last
     assert "Traceback" not in job.stdout
-    assert (max(losses(tmp_path)) == 200) == (interval == 0)
+    assert (max(losses(tmp_path)) == max_iters) == (interval == 0)
     assert gone(tmp_path)
 
 

@@ -77,7 +77,11 @@ def test_cpus_compute_in_slices_by_themselves_and_save_no_less_with_remat():
 
 @pytest.mark.parametrize(
     ("mesh", "parts"),
-    [((1, 1, 1), 1), pytest.param((2, 1, 1), 1, marks=pytest.mark.long), ((2, 1, 1), 2)],
+    [
+        pytest.param((1, 1, 1), 1, marks=pytest.mark.long),
+        pytest.param((2, 1, 1), 1, marks=pytest.mark.long),
+        ((2, 1, 1), 2),
+    ],
     ids=["one device", "two devices", "two devices, two microbatches"],
 )
 def test_slices_change_memory_and_nothing_else(mesh, parts):
