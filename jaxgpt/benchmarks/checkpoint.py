@@ -133,8 +133,8 @@ def check_room(config: Config, folder: Path) -> None:
     size, free = state_bytes(config), shutil.disk_usage(folder).free
     if 2 * size > free:
         raise UsageError(
-            f"--out={folder.parent}: has room for {free / 1e6:.3g}MB, and a state of "
-            f"{config.config} with {config.model.n_layer} layers takes {size / 1e6:.3g}MB, twice; "
+            f"--out={folder.parent}: has room for {free / 1e6:,.0f}MB, and a state of "
+            f"{config.config} with {config.model.n_layer} layers takes {size / 1e6:,.0f}MB, twice; "
             "give a smaller --size, or another --out"
         )
 

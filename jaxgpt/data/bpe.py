@@ -144,7 +144,9 @@ def read_tokenizer(path: Path, end_of_text: str | None = None) -> HFTokenizer:
             "or with encoder.json and vocab.bpe, or `byte`"
         ) from None
     folder = path if path.is_dir() else path.parent
-    named = end_of_text or _configured(folder / "tokenizer_config.json")
+    named = end_of_text
+    if named is None:
+        named = _configured(folder / "tokenizer_config.json")
     if end_of_text is not None and named not in ids:
         raise UsageError(f"--eos {named}: is not a token of {path}; give the name of one that is")
     known = [ids[name] for name in (named, *_ENDS_OF_TEXT) if name in ids]

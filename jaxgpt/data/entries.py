@@ -8,6 +8,7 @@ from pathlib import Path
 
 from jaxgpt.config import UsageError
 from jaxgpt.data.blend import LEAST_SHARE
+from jaxgpt.data.indexed import index_prefix
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,7 @@ def _entry(line: str, key: str) -> Entry:
             "spaces) and, if you like, the name of the corpus, such as "
             "`0.25 /data/wiki_text_document wiki`"
         ) from None
-    corpus = rest[0] if rest else Path(path.removesuffix(".bin")).name
+    corpus = rest[0] if rest else index_prefix(path).name
     return Entry(weight, text, Path(path), corpus, key, bool(rest))
 
 

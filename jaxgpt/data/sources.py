@@ -19,7 +19,7 @@ from jaxgpt.config import DataConfig, ModelConfig, UsageError
 from jaxgpt.data.entries import Entry, parse_lines, read_file_list
 from jaxgpt.data.files import SAMPLED_PAGES, TokenFile, allow_open_files, fingerprint_of
 from jaxgpt.data.find_tokenizer import from_meta, open_tokenizer
-from jaxgpt.data.indexed import Index, read_index
+from jaxgpt.data.indexed import Index, index_prefix, read_index
 from jaxgpt.data.tokenizer import Tokenizer
 
 SPLITS = ("train", "val")
@@ -242,7 +242,7 @@ def _open_tokenizer(data: DataConfig) -> Tokenizer | None:
 def _open_source(entry: Entry, data: DataConfig, least: int) -> Source:
     """Opens one source, of whose splits each must have at least `least` tokens."""
     path, meta = entry.path, _meta_of(entry)
-    prefix = _prefix(path)
+    prefix = index_prefix(path)
     indexed = None
     if path.is_dir() or entry.key.startswith("data.dataset"):
         tokens = {split: _flat(path / f"{split}.bin", meta, entry, data, least) for split in SPLITS}
@@ -277,13 +277,9 @@ def _meta_of(entry: Entry) -> dict[str, Any]:
         ) from None
 
 
-def _prefix(path: Path) -> Path:
-    return Path(str(path).removesuffix(".bin"))
-
-
 def _is_indexed(path: Path) -> bool:
-    """Whether it is PREFIX, or PREFIX.bin, of Megatron's .bin and .idx."""
-    prefix = _prefix(path)
+    """Whether it is PREFIX, PREFIX.bin or PREFIX.idx of Megatron's .bin and .idx."""
+    prefix = index_prefix(path)
     return not path.is_dir() and prefix.with_name(prefix.name + ".idx").is_file()
 
 

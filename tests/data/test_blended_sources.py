@@ -95,6 +95,12 @@ def test_the_same_corpus_of_several_files_counts_as_one(lines):
     assert np.abs(counts.cumsum(axis=0) - shares).max() <= 1
 
 
+@pytest.mark.parametrize("suffix", ["", ".bin", ".idx"])
+def test_a_pair_of_megatrons_is_named_by_its_prefix_or_one_of_its_files(lines, tmp_path, suffix):
+    dataset, _ = opened([f"1 {tmp_path}/corpus2{suffix}"])
+    assert dataset.corpora == ("corpus2",) and dataset.sources[0].kind == "Megatron uint16"
+
+
 def test_sources_without_a_name_are_corpora_of_their_own(tmp_path):
     for folder in "ab":
         (tmp_path / folder).mkdir()

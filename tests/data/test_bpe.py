@@ -138,8 +138,9 @@ def test_a_tokenizer_is_found_under_all_its_names(gpt2, gpt2_folder, tmp_path):
 def test_the_end_of_text_can_be_named(gpt2, tmp_path):
     gpt2.save(tmp_path)
     assert open_tokenizer(tmp_path, "!").end_of_text == 0
-    with pytest.raises(UsageError, match="--eos <stop>: is not a token"):
-        open_tokenizer(tmp_path, "<stop>")
+    for unknown in ("<stop>", ""):
+        with pytest.raises(UsageError, match=f"--eos {unknown}: is not a token"):
+            open_tokenizer(tmp_path, unknown)
     for token in ("!", {"content": "!"}):
         (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": token}))
         assert open_tokenizer(tmp_path).end_of_text == 0
