@@ -7,11 +7,10 @@ jaxgpt.train, such as --mesh 2,1,4 or train.batch_size=512.
 import argparse
 import json
 import sys
-from pathlib import Path
 from typing import Any
 
 from jaxgpt.benchmarks.environment import describe, environment
-from jaxgpt.config import CommandParser, UsageError, is_help, parse_args, whole_number
+from jaxgpt.config import CommandParser, UsageError, file_path, is_help, parse_args, whole_number
 from jaxgpt.distributed.environment import guessed_rank
 from jaxgpt.distributed.exits import exits_together
 from jaxgpt.distributed.malloc import tune_malloc
@@ -39,11 +38,16 @@ def parser() -> CommandParser:
     step.add_argument("--steps", metavar="N", help="in each of seven rounds; default 1.5 seconds")
     step.add_argument("--synthetic", action="store_true", help="random tokens, not the data")
     step.add_argument(
-        "--profile", metavar="DIR", help="trace a few steps for TensorBoard; list what is expensive"
+        "--profile",
+        type=file_path,
+        metavar="DIR",
+        help="trace a few steps for TensorBoard; list what is expensive",
     )
 
     nanogpt = kind("nanogpt", "training steps beside nanoGPT's, which runs in a Python with torch")
-    nanogpt.add_argument("--nanogpt", required=True, metavar="DIR", help="a clone of nanoGPT")
+    nanogpt.add_argument(
+        "--nanogpt", type=file_path, required=True, metavar="DIR", help="a clone of nanoGPT"
+    )
     nanogpt.add_argument("--torch", required=True, metavar="PYTHON", help="a Python with torch")
     nanogpt.add_argument("--steps", default="15", metavar="N", help="in each round; default 15")
     nanogpt.add_argument("--rounds", default="15", metavar="N", help="of both; default 15")
@@ -57,7 +61,10 @@ def parser() -> CommandParser:
         "given, else the config's own",
     )
     checkpoint.add_argument(
-        "--out", metavar="DIR", help="write there; default where temporary files are"
+        "--out",
+        type=file_path,
+        metavar="DIR",
+        help="write there; default where temporary files are",
     )
 
     sample = kind("sample", "time to write a text, beside reading all of it for each token")
@@ -113,8 +120,7 @@ def run_step(arguments: argparse.Namespace, rest: list[str]) -> tuple[dict[str, 
 
     n_steps = whole_number("--steps", arguments.steps)
     config = parse_args(rest, PROG)
-    directory = Path(arguments.profile) if arguments.profile else None
-    found = step.measure(config, n_steps, arguments.synthetic, directory)
+    found = step.measure(config, n_steps, arguments.synthetic, arguments.profile)
     return found, step.describe(found)
 
 
@@ -123,8 +129,14 @@ def run_nanogpt(arguments: argparse.Namespace, rest: list[str]) -> tuple[dict[st
 
     n_steps = whole_number("--steps", arguments.steps)
     n_rounds = whole_number("--rounds", arguments.rounds)
-    config, clone = parse_args(rest, PROG), Path(arguments.nanogpt)
-    found = nanogpt.measure(config, clone, arguments.torch, n_steps, n_rounds, arguments.compile)
+    found = nanogpt.measure(
+        parse_args(rest, PROG),
+        arguments.nanogpt,
+        arguments.torch,
+        n_steps,
+        n_rounds,
+        arguments.compile,
+    )
     return found, nanogpt.describe(found)
 
 
@@ -135,8 +147,7 @@ def run_checkpoint(arguments: argparse.Namespace, rest: list[str]) -> tuple[dict
         arguments.size = arguments.size or "1GB"
         rest = ["--config", "gpt2", *rest]
     size = checkpoint.bytes_of("--size", arguments.size)
-    directory = Path(arguments.out) if arguments.out else None
-    found = checkpoint.measure(parse_args(rest, PROG), size, directory)
+    found = checkpoint.measure(parse_args(rest, PROG), size, arguments.out)
     return found, checkpoint.describe(found)
 
 

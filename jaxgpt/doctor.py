@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from jaxgpt.config import CommandParser, Config, is_help, mesh_sizes
+from jaxgpt.config import CommandParser, Config, file_path, is_help, mesh_sizes
 from jaxgpt.config.checks import MAX_INIT_TIMEOUT
 from jaxgpt.diagnosis.directory import check_writable
 from jaxgpt.distributed.backend import connect
@@ -35,7 +35,7 @@ def parser() -> CommandParser:
         help="measure collectives on this mesh; default: data over hosts and tensor inside, on one "
         "host all devices along data; alone on a CPU 4,1,1 of simulated devices",
     )
-    out.add_argument("--out", type=Path, metavar="DIR", help=f"run directory; default: {OUT}")
+    out.add_argument("--out", type=file_path, metavar="DIR", help=f"run directory; default: {OUT}")
     out.add_argument(
         "--init-timeout",
         type=seconds,

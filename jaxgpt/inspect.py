@@ -18,6 +18,7 @@ from jaxgpt.config import (
     Config,
     UsageError,
     check_batch,
+    file_path,
     mesh_sizes,
     parse_args,
     skip_ranges,
@@ -38,7 +39,7 @@ LOOK_BACK = 2**20  # tokens that are searched for the end of the document before
 def parser() -> CommandParser:
     out = CommandParser(prog="python -m jaxgpt.inspect", description=__doc__)
     which = out.add_mutually_exclusive_group(required=True)
-    which.add_argument("--run", type=Path, metavar="DIR", help="a run directory")
+    which.add_argument("--run", type=file_path, metavar="DIR", help="a run directory")
     which.add_argument("--config", metavar="NAME", help="a preset or YAML file, without a run")
     out.add_argument("--step", required=True, metavar="N", help="the step, as in the log")
     out.add_argument("--rows", metavar="A:B", help="rows A to B-1, or one row A; default all")

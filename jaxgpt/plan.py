@@ -21,12 +21,11 @@ from jaxgpt.config import (
     whole_number,
 )
 from jaxgpt.data.sources import vocabulary_size
+from jaxgpt.distributed.backend import MAX_CPU_DEVICES
 from jaxgpt.distributed.environment import guessed_rank
 from jaxgpt.distributed.exits import exits_together
 from jaxgpt.distributed.xla_flags import QUICK_FUSIONS, add_xla_flags
 from jaxgpt.telemetry.devices import DEVICES, Device
-
-MAX_DEVICES = 2048  # XLA simulates no more CPU devices in one process
 
 
 def parser() -> CommandParser:
@@ -111,8 +110,8 @@ def number_of_devices(config: Config, advise: str | None) -> int:
                 "for N devices"
             )
         n = math.prod(sizes)
-    if n > MAX_DEVICES:
-        raise UsageError(f"{option}: {n} devices; a plan can have {MAX_DEVICES}")
+    if n > MAX_CPU_DEVICES:
+        raise UsageError(f"{option}: {n} devices; a plan can have {MAX_CPU_DEVICES}")
     return n
 
 

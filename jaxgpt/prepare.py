@@ -2,18 +2,13 @@
 
 import argparse
 import glob
+import os
 import signal
 import sys
 from pathlib import Path
 
-from jaxgpt.config import CommandParser, DataConfig, UsageError
-from jaxgpt.data.corpora import (
-    SOURCES,
-    prepare_python,
-    prepare_shakespeare_char,
-    prepare_text,
-)
-from jaxgpt.data.publishing import source_of
+from jaxgpt.config import CommandParser, DataConfig, UsageError, file_path
+from jaxgpt.data.corpora import prepare_python, prepare_shakespeare_char, prepare_text
 from jaxgpt.data.sources import dataset_directory
 from jaxgpt.distributed.cpus import own_cpus
 from jaxgpt.distributed.exits import exits_together
@@ -26,6 +21,7 @@ def main(argv: list[str] | None = None) -> None:
         arguments = parser().parse_args(argv)
         name = arguments.name if arguments.command == "text" else arguments.command
         directory = arguments.out or dataset_directory(DataConfig(dataset=name))
+        directory = Path(os.path.abspath(directory))  # whose name is its own, also of `.`
         try:
             if arguments.command == "text":
                 _check(arguments)
@@ -54,11 +50,11 @@ def parser() -> CommandParser:
     out = CommandParser(prog="python -m jaxgpt.prepare", description=__doc__)
     commands = out.add_subparsers(dest="command", required=True)
     shakespeare = commands.add_parser("shakespeare_char", help="Tiny Shakespeare by characters")
-    shakespeare.add_argument("--input", type=Path, help="the text, in place of a download")
+    shakespeare.add_argument("--input", type=file_path, help="the text, in place of a download")
     text = commands.add_parser("text", help="UTF-8 text or JSON lines of your own")
     text.add_argument(
         "--input",
-        type=Path,
+        type=file_path,
         nargs="+",
         required=True,
         help="files, in this order, or folders of them: text, a document each, or .jsonl, a "
@@ -94,7 +90,7 @@ def parser() -> CommandParser:
     python = commands.add_parser("python", help="the source of Python's standard library")
     for command in (shakespeare, text, python):
         command.add_argument(
-            "--out", type=Path, help="folder to write; default $JAXGPT_DATA or ~/.cache/jaxgpt"
+            "--out", type=file_path, help="folder to write; default $JAXGPT_DATA or ~/.cache/jaxgpt"
         )
         command.add_argument(
             "--overwrite", action="store_true", help="replace the data set that is there"
@@ -123,30 +119,35 @@ def _check(arguments: argparse.Namespace) -> None:
 
 
 def _check_new(arguments: argparse.Namespace, directory: Path) -> None:
-    """Looks that no data set would be lost, which may have taken hours to encode.
+    """Looks that no data would be lost, which may have taken hours to encode.
 
     Raises:
-        UsageError: if there is one, not that which the command always writes, and it is not to be
-            replaced by one of the same format.
+        UsageError: if files are there, and are not to be replaced by those of the same format.
     """
-    if source_of(directory).startswith(SOURCES.get(arguments.command, ())):
-        return
-    pairs = glob.escape(directory.name) + "_*_document.idx"
-    there = {"nanogpt": [*directory.glob("train.bin")], "megatron": [*directory.glob(pairs)]}
-    option = f"--out {directory}"
-    if arguments.command == "text" and arguments.out is None:
-        option = f"--name {arguments.name}"
+    if directory.exists() and not directory.is_dir():
+        raise UsageError(f"--out {directory}: is a file; give a folder")
+    if arguments.command != "text" and arguments.out is None:
+        return  # what this command has made
+    option = f"--name {arguments.name}" if arguments.out is None else f"--out {directory}"
+    name = glob.escape(directory.name)
+    pairs = [f"{name}_*_document.bin", f"{name}_*_document.idx"]
+    patterns = {"nanogpt": ["train.bin", "val.bin", "meta.json"], "megatron": pairs}
+    there = {
+        format_: [path for pattern in files for path in directory.glob(pattern)]
+        for format_, files in patterns.items()
+    }
     for format_, files in there.items():
         if files and format_ != arguments.format:
             raise UsageError(
                 f"{option}: {files[0]} is of a data set in another format, --format {format_}; "
                 "give another name or folder"
             )
-        if files and not arguments.overwrite:
-            raise UsageError(
-                f"{option}: {directory} has a data set; give another name or folder, or "
-                "--overwrite to replace it"
-            )
+    files = [*there[arguments.format], *directory.glob("tokenizer.json")]
+    if files and not arguments.overwrite:
+        raise UsageError(
+            f"{option}: {files[0]} is there already; give another name or folder, or --overwrite "
+            "to replace the data set"
+        )
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from jaxgpt.config import CommandParser, UsageError
+from jaxgpt.config import CommandParser, UsageError, file_path
 from jaxgpt.distributed.environment import guessed_rank
 from jaxgpt.distributed.exits import exits_together
 from jaxgpt.telemetry.spikes import draw_spikes, spikes_table
@@ -31,10 +31,10 @@ def parser() -> CommandParser:
     out = CommandParser(prog="python -m jaxgpt.report", description=__doc__)
     kinds = out.add_subparsers(dest="kind", required=True, metavar="{startup,spikes}")
     startup = kinds.add_parser("startup", help="from the start of the job to the first step")
-    startup.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run directory")
+    startup.add_argument("runs", nargs="+", type=file_path, metavar="RUN", help="a run directory")
     spikes = kinds.add_parser("spikes", help="spikes, skips and rewinds of a run")
-    spikes.add_argument("run", type=Path, metavar="RUN", help="a run directory")
-    spikes.add_argument("--png", type=Path, metavar="FILE", help="also draw the loss curve")
+    spikes.add_argument("run", type=file_path, metavar="RUN", help="a run directory")
+    spikes.add_argument("--png", type=file_path, metavar="FILE", help="also draw the loss curve")
     return out
 
 

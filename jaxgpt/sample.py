@@ -2,11 +2,10 @@
 
 import argparse
 import sys
-from pathlib import Path
 
 import numpy as np
 
-from jaxgpt.config import CommandParser, UsageError, config_from_dict, mesh_sizes
+from jaxgpt.config import CommandParser, UsageError, config_from_dict, file_path, mesh_sizes
 from jaxgpt.data.find_tokenizer import from_meta
 from jaxgpt.distributed.backend import connect
 from jaxgpt.distributed.cluster import join_cluster
@@ -14,10 +13,12 @@ from jaxgpt.distributed.exits import exits_together
 from jaxgpt.training.metadata import read_meta
 from jaxgpt.training.run_directory import saved_steps
 
+MOST = 10**6  # tokens, texts, and how far from 1 a temperature may be
+
 
 def parser() -> CommandParser:
     out = CommandParser(prog="python -m jaxgpt.sample", description=__doc__)
-    out.add_argument("--run", type=Path, required=True, help="run directory of a training")
+    out.add_argument("--run", type=file_path, required=True, help="run directory of a training")
     out.add_argument("--step", type=int, help="which checkpoint; default the newest")
     out.add_argument("--prompt", default="", help="text to go on from; default none")
     out.add_argument("--max-new-tokens", type=int, default=200)
@@ -42,15 +43,15 @@ def write(arguments: argparse.Namespace) -> None:
     """
     if not 0 <= arguments.seed < 2**31:
         raise UsageError(f"--seed={arguments.seed}: must be at least 0 and less than 2^31")
-    for option, least in (
-        ("max_new_tokens", 1),
-        ("num_samples", 1),
-        ("temperature", 0),
-        ("top_k", 0),
-    ):
+    for option, least in (("max_new_tokens", 1), ("num_samples", 1), ("top_k", 0)):
         value = getattr(arguments, option)
-        if not value >= least:
-            raise UsageError(f"--{option.replace('_', '-')}={value}: must be at least {least}")
+        if not least <= value <= MOST:
+            raise UsageError(
+                f"--{option.replace('_', '-')}={value}: must be at least {least} and at most {MOST}"
+            )
+    heat = arguments.temperature
+    if heat != 0 and not 1 / MOST <= heat <= MOST:
+        raise UsageError(f"--temperature={heat}: must be 0, or between {1 / MOST} and {MOST}")
     if arguments.seed + arguments.num_samples > 2**31:
         raise UsageError(
             f"--seed={arguments.seed}: the seeds of --num-samples={arguments.num_samples} go on "
@@ -69,6 +70,10 @@ def write(arguments: argparse.Namespace) -> None:
     if meta["tokenizer"] is None:
         raise UsageError(f"--run {arguments.run}: its data had no meta.json with a tokenizer")
     tokenizer = from_meta(meta["tokenizer"], arguments.run)
+    try:
+        tokenizer.encode(arguments.prompt)
+    except UsageError as error:
+        raise UsageError(f"--prompt {arguments.prompt!r}: {error}") from None
 
     cluster = join_cluster()
     connect(cluster, mesh_sizes(config))

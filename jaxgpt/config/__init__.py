@@ -14,7 +14,7 @@ from jaxgpt.config.checks import (
     step_ranges,
     validate,
 )
-from jaxgpt.config.command import CommandParser, whole_number
+from jaxgpt.config.command import CommandParser, file_path, whole_number
 from jaxgpt.config.parse import config_from_dict, config_from_file, is_help, load_config, parse_args
 from jaxgpt.config.sections import (
     CheckpointConfig,
@@ -44,6 +44,7 @@ __all__ = [
     "check_batch",
     "config_from_dict",
     "config_from_file",
+    "file_path",
     "is_help",
     "load_config",
     "mesh_sizes",

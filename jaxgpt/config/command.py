@@ -2,6 +2,7 @@
 
 import argparse
 import sys
+from pathlib import Path
 from typing import NoReturn
 
 from jaxgpt.config.checks import UsageError
@@ -24,14 +25,23 @@ class CommandParser(argparse.ArgumentParser):
         raise UsageError(f"{self.prog.removeprefix('python -m ')}: {message}; --help says more")
 
 
+def file_path(given: str) -> Path:
+    """The type of options that name a file or a folder."""
+    if not given:  # Path("") is the working directory
+        raise argparse.ArgumentTypeError("is empty; name a file or folder")
+    return Path(given)
+
+
 def whole_number(option: str, given: str | None) -> int | None:
     """An option's number; None if it is not given.
 
     Raises:
-        UsageError: if it is not a whole number of at least 1.
+        UsageError: if it is not a whole number of at least 1, and below 2^63.
     """
     if given is None:
         return None
     if not given.isdecimal() or int(given) < 1:
         raise UsageError(f"{option}={given}: must be a whole number, at least 1")
+    if int(given) >= 2**63:
+        raise UsageError(f"{option}={given}: must be below 2^63")
     return int(given)

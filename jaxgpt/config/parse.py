@@ -122,9 +122,20 @@ def _base_file(given: Mapping[str, Sequence[str]]) -> Path:
     raise UsageError(f"config={name}: no such file or preset; presets are {', '.join(presets)}")
 
 
+class _Loader(yaml.SafeLoader):
+    """Refuses a key that is there twice, of which YAML's own loader takes the last."""
+
+    def construct_mapping(self, node, deep=False):
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+        for key in keys:
+            if keys.count(key) > 1:
+                raise yaml.YAMLError(f"{key} is there twice")
+        return super().construct_mapping(node, deep)
+
+
 def _read_yaml(path: Path) -> Mapping[str, Any]:
     try:
-        values = yaml.safe_load(path.read_text())
+        values = yaml.load(path.read_text(), _Loader)
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         problem = " ".join(str(error).split())
         raise UsageError(f"config={path}: not readable as YAML ({problem})") from None

@@ -16,8 +16,6 @@ from jaxgpt.data.publishing import write_dataset
 from jaxgpt.data.tokenizer import ByteTokenizer, Tokenizer
 
 TRAIN_SHARE = 0.9
-# Where the text of those with a name comes from.
-SOURCES = {"shakespeare_char": "Tiny Shakespeare", "python": "standard library of Python"}
 
 SHAKESPEARE_URL = (
     "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
@@ -46,7 +44,7 @@ def prepare_shakespeare_char(directory: Path, input_file: Path | None) -> list[s
             input_file = Path(folder) / "input.txt"
             input_file.write_bytes(_download_shakespeare())
         corpus = Corpus([input_file], None, 1 - TRAIN_SHARE)
-        written = write_nanogpt(corpus, directory, None, 1, SOURCES["shakespeare_char"])
+        written = write_nanogpt(corpus, directory, None, 1, "Tiny Shakespeare")
     return [
         f"length of dataset in characters: {sum(written.tokens.values()):,}",
         "all the unique characters: "
@@ -143,7 +141,7 @@ def prepare_python(directory: Path) -> list[str]:
     tokens = np.frombuffer(content, np.uint8)
     n_train = int(tokens.size * TRAIN_SHARE)
     tokens = {"train": tokens[:n_train], "val": tokens[n_train:]}
-    source = f"{SOURCES['python']} {platform.python_version()}, {len(files)} files"
+    source = f"standard library of Python {platform.python_version()}, {len(files)} files"
     write_dataset(directory, tokens, tokenizer, source)
     return [source, *_summary(tokenizer, {split: len(tokens[split]) for split in tokens})]
 

@@ -31,7 +31,9 @@ def new_dataset(directory: Path, tokenizer: Tokenizer, source: str) -> Iterator[
         source: where the text came from, for people.
     """
     directory.parent.mkdir(parents=True, exist_ok=True)
-    scratch = Path(tempfile.mkdtemp(dir=directory.parent, prefix=f".{directory.name}-"))
+    # Inside, where it can be: the parent may be another's, or another file system.
+    home = directory if directory.is_dir() else directory.parent
+    scratch = Path(tempfile.mkdtemp(dir=home, prefix=f".{directory.name}-"))
     try:
         yield scratch
         dtype = token_dtype(tokenizer.vocab_size)
@@ -58,14 +60,6 @@ def new_dataset(directory: Path, tokenizer: Tokenizer, source: str) -> Iterator[
             scratch.rename(directory)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
-
-
-def source_of(directory: Path) -> str:
-    """Where the text of the data set in a folder came from; empty if nothing says so."""
-    try:
-        return str(json.loads((directory / "meta.json").read_text())["source"])
-    except (OSError, ValueError, TypeError, KeyError):
-        return ""
 
 
 def write_dataset(

@@ -161,8 +161,9 @@ def _check_lasting(corpus: Corpus) -> None:
     for path in corpus.files:
         if path.exists() and not path.is_file():
             raise UsageError(
-                f"--input {path}: is a pipe, and text, or what --tokenizer char is to split, is "
-                "read twice; write it to a file first, or give JSON lines and another --tokenizer"
+                f"--input {path}: is not a regular file, and text, or what --tokenizer char is to "
+                "split, is read twice; write it to a file first, or give JSON lines and another "
+                "--tokenizer"
             )
 
 

@@ -25,6 +25,7 @@ from jaxgpt.distributed.talk import OverTcp, PeerLost
 from jaxgpt.distributed.xla_flags import CPU_COLLECTIVES, add_xla_flags
 
 JOBS = (("PBS", "PBS_JOBID"), ("Slurm", "SLURM_JOB_ID"), ("Cobalt", "COBALT_JOBID"))
+MAX_CPU_DEVICES = 2048  # XLA simulates no more in one process
 HEARTBEAT_TIMEOUT = 100  # seconds after which a silent process counts as dead
 
 
@@ -35,18 +36,25 @@ def cpu_devices_per_process(mesh: tuple[int, ...], cluster: Cluster) -> int:
     many as its known sizes need.
 
     Raises:
-        UsageError: if the processes do not divide the mesh.
+        UsageError: if the processes do not divide the mesh, or have to bring too many.
     """
     wanted = os.environ.get("JAX_NUM_CPU_DEVICES")
     if wanted is not None:
-        if not wanted.isdigit() or int(wanted) < 1:
-            raise UsageError(f"JAX_NUM_CPU_DEVICES={wanted}: must be a whole number, at least 1")
+        if not wanted.isdigit() or not 1 <= int(wanted) <= MAX_CPU_DEVICES:
+            raise UsageError(
+                f"JAX_NUM_CPU_DEVICES={wanted}: must be a whole number from 1 to {MAX_CPU_DEVICES}"
+            )
         return int(wanted)
     known = math.prod(size for size in mesh if size > 0)
+    shape = ",".join(map(str, mesh))
+    if known > MAX_CPU_DEVICES * cluster.size:
+        raise UsageError(
+            f"parallel.mesh={shape}: its {known} devices are too many; on a CPU a process can "
+            f"simulate {MAX_CPU_DEVICES}"
+        )
     if -1 in mesh:  # the open axis takes what the processes have too many
         return math.lcm(known, cluster.size) // cluster.size
     if known % cluster.size:
-        shape = ",".join(map(str, mesh))
         raise UsageError(
             f"parallel.mesh={shape}: its {known} devices cannot be shared out over "
             f"{cluster.size} processes; the number of processes must divide the mesh's product"

@@ -45,6 +45,7 @@ from jaxgpt.training.spikes import SkipRanges
 # What may differ between a checkpoint's model and the model that goes on from it.
 _FREE_MODEL_KEYS = {"dropout", "attention"}
 _LOCKS: list[TextIO] = []  # of run directories that this process has
+LEAST_BYTES = 2**16  # that have to be free where a run is to write: its first files
 # What decides which tokens a step sees: a change is allowed, and said.
 _ORDER_KEYS = (("train", "batch_size"), ("train", "seed"))
 
@@ -200,14 +201,19 @@ def _writable_directory(config: Config) -> Path:
     try:
         directory = Path(config.out) if config.out else _new_directory(config)
         directory.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=directory):
-            pass
+        with tempfile.TemporaryFile(dir=directory) as file:
+            file.write(bytes(LEAST_BYTES))
         _lock(directory)
     except OSError as e:
         raise UsageError(
             f"out={config.out or 'runs'}: cannot be written ({e.strerror or e}); "
             "give --out a folder that can"
         ) from None
+    checkpoints = directory / "checkpoints"
+    if checkpoints.exists() and not checkpoints.is_dir():
+        raise UsageError(
+            f"out={directory}: its checkpoints is a file; remove it, or give another --out"
+        )
     return directory
 
 

@@ -67,6 +67,16 @@ def test_a_wrong_value_that_nobody_gave_is_named_with_its_file(tmp_path, wrong):
     assert parse_args(["--out", str(tmp_path), "model.n_head=2"]).model.n_head == 2
 
 
+@pytest.mark.parametrize("again", ["train:\n  seed: 3\n", "seed: 3\n"])
+def test_a_key_that_is_there_twice_is_refused(tmp_path, again):
+    file = tmp_path / "mine.yaml"
+    file.write_text("seed: 1\n" * ("train" not in again) + "train:\n  max_iters: 7\n" + again)
+    with pytest.raises(
+        UsageError, match=rf"{file}: not .* \({again.partition(':')[0]} is there tw"
+    ):
+        parse_args(["--config", str(file)])
+
+
 def test_anothers_run_settings_do_not_bring_its_directory(tmp_path):
     config = load_config("tiny", f"--out={tmp_path}", "train.max_iters=7")
     (tmp_path / "config.yaml").write_text(config.to_yaml())

@@ -14,11 +14,12 @@ import pytest
 
 from jaxgpt import prepare
 from jaxgpt.config import UsageError
-from jaxgpt.data import reading, text
+from jaxgpt.data import publishing, reading, text
 from jaxgpt.data.corpora import prepare_text
 from jaxgpt.data.find_tokenizer import open_tokenizer
 from jaxgpt.data.indexed import read_index
 from jaxgpt.data.reading import part_texts
+from jaxgpt.data.tokenizer import ByteTokenizer
 from odd_texts import odd_text
 
 
@@ -180,7 +181,9 @@ def test_inputs_that_cannot_be_are_refused(tmp_path):
         prepare_text(tmp_path / "d", [tmp_path], "char")
     for name, tokenizer in (("pipe.txt", "byte"), ("pipe.jsonl", "char")):
         os.mkfifo(tmp_path / name)
-        with pytest.raises(UsageError, match=f"{name}: is a pipe, and .* is read twice"):
+        with pytest.raises(
+            UsageError, match=f"{name}: is not a regular file, and .* is read twice"
+        ):
             prepare_text(tmp_path / "d", [tmp_path / name], tokenizer)
 
 
@@ -215,7 +218,7 @@ def test_a_data_set_is_replaced_only_where_that_is_asked_for(kind, tmp_path, cap
     (tmp_path / "a.txt").write_text("other words\n" * 30)
     with pytest.raises(SystemExit):
         prepared()
-    assert f"error: --out {out}: {out} has a data set; " in capsys.readouterr().err
+    assert f"error: --out {out}: {out}/" in capsys.readouterr().err
     with pytest.raises(SystemExit):  # training would find one of the two
         prepared("--overwrite", "--format", "megatron" if kind == "nanogpt" else "nanogpt")
     assert f" in another format, --format {kind}; give another" in capsys.readouterr().err
@@ -223,26 +226,56 @@ def test_a_data_set_is_replaced_only_where_that_is_asked_for(kind, tmp_path, cap
     assert first.keys() == second.keys() and first != second
 
 
-def test_data_sets_with_a_name_replace_only_themselves(tmp_path, capsys, tiny_shakespeare):
-    out, text_file = tmp_path / "d", tmp_path / "a.txt"
-    text_file.write_text("big fjord\n" * 30)
+@pytest.mark.parametrize(
+    ("words", "there"),
+    [
+        ("shakespeare_char", "train.bin"),
+        ("shakespeare_char", "val.bin"),
+        ("python", "meta.json"),
+        ("text --tokenizer byte --input a.txt", "tokenizer.json"),
+        ("text --tokenizer byte --input a.txt --format megatron", "d_text_document.bin"),
+    ],
+)
+def test_no_file_of_anothers_is_replaced(words, there, tmp_path, tiny_shakespeare, capsys):
+    (tmp_path / "d").mkdir()
+    file = tmp_path / "d" / there
+    file.write_text("precious")
+    words = words.replace("a.txt", str(tiny_shakespeare)).split()
+    if words[0] == "shakespeare_char":
+        words += ["--input", str(tiny_shakespeare)]
+    with pytest.raises(SystemExit) as end:
+        prepare.main([*words, "--out", str(tmp_path / "d")])
+    assert end.value.code == 2
+    assert f"--out {tmp_path}/d: {file} is there already" in capsys.readouterr().err
+    assert file.read_text() == "precious" and list(file.parent.iterdir()) == [file]
 
-    def prepared(*words):
-        prepare.main([*map(str, words), "--out", str(out)])
-        return (out / "train.bin").read_bytes()
 
-    shakespeare = ("shakespeare_char", "--input", tiny_shakespeare)
-    first = prepared(*shakespeare)
-    assert prepared(*shakespeare) == first
-    with pytest.raises(SystemExit):
-        prepared("python")
-    assert f"error: --out {out}: {out} has a data set; " in capsys.readouterr().err
-    assert (out / "train.bin").read_bytes() == first
-    other = prepared("text", "--input", text_file, "--tokenizer", "byte", "--overwrite")
-    with pytest.raises(SystemExit):
-        prepared(*shakespeare)
-    assert (out / "train.bin").read_bytes() == other
-    assert prepared(*shakespeare, "--overwrite") == first
+def test_a_data_set_of_a_command_is_replaced_in_its_own_place(
+    tmp_path, tiny_shakespeare, monkeypatch
+):
+    monkeypatch.setenv("JAXGPT_DATA", str(tmp_path))
+    command = ["shakespeare_char", "--input", str(tiny_shakespeare)]
+    for _ in range(2):
+        prepare.main(command)
+        names = {path.name for path in (tmp_path / "shakespeare_char").iterdir()}
+        assert names == {"train.bin", "val.bin", "meta.json"}
+        (tmp_path / "shakespeare_char" / "train.bin").write_bytes(b"")
+
+
+def test_an_existing_folder_is_written_from_within(tmp_path, monkeypatch):
+    """Its parent may be another's, or another file system."""
+    homes, make = [], publishing.tempfile.mkdtemp
+    monkeypatch.setattr(
+        publishing.tempfile,
+        "mkdtemp",
+        lambda dir, prefix: homes.append(dir) or make(None, prefix, dir),
+    )
+    tokens = {"train": np.arange(9), "val": np.arange(5)}
+    for _ in range(2):
+        publishing.write_dataset(tmp_path / "d", tokens, ByteTokenizer(), "numbers")
+        assert {path.name for path in tmp_path.iterdir()} == {"d"}
+        assert len(list((tmp_path / "d").iterdir())) == 3
+    assert homes == [tmp_path, tmp_path / "d"]
 
 
 def test_results_come_in_order_and_no_more_is_read_than_can_be_held():

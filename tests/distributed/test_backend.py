@@ -36,11 +36,18 @@ def test_the_environment_decides_where_it_is_set(monkeypatch):
     assert cpu_devices_per_process((2, 1, 4), Cluster("test")) == 3
 
 
-@pytest.mark.parametrize("value", ["abc", "0", "-1"])
+@pytest.mark.parametrize("value", ["abc", "0", "-1", "2049"])
 def test_a_number_of_devices_that_is_none_is_refused(monkeypatch, value):
     monkeypatch.setenv("JAX_NUM_CPU_DEVICES", value)
     with pytest.raises(UsageError, match=f"JAX_NUM_CPU_DEVICES={value}"):
         cpu_devices_per_process((2, 1, 4), Cluster("test"))
+
+
+@pytest.mark.parametrize("mesh", [(4097, 1, 1), (-1, 1, 4098)])
+def test_more_devices_than_a_cpu_simulates_are_refused(mesh):
+    with pytest.raises(UsageError, match=rf"parallel.mesh={mesh[0]},1,.*: its 409[78] devices are"):
+        cpu_devices_per_process(mesh, Cluster("test", size=2))
+    assert cpu_devices_per_process((4096, 1, 1), Cluster("test", size=2)) == 2048
 
 
 class Mates:

@@ -197,6 +197,7 @@ def test_advice_follows_the_rules(room, best, per_host, monkeypatch):
         (("--mesh", "2,4,1", "--device"), ("--device",)),
         (("--mesh", "2,4,1", "--nonsense", "1"), ("--nonsense",)),
         (("--advise", "two"), ("--advise=two", "whole number")),
+        (("--mesh", "1,1,1", "--devices-per-host", "9" * 20), ("--devices-per-host=9", "2^63")),
         (
             ("--mesh", "1,1,4", "parallel.sequence_parallel=True", "model.block_size=66"),
             ("parallel.sequence_parallel=True", "tensor=4", "66"),

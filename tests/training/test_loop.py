@@ -5,6 +5,7 @@ import gc
 import json
 import os
 import re
+import resource
 import shutil
 import subprocess
 import time
@@ -271,6 +272,19 @@ def test_a_directory_in_use_is_refused(tmp_path):
     finally:
         first.kill()
         first.wait()
+
+
+def test_a_run_directory_that_takes_no_file_or_no_checkpoint_is_refused(tmp_path):
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2**10, hard))  # as on a full disk
+    try:
+        with pytest.raises(UsageError, match=rf"out={tmp_path}: cannot be written \(File too la"):
+            train_here(*SMALL, "--out", tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    (tmp_path / "checkpoints").touch()
+    with pytest.raises(UsageError, match=rf"out={tmp_path}: its checkpoints is a file"):
+        train_here(*SMALL, "--out", tmp_path)
 
 
 def test_a_relative_path_to_data_holds_from_anywhere(tmp_path, monkeypatch, data_home):
