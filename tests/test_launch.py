@@ -234,7 +234,10 @@ def test_the_job_start_of_a_script_is_kept():
 
 
 def test_a_shell_can_eval_what_is_exported(tmp_path):
-    """With a file name that a shell would take apart."""
+    """With a file name that a shell would take apart.
+
+    MPICH's mpiexec dies of SIGPIPE if programs end before it has closed their input: so it waits.
+    """
     hosts = tmp_path / "the 'hosts'; $HOME"
     hosts.write_text(f"{socket.gethostname()}\n")
     launch = f"{shlex.quote(sys.executable)} -m jaxgpt.launch --ppn 2 --export"
@@ -243,7 +246,7 @@ def test_a_shell_can_eval_what_is_exported(tmp_path):
         eval "$({launch} --hosts {shlex.quote(str(hosts))})"
         printf '%s\\n' "$NHOSTS" "$NGPU_PER_HOST" "$NGPUS" "$HOSTFILE"
         env | grep -c '^DIST_LAUNCH='
-        $DIST_LAUNCH sh -c 'echo rank'
+        $DIST_LAUNCH sh -c 'echo rank; sleep 0.5'
     """
     shell = subprocess.run(
         ["bash", "-c", script], capture_output=True, text=True, env=environment(), timeout=60

@@ -124,8 +124,8 @@ def test_a_checkpoint_for_which_there_is_no_room_is_not_begun(steps, tmp_path, m
 
 @pytest.mark.parametrize("noticed", ["at the next save", "at the end"])
 def test_a_disk_that_is_full_while_orbax_writes_is_one_sentence(noticed, steps, tmp_path, capfd):
-    state = filled(steps[0].state_shapes)
-    checkpoints = Checkpoints(tmp_path, load_config("tiny"))
+    state, config = filled(steps[0].state_shapes), load_config("tiny")
+    checkpoints = Checkpoints(tmp_path, config)
     checkpoints.save(1, state, {})
     checkpoints.close()
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -138,6 +138,6 @@ def test_a_disk_that_is_full_while_orbax_writes_is_one_sentence(noticed, steps, 
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert "Traceback" not in "".join(capfd.readouterr())
     assert saved_steps(tmp_path) == [1]
-    checkpoints = Checkpoints(tmp_path, load_config("tiny"))
+    checkpoints = Checkpoints(tmp_path, config)
     checkpoints.restore(1, steps[0].state_shapes)
     checkpoints.close()
