@@ -6,6 +6,7 @@ import shlex
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -216,10 +217,10 @@ sys.exit(75)
 
 
 def test_a_command_becomes_processes_of_this_python_with_one_job_start():
-    job = run("launch", "-n", "2", "--", "python", "-c", REPORT, "a b", "--", "$c")
+    own = str(Path(sys.executable).parent)  # whatever other mpiexec there is would be spoken of
+    job = run("launch", "-n", "2", "--", "python", "-c", REPORT, "a b", "--", "$c", PATH=own)
     assert job.returncode == 75  # a job script acts on it
-    # With a warning between them where PATH has another environment's mpiexec, too.
-    said = r"launch: 2 processes on this host \(-n\)\n(warning: .*\n)?launch: \S+/mpiexec -n 2 "
+    said = r"launch: 2 processes on this host \(-n\)\nlaunch: \S+/mpiexec -n 2 "
     assert re.search(said, job.stdout)
     ranks = [line for line in job.stdout.splitlines() if line.startswith("rank")]
     words = [line.split(maxsplit=4) for line in sorted(ranks)]

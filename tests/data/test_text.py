@@ -218,7 +218,8 @@ def test_a_data_set_is_replaced_only_where_that_is_asked_for(kind, tmp_path, cap
     (tmp_path / "a.txt").write_text("other words\n" * 30)
     with pytest.raises(SystemExit):
         prepared()
-    assert f"error: --out {out}: {out}/" in capsys.readouterr().err
+    file = out / {"nanogpt": "train.bin", "megatron": "d[1]_text_document.bin"}[kind]
+    assert f"error: --out {out}: {file} is there already; " in capsys.readouterr().err
     with pytest.raises(SystemExit):  # training would find one of the two
         prepared("--overwrite", "--format", "megatron" if kind == "nanogpt" else "nanogpt")
     assert f" in another format, --format {kind}; give another" in capsys.readouterr().err
