@@ -28,7 +28,7 @@ from jaxgpt.data.rows import Rows, training_rows
 from jaxgpt.data.sources import Dataset, Source, open_dataset
 from jaxgpt.distributed.cluster import Cluster, join_cluster
 from jaxgpt.distributed.exits import exits_together
-from jaxgpt.training.metadata import read_meta
+from jaxgpt.training.metadata import readable_metas
 from jaxgpt.training.rewinds import skipped_by_rewinds
 from jaxgpt.training.run_directory import saved_steps, source_hashes
 from jaxgpt.training.spikes import SkipRanges
@@ -158,13 +158,14 @@ def differences(config: Config, dataset: Dataset, run: Path | None, step: int) -
     notes = []
     if step in SkipRanges([*skip_ranges(config), *(skipped_by_rewinds(run) if run else ())]):
         notes.append(f"step {step} is skipped: its rows are not trained on")
-    saved = saved_steps(run) if run else []
+    saved = readable_metas(run, saved_steps(run)) if run else {}
     if not saved:
         return notes
-    last = read_meta(run, saved[-1])
+    newest = max(saved)
+    last = saved[newest]
     if source_hashes(last["data_fingerprint"]) != source_hashes(dataset.fingerprints):
         notes.append("warning: this data is not what the run was trained on")
-    after = next((read_meta(run, s) for s in saved if s >= step), last)["config"]["train"]
+    after = next((meta for s, meta in saved.items() if s >= step), last)["config"]["train"]
     now = config.to_dict()["train"]
     for key in ("batch_size", "seed"):
         if after[key] != now[key]:
@@ -173,7 +174,7 @@ def differences(config: Config, dataset: Dataset, run: Path | None, step: int) -
                 f"here; for its rows give train.{key}={after[key]} after --run"
             )
     per_step = last["config"]["train"]["batch_size"] * config.model.block_size
-    if last["consumed_tokens"] != saved[-1] * per_step:
+    if last["consumed_tokens"] != newest * per_step:
         notes.append(
             "warning: train.batch_size has changed during this run; rows are shown as if it had "
             f"always been {config.train.batch_size}"

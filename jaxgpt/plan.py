@@ -21,7 +21,7 @@ from jaxgpt.config import (
     whole_number,
 )
 from jaxgpt.data.sources import vocabulary_size
-from jaxgpt.distributed.backend import MAX_CPU_DEVICES
+from jaxgpt.distributed.backend import MAX_CPU_DEVICES, pin_settings
 from jaxgpt.distributed.environment import guessed_rank
 from jaxgpt.distributed.exits import exits_together
 from jaxgpt.distributed.xla_flags import QUICK_FUSIONS, add_xla_flags
@@ -75,6 +75,7 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> str:
     add_xla_flags(*QUICK_FUSIONS)
     import jax
 
+    pin_settings()
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", n_devices)
     if arguments.advise is not None:

@@ -56,6 +56,7 @@ def parser() -> CommandParser:
         "--input",
         type=file_path,
         nargs="+",
+        action="extend",
         required=True,
         help="files, in this order, or folders of them: text, a document each, or .jsonl, a "
         "document a line; also .gz, and .zst from Python 3.14 on",

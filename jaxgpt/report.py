@@ -62,9 +62,10 @@ def spikes_report(run: Path, png: Path | None) -> None:
             f"RUN={run}: {run}/metrics.jsonl cannot be read ({error.strerror}); give a run "
             "directory"
         ) from None
+    if png is not None:  # first, as it may be what cannot be
+        draw_spikes(records, str(run), png)
     print(spikes_table(records))
     if png is not None:
-        draw_spikes(records, str(run), png)
         print(f"loss curve: {png}")
 
 

@@ -7,6 +7,7 @@ import numpy as np
 
 from jaxgpt.config import CommandParser, UsageError, config_from_dict, file_path, mesh_sizes
 from jaxgpt.data.find_tokenizer import from_meta
+from jaxgpt.data.tokenizer import continued
 from jaxgpt.distributed.backend import connect
 from jaxgpt.distributed.cluster import join_cluster
 from jaxgpt.distributed.exits import exits_together
@@ -101,7 +102,7 @@ def write(arguments: argparse.Namespace) -> None:
         seed = np.int32(arguments.seed + number)
         tokens = np.asarray(generate(params, window, np.int32(length), seed)).tolist()
         if cluster.is_main:
-            sys.stdout.write(arguments.prompt + tokenizer.decode(tokens) + "\n")
+            sys.stdout.write(continued(tokenizer, arguments.prompt, tokens) + "\n")
             if number + 1 < arguments.num_samples:
                 sys.stdout.write("---\n")
 

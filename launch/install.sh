@@ -8,7 +8,9 @@ extra=${1:?usage: bash launch/install.sh mpi|dev}
 
 new_enough='import sys; sys.exit(sys.version_info < (3, 11))'
 if [ ! -x .venv/bin/python ]; then
-    for python in ${PYTHON:-python3 python3.13 python3.12 python3.11}; do
+    candidates=(python3 python3.13 python3.12 python3.11)
+    if [ -n "${PYTHON:-}" ]; then candidates=("$PYTHON"); fi
+    for python in "${candidates[@]}"; do
         "$python" -c "$new_enough" 2>/dev/null && break
         python=
     done

@@ -1,6 +1,7 @@
 """Settings that all tests share: eight CPU devices, prepared data, the --long flag."""
 
 import os
+import signal
 from pathlib import Path
 
 import jax
@@ -11,6 +12,7 @@ from jaxgpt.distributed.xla_flags import QUICK_FUSIONS, add_xla_flags
 # Before any test touches JAX. Commands under test start processes of their own, which must not
 # inherit a number of devices.
 os.environ.pop("JAX_NUM_CPU_DEVICES", None)
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in what a shell runs with &
 jax.config.update("jax_num_cpu_devices", 8)
 
 SHARED_DATA = Path(__file__).parents[2] / "shared" / "data"
@@ -48,6 +50,8 @@ def pytest_xdist_make_scheduler(config, log):
     class FilesAndJobs(LoadFileScheduling):
         def _split_scope(self, nodeid):
             scope = super()._split_scope(nodeid)
+            if scope == "tests/test_notebooks.py":  # one test of two minutes: it would come last
+                return "tests/test_commands.py"
             return "jobs" if scope.startswith("tests/multiprocess/") else scope
 
     return FilesAndJobs(config, log)

@@ -118,6 +118,18 @@ def test_a_pbs_job_is_launched_in_the_words_of_its_mpiexec(job, hosts, mpi, opti
         ({"SLURM_JOB_NODELIST": "n[1-2]", "SLURM_NTASKS_PER_NODE": "3", "SLURM_CPUS_PER_TASK": "5",
           "SLURM_JOB_CPUS_PER_NODE": "64(x2)"}, "",
          "srun -u --wait=120 -N 2 -n 6 --ntasks-per-node=3 --cpus-per-task=5"),
+        ({"SLURM_JOB_NODELIST": "n1", "SLURM_NTASKS_PER_NODE": "4", "SLURM_CPUS_PER_TASK": "8",
+          "SLURM_JOB_CPUS_PER_NODE": "32"}, "--ppn 1",  # not a quarter of them
+         "srun -u --wait=120 -N 1 -n 1 --ntasks-per-node=1 --cpus-per-task=32"),
+        ({"SLURM_JOB_NODELIST": "n1", "SLURM_NTASKS_PER_NODE": "4", "SLURM_CPUS_PER_TASK": "8",
+          "SLURM_JOB_CPUS_PER_NODE": "32"}, "--ppn 8",  # nor more than there are
+         "srun -u --wait=120 -N 1 -n 8 --ntasks-per-node=8 --cpus-per-task=4"),
+        ({"SLURM_JOB_NODELIST": "n1", "SLURM_CPUS_PER_TASK": "16",
+          "SLURM_JOB_CPUS_PER_NODE": "16"}, "--ppn 4",
+         "srun -u --wait=120 -N 1 -n 4 --ntasks-per-node=4 --cpus-per-task=4"),
+        ({"SLURM_JOB_NODELIST": "n[1-2]", "SLURM_NTASKS": "16", "SLURM_TASKS_PER_NODE": "8(x2)",
+          "SLURM_CPUS_PER_TASK": "4", "SLURM_JOB_CPUS_PER_NODE": "32(x2)"}, "",
+         "srun -u --wait=120 -N 2 -n 16 --ntasks-per-node=8 --cpus-per-task=4"),
         ({"SLURM_JOB_NODELIST": "n[1-2]", "SLURM_GPUS_ON_NODE": "2",
           "SLURM_JOB_CPUS_PER_NODE": "64(x2)"}, "",
          "srun -u --wait=120 -N 2 -n 4 --ntasks-per-node=2 --cpus-per-task=32"),

@@ -72,6 +72,7 @@ def test_spikes_are_listed_and_drawn(tmp_path):
     assert picture.read_bytes().startswith(b"\x89PNG")
     job = run("report", "spikes", tmp_path, "--png", tmp_path / "no" / "where.png")
     assert job.returncode == 2 and f"--png={tmp_path}/no/where.png" in job.stdout
+    assert job.stdout.count("\n") == 1
     job = run("report", "spikes", tmp_path / "no")
     assert job.returncode == 2 and f"RUN={tmp_path}/no" in job.stdout
 

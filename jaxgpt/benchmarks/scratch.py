@@ -1,9 +1,11 @@
-"""Folders that are gone when a measurement ends, also when it is interrupted."""
+"""Folders that are gone when a measurement ends, also when it is interrupted or killed."""
 
 import contextlib
 import os
 import shutil
 import signal
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -11,8 +13,21 @@ from pathlib import Path
 
 from jaxgpt.config import UsageError
 from jaxgpt.distributed.cluster import Cluster
+from jaxgpt.distributed.exits import abort_mpi
 
 PATIENCE = 5  # seconds for what is still being written
+REMOVE_AFTER = """
+import os, shutil, sys, time
+folder, *processes = sys.argv[1:]
+for process in processes:
+    try:
+        while True:
+            os.kill(int(process), 0)
+            time.sleep(0.1)
+    except ProcessLookupError:
+        pass
+shutil.rmtree(folder, ignore_errors=True)
+"""
 
 
 def end_on_signals() -> None:
@@ -38,6 +53,7 @@ def scratch_folder(cluster: Cluster, parent: Path | None = None) -> Iterator[Pat
     name = cluster.together(_make, parent) if cluster.is_main else cluster.together(lambda: None)
     folder = Path(cluster.broadcast(name))
     folder.mkdir(exist_ok=True)
+    _remove_after_all(cluster, folder)
     status = None
     try:
         yield folder
@@ -50,6 +66,7 @@ def scratch_folder(cluster: Cluster, parent: Path | None = None) -> Iterator[Pat
         if cluster.local_rank == 0 or status is not None:
             _remove(folder)
     if status is not None:
+        abort_mpi(status)
         os._exit(status)  # what an interrupted save waits for, up to five minutes, will not come
 
 
@@ -62,6 +79,24 @@ def _make(parent: Path | None) -> str:
         raise UsageError(
             f"--out={parent}: cannot be written ({error.strerror or error}); give a folder that can"
         ) from None
+
+
+def _remove_after_all(cluster: Cluster, folder: Path) -> None:
+    """Has `folder` removed once all processes of this host are gone, by one that outlives them.
+
+    One that is killed cannot do it, and those that are not yet ended may still be writing:
+    TensorStore makes the folders that it misses.
+    """
+    processes = zip(cluster.gather(os.getpid()), cluster.hosts, strict=True)
+    here = [str(process) for process, host in processes if host == cluster.rank]
+    if cluster.local_rank == 0:
+        subprocess.Popen(
+            [sys.executable, "-I", "-S", "-c", REMOVE_AFTER, str(folder.absolute()), *here],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
 
 
 def _interrupt(number: int, frame: object) -> None:

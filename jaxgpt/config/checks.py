@@ -2,6 +2,7 @@
 
 import functools
 import math
+import os
 import re
 
 from jaxgpt.config.sections import Config
@@ -47,6 +48,19 @@ def validate(config: Config) -> None:
                 raise UsageError(f"{section}.{key}={value}: must be finite and at least {least}")
     if config.spike.window > MAX_WINDOW:
         raise UsageError(f"spike.window={config.spike.window}: must be at most {MAX_WINDOW} steps")
+    for key, value in (
+        ("train.max_iters", train.max_iters),
+        ("optimizer.warmup_iters", optimizer.warmup_iters),
+        ("optimizer.lr_decay_iters", optimizer.lr_decay_iters),
+        ("model.vocab_size", model.vocab_size),
+    ):
+        if value is not None and value >= 2**31:
+            raise UsageError(f"{key}={value}: must be less than 2^31 = {2**31}")
+    if train.batch_size * model.block_size >= 2**31:
+        raise UsageError(
+            f"train.batch_size={train.batch_size}: makes {train.batch_size * model.block_size:,} "
+            f"tokens with model.block_size={model.block_size}; a step has less than 2^31"
+        )
     if train.seed >= 2**31:
         raise UsageError(f"train.seed={train.seed}: must be less than 2^31 = {2**31}")
     if model.vocab_size is not None and model.vocab_size < 2:
@@ -96,6 +110,21 @@ def validate(config: Config) -> None:
     check_batch(config, mesh_sizes(config))
 
 
+def expanded(path: str, key: str = "") -> str:
+    """A path with its ~ replaced, which shells do not do in `key=~/...`, and YAML never does.
+
+    Args:
+        key: with its `=`, for the error.
+
+    Raises:
+        UsageError: if the home directory that is meant is not known.
+    """
+    found = os.path.expanduser(path)
+    if found.startswith("~"):
+        raise UsageError(f"{key}{path}: no home directory is known; give a whole path")
+    return found
+
+
 def check_data(config: Config) -> None:
     """Checks that at most one key says where the data is, and how much of it validates."""
     data = config.data
@@ -134,6 +163,17 @@ def check_spikes(config: Config) -> None:
         )
     if faults.nan_step is not None and faults.nan_step < 1:
         raise UsageError(f"faults.nan_step={faults.nan_step}: must be at least 1, or None")
+
+
+def is_due(step: int, interval: int) -> bool:
+    """Whether something that happens every `interval` steps does at `step`; never if it is 0."""
+    return interval > 0 and step % interval == 0
+
+
+def evaluation_is_due(config: Config, step: int) -> bool:
+    """Whether a run evaluates after this step."""
+    train = config.train
+    return step == train.max_iters or is_due(step, train.eval_interval)
 
 
 def skip_ranges(config: Config) -> tuple[tuple[int, int], ...]:

@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 from typing import NoReturn
 
-from jaxgpt.config.checks import UsageError
+from jaxgpt.config.checks import UsageError, expanded
 
 
 class CommandParser(argparse.ArgumentParser):
@@ -29,7 +29,10 @@ def file_path(given: str) -> Path:
     """The type of options that name a file or a folder."""
     if not given:  # Path("") is the working directory
         raise argparse.ArgumentTypeError("is empty; name a file or folder")
-    return Path(given)
+    try:
+        return Path(expanded(given))
+    except UsageError as error:  # of which argparse would drop the text
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def whole_number(option: str, given: str | None) -> int | None:

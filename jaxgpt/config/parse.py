@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 import yaml
 
-from jaxgpt.config.checks import UsageError, validate
+from jaxgpt.config.checks import UsageError, expanded, validate
 from jaxgpt.config.sections import Config
 
 
@@ -52,6 +52,9 @@ def parse_args(argv: Sequence[str], prog: str = "python -m jaxgpt.train") -> Con
     base = _base_file(given)
     values = _flatten(_read_yaml(base), origin=str(base))
     values.pop("out", None)  # another run's settings are welcome, its directory is not
+    if "config" not in given:  # consent, or a refusal, is for the start that it was given to
+        for key in ("data.accept_changes", "checkpoint.resume"):
+            values.pop(key, None)
     if _SAYING_WHERE & set(given):  # that is where the data is, not where the file says
         values = {key: value for key, value in values.items() if key not in _SAYING_WHERE}
     try:
@@ -80,6 +83,7 @@ def config_from_file(path: Path) -> Config:
 
 
 _SAYING_WHERE = {"data.dataset", "data.path", "data.blend", "data.file_list"}
+_PATHS = {"config", "out", "data.path", "data.file_list", "data.tokenizer"}
 _ALIASES = {"mesh": "parallel.mesh"}
 
 
@@ -110,10 +114,10 @@ def config_directories() -> list[Path]:
 
 def _base_file(given: Mapping[str, Sequence[str]]) -> Path:
     if "config" not in given and "out" in given:
-        kept = Path(given["out"][0]) / "config.yaml"
+        kept = Path(expanded(given["out"][0], "out=")) / "config.yaml"
         if kept.is_file():
             return kept
-    name = given.get("config", ["tiny"])[0]
+    name = expanded(given.get("config", ["tiny"])[0], "config=")
     presets = {f.stem: f for d in config_directories() for f in sorted(d.glob("*.yaml"))}
     if name in presets:
         return presets[name]
@@ -154,6 +158,8 @@ def _flatten(values: Mapping[str, Any], origin: str) -> dict[str, list[str]]:
             if name not in _fields():
                 raise UsageError(f"{origin}: {_unknown(name)}")
             kind = _fields()[name]
+            if name == "parallel.mesh" and isinstance(value, list):
+                value = ",".join(map(str, value))  # YAML's way to write several numbers
             if value is False and bool not in (kind, *typing.get_args(kind)):
                 value = "off"  # which YAML takes for False
             out[name] = [str(v) for v in value] if isinstance(value, list) else [str(value)]
@@ -168,14 +174,17 @@ def _split_arguments(argv: Sequence[str]) -> dict[str, list[str]]:
         word = words.pop(0)
         key, equals, value = word.removeprefix("--").partition("=")
         key = _ALIASES.get(key, key).replace("-", "_")
-        if not word.startswith("--") and not equals:
+        if not key or not (word.startswith("--") or equals):
             raise UsageError(
-                f"{word}: not understood; give section.key=value or --section.key value"
+                f"{word or repr(word)}: not understood; give section.key=value "
+                "or --section.key value"
             )
         if key not in _fields():
             raise UsageError(_unknown(word.partition("=")[0], key))
-        out[key] = [value] if equals else []
         takes_many = typing.get_origin(_fields()[key]) is tuple
+        if key in out and takes_many and key not in _ALIASES.values():
+            raise UsageError(f"{word}: is given twice; give all its values after one --{key}")
+        out[key] = [value] if equals else []
         while words and (not out[key] or takes_many) and not _is_setting(words[0], takes_many):
             out[key].append(words.pop(0))
         if not out[key]:
@@ -224,6 +233,8 @@ def _build(values: Mapping[str, Sequence[str]]) -> Config:
                 console_outputs=False,
             )
 
+    paths = _PATHS & set(values)
+    values = {**values, **{k: [expanded(path, f"{k}=") for path in values[k]] for k in paths}}
     names = list(values)
     try:
         return parse(names)

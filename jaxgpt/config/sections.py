@@ -113,7 +113,8 @@ class DataConfig:
     tokenizer: str | None = None
     """A tokenizer.json, or the folder with it, for data that came without one."""
     accept_changes: bool = False
-    """Go on from a checkpoint although the data is not what it was trained on."""
+    """Go on from a checkpoint although the data is not what it was trained on: this once, a later
+    start asks again."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,7 +153,8 @@ class CheckpointConfig:
     keep: int = 2
     """How many of the newest checkpoints to keep."""
     resume: bool = True
-    """Go on from the newest checkpoint in --out; False refuses a folder that has one."""
+    """Go on from the newest checkpoint in --out; False refuses a folder that has one, at the start
+    that it is given to."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,7 @@ import numpy as np
 from jaxgpt.config import UsageError
 from jaxgpt.data.find_tokenizer import open_tokenizer
 from jaxgpt.data.publishing import write_dataset
-from jaxgpt.data.tokenizer import ByteTokenizer, Tokenizer
+from jaxgpt.data.tokenizer import ByteTokenizer, CharTokenizer, Tokenizer
 
 TRAIN_SHARE = 0.9
 
@@ -92,15 +92,16 @@ def prepare_text(
     files, is_json = input_files(inputs)
     encoder = None if tokenizer == "char" else open_tokenizer(tokenizer, end_of_text)
     if megatron:
-        if encoder is None:
+        if encoder is None or isinstance(encoder, CharTokenizer):
             raise UsageError(
-                "--tokenizer char: --format megatron keeps no vocabulary; give byte or a tokenizer"
+                f"--tokenizer {tokenizer}: --format megatron keeps no vocabulary of characters; "
+                "give byte or a tokenizer"
             )
         corpus = Corpus(files, json_key if is_json else None, None)
         prefix = directory / f"{directory.name}_{json_key if is_json else 'text'}_document"
         written = write_megatron(corpus, prefix, encoder, workers)
         encoder.save(directory)
-        home = "byte" if tokenizer == "byte" else directory
+        home = "byte" if isinstance(encoder, ByteTokenizer) else directory
         lines = [
             f"vocab size: {encoder.vocab_size:,}",
             f"{written.tokens['train']:,} tokens; train on them with data.path={prefix} "

@@ -62,7 +62,7 @@ def input_files(inputs: list[Path]) -> tuple[list[Path], bool]:
             found = sorted(
                 p
                 for p in path.rglob("*")
-                if _kind(p) in _TEXT + _JSON and p.suffix != ".json" and p.is_file()
+                if _kind(p) in _TEXT + _JSON and p.suffix.lower() != ".json" and p.is_file()
             )
             if not found:
                 kinds = ", ".join(_TEXT + _JSON)
@@ -81,8 +81,8 @@ def input_files(inputs: list[Path]) -> tuple[list[Path], bool]:
 
 
 def _kind(path: Path) -> str:
-    name = path.with_suffix("") if path.suffix in _COMPRESSED else path
-    return name.suffix
+    name = Path(path.name.lower())
+    return (name.with_suffix("") if name.suffix in _COMPRESSED else name).suffix
 
 
 def _blocks(path: Path) -> Iterator[tuple[bytes, int]]:
@@ -96,9 +96,9 @@ def _blocks(path: Path) -> Iterator[tuple[bytes, int]]:
 
 
 def _decompressed(file: BinaryIO, path: Path) -> contextlib.AbstractContextManager[BinaryIO]:
-    if path.suffix == ".gz":
+    if path.suffix.lower() == ".gz":
         return gzip.GzipFile(fileobj=file)
-    if path.suffix == ".zst":
+    if path.suffix.lower() == ".zst":
         try:
             from compression import zstd
         except ImportError:

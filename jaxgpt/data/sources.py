@@ -253,7 +253,7 @@ def _open_source(entry: Entry, data: DataConfig, least: int) -> Source:
         last = min(round(file.size * (1 - data.val_share)), file.size - 1)
         tokens = _split(file, index.document_start(index.document_of(last)), entry, data, least)
     else:
-        file = _flat(prefix.with_name(prefix.name + ".bin"), meta, entry, data, 1)
+        file = _flat(prefix.with_name(prefix.name + ".bin"), meta, entry, data, least)
         if path == prefix:
             raise UsageError(
                 f"{entry.key}: there is no {prefix}.idx beside {prefix}.bin; bring it back, or "

@@ -35,6 +35,18 @@ class Tokenizer(Protocol):
         """Writes what the description only names into the folder that the description is in."""
 
 
+def continued(tokenizer: Tokenizer, prompt: str, tokens: Sequence[int]) -> str:
+    """A prompt and the text of the tokens that follow it.
+
+    They are decoded together, as some decoders leave out a space before their first token.
+    """
+    before = tokenizer.encode(prompt).tolist()
+    start, whole = tokenizer.decode(before), tokenizer.decode([*before, *tokens])
+    if not before or not whole.startswith(start):
+        return prompt + tokenizer.decode(tokens)
+    return prompt + whole[len(start) :]
+
+
 class CharTokenizer:
     """One token per distinct character, numbered in the order of their code points."""
 

@@ -15,6 +15,7 @@ from jaxgpt.distributed.accelerators import (
     VISIBLE_VARIABLES,
     accelerator_expected,
     count_accelerators,
+    reserve_memory,
 )
 from jaxgpt.distributed.cluster import Cluster, coordinator_host
 from jaxgpt.distributed.environment import COORDINATOR, check_address
@@ -26,6 +27,15 @@ from jaxgpt.distributed.xla_flags import CPU_COLLECTIVES, add_xla_flags
 
 JOBS = (("PBS", "PBS_JOBID"), ("Slurm", "SLURM_JOB_ID"), ("Cobalt", "COBALT_JOBID"))
 MAX_CPU_DEVICES = 2048  # XLA simulates no more in one process
+# Settings of JAX that decide about numbers, or what can be compiled: results are to be those
+# of the configuration, on any machine.
+PINNED = {
+    "jax_enable_x64": False,
+    "jax_disable_jit": False,
+    "jax_default_prng_impl": "threefry2x32",
+    "jax_threefry_partitionable": True,
+    "jax_numpy_dtype_promotion": "standard",
+}
 HEARTBEAT_TIMEOUT = 100  # seconds after which a silent process counts as dead
 
 
@@ -86,13 +96,18 @@ def connect(
             XLA_FLAGS names a file.
     """
     add_xla_flags(*CPU_COLLECTIVES)
-    cpu_devices = cpu_devices_per_process(mesh, cluster) if not accelerator_expected() else None
     notes = list(cluster.notes)
+    cpu_devices = None
+    if accelerator_expected():
+        notes += reserve_memory()
+    else:
+        cpu_devices = cpu_devices_per_process(mesh, cluster)
     coordinator = None
     if cluster.size > 1:
         notes += clear_proxies()
     import jax
 
+    notes += pin_settings()
     mark("imports")
     if cpu_devices is not None:
         # JAX refuses once it has started (in a notebook): then the devices are what they are.
@@ -149,6 +164,24 @@ def connect(
     }
 
 
+def pin_settings() -> list[str]:
+    """Sets what `PINNED` says, whatever the environment does.
+
+    Returns:
+        Lines for the log about what was different.
+    """
+    import jax
+
+    found = {name: getattr(jax.config, name) for name in PINNED}
+    for name, value in PINNED.items():
+        jax.config.update(name, value)
+    return [
+        f"warning: {name.upper()}={found[name]}: is {value} here, as it decides about results"
+        for name, value in PINNED.items()
+        if found[name] != value
+    ]
+
+
 def describe(facts: dict[str, Any]) -> list[str]:
     """Lines for the log about what `connect` found."""
     processes = f"{facts['processes']} process" + ("es" if facts["processes"] > 1 else "")
@@ -169,8 +202,8 @@ def describe(facts: dict[str, Any]) -> list[str]:
 def own_devices(cluster: Cluster) -> list[int] | None:
     """Which of the host's accelerators this process takes; None takes all that it sees.
 
-    Processes of one host share them out evenly. One that sees a single device has been given it
-    by the launcher, and so have processes of a host that see different ones.
+    Processes of one host that see the same ones share them out evenly. One that sees a single
+    device has been given it by the launcher, and so has one that sees others than its mates do.
 
     Raises:
         UsageError: on every process, if a host has more processes than devices.
@@ -182,27 +215,28 @@ def own_devices(cluster: Cluster) -> list[int] | None:
     seen = visible.split(",") if visible else [str(i) for i in range(count_accelerators())]
     if not seen and machine:  # Intel's files do not tell tiles apart
         seen = [str(i) for i in range(machine.devices_per_host)]
-    if cluster.local_size == 1 or not accelerator_expected() or len(set(mates)) > 1:
+    n_sharing, place = mates.count(visible), mates[: cluster.local_rank].count(visible)
+    if n_sharing == 1 or not accelerator_expected():
         error = chosen = None
     else:
-        error, chosen = _share(len(seen), cluster)
+        error, chosen = _share(len(seen), n_sharing, place)
     cluster.agree(error)
     if chosen and machine and machine.device == "pvc":  # JAX's own setting is for CUDA and ROCm
         os.environ["ZE_AFFINITY_MASK"] = ",".join(seen[i] for i in chosen)
     return chosen
 
 
-def _share(seen: int, cluster: Cluster) -> tuple[str | None, list[int] | None]:
-    """An error, or the devices of this process."""
+def _share(seen: int, n_sharing: int, place: int) -> tuple[str | None, list[int] | None]:
+    """An error, or the devices of the process that has this place among those that share."""
     if seen < 2:  # one, or of a kind whose files do not tell
         return None, None
-    if seen < cluster.local_size:
+    if seen < n_sharing:
         return (
-            f"processes on host {platform.node()}={cluster.local_size}: more than its {seen} "
+            f"processes on host {platform.node()}={n_sharing}: more than its {seen} "
             "devices; start at most one process per device"
         ), None
-    each = seen // cluster.local_size
-    return None, list(range(cluster.local_rank * each, (cluster.local_rank + 1) * each))
+    each = seen // n_sharing
+    return None, list(range(place * each, (place + 1) * each))
 
 
 def await_coordinator(cluster: Cluster, address: str) -> None:

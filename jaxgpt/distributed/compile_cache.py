@@ -1,9 +1,12 @@
 """JAX's persistent compilation cache: what was compiled once is read from a folder next time."""
 
+import contextlib
+import errno
 import fcntl
 import hashlib
 import os
 import platform
+import tempfile
 from pathlib import Path
 from typing import TextIO
 
@@ -35,7 +38,7 @@ def use_compile_cache(directory: str, cluster: Cluster) -> str:
     if os.environ.get("JAX_COMPILATION_CACHE_DIR"):
         source = "JAX_COMPILATION_CACHE_DIR"
         directory = os.environ[source]
-    folder = Path(directory).expanduser() / cpu_signature()
+    folder = Path(os.path.expanduser(directory)) / cpu_signature()
     if not all(cluster.gather(_is_writable(folder))):
         jax.config.update("jax_compilation_cache_dir", None)
         return f"warning: {source}={directory}: cannot be written; compiling without a cache"
@@ -43,6 +46,14 @@ def use_compile_cache(directory: str, cluster: Cluster) -> str:
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     if jax.default_backend() != "cpu":
+        # XLA tries kernels for GPUs together: a process that has not found a program would wait for
+        # one that has.
+        if not _is_shared(folder, cluster):
+            jax.config.update("jax_compilation_cache_dir", None)
+            return (
+                f"warning: {source}={directory}: is not one folder that all hosts see; compiling "
+                "without a cache"
+            )
         return f"compile cache: {folder}"
     jax.config.update("jax_persistent_cache_enable_xla_caches", "none")  # those are for GPUs
     if cluster.size == 1:
@@ -50,10 +61,10 @@ def use_compile_cache(directory: str, cluster: Cluster) -> str:
     _use_one_key()
     # A process that finds no program waits for process 0 to compile it, which process 0 does not
     # do if it has found it. So all must see the same files, and no other job may add to them.
-    alone = cluster.broadcast(_lock(folder) if cluster.is_main else None)
-    if not alone:
+    problem = cluster.broadcast(_lock(folder) if cluster.is_main else None)
+    if problem:
         jax.config.update("jax_persistent_cache_min_compile_time_secs", NEVER)
-        return f"compile cache: {folder}, only read, because another job is writing to it"
+        return f"compile cache: {folder}, only read, because {problem}"
     if cluster.local_size == cluster.size:
         jax.config.update("jax_share_binary_between_hosts", True)
     return f"compile cache: {folder}"
@@ -110,6 +121,8 @@ def _use_one_key() -> None:
 
 
 def _is_writable(folder: Path) -> bool:
+    if str(folder).startswith("~"):  # of a user whose home is not known
+        return False
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError:
@@ -117,16 +130,28 @@ def _is_writable(folder: Path) -> bool:
     return os.access(folder, os.W_OK)
 
 
-def _lock(folder: Path) -> bool:
-    """Whether this process now has the folder's lock, which only one job at a time can have."""
+def _is_shared(folder: Path, cluster: Cluster) -> bool:
+    """Whether all processes see the same folder, by a file of process 0's."""
+    with contextlib.ExitStack() as stack:
+        name = ""  # of no file: there may be no room for one
+        if cluster.is_main:
+            with contextlib.suppress(OSError):
+                name = Path(stack.enter_context(tempfile.NamedTemporaryFile(dir=folder)).name).name
+        return all(cluster.gather((folder / cluster.broadcast(name)).is_file()))
+
+
+def _lock(folder: Path) -> str:
+    """Takes the folder's lock, which only one job at a time can have; or says why it cannot."""
     try:
         file = (folder / ".lock").open("a")
-    except OSError:  # another user's
-        return False
+    except OSError as error:
+        return f"its .lock cannot be written ({error.strerror})"  # another user's
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:  # another job has it, or the file system knows no locks
+    except OSError as error:
         file.close()
-        return False
+        if error.errno in (errno.EACCES, errno.EAGAIN):
+            return "another job is writing to it"
+        return f"its file system has no locks ({error.strerror})"
     _LOCKS.append(file)
-    return True
+    return ""

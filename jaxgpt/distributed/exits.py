@@ -149,18 +149,24 @@ def leave(report: str, status: int, until_abort: float = 1) -> NoReturn:
     if _connected():
         time.sleep(until_abort)
     print(report, file=sys.stderr, end="", flush=True)
-    _abort_mpi(status)
+    abort_mpi(status, 0.5)
     if _connected() and guessed_rank() == 0:
         time.sleep(LOOK_EVERY + 2)  # it keeps the store, where the others look
     os._exit(status)
 
 
-def _abort_mpi(status: int) -> None:
-    """Ends the job with `status` where MPI runs it; returns where it does not."""
+def abort_mpi(status: int, after: float = 0) -> None:
+    """Ends the job with `status` where MPI runs it; returns where it does not.
+
+    Where processes only end, MPICH's mpiexec may give the status of one that it has killed.
+
+    Args:
+        after: seconds for the launcher to pass on what was printed.
+    """
     mpi = sys.modules.get("mpi4py.MPI")
     with_mpi = mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized()
     if with_mpi and mpi.COMM_WORLD.size > 1:  # not alone in a world that was of no use
-        time.sleep(0.5)  # for the launcher to pass on what was printed
+        time.sleep(after)
         _hush()  # MPI would add a line of its own
         mpi.COMM_WORLD.Abort(status)
 
@@ -172,7 +178,7 @@ def _leave_unasked(report: str, status: int) -> None:
         if distributed.global_state.process_id != 1:
             time.sleep(UNTIL_ENDED)  # process 1 speaks, and where MPI runs the job ends it
     print(report, file=sys.stderr, end="", flush=True)
-    _abort_mpi(status)
+    abort_mpi(status, 0.5)
     os._exit(status)
 
 
@@ -222,8 +228,15 @@ class StopSignal:
         self._since = time.monotonic()
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGALRM):
             signal.signal(number, self._receive)
+        atexit.register(self._ignore)
         if time_limit_minutes is not None and guessed_rank() == 0:
             signal.setitimer(signal.ITIMER_REAL, max(0.01, 60 * time_limit_minutes - passed))
+
+    @staticmethod
+    def _ignore() -> None:
+        """What comes when all is done changes nothing: Python would go back to being killed."""
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGALRM):
+            signal.signal(number, signal.SIG_IGN)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()

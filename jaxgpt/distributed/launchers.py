@@ -22,6 +22,7 @@ from jaxgpt.distributed.machines import Machine, find_machine
 # Open MPI hands variables to other hosts by name only.
 PASSED_ON = re.compile(
     r"(JAX|XLA_|NCCL_|RCCL_|FI_|CUDA_|ROCR_|HIP_|ZE_|OMP_|HF_|WANDB_)\w*|PATH|LD_LIBRARY_PATH"
+    r"|GLIBC_TUNABLES|MALLOC_\w*|LD_PRELOAD|(TF|UCX)_\w*"
     r"|PYTHON\w*|VIRTUAL_ENV|CONDA_PREFIX|(?i:\w+_proxy)|PBS_JOBID|PBS_O_HOST"
 )
 
@@ -138,6 +139,9 @@ def _devices(machine: Machine | None, environ: Mapping[str, str]) -> tuple[int, 
         return _number("SLURM_GPUS_ON_NODE", given), f"SLURM_GPUS_ON_NODE={given}"
     if found := count_accelerators():
         return found, f"one for each of {found} accelerators seen here"
+    tasks = environ.get("SLURM_TASKS_PER_NODE", "")  # of --ntasks
+    if "SLURM_NTASKS" in environ and (found := _least(tasks)):
+        return found, f"SLURM_TASKS_PER_NODE={tasks}"
     return 1, NO_ACCELERATORS
 
 
@@ -291,8 +295,19 @@ def _srun(layout: Layout, environ: Mapping[str, str]) -> list[str]:
 
 def _slurm_cpus(per_host: int, environ: Mapping[str, str]) -> int:
     """CPUs of one process: what the job asked for, which srun does not take over by itself since
-    Slurm 22.05, else an equal share of the allocation; 0 if it is not known."""
-    if asked := environ.get("SLURM_CPUS_PER_TASK", ""):
-        return _number("SLURM_CPUS_PER_TASK", asked)
-    counts = re.findall(r"(\d+)(?:\(x\d+\))?", environ.get("SLURM_JOB_CPUS_PER_NODE", ""))
-    return min(map(int, counts), default=0) // per_host
+    Slurm 22.05, if that was for so many processes; else an equal share of the allocation; 0 if it
+    is not known."""
+    share = _least(environ.get("SLURM_JOB_CPUS_PER_NODE", "")) // per_host
+    asked = environ.get("SLURM_CPUS_PER_TASK", "")
+    tasks = environ.get("SLURM_NTASKS_PER_NODE", "")
+    if not asked:
+        return share
+    cpus = _number("SLURM_CPUS_PER_TASK", asked)
+    if share == 0 or tasks == str(per_host):
+        return cpus
+    return share if tasks else min(cpus, share)
+
+
+def _least(counts: str) -> int:
+    """The least of what Slurm counts on each host, such as `16,8(x2)`; 0 if it says nothing."""
+    return min(map(int, re.findall(r"(\d+)(?:\(x\d+\))?", counts)), default=0)

@@ -27,13 +27,13 @@ class Watchdog:
         self._minutes = minutes
         self._file = directory / f"hang-{rank}.txt"
         self._rank = rank
-        self._last: tuple[float, str] | None = None
+        self._last: tuple[float, str, float] | None = None
         self._stop = threading.Event()
 
-    def beat(self, doing: str) -> None:
-        """Something is done; what comes next is `doing`."""
+    def beat(self, doing: str, least: float = 0) -> None:
+        """Something is done; what comes next is `doing`, which may take `least` minutes anyway."""
         begins = self._last is None
-        self._last = (time.monotonic(), doing)
+        self._last = (time.monotonic(), doing, max(least, self._minutes or 0))
         if begins and self._minutes is not None:
             threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
 
@@ -42,18 +42,17 @@ class Watchdog:
         self._stop.set()
 
     def _watch(self) -> None:
-        limit = 60 * self._minutes
-        interval = min(limit / 4, 5)
+        interval = min(60 * self._minutes / 4, 5)
         while not self._stop.wait(interval):
-            since, doing = self._last
-            if time.monotonic() - since > limit:
+            since, doing, minutes = self._last
+            if time.monotonic() - since > 60 * minutes:
                 # In a thread: the file system may be what hangs.
                 threading.Thread(target=self._write, daemon=True).start()
                 time.sleep(2 * interval)  # for the others to notice and to write, too
                 report = (
                     f"error: train.hang_timeout={self._minutes}: process {self._rank} has been "
-                    f"at {doing} for longer than so many minutes; {self._file} says where, that "
-                    "of each process; start again with the same --out\n"
+                    f"at {doing} for longer than {minutes:g} minutes; {self._file} says where, "
+                    "that of each process; start again with the same --out\n"
                 )
                 leave(report, HUNG)
 

@@ -65,7 +65,8 @@ class Linear(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         y = self.multiply(x.astype(self.dtype), self.kernel.get_value(), self.n_inputs)
-        return y if self.bias is None else y + self.bias.astype(self.dtype)
+        # In float32, as then its gradient is, which sums over all tokens: see `look_up`.
+        return y if self.bias is None else (y + self.bias.get_value()).astype(self.dtype)
 
 
 class Block(nnx.Module):
@@ -222,10 +223,9 @@ class GPT(nnx.Module):
         whole = functools.partial(with_weights, devices=self.devices)
         wte_VD, wpe_TD = whole(self.wte).embedding[...], whole(self.wpe).embedding[...]
         w_VD, first_token = self.devices.share(wte_VD.astype(self.dtype), V)
-        wpe_TD = jax.lax.dynamic_slice_in_dim(
-            wpe_TD.astype(self.dtype), first + self.devices.first_position(T), T
-        )
-        x_BTD = self.devices.leave(look_up(w_VD, tokens_BT - first_token)) + wpe_TD
+        wpe_TD = jax.lax.dynamic_slice_in_dim(wpe_TD, first + self.devices.first_position(T), T)
+        x_BTD = self.devices.leave(look_up(w_VD, tokens_BT - first_token))
+        x_BTD = (x_BTD + wpe_TD).astype(self.dtype)  # float32, as a layer's bias
         x_BTD = dropout(self.dropout, self.devices, x_BTD, own_keys)
         x_BTD, caches = self._layers(x_BTD, layer_keys, caches, first)
         return self.devices.enter(whole(self.norm)(x_BTD)), w_VD, first_token, caches
@@ -277,9 +277,35 @@ def look_up(w_VD: jax.Array, tokens_BT: jax.Array) -> jax.Array:
 
 def logits(x_BTD: jax.Array, w_VD: jax.Array, first: Any, vocab_size: int) -> jax.Array:
     """Scores of the tokens first, first + 1, ...; -inf for those that only pad the vocabulary."""
-    logits_BTV = jnp.einsum("...D,VD->...V", x_BTD, w_VD, preferred_element_type=jnp.float32)
+    logits_BTV = output_products(x_BTD, w_VD)
     is_token_V = first + jnp.arange(w_VD.shape[0]) < vocab_size
     return jnp.where(is_token_V, logits_BTV, -jnp.inf)
+
+
+def _output_products(x_BTD: jax.Array, w_VD: jax.Array, dtype: Any = None) -> jax.Array:
+    return jnp.einsum("...D,VD->...V", x_BTD, w_VD, preferred_element_type=dtype)
+
+
+@jax.custom_vjp
+def output_products(x_BTD: jax.Array, w_VD: jax.Array) -> jax.Array:
+    """x w^T in float32, of operands that vary over the same axes of the mesh.
+
+    As the result is float32, JAX would derive gradients whose products are in float32 too, which
+    take tensor cores twice the time or more: a sixth of GPT-2's. These are in the operands' dtype,
+    as those of every other layer.
+    """
+    return _output_products(x_BTD, w_VD, jnp.float32)
+
+
+def _output_products_forward(x_BTD: jax.Array, w_VD: jax.Array) -> Any:
+    return output_products(x_BTD, w_VD), (x_BTD, w_VD)
+
+
+def _output_products_backward(operands: Any, d_BTV: jax.Array) -> Any:
+    return jax.vjp(_output_products, *operands)[1](d_BTV.astype(operands[0].dtype))
+
+
+output_products.defvjp(_output_products_forward, _output_products_backward)
 
 
 def dropout(

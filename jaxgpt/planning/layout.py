@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxgpt.config import MESH_AXES, Config
+from jaxgpt.distributed.accelerators import USABLE
 from jaxgpt.model.gpt import count_parameters
 from jaxgpt.planning.collectives import Collective, ring_bytes
 from jaxgpt.planning.estimate import ASSUMPTIONS, Estimate, estimate, hosts_spanned, link_of
@@ -14,8 +15,6 @@ from jaxgpt.planning.program import Memory, compile_step
 from jaxgpt.planning.theory import Traffic, expected_traffic, totals
 from jaxgpt.telemetry.devices import Device
 from jaxgpt.telemetry.metrics import flops_per_token
-
-USABLE = 0.9  # of a device's memory; the rest goes to the driver, NCCL and fragmentation
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -148,7 +148,8 @@ def _certainty(plan: Plan) -> list[str]:
         "a model: gradients and activations are what XLA's CPU compiler needs",
     ]
     if plan.device.name == "cpu":
-        if plan.config.train.dtype == "bfloat16":
+        config = plan.config
+        if "bfloat16" in (config.train.dtype, config.parallel.grad_reduce_dtype):
             lines.append(
                 "on CPUs bfloat16 is computed and communicated as float32: twice the bytes"
             )

@@ -17,6 +17,7 @@ PHASES = (
     "data",
     "state",
     "compile",
+    "evaluation",
     "first step",
 )
 

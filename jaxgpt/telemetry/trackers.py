@@ -1,5 +1,6 @@
 """Where records go: metrics.jsonl, which is the truth, and what repeats it."""
 
+import contextlib
 import itertools
 import json
 import math
@@ -8,7 +9,9 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TextIO
+
+from jaxgpt.config import UsageError
 
 Record = dict[str, Any]
 
@@ -36,14 +39,15 @@ class MetricsFile:
     def __init__(self, path: Path, resume_step: int | None):
         """Opens the file; what a resumed run is going to do again is dropped from it.
 
-        What an earlier run without a checkpoint left is kept as metrics.jsonl.old. Rewinds stay:
-        they are why steps before them are missing.
+        What an earlier run without a checkpoint left is kept as metrics.jsonl.old, or with a number
+        after that. Rewinds stay: they are why steps before them are missing.
         """
         if path.exists():
             if resume_step is None:
                 resume_step = 0
-                if any(record["kind"] != "rewind" for record in read_records(path)):
-                    shutil.copyfile(path, path.with_name(path.name + ".old"))
+                if any(record["kind"] != "rewind" for _, record in _whole_lines(path)):
+                    with _replacing(_free_name(path)) as kept, path.open("rb") as file:
+                        shutil.copyfileobj(file, kept.buffer)
             cut_metrics(path, resume_step)
         self._file = path.open("a", buffering=1)
 
@@ -62,7 +66,7 @@ class SamplesFile:
     def __init__(self, path: Path, metrics: Path):
         """Begins with the samples that `metrics`, cut to what is done, still holds."""
         self._file = path.open("w", buffering=1, encoding="utf-8", errors="replace")
-        for record in read_records(metrics):
+        for record in read_records(metrics, "sample"):
             self.log(record)
 
     def log(self, record: Record) -> None:
@@ -156,9 +160,23 @@ class Trackers:
 
 def write_whole(path: Path, text: str) -> None:
     """Writes a file that is either the old one or the new one, whenever the run is killed."""
+    with _replacing(path) as file:
+        file.write(text)
+
+
+@contextlib.contextmanager
+def _replacing(path: Path) -> Iterator[TextIO]:
+    """A file that takes the place of `path` once all has been written."""
     scratch = path.with_name(f".{path.name}.tmp")
-    scratch.write_text(text)
-    os.replace(scratch, path)
+    try:
+        with scratch.open("w") as file:
+            yield file
+        os.replace(scratch, path)
+    except OSError as error:
+        scratch.unlink(missing_ok=True)
+        raise UsageError(
+            f"{path}: cannot be written ({error.strerror or error}); it is as it was; make room"
+        ) from None
 
 
 def json_line(record: Record) -> str:
@@ -169,29 +187,42 @@ def json_line(record: Record) -> str:
     return json.dumps(clean) + "\n"
 
 
-def read_records(path: Path) -> list[Record]:
-    """What is in a metrics.jsonl, but for a line that is still being written, or never was."""
-    return [record for _, record in _whole_lines(path)]
+def read_records(path: Path, kind: str = "") -> list[Record]:
+    """What is in a metrics.jsonl, but for a line that is still being written, or never was.
+
+    Args:
+        kind: of the records that are wanted; others are not parsed. Empty takes all.
+    """
+    return [record for _, record in _whole_lines(path, kind) if kind in ("", record["kind"])]
 
 
 def cut_metrics(path: Path, step: int, record: Record | None = None) -> None:
     """Drops from a metrics.jsonl what is about later steps, except rewinds, and adds `record`."""
-    lines = [
-        line
-        for line, found in _whole_lines(path)
-        if found["kind"] == "rewind" or found.get("step", 0) <= step
-    ]
-    write_whole(path, "".join([*lines, json_line(record) if record else ""]))
+    with _replacing(path) as file:
+        for line, found in _whole_lines(path):
+            if found["kind"] == "rewind" or found["step"] <= step:
+                file.write(line)
+        file.write(json_line(record) if record else "")
 
 
-def _whole_lines(path: Path) -> Iterator[tuple[str, Record]]:
-    with path.open() as file:
+def _free_name(path: Path) -> Path:
+    """metrics.jsonl.old, or the first of metrics.jsonl.old.2 ... that is not there."""
+    names = itertools.chain([".old"], (f".old.{number}" for number in itertools.count(2)))
+    candidates = (path.with_name(path.name + name) for name in names)
+    return next(candidate for candidate in candidates if not candidate.exists())
+
+
+def _whole_lines(path: Path, word: str = "") -> Iterator[tuple[str, Record]]:
+    """Lines and their records, of those lines that contain a word."""
+    with path.open(errors="replace") as file:  # a host that went down may leave any bytes
         for line in file:
+            if word not in line:
+                continue
             try:
                 record = json.loads(line)
             except ValueError:  # the line that was being written when the run was killed
                 continue
-            if not isinstance(record, dict) or "kind" not in record:  # nor is it ours
+            if not isinstance(record, dict) or not {"kind", "step"} <= set(record):  # nor ours
                 continue
             yield f"{line.rstrip()}\n", record
 

@@ -38,6 +38,8 @@ NO_ROOM = tuple(map(os.strerror, (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)))
 # In what Orbax logs: that a checkpoint is not going to be complete, and what it raises soon anyway.
 ORBAX_FAILS = ("_SignalingThread.run() raised", "Handler Commit operations")
 ORBAX_RAISES = ("Checkpointer failed", "Save Finalize")
+# Of what Orbax has left undone when one array cannot be read, or when Python ends.
+ORBAX_LEAVES = ("Event loop is closed", "sys.meta_path is None", "while reading array index")
 
 
 class Checkpoints:
@@ -275,7 +277,7 @@ def _orbax_log() -> _OrbaxLog:
 
     def hook(unraisable: Any) -> None:
         reason = str(unraisable.exc_value)
-        if "Event loop is closed" not in reason and "sys.meta_path is None" not in reason:
+        if not any(words in reason for words in ORBAX_LEAVES):
             before(unraisable)
 
     sys.unraisablehook = hook

@@ -1,5 +1,6 @@
 """What a run looks at between its steps: losses on both splits, and text that the model writes."""
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -7,6 +8,7 @@ import numpy as np
 from jaxgpt.config import Config
 from jaxgpt.data.loader import Loader
 from jaxgpt.data.sources import SPLITS, Dataset
+from jaxgpt.data.tokenizer import continued
 from jaxgpt.distributed.in_flight import InFlight
 from jaxgpt.distributed.partition import Params
 from jaxgpt.training.monitor import CorpusLosses
@@ -20,8 +22,10 @@ SAMPLE_TOP_K = 200  # nanoGPT's
 class Evaluation:
     """Mean loss over the same train.eval_iters batches of each split, every time."""
 
-    def __init__(self, dataset: Dataset, config: Config, steps: Steps):
+    def __init__(self, dataset: Dataset, config: Config, steps: Steps, beat: Callable[[str], None]):
+        """An evaluation that tells `beat` about each batch that it comes to."""
         self._iters = config.train.eval_iters
+        self._beat = beat
         self._eval_step = steps.eval_step
         self._loaders = {
             split: Loader.for_evaluation(dataset, split, config, steps.batch_shape.sharding)
@@ -36,6 +40,7 @@ class Evaluation:
             batches = loader.batches(range(1, self._iters + 1))
             found, in_flight = [], InFlight()
             for batch in batches:
+                self._beat(f"the evaluation after step {step}")
                 found.append(self._eval_step(params, batch))
                 in_flight.add(found[-1])
             losses = np.array([np.float64(row_losses) for row_losses in found])
@@ -74,5 +79,5 @@ class Sampler:
             return None
         window, length = self._window
         tokens = self._generate(params, window, np.int32(length), np.int32(self._seed))
-        text = self._prompt + self._tokenizer.decode(np.asarray(tokens).tolist())
+        text = continued(self._tokenizer, self._prompt, np.asarray(tokens).tolist())
         return {"kind": "sample", "step": step, "text": text}

@@ -1,8 +1,9 @@
 """A run from its first step to its last: `train` prepares it, `run_steps` is what happens."""
 
+import contextlib
 import itertools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -10,7 +11,14 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxgpt import __version__
-from jaxgpt.config import UsageError, check_batch, mesh_sizes, skip_ranges
+from jaxgpt.config import (
+    UsageError,
+    check_batch,
+    evaluation_is_due,
+    is_due,
+    mesh_sizes,
+    skip_ranges,
+)
 from jaxgpt.data.loader import Loader
 from jaxgpt.distributed import exits
 from jaxgpt.distributed.cluster import Cluster
@@ -25,10 +33,12 @@ from jaxgpt.training.monitor import Monitor, Reading
 from jaxgpt.training.profiling import StepProfile
 from jaxgpt.training.reporting import Reporter
 from jaxgpt.training.rewinding import rewound
-from jaxgpt.training.run_directory import Run
+from jaxgpt.training.run_directory import LOOKS, Run
 from jaxgpt.training.spikes import SkipRanges, check_faults
 from jaxgpt.training.state import Metrics, Steps, TrainState
 from jaxgpt.training.stored import load_steps
+
+START_MINUTES = 30  # that restoring and compiling may take, if train.hang_timeout is less
 
 
 class Parts(NamedTuple):
@@ -77,6 +87,20 @@ def train(
         An exit status: `exits.DONE`; `exits.STOPPED` with a checkpoint saved; `exits.FAILED` if
         spikes or steps that are not finite cannot be got over.
     """
+    minutes = run.config.train.hang_timeout
+    with contextlib.closing(Watchdog(minutes, run.directory, cluster.rank)) as watchdog:
+        return train_watched(run, cluster, facts, stop, startup, watchdog)
+
+
+def train_watched(
+    run: Run,
+    cluster: Cluster,
+    facts: dict[str, Any],
+    stop: exits.StopSignal,
+    startup: Startup,
+    watchdog: Watchdog,
+) -> int:
+    """`train`, with something that ends the job if it hangs."""
     config = run.config
     sizes = mesh_sizes(config, jax.device_count())
     check_batch(config, sizes)
@@ -87,14 +111,17 @@ def train(
     report = Reporter(run, steps, startup, cluster)
     report.announce(facts, warnings=(*steps.warnings, *crossing(mesh, cluster.hosts)))
 
-    if (run.resume_step or 0) >= config.train.max_iters:
+    is_done = (run.resume_step or 0) >= config.train.max_iters
+    if is_done and not run.lacks:
         report.close(
             f"nothing to do: step {run.resume_step} is saved, "
             f"train.max_iters={config.train.max_iters}"
         )
         return exits.DONE
     checkpoints = Checkpoints(run.directory, config)
-    checkpoints.check_room(run.resume_step or 0, steps.state_shapes)
+    if not is_done:
+        checkpoints.check_room(run.resume_step or 0, steps.state_shapes)
+    watchdog.beat("the state to begin with", START_MINUTES)
     state = state_to_begin_with(run, steps, checkpoints, cluster)
     if run.resume_step is not None:
         report.say(
@@ -103,6 +130,7 @@ def train(
         )
     startup.mark("state")
 
+    watchdog.beat("the compilation of the step", START_MINUTES)
     loader = Loader.for_training(run.dataset, config, steps.batch_shape.sharding)
     train_step = steps.lower_train_step().compile()
     cluster.wait_for_all()
@@ -114,23 +142,25 @@ def train(
         mesh=mesh,
         train_step=train_step,
         loader=loader,
-        evaluate=Evaluation(run.dataset, config, steps),
+        evaluate=Evaluation(run.dataset, config, steps, watchdog.beat),
         sample=Sampler(run.dataset, config, steps),
         checkpoints=checkpoints,
         report=report,
         stop=stop,
-        watchdog=Watchdog(config.train.hang_timeout, run.directory, cluster.rank),
+        watchdog=watchdog,
         profile=StepProfile(run, cluster, train_step, report),
         ticks=itertools.count((run.resume_step or 0) + 1),
     )
     report.start(loader)
     try:
+        if run.lacks:
+            look(parts, run.resume_step, state, run.lacks)
+            startup.mark("evaluation")
         end = run_with_rewinds(run, state, steps, parts)
     except UsageError:  # data has gone; what is being saved is not to go, too
         if cluster.size == 1:  # other processes would not come to finish it together
             checkpoints.close()
         raise
-    parts.watchdog.close()
     if end.failure:
         report.close(end.failure, with_losses=False)
         return exits.FAILED
@@ -138,7 +168,8 @@ def train(
         saved = f"after step {end.step}, which is saved" if end.step else "and rewound to the start"
         report.close(
             f"stopped by {stop.reason or 'a signal'} {saved}; "
-            f"the same command with --out {run.directory} goes on from there"
+            f"the same command with --out {run.directory}"
+            f"{'' if config.checkpoint.resume else ' checkpoint.resume=True'} goes on from there"
         )
         return exits.STOPPED
     report.close(f"done after step {end.step}")
@@ -186,7 +217,7 @@ def run_steps(run: Run, state: TrainState, parts: Parts) -> End:
     skips = SkipRanges(skip_ranges(config))
     todo = range((run.resume_step or 0) + 1, config.train.max_iters + 1)
     batches = parts.loader.batches(step for step in todo if step not in skips)
-    end = None
+    end = End(run.resume_step or 0)
     unsaved = 0  # steps, without those that were skipped
 
     for step in todo:
@@ -199,7 +230,7 @@ def run_steps(run: Run, state: TrainState, parts: Parts) -> End:
             in_flight.add(metrics.loss)
             unsaved += 1
         is_last, stopping = step == config.train.max_iters, parts.stop.reached(next(parts.ticks))
-        evaluating = is_last or is_due(step, config.train.eval_interval)
+        evaluating = evaluation_is_due(config, step)
         saving = is_last or stopping or is_due(step, config.checkpoint.interval)
 
         known = monitor.read(step, metrics, everything=evaluating or saving)
@@ -220,11 +251,9 @@ def run_steps(run: Run, state: TrainState, parts: Parts) -> End:
                 report.saved(step, time.perf_counter() - began)
             unsaved = 0
 
-        if evaluating:  # once the state is safe
-            watchdog.beat(f"the evaluation after step {step}")
-            with report.between_steps(state):
-                report.log(parts.evaluate(step, state.params))
-                report.log(parts.sample(step, state.params))
+        # Once the state is safe. A run that is stopped may have no time for it: the next start has.
+        if evaluating and (is_last or not stopping):
+            look(parts, step, state)
         report.progress(step)
         if is_last or stopping or failure:
             end = End(step, stopping, failure=failure)
@@ -236,9 +265,15 @@ def run_steps(run: Run, state: TrainState, parts: Parts) -> End:
     return end
 
 
-def is_due(step: int, interval: int) -> bool:
-    """Whether something happens at `step`; never if `interval` is 0."""
-    return interval > 0 and step % interval == 0
+def look(parts: Parts, step: int, state: TrainState, at: Sequence[str] = LOOKS) -> None:
+    """Logs what is due after a step, or the kinds of records of it that are asked for."""
+    with parts.report.between_steps(state):
+        if "eval" in at:
+            parts.watchdog.beat(f"the evaluation after step {step}")
+            parts.report.log(parts.evaluate(step, state.params))
+        if "sample" in at:
+            parts.watchdog.beat(f"the sample after step {step}")
+            parts.report.log(parts.sample(step, state.params))
 
 
 def checkpoint_meta(run: Run, parts: Parts, step: int) -> dict[str, Any]:
@@ -246,6 +281,7 @@ def checkpoint_meta(run: Run, parts: Parts, step: int) -> dict[str, Any]:
     return {
         "step": step,
         "consumed_tokens": run.consumed_tokens(step),
+        "corpus_tokens": run.corpus_tokens(parts.loader, step),
         "mesh": describe(parts.mesh),
         "processes": parts.cluster.size,
         "data_fingerprint": run.fingerprints,

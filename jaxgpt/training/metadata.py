@@ -1,8 +1,9 @@
 """The JSON beside the state of a checkpoint: what a run needs to go on from it."""
 
+import contextlib
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,15 @@ def read_meta(directory: Path, step: int) -> dict[str, Any]:
             "name, or remove it"
         )
     return meta
+
+
+def readable_metas(directory: Path, steps: Iterable[int]) -> dict[int, dict[str, Any]]:
+    """By step, what `read_meta` gives; without the steps of which it gives nothing."""
+    found = {}
+    for step in steps:
+        with contextlib.suppress(UsageError):
+            found[step] = read_meta(directory, step)
+    return found
 
 
 def is_step(name: str) -> bool:

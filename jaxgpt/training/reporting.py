@@ -91,6 +91,8 @@ class Reporter:
         say(MFU_FORMULA + ("" if self._rates.peak else f"; not known for {device.device_kind}"))
         facts = {**facts, "mesh": dict(mesh.shape)}
         write_whole(self._run.directory / "cluster.json", json.dumps(facts, indent=1) + "\n")
+        if not (self._run.directory / "config.yaml").exists():  # a new run may end in compiling
+            self._keep_config()
 
     def say(self, text: str) -> None:
         self._console.say(text)
@@ -98,10 +100,13 @@ class Reporter:
     def start(self, loader: Loader) -> None:
         """The first step is next: keeps the configuration and starts the clock."""
         if self._enabled:
-            write_whole(self._run.directory / "config.yaml", self._config.to_yaml())
+            self._keep_config()
         self._console.start_progress(self._first_step - 1, self._config.train.max_iters)
         self._loader = loader
         self._begin()
+
+    def _keep_config(self) -> None:
+        write_whole(self._run.directory / "config.yaml", self._config.to_yaml())
 
     def _begin(self) -> None:
         self._timer = StepTimer()
@@ -147,9 +152,14 @@ class Reporter:
         names = self._loader.names
         if len(names) == 1:
             return {}
-        columns = zip(names, self._loader.consumed(step), self._corpus_losses.means(), strict=True)
+        tokens, means = self._run.corpus_tokens(self._loader, step), self._corpus_losses.means()
         self._corpus_losses = CorpusLosses(len(names))
-        return {"corpora": {name: {"tokens": n, "loss": loss} for name, n, loss in columns}}
+        return {
+            "corpora": {
+                name: {"tokens": tokens[name], "loss": loss}
+                for name, loss in zip(names, means, strict=True)
+            }
+        }
 
     def spike(self, reading: Reading) -> Record | None:
         """The record of a step that is a spike, on process 0."""
@@ -169,7 +179,7 @@ class Reporter:
         self._console.progress(run.resume_step or 0)
         if not self._enabled:
             return
-        write_whole(run.directory / "config.yaml", run.config.to_yaml())
+        self._keep_config()
         self._trackers = Trackers(_open_trackers(run), warn=self._console.say)
         self.say(rewind_line(read_rewinds(run.directory)[-1]))
 
@@ -244,7 +254,7 @@ def _open_trackers(run: Run) -> list[Tracker]:
     ]
     if run.config.train.tensorboard:
         start = run.resume_step or 0
-        rewinds = [r for r in read_records(metrics) if r["kind"] == "rewind" and r["step"] == start]
+        rewinds = [r for r in read_records(metrics, "rewind") if r["step"] == start]
         trackers.append(TensorBoard(run.directory / "tensorboard", run.resume_step, rewinds))
     return trackers
 

@@ -5,7 +5,7 @@ import dataclasses
 from jaxgpt.config import skip_ranges
 from jaxgpt.distributed.cluster import Cluster
 from jaxgpt.telemetry.trackers import Record
-from jaxgpt.training.metadata import read_meta
+from jaxgpt.training.metadata import read_meta, readable_metas
 from jaxgpt.training.rewinds import decide_rewind, finish_rewind, skipped_by_rewinds
 from jaxgpt.training.run_directory import Run, saved_steps
 from jaxgpt.training.spikes import SkipRanges
@@ -22,7 +22,8 @@ def rewound(run: Run, cluster: Cluster, spike: Record | None, last: int) -> tupl
     """
 
     def on_process_0() -> dict:
-        saved = saved_steps(run.directory)
+        # One that is damaged is none to go back to: what is newer would be lost for it.
+        saved = list(readable_metas(run.directory, saved_steps(run.directory)))
         problem = decide_rewind(run.config, run.directory, saved, spike, last)
         if problem:
             return {"problem": problem}

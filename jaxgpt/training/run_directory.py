@@ -21,11 +21,13 @@ from jaxgpt.config import (
     check_batch,
     config_from_dict,
     config_from_file,
+    evaluation_is_due,
     mesh_sizes,
     skip_ranges,
 )
 from jaxgpt.data.corpora import prepare_python
 from jaxgpt.data.entries import blend_shares, parse_lines
+from jaxgpt.data.rows import Rows
 from jaxgpt.data.sources import (
     SPLITS,
     Dataset,
@@ -38,14 +40,17 @@ from jaxgpt.data.tokenizer import Tokenizer
 from jaxgpt.distributed.accelerators import accelerator_expected
 from jaxgpt.distributed.backend import cpu_devices_per_process
 from jaxgpt.distributed.cluster import Cluster
+from jaxgpt.telemetry.trackers import read_records
 from jaxgpt.training.metadata import is_step, read_meta
-from jaxgpt.training.rewinds import finish_rewind, skipped_by_rewinds
-from jaxgpt.training.spikes import SkipRanges
+from jaxgpt.training.rewinds import METRICS, finish_rewind, skipped_by_rewinds
+from jaxgpt.training.spikes import SkipRanges, still_to_come
 
 # What may differ between a checkpoint's model and the model that goes on from it.
 _FREE_MODEL_KEYS = {"dropout", "attention"}
 _LOCKS: list[TextIO] = []  # of run directories that this process has
+LOOKS = ("eval", "sample")  # the kinds of records that train.eval_interval asks for
 LEAST_BYTES = 2**16  # that have to be free where a run is to write: its first files
+FILES = (METRICS, "train.log", "samples.txt", "rewinds.json")  # of a run, which it goes on writing
 # What decides which tokens a step sees: a change is allowed, and said.
 _ORDER_KEYS = (("train", "batch_size"), ("train", "seed"))
 
@@ -65,12 +70,23 @@ class Run:
     resume_meta: dict[str, Any]
     notes: tuple[str, ...]
     """Lines for the log."""
+    lacks: tuple[str, ...] = ()
+    """Of `LOOKS`, what was due after `resume_step` and was not done: the run ended before it."""
 
     def consumed_tokens(self, step: int) -> int:
         """Tokens of all batches up to `step`, skipped ones included."""
         per_step = self.config.train.batch_size * self.config.model.block_size
         before = self.resume_meta.get("consumed_tokens", 0)
         return before + (step - (self.resume_step or 0)) * per_step
+
+    def corpus_tokens(self, rows: Rows, step: int) -> dict[str, int]:
+        """Of them, those of each corpus: `rows` alone takes all steps to be of the same size."""
+        now, then = rows.consumed(step), rows.consumed(self.resume_step or 0)
+        before = self.resume_meta.get("corpus_tokens", dict(zip(rows.names, then, strict=True)))
+        return {
+            name: int(before.get(name, 0) + n - n_then)
+            for name, n, n_then in zip(rows.names, now, then, strict=True)
+        }
 
 
 def prepare_run(config: Config, cluster: Cluster) -> Run:
@@ -91,8 +107,15 @@ def prepare_run(config: Config, cluster: Cluster) -> Run:
     def open_same() -> Run:
         final = config_from_dict(decided["config"], "configuration of process 0")
         dataset = open_dataset(final.data, final.model)
-        for source, expected in zip(dataset.sources, decided["sources"], strict=True):
-            if what_all_share(source) != expected:
+        # What has the right size may still be other tokens, or none: a copy that broke off.
+        hashes, paths = source_hashes(decided["fingerprints"]), decided["paths"]
+        # Of the processes of a host that read the same files, the first one looks.
+        looks = (cluster.local_rank == 0 and not cluster.is_main) or _paths(dataset) != paths
+        own = source_hashes(dataset.fingerprints) if looks else hashes
+        for source, expected, hash_, own_hash in zip(
+            dataset.sources, decided["sources"], hashes, own, strict=True
+        ):
+            if what_all_share(source) != expected or own_hash != hash_:
                 raise UsageError(
                     f"{source.entry.key}: {source.entry.path} on host {platform.node()} is not "
                     "what process 0 has there; all hosts need the same files"
@@ -105,6 +128,7 @@ def prepare_run(config: Config, cluster: Cluster) -> Run:
             resume_step=decided["resume_step"],
             resume_meta=decided["resume_meta"],
             notes=tuple(decided["notes"]),
+            lacks=tuple(decided["lacks"]),
         )
 
     return cluster.together(open_same)
@@ -145,28 +169,50 @@ def _decide(config: Config) -> dict[str, Any]:
     if kept.exists():
         ranges += skip_ranges(config_from_file(kept))
     finish_rewind(directory)
-    ranges += skipped_by_rewinds(directory)
-    # Also one that lacks its metadata, and so is none: the run would come to its place again.
-    folders = (directory / "checkpoints").glob("*")
-    resume_step = max((int(p.name) for p in folders if is_step(p.name)), default=None)
+    rewound = skipped_by_rewinds(directory)
+    resume_step = max(saved_steps(directory), default=None)
     meta: dict[str, Any] = {}
     if resume_step is not None:
-        if not kept.exists():
-            notes.append(f"warning: {kept} is missing; settings are those of the command line")
         meta = read_meta(directory, resume_step)
-        notes += _check_resume(config, directory, resume_step, meta, dataset)
-        ranges += skip_ranges(config_from_dict(meta["config"], f"checkpoint {resume_step}"))
+        lost = f"{kept} is missing; settings are those of the command line"
+        if not kept.exists():
+            notes.append(f"warning: {lost}")
+        try:
+            notes += _check_resume(config, directory, resume_step, meta, dataset)
+        except UsageError as error:
+            raise UsageError(f"{error}" if kept.exists() else f"{error} ({lost})") from None
+        then = skip_ranges(config_from_dict(meta["config"], f"checkpoint {resume_step}"))
+        skipped = SkipRanges([*then, *rewound])
+        ranges, warnings = still_to_come(ranges, skipped, resume_step)
+        ranges += then
+        notes += warnings
     if dataset.tokenizer is not None:
         dataset.tokenizer.save(directory)  # for jaxgpt.sample, wherever the data will be
-    config = config.replace(train_range_to_skip=SkipRanges(ranges).flat())
+    config = config.replace(train_range_to_skip=SkipRanges([*ranges, *rewound]).flat())
     return {
         "config": config.to_dict(),
         "sources": [what_all_share(source) for source in dataset.sources],
+        "paths": _paths(dataset),
         "fingerprints": dataset.fingerprints,
         "resume_step": resume_step,
         "resume_meta": meta,
         "notes": notes,
+        "lacks": [] if resume_step is None else _lacking(config, dataset, resume_step),
     }
+
+
+def _lacking(config: Config, dataset: Dataset, step: int) -> list[str]:
+    """Of `LOOKS`, the records that are due after a step and not in metrics.jsonl."""
+    metrics = Path(config.out) / METRICS
+    if not metrics.exists() or not evaluation_is_due(config, step):
+        return []
+    samples = config.train.sample_tokens > 0 and dataset.tokenizer is not None
+    due = LOOKS if samples else LOOKS[:1]
+    return [kind for kind in due if all(r["step"] != step for r in read_records(metrics, kind))]
+
+
+def _paths(dataset: Dataset) -> list[str]:
+    return [str(source.entry.path) for source in dataset.sources]
 
 
 def what_all_share(source: Source) -> dict[str, Any]:
@@ -197,7 +243,20 @@ def check_prompt(prompt: str, tokenizer: Tokenizer | None) -> None:
             raise UsageError(f"train.sample_prompt={prompt!r}: {e}") from None
 
 
+def _check_place(out: Path) -> None:
+    """Refuses a folder inside another run, which removes what it finds among its checkpoints."""
+    for folder in (out.absolute(), *out.absolute().parents):
+        run = folder.parent
+        if folder.name == "checkpoints" and (run / ".lock").exists():
+            raise UsageError(
+                f"out={out}: is among the checkpoints of a run; give --out {run} to go on from the "
+                "newest of them, or another folder"
+            )
+
+
 def _writable_directory(config: Config) -> Path:
+    if config.out:
+        _check_place(Path(config.out))
     try:
         directory = Path(config.out) if config.out else _new_directory(config)
         directory.mkdir(parents=True, exist_ok=True)
@@ -214,6 +273,11 @@ def _writable_directory(config: Config) -> Path:
         raise UsageError(
             f"out={directory}: its checkpoints is a file; remove it, or give another --out"
         )
+    for name in FILES:
+        if (directory / name).is_dir():
+            raise UsageError(
+                f"out={directory}: its {name} is a folder; remove it, or give another --out"
+            )
     return directory
 
 
@@ -333,7 +397,9 @@ def source_hashes(fingerprints: list[list[str]] | str) -> list[str]:
 
 
 def saved_steps(directory: Path) -> list[int]:
-    """Steps of the complete checkpoints in a run directory, oldest first."""
-    metas = (directory / "checkpoints").glob("*/meta/metadata")
-    names = [path.parent.parent.name for path in metas]
-    return sorted(int(name) for name in names if is_step(name))  # not those being written
+    """Steps of the checkpoints in a run directory, oldest first; not of those being written.
+
+    Also of one that has been damaged since: whoever takes it has to hear of it.
+    """
+    names = (path.name for path in (directory / "checkpoints").glob("*"))
+    return sorted(int(name) for name in names if is_step(name))

@@ -37,6 +37,27 @@ class SkipRanges:
         return ", ".join(f"{first}-{last}" for first, last in self.ranges) or "none"
 
 
+def still_to_come(
+    ranges: Iterable[tuple[int, int]], skipped: SkipRanges, step: int
+) -> tuple[list[tuple[int, int]], list[str]]:
+    """Of ranges to skip, what lies after `step`; and a warning for each that names others.
+
+    Args:
+        skipped: what the checkpoint of `step` has skipped.
+    """
+    found, warnings = [], []
+    for first, last in sorted(set(ranges)):
+        before = min(last, step)
+        if first <= step and not any(a <= first and before <= b for a, b in skipped.ranges):
+            warnings.append(
+                f"warning: train_range_to_skip={first} {last}: steps up to {step} are trained; "
+                "what is skipped begins after them"
+            )
+        if last > step:
+            found.append((max(first, step + 1), last))
+    return found, warnings
+
+
 def check_faults(config: Config, n_devices: int) -> None:
     """Checks that the device of faults.nan_device is there.
 

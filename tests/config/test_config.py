@@ -1,4 +1,5 @@
 import dataclasses
+from pathlib import Path
 
 import pytest
 
@@ -99,6 +100,11 @@ def test_a_file_is_a_configuration_too(tmp_path):
     file.write_text("compile_cache: off\nspike: {action: off}\nmodel: {bias: off}\n")
     config = parse_args(["--config", str(file)])  # YAML's off is False
     assert (config.compile_cache, config.spike.action, config.model.bias) == ("off", "off", False)
+    home = Path.home()
+    config = parse_args(["--config", str(file), "--out=~/run", "data.path=~/ds"])
+    assert (config.out, config.data.path) == (f"{home}/run", f"{home}/ds")
+    file.write_text("parallel: {mesh: [2, -1, 4]}\n")
+    assert parse_args(["--config", str(file)]).parallel.mesh == "2,-1,4"
 
 
 @pytest.mark.parametrize(
@@ -118,8 +124,18 @@ def test_a_file_is_a_configuration_too(tmp_path):
         (["--mesh"], ["--parallel.mesh", "needs a value"]),
         (["--config", "nope"], ["config=nope", "shakespeare_char"]),
         (["train"], ["train", "section.key=value"]),
+        (["=3"], ["=3", "section.key=value"]),
+        ([""], ["''", "section.key=value"]),
         (["--train-range-to-skip", "1", "2", "3"], ["1 2 3", "pairs"]),
         (["--train-range-to-skip", "5", "2"], ["5 2", "first <= last"]),
+        (
+            ["--train-range-to-skip", "1", "2", "--train_range_to_skip=5", "6"],
+            ["--train_range_to_skip=5", "given twice"],
+        ),
+        (["optimizer.warmup_iters=3000000000"], ["3000000000", "less than 2^31"]),
+        (["model.vocab_size=9999999999999"], ["9999999999999", "less than 2^31"]),
+        (["train.batch_size=100000000"], ["batch_size=100000000", "less than 2^31"]),
+        (["out=~nosuchuser/x"], ["out=~nosuchuser/x", "no home directory"]),
         (["--train-range-to-skip", "0", "2"], ["0 2", "1 <= first"]),
         (["train.gradient_accumulation_steps=5"], ["gradient_accumulation_steps=5", "24"]),
         (["model.n_head=3"], ["model.n_embd=128", "model.n_head=3"]),

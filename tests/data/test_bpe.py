@@ -11,7 +11,7 @@ import pytest
 from jaxgpt.config import UsageError
 from jaxgpt.data import bpe
 from jaxgpt.data.find_tokenizer import from_meta, open_tokenizer
-from jaxgpt.data.tokenizer import ByteTokenizer, CharTokenizer
+from jaxgpt.data.tokenizer import ByteTokenizer, CharTokenizer, continued
 from odd_texts import odd_text
 
 tokenizers = pytest.importorskip("tokenizers")
@@ -133,6 +133,27 @@ def test_a_tokenizer_is_found_under_all_its_names(gpt2, gpt2_folder, tmp_path):
     for tokenizer in (gpt2, CharTokenizer("ab")):  # of a prepared data set
         (tmp_path / "meta.json").write_text(json.dumps({"tokenizer": tokenizer.to_meta()}))
         assert open_tokenizer(tmp_path).to_meta() == tokenizer.to_meta()
+
+
+@pytest.mark.parametrize("kind", ["Metaspace", "WordPiece", "ByteLevel", "bytes"])
+def test_what_continues_a_prompt_keeps_its_first_space(gpt2, tmp_path, kind):
+    """The decoders of SentencePiece and WordPiece leave out what stands before the first token."""
+    if kind in ("Metaspace", "WordPiece"):
+        mark = "\u2581" if kind == "Metaspace" else ""
+        words = {f"{mark}{word}": n for n, word in enumerate(["the", "mesh", "says", "how", "?"])}
+        made = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token=f"{mark}?"))
+        metaspace = tokenizers.pre_tokenizers.Metaspace()
+        made.pre_tokenizer = metaspace if mark else tokenizers.pre_tokenizers.WhitespaceSplit()
+        made.decoder = getattr(tokenizers.decoders, kind)()
+        made.save(str(tmp_path / "tokenizer.json"))
+        tokenizer = open_tokenizer(tmp_path)
+    else:
+        tokenizer = gpt2 if kind == "ByteLevel" else ByteTokenizer()
+    text = "the mesh says how"
+    tokens = tokenizer.encode(text).tolist()
+    assert continued(tokenizer, "", tokens) == text
+    n_prompt = tokenizer.encode("the mesh").size
+    assert continued(tokenizer, "the mesh", tokens[n_prompt:]) == text
 
 
 def test_the_end_of_text_can_be_named(gpt2, tmp_path):

@@ -1,5 +1,6 @@
 import dataclasses
 
+import jax
 import pytest
 
 from jaxgpt.config import UsageError
@@ -96,6 +97,17 @@ def test_devices_that_a_launcher_gave_out_are_not_shared_again(monkeypatch):
     assert own_devices(cluster_of(1, 2, others=b'"0,1"')) is None
 
 
+@pytest.mark.parametrize(("local_rank", "devices"), [(0, [0]), (1, [1]), (2, [0]), (3, [1])])
+def test_processes_that_see_the_same_devices_share_them(monkeypatch, local_rank, devices):
+    """As of two launchers on one host, each with two devices for its two processes."""
+    monkeypatch.setattr(backend, "accelerator_expected", lambda: True)
+    visible = ["0,1", "0,1", "2,3", "2,3"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible[local_rank])
+    own = visible[local_rank]
+    monkeypatch.setattr(Cluster, "gather", lambda self, x: visible if x == own else [x] * 4)
+    assert own_devices(cluster_of(local_rank, 4)) == devices
+
+
 def test_on_aurora_each_process_sees_its_own_tile(monkeypatch):
     monkeypatch.setattr(backend, "accelerator_expected", lambda: True)
     monkeypatch.setattr(backend, "count_accelerators", lambda: 0)
@@ -119,6 +131,24 @@ def test_proxies_are_cleared_and_named(monkeypatch):
     (line,) = backend.clear_proxies()
     assert "HTTP_PROXY" in line and "https_proxy" in line
     assert not {"https_proxy", "HTTP_PROXY"} & set(backend.os.environ)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("jax_enable_x64", True), ("jax_disable_jit", True), ("jax_default_prng_impl", "rbg"),
+     ("jax_threefry_partitionable", False), ("jax_numpy_dtype_promotion", "strict")],
+)  # fmt: skip
+def test_settings_of_jax_do_not_change_results(name, value):
+    before = getattr(jax.config, name)
+    jax.config.update(name, value)
+    try:
+        facts = backend.connect(Cluster("test"), (8, 1, 1))
+        assert getattr(jax.config, name) == before
+    finally:
+        jax.config.update(name, before)
+    assert facts["notes"] == [
+        f"warning: {name.upper()}={value}: is {before} here, as it decides about results"
+    ]
 
 
 def test_processes_must_divide_the_mesh():

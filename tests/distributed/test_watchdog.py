@@ -22,6 +22,8 @@ def test_a_file_system_that_fails_or_hangs_does_not_keep_a_job_alive(file, tmp_p
         directory.mkdir()
         os.mkfifo(directory / "hang-3.txt")
     watching = watchdog.Watchdog(0.002, directory, 3)
+    watching.beat("the state to begin with", 30)
+    assert not has_left.wait(0.5)
     watching.beat("step 7")
     assert has_left.wait(10)
     ((report, status),) = left

@@ -3,13 +3,19 @@ import math
 import operator
 
 import jax
+import jax.extend.core
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
 
 from jaxgpt.config import ModelConfig, load_config
-from jaxgpt.model.gpt import GPT, abstract_params, count_parameters, padded_vocab_size
+from jaxgpt.model.gpt import (
+    GPT,
+    abstract_params,
+    count_parameters,
+    padded_vocab_size,
+)
 
 SMALL = ModelConfig(n_layer=2, n_head=2, n_embd=16, block_size=12, vocab_size=37, bias=True)
 
@@ -147,6 +153,46 @@ def test_computing_in_bfloat16_keeps_parameters_and_logits_in_float32():
     assert rounded.dtype == jnp.float32
     np.testing.assert_allclose(rounded, exact, atol=0.02)
     assert not (rounded == exact).all()
+
+
+def products(jaxpr):
+    """The dtypes of the operands of every matrix product, also of inner functions."""
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "dot_general":
+            yield tuple(operand.aval.dtype.name for operand in equation.invars)
+        for inner in jax.extend.core.jaxprs_in_params(equation.params):
+            yield from products(inner)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_all_products_of_a_step_are_of_its_dtype(dtype):
+    model, params = make(SMALL, dtype=jnp.dtype(dtype))
+    tokens = jnp.arange(10)[None]
+    step = jax.make_jaxpr(jax.grad(lambda params: model(params, tokens)[..., :37].sum()))(params)
+    found = list(products(step.jaxpr))
+    # Four layers in a block, scores and sums in each half of the causal attention, the output.
+    assert len(found) >= 3 * (4 + 2 + 1)
+    assert set(found) == {(dtype, dtype)}
+
+
+def test_gradients_in_bfloat16_are_sums_in_float32():
+    """Over thousands of tokens: a sum in bfloat16 would be off by several of its steps."""
+    tokens = jax.random.randint(jax.random.key(0), (256, SMALL.block_size), 0, SMALL.vocab_size)
+
+    def gradients(dtype):
+        model, params = make(SMALL, dtype=jnp.dtype(dtype))
+
+        def loss(params):
+            scores = jax.nn.log_softmax(model(params, tokens)[:, :-1, : SMALL.vocab_size])
+            return -jnp.take_along_axis(scores, tokens[:, 1:, None], axis=-1).mean()
+
+        return jax.grad(loss)(params)
+
+    def off(found, exact):
+        return float(jnp.linalg.norm((found - exact).ravel()) / jnp.linalg.norm(exact.ravel()))
+
+    errors = jax.tree.map(off, gradients("bfloat16"), gradients("float32"))
+    assert {path: e for path, e in jax.tree.leaves_with_path(errors) if e > 2**-6} == {}
 
 
 def test_every_parameter_names_its_axes():

@@ -1,6 +1,7 @@
 """How jobs end: on signals, on failures, on bad input. All processes, together, with a reason."""
 
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -172,6 +173,24 @@ def test_a_file_that_one_process_lacks_stops_all(tmp_path):
     assert job.returncode == 2
     (line,) = job.stderr.strip().splitlines()
     assert line.startswith("error: config=/nowhere.yaml: no such file")
+
+
+def test_a_copy_of_the_data_that_broke_off_on_one_host_stops_all(tmp_path):
+    """It has the right size, and zeros from a quarter on; process 0 has the whole."""
+    shutil.copytree(os.environ["JAXGPT_DATA"], tmp_path / "copy")
+    tokens = tmp_path / "copy" / "python" / "train.bin"
+    size = tokens.stat().st_size
+    os.truncate(tokens, size // 4)
+    os.truncate(tokens, size)
+    arguments = (*SMALL, "--mesh", "2,1,1", "--out", tmp_path / "run")
+    other = ["env", f"JAXGPT_DATA={tmp_path / 'copy'}", *command("train", *arguments)]
+    job = subprocess.run(
+        [*command("train", *arguments, processes=1), ":", "-n", "1", *other],
+        capture_output=True, text=True, env=environment(), timeout=30,
+    )  # fmt: skip
+    assert job.returncode == 2
+    (line,) = job.stderr.strip().splitlines()
+    assert line.startswith("error: data.dataset=python: ") and "same files" in line
 
 
 def test_help_is_printed_once():

@@ -88,8 +88,10 @@ def test_state_follows_the_formula_of_the_zero_paper(stage, parameters, gradient
     assert live_bytes(state) == pytest.approx(4 * n / parameters + 8 * n / moments, rel=0.02)
 
 
-def test_another_device_counts_its_own_dtype_and_memory():
-    config = configured("1,4,2", "train.dtype=bfloat16", "parallel.offload_optimizer=True", SCAN)
+@pytest.mark.parametrize("gradients", ["float32", "bfloat16"])
+def test_another_device_counts_its_own_dtype_and_memory(gradients):
+    dtypes = ("train.dtype=bfloat16", f"parallel.grad_reduce_dtype={gradients}")
+    config = configured("1,4,2", *dtypes, "parallel.offload_optimizer=True", SCAN)
     plan = plan_layout(config, (1, 4, 2), DEVICES["a100"], 4)
     assert plan.memory.host_moments == plan.memory.moments - 4  # Adam's count stays
     for row in plan.communication():  # also in bytes, though a CPU has no bfloat16

@@ -1,11 +1,13 @@
 import json
+import resource
 import time
 from pathlib import Path
 
 import pytest
 
+from jaxgpt.config import UsageError
 from jaxgpt.telemetry.console import Console
-from jaxgpt.telemetry.trackers import MetricsFile, TensorBoard, Trackers
+from jaxgpt.telemetry.trackers import MetricsFile, TensorBoard, Trackers, read_records
 
 
 def lines(path):
@@ -64,6 +66,33 @@ def test_a_run_that_starts_over_keeps_the_old_numbers_aside(tmp_path):
     MetricsFile(path, None).close()
     assert lines(path) == []
     assert lines(tmp_path / "m.jsonl.old") == [{"kind": "train", "step": 1}]
+    path.write_text('{"kind": "train", "step": 2}\n')
+    MetricsFile(path, None).close()
+    assert lines(tmp_path / "m.jsonl.old") == [{"kind": "train", "step": 1}]
+    assert lines(tmp_path / "m.jsonl.old.2") == [{"kind": "train", "step": 2}]
+
+
+def test_what_a_host_that_went_down_left_in_the_file_is_not_read(tmp_path):
+    path, line = tmp_path / "m.jsonl", b'{"kind": "eval", "step": 1}\n'
+    path.write_bytes(line + b'{"kind": "eval"}\n[1]\n\0\0\xff\xfe\n' + line + b'{"kind": "ev')
+    assert read_records(path) == 2 * [json.loads(line)]
+    MetricsFile(path, 1).close()
+    assert path.read_bytes() == 2 * line
+
+
+def test_metrics_that_cannot_be_rewritten_stay_as_they_are(tmp_path):
+    path = tmp_path / "m.jsonl"
+    path.write_text("".join(f'{{"kind": "train", "step": {step}}}\n' for step in range(100)))
+    before = path.read_text()
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2**10, hard))  # as on a full disk
+    try:
+        for resume_step in (50, None):
+            with pytest.raises(UsageError, match=r"m.jsonl.*: cannot be written \(File too large"):
+                MetricsFile(path, resume_step)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert [file.name for file in tmp_path.iterdir()] == ["m.jsonl"] and path.read_text() == before
 
 
 def test_a_tracker_that_fails_does_not_stop_the_others(tmp_path):

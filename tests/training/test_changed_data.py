@@ -65,6 +65,12 @@ def test_data_that_has_changed_stops_a_resume_unless_it_is_accepted(lines, tmp_p
         train(out, lines[:4], 9)
     assert train(out, lines, 9, "data.accept_changes=True") == 0
     assert "accepted by data.accept_changes" in (out / "train.log").read_text()
+    tokens[100] += 1
+    tokens.tofile(tmp_path / "corpus4.bin")
+    with pytest.raises(UsageError, match=r"does not hold the tokens that"):
+        train_here("--out", out, "train.max_iters=10")  # that was for one change
+    tokens[100] -= 1
+    tokens.tofile(tmp_path / "corpus4.bin")
 
     spaces = tmp_path / "with spaces"
     os.rename(tmp_path / "corpus0", spaces)
@@ -73,8 +79,11 @@ def test_data_that_has_changed_stops_a_resume_unless_it_is_accepted(lines, tmp_p
     assert "weights or corpora" not in (out / "train.log").read_text()
     assert train_here("--out", out, "train.max_iters=11") == 0
     lines[0] = lines[0].replace("0.50", "0.7")
-    assert train(out, lines, 12) == 0
+    assert train(out, lines, 12, "train.batch_size=32") == 0
     assert "the weights or corpora of data.blend have changed" in (out / "train.log").read_text()
+    last = records(out)[-1]
+    tokens = sum(corpus["tokens"] for corpus in last["corpora"].values())
+    assert tokens == last["consumed_tokens"] == (11 * 16 + 32) * 64
     assert list(losses(out)) == list(range(1, 13))
 
 

@@ -5,27 +5,25 @@ import gc
 import json
 import os
 import re
-import resource
 import shutil
-import subprocess
-import time
+import types
 
 import numpy as np
 import pytest
 import yaml
 
-from jaxgpt.config import OptimizerConfig, UsageError, parse_args
+from jaxgpt import sample
+from jaxgpt.config import OptimizerConfig, UsageError
 from jaxgpt.data.loader import Loader
 from jaxgpt.data.tokenizer import ByteTokenizer
 from jaxgpt.distributed import exits
+from jaxgpt.distributed.watchdog import Watchdog
+from jaxgpt.training import loop
 from jobs import (
     SMALL,
     checkpoint_arrays,
-    command,
-    environment,
     losses,
     records,
-    run,
     train_here,
 )
 
@@ -193,6 +191,13 @@ def test_skip_ranges_survive_a_restart(forty, tmp_path):
     assert skipped == [5, 6, 7, 8, 9, 10, 13]
     kept = yaml.safe_load((tmp_path / "config.yaml").read_text())["train_range_to_skip"]
     assert kept == [5, 10, 13, 13]
+    # What is trained cannot be skipped any more: inspect would say that it was.
+    train_here(*arguments, "train.max_iters=16", "--train-range-to-skip", "9", "11", "14", "15")
+    kept = yaml.safe_load((tmp_path / "config.yaml").read_text())["train_range_to_skip"]
+    assert kept == [5, 10, 13, 13, 15, 15]
+    log = (tmp_path / "train.log").read_text()
+    assert "train_range_to_skip=9 11: steps up to 14 are trained" in log
+    assert log.count("steps up to") == 2
 
 
 def test_skip_ranges_survive_a_kill_before_the_first_checkpoint(tmp_path):
@@ -204,11 +209,75 @@ def test_skip_ranges_survive_a_kill_before_the_first_checkpoint(tmp_path):
     assert (tmp_path / "metrics.jsonl.old").exists()
 
 
+def test_a_run_that_ends_before_its_first_step_goes_on_as_it_was(tmp_path, monkeypatch):
+    def killed(*arguments):
+        raise RuntimeError
+
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError):
+        patch.setattr(loop, "state_to_begin_with", killed)
+        train_here(*SMALL, *MESH, "--out", tmp_path, "train.seed=5")
+    assert train_here("--out", tmp_path, "train.max_iters=1") == exits.DONE
+    kept = yaml.safe_load((tmp_path / "config.yaml").read_text())
+    assert kept["train"]["seed"] == 5 and kept["config"] == "shakespeare_char_cpu"
+
+
+def test_a_refusal_to_resume_holds_for_the_start_that_it_was_given_to(tmp_path):
+    arguments = ("--out", tmp_path, "checkpoint.resume=False")
+    assert train_here(*SMALL, *MESH, *arguments, stop_at=2) == exits.STOPPED
+    log = (tmp_path / "train.log").read_text()
+    assert f"--out {tmp_path} checkpoint.resume=True goes on from there" in log
+    with pytest.raises(UsageError, match="checkpoint.resume=False"):
+        train_here(*arguments)
+    assert train_here("--out", tmp_path, "train.max_iters=3") == exits.DONE
+
+
 def test_a_larger_batch_after_a_restart_is_counted_and_said(forty, tmp_path):
     out = restarted_after_twenty(forty, tmp_path / "again")
     train_here("--out", out, "train.batch_size=32", "train.max_iters=22")
     assert "train.batch_size was 16 and is 32 from step 21 on" in (out / "train.log").read_text()
     assert records(out)[-1]["consumed_tokens"] == (20 * 16 + 2 * 32) * 64
+
+
+@pytest.mark.parametrize(
+    ("step", "kinds"), [(20, ("eval", "sample")), (40, ("eval", "sample")), (40, ("sample",))]
+)
+def test_an_evaluation_that_a_run_did_not_come_to_is_made_up_for(
+    forty, tmp_path, step, kinds, monkeypatch
+):
+    """As of a run that was killed after it had saved: also where no step is left to be done."""
+    beats = []
+    monkeypatch.setattr(Watchdog, "beat", lambda self, doing, least=0: beats.append(doing))
+    if step == 40:  # no room for a checkpoint, and none to be written
+        monkeypatch.setattr(shutil, "disk_usage", lambda path: types.SimpleNamespace(free=2**17))
+    out = tmp_path / "again"
+    shutil.copytree(forty, out)
+    for later in range(step + 10, 41, 10):
+        shutil.rmtree(out / "checkpoints" / str(later))
+    lines = (out / "metrics.jsonl").read_text().splitlines(keepends=True)
+    made = [json.loads(line) for line in lines]
+    lacking = [r for r in made if r["step"] == step and r["kind"] in kinds]
+    assert len(lacking) == len(kinds)
+    kept = [line for line, r in zip(lines, made, strict=True) if r not in lacking]
+    (out / "metrics.jsonl").write_text("".join(kept))
+    for _ in range(2):  # once is enough
+        assert train_here("--out", out) == exits.DONE
+        for kind in ("eval", "sample"):
+            assert records(out, kind) == records(forty, kind)
+    assert losses(out) == losses(forty)
+    assert "nothing to do: step 40 is saved" in (out / "train.log").read_text()
+    # A start, and a batch of each split, are not taken for a hang.
+    assert beats[:2] == ["the state to begin with", "the compilation of the step"]
+    assert beats.count(f"the evaluation after step {step}") == (3 if "eval" in kinds else 0)
+    if step < 40:
+        assert json.loads((out / "startup.json").read_text())["phases"]["evaluation"]["max"] > 0
+
+
+def test_a_run_that_is_stopped_leaves_its_evaluation_to_the_next_start(forty, tmp_path):
+    out = restarted_after_twenty(forty, tmp_path / "stopped")
+    assert train_here("--out", out, stop_at=30) == exits.STOPPED
+    assert [r["step"] for r in records(out, "eval")] == [10, 20]
+    assert train_here("--out", out) == exits.DONE
+    assert records(out, "eval") == records(forty, "eval")
 
 
 def test_a_save_that_never_finished_is_not_a_checkpoint(forty, tmp_path):
@@ -239,10 +308,28 @@ def test_a_damaged_checkpoint_is_named_with_the_way_out(forty, tmp_path, damage)
     if "meta" not in damage:
         with pytest.raises(UsageError, match=r"checkpoints/20: cannot be restored.*another step"):
             params_of(out)
+    else:
+        with pytest.raises(UsageError, match=r"checkpoints/20.*to go on from an older checkpoint"):
+            sample.write(sample.parser().parse_args(["--run", str(out)]))
     gc.collect()  # Orbax's event loop, whose end breaks what Python 3.11 parses meanwhile
     shutil.rmtree(newest)
     assert train_here("--out", out, "train.max_iters=11") == exits.DONE
     assert "resumed from step 10" in (out / "train.log").read_text()
+
+
+def test_a_run_among_the_checkpoints_of_another_is_refused(forty):
+    """Which would remove it, as it does its own old ones."""
+    for out in (forty / "checkpoints", forty / "checkpoints" / "40", forty / "checkpoints" / "new"):
+        with pytest.raises(UsageError, match=rf"out={out}: .* give --out {forty} to go on"):
+            train_here(*SMALL, "--out", out)
+    assert not (forty / "checkpoints" / "new").exists()
+
+
+def test_a_lost_configuration_is_said_where_the_model_does_not_fit(forty, tmp_path):
+    out = restarted_after_twenty(forty, tmp_path / "again")
+    (out / "config.yaml").unlink()
+    with pytest.raises(UsageError, match=r"trained with model\..*config.yaml is missing; settings"):
+        train_here("--out", out)
 
 
 def test_settings_that_are_not_the_checkpoints_are_said(forty, tmp_path):
@@ -258,33 +345,6 @@ def test_settings_that_are_not_the_checkpoints_are_said(forty, tmp_path):
         f"optimizer.warmup_iters={default} (was {then})",
         f"optimizer.grad_clip=2.0 (was {kept['optimizer']['grad_clip']})",
     }
-
-
-def test_a_directory_in_use_is_refused(tmp_path):
-    first = subprocess.Popen(command("train", *SMALL, "--out", tmp_path), env=environment())
-    try:
-        while not (tmp_path / "metrics.jsonl").exists():
-            assert first.poll() is None
-            time.sleep(0.1)
-        second = run("train", *SMALL, "--out", tmp_path)
-        assert second.returncode == 2
-        assert f"out={tmp_path}: is in use by process {first.pid} on host" in second.stdout
-    finally:
-        first.kill()
-        first.wait()
-
-
-def test_a_run_directory_that_takes_no_file_or_no_checkpoint_is_refused(tmp_path):
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (2**10, hard))  # as on a full disk
-    try:
-        with pytest.raises(UsageError, match=rf"out={tmp_path}: cannot be written \(File too la"):
-            train_here(*SMALL, "--out", tmp_path)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    (tmp_path / "checkpoints").touch()
-    with pytest.raises(UsageError, match=rf"out={tmp_path}: its checkpoints is a file"):
-        train_here(*SMALL, "--out", tmp_path)
 
 
 def test_a_relative_path_to_data_holds_from_anywhere(tmp_path, monkeypatch, data_home):
@@ -318,17 +378,6 @@ def test_samples_are_those_of_the_metrics(forty, tmp_path):
     out = restarted_after_twenty(forty, tmp_path / "again")
     train_here("--out", out)
     assert (out / "samples.txt").read_text() == (forty / "samples.txt").read_text()
-
-
-def test_runs_of_the_same_second_have_directories_of_their_own(tmp_path, monkeypatch):
-    from jaxgpt.training import run_directory
-
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(run_directory.time, "strftime", lambda _: "now")
-    for _ in range(3):
-        run_directory._new_directory(parse_args(SMALL))
-    names = [f"shakespeare_char_cpu-now{suffix}" for suffix in ("", "-2", "-3")]
-    assert sorted(p.name for p in (tmp_path / "runs").iterdir()) == names
 
 
 def test_room_for_more_tokens_than_the_tokenizer_has_is_allowed(tmp_path):

@@ -188,11 +188,13 @@ def test_after_so_many_rewinds_it_stops_with_a_report(tmp_path, capsys):
     assert "Spikes, skips and rewinds" in printed and "rewound to step 20" in printed
     assert [r["spike"] for r in records(tmp_path, "rewind")] == [36]
     assert [r["step"] for r in records(tmp_path, "spike") if r["cause"] == "loss"] == [37]
-    for step in (10, 20):
-        shutil.rmtree(tmp_path / "checkpoints" / str(step))
     arguments = (*arguments, "spike.max_rewinds=2")
-    assert train_here(*arguments) == exits.FAILED
-    assert "no checkpoint up to step 27 is left" in capsys.readouterr().out
+    for lost in ("meta", "."):  # what is damaged is nothing to go back to, either
+        for step in (10, 20):
+            shutil.rmtree(tmp_path / "checkpoints" / str(step) / lost)
+        assert train_here(*arguments) == exits.FAILED
+        assert "no checkpoint up to step 27 is left" in capsys.readouterr().out
+        assert (tmp_path / "checkpoints" / "30" / "meta").exists()
 
 
 def test_too_many_steps_that_are_not_finite_stop_the_run_with_a_good_checkpoint(tmp_path, capsys):
