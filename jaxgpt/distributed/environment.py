@@ -8,7 +8,7 @@ torchrun (RANK, WORLD_SIZE, MASTER_ADDR).
 import os
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from jaxgpt.config import UsageError
@@ -26,6 +26,7 @@ MPI_LAUNCHERS = (
     ("PMIX_RANK", None, "PMIx"),
     ("MPI_LOCALRANKID", "MPI_LOCALNRANKS", "Hydra"),
 )
+SLURM_WITH_PMI = "Slurm with PMI"
 # Steps of Slurm that are no job of ours: a shell on a node, a batch script, its surroundings.
 SLURM_PSEUDO_STEPS = range(4294967290, 4294967296)
 
@@ -57,7 +58,8 @@ def find_launch(environ: Mapping[str, str]) -> Launch:
     """What an environment says about this process.
 
     In this order: JAXGPT_COORDINATOR with JAXGPT_RANK and JAXGPT_SIZE; torchrun, which others may
-    have started; an MPI launcher; a step of Slurm; RANK and WORLD_SIZE; else a single process.
+    have started; srun with Slurm's own PMI; an MPI launcher; a step of Slurm; RANK and WORLD_SIZE;
+    else a single process.
 
     Raises:
         UsageError: if variables contradict each other or are no numbers.
@@ -68,7 +70,12 @@ def find_launch(environ: Mapping[str, str]) -> Launch:
         return _torchrun(environ)
     step = environ.get("SLURM_STEP_ID", environ.get("SLURM_STEPID"))
     in_shell = step is not None and _is_pseudo_step(step)
-    if not (in_shell and started_by_srun(environ)):  # some sites give that shell MPI's variables
+    by_srun = started_by_srun(environ)
+    if by_srun and not in_shell and environ.get("SLURM_MPI_TYPE") == "pmi2":
+        # Without MPI: Slurm 22.05 reads PMI's lines in pieces of 1,024 bytes, and those of
+        # MPICH 5 can be longer, upon which both wait for ever.
+        return replace(slurm_step(environ), launcher=SLURM_WITH_PMI)
+    if not (in_shell and by_srun):  # some sites give that shell MPI's variables
         for variable, size, launcher in MPI_LAUNCHERS:
             if variable in environ:
                 return _mpi(environ, variable, size, launcher)
@@ -140,7 +147,7 @@ def _explicit(environ: Mapping[str, str]) -> Launch:
 
 def _mpi(environ: Mapping[str, str], variable: str, size: str | None, launcher: str) -> Launch:
     if started_by_srun(environ):
-        launcher, size = "Slurm with PMI", "SLURM_STEP_NUM_TASKS"
+        launcher, size = SLURM_WITH_PMI, "SLURM_STEP_NUM_TASKS"
     elif any(name.startswith("I_MPI_HYDRA") for name in environ):
         launcher = "Intel MPI"
     rank = _number(environ, variable) or 0

@@ -103,6 +103,8 @@ TORCHRUN = {
         ({"MPI_LOCALRANKID": "3"}, "Hydra", "mpi", 0, None),
         ({"MPI_LOCALRANKID": "3", "MPI_LOCALNRANKS": "4"}, "Hydra", "mpi", 0, 4),
         (SRUN_PMI2, "Slurm with PMI", "mpi", 2, 3),
+        (SRUN_PMI2 | {"SLURM_MPI_TYPE": "pmi2"}, "Slurm with PMI", "tcp", 2, 3),
+        (MPICH_IN_SLURM | {"SLURM_MPI_TYPE": "pmi2"}, "MPICH", "mpi", 3, 4),
         (STEP | {"PMIX_RANK": "2"}, "Slurm with PMI", "mpi", 2, 3),
         (STEP, "Slurm", "tcp", 2, 3),
         (STEP | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}, "Slurm", None, 0, 1),
