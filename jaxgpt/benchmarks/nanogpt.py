@@ -63,6 +63,7 @@ def measure(
     with scratch_folder(cluster) as folder, worker(python, clone, folder) as (about, theirs):
         run = prepare_run(steps_only(config, folder / "run"), cluster)
         facts = connect(cluster, mesh_sizes(run.config))
+        refuse_more_gpus_than_one(about["device"])
         from jaxgpt.benchmarks.job import Job
 
         tell(cluster, "compiling the step")
@@ -96,6 +97,21 @@ def measure(
             "nanogpt": about
             | {"compile": compiled, "dtype": own_dtype if about["device"] == "cuda" else "float32"},
         }
+
+
+def refuse_more_gpus_than_one(device: str) -> None:
+    """The devices of a CPU share its cores, as nanoGPT's threads do; of GPUs nanoGPT uses one.
+
+    Raises:
+        UsageError: if nanoGPT's `device` is a GPU, and JAX sees several.
+    """
+    import jax
+
+    if device == "cuda" and jax.device_count() > 1:
+        raise UsageError(
+            f"CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES', '')}: shows "
+            f"{jax.device_count()} GPUs, and nanoGPT trains on one; set CUDA_VISIBLE_DEVICES=0"
+        )
 
 
 def write_task(job: Any, n_steps: int, compiled: bool, folder: Path) -> None:

@@ -36,14 +36,14 @@ class Device:
     """NVIDIA's compute capability; 0 for others."""
 
 
-# The first whose `match` is found wins, so the A100 of 80 GB stands before the one of 40 GB.
+# To its end, as a part of a card (MIG) has the card's name and more.
 _TABLE = (
     # NVIDIA's H100 data sheet, SXM: dense is half of what it prints "with sparsity"; NVLink 4 of
     # 900 GB/s in both directions. DGX H100 user guide: eight 400 Gb/s InfiniBand ports for eight
     # GPUs. The PCIe and NVL cards are slower and have other names.
     Device(
         name="h100",
-        match="H100 80GB HBM3",
+        match="H100 80GB HBM3$",
         memory=80 * GIB,
         peak_flops={"bfloat16": 989e12, "float32": 494.5e12},
         memory_bandwidth=3.35e12,
@@ -71,7 +71,7 @@ _TABLE = (
     # guide: eight 200 Gb/s InfiniBand ports for eight GPUs.
     Device(
         name="a100-80gb",
-        match="A100.*80GB",
+        match=r"A100(-SXM\d?|-PCIE)?[- ]80GB( PCIe)?$",
         memory=80 * GIB,
         peak_flops={"bfloat16": 312e12, "float32": 156e12},
         memory_bandwidth=2.039e12,
@@ -85,7 +85,7 @@ _TABLE = (
     # between all of them, two Slingshot 11 adapters of 200 Gb/s.
     Device(
         name="a100",
-        match="A100",
+        match=r"A100-(SXM\d?|PCIE)-40GB$",
         memory=40 * GIB,
         peak_flops={"bfloat16": 312e12, "float32": 156e12},
         memory_bandwidth=1.555e12,

@@ -18,6 +18,10 @@ from jaxgpt.distributed.cluster import Cluster
 from jaxgpt.telemetry.operations import CATEGORIES, Operation, module_name, read_operations
 
 ROWS = 10  # of the table
+IN_GRAPHS = (
+    "what XLA runs as CUDA graphs may be missing in the trace, and is in it with "
+    "XLA_FLAGS=--xla_gpu_enable_command_buffer="
+)
 
 
 class Event(NamedTuple):
@@ -59,7 +63,8 @@ class Tracing:
             hlo: `compiled.as_text()` of the step.
 
         Returns:
-            What `summary` does, and under `collectives_over` the library of a CPU job.
+            What `summary` does; under `collectives_over` the library of a CPU job; and under
+            `may_lack` whether so little is in a GPU's trace that it may lack what ran in graphs.
         """
         jax.block_until_ready(pending)
         seconds = (time.perf_counter() - self._began) / n_steps
@@ -72,7 +77,8 @@ class Tracing:
         reports = self._cluster.gather(report(events, operations))
         found = summary(reports, operations, n_steps, seconds)
         over_gloo = self._cluster.size > 1 and jax.default_backend() == "cpu"
-        return found | {"collectives_over": "Gloo" if over_gloo else None}
+        graphs = jax.default_backend() == "gpu" and found["device_seconds"] < seconds / 2
+        return found | {"collectives_over": "Gloo" if over_gloo else None, "may_lack": graphs}
 
 
 def newest_trace(directory: Path) -> Path:
@@ -212,7 +218,8 @@ def describe(found: dict[str, Any]) -> str:
     if not found["operations"]:
         return (
             f"profile of {found['steps']} steps: the trace names no operations of the devices; "
-            "NVIDIA's driver may keep them for administrators (NVreg_RestrictProfilingToAdminUsers)"
+            "NVIDIA's driver may keep them for administrators "
+            f"(NVreg_RestrictProfilingToAdminUsers); {IN_GRAPHS}"
         )
     busy, several = found["device_seconds"], found["processes"] > 1
     mine = found["process_0"]
@@ -236,6 +243,8 @@ def describe(found: dict[str, Any]) -> str:
             lines.append(
                 row("- of it waiting", found["collective_waiting"], mine["collective_waiting"])
             )
+    if found["may_lack"]:
+        lines.append(f"  the step takes more than twice as long: {IN_GRAPHS}")
     lines.append(f"the {len(found['operations'])} most expensive operations of a step")
     for op in found["operations"]:
         lines.append(

@@ -1,5 +1,6 @@
 """What a run carries from step to step, and the compiled functions that carry it."""
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -31,14 +32,18 @@ def training_batch(config: Config, sharding: NamedSharding) -> jax.ShapeDtypeStr
 
 
 def step_options(platform: str, n_devices: int) -> dict[str, Any] | None:
-    """Options of XLA's compiler for a train step.
+    """Options of XLA's compiler for a train step, but for those that XLA_FLAGS names.
 
     Args:
         platform: of the devices, as JAX names it: cpu, gpu, tpu ...
     """
-    if platform == "gpu":
-        return GPU_STEP_OPTIONS if n_devices > 1 else None
-    return CPU_STEP_OPTIONS if platform == "cpu" else None
+    options: dict[str, Any] = {}
+    if platform == "gpu" and n_devices > 1:
+        options = GPU_STEP_OPTIONS
+    elif platform == "cpu":
+        options = CPU_STEP_OPTIONS
+    flags = os.environ.get("XLA_FLAGS", "")  # which XLA would let these go before
+    return {name: value for name, value in options.items() if f"--{name}" not in flags} or None
 
 
 class TrainState(NamedTuple):

@@ -29,10 +29,10 @@ from jaxgpt.distributed.cluster import Cluster
 from jaxgpt.distributed.partition import Params, batch_sharding, replicated
 from jaxgpt.training.state import (
     CPU_INIT_OPTIONS,
-    CPU_STEP_OPTIONS,
     Metrics,
     Steps,
     TrainState,
+    step_options,
     training_batch,
 )
 
@@ -266,7 +266,7 @@ def _steps(stored: dict[str, Any], config: Config, mesh: Mesh, store: Store) -> 
             in_shardings=(at_rest, whole, batch),
             out_shardings=(at_rest, whole),
             donate_argnums=0,
-            compiler_options=CPU_STEP_OPTIONS,
+            compiler_options=step_options("cpu", mesh.size),
         ),
         eval_step=jitted("evaluation", eval_step, eval_batch),
         reader=lambda params: _traced(config, mesh).reader(params),

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxgpt.benchmarks.nanogpt import nanogpt_weights
-from jaxgpt.config import load_config
+from jaxgpt.benchmarks.nanogpt import nanogpt_weights, refuse_more_gpus_than_one
+from jaxgpt.config import UsageError, load_config
 from jaxgpt.model.gpt import GPT
 from jobs import run
 
@@ -65,6 +65,12 @@ def test_what_cannot_be_run_is_said_in_a_sentence(options, words, tmp_path):
     job = run("bench", "nanogpt", "--config", "tiny", *MODEL, "--steps", 1, *given)
     assert job.returncode == 2 and words in job.stdout
     assert "Traceback" not in job.stdout
+
+
+def test_several_gpus_are_not_compared_with_the_one_that_nanogpt_uses():
+    refuse_more_gpus_than_one("cpu")
+    with pytest.raises(UsageError, match="shows 8 GPUs, .*; set CUDA_VISIBLE_DEVICES=0"):
+        refuse_more_gpus_than_one("cuda")  # as if the eight devices of the tests were GPUs
 
 
 STILL = ("optimizer.learning_rate=1e-9", "optimizer.min_lr=0")

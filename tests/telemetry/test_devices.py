@@ -11,6 +11,7 @@ from jaxgpt.telemetry.devices import DEVICES, find_device
     ("device_kind", "name"),
     [
         ("NVIDIA A100-SXM4-40GB", "a100"),
+        ("A100-PCIE-40GB", "a100"),
         ("NVIDIA A100-SXM4-80GB", "a100-80gb"),
         ("NVIDIA A100 80GB PCIe", "a100-80gb"),
         ("NVIDIA H100 80GB HBM3", "h100"),
@@ -27,6 +28,12 @@ def test_devices_are_found_by_the_name_that_jax_gives(device_kind, name):
     "device_kind",
     [
         "NVIDIA H100 PCIe",  # 756 TFLOP/s
+        "NVIDIA H100 80GB HBM3 MIG 1g.10gb",  # a seventh
+        "NVIDIA A100-SXM4-40GB MIG 1g.5gb",
+        "NVIDIA A100-SXM4-80GB MIG 3g.40gb",
+        "NVIDIA A100-SXM-64GB",  # Leonardo's own
+        "NVIDIA A100X",
+        "GRID A100-10C",
         "NVIDIA GH200 480GB",  # 96 GB
         "AMD Instinct MI250",  # fewer compute units
         "TPU v5 lite",

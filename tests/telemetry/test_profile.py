@@ -93,9 +93,19 @@ def test_waiting_in_a_collective_is_what_others_take_longer_than_the_last_to_com
     assert found["process_0"]["collective_waiting"] == 3
     assert found["process_0"]["categories"]["collective"] == 5
     assert found["device_seconds"] == 6
-    words = describe(found | {"collectives_over": "Gloo"})
-    assert "collective (Gloo) " in words
+    words = describe(found | {"collectives_over": "Gloo", "may_lack": False})
+    assert "collective (Gloo) " in words and "CUDA graphs" not in words
     assert "1500.000 ms   25.0%   3000.000 ms" in words  # waiting: mean, share, process 0
+
+
+def test_a_gpu_s_trace_that_lacks_most_of_a_step_says_why():
+    operations = {"dot": Operation("matmul", "model/gpt.py:67")}
+    events = [Event("dot", "gpu 0", 0.0, 1.0)]
+    found = summary([report(events, operations)], operations, n_steps=1, seconds=100.0)
+    words = describe(found | {"collectives_over": None, "may_lack": True})
+    assert "XLA_FLAGS=--xla_gpu_enable_command_buffer=" in words and "matmul" in words
+    nothing = summary([report([], operations)], operations, n_steps=1, seconds=100.0)
+    assert "xla_gpu_enable_command_buffer=" in describe(nothing | {"may_lack": True})
 
 
 # As XLA writes it: the targets of xla/service/gpu/cublas_cudnn.h, docs/async_ops.md.

@@ -1,10 +1,11 @@
 import jax
+import jax._src.cudnn.fused_attention_stablehlo as kernels
 import numpy as np
 import pytest
 
-from jaxgpt.config import load_config
+from jaxgpt.config import load_config, mesh_sizes
 from jaxgpt.distributed.mesh import make_mesh
-from jaxgpt.model.attention import xla_attention
+from jaxgpt.model.attention import cudnn_attention, xla_attention
 from jaxgpt.training.sharded import make_sharded
 from jaxgpt.training.state import step_options
 from jaxgpt.training.step import make_steps
@@ -63,6 +64,35 @@ def test_training_in_bfloat16_follows_float32():
 
 
 @pytest.mark.parametrize(
+    "layout",
+    [
+        ("8,1,1",),
+        ("1,8,1", "parallel.remat=full"),
+        ("2,1,4", "parallel.sequence_parallel=True", "parallel.scan_layers=True"),
+    ],
+)
+def test_a_step_with_cudnn_s_attention_is_lowered_for_nvidias_gpus(layout, monkeypatch):
+    """As far as that goes without one: JAX asks for cuDNN and a GPU, and is told of both."""
+    monkeypatch.setattr(kernels, "check_cudnn_version", lambda: 91000)
+    monkeypatch.setattr(kernels, "check_compute_capability", lambda capability: True)
+    monkeypatch.setattr(kernels, "is_cuda_compute_capability_equal", lambda other: other == "9.0")
+    config = load_config(
+        *ARGUMENTS, "model.vocab_size=256", "train.dtype=bfloat16", "--mesh", *layout
+    )
+    steps = make_steps(config, make_mesh(mesh_sizes(config)), attend=cudnn_attention)
+    operands = (
+        steps.state_shapes,
+        jax.ShapeDtypeStruct((), np.int32, sharding=steps.replicated),
+        steps.batch_shape,
+    )
+    text = steps.train_step.trace(*operands).lower(lowering_platforms=("cuda",)).as_text()
+    n_forward = 2 if "parallel.remat=full" in layout else 1
+    n_layers = 1 if "parallel.scan_layers=True" in layout else 2
+    assert text.count("@__cudnn$fmhaSoftmaxBackward(") == n_layers
+    assert text.count("@__cudnn$fmhaSoftmax(") == n_layers * n_forward
+
+
+@pytest.mark.parametrize(
     ("platform", "n_devices"), [("gpu", 8), ("gpu", 1), ("cpu", 1), ("tpu", 4)]
 )
 def test_xla_knows_the_options_of_a_step(platform, n_devices):
@@ -71,3 +101,9 @@ def test_xla_knows_the_options_of_a_step(platform, n_devices):
     compiled = jax.jit(lambda x: x + 1, compiler_options=options).lower(1.0).compile()
     assert float(compiled(1.0)) == 2.0
     assert bool(options) == (platform == "cpu" or (platform, n_devices) == ("gpu", 8))
+
+
+def test_what_xla_flags_say_of_an_option_of_a_step_counts(monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_enable_latency_hiding_scheduler=false")
+    assert step_options("gpu", 8) is None
+    assert step_options("cpu", 1)
