@@ -173,7 +173,8 @@ def run_startup(arguments: argparse.Namespace, rest: list[str]) -> tuple[dict[st
     from jaxgpt.benchmarks import startup
 
     n_runs = whole_number("--runs", arguments.runs)
-    parse_args(rest, PROG)  # what is wrong with them is said before anything starts
+    # What is wrong with them is said before anything starts.
+    startup.refuse_without_a_first_step(parse_args(rest, PROG))
     found = startup.measure(rest, n_runs, whole_number("--processes", arguments.processes))
     return found, startup.describe(found)
 

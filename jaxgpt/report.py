@@ -81,7 +81,7 @@ def read_startup(run: Path) -> dict[str, Any]:
         missing = STARTUP_KEYS - set(found)
         if missing:
             raise ValueError(f"{', '.join(sorted(missing))} missing")
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         raise UsageError(
             f"RUN={run}: has no startup.json; give a run directory whose first step is done"
         ) from None

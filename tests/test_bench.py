@@ -69,6 +69,14 @@ def test_bench_step_explains_what_is_wrong(arguments, words):
     assert words in job.stdout and job.stdout.count("\n") == 1
 
 
+def test_a_model_that_cannot_be_trained_ends_bench_step_with_a_sentence():
+    fault = ("faults.nan_step=4", "spike.max_consecutive_nonfinite=1", "model.n_layer=1")
+    job = run("bench", "step", "--steps", 2, *fault)
+    assert job.returncode == 2
+    (error,) = (line for line in job.stdout.splitlines() if line.startswith("error: "))
+    assert "spike.max_consecutive_nonfinite=1: so many steps in a row, up to step 4," in error
+
+
 @pytest.mark.parametrize("words", ["bench loader", "inspect --config tiny --step 1"])
 def test_data_that_one_host_lacks_ends_all_processes_with_a_sentence(words, tmp_path):
     program = command(*words.split())

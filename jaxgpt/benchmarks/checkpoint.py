@@ -21,6 +21,7 @@ from jaxgpt.diagnosis.directory import file_system_of
 from jaxgpt.distributed.backend import connect
 from jaxgpt.distributed.cluster import Cluster, join_cluster
 
+IN_MEMORY = ("tmpfs", "ramfs")  # file systems that are the page cache
 ROUNDS = 5  # after one that counts for nothing
 UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
@@ -61,6 +62,8 @@ def measure(config: Config, size: int | None, directory: Path | None) -> dict[st
         found = found[1:]
         medians = {name: statistics.median(r[name] for r in found) for name in found[0]}
         arrays = jax.tree.leaves(rounds.saved)
+        file_system = file_system_of(folder)
+        dropped = rounds.forgets and file_system not in IN_MEMORY
         return (
             {
                 "config": config.config,
@@ -81,8 +84,8 @@ def measure(config: Config, size: int | None, directory: Path | None) -> dict[st
                 )
             }
             | {
-                "page_cache": "dropped" if rounds.forgets else "warm",
-                "file_system": file_system_of(folder),
+                "page_cache": "dropped" if dropped else "warm",
+                "file_system": file_system,
                 "directory": str(folder.parent),
             }
         )

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from jaxgpt.benchmarks.scratch import end_on_signals
-from jaxgpt.config import check_batch, mesh_sizes
+from jaxgpt.config import UsageError, check_batch, mesh_sizes
 from jaxgpt.data.loader import Loader
 from jaxgpt.distributed.cluster import Cluster
 from jaxgpt.distributed.exits import StopSignal
@@ -106,14 +106,20 @@ class Job:
         return jax.device_get(self._state.params)
 
     def trainer(self, n_steps: int) -> Clocks:
-        """Runs the trainer's loop for so many steps."""
+        """Runs the trainer's loop for so many steps.
+
+        Raises:
+            UsageError: if it cannot go on, because losses are not finite.
+        """
         self._cluster.wait_for_all()
         first = self.run.resume_step
         run = dataclasses.replace(
             self.run, config=self.run.config.replace(train__max_iters=first + n_steps)
         )
         began = Clocks.read()
-        run_steps(run, self._state, self._parts)
+        end = run_steps(run, self._state, self._parts)
+        if end.failure:
+            raise UsageError(end.failure)
         self.run = dataclasses.replace(self.run, resume_step=first + n_steps)
         return self._ended.since(began, n_steps)
 

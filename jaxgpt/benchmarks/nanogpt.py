@@ -42,7 +42,7 @@ def measure(
         compiled: use torch.compile.
 
     Returns:
-        Seconds per step of both, their ratio, and how far the losses of the same steps differ.
+        Seconds per step of both, their ratio, and how far the losses of logged steps differ.
 
     Raises:
         UsageError: if nanoGPT cannot be run, or if the batches of so many steps are too large.
@@ -89,7 +89,7 @@ def measure(
             "nanogpt_step_seconds": statistics.median(others),
             "ratio": statistics.median(ratios),
             "ratios": ratios,
-            "loss_difference": loss_difference(run.directory, losses),
+            **loss_difference(run.directory, losses),
             "dropout": config.model.dropout,
             "dtype": own_dtype,
             "vocab_sizes": [run.config.model.vocab_size, nanogpt_vocab_size(run.config.model)],
@@ -231,11 +231,18 @@ def worker(python: str, clone: Path, folder: Path) -> Iterator[tuple[dict[str, A
             process.wait()
 
 
-def loss_difference(directory: Path, losses: list[float]) -> float:
-    """The largest between the losses of our log and nanoGPT's of the same steps."""
+def loss_difference(directory: Path, losses: list[float]) -> dict[str, Any]:
+    """The largest between the losses of our log and nanoGPT's of the same steps, and of how many.
+
+    The log has those of every train.log_interval-th step.
+    """
     records = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
     logged = {r["step"]: r["loss"] for r in records if r["kind"] == "train"}
-    return max(abs(loss - losses[step - 1]) for step, loss in logged.items())
+    return {
+        "loss_difference": max(abs(loss - losses[step - 1]) for step, loss in logged.items()),
+        "losses_compared": len(logged),
+        "losses": len(losses),
+    }
 
 
 def describe(found: dict[str, Any]) -> str:
@@ -243,7 +250,10 @@ def describe(found: dict[str, Any]) -> str:
     about, ratio, ratios = found["nanogpt"], found["ratio"], found["ratios"]
     how = "torch.compile" if about["compile"] else "eager"
     mesh = " ".join(f"{axis}={size}" for axis, size in found["mesh"].items())
-    losses = f"losses of the same steps differ by {found['loss_difference']:.1g} at the most"
+    losses = (
+        f"losses of the same steps differ by {found['loss_difference']:.1g} at the most, in the "
+        f"{found['losses_compared']} of {found['losses']} steps that are logged"
+    )
     if found["dropout"]:
         losses += f", with dropout {found['dropout']} of other random numbers"
     ours, theirs = found["vocab_sizes"]

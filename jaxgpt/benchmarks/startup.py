@@ -15,11 +15,12 @@ from typing import Any
 
 from jaxgpt.benchmarks.progress import tell
 from jaxgpt.benchmarks.scratch import scratch_folder
-from jaxgpt.config import UsageError
+from jaxgpt.config import Config, UsageError, skip_ranges
 from jaxgpt.distributed.cluster import Cluster
 from jaxgpt.distributed.environment import find_launch
 from jaxgpt.distributed.launchers import find_mpiexec
 from jaxgpt.distributed.malloc import without_tuning
+from jaxgpt.telemetry.startup import JOB_START
 
 IMPORTS = "import jax, flax.nnx, optax"
 ONE_STEP = (
@@ -29,6 +30,20 @@ ONE_STEP = (
     "train.sample_tokens=0",
     "profile_steps=None",
 )
+
+
+def refuse_without_a_first_step(config: Config) -> None:
+    """Step 1 is what is waited for.
+
+    Raises:
+        UsageError: if it is skipped.
+    """
+    if any(first == 1 for first, _ in skip_ranges(config)):
+        shown = " ".join(map(str, config.train_range_to_skip))
+        raise UsageError(
+            f"train_range_to_skip={shown}: bench startup waits for step 1, which is skipped; "
+            "leave it out"
+        )
 
 
 def measure(settings: Sequence[str], n_runs: int, n_processes: int | None) -> dict[str, Any]:
@@ -87,6 +102,7 @@ def run(command: list[str], compile_cache: Path | None = None) -> float:
     """
     # Where malloc is tuned, training starts twice, unless this command has done that already.
     environment = without_tuning(os.environ)
+    environment.pop(JOB_START, None)  # of the job that this command is in
     if compile_cache is not None:
         environment["JAX_COMPILATION_CACHE_DIR"] = str(compile_cache)
     began = time.perf_counter()

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from jaxgpt.benchmarks.progress import tell
-from jaxgpt.benchmarks.scratch import scratch_folder
+from jaxgpt.benchmarks.scratch import end_on_signals, scratch_folder
 from jaxgpt.config import Config, DataConfig, UsageError, mesh_sizes
 from jaxgpt.data.sources import dataset_directory, vocabulary_size
 from jaxgpt.distributed.backend import connect
@@ -54,6 +54,7 @@ def measure(
         config, data = with_data(config, synthetic, folder, cluster)
         run = prepare_run(steps_only(config, folder / "run"), cluster)
         facts = connect(cluster, mesh_sizes(run.config), stops_at_steps=True)
+        end_on_signals()  # and not at a step: JAX has taken SIGTERM over
         # What is compiled is timed: no cache, or an empty one.
         os.environ.pop("JAX_COMPILATION_CACHE_DIR", None)
         cache = OFF if config.compile_cache == OFF else str(folder / "compiled")

@@ -41,6 +41,7 @@ def exits_together() -> Iterator[None]:
     keep silent. Where nobody reads on, as after `| head`, a lone process ends like one that
     SIGPIPE has killed.
     """
+    _open_what_is_closed()
     if isinstance(sys.stdout, io.TextIOWrapper):  # a character that it lacks is not worth a run
         sys.stdout.reconfigure(errors="replace")
     try:
@@ -58,6 +59,9 @@ def exits_together() -> Iterator[None]:
             print(f"error: {error}", file=sys.stderr, flush=True)
         raise SystemExit(BAD_USAGE) from None
     except KeyboardInterrupt:  # before training has begun, or the second of its kind
+        if "jax" in sys.modules and find_launch(os.environ).through is None:
+            sys.stdout.flush()
+            os._exit(128 + signal.SIGINT)  # XLA, interrupted in compiling, may crash at exit
         raise SystemExit(128 + signal.SIGINT) from None
     except PeerLost as error:
         if _connected():  # one that failed says why, and ends this process
@@ -72,6 +76,18 @@ def exits_together() -> Iterator[None]:
             raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), STDOUT)  # for what Python writes at its end
         raise SystemExit(128 + signal.SIGPIPE) from None
+
+
+def _open_what_is_closed() -> None:
+    """Where a shell has closed stdout or stderr (`>&-`), what is written there is written nowhere.
+
+    Another file would get the descriptor, and what libraries print.
+    """
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= STDERR:
+        os.set_inheritable(descriptor, True)
+    os.close(descriptor)
+    sys.stdout = sys.stdout or os.fdopen(STDOUT, "w")
+    sys.stderr = sys.stderr or os.fdopen(STDERR, "w")
 
 
 def _check_encoding(arguments: list[str]) -> None:

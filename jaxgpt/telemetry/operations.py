@@ -5,9 +5,11 @@ Names, fusions and the lines of Python that they come from are read out of the o
 
 import re
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import NamedTuple
 
 CATEGORIES = ("matmul", "attention", "elementwise", "collective", "copy", "other")
+PACKAGE = Path(__file__).parents[1]
 ATTENTION_FILE = "jaxgpt/model/attention.py"
 
 _COLLECTIVES = (
@@ -164,9 +166,15 @@ def _in_attention(instruction: _Instruction, tables: _Tables) -> bool:
     return any(file.endswith(ATTENTION_FILE) for file, *_ in tables.stack(instruction.frame))
 
 
+def _is_own(file: str) -> bool:
+    """Whether it is of this package, and not of a library in a folder named like it."""
+    _, found, within = file.rpartition("/jaxgpt/")
+    return bool(found) and (PACKAGE / within).is_file()
+
+
 def _source(instruction: _Instruction, tables: _Tables) -> str:
     """What wanted the operation, and not what shares it out over devices."""
-    own = [place for place in tables.stack(instruction.frame) if "/jaxgpt/" in place[0]]
+    own = [place for place in tables.stack(instruction.frame) if _is_own(place[0])]
     if not own:
         return ""
     wanted = [place for place in own if "/jaxgpt/distributed/" not in place[0]]

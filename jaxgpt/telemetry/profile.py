@@ -230,7 +230,9 @@ def describe(found: dict[str, Any]) -> str:
 
     lines = [
         f"profile of {found['steps']} steps, {1e3 * found['seconds_per_step']:.2f} ms each with "
-        f"what lies between them: the operations of a device take {1e3 * busy:.2f} ms, by category"
+        f"what lies between them: the operations of a device take {1e3 * busy:.2f} ms"
+        + (" (some run at the same time)" if busy > found["seconds_per_step"] else "")
+        + ", by category"
         + (" (mean of all processes, share, process 0)" if several else "")
     ]
     for name, seconds in sorted(found["categories"].items(), key=lambda item: -item[1]):

@@ -42,8 +42,11 @@ class StepProfile:
             return
         with self._report.between_steps(state):
             found = self._tracing.stop(state, len(self._traced), self._train_step.as_text())
+            first, last = self._traced[0], self._traced[-1]
+            skipped = last - first + 1 - len(self._traced)
             self._report.say(
-                f"traced steps {self._traced[0]} to {self._traced[-1]} into {self._directory}, "
-                f"which slows them a little\n{describe(found)}"
+                f"traced steps {first} to {last} into {self._directory}, which slows them a little"
+                + (f"; {skipped} of them skipped" if skipped else "")
+                + f"\n{describe(found)}"
             )
         self._tracing, self._todo = None, range(0)

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 
 from jaxgpt import __version__
-from jaxgpt.config import Config, skip_ranges
+from jaxgpt.config import Config, profile_range, skip_ranges
 from jaxgpt.data.loader import Loader
 from jaxgpt.distributed import backend
 from jaxgpt.distributed.cluster import Cluster
@@ -86,7 +86,14 @@ class Reporter:
             say(f"warning: {line}")
         for line in dataset.describe():
             say(line)
-        say(f"steps to skip: {SkipRanges(skip_ranges(config))}")
+        skips = SkipRanges(skip_ranges(config))
+        say(f"steps to skip: {skips}")
+        traced = profile_range(config)
+        left = range(max(traced.start, self._first_step), traced.stop)
+        if traced and all(step in skips for step in left):
+            say(
+                f"steps to trace: none, as profile_steps={config.profile_steps} are past or skipped"
+            )
         say(describe_spikes(config))
         say(MFU_FORMULA + ("" if self._rates.peak else f"; not known for {device.device_kind}"))
         facts = {**facts, "mesh": dict(mesh.shape)}

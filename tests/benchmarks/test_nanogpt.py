@@ -93,6 +93,7 @@ def test_times_and_losses_of_both_are_compared_step_by_step(tmp_path):
     assert job.returncode == 0, job.stdout
     found = json.loads(job.stdout.splitlines()[-1])
     assert found["nanogpt"]["device"] == "abacus" and found["nanogpt_step_seconds"] == 1000
+    assert found["losses_compared"] == found["losses"] == (5 + 1) * 2
     assert len(found["ratios"]) == 5 and min(found["ratios"]) > 1
     assert found["loss_difference"] == pytest.approx(
         math.log(found["vocab_sizes"][0]), rel=0.02

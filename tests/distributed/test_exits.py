@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from jobs import command, environment
+from jobs import SMALL, command, environment, losses
 
 
 @pytest.mark.parametrize("words", ["inspect --config tiny --step 1", "prepare python --out {}"])
@@ -36,3 +36,30 @@ stop, last, kill, os_getpid = StopSignal(), Last(), os.kill, os.getpid
 def test_a_signal_after_the_end_does_not_change_the_status():
     job = subprocess.run([sys.executable, "-c", LATE], capture_output=True, text=True)
     assert (job.returncode, job.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&-"])
+def test_closed_streams_do_not_end_a_command(closed, tmp_path):
+    """And no file of the run gets their descriptors, on which libraries print."""
+    words = command("train", *SMALL, "train.max_iters=2", "--out", tmp_path)
+    job = subprocess.run(
+        ["sh", "-c", f"exec \"$@\" {closed}", "sh", *map(str, words)],
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment(),
+    )  # fmt: skip
+    assert job.returncode == 0, job.stdout
+    assert sorted(losses(tmp_path)) == [1, 2]
+
+
+INTERRUPTED = """
+import atexit, os
+from jaxgpt.distributed.exits import exits_together
+with exits_together():
+    import jax
+    atexit.register(os.abort)  # as XLA may, if it is interrupted in compiling
+    raise KeyboardInterrupt
+"""
+
+
+def test_an_interrupted_command_does_not_crash_at_its_exit():
+    job = subprocess.run([sys.executable, "-c", INTERRUPTED], capture_output=True, text=True)
+    assert (job.returncode, job.stderr) == (128 + signal.SIGINT, "")

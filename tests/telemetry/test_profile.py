@@ -98,6 +98,35 @@ def test_waiting_in_a_collective_is_what_others_take_longer_than_the_last_to_com
     assert "1500.000 ms   25.0%   3000.000 ms" in words  # waiting: mean, share, process 0
 
 
+def test_a_library_in_a_folder_that_is_named_like_the_package_is_none_of_it():
+    """Such as that of an environment inside a clone; a frame names its parent's number + 1."""
+    operations = read_operations(
+        """HloModule jit_train_step
+
+FileNames
+1 "/home/me/jaxgpt/jaxgpt/training/step.py"
+2 "/home/me/jaxgpt/.venv/lib/python3.11/site-packages/optax/_tree_math.py"
+
+FunctionNames
+1 "train_step"
+2 "tree_sum"
+
+FileLocations
+1 {file_name_id=1 function_name_id=1 line=113 end_line=113}
+2 {file_name_id=2 function_name_id=2 line=187 end_line=187}
+
+StackFrames
+1 {file_location_id=1 parent_frame_id=1}
+2 {file_location_id=2 parent_frame_id=2}
+
+ENTRY %main (a: f32[8]) -> f32[8] {
+  ROOT %sum = f32[8]{0} add(%a, %a), metadata={op_name="sum" stack_frame_id=2}
+}
+"""
+    )
+    assert operations["sum"].source == "training/step.py:113 train_step"
+
+
 def test_a_gpu_s_trace_that_lacks_most_of_a_step_says_why():
     operations = {"dot": Operation("matmul", "model/gpt.py:67")}
     events = [Event("dot", "gpu 0", 0.0, 1.0)]

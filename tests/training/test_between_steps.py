@@ -121,12 +121,15 @@ def test_traced_steps_are_listed_and_the_run_is_the_same(tmp_path):
     assert losses(traced) == losses(plain)
     log = (traced / "train.log").read_text()
     assert f"traced steps 4 to 6 into {traced}/profile" in log
-    assert "profile of 2 steps" in log  # one of the three was skipped
+    assert "profile of 2 steps" in log and "; 1 of them skipped\n" in log
+    assert "steps to trace: none" not in log
     assert "the 10 most expensive operations of a step" in log and " matmul " in log
     assert len(list(traced.glob("profile/plugins/profile/*/*.xplane.pb"))) == 1
 
     assert train_here("--out", traced, "train.max_iters=10") == exits.DONE  # and nothing to trace
-    assert (traced / "train.log").read_text().count("traced steps") == 1
+    log = (traced / "train.log").read_text()
+    assert log.count("traced steps") == 1
+    assert "steps to trace: none, as profile_steps=4:6 are past or skipped" in log
 
 
 def test_a_run_that_stops_while_it_traces_tells_what_it_has(tmp_path):
