@@ -7,7 +7,7 @@ import signal
 import sys
 from pathlib import Path
 
-from jaxgpt.config import CommandParser, DataConfig, UsageError, file_path
+from jaxgpt.config import CommandParser, DataConfig, UsageError, file_path, name_or_path
 from jaxgpt.data.corpora import prepare_python, prepare_shakespeare_char, prepare_text
 from jaxgpt.data.sources import dataset_directory
 from jaxgpt.distributed.cpus import own_cpus
@@ -64,6 +64,7 @@ def parser() -> CommandParser:
     text.add_argument("--jsonl-key", default="text", help="what a JSON line calls its text")
     text.add_argument(
         "--tokenizer",
+        type=name_or_path,
         default="char",
         help="char, byte, a tokenizer.json, or a folder with it or with GPT-2's encoder.json and "
         "vocab.bpe; default char",

@@ -130,6 +130,8 @@ def test_a_pbs_job_is_launched_in_the_words_of_its_mpiexec(job, hosts, mpi, opti
         ({"SLURM_JOB_NODELIST": "n[1-2]", "SLURM_NTASKS": "16", "SLURM_TASKS_PER_NODE": "8(x2)",
           "SLURM_CPUS_PER_TASK": "4", "SLURM_JOB_CPUS_PER_NODE": "32(x2)"}, "",
          "srun -u --wait=120 -N 2 -n 16 --ntasks-per-node=8 --cpus-per-task=4"),
+        ({"SLURM_JOB_NODELIST": "n[1-2]", "SLURM_NTASKS": "16", "SLURM_TASKS_PER_NODE": "8(x2)",
+          "JAX_PLATFORMS": "cpu"}, "", "srun -u --wait=120 -N 2 -n 16 --ntasks-per-node=8"),
         ({"SLURM_JOB_NODELIST": "n[1-2]", "SLURM_GPUS_ON_NODE": "2",
           "SLURM_JOB_CPUS_PER_NODE": "64(x2)"}, "",
          "srun -u --wait=120 -N 2 -n 4 --ntasks-per-node=2 --cpus-per-task=32"),

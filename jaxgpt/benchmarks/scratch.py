@@ -19,13 +19,19 @@ PATIENCE = 5  # seconds for what is still being written
 REMOVE_AFTER = """
 import os, shutil, sys, time
 folder, *processes = sys.argv[1:]
-for process in processes:
+def is_there(process):
     try:
-        while True:
-            os.kill(int(process), 0)
-            time.sleep(0.1)
-    except ProcessLookupError:
-        pass
+        os.kill(int(process), 0)
+    except OSError:
+        return False
+    try:
+        with open(f"/proc/{process}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] != "Z"  # nobody waits for it
+    except FileNotFoundError:
+        return not os.path.exists("/proc/self")  # a system without such files
+for process in processes:
+    while is_there(process):
+        time.sleep(0.1)
 shutil.rmtree(folder, ignore_errors=True)
 """
 
@@ -88,7 +94,7 @@ def _remove_after_all(cluster: Cluster, folder: Path) -> None:
     TensorStore makes the folders that it misses.
     """
     processes = zip(cluster.gather(os.getpid()), cluster.hosts, strict=True)
-    here = [str(process) for process, host in processes if host == cluster.rank]
+    here = [str(process) for process, host in processes if host == cluster.hosts[cluster.rank]]
     if cluster.local_rank == 0:
         subprocess.Popen(
             [sys.executable, "-I", "-S", "-c", REMOVE_AFTER, str(folder.absolute()), *here],

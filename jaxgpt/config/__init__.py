@@ -17,7 +17,7 @@ from jaxgpt.config.checks import (
     step_ranges,
     validate,
 )
-from jaxgpt.config.command import CommandParser, file_path, whole_number
+from jaxgpt.config.command import CommandParser, file_path, name_or_path, whole_number
 from jaxgpt.config.parse import config_from_dict, config_from_file, is_help, load_config, parse_args
 from jaxgpt.config.sections import (
     CheckpointConfig,
@@ -54,6 +54,7 @@ __all__ = [
     "is_help",
     "load_config",
     "mesh_sizes",
+    "name_or_path",
     "parse_args",
     "profile_range",
     "skip_ranges",

@@ -25,6 +25,11 @@ class CommandParser(argparse.ArgumentParser):
         raise UsageError(f"{self.prog.removeprefix('python -m ')}: {message}; --help says more")
 
 
+def name_or_path(given: str) -> str:
+    """The type of options that name a file or something else by a word."""
+    return str(file_path(given))
+
+
 def file_path(given: str) -> Path:
     """The type of options that name a file or a folder."""
     if not given:  # Path("") is the working directory

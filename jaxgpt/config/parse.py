@@ -182,7 +182,7 @@ def _split_arguments(argv: Sequence[str]) -> dict[str, list[str]]:
         if key not in _fields():
             raise UsageError(_unknown(word.partition("=")[0], key))
         takes_many = typing.get_origin(_fields()[key]) is tuple
-        if key in out and takes_many and key not in _ALIASES.values():
+        if key in out and takes_many:
             raise UsageError(f"{word}: is given twice; give all its values after one --{key}")
         out[key] = [value] if equals else []
         while words and (not out[key] or takes_many) and not _is_setting(words[0], takes_many):

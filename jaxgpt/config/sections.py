@@ -64,7 +64,7 @@ class TrainConfig:
     exit status 75."""
     hang_timeout: float | None = 30
     """Minutes without a step, an evaluation or a checkpoint after which the job ends with exit
-    status 70; None waits for ever."""
+    status 70; at a start, restoring and compiling have 30 at least. None waits for ever."""
     tensorboard: bool = True
     """Write TensorBoard event files beside metrics.jsonl."""
 

@@ -17,10 +17,13 @@ VISIBLE_VARIABLES = (
     "ZE_AFFINITY_MASK",
 )
 # Of a plugin of JAX, by a part of its name: the files that it uses, and not any, as a laptop's own
-# graphics are a renderD, too; and the variables that hide them.
+# graphics are a renderD, too; and the variables that hide them, by which words.
 PLUGINS = {
-    "cuda": (DEVICE_FILES[:1], VISIBLE_VARIABLES[:1]),
-    "rocm": (DEVICE_FILES[1:2], VISIBLE_VARIABLES[1:3]),
+    "cuda": (DEVICE_FILES[:1], {"CUDA_VISIBLE_DEVICES": ("", "-1")}),
+    "rocm": (
+        DEVICE_FILES[1:2],
+        {"ROCR_VISIBLE_DEVICES": ("", "-1"), "HIP_VISIBLE_DEVICES": ("-1",)},
+    ),
 }
 
 
@@ -38,8 +41,8 @@ def accelerator_expected() -> bool:
 
 def _device_files(plugin: str) -> tuple[str, ...]:
     known = (found for part, found in PLUGINS.items() if part in plugin)
-    files, variables = next(known, (DEVICE_FILES, ()))
-    hidden = any(os.environ.get(name) in ("", "-1") for name in variables)
+    files, hiding = next(known, (DEVICE_FILES, {}))
+    hidden = any(os.environ.get(name) in words for name, words in hiding.items())
     return () if hidden else files
 
 

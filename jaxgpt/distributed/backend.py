@@ -34,6 +34,7 @@ PINNED = {
     "jax_disable_jit": False,
     "jax_default_prng_impl": "threefry2x32",
     "jax_threefry_partitionable": True,
+    "jax_random_seed_offset": 0,
     "jax_numpy_dtype_promotion": "standard",
 }
 HEARTBEAT_TIMEOUT = 100  # seconds after which a silent process counts as dead

@@ -236,12 +236,16 @@ def _over_tcp(launch: Launch, timeout: float) -> Cluster:
         talk=OverTcp(launch, timeout),
     )
     here = [socket.gethostname(), _boot_id()]
-    everyone = cluster.gather(here)
+    found = cluster.gather([*here, launch.local_rank])
+    everyone = [host for *host, _ in found]
     mates = [rank for rank, host in enumerate(everyone) if host == here]
+    told = [found[rank][-1] for rank in mates]
     position = mates.index(launch.rank)
+    if set(told) == set(range(len(mates))):  # two torchruns on a host count from 0 each
+        position = launch.local_rank
     return replace(
         cluster,
-        local_rank=position if launch.local_rank is None else launch.local_rank,
+        local_rank=position,
         local_size=len(mates),
         hosts=tuple(everyone.index(host) for host in everyone),
         host_names=tuple(name for name, _ in everyone),

@@ -51,8 +51,8 @@ def use_compile_cache(directory: str, cluster: Cluster) -> str:
         if not _is_shared(folder, cluster):
             jax.config.update("jax_compilation_cache_dir", None)
             return (
-                f"warning: {source}={directory}: is not one folder that all hosts see; compiling "
-                "without a cache"
+                f"warning: {source}={directory}: is not one folder that all hosts see, or they "
+                "have other processors; compiling without a cache"
             )
         return f"compile cache: {folder}"
     jax.config.update("jax_persistent_cache_enable_xla_caches", "none")  # those are for GPUs
@@ -137,6 +137,8 @@ def _is_shared(folder: Path, cluster: Cluster) -> bool:
         if cluster.is_main:
             with contextlib.suppress(OSError):
                 name = Path(stack.enter_context(tempfile.NamedTemporaryFile(dir=folder)).name).name
+        if not name and cluster.size == 1:
+            return True
         return all(cluster.gather((folder / cluster.broadcast(name)).is_file()))
 
 

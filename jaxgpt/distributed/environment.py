@@ -71,7 +71,11 @@ def find_launch(environ: Mapping[str, str]) -> Launch:
     step = environ.get("SLURM_STEP_ID", environ.get("SLURM_STEPID"))
     in_shell = step is not None and _is_pseudo_step(step)
     by_srun = started_by_srun(environ)
-    if by_srun and not in_shell and environ.get("SLURM_MPI_TYPE") == "pmi2":
+    # Of these steps Slurm's variables do not tell on which host process 0 is.
+    in_order = "SLURM_HET_SIZE" not in environ and not environ.get(
+        "SLURM_DISTRIBUTION", ""
+    ).startswith("arbitrary")
+    if by_srun and not in_shell and in_order and environ.get("SLURM_MPI_TYPE") == "pmi2":
         # Without MPI: Slurm 22.05 reads PMI's lines in pieces of 1,024 bytes, and those of
         # MPICH 5 can be longer, upon which both wait for ever.
         return replace(slurm_step(environ), launcher=SLURM_WITH_PMI)
@@ -97,8 +101,9 @@ def guessed_rank() -> int:
 def slurm_step(environ: Mapping[str, str]) -> Launch:
     """A process that srun started, by Slurm's variables alone.
 
-    Process 0 runs on the step's first host; its port follows from the job and the step, below
-    the ports that systems hand out by themselves.
+    Process 0 runs on the step's first host, but of steps of several components and of arbitrary
+    distributions (there, JAXGPT_COORDINATOR is needed). Its port follows from the job and the
+    step, below the ports that systems hand out by themselves.
     """
     size = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environ else "SLURM_NTASKS"
     rank, n_processes = _rank_and_size(environ, "SLURM_PROCID", size)

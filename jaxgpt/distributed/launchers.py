@@ -127,7 +127,11 @@ def _devices(machine: Machine | None, environ: Mapping[str, str]) -> tuple[int, 
     """How many processes a host gets where nobody says, and why."""
     if asked := environ.get("SLURM_NTASKS_PER_NODE", ""):
         return _number("SLURM_NTASKS_PER_NODE", asked), f"SLURM_NTASKS_PER_NODE={asked}"
+    tasks = environ.get("SLURM_TASKS_PER_NODE", "") if "SLURM_NTASKS" in environ else ""
+    n_tasks, by_tasks = _least(tasks), f"SLURM_TASKS_PER_NODE={tasks}"  # of --ntasks
     if not _wants_accelerators(environ):
+        if n_tasks:
+            return n_tasks, by_tasks
         return 1, "JAX_PLATFORMS=cpu: 1 on each host, --ppn P for more"
     for variable in VISIBLE_VARIABLES:
         if variable in environ:
@@ -139,10 +143,7 @@ def _devices(machine: Machine | None, environ: Mapping[str, str]) -> tuple[int, 
         return _number("SLURM_GPUS_ON_NODE", given), f"SLURM_GPUS_ON_NODE={given}"
     if found := count_accelerators():
         return found, f"one for each of {found} accelerators seen here"
-    tasks = environ.get("SLURM_TASKS_PER_NODE", "")  # of --ntasks
-    if "SLURM_NTASKS" in environ and (found := _least(tasks)):
-        return found, f"SLURM_TASKS_PER_NODE={tasks}"
-    return 1, NO_ACCELERATORS
+    return (n_tasks, by_tasks) if n_tasks else (1, NO_ACCELERATORS)
 
 
 def _number(variable: str, given: str) -> int:

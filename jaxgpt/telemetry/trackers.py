@@ -1,6 +1,7 @@
 """Where records go: metrics.jsonl, which is the truth, and what repeats it."""
 
 import contextlib
+import errno
 import itertools
 import json
 import math
@@ -14,6 +15,7 @@ from typing import Any, Protocol, TextIO
 from jaxgpt.config import UsageError
 
 Record = dict[str, Any]
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 # Which field of a record TensorBoard shows as text.
 _TEXTS = {"sample": "text", "spike": "cause", "rewind": "cause"}
@@ -175,7 +177,8 @@ def _replacing(path: Path) -> Iterator[TextIO]:
     except OSError as error:
         scratch.unlink(missing_ok=True)
         raise UsageError(
-            f"{path}: cannot be written ({error.strerror or error}); it is as it was; make room"
+            f"{path}: cannot be written ({error.strerror or error}); it is as it was"
+            + ("; make room" if error.errno in NO_ROOM else "")
         ) from None
 
 
@@ -222,7 +225,9 @@ def _whole_lines(path: Path, word: str = "") -> Iterator[tuple[str, Record]]:
                 record = json.loads(line)
             except ValueError:  # the line that was being written when the run was killed
                 continue
-            if not isinstance(record, dict) or not {"kind", "step"} <= set(record):  # nor ours
+            if not isinstance(record, dict) or "kind" not in record:  # not ours
+                continue
+            if not isinstance(record.get("step"), int):
                 continue
             yield f"{line.rstrip()}\n", record
 

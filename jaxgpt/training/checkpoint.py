@@ -10,7 +10,6 @@ their size.
 """
 
 import contextlib
-import errno
 import functools
 import logging
 import os
@@ -25,6 +24,7 @@ import jax
 
 from jaxgpt.config import Config, UsageError
 from jaxgpt.distributed.partition import Params
+from jaxgpt.telemetry.trackers import NO_ROOM
 from jaxgpt.training.checksums import checksums
 from jaxgpt.training.detection import watch_from_json, watch_to_json
 from jaxgpt.training.metadata import read_sealed, seal
@@ -33,7 +33,7 @@ from jaxgpt.training.state import TrainState
 # A process writes several files of about this size at the same time, not one after the other.
 DATA_FILE_BYTES = 2**28
 # Not all of them show in the room that a file system says it has: quotas do not.
-NO_ROOM = tuple(map(os.strerror, (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)))
+NO_ROOM_WORDS = tuple(map(os.strerror, NO_ROOM))
 
 # In what Orbax logs: that a checkpoint is not going to be complete, and what it raises soon anyway.
 ORBAX_FAILS = ("_SignalingThread.run() raised", "Handler Commit operations")
@@ -223,7 +223,7 @@ def _writing(folder: Path) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # TensorStore's are ValueErrors
-        reason = next((words for words in NO_ROOM if words in str(error)), None)
+        reason = next((words for words in NO_ROOM_WORDS if words in str(error)), None)
         if reason is None:
             raise
         raise UsageError(

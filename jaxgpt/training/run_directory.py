@@ -212,7 +212,7 @@ def _lacking(config: Config, dataset: Dataset, step: int) -> list[str]:
 
 
 def _paths(dataset: Dataset) -> list[str]:
-    return [str(source.entry.path) for source in dataset.sources]
+    return [str(source.entry.path.absolute()) for source in dataset.sources]
 
 
 def what_all_share(source: Source) -> dict[str, Any]:
@@ -255,9 +255,9 @@ def _check_place(out: Path) -> None:
 
 
 def _writable_directory(config: Config) -> Path:
-    if config.out:
-        _check_place(Path(config.out))
     try:
+        if config.out:
+            _check_place(Path(config.out))
         directory = Path(config.out) if config.out else _new_directory(config)
         directory.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=directory) as file:

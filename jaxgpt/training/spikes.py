@@ -50,8 +50,8 @@ def still_to_come(
         before = min(last, step)
         if first <= step and not any(a <= first and before <= b for a, b in skipped.ranges):
             warnings.append(
-                f"warning: train_range_to_skip={first} {last}: steps up to {step} are trained; "
-                "what is skipped begins after them"
+                f"warning: train_range_to_skip={first} {last}: steps up to {step} are trained, "
+                "and stay so where they were not skipped then"
             )
         if last > step:
             found.append((max(first, step + 1), last))

@@ -66,6 +66,21 @@ def test_devices_that_are_hidden_are_not_expected(machine, monkeypatch, variable
     assert accelerator_expected() == expected
 
 
+@pytest.mark.parametrize(
+    ("variable", "value", "expected"),
+    [
+        ("ROCR_VISIBLE_DEVICES", "", False),
+        ("HIP_VISIBLE_DEVICES", "-1", False),
+        ("HIP_VISIBLE_DEVICES", "", True),  # which ROCm takes for none
+        ("CUDA_VISIBLE_DEVICES", "", True),
+    ],
+)
+def test_amd_s_devices_are_hidden_by_other_words(machine, monkeypatch, variable, value, expected):
+    machine |= {"plugins": ["xla_rocm7"], "files": ["/dev/kfd"]}
+    monkeypatch.setenv(variable, value)
+    assert accelerator_expected() == expected
+
+
 def test_nine_tenths_of_a_gpu_are_for_the_job_unless_the_user_has_said(machine, monkeypatch):
     assert reserve_memory() == [] and MEMORY_VARIABLES[0] not in os.environ  # no GPU
     machine["files"] = ["/dev/nvidia0"]

@@ -136,7 +136,8 @@ def test_proxies_are_cleared_and_named(monkeypatch):
 @pytest.mark.parametrize(
     ("name", "value"),
     [("jax_enable_x64", True), ("jax_disable_jit", True), ("jax_default_prng_impl", "rbg"),
-     ("jax_threefry_partitionable", False), ("jax_numpy_dtype_promotion", "strict")],
+     ("jax_random_seed_offset", 7), ("jax_threefry_partitionable", False),
+     ("jax_numpy_dtype_promotion", "strict")],
 )  # fmt: skip
 def test_settings_of_jax_do_not_change_results(name, value):
     before = getattr(jax.config, name)

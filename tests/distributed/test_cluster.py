@@ -6,6 +6,7 @@ import time
 import pytest
 
 from jaxgpt.config import UsageError
+from jaxgpt.distributed import cluster
 from jaxgpt.distributed.cluster import Cluster, join_cluster, reachable_name
 from jaxgpt.distributed.environment import MPI_LAUNCHERS, Launch
 from jaxgpt.distributed.talk import OverTcp, PeerLost
@@ -19,11 +20,11 @@ def no_launcher(monkeypatch):
 
 def test_without_a_launcher_mpi_is_not_touched(monkeypatch):
     monkeypatch.setitem(sys.modules, "mpi4py", None)  # importing it would fail
-    cluster = join_cluster()
-    assert (cluster.rank, cluster.size, cluster.is_main) == (0, 1, True)
-    assert cluster.broadcast({"a": [1]}) == {"a": [1]}
+    alone = join_cluster()
+    assert (alone.rank, alone.size, alone.is_main) == (0, 1, True)
+    assert alone.broadcast({"a": [1]}) == {"a": [1]}
     with pytest.raises(UsageError, match="wrong"):
-        cluster.agree("wrong")
+        alone.agree("wrong")
 
 
 def test_a_missing_mpi_library_is_explained(monkeypatch):
@@ -35,10 +36,7 @@ def test_a_missing_mpi_library_is_explained(monkeypatch):
 
 def meet(size, present, timeout=20.0):
     """What `exchange` gives to each of `present`, threads in place of processes."""
-    with socket.socket() as s:
-        s.bind(("", 0))
-        address = f"127.0.0.1:{s.getsockname()[1]}"
-    found = {}
+    address, found = free_address(), {}
 
     def take_part(rank):
         try:
@@ -47,12 +45,42 @@ def meet(size, present, timeout=20.0):
         except PeerLost as error:
             found[rank] = error
 
-    threads = [threading.Thread(target=take_part, args=(rank,)) for rank in present]
+    at_once(take_part, present)
+    return found
+
+
+def free_address():
+    with socket.socket() as s:
+        s.bind(("", 0))
+        return f"127.0.0.1:{s.getsockname()[1]}"
+
+
+def at_once(act, arguments):
+    threads = [threading.Thread(target=act, args=(argument,)) for argument in arguments]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    return found
+
+
+@pytest.mark.parametrize(
+    ("told", "expected"),
+    [
+        ((None, None, None, None), [0, 1, 2, 3]),
+        ((0, 2, 1, 3), [0, 2, 1, 3]),
+        ((0, 1, 0, 1), [0, 1, 2, 3]),  # by two launchers, each of its own
+    ],
+)
+def test_no_two_processes_of_a_host_have_the_same_place(told, expected):
+    address, found = free_address(), {}
+
+    def take_part(rank):
+        launch = Launch("test", rank=rank, size=4, local_rank=told[rank], address=address)
+        found[rank] = cluster._over_tcp(launch, 20.0)
+
+    at_once(take_part, range(4))
+    assert [found[rank].local_rank for rank in range(4)] == expected
+    assert {found[rank].local_size for rank in range(4)} == {4}
 
 
 def test_all_get_every_message_in_order_of_rank():

@@ -31,6 +31,7 @@ def test_a_resumed_file_holds_no_step_twice(tmp_path):
         file.log({"kind": "train", "step": step})
     file.close()
     with path.open("a") as f:
+        f.write('{"kind": "eval", "step": null}\n')  # another program's
         f.write('{"kind": "train", "st')  # killed while writing
     file = MetricsFile(path, 4)
     file.log({"kind": "train", "step": 5})
