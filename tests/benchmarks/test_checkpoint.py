@@ -8,6 +8,8 @@ import time
 
 import pytest
 
+from jaxgpt.benchmarks import scratch
+from jaxgpt.distributed.cluster import Cluster
 from jobs import command, environment, process_of, run
 
 TINY = ("--config", "tiny", "--size", "6MB")
@@ -51,11 +53,21 @@ def test_nothing_is_left_when_it_is_interrupted(number, processes, tmp_path):
     else:
         job.send_signal(number)
     assert job.wait(30) == (-number if number == signal.SIGKILL else 128 + number)
-    # Where it could not clear up by itself, a process that outlives the job's does.
-    deadline = time.monotonic() + (5 if number == signal.SIGKILL or processes else 0)
+    # What was still being written is removed by a process that outlives those of the job.
+    deadline = time.monotonic() + 5
     while (left := list(tmp_path.glob("jaxgpt*"))) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert not left
+
+
+def test_a_process_that_ends_by_itself_leaves_no_folder(monkeypatch, tmp_path):
+    """Without the one that outlives it."""
+    monkeypatch.setattr(scratch, "_remove_after_all", lambda cluster, folder: None)
+    monkeypatch.setattr(scratch, "end_on_signals", lambda: None)
+    with pytest.raises(ValueError), scratch.scratch_folder(Cluster("test"), tmp_path) as folder:
+        (folder / "written" / "so far").mkdir(parents=True)
+        raise ValueError
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(
