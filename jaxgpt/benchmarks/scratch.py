@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +17,7 @@ from jaxgpt.distributed.cluster import Cluster
 from jaxgpt.distributed.exits import abort_mpi
 
 PATIENCE = 5  # seconds for what is still being written
+TRY_AGAIN = 1  # seconds after which a signal that has not ended the process comes again
 REMOVE_AFTER = """
 import os, shutil, sys, time
 folder, *processes = sys.argv[1:]
@@ -35,14 +37,16 @@ for process in processes:
 shutil.rmtree(folder, ignore_errors=True)
 """
 
+_ending = threading.Event()  # by a signal
+
 
 def end_on_signals() -> None:
     """Has SIGTERM and SIGINT end this process by an exception, so that it clears up.
 
     The trainer's `StopSignal` has other handlers, which wait for the end of a step.
     """
-    signal.signal(signal.SIGTERM, _interrupt)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, _interrupt)
 
 
 @contextlib.contextmanager
@@ -64,8 +68,10 @@ def scratch_folder(cluster: Cluster, parent: Path | None = None) -> Iterator[Pat
     try:
         yield folder
     except KeyboardInterrupt:
+        _ending.set()
         status = 128 + signal.SIGINT
     except SystemExit as stop:
+        _ending.set()
         status = stop.code
     finally:
         # All of them where it is interrupted: a launcher kills the others when the first one ends.
@@ -106,7 +112,19 @@ def _remove_after_all(cluster: Cluster, folder: Path) -> None:
 
 
 def _interrupt(number: int, frame: object) -> None:
-    raise SystemExit(128 + number)
+    """Ends this process by an exception, and by another where that one is lost.
+
+    Python ignores those that come up in a finalizer, and libraries have many.
+    """
+    again = threading.Timer(TRY_AGAIN, _interrupt_again, [number])
+    again.daemon = True
+    again.start()
+    raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
+
+
+def _interrupt_again(number: int) -> None:
+    if not _ending.is_set():
+        os.kill(os.getpid(), number)
 
 
 def _remove(folder: Path) -> None:

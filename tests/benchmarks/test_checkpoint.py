@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import time
 
 import pytest
@@ -58,6 +59,31 @@ def test_nothing_is_left_when_it_is_interrupted(number, processes, tmp_path):
     while (left := list(tmp_path.glob("jaxgpt*"))) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert not left
+
+
+DEAF = """
+import os, pathlib, sys, time
+from jaxgpt.benchmarks.scratch import scratch_folder
+from jaxgpt.distributed.cluster import Cluster
+
+class Last:
+    def __del__(self):  # where Python ignores what is raised
+        os.kill(os.getpid(), int(sys.argv[2]))
+        time.sleep(0.1)
+
+with scratch_folder(Cluster("test"), pathlib.Path(sys.argv[1])):
+    Last()
+    time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_counts_where_its_exception_is_lost(number, tmp_path):
+    words = [sys.executable, "-c", DEAF, str(tmp_path), str(int(number))]
+    job = subprocess.run(words, capture_output=True, text=True, timeout=30)
+    assert "Exception ignored in" in job.stderr
+    assert job.returncode == 128 + number
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_process_that_ends_by_itself_leaves_no_folder(monkeypatch, tmp_path):
