@@ -50,6 +50,7 @@ def validate(config: Config) -> None:
         raise UsageError(f"spike.window={config.spike.window}: must be at most {MAX_WINDOW} steps")
     for key, value in (
         ("train.max_iters", train.max_iters),
+        ("train.seed", train.seed),
         ("optimizer.warmup_iters", optimizer.warmup_iters),
         ("optimizer.lr_decay_iters", optimizer.lr_decay_iters),
         ("model.vocab_size", model.vocab_size),
@@ -61,8 +62,6 @@ def validate(config: Config) -> None:
             f"train.batch_size={train.batch_size}: makes {train.batch_size * model.block_size:,} "
             f"tokens with model.block_size={model.block_size}; a step has less than 2^31"
         )
-    if train.seed >= 2**31:
-        raise UsageError(f"train.seed={train.seed}: must be less than 2^31 = {2**31}")
     if model.vocab_size is not None and model.vocab_size < 2:
         raise UsageError(f"model.vocab_size={model.vocab_size}: must be at least 2, or None")
     if model.n_embd % model.n_head:

@@ -71,11 +71,8 @@ def find_launch(environ: Mapping[str, str]) -> Launch:
     step = environ.get("SLURM_STEP_ID", environ.get("SLURM_STEPID"))
     in_shell = step is not None and _is_pseudo_step(step)
     by_srun = started_by_srun(environ)
-    # Of these steps Slurm's variables do not tell on which host process 0 is.
-    in_order = "SLURM_HET_SIZE" not in environ and not environ.get(
-        "SLURM_DISTRIBUTION", ""
-    ).startswith("arbitrary")
-    if by_srun and not in_shell and in_order and environ.get("SLURM_MPI_TYPE") == "pmi2":
+    with_pmi2 = by_srun and not in_shell and environ.get("SLURM_MPI_TYPE") == "pmi2"
+    if with_pmi2 and _begins_on_first_host(environ):
         # Without MPI: Slurm 22.05 reads PMI's lines in pieces of 1,024 bytes, and those of
         # MPICH 5 can be longer, upon which both wait for ever.
         return replace(slurm_step(environ), launcher=SLURM_WITH_PMI)
@@ -96,6 +93,12 @@ def guessed_rank() -> int:
         return find_launch(os.environ).rank
     except UsageError:
         return 0
+
+
+def _begins_on_first_host(environ: Mapping[str, str]) -> bool:
+    """Whether process 0 is where `slurm_step` takes it to be."""
+    is_arbitrary = environ.get("SLURM_DISTRIBUTION", "").startswith("arbitrary")
+    return not is_arbitrary and "SLURM_HET_SIZE" not in environ
 
 
 def slurm_step(environ: Mapping[str, str]) -> Launch:

@@ -30,6 +30,7 @@ LOOK_EVERY = 5  # seconds
 UNTIL_ENDED = 2 * LOOK_EVERY + 3  # seconds by which the first to fail has ended a process
 LEAVE_LIMIT = 20  # seconds after which process 0 does not answer any more
 STDOUT, STDERR = 1, 2  # file descriptors
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGALRM)  # that stop a run after a step
 
 
 @contextlib.contextmanager
@@ -242,7 +243,7 @@ class StopSignal:
         self.reason: str | None = None
         self._forwarded = False
         self._since = time.monotonic()
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGALRM):
+        for number in SIGNALS:
             signal.signal(number, self._receive)
         atexit.register(self._ignore)
         if time_limit_minutes is not None and guessed_rank() == 0:
@@ -251,7 +252,7 @@ class StopSignal:
     @staticmethod
     def _ignore() -> None:
         """What comes when all is done changes nothing: Python would go back to being killed."""
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGALRM):
+        for number in SIGNALS:
             signal.signal(number, signal.SIG_IGN)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:

@@ -225,11 +225,9 @@ def _whole_lines(path: Path, word: str = "") -> Iterator[tuple[str, Record]]:
                 record = json.loads(line)
             except ValueError:  # the line that was being written when the run was killed
                 continue
-            if not isinstance(record, dict) or "kind" not in record:  # not ours
-                continue
-            if not isinstance(record.get("step"), int):
-                continue
-            yield f"{line.rstrip()}\n", record
+            is_ours = isinstance(record, dict) and isinstance(record.get("step"), int)
+            if is_ours and "kind" in record:
+                yield f"{line.rstrip()}\n", record
 
 
 def _clean(value: Any) -> Any:

@@ -51,32 +51,27 @@ def test_a_plugin_needs_devices_of_its_own_kind(machine, plugins, files, expecte
     assert accelerator_expected() == expected
 
 
-@pytest.mark.parametrize(
-    ("variable", "value", "expected"),
-    [
-        ("CUDA_VISIBLE_DEVICES", "", False),
-        ("CUDA_VISIBLE_DEVICES", "-1", False),
-        ("CUDA_VISIBLE_DEVICES", "0", True),
-        ("HIP_VISIBLE_DEVICES", "-1", True),
-    ],
-)
-def test_devices_that_are_hidden_are_not_expected(machine, monkeypatch, variable, value, expected):
-    machine |= {"plugins": ["xla_cuda13"], "files": ["/dev/nvidia0"]}
-    monkeypatch.setenv(variable, value)
-    assert accelerator_expected() == expected
+CUDA, ROCM = ("xla_cuda13", "/dev/nvidia0"), ("xla_rocm7", "/dev/kfd")
 
 
 @pytest.mark.parametrize(
-    ("variable", "value", "expected"),
+    ("plugin", "variable", "value", "expected"),
     [
-        ("ROCR_VISIBLE_DEVICES", "", False),
-        ("HIP_VISIBLE_DEVICES", "-1", False),
-        ("HIP_VISIBLE_DEVICES", "", True),  # which ROCm takes for none
-        ("CUDA_VISIBLE_DEVICES", "", True),
+        (CUDA, "CUDA_VISIBLE_DEVICES", "", False),
+        (CUDA, "CUDA_VISIBLE_DEVICES", "-1", False),
+        (CUDA, "CUDA_VISIBLE_DEVICES", "0", True),
+        (CUDA, "HIP_VISIBLE_DEVICES", "-1", True),
+        (ROCM, "ROCR_VISIBLE_DEVICES", "", False),
+        (ROCM, "HIP_VISIBLE_DEVICES", "-1", False),
+        (ROCM, "HIP_VISIBLE_DEVICES", "", True),  # which ROCm takes for none
+        (ROCM, "CUDA_VISIBLE_DEVICES", "", True),
     ],
 )
-def test_amd_s_devices_are_hidden_by_other_words(machine, monkeypatch, variable, value, expected):
-    machine |= {"plugins": ["xla_rocm7"], "files": ["/dev/kfd"]}
+def test_devices_that_are_hidden_are_not_expected(
+    machine, monkeypatch, plugin, variable, value, expected
+):
+    name, file = plugin
+    machine |= {"plugins": [name], "files": [file]}
     monkeypatch.setenv(variable, value)
     assert accelerator_expected() == expected
 
