@@ -99,7 +99,7 @@ def measure(config: Config, layers: Sequence[int], n_runs: int) -> dict[str, Any
         "runs": n_runs,
         "mesh": dict(mesh.shape),
         "device_kind": mesh.devices.flat[0].device_kind,
-        "scan_layers": config.parallel.scan_layers,
+        "scan_layers": config.scans_layers(mesh.devices.flat[0].platform == "cpu"),
         "layers": found,
         "ratio": found[-1]["compile_seconds"] / found[0]["compile_seconds"],
     }

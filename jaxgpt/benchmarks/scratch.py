@@ -34,7 +34,10 @@ def is_there(process):
 for process in processes:
     while is_there(process):
         time.sleep(0.1)
-shutil.rmtree(folder, ignore_errors=True)
+end = time.monotonic() + 30
+while os.path.exists(folder) and time.monotonic() < end:  # a killed one's threads may still write
+    shutil.rmtree(folder, ignore_errors=True)
+    time.sleep(0.1)
 """
 
 _ending = threading.Event()  # by a signal

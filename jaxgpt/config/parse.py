@@ -220,7 +220,7 @@ def _build(values: Mapping[str, Sequence[str]]) -> Config:
         words = []
         for name in names:
             value = list(values[name])
-            if _fields()[name] is bool:
+            if bool in (_fields()[name], *typing.get_args(_fields()[name])):
                 value = [v.capitalize() for v in value]
             # `--key=value` keeps a value that begins with a dash from looking like a flag.
             words += [f"--{name}={value[0]}"] if len(value) == 1 else [f"--{name}", *value]

@@ -132,9 +132,10 @@ class ParallelConfig:
     remat: Literal["none", "full", "dots", "attention"] = "none"
     """What of a layer the backward pass computes again: nothing; all of it; all but the results
     of its linear layers; only the attention scores."""
-    scan_layers: bool = False
-    """Compile one block and loop over it: much shorter compilation of deep models. What writes
-    samples loops in any case, but for a large model that is alone on a CPU."""
+    scan_layers: bool | None = False
+    """Compile one block and loop over it: much shorter compilation of deep models. A loop copies
+    what the backward pass needs, which takes GPUs a good part of a step: None loops on CPUs only.
+    What writes samples loops in any case, but for a large model that is alone on a CPU."""
     reduce_every: Literal["step", "microbatch"] = "step"
     """With gradient accumulation: reduce gradients over devices once per step, which each device
     keeps whole until then; or, for stages 2 and 3, after each microbatch, in less memory."""
@@ -235,6 +236,11 @@ class Config:
         """Whether microbatches add up to whole gradients on each device, which are then reduced."""
         once = self.parallel.reduce_every == "step"
         return once and self.train.gradient_accumulation_steps > 1
+
+    def scans_layers(self, on_cpu: bool) -> bool:
+        """What parallel.scan_layers means where it is None, too."""
+        chosen = self.parallel.scan_layers
+        return on_cpu if chosen is None else chosen
 
     def to_dict(self) -> dict[str, Any]:
         """Nested plain dict, ready for YAML and JSON."""

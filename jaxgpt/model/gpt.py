@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.experimental.layout import Layout, with_layout_constraint
 
 from jaxgpt.config import ModelConfig
 from jaxgpt.distributed.collectives import ONE_DEVICE, OneDevice
@@ -22,7 +23,7 @@ from jaxgpt.model.attention import Attention, xla_attention
 from jaxgpt.model.cache import Cache, Caches
 from jaxgpt.model.dropout import dropped
 from jaxgpt.model.gelu import gelu
-from jaxgpt.model.norm import ProductNorm
+from jaxgpt.model.norm import LayerNorm
 from jaxgpt.model.remat import rematerialized
 
 INIT_STD = 0.02  # GPT-2's, for every matrix and embedding
@@ -226,6 +227,10 @@ class GPT(nnx.Module):
         wpe_TD = jax.lax.dynamic_slice_in_dim(wpe_TD, first + self.devices.first_position(T), T)
         x_BTD = self.devices.leave(look_up(w_VD, tokens_BT - first_token))
         x_BTD = (x_BTD + wpe_TD).astype(self.dtype)  # float32, as a layer's bias
+        if not self.devices.on_cpu:
+            # Or XLA lays B last, as the gradient of wpe_TD sums over it, and on GPUs every layer
+            # transposes to and fro: some 5 % of what they move in a step of GPT-2.
+            x_BTD = with_layout_constraint(x_BTD, Layout(major_to_minor=(0, 1, 2)))
         x_BTD = dropout(self.dropout, self.devices, x_BTD, own_keys)
         x_BTD, caches = self._layers(x_BTD, layer_keys, caches, first)
         return self.devices.enter(whole(self.norm)(x_BTD)), w_VD, first_token, caches
@@ -314,9 +319,11 @@ def dropout(
     """Dropout that depends on a row's key and the position, on no matter which device they are."""
     if keys_B is None:
         return x_BTD
-    T = x_BTD.shape[1]
+    B, T, D = x_BTD.shape
     keys_BT = keys_for(keys_B, devices.first_position(T) + jnp.arange(T))
-    return jax.vmap(jax.vmap(lambda x_D, key: dropped(x_D, rate, key)))(x_BTD, keys_BT)
+    # N = B T: with two axes XLA puts B last on GPUs, and transposes activations to and fro.
+    drop = jax.vmap(lambda x_D, key: dropped(x_D, rate, key))
+    return drop(x_BTD.reshape(B * T, D), keys_BT.reshape(B * T)).reshape(x_BTD.shape)
 
 
 def keys_for(keys_B: jax.Array | None, numbers_N: jax.Array) -> jax.Array | None:
@@ -332,8 +339,9 @@ def layer_norm(
 ) -> nnx.LayerNorm:
     """A norm whose scale every device keeps: gathering it would cost more than it saves."""
     axes = {"logical_axes": (None,)}
-    return (ProductNorm if devices.on_cpu else nnx.LayerNorm)(
+    return LayerNorm(
         config.n_embd,
+        by_products=devices.on_cpu,
         epsilon=1e-5,
         use_bias=config.bias,
         dtype=dtype,

@@ -1,39 +1,52 @@
-"""Layer normalization (arXiv 1607.06450), with a gradient that CPUs compute faster than Flax's."""
+"""Layer normalization (arXiv 1607.06450) with a gradient that takes less than Flax's."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 
-class ProductNorm(nnx.LayerNorm):
+class LayerNorm(nnx.LayerNorm):
     """`nnx.LayerNorm` over the last axis, with a scale: x_BTD -> y_BTD in `dtype`.
 
     In float32 its output is Flax's to the last bit. In bfloat16 it is nearer to the exact one: Flax
     rounds the scale and the bias first. Of Flax's options there are epsilon, use_bias and dtype.
     """
 
+    def __init__(self, num_features: int, *, by_products: bool, **options: Any):
+        """A norm of so many features, with Flax's options.
+
+        Args:
+            by_products: compute the gradient's sums as products with vectors. On CPUs XLA takes
+                five times as long for plain ones, which makes 3 to 5 % of a small model's step.
+        """
+        super().__init__(num_features, **options)
+        self.by_products = by_products
+
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
-        y_BTD = normalized(x_BTD, self.scale.get_value(), self.epsilon)
+        y_BTD = normalized(x_BTD, self.scale.get_value(), self.epsilon, self.by_products)
         if self.bias is not None:
             y_BTD = y_BTD + self.bias.get_value()
         return y_BTD.astype(self.dtype)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def normalized(x_BTD: jax.Array, scale_D: jax.Array, epsilon: float) -> jax.Array:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def normalized(
+    x_BTD: jax.Array, scale_D: jax.Array, epsilon: float, by_products: bool
+) -> jax.Array:
     """(x - mean) / sqrt(variance + epsilon) * scale, in float32.
 
-    The sums of the gradient are asked for as products with vectors. Those of what JAX derives take
-    XLA five times as long on CPUs, which makes 3 to 5 % of a small model's step. Inside `shard_map`
-    the scale must vary over the mesh as x does, which `own_parameters` sees to.
+    For the backward pass it keeps x in its own dtype, and two numbers of each token, where what JAX
+    derives keeps several arrays of x's size in float32. Inside `shard_map` the scale must vary over
+    the mesh as x does, which `own_parameters` sees to.
     """
-    return _forward(x_BTD, scale_D, epsilon)[0]
+    return _forward(x_BTD, scale_D, epsilon, by_products)[0]
 
 
 def _forward(
-    x_BTD: jax.Array, scale_D: jax.Array, epsilon: float
+    x_BTD: jax.Array, scale_D: jax.Array, epsilon: float, by_products: bool
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
     x = x_BTD.astype(jnp.float32)
     mean_BT1 = x.mean(axis=-1, keepdims=True)
@@ -43,10 +56,21 @@ def _forward(
 
 
 def _backward(
-    epsilon: float, kept: tuple[jax.Array, ...], dy_BTD: jax.Array
+    epsilon: float, by_products: bool, kept: tuple[jax.Array, ...], dy_BTD: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """With g = dy scale and z = (x - mean) r: dx = r (g - mean of g - z (mean of g z))."""
-    x_BTD, mean_BT1, r_BT1, scale_D = kept
+    x_BTD = kept[0]
+    dx, dscale_D = (_by_products if by_products else _by_sums)(*kept, dy_BTD)
+    return dx.astype(x_BTD.dtype), dscale_D
+
+
+def _by_sums(x_BTD, mean_BT1, r_BT1, scale_D, dy_BTD):
+    z, g = (x_BTD.astype(jnp.float32) - mean_BT1) * r_BT1, dy_BTD * scale_D
+    mean_g_BT1, mean_gz_BT1 = (a.mean(axis=-1, keepdims=True) for a in (g, g * z))
+    return r_BT1 * (g - mean_g_BT1 - z * mean_gz_BT1), (dy_BTD * z).sum(axis=(0, 1))
+
+
+def _by_products(x_BTD, mean_BT1, r_BT1, scale_D, dy_BTD):
     x, D = x_BTD.astype(jnp.float32), x_BTD.shape[-1]
     by_x_BTD = dy_BTD * x
     mean_g_BT1 = (dy_BTD @ scale_D)[..., None] / D
@@ -54,7 +78,7 @@ def _backward(
     dx = r_BT1 * (dy_BTD * scale_D - mean_g_BT1) - (x - mean_BT1) * (r_BT1**2 * mean_gz_BT1)
     r_N, mean_N = r_BT1.reshape(-1), mean_BT1.reshape(-1)
     dscale_D = r_N @ by_x_BTD.reshape(-1, D) - (mean_N * r_N) @ dy_BTD.reshape(-1, D)
-    return dx.astype(x_BTD.dtype), dscale_D
+    return dx, dscale_D
 
 
 normalized.defvjp(_forward, _backward)

@@ -109,7 +109,7 @@ def make_sharded(
         )
         return nnx.graphdef(nnx.eval_shape(lambda: network(rngs=nnx.Rngs(0))))
 
-    training_graph = graph(devices, parallel.scan_layers)
+    training_graph = graph(devices, config.scans_layers(on_cpu))
     sampling_graph = graph(dataclasses.replace(devices, sequence_parallel=False), True)
 
     # What each device computes.

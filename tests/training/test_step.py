@@ -1,3 +1,5 @@
+import re
+
 import jax
 import jax._src.cudnn.fused_attention_stablehlo as kernels
 import numpy as np
@@ -56,6 +58,20 @@ def test_the_gradient_of_a_frequent_token_is_not_rounded_away():
     assert difference <= 0.02 * np.linalg.norm(gradient["float32"])
 
 
+def test_what_is_written_for_cpus_and_for_gpus_computes_the_same():
+    config = load_config(*ARGUMENTS, "model.vocab_size=256", "model.dropout=0.1", "model.bias=True")
+    mesh = make_mesh((2, 2, 2))
+    rows = np.random.default_rng(0).integers(256, size=(16, 65), dtype=np.int32)
+    params = make_steps(config, mesh).init().params
+    found = []
+    for on_cpu in (True, False):
+        sharded = make_sharded(config, mesh, xla_attention, on_cpu=on_cpu)
+        found.append(jax.jit(sharded.loss_and_gradients)(params, np.int32(1), rows))
+    for for_cpus, for_gpus in zip(*map(jax.tree.leaves, found), strict=True):
+        difference = np.linalg.norm(for_gpus - for_cpus)
+        assert difference <= 1e-5 * np.linalg.norm(for_cpus)
+
+
 def test_training_in_bfloat16_follows_float32():
     exact = trace(20, *ARGUMENTS, "--mesh", "8,1,1")["losses"]
     rounded = trace(20, *ARGUMENTS, "--mesh", "8,1,1", "train.dtype=bfloat16")["losses"]
@@ -69,6 +85,7 @@ def test_training_in_bfloat16_follows_float32():
         ("8,1,1",),
         ("1,8,1", "parallel.remat=full"),
         ("2,1,4", "parallel.sequence_parallel=True", "parallel.scan_layers=True"),
+        ("2,2,2", "parallel.scan_layers=None"),  # loops on CPUs only
     ],
 )
 def test_a_step_with_cudnn_s_attention_is_lowered_for_nvidias_gpus(layout, monkeypatch):
@@ -79,7 +96,8 @@ def test_a_step_with_cudnn_s_attention_is_lowered_for_nvidias_gpus(layout, monke
     config = load_config(
         *ARGUMENTS, "model.vocab_size=256", "train.dtype=bfloat16", "--mesh", *layout
     )
-    steps = make_steps(config, make_mesh(mesh_sizes(config)), attend=cudnn_attention)
+    mesh = make_mesh(mesh_sizes(config))
+    steps = make_steps(config, mesh, attend=cudnn_attention, on_cpu=False)
     operands = (
         steps.state_shapes,
         jax.ShapeDtypeStruct((), np.int32, sharding=steps.replicated),
@@ -90,6 +108,8 @@ def test_a_step_with_cudnn_s_attention_is_lowered_for_nvidias_gpus(layout, monke
     n_layers = 1 if "parallel.scan_layers=True" in layout else 2
     assert text.count("@__cudnn$fmhaSoftmaxBackward(") == n_layers
     assert text.count("@__cudnn$fmhaSoftmax(") == n_layers * n_forward
+    # The rows first, as they come: see where the model adds positions.
+    assert re.search(r"@LayoutConstraint\(.*result_layouts = \[dense<\[2, 1, 0\]>", text)
 
 
 @pytest.mark.parametrize(
