@@ -53,6 +53,11 @@ def parser() -> CommandParser:
     nanogpt.add_argument("--rounds", default="15", metavar="N", help="of both; default 15")
     nanogpt.add_argument("--compile", action="store_true", help="let nanoGPT use torch.compile")
 
+    goals = kind("goals", "the speeds that jaxgpt sets itself here, each measured, as a table")
+    goals.add_argument("--only", metavar="NAME", help="of one configuration; default all")
+    goals.add_argument("--nanogpt", type=file_path, metavar="DIR", help="a clone of nanoGPT")
+    goals.add_argument("--torch", metavar="PYTHON", help="a Python with torch")
+
     checkpoint = kind("checkpoint", "time to save and restore a state, beside plain files")
     checkpoint.add_argument(
         "--size",
@@ -140,6 +145,19 @@ def run_nanogpt(arguments: argparse.Namespace, rest: list[str]) -> tuple[dict[st
     return found, nanogpt.describe(found)
 
 
+def run_goals(arguments: argparse.Namespace, rest: list[str]) -> tuple[dict[str, Any], str]:
+    from jaxgpt.benchmarks import goals
+
+    found = goals.measure(
+        rest,
+        arguments.only,
+        arguments.nanogpt,
+        arguments.torch,
+        parse_args(rest, PROG).init_timeout,
+    )
+    return found, goals.describe(found)
+
+
 def run_checkpoint(arguments: argparse.Namespace, rest: list[str]) -> tuple[dict[str, Any], str]:
     from jaxgpt.benchmarks import checkpoint
 
@@ -192,6 +210,7 @@ RUN = {
     "loader": run_loader,
     "step": run_step,
     "nanogpt": run_nanogpt,
+    "goals": run_goals,
     "checkpoint": run_checkpoint,
     "sample": run_sample,
     "compile": run_compile,

@@ -1,7 +1,11 @@
-"""Benches that run in one process."""
+"""Benches that run in one process, and the commands that they start."""
+
+from collections.abc import Mapping
 
 from jaxgpt.config import UsageError
 from jaxgpt.distributed.cluster import Cluster, join_cluster
+from jaxgpt.distributed.malloc import without_tuning
+from jaxgpt.telemetry.startup import JOB_START
 
 
 def join_alone(kind: str, timeout: float) -> Cluster:
@@ -20,3 +24,11 @@ def join_alone(kind: str, timeout: float) -> Cluster:
             f"bench {kind}: {cluster.size} processes; start it without mpiexec, it runs in one"
         )
     return cluster
+
+
+def of_its_own(environment: Mapping[str, str]) -> dict[str, str]:
+    """The variables for a command that a user could have started, without what we add to ours."""
+    # Where malloc is tuned, training starts twice, unless this process has done that already.
+    found = without_tuning(environment)
+    found.pop(JOB_START, None)  # of the job that this process is in
+    return found

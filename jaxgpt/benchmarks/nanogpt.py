@@ -18,7 +18,7 @@ import numpy as np
 from jaxgpt.benchmarks.alone import join_alone
 from jaxgpt.benchmarks.progress import tell
 from jaxgpt.benchmarks.scratch import scratch_folder
-from jaxgpt.benchmarks.step import steps_only
+from jaxgpt.benchmarks.step import steps_only, with_data
 from jaxgpt.config import Config, ModelConfig, UsageError, mesh_sizes
 from jaxgpt.distributed.backend import connect
 from jaxgpt.distributed.malloc import without_tuning
@@ -61,6 +61,7 @@ def measure(
     # Or JAX would take three quarters of a GPU's memory at once, of which nanoGPT needs as much.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     with scratch_folder(cluster) as folder, worker(python, clone, folder) as (about, theirs):
+        config, data = with_data(config, False, folder, cluster)
         run = prepare_run(steps_only(config, folder / "run"), cluster)
         facts = connect(cluster, mesh_sizes(run.config))
         refuse_more_gpus_than_one(about["device"])
@@ -84,6 +85,7 @@ def measure(
         own_dtype = run.config.train.dtype
         return {
             "config": config.config,
+            "data": data,
             "steps_per_round": n_steps,
             "step_seconds": statistics.median(ours),
             "nanogpt_step_seconds": statistics.median(others),
@@ -94,6 +96,7 @@ def measure(
             "dtype": own_dtype,
             "vocab_sizes": [run.config.model.vocab_size, nanogpt_vocab_size(run.config.model)],
             "mesh": dict(job.mesh.shape),
+            "device_kind": job.mesh.devices.flat[0].device_kind,
             "nanogpt": about
             | {"compile": compiled, "dtype": own_dtype if about["device"] == "cuda" else "float32"},
         }
@@ -261,7 +264,7 @@ def describe(found: dict[str, Any]) -> str:
         losses += f", with {theirs - ours} tokens more in nanoGPT's softmax"
     return (
         f"nanogpt: {found['config']}, {len(ratios)} rounds of {found['steps_per_round']} steps "
-        "each, in turns, from the same weights on the same batches\n"
+        f"each, in turns, from the same weights on the same batches\ndata: {found['data']}\n"
         f"jaxgpt: {found['step_seconds'] * 1e3:.2f} ms a step, {found['dtype']}, mesh {mesh}\n"
         f"nanoGPT: {found['nanogpt_step_seconds'] * 1e3:.2f} ms a step, torch {about['torch']} on "
         f"{about['device']}, {about['dtype']}, {about['threads']} threads, {how}\n"

@@ -13,14 +13,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from jaxgpt.benchmarks.alone import of_its_own
 from jaxgpt.benchmarks.progress import tell
 from jaxgpt.benchmarks.scratch import scratch_folder
 from jaxgpt.config import Config, UsageError, skip_ranges
 from jaxgpt.distributed.cluster import Cluster
 from jaxgpt.distributed.environment import find_launch
 from jaxgpt.distributed.launchers import find_mpiexec
-from jaxgpt.distributed.malloc import without_tuning
-from jaxgpt.telemetry.startup import JOB_START
 
 IMPORTS = "import jax, flax.nnx, optax"
 ONE_STEP = (
@@ -100,9 +99,7 @@ def run(command: list[str], compile_cache: Path | None = None) -> float:
     Raises:
         UsageError: if it ends with one.
     """
-    # Where malloc is tuned, training starts twice, unless this command has done that already.
-    environment = without_tuning(os.environ)
-    environment.pop(JOB_START, None)  # of the job that this command is in
+    environment = of_its_own(os.environ)
     if compile_cache is not None:
         environment["JAX_COMPILATION_CACHE_DIR"] = str(compile_cache)
     began = time.perf_counter()

@@ -1,6 +1,5 @@
 import json
 import math
-import sys
 
 import jax
 import numpy as np
@@ -11,6 +10,7 @@ from jaxgpt.benchmarks.nanogpt import nanogpt_weights, refuse_more_gpus_than_one
 from jaxgpt.config import UsageError, load_config
 from jaxgpt.model.gpt import GPT
 from jobs import run
+from stand_ins import SLOW, program
 
 MODEL = ("model.n_layer=2", "model.n_head=2", "model.n_embd=32", "model.bias=True")
 
@@ -74,13 +74,6 @@ def test_several_gpus_are_not_compared_with_the_one_that_nanogpt_uses():
 
 
 STILL = ("optimizer.learning_rate=1e-9", "optimizer.min_lr=0")
-# It says what nanogpt_worker.py would, of a model that takes 1,000 s a step and has no loss.
-SLOW = f"""#!{sys.executable}
-import json, sys
-print(json.dumps({{"torch": "0", "threads": 3, "device": "abacus"}}), flush=True)
-for line in sys.stdin:
-    print(json.dumps({{"seconds": 1000.0, "losses": [0.0] * int(line)}}), flush=True)
-"""
 
 
 def test_times_and_losses_of_both_are_compared_step_by_step(tmp_path):
@@ -98,9 +91,3 @@ def test_times_and_losses_of_both_are_compared_step_by_step(tmp_path):
     assert found["loss_difference"] == pytest.approx(
         math.log(found["vocab_sizes"][0]), rel=0.02
     )  # ours, untrained
-
-
-def program(path, text):
-    path.write_text(text)
-    path.chmod(0o755)
-    return path

@@ -1,0 +1,172 @@
+"""The speeds that jaxgpt sets itself, measured here: each by a command of its own, in a table."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from jaxgpt.benchmarks.alone import join_alone, of_its_own
+from jaxgpt.benchmarks.progress import tell
+from jaxgpt.benchmarks.scratch import scratch_folder
+from jaxgpt.config import UsageError, parse_args
+from jaxgpt.distributed.accelerators import accelerator_expected
+from jaxgpt.telemetry.trackers import read_records
+
+
+class Goal(NamedTuple):
+    """What is measured, by which command, and what it should be."""
+
+    config: str
+    command: tuple[str, ...]
+    """After `python -m jaxgpt.`; the settings come behind it."""
+    settings: tuple[str, ...]
+    against: str
+    quantity: str
+    """In the command's JSON; `val_loss` is the best of a run."""
+    bound: float
+    at_most: bool = False
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        return (*self.command, "--config", self.config, *self.settings)
+
+    def met(self, value: float | None) -> bool | None:
+        """None where there is no value."""
+        if value is None:
+            return None
+        return value <= self.bound if self.at_most else value >= self.bound
+
+    @property
+    def beside_nanogpt(self) -> bool:
+        return "nanogpt" in self.command
+
+
+NANOGPT, STEP = ("bench", "nanogpt"), ("bench", "step")
+COMPILED, BFLOAT16 = "nanoGPT, torch.compile", ("train.dtype=bfloat16",)
+# On GPUs: one H100 or H200. llm.c's figures are its authors', of one of eight H100s.
+GOALS = {
+    "cpu": (
+        Goal("shakespeare_char_cpu", NANOGPT, (), "nanoGPT, eager", "ratio", 1.2),
+        Goal(
+            "shakespeare_char",
+            (*NANOGPT, "--steps", "1", "--rounds", "5"),
+            (),
+            "nanoGPT, eager",
+            "ratio",
+            1.0,
+        ),
+    ),
+    "gpu": (
+        Goal("gpt2", STEP, (), "llm.c: 468,000", "tokens_per_sec", 470_000),
+        Goal(
+            "gpt2",
+            (*NANOGPT, "--compile", "--steps", "2"),
+            ("train.gradient_accumulation_steps=20",),
+            COMPILED,
+            "ratio",
+            1.15,
+        ),
+        Goal(
+            "gpt2-xl",
+            STEP,
+            ("train.gradient_accumulation_steps=60",),
+            "llm.c: 49 %",
+            "mfu",
+            0.55,
+        ),
+        Goal("shakespeare_char", (*NANOGPT, "--compile"), BFLOAT16, COMPILED, "ratio", 1.5),
+        Goal("shakespeare_char", ("train",), BFLOAT16, "nanoGPT: 1.47", "val_loss", 1.48, True),
+    ),
+}
+SHOWN = {"tokens_per_sec": "{:,.0f} tokens/s", "ratio": "{:.2f} x", "mfu": "mfu {:.1%}"}
+
+
+def measure(
+    settings: Sequence[str],
+    only: str | None,
+    nanogpt: Path | None,
+    torch: str | None,
+    timeout: float,
+) -> dict[str, Any]:
+    """Runs the commands, one after the other.
+
+    Args:
+        settings: as for jaxgpt.train, for all of them.
+        only: the configuration whose goals are measured; None measures all.
+        nanogpt: a clone of nanoGPT; None leaves out what is compared with it.
+        torch: a Python with torch, for the same.
+        timeout: seconds to wait for the other processes of a launch, which are refused.
+
+    Returns:
+        `goals`, one after the other, with `value` and `met`; where these are None, `error` says
+        why. `device_kind` is there where the command tells it.
+
+    Raises:
+        UsageError: before anything starts, if a setting is wrong or `only` names nothing.
+    """
+    device = "gpu" if accelerator_expected() else "cpu"
+    goals = [goal for goal in GOALS[device] if only in (None, goal.config)]
+    if not goals:
+        known = ", ".join(dict.fromkeys(goal.config for goal in GOALS[device]))
+        raise UsageError(f"--only={only}: has no goal on a {device}; give one of {known}")
+    for goal in goals:
+        parse_args(["--config", goal.config, *goal.settings, *settings])
+    cluster = join_alone("goals", timeout)
+    beside = ("--nanogpt", str(nanogpt), "--torch", str(torch)) if nanogpt and torch else None
+    rows = []
+    with scratch_folder(cluster) as folder:
+        for number, goal in enumerate(goals, start=1):
+            tell(cluster, f"{number} of {len(goals)}: {' '.join(goal.words)}")
+            row = goal._asdict() | {"words": " ".join((*goal.words, *settings))}
+            if goal.beside_nanogpt and not beside:
+                found = {"value": None, "error": "give --nanogpt and --torch"}
+            else:
+                more = beside if goal.beside_nanogpt else ()
+                found = result(goal, (*settings, *more), folder / str(number))
+            rows.append(row | found | {"met": goal.met(found["value"])})
+    return {"device": device, "goals": rows}
+
+
+def result(goal: Goal, more: Sequence[str], out: Path) -> dict[str, Any]:
+    """`value`: the quantity; or None, with what the command said of that as `error`."""
+    module, *options = goal.command
+    trains = module == "train"
+    ending = ("--out", str(out)) if trains else ("--json",)
+    settings = ("--config", goal.config, *goal.settings, *more, *ending)
+    ended = subprocess.run(
+        [sys.executable, "-m", f"jaxgpt.{module}", *options, *settings],
+        env=of_its_own(os.environ),
+        capture_output=True,
+        text=True,
+        errors="replace",
+    )
+    if ended.returncode != 0:
+        last = (ended.stderr.strip().splitlines() or [f"status {ended.returncode}"])[-1]
+        return {"value": None, "error": last.removeprefix("error: ")}
+    if trains:
+        return {"value": min(r["val_loss"] for r in read_records(out / "metrics.jsonl", "eval"))}
+    found = json.loads(ended.stdout.splitlines()[-1])
+    value, kind = found[goal.quantity], {"device_kind": found["device_kind"]}
+    unknown = {} if value is not None else {"error": "the device's peak is not known"}
+    return kind | unknown | {"value": value}
+
+
+def describe(found: dict[str, Any]) -> str:
+    """What `measure` found: a table in Markdown."""
+    on = "one H100 or H200" if found["device"] == "gpu" else "this machine's CPU"
+    kinds = dict.fromkeys(row["device_kind"] for row in found["goals"] if "device_kind" in row)
+    lines = [
+        f"goals: for {on}, measured on {', '.join(kinds) or '-'}",
+        "| `python -m jaxgpt.` | against | goal | here | met |",
+        "|---|---|---|---|---|",
+    ]
+    for row in found["goals"]:
+        shown = SHOWN.get(row["quantity"], "{:.3f}")
+        here = f"- ({row['error']})" if row["value"] is None else shown.format(row["value"])
+        bound = ("at most " if row["at_most"] else "at least ") + shown.format(row["bound"])
+        met = {None: "-", True: "yes", False: "no"}[row["met"]]
+        lines.append(f"| `{row['words']}` | {row['against']} | {bound} | {here} | {met} |")
+    return "\n".join(lines)

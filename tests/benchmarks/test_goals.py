@@ -1,0 +1,76 @@
+import json
+
+import pytest
+
+from jaxgpt.bench import parser
+from jaxgpt.benchmarks import goals
+from jaxgpt.config import UsageError, parse_args
+from jobs import SMALL, run
+from stand_ins import SLOW, program
+
+
+@pytest.mark.parametrize("goal", [goal for of in goals.GOALS.values() for goal in of])
+def test_every_goal_has_a_command_that_there_is(goal):
+    module, *options = goal.words
+    if module == "bench":
+        more = ["--nanogpt", ".", "--torch", "python"] if goal.beside_nanogpt else []
+        _, options = parser().parse_known_args([*options, *more])
+    else:
+        assert module == "train"
+    assert parse_args(options).config == goal.config
+
+
+def test_goals_are_measured_and_those_that_cannot_be_say_why(tmp_path):
+    (tmp_path / "model.py").touch()
+    slow, ends = (tmp_path / name for name in ("slow", "ends"))
+    program(slow, SLOW)
+    program(ends, "#!/bin/sh\necho no torch here >&2\n")
+    options = ("--only", "shakespeare_char_cpu", "--nanogpt", tmp_path, *SMALL[2:])
+    job = run("bench", "goals", *options, "--torch", slow)
+    assert job.returncode == 0, job.stdout
+    (row,) = (line for line in job.stdout.splitlines() if line.startswith("| `bench"))
+    assert row.startswith("| `bench nanogpt --config shakespeare_char_cpu data.dataset=python")
+    assert row.endswith(" x | yes |")
+
+    job = run("bench", "goals", *options, "--torch", ends, "--json")
+    assert job.returncode == 0, job.stdout
+    (found,) = json.loads(job.stdout.splitlines()[-1])["goals"]
+    assert found["value"] is found["met"] is None
+    assert "nanoGPT has ended (no torch here)" in found["error"]
+
+
+def test_the_best_validation_loss_of_a_run_is_taken(tmp_path):
+    evaluated = ("train.max_iters=4", "train.eval_interval=2", "train.batch_size=16")
+    goal = goals.Goal(SMALL[1], ("train",), (*SMALL[2:], *evaluated), "", "val_loss", 1, True)
+    value = goals.result(goal, (), tmp_path / "run")["value"]
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    losses = [r["val_loss"] for r in map(json.loads, lines) if r["kind"] == "eval"]
+    assert len(losses) > 1 and value == min(losses)
+
+
+def test_the_table_for_a_gpu_has_what_is_met_missed_and_unknown(monkeypatch):
+    unknown = {"value": None, "error": "the device's peak is not known"}
+    values = iter([{"value": 470_000, "device_kind": "H100"}, {"value": 1.149}, unknown])
+    monkeypatch.setattr(goals, "accelerator_expected", lambda: True)
+    monkeypatch.setattr(goals, "result", lambda *given: next(values, {"value": 1.48}))
+    nanogpt = {"nanogpt": "clone", "torch": "python"}
+    found = goals.measure(["model.n_layer=1"], None, timeout=1, **nanogpt)
+    assert [row["met"] for row in found["goals"]] == [True, False, None, False, True]
+    table = goals.describe(found).splitlines()
+    assert table[0] == "goals: for one H100 or H200, measured on H100"
+    assert "| at least 470,000 tokens/s | 470,000 tokens/s | yes |" in table[3]
+    assert "| at least 1.15 x | 1.15 x | no |" in table[4]
+    assert "| at least mfu 55.0% | - (the device's peak is not known) | - |" in table[5]
+    assert "| at most 1.480 | 1.480 | yes |" in table[7]
+
+    without = goals.measure([], None, None, None, timeout=1)["goals"]
+    assert [row["error"] for row in without if row["value"] is None] == [
+        "give --nanogpt and --torch"
+    ] * 2
+
+
+def test_what_is_wrong_is_said_before_anything_starts():
+    with pytest.raises(UsageError, match="--only=gpt2: has no goal on a cpu; give one of shake"):
+        goals.measure([], "gpt2", None, None, timeout=1)
+    with pytest.raises(UsageError, match="model.n_head=5"):
+        goals.measure(["model.n_head=5"], None, None, None, timeout=1)
