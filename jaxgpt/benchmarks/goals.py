@@ -85,11 +85,7 @@ SHOWN = {"tokens_per_sec": "{:,.0f} tokens/s", "ratio": "{:.2f} x", "mfu": "mfu 
 
 
 def measure(
-    settings: Sequence[str],
-    only: str | None,
-    nanogpt: Path | None,
-    torch: str | None,
-    timeout: float,
+    settings: Sequence[str], only: str | None, nanogpt: Path | None, torch: str | None
 ) -> dict[str, Any]:
     """Runs the commands, one after the other.
 
@@ -98,24 +94,27 @@ def measure(
         only: the configuration whose goals are measured; None measures all.
         nanogpt: a clone of nanoGPT; None leaves out what is compared with it.
         torch: a Python with torch, for the same.
-        timeout: seconds to wait for the other processes of a launch, which are refused.
 
     Returns:
         `goals`, one after the other, with `value` and `met`; where these are None, `error` says
         why. `device_kind` is there where the command tells it.
 
     Raises:
-        UsageError: before anything starts, if a setting is wrong or `only` names nothing.
+        UsageError: before anything starts, if a setting is wrong, or there is nothing to measure.
     """
     device = "gpu" if accelerator_expected() else "cpu"
     goals = [goal for goal in GOALS[device] if only in (None, goal.config)]
     if not goals:
         known = ", ".join(dict.fromkeys(goal.config for goal in GOALS[device]))
         raise UsageError(f"--only={only}: has no goal on a {device}; give one of {known}")
-    for goal in goals:
-        parse_args(["--config", goal.config, *goal.settings, *settings])
-    cluster = join_alone("goals", timeout)
-    beside = ("--nanogpt", str(nanogpt), "--torch", str(torch)) if nanogpt and torch else None
+    configs = [parse_args([*goal.settings, *settings, "--config", goal.config]) for goal in goals]
+    beside = ("--nanogpt", str(nanogpt), "--torch", str(torch)) if nanogpt and torch else ()
+    if not beside and (nanogpt or torch or all(goal.beside_nanogpt for goal in goals)):
+        raise UsageError(
+            "bench goals: nanoGPT is what these speeds are set against; give a clone of it with "
+            "--nanogpt and a Python with torch with --torch"
+        )
+    cluster = join_alone("goals", configs[0].init_timeout)
     rows = []
     with scratch_folder(cluster) as folder:
         for number, goal in enumerate(goals, start=1):

@@ -4,7 +4,7 @@ import pytest
 
 from jaxgpt.bench import parser
 from jaxgpt.benchmarks import goals
-from jaxgpt.config import UsageError, parse_args
+from jaxgpt.config import parse_args
 from jobs import SMALL, run
 from stand_ins import SLOW, program
 
@@ -54,7 +54,7 @@ def test_the_table_for_a_gpu_has_what_is_met_missed_and_unknown(monkeypatch):
     monkeypatch.setattr(goals, "accelerator_expected", lambda: True)
     monkeypatch.setattr(goals, "result", lambda *given: next(values, {"value": 1.48}))
     nanogpt = {"nanogpt": "clone", "torch": "python"}
-    found = goals.measure(["model.n_layer=1"], None, timeout=1, **nanogpt)
+    found = goals.measure(["model.n_layer=1"], None, **nanogpt)
     assert [row["met"] for row in found["goals"]] == [True, False, None, False, True]
     table = goals.describe(found).splitlines()
     assert table[0] == "goals: for one H100 or H200, measured on H100"
@@ -63,14 +63,26 @@ def test_the_table_for_a_gpu_has_what_is_met_missed_and_unknown(monkeypatch):
     assert "| at least mfu 55.0% | - (the device's peak is not known) | - |" in table[5]
     assert "| at most 1.480 | 1.480 | yes |" in table[7]
 
-    without = goals.measure([], None, None, None, timeout=1)["goals"]
+    without = goals.measure([], None, None, None)["goals"]
     assert [row["error"] for row in without if row["value"] is None] == [
         "give --nanogpt and --torch"
     ] * 2
 
 
-def test_what_is_wrong_is_said_before_anything_starts():
-    with pytest.raises(UsageError, match="--only=gpt2: has no goal on a cpu; give one of shake"):
-        goals.measure([], "gpt2", None, None, timeout=1)
-    with pytest.raises(UsageError, match="model.n_head=5"):
-        goals.measure(["model.n_head=5"], None, None, None, timeout=1)
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (
+            ["--only", "gpt2"],
+            "--only=gpt2: has no goal on a cpu; give one of shakespeare_char_cpu,",
+        ),
+        (["model.n_head=5"], "model.n_embd=128: must be a multiple of model.n_head=5"),
+        (["--config", "tiny"], "--config: the goals have configurations of their own; give --only"),
+        ([], "give a clone of it with --nanogpt and a Python with torch with --torch"),
+        (["--torch", "python"], "bench goals: nanoGPT is what these speeds are set against"),
+    ],
+)
+def test_what_is_wrong_is_said_before_anything_starts(options, words):
+    job = run("bench", "goals", *options)
+    assert job.returncode == 2
+    assert words in job.stdout and job.stdout.count("\n") == 1
