@@ -148,8 +148,6 @@ def run_nanogpt(arguments: argparse.Namespace, rest: list[str]) -> tuple[dict[st
 def run_goals(arguments: argparse.Namespace, rest: list[str]) -> tuple[dict[str, Any], str]:
     from jaxgpt.benchmarks import goals
 
-    if any(word.partition("=")[0] == "--config" for word in rest):
-        raise UsageError("--config: the goals have configurations of their own; give --only NAME")
     found = goals.measure(rest, arguments.only, arguments.nanogpt, arguments.torch)
     return found, goals.describe(found)
 

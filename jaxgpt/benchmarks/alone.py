@@ -1,9 +1,11 @@
 """Benches that run in one process, and the commands that they start."""
 
+import os
 from collections.abc import Mapping
 
 from jaxgpt.config import UsageError
 from jaxgpt.distributed.cluster import Cluster, join_cluster
+from jaxgpt.distributed.environment import find_launch
 from jaxgpt.distributed.malloc import without_tuning
 from jaxgpt.telemetry.startup import JOB_START
 
@@ -24,6 +26,17 @@ def join_alone(kind: str, timeout: float) -> Cluster:
             f"bench {kind}: {cluster.size} processes; start it without mpiexec, it runs in one"
         )
     return cluster
+
+
+def refuse_launcher(kind: str, remedy: str) -> None:
+    """For a bench whose commands would take a launcher's variables for their own.
+
+    Raises:
+        UsageError: if a launcher has started this process.
+    """
+    launch = find_launch(os.environ)
+    if launch.through is not None:
+        raise UsageError(f"{launch.variable}: bench {kind} starts the processes itself; {remedy}")
 
 
 def of_its_own(environment: Mapping[str, str]) -> dict[str, str]:

@@ -8,11 +8,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jaxgpt.benchmarks.alone import join_alone, of_its_own
+from jaxgpt.benchmarks.alone import of_its_own, refuse_launcher
 from jaxgpt.benchmarks.progress import tell
 from jaxgpt.benchmarks.scratch import scratch_folder
 from jaxgpt.config import UsageError, parse_args
 from jaxgpt.distributed.accelerators import accelerator_expected
+from jaxgpt.distributed.cluster import Cluster
 from jaxgpt.telemetry.trackers import read_records
 
 
@@ -81,7 +82,7 @@ GOALS = {
         Goal("shakespeare_char", ("train",), BFLOAT16, "nanoGPT: 1.47", "val_loss", 1.48, True),
     ),
 }
-SHOWN = {"tokens_per_sec": "{:,.0f} tokens/s", "ratio": "{:.2f} x", "mfu": "mfu {:.1%}"}
+SHOWN = {"tokens_per_sec": "{:,.0f} tokens/s", "ratio": "{:.3f} x", "mfu": "mfu {:.2%}"}
 
 
 def measure(
@@ -107,65 +108,87 @@ def measure(
     if not goals:
         known = ", ".join(dict.fromkeys(goal.config for goal in GOALS[device]))
         raise UsageError(f"--only={only}: has no goal on a {device}; give one of {known}")
-    configs = [parse_args([*goal.settings, *settings, "--config", goal.config]) for goal in goals]
+    if any(word.removeprefix("--").partition("=")[0] == "config" for word in settings):
+        raise UsageError("--config: the goals have configurations of their own; give --only NAME")
+    for goal in goals:
+        parse_args([*goal.words[len(goal.command) :], *settings])
     beside = ("--nanogpt", str(nanogpt), "--torch", str(torch)) if nanogpt and torch else ()
     if not beside and (nanogpt or torch or all(goal.beside_nanogpt for goal in goals)):
         raise UsageError(
             "bench goals: nanoGPT is what these speeds are set against; give a clone of it with "
             "--nanogpt and a Python with torch with --torch"
         )
-    cluster = join_alone("goals", configs[0].init_timeout)
-    rows = []
+    refuse_launcher("goals", "run it without the launcher")
+    cluster, rows = Cluster("bench"), []
     with scratch_folder(cluster) as folder:
         for number, goal in enumerate(goals, start=1):
-            tell(cluster, f"{number} of {len(goals)}: {' '.join(goal.words)}")
-            row = goal._asdict() | {"words": " ".join((*goal.words, *settings))}
+            words = (*goal.words, *settings)
+            tell(cluster, f"{number} of {len(goals)}: {' '.join(words)}")
             if goal.beside_nanogpt and not beside:
                 found = {"value": None, "error": "give --nanogpt and --torch"}
             else:
                 more = beside if goal.beside_nanogpt else ()
-                found = result(goal, (*settings, *more), folder / str(number))
-            rows.append(row | found | {"met": goal.met(found["value"])})
+                found = result(goal, (*words, *more), folder / str(number))
+            row = {"words": " ".join(words)} | found | {"met": goal.met(found["value"])}
+            rows.append(goal._asdict() | row)
+            tell(cluster, shown(rows[-1]))
     return {"device": device, "goals": rows}
 
 
-def result(goal: Goal, more: Sequence[str], out: Path) -> dict[str, Any]:
-    """`value`: the quantity; or None, with what the command said of that as `error`."""
-    module, *options = goal.command
+def result(goal: Goal, words: Sequence[str], out: Path) -> dict[str, Any]:
+    """What a command found: `value`, or None and what it said of that as `error`.
+
+    Args:
+        words: after `python -m jaxgpt.`.
+        out: a folder for a run.
+    """
+    module, *rest = words
     trains = module == "train"
-    ending = ("--out", str(out)) if trains else ("--json",)
-    settings = ("--config", goal.config, *goal.settings, *more, *ending)
+    rest += ["--out", str(out)] if trains else ["--json"]
     ended = subprocess.run(
-        [sys.executable, "-m", f"jaxgpt.{module}", *options, *settings],
+        [sys.executable, "-m", f"jaxgpt.{module}", *rest],
         env=of_its_own(os.environ),
         capture_output=True,
         text=True,
         errors="replace",
     )
     if ended.returncode != 0:
-        last = (ended.stderr.strip().splitlines() or [f"status {ended.returncode}"])[-1]
-        return {"value": None, "error": last.removeprefix("error: ")}
+        errors = [line for line in ended.stderr.splitlines() if line.startswith("error: ")]
+        status = f"ended with status {ended.returncode}"
+        return {"value": None, "error": errors[0].removeprefix("error: ") if errors else status}
     if trains:
         return {"value": min(r["val_loss"] for r in read_records(out / "metrics.jsonl", "eval"))}
     found = json.loads(ended.stdout.splitlines()[-1])
-    value, kind = found[goal.quantity], {"device_kind": found["device_kind"]}
+    facts = {"device_kind": found["device_kind"], "data": found["data"]}
+    if goal.quantity != "ratio" and found["devices"] > 1:
+        several = f"{found['devices']} devices; for one set CUDA_VISIBLE_DEVICES=0"
+        return facts | {"value": None, "error": several}
+    value = found[goal.quantity]
     unknown = {} if value is not None else {"error": "the device's peak is not known"}
-    return kind | unknown | {"value": value}
+    return facts | unknown | {"value": value}
 
 
 def describe(found: dict[str, Any]) -> str:
     """What `measure` found: a table in Markdown."""
     on = "one H100 or H200" if found["device"] == "gpu" else "this machine's CPU"
     kinds = dict.fromkeys(row["device_kind"] for row in found["goals"] if "device_kind" in row)
-    lines = [
-        f"goals: for {on}, measured on {', '.join(kinds) or '-'}",
-        "| `python -m jaxgpt.` | against | goal | here | met |",
-        "|---|---|---|---|---|",
-    ]
-    for row in found["goals"]:
-        shown = SHOWN.get(row["quantity"], "{:.3f}")
-        here = f"- ({row['error']})" if row["value"] is None else shown.format(row["value"])
-        bound = ("at most " if row["at_most"] else "at least ") + shown.format(row["bound"])
-        met = {None: "-", True: "yes", False: "no"}[row["met"]]
-        lines.append(f"| `{row['words']}` | {row['against']} | {bound} | {here} | {met} |")
-    return "\n".join(lines)
+    return "\n".join(
+        [
+            f"goals: for {on}, measured on {', '.join(kinds) or '-'}",
+            "| `python -m jaxgpt.` | against | goal | here | met |",
+            "|---|---|---|---|---|",
+            *map(shown, found["goals"]),
+        ]
+    )
+
+
+def shown(row: dict[str, Any]) -> str:
+    """A line of the table."""
+    form = SHOWN.get(row["quantity"], "{:.3f}")
+    here = f"- ({row['error']})" if row["value"] is None else form.format(row["value"])
+    if row.get("data", "").startswith("random tokens"):
+        here += ", on random tokens"
+    bound = ("at most " if row["at_most"] else "at least ") + form.format(row["bound"])
+    met = {None: "-", True: "yes", False: "no"}[row["met"]]
+    cells = (f"`{row['words']}`", row["against"], bound, here, met)
+    return f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |"

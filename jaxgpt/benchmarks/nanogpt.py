@@ -4,11 +4,14 @@ nanoGPT (PyTorch) is not part of jaxgpt: a clone of it runs in a Python of its o
 """
 
 import contextlib
+import ctypes
 import io
 import json
 import os
+import signal
 import statistics
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -26,6 +29,7 @@ from jaxgpt.training.run_directory import prepare_run
 
 MOST_BYTES = 2**30  # of batches, which are made before the first round
 VOCAB_OF_GPT2 = (50257, 50304)  # GPT-2's, and what nanoGPT makes of it
+PR_SET_PDEATHSIG = 1  # of Linux's prctl
 WORKER = Path(__file__).with_name("nanogpt_worker.py")
 
 
@@ -199,6 +203,7 @@ def worker(python: str, clone: Path, folder: Path) -> Iterator[tuple[dict[str, A
                 text=True,
                 start_new_session=True,  # the terminal's Ctrl-C is for us, who end it
                 env=without_tuning(os.environ),  # as its users run it
+                preexec_fn=end_with_parent if sys.platform == "linux" else None,
             )
         except OSError as error:
             raise UsageError(
@@ -232,6 +237,11 @@ def worker(python: str, clone: Path, folder: Path) -> Iterator[tuple[dict[str, A
         finally:
             process.kill()
             process.wait()
+
+
+def end_with_parent() -> None:
+    """Has Linux kill the process that calls this when its parent has ended, however that was."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def loss_difference(directory: Path, losses: list[float]) -> dict[str, Any]:

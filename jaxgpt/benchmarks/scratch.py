@@ -34,8 +34,9 @@ def is_there(process):
 for process in processes:
     while is_there(process):
         time.sleep(0.1)
-end = time.monotonic() + 30
-while os.path.exists(folder) and time.monotonic() < end:  # a killed one's threads may still write
+end, gone = time.monotonic() + 30, 0
+while gone < 5 and time.monotonic() < end:  # threads of one that was killed may still write
+    gone = 0 if os.path.exists(folder) else gone + 1
     shutil.rmtree(folder, ignore_errors=True)
     time.sleep(0.1)
 """

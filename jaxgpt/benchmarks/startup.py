@@ -13,12 +13,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxgpt.benchmarks.alone import of_its_own
+from jaxgpt.benchmarks.alone import of_its_own, refuse_launcher
 from jaxgpt.benchmarks.progress import tell
 from jaxgpt.benchmarks.scratch import scratch_folder
 from jaxgpt.config import Config, UsageError, skip_ranges
 from jaxgpt.distributed.cluster import Cluster
-from jaxgpt.distributed.environment import find_launch
 from jaxgpt.distributed.launchers import find_mpiexec
 
 IMPORTS = "import jax, flax.nnx, optax"
@@ -59,12 +58,7 @@ def measure(settings: Sequence[str], n_runs: int, n_processes: int | None) -> di
     Raises:
         UsageError: if jaxgpt.train does, or if this process is one of several.
     """
-    launch = find_launch(os.environ)
-    if launch.through is not None:
-        raise UsageError(
-            f"{launch.variable}: bench startup starts the processes itself; run it without the "
-            "launcher, with --processes N"
-        )
+    refuse_launcher("startup", "run it without the launcher, with --processes N")
     launcher = [find_mpiexec(), "-n", str(n_processes)] if n_processes else []
     train = [*launcher, sys.executable, "-m", "jaxgpt.train", *settings, *ONE_STEP]
     imports = [sys.executable, "-c", IMPORTS]

@@ -51,7 +51,7 @@ class TrainConfig:
     loss_chunk: int = 0
     """Tokens on a device whose logits exist at the same time, about; 0 is all of a microbatch."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Compute dtype; parameters, optimizer state, logits and loss stay float32."""
+    """Compute dtype; parameters, optimizer state, softmax and loss stay float32."""
     seed: int = 1337
     """Seed of the initial parameters, the data order and dropout."""
     sample_tokens: int = 200

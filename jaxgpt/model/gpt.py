@@ -157,7 +157,7 @@ class GPT(nnx.Module):
 
         Args:
             config: with `vocab_size` set.
-            dtype: of the computation; logits are float32.
+            dtype: of the computation, to which logits are rounded; they come as float32.
             attend: what `attention.make_attention` gives.
             devices: how this device and the others share the work.
             scan_layers: compile one block and loop over it, in place of L blocks.

@@ -67,7 +67,9 @@ def _backward(
 def _by_sums(x_BTD, mean_BT1, r_BT1, scale_D, dy_BTD):
     z, g = (x_BTD.astype(jnp.float32) - mean_BT1) * r_BT1, dy_BTD * scale_D
     mean_g_BT1, mean_gz_BT1 = (a.mean(axis=-1, keepdims=True) for a in (g, g * z))
-    return r_BT1 * (g - mean_g_BT1 - z * mean_gz_BT1), (dy_BTD * z).sum(axis=(0, 1))
+    return r_BT1 * (g - mean_g_BT1 - z * mean_gz_BT1), (dy_BTD * z).sum(
+        axis=tuple(range(z.ndim - 1))
+    )
 
 
 def _by_products(x_BTD, mean_BT1, r_BT1, scale_D, dy_BTD):

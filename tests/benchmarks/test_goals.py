@@ -1,11 +1,17 @@
+import contextlib
 import json
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
 
 import pytest
 
 from jaxgpt.bench import parser
 from jaxgpt.benchmarks import goals
 from jaxgpt.config import parse_args
-from jobs import SMALL, run
+from jobs import SMALL, command, environment, run
 from stand_ins import SLOW, program
 
 
@@ -30,7 +36,7 @@ def test_goals_are_measured_and_those_that_cannot_be_say_why(tmp_path):
     assert job.returncode == 0, job.stdout
     (row,) = (line for line in job.stdout.splitlines() if line.startswith("| `bench"))
     assert row.startswith("| `bench nanogpt --config shakespeare_char_cpu data.dataset=python")
-    assert row.endswith(" x | yes |")
+    assert row.endswith(" x | yes |") and "random tokens" not in row
 
     job = run("bench", "goals", *options, "--torch", ends, "--json")
     assert job.returncode == 0, job.stdout
@@ -42,7 +48,7 @@ def test_goals_are_measured_and_those_that_cannot_be_say_why(tmp_path):
 def test_the_best_validation_loss_of_a_run_is_taken(tmp_path):
     evaluated = ("train.max_iters=4", "train.eval_interval=2", "train.batch_size=16")
     goal = goals.Goal(SMALL[1], ("train",), (*SMALL[2:], *evaluated), "", "val_loss", 1, True)
-    value = goals.result(goal, (), tmp_path / "run")["value"]
+    value = goals.result(goal, goal.words, tmp_path / "run")["value"]
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     losses = [r["val_loss"] for r in map(json.loads, lines) if r["kind"] == "eval"]
     assert len(losses) > 1 and value == min(losses)
@@ -59,8 +65,8 @@ def test_the_table_for_a_gpu_has_what_is_met_missed_and_unknown(monkeypatch):
     table = goals.describe(found).splitlines()
     assert table[0] == "goals: for one H100 or H200, measured on H100"
     assert "| at least 470,000 tokens/s | 470,000 tokens/s | yes |" in table[3]
-    assert "| at least 1.15 x | 1.15 x | no |" in table[4]
-    assert "| at least mfu 55.0% | - (the device's peak is not known) | - |" in table[5]
+    assert "| at least 1.150 x | 1.149 x | no |" in table[4]
+    assert "| at least mfu 55.00% | - (the device's peak is not known) | - |" in table[5]
     assert "| at most 1.480 | 1.480 | yes |" in table[7]
 
     without = goals.measure([], None, None, None)["goals"]
@@ -78,6 +84,7 @@ def test_the_table_for_a_gpu_has_what_is_met_missed_and_unknown(monkeypatch):
         ),
         (["model.n_head=5"], "model.n_embd=128: must be a multiple of model.n_head=5"),
         (["--config", "tiny"], "--config: the goals have configurations of their own; give --only"),
+        (["config=tiny"], "--config: the goals have configurations of their own; give --only"),
         ([], "give a clone of it with --nanogpt and a Python with torch with --torch"),
         (["--torch", "python"], "bench goals: nanoGPT is what these speeds are set against"),
     ],
@@ -86,3 +93,40 @@ def test_what_is_wrong_is_said_before_anything_starts(options, words):
     job = run("bench", "goals", *options)
     assert job.returncode == 2
     assert words in job.stdout and job.stdout.count("\n") == 1
+
+
+def test_processes_are_started_by_the_bench_and_not_by_a_launcher(tmp_path):
+    options = ("--nanogpt", tmp_path, "--torch", "python")
+    job = run("bench", "goals", *options, processes=1)
+    assert job.returncode == 2
+    assert "bench goals starts the processes itself; run it without the launcher" in job.stdout
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_nothing_goes_on_when_it_is_interrupted(number, tmp_path):
+    (tmp_path / "model.py").touch()
+    waits = program(tmp_path / "waits", "#!/bin/sh\necho $$ >> pids\nexec sleep 100\n")
+    job = subprocess.Popen(
+        command("bench", "goals", "--nanogpt", tmp_path, "--torch", waits),
+        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd=tmp_path,
+        env=environment(TMPDIR=str(tmp_path)),
+    )  # fmt: skip
+    worker = Path("/proc") / wait_for(lambda: (tmp_path / "pids").read_text().strip())
+    bench = int((worker / "stat").read_text().rpartition(")")[2].split()[1])
+    job.send_signal(number)
+    assert job.wait(30) == (-number if number == signal.SIGKILL else 128 + number)
+    if number == signal.SIGKILL:  # nobody could tell it
+        os.kill(bench, number)
+    wait_for(lambda: not worker.exists() or " Z " in (worker / "stat").read_text())
+    wait_for(lambda: not list(tmp_path.glob("jaxgpt*")))
+
+
+def wait_for(find):
+    """What `find` returns, once that is something."""
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        with contextlib.suppress(FileNotFoundError):
+            if found := find():
+                return found
+        time.sleep(0.1)
+    raise AssertionError("not in 30 seconds")

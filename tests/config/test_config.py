@@ -200,3 +200,12 @@ def test_every_key_has_a_line_of_help(capsys):
                 assert f"--{section.name}.{field.name}" in printed
         else:
             assert f"--{section.name}" in printed
+
+
+@pytest.mark.parametrize(
+    ("given", "on_cpus", "on_gpus"), [("None", True, False), ("true", True, True), ("False", 0, 0)]
+)
+def test_layers_are_looped_over_where_it_is_asked_for_and_else_on_cpus(given, on_cpus, on_gpus):
+    config = load_config("gpt2", f"parallel.scan_layers={given}")
+    assert config.scans_layers(on_cpu=True) == on_cpus
+    assert config.scans_layers(on_cpu=False) == on_gpus
