@@ -1,7 +1,6 @@
 """Benches that run in one process, and the commands that they start."""
 
 import os
-from collections.abc import Mapping
 
 from jaxgpt.config import UsageError
 from jaxgpt.distributed.cluster import Cluster, join_cluster
@@ -39,9 +38,9 @@ def refuse_launcher(kind: str, remedy: str) -> None:
         raise UsageError(f"{launch.variable}: bench {kind} starts the processes itself; {remedy}")
 
 
-def of_its_own(environment: Mapping[str, str]) -> dict[str, str]:
+def of_its_own() -> dict[str, str]:
     """The variables for a command that a user could have started, without what we add to ours."""
     # Where malloc is tuned, training starts twice, unless this process has done that already.
-    found = without_tuning(environment)
+    found = without_tuning(os.environ)
     found.pop(JOB_START, None)  # of the job that this process is in
     return found

@@ -1,7 +1,6 @@
 """The speeds that jaxgpt sets itself, measured here: each by a command of its own, in a table."""
 
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -147,7 +146,7 @@ def result(goal: Goal, words: Sequence[str], out: Path) -> dict[str, Any]:
     rest += ["--out", str(out)] if trains else ["--json"]
     ended = subprocess.run(
         [sys.executable, "-m", f"jaxgpt.{module}", *rest],
-        env=of_its_own(os.environ),
+        env=of_its_own(),
         capture_output=True,
         text=True,
         errors="replace",

@@ -18,13 +18,12 @@ from typing import Any
 
 import numpy as np
 
-from jaxgpt.benchmarks.alone import join_alone
+from jaxgpt.benchmarks.alone import join_alone, of_its_own
 from jaxgpt.benchmarks.progress import tell
 from jaxgpt.benchmarks.scratch import scratch_folder
 from jaxgpt.benchmarks.step import steps_only, with_data
 from jaxgpt.config import Config, ModelConfig, UsageError, mesh_sizes
 from jaxgpt.distributed.backend import connect
-from jaxgpt.distributed.malloc import without_tuning
 from jaxgpt.training.run_directory import prepare_run
 
 MOST_BYTES = 2**30  # of batches, which are made before the first round
@@ -202,7 +201,7 @@ def worker(python: str, clone: Path, folder: Path) -> Iterator[tuple[dict[str, A
                 stderr=log,
                 text=True,
                 start_new_session=True,  # the terminal's Ctrl-C is for us, who end it
-                env=without_tuning(os.environ),  # as its users run it
+                env=of_its_own(),  # as its users run it
                 preexec_fn=end_with_parent if sys.platform == "linux" else None,
             )
         except OSError as error:

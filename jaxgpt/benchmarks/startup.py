@@ -4,7 +4,6 @@ A cold start compiles everything; a warm one finds it in the compile cache that 
 """
 
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -93,7 +92,7 @@ def run(command: list[str], compile_cache: Path | None = None) -> float:
     Raises:
         UsageError: if it ends with one.
     """
-    environment = of_its_own(os.environ)
+    environment = of_its_own()
     if compile_cache is not None:
         environment["JAX_COMPILATION_CACHE_DIR"] = str(compile_cache)
     began = time.perf_counter()
