@@ -72,7 +72,7 @@ GOALS = {
         Goal(
             "gpt2-xl",
             STEP,
-            ("train.gradient_accumulation_steps=60",),
+            ("train.gradient_accumulation_steps=40",),
             "llm.c: 49 %",
             "mfu",
             0.55,
