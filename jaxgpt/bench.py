@@ -10,7 +10,15 @@ import sys
 from typing import Any
 
 from jaxgpt.benchmarks.environment import describe, environment
-from jaxgpt.config import CommandParser, UsageError, file_path, is_help, parse_args, whole_number
+from jaxgpt.config import (
+    CommandParser,
+    UsageError,
+    file_path,
+    is_help,
+    names_config,
+    parse_args,
+    whole_number,
+)
 from jaxgpt.distributed.environment import guessed_rank
 from jaxgpt.distributed.exits import exits_together
 from jaxgpt.distributed.malloc import tune_malloc
@@ -31,7 +39,9 @@ def parser() -> CommandParser:
         return added
 
     loader = kind("loader", "tokens per second from files to global arrays")
-    loader.add_argument("--batches", default="40", metavar="N", help="in each of five rounds")
+    loader.add_argument(
+        "--batches", default="40", metavar="N", help="in each of five rounds; default 40"
+    )
     loader.add_argument("--cpus", metavar="N", help="CPUs to use; default all")
 
     step = kind("step", "time, rates and memory of training steps, beside a large matrix product")
@@ -155,7 +165,7 @@ def run_goals(arguments: argparse.Namespace, rest: list[str]) -> tuple[dict[str,
 def run_checkpoint(arguments: argparse.Namespace, rest: list[str]) -> tuple[dict[str, Any], str]:
     from jaxgpt.benchmarks import checkpoint
 
-    if not any(word.partition("=")[0] == "--config" for word in rest):
+    if not names_config(rest):
         arguments.size = arguments.size or "1GB"
         rest = ["--config", "gpt2", *rest]
     size = checkpoint.bytes_of("--size", arguments.size)

@@ -84,7 +84,8 @@ def main(argv: list[str] | None = None) -> None:
         if arguments.out is not None:
             cluster.together(lambda: cluster.is_main and check_writable(arguments.out))
         alone = (4, 1, 1) if cluster.size == 1 else (-1, 1, 1)
-        found = connect(cluster, mesh_sizes(arguments.mesh) if arguments.mesh else alone)
+        sizes = mesh_sizes(arguments.mesh) if arguments.mesh else alone
+        found = connect(cluster, sizes, examines=True)
         from jaxgpt.diagnosis.examination import examine  # imports JAX, after connect
 
         sizes = mesh_sizes(arguments.mesh, found["devices"]) if arguments.mesh else None

@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxgpt.benchmarks.alone import of_its_own, refuse_launcher
+from jaxgpt.benchmarks.nanogpt import refuse_what_is_not_there
 from jaxgpt.benchmarks.progress import tell
 from jaxgpt.benchmarks.scratch import scratch_folder
-from jaxgpt.config import UsageError, parse_args
+from jaxgpt.config import UsageError, names_config, parse_args
 from jaxgpt.distributed.accelerators import accelerator_expected
 from jaxgpt.distributed.cluster import Cluster
 from jaxgpt.telemetry.trackers import read_records
@@ -28,6 +29,8 @@ class Goal(NamedTuple):
     """In the command's JSON; `val_loss` is the best of a run."""
     bound: float
     at_most: bool = False
+    losses_within: float = 0.2
+    """Beside nanoGPT: in nats, of the same steps; there may be dropout or bfloat16 between them."""
 
     @property
     def words(self) -> tuple[str, ...]:
@@ -49,7 +52,15 @@ COMPILED, BFLOAT16 = "nanoGPT, torch.compile", ("train.dtype=bfloat16",)
 # On GPUs: one H100 or H200. llm.c's figures are its authors', of one of eight H100s.
 GOALS = {
     "cpu": (
-        Goal("shakespeare_char_cpu", NANOGPT, (), "nanoGPT, eager", "ratio", 1.2),
+        Goal(
+            "shakespeare_char_cpu",
+            NANOGPT,
+            (),
+            "nanoGPT, eager",
+            "ratio",
+            1.2,
+            losses_within=1e-4,
+        ),
         Goal(
             "shakespeare_char",
             (*NANOGPT, "--steps", "1", "--rounds", "5"),
@@ -60,7 +71,7 @@ GOALS = {
         ),
     ),
     "gpu": (
-        Goal("gpt2", STEP, (), "llm.c: 468,000", "tokens_per_sec", 470_000),
+        Goal("gpt2", (*STEP, "--steps", "5"), (), "llm.c: 468,000", "tokens_per_sec", 470_000),
         Goal(
             "gpt2",
             (*NANOGPT, "--compile", "--steps", "2"),
@@ -77,7 +88,14 @@ GOALS = {
             "mfu",
             0.55,
         ),
-        Goal("shakespeare_char", (*NANOGPT, "--compile"), BFLOAT16, COMPILED, "ratio", 1.5),
+        Goal(
+            "shakespeare_char",
+            (*NANOGPT, "--compile", "--steps", "200"),  # of a few milliseconds each
+            BFLOAT16,
+            COMPILED,
+            "ratio",
+            1.5,
+        ),
         Goal("shakespeare_char", ("train",), BFLOAT16, "nanoGPT: 1.47", "val_loss", 1.48, True),
     ),
 }
@@ -107,7 +125,7 @@ def measure(
     if not goals:
         known = ", ".join(dict.fromkeys(goal.config for goal in GOALS[device]))
         raise UsageError(f"--only={only}: has no goal on a {device}; give one of {known}")
-    if any(word.removeprefix("--").partition("=")[0] == "config" for word in settings):
+    if names_config(settings):
         raise UsageError("--config: the goals have configurations of their own; give --only NAME")
     for goal in goals:
         parse_args([*goal.words[len(goal.command) :], *settings])
@@ -118,6 +136,8 @@ def measure(
             "--nanogpt and a Python with torch with --torch"
         )
     refuse_launcher("goals", "run it without the launcher")
+    if nanogpt and torch:
+        refuse_what_is_not_there(nanogpt, torch)
     cluster, rows = Cluster("bench"), []
     with scratch_folder(cluster) as folder:
         for number, goal in enumerate(goals, start=1):
@@ -152,16 +172,23 @@ def result(goal: Goal, words: Sequence[str], out: Path) -> dict[str, Any]:
         errors="replace",
     )
     if ended.returncode != 0:
-        errors = [line for line in ended.stderr.splitlines() if line.startswith("error: ")]
-        status = f"ended with status {ended.returncode}"
-        return {"value": None, "error": errors[0].removeprefix("error: ") if errors else status}
+        said = [line.strip() for line in ended.stderr.splitlines() if line.strip()]
+        errors = [line.removeprefix("error: ") for line in said if line.startswith("error: ")]
+        otherwise = f"ended with status {ended.returncode}: {said[-1] if said else 'no word'}"
+        return {"value": None, "error": errors[0] if errors else otherwise}
     if trains:
-        return {"value": min(r["val_loss"] for r in read_records(out / "metrics.jsonl", "eval"))}
+        losses = [record["val_loss"] for record in read_records(out / "metrics.jsonl", "eval")]
+        finite = [loss for loss in losses if loss is not None]
+        return {"value": min(finite)} if finite else {"value": None, "error": "no loss was finite"}
     found = json.loads(ended.stdout.splitlines()[-1])
     facts = {"device_kind": found["device_kind"], "data": found["data"]}
     if goal.quantity != "ratio" and found["devices"] > 1:
         several = f"{found['devices']} devices; for one set CUDA_VISIBLE_DEVICES=0"
         return facts | {"value": None, "error": several}
+    if goal.beside_nanogpt:
+        facts["loss_difference"] = difference = found["loss_difference"]
+        if not difference <= goal.losses_within:  # also where it is not a number
+            return facts | {"value": None, "error": f"losses differ by {difference:.2g}"}
     value = found[goal.quantity]
     unknown = {} if value is not None else {"error": "the device's peak is not known"}
     return facts | unknown | {"value": value}
@@ -187,6 +214,8 @@ def shown(row: dict[str, Any]) -> str:
     here = f"- ({row['error']})" if row["value"] is None else form.format(row["value"])
     if row.get("data", "").startswith("random tokens"):
         here += ", on random tokens"
+    if "loss_difference" in row and row["value"] is not None:
+        here += f", losses to {row['loss_difference']:.1g}"
     bound = ("at most " if row["at_most"] else "at least ") + form.format(row["bound"])
     met = {None: "-", True: "yes", False: "no"}[row["met"]]
     cells = (f"`{row['words']}`", row["against"], bound, here, met)

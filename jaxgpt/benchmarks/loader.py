@@ -25,7 +25,9 @@ def use_cpus(wanted: int | None) -> None:
         raise UsageError(f"--cpus={wanted}: this system binds no process to CPUs; leave it out")
     available = own_cpus()
     if wanted > len(available):
-        raise UsageError(f"--cpus={wanted}: this process may use {len(available)}")
+        raise UsageError(
+            f"--cpus={wanted}: this process may use {len(available)}; give at most that"
+        )
     os.sched_setaffinity(0, available[:wanted])
 
 

@@ -8,6 +8,7 @@ import ctypes
 import io
 import json
 import os
+import shutil
 import signal
 import statistics
 import subprocess
@@ -50,8 +51,7 @@ def measure(
     Raises:
         UsageError: if nanoGPT cannot be run, or if the batches of so many steps are too large.
     """
-    if not (clone / "model.py").is_file():
-        raise UsageError(f"--nanogpt={clone}: has no model.py; give a clone of nanoGPT")
+    refuse_what_is_not_there(clone, python)
     batch_bytes = 4 * config.train.batch_size * (config.model.block_size + 1)
     most = MOST_BYTES // batch_bytes // (n_rounds + 1)
     if n_steps > most:
@@ -67,6 +67,7 @@ def measure(
         config, data = with_data(config, False, folder, cluster)
         run = prepare_run(steps_only(config, folder / "run"), cluster)
         facts = connect(cluster, mesh_sizes(run.config))
+        refuse_another_kind(python, about["device"])
         refuse_more_gpus_than_one(about["device"])
         from jaxgpt.benchmarks.job import Job
 
@@ -103,6 +104,37 @@ def measure(
             "nanogpt": about
             | {"compile": compiled, "dtype": own_dtype if about["device"] == "cuda" else "float32"},
         }
+
+
+def refuse_what_is_not_there(clone: Path, python: str) -> None:
+    """Before anything starts.
+
+    Raises:
+        UsageError: if there is no nanoGPT in `clone`, or no such program as `python`.
+    """
+    if not (clone / "model.py").is_file():
+        raise UsageError(f"--nanogpt={clone}: has no model.py; give a clone of nanoGPT")
+    if shutil.which(python) is None:
+        raise UsageError(
+            f"--torch={python}: cannot be started (there is no such program); give the path of a "
+            "Python that has torch"
+        )
+
+
+def refuse_another_kind(python: str, device: str) -> None:
+    """Times are of one kind of device.
+
+    Raises:
+        UsageError: if JAX has a GPU and nanoGPT's `device` is none, or the other way round.
+    """
+    import jax
+
+    if (device == "cuda") != (jax.default_backend() == "gpu"):
+        raise UsageError(
+            f"--torch={python}: nanoGPT is on {device} and JAX on {jax.default_backend()}; give "
+            "a Python whose torch has CUDA to compare on a GPU, or set JAX_PLATFORMS=cpu and "
+            "CUDA_VISIBLE_DEVICES= to compare on the CPU"
+        )
 
 
 def refuse_more_gpus_than_one(device: str) -> None:
@@ -246,7 +278,7 @@ def end_with_parent() -> None:
 def loss_difference(directory: Path, losses: list[float]) -> dict[str, Any]:
     """The largest between the losses of our log and nanoGPT's of the same steps, and of how many.
 
-    The log has those of every train.log_interval-th step.
+    The log has the first step, the last one of each round, and every train.log_interval-th.
     """
     records = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
     logged = {r["step"]: r["loss"] for r in records if r["kind"] == "train"}

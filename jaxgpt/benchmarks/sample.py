@@ -16,6 +16,7 @@ from jaxgpt.benchmarks.progress import tell
 from jaxgpt.config import Config, UsageError, mesh_sizes
 from jaxgpt.data.sources import vocabulary_size
 from jaxgpt.distributed.backend import connect
+from jaxgpt.distributed.compile_cache import use_compile_cache
 
 PROMPT = 16  # random tokens
 TOKENS = 200
@@ -51,6 +52,7 @@ def measure(config: Config, n_tokens: int | None) -> dict[str, Any]:
     vocab_size = vocabulary_size(config.data, config.model)
     config = config.replace(model__vocab_size=vocab_size)
     connect(cluster, mesh_sizes(config))
+    use_compile_cache(config.compile_cache, cluster)
     import jax
 
     from jaxgpt.distributed.mesh import make_mesh

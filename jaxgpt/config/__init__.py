@@ -18,7 +18,14 @@ from jaxgpt.config.checks import (
     validate,
 )
 from jaxgpt.config.command import CommandParser, file_path, name_or_path, whole_number
-from jaxgpt.config.parse import config_from_dict, config_from_file, is_help, load_config, parse_args
+from jaxgpt.config.parse import (
+    config_from_dict,
+    config_from_file,
+    is_help,
+    load_config,
+    names_config,
+    parse_args,
+)
 from jaxgpt.config.sections import (
     CheckpointConfig,
     Config,
@@ -55,6 +62,7 @@ __all__ = [
     "load_config",
     "mesh_sizes",
     "name_or_path",
+    "names_config",
     "parse_args",
     "profile_range",
     "skip_ranges",

@@ -35,6 +35,11 @@ def is_help(argv: Sequence[str]) -> bool:
     return "-h" in argv or "--help" in argv
 
 
+def names_config(argv: Sequence[str]) -> bool:
+    """Whether a command line says which configuration it starts from."""
+    return any(word.removeprefix("--").partition("=")[0] == "config" for word in argv)
+
+
 def parse_args(argv: Sequence[str], prog: str = "python -m jaxgpt.train") -> Config:
     """The configuration that a command line describes, validated.
 

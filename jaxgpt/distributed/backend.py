@@ -37,6 +37,10 @@ PINNED = {
     "jax_random_seed_offset": 0,
     "jax_numpy_dtype_promotion": "standard",
 }
+CHECK_DRIVER = (
+    "check the driver and the plugin (for NVIDIA GPUs pip install 'jaxgpt[cuda]', or "
+    "'jaxgpt[cuda12]' for its older drivers), or set JAX_PLATFORMS=cpu"
+)
 HEARTBEAT_TIMEOUT = 100  # seconds after which a silent process counts as dead
 
 
@@ -78,6 +82,7 @@ def connect(
     mesh: tuple[int, ...],
     mark: Callable[[str], None] = lambda phase: None,
     stops_at_steps: bool = False,
+    examines: bool = False,
 ) -> dict[str, Any]:
     """Starts JAX on this process and, in a job of several, `jax.distributed`.
 
@@ -87,6 +92,7 @@ def connect(
         mark: is called with the name of each phase of the start when it ends.
         stops_at_steps: on SIGTERM at a step that the processes agree on, see `exits.StopSignal`;
             else SIGTERM does what it did before.
+        examines: take CPUs also where accelerators are expected, for the doctor to say so.
 
     Returns:
         What was found, for the log and cluster.json.
@@ -141,9 +147,14 @@ def connect(
         what = f"JAX_PLATFORMS={asked}" if asked else "devices"
         raise UsageError(
             f"{what}: JAX cannot start them ({' '.join(str(error).split()) or 'no such devices'});"
-            " check the driver and the plugin (pip install 'jaxgpt[cuda]' for NVIDIA GPUs), or set "
-            "JAX_PLATFORMS=cpu"
+            f" {CHECK_DRIVER}"
         ) from None
+    may_be_cpu = examines or cpu_devices is not None or os.environ.get("JAX_PLATFORMS")
+    if devices[0].platform == "cpu" and not may_be_cpu:
+        raise UsageError(
+            "devices: this host has accelerators, and their plugin has given JAX none; its words "
+            f"are above: {CHECK_DRIVER}"
+        )
     mark("devices")
     return {
         "launcher": cluster.launcher,

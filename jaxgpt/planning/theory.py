@@ -204,7 +204,8 @@ def _loss_and_norm(
         tokens = rows * config.model.block_size
         chunk = min(tokens, config.train.loss_chunk) or tokens
         chunks = -(-tokens // chunk)
-        size = 3 * parts * chunks * chunk * FLOAT32
+        padded = chunks * -(-tokens // chunks)  # all of one size
+        size = 3 * parts * padded * FLOAT32
         out.append(Traffic("loss", "all-reduce", ("tensor",), 3 * parts * chunks, size))
     batch_axes = tuple(a for a in ("data", "fsdp") if mesh[a] > 1)
     if batch_axes:

@@ -63,6 +63,7 @@ def summed_loss(
         loss, losses_BT = summed(x_BTD, w_VD, targets_BT, first)
         return loss, losses_BT.sum(axis=1)
     parts = -(-n // chunk)
+    chunk = -(-n // parts)  # as even as they get: what fills up the last one is computed, too
     padding = parts * chunk - n
     x_PND = jnp.pad(x_BTD.reshape(n, D), ((0, padding), (0, 0))).reshape(parts, chunk, D)
     targets_PN = jnp.pad(targets_BT.reshape(n), (0, padding), constant_values=NO_TOKEN)

@@ -43,6 +43,8 @@ class Monitor:
         is under way, is looked at, and a spike of the loss makes all but that one known.
         """
         if metrics is not None:
+            for array in metrics:
+                array.copy_to_host_async()  # or reading many steps at once would hold up the next
             self._pending.append(Reading(step, metrics))
         if everything or self._is_first or step % self._config.train.log_interval == 0:
             known = len(self._pending)

@@ -6,7 +6,11 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxgpt.benchmarks.nanogpt import nanogpt_weights, refuse_more_gpus_than_one
+from jaxgpt.benchmarks.nanogpt import (
+    nanogpt_weights,
+    refuse_another_kind,
+    refuse_more_gpus_than_one,
+)
 from jaxgpt.config import UsageError, load_config
 from jaxgpt.model.gpt import GPT
 from jobs import run
@@ -71,6 +75,12 @@ def test_several_gpus_are_not_compared_with_the_one_that_nanogpt_uses():
     refuse_more_gpus_than_one("cpu")
     with pytest.raises(UsageError, match="shows 8 GPUs, .*; set CUDA_VISIBLE_DEVICES=0"):
         refuse_more_gpus_than_one("cuda")  # as if the eight devices of the tests were GPUs
+
+
+def test_a_gpu_is_not_compared_with_a_cpu():
+    refuse_another_kind("python", "cpu")
+    with pytest.raises(UsageError, match="--torch=python: nanoGPT is on cuda and JAX on cpu"):
+        refuse_another_kind("python", "cuda")
 
 
 STILL = ("optimizer.learning_rate=1e-9", "optimizer.min_lr=0")

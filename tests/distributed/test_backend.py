@@ -118,6 +118,19 @@ def test_on_aurora_each_process_sees_its_own_tile(monkeypatch):
     assert backend.os.environ["ZE_AFFINITY_MASK"] == "7"
 
 
+def test_a_plugin_that_gives_no_devices_is_not_passed_over(monkeypatch):
+    """JAX logs why it cannot start a plugin, and goes on with CPUs."""
+    monkeypatch.setattr(backend, "accelerator_expected", lambda: True)
+    monkeypatch.delenv("JAX_PLATFORMS", raising=False)
+    monkeypatch.setenv("XLA_FLAGS", "")
+    monkeypatch.setattr(backend, "reserve_memory", lambda: [])
+    with pytest.raises(
+        UsageError, match="devices: this host has accelerators, .*JAX_PLATFORMS=cpu"
+    ):
+        backend.connect(cluster_of(0, 1), (1, 1, 1))
+    assert backend.connect(cluster_of(0, 1), (1, 1, 1), examines=True)["devices"]
+
+
 def test_more_processes_than_devices_are_refused(monkeypatch):
     monkeypatch.setattr(backend, "accelerator_expected", lambda: True)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")

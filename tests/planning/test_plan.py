@@ -237,6 +237,20 @@ def test_gpt_175b_is_planned_on_a_laptop():
     assert plan["devices"] == 1024 and plan["fits"] is False
 
 
+@pytest.mark.parametrize(
+    ("config", "microbatches", "gigabytes"), [("gpt2", 5, 36.5), ("gpt2-xl", 60, 51.1)]
+)
+def test_a_plan_for_an_h100_is_near_what_its_own_compiler_needs(config, microbatches, gigabytes):
+    """XLA of jaxlib 0.11.2, for an H100 with cuDNN's attention: arguments and temporaries."""
+    accumulation = f"train.gradient_accumulation_steps={microbatches}"
+    job = run(
+        "plan", "--config", config, "--mesh", "1,1,1", "--device", "h100", accumulation, "--json"
+    )
+    assert job.returncode == 0, job.stdout
+    total = json.loads(job.stdout)["memory"]["total"]
+    assert gigabytes * 1e9 < total < 1.2 * gigabytes * 1e9
+
+
 def test_as_many_devices_as_xla_simulates_can_be_planned():
     arguments = ("--config", "tiny", "--mesh", "2048,1,1", "train.batch_size=2048")
     job = run("plan", *arguments, "model.n_layer=1", "--device", "h100")

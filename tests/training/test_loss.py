@@ -51,6 +51,14 @@ def test_a_loss_in_chunks_is_the_loss_at_once(chunk):
     np.testing.assert_allclose(loss(x, w, chunk), whole[0], rtol=1e-6)  # as in an evaluation
 
 
+@pytest.mark.parametrize("chunk", [11, 8, 5, 3])
+def test_chunks_are_as_even_as_they_get(chunk):
+    x, w, targets = jnp.ones((2, 6, 5)), jnp.ones((128, 5)), jnp.zeros((2, 6), jnp.int32)
+    program = jax.make_jaxpr(lambda x, w: summed_loss(x, w, targets, 0, 11, ONE_DEVICE, chunk)[0])
+    parts = -(-12 // chunk)
+    assert f"f32[{parts},{12 // parts},5]" in str(program(x, w))
+
+
 @pytest.mark.parametrize(
     ("mesh", "options", "parts"),
     [
