@@ -16,6 +16,9 @@ def test_the_loader_is_timed_on_the_cpus_that_are_named():
     assert found["cpus"] == 1 and found["batch_size"] == 24 and found["block_size"] == 64
     assert found["tokens_per_sec_least"] <= found["tokens_per_sec"] <= found["tokens_per_sec_most"]
     assert found["data_bytes"] > 2**20 and found["tokens_per_sec_least"] > 0
+    assert (
+        found["ratio"] > 0 and found["memory_map_tokens_per_sec"] > 0 and found["config"] == "tiny"
+    )
 
     job = run("bench", "loader", "--cpus", 100_000)
     assert job.returncode == 2 and "--cpus=100000: this process may use" in job.stdout

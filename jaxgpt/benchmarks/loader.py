@@ -1,4 +1,7 @@
-"""Tokens per second from the files to global arrays, without training."""
+"""Tokens per second from the files to global arrays, beside rows of a memory map.
+
+Those are what nanoGPT's get_batch takes: at random, with nothing checked and on no device.
+"""
 
 import os
 import statistics
@@ -6,7 +9,10 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from jaxgpt.config import Config, UsageError, check_batch, mesh_sizes
+from jaxgpt.data.files import TokenFile
 from jaxgpt.data.sources import open_dataset
 from jaxgpt.distributed.cpus import own_cpus
 
@@ -35,8 +41,9 @@ def measure(config: Config, batches: int) -> dict[str, Any]:
     """Times five rounds of so many batches each, after a warm-up.
 
     Returns:
-        Tokens per second (median, least and most of the rounds), and by how many bytes the
-        process has grown since it began to read.
+        Tokens per second (median, least and most of the rounds), those of as many rows of a
+        memory map of the first file, the ratio of both, and by how many bytes the process has
+        grown since it began to read (None where the system does not say).
     """
     from jaxgpt.distributed.backend import connect
     from jaxgpt.distributed.cluster import join_cluster
@@ -58,19 +65,25 @@ def measure(config: Config, batches: int) -> dict[str, Any]:
     loader = Loader.for_training(dataset, config, batch_sharding(mesh))
     jax.block_until_ready(list(loader.batches(range(1, WARM_UP + 1))))
     tokens = batches * config.train.batch_size * config.model.block_size
-    rates, most, step = [], 0, WARM_UP + 1
+    train, rows = dataset.sources[0].tokens["train"], config.train.batch_size // cluster.size
+    length = config.model.block_size + 1
+    rates, plain, most, step = [], [], 0, WARM_UP + 1
     for _ in range(5):
         began = time.perf_counter()
         for batch in loader.batches(range(step, step + batches)):
             jax.block_until_ready(batch)
-            most = max(most, resident_bytes())
+            most = max(most, resident_bytes() or 0)
         rates.append(tokens / (time.perf_counter() - began))
         step += batches
+        plain.append(tokens / seconds_of_a_memory_map(train, rows, length, batches))
     return {
+        "config": config.config,
         "tokens_per_sec": statistics.median(rates),
         "tokens_per_sec_least": min(rates),
         "tokens_per_sec_most": max(rates),
-        "grown_bytes": max(0, most - idle),
+        "memory_map_tokens_per_sec": statistics.median(plain),
+        "ratio": statistics.median(a / b for a, b in zip(rates, plain, strict=True)),
+        "grown_bytes": None if idle is None else max(0, most - idle),
         "data_bytes": sum(
             tokens.size * tokens.dtype.itemsize
             for source in dataset.sources
@@ -82,18 +95,36 @@ def measure(config: Config, batches: int) -> dict[str, Any]:
     }
 
 
-def resident_bytes() -> int:
-    """Resident memory of this process."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+def seconds_of_a_memory_map(stored: TokenFile, rows: int, length: int, batches: int) -> float:
+    """Of batches of rows from random places, each a copy of its part of a memory map."""
+    offset, places = stored.first * stored.dtype.itemsize, np.random.default_rng(0)
+    tokens = np.memmap(stored.path, stored.dtype, "r", offset, stored.size)
+    began = time.perf_counter()
+    for _ in range(batches):
+        starts = places.integers(stored.size - length + 1, size=rows)
+        np.stack([tokens[start : start + length].astype(np.int64) for start in starts])
+    return time.perf_counter() - began
+
+
+def resident_bytes() -> int | None:
+    """Resident memory of this process, where the system says it in Linux's way."""
+    statm = Path("/proc/self/statm")
+    if not statm.exists():  # macOS
+        return None
+    return int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def describe(found: dict[str, Any]) -> str:
     """What `measure` found, in words."""
+    several = "processes" if found["processes"] > 1 else "process"
+    grown = "-" if found["grown_bytes"] is None else f"{found['grown_bytes'] / 2**20:.0f} MiB"
     return (
         f"loader: {found['tokens_per_sec'] / 1e6:.1f} million tokens/s (median of 5; "
         f"{found['tokens_per_sec_least'] / 1e6:.1f} to {found['tokens_per_sec_most'] / 1e6:.1f}), "
         f"{found['batch_size']} rows of {found['block_size']} tokens, {found['processes']} "
-        "processes\n"
-        f"memory: {found['grown_bytes'] / 2**20:.0f} MiB above idle, for "
+        f"{several}\n"
+        f"ratio: {found['ratio']:.2f} x as many as rows of a memory map at random places, "
+        f"{found['memory_map_tokens_per_sec'] / 1e6:.1f} million tokens/s\n"
+        f"memory: {grown} above idle, for "
         f"{found['data_bytes'] / 2**30:.1f} GiB of data"
     )
