@@ -42,7 +42,7 @@ def measure(config: Config, batches: int) -> dict[str, Any]:
 
     Returns:
         Tokens per second (median, least and most of the rounds), those of as many rows of a
-        memory map of the first file, the ratio of both, and by how many bytes the process has
+        memory map of the largest file, the ratio of both, and by how many bytes the process has
         grown since it began to read (None where the system does not say).
     """
     from jaxgpt.distributed.backend import connect
@@ -65,8 +65,8 @@ def measure(config: Config, batches: int) -> dict[str, Any]:
     loader = Loader.for_training(dataset, config, batch_sharding(mesh))
     jax.block_until_ready(list(loader.batches(range(1, WARM_UP + 1))))
     tokens = batches * config.train.batch_size * config.model.block_size
-    train, rows = dataset.sources[0].tokens["train"], config.train.batch_size // cluster.size
-    length = config.model.block_size + 1
+    largest = max((source.tokens["train"] for source in dataset.sources), key=lambda t: t.size)
+    rows, length = -(-config.train.batch_size // cluster.size), config.model.block_size + 1
     rates, plain, most, step = [], [], 0, WARM_UP + 1
     for _ in range(5):
         began = time.perf_counter()
@@ -75,7 +75,8 @@ def measure(config: Config, batches: int) -> dict[str, Any]:
             most = max(most, resident_bytes() or 0)
         rates.append(tokens / (time.perf_counter() - began))
         step += batches
-        plain.append(tokens / seconds_of_a_memory_map(train, rows, length, batches))
+        seconds = seconds_of_a_memory_map(largest, rows, length, batches)
+        plain.append(tokens / seconds)
     return {
         "config": config.config,
         "tokens_per_sec": statistics.median(rates),
