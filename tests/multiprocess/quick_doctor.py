@@ -5,8 +5,8 @@ from jaxgpt import doctor
 connect = doctor.connect
 
 
-def connect_and_hurry(*args):
-    facts = connect(*args)
+def connect_and_hurry(*args, **options):
+    facts = connect(*args, **options)
     from jaxgpt.diagnosis import examination  # imports JAX, after connect
 
     examination.TIME_FOR_COLLECTIVES = 0.0

@@ -64,6 +64,9 @@ class OnDevice:
         self._waited()
         return self
 
+    def copy_to_host_async(self):  # which waits for nothing
+        self._array.copy_to_host_async()
+
 
 @pytest.mark.parametrize(
     ("max_iters", "expected"),
