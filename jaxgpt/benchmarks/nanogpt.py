@@ -278,7 +278,7 @@ def end_with_parent() -> None:
 def loss_difference(directory: Path, losses: list[float]) -> dict[str, Any]:
     """The largest between the losses of our log and nanoGPT's of the same steps, and of how many.
 
-    The log has the first step, the last one of each round, and every train.log_interval-th.
+    The log has the first step, and every train.log_interval-th.
     """
     records = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
     logged = {r["step"]: r["loss"] for r in records if r["kind"] == "train"}
