@@ -13,6 +13,9 @@ from typing import Any
 
 import numpy as np
 
+from jaxgpt.checkpoint.metadata import valid_checkpoints
+from jaxgpt.cluster.process_group import ProcessGroup, join_process_group
+from jaxgpt.cluster.shutdown import job_exit_handler
 from jaxgpt.config import (
     CommandParser,
     Config,
@@ -26,12 +29,9 @@ from jaxgpt.config import (
 )
 from jaxgpt.data.rows import Rows, training_rows
 from jaxgpt.data.sources import Dataset, Source, open_dataset
-from jaxgpt.distributed.cluster import Cluster, join_cluster
-from jaxgpt.distributed.exits import exits_together
-from jaxgpt.training.metadata import readable_metas
-from jaxgpt.training.rewinds import skipped_by_rewinds
-from jaxgpt.training.run_directory import saved_steps, source_hashes
-from jaxgpt.training.spikes import SkipRanges
+from jaxgpt.spikes.policy import skipped_by_rewinds
+from jaxgpt.spikes.skip import SkipRanges
+from jaxgpt.train.run_directory import list_checkpoints, source_hashes
 
 LOOK_BACK = 2**20  # tokens that are searched for the end of the document before
 
@@ -52,7 +52,7 @@ def parser() -> CommandParser:
 
 
 def main(argv: list[str] | None = None) -> None:
-    with exits_together():
+    with job_exit_handler():
         arguments = parser().parse_args(argv)
         step = whole_number("--step", arguments.step)
         checkpoint = whole_number("--checkpoint", arguments.checkpoint)
@@ -60,8 +60,8 @@ def main(argv: list[str] | None = None) -> None:
         if arguments.run and not (arguments.run / "config.yaml").is_file():
             raise UsageError(f"--run {arguments.run}: has no config.yaml; give a run directory")
         config = parse_args([*base, *arguments.settings])
-        cluster = join_cluster()
-        dataset, found, tokens, notes = cluster.together(
+        cluster = join_process_group()
+        dataset, found, tokens, notes = cluster.run_on_all(
             look_up, config, arguments.run, step, arguments.rows
         )
         if arguments.worst:
@@ -158,7 +158,7 @@ def differences(config: Config, dataset: Dataset, run: Path | None, step: int) -
     notes = []
     if step in SkipRanges([*skip_ranges(config), *(skipped_by_rewinds(run) if run else ())]):
         notes.append(f"step {step} is skipped: its rows are not trained on")
-    saved = readable_metas(run, saved_steps(run)) if run else {}
+    saved = valid_checkpoints(run, list_checkpoints(run)) if run else {}
     if not saved:
         return notes
     newest = max(saved)
@@ -188,10 +188,10 @@ def row_losses(
     step: int,
     checkpoint: int | None,
     tokens: np.ndarray,
-    cluster: Cluster,
+    cluster: ProcessGroup,
 ) -> tuple[np.ndarray, int]:
     """Mean loss of every row, shape (B,), and the checkpoint whose parameters gave them."""
-    saved = saved_steps(run) if run else []
+    saved = list_checkpoints(run) if run else []
     if not saved:
         raise UsageError("--worst: needs --run with a checkpoint, whose parameters give the losses")
     before = [s for s in saved if s < step]
@@ -199,14 +199,14 @@ def row_losses(
     if at not in saved:
         raise UsageError(f"--checkpoint {at}: {run} has {', '.join(map(str, saved))}")
 
-    from jaxgpt.distributed.backend import connect
+    from jaxgpt.runtime.initialize import connect
 
     connect(cluster, mesh_sizes(config))
     import jax
 
-    from jaxgpt.distributed.mesh import make_mesh
-    from jaxgpt.training.checkpoint import restore_params
-    from jaxgpt.training.step import make_steps
+    from jaxgpt.checkpoint.checkpointer import restore_params
+    from jaxgpt.parallel.mesh import make_mesh
+    from jaxgpt.train.step import make_steps
 
     sizes = mesh_sizes(config, jax.device_count())
     check_batch(config, sizes)

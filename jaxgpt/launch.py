@@ -11,11 +11,11 @@ import shlex
 import sys
 import time
 
+from jaxgpt.cluster.environment import find_launch
+from jaxgpt.cluster.launchers import Layout, launch_command, passed_over, place_processes
+from jaxgpt.cluster.shutdown import job_exit_handler
 from jaxgpt.config import CommandParser, UsageError, is_help, whole_number
-from jaxgpt.distributed.environment import find_launch
-from jaxgpt.distributed.exits import exits_together
-from jaxgpt.distributed.launchers import Layout, launch_line, lay_out, passed_over
-from jaxgpt.telemetry.startup import JOB_START
+from jaxgpt.perf.startup import JOB_START
 
 
 def parser() -> CommandParser:
@@ -56,7 +56,7 @@ def parser() -> CommandParser:
 
 def main(argv: list[str] | None = None) -> None:
     argv = sys.argv[1:] if argv is None else argv
-    with exits_together():
+    with job_exit_handler():
         options, command = split(argv)
         if is_help(options):
             parser().print_help()
@@ -93,10 +93,10 @@ def run(arguments: argparse.Namespace, command: list[str]) -> list[str] | None:
             "python -m jaxgpt.train"
         )
     n, per_host = whole_number("-n", arguments.n), whole_number("--ppn", arguments.ppn)
-    layout = lay_out(n, per_host, arguments.hosts, os.environ)
+    layout = place_processes(n, per_host, arguments.hosts, os.environ)
     if not (arguments.print or arguments.export):
         os.environ.setdefault(JOB_START, f"{time.time():.3f}")  # before a line that passes it on
-    launcher = launch_line(layout, os.environ)
+    launcher = launch_command(layout, os.environ)
     for line in (f"launch: {layout}", passed_over(launcher[0])):
         if line:
             print(line, file=sys.stderr, flush=True)

@@ -7,17 +7,17 @@ import signal
 import sys
 from pathlib import Path
 
+from jaxgpt.cluster.cpus import own_cpus
+from jaxgpt.cluster.shutdown import job_exit_handler
 from jaxgpt.config import CommandParser, DataConfig, UsageError, file_path, name_or_path
 from jaxgpt.data.corpora import prepare_python, prepare_shakespeare_char, prepare_text
 from jaxgpt.data.sources import dataset_directory
-from jaxgpt.distributed.cpus import own_cpus
-from jaxgpt.distributed.exits import exits_together
 
 
 def main(argv: list[str] | None = None) -> None:
     # As on Ctrl-C: what is half written is removed.
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
-    with exits_together():
+    with job_exit_handler():
         arguments = parser().parse_args(argv)
         name = arguments.name if arguments.command == "text" else arguments.command
         directory = arguments.out or dataset_directory(DataConfig(dataset=name))

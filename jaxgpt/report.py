@@ -9,11 +9,11 @@ import json
 from pathlib import Path
 from typing import Any
 
+from jaxgpt.cluster.environment import rank_from_env
+from jaxgpt.cluster.shutdown import job_exit_handler
 from jaxgpt.config import CommandParser, UsageError, file_path
-from jaxgpt.distributed.environment import guessed_rank
-from jaxgpt.distributed.exits import exits_together
-from jaxgpt.telemetry.spikes import draw_spikes, spikes_table
-from jaxgpt.telemetry.trackers import read_records
+from jaxgpt.spikes.report import draw_spikes, spikes_table
+from jaxgpt.tracking.trackers import read_records
 
 STARTUP_KEYS = {
     "model",
@@ -39,8 +39,8 @@ def parser() -> CommandParser:
 
 
 def main(argv: list[str] | None = None) -> None:
-    with exits_together():
-        if guessed_rank() != 0:  # under a launcher once is enough
+    with job_exit_handler():
+        if rank_from_env() != 0:  # under a launcher once is enough
             return
         arguments = parser().parse_args(argv)
         if arguments.kind == "startup":

@@ -5,14 +5,14 @@ import sys
 
 import numpy as np
 
+from jaxgpt.checkpoint.metadata import read_meta
+from jaxgpt.cluster.process_group import join_process_group
+from jaxgpt.cluster.shutdown import job_exit_handler
 from jaxgpt.config import CommandParser, UsageError, config_from_dict, file_path, mesh_sizes
 from jaxgpt.data.find_tokenizer import from_meta
 from jaxgpt.data.tokenizer import continued
-from jaxgpt.distributed.backend import connect
-from jaxgpt.distributed.cluster import join_cluster
-from jaxgpt.distributed.exits import exits_together
-from jaxgpt.training.metadata import read_meta
-from jaxgpt.training.run_directory import saved_steps
+from jaxgpt.runtime.initialize import connect
+from jaxgpt.train.run_directory import list_checkpoints
 
 MOST = 10**6  # tokens, texts, and how far from 1 a temperature may be
 
@@ -32,7 +32,7 @@ def parser() -> CommandParser:
 
 
 def main(argv: list[str] | None = None) -> None:
-    with exits_together():
+    with job_exit_handler():
         write(parser().parse_args(argv))
 
 
@@ -58,7 +58,7 @@ def write(arguments: argparse.Namespace) -> None:
             f"--seed={arguments.seed}: the seeds of --num-samples={arguments.num_samples} go on "
             "from it and must be less than 2^31"
         )
-    steps = saved_steps(arguments.run)
+    steps = list_checkpoints(arguments.run)
     if not steps:
         raise UsageError(f"--run {arguments.run}: has no checkpoints; give a run directory")
     step = steps[-1] if arguments.step is None else arguments.step
@@ -76,14 +76,14 @@ def write(arguments: argparse.Namespace) -> None:
     except UsageError as error:
         raise UsageError(f"--prompt {arguments.prompt!r}: {error}") from None
 
-    cluster = join_cluster()
+    cluster = join_process_group()
     connect(cluster, mesh_sizes(config))
     import jax
 
-    from jaxgpt.distributed.mesh import make_mesh
-    from jaxgpt.training.checkpoint import restore_params
-    from jaxgpt.training.sampling import make_generate, prompt_window
-    from jaxgpt.training.step import make_steps
+    from jaxgpt.checkpoint.checkpointer import restore_params
+    from jaxgpt.parallel.mesh import make_mesh
+    from jaxgpt.train.generate import make_generate, prompt_window
+    from jaxgpt.train.step import make_steps
 
     compiled = make_steps(config, make_mesh(mesh_sizes(config, jax.device_count()), cluster.hosts))
     params = restore_params(arguments.run, step, compiled.state_shapes.params)

@@ -7,7 +7,7 @@ from pathlib import Path
 import jax
 import pytest
 
-from jaxgpt.distributed.xla_flags import QUICK_FUSIONS, add_xla_flags
+from jaxgpt.runtime.xla_flags import QUICK_FUSIONS, add_xla_flags
 
 # Before any test touches JAX. Commands under test start processes of their own, which must not
 # inherit a number of devices.
@@ -71,12 +71,12 @@ def data_home(tmp_path_factory):
 @pytest.fixture(scope="session", autouse=True)
 def compile_cache(tmp_path_factory):
     """Tests share what they compile, as do commands under test; the user's cache is left alone."""
-    from jaxgpt.distributed.cluster import Cluster
-    from jaxgpt.distributed.compile_cache import use_compile_cache
+    from jaxgpt.cluster.process_group import ProcessGroup
+    from jaxgpt.runtime.compile_cache import use_compile_cache
 
     folder = str(tmp_path_factory.mktemp("compiled"))
     os.environ["JAX_COMPILATION_CACHE_DIR"] = folder
-    use_compile_cache(folder, Cluster(launcher="test"))
+    use_compile_cache(folder, ProcessGroup(launcher="test"))
 
 
 @pytest.fixture(scope="session")

@@ -12,18 +12,18 @@ from pathlib import Path
 import jax
 import numpy as np
 
+from jaxgpt.cluster.process_group import ProcessGroup
 from jaxgpt.config import load_config, mesh_sizes, parse_args
 from jaxgpt.data.loader import Loader
 from jaxgpt.data.sources import open_dataset
-from jaxgpt.distributed.backend import connect
-from jaxgpt.distributed.cluster import Cluster
-from jaxgpt.distributed.malloc import OURS as TUNED
-from jaxgpt.distributed.malloc import VARIABLE as GLIBC_TUNABLES
-from jaxgpt.distributed.mesh import make_mesh
-from jaxgpt.distributed.xla_flags import VARIABLE as XLA_FLAGS
-from jaxgpt.telemetry.startup import Startup
-from jaxgpt.training.run_directory import prepare_run
-from jaxgpt.training.step import make_steps
+from jaxgpt.parallel.mesh import make_mesh
+from jaxgpt.perf.startup import Startup
+from jaxgpt.runtime.allocator import OURS as TUNED
+from jaxgpt.runtime.allocator import VARIABLE as GLIBC_TUNABLES
+from jaxgpt.runtime.initialize import connect
+from jaxgpt.runtime.xla_flags import VARIABLE as XLA_FLAGS
+from jaxgpt.train.run_directory import prepare_run
+from jaxgpt.train.step import make_steps
 
 # Variables for a command: nothing is set to have it start or compile faster.
 AS_USERS = {GLIBC_TUNABLES: "", XLA_FLAGS: ""}
@@ -116,7 +116,7 @@ def train_here(*args, stop_at=None):
 
     Returns the exit status.
     """
-    from jaxgpt.training.loop import train
+    from jaxgpt.train.loop import train
 
     class Stop:
         reason = "the test"
@@ -124,7 +124,7 @@ def train_here(*args, stop_at=None):
         def reached(self, step):
             return step == stop_at
 
-    cluster = Cluster(launcher="test")
+    cluster = ProcessGroup(launcher="test")
     prepared = prepare_run(parse_args([str(a) for a in args]), cluster)
     sizes = mesh_sizes(prepared.config)
     with limited_devices(2 if -1 in sizes else int(np.prod(sizes))):

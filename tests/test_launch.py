@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxgpt.distributed import launchers
+from jaxgpt.cluster import launchers
 from jaxgpt.launch import main
 from jobs import environment, run
 

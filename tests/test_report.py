@@ -79,7 +79,7 @@ def test_spikes_are_listed_and_drawn(tmp_path):
 
 def test_pictures_without_matplotlib_are_refused_in_a_sentence(tmp_path, monkeypatch):
     from jaxgpt.config import UsageError
-    from jaxgpt.telemetry.spikes import draw_spikes
+    from jaxgpt.spikes.report import draw_spikes
 
     for name in [m for m in sys.modules if m.split(".")[0] == "matplotlib"] + ["matplotlib"]:
         monkeypatch.setitem(sys.modules, name, None)

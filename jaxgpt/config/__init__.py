@@ -4,19 +4,6 @@ A setting is named `section.key` everywhere: in a YAML file, in `section.key=val
 `--section.key value`, and in every error.
 """
 
-from jaxgpt.config.checks import (
-    MESH_AXES,
-    UsageError,
-    check_batch,
-    evaluation_is_due,
-    expanded,
-    is_due,
-    mesh_sizes,
-    profile_range,
-    skip_ranges,
-    step_ranges,
-    validate,
-)
 from jaxgpt.config.command import CommandParser, file_path, name_or_path, whole_number
 from jaxgpt.config.parse import (
     config_from_dict,
@@ -26,7 +13,7 @@ from jaxgpt.config.parse import (
     names_config,
     parse_args,
 )
-from jaxgpt.config.sections import (
+from jaxgpt.config.schema import (
     CheckpointConfig,
     Config,
     DataConfig,
@@ -36,6 +23,19 @@ from jaxgpt.config.sections import (
     ParallelConfig,
     SpikeConfig,
     TrainConfig,
+)
+from jaxgpt.config.validate import (
+    MESH_AXES,
+    UsageError,
+    check_batch,
+    expand_user,
+    mesh_sizes,
+    profile_range,
+    should_evaluate,
+    should_run_every,
+    skip_ranges,
+    step_ranges,
+    validate,
 )
 
 __all__ = [
@@ -54,10 +54,10 @@ __all__ = [
     "check_batch",
     "config_from_dict",
     "config_from_file",
-    "evaluation_is_due",
-    "expanded",
+    "should_evaluate",
+    "expand_user",
     "file_path",
-    "is_due",
+    "should_run_every",
     "is_help",
     "load_config",
     "mesh_sizes",

@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 from typing import NoReturn
 
-from jaxgpt.config.checks import UsageError, expanded
+from jaxgpt.config.validate import UsageError, expand_user
 
 
 class CommandParser(argparse.ArgumentParser):
@@ -35,7 +35,7 @@ def file_path(given: str) -> Path:
     if not given:  # Path("") is the working directory
         raise argparse.ArgumentTypeError("is empty; name a file or folder")
     try:
-        return Path(expanded(given))
+        return Path(expand_user(given))
     except UsageError as error:  # of which argparse would drop the text
         raise argparse.ArgumentTypeError(str(error)) from None
 

@@ -17,8 +17,8 @@ from typing import Any, Literal
 
 import yaml
 
-from jaxgpt.config.checks import UsageError, expanded, validate
-from jaxgpt.config.sections import Config
+from jaxgpt.config.schema import Config
+from jaxgpt.config.validate import UsageError, expand_user, validate
 
 
 def load_config(config: str = "tiny", *overrides: str) -> Config:
@@ -119,10 +119,10 @@ def config_directories() -> list[Path]:
 
 def _base_file(given: Mapping[str, Sequence[str]]) -> Path:
     if "config" not in given and "out" in given:
-        kept = Path(expanded(given["out"][0], "out=")) / "config.yaml"
+        kept = Path(expand_user(given["out"][0], "out=")) / "config.yaml"
         if kept.is_file():
             return kept
-    name = expanded(given.get("config", ["tiny"])[0], "config=")
+    name = expand_user(given.get("config", ["tiny"])[0], "config=")
     presets = {f.stem: f for d in config_directories() for f in sorted(d.glob("*.yaml"))}
     if name in presets:
         return presets[name]
@@ -239,7 +239,7 @@ def _build(values: Mapping[str, Sequence[str]]) -> Config:
             )
 
     paths = _PATHS & set(values)
-    values = {**values, **{k: [expanded(path, f"{k}=") for path in values[k]] for k in paths}}
+    values = {**values, **{k: [expand_user(path, f"{k}=") for path in values[k]] for k in paths}}
     names = list(values)
     try:
         return parse(names)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from pathlib import Path
 
-from jaxgpt.config import UsageError, expanded
+from jaxgpt.config import UsageError, expand_user
 from jaxgpt.data.blend import LEAST_SHARE
 from jaxgpt.data.indexed import index_prefix
 
@@ -96,7 +96,7 @@ def _entry(line: str, key: str) -> Entry:
             "`0.25 /data/wiki_text_document wiki`"
         ) from None
     corpus = rest[0] if rest else index_prefix(path).name
-    return Entry(weight, text, Path(expanded(path, f"{key}: ")), corpus, key, bool(rest))
+    return Entry(weight, text, Path(expand_user(path, f"{key}: ")), corpus, key, bool(rest))
 
 
 def blend_shares(entries: Sequence[Entry]) -> tuple[tuple[Fraction, str], ...]:

@@ -5,8 +5,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxgpt.config import UsageError, load_config
 from jaxgpt.data.loader import Loader
 from jaxgpt.data.sources import open_dataset
-from jaxgpt.distributed.mesh import make_mesh
-from jaxgpt.distributed.partition import batch_sharding
+from jaxgpt.parallel.mesh import make_mesh
+from jaxgpt.parallel.sharding import batch_sharding
 
 
 @pytest.fixture

@@ -12,11 +12,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from jaxgpt.cluster.process_group import join_process_group
+from jaxgpt.cluster.shutdown import job_exit_handler
 from jaxgpt.config import load_config, mesh_sizes
 from jaxgpt.data.sources import open_dataset
-from jaxgpt.distributed.backend import connect
-from jaxgpt.distributed.cluster import join_cluster
-from jaxgpt.distributed.exits import exits_together
+from jaxgpt.runtime.initialize import connect
 
 
 def digest_of(config, cluster, steps):
@@ -24,8 +24,8 @@ def digest_of(config, cluster, steps):
     import numpy as np
 
     from jaxgpt.data.loader import Loader
-    from jaxgpt.distributed.mesh import make_mesh
-    from jaxgpt.distributed.partition import batch_sharding
+    from jaxgpt.parallel.mesh import make_mesh
+    from jaxgpt.parallel.sharding import batch_sharding
 
     sharding = batch_sharding(make_mesh(mesh_sizes(config, jax.device_count()), cluster.hosts))
     dataset = open_dataset(config.data, config.model)
@@ -49,7 +49,7 @@ def digest_of(config, cluster, steps):
                     found = hashlib.sha256(tokens.tobytes()).hexdigest()
                     assert rows.setdefault(f"{step} {row}", found) == found
     whole = {}
-    for of_process in cluster.gather(rows):
+    for of_process in cluster.allgather(rows):
         for key, found in of_process.items():
             assert whole.setdefault(key, found) == found, key
     digest = hashlib.sha256()
@@ -60,10 +60,10 @@ def digest_of(config, cluster, steps):
 
 
 if __name__ == "__main__":
-    with exits_together():
+    with job_exit_handler():
         split = sys.argv.index("--")
         n_steps, meshes, arguments = int(sys.argv[1]), sys.argv[2:split], sys.argv[split + 1 :]
-        cluster = join_cluster()
+        cluster = join_process_group()
         connect(cluster, mesh_sizes(load_config(*arguments, "--mesh", meshes[0])))
         found = {
             mesh: digest_of(load_config(*arguments, "--mesh", mesh), cluster, n_steps)

@@ -5,8 +5,8 @@ import resource
 import signal
 import sys
 
-from jaxgpt import train
-from jaxgpt.distributed.environment import guessed_rank
+from jaxgpt.cluster.environment import rank_from_env
+from jaxgpt.train import __main__ as train
 
 
 def fail(*args, **kwargs):
@@ -18,17 +18,17 @@ def fail(*args, **kwargs):
 def plant() -> None:
     """Replaces the function that is to fail on this process."""
     if where in ("loop", "killed"):
-        from jaxgpt.training.evaluation import Evaluation
+        from jaxgpt.train.evaluate import Evaluation
 
         Evaluation.__call__ = fail
     elif where == "restore":
-        from jaxgpt.training.checkpoint import Checkpoints
+        from jaxgpt.checkpoint.checkpointer import Checkpoints
 
         Checkpoints.restore = fail
     elif where == "rewind":
-        from jaxgpt.training import rewinds
+        from jaxgpt.spikes import policy as rewinds
 
-        rewinds.cut_metrics = fail
+        rewinds.truncate_metrics = fail
     elif where == "data":
         from jaxgpt.data.loader import Loader
 
@@ -39,7 +39,7 @@ def plant() -> None:
 
         Loader.read = read
     elif where == "disk":
-        from jaxgpt.training.checkpoint import Checkpoints
+        from jaxgpt.checkpoint.checkpointer import Checkpoints
 
         save = Checkpoints.save
 
@@ -54,7 +54,7 @@ def plant() -> None:
 
 
 where, rank = sys.argv[1], int(sys.argv[2])
-if guessed_rank() == rank:
+if rank_from_env() == rank:
     # Training code imports JAX, which must not happen before jaxgpt.train has set it up.
     if where == "prepare":
         plant()

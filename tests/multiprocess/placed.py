@@ -6,7 +6,7 @@ import sys
 
 import numpy as np
 
-from jaxgpt import train
+from jaxgpt.train import __main__ as train
 
 connect = train.connect
 
@@ -15,7 +15,7 @@ def connect_and_watch(cluster, sizes, *args, **options):
     facts = connect(cluster, sizes, *args, **options)
     from jax.experimental.multihost_utils import process_allgather
 
-    from jaxgpt.distributed import mesh
+    from jaxgpt.parallel import mesh
 
     make_mesh = mesh.make_mesh
 

@@ -17,9 +17,9 @@ TRAIN = (*SMALL, "--mesh", "2,1,2", "train.max_iters=3")
 # A proxy that answers nobody, as batch systems set for the nodes' way out.
 PROXY = {name: "http://127.0.0.1:9" for name in ("http_proxy", "https_proxy", "HTTPS_PROXY")}
 GATHER = """
-from jaxgpt.distributed.backend import connect
-from jaxgpt.distributed.cluster import join_cluster
-cluster = join_cluster()
+from jaxgpt.runtime.initialize import connect
+from jaxgpt.cluster.process_group import join_process_group
+cluster = join_process_group()
 connect(cluster, (2, 1, 1))
 import numpy, jax.experimental.multihost_utils as multihost
 ranks = multihost.process_allgather(numpy.int32(cluster.rank))

@@ -16,8 +16,8 @@ HERE = Path(__file__).parent
 TRAIN = (*SMALL, "--mesh", "2,1,2")
 SRUN = ("srun", "--mpi=none", "-N2", "-n4", "--ntasks-per-node=2", "--distribution=cyclic")
 WHO = """
-from jaxgpt.distributed.cluster import join_cluster
-cluster = join_cluster()
+from jaxgpt.cluster.process_group import join_process_group
+cluster = join_process_group()
 print(f"I am {cluster.rank} {cluster.size} {cluster.local_size} {cluster.launcher}\\n", end="")
 """
 

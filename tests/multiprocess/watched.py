@@ -5,14 +5,14 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from jaxgpt import train
+from jaxgpt.train import __main__ as train
 
 connect = train.connect
 
 
 def connect_and_watch(cluster, *rest, **options):
     facts = connect(cluster, *rest, **options)
-    from jaxgpt.training import checkpoint
+    from jaxgpt.checkpoint import checkpointer as checkpoint
     from jobs import sha256
 
     restore = checkpoint.Checkpoints.restore

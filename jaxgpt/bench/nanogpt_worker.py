@@ -1,0 +1,80 @@
+"""Trains nanoGPT's model in its own Python: `python nanogpt_worker.py CLONE FOLDER`.
+
+`jaxgpt.bench.nanogpt` starts it with a clone of nanoGPT and a folder. It writes a line of JSON
+about itself. Every line that it reads is a number of steps to train, which it answers with another;
+before the first the folder has `task.json`, the weights and the batches. What a step does is what
+nanoGPT's train.py does, with batches that are in memory.
+"""
+
+import contextlib
+import itertools
+import json
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import torch
+
+
+def main() -> None:
+    clone, folder = sys.argv[1:]
+    answers, sys.stdout = sys.stdout, sys.stderr  # nanoGPT prints
+    sys.path.insert(0, clone)
+    import model as nanogpt
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    about = {"torch": torch.__version__, "threads": torch.get_num_threads(), "device": device}
+    print(json.dumps(about), file=answers, flush=True)
+    train_step = None
+    for line in sys.stdin:
+        train_step = train_step or make_step(nanogpt, Path(folder), device)
+        began = time.perf_counter()
+        losses = [train_step() for _ in range(int(line))]
+        losses = [loss.item() for loss in losses]
+        answer = {"seconds": (time.perf_counter() - began) / len(losses), "losses": losses}
+        print(json.dumps(answer), file=answers, flush=True)
+
+
+def make_step(nanogpt: ModuleType, folder: Path, device: str) -> Callable[[], torch.Tensor]:
+    """The function that trains the next step of the task, and returns its loss."""
+    task = json.loads((folder / "task.json").read_text())
+    model = nanogpt.GPT(nanogpt.GPTConfig(**task["model"])).to(device)
+    with np.load(folder / "weights.npz") as weights, torch.no_grad():
+        state = model.state_dict()
+        for name in weights.files:
+            state[name].copy_(torch.from_numpy(weights[name]))
+    optimizer = model.configure_optimizers(
+        task["weight_decay"], task["lr"][0], tuple(task["betas"]), device
+    )
+    network = torch.compile(model) if task["compile"] else model
+    rows = torch.from_numpy(np.load(folder / "batches.npy").astype(np.int64)).to(device)
+    cast = contextlib.nullcontext()  # as nanoGPT does it, which computes in float32 on CPUs
+    if device == "cuda":
+        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
+        cast = torch.autocast(device, getattr(torch, task["dtype"]))
+    parts, steps = task["parts"], itertools.count()
+
+    def train_step() -> torch.Tensor:
+        step = next(steps)
+        for group in optimizer.param_groups:
+            group["lr"] = task["lr"][step]
+        total = 0.0
+        for part in rows[step].chunk(parts):
+            with cast:
+                _, loss = network(part[:, :-1].contiguous(), part[:, 1:].contiguous())
+            (loss / parts).backward()
+            total = total + loss.detach() / parts
+        if task["grad_clip"]:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), task["grad_clip"])
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return total
+
+    return train_step
+
+
+if __name__ == "__main__":
+    main()

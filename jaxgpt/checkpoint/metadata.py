@@ -1,0 +1,79 @@
+"""The JSON beside the state of a checkpoint: what a run needs to go on from it."""
+
+import contextlib
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from jaxgpt.config import UsageError
+
+SEAL = "sha256"  # the key of the hash of everything else
+
+
+def add_checksum(meta: Mapping[str, Any]) -> dict[str, Any]:
+    """`meta` with a hash of itself, by which `load_metadata` sees that it has not changed."""
+    return {**meta, SEAL: _hash(meta)}
+
+
+def load_metadata(checkpoint: Path) -> dict[str, Any]:
+    """What `seal` was given for `checkpoint`, the folder of a step.
+
+    Raises:
+        UsageError: if it cannot be read, or has changed.
+    """
+    path = checkpoint / "meta" / "metadata"
+    try:
+        meta = json.loads(path.read_text())
+        found = meta.pop(SEAL, None)
+        # Those of before there were checksums have no seal, either.
+        if found != _hash(meta) and (found is not None or "checksums" in meta):
+            raise ValueError(f"its {SEAL} is not that of its content")
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        raise _damaged(path, error) from None
+    return meta
+
+
+def read_meta(directory: Path, step: int) -> dict[str, Any]:
+    """The JSON that was saved beside the state of `step` in a run directory.
+
+    Raises:
+        UsageError: if it cannot be read, has changed, or is that of another step.
+    """
+    checkpoint = directory / "checkpoints" / str(step)
+    meta = load_metadata(checkpoint)
+    missing = {"config", "mesh", "processes", "data_fingerprint", "tokenizer"} - set(meta)
+    if missing:
+        raise _damaged(checkpoint / "meta" / "metadata", "keys are missing")
+    if meta.get("step", step) != step:
+        raise UsageError(
+            f"{checkpoint}: was saved after step {meta['step']}, says its metadata; give it that "
+            "name, or remove it"
+        )
+    return meta
+
+
+def valid_checkpoints(directory: Path, steps: Iterable[int]) -> dict[int, dict[str, Any]]:
+    """By step, what `read_meta` gives; without the steps of which it gives nothing."""
+    found = {}
+    for step in steps:
+        with contextlib.suppress(UsageError):
+            found[step] = read_meta(directory, step)
+    return found
+
+
+def is_step(name: str) -> bool:
+    """Whether a checkpoint may have this name."""
+    return name.isdecimal() and str(int(name)) == name
+
+
+def _damaged(path: Path, reason: object) -> UsageError:
+    return UsageError(
+        f"{path}: is damaged ({reason}); remove {path.parent.parent} to go on from an older "
+        "checkpoint, if there is one"
+    )
+
+
+def _hash(meta: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(meta, sort_keys=True).encode()).hexdigest()

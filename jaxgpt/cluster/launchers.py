@@ -1,0 +1,314 @@
+"""The command line that starts a job: mpiexec in its dialects, or srun.
+
+Sources: mpiexec(1) of Cray PALS as ALCF documents it, of MPICH's Hydra, Intel MPI and Open MPI;
+srun(1). How processes are bound to cores on a machine is in `machines`.
+"""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from jaxgpt.cluster.accelerators import VISIBLE_VARIABLES, count_accelerators
+from jaxgpt.cluster.cpus import own_cpus
+from jaxgpt.cluster.hosts import HOST_FILES, job_hosts
+from jaxgpt.cluster.machines import Machine, find_machine
+from jaxgpt.config import UsageError, whole_number
+
+# Open MPI hands variables to other hosts by name only.
+PASSED_ON = re.compile(
+    r"(JAX|XLA_|NCCL_|RCCL_|FI_|CUDA_|ROCR_|HIP_|ZE_|OMP_|HF_|WANDB_)\w*|PATH|LD_LIBRARY_PATH"
+    r"|GLIBC_TUNABLES|MALLOC_\w*|LD_PRELOAD|(TF|UCX)_\w*"
+    r"|PYTHON\w*|VIRTUAL_ENV|CONDA_PREFIX|(?i:\w+_proxy)|PBS_JOBID|PBS_O_HOST"
+)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How many processes run where."""
+
+    hosts: tuple[str, ...]
+    """Those that get processes."""
+    named_by: str
+    """`--hosts`, a variable, or `this host`."""
+    host_file: str | None
+    """The file that names them; None for a node list and for this host."""
+    n_processes: int
+    per_host: int
+    reason: str
+    """Why so many on a host, in words."""
+    machine: Machine | None
+
+    def __str__(self) -> str:
+        n, n_hosts = self.n_processes, len(self.hosts)
+        where = f"{n_hosts} host{'s' * (n_hosts > 1)} of {self.named_by}"
+        if self.named_by == "this host":
+            where = self.named_by
+        return f"{n} process{'es' * (n > 1)} on {where} ({self.reason})"
+
+
+def place_processes(
+    n: int | None, per_host: int | None, host_file: str | None, environ: Mapping[str, str]
+) -> Layout:
+    """How many processes of the job run where.
+
+    Args:
+        n: processes in all; None for `per_host` on each host.
+        per_host: processes on a host; None for `n` shared out evenly, or one on each device.
+        host_file: a file with the hosts; None for those of the scheduler's job.
+
+    Raises:
+        UsageError: if the numbers do not fit the hosts.
+    """
+    hosts, named_by = job_hosts(environ, host_file)
+    machine = find_machine(next(iter(hosts)), environ)
+    slots = min((s for s in hosts.values() if s is not None), default=None)
+    if per_host is not None:
+        option, reason = f"--ppn={per_host}", "--ppn"
+    elif n is not None:
+        if n % len(hosts):
+            raise UsageError(
+                f"-n={n}: does not share out evenly over the {len(hosts)} hosts of {named_by}; "
+                f"give a multiple of {len(hosts)}, or --ppn too"
+            )
+        per_host = n // len(hosts)
+        option, reason = f"-n={n}", "-n"
+    else:
+        per_host, reason = _devices(machine, environ)
+        if slots is not None and (slots < per_host or reason == NO_ACCELERATORS):
+            per_host, reason = slots, f"{named_by} has room for {slots} on a host"
+        option = reason
+    if slots is not None and per_host > slots:
+        raise UsageError(
+            f"{option}: {per_host} processes on a host, and {named_by} has room for {slots}; give "
+            "fewer, or ask the scheduler for more (PBS: mpiprocs)"
+        )
+    if machine and per_host > machine.devices_per_host and _wants_accelerators(environ):
+        raise UsageError(
+            f"{option}: {per_host} processes on a host, and a {machine.name} host has "
+            f"{machine.devices_per_host} devices; give at most that many, or set JAX_PLATFORMS=cpu"
+        )
+    n = n or per_host * len(hosts)
+    if n > per_host * len(hosts):
+        raise UsageError(
+            f"-n={n}: is more than --ppn={per_host} processes on each of the {len(hosts)} hosts of "
+            f"{named_by}; give at most {per_host * len(hosts)}"
+        )
+    if n > per_host and n % per_host:
+        raise UsageError(
+            f"-n={n}: is not a multiple of --ppn={per_host}, so one host would have fewer "
+            "processes than the others; give one that is"
+        )
+    per_host = min(n, per_host)
+    file = host_file or (environ[named_by] if named_by in HOST_FILES else None)
+    return Layout(
+        hosts=tuple(hosts)[: n // per_host],
+        named_by=named_by,
+        host_file=file,
+        n_processes=n,
+        per_host=per_host,
+        reason=reason,
+        machine=machine,
+    )
+
+
+NO_ACCELERATORS = "no accelerator seen here: 1 on each host, --ppn P for more"
+
+
+def _wants_accelerators(environ: Mapping[str, str]) -> bool:
+    return environ.get("JAX_PLATFORMS") != "cpu"
+
+
+def _devices(machine: Machine | None, environ: Mapping[str, str]) -> tuple[int, str]:
+    """How many processes a host gets where nobody says, and why."""
+    if asked := environ.get("SLURM_NTASKS_PER_NODE", ""):
+        return _number("SLURM_NTASKS_PER_NODE", asked), f"SLURM_NTASKS_PER_NODE={asked}"
+    tasks = environ.get("SLURM_TASKS_PER_NODE", "") if "SLURM_NTASKS" in environ else ""
+    n_tasks, by_tasks = _least(tasks), f"SLURM_TASKS_PER_NODE={tasks}"  # of --ntasks
+    if not _wants_accelerators(environ):
+        if n_tasks:
+            return n_tasks, by_tasks
+        return 1, "JAX_PLATFORMS=cpu: 1 on each host, --ppn P for more"
+    for variable in VISIBLE_VARIABLES:
+        if variable in environ:
+            visible = [d for d in environ[variable].split(",") if d not in ("", "-1")]
+            return max(1, len(visible)), f"{variable}={environ[variable]}"
+    if machine:
+        return machine.devices_per_host, f"one for each device of a {machine.name} host"
+    if (given := environ.get("SLURM_GPUS_ON_NODE", "0")) != "0":
+        return _number("SLURM_GPUS_ON_NODE", given), f"SLURM_GPUS_ON_NODE={given}"
+    if found := count_accelerators():
+        return found, f"one for each of {found} accelerators seen here"
+    return (n_tasks, by_tasks) if n_tasks else (1, NO_ACCELERATORS)
+
+
+def _number(variable: str, given: str) -> int:
+    number = whole_number(variable, given)
+    assert number is not None
+    return number
+
+
+def launch_command(layout: Layout, environ: Mapping[str, str]) -> list[str]:
+    """The words that a command is put behind to start `layout`.
+
+    Raises:
+        UsageError: if there is no launcher, or one that is not known.
+    """
+    if "SLURM_JOB_ID" in environ and layout.named_by not in HOST_FILES:
+        return _srun(layout, environ)
+    mpiexec = find_mpiexec()
+    version = mpiexec_version(mpiexec)
+    if re.match(r"mpiexec version \d", version):
+        return _pals(mpiexec, layout)
+    if "Open MPI" in version or "OpenRTE" in version:
+        return _open_mpi(mpiexec, layout, environ)
+    if "HYDRA" in version or "Intel(R) MPI" in version:
+        # Intel MPI would take a scheduler's placement for -ppn's.
+        intel = "Intel" in version and "PBS_JOBID" in environ
+        prefix = ["env", "I_MPI_JOB_RESPECT_PROCESS_PLACEMENT=0"] if intel else []
+        return prefix + _hydra(mpiexec, layout)
+    first = version.partition("\n")[0]
+    raise UsageError(
+        f"mpiexec={mpiexec}: its --version says {first!r}, which is none of Cray PALS, Open MPI, "
+        "MPICH and Intel MPI; put one of those first in PATH"
+    )
+
+
+def find_mpiexec() -> str:
+    """The path of mpiexec: the one that was installed with this Python, else the first in PATH.
+
+    Raises:
+        UsageError: if there is none.
+    """
+    beside = Path(sys.executable).parent / "mpiexec"
+    found = str(beside) if os.access(beside, os.X_OK) else shutil.which("mpiexec")
+    if found is None:
+        raise UsageError(
+            f"PATH={os.environ.get('PATH', '')}: has no mpiexec, and there is none beside "
+            f"{sys.executable}; load the machine's MPI, or pip install 'jaxgpt[mpi]' for MPICH"
+        )
+    return found
+
+
+def passed_over(mpiexec: str) -> str | None:
+    """A line about the machine's own mpiexec, if this Python's comes before it."""
+    folder = str(Path(sys.executable).parent)
+    if str(Path(mpiexec).parent) != folder:
+        return None
+    path = [p for p in os.environ.get("PATH", "").split(os.pathsep) if p != folder]
+    own = shutil.which("mpiexec", path=os.pathsep.join(path))
+    return own and (
+        f"warning: {mpiexec} came with this Python and is taken; for {own} install jaxgpt without "
+        "[mpi], and mpi4py for that MPI"
+    )
+
+
+def mpiexec_version(mpiexec: str) -> str:
+    """What `mpiexec --version` prints.
+
+    Raises:
+        UsageError: if it cannot be run.
+    """
+    try:
+        ran = subprocess.run(
+            [mpiexec, "--version"], capture_output=True, text=True, errors="replace", timeout=60
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise UsageError(
+            f"mpiexec={mpiexec}: --version does not work ({error}); put another first in PATH"
+        ) from None
+    return (ran.stdout + ran.stderr).strip()
+
+
+def _pals(mpiexec: str, layout: Layout) -> list[str]:
+    n, per_host = str(layout.n_processes), str(layout.per_host)
+    return [mpiexec, "--envall", "-n", n, "-ppn", per_host, *_pals_hosts(layout), *_bind(layout)]
+
+
+def _pals_hosts(layout: Layout) -> list[str]:
+    if layout.named_by == "this host":
+        return []
+    if layout.host_file and layout.named_by == "PBS_NODEFILE":
+        return ["--hostfile", layout.host_file]
+    return ["--hosts", ",".join(layout.hosts)]  # a user's file may have slots, which PALS has not
+
+
+def _bind(layout: Layout) -> list[str]:
+    """PALS's binding of processes to cores: the machine's own, else equal shares of this host's.
+
+    A process with several devices has the cores of all of them.
+    """
+    machine, per_host = layout.machine, layout.per_host
+    if machine and machine.cpu_bind and machine.cpu_bind.startswith("list:"):
+        groups = machine.cpu_bind.removeprefix("list:").split(":")
+        each, rest = divmod(len(groups), per_host)
+        if rest == 0:
+            shares = [",".join(groups[i : i + each]) for i in range(0, len(groups), each)]
+            return ["--cpu-bind", "list:" + ":".join(shares)]
+    depth = max(1, len(own_cpus()) // per_host)
+    return ["--cpu-bind", "depth", "-d", str(depth)]
+
+
+def _hydra(mpiexec: str, layout: Layout) -> list[str]:
+    line = [mpiexec, "-n", str(layout.n_processes)]
+    if layout.named_by == "this host":
+        return line
+    return [*line, "-ppn", str(layout.per_host), "-hosts", ",".join(layout.hosts)]
+
+
+def _open_mpi(mpiexec: str, layout: Layout, environ: Mapping[str, str]) -> list[str]:
+    # A slot is no limit here, and a process of JAX's uses many cores: Open MPI would bind one of
+    # two to a single core.
+    line = [mpiexec, "-n", str(layout.n_processes), "--bind-to", "none", "--map-by"]
+    if layout.named_by == "this host":
+        return [*line, ":OVERSUBSCRIBE"]
+    hosts = ",".join(f"{host}:{layout.per_host}" for host in layout.hosts)
+    line += [f"ppr:{layout.per_host}:node:OVERSUBSCRIBE", "--host", hosts]
+    passed_on = sorted(v for v in environ if len(layout.hosts) > 1 and PASSED_ON.fullmatch(v))
+    return line + [word for v in passed_on for word in ("-x", v)]
+
+
+def _srun(layout: Layout, environ: Mapping[str, str]) -> list[str]:
+    if shutil.which("srun") is None:
+        raise UsageError(
+            f"SLURM_JOB_ID={environ['SLURM_JOB_ID']}: srun is not in PATH; load Slurm's commands, "
+            "or run this outside of the container"
+        )
+    # srun waits for ever for processes whose peer has died, unless it is told not to.
+    line = ["srun", "-u", "--wait=120", "-N", str(len(layout.hosts)), "-n", str(layout.n_processes)]
+    line.append(f"--ntasks-per-node={layout.per_host}")
+    if layout.named_by == "--hosts":
+        line.append("--nodelist=" + ",".join(layout.hosts))
+    machine = layout.machine
+    on_devices = machine and machine.cpus_per_host and _wants_accelerators(environ)
+    if on_devices and layout.per_host <= machine.devices_per_host:
+        cpus = machine.cpus_per_host // layout.per_host
+        devices = machine.devices_per_host // layout.per_host
+        return line + [o.format(cpus=cpus, devices=devices) for o in machine.srun_options]
+    if cpus := _slurm_cpus(layout.per_host, environ):
+        line.append(f"--cpus-per-task={cpus}")
+    return line
+
+
+def _slurm_cpus(per_host: int, environ: Mapping[str, str]) -> int:
+    """CPUs of one process: what the job asked for, which srun does not take over by itself since
+    Slurm 22.05, if that was for so many processes; else an equal share of the allocation; 0 if it
+    is not known."""
+    share = _least(environ.get("SLURM_JOB_CPUS_PER_NODE", "")) // per_host
+    asked = environ.get("SLURM_CPUS_PER_TASK", "")
+    tasks = environ.get("SLURM_NTASKS_PER_NODE", "")
+    if not asked:
+        return share
+    cpus = _number("SLURM_CPUS_PER_TASK", asked)
+    if share == 0 or tasks == str(per_host):
+        return cpus
+    return share if tasks else min(cpus, share)
+
+
+def _least(counts: str) -> int:
+    """The least of what Slurm counts on each host, such as `16,8(x2)`; 0 if it says nothing."""
+    return min(map(int, re.findall(r"(\d+)(?:\(x\d+\))?", counts)), default=0)

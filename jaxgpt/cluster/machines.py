@@ -1,0 +1,177 @@
+"""Supercomputers as data: what launching on them has to know, and where that is written.
+
+Sources, all read in 2026:
+    [ALCF]  docs.alcf.anl.gov: "Running Jobs", "Machine Overview" and "PyTorch" of each machine
+    [ezpz]  github.com/saforem2/ezpz, src/ezpz/distributed.py (get_machine, high-speed suffixes),
+            src/ezpz/pbs.py (CPU binding) and its recorded jobs (names of PBS jobs)
+    [OLCF]  docs.olcf.ornl.gov, "Frontier User Guide"
+    [NERSC] docs.nersc.gov, "Node Types"
+    [WarpX] github.com/BLAST-WarpX/warpx, PR 3349 and issue 6382: Perlmutter's srun options
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """A machine, as a job on it has to know it."""
+
+    name: str
+    """As its users write it."""
+    host_names: str | None
+    """Regular expression of whole host names, short or full, in lower case; None where the names
+    are those of other machines too."""
+    variables: Mapping[str, str]
+    """Environment variable -> regular expression in its value. Any one of them decides, before
+    host names do."""
+    scheduler: str
+    """`PBS` or `Slurm`."""
+    device: str
+    """Key of `jaxgpt.perf.hardware.DEVICES`."""
+    devices_per_host: int
+    high_speed_suffix: str | None = None
+    """What a short host name is followed by to mean the host on the high-speed network; None
+    where the plain name is good."""
+    cpu_bind: str | None = None
+    """What PALS's `mpiexec --cpu-bind` takes for one process per device."""
+    cpus_per_host: int | None = None
+    """Logical processors that Slurm gives out on a host."""
+    srun_options: tuple[str, ...] = field(default=())
+    """With {cpus} and {devices} of one process to fill in."""
+
+
+def _alcf(name: str) -> dict[str, str]:
+    """How PBS at ALCF names a machine: PBS_JOBID=123.aurora-pbs-0001.head..., and the login host
+    that qsub ran on."""
+    return {"PBS_JOBID": rf"^\d+(\[\d*\])?\.{name}-pbs", "PBS_O_HOST": rf"^{name}-"}
+
+
+# [ALCF] Aurora: twelve processes, six on each socket; cores 0 and 52 are the system's.
+_AURORA_CPUS = "list:1-8:9-16:17-24:25-32:33-40:41-48:53-60:61-68:69-76:77-84:85-92:93-100"
+
+MACHINES = (
+    # [ALCF] racks x3001 to x3016, x3101 to x3112, x3201 to x3212 with nodes such as
+    # x3005c0s37b0n0; 4 A100 of 40 GB, 32 cores with 64 threads; "PyTorch": --cpu-bind depth -d 16.
+    # Suffix: [ezpz].
+    Machine(
+        name="Polaris",
+        host_names=(
+            r"(x3(00[1-9]|01[0-6]|[12]0[1-9]|[12]1[0-2])c0s\d+b[01]n0|polaris-[\w-]+)"
+            r"(\..*polaris\.alcf\.anl\.gov)?"
+        ),
+        variables=_alcf("polaris"),
+        scheduler="PBS",
+        device="a100",
+        devices_per_host=4,
+        high_speed_suffix=".hsn.cm.polaris.alcf.anl.gov",
+        cpu_bind="depth",
+    ),
+    # Polaris's test rack x3200 [ALCF], of the same nodes [ezpz]; users' logs show hosts such as
+    # x3200c0s19b1n0.hsn.cm.sirius.alcf.anl.gov.
+    Machine(
+        name="Sirius",
+        host_names=r"(x3200c0s\d+b[01]n0|sirius-[\w-]+)(\..*sirius\.alcf\.anl\.gov)?",
+        variables=_alcf("sirius"),
+        scheduler="PBS",
+        device="a100",
+        devices_per_host=4,
+        high_speed_suffix=".hsn.cm.sirius.alcf.anl.gov",
+        cpu_bind="depth",
+    ),
+    # [ALCF] nodes such as x4407c6s2b0n0, 6 PVC of 2 tiles; "PyTorch": MASTER_ADDR with this
+    # suffix; "Running Jobs", example 4: this binding.
+    Machine(
+        name="Aurora",
+        host_names=r"(x4\d{3}c\ds\db\dn\d|aurora-[\w-]+)(\..*aurora\.alcf\.anl\.gov)?",
+        variables=_alcf("aurora"),
+        scheduler="PBS",
+        device="pvc",
+        devices_per_host=12,
+        high_speed_suffix=".hsn.cm.aurora.alcf.anl.gov",
+        cpu_bind=_AURORA_CPUS,
+    ),
+    # Aurora's test machine, of the same nodes: [ezpz] binds both alike; its recorded jobs and
+    # [ALCF] "Known Issues" name racks x1921 and x1922. (ALCF's Crux has x1000.)
+    Machine(
+        name="Sunspot",
+        host_names=r"(x192[12]c\ds\db\dn\d|sunspot-[\w-]+)(\..*)?",
+        variables=_alcf("sunspot"),
+        scheduler="PBS",
+        device="pvc",
+        devices_per_host=12,
+        cpu_bind=_AURORA_CPUS,
+    ),
+    # [ALCF] 24 DGX A100, 22 of them with GPUs of 40 GB; Open MPI. Suffix: [ezpz].
+    Machine(
+        name="Sophia",
+        host_names=r"sophia-[\w-]+(\..*)?",
+        variables=_alcf("sophia"),
+        scheduler="PBS",
+        device="a100",
+        devices_per_host=8,
+        high_speed_suffix=".lab.alcf.anl.gov",
+    ),
+    # [OLCF] nodes such as frontier00144, 4 MI250X of 2 GCDs; 64 cores, of which one in eight is
+    # the system's; the common use is -c7 --gpus-per-task=1 --gpu-bind=closest.
+    Machine(
+        name="Frontier",
+        host_names=r"frontier\d+(\..*)?",
+        variables={"LMOD_SYSTEM_NAME": "^frontier$", "SLURM_CLUSTER_NAME": "^frontier$"},
+        scheduler="Slurm",
+        device="mi250x",
+        devices_per_host=8,
+        cpus_per_host=56,
+        srun_options=(
+            "--cpus-per-task={cpus}",
+            "--gpus-per-task={devices}",
+            "--gpu-bind=closest",
+        ),
+    ),
+    # [NERSC] nodes nid001234, as on other Cray machines; 4 A100, on most of 40 GB, and 64 cores
+    # with 128 threads. [WarpX] -c 32 for four tasks, and no binding of GPUs: Slurm would hide
+    # those of the other processes, and data could no longer go over NVLink.
+    Machine(
+        name="Perlmutter",
+        host_names=None,
+        variables={"NERSC_HOST": "^perlmutter$", "SLURM_CLUSTER_NAME": "^perlmutter$"},
+        scheduler="Slurm",
+        device="a100",
+        devices_per_host=4,
+        cpus_per_host=128,
+        srun_options=(
+            "--cpus-per-task={cpus}",
+            "--cpu-bind=cores",
+            "--gpus-per-node=4",
+            "--gpu-bind=none",
+        ),
+    ),
+)
+
+
+def find_machine(host_name: str, environ: Mapping[str, str]) -> Machine | None:
+    """The machine that this host belongs to; None for one that is not in the table.
+
+    >>> find_machine("x3005c0s37b0n0", {}).name
+    'Polaris'
+    """
+    for machine in MACHINES:
+        for variable, pattern in machine.variables.items():
+            if re.search(pattern, environ.get(variable, "")):
+                return machine
+    for machine in MACHINES:
+        if machine.host_names and re.fullmatch(machine.host_names, host_name.lower()):
+            return machine
+    return None
+
+
+def high_speed_name(machine: Machine, host: str) -> str:
+    """A host's name on the machine's high-speed network, from its short or full name.
+
+    >>> high_speed_name(find_machine("x3005c0s37b0n0", {}), "x3005c0s37b0n0")
+    'x3005c0s37b0n0.hsn.cm.polaris.alcf.anl.gov'
+    """
+    if machine.high_speed_suffix is None:
+        return host
+    return host.partition(".")[0] + machine.high_speed_suffix

@@ -1,0 +1,150 @@
+"""Memory, communication and time of a layout, before a node hour is spent on it.
+
+`python -m jaxgpt.plan --config NAME --mesh D,F,T [--device NAME] [section.key=value ...]` compiles
+the train step for as many simulated devices and says what each of them holds and sends.
+`--advise N` ranks the meshes of N devices.
+"""
+
+import argparse
+import json
+import math
+import sys
+
+from jaxgpt.cluster.environment import rank_from_env
+from jaxgpt.cluster.shutdown import job_exit_handler
+from jaxgpt.config import (
+    CommandParser,
+    Config,
+    UsageError,
+    check_batch,
+    is_help,
+    mesh_sizes,
+    parse_args,
+    whole_number,
+)
+from jaxgpt.data.sources import vocabulary_size
+from jaxgpt.perf.hardware import DEVICES, Device
+from jaxgpt.runtime.initialize import MAX_CPU_DEVICES, pin_settings
+from jaxgpt.runtime.xla_flags import QUICK_FUSIONS, add_xla_flags
+
+
+def parser() -> CommandParser:
+    out = CommandParser(prog="python -m jaxgpt.plan", description=__doc__)
+    out.add_argument(
+        "--device", default="cpu", help=f"one of {', '.join(DEVICES)}; default cpu, this machine"
+    )
+    hosts = ", ".join(f"{d.name} {d.devices_per_host}" for d in DEVICES.values() if d.memory)
+    out.add_argument("--devices-per-host", metavar="N", help=f"default: {hosts}")
+    out.add_argument("--advise", metavar="N", help="rank the meshes of N devices")
+    out.add_argument("--json", action="store_true", help="for programs: bytes, seconds, FLOPs")
+    out.epilog = "All else is as for jaxgpt.train, whose --help lists every key."
+    return out
+
+
+def main(argv: list[str] | None = None) -> None:
+    argv = sys.argv[1:] if argv is None else argv
+    with job_exit_handler():
+        if is_help(argv):
+            parser().print_help()
+            return
+        if rank_from_env() == 0:  # under a launcher once is enough
+            print(run(*parser().parse_known_args(argv)))
+
+
+def run(arguments: argparse.Namespace, rest: list[str]) -> str:
+    """What the command prints. JAX is started to simulate the devices of the job.
+
+    Raises:
+        UsageError: if an option cannot work.
+    """
+    if arguments.device not in DEVICES:
+        raise UsageError(
+            f"--device={arguments.device}: unknown device; one of {', '.join(DEVICES)}"
+        )
+    device = DEVICES[arguments.device]
+    config = parse_args(rest, prog="python -m jaxgpt.plan")
+    config = config.replace(model__vocab_size=vocabulary_size(config.data, config.model))
+    if arguments.advise is not None:
+        check_free_to_choose(rest)
+    n_devices = number_of_devices(config, arguments.advise)
+    per_host = devices_per_host(arguments.devices_per_host, device, n_devices)
+    if arguments.advise is None:
+        sizes = mesh_sizes(config, n_devices)
+        check_batch(config, sizes)
+
+    add_xla_flags(*QUICK_FUSIONS)
+    import jax
+
+    pin_settings()
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", n_devices)
+    if arguments.advise is not None:
+        return advice(config, n_devices, device, per_host, arguments.json)
+    from jaxgpt.plan.layout import plan_layout
+    from jaxgpt.plan.report import plan_report
+
+    plan = plan_layout(config, sizes, device, per_host)
+    return json.dumps(plan.to_dict(), indent=1) if arguments.json else plan_report(plan)
+
+
+def check_free_to_choose(rest: list[str]) -> None:
+    """Refuses keys that --advise is there to choose."""
+    for key in ("mesh", "parallel.mesh", "parallel.remat", "parallel.sequence_parallel"):
+        for word in rest:
+            if word.removeprefix("--").partition("=")[0].replace("-", "_") == key:
+                raise UsageError(f"{word}: --advise chooses this; give one of them")
+
+
+def number_of_devices(config: Config, advise: str | None) -> int:
+    """Devices of the job that is planned.
+
+    Raises:
+        UsageError: if neither the mesh nor --advise says, or they are too many to simulate.
+    """
+    option, n = f"--advise={advise}", whole_number("--advise", advise)
+    if n is None:
+        sizes = mesh_sizes(config)
+        option = f"parallel.mesh={config.parallel.mesh}"
+        if -1 in sizes:
+            raise UsageError(
+                f"{option}: a plan needs every size, such as --mesh 2,4,1; or give --advise N "
+                "for N devices"
+            )
+        n = math.prod(sizes)
+    if n > MAX_CPU_DEVICES:
+        raise UsageError(f"{option}: {n} devices; a plan can have {MAX_CPU_DEVICES}")
+    return n
+
+
+def devices_per_host(given: str | None, device: Device, n_devices: int) -> int:
+    """How many devices share a host.
+
+    Raises:
+        UsageError: if the job would leave a host partly empty.
+    """
+    n = whole_number("--devices-per-host", given)
+    if n is None and (device.memory is None or n_devices <= device.devices_per_host):
+        return n_devices
+    per_host = n or device.devices_per_host
+    if n_devices > per_host and n_devices % per_host:
+        origin = "" if n else f", as machines with {device.name} have it,"
+        raise UsageError(
+            f"--devices-per-host={per_host}{origin} does not divide the {n_devices} devices of the "
+            "job; give one that does"
+        )
+    return per_host
+
+
+def advice(config: Config, n_devices: int, device: Device, per_host: int, as_json: bool) -> str:
+    from jaxgpt.plan.advise import advise
+    from jaxgpt.plan.report import advice_report
+
+    found = advise(config, n_devices, device, per_host, lambda line: print(line, file=sys.stderr))
+    if as_json:
+        header = {"device": device.name, "devices": n_devices, "devices_per_host": per_host}
+        return json.dumps(header | {"advice": [a.to_dict() for a in found]}, indent=1)
+    return advice_report(found, n_devices, device.name)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,137 @@
+"""The plan of one layout: what each device holds, what it says, and how long a step takes."""
+
+import dataclasses
+import math
+import os
+from dataclasses import dataclass
+from typing import Any
+
+from jaxgpt.cluster.accelerators import USABLE
+from jaxgpt.config import MESH_AXES, Config
+from jaxgpt.models.transformer import count_parameters
+from jaxgpt.perf.flops import flops_per_token
+from jaxgpt.perf.hardware import Device
+from jaxgpt.perf.hlo import Collective, ring_bytes
+from jaxgpt.plan.estimate import ASSUMPTIONS, Estimate, estimate, hosts_spanned, link_of
+from jaxgpt.plan.program import Memory, compile_step
+from jaxgpt.plan.theory import Traffic, expected_traffic, totals
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """What a layout needs."""
+
+    config: Config
+    mesh: dict[str, int]
+    memory: Memory
+    capacity: int
+    """Bytes that a program may use of a device's memory."""
+    estimate: Estimate | None
+
+    @property
+    def fits(self) -> bool:
+        return self.memory.total <= self.capacity
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON: bytes, seconds and FLOPs."""
+        return {
+            "mesh": self.mesh,
+            "memory": dataclasses.asdict(self.memory)
+            | {"total": self.memory.total, "capacity": self.capacity},
+            "fits": self.fits,
+            "estimate": dataclasses.asdict(self.estimate) if self.estimate else None,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan(Layout):
+    """All that is known of a layout without running it."""
+
+    device: Device
+    devices_per_host: int
+    attention: str
+    collectives: tuple[Collective, ...]
+    theory: tuple[Traffic, ...]
+    warnings: tuple[str, ...]
+    """One line for each thing that works, and that hardly anyone wants."""
+
+    @property
+    def flops_per_token(self) -> int:
+        return flops_per_token(self.config.model, count_parameters(self.config.model)[1])
+
+    def communication(self) -> list[dict[str, Any]]:
+        """Every kind of collective: as compiled, as theory has it, and what a ring sends."""
+        compiled, theory = totals(self.collectives), totals(self.theory)
+        rows = []
+        for kind, axes in compiled | theory:
+            row: dict[str, Any] = {"kind": kind, "axes": axes}
+            row["count"], row["bytes"] = compiled[kind, axes]
+            row["theory_count"], row["theory_bytes"] = theory[kind, axes]
+            n = math.prod(self.mesh[axis] for axis in axes)
+            row["bytes_sent"] = round(ring_bytes(kind, row["bytes"], n))
+            row["over"] = link_of(axes, self.mesh, self.devices_per_host)
+            rows.append(row)
+        return rows
+
+    def to_dict(self) -> dict[str, Any]:
+        tokens = self.config.train.batch_size * self.config.model.block_size
+        return super().to_dict() | {
+            "config": self.config.to_dict(),
+            "devices": math.prod(self.mesh.values()),
+            "device": self.device.name,
+            "devices_per_host": self.devices_per_host,
+            "attention": self.attention,
+            "warnings": self.warnings,
+            "collectives": self.communication(),
+            "flops_per_token": self.flops_per_token,
+            "flops_per_step": self.flops_per_token * tokens,
+            "assumptions": list(ASSUMPTIONS),
+            "exact": ["memory.parameters", "memory.moments", "collectives", "flops_per_token"],
+        }
+
+
+def plan_layout(
+    config: Config, sizes: tuple[int, ...], device: Device, devices_per_host: int
+) -> Plan:
+    """Compiles the step for a layout and adds up what it means.
+
+    Args:
+        config: with model.vocab_size set.
+        sizes: of the mesh; JAX has been told to simulate that many devices.
+    """
+    mesh = dict(zip(MESH_AXES, sizes, strict=True))
+    program = compile_step(config, sizes, device)
+    return Plan(
+        config=config,
+        mesh=mesh,
+        device=device,
+        devices_per_host=devices_per_host,
+        attention=program.attention,
+        memory=program.memory,
+        capacity=capacity(device, math.prod(sizes)),
+        collectives=program.collectives,
+        theory=expected_traffic(config, mesh),
+        warnings=(*program.warnings, *crossing(mesh, devices_per_host)),
+        estimate=estimate(
+            config, mesh, device, devices_per_host, program.memory, program.collectives
+        ),
+    )
+
+
+def crossing(mesh: dict[str, int], devices_per_host: int) -> tuple[str, ...]:
+    """A sentence if groups along `tensor` are not inside one host."""
+    hosts = hosts_spanned(("tensor",), mesh, devices_per_host)
+    if hosts == 1:
+        return ()
+    return (
+        f"parallel.mesh: with {devices_per_host} devices per host tensor={mesh['tensor']} spans "
+        f"{hosts} hosts, and every layer waits for the network; use fsdp across hosts",
+    )
+
+
+def capacity(device: Device, n_devices: int) -> int:
+    """Bytes of a device's memory that a program may use; simulated devices share this machine's."""
+    if device.memory is not None:
+        return int(USABLE * device.memory)
+    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return int(USABLE * machine / n_devices)

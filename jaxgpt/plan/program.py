@@ -1,0 +1,126 @@
+"""The train step, compiled for devices that are not there: what it holds and what it says."""
+
+import dataclasses
+import math
+from dataclasses import dataclass
+
+import jax
+
+from jaxgpt.config import Config
+from jaxgpt.models.attention import blockwise_attention, choose_attention
+from jaxgpt.models.transformer import abstract_params
+from jaxgpt.parallel import sharding as partition
+from jaxgpt.parallel.mesh import make_mesh
+from jaxgpt.parallel.remat import without_scores
+from jaxgpt.perf.hardware import Device
+from jaxgpt.perf.hlo import Collective, read_collectives
+from jaxgpt.plan.theory import FLOAT32
+from jaxgpt.train.step import make_steps
+
+ADAM_COUNT = 4  # bytes
+# For programs that nobody will run: buffers and collectives are settled before LLVM's turn.
+COMPILE_ONLY = {"xla_backend_optimization_level": 0}
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on one device."""
+
+    parameters: int
+    gradients: int
+    moments: int
+    activations_and_temporaries: int = 0
+    """All else that the compiled step has at its worst moment, and its batch."""
+    host_moments: int = 0
+    """Of `moments`, what is in the host's memory in place of the device's."""
+
+    @property
+    def total(self) -> int:
+        """On the device itself. Moments from the host come to where activations have been."""
+        at_rest = self.parameters + self.gradients + self.moments - self.host_moments
+        return at_rest + max(self.activations_and_temporaries, self.host_moments)
+
+
+@dataclass(frozen=True)
+class Program:
+    """A compiled train step."""
+
+    warnings: tuple[str, ...]
+    """What of the layout is not as asked for."""
+    attention: str
+    memory: Memory
+    collectives: tuple[Collective, ...]
+
+
+def compile_step(config: Config, sizes: tuple[int, ...], device: Device) -> Program:
+    """Compiles the train step as it would run on `device`; no array is allocated.
+
+    A CPU compiler stands in for the device's. It computes bfloat16 in float32, so float16, of the
+    same size, stands in for that; cuDNN's attention is replaced by another in O(T) memory. For
+    `cpu` the step is compiled as it is, but for the code that is made of it.
+
+    Args:
+        config: with model.vocab_size set.
+        sizes: of the mesh; JAX has been told to simulate that many devices.
+    """
+    kernel, reason = choose_attention(config.model, config.train.dtype, device.cuda_capability)
+    attend = without_scores(blockwise_attention) if kernel == "cudnn" else None
+    stand_in = config
+    if device.name != "cpu":
+        # Of GPT-2 XL an H100's compiler needs as much for layers apart as a CPU's for a loop over
+        # them, and half of what a CPU's needs for layers apart.
+        stand_in = config.replace(parallel__scan_layers=True)
+        dtypes = {
+            "train__dtype": config.train.dtype,
+            "parallel__grad_reduce_dtype": config.parallel.grad_reduce_dtype,
+        }
+        stand_in = stand_in.replace(**{k: "float16" for k, v in dtypes.items() if v == "bfloat16"})
+    mesh = make_mesh(sizes)
+    steps = make_steps(stand_in, mesh, attend, on_cpu=device.name == "cpu")
+    compiled = steps.lower_train_step().compile(COMPILE_ONLY)
+    found = compiled.memory_analysis()
+    total = (
+        found.argument_size_in_bytes
+        + found.output_size_in_bytes
+        - found.alias_size_in_bytes
+        + found.temp_size_in_bytes
+    )
+    memory = state_memory(config, sizes, device)
+    state = memory.parameters + memory.moments
+    gradients = min(memory.gradients, total - state)
+    return Program(
+        warnings=steps.warnings,
+        attention=f"{kernel} ({reason})",
+        memory=dataclasses.replace(
+            memory, gradients=gradients, activations_and_temporaries=total - state - gradients
+        ),
+        collectives=read_collectives(compiled.as_text(), dict(mesh.shape)),
+    )
+
+
+def state_memory(config: Config, sizes: tuple[int, ...], device: Device) -> Memory:
+    """Bytes of parameters, gradients and moments, exact, without compiling anything.
+
+    Args:
+        config: with model.vocab_size set.
+        sizes: of the mesh; JAX has been told to simulate that many devices.
+    """
+    mesh, stage = make_mesh(sizes), config.parallel.zero_stage
+    shapes, axes = abstract_params(config.model)
+
+    def bytes_by(rules: partition.Rules) -> int:
+        shardings = partition.shardings(partition.partition_specs(axes, shapes, rules, mesh), mesh)
+        local = jax.tree.map(
+            lambda s, where: math.prod(where.shard_shape(s.shape)), shapes, shardings
+        )
+        return FLOAT32 * sum(jax.tree.leaves(local))
+
+    moments = 2 * bytes_by(partition.moment_rules(stage)) + ADAM_COUNT
+    return Memory(
+        parameters=bytes_by(partition.parameter_rules(stage)),
+        gradients=bytes_by(partition.gradient_rules(stage, config.reduces_once)),
+        moments=moments,
+        host_moments=moments - ADAM_COUNT
+        if config.parallel.offload_optimizer and device.name != "cpu"
+        else 0,
+    )

@@ -1,0 +1,159 @@
+"""JAX's persistent compilation cache: what was compiled once is read from a folder next time."""
+
+import contextlib
+import errno
+import fcntl
+import hashlib
+import os
+import platform
+import tempfile
+from pathlib import Path
+from typing import TextIO
+
+from jaxgpt.cluster.process_group import ProcessGroup
+
+OFF = "off"
+NEVER = 1e9  # seconds that no compilation takes
+_LOCKS: list[TextIO] = []  # which this process holds until it ends
+
+
+def use_compile_cache(directory: str, cluster: ProcessGroup) -> str:
+    """Has JAX, which must have been started, read and write compiled programs.
+
+    On CPUs the processes of one host also share what they compile: process 0 does it for all.
+    Of several such jobs at a time only the first one writes.
+
+    Args:
+        directory: a folder, or `off`. JAX_COMPILATION_CACHE_DIR, where set, is another folder.
+
+    Returns:
+        A line for the log.
+    """
+    import jax
+
+    if directory.lower() in (OFF, "none", "null", ""):
+        jax.config.update("jax_compilation_cache_dir", None)
+        return "compile cache: off"
+    source = "compile_cache"
+    if os.environ.get("JAX_COMPILATION_CACHE_DIR"):
+        source = "JAX_COMPILATION_CACHE_DIR"
+        directory = os.environ[source]
+    folder = Path(os.path.expanduser(directory)) / cpu_signature()
+    if not all(cluster.allgather(_is_writable(folder))):
+        jax.config.update("jax_compilation_cache_dir", None)
+        return f"warning: {source}={directory}: cannot be written; compiling without a cache"
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    if jax.default_backend() != "cpu":
+        # XLA tries kernels for GPUs together: a process that has not found a program would wait for
+        # one that has.
+        if not _is_shared(folder, cluster):
+            jax.config.update("jax_compilation_cache_dir", None)
+            return (
+                f"warning: {source}={directory}: is not one folder that all hosts see, or they "
+                "have other processors; compiling without a cache"
+            )
+        return f"compile cache: {folder}"
+    jax.config.update("jax_persistent_cache_enable_xla_caches", "none")  # those are for GPUs
+    if cluster.size == 1:
+        return f"compile cache: {folder}"
+    _use_one_key()
+    # A process that finds no program waits for process 0 to compile it, which process 0 does not
+    # do if it has found it. So all must see the same files, and no other job may add to them.
+    problem = cluster.broadcast(_lock(folder) if cluster.is_main else None)
+    if problem:
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", NEVER)
+        return f"compile cache: {folder}, only read, because {problem}"
+    if cluster.local_size == cluster.size:
+        jax.config.update("jax_share_binary_between_hosts", True)
+    return f"compile cache: {folder}"
+
+
+class CacheUse:
+    """Counts what the cache had and what it had not."""
+
+    def __init__(self):
+        """Counts from now on."""
+        import jax
+
+        self.requests = self.hits = 0
+        jax.monitoring.register_event_listener(self._count)
+
+    def _count(self, event: str, **kwargs: str | int) -> None:
+        self.requests += event == "/jax/compilation_cache/compile_requests_use_cache"
+        self.hits += event == "/jax/compilation_cache/cache_hits"
+
+    def __str__(self) -> str:
+        import jax
+
+        if not jax.config.jax_compilation_cache_dir:
+            return OFF
+        if self.requests == 0:
+            return "not used"
+        return "hit" if self.hits == self.requests else "miss"
+
+
+def cpu_signature() -> str:
+    """Tells apart processors for which XLA compiles different code."""
+    found = [platform.machine()]
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith(("model name", "flags", "Features")):
+                found.append(line)
+            elif not line:
+                break  # the next processor
+    except OSError:
+        pass
+    return hashlib.sha256("\n".join(found).encode()).hexdigest()[:12]
+
+
+def _use_one_key() -> None:
+    """On CPUs: the same key for a program on all processes.
+
+    JAX's key has the topology in it, which looks different from every process on CPUs; only
+    process 0 would find what it wrote. Where JAX cannot describe a topology it takes the kinds of
+    devices instead, and so does this. The folder is of one kind of processor.
+    """
+    from jax._src import cache_key
+
+    cache_key._hash_accelerator_config = cache_key._hash_devices
+
+
+def _is_writable(folder: Path) -> bool:
+    if str(folder).startswith("~"):  # of a user whose home is not known
+        return False
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return False
+    return os.access(folder, os.W_OK)
+
+
+def _is_shared(folder: Path, cluster: ProcessGroup) -> bool:
+    """Whether all processes see the same folder, by a file of process 0's."""
+    with contextlib.ExitStack() as stack:
+        name = ""  # of no file: there may be no room for one
+        if cluster.is_main:
+            with contextlib.suppress(OSError):
+                name = Path(stack.enter_context(tempfile.NamedTemporaryFile(dir=folder)).name).name
+        if not name and cluster.size == 1:
+            return True
+        return all(cluster.allgather((folder / cluster.broadcast(name)).is_file()))
+
+
+def _lock(folder: Path) -> str:
+    """Takes the folder's lock, which only one job at a time can have; or says why it cannot."""
+    try:
+        file = (folder / ".lock").open("a")
+    except OSError as error:
+        return f"its .lock cannot be written ({error.strerror})"  # another user's
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        file.close()
+        if error.errno in (errno.EACCES, errno.EAGAIN):
+            return "another job is writing to it"
+        return f"its file system has no locks ({error.strerror})"
+    _LOCKS.append(file)
+    return ""

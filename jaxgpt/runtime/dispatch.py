@@ -1,0 +1,26 @@
+"""How far a process runs ahead of its devices."""
+
+from collections import deque
+from typing import Any
+
+import jax
+
+LIMIT = 16  # programs; more than enough for a device never to wait for the host
+
+
+class DispatchLimiter:
+    """Keeps the number of programs that were dispatched and are not done within a limit.
+
+    XLA lets 32 programs be under way on a CPU device, and the thread that waits to dispatch the
+    next one can be the one that has to begin a program of another device, for which the first
+    waits: two devices of one process then wait for each other for ever.
+    """
+
+    def __init__(self):
+        self._results: deque[Any] = deque()
+
+    def add(self, result: Any) -> None:
+        """Takes what a program that was just dispatched returns; may wait for an older one."""
+        self._results.append(result)
+        if len(self._results) > LIMIT:
+            jax.block_until_ready(self._results.popleft())

@@ -1,0 +1,124 @@
+"""Spikes, found on the device: a step's loss and gradient norm against those of the steps before.
+
+A value is a spike if it lies above `median + threshold * deviation` of the last `spike.window`
+values, with the deviation taken from the median absolute deviation: up to half of a window may be
+anything without moving either far. What enters the window is the value or its limit, whichever is
+less, so that a spike hides no later one, while a level that lasts is accepted after about half a
+window. Values that are not finite never enter.
+
+All of it is computed from numbers that every device has, the loss and the norm of the whole batch:
+all processes find the same.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxgpt.config import SpikeConfig
+
+CAUSES = ("none", "loss", "grad_norm", "nonfinite")
+NONE, LOSS, GRAD_NORM, NONFINITE = range(len(CAUSES))
+DEVIATION_PER_MAD = 1.4826  # of a normal distribution: 1 / (the 3/4 quantile)
+# A deviation is at least this part of the median: where all values are nearly the same, noise is
+# no spike. At the default thresholds a spike is 3 % above the median loss, 10 % above the norm.
+LEAST_DEVIATION = 0.005
+
+SpikeState = dict[str, jax.Array]
+
+
+class Detection(NamedTuple):
+    """What is found about a step."""
+
+    cause: jax.Array
+    """int32, an index of CAUSES."""
+    medians: jax.Array
+    """float32 (2,), of the window: of losses, and of gradient norms."""
+    limits: jax.Array
+    """float32 (2,); infinite until the window is full."""
+    nonfinite: jax.Array
+    """int32: how many steps in a row, up to this one, were not finite."""
+
+
+def init_spike_state(spike: SpikeConfig) -> SpikeState:
+    """What is remembered before the first step; nothing for spike.action=off.
+
+    `window` are the newest losses and gradient norms, float32 (2, spike.window), the newest last;
+    `filled` how many of them there are; `nonfinite` as in `Detection`.
+    """
+    if spike.action == "off":
+        return {}
+    return {
+        "window": jnp.zeros((2, spike.window), jnp.float32),
+        "filled": jnp.int32(0),
+        "nonfinite": jnp.int32(0),
+    }
+
+
+def look(
+    watch: SpikeState, loss: jax.Array, grad_norm: jax.Array, spike: SpikeConfig
+) -> tuple[SpikeState, Detection]:
+    """Judges a step's values, and remembers them."""
+    window, values = watch["window"], jnp.stack([loss, grad_norm]).astype(jnp.float32)
+    medians, limits = spike_thresholds(window, spike)
+    limits = jnp.where(watch["filled"] >= spike.window, limits, jnp.inf)
+    finite = jnp.isfinite(values).all()
+    above = values > limits
+    cause = jnp.where(above[0], LOSS, jnp.where(above[1], GRAD_NORM, NONE))
+    cause = jnp.where(finite, cause, NONFINITE).astype(jnp.int32)
+    longer = jnp.concatenate([window[:, 1:], jnp.minimum(values, limits)[:, None]], axis=1)
+    watch = {
+        "window": jnp.where(finite, longer, window),
+        "filled": jnp.minimum(watch["filled"] + finite, spike.window),
+        "nonfinite": jnp.where(finite, 0, watch["nonfinite"] + 1),
+    }
+    return watch, Detection(cause, medians, limits, watch["nonfinite"])
+
+
+def no_detection() -> Detection:
+    """The verdict where nothing is watched."""
+    unknown = jnp.full(2, jnp.inf, jnp.float32)
+    return Detection(jnp.int32(0), unknown, unknown, jnp.int32(0))
+
+
+def spike_thresholds(window: jax.Array, spike: SpikeConfig) -> tuple[jax.Array, jax.Array]:
+    """Medians of a full window's losses and gradient norms, and the values that are spikes."""
+    medians = _medians(window)
+    deviations = DEVIATION_PER_MAD * _medians(jnp.abs(window - medians[:, None]))
+    deviations = jnp.maximum(deviations, LEAST_DEVIATION * jnp.abs(medians))
+    thresholds = jnp.array([spike.loss_threshold, spike.grad_norm_threshold], jnp.float32)
+    return medians, medians + thresholds * deviations
+
+
+def _medians(x: jax.Array) -> jax.Array:
+    ordered, n = jnp.sort(x, axis=1), x.shape[1]
+    return (ordered[:, (n - 1) // 2] + ordered[:, n // 2]) / 2
+
+
+def spike_state_to_json(watch: SpikeState) -> dict[str, Any]:
+    """For a checkpoint: every float32 is a number that JSON holds exactly."""
+    return {key: np.asarray(value).tolist() for key, value in watch.items()}
+
+
+def spike_state_from_json(saved: dict[str, Any] | None, shapes: SpikeState) -> SpikeState:
+    """What `spike_state_to_json` made, laid out as `shapes` say.
+
+    Nothing is remembered from a checkpoint of a run that did not watch; of another spike.window
+    the newest values are.
+    """
+    if not shapes:
+        return {}
+    kept = np.zeros(shapes["window"].shape, np.float32)
+    old = np.array((saved or {}).get("window", kept), np.float32)
+    n = min(old.shape[1], kept.shape[1])
+    kept[:, kept.shape[1] - n :] = old[:, old.shape[1] - n :]
+    found = {key: np.int32((saved or {}).get(key, 0)) for key in ("filled", "nonfinite")}
+    found["filled"] = np.minimum(found["filled"], np.int32(n))
+    found["window"] = kept
+    return {
+        key: jax.make_array_from_callback(
+            shape.shape, shape.sharding, lambda index, key=key: np.asarray(found[key])[index]
+        )
+        for key, shape in shapes.items()
+    }

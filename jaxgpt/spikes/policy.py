@@ -1,0 +1,125 @@
+"""Rewinds of a run: what is decided about a spike, kept in rewinds.json, and done to its files.
+
+A rewind is written down before anything is done, and everything that is done can be done twice: a
+run that is killed in the middle of it finishes it at its next start.
+"""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+from jaxgpt.checkpoint.metadata import is_step
+from jaxgpt.config import Config, UsageError
+from jaxgpt.tracking.trackers import Record, atomic_write_text, read_records, truncate_metrics
+
+FILE = "rewinds.json"
+METRICS = "metrics.jsonl"
+
+
+def read_rewinds(directory: Path) -> list[dict[str, Any]]:
+    """All rewinds of a run, oldest first.
+
+    Each is the record of its spike and, beside that: `to`, the step of the checkpoint gone back to
+    (0 is the initial state); `skip`, the first and last step whose batches are skipped; `dropped`,
+    the first and last step that were trained in vain; `done`, whether the files say so already.
+
+    Raises:
+        UsageError: if they cannot be read.
+    """
+    path = directory / FILE
+    try:
+        rewinds = json.loads(path.read_text()) if path.exists() else []
+        if not all({"to", "skip", "dropped", "done"} <= set(rewind) for rewind in list(rewinds)):
+            raise ValueError("keys are missing")
+    except (OSError, ValueError, TypeError) as error:
+        raise UsageError(
+            f"{path}: is damaged ({error}); bring it back, or remove it and give the ranges that "
+            f"it skipped, which {METRICS} has in its records of rewinds, to --train-range-to-skip"
+        ) from None
+    return rewinds
+
+
+def skipped_by_rewinds(directory: Path) -> list[tuple[int, int]]:
+    """The ranges of steps that the rewinds of a run skip."""
+    return [(first, last) for first, last in (rewind["skip"] for rewind in read_rewinds(directory))]
+
+
+def decide_rewind(
+    config: Config, directory: Path, saved: list[int], spike: Record, last: int
+) -> str:
+    """Writes down the rewind that a spike calls for.
+
+    Args:
+        saved: steps of the complete checkpoints.
+        spike: its record.
+        last: the step that the run has come to.
+
+    Returns:
+        Why there can be none; empty if there is one.
+    """
+    rewinds, step = read_rewinds(directory), spike["step"]
+    settings, interval = config.spike, config.checkpoint.interval
+    if len(rewinds) >= settings.max_rewinds:
+        return (
+            f"spike.max_rewinds={settings.max_rewinds}: step {step} is a spike once more; look at "
+            "its rows with python -m jaxgpt.inspect, then go on with another spike.action, a lower "
+            "optimizer.learning_rate or more rewinds"
+        )
+    latest = step - settings.rewind_margin
+    # Those at fixed steps only: what a signal saved must not decide where a run goes back to.
+    candidates = [saved_step for saved_step in saved if saved_step % interval == 0]
+    to = max((candidate for candidate in candidates if candidate <= latest), default=0)
+    if to == 0 and latest >= interval:  # what there was is gone: too much would be thrown away
+        return (
+            f"spike.rewind_margin={settings.rewind_margin}: no checkpoint up to step {latest} is "
+            f"left to go back to from the spike at step {step}"
+        )
+    rewind = {
+        **{key: value for key, value in spike.items() if key not in ("kind", "step", "action")},
+        "spike": step,
+        "to": to,
+        "skip": [max(to + 1, step - settings.skip_before), step + settings.skip_after],
+        "dropped": [to + 1, last],
+        "done": False,
+    }
+    _write(directory, [*rewinds, rewind])
+    return ""
+
+
+def finish_rewind(directory: Path) -> None:
+    """Does what was decided last, as far as it is not done: the abandoned steps leave the files."""
+    rewinds = read_rewinds(directory)
+    if not rewinds or rewinds[-1]["done"]:
+        return
+    rewind = rewinds[-1]
+    folders = [p for p in (directory / "checkpoints").glob("*") if is_step(p.name)]
+    for folder in sorted(folders, key=lambda p: int(p.name), reverse=True):
+        if int(folder.name) > rewind["to"]:
+            shutil.rmtree(folder)
+    metrics = directory / METRICS
+    if metrics.exists():
+        record = rewind_record(rewind, read_records(metrics))
+        truncate_metrics(metrics, rewind["to"], record)
+    rewind["done"] = True
+    _write(directory, rewinds)
+
+
+def rewind_record(rewind: dict[str, Any], records: list[Record]) -> Record | None:
+    """The record of a rewind for metrics.jsonl, with the losses that it drops from there.
+
+    None if `records`, all that are there, has it already.
+    """
+    if any(r.get("kind") == "rewind" and r["spike"] == rewind["spike"] for r in records):
+        return None
+    content = {key: value for key, value in rewind.items() if key not in ("to", "done")}
+    losses = [
+        [r["step"], r["loss"]]
+        for r in records
+        if r.get("kind") == "train" and r["step"] > rewind["to"] and r["loss"] is not None
+    ]
+    return {"kind": "rewind", "step": rewind["to"], **content, "dropped_losses": losses}
+
+
+def _write(directory: Path, rewinds: list[dict[str, Any]]) -> None:
+    atomic_write_text(directory / FILE, json.dumps(rewinds, indent=1) + "\n")

@@ -1,0 +1,51 @@
+"""Train a GPT: `python -m jaxgpt.train [--config NAME] [--mesh D,F,T] [section.key=value ...]`.
+
+Under `mpiexec -n N` the N processes are one job. With no argument a small GPT is trained on the
+source of Python's standard library. `--help` lists every key.
+"""
+
+import sys
+
+from jaxgpt.runtime.allocator import notes, tune_malloc
+
+if __name__ == "__main__":
+    tune_malloc()  # before the other imports, which a new start would repeat
+
+# ruff: noqa: E402
+from jaxgpt.cluster.environment import rank_from_env
+from jaxgpt.cluster.process_group import INIT_TIMEOUT, catch_usage_error, join_process_group
+from jaxgpt.cluster.shutdown import StopSignal, job_exit_handler
+from jaxgpt.config import is_help, mesh_sizes, parse_args
+from jaxgpt.perf.startup import Startup
+from jaxgpt.runtime.compile_cache import use_compile_cache
+from jaxgpt.runtime.initialize import connect
+from jaxgpt.train.run_directory import prepare_run
+
+
+def main(argv: list[str] | None = None) -> None:
+    startup = Startup()
+    argv = sys.argv[1:] if argv is None else argv
+    with job_exit_handler():
+        if is_help(argv):  # before MPI, and once
+            if rank_from_env() == 0:
+                parse_args(argv)
+            return
+        config, error = catch_usage_error(parse_args, argv)
+        startup.mark("imports")
+        cluster = join_process_group(config.init_timeout if config else INIT_TIMEOUT)
+        cluster.raise_if_any(error)
+        startup.mark("distributed init")
+        run = prepare_run(config, cluster)
+        startup.mark("data")
+        stop = StopSignal(config.train.time_limit, startup.elapsed())
+        facts = connect(cluster, mesh_sizes(run.config), startup.mark, stops_at_steps=True)
+        facts["notes"] += [use_compile_cache(config.compile_cache, cluster), *notes()]
+        from jaxgpt.train.loop import train  # imports JAX, which has to come after connect
+
+        startup.mark("imports")
+        status = train(run, cluster, facts, stop, startup)
+    sys.exit(status)
+
+
+if __name__ == "__main__":
+    main()

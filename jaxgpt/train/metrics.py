@@ -1,0 +1,155 @@
+"""What steps report, brought from the device: many at a time, so that it never waits for the host.
+
+What decides about a run is read at the same steps on every process, from numbers that are the same
+on every process: all decide alike.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from jaxgpt.config import Config
+from jaxgpt.data.loader import Loader
+from jaxgpt.data.sources import Dataset
+from jaxgpt.spikes.detector import CAUSES, LOSS, NONE, NONFINITE
+from jaxgpt.tracking.trackers import Record
+from jaxgpt.train.state import Metrics
+
+WORST_ROWS = 8
+
+
+class StepMetrics(NamedTuple):
+    """A step's metrics on the host: NumPy arrays."""
+
+    step: int
+    metrics: Metrics
+
+
+class MetricsBuffer:
+    """Holds the metrics of steps until they are read."""
+
+    def __init__(self, config: Config):
+        self._config = config
+        self._pending: list[StepMetrics] = []
+        self._looked_at = 0  # of the pending ones
+        self._is_first = True
+
+    def read(self, step: int, metrics: Metrics | None, everything: bool) -> list[StepMetrics]:
+        """Takes a step's metrics (None for one that was skipped), and returns what is known.
+
+        That is all so far every train.log_interval steps, for the first step, and if `everything`
+        is asked for; otherwise nothing. With spike.action=rewind every step but the newest, which
+        is under way, is looked at, and a spike of the loss makes all but that one known.
+        """
+        if metrics is not None:
+            for array in metrics:
+                array.copy_to_host_async()  # or reading many steps at once would hold up the next
+            self._pending.append(StepMetrics(step, metrics))
+        if everything or self._is_first or step % self._config.train.log_interval == 0:
+            known = len(self._pending)
+        else:
+            known = self._spike_seen(len(self._pending) - (metrics is not None))
+        self._is_first &= metrics is None
+        taken, self._pending = self._pending[:known], self._pending[known:]
+        self._looked_at = max(0, self._looked_at - known)
+        return [
+            StepMetrics(*pair) for pair in jax.device_get([tuple(reading) for reading in taken])
+        ]
+
+    def _spike_seen(self, n: int) -> int:
+        """n if one of the n oldest pending steps calls for a rewind, else 0."""
+        if self._config.spike.action != "rewind":
+            return 0
+        new = self._pending[self._looked_at : n]
+        self._looked_at = max(self._looked_at, n)
+        return n if any(int(reading.metrics.cause) == LOSS for reading in new) else 0
+
+    def calls_for_rewind(self, readings: list[StepMetrics]) -> StepMetrics | None:
+        """The first step that does, if one does: a gradient norm alone, clipped as it is, does not,
+        and a step that was not finite has done no harm."""
+        if self._config.spike.action != "rewind":
+            return None
+        return next((r for r in readings if int(r.metrics.cause) == LOSS), None)
+
+    def failure(self, readings: list[StepMetrics]) -> str:
+        """Why the run is to stop if too many steps in a row were not finite; else empty."""
+        limit = self._config.spike.max_consecutive_nonfinite
+        reached = [r.step for r in readings if int(r.metrics.nonfinite) >= limit]
+        if not reached:
+            return ""
+        return (
+            f"spike.max_consecutive_nonfinite={limit}: so many steps in a row, up to step "
+            f"{reached[-1]}, were not finite, and changed nothing; go on from an older checkpoint "
+            "by removing the newer ones, or with a lower optimizer.learning_rate"
+        )
+
+
+def spike_record(
+    reading: StepMetrics, config: Config, loader: Loader, dataset: Dataset
+) -> Record | None:
+    """What metrics.jsonl says of a step; None if it is as steps should be."""
+    step, m = reading
+    cause = int(m.cause)
+    if cause == NONE:
+        return None
+    record: Record = {
+        "kind": "spike",
+        "step": step,
+        "loss": float(m.loss),
+        "grad_norm": float(m.grad_norm),
+        "cause": CAUSES[cause],
+        "action": action_taken(cause, config),
+    }
+    if cause != NONFINITE:
+        which = cause - LOSS
+        record |= {"median": float(m.medians[which]), "limit": float(m.limits[which])}
+    return record | {"rows": worst_rows(step, m.row_losses, loader, dataset)}
+
+
+def action_taken(cause: int, config: Config) -> str:
+    """What is done about a spike; the update of a step that is not finite is always left out."""
+    action = config.spike.action
+    if cause == NONFINITE:
+        return "skip_update"
+    return "log" if action == "rewind" and cause != LOSS else action
+
+
+def worst_rows(
+    step: int, row_losses: np.ndarray, loader: Loader, dataset: Dataset
+) -> list[dict[str, Any]]:
+    """The rows of a step with the highest losses, and where they come from, the worst first.
+
+    `offset` counts the tokens of the training split of `source`.
+    """
+    worst = [int(row) for row in np.argsort(row_losses)[::-1][:WORST_ROWS]]  # nan comes first
+    out = []
+    for row in worst:
+        (place,) = loader.places(step, range(row, row + 1))
+        out.append(
+            {
+                "row": row,
+                "loss": float(row_losses[row]),
+                "corpus": loader.names[place.corpus],
+                "source": str(dataset.sources[place.source].entry.path),
+                "offset": int(place.start),
+            }
+        )
+    return out
+
+
+class CorpusLosses:
+    """Mean losses of the rows of each corpus."""
+
+    def __init__(self, n_corpora: int):
+        self._sums = np.zeros((2, n_corpora))  # of losses, and of rows
+
+    def add(self, corpora: np.ndarray, row_losses: np.ndarray) -> None:
+        """Counts rows in, given the number of the corpus of each."""
+        for sums, weights in zip(self._sums, (np.float64(row_losses), None), strict=True):
+            sums += np.bincount(corpora, weights, minlength=len(sums))
+
+    def means(self) -> list[float | None]:
+        """Of each corpus; None for one that no row came from."""
+        losses, rows = self._sums
+        return [float(loss / n) if n else None for loss, n in zip(losses, rows, strict=True)]

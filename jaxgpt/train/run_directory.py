@@ -1,0 +1,407 @@
+"""The run directory: found or made, checked against what is asked for, before JAX starts."""
+
+import contextlib
+import dataclasses
+import errno
+import fcntl
+import itertools
+import os
+import platform
+import shlex
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+from jaxgpt.checkpoint.metadata import is_step, read_meta
+from jaxgpt.cluster.accelerators import accelerator_expected
+from jaxgpt.cluster.process_group import ProcessGroup
+from jaxgpt.config import (
+    Config,
+    DataConfig,
+    UsageError,
+    check_batch,
+    config_from_dict,
+    config_from_file,
+    mesh_sizes,
+    should_evaluate,
+    skip_ranges,
+)
+from jaxgpt.data.corpora import prepare_python
+from jaxgpt.data.entries import blend_shares, parse_lines
+from jaxgpt.data.rows import Rows
+from jaxgpt.data.sources import (
+    SPLITS,
+    Dataset,
+    Source,
+    dataset_directory,
+    entries,
+    open_dataset,
+)
+from jaxgpt.data.tokenizer import Tokenizer
+from jaxgpt.runtime.initialize import cpu_devices_per_process
+from jaxgpt.spikes.policy import METRICS, finish_rewind, skipped_by_rewinds
+from jaxgpt.spikes.skip import SkipRanges, still_to_come
+from jaxgpt.tracking.trackers import read_records
+
+# What may differ between a checkpoint's model and the model that goes on from it.
+_FREE_MODEL_KEYS = {"dropout", "attention"}
+_LOCKS: list[TextIO] = []  # of run directories that this process has
+EVAL_RECORDS = ("eval", "sample")  # the kinds of records that train.eval_interval asks for
+LEAST_BYTES = 2**16  # that have to be free where a run is to write: its first files
+FILES = (METRICS, "train.log", "samples.txt", "rewinds.json")  # of a run, which it goes on writing
+# What decides which tokens a step sees: a change is allowed, and said.
+_ORDER_KEYS = (("train", "batch_size"), ("train", "seed"))
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run that is ready to start, the same on every process."""
+
+    config: Config
+    """With model.vocab_size, `out` and the skip ranges of earlier starts filled in."""
+    directory: Path
+    dataset: Dataset
+    fingerprints: list[list[str]]
+    """[path, hash] of every source of the data; kept in every checkpoint."""
+    resume_step: int | None
+    """The checkpoint to go on from."""
+    resume_meta: dict[str, Any]
+    notes: tuple[str, ...]
+    """Lines for the log."""
+    missing_records: tuple[str, ...] = ()
+    """The kinds of `EVAL_RECORDS` that were due after `resume_step` and are not in the file."""
+
+    def consumed_tokens(self, step: int) -> int:
+        """Tokens of all batches up to `step`, skipped ones included."""
+        per_step = self.config.train.batch_size * self.config.model.block_size
+        before = self.resume_meta.get("consumed_tokens", 0)
+        return before + (step - (self.resume_step or 0)) * per_step
+
+    def corpus_tokens(self, rows: Rows, step: int) -> dict[str, int]:
+        """Of them, those of each corpus: `rows` alone takes all steps to be of the same size."""
+        now, then = rows.consumed(step), rows.consumed(self.resume_step or 0)
+        before = self.resume_meta.get("corpus_tokens", dict(zip(rows.names, then, strict=True)))
+        return {
+            name: int(before.get(name, 0) + n - n_then)
+            for name, n, n_then in zip(rows.names, now, then, strict=True)
+        }
+
+
+def prepare_run(config: Config, cluster: ProcessGroup) -> Run:
+    """Opens the data and the run directory, and finds the checkpoint to go on from.
+
+    Process 0 looks and decides; the others get its answer, and open the data for themselves.
+
+    Raises:
+        UsageError: on every process, if anything that the configuration asks for cannot be.
+    """
+
+    def decide() -> dict[str, Any] | None:
+        check_cpu_mesh(config, cluster)
+        return _decide(config) if cluster.is_main else None
+
+    decided = cluster.broadcast(cluster.run_on_all(decide))
+
+    def open_same() -> Run:
+        final = config_from_dict(decided["config"], "configuration of process 0")
+        dataset = open_dataset(final.data, final.model)
+        # What has the right size may still be other tokens, or none: a copy that broke off.
+        hashes, paths = source_hashes(decided["fingerprints"]), decided["paths"]
+        # Of the processes of a host that read the same files, the first one looks.
+        looks = (cluster.local_rank == 0 and not cluster.is_main) or _paths(dataset) != paths
+        own = source_hashes(dataset.fingerprints) if looks else hashes
+        for source, expected, hash_, own_hash in zip(
+            dataset.sources, decided["sources"], hashes, own, strict=True
+        ):
+            if what_all_share(source) != expected or own_hash != hash_:
+                raise UsageError(
+                    f"{source.entry.key}: {source.entry.path} on host {platform.node()} is not "
+                    "what process 0 has there; all hosts need the same files"
+                )
+        return Run(
+            config=final,
+            directory=Path(final.out),
+            dataset=dataset,
+            fingerprints=decided["fingerprints"],
+            resume_step=decided["resume_step"],
+            resume_meta=decided["resume_meta"],
+            notes=tuple(decided["notes"]),
+            missing_records=tuple(decided["missing_records"]),
+        )
+
+    return cluster.run_on_all(open_same)
+
+
+def check_cpu_mesh(config: Config, cluster: ProcessGroup) -> None:
+    """Checks the mesh against the devices that a job on CPUs is going to have."""
+    mesh = mesh_sizes(config)
+    if not accelerator_expected():
+        n_devices = cpu_devices_per_process(mesh, cluster) * cluster.size
+        check_batch(config, mesh_sizes(config, n_devices))
+
+
+def _decide(config: Config) -> dict[str, Any]:
+    """Everything that process 0 finds out, as JSON for the others."""
+    notes = []
+    home = dataset_directory(config.data)
+    data = config.data
+    is_default = data.dataset == "python" and not (data.path or data.blend or data.file_list)
+    if is_default and not (home / "meta.json").exists():
+        try:
+            notes += [f"prepared {home}: {prepare_python(home)[0]}"]
+        except OSError as e:
+            raise UsageError(
+                f"data.dataset=python: {home} cannot be written ({e.strerror or e}); "
+                "set JAXGPT_DATA to a folder that can"
+            ) from None
+    dataset = open_dataset(config.data, config.model)
+    dataset.verify()
+    config = config.replace(model__vocab_size=dataset.vocab_size)
+    config = config.replace(data=lasting(config.data))
+    check_prompt(config.train.sample_prompt, dataset.tokenizer)
+
+    directory = _writable_directory(config)
+    config = config.replace(out=str(directory))
+    ranges = list(skip_ranges(config))
+    kept = directory / "config.yaml"
+    if kept.exists():
+        ranges += skip_ranges(config_from_file(kept))
+    finish_rewind(directory)
+    rewound = skipped_by_rewinds(directory)
+    resume_step = max(list_checkpoints(directory), default=None)
+    meta: dict[str, Any] = {}
+    if resume_step is not None:
+        meta = read_meta(directory, resume_step)
+        lost = f"{kept} is missing; settings are those of the command line"
+        if not kept.exists():
+            notes.append(f"warning: {lost}")
+        try:
+            notes += _check_resume(config, directory, resume_step, meta, dataset)
+        except UsageError as error:
+            raise UsageError(f"{error}" if kept.exists() else f"{error} ({lost})") from None
+        then = skip_ranges(config_from_dict(meta["config"], f"checkpoint {resume_step}"))
+        skipped = SkipRanges([*then, *rewound])
+        ranges, warnings = still_to_come(ranges, skipped, resume_step)
+        ranges += then
+        notes += warnings
+    if dataset.tokenizer is not None:
+        dataset.tokenizer.save(directory)  # for jaxgpt.sample, wherever the data will be
+    config = config.replace(train_range_to_skip=SkipRanges([*ranges, *rewound]).flat())
+    return {
+        "config": config.to_dict(),
+        "sources": [what_all_share(source) for source in dataset.sources],
+        "paths": _paths(dataset),
+        "fingerprints": dataset.fingerprints,
+        "resume_step": resume_step,
+        "resume_meta": meta,
+        "notes": notes,
+        "missing_records": []
+        if resume_step is None
+        else _missing_records(config, dataset, resume_step),
+    }
+
+
+def _missing_records(config: Config, dataset: Dataset, step: int | None) -> list[str]:
+    """Of `EVAL_RECORDS`, the records that are due after a step and not in metrics.jsonl."""
+    metrics = Path(config.out) / METRICS
+    if step is None or not metrics.exists() or not should_evaluate(config, step):
+        return []
+    samples = config.train.sample_tokens > 0 and dataset.tokenizer is not None
+    due = EVAL_RECORDS if samples else EVAL_RECORDS[:1]
+    return [kind for kind in due if all(r["step"] != step for r in read_records(metrics, kind))]
+
+
+def _paths(dataset: Dataset) -> list[str]:
+    return [str(source.entry.path.absolute()) for source in dataset.sources]
+
+
+def what_all_share(source: Source) -> dict[str, Any]:
+    """What of a source has to be the same on every host."""
+    return {"sizes": [source.tokens[split].size for split in SPLITS], "meta": source.meta}
+
+
+def lasting(data: DataConfig) -> DataConfig:
+    """The same data by names that hold in other working directories, and without the file list."""
+    if data.path is not None:
+        data = dataclasses.replace(data, path=str(Path(data.path).absolute()))
+    if data.tokenizer is not None and Path(data.tokenizer).exists():
+        data = dataclasses.replace(data, tokenizer=str(Path(data.tokenizer).absolute()))
+    if data.blend or data.file_list:
+        lines = [
+            shlex.join([e.weight_text, str(e.path.absolute()), e.corpus]) for e in entries(data)
+        ]
+        data = dataclasses.replace(data, blend=tuple(lines), file_list=None)
+    return data
+
+
+def check_prompt(prompt: str, tokenizer: Tokenizer | None) -> None:
+    """Refuses train.sample_prompt if the tokenizer cannot encode it."""
+    if prompt and tokenizer is not None:
+        try:
+            tokenizer.encode(prompt)
+        except UsageError as e:
+            raise UsageError(f"train.sample_prompt={prompt!r}: {e}") from None
+
+
+def _check_place(out: Path) -> None:
+    """Refuses a folder inside another run, which removes what it finds among its checkpoints."""
+    for folder in (out.absolute(), *out.absolute().parents):
+        run = folder.parent
+        if folder.name == "checkpoints" and (run / ".lock").exists():
+            raise UsageError(
+                f"out={out}: is among the checkpoints of a run; give --out {run} to go on from the "
+                "newest of them, or another folder"
+            )
+
+
+def _writable_directory(config: Config) -> Path:
+    try:
+        if config.out:
+            _check_place(Path(config.out))
+        directory = Path(config.out) if config.out else _new_directory(config)
+        directory.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=directory) as file:
+            file.write(bytes(LEAST_BYTES))
+        _lock(directory)
+    except OSError as e:
+        raise UsageError(
+            f"out={config.out or 'runs'}: cannot be written ({e.strerror or e}); "
+            "give --out a folder that can"
+        ) from None
+    checkpoints = directory / "checkpoints"
+    if checkpoints.exists() and not checkpoints.is_dir():
+        raise UsageError(
+            f"out={directory}: its checkpoints is a file; remove it, or give another --out"
+        )
+    for name in FILES:
+        if (directory / name).is_dir():
+            raise UsageError(
+                f"out={directory}: its {name} is a folder; remove it, or give another --out"
+            )
+    return directory
+
+
+def _lock(directory: Path) -> None:
+    """Keeps a second job out of `directory` until this process ends, however it ends.
+
+    Raises:
+        UsageError: if another job has the lock.
+    """
+    file = (directory / ".lock").open("a+")
+    _LOCKS.append(file)  # closing it would give the lock up
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as e:
+        if e.errno in (errno.EACCES, errno.EAGAIN):
+            file.seek(0)
+            raise UsageError(
+                f"out={directory}: is in use by {file.read().strip() or 'another job'}; "
+                "wait for it to end, or give another --out"
+            ) from None
+        return  # a file system without locks: go on without
+    file.truncate(0)
+    file.write(f"process {os.getpid()} on host {platform.node()}\n")
+    file.flush()
+
+
+def _new_directory(config: Config) -> Path:
+    """runs/<config>-<time>, which no other run has, not even one of the same second."""
+    stem = f"{Path(config.config).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
+    for number in itertools.count(1):
+        directory = Path("runs") / (stem if number == 1 else f"{stem}-{number}")
+        with contextlib.suppress(FileExistsError):
+            directory.mkdir(parents=True)
+            return directory
+    raise AssertionError("unreachable")
+
+
+def _check_resume(
+    config: Config, directory: Path, step: int, meta: dict[str, Any], dataset: Dataset
+) -> list[str]:
+    """Refuses a checkpoint that the run cannot go on from; returns lines about what differs."""
+    checkpoint = directory / "checkpoints" / str(step)
+    if not config.checkpoint.resume:
+        raise UsageError(
+            f"checkpoint.resume=False: {checkpoint} exists; give another --out, "
+            "or checkpoint.resume=True to go on from it"
+        )
+    saved = meta["config"]
+    for key, value in dataclasses.asdict(config.model).items():
+        if key not in _FREE_MODEL_KEYS and saved["model"].get(key) != value:
+            raise UsageError(
+                f"model.{key}={value}: {checkpoint} was trained with "
+                f"model.{key}={saved['model'].get(key)}; use that, or another --out"
+            )
+    notes = _check_data(config, checkpoint, meta, dataset)
+    for section, key in _ORDER_KEYS:
+        now, then = getattr(getattr(config, section), key), saved[section][key]
+        if now != then:
+            notes.append(
+                f"warning: {section}.{key} was {then} and is {now} from step {step + 1} on: "
+                "the order of the data changes"
+            )
+    return notes + _changes(config, saved, step)
+
+
+def _changes(config: Config, saved: dict[str, Any], step: int) -> list[str]:
+    """A line about settings that are not the checkpoint's; others tell of the mesh and the data."""
+    told = {*_ORDER_KEYS, ("parallel", "mesh")}
+    now, changed = config.to_dict(), []
+    for section in ("model", "train", "optimizer", "parallel", "spike"):
+        then = saved.get(section, {})  # of an older jaxgpt it may lack keys
+        changed += [
+            f"{section}.{key}={value} (was {then[key]})"
+            for key, value in now[section].items()
+            if (section, key) not in told and then.get(key, value) != value
+        ]
+    return [f"changed since step {step}: {', '.join(changed)}"] if changed else []
+
+
+def _check_data(
+    config: Config, checkpoint: Path, meta: dict[str, Any], dataset: Dataset
+) -> list[str]:
+    """Refuses data that is not what a checkpoint was trained on, unless that is accepted."""
+    saved, found = source_hashes(meta["data_fingerprint"]), source_hashes(dataset.fingerprints)
+    if saved == found:
+        blends = meta["config"]["data"].get("blend", []), config.data.blend
+        if len({blend_shares(parse_lines(lines, "data.blend")) for lines in blends}) > 1:
+            return [
+                "warning: the weights or corpora of data.blend have changed: so does the order of "
+                "the data"
+            ]
+        return []
+    if len(saved) != len(dataset.sources):
+        what = f"{checkpoint} was trained on {len(saved)} sources, not {len(dataset.sources)}"
+        key = dataset.sources[0].entry.key
+    else:
+        changed = next(i for i in range(len(saved)) if saved[i] != found[i])
+        source = dataset.sources[changed].entry
+        key = source.key
+        what = f"{source.path} does not hold the tokens that {checkpoint} was trained on"
+    if not config.data.accept_changes:
+        raise UsageError(
+            f"{key}: {what}; bring them back, give another --out, or accept it with "
+            "data.accept_changes=True"
+        )
+    return [f"warning: {what}; accepted by data.accept_changes"]
+
+
+def source_hashes(fingerprints: list[list[str]] | str) -> list[str]:
+    """The hash of every source, from `Dataset.fingerprints` or a checkpoint.
+
+    Before there were blends a checkpoint kept only the hash of its single source.
+    """
+    if isinstance(fingerprints, str):
+        return [fingerprints]
+    return [hash_ for _, hash_ in fingerprints]
+
+
+def list_checkpoints(directory: Path) -> list[int]:
+    """Steps of the checkpoints in a run directory, oldest first; not of those being written.
+
+    Also of one that has been damaged since: whoever takes it has to hear of it.
+    """
+    names = (path.name for path in (directory / "checkpoints").glob("*"))
+    return sorted(int(name) for name in names if is_step(name))

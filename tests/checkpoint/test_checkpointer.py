@@ -1,0 +1,143 @@
+"""A checkpoint saved under any way to lay a step out is restored under any other."""
+
+import json
+import resource
+import shutil
+
+import jax
+import numpy as np
+import pytest
+
+from jaxgpt.checkpoint.checkpointer import Checkpoints, restore_params
+from jaxgpt.config import UsageError, load_config, mesh_sizes
+from jaxgpt.parallel.mesh import make_mesh
+from jaxgpt.train.run_directory import list_checkpoints
+from jaxgpt.train.step import make_steps
+from jobs import flat
+
+SETTINGS = (
+    ("--mesh", "2,2,2", "parallel.sequence_parallel=True"),
+    ("--mesh", "1,8,1", "parallel.zero_stage=1", "parallel.offload_optimizer=True"),
+    ("--mesh", "8,1,1", "parallel.zero_stage=0", "parallel.scan_layers=True"),
+    ("--mesh", "2,1,4", "train.gradient_accumulation_steps=2", "parallel.remat=full"),
+    ("--mesh", "1,4,2", "parallel.zero_stage=2", "parallel.offload_optimizer=True"),
+)
+
+
+@pytest.fixture(scope="module")
+def steps():
+    out = []
+    for options in SETTINGS:
+        config = load_config("tiny", "model.bias=True", "train.batch_size=16", *options)
+        config = config.replace(model__vocab_size=256)
+        out.append(make_steps(config, make_mesh(mesh_sizes(config))))
+    return out
+
+
+def filled(shapes):
+    """A state of random numbers."""
+    draw = np.random.default_rng(0).normal
+    return jax.tree.map(
+        lambda s: jax.device_put(draw(0, 100, s.shape).astype(s.dtype), s.sharding), shapes
+    )
+
+
+@pytest.mark.parametrize("saved", range(len(SETTINGS)), ids=[" ".join(s[1:]) for s in SETTINGS])
+def test_any_settings_read_what_any_others_wrote(saved, steps, tmp_path):
+    state = filled(steps[saved].state_shapes)
+    expected = flat(state)
+    checkpoints = Checkpoints(tmp_path, load_config("tiny", "checkpoint.keep=1"))
+    checkpoints.save(2, state, {})
+    for reader in steps:
+        found = checkpoints.restore(2, reader.state_shapes)
+        for (path, array), wanted in zip(
+            jax.tree_util.tree_leaves_with_path(found),
+            jax.tree.leaves(reader.state_shapes),
+            strict=True,
+        ):
+            assert array.sharding.is_equivalent_to(wanted.sharding, array.ndim), path
+            assert array.sharding.memory_kind == wanted.sharding.memory_kind, path
+        found = flat(found)
+        assert all((found[path] == array).all() for path, array in expected.items())
+        assert found.keys() == expected.keys()
+    checkpoints.close()
+
+
+def test_a_single_flipped_bit_is_noticed(steps, tmp_path):
+    shapes = steps[0].state_shapes
+    state = filled(shapes)
+    checkpoints = Checkpoints(tmp_path, load_config("tiny"))
+    checkpoints.save(2, state, {})
+    checkpoints.close()
+    restore_params(tmp_path, 2, shapes.params)
+
+    flip_a_bit(state.opt_state["nu"]["wpe"]["embedding"], tmp_path)
+    with pytest.raises(UsageError, match="points/2: nu/wpe/embedding is not what was saved.*1 of"):
+        checkpoints.restore(2, shapes)
+    restore_params(tmp_path, 2, shapes.params)  # which are what they were
+    flip_a_bit(state.params["wpe"]["embedding"], tmp_path)
+    with pytest.raises(UsageError, match="params/wpe/embedding is not what was saved.*1 of.* take"):
+        restore_params(tmp_path, 2, shapes.params)
+
+    path = tmp_path / "checkpoints/2/meta/metadata"  # as before there were checksums
+    meta = json.loads(path.read_text())
+    path.write_text(json.dumps({k: v for k, v in meta.items() if k not in ("checksums", "sha256")}))
+    restore_params(tmp_path, 2, shapes.params)
+
+
+def flip_a_bit(array, folder):
+    """Of one element, in the file that holds it."""
+    start = np.asarray(array.addressable_shards[0].data).tobytes()[:16]
+    files = [path for path in folder.rglob("*") if path.is_file() and start in path.read_bytes()]
+    (path,) = files
+    data = bytearray(path.read_bytes())
+    data[data.index(start) + 9] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("error", [MemoryError(), jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED")])
+def test_too_little_memory_is_no_reason_to_remove_a_checkpoint(error, tmp_path, monkeypatch):
+    import orbax.checkpoint as ocp
+
+    def fails(*arguments, **options):
+        raise Exception("while reading") from error
+
+    monkeypatch.setattr(ocp.PyTreeCheckpointer, "restore", fails)
+    with pytest.raises(RuntimeError, match="checkpoints/7: not restored") as raised:
+        restore_params(tmp_path, 7, {})
+    assert raised.value.__cause__.__cause__ is error
+
+
+def test_a_checkpoint_for_which_there_is_no_room_is_not_begun(steps, tmp_path, monkeypatch):
+    state = filled(steps[0].state_shapes)
+    needed = sum(array.nbytes for array in jax.tree.leaves((state.params, state.opt_state)))
+    checkpoints = Checkpoints(tmp_path, load_config("tiny"))
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=needed))
+    checkpoints.save(1, state, {})
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=needed - 1))
+    with pytest.raises(UsageError, match=r"points/2: a checkpoint takes \d+\.\d MB, .* make room"):
+        checkpoints.save(2, state, {})
+    checkpoints.close()
+    assert list_checkpoints(tmp_path) == [1]
+
+
+@pytest.mark.parametrize("noticed", ["at the next save", "at the end"])
+def test_a_disk_that_is_full_while_orbax_writes_is_one_sentence(noticed, steps, tmp_path, capfd):
+    state, config = filled(steps[0].state_shapes), load_config("tiny")
+    checkpoints = Checkpoints(tmp_path, config)
+    checkpoints.save(1, state, {})
+    checkpoints.close()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, limits[1]))  # bytes of a file, as a quota
+    try:
+        checkpoints.save(2, state, {})
+        with pytest.raises(UsageError, match="points: .* not be written .File too large.; make"):
+            checkpoints.close() if noticed == "at the end" else checkpoints.save(3, state, {})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert "Traceback" not in "".join(capfd.readouterr())
+    assert list_checkpoints(tmp_path) == [1]
+    checkpoints = Checkpoints(tmp_path, config)
+    checkpoints.restore(1, steps[0].state_shapes)
+    checkpoints.close()

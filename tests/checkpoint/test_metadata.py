@@ -1,0 +1,59 @@
+"""What a checkpoint keeps beside its state is what was saved, and that of its step."""
+
+import json
+
+import pytest
+
+from jaxgpt.checkpoint.metadata import add_checksum, is_step, load_metadata, read_meta
+from jaxgpt.config import UsageError
+
+META = {
+    "step": 40, "consumed_tokens": 122_880, "config": {"model": {"dropout": 0.1}}, "mesh": "data=1",
+    "processes": 1, "data_fingerprint": [["a", "b"]], "tokenizer": None,
+    "checksums": {"params/a": 7}, "watch": {"limits": [float("inf"), 1e-45]},
+    "skip": (1, 2), "prompt": "äöü",
+}  # fmt: skip
+
+
+def written(run, step, text):
+    path = run / "checkpoints" / str(step) / "meta" / "metadata"
+    path.parent.mkdir(parents=True)
+    path.write_text(text)
+
+
+def test_what_was_saved_is_read(tmp_path):
+    written(tmp_path, 40, json.dumps(add_checksum(META)))
+    assert read_meta(tmp_path, 40) == json.loads(json.dumps(META))
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ('"checksums"', '"checksumr"'),
+        ("122880", "922880"),
+        ('"params/a": 7', '"params/a": 6'),
+        ('"config": {', '"config": {}, "other": {'),
+        ('"sha256"', '"sha255"'),
+        ("{", "[{"),
+        (": 1,", ": 1"),
+    ],
+)
+def test_a_change_is_noticed(old, new, tmp_path):
+    text = json.dumps(add_checksum(META))
+    assert old in text
+    written(tmp_path, 40, text.replace(old, new, 1))
+    with pytest.raises(UsageError, match="40/meta/metadata: is damaged .*; remove .*points/40 to"):
+        read_meta(tmp_path, 40)
+
+
+def test_a_renamed_checkpoint_is_not_that_of_another_step(tmp_path):
+    written(tmp_path, 41, json.dumps(add_checksum(META)))
+    with pytest.raises(UsageError, match="points/41: was saved after step 40, says its metadata"):
+        read_meta(tmp_path, 41)
+    assert [n for n in ("41", "0041", "²", "foo", "41.tmp", "0") if is_step(n)] == ["41", "0"]
+
+
+def test_checkpoints_of_before_there_was_a_seal_are_read(tmp_path):
+    old = {key: value for key, value in META.items() if key != "checksums"}
+    written(tmp_path, 40, json.dumps(old))
+    assert load_metadata(tmp_path / "checkpoints" / "40") == json.loads(json.dumps(old))

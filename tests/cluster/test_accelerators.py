@@ -1,0 +1,89 @@
+import os
+import types
+
+import pytest
+
+from jaxgpt.cluster import accelerators
+from jaxgpt.cluster.accelerators import (
+    MEMORY_VARIABLES,
+    VISIBLE_VARIABLES,
+    accelerator_expected,
+    reserve_memory,
+)
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """Plugins of JAX and device files, as a test sets them."""
+    found = {"plugins": [], "files": []}
+
+    def plugins(group):
+        assert group == "jax_plugins"
+        return [types.SimpleNamespace(name=name) for name in found["plugins"]]
+
+    def files(pattern):
+        return [
+            file for file in found["files"] if file.startswith(pattern.split("[")[0].rstrip("*"))
+        ]
+
+    monkeypatch.setattr(accelerators.metadata, "entry_points", plugins)
+    monkeypatch.setattr(accelerators.glob, "glob", files)
+    for name in ("JAX_PLATFORMS", *MEMORY_VARIABLES, *VISIBLE_VARIABLES):
+        monkeypatch.delenv(name, raising=False)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("plugins", "files", "expected"),
+    [
+        ([], ["/dev/nvidia0", "/dev/kfd"], False),
+        (["xla_cuda13"], ["/dev/nvidia0"], True),
+        (["xla_cuda12"], ["/dev/dri/renderD128"], False),  # a laptop's own graphics
+        (["xla_cuda12"], ["/dev/kfd", "/dev/dri/renderD128"], False),
+        (["xla_rocm7"], ["/dev/kfd", "/dev/dri/renderD128"], True),
+        (["intel_extension_for_openxla"], ["/dev/dri/renderD128"], True),
+        (["xla_cuda13", "intel_extension_for_openxla"], ["/dev/dri/renderD128"], True),
+        (["xla_cuda13"], [], False),
+    ],
+)
+def test_a_plugin_needs_devices_of_its_own_kind(machine, plugins, files, expected):
+    machine |= {"plugins": plugins, "files": files}
+    assert accelerator_expected() == expected
+
+
+CUDA, ROCM = ("xla_cuda13", "/dev/nvidia0"), ("xla_rocm7", "/dev/kfd")
+
+
+@pytest.mark.parametrize(
+    ("plugin", "variable", "value", "expected"),
+    [
+        (CUDA, "CUDA_VISIBLE_DEVICES", "", False),
+        (CUDA, "CUDA_VISIBLE_DEVICES", "-1", False),
+        (CUDA, "CUDA_VISIBLE_DEVICES", "0", True),
+        (CUDA, "HIP_VISIBLE_DEVICES", "-1", True),
+        (ROCM, "ROCR_VISIBLE_DEVICES", "", False),
+        (ROCM, "HIP_VISIBLE_DEVICES", "-1", False),
+        (ROCM, "HIP_VISIBLE_DEVICES", "", True),  # which ROCm takes for none
+        (ROCM, "CUDA_VISIBLE_DEVICES", "", True),
+    ],
+)
+def test_devices_that_are_hidden_are_not_expected(
+    machine, monkeypatch, plugin, variable, value, expected
+):
+    name, file = plugin
+    machine |= {"plugins": [name], "files": [file]}
+    monkeypatch.setenv(variable, value)
+    assert accelerator_expected() == expected
+
+
+def test_nine_tenths_of_a_gpu_are_for_the_job_unless_the_user_has_said(machine, monkeypatch):
+    assert reserve_memory() == [] and MEMORY_VARIABLES[0] not in os.environ  # no GPU
+    machine["files"] = ["/dev/nvidia0"]
+    for name in MEMORY_VARIABLES:  # XLA refuses both at once
+        monkeypatch.setenv(name, "0.5")
+        assert reserve_memory() == []
+        assert [n for n in MEMORY_VARIABLES if n in os.environ] == [name]
+        monkeypatch.delenv(name)
+    (line,) = reserve_memory()
+    assert os.environ["XLA_CLIENT_MEM_FRACTION"] == "0.9" and "takes 90%" in line
+    monkeypatch.delenv("XLA_CLIENT_MEM_FRACTION")

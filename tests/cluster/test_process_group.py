@@ -1,0 +1,150 @@
+import socket
+import sys
+import threading
+import time
+
+import pytest
+
+from jaxgpt.cluster import process_group as cluster
+from jaxgpt.cluster.environment import MPI_LAUNCHERS, Launch
+from jaxgpt.cluster.process_group import ProcessGroup, join_process_group, reachable_name
+from jaxgpt.cluster.transport import PeerLost, TcpTransport
+from jaxgpt.config import UsageError
+
+
+@pytest.fixture(autouse=True)
+def no_launcher(monkeypatch):
+    for variable, *_ in MPI_LAUNCHERS:
+        monkeypatch.delenv(variable, raising=False)
+
+
+def test_without_a_launcher_mpi_is_not_touched(monkeypatch):
+    monkeypatch.setitem(sys.modules, "mpi4py", None)  # importing it would fail
+    alone = join_process_group()
+    assert (alone.rank, alone.size, alone.is_main) == (0, 1, True)
+    assert alone.broadcast({"a": [1]}) == {"a": [1]}
+    with pytest.raises(UsageError, match="wrong"):
+        alone.raise_if_any("wrong")
+
+
+def test_a_missing_mpi_library_is_explained(monkeypatch):
+    monkeypatch.setenv("PMI_RANK", "0")
+    monkeypatch.setitem(sys.modules, "mpi4py", None)
+    with pytest.raises(UsageError, match=r"PMI_RANK=0: .*jaxgpt\[mpi\]"):
+        join_process_group()
+
+
+def meet(size, present, timeout=20.0):
+    """What `exchange` gives to each of `present`, threads in place of processes."""
+    address, found = free_address(), {}
+
+    def take_part(rank):
+        try:
+            talk = TcpTransport(Launch("test", rank=rank, size=size, address=address), timeout)
+            found[rank] = [talk.allgather(f"{i}:{rank}".encode() * i) for i in range(3)]
+        except PeerLost as error:
+            found[rank] = error
+
+    at_once(take_part, present)
+    return found
+
+
+def free_address():
+    with socket.socket() as s:
+        s.bind(("", 0))
+        return f"127.0.0.1:{s.getsockname()[1]}"
+
+
+def at_once(act, arguments):
+    threads = [threading.Thread(target=act, args=(argument,)) for argument in arguments]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+@pytest.mark.parametrize(
+    ("told", "expected"),
+    [
+        ((None, None, None, None), [0, 1, 2, 3]),
+        ((0, 2, 1, 3), [0, 2, 1, 3]),
+        ((0, 1, 0, 1), [0, 1, 2, 3]),  # by two launchers, each of its own
+    ],
+)
+def test_no_two_processes_of_a_host_have_the_same_place(told, expected):
+    address, found = free_address(), {}
+
+    def take_part(rank):
+        launch = Launch("test", rank=rank, size=4, local_rank=told[rank], address=address)
+        found[rank] = cluster._over_tcp(launch, 20.0)
+
+    at_once(take_part, range(4))
+    assert [found[rank].local_rank for rank in range(4)] == expected
+    assert {found[rank].local_size for rank in range(4)} == {4}
+
+
+def test_all_get_every_message_in_order_of_rank():
+    found = meet(5, [3, 0, 4, 1, 2])
+    expected = [[f"{i}:{rank}".encode() * i for rank in range(5)] for i in range(3)]
+    assert found == dict.fromkeys(range(5), expected)
+
+
+def test_who_does_not_come_is_named(capfd):
+    found = meet(4, [0, 1], timeout=1)
+    assert all(isinstance(error, PeerLost) for error in found.values())
+    assert "2 of 4 processes arrived within 1 s (--init-timeout); missing: rank 2, 3" in (
+        capfd.readouterr().err
+    )
+
+
+def test_ranks_that_do_not_fit_are_refused_at_once(capfd):
+    began = time.monotonic()
+    found = meet(3, [0, 1, 1])
+    assert isinstance(found[0], PeerLost)
+    assert time.monotonic() - began < 15
+    assert "a process came as rank 1 of 3" in capfd.readouterr().err
+
+
+def test_strangers_at_the_door_are_sent_away():
+    with socket.socket() as s:
+        s.bind(("", 0))
+        port = s.getsockname()[1]
+    launch = Launch("test", rank=0, size=2, address=f"127.0.0.1:{port}")
+    found = []
+    process_0 = threading.Thread(
+        target=lambda: found.append(TcpTransport(launch, 20).allgather(b"a"))
+    )
+    process_0.start()
+    for noise in (b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 8, b""):
+        connect_to(port).sendall(noise)
+    TcpTransport(Launch("test", rank=1, size=2, address=launch.address), 20).allgather(b"b")
+    process_0.join()
+    assert found == [[b"a", b"b"]]
+
+
+def connect_to(port):
+    for _ in range(100):
+        try:
+            return socket.create_connection(("127.0.0.1", port))
+        except OSError:
+            time.sleep(0.05)
+    raise TimeoutError
+
+
+def test_a_host_whose_name_is_loopback_is_reached_by_address(monkeypatch):
+    loopback = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.1.1", 0))]
+    monkeypatch.setattr(socket, "getfqdn", lambda: "debian")
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *args: loopback)
+    assert reachable_name() != "debian"
+    good = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("10.0.0.7", 0))]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *args: good)
+    assert reachable_name() == "debian"
+
+
+def test_what_one_process_finds_wrong_stops_all():
+    class Transport:
+        def allgather(self, message):
+            return [b"null", b'"second"', b'"third"']
+
+    with pytest.raises(UsageError, match="second"):
+        ProcessGroup("test", size=3, transport=Transport()).raise_if_any(None)

@@ -1,0 +1,65 @@
+"""How a lone process ends."""
+
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from jobs import SMALL, command, environment, losses
+
+
+@pytest.mark.parametrize("words", ["inspect --config tiny --step 1", "prepare python --out {}"])
+def test_nobody_hears_of_a_reader_that_has_seen_enough(words, tmp_path):
+    job = subprocess.Popen(
+        command(*words.format(tmp_path / "data").split()),
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment(),
+    )  # fmt: skip
+    job.stdout.close()
+    assert job.stderr.read() == ""
+    assert job.wait(30) == 128 + signal.SIGPIPE
+
+
+LATE = """
+import os, signal
+from jaxgpt.cluster.shutdown import StopSignal
+
+class Last:
+    def __del__(self):  # when Python has given up its handlers
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGALRM):
+            kill(os_getpid(), number)
+
+stop, last, kill, os_getpid = StopSignal(), Last(), os.kill, os.getpid
+"""
+
+
+def test_a_signal_after_the_end_does_not_change_the_status():
+    job = subprocess.run([sys.executable, "-c", LATE], capture_output=True, text=True)
+    assert (job.returncode, job.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&-"])
+def test_closed_streams_do_not_end_a_command(closed, tmp_path):
+    """And no file of the run gets their descriptors, on which libraries print."""
+    words = command("train", *SMALL, "train.max_iters=2", "--out", tmp_path)
+    job = subprocess.run(
+        ["sh", "-c", f"exec \"$@\" {closed}", "sh", *map(str, words)],
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment(),
+    )  # fmt: skip
+    assert job.returncode == 0, job.stdout
+    assert sorted(losses(tmp_path)) == [1, 2]
+
+
+INTERRUPTED = """
+import atexit, os
+from jaxgpt.cluster.shutdown import job_exit_handler
+with job_exit_handler():
+    import jax
+    atexit.register(os.abort)  # as XLA may, if it is interrupted in compiling
+    raise KeyboardInterrupt
+"""
+
+
+def test_an_interrupted_command_does_not_crash_at_its_exit():
+    job = subprocess.run([sys.executable, "-c", INTERRUPTED], capture_output=True, text=True)
+    assert (job.returncode, job.stderr) == (128 + signal.SIGINT, "")

@@ -1,0 +1,207 @@
+"""Every check, on facts in which something is wrong."""
+
+import dataclasses
+import json
+from importlib import metadata
+
+import jax
+import pytest
+
+from jaxgpt.cluster.machines import MACHINES
+from jaxgpt.cluster.process_group import ProcessGroup
+from jaxgpt.doctor import facts as facts_module
+from jaxgpt.doctor.checks import Check, check_supported, machine_checks
+from jaxgpt.doctor.facts import Facts, addresses_of, from_json, interface_of, look
+
+GIB = 2**30
+INSTALLED = {name: metadata.version(name) for name in ("jaxgpt", "jax", "jaxlib")}
+POLARIS = next(m for m in MACHINES if m.name == "Polaris")
+GPU = Facts(
+    rank=0,
+    host=0,
+    host_name="node0",
+    versions={"python": "3.12.1", **INSTALLED},
+    mpi_library="MPICH 4.1",
+    platform="gpu",
+    device_kind="NVIDIA A100-SXM4-40GB",
+    devices=("0",),
+    visible=None,
+    jax_platforms="",
+    accelerators=2,
+    nvidia=True,
+    device_memory=30 * GIB,
+    memory=100 * GIB,
+    shared_memory=10 * GIB,
+    cores=tuple(range(16)),
+    host_cores=32,
+    open_files=65536,
+)
+# Two hosts with two processes, each with a GPU of its own.
+HEALTHY = [
+    dataclasses.replace(
+        GPU, rank=rank, host=rank // 2 * 2, host_name=f"node{rank // 2}", devices=(str(rank % 2),)
+    )
+    for rank in range(4)
+]
+CLUSTER = ProcessGroup(
+    "MPICH (PMI_RANK=0)", size=4, hosts=(0, 0, 2, 2), host_names=("node0",) * 2 + ("node1",) * 2
+)
+FOUND = {"coordinator": "node0.hsn:4711", "notes": []}
+
+
+def report(everyone=HEALTHY, cluster=CLUSTER, found=FOUND, allocated=2, interface="hsn0"):
+    """name -> check."""
+    checks = machine_checks(everyone, cluster, found, allocated, interface)
+    assert len({c.name for c in checks}) == len(checks)
+    return {c.name: c for c in checks}
+
+
+def changed(rank, **facts):
+    """A job in which one process differs."""
+    return [dataclasses.replace(f, **facts) if f.rank == rank else f for f in HEALTHY]
+
+
+def everywhere(**facts):
+    return [dataclasses.replace(f, **facts) for f in HEALTHY]
+
+
+def test_nothing_is_said_against_a_healthy_job():
+    assert {c.status for c in report().values()} == {"OK"}
+    assert "4 in all" in report()["devices"].finding
+    assert "2 hosts (node0, node1), 2 processes on each" in report()["hosts"].finding
+
+
+CPU = {"platform": "cpu", "device_kind": "cpu", "device_memory": None}
+
+
+@pytest.mark.parametrize(
+    ("name", "status", "everyone", "finding", "remedy"),
+    [
+        (
+            "versions", "FAIL", changed(3, versions={**GPU.versions, "jaxlib": "0.9"}),
+            f"jaxlib differs: {INSTALLED['jaxlib']} on node0, node1, 0.9 on node1",
+            "one environment",
+        ),
+        (
+            "versions", "FAIL", changed(2, versions={**GPU.versions, "jax": None}),
+            "missing on node1", "one environment",
+        ),
+        ("supported versions", "FAIL", everywhere(versions={**GPU.versions, "jax": "99.0"}),
+         "there is 99.0", "pins.txt"),
+        ("MPI library", "FAIL", changed(2, mpi_library="Open MPI v5"), "Open MPI v5 on node1",
+         "module"),
+        ("hosts", "WARN", HEALTHY[:3], "node0 2, node1 1", "-ppn"),
+        ("devices", "FAIL", changed(1, devices=("0", "1")), "2 x NVIDIA", "same number"),
+        ("devices", "FAIL", changed(1, device_kind="NVIDIA H200"), "H200 on node0", "one kind"),
+        ("devices", "WARN", changed(3, devices=("0",)), "2, 3 on node1 seem to share device 0",
+         "one process per device"),
+        ("accelerators", "FAIL", everywhere(**CPU), "node0 has 2 accelerators", "jaxgpt[cuda]"),
+        ("accelerators", "FAIL", everywhere(nvidia=False, **CPU), "JAX uses the CPU", "JAX plugin"),
+        ("accelerators", "WARN", everywhere(accelerators=4), "2 of the 4 devices",
+         "as many processes"),
+        ("memory", "WARN", changed(2, memory=GIB), "0.5 GiB of host memory for each process "
+         "on node1", "--mem=0"),
+        ("cores", "WARN", everywhere(cores=(5,)), "2 processes on node0 share 1 core of 32",
+         "--cpu-bind"),
+        ("open files", "WARN", changed(1, open_files=200), "may open 200", "ulimit -n"),
+        ("shared memory", "WARN", changed(2, shared_memory=2**20), "1 MiB are free", "--shm-size"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_is_said_with_a_remedy(name, status, everyone, finding, remedy):
+    check = report(everyone)[name]
+    assert check.status == status
+    assert finding in check.finding
+    assert remedy in check.remedy
+
+
+def test_what_is_as_its_user_wants_it_is_no_fault():
+    on_cpu = everywhere(jax_platforms="cpu", **CPU)
+    assert report(on_cpu)["accelerators"].status == "OK"
+    # The job was given two of four GPUs.
+    narrowed = everywhere(accelerators=4, visible="CUDA_VISIBLE_DEVICES=0,1")
+    assert report(narrowed)["accelerators"].status == "OK"
+    no_limit = everywhere(open_files=-1, shared_memory=None)
+    assert {c.status for c in report(no_limit).values()} == {"OK"}
+
+
+def test_a_known_machine_is_expected_to_be_used_in_full():
+    on_polaris = dataclasses.replace(CLUSTER, machine=POLARIS)
+    assert "2 of the 4 devices" in report(cluster=on_polaris)["accelerators"].finding
+    without_files = everywhere(accelerators=0, **CPU)
+    assert "has 4 accelerators" in report(without_files, on_polaris)["accelerators"].finding
+    check = report(cluster=on_polaris)["interface"]
+    assert check.status == "WARN"
+    assert POLARIS.high_speed_suffix in check.remedy
+    fast = FOUND | {"coordinator": f"x3001{POLARIS.high_speed_suffix}:4711"}
+    assert report(cluster=on_polaris, found=fast)["interface"].status == "OK"
+
+
+def test_the_launcher():
+    alone = ProcessGroup("single process")
+    check = report(HEALTHY[:1], alone, allocated=2)["launcher"]
+    assert (check.status, "1 of the 2 hosts" in check.finding) == ("WARN", True)
+    check = report(allocated="PBS_NODEFILE=/x: cannot be read; unset it")["launcher"]
+    assert (check.status, "/x" in check.finding) == ("WARN", True)
+    without_mpi = dataclasses.replace(CLUSTER, notes=("going on without MPI",))
+    assert report(cluster=without_mpi)["launcher"].status == "WARN"
+
+
+def test_hosts_have_to_meet_where_all_can_come():
+    local = FOUND | {"coordinator": "127.0.0.1:4711"}
+    check = report(found=local, interface="lo")["interface"]
+    assert (check.status, "JAXGPT_COORDINATOR" in check.remedy) == ("FAIL", True)
+    one_host = [dataclasses.replace(f, host=0, host_name="node0") for f in HEALTHY[:2]]
+    assert report(one_host, found=local, interface="lo")["interface"].status == "OK"
+    cleared = FOUND | {"notes": ["cleared http_proxy: ..."]}
+    assert "http_proxy" in report(found=cleared)["interface"].finding
+
+
+@pytest.mark.parametrize(
+    ("version", "bounds", "inside"),
+    [
+        ("0.10.2", ">=0.10,<0.12", True),
+        ("0.12.0", ">=0.10,<0.12", False),
+        ("0.9.2", ">=0.10", False),
+        ("0.10.2", "<=0.10.2,>=0.10.2", True),
+        ("0.10.1", "<=0.10.2,>=0.10.2", False),
+        ("0.11.0.dev20260101", ">=0.10,<0.12", True),
+    ],
+)
+def test_ranges_of_versions(version, bounds, inside):
+    requires = {"jaxgpt": [f"x[y]{bounds}", 'z>=99; extra == "x"']}.get
+    check = check_supported({"jaxgpt": "1", "jax": None, "x": version, "z": "1"}, requires)
+    assert check.status == ("OK" if inside else "FAIL")
+
+
+def test_a_fault_without_a_remedy_cannot_be_reported():
+    with pytest.raises(AssertionError):
+        Check("x", "FAIL", "broken")
+
+
+def test_devices_are_told_apart(monkeypatch):
+    """Processes of a host see its devices in four ways."""
+
+    def names(n, chosen, visible, usable):
+        monkeypatch.setattr(facts_module.glob, "glob", lambda p: usable if "nvidia" in p else [])
+        monkeypatch.setattr(facts_module.os, "access", lambda path, mode: True)
+        return facts_module._physical_names(n, chosen, visible)
+
+    every = ["/dev/nvidia0", "/dev/nvidia1"]
+    one_takes_all = names(2, None, None, every)
+    shared_out = names(1, [0], None, every), names(1, [1], None, every)
+    by_variable = names(1, None, "0", every), names(1, None, "1", every)
+    by_control_group = names(1, None, "0", every[:1]), names(1, None, "0", every[1:])
+    assert len(set(one_takes_all)) == 2
+    for a, b in (shared_out, by_variable, by_control_group):
+        assert a != b
+    assert names(1, None, "0", every) == names(1, None, "0", every)
+
+
+def test_the_facts_of_this_process():
+    facts = look(ProcessGroup("test"))
+    assert facts.versions["jax"] == jax.__version__
+    assert (facts.platform, len(facts.devices)) == ("cpu", 8)
+    assert GIB // 4 < facts.memory < 2**50
+    assert from_json(json.loads(json.dumps(vars(facts)))) == facts
+    assert interface_of(addresses_of("localhost")) in ("lo", "lo0")
+    assert interface_of(["192.0.2.1"]) is None  # reserved for documentation

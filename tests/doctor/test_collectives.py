@@ -1,0 +1,158 @@
+"""The collectives that the doctor runs, on eight devices, beside the same in NumPy."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxgpt.cluster.process_group import ProcessGroup
+from jaxgpt.doctor import collectives as module
+from jaxgpt.doctor.collectives import (
+    COLLECTIVES,
+    SIZES,
+    Measurement,
+    bus_bandwidth,
+    collective_checks,
+    measure,
+    measure_axis,
+)
+from jaxgpt.parallel.mesh import make_mesh
+from jobs import limited_devices
+
+BY_NAME = {c.name: c for c in COLLECTIVES}
+CLUSTER = ProcessGroup("test")
+
+
+def by_numpy(name, x):
+    """What n devices get; x[i] is the array of device i."""
+    n = len(x)
+    parts = x.reshape(n, n, -1)
+    return {
+        "all-reduce": lambda: np.broadcast_to(x.sum(0), x.shape),
+        "reduce": lambda: np.concatenate([x.sum(0)[None], x[1:]]),
+        "broadcast": lambda: np.broadcast_to(x[0], x.shape),
+        "all-gather": lambda: np.broadcast_to(x.reshape(-1), (n, x.size)),
+        "reduce-scatter": lambda: parts.sum(0),
+        "scatter": lambda: parts[0],
+        "all-to-all": lambda: parts.swapaxes(0, 1).reshape(n, -1),
+        "permute": lambda: np.roll(x, 1, axis=0),
+    }[name]()
+
+
+@pytest.mark.parametrize("collective", COLLECTIVES, ids=lambda c: c.name)
+def test_a_collective_does_what_its_name_says(collective):
+    x = np.random.default_rng(0).integers(0, 100, (8, 16)).astype(np.float32)
+    mesh = make_mesh((8, 1, 1))
+    where = NamedSharding(mesh, PartitionSpec("data"))
+    run = jax.shard_map(
+        lambda x: collective.run(x[0], "data", 8)[None],
+        mesh=mesh, in_specs=where.spec, out_specs=where.spec, check_vma=False,
+    )  # fmt: skip
+    found = jax.jit(run)(jax.device_put(x, where))
+    np.testing.assert_array_equal(found, by_numpy(collective.name, x))
+
+
+def test_every_axis_of_a_mesh_is_checked_and_timed(monkeypatch):
+    monkeypatch.setattr(module, "REPETITIONS", dict.fromkeys(SIZES, 1))
+    mesh = make_mesh((2, 1, 4))
+    for axis, n in (("data", 2), ("tensor", 4)):
+        heard = []
+        found = measure_axis(mesh, axis, CLUSTER, 0.0, heard.append)
+        # No time is left for larger sizes, but every collective is checked once.
+        assert sorted(m.collective for m in found) == sorted(BY_NAME)
+        assert {m.bytes for m in found} == {1024}
+        assert {(m.axis, m.n, m.error) for m in found} == {(axis, n, None)}
+        assert all(m.seconds > 0 for m in found)
+        assert f"permute over {axis}, 1 KiB" in heard
+        checks = collective_checks(found, slow=None)
+        assert [c.name for c in checks] == [f"{c.name} over {axis}" for c in COLLECTIVES]
+        assert {c.status for c in checks} == {"OK"}
+        for check, collective in zip(checks, COLLECTIVES, strict=True):
+            assert collective.meaning in check.finding
+
+
+def test_sizes_grow_to_64_mib_while_there_is_time():
+    assert (SIZES[0], SIZES[-1]) == (1024, 64 * 2**20)
+    with limited_devices(2):
+        mesh = make_mesh((2, 1, 1))
+    found = measure_axis(mesh, "data", CLUSTER, 60.0, lambda what: None, [BY_NAME["permute"]])
+    assert [m.bytes for m in found] == list(SIZES)
+    assert {m.error for m in found} == {None}
+
+
+def test_what_takes_long_is_not_tried_larger(monkeypatch):
+    monkeypatch.setattr(module, "measure", lambda mesh, axis, c, size: (3.0, ""))
+    found = measure_axis(make_mesh((8, 1, 1)), "data", CLUSTER, 60.0, lambda what: None)
+    assert {m.bytes for m in found} == {1024}
+
+
+BROKEN = {
+    "all-reduce": lambda x, axis, n: x,
+    "reduce": lambda x, axis, n: lax.psum(x, axis),
+    "broadcast": lambda x, axis, n: lax.psum(x, axis) / n,
+    "all-gather": lambda x, axis, n: lax.all_gather(x, axis, tiled=True)[::-1],
+    "reduce-scatter": lambda x, axis, n: jnp.split(x, n)[0],
+    "scatter": lambda x, axis, n: lax.psum_scatter(x, axis, tiled=True),
+    "all-to-all": lambda x, axis, n: x,
+    "permute": lambda x, axis, n: lax.ppermute(x, axis, [(i, (i - 1) % n) for i in range(n)]),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_wrong_result_fails(name):
+    broken = dataclasses.replace(BY_NAME[name], run=BROKEN[name])
+    for mesh, axis in (((8, 1, 1), "data"), ((2, 4, 1), "fsdp")):
+        _, error = measure(make_mesh(mesh), axis, broken, 1024)
+        assert "wrong result: element" in error, mesh
+
+
+def test_groups_along_an_axis_are_not_mixed_up():
+    broken = dataclasses.replace(
+        BY_NAME["all-reduce"], run=lambda x, axis, n: lax.psum(x, ("data", "fsdp"))
+    )
+    assert measure(make_mesh((4, 2, 1)), "data", broken, 1024)[1]
+
+
+def test_a_failure_is_reported_and_the_others_go_on(capsys):
+    def refuse(x, axis, n):
+        raise RuntimeError("NCCL error\nwith a long story")
+
+    broken = dataclasses.replace(BY_NAME["all-reduce"], run=refuse)
+    some = [broken if c.name == broken.name else c for c in COLLECTIVES]
+    found = measure_axis(make_mesh((8, 1, 1)), "data", CLUSTER, 0.0, lambda what: None, some)
+    checks = {c.name: c for c in collective_checks(found, slow=None)}
+    failed = checks["all-reduce over data"]
+    assert failed.status == "FAIL"
+    assert failed.finding == "at 1 KiB, process 0: RuntimeError: NCCL error"
+    assert "NCCL_DEBUG" in failed.remedy
+    # Said at once as well, as the other processes may not come to hear it.
+    said = "process 0: all-reduce over data, 1 KiB: RuntimeError: NCCL error"
+    assert capsys.readouterr().err.strip() == said
+    assert checks["permute over data"].status == "OK"
+
+
+def test_a_network_far_below_its_data_sheet_is_noticed():
+    def checks(bandwidth, n_bytes=2**26):
+        everything = [Measurement(c.name, "data", 8, n_bytes, 0.1, bandwidth) for c in COLLECTIVES]
+        return {c.name: c.status for c in collective_checks(everything, slow=1e9)}
+
+    assert checks(0.9e9)["all-reduce over data"] == "WARN"
+    assert checks(1.1e9)["all-reduce over data"] == "OK"
+    assert checks(0.9e9, n_bytes=2**10)["all-reduce over data"] == "OK"  # that is latency
+
+
+# The table at the end of nccl-tests' doc/PERFORMANCE.md, and src/scatter.cu, src/sendrecv.cu.
+@pytest.mark.parametrize(
+    ("name", "factor"),
+    [
+        ("all-reduce", 2 * 7 / 8), ("reduce-scatter", 7 / 8), ("all-gather", 7 / 8),
+        ("broadcast", 1), ("reduce", 1), ("all-to-all", 7 / 8), ("scatter", 7 / 8),
+        ("permute", 1),
+    ],
+)  # fmt: skip
+def test_bus_bandwidth_is_that_of_nccl_tests(name, factor):
+    assert bus_bandwidth(BY_NAME[name], 8, 2**20, 0.5) == pytest.approx(factor * 2**21)

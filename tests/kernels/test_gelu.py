@@ -1,0 +1,31 @@
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxgpt.kernels.gelu import gelu
+
+X = np.linspace(-12, 12, 4801)
+PHI = np.array([0.5 * math.erfc(-x / math.sqrt(2)) for x in X])
+DENSITY = np.exp(-0.5 * X * X) / math.sqrt(2 * math.pi)
+
+
+def test_gelu_is_x_times_the_normal_distribution_function():
+    np.testing.assert_allclose(gelu(jnp.float32(X)), X * PHI, rtol=1e-6, atol=1e-6)
+
+
+def test_its_gradient_is_the_formula():
+    found = jax.vmap(jax.grad(gelu))(jnp.float32(X))
+    np.testing.assert_allclose(found, PHI + X * DENSITY, rtol=1e-6, atol=1e-6)
+
+
+def test_in_bfloat16_it_is_as_exact_as_that_allows():
+    x = jnp.bfloat16(X[X > -4])
+    phi = np.array([0.5 * math.erfc(-x / math.sqrt(2)) for x in np.float64(x)])
+    density = np.exp(-0.5 * np.float64(x) ** 2) / math.sqrt(2 * math.pi)
+    found, gradients = gelu(x), jax.vmap(jax.grad(gelu))(x)
+    assert found.dtype == gradients.dtype == jnp.bfloat16
+    # Half a unit of the last of 8 bits, and float32's 1 + erf.
+    np.testing.assert_allclose(np.float64(found), x * phi, rtol=2**-8, atol=1e-6)
+    np.testing.assert_allclose(np.float64(gradients), phi + x * density, rtol=2**-8, atol=1e-6)

@@ -1,0 +1,124 @@
+import re
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxgpt.config import ModelConfig, UsageError
+from jaxgpt.models.attention import (
+    causal_attention,
+    choose_attention,
+    cuda_capability,
+    fallback_warnings,
+    xla_attention,
+)
+
+GPU_MODEL = ModelConfig(n_head=12, n_embd=768)
+
+
+@pytest.mark.parametrize(
+    ("config", "dtype", "capability", "kernel", "reason"),
+    [
+        (GPU_MODEL, "bfloat16", 9.0, "cudnn", "flash"),
+        (GPU_MODEL, "bfloat16", 8.0, "cudnn", "flash"),
+        (GPU_MODEL, "bfloat16", 7.0, "xla", "A100 or newer"),  # V100
+        (GPU_MODEL, "bfloat16", 0.0, "xla", "NVIDIA"),  # CPU, AMD
+        (GPU_MODEL, "float32", 9.0, "xla", "bfloat16"),
+        (ModelConfig(n_head=1, n_embd=132), "bfloat16", 9.0, "xla", "head size"),
+        (ModelConfig(n_head=2, n_embd=320), "bfloat16", 9.0, "cudnn", "flash"),  # 160 each
+        (ModelConfig(n_head=2, n_embd=320), "bfloat16", 8.0, "xla", "8 up to 128, not 160"),
+        (ModelConfig(n_head=1, n_embd=264), "bfloat16", 9.0, "xla", "8 up to 256, not 264"),
+        (ModelConfig(dropout=0.1), "bfloat16", 9.0, "xla", "dropout"),
+        (ModelConfig(attention="xla"), "bfloat16", 9.0, "xla", "model.attention=xla"),
+    ],
+)
+def test_the_kernel_is_chosen_and_the_choice_explained(config, dtype, capability, kernel, reason):
+    chosen, why = choose_attention(config, dtype, capability)
+    assert chosen == kernel
+    assert reason in why
+
+
+@pytest.mark.parametrize(
+    ("config", "capability", "n_warnings"),
+    [
+        (ModelConfig(dropout=0.1), 9.0, 1),
+        (ModelConfig(dropout=0.1, attention="xla"), 9.0, 0),  # as asked for
+        (ModelConfig(dropout=0.1), 7.0, 0),  # could not have it in any case
+        (GPU_MODEL, 9.0, 0),  # has it
+    ],
+)
+def test_a_gpu_that_does_without_cudnn_is_a_warning(config, capability, n_warnings):
+    chosen, why = choose_attention(config, "bfloat16", capability)
+    warnings = fallback_warnings(config, chosen, why, capability)
+    assert len(warnings) == n_warnings and all("dropout" in warning for warning in warnings)
+
+
+def test_asking_for_cudnn_without_a_gpu_is_refused():
+    with pytest.raises(UsageError, match="model.attention=cudnn: .*use auto or xla"):
+        choose_attention(ModelConfig(attention="cudnn"), "bfloat16", 0.0)
+
+
+@pytest.mark.parametrize(("told", "expected"), [("9.0", 9.0), ("gfx90a", 0.0), (None, 0.0)])
+def test_only_nvidias_devices_have_a_cuda_capability(told, expected):
+    device = types.SimpleNamespace(**({} if told is None else {"compute_capability": told}))
+    assert cuda_capability(device) == expected
+
+
+def test_it_is_jaxs_causal_attention():
+    q, k, v = jax.random.normal(jax.random.key(0), (3, 2, 9, 4, 8))
+    expected = jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="xla")
+    np.testing.assert_allclose(xla_attention(q, k, v), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_dropout_keeps_the_mean():
+    q = k = jnp.zeros((1, 64, 1, 8))
+    v = jnp.ones((1, 64, 1, 8))
+    keys = jax.random.split(jax.random.key(0), (200, 1, 1))  # for each row and head
+    out = jax.vmap(lambda keys_BH: xla_attention(q, k, v, 0.2, keys_BH))(keys)
+    assert float(out.mean()) == pytest.approx(1.0, abs=0.01)
+    assert float(out[:, :, 0, :].std()) > 0
+
+
+@pytest.mark.parametrize("T", [1, 7, 64, 300, pytest.param(1024, marks=pytest.mark.long)])
+def test_blocks_of_queries_give_the_same_attention_and_gradients(T):
+    qkv = jax.random.normal(jax.random.key(T), (3, 2, T, 2, 8))
+
+    def jaxs(q, k, v):
+        return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="xla")
+
+    for found, expected in zip(
+        *(with_gradients(f, qkv) for f in (causal_attention, jaxs)), strict=True
+    ):
+        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def with_gradients(attend, qkv):
+    return attend(*qkv), *jax.grad(lambda qkv: (attend(*qkv) ** 2).sum())(qkv)
+
+
+def test_no_gradient_is_a_product_that_cpus_compute_slowly():
+    """Sums over the rows of both operands, for which XLA has only a plain loop there."""
+    qkv = jnp.ones((3, 2, 64, 2, 8))
+    gradients = jax.jit(jax.grad(lambda qkv: (causal_attention(*qkv) ** 2).sum()))
+    products = re.findall(r" dot\(.*", gradients.lower(qkv).compile().as_text())
+    slow = [p for p in products if "lhs_contracting_dims={2}" in p]
+    assert len(products) == 2 * 6
+    assert slow == []
+
+
+def test_blocks_of_queries_drop_different_weights():
+    """Each at the rate, and not those that another block has dropped at the same places."""
+    T, rate = 256, 0.3
+    v = jnp.broadcast_to(jnp.eye(T)[None, :, None], (1, T, 1, T))  # what comes out is the weights
+    keys_BH = jax.random.key(3)[None, None]
+    same = jnp.zeros((1, T, 1, 4))
+    kept_TS = causal_attention(same, same, v, rate, keys_BH)[0, :, 0] > 0
+    past_TS = np.tri(T, dtype=bool)
+    assert not (kept_TS & ~past_TS).any()
+    assert abs(kept_TS[past_TS].mean() - (1 - rate)) < 0.01
+    # With one key for both blocks these would be the same: words are numbered along rows, and
+    # those of the second block are twice as long. Independent: 0.7^2 + 0.3^2 = 0.58.
+    first, second = kept_TS[64:128:2, :64], kept_TS[160:192, :64]
+    assert abs((first == second).mean() - 0.58) < 0.05

@@ -1,0 +1,85 @@
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxgpt.config import load_config, mesh_sizes
+from jaxgpt.models.loss import cross_entropy, summed_loss
+from jaxgpt.parallel.mesh import make_mesh
+from jaxgpt.parallel.tensor import ONE_DEVICE
+from jaxgpt.plan.program import COMPILE_ONLY
+from jaxgpt.train.step import make_steps
+from jobs import limited_devices
+
+
+def test_cross_entropy_is_the_negative_log_likelihood():
+    logits = np.random.default_rng(0).normal(size=(2, 3, 7)) * 3
+    targets = np.array([[0, 6, 3], [2, 2, 5]])
+    p = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
+    expected = -np.log(np.take_along_axis(p, targets[..., None], -1))[..., 0]
+    padded = np.concatenate([logits, np.full((2, 3, 2), -np.inf)], -1)
+    for given in (logits, padded):
+        found = cross_entropy(jnp.float32(given), jnp.array(targets))
+        np.testing.assert_allclose(found, expected, rtol=1e-5)
+    gradient = jax.grad(lambda x: cross_entropy(x, jnp.array(targets)).sum())(jnp.float32(padded))
+    assert np.isfinite(gradient).all() and (gradient[..., 7:] == 0).all()
+
+
+def test_cross_entropy_of_large_logits_does_not_overflow():
+    logits = jnp.array([[[1e4, 0.0, -1e4]]])
+    assert cross_entropy(logits, jnp.array([[0]])) == 0
+    assert cross_entropy(logits, jnp.array([[2]])) == 2e4
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 4, 5, 100])
+def test_a_loss_in_chunks_is_the_loss_at_once(chunk):
+    B, T, D, V = 2, 6, 5, 11
+    keys = jax.random.split(jax.random.key(0), 3)
+    x, w = jax.random.normal(keys[0], (B, T, D)), jax.random.normal(keys[1], (128, D))
+    targets = jax.random.randint(keys[2], (B, T), 0, V)
+
+    def loss(x, w, chunk):
+        return 3 * summed_loss(x, w, targets, 0, V, ONE_DEVICE, chunk)[0]
+
+    whole = jax.value_and_grad(loss, argnums=(0, 1))(x, w, 0)
+    found = jax.value_and_grad(loss, argnums=(0, 1))(x, w, chunk)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(whole), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(loss(x, w, chunk), whole[0], rtol=1e-6)  # as in an evaluation
+
+
+@pytest.mark.parametrize("chunk", [11, 8, 5, 3])
+def test_chunks_are_as_even_as_they_get(chunk):
+    x, w, targets = jnp.ones((2, 6, 5)), jnp.ones((128, 5)), jnp.zeros((2, 6), jnp.int32)
+    program = jax.make_jaxpr(lambda x, w: summed_loss(x, w, targets, 0, 11, ONE_DEVICE, chunk)[0])
+    parts = -(-12 // chunk)
+    assert f"f32[{parts},{12 // parts},5]" in str(program(x, w))
+
+
+@pytest.mark.parametrize(
+    ("mesh", "options", "parts"),
+    [
+        ("1,1,1", (), 1),
+        ("1,1,4", (), 4),
+        ("1,1,4", ("parallel.sequence_parallel=True",), 4),
+        ("1,1,1", ("train.loss_chunk=2048",), 8),
+        ("1,1,4", ("train.loss_chunk=2048",), 32),
+    ],
+)
+def test_logits_exist_only_in_parts(mesh, options, parts):
+    """Of B T V numbers there are, at any time and on any device, only so many."""
+    config = load_config(
+        "tiny", "model.n_layer=1", "model.n_embd=64", "model.vocab_size=50304",
+        "model.block_size=1024", "train.batch_size=16", "--mesh", mesh, *options,
+    )  # fmt: skip
+    sizes = mesh_sizes(config)
+    with limited_devices(math.prod(sizes)):
+        steps = make_steps(config, make_mesh(sizes), slices=1)  # a whole microbatch at once
+    compiled = steps.lower_train_step().compile(COMPILE_ONLY)
+    arrays = re.findall(r"\b[a-z]+[0-9]+\[([0-9,]+)\]", compiled.as_text())
+    largest = max(math.prod(map(int, dims.split(","))) for dims in arrays)
+    tables_and_scores = max(50304 * 64, 16 * 4 // sizes[2] * 1024**2)
+    assert largest == max(16 * 1024 * 50304 // parts, tables_and_scores)

@@ -1,0 +1,45 @@
+from dataclasses import dataclass
+
+import jax
+import numpy as np
+import pytest
+
+from jaxgpt.parallel.mesh import crossing, describe, make_mesh
+
+
+@dataclass(frozen=True)
+class Device:
+    """Of a job on several hosts, as far as a mesh looks at one."""
+
+    id: int
+    process_index: int
+    platform: str = "gpu"
+
+
+@pytest.fixture
+def two_hosts(monkeypatch):
+    """Eight processes with a device each, which the launcher dealt out to two hosts in turn."""
+    devices = [Device(id=i, process_index=i) for i in range(8)]
+    monkeypatch.setattr(jax, "devices", lambda: devices)
+    return (0, 1) * 4
+
+
+def test_tensor_lies_on_neighbouring_devices():
+    mesh = make_mesh((2, 1, 4))
+    ids = np.vectorize(lambda d: d.id)(mesh.devices)
+    assert ids.tolist() == [[[0, 1, 2, 3]], [[4, 5, 6, 7]]]
+    assert describe(mesh) == "data=2 fsdp=1 tensor=4"
+
+
+def test_data_crosses_hosts_and_tensor_does_not(two_hosts):
+    mesh = make_mesh((2, 1, 4), two_hosts)
+    on_hosts = np.vectorize(lambda d: two_hosts[d.process_index])(mesh.devices)
+    assert on_hosts.tolist() == [[[0, 0, 0, 0]], [[1, 1, 1, 1]]]
+    assert crossing(mesh, two_hosts) == ()
+
+
+def test_tensor_across_hosts_works_and_is_said(two_hosts):
+    (sentence,) = crossing(make_mesh((1, 1, 8), two_hosts), two_hosts)
+    assert "tensor=8 spans 2 hosts" in sentence
+    (sentence,) = crossing(make_mesh((4, 1, 2)), two_hosts)  # nobody said which process is where
+    assert "tensor=2 spans 2 hosts" in sentence

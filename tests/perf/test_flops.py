@@ -1,0 +1,45 @@
+import time
+
+import jax
+import pytest
+
+from jaxgpt.config import load_config
+from jaxgpt.perf.flops import Rates, StepTimer, flops_per_token, peak_flops
+
+
+def test_flops_are_palms():
+    # PaLM (arXiv 2204.02311), appendix B, for GPT-2 small: 6 x 123.55M + 12 x 12 x 12 x 64 x 1024.
+    model = load_config("gpt2").model
+    assert flops_per_token(model, 123_551_232) == 6 * 123_551_232 + 12 * 12 * 12 * 64 * 1024
+
+
+def test_mfu_is_the_share_of_the_peak():
+    # nanoGPT reports 135.6 k tokens/s of GPT-2 124M on one A100, which is 37 % of 312 TFLOP/s.
+    flops = flops_per_token(load_config("gpt2").model, 123_551_232)
+    rates = Rates(480, 1024, flops, 1, peak_flops("NVIDIA A100-SXM4-40GB", "bfloat16"))
+    found = rates.of(480 * 1024 / 135_600)
+    assert found["tokens_per_sec"] == pytest.approx(135_600)
+    assert found["samples_per_sec"] == pytest.approx(135_600 / 1024)
+    assert found["mfu"] == pytest.approx(0.37, abs=0.005)
+    on_eight = Rates(480, 1024, flops, 8, 312e12).of(480 * 1024 / 135_600)
+    assert on_eight["tokens_per_sec_per_device"] == pytest.approx(135_600 / 8)
+    assert on_eight["mfu"] == pytest.approx(found["mfu"] / 8)
+
+
+def test_an_unknown_device_has_no_mfu():
+    assert peak_flops(jax.devices()[0].device_kind, "float32") is None  # a CPU
+    assert peak_flops("TPU v5 lite", "bfloat16") is None
+    assert peak_flops("NVIDIA H200", "float16") is None
+    assert Rates(1, 1, 1, 1, None).of(1.0)["mfu"] is None
+    assert set(Rates(1, 1, 1, 1, None).of(None).values()) == {None}
+
+
+def test_time_between_steps_is_not_counted():
+    timer = StepTimer()
+    for _ in range(4):
+        time.sleep(0.01)
+        timer.count()
+    with timer.excluded(None):
+        time.sleep(0.3)
+    assert 0.01 <= timer.lap() < 0.05
+    assert timer.lap() is None  # no step since

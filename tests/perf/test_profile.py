@@ -1,0 +1,187 @@
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AxisType, PartitionSpec
+
+from jaxgpt.cluster.process_group import ProcessGroup
+from jaxgpt.models.attention import xla_attention
+from jaxgpt.perf.operations import Operation, read_operations
+from jaxgpt.perf.profile import Event, Tracing, describe, report, summary
+
+N_STEPS = 3
+SIZE = 512
+
+
+@pytest.fixture(scope="module")
+def profile(tmp_path_factory):
+    """The profile of a program that has one product, one sum over devices, and attention."""
+    mesh = jax.make_mesh((8,), ("device",), axis_types=(AxisType.Auto,))
+    rows = PartitionSpec("device")
+
+    @jax.jit
+    @functools.partial(jax.shard_map, mesh=mesh, in_specs=(rows, rows), out_specs=(rows, rows))
+    def step(a, q):
+        total = jax.lax.psum(a[0] @ a[0], "device")
+        return jnp.tanh(total)[None], xla_attention(q, q * 2, q * 3)
+
+    arguments = jnp.ones((8, SIZE, SIZE)), jnp.ones((8, 64, 2, 16))
+    compiled = step.lower(*arguments).compile()
+    out = compiled(*arguments)
+    directory = tmp_path_factory.mktemp("profile")
+    tracing = Tracing(directory, ProcessGroup(launcher="test"))
+    tracing.start(out)
+    for _ in range(N_STEPS):
+        out = compiled(*arguments)
+    found = tracing.stop(out, N_STEPS, compiled.as_text())
+    assert list(directory.glob("plugins/profile/*/*.xplane.pb"))  # what TensorBoard looks for
+    return found
+
+
+def test_every_device_runs_each_operation_once_a_step(profile):
+    assert {op["count"] for op in profile["operations"]} == {1}
+    assert profile["device_seconds"] > 0
+    assert sum(profile["categories"].values()) == pytest.approx(profile["device_seconds"])
+    shares = [op["share"] for op in profile["operations"]]
+    assert shares == sorted(shares, reverse=True) and sum(shares) <= 1 + 1e-9
+
+
+def test_operations_are_told_apart_by_what_they_are_for(profile):
+    by_category = {}
+    for op in profile["operations"]:
+        by_category.setdefault(op["category"], []).append(op["name"])
+    assert len(by_category["matmul"]) == len(by_category["collective"]) == 1
+    assert by_category["elementwise"] and by_category["attention"]
+    # 2 x 512^3 FLOPs against 2 x 2 x 2 x 64^2 x 16 in attention.
+    assert profile["categories"]["matmul"] > profile["categories"]["attention"] > 0
+
+
+def test_a_model_s_operations_are_found_in_its_source():
+    from jaxgpt.config import load_config
+    from jaxgpt.parallel.mesh import make_mesh
+    from jaxgpt.train.step import make_steps
+
+    config = load_config(
+        "tiny", "model.n_layer=1", "model.n_embd=32", "model.n_head=2", "model.block_size=16",
+        "model.vocab_size=64", "train.batch_size=8",
+    )  # fmt: skip
+    steps = make_steps(config, make_mesh((2, 2, 2)))
+    hlo = steps.lower_train_step().compile().as_text()
+    operations = read_operations(hlo)
+    sources = {}
+    for op in operations.values():
+        sources.setdefault(op.category, set()).add(op.source.partition(":")[0])
+    assert "model/attention.py" in sources["attention"] and "model/gpt.py" in sources["matmul"]
+    assert "training/optimizer.py" in sources["elementwise"]
+    kinds = ("all-reduce(", "all-gather(", "reduce-scatter(", "all-to-all(")
+    expected = sum(any(f" {kind}" in line for kind in kinds) for line in hlo.split("\n"))
+    assert sum(op.category == "collective" for op in operations.values()) == expected > 0
+
+
+def test_waiting_in_a_collective_is_what_others_take_longer_than_the_last_to_come():
+    operations = {"sum": Operation("collective", ""), "dot": Operation("matmul", "")}
+
+    def process(*events):
+        return report([Event(*event) for event in events], operations)
+
+    early = process(("dot", "cpu 0", 0.0, 1.0), ("sum", "cpu 0", 1.0, 5.0))
+    late = process(("dot", "cpu 0", 0.0, 4.0), ("sum", "cpu 0", 4.0, 2.0))
+    found = summary([early, late], operations, n_steps=1, seconds=6.0)
+    assert found["categories"]["collective"] == (5 + 2) / 2
+    assert found["collective_waiting"] == (3 + 0) / 2
+    assert found["process_0"]["collective_waiting"] == 3
+    assert found["process_0"]["categories"]["collective"] == 5
+    assert found["device_seconds"] == 6
+    words = describe(found | {"collectives_over": "Gloo", "may_lack": False})
+    assert "collective (Gloo) " in words and "CUDA graphs" not in words
+    assert "1500.000 ms   25.0%   3000.000 ms" in words  # waiting: mean, share, process 0
+
+
+def test_a_library_in_a_folder_that_is_named_like_the_package_is_none_of_it():
+    """Such as that of an environment inside a clone; a frame names its parent's number + 1."""
+    operations = read_operations(
+        """HloModule jit_train_step
+
+FileNames
+1 "/home/me/jaxgpt/jaxgpt/train/step.py"
+2 "/home/me/jaxgpt/.venv/lib/python3.11/site-packages/optax/_tree_math.py"
+
+FunctionNames
+1 "train_step"
+2 "tree_sum"
+
+FileLocations
+1 {file_name_id=1 function_name_id=1 line=113 end_line=113}
+2 {file_name_id=2 function_name_id=2 line=187 end_line=187}
+
+StackFrames
+1 {file_location_id=1 parent_frame_id=1}
+2 {file_location_id=2 parent_frame_id=2}
+
+ENTRY %main (a: f32[8]) -> f32[8] {
+  ROOT %sum = f32[8]{0} add(%a, %a), metadata={op_name="sum" stack_frame_id=2}
+}
+"""
+    )
+    assert operations["sum"].source == "training/step.py:113 train_step"
+
+
+def test_a_gpu_s_trace_that_lacks_most_of_a_step_says_why():
+    operations = {"dot": Operation("matmul", "model/gpt.py:67")}
+    events = [Event("dot", "gpu 0", 0.0, 1.0)]
+    found = summary([report(events, operations)], operations, n_steps=1, seconds=100.0)
+    words = describe(found | {"collectives_over": None, "may_lack": True})
+    assert "XLA_FLAGS=--xla_gpu_enable_command_buffer=" in words and "matmul" in words
+    nothing = summary([report([], operations)], operations, n_steps=1, seconds=100.0)
+    assert "xla_gpu_enable_command_buffer=" in describe(nothing | {"may_lack": True})
+
+
+# As XLA writes it: the targets of xla/service/gpu/cublas_cudnn.h, docs/async_ops.md.
+GPU = """
+HloModule jit_train_step, is_scheduled=true
+
+%scattered (p: f32[8]) -> f32[4] {
+  %p = f32[8]{0} parameter(0)
+  ROOT %rs = f32[4]{0} reduce-scatter(%p), replica_groups={{0,1}}, dimensions={0}, to_apply=%add
+}
+
+%moved (p.1: bf16[8,4]) -> bf16[4,8] {
+  %p.1 = bf16[8,4]{1,0} parameter(0)
+  ROOT %t = bf16[4,8]{1,0} transpose(%p.1), dimensions={1,0}
+}
+
+%triton (p.2: bf16[8,4], p.3: bf16[4,8]) -> bf16[8,8] {
+  %p.2 = bf16[8,4]{1,0} parameter(0)
+  %p.3 = bf16[4,8]{1,0} parameter(1)
+  ROOT %d = bf16[8,8]{1,0} dot(%p.2, %p.3), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+}
+
+ENTRY %main (a: bf16[8,4], b: bf16[4,8]) -> bf16[8,8] {
+  %a = bf16[8,4]{1,0} parameter(0)
+  %gemm = (bf16[8,8]{1,0}, s8[33554432]{0}) custom-call(%a, %b), custom_call_target="__cublas$gemm"
+  %lt = bf16[8,8]{1,0} custom-call(%a, %b), custom_call_target="__cublas$lt$matmul"
+  %fused = bf16[8,8]{1,0} fusion(%a, %b), kind=kCustom, calls=%triton
+  %flash = (bf16[8,8]{1,0}, u8[0]{0}) custom-call(%a), custom_call_target="__cudnn$fmhaSoftmax"
+  %back = bf16[8,8]{1,0} custom-call(%a), custom_call_target="__cudnn$fmhaSoftmaxBackward"
+  %turned = bf16[4,8]{1,0} fusion(%a), kind=kInput, calls=%moved
+  %sent = (f32[8]{0}, f32[16]{0}) all-gather-start(%x), replica_groups={{0,1}}, dimensions={0}
+  %async = ((f32[8]{0}), f32[4]{0}) async-start(%x), calls=%scattered
+  %topk = (f32[4]{0}, s32[4]{0}) custom-call(%x), custom_call_target="TopK"
+  %sum = bf16[8,8]{1,0} add(%lt, %fused)
+}
+"""
+
+
+def test_what_gpus_run_is_told_apart_too():
+    found = {name: op.category for name, op in read_operations(GPU).items()}
+    expected = {
+        "matmul": ("gemm", "lt", "fused"),
+        "attention": ("flash", "back"),
+        "copy": ("turned",),
+        "collective": ("sent", "async"),
+        "other": ("topk",),
+        "elementwise": ("sum",),
+    }
+    for category, names in expected.items():
+        assert {found[name] for name in names} == {category}, category

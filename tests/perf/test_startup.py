@@ -1,0 +1,64 @@
+import time
+
+import pytest
+
+from jaxgpt.perf.startup import PHASES, Startup, startup_line, startup_record, summary
+
+
+def report(total, **seconds):
+    return {
+        "seconds": {name.replace("_", " "): s for name, s in seconds.items()},
+        "process_start": 1000.0,
+        "total": total,
+        "compile_cache": "hit",
+    }
+
+
+REPORTS = [
+    report(7.0, job_start=10.0, imports=2.0, compile=5.0),
+    report(8.0, job_start=11.0, imports=4.0, compile=4.0),
+    report(7.5, job_start=10.0, imports=3.0, compile=4.5),
+]
+
+
+def test_a_summary_has_the_spread_over_processes_and_who_was_slowest():
+    found = summary(REPORTS)
+    assert list(found["phases"]) == ["job start", "imports", "compile"]
+    assert found["phases"]["imports"] == {"min": 2.0, "mean": 3.0, "max": 4.0, "slowest_rank": 1}
+    assert found["phases"]["compile"]["slowest_rank"] == 0
+    assert found["slowest_phase"] == "job start"
+    assert found["job_start_to_first_step"] == 17.0
+    assert found["first_step_done"] == 1007.0
+    line = startup_line(found)
+    assert "8.0 s from process start to first step, 17.0 s from job start" in line
+    assert "imports 2.0/3.0/4.0 (rank 1)" in line and "compile cache: hit" in line
+    record = startup_record(found, step=1)
+    assert record["imports_max"] == 4.0 and record["total_mean"] == 7.5
+    assert record["job_start_to_first_step"] == 17.0
+
+
+def test_an_unknown_start_of_the_job_is_none():
+    reports = [report(7.0, imports=2.0)]
+    assert summary(reports)["job_start_to_first_step"] is None
+    assert "job start" not in startup_line(summary(reports))
+
+
+def test_phases_add_up_to_the_time_since_the_process_began(monkeypatch):
+    launched = time.time() - 100_000  # before this process
+    monkeypatch.setenv("JAXGPT_JOB_START", str(launched))
+    startup = Startup()
+    startup.mark("imports")
+    time.sleep(0.05)
+    startup.mark("data")
+    startup.mark("imports")
+    assert set(startup.seconds) <= set(PHASES)
+    assert 0.05 <= startup.seconds["data"] < 5
+    found = startup.report()
+    within = sum(s for phase, s in startup.seconds.items() if phase != "job start")
+    assert found["total"] == pytest.approx(within)
+    assert launched + startup.seconds["job start"] == pytest.approx(found["process_start"])
+
+
+def test_a_start_of_the_job_that_is_no_number_is_ignored(monkeypatch):
+    monkeypatch.setenv("JAXGPT_JOB_START", "yesterday")
+    assert "job start" not in Startup().seconds

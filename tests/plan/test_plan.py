@@ -1,0 +1,271 @@
+"""`python -m jaxgpt.plan` against the live arrays and the compiled program that it speaks of."""
+
+import json
+import math
+
+import jax
+import numpy as np
+import pytest
+
+from jaxgpt.config import UsageError, load_config, mesh_sizes
+from jaxgpt.models.transformer import count_parameters
+from jaxgpt.parallel.mesh import make_mesh
+from jaxgpt.perf.hardware import DEVICES
+from jaxgpt.plan import __main__ as plan_command
+from jaxgpt.plan import advise as advice_module
+from jaxgpt.plan.advise import advise
+from jaxgpt.plan.estimate import hosts_spanned
+from jaxgpt.plan.layout import plan_layout
+from jaxgpt.plan.program import Memory
+from jaxgpt.train.step import make_steps
+from jobs import limited_devices, run
+
+MODEL = (
+    "tiny", "model.n_layer=2", "model.n_embd=128", "model.vocab_size=256", "model.block_size=64",
+    "train.batch_size=16",
+)  # fmt: skip
+SCAN = "parallel.scan_layers=True"
+LAYOUTS = (
+    ("8,1,1", "parallel.zero_stage=0"),
+    pytest.param(("1,8,1", "parallel.zero_stage=1"), marks=pytest.mark.long),
+    ("2,4,1", "parallel.zero_stage=2", "train.gradient_accumulation_steps=2"),
+    ("1,8,1", "parallel.remat=full", SCAN),
+    ("2,2,2", "parallel.sequence_parallel=True", "train.dtype=bfloat16", SCAN),
+    ("1,2,4", "parallel.offload_optimizer=True", "train.loss_chunk=100", SCAN),
+)
+
+
+def configured(mesh, *options):
+    return load_config(*MODEL, "--mesh", mesh, *options)
+
+
+def live_bytes(tree):
+    device = jax.devices()[0]
+    shards = [s for x in jax.tree.leaves(tree) for s in x.addressable_shards if s.device == device]
+    return sum(s.data.nbytes for s in shards)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=" ".join)
+def test_a_plan_is_what_the_program_does(layout):
+    config = configured(*layout)
+    sizes = mesh_sizes(config)
+    plan = plan_layout(config, sizes, DEVICES["cpu"], 8)
+    steps = make_steps(config, make_mesh(sizes))
+    state = steps.init()
+    assert plan.memory.parameters == live_bytes(state.params)
+    assert plan.memory.moments == live_bytes(state.opt_state)
+
+    rows = jax.device_put(np.zeros((16, 65), np.int32), steps.batch_shape.sharding)
+    found = steps.train_step.lower(state, np.int32(1), rows).compile().memory_analysis()
+    needed = found.argument_size_in_bytes + found.temp_size_in_bytes
+    assert plan.memory.total == pytest.approx(needed, rel=0.01)
+
+
+@pytest.mark.long  # in the short form, the code of both is made the same way
+@pytest.mark.parametrize("layout", LAYOUTS, ids=" ".join)
+def test_a_quickly_compiled_plan_is_that_of_the_program_that_runs(layout):
+    job = run("plan", "--config", *MODEL, "--mesh", *layout, "--json")
+    assert job.returncode == 0, job.stdout
+    found, config = json.loads(job.stdout), configured(*layout)
+    plan = plan_layout(config, mesh_sizes(config), DEVICES["cpu"], 8)
+    assert found["memory"]["total"] == pytest.approx(plan.memory.total, rel=0.001)
+    assert found["collectives"] == json.loads(json.dumps(plan.to_dict()["collectives"]))
+
+
+@pytest.mark.parametrize(
+    ("stage", "parameters", "gradients", "moments"),
+    [(0, 1, 1, 1), (1, 1, 1, 8), (2, 1, 8, 8), (3, 8, 8, 8)],
+)
+def test_state_follows_the_formula_of_the_zero_paper(stage, parameters, gradients, moments):
+    """arXiv 1910.02054, figure 1, with 4 bytes for a parameter: 4 + 4 + 8 bytes, each over N."""
+    config = configured("1,8,1", f"parallel.zero_stage={stage}")
+    n, _ = count_parameters(config.model)
+    memory = plan_layout(config, (1, 8, 1), DEVICES["cpu"], 8).memory
+    assert memory.parameters == pytest.approx(4 * n / parameters, rel=0.02)
+    assert memory.gradients == pytest.approx(4 * n / gradients, rel=0.02)
+    assert memory.moments == pytest.approx(8 * n / moments, rel=0.02)
+    state = make_steps(config, make_mesh((1, 8, 1))).init()
+    assert live_bytes(state) == pytest.approx(4 * n / parameters + 8 * n / moments, rel=0.02)
+
+
+@pytest.mark.parametrize("gradients", ["float32", "bfloat16"])
+def test_another_device_counts_its_own_dtype_and_memory(gradients):
+    dtypes = ("train.dtype=bfloat16", f"parallel.grad_reduce_dtype={gradients}")
+    config = configured("1,4,2", *dtypes, "parallel.offload_optimizer=True", SCAN)
+    plan = plan_layout(config, (1, 4, 2), DEVICES["a100"], 4)
+    assert plan.memory.host_moments == plan.memory.moments - 4  # Adam's count stays
+    for row in plan.communication():  # also in bytes, though a CPU has no bfloat16
+        assert (row["count"], row["bytes"]) == (row["theory_count"], row["theory_bytes"]), row
+    assert plan.attention.startswith("cudnn")
+    assert plan.estimate.mfu < 0.6 and plan.estimate.step > 0
+    slower = plan_layout(config, (1, 4, 2), DEVICES["a100"], 1)
+    assert slower.estimate.step > plan.estimate.step
+    assert "tensor=2 spans 2 hosts" in slower.warnings[0] and not plan.warnings
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        ("1,2,1",),
+        pytest.param(("1,1,1",), marks=pytest.mark.long),
+        pytest.param(("1,1,2", "parallel.sequence_parallel=True"), marks=pytest.mark.long),
+    ],
+    ids=" ".join,
+)
+def test_flash_attention_is_planned_in_linear_memory(layout):
+    def temporaries(block_size, device):
+        config = configured(
+            *layout, "train.dtype=bfloat16", f"model.block_size={block_size}", "model.n_head=2",
+            "train.batch_size=2", "train.loss_chunk=256", SCAN,
+        )  # fmt: skip
+        sizes = mesh_sizes(config)
+        with limited_devices(math.prod(sizes)):
+            return plan_layout(config, sizes, device, 2).memory.activations_and_temporaries
+
+    h100, mi250x = DEVICES["h100"], DEVICES["mi250x"]
+    assert temporaries(2048, h100) < 2.5 * temporaries(1024, h100)
+    assert temporaries(2048, mi250x) > 3 * temporaries(1024, mi250x)
+
+
+def test_offloaded_moments_cost_time_and_come_back_for_the_update():
+    config = configured("1,8,1", "train.dtype=bfloat16", SCAN)
+    kept = plan_layout(config, (1, 8, 1), DEVICES["a100"], 4)
+    config = config.replace(parallel__offload_optimizer=True)
+    away = plan_layout(config, (1, 8, 1), DEVICES["a100"], 4)
+    there_and_back = 2 * away.memory.host_moments / 32e9  # PCIe 4.0 x16
+    assert away.estimate.update - kept.estimate.update == pytest.approx(there_and_back)
+    memory = Memory(parameters=10, gradients=10, moments=20, host_moments=20)
+    assert memory.total == 40
+
+
+@pytest.mark.parametrize(
+    ("axes", "mesh", "per_host", "hosts"),
+    [
+        (("tensor",), (3, 1, 8), 12, 2),  # devices 8 to 15 are on two hosts of 12
+        (("tensor",), (8, 1, 4), 4, 1),
+        (("fsdp",), (2, 4, 4), 4, 4),
+        (("fsdp",), (2, 2, 2), 8, 1),
+        (("data",), (2, 2, 2), 4, 2),
+        (("data", "tensor"), (2, 1, 4), 4, 2),
+        (("fsdp", "tensor"), (4, 2, 2), 4, 1),
+    ],
+)
+def test_hosts_are_counted_by_where_devices_are(axes, mesh, per_host, hosts):
+    mesh = dict(zip(("data", "fsdp", "tensor"), mesh, strict=True))
+    assert hosts_spanned(axes, mesh, per_host) == hosts
+
+
+@pytest.mark.parametrize(
+    ("room", "best", "per_host"),
+    [pytest.param(16, "data", 2, marks=pytest.mark.long), (4, "ZeRO", 4)],
+)
+def test_advice_follows_the_rules(room, best, per_host, monkeypatch):
+    """0.2 billion parameters, 3.2 GB of state: what fits a device stays whole."""
+    monkeypatch.setattr(advice_module, "capacity", lambda device, n: room * 2**30)
+    config = configured(
+        "-1,1,1", "train.dtype=bfloat16", "model.n_embd=1024", "model.n_layer=16",
+        "model.n_head=16", "train.batch_size=64", SCAN,
+    )  # fmt: skip
+    with limited_devices(4):
+        found = advise(config, 4, DEVICES["a100"], per_host)
+        sizes = tuple(found[0].mesh.values())
+        best_plan = plan_layout(found[0].config, sizes, DEVICES["a100"], per_host)
+    data, fsdp, tensor = found[0].mesh.values()
+    assert tensor == 1 and (fsdp > 1) == (best == "ZeRO") and found[0].fits
+    assert ("ZeRO-3 over" in found[0].reason) == (best == "ZeRO")
+    assert all(a.fits >= b.fits for a, b in zip(found, found[1:], strict=False))
+    assert max(a.mesh["tensor"] for a in found) == per_host
+    # Each row is the plan of its own options.
+    assert found[0].memory.total == pytest.approx(best_plan.memory.total, rel=0.03)
+    assert found[0].estimate.step == pytest.approx(best_plan.estimate.step, rel=0.03)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--mesh", "2,4,1", "--device", "b9000"), ("--device=b9000", "h100")),
+        (("--mesh", "2,1,3"), ("tensor=3", "model.n_head=4")),
+        (("--mesh", "2,4,1", "parallel.zero_stage=5"), ("parallel.zero_stage=5", "0, 1, 2, 3")),
+        (("--mesh", "-1,1,1"), ("parallel.mesh=-1,1,1", "--advise")),
+        (("--mesh", "7,1,1"), ("train.batch_size=24", "7")),
+        (("--advise", "0"), ("--advise=0", "at least 1")),
+        (("--advise", "8", "--mesh", "8,1,1"), ("--mesh", "--advise")),
+        (("--mesh", "4096,1,1", "train.batch_size=4096"), ("parallel.mesh=4096,1,1", "2048")),
+        (("--mesh", "6,1,1", "--device", "a100"), ("--devices-per-host=4", "a100", "6")),
+        (("--mesh", "2,1,1", "--devices-per-host", "0"), ("--devices-per-host=0", "at least 1")),
+        (("--mesh", "2,1,1", "data.dataset=nosuch"), ("data.dataset=nosuch", "vocab_size")),
+        (("--advise", "8", "--devices-per-host", "3"), ("--devices-per-host=3", "8")),
+        (("--mesh", "2,4,1", "--devices"), ("--devices",)),
+        (("--mesh", "2,4,1", "--device"), ("--device",)),
+        (("--mesh", "2,4,1", "--nonsense", "1"), ("--nonsense",)),
+        (("--advise", "two"), ("--advise=two", "whole number")),
+        (("--mesh", "1,1,1", "--devices-per-host", "9" * 20), ("--devices-per-host=9", "2^63")),
+        (
+            ("--mesh", "1,1,4", "parallel.sequence_parallel=True", "model.block_size=66"),
+            ("parallel.sequence_parallel=True", "tensor=4", "66"),
+        ),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else None,
+)
+def test_bad_input_is_one_clear_line(arguments, words, capsys):
+    """Before JAX is started for other devices, which it could not be in this process."""
+    with pytest.raises(SystemExit) as end:
+        plan_command.main(["--config", "tiny", *arguments])
+    assert end.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ") and all(word in line for word in words), line
+
+
+def test_a_batch_that_no_mesh_shares_out_is_refused():
+    words = r"--advise=7: .*train.batch_size=24; make it a multiple of 7$"
+    with pytest.raises(UsageError, match=words):
+        advise(load_config("tiny", "model.vocab_size=256"), 7, DEVICES["cpu"], 7)
+
+
+def test_gpt_175b_is_planned_on_a_laptop():
+    job = run("plan", "--config", "gpt-175b", "--mesh", "8,16,8", "--json")
+    assert job.returncode == 0, job.stdout
+    plan = json.loads(job.stdout)
+    assert job.seconds < 60
+    # GPT-3's table 2.1: 96 layers of 12288; per layer 12 D^2 split over tensor and fsdp, and
+    # 2 D + 2 D of norms and 2 D of row-parallel biases whole, 3 D + 4 D of others over tensor.
+    L, D, V, T = 96, 12288, 50304, 2048
+    split = (L * 12 * D * D + V * D) / (16 * 8) + T * D / 16
+    whole = L * 6 * D + 2 * D + L * 7 * D / 8
+    assert plan["memory"]["parameters"] == 4 * (split + whole)
+    assert plan["memory"]["moments"] == 8 * (split + whole) + 4
+    assert plan["devices"] == 1024 and plan["fits"] is False
+
+
+@pytest.mark.parametrize(
+    ("config", "microbatches", "gigabytes"), [("gpt2", 5, 36.5), ("gpt2-xl", 60, 51.1)]
+)
+def test_a_plan_for_an_h100_is_near_what_its_own_compiler_needs(config, microbatches, gigabytes):
+    """XLA of jaxlib 0.11.2, for an H100 with cuDNN's attention: arguments and temporaries."""
+    accumulation = f"train.gradient_accumulation_steps={microbatches}"
+    job = run(
+        "plan", "--config", config, "--mesh", "1,1,1", "--device", "h100", accumulation, "--json"
+    )
+    assert job.returncode == 0, job.stdout
+    total = json.loads(job.stdout)["memory"]["total"]
+    assert gigabytes * 1e9 < total < 1.2 * gigabytes * 1e9
+
+
+def test_as_many_devices_as_xla_simulates_can_be_planned():
+    arguments = ("--config", "tiny", "--mesh", "2048,1,1", "train.batch_size=2048")
+    job = run("plan", *arguments, "model.n_layer=1", "--device", "h100")
+    assert job.returncode == 0, job.stdout
+    assert "fits: " in job.stdout
+
+
+def test_a_report_is_readable_and_said_once():
+    job = run(
+        "plan", "--config", "gpt2", "--mesh", "2,2,1", "--device", "a100", "parallel.remat=full",
+        "train.batch_size=32", "train.gradient_accumulation_steps=1", processes=2,
+    )  # fmt: skip
+    assert job.returncode == 0, job.stdout
+    lines = job.stdout.splitlines()
+    assert sum(line.startswith("fits: ") for line in lines) == 1
+    assert max(map(len, lines)) <= 140
+    assert any(line.startswith("ESTIMATE") for line in lines)
+    assert "all-gather over fsdp" in job.stdout and " 0.00 " not in job.stdout

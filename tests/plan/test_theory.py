@@ -1,0 +1,143 @@
+"""What the compiled step communicates is what the papers say."""
+
+import collections
+import math
+
+import pytest
+
+from jaxgpt.config import load_config
+from jaxgpt.models.transformer import count_parameters
+from jaxgpt.perf.hardware import DEVICES
+from jaxgpt.perf.hlo import ring_bytes
+from jaxgpt.plan.program import compile_step
+from jaxgpt.plan.theory import expected_traffic
+from jobs import limited_devices
+
+pytestmark = pytest.mark.usefixtures("layouts_fit")
+
+L, D, T, V, B = 3, 64, 32, 256, 32
+MODEL = (
+    "tiny", f"model.n_layer={L}", f"model.n_embd={D}", f"model.block_size={T}",
+    f"model.vocab_size={V}", f"train.batch_size={B}",
+)  # fmt: skip
+SP, SCAN = "parallel.sequence_parallel=True", "parallel.scan_layers=True"
+
+
+def settings(mesh, *options):
+    sizes = tuple(int(size) for size in mesh.split(","))
+    config = load_config(*MODEL, "--mesh", mesh, *options)
+    return config, dict(zip(("data", "fsdp", "tensor"), sizes, strict=True))
+
+
+def compiled_traffic(config, mesh):
+    """(kind, axes) -> (number of arrays, bytes), read from the program."""
+    with limited_devices(math.prod(mesh.values())):
+        program = compile_step(config, tuple(mesh.values()), DEVICES["cpu"])
+    return totals(program.collectives)
+
+
+def totals(collectives):
+    out = collections.defaultdict(lambda: (0, 0))
+    for c in collectives:
+        count, size = out[c.kind, c.axes]
+        out[c.kind, c.axes] = count + c.count, size + c.bytes
+    return dict(out)
+
+
+def long(*layout):
+    """One whose parts are all in others."""
+    return pytest.param(layout, marks=pytest.mark.long)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        ("8,1,1",),
+        ("8,1,1", "train.gradient_accumulation_steps=4"),
+        *(("1,8,1", f"parallel.zero_stage={stage}") for stage in (0, 1, 2, 3)),
+        *(("1,8,1", f"parallel.zero_stage={stage}", SCAN) for stage in (2, 3)),
+        long("1,8,1", "parallel.zero_stage=0", SCAN),
+        long("1,8,1", "parallel.zero_stage=1", SCAN),
+        *(
+            ("1,8,1", f"parallel.zero_stage={stage}", "train.gradient_accumulation_steps=4")
+            for stage in (2, 3)
+        ),
+        long("1,8,1", "parallel.zero_stage=1", "train.gradient_accumulation_steps=4"),
+        ("1,8,1", "train.gradient_accumulation_steps=4", "parallel.reduce_every=microbatch"),
+        ("2,4,1", "model.bias=True"),
+        ("1,1,4",),
+        ("1,1,4", "parallel.remat=full"),
+        ("1,1,4", "parallel.remat=dots", SCAN),
+        ("1,1,4", "train.loss_chunk=100"),
+        ("1,1,4", SP),
+        ("1,1,4", SP, SCAN, "parallel.remat=full"),
+        ("2,1,4",),
+        ("2,1,4", SP, "model.bias=True"),
+        ("2,2,2", SP, "train.gradient_accumulation_steps=2"),
+        ("1,2,3", "model.n_head=6", "model.n_embd=60", "train.gradient_accumulation_steps=2"),
+        ("1,1,3", "model.n_head=6", "model.n_embd=60", SP, "model.block_size=33"),
+    ],
+    ids=" ".join,
+)
+def test_a_step_communicates_what_theory_says(layout):
+    """Equal in kind, mesh axis, number of arrays and bytes."""
+    config, mesh = settings(*layout)
+    assert compiled_traffic(config, mesh) == totals(expected_traffic(config, mesh))
+
+
+def volume(mesh, *options):
+    """Bytes that a device sends in a step."""
+    config, mesh = settings(mesh, *options)
+    return sum(
+        ring_bytes(t.kind, t.bytes, math.prod(mesh[a] for a in t.axes))
+        for t in expected_traffic(config, mesh)
+    )
+
+
+def test_zero_costs_what_its_paper_says():
+    """arXiv 1910.02054, section 7: 2 Psi for stages 0 to 2, 3 Psi for stage 3."""
+    n, _ = count_parameters(load_config(*MODEL).model)
+    psi = 4 * n * 7 / 8  # bytes, of which a ring of 8 sends 7/8
+    assert volume("8,1,1") == pytest.approx(2 * psi, rel=0.01)
+    for stage, factor in ((0, 2), (1, 2), (2, 2)):
+        assert volume("1,8,1", f"parallel.zero_stage={stage}") == pytest.approx(
+            factor * psi, rel=0.01
+        )
+    # The embeddings are gathered once, and everything else twice.
+    embeddings = 4 * (V + T) * D * 7 / 8
+    assert volume("1,8,1") == pytest.approx(3 * psi - embeddings, rel=0.01)
+
+
+def test_tensor_parallelism_costs_what_its_paper_says():
+    """arXiv 1909.08053, section 3: 4 all-reduces of B T D numbers per layer, 2 around them."""
+    config, mesh = settings("1,1,4")
+    found = [t for t in expected_traffic(config, mesh) if t.purpose.startswith("activations")]
+    assert sum(t.count for t in found) == 4 * L + 2
+    assert sum(t.bytes for t in found) == (4 * L + 2) * B * T * D * 4
+    assert {(t.kind, t.axes) for t in found} == {("all-reduce", ("tensor",))}
+
+
+def test_sequence_parallelism_costs_no_more():
+    """arXiv 2205.05198, section 4.2.2: but for gathering again in the backward pass."""
+    config, mesh = settings("1,1,4", SP)
+    extra = sum(t.bytes for t in expected_traffic(config, mesh) if "again" in t.purpose)
+    assert extra == 2 * L * B * T * D * 4
+    norms_and_positions = 4 * (2 * L * D + D + T * D) * 3 / 4 * 2
+    assert volume("1,1,4", SP) == volume("1,1,4") + extra * 3 / 4 + norms_and_positions
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_accumulation_does_not_multiply_the_reductions(stage):
+    once, _ = gradients(stage, "train.gradient_accumulation_steps=1")
+    assert gradients(stage, "train.gradient_accumulation_steps=4")[0] == once
+    every = gradients(
+        stage, "train.gradient_accumulation_steps=4", "parallel.reduce_every=microbatch"
+    )
+    assert every[1] == (4 if stage >= 2 else 1) * gradients(stage)[1]
+
+
+def gradients(stage, *options):
+    """(bytes, bytes that are reduce-scattered) of the gradients."""
+    config, mesh = settings("2,4,1", f"parallel.zero_stage={stage}", *options)
+    found = [t for t in expected_traffic(config, mesh) if t.purpose == "gradients"]
+    return sum(t.bytes for t in found), sum(t.bytes for t in found if t.kind == "reduce-scatter")

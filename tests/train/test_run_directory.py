@@ -1,0 +1,53 @@
+"""Folders that a run cannot have, or must share with no other."""
+
+import resource
+import subprocess
+import time
+
+import pytest
+
+from jaxgpt.config import UsageError, parse_args
+from jaxgpt.train import run_directory
+from jobs import SMALL, command, environment, run, train_here
+
+
+def test_a_folder_in_the_place_of_a_file_of_the_run_is_one_sentence(tmp_path):
+    (tmp_path / "metrics.jsonl").mkdir()
+    with pytest.raises(UsageError, match=rf"out={tmp_path}: its metrics.jsonl is a folder"):
+        train_here(*SMALL, "--out", tmp_path)
+
+
+def test_a_directory_in_use_is_refused(tmp_path):
+    first = subprocess.Popen(command("train", *SMALL, "--out", tmp_path), env=environment())
+    try:
+        while not (tmp_path / "metrics.jsonl").exists():
+            assert first.poll() is None
+            time.sleep(0.1)
+        second = run("train", *SMALL, "--out", tmp_path)
+        assert second.returncode == 2
+        assert f"out={tmp_path}: is in use by process {first.pid} on host" in second.stdout
+    finally:
+        first.kill()
+        first.wait()
+
+
+def test_a_run_directory_that_takes_no_file_or_no_checkpoint_is_refused(tmp_path):
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2**10, hard))  # as on a full disk
+    try:
+        with pytest.raises(UsageError, match=rf"out={tmp_path}: cannot be written \(File too la"):
+            train_here(*SMALL, "--out", tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    (tmp_path / "checkpoints").touch()
+    with pytest.raises(UsageError, match=rf"out={tmp_path}: its checkpoints is a file"):
+        train_here(*SMALL, "--out", tmp_path)
+
+
+def test_runs_of_the_same_second_have_directories_of_their_own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(run_directory.time, "strftime", lambda _: "now")
+    for _ in range(3):
+        run_directory._new_directory(parse_args(SMALL))
+    names = [f"shakespeare_char_cpu-now{suffix}" for suffix in ("", "-2", "-3")]
+    assert sorted(p.name for p in (tmp_path / "runs").iterdir()) == names

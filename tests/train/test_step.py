@@ -1,0 +1,129 @@
+import re
+
+import jax
+import jax._src.cudnn.fused_attention_stablehlo as kernels
+import numpy as np
+import pytest
+
+from jaxgpt.config import load_config, mesh_sizes
+from jaxgpt.models.attention import cudnn_attention, xla_attention
+from jaxgpt.parallel.mesh import make_mesh
+from jaxgpt.train.gradients import make_sharded
+from jaxgpt.train.state import step_options
+from jaxgpt.train.step import make_steps
+from jobs import trace
+
+pytestmark = pytest.mark.usefixtures("layouts_fit")
+
+ARGUMENTS = (
+    "shakespeare_char_cpu",
+    "data.dataset=python",
+    "model.n_layer=2",
+    "model.n_embd=64",
+    "train.batch_size=16",
+)
+
+
+@pytest.fixture(scope="module")
+def with_dropout():
+    """What one device finds."""
+    return trace(3, *ARGUMENTS, "model.dropout=0.3", "--mesh", "1,1,1", devices=1)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param(("2,1,4",), marks=pytest.mark.long),
+        ("1,8,1", "train.gradient_accumulation_steps=2"),
+        pytest.param(("2,2,2", "parallel.sequence_parallel=True"), marks=pytest.mark.long),
+        ("1,2,4", "parallel.sequence_parallel=True", "parallel.remat=full"),
+    ],
+)
+def test_dropout_is_the_same_on_every_mesh(layout, with_dropout):
+    found = trace(3, *ARGUMENTS, "model.dropout=0.3", "--mesh", *layout)
+    np.testing.assert_allclose(found["losses"], with_dropout["losses"], rtol=1e-4)
+
+
+def test_the_gradient_of_a_frequent_token_is_not_rounded_away():
+    """Of 2048 places where one token stands; in bfloat16, 256 + 1 is 256."""
+    rows, gradient = np.full((32, 65), 7, np.int32), {}
+    for dtype in ("float32", "bfloat16"):
+        config = load_config(*ARGUMENTS, "model.vocab_size=256", f"train.dtype={dtype}")
+        mesh = make_mesh((8, 1, 1))
+        sharded = make_sharded(config, mesh, xla_attention)
+        params = make_steps(config, mesh).init().params
+        _, gradients = jax.jit(sharded.loss_and_gradients)(params, np.int32(1), rows)
+        gradient[dtype] = np.asarray(gradients["wte"]["embedding"])[7]
+    difference = np.linalg.norm(gradient["bfloat16"] - gradient["float32"])
+    assert difference <= 0.02 * np.linalg.norm(gradient["float32"])
+
+
+def test_what_is_written_for_cpus_and_for_gpus_computes_the_same():
+    config = load_config(*ARGUMENTS, "model.vocab_size=256", "model.dropout=0.1", "model.bias=True")
+    mesh = make_mesh((2, 2, 2))
+    rows = np.random.default_rng(0).integers(256, size=(16, 65), dtype=np.int32)
+    params = make_steps(config, mesh).init().params
+    found = []
+    for on_cpu in (True, False):
+        sharded = make_sharded(config, mesh, xla_attention, on_cpu=on_cpu)
+        found.append(jax.jit(sharded.loss_and_gradients)(params, np.int32(1), rows))
+    for for_cpus, for_gpus in zip(*map(jax.tree.leaves, found), strict=True):
+        difference = np.linalg.norm(for_gpus - for_cpus)
+        assert difference <= 1e-5 * np.linalg.norm(for_cpus)
+
+
+def test_training_in_bfloat16_follows_float32():
+    exact = trace(20, *ARGUMENTS, "--mesh", "8,1,1")["losses"]
+    rounded = trace(20, *ARGUMENTS, "--mesh", "8,1,1", "train.dtype=bfloat16")["losses"]
+    np.testing.assert_allclose(rounded, exact, rtol=1e-2)
+    assert rounded != exact
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        ("8,1,1",),
+        ("1,8,1", "parallel.remat=full"),
+        ("2,1,4", "parallel.sequence_parallel=True", "parallel.scan_layers=True"),
+        ("2,2,2", "parallel.scan_layers=None"),  # loops on CPUs only
+    ],
+)
+def test_a_step_with_cudnn_s_attention_is_lowered_for_nvidias_gpus(layout, monkeypatch):
+    """As far as that goes without one: JAX asks for cuDNN and a GPU, and is told of both."""
+    monkeypatch.setattr(kernels, "check_cudnn_version", lambda: 91000)
+    monkeypatch.setattr(kernels, "check_compute_capability", lambda capability: True)
+    monkeypatch.setattr(kernels, "is_cuda_compute_capability_equal", lambda other: other == "9.0")
+    config = load_config(
+        *ARGUMENTS, "model.vocab_size=256", "train.dtype=bfloat16", "--mesh", *layout
+    )
+    mesh = make_mesh(mesh_sizes(config))
+    steps = make_steps(config, mesh, attend=cudnn_attention, on_cpu=False)
+    operands = (
+        steps.state_shapes,
+        jax.ShapeDtypeStruct((), np.int32, sharding=steps.replicated),
+        steps.batch_shape,
+    )
+    text = steps.train_step.trace(*operands).lower(lowering_platforms=("cuda",)).as_text()
+    n_forward = 2 if "parallel.remat=full" in layout else 1
+    n_layers = 1 if "parallel.scan_layers=True" in layout else 2
+    assert text.count("@__cudnn$fmhaSoftmaxBackward(") == n_layers
+    assert text.count("@__cudnn$fmhaSoftmax(") == n_layers * n_forward
+    # The rows first, as they come: see where the model adds positions.
+    assert re.search(r"@LayoutConstraint\(.*result_layouts = \[dense<\[2, 1, 0\]>", text)
+
+
+@pytest.mark.parametrize(
+    ("platform", "n_devices"), [("gpu", 8), ("gpu", 1), ("cpu", 1), ("tpu", 4)]
+)
+def test_xla_knows_the_options_of_a_step(platform, n_devices):
+    """It refuses names that it does not know, whatever it compiles for."""
+    options = step_options(platform, n_devices)
+    compiled = jax.jit(lambda x: x + 1, compiler_options=options).lower(1.0).compile()
+    assert float(compiled(1.0)) == 2.0
+    assert bool(options) == (platform == "cpu" or (platform, n_devices) == ("gpu", 8))
+
+
+def test_what_xla_flags_say_of_an_option_of_a_step_counts(monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_enable_latency_hiding_scheduler=false")
+    assert step_options("gpu", 8) is None
+    assert step_options("cpu", 1)

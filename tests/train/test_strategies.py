@@ -1,0 +1,170 @@
+"""Every way to lay a step out over devices gives the same losses and the same parameters."""
+
+import functools
+import itertools
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxgpt.config import load_config
+from jaxgpt.parallel.mesh import make_mesh
+from jaxgpt.train.step import make_steps
+from jobs import FIGHT, trace
+
+pytestmark = pytest.mark.usefixtures("layouts_fit")
+
+ARGUMENTS = (
+    "shakespeare_char_cpu",
+    "data.dataset=python",
+    "model.n_layer=2",
+    "model.n_embd=32",
+    "model.block_size=32",
+    "model.bias=True",
+    "train.batch_size=32",
+    "optimizer.warmup_iters=0",
+)
+CHOICES = {
+    "parallel.mesh": ("2,4,1", "2,2,2", "1,2,4"),
+    "parallel.zero_stage": (0, 1, 2, 3),
+    "parallel.sequence_parallel": (False, True),
+    "parallel.remat": ("none", "full", "dots", "attention"),
+    "parallel.scan_layers": (False, True),
+    "train.gradient_accumulation_steps": (1, 4),
+}
+LONG = {"attention"}  # other settings of remat do all that it does, and more
+ALL = [
+    chosen
+    for chosen in itertools.product(*CHOICES.values())
+    if not (chosen[0].endswith(",1") and chosen[2])  # nothing to split the sequence over
+]
+
+
+def pairwise(rows):
+    """Few of the rows, in which every two values that are together in a row still are."""
+
+    def pairs(row):
+        return set(itertools.combinations(enumerate(row), 2))
+
+    missing, chosen = set().union(*map(pairs, rows)), []
+    while missing:
+        chosen.append(max(rows, key=lambda row: len(pairs(row) & missing)))
+        missing -= pairs(chosen[-1])
+    return chosen
+
+
+@functools.cache
+def reference(n_steps):
+    return trace(n_steps, *ARGUMENTS, "--mesh", "1,1,1", devices=1, with_final=True)
+
+
+def options_rows(options):
+    """Rows of a batch that is evaluated: those of a microbatch."""
+    return load_config(*ARGUMENTS, *options).microbatch_size
+
+
+@functools.cache
+def evaluated(rows):
+    """Initial loss of so many rows, on one device."""
+    options = ("--mesh", "1,1,1", f"train.batch_size={rows}")
+    return trace(0, *ARGUMENTS, *options, devices=1)["evaluated"]
+
+
+def check(*options, n_steps=8, loss=1e-4, parameters=1e-4):
+    """Compares with one device. Returns the largest relative difference of a parameter."""
+    expected = reference(n_steps)
+    found = trace(n_steps, *ARGUMENTS, *options, with_final=True)
+    assert found["params"] == expected["params"]
+    assert found["rows"] == expected["rows"]
+    np.testing.assert_allclose(found["losses"], expected["losses"], rtol=loss)
+    np.testing.assert_allclose(found["norms"], expected["norms"], rtol=10 * loss)
+    rows = options_rows(options)
+    np.testing.assert_allclose(found["evaluated"], evaluated(rows), rtol=1e-5)
+    differences = {
+        path: np.linalg.norm(found["final"][path] - final) / np.linalg.norm(final)
+        for path, final in expected["final"].items()
+    }
+    assert max(differences.values()) <= parameters, differences
+    return max(differences.values())
+
+
+def as_options(chosen):
+    return [f"{key}={value}" for key, value in zip(CHOICES, chosen, strict=True)]
+
+
+@pytest.mark.parametrize(
+    "chosen", pairwise([c for c in ALL if not LONG & set(c)]), ids=lambda c: " ".join(map(str, c))
+)
+def test_a_strategy_changes_nothing_but_speed_and_memory(chosen):
+    check(*as_options(chosen))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("chosen", ALL, ids=lambda c: " ".join(map(str, c)))
+def test_all_strategies_change_nothing_but_speed_and_memory(chosen):
+    check(*as_options(chosen), n_steps=20)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param(("--mesh", "8,1,1", "train.loss_chunk=50"), marks=pytest.mark.long),
+        ("--mesh", "2,1,4", "train.loss_chunk=50"),
+        ("--mesh", "1,2,4", "train.loss_chunk=16", "parallel.sequence_parallel=True"),
+        ("--mesh", "2,4,1", "parallel.offload_optimizer=True"),
+        *(
+            ("--mesh", mesh, "parallel.reduce_every=microbatch", f"parallel.zero_stage={stage}",
+             "train.gradient_accumulation_steps=4")
+            for mesh, stage in (("1,8,1", 2), ("2,4,1", 3))
+        ),
+    ],
+    ids=" ".join,
+)  # fmt: skip
+def test_other_options_change_nothing_either(options):
+    check(*options)
+
+
+def test_gradients_that_travel_in_bfloat16_are_rounded():
+    rounding = 2.0**-8
+    options = ("--mesh", "2,4,1", "parallel.grad_reduce_dtype=bfloat16")
+    assert check(*options, loss=rounding, parameters=0.1) > 1e-4  # more than float32 differs
+
+
+@pytest.mark.parametrize(
+    "sequence_parallel", [pytest.param(False, marks=pytest.mark.long), True], ids=str
+)
+def test_a_vocabulary_that_tensor_does_not_divide_is_shared_out(sequence_parallel):
+    # Tensor=3 divides the heads, the channels and the sequence, and not the 256 tokens.
+    arguments = (*ARGUMENTS, "model.n_head=6", "model.n_embd=30", "model.block_size=33")
+    alone = trace(5, *arguments, "--mesh", "1,1,1", devices=1)
+    options = ("--mesh", "1,2,3", f"parallel.sequence_parallel={sequence_parallel}")
+    found = trace(5, *arguments, *options, devices=6)
+    np.testing.assert_allclose(found["losses"], alone["losses"], rtol=1e-4)
+
+
+def test_offloaded_moments_live_in_the_hosts_memory():
+    config = load_config(*ARGUMENTS, "--mesh", "2,4,1", "parallel.offload_optimizer=True")
+    config = config.replace(model__vocab_size=256)
+    steps = make_steps(config, make_mesh((2, 4, 1)))
+    state = steps.init()
+    rows = jax.device_put(np.zeros((32, 33), np.int32), steps.batch_shape.sharding)
+    for _ in range(2):
+        moments = [m for m in jax.tree.leaves(state.opt_state) if m.ndim > 0]
+        assert len(moments) == 2 * len(jax.tree.leaves(state.params))
+        assert {m.sharding.memory_kind for m in moments} == {"pinned_host"}
+        assert {p.sharding.memory_kind for p in jax.tree.leaves(state.params)} == {"device"}
+        state, _ = steps.train_step(state, np.int32(1), rows)
+
+
+def test_a_layout_that_xla_fights_is_noticed(capfd):
+    """What `layouts_fit` looks for does appear, and where these tests look."""
+    mesh = make_mesh((2, 4, 1))
+
+    def fight(x):
+        x = jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P("fsdp")))
+        return jax.lax.with_sharding_constraint(x + 1, NamedSharding(mesh, P(None, "data")))
+
+    jax.jit(fight).lower(jax.ShapeDtypeStruct((8, 8, 8), np.float32)).compile()
+    assert FIGHT in capfd.readouterr().err
