@@ -72,8 +72,9 @@ def test_a_model_s_operations_are_found_in_its_source():
     sources = {}
     for op in operations.values():
         sources.setdefault(op.category, set()).add(op.source.partition(":")[0])
-    assert "model/attention.py" in sources["attention"] and "model/gpt.py" in sources["matmul"]
-    assert "training/optimizer.py" in sources["elementwise"]
+    assert "models/attention.py" in sources["attention"]
+    assert any(source.startswith("models/") for source in sources["matmul"])
+    assert any(source.startswith("optim/") for source in sources["elementwise"])
     kinds = ("all-reduce(", "all-gather(", "reduce-scatter(", "all-to-all(")
     expected = sum(any(f" {kind}" in line for kind in kinds) for line in hlo.split("\n"))
     assert sum(op.category == "collective" for op in operations.values()) == expected > 0
@@ -124,11 +125,11 @@ ENTRY %main (a: f32[8]) -> f32[8] {
 }
 """
     )
-    assert operations["sum"].source == "training/step.py:113 train_step"
+    assert operations["sum"].source == "train/step.py:113 train_step"
 
 
 def test_a_gpu_s_trace_that_lacks_most_of_a_step_says_why():
-    operations = {"dot": Operation("matmul", "model/gpt.py:67")}
+    operations = {"dot": Operation("matmul", "models/transformer.py:67")}
     events = [Event("dot", "gpu 0", 0.0, 1.0)]
     found = summary([report(events, operations)], operations, n_steps=1, seconds=100.0)
     words = describe(found | {"collectives_over": None, "may_lack": True})
