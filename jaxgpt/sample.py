@@ -90,7 +90,7 @@ def write(arguments: argparse.Namespace) -> None:
     window, length = prompt_window(tokenizer, arguments.prompt, config.model.block_size)
     generate = jax.jit(
         make_generate(
-            compiled.reader,
+            compiled.make_decoder,
             tokenizer.vocab_size,
             arguments.max_new_tokens,
             arguments.temperature,

@@ -197,7 +197,7 @@ def trace(n_steps, *args, devices=None, with_final=False):
         out["rows"].append(sha256(batch))
         state, metrics = steps.train_step(state, np.int32(step), batch)
         out["losses"].append(float(metrics.loss))
-        out["norms"].append(float(metrics.grad_norm))
+        out["norms"].append(float(metrics.scalars["grad_norm"]))
     return out | ({"final": flat(state.params)} if with_final else {})
 
 

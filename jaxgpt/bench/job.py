@@ -27,7 +27,7 @@ from jaxgpt.train.profiling import StepProfile
 from jaxgpt.train.reporter import Reporter
 from jaxgpt.train.run_directory import Run
 from jaxgpt.train.state import TrainState
-from jaxgpt.train.stored import load_steps
+from jaxgpt.train.step import make_steps
 
 
 class Clocks(NamedTuple):
@@ -67,7 +67,7 @@ class Job:
         check_batch(run.config, sizes)
         self.mesh = make_mesh(sizes, cluster.hosts)
         began = time.perf_counter()
-        self.steps = load_steps(run.config, self.mesh, cluster)
+        self.steps = make_steps(run.config, self.mesh)
         self.loader = Loader.for_training(run.dataset, run.config, self.steps.batch_shape.sharding)
         lowered = self.steps.lower_train_step()
         traced = time.perf_counter()

@@ -154,7 +154,7 @@ def refuse_more_gpus_than_one(device: str) -> None:
 
 def write_task(job: Any, n_steps: int, compiled: bool, folder: Path) -> None:
     """Writes what nanoGPT is to do: our initial weights, and batches of the first steps."""
-    from jaxgpt.optim.adamw import learning_rate_schedule
+    from jaxgpt.optim import learning_rate_schedule
 
     config: Config = job.run.config
     model, schedule = config.model, learning_rate_schedule(config.optimizer)

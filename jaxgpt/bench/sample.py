@@ -73,7 +73,7 @@ def measure(config: Config, n_tokens: int | None) -> dict[str, Any]:
     window[:PROMPT] = np.random.default_rng(config.train.seed).integers(vocab_size, size=PROMPT)
 
     def with_cache(n: int) -> Callable[[], np.ndarray]:
-        generate = jax.jit(make_generate(steps.reader, vocab_size, n, 0.0, None))
+        generate = jax.jit(make_generate(steps.make_decoder, vocab_size, n, 0.0, None))
         return lambda: np.asarray(generate(params, window, np.int32(PROMPT), np.int32(0)))
 
     tell(cluster, "compiling")

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from jax.tree_util import keystr, tree_leaves_with_path, tree_map_with_path
 
 from jaxgpt.checkpoint.checksums import checksums
 from jaxgpt.checkpoint.metadata import add_checksum, load_metadata
@@ -103,7 +104,11 @@ class Checkpoints:
         self._finish()
         self.check_room(step, state)
         tree = _to_tree(state)
-        meta = {**meta, "watch": spike_state_to_json(state.watch), "checksums": checksums(tree)}
+        meta = {
+            **meta,
+            "spike_state": spike_state_to_json(state.spike_state),
+            "checksums": checksums(tree),
+        }
         with _writing(self._folder):
             self._manager.save(
                 step,
@@ -156,8 +161,8 @@ class Checkpoints:
             raise _damage(error, folder, remedy) from error
         state, meta = found["state"], load_metadata(folder)
         _check(state, meta, folder, remedy)
-        watch = spike_state_from_json(meta.get("watch"), shapes.watch)
-        return TrainState(state.pop("params"), state, watch)
+        spike_state = spike_state_from_json(meta.get("spike_state"), shapes.spike_state)
+        return TrainState(*_from_tree(state, shapes), spike_state)
 
     def close(self) -> None:
         """Returns when everything that was saved is on disk; the next use looks there anew.
@@ -285,6 +290,31 @@ def _orbax_log() -> _OrbaxLog:
 
 
 def _to_tree(state: TrainState) -> dict[str, Any]:
-    """The layout on disk: parameters, both moments and the count side by side; not the watch,
-    which checkpoints of before had not, and which JSON holds."""
-    return {"params": state.params, **state.opt_state}
+    """Return the layout on disk: `params` and `opt_state`, nested dicts of arrays.
+
+    The spike detector's state is JSON, since its length is a setting that may change.
+    """
+    return {"params": state.params, "opt_state": _named(state.opt_state)}
+
+
+def _from_tree(tree: dict[str, Any], shapes: TrainState) -> tuple[Params, Any]:
+    """Return the parameters and the optimizer's state that `_to_tree` laid out."""
+    leaves = {_path(path): leaf for path, leaf in tree_leaves_with_path(tree["opt_state"])}
+    opt_state = tree_map_with_path(lambda path, _: leaves[_path(path)], shapes.opt_state)
+    return tree["params"], opt_state
+
+
+def _named(opt_state: Any) -> dict[str, Any]:
+    """Return a tree of named tuples and others as nested dicts by field name or number."""
+    out: dict[str, Any] = {}
+    for path, leaf in tree_leaves_with_path(opt_state):
+        *parents, name = _path(path)
+        folder = out
+        for parent in parents:
+            folder = folder.setdefault(parent, {})
+        folder[name] = leaf
+    return out
+
+
+def _path(path: tuple[Any, ...]) -> tuple[str, ...]:
+    return tuple(keystr((key,), simple=True) for key in path)

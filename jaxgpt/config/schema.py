@@ -71,8 +71,10 @@ class TrainConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    """AdamW (arXiv 1711.05101) with linear warm-up and cosine decay."""
+    """The optimizer, with linear warm-up and cosine decay of its learning rate."""
 
+    name: str = "adamw"
+    """The optimizer: adamw (arXiv 1711.05101)."""
     learning_rate: float = 3e-3
     """Peak learning rate."""
     min_lr: float | None = None

@@ -3,6 +3,7 @@
 import dataclasses
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 
@@ -14,10 +15,9 @@ from jaxgpt.parallel.mesh import make_mesh
 from jaxgpt.parallel.remat import without_scores
 from jaxgpt.perf.hardware import Device
 from jaxgpt.perf.hlo import Collective, read_collectives
-from jaxgpt.plan.theory import FLOAT32
+from jaxgpt.train.state import state_shapes
 from jaxgpt.train.step import make_steps
 
-ADAM_COUNT = 4  # bytes
 # For programs that nobody will run: buffers and collectives are settled before LLVM's turn.
 COMPILE_ONLY = {"xla_backend_optimization_level": 0}
 
@@ -108,19 +108,26 @@ def state_memory(config: Config, sizes: tuple[int, ...], device: Device) -> Memo
     mesh, stage = make_mesh(sizes), config.parallel.zero_stage
     shapes, axes = abstract_params(config.model)
 
-    def bytes_by(rules: partition.Rules) -> int:
-        shardings = partition.shardings(partition.partition_specs(axes, shapes, rules, mesh), mesh)
-        local = jax.tree.map(
-            lambda s, where: math.prod(where.shard_shape(s.shape)), shapes, shardings
-        )
-        return FLOAT32 * sum(jax.tree.leaves(local))
-
-    moments = 2 * bytes_by(partition.moment_rules(stage)) + ADAM_COUNT
+    rules = partition.gradient_rules(stage, config.reduces_once)
+    gradients = jax.tree.map(
+        lambda s, where: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=where),
+        shapes,
+        partition.shardings(partition.partition_specs(axes, shapes, rules, mesh), mesh),
+    )
+    state = state_shapes(config, mesh)
+    opt_state = jax.tree.leaves(state.opt_state)
+    in_host_memory = [a for a in opt_state if a.sharding.memory_kind == "pinned_host"]
     return Memory(
-        parameters=bytes_by(partition.parameter_rules(stage)),
-        gradients=bytes_by(partition.gradient_rules(stage, config.reduces_once)),
-        moments=moments,
-        host_moments=moments - ADAM_COUNT
-        if config.parallel.offload_optimizer and device.name != "cpu"
-        else 0,
+        parameters=bytes_on_a_device(state.params),
+        gradients=bytes_on_a_device(gradients),
+        moments=bytes_on_a_device(opt_state),
+        host_moments=bytes_on_a_device(in_host_memory) if device.name != "cpu" else 0,
+    )
+
+
+def bytes_on_a_device(shapes: Any) -> int:
+    """Return the bytes that one device holds of arrays with these shapes and shardings."""
+    return sum(
+        math.prod(s.sharding.shard_shape(s.shape)) * s.dtype.itemsize
+        for s in jax.tree.leaves(shapes)
     )

@@ -56,7 +56,7 @@ def init_spike_state(spike: SpikeConfig) -> SpikeState:
     }
 
 
-def look(
+def update(
     watch: SpikeState, loss: jax.Array, grad_norm: jax.Array, spike: SpikeConfig
 ) -> tuple[SpikeState, Detection]:
     """Judges a step's values, and remembers them."""
@@ -74,6 +74,21 @@ def look(
         "nonfinite": jnp.where(finite, 0, watch["nonfinite"] + 1),
     }
     return watch, Detection(cause, medians, limits, watch["nonfinite"])
+
+
+def detect_and_gate(
+    spike: SpikeConfig, state: SpikeState, loss: jax.Array, grad_norm: jax.Array
+) -> tuple[SpikeState, Detection, jax.Array | None]:
+    """Return the next state, what was found of a step, and whether to apply its update.
+
+    The last is a boolean scalar, or None where the update is applied in any case.
+    """
+    if spike.action == "off":
+        return state, no_detection(), None
+    state, detection = update(state, loss, grad_norm, spike)
+    if spike.action == "skip_update":
+        return state, detection, detection.cause == NONE
+    return state, detection, detection.cause != NONFINITE
 
 
 def no_detection() -> Detection:

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import numpy as np
 
 from jaxgpt.config import Config
@@ -73,11 +74,9 @@ class Sampler:
         self._window = prompt_window(self._tokenizer, self._prompt, config.model.block_size)
         vocab_size, n_tokens = self._tokenizer.vocab_size, config.train.sample_tokens
         generate = make_generate(
-            steps.reader, vocab_size, n_tokens, SAMPLE_TEMPERATURE, SAMPLE_TOP_K
+            steps.make_decoder, vocab_size, n_tokens, SAMPLE_TEMPERATURE, SAMPLE_TOP_K
         )
-        self._generate = steps.jitted(
-            f"sample-{n_tokens}-{vocab_size}", generate, self._window[0], np.int32(0), np.int32(0)
-        )
+        self._generate = jax.jit(generate, out_shardings=steps.replicated)
 
     def __call__(self, step: int, params: Params) -> dict[str, Any] | None:
         """The sample record of a step; None without a tokenizer or with train.sample_tokens=0."""

@@ -1,10 +1,10 @@
-"""The model on a mesh: programs that each device runs on its part, joined by `jax.shard_map`."""
+"""Losses and gradients on a mesh: what each device computes, joined by `jax.shard_map`."""
 
 import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,9 +14,9 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxgpt.config import Config
 from jaxgpt.models.attention import Attention
 from jaxgpt.models.kv_cache import Caches
-from jaxgpt.models.loss import summed_loss
+from jaxgpt.models.loss import LogitMetrics, cross_entropy_sum
 from jaxgpt.models.transformer import GPT, abstract_params, padded_vocab_size
-from jaxgpt.parallel import sharding as partition
+from jaxgpt.parallel import sharding
 from jaxgpt.parallel.remat import without_scores
 from jaxgpt.parallel.sharding import Params
 from jaxgpt.parallel.tensor import (
@@ -32,218 +32,281 @@ from jaxgpt.parallel.tensor import (
 )
 
 
-class Sharded(NamedTuple):
-    """Functions of whole arrays that are computed in parts."""
+@dataclasses.dataclass(frozen=True)
+class ShardedModel:
+    """The network on a mesh. Public methods take and return whole arrays, laid out by the specs."""
 
-    stored: Any
+    config: Config
+    """With model.vocab_size set."""
+    mesh: Mesh
+    param_specs: Any
     """`PartitionSpec` of every parameter between steps."""
-    updated: Any
-    """`PartitionSpec` of every gradient that the optimizer gets, and of its moments."""
-    loss_and_gradients: Callable[[Params, jax.Array, jax.Array], tuple[jax.Array, Params]]
-    """(params, step, tokens of shape (B, T+1)) -> mean losses of the rows, shape (B,), and the
-    gradient of their mean."""
-    losses: Callable[[Params, jax.Array], jax.Array]
-    """(params, tokens of shape (B, T+1)) -> mean losses of the rows, (B,), without dropout."""
-    read: Callable[[Params, Caches, jax.Array, Any], tuple[jax.Array, Caches]]
-    """(params, caches, tokens_1T, first) -> (logits_1V, caches), as `GPT.read`: every device has
-    the row, and in the caches its own heads."""
+    grad_specs: Any
+    """`PartitionSpec` of every gradient that the optimizer gets, and of its state."""
+    layouts: Any
+    """`WeightLayout` of every parameter: where it and its gradient lie during a step."""
+    context: ManyDevices
+    graph: nnx.GraphDef
+    """The network that trains."""
+    decode_graph: nnx.GraphDef
+    """The network that writes text, without sequence parallelism."""
+    n_slices: int
+    """Into how many slices each device cuts its rows of a microbatch."""
+    logit_metrics: LogitMetrics
+
+    @property
+    def batch_axes(self) -> tuple[str, ...]:
+        """Mesh axes along which devices have different rows."""
+        return tuple(axis for axis in BATCH_AXES if self.mesh.shape[axis] > 1)
+
+    def loss_and_gradients(
+        self, params: Params, step: jax.Array, rows: jax.Array
+    ) -> tuple[jax.Array, Params, dict[str, jax.Array]]:
+        """Return mean losses of the rows (B,), the gradient of their mean, and the logit metrics.
+
+        Args:
+            rows: token ids (B, T+1).
+        """
+        batch = sharding.batch_sharding(self.mesh).spec
+        return jax.shard_map(
+            self._local_loss_and_grads,
+            mesh=self.mesh,
+            in_specs=(self.param_specs, PartitionSpec(), batch, PartitionSpec(batch[0])),
+            out_specs=(PartitionSpec(), self.grad_specs, PartitionSpec()),
+        )(params, step, rows, jnp.arange(rows.shape[0]))
+
+    def eval_losses(self, params: Params, rows: jax.Array) -> jax.Array:
+        """Return mean losses of the rows (B,), without dropout, of token ids (B, T+1)."""
+        return jax.shard_map(
+            self._local_eval_losses,
+            mesh=self.mesh,
+            in_specs=(self.param_specs, sharding.batch_sharding(self.mesh).spec),
+            out_specs=PartitionSpec(),
+        )(params, rows)
+
+    def decode(
+        self, params: Params, caches: Caches, tokens_1T: jax.Array, first: Any
+    ) -> tuple[jax.Array, Caches]:
+        """Return logits_1V and the caches, as `GPT.read`; each device has its heads' caches."""
+        everywhere, own_heads = PartitionSpec(), PartitionSpec(None, "tensor")
+        return jax.shard_map(
+            self._local_decode,
+            mesh=self.mesh,
+            in_specs=(self.param_specs, own_heads, everywhere, everywhere),
+            out_specs=(everywhere, own_heads),
+            check_vma=False,  # gathered logits are the same everywhere, which is not tracked
+        )(params, caches, tokens_1T, first)
+
+    # What one device computes from its part of everything.
+
+    def _local_params(self, params: Params) -> tuple[Params, Params]:
+        zeros = zero_gradients(params, self.layouts, self.mesh.shape["fsdp"])
+        return own_parameters(params, self.layouts), zeros
+
+    def _local_loss(
+        self, zeros: Params, params: Params, rows: jax.Array, keys_B: jax.Array | None = None
+    ) -> tuple[jax.Array, tuple[jax.Array, dict[str, jax.Array]]]:
+        """Return the summed loss, and (sums of the rows (B,), logit metrics)."""
+        model = self.config.model
+        weights = jax.tree.map(Weight, params, zeros, self.layouts)
+        x_BTD, w_VD, vocab_offset = nnx.merge(self.graph, weights).hidden(rows[:, :-1], keys_B)
+        return cross_entropy_sum(
+            x_BTD,
+            w_VD,
+            rows[:, 1:],
+            vocab_offset,
+            model.vocab_size,
+            self.context,
+            self.config.train.loss_chunk,
+            self.logit_metrics,
+        )
+
+    def _local_loss_and_grads(self, params, step, rows, row_numbers):
+        """`row_numbers` counts the rows of the whole batch: dropout depends on them."""
+        params, zeros = self._local_params(params)
+        train = self.config.train
+        key = jax.random.fold_in(jax.random.key(train.seed), step)
+        keys_B = jax.vmap(lambda row: jax.random.fold_in(key, row))(row_numbers)
+        n_parts = train.gradient_accumulation_steps * self.n_slices
+        (sums_B, metrics), gradients = accumulate_gradients(
+            jax.value_and_grad(self._local_loss, has_aux=True),
+            zeros, params, rows, keys_B, n_parts, self.logit_metrics,
+        )  # fmt: skip
+        n_tokens = rows[:, 1:].size * math.prod(self.mesh.shape[axis] for axis in self.batch_axes)
+        gradients = jax.tree.map(lambda g: g / n_tokens, gradients)
+        if self.config.faults.nan_step is not None:
+            gradients = self._inject_nan(gradients, step)
+        gradients = reduce_gradients(gradients, self.layouts)
+        metrics = {
+            name: metric.reduce_over_devices(metrics[name], self.mesh)
+            for name, metric in self.logit_metrics.items()
+        }
+        return self._gather_row_losses(sums_B, rows), gradients, metrics
+
+    def _local_eval_losses(self, params, rows):
+        params, zeros = self._local_params(params)
+
+        def row_sums(rows: jax.Array) -> jax.Array:
+            return self._local_loss(zeros, params, rows)[1][0]
+
+        n = self.n_slices
+        if n == 1 or rows.shape[0] % n:  # rows that do not divide stay in one piece
+            return self._gather_row_losses(row_sums(rows), rows)
+        sums_B = merge_microbatches(jax.lax.map(row_sums, split_microbatches(rows, n)))
+        return self._gather_row_losses(sums_B, rows)
+
+    def _local_decode(self, params, caches, tokens_1T, first):
+        weights = jax.tree.map(Weight, *self._local_params(params), self.layouts)
+        logits_1V, caches = nnx.merge(self.decode_graph, weights).read(caches, tokens_1T, first)
+        if self.context.tensor > 1:
+            logits_1V = jax.lax.all_gather(logits_1V, "tensor", axis=1, tiled=True)
+        return logits_1V[:, : padded_vocab_size(self.config.model.vocab_size)], caches
+
+    def _gather_row_losses(self, sums_B: jax.Array, rows: jax.Array) -> jax.Array:
+        """Return the mean losses of all rows from the sums over this device's."""
+        axes = self.batch_axes
+        if axes:  # a sum with zeros, which is exact
+            n = sums_B.size
+            n_all = n * math.prod(self.mesh.shape[axis] for axis in axes)
+            all_B = varying(jnp.zeros(n_all), frozenset(axes))
+            offset = jax.lax.axis_index(axes) * n
+            sums_B = jax.lax.dynamic_update_slice(all_B, sums_B, (offset,))
+        return jax.lax.psum(sums_B, axes) / (rows.shape[1] - 1)
+
+    def _inject_nan(self, gradients: Params, step: jax.Array) -> Params:
+        """Make the gradient of device faults.nan_device NaN at step faults.nan_step.
+
+        Gradients that devices along `tensor` are known to share stay as they are.
+        """
+        faults, mesh = self.config.faults, self.mesh
+        axes = tuple(axis for axis in mesh.axis_names if mesh.shape[axis] > 1)
+        device = jax.lax.axis_index(axes) if axes else 0
+        hit = (step == faults.nan_step) & (device == faults.nan_device)
+
+        def inject(gradient: jax.Array, layout: WeightLayout) -> jax.Array:
+            own = layout.partial | layout.split >= set(axes)
+            return jnp.where(hit, jnp.nan, gradient) if own else gradient
+
+        return jax.tree.map(inject, gradients, self.layouts)
 
 
-def make_sharded(
-    config: Config, mesh: Mesh, attend: Attention, slices: int = 1, on_cpu: bool = False
-) -> Sharded:
-    """Builds the functions.
+def shard_model(
+    config: Config,
+    mesh: Mesh,
+    attend: Attention,
+    n_slices: int = 1,
+    on_cpu: bool = False,
+    logit_metrics: LogitMetrics | None = None,
+) -> ShardedModel:
+    """Lay the network out on a mesh; nothing is computed yet.
 
     Args:
         config: with model.vocab_size set.
         attend: the attention function.
-        slices: into how many parts each device cuts its rows of a microbatch.
-        on_cpu: whether the functions are written as CPUs compute them fastest.
+        n_slices: into how many slices each device cuts its rows of a microbatch.
+        on_cpu: use the kernels for CPUs.
+        logit_metrics: numbers to compute from the logits of training batches, by name.
     """
     model, train, parallel = config.model, config.train, config.parallel
-    stage, parts = parallel.zero_stage, train.gradient_accumulation_steps * slices
+    stage = parallel.zero_stage
     if parallel.remat == "attention":
         attend = without_scores(attend)
-
-    # Where everything lives.
     shapes, axes = abstract_params(model)
-    specs = functools.partial(partition.partition_specs, axes, shapes, mesh=mesh)
-    stored = specs(partition.parameter_rules(stage))
-    updated = specs(partition.moment_rules(stage))
-    summed = specs(partition.gradient_rules(stage, config.reduces_once))
-    batch = partition.batch_sharding(mesh).spec
-    batch_axes = tuple(axis for axis in BATCH_AXES if mesh.shape[axis] > 1)
-    devices = ManyDevices(
+    specs = functools.partial(sharding.partition_specs, axes, shapes, mesh=mesh)
+    param_specs = specs(sharding.parameter_rules(stage))
+    grad_specs = specs(sharding.moment_rules(stage))
+    context = ManyDevices(
         tensor=mesh.shape["tensor"],
         sequence_parallel=parallel.sequence_parallel and mesh.shape["tensor"] > 1,
         dtype=jnp.dtype(train.dtype),
         on_cpu=on_cpu,
     )
-    gathers = devices.sequence_parallel or (stage == 3 and mesh.shape["fsdp"] > 1)
+    gathers = context.sequence_parallel or (stage == 3 and mesh.shape["fsdp"] > 1)
     keeps_all = parallel.remat in ("none", "attention")  # the others do not keep what they gather
-    devices = dataclasses.replace(devices, gather_again=gathers and keeps_all)
+    context = dataclasses.replace(context, gather_again=gathers and keeps_all)
     layouts = jax.tree.map(
         functools.partial(
             weight_layout,
-            tensor=devices.tensor,
-            batch_axes=batch_axes,
-            sequence_parallel=devices.sequence_parallel,
+            tensor=context.tensor,
+            batch_axes=tuple(axis for axis in BATCH_AXES if mesh.shape[axis] > 1),
+            sequence_parallel=context.sequence_parallel,
             reduce_dtype=parallel.grad_reduce_dtype,
         ),
-        stored,
-        summed,
-        updated,
+        param_specs,
+        specs(sharding.gradient_rules(stage, config.reduces_once)),
+        grad_specs,
         axes,
         is_leaf=lambda x: isinstance(x, PartitionSpec),
     )
 
-    def graph(devices: ManyDevices, scan_layers: bool) -> nnx.GraphDef:
+    def graph(context: ManyDevices, scan_layers: bool) -> nnx.GraphDef:
         network = functools.partial(
             GPT,
             model,
-            dtype=devices.dtype,
+            dtype=context.dtype,
             attend=attend,
-            devices=devices,
+            devices=context,
             scan_layers=scan_layers,
             remat=parallel.remat,
         )
         return nnx.graphdef(nnx.eval_shape(lambda: network(rngs=nnx.Rngs(0))))
 
-    training_graph = graph(devices, config.scans_layers(on_cpu))
-    sampling_graph = graph(dataclasses.replace(devices, sequence_parallel=False), True)
-
-    # What each device computes.
-    def prepared(params: Params) -> tuple[Params, Params]:
-        zeros = zero_gradients(params, layouts, mesh.shape["fsdp"])
-        return own_parameters(params, layouts), zeros
-
-    def summed_loss_here(
-        zeros: Params, params: Params, rows: jax.Array, keys_B: jax.Array | None = None
-    ) -> tuple[jax.Array, jax.Array]:
-        weights = jax.tree.map(Weight, params, zeros, layouts)
-        x_BTD, w_VD, first = nnx.merge(training_graph, weights).hidden(rows[:, :-1], keys_B)
-        return summed_loss(
-            x_BTD, w_VD, rows[:, 1:], first, model.vocab_size, devices, train.loss_chunk
-        )
-
-    n_shares = math.prod(mesh.shape[axis] for axis in batch_axes)
-
-    def everyones(sums_B: jax.Array, rows: jax.Array) -> jax.Array:
-        """Mean losses of all rows, from the sums over this device's: adding zeros is exact."""
-        if batch_axes:
-            n = sums_B.size
-            all_B = varying(jnp.zeros(n * n_shares), frozenset(batch_axes))
-            place = jax.lax.axis_index(batch_axes) * n
-            sums_B = jax.lax.dynamic_update_slice(all_B, sums_B, (place,))
-        return jax.lax.psum(sums_B, batch_axes) / (rows.shape[1] - 1)
-
-    def loss_and_gradients_here(params, step, rows, numbers):
-        """`numbers` counts the rows of the whole batch: dropout depends on them."""
-        params, zeros = prepared(params)
-        key = jax.random.fold_in(jax.random.key(train.seed), step)
-        keys_B = jax.vmap(lambda row: jax.random.fold_in(key, row))(numbers)
-        sums_B, gradients = accumulated(
-            jax.value_and_grad(summed_loss_here, has_aux=True), zeros, params, rows, keys_B, parts
-        )
-        n_tokens = rows[:, 1:].size * n_shares
-        gradients = jax.tree.map(lambda g: g / n_tokens, gradients)
-        if config.faults.nan_step is not None:
-            gradients = faulty(gradients, step)
-        return everyones(sums_B, rows), reduce_gradients(gradients, layouts)
-
-    def faulty(gradients: Params, step: jax.Array) -> Params:
-        """The rehearsal of faults.nan_step: what one device found is not a number.
-
-        Left as they are: gradients that devices along `tensor` are known to share.
-        """
-        axes = tuple(axis for axis in mesh.axis_names if mesh.shape[axis] > 1)
-        device = jax.lax.axis_index(axes) if axes else 0
-        hit = (step == config.faults.nan_step) & (device == config.faults.nan_device)
-
-        def hurt(gradient: jax.Array, layout: WeightLayout) -> jax.Array:
-            own = layout.partial | layout.split >= set(axes)
-            return jnp.where(hit, jnp.nan, gradient) if own else gradient
-
-        return jax.tree.map(hurt, gradients, layouts)
-
-    def losses_here(params, rows):
-        params, zeros = prepared(params)
-
-        def sums(rows: jax.Array) -> jax.Array:
-            return summed_loss_here(zeros, params, rows)[1]
-
-        if slices == 1 or rows.shape[0] % slices:  # rows that do not divide stay together
-            return everyones(sums(rows), rows)
-        return everyones(together(jax.lax.map(sums, in_parts(rows, slices))), rows)
-
-    def read_here(params, caches, tokens_1T, first):
-        weights = jax.tree.map(Weight, *prepared(params), layouts)
-        logits_1V, caches = nnx.merge(sampling_graph, weights).read(caches, tokens_1T, first)
-        if devices.tensor > 1:
-            logits_1V = jax.lax.all_gather(logits_1V, "tensor", axis=1, tiled=True)
-        return logits_1V[:, : padded_vocab_size(model.vocab_size)], caches
-
-    everywhere, own_heads = PartitionSpec(), PartitionSpec(None, "tensor")
-    on_mesh = functools.partial(jax.shard_map, mesh=mesh)
-    loss_and_gradients = on_mesh(
-        loss_and_gradients_here,
-        in_specs=(stored, everywhere, batch, PartitionSpec(batch[0])),
-        out_specs=(everywhere, updated),
-    )
-    return Sharded(
-        stored=stored,
-        updated=updated,
-        loss_and_gradients=lambda params, step, rows: loss_and_gradients(
-            params, step, rows, jnp.arange(rows.shape[0])
-        ),
-        losses=on_mesh(losses_here, in_specs=(stored, batch), out_specs=everywhere),
-        read=on_mesh(
-            read_here,
-            in_specs=(stored, own_heads, everywhere, everywhere),
-            out_specs=(everywhere, own_heads),
-            check_vma=False,  # what was gathered is the same everywhere, which is not tracked
-        ),
+    return ShardedModel(
+        config=config,
+        mesh=mesh,
+        param_specs=param_specs,
+        grad_specs=grad_specs,
+        layouts=layouts,
+        context=context,
+        graph=graph(context, config.scans_layers(on_cpu)),
+        decode_graph=graph(dataclasses.replace(context, sequence_parallel=False), True),
+        n_slices=n_slices,
+        logit_metrics=logit_metrics or {},
     )
 
 
-def accumulated(
-    value_and_grad: Callable[..., tuple[tuple[jax.Array, jax.Array], Any]],
+def accumulate_gradients(
+    value_and_grad: Callable[..., Any],
     zeros: Any,
     params: Any,
     rows: jax.Array,
     keys_B: jax.Array,
-    parts: int,
-) -> tuple[jax.Array, Any]:
-    """Losses of all rows and the summed gradient of `parts` microbatches, one after the other.
+    n_parts: int,
+    logit_metrics: LogitMetrics,
+) -> tuple[tuple[jax.Array, dict[str, jax.Array]], Any]:
+    """Return ((losses of all rows, logit metrics), the summed gradient of `n_parts` microbatches).
 
-    Part i holds the rows i, i + parts, ... of each device, hence of the global batch.
+    Microbatches are computed one after the other; number i holds the rows i, i + n_parts, ... of
+    each device, hence of the global batch.
 
     Args:
-        parts: microbatches, or slices of them.
-        value_and_grad: (zeros, params, rows, keys) -> ((sum, losses of the rows), gradient of the
-            sum, like zeros).
+        value_and_grad: (zeros, params, rows, keys) -> ((sum, (losses of the rows, logit metrics)),
+            gradient of the sum, like zeros).
+        n_parts: microbatches, or slices of them.
     """
-    if parts == 1:
-        (_, losses_B), gradients = value_and_grad(zeros, params, rows, keys_B)
-        return losses_B, gradients
+    if n_parts == 1:
+        (_, aux), gradients = value_and_grad(zeros, params, rows, keys_B)
+        return aux, gradients
 
     def add(total, microbatch):
         # The barrier keeps XLA from gathering all weights of ZeRO-3 once, before the loop.
         here = jax.tree.map(
             lambda param: jax.lax.optimization_barrier((param, microbatch[0]))[0], params
         )
-        (_, losses), gradients = value_and_grad(zeros, here, *microbatch)
-        return jax.tree.map(jnp.add, total, gradients), losses
+        (_, aux), gradients = value_and_grad(zeros, here, *microbatch)
+        return jax.tree.map(jnp.add, total, gradients), aux
 
-    gradients, losses = jax.lax.scan(add, zeros, (in_parts(rows, parts), in_parts(keys_B, parts)))
-    return together(losses), gradients
-
-
-def in_parts(x: jax.Array, parts: int) -> jax.Array:
-    """(B, ...) -> (parts, B / parts, ...): part i holds the rows i, i + parts, ..."""
-    return x.reshape(x.shape[0] // parts, parts, *x.shape[1:]).swapaxes(0, 1)
+    parts = split_microbatches(rows, n_parts), split_microbatches(keys_B, n_parts)
+    gradients, (losses, metrics) = jax.lax.scan(add, zeros, parts)
+    metrics = {name: m.reduce(metrics[name]) for name, m in logit_metrics.items()}
+    return (merge_microbatches(losses), metrics), gradients
 
 
-def together(losses: jax.Array) -> jax.Array:
-    """(parts, B / parts) -> (B,), in the order before `in_parts`."""
+def split_microbatches(x: jax.Array, n_parts: int) -> jax.Array:
+    """(B, ...) -> (n_parts, B / n_parts, ...): part i holds the rows i, i + n_parts, ..."""
+    return x.reshape(x.shape[0] // n_parts, n_parts, *x.shape[1:]).swapaxes(0, 1)
+
+
+def merge_microbatches(losses: jax.Array) -> jax.Array:
+    """(n_parts, B / n_parts) -> (B,), in the order before `split_microbatches`."""
     return losses.swapaxes(0, 1).reshape(-1)

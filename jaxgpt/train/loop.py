@@ -35,8 +35,9 @@ from jaxgpt.train.metrics import MetricsBuffer, StepMetrics
 from jaxgpt.train.profiling import StepProfile
 from jaxgpt.train.reporter import Reporter
 from jaxgpt.train.run_directory import EVAL_RECORDS, Run
-from jaxgpt.train.state import Metrics, StepFunctions, TrainState
-from jaxgpt.train.stored import load_steps
+from jaxgpt.train.state import StepFunctions, TrainState
+from jaxgpt.train.step import make_steps
+from jaxgpt.train.step_metrics import Metrics
 
 START_MINUTES = 30  # that restoring and compiling may take, if train.hang_timeout is less
 
@@ -107,7 +108,7 @@ def train_watched(
     check_faults(config, jax.device_count())
     mesh = make_mesh(sizes, cluster.hosts)
     cache_use = CacheUse()
-    steps = load_steps(config, mesh, cluster)
+    steps = make_steps(config, mesh)
     report = Reporter(run, steps, startup, cluster)
     report.announce(facts, warnings=(*steps.warnings, *crossing(mesh, cluster.hosts)))
 
@@ -243,7 +244,7 @@ def run_steps(run: Run, state: TrainState, parts: Parts) -> End:
         failure = monitor.failure(known)
 
         # Not the same state once more: it would take the place of one that may be better.
-        if saving or (failure and unsaved > known[-1].metrics.nonfinite):
+        if saving or (failure and unsaved > known[-1].metrics.detection.nonfinite):
             watchdog.heartbeat(f"the checkpoint of step {step}")
             with report.between_steps(state):
                 began = time.perf_counter()

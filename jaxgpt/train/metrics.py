@@ -14,7 +14,7 @@ from jaxgpt.data.loader import Loader
 from jaxgpt.data.sources import Dataset
 from jaxgpt.spikes.detector import CAUSES, LOSS, NONE, NONFINITE
 from jaxgpt.tracking.trackers import Record
-from jaxgpt.train.state import Metrics
+from jaxgpt.train.step_metrics import Metrics
 
 WORST_ROWS = 8
 
@@ -43,7 +43,7 @@ class MetricsBuffer:
         is under way, is looked at, and a spike of the loss makes all but that one known.
         """
         if metrics is not None:
-            for array in metrics:
+            for array in jax.tree.leaves(metrics):
                 array.copy_to_host_async()  # or reading many steps at once would hold up the next
             self._pending.append(StepMetrics(step, metrics))
         if everything or self._is_first or step % self._config.train.log_interval == 0:
@@ -63,19 +63,19 @@ class MetricsBuffer:
             return 0
         new = self._pending[self._looked_at : n]
         self._looked_at = max(self._looked_at, n)
-        return n if any(int(reading.metrics.cause) == LOSS for reading in new) else 0
+        return n if any(int(reading.metrics.detection.cause) == LOSS for reading in new) else 0
 
     def calls_for_rewind(self, readings: list[StepMetrics]) -> StepMetrics | None:
         """The first step that does, if one does: a gradient norm alone, clipped as it is, does not,
         and a step that was not finite has done no harm."""
         if self._config.spike.action != "rewind":
             return None
-        return next((r for r in readings if int(r.metrics.cause) == LOSS), None)
+        return next((r for r in readings if int(r.metrics.detection.cause) == LOSS), None)
 
     def failure(self, readings: list[StepMetrics]) -> str:
         """Why the run is to stop if too many steps in a row were not finite; else empty."""
         limit = self._config.spike.max_consecutive_nonfinite
-        reached = [r.step for r in readings if int(r.metrics.nonfinite) >= limit]
+        reached = [r.step for r in readings if int(r.metrics.detection.nonfinite) >= limit]
         if not reached:
             return ""
         return (
@@ -90,20 +90,23 @@ def spike_record(
 ) -> Record | None:
     """What metrics.jsonl says of a step; None if it is as steps should be."""
     step, m = reading
-    cause = int(m.cause)
+    cause = int(m.detection.cause)
     if cause == NONE:
         return None
     record: Record = {
         "kind": "spike",
         "step": step,
         "loss": float(m.loss),
-        "grad_norm": float(m.grad_norm),
+        "grad_norm": float(m.scalars["grad_norm"]),
         "cause": CAUSES[cause],
         "action": action_taken(cause, config),
     }
     if cause != NONFINITE:
         which = cause - LOSS
-        record |= {"median": float(m.medians[which]), "limit": float(m.limits[which])}
+        record |= {
+            "median": float(m.detection.medians[which]),
+            "limit": float(m.detection.limits[which]),
+        }
     return record | {"rows": worst_rows(step, m.row_losses, loader, dataset)}
 
 

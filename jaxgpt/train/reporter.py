@@ -33,7 +33,8 @@ from jaxgpt.tracking.trackers import (
 )
 from jaxgpt.train.metrics import CorpusLosses, StepMetrics, spike_record
 from jaxgpt.train.run_directory import Run
-from jaxgpt.train.state import Metrics, StepFunctions
+from jaxgpt.train.state import StepFunctions
+from jaxgpt.train.step_metrics import Metrics
 
 
 class Reporter:
@@ -52,7 +53,7 @@ class Reporter:
 
     @functools.cached_property
     def _learning_rate(self) -> Callable[[int], Any]:
-        from jaxgpt.optim.adamw import learning_rate_schedule  # loads optax
+        from jaxgpt.optim import learning_rate_schedule
 
         return learning_rate_schedule(self._config.optimizer)
 
@@ -145,7 +146,7 @@ class Reporter:
             record |= {"loss": None, "grad_norm": None, "lr": lr, **self._rates.of(None)}
         elif is_first or step % train.log_interval == 0 or step == train.max_iters:
             newest = known[-1].metrics
-            record |= {name: float(getattr(newest, name)) for name in ("loss", "grad_norm", "lr")}
+            record |= {name: float(value) for name, value in newest.scalars.items()}
             record |= self._rates.of(self._timer.lap())
             record |= self._by_corpus(step)
         else:

@@ -1,5 +1,6 @@
-"""What a run carries from step to step, and the compiled functions that carry it."""
+"""The state of a run, which its steps change, and where each of its arrays lies."""
 
+import functools
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -7,10 +8,18 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+import optax
+from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
 from jaxgpt.config import Config
+from jaxgpt.models.transformer import GPT, abstract_params
+from jaxgpt.optim import make_optimizer, opt_state_shardings
+from jaxgpt.optim.decay import is_decayed
+from jaxgpt.parallel import sharding
 from jaxgpt.parallel.sharding import Params
+from jaxgpt.spikes.detector import SpikeState, init_spike_state
+from jaxgpt.train.step_metrics import Metrics
 
 # What a layer computes twice to save memory, XLA's CPU compiler computes once and keeps, unless
 # it leaves in place the barriers that jax.checkpoint puts between the two.
@@ -22,17 +31,98 @@ CPU_INIT_OPTIONS = {"xla_backend_optimization_level": 1}
 GPU_STEP_OPTIONS = {"xla_gpu_enable_latency_hiding_scheduler": True}
 
 # (caches, tokens_1T, position of the first of them) -> (logits_1V, caches), see `GPT.read`.
-Read = Callable[[Any, jax.Array, Any], tuple[jax.Array, Any]]
+DecodeFn = Callable[[Any, jax.Array, Any], tuple[jax.Array, Any]]
 
 
-def training_batch(config: Config, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
-    """A global batch of the training split: int32, shape (B, T+1)."""
+class TrainState(NamedTuple):
+    """Everything that a step changes."""
+
+    params: Params
+    opt_state: optax.OptState
+    spike_state: SpikeState
+    """The spike detector's window of losses and gradient norms."""
+
+
+@dataclass(frozen=True)
+class StepFunctions:
+    """The compiled functions of a run, and where their state lies."""
+
+    mesh: Mesh
+    attention: str
+    """The attention kernel, and why it was chosen."""
+    n_parameters: tuple[int, int]
+    """All parameters, and those without the position embedding."""
+    warnings: tuple[str, ...]
+    """Sentences about a layout that is not quite as asked for."""
+    batch_shape: jax.ShapeDtypeStruct
+    """The batch that `train_step` takes, as `training_batch` has it; all batches lie so."""
+    state_shapes: TrainState
+    """`jax.ShapeDtypeStruct`s with their shardings: what a checkpoint is restored into."""
+    init: Callable[[], TrainState]
+    train_step: Callable[[TrainState, int, jax.Array], tuple[TrainState, Metrics]]
+    """(state, step, tokens of shape (B, T+1)) -> (next state, metrics); donates the state."""
+    eval_step: Callable[[Params, jax.Array], jax.Array]
+    """(params, tokens of shape (B, T+1)) -> mean loss of each row, shape (B,)."""
+    make_decoder: Callable[[Params], tuple[DecodeFn, Any]]
+    """Parameters -> (decode function of one text at a time, empty KV caches)."""
+
+    @property
+    def replicated(self) -> NamedSharding:
+        """The sharding of what every device holds whole."""
+        return sharding.replicated(self.mesh)
+
+    def lower_train_step(self) -> jax.stages.Lowered:
+        """Trace the train step without compiling it. Allocates nothing."""
+        return self.train_step.lower(self.state_shapes, np.int32(0), self.batch_shape)
+
+
+def optimizer_of(config: Config) -> optax.GradientTransformation:
+    """Return the optimizer of a run, without the learning rate."""
+    return make_optimizer(config.optimizer, is_decayed(abstract_params(config.model)[0]))
+
+
+def init_state(config: Config) -> TrainState:
+    """Return the state before the first step, of model.vocab_size, train.seed and the optimizer."""
+    network = GPT(config.model, rngs=nnx.Rngs(params=config.train.seed))
+    params = nnx.to_pure_dict(nnx.state(network, nnx.Param))
+    return TrainState(params, optimizer_of(config).init(params), init_spike_state(config.spike))
+
+
+def state_shapes(config: Config, mesh: Mesh) -> TrainState:
+    """Return shape, dtype and sharding of every array of the state, without computing any.
+
+    The optimizer's state is sharded as `parallel.zero_stage` says; with
+    parallel.offload_optimizer it lies in the host's memory between steps.
+    """
+    stage = config.parallel.zero_stage
+    shapes, axes = abstract_params(config.model)
+
+    def shardings(rules: sharding.Rules, memory_kind: str | None = None) -> Any:
+        specs = sharding.partition_specs(axes, shapes, rules, mesh)
+        return sharding.shardings(specs, mesh, memory_kind)
+
+    memory_kind = "pinned_host" if config.parallel.offload_optimizer else None
+    moments = shardings(sharding.moment_rules(stage), memory_kind)
+    state = jax.eval_shape(functools.partial(init_state, config))
+    whole = sharding.replicated(mesh)
+    placed = TrainState(
+        shardings(sharding.parameter_rules(stage)),
+        opt_state_shardings(optimizer_of(config), shapes, moments, mesh),
+        jax.tree.map(lambda _: whole, state.spike_state),
+    )
+    return jax.tree.map(
+        lambda s, where: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=where), state, placed
+    )
+
+
+def training_batch(config: Config, where: NamedSharding) -> jax.ShapeDtypeStruct:
+    """Return the shape of a global batch of the training split: int32 (B, T+1)."""
     shape = (config.train.batch_size, config.model.block_size + 1)
-    return jax.ShapeDtypeStruct(shape, np.int32, sharding=sharding)
+    return jax.ShapeDtypeStruct(shape, np.int32, sharding=where)
 
 
 def step_options(platform: str, n_devices: int) -> dict[str, Any] | None:
-    """Options of XLA's compiler for a train step, but for those that XLA_FLAGS names.
+    """Return XLA's compiler options for a train step, without those that XLA_FLAGS names.
 
     Args:
         platform: of the devices, as JAX names it: cpu, gpu, tpu ...
@@ -42,64 +132,5 @@ def step_options(platform: str, n_devices: int) -> dict[str, Any] | None:
         options = GPU_STEP_OPTIONS
     elif platform == "cpu":
         options = CPU_STEP_OPTIONS
-    flags = os.environ.get("XLA_FLAGS", "")  # which XLA would let these go before
+    flags = os.environ.get("XLA_FLAGS", "")  # XLA would let these options go before the flags
     return {name: value for name, value in options.items() if f"--{name}" not in flags} or None
-
-
-class TrainState(NamedTuple):
-    """Everything that a step changes."""
-
-    params: Params
-    opt_state: dict[str, Any]
-    """Adam's moments `mu` and `nu`, each like the parameters, and its `count` of updates."""
-    watch: dict[str, Any] = {}
-    """What `detection.init_spike_state` describes: the last losses and gradient norms."""
-
-
-class Metrics(NamedTuple):
-    """What a step reports, on the device and the same on every one: float32 scalars, and more."""
-
-    loss: jax.Array
-    """Mean cross-entropy over all tokens of the global batch, in nats."""
-    grad_norm: jax.Array
-    """Global norm of the gradient, before clipping."""
-    lr: jax.Array
-    row_losses: jax.Array
-    """Mean loss of each row of the global batch, in its order: float32 (B,)."""
-    cause: jax.Array
-    """This and the next three are those of `detection.Detection`."""
-    medians: jax.Array
-    limits: jax.Array
-    nonfinite: jax.Array
-
-
-@dataclass(frozen=True)
-class StepFunctions:
-    """The compiled functions, and where their state lives."""
-
-    mesh: Mesh
-    attention: str
-    """Which attention kernel runs, and why."""
-    n_parameters: tuple[int, int]
-    """All of them, and without the position embedding."""
-    warnings: tuple[str, ...]
-    """What of the layout is not as asked for."""
-    batch_shape: jax.ShapeDtypeStruct
-    """What `train_step` takes, as `training_batch` has it; all batches are sharded so."""
-    replicated: NamedSharding
-    state_shapes: TrainState
-    """`jax.ShapeDtypeStruct`s with their shardings: what a checkpoint is restored into."""
-    init: Callable[[], TrainState]
-    train_step: Callable[[TrainState, int, jax.Array], tuple[TrainState, Metrics]]
-    """(state, step, tokens of shape (B, T+1)) -> (next state, metrics); donates the state."""
-    eval_step: Callable[[Params, jax.Array], jax.Array]
-    """(params, tokens of shape (B, T+1)) -> mean loss of each row, shape (B,)."""
-    reader: Callable[[Params], tuple[Read, Any]]
-    """With these parameters: what reads one text at a time, and empty caches."""
-    jitted: Callable[..., Callable[..., jax.Array]]
-    """(kind, function of parameters and more, shapes of the more) -> `jax.jit` of the function,
-    its result whole on every device; where programs are stored, under a name with `kind` in it."""
-
-    def lower_train_step(self) -> jax.stages.Lowered:
-        """The train step, traced and not yet compiled. Allocates nothing."""
-        return self.train_step.lower(self.state_shapes, np.int32(0), self.batch_shape)

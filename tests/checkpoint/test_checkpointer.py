@@ -6,6 +6,7 @@ import shutil
 
 import jax
 import numpy as np
+import optax
 import pytest
 
 from jaxgpt.checkpoint.checkpointer import Checkpoints, restore_params
@@ -71,8 +72,10 @@ def test_a_single_flipped_bit_is_noticed(steps, tmp_path):
     checkpoints.close()
     restore_params(tmp_path, 2, shapes.params)
 
-    flip_a_bit(state.opt_state["nu"]["wpe"]["embedding"], tmp_path)
-    with pytest.raises(UsageError, match="points/2: nu/wpe/embedding is not what was saved.*1 of"):
+    flip_a_bit(optax.tree_utils.tree_get(state.opt_state, "nu")["wpe"]["embedding"], tmp_path)
+    with pytest.raises(
+        UsageError, match="points/2: opt_state/0/nu/wpe/embedding is not what.*1 of"
+    ):
         checkpoints.restore(2, shapes)
     restore_params(tmp_path, 2, shapes.params)  # which are what they were
     flip_a_bit(state.params["wpe"]["embedding"], tmp_path)

@@ -99,17 +99,16 @@ def test_logging_waits_for_the_device_only_at_log_interval(
         def __call__(self, state, step, batch):
             begun.append(int(step))
             state, metrics = self._step(state, step, batch)
-            return state, type(metrics)(
-                *(OnDevice(m, functools.partial(wait_for, int(step))) for m in metrics)
-            )
+            watched = functools.partial(wait_for, int(step))
+            return state, jax.tree.map(lambda m: OnDevice(m, watched), metrics)
 
-    load_steps = loop.load_steps
+    make_steps = loop.make_steps
 
     def watched_steps(*arguments):
-        steps = load_steps(*arguments)
+        steps = make_steps(*arguments)
         return dataclasses.replace(steps, train_step=Watched(steps.train_step))
 
-    monkeypatch.setattr(loop, "load_steps", watched_steps)
+    monkeypatch.setattr(loop, "make_steps", watched_steps)
     assert train_here(*RUN, "--out", tmp_path, f"train.max_iters={max_iters}") == exits.DONE
     assert begun == list(range(1, max_iters + 1))
     assert waited == expected

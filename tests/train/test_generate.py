@@ -75,7 +75,7 @@ def test_a_token_is_read_once_until_the_block_is_full():
 
 @pytest.mark.parametrize(("length", "pieces"), [(3, [4]), (4, [4]), (5, [4, 4])])
 def test_a_prompt_is_read_in_no_more_pieces_than_it_needs(length, pieces, monkeypatch):
-    monkeypatch.setattr(sampling, "PIECE", 4)
+    monkeypatch.setattr(sampling, "PREFILL_CHUNK", 4)
     reads = []
     prompt = [1, *fibonacci(1, 1, length - 1)]
     assert generate(prompt, 1, reads=reads) == fibonacci(*prompt[-2:], 1)
@@ -164,10 +164,10 @@ def test_a_text_is_the_one_that_recomputing_its_prefix_gives(mesh, options, monk
         _, mesh, *options = options
     else:
         monkeypatch.setattr(step, "SMALL_BYTES", 0)
-    monkeypatch.setattr(sampling, "PIECE", 7)
+    monkeypatch.setattr(sampling, "PREFILL_CHUNK", 7)
     config, steps, params = made_steps(mesh, *options)
     n = BLOCK + 5
-    made = jax.jit(make_generate(steps.reader, CHARACTERS, n, 0.0, None))
+    made = jax.jit(make_generate(steps.make_decoder, CHARACTERS, n, 0.0, None))
     draw = np.random.default_rng(2).integers
     prompts = [draw(0, CHARACTERS, size).tolist() for size in (1, 9, BLOCK)]
     found = []
@@ -187,7 +187,7 @@ def test_a_token_costs_what_its_own_position_does(small_bytes, monkeypatch):
     _, steps, params = made_steps("1,1,1", "model.n_layer=1", "model.n_embd=128")
 
     def read(params, token):
-        read, cache = steps.reader(params)
+        read, cache = steps.make_decoder(params)
         return read(cache, token, 3)[0]
 
     D, padded = 128, 128

@@ -2,15 +2,17 @@ import re
 
 import jax
 import jax._src.cudnn.fused_attention_stablehlo as kernels
+import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 from jaxgpt.config import load_config, mesh_sizes
 from jaxgpt.models.attention import cudnn_attention, xla_attention
 from jaxgpt.parallel.mesh import make_mesh
-from jaxgpt.train.gradients import make_sharded
+from jaxgpt.train.gradients import shard_model
 from jaxgpt.train.state import step_options
-from jaxgpt.train.step import make_steps
+from jaxgpt.train.step import clip_by_norm, make_steps
 from jobs import trace
 
 pytestmark = pytest.mark.usefixtures("layouts_fit")
@@ -50,9 +52,9 @@ def test_the_gradient_of_a_frequent_token_is_not_rounded_away():
     for dtype in ("float32", "bfloat16"):
         config = load_config(*ARGUMENTS, "model.vocab_size=256", f"train.dtype={dtype}")
         mesh = make_mesh((8, 1, 1))
-        sharded = make_sharded(config, mesh, xla_attention)
+        sharded = shard_model(config, mesh, xla_attention)
         params = make_steps(config, mesh).init().params
-        _, gradients = jax.jit(sharded.loss_and_gradients)(params, np.int32(1), rows)
+        _, gradients, _ = jax.jit(sharded.loss_and_gradients)(params, np.int32(1), rows)
         gradient[dtype] = np.asarray(gradients["wte"]["embedding"])[7]
     difference = np.linalg.norm(gradient["bfloat16"] - gradient["float32"])
     assert difference <= 0.02 * np.linalg.norm(gradient["float32"])
@@ -65,7 +67,7 @@ def test_what_is_written_for_cpus_and_for_gpus_computes_the_same():
     params = make_steps(config, mesh).init().params
     found = []
     for on_cpu in (True, False):
-        sharded = make_sharded(config, mesh, xla_attention, on_cpu=on_cpu)
+        sharded = shard_model(config, mesh, xla_attention, on_cpu=on_cpu)
         found.append(jax.jit(sharded.loss_and_gradients)(params, np.int32(1), rows))
     for for_cpus, for_gpus in zip(*map(jax.tree.leaves, found), strict=True):
         difference = np.linalg.norm(for_gpus - for_cpus)
@@ -127,3 +129,14 @@ def test_what_xla_flags_say_of_an_option_of_a_step_counts(monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_enable_latency_hiding_scheduler=false")
     assert step_options("gpu", 8) is None
     assert step_options("cpu", 1)
+
+
+@pytest.mark.parametrize("scale", [0.0, 0.1, 1.0, 1e3])
+@pytest.mark.parametrize("limit", [0.0, 1.0, 2.5])
+def test_clipping_is_optaxs(scale, limit):
+    gradients = {"a": scale * jnp.array([3.0, 4.0]), "b": scale * jnp.ones((2, 2))}
+    reference = optax.clip_by_global_norm(limit) if limit else optax.identity()
+    expected, _ = reference.update(gradients, reference.init(gradients))
+    found = clip_by_norm(gradients, optax.tree.norm(gradients), limit)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-6)
