@@ -18,15 +18,13 @@ from jaxgpt.data.loader import Loader
 from jaxgpt.data.sources import open_dataset
 from jaxgpt.parallel.mesh import make_mesh
 from jaxgpt.perf.startup import Startup
-from jaxgpt.runtime.allocator import OURS as TUNED
-from jaxgpt.runtime.allocator import VARIABLE as GLIBC_TUNABLES
 from jaxgpt.runtime.initialize import connect
 from jaxgpt.runtime.xla_flags import VARIABLE as XLA_FLAGS
 from jaxgpt.train.run_directory import prepare_run
 from jaxgpt.train.step import make_steps
 
-# Variables for a command: nothing is set to have it start or compile faster.
-AS_USERS = {GLIBC_TUNABLES: "", XLA_FLAGS: ""}
+# Variables for a command: it compiles as it does for users, with all optimizations.
+AS_USERS = {XLA_FLAGS: ""}
 FIGHT = "full rematerialization"  # in XLA's warning, which begins with "[SPMD] Involuntary"
 # A model that compiles fast, on the data set that needs no download.
 SMALL = (
@@ -54,12 +52,10 @@ def command(module, *args, processes=None):
 def environment(**extra):
     """Variables for a command: those of this process, and its Python in front of PATH.
 
-    GLIBC_TUNABLES is as `tune_malloc` would have it, which saves most processes a second start;
-    those of commands that do not tune malloc run with it, too. What is compiled is compiled as
-    `pytest_configure` has it. `AS_USERS` sets both back.
+    What is compiled is compiled as `pytest_configure` has it, unless `AS_USERS` is given.
     """
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    return {GLIBC_TUNABLES: TUNED, **os.environ, "PATH": path, **extra}
+    return {**os.environ, "PATH": path, **extra}
 
 
 def run(module, *args, processes=None, timeout=240, **extra):

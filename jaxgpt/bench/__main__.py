@@ -21,7 +21,6 @@ from jaxgpt.config import (
     parse_args,
     whole_number,
 )
-from jaxgpt.runtime.allocator import tune_malloc
 
 PROG = "python -m jaxgpt.bench"
 
@@ -224,5 +223,4 @@ RUN = {
 
 
 if __name__ == "__main__":
-    tune_malloc()
     main()

@@ -6,7 +6,6 @@ from jaxgpt.cluster.environment import find_launch
 from jaxgpt.cluster.process_group import ProcessGroup, join_process_group
 from jaxgpt.config import UsageError
 from jaxgpt.perf.startup import JOB_START
-from jaxgpt.runtime.allocator import without_tuning
 
 
 def join_alone(kind: str, timeout: float) -> ProcessGroup:
@@ -40,7 +39,6 @@ def refuse_launcher(kind: str, remedy: str) -> None:
 
 def of_its_own() -> dict[str, str]:
     """The variables for a command that a user could have started, without what we add to ours."""
-    # Where malloc is tuned, training starts twice, unless this process has done that already.
-    found = without_tuning(os.environ)
+    found = dict(os.environ)
     found.pop(JOB_START, None)  # of the job that this process is in
     return found

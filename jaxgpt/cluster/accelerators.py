@@ -6,9 +6,6 @@ from importlib import metadata
 
 # NVIDIA, AMD, Intel and Google devices, where a process can see them.
 DEVICE_FILES = ("/dev/nvidia[0-9]*", "/dev/kfd", "/dev/dri/renderD*", "/dev/accel[0-9]*")
-USABLE = 0.9  # of a device's memory; the rest goes to the driver, NCCL and fragmentation
-# What tells XLA its share; the second is the name of before.
-MEMORY_VARIABLES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 # What narrows the devices that a process sees; set by users and by some launchers.
 VISIBLE_VARIABLES = (
     "CUDA_VISIBLE_DEVICES",
@@ -44,22 +41,6 @@ def _device_files(plugin: str) -> tuple[str, ...]:
     files, hiding = next(known, (DEVICE_FILES, {}))
     hidden = any(os.environ.get(name) in words for name, words in hiding.items())
     return () if hidden else files
-
-
-def reserve_memory() -> list[str]:
-    """Has XLA take `USABLE` of each GPU's memory and not three quarters, unless the user has said.
-
-    Returns:
-        Lines for the log.
-    """
-    has_gpu = any(glob.glob(pattern) for pattern in DEVICE_FILES[:2])
-    if not has_gpu or any(os.environ.get(name) for name in MEMORY_VARIABLES):
-        return []
-    os.environ[MEMORY_VARIABLES[0]] = str(USABLE)
-    return [
-        f"GPU memory: a process takes {USABLE:.0%} of each that it uses; XLA's own default is "
-        f"75%, and {MEMORY_VARIABLES[0]} is another share"
-    ]
 
 
 def count_accelerators() -> int:

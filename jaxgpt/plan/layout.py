@@ -6,7 +6,6 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
-from jaxgpt.cluster.accelerators import USABLE
 from jaxgpt.config import MESH_AXES, Config
 from jaxgpt.models.transformer import count_parameters
 from jaxgpt.perf.flops import flops_per_token
@@ -15,6 +14,7 @@ from jaxgpt.perf.hlo import Collective, ring_bytes
 from jaxgpt.plan.estimate import ASSUMPTIONS, Estimate, estimate, hosts_spanned, link_of
 from jaxgpt.plan.program import Memory, compile_step
 from jaxgpt.plan.theory import Traffic, expected_traffic, totals
+from jaxgpt.runtime.allocator import USABLE
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,76 +1,71 @@
-"""How glibc's malloc hands out memory to jobs on CPUs.
+"""Memory allocators: glibc's malloc for jobs on CPUs, and XLA's share of a GPU's memory.
 
-XLA takes the temporary memory of a step from malloc and gives it back after the step. malloc
-returns what is large to the kernel at once, which hands it out again page by page, each filled
-with zeros first: up to a third of a step's time. GLIBC_TUNABLES, which glibc reads only when a
-program starts, has malloc keep what is not very large, and ask for pages of 2 MiB and not 4 KiB.
+XLA takes the temporary memory of a step from malloc and frees it after the step. By default malloc
+returns large blocks to the kernel at once, and the kernel hands them out again page by page, each
+filled with zeros first: up to a third of a step's time on a CPU.
 """
 
+import ctypes
+import glob
 import os
-import sys
-from collections.abc import Mapping
 
-from jaxgpt.cluster.accelerators import accelerator_expected
+from jaxgpt.cluster.accelerators import DEVICE_FILES
 
-VARIABLE = "GLIBC_TUNABLES"
 KEPT_BYTES = 2**28
-"""Allocations up to this size are kept for the next ones, and so much that is free may stay with
-each process. Keeping larger ones would leave holes, which cost more memory than they save time."""
-SETTINGS = {
-    "glibc.malloc.hugetlb": 1,
-    "glibc.malloc.mmap_threshold": KEPT_BYTES,
-    "glibc.malloc.trim_threshold": KEPT_BYTES,
-    "glibc.malloc.arena_max": 1,  # the others of threads never keep more than 64 MiB
-}
-OURS = ":".join(f"{name}={value}" for name, value in SETTINGS.items())
-FIRST_GLIBC = (2, 35)
+"""Blocks up to this size, and as much free memory, stay with the process. Keeping larger ones would
+leave holes, which cost more memory than they save time."""
+# Numbers from glibc's malloc.h: M_ARENA_MAX (other arenas never keep more than 64 MiB),
+# M_MMAP_THRESHOLD and M_TRIM_THRESHOLD.
+MALLOC_OPTIONS = ((-8, 1), (-3, KEPT_BYTES), (-1, KEPT_BYTES))
+
+USABLE = 0.9  # of a GPU's memory; the rest goes to the driver, NCCL and fragmentation
+# XLA's share of a GPU's memory; the second name is the older one.
+MEMORY_VARIABLES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 
 
-def tune_malloc() -> None:
-    """Starts this command again, as the same process, with `SETTINGS`.
+def keep_freed_memory() -> list[str]:
+    """Make malloc keep freed blocks of up to `KEPT_BYTES` for the next allocation.
 
-    Nothing happens where glibc is older than 2.35 or absent, where accelerators do the work, and
-    where the environment speaks of malloc already: `GLIBC_TUNABLES=glibc.malloc.hugetlb=0` keeps
-    glibc's own ways.
+    Call it before XLA starts its threads. It leaves alone what the user has chosen
+    (`GLIBC_TUNABLES`, `MALLOC_*`, another malloc in `LD_PRELOAD`) and C libraries other than glibc.
+
+    Returns:
+        Lines for the log.
     """
-    if chosen_already() or not available() or accelerator_expected():
-        return
-    tunables = os.environ.get(VARIABLE, "")
-    os.environ[VARIABLE] = f"{tunables}:{OURS}".lstrip(":")
-    os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
-
-
-def without_tuning(environment: Mapping[str, str]) -> dict[str, str]:
-    """The variables as they were before `tune_malloc`."""
-    out = dict(environment)
-    before = out.get(VARIABLE, "").removesuffix(OURS).removesuffix(":")
-    if before:
-        out[VARIABLE] = before
-    else:
-        out.pop(VARIABLE, None)
-    return out
-
-
-def chosen_already() -> bool:
-    """Whether whoever started this process has said how memory is to be handed out."""
-    return (
-        "glibc.malloc." in os.environ.get(VARIABLE, "")
-        or "malloc" in os.environ.get("LD_PRELOAD", "")  # another one than glibc's
-        or any(name.startswith("MALLOC_") for name in os.environ)
-    )
-
-
-def available() -> bool:
-    """Whether the C library is a glibc that knows all of `SETTINGS`."""
+    if chosen := malloc_choice():
+        return [f"malloc: left as {chosen} has it"]
     try:
-        library, version = os.confstr("CS_GNU_LIBC_VERSION").split()
-        number = tuple(map(int, version.split(".")[:2]))
-    except (OSError, ValueError, AttributeError):  # not Linux, or another C library
-        return False
-    return library == "glibc" and number >= FIRST_GLIBC
+        mallopt = ctypes.CDLL(None).mallopt
+    except (AttributeError, OSError):  # not glibc
+        return []
+    if not all([mallopt(option, value) for option, value in MALLOC_OPTIONS]):
+        return ["malloc: this C library keeps its own settings; steps on a CPU may take longer"]
+    return []
 
 
-def notes() -> list[str]:
-    """A line for the log, if GLIBC_TUNABLES speaks of malloc."""
-    tunables = os.environ.get(VARIABLE, "")
-    return [f"malloc: {VARIABLE}={tunables}"] if "glibc.malloc." in tunables else []
+def malloc_choice() -> str | None:
+    """Return the variable by which the user has configured malloc, as `NAME=value`."""
+    for name, value in os.environ.items():
+        if (
+            name.startswith("MALLOC_")
+            or (name == "GLIBC_TUNABLES" and "glibc.malloc." in value)
+            or (name == "LD_PRELOAD" and "malloc" in value)
+        ):
+            return f"{name}={value}"
+    return None
+
+
+def reserve_gpu_memory() -> list[str]:
+    """Let XLA take `USABLE` of each GPU's memory instead of 75 %, unless the user has chosen.
+
+    Returns:
+        Lines for the log.
+    """
+    has_gpu = any(glob.glob(pattern) for pattern in DEVICE_FILES[:2])
+    if not has_gpu or any(os.environ.get(name) for name in MEMORY_VARIABLES):
+        return []
+    os.environ[MEMORY_VARIABLES[0]] = str(USABLE)
+    return [
+        f"GPU memory: each process reserves {USABLE:.0%} of its GPUs' memory (XLA's default is "
+        f"75%); set {MEMORY_VARIABLES[0]} for another share"
+    ]

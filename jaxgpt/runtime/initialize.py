@@ -14,7 +14,6 @@ from jaxgpt.cluster.accelerators import (
     VISIBLE_VARIABLES,
     accelerator_expected,
     count_accelerators,
-    reserve_memory,
 )
 from jaxgpt.cluster.environment import COORDINATOR, check_address
 from jaxgpt.cluster.hosts import HOST_FILES
@@ -22,6 +21,7 @@ from jaxgpt.cluster.process_group import ProcessGroup, coordinator_host
 from jaxgpt.cluster.shutdown import end_with_the_first_to_fail
 from jaxgpt.cluster.transport import PeerLost, TcpTransport
 from jaxgpt.config import UsageError
+from jaxgpt.runtime.allocator import keep_freed_memory, reserve_gpu_memory
 from jaxgpt.runtime.gloo import set_gloo_interface
 from jaxgpt.runtime.xla_flags import CPU_COLLECTIVES, add_xla_flags
 
@@ -106,8 +106,9 @@ def connect(
     notes = list(cluster.notes)
     cpu_devices = None
     if accelerator_expected():
-        notes += reserve_memory()
+        notes += reserve_gpu_memory()
     else:
+        notes += keep_freed_memory()
         cpu_devices = cpu_devices_per_process(mesh, cluster)
     coordinator = None
     if cluster.size > 1:

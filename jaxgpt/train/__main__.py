@@ -6,12 +6,6 @@ source of Python's standard library. `--help` lists every key.
 
 import sys
 
-from jaxgpt.runtime.allocator import notes, tune_malloc
-
-if __name__ == "__main__":
-    tune_malloc()  # before the other imports, which a new start would repeat
-
-# ruff: noqa: E402
 from jaxgpt.cluster.environment import rank_from_env
 from jaxgpt.cluster.process_group import INIT_TIMEOUT, catch_usage_error, join_process_group
 from jaxgpt.cluster.shutdown import StopSignal, job_exit_handler
@@ -39,7 +33,7 @@ def main(argv: list[str] | None = None) -> None:
         startup.mark("data")
         stop = StopSignal(config.train.time_limit, startup.elapsed())
         facts = connect(cluster, mesh_sizes(run.config), startup.mark, stops_at_steps=True)
-        facts["notes"] += [use_compile_cache(config.compile_cache, cluster), *notes()]
+        facts["notes"].append(use_compile_cache(config.compile_cache, cluster))
         from jaxgpt.train.loop import train  # imports JAX, which has to come after connect
 
         startup.mark("imports")

@@ -1,14 +1,11 @@
-import os
 import types
 
 import pytest
 
 from jaxgpt.cluster import accelerators
 from jaxgpt.cluster.accelerators import (
-    MEMORY_VARIABLES,
     VISIBLE_VARIABLES,
     accelerator_expected,
-    reserve_memory,
 )
 
 
@@ -28,7 +25,7 @@ def machine(monkeypatch):
 
     monkeypatch.setattr(accelerators.metadata, "entry_points", plugins)
     monkeypatch.setattr(accelerators.glob, "glob", files)
-    for name in ("JAX_PLATFORMS", *MEMORY_VARIABLES, *VISIBLE_VARIABLES):
+    for name in ("JAX_PLATFORMS", *VISIBLE_VARIABLES):
         monkeypatch.delenv(name, raising=False)
     return found
 
@@ -74,16 +71,3 @@ def test_devices_that_are_hidden_are_not_expected(
     machine |= {"plugins": [name], "files": [file]}
     monkeypatch.setenv(variable, value)
     assert accelerator_expected() == expected
-
-
-def test_nine_tenths_of_a_gpu_are_for_the_job_unless_the_user_has_said(machine, monkeypatch):
-    assert reserve_memory() == [] and MEMORY_VARIABLES[0] not in os.environ  # no GPU
-    machine["files"] = ["/dev/nvidia0"]
-    for name in MEMORY_VARIABLES:  # XLA refuses both at once
-        monkeypatch.setenv(name, "0.5")
-        assert reserve_memory() == []
-        assert [n for n in MEMORY_VARIABLES if n in os.environ] == [name]
-        monkeypatch.delenv(name)
-    (line,) = reserve_memory()
-    assert os.environ["XLA_CLIENT_MEM_FRACTION"] == "0.9" and "takes 90%" in line
-    monkeypatch.delenv("XLA_CLIENT_MEM_FRACTION")

@@ -3,19 +3,16 @@ import sys
 
 import pytest
 
-from jaxgpt.runtime.allocator import OURS, VARIABLE, available, notes, without_tuning
+from jaxgpt.runtime import allocator
+from jaxgpt.runtime.allocator import MEMORY_VARIABLES, keep_freed_memory, reserve_gpu_memory
 from jobs import environment
 
-START = """
-import os, sys
-from jaxgpt.runtime.allocator import tune_malloc
-print(os.getpid(), flush=True)
-tune_malloc()
-print(os.environ.get("GLIBC_TUNABLES"), *sys.argv[1:])
-"""
 # Memory as XLA takes it: from a thread, filled, and given back, again and again.
 CHURN = """
-import ctypes, resource, threading
+import ctypes, resource, sys, threading
+from jaxgpt.runtime.allocator import keep_freed_memory
+if "keep" in sys.argv:
+    assert keep_freed_memory() == []
 libc = ctypes.CDLL(None)
 libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
 libc.free.argtypes = [ctypes.c_void_p]
@@ -32,59 +29,49 @@ before = run(1)
 print(run(20) - before)
 """
 
-pytestmark = pytest.mark.skipif(not available(), reason="this C library has no such settings")
+
+def page_faults(*arguments):
+    command = [sys.executable, "-c", CHURN, *arguments]
+    job = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=environment(), check=True)
+    return int(job.stdout)
 
 
-def run(program, **settings):
-    env = environment()
-    env.pop(VARIABLE, None)
-    command = [sys.executable, "-c", program, "--key", "a b"]
-    job = subprocess.run(command, capture_output=True, text=True, env=env | settings, check=True)
-    return job.stdout.splitlines()
-
-
-def test_a_command_starts_again_as_the_same_process_with_the_same_arguments():
-    *pids, last = run(START)
-    assert len(pids) == 2 and pids[0] == pids[1]
-    assert last == f"{OURS} --key a b"
-    assert run(START, GLIBC_TUNABLES="glibc.rtld.nns=8")[-1] == (
-        f"glibc.rtld.nns=8:{OURS} --key a b"
-    )
-
-
-def test_memory_is_kept_and_not_taken_page_by_page_again():
-    [tuned] = run(CHURN, GLIBC_TUNABLES=OURS)
-    [without] = run(CHURN, GLIBC_TUNABLES="glibc.malloc.hugetlb=0")
-    assert int(without) >= 20 * 50  # even in pages of 2 MiB, where the kernel gives them to all
-    assert int(tuned) < int(without) / 50
+@pytest.mark.skipif(sys.platform != "linux", reason="glibc's malloc is Linux's")
+def test_freed_memory_is_kept_and_not_taken_page_by_page_again():
+    without = page_faults()
+    assert without >= 20 * 50  # even in pages of 2 MiB, where the kernel gives them to all
+    assert page_faults("keep") < without / 50
 
 
 @pytest.mark.parametrize(
-    ("now", "before"),
+    ("name", "value"),
     [
-        (OURS, {}),
-        (f"glibc.rtld.nns=8:{OURS}", {VARIABLE: "glibc.rtld.nns=8"}),
-        ("glibc.malloc.hugetlb=0", {VARIABLE: "glibc.malloc.hugetlb=0"}),
+        ("GLIBC_TUNABLES", "glibc.malloc.hugetlb=0"),
+        ("MALLOC_ARENA_MAX", "2"),
+        ("LD_PRELOAD", "/usr/lib/libjemalloc.so"),
     ],
 )
-def test_a_command_can_be_started_as_if_nothing_had_happened(now, before):
-    assert without_tuning({VARIABLE: now, "A": "1"}) == {**before, "A": "1"}
+def test_what_a_user_has_chosen_is_left_alone_and_said(name, value, monkeypatch):
+    def refuse(name):
+        raise AssertionError("malloc was changed")
+
+    monkeypatch.setattr(allocator.ctypes, "CDLL", refuse)
+    monkeypatch.setenv(name, value)
+    assert keep_freed_memory() == [f"malloc: left as {name}={value} has it"]
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=0"},
-        {"JAX_PLATFORMS": "cuda"},
-        {"MALLOC_ARENA_MAX": "2"},
-    ],
-)
-def test_what_a_user_has_set_and_accelerators_are_left_alone(settings):
-    *pids, last = run(START, **settings)
-    assert len(pids) == 1 and last == f"{settings.get(VARIABLE)} --key a b"
-
-
-@pytest.mark.parametrize(("told", "said"), [(OURS, [f"malloc: {VARIABLE}={OURS}"]), ("", [])])
-def test_the_log_says_how_memory_is_handed_out(told, said, monkeypatch):
-    monkeypatch.setenv(VARIABLE, told)
-    assert notes() == said
+def test_a_gpu_gives_nine_tenths_of_its_memory_unless_the_user_has_chosen(monkeypatch):
+    files = []
+    monkeypatch.setattr(allocator.glob, "glob", lambda pattern: files)
+    for name in MEMORY_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    assert reserve_gpu_memory() == [] and MEMORY_VARIABLES[0] not in allocator.os.environ  # no GPU
+    files.append("/dev/nvidia0")
+    for name in MEMORY_VARIABLES:  # XLA refuses both at once
+        monkeypatch.setenv(name, "0.5")
+        assert reserve_gpu_memory() == []
+        assert [n for n in MEMORY_VARIABLES if n in allocator.os.environ] == [name]
+        monkeypatch.delenv(name)
+    (line,) = reserve_gpu_memory()
+    assert allocator.os.environ["XLA_CLIENT_MEM_FRACTION"] == "0.9" and "reserves 90%" in line
+    monkeypatch.delenv("XLA_CLIENT_MEM_FRACTION")

@@ -123,7 +123,7 @@ def test_a_plugin_that_gives_no_devices_is_not_passed_over(monkeypatch):
     monkeypatch.setattr(backend, "accelerator_expected", lambda: True)
     monkeypatch.delenv("JAX_PLATFORMS", raising=False)
     monkeypatch.setenv("XLA_FLAGS", "")
-    monkeypatch.setattr(backend, "reserve_memory", lambda: [])
+    monkeypatch.setattr(backend, "reserve_gpu_memory", lambda: [])
     with pytest.raises(
         UsageError, match="devices: this host has accelerators, .*JAX_PLATFORMS=cpu"
     ):
