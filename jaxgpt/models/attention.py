@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 
 from jaxgpt.config import ModelConfig, UsageError
-from jaxgpt.kernels.dropout import dropped
 
 BLOCK = 128  # positions, of `blockwise_attention`
 # Of `causal_attention`: two blocks from 64 positions on, three or four where each has 128. On CPUs,
@@ -157,10 +156,15 @@ def xla_attention(
     if keys_BH is not None and dropout > 0:
 
         def drop(weights_TS: jax.Array, key: jax.Array) -> jax.Array:
-            return dropped(weights_TS, dropout, jax.random.fold_in(key, first))
+            return drop_elements(weights_TS, dropout, jax.random.fold_in(key, first))
 
         weights_BHTS = jax.vmap(jax.vmap(drop))(weights_BHTS, keys_BH)
     return jnp.einsum("BHTS,BSHK->BTHK", weights_BHTS.astype(v_BSHK.dtype), v_BSHK)
+
+
+def drop_elements(x: jax.Array, rate: float, key: jax.Array) -> jax.Array:
+    """Return x with zeros in place of a share `rate` of its elements; the others grow (dropout)."""
+    return jnp.where(jax.random.bernoulli(key, 1 - rate, x.shape), x / (1 - rate), 0)
 
 
 @jax.custom_vjp

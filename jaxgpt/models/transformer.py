@@ -17,10 +17,9 @@ from flax import nnx
 from jax.experimental.layout import Layout, with_layout_constraint
 
 from jaxgpt.config import ModelConfig
-from jaxgpt.kernels.dropout import dropped
 from jaxgpt.kernels.gelu import gelu
 from jaxgpt.kernels.norm import LayerNorm
-from jaxgpt.models.attention import Attention, xla_attention
+from jaxgpt.models.attention import Attention, drop_elements, xla_attention
 from jaxgpt.models.kv_cache import Cache, Caches
 from jaxgpt.parallel.remat import rematerialized
 from jaxgpt.parallel.sharding import Params
@@ -300,7 +299,7 @@ def dropout(
     B, T, D = x_BTD.shape
     keys_BT = keys_for(keys_B, devices.first_position(T) + jnp.arange(T))
     # N = B T: with two axes XLA puts B last on GPUs, and transposes activations to and fro.
-    drop = jax.vmap(lambda x_D, key: dropped(x_D, rate, key))
+    drop = jax.vmap(lambda x_D, key: drop_elements(x_D, rate, key))
     return drop(x_BTD.reshape(B * T, D), keys_BT.reshape(B * T)).reshape(x_BTD.shape)
 
 

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from jaxgpt.kernels.linear import product
+from jaxgpt.kernels.linear import matmul
 from jaxgpt.parallel.collectives import all_gather, reduce_scatter
 from jaxgpt.parallel.sharding import LogicalAxes
 
@@ -36,11 +36,11 @@ class OneDevice:
 
     def by_columns(self, x: jax.Array, kernel: Any, n: int) -> jax.Array:
         """x W, summed over the last n dimensions of x; W is split by what it puts out."""
-        return product(x, kernel.astype(x.dtype), n)
+        return matmul(x, kernel.astype(x.dtype), n)
 
     def by_rows(self, x: jax.Array, kernel: Any, n: int) -> jax.Array:
         """x W, summed over the last n dimensions of x; x and W are split by what comes in."""
-        return product(x, kernel.astype(x.dtype), n)
+        return matmul(x, kernel.astype(x.dtype), n)
 
     def share(self, w_VD: jax.Array, V: int) -> tuple[jax.Array, Any]:
         """This device's rows of a table of V, and the number of the first of them."""
@@ -97,13 +97,13 @@ class ManyDevices(OneDevice):
 
     def by_columns(self, x: jax.Array, kernel: "Weight", n: int) -> jax.Array:
         def multiply(x: jax.Array, kernel: Weight) -> jax.Array:
-            return product(self.enter(x), self.weight(kernel), n)
+            return matmul(self.enter(x), self.weight(kernel), n)
 
         return (jax.checkpoint(multiply) if self.gather_again else multiply)(x, kernel)
 
     def by_rows(self, x: jax.Array, kernel: "Weight", n: int) -> jax.Array:
         def multiply(x: jax.Array, kernel: Weight) -> jax.Array:
-            return product(x, self.weight(kernel), n)
+            return matmul(x, self.weight(kernel), n)
 
         return self.leave((jax.checkpoint(multiply) if self.gather_again else multiply)(x, kernel))
 

@@ -3,7 +3,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxgpt.kernels.linear import product
+from jaxgpt.kernels.linear import matmul
 
 
 @pytest.mark.parametrize(("w_shape", "n"), [((4, 3, 2, 5), 1), ((2, 4, 6), 2)])
@@ -11,7 +11,7 @@ def test_a_product_and_its_gradients_are_those_of_tensordot(w_shape, n):
     keys = jax.random.split(jax.random.key(0), 3)
     x = jax.random.normal(keys[0], (3, 7, *w_shape[:n]))
     w = jax.random.normal(keys[1], w_shape)
-    y, gradients = jax.vjp(lambda x, w: product(x, w, n), x, w)
+    y, gradients = jax.vjp(lambda x, w: matmul(x, w, n), x, w)
     expected, expected_gradients = jax.vjp(lambda x, w: jnp.tensordot(x, w, n), x, w)
     np.testing.assert_array_equal(y, expected)
     dy = jax.random.normal(keys[2], y.shape)
@@ -31,4 +31,4 @@ def test_gradients_of_weights_transpose_no_activations():
         return jax.jit(jax.grad(loss, (0, 1, 2))).lower(v, w, x).compile().as_text()
 
     assert " copy(" in compiled(jnp.tensordot)  # else jnp.tensordot would do
-    assert " copy(" not in compiled(product)
+    assert " copy(" not in compiled(matmul)
