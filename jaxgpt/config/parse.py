@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 import yaml
 
+from jaxgpt.config import aliases
 from jaxgpt.config.schema import Config
 from jaxgpt.config.validate import UsageError, expand_user, validate
 
@@ -89,7 +90,6 @@ def config_from_file(path: Path) -> Config:
 
 _SAYING_WHERE = {"data.dataset", "data.path", "data.blend", "data.file_list"}
 _PATHS = {"config", "out", "data.path", "data.file_list", "data.tokenizer"}
-_ALIASES = {"mesh": "parallel.mesh"}
 
 
 def _tyro_options() -> tuple[Any, ...]:
@@ -161,7 +161,7 @@ def _flatten(values: Mapping[str, Any], origin: str) -> dict[str, list[str]]:
         for key, value in content.items() if nested else [(None, content)]:
             name = f"{section}.{key}" if nested else str(section)
             if name not in _fields():
-                raise UsageError(f"{origin}: {_unknown(name)}")
+                raise UsageError(f"{origin}: {unknown_key(name)}")
             kind = _fields()[name]
             if name == "parallel.mesh" and isinstance(value, list):
                 value = ",".join(map(str, value))  # YAML's way to write several numbers
@@ -178,14 +178,13 @@ def _split_arguments(argv: Sequence[str]) -> dict[str, list[str]]:
     while words:
         word = words.pop(0)
         key, equals, value = word.removeprefix("--").partition("=")
-        key = _ALIASES.get(key, key).replace("-", "_")
         if not key or not (word.startswith("--") or equals):
-            raise UsageError(
-                f"{word or repr(word)}: not understood; give section.key=value "
-                "or --section.key value"
-            )
+            remedy = aliases.answer_to_file(word) or "give section.key=value or --section.key value"
+            raise UsageError(f"{word or repr(word)}: not understood; {remedy}")
+        key = key.replace("-", "_")
+        key = key if key in _fields() else aliases.SAME.get(key, key)
         if key not in _fields():
-            raise UsageError(_unknown(word.partition("=")[0], key))
+            raise UsageError(unknown_key(word.partition("=")[0], key))
         takes_many = typing.get_origin(_fields()[key]) is tuple
         if key in out and takes_many:
             raise UsageError(f"{word}: is given twice; give all its values after one --{key}")
@@ -202,13 +201,25 @@ def _is_setting(word: str, takes_many: bool) -> bool:
     return word.startswith("--") or (takes_many and re.match(r"[\w.-]+=", word) is not None)
 
 
-def _unknown(shown: str, key: str | None = None) -> str:
-    """One sentence about an unknown key, with the nearest known one."""
+def unknown_key(shown: str, key: str | None = None) -> str:
+    """Return one sentence about an unknown key, with the line to type instead.
+
+    That is another program's word for a setting, a key of the same name in another section, or the
+    nearest key.
+    """
     key = key or shown
+    last = key.rpartition(".")[2]
     known = list(_fields())
-    tails = {name.rpartition(".")[2]: name for name in known}
-    near = difflib.get_close_matches(key, known, 1, 0.6)
-    near = near or [tails[t] for t in difflib.get_close_matches(key.rpartition(".")[2], tails, 1)]
+    same = [name for name in known if name.rpartition(".")[2] == last]
+    if "." in key and len(same) == 1:
+        return f"{shown}: unknown key; did you mean {same[0]}?"
+    if found := aliases.answer(key):
+        return f"{shown}: is not a setting of jaxgpt; {found}"
+    if last in aliases.SAME:
+        return f"{shown}: unknown key; did you mean {aliases.SAME[last]}?"
+    lasts = {name.rpartition(".")[2]: name for name in known}
+    near = difflib.get_close_matches(key, known, 1, 0.8)
+    near = near or [lasts[t] for t in difflib.get_close_matches(last, lasts, 1, 0.75)]
     hint = f"did you mean {near[0]}?" if near else "--help lists every key"
     return f"{shown}: unknown key; {hint}"
 
@@ -238,6 +249,7 @@ def _build(values: Mapping[str, Sequence[str]]) -> Config:
                 console_outputs=False,
             )
 
+    values = {name: _translated(name, words) for name, words in values.items()}
     paths = _PATHS & set(values)
     values = {**values, **{k: [expand_user(path, f"{k}=") for path in values[k]] for k in paths}}
     names = list(values)
@@ -252,6 +264,15 @@ def _build(values: Mapping[str, Sequence[str]]) -> Config:
                 expected = _expected(_fields()[name])
                 raise UsageError(f"{name}={shown}: must be {expected}") from None
         raise AssertionError(f"tyro refused {values} but none of its parts") from None
+
+
+def _translated(name: str, words: Sequence[str]) -> Sequence[str]:
+    """Return the words of a setting, other programs' names of dtypes replaced by ours."""
+    if "dtype" not in name:
+        return words
+    if set(words) & set(aliases.HALVES):
+        raise UsageError(f"{name}={words[0]}: {aliases.ANSWERS['fp16']}")
+    return [aliases.DTYPES.get(word, word) for word in words]
 
 
 def _expected(kind: Any) -> str:

@@ -111,11 +111,11 @@ def test_a_file_is_a_configuration_too(tmp_path):
     ("arguments", "words"),
     [
         (["model.n_layers=3"], ["model.n_layers", "did you mean model.n_layer?"]),
-        (["--max-iters", "3"], ["--max-iters", "train.max_iters"]),
+        (["--max-iter", "3"], ["--max-iter", "train.max_iters"]),
         (["model.n_layer=x"], ["model.n_layer=x", "whole number"]),
         (["optimizer.learning_rate=fast"], ["optimizer.learning_rate=fast", "a number"]),
         (["model.bias=maybe"], ["model.bias=maybe", "True or False"]),
-        (["train.dtype=float16"], ["train.dtype=float16", "float32, bfloat16"]),
+        (["train.dtype=float16"], ["train.dtype=float16", "float16 needs loss scaling"]),
         (["parallel.zero_stage=5"], ["parallel.zero_stage=5", "0, 1, 2, 3"]),
         (["--mesh", "2,2"], ["parallel.mesh=2,2", "data,fsdp,tensor"]),
         (["--mesh", "-1,-1,1"], ["parallel.mesh=-1,-1,1", "at most one"]),

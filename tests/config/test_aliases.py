@@ -1,0 +1,138 @@
+"""What users of other programs type works, or is answered with the line to type instead."""
+
+import pytest
+
+from jaxgpt.config import UsageError, load_config, parse_args
+from jaxgpt.config.parse import unknown_key
+
+WORKS = [
+    # nanoGPT
+    ("--n_layer=4 --n_head=4 --n_embd=64", "model.n_embd", 64),
+    ("--block_size=32", "model.block_size", 32),
+    ("--max_iters=7", "train.max_iters", 7),
+    ("--eval_interval=3 --eval_iters=2", "train.eval_iters", 2),
+    ("--learning_rate=1e-4", "optimizer.learning_rate", 1e-4),
+    ("--warmup_iters=5 --lr_decay_iters=9", "optimizer.lr_decay_iters", 9),
+    ("--beta2=0.95 --weight_decay=0.0", "optimizer.weight_decay", 0.0),
+    ("--grad_clip=0.5", "optimizer.grad_clip", 0.5),
+    ("--dropout=0.1 --bias=True", "model.bias", True),
+    ("--dataset=mine --out_dir=runs/a", "out", "runs/a"),
+    ("--dtype=bfloat16 --seed=2", "train.dtype", "bfloat16"),
+    # wordplay
+    ("train.max_iters=100", "train.max_iters", 100),
+    ("train.dtype=bf16", "train.dtype", "bfloat16"),
+    ("train.dtype=fp32", "train.dtype", "float32"),
+    ("model.n_layer=2 optimizer.learning_rate=1e-3", "model.n_layer", 2),
+    # Megatron
+    ("--num-layers 2 --hidden-size 64", "model.n_embd", 64),
+    ("--num-attention-heads 8", "model.n_head", 8),
+    ("--seq-length 64", "model.block_size", 64),
+    ("--global-batch-size 48", "train.batch_size", 48),
+    ("--train-iters 50", "train.max_iters", 50),
+    ("--lr 6e-4 --min-lr 6e-5", "optimizer.min_lr", 6e-5),
+    ("--lr-warmup-iters 10 --clip-grad 1.0", "optimizer.warmup_iters", 10),
+    ("--adam-beta1 0.9 --adam-beta2 0.95", "optimizer.beta2", 0.95),
+    ("--weight-decay 0.1", "optimizer.weight_decay", 0.1),
+    ("--save runs/b --save-interval 20", "checkpoint.interval", 20),
+    ("--log-interval 5 --eval-interval 10", "train.log_interval", 5),
+    ("--zero-stage 1", "parallel.zero_stage", 1),
+    ("--train-range-to-skip 10 20 25 30", "train_range_to_skip", (10, 20, 25, 30)),
+    # torchtitan
+    ("--training.steps 30 --training.seq_len 64", "train.max_iters", 30),
+    ("--training.global_batch_size 48", "train.batch_size", 48),
+    ("--optimizer.lr 3e-4", "optimizer.learning_rate", 3e-4),
+    ("--checkpoint.interval 500", "checkpoint.interval", 500),
+    # MaxText
+    ("steps=12 max_target_length=64", "model.block_size", 64),
+    ("base_emb_dim=64 base_num_decoder_layers=2", "model.n_layer", 2),
+    ("learning_rate=3e-4 log_period=3", "train.log_interval", 3),
+    ("--mesh 2,1,4", "parallel.mesh", "2,1,4"),
+]
+ANSWERED = [
+    # nanoGPT
+    ("--batch_size=32 --compile=False", "train.batch_size=N"),
+    ("--compile=False", "a step is always compiled"),
+    ("--gradient_accumulation_steps=40", "train.gradient_accumulation_steps=N"),
+    ("--device=cpu", "JAX_PLATFORMS=cpu"),
+    ("--init_from=resume", "--out FOLDER"),
+    ("--eval_only=True", "train.max_iters=N"),
+    ("--wandb_log=True", "metrics.jsonl"),
+    ("config/train_shakespeare_char.py", "--config shakespeare_char,"),
+    ("config/train_gpt2.py", "--config gpt2,"),
+    # wordplay
+    ("data=shakespeare", "jaxgpt.prepare shakespeare_char"),
+    ("model.batch_size=8", "did you mean train.batch_size?"),
+    ("train.warmup_iters=8", "did you mean optimizer.warmup_iters?"),
+    ("train.backend=DDP", "leave it out"),
+    ("train.init_from=resume", "--out FOLDER"),
+    ("optimizer.gas=4", "train.gradient_accumulation_steps=N"),
+    ("train.compile=false", "a step is always compiled"),
+    ("train.dtype=float16", "loss scaling"),
+    ("train.dtype=fp16", "train.dtype=bfloat16"),
+    # Megatron and DeepSpeed
+    ("--micro-batch-size 4", "train.gradient_accumulation_steps=N"),
+    ("--tensor-model-parallel-size 2", "--mesh -1,1,N"),
+    ("--pipeline-model-parallel-size 2", "no pipeline stages"),
+    ("--sequence-parallel", "parallel.sequence_parallel=True"),
+    ("--bf16", "train.dtype=bfloat16"),
+    ("--fp16", "loss scaling"),
+    ("--load ckpts", "--out FOLDER"),
+    ("--data-path a_text_document", "data.path=PREFIX"),
+    ("--data-file-list f", "data.file_list=FILE"),
+    ("--vocab-file v", "data.tokenizer=FOLDER"),
+    ("--recompute-activations", "parallel.remat=full"),
+    ("--use-flash-attn", "model.attention=cudnn"),
+    ("--deepspeed", "parallel.zero_stage=N"),
+    ("--deepspeed_config ds.json", "parallel.zero_stage=N"),
+    ("--exit-duration-in-mins 50", "train.time_limit=MINUTES"),
+    ("--attention-dropout 0.1", "model.dropout=X"),
+    ("--train-samples 1000", "train.max_iters=N"),
+    # torchtitan
+    ("--job.config_file llama3.toml", "--config FILE.yaml"),
+    ("llama3_8b.toml", "--config FILE.yaml"),
+    ("--training.local_batch_size 8", "train.batch_size=N"),
+    ("--parallelism.tensor_parallel_degree 4", "--mesh -1,1,N"),
+    ("--parallelism.data_parallel_shard_degree 8", "--mesh 1,-1,1"),
+    ("--parallelism.pipeline_parallel_degree 2", "no pipeline stages"),
+    ("--activation_checkpoint.mode full", "parallel.remat=full"),
+    # MaxText
+    ("per_device_batch_size=8", "train.batch_size=N"),
+    ("ici_fsdp_parallelism=4", "--mesh 1,-1,1"),
+    ("ici_tensor_parallelism=4", "--mesh -1,1,N"),
+    ("dcn_data_parallelism=2", "--mesh -1,1,1"),
+    ("base_output_directory=gs://x", "--out FOLDER"),
+    ("run_name=a", "--out FOLDER"),
+    ("remat_policy=full", "parallel.remat=full"),
+    # slips
+    ("model.n_layers=3", "did you mean model.n_layer?"),
+    ("optimizer.learning_rat=1", "did you mean optimizer.learning_rate?"),
+    ("spike.actoin=log", "did you mean spike.action?"),
+    ("nonsense=1", "--help lists every key"),
+    ("train.zzz=1", "--help lists every key"),
+]
+
+
+def value(config, key):
+    for part in key.split("."):
+        config = getattr(config, part)
+    return config
+
+
+@pytest.mark.parametrize(("line", "key", "expected"), WORKS, ids=[line for line, *_ in WORKS])
+def test_a_line_works_where_it_means_the_same(line, key, expected):
+    assert value(parse_args(line.split()), key) == expected
+
+
+@pytest.mark.parametrize(("line", "words"), ANSWERED, ids=[line for line, _ in ANSWERED])
+def test_a_line_is_answered_with_the_one_to_type(line, words):
+    with pytest.raises(UsageError) as caught:
+        parse_args(line.split())
+    assert words in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_every_key_without_its_last_letter_is_recognised():
+    for name, section in load_config("tiny").to_dict().items():
+        keys = [f"{name}.{key}" for key in section] if isinstance(section, dict) else []
+        for key in keys:
+            if len(key.rpartition(".")[2]) > 5:
+                assert f"did you mean {key}?" in unknown_key(key[:-1])
