@@ -66,7 +66,6 @@ LONG_FUNCTIONS = {
     "bench/sample.py: measure",
     "bench/step.py: measure",
     "cluster/launchers.py: place_processes",
-    "config/validate.py: validate",
     "data/corpora.py: prepare_text",
     "runtime/initialize.py: connect",
     "sample.py: write",

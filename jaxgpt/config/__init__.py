@@ -5,6 +5,7 @@ A setting is named `section.key` everywhere: in a YAML file, in `section.key=val
 """
 
 from jaxgpt.config.command import CommandParser, file_path, name_or_path, whole_number
+from jaxgpt.config.errors import UsageError, expand_user
 from jaxgpt.config.parse import (
     config_from_dict,
     config_from_file,
@@ -12,6 +13,13 @@ from jaxgpt.config.parse import (
     load_config,
     names_config,
     parse_args,
+)
+from jaxgpt.config.schedule import (
+    profile_range,
+    should_evaluate,
+    should_run_every,
+    skip_ranges,
+    step_ranges,
 )
 from jaxgpt.config.schema import (
     CheckpointConfig,
@@ -24,19 +32,7 @@ from jaxgpt.config.schema import (
     SpikeConfig,
     TrainConfig,
 )
-from jaxgpt.config.validate import (
-    MESH_AXES,
-    UsageError,
-    check_batch,
-    expand_user,
-    mesh_sizes,
-    profile_range,
-    should_evaluate,
-    should_run_every,
-    skip_ranges,
-    step_ranges,
-    validate,
-)
+from jaxgpt.config.validate import MESH_AXES, check_batch, mesh_sizes, validate
 
 __all__ = [
     "MESH_AXES",

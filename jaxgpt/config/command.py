@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 from typing import NoReturn
 
-from jaxgpt.config.validate import UsageError, expand_user
+from jaxgpt.config.errors import UsageError, expand_user
 
 
 class CommandParser(argparse.ArgumentParser):

@@ -1,29 +1,29 @@
 """From text to dataclasses: YAML presets, `section.key=value` and `--section.key value`.
 
-All values pass through tyro, so a preset and the command line accept the same spellings.
+All of them become words, {`section.key`: ["word", ...]}, that one function turns into values.
 """
 
-import contextlib
 import dataclasses
 import difflib
 import functools
-import io
 import re
-import types
+import sys
 import typing
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import yaml
 
 from jaxgpt.config import aliases
+from jaxgpt.config.errors import UsageError, expand_user
 from jaxgpt.config.schema import Config
-from jaxgpt.config.validate import UsageError, expand_user, validate
+from jaxgpt.config.validate import validate
+from jaxgpt.config.values import convert, describe, has_bool, takes_many
 
 
 def load_config(config: str = "tiny", *overrides: str) -> Config:
-    """The configuration of a preset with `section.key=value` overrides, validated.
+    """Return the configuration of a preset with `section.key=value` overrides, validated.
 
     >>> load_config("shakespeare_char_cpu", "train.max_iters=100").model.n_layer
     4
@@ -32,17 +32,17 @@ def load_config(config: str = "tiny", *overrides: str) -> Config:
 
 
 def is_help(argv: Sequence[str]) -> bool:
-    """Whether a command line asks for help."""
+    """Return whether a command line asks for help."""
     return "-h" in argv or "--help" in argv
 
 
 def names_config(argv: Sequence[str]) -> bool:
-    """Whether a command line says which configuration it starts from."""
+    """Return whether a command line says which configuration it starts from."""
     return any(word.removeprefix("--").partition("=")[0] == "config" for word in argv)
 
 
 def parse_args(argv: Sequence[str], prog: str = "python -m jaxgpt.train") -> Config:
-    """The configuration that a command line describes, validated.
+    """Return the configuration that a command line describes, validated.
 
     The base is `--config`; without it the config.yaml of an existing `--out`, else `tiny`.
     `--help` prints every key and exits 0.
@@ -50,10 +50,11 @@ def parse_args(argv: Sequence[str], prog: str = "python -m jaxgpt.train") -> Con
     Raises:
         UsageError: for an unknown key, a value of the wrong type, or one that cannot work.
     """
-    import tyro
-
     if is_help(argv):
-        tyro.cli(Config, args=["--help"], prog=prog, use_underscores=True, config=_tyro_options())
+        from jaxgpt.config.help import help_text
+
+        print(help_text(prog))
+        sys.exit(0)
     given = _split_arguments(argv)
     base = _base_file(given)
     values = _flatten(_read_yaml(base), origin=str(base))
@@ -61,8 +62,8 @@ def parse_args(argv: Sequence[str], prog: str = "python -m jaxgpt.train") -> Con
     if "config" not in given:  # consent, or a refusal, is for the start that it was given to
         for key in ("data.accept_changes", "checkpoint.resume"):
             values.pop(key, None)
-    if _SAYING_WHERE & set(given):  # that is where the data is, not where the file says
-        values = {key: value for key, value in values.items() if key not in _SAYING_WHERE}
+    if _DATA_KEYS & set(given):  # that is where the data is, not where the file says
+        values = {key: value for key, value in values.items() if key not in _DATA_KEYS}
     try:
         config = _build({"config": ["tiny"], **values, **given})
         validate(config)
@@ -75,12 +76,12 @@ def parse_args(argv: Sequence[str], prog: str = "python -m jaxgpt.train") -> Con
 
 
 def config_from_dict(values: Mapping[str, Any], origin: str) -> Config:
-    """The configuration that `Config.to_dict` wrote, from a checkpoint or a run directory."""
+    """Return the configuration that `Config.to_dict` wrote."""
     return _build(_flatten(values, origin))
 
 
 def config_from_file(path: Path) -> Config:
-    """The configuration in a run directory's config.yaml.
+    """Return the configuration in a run directory's config.yaml.
 
     Raises:
         UsageError: if the file is not one.
@@ -88,31 +89,25 @@ def config_from_file(path: Path) -> Config:
     return config_from_dict(_read_yaml(path), str(path))
 
 
-_SAYING_WHERE = {"data.dataset", "data.path", "data.blend", "data.file_list"}
+_DATA_KEYS = {"data.dataset", "data.path", "data.blend", "data.file_list"}
 _PATHS = {"config", "out", "data.path", "data.file_list", "data.tokenizer"}
-
-
-def _tyro_options() -> tuple[Any, ...]:
-    import tyro
-
-    return (tyro.conf.FlagConversionOff,)  # --model.bias True, as in YAML; no --no-bias
 
 
 @functools.cache
 def _fields() -> dict[str, Any]:
-    """`section.key` -> type, for every setting."""
+    """Return the type of every setting, by `section.key`."""
     out = {}
-    for name, kind in typing.get_type_hints(Config).items():
+    for name, kind in typing.get_type_hints(Config, include_extras=True).items():
         if dataclasses.is_dataclass(kind):
-            hints = typing.get_type_hints(kind)
-            out |= {f"{name}.{f.name}": hints[f.name] for f in dataclasses.fields(kind)}
+            hints = typing.get_type_hints(kind, include_extras=True)
+            out |= {f"{name}.{key}": hint for key, hint in hints.items()}
         else:
             out[name] = kind
     return out
 
 
 def config_directories() -> list[Path]:
-    """Where presets are looked for: the installed package, then a source checkout."""
+    """Return where presets are looked for: the installed package, then a source checkout."""
     package = Path(__file__).parent.parent
     return [package / "configs", package.parent / "configs"]
 
@@ -132,7 +127,7 @@ def _base_file(given: Mapping[str, Sequence[str]]) -> Path:
 
 
 class _Loader(yaml.SafeLoader):
-    """Refuses a key that is there twice, of which YAML's own loader takes the last."""
+    """A YAML loader that refuses a key that is there twice; PyYAML's takes the last."""
 
     def construct_mapping(self, node, deep=False):
         keys = [self.construct_object(key, deep=True) for key, _ in node.value]
@@ -154,7 +149,7 @@ def _read_yaml(path: Path) -> Mapping[str, Any]:
 
 
 def _flatten(values: Mapping[str, Any], origin: str) -> dict[str, list[str]]:
-    """Nested mapping -> {`section.key`: [words]}, the form that a command line has."""
+    """Return the words of each `section.key` in a nested mapping."""
     out = {}
     for section, content in values.items():
         nested = isinstance(content, Mapping)
@@ -165,14 +160,14 @@ def _flatten(values: Mapping[str, Any], origin: str) -> dict[str, list[str]]:
             kind = _fields()[name]
             if name == "parallel.mesh" and isinstance(value, list):
                 value = ",".join(map(str, value))  # YAML's way to write several numbers
-            if value is False and bool not in (kind, *typing.get_args(kind)):
+            if value is False and not has_bool(kind):
                 value = "off"  # which YAML takes for False
             out[name] = [str(v) for v in value] if isinstance(value, list) else [str(value)]
     return out
 
 
 def _split_arguments(argv: Sequence[str]) -> dict[str, list[str]]:
-    """Command line -> {`section.key`: [words]}; `key=value` and `--key value` alike."""
+    """Return the words of each `section.key` on a command line."""
     out: dict[str, list[str]] = {}
     words = list(argv)
     while words:
@@ -185,20 +180,20 @@ def _split_arguments(argv: Sequence[str]) -> dict[str, list[str]]:
         key = key if key in _fields() else aliases.SAME.get(key, key)
         if key not in _fields():
             raise UsageError(unknown_key(word.partition("=")[0], key))
-        takes_many = typing.get_origin(_fields()[key]) is tuple
-        if key in out and takes_many:
+        several = takes_many(_fields()[key])
+        if key in out and several:
             raise UsageError(f"{word}: is given twice; give all its values after one --{key}")
         out[key] = [value] if equals else []
-        while words and (not out[key] or takes_many) and not _is_setting(words[0], takes_many):
+        while words and (not out[key] or several) and not _is_setting(words[0], several):
             out[key].append(words.pop(0))
         if not out[key]:
-            raise UsageError(f"--{key}: needs a value: {_expected(_fields()[key])}")
+            raise UsageError(f"--{key}: needs a value: {describe(_fields()[key])}")
     return out
 
 
-def _is_setting(word: str, takes_many: bool) -> bool:
-    """Whether a word begins the next setting. A flag of one value takes any word as that."""
-    return word.startswith("--") or (takes_many and re.match(r"[\w.-]+=", word) is not None)
+def _is_setting(word: str, several: bool) -> bool:
+    """Return whether a word begins the next setting; a flag of one value takes any word."""
+    return word.startswith("--") or (several and re.match(r"[\w.-]+=", word) is not None)
 
 
 def unknown_key(shown: str, key: str | None = None) -> str:
@@ -224,69 +219,31 @@ def unknown_key(shown: str, key: str | None = None) -> str:
     return f"{shown}: unknown key; {hint}"
 
 
-def _build(values: Mapping[str, Sequence[str]]) -> Config:
-    """Turns words into typed values with tyro.
+def _build(words: Mapping[str, Sequence[str]]) -> Config:
+    """Return the configuration that the words of each `section.key` say.
 
     Raises:
-        UsageError: naming the first key whose value has the wrong type.
+        UsageError: naming the first key whose value has the wrong type or is out of bounds.
     """
-    import tyro
+    sections: dict[str, dict[str, Any]] = {"": {}}
+    for name, given in words.items():
+        section, _, key = name.rpartition(".")
+        sections.setdefault(section, {})[key] = _value(name, given)
+    kinds = typing.get_type_hints(Config)
+    top = sections.pop("")
+    return Config(**top, **{name: kinds[name](**values) for name, values in sections.items()})
 
-    def parse(names: Sequence[str]) -> Config:
-        words = []
-        for name in names:
-            value = list(values[name])
-            if bool in (_fields()[name], *typing.get_args(_fields()[name])):
-                value = [v.capitalize() for v in value]
-            # `--key=value` keeps a value that begins with a dash from looking like a flag.
-            words += [f"--{name}={value[0]}"] if len(value) == 1 else [f"--{name}", *value]
-        with contextlib.redirect_stderr(io.StringIO()):
-            return tyro.cli(
-                Config,
-                args=words,
-                use_underscores=True,
-                config=_tyro_options(),
-                console_outputs=False,
-            )
 
-    values = {name: _translated(name, words) for name, words in values.items()}
-    paths = _PATHS & set(values)
-    values = {**values, **{k: [expand_user(path, f"{k}=") for path in values[k]] for k in paths}}
-    names = list(values)
+def _value(name: str, words: Sequence[str]) -> Any:
+    """Return the value of one setting."""
+    if name in _PATHS:
+        words = [expand_user(word, f"{name}=") for word in words]
+    if "dtype" in name:
+        if set(words) & set(aliases.HALVES):
+            raise UsageError(f"{name}={words[0]}: {aliases.ANSWERS['fp16']}")
+        words = [aliases.DTYPES.get(word, word) for word in words]
+    kind = _fields()[name]
     try:
-        return parse(names)
-    except SystemExit:
-        for name in names:
-            try:
-                parse([name])
-            except SystemExit:
-                shown = " ".join(values[name])
-                expected = _expected(_fields()[name])
-                raise UsageError(f"{name}={shown}: must be {expected}") from None
-        raise AssertionError(f"tyro refused {values} but none of its parts") from None
-
-
-def _translated(name: str, words: Sequence[str]) -> Sequence[str]:
-    """Return the words of a setting, other programs' names of dtypes replaced by ours."""
-    if "dtype" not in name:
-        return words
-    if set(words) & set(aliases.HALVES):
-        raise UsageError(f"{name}={words[0]}: {aliases.ANSWERS['fp16']}")
-    return [aliases.DTYPES.get(word, word) for word in words]
-
-
-def _expected(kind: Any) -> str:
-    """A type in a user's words."""
-    if typing.get_origin(kind) is Literal:
-        return "one of " + ", ".join(map(str, typing.get_args(kind)))
-    if isinstance(kind, types.UnionType):
-        return " or ".join(_expected(k) for k in typing.get_args(kind))
-    if typing.get_origin(kind) is tuple:
-        return "whole numbers" if typing.get_args(kind)[0] is int else "a list of texts"
-    return {
-        int: "a whole number",
-        float: "a number",
-        bool: "True or False",
-        str: "text",
-        types.NoneType: "None",
-    }[kind]
+        return convert(kind, words)
+    except ValueError:
+        raise UsageError(f"{name}={' '.join(words)}: must be {describe(kind)}") from None

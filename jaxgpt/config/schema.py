@@ -5,28 +5,42 @@ The defaults are those of the preset `tiny`; --help shows them.
 
 import dataclasses
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import yaml
+
+from jaxgpt.config.values import (
+    AtLeastOne,
+    Bounds,
+    Count,
+    Count31,
+    CountOrZero,
+    CountOrZero31,
+    Minutes,
+    NonNegative,
+    Rate,
+)
+
+MAX_INIT_TIMEOUT = 86_400  # seconds: a day
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """The network: GPT-2 (pre-norm, learned positions, tied embedding)."""
 
-    n_layer: int = 3
+    n_layer: Count = 3
     """Number of transformer layers, L."""
-    n_head: int = 4
+    n_head: Count = 4
     """Number of attention heads, H."""
-    n_embd: int = 128
+    n_embd: Count = 128
     """Width of the residual stream, D."""
-    block_size: int = 128
+    block_size: Count = 128
     """Context length in tokens, T."""
     bias: bool = False
     """Biases in linear layers and layer norms, as GPT-2 has them; without is a bit faster."""
-    dropout: float = 0.0
+    dropout: Rate = 0.0
     """Dropout rate of embeddings, attention and residuals; 0 for pre-training."""
-    vocab_size: int | None = None
+    vocab_size: Annotated[int, Bounds(at_least=2, below=2**31)] | None = None
     """Number of tokens, V; None takes it from the data's meta.json."""
     attention: Literal["auto", "xla", "cudnn"] = "auto"
     """Attention kernel; auto picks cudnn where it can run, and the log says which."""
@@ -36,33 +50,33 @@ class ModelConfig:
 class TrainConfig:
     """The run: length, batch, evaluation, logging."""
 
-    max_iters: int = 300
+    max_iters: Count31 = 300
     """Number of optimizer steps in all, counted from 1."""
-    batch_size: int = 24
+    batch_size: Count = 24
     """Global batch: sequences per step, whole job, whatever the mesh."""
-    gradient_accumulation_steps: int = 1
+    gradient_accumulation_steps: Count = 1
     """Equal microbatches that the global batch is split into."""
-    eval_interval: int = 150
+    eval_interval: CountOrZero = 150
     """Steps between evaluations (and samples); 0 evaluates only at the end."""
-    eval_iters: int = 10
+    eval_iters: Count = 10
     """Batches per split in an evaluation; the same ones every time."""
-    log_interval: int = 10
+    log_interval: Count = 10
     """Steps between log lines."""
-    loss_chunk: int = 0
+    loss_chunk: CountOrZero = 0
     """Tokens on a device whose logits exist at the same time, about; 0 is all of a microbatch."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Compute dtype; parameters, optimizer state, softmax and loss stay float32."""
-    seed: int = 1337
+    seed: CountOrZero31 = 1337
     """Seed of the initial parameters, the data order and dropout."""
-    sample_tokens: int = 200
+    sample_tokens: CountOrZero = 200
     """Tokens that the model writes at each evaluation; 0 writes none."""
     sample_prompt: str = ""
     """Text that the samples at evaluations begin with; empty is the end of the document before,
     or, in char data, the first character."""
-    time_limit: float | None = None
+    time_limit: Minutes | None = None
     """Minutes from the start of process 0 after which the run saves a checkpoint and stops with
     exit status 75."""
-    hang_timeout: float | None = 30
+    hang_timeout: Minutes | None = 30
     """Minutes without a step, an evaluation or a checkpoint after which the job ends with exit
     status 70; at a start, restoring and compiling have 30 at least. None waits for ever."""
     tensorboard: bool = True
@@ -75,22 +89,22 @@ class OptimizerConfig:
 
     name: str = "adamw"
     """The optimizer: adamw (arXiv 1711.05101)."""
-    learning_rate: float = 3e-3
+    learning_rate: NonNegative = 3e-3
     """Peak learning rate."""
     min_lr: float | None = None
     """Learning rate at and after lr_decay_iters; None is a tenth of the peak."""
-    warmup_iters: int = 50
+    warmup_iters: CountOrZero31 = 50
     """Steps of linear warm-up."""
-    lr_decay_iters: int = 300
+    lr_decay_iters: Count31 = 300
     """Step at which the cosine reaches min_lr; mostly train.max_iters, but not tied to it, so
     that a run made longer or shorter keeps its learning rates."""
-    weight_decay: float = 0.1
+    weight_decay: NonNegative = 0.1
     """Decay of matrices and embeddings; never of biases and norms."""
-    beta1: float = 0.9
+    beta1: Rate = 0.9
     """Decay rate of the first moment."""
-    beta2: float = 0.99
+    beta2: Rate = 0.99
     """Decay rate of the second moment; 0.95 suits large batches."""
-    grad_clip: float = 1.0
+    grad_clip: NonNegative = 1.0
     """Largest global gradient norm; 0 switches clipping off."""
 
 
@@ -110,7 +124,7 @@ class DataConfig:
     file_list: str | None = None
     """File with the lines of data.blend, as ALCF's Megatron-DeepSpeed reads them. Paths in it are
     relative to the working directory."""
-    val_share: float = 0.01
+    val_share: Annotated[float, Bounds(above=0, below=1)] = 0.01
     """Share of a corpus, its last documents, kept for validation where it has no val.bin."""
     tokenizer: str | None = None
     """A tokenizer.json, or the folder with it, for data that came without one."""
@@ -151,9 +165,9 @@ class ParallelConfig:
 class CheckpointConfig:
     """When state is saved, and whether a run goes on from it."""
 
-    interval: int = 150
+    interval: CountOrZero = 150
     """Steps between checkpoints; 0 saves only at the end. The last step is always saved."""
-    keep: int = 2
+    keep: Count = 2
     """How many of the newest checkpoints to keep."""
     resume: bool = True
     """Go on from the newest checkpoint in --out; False refuses a folder that has one, at the start
@@ -169,24 +183,24 @@ class SpikeConfig:
     rewind: from a spike of the loss training goes back to a checkpoint and skips the batches
     around it (arXiv 2204.02311, section 5.1); one of the gradient norm alone is recorded. But for
     `off`, a step that is not finite never changes parameters or moments."""
-    window: int = 128
+    window: Annotated[int, Bounds(at_least=4, at_most=10**5, unit="steps")] = 128
     """Steps whose losses and gradient norms say what is normal; watching begins with so many."""
-    loss_threshold: float = 6.0
+    loss_threshold: AtLeastOne = 6.0
     """How far above the window's median a loss is a spike, in robust standard deviations."""
-    grad_norm_threshold: float = 20.0
+    grad_norm_threshold: AtLeastOne = 20.0
     """The same for the gradient norm, whose distribution has a long tail: small clean runs reach
     14 of them, and 4 of the loss."""
-    rewind_margin: int = 100
+    rewind_margin: Count = 100
     """Steps that lie at least between the checkpoint that a rewind goes back to and the spike."""
-    skip_before: int = 10
+    skip_before: CountOrZero = 10
     """Steps before the spike that a rewind skips."""
-    skip_after: int = 50
+    skip_after: CountOrZero = 50
     """Steps after the spike that a rewind skips. The authors of the method skipped 200 to 500 of
     some 255,000; what a short run skips it misses, and it goes back again if that was too little.
     """
-    max_rewinds: int = 3
+    max_rewinds: CountOrZero = 3
     """Rewinds of a run; at the next spike after them it stops, with a report."""
-    max_consecutive_nonfinite: int = 10
+    max_consecutive_nonfinite: Count = 10
     """So many steps in a row that are not finite stop the run."""
 
 
@@ -196,9 +210,9 @@ class FaultsConfig:
 
     random_tokens: tuple[int, ...] = ()
     """Ranges of steps, as in train_range_to_skip, whose batches are tokens drawn at random."""
-    nan_step: int | None = None
+    nan_step: Count | None = None
     """A step at which one device's gradient is not a number."""
-    nan_device: int = 0
+    nan_device: CountOrZero = 0
     """Which device of the mesh that is, counted row by row."""
 
 
@@ -212,7 +226,9 @@ class Config:
     """Run directory; None is runs/<config>-<time>. One that exists is gone on with."""
     compile_cache: str = "~/.cache/jaxgpt/compiled"
     """Folder where compiled programs are kept for the next start; `off` keeps none."""
-    init_timeout: float = 300
+    init_timeout: Annotated[float, Bounds(at_least=1, at_most=MAX_INIT_TIMEOUT, unit="seconds")] = (
+        300
+    )
     """Seconds for all processes of a job to find each other; after that it ends, naming those
     that are missing."""
     train_range_to_skip: tuple[int, ...] = ()

@@ -15,7 +15,7 @@ from jaxgpt.cluster.environment import rank_from_env
 from jaxgpt.cluster.process_group import INIT_TIMEOUT, catch_usage_error, join_process_group
 from jaxgpt.cluster.shutdown import job_exit_handler
 from jaxgpt.config import CommandParser, Config, file_path, is_help, mesh_sizes
-from jaxgpt.config.validate import MAX_INIT_TIMEOUT
+from jaxgpt.config.schema import MAX_INIT_TIMEOUT
 from jaxgpt.doctor.directory import check_writable
 from jaxgpt.runtime.initialize import connect
 

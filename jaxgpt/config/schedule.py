@@ -1,0 +1,61 @@
+"""Which steps do what: evaluations, skipped ranges, profiled ranges. Steps count from 1."""
+
+import re
+
+from jaxgpt.config.errors import UsageError
+from jaxgpt.config.schema import Config
+
+
+def should_run_every(step: int, interval: int) -> bool:
+    """Return whether `step` is a multiple of `interval`; never if that is 0."""
+    return interval > 0 and step % interval == 0
+
+
+def should_evaluate(config: Config, step: int) -> bool:
+    """Return whether a run evaluates after this step."""
+    train = config.train
+    return step == train.max_iters or should_run_every(step, train.eval_interval)
+
+
+def skip_ranges(config: Config) -> tuple[tuple[int, int], ...]:
+    """Return `train_range_to_skip` as (first, last) pairs of steps, both included."""
+    return step_ranges("train_range_to_skip", config.train_range_to_skip)
+
+
+def step_ranges(key: str, steps: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
+    """Return the ranges of steps in a setting as (first, last) pairs, both included.
+
+    Raises:
+        UsageError: for an odd count, a step below 1, or a first step after its last.
+    """
+    shown = " ".join(map(str, steps))
+    if len(steps) % 2:
+        raise UsageError(
+            f"{key}={shown}: has {len(steps)} numbers; give pairs of "
+            "first and last step, such as 10 20 25 30"
+        )
+    pairs = tuple(zip(steps[::2], steps[1::2], strict=True))
+    for first, last in pairs:
+        if first < 1 or first > last:
+            raise UsageError(
+                f"{key}={shown}: the range {first} {last} must have 1 <= first <= last"
+            )
+    return pairs
+
+
+def profile_range(config: Config) -> range:
+    """Return the steps of `profile_steps`, empty for None.
+
+    Raises:
+        UsageError: if it is not `A:B`, or those are no steps of the run.
+    """
+    text, end = config.profile_steps, config.train.max_iters
+    if text is None:
+        return range(0)
+    found = re.fullmatch(r"([0-9]+):([0-9]+)", text)
+    if not found or not 1 <= int(found[1]) <= int(found[2]) <= end:
+        raise UsageError(
+            f"profile_steps={text}: must be A:B, the first and the last step to trace, with "
+            f"1 <= A <= B <= train.max_iters={end}; for example 11:15 (in YAML, in quotes)"
+        )
+    return range(int(found[1]), int(found[2]) + 1)
