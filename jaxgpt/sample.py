@@ -2,15 +2,17 @@
 
 import argparse
 import sys
+from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 
 from jaxgpt.checkpoint.metadata import read_meta
-from jaxgpt.cluster.process_group import join_process_group
+from jaxgpt.cluster.process_group import ProcessGroup, join_process_group
 from jaxgpt.cluster.shutdown import job_exit_handler
-from jaxgpt.config import CommandParser, UsageError, config_from_dict, file_path, mesh_sizes
+from jaxgpt.config import CommandParser, Config, UsageError, config_from_dict, file_path, mesh_sizes
 from jaxgpt.data.find_tokenizer import from_meta
-from jaxgpt.data.tokenizer import continued
+from jaxgpt.data.tokenizer import Tokenizer, continued
 from jaxgpt.runtime.initialize import connect
 from jaxgpt.train.run_directory import list_checkpoints
 
@@ -19,15 +21,21 @@ MOST = 10**6  # tokens, texts, and how far from 1 a temperature may be
 
 def parser() -> CommandParser:
     out = CommandParser(prog="python -m jaxgpt.sample", description=__doc__)
-    out.add_argument("--run", type=file_path, required=True, help="run directory of a training")
-    out.add_argument("--step", type=int, help="which checkpoint; default the newest")
-    out.add_argument("--prompt", default="", help="text to go on from; default none")
-    out.add_argument("--max-new-tokens", type=int, default=200)
-    out.add_argument("--num-samples", type=int, default=1)
-    out.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest")
-    out.add_argument("--top-k", type=int, default=200, help="draw from so many; 0 from all")
-    out.add_argument("--seed", type=int, default=1337)
-    out.add_argument("--mesh", default="1,-1,1", help="data,fsdp,tensor to load the model on")
+    out.add_argument("--run", type=file_path, required=True, help="run directory")
+    out.add_argument("--step", type=int, help="checkpoint to read; default the newest")
+    out.add_argument(
+        "--prompt", default="", help="text to continue, or FILE:NAME for a file's; default none"
+    )
+    out.add_argument("--max-new-tokens", type=int, default=200, help="default %(default)s")
+    out.add_argument("--num-samples", type=int, default=1, help="texts to write; default 1")
+    out.add_argument(
+        "--temperature", type=float, default=0.8, help="0 takes the likeliest; default %(default)s"
+    )
+    out.add_argument(
+        "--top-k", type=int, default=200, help="draw from so many; 0 from all; default 200"
+    )
+    out.add_argument("--seed", type=int, default=1337, help="of the draws; default %(default)s")
+    out.add_argument("--mesh", default="1,-1,1", help="mesh to load the model on")
     return out
 
 
@@ -37,10 +45,25 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def write(arguments: argparse.Namespace) -> None:
-    """Prints the samples that the command line asks for.
+    """Print the samples that a command line asks for.
 
     Raises:
         UsageError: if the run has no such checkpoint, or an option cannot work.
+    """
+    check_options(arguments)
+    config, step, tokenizer = open_run(arguments)
+    prompt = read_prompt(arguments.prompt, tokenizer)
+    cluster = join_process_group()
+    for number, text in enumerate(samples(config, step, tokenizer, prompt, arguments, cluster)):
+        if cluster.is_main:
+            sys.stdout.write("---\n" * (number > 0) + text + "\n")
+
+
+def check_options(arguments: argparse.Namespace) -> None:
+    """Check the numbers of a command line.
+
+    Raises:
+        UsageError: if one cannot work.
     """
     if not 0 <= arguments.seed < 2**31:
         raise UsageError(f"--seed={arguments.seed}: must be at least 0 and less than 2^31")
@@ -50,33 +73,68 @@ def write(arguments: argparse.Namespace) -> None:
             raise UsageError(
                 f"--{option.replace('_', '-')}={value}: must be at least {least} and at most {MOST}"
             )
-    heat = arguments.temperature
-    if heat != 0 and not 1 / MOST <= heat <= MOST:
-        raise UsageError(f"--temperature={heat}: must be 0, or between {1 / MOST} and {MOST}")
+    temperature = arguments.temperature
+    if temperature != 0 and not 1 / MOST <= temperature <= MOST:
+        raise UsageError(
+            f"--temperature={temperature}: must be 0, or between {1 / MOST} and {MOST}"
+        )
     if arguments.seed + arguments.num_samples > 2**31:
         raise UsageError(
             f"--seed={arguments.seed}: the seeds of --num-samples={arguments.num_samples} go on "
             "from it and must be less than 2^31"
         )
-    steps = list_checkpoints(arguments.run)
+
+
+def open_run(arguments: argparse.Namespace) -> tuple[Config, int, Tokenizer]:
+    """Return the configuration of a run, the step of the checkpoint to read, and the tokenizer.
+
+    Raises:
+        UsageError: if the run lacks one of them.
+    """
+    run = arguments.run
+    steps = list_checkpoints(run)
     if not steps:
-        raise UsageError(f"--run {arguments.run}: has no checkpoints; give a run directory")
+        raise UsageError(f"--run {run}: has no checkpoints; give a run directory")
     step = steps[-1] if arguments.step is None else arguments.step
     if step not in steps:
-        raise UsageError(f"--step {step}: {arguments.run} has {', '.join(map(str, steps))}")
-    meta = read_meta(arguments.run, step)
-    config = config_from_dict(meta["config"], str(arguments.run))
-    # Not on the devices that it was trained on: any kernel that runs here will do.
-    config = config.replace(parallel__mesh=arguments.mesh, model__attention="auto")
+        raise UsageError(f"--step {step}: {run} has {', '.join(map(str, steps))}")
+    meta = read_meta(run, step)
     if meta["tokenizer"] is None:
-        raise UsageError(f"--run {arguments.run}: its data had no meta.json with a tokenizer")
-    tokenizer = from_meta(meta["tokenizer"], arguments.run)
-    try:
-        tokenizer.encode(arguments.prompt)
-    except UsageError as error:
-        raise UsageError(f"--prompt {arguments.prompt!r}: {error}") from None
+        raise UsageError(f"--run {run}: its data had no meta.json with a tokenizer")
+    config = config_from_dict(meta["config"], str(run))
+    # The devices are not those of the training: any attention kernel that runs here will do.
+    config = config.replace(parallel__mesh=arguments.mesh, model__attention="auto")
+    return config, step, from_meta(meta["tokenizer"], run)
 
-    cluster = join_process_group()
+
+def read_prompt(given: str, tokenizer: Tokenizer) -> str:
+    """Return the prompt, read from a file where it is `FILE:NAME`, as for nanoGPT.
+
+    Raises:
+        UsageError: if there is no such file, or the tokenizer lacks a character of the prompt.
+    """
+    prompt = given
+    if given.startswith("FILE:"):
+        try:
+            prompt = Path(given.removeprefix("FILE:")).read_text()
+        except (OSError, UnicodeDecodeError) as error:
+            raise UsageError(f"--prompt {given}: cannot be read ({error})") from None
+    try:
+        tokenizer.encode(prompt)
+    except UsageError as error:
+        raise UsageError(f"--prompt {given!r}: {error}") from None
+    return prompt
+
+
+def samples(
+    config: Config,
+    step: int,
+    tokenizer: Tokenizer,
+    prompt: str,
+    arguments: argparse.Namespace,
+    cluster: ProcessGroup,
+) -> Iterator[str]:
+    """Yield texts, each with its prompt; all processes take part in each."""
     connect(cluster, mesh_sizes(config))
     import jax
 
@@ -87,7 +145,7 @@ def write(arguments: argparse.Namespace) -> None:
 
     compiled = make_steps(config, make_mesh(mesh_sizes(config, jax.device_count()), cluster.hosts))
     params = restore_params(arguments.run, step, compiled.state_shapes.params)
-    window, length = prompt_window(tokenizer, arguments.prompt, config.model.block_size)
+    window, length = prompt_window(tokenizer, prompt, config.model.block_size)
     generate = jax.jit(
         make_generate(
             compiled.make_decoder,
@@ -101,10 +159,7 @@ def write(arguments: argparse.Namespace) -> None:
     for number in range(arguments.num_samples):
         seed = np.int32(arguments.seed + number)
         tokens = np.asarray(generate(params, window, np.int32(length), seed)).tolist()
-        if cluster.is_main:
-            sys.stdout.write(continued(tokenizer, arguments.prompt, tokens) + "\n")
-            if number + 1 < arguments.num_samples:
-                sys.stdout.write("---\n")
+        yield continued(tokenizer, prompt, tokens)
 
 
 if __name__ == "__main__":

@@ -50,7 +50,8 @@ def test_a_text_of_ones_own_is_prepared_trained_on_and_continued(tmp_path, token
     arguments = ("model.block_size=32", "train.max_iters=200", "optimizer.learning_rate=3e-3")
     job = run("train", *SMALL, *arguments, f"data.path={data}", "--out", out)
     assert job.returncode == 0, job.stdout
-    options = ("--prompt", "big f", "--max-new-tokens", "24")
+    (tmp_path / "prompt.txt").write_text("big f")  # in nanoGPT's spelling
+    options = (f"--start=FILE:{tmp_path}/prompt.txt", "--max_new_tokens", "24")
     greedy, drawn = ("--temperature", "0"), ("--top-k", "5", "--num-samples", "2")
     with ThreadPoolExecutor(2) as pool:
         first, second, drawn = pool.map(

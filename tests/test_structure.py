@@ -68,7 +68,6 @@ LONG_FUNCTIONS = {
     "cluster/launchers.py: place_processes",
     "data/corpora.py: prepare_text",
     "runtime/initialize.py: connect",
-    "sample.py: write",
     "train/generate.py: make_generate",
     "train/gradients.py: shard_model",
     "train/loop.py: train_watched",

@@ -46,7 +46,6 @@ SAME = {
     "adam_beta2": "optimizer.beta2",
     "save": "out",
     "save_interval": "checkpoint.interval",
-    "zero_stage": "parallel.zero_stage",
     # torchtitan
     "training.steps": "train.max_iters",
     "training.seq_len": "model.block_size",
@@ -145,6 +144,7 @@ ANSWERS = {
     "use_flash_attn": "type model.attention=cudnn, or leave it at auto",
     "use_distributed_optimizer": "type parallel.zero_stage=1 with --mesh 1,-1,1",
     "use_mcore_models": "leave it out",
+    "zero_stage": "type parallel.zero_stage=N --mesh 1,-1,1: state is sharded over the axis fsdp",
     "deepspeed": "type parallel.zero_stage=N with --mesh D,F,T",
     "deepspeed_config": "type parallel.zero_stage=N and train.batch_size=N",
     "distributed_backend": _LAUNCHED,
@@ -176,6 +176,68 @@ ANSWERS = {
 
 DTYPES = {"bf16": "bfloat16", "fp32": "float32", "f32": "float32", "float": "float32"}
 HALVES = ("float16", "fp16", "f16", "half")
+
+# Command -> another program's option or word -> ours, with the same meaning.
+COMMAND_SAME = {
+    "sample": {"--out-dir": "--run", "--start": "--prompt"},  # nanoGPT
+    "launch": {  # mpiexec, ezpz, torchrun, srun
+        "-ppn": "--ppn",
+        "--nproc": "-n",
+        "--nproc-per-node": "--ppn",
+        "--ntasks": "-n",
+        "--ntasks-per-node": "--ppn",
+        "-hostfile": "--hosts",
+        "--hostfile": "--hosts",
+        "--machinefile": "--hosts",
+    },
+    "prepare": {"--json-keys": "--jsonl-key", "--json-key": "--jsonl-key"},
+}
+_ONE_CHECKPOINT = "samples are written by the newest checkpoint of --run FOLDER, or by --step N"
+_OF_HOSTS = "type -n N for processes in all, or --ppn P for processes on each host"
+# Command -> another program's option or word -> the line to type instead.
+COMMAND_ANSWERS = {
+    "sample": {
+        "--init-from": _ONE_CHECKPOINT,
+        "--load": _ONE_CHECKPOINT,
+        "--device": _PLATFORM,
+        "--compile": _COMPILED,
+        "--dtype": "samples are computed in the dtype of the run",
+        "--num-tokens": "type --max-new-tokens N",
+    },
+    "launch": {
+        "--nnodes": _OF_HOSTS,
+        "--nodes": _OF_HOSTS,
+        "--nhosts": _OF_HOSTS,
+        "--num-nodes": _OF_HOSTS,
+        "--num-gpus": _OF_HOSTS,
+        "--master-addr": _LAUNCHED,
+        "--master-port": _LAUNCHED,
+    },
+    "prepare": {
+        "openwebtext": "is not downloaded; type python -m jaxgpt.prepare text --input FOLDER "
+        "--tokenizer GPT2_FOLDER --name openwebtext, with its text or JSON lines in FOLDER",
+        "shakespeare": "type python -m jaxgpt.prepare shakespeare_char, or text --input FILE "
+        "--tokenizer GPT2_FOLDER --name shakespeare for tokens of GPT-2",
+        "--output-prefix": "type --out FOLDER, with --format megatron for a .bin and .idx",
+        "--tokenizer-type": "type --tokenizer FOLDER, with encoder.json and vocab.bpe of GPT-2",
+        "--vocab-file": "type --tokenizer FOLDER, with encoder.json and vocab.bpe of GPT-2",
+        "--merge-file": "type --tokenizer FOLDER, with encoder.json and vocab.bpe of GPT-2",
+        "--append-eod": "leave it out: documents end with the tokenizer's end of text",
+    },
+}
+
+
+def translate(command: str, word: str) -> str:
+    """Return our spelling of a command's option, which may be followed by `=value`.
+
+    Raises:
+        LookupError: with the line to type instead.
+    """
+    name, equals, value = word.partition("=")
+    name = name.replace("_", "-") if name.startswith("--") else name
+    if answer := COMMAND_ANSWERS.get(command, {}).get(name):
+        raise LookupError(answer)
+    return COMMAND_SAME.get(command, {}).get(name, name) + equals + value
 
 
 def answer(key: str) -> str:

@@ -1,10 +1,11 @@
-"""What the commands besides jaxgpt.train share in reading their own options."""
+"""Options of the commands besides jaxgpt.train: a parser, and types of options."""
 
 import argparse
 import sys
 from pathlib import Path
 from typing import NoReturn
 
+from jaxgpt.config import aliases
 from jaxgpt.config.errors import UsageError, expand_user
 
 
@@ -15,23 +16,32 @@ class CommandParser(argparse.ArgumentParser):
         super().__init__(allow_abbrev=False, **options)
 
     def parse_known_args(self, args=None, namespace=None):
-        words = list(sys.argv[1:] if args is None else args)
+        words = [self._translated(w) for w in (sys.argv[1:] if args is None else args)]
         if "--mesh" in words[:-1]:  # or -1,1,1 would be taken for an option
             i = words.index("--mesh")
             words[i : i + 2] = [f"--mesh={words[i + 1]}"]
         return super().parse_known_args(words, namespace)
+
+    def _translated(self, word: str) -> str:
+        """Return an option as this command spells it; a word that is none stays as it is."""
+        command = self.prog.removeprefix("python -m jaxgpt.").partition(" ")[0]
+        try:
+            translated = aliases.translate(command, word)
+        except LookupError as error:
+            raise UsageError(f"{command}: {word}: {error}") from None
+        return translated if translated.partition("=")[0] in self._option_string_actions else word
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{self.prog.removeprefix('python -m ')}: {message}; --help says more")
 
 
 def name_or_path(given: str) -> str:
-    """The type of options that name a file or something else by a word."""
+    """Return an option's file, or another word, with its ~ replaced."""
     return str(file_path(given))
 
 
 def file_path(given: str) -> Path:
-    """The type of options that name a file or a folder."""
+    """Return the path that an option names."""
     if not given:  # Path("") is the working directory
         raise argparse.ArgumentTypeError("is empty; name a file or folder")
     try:
@@ -41,7 +51,7 @@ def file_path(given: str) -> Path:
 
 
 def whole_number(option: str, given: str | None) -> int | None:
-    """An option's number; None if it is not given.
+    """Return an option's number; None if it is not given.
 
     Raises:
         UsageError: if it is not a whole number of at least 1, and below 2^63.

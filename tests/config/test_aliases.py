@@ -1,5 +1,8 @@
 """What users of other programs type works, or is answered with the line to type instead."""
 
+import importlib
+from pathlib import Path
+
 import pytest
 
 from jaxgpt.config import UsageError, load_config, parse_args
@@ -35,7 +38,6 @@ WORKS = [
     ("--weight-decay 0.1", "optimizer.weight_decay", 0.1),
     ("--save runs/b --save-interval 20", "checkpoint.interval", 20),
     ("--log-interval 5 --eval-interval 10", "train.log_interval", 5),
-    ("--zero-stage 1", "parallel.zero_stage", 1),
     ("--train-range-to-skip 10 20 25 30", "train_range_to_skip", (10, 20, 25, 30)),
     # torchtitan
     ("--training.steps 30 --training.seq_len 64", "train.max_iters", 30),
@@ -73,6 +75,7 @@ ANSWERED = [
     ("--micro-batch-size 4", "train.gradient_accumulation_steps=N"),
     ("--tensor-model-parallel-size 2", "--mesh -1,1,N"),
     ("--pipeline-model-parallel-size 2", "no pipeline stages"),
+    ("--zero-stage 1", "parallel.zero_stage=N --mesh 1,-1,1"),
     ("--sequence-parallel", "parallel.sequence_parallel=True"),
     ("--bf16", "train.dtype=bfloat16"),
     ("--fp16", "loss scaling"),
@@ -111,6 +114,30 @@ ANSWERED = [
     ("train.zzz=1", "--help lists every key"),
 ]
 
+COMMANDS_WORK = [
+    ("sample --out_dir=runs/a", "run", Path("runs/a")),
+    ("sample --out_dir runs/a --start ROMEO", "prompt", "ROMEO"),
+    ("sample --run runs/a --num_samples=3", "num_samples", 3),
+    ("sample --run runs/a --max_new_tokens 50 --top_k=20", "top_k", 20),
+    ("sample --run runs/a --temperature=0.5 --seed=2", "temperature", 0.5),
+    ("launch -np 8 -ppn 4", "ppn", "4"),
+    ("launch -ppn 4 --hostfile hosts", "hosts", "hosts"),
+    ("launch --nproc_per_node=4", "ppn", "4"),
+    ("launch --ntasks 8 --ntasks-per-node 4", "n", "8"),
+    ("prepare text --input a.jsonl --json-keys content", "jsonl_key", "content"),
+]
+COMMANDS_ANSWERED = [
+    ("sample --run runs/a --init_from=resume", "--step N"),
+    ("sample --run runs/a --device=cpu", "JAX_PLATFORMS=cpu"),
+    ("launch --nnodes 2", "--ppn P"),
+    ("launch --master_addr=host", "leave it out"),
+    ("prepare openwebtext", "jaxgpt.prepare text"),
+    ("prepare shakespeare", "jaxgpt.prepare shakespeare_char"),
+    ("prepare text --input a.jsonl --output-prefix my", "--format megatron"),
+    ("prepare text --input a.jsonl --tokenizer-type GPT2BPETokenizer", "--tokenizer FOLDER"),
+    ("prepare text --input a.jsonl --append-eod", "end of text"),
+]
+
 
 def value(config, key):
     for part in key.split("."):
@@ -127,6 +154,25 @@ def test_a_line_works_where_it_means_the_same(line, key, expected):
 def test_a_line_is_answered_with_the_one_to_type(line, words):
     with pytest.raises(UsageError) as caught:
         parse_args(line.split())
+    assert words in str(caught.value) and "\n" not in str(caught.value)
+
+
+def parser_of(line):
+    command, *words = line.split()
+    return importlib.import_module(f"jaxgpt.{command}").parser(), words
+
+
+@pytest.mark.parametrize(("line", "option", "expected"), COMMANDS_WORK)
+def test_an_option_works_where_it_means_the_same(line, option, expected):
+    parser, words = parser_of(line)
+    assert getattr(parser.parse_args(words), option) == expected
+
+
+@pytest.mark.parametrize(("line", "words"), COMMANDS_ANSWERED)
+def test_an_option_is_answered_with_the_one_to_type(line, words):
+    parser, arguments = parser_of(line)
+    with pytest.raises(UsageError) as caught:
+        parser.parse_args(arguments)
     assert words in str(caught.value) and "\n" not in str(caught.value)
 
 
