@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxgpt.checkpoint.metadata import valid_checkpoints
+from jaxgpt.checkpoint.metadata import list_checkpoints, valid_checkpoints
 from jaxgpt.cluster.process_group import ProcessGroup, join_process_group
 from jaxgpt.cluster.shutdown import job_exit_handler
 from jaxgpt.config import (
@@ -31,7 +31,7 @@ from jaxgpt.data.rows import Rows, training_rows
 from jaxgpt.data.sources import Dataset, Source, open_dataset
 from jaxgpt.spikes.policy import skipped_by_rewinds
 from jaxgpt.spikes.skip import SkipRanges
-from jaxgpt.train.run_directory import list_checkpoints, source_hashes
+from jaxgpt.train.run_directory import source_hashes
 
 LOOK_BACK = 2**20  # tokens that are searched for the end of the document before
 

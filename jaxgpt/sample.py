@@ -7,14 +7,13 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxgpt.checkpoint.metadata import read_meta
+from jaxgpt.checkpoint.metadata import list_checkpoints, read_meta
 from jaxgpt.cluster.process_group import ProcessGroup, join_process_group
 from jaxgpt.cluster.shutdown import job_exit_handler
 from jaxgpt.config import CommandParser, Config, UsageError, config_from_dict, file_path, mesh_sizes
 from jaxgpt.data.find_tokenizer import from_meta
 from jaxgpt.data.tokenizer import Tokenizer, continued
 from jaxgpt.runtime.initialize import connect
-from jaxgpt.train.run_directory import list_checkpoints
 
 MOST = 10**6  # tokens, texts, and how far from 1 a temperature may be
 

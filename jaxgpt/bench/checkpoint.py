@@ -158,11 +158,13 @@ class Rounds:
     """Saves, restores, and the same with plain files, each round in another order."""
 
     def __init__(self, config: Config, steps: Any, state: Any, folder: Path, cluster: ProcessGroup):
+        from jaxgpt.train.state import checkpoint_tree
+
         self.forgets = True
         """Whether nothing is in the page cache before it is read."""
-        self.saved = (state.params, state.opt_state)
+        self.saved = checkpoint_tree(state)
         self._config = config.replace(spike__action="log", checkpoint__keep=1)
-        self._shapes, self._state, self._cluster = steps.state_shapes, state, cluster
+        self._shapes, self._cluster = checkpoint_tree(steps.state_shapes), cluster
         self._ours, self._plain = folder / "checkpoint", folder / "plain"
         self._sizes: list[int] = []
         self._written: list[tuple[str, int]] = []
@@ -187,7 +189,7 @@ class Rounds:
 
         def save() -> float:
             began = time.perf_counter()
-            checkpoints.save(1, self._state, {})
+            checkpoints.save(1, self.saved, {})
             blocked = time.perf_counter() - began
             checkpoints.close()
             return blocked
@@ -217,15 +219,11 @@ class Rounds:
 
         checkpoints = Checkpoints(self._ours, self._config)
         self._forget(self._ours)
-        state, seconds = self._timed(
+        (tree, _), seconds = self._timed(
             lambda: jax.block_until_ready(checkpoints.restore(1, self._shapes))
         )
         checkpoints.close()
-        for a, b in zip(
-            jax.tree.leaves((state.params, state.opt_state)),
-            jax.tree.leaves(self.saved),
-            strict=True,
-        ):
+        for a, b in zip(jax.tree.leaves(tree), jax.tree.leaves(self.saved), strict=True):
             for x, y in zip(a.addressable_shards, b.addressable_shards, strict=True):
                 assert np.array_equal(np.asarray(x.data), np.asarray(y.data))
         return {"restore_seconds": seconds}

@@ -1,9 +1,9 @@
 """Checkpoints by Orbax: sharded, written in the background, complete or not there.
 
-A checkpoint is `checkpoints/<step>/state` (parameters, both moments, Adam's count, as one array
-each whatever the mesh) and `checkpoints/<step>/meta` (JSON: configuration, mesh, data, what the
-detector of spikes remembers, and a checksum of each array). It is restored into the shardings of
-the run that reads it, which need not be those that wrote it.
+A checkpoint is `checkpoints/<step>/state` (`params` and `opt_state`, each array whole whatever the
+mesh) and `checkpoints/<step>/meta` (JSON: configuration, mesh, data, the spike detector's window,
+and a checksum of each array). It is restored into the shardings of the run that reads it, which
+need not be those that wrote it.
 
 Numbers are stored as they are: compressing them takes longer than writing them, for 8 to 9 % of
 their size.
@@ -21,15 +21,14 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from jax.tree_util import keystr, tree_leaves_with_path, tree_map_with_path
 
 from jaxgpt.checkpoint.checksums import checksums
 from jaxgpt.checkpoint.metadata import add_checksum, load_metadata
 from jaxgpt.config import Config, UsageError
 from jaxgpt.parallel.sharding import Params
-from jaxgpt.spikes.detector import spike_state_from_json, spike_state_to_json
 from jaxgpt.tracking.trackers import NO_ROOM
-from jaxgpt.train.state import TrainState
+
+Tree = dict[str, Any]  # nested, of arrays or their shapes
 
 # A process writes several files of about this size at the same time, not one after the other.
 DATA_FILE_BYTES = 2**28
@@ -78,13 +77,13 @@ class Checkpoints:
             },
         )
 
-    def check_room(self, step: int, shapes: TrainState) -> None:
+    def check_room(self, step: int, tree: Tree) -> None:
         """Looks for room for one more checkpoint, where the file system says how much it has.
 
         Raises:
             UsageError: if there is too little.
         """
-        needed = sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(_to_tree(shapes)))
+        needed = sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(tree))
         disk = shutil.disk_usage(self._folder.parent)
         if disk.total and needed > disk.free:
             raise UsageError(
@@ -93,8 +92,8 @@ class Checkpoints:
                 "same --out to go on from the newest one that is complete, if there is one"
             )
 
-    def save(self, step: int, state: TrainState, meta: Mapping[str, Any]) -> None:
-        """Starts writing; the state may be donated as soon as this returns.
+    def save(self, step: int, tree: Tree, meta: Mapping[str, Any]) -> None:
+        """Start writing arrays and JSON; the arrays may be donated as soon as this returns.
 
         Raises:
             UsageError: if there is no room for it, or was none for what was being saved before.
@@ -102,13 +101,8 @@ class Checkpoints:
         import orbax.checkpoint as ocp
 
         self._finish()
-        self.check_room(step, state)
-        tree = _to_tree(state)
-        meta = {
-            **meta,
-            "spike_state": spike_state_to_json(state.spike_state),
-            "checksums": checksums(tree),
-        }
+        self.check_room(step, tree)
+        meta = {**meta, "checksums": checksums(tree)}
         with _writing(self._folder):
             self._manager.save(
                 step,
@@ -139,30 +133,32 @@ class Checkpoints:
         with _writing(self._folder):
             self._manager.wait_until_finished()
 
-    def restore(self, step: int, shapes: TrainState) -> TrainState:
-        """The state of `step`, bitwise, laid out as `shapes` (ShapeDtypeStructs) say.
+    def restore(self, step: int, shapes: Tree) -> tuple[Tree, dict[str, Any]]:
+        """Return the arrays of `step`, bitwise, laid out as `shapes` say, and its JSON.
+
+        Args:
+            shapes: `jax.ShapeDtypeStruct`s with shardings.
 
         Raises:
             UsageError: if the checkpoint is damaged.
         """
         import orbax.checkpoint as ocp
 
-        wanted, folder = _to_tree(shapes), self._folder / str(step)
-        restore_args = ocp.checkpoint_utils.construct_restore_args(wanted)
+        folder = self._folder / str(step)
+        restore_args = ocp.checkpoint_utils.construct_restore_args(shapes)
         remedy = "remove it to go on from an older checkpoint, if there is one"
         try:
             found = self._manager.restore(
                 step,
                 args=ocp.args.Composite(
-                    state=ocp.args.PyTreeRestore(wanted, restore_args=restore_args)
+                    state=ocp.args.PyTreeRestore(shapes, restore_args=restore_args)
                 ),
             )
         except Exception as error:  # Orbax and TensorStore have many, and bare ones
             raise _damage(error, folder, remedy) from error
-        state, meta = found["state"], load_metadata(folder)
-        _check(state, meta, folder, remedy)
-        spike_state = spike_state_from_json(meta.get("spike_state"), shapes.spike_state)
-        return TrainState(*_from_tree(state, shapes), spike_state)
+        meta = load_metadata(folder)
+        _check(found["state"], meta, folder, remedy)
+        return found["state"], meta
 
     def close(self) -> None:
         """Returns when everything that was saved is on disk; the next use looks there anew.
@@ -206,13 +202,11 @@ def restore_params(directory: Path, step: int, shapes: Params) -> Params:
 
 
 def _check(tree: Any, meta: Mapping[str, Any], folder: Path, remedy: str) -> None:
-    """Compares arrays with what was saved; checkpoints of before have no checksums.
+    """Compare arrays with what was saved.
 
     Raises:
         UsageError: if one differs.
     """
-    if "checksums" not in meta:
-        return
     found, saved = checksums(tree), meta["checksums"]
     differ = [path for path in found if found[path] != saved.get(path)]
     if differ:
@@ -287,34 +281,3 @@ def _orbax_log() -> _OrbaxLog:
 
     sys.unraisablehook = hook
     return handler
-
-
-def _to_tree(state: TrainState) -> dict[str, Any]:
-    """Return the layout on disk: `params` and `opt_state`, nested dicts of arrays.
-
-    The spike detector's state is JSON, since its length is a setting that may change.
-    """
-    return {"params": state.params, "opt_state": _named(state.opt_state)}
-
-
-def _from_tree(tree: dict[str, Any], shapes: TrainState) -> tuple[Params, Any]:
-    """Return the parameters and the optimizer's state that `_to_tree` laid out."""
-    leaves = {_path(path): leaf for path, leaf in tree_leaves_with_path(tree["opt_state"])}
-    opt_state = tree_map_with_path(lambda path, _: leaves[_path(path)], shapes.opt_state)
-    return tree["params"], opt_state
-
-
-def _named(opt_state: Any) -> dict[str, Any]:
-    """Return a tree of named tuples and others as nested dicts by field name or number."""
-    out: dict[str, Any] = {}
-    for path, leaf in tree_leaves_with_path(opt_state):
-        *parents, name = _path(path)
-        folder = out
-        for parent in parents:
-            folder = folder.setdefault(parent, {})
-        folder[name] = leaf
-    return out
-
-
-def _path(path: tuple[Any, ...]) -> tuple[str, ...]:
-    return tuple(keystr((key,), simple=True) for key in path)

@@ -27,8 +27,7 @@ def load_metadata(checkpoint: Path) -> dict[str, Any]:
     try:
         meta = json.loads(path.read_text())
         found = meta.pop(SEAL, None)
-        # Those of before there were checksums have no seal, either.
-        if found != _hash(meta) and (found is not None or "checksums" in meta):
+        if found != _hash(meta):
             raise ValueError(f"its {SEAL} is not that of its content")
     except (OSError, ValueError, TypeError, AttributeError) as error:
         raise _damaged(path, error) from None
@@ -43,10 +42,10 @@ def read_meta(directory: Path, step: int) -> dict[str, Any]:
     """
     checkpoint = directory / "checkpoints" / str(step)
     meta = load_metadata(checkpoint)
-    missing = {"config", "mesh", "processes", "data_fingerprint", "tokenizer"} - set(meta)
+    missing = {"step", "config", "mesh", "processes", "data_fingerprint", "tokenizer"} - set(meta)
     if missing:
         raise _damaged(checkpoint / "meta" / "metadata", "keys are missing")
-    if meta.get("step", step) != step:
+    if meta["step"] != step:
         raise UsageError(
             f"{checkpoint}: was saved after step {meta['step']}, says its metadata; give it that "
             "name, or remove it"
@@ -61,6 +60,16 @@ def valid_checkpoints(directory: Path, steps: Iterable[int]) -> dict[int, dict[s
         with contextlib.suppress(UsageError):
             found[step] = read_meta(directory, step)
     return found
+
+
+def list_checkpoints(directory: Path) -> list[int]:
+    """Return the steps of the checkpoints in a run directory, oldest first.
+
+    Also of one that has been damaged since: whoever takes it has to hear of it. Not of those being
+    written.
+    """
+    names = (path.name for path in (directory / "checkpoints").glob("*"))
+    return sorted(int(name) for name in names if is_step(name))
 
 
 def is_step(name: str) -> bool:

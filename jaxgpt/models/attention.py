@@ -196,3 +196,26 @@ def _inner_products_backward(
 
 
 inner_products.defvjp(_inner_products_forward, _inner_products_backward)
+
+
+def without_scores(attend: Attention) -> Attention:
+    """Attention that computes its T x T scores again for the backward pass.
+
+    The selective recomputation of arXiv 2205.05198, section 5.
+    """
+
+    @jax.custom_vjp
+    def forgetful(q_BTHK, k_BTHK, v_BTHK, keys_BH):
+        return attend(q_BTHK, k_BTHK, v_BTHK, keys_BH)
+
+    def forward(*operands):
+        return attend(*operands), operands
+
+    def backward(operands, d_out_BTHK):
+        # The barrier keeps XLA from computing the scores before their turn, and keeping them.
+        operands, d_out_BTHK = jax.lax.optimization_barrier((operands, d_out_BTHK))
+        *qkv, keys_BH = operands
+        return *jax.vjp(lambda *qkv: attend(*qkv, keys_BH), *qkv)[1](d_out_BTHK), None
+
+    forgetful.defvjp(forward, backward)
+    return forgetful

@@ -8,11 +8,10 @@ from typing import Any
 import jax
 
 from jaxgpt.config import Config
-from jaxgpt.models.attention import blockwise_attention, choose_attention
+from jaxgpt.models.attention import blockwise_attention, choose_attention, without_scores
 from jaxgpt.models.transformer import abstract_params
 from jaxgpt.parallel import sharding as partition
 from jaxgpt.parallel.mesh import make_mesh
-from jaxgpt.parallel.remat import without_scores
 from jaxgpt.perf.hardware import Device
 from jaxgpt.perf.hlo import Collective, read_collectives
 from jaxgpt.train.state import state_shapes

@@ -1,18 +1,32 @@
 """Going back to a checkpoint from a spike: all processes together."""
 
-import dataclasses
+from pathlib import Path
+from typing import Any, NamedTuple
 
-from jaxgpt.checkpoint.metadata import read_meta, valid_checkpoints
+from jaxgpt.checkpoint.metadata import list_checkpoints, read_meta, valid_checkpoints
 from jaxgpt.cluster.process_group import ProcessGroup
-from jaxgpt.config import skip_ranges
+from jaxgpt.config import Config, skip_ranges
 from jaxgpt.spikes.policy import decide_rewind, finish_rewind, skipped_by_rewinds
 from jaxgpt.spikes.skip import SkipRanges
 from jaxgpt.tracking.trackers import Record
-from jaxgpt.train.run_directory import Run, list_checkpoints
 
 
-def rewound(run: Run, cluster: ProcessGroup, spike: Record | None, last: int) -> tuple[Run, str]:
-    """The run as it goes on from an earlier checkpoint, or why it cannot.
+class Rewind(NamedTuple):
+    """Where a run goes on from, or why it cannot."""
+
+    problem: str = ""
+    """Empty if the run goes on."""
+    step: int | None = None
+    """The checkpoint that it goes on from; None is the initial state."""
+    meta: dict[str, Any] = {}
+    skip: tuple[int, ...] = ()
+    """All ranges of steps to skip from now on, as `train_range_to_skip`."""
+
+
+def rewind(
+    config: Config, directory: Path, cluster: ProcessGroup, spike: Record | None, last: int
+) -> Rewind:
+    """Go back to an earlier checkpoint: the files of the run forget the abandoned steps.
 
     Everything that was being saved is on disk, and no log is open.
 
@@ -21,27 +35,17 @@ def rewound(run: Run, cluster: ProcessGroup, spike: Record | None, last: int) ->
         last: the step that the run has come to.
     """
 
-    def on_process_0() -> dict:
-        # One that is damaged is none to go back to: what is newer would be lost for it.
-        saved = list(valid_checkpoints(run.directory, list_checkpoints(run.directory)))
-        problem = decide_rewind(run.config, run.directory, saved, spike, last)
+    def on_process_0() -> Rewind:
+        # A damaged checkpoint is none to go back to: newer ones would be lost for it.
+        saved = list(valid_checkpoints(directory, list_checkpoints(directory)))
+        problem = decide_rewind(config, directory, saved, spike, last)
         if problem:
-            return {"problem": problem}
-        finish_rewind(run.directory)
-        saved = list_checkpoints(run.directory)
-        ranges = [*skip_ranges(run.config), *skipped_by_rewinds(run.directory)]
-        return {
-            "problem": "",
-            "step": saved[-1] if saved else None,
-            "meta": read_meta(run.directory, saved[-1]) if saved else {},
-            "skip": SkipRanges(ranges).flat(),
-        }
+            return Rewind(problem)
+        finish_rewind(directory)
+        saved = list_checkpoints(directory)
+        skip = SkipRanges([*skip_ranges(config), *skipped_by_rewinds(directory)]).flat()
+        if not saved:
+            return Rewind(skip=skip)
+        return Rewind("", saved[-1], read_meta(directory, saved[-1]), skip)
 
-    found = cluster.broadcast(on_process_0() if cluster.is_main else None)
-    if found["problem"]:
-        return run, found["problem"]
-    config = run.config.replace(train_range_to_skip=tuple(found["skip"]))
-    run = dataclasses.replace(
-        run, config=config, resume_step=found["step"], resume_meta=found["meta"]
-    )
-    return run, ""
+    return Rewind(*cluster.broadcast(on_process_0() if cluster.is_main else None))

@@ -24,9 +24,8 @@ def make_generate(
     """Return a function that writes `n_tokens` tokens, to be jitted once by the caller.
 
     The prompt fills the KV cache in chunks, then each token is decoded alone. As in nanoGPT, a text
-    longer than T is cropped to its last T tokens. These move by one position with each new token,
-    and positions are learned, so that no cache holds any more: from there on all T are recomputed
-    for every token.
+    longer than T is cropped to its last T tokens. Each new token moves these by one learned
+    position, so that no cache holds any more: from there on all T are recomputed for every token.
 
     Args:
         make_decoder: `StepFunctions.make_decoder`.

@@ -12,12 +12,11 @@ from flax import nnx
 from jax.sharding import Mesh, PartitionSpec
 
 from jaxgpt.config import Config
-from jaxgpt.models.attention import Attention
+from jaxgpt.models.attention import Attention, without_scores
 from jaxgpt.models.kv_cache import Caches
 from jaxgpt.models.loss import LogitMetrics, cross_entropy_sum
 from jaxgpt.models.transformer import GPT, abstract_params, padded_vocab_size
 from jaxgpt.parallel import sharding
-from jaxgpt.parallel.remat import without_scores
 from jaxgpt.parallel.sharding import Params
 from jaxgpt.parallel.tensor import (
     BATCH_AXES,
@@ -208,36 +207,18 @@ def shard_model(
         logit_metrics: numbers to compute from the logits of training batches, by name.
     """
     model, train, parallel = config.model, config.train, config.parallel
-    stage = parallel.zero_stage
     if parallel.remat == "attention":
         attend = without_scores(attend)
-    shapes, axes = abstract_params(model)
-    specs = functools.partial(sharding.partition_specs, axes, shapes, mesh=mesh)
-    param_specs = specs(sharding.parameter_rules(stage))
-    grad_specs = specs(sharding.moment_rules(stage))
     context = ManyDevices(
         tensor=mesh.shape["tensor"],
         sequence_parallel=parallel.sequence_parallel and mesh.shape["tensor"] > 1,
         dtype=jnp.dtype(train.dtype),
         on_cpu=on_cpu,
     )
-    gathers = context.sequence_parallel or (stage == 3 and mesh.shape["fsdp"] > 1)
+    gathers = context.sequence_parallel or (parallel.zero_stage == 3 and mesh.shape["fsdp"] > 1)
     keeps_all = parallel.remat in ("none", "attention")  # the others do not keep what they gather
     context = dataclasses.replace(context, gather_again=gathers and keeps_all)
-    layouts = jax.tree.map(
-        functools.partial(
-            weight_layout,
-            tensor=context.tensor,
-            batch_axes=tuple(axis for axis in BATCH_AXES if mesh.shape[axis] > 1),
-            sequence_parallel=context.sequence_parallel,
-            reduce_dtype=parallel.grad_reduce_dtype,
-        ),
-        param_specs,
-        specs(sharding.gradient_rules(stage, config.reduces_once)),
-        grad_specs,
-        axes,
-        is_leaf=lambda x: isinstance(x, PartitionSpec),
-    )
+    param_specs, grad_specs, layouts = lay_out_weights(config, mesh, context)
 
     def graph(context: ManyDevices, scan_layers: bool) -> nnx.GraphDef:
         network = functools.partial(
@@ -263,6 +244,30 @@ def shard_model(
         n_slices=n_slices,
         logit_metrics=logit_metrics or {},
     )
+
+
+def lay_out_weights(config: Config, mesh: Mesh, context: ManyDevices) -> tuple[Any, Any, Any]:
+    """Return `param_specs`, `grad_specs` and `layouts` of a `ShardedModel`."""
+    stage = config.parallel.zero_stage
+    shapes, axes = abstract_params(config.model)
+    specs = functools.partial(sharding.partition_specs, axes, shapes, mesh=mesh)
+    param_specs = specs(sharding.parameter_rules(stage))
+    grad_specs = specs(sharding.moment_rules(stage))
+    layouts = jax.tree.map(
+        functools.partial(
+            weight_layout,
+            tensor=context.tensor,
+            batch_axes=tuple(axis for axis in BATCH_AXES if mesh.shape[axis] > 1),
+            sequence_parallel=context.sequence_parallel,
+            reduce_dtype=config.parallel.grad_reduce_dtype,
+        ),
+        param_specs,
+        specs(sharding.gradient_rules(stage, config.reduces_once)),
+        grad_specs,
+        axes,
+        is_leaf=lambda x: isinstance(x, PartitionSpec),
+    )
+    return param_specs, grad_specs, layouts
 
 
 def accumulate_gradients(

@@ -1,6 +1,7 @@
 """A run from its first step to its last: `train` prepares it, `run_steps` is what happens."""
 
 import contextlib
+import dataclasses
 import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -28,14 +29,20 @@ from jaxgpt.parallel.mesh import crossing, describe, make_mesh
 from jaxgpt.perf.startup import Startup
 from jaxgpt.runtime.compile_cache import CacheUse
 from jaxgpt.runtime.dispatch import DispatchLimiter
-from jaxgpt.spikes.rewind import rewound
+from jaxgpt.spikes.rewind import rewind
 from jaxgpt.spikes.skip import SkipRanges, check_faults
 from jaxgpt.train.evaluate import Evaluation, Sampler
 from jaxgpt.train.metrics import MetricsBuffer, StepMetrics
 from jaxgpt.train.profiling import StepProfile
 from jaxgpt.train.reporter import Reporter
 from jaxgpt.train.run_directory import EVAL_RECORDS, Run
-from jaxgpt.train.state import StepFunctions, TrainState
+from jaxgpt.train.state import (
+    StepFunctions,
+    TrainState,
+    checkpoint_json,
+    checkpoint_tree,
+    state_from_checkpoint,
+)
 from jaxgpt.train.step import make_steps
 from jaxgpt.train.step_metrics import Metrics
 
@@ -121,7 +128,7 @@ def train_watched(
         return exits.DONE
     checkpoints = Checkpoints(run.directory, config)
     if not is_done:
-        checkpoints.check_room(run.resume_step or 0, steps.state_shapes)
+        checkpoints.check_room(run.resume_step or 0, checkpoint_tree(steps.state_shapes))
     watchdog.heartbeat("the state to begin with", START_MINUTES)
     state = state_to_begin_with(run, steps, checkpoints, cluster)
     if run.resume_step is not None:
@@ -182,7 +189,9 @@ def state_to_begin_with(
 ) -> TrainState:
     """The state after `run.resume_step`; without one, the initial state."""
     if run.resume_step is not None:
-        return checkpoints.restore(run.resume_step, steps.state_shapes)
+        shapes = steps.state_shapes
+        found = checkpoints.restore(run.resume_step, checkpoint_tree(shapes))
+        return state_from_checkpoint(*found, shapes)
     init = steps.init.lower().compile()
     cluster.barrier()
     return init()
@@ -196,10 +205,14 @@ def run_with_rewinds(run: Run, state: TrainState, steps: StepFunctions, parts: P
         parts.watchdog.heartbeat(f"the rewind from step {end.step}")
         spike = report.spike(end.spike)
         report.rest()
-        run, failure = rewound(run, cluster, spike, end.step)
-        if failure:
+        found = rewind(run.config, run.directory, cluster, spike, end.step)
+        if found.problem:
             report.show_spikes()
-            return End(end.step, failure=failure)
+            return End(end.step, failure=found.problem)
+        config = run.config.replace(train_range_to_skip=tuple(found.skip))
+        run = dataclasses.replace(
+            run, config=config, resume_step=found.step, resume_meta=found.meta
+        )
         report.rewound(run)
         if end.stopping:
             return End(run.resume_step or 0, stopping=True)
@@ -248,7 +261,8 @@ def run_steps(run: Run, state: TrainState, parts: Parts) -> End:
             watchdog.heartbeat(f"the checkpoint of step {step}")
             with report.between_steps(state):
                 began = time.perf_counter()
-                checkpoints.save(step, state, checkpoint_meta(run, parts, step))
+                meta = {**checkpoint_meta(run, parts, step), **checkpoint_json(state)}
+                checkpoints.save(step, checkpoint_tree(state), meta)
                 report.saved(step, time.perf_counter() - began)
             unsaved = 0
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
-from jaxgpt.checkpoint.metadata import is_step, read_meta
+from jaxgpt.checkpoint.metadata import list_checkpoints, read_meta
 from jaxgpt.cluster.accelerators import accelerator_expected
 from jaxgpt.cluster.process_group import ProcessGroup
 from jaxgpt.config import (
@@ -396,12 +396,3 @@ def source_hashes(fingerprints: list[list[str]] | str) -> list[str]:
     if isinstance(fingerprints, str):
         return [fingerprints]
     return [hash_ for _, hash_ in fingerprints]
-
-
-def list_checkpoints(directory: Path) -> list[int]:
-    """Steps of the checkpoints in a run directory, oldest first; not of those being written.
-
-    Also of one that has been damaged since: whoever takes it has to hear of it.
-    """
-    names = (path.name for path in (directory / "checkpoints").glob("*"))
-    return sorted(int(name) for name in names if is_step(name))

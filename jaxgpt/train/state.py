@@ -2,7 +2,7 @@
 
 import functools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -11,6 +11,7 @@ import numpy as np
 import optax
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
+from jax.tree_util import keystr, tree_leaves_with_path, tree_map_with_path
 
 from jaxgpt.config import Config
 from jaxgpt.models.transformer import GPT, abstract_params
@@ -18,7 +19,12 @@ from jaxgpt.optim import make_optimizer, opt_state_shardings
 from jaxgpt.optim.decay import is_decayed
 from jaxgpt.parallel import sharding
 from jaxgpt.parallel.sharding import Params
-from jaxgpt.spikes.detector import SpikeState, init_spike_state
+from jaxgpt.spikes.detector import (
+    SpikeState,
+    init_spike_state,
+    spike_state_from_json,
+    spike_state_to_json,
+)
 from jaxgpt.train.step_metrics import Metrics
 
 # What a layer computes twice to save memory, XLA's CPU compiler computes once and keeps, unless
@@ -113,6 +119,39 @@ def state_shapes(config: Config, mesh: Mesh) -> TrainState:
     return jax.tree.map(
         lambda s, where: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=where), state, placed
     )
+
+
+def checkpoint_tree(state: TrainState) -> dict[str, Any]:
+    """Return the arrays of a checkpoint: `params` and `opt_state`, nested dicts."""
+    return {"params": state.params, "opt_state": _by_name(state.opt_state)}
+
+
+def checkpoint_json(state: TrainState) -> dict[str, Any]:
+    """Return the rest of the state for the JSON of a checkpoint: arrays whose length may change."""
+    return {"spike_state": spike_state_to_json(state.spike_state)}
+
+
+def state_from_checkpoint(
+    tree: Mapping[str, Any], meta: Mapping[str, Any], shapes: TrainState
+) -> TrainState:
+    """Return the state of `checkpoint_tree` and `checkpoint_json`, in the structure of `shapes`."""
+    leaves = {_path(path): leaf for path, leaf in tree_leaves_with_path(tree["opt_state"])}
+    opt_state = tree_map_with_path(lambda path, _: leaves[_path(path)], shapes.opt_state)
+    spike_state = spike_state_from_json(meta.get("spike_state"), shapes.spike_state)
+    return TrainState(tree["params"], opt_state, spike_state)
+
+
+def _by_name(tree: Any) -> dict[str, Any]:
+    """Return named tuples and other nodes of a pytree as nested dicts, by field name or number."""
+    out: dict[str, Any] = {}
+    for path, leaf in tree_leaves_with_path(tree):
+        *parents, name = _path(path)
+        functools.reduce(lambda folder, key: folder.setdefault(key, {}), parents, out)[name] = leaf
+    return out
+
+
+def _path(path: tuple[Any, ...]) -> tuple[str, ...]:
+    return tuple(keystr((key,), simple=True) for key in path)
 
 
 def training_batch(config: Config, where: NamedSharding) -> jax.ShapeDtypeStruct:

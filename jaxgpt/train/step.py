@@ -138,7 +138,7 @@ def make_steps(
     Raises:
         UsageError: if model.attention or optimizer.name cannot be had.
     """
-    model, train, parallel = config.model, config.train, config.parallel
+    model, train = config.model, config.train
     device = mesh.devices.flat[0]
     on_cpu = device.platform == "cpu" if on_cpu is None else on_cpu
     capability = cuda_capability(device)
@@ -147,25 +147,17 @@ def make_steps(
     if slices is None:
         slices = choose_n_slices(config, mesh) if on_cpu else 1
     sharded = shard_model(config, mesh, attend, slices, on_cpu, logit_metrics())
-
-    shapes, axes = abstract_params(model)
     state, batch = state_shapes(config, mesh), training_batch(config, sharding.batch_sharding(mesh))
     state_at = jax.tree.map(lambda leaf: leaf.sharding, state)
     whole = sharding.replicated(mesh)
-    on_device = None
-    if parallel.offload_optimizer:
-        on_device = jax.tree.map(lambda s: s.with_memory_kind("device"), state_at.opt_state)
-    schedule = learning_rate_schedule(config.optimizer)
-    gate = gate_by_cond if device.platform == "cpu" else gate_by_where
-    parts = StepParts(config, sharded, optimizer_of(config), schedule, on_device, gate)
-    rules = sharding.parameter_rules(parallel.zero_stage)
+    parts = make_step_parts(sharded, state_at.opt_state)
     return StepFunctions(
         mesh=mesh,
         attention=f"{kernel} ({reason})",
         n_parameters=count_parameters(model),
         warnings=(
             *fallback_warnings(model, kernel, reason, capability),
-            *sharding.undivided_dims_warnings(axes, shapes, rules, mesh),
+            *undivided_dims_warnings(config, mesh),
         ),
         batch_shape=batch,
         state_shapes=state,
@@ -188,6 +180,29 @@ def make_steps(
         ),
         make_decoder=functools.partial(make_decoder, sharded, attend, on_cpu),
     )
+
+
+def make_step_parts(sharded: ShardedModel, opt_state_at: Any) -> StepParts:
+    """Return what a step is made of, given the shardings of opt_state between steps."""
+    config, on_device = sharded.config, None
+    if config.parallel.offload_optimizer:
+        on_device = jax.tree.map(lambda s: s.with_memory_kind("device"), opt_state_at)
+    is_cpu = sharded.mesh.devices.flat[0].platform == "cpu"
+    return StepParts(
+        config,
+        sharded,
+        optimizer_of(config),
+        learning_rate_schedule(config.optimizer),
+        on_device,
+        gate_by_cond if is_cpu else gate_by_where,
+    )
+
+
+def undivided_dims_warnings(config: Config, mesh: Mesh) -> tuple[str, ...]:
+    """Return a sentence for each kind of dim of a parameter that the mesh does not divide."""
+    shapes, axes = abstract_params(config.model)
+    rules = sharding.parameter_rules(config.parallel.zero_stage)
+    return sharding.undivided_dims_warnings(axes, shapes, rules, mesh)
 
 
 def make_decoder(

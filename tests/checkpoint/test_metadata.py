@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from jaxgpt.checkpoint.metadata import add_checksum, is_step, load_metadata, read_meta
+from jaxgpt.checkpoint.metadata import add_checksum, is_step, read_meta
 from jaxgpt.config import UsageError
 
 META = {
@@ -51,9 +51,3 @@ def test_a_renamed_checkpoint_is_not_that_of_another_step(tmp_path):
     with pytest.raises(UsageError, match="points/41: was saved after step 40, says its metadata"):
         read_meta(tmp_path, 41)
     assert [n for n in ("41", "0041", "²", "foo", "41.tmp", "0") if is_step(n)] == ["41", "0"]
-
-
-def test_checkpoints_of_before_there_was_a_seal_are_read(tmp_path):
-    old = {key: value for key, value in META.items() if key != "checksums"}
-    written(tmp_path, 40, json.dumps(old))
-    assert load_metadata(tmp_path / "checkpoints" / "40") == json.loads(json.dumps(old))

@@ -114,11 +114,11 @@ def test_a_run_goes_on_from_another_mesh(forty, tmp_path, mesh, monkeypatch):
     restore = Checkpoints.restore
 
     def remember(self, step, shapes):
-        state = restore(self, step, shapes)
-        restored["params"] = {s.data.shape for s in state.params["wte"]["embedding"].global_shards}
+        state, meta = restore(self, step, shapes)
+        table = state["params"]["wte"]["embedding"]
+        restored["params"] = {shard.data.shape for shard in table.global_shards}
         restored["tree"] = checkpoint_arrays(out, step)
-        restored["state"] = state
-        return state
+        return state, meta
 
     out = restarted_after_twenty(forty, tmp_path / "again")
     monkeypatch.setattr(Checkpoints, "restore", remember)
@@ -135,6 +135,7 @@ def test_what_is_restored_is_bitwise_what_was_saved(forty):
     from jaxgpt.checkpoint.checkpointer import Checkpoints, restore_params
     from jaxgpt.config import load_config
     from jaxgpt.parallel.mesh import make_mesh
+    from jaxgpt.train.state import checkpoint_tree, state_from_checkpoint
     from jaxgpt.train.step import make_steps
 
     saved = checkpoint_arrays(forty, 30)
@@ -143,7 +144,8 @@ def test_what_is_restored_is_bitwise_what_was_saved(forty):
     for mesh in ((1, 8, 1), (2, 2, 2)):
         steps = make_steps(config, make_mesh(mesh))
         checkpoints = Checkpoints(forty, load_config(*SMALL[1:], "checkpoint.keep=10"))
-        state = checkpoints.restore(30, steps.state_shapes)
+        shapes = steps.state_shapes
+        state = state_from_checkpoint(*checkpoints.restore(30, checkpoint_tree(shapes)), shapes)
         params = restore_params(forty, 30, steps.state_shapes.params)
         checkpoints.close()
         from jobs import flat
