@@ -13,7 +13,7 @@ from jaxgpt.cluster.environment import rank_from_env
 from jaxgpt.cluster.shutdown import job_exit_handler
 from jaxgpt.config import CommandParser, UsageError, file_path
 from jaxgpt.spikes.report import draw_spikes, spikes_table
-from jaxgpt.tracking.trackers import read_records
+from jaxgpt.tracking.jsonl import read_records
 
 STARTUP_KEYS = {
     "model",

@@ -14,7 +14,7 @@ from jaxgpt.bench.scratch import scratch_folder
 from jaxgpt.cluster.accelerators import accelerator_expected
 from jaxgpt.cluster.process_group import ProcessGroup
 from jaxgpt.config import UsageError, names_config, parse_args
-from jaxgpt.tracking.trackers import read_records
+from jaxgpt.tracking.jsonl import read_records
 
 
 class Goal(NamedTuple):

@@ -79,7 +79,7 @@ class Job:
         self._state: TrainState = init()
         self._cluster, self.run = cluster, dataclasses.replace(run, resume_step=0)
         self._report = Reporter(run, self.steps, Startup(), cluster)
-        self._report.announce(facts, warnings=())
+        self._report.log_header(facts, warnings=())
         self._report.start(self.loader)
         self._parts = Parts(
             cluster=cluster,

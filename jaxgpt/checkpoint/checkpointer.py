@@ -26,7 +26,7 @@ from jaxgpt.checkpoint.checksums import checksums
 from jaxgpt.checkpoint.metadata import add_checksum, load_metadata
 from jaxgpt.config import Config, UsageError
 from jaxgpt.parallel.sharding import Params
-from jaxgpt.tracking.trackers import NO_ROOM
+from jaxgpt.tracking.jsonl import NO_ROOM
 
 Tree = dict[str, Any]  # nested, of arrays or their shapes
 

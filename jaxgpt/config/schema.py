@@ -79,8 +79,10 @@ class TrainConfig:
     hang_timeout: Minutes | None = 30
     """Minutes without a step, an evaluation or a checkpoint after which the job ends with exit
     status 70; at a start, restoring and compiling have 30 at least. None waits for ever."""
-    tensorboard: bool = True
-    """Write TensorBoard event files beside metrics.jsonl."""
+    eval_at_start: bool = False
+    """Also evaluate, and write a sample, before the first step."""
+    trackers: tuple[str, ...] = ("tensorboard",)
+    """Trackers that repeat metrics.jsonl, which is always written; `train.trackers=` for none."""
 
 
 @dataclass(frozen=True, kw_only=True)

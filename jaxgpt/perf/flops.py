@@ -1,4 +1,4 @@
-"""What is measured of a run: time per step, rates, FLOPs and their share of the peak."""
+"""Time per step, rates, FLOPs and MFU of a run."""
 
 import contextlib
 import time
@@ -11,19 +11,26 @@ import jax
 from jaxgpt.config import ModelConfig
 from jaxgpt.perf.hardware import find_device
 
-RATE_FIELDS = ("dt", "tokens_per_sec", "tokens_per_sec_per_device", "samples_per_sec", "mfu")
+RATE_FIELDS = (
+    "dt",
+    "tokens_per_sec",
+    "tokens_per_sec_per_device",
+    "samples_per_sec",
+    "tflops_per_device",
+    "mfu",
+)
 
 MFU_FORMULA = "mfu = tokens/s/device x (6N + 12 L H K T) / peak FLOP/s (PaLM, arXiv 2204.02311, B)"
 
 
 def peak_flops(device_kind: str, dtype: str) -> float | None:
-    """Dense peak of one device in FLOP/s; None where it is not known."""
+    """Return the dense peak of one device in FLOP/s; None where it is not known."""
     device = find_device(device_kind)
     return device.peak_flops.get(dtype) if device else None
 
 
 def flops_per_token(model: ModelConfig, n_parameters: int) -> int:
-    """FLOPs of forward and backward for one token, full attention: 6N + 12 L H K T.
+    """Return the FLOPs of forward and backward for one token, full attention: 6N + 12 L H K T.
 
     Args:
         n_parameters: N, without position embeddings.
@@ -37,33 +44,60 @@ class StepTimer:
     """Seconds per training step, without what a run does between steps."""
 
     def __init__(self):
-        self._last = time.perf_counter()
-        self._excluded = 0.0
-        self._steps = 0
+        self._last = self._host_last = time.perf_counter()
+        self._excluded = self._host_excluded = 0.0
+        self._waited = {"data": 0.0, "device": 0.0}
+        self._steps = self._host_steps = 0
 
     def count(self) -> None:
-        """One more step is under way."""
+        """Count one more step that is under way."""
         self._steps += 1
+        self._host_steps += 1
 
     @contextlib.contextmanager
     def excluded(self, pending: Any) -> Iterator[None]:
-        """Work in this block is not counted; waits first for `pending` results of steps."""
+        """Leave out the work in this block; wait first for `pending` results of steps."""
         jax.block_until_ready(pending)
         start = time.perf_counter()
         yield
-        self._excluded += time.perf_counter() - start
+        seconds = time.perf_counter() - start
+        self._excluded += seconds
+        self._host_excluded += seconds
 
-    def lap(self) -> float | None:
-        """Seconds per step since the last lap, once the device is done; None without a step."""
+    @contextlib.contextmanager
+    def waiting(self, what: str) -> Iterator[None]:
+        """Count the time in this block as waiting for `data` or for a `device`."""
+        start = time.perf_counter()
+        yield
+        self._waited[what] += time.perf_counter() - start
+
+    def host_lap(self) -> float:
+        """Return the seconds per step since the last call that did not go to waiting for devices.
+
+        The processes of a job take the same time for a step: the slowest holds up all. They differ
+        in what their hosts need for it, reading data and dispatching programs.
+        """
+        now = time.perf_counter()
+        seconds = now - self._host_last - self._host_excluded - self._waited["device"]
+        steps = max(1, self._host_steps)
+        self._host_last, self._host_excluded, self._host_steps = now, 0.0, 0
+        self._waited["device"] = 0.0
+        return seconds / steps
+
+    def lap(self) -> tuple[float, float] | tuple[None, None]:
+        """Return seconds per step, and the share of them spent waiting for data, since the last
+        lap; call it once the devices are done. None without a step."""
         now = time.perf_counter()
         seconds, steps = now - self._last - self._excluded, self._steps
+        share = self._waited["data"] / seconds if seconds > 0 else 0.0
         self._last, self._excluded, self._steps = now, 0.0, 0
-        return seconds / steps if steps else None
+        self._waited["data"] = 0.0
+        return (seconds / steps, share) if steps else (None, None)
 
 
 @dataclass(frozen=True)
 class Rates:
-    """Turns seconds per step into the rate fields of a training line."""
+    """Rates of a training line from seconds per step."""
 
     batch_size: int
     """Sequences per step, whole job."""
@@ -74,13 +108,12 @@ class Rates:
     """FLOP/s of one device, if known."""
 
     def of(self, dt: float | None) -> dict[str, float | None]:
-        """The fields for `dt` seconds per step; all None where that was not measured."""
+        """Return the fields for `dt` seconds per step; all None where that was not measured."""
         if dt is None:
             return dict.fromkeys(RATE_FIELDS)
         tokens_per_sec = self.batch_size * self.block_size / dt
-        mfu = None
-        if self.peak is not None:
-            mfu = tokens_per_sec * self.flops_per_token / (self.peak * self.n_devices)
         per_device, samples = tokens_per_sec / self.n_devices, self.batch_size / dt
-        values = (dt, tokens_per_sec, per_device, samples, mfu)
+        flops = per_device * self.flops_per_token
+        mfu = None if self.peak is None else flops / self.peak
+        values = (dt, tokens_per_sec, per_device, samples, flops / 1e12, mfu)
         return dict(zip(RATE_FIELDS, values, strict=True))

@@ -1,4 +1,4 @@
-"""How long a run takes from the start of its job to the end of its first step, on every process."""
+"""Start-up phases: seconds from the start of a job to the end of its first step, by process."""
 
 import os
 import time
@@ -23,7 +23,7 @@ PHASES = (
 
 
 def process_start_time() -> float:
-    """Unix time at which this process started; now, where /proc does not tell."""
+    """Return the Unix time at which this process started; now, where /proc does not tell."""
     try:
         with open("/proc/self/stat") as f:
             ticks = int(f.read().rpartition(")")[2].split()[19])
@@ -34,7 +34,7 @@ def process_start_time() -> float:
 
 
 class Startup:
-    """Seconds that each of `PHASES` took on this process."""
+    """Seconds of each of `PHASES` on this process."""
 
     def __init__(self):
         self.seconds: dict[str, float] = {}
@@ -50,18 +50,18 @@ class Startup:
             self.seconds["job start"] = max(0.0, waited)
 
     def mark(self, phase: str) -> None:
-        """A phase, or one more part of it, ends now; it began where the last one ended."""
+        """End a phase, or one more part of it; it began where the last one ended."""
         assert phase in PHASES, phase
         now = time.time()
         self.seconds[phase] = self.seconds.get(phase, 0.0) + now - self._last
         self._last = now
 
     def elapsed(self) -> float:
-        """Seconds since this process started."""
+        """Return the seconds since this process started."""
         return time.time() - self._start
 
     def report(self) -> dict[str, Any]:
-        """This process's numbers, for `summary`."""
+        """Return this process's numbers, for `summary`."""
         return {
             "seconds": self.seconds,
             "process_start": self._start,
@@ -71,7 +71,7 @@ class Startup:
 
 
 def summary(reports: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """What startup.json holds, from the reports of all processes by rank.
+    """Return the content of startup.json, from the reports of all processes by rank.
 
     `total` counts from the start of a process, `job_start_to_first_step` from the start of the
     job, and is None where nobody said when that was.
@@ -98,7 +98,7 @@ def summary(reports: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def spread(seconds: Sequence[float]) -> dict[str, float]:
-    """min, mean and max over processes, and the rank that was slowest."""
+    """Return min, mean and max over processes, and the slowest rank."""
     return {
         "min": min(seconds),
         "mean": fmean(seconds),
@@ -108,7 +108,7 @@ def spread(seconds: Sequence[float]) -> dict[str, float]:
 
 
 def startup_line(found: dict[str, Any]) -> str:
-    """One line for the log."""
+    """Return one line for the log."""
     several = found["processes"] > 1
     parts = []
     for phase, s in found["phases"].items():
@@ -126,9 +126,9 @@ def startup_line(found: dict[str, Any]) -> str:
     )
 
 
-def startup_record(found: dict[str, Any], step: int) -> dict[str, Any]:
-    """One flat record for metrics.jsonl and TensorBoard, in seconds."""
-    record: dict[str, Any] = {"kind": "startup", "step": step, "processes": found["processes"]}
+def startup_values(found: dict[str, Any]) -> dict[str, float]:
+    """Return flat values for metrics.jsonl and other trackers, in seconds."""
+    record: dict[str, float] = {"processes": found["processes"]}
     for phase, s in {**found["phases"], "total": found["total"]}.items():
         name = phase.replace(" ", "_")
         record |= {f"{name}_{statistic}": value for statistic, value in s.items()}

@@ -11,7 +11,7 @@ from typing import Any
 
 from jaxgpt.checkpoint.metadata import is_step
 from jaxgpt.config import Config, UsageError
-from jaxgpt.tracking.trackers import Record, atomic_write_text, read_records, truncate_metrics
+from jaxgpt.tracking.jsonl import atomic_write_text, read_records, truncate_metrics
 
 FILE = "rewinds.json"
 METRICS = "metrics.jsonl"
@@ -46,7 +46,7 @@ def skipped_by_rewinds(directory: Path) -> list[tuple[int, int]]:
 
 
 def decide_rewind(
-    config: Config, directory: Path, saved: list[int], spike: Record, last: int
+    config: Config, directory: Path, saved: list[int], spike: dict[str, Any], last: int
 ) -> str:
     """Writes down the rewind that a spike calls for.
 
@@ -105,7 +105,7 @@ def finish_rewind(directory: Path) -> None:
     _write(directory, rewinds)
 
 
-def rewind_record(rewind: dict[str, Any], records: list[Record]) -> Record | None:
+def rewind_record(rewind: dict[str, Any], records: list[dict[str, Any]]) -> dict[str, Any] | None:
     """The record of a rewind for metrics.jsonl, with the losses that it drops from there.
 
     None if `records`, all that are there, has it already.

@@ -6,12 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from jaxgpt.config import UsageError
-from jaxgpt.tracking.trackers import Record
 
 SHOWN_ROWS = 2
 
 
-def spike_line(record: Record) -> str:
+def spike_line(record: dict[str, Any]) -> str:
     """A spike for the console."""
     text = (
         f"step={record['step']} spike ({record['cause']}): loss={record['loss']:.4f} "
@@ -37,7 +36,7 @@ def rows_text(rows: list[dict[str, Any]]) -> str:
     return ", ".join(shown) + (", ..." if len(rows) > SHOWN_ROWS else "")
 
 
-def skipped_ranges(records: list[Record]) -> list[tuple[int, int]]:
+def skipped_ranges(records: list[dict[str, Any]]) -> list[tuple[int, int]]:
     """First and last steps of the stretches that were skipped."""
     steps = sorted(r["step"] for r in records if r["kind"] == "train" and r["skipped"])
     groups = itertools.groupby(enumerate(steps), lambda pair: pair[1] - pair[0])
@@ -45,7 +44,7 @@ def skipped_ranges(records: list[Record]) -> list[tuple[int, int]]:
     return [(stretch[0], stretch[-1]) for stretch in stretches]
 
 
-def spikes_table(records: list[Record]) -> str:
+def spikes_table(records: list[dict[str, Any]]) -> str:
     """Spikes, skips and rewinds of a run, in the order of their steps."""
     from rich.console import Console
     from rich.table import Table
@@ -66,7 +65,7 @@ def spikes_table(records: list[Record]) -> str:
     return captured.get().rstrip()
 
 
-def _rows(records: list[Record]) -> Iterator[tuple[Any, ...]]:
+def _rows(records: list[dict[str, Any]]) -> Iterator[tuple[Any, ...]]:
     for r in records:
         if r["kind"] == "spike":
             yield r["step"], f"spike: {r['cause']}", *_numbers(r), r["action"], rows_text(r["rows"])
@@ -80,7 +79,7 @@ def _rows(records: list[Record]) -> Iterator[tuple[Any, ...]]:
         yield first, "skip", "", "", "", f"{_range((first, last))} skipped", ""
 
 
-def _numbers(record: Record) -> tuple[str, ...]:
+def _numbers(record: dict[str, Any]) -> tuple[str, ...]:
     values = (record["loss"], record.get("limit"), record["grad_norm"])
     return tuple("-" if value is None else f"{value:.4g}" for value in values)
 
@@ -89,7 +88,7 @@ def _range(ends: tuple[int, int] | list[int]) -> str:
     return f"{ends[0]}-{ends[1]}" if ends[0] != ends[1] else str(ends[0])
 
 
-def draw_spikes(records: list[Record], title: str, path: Path) -> None:
+def draw_spikes(records: list[dict[str, Any]], title: str, path: Path) -> None:
     """A PNG of the loss curve with spikes, skips and rewinds.
 
     Raises:
@@ -131,7 +130,7 @@ def draw_spikes(records: list[Record], title: str, path: Path) -> None:
         ) from None
 
 
-def _draw_rewinds(axes: Any, rewinds: list[Record]) -> None:
+def _draw_rewinds(axes: Any, rewinds: list[dict[str, Any]]) -> None:
     """What was dropped, as it was, and an arrow from each spike to where the run went back to."""
     for number, r in enumerate(rewinds):
         dropped = sorted(dict([*r["dropped_losses"], [r["spike"], r["loss"]]]).items())

@@ -8,7 +8,6 @@ from jaxgpt.cluster.process_group import ProcessGroup
 from jaxgpt.config import Config, skip_ranges
 from jaxgpt.spikes.policy import decide_rewind, finish_rewind, skipped_by_rewinds
 from jaxgpt.spikes.skip import SkipRanges
-from jaxgpt.tracking.trackers import Record
 
 
 class Rewind(NamedTuple):
@@ -24,7 +23,7 @@ class Rewind(NamedTuple):
 
 
 def rewind(
-    config: Config, directory: Path, cluster: ProcessGroup, spike: Record | None, last: int
+    config: Config, directory: Path, cluster: ProcessGroup, spike: dict[str, Any] | None, last: int
 ) -> Rewind:
     """Go back to an earlier checkpoint: the files of the run forget the abandoned steps.
 

@@ -1,25 +1,16 @@
-"""What a user sees: a legend, lines, a progress bar on a terminal, and the same in train.log."""
+"""The console: a legend, lines, a progress bar on a terminal, and the same in train.log."""
 
 import os
+import shutil
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TextIO
 
 from tqdm import tqdm
 
 from jaxgpt.cluster.environment import find_launch
-
-LEGEND = (
-    ("step", "optimizer step, from 1"),
-    ("loss", "mean cross-entropy of the global batch, nats per token"),
-    ("gnorm", "global norm of the gradient before clipping"),
-    ("lr", "learning rate"),
-    ("dt", "time per step, without compilation, evaluation and checkpoints"),
-    ("sps", "sequences per second, whole job"),
-    ("tps", "tokens per second, whole job"),
-    ("mfu", "share of the devices' peak FLOP/s; - where the peak is not known"),
-)
 
 
 class Console:
@@ -33,8 +24,17 @@ class Console:
         self._bar: tqdm | None = None
         self._explained = False
 
-    def say(self, text: str = "") -> None:
-        """Prints text above the progress bar and keeps it, with the time, in train.log."""
+    @property
+    def width(self) -> int | None:
+        """Columns of the terminal; None where the output is no terminal."""
+        return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+
+    def info(self, text: str = "", full: str = "") -> None:
+        """Print text above the progress bar and keep it, with the time, in train.log.
+
+        Args:
+            full: the text for train.log, if that differs.
+        """
         if not self._enabled:
             return
         failure = ""
@@ -51,17 +51,16 @@ class Console:
         if self._file is None:
             return
         stamp = time.strftime("%Y-%m-%d %H:%M:%S")
+        lines = ((full or text) + failure).splitlines() or [""]
         try:
-            self._file.writelines(
-                f"{stamp} {line}\n" for line in (text + failure).splitlines() or [""]
-            )
+            self._file.writelines(f"{stamp} {line}\n" for line in lines)
             self._file.flush()
         except OSError as error:  # a full disk: not worth a run
             self._file = None
-            self.say(f"warning: train.log stopped: {error}")
+            self.info(f"warning: train.log stopped: {error}")
 
-    def legend(self) -> None:
-        """The table of what the fields of a line mean, the first time that this is called."""
+    def legend(self, meanings: Mapping[str, str]) -> None:
+        """Print the table of fields and their meanings, the first time that this is called."""
         if not self._enabled or self._explained:
             return
         self._explained = True
@@ -69,12 +68,12 @@ class Console:
         from rich.table import Table
 
         table = Table("field", "meaning")
-        for row in LEGEND:
+        for row in meanings.items():
             table.add_row(*row)
-        text = RichConsole(width=88)
+        text = RichConsole(width=min(self.width or 100, 100))
         with text.capture() as captured:
             text.print(table)
-        self.say(captured.get().rstrip())
+        self.info(captured.get().rstrip())
 
     def start_progress(self, done: int, total: int) -> None:
         # Open MPI gives process 0 a terminal even where its output goes to a file.
@@ -94,20 +93,3 @@ class Console:
         if self._file:
             self._file.close()
             self._file = None
-
-
-def train_line(record: dict) -> str:
-    """A training record as `step=100 loss=2.4527 ...`."""
-    if record["skipped"]:
-        return f"step={record['step']} skipped lr={record['lr']:.3g}"
-    line = (
-        f"step={record['step']} loss={record['loss']:.4f} gnorm={record['grad_norm']:.3f} "
-        f"lr={record['lr']:.3g}"
-    )
-    if record["dt"] is None:
-        return line
-    mfu = "-" if record["mfu"] is None else f"{record['mfu']:.1%}"
-    return (
-        f"{line} dt={1000 * record['dt']:.1f}ms sps={record['samples_per_sec']:.1f} "
-        f"tps={record['tokens_per_sec']:,.0f} mfu={mfu}"
-    )

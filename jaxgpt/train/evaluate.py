@@ -12,6 +12,7 @@ from jaxgpt.data.sources import SPLITS, Dataset
 from jaxgpt.data.tokenizer import continued
 from jaxgpt.parallel.sharding import Params
 from jaxgpt.runtime.dispatch import DispatchLimiter
+from jaxgpt.tracking.records import EvalRecord, SampleRecord
 from jaxgpt.train.generate import make_generate, prompt_window
 from jaxgpt.train.metrics import CorpusLosses
 from jaxgpt.train.state import StepFunctions
@@ -39,9 +40,9 @@ class Evaluation:
             for split in SPLITS
         }
 
-    def __call__(self, step: int, params: Params) -> dict[str, Any]:
-        """The evaluation record of a step."""
-        record: dict[str, Any] = {"kind": "eval", "step": step}
+    def __call__(self, step: int, params: Params) -> EvalRecord:
+        """Return the evaluation record of a step."""
+        mean_losses: dict[str, float] = {}
         by_corpus: dict[str, Any] = {}
         for split, loader in self._loaders.items():
             batches = loader.batches(range(1, self._iters + 1))
@@ -51,14 +52,14 @@ class Evaluation:
                 found.append(self._eval_step(params, batch))
                 in_flight.add(found[-1])
             losses = np.array([np.float64(row_losses) for row_losses in found])
-            record[f"{split}_loss"] = float(losses.mean())
+            mean_losses[f"{split}_loss"] = float(losses.mean())
             if len(loader.names) > 1:
                 of_each = CorpusLosses(len(loader.names))
                 for number, row_losses in enumerate(losses, start=1):
                     of_each.add(loader.corpora(number), row_losses)
                 for name, mean in zip(loader.names, of_each.means(), strict=True):
                     by_corpus.setdefault(name, {})[f"{split}_loss"] = mean
-        return record | ({"corpora": by_corpus} if by_corpus else {})
+        return EvalRecord(step=step, corpora=by_corpus or None, **mean_losses)
 
 
 class Sampler:
@@ -78,11 +79,11 @@ class Sampler:
         )
         self._generate = jax.jit(generate, out_shardings=steps.replicated)
 
-    def __call__(self, step: int, params: Params) -> dict[str, Any] | None:
-        """The sample record of a step; None without a tokenizer or with train.sample_tokens=0."""
+    def __call__(self, step: int, params: Params) -> SampleRecord | None:
+        """Return the sample of a step; None without a tokenizer or with train.sample_tokens=0."""
         if self._generate is None:
             return None
         window, length = self._window
         tokens = self._generate(params, window, np.int32(length), np.int32(self._seed))
         text = continued(self._tokenizer, self._prompt, np.asarray(tokens).tolist())
-        return {"kind": "sample", "step": step, "text": text}
+        return SampleRecord(step=step, text=text)

@@ -117,7 +117,7 @@ def train_watched(
     cache_use = CacheUse()
     steps = make_steps(config, mesh)
     report = Reporter(run, steps, startup, cluster)
-    report.announce(facts, warnings=(*steps.warnings, *crossing(mesh, cluster.hosts)))
+    report.log_header(facts, warnings=(*steps.warnings, *crossing(mesh, cluster.hosts)))
 
     is_done = (run.resume_step or 0) >= config.train.max_iters
     if is_done and not run.missing_records:
@@ -132,7 +132,7 @@ def train_watched(
     watchdog.heartbeat("the state to begin with", START_MINUTES)
     state = state_to_begin_with(run, steps, checkpoints, cluster)
     if run.resume_step is not None:
-        report.say(
+        report.info(
             f"resumed from step {run.resume_step}: mesh {run.resume_meta['mesh']} on "
             f"{run.resume_meta['processes']} processes -> {describe(mesh)} on {cluster.size}"
         )
@@ -162,7 +162,7 @@ def train_watched(
     report.start(loader)
     try:
         if run.missing_records:
-            look(parts, run.resume_step, state, run.missing_records)
+            look(parts, run.resume_step or 0, state, run.missing_records)
             startup.mark("evaluation")
         end = run_with_rewinds(run, state, steps, parts)
     except UsageError:  # data has gone; what is being saved is not to go, too
@@ -204,7 +204,6 @@ def run_with_rewinds(run: Run, state: TrainState, steps: StepFunctions, parts: P
     while end.spike is not None:
         parts.watchdog.heartbeat(f"the rewind from step {end.step}")
         spike = report.spike(end.spike)
-        report.rest()
         found = rewind(run.config, run.directory, cluster, spike, end.step)
         if found.problem:
             report.show_spikes()
@@ -213,7 +212,7 @@ def run_with_rewinds(run: Run, state: TrainState, steps: StepFunctions, parts: P
         run = dataclasses.replace(
             run, config=config, resume_step=found.step, resume_meta=found.meta
         )
-        report.rewound(run)
+        report.rewind(run)
         if end.stopping:
             return End(run.resume_step or 0, stopping=True)
         with report.between_steps(()):
@@ -240,14 +239,19 @@ def run_steps(run: Run, state: TrainState, parts: Parts) -> End:
         metrics = None
         if step not in skips:
             profile.before(step, state)
-            state, metrics = parts.train_step(state, np.int32(step), next(batches))
-            in_flight.add(metrics.loss)
+            with report.waiting("data"):
+                batch = next(batches)
+            state, metrics = parts.train_step(state, np.int32(step), batch)
+            with report.waiting("device"):
+                in_flight.add(metrics.loss)
             unsaved += 1
         is_last, stopping = step == config.train.max_iters, parts.stop.reached(next(parts.ticks))
         evaluating = should_evaluate(config, step)
         saving = is_last or stopping or should_run_every(step, config.checkpoint.interval)
 
-        known = monitor.read(step, metrics, everything=evaluating or saving)
+        report.gather_host_times(step)
+        with report.waiting("device"):
+            known = monitor.read(step, metrics, everything=evaluating or saving)
         report.step(step, metrics, known)
         profile.after(step, state)
         spike = monitor.calls_for_rewind(known)

@@ -1,7 +1,6 @@
-"""What steps report, brought from the device: many at a time, so that it never waits for the host.
+"""Metrics of steps, fetched from the device many at a time, so that it never waits for the host.
 
-What decides about a run is read at the same steps on every process, from numbers that are the same
-on every process: all decide alike.
+All processes read the same numbers at the same steps, and so decide alike.
 """
 
 from typing import Any, NamedTuple
@@ -13,7 +12,7 @@ from jaxgpt.config import Config
 from jaxgpt.data.loader import Loader
 from jaxgpt.data.sources import Dataset
 from jaxgpt.spikes.detector import CAUSES, LOSS, NONE, NONFINITE
-from jaxgpt.tracking.trackers import Record
+from jaxgpt.tracking.records import SpikeRecord
 from jaxgpt.train.step_metrics import Metrics
 
 WORST_ROWS = 8
@@ -27,7 +26,7 @@ class StepMetrics(NamedTuple):
 
 
 class MetricsBuffer:
-    """Holds the metrics of steps until they are read."""
+    """Metrics of steps that are still on the device."""
 
     def __init__(self, config: Config):
         self._config = config
@@ -36,7 +35,7 @@ class MetricsBuffer:
         self._is_first = True
 
     def read(self, step: int, metrics: Metrics | None, everything: bool) -> list[StepMetrics]:
-        """Takes a step's metrics (None for one that was skipped), and returns what is known.
+        """Take a step's metrics (None for one that was skipped), and return what is known.
 
         That is all so far every train.log_interval steps, for the first step, and if `everything`
         is asked for; otherwise nothing. With spike.action=rewind every step but the newest, which
@@ -66,14 +65,14 @@ class MetricsBuffer:
         return n if any(int(reading.metrics.detection.cause) == LOSS for reading in new) else 0
 
     def calls_for_rewind(self, readings: list[StepMetrics]) -> StepMetrics | None:
-        """The first step that does, if one does: a gradient norm alone, clipped as it is, does not,
-        and a step that was not finite has done no harm."""
+        """Return the first step that does. A gradient norm alone, clipped as it is, does not, and a
+        step that was not finite has done no harm."""
         if self._config.spike.action != "rewind":
             return None
         return next((r for r in readings if int(r.metrics.detection.cause) == LOSS), None)
 
     def failure(self, readings: list[StepMetrics]) -> str:
-        """Why the run is to stop if too many steps in a row were not finite; else empty."""
+        """Return why the run has to stop if too many steps in a row were not finite; else empty."""
         limit = self._config.spike.max_consecutive_nonfinite
         reached = [r.step for r in readings if int(r.metrics.detection.nonfinite) >= limit]
         if not reached:
@@ -87,31 +86,27 @@ class MetricsBuffer:
 
 def spike_record(
     reading: StepMetrics, config: Config, loader: Loader, dataset: Dataset
-) -> Record | None:
-    """What metrics.jsonl says of a step; None if it is as steps should be."""
+) -> SpikeRecord | None:
+    """Return the record of a spike; None for a step that is as steps should be."""
     step, m = reading
     cause = int(m.detection.cause)
     if cause == NONE:
         return None
-    record: Record = {
-        "kind": "spike",
-        "step": step,
-        "loss": float(m.loss),
-        "grad_norm": float(m.scalars["grad_norm"]),
-        "cause": CAUSES[cause],
-        "action": action_taken(cause, config),
-    }
-    if cause != NONFINITE:
-        which = cause - LOSS
-        record |= {
-            "median": float(m.detection.medians[which]),
-            "limit": float(m.detection.limits[which]),
-        }
-    return record | {"rows": worst_rows(step, m.row_losses, loader, dataset)}
+    which = None if cause == NONFINITE else cause - LOSS
+    return SpikeRecord(
+        step=step,
+        loss=float(m.loss),
+        grad_norm=float(m.scalars["grad_norm"]),
+        cause=CAUSES[cause],
+        action=action_taken(cause, config),
+        median=None if which is None else float(m.detection.medians[which]),
+        limit=None if which is None else float(m.detection.limits[which]),
+        rows=worst_rows(step, m.row_losses, loader, dataset),
+    )
 
 
 def action_taken(cause: int, config: Config) -> str:
-    """What is done about a spike; the update of a step that is not finite is always left out."""
+    """Return what is done about a spike; a step that is not finite is never applied."""
     action = config.spike.action
     if cause == NONFINITE:
         return "skip_update"
@@ -121,7 +116,7 @@ def action_taken(cause: int, config: Config) -> str:
 def worst_rows(
     step: int, row_losses: np.ndarray, loader: Loader, dataset: Dataset
 ) -> list[dict[str, Any]]:
-    """The rows of a step with the highest losses, and where they come from, the worst first.
+    """Return the rows of a step with the highest losses and their sources, the worst first.
 
     `offset` counts the tokens of the training split of `source`.
     """
@@ -148,11 +143,11 @@ class CorpusLosses:
         self._sums = np.zeros((2, n_corpora))  # of losses, and of rows
 
     def add(self, corpora: np.ndarray, row_losses: np.ndarray) -> None:
-        """Counts rows in, given the number of the corpus of each."""
+        """Count rows in, given the number of the corpus of each."""
         for sums, weights in zip(self._sums, (np.float64(row_losses), None), strict=True):
             sums += np.bincount(corpora, weights, minlength=len(sums))
 
     def means(self) -> list[float | None]:
-        """Of each corpus; None for one that no row came from."""
+        """Return the mean of each corpus; None for one that no row came from."""
         losses, rows = self._sums
         return [float(loss / n) if n else None for loss, n in zip(losses, rows, strict=True)]

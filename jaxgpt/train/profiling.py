@@ -44,7 +44,7 @@ class StepProfile:
             found = self._tracing.stop(state, len(self._traced), self._train_step.as_text())
             first, last = self._traced[0], self._traced[-1]
             skipped = last - first + 1 - len(self._traced)
-            self._report.say(
+            self._report.info(
                 f"traced steps {first} to {last} into {self._directory}, which slows them a little"
                 + (f"; {skipped} of them skipped" if skipped else "")
                 + f"\n{describe(found)}"

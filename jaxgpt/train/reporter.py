@@ -1,55 +1,50 @@
-"""What a run tells: the console, train.log, metrics.jsonl and TensorBoard, on process 0."""
+"""Records and lines of what happens in a run, on process 0."""
 
 import contextlib
-import dataclasses
 import functools
 import json
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 
-from jaxgpt import __version__
 from jaxgpt.cluster.process_group import ProcessGroup
-from jaxgpt.config import Config, profile_range, skip_ranges
 from jaxgpt.data.loader import Loader
-from jaxgpt.parallel.mesh import describe
-from jaxgpt.perf.flops import MFU_FORMULA, Rates, StepTimer, flops_per_token, peak_flops
-from jaxgpt.perf.startup import Startup, startup_line, startup_record, summary
-from jaxgpt.runtime import initialize as backend
+from jaxgpt.perf.flops import Rates, StepTimer, flops_per_token, peak_flops
+from jaxgpt.perf.memory import memory_in_use
+from jaxgpt.perf.startup import Startup, startup_line, startup_values, summary
+from jaxgpt.spikes.detector import CAUSES
 from jaxgpt.spikes.policy import METRICS, read_rewinds
 from jaxgpt.spikes.report import rewind_line, spike_line, spikes_table
-from jaxgpt.spikes.skip import SkipRanges, describe_faults, describe_spikes
-from jaxgpt.tracking.console import Console, train_line
-from jaxgpt.tracking.trackers import (
-    MetricsFile,
-    Record,
-    SamplesFile,
-    TensorBoard,
-    Tracker,
-    Trackers,
-    atomic_write_text,
-    read_records,
-)
+from jaxgpt.tracking import Trackers
+from jaxgpt.tracking.console import Console
+from jaxgpt.tracking.jsonl import atomic_write_text, read_records
+from jaxgpt.tracking.metrics import FIGURES, figure, train_line
+from jaxgpt.tracking.records import CheckpointRecord, Record, StartupRecord, TrainRecord
+from jaxgpt.train.header import header_lines
 from jaxgpt.train.metrics import CorpusLosses, StepMetrics, spike_record
 from jaxgpt.train.run_directory import Run
 from jaxgpt.train.state import StepFunctions
-from jaxgpt.train.step_metrics import Metrics
+from jaxgpt.train.step_metrics import STEP_METRICS, Metrics
+
+LEGENDS = {name: metric.legend for name, metric in STEP_METRICS.items()}
 
 
 class Reporter:
-    """Turns what happens in a run into records and lines, on process 0."""
+    """The console and the trackers of a run, and the clock of its steps."""
 
     def __init__(self, run: Run, steps: StepFunctions, startup: Startup, cluster: ProcessGroup):
-        """Opens the logs of a run that starts after `run.resume_step`."""
-        self._cluster = cluster
+        """Open the logs of a run that starts after `run.resume_step`."""
+        self._cluster, self._startup = cluster, startup
         self._config, self._run, self._steps = run.config, run, steps
-        self._enabled = enabled = cluster.is_main
-        self._startup = startup
-        self._console = Console(enabled, run.directory / "train.log")
-        self._trackers = Trackers(_open_trackers(run) if enabled else [], warn=self._console.say)
-        self._first_step = (run.resume_step or 0) + 1
+        self._enabled = cluster.is_main
+        self._console = Console(self._enabled, run.directory / "train.log")
+        if self._enabled:
+            self._trackers = Trackers(run, run.resume_step, warn=self._console.info)
         self._last_losses = ""
+        self._skipped = self._nonfinite = 0
+        self._host_seconds: list[float] = []  # of each process, if there are several
 
     @functools.cached_property
     def _learning_rate(self) -> Callable[[int], Any]:
@@ -57,59 +52,37 @@ class Reporter:
 
         return learning_rate_schedule(self._config.optimizer)
 
-    def announce(self, facts: dict[str, Any], warnings: Sequence[str]) -> None:
-        """Says what is going to run, and on what; writes cluster.json."""
+    def log_header(self, facts: dict[str, Any], warnings: Sequence[str]) -> None:
+        """Log what is going to run, and on what; write cluster.json."""
         if not self._enabled:
             return
-        config, dataset, mesh = self._config, self._run.dataset, self._steps.mesh
-        total, without_positions = self._steps.n_parameters
+        config, mesh = self._config, self._steps.mesh
+        _, without_positions = self._steps.n_parameters
         self._model = f"{config.config}, {without_positions / 1e6:.2f}M"
-        device = mesh.devices.flat[0]
         self._rates = Rates(
             batch_size=config.train.batch_size,
             block_size=config.model.block_size,
             flops_per_token=flops_per_token(config.model, without_positions),
             n_devices=mesh.size,
-            peak=peak_flops(device.device_kind, config.train.dtype),
+            peak=peak_flops(mesh.devices.flat[0].device_kind, config.train.dtype),
         )
-        say = self._console.say
-        say(f"jaxgpt {__version__}, run directory {self._run.directory}")
-        for line in [*backend.describe(facts), *self._run.notes, *config_lines(config)]:
-            say(line)
-        parallel = config.parallel
-        say(
-            f"mesh: {describe(mesh)}; zero_stage={parallel.zero_stage} "
-            f"sequence_parallel={parallel.sequence_parallel} remat={parallel.remat}"
-        )
-        say(f"model: {without_positions / 1e6:.2f}M parameters ({total:,} with positions)")
-        say(f"attention: {self._steps.attention}")
-        for line in (*warnings, *describe_faults(config)):
-            say(f"warning: {line}")
-        for line in dataset.describe():
-            say(line)
-        skips = SkipRanges(skip_ranges(config))
-        say(f"steps to skip: {skips}")
-        traced = profile_range(config)
-        left = range(max(traced.start, self._first_step), traced.stop)
-        if traced and all(step in skips for step in left):
-            say(
-                f"steps to trace: none, as profile_steps={config.profile_steps} are past or skipped"
-            )
-        say(describe_spikes(config))
-        say(MFU_FORMULA + ("" if self._rates.peak else f"; not known for {device.device_kind}"))
+        for line in header_lines(self._run, self._steps, self._rates, facts, tuple(warnings)):
+            self.info(line)
         facts = {**facts, "mesh": dict(mesh.shape)}
         atomic_write_text(self._run.directory / "cluster.json", json.dumps(facts, indent=1) + "\n")
         if not (self._run.directory / "config.yaml").exists():  # a new run may end in compiling
             self._keep_config()
 
-    def say(self, text: str) -> None:
-        self._console.say(text)
+    def info(self, text: str) -> None:
+        """Print a line, and keep it in train.log."""
+        self._console.info(text)
 
     def start(self, loader: Loader) -> None:
-        """The first step is next: keeps the configuration and starts the clock."""
+        """Keep the configuration and start the clock: the first step is next."""
         if self._enabled:
             self._keep_config()
-        self._console.start_progress(self._first_step - 1, self._config.train.max_iters)
+        done = self._run.resume_step or 0
+        self._console.start_progress(done, self._config.train.max_iters)
         self._loader = loader
         self._begin()
 
@@ -118,18 +91,31 @@ class Reporter:
 
     def _begin(self) -> None:
         self._timer = StepTimer()
+        self._began = time.perf_counter(), self._run.resume_step or 0
         self._corpora: dict[int, Any] = {}  # of steps whose losses are not known yet
         self._corpus_losses = CorpusLosses(len(self._loader.names))
 
+    def waiting(self, what: str) -> contextlib.AbstractContextManager[None]:
+        """Count the time in a block as waiting for `data` or for a `device`."""
+        return self._timer.waiting(what)
+
+    def gather_host_times(self, step: int) -> None:
+        """Gather the host's seconds per step of every process, where `step` is logged.
+
+        Called while the devices compute the step: they do not wait for the gathering.
+        """
+        if self._cluster.size > 1 and step % self._config.train.log_interval == 0:
+            self._host_seconds = self._cluster.allgather(self._timer.host_lap())
+
     def step(self, step: int, metrics: Metrics | None, known: list[StepMetrics]) -> None:
-        """One step is under way, or skipped (None), and `known` are now those of some steps."""
+        """Report that a step is under way or skipped (None), and `known` metrics of some steps."""
         train = self._config.train
         is_first = metrics is not None and "first step" not in self._startup.seconds
-        record: Record = {"kind": "train", "step": step}
         if is_first:
             jax.block_until_ready(metrics)
             self._first_step_done(step)
             self._timer = StepTimer()  # the first step warms up: it does not count in rates
+            self._began = time.perf_counter(), step
         elif metrics is not None:
             self._timer.count()
         if not self._enabled:
@@ -137,79 +123,115 @@ class Reporter:
         if metrics is not None and len(self._loader.names) > 1:
             self._corpora[step] = self._loader.corpora(step)  # while the device is busy
         for reading in known:
-            self.log(self.spike(reading))
-            if reading.step in self._corpora:
-                corpora = self._corpora.pop(reading.step)
-                self._corpus_losses.add(corpora, reading.metrics.row_losses)
+            self._log_known(reading)
         if metrics is None:
+            self._skipped += 1
             lr = float(self._learning_rate(step))
-            record |= {"loss": None, "grad_norm": None, "lr": lr, **self._rates.of(None)}
+            values = {"loss": None, "grad_norm": None, "lr": lr, **self._rates.of(None)}
+            corpora = None
         elif is_first or step % train.log_interval == 0 or step == train.max_iters:
-            newest = known[-1].metrics
-            record |= {name: float(value) for name, value in newest.scalars.items()}
-            record |= self._rates.of(self._timer.lap())
-            record |= self._by_corpus(step)
+            values = {name: float(v) for name, v in known[-1].metrics.scalars.items()}
+            values |= self._measured(step)
+            corpora = self._by_corpus(step)
         else:
             return
-        record["consumed_tokens"] = self._run.consumed_tokens(step)
-        record["skipped"] = metrics is None
-        self.log(record)
+        tokens = self._run.consumed_tokens(step)
+        skipped = metrics is None
+        self.log(
+            TrainRecord(
+                step=step, values=values, consumed_tokens=tokens, skipped=skipped, corpora=corpora
+            )
+        )
 
-    def _by_corpus(self, step: int) -> Record:
-        """Losses since the last line and tokens so far of each corpus, where there are several."""
+    def _log_known(self, reading: StepMetrics) -> None:
+        self._nonfinite += CAUSES[int(reading.metrics.detection.cause)] == "nonfinite"
+        self.log(spike_record(reading, self._config, self._loader, self._run.dataset))
+        if reading.step in self._corpora:
+            corpora = self._corpora.pop(reading.step)
+            self._corpus_losses.add(corpora, reading.metrics.row_losses)
+
+    def _measured(self, step: int) -> dict[str, float | None]:
+        """Return rates, waiting, memory, counts and the time left, after a logged step."""
+        dt, data_wait = self._timer.lap()
+        used, peak = memory_in_use() or (None, None)
+        began, first = self._began
+        left = None
+        if step > first:
+            pace = (time.perf_counter() - began) / (step - first)
+            left = pace * (self._config.train.max_iters - step)
+        hosts = self._host_seconds
+        mean = sum(hosts) / len(hosts) if hosts else 0.0
+        slowest = {"slowest_over_mean": max(hosts) / mean} if mean > 0 else {}
+        if slowest:
+            slowest["slowest_rank"] = hosts.index(max(hosts))
+        return {
+            **self._rates.of(dt),
+            "data_wait": data_wait,
+            "memory_bytes": used,
+            "memory_peak_bytes": peak,
+            **slowest,
+            "seconds_left": left,
+            "skipped_steps": self._skipped,
+            "nonfinite_steps": self._nonfinite,
+        }
+
+    def _by_corpus(self, step: int) -> dict[str, dict[str, Any]] | None:
+        """Return losses since the last line and tokens so far of several corpora."""
         names = self._loader.names
         if len(names) == 1:
-            return {}
+            return None
         tokens, means = self._run.corpus_tokens(self._loader, step), self._corpus_losses.means()
         self._corpus_losses = CorpusLosses(len(names))
         return {
-            "corpora": {
-                name: {"tokens": tokens[name], "loss": loss}
-                for name, loss in zip(names, means, strict=True)
-            }
+            name: {"tokens": tokens[name], "loss": loss}
+            for name, loss in zip(names, means, strict=True)
         }
 
-    def spike(self, reading: StepMetrics) -> Record | None:
-        """The record of a step that is a spike, on process 0."""
+    def spike(self, reading: StepMetrics) -> dict[str, Any] | None:
+        """Return the record of a step that is a spike, on process 0."""
         if not self._enabled:
             return None
-        return spike_record(reading, self._config, self._loader, self._run.dataset)
+        return spike_record(reading, self._config, self._loader, self._run.dataset).to_dict()
 
-    def rest(self) -> None:
-        """Closes the logs, whose files are going to change."""
-        self._trackers.close()
-        self._trackers = Trackers([], warn=self._console.say)
-
-    def rewound(self, run: Run) -> None:
-        """The run goes on from `run.resume_step`, as if it had been started there."""
+    def rewind(self, run: Run) -> None:
+        """Go on from `run.resume_step`, as if the run had been started there."""
         self._run, self._config, self._last_losses = run, run.config, ""
         self._begin()
         self._console.progress(run.resume_step or 0)
         if not self._enabled:
             return
         self._keep_config()
-        self._trackers = Trackers(_open_trackers(run), warn=self._console.say)
-        self.say(rewind_line(read_rewinds(run.directory)[-1]))
+        self._trackers.rewind(run.resume_step or 0)
+        self.info(rewind_line(read_rewinds(run.directory)[-1]))
 
     def log(self, record: Record | None) -> None:
-        """Sends a record to every tracker, and its line to the console."""
+        """Send a record to every tracker, and its line to the console."""
         if record is None or not self._enabled:
             return
         self._trackers.log(record)
-        if record["kind"] == "train":
-            self._console.legend()
-        if record["kind"] == "eval":
-            self._last_losses = losses_text(record)
-        self._console.say(_LINES[record["kind"]](record))
+        values = record.to_dict()
+        if record.kind == "train":
+            self._log_train_line(values)
+            return
+        if record.kind == "eval":
+            self._last_losses = losses_text(values)
+        self.info(_LINES[record.kind](values))
+
+    def _log_train_line(self, values: dict[str, Any]) -> None:
+        if not values["skipped"]:
+            self._console.legend(legend(values, self._cluster.size))
+        iters, width = self._config.train.max_iters, self._console.width
+        full = train_line(values, iters, None, LEGENDS)
+        self._console.info(train_line(values, iters, width, LEGENDS), full)
 
     def saved(self, step: int, seconds: float) -> None:
-        """A checkpoint of `step` is being written, after holding up the run for `seconds`."""
+        """Log that a checkpoint of `step` is being written, after a stall of `seconds`."""
         path = f"{self._run.directory}/checkpoints/{step}"
-        self.log({"kind": "checkpoint", "step": step, "path": path, "seconds": seconds})
+        self.log(CheckpointRecord(step=step, path=path, seconds=seconds))
 
     @contextlib.contextmanager
     def between_steps(self, pending: Any) -> Iterator[None]:
-        """Work in this block does not count as training time."""
+        """Leave out the work in this block from the time of steps."""
         with self._timer.excluded(pending):
             yield
 
@@ -217,17 +239,18 @@ class Reporter:
         self._console.progress(step)
 
     def show_spikes(self) -> None:
-        """The table of `python -m jaxgpt.report spikes`."""
+        """Log the table of `python -m jaxgpt.report spikes`."""
         if self._enabled:
-            self.say(spikes_table(read_records(self._run.directory / METRICS)))
+            self.info(spikes_table(read_records(self._run.directory / METRICS)))
 
     def close(self, last_line: str, with_losses: bool = True) -> None:
-        """Says how the run ended, with its last losses, and closes every log."""
+        """Log how the run ended, with its last losses, and close every log."""
         self._console.end_progress()
         with_losses = with_losses and self._last_losses != ""
-        self.say(f"{last_line}: {self._last_losses}" if with_losses else last_line)
-        self.say(f"run directory: {self._run.directory}")
-        self._trackers.close()
+        self.info(f"{last_line}: {self._last_losses}" if with_losses else last_line)
+        self.info(f"run directory: {self._run.directory}")
+        if self._enabled:
+            self._trackers.close()
         self._console.close()
 
     def _first_step_done(self, step: int) -> None:
@@ -235,42 +258,31 @@ class Reporter:
         reports = self._cluster.allgather(self._startup.report())
         if self._enabled:
             found = {"model": self._model, **summary(reports)}
-            self._trackers.log(startup_record(found, step))
-            atomic_write_text(
-                self._run.directory / "startup.json", json.dumps(found, indent=1) + "\n"
-            )
-            self._console.say(startup_line(found))
+            self._trackers.log(StartupRecord(step=step, values=startup_values(found)))
+            path = self._run.directory / "startup.json"
+            atomic_write_text(path, json.dumps(found, indent=1) + "\n")
+            self.info(startup_line(found))
 
 
-def config_lines(config: Config) -> list[str]:
-    """The configuration, a line per section."""
-    lines = []
-    for name, section in dataclasses.asdict(config).items():
-        if isinstance(section, dict):
-            lines.append(f"{name}: " + " ".join(f"{k}={v!r}" for k, v in section.items()))
-    return lines
+def legend(values: dict[str, Any], n_processes: int) -> dict[str, str]:
+    """Return short name -> meaning of the figures that lines of this run can have."""
+    names = [n for n in FIGURES if n != "slowest_over_mean" or n_processes > 1]
+    names[3:3] = [name for name in LEGENDS if name not in FIGURES]
+    out = {"step": "optimizer step, from 1, and the last one"}
+    for name in names:
+        shown = figure(name, LEGENDS)
+        out[shown.short] = shown.legend
+    if values.get("corpora"):
+        out |= {name: "mean loss of this corpus since the last line" for name in values["corpora"]}
+    return out
 
 
-def losses_text(record: Record) -> str:
-    """The losses of an evaluation record."""
+def losses_text(record: dict[str, Any]) -> str:
+    """Return the losses of an evaluation record as text."""
     return f"train_loss={record['train_loss']:.4f} val_loss={record['val_loss']:.4f}"
 
 
-def _open_trackers(run: Run) -> list[Tracker]:
-    metrics = run.directory / METRICS
-    trackers: list[Tracker] = [
-        MetricsFile(metrics, run.resume_step),
-        SamplesFile(run.directory / "samples.txt", metrics),
-    ]
-    if run.config.train.tensorboard:
-        start = run.resume_step or 0
-        rewinds = [r for r in read_records(metrics, "rewind") if r["step"] == start]
-        trackers.append(TensorBoard(run.directory / "tensorboard", run.resume_step, rewinds))
-    return trackers
-
-
-_LINES = {
-    "train": train_line,
+_LINES: dict[str, Callable[[dict[str, Any]], str]] = {
     "eval": lambda r: f"step={r['step']} {losses_text(r)}",
     "sample": lambda r: f"sample at step {r['step']}:\n{r['text']}\n",
     "spike": spike_line,

@@ -43,7 +43,8 @@ from jaxgpt.data.tokenizer import Tokenizer
 from jaxgpt.runtime.initialize import cpu_devices_per_process
 from jaxgpt.spikes.policy import METRICS, finish_rewind, skipped_by_rewinds
 from jaxgpt.spikes.skip import SkipRanges, still_to_come
-from jaxgpt.tracking.trackers import read_records
+from jaxgpt.tracking import check_trackers
+from jaxgpt.tracking.jsonl import read_records
 
 # What may differ between a checkpoint's model and the model that goes on from it.
 _FREE_MODEL_KEYS = {"dropout", "attention"}
@@ -144,6 +145,7 @@ def check_cpu_mesh(config: Config, cluster: ProcessGroup) -> None:
 
 def _decide(config: Config) -> dict[str, Any]:
     """Everything that process 0 finds out, as JSON for the others."""
+    check_trackers(config.train.trackers)
     notes = []
     home = dataset_directory(config.data)
     data = config.data
@@ -197,19 +199,22 @@ def _decide(config: Config) -> dict[str, Any]:
         "resume_step": resume_step,
         "resume_meta": meta,
         "notes": notes,
-        "missing_records": []
-        if resume_step is None
-        else _missing_records(config, dataset, resume_step),
+        "missing_records": _missing_records(config, dataset, resume_step),
     }
 
 
 def _missing_records(config: Config, dataset: Dataset, step: int | None) -> list[str]:
     """Of `EVAL_RECORDS`, the records that are due after a step and not in metrics.jsonl."""
     metrics = Path(config.out) / METRICS
-    if step is None or not metrics.exists() or not should_evaluate(config, step):
+    if step is None:
+        if not config.train.eval_at_start:
+            return []
+    elif not metrics.exists() or not should_evaluate(config, step):
         return []
     samples = config.train.sample_tokens > 0 and dataset.tokenizer is not None
     due = EVAL_RECORDS if samples else EVAL_RECORDS[:1]
+    if step is None:
+        return list(due)
     return [kind for kind in due if all(r["step"] != step for r in read_records(metrics, kind))]
 
 

@@ -21,6 +21,7 @@ def test_mfu_is_the_share_of_the_peak():
     assert found["tokens_per_sec"] == pytest.approx(135_600)
     assert found["samples_per_sec"] == pytest.approx(135_600 / 1024)
     assert found["mfu"] == pytest.approx(0.37, abs=0.005)
+    assert found["tflops_per_device"] == pytest.approx(found["mfu"] * 312)
     on_eight = Rates(480, 1024, flops, 8, 312e12).of(480 * 1024 / 135_600)
     assert on_eight["tokens_per_sec_per_device"] == pytest.approx(135_600 / 8)
     assert on_eight["mfu"] == pytest.approx(found["mfu"] / 8)
@@ -34,12 +35,24 @@ def test_an_unknown_device_has_no_mfu():
     assert set(Rates(1, 1, 1, 1, None).of(None).values()) == {None}
 
 
-def test_time_between_steps_is_not_counted():
+def test_time_between_steps_is_not_counted_and_waiting_is(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+
+    def passes(seconds):
+        now[0] += seconds
+
     timer = StepTimer()
     for _ in range(4):
-        time.sleep(0.01)
+        with timer.waiting("data"):
+            passes(1)
+        with timer.waiting("device"):
+            passes(6)
+        passes(3)
         timer.count()
     with timer.excluded(None):
-        time.sleep(0.3)
-    assert 0.01 <= timer.lap() < 0.05
-    assert timer.lap() is None  # no step since
+        passes(1000)
+    assert timer.host_lap() == pytest.approx(4)  # all but the waiting for devices
+    assert timer.lap() == pytest.approx((10, 0.1))
+    passes(1)
+    assert timer.lap() == (None, None)  # no step since

@@ -2,7 +2,7 @@ import time
 
 import pytest
 
-from jaxgpt.perf.startup import PHASES, Startup, startup_line, startup_record, summary
+from jaxgpt.perf.startup import PHASES, Startup, startup_line, startup_values, summary
 
 
 def report(total, **seconds):
@@ -32,7 +32,7 @@ def test_a_summary_has_the_spread_over_processes_and_who_was_slowest():
     line = startup_line(found)
     assert "8.0 s from process start to first step, 17.0 s from job start" in line
     assert "imports 2.0/3.0/4.0 (rank 1)" in line and "compile cache: hit" in line
-    record = startup_record(found, step=1)
+    record = startup_values(found)
     assert record["imports_max"] == 4.0 and record["total_mean"] == 7.5
     assert record["job_start_to_first_step"] == 17.0
 
@@ -48,11 +48,9 @@ def test_phases_add_up_to_the_time_since_the_process_began(monkeypatch):
     monkeypatch.setenv("JAXGPT_JOB_START", str(launched))
     startup = Startup()
     startup.mark("imports")
-    time.sleep(0.05)
     startup.mark("data")
     startup.mark("imports")
     assert set(startup.seconds) <= set(PHASES)
-    assert 0.05 <= startup.seconds["data"] < 5
     found = startup.report()
     within = sum(s for phase, s in startup.seconds.items() if phase != "job start")
     assert found["total"] == pytest.approx(within)

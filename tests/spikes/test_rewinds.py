@@ -12,7 +12,7 @@ from jaxgpt.cluster import shutdown as exits
 from jaxgpt.config import UsageError
 from jaxgpt.spikes import policy as rewinds
 from jaxgpt.spikes import rewind as spikes_rewind
-from jaxgpt.tracking.trackers import read_records
+from jaxgpt.tracking.jsonl import read_records
 from jaxgpt.train import loop
 from jobs import SMALL, checkpoint_arrays, losses, records, run, train_here
 

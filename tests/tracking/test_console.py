@@ -7,15 +7,15 @@ SAYS = """
 from pathlib import Path
 from jaxgpt.tracking.console import Console
 console = Console(True, Path("train.log"))
-console.say("one")
-console.say("two")
+console.info("one")
+console.info("two")
 """
 WITH_RULES = """
 from pathlib import Path
 from jaxgpt.cluster.shutdown import job_exit_handler
 from jaxgpt.tracking.console import Console
 with job_exit_handler():
-    Console(True, Path("train.log")).say("\\u2502 step")
+    Console(True, Path("train.log")).info("\\u2502 step")
 """
 
 
