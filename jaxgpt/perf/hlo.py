@@ -1,4 +1,4 @@
-"""What a compiled program communicates, read out of its optimized HLO text.
+"""Collectives of a compiled program: kinds, mesh axes, counts and bytes.
 
 XLA numbers the devices of a program by their row-major positions in the mesh, so a list of
 device groups tells the mesh axes over which an operation communicates.
@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
+
+from jaxgpt.perf.hlo_text import Instruction, Program, parse_hlo
 
 KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
 
@@ -34,7 +36,7 @@ class Collective:
 
 
 def read_collectives(hlo: str, mesh: Mapping[str, int]) -> tuple[Collective, ...]:
-    """The collectives that each device takes part in when it runs a program once.
+    """Return the collectives that each device takes part in when it runs a program once.
 
     An operation in a loop counts as often as the loop runs it, an asynchronous one once. Of a
     conditional, the branch that communicates most counts. A group over a part of an axis, which
@@ -48,23 +50,21 @@ def read_collectives(hlo: str, mesh: Mapping[str, int]) -> tuple[Collective, ...
         ValueError: if the program is for another number of devices than the mesh has, or does
             not tell how often a loop with collectives runs.
     """
-    n_devices = math.prod(mesh.values())
-    partitions = re.search(r"^HloModule .*num_partitions=(\d+)", hlo)
-    if partitions and int(partitions[1]) != n_devices:
-        raise ValueError(f"mesh={dict(mesh)}: the program is for {partitions[1]} devices")
-    program = _Program(hlo, dict(mesh))
+    program = parse_hlo(hlo)
+    if program.n_devices not in (None, math.prod(mesh.values())):
+        raise ValueError(f"mesh={dict(mesh)}: the program is for {program.n_devices} devices")
     order = {name: i for i, name in enumerate(mesh)}
-    found = (Collective(*key, *sums) for key, sums in program.totals(program.entry).items())
+    totals = _Counter(program, dict(mesh)).totals(program.entry)
     return tuple(
         sorted(
-            found,
+            (Collective(*key, *sums) for key, sums in totals.items()),
             key=lambda c: (len(c.axes), [order[a] for a in c.axes], KINDS.index(c.kind), c.dtype),
         )
     )
 
 
 def ring_bytes(kind: str, bytes: float, n: int) -> float:
-    """Bytes that each of n devices sends for a collective done around a ring.
+    """Return the bytes that each of n devices sends for a collective done around a ring.
 
     Args:
         bytes: payload as in `Collective`.
@@ -77,13 +77,8 @@ def ring_bytes(kind: str, bytes: float, n: int) -> float:
     return bytes * (n - 1) / n * (2 if kind == "all-reduce" else 1)
 
 
-_OPCODE = re.compile(r" ([a-z][a-z0-9-]*)\(")
 _ARRAY = re.compile(r"\b(pred|[a-z]+?(\d+)\w*)\[([\d,<=]*)\]")
 _CALLERS = ("while", "call", "fusion", "conditional", "async")
-_CALLED = re.compile(
-    r"\b(?:to_apply|calls|true_computation|false_computation)=%?([\w.-]+)"
-    r"|\bbranch_computations=\{([^}]*)\}"
-)
 _GROUPS = re.compile(
     r"\b(?:replica_groups|source_target_pairs)="
     r"(\{\}|\{\{[\d,{}]*\}\}"
@@ -91,150 +86,66 @@ _GROUPS = re.compile(
     r"|mesh\[[^\]]*\](?:, device_ids=\((?:[^()]|\([^()]*\))*\))? \{[^}]*\})"
 )
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
-_CARRY = "carry"  # stands for the tuple that a loop hands from turn to turn
 
 Totals = dict[tuple[str, tuple[str, ...], str], tuple[int, int]]  # kind, axes, dtype: count, bytes
 
 
-class _Program:
-    """The computations of an HLO text, each a list of lines, and what they add up to."""
+class _Counter:
+    """Adds up the collectives of a program's computations, each of them once."""
 
-    def __init__(self, hlo: str, mesh: dict[str, int]):
-        self.entry = ""
-        self._computations: dict[str, list[str]] = {}
+    def __init__(self, program: Program, mesh: dict[str, int]):
+        self._program = program
         self._axes = functools.cache(functools.partial(_axes_and_group_size, mesh))
         self.totals = functools.cache(self._totals)
-        self._instructions = functools.cache(self._parse_instructions)
-        lines: list[str] = []
-        for line in hlo.split("\n"):
-            if line.startswith("  "):
-                lines.append(line)
-            elif line.endswith("{"):
-                is_entry = line.startswith("ENTRY ")
-                name = line.removeprefix("ENTRY ").removeprefix("%").split(" ", 1)[0]
-                lines = self._computations[name] = []
-                self.entry = name if is_entry else self.entry
 
     def _totals(self, computation: str) -> Totals:
         out: Totals = {}
-        for line in self._computations[computation]:
-            opcode = _OPCODE.search(line)[1]
-            base = opcode.removesuffix("-start")
-            if base in KINDS:
-                _add(out, self._collective(base, opcode, line))
-            elif base in _CALLERS:
-                _add(out, self._called(base, computation, line))
+        for instruction in self._program.computations[computation]:
+            kind = instruction.opcode.removesuffix("-start")
+            if kind in KINDS:
+                _add(out, self._collective(kind, instruction))
+            elif kind in _CALLERS:
+                _add(out, self._called(kind, instruction))
         return out
 
-    def _collective(self, kind: str, opcode: str, line: str) -> Totals:
-        axes, n = self._axes(_GROUPS.search(line)[1])
+    def _collective(self, kind: str, instruction: Instruction) -> Totals:
+        axes, n = self._axes(_GROUPS.search(instruction.arguments)[1])
         if not axes:
             return {}
         out: Totals = {}
-        shape = line[line.index(" = ") + 3 : line.index(f" {opcode}(")]
-        for dtype, size in _payload(opcode, shape):
+        for dtype, size in _payload(instruction.opcode, instruction.shape):
             size *= n if kind == "reduce-scatter" else 1
             _add(out, {(kind, axes, dtype): (1, size)})
-        if kind == "all-to-all" and " dimensions=" not in line:  # one array, in n pieces
-            return {key: (count // n, size) for key, (count, size) in out.items()}
+        if kind == "all-to-all" and " dimensions=" not in instruction.arguments:
+            return {key: (count // n, size) for key, (count, size) in out.items()}  # in n pieces
         return out
 
-    def _called(self, opcode: str, computation: str, line: str) -> Totals:
-        """Totals of what an instruction calls, as often as it does."""
-        if opcode == "while":
-            body, condition = (self.totals(_attribute(line, a)) for a in ("body", "condition"))
-            if not body and not condition:
-                return {}
-            n = self._trip_count(computation, line)
-            out = _times(body, n)
-            _add(out, _times(condition, n + 1))
-            return out
-        names = []
-        for name, several in _CALLED.findall(line):
-            names += [name] if name else re.findall(r"[\w.-]+", several)
-        parts = [self.totals(name) for name in names]
-        if opcode == "conditional":
+    def _called(self, kind: str, instruction: Instruction) -> Totals:
+        """Return the totals of what an instruction calls, as often as it does."""
+        if kind == "while":
+            return self._loop(instruction)
+        parts = [self.totals(name) for name in instruction.called]
+        if kind == "conditional":
             return max(parts, key=lambda part: sum(size for _, size in part.values()))
         out: Totals = {}
         for part in parts:
             _add(out, part)
         return out
 
-    def _trip_count(self, computation: str, line: str) -> int:
-        """How often a loop's body runs: told by XLA, or by a condition `counter < constant`."""
-        known = _TRIPS.search(line)
-        if known:
-            return int(known[1])
-        condition, body = _attribute(line, "condition"), _attribute(line, "body")
-        match self._value(condition, "ROOT", [_CARRY]):
-            case ("LT", (_, index), int(limit)) | ("GT", int(limit), (_, index)):
-                start = self._element(computation, _operands(line)[0], index, [])
-                match self._element(body, "ROOT", index, [_CARRY]):
-                    case ("add", (_, i), int(step)) | ("add", int(step), (_, i)):
-                        if i == index and isinstance(start, int) and step > 0:
-                            return max(0, -((start - limit) // step))
-        raise ValueError(
-            f"loop over {body}: cannot tell how often it runs; XLA gives no known_trip_count and "
-            f"{condition} does not compare a counter with a constant. Use lax.scan or fori_loop "
-            "with constant bounds"
-        )
-
-    def _value(self, computation: str, name: str, arguments: list[object]) -> object:
-        """What a scalar instruction is: an int, (_CARRY, index), (operation, left, right), None.
-
-        Args:
-            arguments: values of the computation's parameters; _CARRY for a loop's.
-        """
-        line = self._instructions(computation)[name]
-        opcode, operands = _OPCODE.search(line)[1], _operands(line)
-        value = functools.partial(self._value, computation, arguments=arguments)
-        if opcode == "constant":
-            number = re.search(r" constant\((-?\d+)\)", line)
-            return int(number[1]) if number else None
-        if opcode == "parameter":
-            number = int(re.search(r" parameter\((\d+)\)", line)[1])
-            return arguments[number] if number < len(arguments) else None
-        if opcode in ("copy", "bitcast", "convert"):
-            return value(operands[0])
-        if opcode == "get-tuple-element":
-            index = int(re.search(r"\bindex=(\d+)", line)[1])
-            return self._element(computation, operands[0], index, arguments)
-        if opcode in ("fusion", "call"):
-            called = _CALLED.search(line)[1]
-            return self._value(called, "ROOT", [value(operand) for operand in operands])
-        if opcode in ("add", "compare"):
-            direction = re.search(r"\bdirection=(\w+)", line)
-            return (direction[1] if direction else opcode, *map(value, operands))
-        return None
-
-    def _element(self, computation: str, name: str, index: int, arguments: list[object]) -> object:
-        """The value of one element of a tuple."""
-        line = self._instructions(computation)[name]
-        opcode, operands = _OPCODE.search(line)[1], _operands(line)
-        if opcode == "tuple":
-            return self._value(computation, operands[index], arguments)
-        if opcode == "parameter" and arguments == [_CARRY]:
-            return (_CARRY, index)
-        return None
-
-    def _parse_instructions(self, computation: str) -> dict[str, str]:
-        """Name -> line; the result also as ROOT."""
-        out = {}
-        for line in self._computations[computation]:
-            name = line[: line.index(" = ")].strip()
-            out[name.removeprefix("ROOT ").removeprefix("%")] = line
-            if name.startswith("ROOT "):
-                out["ROOT"] = line
+    def _loop(self, instruction: Instruction) -> Totals:
+        names = [instruction.attribute(name) for name in ("body", "condition")]
+        body, condition = map(self.totals, names)
+        if not body and not condition:
+            return {}
+        known = _TRIPS.search(instruction.arguments)
+        if not known:
+            raise ValueError(
+                f"loop over {names[0]}: cannot tell how often it runs (XLA gives no "
+                "known_trip_count); use lax.scan or fori_loop with constant bounds"
+            )
+        out = _times(body, int(known[1]))
+        _add(out, _times(condition, int(known[1]) + 1))
         return out
-
-
-def _attribute(line: str, name: str) -> str:
-    return re.search(rf"\b{name}=%?([\w.-]+)", line)[1]
-
-
-def _operands(line: str) -> list[str]:
-    start = _OPCODE.search(line).end()
-    return re.findall(r"%([\w.-]+)", line[start : line.index(")", start)])
 
 
 def _add(totals: Totals, more: Totals) -> None:

@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 import jax
 
 from jaxgpt.cluster.process_group import ProcessGroup
-from jaxgpt.perf.operations import CATEGORIES, Operation, module_name, read_operations
+from jaxgpt.perf.hlo_text import parse_hlo
+from jaxgpt.perf.operations import CATEGORIES, Operation, read_operations
 
 ROWS = 10  # of the table
 IN_GRAPHS = (
@@ -69,10 +70,11 @@ class Tracing:
         jax.block_until_ready(pending)
         seconds = (time.perf_counter() - self._began) / n_steps
         jax.profiler.stop_trace()
-        events = list(read_events(newest_trace(self._directory), module_name(hlo)))
+        program = parse_hlo(hlo)
+        events = list(read_events(newest_trace(self._directory), program.name))
         if self._scratch:
             shutil.rmtree(self._scratch)
-        operations = read_operations(hlo)
+        operations = read_operations(program)
         events = [event for event in events if event.name in operations]
         reports = self._cluster.allgather(report(events, operations))
         found = summary(reports, operations, n_steps, seconds)
