@@ -62,7 +62,7 @@ def test_the_run_directory_holds_what_a_user_expects(forty):
     }  # fmt: skip
     assert sorted(p.name for p in (forty / "checkpoints").iterdir()) == ["10", "20", "30", "40"]
     assert yaml.safe_load((forty / "config.yaml").read_text())["train"]["max_iters"] == 40
-    assert "step=40 loss=" in (forty / "train.log").read_text()
+    assert "step=40/40 loss=" in (forty / "train.log").read_text()
     assert (forty / "samples.txt").read_text().count("--- step") == 4
 
 
@@ -72,8 +72,12 @@ def test_a_training_line_has_its_fields(forty):
     last = lines[-1]
     assert set(last) == {
         "kind", "step", "loss", "grad_norm", "lr", "dt", "tokens_per_sec",
-        "tokens_per_sec_per_device", "samples_per_sec", "mfu", "consumed_tokens", "skipped",
+        "tokens_per_sec_per_device", "samples_per_sec", "tflops_per_device", "mfu", "data_wait",
+        "memory_bytes", "memory_peak_bytes", "seconds_left", "skipped_steps", "nonfinite_steps",
+        "consumed_tokens", "skipped",
     }  # fmt: skip
+    assert 0 < last["memory_bytes"] <= last["memory_peak_bytes"]
+    assert last["seconds_left"] == last["skipped_steps"] == last["nonfinite_steps"] == 0
     assert last["consumed_tokens"] == 40 * 16 * 64
     assert last["tokens_per_sec"] == pytest.approx(16 * 64 / last["dt"])
     assert last["tokens_per_sec_per_device"] == pytest.approx(last["tokens_per_sec"] / 4)
@@ -81,6 +85,25 @@ def test_a_training_line_has_its_fields(forty):
     assert last["mfu"] is None and last["skipped"] is False
     assert [r["step"] for r in records(forty, "eval")] == [10, 20, 30, 40]
     assert [r["step"] for r in records(forty, "checkpoint")] == [10, 20, 30, 40]
+
+
+def test_a_run_says_what_it_trains_and_its_batch(forty):
+    log = (forty / "train.log").read_text()
+    for words in (
+        "batch: 16 sequences a step in the whole job",
+        "1,024 tokens a step; gradient accumulation 1",
+        "weight decay: ",
+    ):
+        assert words in log
+
+
+def test_evaluation_at_the_start_is_of_the_untrained_model(tmp_path):
+    arguments = ("train.eval_at_start=True", "train.sample_tokens=4", "train.max_iters=2")
+    assert train_here(*SMALL, *MESH, *arguments, "train.trackers=", "--out", tmp_path) == exits.DONE
+    assert [r["step"] for r in records(tmp_path, "eval")] == [0, 2]
+    assert [r["step"] for r in records(tmp_path, "sample")] == [0, 2]
+    assert records(tmp_path, "eval")[0]["val_loss"] == pytest.approx(np.log(256), abs=0.2)
+    assert not (tmp_path / "tensorboard").exists()
 
 
 def test_training_learns(forty):
