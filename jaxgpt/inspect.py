@@ -29,6 +29,7 @@ from jaxgpt.config import (
 )
 from jaxgpt.data.rows import Rows, training_rows
 from jaxgpt.data.sources import Dataset, Source, open_dataset
+from jaxgpt.runtime.jax_internals import failure_board
 from jaxgpt.spikes.policy import skipped_by_rewinds
 from jaxgpt.spikes.skip import SkipRanges
 from jaxgpt.train.run_directory import source_hashes
@@ -52,7 +53,7 @@ def parser() -> CommandParser:
 
 
 def main(argv: list[str] | None = None) -> None:
-    with job_exit_handler():
+    with job_exit_handler(failure_board):
         arguments = parser().parse_args(argv)
         step = whole_number("--step", arguments.step)
         checkpoint = whole_number("--checkpoint", arguments.checkpoint)
@@ -199,9 +200,9 @@ def row_losses(
     if at not in saved:
         raise UsageError(f"--checkpoint {at}: {run} has {', '.join(map(str, saved))}")
 
-    from jaxgpt.runtime.initialize import connect
+    from jaxgpt.runtime.initialize import initialize_jax
 
-    connect(cluster, mesh_sizes(config))
+    initialize_jax(cluster, mesh_sizes(config))
     import jax
 
     from jaxgpt.checkpoint.checkpointer import restore_params

@@ -12,7 +12,7 @@ import sys
 import time
 
 from jaxgpt.cluster.environment import find_launch
-from jaxgpt.cluster.launchers import Layout, launch_command, passed_over, place_processes
+from jaxgpt.cluster.launchers import ProcessLayout, launch_command, passed_over, place_processes
 from jaxgpt.cluster.shutdown import job_exit_handler
 from jaxgpt.config import CommandParser, UsageError, is_help, whole_number
 from jaxgpt.perf.startup import JOB_START
@@ -113,7 +113,7 @@ def run(arguments: argparse.Namespace, command: list[str]) -> list[str] | None:
     return line
 
 
-def exports(layout: Layout, launcher: list[str]) -> str:
+def exports(layout: ProcessLayout, launcher: list[str]) -> str:
     """Lines for a shell's eval, with the names that ezpz gives them."""
     values = {
         "NHOSTS": len(layout.hosts),

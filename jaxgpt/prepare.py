@@ -7,7 +7,7 @@ import signal
 import sys
 from pathlib import Path
 
-from jaxgpt.cluster.cpus import own_cpus
+from jaxgpt.cluster.hardware import own_cpus
 from jaxgpt.cluster.shutdown import job_exit_handler
 from jaxgpt.config import CommandParser, DataConfig, UsageError, file_path, name_or_path
 from jaxgpt.data.corpora import prepare_python, prepare_shakespeare_char, prepare_text

@@ -13,7 +13,8 @@ from jaxgpt.cluster.shutdown import job_exit_handler
 from jaxgpt.config import CommandParser, Config, UsageError, config_from_dict, file_path, mesh_sizes
 from jaxgpt.data.find_tokenizer import from_meta
 from jaxgpt.data.tokenizer import Tokenizer, continued
-from jaxgpt.runtime.initialize import connect
+from jaxgpt.runtime.initialize import initialize_jax
+from jaxgpt.runtime.jax_internals import failure_board
 
 MOST = 10**6  # tokens, texts, and how far from 1 a temperature may be
 
@@ -39,7 +40,7 @@ def parser() -> CommandParser:
 
 
 def main(argv: list[str] | None = None) -> None:
-    with job_exit_handler():
+    with job_exit_handler(failure_board):
         write(parser().parse_args(argv))
 
 
@@ -134,7 +135,7 @@ def samples(
     cluster: ProcessGroup,
 ) -> Iterator[str]:
     """Yield texts, each with its prompt; all processes take part in each."""
-    connect(cluster, mesh_sizes(config))
+    initialize_jax(cluster, mesh_sizes(config))
     import jax
 
     from jaxgpt.checkpoint.checkpointer import restore_params

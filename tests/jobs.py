@@ -18,7 +18,7 @@ from jaxgpt.data.loader import Loader
 from jaxgpt.data.sources import open_dataset
 from jaxgpt.parallel.mesh import make_mesh
 from jaxgpt.perf.startup import Startup
-from jaxgpt.runtime.initialize import connect
+from jaxgpt.runtime.initialize import initialize_jax
 from jaxgpt.runtime.xla_flags import VARIABLE as XLA_FLAGS
 from jaxgpt.train.run_directory import prepare_run
 from jaxgpt.train.step import make_steps
@@ -124,7 +124,7 @@ def train_here(*args, stop_at=None):
     prepared = prepare_run(parse_args([str(a) for a in args]), cluster)
     sizes = mesh_sizes(prepared.config)
     with limited_devices(2 if -1 in sizes else int(np.prod(sizes))):
-        facts = connect(cluster, sizes)
+        facts = initialize_jax(cluster, sizes)
         return train(prepared, cluster, facts, Stop(), Startup())
 
 

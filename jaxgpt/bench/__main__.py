@@ -21,6 +21,7 @@ from jaxgpt.config import (
     parse_args,
     whole_number,
 )
+from jaxgpt.runtime.jax_internals import failure_board
 
 PROG = "python -m jaxgpt.bench"
 
@@ -106,7 +107,7 @@ def parser() -> CommandParser:
 
 def main(argv: list[str] | None = None) -> None:
     argv = sys.argv[1:] if argv is None else argv
-    with job_exit_handler():
+    with job_exit_handler(failure_board):
         if is_help(argv) and rank_from_env() > 0:
             return  # once is enough
         arguments, rest = parser().parse_known_args(argv)

@@ -19,7 +19,7 @@ from jaxgpt.cluster.process_group import ProcessGroup, join_process_group
 from jaxgpt.config import Config, UsageError, check_batch, mesh_sizes
 from jaxgpt.data.sources import vocabulary_size
 from jaxgpt.doctor.directory import file_system_of
-from jaxgpt.runtime.initialize import connect
+from jaxgpt.runtime.initialize import initialize_jax
 
 IN_MEMORY = ("tmpfs", "ramfs")  # file systems that are the page cache
 # After one that counts for nothing; an even number, as what comes second may take longer: a
@@ -43,7 +43,7 @@ def measure(config: Config, size: int | None, directory: Path | None) -> dict[st
     with scratch_folder(cluster, directory) as folder:
         vocab_size = cluster.run_on_all(vocabulary_size, config.data, config.model)
         config = config.replace(model__vocab_size=vocab_size)
-        connect(cluster, mesh_sizes(config))
+        initialize_jax(cluster, mesh_sizes(config))
         import jax
 
         from jaxgpt.parallel.mesh import make_mesh

@@ -10,7 +10,7 @@ from typing import Any
 
 from jaxgpt.cluster.process_group import ProcessGroup, join_process_group
 from jaxgpt.config import MESH_AXES, Config, mesh_sizes
-from jaxgpt.runtime.initialize import connect
+from jaxgpt.runtime.initialize import initialize_jax
 
 ALLOWED = 60.0  # seconds, all axes together; larger sizes are left out when they are over
 COPIED_BYTES = 2**26  # as the largest arrays of the collectives
@@ -35,7 +35,7 @@ def measure(given: str | None) -> dict[str, Any]:
     config = Config().replace(parallel__mesh=given, model__n_head=0) if given else None
     cluster = join_process_group()
     alone = (4, 1, 1) if cluster.size == 1 else (-1, 1, 1)
-    connect(cluster, mesh_sizes(config) if config else alone)
+    initialize_jax(cluster, mesh_sizes(config) if config else alone)
     import jax
 
     from jaxgpt.doctor.collectives import measure_axis

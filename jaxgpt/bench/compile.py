@@ -13,7 +13,7 @@ from jaxgpt.bench.alone import join_alone
 from jaxgpt.bench.progress import tell
 from jaxgpt.config import Config, UsageError, check_batch, mesh_sizes
 from jaxgpt.data.sources import vocabulary_size
-from jaxgpt.runtime.initialize import connect
+from jaxgpt.runtime.initialize import initialize_jax
 
 FEWER = 4  # times fewer layers beside the model's own
 
@@ -58,7 +58,7 @@ def measure(config: Config, layers: Sequence[int], n_runs: int) -> dict[str, Any
     cluster = join_alone("compile", config.init_timeout)
     config = config.replace(model__vocab_size=vocabulary_size(config.data, config.model))
     os.environ.pop("JAX_COMPILATION_CACHE_DIR", None)  # what is compiled is timed
-    connect(cluster, mesh_sizes(config))
+    initialize_jax(cluster, mesh_sizes(config))
     import jax
 
     from jaxgpt.parallel.mesh import make_mesh

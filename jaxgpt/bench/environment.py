@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxgpt import __version__
-from jaxgpt.cluster.cpus import own_cpus
+from jaxgpt.cluster.hardware import own_cpus
 
 PACKAGES = ("jax", "jaxlib")
 

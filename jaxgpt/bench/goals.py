@@ -11,7 +11,7 @@ from jaxgpt.bench.alone import of_its_own, refuse_launcher
 from jaxgpt.bench.nanogpt import refuse_what_is_not_there
 from jaxgpt.bench.progress import tell
 from jaxgpt.bench.scratch import scratch_folder
-from jaxgpt.cluster.accelerators import accelerator_expected
+from jaxgpt.cluster.hardware import accelerator_expected
 from jaxgpt.cluster.process_group import ProcessGroup
 from jaxgpt.config import UsageError, names_config, parse_args
 from jaxgpt.tracking.jsonl import read_records

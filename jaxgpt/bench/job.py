@@ -13,8 +13,8 @@ import jax
 import numpy as np
 
 from jaxgpt.bench.scratch import end_on_signals
+from jaxgpt.cluster.preemption import StopSignal
 from jaxgpt.cluster.process_group import ProcessGroup
-from jaxgpt.cluster.shutdown import StopSignal
 from jaxgpt.cluster.watchdog import Watchdog
 from jaxgpt.config import UsageError, check_batch, mesh_sizes
 from jaxgpt.data.loader import Loader
@@ -22,6 +22,7 @@ from jaxgpt.parallel.mesh import make_mesh
 from jaxgpt.perf.profile import Tracing
 from jaxgpt.perf.startup import Startup
 from jaxgpt.runtime.dispatch import DispatchLimiter
+from jaxgpt.runtime.initialize import end_job, preemption_sync_point
 from jaxgpt.train.loop import Parts, run_steps
 from jaxgpt.train.profiling import StepProfile
 from jaxgpt.train.reporter import Reporter
@@ -61,7 +62,7 @@ class Job:
         """Compiles the run's step and makes its initial state.
 
         Args:
-            facts: what `connect` returned.
+            facts: what `initialize_jax` returned.
         """
         sizes = mesh_sizes(run.config, jax.device_count())
         check_batch(run.config, sizes)
@@ -90,8 +91,8 @@ class Job:
             sample=lambda step, params: None,
             checkpoints=self,
             report=self._report,
-            stop=StopSignal(),
-            watchdog=Watchdog(run.config.train.hang_timeout, run.directory, cluster.rank),
+            stop=StopSignal(sync_point=preemption_sync_point),
+            watchdog=Watchdog(run.config.train.hang_timeout, run.directory, cluster.rank, end_job),
             profile=StepProfile(run, cluster, self.train_step, self._report),
             ticks=itertools.count(1),
         )

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxgpt.cluster.cpus import own_cpus
+from jaxgpt.cluster.hardware import own_cpus
 from jaxgpt.config import Config, UsageError, check_batch, mesh_sizes
 from jaxgpt.data.files import TokenFile
 from jaxgpt.data.sources import open_dataset
@@ -46,12 +46,12 @@ def measure(config: Config, batches: int) -> dict[str, Any]:
         grown since it began to read (None where the system does not say).
     """
     from jaxgpt.cluster.process_group import join_process_group
-    from jaxgpt.runtime.initialize import connect
+    from jaxgpt.runtime.initialize import initialize_jax
 
     cluster = join_process_group(config.init_timeout)
     dataset = cluster.run_on_all(open_dataset, config.data, config.model)
     config = config.replace(model__vocab_size=dataset.vocab_size)
-    connect(cluster, mesh_sizes(config))
+    initialize_jax(cluster, mesh_sizes(config))
     import jax
 
     from jaxgpt.data.loader import Loader

@@ -24,7 +24,7 @@ from jaxgpt.bench.progress import tell
 from jaxgpt.bench.scratch import scratch_folder
 from jaxgpt.bench.step import steps_only, with_data
 from jaxgpt.config import Config, ModelConfig, UsageError, mesh_sizes
-from jaxgpt.runtime.initialize import connect
+from jaxgpt.runtime.initialize import initialize_jax
 from jaxgpt.train.run_directory import prepare_run
 
 MOST_BYTES = 2**30  # of batches, which are made before the first round
@@ -66,7 +66,7 @@ def measure(
     with scratch_folder(cluster) as folder, worker(python, clone, folder) as (about, theirs):
         config, data = with_data(config, False, folder, cluster)
         run = prepare_run(steps_only(config, folder / "run"), cluster)
-        facts = connect(cluster, mesh_sizes(run.config))
+        facts = initialize_jax(cluster, mesh_sizes(run.config))
         refuse_another_kind(python, about["device"])
         refuse_more_gpus_than_one(about["device"])
         from jaxgpt.bench.job import Job

@@ -16,7 +16,7 @@ from jaxgpt.bench.progress import tell
 from jaxgpt.config import Config, UsageError, mesh_sizes
 from jaxgpt.data.sources import vocabulary_size
 from jaxgpt.runtime.compile_cache import use_compile_cache
-from jaxgpt.runtime.initialize import connect
+from jaxgpt.runtime.initialize import initialize_jax
 
 PROMPT = 16  # random tokens
 TOKENS = 200
@@ -51,7 +51,7 @@ def measure(config: Config, n_tokens: int | None) -> dict[str, Any]:
     cluster = join_alone("sample", config.init_timeout)
     vocab_size = vocabulary_size(config.data, config.model)
     config = config.replace(model__vocab_size=vocab_size)
-    connect(cluster, mesh_sizes(config))
+    initialize_jax(cluster, mesh_sizes(config))
     use_compile_cache(config.compile_cache, cluster)
     import jax
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from jaxgpt.cluster.process_group import ProcessGroup
-from jaxgpt.cluster.shutdown import abort_mpi
+from jaxgpt.cluster.shutdown import abort_mpi, end_process
 from jaxgpt.config import UsageError
 
 PATIENCE = 5  # seconds for what is still being written
@@ -85,7 +85,7 @@ def scratch_folder(cluster: ProcessGroup, parent: Path | None = None) -> Iterato
             _remove(folder)
     if status is not None:
         abort_mpi(status)
-        os._exit(status)  # what an interrupted save waits for, up to five minutes, will not come
+        end_process(status)  # what an interrupted save waits for, up to five minutes, will not come
 
 
 def _make(parent: Path | None) -> str:

@@ -20,7 +20,7 @@ from jaxgpt.cluster.process_group import ProcessGroup, join_process_group
 from jaxgpt.config import Config, DataConfig, UsageError, mesh_sizes
 from jaxgpt.data.sources import dataset_directory, vocabulary_size
 from jaxgpt.runtime.compile_cache import OFF, use_compile_cache
-from jaxgpt.runtime.initialize import connect
+from jaxgpt.runtime.initialize import initialize_jax
 from jaxgpt.train.run_directory import prepare_run
 
 WARM_UP = 3  # steps
@@ -53,13 +53,13 @@ def measure(
     with scratch_folder(cluster) as folder:
         config, data = with_data(config, synthetic, folder, cluster)
         run = prepare_run(steps_only(config, folder / "run"), cluster)
-        facts = connect(cluster, mesh_sizes(run.config), stops_at_steps=True)
+        facts = initialize_jax(cluster, mesh_sizes(run.config), preemption=True)
         end_on_signals()  # and not at a step: JAX has taken SIGTERM over
         # What is compiled is timed: no cache, or an empty one.
         os.environ.pop("JAX_COMPILATION_CACHE_DIR", None)
         cache = OFF if config.compile_cache == OFF else str(folder / "compiled")
         use_compile_cache(cache, cluster)
-        # After connect, because they import JAX.
+        # After initialize_jax, because they import JAX.
         from jaxgpt.bench.job import Job
         from jaxgpt.bench.matmul import fastest_size, matmul_rate
 

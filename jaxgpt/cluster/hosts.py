@@ -1,8 +1,9 @@
-"""The hosts of a job, from what its scheduler says: host files and Slurm's node lists."""
+"""The hosts of a job: host files, Slurm's node lists, and addresses that reach them."""
 
 import itertools
 import re
 import socket
+import time
 from collections.abc import Mapping
 
 from jaxgpt.config import UsageError
@@ -137,3 +138,55 @@ def _numbers(ranges: str) -> list[str]:
             return []
         out += [str(n).zfill(len(first)) for n in range(int(first), int(last) + 1)]
     return out
+
+
+def connect_with_retries(address: str, timeout: float) -> socket.socket:
+    """Connect to host:port, which may not listen yet.
+
+    Raises:
+        OSError: the last error, after `timeout` seconds.
+    """
+    host, _, port = address.rpartition(":")
+    deadline = time.monotonic() + timeout
+    while True:
+        try:
+            return socket.create_connection((host.strip("[]"), int(port)), timeout=5)
+        except OSError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.1)
+
+
+def address_towards(host: str) -> str:
+    """Return this host's own address on the way to `host`.
+
+    Raises:
+        OSError: if there is no way.
+    """
+    error = OSError(f"{host}: no address")
+    for family, kind, _, _, address in socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM):
+        with socket.socket(family, kind) as s:
+            try:
+                s.connect(address)  # sends nothing, but chooses the interface
+                return s.getsockname()[0]
+            except OSError as e:
+                error = e
+    raise error
+
+
+def reachable_name() -> str:
+    """Return this host's name if other hosts can use it, else its address in the network.
+
+    Some systems resolve their own name to a loopback address, which no other host can use.
+    """
+    name = socket.getfqdn()
+    try:
+        own = {entry[4][0] for entry in socket.getaddrinfo(name, None)}
+    except OSError:
+        own = set()
+    if own and not any(a.startswith("127.") or a == "::1" for a in own):
+        return name
+    try:
+        return address_towards("10.255.255.255")  # any address outside: the default route
+    except OSError:
+        return name

@@ -13,8 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from jaxgpt.cluster.accelerators import VISIBLE_VARIABLES, count_accelerators
-from jaxgpt.cluster.cpus import own_cpus
+from jaxgpt.cluster.hardware import VISIBLE_VARIABLES, count_accelerators, own_cpus
 from jaxgpt.cluster.hosts import HOST_FILES, job_hosts
 from jaxgpt.cluster.machines import Machine, find_machine
 from jaxgpt.config import UsageError, whole_number
@@ -28,8 +27,8 @@ PASSED_ON = re.compile(
 
 
 @dataclass(frozen=True)
-class Layout:
-    """How many processes run where."""
+class ProcessLayout:
+    """Placement of a job's processes on hosts."""
 
     hosts: tuple[str, ...]
     """Those that get processes."""
@@ -53,8 +52,8 @@ class Layout:
 
 def place_processes(
     n: int | None, per_host: int | None, host_file: str | None, environ: Mapping[str, str]
-) -> Layout:
-    """How many processes of the job run where.
+) -> ProcessLayout:
+    """Place the processes of a job on its hosts.
 
     Args:
         n: processes in all; None for `per_host` on each host.
@@ -87,11 +86,7 @@ def place_processes(
             f"{option}: {per_host} processes on a host, and {named_by} has room for {slots}; give "
             "fewer, or ask the scheduler for more (PBS: mpiprocs)"
         )
-    if machine and per_host > machine.devices_per_host and _wants_accelerators(environ):
-        raise UsageError(
-            f"{option}: {per_host} processes on a host, and a {machine.name} host has "
-            f"{machine.devices_per_host} devices; give at most that many, or set JAX_PLATFORMS=cpu"
-        )
+    _check_devices(option, per_host, machine, environ)
     n = n or per_host * len(hosts)
     if n > per_host * len(hosts):
         raise UsageError(
@@ -105,7 +100,7 @@ def place_processes(
         )
     per_host = min(n, per_host)
     file = host_file or (environ[named_by] if named_by in HOST_FILES else None)
-    return Layout(
+    return ProcessLayout(
         hosts=tuple(hosts)[: n // per_host],
         named_by=named_by,
         host_file=file,
@@ -117,6 +112,16 @@ def place_processes(
 
 
 NO_ACCELERATORS = "no accelerator seen here: 1 on each host, --ppn P for more"
+
+
+def _check_devices(
+    option: str, per_host: int, machine: Machine | None, environ: Mapping[str, str]
+) -> None:
+    if machine and per_host > machine.devices_per_host and _wants_accelerators(environ):
+        raise UsageError(
+            f"{option}: {per_host} processes on a host, and a {machine.name} host has "
+            f"{machine.devices_per_host} devices; give at most that many, or set JAX_PLATFORMS=cpu"
+        )
 
 
 def _wants_accelerators(environ: Mapping[str, str]) -> bool:
@@ -152,8 +157,8 @@ def _number(variable: str, given: str) -> int:
     return number
 
 
-def launch_command(layout: Layout, environ: Mapping[str, str]) -> list[str]:
-    """The words that a command is put behind to start `layout`.
+def launch_command(layout: ProcessLayout, environ: Mapping[str, str]) -> list[str]:
+    """Return the launcher's words for `layout`; the command to start follows them.
 
     Raises:
         UsageError: if there is no launcher, or one that is not known.
@@ -224,12 +229,12 @@ def mpiexec_version(mpiexec: str) -> str:
     return (ran.stdout + ran.stderr).strip()
 
 
-def _pals(mpiexec: str, layout: Layout) -> list[str]:
+def _pals(mpiexec: str, layout: ProcessLayout) -> list[str]:
     n, per_host = str(layout.n_processes), str(layout.per_host)
     return [mpiexec, "--envall", "-n", n, "-ppn", per_host, *_pals_hosts(layout), *_bind(layout)]
 
 
-def _pals_hosts(layout: Layout) -> list[str]:
+def _pals_hosts(layout: ProcessLayout) -> list[str]:
     if layout.named_by == "this host":
         return []
     if layout.host_file and layout.named_by == "PBS_NODEFILE":
@@ -237,7 +242,7 @@ def _pals_hosts(layout: Layout) -> list[str]:
     return ["--hosts", ",".join(layout.hosts)]  # a user's file may have slots, which PALS has not
 
 
-def _bind(layout: Layout) -> list[str]:
+def _bind(layout: ProcessLayout) -> list[str]:
     """PALS's binding of processes to cores: the machine's own, else equal shares of this host's.
 
     A process with several devices has the cores of all of them.
@@ -253,14 +258,14 @@ def _bind(layout: Layout) -> list[str]:
     return ["--cpu-bind", "depth", "-d", str(depth)]
 
 
-def _hydra(mpiexec: str, layout: Layout) -> list[str]:
+def _hydra(mpiexec: str, layout: ProcessLayout) -> list[str]:
     line = [mpiexec, "-n", str(layout.n_processes)]
     if layout.named_by == "this host":
         return line
     return [*line, "-ppn", str(layout.per_host), "-hosts", ",".join(layout.hosts)]
 
 
-def _open_mpi(mpiexec: str, layout: Layout, environ: Mapping[str, str]) -> list[str]:
+def _open_mpi(mpiexec: str, layout: ProcessLayout, environ: Mapping[str, str]) -> list[str]:
     # A slot is no limit here, and a process of JAX's uses many cores: Open MPI would bind one of
     # two to a single core.
     line = [mpiexec, "-n", str(layout.n_processes), "--bind-to", "none", "--map-by"]
@@ -272,7 +277,7 @@ def _open_mpi(mpiexec: str, layout: Layout, environ: Mapping[str, str]) -> list[
     return line + [word for v in passed_on for word in ("-x", v)]
 
 
-def _srun(layout: Layout, environ: Mapping[str, str]) -> list[str]:
+def _srun(layout: ProcessLayout, environ: Mapping[str, str]) -> list[str]:
     if shutil.which("srun") is None:
         raise UsageError(
             f"SLURM_JOB_ID={environ['SLURM_JOB_ID']}: srun is not in PATH; load Slurm's commands, "

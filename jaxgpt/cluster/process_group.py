@@ -1,12 +1,14 @@
-"""Which processes make up this job, and how they agree before JAX is started among them."""
+"""The processes of a job: who they are, and how they agree on something before JAX is up."""
 
+import contextlib
 import ctypes
 import json
 import os
 import socket
+import time
 from array import array
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,8 +19,16 @@ from jaxgpt.cluster.environment import (
     slurm_step,
     started_by_srun,
 )
+from jaxgpt.cluster.hosts import reachable_name
 from jaxgpt.cluster.machines import Machine, find_machine, high_speed_name
-from jaxgpt.cluster.transport import MpiTransport, TcpTransport, Transport, arrival_limit
+from jaxgpt.cluster.shutdown import PeerLost
+from jaxgpt.cluster.transport import (
+    MpiTransport,
+    TcpTransport,
+    Transport,
+    arrival_limit,
+    lost_sentence,
+)
 from jaxgpt.config import UsageError
 
 T = TypeVar("T")
@@ -53,6 +63,23 @@ class ProcessGroup:
     """What was found and had to be worked around, as lines for the log."""
     transport: Transport | None = None
     """How the processes speak to each other; None if there is but one."""
+    on_close: contextlib.ExitStack = field(default_factory=contextlib.ExitStack, compare=False)
+    """What is given up when the group is closed."""
+
+    def __enter__(self) -> "ProcessGroup":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Give up locks and the connection; `join_process_group` may be called again.
+
+        MPI itself stays, as it cannot be started twice in a process.
+        """
+        self.on_close.close()
+        if self.transport is not None:
+            self.transport.close()
 
     @property
     def is_main(self) -> bool:
@@ -79,6 +106,23 @@ class ProcessGroup:
         """
         self.allgather(None)
 
+    @contextlib.contextmanager
+    def name_lost_peers(self) -> Iterator[None]:
+        """Turn an exception that comes of another process's end into `PeerLost`.
+
+        A collective of JAX fails without saying who has gone.
+        """
+        try:
+            yield
+        except (UsageError, PeerLost):
+            raise
+        except Exception as error:
+            time.sleep(0.5)  # for the connections of a dying process to close
+            lost = self.transport.lost_peers() if self.transport else []
+            if not lost:
+                raise
+            raise PeerLost(*([lost_sentence(lost[0])] if self.is_main else [])) from error
+
     def raise_if_any(self, error: str | None) -> None:
         """Raises on every process the error of the first process that has one.
 
@@ -101,24 +145,25 @@ class ProcessGroup:
 
 
 def catch_usage_error(function: Callable[..., T], *arguments: Any) -> tuple[T | None, str | None]:
-    """What `function` returns, or the error that the user made, for `ProcessGroup.agree`."""
+    """What `function` returns, or the error that the user made, for `ProcessGroup.raise_if_any`."""
     try:
         return function(*arguments), None
     except UsageError as error:
         return None, str(error)
 
 
-def join_process_group(timeout: float = INIT_TIMEOUT) -> ProcessGroup:
+def join_process_group(timeout: float = INIT_TIMEOUT, launch: Launch | None = None) -> ProcessGroup:
     """Finds the other processes of this job and waits until all are there, without JAX.
 
     Args:
         timeout: seconds after which the process ends, naming those that did not come.
+        launch: what the launcher said; None asks the environment.
 
     Raises:
         UsageError: if the launcher's environment or the MPI library does not fit.
         PeerLost: if a process did not come.
     """
-    launch = find_launch(os.environ)
+    launch = launch or find_launch(os.environ)
     notes: tuple[str, ...] = ()
     if launch.through == "mpi":
         try:
@@ -145,26 +190,6 @@ def coordinator_host(cluster: ProcessGroup) -> str:
     if cluster.machine:
         return high_speed_name(cluster.machine, socket.gethostname())
     return reachable_name()
-
-
-def reachable_name() -> str:
-    """This host's name if other hosts can use it, else its address in the network.
-
-    Some systems resolve their own name to a loopback address, which no other host can use.
-    """
-    name = socket.getfqdn()
-    try:
-        own = {entry[4][0] for entry in socket.getaddrinfo(name, None)}
-    except OSError:
-        own = set()
-    if own and not any(a.startswith("127.") or a == "::1" for a in own):
-        return name
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
-        try:
-            s.connect(("10.255.255.255", 9))  # sends nothing, but chooses the way out
-            return s.getsockname()[0]
-        except OSError:
-            return name
 
 
 def _over_mpi(launch: Launch, timeout: float) -> ProcessGroup:
@@ -194,19 +219,21 @@ def _over_mpi(launch: Launch, timeout: float) -> ProcessGroup:
         import atexit
 
         atexit.register(lambda: MPI.Is_finalized() or MPI.Finalize())
-    comm = MPI.COMM_WORLD
-    comm.Set_errhandler(MPI.ERRORS_RETURN)
+    MPI.COMM_WORLD.Set_errhandler(MPI.ERRORS_RETURN)
+    comm = MPI.COMM_WORLD.Dup()
     if comm.size == 1 and (launch.rank > 0 or (launch.size or 1) > 1):
         raise _another_mpi(launch, library)
     host = comm.Split_type(MPI.COMM_TYPE_SHARED)
     first = array("i", [comm.rank])
     host.Bcast(first, root=0)
+    local_rank, local_size = host.rank, host.size
+    host.Free()
     cluster = ProcessGroup(
         launcher=f"{launch.launcher} ({launch.variable}; {library})",
         rank=comm.rank,
         size=comm.size,
-        local_rank=host.rank,
-        local_size=host.size,
+        local_rank=local_rank,
+        local_size=local_size,
         mpi_library=library,
         transport=MpiTransport(comm),
     )

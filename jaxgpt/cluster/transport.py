@@ -1,12 +1,11 @@
-"""How the processes of a job speak to each other before JAX does: over MPI, or over TCP.
+"""Message passing between the processes of a job before JAX is up: over MPI, or over TCP.
 
-Both offer `exchange`: everyone's message to everyone.
+Both offer `allgather`: every process's message to every process.
 """
 
 import contextlib
 import json
 import os
-import resource
 import selectors
 import socket
 import sys
@@ -18,17 +17,22 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from jaxgpt.cluster.environment import Launch
+from jaxgpt.cluster.hardware import raise_open_file_limit
+from jaxgpt.cluster.hosts import connect_with_retries
+from jaxgpt.cluster.shutdown import FAILED, PeerLost, end_process
 
 Socket = socket.socket
 
 
-class PeerLost(Exception):
-    """Another process ended or never came; without a text, what there is to say has been said."""
-
-
 class Transport(Protocol):
     def allgather(self, message: bytes) -> list[bytes]:
-        """Every process's message, by rank, once all have given theirs."""
+        """Return every process's message, by rank, once all have given theirs."""
+
+    def lost_peers(self) -> list[int]:
+        """Return the ranks of processes that this one was connected to, and that have ended."""
+
+    def close(self) -> None:
+        """Give up the connection; the processes may connect again."""
 
 
 class MpiTransport:
@@ -44,9 +48,15 @@ class MpiTransport:
         self._wait(self.comm.Iallgatherv(message, [everything, lengths]))
         return _split_messages(bytes(everything), lengths)
 
+    def lost_peers(self) -> list[int]:
+        return []  # MPI's launcher ends a job that has lost a process
+
+    def close(self) -> None:
+        self.comm.Free()  # MPI itself stays: it cannot be started twice
+
     @staticmethod
     def _wait(request: Any) -> None:
-        """Waits without spinning: processes may share cores with the one that is at work."""
+        """Wait without spinning: processes may share cores with the one that is at work."""
         while not request.Test():
             time.sleep(0.005)
 
@@ -70,11 +80,10 @@ class TcpTransport:
             try:
                 self._accept_peers(deadline, timeout)
             except PeerLost:
-                for peer in self._peers.values():
-                    peer.close()
+                self.close()
                 raise
         else:
-            self._connect_to_rank0(deadline, timeout)
+            self._connect_to_rank0(timeout)
         self.allgather(b"")  # nobody goes on before all are there
 
     def allgather(self, message: bytes) -> list[bytes]:
@@ -91,7 +100,7 @@ class TcpTransport:
             try:
                 messages[rank] = _receive(peer)
             except OSError:
-                raise PeerLost(f"process {rank} has ended; its own output may say why") from None
+                raise PeerLost(lost_sentence(rank)) from None
         ordered = [messages[rank] for rank in range(len(messages))]
         lengths = json.dumps([len(m) for m in ordered]).encode()
         for peer in self._peers.values():
@@ -100,10 +109,17 @@ class TcpTransport:
                 _send(peer, b"".join(ordered))
         return ordered
 
+    def lost_peers(self) -> list[int]:
+        return [rank for rank, peer in sorted(self._peers.items()) if _has_gone(peer)]
+
+    def close(self) -> None:
+        for peer in self._peers.values():
+            peer.close()
+
     def _accept_peers(self, deadline: float, timeout: float) -> None:
         """Takes in the others, until all are there."""
         launch = self._launch
-        _allow_open_files(launch.size + 100)
+        raise_open_file_limit(launch.size + 100)  # one connection for each process
         port = int(launch.address.rpartition(":")[2])
         try:
             server = _listen(port)
@@ -139,24 +155,18 @@ class TcpTransport:
                 _keep_alive(peer)
                 self._peers[rank] = peer
 
-    def _connect_to_rank0(self, deadline: float, timeout: float) -> None:
-        """Connects to process 0, which may not be up yet."""
+    def _connect_to_rank0(self, timeout: float) -> None:
+        """Connect to process 0, which may not be up yet."""
         launch = self._launch
-        host, _, port = launch.address.rpartition(":")
-        while True:
-            try:
-                peer = socket.create_connection((host.strip("[]"), int(port)), timeout=5)
-                break
-            except OSError as error:
-                if time.monotonic() > deadline:
-                    _say(
-                        f"error: process {launch.rank} of {launch.size}, on host "
-                        f"{socket.gethostname()}, cannot reach process 0 at {launch.address} "
-                        f"({error}) within {timeout:.0f} s (--init-timeout): it has not started, "
-                        "or the address is wrong"
-                    )
-                    raise PeerLost from None
-                time.sleep(0.2)
+        try:
+            peer = connect_with_retries(launch.address, timeout)
+        except OSError as error:
+            _say(
+                f"error: process {launch.rank} of {launch.size}, on host {socket.gethostname()}, "
+                f"cannot reach process 0 at {launch.address} ({error}) within {timeout:.0f} s "
+                "(--init-timeout): it has not started, or the address is wrong"
+            )
+            raise PeerLost from None
         # Longer than process 0 waits for the others, which it then names.
         peer.settimeout(None)
         peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -193,13 +203,17 @@ def arrival_limit(launch: Launch, timeout: float) -> Iterator[None]:
             _say(missing_sentence(arrived, launch.size, timeout))
         time.sleep(2)  # the others look too
         _clear(folder, launch.rank)
-        os._exit(1)
+        end_process(FAILED)
 
     threading.Thread(target=watch, daemon=True).start()
     try:
         yield
     finally:
         done.set()
+
+
+def lost_sentence(rank: int) -> str:
+    return f"process {rank} has ended; its own output may say why"
 
 
 def missing_sentence(arrived: set[int], size: int | None, timeout: float) -> str:
@@ -258,20 +272,21 @@ def _listen(port: int) -> Socket:
     return socket.create_server(("", port), backlog=1024)
 
 
-def _allow_open_files(number: int) -> None:
-    """One connection for each process: more than the usual limit of 1024 in a large job."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft < number and soft != resource.RLIM_INFINITY:
-        wanted = number if hard == resource.RLIM_INFINITY else min(number, hard)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-
-
 def _keep_alive(peer: Socket) -> None:
     """Has the system notice within a minute that the other host has vanished."""
     peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in (("TCP_KEEPIDLE", 30), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 3)):
         if hasattr(socket, option):  # Linux has them all
             peer.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+
+
+def _has_gone(peer: Socket) -> bool:
+    try:
+        return peer.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) == b""
+    except BlockingIOError:
+        return False  # silent, but there
+    except OSError:
+        return True
 
 
 def _send(peer: Socket, message: bytes) -> None:

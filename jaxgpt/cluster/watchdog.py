@@ -4,57 +4,67 @@ import contextlib
 import faulthandler
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
-from jaxgpt.cluster.shutdown import HUNG, leave
+from jaxgpt.cluster.shutdown import HUNG, terminate_job
 
 
 class Watchdog:
-    """Ends the job with status 70 if `beat` is not called for too long.
+    """Ends the job with status 70 if `heartbeat` is not called for too long.
 
     A process that waits for ever, for its device, another process or a file system, cannot notice
     by itself: a thread does. In a job of several processes one that stops holds up all others, so
     that each writes down where it is.
     """
 
-    def __init__(self, minutes: float | None, directory: Path, rank: int):
-        """Watches from the first beat on.
+    def __init__(
+        self,
+        minutes: float | None,
+        directory: Path,
+        rank: int,
+        terminate: Callable[[str, int], Any] = terminate_job,
+    ):
+        """Watch from the first heartbeat on.
 
         Args:
-            minutes: that may lie between two beats; None watches nothing.
+            minutes: that may lie between two heartbeats; None watches nothing.
             directory: where hang-<rank>.txt is written.
+            terminate: ends the job, given an error message and an exit status.
         """
         self._minutes = minutes
         self._file = directory / f"hang-{rank}.txt"
         self._rank = rank
+        self._terminate = terminate
         self._last: tuple[float, str, float] | None = None
         self._stop = threading.Event()
 
-    def heartbeat(self, doing: str, least: float = 0) -> None:
-        """Something is done; what comes next is `doing`, which may take `least` minutes anyway."""
+    def heartbeat(self, activity: str, min_minutes: float = 0) -> None:
+        """Report progress; `activity` begins, and may take `min_minutes` in any case."""
         begins = self._last is None
-        self._last = (time.monotonic(), doing, max(least, self._minutes or 0))
+        self._last = (time.monotonic(), activity, max(min_minutes, self._minutes or 0))
         if begins and self._minutes is not None:
             threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
 
     def close(self) -> None:
-        """Nothing is watched any more."""
+        """Stop watching."""
         self._stop.set()
 
     def _watch(self) -> None:
         interval = min(60 * self._minutes / 4, 5)
         while not self._stop.wait(interval):
-            since, doing, minutes = self._last
+            since, activity, minutes = self._last
             if time.monotonic() - since > 60 * minutes:
                 # In a thread: the file system may be what hangs.
                 threading.Thread(target=self._write, daemon=True).start()
                 time.sleep(2 * interval)  # for the others to notice and to write, too
                 report = (
                     f"error: train.hang_timeout={self._minutes}: process {self._rank} has been "
-                    f"at {doing} for longer than {minutes:g} minutes; {self._file} says where, "
+                    f"at {activity} for longer than {minutes:g} minutes; {self._file} says where, "
                     "that of each process; start again with the same --out\n"
                 )
-                leave(report, HUNG)
+                self._terminate(report, HUNG)
 
     def _write(self) -> None:
         with contextlib.suppress(OSError), self._file.open("w") as file:

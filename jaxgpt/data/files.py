@@ -9,12 +9,12 @@ import copy
 import functools
 import hashlib
 import os
-import resource
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
 
+from jaxgpt.cluster.hardware import raise_open_file_limit
 from jaxgpt.config import UsageError
 
 PAGE = 16384  # bytes
@@ -28,15 +28,12 @@ def allow_open_files(count: int) -> None:
     Raises:
         UsageError: if this host allows fewer.
     """
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = count + OTHER_FILES
-    if resource.RLIM_INFINITY != hard < wanted:
+    if (limit := raise_open_file_limit(wanted)) < wanted:
         raise UsageError(
-            f"data: has {count} files, but a process may have no more than {hard} open at once; "
+            f"data: has {count} files, but a process may have no more than {limit} open at once; "
             f"raise the limit, `ulimit -Hn`, to {wanted}, or join small files"
         )
-    if resource.RLIM_INFINITY != soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 class OpenFile:

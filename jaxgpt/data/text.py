@@ -4,7 +4,6 @@ import collections
 import contextlib
 import hashlib
 import multiprocessing
-import os
 import signal
 import sys
 import threading
@@ -18,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxgpt.cluster.shutdown import FAILED, end_process
 from jaxgpt.config import UsageError
 from jaxgpt.data.indexed import IndexedWriter
 from jaxgpt.data.publishing import new_dataset, token_dtype
@@ -256,7 +256,7 @@ def _begin(function: Callable[[Piece], Any]) -> None:
 
     def end_with_parent() -> None:
         multiprocessing.parent_process().join()
-        os._exit(1)
+        end_process(FAILED)
 
     threading.Thread(target=end_with_parent, daemon=True).start()
 

@@ -17,7 +17,8 @@ from jaxgpt.cluster.shutdown import job_exit_handler
 from jaxgpt.config import CommandParser, Config, file_path, is_help, mesh_sizes
 from jaxgpt.config.schema import MAX_INIT_TIMEOUT
 from jaxgpt.doctor.directory import check_writable
-from jaxgpt.runtime.initialize import connect
+from jaxgpt.runtime.initialize import initialize_jax
+from jaxgpt.runtime.jax_internals import failure_board
 
 OUT = Path("runs")  # where runs without --out are written
 
@@ -73,7 +74,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> None:
     argv = sys.argv[1:] if argv is None else argv
-    with job_exit_handler():
+    with job_exit_handler(failure_board):
         if is_help(argv):
             if rank_from_env() == 0:
                 parser().print_help()
@@ -85,8 +86,8 @@ def main(argv: list[str] | None = None) -> None:
             cluster.run_on_all(lambda: cluster.is_main and check_writable(arguments.out))
         alone = (4, 1, 1) if cluster.size == 1 else (-1, 1, 1)
         sizes = mesh_sizes(arguments.mesh) if arguments.mesh else alone
-        found = connect(cluster, sizes, examines=True)
-        from jaxgpt.doctor.examination import examine  # imports JAX, after connect
+        found = initialize_jax(cluster, sizes, allow_cpu=True)
+        from jaxgpt.doctor.examination import examine  # imports JAX, after initialize_jax
 
         sizes = mesh_sizes(arguments.mesh, found["devices"]) if arguments.mesh else None
         status = examine(cluster, found, sizes, arguments.out or OUT, arguments.json)

@@ -46,7 +46,7 @@ def machine_checks(
     """The checks of this file, in the order of the report.
 
     Args:
-        found: what `backend.connect` returned.
+        found: what `initialize_jax` returned.
         allocated: hosts that the scheduler gave to the job, or why that cannot be told.
         interface: which of process 0's interfaces has the coordinator's address.
     """

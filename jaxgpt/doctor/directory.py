@@ -1,8 +1,6 @@
 """The run directory: whether all hosts can write to one and the same, and what it lies on."""
 
 import contextlib
-import errno
-import fcntl
 import os
 import time
 import uuid
@@ -11,6 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal, TextIO
 
+from jaxgpt.cluster.hardware import lock_file
 from jaxgpt.cluster.process_group import ProcessGroup
 from jaxgpt.config import UsageError
 from jaxgpt.doctor.checks import GIB, Check
@@ -187,11 +186,8 @@ def _look(path: Path, locked: bool, cluster: ProcessGroup) -> Sight:
 
 def _lock(file: TextIO) -> str:
     """Locks a file: `locked`, `kept out` by another process, or `not supported`."""
-    try:
-        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return "locked"
-    except OSError as e:
-        return "kept out" if e.errno in (errno.EACCES, errno.EAGAIN) else "not supported"
+    words = {"locked": "locked", "taken": "kept out", "unsupported": "not supported"}
+    return words[lock_file(file)]
 
 
 def file_system_of(path: Path, mounts: str | None = None) -> str:

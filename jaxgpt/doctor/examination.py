@@ -25,6 +25,7 @@ from jaxgpt.doctor.report import Report
 from jaxgpt.doctor.training import train_ten_steps, training_check
 from jaxgpt.parallel.mesh import describe, make_mesh
 from jaxgpt.perf.hardware import find_device
+from jaxgpt.runtime.jax_internals import failure_board
 
 TIME_FOR_COLLECTIVES = 25.0  # seconds, all axes together
 UNTIL_REPORTED = 5  # seconds that process 0 gets for its report, before the others give up, too
@@ -41,7 +42,7 @@ def examine(
     """Looks at everything, and prints what it finds.
 
     Args:
-        found: what `backend.connect` returned.
+        found: what `initialize_jax` returned.
         sizes: of the mesh; None chooses them by `default_sizes`.
         directory: where a run would write.
         as_json: print one JSON object for programs.
@@ -173,8 +174,9 @@ def watched(cluster: ProcessGroup, report: Report) -> Iterator[Callable[[str], N
         if cluster.is_main:
             report.section("stopped here", [Check(now[0], "FAIL", finding, remedy)])
             report.close()
-            exits.leave("", exits.FAILED, until_abort=UNTIL_REPORTED + 2)
-        exits.leave(f"error: {now[0]}: {finding}, nor from process 0; {remedy}\n", exits.FAILED)
+            exits.terminate_job("", exits.FAILED, failure_board(), UNTIL_REPORTED + 2)
+        text = f"error: {now[0]}: {finding}, nor from process 0; {remedy}\n"
+        exits.terminate_job(text, exits.FAILED, failure_board())
 
     def doing(what: str) -> None:
         now[:] = [what, time.monotonic()]

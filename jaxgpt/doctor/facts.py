@@ -13,14 +13,14 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from jaxgpt.cluster.accelerators import (
+from jaxgpt.cluster.hardware import (
     DEVICE_FILES,
     VISIBLE_VARIABLES,
     count_accelerators,
+    own_cpus,
 )
-from jaxgpt.cluster.cpus import own_cpus
 from jaxgpt.cluster.process_group import ProcessGroup
-from jaxgpt.runtime.initialize import local_device_ids
+from jaxgpt.runtime.devices import local_device_ids
 
 PACKAGES = (
     "jaxgpt", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "mpi4py", "numpy",

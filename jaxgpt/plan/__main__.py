@@ -24,7 +24,8 @@ from jaxgpt.config import (
 )
 from jaxgpt.data.sources import vocabulary_size
 from jaxgpt.perf.hardware import DEVICES, Device
-from jaxgpt.runtime.initialize import MAX_CPU_DEVICES, pin_settings
+from jaxgpt.runtime.devices import MAX_CPU_DEVICES
+from jaxgpt.runtime.initialize import pin_settings
 from jaxgpt.runtime.xla_flags import QUICK_FUSIONS, add_xla_flags
 
 

@@ -9,7 +9,7 @@ import ctypes
 import glob
 import os
 
-from jaxgpt.cluster.accelerators import DEVICE_FILES
+from jaxgpt.cluster.hardware import DEVICE_FILES
 
 KEPT_BYTES = 2**28
 """Blocks up to this size, and as much free memory, stay with the process. Keeping larger ones would

@@ -1,24 +1,22 @@
 """JAX's persistent compilation cache: what was compiled once is read from a folder next time."""
 
 import contextlib
-import errno
-import fcntl
 import hashlib
 import os
 import platform
 import tempfile
 from pathlib import Path
-from typing import TextIO
 
+from jaxgpt.cluster.hardware import lock_file
 from jaxgpt.cluster.process_group import ProcessGroup
+from jaxgpt.runtime.jax_internals import use_one_cache_key
 
 OFF = "off"
 NEVER = 1e9  # seconds that no compilation takes
-_LOCKS: list[TextIO] = []  # which this process holds until it ends
 
 
 def use_compile_cache(directory: str, cluster: ProcessGroup) -> str:
-    """Has JAX, which must have been started, read and write compiled programs.
+    """Let JAX, which must have been started, read and write compiled programs.
 
     On CPUs the processes of one host also share what they compile: process 0 does it for all.
     Of several such jobs at a time only the first one writes.
@@ -58,10 +56,12 @@ def use_compile_cache(directory: str, cluster: ProcessGroup) -> str:
     jax.config.update("jax_persistent_cache_enable_xla_caches", "none")  # those are for GPUs
     if cluster.size == 1:
         return f"compile cache: {folder}"
-    _use_one_key()
+    if not use_one_cache_key():
+        jax.config.update("jax_compilation_cache_dir", None)
+        return "warning: compile cache: off, as this version of JAX has a key for each process"
     # A process that finds no program waits for process 0 to compile it, which process 0 does not
     # do if it has found it. So all must see the same files, and no other job may add to them.
-    problem = cluster.broadcast(_lock(folder) if cluster.is_main else None)
+    problem = cluster.broadcast(_lock(folder, cluster) if cluster.is_main else None)
     if problem:
         jax.config.update("jax_persistent_cache_min_compile_time_secs", NEVER)
         return f"compile cache: {folder}, only read, because {problem}"
@@ -71,10 +71,10 @@ def use_compile_cache(directory: str, cluster: ProcessGroup) -> str:
 
 
 class CacheUse:
-    """Counts what the cache had and what it had not."""
+    """Counts of the programs asked of the cache and found in it."""
 
     def __init__(self):
-        """Counts from now on."""
+        """Count from now on."""
         import jax
 
         self.requests = self.hits = 0
@@ -95,7 +95,7 @@ class CacheUse:
 
 
 def cpu_signature() -> str:
-    """Tells apart processors for which XLA compiles different code."""
+    """Return a hash that differs for processors for which XLA compiles different code."""
     found = [platform.machine()]
     try:
         for line in Path("/proc/cpuinfo").read_text().splitlines():
@@ -106,18 +106,6 @@ def cpu_signature() -> str:
     except OSError:
         pass
     return hashlib.sha256("\n".join(found).encode()).hexdigest()[:12]
-
-
-def _use_one_key() -> None:
-    """On CPUs: the same key for a program on all processes.
-
-    JAX's key has the topology in it, which looks different from every process on CPUs; only
-    process 0 would find what it wrote. Where JAX cannot describe a topology it takes the kinds of
-    devices instead, and so does this. The folder is of one kind of processor.
-    """
-    from jax._src import cache_key
-
-    cache_key._hash_accelerator_config = cache_key._hash_devices
 
 
 def _is_writable(folder: Path) -> bool:
@@ -131,7 +119,7 @@ def _is_writable(folder: Path) -> bool:
 
 
 def _is_shared(folder: Path, cluster: ProcessGroup) -> bool:
-    """Whether all processes see the same folder, by a file of process 0's."""
+    """Return whether all processes see the same folder: a file that process 0 makes in it."""
     with contextlib.ExitStack() as stack:
         name = ""  # of no file: there may be no room for one
         if cluster.is_main:
@@ -142,18 +130,17 @@ def _is_shared(folder: Path, cluster: ProcessGroup) -> bool:
         return all(cluster.allgather((folder / cluster.broadcast(name)).is_file()))
 
 
-def _lock(folder: Path) -> str:
-    """Takes the folder's lock, which only one job at a time can have; or says why it cannot."""
+def _lock(folder: Path, cluster: ProcessGroup) -> str:
+    """Lock the folder, which one job at a time can, until the group is closed.
+
+    Returns:
+        Why that is impossible; nothing if it is locked.
+    """
     try:
-        file = (folder / ".lock").open("a")
+        file = cluster.on_close.enter_context((folder / ".lock").open("a"))
     except OSError as error:
         return f"its .lock cannot be written ({error.strerror})"  # another user's
-    try:
-        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        file.close()
-        if error.errno in (errno.EACCES, errno.EAGAIN):
-            return "another job is writing to it"
-        return f"its file system has no locks ({error.strerror})"
-    _LOCKS.append(file)
-    return ""
+    found = lock_file(file)
+    if found == "taken":
+        return "another job is writing to it"
+    return "its file system has no locks" if found == "unsupported" else ""

@@ -1,4 +1,4 @@
-"""How far a process runs ahead of its devices."""
+"""A bound on how far a process runs ahead of its devices."""
 
 from collections import deque
 from typing import Any
@@ -9,7 +9,7 @@ LIMIT = 16  # programs; more than enough for a device never to wait for the host
 
 
 class DispatchLimiter:
-    """Keeps the number of programs that were dispatched and are not done within a limit.
+    """Keeps the number of dispatched, unfinished programs within a limit.
 
     XLA lets 32 programs be under way on a CPU device, and the thread that waits to dispatch the
     next one can be the one that has to begin a program of another device, for which the first
@@ -20,7 +20,7 @@ class DispatchLimiter:
         self._results: deque[Any] = deque()
 
     def add(self, result: Any) -> None:
-        """Takes what a program that was just dispatched returns; may wait for an older one."""
+        """Take what a program that was just dispatched returns; may wait for an older one."""
         self._results.append(result)
         if len(self._results) > LIMIT:
             jax.block_until_ready(self._results.popleft())

@@ -7,19 +7,21 @@ source of Python's standard library. `--help` lists every key.
 import sys
 
 from jaxgpt.cluster.environment import rank_from_env
+from jaxgpt.cluster.preemption import StopSignal
 from jaxgpt.cluster.process_group import INIT_TIMEOUT, catch_usage_error, join_process_group
-from jaxgpt.cluster.shutdown import StopSignal, job_exit_handler
+from jaxgpt.cluster.shutdown import job_exit_handler
 from jaxgpt.config import is_help, mesh_sizes, parse_args
 from jaxgpt.perf.startup import Startup
 from jaxgpt.runtime.compile_cache import use_compile_cache
-from jaxgpt.runtime.initialize import connect
+from jaxgpt.runtime.initialize import initialize_jax, preemption_sync_point
+from jaxgpt.runtime.jax_internals import failure_board
 from jaxgpt.train.run_directory import prepare_run
 
 
 def main(argv: list[str] | None = None) -> None:
     startup = Startup()
     argv = sys.argv[1:] if argv is None else argv
-    with job_exit_handler():
+    with job_exit_handler(failure_board):
         if is_help(argv):  # before MPI, and once
             if rank_from_env() == 0:
                 parse_args(argv)
@@ -31,13 +33,14 @@ def main(argv: list[str] | None = None) -> None:
         startup.mark("distributed init")
         run = prepare_run(config, cluster)
         startup.mark("data")
-        stop = StopSignal(config.train.time_limit, startup.elapsed())
-        facts = connect(cluster, mesh_sizes(run.config), startup.mark, stops_at_steps=True)
+        stop = StopSignal(config.train.time_limit, startup.elapsed(), preemption_sync_point)
+        facts = initialize_jax(cluster, mesh_sizes(run.config), startup.mark, preemption=True)
         facts["notes"].append(use_compile_cache(config.compile_cache, cluster))
-        from jaxgpt.train.loop import train  # imports JAX, which has to come after connect
+        from jaxgpt.train.loop import train  # imports JAX, which has to come after initialize_jax
 
         startup.mark("imports")
-        status = train(run, cluster, facts, stop, startup)
+        with cluster.name_lost_peers():
+            status = train(run, cluster, facts, stop, startup)
     sys.exit(status)
 
 

@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 from jaxgpt import __version__
 from jaxgpt.checkpoint.checkpointer import Checkpoints
 from jaxgpt.cluster import shutdown as exits
+from jaxgpt.cluster.preemption import StopSignal
 from jaxgpt.cluster.process_group import ProcessGroup
 from jaxgpt.cluster.watchdog import Watchdog
 from jaxgpt.config import (
@@ -29,6 +30,7 @@ from jaxgpt.parallel.mesh import crossing, describe, make_mesh
 from jaxgpt.perf.startup import Startup
 from jaxgpt.runtime.compile_cache import CacheUse
 from jaxgpt.runtime.dispatch import DispatchLimiter
+from jaxgpt.runtime.initialize import end_job
 from jaxgpt.spikes.rewind import rewind
 from jaxgpt.spikes.skip import SkipRanges, check_faults
 from jaxgpt.train.evaluate import Evaluation, Sampler
@@ -60,7 +62,7 @@ class Parts(NamedTuple):
     sample: Sampler
     checkpoints: Checkpoints
     report: Reporter
-    stop: exits.StopSignal
+    stop: StopSignal
     watchdog: Watchdog
     profile: StepProfile
     ticks: Iterator[int]
@@ -83,20 +85,20 @@ def train(
     run: Run,
     cluster: ProcessGroup,
     facts: dict[str, Any],
-    stop: exits.StopSignal,
+    stop: StopSignal,
     startup: Startup,
 ) -> int:
     """Trains until train.max_iters, or until `stop` says so.
 
     Args:
-        facts: what `cluster.connect` returned.
+        facts: what `initialize_jax` returned.
 
     Returns:
         An exit status: `exits.DONE`; `exits.STOPPED` with a checkpoint saved; `exits.FAILED` if
         spikes or steps that are not finite cannot be got over.
     """
     minutes = run.config.train.hang_timeout
-    with contextlib.closing(Watchdog(minutes, run.directory, cluster.rank)) as watchdog:
+    with contextlib.closing(Watchdog(minutes, run.directory, cluster.rank, end_job)) as watchdog:
         return train_watched(run, cluster, facts, stop, startup, watchdog)
 
 
@@ -104,7 +106,7 @@ def train_watched(
     run: Run,
     cluster: ProcessGroup,
     facts: dict[str, Any],
-    stop: exits.StopSignal,
+    stop: StopSignal,
     startup: Startup,
     watchdog: Watchdog,
 ) -> int:

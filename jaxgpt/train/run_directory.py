@@ -2,8 +2,6 @@
 
 import contextlib
 import dataclasses
-import errno
-import fcntl
 import itertools
 import os
 import platform
@@ -15,7 +13,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from jaxgpt.checkpoint.metadata import list_checkpoints, read_meta
-from jaxgpt.cluster.accelerators import accelerator_expected
+from jaxgpt.cluster.hardware import accelerator_expected, lock_file
 from jaxgpt.cluster.process_group import ProcessGroup
 from jaxgpt.config import (
     Config,
@@ -40,7 +38,7 @@ from jaxgpt.data.sources import (
     open_dataset,
 )
 from jaxgpt.data.tokenizer import Tokenizer
-from jaxgpt.runtime.initialize import cpu_devices_per_process
+from jaxgpt.runtime.devices import cpu_devices_per_process
 from jaxgpt.spikes.policy import METRICS, finish_rewind, skipped_by_rewinds
 from jaxgpt.spikes.skip import SkipRanges, still_to_come
 from jaxgpt.tracking import check_trackers
@@ -296,16 +294,15 @@ def _lock(directory: Path) -> None:
     """
     file = (directory / ".lock").open("a+")
     _LOCKS.append(file)  # closing it would give the lock up
-    try:
-        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as e:
-        if e.errno in (errno.EACCES, errno.EAGAIN):
-            file.seek(0)
-            raise UsageError(
-                f"out={directory}: is in use by {file.read().strip() or 'another job'}; "
-                "wait for it to end, or give another --out"
-            ) from None
-        return  # a file system without locks: go on without
+    found = lock_file(file)
+    if found == "taken":
+        file.seek(0)
+        raise UsageError(
+            f"out={directory}: is in use by {file.read().strip() or 'another job'}; "
+            "wait for it to end, or give another --out"
+        )
+    if found == "unsupported":
+        return
     file.truncate(0)
     file.write(f"process {os.getpid()} on host {platform.node()}\n")
     file.flush()

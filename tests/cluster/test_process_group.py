@@ -7,8 +7,10 @@ import pytest
 
 from jaxgpt.cluster import process_group as cluster
 from jaxgpt.cluster.environment import MPI_LAUNCHERS, Launch
-from jaxgpt.cluster.process_group import ProcessGroup, join_process_group, reachable_name
-from jaxgpt.cluster.transport import PeerLost, TcpTransport
+from jaxgpt.cluster.hosts import reachable_name
+from jaxgpt.cluster.process_group import ProcessGroup, join_process_group
+from jaxgpt.cluster.shutdown import PeerLost
+from jaxgpt.cluster.transport import TcpTransport
 from jaxgpt.config import UsageError
 
 
@@ -132,13 +134,37 @@ def connect_to(port):
 
 
 def test_a_host_whose_name_is_loopback_is_reached_by_address(monkeypatch):
-    loopback = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.1.1", 0))]
+    loopback = [(socket.AF_INET, socket.SOCK_DGRAM, 17, "", ("127.0.1.1", 0))]
     monkeypatch.setattr(socket, "getfqdn", lambda: "debian")
-    monkeypatch.setattr(socket, "getaddrinfo", lambda *args: loopback)
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *args, **kwargs: loopback)
     assert reachable_name() != "debian"
-    good = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("10.0.0.7", 0))]
-    monkeypatch.setattr(socket, "getaddrinfo", lambda *args: good)
+    good = [(socket.AF_INET, socket.SOCK_DGRAM, 17, "", ("10.0.0.7", 0))]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *args, **kwargs: good)
     assert reachable_name() == "debian"
+
+
+def test_a_job_can_be_left_and_joined_again(monkeypatch):
+    address, found = free_address(), {0: [], 1: []}
+
+    def take_part(rank):
+        launch = Launch("test", rank=rank, size=2, local_rank=rank, address=address, through="tcp")
+        for number in range(3):
+            with join_process_group(20.0, launch) as group:
+                found[rank].append(group.allgather([number, rank]))
+
+    at_once(take_part, range(2))
+    assert found[0] == found[1] == [[[n, 0], [n, 1]] for n in range(3)]
+    for _ in range(2):
+        with join_process_group() as alone:
+            assert alone.allgather("here") == ["here"]
+
+
+def test_a_closed_group_gives_up_what_it_held():
+    given_up = []
+    with ProcessGroup("test") as group:
+        group.on_close.callback(given_up.append, "lock")
+        assert given_up == []
+    assert given_up == ["lock"]
 
 
 def test_what_one_process_finds_wrong_stops_all():

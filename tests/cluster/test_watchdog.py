@@ -6,23 +6,22 @@ import threading
 import pytest
 
 from jaxgpt.cluster import shutdown as exits
-from jaxgpt.cluster import watchdog
+from jaxgpt.cluster.watchdog import Watchdog
 
 
 @pytest.mark.parametrize("file", ["none", "a pipe that nobody reads"])
-def test_a_file_system_that_fails_or_hangs_does_not_keep_a_job_alive(file, tmp_path, monkeypatch):
+def test_a_file_system_that_fails_or_hangs_does_not_keep_a_job_alive(file, tmp_path):
     directory, left, has_left = tmp_path / "run", [], threading.Event()
 
-    def leave(report, status):
+    def terminate(report, status):
         left.append((report, status))
         watching.close()  # it does not return where it is not replaced
         has_left.set()
 
-    monkeypatch.setattr(watchdog, "leave", leave)
     if file != "none":
         directory.mkdir()
         os.mkfifo(directory / "hang-3.txt")
-    watching = watchdog.Watchdog(0.002, directory, 3)
+    watching = Watchdog(0.002, directory, 3, terminate)
     watching.heartbeat("the state to begin with", 30)
     assert not has_left.wait(0.5)
     watching.heartbeat("step 7")

@@ -16,7 +16,7 @@ from jaxgpt.cluster.process_group import join_process_group
 from jaxgpt.cluster.shutdown import job_exit_handler
 from jaxgpt.config import load_config, mesh_sizes
 from jaxgpt.data.sources import open_dataset
-from jaxgpt.runtime.initialize import connect
+from jaxgpt.runtime.initialize import initialize_jax
 
 
 def digest_of(config, cluster, steps):
@@ -64,7 +64,7 @@ if __name__ == "__main__":
         split = sys.argv.index("--")
         n_steps, meshes, arguments = int(sys.argv[1]), sys.argv[2:split], sys.argv[split + 1 :]
         cluster = join_process_group()
-        connect(cluster, mesh_sizes(load_config(*arguments, "--mesh", meshes[0])))
+        initialize_jax(cluster, mesh_sizes(load_config(*arguments, "--mesh", meshes[0])))
         found = {
             mesh: digest_of(load_config(*arguments, "--mesh", mesh), cluster, n_steps)
             for mesh in meshes

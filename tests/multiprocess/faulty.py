@@ -59,12 +59,12 @@ if rank_from_env() == rank:
     if where == "prepare":
         plant()
     else:
-        connect = train.connect
+        initialize_jax = train.initialize_jax
 
         def connect_and_plant(*args, **options):
-            facts = connect(*args, **options)
+            facts = initialize_jax(*args, **options)
             plant()
             return facts
 
-        train.connect = connect_and_plant
+        train.initialize_jax = connect_and_plant
 train.main(sys.argv[3:])

@@ -13,14 +13,14 @@ from jaxgpt.cluster.process_group import join_process_group
 from jaxgpt.cluster.shutdown import job_exit_handler
 from jaxgpt.config import load_config, mesh_sizes
 from jaxgpt.runtime.compile_cache import use_compile_cache
-from jaxgpt.runtime.initialize import connect
+from jaxgpt.runtime.initialize import initialize_jax
 
 with job_exit_handler():
     split = sys.argv.index("--")
     n_steps, meshes, arguments = int(sys.argv[1]), sys.argv[2:split], sys.argv[split + 1 :]
     cluster = join_process_group()
     config = load_config(*arguments, "--mesh", meshes[0])
-    connect(cluster, mesh_sizes(config))
+    initialize_jax(cluster, mesh_sizes(config))
     use_compile_cache(config.compile_cache, cluster)
     from jobs import trace
 

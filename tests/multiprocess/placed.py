@@ -8,11 +8,11 @@ import numpy as np
 
 from jaxgpt.train import __main__ as train
 
-connect = train.connect
+initialize_jax = train.initialize_jax
 
 
 def connect_and_watch(cluster, sizes, *args, **options):
-    facts = connect(cluster, sizes, *args, **options)
+    facts = initialize_jax(cluster, sizes, *args, **options)
     from jax.experimental.multihost_utils import process_allgather
 
     from jaxgpt.parallel import mesh
@@ -32,5 +32,5 @@ def connect_and_watch(cluster, sizes, *args, **options):
     return facts
 
 
-train.connect = connect_and_watch
+train.initialize_jax = connect_and_watch
 train.main(sys.argv[1:])

@@ -2,16 +2,16 @@
 
 from jaxgpt.doctor import __main__ as doctor
 
-connect = doctor.connect
+initialize_jax = doctor.initialize_jax
 
 
 def connect_and_hurry(*args, **options):
-    facts = connect(*args, **options)
-    from jaxgpt.doctor import examination  # imports JAX, after connect
+    facts = initialize_jax(*args, **options)
+    from jaxgpt.doctor import examination  # imports JAX, after initialize_jax
 
     examination.TIME_FOR_COLLECTIVES = 0.0
     return facts
 
 
-doctor.connect = connect_and_hurry
+doctor.initialize_jax = connect_and_hurry
 doctor.main()

@@ -17,10 +17,10 @@ TRAIN = (*SMALL, "--mesh", "2,1,2", "train.max_iters=3")
 # A proxy that answers nobody, as batch systems set for the nodes' way out.
 PROXY = {name: "http://127.0.0.1:9" for name in ("http_proxy", "https_proxy", "HTTPS_PROXY")}
 GATHER = """
-from jaxgpt.runtime.initialize import connect
+from jaxgpt.runtime.initialize import initialize_jax
 from jaxgpt.cluster.process_group import join_process_group
 cluster = join_process_group()
-connect(cluster, (2, 1, 1))
+initialize_jax(cluster, (2, 1, 1))
 import numpy, jax.experimental.multihost_utils as multihost
 ranks = multihost.process_allgather(numpy.int32(cluster.rank))
 if cluster.is_main:

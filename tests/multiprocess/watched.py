@@ -7,11 +7,11 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from jaxgpt.train import __main__ as train
 
-connect = train.connect
+initialize_jax = train.initialize_jax
 
 
 def connect_and_watch(cluster, *rest, **options):
-    facts = connect(cluster, *rest, **options)
+    facts = initialize_jax(cluster, *rest, **options)
     from jaxgpt.checkpoint import checkpointer as checkpoint
     from jobs import sha256
 
@@ -28,5 +28,5 @@ def connect_and_watch(cluster, *rest, **options):
     return facts
 
 
-train.connect = connect_and_watch
+train.initialize_jax = connect_and_watch
 train.main(sys.argv[1:])

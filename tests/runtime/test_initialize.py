@@ -6,13 +6,14 @@ import pytest
 from jaxgpt.cluster.machines import find_machine
 from jaxgpt.cluster.process_group import ProcessGroup
 from jaxgpt.config import UsageError
+from jaxgpt.runtime import devices as own
 from jaxgpt.runtime import initialize as backend
-from jaxgpt.runtime.initialize import cpu_devices_per_process, local_device_ids
+from jaxgpt.runtime.devices import cpu_devices_per_process, local_device_ids
 
 
 @pytest.fixture(autouse=True)
 def nothing_set(monkeypatch):
-    for variable in (*backend.VISIBLE_VARIABLES, "JAX_NUM_CPU_DEVICES"):
+    for variable in (*own.VISIBLE_VARIABLES, "JAX_NUM_CPU_DEVICES"):
         monkeypatch.delenv(variable, raising=False)
 
 
@@ -73,7 +74,7 @@ def cluster_of(local_rank, local_size, others=None):
     )
 
 
-@pytest.mark.parametrize("variable", backend.VISIBLE_VARIABLES)
+@pytest.mark.parametrize("variable", own.VISIBLE_VARIABLES)
 @pytest.mark.parametrize(
     ("visible", "local_rank", "local_size", "devices"),
     [
@@ -86,13 +87,13 @@ def cluster_of(local_rank, local_size, others=None):
 def test_processes_of_a_host_share_its_devices(
     monkeypatch, variable, visible, local_rank, local_size, devices
 ):
-    monkeypatch.setattr(backend, "accelerator_expected", lambda: True)
+    monkeypatch.setattr(own, "accelerator_expected", lambda: True)
     monkeypatch.setenv(variable, visible)
     assert local_device_ids(cluster_of(local_rank, local_size)) == devices
 
 
 def test_devices_that_a_launcher_gave_out_are_not_shared_again(monkeypatch):
-    monkeypatch.setattr(backend, "accelerator_expected", lambda: True)
+    monkeypatch.setattr(own, "accelerator_expected", lambda: True)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
     assert local_device_ids(cluster_of(1, 2, others=b'"0,1"')) is None
 
@@ -100,7 +101,7 @@ def test_devices_that_a_launcher_gave_out_are_not_shared_again(monkeypatch):
 @pytest.mark.parametrize(("local_rank", "devices"), [(0, [0]), (1, [1]), (2, [0]), (3, [1])])
 def test_processes_that_see_the_same_devices_share_them(monkeypatch, local_rank, devices):
     """As of two launchers on one host, each with two devices for its two processes."""
-    monkeypatch.setattr(backend, "accelerator_expected", lambda: True)
+    monkeypatch.setattr(own, "accelerator_expected", lambda: True)
     visible = ["0,1", "0,1", "2,3", "2,3"]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible[local_rank])
     own = visible[local_rank]
@@ -109,8 +110,8 @@ def test_processes_that_see_the_same_devices_share_them(monkeypatch, local_rank,
 
 
 def test_on_aurora_each_process_sees_its_own_tile(monkeypatch):
-    monkeypatch.setattr(backend, "accelerator_expected", lambda: True)
-    monkeypatch.setattr(backend, "count_accelerators", lambda: 0)
+    monkeypatch.setattr(own, "accelerator_expected", lambda: True)
+    monkeypatch.setattr(own, "count_accelerators", lambda: 0)
     monkeypatch.setenv("ZE_AFFINITY_MASK", "")
     aurora = find_machine("x4407c6s2b0n0", {})
     cluster = dataclasses.replace(cluster_of(7, 12), machine=aurora)
@@ -127,12 +128,12 @@ def test_a_plugin_that_gives_no_devices_is_not_passed_over(monkeypatch):
     with pytest.raises(
         UsageError, match="devices: this host has accelerators, .*JAX_PLATFORMS=cpu"
     ):
-        backend.connect(cluster_of(0, 1), (1, 1, 1))
-    assert backend.connect(cluster_of(0, 1), (1, 1, 1), examines=True)["devices"]
+        backend.initialize_jax(cluster_of(0, 1), (1, 1, 1))
+    assert backend.initialize_jax(cluster_of(0, 1), (1, 1, 1), allow_cpu=True)["devices"]
 
 
 def test_more_processes_than_devices_are_refused(monkeypatch):
-    monkeypatch.setattr(backend, "accelerator_expected", lambda: True)
+    monkeypatch.setattr(own, "accelerator_expected", lambda: True)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
     with pytest.raises(UsageError, match="=5: more than its 4 devices"):
         local_device_ids(cluster_of(4, 5))
@@ -156,7 +157,7 @@ def test_settings_of_jax_do_not_change_results(name, value):
     before = getattr(jax.config, name)
     jax.config.update(name, value)
     try:
-        facts = backend.connect(ProcessGroup("test"), (8, 1, 1))
+        facts = backend.initialize_jax(ProcessGroup("test"), (8, 1, 1))
         assert getattr(jax.config, name) == before
     finally:
         jax.config.update(name, before)
@@ -173,7 +174,7 @@ def test_processes_must_divide_the_mesh():
 def test_cluster_json_names_the_job_and_its_host_file(monkeypatch):
     monkeypatch.setenv("PBS_JOBID", "12.pbs")
     monkeypatch.setenv("PBS_NODEFILE", "/var/spool/pbs/aux/12.pbs")
-    facts = backend.connect(ProcessGroup("test"), (8, 1, 1))
+    facts = backend.initialize_jax(ProcessGroup("test"), (8, 1, 1))
     assert (facts["scheduler"], facts["job"]) == ("PBS", "12.pbs")
     assert facts["host_file"] == "/var/spool/pbs/aux/12.pbs"
     assert facts["processes"] == 1 and facts["devices"] == 8

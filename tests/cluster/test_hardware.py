@@ -2,8 +2,8 @@ import types
 
 import pytest
 
-from jaxgpt.cluster import accelerators
-from jaxgpt.cluster.accelerators import (
+from jaxgpt.cluster import hardware
+from jaxgpt.cluster.hardware import (
     VISIBLE_VARIABLES,
     accelerator_expected,
 )
@@ -23,8 +23,8 @@ def machine(monkeypatch):
             file for file in found["files"] if file.startswith(pattern.split("[")[0].rstrip("*"))
         ]
 
-    monkeypatch.setattr(accelerators.metadata, "entry_points", plugins)
-    monkeypatch.setattr(accelerators.glob, "glob", files)
+    monkeypatch.setattr(hardware.metadata, "entry_points", plugins)
+    monkeypatch.setattr(hardware.glob, "glob", files)
     for name in ("JAX_PLATFORMS", *VISIBLE_VARIABLES):
         monkeypatch.delenv(name, raising=False)
     return found

@@ -1,0 +1,87 @@
+"""This host: its accelerators, found without starting JAX, its CPUs, open files and file locks."""
+
+import errno
+import fcntl
+import glob
+import os
+import resource
+from importlib import metadata
+from typing import Literal, TextIO
+
+# NVIDIA, AMD, Intel and Google devices, where a process can see them.
+DEVICE_FILES = ("/dev/nvidia[0-9]*", "/dev/kfd", "/dev/dri/renderD*", "/dev/accel[0-9]*")
+# Variables that narrow the devices which a process sees; set by users and some launchers.
+VISIBLE_VARIABLES = (
+    "CUDA_VISIBLE_DEVICES",
+    "ROCR_VISIBLE_DEVICES",
+    "HIP_VISIBLE_DEVICES",
+    "ZE_AFFINITY_MASK",
+)
+# Part of a JAX plugin's name -> the device files that it uses (a laptop's own graphics are a
+# renderD, too), and the variables that hide its devices, with the values that do.
+PLUGINS = {
+    "cuda": (DEVICE_FILES[:1], {"CUDA_VISIBLE_DEVICES": ("", "-1")}),
+    "rocm": (
+        DEVICE_FILES[1:2],
+        {"ROCR_VISIBLE_DEVICES": ("", "-1"), "HIP_VISIBLE_DEVICES": ("-1",)},
+    ),
+}
+
+
+def accelerator_expected() -> bool:
+    """Return whether JAX will find something other than CPUs here, without importing JAX."""
+    platforms = os.environ.get("JAX_PLATFORMS", "")
+    if platforms:
+        return platforms != "cpu"
+    return any(
+        glob.glob(pattern)
+        for plugin in metadata.entry_points(group="jax_plugins")
+        for pattern in _device_files(plugin.name)
+    )
+
+
+def _device_files(plugin: str) -> tuple[str, ...]:
+    known = (found for part, found in PLUGINS.items() if part in plugin)
+    files, hiding = next(known, (DEVICE_FILES, {}))
+    hidden = any(os.environ.get(name) in words for name, words in hiding.items())
+    return () if hidden else files
+
+
+def count_accelerators() -> int:
+    """Count this host's accelerators by their device files: NVIDIA's, else AMD's, else Google's."""
+    amd = glob.glob("/dev/dri/renderD*") if os.path.exists("/dev/kfd") else []
+    return len(glob.glob("/dev/nvidia[0-9]*") or amd or glob.glob("/dev/accel[0-9]*"))
+
+
+def own_cpus() -> tuple[int, ...]:
+    """Return the numbers of the CPUs that this process may use; all, where no list is kept."""
+    if hasattr(os, "sched_getaffinity"):
+        return tuple(sorted(os.sched_getaffinity(0)))
+    return tuple(range(os.cpu_count() or 1))  # macOS
+
+
+def lock_file(file: TextIO) -> Literal["locked", "taken", "unsupported"]:
+    """Lock an open, writable file for this process until it is closed.
+
+    Returns:
+        `taken` if another process has the lock, `unsupported` if the file system has no locks.
+    """
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        return "taken" if error.errno in (errno.EACCES, errno.EAGAIN) else "unsupported"
+    return "locked"
+
+
+def raise_open_file_limit(wanted: int) -> int:
+    """Let this process open `wanted` files, or as many as the system permits.
+
+    Returns:
+        The limit that holds now, at most `wanted` if it was raised.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return wanted
+    limit = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+    return limit

@@ -1,0 +1,74 @@
+"""Stopping a run between two steps: on a signal, or at a time limit."""
+
+import atexit
+import signal
+import time
+from collections.abc import Callable
+from types import FrameType
+
+from jaxgpt.cluster.environment import rank_from_env
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGALRM)  # that stop a run after a step
+
+
+def single_process(step: int, requested: bool) -> None:
+    """Return no agreement: there is nobody to agree with."""
+
+
+class StopSignal:
+    """SIGTERM, SIGINT or a time limit, turned into a step at which all processes stop.
+
+    >>> stop = StopSignal()  # installs the handlers
+    >>> stop.reached(1)      # once per step, on every process
+    False
+    """
+
+    def __init__(
+        self,
+        time_limit_minutes: float | None = None,
+        passed: float = 0.0,
+        sync_point: Callable[[int, bool], bool | None] = single_process,
+    ):
+        """Catch signals from now on.
+
+        Args:
+            time_limit_minutes: after which to stop, if that is given.
+            passed: seconds of them that are over already.
+            sync_point: (step, whether this process was first asked to stop before it) -> whether
+                all processes stop after it; None where this is the only process.
+        """
+        self.reason: str | None = None
+        self._sync_point = sync_point
+        self._forwarded = False
+        self._since = time.monotonic()
+        for number in SIGNALS:
+            signal.signal(number, self._receive)
+        atexit.register(self._ignore)
+        if time_limit_minutes is not None and rank_from_env() == 0:
+            signal.setitimer(signal.ITIMER_REAL, max(0.01, 60 * time_limit_minutes - passed))
+
+    @staticmethod
+    def _ignore() -> None:
+        """Ignore what comes when all is done: Python would go back to being killed."""
+        for number in SIGNALS:
+            signal.signal(number, signal.SIG_IGN)
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        if number == signal.SIGINT and self.reason and now - self._since > 2:
+            raise KeyboardInterrupt  # asked twice: leave without a checkpoint
+        self._since = now
+        self.reason = "time limit" if number == signal.SIGALRM else signal.Signals(number).name
+
+    def reached(self, step: int) -> bool:
+        """Return whether the job is to stop after `step`; the same on every process.
+
+        The process that got the signal tells the others, and all stop after the step that the
+        furthest one is at.
+        """
+        requested = self.reason is not None and not self._forwarded
+        agreed = self._sync_point(step, requested)
+        if agreed is None:
+            return self.reason is not None
+        self._forwarded |= requested
+        return agreed

@@ -1,0 +1,84 @@
+"""Devices of one process: simulated ones on CPUs, or its share of the host's accelerators."""
+
+import math
+import os
+import platform
+
+from jaxgpt.cluster.hardware import VISIBLE_VARIABLES, accelerator_expected, count_accelerators
+from jaxgpt.cluster.process_group import ProcessGroup
+from jaxgpt.config import UsageError
+
+MAX_CPU_DEVICES = 2048  # XLA simulates no more in one process
+
+
+def cpu_devices_per_process(mesh: tuple[int, ...], cluster: ProcessGroup) -> int:
+    """Return how many devices each process of a CPU job simulates: mesh product / processes.
+
+    `JAX_NUM_CPU_DEVICES`, where set, wins. A mesh with -1 takes one device per process, or as
+    many as its known sizes need.
+
+    Raises:
+        UsageError: if the processes do not divide the mesh, or have to bring too many.
+    """
+    wanted = os.environ.get("JAX_NUM_CPU_DEVICES")
+    if wanted is not None:
+        if not wanted.isdigit() or not 1 <= int(wanted) <= MAX_CPU_DEVICES:
+            raise UsageError(
+                f"JAX_NUM_CPU_DEVICES={wanted}: must be a whole number from 1 to {MAX_CPU_DEVICES}"
+            )
+        return int(wanted)
+    known = math.prod(size for size in mesh if size > 0)
+    shape = ",".join(map(str, mesh))
+    if known > MAX_CPU_DEVICES * cluster.size:
+        raise UsageError(
+            f"parallel.mesh={shape}: its {known} devices are too many; on a CPU a process can "
+            f"simulate {MAX_CPU_DEVICES}"
+        )
+    if -1 in mesh:  # the open axis takes what the processes have too many
+        return math.lcm(known, cluster.size) // cluster.size
+    if known % cluster.size:
+        raise UsageError(
+            f"parallel.mesh={shape}: its {known} devices cannot be shared out over "
+            f"{cluster.size} processes; the number of processes must divide the mesh's product"
+        )
+    return known // cluster.size
+
+
+def local_device_ids(cluster: ProcessGroup) -> list[int] | None:
+    """Return the indices of this process's accelerators; None takes all that it sees.
+
+    Processes of one host that see the same ones share them out evenly. One that sees a single
+    device has been given it by the launcher, and so has one that sees others than its mates do.
+
+    Raises:
+        UsageError: on every process, if a host has more processes than devices.
+    """
+    visible = next((os.environ[v] for v in VISIBLE_VARIABLES if os.environ.get(v)), None)
+    everyone = zip(cluster.allgather(visible), cluster.hosts, strict=True)
+    mates = [theirs for theirs, host in everyone if host == cluster.hosts[cluster.rank]]
+    machine = cluster.machine
+    seen = visible.split(",") if visible else [str(i) for i in range(count_accelerators())]
+    if not seen and machine:  # Intel's files do not tell tiles apart
+        seen = [str(i) for i in range(machine.devices_per_host)]
+    n_sharing, place = mates.count(visible), mates[: cluster.local_rank].count(visible)
+    if n_sharing == 1 or not accelerator_expected():
+        error = chosen = None
+    else:
+        error, chosen = _split_devices(len(seen), n_sharing, place)
+    cluster.raise_if_any(error)
+    if chosen and machine and machine.device == "pvc":  # JAX's own setting is for CUDA and ROCm
+        os.environ["ZE_AFFINITY_MASK"] = ",".join(seen[i] for i in chosen)
+    return chosen
+
+
+def _split_devices(seen: int, n_sharing: int, place: int) -> tuple[str | None, list[int] | None]:
+    """An error, or the devices of the process that has this place among those that share."""
+    if seen < 2:  # one, or of a kind whose files do not tell
+        return None, None
+    if seen < n_sharing:
+        return (
+            f"processes on host {platform.node()}={n_sharing}: more than its {seen} "
+            "devices; start at most one process per device"
+        ), None
+    each = seen // n_sharing
+    return None, list(range(place * each, (place + 1) * each))

@@ -1,0 +1,85 @@
+"""Private names of JAX: the only file that may use them.
+
+Each function gives the reason, and what happens with a version of JAX that no longer has the name.
+tests/runtime/test_jax_internals.py fails for such a version, by the name of the function.
+"""
+
+import contextlib
+import functools
+import sys
+from typing import Any
+
+FAILURE_KEY = "jaxgpt/first_to_fail"  # in JAX's key-value store: rank and exit status
+
+
+class JaxFailureBoard:
+    """A `cluster.shutdown.FailureBoard` in the key-value store of `jax.distributed`."""
+
+    def __init__(self, client: Any, rank: int):
+        self._client = client
+        self.rank = rank
+
+    def post(self, status: int) -> bool | None:
+        try:
+            # The store refuses a key that it has, so exactly one process can set it.
+            self._client.key_value_set(FAILURE_KEY, f"{self.rank} {status}")
+            return True
+        except Exception as error:  # of JAX's client or gRPC: the job ends, whatever it is
+            return False if "ALREADY_EXISTS" in str(error) else None
+
+    def read(self) -> tuple[int, int] | None:
+        with contextlib.suppress(Exception):  # nobody has failed, or process 0 is gone
+            rank, status = map(int, self._client.key_value_try_get(FAILURE_KEY).split())
+            return rank, status
+        return None
+
+
+def failure_board() -> JaxFailureBoard | None:
+    """Return the board of this job; None unless `jax.distributed` connects its processes.
+
+    Reason: JAX has no public key-value store. Fallback: None; each process that fails prints its
+    own error, and the others end when the launcher or JAX's heartbeats notice.
+    """
+    jax = sys.modules.get("jax")
+    if jax is None or not jax.distributed.is_initialized():
+        return None
+    try:
+        from jax._src.distributed import global_state
+
+        return JaxFailureBoard(global_state.client, global_state.process_id)
+    except (ImportError, AttributeError):
+        return None
+
+
+def set_gloo_hostname(address: str) -> bool:
+    """Let Gloo, the collective library between CPUs, listen at this address of the host.
+
+    Call it before JAX makes its first device. Reason: Gloo takes what the host's own name stands
+    for (on Debian 127.0.1.1, which no other host can reach), and JAX has no setting for it.
+    Fallback: False, and Gloo chooses.
+    """
+    try:
+        from jaxlib import _jax
+
+        make = _jax.make_gloo_tcp_collectives
+    except (ImportError, AttributeError):
+        return False
+    make = getattr(make, "func", make)  # in a process that connects again
+    _jax.make_gloo_tcp_collectives = functools.partial(make, hostname=address)
+    return True
+
+
+def use_one_cache_key() -> bool:
+    """Give a program the same key in the compile cache on all processes of a CPU job.
+
+    Reason: JAX's key contains the topology, which looks different from every process on CPUs; only
+    process 0 would find what it wrote. Where JAX cannot describe a topology it takes the kinds of
+    devices instead, and so does this. Fallback: False, and the job compiles without a cache.
+    """
+    try:
+        from jax._src import cache_key
+
+        cache_key._hash_accelerator_config = cache_key._hash_devices
+    except (ImportError, AttributeError):
+        return False
+    return True

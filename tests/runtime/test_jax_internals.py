@@ -1,0 +1,83 @@
+"""Each private name of JAX is still there: a failure names the function and JAX's version."""
+
+import inspect
+import sys
+import types
+
+import jax
+import pytest
+
+from jaxgpt.runtime import jax_internals
+from jaxgpt.runtime.jax_internals import JaxFailureBoard, failure_board
+
+BROKEN = f"jax {jax.__version__} no longer has what jax_internals.{{}} needs"
+
+
+def test_failure_board_finds_the_client_of_jax_distributed():
+    from jax._src import distributed
+
+    state = distributed.global_state
+    assert hasattr(state, "client") and hasattr(state, "process_id"), BROKEN.format("failure_board")
+    assert failure_board() is None  # one process: nothing is connected
+
+
+def test_set_gloo_hostname_finds_the_function_that_takes_it(monkeypatch):
+    jaxlib = pytest.importorskip("jaxlib")
+    seen = []
+    found = getattr(jaxlib._jax, "make_gloo_tcp_collectives", None)
+    assert found is not None, BROKEN.format("set_gloo_hostname")
+    assert "hostname" in (getattr(found, "func", found).__doc__ or ""), BROKEN.format("gloo")
+    monkeypatch.setattr(
+        jaxlib._jax, "make_gloo_tcp_collectives", lambda **given: seen.append(given["hostname"])
+    )
+    for address in "10.0.0.7", "10.0.0.8":  # also when it connects again
+        assert jax_internals.set_gloo_hostname(address)
+        jaxlib._jax.make_gloo_tcp_collectives()
+    assert seen == ["10.0.0.7", "10.0.0.8"]
+
+
+def test_use_one_cache_key_finds_both_hashes():
+    from jax._src import cache_key
+
+    for name in "_hash_accelerator_config", "_hash_devices":
+        assert hasattr(cache_key, name), BROKEN.format("use_one_cache_key")
+        parameters = inspect.signature(getattr(cache_key, name)).parameters
+        assert len(parameters) == 2, BROKEN.format("use_one_cache_key")
+
+
+@pytest.mark.parametrize(
+    ("module", "call"),
+    [
+        ("jaxlib._jax", lambda: jax_internals.set_gloo_hostname("10.0.0.7")),
+        ("jax._src.cache_key", jax_internals.use_one_cache_key),
+    ],
+)
+def test_without_the_name_there_is_a_fallback(module, call, monkeypatch):
+    package, _, name = module.rpartition(".")
+    monkeypatch.setattr(sys.modules[package], name, types.ModuleType(module))
+    monkeypatch.setitem(sys.modules, module, types.ModuleType(module))
+    assert call() is False
+
+
+def test_the_first_to_fail_is_known_to_all():
+    class Store(dict):
+        def key_value_set(self, key, value):
+            if key in self:
+                raise RuntimeError("ALREADY_EXISTS: key")
+            self[key] = value
+
+        def key_value_try_get(self, key):
+            return self[key]
+
+    store = Store()
+    boards = [JaxFailureBoard(store, rank) for rank in range(3)]
+    assert boards[1].read() is None
+    assert [board.post(70) for board in (boards[2], boards[0])] == [True, False]
+    assert {board.read() for board in boards} == {(2, 70)}
+
+    class Gone:
+        def key_value_set(self, key, value):
+            raise RuntimeError("UNAVAILABLE")
+
+    assert JaxFailureBoard(Gone(), 1).post(1) is None
+    assert JaxFailureBoard(Gone(), 1).read() is None
