@@ -104,8 +104,10 @@ def test_processes_that_see_the_same_devices_share_them(monkeypatch, local_rank,
     monkeypatch.setattr(own, "accelerator_expected", lambda: True)
     visible = ["0,1", "0,1", "2,3", "2,3"]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible[local_rank])
-    mine = visible[local_rank]
-    monkeypatch.setattr(ProcessGroup, "allgather", lambda self, x: visible if x == mine else [x] * 4)
+    seen = visible[local_rank]
+    monkeypatch.setattr(
+        ProcessGroup, "allgather", lambda self, x: visible if x == seen else [x] * 4
+    )
     assert local_device_ids(cluster_of(local_rank, 4)) == devices
 
 
