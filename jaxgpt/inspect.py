@@ -27,8 +27,8 @@ from jaxgpt.config import (
     skip_ranges,
     whole_number,
 )
-from jaxgpt.data.rows import Rows, training_rows
-from jaxgpt.data.sources import Dataset, Source, open_dataset
+from jaxgpt.data.batches import BatchReader, training_batches
+from jaxgpt.data.dataset import Dataset, Source, open_dataset
 from jaxgpt.runtime.jax_internals import failure_board
 from jaxgpt.spikes.policy import skipped_by_rewinds
 from jaxgpt.spikes.skip import SkipRanges
@@ -88,7 +88,7 @@ def look_up(
     """
     dataset = open_dataset(config.data, config.model)
     config = config.replace(model__vocab_size=dataset.vocab_size)
-    rows = training_rows(dataset, config)
+    rows = training_batches(dataset, config)
     chosen = chosen_rows(wanted, config.train.batch_size)
     found = [{"step": step, "row": row, **origin(dataset, rows, step, row)} for row in chosen]
     notes = differences(config, dataset, run, step)
@@ -119,7 +119,7 @@ def chosen_rows(given: str | None, batch_size: int) -> range:
     return range(first, end)
 
 
-def origin(dataset: Dataset, rows: Rows, step: int, row: int) -> dict[str, Any]:
+def origin(dataset: Dataset, rows: BatchReader, step: int, row: int) -> dict[str, Any]:
     """Corpus, file, offset and document of a row."""
     (place,) = rows.places(step, range(row, row + 1))
     source = dataset.sources[place.source]

@@ -10,8 +10,8 @@ from pathlib import Path
 from jaxgpt.cluster.hardware import own_cpus
 from jaxgpt.cluster.shutdown import job_exit_handler
 from jaxgpt.config import CommandParser, DataConfig, UsageError, file_path, name_or_path
-from jaxgpt.data.corpora import prepare_python, prepare_shakespeare_char, prepare_text
-from jaxgpt.data.sources import dataset_directory
+from jaxgpt.data.dataset import dataset_directory
+from jaxgpt.data.prepare.builtin import prepare_python, prepare_shakespeare_char, prepare_text
 
 
 def main(argv: list[str] | None = None) -> None:

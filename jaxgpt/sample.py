@@ -11,8 +11,8 @@ from jaxgpt.checkpoint.metadata import list_checkpoints, read_meta
 from jaxgpt.cluster.process_group import ProcessGroup, join_process_group
 from jaxgpt.cluster.shutdown import job_exit_handler
 from jaxgpt.config import CommandParser, Config, UsageError, config_from_dict, file_path, mesh_sizes
-from jaxgpt.data.find_tokenizer import from_meta
-from jaxgpt.data.tokenizer import Tokenizer, continued
+from jaxgpt.data.tokenizers.char import Tokenizer, continued
+from jaxgpt.data.tokenizers.registry import tokenizer_from_meta
 from jaxgpt.runtime.initialize import initialize_jax
 from jaxgpt.runtime.jax_internals import failure_board
 
@@ -104,7 +104,7 @@ def open_run(arguments: argparse.Namespace) -> tuple[Config, int, Tokenizer]:
     config = config_from_dict(meta["config"], str(run))
     # The devices are not those of the training: any attention kernel that runs here will do.
     config = config.replace(parallel__mesh=arguments.mesh, model__attention="auto")
-    return config, step, from_meta(meta["tokenizer"], run)
+    return config, step, tokenizer_from_meta(meta["tokenizer"], run)
 
 
 def read_prompt(given: str, tokenizer: Tokenizer) -> str:

@@ -4,7 +4,7 @@ import json
 
 import numpy as np
 
-from jaxgpt.data.indexed import IndexedWriter
+from jaxgpt.data.megatron import MegatronWriter
 
 KINDS = ("folder", "flat", "indexed")
 
@@ -27,7 +27,7 @@ def write_corpora(directory, n_tokens=(5000, 3001, 4000, 2500, 1999), vocab_size
         elif kind == "flat":
             tokens.tofile(f"{path}.bin")
         else:
-            with IndexedWriter(path, np.uint16) as writer:
+            with MegatronWriter(path, np.uint16) as writer:
                 for first in range(0, size, 250):
                     writer.add_document(tokens[first : first + 250])
         suffix = ".bin" if kind == "flat" else ""

@@ -60,7 +60,7 @@ def pytest_xdist_make_scheduler(config, log):
 @pytest.fixture(scope="session", autouse=True)
 def data_home(tmp_path_factory):
     """$JAXGPT_DATA with the `python` data set prepared."""
-    from jaxgpt.data.corpora import prepare_python
+    from jaxgpt.data.prepare.builtin import prepare_python
 
     home = tmp_path_factory.mktemp("data")
     os.environ["JAXGPT_DATA"] = str(home)
@@ -101,7 +101,7 @@ def gpt2_folder():
 @pytest.fixture(scope="session")
 def shakespeare(data_home, tiny_shakespeare):
     """The folder of Tiny Shakespeare's prepared characters."""
-    from jaxgpt.data.corpora import prepare_shakespeare_char
+    from jaxgpt.data.prepare.builtin import prepare_shakespeare_char
 
     prepare_shakespeare_char(data_home / "shakespeare_char", tiny_shakespeare)
     return data_home / "shakespeare_char"

@@ -14,8 +14,8 @@ import numpy as np
 
 from jaxgpt.cluster.process_group import ProcessGroup
 from jaxgpt.config import load_config, mesh_sizes, parse_args
+from jaxgpt.data.dataset import open_dataset
 from jaxgpt.data.loader import Loader
-from jaxgpt.data.sources import open_dataset
 from jaxgpt.parallel.mesh import make_mesh
 from jaxgpt.perf.startup import Startup
 from jaxgpt.runtime.initialize import initialize_jax

@@ -17,7 +17,7 @@ from jaxgpt.bench.progress import tell
 from jaxgpt.bench.scratch import scratch_folder
 from jaxgpt.cluster.process_group import ProcessGroup, join_process_group
 from jaxgpt.config import Config, UsageError, check_batch, mesh_sizes
-from jaxgpt.data.sources import vocabulary_size
+from jaxgpt.data.dataset import vocabulary_size
 from jaxgpt.doctor.directory import file_system_of
 from jaxgpt.runtime.initialize import initialize_jax
 

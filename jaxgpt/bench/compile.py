@@ -12,7 +12,7 @@ from typing import Any
 from jaxgpt.bench.alone import join_alone
 from jaxgpt.bench.progress import tell
 from jaxgpt.config import Config, UsageError, check_batch, mesh_sizes
-from jaxgpt.data.sources import vocabulary_size
+from jaxgpt.data.dataset import vocabulary_size
 from jaxgpt.runtime.initialize import initialize_jax
 
 FEWER = 4  # times fewer layers beside the model's own

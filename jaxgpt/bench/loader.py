@@ -13,8 +13,8 @@ import numpy as np
 
 from jaxgpt.cluster.hardware import own_cpus
 from jaxgpt.config import Config, UsageError, check_batch, mesh_sizes
-from jaxgpt.data.files import TokenFile
-from jaxgpt.data.sources import open_dataset
+from jaxgpt.data.dataset import open_dataset
+from jaxgpt.data.token_file import TokenFile
 
 WARM_UP = 5  # batches
 

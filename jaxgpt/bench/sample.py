@@ -14,7 +14,7 @@ import numpy as np
 from jaxgpt.bench.alone import join_alone
 from jaxgpt.bench.progress import tell
 from jaxgpt.config import Config, UsageError, mesh_sizes
-from jaxgpt.data.sources import vocabulary_size
+from jaxgpt.data.dataset import vocabulary_size
 from jaxgpt.runtime.compile_cache import use_compile_cache
 from jaxgpt.runtime.initialize import initialize_jax
 

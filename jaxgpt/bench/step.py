@@ -18,7 +18,7 @@ from jaxgpt.bench.progress import tell
 from jaxgpt.bench.scratch import end_on_signals, scratch_folder
 from jaxgpt.cluster.process_group import ProcessGroup, join_process_group
 from jaxgpt.config import Config, DataConfig, UsageError, mesh_sizes
-from jaxgpt.data.sources import dataset_directory, vocabulary_size
+from jaxgpt.data.dataset import dataset_directory, vocabulary_size
 from jaxgpt.runtime.compile_cache import OFF, use_compile_cache
 from jaxgpt.runtime.initialize import initialize_jax
 from jaxgpt.train.run_directory import prepare_run

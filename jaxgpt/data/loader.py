@@ -10,18 +10,18 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from jaxgpt.config import Config
-from jaxgpt.data.rows import Rows, training_options
-from jaxgpt.data.sources import Dataset
+from jaxgpt.data.batches import BatchReader, training_options
+from jaxgpt.data.dataset import Dataset
 
 
-class Loader(Rows):
+class Loader(BatchReader):
     """Batches of one split. The batch of a step depends on nothing but the step."""
 
     def __init__(self, dataset: Dataset, split: str, *, sharding: NamedSharding, **options: Any):
         """A loader whose batches have shape (B, T+1) and the given sharding.
 
         Args:
-            options: those of `Rows`.
+            options: those of `BatchReader`.
         """
         super().__init__(dataset, split, **options)
         self._sharding = sharding

@@ -22,7 +22,7 @@ from jaxgpt.config import (
     parse_args,
     whole_number,
 )
-from jaxgpt.data.sources import vocabulary_size
+from jaxgpt.data.dataset import vocabulary_size
 from jaxgpt.perf.hardware import DEVICES, Device
 from jaxgpt.runtime.devices import MAX_CPU_DEVICES
 from jaxgpt.runtime.initialize import pin_settings

@@ -7,9 +7,9 @@ import jax
 import numpy as np
 
 from jaxgpt.config import Config
+from jaxgpt.data.dataset import SPLITS, Dataset
 from jaxgpt.data.loader import Loader
-from jaxgpt.data.sources import SPLITS, Dataset
-from jaxgpt.data.tokenizer import continued
+from jaxgpt.data.tokenizers.char import continued
 from jaxgpt.parallel.sharding import Params
 from jaxgpt.runtime.dispatch import DispatchLimiter
 from jaxgpt.tracking.records import EvalRecord, SampleRecord

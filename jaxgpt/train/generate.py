@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxgpt.data.tokenizer import Tokenizer
+from jaxgpt.data.tokenizers.char import Tokenizer
 from jaxgpt.parallel.sharding import Params
 from jaxgpt.train.state import DecodeFn
 

@@ -9,8 +9,8 @@ import jax
 import numpy as np
 
 from jaxgpt.config import Config
+from jaxgpt.data.dataset import Dataset
 from jaxgpt.data.loader import Loader
-from jaxgpt.data.sources import Dataset
 from jaxgpt.spikes.detector import CAUSES, LOSS, NONE, NONFINITE
 from jaxgpt.tracking.records import SpikeRecord
 from jaxgpt.train.step_metrics import Metrics

@@ -26,10 +26,9 @@ from jaxgpt.config import (
     should_evaluate,
     skip_ranges,
 )
-from jaxgpt.data.corpora import prepare_python
-from jaxgpt.data.entries import blend_shares, parse_lines
-from jaxgpt.data.rows import Rows
-from jaxgpt.data.sources import (
+from jaxgpt.data.batches import BatchReader
+from jaxgpt.data.blend import blend_shares, parse_lines
+from jaxgpt.data.dataset import (
     SPLITS,
     Dataset,
     Source,
@@ -37,7 +36,8 @@ from jaxgpt.data.sources import (
     entries,
     open_dataset,
 )
-from jaxgpt.data.tokenizer import Tokenizer
+from jaxgpt.data.prepare.builtin import prepare_python
+from jaxgpt.data.tokenizers.char import Tokenizer
 from jaxgpt.runtime.devices import cpu_devices_per_process
 from jaxgpt.spikes.policy import METRICS, finish_rewind, skipped_by_rewinds
 from jaxgpt.spikes.skip import SkipRanges, still_to_come
@@ -78,7 +78,7 @@ class Run:
         before = self.resume_meta.get("consumed_tokens", 0)
         return before + (step - (self.resume_step or 0)) * per_step
 
-    def corpus_tokens(self, rows: Rows, step: int) -> dict[str, int]:
+    def corpus_tokens(self, rows: BatchReader, step: int) -> dict[str, int]:
         """Of them, those of each corpus: `rows` alone takes all steps to be of the same size."""
         now, then = rows.consumed(step), rows.consumed(self.resume_step or 0)
         before = self.resume_meta.get("corpus_tokens", dict(zip(rows.names, then, strict=True)))

@@ -3,8 +3,8 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxgpt.config import UsageError, load_config
+from jaxgpt.data.dataset import open_dataset
 from jaxgpt.data.loader import Loader
-from jaxgpt.data.sources import open_dataset
 from jaxgpt.parallel.mesh import make_mesh
 from jaxgpt.parallel.sharding import batch_sharding
 

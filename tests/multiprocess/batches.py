@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from jaxgpt.cluster.process_group import join_process_group
 from jaxgpt.cluster.shutdown import job_exit_handler
 from jaxgpt.config import load_config, mesh_sizes
-from jaxgpt.data.sources import open_dataset
+from jaxgpt.data.dataset import open_dataset
 from jaxgpt.runtime.initialize import initialize_jax
 
 

@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 
 from jaxgpt.config import UsageError, load_config
-from jaxgpt.data.tokenizer import CharTokenizer
+from jaxgpt.data.tokenizers.char import CharTokenizer
 from jaxgpt.models.transformer import GPT
 from jaxgpt.parallel.mesh import make_mesh
 from jaxgpt.train import generate as sampling

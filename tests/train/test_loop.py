@@ -18,7 +18,7 @@ from jaxgpt.cluster import shutdown as exits
 from jaxgpt.cluster.watchdog import Watchdog
 from jaxgpt.config import OptimizerConfig, UsageError
 from jaxgpt.data.loader import Loader
-from jaxgpt.data.tokenizer import ByteTokenizer
+from jaxgpt.data.tokenizers.char import ByteTokenizer
 from jaxgpt.train import loop
 from jobs import (
     SMALL,
@@ -450,7 +450,7 @@ def test_a_checkpoint_of_something_else_is_refused(forty, arguments, words, monk
 
 
 def test_other_data_under_a_checkpoint_is_refused(forty, data_home):
-    from jaxgpt.data.corpora import prepare_text
+    from jaxgpt.data.prepare.builtin import prepare_text
 
     text = data_home / "other.txt"
     text.write_bytes(bytes(range(1, 128)) * 100)

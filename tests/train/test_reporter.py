@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from jaxgpt.data.corpora import prepare_text
+from jaxgpt.data.prepare.builtin import prepare_text
 from jobs import SMALL, records, train_here
 
 

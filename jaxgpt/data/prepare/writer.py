@@ -10,9 +10,9 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxgpt.data.files import TokenFile, fingerprint_of
-from jaxgpt.data.sources import SPLITS
-from jaxgpt.data.tokenizer import Tokenizer
+from jaxgpt.data.dataset import SPLITS
+from jaxgpt.data.token_file import TokenFile, fingerprint_of
+from jaxgpt.data.tokenizers.char import Tokenizer
 
 
 def token_dtype(vocab_size: int) -> np.dtype:

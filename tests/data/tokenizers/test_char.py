@@ -1,15 +1,15 @@
 import pytest
 
 from jaxgpt.config import UsageError
-from jaxgpt.data.find_tokenizer import from_meta
-from jaxgpt.data.tokenizer import ByteTokenizer, CharTokenizer
+from jaxgpt.data.tokenizers.char import ByteTokenizer, CharTokenizer
+from jaxgpt.data.tokenizers.registry import tokenizer_from_meta
 
 TEXT = "Zwölf Boxkämpfer, \U0001d11e\n"
 
 
 @pytest.mark.parametrize("tokenizer", [CharTokenizer.of_text(TEXT), ByteTokenizer()])
 def test_text_survives_encoding_and_the_description(tokenizer, tmp_path):
-    again = from_meta(tokenizer.to_meta(), tmp_path)
+    again = tokenizer_from_meta(tokenizer.to_meta(), tmp_path)
     tokens = tokenizer.encode(TEXT)
     assert tokens.max() < tokenizer.vocab_size
     assert (again.encode(TEXT) == tokens).all()

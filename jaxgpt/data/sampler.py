@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxgpt.data.blend import Blend
+from jaxgpt.data.interleave import Blend
 
 SHUFFLE_MODULE = "grain._src.python.experimental.index_shuffle.python.index_shuffle_module"
 SHUFFLE_ROUNDS = 4  # those of MapDataset.shuffle
@@ -24,7 +24,7 @@ SHUFFLE_ROUNDS = 4  # those of MapDataset.shuffle
 FEW_WINDOWS = 1024
 
 
-class Windows:
+class EpochSampler:
     """Number of a sample -> offset of its row in a token file."""
 
     def __init__(self, n_tokens: int, block_size: int, seed: int, stream: int = 0):
@@ -74,7 +74,7 @@ class Place(NamedTuple):
 class DataOrder:
     """Step -> the places of its rows."""
 
-    def __init__(self, blend: Blend, windows: Sequence[Windows], batch_size: int):
+    def __init__(self, blend: Blend, windows: Sequence[EpochSampler], batch_size: int):
         """
         Args:
             windows: of each source of the blend.

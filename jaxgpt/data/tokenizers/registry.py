@@ -5,11 +5,11 @@ from pathlib import Path
 from typing import Any
 
 from jaxgpt.config import UsageError
-from jaxgpt.data.bpe import HFTokenizer, read_tokenizer
-from jaxgpt.data.tokenizer import ByteTokenizer, CharTokenizer, Tokenizer
+from jaxgpt.data.tokenizers.char import ByteTokenizer, CharTokenizer, Tokenizer
+from jaxgpt.data.tokenizers.huggingface import HFTokenizer, read_tokenizer
 
 
-def from_meta(meta: dict[str, Any], directory: Path) -> Tokenizer:
+def tokenizer_from_meta(meta: dict[str, Any], directory: Path) -> Tokenizer:
     """The tokenizer that `to_meta` described, and `save` wrote to `directory`.
 
     Raises:
@@ -28,7 +28,7 @@ def from_meta(meta: dict[str, Any], directory: Path) -> Tokenizer:
     )
 
 
-def open_tokenizer(path: Path | str, end_of_text: str | None = None) -> Tokenizer:
+def load_tokenizer(path: Path | str, end_of_text: str | None = None) -> Tokenizer:
     """The tokenizer that a user names.
 
     Args:
@@ -48,4 +48,4 @@ def open_tokenizer(path: Path | str, end_of_text: str | None = None) -> Tokenize
         meta = json.loads(description.read_text())["tokenizer"]
     except (ValueError, KeyError, TypeError) as error:
         raise UsageError(f"{description}: describes no tokenizer ({error!r})") from None
-    return from_meta(meta, path)
+    return tokenizer_from_meta(meta, path)

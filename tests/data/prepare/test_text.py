@@ -14,12 +14,13 @@ import pytest
 
 from jaxgpt import prepare
 from jaxgpt.config import UsageError
-from jaxgpt.data import publishing, reading, text
-from jaxgpt.data.corpora import prepare_text
-from jaxgpt.data.find_tokenizer import open_tokenizer
-from jaxgpt.data.indexed import read_index
-from jaxgpt.data.reading import part_texts
-from jaxgpt.data.tokenizer import ByteTokenizer
+from jaxgpt.data.megatron import read_index
+from jaxgpt.data.prepare import reading, text
+from jaxgpt.data.prepare import writer as publishing
+from jaxgpt.data.prepare.builtin import prepare_text
+from jaxgpt.data.prepare.reading import part_texts
+from jaxgpt.data.tokenizers.char import ByteTokenizer
+from jaxgpt.data.tokenizers.registry import load_tokenizer
 from odd_texts import odd_text
 
 
@@ -104,7 +105,7 @@ def test_a_text_in_blocks_has_gpt2s_tokens_of_the_whole(tmp_path, small_blocks, 
     (tmp_path / "a.txt").write_bytes(whole.encode())
     prepare_text(tmp_path / "d", [tmp_path / "a.txt"], str(gpt2_folder), workers=2)
     n_train = int(len(whole) * 0.9)
-    tokenizer = open_tokenizer(gpt2_folder)
+    tokenizer = load_tokenizer(gpt2_folder)
     for tokens, part in zip(
         tokens_of(tmp_path / "d"), (whole[:n_train], whole[n_train:]), strict=True
     ):
@@ -114,7 +115,7 @@ def test_a_text_in_blocks_has_gpt2s_tokens_of_the_whole(tmp_path, small_blocks, 
 def test_tiny_shakespeare_has_nanogpts_number_of_tokens(tmp_path, tiny_shakespeare, gpt2_folder):
     lines = prepare_text(tmp_path / "d", [tiny_shakespeare], str(gpt2_folder))
     assert lines[1:3] == ["train has 301,966 tokens", "val has 36,059 tokens"]
-    assert open_tokenizer(tmp_path / "d").to_meta() == open_tokenizer(gpt2_folder).to_meta()
+    assert load_tokenizer(tmp_path / "d").to_meta() == load_tokenizer(gpt2_folder).to_meta()
 
 
 @pytest.mark.parametrize("suffix", ["txt", "jsonl"])

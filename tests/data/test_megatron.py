@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxgpt.config import UsageError
-from jaxgpt.data.indexed import IndexedWriter, read_index
+from jaxgpt.data.megatron import MegatronWriter, read_index
 
 # Four documents of uint16 tokens: two sequences, none, one of no tokens, one.
 TOKENS = [7, 8, 9, 10, 11, 12]
@@ -39,7 +39,7 @@ def test_an_index_is_read(pair, suffix):
 
 
 def test_what_is_written_is_the_format_byte_for_byte(pair, tmp_path):
-    with IndexedWriter(tmp_path / "new" / "d", np.uint16) as writer:
+    with MegatronWriter(tmp_path / "new" / "d", np.uint16) as writer:
         writer.add_document(TOKENS[:5], [2, 3])
         writer.add_document([], [])
         writer.append(np.array(TOKENS[5:]), [0])
@@ -51,7 +51,7 @@ def test_what_is_written_is_the_format_byte_for_byte(pair, tmp_path):
 @pytest.mark.parametrize(("code", "dtype"), CODES.items())
 def test_every_integer_of_megatron_is_known(tmp_path, code, dtype):
     largest = np.iinfo(dtype).max
-    with IndexedWriter(tmp_path / "c", dtype) as writer:
+    with MegatronWriter(tmp_path / "c", dtype) as writer:
         writer.add_document([0, largest])
         if dtype is not np.int64:
             with pytest.raises(UsageError, match=f"{largest + 1} do not fit"):
@@ -108,7 +108,7 @@ def test_a_truncated_token_file_is_refused(pair):
 
 
 def test_a_crash_leaves_the_old_pair_and_nothing_else(pair):
-    with pytest.raises(KeyboardInterrupt), IndexedWriter(pair, np.uint16) as writer:
+    with pytest.raises(KeyboardInterrupt), MegatronWriter(pair, np.uint16) as writer:
         writer.add_document([1, 2, 3])
         raise KeyboardInterrupt
     assert sorted(f.name for f in pair.parent.iterdir()) == ["c.bin", "c.idx"]
@@ -118,7 +118,7 @@ def test_a_crash_leaves_the_old_pair_and_nothing_else(pair):
 def test_documents_beyond_one_block_of_the_writer(tmp_path):
     lengths = np.tile([3, 0, 1, 2], 400_000)
     ends, tokens = np.cumsum(lengths), np.arange(lengths.sum()) % 251
-    with IndexedWriter(tmp_path / "c", np.uint8) as writer:
+    with MegatronWriter(tmp_path / "c", np.uint8) as writer:
         for first in range(0, tokens.size, 500_000):  # mostly within a document
             last = first + 500_000 if first + 500_000 < tokens.size else tokens.size + 1
             inside = ends[(first <= ends) & (ends < last)]
@@ -147,7 +147,7 @@ def test_megatron_core_reads_and_writes_the_same(tmp_path, dtype):
     for ids, lengths in zip(tokens, documents, strict=True):
         builder.add_document(torch.from_numpy(ids.astype(np.int64)), lengths)
     builder.finalize(f"{theirs}.idx")
-    with IndexedWriter(tmp_path / "ours", dtype) as writer:
+    with MegatronWriter(tmp_path / "ours", dtype) as writer:
         for ids, lengths in zip(tokens, documents, strict=True):
             writer.add_document(ids, lengths)
     for suffix in ("bin", "idx"):

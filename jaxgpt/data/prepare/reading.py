@@ -15,7 +15,7 @@ from typing import BinaryIO
 import numpy as np
 
 from jaxgpt.config import UsageError
-from jaxgpt.data.tokenizer import Tokenizer
+from jaxgpt.data.tokenizers.char import Tokenizer
 
 _TEXT, _JSON, _COMPRESSED = (
     (".txt", ".text", ".md"),

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from jaxgpt.config import UsageError
-from jaxgpt.data.files import OTHER_FILES, TokenFile, allow_open_files, fingerprint_of
+from jaxgpt.data.token_file import OTHER_FILES, TokenFile, allow_open_files, fingerprint_of
 
 
 @pytest.fixture

@@ -5,10 +5,10 @@ import numpy as np
 import pytest
 
 from jaxgpt.config import UsageError, load_config
-from jaxgpt.data.corpora import SHAKESPEARE_SHA256, prepare_shakespeare_char, prepare_text
-from jaxgpt.data.publishing import write_dataset
-from jaxgpt.data.sources import open_dataset
-from jaxgpt.data.tokenizer import ByteTokenizer
+from jaxgpt.data.dataset import open_dataset
+from jaxgpt.data.prepare.builtin import SHAKESPEARE_SHA256, prepare_shakespeare_char, prepare_text
+from jaxgpt.data.prepare.writer import write_dataset
+from jaxgpt.data.tokenizers.char import ByteTokenizer
 
 TEXT = "the quick brown fox jumps over the lazy dog\n" * 200
 

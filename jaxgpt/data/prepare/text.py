@@ -19,10 +19,10 @@ import numpy as np
 
 from jaxgpt.cluster.shutdown import FAILED, end_process
 from jaxgpt.config import UsageError
-from jaxgpt.data.indexed import IndexedWriter
-from jaxgpt.data.publishing import new_dataset, token_dtype
-from jaxgpt.data.reading import Piece, json_pieces, part_texts, text_pieces, texts_of
-from jaxgpt.data.tokenizer import CharTokenizer, Tokenizer
+from jaxgpt.data.megatron import MegatronWriter
+from jaxgpt.data.prepare.reading import Piece, json_pieces, part_texts, text_pieces, texts_of
+from jaxgpt.data.prepare.writer import new_dataset, token_dtype
+from jaxgpt.data.tokenizers.char import CharTokenizer, Tokenizer
 
 _IN_PROCESS = 1 << 21  # bytes of input up to which other processes are not worth their start
 _MEGATRON_UINT16 = 65500  # smallest vocabulary that Megatron-LM writes as int32
@@ -52,7 +52,7 @@ class Corpus:
 
 
 @dataclass
-class Written:
+class EncodeStats:
     """What was written of a corpus."""
 
     tokenizer: Tokenizer
@@ -64,7 +64,7 @@ class Written:
 
 
 @dataclass(frozen=True)
-class Encoder:
+class TokenizeWorker:
     """Piece -> (ids, numbers of the ids at which documents end) of each split."""
 
     tokenizer: Tokenizer
@@ -98,7 +98,7 @@ class Encoder:
 
 
 @dataclass(frozen=True)
-class CharactersOf:
+class CharVocabScan:
     """Piece -> the set of its characters."""
 
     json_key: str | None
@@ -109,7 +109,7 @@ class CharactersOf:
 
 def write_nanogpt(
     corpus: Corpus, directory: Path, tokenizer: Tokenizer | None, workers: int, source: str
-) -> Written:
+) -> EncodeStats:
     """Writes train.bin, val.bin and meta.json, with end-of-text between documents.
 
     Args:
@@ -143,14 +143,14 @@ def write_nanogpt(
     return written
 
 
-def write_megatron(corpus: Corpus, prefix: Path, tokenizer: Tokenizer, workers: int) -> Written:
+def write_megatron(corpus: Corpus, prefix: Path, tokenizer: Tokenizer, workers: int) -> EncodeStats:
     """Writes PREFIX.bin and PREFIX.idx, with end-of-text after each document.
 
     Raises:
         UsageError: for files that cannot be read.
     """
     dtype = np.dtype("<u2" if tokenizer.vocab_size < _MEGATRON_UINT16 else "<i4")
-    with IndexedWriter(prefix, dtype) as writer:
+    with MegatronWriter(prefix, dtype) as writer:
         return _write(
             corpus, tokenizer, dtype, workers, lambda _, tokens, ends: writer.append(tokens, ends)
         )
@@ -170,7 +170,7 @@ def _check_lasting(corpus: Corpus) -> None:
 def _characters_of(corpus: Corpus, workers: int) -> CharTokenizer:
     characters = set()
     pieces = Corpus(corpus.files, corpus.json_key, None).pieces(CharTokenizer(""))
-    for _, found in _in_order(CharactersOf(corpus.json_key), pieces, _of(corpus, workers)):
+    for _, found in _in_order(CharVocabScan(corpus.json_key), pieces, _of(corpus, workers)):
         characters |= found
     return CharTokenizer(sorted(characters))
 
@@ -181,9 +181,9 @@ def _write(
     dtype: np.dtype,
     workers: int,
     write: Callable[[str, np.ndarray, np.ndarray], None],
-) -> Written:
-    encoder = Encoder(tokenizer, corpus.json_key, corpus.val_share, dtype)
-    written, start = Written(tokenizer), time.monotonic()
+) -> EncodeStats:
+    encoder = TokenizeWorker(tokenizer, corpus.json_key, corpus.val_share, dtype)
+    written, start = EncodeStats(tokenizer), time.monotonic()
     progress = Progress(corpus.files)
     for piece, of_split in _in_order(encoder, corpus.pieces(tokenizer), _of(corpus, workers)):
         for split, (tokens, ends) in sorted(of_split.items()):
@@ -209,7 +209,7 @@ def _size(path: Path) -> int:
         raise UsageError(f"--input {path}: cannot be read ({error.strerror})") from None
 
 
-def _check_enough(written: Written, corpus: Corpus) -> None:
+def _check_enough(written: EncodeStats, corpus: Corpus) -> None:
     tokens, vocab_size = written.tokens, written.tokenizer.vocab_size
     if min(tokens["train"], tokens["val"]) < 2 or vocab_size < 2:
         raise UsageError(
@@ -275,7 +275,7 @@ class Progress:
         self._before = dict(zip(files, np.cumsum([0, *map(_size, files)]).tolist(), strict=False))
         self._total = sum(map(_size, files))
 
-    def show(self, piece: Piece, written: Written) -> None:
+    def show(self, piece: Piece, written: EncodeStats) -> None:
         """Says that all up to `piece` is written, if it is time to say so."""
         now = time.monotonic()
         if now - self._shown < self._every:
@@ -297,7 +297,7 @@ class Progress:
             print("\r\033[K", end="", file=sys.stderr, flush=True)
 
 
-def rates(written: Written) -> str:
+def rates(written: EncodeStats) -> str:
     """MB and tokens per second, for people."""
     seconds = max(written.seconds, 1e-9)
     tokens = sum(written.tokens.values())

@@ -16,11 +16,11 @@ from typing import Any
 import numpy as np
 
 from jaxgpt.config import DataConfig, ModelConfig, UsageError
-from jaxgpt.data.entries import Entry, parse_lines, read_file_list
-from jaxgpt.data.files import SAMPLED_PAGES, TokenFile, allow_open_files, fingerprint_of
-from jaxgpt.data.find_tokenizer import from_meta, open_tokenizer
-from jaxgpt.data.indexed import Index, index_prefix, read_index
-from jaxgpt.data.tokenizer import Tokenizer
+from jaxgpt.data.blend import BlendEntry, parse_lines, read_file_list
+from jaxgpt.data.megatron import Index, index_prefix, read_index
+from jaxgpt.data.token_file import SAMPLED_PAGES, TokenFile, allow_open_files, fingerprint_of
+from jaxgpt.data.tokenizers.char import Tokenizer
+from jaxgpt.data.tokenizers.registry import load_tokenizer, tokenizer_from_meta
 
 SPLITS = ("train", "val")
 VOCABULARY_SIZES = {"python": 256, "shakespeare_char": 65}  # what corpora.py makes by name alone
@@ -30,7 +30,7 @@ VOCABULARY_SIZES = {"python": 256, "shakespeare_char": 65}  # what corpora.py ma
 class Source:
     """An opened source."""
 
-    entry: Entry
+    entry: BlendEntry
     tokens: dict[str, TokenFile]
     """By split."""
     indexed: Path | None
@@ -69,7 +69,7 @@ class Dataset:
             return self.given_tokenizer
         for source in self.sources:
             if source.meta:
-                return from_meta(source.meta["tokenizer"], source.directory)
+                return tokenizer_from_meta(source.meta["tokenizer"], source.directory)
         return None
 
     @property
@@ -156,7 +156,7 @@ def dataset_directory(data: DataConfig) -> Path:
     return Path(home) / data.dataset
 
 
-def entries(data: DataConfig) -> list[Entry]:
+def entries(data: DataConfig) -> list[BlendEntry]:
     """The sources that a configuration names.
 
     Raises:
@@ -169,7 +169,7 @@ def entries(data: DataConfig) -> list[Entry]:
     else:
         key = f"data.dataset={data.dataset}" if data.path is None else f"data.path={data.path}"
         directory = dataset_directory(data)
-        return [Entry(Fraction(1), "1", directory, directory.name, key)]
+        return [BlendEntry(Fraction(1), "1", directory, directory.name, key)]
     return parse_lines(lines, key)
 
 
@@ -236,10 +236,10 @@ def open_dataset(data: DataConfig, model: ModelConfig) -> Dataset:
 def _open_tokenizer(data: DataConfig) -> Tokenizer | None:
     if data.tokenizer is None:
         return None
-    return open_tokenizer(Path(data.tokenizer))
+    return load_tokenizer(Path(data.tokenizer))
 
 
-def _open_source(entry: Entry, data: DataConfig, least: int) -> Source:
+def _open_source(entry: BlendEntry, data: DataConfig, least: int) -> Source:
     """Opens one source, of whose splits each must have at least `least` tokens."""
     path, meta = entry.path, _meta_of(entry)
     prefix = index_prefix(path)
@@ -264,7 +264,7 @@ def _open_source(entry: Entry, data: DataConfig, least: int) -> Source:
     return Source(entry, tokens, indexed, meta)
 
 
-def _meta_of(entry: Entry) -> dict[str, Any]:
+def _meta_of(entry: BlendEntry) -> dict[str, Any]:
     """What a source's meta.json holds: in its folder, or beside a lone .bin."""
     try:
         if _is_indexed(entry.path):
@@ -284,7 +284,7 @@ def _is_indexed(path: Path) -> bool:
 
 
 def _split(
-    file: TokenFile, boundary: int, entry: Entry, data: DataConfig, least: int
+    file: TokenFile, boundary: int, entry: BlendEntry, data: DataConfig, least: int
 ) -> dict[str, TokenFile]:
     splits = {"train": file.part(0, boundary), "val": file.part(boundary, file.size)}
     for split, tokens in splits.items():
@@ -298,7 +298,7 @@ def _split(
 
 
 def _flat(
-    path: Path, meta: dict[str, Any], entry: Entry, data: DataConfig, least: int
+    path: Path, meta: dict[str, Any], entry: BlendEntry, data: DataConfig, least: int
 ) -> TokenFile:
     if not path.is_file():
         raise UsageError(f"{entry.key}: there is no {path}; {_remedy(entry, data)}")
@@ -319,7 +319,7 @@ def _flat(
     return TokenFile(path, dtype, size // dtype.itemsize)
 
 
-def _remedy(entry: Entry, data: DataConfig) -> str:
+def _remedy(entry: BlendEntry, data: DataConfig) -> str:
     if not entry.key.startswith("data.dataset"):
         return (
             "give a folder with train.bin, val.bin and meta.json, a .bin of nanoGPT's, or the "

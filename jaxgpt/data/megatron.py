@@ -206,12 +206,12 @@ def _sample(n: int) -> list[int]:
     return sorted({i * (n - 1) // (_SAMPLES - 1) for i in range(_SAMPLES)}) if n else []
 
 
-class IndexedWriter:
+class MegatronWriter:
     """Writes PREFIX.bin and PREFIX.idx in flat memory, as a context.
 
     Neither is seen under its name before all is written, nor after an exception.
 
-    >>> with IndexedWriter("corpus", np.uint16) as writer:
+    >>> with MegatronWriter("corpus", np.uint16) as writer:
     ...     writer.add_document([5, 6, 7])
     """
 
@@ -230,7 +230,7 @@ class IndexedWriter:
         self._documents = 0
         self._open = 0  # tokens of a document that has not ended
 
-    def __enter__(self) -> "IndexedWriter":
+    def __enter__(self) -> "MegatronWriter":
         parent = self._prefix.parent
         parent.mkdir(parents=True, exist_ok=True)
         self._scratch = Path(tempfile.mkdtemp(dir=parent, prefix=f".{self._prefix.name}-"))

@@ -11,9 +11,9 @@ from pathlib import Path
 import numpy as np
 
 from jaxgpt.config import UsageError
-from jaxgpt.data.find_tokenizer import open_tokenizer
-from jaxgpt.data.publishing import write_dataset
-from jaxgpt.data.tokenizer import ByteTokenizer, CharTokenizer, Tokenizer
+from jaxgpt.data.prepare.writer import write_dataset
+from jaxgpt.data.tokenizers.char import ByteTokenizer, CharTokenizer, Tokenizer
+from jaxgpt.data.tokenizers.registry import load_tokenizer
 
 TRAIN_SHARE = 0.9
 
@@ -37,7 +37,7 @@ def prepare_shakespeare_char(directory: Path, input_file: Path | None) -> list[s
         UsageError: if the text cannot be downloaded, or is not the known one.
     """
     # Not above: a training run, which imports this file for `prepare_python`, has no use for it.
-    from jaxgpt.data.text import Corpus, write_nanogpt
+    from jaxgpt.data.prepare.text import Corpus, write_nanogpt
 
     with tempfile.TemporaryDirectory() as folder:
         if input_file is None:
@@ -71,7 +71,7 @@ def prepare_text(
 
     Args:
         inputs: files, or folders of them.
-        tokenizer: `char`, or what `open_tokenizer` takes.
+        tokenizer: `char`, or what `load_tokenizer` takes.
         json_key: under which a JSON line has its text.
         workers: processes that encode; what is written does not depend on it.
         val_share: by default a tenth of texts, a hundredth of JSON lines.
@@ -85,12 +85,12 @@ def prepare_text(
     Raises:
         UsageError: naming file and line or byte of what cannot be read.
     """
-    from jaxgpt.data.reading import input_files
-    from jaxgpt.data.text import Corpus, rates, write_megatron, write_nanogpt
+    from jaxgpt.data.prepare.reading import input_files
+    from jaxgpt.data.prepare.text import Corpus, rates, write_megatron, write_nanogpt
 
     inputs = list(inputs)
     files, is_json = input_files(inputs)
-    encoder = None if tokenizer == "char" else open_tokenizer(tokenizer, end_of_text)
+    encoder = None if tokenizer == "char" else load_tokenizer(tokenizer, end_of_text)
     if megatron:
         if encoder is None or isinstance(encoder, CharTokenizer):
             raise UsageError(

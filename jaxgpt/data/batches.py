@@ -5,12 +5,12 @@ from typing import Any
 import numpy as np
 
 from jaxgpt.config import Config, step_ranges
-from jaxgpt.data.blend import Blend
-from jaxgpt.data.order import DataOrder, Place, Windows
-from jaxgpt.data.sources import Dataset
+from jaxgpt.data.dataset import Dataset
+from jaxgpt.data.interleave import Blend
+from jaxgpt.data.sampler import DataOrder, EpochSampler, Place
 
 
-class Rows:
+class BatchReader:
     """Rows of the batches of one split. They depend on nothing but the step."""
 
     def __init__(
@@ -41,7 +41,7 @@ class Rows:
                 [self.names.index(source.entry.corpus) for source in dataset.sources],
             ),
             [
-                Windows(file.size, block_size, seed, stream)
+                EpochSampler(file.size, block_size, seed, stream)
                 for stream, file in enumerate(self._files)
             ],
             batch_size,
@@ -87,9 +87,9 @@ class Rows:
         )
 
 
-def training_rows(dataset: Dataset, config: Config) -> Rows:
+def training_batches(dataset: Dataset, config: Config) -> BatchReader:
     """Rows of the global batches that a run trains on."""
-    return Rows(dataset, "train", **training_options(config))
+    return BatchReader(dataset, "train", **training_options(config))
 
 
 def training_options(config: Config) -> dict[str, Any]:

@@ -4,13 +4,13 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from jaxgpt.data.blend import Blend
-from jaxgpt.data.order import DataOrder, Windows, index_shuffle
+from jaxgpt.data.interleave import Blend
+from jaxgpt.data.sampler import DataOrder, EpochSampler, index_shuffle
 
 
 def order_of(n_tokens, block_size, batch_size, seed):
     """The order of a single file."""
-    windows = [Windows(n_tokens, block_size, seed)]
+    windows = [EpochSampler(n_tokens, block_size, seed)]
     return DataOrder(Blend([Fraction(1)], [0]), windows, batch_size)
 
 
@@ -26,7 +26,7 @@ def epoch_starts(windows, epoch):
 @pytest.mark.parametrize("n_tokens", [65, 66, 1000, 1025, 1089, 64 * 1100])
 def test_every_token_is_seen_in_every_epoch(n_tokens):
     T = 64
-    windows = Windows(n_tokens, T, seed=3)
+    windows = EpochSampler(n_tokens, T, seed=3)
     for epoch in range(3):
         starts = epoch_starts(windows, epoch)
         assert min(starts) >= 0 and max(starts) + T + 1 <= n_tokens
@@ -38,7 +38,7 @@ def test_every_token_is_seen_in_every_epoch(n_tokens):
 
 def test_epochs_and_seeds_differ_in_order_and_phase():
     T, n_tokens = 8, 4000
-    orders = [Windows(n_tokens, T, seed, stream) for seed in (1, 2) for stream in (0, 1)]
+    orders = [EpochSampler(n_tokens, T, seed, stream) for seed in (1, 2) for stream in (0, 1)]
     epochs = [tuple(epoch_starts(o, e)) for o in orders for e in range(2)]
     assert len(set(epochs)) == 8
     phases = {s[len(s) // 2] % T for s in epochs}
@@ -76,7 +76,7 @@ def test_a_distant_step_costs_no_more_than_a_near_one():
 def test_rows_of_a_small_source_cost_no_more_than_reading_them(n_windows):
     # 30 million tokens in rows of 1024 are 29,000 rows; a permutation walked to the next of 30
     # windows takes 600 microseconds.
-    windows = Windows(64 * n_windows, 64, seed=9)
+    windows = EpochSampler(64 * n_windows, 64, seed=9)
     began = time.process_time()
     for number in range(10**9, 10**9 + 1000):
         windows.start(number)
@@ -85,6 +85,6 @@ def test_rows_of_a_small_source_cost_no_more_than_reading_them(n_windows):
 
 def test_windows_are_drawn_evenly():
     # A permutation visits each window once; the two cut at the ends are the only ones to overlap.
-    starts = np.array(epoch_starts(Windows(64 * 100 + 1, 64, seed=9), 0))
+    starts = np.array(epoch_starts(EpochSampler(64 * 100 + 1, 64, seed=9), 0))
     inner = starts[(starts > 0) & (starts < starts.max())]
     assert len(np.unique(inner)) == len(inner) >= 99

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from jaxgpt.config import UsageError
-from jaxgpt.data import bpe
-from jaxgpt.data.find_tokenizer import from_meta, open_tokenizer
-from jaxgpt.data.tokenizer import ByteTokenizer, CharTokenizer, continued
+from jaxgpt.data.tokenizers import huggingface as bpe
+from jaxgpt.data.tokenizers.char import ByteTokenizer, CharTokenizer, continued
+from jaxgpt.data.tokenizers.registry import load_tokenizer, tokenizer_from_meta
 from odd_texts import odd_text
 
 tokenizers = pytest.importorskip("tokenizers")
@@ -28,7 +28,7 @@ LLAMA3 = (
 
 @pytest.fixture(scope="module")
 def gpt2(gpt2_folder):
-    return open_tokenizer(gpt2_folder)
+    return load_tokenizer(gpt2_folder)
 
 
 def nasty_texts(count, length):
@@ -97,7 +97,7 @@ def test_a_text_in_pieces_has_the_tokens_of_the_whole(
     elif kind == "prefix":
         content["normalizer"] = {"type": "Prepend", "prepend": "\u2581"}
     (tmp_path / "tokenizer.json").write_text(json.dumps(content))
-    tokenizer = open_tokenizer(tmp_path)
+    tokenizer = load_tokenizer(tmp_path)
     whole = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
     monkeypatch.setattr(bpe, "_PIECE", 400)
     cuts = 0
@@ -111,28 +111,28 @@ def test_a_description_and_its_file_make_the_same_tokenizer(gpt2, tmp_path):
     gpt2.save(tmp_path)
     meta = json.loads(json.dumps(gpt2.to_meta()))
     assert meta["sha256"] == hashlib.sha256((tmp_path / meta["file"]).read_bytes()).hexdigest()
-    again = from_meta(meta, tmp_path)
+    again = tokenizer_from_meta(meta, tmp_path)
     assert again.to_meta() == gpt2.to_meta()
     assert (again.encode(NASTY) == gpt2.encode(NASTY)).all()
     with (tmp_path / "tokenizer.json").open("a") as file:
         file.write("\n")
     with pytest.raises(UsageError, match="tokenizer.json: has SHA-256"):
-        from_meta(meta, tmp_path)
+        tokenizer_from_meta(meta, tmp_path)
     (tmp_path / "tokenizer.json").unlink()
     with pytest.raises(UsageError, match="tokenizer.json: the tokenizer cannot be read"):
-        from_meta(meta, tmp_path)
+        tokenizer_from_meta(meta, tmp_path)
 
 
 def test_a_tokenizer_is_found_under_all_its_names(gpt2, gpt2_folder, tmp_path):
     shutil.copy(gpt2_folder / "encoder.json", tmp_path / "vocab.json")
     shutil.copy(gpt2_folder / "vocab.bpe", tmp_path / "merges.txt")
-    assert open_tokenizer(tmp_path).to_meta() == gpt2.to_meta()
+    assert load_tokenizer(tmp_path).to_meta() == gpt2.to_meta()
     gpt2.save(tmp_path)
-    assert open_tokenizer(tmp_path / "tokenizer.json").to_meta() == gpt2.to_meta()
-    assert isinstance(open_tokenizer("byte"), ByteTokenizer)
+    assert load_tokenizer(tmp_path / "tokenizer.json").to_meta() == gpt2.to_meta()
+    assert isinstance(load_tokenizer("byte"), ByteTokenizer)
     for tokenizer in (gpt2, CharTokenizer("ab")):  # of a prepared data set
         (tmp_path / "meta.json").write_text(json.dumps({"tokenizer": tokenizer.to_meta()}))
-        assert open_tokenizer(tmp_path).to_meta() == tokenizer.to_meta()
+        assert load_tokenizer(tmp_path).to_meta() == tokenizer.to_meta()
 
 
 @pytest.mark.parametrize("kind", ["Metaspace", "WordPiece", "ByteLevel", "bytes"])
@@ -146,7 +146,7 @@ def test_what_continues_a_prompt_keeps_its_first_space(gpt2, tmp_path, kind):
         made.pre_tokenizer = metaspace if mark else tokenizers.pre_tokenizers.WhitespaceSplit()
         made.decoder = getattr(tokenizers.decoders, kind)()
         made.save(str(tmp_path / "tokenizer.json"))
-        tokenizer = open_tokenizer(tmp_path)
+        tokenizer = load_tokenizer(tmp_path)
     else:
         tokenizer = gpt2 if kind == "ByteLevel" else ByteTokenizer()
     text = "the mesh says how"
@@ -158,13 +158,13 @@ def test_what_continues_a_prompt_keeps_its_first_space(gpt2, tmp_path, kind):
 
 def test_the_end_of_text_can_be_named(gpt2, tmp_path):
     gpt2.save(tmp_path)
-    assert open_tokenizer(tmp_path, "!").end_of_text == 0
+    assert load_tokenizer(tmp_path, "!").end_of_text == 0
     for unknown in ("<stop>", ""):
         with pytest.raises(UsageError, match=f"--eos {unknown}: is not a token"):
-            open_tokenizer(tmp_path, unknown)
+            load_tokenizer(tmp_path, unknown)
     for token in ("!", {"content": "!"}):
         (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": token}))
-        assert open_tokenizer(tmp_path).end_of_text == 0
+        assert load_tokenizer(tmp_path).end_of_text == 0
 
 
 def test_truncation_in_a_tokenizer_json_does_not_shorten_texts(tmp_path):
@@ -173,7 +173,7 @@ def test_truncation_in_a_tokenizer_json_does_not_shorten_texts(tmp_path):
     package.enable_truncation(3)
     package.enable_padding(length=8)
     package.save(str(tmp_path / "tokenizer.json"))
-    tokenizer = open_tokenizer(tmp_path)
+    tokenizer = load_tokenizer(tmp_path)
     assert tokenizer.encode("a a a a a").tolist() == [0] * 5
     assert (tokenizer.vocab_size, tokenizer.end_of_text) == (8, 7)
     assert tokenizer.encode("").dtype == np.int64
@@ -193,10 +193,10 @@ def test_what_is_no_tokenizer_is_refused_with_a_sentence(tmp_path, files, words)
     for name, text in files.items():
         (tmp_path / name).write_text(text)
     with pytest.raises(UsageError, match=words):
-        open_tokenizer(tmp_path)
+        load_tokenizer(tmp_path)
 
 
 def test_without_the_package_the_remedy_is_said(tmp_path, monkeypatch):
     monkeypatch.setattr(bpe.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UsageError, match=r"pip install 'jaxgpt\[hf\]'"):
-        open_tokenizer(tmp_path)
+        load_tokenizer(tmp_path)
