@@ -17,11 +17,13 @@ from jaxgpt.cluster.shutdown import job_exit_handler
 from jaxgpt.config import CommandParser, UsageError, is_help, whole_number
 from jaxgpt.perf.startup import JOB_START
 
+FLAGS = ("--print", "--export", "-h", "--help")  # options that take no value
+
 
 def parser() -> CommandParser:
     out = CommandParser(
         prog="python -m jaxgpt.launch",
-        usage="%(prog)s [-n N] [--ppn P] [--hosts FILE] [--print] -- COMMAND ...\n"
+        usage="%(prog)s [-n N] [--ppn P] [--hosts FILE] [--print] [--] COMMAND ...\n"
         "       %(prog)s [-n N] [--ppn P] [--hosts FILE] --export",
         description=__doc__,
     )
@@ -67,13 +69,19 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def split(argv: list[str]) -> tuple[list[str], list[str]]:
-    """What stands before and after the first `--`."""
-    place = argv.index("--") if "--" in argv else len(argv)
-    return argv[:place], argv[place + 1 :]
+    """Return the options, and the command: behind `--`, or from the first other word on."""
+    if "--" in argv:
+        place = argv.index("--")
+        return argv[:place], argv[place + 1 :]
+    place = 0
+    while place < len(argv) and argv[place].startswith("-"):
+        alone = argv[place] in FLAGS or "=" in argv[place]
+        place += 1 if alone else 2
+    return argv[:place], argv[place:]
 
 
 def run(arguments: argparse.Namespace, command: list[str]) -> list[str] | None:
-    """The line to become; None if it was only to be printed.
+    """Return the line to become; None if it was only to be printed.
 
     Raises:
         UsageError: if an option cannot work here.
@@ -114,7 +122,7 @@ def run(arguments: argparse.Namespace, command: list[str]) -> list[str] | None:
 
 
 def exports(layout: ProcessLayout, launcher: list[str]) -> str:
-    """Lines for a shell's eval, with the names that ezpz gives them."""
+    """Return lines for a shell's eval, with ezpz's names for the variables."""
     values = {
         "NHOSTS": len(layout.hosts),
         "NGPU_PER_HOST": layout.per_host,

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from jaxgpt import launch
 from jaxgpt.cluster import launchers
 from jaxgpt.launch import main
 from jobs import environment, run
@@ -275,3 +276,20 @@ def test_launching_waits_for_no_jax():
     heavy = "{'jax', 'numpy', 'mpi4py', 'rich', 'orbax'} & set(sys.modules)"
     code = f"import sys, jaxgpt.launch; sys.exit(bool({heavy}))"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize(
+    "options",
+    ["-n 2 --ppn 2", "-np 2", "--np 2", "--nproc-per-node 2", "--nproc_per_node=2", "-ppn 2"],
+)
+@pytest.mark.parametrize("file", ["--hosts {}", "--hostfile {}", "-f {}", "-machinefile {}"])
+def test_options_of_mpiexec_and_torchrun_mean_the_same(options, file, tmp_path, capsys):
+    hosts = tmp_path / "hosts"
+    hosts.write_text("node1\n")
+    words = f"{options} {file.format(hosts)} --print".split()
+    for dashes in [["--"], []]:
+        launch.main([*words, *dashes, "python", "-m", "jaxgpt.train", "--mesh", "2,1,1"])
+    with_dashes, without = capsys.readouterr().out.splitlines()
+    assert with_dashes == without
+    assert "-n 2" in without and "node1" in without
+    assert without.endswith("-m jaxgpt.train --mesh 2,1,1")

@@ -186,9 +186,12 @@ COMMAND_SAME = {
         "--nproc-per-node": "--ppn",
         "--ntasks": "-n",
         "--ntasks-per-node": "--ppn",
+        "--np": "-n",
+        "-f": "--hosts",
+        "-machinefile": "--hosts",
+        "--machinefile": "--hosts",
         "-hostfile": "--hosts",
         "--hostfile": "--hosts",
-        "--machinefile": "--hosts",
     },
     "prepare": {"--json-keys": "--jsonl-key", "--json-key": "--jsonl-key"},
 }

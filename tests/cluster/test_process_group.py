@@ -12,6 +12,7 @@ from jaxgpt.cluster.process_group import ProcessGroup, join_process_group
 from jaxgpt.cluster.shutdown import PeerLost
 from jaxgpt.cluster.transport import TcpTransport
 from jaxgpt.config import UsageError
+from readme_code import load_block
 
 
 @pytest.fixture(autouse=True)
@@ -174,3 +175,8 @@ def test_what_one_process_finds_wrong_stops_all():
 
     with pytest.raises(UsageError, match="second"):
         ProcessGroup("test", size=3, transport=Transport()).raise_if_any(None)
+
+
+def test_the_example_in_the_readme(tmp_path):
+    example = load_block("jaxgpt/cluster/README.md", "two_jobs", tmp_path)
+    assert example.two_jobs() == [["first job, rank 0"], ["second job, rank 0"]]
