@@ -1,4 +1,4 @@
-"""What a launcher told this process through its environment: a table, read without side effects.
+"""A process as its launcher describes it: environment variables, read without side effects.
 
 Names are those of MPICH's and Intel MPI's Hydra (PMI_*, MPI_LOCALRANKID), Open MPI
 (OMPI_COMM_WORLD_*), PMIx, Cray PALS, Slurm's srun (https://slurm.schedmd.com/srun.html) and
@@ -17,7 +17,7 @@ from jaxgpt.config import UsageError
 
 COORDINATOR, RANK, SIZE = "JAXGPT_COORDINATOR", "JAXGPT_RANK", "JAXGPT_SIZE"
 
-# (what a launcher sets for each process, how many there are at least, its name), the surest first.
+# (variable with the rank, variable with the size, launcher's name), the surest first.
 # Without one of them mpi4py is not imported: it can abort on login nodes.
 MPI_LAUNCHERS = (
     ("PALS_RANKID", "PMI_SIZE", "Cray PALS"),
@@ -27,38 +27,38 @@ MPI_LAUNCHERS = (
     ("MPI_LOCALRANKID", "MPI_LOCALNRANKS", "Hydra"),
 )
 SLURM_WITH_PMI = "Slurm with PMI"
-# Steps of Slurm that are no job of ours: a shell on a node, a batch script, its surroundings.
+# Slurm steps that are not ours: a shell on a node, a batch script, its surroundings.
 SLURM_PSEUDO_STEPS = range(4294967290, 4294967296)
 
 
 class SingleRankUsageError(UsageError):
-    """A mistake that perhaps only this process sees, so that it has to speak for itself."""
+    """A user's mistake that perhaps only this process sees: it prints the error itself."""
 
 
 @dataclass(frozen=True)
 class Launch:
-    """One process, as its launcher describes it."""
+    """Description of one process by its launcher."""
 
     launcher: str
     """In words."""
     variable: str | None = None
-    """What told it, `NAME=value`."""
+    """The variable that told it, `NAME=value`."""
     through: Literal["mpi", "tcp", None] = None
-    """How the processes find each other; None for a job of one process."""
+    """Transport by which the processes meet; None for a job of one process."""
     rank: int = 0
     size: int | None = 1
     """None where only MPI knows."""
     local_rank: int | None = None
-    """Among the processes of this host; None where it is not said."""
+    """Rank among the processes of this host; None where it is not said."""
     address: str | None = None
     """host:port at which process 0 can be found, where it is known."""
 
 
 def find_launch(environ: Mapping[str, str]) -> Launch:
-    """What an environment says about this process.
+    """Find this process in its environment.
 
-    In this order: JAXGPT_COORDINATOR with JAXGPT_RANK and JAXGPT_SIZE; torchrun, which others may
-    have started; srun with Slurm's own PMI; an MPI launcher; a step of Slurm; RANK and WORLD_SIZE;
+    The first of these decides: JAXGPT_COORDINATOR with JAXGPT_RANK and JAXGPT_SIZE; torchrun, which
+    others may have started; srun with Slurm's own PMI; an MPI launcher; a step of Slurm; RANK and WORLD_SIZE;
     else a single process.
 
     Raises:
@@ -88,7 +88,7 @@ def find_launch(environ: Mapping[str, str]) -> Launch:
 
 
 def rank_from_env() -> int:
-    """This process's rank by its environment alone, to keep others silent before a job is up."""
+    """Return this process's rank by its environment alone, before the job is up."""
     try:
         return find_launch(os.environ).rank
     except UsageError:
@@ -96,13 +96,13 @@ def rank_from_env() -> int:
 
 
 def _begins_on_first_host(environ: Mapping[str, str]) -> bool:
-    """Whether process 0 is where `slurm_step` takes it to be."""
+    """Return whether process 0 is where `slurm_step` takes it to be."""
     is_arbitrary = environ.get("SLURM_DISTRIBUTION", "").startswith("arbitrary")
     return not is_arbitrary and "SLURM_HET_SIZE" not in environ
 
 
 def slurm_step(environ: Mapping[str, str]) -> Launch:
-    """A process that srun started, by Slurm's variables alone.
+    """Describe a process that srun started, by Slurm's variables alone.
 
     Process 0 runs on the step's first host, but of steps of several components and of arbitrary
     distributions (there, JAXGPT_COORDINATOR is needed). Its port follows from the job and the
@@ -129,7 +129,7 @@ def slurm_step(environ: Mapping[str, str]) -> Launch:
 
 
 def fast_name(host: str, environ: Mapping[str, str]) -> str:
-    """A host's name in the high-speed network of a known machine; elsewhere its name."""
+    """Return a host's name on the high-speed network of a known machine; elsewhere its name."""
     machine = find_machine(host, environ)
     return high_speed_name(machine, host) if machine else host
 
@@ -170,7 +170,7 @@ def _mpi(environ: Mapping[str, str], variable: str, size: str | None, launcher: 
 
 
 def started_by_srun(environ: Mapping[str, str]) -> bool:
-    """Whether srun started this process itself, and not an mpiexec that srun started."""
+    """Return whether srun started this process itself, and not an mpiexec that srun started."""
     names = ("PMI_RANK", "PMIX_RANK", "PALS_RANKID")
     rank = next((environ[name] for name in names if name in environ), None)
     size = environ.get("PMI_SIZE", environ.get("SLURM_STEP_NUM_TASKS"))
@@ -205,7 +205,7 @@ def _torchrun(environ: Mapping[str, str]) -> Launch:
 
 
 def check_address(key: str, address: str) -> None:
-    """Refuses what is not host:port.
+    """Check that an address is host:port.
 
     Raises:
         UsageError: naming `key`.

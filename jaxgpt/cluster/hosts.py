@@ -26,7 +26,7 @@ _SLOTS = re.compile(r"(?<!\S)slots=(\d+)(?!\S)")
 
 
 def job_hosts(environ: Mapping[str, str], file: str | None = None) -> tuple[Hosts, str]:
-    """The hosts of this job, and what named them.
+    """Find the hosts of this job.
 
     A PBS node file is often only on the first host of the job: in a job that runs already, ask
     on process 0.
@@ -52,7 +52,7 @@ def job_hosts(environ: Mapping[str, str], file: str | None = None) -> tuple[Host
 
 
 def read_host_file(path: str, option: str) -> Hosts:
-    """The hosts of a file with lines `host`, `host:4` or `host slots=4`; `#` begins a comment.
+    """Read the hosts of a file with lines `host`, `host:4` or `host slots=4`; `#` begins a comment.
 
     Lines may repeat, as PBS writes one for each slot: the slots of a host add up. A short name
     and a full one are the same host; the first spelling is kept.
@@ -97,13 +97,13 @@ def read_host_file(path: str, option: str) -> Hosts:
 
 
 def same_host(a: str, b: str) -> bool:
-    """Whether two names mean one host: they are equal, or one is the other's short form."""
+    """Return whether two names mean one host: equal, or one is the other's short form."""
     a, b = a.lower(), b.lower()
     return a == b or b.startswith(a + ".") or a.startswith(b + ".")
 
 
 def expand_node_list(text: str, variable: str = "SLURM_JOB_NODELIST") -> tuple[str, ...]:
-    """The names in a Slurm node list, in Slurm's order, each once.
+    """Expand a Slurm node list to names, in Slurm's order, each once.
 
     >>> expand_node_list("nid[001-003,007],login1,x[1-2]c[0-1]")
     ('nid001', 'nid002', 'nid003', 'nid007', 'login1', 'x1c0', 'x1c1', 'x2c0', 'x2c1')
@@ -127,7 +127,7 @@ def expand_node_list(text: str, variable: str = "SLURM_JOB_NODELIST") -> tuple[s
 
 
 def _numbers(ranges: str) -> list[str]:
-    """The numbers of `001-003,007`, as wide as they are written; none if that is malformed."""
+    """Expand `001-003,007`, keeping the width; return nothing if it is malformed."""
     out: list[str] = []
     for word in ranges.split(","):
         match = re.fullmatch(r"(\d+)(?:-(\d+))?", word)

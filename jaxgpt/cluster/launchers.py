@@ -129,7 +129,7 @@ def _wants_accelerators(environ: Mapping[str, str]) -> bool:
 
 
 def _devices(machine: Machine | None, environ: Mapping[str, str]) -> tuple[int, str]:
-    """How many processes a host gets where nobody says, and why."""
+    """Return the default number of processes on a host, and the reason."""
     if asked := environ.get("SLURM_NTASKS_PER_NODE", ""):
         return _number("SLURM_NTASKS_PER_NODE", asked), f"SLURM_NTASKS_PER_NODE={asked}"
     tasks = environ.get("SLURM_TASKS_PER_NODE", "") if "SLURM_NTASKS" in environ else ""
@@ -184,7 +184,7 @@ def launch_command(layout: ProcessLayout, environ: Mapping[str, str]) -> list[st
 
 
 def find_mpiexec() -> str:
-    """The path of mpiexec: the one that was installed with this Python, else the first in PATH.
+    """Find mpiexec: the one that was installed with this Python, else the first in PATH.
 
     Raises:
         UsageError: if there is none.
@@ -200,7 +200,7 @@ def find_mpiexec() -> str:
 
 
 def passed_over(mpiexec: str) -> str | None:
-    """A line about the machine's own mpiexec, if this Python's comes before it."""
+    """Return a warning if this Python's mpiexec comes before the machine's own."""
     folder = str(Path(sys.executable).parent)
     if str(Path(mpiexec).parent) != folder:
         return None
@@ -213,7 +213,7 @@ def passed_over(mpiexec: str) -> str | None:
 
 
 def mpiexec_version(mpiexec: str) -> str:
-    """What `mpiexec --version` prints.
+    """Return the output of `mpiexec --version`.
 
     Raises:
         UsageError: if it cannot be run.
@@ -243,7 +243,7 @@ def _pals_hosts(layout: ProcessLayout) -> list[str]:
 
 
 def _bind(layout: ProcessLayout) -> list[str]:
-    """PALS's binding of processes to cores: the machine's own, else equal shares of this host's.
+    """Return PALS's binding to cores: the machine's own, else equal shares of this host's.
 
     A process with several devices has the cores of all of them.
     """
@@ -300,9 +300,11 @@ def _srun(layout: ProcessLayout, environ: Mapping[str, str]) -> list[str]:
 
 
 def _slurm_cpus(per_host: int, environ: Mapping[str, str]) -> int:
-    """CPUs of one process: what the job asked for, which srun does not take over by itself since
-    Slurm 22.05, if that was for so many processes; else an equal share of the allocation; 0 if it
-    is not known."""
+    """Return the CPUs of one process; 0 if unknown.
+
+    The job's own number (which srun does not take over by itself since Slurm 22.05) counts if it
+    was for as many processes; else an equal share of the allocation.
+    """
     share = _least(environ.get("SLURM_JOB_CPUS_PER_NODE", "")) // per_host
     asked = environ.get("SLURM_CPUS_PER_TASK", "")
     tasks = environ.get("SLURM_NTASKS_PER_NODE", "")
@@ -315,5 +317,5 @@ def _slurm_cpus(per_host: int, environ: Mapping[str, str]) -> int:
 
 
 def _least(counts: str) -> int:
-    """The least of what Slurm counts on each host, such as `16,8(x2)`; 0 if it says nothing."""
+    """Return the least of Slurm's counts per host, such as `16,8(x2)`; 0 if there are none."""
     return min(map(int, re.findall(r"(\d+)(?:\(x\d+\))?", counts)), default=0)

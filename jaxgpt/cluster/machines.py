@@ -1,4 +1,4 @@
-"""Supercomputers as data: what launching on them has to know, and where that is written.
+"""Supercomputers as data: names, devices, binding, networks, and the source of each fact.
 
 Sources, all read in 2026:
     [ALCF]  docs.alcf.anl.gov: "Running Jobs", "Machine Overview" and "PyTorch" of each machine
@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """A machine, as a job on it has to know it."""
+    """Facts about a machine that a job on it needs."""
 
     name: str
     """As its users write it."""
@@ -32,10 +32,10 @@ class Machine:
     """Key of `jaxgpt.perf.hardware.DEVICES`."""
     devices_per_host: int
     high_speed_suffix: str | None = None
-    """What a short host name is followed by to mean the host on the high-speed network; None
-    where the plain name is good."""
+    """Suffix of a short host name that means the host on the high-speed network; None where the
+    plain name is good."""
     cpu_bind: str | None = None
-    """What PALS's `mpiexec --cpu-bind` takes for one process per device."""
+    """Value of PALS's `mpiexec --cpu-bind` for one process per device."""
     cpus_per_host: int | None = None
     """Logical processors that Slurm gives out on a host."""
     srun_options: tuple[str, ...] = field(default=())
@@ -43,8 +43,8 @@ class Machine:
 
 
 def _alcf(name: str) -> dict[str, str]:
-    """How PBS at ALCF names a machine: PBS_JOBID=123.aurora-pbs-0001.head..., and the login host
-    that qsub ran on."""
+    """Return PBS's names of a machine at ALCF: PBS_JOBID=123.aurora-pbs-0001.head..., and the login
+    host that qsub ran on."""
     return {"PBS_JOBID": rf"^\d+(\[\d*\])?\.{name}-pbs", "PBS_O_HOST": rf"^{name}-"}
 
 
@@ -151,7 +151,7 @@ MACHINES = (
 
 
 def find_machine(host_name: str, environ: Mapping[str, str]) -> Machine | None:
-    """The machine that this host belongs to; None for one that is not in the table.
+    """Find the machine that this host belongs to; None if it is not in the table.
 
     >>> find_machine("x3005c0s37b0n0", {}).name
     'Polaris'
@@ -167,7 +167,7 @@ def find_machine(host_name: str, environ: Mapping[str, str]) -> Machine | None:
 
 
 def high_speed_name(machine: Machine, host: str) -> str:
-    """A host's name on the machine's high-speed network, from its short or full name.
+    """Return a host's name on the machine's high-speed network, from its short or full name.
 
     >>> high_speed_name(find_machine("x3005c0s37b0n0", {}), "x3005c0s37b0n0")
     'x3005c0s37b0n0.hsn.cm.polaris.alcf.anl.gov'

@@ -38,10 +38,10 @@ INIT_TIMEOUT = 300.0  # seconds for all processes to arrive
 
 @dataclass(frozen=True)
 class ProcessGroup:
-    """The processes of one job, as one of them sees it."""
+    """Processes of one job, as one of them sees it."""
 
     launcher: str
-    """What started the job, in words."""
+    """The launcher, in words."""
     rank: int = 0
     """This process, from 0."""
     size: int = 1
@@ -51,20 +51,20 @@ class ProcessGroup:
     local_size: int = 1
     """Number of processes on this host."""
     hosts: tuple[int, ...] = (0,)
-    """Of each process, the rank of the first process on its host."""
+    """For each process, the rank of the first process on its host."""
     host_names: tuple[str, ...] = ("localhost",)
-    """Of each process, the name of its host."""
+    """For each process, the name of its host."""
     machine: Machine | None = None
-    """Which supercomputer this is, if it is a known one."""
+    """The supercomputer, if it is a known one."""
     mpi_library: str | None = None
     timeout: float = INIT_TIMEOUT
     """Seconds that processes wait for each other when the job starts."""
     notes: tuple[str, ...] = ()
-    """What was found and had to be worked around, as lines for the log."""
+    """Lines for the log about problems that were worked around."""
     transport: Transport | None = None
-    """How the processes speak to each other; None if there is but one."""
+    """Messages between the processes; None if there is but one."""
     on_close: contextlib.ExitStack = field(default_factory=contextlib.ExitStack, compare=False)
-    """What is given up when the group is closed."""
+    """Locks and the like, given up when the group is closed."""
 
     def __enter__(self) -> "ProcessGroup":
         return self
@@ -83,26 +83,26 @@ class ProcessGroup:
 
     @property
     def is_main(self) -> bool:
-        """Whether this is process 0, the one that prints and writes metrics."""
+        """True on process 0, the one that prints and writes metrics."""
         return self.rank == 0
 
     def broadcast(self, value: Any) -> Any:
-        """Process 0's `value` (anything that JSON holds), on every process."""
+        """Return process 0's `value` (anything that JSON holds) on every process."""
         if self.transport is None:
             return value
         message = json.dumps(value).encode() if self.is_main else b""
         return json.loads(self.transport.allgather(message)[0])
 
     def allgather(self, value: Any) -> list[Any]:
-        """Every process's `value` (anything that JSON holds) by rank, on every process."""
+        """Return every process's `value` (anything that JSON holds) by rank, on every process."""
         if self.transport is None:
             return [value]
         return [json.loads(m) for m in self.transport.allgather(json.dumps(value).encode())]
 
     def barrier(self) -> None:
-        """Returns once all processes have called it.
+        """Wait until all processes have called it.
 
-        Before they first meet in a collective: Gloo gives up on one that is 30 s late.
+        Call it before their first collective: Gloo gives up on a process that is 30 s late.
         """
         self.allgather(None)
 
@@ -124,7 +124,7 @@ class ProcessGroup:
             raise PeerLost(*([lost_sentence(lost[0])] if self.is_main else [])) from error
 
     def raise_if_any(self, error: str | None) -> None:
-        """Raises on every process the error of the first process that has one.
+        """Raise on every process the error of the first process that has one.
 
         Raises:
             UsageError: if any process passed an `error`.
@@ -134,7 +134,7 @@ class ProcessGroup:
             raise UsageError(found)
 
     def run_on_all(self, function: Callable[..., T], *arguments: Any) -> T:
-        """What `function` returns on this process, once it has returned on all of them.
+        """Call `function` on every process; return its result here once it has returned on all.
 
         Raises:
             UsageError: on every process, if `function` raised one on any.
@@ -145,7 +145,7 @@ class ProcessGroup:
 
 
 def catch_usage_error(function: Callable[..., T], *arguments: Any) -> tuple[T | None, str | None]:
-    """What `function` returns, or the error that the user made, for `ProcessGroup.raise_if_any`."""
+    """Return the function's result, or its `UsageError` as a text for `raise_if_any`."""
     try:
         return function(*arguments), None
     except UsageError as error:
@@ -153,7 +153,7 @@ def catch_usage_error(function: Callable[..., T], *arguments: Any) -> tuple[T | 
 
 
 def join_process_group(timeout: float = INIT_TIMEOUT, launch: Launch | None = None) -> ProcessGroup:
-    """Finds the other processes of this job and waits until all are there, without JAX.
+    """Find the other processes of this job and wait until all are there, without JAX.
 
     Args:
         timeout: seconds after which the process ends, naming those that did not come.
@@ -184,7 +184,7 @@ def join_process_group(timeout: float = INIT_TIMEOUT, launch: Launch | None = No
 
 
 def coordinator_host(cluster: ProcessGroup) -> str:
-    """The name by which all processes reach process 0: loopback where all share its host."""
+    """Return the name by which all reach process 0: loopback where they share its host."""
     if cluster.local_size == cluster.size:
         return "127.0.0.1"
     if cluster.machine:
@@ -193,7 +193,7 @@ def coordinator_host(cluster: ProcessGroup) -> str:
 
 
 def _over_mpi(launch: Launch, timeout: float) -> ProcessGroup:
-    """The job as MPI sees it.
+    """Join the job that MPI describes.
 
     Raises:
         UsageError: if MPI cannot be loaded, or sees the processes as separate jobs.
@@ -244,7 +244,7 @@ def _over_mpi(launch: Launch, timeout: float) -> ProcessGroup:
 
 
 def _another_mpi(launch: Launch, library: str) -> UsageError:
-    """The error of a process whose mpi4py uses another MPI than its launcher."""
+    """Return the error for a process whose mpi4py uses another MPI than its launcher."""
     started = f"{launch.size} processes" if launch.size else "several processes"
     # Where the launcher does not say how many there are, process 0 sees nothing wrong.
     return (UsageError if launch.size else SingleRankUsageError)(
@@ -255,7 +255,7 @@ def _another_mpi(launch: Launch, library: str) -> UsageError:
 
 
 def _over_tcp(launch: Launch, timeout: float) -> ProcessGroup:
-    """The job as its environment describes it; the processes meet at `launch.address`."""
+    """Join the job that the environment describes; the processes meet at `launch.address`."""
     cluster = ProcessGroup(
         launcher=f"{launch.launcher} ({launch.variable})",
         rank=launch.rank,
@@ -280,7 +280,7 @@ def _over_tcp(launch: Launch, timeout: float) -> ProcessGroup:
 
 
 def _boot_id() -> str:
-    """Tells apart hosts of the same name."""
+    """Return what tells apart hosts of the same name."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:

@@ -1,4 +1,4 @@
-"""How a job ends: all processes together, with an exit status that a job script can act on."""
+"""End of a job: all processes together, with an exit status that a job script can act on."""
 
 import atexit
 import contextlib
@@ -107,9 +107,9 @@ def job_exit_handler(
 
 
 def _open_what_is_closed() -> None:
-    """Where a shell has closed stdout or stderr (`>&-`), what is written there is written nowhere.
+    """Point closed stdout and stderr (`>&-`) at /dev/null.
 
-    Another file would get the descriptor, and what libraries print.
+    Otherwise the next file would get the descriptor, and all that libraries print.
     """
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= STDERR:
         os.set_inheritable(descriptor, True)
@@ -127,7 +127,7 @@ def _check_encoding(arguments: list[str]) -> None:
 
 
 def _nobody_reads() -> bool:
-    """Whether what is written to stdout goes nowhere, because it is a pipe without a reader."""
+    """Return whether stdout is a pipe without a reader."""
     poll = select.poll()
     poll.register(STDOUT, 0)
     return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))

@@ -65,7 +65,7 @@ class TcpTransport:
     """Messages over TCP connections between process 0 and each other process."""
 
     def __init__(self, launch: Launch, timeout: float):
-        """Process 0 listens at `launch.address`, and the others come to it.
+        """Meet the other processes: 0 listens at `launch.address`, and the others connect.
 
         Args:
             timeout: seconds for all to arrive.
@@ -117,7 +117,7 @@ class TcpTransport:
             peer.close()
 
     def _accept_peers(self, deadline: float, timeout: float) -> None:
-        """Takes in the others, until all are there."""
+        """Accept the others, until all are there."""
         launch = self._launch
         raise_open_file_limit(launch.size + 100)  # one connection for each process
         port = int(launch.address.rpartition(":")[2])
@@ -177,7 +177,7 @@ class TcpTransport:
 
 @contextlib.contextmanager
 def arrival_limit(launch: Launch, timeout: float) -> Iterator[None]:
-    """Ends this process if the block, in which MPI waits for all processes, takes too long.
+    """End this process if the block, in which MPI waits for all processes, takes too long.
 
     MPI cannot say who is missing. Processes that have waited for a while leave a mark in a folder
     that all hosts see, so that those that left none can be named.
@@ -217,7 +217,7 @@ def lost_sentence(rank: int) -> str:
 
 
 def missing_sentence(arrived: set[int], size: int | None, timeout: float) -> str:
-    """Who did not arrive, for the user.
+    """Return the error that names the processes which did not arrive.
 
     >>> missing_sentence({0, 1, 3}, 4, 300)[:56]
     'error: 3 of 4 processes arrived within 300 s (--init-tim'
@@ -234,7 +234,7 @@ def missing_sentence(arrived: set[int], size: int | None, timeout: float) -> str
 
 
 def _arrivals_folder() -> Path:
-    """A folder for the processes of this job alone: by the job's name, or by its launcher's id."""
+    """Return a folder of this job alone: by the job's name, or by its launcher's id."""
     names = ("PALS_APID", "PMIX_NAMESPACE", "PMI_JOBID", "SLURM_JOB_ID", "PBS_JOBID")
     job = next((os.environ[n] for n in names if os.environ.get(n)), None)
     if job and "SLURM_STEP_ID" in os.environ:
@@ -244,7 +244,7 @@ def _arrivals_folder() -> Path:
 
 
 def _launcher_pid() -> int:
-    """The process that started all of this host: the nearest ancestor that has no rank itself."""
+    """Return the launcher's process on this host: the nearest ancestor without a rank."""
     pid = os.getppid()
     while pid > 1:
         try:
@@ -273,7 +273,7 @@ def _listen(port: int) -> Socket:
 
 
 def _keep_alive(peer: Socket) -> None:
-    """Has the system notice within a minute that the other host has vanished."""
+    """Let the system notice within a minute that the other host has vanished."""
     peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in (("TCP_KEEPIDLE", 30), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 3)):
         if hasattr(socket, option):  # Linux has them all
@@ -294,7 +294,7 @@ def _send(peer: Socket, message: bytes) -> None:
 
 
 def _receive(peer: Socket, limit: int | None = None) -> bytes:
-    """One message.
+    """Return one message.
 
     Raises:
         OSError: if the other side has gone.
@@ -317,7 +317,7 @@ def _read(peer: Socket, n_bytes: int) -> bytes:
 
 
 def _split_messages(everything: bytes, lengths: Any) -> list[bytes]:
-    """Messages that were strung together."""
+    """Split messages that were strung together."""
     out, start = [], 0
     for length in lengths:
         out.append(everything[start : start + length])

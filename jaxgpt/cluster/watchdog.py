@@ -1,4 +1,4 @@
-"""A job that hangs ends, and says where: node hours are not spent on waiting."""
+"""Watchdog for jobs that hang: they end and say where, so that no node hours are wasted."""
 
 import contextlib
 import faulthandler
@@ -12,7 +12,7 @@ from jaxgpt.cluster.shutdown import HUNG, terminate_job
 
 
 class Watchdog:
-    """Ends the job with status 70 if `heartbeat` is not called for too long.
+    """Thread that ends the job with status 70 if `heartbeat` is not called for too long.
 
     A process that waits for ever, for its device, another process or a file system, cannot notice
     by itself: a thread does. In a job of several processes one that stops holds up all others, so

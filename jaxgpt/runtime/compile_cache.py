@@ -1,4 +1,4 @@
-"""JAX's persistent compilation cache: what was compiled once is read from a folder next time."""
+"""Persistent compilation cache: compiled programs are read from a folder at the next start."""
 
 import contextlib
 import hashlib

@@ -209,7 +209,7 @@ def pin_settings() -> list[str]:
 
 
 def describe(facts: dict[str, Any]) -> list[str]:
-    """Lines for the log about what `initialize_jax` found."""
+    """Return lines for the log about what `initialize_jax` found."""
     processes = f"{facts['processes']} process" + ("es" if facts["processes"] > 1 else "")
     simulated = " simulated" if facts["simulated"] else ""
     machine = f", {facts['machine']}" if facts["machine"] else ""
@@ -271,7 +271,7 @@ def clear_proxies() -> list[str]:
 
 
 def _keep_stdout_for_python() -> None:
-    """Gloo, from C++, prints a line per process and group to stdout: give it another one."""
+    """Give Gloo another stdout: from C++ it prints a line per process and group."""
     sys.stdout.flush()
     ours = os.dup(1)
     with open(os.devnull, "w") as nothing:
@@ -280,7 +280,7 @@ def _keep_stdout_for_python() -> None:
 
 
 def _free_address(cluster: ProcessGroup) -> str | None:
-    """host:port on process 0 that the others can connect to; None on the others."""
+    """Return host:port on process 0 that the others can connect to; None on the others."""
     if not cluster.is_main:
         return None
     if os.environ.get(COORDINATOR):

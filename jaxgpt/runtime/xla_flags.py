@@ -1,4 +1,4 @@
-"""XLA's flags, which it reads from XLA_FLAGS when JAX starts its devices."""
+"""Flags of XLA, which it reads from XLA_FLAGS when JAX starts its devices."""
 
 import os
 
@@ -17,7 +17,7 @@ QUICK_FUSIONS = ("--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitter
 
 
 def add_xla_flags(*flags: str) -> None:
-    """Puts the flags that XLA_FLAGS lacks before what it has: of two that differ, the last counts.
+    """Put the flags that XLA_FLAGS lacks before its own: of two that differ, the last counts.
 
     Raises:
         UsageError: if it names a file of flags, which XLA takes in their place.
