@@ -35,7 +35,7 @@ UPWARD = set()
 JAX_IN_CLUSTER = set()
 PRIVATE = set()
 EXITS = set()
-GLOBALS = {"data/text.py"}
+GLOBALS = {"data/prepare/text.py"}
 LONG_FILES = {
     "doctor/checks.py",
     "doctor/collectives.py",
@@ -49,10 +49,10 @@ LONG_FUNCTIONS = {
     "bench/nanogpt.py: measure",
     "bench/sample.py: measure",
     "bench/step.py: measure",
-    "data/corpora.py: prepare_text",
+    "data/prepare/builtin.py: prepare_text",
     "train/loop.py: train_watched",
 }
-LARGE_ROOMS = {"bench", "data", "train"}
+LARGE_ROOMS = {"bench", "train"}
 
 
 def name_of(file):

@@ -58,8 +58,8 @@ def find_launch(environ: Mapping[str, str]) -> Launch:
     """Find this process in its environment.
 
     The first of these decides: JAXGPT_COORDINATOR with JAXGPT_RANK and JAXGPT_SIZE; torchrun, which
-    others may have started; srun with Slurm's own PMI; an MPI launcher; a step of Slurm; RANK and WORLD_SIZE;
-    else a single process.
+    others may have started; srun with Slurm's own PMI; an MPI launcher; a step of Slurm; RANK and
+    WORLD_SIZE; else a single process.
 
     Raises:
         UsageError: if variables contradict each other or are no numbers.
