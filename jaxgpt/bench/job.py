@@ -19,15 +19,14 @@ from jaxgpt.cluster.watchdog import Watchdog
 from jaxgpt.config import UsageError, check_batch, mesh_sizes
 from jaxgpt.data.loader import Loader
 from jaxgpt.parallel.mesh import make_mesh
-from jaxgpt.perf.profile import Tracing
+from jaxgpt.perf.profile import StepProfile, Tracing
 from jaxgpt.perf.startup import Startup
 from jaxgpt.runtime.dispatch import DispatchLimiter
 from jaxgpt.runtime.initialize import end_job, preemption_sync_point
 from jaxgpt.train.loop import Parts, run_steps
-from jaxgpt.train.profiling import StepProfile
 from jaxgpt.train.reporter import Reporter
 from jaxgpt.train.run_directory import Run
-from jaxgpt.train.state import TrainState
+from jaxgpt.train.state import TrainState, state_from_checkpoint
 from jaxgpt.train.step import make_steps
 
 
@@ -171,7 +170,7 @@ class Job:
     def close(self) -> None:
         """The loop calls it when it ends."""
 
-    def save(self, step: int, state: TrainState, meta: dict[str, Any]) -> None:
+    def save(self, step: int, tree: dict[str, Any], meta: dict[str, Any]) -> None:
         """The loop calls it after the last step of a round, which is done and reported."""
         self._ended = Clocks.read()
-        self._state = state
+        self._state = state_from_checkpoint(tree, meta, self.steps.state_shapes)

@@ -4,17 +4,19 @@ The trace is JAX's own, which TensorBoard and Perfetto open. The table is of the
 in it, each an instruction of the compiled step.
 """
 
+import contextlib
 import shutil
 import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 
 from jaxgpt.cluster.process_group import ProcessGroup
+from jaxgpt.config import Config, profile_range
 from jaxgpt.perf.hlo_text import parse_hlo
 from jaxgpt.perf.operations import CATEGORIES, Operation, read_operations
 
@@ -81,6 +83,67 @@ class Tracing:
         over_gloo = self._cluster.size > 1 and jax.default_backend() == "cpu"
         graphs = jax.default_backend() == "gpu" and found["device_seconds"] < seconds / 2
         return found | {"collectives_over": "Gloo" if over_gloo else None, "may_lack": graphs}
+
+
+class ProfiledRun(Protocol):
+    """The parts of a run that its profile needs."""
+
+    directory: Path
+    config: Config
+
+
+class ProfileLog(Protocol):
+    """The parts of a run's reporter that its profile needs."""
+
+    def info(self, text: str) -> None: ...
+
+    def between_steps(self, pending: Any) -> contextlib.AbstractContextManager[None]: ...
+
+
+class StepProfile:
+    """A trace of the steps of `profile_steps`, once; nothing where none are asked for."""
+
+    def __init__(self, run: ProfiledRun, cluster: ProcessGroup, train_step: Any, log: ProfileLog):
+        """Trace nothing yet.
+
+        Args:
+            train_step: the compiled step.
+        """
+        self._todo = profile_range(run.config)
+        self._directory = run.directory / "profile"
+        self._cluster, self._train_step, self._log = cluster, train_step, log
+        self._tracing: Tracing | None = None
+        self._traced: list[int] = []
+
+    def before(self, step: int, state: Any) -> None:
+        """Begin the trace if `step`, which is about to run on `state`, is the first of it."""
+        if step not in self._todo:
+            return
+        if self._tracing is None:
+            with self._log.between_steps(state):
+                self._tracing = Tracing(self._directory, self._cluster)
+                self._tracing.start(state)
+        self._traced.append(step)
+
+    def after(self, step: int, state: Any) -> None:
+        """End the trace if `step`, which is under way or skipped, is the last of it."""
+        if self._tracing is not None and step >= self._todo[-1]:
+            self.close(state)
+
+    def close(self, state: Any) -> None:
+        """End a trace that has begun, and log what is in it; there is no other after it."""
+        if self._tracing is None:
+            return
+        with self._log.between_steps(state):
+            found = self._tracing.stop(state, len(self._traced), self._train_step.as_text())
+            first, last = self._traced[0], self._traced[-1]
+            skipped = last - first + 1 - len(self._traced)
+            self._log.info(
+                f"traced steps {first} to {last} into {self._directory}, which slows them a little"
+                + (f"; {skipped} of them skipped" if skipped else "")
+                + f"\n{describe(found)}"
+            )
+        self._tracing, self._todo = None, range(0)
 
 
 def newest_trace(directory: Path) -> Path:

@@ -27,6 +27,7 @@ from jaxgpt.config import (
 )
 from jaxgpt.data.loader import Loader
 from jaxgpt.parallel.mesh import crossing, describe, make_mesh
+from jaxgpt.perf.profile import StepProfile
 from jaxgpt.perf.startup import Startup
 from jaxgpt.runtime.compile_cache import CacheUse
 from jaxgpt.runtime.dispatch import DispatchLimiter
@@ -35,7 +36,6 @@ from jaxgpt.spikes.rewind import rewind
 from jaxgpt.spikes.skip import SkipRanges, check_faults
 from jaxgpt.train.evaluate import Evaluation, Sampler
 from jaxgpt.train.metrics import MetricsBuffer, StepMetrics
-from jaxgpt.train.profiling import StepProfile
 from jaxgpt.train.reporter import Reporter
 from jaxgpt.train.run_directory import EVAL_RECORDS, Run
 from jaxgpt.train.state import (

@@ -3,19 +3,14 @@
 All processes read the same numbers at the same steps, and so decide alike.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
 
 from jaxgpt.config import Config
-from jaxgpt.data.dataset import Dataset
-from jaxgpt.data.loader import Loader
-from jaxgpt.spikes.detector import CAUSES, LOSS, NONE, NONFINITE
-from jaxgpt.tracking.records import SpikeRecord
+from jaxgpt.spikes.detector import LOSS
 from jaxgpt.train.step_metrics import Metrics
-
-WORST_ROWS = 8
 
 
 class StepMetrics(NamedTuple):
@@ -82,58 +77,6 @@ class MetricsBuffer:
             f"{reached[-1]}, were not finite, and changed nothing; go on from an older checkpoint "
             "by removing the newer ones, or with a lower optimizer.learning_rate"
         )
-
-
-def spike_record(
-    reading: StepMetrics, config: Config, loader: Loader, dataset: Dataset
-) -> SpikeRecord | None:
-    """Return the record of a spike; None for a step that is as steps should be."""
-    step, m = reading
-    cause = int(m.detection.cause)
-    if cause == NONE:
-        return None
-    which = None if cause == NONFINITE else cause - LOSS
-    return SpikeRecord(
-        step=step,
-        loss=float(m.loss),
-        grad_norm=float(m.scalars["grad_norm"]),
-        cause=CAUSES[cause],
-        action=action_taken(cause, config),
-        median=None if which is None else float(m.detection.medians[which]),
-        limit=None if which is None else float(m.detection.limits[which]),
-        rows=worst_rows(step, m.row_losses, loader, dataset),
-    )
-
-
-def action_taken(cause: int, config: Config) -> str:
-    """Return what is done about a spike; a step that is not finite is never applied."""
-    action = config.spike.action
-    if cause == NONFINITE:
-        return "skip_update"
-    return "log" if action == "rewind" and cause != LOSS else action
-
-
-def worst_rows(
-    step: int, row_losses: np.ndarray, loader: Loader, dataset: Dataset
-) -> list[dict[str, Any]]:
-    """Return the rows of a step with the highest losses and their sources, the worst first.
-
-    `offset` counts the tokens of the training split of `source`.
-    """
-    worst = [int(row) for row in np.argsort(row_losses)[::-1][:WORST_ROWS]]  # nan comes first
-    out = []
-    for row in worst:
-        (place,) = loader.places(step, range(row, row + 1))
-        out.append(
-            {
-                "row": row,
-                "loss": float(row_losses[row]),
-                "corpus": loader.names[place.corpus],
-                "source": str(dataset.sources[place.source].entry.path),
-                "offset": int(place.start),
-            }
-        )
-    return out
 
 
 class CorpusLosses:

@@ -16,14 +16,21 @@ from jaxgpt.perf.memory import memory_in_use
 from jaxgpt.perf.startup import Startup, startup_line, startup_values, summary
 from jaxgpt.spikes.detector import CAUSES
 from jaxgpt.spikes.policy import METRICS, read_rewinds
+from jaxgpt.spikes.record import spike_record
 from jaxgpt.spikes.report import rewind_line, spike_line, spikes_table
 from jaxgpt.tracking import Trackers
 from jaxgpt.tracking.console import Console
 from jaxgpt.tracking.jsonl import atomic_write_text, read_records
 from jaxgpt.tracking.metrics import FIGURES, figure, train_line
-from jaxgpt.tracking.records import CheckpointRecord, Record, StartupRecord, TrainRecord
+from jaxgpt.tracking.records import (
+    CheckpointRecord,
+    Record,
+    SpikeRecord,
+    StartupRecord,
+    TrainRecord,
+)
 from jaxgpt.train.header import header_lines
-from jaxgpt.train.metrics import CorpusLosses, StepMetrics, spike_record
+from jaxgpt.train.metrics import CorpusLosses, StepMetrics
 from jaxgpt.train.run_directory import Run
 from jaxgpt.train.state import StepFunctions
 from jaxgpt.train.step_metrics import STEP_METRICS, Metrics
@@ -145,7 +152,7 @@ class Reporter:
 
     def _log_known(self, reading: StepMetrics) -> None:
         self._nonfinite += CAUSES[int(reading.metrics.detection.cause)] == "nonfinite"
-        self.log(spike_record(reading, self._config, self._loader, self._run.dataset))
+        self.log(self._spike_record(reading))
         if reading.step in self._corpora:
             corpora = self._corpora.pop(reading.step)
             self._corpus_losses.add(corpora, reading.metrics.row_losses)
@@ -191,7 +198,10 @@ class Reporter:
         """Return the record of a step that is a spike, on process 0."""
         if not self._enabled:
             return None
-        return spike_record(reading, self._config, self._loader, self._run.dataset).to_dict()
+        return self._spike_record(reading).to_dict()
+
+    def _spike_record(self, reading: StepMetrics) -> SpikeRecord | None:
+        return spike_record(*reading, self._config, self._loader, self._run.dataset)
 
     def rewind(self, run: Run) -> None:
         """Go on from `run.resume_step`, as if the run had been started there."""
