@@ -50,7 +50,6 @@ LONG_FUNCTIONS = {
     "bench/sample.py: measure",
     "bench/step.py: measure",
     "data/prepare/builtin.py: prepare_text",
-    "train/loop.py: train_watched",
 }
 LARGE_ROOMS = {"bench", "train"}
 

@@ -23,9 +23,10 @@ from jaxgpt.perf.profile import StepProfile, Tracing
 from jaxgpt.perf.startup import Startup
 from jaxgpt.runtime.dispatch import DispatchLimiter
 from jaxgpt.runtime.initialize import end_job, preemption_sync_point
-from jaxgpt.train.loop import Parts, run_steps
+from jaxgpt.train.loop import run_steps
 from jaxgpt.train.reporter import Reporter
 from jaxgpt.train.run_directory import Run
+from jaxgpt.train.setup import Trainer
 from jaxgpt.train.state import TrainState, state_from_checkpoint
 from jaxgpt.train.step import make_steps
 
@@ -81,9 +82,9 @@ class Job:
         self._report = Reporter(run, self.steps, Startup(), cluster)
         self._report.log_header(facts, warnings=())
         self._report.start(self.loader)
-        self._parts = Parts(
+        self._trainer = Trainer(
             cluster=cluster,
-            mesh=self.mesh,
+            steps=self.steps,
             train_step=self.train_step,
             loader=self.loader,
             evaluate=lambda step, params: None,
@@ -117,7 +118,7 @@ class Job:
             self.run, config=self.run.config.replace(train__max_iters=first + n_steps)
         )
         began = Clocks.read()
-        end = run_steps(run, self._state, self._parts)
+        end = run_steps(run, self._state, self._trainer)
         if end.failure:
             raise UsageError(end.failure)
         self.run = dataclasses.replace(self.run, resume_step=first + n_steps)

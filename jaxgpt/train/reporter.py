@@ -84,6 +84,15 @@ class Reporter:
         """Print a line, and keep it in train.log."""
         self._console.info(text)
 
+    def resumed(self, mesh: str) -> None:
+        """Say from which checkpoint the run goes on, if from one, and on which mesh."""
+        run = self._run
+        if run.resume_step is not None:
+            self.info(
+                f"resumed from step {run.resume_step}: mesh {run.resume_meta['mesh']} on "
+                f"{run.resume_meta['processes']} processes -> {mesh} on {self._cluster.size}"
+            )
+
     def start(self, loader: Loader) -> None:
         """Keep the configuration and start the clock: the first step is next."""
         if self._enabled:

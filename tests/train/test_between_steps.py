@@ -9,7 +9,7 @@ import pytest
 
 from jaxgpt.cluster import shutdown as exits
 from jaxgpt.runtime.dispatch import LIMIT
-from jaxgpt.train import loop
+from jaxgpt.train import setup
 from jaxgpt.train.metrics import MetricsBuffer
 from jobs import SMALL, losses, train_here
 
@@ -102,13 +102,13 @@ def test_logging_waits_for_the_device_only_at_log_interval(
             watched = functools.partial(wait_for, int(step))
             return state, jax.tree.map(lambda m: OnDevice(m, watched), metrics)
 
-    make_steps = loop.make_steps
+    make_steps = setup.make_steps
 
     def watched_steps(*arguments):
         steps = make_steps(*arguments)
         return dataclasses.replace(steps, train_step=Watched(steps.train_step))
 
-    monkeypatch.setattr(loop, "make_steps", watched_steps)
+    monkeypatch.setattr(setup, "make_steps", watched_steps)
     assert train_here(*RUN, "--out", tmp_path, f"train.max_iters={max_iters}") == exits.DONE
     assert begun == list(range(1, max_iters + 1))
     assert waited == expected

@@ -19,7 +19,7 @@ from jaxgpt.cluster.watchdog import Watchdog
 from jaxgpt.config import OptimizerConfig, UsageError
 from jaxgpt.data.loader import Loader
 from jaxgpt.data.tokenizers.char import ByteTokenizer
-from jaxgpt.train import loop
+from jaxgpt.train import setup
 from jobs import (
     SMALL,
     checkpoint_arrays,
@@ -244,7 +244,7 @@ def test_a_run_that_ends_before_its_first_step_goes_on_as_it_was(tmp_path, monke
         raise RuntimeError
 
     with monkeypatch.context() as patch, pytest.raises(RuntimeError):
-        patch.setattr(loop, "state_to_begin_with", killed)
+        patch.setattr(setup, "restore_or_init", killed)
         train_here(*SMALL, *MESH, "--out", tmp_path, "train.seed=5")
     assert train_here("--out", tmp_path, "train.max_iters=1") == exits.DONE
     kept = yaml.safe_load((tmp_path / "config.yaml").read_text())

@@ -1,0 +1,122 @@
+"""What a run is made of before its first step: mesh, functions, state, data, logs."""
+
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from jaxgpt.checkpoint.checkpointer import Checkpoints
+from jaxgpt.cluster.preemption import StopSignal
+from jaxgpt.cluster.process_group import ProcessGroup
+from jaxgpt.cluster.watchdog import Watchdog
+from jaxgpt.config import check_batch, mesh_sizes
+from jaxgpt.data.loader import Loader
+from jaxgpt.parallel.mesh import crossing, describe, make_mesh
+from jaxgpt.perf.profile import StepProfile
+from jaxgpt.perf.startup import Startup
+from jaxgpt.runtime.compile_cache import CacheUse
+from jaxgpt.spikes.skip import check_faults
+from jaxgpt.train.evaluate import Evaluation, Sampler
+from jaxgpt.train.reporter import Reporter
+from jaxgpt.train.run_directory import Run
+from jaxgpt.train.state import StepFunctions, TrainState, checkpoint_tree, state_from_checkpoint
+from jaxgpt.train.step import make_steps
+from jaxgpt.train.step_metrics import Metrics
+
+START_MINUTES = 30  # that restoring and compiling may take, if train.hang_timeout is less
+
+
+class Trainer(NamedTuple):
+    """What steps are run with, from the first to the last, however often they go back."""
+
+    cluster: ProcessGroup
+    steps: StepFunctions
+    train_step: Callable[[TrainState, np.int32, jax.Array], tuple[TrainState, Metrics]]
+    """The compiled step."""
+    loader: Loader
+    evaluate: Evaluation
+    sample: Sampler
+    checkpoints: Checkpoints
+    report: Reporter
+    stop: StopSignal
+    watchdog: Watchdog
+    profile: StepProfile
+    ticks: Iterator[int]
+    """Counts the steps that were begun: unlike the number of a step, it never goes back."""
+
+
+def set_up(
+    run: Run,
+    cluster: ProcessGroup,
+    facts: dict[str, Any],
+    stop: StopSignal,
+    startup: Startup,
+    watchdog: Watchdog,
+) -> tuple[Trainer, TrainState] | None:
+    """Build what a run needs, and the state to begin with; None if there is nothing left to do.
+
+    Args:
+        facts: what `initialize_jax` returned.
+
+    Raises:
+        UsageError: if the configuration does not fit the devices, or there is no room.
+    """
+    config = run.config
+    sizes = mesh_sizes(config, jax.device_count())
+    check_batch(config, sizes)
+    check_faults(config, jax.device_count())
+    mesh = make_mesh(sizes, cluster.hosts)
+    cache_use = CacheUse()
+    steps = make_steps(config, mesh)
+    report = Reporter(run, steps, startup, cluster)
+    report.log_header(facts, warnings=(*steps.warnings, *crossing(mesh, cluster.hosts)))
+    checkpoints = Checkpoints(run.directory, config)
+    if (run.resume_step or 0) < config.train.max_iters:
+        checkpoints.check_room(run.resume_step or 0, checkpoint_tree(steps.state_shapes))
+    elif not run.missing_records:
+        report.close(
+            f"nothing to do: step {run.resume_step} is saved, "
+            f"train.max_iters={config.train.max_iters}"
+        )
+        return None
+
+    watchdog.heartbeat("the state to begin with", START_MINUTES)
+    state = restore_or_init(run, steps, checkpoints, cluster)
+    report.resumed(describe(mesh))
+    startup.mark("state")
+    watchdog.heartbeat("the compilation of the step", START_MINUTES)
+    loader = Loader.for_training(run.dataset, config, steps.batch_shape.sharding)
+    train_step = steps.lower_train_step().compile()
+    cluster.barrier()
+    startup.compile_cache = str(cache_use)
+    startup.mark("compile")
+    trainer = Trainer(
+        cluster=cluster,
+        steps=steps,
+        train_step=train_step,
+        loader=loader,
+        evaluate=Evaluation(run.dataset, config, steps, watchdog.heartbeat),
+        sample=Sampler(run.dataset, config, steps),
+        checkpoints=checkpoints,
+        report=report,
+        stop=stop,
+        watchdog=watchdog,
+        profile=StepProfile(run, cluster, train_step, report),
+        ticks=itertools.count((run.resume_step or 0) + 1),
+    )
+    return trainer, state
+
+
+def restore_or_init(
+    run: Run, steps: StepFunctions, checkpoints: Checkpoints, cluster: ProcessGroup
+) -> TrainState:
+    """Return the state after `run.resume_step`; without one, the initial state."""
+    if run.resume_step is not None:
+        shapes = steps.state_shapes
+        found = checkpoints.restore(run.resume_step, checkpoint_tree(shapes))
+        return state_from_checkpoint(*found, shapes)
+    init = steps.init.lower().compile()
+    cluster.barrier()
+    return init()
