@@ -35,7 +35,13 @@ from jaxgpt.parallel import sharding
 from jaxgpt.parallel.tensor import OneDevice
 from jaxgpt.perf.hlo import read_collectives
 from jaxgpt.train.gradients import merge_microbatches, split_microbatches
-from jaxgpt.train.state import init_state, optimizer_of, state_shapes, training_batch
+from jaxgpt.train.state import (
+    init_state,
+    optimizer_of,
+    state_shapes,
+    step_options,
+    training_batch,
+)
 from jaxgpt.train.step import clip_by_norm, gate_by_where, make_steps
 
 LAYOUTS = {
@@ -241,7 +247,8 @@ def compare(name, arguments, on_h100):
     transformer.with_layout_constraint = lambda x, _: x  # which the partitioner would gather for
     batch = training_batch(config, sharding.batch_sharding(mesh))
     state = tuple(steps.state_shapes[:2])
-    plain_step = make_plain_step(config, mesh, options)
+    plain_options = options or step_options("cpu", mesh.size)
+    plain_step = make_plain_step(config, mesh, plain_options)
     plain = plain_step.lower(state, np.int32(0), batch).compile()
     transformer.with_layout_constraint = constraint
     a, b = describe(written, mesh), describe(plain, mesh)
