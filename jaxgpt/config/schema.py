@@ -37,7 +37,7 @@ class ModelConfig:
     block_size: Count = 128
     """Context length in tokens, T."""
     bias: bool = False
-    """Biases in linear layers and layer norms, as GPT-2 has them; without is a bit faster."""
+    """Biases in linear layers and layer norms, as in GPT-2; False is a bit faster."""
     dropout: Rate = 0.0
     """Dropout rate of embeddings, attention and residuals; 0 for pre-training."""
     vocab_size: Annotated[int, Bounds(at_least=2, below=2**31)] | None = None
@@ -55,7 +55,7 @@ class TrainConfig:
     batch_size: Count = 24
     """Global batch: sequences per step, whole job, whatever the mesh."""
     gradient_accumulation_steps: Count = 1
-    """Equal microbatches that the global batch is split into."""
+    """Number of equal microbatches in the global batch."""
     eval_interval: CountOrZero = 150
     """Steps between evaluations (and samples); 0 evaluates only at the end."""
     eval_iters: Count = 10
@@ -63,22 +63,23 @@ class TrainConfig:
     log_interval: Count = 10
     """Steps between log lines."""
     loss_chunk: CountOrZero = 0
-    """Tokens on a device whose logits exist at the same time, about; 0 is all of a microbatch."""
+    """Chunk size of the cross-entropy, in tokens per device: at most about this many tokens' logits
+    are materialised. 0 computes all at once."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Compute dtype; parameters, optimizer state, softmax and loss stay float32."""
     seed: CountOrZero31 = 1337
     """Seed of the initial parameters, the data order and dropout."""
     sample_tokens: CountOrZero = 200
-    """Tokens that the model writes at each evaluation; 0 writes none."""
+    """Tokens of the sample at each evaluation; 0 writes none."""
     sample_prompt: str = ""
-    """Text that the samples at evaluations begin with; empty is the end of the document before,
-    or, in char data, the first character."""
+    """Prompt of the samples at evaluations; empty is the end of a document or, in char data, the
+    first character."""
     time_limit: Minutes | None = None
-    """Minutes from the start of process 0 after which the run saves a checkpoint and stops with
-    exit status 75."""
+    """Minutes after the start of process 0 at which the run saves a checkpoint and stops with exit
+    status 75."""
     hang_timeout: Minutes | None = 30
     """Minutes without a step, an evaluation or a checkpoint after which the job ends with exit
-    status 70; at a start, restoring and compiling have 30 at least. None waits for ever."""
+    status 70; restoring and compiling get at least 30. None waits for ever."""
     eval_at_start: bool = False
     """Also evaluate, and write a sample, before the first step."""
     trackers: tuple[str, ...] = ("tensorboard",)
@@ -112,7 +113,7 @@ class OptimizerConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """What is trained on."""
+    """Training data."""
 
     dataset: str = "python"
     """Name of a prepared data set: a folder of $JAXGPT_DATA (default ~/.cache/jaxgpt)."""
@@ -131,91 +132,87 @@ class DataConfig:
     tokenizer: str | None = None
     """A tokenizer.json, or the folder with it, for data that came without one."""
     accept_changes: bool = False
-    """Go on from a checkpoint although the data is not what it was trained on: this once, a later
-    start asks again."""
+    """Resume from a checkpoint although its data has changed: for this start only."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
-    """How the job is laid out over devices: speed and memory, never the results."""
+    """Layout over devices: changes speed and memory, never the results."""
 
     mesh: str = "-1,1,1"
     """Sizes of the mesh axes data,fsdp,tensor (also --mesh); -1 fills one axis."""
     zero_stage: Literal[0, 1, 2, 3] = 3
-    """What is sharded over fsdp (arXiv 1910.02054): 0 nothing, 1 optimizer state, 2 also
+    """ZeRO stage (arXiv 1910.02054): over fsdp, 0 shards nothing, 1 optimizer state, 2 also
     gradients, 3 also parameters."""
     sequence_parallel: bool = False
-    """Also split what lies between tensor-parallel layers (norms, residuals) over tensor, by
-    position (arXiv 2205.05198); same traffic, less memory."""
+    """Sequence parallelism (arXiv 2205.05198): norms and residuals are split over tensor by
+    position; same traffic, less memory."""
     remat: Literal["none", "full", "dots", "attention"] = "none"
-    """What of a layer the backward pass computes again: nothing; all of it; all but the results
-    of its linear layers; only the attention scores."""
+    """Rematerialization in the backward pass: nothing; the whole layer (full); all but the results
+    of linear layers (dots); only the attention scores (attention)."""
     scan_layers: bool | None = False
-    """Compile one block and loop over it: much shorter compilation of deep models. A loop copies
-    what the backward pass needs, which takes GPUs a good part of a step: None loops on CPUs only.
-    What writes samples loops in any case, but for a large model that is alone on a CPU."""
+    """Compile one block and loop over it, which shortens the compilation of deep models. On GPUs
+    the loop's copies for the backward pass cost a good part of a step: None loops on CPUs only."""
     reduce_every: Literal["step", "microbatch"] = "step"
-    """With gradient accumulation: reduce gradients over devices once per step, which each device
-    keeps whole until then; or, for stages 2 and 3, after each microbatch, in less memory."""
+    """Gradient accumulation: reduce gradients over devices once per step, each device keeping them
+    whole until then; or, for ZeRO stages 2 and 3, after each microbatch, in less memory."""
     grad_reduce_dtype: Literal["float32", "bfloat16"] = "float32"
-    """In which gradients travel between devices; bfloat16 halves the traffic."""
+    """Dtype of gradients between devices; bfloat16 halves the traffic."""
     offload_optimizer: bool = False
-    """Keep the moments in the host's memory (pinned_host) between updates."""
+    """Keep optimizer state in the host's memory (pinned_host) between updates."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
-    """When state is saved, and whether a run goes on from it."""
+    """Checkpoints, and resuming from them."""
 
     interval: CountOrZero = 150
     """Steps between checkpoints; 0 saves only at the end. The last step is always saved."""
     keep: Count = 2
-    """How many of the newest checkpoints to keep."""
+    """Number of checkpoints kept, the newest."""
     resume: bool = True
-    """Go on from the newest checkpoint in --out; False refuses a folder that has one, at the start
-    that it is given to."""
+    """Resume from the newest checkpoint in --out; False refuses a folder that has one, for this
+    start only."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SpikeConfig:
-    """What is done about steps whose loss or gradient is out of line."""
+    """Loss spikes: detection and reaction."""
 
     action: Literal["off", "log", "skip_update", "rewind"] = "log"
-    """off: nothing is watched; log: spikes are recorded; skip_update: their updates are left out;
-    rewind: from a spike of the loss training goes back to a checkpoint and skips the batches
-    around it (arXiv 2204.02311, section 5.1); one of the gradient norm alone is recorded. But for
-    `off`, a step that is not finite never changes parameters or moments."""
+    """Reaction to a spike: off watches nothing; log records it; skip_update leaves its update out;
+    rewind goes back to a checkpoint and skips the batches around it (arXiv 2204.02311, section
+    5.1), but only records a spike of the gradient norm alone. Unless off, a step that is not
+    finite never changes parameters or optimizer state."""
     window: Annotated[int, Bounds(at_least=4, at_most=10**5, unit="steps")] = 128
-    """Steps whose losses and gradient norms say what is normal; watching begins with so many."""
+    """Number of recent steps that a step is compared with; detection begins once it is full."""
     loss_threshold: AtLeastOne = 6.0
-    """How far above the window's median a loss is a spike, in robust standard deviations."""
+    """Threshold of a loss spike: robust standard deviations above the window's median."""
     grad_norm_threshold: AtLeastOne = 20.0
-    """The same for the gradient norm, whose distribution has a long tail: small clean runs reach
-    14 of them, and 4 of the loss."""
+    """Threshold of the gradient norm, likewise. Its distribution has a long tail: small clean runs
+    reach 14 (the loss 4)."""
     rewind_margin: Count = 100
-    """Steps that lie at least between the checkpoint that a rewind goes back to and the spike."""
+    """Least number of steps between the checkpoint that a rewind goes back to and the spike."""
     skip_before: CountOrZero = 10
     """Steps before the spike that a rewind skips."""
     skip_after: CountOrZero = 50
-    """Steps after the spike that a rewind skips. The authors of the method skipped 200 to 500 of
-    some 255,000; what a short run skips it misses, and it goes back again if that was too little.
-    """
+    """Steps after the spike that a rewind skips (PaLM: 200 to 500 of some 255,000)."""
     max_rewinds: CountOrZero = 3
-    """Rewinds of a run; at the next spike after them it stops, with a report."""
+    """Largest number of rewinds; at the next spike the run stops with a report."""
     max_consecutive_nonfinite: Count = 10
-    """So many steps in a row that are not finite stop the run."""
+    """Number of consecutive non-finite steps that stops the run."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FaultsConfig:
-    """Rehearsals: faults that are put in on purpose."""
+    """Rehearsed faults."""
 
     random_tokens: tuple[int, ...] = ()
-    """Ranges of steps, as in train_range_to_skip, whose batches are tokens drawn at random."""
+    """Ranges of steps, as in train_range_to_skip, that train on random tokens."""
     nan_step: Count | None = None
-    """A step at which one device's gradient is not a number."""
+    """Step at which one device's gradient is NaN."""
     nan_device: CountOrZero = 0
-    """Which device of the mesh that is, counted row by row."""
+    """Index of that device in the flattened mesh."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -225,19 +222,19 @@ class Config:
     config: str = "tiny"
     """Preset (a file of configs/) or a path to a YAML file."""
     out: str | None = None
-    """Run directory; None is runs/<config>-<time>. One that exists is gone on with."""
+    """Run directory; None is runs/<config>-<time>. An existing run directory is resumed."""
     compile_cache: str = "~/.cache/jaxgpt/compiled"
     """Folder where compiled programs are kept for the next start; `off` keeps none."""
     init_timeout: Annotated[float, Bounds(at_least=1, at_most=MAX_INIT_TIMEOUT, unit="seconds")] = (
         300
     )
-    """Seconds for all processes of a job to find each other; after that it ends, naming those
-    that are missing."""
+    """Seconds for all processes of a job to find each other; then the job ends, naming the missing
+    ones."""
     train_range_to_skip: tuple[int, ...] = ()
     """Ranges of steps to skip, `A B C D` for [A,B] and [C,D]; from 1, ends included."""
     profile_steps: str | None = None
-    """Steps to trace, `A:B`, both included: a trace for TensorBoard and Perfetto goes to profile/
-    in the run directory, the most expensive operations to the log."""
+    """Steps to profile, `A:B`, both included: the trace (TensorBoard, Perfetto) goes to profile/ in
+    the run directory, the most expensive operations to the log."""
     model: ModelConfig = field(default_factory=ModelConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
@@ -253,17 +250,17 @@ class Config:
 
     @property
     def reduces_once(self) -> bool:
-        """Whether microbatches add up to whole gradients on each device, which are then reduced."""
+        """Return whether microbatches add up to whole gradients that are reduced once."""
         once = self.parallel.reduce_every == "step"
         return once and self.train.gradient_accumulation_steps > 1
 
     def scans_layers(self, on_cpu: bool) -> bool:
-        """What parallel.scan_layers means where it is None, too."""
+        """Return whether layers are scanned; None of parallel.scan_layers is decided here."""
         chosen = self.parallel.scan_layers
         return on_cpu if chosen is None else chosen
 
     def to_dict(self) -> dict[str, Any]:
-        """Nested plain dict, ready for YAML and JSON."""
+        """Return a nested plain dict, ready for YAML and JSON."""
         out = dataclasses.asdict(self)
         for section in (out, *(value for value in out.values() if isinstance(value, dict))):
             section |= {k: list(v) for k, v in section.items() if isinstance(v, tuple)}
@@ -273,7 +270,7 @@ class Config:
         return yaml.safe_dump(self.to_dict(), sort_keys=False)
 
     def replace(self, **changes: Any) -> "Config":
-        """A copy with `section__key=value` (or top-level `key=value`) changed."""
+        """Return a copy with `section__key=value` (or top-level `key=value`) changed."""
         config = self
         for name, value in changes.items():
             section, _, key = name.partition("__")

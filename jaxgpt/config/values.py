@@ -74,6 +74,7 @@ def convert(kind: Any, words: Sequence[str]) -> Any:
         ValueError: if they say none, or one that is out of its bounds.
     """
     if takes_many(kind):
+        words = [] if list(words) == [""] else words  # `key=` is none
         return tuple(_convert_word(typing.get_args(kind)[0], word) for word in words)
     (word,) = words
     for option in sorted(options(kind), key=lambda option: option is not types.NoneType):

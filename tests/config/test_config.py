@@ -92,6 +92,10 @@ def test_a_flag_takes_the_next_word_whatever_it_looks_like():
     assert config.train.sample_prompt == "x.y = 1"
 
 
+def test_nothing_after_the_equals_sign_is_an_empty_list():
+    assert parse_args(["train.trackers=", "train_range_to_skip="]).train.trackers == ()
+
+
 def test_a_file_is_a_configuration_too(tmp_path):
     file = tmp_path / "mine.yaml"
     file.write_text("train: {max_iters: 3}\noptimizer: {learning_rate: 1e-3}\n")

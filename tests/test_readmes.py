@@ -1,0 +1,74 @@
+"""What the READMEs say can be typed: every ```bash block runs as printed.
+
+Blocks of a README run in order in one scratch folder. A block that is marked ```bash long takes
+minutes: it runs with --long. What needs a network, a cluster or a GPU stands in ```text blocks.
+"""
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from jobs import environment
+
+ROOT = Path(__file__).parents[1]
+READMES = sorted(
+    path.relative_to(ROOT)
+    for path in ROOT.rglob("README.md")
+    if not any(part.startswith(".") for part in path.relative_to(ROOT).parts)
+)
+BLOCK = re.compile(r"^```(bash(?: long)?)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+COMING = {"jaxgpt/models/"}  # not yet written
+
+
+def blocks(readme):
+    """Return the (kind, text) of each block of commands."""
+    return BLOCK.findall((ROOT / readme).read_text())
+
+
+@pytest.mark.parametrize("readme", [r for r in READMES if blocks(r)], ids=str)
+def test_commands_run_as_printed(readme, tmp_path, data_home, request):
+    (tmp_path / "data").mkdir()
+    for name in ("python", "shakespeare_char"):
+        if (data_home / name).exists():
+            shutil.copytree(data_home / name, tmp_path / "data" / name)
+    for name in ("configs", "launch", "notebooks"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    settings = environment(JAXGPT_DATA=str(tmp_path / "data"), PYTHONPATH=str(ROOT))
+    for kind, text in blocks(readme):
+        if kind == "bash" or request.config.getoption("--long"):
+            job = subprocess.run(
+                ["bash", "-euo", "pipefail", "-c", text],
+                cwd=tmp_path,
+                env=settings,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                timeout=600,
+            )
+            assert job.returncode == 0, f"{text}\n{job.stdout}"
+
+
+@pytest.mark.parametrize("readme", READMES, ids=str)
+def test_a_readme_begins_with_the_question_it_answers(readme):
+    first = (ROOT / readme).read_text().splitlines()[0]
+    assert first.startswith("# ")
+    assert first.endswith("?") or readme == Path("README.md")
+
+
+def test_the_front_door_is_short_and_its_paths_exist():
+    text = (ROOT / "README.md").read_text()
+    assert len(text.splitlines()) <= 150
+    for path in re.findall(r"`((?:jaxgpt/[\w/]*|launch/|configs/|notebooks/))`", text):
+        assert (ROOT / path / "README.md").is_file() or path in COMING, path
+    for path in re.findall(r"`([\w/.]+/[\w.]+\.(?:md|py|sh|txt))`", text):
+        if path.startswith(("jaxgpt", "launch", "configs", "notebooks")):
+            assert (ROOT / path).exists(), path
+
+
+def test_every_room_has_a_readme():
+    rooms = [path.parent for path in (ROOT / "jaxgpt").glob("*/__init__.py")]
+    missing = {room.name for room in rooms if not (room / "README.md").exists()}
+    assert {f"jaxgpt/{room}/" for room in missing} <= COMING
