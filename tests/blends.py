@@ -4,7 +4,7 @@ import json
 
 import numpy as np
 
-from jaxgpt.data.megatron import MegatronWriter
+from jaxgpt.data.prepare.megatron import MegatronWriter
 
 KINDS = ("folder", "flat", "indexed")
 

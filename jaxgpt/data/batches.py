@@ -1,17 +1,29 @@
-"""The rows of a step: where they come from, and their tokens, without JAX."""
+"""The batch of a step: where its rows come from, and their tokens; without JAX.
 
-from typing import Any
+It is a pure function of (data, seed, step), and going to a step costs O(1).
+"""
+
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from jaxgpt.config import Config, step_ranges
 from jaxgpt.data.dataset import Dataset
 from jaxgpt.data.interleave import Blend
-from jaxgpt.data.sampler import DataOrder, EpochSampler, Place
+from jaxgpt.data.sampler import EpochSampler
+
+
+class RowLocation(NamedTuple):
+    """Where a row comes from."""
+
+    corpus: int
+    source: int
+    offset: int
+    """Number of its first token in the source's split."""
 
 
 class BatchReader:
-    """Rows of the batches of one split. They depend on nothing but the step."""
+    """Batches of one split, by step."""
 
     def __init__(
         self,
@@ -23,60 +35,67 @@ class BatchReader:
         seed: int,
         random_steps: tuple[tuple[int, int], ...] = (),
     ):
-        """Batches of B = `batch_size` rows of T+1 = `block_size` + 1 tokens.
-
+        """
         Args:
+            block_size: T; a row is T+1 tokens.
+            batch_size: rows per step, B.
+            seed: order of the data.
             random_steps: ranges of steps, both ends included, whose tokens are drawn at random:
                 a rehearsed fault.
         """
         self.names = dataset.corpora
         self.shape = (batch_size, block_size + 1)
-        self._files = [source.tokens[split] for source in dataset.sources]
+        self._splits = [source.tokens[split] for source in dataset.sources]
         self._vocab_size = dataset.vocab_size
         self._seed = seed
         self._random_steps = random_steps
-        self._order = DataOrder(
-            Blend(
-                [source.entry.weight for source in dataset.sources],
-                [self.names.index(source.entry.corpus) for source in dataset.sources],
-            ),
-            [
-                EpochSampler(file.size, block_size, seed, stream)
-                for stream, file in enumerate(self._files)
-            ],
-            batch_size,
+        self._blend = Blend(
+            [source.entry.weight for source in dataset.sources],
+            [self.names.index(source.entry.corpus) for source in dataset.sources],
         )
+        self._samplers = [
+            EpochSampler(tokens.size, block_size, seed, stream)
+            for stream, tokens in enumerate(self._splits)
+        ]
 
-    def places(self, step: int, rows: range | None = None) -> list[Place]:
-        """Where rows of a step's batch, all by default, come from."""
-        return self._order.places(step, range(self.shape[0]) if rows is None else rows)
+    def row_locations(self, step: int, rows: range | None = None) -> list[RowLocation]:
+        """Return where some rows (by default all) of a step's batch come from."""
+        out = []
+        for row in range(self.shape[0]) if rows is None else rows:
+            corpus, source, number = self._blend[(step - 1) * self.shape[0] + row]
+            out.append(RowLocation(corpus, source, self._samplers[source].offset(number)))
+        return out
 
     def corpora(self, step: int) -> np.ndarray:
-        """Number of the corpus, in `names`, that each row of a step comes from: int, shape (B,)."""
-        return np.array([place.corpus for place in self.places(step)])
+        """Return the corpus (its number in `names`) of each row of a step: int, shape (B,)."""
+        return np.array([location.corpus for location in self.row_locations(step)])
 
-    def consumed(self, step: int) -> list[int]:
-        """Tokens of each corpus in the batches of all steps up to `step`."""
-        return [rows * (self.shape[1] - 1) for rows in self._order.consumed(step)]
+    def tokens_consumed(self, step: int) -> list[int]:
+        """Return the tokens of each corpus in the batches of all steps up to `step`."""
+        return [n * (self.shape[1] - 1) for n in self._blend.counts(step * self.shape[0])]
 
     def is_random(self, step: int) -> bool:
-        """Whether a step's tokens are drawn at random, in place of those at their places."""
+        """Return whether a step has random tokens, a rehearsed fault."""
         return any(first <= step <= last for first, last in self._random_steps)
 
     def read(self, step: int, rows: range) -> np.ndarray:
-        """The tokens of some rows of a step's batch: int32, shape (rows, T+1)."""
+        """Return some rows of a step's batch: int32, shape (rows, T+1).
+
+        Raises:
+            UsageError: if a file cannot be read, or a token is outside the vocabulary.
+        """
         if self.is_random(step):
             return self._random(step, rows)
         out = np.empty((len(rows), self.shape[1]), np.int32)
-        for row, place in zip(out, self.places(step, rows), strict=True):
-            file = self._files[place.source]
-            tokens = file.read(place.start, len(row))
-            file.check(tokens, place.start, self._vocab_size)
+        for row, location in zip(out, self.row_locations(step, rows), strict=True):
+            split = self._splits[location.source]
+            tokens = split.read(location.offset, len(row))
+            split.check_vocab_range(tokens, location.offset, self._vocab_size)
             row[:] = tokens
         return out
 
     def _random(self, step: int, rows: range) -> np.ndarray:
-        """Each row is drawn by itself, so that it is the same on every mesh."""
+        """Draw each row by itself, so that it is the same on every mesh."""
         return np.stack(
             [
                 np.random.default_rng([self._seed, step, row]).integers(
@@ -88,12 +107,12 @@ class BatchReader:
 
 
 def training_batches(dataset: Dataset, config: Config) -> BatchReader:
-    """Rows of the global batches that a run trains on."""
+    """Return the reader of the global batches that a run trains on."""
     return BatchReader(dataset, "train", **training_options(config))
 
 
 def training_options(config: Config) -> dict[str, Any]:
-    """What of a configuration decides about the rows of a step."""
+    """Return the options of `BatchReader` that a configuration sets for training."""
     return {
         "block_size": config.model.block_size,
         "batch_size": config.train.batch_size,

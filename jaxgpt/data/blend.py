@@ -7,8 +7,8 @@ from fractions import Fraction
 from pathlib import Path
 
 from jaxgpt.config import UsageError, expand_user
-from jaxgpt.data.interleave import LEAST_SHARE
-from jaxgpt.data.megatron import index_prefix
+from jaxgpt.data.interleave import MIN_SHARE
+from jaxgpt.data.megatron import prefix_of
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ def parse_lines(lines: Sequence[str], key: str) -> list[BlendEntry]:
     whole = sum(corpora.values())
     for entry in found:
         corpus = corpora[entry.corpus]
-        if min(corpus / whole, entry.weight / corpus) < LEAST_SHARE:
+        if min(corpus / whole, entry.weight / corpus) < MIN_SHARE:
             raise UsageError(
                 f"{key}: {entry.path} has the weight {entry.weight_text}, less than a millionth "
                 f"of corpus {entry.corpus} or that of the blend; leave it out or give it more"
@@ -95,7 +95,7 @@ def _entry(line: str, key: str) -> BlendEntry:
             "spaces) and, if you like, the name of the corpus, such as "
             "`0.25 /data/wiki_text_document wiki`"
         ) from None
-    corpus = rest[0] if rest else index_prefix(path).name
+    corpus = rest[0] if rest else prefix_of(path).name
     return BlendEntry(weight, text, Path(expand_user(path, f"{key}: ")), corpus, key, bool(rest))
 
 

@@ -1,56 +1,36 @@
-"""What a run trains on: one data set, or a blend of many.
-
-A source is a folder with nanoGPT's train.bin and val.bin (flat arrays of token ids, uint16 or
-uint32, little-endian) beside a meta.json; a lone .bin of that kind; or an indexed data set of
-Megatron-LM. The last two have no validation file: their last documents are kept for it.
-"""
+"""The data of a run: one source of tokens, or a blend of many."""
 
 import functools
-import json
 import os
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from jaxgpt.config import DataConfig, ModelConfig, UsageError
+from jaxgpt.data import FORMATS
 from jaxgpt.data.blend import BlendEntry, parse_lines, read_file_list
-from jaxgpt.data.megatron import Index, index_prefix, read_index
-from jaxgpt.data.token_file import SAMPLED_PAGES, TokenFile, allow_open_files, fingerprint_of
+from jaxgpt.data.source import SPLITS, Document, DocumentIndex, MarkedDocuments, OpenSource
+from jaxgpt.data.token_file import SAMPLED_PAGES, Tokens, allow_open_files, fingerprint
 from jaxgpt.data.tokenizers.char import Tokenizer
 from jaxgpt.data.tokenizers.registry import load_tokenizer, tokenizer_from_meta
 
-SPLITS = ("train", "val")
 VOCABULARY_SIZES = {"python": 256, "shakespeare_char": 65}  # what corpora.py makes by name alone
 
 
 @dataclass(frozen=True)
 class Source:
-    """An opened source."""
+    """An opened source of a configuration."""
 
     entry: BlendEntry
-    tokens: dict[str, TokenFile]
+    format: str
+    """Its name in `FORMATS`."""
+    tokens: dict[str, Tokens]
     """By split."""
-    indexed: Path | None
-    """Prefix of Megatron's .bin and .idx, if it is such a pair."""
+    documents: DocumentIndex | None
+    """None where only end-of-text tokens separate documents."""
     meta: dict[str, Any]
     """What meta.json holds; empty without one."""
-
-    @functools.cached_property
-    def index(self) -> Index | None:
-        """Where documents begin, if that is known; a run has no need to keep it open."""
-        return read_index(self.indexed) if self.indexed else None
-
-    @property
-    def directory(self) -> Path:
-        return self.entry.directory
-
-    @property
-    def kind(self) -> str:
-        """Format and type of its tokens, for people."""
-        return f"{'Megatron' if self.indexed else 'flat'} {self.tokens['train'].dtype.name}"
 
 
 @dataclass(frozen=True)
@@ -69,7 +49,7 @@ class Dataset:
             return self.given_tokenizer
         for source in self.sources:
             if source.meta:
-                return tokenizer_from_meta(source.meta["tokenizer"], source.directory)
+                return tokenizer_from_meta(source.meta["tokenizer"], source.entry.directory)
         return None
 
     @property
@@ -88,13 +68,23 @@ class Dataset:
         """Tokens of a split, over all sources."""
         return sum(source.tokens[split].size for source in self.sources)
 
+    def find_document(self, source: int, split: str, offset: int) -> Document:
+        """Return the document of a token of a split, with token numbers over the whole source."""
+        opened = self.sources[source]
+        tokens, documents = opened.tokens[split], opened.documents
+        if documents is None:
+            if self.tokenizer is None or self.tokenizer.end_of_text is None:
+                return Document(None, None, None)
+            documents = MarkedDocuments(tokens, self.tokenizer.end_of_text)
+        return documents.find(tokens.first + offset)
+
     @functools.cached_property
     def fingerprints(self) -> list[list[str]]:
         """[path, hash of its sizes, dtype, vocabulary and sampled pages] of every source."""
         return [
             [
                 str(source.entry.path),
-                fingerprint_of(
+                fingerprint(
                     source.tokens,
                     source.meta.get("vocab_size", self.vocab_size),
                     self._pages_of_each,
@@ -110,7 +100,8 @@ class Dataset:
     def describe(self) -> list[str]:
         """Lines for the log: how many tokens there are, and of what."""
         sizes = f"{self.size('train'):,} tokens to train on, {self.size('val'):,} to validate"
-        kinds = ", ".join(sorted({source.kind for source in self.sources}))
+        kinds = {f"{s.format} {s.tokens['train'].dtype.name}" for s in self.sources}
+        kinds = ", ".join(sorted(kinds))
         if len(self.sources) == 1:
             place = self.sources[0].entry.path
             return [f"data: {place} ({kinds}), {sizes}, vocabulary {self.vocab_size}"]
@@ -139,7 +130,7 @@ class Dataset:
         for source, (path, found) in zip(self.sources, self.fingerprints, strict=True):
             for tokens in source.tokens.values():
                 for start, page in tokens.sampled_pages(self._pages_of_each):
-                    tokens.check(page, start, self.vocab_size)
+                    tokens.check_vocab_range(page, start, self.vocab_size)
             written = source.meta.get("fingerprint", found)
             if written != found and self._pages_of_each == SAMPLED_PAGES:  # as when it was written
                 raise UsageError(
@@ -180,8 +171,8 @@ def vocabulary_size(data: DataConfig, model: ModelConfig) -> int:
         UsageError: if nothing says.
     """
     named = entries(data)
-    sizes = [_meta_of(entry).get("vocab_size", 0) for entry in named]
-    found = model.vocab_size or max(sizes)
+    opened = [_open_files(entry, data) for entry in named if _format_of(entry.path)]
+    found = model.vocab_size or max([source.meta.get("vocab_size", 0) for source in opened] or [0])
     if not found and (tokenizer := _open_tokenizer(data)):
         found = tokenizer.vocab_size
     if not found and data.path is None and len(named) == 1:
@@ -202,7 +193,8 @@ def open_dataset(data: DataConfig, model: ModelConfig) -> Dataset:
             not known or larger than model.vocab_size, or sources have different tokenizers.
     """
     sources = tuple(_open_source(entry, data, model.block_size + 1) for entry in entries(data))
-    allow_open_files(len({file.path for source in sources for file in source.tokens.values()}))
+    files = {file for s in sources for tokens in s.tokens.values() for file in tokens.files}
+    allow_open_files(len(files))
     tokenizer = _open_tokenizer(data)
     made_by = [
         (str(s.entry.path), s.meta["tokenizer"], s.meta["vocab_size"]) for s in sources if s.meta
@@ -240,83 +232,47 @@ def _open_tokenizer(data: DataConfig) -> Tokenizer | None:
 
 
 def _open_source(entry: BlendEntry, data: DataConfig, least: int) -> Source:
-    """Opens one source, of whose splits each must have at least `least` tokens."""
-    path, meta = entry.path, _meta_of(entry)
-    prefix = index_prefix(path)
-    indexed = None
-    if path.is_dir() or entry.key.startswith("data.dataset"):
-        tokens = {split: _flat(path / f"{split}.bin", meta, entry, data, least) for split in SPLITS}
-    elif _is_indexed(path):
-        indexed = prefix
-        index = read_index(prefix)
-        file = TokenFile(index.bin_path, index.dtype, index.total_tokens)
-        last = min(round(file.size * (1 - data.val_share)), file.size - 1)
-        tokens = _split(file, index.document_start(index.document_of(last)), entry, data, least)
-    else:
-        file = _flat(prefix.with_name(prefix.name + ".bin"), meta, entry, data, least)
-        if path == prefix:
+    """Open one source, whose splits need `least` tokens each."""
+    opened = _open_files(entry, data)
+    splits = dict(opened.splits)
+    note = ""
+    if "val" not in splits:
+        whole = splits["train"]
+        boundary = round(whole.size * (1 - data.val_share))
+        if opened.documents is not None:
+            boundary = opened.documents.find(min(boundary, whole.size - 1)).start
+        splits = {"train": whole.part(0, boundary), "val": whole.part(boundary, whole.size)}
+        note = f" with data.val_share={data.val_share}"
+    for split in SPLITS:
+        tokens = splits[split]
+        if tokens.size < least:
             raise UsageError(
-                f"{entry.key}: there is no {prefix}.idx beside {prefix}.bin; bring it back, or "
-                f"give {prefix}.bin to have it read as a flat file of {file.dtype.name}"
+                f"{entry.key}: {tokens.files[0].path} has {tokens.size} tokens for split {split}"
+                f"{note}; model.block_size={least - 1} needs at least {least}: give more data"
+                + (", or another data.val_share" if note else "")
             )
-        tokens = _split(file, round(file.size * (1 - data.val_share)), entry, data, least)
-        meta.pop("fingerprint", None)  # it is of the whole folder
-    return Source(entry, tokens, indexed, meta)
+    return Source(entry, _format_of(entry.path), splits, opened.documents, opened.meta)
 
 
-def _meta_of(entry: BlendEntry) -> dict[str, Any]:
-    """What a source's meta.json holds: in its folder, or beside a lone .bin."""
+def _format_of(path: Path) -> str | None:
+    return next((name for name, f in FORMATS.items() if f.recognise(path)), None)
+
+
+def _open_files(entry: BlendEntry, data: DataConfig) -> OpenSource:
+    name = _format_of(entry.path)
+    if name is None:
+        raise UsageError(
+            f"{entry.key}: there is no token data at {entry.path}; {_remedy(entry, data)}"
+        )
     try:
-        if _is_indexed(entry.path):
-            return {}
-        return _read_meta(entry.directory)
+        return FORMATS[name].open(entry.path)
+    except UsageError as error:
+        raise UsageError(f"{entry.key}: {error}") from None
     except OSError as error:
         raise UsageError(
             f"{entry.key}: {error.filename} cannot be read ({error.strerror}); ask its owner to "
             "let you, or give another path"
         ) from None
-
-
-def _is_indexed(path: Path) -> bool:
-    """Whether it is PREFIX, PREFIX.bin or PREFIX.idx of Megatron's .bin and .idx."""
-    prefix = index_prefix(path)
-    return not path.is_dir() and prefix.with_name(prefix.name + ".idx").is_file()
-
-
-def _split(
-    file: TokenFile, boundary: int, entry: BlendEntry, data: DataConfig, least: int
-) -> dict[str, TokenFile]:
-    splits = {"train": file.part(0, boundary), "val": file.part(boundary, file.size)}
-    for split, tokens in splits.items():
-        if tokens.size < least:
-            raise UsageError(
-                f"{entry.key}: {file.path} has {tokens.size} tokens for split {split} with "
-                f"data.val_share={data.val_share}; model.block_size={least - 1} needs at least "
-                f"{least}: give another data.val_share, a file of more documents, or leave it out"
-            )
-    return splits
-
-
-def _flat(
-    path: Path, meta: dict[str, Any], entry: BlendEntry, data: DataConfig, least: int
-) -> TokenFile:
-    if not path.is_file():
-        raise UsageError(f"{entry.key}: there is no {path}; {_remedy(entry, data)}")
-    dtype = np.dtype(meta.get("dtype", "uint16"))
-    size = path.stat().st_size
-    if size % dtype.itemsize or size // dtype.itemsize < least:
-        raise UsageError(
-            f"{entry.key}: {path} has {size} bytes; a {dtype.name} token file for "
-            f"model.block_size={least - 1} needs whole tokens and at least "
-            f"{least * dtype.itemsize} bytes"
-        )
-    expected = meta.get("tokens", {}).get(path.stem, size // dtype.itemsize) * dtype.itemsize
-    if size != expected:
-        raise UsageError(
-            f"{entry.key}: {path} ends at byte {size}, not at {expected} as its meta.json says; "
-            "copy it or prepare the data again"
-        )
-    return TokenFile(path, dtype, size // dtype.itemsize)
 
 
 def _remedy(entry: BlendEntry, data: DataConfig) -> str:
@@ -331,20 +287,3 @@ def _remedy(entry: BlendEntry, data: DataConfig) -> str:
         f"run `python -m jaxgpt.prepare text --name {data.dataset} --input FILE ...`, "
         "or give data.path=DIR"
     )
-
-
-def _read_meta(directory: Path) -> dict[str, Any]:
-    path = directory / "meta.json"
-    if not path.is_file():
-        return {}
-    try:
-        meta = json.loads(path.read_text())
-        if meta["dtype"] not in ("uint16", "uint32") or not isinstance(meta["vocab_size"], int):
-            raise ValueError(f"dtype {meta['dtype']}, vocab_size {meta['vocab_size']}")
-        meta["tokenizer"]["type"]
-    except (ValueError, TypeError, KeyError) as error:
-        raise UsageError(
-            f"{path}: is not what python -m jaxgpt.prepare writes ({error!r}); "
-            "prepare the data again"
-        ) from None
-    return meta

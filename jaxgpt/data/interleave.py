@@ -19,8 +19,8 @@ from array import array
 from collections.abc import Sequence
 from fractions import Fraction
 
-LEAST_BLOCK = 4096  # samples from one boundary to the next, about
-LEAST_SHARE = Fraction(1, 10**6)  # for which there are 2^21, made in seconds
+MIN_BLOCK = 4096  # samples from one boundary to the next, about
+MIN_SHARE = Fraction(1, 10**6)  # for which there are 2^21, made in seconds
 
 
 class WeightedInterleave:
@@ -29,18 +29,18 @@ class WeightedInterleave:
     def __init__(self, weights: Sequence[Fraction]):
         """
         Args:
-            weights: positive; only their ratios count, and none may be below LEAST_SHARE of all.
+            weights: positive; only their ratios count, and none may be below MIN_SHARE of all.
         """
         share = min(weights) / sum(weights)
-        assert share >= LEAST_SHARE, weights
-        self.block = max(LEAST_BLOCK, 2 ** math.ceil(math.log2(2 / share)))
+        assert share >= MIN_SHARE, weights
+        self.block = max(MIN_BLOCK, 2 ** math.ceil(math.log2(2 / share)))
         whole = math.lcm(*(w.denominator for w in weights))
         self._weights = [int(w * whole) for w in weights]
         self._sum = sum(self._weights)
-        self._block = functools.lru_cache(maxsize=3)(self._make_block)
+        self.make_block = functools.lru_cache(maxsize=3)(self._make_block)
 
-    def draw(self, n: int) -> tuple[int, int]:
-        """Sample n, from 0: which corpus it comes from, and how many samples that gave before."""
+    def __getitem__(self, n: int) -> tuple[int, int]:
+        """Return the corpus of sample n (from 0), and how many samples that corpus gave before."""
         if len(self._weights) == 1:
             return 0, n
         first, before, corpora, numbers = self._block_of(n)
@@ -48,7 +48,7 @@ class WeightedInterleave:
         return corpus, before[corpus] + numbers[n - first]
 
     def counts(self, n: int) -> list[int]:
-        """How many of the first n samples come from each corpus."""
+        """Return how many of the first n samples come from each corpus."""
         if len(self._weights) == 1:
             return [n]
         first, counts, corpora, _ = self._block_of(n)
@@ -58,8 +58,8 @@ class WeightedInterleave:
         return counts
 
     def _block_of(self, n: int) -> tuple[int, list[int], array, array]:
-        block = self._block(n // self.block)
-        return block if block[0] <= n else self._block(n // self.block - 1)
+        block = self.make_block(n // self.block)
+        return block if block[0] <= n else self.make_block(n // self.block - 1)
 
     def _make_block(self, number: int) -> tuple[int, list[int], array, array]:
         """A block: its first sample, the counts before it, and for each of its samples the corpus
@@ -155,12 +155,12 @@ class Blend:
             WeightedInterleave([weights[s] for s in members]) for members in self._members
         ]
 
-    def draw(self, n: int) -> tuple[int, int, int]:
-        """Sample n, from 0: its corpus, its source, and the number of the sample in that source."""
-        corpus, within = self._corpora.draw(n)
-        member, number = self._sources[corpus].draw(within)
+    def __getitem__(self, n: int) -> tuple[int, int, int]:
+        """Return the corpus of sample n (from 0), its source, and its number in that source."""
+        corpus, within = self._corpora[n]
+        member, number = self._sources[corpus][within]
         return corpus, self._members[corpus][member], number
 
     def counts(self, n: int) -> list[int]:
-        """How many of the first n samples come from each corpus."""
+        """Return how many of the first n samples come from each corpus."""
         return self._corpora.counts(n)

@@ -1,4 +1,4 @@
-"""Megatron-LM's indexed data sets: PREFIX.bin and PREFIX.idx, read and written without torch.
+"""Megatron-LM's indexed data sets: PREFIX.bin and PREFIX.idx, read without torch.
 
 PREFIX.bin is all tokens, one sequence after the other. PREFIX.idx, little-endian, is
 
@@ -14,23 +14,22 @@ NumPy works on copies of whole arrays; so here they are read element by element,
 """
 
 import bisect
-import os
-import shutil
 import struct
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from jaxgpt.config import UsageError
+from jaxgpt.data.source import Document, OpenSource
+from jaxgpt.data.token_file import TokenFile, Tokens
 
-_MAGIC = b"MMIDIDX\x00\x00"
-_HEADER = struct.Struct("<9sQBQQ")
-_CODES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
+MAGIC = b"MMIDIDX\x00\x00"
+HEADER = struct.Struct("<9sQBQQ")
+CODES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 _FLOAT_CODES = {6: "float64", 7: "float32"}
 _SAMPLES = 64  # sequences and documents that `read_index` looks at, whatever their number
-_BLOCK = 1 << 20  # elements
+BLOCK = 1 << 20  # elements
 
 
 @dataclass(frozen=True)
@@ -67,15 +66,30 @@ class Index:
             return self.total_tokens
         return int(self.pointers[sequence]) // self.dtype.itemsize
 
-    def document_of(self, token: int) -> int:
-        """The document that token number `token` belongs to. O(log sequences)."""
+    def find(self, token: int) -> Document:
+        """Return the document that token number `token` belongs to. O(log sequences) reads."""
         assert 0 <= token < self.total_tokens, token
         # Empty sequences start where the next one does: of those the last one holds the token.
         sequence = bisect.bisect_right(self.pointers, token * self.dtype.itemsize) - 1
-        return bisect.bisect_right(self.documents, sequence) - 1
+        number = bisect.bisect_right(self.documents, sequence) - 1
+        return Document(number, self.document_start(number), self.document_start(number + 1))
 
 
-def index_prefix(path: Path | str) -> Path:
+def is_pair(path: Path) -> bool:
+    """Return whether `path` is PREFIX, PREFIX.bin or PREFIX.idx of a pair, or lacks its .idx."""
+    prefix = prefix_of(path)
+    lacks_idx = path == prefix and Path(f"{prefix}.bin").is_file()
+    return not path.is_dir() and (Path(f"{prefix}.idx").is_file() or lacks_idx)
+
+
+def open_pair(path: Path) -> OpenSource:
+    """Open a pair; its last documents are kept for validation."""
+    index = read_index(path)
+    file = TokenFile(index.bin_path, index.dtype, index.total_tokens)
+    return OpenSource({"train": Tokens([file])}, index)
+
+
+def prefix_of(path: Path | str) -> Path:
     """PREFIX of PREFIX, PREFIX.bin or PREFIX.idx."""
     path = Path(path)
     return path.with_suffix("") if path.suffix in (".bin", ".idx") else path
@@ -91,19 +105,19 @@ def read_index(prefix: Path | str) -> Index:
         UsageError: if a file is missing, truncated or of another format, if the tokens are not
             integers, or if the sequences do not follow one another in the .bin file.
     """
-    prefix = index_prefix(prefix)
+    prefix = prefix_of(prefix)
     bin_path, idx_path = Path(f"{prefix}.bin"), Path(f"{prefix}.idx")
     try:
         bin_bytes, idx_bytes = bin_path.stat().st_size, idx_path.stat().st_size
         with open(idx_path, "rb") as file:
-            header = file.read(_HEADER.size)
+            header = file.read(HEADER.size)
     except OSError as error:
         raise UsageError(
             f"{error.filename}: cannot be read ({error.strerror}); Megatron's data is a pair "
-            "PREFIX.bin and PREFIX.idx"
+            "PREFIX.bin and PREFIX.idx (a .bin of nanoGPT's is given with its suffix)"
         ) from None
     dtype, sequences, documents = _read_header(idx_path, header)
-    pointers_at = _HEADER.size + 4 * sequences
+    pointers_at = HEADER.size + 4 * sequences
     documents_at = pointers_at + 8 * sequences
     end = documents_at + 8 * documents
     if idx_bytes not in (end, end + sequences):
@@ -118,7 +132,7 @@ def read_index(prefix: Path | str) -> Index:
         bin_path,
         idx_path,
         dtype,
-        np.asarray(np.memmap(idx_path, "<i4", "r", _HEADER.size, (sequences,))),
+        np.asarray(np.memmap(idx_path, "<i4", "r", HEADER.size, (sequences,))),
         np.asarray(np.memmap(idx_path, "<i8", "r", pointers_at, (sequences,))),
         np.asarray(np.memmap(idx_path, "<i8", "r", documents_at, (documents,))),
     )
@@ -135,33 +149,33 @@ def _read_header(idx_path: Path, header: bytes) -> tuple[np.dtype, int, int]:
             f"{idx_path}: is of Megatron's older kind (lazy or cached) at byte 0; build it again "
             "with --dataset-impl mmap"
         )
-    if not header.startswith(_MAGIC):
+    if not header.startswith(MAGIC):
         raise UsageError(
             f"{idx_path}: has {header[:9]!r} at byte 0 where an index of Megatron-LM has "
-            f"{_MAGIC!r}; give the prefix of a Megatron data set"
+            f"{MAGIC!r}; give the prefix of a Megatron data set"
         )
-    if len(header) < _HEADER.size:
+    if len(header) < HEADER.size:
         raise UsageError(
-            f"{idx_path}: ends at byte {len(header)}, within its header of {_HEADER.size} bytes; "
+            f"{idx_path}: ends at byte {len(header)}, within its header of {HEADER.size} bytes; "
             "copy or build it again"
         )
-    _, version, code, sequences, documents = _HEADER.unpack(header)
+    _, version, code, sequences, documents = HEADER.unpack(header)
     if version != 1:
         raise UsageError(f"{idx_path}: is of version {version} at byte 9; only 1 can be read")
-    if code not in _CODES:
+    if code not in CODES:
         kind = _FLOAT_CODES.get(code, f"unknown code {code}")
         raise UsageError(
             f"{idx_path}: says at byte 17 that the tokens are {kind}; token ids are integers"
         )
-    return np.dtype(_CODES[code]), sequences, documents
+    return np.dtype(CODES[code]), sequences, documents
 
 
 def _check_modes(idx_path: Path, start: int, sequences: int) -> None:
     """Refuses multimodal data in which anything but text is found."""
     with open(idx_path, "rb") as file:
         file.seek(start)
-        for first in range(0, sequences, _BLOCK):
-            modes = np.fromfile(file, np.int8, min(_BLOCK, sequences - first))
+        for first in range(0, sequences, BLOCK):
+            modes = np.fromfile(file, np.int8, min(BLOCK, sequences - first))
             if modes.any():
                 at = first + int(modes.argmax())
                 raise UsageError(
@@ -204,115 +218,3 @@ def _end_of(index: Index, sequence: int) -> int:
 def _sample(n: int) -> list[int]:
     """At most _SAMPLES of 0..n-1, evenly spaced, the first and last among them."""
     return sorted({i * (n - 1) // (_SAMPLES - 1) for i in range(_SAMPLES)}) if n else []
-
-
-class MegatronWriter:
-    """Writes PREFIX.bin and PREFIX.idx in flat memory, as a context.
-
-    Neither is seen under its name before all is written, nor after an exception.
-
-    >>> with MegatronWriter("corpus", np.uint16) as writer:
-    ...     writer.add_document([5, 6, 7])
-    """
-
-    def __init__(self, prefix: Path | str, dtype: np.dtype | type):
-        """Starts files beside PREFIX, which replace a pair of that name when the context ends.
-
-        Args:
-            dtype: of the tokens, one of the integers that Megatron knows.
-        """
-        self._prefix = index_prefix(prefix)
-        self._dtype = np.dtype(dtype).newbyteorder("<")
-        codes = {np.dtype(name): code for code, name in _CODES.items()}
-        assert self._dtype in codes, dtype
-        self._code = codes[self._dtype]
-        self._sequences = 0
-        self._documents = 0
-        self._open = 0  # tokens of a document that has not ended
-
-    def __enter__(self) -> "MegatronWriter":
-        parent = self._prefix.parent
-        parent.mkdir(parents=True, exist_ok=True)
-        self._scratch = Path(tempfile.mkdtemp(dir=parent, prefix=f".{self._prefix.name}-"))
-        self._bin = open(self._scratch / "bin", "wb")
-        self._lengths = open(self._scratch / "lengths", "w+b")
-        self._ends = open(self._scratch / "ends", "w+b")
-        return self
-
-    def add_document(self, tokens: np.ndarray, lengths: np.ndarray | None = None) -> None:
-        """Appends one document.
-
-        Args:
-            tokens: its token ids, shape (tokens,).
-            lengths: tokens in each of its sequences; without it the document is one sequence.
-        """
-        assert not self._open, "the document before has not ended"
-        lengths = np.array([len(tokens)] if lengths is None else lengths, np.int64)
-        assert lengths.sum() == len(tokens), (lengths.sum(), len(tokens))
-        self._add(tokens, lengths)
-        self._end(np.array([self._sequences]))
-
-    def append(self, tokens: np.ndarray, ends: np.ndarray) -> None:
-        """Appends tokens of documents that are one sequence each.
-
-        Args:
-            tokens: ids, with which the last document goes on if it has not ended.
-            ends: numbers of these tokens, increasing, at which documents end; what follows the
-                last one waits for the next call.
-        """
-        lengths = np.diff(ends, prepend=-self._open)
-        first = self._sequences + 1
-        self._add(tokens, lengths)
-        self._end(np.arange(first, self._sequences + 1))
-        self._open += len(tokens) - int(lengths.sum())
-
-    def _add(self, tokens: np.ndarray, lengths: np.ndarray) -> None:
-        tokens = np.asarray(tokens, None if len(tokens) else self._dtype)
-        kind = np.iinfo(self._dtype)
-        if len(tokens) and not kind.min <= tokens.min() <= tokens.max() <= kind.max:
-            raise UsageError(
-                f"{self._prefix}.bin: token ids from {tokens.min()} to {tokens.max()} do not fit "
-                f"{self._dtype.name}; take a wider dtype"
-            )
-        if len(lengths) and lengths.max() > np.iinfo(np.int32).max:
-            raise UsageError(
-                f"{self._prefix}.idx: a sequence of {lengths.max()} tokens is longer than the "
-                "format's 2,147,483,647; split the document"
-            )
-        self._bin.write(tokens.astype(self._dtype, copy=False).data)
-        self._lengths.write(lengths.astype("<i4").data)
-        self._sequences += len(lengths)
-
-    def _end(self, ends: np.ndarray) -> None:
-        self._ends.write(ends.astype("<i8").data)
-        self._documents += len(ends)
-
-    def __exit__(self, error: type[BaseException] | None, *_) -> None:
-        try:
-            if error is None:
-                self._write_index()
-            for file in (self._bin, self._lengths, self._ends):
-                file.close()
-            if error is None:
-                idx_path = Path(f"{self._prefix}.idx")
-                idx_path.unlink(missing_ok=True)  # the old one must not meet the new tokens
-                os.replace(self._scratch / "bin", f"{self._prefix}.bin")
-                os.replace(self._scratch / "idx", idx_path)
-        finally:
-            shutil.rmtree(self._scratch, ignore_errors=True)
-
-    def _write_index(self) -> None:
-        assert not self._open, "the last document has not ended"
-        with open(self._scratch / "idx", "wb") as idx:
-            idx.write(_HEADER.pack(_MAGIC, 1, self._code, self._sequences, self._documents + 1))
-            self._lengths.seek(0)
-            shutil.copyfileobj(self._lengths, idx)
-            self._lengths.seek(0)
-            start = 0
-            while (lengths := np.fromfile(self._lengths, "<i4", _BLOCK)).size:
-                ends = start + np.cumsum(lengths, dtype="<i8") * self._dtype.itemsize
-                idx.write(np.concatenate(([start], ends[:-1])).astype("<i8").data)
-                start = int(ends[-1])
-            idx.write(np.zeros(1, "<i8").data)
-            self._ends.seek(0)
-            shutil.copyfileobj(self._ends, idx)

@@ -1,40 +1,35 @@
-"""Which tokens a step trains on: a pure function of (data, seed, step), in O(1).
+"""Order of the rows of one source: sample number -> offset, in O(1).
 
-An epoch cuts the tokens into windows of T+1 (inputs and their successors) that begin T apart,
-at a phase of its own, and visits them in a permutation of its own. The first and last window
-are moved inside the file, so every token is seen in every epoch.
+An epoch cuts the tokens into windows of T+1 (inputs and their successors) that begin T apart, at
+a phase of its own, and visits them in a permutation of its own. The first and last window are
+moved inside the file, so every token is seen in every epoch.
+
+The permutation is Grain's: that of `grain.MapDataset.range(n).shuffle(seed)`. It is written here
+for whole blocks at a time, because importing Grain takes as long as the rest of a warm start.
 """
 
 import functools
-import importlib.util
 import math
-import sys
-from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
-from jaxgpt.data.interleave import Blend
-
-SHUFFLE_MODULE = "grain._src.python.experimental.index_shuffle.python.index_shuffle_module"
-SHUFFLE_ROUNDS = 4  # those of MapDataset.shuffle
-# Grain's permutation of n is one of 2^16 at least, walked 2^16 / n times for each index: up to so
-# many windows it is slower than reading them, and all are sorted by random numbers instead.
+ROUNDS = 4
+# Up to so many windows the permutation sorts random numbers: Grain's cipher has 2^16 values at
+# least, so it would walk through 2^16 / n of them for each window.
 FEW_WINDOWS = 1024
+BLOCK = 1024  # windows of an epoch that are permuted together
 
 
 class EpochSampler:
-    """Number of a sample -> offset of its row in a token file."""
+    """Epochs of shuffled windows over the tokens of one source."""
 
     def __init__(self, n_tokens: int, block_size: int, seed: int, stream: int = 0):
-        """Order of one split of one source.
-
+        """
         Args:
-            n_tokens: tokens in the file, at least `block_size + 1`.
+            n_tokens: tokens of the split, at least `block_size + 1`.
             block_size: T.
-            seed: another seed, another order.
-            stream: so does another stream.
+            seed: order of the epochs.
+            stream: number of the source; sources of the same seed have different orders.
         """
         assert n_tokens > block_size, (n_tokens, block_size)
         self._last_start = n_tokens - 1 - block_size
@@ -42,73 +37,79 @@ class EpochSampler:
         self._seeds = [seed, stream] if stream else [seed]
         # One window more than fits: the phase leaves a part at either end.
         self.per_epoch = math.ceil((n_tokens - 1) / block_size) + 1
-        self._epoch = functools.lru_cache(maxsize=2)(self._phase_and_windows)
+        self.block_offsets = functools.lru_cache(maxsize=2)(self._block_offsets)
 
-    def start(self, number: int) -> int:
-        """Offset of sample `number`, from 0: its row is the T+1 tokens from there on."""
+    def offset(self, number: int) -> int:
+        """Return the first of the T+1 tokens of sample `number` (from 0). O(1)."""
         epoch, within = divmod(number, self.per_epoch)
-        phase, window = self._epoch(epoch)
-        return min(max(phase + (window(within) - 1) * self._block_size, 0), self._last_start)
+        block, place = divmod(within, BLOCK)
+        return int(self.block_offsets(epoch, block)[place])
 
-    def _phase_and_windows(self, epoch: int) -> tuple[int, Callable[[int], int]]:
-        """Phase in 1..T, and the permutation of the windows."""
+    def _block_offsets(self, epoch: int, block: int) -> np.ndarray:
+        """Return the offsets of one block of an epoch: int64, shape (at most BLOCK,)."""
         first, *stream = self._seeds
         drawn = np.random.SeedSequence([first, epoch, *stream])
-        phase, shuffle = map(int, drawn.generate_state(2))
+        phase, seed = map(int, drawn.generate_state(2))
         if self.per_epoch <= FEW_WINDOWS:
-            windows = np.argsort(drawn.generate_state(2 + self.per_epoch)[2:], kind="stable")
-            return 1 + phase % self._block_size, windows.astype(np.uint16).item
-        options = {"max_index": self.per_epoch - 1, "seed": shuffle, "rounds": SHUFFLE_ROUNDS}
-        return 1 + phase % self._block_size, functools.partial(index_shuffle(), **options)
+            keys = drawn.generate_state(2 + self.per_epoch)[2:]
+            windows = np.argsort(keys, kind="stable").astype(np.int64)
+        else:
+            indices = np.arange(block * BLOCK, min((block + 1) * BLOCK, self.per_epoch))
+            windows = permute(indices, self.per_epoch, seed)
+        starts = 1 + phase % self._block_size + (windows - 1) * self._block_size
+        return starts.clip(0, self._last_start)
 
 
-class Place(NamedTuple):
-    """Where a row comes from."""
+def permute(indices: np.ndarray, n: int, seed: int) -> np.ndarray:
+    """Return where a permutation of 0..n-1 puts some indices: int64, of their shape.
 
-    corpus: int
-    source: int
-    start: int
-    """Offset of its first token in the source's split."""
+    The Simon block cipher (https://eprint.iacr.org/2013/404) of at least 16 bits and `ROUNDS`
+    rounds, applied again to what falls outside 0..n-1 (cycle walking).
 
-
-class DataOrder:
-    """Step -> the places of its rows."""
-
-    def __init__(self, blend: Blend, windows: Sequence[EpochSampler], batch_size: int):
-        """
-        Args:
-            windows: of each source of the blend.
-            batch_size: rows per step, B.
-        """
-        self._blend = blend
-        self._windows = windows
-        self._batch_size = batch_size
-
-    def places(self, step: int, rows: range) -> list[Place]:
-        """Where some rows of `step` (from 1) come from."""
-        first = (step - 1) * self._batch_size
-        out = []
-        for row in rows:
-            corpus, source, number = self._blend.draw(first + row)
-            out.append(Place(corpus, source, self._windows[source].start(number)))
-        return out
-
-    def consumed(self, step: int) -> list[int]:
-        """Rows of each corpus in the batches of all steps up to `step`."""
-        return self._blend.counts(step * self._batch_size)
-
-
-@functools.cache
-def index_shuffle() -> Callable[..., int]:
-    """Grain's permutation, computed index by index: that of `MapDataset.range(n).shuffle(seed)`.
-
-    It is loaded by itself: all of grain takes as long to import as the rest of a warm start.
+    Args:
+        indices: in 0..n-1, n at least 2.
+        seed: uint32.
     """
-    if SHUFFLE_MODULE not in sys.modules:
-        (folder,) = importlib.util.find_spec("grain").submodule_search_locations
-        file = Path(folder).parent / (SHUFFLE_MODULE.replace(".", "/") + ".so")
-        spec = importlib.util.spec_from_file_location(SHUFFLE_MODULE, file)
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        sys.modules[SHUFFLE_MODULE] = module  # for grain, which must not load it a second time
-    return sys.modules[SHUFFLE_MODULE].index_shuffle
+    half = max(-(-(n - 1).bit_length() // 2), 8)  # bits of half a block
+    mask = (1 << half) - 1
+    keys = [key & mask for key in _seed_sequence(seed, ROUNDS)]
+
+    def rotate(x: np.ndarray, by: int) -> np.ndarray:
+        return ((x << by) | (x >> (half - by))) & mask
+
+    def mix(x: np.ndarray) -> np.ndarray:
+        return (rotate(x, 1) & rotate(x, 8)) ^ rotate(x, 2)
+
+    out = indices.astype(np.int64)
+    outside = np.arange(out.size)
+    while outside.size:
+        left, right = out[outside] >> half, out[outside] & mask
+        for first, second in zip(keys[::2], keys[1::2], strict=True):
+            left = left ^ mix(right) ^ first
+            right = right ^ mix(left) ^ second
+        out[outside] = (left << half) | right
+        outside = outside[out[outside] >= n]
+    return out
+
+
+def _seed_sequence(seed: int, n: int) -> list[int]:
+    """Return n < 7 words of 32 bits as C++'s `std::seed_seq{seed}` generates them."""
+    words, bits = [0x8B8B8B8B] * n, 0xFFFFFFFF
+    near = (n - (n - 1) // 2) // 2
+    far = near + (n - 1) // 2
+    for k in range(2 * n):
+        here, before, at_near, at_far = (i % n for i in (k, k - 1, k + near, k + far))
+        if k < n:
+            mixed = words[here] ^ words[at_near] ^ words[before]
+            first = 1664525 * (mixed ^ mixed >> 27) & bits
+            second = first + (1 if k == 0 else k + seed if k == 1 else k) & bits
+            words[at_near] = words[at_near] + first & bits
+            words[at_far] = words[at_far] + second & bits
+        else:
+            mixed = words[here] + words[at_near] + words[before] & bits
+            first = 1566083941 * (mixed ^ mixed >> 27) & bits
+            second = first - here & bits
+            words[at_near] ^= first
+            words[at_far] ^= second
+        words[here] = second
+    return words

@@ -1,15 +1,16 @@
-"""Flat arrays of token ids on disk, of which only what is asked for is read.
+"""Token ids on disk, of which only the requested ones are read.
 
 They are read with `pread`, not through a memory map: the rows of a file of any size pass through
 one buffer, so that a process does not grow; and a file that becomes shorter while a run reads it
 is an error with a name and an offset, where a memory map would end the process with SIGBUS.
 """
 
-import copy
+import bisect
 import functools
 import hashlib
+import itertools
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -23,64 +24,50 @@ OTHER_FILES = 512  # that a process may have open beside its data
 
 
 def allow_open_files(count: int) -> None:
-    """Lets this process have `count` token files open; a shell mostly allows 1024 files.
+    """Allow this process to have `count` token files open; a shell mostly allows 1024 files.
 
     Raises:
         UsageError: if this host allows fewer.
     """
     wanted = count + OTHER_FILES
-    if (limit := raise_open_file_limit(wanted)) < wanted:
+    limit = raise_open_file_limit(wanted)
+    if limit < wanted:
         raise UsageError(
             f"data: has {count} files, but a process may have no more than {limit} open at once; "
             f"raise the limit, `ulimit -Hn`, to {wanted}, or join small files"
         )
 
 
-class OpenFile:
-    """A file that is opened when it is first read, and stays open."""
-
-    def __init__(self, path: Path):
-        self._path = path
-
-    @functools.cached_property
-    def descriptor(self) -> int:
-        try:
-            return os.open(self._path, os.O_RDONLY)
-        except OSError as error:
-            raise UsageError(f"{self._path}: cannot be opened ({error.strerror})") from None
-
-
 class TokenFile:
-    """Some tokens of a file: all of it, or the part from `first` on."""
+    """A file with an array of token ids; it is opened when it is first read, and stays open."""
 
-    def __init__(self, path: Path, dtype: np.dtype, size: int):
-        """All of a file.
-
+    def __init__(self, path: Path, dtype: np.dtype, size: int, header: int = 0):
+        """
         Args:
             dtype: of the ids, an integer type.
             size: tokens.
+            header: bytes before the first token.
         """
         self.path = path
         self.dtype = np.dtype(dtype).newbyteorder("<")
         self.size = size
-        self.first = 0
-        self._file = OpenFile(path)
+        self._header = header
 
-    def part(self, first: int, end: int) -> "TokenFile":
-        """The tokens from `first` up to `end`, not included; all parts share one open file."""
-        part = copy.copy(self)
-        part.size, part.first = end - first, self.first + first
-        return part
+    @functools.cached_property
+    def _descriptor(self) -> int:
+        try:
+            return os.open(self.path, os.O_RDONLY)
+        except OSError as error:
+            raise UsageError(f"{self.path}: cannot be opened ({error.strerror})") from None
 
     def read(self, start: int, count: int) -> np.ndarray:
-        """`count` token ids from number `start` on, as they are in the file.
+        """Return `count` token ids from number `start` on: the file's dtype, shape (count,).
 
         Raises:
             UsageError: if the file cannot be read or ends before them.
         """
-        assert 0 <= start and start + count <= self.size, (start, count, self.size)
-        tokens, file = np.empty(count, self.dtype), self._file.descriptor
-        offset = (self.first + start) * self.dtype.itemsize
+        tokens, file = np.empty(count, self.dtype), self._descriptor
+        offset = self._header + start * self.dtype.itemsize
         try:
             found = os.preadv(file, [tokens], offset)
         except OSError as error:
@@ -90,13 +77,57 @@ class TokenFile:
         if found < tokens.nbytes:
             raise UsageError(
                 f"{self.path}: ends at byte {os.fstat(file).st_size}, before token "
-                f"{self.first + start + count - 1}; it has become shorter since it was opened; "
+                f"{start + count - 1}; it has become shorter since it was opened; "
                 "bring it back, and start again with the same --out"
             )
         return tokens
 
-    def check(self, tokens: np.ndarray, start: int, vocab_size: int) -> None:
-        """Refuses ids outside the vocabulary among those that were read from `start` on.
+
+class Tokens:
+    """Token ids of one or more files, one after the other, or a range of them."""
+
+    def __init__(self, files: Sequence[TokenFile], first: int = 0, size: int | None = None):
+        """
+        Args:
+            files: of one dtype.
+            first: number of the first token of the range, over all files.
+            size: tokens in the range; by default all from `first` on.
+        """
+        assert len({file.dtype for file in files}) == 1, files
+        self.files = tuple(files)
+        self.dtype = files[0].dtype
+        self._starts = list(itertools.accumulate((file.size for file in files), initial=0))
+        self.first = first
+        self.size = self._starts[-1] - first if size is None else size
+
+    def part(self, first: int, end: int) -> "Tokens":
+        """Return the tokens from `first` up to `end`, not included, from the same open files."""
+        return Tokens(self.files, self.first + first, end - first)
+
+    def locate(self, token: int) -> tuple[Path, int]:
+        """Return the file of a token of the range, and its number in that file."""
+        number = bisect.bisect_right(self._starts, self.first + token) - 1
+        return self.files[number].path, self.first + token - self._starts[number]
+
+    def read(self, start: int, count: int) -> np.ndarray:
+        """Return `count` token ids from number `start` on: `dtype`, shape (count,).
+
+        Raises:
+            UsageError: if a file cannot be read or ends before them.
+        """
+        assert 0 <= start and start + count <= self.size, (start, count, self.size)
+        start += self.first
+        number = bisect.bisect_right(self._starts, start, hi=len(self.files)) - 1
+        parts = []
+        while True:
+            here = min(count, self._starts[number + 1] - start)
+            parts.append(self.files[number].read(start - self._starts[number], here))
+            start, count, number = start + here, count - here, number + 1
+            if not count:
+                return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+    def check_vocab_range(self, tokens: np.ndarray, start: int, vocab_size: int) -> None:
+        """Check that `tokens`, read from number `start` on, are ids below `vocab_size`.
 
         Raises:
             UsageError: naming the file, the offset and the token.
@@ -106,16 +137,17 @@ class TokenFile:
             return
         at = int(np.argmax((tokens >= vocab_size) | (tokens < 0)))
         token = int(tokens[at])
+        path, offset = self.locate(start + at)
         remedy = "prepare the data again"
         if token >= 0:
             remedy += f", or set model.vocab_size to at least {token + 1}"
         raise UsageError(
-            f"model.vocab_size={vocab_size}: {self.path} holds token {token} at offset "
-            f"{self.first + start + at}; {remedy}"
+            f"model.vocab_size={vocab_size}: {path} holds token {token} at offset {offset}; "
+            f"{remedy}"
         )
 
     def sampled_pages(self, most: int = SAMPLED_PAGES) -> Iterator[tuple[int, np.ndarray]]:
-        """(number of the first token, ids) of evenly spaced pages, the first and last included."""
+        """Yield (number of the first token, ids) of evenly spaced pages, first and last too."""
         per_page = PAGE // self.dtype.itemsize
         pages = -(-self.size // per_page)
         for page in np.unique(np.linspace(0, pages - 1, min(pages, most)).astype(np.int64)):
@@ -123,13 +155,13 @@ class TokenFile:
             yield start, self.read(start, min(per_page, self.size - start))
 
 
-def fingerprint_of(
-    splits: Mapping[str, TokenFile], vocab_size: int, most_pages: int = SAMPLED_PAGES
+def fingerprint(
+    splits: Mapping[str, Tokens], vocab_size: int, most_pages: int = SAMPLED_PAGES
 ) -> str:
-    """A hash that changes when the data does: sizes, dtype, vocabulary, sampled pages.
+    """Return a hash of sizes, dtype, vocabulary and sampled pages.
 
     Args:
-        splits: the files of "train" and "val", of which at most `most_pages` each are read.
+        splits: "train" and "val", of which at most `most_pages` each are read.
     """
     digest = hashlib.sha256(f"{vocab_size}".encode())
     for split, tokens in splits.items():

@@ -55,14 +55,14 @@ def worst_rows(
     worst = [int(row) for row in np.argsort(row_losses)[::-1][:WORST_ROWS]]  # nan comes first
     out = []
     for row in worst:
-        (place,) = loader.places(step, range(row, row + 1))
+        (location,) = loader.row_locations(step, range(row, row + 1))
         out.append(
             {
                 "row": row,
                 "loss": float(row_losses[row]),
-                "corpus": loader.names[place.corpus],
-                "source": str(dataset.sources[place.source].entry.path),
-                "offset": int(place.start),
+                "corpus": loader.names[location.corpus],
+                "source": str(dataset.sources[location.source].entry.path),
+                "offset": int(location.offset),
             }
         )
     return out

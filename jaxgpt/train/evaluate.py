@@ -7,8 +7,9 @@ import jax
 import numpy as np
 
 from jaxgpt.config import Config
-from jaxgpt.data.dataset import SPLITS, Dataset
+from jaxgpt.data.dataset import Dataset
 from jaxgpt.data.loader import Loader
+from jaxgpt.data.source import SPLITS
 from jaxgpt.data.tokenizers.char import continued
 from jaxgpt.parallel.sharding import Params
 from jaxgpt.runtime.dispatch import DispatchLimiter

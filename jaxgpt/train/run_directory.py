@@ -80,7 +80,7 @@ class Run:
 
     def corpus_tokens(self, rows: BatchReader, step: int) -> dict[str, int]:
         """Of them, those of each corpus: `rows` alone takes all steps to be of the same size."""
-        now, then = rows.consumed(step), rows.consumed(self.resume_step or 0)
+        now, then = rows.tokens_consumed(step), rows.tokens_consumed(self.resume_step or 0)
         before = self.resume_meta.get("corpus_tokens", dict(zip(rows.names, then, strict=True)))
         return {
             name: int(before.get(name, 0) + n - n_then)

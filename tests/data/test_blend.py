@@ -10,7 +10,8 @@ from blends import write_corpora
 from jaxgpt.config import UsageError, load_config
 from jaxgpt.data.batches import training_batches
 from jaxgpt.data.dataset import open_dataset, vocabulary_size
-from jaxgpt.data.megatron import MegatronWriter, read_index
+from jaxgpt.data.megatron import read_index
+from jaxgpt.data.prepare.megatron import MegatronWriter
 from jaxgpt.data.prepare.writer import write_dataset
 from jaxgpt.data.tokenizers.char import ByteTokenizer
 
@@ -45,11 +46,14 @@ def opened(lines, *settings):
 def test_rows_of_every_kind_of_source_are_the_tokens_at_their_place(lines):
     dataset, rows = opened(lines)
     assert rows.names == tuple(f"name{c}" for c in range(5))
-    assert "5 sources (Megatron uint16, flat uint16) of 5 corpora" in dataset.describe()[0]
+    assert (
+        "5 sources (Megatron uint16, nanoGPT file uint16, nanoGPT folder uint16) of 5 corpora"
+        in dataset.describe()[0]
+    )
     seen = set()
     for step in range(1, 40):
-        for tokens, place in zip(rows.read(step, range(16)), rows.places(step), strict=True):
-            first = dataset.sources[place.source].tokens["train"].first + place.start
+        for tokens, place in zip(rows.read(step, range(16)), rows.row_locations(step), strict=True):
+            first = dataset.sources[place.source].tokens["train"].first + place.offset
             assert (tokens == (31 * (first + np.arange(65)) + place.corpus) % 97).all()
             seen.add(place.corpus)
     assert seen == set(range(5))
@@ -61,7 +65,7 @@ def test_every_corpus_has_its_share_after_every_step(lines):
     for step in range(1, 300):
         counts += np.bincount(rows.corpora(step), minlength=5)
         assert np.abs(counts - 16 * step * np.array([0.5, 0.25, 0.15, 0.07, 0.03])).max() <= 1
-        assert rows.consumed(step) == [64 * count for count in counts]
+        assert rows.tokens_consumed(step) == [64 * count for count in counts]
 
 
 def test_a_file_list_is_the_same_blend(lines, tmp_path):
@@ -80,7 +84,7 @@ def test_documents_are_not_shared_between_training_and_validation(lines, tmp_pat
     index = read_index(tmp_path / "corpus2")
     source = dataset.sources[2]
     boundary = source.tokens["val"].first
-    assert boundary == index.document_start(index.document_of(boundary))
+    assert boundary == index.find(boundary).start
     assert source.tokens["val"].size == pytest.approx(0.2 * 4000, abs=250)
     assert source.tokens["train"].size + source.tokens["val"].size == 4000
     assert dataset.sources[1].tokens["val"].size == round(0.2 * 3001)
@@ -98,7 +102,7 @@ def test_the_same_corpus_of_several_files_counts_as_one(lines):
 @pytest.mark.parametrize("suffix", ["", ".bin", ".idx"])
 def test_a_pair_of_megatrons_is_named_by_its_prefix_or_one_of_its_files(lines, tmp_path, suffix):
     dataset, _ = opened([f"1 {tmp_path}/corpus2{suffix}"])
-    assert dataset.corpora == ("corpus2",) and dataset.sources[0].kind == "Megatron uint16"
+    assert dataset.corpora == ("corpus2",) and dataset.sources[0].format == "Megatron"
 
 
 def test_sources_without_a_name_are_corpora_of_their_own(tmp_path):
@@ -121,9 +125,12 @@ def test_sources_without_a_name_are_corpora_of_their_own(tmp_path):
         (lambda lines: ["1 'a"], "must be a weight above 0, a path"),
         (
             lambda lines: [lines[1].replace(".bin", "")],
-            r"no .*corpus1.idx beside .*corpus1.bin; br",
+            r"corpus1.idx: cannot be read .*a .bin of nanoGPT's is given with its suffix",
         ),
-        (lambda lines: ["1 /nowhere/a"], r"there is no /nowhere/a.bin; give a folder with"),
+        (
+            lambda lines: ["1 /nowhere/a"],
+            r"there is no token data at /nowhere/a; give",
+        ),
         (lambda lines: [*lines, "1e-9 " + lines[0].split()[1]], "less than a millionth"),
     ],
 )
@@ -134,7 +141,7 @@ def test_what_is_wrong_with_a_blend_is_said(lines, change, words):
 
 def test_a_truncated_corpus_is_named(lines, tmp_path):
     os.truncate(tmp_path / "corpus1.bin", 3001)
-    with pytest.raises(UsageError, match=r"corpus1.bin has 3001 bytes; a uint16 token file"):
+    with pytest.raises(UsageError, match=r"corpus1.bin has 3001 bytes; a uint16"):
         opened(lines)
 
 

@@ -49,6 +49,13 @@ def test_nanogpts_files_are_read_once_the_vocabulary_is_given(tmp_path):
     assert opened(tmp_path, "model.vocab_size=50").vocab_size == 50
 
 
+def test_a_split_that_is_shorter_than_a_row_is_refused(tmp_path):
+    for split, size in (("train", 64), ("val", 100)):
+        np.zeros(size, np.uint16).tofile(tmp_path / f"{split}.bin")
+    with pytest.raises(UsageError, match="train.bin has 64 tokens .* at least 65"):
+        opened(tmp_path, "model.vocab_size=50")
+
+
 def test_large_vocabularies_take_uint32(tmp_path):
     class Large(ByteTokenizer):
         vocab_size = 100_000
@@ -78,9 +85,13 @@ def swap(tokens):
     ("damage", "overrides", "words"),
     [
         (lambda d: (d / "train.bin").unlink(), [], "there is no"),
-        (lambda d: (d / "val.bin").write_bytes(b""), [], "val.bin has 0 bytes"),
+        (lambda d: (d / "val.bin").write_bytes(b""), [], "val.bin ends at byte 0, not at"),
         (lambda d: os.truncate(d / "train.bin", 101), [], "train.bin has 101 bytes"),
-        (lambda d: os.truncate(d / "train.bin", 128), [], "at least 130 bytes"),
+        (
+            lambda d: os.truncate(d / "train.bin", 128),
+            [],
+            "train.bin ends at byte 128",
+        ),
         (lambda d: rewrite(d, poison), [], "holds token 70 at offset 1234"),
         (lambda d: rewrite(d, swap), [], "not those that meta.json was written for"),
         (

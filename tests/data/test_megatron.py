@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from jaxgpt.config import UsageError
-from jaxgpt.data.megatron import MegatronWriter, read_index
+from jaxgpt.data.megatron import read_index
+from jaxgpt.data.prepare.megatron import MegatronWriter
 
 # Four documents of uint16 tokens: two sequences, none, one of no tokens, one.
 TOKENS = [7, 8, 9, 10, 11, 12]
@@ -35,7 +36,7 @@ def test_an_index_is_read(pair, suffix):
     assert index.dtype == np.uint16 and index.total_tokens == 6 and index.document_count == 4
     assert index.lengths.tolist() == [2, 3, 0, 1]
     assert [index.document_start(d) for d in range(5)] == [0, 5, 5, 5, 6]
-    assert [index.document_of(token) for token in range(6)] == [0, 0, 0, 0, 0, 3]
+    assert [index.find(token).number for token in range(6)] == [0, 0, 0, 0, 0, 3]
 
 
 def test_what_is_written_is_the_format_byte_for_byte(pair, tmp_path):
@@ -129,7 +130,7 @@ def test_documents_beyond_one_block_of_the_writer(tmp_path):
     assert (index.pointers == starts).all() and index.document_count == len(lengths)
     for document in (0, 2, 3, 1_048_576, len(lengths) - 1):
         assert index.document_start(document) == starts[document]
-        assert index.document_of(starts[document]) == document
+        assert index.find(int(starts[document])).number == document
 
 
 @pytest.mark.long

@@ -5,7 +5,17 @@ import numpy as np
 import pytest
 
 from jaxgpt.config import UsageError
-from jaxgpt.data.token_file import OTHER_FILES, TokenFile, allow_open_files, fingerprint_of
+from jaxgpt.data.token_file import (
+    OTHER_FILES,
+    TokenFile,
+    Tokens,
+    allow_open_files,
+    fingerprint,
+)
+
+
+def tokens_of(path, dtype, size):
+    return Tokens([TokenFile(path, np.dtype(dtype), size)])
 
 
 @pytest.fixture
@@ -15,14 +25,30 @@ def path(tmp_path):
 
 
 def test_parts_of_a_file_are_read_from_their_place(path):
-    part = TokenFile(path, np.uint16, 10_000).part(1000, 3000)
+    part = tokens_of(path, np.uint16, 10_000).part(1000, 3000)
     assert part.size == 2000
     assert part.read(500, 3).tolist() == [1500, 1501, 1502]
     assert part.part(10, 20).read(0, 2).tolist() == [1010, 1011]
 
 
+def test_several_files_are_one_array(tmp_path):
+    for number, size in enumerate((3, 0, 5, 4)):
+        (np.arange(size, dtype="<u2") + 100 * number).tofile(tmp_path / f"{number}.bin")
+    sizes = (3, 0, 5, 4)
+    whole = Tokens(
+        [TokenFile(tmp_path / f"{n}.bin", np.dtype("<u2"), size) for n, size in enumerate(sizes)]
+    )
+    array = [0, 1, 2, 200, 201, 202, 203, 204, 300, 301, 302, 303]
+    for start in range(13):
+        for end in range(start, 13):
+            assert whole.read(start, end - start).tolist() == array[start:end]
+    part = whole.part(2, 10)
+    assert part.read(0, 8).tolist() == array[2:10]
+    assert part.locate(1) == (tmp_path / "2.bin", 0) and part.locate(7) == (tmp_path / "3.bin", 1)
+
+
 def test_a_file_that_shrinks_while_it_is_read_is_named_with_the_offset(path):
-    tokens = TokenFile(path, np.uint16, 10_000)
+    tokens = tokens_of(path, np.uint16, 10_000)
     tokens.read(9_990, 10)
     os.truncate(path, 3001)
     with pytest.raises(UsageError, match=r"tokens.bin: ends at byte 3001, before token 1509"):
@@ -35,27 +61,27 @@ def test_tokens_outside_the_vocabulary_are_named_in_every_type(tmp_path):
         ids = np.arange(100).astype(dtype)
         ids[57] = bad
         ids.tofile(tmp_path / "x.bin")
-        part = TokenFile(tmp_path / "x.bin", np.dtype(dtype), 100).part(20, 100)
+        part = tokens_of(tmp_path / "x.bin", np.dtype(dtype), 100).part(20, 100)
         with pytest.raises(UsageError, match=rf"x.bin holds token {bad} at offset 57"):
-            part.check(part.read(10, 50), 10, 256)
-        part.check(part.read(0, 37), 0, 256)
+            part.check_vocab_range(part.read(10, 50), 10, 256)
+        part.check_vocab_range(part.read(0, 37), 0, 256)
 
 
 def test_the_fingerprint_sees_sizes_types_and_pages(tmp_path, path):
     def of(file, vocab_size=256):
-        return fingerprint_of({"train": file}, vocab_size, 16)
+        return fingerprint({"train": file}, vocab_size, 16)
 
-    whole = TokenFile(path, np.uint16, 10_000)
+    whole = tokens_of(path, np.uint16, 10_000)
     same = of(whole)
-    assert of(TokenFile(path, np.uint16, 10_000)) == same
+    assert of(tokens_of(path, np.uint16, 10_000)) == same
     changed = np.fromfile(path, np.uint16)
     changed[-1] += 1
     changed.tofile(tmp_path / "other.bin")
     others = [
         of(whole, 257),
         of(whole.part(0, 9_999)),
-        of(TokenFile(path, np.int16, 10_000)),
-        of(TokenFile(tmp_path / "other.bin", np.uint16, 10_000)),
+        of(tokens_of(path, np.int16, 10_000)),
+        of(tokens_of(tmp_path / "other.bin", np.uint16, 10_000)),
     ]
     assert same not in others and len(set(others)) == 4
 
@@ -66,7 +92,7 @@ def test_so_many_files_can_be_open_as_a_blend_has(path):
     resource.setrlimit(resource.RLIMIT_NOFILE, (256, before[1]))
     try:
         allow_open_files(many)
-        whole = [TokenFile(path, np.uint16, 10_000) for _ in range(many)]
+        whole = [tokens_of(path, np.uint16, 10_000) for _ in range(many)]
         for tokens in whole:
             for part in (tokens.part(0, 9000), tokens.part(9000, 10_000)):
                 assert part.read(7, 1)[0] == part.first + 7

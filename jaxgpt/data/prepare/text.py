@@ -19,7 +19,7 @@ import numpy as np
 
 from jaxgpt.cluster.shutdown import FAILED, end_process
 from jaxgpt.config import UsageError
-from jaxgpt.data.megatron import MegatronWriter
+from jaxgpt.data.prepare.megatron import MegatronWriter
 from jaxgpt.data.prepare.reading import Piece, json_pieces, part_texts, text_pieces, texts_of
 from jaxgpt.data.prepare.writer import new_dataset, token_dtype
 from jaxgpt.data.tokenizers.char import CharTokenizer, Tokenizer

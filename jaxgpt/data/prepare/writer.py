@@ -10,8 +10,8 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxgpt.data.dataset import SPLITS
-from jaxgpt.data.token_file import TokenFile, fingerprint_of
+from jaxgpt.data.source import SPLITS
+from jaxgpt.data.token_file import TokenFile, Tokens, fingerprint
 from jaxgpt.data.tokenizers.char import Tokenizer
 
 
@@ -38,7 +38,7 @@ def new_dataset(directory: Path, tokenizer: Tokenizer, source: str) -> Iterator[
         yield scratch
         dtype = token_dtype(tokenizer.vocab_size)
         splits = {
-            split: TokenFile(path, dtype, path.stat().st_size // dtype.itemsize)
+            split: Tokens([TokenFile(path, dtype, path.stat().st_size // dtype.itemsize)])
             for split, path in ((split, scratch / f"{split}.bin") for split in SPLITS)
         }
         meta = {
@@ -48,7 +48,7 @@ def new_dataset(directory: Path, tokenizer: Tokenizer, source: str) -> Iterator[
             "vocab_size": tokenizer.vocab_size,
             "dtype": dtype.name,
             "tokens": {split: tokens.size for split, tokens in splits.items()},
-            "fingerprint": fingerprint_of(splits, tokenizer.vocab_size),
+            "fingerprint": fingerprint(splits, tokenizer.vocab_size),
         }
         tokenizer.save(scratch)
         (scratch / "meta.json").write_text(json.dumps(meta, indent=1) + "\n")

@@ -1,0 +1,57 @@
+"""nanoGPT's files: flat arrays of token ids, uint16 or uint32, little-endian.
+
+A folder has train.bin, val.bin and, where jaxgpt wrote it, meta.json. A lone .bin is one of them,
+without a file for validation.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxgpt.config import UsageError
+from jaxgpt.data.source import SPLITS, OpenSource, read_meta
+from jaxgpt.data.token_file import TokenFile, Tokens
+
+
+def is_folder(path: Path) -> bool:
+    """Return whether `path` is a folder with train.bin and val.bin, or one of them."""
+    return any((path / f"{split}.bin").is_file() for split in SPLITS)
+
+
+def open_folder(path: Path) -> OpenSource:
+    """Open train.bin and val.bin."""
+    meta = read_meta(path)
+    return OpenSource({s: Tokens([_open(path / f"{s}.bin", meta)]) for s in SPLITS}, meta=meta)
+
+
+def is_file(path: Path) -> bool:
+    """Return whether `path` is a .bin file."""
+    return path.suffix == ".bin" and path.is_file()
+
+
+def open_file(path: Path) -> OpenSource:
+    """Open a lone .bin, of the dtype that a meta.json beside it says."""
+    meta = read_meta(path.parent)
+    tokens = Tokens([_open(path, meta)])
+    meta.pop("fingerprint", None)  # it is of the whole folder
+    return OpenSource({"train": tokens}, meta=meta)
+
+
+def _open(path: Path, meta: dict[str, Any]) -> TokenFile:
+    if not path.is_file():
+        raise UsageError(f"there is no {path}; copy it or prepare the data again")
+    dtype = np.dtype(meta.get("dtype", "uint16"))
+    size = path.stat().st_size
+    if size % dtype.itemsize:
+        raise UsageError(
+            f"{path} has {size} bytes; a {dtype.name} token file needs whole tokens: copy it or "
+            "prepare the data again"
+        )
+    expected = meta.get("tokens", {}).get(path.stem, size // dtype.itemsize) * dtype.itemsize
+    if size != expected:
+        raise UsageError(
+            f"{path} ends at byte {size}, not at {expected} as its meta.json says; copy it or "
+            "prepare the data again"
+        )
+    return TokenFile(path, dtype, size // dtype.itemsize)

@@ -1,0 +1,92 @@
+"""An opened source of tokens: its splits, its documents, and what meta.json says of it."""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from jaxgpt.config import UsageError
+from jaxgpt.data.token_file import Tokens
+
+SPLITS = ("train", "val")
+LOOK_BACK = 2**20  # tokens that are searched for the end of the document before
+
+
+class Document(NamedTuple):
+    """A document that a token belongs to; None stands for what is not known."""
+
+    number: int | None
+    start: int | None
+    """Number of its first token in the source."""
+    end: int | None
+    """Number of the token after its last one."""
+
+
+class DocumentIndex(Protocol):
+    """Token number -> document, for the tokens of a whole source."""
+
+    def find(self, token: int) -> Document:
+        """Return the document of token number `token`, in at most O(log documents) reads."""
+
+
+@dataclass(frozen=True)
+class MarkedDocuments:
+    """Documents of a split that end with a token; their number is not known."""
+
+    tokens: Tokens
+    end_of_text: int
+
+    def find(self, token: int) -> Document:
+        """Return where the document of a token starts, if that is within LOOK_BACK tokens."""
+        at = token - self.tokens.first
+        searched = max(0, at - LOOK_BACK)
+        ends = np.flatnonzero(self.tokens.read(searched, at - searched) == self.end_of_text)
+        if ends.size:
+            return Document(None, self.tokens.first + searched + int(ends[-1]) + 1, None)
+        return Document(None, None if searched else self.tokens.first, None)
+
+
+@dataclass(frozen=True)
+class OpenSource:
+    """What a format's `open` returns."""
+
+    splits: dict[str, Tokens]
+    """"train" and "val"; or "train" alone, whose last documents are then kept for validation."""
+    documents: DocumentIndex | None = None
+    """None where only end-of-text tokens separate documents."""
+    meta: dict[str, Any] = field(default_factory=dict)
+    """What meta.json holds; empty without one."""
+
+
+class Format(NamedTuple):
+    """A way to store tokens."""
+
+    recognise: Callable[[Path], bool]
+    """Whether a path, as data.path gives it, is of this format."""
+    open: Callable[[Path], OpenSource]
+    """Open the files of a path without reading tokens; raise UsageError for what is damaged."""
+
+
+def read_meta(directory: Path) -> dict[str, Any]:
+    """Return what `directory`/meta.json holds, or {} without one.
+
+    Raises:
+        UsageError: if it is not what jaxgpt.prepare writes.
+    """
+    path = directory / "meta.json"
+    if not path.is_file():
+        return {}
+    try:
+        meta = json.loads(path.read_text())
+        if meta["dtype"] not in ("uint16", "uint32") or not isinstance(meta["vocab_size"], int):
+            raise ValueError(f"dtype {meta['dtype']}, vocab_size {meta['vocab_size']}")
+        meta["tokenizer"]["type"]
+    except (ValueError, TypeError, KeyError) as error:
+        raise UsageError(
+            f"{path} is not what python -m jaxgpt.prepare writes ({error!r}); "
+            "prepare the data again"
+        ) from None
+    return meta
