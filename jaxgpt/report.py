@@ -50,7 +50,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def spikes_report(run: Path, png: Path | None) -> None:
-    """Prints the table of a run's spikes, and draws its losses.
+    """Print the table of a run's spikes, and draw its losses.
 
     Raises:
         UsageError: if the run has no metrics.jsonl, or the picture cannot be made.
@@ -62,7 +62,7 @@ def spikes_report(run: Path, png: Path | None) -> None:
             f"RUN={run}: {run}/metrics.jsonl cannot be read ({error.strerror}); give a run "
             "directory"
         ) from None
-    if png is not None:  # first, as it may be what cannot be
+    if png is not None:  # first: it is what can fail
         draw_spikes(records, str(run), png)
     print(spikes_table(records))
     if png is not None:
@@ -70,7 +70,7 @@ def spikes_report(run: Path, png: Path | None) -> None:
 
 
 def read_startup(run: Path) -> dict[str, Any]:
-    """The startup.json of a run directory.
+    """Return the startup.json of a run directory.
 
     Raises:
         UsageError: if there is none, or it is not one.
@@ -93,7 +93,7 @@ def read_startup(run: Path) -> dict[str, Any]:
 
 
 def startup_table(runs: list[tuple[Path, dict[str, Any]]]) -> None:
-    """Prints a row for each run."""
+    """Print a row for each run."""
     from rich.console import Console
     from rich.table import Table
 

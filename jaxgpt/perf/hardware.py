@@ -145,7 +145,7 @@ DEVICES: Mapping[str, Device] = {device.name: device for device in _TABLE}
 
 
 def find_device(device_kind: str) -> Device | None:
-    """The device that JAX calls `device_kind`; None for one that is not in the table.
+    """Return the device that JAX calls `device_kind`; None for one that is not in the table.
 
     >>> find_device("NVIDIA A100-SXM4-40GB").name
     'a100'

@@ -159,7 +159,7 @@ def _times(totals: Totals, n: int) -> Totals:
 
 
 def _payload(opcode: str, shape: str) -> list[tuple[str, int]]:
-    """(dtype, bytes) of each array that a collective returns.
+    """Return (dtype, bytes) of each array that a collective returns.
 
     Args:
         shape: its type. An asynchronous start has (operands, results, ...), except that
@@ -177,7 +177,7 @@ def _payload(opcode: str, shape: str) -> list[tuple[str, int]]:
 
 
 def _tuple_elements(shape: str) -> list[str]:
-    """Types of a tuple's elements; the type itself if it is no tuple."""
+    """Return the types of a tuple's elements; the type itself if it is no tuple."""
     if not shape.startswith("("):
         return [shape]
     depth, parts = 0, [""]
@@ -191,7 +191,7 @@ def _tuple_elements(shape: str) -> list[str]:
 
 
 def _axes_and_group_size(mesh: dict[str, int], groups: str) -> tuple[tuple[str, ...], int]:
-    """Mesh axes along which any two devices of a group differ, and the devices in a group."""
+    """Return the mesh axes along which devices of a group differ, and the devices in a group."""
     ids = _device_groups(groups, math.prod(mesh.values()))
     coordinates = np.stack(np.unravel_index(ids, tuple(mesh.values())))  # axis, group, member
     differs = (coordinates != coordinates[:, :, :1]).any(axis=(1, 2))
@@ -199,7 +199,7 @@ def _axes_and_group_size(mesh: dict[str, int], groups: str) -> tuple[tuple[str, 
 
 
 def _device_groups(text: str, n_devices: int) -> np.ndarray:
-    """The device ids of each group (one row) that XLA writes in one of four forms.
+    """Return the device ids of each group (a row), which XLA writes in one of four forms.
 
     {} is all devices together; {{0,1},{2,3}} lists them; [2,4]<=[4,2]T(1,0) is a range that is
     reshaped, transposed and reshaped; mesh['x'=2,'y'=4] {'y'} is along axes of a mesh of XLA's.
@@ -215,7 +215,7 @@ def _device_groups(text: str, n_devices: int) -> np.ndarray:
 
 
 def _groups_along_axes(text: str) -> np.ndarray:
-    """Groups of the form mesh['x'=2,'y'=4] {'y'}.
+    """Return the groups of the form mesh['x'=2,'y'=4] {'y'}.
 
     What stands in braces may be a part of an axis: 'y':(1)2 is the outer factor 2 of 'y'=4, and
     'y':(2)2 the inner one. `device_ids=(...)` after the mesh is the order of its devices, a list
@@ -247,7 +247,7 @@ def _groups_along_axes(text: str) -> np.ndarray:
 
 
 def _range(text: str) -> np.ndarray:
-    """0, 1, ... in the order of [4,2]T(1,0): reshaped to 4 x 2, then transposed."""
+    """Return 0, 1, ... in the order of [4,2]T(1,0): reshaped to 4 x 2, then transposed."""
     shape, _, transposition = text.partition("T")
     dims = _numbers(shape)
     return np.arange(math.prod(dims)).reshape(dims).transpose(_numbers(transposition) or None)

@@ -1,4 +1,4 @@
-"""Where the time of training steps goes: a trace of a few of them, and a table of operations.
+"""Profile of training steps: a trace of a few of them, and a table of operations.
 
 The trace is JAX's own, which TensorBoard and Perfetto open. The table is of the devices' events
 in it, each an instruction of the compiled step.
@@ -50,7 +50,7 @@ class Tracing:
         self._directory = Path(self._scratch or directory)
 
     def start(self, pending: Any) -> None:
-        """Traces from here on, once `pending` results of steps are there."""
+        """Begin the trace, once `pending` results of steps are there."""
         jax.block_until_ready(pending)
         options = jax.profiler.ProfileOptions()
         options.python_tracer_level = 0  # it would slow down what it measures
@@ -59,7 +59,7 @@ class Tracing:
         self._began = time.perf_counter()
 
     def stop(self, pending: Any, n_steps: int, hlo: str) -> dict[str, Any]:
-        """Ends the trace once `pending` results are there.
+        """End the trace once `pending` results are there.
 
         Args:
             n_steps: that were traced.
@@ -147,13 +147,13 @@ class StepProfile:
 
 
 def newest_trace(directory: Path) -> Path:
-    """The file of the trace that was written last."""
+    """Return the file of the newest trace."""
     found = directory.glob("plugins/profile/*/*.xplane.pb")
     return max(found, key=lambda path: path.stat().st_mtime)
 
 
 def read_events(trace: Path, module: str) -> Iterator[Event]:
-    """The instructions of a program that devices ran.
+    """Yield the instructions of a program that devices ran.
 
     Args:
         trace: an .xplane.pb file.
@@ -177,7 +177,7 @@ def read_events(trace: Path, module: str) -> Iterator[Event]:
 
 
 def report(events: Sequence[Event], operations: Mapping[str, Operation]) -> dict[str, Any]:
-    """One process's events, for `summary`: JSON."""
+    """Return one process's events, for `summary`: JSON."""
     totals: dict[str, list[float]] = defaultdict(lambda: [0.0, 0])
     collectives: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for event in sorted(events, key=lambda event: event.began):
@@ -198,7 +198,7 @@ def summary(
     n_steps: int,
     seconds: float,
 ) -> dict[str, Any]:
-    """Seconds per step of a device, in all, by category and of the most expensive operations.
+    """Return seconds per step of a device: in all, by category, of the most expensive operations.
 
     A device that comes to a collective before the others waits there. How long it waits no trace
     says, but the device that takes the shortest time over it has waited least: what others take
@@ -248,7 +248,7 @@ def by_category(
     waiting: float,
     n_steps: int,
 ) -> dict[str, Any]:
-    """Seconds per step and device of each category, and of `waiting` in collectives."""
+    """Return seconds per step and device of each category, and of `waiting` in collectives."""
     scale = 1 / n_steps / max(1, sum(one["devices"] for one in reports))
     out = dict.fromkeys(CATEGORIES, 0.0)
     for one in reports:
@@ -258,7 +258,7 @@ def by_category(
 
 
 def shortest_turns(reports: Sequence[dict[str, Any]]) -> dict[str, list[float]]:
-    """Each time that a collective ran: the seconds of the device that took least."""
+    """Return, for each run of a collective, the seconds of the device that took least."""
     devices: dict[str, list[list[float]]] = defaultdict(list)
     for one in reports:
         for name, each in one["collectives"].items():
@@ -269,7 +269,7 @@ def shortest_turns(reports: Sequence[dict[str, Any]]) -> dict[str, list[float]]:
 
 
 def waited(one: dict[str, Any], shortest: Mapping[str, list[float]]) -> float:
-    """Seconds that the devices of a process have waited in collectives for others."""
+    """Return the seconds that the devices of a process waited in collectives for others."""
     return sum(
         taken - least
         for name, each in one["collectives"].items()
@@ -279,7 +279,7 @@ def waited(one: dict[str, Any], shortest: Mapping[str, list[float]]) -> float:
 
 
 def describe(found: dict[str, Any]) -> str:
-    """What `Tracing.stop` found, as two tables."""
+    """Return what `Tracing.stop` found as two tables."""
     if not found["operations"]:
         return (
             f"profile of {found['steps']} steps: the trace names no operations of the devices; "
