@@ -136,7 +136,7 @@ class Job:
         return Clocks.read().since(began, n_steps)
 
     def profile(self, n_steps: int, directory: Path) -> dict[str, Any]:
-        """A trace of so many steps alone, as `telemetry.profile.summary` has it."""
+        """A trace of so many steps alone, as `perf.profile.summary` has it."""
         tracing = Tracing(directory, self._cluster)
         tracing.start(self._state)
         self.alone(n_steps)
