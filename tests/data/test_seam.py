@@ -1,0 +1,47 @@
+"""The data format that the room's README adds."""
+
+import numpy as np
+import pytest
+
+from jaxgpt import data
+from jaxgpt.config import load_config
+from jaxgpt.data.batches import training_batches
+from jaxgpt.data.dataset import open_dataset
+from jobs import SMALL, records, train_here
+from readme_code import load_block, train_and_move
+
+
+@pytest.fixture
+def corpus(monkeypatch, tmp_path):
+    """The same tokens as a folder of three .npy files and as a lone file of nanoGPT's."""
+    module = load_block("jaxgpt/data/README.md", "npy_folder", tmp_path)
+    made = data.Format(module.is_npy_folder, module.open_npy_folder)
+    monkeypatch.setitem(data.FORMATS, "npy folder", made)
+    tokens = np.random.default_rng(0).integers(0, 256, 30_000).astype(np.uint16)
+    tokens.tofile(tmp_path / "flat.bin")
+    (tmp_path / "npy").mkdir()
+    for number, part in enumerate(np.split(tokens, [7_001, 20_000])):
+        np.save(tmp_path / "npy" / f"{number}.npy", part)
+    return tmp_path
+
+
+def test_batches_and_fingerprint_are_those_of_nanogpts_file(corpus):
+    found = []
+    for path in ("npy", "flat.bin"):
+        config = load_config("tiny", f"data.path={corpus / path}", "model.vocab_size=256")
+        dataset = open_dataset(config.data, config.model)
+        dataset.verify()
+        reader = training_batches(dataset, config)
+        rows = range(config.train.batch_size)
+        batches = np.stack([reader.read(step, rows) for step in (1, 2, 777, 10**9)])
+        found.append((batches.tobytes(), dataset.fingerprints[0][1], dataset.size("val")))
+    assert found[0] == found[1]
+
+
+def test_it_trains_saves_and_moves_to_another_mesh(corpus):
+    losses = []
+    for path in ("npy", "flat.bin"):
+        settings = (f"data.path={corpus / path}", "model.vocab_size=256")
+        out = corpus / f"run-{path}"
+        losses.append(train_and_move(train_here, records, out, *SMALL, *settings))
+    assert losses[0] == losses[1] and sorted(losses[0]) == [1, 2, 3, 4, 5, 6]
