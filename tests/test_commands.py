@@ -99,7 +99,7 @@ def test_the_default_run_needs_nothing_and_compiles_its_step_once(tmp_path):
     assert job.returncode == 0, job.stdout
     compiled = re.findall(r"Finished XLA compilation of (jit\(\w+\))", job.stdout)
     assert compiled.count("jit(train_step)") == 1
-    assert compiled.count("jit(init)") == 1
+    assert compiled.count("jit(init_state)") == 1
     assert len(records(tmp_path / "run", "sample")) == 2
     assert "run directory: " in job.stdout.splitlines()[-1]
     second_half = job.stdout.split("step=6 train_loss", 1)[1].split("sample at step 6", 1)[1]
