@@ -39,6 +39,9 @@ from jaxgpt.train.state import (
 )
 from jaxgpt.train.step_metrics import Metrics, StepValues, logit_metrics, step_scalars
 
+# (params, opt_state) -> the same after an update.
+Update = Callable[[Params, Any], tuple[Params, Any]]
+
 SMALL_BYTES = 2**28  # of parameters: up to this size, all devices gather them to write samples
 
 
@@ -52,7 +55,7 @@ class StepParts(NamedTuple):
     opt_state_on_device: Any
     """Shardings that opt_state is brought to for the update; None where it lies so already."""
     gate: Callable[..., Any]
-    """`gate_by_where` or `gate_by_cond`."""
+    """`gate_by_where` or `gate_in_turn`."""
 
 
 def train_step(
@@ -90,20 +93,26 @@ def train_step(
 
 
 # Each is taken where XLA makes no other copy of the state for it. Temporaries of a step of gpt2
-# with 4 layers, beside one without a gate (JAX 0.10.2, 2026-11): for a CPU `where` takes
-# 216 MB more and `cond` none; for an H100 `where` 0.1 MB and `cond` 782 MB.
+# with 4 layers on one device, beside a step without a gate (JAX 0.10.2, 2026-11): for a CPU
+# `gate_by_where` takes 216 MB more and `gate_in_turn` none; for an H100 they take 0.1 and 53 MB more
+# (`jax.lax.cond` 782 MB).
 
 
-def gate_by_where(is_due: jax.Array | None, update: Callable[..., Any], *old: Any) -> Any:
+def gate_by_where(is_due: jax.Array | None, update: Update, *old: Any) -> tuple[Params, Any]:
     """Return `update(*old)` if it is due, else `old`, bit for bit; None is always due."""
     new = update(*old)
     # Chosen, never multiplied by zero: 0 x NaN is NaN.
     return new if is_due is None else jax.tree.map(functools.partial(jnp.where, is_due), new, old)
 
 
-def gate_by_cond(is_due: jax.Array | None, update: Callable[..., Any], *old: Any) -> Any:
-    """The same by `jax.lax.cond`."""
-    return update(*old) if is_due is None else jax.lax.cond(is_due, update, lambda *o: o, *old)
+def gate_in_turn(is_due: jax.Array | None, update: Update, *old: Any) -> tuple[Params, Any]:
+    """The same, the parameters before the optimizer's state, which is computed twice."""
+    if is_due is None:
+        return update(*old)
+    choose, (params, opt_state) = functools.partial(jnp.where, is_due), old
+    new_params = jax.tree.map(choose, update(params, opt_state)[0], params)
+    new_params, opt_state = jax.lax.optimization_barrier((new_params, opt_state))
+    return new_params, jax.tree.map(choose, update(params, opt_state)[1], opt_state)
 
 
 def clip_by_norm(gradients: Params, norm: jax.Array, limit: float) -> Params:
@@ -194,7 +203,7 @@ def make_step_parts(sharded: ShardedModel, opt_state_at: Any) -> StepParts:
         optimizer_of(config),
         learning_rate_schedule(config.optimizer),
         on_device,
-        gate_by_cond if is_cpu else gate_by_where,
+        gate_in_turn if is_cpu else gate_by_where,
     )
 
 
