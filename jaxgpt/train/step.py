@@ -94,8 +94,8 @@ def train_step(
 
 # Each is taken where XLA makes no other copy of the state for it. Temporaries of a step of gpt2
 # with 4 layers on one device, beside a step without a gate (JAX 0.10.2, 2026-11): for a CPU
-# `gate_by_where` takes 216 MB more and `gate_in_turn` none; for an H100 they take 0.1 and 53 MB more
-# (`jax.lax.cond` 782 MB).
+# `gate_by_where` takes 216 MB more and `gate_in_turn` none; for an H100 they take 0.1 and 53 MB
+# more (`jax.lax.cond` 782 MB).
 
 
 def gate_by_where(is_due: jax.Array | None, update: Update, *old: Any) -> tuple[Params, Any]:
