@@ -65,7 +65,8 @@ def measure(config: Config, batches: int) -> dict[str, Any]:
     loader = Loader.for_training(dataset, config, batch_sharding(mesh))
     jax.block_until_ready(list(loader.batches(range(1, WARM_UP + 1))))
     tokens = batches * config.train.batch_size * config.model.block_size
-    largest = max((source.tokens["train"] for source in dataset.sources), key=lambda t: t.size)
+    files = [file for source in dataset.sources for file in source.tokens["train"].files]
+    largest = max(files, key=lambda file: file.size)
     rows, length = -(-config.train.batch_size // cluster.size), config.model.block_size + 1
     rates, plain, most, step = [], [], 0, WARM_UP + 1
     for _ in range(5):
@@ -97,12 +98,11 @@ def measure(config: Config, batches: int) -> dict[str, Any]:
 
 
 def seconds_of_a_memory_map(stored: TokenFile, rows: int, length: int, batches: int) -> float:
-    """Of batches of rows from random places, each a copy of its part of a memory map."""
-    offset, places = stored.first * stored.dtype.itemsize, np.random.default_rng(0)
-    tokens = np.memmap(stored.path, stored.dtype, "r", offset, stored.size)
+    """Return the seconds of batches of rows from random places of a memory map of a file."""
+    tokens, places = np.memmap(stored.path, stored.dtype, "r"), np.random.default_rng(0)
     began = time.perf_counter()
     for _ in range(batches):
-        starts = places.integers(stored.size - length + 1, size=rows)
+        starts = places.integers(tokens.size - length + 1, size=rows)
         np.stack([tokens[start : start + length].astype(np.int64) for start in starts])
     return time.perf_counter() - began
 

@@ -10,6 +10,7 @@ import functools
 import hashlib
 import itertools
 import os
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -56,9 +57,11 @@ class TokenFile:
     @functools.cached_property
     def _descriptor(self) -> int:
         try:
-            return os.open(self.path, os.O_RDONLY)
+            descriptor = os.open(self.path, os.O_RDONLY)
         except OSError as error:
             raise UsageError(f"{self.path}: cannot be opened ({error.strerror})") from None
+        weakref.finalize(self, os.close, descriptor)
+        return descriptor
 
     def read(self, start: int, count: int) -> np.ndarray:
         """Return `count` token ids from number `start` on: the file's dtype, shape (count,).

@@ -17,7 +17,8 @@ def memory_in_use() -> tuple[int, int] | None:
                 now = int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
         except OSError:  # not Linux
             return None
-        return now, 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        peak = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return now, max(now, peak)  # the kernel adds up the two at different times
     stats = [device.memory_stats() or {} for device in jax.local_devices()]
     if not all("bytes_in_use" in one and "peak_bytes_in_use" in one for one in stats):
         return None

@@ -91,4 +91,4 @@ def test_data_that_one_host_lacks_ends_all_processes_with_a_sentence(words, tmp_
     )  # fmt: skip
     assert job.returncode == 2
     errors = [line for line in job.stderr.splitlines() if line.startswith("error:")]
-    assert len(errors) == 1 and f"there is no {tmp_path}/python/train.bin" in errors[0]
+    assert len(errors) == 1 and f"there is no token data at {tmp_path}/python" in errors[0]
