@@ -43,15 +43,9 @@ LONG_FILES = {
     "train/run_directory.py",
 }
 LONG_FUNCTIONS = {
-    "bench/__main__.py: parser",
-    "bench/checkpoint.py: measure",
-    "bench/compile.py: measure",
-    "bench/nanogpt.py: measure",
-    "bench/sample.py: measure",
-    "bench/step.py: measure",
     "data/prepare/builtin.py: prepare_text",
 }
-LARGE_ROOMS = {"bench", "train"}
+LARGE_ROOMS = {"train"}
 
 
 def name_of(file):

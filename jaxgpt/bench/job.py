@@ -1,4 +1,4 @@
-"""A training job whose steps can be timed: the trainer's own loop, and the compiled step alone."""
+"""Training steps to be timed: in the trainer's loop and alone, beside large matrix products."""
 
 import dataclasses
 import itertools
@@ -6,13 +6,14 @@ import os
 import resource
 import statistics
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jaxgpt.bench.scratch import end_on_signals
 from jaxgpt.cluster.preemption import StopSignal
 from jaxgpt.cluster.process_group import ProcessGroup
 from jaxgpt.cluster.watchdog import Watchdog
@@ -30,39 +31,43 @@ from jaxgpt.train.setup import Trainer
 from jaxgpt.train.state import TrainState, state_from_checkpoint
 from jaxgpt.train.step import make_steps
 
+CPU_SIZES = (512, 1024, 2048)
+ACCELERATOR_SIZES = (2048, 4096, 8192)
+MATMUL_SECONDS = 0.15  # of one measurement, about
+
 
 class Clocks(NamedTuple):
-    """Several clocks of this process: their readings, or what a step took by them."""
+    """Readings of several clocks of this process, or the seconds of a step by each of them."""
 
     seconds: float
     thread: float
-    """Seconds that the thread which runs the steps has computed, and not waited."""
+    """CPU time of the thread that runs the steps."""
     process: float
-    """The same of all threads together."""
+    """CPU time of all threads together."""
     kernel: float
-    """Of them, those that the operating system computed, to send data for instance."""
+    """Part of `process` that the operating system computed, to send data for instance."""
 
     @classmethod
     def read(cls) -> "Clocks":
         return cls(time.perf_counter(), time.thread_time(), time.process_time(), os.times().system)
 
     def since(self, began: "Clocks", n_steps: int) -> "Clocks":
-        """What has passed for each of so many steps."""
+        """Return the seconds that have passed, for each of so many steps."""
         return Clocks(*((now - then) / n_steps for now, then in zip(self, began, strict=True)))
 
 
 class Job:
-    """A run that has been compiled, and its state.
+    """A compiled run and its state, whose steps are run in rounds.
 
-    It is what the trainer's loop is given, but for evaluation and checkpoints: in their place the
-    clock is read and the state is kept.
+    The trainer's loop gets it in place of the checkpoints: it saves after the last step of a
+    round, and `save` reads the clocks and keeps the state.
     """
 
     def __init__(self, run: Run, cluster: ProcessGroup, facts: dict[str, Any]):
-        """Compiles the run's step and makes its initial state.
+        """Compile the run's step and make its initial state; `StopSignal` takes signals over.
 
         Args:
-            facts: what `initialize_jax` returned.
+            facts: returned by `initialize_jax`.
         """
         sizes = mesh_sizes(run.config, jax.device_count())
         check_batch(run.config, sizes)
@@ -78,7 +83,7 @@ class Job:
         init = self.steps.init.lower().compile()
         cluster.barrier()
         self._state: TrainState = init()
-        self._cluster, self.run = cluster, dataclasses.replace(run, resume_step=0)
+        self.cluster, self.run = cluster, dataclasses.replace(run, resume_step=0)
         self._report = Reporter(run, self.steps, Startup(), cluster)
         self._report.log_header(facts, warnings=())
         self._report.start(self.loader)
@@ -96,23 +101,22 @@ class Job:
             profile=StepProfile(run, cluster, self.train_step, self._report),
             ticks=itertools.count(1),
         )
-        end_on_signals()
         self._ended = Clocks.read()
-        # What the step alone is run on: all of it is on the device.
+        # The compiled step alone gets the same arguments each time, which are on the device.
         self._step = jax.device_put(np.int32(1), self.steps.replicated)
         self._batch = self.loader.batch(1)
 
     def params(self) -> Any:
-        """The parameters as they are now, as NumPy arrays."""
+        """Return the parameters of now as NumPy arrays."""
         return jax.device_get(self._state.params)
 
     def trainer(self, n_steps: int) -> Clocks:
-        """Runs the trainer's loop for so many steps.
+        """Run the trainer's loop for so many steps; return the clocks of one.
 
         Raises:
-            UsageError: if it cannot go on, because losses are not finite.
+            UsageError: if the run cannot go on, because losses are not finite.
         """
-        self._cluster.barrier()
+        self.cluster.barrier()
         first = self.run.resume_step
         run = dataclasses.replace(
             self.run, config=self.run.config.replace(train__max_iters=first + n_steps)
@@ -125,9 +129,9 @@ class Job:
         return self._ended.since(began, n_steps)
 
     def alone(self, n_steps: int) -> Clocks:
-        """Runs the compiled step, on the same batch every time."""
+        """Run the compiled step alone, on the same batch every time; return the clocks of one."""
         in_flight = DispatchLimiter()
-        self._cluster.barrier()
+        self.cluster.barrier()
         began = Clocks.read()
         for _ in range(n_steps):
             self._state, metrics = self.train_step(self._state, self._step, self._batch)
@@ -136,14 +140,14 @@ class Job:
         return Clocks.read().since(began, n_steps)
 
     def profile(self, n_steps: int, directory: Path) -> dict[str, Any]:
-        """A trace of so many steps alone, as `perf.profile.summary` has it."""
-        tracing = Tracing(directory, self._cluster)
+        """Trace so many steps alone, and return what `Tracing.stop` found."""
+        tracing = Tracing(directory, self.cluster)
         tracing.start(self._state)
         self.alone(n_steps)
         return tracing.stop(self._state, n_steps, self.train_step.as_text())
 
     def loader_seconds(self) -> float:
-        """Of its thread, per batch: what it computes while nothing else runs."""
+        """Return the CPU seconds of the loader's thread for a batch, while nothing else runs."""
         found = []
         for step in range(1, 12):
             began = time.thread_time()
@@ -152,8 +156,10 @@ class Job:
         return statistics.median(found)
 
     def memory(self) -> dict[str, int | None]:
-        """Bytes: of one device by the compiler's account and at its own highest, if it keeps one;
-        and of the process at its highest."""
+        """Return bytes: of a device by the compiler's account, and peaks of device and process.
+
+        A device that keeps no account of its peak has None.
+        """
         planned = self.train_step.memory_analysis()
         kept = jax.local_devices()[0].memory_stats() or {}
         return {
@@ -166,12 +172,54 @@ class Job:
         }
 
     def check(self) -> None:
-        """The loop calls it before each step; nothing is being saved."""
+        """Do nothing before a step: nothing is being saved."""
 
     def close(self) -> None:
-        """The loop calls it when it ends."""
+        """Do nothing at the end of a round."""
 
     def save(self, step: int, tree: dict[str, Any], meta: dict[str, Any]) -> None:
-        """The loop calls it after the last step of a round, which is done and reported."""
+        """Read the clocks after the last step of a round, and keep its state."""
         self._ended = Clocks.read()
         self._state = state_from_checkpoint(tree, meta, self.steps.state_shapes)
+
+
+def fastest_size(dtype: str, cluster: ProcessGroup) -> int:
+    """Return the size of square matrices, of several, whose products are fastest."""
+    sizes = CPU_SIZES if jax.default_backend() == "cpu" else ACCELERATOR_SIZES
+    return cluster.broadcast(max(sizes, key=lambda size: matmul_rate(size, dtype, cluster)()))
+
+
+def matmul_rate(size: int, dtype: str, cluster: ProcessGroup) -> Callable[[], float]:
+    """Return a function that measures the job's FLOP/s in products of size x size matrices.
+
+    All devices of the job multiply at the same time, each matrices of its own. CPU devices share
+    the cores: the rate is that of the machine, not that of one device times n.
+    """
+    devices = np.array(jax.devices())
+    mesh = Mesh(devices, ("device",), axis_types=(AxisType.Auto,))
+    each = PartitionSpec("device")
+    draw = jax.jit(
+        lambda key: jax.random.normal(key, (devices.size, size, size), dtype),
+        out_shardings=NamedSharding(mesh, each),
+    )
+
+    @jax.jit
+    @jax.shard_map(mesh=mesh, in_specs=(each, each), out_specs=each)
+    def multiply(a: jax.Array, b: jax.Array) -> jax.Array:
+        return (a[0] @ b[0])[None]
+
+    a, b = draw(jax.random.key(0)), draw(jax.random.key(1))
+
+    def seconds(times: int) -> float:
+        cluster.barrier()
+        began = time.perf_counter()
+        for _ in range(times):
+            out = multiply(a, b)
+        out.block_until_ready()
+        # The slowest process: the first to end has had more than its share of the cores.
+        return max(cluster.allgather(time.perf_counter() - began)) / times
+
+    seconds(1)  # compiles
+    one = statistics.median(seconds(1) for _ in range(3))
+    times = max(1, round(MATMUL_SECONDS / one))
+    return lambda: 2 * size**3 * devices.size / seconds(times)

@@ -1,19 +1,18 @@
-"""Time to write a text with its cache of keys and values, beside reading its prefix for each token.
+"""Time to write a text with the KV cache, beside reading its whole prefix for each token.
 
 Both take the likeliest token every time, and so have to write the same.
 """
 
 import functools
 import statistics
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
-from jaxgpt.bench.alone import join_alone
-from jaxgpt.bench.progress import tell
-from jaxgpt.config import Config, UsageError, mesh_sizes
+from jaxgpt.bench.harness import PROG, Result, join_alone, log_progress, timed
+from jaxgpt.cluster.process_group import ProcessGroup
+from jaxgpt.config import Config, UsageError, mesh_sizes, parse_args
 from jaxgpt.data.dataset import vocabulary_size
 from jaxgpt.runtime.compile_cache import use_compile_cache
 from jaxgpt.runtime.initialize import initialize_jax
@@ -23,40 +22,31 @@ TOKENS = 200
 POSITIONS_TIMES = 10
 PIECE = 64  # prefixes are padded to a multiple of this, or each would be a program of its own
 
+Write = Callable[[np.ndarray, int, int], np.ndarray]  # (text, its length, n) -> n more tokens
 
-def measure(config: Config, n_tokens: int | None) -> dict[str, Any]:
-    """Writes a text with initial weights: with the cache, without it, and with it again.
+
+def run(settings: Sequence[str], tokens: int | None = None) -> Result:
+    """Write a text with initial weights: with the cache, without it, and with it again.
 
     Args:
-        n_tokens: to write after the prompt; None takes 200, or as many as fit.
+        settings: as for jaxgpt.train.
+        tokens: to write after the prompt; None takes 200, or as many as fit.
 
     Returns:
         Seconds of both ways, their ratio, and how many tokens are the same.
 
     Raises:
-        UsageError: if so many tokens are more than fit, or for several processes.
+        UsageError: if so many tokens are more than fit, or for several processes or devices.
     """
-    room = config.model.block_size - PROMPT
-    if room < 1:
-        raise UsageError(
-            f"model.block_size={config.model.block_size}: has no room after a prompt of {PROMPT}; "
-            f"give at least {PROMPT + 1}"
-        )
-    n_tokens = n_tokens or min(TOKENS, room)
-    if n_tokens > room:
-        raise UsageError(
-            f"--tokens={n_tokens}: with a prompt of {PROMPT} they must fit into "
-            f"model.block_size={config.model.block_size}; give at most {room}"
-        )
+    config = parse_args(settings, PROG)
+    n_tokens = tokens_that_fit(config, tokens)
     cluster = join_alone("sample", config.init_timeout)
-    vocab_size = vocabulary_size(config.data, config.model)
-    config = config.replace(model__vocab_size=vocab_size)
+    config = config.replace(model__vocab_size=vocabulary_size(config.data, config.model))
     initialize_jax(cluster, mesh_sizes(config))
     use_compile_cache(config.compile_cache, cluster)
     import jax
 
     from jaxgpt.parallel.mesh import make_mesh
-    from jaxgpt.train.generate import make_generate
     from jaxgpt.train.step import make_steps
 
     mesh = make_mesh(mesh_sizes(config, jax.device_count()), cluster.hosts)
@@ -70,32 +60,43 @@ def measure(config: Config, n_tokens: int | None) -> dict[str, Any]:
     # Or a model that has not been trained would write the same token all the time.
     params["wpe"]["embedding"] *= POSITIONS_TIMES
     window = np.zeros(config.model.block_size, np.int32)
-    window[:PROMPT] = np.random.default_rng(config.train.seed).integers(vocab_size, size=PROMPT)
-
-    def with_cache(n: int) -> Callable[[], np.ndarray]:
-        generate = jax.jit(make_generate(steps.make_decoder, vocab_size, n, 0.0, None))
-        return lambda: np.asarray(generate(params, window, np.int32(PROMPT), np.int32(0)))
-
-    tell(cluster, "compiling")
-    write, write_first = with_cache(n_tokens), with_cache(1)
-    recompute = recomputing(config, params)
-    # Nothing's first call is timed: it compiles, and its memory is new to the process.
-    for end in range(PIECE, PROMPT + n_tokens + PIECE, PIECE):
-        recompute(window, min(end, PROMPT + n_tokens) - 1, 1)
-    write(), write_first()
-    _, first = timed(write_first)
-    cached, before = timed(write)
-    tell(cluster, f"with the cache {before:.1f} s; now reading the prefix for each token")
-    recomputed, slow = timed(lambda: recompute(window, PROMPT, n_tokens))
-    _, after = timed(write)
-    fast = statistics.mean([before, after])
-    return {
+    random = np.random.default_rng(config.train.seed)
+    window[:PROMPT] = random.integers(config.model.vocab_size, size=PROMPT)
+    values = {
         "config": config.config,
         "n_parameters": steps.n_parameters[1],
         "dtype": config.train.dtype,
         "device_kind": steps.mesh.devices.flat[0].device_kind,
         "prompt_tokens": PROMPT,
         "tokens": n_tokens,
+        **measure(config, steps, params, window, n_tokens, cluster),
+    }
+    return Result(values, rows(values))
+
+
+def measure(
+    config: Config,
+    steps: Any,
+    params: Any,
+    window: np.ndarray,
+    n_tokens: int,
+    cluster: ProcessGroup,
+) -> dict[str, Any]:
+    """Return the seconds of both ways to go on with the prompt in `window`, and how they agree."""
+    write, write_first = (cached_writer(config, steps, params, window, n) for n in (n_tokens, 1))
+    recompute = recomputing_writer(config, params)
+    log_progress(cluster, "compiling")
+    # Nothing's first call is timed: it compiles, and its memory is new to the process.
+    for end in range(PIECE, PROMPT + n_tokens + PIECE, PIECE):
+        recompute(window, min(end, PROMPT + n_tokens) - 1, 1)
+    write(), write_first()
+    _, first = timed(write_first)
+    cached, before = timed(write)
+    log_progress(cluster, f"with the cache {before:.1f} s; now reading the prefix for each token")
+    recomputed, slow = timed(lambda: recompute(window, PROMPT, n_tokens))
+    _, after = timed(write)
+    fast = statistics.mean([before, after])
+    return {
         "first_token_seconds": first,
         "cached_seconds": fast,
         "recomputed_seconds": slow,
@@ -105,12 +106,42 @@ def measure(config: Config, n_tokens: int | None) -> dict[str, Any]:
     }
 
 
-def recomputing(config: Config, params: Any) -> Callable[[np.ndarray, int, int], np.ndarray]:
-    """A function that reads all of a text for each token that it adds: the model's plain call.
+def tokens_that_fit(config: Config, wanted: int | None) -> int:
+    """Return how many tokens to write after the prompt.
 
-    Returns:
-        (text, its length, how many tokens to add) -> the tokens that are added.
+    Raises:
+        UsageError: if so many do not fit into the model's context.
     """
+    room = config.model.block_size - PROMPT
+    if room < 1:
+        raise UsageError(
+            f"model.block_size={config.model.block_size}: has no room after a prompt of {PROMPT}; "
+            f"give at least {PROMPT + 1}"
+        )
+    if wanted is not None and wanted > room:
+        raise UsageError(
+            f"--tokens={wanted}: with a prompt of {PROMPT} they must fit into "
+            f"model.block_size={config.model.block_size}; give at most {room}"
+        )
+    return wanted or min(TOKENS, room)
+
+
+def cached_writer(
+    config: Config, steps: Any, params: Any, window: np.ndarray, n_tokens: int
+) -> Callable[[], np.ndarray]:
+    """Return a function that writes so many tokens after the prompt in `window`."""
+    import jax
+
+    from jaxgpt.train.generate import make_generate
+
+    generate = jax.jit(
+        make_generate(steps.make_decoder, config.model.vocab_size, n_tokens, 0.0, None)
+    )
+    return lambda: np.asarray(generate(params, window, np.int32(PROMPT), np.int32(0)))
+
+
+def recomputing_writer(config: Config, params: Any) -> Write:
+    """Return a function that calls the model on the whole text for each token that it adds."""
     import jax
     import jax.numpy as jnp
     from flax import nnx
@@ -142,25 +173,17 @@ def recomputing(config: Config, params: Any) -> Callable[[np.ndarray, int, int],
     return write
 
 
-def timed(act: Callable[[], Any]) -> tuple[Any, float]:
-    """What `act` returns, and its seconds."""
-    began = time.perf_counter()
-    return act(), time.perf_counter() - began
-
-
-def describe(found: dict[str, Any]) -> str:
-    """What `measure` found, in words."""
-    n, fast, slow = found["tokens"], found["cached_seconds"], found["recomputed_seconds"]
-    return "\n".join(
-        [
-            f"sample: {found['config']}, {found['n_parameters'] / 1e6:.2f}M parameters, "
-            f"{found['dtype']}, one {found['device_kind']}; {n} tokens after "
-            f"{found['prompt_tokens']}, always the likeliest",
-            f"with the cache: {fast:.3g} s, {1e3 * fast / n:.1f} ms a token; "
-            f"{1e3 * found['first_token_seconds']:.3g} ms to the first, which reads the prompt",
-            f"prefix read for each token: {slow:.3g} s, {1e3 * slow / n:.1f} ms a token (padded to "
-            f"a multiple of {PIECE})",
-            f"ratio: {found['ratio']:.1f} x; {found['same_tokens']} of {n} tokens are the same, "
-            f"{found['distinct_tokens']} of them distinct",
-        ]
-    )
+def rows(values: dict[str, Any]) -> list[tuple[str, str]]:
+    """Return the values in words."""
+    n, fast, slow = values["tokens"], values["cached_seconds"], values["recomputed_seconds"]
+    return [
+        ("sample", f"{values['config']}, {values['n_parameters'] / 1e6:.2f}M parameters, "
+         f"{values['dtype']}, one {values['device_kind']}; {n} tokens after "
+         f"{values['prompt_tokens']}, always the likeliest"),
+        ("KV cache", f"{fast:.3g} s, {1e3 * fast / n:.1f} ms a token; "
+         f"{1e3 * values['first_token_seconds']:.3g} ms to the first, which reads the prompt"),
+        ("no cache", f"{slow:.3g} s, {1e3 * slow / n:.1f} ms a token, reading the prefix (padded "
+         f"to a multiple of {PIECE}) for each"),
+        ("ratio", f"{values['ratio']:.1f} x; {values['same_tokens']} of {n} tokens are the same, "
+         f"{values['distinct_tokens']} of them distinct"),
+    ]  # fmt: skip

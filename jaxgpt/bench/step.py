@@ -9,15 +9,22 @@ import io
 import os
 import statistics
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from jaxgpt.bench.progress import tell
-from jaxgpt.bench.scratch import end_on_signals, scratch_folder
+from jaxgpt.bench.harness import (
+    PROG,
+    Result,
+    count,
+    log_progress,
+    remove_on_signals,
+    scratch_folder,
+)
 from jaxgpt.cluster.process_group import ProcessGroup, join_process_group
-from jaxgpt.config import Config, DataConfig, UsageError, mesh_sizes
+from jaxgpt.config import Config, DataConfig, UsageError, mesh_sizes, parse_args
 from jaxgpt.data.dataset import dataset_directory, vocabulary_size
 from jaxgpt.runtime.compile_cache import OFF, use_compile_cache
 from jaxgpt.runtime.initialize import initialize_jax
@@ -26,76 +33,94 @@ from jaxgpt.train.run_directory import prepare_run
 WARM_UP = 3  # steps
 ROUNDS = 7
 ROUND_SECONDS = 1.5  # where the number of steps is not given
-MOST_STEPS = 500  # of such a round
+MAX_STEPS = 500  # of such a round
 PROFILED = 5  # steps
 SYNTHETIC_TOKENS = 2**20
 
 
-def measure(
-    config: Config,
-    n_steps: int | None,
+def run(
+    settings: Sequence[str],
+    steps: int | None = None,
     synthetic: bool = False,
-    profile_directory: Path | None = None,
-) -> dict[str, Any]:
-    """Times seven rounds of training steps.
+    profile: Path | None = None,
+) -> Result:
+    """Time seven rounds of training steps.
 
     Args:
-        n_steps: of a round; None takes as many as fill 1.5 seconds.
+        settings: as for jaxgpt.train.
+        steps: of a round; None takes as many as fill 1.5 seconds.
         synthetic: train on random tokens even if the data is here.
-        profile_directory: where to write a trace of a few more steps.
+        profile: where to write a trace of a few more steps.
 
-    Returns:
-        Times, rates and memory; process 0's are those to show.
+    Raises:
+        UsageError: if the steps cannot be run, or `profile` cannot be written.
     """
+    config = parse_args(settings, PROG)
     cluster = join_process_group(config.init_timeout)
-    if profile_directory:
-        cluster.run_on_all(make_writable, profile_directory, cluster)
+    if profile:
+        cluster.run_on_all(make_writable, profile, cluster)
     with scratch_folder(cluster) as folder:
         config, data = with_data(config, synthetic, folder, cluster)
         run = prepare_run(steps_only(config, folder / "run"), cluster)
         facts = initialize_jax(cluster, mesh_sizes(run.config), preemption=True)
-        end_on_signals()  # and not at a step: JAX has taken SIGTERM over
-        # What is compiled is timed: no cache, or an empty one.
+        remove_on_signals(folder)  # JAX has taken SIGTERM over
+        # Compilation is timed: no cache, or an empty one.
         os.environ.pop("JAX_COMPILATION_CACHE_DIR", None)
         cache = OFF if config.compile_cache == OFF else str(folder / "compiled")
         use_compile_cache(cache, cluster)
-        # After initialize_jax, because they import JAX.
-        from jaxgpt.bench.job import Job
-        from jaxgpt.bench.matmul import fastest_size, matmul_rate
+        from jaxgpt.bench.job import Job  # imports JAX, after initialize_jax
 
-        tell(cluster, "compiling the step")
-        with contextlib.redirect_stdout(io.StringIO()):  # what the trainer tells
+        log_progress(cluster, "compiling the step")
+        with contextlib.redirect_stdout(io.StringIO()):  # of the trainer
             job = Job(run, cluster, facts)
-            job.trainer(WARM_UP)
-            seconds = job.alone(WARM_UP).seconds
-            memory = {name: most(cluster.allgather(n)) for name, n in job.memory().items()}
-            fill = min(MOST_STEPS, max(1, round(ROUND_SECONDS / seconds)))
-            n_steps = cluster.broadcast(n_steps or fill)
-            dtype = run.config.train.dtype
-            size = fastest_size(dtype, cluster)
-            product = matmul_rate(size, dtype, cluster)
-            trainer, alone, products = [], [], []
-            for number in range(ROUNDS):
-                tell(cluster, f"round {number + 1} of {ROUNDS}, {n_steps} steps each way")
-                turns = [(trainer, job.trainer), (alone, job.alone)]
-                for rounds, run_round in turns if number % 2 else reversed(turns):
-                    rounds.append(run_round(n_steps))
-                products.append(product())
-            profile = job.profile(PROFILED, profile_directory) if profile_directory else None
-        return (
-            {"config": config.config, "data": data, "steps_per_round": n_steps, "rounds": ROUNDS}
-            | rates(job, trainer, products)
-            | {"matmul_size": size, "host": host_work(job, trainer, alone, cluster)}
-            | {"trace_seconds": job.trace_seconds, "compile_seconds": job.compile_seconds}
-            | {"compile_cache": OFF if config.compile_cache == OFF else "empty"}
-            | memory
-            | {"processes": cluster.size, "attention": job.steps.attention}
-            | ({"profile": profile} if profile else {})
-        )
+            remove_on_signals(folder)  # and not after a step
+            values = measure(job, cluster, steps, profile)
+        values |= {
+            "config": config.config,
+            "data": data,
+            "compile_cache": OFF if config.compile_cache == OFF else "empty",
+        }
+        return Result(values, rows(values))
+
+
+def measure(
+    job: Any, cluster: ProcessGroup, n_steps: int | None, profile: Path | None
+) -> dict[str, Any]:
+    """Return times, rates and memory of a job; arguments as for `run`."""
+    from jaxgpt.bench.job import fastest_size, matmul_rate
+
+    job.trainer(WARM_UP)
+    seconds = job.alone(WARM_UP).seconds
+    memory = {name: _most(cluster.allgather(n)) for name, n in job.memory().items()}
+    fill = min(MAX_STEPS, max(1, round(ROUND_SECONDS / seconds)))
+    n_steps = cluster.broadcast(n_steps or fill)
+    dtype = job.run.config.train.dtype
+    size = fastest_size(dtype, cluster)
+    product = matmul_rate(size, dtype, cluster)
+    trainer, alone, products = [], [], []
+    for number in range(ROUNDS):
+        log_progress(cluster, f"round {number + 1} of {ROUNDS}, {n_steps} steps each way")
+        turns = [(trainer, job.trainer), (alone, job.alone)]
+        for clocks, run_round in turns if number % 2 else reversed(turns):
+            clocks.append(run_round(n_steps))
+        products.append(product())
+    return {
+        "steps_per_round": n_steps,
+        "rounds": ROUNDS,
+        **rates(job, trainer, products),
+        "matmul_size": size,
+        "host": host_work(job, trainer, alone, cluster),
+        "trace_seconds": job.trace_seconds,
+        "compile_seconds": job.compile_seconds,
+        **memory,
+        "processes": cluster.size,
+        "attention": job.steps.attention,
+        **({"profile": job.profile(PROFILED, profile)} if profile else {}),
+    }
 
 
 def make_writable(directory: Path, cluster: ProcessGroup) -> None:
-    """Makes the folder for process 0, which is the one that writes.
+    """Make the folder that process 0 writes the trace to.
 
     Raises:
         UsageError: if it cannot be written.
@@ -115,7 +140,7 @@ def make_writable(directory: Path, cluster: ProcessGroup) -> None:
 def with_data(
     config: Config, synthetic: bool, folder: Path, cluster: ProcessGroup
 ) -> tuple[Config, str]:
-    """The configuration with data that is here, and what that is.
+    """Return a configuration whose data is here, and a description of that data.
 
     Random tokens take the place of a named data set that has not been prepared.
     """
@@ -139,7 +164,7 @@ def with_data(
 
 
 def steps_only(config: Config, directory: Path) -> Config:
-    """The same training steps, with nothing between them."""
+    """Return a configuration of the same training steps with nothing between them."""
     action = config.spike.action
     return config.replace(
         out=str(directory),
@@ -156,11 +181,11 @@ def steps_only(config: Config, directory: Path) -> Config:
 
 
 def rates(job: Any, trainer: list[Any], products: list[float]) -> dict[str, Any]:
-    """What a step takes, and what that means for the devices."""
+    """Return the time of a step, and what it means for the devices."""
     from jaxgpt.perf.flops import flops_per_token, peak_flops
 
     config, mesh = job.run.config, job.mesh
-    seconds = [taken.seconds for taken in trainer]
+    seconds = [clocks.seconds for clocks in trainer]
     tokens = config.train.batch_size * config.model.block_size
     flops = tokens * flops_per_token(config.model, job.steps.n_parameters[1])
     kind = mesh.devices.flat[0].device_kind
@@ -189,39 +214,37 @@ def rates(job: Any, trainer: list[Any], products: list[float]) -> dict[str, Any]
 def host_work(
     job: Any, trainer: list[Any], alone: list[Any], cluster: ProcessGroup
 ) -> dict[str, Any]:
-    """What processors compute for a step beside the device, in seconds.
+    """Return the seconds that processors compute for a step beside the device.
 
-    `more_than_alone` is what a step in the trainer takes longer than the compiled step alone, as
-    a share of that. `process_seconds` and `kernel_seconds` are of all threads of all processes,
-    on CPUs with the step itself.
+    `more_than_alone` is the share by which a step in the trainer takes longer than the compiled
+    step alone. `process_seconds` and `kernel_seconds` are of all threads of all processes, on
+    CPUs with the step itself.
     """
-    loop = statistics.median(taken.thread for taken in trainer)
-    loader = job.loader_seconds()
+
+    def median(name: str, clocks: list[Any] = trainer) -> float:
+        return statistics.median(getattr(one, name) for one in clocks)
+
+    loop, loader = median("thread"), job.loader_seconds()
     longer = [t.seconds / a.seconds - 1 for t, a in zip(trainer, alone, strict=True)]
     return {
         "loop_seconds": loop,
-        "dispatch_seconds": statistics.median(taken.thread for taken in alone),
+        "dispatch_seconds": median("thread", alone),
         "loader_seconds": loader,
-        **{
-            f"{name}_seconds": sum(
-                cluster.allgather(statistics.median(getattr(taken, name) for taken in trainer))
-            )
-            for name in ("process", "kernel")
-        },
-        "share": (loop + loader) / statistics.median(taken.seconds for taken in trainer),
-        "alone_seconds": spread([taken.seconds for taken in alone]),
+        "process_seconds": sum(cluster.allgather(median("process"))),
+        "kernel_seconds": sum(cluster.allgather(median("kernel"))),
+        "share": (loop + loader) / median("seconds"),
+        "alone_seconds": spread([clocks.seconds for clocks in alone]),
         "more_than_alone": statistics.median(longer),
     }
 
 
 def spread(values: list[float]) -> dict[str, float]:
-    """median, least, most, and the quartiles `low` and `high`."""
+    """Return median, least, most, and the quartiles `low` and `high`."""
     low, median, high = np.percentile(values, [25, 50, 75]).tolist()
     return {"median": median, "least": min(values), "low": low, "high": high, "most": max(values)}
 
 
-def most(values: list[int | None]) -> int | None:
-    """The largest of the processes' numbers; None where they have none."""
+def _most(values: list[int | None]) -> int | None:
     return None if None in values else max(values)
 
 
@@ -229,44 +252,41 @@ def flops_text(rate: float) -> str:
     return f"{rate / 1e12:,.1f} TFLOP/s" if rate >= 1e12 else f"{rate / 1e9:,.1f} GFLOP/s"
 
 
-def describe(found: dict[str, Any]) -> str:
-    """What `measure` found, in words."""
+def rows(values: dict[str, Any]) -> list[tuple[str, str]]:
+    """Return the values in words."""
     from jaxgpt.perf import profile
 
-    step, product, host = found["seconds_per_step"], found["matmul_flops_per_sec"], found["host"]
-    mfu = "-, the peak is not known" if found["mfu"] is None else f"{found['mfu']:.1%}"
-    size = found["matmul_size"]
-    several = "processes" if found["processes"] > 1 else "process"
-    mesh = " ".join(f"{axis}={n}" for axis, n in found["mesh"].items())
-    device_peak = found["device_peak_bytes"]
+    host, product = values["host"], values["matmul_flops_per_sec"]
+    ms = {name: 1e3 * seconds for name, seconds in values["seconds_per_step"].items()}
+    mfu = "-, the peak is not known" if values["mfu"] is None else f"{values['mfu']:.1%}"
+    size, peak = values["matmul_size"], values["device_peak_bytes"]
+    mesh = " ".join(f"{axis}={n}" for axis, n in values["mesh"].items())
     mib = 2.0**-20
-    return "\n".join(
-        [
-            f"step: {found['config']}, {found['n_parameters'] / 1e6:.2f}M parameters, batches of "
-            f"{found['batch_size']} x {found['block_size']} tokens, {found['dtype']}",
-            f"on: {found['devices']} x {found['device_kind']}, {found['processes']} {several}, "
-            f"mesh {mesh}; attention: {found['attention']}",
-            f"data: {found['data']}",
-            f"time: {1e3 * step['median']:.2f} ms a step, the median of {found['rounds']} rounds "
-            f"of {found['steps_per_round']} ({1e3 * step['least']:.2f} to "
-            f"{1e3 * step['most']:.2f}, half of them {1e3 * step['low']:.2f} to "
-            f"{1e3 * step['high']:.2f})",
-            f"rates: {found['tokens_per_sec']:,.0f} tokens/s; "
-            f"{flops_text(found['flops_per_sec_per_device'])} on each device, mfu {mfu}",
-            f"limit: {found['share_of_matmul']:.1%} of the {flops_text(product['median'])} that "
-            f"all devices together reach in {found['dtype']} products of {size} x {size} matrices",
-            f"host: {1e3 * host['loop_seconds']:.2f} ms a step in the loop "
-            f"({1e3 * host['dispatch_seconds']:.2f} of them to start it), "
-            f"{1e3 * host['loader_seconds']:.2f} in the loader: {host['share']:.1%} of the step; "
-            f"the trainer against the compiled step alone: {host['more_than_alone']:+.1%}",
-            f"processors: all threads of all processes compute {1e3 * host['process_seconds']:.1f} "
-            f"ms a step, {1e3 * host['kernel_seconds']:.1f} of them in the operating system",
-            f"compile: {found['compile_seconds']:.1f} s, after {found['trace_seconds']:.1f} s of "
-            f"tracing; compile cache: {found['compile_cache']}",
-            f"memory: {mib * found['device_compiled_bytes']:,.0f} MiB on a device by the "
-            "compiler's account"
-            + ("" if device_peak is None else f", {mib * device_peak:,.0f} at the most")
-            + f"; {mib * found['process_peak_bytes']:,.0f} MiB of a process at the most",
-            *([profile.describe(found["profile"])] if "profile" in found else []),
-        ]
-    )
+    profiled = profile.describe(values["profile"]) if "profile" in values else ""
+    return [
+        ("step", f"{values['config']}, {values['n_parameters'] / 1e6:.2f}M parameters, batches of "
+         f"{values['batch_size']} x {values['block_size']} tokens, {values['dtype']}"),
+        ("on", f"{values['devices']} x {values['device_kind']}, "
+         f"{count(values['processes'], 'process', 'es')}, mesh {mesh}; attention: "
+         f"{values['attention']}"),
+        ("data", values["data"]),
+        ("time", f"{ms['median']:.2f} ms a step, the median of {values['rounds']} rounds of "
+         f"{values['steps_per_round']} ({ms['least']:.2f} to {ms['most']:.2f}, half of them "
+         f"{ms['low']:.2f} to {ms['high']:.2f})"),
+        ("rates", f"{values['tokens_per_sec']:,.0f} tokens/s; "
+         f"{flops_text(values['flops_per_sec_per_device'])} on each device, mfu {mfu}"),
+        ("limit", f"{values['share_of_matmul']:.1%} of the {flops_text(product['median'])} that "
+         f"all devices together reach in {values['dtype']} products of {size} x {size} matrices"),
+        ("host", f"{1e3 * host['loop_seconds']:.2f} ms a step in the loop "
+         f"({1e3 * host['dispatch_seconds']:.2f} to dispatch the step), "
+         f"{1e3 * host['loader_seconds']:.2f} in the loader: {host['share']:.1%} of the step; "
+         f"the trainer against the compiled step alone: {host['more_than_alone']:+.1%}"),
+        ("CPU time", f"{1e3 * host['process_seconds']:.1f} ms a step, all threads of all "
+         f"processes; {1e3 * host['kernel_seconds']:.1f} of it in the operating system"),
+        ("compile", f"{values['compile_seconds']:.1f} s, after {values['trace_seconds']:.1f} s of "
+         f"tracing; compile cache: {values['compile_cache']}"),
+        ("memory", f"{mib * values['device_compiled_bytes']:,.0f} MiB on a device by the "
+         "compiler's account" + ("" if peak is None else f", {mib * peak:,.0f} at the peak")
+         + f"; {mib * values['process_peak_bytes']:,.0f} MiB at the peak of a process"),
+        *([("profile", profiled.removeprefix("profile of "))] if profiled else []),
+    ]  # fmt: skip

@@ -6,11 +6,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxgpt.bench.nanogpt import (
-    nanogpt_weights,
-    refuse_another_kind,
-    refuse_more_gpus_than_one,
-)
+from jaxgpt.bench.nanogpt import check_same_device, nanogpt_weights
 from jaxgpt.config import UsageError, load_config
 from jaxgpt.models.transformer import GPT
 from jobs import run
@@ -71,16 +67,13 @@ def test_what_cannot_be_run_is_said_in_a_sentence(options, words, tmp_path):
     assert "Traceback" not in job.stdout
 
 
-def test_several_gpus_are_not_compared_with_the_one_that_nanogpt_uses():
-    refuse_more_gpus_than_one("cpu")
-    with pytest.raises(UsageError, match="shows 8 GPUs, .*; set CUDA_VISIBLE_DEVICES=0"):
-        refuse_more_gpus_than_one("cuda")  # as if the eight devices of the tests were GPUs
-
-
-def test_a_gpu_is_not_compared_with_a_cpu():
-    refuse_another_kind("python", "cpu")
+def test_only_devices_of_one_kind_are_compared_and_one_gpu(monkeypatch):
+    check_same_device("python", "cpu")
     with pytest.raises(UsageError, match="--torch=python: nanoGPT is on cuda and JAX on cpu"):
-        refuse_another_kind("python", "cuda")
+        check_same_device("python", "cuda")
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")  # the eight devices of the tests
+    with pytest.raises(UsageError, match="shows 8 GPUs, .*; set CUDA_VISIBLE_DEVICES=0"):
+        check_same_device("python", "cuda")
 
 
 STILL = ("optimizer.learning_rate=1e-9", "optimizer.min_lr=0")
@@ -97,7 +90,7 @@ def test_times_and_losses_of_both_are_compared_step_by_step(tmp_path):
     found = json.loads(job.stdout.splitlines()[-1])
     assert found["nanogpt"]["device"] == "abacus" and found["nanogpt_step_seconds"] == 1000
     assert found["losses_compared"] == found["losses"] == (5 + 1) * 2
-    assert len(found["ratios"]) == 5 and min(found["ratios"]) > 1
+    assert len(found["ratios"]) == 5 and found["step_seconds"] > 0
     assert found["loss_difference"] == pytest.approx(
         math.log(found["vocab_sizes"][0]), rel=0.02
     )  # ours, untrained

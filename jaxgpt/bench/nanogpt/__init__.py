@@ -1,6 +1,7 @@
-"""Training steps beside nanoGPT's: the same weights, batches, learning rates, in turns.
+"""Training steps beside nanoGPT's: the same weights, batches and learning rates, in turns.
 
-nanoGPT (PyTorch) is not part of jaxgpt: a clone of it runs in a Python of its own that has torch.
+nanoGPT (PyTorch) is not part of jaxgpt: `worker.py` trains with a clone of it in a Python that has
+torch.
 """
 
 import contextlib
@@ -13,101 +14,118 @@ import signal
 import statistics
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from jaxgpt.bench.alone import join_alone, of_its_own
-from jaxgpt.bench.progress import tell
-from jaxgpt.bench.scratch import scratch_folder
+from jaxgpt.bench.harness import (
+    PROG,
+    Result,
+    child_environment,
+    join_alone,
+    log_progress,
+    remove_on_signals,
+    scratch_folder,
+)
 from jaxgpt.bench.step import steps_only, with_data
-from jaxgpt.config import Config, ModelConfig, UsageError, mesh_sizes
+from jaxgpt.config import Config, ModelConfig, UsageError, mesh_sizes, parse_args
 from jaxgpt.runtime.initialize import initialize_jax
 from jaxgpt.train.run_directory import prepare_run
 
-MOST_BYTES = 2**30  # of batches, which are made before the first round
-VOCAB_OF_GPT2 = (50257, 50304)  # GPT-2's, and what nanoGPT makes of it
+MAX_BYTES = 2**30  # of batches, which are made before the first round
+VOCAB_OF_GPT2 = (50257, 50304)  # GPT-2's, and nanoGPT's padded one
 PR_SET_PDEATHSIG = 1  # of Linux's prctl
-WORKER = Path(__file__).with_name("nanogpt_worker.py")
+WORKER = Path(__file__).with_name("worker.py")
+
+Train = Callable[[int], dict[str, Any]]  # number of steps -> the worker's answer
 
 
-def measure(
-    config: Config, clone: Path, python: str, n_steps: int, n_rounds: int, compiled: bool
-) -> dict[str, Any]:
-    """Times rounds of steps of the trainer's loop and of nanoGPT, in turns.
+def run(
+    settings: Sequence[str],
+    nanogpt: Path,
+    torch: str,
+    steps: int = 15,
+    rounds: int = 15,
+    compile: bool = False,
+) -> Result:
+    """Time rounds of steps of the trainer's loop and of nanoGPT, in turns.
 
     Args:
-        clone: a folder with nanoGPT's model.py.
-        python: the interpreter that has torch.
-        n_steps: in each round.
-        n_rounds: of both, after one that counts for nothing.
-        compiled: use torch.compile.
-
-    Returns:
-        Seconds per step of both, their ratio, and how far the losses of logged steps differ.
+        settings: as for jaxgpt.train.
+        nanogpt: a folder with nanoGPT's model.py.
+        torch: the Python that has torch.
+        steps: in each round.
+        rounds: of both, after one that counts for nothing.
+        compile: let nanoGPT use torch.compile.
 
     Raises:
         UsageError: if nanoGPT cannot be run, or if the batches of so many steps are too large.
     """
-    refuse_what_is_not_there(clone, python)
-    batch_bytes = 4 * config.train.batch_size * (config.model.block_size + 1)
-    most = MOST_BYTES // batch_bytes // (n_rounds + 1)
-    if n_steps > most:
-        remedy = f"at most --steps={most}" if most else "fewer --rounds"
-        raise UsageError(
-            f"--steps={n_steps} --rounds={n_rounds}: batches of so many are more than 1 GiB; "
-            f"give {remedy}"
-        )
+    config = parse_args(settings, PROG)
+    check_programs(nanogpt, torch)
+    check_batch_bytes(config, steps, rounds)
     cluster = join_alone("nanogpt", config.init_timeout)
     # Or JAX would take three quarters of a GPU's memory at once, of which nanoGPT needs as much.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    with scratch_folder(cluster) as folder, worker(python, clone, folder) as (about, theirs):
+    with scratch_folder(cluster) as folder, worker(torch, nanogpt, folder) as (about, train):
         config, data = with_data(config, False, folder, cluster)
         run = prepare_run(steps_only(config, folder / "run"), cluster)
         facts = initialize_jax(cluster, mesh_sizes(run.config))
-        refuse_another_kind(python, about["device"])
-        refuse_more_gpus_than_one(about["device"])
-        from jaxgpt.bench.job import Job
+        check_same_device(torch, about["device"])
+        from jaxgpt.bench.job import Job  # imports JAX, after initialize_jax
 
-        tell(cluster, "compiling the step")
-        with contextlib.redirect_stdout(io.StringIO()):  # what the trainer tells
+        log_progress(cluster, "compiling the step")
+        with contextlib.redirect_stdout(io.StringIO()):  # of the trainer
             job = Job(run, cluster, facts)
-            write_task(job, (n_rounds + 1) * n_steps, compiled, folder)
-            rounds, losses = [], []
-            for number in range(n_rounds + 1):
-                tell(cluster, f"round {number} of {n_rounds}" if number else "warming up")
-                if number % 2:
-                    own, answer = job.trainer(n_steps), theirs(n_steps)
-                else:
-                    answer, own = theirs(n_steps), job.trainer(n_steps)
-                rounds.append((own.seconds, answer["seconds"]))
-                losses += answer["losses"]
-        ours, others = zip(*rounds[1:], strict=True)  # after one to warm up
-        ratios = [b / a for a, b in zip(ours, others, strict=True)]
-        own_dtype = run.config.train.dtype
-        return {
+            remove_on_signals(folder)  # and not after a step
+            write_task(job, (rounds + 1) * steps, compile, folder)
+            ours, theirs, losses = take_turns(job, train, steps, rounds)
+        ratios = [b / a for a, b in zip(ours, theirs, strict=True)]
+        dtype, on_gpu = run.config.train.dtype, about["device"] == "cuda"
+        values = {
             "config": config.config,
             "data": data,
-            "steps_per_round": n_steps,
+            "steps_per_round": steps,
             "step_seconds": statistics.median(ours),
-            "nanogpt_step_seconds": statistics.median(others),
+            "nanogpt_step_seconds": statistics.median(theirs),
             "ratio": statistics.median(ratios),
             "ratios": ratios,
             **loss_difference(run.directory, losses),
             "dropout": config.model.dropout,
-            "dtype": own_dtype,
+            "dtype": dtype,
             "vocab_sizes": [run.config.model.vocab_size, nanogpt_vocab_size(run.config.model)],
             "mesh": dict(job.mesh.shape),
             "device_kind": job.mesh.devices.flat[0].device_kind,
-            "nanogpt": about
-            | {"compile": compiled, "dtype": own_dtype if about["device"] == "cuda" else "float32"},
+            "nanogpt": about | {"compile": compile, "dtype": dtype if on_gpu else "float32"},
         }
+        return Result(values, rows(values))
 
 
-def refuse_what_is_not_there(clone: Path, python: str) -> None:
-    """Before anything starts.
+def take_turns(
+    job: Any, train: Train, n_steps: int, n_rounds: int
+) -> tuple[list[float], list[float], list[float]]:
+    """Run the rounds, after one to warm up.
+
+    Returns:
+        Seconds per step of our rounds and of nanoGPT's, and nanoGPT's losses of all steps.
+    """
+    ours, theirs, losses = [], [], []
+    for number in range(n_rounds + 1):
+        log_progress(job.cluster, f"round {number} of {n_rounds}" if number else "warming up")
+        if number % 2:
+            clocks, answer = job.trainer(n_steps), train(n_steps)
+        else:
+            answer, clocks = train(n_steps), job.trainer(n_steps)
+        ours.append(clocks.seconds)
+        theirs.append(answer["seconds"])
+        losses += answer["losses"]
+    return ours[1:], theirs[1:], losses
+
+
+def check_programs(clone: Path, python: str) -> None:
+    """Check that both sides are there before anything starts.
 
     Raises:
         UsageError: if there is no nanoGPT in `clone`, or no such program as `python`.
@@ -121,11 +139,32 @@ def refuse_what_is_not_there(clone: Path, python: str) -> None:
         )
 
 
-def refuse_another_kind(python: str, device: str) -> None:
-    """Times are of one kind of device.
+def check_batch_bytes(config: Config, n_steps: int, n_rounds: int) -> None:
+    """Check that the batches of all steps fit into 1 GiB.
 
     Raises:
-        UsageError: if JAX has a GPU and nanoGPT's `device` is none, or the other way round.
+        UsageError: if they do not.
+    """
+    batch_bytes = 4 * config.train.batch_size * (config.model.block_size + 1)
+    most = MAX_BYTES // batch_bytes // (n_rounds + 1)
+    if n_steps > most:
+        remedy = f"at most --steps={most}" if most else "fewer --rounds"
+        raise UsageError(
+            f"--steps={n_steps} --rounds={n_rounds}: batches of so many are more than 1 GiB; "
+            f"give {remedy}"
+        )
+
+
+def check_same_device(python: str, device: str) -> None:
+    """Check that both train on the CPU, or both on one GPU. JAX has been started.
+
+    CPU devices share the cores, as nanoGPT's threads do; of several GPUs nanoGPT uses one.
+
+    Args:
+        device: of nanoGPT: cpu or cuda.
+
+    Raises:
+        UsageError: if they do not.
     """
     import jax
 
@@ -135,16 +174,6 @@ def refuse_another_kind(python: str, device: str) -> None:
             "a Python whose torch has CUDA to compare on a GPU, or set JAX_PLATFORMS=cpu and "
             "CUDA_VISIBLE_DEVICES= to compare on the CPU"
         )
-
-
-def refuse_more_gpus_than_one(device: str) -> None:
-    """The devices of a CPU share its cores, as nanoGPT's threads do; of GPUs nanoGPT uses one.
-
-    Raises:
-        UsageError: if nanoGPT's `device` is a GPU, and JAX sees several.
-    """
-    import jax
-
     if device == "cuda" and jax.device_count() > 1:
         raise UsageError(
             f"CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES', '')}: shows "
@@ -153,7 +182,7 @@ def refuse_more_gpus_than_one(device: str) -> None:
 
 
 def write_task(job: Any, n_steps: int, compiled: bool, folder: Path) -> None:
-    """Writes what nanoGPT is to do: our initial weights, and batches of the first steps."""
+    """Write nanoGPT's task: our initial weights, and the batches of the first steps."""
     from jaxgpt.optim import learning_rate_schedule
 
     config: Config = job.run.config
@@ -177,7 +206,7 @@ def write_task(job: Any, n_steps: int, compiled: bool, folder: Path) -> None:
 
 
 def nanogpt_vocab_size(model: ModelConfig) -> int:
-    """Tokens of nanoGPT's model: its configurations pad GPT-2's vocabulary, for speed."""
+    """Return the size of nanoGPT's vocabulary: its configurations pad GPT-2's, for speed."""
     ours, theirs = VOCAB_OF_GPT2
     return theirs if model.vocab_size == ours else model.vocab_size
 
@@ -185,13 +214,13 @@ def nanogpt_vocab_size(model: ModelConfig) -> int:
 def nanogpt_weights(
     params: dict[str, Any], model: ModelConfig, vocab_size: int
 ) -> dict[str, np.ndarray]:
-    """Our parameters by nanoGPT's names; PyTorch's linear layers hold W transposed."""
+    """Return our parameters by nanoGPT's names; PyTorch's linear layers hold W transposed."""
     D = model.n_embd
     wte_VD = np.zeros((vocab_size, D), np.float32)
     wte_VD[: model.vocab_size] = params["wte"]["embedding"][: model.vocab_size]
     out = {"transformer.wte.weight": wte_VD, "lm_head.weight": wte_VD}
     out["transformer.wpe.weight"] = params["wpe"]["embedding"]
-    out |= norm("transformer.ln_f", params["norm"])
+    out |= norm_weights("transformer.ln_f", params["norm"])
     layers = {
         "qkv": ("attn.c_attn", D),
         "out": ("attn.c_proj", D),
@@ -208,21 +237,23 @@ def nanogpt_weights(
             out[f"{here}.{theirs}.weight"] = block[name]["kernel"].reshape(inputs, -1).T
             if model.bias:
                 out[f"{here}.{theirs}.bias"] = block[name]["bias"].reshape(-1)
-        out |= norm(f"{here}.ln_1", block["norm_1"]) | norm(f"{here}.ln_2", block["norm_2"])
+        out |= norm_weights(f"{here}.ln_1", block["norm_1"]) | norm_weights(
+            f"{here}.ln_2", block["norm_2"]
+        )
     return out
 
 
-def norm(name: str, params: dict[str, Any]) -> dict[str, np.ndarray]:
+def norm_weights(name: str, params: dict[str, Any]) -> dict[str, np.ndarray]:
     theirs = {"scale": "weight", "bias": "bias"}
     return {f"{name}.{theirs[kind]}": leaf for kind, leaf in params.items() if leaf is not None}
 
 
 @contextlib.contextmanager
-def worker(python: str, clone: Path, folder: Path) -> Iterator[tuple[dict[str, Any], Any]]:
-    """Starts nanoGPT; gives what it says of itself, and a function that has it train steps.
+def worker(python: str, clone: Path, folder: Path) -> Iterator[tuple[dict[str, Any], Train]]:
+    """Start nanoGPT; yield its description of itself, and a function that trains steps.
 
     Raises:
-        UsageError: if it ends, or says something else.
+        UsageError: if it ends, or answers something else.
     """
     with (folder / "nanogpt.log").open("w+") as log:
         try:
@@ -233,7 +264,7 @@ def worker(python: str, clone: Path, folder: Path) -> Iterator[tuple[dict[str, A
                 stderr=log,
                 text=True,
                 start_new_session=True,  # the terminal's Ctrl-C is for us, who end it
-                env=of_its_own(),  # as its users run it
+                env=child_environment(),  # as its users run it
                 preexec_fn=end_with_parent if sys.platform == "linux" else None,
             )
         except OSError as error:
@@ -258,7 +289,7 @@ def worker(python: str, clone: Path, folder: Path) -> Iterator[tuple[dict[str, A
                 ) from None
 
         def train(n_steps: int) -> dict[str, Any]:
-            with contextlib.suppress(BrokenPipeError):  # `answer` tells what it said at last
+            with contextlib.suppress(BrokenPipeError):  # `answer` repeats its last words
                 process.stdin.write(f"{n_steps}\n")
                 process.stdin.flush()
             return answer()
@@ -271,14 +302,14 @@ def worker(python: str, clone: Path, folder: Path) -> Iterator[tuple[dict[str, A
 
 
 def end_with_parent() -> None:
-    """Has Linux kill the process that calls this when its parent has ended, however that was."""
+    """Let Linux kill the calling process when its parent has ended, however that was."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def loss_difference(directory: Path, losses: list[float]) -> dict[str, Any]:
-    """The largest between the losses of our log and nanoGPT's of the same steps, and of how many.
+    """Return the largest difference between our logged losses and nanoGPT's of the same steps.
 
-    The log has the first step, and every train.log_interval-th.
+    The log has the first step, and every train.log_interval-th: `losses_compared` of `losses`.
     """
     records = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
     logged = {r["step"]: r["loss"] for r in records if r["kind"] == "train"}
@@ -289,26 +320,28 @@ def loss_difference(directory: Path, losses: list[float]) -> dict[str, Any]:
     }
 
 
-def describe(found: dict[str, Any]) -> str:
-    """What `measure` found, in words."""
-    about, ratio, ratios = found["nanogpt"], found["ratio"], found["ratios"]
-    how = "torch.compile" if about["compile"] else "eager"
-    mesh = " ".join(f"{axis}={size}" for axis, size in found["mesh"].items())
+def rows(values: dict[str, Any]) -> list[tuple[str, str]]:
+    """Return the values in words."""
+    about, ratios = values["nanogpt"], values["ratios"]
+    mesh = " ".join(f"{axis}={size}" for axis, size in values["mesh"].items())
     losses = (
-        f"losses of the same steps differ by {found['loss_difference']:.1g} at the most, in the "
-        f"{found['losses_compared']} of {found['losses']} steps that are logged"
+        f"of the same steps differ by {values['loss_difference']:.1g} at the most, in the "
+        f"{values['losses_compared']} of {values['losses']} steps that are logged"
     )
-    if found["dropout"]:
-        losses += f", with dropout {found['dropout']} of other random numbers"
-    ours, theirs = found["vocab_sizes"]
+    if values["dropout"]:
+        losses += f", with dropout {values['dropout']} of other random numbers"
+    ours, theirs = values["vocab_sizes"]
     if theirs > ours:
         losses += f", with {theirs - ours} tokens more in nanoGPT's softmax"
-    return (
-        f"nanogpt: {found['config']}, {len(ratios)} rounds of {found['steps_per_round']} steps "
-        f"each, in turns, from the same weights on the same batches\ndata: {found['data']}\n"
-        f"jaxgpt: {found['step_seconds'] * 1e3:.2f} ms a step, {found['dtype']}, mesh {mesh}\n"
-        f"nanoGPT: {found['nanogpt_step_seconds'] * 1e3:.2f} ms a step, torch {about['torch']} on "
-        f"{about['device']}, {about['dtype']}, {about['threads']} threads, {how}\n"
-        f"ratio: {ratio:.2f} x nanoGPT's tokens/s, the median of the rounds' own ratios "
-        f"({min(ratios):.2f} to {max(ratios):.2f})\n{losses}"
-    )
+    return [
+        ("nanogpt", f"{values['config']}, {len(ratios)} rounds of {values['steps_per_round']} "
+         "steps each, in turns, from the same weights on the same batches"),
+        ("data", values["data"]),
+        ("jaxgpt", f"{1e3 * values['step_seconds']:.2f} ms a step, {values['dtype']}, mesh {mesh}"),
+        ("nanoGPT", f"{1e3 * values['nanogpt_step_seconds']:.2f} ms a step, torch "
+         f"{about['torch']} on {about['device']}, {about['dtype']}, {about['threads']} threads, "
+         f"{'torch.compile' if about['compile'] else 'eager'}"),
+        ("ratio", f"{values['ratio']:.2f} x nanoGPT's tokens/s, the median of the rounds' own "
+         f"ratios ({min(ratios):.2f} to {max(ratios):.2f})"),
+        ("losses", losses),
+    ]  # fmt: skip

@@ -1,9 +1,9 @@
-"""Trains nanoGPT's model in its own Python: `python nanogpt_worker.py CLONE FOLDER`.
+"""Training of nanoGPT's model in its own Python: `python worker.py CLONE FOLDER`.
 
 `jaxgpt.bench.nanogpt` starts it with a clone of nanoGPT and a folder. It writes a line of JSON
-about itself. Every line that it reads is a number of steps to train, which it answers with another;
-before the first the folder has `task.json`, the weights and the batches. What a step does is what
-nanoGPT's train.py does, with batches that are in memory.
+about itself, and answers every line that it reads, a number of steps to train, with another one.
+Before the first of them the folder has `task.json`, the weights and the batches. A step does the
+same as in nanoGPT's train.py, on batches that are in memory.
 """
 
 import contextlib
@@ -39,7 +39,7 @@ def main() -> None:
 
 
 def make_step(nanogpt: ModuleType, folder: Path, device: str) -> Callable[[], torch.Tensor]:
-    """The function that trains the next step of the task, and returns its loss."""
+    """Return the function that trains the next step of the task, and returns its loss."""
     task = json.loads((folder / "task.json").read_text())
     model = nanogpt.GPT(nanogpt.GPTConfig(**task["model"])).to(device)
     with np.load(folder / "weights.npz") as weights, torch.no_grad():

@@ -1,0 +1,36 @@
+import json
+import math
+import subprocess
+
+import pytest
+
+from jobs import command, environment, run
+
+
+def test_the_loader_is_timed_on_the_cpus_that_are_named():
+    job = run(
+        "bench", "loader", "--config", "tiny", "--batches", 2, "--cpus", 1, "--json",
+        "model.block_size=64",
+    )  # fmt: skip
+    assert job.returncode == 0, job.stdout
+    found = json.loads(job.stdout)
+    assert found["cpus"] == 1 and found["batch_size"] == 24 and found["block_size"] == 64
+    assert found["data_bytes"] > 2**20 and found["config"] == "tiny"
+    for rate in ("tokens_per_sec", "memory_map_tokens_per_sec", "ratio"):
+        assert 0 < found[rate] < math.inf
+
+    job = run("bench", "loader", "--cpus", 100_000)
+    assert job.returncode == 2 and "--cpus=100000: this process may use" in job.stdout
+
+
+@pytest.mark.parametrize("words", ["bench loader", "inspect --config tiny --step 1"])
+def test_data_that_one_host_lacks_ends_all_processes_with_a_sentence(words, tmp_path):
+    program = command(*words.split())
+    elsewhere = ["-n", "1", "env", f"JAXGPT_DATA={tmp_path}", *program]
+    job = subprocess.run(
+        ["mpiexec", "-n", "1", *program, ":", *elsewhere],
+        capture_output=True, text=True, env=environment(), timeout=60,
+    )  # fmt: skip
+    assert job.returncode == 2
+    errors = [line for line in job.stderr.splitlines() if line.startswith("error:")]
+    assert len(errors) == 1 and f"there is no token data at {tmp_path}/python;" in errors[0]
