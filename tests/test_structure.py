@@ -37,8 +37,6 @@ PRIVATE = set()
 EXITS = set()
 GLOBALS = {"data/prepare/text.py"}
 LONG_FILES = {
-    "doctor/checks.py",
-    "doctor/collectives.py",
     "models/transformer.py",
     "train/run_directory.py",
 }

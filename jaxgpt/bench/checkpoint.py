@@ -16,11 +16,12 @@ from typing import Any
 
 import numpy as np
 
-from jaxgpt.bench.harness import PROG, Result, count, log_progress, scratch_folder
+from jaxgpt.bench.harness import PROG, Result, log_progress, scratch_folder
 from jaxgpt.cluster.process_group import ProcessGroup, join_process_group
 from jaxgpt.config import Config, UsageError, check_batch, mesh_sizes, names_config, parse_args
 from jaxgpt.data.dataset import vocabulary_size
 from jaxgpt.doctor.directory import IN_MEMORY, file_system_of
+from jaxgpt.perf.units import count
 from jaxgpt.runtime.initialize import initialize_jax
 
 # After one that counts for nothing; an even number, as what comes second may take longer: a

@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from jaxgpt.bench.harness import Result, count
+from jaxgpt.bench.harness import Result
 from jaxgpt.cluster.process_group import ProcessGroup, join_process_group
 from jaxgpt.config import MESH_AXES, Config, UsageError, mesh_sizes
+from jaxgpt.perf.units import count, format_bytes
 from jaxgpt.runtime.initialize import initialize_jax
 
 SECONDS = 60.0  # for all axes together; larger arrays are left out when they are over
@@ -38,7 +39,7 @@ def run(settings: Sequence[str], mesh: str | None = None) -> Result:
     import jax
 
     from jaxgpt.doctor.collectives import measure_axis
-    from jaxgpt.doctor.examination import default_sizes
+    from jaxgpt.doctor.links import default_sizes
     from jaxgpt.parallel.mesh import make_mesh
 
     sizes = mesh_sizes(config, jax.device_count()) if config else default_sizes(cluster)
@@ -90,14 +91,14 @@ def copy_bandwidth(mesh: Any, cluster: ProcessGroup) -> float:
 
 def rows(values: dict[str, Any]) -> list[tuple[str, str]]:
     """Return the values in words, with a table for each mesh axis."""
-    from jaxgpt.doctor.collectives import gigabytes, size_name
+    from jaxgpt.doctor.collectives import gigabytes
 
     mesh = " ".join(f"{axis}={n}" for axis, n in values["mesh"].items())
     out = [
         ("collectives", f"{values['devices']} x {values['device_kind']}, "
          f"{count(values['processes'], 'process', 'es')}, mesh {mesh}"),
         ("copy", f"{gigabytes(values['copy_bandwidth'])} GB/s, each device "
-         f"{size_name(values['copied_bytes'])} in its own memory while all others do"),
+         f"{format_bytes(values['copied_bytes'])} in its own memory while all others do"),
     ]  # fmt: skip
     measured = values["measurements"]
     if not measured:
@@ -107,7 +108,7 @@ def rows(values: dict[str, Any]) -> list[tuple[str, str]]:
         along = [m for m in measured if m["axis"] == axis]
         sizes = sorted({m["bytes"] for m in along})
         out.append((f"over {axis}", f"{along[0]['n']} devices: ms and bus bandwidth in GB/s"))
-        out.append(("", "".join(f"{size_name(size):>16}" for size in sizes) + "   of copy"))
+        out.append(("", "".join(f"{format_bytes(size):>16}" for size in sizes) + "   of copy"))
         for name in dict.fromkeys(m["collective"] for m in along):
             of_sizes = {m["bytes"]: m for m in along if m["collective"] == name}
             cells = [

@@ -65,11 +65,6 @@ def cpu_model() -> str:
     return platform.machine()
 
 
-def count(n: int, noun: str, plural: str = "s") -> str:
-    """Return a number and its noun: "1 process", "2 processes"."""
-    return f"{n} {noun}{plural if n != 1 else ''}"
-
-
 def log_progress(cluster: ProcessGroup, message: str) -> None:
     """Print a line on process 0's standard error, if that is a terminal."""
     if cluster.is_main and sys.stderr.isatty():

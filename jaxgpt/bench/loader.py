@@ -12,12 +12,13 @@ from typing import Any
 
 import numpy as np
 
-from jaxgpt.bench.harness import PROG, Result, count
+from jaxgpt.bench.harness import PROG, Result
 from jaxgpt.cluster.hardware import own_cpus
 from jaxgpt.cluster.process_group import join_process_group
 from jaxgpt.config import Config, UsageError, check_batch, mesh_sizes, parse_args
 from jaxgpt.data.dataset import Dataset, open_dataset
 from jaxgpt.data.token_file import TokenFile
+from jaxgpt.perf.units import count
 from jaxgpt.runtime.initialize import initialize_jax
 
 WARM_UP = 5  # batches

@@ -16,7 +16,6 @@ from jaxgpt.bench.harness import (
     PROG,
     Result,
     child_environment,
-    count,
     log_progress,
     scratch_folder,
     timed,
@@ -25,6 +24,7 @@ from jaxgpt.cluster.environment import find_launch
 from jaxgpt.cluster.launchers import find_mpiexec
 from jaxgpt.cluster.process_group import ProcessGroup
 from jaxgpt.config import UsageError, parse_args, skip_ranges
+from jaxgpt.perf.units import count
 
 IMPORTS = "import jax, flax.nnx, optax"
 ONE_STEP = (

@@ -18,7 +18,6 @@ import numpy as np
 from jaxgpt.bench.harness import (
     PROG,
     Result,
-    count,
     log_progress,
     remove_on_signals,
     scratch_folder,
@@ -26,6 +25,7 @@ from jaxgpt.bench.harness import (
 from jaxgpt.cluster.process_group import ProcessGroup, join_process_group
 from jaxgpt.config import Config, DataConfig, UsageError, mesh_sizes, parse_args
 from jaxgpt.data.dataset import dataset_directory, vocabulary_size
+from jaxgpt.perf.units import count
 from jaxgpt.runtime.compile_cache import OFF, use_compile_cache
 from jaxgpt.runtime.initialize import initialize_jax
 from jaxgpt.train.run_directory import prepare_run

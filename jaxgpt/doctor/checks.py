@@ -1,6 +1,6 @@
-"""What is right or wrong with the processes, hosts and devices of a job, and what to do about it.
+"""Checks of the processes, hosts and devices of a job: what is wrong, and what to do about it.
 
-Each function judges the facts of all processes, which `facts.look` found.
+Each function judges the facts of all processes, which `facts.collect_facts` found.
 """
 
 import re
@@ -13,8 +13,8 @@ from typing import Any, Literal
 from jaxgpt.cluster.machines import Machine
 from jaxgpt.cluster.process_group import ProcessGroup
 from jaxgpt.doctor.facts import Facts
+from jaxgpt.perf.units import GIB, count, format_bytes
 
-GIB = 2**30
 MEMORY_PER_PROCESS = GIB  # JAX, Orbax and a small model take about half of it
 SHARED_MEMORY_PER_PROCESS = 2**24  # MPI's and NCCL's buffers
 
@@ -33,58 +33,68 @@ class Check:
         assert self.status == "OK" or self.remedy, self.name
 
 
-Everyone = Sequence[Facts]
+def ok(name: str, finding: str) -> Check:
+    return Check(name, "OK", finding)
+
+
+def warn(name: str, finding: str, remedy: str) -> Check:
+    return Check(name, "WARN", finding, remedy)
+
+
+def fail(name: str, finding: str, remedy: str) -> Check:
+    return Check(name, "FAIL", finding, remedy)
+
+
+Job = Sequence[Facts]  # the facts of all processes, by rank
 
 
 def machine_checks(
-    everyone: Everyone,
+    job: Job,
     cluster: ProcessGroup,
     found: Mapping[str, Any],
     allocated: int | str,
     interface: str | None,
 ) -> list[Check]:
-    """The checks of this file, in the order of the report.
+    """Return the checks of this file, in the order of the report.
 
     Args:
-        found: what `initialize_jax` returned.
+        found: returned by `initialize_jax`.
         allocated: hosts that the scheduler gave to the job, or why that cannot be told.
         interface: which of process 0's interfaces has the coordinator's address.
     """
     return [
-        check_versions(everyone),
-        check_supported(everyone[0].versions),
+        check_versions(job),
+        check_supported(job[0].versions),
         check_launcher(cluster, allocated),
-        check_mpi(everyone),
-        check_hosts(everyone),
-        check_devices(everyone),
-        check_accelerators(everyone, cluster.machine),
-        check_memory(everyone),
-        check_cores(everyone),
-        check_interface(everyone, found, interface, cluster.machine),
-        check_open_files(everyone),
-        check_shared_memory(everyone),
+        check_mpi(job),
+        check_hosts(job),
+        check_devices(job),
+        check_accelerators(job, cluster.machine),
+        check_memory(job),
+        check_cores(job),
+        check_interface(job, found, interface, cluster.machine),
+        check_open_files(job),
+        check_shared_memory(job),
     ]
 
 
-def check_versions(everyone: Everyone) -> Check:
-    """Whether all processes run the same versions."""
-    versions = everyone[0].versions
-    listed = ", ".join(f"{name} {v}" for name, v in versions.items() if v)
+def check_versions(job: Job) -> Check:
+    """Check that all processes run the same versions."""
+    versions = job[0].versions
     for name in versions:
-        seen = _by_value((f.versions[name] or "missing", f) for f in everyone)
-        if len(seen) > 1:
-            return Check(
-                "versions", "FAIL", f"{name} differs: {_spread(seen)}",
-                "start every process from one environment that all hosts see",
-            )  # fmt: skip
-    return Check("versions", "OK", listed + (" everywhere" if len(everyone) > 1 else ""))
+        owners = _by_value((f.versions[name] or "missing", f) for f in job)
+        if len(owners) > 1:
+            remedy = "start every process from one environment that all hosts see"
+            return fail("versions", f"{name} differs: {_owners(owners)}", remedy)
+    listed = ", ".join(f"{name} {v}" for name, v in versions.items() if v)
+    return ok("versions", listed + (" everywhere" if len(job) > 1 else ""))
 
 
 def check_supported(
     versions: Mapping[str, str | None],
     requires: Callable[[str], list[str] | None] = metadata.requires,
 ) -> Check:
-    """Whether versions are inside the ranges that jaxgpt, and JAX for jaxlib, declare."""
+    """Check that versions are inside the ranges that jaxgpt, and JAX for jaxlib, declare."""
     wrong = []
     for owner in ("jaxgpt", "jax"):
         if versions[owner] is None:  # run from its folder without being installed
@@ -93,246 +103,218 @@ def check_supported(
             name, bounds, marker = re.fullmatch(
                 r"([\w.-]+)(?:\[.*?\])?\s*([^;]*)(;.*)?", requirement
             ).groups()
-            if marker or name not in versions:  # an extra, or a package that we don't look at
+            if marker or name not in versions:  # an extra, or a package that is not looked at
                 continue
             version = versions[name]
-            if version is None or not _inside(version, bounds):
+            if version is None or not _is_inside(version, bounds):
                 wrong.append(f"{owner} needs {name}{bounds}, there is {version or 'none'}")
     if wrong:
-        return Check(
-            "supported versions", "FAIL", "; ".join(wrong),
-            "pip install -c launch/pins.txt -e . in jaxgpt's folder installs tested versions",
-        )  # fmt: skip
-    return Check("supported versions", "OK", "inside the ranges that jaxgpt and JAX declare")
+        remedy = "pip install -c launch/pins.txt -e . in jaxgpt's folder installs tested versions"
+        return fail("supported versions", "; ".join(wrong), remedy)
+    return ok("supported versions", "inside the ranges that jaxgpt and JAX declare")
 
 
 def check_launcher(cluster: ProcessGroup, allocated: int | str) -> Check:
-    """Whether a launcher was seen, worked, and is used where the scheduler gave many hosts.
-
-    Args:
-        allocated: hosts that the scheduler gave to the job, or why that cannot be told.
-    """
+    """Check that a launcher was seen, worked, and is used where there are many hosts."""
     machine = f" on {cluster.machine.name}" if cluster.machine else ""
     launcher = cluster.launcher.replace(f"; {cluster.mpi_library}", "")  # has its own line
-    finding = f"{launcher}{machine}, {_count(cluster.size, 'process', 'es')}"
+    finding = f"{launcher}{machine}, {count(cluster.size, 'process', 'es')}"
     if cluster.notes:
-        return Check(
-            "launcher", "WARN", f"{finding}; {'; '.join(cluster.notes)}",
-            "build mpi4py for this machine's MPI: pip install --no-binary mpi4py mpi4py",
-        )  # fmt: skip
+        remedy = "build mpi4py for this machine's MPI: pip install --no-binary mpi4py mpi4py"
+        return warn("launcher", f"{finding}; {'; '.join(cluster.notes)}", remedy)
     if isinstance(allocated, str):
-        return Check(
-            "launcher", "WARN", f"{finding}; {allocated}",
-            "unset the variable where it is left over from another job",
-        )  # fmt: skip
+        remedy = "unset the variable where it is left over from another job"
+        return warn("launcher", f"{finding}; {allocated}", remedy)
     n_hosts = len(set(cluster.hosts))
     if allocated > n_hosts:
-        return Check(
-            "launcher", "WARN",
+        return warn(
+            "launcher",
             f"{finding} on {n_hosts} of the {allocated} hosts that this job was given",
             "start through mpiexec or srun; python -m jaxgpt.launch --print shows the line",
-        )  # fmt: skip
-    return Check("launcher", "OK", finding)
+        )
+    return ok("launcher", finding)
 
 
-def check_mpi(everyone: Everyone) -> Check:
-    """Whether all processes use one MPI library."""
-    seen = _by_value((f.mpi_library or "none", f) for f in everyone)
-    if len(seen) > 1:
-        return Check(
-            "MPI library", "FAIL", f"differs: {_spread(seen)}",
-            "load the same MPI module, or the same environment, on every host",
-        )  # fmt: skip
-    library = " ".join((everyone[0].mpi_library or "").split())
-    return Check("MPI library", "OK", library or "not used: no MPI launcher was seen")
+def check_mpi(job: Job) -> Check:
+    """Check that all processes use one MPI library."""
+    owners = _by_value((f.mpi_library or "none", f) for f in job)
+    if len(owners) > 1:
+        remedy = "load the same MPI module, or the same environment, on every host"
+        return fail("MPI library", f"differs: {_owners(owners)}", remedy)
+    library = " ".join((job[0].mpi_library or "").split())
+    return ok("MPI library", library or "not used: no MPI launcher was seen")
 
 
-def check_hosts(everyone: Everyone) -> Check:
-    """Whether all hosts have as many processes."""
-    counts = Counter(f.host for f in everyone)
-    names = {f.host: f.host_name for f in everyone}
+def check_hosts(job: Job) -> Check:
+    """Check that all hosts have as many processes."""
+    counts = Counter(f.host for f in job)
+    names = {f.host: f.host_name for f in job}
     if len(set(counts.values())) > 1:
         listed = ", ".join(f"{names[h]} {n}" for h, n in counts.items())
-        return Check(
-            "hosts", "WARN", f"processes are spread unevenly: {listed}",
-            "give the launcher a number of processes per host (-ppn, --ntasks-per-node)",
-        )  # fmt: skip
+        remedy = "give the launcher a number of processes per host (-ppn, --ntasks-per-node)"
+        return warn("hosts", f"processes are spread unevenly: {listed}", remedy)
     each = next(iter(counts.values()))
-    listed = _few([names[h] for h in counts])
-    return Check(
-        "hosts", "OK", f"{_count(len(counts), 'host')} ({listed}), {_count(each, 'process', 'es')} "
-        f"on {'each' if len(counts) > 1 else 'it'}",
-    )  # fmt: skip
+    return ok(
+        "hosts",
+        f"{count(len(counts), 'host')} ({_shorten([names[h] for h in counts])}), "
+        f"{count(each, 'process', 'es')} on {'each' if len(counts) > 1 else 'it'}",
+    )
 
 
-def check_devices(everyone: Everyone) -> Check:
-    """Whether all processes have as many devices, of one kind, that no other process has."""
-    kinds = _by_value((f"{len(f.devices)} x {f.device_kind}", f) for f in everyone)
+def check_devices(job: Job) -> Check:
+    """Check that all processes have as many devices, of one kind, that no other process has."""
+    kinds = _by_value((f"{len(f.devices)} x {f.device_kind}", f) for f in job)
     if len(kinds) > 1:
-        return Check(
-            "devices", "FAIL", f"processes have different devices: {_spread(kinds)}",
+        return fail(
+            "devices",
+            f"processes have different devices: {_owners(kinds)}",
             "give every process the same number of devices of one kind; look at the hosts with "
             "fewer, and at CUDA_VISIBLE_DEVICES there",
-        )  # fmt: skip
+        )
     owners: dict[tuple[int, str], list[Facts]] = defaultdict(list)
-    if everyone[0].platform != "cpu":
-        for facts in everyone:
+    if job[0].platform != "cpu":
+        for facts in job:
             for device in facts.devices:
                 owners[facts.host, device].append(facts)
     for (_, device), shared in owners.items():
         if len(shared) > 1:
-            ranks = _few([str(f.rank) for f in shared])
-            return Check(
-                "devices", "WARN",
+            ranks = _shorten([str(f.rank) for f in shared])
+            return warn(
+                "devices",
                 f"processes {ranks} on {shared[0].host_name} seem to share device {device}",
                 "start at most one process per device, and let CUDA_VISIBLE_DEVICES, where it is "
                 "set, name another one for each",
-            )  # fmt: skip
-    kind, total = next(iter(kinds)), sum(len(f.devices) for f in everyone)
-    memory = everyone[0].device_memory
-    room = f", {memory / GIB:.0f} GiB for JAX on each" if memory else ""
-    of_each = f" in each process, {total} in all" if len(everyone) > 1 else ""
-    return Check("devices", "OK", f"{kind}{of_each}{room}")
+            )
+    kind, total = next(iter(kinds)), sum(len(f.devices) for f in job)
+    memory = job[0].device_memory
+    of_each = f" in each process, {total} in all" if len(job) > 1 else ""
+    room = f", {format_bytes(memory)} for JAX on each" if memory else ""
+    return ok("devices", f"{kind}{of_each}{room}")
 
 
-def check_accelerators(everyone: Everyone, machine: Machine | None) -> Check:
-    """Whether JAX uses the accelerators that the hosts have."""
-    for facts in everyone:
-        there = machine.devices_per_host if machine else facts.accelerators
-        if there and facts.platform == "cpu" and facts.jax_platforms != "cpu":
-            plugin = "the JAX plugin of this machine's vendor"
-            install = "pip install 'jaxgpt[cuda]'" if facts.nvidia else f"install {plugin}"
-            return Check(
-                "accelerators", "FAIL",
-                f"{facts.host_name} has {_count(there, 'accelerator')} but JAX uses the CPU",
-                f"{install} and check the driver; or set JAX_PLATFORMS=cpu to train on CPUs",
-            )  # fmt: skip
-    idle = _idle(everyone, machine)
-    if idle:
-        return Check(
-            "accelerators", "WARN", idle,
-            "start as many processes per host as it has devices, or one for all of them",
-        )  # fmt: skip
-    if everyone[0].platform != "cpu":
-        return Check("accelerators", "OK", "all that the processes may see are in use")
-    kept_off = any(f.accelerators for f in everyone)
+def check_accelerators(job: Job, machine: Machine | None) -> Check:
+    """Check that JAX uses the accelerators that the hosts have."""
+    there = {f.rank: machine.devices_per_host if machine else f.accelerators for f in job}
+    for f in job:
+        if there[f.rank] and f.platform == "cpu" and f.jax_platforms != "cpu":
+            plugin = "install the JAX plugin of this machine's vendor"
+            plugin = "pip install 'jaxgpt[cuda]'" if f.nvidia else plugin
+            return fail(
+                "accelerators",
+                f"{f.host_name} has {count(there[f.rank], 'accelerator')} but JAX uses the CPU",
+                f"{plugin} and check the driver; or set JAX_PLATFORMS=cpu to train on CPUs",
+            )
+    for f in job:
+        here = [other for other in job if other.host == f.host]
+        used = len({device for other in here for device in other.devices})
+        narrowed = any(other.visible for other in here) and machine is None
+        if f.platform != "cpu" and used < there[f.rank] and not narrowed:
+            return warn(
+                "accelerators",
+                f"{used} of the {there[f.rank]} devices of {f.host_name} are in use",
+                "start as many processes per host as it has devices, or one for all of them",
+            )
+    if job[0].platform != "cpu":
+        return ok("accelerators", "all that the processes may see are in use")
+    kept_off = any(f.accelerators for f in job)
     reason = "JAX_PLATFORMS=cpu keeps JAX off them" if kept_off else "none on the hosts"
-    return Check("accelerators", "OK", reason)
+    return ok("accelerators", reason)
 
 
-def _idle(everyone: Everyone, machine: Machine | None) -> str | None:
-    """A sentence about a host with devices that no process uses."""
-    for host in {f.host for f in everyone}:
-        here = [f for f in everyone if f.host == host]
-        used = len({device for f in here for device in f.devices})
-        there = machine.devices_per_host if machine else here[0].accelerators
-        narrowed = any(f.visible for f in here) and machine is None
-        if here[0].platform != "cpu" and used < there and not narrowed:
-            return f"{used} of the {there} devices of {here[0].host_name} are in use"
-    return None
-
-
-def check_memory(everyone: Everyone) -> Check:
-    """Whether the hosts have room for their processes."""
-    share, least = min(
-        (f.memory / sum(f.host == other.host for other in everyone), f.host_name) for f in everyone
-    )
+def check_memory(job: Job) -> Check:
+    """Check that the hosts have room for their processes."""
+    on_host = Counter(f.host for f in job)
+    share, least = min((f.memory / on_host[f.host], f.host_name) for f in job)
     finding = f"{share / GIB:.1f} GiB of host memory for each process"
     if share < MEMORY_PER_PROCESS:
-        return Check(
-            "memory", "WARN", f"{finding} on {least}",
+        return warn(
+            "memory",
+            f"{finding} on {least}",
             "ask the scheduler for more memory (Slurm: --mem=0 is all of a host), or start fewer "
             "processes per host",
-        )  # fmt: skip
-    return Check("memory", "OK", finding)
+        )
+    return ok("memory", finding)
 
 
-def check_cores(everyone: Everyone) -> Check:
-    """Whether processes are bound to few cores while others are idle."""
-    for host in {f.host for f in everyone}:
-        here = [f for f in everyone if f.host == host]
+def check_cores(job: Job) -> Check:
+    """Check that processes are not bound to few cores while others are idle."""
+    for host in {f.host for f in job}:
+        here = [f for f in job if f.host == host]
         cores = {core for f in here for core in f.cores}
         if len(cores) < min(len(here), here[0].host_cores):
-            return Check(
-                "cores", "WARN",
-                f"{_count(len(here), 'process', 'es')} on {here[0].host_name} share "
-                f"{_count(len(cores), 'core')} of {here[0].host_cores}",
-                "have the launcher bind each process to cores of its own (mpiexec --cpu-bind "
+            return warn(
+                "cores",
+                f"{count(len(here), 'process', 'es')} on {here[0].host_name} share "
+                f"{count(len(cores), 'core')} of {here[0].host_cores}",
+                "let the launcher bind each process to cores of its own (mpiexec --cpu-bind "
                 "depth -d N, srun --cpus-per-task=N)",
-            )  # fmt: skip
-    each = sorted({len(f.cores) for f in everyone})
-    return Check(
-        "cores", "OK",
-        f"a process may run on {' to '.join(map(str, each[:: max(1, len(each) - 1)]))} of the "
-        f"{everyone[0].host_cores} of its host",
-    )  # fmt: skip
+            )
+    least, most = (f(len(facts.cores) for facts in job) for f in (min, max))
+    cores = f"{least}" if least == most else f"{least} to {most}"
+    return ok("cores", f"a process may run on {cores} of the {job[0].host_cores} of its host")
 
 
 def check_interface(
-    everyone: Everyone,
-    found: Mapping[str, Any],
-    interface: str | None,
-    machine: Machine | None,
+    job: Job, found: Mapping[str, Any], interface: str | None, machine: Machine | None
 ) -> Check:
-    """Whether hosts meet over a network that they share, and over the fast one."""
+    """Check that hosts meet over a network that they share, and over the fast one."""
     proxies = "".join(f"; {note}" for note in found["notes"] if note.startswith("cleared"))
     coordinator = found["coordinator"]
     if coordinator is None:
-        return Check("interface", "OK", "not needed: a single process")
+        return ok("interface", "not needed: a single process")
     finding = f"coordinator {coordinator} on {interface or 'an unknown interface'}{proxies}"
-    if len({f.host for f in everyone}) == 1:
-        return Check("interface", "OK", finding)
+    if len({f.host for f in job}) == 1:
+        return ok("interface", finding)
     if interface == "lo" or coordinator.startswith(("127.", "localhost", "[::1]")):
-        return Check(
-            "interface", "FAIL", f"{finding}, which other hosts cannot reach",
+        return fail(
+            "interface",
+            f"{finding}, which other hosts cannot reach",
             "set JAXGPT_COORDINATOR=host:port to a name of process 0's host in the network",
-        )  # fmt: skip
-    if machine and machine.high_speed_suffix and machine.high_speed_suffix not in coordinator:
-        return Check(
-            "interface", "WARN", f"{finding}, not {machine.name}'s high-speed network",
-            f"unset JAXGPT_COORDINATOR, or let it end in {machine.high_speed_suffix}",
-        )  # fmt: skip
-    return Check("interface", "OK", finding)
+        )
+    suffix = machine.high_speed_suffix if machine else None
+    if suffix and suffix not in coordinator:
+        return warn(
+            "interface",
+            f"{finding}, not {machine.name}'s high-speed network",
+            f"unset JAXGPT_COORDINATOR, or let it end in {suffix}",
+        )
+    return ok("interface", finding)
 
 
-def check_open_files(everyone: Everyone) -> Check:
-    """Whether process 0 can keep connections to all others, besides its files."""
-    least = min(everyone, key=lambda f: f.open_files)
-    needed = 256 + 2 * len(everyone)
+def check_open_files(job: Job) -> Check:
+    """Check that process 0 can keep connections to all others, besides its files."""
+    least = min(job, key=lambda f: f.open_files)
+    needed = 256 + 2 * len(job)
     if 0 <= least.open_files < needed:  # -1 is no limit
-        return Check(
-            "open files", "WARN",
+        return warn(
+            "open files",
             f"a process on {least.host_name} may open {least.open_files}; this job can need "
             f"{needed}",
             f"ulimit -n {max(4096, needed)} in the job script",
-        )  # fmt: skip
-    return Check("open files", "OK", f"{least.open_files} per process")
+        )
+    return ok("open files", f"{least.open_files} per process")
 
 
-def check_shared_memory(everyone: Everyone) -> Check:
-    """Whether /dev/shm has room for what MPI and NCCL keep there."""
-    for f in everyone:
-        n = sum(f.host == other.host for other in everyone)
-        if (
-            f.shared_memory is not None
-            and n > 1
-            and f.shared_memory < n * SHARED_MEMORY_PER_PROCESS
-        ):
-            return Check(
-                "shared memory", "WARN",
-                f"{f.shared_memory / 2**20:.0f} MiB are free in /dev/shm of {f.host_name} for "
-                f"{n} processes",
+def check_shared_memory(job: Job) -> Check:
+    """Check that /dev/shm has room for what MPI and NCCL keep there."""
+    on_host = Counter(f.host for f in job)
+    known = [f for f in job if f.shared_memory is not None]
+    for f in known:
+        n, free = on_host[f.host], format_bytes(f.shared_memory)
+        if n > 1 and f.shared_memory < n * SHARED_MEMORY_PER_PROCESS:
+            return warn(
+                "shared memory",
+                f"{free} are free in /dev/shm of {f.host_name} for {n} processes",
                 "remove what earlier jobs left in /dev/shm; start a container with --shm-size=8g",
-            )  # fmt: skip
-    sizes = [f.shared_memory for f in everyone if f.shared_memory is not None]
-    return Check(
-        "shared memory", "OK",
-        f"{min(sizes) / GIB:.1f} GiB free in /dev/shm" if sizes else "this system has no /dev/shm",
-    )  # fmt: skip
+            )
+    if not known:
+        return ok("shared memory", "this system has no /dev/shm")
+    free = format_bytes(min(f.shared_memory for f in known))
+    return ok("shared memory", f"{free} free in /dev/shm")
 
 
-def _inside(version: str, bounds: str) -> bool:
-    """Whether a version lies in a range such as `>=0.10,<0.12`."""
+def _is_inside(version: str, bounds: str) -> bool:
+    """Return whether a version lies in a range such as `>=0.10,<0.12`."""
 
     def numbers(text: str) -> list[int]:
         return [int(part) for part in re.match(r"[\d.]*\d", text)[0].split(".")]
@@ -347,26 +329,22 @@ def _inside(version: str, bounds: str) -> bool:
 
 
 def _by_value(pairs: Iterable[tuple[str, Facts]]) -> dict[str, list[Facts]]:
-    """Processes by what they have, the most frequent first."""
+    """Return processes by value, the most frequent value first."""
     out: dict[str, list[Facts]] = defaultdict(list)
     for value, facts in pairs:
         out[value].append(facts)
     return dict(sorted(out.items(), key=lambda item: -len(item[1])))
 
 
-def _spread(by_value: Mapping[str, Sequence[Facts]]) -> str:
-    """Who has what: `0.11.2 on node1 and 3 more, 0.10.2 on node5`."""
+def _owners(by_value: Mapping[str, Sequence[Facts]]) -> str:
+    """Return who has which value: `0.11.2 on node1 and 3 more, 0.10.2 on node5`."""
     return ", ".join(
-        f"{value} on {_few(list(dict.fromkeys(f.host_name for f in facts)))}"
+        f"{value} on {_shorten(list(dict.fromkeys(f.host_name for f in facts)))}"
         for value, facts in by_value.items()
     )
 
 
-def _few(names: Sequence[str]) -> str:
-    """Some of many names."""
+def _shorten(names: Sequence[str]) -> str:
+    """Return the first four of many names, and how many more there are."""
     more = f" and {len(names) - 4} more" if len(names) > 4 else ""
     return ", ".join(names[:4]) + more
-
-
-def _count(n: int, noun: str, plural: str = "s") -> str:
-    return f"{n} {noun}{plural if n != 1 else ''}"

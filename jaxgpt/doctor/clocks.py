@@ -1,31 +1,31 @@
-"""How far the clocks of the hosts are apart: logs, checkpoints and file times are compared."""
+"""Difference of the hosts' clocks, by which logs, checkpoints and file times are compared."""
 
 import time
 from collections.abc import Callable, Sequence
 
 from jaxgpt.cluster.process_group import ProcessGroup
-from jaxgpt.doctor.checks import Check
+from jaxgpt.doctor.checks import Check, ok, warn
 
 ROUNDS = 10
-MUCH = 1.0  # seconds
+TOLERATED = 1.0  # seconds
 
 
 def clock_check(cluster: ProcessGroup, clock: Callable[[], float] = time.time) -> Check:
-    """Measures and judges the clocks of all processes."""
+    """Measure and evaluate the clocks of all processes."""
     if len(set(cluster.hosts)) == 1:
-        return Check("clocks", "OK", "one host, one clock")
+        return ok("clocks", "one host, one clock")
     rounds = []
     for _ in range(ROUNDS):
         entered = cluster.allgather(clock())
         rounds.append((entered, cluster.allgather(clock())))
-    return judge(offsets(rounds), cluster.host_names)
+    return evaluate(offsets(rounds), cluster.host_names)
 
 
 Times = Sequence[float]
 
 
 def offsets(rounds: Sequence[tuple[Times, Times]]) -> list[tuple[float, float]]:
-    """How far each process's clock is ahead of process 0's, and how wrong that can be, in seconds.
+    """Return by how many seconds each process's clock is ahead of process 0's, and the error.
 
     In every round all processes meet: none leaves before the last has entered. So process r
     enters before process 0 leaves, and the other way round, which bounds the difference of their
@@ -44,18 +44,16 @@ def offsets(rounds: Sequence[tuple[Times, Times]]) -> list[tuple[float, float]]:
     return found
 
 
-def judge(found: Sequence[tuple[float, float]], host_names: Sequence[str]) -> Check:
-    """The line of the report; `found` is what `offsets` returns."""
+def evaluate(found: Sequence[tuple[float, float]], host_names: Sequence[str]) -> Check:
+    """Return the line of the report; `found` is what `offsets` returns."""
     ahead = [offset for offset, _ in found]
     slow, fast = ahead.index(min(ahead)), ahead.index(max(ahead))
-    skew = ahead[fast] - ahead[slow]
-    uncertain = max(error for _, error in found)
-    finding = f"{skew:.3f} s apart, give or take {uncertain:.3f} s"
-    if skew > MUCH + uncertain:
-        return Check(
+    skew, error = ahead[fast] - ahead[slow], max(error for _, error in found)
+    within = f"give or take {error:.3f} s"
+    if skew > TOLERATED + error:
+        return warn(
             "clocks",
-            "WARN",
-            f"{host_names[fast]} is {finding.replace('apart', f'ahead of {host_names[slow]}')}",
-            "have the hosts follow a time server (chronyc tracking shows whether they do)",
+            f"{host_names[fast]} is {skew:.3f} s ahead of {host_names[slow]}, {within}",
+            "let the hosts follow a time server (chronyc tracking shows whether they do)",
         )
-    return Check("clocks", "OK", finding)
+    return ok("clocks", f"{skew:.3f} s apart, {within}")

@@ -1,7 +1,7 @@
-"""What devices can do together: eight collectives, each explained, checked and timed.
+"""Eight collectives over a mesh axis, each explained, checked and timed.
 
-Every device of a mesh axis takes part; groups along the other axes do the same at the same time,
-as in training.
+Every device of the axis takes part; groups along the other axes do the same at the same time, as
+in training.
 """
 
 import sys
@@ -17,19 +17,20 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxgpt.cluster.process_group import ProcessGroup
-from jaxgpt.doctor.checks import Check
+from jaxgpt.doctor.checks import Check, fail, ok, warn
 from jaxgpt.parallel.collectives import reduce_scatter
+from jaxgpt.perf.units import format_bytes
 
 T = TypeVar("T")
 
 # Bytes of an array -> how often the time of it is taken.
 REPETITIONS = {2**10: 20, 2**15: 20, 2**20: 10, 2**24: 3, 2**26: 3}
 SIZES = tuple(REPETITIONS)
-LONGEST = 5.0  # seconds: a larger size that would take longer than this is left out
+MAX_SECONDS = 5.0  # a larger size that would take longer than this is left out
 PERIOD = 1009  # elements after which the pattern in the arrays repeats
 CHECKED = 4096  # elements of a result that are compared with what they should be
 
-# (values of device m at positions i, number of devices, own number, length of a part, positions)
+# (device m, positions i) -> the elements that device m puts in there
 Value = Callable[[np.ndarray | int, np.ndarray], np.ndarray]
 
 
@@ -39,36 +40,20 @@ class Collective:
 
     name: str
     meaning: str
-    """What it does, in a line for someone who has not met it."""
+    """Its effect, in a line for someone who has not met it."""
     run: Callable[[jax.Array, str, int], jax.Array]
     """(array of one device, mesh axis, n) -> array of one device, inside `jax.shard_map`."""
     expected: Callable[[Value, int, int, int, np.ndarray], np.ndarray]
-    """(value, n, own number, part, positions) -> the result there, by NumPy. `value(m, i)` is
-    element i of what device m put in; `part` is the length of one of n parts of an array."""
+    """(value, n, own number, part, positions) -> the result there, by NumPy; `part` is the length
+    of one of n parts of an array."""
     bus_factor: Callable[[int], float]
     """n -> bus bandwidth / (bytes / time); see `bus_bandwidth`."""
     from_parts: bool = False
-    """Whether each device puts in only one of n parts."""
+    """True if each device puts in only one of n parts."""
 
 
 def _from_root(x: jax.Array, axis: str) -> jax.Array:
     return jnp.where(lax.axis_index(axis) == 0, x, 0)
-
-
-def _reduce(x: jax.Array, axis: str, n: int) -> jax.Array:
-    return jnp.where(lax.axis_index(axis) == 0, lax.psum(x, axis), x)
-
-
-def _reduce_scatter(x: jax.Array, axis: str, n: int) -> jax.Array:
-    return reduce_scatter(x, axis, 0)
-
-
-def _all_to_all(x: jax.Array, axis: str, n: int) -> jax.Array:
-    return lax.all_to_all(x.reshape(n, -1), axis, 0, 0).reshape(-1)
-
-
-def _permute(x: jax.Array, axis: str, n: int) -> jax.Array:
-    return lax.ppermute(x, axis, [(i, (i + 1) % n) for i in range(n)])
 
 
 def _sum(value: Value, n: int, positions: np.ndarray) -> np.ndarray:
@@ -88,7 +73,7 @@ COLLECTIVES = (
     Collective(
         "reduce",
         "device 0 gets the sum (here an all-reduce of which the others keep nothing)",
-        run=_reduce,
+        run=lambda x, axis, n: jnp.where(lax.axis_index(axis) == 0, lax.psum(x, axis), x),
         expected=lambda value, n, own, part, i: _sum(value, n, i) if own == 0 else value(own, i),
         bus_factor=lambda n: 1.0,
     ),
@@ -111,7 +96,7 @@ COLLECTIVES = (
         "reduce-scatter",
         "device i gets part i of the sum (gradients of ZeRO-2 and ZeRO-3; here, in CPU jobs, an "
         "all-to-all and sums)",
-        run=_reduce_scatter,
+        run=lambda x, axis, n: reduce_scatter(x, axis, 0),
         expected=lambda value, n, own, part, i: _sum(value, n, own * part + i),
         bus_factor=lambda n: (n - 1) / n,
     ),
@@ -119,21 +104,21 @@ COLLECTIVES = (
         "scatter",
         "device i gets part i of device 0's array (here a reduce-scatter in which the others "
         "are 0)",
-        run=lambda x, axis, n: _reduce_scatter(_from_root(x, axis), axis, n),
+        run=lambda x, axis, n: reduce_scatter(_from_root(x, axis), axis, 0),
         expected=lambda value, n, own, part, i: value(0, own * part + i),
         bus_factor=lambda n: (n - 1) / n,
     ),
     Collective(
         "all-to-all",
         "device i sends its part j to device j: a transpose over devices (experts, Ulysses)",
-        run=_all_to_all,
+        run=lambda x, axis, n: lax.all_to_all(x.reshape(n, -1), axis, 0, 0).reshape(-1),
         expected=lambda value, n, own, part, i: value(i // part, own * part + i % part),
         bus_factor=lambda n: (n - 1) / n,
     ),
     Collective(
         "permute",
         "device i sends its array to device i + 1, the last one to device 0 (pipelines, rings)",
-        run=_permute,
+        run=lambda x, axis, n: lax.ppermute(x, axis, [(i, (i + 1) % n) for i in range(n)]),
         expected=lambda value, n, own, part, i: value((own - 1) % n, i),
         bus_factor=lambda n: 1.0,
     ),
@@ -149,21 +134,21 @@ class Measurement:
     n: int
     """Devices of the axis."""
     bytes: int
-    """Of the array that a device has before or after: the larger of the two."""
+    """Size of a device's array before or after: the larger of the two."""
     seconds: float | None
     """From one call to the next, of the slowest process; None if it failed."""
     bus_bandwidth: float | None
     """Bytes/s."""
     error: str | None = None
-    """What was wrong, on the first process that found something."""
+    """Problem of the first process that found one."""
 
 
 def bus_bandwidth(collective: Collective, n: int, n_bytes: int, seconds: float) -> float:
-    """What each device's link must carry, in bytes/s: comparable with a data sheet for any n.
+    """Return the bytes/s that each device's link carries, comparable with a data sheet for any n.
 
-    It is the number of NVIDIA's nccl-tests, by the same factors, of the array that is the larger
-    of input and output: https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md, and
-    for scatter and permute (sendrecv) src/scatter.cu and src/sendrecv.cu beside it.
+    Defined as in NVIDIA's nccl-tests, for the larger of input and output:
+    https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md, and for scatter and permute
+    (sendrecv) src/scatter.cu and src/sendrecv.cu beside it.
     """
     return n_bytes / seconds * collective.bus_factor(n)
 
@@ -173,64 +158,70 @@ def measure_axis(
     axis: str,
     cluster: ProcessGroup,
     allowed: float,
-    doing: Callable[[str], None],
+    set_activity: Callable[[str], None],
     collectives: Iterable[Collective] = COLLECTIVES,
 ) -> list[Measurement]:
-    """Checks and times all collectives over one axis, from small arrays to large ones.
+    """Check and time all collectives over one axis, from small arrays to large ones.
 
     Args:
         allowed: seconds for all of it; larger sizes are left out when they are over.
-        doing: is told what comes next.
+        set_activity: is called with a description of each measurement before it begins.
     """
     out: list[Measurement] = []
-    going_on = list(collectives)
+    left = list(collectives)
     n, began, elapsed = mesh.shape[axis], time.monotonic(), 0.0
     for size in SIZES:
-        for collective in tuple(going_on):
+        for collective in tuple(left):
             if elapsed > allowed and size > SIZES[0]:
                 return out
-            what = f"{collective.name} over {axis}, {size_name(size)}"
-            doing(what)
-            measured, error = tried(what, cluster.rank, measure, mesh, axis, collective, size)
-            seconds, mistake = measured or (None, "")
+            activity = f"{collective.name} over {axis}, {format_bytes(size)}"
+            set_activity(activity)
+            found, error = catch_error(activity, cluster, measure, mesh, axis, collective, size)
+            seconds, mistake = found or (None, "")
             # What one process decided alone would leave the others waiting for it.
-            everyone = cluster.allgather([seconds, error or mistake, time.monotonic() - began])
-            elapsed = everyone[0][2]
-            error = next((f"process {r}: {e}" for r, (_, e, _) in enumerate(everyone) if e), None)
-            seconds = None if error else max(s for s, _, _ in everyone)
+            all_found = cluster.allgather([seconds, error or mistake, time.monotonic() - began])
+            elapsed = all_found[0][2]
+            error = first_error([error for _, error, _ in all_found])
+            seconds = None if error else max(s for s, _, _ in all_found)
             bandwidth = bus_bandwidth(collective, n, size, seconds) if seconds else None
             out.append(Measurement(collective.name, axis, n, size, seconds, bandwidth, error))
-            if error or _grows_too_long(seconds, size):
-                going_on.remove(collective)
+            if error or _is_slow(seconds, size):
+                left.remove(collective)
     return out
 
 
-def _grows_too_long(seconds: float, size: int) -> bool:
-    """Whether the next size would take too long. Small arrays all take as long as the smallest."""
+def _is_slow(seconds: float, size: int) -> bool:
+    """Return whether the next size would take too long; small arrays take as long as each other."""
     larger = [s for s in SIZES if s > size]
     if not larger:
         return False
     growth = larger[0] / size if size >= 2**20 else 1
-    return seconds * growth * (1 + REPETITIONS[larger[0]]) > LONGEST
+    return seconds * growth * (1 + REPETITIONS[larger[0]]) > MAX_SECONDS
 
 
-def tried(
-    what: str, rank: int, function: Callable[..., T], *arguments: Any
+def catch_error(
+    activity: str, cluster: ProcessGroup, function: Callable[..., T], *arguments: Any
 ) -> tuple[T | None, str]:
-    """What `function` returns on this process, and an empty string; or None and what it raised.
+    """Return a function's result and an empty string; or None and the exception that it raised.
 
-    That is printed too, at once: processes that did not fail may wait for this one for ever.
+    The exception is printed at once, too: processes that did not fail may wait for this one for
+    ever.
     """
     try:
         return function(*arguments), ""
     except Exception as error:  # of XLA, NCCL or Gloo: whatever it is, it belongs in the report
         text = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-        print(f"process {rank}: {what}: {text}", file=sys.stderr, flush=True)
+        print(f"process {cluster.rank}: {activity}: {text}", file=sys.stderr, flush=True)
         return None, text
 
 
+def first_error(errors: Sequence[str]) -> str | None:
+    """Return the error of the first process that has one, with its rank."""
+    return next((f"process {rank}: {error}" for rank, error in enumerate(errors) if error), None)
+
+
 def measure(mesh: Mesh, axis: str, collective: Collective, size: int) -> tuple[float, str]:
-    """Seconds of one call on this process, and what is wrong with its result; empty if nothing.
+    """Return the seconds of one call on this process, and a mistake in its result, if any.
 
     Args:
         size: bytes of an array, rounded up to what the devices of the axis can share out.
@@ -264,14 +255,14 @@ def measure(mesh: Mesh, axis: str, collective: Collective, size: int) -> tuple[f
 
 
 def pattern(device: np.ndarray | int, position: np.ndarray) -> np.ndarray:
-    """What a device puts in: small whole numbers, so that sums are exact in any order."""
+    """Return a device's input: small whole numbers, whose sums are exact in any order."""
     return ((37 * device + position) % PERIOD).astype(np.float32)
 
 
 def first_mistake(
     mesh: Mesh, axis: str, collective: Collective, part: int, result: jax.Array
 ) -> str:
-    """Where this process's part of a result is not what NumPy makes of the same arrays.
+    """Return where this process's part of a result differs from NumPy's; empty if nowhere.
 
     Large results are compared at places spread over all of them.
     """
@@ -300,51 +291,44 @@ def first_mistake(
 
 
 def collective_checks(measurements: Sequence[Measurement], slow: float | None) -> list[Check]:
-    """A line of the report for each collective over one axis.
+    """Return a line of the report for each collective over one axis.
 
     Args:
-        slow: bytes/s that the bus bandwidth of an all-reduce should not be under; None if that is
-            not known.
+        slow: bytes/s below which the bus bandwidth of an all-reduce is suspicious; None if that
+            is not known.
     """
     return [
-        _judge(collective, [m for m in measurements if m.collective == collective.name], slow)
+        _evaluate(collective, [m for m in measurements if m.collective == collective.name], slow)
         for collective in COLLECTIVES
     ]
 
 
-def _judge(
+def _evaluate(
     collective: Collective, measurements: Sequence[Measurement], slow: float | None
 ) -> Check:
-    last = measurements[-1]
+    first, last = measurements[0], measurements[-1]
     name = f"{collective.name} over {last.axis}"
     if last.error:
-        return Check(
+        return fail(
             name,
-            "FAIL",
-            f"at {size_name(last.bytes)}, {last.error}",
+            f"at {format_bytes(last.bytes)}, {last.error}",
             "run again with NCCL_DEBUG=INFO (GPUs) or TF_CPP_MIN_LOG_LEVEL=0; with fewer hosts it "
             "shows which of them is to blame",
         )
     finding = (
-        f"{collective.meaning}; result right, {milliseconds(measurements[0].seconds)} at "
-        f"{size_name(measurements[0].bytes)}, {gigabytes(last.bus_bandwidth)} GB/s at "
-        f"{size_name(last.bytes)}"
+        f"{collective.meaning}; result right, {milliseconds(first.seconds)} at "
+        f"{format_bytes(first.bytes)}, {gigabytes(last.bus_bandwidth)} GB/s at "
+        f"{format_bytes(last.bytes)}"
     )
     is_large = last.bytes >= 2**24
     if collective.name == "all-reduce" and slow and is_large and last.bus_bandwidth < slow:
-        return Check(
+        return warn(
             name,
-            "WARN",
             f"{finding}: under {gigabytes(slow)} GB/s, a tenth of the data sheet",
             "run again with NCCL_DEBUG=INFO, which names the network in use: it should not be "
             "sockets; load the machine's NCCL network plugin",
         )
-    return Check(name, "OK", finding)
-
-
-def size_name(n_bytes: int) -> str:
-    """Bytes as a person reads them: `64 MiB`."""
-    return f"{n_bytes >> 20} MiB" if n_bytes >= 2**20 else f"{n_bytes >> 10} KiB"
+    return ok(name, finding)
 
 
 def milliseconds(seconds: float) -> str:
@@ -352,5 +336,5 @@ def milliseconds(seconds: float) -> str:
 
 
 def gigabytes(per_second: float) -> str:
-    """In GB/s."""
+    """Return bytes/s in GB/s."""
     return f"{per_second / 1e9:.3g}" if per_second >= 1e6 else "<0.001"

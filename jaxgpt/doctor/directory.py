@@ -1,4 +1,4 @@
-"""The run directory: whether all hosts can write to one and the same, and what it lies on."""
+"""Checks of the run directory: can all hosts write to one and the same, and what does it lie on?"""
 
 import contextlib
 import os
@@ -7,12 +7,13 @@ import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal, TextIO
+from typing import Literal
 
 from jaxgpt.cluster.hardware import lock_file
 from jaxgpt.cluster.process_group import ProcessGroup
 from jaxgpt.config import UsageError
-from jaxgpt.doctor.checks import GIB, Check
+from jaxgpt.doctor.checks import Check, fail, ok, warn
+from jaxgpt.perf.units import GIB, format_bytes
 
 LITTLE_SPACE = GIB
 PATIENCE = 10  # seconds for a network file system to show one host what another wrote
@@ -20,8 +21,8 @@ IN_MEMORY = ("tmpfs", "ramfs")
 
 
 @dataclass(frozen=True)
-class Sight:
-    """What the first process of a host sees of the run directory."""
+class HostView:
+    """The run directory as the first process of a host sees it."""
 
     host_name: str
     error: str | None
@@ -32,14 +33,14 @@ class Sight:
     free: int
     """Bytes."""
     locks: Literal["work", "let in", "not supported"]
-    """Whether process 0 can lock that file, and this process cannot then."""
+    """Locks work if process 0 can lock that file, and this process is then kept out."""
 
 
 def check_writable(directory: Path) -> None:
-    """Makes sure that a run could write to `directory`, and leaves nothing behind.
+    """Check that a run can write to `directory`, and leave nothing behind.
 
     Raises:
-        UsageError: if it could not.
+        UsageError: if it cannot.
     """
     try:
         with _scratch_file(directory):
@@ -52,7 +53,7 @@ def check_writable(directory: Path) -> None:
 
 
 def directory_checks(cluster: ProcessGroup, directory: Path) -> list[Check]:
-    """Process 0 writes a file and locks it; one process of every other host looks for it."""
+    """Let process 0 write and lock a file, and one process of every other host look for it."""
     with contextlib.ExitStack() as stack:
         name = error = locked = None
         if cluster.is_main:
@@ -61,85 +62,74 @@ def directory_checks(cluster: ProcessGroup, directory: Path) -> list[Check]:
             except OSError as e:
                 error = e.strerror or str(e)
         name, error, locked = cluster.broadcast([name, error, locked])
-        sight = None
+        view = None
         if name is not None and cluster.hosts[cluster.rank] == cluster.rank:
-            sight = asdict(_look(Path(name), locked, cluster))
-        sights = [Sight(**s) for s in cluster.allgather(sight) if s]
+            view = asdict(_probe(Path(name), locked, cluster))
+        views = [HostView(**v) for v in cluster.allgather(view) if v]
     if error:
-        return [
-            Check(
+        finding = f"{directory} cannot be written on {cluster.host_names[0]} ({error})"
+        remedy = "start from a folder that can be written, or give --out one"
+        return [fail("run directory", finding, remedy)]
+    return evaluate(directory, views)
+
+
+def evaluate(directory: Path, views: Sequence[HostView]) -> list[Check]:
+    """Return the lines of the report, from the view of every host."""
+    return [_check_shared(directory, views), _check_file_system(views[0]), _check_locks(views)]
+
+
+def _check_shared(directory: Path, views: Sequence[HostView]) -> Check:
+    for view in views:
+        if not view.sees_file:
+            return fail(
                 "run directory",
-                "FAIL",
-                f"{directory} cannot be written on {cluster.host_names[0]} ({error})",
-                "start from a folder that can be written, or give --out one",
-            )
-        ]
-    return judge(directory, sights)
-
-
-def judge(directory: Path, sights: Sequence[Sight]) -> list[Check]:
-    """The lines of the report, by what the first process of every host sees."""
-    return [_shared(directory, sights), _file_system(sights[0]), _locks(sights)]
-
-
-def _shared(directory: Path, sights: Sequence[Sight]) -> Check:
-    for sight in sights:
-        if not sight.sees_file:
-            return Check(
-                "run directory",
-                "FAIL",
-                f"{sight.host_name} does not see in {directory} what {sights[0].host_name} wrote",
+                f"{view.host_name} does not see in {directory} what {views[0].host_name} wrote",
                 "give --out a folder on a file system that all hosts share: all of them write "
                 "parts of a checkpoint",
             )
-        if sight.error:
-            return Check(
+        if view.error:
+            return fail(
                 "run directory",
-                "FAIL",
-                f"{directory} cannot be written on {sight.host_name} ({sight.error})",
+                f"{directory} cannot be written on {view.host_name} ({view.error})",
                 "look at how the file system is mounted there, and at your quota",
             )
-    seen = "" if len(sights) == 1 else f", the same on all {len(sights)} hosts"
-    return Check("run directory", "OK", f"{directory} can be written{seen}")
+    seen = "" if len(views) == 1 else f", the same on all {len(views)} hosts"
+    return ok("run directory", f"{directory} can be written{seen}")
 
 
-def _file_system(sight: Sight) -> Check:
-    finding = f"{sight.file_system}, {sight.free / GIB:,.1f} GiB free"
-    if sight.free < LITTLE_SPACE:
-        return Check(
-            "file system", "WARN", finding, "make room, or give --out a folder on another one"
-        )
-    if sight.file_system in IN_MEMORY:
-        return Check(
+def _check_file_system(view: HostView) -> Check:
+    finding = f"{view.file_system}, {format_bytes(view.free)} free"
+    if view.free < LITTLE_SPACE:
+        return warn("file system", finding, "make room, or give --out a folder on another one")
+    if view.file_system in IN_MEMORY:
+        return warn(
             "file system",
-            "WARN",
             f"{finding}, in the host's memory: gone when the host restarts or the job ends",
             "give --out a folder on a disk or a parallel file system",
         )
-    return Check("file system", "OK", finding)
+    return ok("file system", finding)
 
 
-def _locks(sights: Sequence[Sight]) -> Check:
-    """Without locks two jobs can write into one run directory."""
+def _check_locks(views: Sequence[HostView]) -> Check:
+    """Check the locks that keep a second job out of a run directory."""
     remedy = (
         "give every job an --out of its own; a mount with locks (Lustre: -o flock) protects a run "
         "from a second job"
     )
-    for sight in sights:
-        if sight.locks == "let in":
-            finding = f"a file that {sights[0].host_name} locked is not locked on {sight.host_name}"
-            return Check("file locks", "WARN", finding, remedy)
-        if sight.locks == "not supported":
-            finding = f"{sight.host_name} cannot lock files there"
-            return Check("file locks", "WARN", finding, remedy)
-    return Check("file locks", "OK", "a second job is kept out of a run directory in use")
+    for view in views:
+        if view.locks == "let in":
+            finding = f"a file that {views[0].host_name} locked is not locked on {view.host_name}"
+            return warn("file locks", finding, remedy)
+        if view.locks == "not supported":
+            return warn("file locks", f"{view.host_name} cannot lock files there", remedy)
+    return ok("file locks", "a second job is kept out of a run directory in use")
 
 
 @contextlib.contextmanager
 def _scratch_file(directory: Path) -> Iterator[tuple[str, bool]]:
-    """A file in `directory`, and whether it could be locked.
+    """Yield a file in `directory`, and whether it could be locked.
 
-    Afterwards it is gone, and so are folders that were made for it.
+    Remove it afterwards, with the folders that were made for it.
     """
     directory = directory.absolute()
     made = [d for d in (directory, *directory.parents) if not d.exists()]
@@ -148,7 +138,7 @@ def _scratch_file(directory: Path) -> Iterator[tuple[str, bool]]:
         path = directory / f".jaxgpt-doctor-{uuid.uuid4().hex}"
         with path.open("x") as file:
             try:
-                yield str(path), _lock(file) == "locked"
+                yield str(path), lock_file(file) == "locked"
             finally:
                 path.unlink()
     finally:
@@ -157,7 +147,8 @@ def _scratch_file(directory: Path) -> Iterator[tuple[str, bool]]:
                 folder.rmdir()
 
 
-def _look(path: Path, locked: bool, cluster: ProcessGroup) -> Sight:
+def _probe(path: Path, locked: bool, cluster: ProcessGroup) -> HostView:
+    """Look for the file that process 0 wrote, and try to write and to lock beside it."""
     deadline = time.monotonic() + PATIENCE
     # os.path.exists, which says no where this host may not look; Path.exists raises.
     while not os.path.exists(path) and time.monotonic() < deadline:
@@ -169,12 +160,12 @@ def _look(path: Path, locked: bool, cluster: ProcessGroup) -> Sight:
         own.unlink()
         if locked and not cluster.is_main and os.path.exists(path):
             with path.open("a") as file:
-                locks = {"locked": "let in", "kept out": "work"}.get(_lock(file), "not supported")
+                locks = {"locked": "let in", "taken": "work"}.get(lock_file(file), "not supported")
     except OSError as e:
         error = e.strerror or str(e)
     place = path.parent if os.access(path.parent, os.X_OK) else Path("/")
     found = os.statvfs(place)
-    return Sight(
+    return HostView(
         host_name=cluster.host_names[cluster.rank],
         error=error,
         sees_file=os.path.exists(path),
@@ -184,17 +175,11 @@ def _look(path: Path, locked: bool, cluster: ProcessGroup) -> Sight:
     )
 
 
-def _lock(file: TextIO) -> str:
-    """Locks a file: `locked`, `kept out` by another process, or `not supported`."""
-    words = {"locked": "locked", "taken": "kept out", "unsupported": "not supported"}
-    return words[lock_file(file)]
-
-
 def file_system_of(path: Path, mounts: str | None = None) -> str:
-    """The type of the file system that a folder lies on, such as `lustre`; `unknown` if not told.
+    """Return the type of file system that a folder lies on, such as `lustre`, or `unknown`.
 
     Args:
-        mounts: as /proc/mounts has it, which is read by default.
+        mounts: the text of /proc/mounts, which is read by default.
     """
     if mounts is None:
         table = Path("/proc/mounts")

@@ -1,4 +1,4 @@
-"""What one process finds out about itself, its host and its devices, without judging it."""
+"""Facts about a process, its host and its devices, collected without judging them."""
 
 import fcntl
 import glob
@@ -32,14 +32,14 @@ _SIOCGIFADDR = 0x8915  # ioctl of an interface's IPv4 address (netdevice(7))
 
 @dataclass(frozen=True)
 class Facts:
-    """One process; all of it can travel as JSON."""
+    """One process; JSON can hold all of it."""
 
     rank: int
     host: int
     """Rank of the first process on this one's host."""
     host_name: str
     versions: Mapping[str, str | None]
-    """Of Python and of packages; None for one that is not installed."""
+    """By package, and of Python; None for a package that is not installed."""
     mpi_library: str | None
     platform: str
     """JAX's name of the back end: cpu, gpu, tpu ..."""
@@ -51,9 +51,9 @@ class Facts:
     jax_platforms: str
     """JAX_PLATFORMS; empty if it is not set."""
     accelerators: int
-    """Of the host, by their device files."""
+    """How many the host has, by their device files."""
     nvidia: bool
-    """Whether they are NVIDIA's."""
+    """True if they are NVIDIA's."""
     device_memory: int | None
     """Bytes that JAX may use on one device; None where it does not say."""
     memory: int
@@ -68,8 +68,8 @@ class Facts:
     """How many files this process may have open."""
 
 
-def look(cluster: ProcessGroup) -> Facts:
-    """The facts of this process; all processes have to ask. JAX has been started."""
+def collect_facts(cluster: ProcessGroup) -> Facts:
+    """Return the facts of this process; all processes have to call it. JAX has been started."""
     import jax
 
     local = jax.local_devices()
@@ -83,7 +83,7 @@ def look(cluster: ProcessGroup) -> Facts:
         platform=local[0].platform,
         device_kind=local[0].device_kind,
         devices=tuple(
-            _physical_names(len(local), local_device_ids(cluster), os.environ.get(visible or ""))
+            device_names(len(local), local_device_ids(cluster), os.environ.get(visible or ""))
         ),
         visible=visible and f"{visible}={os.environ[visible]}",
         jax_platforms=os.environ.get("JAX_PLATFORMS", ""),
@@ -99,12 +99,12 @@ def look(cluster: ProcessGroup) -> Facts:
 
 
 def from_json(values: Mapping[str, Any]) -> Facts:
-    """What `dataclasses.asdict` and JSON made of Facts."""
+    """Return Facts from the dict that `dataclasses.asdict` and JSON made of them."""
     return Facts(**{k: tuple(v) if isinstance(v, list) else v for k, v in values.items()})
 
 
 def addresses_of(host: str) -> list[str]:
-    """What this host takes a name for."""
+    """Return the addresses that this host finds for a name."""
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except OSError:
@@ -113,7 +113,7 @@ def addresses_of(host: str) -> list[str]:
 
 
 def interface_of(addresses: Iterable[str]) -> str | None:
-    """The interface of this host that has one of some IPv4 addresses; None if none has."""
+    """Return the interface of this host that has one of some IPv4 addresses, if one has."""
     wanted = set(addresses)
     for _, name in socket.if_nameindex():
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
@@ -133,15 +133,15 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _physical_names(n_devices: int, chosen: list[int] | None, visible: str | None) -> list[str]:
-    """What tells this process's devices from those of other processes of the host.
+def device_names(n_devices: int, chosen: list[int] | None, visible: str | None) -> list[str]:
+    """Return names that tell this process's devices from those of other processes of the host.
 
-    A device's place among those that the process sees, which files of devices it may use, as a
-    scheduler's control group may give each process another one as its first, and what a variable
-    chooses among them.
+    A name is the device's place among those that the process sees, after a variable has chosen
+    among them, and the device files that it may use: a scheduler's control group may give each
+    process another one as its first.
 
     Args:
-        chosen: what `backend.local_device_ids` returned.
+        chosen: returned by `local_device_ids`.
         visible: the value of the variable that narrows what is seen.
     """
     seen = visible.split(",") if visible else []
@@ -163,7 +163,7 @@ def _available_memory() -> int:
 
 
 def _memory_limits(cgroups: Path) -> list[int]:
-    """What the job's control group and those around it allow, in bytes."""
+    """Return the limits of the job's control group and those around it, in bytes."""
     limits = []
     for line in cgroups.read_text().splitlines() if cgroups.exists() else []:
         _, controllers, path = line.split(":", 2)

@@ -1,4 +1,4 @@
-"""The doctor's report: for a person while it is being made, or one JSON object at the end."""
+"""The doctor's report: line by line for a person, or one JSON object at the end."""
 
 import json
 import sys
@@ -18,8 +18,8 @@ from jaxgpt.doctor.collectives import (
     Measurement,
     gigabytes,
     milliseconds,
-    size_name,
 )
+from jaxgpt.perf.units import format_bytes
 
 COLORS = {"OK": "green", "WARN": "yellow", "FAIL": "red"}
 WIDTH = 112  # where there is no terminal to ask
@@ -48,7 +48,7 @@ class Report:
     def section(
         self, title: str, checks: Sequence[Check], measurements: Sequence[Measurement] = ()
     ) -> None:
-        """Adds checks, and the times of collectives over one axis."""
+        """Add checks, and the times of collectives over one axis."""
         self.checks += checks
         self.measurements += measurements
         if not self._enabled or self._as_json:
@@ -64,11 +64,11 @@ class Report:
         if measurements:
             self._console.print(_times(measurements))
             if len(measurements) < len(COLLECTIVES) * len(SIZES):
-                print("- is left out: it failed before, or would have taken too long")
+                print("- was left out: it failed before, or would have taken too long")
         print(flush=True)
 
     def close(self) -> None:
-        """Prints the sum of it all, or the JSON object."""
+        """Print the number of checks by status, or the JSON object."""
         if not self._enabled:
             return
         counts = {s: sum(c.status == s for c in self.checks) for s in COLORS}
@@ -95,10 +95,10 @@ def _lines_in_columns(checks: Sequence[Check]) -> Table:
 
 
 def _times(measurements: Sequence[Measurement]) -> Table:
-    """Latency, and bus bandwidth by size; `-` for what would take too long."""
+    """Return latency, and bus bandwidth by size; `-` for what would take too long."""
     table = Table(box=None, padding=(0, 2, 0, 0))
     table.add_column("bus bandwidth, GB/s, at")
-    for heading in (*map(size_name, SIZES), f"time at {size_name(SIZES[0])}"):
+    for heading in (*map(format_bytes, SIZES), f"time at {format_bytes(SIZES[0])}"):
         table.add_column(heading, justify="right")
     for collective in COLLECTIVES:
         mine = {m.bytes: m for m in measurements if m.collective == collective.name}

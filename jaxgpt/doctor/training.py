@@ -1,4 +1,4 @@
-"""Ten data-parallel steps of a small model: whether all of it works together."""
+"""Ten data-parallel steps of a small model: does all of it work together?"""
 
 import hashlib
 import math
@@ -9,8 +9,9 @@ import numpy as np
 
 from jaxgpt.cluster.process_group import ProcessGroup
 from jaxgpt.config import load_config
-from jaxgpt.doctor.checks import Check
+from jaxgpt.doctor.checks import Check, fail, ok
 from jaxgpt.parallel.mesh import make_mesh
+from jaxgpt.perf.units import count
 from jaxgpt.train.step import make_steps
 
 N_STEPS = 10
@@ -22,7 +23,7 @@ MODEL = (
 
 
 def train_ten_steps(cluster: ProcessGroup) -> tuple[list[float], str]:
-    """Trains with two rows per device, the same in every step, on the text of this file.
+    """Train with two rows per device, the same in every step, on the text of this file.
 
     Returns:
         The losses, and a hash of the parameters that this process's devices end with; several
@@ -51,29 +52,31 @@ def train_ten_steps(cluster: ProcessGroup) -> tuple[list[float], str]:
     return losses, " ".join(sorted({digest.hexdigest()[:16] for digest in hashes}))
 
 
-def training_check(everyone: list[tuple[list[float], str]], n_devices: int) -> Check:
-    """Judges what `train_ten_steps` returned on every process."""
-    losses = everyone[0][0]
-    finding = f"loss {losses[0]:.3f} to {losses[-1]:.3f} in {len(losses)} steps on " + (
-        f"{n_devices} devices" if n_devices > 1 else "one device"
-    )
-    remedy = "run it again with JAX_PLATFORMS=cpu: if that is right, suspect the driver or a device"
-    name = "training"
-    if not all(math.isfinite(loss) for loss in losses):
-        return Check(name, "FAIL", f"{finding}, which is not a number", remedy)
+def training_check(found: list[tuple[list[float], str]], n_devices: int) -> Check:
+    """Evaluate what `train_ten_steps` returned on every process."""
+    losses = found[0][0]
+    devices = "one device" if n_devices == 1 else count(n_devices, "device")
+    finding = f"loss {losses[0]:.3f} to {losses[-1]:.3f} in {len(losses)} steps on {devices}"
+    others = [(rank, other[-1]) for rank, (other, _) in enumerate(found) if other != losses]
     # A model that knows nothing is as good as any other guess among 256 bytes.
-    if abs(losses[0] - math.log(VOCABULARY)) > 0.5:
-        expected = f"about {math.log(VOCABULARY):.2f}"
-        return Check(name, "FAIL", f"{finding}; a new model's should be {expected}", remedy)
-    if losses[-1] > losses[0] - 0.5:
-        return Check(name, "FAIL", f"{finding}: it should fall", remedy)
-    for rank, (other, _) in enumerate(everyone):
-        if other != losses:
-            return Check(
-                name, "FAIL", f"{finding}; on process {rank} to {other[-1]:.3f}: all should agree",
-                remedy,
-            )  # fmt: skip
-    if len({hashes for _, hashes in everyone}) > 1 or " " in everyone[0][1]:
-        return Check(name, "FAIL", f"{finding}; devices end with different parameters", remedy)
+    unlearned = math.log(VOCABULARY)
+    problem = ""
+    if not all(math.isfinite(loss) for loss in losses):
+        problem = ", which is not a number"
+    elif abs(losses[0] - unlearned) > 0.5:
+        problem = f"; a new model's should be about {unlearned:.2f}"
+    elif losses[-1] > losses[0] - 0.5:
+        problem = ": it should fall"
+    elif others:
+        rank, last = others[0]
+        problem = f"; on process {rank} to {last:.3f}: all should agree"
+    elif len({hashes for _, hashes in found}) > 1 or " " in found[0][1]:
+        problem = "; devices end with different parameters"
+    if problem:
+        return fail(
+            "training",
+            finding + problem,
+            "run it again with JAX_PLATFORMS=cpu: if that is right, suspect the driver or a device",
+        )
     agreed = "; all devices end with the same parameters" if n_devices > 1 else ""
-    return Check(name, "OK", finding + agreed)
+    return ok("training", finding + agreed)

@@ -11,7 +11,7 @@ from jaxgpt.cluster.machines import MACHINES
 from jaxgpt.cluster.process_group import ProcessGroup
 from jaxgpt.doctor import facts as facts_module
 from jaxgpt.doctor.checks import Check, check_supported, machine_checks
-from jaxgpt.doctor.facts import Facts, addresses_of, from_json, interface_of, look
+from jaxgpt.doctor.facts import Facts, addresses_of, collect_facts, from_json, interface_of
 
 GIB = 2**30
 INSTALLED = {name: metadata.version(name) for name in ("jaxgpt", "jax", "jaxlib")}
@@ -49,9 +49,9 @@ CLUSTER = ProcessGroup(
 FOUND = {"coordinator": "node0.hsn:4711", "notes": []}
 
 
-def report(everyone=HEALTHY, cluster=CLUSTER, found=FOUND, allocated=2, interface="hsn0"):
+def report(job=HEALTHY, cluster=CLUSTER, found=FOUND, allocated=2, interface="hsn0"):
     """name -> check."""
-    checks = machine_checks(everyone, cluster, found, allocated, interface)
+    checks = machine_checks(job, cluster, found, allocated, interface)
     assert len({c.name for c in checks}) == len(checks)
     return {c.name: c for c in checks}
 
@@ -184,7 +184,7 @@ def test_devices_are_told_apart(monkeypatch):
     def names(n, chosen, visible, usable):
         monkeypatch.setattr(facts_module.glob, "glob", lambda p: usable if "nvidia" in p else [])
         monkeypatch.setattr(facts_module.os, "access", lambda path, mode: True)
-        return facts_module._physical_names(n, chosen, visible)
+        return facts_module.device_names(n, chosen, visible)
 
     every = ["/dev/nvidia0", "/dev/nvidia1"]
     one_takes_all = names(2, None, None, every)
@@ -198,7 +198,7 @@ def test_devices_are_told_apart(monkeypatch):
 
 
 def test_the_facts_of_this_process():
-    facts = look(ProcessGroup("test"))
+    facts = collect_facts(ProcessGroup("test"))
     assert facts.versions["jax"] == jax.__version__
     assert (facts.platform, len(facts.devices)) == ("cpu", 8)
     assert GIB // 4 < facts.memory < 2**50

@@ -1,7 +1,7 @@
 import random
 
 from jaxgpt.cluster.process_group import ProcessGroup
-from jaxgpt.doctor.clocks import clock_check, judge, offsets
+from jaxgpt.doctor.clocks import clock_check, evaluate, offsets
 
 AHEAD = (0.0, 3.0, -0.5)  # seconds, of the clocks of three processes
 
@@ -31,11 +31,11 @@ def test_offsets_are_found_within_the_stated_error():
 
 def test_clocks_that_are_apart_are_named():
     names = ("node0", "node1", "node2")
-    check = judge(offsets(list(meetings(20))), names)
+    check = evaluate(offsets(list(meetings(20))), names)
     assert check.status == "WARN"
     assert check.finding.startswith("node1 is 3.") and "ahead of node2" in check.finding
-    assert judge([(0.0, 0.0), (0.9, 0.01), (0.1, 0.01)], names).status == "OK"
-    assert judge([(0.0, 0.0), (1.5, 0.7), (0.1, 0.01)], names).status == "OK"  # who knows
+    assert evaluate([(0.0, 0.0), (0.9, 0.01), (0.1, 0.01)], names).status == "OK"
+    assert evaluate([(0.0, 0.0), (1.5, 0.7), (0.1, 0.01)], names).status == "OK"  # who knows
 
 
 def test_one_host_has_one_clock():

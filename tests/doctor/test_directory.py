@@ -7,25 +7,25 @@ import pytest
 from jaxgpt.cluster.process_group import ProcessGroup
 from jaxgpt.config import UsageError
 from jaxgpt.doctor.directory import (
-    Sight,
+    HostView,
     check_writable,
     directory_checks,
+    evaluate,
     file_system_of,
-    judge,
 )
 
-SIGHT = Sight("node0", None, True, "lustre", 2**40, "work")
+VIEW = HostView("node0", None, True, "lustre", 2**40, "work")
 
 
 def checks(**second):
     """What is said of two hosts, by name."""
-    sights = [SIGHT, dataclasses.replace(SIGHT, host_name="node1", **second)]
-    return {c.name: c for c in judge(Path("/runs"), sights)}
+    views = [VIEW, dataclasses.replace(VIEW, host_name="node1", **second)]
+    return {c.name: c for c in evaluate(Path("/runs"), views)}
 
 
 def test_a_shared_directory():
     assert {c.status for c in checks().values()} == {"OK"}
-    assert "lustre, 1,024.0 GiB free" in checks()["file system"].finding
+    assert "lustre, 1,024 GiB free" in checks()["file system"].finding
 
 
 @pytest.mark.parametrize(
@@ -43,9 +43,9 @@ def test_what_another_host_misses(name, status, second, finding, remedy):
     assert finding in check.finding and remedy in check.remedy
 
 
-@pytest.mark.parametrize("sight", [{"free": 2**20}, {"file_system": "tmpfs"}])
-def test_a_place_that_will_not_last(sight):
-    check = judge(Path("/runs"), [dataclasses.replace(SIGHT, **sight)])[1]
+@pytest.mark.parametrize("view", [{"free": 2**20}, {"file_system": "tmpfs"}])
+def test_a_place_that_will_not_last(view):
+    check = evaluate(Path("/runs"), [dataclasses.replace(VIEW, **view)])[1]
     assert (check.name, check.status) == ("file system", "WARN")
 
 

@@ -1,0 +1,47 @@
+"""Which mesh the doctor takes, and what its links should carry."""
+
+import dataclasses
+
+import jax
+import numpy as np
+
+from jaxgpt.cluster.process_group import ProcessGroup
+from jaxgpt.doctor.links import axis_link, default_sizes
+from jaxgpt.parallel.mesh import make_mesh
+from jaxgpt.perf.hardware import DEVICES
+
+CLUSTER = ProcessGroup("test")
+
+
+@dataclasses.dataclass
+class FakeDevice:
+    process_index: int
+    device_kind: str = "NVIDIA A100-SXM4-40GB"
+
+
+class FakeMesh:
+    """A mesh of 2,2,2 over eight processes with a GPU each."""
+
+    axis_names = ("data", "fsdp", "tensor")
+    shape = dict.fromkeys(axis_names, 2)
+    devices = np.array([FakeDevice(i) for i in range(8)], object).reshape(2, 2, 2)
+
+
+def test_without_a_mesh_the_network_is_told_from_the_inside_of_a_host(monkeypatch):
+    assert default_sizes(CLUSTER) == (8, 1, 1)
+    two_hosts = ProcessGroup("test", size=4, hosts=(0, 0, 2, 2))
+    devices = [FakeDevice(i // 2) for i in range(8)]
+    monkeypatch.setattr(jax, "devices", lambda: devices)
+    assert default_sizes(two_hosts) == (2, 1, 4)
+    uneven = ProcessGroup("test", size=4, hosts=(0, 0, 0, 3))
+    assert default_sizes(uneven) == (8, 1, 1)
+
+
+def test_an_axis_is_compared_with_its_own_axis_link():
+    simulated = make_mesh((2, 2, 2))
+    assert axis_link(simulated, "data", CLUSTER) == (False, None)  # of which there is no data sheet
+    two_hosts = ProcessGroup("test", size=8, hosts=(0, 0, 0, 0, 4, 4, 4, 4))
+    a100 = DEVICES["a100"]
+    assert axis_link(FakeMesh, "data", two_hosts) == (True, a100.network_bandwidth)
+    for axis in ("fsdp", "tensor"):
+        assert axis_link(FakeMesh, axis, two_hosts) == (False, a100.link_bandwidth)

@@ -1,0 +1,63 @@
+"""The report as a whole, in this process, on eight simulated devices."""
+
+import dataclasses
+import json
+import math
+import re
+
+import pytest
+
+from jaxgpt.cluster.process_group import ProcessGroup
+from jaxgpt.doctor import __main__ as doctor
+from jaxgpt.doctor import collectives, training
+from jaxgpt.doctor.__main__ import run_checks
+
+CLUSTER = ProcessGroup("test")
+LN_256 = math.log(256)
+FOUND = {"coordinator": None, "notes": []}
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    """Only the smallest arrays."""
+    monkeypatch.setattr(doctor, "COLLECTIVES_SECONDS", 0.0)
+
+
+def test_a_person_reads_every_axis_with_what_a_collective_does(quick, tmp_path, capsys):
+    assert run_checks(CLUSTER, FOUND, (2, 1, 4), tmp_path / "runs", as_json=False) == 0
+    lines = capsys.readouterr().out.splitlines()
+    for axis in ("data", "tensor"):
+        for collective in collectives.COLLECTIVES:
+            (line,) = [x for x in lines if x.startswith(f"OK   {collective.name} over {axis}: ")]
+            assert collective.meaning in line
+    assert not any(" over fsdp" in line for line in lines)
+    (line,) = [x for x in lines if x.startswith("OK   training: ")]
+    first, last = map(float, re.findall(r"\d\.\d{3}", line))
+    assert first == pytest.approx(LN_256, abs=0.05)  # a model that knows nothing
+    assert last < first - 0.5
+    assert line.endswith("all devices end with the same parameters")
+    assert lines[-1].endswith("0 FAIL")
+
+
+def test_a_program_gets_one_object_also_when_something_fails(quick, tmp_path, capsys, monkeypatch):
+    wrong = dataclasses.replace(collectives.COLLECTIVES[0], run=lambda x, axis, n: x)
+    monkeypatch.setattr(
+        collectives.measure_axis, "__defaults__", ((wrong, *collectives.COLLECTIVES[1:]),)
+    )
+    assert run_checks(CLUSTER, FOUND, None, tmp_path, as_json=True) == 1
+    report = json.loads(capsys.readouterr().out)
+    assert report["status"] == "FAIL"
+    failed = [c for c in report["checks"] if c["status"] == "FAIL"]
+    assert [c["name"] for c in failed] == ["all-reduce over data", "training"]
+    assert "wrong result" in failed[0]["finding"]
+    assert "not tried" in failed[1]["finding"]  # it could wait for ever
+    assert all(c["remedy"] for c in failed)
+
+
+def test_steps_that_raise_are_a_line(quick, tmp_path, capsys, monkeypatch):
+    def refuse(cluster):
+        raise RuntimeError("out of memory\nand more")
+
+    monkeypatch.setattr(training, "train_ten_steps", refuse)
+    assert run_checks(CLUSTER, FOUND, (8, 1, 1), tmp_path, as_json=False) == 1
+    assert "FAIL training: process 0: RuntimeError: out of memory\n" in capsys.readouterr().out
