@@ -22,7 +22,7 @@ SAMPLE_TEMPERATURE = 0.8
 SAMPLE_TOP_K = 200  # nanoGPT's
 
 
-class Evaluation:
+class Evaluator:
     """Mean loss over the same train.eval_iters batches of each split, every time."""
 
     def __init__(
@@ -32,7 +32,7 @@ class Evaluation:
         steps: StepFunctions,
         heartbeat: Callable[[str], None],
     ):
-        """An evaluation that tells `beat` about each batch that it comes to."""
+        """Create an evaluator that calls `heartbeat(activity)` before each batch."""
         self._iters = config.train.eval_iters
         self._heartbeat = heartbeat
         self._eval_step = steps.eval_step

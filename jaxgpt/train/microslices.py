@@ -16,8 +16,8 @@ SLICE_BYTES = 2**29  # of activations; larger slices are slower, much smaller on
 GRADIENTS_PER_SLICE = 4  # at least so many times as large as the gradient that it adds to the sum
 
 
-def n_slices(config: Config, mesh: Mesh) -> int:
-    """How many equal slices come nearest to `SLICE_BYTES` each, where all rows have more.
+def choose_n_slices(config: Config, mesh: Mesh) -> int:
+    """Return the number of equal slices that come nearest to `SLICE_BYTES` each.
 
     One where a slice would have to gather weights again, or talk to other devices between layers.
     parallel.remat changes nothing here: where it keeps less, slices take less memory still.
@@ -38,7 +38,7 @@ def n_slices(config: Config, mesh: Mesh) -> int:
 
 
 def activation_bytes(config: Config) -> int:
-    """Bytes that one row leaves for the backward pass, in float32, if nothing is computed again.
+    """Return the float32 bytes that one row leaves for the backward pass without remat.
 
     A layer's are those of arXiv 2205.05198, equation 1, twice, since they are of 16 bits there;
     the output layer's are logits and their gradient, unless they are computed in chunks.

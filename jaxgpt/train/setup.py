@@ -18,7 +18,7 @@ from jaxgpt.perf.profile import StepProfile
 from jaxgpt.perf.startup import Startup
 from jaxgpt.runtime.compile_cache import CacheUse
 from jaxgpt.spikes.skip import check_faults
-from jaxgpt.train.evaluate import Evaluation, Sampler
+from jaxgpt.train.evaluate import Evaluator, Sampler
 from jaxgpt.train.reporter import Reporter
 from jaxgpt.train.run_directory import Run
 from jaxgpt.train.state import StepFunctions, TrainState, checkpoint_tree, state_from_checkpoint
@@ -36,7 +36,7 @@ class Trainer(NamedTuple):
     train_step: Callable[[TrainState, np.int32, jax.Array], tuple[TrainState, Metrics]]
     """The compiled step."""
     loader: Loader
-    evaluate: Evaluation
+    evaluate: Evaluator
     sample: Sampler
     checkpoints: Checkpoints
     report: Reporter
@@ -97,7 +97,7 @@ def set_up(
         steps=steps,
         train_step=train_step,
         loader=loader,
-        evaluate=Evaluation(run.dataset, config, steps, watchdog.heartbeat),
+        evaluate=Evaluator(run.dataset, config, steps, watchdog.heartbeat),
         sample=Sampler(run.dataset, config, steps),
         checkpoints=checkpoints,
         report=report,

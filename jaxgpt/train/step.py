@@ -25,7 +25,7 @@ from jaxgpt.parallel import sharding
 from jaxgpt.parallel.sharding import Params
 from jaxgpt.spikes.detector import detect_and_gate
 from jaxgpt.train.gradients import ShardedModel, shard_model
-from jaxgpt.train.microslices import n_slices as choose_n_slices
+from jaxgpt.train.microslices import choose_n_slices
 from jaxgpt.train.state import (
     CPU_INIT_OPTIONS,
     DecodeFn,

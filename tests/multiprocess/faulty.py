@@ -18,9 +18,9 @@ def fail(*args, **kwargs):
 def plant() -> None:
     """Replaces the function that is to fail on this process."""
     if where in ("loop", "killed"):
-        from jaxgpt.train.evaluate import Evaluation
+        from jaxgpt.train.evaluate import Evaluator
 
-        Evaluation.__call__ = fail
+        Evaluator.__call__ = fail
     elif where == "restore":
         from jaxgpt.checkpoint.checkpointer import Checkpoints
 

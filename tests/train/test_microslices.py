@@ -6,7 +6,7 @@ import pytest
 from jaxgpt.config import load_config
 from jaxgpt.parallel.mesh import make_mesh
 from jaxgpt.perf.hlo import read_collectives
-from jaxgpt.train.microslices import SLICE_BYTES, activation_bytes, n_slices
+from jaxgpt.train.microslices import SLICE_BYTES, activation_bytes, choose_n_slices
 from jaxgpt.train.step import make_steps
 from jobs import flat, limited_devices
 
@@ -27,7 +27,7 @@ def test_slices_have_about_the_size_that_is_fast(batch_size):
     config = load_config(
         "shakespeare_char", "model.vocab_size=65", f"train.batch_size={batch_size}"
     )
-    n = n_slices(config, one_device())
+    n = choose_n_slices(config, one_device())
     assert batch_size % n == 0
     row = activation_bytes(config)
     if batch_size == 17:  # 17 slices of a row would be worse than one that is too large
@@ -50,13 +50,13 @@ def test_slices_have_about_the_size_that_is_fast(batch_size):
 )
 def test_rows_stay_together_where_nothing_is_won(config, mesh):
     with limited_devices(np.prod(mesh)):
-        assert n_slices(load_config(*config, "model.vocab_size=65"), make_mesh(mesh)) == 1
+        assert choose_n_slices(load_config(*config, "model.vocab_size=65"), make_mesh(mesh)) == 1
 
 
 def test_a_slice_does_more_than_add_up_gradients():
     config = load_config("gpt2", "train.batch_size=8", "train.gradient_accumulation_steps=1")
     config = config.replace(model__block_size=64)  # activations of a row: 51 MB; parameters: 496 MB
-    assert n_slices(config, one_device()) == 1
+    assert choose_n_slices(config, one_device()) == 1
 
 
 def one_device():

@@ -10,6 +10,7 @@ import pytest
 from jaxgpt.config import load_config, mesh_sizes
 from jaxgpt.models.attention import cudnn_attention, xla_attention
 from jaxgpt.parallel.mesh import make_mesh
+from jaxgpt.train import step
 from jaxgpt.train.gradients import shard_model
 from jaxgpt.train.state import step_options
 from jaxgpt.train.step import clip_by_norm, make_steps
@@ -140,3 +141,17 @@ def test_clipping_is_optaxs(scale, limit):
     found = clip_by_norm(gradients, optax.tree.norm(gradients), limit)
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-6)
+
+
+def test_leaving_an_update_out_takes_no_copy_of_the_state(monkeypatch):
+    """Beside a step that always updates, which could not keep the state of a step that is NaN."""
+    mesh = make_mesh((1, 8, 1))
+    config = load_config(*ARGUMENTS, "model.vocab_size=256", "spike.action=skip_update")
+
+    def temporaries():
+        compiled = make_steps(config, mesh).lower_train_step().compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    gated = temporaries()
+    monkeypatch.setattr(step, "gate_by_cond", lambda is_due, update, *old: update(*old))
+    assert gated <= temporaries() + 10_000
