@@ -22,7 +22,7 @@ from jaxgpt.config import (
     UsageError,
     check_batch,
     file_path,
-    mesh_sizes,
+    mesh_shape,
     parse_args,
     skip_ranges,
     whole_number,
@@ -181,16 +181,16 @@ def row_losses(
 
     from jaxgpt.runtime.initialize import initialize_jax
 
-    initialize_jax(cluster, mesh_sizes(config))
+    initialize_jax(cluster, mesh_shape(config))
     import jax
 
     from jaxgpt.checkpoint.checkpointer import restore_params
     from jaxgpt.parallel.mesh import make_mesh
     from jaxgpt.train.step import make_steps
 
-    sizes = mesh_sizes(config, jax.device_count())
-    check_batch(config, sizes)
-    steps = make_steps(config, make_mesh(sizes, cluster.hosts))
+    shape = mesh_shape(config, jax.device_count())
+    check_batch(config, shape)
+    steps = make_steps(config, make_mesh(shape, cluster.hosts))
     params = restore_params(run, at, steps.state_shapes.params)
     losses = []
     for first in range(0, len(tokens), config.microbatch_size):

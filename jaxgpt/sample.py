@@ -10,7 +10,7 @@ import numpy as np
 from jaxgpt.checkpoint.metadata import list_checkpoints, read_meta
 from jaxgpt.cluster.process_group import ProcessGroup, join_process_group
 from jaxgpt.cluster.shutdown import job_exit_handler
-from jaxgpt.config import CommandParser, Config, UsageError, config_from_dict, file_path, mesh_sizes
+from jaxgpt.config import CommandParser, Config, UsageError, config_from_dict, file_path, mesh_shape
 from jaxgpt.data.tokenizers.char import Tokenizer, continued
 from jaxgpt.data.tokenizers.registry import tokenizer_from_meta
 from jaxgpt.runtime.initialize import initialize_jax
@@ -135,7 +135,7 @@ def samples(
     cluster: ProcessGroup,
 ) -> Iterator[str]:
     """Yield texts, each with its prompt; all processes take part in each."""
-    initialize_jax(cluster, mesh_sizes(config))
+    initialize_jax(cluster, mesh_shape(config))
     import jax
 
     from jaxgpt.checkpoint.checkpointer import restore_params
@@ -143,7 +143,7 @@ def samples(
     from jaxgpt.train.generate import make_generate, prompt_window
     from jaxgpt.train.step import make_steps
 
-    compiled = make_steps(config, make_mesh(mesh_sizes(config, jax.device_count()), cluster.hosts))
+    compiled = make_steps(config, make_mesh(mesh_shape(config, jax.device_count()), cluster.hosts))
     params = restore_params(arguments.run, step, compiled.state_shapes.params)
     window, length = prompt_window(tokenizer, prompt, config.model.block_size)
     generate = jax.jit(

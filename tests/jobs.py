@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from jaxgpt.cluster.process_group import ProcessGroup
-from jaxgpt.config import load_config, mesh_sizes, parse_args
+from jaxgpt.config import load_config, mesh_shape, parse_args
 from jaxgpt.data.dataset import open_dataset
 from jaxgpt.data.loader import Loader
 from jaxgpt.parallel.mesh import make_mesh
@@ -122,8 +122,8 @@ def train_here(*args, stop_at=None):
 
     cluster = ProcessGroup(launcher="test")
     prepared = prepare_run(parse_args([str(a) for a in args]), cluster)
-    sizes = mesh_sizes(prepared.config)
-    with limited_devices(2 if -1 in sizes else int(np.prod(sizes))):
+    sizes = mesh_shape(prepared.config)
+    with limited_devices(sizes.n_devices if sizes.is_filled else 2):
         facts = initialize_jax(cluster, sizes)
         return train(prepared, cluster, facts, Stop(), Startup())
 
@@ -179,7 +179,7 @@ def trace(n_steps, *args, devices=None, with_final=False):
     dataset = open_dataset(config.data, config.model)
     config = config.replace(model__vocab_size=dataset.vocab_size)
     with limited_devices(devices):
-        mesh = make_mesh(mesh_sizes(config, jax.device_count()))
+        mesh = make_mesh(mesh_shape(config, jax.device_count()))
     steps = make_steps(config, mesh)
     state = steps.init()
     validation = Loader.for_evaluation(dataset, "val", config, steps.batch_shape.sharding).batch(1)

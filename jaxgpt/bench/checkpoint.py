@@ -18,7 +18,7 @@ import numpy as np
 
 from jaxgpt.bench.harness import PROG, Result, log_progress, scratch_folder
 from jaxgpt.cluster.process_group import ProcessGroup, join_process_group
-from jaxgpt.config import Config, UsageError, check_batch, mesh_sizes, names_config, parse_args
+from jaxgpt.config import Config, UsageError, check_batch, mesh_shape, names_config, parse_args
 from jaxgpt.data.dataset import vocabulary_size
 from jaxgpt.doctor.directory import IN_MEMORY, file_system_of
 from jaxgpt.perf.units import count
@@ -54,18 +54,18 @@ def run(settings: Sequence[str], size: str | None = None, out: Path | None = Non
     with scratch_folder(cluster, out) as folder:
         vocab_size = cluster.run_on_all(vocabulary_size, config.data, config.model)
         config = config.replace(model__vocab_size=vocab_size)
-        initialize_jax(cluster, mesh_sizes(config))
+        initialize_jax(cluster, mesh_shape(config))
         import jax
 
         from jaxgpt.parallel.mesh import make_mesh
         from jaxgpt.train.step import make_steps
 
-        sizes = mesh_sizes(config, jax.device_count())
-        check_batch(config, sizes)
+        shape = mesh_shape(config, jax.device_count())
+        check_batch(config, shape)
         if n_bytes is not None:
             config = with_bytes(config, n_bytes)
         cluster.run_on_all(check_room, config, folder)
-        steps = make_steps(config, make_mesh(sizes, cluster.hosts))
+        steps = make_steps(config, make_mesh(shape, cluster.hosts))
         rounds = Rounds(config, steps, filled(steps), folder, cluster)
         found = []
         for number in range(ROUNDS + 1):

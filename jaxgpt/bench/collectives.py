@@ -8,7 +8,7 @@ from typing import Any
 
 from jaxgpt.bench.harness import Result
 from jaxgpt.cluster.process_group import ProcessGroup, join_process_group
-from jaxgpt.config import MESH_AXES, Config, UsageError, mesh_sizes
+from jaxgpt.config import Config, MeshShape, UsageError, mesh_shape
 from jaxgpt.perf.units import count, format_bytes
 from jaxgpt.runtime.initialize import initialize_jax
 
@@ -34,17 +34,17 @@ def run(settings: Sequence[str], mesh: str | None = None) -> Result:
     # No model, whose heads a tensor axis would have to divide.
     config = Config().replace(parallel__mesh=mesh, model__n_head=0) if mesh else None
     cluster = join_process_group()
-    alone = (4, 1, 1) if cluster.size == 1 else (-1, 1, 1)
-    initialize_jax(cluster, mesh_sizes(config) if config else alone)
+    alone = MeshShape(4 if cluster.size == 1 else -1)
+    initialize_jax(cluster, mesh_shape(config) if config else alone)
     import jax
 
     from jaxgpt.doctor.collectives import measure_axis
     from jaxgpt.doctor.links import default_sizes
     from jaxgpt.parallel.mesh import make_mesh
 
-    sizes = mesh_sizes(config, jax.device_count()) if config else default_sizes(cluster)
-    devices = make_mesh(sizes, cluster.hosts)
-    axes = [axis for axis in MESH_AXES if devices.shape[axis] > 1]
+    shape = mesh_shape(config, jax.device_count()) if config else default_sizes(cluster)
+    devices = make_mesh(shape, cluster.hosts)
+    axes = [axis for axis, n in devices.shape.items() if n > 1]
     copied = copy_bandwidth(devices, cluster)
     measurements = [
         asdict(m)

@@ -17,7 +17,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxgpt.cluster.preemption import StopSignal
 from jaxgpt.cluster.process_group import ProcessGroup
 from jaxgpt.cluster.watchdog import Watchdog
-from jaxgpt.config import UsageError, check_batch, mesh_sizes
+from jaxgpt.config import UsageError, check_batch, mesh_shape
 from jaxgpt.data.loader import Loader
 from jaxgpt.parallel.mesh import make_mesh
 from jaxgpt.perf.profile import StepProfile, Tracing
@@ -69,9 +69,9 @@ class Job:
         Args:
             facts: returned by `initialize_jax`.
         """
-        sizes = mesh_sizes(run.config, jax.device_count())
-        check_batch(run.config, sizes)
-        self.mesh = make_mesh(sizes, cluster.hosts)
+        shape = mesh_shape(run.config, jax.device_count())
+        check_batch(run.config, shape)
+        self.mesh = make_mesh(shape, cluster.hosts)
         began = time.perf_counter()
         self.steps = make_steps(run.config, self.mesh)
         self.loader = Loader.for_training(run.dataset, run.config, self.steps.batch_shape.sharding)

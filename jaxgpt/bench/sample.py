@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxgpt.bench.harness import PROG, Result, join_alone, log_progress, timed
 from jaxgpt.cluster.process_group import ProcessGroup
-from jaxgpt.config import Config, UsageError, mesh_sizes, parse_args
+from jaxgpt.config import Config, UsageError, mesh_shape, parse_args
 from jaxgpt.data.dataset import vocabulary_size
 from jaxgpt.runtime.compile_cache import use_compile_cache
 from jaxgpt.runtime.initialize import initialize_jax
@@ -42,14 +42,14 @@ def run(settings: Sequence[str], tokens: int | None = None) -> Result:
     n_tokens = tokens_that_fit(config, tokens)
     cluster = join_alone("sample", config.init_timeout)
     config = config.replace(model__vocab_size=vocabulary_size(config.data, config.model))
-    initialize_jax(cluster, mesh_sizes(config))
+    initialize_jax(cluster, mesh_shape(config))
     use_compile_cache(config.compile_cache, cluster)
     import jax
 
     from jaxgpt.parallel.mesh import make_mesh
     from jaxgpt.train.step import make_steps
 
-    mesh = make_mesh(mesh_sizes(config, jax.device_count()), cluster.hosts)
+    mesh = make_mesh(mesh_shape(config, jax.device_count()), cluster.hosts)
     if mesh.size > 1:
         raise UsageError(
             f"parallel.mesh={config.parallel.mesh}: has {mesh.size} devices, and bench sample runs "

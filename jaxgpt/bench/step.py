@@ -23,7 +23,7 @@ from jaxgpt.bench.harness import (
     scratch_folder,
 )
 from jaxgpt.cluster.process_group import ProcessGroup, join_process_group
-from jaxgpt.config import Config, DataConfig, UsageError, mesh_sizes, parse_args
+from jaxgpt.config import Config, DataConfig, UsageError, mesh_shape, parse_args
 from jaxgpt.data.dataset import dataset_directory, vocabulary_size
 from jaxgpt.perf.units import count
 from jaxgpt.runtime.compile_cache import OFF, use_compile_cache
@@ -62,7 +62,7 @@ def run(
     with scratch_folder(cluster) as folder:
         config, data = with_data(config, synthetic, folder, cluster)
         run = prepare_run(steps_only(config, folder / "run"), cluster)
-        facts = initialize_jax(cluster, mesh_sizes(run.config), preemption=True)
+        facts = initialize_jax(cluster, mesh_shape(run.config), preemption=True)
         remove_on_signals(folder)  # JAX has taken SIGTERM over
         # Compilation is timed: no cache, or an empty one.
         os.environ.pop("JAX_COMPILATION_CACHE_DIR", None)

@@ -6,6 +6,7 @@ A setting is named `section.key` everywhere: in a YAML file, in `section.key=val
 
 from jaxgpt.config.command import CommandParser, file_path, name_or_path, whole_number
 from jaxgpt.config.errors import UsageError, expand_user
+from jaxgpt.config.mesh_shape import MeshShape, axes_with
 from jaxgpt.config.parse import (
     config_from_dict,
     config_from_file,
@@ -32,10 +33,11 @@ from jaxgpt.config.schema import (
     SpikeConfig,
     TrainConfig,
 )
-from jaxgpt.config.validate import MESH_AXES, check_batch, mesh_sizes, validate
+from jaxgpt.config.validate import check_batch, mesh_shape, validate
 
 __all__ = [
-    "MESH_AXES",
+    "MeshShape",
+    "axes_with",
     "CheckpointConfig",
     "CommandParser",
     "Config",
@@ -56,7 +58,7 @@ __all__ = [
     "should_run_every",
     "is_help",
     "load_config",
-    "mesh_sizes",
+    "mesh_shape",
     "name_or_path",
     "names_config",
     "parse_args",

@@ -140,7 +140,8 @@ class ParallelConfig:
     """Layout over devices: changes speed and memory, never the results."""
 
     mesh: str = "-1,1,1"
-    """Sizes of the mesh axes data,fsdp,tensor (also --mesh); -1 fills one axis."""
+    """Sizes of the mesh axes data,fsdp,tensor (also --mesh), or by name: data=2,tensor=4; -1 fills
+    one."""
     zero_stage: Literal[0, 1, 2, 3] = 3
     """ZeRO stage (arXiv 1910.02054): over fsdp, 0 shards nothing, 1 optimizer state, 2 also
     gradients, 3 also parameters."""

@@ -3,13 +3,10 @@
 Each refusal is one sentence with the key, the value and the remedy.
 """
 
-import functools
-
 from jaxgpt.config.errors import UsageError
+from jaxgpt.config.mesh_shape import MeshShape, axes_with
 from jaxgpt.config.schedule import profile_range, skip_ranges, step_ranges
 from jaxgpt.config.schema import Config
-
-MESH_AXES = ("data", "fsdp", "tensor")
 
 
 def validate(config: Config) -> None:
@@ -25,7 +22,7 @@ def validate(config: Config) -> None:
     check_sizes(config)
     check_data(config)
     check_spikes(config)
-    check_batch(config, mesh_sizes(config))
+    check_batch(config, mesh_shape(config))
 
 
 def check_sizes(config: Config) -> None:
@@ -92,74 +89,53 @@ def check_spikes(config: Config) -> None:
         )
 
 
-def mesh_sizes(config: Config, n_devices: int | None = None) -> tuple[int, ...]:
-    """Sizes of the axes (data, fsdp, tensor), checked against the model.
+def mesh_shape(config: Config, n_devices: int | None = None) -> MeshShape:
+    """Return parallel.mesh as a shape, checked against the model.
 
     Args:
-        n_devices: devices of the whole job; None leaves a -1 as it is, with the checks that
-            need its size left for later.
+        n_devices: devices of the whole job; None leaves a -1 as it is, and the checks that need
+            its size for later.
 
     Raises:
-        UsageError: if the sizes are malformed, their product is not `n_devices`, or they do
-            not divide what they split.
+        UsageError: if the sizes are malformed, their product is not `n_devices`, or they do not
+            divide what they split.
     """
-    text = config.parallel.mesh
-    key = f"parallel.mesh={text}"
+    model, key = config.model, f"parallel.mesh={config.parallel.mesh}"
     try:
-        sizes = [int(part) for part in text.split(",")]
-    except ValueError:
-        sizes = []
-    if (
-        len(sizes) != len(MESH_AXES)
-        or any(size < 1 and size != -1 for size in sizes)
-        or sizes.count(-1) > 1
-    ):
+        shape = MeshShape.parse(config.parallel.mesh)
+        if n_devices is not None:
+            shape = shape.fill(n_devices)
+    except ValueError as error:
+        raise UsageError(f"{key}: {error}") from None
+    tensor = shape.split_of("splits_layers")
+    if model.n_head % tensor:
+        divisors = [str(n) for n in range(1, model.n_head + 1) if model.n_head % n == 0]
         raise UsageError(
-            f"{key}: must be three sizes {','.join(MESH_AXES)}, each at least 1, "
-            "at most one of them -1; for example 2,1,4"
+            f"{key}: tensor={tensor} does not divide model.n_head={model.n_head}; "
+            f"it can be {', '.join(divisors)}"
         )
-    if n_devices is not None and -1 in sizes:
-        known = -functools.reduce(int.__mul__, sizes)
-        if n_devices % known:
-            raise UsageError(f"{key}: {known} does not divide the job's {n_devices} devices")
-        sizes[sizes.index(-1)] = n_devices // known
-    data, fsdp, tensor = sizes
-    if n_devices is not None and data * fsdp * tensor != n_devices:
-        raise UsageError(
-            f"{key}: the product is {data * fsdp * tensor} but the job has {n_devices} devices; "
-            "they must be equal (-1 fills one axis)"
-        )
-    if tensor > 0 and config.model.n_head % tensor:
-        raise UsageError(
-            f"{key}: tensor={tensor} does not divide model.n_head={config.model.n_head}; "
-            f"it can be {', '.join(map(str, _divisors(config.model.n_head)))}"
-        )
-    if config.parallel.sequence_parallel and tensor > 0 and config.model.block_size % tensor:
+    if config.parallel.sequence_parallel and model.block_size % tensor:
         raise UsageError(
             f"parallel.sequence_parallel=True: tensor={tensor} ({key}) must divide "
-            f"model.block_size={config.model.block_size}"
+            f"model.block_size={model.block_size}"
         )
-    return tuple(sizes)
+    return shape
 
 
-def _divisors(n: int) -> list[int]:
-    return [i for i in range(1, n + 1) if n % i == 0]
-
-
-def check_batch(config: Config, sizes: tuple[int, ...]) -> None:
-    """Checks that every device along data and fsdp gets equally many rows of a microbatch.
+def check_batch(config: Config, shape: MeshShape) -> None:
+    """Check that every device along axes that split the batch gets equally many rows.
 
     Args:
-        sizes: what `mesh_sizes` returned; an axis of -1 is left for later.
+        shape: as `mesh_shape` returns it; an axis of -1 is left for later.
 
     Raises:
-        UsageError: if the rows cannot be shared out.
+        UsageError: if the rows of a microbatch cannot be shared out.
     """
-    data, fsdp, _ = sizes
-    if data > 0 and fsdp > 0 and config.microbatch_size % (data * fsdp):
+    axes, n = axes_with("splits_batch"), shape.split_of("splits_batch")
+    if all(shape[axis] > 0 for axis in axes) and config.microbatch_size % n:
         accumulation = config.train.gradient_accumulation_steps
         split = f"/{accumulation} microbatches" if accumulation > 1 else ""
         raise UsageError(
             f"train.batch_size={config.train.batch_size}{split}: must be a multiple of "
-            f"data x fsdp = {data * fsdp} (parallel.mesh={','.join(map(str, sizes))})"
+            f"{' x '.join(axes)} = {n} (parallel.mesh={shape})"
         )

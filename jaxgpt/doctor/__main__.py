@@ -26,7 +26,7 @@ from jaxgpt.cluster.process_group import (
     catch_usage_error,
     join_process_group,
 )
-from jaxgpt.config import MESH_AXES, CommandParser, Config, file_path, is_help, mesh_sizes
+from jaxgpt.config import CommandParser, Config, MeshShape, file_path, is_help, mesh_shape
 from jaxgpt.config.schema import MAX_INIT_TIMEOUT
 from jaxgpt.doctor.checks import Check, fail, machine_checks, ok
 from jaxgpt.doctor.clocks import clock_check
@@ -86,7 +86,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     if arguments.mesh is not None:
         # No model, whose heads a tensor axis would have to divide.
         arguments.mesh = Config().replace(parallel__mesh=arguments.mesh, model__n_head=0)
-        mesh_sizes(arguments.mesh)
+        mesh_shape(arguments.mesh)
     return arguments
 
 
@@ -102,18 +102,18 @@ def main(argv: list[str] | None = None) -> None:
         cluster.raise_if_any(error)
         if arguments.out is not None:
             cluster.run_on_all(lambda: cluster.is_main and check_writable(arguments.out))
-        alone = (4, 1, 1) if cluster.size == 1 else (-1, 1, 1)
-        sizes = mesh_sizes(arguments.mesh) if arguments.mesh else alone
-        found = initialize_jax(cluster, sizes, allow_cpu=True)
-        sizes = mesh_sizes(arguments.mesh, found["devices"]) if arguments.mesh else None
-        status = run_checks(cluster, found, sizes, arguments.out or OUT, arguments.json)
+        alone = MeshShape(4 if cluster.size == 1 else -1)
+        shape = mesh_shape(arguments.mesh) if arguments.mesh else alone
+        found = initialize_jax(cluster, shape, allow_cpu=True)
+        shape = mesh_shape(arguments.mesh, found["devices"]) if arguments.mesh else None
+        status = run_checks(cluster, found, shape, arguments.out or OUT, arguments.json)
     sys.exit(status)
 
 
 def run_checks(
     cluster: ProcessGroup,
     found: dict[str, Any],
-    sizes: tuple[int, ...] | None,
+    shape: MeshShape | None,
     directory: Path,
     as_json: bool,
 ) -> int:
@@ -121,7 +121,7 @@ def run_checks(
 
     Args:
         found: returned by `initialize_jax`.
-        sizes: of the mesh; None chooses them by `default_sizes`.
+        shape: of the mesh; None chooses them by `default_sizes`.
         directory: where a run would write.
         as_json: print one JSON object for programs.
 
@@ -139,7 +139,7 @@ def run_checks(
         report.section("machine", check_machine(cluster, found))
         set_activity("the run directory")
         report.section("run directory", directory_checks(cluster, directory))
-        mesh = make_mesh(sizes or default_sizes(cluster), cluster.hosts)
+        mesh = make_mesh(shape or default_sizes(cluster), cluster.hosts)
         check_collectives(cluster, mesh, report, set_activity)
         set_activity("training")
         report.section(
@@ -171,7 +171,7 @@ def check_collectives(
     from jaxgpt.doctor.links import axis_link
     from jaxgpt.parallel.mesh import describe
 
-    axes = [axis for axis in MESH_AXES if mesh.shape[axis] > 1]
+    axes = [axis for axis, n in mesh.shape.items() if n > 1]
     if not axes:
         finding = "nothing to measure with one device: try mpiexec -n 4, or --mesh 4,1,1"
         report.section("collectives", [ok("collectives", finding)])

@@ -4,10 +4,11 @@ import jax
 from jax.sharding import Mesh
 
 from jaxgpt.cluster.process_group import ProcessGroup
+from jaxgpt.config import MeshShape
 from jaxgpt.perf.hardware import find_device
 
 
-def default_sizes(cluster: ProcessGroup) -> tuple[int, ...]:
+def default_sizes(cluster: ProcessGroup) -> MeshShape:
     """Return a mesh that tells the network from the inside of a host: data over hosts, tensor in.
 
     On one host, or where hosts have different numbers of devices, all devices are along data.
@@ -18,8 +19,8 @@ def default_sizes(cluster: ProcessGroup) -> tuple[int, ...]:
         on_host[cluster.hosts[device.process_index]] += 1
     even = len({n for n in on_host if n}) == 1
     if n_hosts == 1 or not even:
-        return n_devices, 1, 1
-    return n_hosts, 1, n_devices // n_hosts
+        return MeshShape(n_devices)
+    return MeshShape(n_hosts, 1, n_devices // n_hosts)
 
 
 def axis_link(mesh: Mesh, axis: str, cluster: ProcessGroup) -> tuple[bool, float | None]:

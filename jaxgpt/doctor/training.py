@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from jaxgpt.cluster.process_group import ProcessGroup
-from jaxgpt.config import load_config
+from jaxgpt.config import MeshShape, load_config
 from jaxgpt.doctor.checks import Check, fail, ok
 from jaxgpt.parallel.mesh import make_mesh
 from jaxgpt.perf.units import count
@@ -33,7 +33,7 @@ def train_ten_steps(cluster: ProcessGroup) -> tuple[list[float], str]:
     config = load_config(
         "tiny", *MODEL, "parallel.mesh=-1,1,1", f"train.batch_size={2 * n_devices}"
     )
-    mesh = make_mesh((n_devices, 1, 1), cluster.hosts)
+    mesh = make_mesh(MeshShape(n_devices), cluster.hosts)
     steps = make_steps(config, mesh)
     text = np.frombuffer(Path(__file__).read_bytes(), np.uint8).astype(np.int32)
     width = config.model.block_size + 1

@@ -1,23 +1,24 @@
-"""The named device mesh: (data, fsdp, tensor) over all devices of the job."""
+"""The named device mesh over all devices of the job."""
 
+import math
 from collections.abc import Sequence
 
 import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
-from jaxgpt.config import MESH_AXES
+from jaxgpt.config import Config, MeshShape, axes_with, check_batch, mesh_shape
 
 
-def make_mesh(sizes: tuple[int, ...], hosts: Sequence[int] | None = None) -> Mesh:
-    """A mesh of all devices of the job.
+def make_mesh(shape: MeshShape, hosts: Sequence[int] | None = None) -> Mesh:
+    """Return a mesh of all devices of the job.
 
     Devices are taken host by host and process by process, so `tensor`, the last axis, stays
     inside a host, and `data`, the first, crosses hosts. That is what jax.make_mesh gives on one
     host, and mesh_utils.create_hybrid_device_mesh across hosts; the first can refuse there.
 
     Args:
-        sizes: one per axis of `MESH_AXES`; their product is the number of devices.
+        shape: with as many devices as the job has.
         hosts: the host of each process, as a number; None if processes of one host have
             consecutive ranks.
     """
@@ -27,28 +28,56 @@ def make_mesh(sizes: tuple[int, ...], hosts: Sequence[int] | None = None) -> Mes
         return (hosts[process] if hosts else 0), process, device.id
 
     devices = sorted(jax.devices(), key=place)
-    assert np.prod(sizes) == len(devices), (sizes, len(devices))
-    return Mesh(
-        np.array(devices).reshape(sizes), MESH_AXES, axis_types=(AxisType.Auto,) * len(sizes)
-    )
+    assert shape.n_devices == len(devices), (shape, len(devices))
+    sizes, axes = tuple(shape.values()), tuple(shape)
+    return Mesh(np.array(devices).reshape(sizes), axes, axis_types=(AxisType.Auto,) * len(axes))
 
 
-def crossing(mesh: Mesh, hosts: Sequence[int]) -> tuple[str, ...]:
-    """A sentence if groups along `tensor` span hosts, which works, and which hardly anyone wants.
+def job_mesh(config: Config, hosts: Sequence[int]) -> Mesh:
+    """Return the mesh that a config asks for, over all devices of the job.
+
+    Raises:
+        UsageError: if the devices, the model or the batch do not suit parallel.mesh.
+    """
+    shape = mesh_shape(config, jax.device_count())
+    check_batch(config, shape)
+    return make_mesh(shape, hosts)
+
+
+def device_hosts(mesh: Mesh, hosts: Sequence[int]) -> list[int]:
+    """Return the host of each device, in the mesh's order, from those of the processes."""
+    return [hosts[device.process_index] for device in mesh.devices.flat]
+
+
+def hosts_spanned(axes: Sequence[str], shape: MeshShape, hosts: Sequence[int]) -> int:
+    """Return on how many hosts the devices of one group along some axes are, at most.
 
     Args:
-        hosts: the host of each process, as a number.
+        hosts: the host of each device, as a number, in the mesh's order.
     """
-    groups = mesh.devices.reshape(-1, mesh.shape["tensor"])
-    most = max(len({hosts[device.process_index] for device in group}) for group in groups)
-    if most == 1:
+    places = np.reshape(hosts, tuple(shape.values()))
+    last = [list(shape).index(axis) for axis in axes]
+    groups = np.moveaxis(places, last, range(-len(last), 0))
+    groups = groups.reshape(-1, math.prod(shape[axis] for axis in axes))
+    return max(len(np.unique(group)) for group in groups)
+
+
+def tensor_crosses_hosts_warning(shape: MeshShape, hosts: Sequence[int]) -> tuple[str, ...]:
+    """Return a sentence if groups along `tensor` span hosts: it works, and hardly anyone wants it.
+
+    Args:
+        hosts: as for `hosts_spanned`.
+    """
+    axes = axes_with("splits_layers")
+    n_hosts = hosts_spanned(axes, shape, hosts)
+    if n_hosts == 1:
         return ()
     return (
-        f"parallel.mesh: tensor={mesh.shape['tensor']} spans {most} hosts, and every layer waits "
-        "for the network between them; a smaller tensor and more fsdp is mostly faster",
+        f"parallel.mesh: tensor={shape.split_of('splits_layers')} spans {n_hosts} hosts, and every "
+        "layer waits for the network between them; a smaller tensor and more fsdp is mostly faster",
     )
 
 
 def describe(mesh: Mesh) -> str:
-    """The mesh in a log line: `data=2 fsdp=1 tensor=4`."""
+    """Return the mesh for a log line: `data=2 fsdp=1 tensor=4`."""
     return " ".join(f"{axis}={size}" for axis, size in mesh.shape.items())

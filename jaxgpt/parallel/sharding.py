@@ -12,34 +12,42 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxgpt.config import axes_with
+
 Params = dict[str, Any]  # nested, with arrays or what stands for them
 Rules = dict[str, tuple[str, ...]]
 LogicalAxes = tuple[str | None, ...]
 
-_TENSOR: Rules = {"vocab": ("tensor",), "heads": ("tensor",), "mlp": ("tensor",)}
-_FULLY_SHARDED: Rules = {**_TENSOR, "embed": ("fsdp",)}
-_BATCH: Rules = {"batch": ("data", "fsdp")}
+
+def tensor_rules() -> Rules:
+    """Return where the dims lie that Megatron's tensor parallelism splits."""
+    return dict.fromkeys(("vocab", "heads", "mlp"), axes_with("splits_layers"))
+
+
+def fully_sharded_rules() -> Rules:
+    """Return the same for what a ZeRO stage shards."""
+    return tensor_rules() | {"embed": axes_with("shards_parameters")}
 
 
 def parameter_rules(zero_stage: int) -> Rules:
-    """Where parameters live between steps."""
-    return _FULLY_SHARDED if zero_stage >= 3 else _TENSOR
+    """Return where parameters live between steps."""
+    return fully_sharded_rules() if zero_stage >= 3 else tensor_rules()
 
 
 def gradient_rules(zero_stage: int, reduces_once: bool = False) -> Rules:
-    """Where gradients add up during the backward pass, of one microbatch or of all."""
-    return _FULLY_SHARDED if zero_stage >= 2 and not reduces_once else _TENSOR
+    """Return where gradients add up during the backward pass, of one microbatch or of all."""
+    return fully_sharded_rules() if zero_stage >= 2 and not reduces_once else tensor_rules()
 
 
-def moment_rules(zero_stage: int) -> Rules:
-    """Where the optimizer's moments live, and where it works."""
-    return _FULLY_SHARDED if zero_stage >= 1 else _TENSOR
+def opt_state_rules(zero_stage: int) -> Rules:
+    """Return where the optimizer's state lives, and where it works."""
+    return fully_sharded_rules() if zero_stage >= 1 else tensor_rules()
 
 
 def partition_spec(
     axes: LogicalAxes, shape: tuple[int, ...], rules: Rules, mesh: Mesh
 ) -> PartitionSpec:
-    """The spec of one array.
+    """Return the spec of one array.
 
     A dimension that its mesh axes do not divide stays whole, so that any width and vocabulary
     works on any mesh, at the price of memory. Axes of size 1 are not named.
@@ -57,14 +65,14 @@ def partition_spec(
 
 
 def partition_specs(logical_axes: Any, shapes: Any, rules: Rules, mesh: Mesh) -> Any:
-    """`PartitionSpec` of every leaf of a pytree of arrays (or shapes), by its logical axes."""
+    """Return the `PartitionSpec` of every leaf of a pytree of arrays or shapes."""
     return jax.tree.map(
         lambda leaf, axes: partition_spec(axes, leaf.shape, rules, mesh), shapes, logical_axes
     )
 
 
 def shardings(specs: Any, mesh: Mesh, memory_kind: str | None = None) -> Any:
-    """`NamedSharding` for every `PartitionSpec` of a pytree."""
+    """Return a `NamedSharding` for every `PartitionSpec` of a pytree."""
     return jax.tree.map(
         lambda spec: NamedSharding(mesh, spec, memory_kind=memory_kind),
         specs,
@@ -75,7 +83,7 @@ def shardings(specs: Any, mesh: Mesh, memory_kind: str | None = None) -> Any:
 def undivided_dims_warnings(
     logical_axes: Any, shapes: Any, rules: Rules, mesh: Mesh
 ) -> tuple[str, ...]:
-    """A sentence for every kind of dimension that stays whole because it cannot be divided."""
+    """Return a sentence for every kind of dim that stays whole because it cannot be divided."""
     found = set()
 
     def look(leaf: Any, axes: LogicalAxes) -> None:
@@ -90,11 +98,12 @@ def undivided_dims_warnings(
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
-    """Of token ids (B, T+1): rows over data and fsdp, the same on all devices along tensor."""
-    rows = mesh.shape["data"] * mesh.shape["fsdp"]
-    return NamedSharding(mesh, partition_spec(("batch", None), (rows, 1), _BATCH, mesh))
+    """Return the sharding of token ids (B, T+1): rows over the axes that split the batch."""
+    axes = axes_with("splits_batch")
+    n = math.prod(mesh.shape[axis] for axis in axes)
+    return NamedSharding(mesh, partition_spec(("batch", None), (n, 1), {"batch": axes}, mesh))
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
-    """The sharding of an array that every device holds whole."""
+    """Return the sharding of an array that every device holds whole."""
     return NamedSharding(mesh, PartitionSpec())

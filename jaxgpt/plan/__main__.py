@@ -7,7 +7,6 @@ the train step for as many simulated devices and says what each of them holds an
 
 import argparse
 import json
-import math
 import sys
 
 from jaxgpt.cluster.environment import rank_from_env
@@ -18,7 +17,7 @@ from jaxgpt.config import (
     UsageError,
     check_batch,
     is_help,
-    mesh_sizes,
+    mesh_shape,
     parse_args,
     whole_number,
 )
@@ -70,8 +69,8 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> str:
     n_devices = number_of_devices(config, arguments.advise)
     per_host = devices_per_host(arguments.devices_per_host, device, n_devices)
     if arguments.advise is None:
-        sizes = mesh_sizes(config, n_devices)
-        check_batch(config, sizes)
+        shape = mesh_shape(config, n_devices)
+        check_batch(config, shape)
 
     add_xla_flags(*QUICK_FUSIONS)
     import jax
@@ -84,7 +83,7 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> str:
     from jaxgpt.plan.layout import plan_layout
     from jaxgpt.plan.report import plan_report
 
-    plan = plan_layout(config, sizes, device, per_host)
+    plan = plan_layout(config, shape, device, per_host)
     return json.dumps(plan.to_dict(), indent=1) if arguments.json else plan_report(plan)
 
 
@@ -104,14 +103,14 @@ def number_of_devices(config: Config, advise: str | None) -> int:
     """
     option, n = f"--advise={advise}", whole_number("--advise", advise)
     if n is None:
-        sizes = mesh_sizes(config)
+        shape = mesh_shape(config)
         option = f"parallel.mesh={config.parallel.mesh}"
-        if -1 in sizes:
+        if not shape.is_filled:
             raise UsageError(
                 f"{option}: a plan needs every size, such as --mesh 2,4,1; or give --advise N "
                 "for N devices"
             )
-        n = math.prod(sizes)
+        n = shape.n_devices
     if n > MAX_CPU_DEVICES:
         raise UsageError(f"{option}: {n} devices; a plan can have {MAX_CPU_DEVICES}")
     return n

@@ -1,14 +1,13 @@
 """Which mesh to take for a number of devices, and why."""
 
 import dataclasses
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from jaxgpt.config import MESH_AXES, Config, UsageError, check_batch
+from jaxgpt.config import Config, MeshShape, UsageError, check_batch
 from jaxgpt.perf.hardware import Device
-from jaxgpt.plan.estimate import estimate, hosts_spanned
+from jaxgpt.plan.estimate import estimate, planned_hosts_spanned
 from jaxgpt.plan.layout import Layout, capacity
 from jaxgpt.plan.program import Memory, compile_step, state_memory
 from jaxgpt.plan.theory import expected_traffic
@@ -31,7 +30,7 @@ class Advice(Layout):
     def options(self) -> str:
         """What to give `jaxgpt.train` for it."""
         parallel = self.config.parallel
-        words = [f"--mesh {','.join(map(str, self.mesh.values()))}"]
+        words = [f"--mesh {self.mesh}"]
         if parallel.sequence_parallel:
             words.append("parallel.sequence_parallel=True")
         if parallel.remat != "none":
@@ -65,7 +64,7 @@ def advise(
             parallel__sequence_parallel=tensor > 1 and config.model.block_size % tensor == 0
         )
         meshes = list(_meshes(chosen, n_devices, tensor))
-        for alike in ([m for m in meshes if m[1] == 1], [m for m in meshes if m[1] > 1]):
+        for alike in ([m for m in meshes if m["fsdp"] == 1], [m for m in meshes if m["fsdp"] > 1]):
             found += _looked_at(chosen, alike, device, devices_per_host, say)
     if not found:
         accumulation = config.train.gradient_accumulation_steps
@@ -84,59 +83,58 @@ def _tensor_sizes(config: Config, n_devices: int, devices_per_host: int) -> Iter
             yield tensor
 
 
-def _meshes(config: Config, n_devices: int, tensor: int) -> Iterator[tuple[int, int, int]]:
+def _meshes(config: Config, n_devices: int, tensor: int) -> Iterator[MeshShape]:
     for fsdp in range(1, n_devices // tensor + 1):
         if n_devices // tensor % fsdp or config.model.n_embd % fsdp:
             continue
-        sizes = (n_devices // tensor // fsdp, fsdp, tensor)
+        shape = MeshShape(n_devices // tensor // fsdp, fsdp, tensor)
         try:
-            check_batch(config, sizes)
+            check_batch(config, shape)
         except UsageError:
             continue
-        yield sizes
+        yield shape
 
 
 def _looked_at(
     config: Config,
-    meshes: list[tuple[int, int, int]],
+    meshes: list[MeshShape],
     device: Device,
     devices_per_host: int,
     say: Callable[[str], None],
 ) -> Iterator[Advice]:
     """Layouts that differ in nothing but how `data` and `fsdp` share the same number of devices."""
 
-    def advice(config: Config, sizes: tuple[int, int, int], memory: Memory) -> Advice:
-        mesh = dict(zip(MESH_AXES, sizes, strict=True))
-        config = config.replace(parallel__mesh=",".join(map(str, sizes)))
+    def advice(config: Config, mesh: MeshShape, memory: Memory) -> Advice:
+        config = config.replace(parallel__mesh=str(mesh))
         return Advice(
             config=config,
             mesh=mesh,
             memory=memory,
-            capacity=capacity(device, math.prod(sizes)),
+            capacity=capacity(device, mesh.n_devices),
             estimate=estimate(
                 config, mesh, device, devices_per_host, memory, expected_traffic(config, mesh)
             ),
         )
 
     left = []
-    for sizes in meshes:
-        state = advice(config, sizes, state_memory(config, sizes, device))
+    for mesh in meshes:
+        state = advice(config, mesh, state_memory(config, mesh, device))
         if state.fits:
-            left.append(sizes)
+            left.append(mesh)
         else:
             yield dataclasses.replace(state, reason=f"{STATE_ALONE} does not fit")
     for remat in REMATS:
         if not left:
             return
         chosen, example = config.replace(parallel__remat=remat), left[0]
-        say(f"compiling mesh {','.join(map(str, example))} with remat={remat}")
+        say(f"compiling mesh {example} with remat={remat}")
         compiled = compile_step(chosen, example, device).memory.activations_and_temporaries
-        for sizes in list(left):
-            memory = state_memory(chosen, sizes, device)
+        for mesh in list(left):
+            memory = state_memory(chosen, mesh, device)
             memory = dataclasses.replace(memory, activations_and_temporaries=compiled)
-            made = advice(chosen, sizes, memory)
+            made = advice(chosen, mesh, memory)
             if made.fits or remat == REMATS[-1]:
-                left.remove(sizes)
+                left.remove(mesh)
                 yield made
 
 
@@ -172,22 +170,23 @@ def _ranked(found: list[Advice], devices_per_host: int) -> tuple[Advice, ...]:
 
 
 def _reason(advice: Advice, devices_per_host: int) -> str:
-    data, fsdp, tensor = advice.mesh.values()
+    mesh = advice.mesh
+    data, fsdp, tensor = mesh["data"], mesh["fsdp"], mesh["tensor"]
     if not advice.fits:
         return "does not fit with remat=full"
-    many_hosts = data * fsdp * tensor > devices_per_host
+    many_hosts = mesh.n_devices > devices_per_host
     words = []
     if fsdp * tensor == 1:
         words.append("the whole state fits on a device")
     if tensor > 1:
         words.append(f"every layer is split over {tensor} devices of a host")
     if fsdp > 1:
-        inside = hosts_spanned(("fsdp",), advice.mesh, devices_per_host) == 1
+        inside = planned_hosts_spanned(("fsdp",), advice.mesh, devices_per_host) == 1
         stage = advice.config.parallel.zero_stage
         where = " of a host" if inside and many_hosts else "" if inside else ", across hosts"
         words.append(f"ZeRO-{stage} over {fsdp} devices{where}")
     if data > 1:
-        inside = hosts_spanned(("fsdp", "tensor"), advice.mesh, devices_per_host) == 1
+        inside = planned_hosts_spanned(("fsdp", "tensor"), advice.mesh, devices_per_host) == 1
         if many_hosts and inside:
             words.append("between hosts only gradients travel")
         elif fsdp * tensor == 1:

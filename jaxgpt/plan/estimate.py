@@ -1,13 +1,12 @@
 """How long a step would take: a roofline with few, stated assumptions, not a measurement."""
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 
-import numpy as np
-
-from jaxgpt.config import Config
+from jaxgpt.config import Config, MeshShape
 from jaxgpt.models.transformer import count_parameters
+from jaxgpt.parallel.mesh import hosts_spanned
 from jaxgpt.perf.flops import flops_per_token
 from jaxgpt.perf.hardware import Device
 from jaxgpt.perf.hlo import Collective, ring_bytes
@@ -51,22 +50,18 @@ def recomputed_flops_per_token(config: Config) -> int:
     ]
 
 
-def link_of(axes: tuple[str, ...], mesh: Mapping[str, int], devices_per_host: int) -> str:
+def link_of(axes: tuple[str, ...], mesh: MeshShape, devices_per_host: int) -> str:
     """`link` if all devices that talk along these mesh axes share a host, else `network`."""
-    return "link" if hosts_spanned(axes, mesh, devices_per_host) == 1 else "network"
+    return "link" if planned_hosts_spanned(axes, mesh, devices_per_host) == 1 else "network"
 
 
-def hosts_spanned(axes: tuple[str, ...], mesh: Mapping[str, int], devices_per_host: int) -> int:
-    """On how many hosts the devices of one group along these axes are, at most."""
-    places = np.arange(math.prod(mesh.values())).reshape(tuple(mesh.values())) // devices_per_host
-    last = [list(mesh).index(axis) for axis in axes]
-    places = np.moveaxis(places, last, range(-len(last), 0))
-    groups = places.reshape(-1, math.prod(mesh[axis] for axis in axes))
-    return max(len(np.unique(group)) for group in groups)
+def planned_hosts_spanned(axes: tuple[str, ...], mesh: MeshShape, devices_per_host: int) -> int:
+    """Return on how many hosts of so many devices one group along these axes is, at most."""
+    return hosts_spanned(axes, mesh, [i // devices_per_host for i in range(mesh.n_devices)])
 
 
 def bandwidth(
-    axes: tuple[str, ...], mesh: Mapping[str, int], device: Device, devices_per_host: int
+    axes: tuple[str, ...], mesh: MeshShape, device: Device, devices_per_host: int
 ) -> float:
     """Bytes/s that each device of a ring along `axes` can send.
 
@@ -76,13 +71,13 @@ def bandwidth(
     if link_of(axes, mesh, devices_per_host) == "link":
         return device.link_bandwidth
     size = math.prod(mesh[axis] for axis in axes)
-    members = size // hosts_spanned(axes, mesh, devices_per_host)
+    members = size // planned_hosts_spanned(axes, mesh, devices_per_host)
     return min(device.link_bandwidth, max(1, members) * device.network_bandwidth)
 
 
 def estimate(
     config: Config,
-    mesh: Mapping[str, int],
+    mesh: MeshShape,
     device: Device,
     devices_per_host: int,
     memory: Memory,
@@ -96,7 +91,7 @@ def estimate(
     peak = device.peak_flops.get(config.train.dtype)
     if peak is None or not device.memory_bandwidth or not device.network_bandwidth:
         return None
-    n_devices = math.prod(mesh.values())
+    n_devices = mesh.n_devices
     tokens = config.train.batch_size * config.model.block_size
     per_token = flops_per_token(config.model, count_parameters(config.model)[1])
     share = per_token * tokens / n_devices

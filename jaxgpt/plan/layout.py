@@ -6,12 +6,13 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
-from jaxgpt.config import MESH_AXES, Config
+from jaxgpt.config import Config, MeshShape
 from jaxgpt.models.transformer import count_parameters
+from jaxgpt.parallel.mesh import tensor_crosses_hosts_warning
 from jaxgpt.perf.flops import flops_per_token
 from jaxgpt.perf.hardware import Device
 from jaxgpt.perf.hlo import Collective, ring_bytes
-from jaxgpt.plan.estimate import ASSUMPTIONS, Estimate, estimate, hosts_spanned, link_of
+from jaxgpt.plan.estimate import ASSUMPTIONS, Estimate, estimate, link_of
 from jaxgpt.plan.program import Memory, compile_step
 from jaxgpt.plan.theory import Traffic, expected_traffic, totals
 from jaxgpt.runtime.allocator import USABLE
@@ -22,7 +23,7 @@ class Layout:
     """What a layout needs."""
 
     config: Config
-    mesh: dict[str, int]
+    mesh: MeshShape
     memory: Memory
     capacity: int
     """Bytes that a program may use of a device's memory."""
@@ -77,7 +78,7 @@ class Plan(Layout):
         tokens = self.config.train.batch_size * self.config.model.block_size
         return super().to_dict() | {
             "config": self.config.to_dict(),
-            "devices": math.prod(self.mesh.values()),
+            "devices": self.mesh.n_devices,
             "device": self.device.name,
             "devices_per_host": self.devices_per_host,
             "attention": self.attention,
@@ -90,17 +91,15 @@ class Plan(Layout):
         }
 
 
-def plan_layout(
-    config: Config, sizes: tuple[int, ...], device: Device, devices_per_host: int
-) -> Plan:
-    """Compiles the step for a layout and adds up what it means.
+def plan_layout(config: Config, mesh: MeshShape, device: Device, devices_per_host: int) -> Plan:
+    """Compile the step for a layout and add up what it means.
 
     Args:
         config: with model.vocab_size set.
-        sizes: of the mesh; JAX has been told to simulate that many devices.
+        mesh: JAX has been told to simulate that many devices.
     """
-    mesh = dict(zip(MESH_AXES, sizes, strict=True))
-    program = compile_step(config, sizes, device)
+    hosts = [i // devices_per_host for i in range(mesh.n_devices)]
+    program = compile_step(config, mesh, device)
     return Plan(
         config=config,
         mesh=mesh,
@@ -108,24 +107,13 @@ def plan_layout(
         devices_per_host=devices_per_host,
         attention=program.attention,
         memory=program.memory,
-        capacity=capacity(device, math.prod(sizes)),
+        capacity=capacity(device, mesh.n_devices),
         collectives=program.collectives,
         theory=expected_traffic(config, mesh),
-        warnings=(*program.warnings, *crossing(mesh, devices_per_host)),
+        warnings=(*program.warnings, *tensor_crosses_hosts_warning(mesh, hosts)),
         estimate=estimate(
             config, mesh, device, devices_per_host, program.memory, program.collectives
         ),
-    )
-
-
-def crossing(mesh: dict[str, int], devices_per_host: int) -> tuple[str, ...]:
-    """A sentence if groups along `tensor` are not inside one host."""
-    hosts = hosts_spanned(("tensor",), mesh, devices_per_host)
-    if hosts == 1:
-        return ()
-    return (
-        f"parallel.mesh: with {devices_per_host} devices per host tensor={mesh['tensor']} spans "
-        f"{hosts} hosts, and every layer waits for the network; use fsdp across hosts",
     )
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from jaxgpt.config import Config
+from jaxgpt.config import Config, MeshShape
 from jaxgpt.models.attention import blockwise_attention, choose_attention, without_scores
 from jaxgpt.models.transformer import abstract_params
 from jaxgpt.parallel import sharding as partition
@@ -51,7 +51,7 @@ class Program:
     collectives: tuple[Collective, ...]
 
 
-def compile_step(config: Config, sizes: tuple[int, ...], device: Device) -> Program:
+def compile_step(config: Config, shape: MeshShape, device: Device) -> Program:
     """Compiles the train step as it would run on `device`; no array is allocated.
 
     A CPU compiler stands in for the device's. It computes bfloat16 in float32, so float16, of the
@@ -60,7 +60,7 @@ def compile_step(config: Config, sizes: tuple[int, ...], device: Device) -> Prog
 
     Args:
         config: with model.vocab_size set.
-        sizes: of the mesh; JAX has been told to simulate that many devices.
+        shape: of the mesh; JAX has been told to simulate that many devices.
     """
     kernel, reason = choose_attention(config.model, config.train.dtype, device.cuda_capability)
     attend = without_scores(blockwise_attention) if kernel == "cudnn" else None
@@ -74,7 +74,7 @@ def compile_step(config: Config, sizes: tuple[int, ...], device: Device) -> Prog
             "parallel__grad_reduce_dtype": config.parallel.grad_reduce_dtype,
         }
         stand_in = stand_in.replace(**{k: "float16" for k, v in dtypes.items() if v == "bfloat16"})
-    mesh = make_mesh(sizes)
+    mesh = make_mesh(shape)
     steps = make_steps(stand_in, mesh, attend, on_cpu=device.name == "cpu")
     compiled = steps.lower_train_step().compile(COMPILE_ONLY)
     found = compiled.memory_analysis()
@@ -84,7 +84,7 @@ def compile_step(config: Config, sizes: tuple[int, ...], device: Device) -> Prog
         - found.alias_size_in_bytes
         + found.temp_size_in_bytes
     )
-    memory = state_memory(config, sizes, device)
+    memory = state_memory(config, shape, device)
     state = memory.parameters + memory.moments
     gradients = min(memory.gradients, total - state)
     return Program(
@@ -97,14 +97,14 @@ def compile_step(config: Config, sizes: tuple[int, ...], device: Device) -> Prog
     )
 
 
-def state_memory(config: Config, sizes: tuple[int, ...], device: Device) -> Memory:
+def state_memory(config: Config, shape: MeshShape, device: Device) -> Memory:
     """Bytes of parameters, gradients and moments, exact, without compiling anything.
 
     Args:
         config: with model.vocab_size set.
-        sizes: of the mesh; JAX has been told to simulate that many devices.
+        shape: of the mesh; JAX has been told to simulate that many devices.
     """
-    mesh, stage = make_mesh(sizes), config.parallel.zero_stage
+    mesh, stage = make_mesh(shape), config.parallel.zero_stage
     shapes, axes = abstract_params(config.model)
 
     rules = partition.gradient_rules(stage, config.reduces_once)

@@ -6,12 +6,12 @@ import platform
 
 from jaxgpt.cluster.hardware import VISIBLE_VARIABLES, accelerator_expected, count_accelerators
 from jaxgpt.cluster.process_group import ProcessGroup
-from jaxgpt.config import UsageError
+from jaxgpt.config import MeshShape, UsageError
 
 MAX_CPU_DEVICES = 2048  # XLA simulates no more in one process
 
 
-def cpu_devices_per_process(mesh: tuple[int, ...], cluster: ProcessGroup) -> int:
+def cpu_devices_per_process(shape: MeshShape, cluster: ProcessGroup) -> int:
     """Return how many devices each process of a CPU job simulates: mesh product / processes.
 
     `JAX_NUM_CPU_DEVICES`, where set, wins. A mesh with -1 takes one device per process, or as
@@ -27,14 +27,13 @@ def cpu_devices_per_process(mesh: tuple[int, ...], cluster: ProcessGroup) -> int
                 f"JAX_NUM_CPU_DEVICES={wanted}: must be a whole number from 1 to {MAX_CPU_DEVICES}"
             )
         return int(wanted)
-    known = math.prod(size for size in mesh if size > 0)
-    shape = ",".join(map(str, mesh))
+    known = shape.n_devices
     if known > MAX_CPU_DEVICES * cluster.size:
         raise UsageError(
             f"parallel.mesh={shape}: its {known} devices are too many; on a CPU a process can "
             f"simulate {MAX_CPU_DEVICES}"
         )
-    if -1 in mesh:  # the open axis takes what the processes have too many
+    if not shape.is_filled:  # the open axis takes what the processes have too many
         return math.lcm(known, cluster.size) // cluster.size
     if known % cluster.size:
         raise UsageError(

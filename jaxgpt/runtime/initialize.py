@@ -19,7 +19,7 @@ from jaxgpt.cluster.hosts import HOST_FILES, address_towards, connect_with_retri
 from jaxgpt.cluster.process_group import ProcessGroup, coordinator_host
 from jaxgpt.cluster.shutdown import PeerLost, terminate_job, watch_for_peer_failure
 from jaxgpt.cluster.transport import TcpTransport
-from jaxgpt.config import UsageError
+from jaxgpt.config import MeshShape, UsageError
 from jaxgpt.runtime.allocator import keep_freed_memory, reserve_gpu_memory
 from jaxgpt.runtime.devices import cpu_devices_per_process, local_device_ids
 from jaxgpt.runtime.jax_internals import failure_board, set_gloo_hostname
@@ -45,7 +45,7 @@ HEARTBEAT_TIMEOUT = 100  # seconds after which a silent process counts as dead
 
 def initialize_jax(
     cluster: ProcessGroup,
-    mesh: tuple[int, ...],
+    shape: MeshShape,
     on_phase: Callable[[str], None] = lambda phase: None,
     preemption: bool = False,
     allow_cpu: bool = False,
@@ -53,8 +53,7 @@ def initialize_jax(
     """Start JAX on this process and, in a job of several, `jax.distributed`.
 
     Args:
-        mesh: sizes as `config.mesh_sizes` gives them; on CPUs they say how many devices each
-            process simulates.
+        shape: of the mesh; on CPUs it says how many devices each process simulates.
         on_phase: is called with the name of each phase of the start when it ends.
         preemption: catch SIGTERM for `preemption_sync_point`; else it does what it did before.
         allow_cpu: take CPUs also where accelerators are expected, for the doctor to say so.
@@ -73,7 +72,7 @@ def initialize_jax(
     if accelerator_expected():
         notes += reserve_gpu_memory()
     else:
-        cpu_devices = cpu_devices_per_process(mesh, cluster)
+        cpu_devices = cpu_devices_per_process(shape, cluster)
         notes += keep_freed_memory()
     if cluster.size > 1:
         notes += clear_proxies()

@@ -10,7 +10,7 @@ from jaxgpt.cluster.environment import rank_from_env
 from jaxgpt.cluster.preemption import StopSignal
 from jaxgpt.cluster.process_group import INIT_TIMEOUT, catch_usage_error, join_process_group
 from jaxgpt.cluster.shutdown import job_exit_handler
-from jaxgpt.config import is_help, mesh_sizes, parse_args
+from jaxgpt.config import is_help, mesh_shape, parse_args
 from jaxgpt.perf.startup import Startup
 from jaxgpt.runtime.compile_cache import use_compile_cache
 from jaxgpt.runtime.initialize import initialize_jax, preemption_sync_point
@@ -34,7 +34,7 @@ def main(argv: list[str] | None = None) -> None:
         run = prepare_run(config, cluster)
         startup.mark("data")
         stop = StopSignal(config.train.time_limit, startup.elapsed(), preemption_sync_point)
-        facts = initialize_jax(cluster, mesh_sizes(run.config), startup.mark, preemption=True)
+        facts = initialize_jax(cluster, mesh_shape(run.config), startup.mark, preemption=True)
         facts["notes"].append(use_compile_cache(config.compile_cache, cluster))
         from jaxgpt.train.loop import train  # imports JAX, which has to come after initialize_jax
 

@@ -252,7 +252,7 @@ def lay_out_weights(config: Config, mesh: Mesh, context: ManyDevices) -> tuple[A
     shapes, axes = abstract_params(config.model)
     specs = functools.partial(sharding.partition_specs, axes, shapes, mesh=mesh)
     param_specs = specs(sharding.parameter_rules(stage))
-    grad_specs = specs(sharding.moment_rules(stage))
+    grad_specs = specs(sharding.opt_state_rules(stage))
     layouts = jax.tree.map(
         functools.partial(
             weight_layout,

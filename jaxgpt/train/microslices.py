@@ -9,7 +9,7 @@ import math
 
 from jax.sharding import Mesh
 
-from jaxgpt.config import Config
+from jaxgpt.config import Config, MeshShape
 from jaxgpt.models.transformer import count_parameters
 
 SLICE_BYTES = 2**29  # of activations; larger slices are slower, much smaller ones are too
@@ -26,9 +26,10 @@ def choose_n_slices(config: Config, mesh: Mesh) -> int:
         config: with model.vocab_size set, and rows that the mesh divides: none in a command that
             does not train.
     """
-    if mesh.shape["fsdp"] * mesh.shape["tensor"] > 1:
+    shape = MeshShape(**mesh.shape)
+    if shape.split_of("shards_parameters") * shape.split_of("splits_layers") > 1:
         return 1
-    rows = config.microbatch_size // mesh.shape["data"]
+    rows = config.microbatch_size // shape.split_of("splits_batch")
     gradient_bytes = 4 * count_parameters(config.model)[0]
     target = max(SLICE_BYTES, GRADIENTS_PER_SLICE * gradient_bytes) / activation_bytes(config)
     if rows <= max(1, target):

@@ -22,7 +22,7 @@ from jaxgpt.config import (
     check_batch,
     config_from_dict,
     config_from_file,
-    mesh_sizes,
+    mesh_shape,
     should_evaluate,
     skip_ranges,
 )
@@ -135,10 +135,10 @@ def prepare_run(config: Config, cluster: ProcessGroup) -> Run:
 
 def check_cpu_mesh(config: Config, cluster: ProcessGroup) -> None:
     """Checks the mesh against the devices that a job on CPUs is going to have."""
-    mesh = mesh_sizes(config)
+    mesh = mesh_shape(config)
     if not accelerator_expected():
         n_devices = cpu_devices_per_process(mesh, cluster) * cluster.size
-        check_batch(config, mesh_sizes(config, n_devices))
+        check_batch(config, mesh_shape(config, n_devices))
 
 
 def _decide(config: Config) -> dict[str, Any]:

@@ -11,9 +11,9 @@ from jaxgpt.checkpoint.checkpointer import Checkpoints
 from jaxgpt.cluster.preemption import StopSignal
 from jaxgpt.cluster.process_group import ProcessGroup
 from jaxgpt.cluster.watchdog import Watchdog
-from jaxgpt.config import check_batch, mesh_sizes
+from jaxgpt.config import MeshShape
 from jaxgpt.data.loader import Loader
-from jaxgpt.parallel.mesh import crossing, describe, make_mesh
+from jaxgpt.parallel.mesh import describe, device_hosts, job_mesh, tensor_crosses_hosts_warning
 from jaxgpt.perf.profile import StepProfile
 from jaxgpt.perf.startup import Startup
 from jaxgpt.runtime.compile_cache import CacheUse
@@ -64,14 +64,14 @@ def set_up(
         UsageError: if the configuration does not fit the devices, or there is no room.
     """
     config = run.config
-    sizes = mesh_sizes(config, jax.device_count())
-    check_batch(config, sizes)
-    check_faults(config, jax.device_count())
-    mesh = make_mesh(sizes, cluster.hosts)
+    mesh = job_mesh(config, cluster.hosts)
+    check_faults(config, mesh.size)
     cache_use = CacheUse()
     steps = make_steps(config, mesh)
     report = Reporter(run, steps, startup, cluster)
-    report.log_header(facts, warnings=(*steps.warnings, *crossing(mesh, cluster.hosts)))
+    hosts = device_hosts(mesh, cluster.hosts)
+    crossing = tensor_crosses_hosts_warning(MeshShape(**mesh.shape), hosts)
+    report.log_header(facts, (*steps.warnings, *crossing))
     checkpoints = Checkpoints(run.directory, config)
     if (run.resume_step or 0) < config.train.max_iters:
         checkpoints.check_room(run.resume_step or 0, checkpoint_tree(steps.state_shapes))

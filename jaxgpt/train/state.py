@@ -108,7 +108,7 @@ def state_shapes(config: Config, mesh: Mesh) -> TrainState:
         return sharding.shardings(specs, mesh, memory_kind)
 
     memory_kind = "pinned_host" if config.parallel.offload_optimizer else None
-    moments = shardings(sharding.moment_rules(stage), memory_kind)
+    moments = shardings(sharding.opt_state_rules(stage), memory_kind)
     state = jax.eval_shape(functools.partial(init_state, config))
     whole = sharding.replicated(mesh)
     placed = TrainState(

@@ -10,7 +10,7 @@ import pytest
 
 from jaxgpt.checkpoint.checkpointer import Checkpoints, restore_params
 from jaxgpt.checkpoint.metadata import list_checkpoints
-from jaxgpt.config import UsageError, load_config, mesh_sizes
+from jaxgpt.config import UsageError, load_config, mesh_shape
 from jaxgpt.parallel.mesh import make_mesh
 from jaxgpt.train.state import checkpoint_json, checkpoint_tree, state_from_checkpoint
 from jaxgpt.train.step import make_steps
@@ -31,7 +31,7 @@ def steps():
     for options in SETTINGS:
         config = load_config("tiny", "model.bias=True", "train.batch_size=16", *options)
         config = config.replace(model__vocab_size=256)
-        out.append(make_steps(config, make_mesh(mesh_sizes(config))))
+        out.append(make_steps(config, make_mesh(mesh_shape(config))))
     return out
 
 

@@ -9,6 +9,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxgpt.checkpoint import checksums as module
 from jaxgpt.checkpoint.checksums import checksums
+from jaxgpt.config import MeshShape
 from jaxgpt.parallel.mesh import make_mesh
 
 
@@ -48,12 +49,12 @@ def test_an_array_has_the_same_checksum_however_it_is_shared_out(
 ):
     monkeypatch.setattr(module, "CHUNK_ELEMENTS", 16)
     array = np.asarray(np.random.default_rng(0).normal(size=shape) * 100).astype(dtype)
-    placed = jax.device_put(array, NamedSharding(make_mesh(mesh), spec))
+    placed = jax.device_put(array, NamedSharding(make_mesh(MeshShape(*mesh)), spec))
     assert checksums({"a": [placed]}) == {"a/0": expected(array)}
 
 
 def test_a_flipped_bit_and_swapped_elements_are_found():
-    sharding = NamedSharding(make_mesh((1, 8, 1)), P("fsdp"))
+    sharding = NamedSharding(make_mesh(MeshShape(1, 8, 1)), P("fsdp"))
     array = np.random.default_rng(0).normal(size=64).astype(np.float32)
     right = checksums([jax.device_put(array, sharding)])
     for bit in range(32):

@@ -5,11 +5,12 @@ import pytest
 
 from jaxgpt.config import (
     Config,
+    MeshShape,
     UsageError,
     check_batch,
     config_from_dict,
     load_config,
-    mesh_sizes,
+    mesh_shape,
     parse_args,
     skip_ranges,
 )
@@ -168,22 +169,22 @@ def test_a_mistake_is_one_sentence_with_key_value_and_remedy(arguments, words):
 
 def test_minus_one_fills_an_axis():
     config = load_config("tiny", "--mesh", "-1,2,4")
-    assert mesh_sizes(config, 16) == (2, 2, 4)
+    assert mesh_shape(config, 16) == MeshShape(2, 2, 4)
     with pytest.raises(UsageError, match="does not divide the job's 12 devices"):
-        mesh_sizes(config, 12)
+        mesh_shape(config, 12)
 
 
 def test_the_mesh_must_have_the_devices():
     config = load_config("tiny", "--mesh", "2,1,4")
     with pytest.raises(UsageError, match="product is 8 but the job has 4"):
-        mesh_sizes(config, 4)
+        mesh_shape(config, 4)
 
 
 def test_rows_are_shared_out_by_microbatch():
     config = load_config("tiny", "train.gradient_accumulation_steps=4")
-    check_batch(config, (6, 1, 1))
+    check_batch(config, MeshShape(6))
     with pytest.raises(UsageError, match="4 microbatches"):
-        check_batch(config, (8, 1, 1))
+        check_batch(config, MeshShape(8))
 
 
 def test_skip_ranges_come_in_pairs():

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxgpt.config import UsageError, load_config
+from jaxgpt.config import MeshShape, UsageError, load_config
 from jaxgpt.data.dataset import open_dataset
 from jaxgpt.data.loader import Loader
 from jaxgpt.parallel.mesh import make_mesh
@@ -21,7 +21,7 @@ def loader(dataset, sharding, seed=1):
 
 def test_rows_are_the_tokens_of_the_file_at_their_offsets(dataset):
     file = np.fromfile(dataset.sources[0].entry.directory / "train.bin", np.uint16)
-    made = loader(dataset, batch_sharding(make_mesh((8, 1, 1))))
+    made = loader(dataset, batch_sharding(make_mesh(MeshShape(8))))
     batch = np.asarray(made.batch(7))
     assert (
         batch == np.stack([file[p.offset : p.offset + 65] for p in made.row_locations(7)])
@@ -30,16 +30,16 @@ def test_rows_are_the_tokens_of_the_file_at_their_offsets(dataset):
 
 @pytest.mark.parametrize("mesh", [(8, 1, 1), (1, 8, 1), (2, 1, 4), (1, 1, 8)])
 def test_the_batch_does_not_depend_on_the_mesh(dataset, mesh):
-    whole = NamedSharding(make_mesh((8, 1, 1)), PartitionSpec())
+    whole = NamedSharding(make_mesh(MeshShape(8)), PartitionSpec())
     expected = np.asarray(loader(dataset, whole).batch(3))
-    batch = loader(dataset, batch_sharding(make_mesh(mesh))).batch(3)
+    batch = loader(dataset, batch_sharding(make_mesh(MeshShape(*mesh)))).batch(3)
     assert (np.asarray(batch) == expected).all()
     rows = 16 // (mesh[0] * mesh[1])
     assert {s.data.shape for s in batch.addressable_shards} == {(rows, 65)}
 
 
 def test_reading_ahead_changes_nothing(dataset):
-    made = loader(dataset, batch_sharding(make_mesh((8, 1, 1))))
+    made = loader(dataset, batch_sharding(make_mesh(MeshShape(8))))
     steps = [5, 6, 40, 41]
     for step, batch in zip(steps, made.batches(steps), strict=True):
         assert (np.asarray(batch) == np.asarray(made.batch(step))).all()
@@ -59,7 +59,7 @@ def test_only_the_rows_that_are_needed_are_read(dataset):
         block_size=64,
         batch_size=16,
         seed=1,
-        sharding=batch_sharding(make_mesh((2, 1, 4))),
+        sharding=batch_sharding(make_mesh(MeshShape(2, 1, 4))),
     )
     made.batch(1)
     assert reads == [range(0, 8), range(8, 16)]  # once each, though four devices hold them
@@ -67,12 +67,12 @@ def test_only_the_rows_that_are_needed_are_read(dataset):
 
 def test_a_bad_token_is_named_with_file_and_offset(dataset):
     small = type(dataset)(dataset.sources, 100, None)
-    made = loader(small, batch_sharding(make_mesh((8, 1, 1))))
+    made = loader(small, batch_sharding(make_mesh(MeshShape(8))))
     with pytest.raises(UsageError, match=r"model.vocab_size=100: .*train.bin holds token \d+ at"):
         made.batch(1)
 
 
 def test_the_seed_is_part_of_the_order(dataset):
-    sharding = batch_sharding(make_mesh((8, 1, 1)))
+    sharding = batch_sharding(make_mesh(MeshShape(8)))
     one, two = (np.asarray(loader(dataset, sharding, seed).batch(1)) for seed in (1, 2))
     assert (one != two).any()

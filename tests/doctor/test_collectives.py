@@ -10,6 +10,7 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxgpt.cluster.process_group import ProcessGroup
+from jaxgpt.config import MeshShape
 from jaxgpt.doctor import collectives as module
 from jaxgpt.doctor.collectives import (
     COLLECTIVES,
@@ -46,7 +47,7 @@ def by_numpy(name, x):
 @pytest.mark.parametrize("collective", COLLECTIVES, ids=lambda c: c.name)
 def test_a_collective_does_what_its_name_says(collective):
     x = np.random.default_rng(0).integers(0, 100, (8, 16)).astype(np.float32)
-    mesh = make_mesh((8, 1, 1))
+    mesh = make_mesh(MeshShape(8))
     where = NamedSharding(mesh, PartitionSpec("data"))
     run = jax.shard_map(
         lambda x: collective.run(x[0], "data", 8)[None],
@@ -58,7 +59,7 @@ def test_a_collective_does_what_its_name_says(collective):
 
 def test_every_axis_of_a_mesh_is_checked_and_timed(monkeypatch):
     monkeypatch.setattr(module, "REPETITIONS", dict.fromkeys(SIZES, 1))
-    mesh = make_mesh((2, 1, 4))
+    mesh = make_mesh(MeshShape(2, 1, 4))
     for axis, n in (("data", 2), ("tensor", 4)):
         heard = []
         found = measure_axis(mesh, axis, CLUSTER, 0.0, heard.append)
@@ -78,7 +79,7 @@ def test_every_axis_of_a_mesh_is_checked_and_timed(monkeypatch):
 def test_sizes_grow_to_64_mib_while_there_is_time():
     assert (SIZES[0], SIZES[-1]) == (1024, 64 * 2**20)
     with limited_devices(2):
-        mesh = make_mesh((2, 1, 1))
+        mesh = make_mesh(MeshShape(2, 1, 1))
     found = measure_axis(mesh, "data", CLUSTER, 60.0, lambda what: None, [BY_NAME["permute"]])
     assert [m.bytes for m in found] == list(SIZES)
     assert {m.error for m in found} == {None}
@@ -86,7 +87,7 @@ def test_sizes_grow_to_64_mib_while_there_is_time():
 
 def test_what_takes_long_is_not_tried_larger(monkeypatch):
     monkeypatch.setattr(module, "measure", lambda mesh, axis, c, size: (3.0, ""))
-    found = measure_axis(make_mesh((8, 1, 1)), "data", CLUSTER, 60.0, lambda what: None)
+    found = measure_axis(make_mesh(MeshShape(8)), "data", CLUSTER, 60.0, lambda what: None)
     assert {m.bytes for m in found} == {1024}
 
 
@@ -106,7 +107,7 @@ BROKEN = {
 def test_a_wrong_result_fails(name):
     broken = dataclasses.replace(BY_NAME[name], run=BROKEN[name])
     for mesh, axis in (((8, 1, 1), "data"), ((2, 4, 1), "fsdp")):
-        _, error = measure(make_mesh(mesh), axis, broken, 1024)
+        _, error = measure(make_mesh(MeshShape(*mesh)), axis, broken, 1024)
         assert "wrong result: element" in error, mesh
 
 
@@ -114,7 +115,7 @@ def test_groups_along_an_axis_are_not_mixed_up():
     broken = dataclasses.replace(
         BY_NAME["all-reduce"], run=lambda x, axis, n: lax.psum(x, ("data", "fsdp"))
     )
-    assert measure(make_mesh((4, 2, 1)), "data", broken, 1024)[1]
+    assert measure(make_mesh(MeshShape(4, 2, 1)), "data", broken, 1024)[1]
 
 
 def test_a_failure_is_reported_and_the_others_go_on(capsys):
@@ -123,7 +124,7 @@ def test_a_failure_is_reported_and_the_others_go_on(capsys):
 
     broken = dataclasses.replace(BY_NAME["all-reduce"], run=refuse)
     some = [broken if c.name == broken.name else c for c in COLLECTIVES]
-    found = measure_axis(make_mesh((8, 1, 1)), "data", CLUSTER, 0.0, lambda what: None, some)
+    found = measure_axis(make_mesh(MeshShape(8)), "data", CLUSTER, 0.0, lambda what: None, some)
     checks = {c.name: c for c in collective_checks(found, slow=None)}
     failed = checks["all-reduce over data"]
     assert failed.status == "FAIL"

@@ -6,6 +6,7 @@ import jax
 import numpy as np
 
 from jaxgpt.cluster.process_group import ProcessGroup
+from jaxgpt.config import MeshShape
 from jaxgpt.doctor.links import axis_link, default_sizes
 from jaxgpt.parallel.mesh import make_mesh
 from jaxgpt.perf.hardware import DEVICES
@@ -28,17 +29,17 @@ class FakeMesh:
 
 
 def test_without_a_mesh_the_network_is_told_from_the_inside_of_a_host(monkeypatch):
-    assert default_sizes(CLUSTER) == (8, 1, 1)
+    assert default_sizes(CLUSTER) == MeshShape(8)
     two_hosts = ProcessGroup("test", size=4, hosts=(0, 0, 2, 2))
     devices = [FakeDevice(i // 2) for i in range(8)]
     monkeypatch.setattr(jax, "devices", lambda: devices)
-    assert default_sizes(two_hosts) == (2, 1, 4)
+    assert default_sizes(two_hosts) == MeshShape(2, 1, 4)
     uneven = ProcessGroup("test", size=4, hosts=(0, 0, 0, 3))
-    assert default_sizes(uneven) == (8, 1, 1)
+    assert default_sizes(uneven) == MeshShape(8)
 
 
 def test_an_axis_is_compared_with_its_own_axis_link():
-    simulated = make_mesh((2, 2, 2))
+    simulated = make_mesh(MeshShape(2, 2, 2))
     assert axis_link(simulated, "data", CLUSTER) == (False, None)  # of which there is no data sheet
     two_hosts = ProcessGroup("test", size=8, hosts=(0, 0, 0, 0, 4, 4, 4, 4))
     a100 = DEVICES["a100"]

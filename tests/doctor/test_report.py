@@ -8,6 +8,7 @@ import re
 import pytest
 
 from jaxgpt.cluster.process_group import ProcessGroup
+from jaxgpt.config import MeshShape
 from jaxgpt.doctor import __main__ as doctor
 from jaxgpt.doctor import collectives, training
 from jaxgpt.doctor.__main__ import run_checks
@@ -24,7 +25,7 @@ def quick(monkeypatch):
 
 
 def test_a_person_reads_every_axis_with_what_a_collective_does(quick, tmp_path, capsys):
-    assert run_checks(CLUSTER, FOUND, (2, 1, 4), tmp_path / "runs", as_json=False) == 0
+    assert run_checks(CLUSTER, FOUND, MeshShape(2, 1, 4), tmp_path / "runs", as_json=False) == 0
     lines = capsys.readouterr().out.splitlines()
     for axis in ("data", "tensor"):
         for collective in collectives.COLLECTIVES:
@@ -59,5 +60,5 @@ def test_steps_that_raise_are_a_line(quick, tmp_path, capsys, monkeypatch):
         raise RuntimeError("out of memory\nand more")
 
     monkeypatch.setattr(training, "train_ten_steps", refuse)
-    assert run_checks(CLUSTER, FOUND, (8, 1, 1), tmp_path, as_json=False) == 1
+    assert run_checks(CLUSTER, FOUND, MeshShape(8), tmp_path, as_json=False) == 1
     assert "FAIL training: process 0: RuntimeError: out of memory\n" in capsys.readouterr().out

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxgpt.config import load_config, mesh_sizes
+from jaxgpt.config import load_config, mesh_shape
 from jaxgpt.models.loss import cross_entropy, cross_entropy_sum
 from jaxgpt.parallel.mesh import make_mesh
 from jaxgpt.parallel.tensor import ONE_DEVICE
@@ -77,11 +77,11 @@ def test_logits_exist_only_in_parts(mesh, options, parts):
         "tiny", "model.n_layer=1", "model.n_embd=64", "model.vocab_size=50304",
         "model.block_size=1024", "train.batch_size=16", "--mesh", mesh, *options,
     )  # fmt: skip
-    sizes = mesh_sizes(config)
-    with limited_devices(math.prod(sizes)):
+    sizes = mesh_shape(config)
+    with limited_devices(sizes.n_devices):
         steps = make_steps(config, make_mesh(sizes), slices=1)  # a whole microbatch at once
     compiled = steps.lower_train_step().compile(COMPILE_ONLY)
     arrays = re.findall(r"\b[a-z]+[0-9]+\[([0-9,]+)\]", compiled.as_text())
     largest = max(math.prod(map(int, dims.split(","))) for dims in arrays)
-    tables_and_scores = max(50304 * 64, 16 * 4 // sizes[2] * 1024**2)
+    tables_and_scores = max(50304 * 64, 16 * 4 // sizes["tensor"] * 1024**2)
     assert largest == max(16 * 1024 * 50304 // parts, tables_and_scores)

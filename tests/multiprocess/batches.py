@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from jaxgpt.cluster.process_group import join_process_group
 from jaxgpt.cluster.shutdown import job_exit_handler
-from jaxgpt.config import load_config, mesh_sizes
+from jaxgpt.config import load_config, mesh_shape
 from jaxgpt.data.dataset import open_dataset
 from jaxgpt.runtime.initialize import initialize_jax
 
@@ -27,7 +27,7 @@ def digest_of(config, cluster, steps):
     from jaxgpt.parallel.mesh import make_mesh
     from jaxgpt.parallel.sharding import batch_sharding
 
-    sharding = batch_sharding(make_mesh(mesh_sizes(config, jax.device_count()), cluster.hosts))
+    sharding = batch_sharding(make_mesh(mesh_shape(config, jax.device_count()), cluster.hosts))
     dataset = open_dataset(config.data, config.model)
 
     def loader():
@@ -64,7 +64,7 @@ if __name__ == "__main__":
         split = sys.argv.index("--")
         n_steps, meshes, arguments = int(sys.argv[1]), sys.argv[2:split], sys.argv[split + 1 :]
         cluster = join_process_group()
-        initialize_jax(cluster, mesh_sizes(load_config(*arguments, "--mesh", meshes[0])))
+        initialize_jax(cluster, mesh_shape(load_config(*arguments, "--mesh", meshes[0])))
         found = {
             mesh: digest_of(load_config(*arguments, "--mesh", mesh), cluster, n_steps)
             for mesh in meshes

@@ -11,7 +11,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from jaxgpt.cluster.process_group import join_process_group
 from jaxgpt.cluster.shutdown import job_exit_handler
-from jaxgpt.config import load_config, mesh_sizes
+from jaxgpt.config import load_config, mesh_shape
 from jaxgpt.runtime.compile_cache import use_compile_cache
 from jaxgpt.runtime.initialize import initialize_jax
 
@@ -20,7 +20,7 @@ with job_exit_handler():
     n_steps, meshes, arguments = int(sys.argv[1]), sys.argv[2:split], sys.argv[split + 1 :]
     cluster = join_process_group()
     config = load_config(*arguments, "--mesh", meshes[0])
-    initialize_jax(cluster, mesh_sizes(config))
+    initialize_jax(cluster, mesh_shape(config))
     use_compile_cache(config.compile_cache, cluster)
     from jobs import trace
 

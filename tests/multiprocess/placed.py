@@ -24,7 +24,7 @@ def connect_and_watch(cluster, sizes, *args, **options):
         here = np.frombuffer(platform.node().encode().ljust(64), np.uint8)
         names = [bytes(row).decode().strip() for row in process_allgather(here)]
         if cluster.is_main:
-            groups = made.devices.reshape(-1, sizes[2])
+            groups = made.devices.reshape(-1, sizes["tensor"])
             print("placed " + json.dumps([[names[d.process_index] for d in g] for g in groups]))
         return made
 

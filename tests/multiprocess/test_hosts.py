@@ -17,10 +17,11 @@ TRAIN = (*SMALL, "--mesh", "2,1,2", "train.max_iters=3")
 # A proxy that answers nobody, as batch systems set for the nodes' way out.
 PROXY = {name: "http://127.0.0.1:9" for name in ("http_proxy", "https_proxy", "HTTPS_PROXY")}
 GATHER = """
+from jaxgpt.config import MeshShape
 from jaxgpt.runtime.initialize import initialize_jax
 from jaxgpt.cluster.process_group import join_process_group
 cluster = join_process_group()
-initialize_jax(cluster, (2, 1, 1))
+initialize_jax(cluster, MeshShape(2))
 import numpy, jax.experimental.multihost_utils as multihost
 ranks = multihost.process_allgather(numpy.int32(cluster.rank))
 if cluster.is_main:

@@ -25,7 +25,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from jaxgpt.config import load_config, mesh_sizes
+from jaxgpt.config import load_config, mesh_shape
 from jaxgpt.models import transformer
 from jaxgpt.models.attention import make_attention
 from jaxgpt.models.loss import cross_entropy_sum
@@ -173,7 +173,7 @@ def make_plain_step(config, mesh, options):
             gradients, losses = jax.lax.scan(add, zeros, parts)
             losses_B = merge_microbatches(losses)
             gradients = jax.tree.map(lambda g: g / n, gradients)
-        gradients = constrain(gradients, placed(sharding.moment_rules(stage)))
+        gradients = constrain(gradients, placed(sharding.opt_state_rules(stage)))
         norm = optax.tree.norm(gradients)
         clipped = clip_by_norm(gradients, norm, config.optimizer.grad_clip)
 
@@ -234,9 +234,9 @@ def compare(name, arguments, on_h100):
         devices = topologies.get_topology_desc(
             "h100", "cuda", topology="1x1x8", target_config=H100
         ).devices
-    sizes = mesh_sizes(config)
+    sizes = mesh_shape(config)
     mesh = Mesh(
-        np.array(devices).reshape(sizes),
+        np.array(devices).reshape(tuple(sizes.values())),
         ("data", "fsdp", "tensor"),
         axis_types=(AxisType.Auto,) * 3,
     )

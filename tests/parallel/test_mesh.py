@@ -4,7 +4,8 @@ import jax
 import numpy as np
 import pytest
 
-from jaxgpt.parallel.mesh import crossing, describe, make_mesh
+from jaxgpt.config import MeshShape
+from jaxgpt.parallel.mesh import describe, device_hosts, make_mesh, tensor_crosses_hosts_warning
 
 
 @dataclass(frozen=True)
@@ -25,21 +26,26 @@ def two_hosts(monkeypatch):
 
 
 def test_tensor_lies_on_neighbouring_devices():
-    mesh = make_mesh((2, 1, 4))
+    mesh = make_mesh(MeshShape(2, 1, 4))
     ids = np.vectorize(lambda d: d.id)(mesh.devices)
     assert ids.tolist() == [[[0, 1, 2, 3]], [[4, 5, 6, 7]]]
     assert describe(mesh) == "data=2 fsdp=1 tensor=4"
 
 
 def test_data_crosses_hosts_and_tensor_does_not(two_hosts):
-    mesh = make_mesh((2, 1, 4), two_hosts)
+    mesh = make_mesh(MeshShape(2, 1, 4), two_hosts)
     on_hosts = np.vectorize(lambda d: two_hosts[d.process_index])(mesh.devices)
     assert on_hosts.tolist() == [[[0, 0, 0, 0]], [[1, 1, 1, 1]]]
-    assert crossing(mesh, two_hosts) == ()
+    assert warning(mesh, two_hosts) == ()
+
+
+def warning(mesh, hosts):
+    return tensor_crosses_hosts_warning(MeshShape(**mesh.shape), device_hosts(mesh, hosts))
 
 
 def test_tensor_across_hosts_works_and_is_said(two_hosts):
-    (sentence,) = crossing(make_mesh((1, 1, 8), two_hosts), two_hosts)
+    (sentence,) = warning(make_mesh(MeshShape(tensor=8), two_hosts), two_hosts)
     assert "tensor=8 spans 2 hosts" in sentence
-    (sentence,) = crossing(make_mesh((4, 1, 2)), two_hosts)  # nobody said which process is where
+    nobody_said = make_mesh(MeshShape(4, 1, 2))  # which process is where
+    (sentence,) = warning(nobody_said, two_hosts)
     assert "tensor=2 spans 2 hosts" in sentence

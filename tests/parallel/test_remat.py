@@ -2,7 +2,7 @@ import re
 
 import pytest
 
-from jaxgpt.config import load_config
+from jaxgpt.config import MeshShape, load_config
 from jaxgpt.parallel.mesh import make_mesh
 from jaxgpt.train.step import make_steps
 from jobs import limited_devices
@@ -31,7 +31,7 @@ def test_a_layer_computes_again_what_it_does_not_keep(remat, linear, attention):
     )
     with limited_devices(1):
         # On CPUs norms have products, too, with vectors.
-        steps = make_steps(config, make_mesh((1, 1, 1)), on_cpu=False)
+        steps = make_steps(config, make_mesh(MeshShape(1, 1, 1)), on_cpu=False)
     text = steps.lower_train_step().compile().as_text()
     products = re.findall(r" dot\(.*", text)
     of_heads = [p for p in products if "lhs_batch_dims" in p]

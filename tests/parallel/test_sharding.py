@@ -2,11 +2,11 @@ import jax
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from jaxgpt.config import load_config
+from jaxgpt.config import MeshShape, load_config
 from jaxgpt.parallel.mesh import make_mesh
 from jaxgpt.parallel.sharding import (
     gradient_rules,
-    moment_rules,
+    opt_state_rules,
     parameter_rules,
     partition_spec,
 )
@@ -17,7 +17,7 @@ from jobs import limited_devices
 
 def state_on(mesh, *overrides):
     config = load_config("shakespeare_char_cpu", *overrides).replace(model__vocab_size=65)
-    return make_steps(config, make_mesh(mesh)).init()
+    return make_steps(config, make_mesh(MeshShape(*mesh))).init()
 
 
 def bytes_on_one_device(tree):
@@ -27,7 +27,7 @@ def bytes_on_one_device(tree):
 
 
 def test_a_dimension_lies_where_its_meaning_says():
-    mesh = make_mesh((2, 2, 2))
+    mesh = make_mesh(MeshShape(2, 2, 2))
     spec = partition_spec(("embed", None, "heads", None), (128, 3, 4, 32), parameter_rules(3), mesh)
     assert spec == P("fsdp", None, "tensor", None)
     spec = partition_spec(("embed", None, "heads", None), (128, 3, 4, 32), parameter_rules(2), mesh)
@@ -35,7 +35,9 @@ def test_a_dimension_lies_where_its_meaning_says():
 
 
 def test_a_dimension_that_does_not_divide_stays_whole():
-    spec = partition_spec(("vocab", "embed"), (130, 128), parameter_rules(3), make_mesh((1, 2, 4)))
+    spec = partition_spec(
+        ("vocab", "embed"), (130, 128), parameter_rules(3), make_mesh(MeshShape(1, 2, 4))
+    )
     assert spec == P(None, "fsdp")
 
 
@@ -44,11 +46,11 @@ def test_a_dimension_that_does_not_divide_stays_whole():
     [(0, None, None, None), (1, None, None, "fsdp"), (2, None, "fsdp", "fsdp"), (3, *["fsdp"] * 3)],
 )
 def test_zero_stages_are_those_of_the_paper(stage, parameters, gradients, moments):
-    mesh = make_mesh((1, 8, 1))
+    mesh = make_mesh(MeshShape(1, 8, 1))
     for rules, expected in (
         (parameter_rules, parameters),
         (gradient_rules, gradients),
-        (moment_rules, moments),
+        (opt_state_rules, moments),
     ):
         assert partition_spec(("embed", "mlp"), (128, 512), rules(stage), mesh)[0] == expected
 
@@ -83,7 +85,7 @@ def test_zero_3_never_holds_all_layers_whole():
             "tiny", "model.n_layer=8", "model.n_embd=256", "train.batch_size=8",
             "model.block_size=32", "parallel.scan_layers=True", f"parallel.zero_stage={stage}",
         ).replace(model__vocab_size=256)  # fmt: skip
-        steps = make_steps(config, make_mesh((1, 8, 1)))
+        steps = make_steps(config, make_mesh(MeshShape(1, 8, 1)))
         compiled = steps.lower_train_step().compile(COMPILE_ONLY)
         temporary[stage] = compiled.memory_analysis().temp_size_in_bytes
     layers = 8 * 12 * 256**2 * 4  # bytes
@@ -94,5 +96,5 @@ def test_what_cannot_be_divided_is_said():
     config = load_config("shakespeare_char_cpu", "model.n_head=6", "model.n_embd=126")
     config = config.replace(model__vocab_size=65)
     with limited_devices(6):
-        steps = make_steps(config, make_mesh((1, 2, 3)))
+        steps = make_steps(config, make_mesh(MeshShape(1, 2, 3)))
     assert steps.warnings == ("vocab=128 stays whole on every device: 3 does not divide it",)

@@ -6,6 +6,7 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec
 
 from jaxgpt.cluster.process_group import ProcessGroup
+from jaxgpt.config import MeshShape
 from jaxgpt.models.attention import xla_attention
 from jaxgpt.perf.hlo_text import parse_hlo
 from jaxgpt.perf.operations import Operation, read_operations
@@ -67,7 +68,7 @@ def test_a_model_s_operations_are_found_in_its_source():
         "tiny", "model.n_layer=1", "model.n_embd=32", "model.n_head=2", "model.block_size=16",
         "model.vocab_size=64", "train.batch_size=8",
     )  # fmt: skip
-    steps = make_steps(config, make_mesh((2, 2, 2)))
+    steps = make_steps(config, make_mesh(MeshShape(2, 2, 2)))
     hlo = steps.lower_train_step().compile().as_text()
     operations = read_operations(parse_hlo(hlo))
     sources = {}

@@ -1,20 +1,19 @@
 """`python -m jaxgpt.plan` against the live arrays and the compiled program that it speaks of."""
 
 import json
-import math
 
 import jax
 import numpy as np
 import pytest
 
-from jaxgpt.config import UsageError, load_config, mesh_sizes
+from jaxgpt.config import MeshShape, UsageError, load_config, mesh_shape
 from jaxgpt.models.transformer import count_parameters
 from jaxgpt.parallel.mesh import make_mesh
 from jaxgpt.perf.hardware import DEVICES
 from jaxgpt.plan import __main__ as plan_command
 from jaxgpt.plan import advise as advice_module
 from jaxgpt.plan.advise import advise
-from jaxgpt.plan.estimate import hosts_spanned
+from jaxgpt.plan.estimate import planned_hosts_spanned
 from jaxgpt.plan.layout import plan_layout
 from jaxgpt.plan.program import Memory
 from jaxgpt.train.step import make_steps
@@ -48,7 +47,7 @@ def live_bytes(tree):
 @pytest.mark.parametrize("layout", LAYOUTS, ids=" ".join)
 def test_a_plan_is_what_the_program_does(layout):
     config = configured(*layout)
-    sizes = mesh_sizes(config)
+    sizes = mesh_shape(config)
     plan = plan_layout(config, sizes, DEVICES["cpu"], 8)
     steps = make_steps(config, make_mesh(sizes))
     state = steps.init()
@@ -67,7 +66,7 @@ def test_a_quickly_compiled_plan_is_that_of_the_program_that_runs(layout):
     job = run("plan", "--config", *MODEL, "--mesh", *layout, "--json")
     assert job.returncode == 0, job.stdout
     found, config = json.loads(job.stdout), configured(*layout)
-    plan = plan_layout(config, mesh_sizes(config), DEVICES["cpu"], 8)
+    plan = plan_layout(config, mesh_shape(config), DEVICES["cpu"], 8)
     assert found["memory"]["total"] == pytest.approx(plan.memory.total, rel=0.001)
     assert found["collectives"] == json.loads(json.dumps(plan.to_dict()["collectives"]))
 
@@ -80,11 +79,11 @@ def test_state_follows_the_formula_of_the_zero_paper(stage, parameters, gradient
     """arXiv 1910.02054, figure 1, with 4 bytes for a parameter: 4 + 4 + 8 bytes, each over N."""
     config = configured("1,8,1", f"parallel.zero_stage={stage}")
     n, _ = count_parameters(config.model)
-    memory = plan_layout(config, (1, 8, 1), DEVICES["cpu"], 8).memory
+    memory = plan_layout(config, MeshShape(1, 8, 1), DEVICES["cpu"], 8).memory
     assert memory.parameters == pytest.approx(4 * n / parameters, rel=0.02)
     assert memory.gradients == pytest.approx(4 * n / gradients, rel=0.02)
     assert memory.moments == pytest.approx(8 * n / moments, rel=0.02)
-    state = make_steps(config, make_mesh((1, 8, 1))).init()
+    state = make_steps(config, make_mesh(MeshShape(1, 8, 1))).init()
     assert live_bytes(state) == pytest.approx(4 * n / parameters + 8 * n / moments, rel=0.02)
 
 
@@ -92,13 +91,13 @@ def test_state_follows_the_formula_of_the_zero_paper(stage, parameters, gradient
 def test_another_device_counts_its_own_dtype_and_memory(gradients):
     dtypes = ("train.dtype=bfloat16", f"parallel.grad_reduce_dtype={gradients}")
     config = configured("1,4,2", *dtypes, "parallel.offload_optimizer=True", SCAN)
-    plan = plan_layout(config, (1, 4, 2), DEVICES["a100"], 4)
+    plan = plan_layout(config, MeshShape(1, 4, 2), DEVICES["a100"], 4)
     assert plan.memory.host_moments == plan.memory.moments - 4  # Adam's count stays
     for row in plan.communication():  # also in bytes, though a CPU has no bfloat16
         assert (row["count"], row["bytes"]) == (row["theory_count"], row["theory_bytes"]), row
     assert plan.attention.startswith("cudnn")
     assert plan.estimate.mfu < 0.6 and plan.estimate.step > 0
-    slower = plan_layout(config, (1, 4, 2), DEVICES["a100"], 1)
+    slower = plan_layout(config, MeshShape(1, 4, 2), DEVICES["a100"], 1)
     assert slower.estimate.step > plan.estimate.step
     assert "tensor=2 spans 2 hosts" in slower.warnings[0] and not plan.warnings
 
@@ -118,8 +117,8 @@ def test_flash_attention_is_planned_in_linear_memory(layout):
             *layout, "train.dtype=bfloat16", f"model.block_size={block_size}", "model.n_head=2",
             "train.batch_size=2", "train.loss_chunk=256", SCAN,
         )  # fmt: skip
-        sizes = mesh_sizes(config)
-        with limited_devices(math.prod(sizes)):
+        sizes = mesh_shape(config)
+        with limited_devices(sizes.n_devices):
             return plan_layout(config, sizes, device, 2).memory.activations_and_temporaries
 
     h100, mi250x = DEVICES["h100"], DEVICES["mi250x"]
@@ -129,9 +128,9 @@ def test_flash_attention_is_planned_in_linear_memory(layout):
 
 def test_offloaded_moments_cost_time_and_come_back_for_the_update():
     config = configured("1,8,1", "train.dtype=bfloat16", SCAN)
-    kept = plan_layout(config, (1, 8, 1), DEVICES["a100"], 4)
+    kept = plan_layout(config, MeshShape(1, 8, 1), DEVICES["a100"], 4)
     config = config.replace(parallel__offload_optimizer=True)
-    away = plan_layout(config, (1, 8, 1), DEVICES["a100"], 4)
+    away = plan_layout(config, MeshShape(1, 8, 1), DEVICES["a100"], 4)
     there_and_back = 2 * away.memory.host_moments / 32e9  # PCIe 4.0 x16
     assert away.estimate.update - kept.estimate.update == pytest.approx(there_and_back)
     memory = Memory(parameters=10, gradients=10, moments=20, host_moments=20)
@@ -151,8 +150,7 @@ def test_offloaded_moments_cost_time_and_come_back_for_the_update():
     ],
 )
 def test_hosts_are_counted_by_where_devices_are(axes, mesh, per_host, hosts):
-    mesh = dict(zip(("data", "fsdp", "tensor"), mesh, strict=True))
-    assert hosts_spanned(axes, mesh, per_host) == hosts
+    assert planned_hosts_spanned(axes, MeshShape(*mesh), per_host) == hosts
 
 
 @pytest.mark.parametrize(
@@ -168,7 +166,7 @@ def test_advice_follows_the_rules(room, best, per_host, monkeypatch):
     )  # fmt: skip
     with limited_devices(4):
         found = advise(config, 4, DEVICES["a100"], per_host)
-        sizes = tuple(found[0].mesh.values())
+        sizes = found[0].mesh
         best_plan = plan_layout(found[0].config, sizes, DEVICES["a100"], per_host)
     data, fsdp, tensor = found[0].mesh.values()
     assert tensor == 1 and (fsdp > 1) == (best == "ZeRO") and found[0].fits

@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from jaxgpt.config import load_config
+from jaxgpt.config import load_config, mesh_shape
 from jaxgpt.models.transformer import count_parameters
 from jaxgpt.perf.hardware import DEVICES
 from jaxgpt.perf.hlo import ring_bytes
@@ -24,15 +24,14 @@ SP, SCAN = "parallel.sequence_parallel=True", "parallel.scan_layers=True"
 
 
 def settings(mesh, *options):
-    sizes = tuple(int(size) for size in mesh.split(","))
     config = load_config(*MODEL, "--mesh", mesh, *options)
-    return config, dict(zip(("data", "fsdp", "tensor"), sizes, strict=True))
+    return config, mesh_shape(config)
 
 
 def compiled_traffic(config, mesh):
     """(kind, axes) -> (number of arrays, bytes), read from the program."""
-    with limited_devices(math.prod(mesh.values())):
-        program = compile_step(config, tuple(mesh.values()), DEVICES["cpu"])
+    with limited_devices(mesh.n_devices):
+        program = compile_step(config, mesh, DEVICES["cpu"])
     return totals(program.collectives)
 
 

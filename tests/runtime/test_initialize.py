@@ -5,7 +5,7 @@ import pytest
 
 from jaxgpt.cluster.machines import find_machine
 from jaxgpt.cluster.process_group import ProcessGroup
-from jaxgpt.config import UsageError
+from jaxgpt.config import MeshShape, UsageError
 from jaxgpt.runtime import devices as own
 from jaxgpt.runtime import initialize as backend
 from jaxgpt.runtime.devices import cpu_devices_per_process, local_device_ids
@@ -30,26 +30,28 @@ def nothing_set(monkeypatch):
     ],
 )
 def test_each_process_simulates_its_share_of_the_mesh(mesh, processes, devices):
-    assert cpu_devices_per_process(mesh, ProcessGroup("test", size=processes)) == devices
+    assert (
+        cpu_devices_per_process(MeshShape(*mesh), ProcessGroup("test", size=processes)) == devices
+    )
 
 
 def test_the_environment_decides_where_it_is_set(monkeypatch):
     monkeypatch.setenv("JAX_NUM_CPU_DEVICES", "3")
-    assert cpu_devices_per_process((2, 1, 4), ProcessGroup("test")) == 3
+    assert cpu_devices_per_process(MeshShape(2, 1, 4), ProcessGroup("test")) == 3
 
 
 @pytest.mark.parametrize("value", ["abc", "0", "-1", "2049"])
 def test_a_number_of_devices_that_is_none_is_refused(monkeypatch, value):
     monkeypatch.setenv("JAX_NUM_CPU_DEVICES", value)
     with pytest.raises(UsageError, match=f"JAX_NUM_CPU_DEVICES={value}"):
-        cpu_devices_per_process((2, 1, 4), ProcessGroup("test"))
+        cpu_devices_per_process(MeshShape(2, 1, 4), ProcessGroup("test"))
 
 
 @pytest.mark.parametrize("mesh", [(4097, 1, 1), (-1, 1, 4098)])
 def test_more_devices_than_a_cpu_simulates_are_refused(mesh):
     with pytest.raises(UsageError, match=rf"parallel.mesh={mesh[0]},1,.*: its 409[78] devices are"):
-        cpu_devices_per_process(mesh, ProcessGroup("test", size=2))
-    assert cpu_devices_per_process((4096, 1, 1), ProcessGroup("test", size=2)) == 2048
+        cpu_devices_per_process(MeshShape(*mesh), ProcessGroup("test", size=2))
+    assert cpu_devices_per_process(MeshShape(4096), ProcessGroup("test", size=2)) == 2048
 
 
 class Mates:
@@ -130,8 +132,8 @@ def test_a_plugin_that_gives_no_devices_is_not_passed_over(monkeypatch):
     with pytest.raises(
         UsageError, match="devices: this host has accelerators, .*JAX_PLATFORMS=cpu"
     ):
-        backend.initialize_jax(cluster_of(0, 1), (1, 1, 1))
-    assert backend.initialize_jax(cluster_of(0, 1), (1, 1, 1), allow_cpu=True)["devices"]
+        backend.initialize_jax(cluster_of(0, 1), MeshShape())
+    assert backend.initialize_jax(cluster_of(0, 1), MeshShape(), allow_cpu=True)["devices"]
 
 
 def test_more_processes_than_devices_are_refused(monkeypatch):
@@ -159,7 +161,7 @@ def test_settings_of_jax_do_not_change_results(name, value):
     before = getattr(jax.config, name)
     jax.config.update(name, value)
     try:
-        facts = backend.initialize_jax(ProcessGroup("test"), (8, 1, 1))
+        facts = backend.initialize_jax(ProcessGroup("test"), MeshShape(8))
         assert getattr(jax.config, name) == before
     finally:
         jax.config.update(name, before)
@@ -170,13 +172,13 @@ def test_settings_of_jax_do_not_change_results(name, value):
 
 def test_processes_must_divide_the_mesh():
     with pytest.raises(UsageError, match="parallel.mesh=2,1,4: .*8 devices.*3 processes"):
-        cpu_devices_per_process((2, 1, 4), ProcessGroup("test", size=3))
+        cpu_devices_per_process(MeshShape(2, 1, 4), ProcessGroup("test", size=3))
 
 
 def test_cluster_json_names_the_job_and_its_host_file(monkeypatch):
     monkeypatch.setenv("PBS_JOBID", "12.pbs")
     monkeypatch.setenv("PBS_NODEFILE", "/var/spool/pbs/aux/12.pbs")
-    facts = backend.initialize_jax(ProcessGroup("test"), (8, 1, 1))
+    facts = backend.initialize_jax(ProcessGroup("test"), MeshShape(8))
     assert (facts["scheduler"], facts["job"]) == ("PBS", "12.pbs")
     assert facts["host_file"] == "/var/spool/pbs/aux/12.pbs"
     assert facts["processes"] == 1 and facts["devices"] == 8

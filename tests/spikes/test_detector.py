@@ -8,7 +8,7 @@ import optax
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxgpt.config import SpikeConfig, load_config, mesh_sizes
+from jaxgpt.config import MeshShape, SpikeConfig, load_config, mesh_shape
 from jaxgpt.parallel.mesh import make_mesh
 from jaxgpt.plan.program import COMPILE_ONLY
 from jaxgpt.spikes.detector import (
@@ -107,7 +107,7 @@ def test_nothing_is_a_spike_before_the_window_is_full_or_where_it_is_constant():
 
 def test_what_is_remembered_survives_json_exactly():
     _, watch = watched(normal(20))
-    mesh = make_mesh((8, 1, 1))
+    mesh = make_mesh(MeshShape(8))
 
     def shapes(spike):
         where = NamedSharding(mesh, PartitionSpec())
@@ -138,8 +138,8 @@ MODEL = (
 def setup(*options):
     """The functions of a run on the devices that --mesh says, or eight, and a batch."""
     config = load_config(*MODEL, "--mesh", "8,1,1", *options)
-    sizes = mesh_sizes(config)
-    with limited_devices(int(np.prod(sizes))):
+    sizes = mesh_shape(config)
+    with limited_devices(sizes.n_devices):
         steps = make_steps(config, make_mesh(sizes))
     rows = np.random.default_rng(0).integers(0, 64, (16, 33)).astype(np.int32)
     return steps, jax.device_put(rows, steps.batch_shape.sharding)
@@ -238,7 +238,7 @@ def test_leaving_steps_out_takes_no_copy_of_the_state():
     def temporaries(action):
         options = ("--mesh", "2,4,1", f"spike.action={action}", "model.n_embd=64")
         config = load_config(*MODEL, *options)
-        steps = make_steps(config, make_mesh((2, 4, 1)))
+        steps = make_steps(config, make_mesh(MeshShape(2, 4, 1)))
         compiled = steps.lower_train_step().compile(COMPILE_ONLY)
         return compiled.memory_analysis().temp_size_in_bytes
 

@@ -1,6 +1,5 @@
 import functools
 import itertools
-import math
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +7,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxgpt.config import UsageError, load_config
+from jaxgpt.config import MeshShape, UsageError, load_config
 from jaxgpt.data.tokenizers.char import CharTokenizer
 from jaxgpt.models.transformer import GPT
 from jaxgpt.parallel.mesh import make_mesh
@@ -118,9 +117,9 @@ SHAPE = (f"model.block_size={BLOCK}", f"model.vocab_size={CHARACTERS}", "model.n
 
 def made_steps(mesh, *options):
     """(functions of a run of few devices, parameters that make a text varied)."""
-    sizes = tuple(int(size) for size in mesh.split(","))
+    sizes = MeshShape.parse(mesh)
     config = load_config("tiny", *SHAPE, "--mesh", mesh, *options)
-    with limited_devices(math.prod(sizes)):
+    with limited_devices(sizes.n_devices):
         steps = make_steps(config, make_mesh(sizes))
     draw = np.random.default_rng(1).normal
     params = jax.tree.map(

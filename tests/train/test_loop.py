@@ -16,7 +16,7 @@ import yaml
 from jaxgpt import sample
 from jaxgpt.cluster import shutdown as exits
 from jaxgpt.cluster.watchdog import Watchdog
-from jaxgpt.config import OptimizerConfig, UsageError
+from jaxgpt.config import MeshShape, OptimizerConfig, UsageError
 from jaxgpt.data.loader import Loader
 from jaxgpt.data.tokenizers.char import ByteTokenizer
 from jaxgpt.train import setup
@@ -156,7 +156,7 @@ def test_a_run_goes_on_from_another_mesh(forty, tmp_path, mesh, monkeypatch):
 
 def test_what_is_restored_is_bitwise_what_was_saved(forty):
     from jaxgpt.checkpoint.checkpointer import Checkpoints, restore_params
-    from jaxgpt.config import load_config
+    from jaxgpt.config import MeshShape, load_config
     from jaxgpt.parallel.mesh import make_mesh
     from jaxgpt.train.state import checkpoint_tree, state_from_checkpoint
     from jaxgpt.train.step import make_steps
@@ -165,7 +165,7 @@ def test_what_is_restored_is_bitwise_what_was_saved(forty):
     assert any("mu" in name for name in saved) and any("nu" in name for name in saved)
     config = load_config(*SMALL[1:]).replace(model__vocab_size=256)
     for mesh in ((1, 8, 1), (2, 2, 2)):
-        steps = make_steps(config, make_mesh(mesh))
+        steps = make_steps(config, make_mesh(MeshShape(*mesh)))
         checkpoints = Checkpoints(forty, load_config(*SMALL[1:], "checkpoint.keep=10"))
         shapes = steps.state_shapes
         state = state_from_checkpoint(*checkpoints.restore(30, checkpoint_tree(shapes)), shapes)
@@ -393,7 +393,7 @@ def params_of(out):
     from jaxgpt.train.step import make_steps
 
     config = load_config(*SMALL[1:]).replace(model__vocab_size=256)
-    return restore_params(out, 20, make_steps(config, make_mesh((8, 1, 1))).state_shapes.params)
+    return restore_params(out, 20, make_steps(config, make_mesh(MeshShape(8))).state_shapes.params)
 
 
 def test_reading_a_checkpoint_leaves_a_save_in_progress_alone(forty, tmp_path):

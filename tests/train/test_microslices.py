@@ -3,7 +3,7 @@ import numpy as np
 import optax
 import pytest
 
-from jaxgpt.config import load_config
+from jaxgpt.config import MeshShape, load_config
 from jaxgpt.parallel.mesh import make_mesh
 from jaxgpt.perf.hlo import read_collectives
 from jaxgpt.train.microslices import SLICE_BYTES, activation_bytes, choose_n_slices
@@ -50,7 +50,12 @@ def test_slices_have_about_the_size_that_is_fast(batch_size):
 )
 def test_rows_stay_together_where_nothing_is_won(config, mesh):
     with limited_devices(np.prod(mesh)):
-        assert choose_n_slices(load_config(*config, "model.vocab_size=65"), make_mesh(mesh)) == 1
+        assert (
+            choose_n_slices(
+                load_config(*config, "model.vocab_size=65"), make_mesh(MeshShape(*mesh))
+            )
+            == 1
+        )
 
 
 def test_a_slice_does_more_than_add_up_gradients():
@@ -61,7 +66,7 @@ def test_a_slice_does_more_than_add_up_gradients():
 
 def one_device():
     with limited_devices(1):
-        return make_mesh((1, 1, 1))
+        return make_mesh(MeshShape(1, 1, 1))
 
 
 def test_cpus_compute_in_slices_by_themselves_and_save_no_less_with_remat():
@@ -92,7 +97,7 @@ def test_slices_change_memory_and_nothing_else(mesh, parts):
     )  # fmt: skip
     rows = np.random.default_rng(1).integers(0, 65, (128, 65), dtype=np.int32)
     with limited_devices(np.prod(mesh)):
-        mesh = make_mesh(mesh)
+        mesh = make_mesh(MeshShape(*mesh))
     losses, gradients, evaluated, memory, said = [], [], [], [], []
     for slices in (1, 4):
         steps = make_steps(config, mesh, slices=slices)

@@ -7,7 +7,7 @@ import numpy as np
 import optax
 import pytest
 
-from jaxgpt.config import load_config, mesh_sizes
+from jaxgpt.config import MeshShape, load_config, mesh_shape
 from jaxgpt.models.attention import cudnn_attention, xla_attention
 from jaxgpt.parallel.mesh import make_mesh
 from jaxgpt.train import step
@@ -52,7 +52,7 @@ def test_the_gradient_of_a_frequent_token_is_not_rounded_away():
     rows, gradient = np.full((32, 65), 7, np.int32), {}
     for dtype in ("float32", "bfloat16"):
         config = load_config(*ARGUMENTS, "model.vocab_size=256", f"train.dtype={dtype}")
-        mesh = make_mesh((8, 1, 1))
+        mesh = make_mesh(MeshShape(8))
         sharded = shard_model(config, mesh, xla_attention)
         params = make_steps(config, mesh).init().params
         _, gradients, _ = jax.jit(sharded.loss_and_gradients)(params, np.int32(1), rows)
@@ -63,7 +63,7 @@ def test_the_gradient_of_a_frequent_token_is_not_rounded_away():
 
 def test_what_is_written_for_cpus_and_for_gpus_computes_the_same():
     config = load_config(*ARGUMENTS, "model.vocab_size=256", "model.dropout=0.1", "model.bias=True")
-    mesh = make_mesh((2, 2, 2))
+    mesh = make_mesh(MeshShape(2, 2, 2))
     rows = np.random.default_rng(0).integers(256, size=(16, 65), dtype=np.int32)
     params = make_steps(config, mesh).init().params
     found = []
@@ -99,7 +99,7 @@ def test_a_step_with_cudnn_s_attention_is_lowered_for_nvidias_gpus(layout, monke
     config = load_config(
         *ARGUMENTS, "model.vocab_size=256", "train.dtype=bfloat16", "--mesh", *layout
     )
-    mesh = make_mesh(mesh_sizes(config))
+    mesh = make_mesh(mesh_shape(config))
     steps = make_steps(config, mesh, attend=cudnn_attention, on_cpu=False)
     operands = (
         steps.state_shapes,
@@ -145,7 +145,7 @@ def test_clipping_is_optaxs(scale, limit):
 
 def test_leaving_an_update_out_takes_no_copy_of_the_state(monkeypatch):
     """Beside a step that always updates, which could not keep the state of a step that is NaN."""
-    mesh = make_mesh((1, 8, 1))
+    mesh = make_mesh(MeshShape(1, 8, 1))
     config = load_config(*ARGUMENTS, "model.vocab_size=256", "spike.action=skip_update")
 
     def temporaries():
@@ -153,5 +153,5 @@ def test_leaving_an_update_out_takes_no_copy_of_the_state(monkeypatch):
         return compiled.memory_analysis().temp_size_in_bytes
 
     gated = temporaries()
-    monkeypatch.setattr(step, "gate_by_cond", lambda is_due, update, *old: update(*old))
+    monkeypatch.setattr(step, "gate_in_turn", lambda is_due, update, *old: update(*old))
     assert gated <= temporaries() + 10_000

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxgpt.config import load_config, mesh_sizes
+from jaxgpt.config import load_config, mesh_shape
 from jaxgpt.models.transformer import GPT
 from jaxgpt.parallel.mesh import make_mesh
 from jaxgpt.train import step_metrics
@@ -31,8 +31,8 @@ def largest_logit(monkeypatch, tmp_path):
 )
 def test_it_is_the_largest_of_all_logits_on_any_mesh(largest_logit, options):
     config = load_config(*SMALL[1:], *options).replace(model__vocab_size=256)
-    sizes = mesh_sizes(config)
-    with limited_devices(int(np.prod(sizes))):
+    sizes = mesh_shape(config)
+    with limited_devices(sizes.n_devices):
         mesh = make_mesh(sizes)
     steps = make_steps(config, mesh)
     tokens = np.random.default_rng(0).integers(0, 256, steps.batch_shape.shape).astype(np.int32)

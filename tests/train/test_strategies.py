@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxgpt.config import load_config
+from jaxgpt.config import MeshShape, load_config
 from jaxgpt.parallel.mesh import make_mesh
 from jaxgpt.train.step import make_steps
 from jobs import FIGHT, trace
@@ -147,7 +147,7 @@ def test_a_vocabulary_that_tensor_does_not_divide_is_shared_out(sequence_paralle
 def test_offloaded_moments_live_in_the_hosts_memory():
     config = load_config(*ARGUMENTS, "--mesh", "2,4,1", "parallel.offload_optimizer=True")
     config = config.replace(model__vocab_size=256)
-    steps = make_steps(config, make_mesh((2, 4, 1)))
+    steps = make_steps(config, make_mesh(MeshShape(2, 4, 1)))
     state = steps.init()
     rows = jax.device_put(np.zeros((32, 33), np.int32), steps.batch_shape.sharding)
     for _ in range(2):
@@ -160,7 +160,7 @@ def test_offloaded_moments_live_in_the_hosts_memory():
 
 def test_a_layout_that_xla_fights_is_noticed(capfd):
     """What `layouts_fit` looks for does appear, and where these tests look."""
-    mesh = make_mesh((2, 4, 1))
+    mesh = make_mesh(MeshShape(2, 4, 1))
 
     def fight(x):
         x = jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P("fsdp")))

@@ -30,7 +30,7 @@ from jaxgpt.bench.harness import (
     scratch_folder,
 )
 from jaxgpt.bench.step import steps_only, with_data
-from jaxgpt.config import Config, ModelConfig, UsageError, mesh_sizes, parse_args
+from jaxgpt.config import Config, ModelConfig, UsageError, mesh_shape, parse_args
 from jaxgpt.runtime.initialize import initialize_jax
 from jaxgpt.train.run_directory import prepare_run
 
@@ -72,7 +72,7 @@ def run(
     with scratch_folder(cluster) as folder, worker(torch, nanogpt, folder) as (about, train):
         config, data = with_data(config, False, folder, cluster)
         run = prepare_run(steps_only(config, folder / "run"), cluster)
-        facts = initialize_jax(cluster, mesh_sizes(run.config))
+        facts = initialize_jax(cluster, mesh_shape(run.config))
         check_same_device(torch, about["device"])
         from jaxgpt.bench.job import Job  # imports JAX, after initialize_jax
 
