@@ -58,7 +58,7 @@ def run(settings: Sequence[str], tokens: int | None = None) -> Result:
     steps = make_steps(config, mesh)
     params = steps.init().params
     # Or a model that has not been trained would write the same token all the time.
-    params["wpe"]["embedding"] *= POSITIONS_TIMES
+    params["position_embedding"]["embedding"] *= POSITIONS_TIMES
     window = np.zeros(config.model.block_size, np.int32)
     random = np.random.default_rng(config.train.seed)
     window[:PROMPT] = random.integers(config.model.vocab_size, size=PROMPT)

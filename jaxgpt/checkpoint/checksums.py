@@ -18,7 +18,7 @@ CHUNK_ELEMENTS = 2**19  # at a time: their hashes are nowhere all at once
 
 
 def checksums(tree: Any) -> dict[str, int]:
-    """The checksum of each array: path, such as params/wte/embedding -> a number below 2^32.
+    """Return the checksum of each array by its path (params/norm/scale): a number below 2^32.
 
     It is the sum, modulo 2^32, of a hash of each element's bits and place: of integers, so that it
     is the same however the elements are shared out. If only one of them changes, it changes, too.

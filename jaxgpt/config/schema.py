@@ -42,6 +42,8 @@ class ModelConfig:
     """Dropout rate of embeddings, attention and residuals; 0 for pre-training."""
     vocab_size: Annotated[int, Bounds(at_least=2, below=2**31)] | None = None
     """Number of tokens, V; None takes it from the data's meta.json."""
+    mlp: str = "gelu"
+    """Kind of MLP, one of models.layers.MLPS."""
     attention: Literal["auto", "xla", "cudnn"] = "auto"
     """Attention kernel; auto picks cudnn where it can run, and the log says which."""
 

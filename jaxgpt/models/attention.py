@@ -100,8 +100,8 @@ def blockwise_attention(
 
     @jax.checkpoint
     def attend(_, block):
-        q_BtHK, first = block
-        return None, xla_attention(q_BtHK, k_BTHK, v_BTHK, first=first)
+        q_BtHK, position_offset = block
+        return None, xla_attention(q_BtHK, k_BTHK, v_BTHK, position_offset=position_offset)
 
     blocks = q_BTHK.reshape(B, T // size, size, H, K).swapaxes(0, 1)
     _, out = jax.lax.scan(attend, None, (blocks, jnp.arange(0, T, size)))
@@ -125,9 +125,9 @@ def causal_attention(
     cuts = [T * i // n for i in range(1, n)]
     q_blocks, k_blocks, v_blocks = (jnp.split(x, cuts, axis=1) for x in (q_BTHK, k_BTHK, v_BTHK))
     out = []
-    for i, (first, q_BtHK) in enumerate(zip([0, *cuts], q_blocks, strict=True)):
+    for i, (position_offset, q_BtHK) in enumerate(zip([0, *cuts], q_blocks, strict=True)):
         k_BsHK, v_BsHK = (jnp.concatenate(x[: i + 1], axis=1) for x in (k_blocks, v_blocks))
-        out.append(xla_attention(q_BtHK, k_BsHK, v_BsHK, dropout, keys_BH, first))
+        out.append(xla_attention(q_BtHK, k_BsHK, v_BsHK, dropout, keys_BH, position_offset))
     return jnp.concatenate(out, axis=1)
 
 
@@ -137,26 +137,26 @@ def xla_attention(
     v_BSHK: jax.Array,
     dropout: float = 0.0,
     keys_BH: jax.Array | None = None,
-    first: int | jax.Array = 0,
+    position_offset: int | jax.Array = 0,
 ) -> jax.Array:
     """softmax(q k^T / sqrt(K)) v over past positions, softmax in float32.
 
     Args:
         dropout: rate at which attention weights are dropped where `keys_BH` are given: other ones
             for every `first`.
-        first: position of the first query.
+        position_offset: position of the first query.
 
     Returns:
         out_BTHK in the dtype of `q_BTHK`.
     """
     T, S, K = q_BTHK.shape[1], k_BSHK.shape[1], q_BTHK.shape[-1]
     scores_BHTS = inner_products(q_BTHK * K**-0.5, k_BSHK)
-    causal_TS = first + jnp.arange(T)[:, None] >= jnp.arange(S)[None, :]
+    causal_TS = position_offset + jnp.arange(T)[:, None] >= jnp.arange(S)[None, :]
     weights_BHTS = jax.nn.softmax(jnp.where(causal_TS, scores_BHTS, -jnp.inf), axis=-1)
     if keys_BH is not None and dropout > 0:
 
         def drop(weights_TS: jax.Array, key: jax.Array) -> jax.Array:
-            return drop_elements(weights_TS, dropout, jax.random.fold_in(key, first))
+            return drop_elements(weights_TS, dropout, jax.random.fold_in(key, position_offset))
 
         weights_BHTS = jax.vmap(jax.vmap(drop))(weights_BHTS, keys_BH)
     return jnp.einsum("BHTS,BSHK->BTHK", weights_BHTS.astype(v_BSHK.dtype), v_BSHK)

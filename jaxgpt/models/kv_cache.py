@@ -19,20 +19,20 @@ class Cache(NamedTuple):
     k_HKS: jax.Array
     v_HKS: jax.Array
 
-    def extended(self, layer: Any, k_1THK: jax.Array, v_1THK: jax.Array, first: Any) -> "Cache":
-        """With what a layer adds at the positions first, first + 1, ...; None is the only one."""
+    def update(self, layer: Any, k_1THK: jax.Array, v_1THK: jax.Array, offset: Any) -> "Cache":
+        """Return it with what a layer adds from a position on; layer None is the only one."""
         assert k_1THK.shape[0] == 1
 
         def write(x: jax.Array, new_1THK: jax.Array) -> jax.Array:
-            new_HKT, place = new_1THK[0].transpose(1, 2, 0), (0, 0, first)
+            new_HKT, place = new_1THK[0].transpose(1, 2, 0), (0, 0, offset)
             if layer is None:
                 return jax.lax.dynamic_update_slice(x, new_HKT, place)
             return jax.lax.dynamic_update_slice(x, new_HKT[None], (layer, *place))
 
         return Cache(write(self.k_HKS, k_1THK), write(self.v_HKS, v_1THK))
 
-    def of(self, layer: Any) -> "Cache":
-        """That of one layer; None is the only one."""
+    def layer(self, layer: Any) -> "Cache":
+        """Return that of one layer; None is the only one."""
         return self if layer is None else Cache(self.k_HKS[layer], self.v_HKS[layer])
 
 
@@ -48,7 +48,7 @@ class PerLayer(tuple):
 
 
 def empty_caches(config: ModelConfig, dtype: jnp.dtype, scan_layers: bool) -> Caches:
-    """Room for what `GPT.read` reads of one row."""
+    """Return room for what `GPT.decode_step` reads of one row."""
     L, S, H = config.n_layer, config.block_size, config.n_head
     zeros_HKS = jnp.zeros((H, config.n_embd // H, S), dtype)
     cache = Cache(zeros_HKS, zeros_HKS)
@@ -57,10 +57,10 @@ def empty_caches(config: ModelConfig, dtype: jnp.dtype, scan_layers: bool) -> Ca
     return (cache,) * L
 
 
-def split_by_layer(params: Params) -> Params:
-    """The same parameters, of each layer in arrays of its own; not for layers that are scanned.
+def unstack_layers(params: Params) -> Params:
+    """Return the parameters with arrays for each layer, for layers that are not scanned.
 
     Where they are read again and again, in a loop, XLA would otherwise copy each layer's out of
     the whole every time. They take as much memory once more.
     """
-    return params | {"blocks": jax.tree.map(PerLayer, params["blocks"])}
+    return params | {"layers": jax.tree.map(PerLayer, params["layers"])}

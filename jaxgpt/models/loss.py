@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jaxgpt.models.transformer import logits
-from jaxgpt.parallel.tensor import ONE_DEVICE, OneDevice
+from jaxgpt.parallel.tensor import NO_PARALLELISM, ParallelContext
 
 NO_TOKEN = -1  # the target of what only fills up the last chunk
 
@@ -43,7 +43,7 @@ def cross_entropy(
     logits_BTV: jax.Array,
     targets_BT: jax.Array,
     vocab_offset: Any = 0,
-    devices: OneDevice = ONE_DEVICE,
+    parallel: ParallelContext = NO_PARALLELISM,
 ) -> jax.Array:
     """Return -log softmax(logits)[target] in nats, shape (B, T).
 
@@ -53,11 +53,11 @@ def cross_entropy(
     Args:
         logits_BTV: of this device's tokens vocab_offset, vocab_offset + 1, ...
     """
-    largest_BT = devices.max(jax.lax.stop_gradient(logits_BTV).max(axis=-1))
+    largest_BT = parallel.max(jax.lax.stop_gradient(logits_BTV).max(axis=-1))
     sums_BT = jnp.exp(logits_BTV - largest_BT[..., None]).sum(axis=-1)
     is_target_BTV = vocab_offset + jnp.arange(logits_BTV.shape[-1]) == targets_BT[..., None]
     target_BT = jnp.where(is_target_BTV, logits_BTV, 0.0).sum(axis=-1)
-    sums_BT, target_BT = devices.sum((sums_BT, target_BT))
+    sums_BT, target_BT = parallel.sum((sums_BT, target_BT))
     return jnp.log(sums_BT) + largest_BT - target_BT
 
 
@@ -67,7 +67,7 @@ def cross_entropy_sum(
     targets_BT: jax.Array,
     vocab_offset: Any,
     vocab_size: int,
-    devices: OneDevice,
+    parallel: ParallelContext,
     chunk: int,
     metrics: LogitMetrics,
 ) -> tuple[jax.Array, tuple[jax.Array, dict[str, jax.Array]]]:
@@ -83,7 +83,7 @@ def cross_entropy_sum(
 
     def loss_of(x_ND, w_VD, targets_N, vocab_offset):
         scores_NV = logits(x_ND, w_VD, vocab_offset, vocab_size)
-        losses_N = cross_entropy(scores_NV, targets_N, vocab_offset, devices)
+        losses_N = cross_entropy(scores_NV, targets_N, vocab_offset, parallel)
         losses_N = jnp.where(targets_N == NO_TOKEN, 0, losses_N)
         detached_NV = jax.lax.stop_gradient(scores_NV)
         measured = {name: metric.compute(detached_NV) for name, metric in metrics.items()}

@@ -7,6 +7,7 @@ gradients and parameters are split over `fsdp` or not. Megatron's tensor paralle
 """
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -18,15 +19,18 @@ Params = dict[str, Any]  # nested, with arrays or what stands for them
 Rules = dict[str, tuple[str, ...]]
 LogicalAxes = tuple[str | None, ...]
 
+(TENSOR,) = axes_with("splits_layers")
+(FSDP,) = axes_with("shards_parameters")
+
 
 def tensor_rules() -> Rules:
     """Return where the dims lie that Megatron's tensor parallelism splits."""
-    return dict.fromkeys(("vocab", "heads", "mlp"), axes_with("splits_layers"))
+    return dict.fromkeys(("vocab", "heads", "mlp"), (TENSOR,))
 
 
 def fully_sharded_rules() -> Rules:
     """Return the same for what a ZeRO stage shards."""
-    return tensor_rules() | {"embed": axes_with("shards_parameters")}
+    return tensor_rules() | {"embed": (FSDP,)}
 
 
 def parameter_rules(zero_stage: int) -> Rules:
@@ -45,30 +49,28 @@ def opt_state_rules(zero_stage: int) -> Rules:
 
 
 def partition_spec(
-    axes: LogicalAxes, shape: tuple[int, ...], rules: Rules, mesh: Mesh
+    axes: LogicalAxes, shape: tuple[int, ...], rules: Rules, mesh_shape: Mapping[str, int]
 ) -> PartitionSpec:
     """Return the spec of one array.
 
     A dimension that its mesh axes do not divide stays whole, so that any width and vocabulary
     works on any mesh, at the price of memory. Axes of size 1 are not named.
 
-    >>> partition_spec(("embed", "mlp"), (128, 512), parameter_rules(3), mesh)
+    >>> partition_spec(("embed", "mlp"), (128, 512), parameter_rules(3), mesh.shape)
     PartitionSpec('fsdp', 'tensor')
     """
     assert len(axes) == len(shape), (axes, shape)
     spec = []
     for axis, size in zip(axes, shape, strict=True):
-        over = tuple(a for a in rules.get(axis, ()) if mesh.shape[a] > 1)
-        divides = size % math.prod(mesh.shape[a] for a in over) == 0
+        over = tuple(a for a in rules.get(axis, ()) if mesh_shape[a] > 1)
+        divides = size % math.prod(mesh_shape[a] for a in over) == 0
         spec.append((over[0] if len(over) == 1 else over) if over and divides else None)
     return PartitionSpec(*spec)
 
 
-def partition_specs(logical_axes: Any, shapes: Any, rules: Rules, mesh: Mesh) -> Any:
-    """Return the `PartitionSpec` of every leaf of a pytree of arrays or shapes."""
-    return jax.tree.map(
-        lambda leaf, axes: partition_spec(axes, leaf.shape, rules, mesh), shapes, logical_axes
-    )
+def partition_specs(weights: Any, rules: Rules, mesh: Mesh) -> Any:
+    """Return the `PartitionSpec` of every weight of a tree: what has `axes` and a `shape`."""
+    return jax.tree.map(lambda w: partition_spec(w.axes, w.shape, rules, mesh.shape), weights)
 
 
 def shardings(specs: Any, mesh: Mesh, memory_kind: str | None = None) -> Any:
@@ -80,20 +82,17 @@ def shardings(specs: Any, mesh: Mesh, memory_kind: str | None = None) -> Any:
     )
 
 
-def undivided_dims_warnings(
-    logical_axes: Any, shapes: Any, rules: Rules, mesh: Mesh
-) -> tuple[str, ...]:
+def undivided_dims_warnings(weights: Any, rules: Rules, mesh: Mesh) -> tuple[str, ...]:
     """Return a sentence for every kind of dim that stays whole because it cannot be divided."""
     found = set()
 
-    def look(leaf: Any, axes: LogicalAxes) -> None:
-        spec = partition_spec(axes, leaf.shape, rules, mesh)
-        for axis, size, over in zip(axes, leaf.shape, spec, strict=True):
+    for w in jax.tree.leaves(weights):
+        spec = partition_spec(w.axes, w.shape, rules, mesh.shape)
+        for axis, size, over in zip(w.axes, w.shape, spec, strict=True):
             parts = math.prod(mesh.shape[a] for a in rules.get(axis, ()))
             if parts > 1 and over is None:
                 found.add(f"{axis}={size} stays whole on every device: {parts} does not divide it")
 
-    jax.tree.map(look, shapes, logical_axes)
     return tuple(sorted(found))
 
 
@@ -101,7 +100,7 @@ def batch_sharding(mesh: Mesh) -> NamedSharding:
     """Return the sharding of token ids (B, T+1): rows over the axes that split the batch."""
     axes = axes_with("splits_batch")
     n = math.prod(mesh.shape[axis] for axis in axes)
-    return NamedSharding(mesh, partition_spec(("batch", None), (n, 1), {"batch": axes}, mesh))
+    return NamedSharding(mesh, partition_spec(("batch", None), (n, 1), {"batch": axes}, mesh.shape))
 
 
 def replicated(mesh: Mesh) -> NamedSharding:

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from jaxgpt.config import Config, MeshShape
-from jaxgpt.models.transformer import count_parameters
+from jaxgpt.models.weights import count_parameters, layer_matrices
 from jaxgpt.parallel.mesh import hosts_spanned
 from jaxgpt.perf.flops import flops_per_token
 from jaxgpt.perf.hardware import Device
@@ -44,7 +44,7 @@ class Estimate:
 def recomputed_flops_per_token(config: Config) -> int:
     """FLOPs that parallel.remat adds: products of attention alone, or of a layer's forward pass."""
     L, D, T = config.model.n_layer, config.model.n_embd, config.model.block_size
-    attention, linear = 4 * L * D * T, 2 * 12 * L * D * D
+    attention, linear = 4 * L * D * T, 2 * sum(w.size for w in layer_matrices(config.model))
     return {"none": 0, "attention": attention, "dots": attention, "full": attention + linear}[
         config.parallel.remat
     ]

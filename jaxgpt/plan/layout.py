@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxgpt.config import Config, MeshShape
-from jaxgpt.models.transformer import count_parameters
+from jaxgpt.models.weights import count_parameters
 from jaxgpt.parallel.mesh import tensor_crosses_hosts_warning
 from jaxgpt.perf.flops import flops_per_token
 from jaxgpt.perf.hardware import Device

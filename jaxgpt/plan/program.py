@@ -9,7 +9,7 @@ import jax
 
 from jaxgpt.config import Config, MeshShape
 from jaxgpt.models.attention import blockwise_attention, choose_attention, without_scores
-from jaxgpt.models.transformer import abstract_params
+from jaxgpt.models.weights import abstract_params, weights
 from jaxgpt.parallel import sharding as partition
 from jaxgpt.parallel.mesh import make_mesh
 from jaxgpt.perf.hardware import Device
@@ -105,13 +105,11 @@ def state_memory(config: Config, shape: MeshShape, device: Device) -> Memory:
         shape: of the mesh; JAX has been told to simulate that many devices.
     """
     mesh, stage = make_mesh(shape), config.parallel.zero_stage
-    shapes, axes = abstract_params(config.model)
-
     rules = partition.gradient_rules(stage, config.reduces_once)
     gradients = jax.tree.map(
         lambda s, where: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=where),
-        shapes,
-        partition.shardings(partition.partition_specs(axes, shapes, rules, mesh), mesh),
+        abstract_params(config.model),
+        partition.shardings(partition.partition_specs(weights(config.model), rules, mesh), mesh),
     )
     state = state_shapes(config, mesh)
     opt_state = jax.tree.leaves(state.opt_state)

@@ -3,16 +3,16 @@
 Nothing here looks at a compiled program; `collectives` reads from one what it does communicate.
 """
 
-import math
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 import jax
 
-from jaxgpt.config import Config
-from jaxgpt.models.transformer import abstract_params
-from jaxgpt.parallel.sharding import LogicalAxes
+from jaxgpt.config import Config, MeshShape, axes_with
+from jaxgpt.models.weights import Weight, layer_matrices, weights
+from jaxgpt.parallel.sharding import FSDP, TENSOR, fully_sharded_rules, partition_spec
+from jaxgpt.parallel.zero import travels_in_dtype
 from jaxgpt.perf.hlo import Collective
 
 FLOAT32 = 4  # bytes
@@ -52,16 +52,15 @@ class _Parameter:
     """Elements on each device along `tensor`, before anything is split over `fsdp`."""
     over_tensor: bool
     over_fsdp: bool
-    is_matrix: bool
+    travels_in_dtype: bool
     is_vocabulary: bool
 
 
-def expected_traffic(config: Config, mesh: dict[str, int]) -> tuple[Traffic, ...]:
+def expected_traffic(config: Config, mesh: MeshShape) -> tuple[Traffic, ...]:
     """All communication of one step.
 
     Args:
         config: with model.vocab_size set.
-        mesh: axis name -> size.
     """
     parameters = _parameters(config, mesh)
     found = (
@@ -73,29 +72,22 @@ def expected_traffic(config: Config, mesh: dict[str, int]) -> tuple[Traffic, ...
     return tuple(traffic for traffic in found if traffic.bytes)
 
 
-def _parameters(config: Config, mesh: dict[str, int]) -> list[_Parameter]:
-    shapes, axes = abstract_params(config.model)
-
-    def look(leaf: jax.ShapeDtypeStruct, names: LogicalAxes) -> _Parameter:
-        def splits(axis: str, meanings: tuple[str, ...]) -> bool:
-            sizes = [s for s, name in zip(leaf.shape, names, strict=True) if name in meanings]
-            return mesh[axis] > 1 and bool(sizes) and sizes[0] % mesh[axis] == 0
-
-        over_tensor = splits("tensor", ("vocab", "heads", "mlp"))
-        stacked = names[0] == "layers"
+def _parameters(config: Config, mesh: MeshShape) -> list[_Parameter]:
+    def describe(weight: Weight) -> _Parameter:
+        spec = partition_spec(weight.axes, weight.shape, fully_sharded_rules(), mesh)
         return _Parameter(
-            layers=leaf.shape[0] if stacked else 0,
-            size=math.prod(leaf.shape) // (mesh["tensor"] if over_tensor else 1),
-            over_tensor=over_tensor,
-            over_fsdp=splits("fsdp", ("embed",)),
-            is_matrix=len(names) - stacked > 1,
-            is_vocabulary="vocab" in names,
+            layers=weight.n_layers,
+            size=weight.size // (mesh[TENSOR] if TENSOR in spec else 1),
+            over_tensor=TENSOR in spec,
+            over_fsdp=FSDP in spec,
+            travels_in_dtype=travels_in_dtype(weight.axes),
+            is_vocabulary="vocab" in weight.axes,
         )
 
-    return jax.tree.leaves(jax.tree.map(look, shapes, axes))
+    return [describe(weight) for weight in jax.tree.leaves(weights(config.model))]
 
 
-def _weights(config: Config, mesh: dict[str, int], parameters: list[_Parameter]) -> list[Traffic]:
+def _weights(config: Config, mesh: MeshShape, parameters: list[_Parameter]) -> list[Traffic]:
     """Parameters on their way to the devices that compute with them.
 
     ZeRO-3 (arXiv 1910.02054, section 7.2.2) gathers a layer for its forward and once more for its
@@ -108,26 +100,26 @@ def _weights(config: Config, mesh: dict[str, int], parameters: list[_Parameter])
         return []
     if stage < 3:
         size = sum(p.size for p in over_fsdp) * FLOAT32
-        return [Traffic("updated parameters", "all-gather", ("fsdp",), len(over_fsdp), size)]
+        return [Traffic("updated parameters", "all-gather", (FSDP,), len(over_fsdp), size)]
 
     def size(p: _Parameter) -> int:
-        return p.size * (BYTES[config.train.dtype] if p.is_matrix else FLOAT32)
+        return p.size * (BYTES[config.train.dtype] if p.travels_in_dtype else FLOAT32)
 
     layers = [p for p in over_fsdp if p.layers]
     outside = [p for p in over_fsdp if not p.layers]
     count = parts * sum(p.layers for p in layers)
     bytes = parts * sum(map(size, layers))
     return [
-        Traffic("weights, forward", "all-gather", ("fsdp",), count, bytes),
-        Traffic("weights, backward", "all-gather", ("fsdp",), count, bytes),
+        Traffic("weights, forward", "all-gather", (FSDP,), count, bytes),
+        Traffic("weights, backward", "all-gather", (FSDP,), count, bytes),
         Traffic(
-            "embeddings", "all-gather", ("fsdp",),
+            "embeddings", "all-gather", (FSDP,),
             parts * len(outside), parts * sum(map(size, outside)),
         ),
     ]  # fmt: skip
 
 
-def _gradients(config: Config, mesh: dict[str, int], parameters: list[_Parameter]) -> list[Traffic]:
+def _gradients(config: Config, mesh: MeshShape, parameters: list[_Parameter]) -> list[Traffic]:
     """Gradients on their way to the devices that update with them: one reduction per step.
 
     Data parallelism all-reduces them. ZeRO reduce-scatters them over `fsdp`, which with `data`
@@ -140,79 +132,80 @@ def _gradients(config: Config, mesh: dict[str, int], parameters: list[_Parameter
     per_microbatch = parallel.zero_stage >= 2 and not config.reduces_once
     out = []
     for p in parameters:
-        rest, axes = p.size, [a for a in ("data", "fsdp") if mesh[a] > 1]
+        rest, axes = p.size, [a for a in axes_with("reduces_gradients") if mesh[a] > 1]
         if p.over_fsdp and parallel.zero_stage >= 1:
             times = parts if per_microbatch else 1
             count = times * (max(1, p.layers) if per_microbatch else 1)
             size = times * p.size * width
-            out.append(Traffic("gradients", "reduce-scatter", ("fsdp",), count, size))
-            rest //= mesh["fsdp"]
-            axes.remove("fsdp")
+            out.append(Traffic("gradients", "reduce-scatter", (FSDP,), count, size))
+            rest //= mesh[FSDP]
+            axes.remove(FSDP)
         own_part = parallel.sequence_parallel or p.is_vocabulary
-        if mesh["tensor"] > 1 and not p.over_tensor and own_part:
-            axes.append("tensor")
+        if mesh[TENSOR] > 1 and not p.over_tensor and own_part:
+            axes.append(TENSOR)
         if axes:
             out.append(Traffic("gradients", "all-reduce", tuple(axes), 1, rest * width))
     return out
 
 
-def _activations(config: Config, mesh: dict[str, int]) -> list[Traffic]:
+def _activations(config: Config, mesh: MeshShape) -> list[Traffic]:
     """Megatron-LM's f and g (arXiv 1909.08053, section 3), or those of arXiv 2205.05198.
 
     Two all-reduces forward and two backward per layer, one each at the embedding and at the
     output layer. With sequence parallelism a reduce-scatter and an all-gather stand for each, and
     in the backward pass what was gathered is gathered again (section 4.2.2).
     """
-    if mesh["tensor"] == 1:
+    if mesh[TENSOR] == 1:
         return []
     L, parts = config.model.n_layer, config.train.gradient_accumulation_steps
-    tokens = config.microbatch_size // (mesh["data"] * mesh["fsdp"]) * config.model.block_size
+    tokens = config.microbatch_size // mesh.split_of("splits_batch") * config.model.block_size
     size = tokens * config.model.n_embd * BYTES[config.train.dtype]
-    # A layer that is computed again needs the sum after its attention once more.
-    again = L if config.parallel.remat == "full" else 0
+    matrices = layer_matrices(config.model)
+    rows = L * len([w for w in matrices if w.axes[-1] == "embed"])  # a sum over devices each
+    columns = L * len([w for w in matrices if w.axes[1] == "embed"])
+    # A layer that is computed again needs its sums once more, but for the last.
+    again = rows - L if config.parallel.remat == "full" else 0
 
     def times(purpose: str, kind: str, n: int) -> Traffic:
-        return Traffic(purpose, kind, ("tensor",), parts * n, parts * n * size)
+        return Traffic(purpose, kind, (TENSOR,), parts * n, parts * n * size)
 
     if not config.parallel.sequence_parallel:
         return [
-            times("activations, forward", "all-reduce", 2 * L + 1),
-            times("activations, backward", "all-reduce", 2 * L + 1),
+            times("activations, forward", "all-reduce", rows + 1),
+            times("activations, backward", "all-reduce", columns + 1),
             times("activations, computed again", "all-reduce", again),
         ]
     return [
-        times("activations, forward", "all-gather", 2 * L + 1),
-        times("activations, forward", "reduce-scatter", 2 * L + 1),
-        times("activations, backward", "all-gather", 2 * L + 1),
-        times("activations, backward", "reduce-scatter", 2 * L + 1),
-        times("activations, gathered again", "all-gather", 2 * L),
+        times("activations, forward", "all-gather", columns + 1),
+        times("activations, forward", "reduce-scatter", rows + 1),
+        times("activations, backward", "all-gather", rows + 1),
+        times("activations, backward", "reduce-scatter", columns + 1),
+        times("activations, gathered again", "all-gather", columns),
         times("activations, computed again", "reduce-scatter", again),
     ]
 
 
-def _loss_and_norm(
-    config: Config, mesh: dict[str, int], parameters: list[_Parameter]
-) -> list[Traffic]:
+def _loss_and_norm(config: Config, mesh: MeshShape, parameters: list[_Parameter]) -> list[Traffic]:
     """The numbers behind the loss, the loss of each row, and the norm of the gradient.
 
     Of a vocabulary that is split: for each token the largest logit, the sum of exponentials and
     the target's logit (arXiv 1909.08053, section 3).
     """
     parts, out = config.train.gradient_accumulation_steps, []
-    if mesh["tensor"] > 1:
-        rows = config.microbatch_size // (mesh["data"] * mesh["fsdp"])
+    if mesh[TENSOR] > 1:
+        rows = config.microbatch_size // mesh.split_of("splits_batch")
         tokens = rows * config.model.block_size
         chunk = min(tokens, config.train.loss_chunk) or tokens
         chunks = -(-tokens // chunk)
         padded = chunks * -(-tokens // chunks)  # all of one size
         size = 3 * parts * padded * FLOAT32
-        out.append(Traffic("loss", "all-reduce", ("tensor",), 3 * parts * chunks, size))
-    batch_axes = tuple(a for a in ("data", "fsdp") if mesh[a] > 1)
+        out.append(Traffic("loss", "all-reduce", (TENSOR,), 3 * parts * chunks, size))
+    batch_axes = tuple(a for a in axes_with("splits_batch") if mesh[a] > 1)
     if batch_axes:
         size = config.train.batch_size * FLOAT32  # the losses of all rows
         out.append(Traffic("loss", "all-reduce", batch_axes, 1, size))
     for p in parameters:
         over_fsdp = p.over_fsdp and config.parallel.zero_stage > 0
-        for axis in ("fsdp",) * over_fsdp + ("tensor",) * p.over_tensor:
+        for axis in (FSDP,) * over_fsdp + (TENSOR,) * p.over_tensor:
             out.append(Traffic("norm of the gradient", "all-reduce", (axis,), 1, FLOAT32))
     return out

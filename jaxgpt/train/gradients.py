@@ -11,22 +11,23 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh, PartitionSpec
 
-from jaxgpt.config import Config
+from jaxgpt.config import Config, axes_with
 from jaxgpt.models.attention import Attention, without_scores
 from jaxgpt.models.kv_cache import Caches
+from jaxgpt.models.layers import padded_vocab_size
 from jaxgpt.models.loss import LogitMetrics, cross_entropy_sum
-from jaxgpt.models.transformer import GPT, abstract_params, padded_vocab_size
+from jaxgpt.models.transformer import GPT
+from jaxgpt.models.weights import weights
 from jaxgpt.parallel import sharding
-from jaxgpt.parallel.sharding import Params
-from jaxgpt.parallel.tensor import (
-    BATCH_AXES,
-    ManyDevices,
-    Weight,
-    WeightLayout,
-    own_parameters,
+from jaxgpt.parallel.sharding import FSDP, TENSOR, Params
+from jaxgpt.parallel.tensor import ShardMapContext
+from jaxgpt.parallel.zero import (
+    ParamLayout,
+    ShardedParam,
+    mark_varying_params,
+    param_layout,
     reduce_gradients,
     varying,
-    weight_layout,
     zero_gradients,
 )
 
@@ -43,8 +44,8 @@ class ShardedModel:
     grad_specs: Any
     """`PartitionSpec` of every gradient that the optimizer gets, and of its state."""
     layouts: Any
-    """`WeightLayout` of every parameter: where it and its gradient lie during a step."""
-    context: ManyDevices
+    """`ParamLayout` of every parameter: where it and its gradient lie during a step."""
+    context: ShardMapContext
     graph: nnx.GraphDef
     """The network that trains."""
     decode_graph: nnx.GraphDef
@@ -56,7 +57,7 @@ class ShardedModel:
     @property
     def batch_axes(self) -> tuple[str, ...]:
         """Mesh axes along which devices have different rows."""
-        return tuple(axis for axis in BATCH_AXES if self.mesh.shape[axis] > 1)
+        return batch_axes(self.mesh)
 
     def loss_and_gradients(
         self, params: Params, step: jax.Array, rows: jax.Array
@@ -84,31 +85,33 @@ class ShardedModel:
         )(params, rows)
 
     def decode(
-        self, params: Params, caches: Caches, tokens_1T: jax.Array, first: Any
+        self, params: Params, caches: Caches, tokens_1T: jax.Array, position_offset: Any
     ) -> tuple[jax.Array, Caches]:
-        """Return logits_1V and the caches, as `GPT.read`; each device has its heads' caches."""
-        everywhere, own_heads = PartitionSpec(), PartitionSpec(None, "tensor")
+        """Return logits_1V and the caches, as `GPT.decode_step`; devices have their heads' own."""
+        everywhere, own_heads = PartitionSpec(), PartitionSpec(None, TENSOR)
         return jax.shard_map(
             self._local_decode,
             mesh=self.mesh,
             in_specs=(self.param_specs, own_heads, everywhere, everywhere),
             out_specs=(everywhere, own_heads),
             check_vma=False,  # gathered logits are the same everywhere, which is not tracked
-        )(params, caches, tokens_1T, first)
+        )(params, caches, tokens_1T, position_offset)
 
     # What one device computes from its part of everything.
 
     def _local_params(self, params: Params) -> tuple[Params, Params]:
-        zeros = zero_gradients(params, self.layouts, self.mesh.shape["fsdp"])
-        return own_parameters(params, self.layouts), zeros
+        zeros = zero_gradients(params, self.layouts, self.mesh.shape[FSDP])
+        return mark_varying_params(params, self.layouts), zeros
 
     def _local_loss(
         self, zeros: Params, params: Params, rows: jax.Array, keys_B: jax.Array | None = None
     ) -> tuple[jax.Array, tuple[jax.Array, dict[str, jax.Array]]]:
         """Return the summed loss, and (sums of the rows (B,), logit metrics)."""
         model = self.config.model
-        weights = jax.tree.map(Weight, params, zeros, self.layouts)
-        x_BTD, w_VD, vocab_offset = nnx.merge(self.graph, weights).hidden(rows[:, :-1], keys_B)
+        sharded = jax.tree.map(ShardedParam, params, zeros, self.layouts)
+        x_BTD, w_VD, vocab_offset = nnx.merge(self.graph, sharded).hidden_states(
+            rows[:, :-1], keys_B
+        )
         return cross_entropy_sum(
             x_BTD,
             w_VD,
@@ -154,11 +157,13 @@ class ShardedModel:
         sums_B = merge_microbatches(jax.lax.map(row_sums, split_microbatches(rows, n)))
         return self._gather_row_losses(sums_B, rows)
 
-    def _local_decode(self, params, caches, tokens_1T, first):
-        weights = jax.tree.map(Weight, *self._local_params(params), self.layouts)
-        logits_1V, caches = nnx.merge(self.decode_graph, weights).read(caches, tokens_1T, first)
+    def _local_decode(self, params, caches, tokens_1T, position_offset):
+        sharded = jax.tree.map(ShardedParam, *self._local_params(params), self.layouts)
+        logits_1V, caches = nnx.merge(self.decode_graph, sharded).decode_step(
+            caches, tokens_1T, position_offset
+        )
         if self.context.tensor > 1:
-            logits_1V = jax.lax.all_gather(logits_1V, "tensor", axis=1, tiled=True)
+            logits_1V = jax.lax.all_gather(logits_1V, TENSOR, axis=1, tiled=True)
         return logits_1V[:, : padded_vocab_size(self.config.model.vocab_size)], caches
 
     def _gather_row_losses(self, sums_B: jax.Array, rows: jax.Array) -> jax.Array:
@@ -182,8 +187,8 @@ class ShardedModel:
         device = jax.lax.axis_index(axes) if axes else 0
         hit = (step == faults.nan_step) & (device == faults.nan_device)
 
-        def inject(gradient: jax.Array, layout: WeightLayout) -> jax.Array:
-            own = layout.partial | layout.split >= set(axes)
+        def inject(gradient: jax.Array, layout: ParamLayout) -> jax.Array:
+            own = layout.partial_axes | layout.mesh_axes >= set(axes)
             return jnp.where(hit, jnp.nan, gradient) if own else gradient
 
         return jax.tree.map(inject, gradients, self.layouts)
@@ -209,24 +214,24 @@ def shard_model(
     model, train, parallel = config.model, config.train, config.parallel
     if parallel.remat == "attention":
         attend = without_scores(attend)
-    context = ManyDevices(
-        tensor=mesh.shape["tensor"],
-        sequence_parallel=parallel.sequence_parallel and mesh.shape["tensor"] > 1,
+    context = ShardMapContext(
+        tensor=mesh.shape[TENSOR],
+        sequence_parallel=parallel.sequence_parallel and mesh.shape[TENSOR] > 1,
         dtype=jnp.dtype(train.dtype),
         on_cpu=on_cpu,
     )
-    gathers = context.sequence_parallel or (parallel.zero_stage == 3 and mesh.shape["fsdp"] > 1)
+    gathers = context.sequence_parallel or (parallel.zero_stage == 3 and mesh.shape[FSDP] > 1)
     keeps_all = parallel.remat in ("none", "attention")  # the others do not keep what they gather
-    context = dataclasses.replace(context, gather_again=gathers and keeps_all)
+    context = dataclasses.replace(context, regather_in_backward=gathers and keeps_all)
     param_specs, grad_specs, layouts = lay_out_weights(config, mesh, context)
 
-    def graph(context: ManyDevices, scan_layers: bool) -> nnx.GraphDef:
+    def graph(context: ShardMapContext, scan_layers: bool) -> nnx.GraphDef:
         network = functools.partial(
             GPT,
             model,
             dtype=context.dtype,
             attend=attend,
-            devices=context,
+            parallel=context,
             scan_layers=scan_layers,
             remat=parallel.remat,
         )
@@ -246,28 +251,33 @@ def shard_model(
     )
 
 
-def lay_out_weights(config: Config, mesh: Mesh, context: ManyDevices) -> tuple[Any, Any, Any]:
+def lay_out_weights(config: Config, mesh: Mesh, context: ShardMapContext) -> tuple[Any, Any, Any]:
     """Return `param_specs`, `grad_specs` and `layouts` of a `ShardedModel`."""
     stage = config.parallel.zero_stage
-    shapes, axes = abstract_params(config.model)
-    specs = functools.partial(sharding.partition_specs, axes, shapes, mesh=mesh)
+    described = weights(config.model)
+    specs = functools.partial(sharding.partition_specs, described, mesh=mesh)
     param_specs = specs(sharding.parameter_rules(stage))
     grad_specs = specs(sharding.opt_state_rules(stage))
     layouts = jax.tree.map(
         functools.partial(
-            weight_layout,
+            param_layout,
             tensor=context.tensor,
-            batch_axes=tuple(axis for axis in BATCH_AXES if mesh.shape[axis] > 1),
+            batch_axes=batch_axes(mesh),
             sequence_parallel=context.sequence_parallel,
             reduce_dtype=config.parallel.grad_reduce_dtype,
         ),
         param_specs,
         specs(sharding.gradient_rules(stage, config.reduces_once)),
         grad_specs,
-        axes,
+        jax.tree.map(lambda w: w.axes, described),
         is_leaf=lambda x: isinstance(x, PartitionSpec),
     )
     return param_specs, grad_specs, layouts
+
+
+def batch_axes(mesh: Mesh) -> tuple[str, ...]:
+    """Return the mesh axes of more than one device along which devices have different rows."""
+    return tuple(axis for axis in axes_with("splits_batch") if mesh.shape[axis] > 1)
 
 
 def accumulate_gradients(

@@ -7,7 +7,7 @@ import jax
 
 from jaxgpt import __version__
 from jaxgpt.config import Config, profile_range, skip_ranges
-from jaxgpt.optim.decay import is_decayed
+from jaxgpt.models.weights import weights
 from jaxgpt.parallel.mesh import describe
 from jaxgpt.perf.flops import MFU_FORMULA, Rates
 from jaxgpt.runtime import initialize
@@ -34,7 +34,7 @@ def header_lines(
         *config_lines(config),
         f"mesh: {describe(mesh)}; zero_stage={parallel.zero_stage} "
         f"sequence_parallel={parallel.sequence_parallel} remat={parallel.remat}",
-        *parameter_lines(steps),
+        *parameter_lines(config, steps),
         batch_line(config, steps),
         f"attention: {steps.attention}",
         *(f"warning: {line}" for line in (*warnings, *describe_faults(config))),
@@ -55,20 +55,16 @@ def config_lines(config: Config) -> list[str]:
     return lines
 
 
-def parameter_lines(steps: StepFunctions) -> list[str]:
+def parameter_lines(config: Config, steps: StepFunctions) -> list[str]:
     """Return the number of parameters, and of those that weight decay applies to."""
     total, without_positions = steps.n_parameters
-    params = steps.state_shapes.params
-    sizes = {True: [0, 0], False: [0, 0]}
-    for leaf, decayed in zip(
-        jax.tree.leaves(params), jax.tree.leaves(is_decayed(params)), strict=True
-    ):
-        sizes[decayed][0] += leaf.size
-        sizes[decayed][1] += 1
-    (decayed, n_decayed), (kept, n_kept) = sizes[True], sizes[False]
+    found = jax.tree.leaves(weights(config.model))
+    decayed = [w.size for w in found if w.is_decayed]
+    kept = [w.size for w in found if not w.is_decayed]
     return [
         f"model: {without_positions / 1e6:.2f}M parameters ({total:,} with positions)",
-        f"weight decay: {decayed:,} parameters in {n_decayed} arrays; not of {kept:,} in {n_kept}",
+        f"weight decay: {sum(decayed):,} parameters in {len(decayed)} arrays; "
+        f"not of {sum(kept):,} in {len(kept)}",
     ]
 
 

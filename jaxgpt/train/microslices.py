@@ -10,7 +10,7 @@ import math
 from jax.sharding import Mesh
 
 from jaxgpt.config import Config, MeshShape
-from jaxgpt.models.transformer import count_parameters
+from jaxgpt.models.weights import count_parameters, layer_matrices
 
 SLICE_BYTES = 2**29  # of activations; larger slices are slower, much smaller ones are too
 GRADIENTS_PER_SLICE = 4  # at least so many times as large as the gradient that it adds to the sum
@@ -41,10 +41,12 @@ def choose_n_slices(config: Config, mesh: Mesh) -> int:
 def activation_bytes(config: Config) -> int:
     """Return the float32 bytes that one row leaves for the backward pass without remat.
 
-    A layer's are those of arXiv 2205.05198, equation 1, twice, since they are of 16 bits there;
-    the output layer's are logits and their gradient, unless they are computed in chunks.
+    A layer's are those of arXiv 2205.05198, equation 1, twice, since they are of 16 bits there: 10
+    D of the stream, two for each column of the matrices, 24 D in GPT-2, and 5 H T. The output
+    layer's are logits and their gradient, unless they are computed in chunks.
     """
     model = config.model
     T, L, D, H = model.block_size, model.n_layer, model.n_embd, model.n_head
     logits = 0 if config.train.loss_chunk else 8 * T * model.vocab_size
-    return 2 * T * L * (34 * D + 5 * H * T) + logits
+    products = 2 * sum(w.size for w in layer_matrices(model)) // (L * D)
+    return 2 * T * L * (10 * D + products + 5 * H * T) + logits

@@ -14,9 +14,9 @@ from jax.sharding import Mesh, NamedSharding
 from jax.tree_util import keystr, tree_leaves_with_path, tree_map_with_path
 
 from jaxgpt.config import Config
-from jaxgpt.models.transformer import GPT, abstract_params
+from jaxgpt.models.transformer import GPT
+from jaxgpt.models.weights import abstract_params, decay_mask, weights
 from jaxgpt.optim import make_optimizer, opt_state_shardings
-from jaxgpt.optim.decay import is_decayed
 from jaxgpt.parallel import sharding
 from jaxgpt.parallel.sharding import Params
 from jaxgpt.spikes.detector import (
@@ -36,7 +36,7 @@ CPU_INIT_OPTIONS = {"xla_backend_optimization_level": 1}
 # Collectives run while what does not need them is computed; a single GPU has none.
 GPU_STEP_OPTIONS = {"xla_gpu_enable_latency_hiding_scheduler": True}
 
-# (caches, tokens_1T, position of the first of them) -> (logits_1V, caches), see `GPT.read`.
+# (caches, tokens_1T, position of the first of them) -> (logits_1V, caches), see `GPT.decode_step`.
 DecodeFn = Callable[[Any, jax.Array, Any], tuple[jax.Array, Any]]
 
 
@@ -84,7 +84,7 @@ class StepFunctions:
 
 def optimizer_of(config: Config) -> optax.GradientTransformation:
     """Return the optimizer of a run, without the learning rate."""
-    return make_optimizer(config.optimizer, is_decayed(abstract_params(config.model)[0]))
+    return make_optimizer(config.optimizer, decay_mask(config.model))
 
 
 def init_state(config: Config) -> TrainState:
@@ -101,10 +101,9 @@ def state_shapes(config: Config, mesh: Mesh) -> TrainState:
     parallel.offload_optimizer it lies in the host's memory between steps.
     """
     stage = config.parallel.zero_stage
-    shapes, axes = abstract_params(config.model)
 
     def shardings(rules: sharding.Rules, memory_kind: str | None = None) -> Any:
-        specs = sharding.partition_specs(axes, shapes, rules, mesh)
+        specs = sharding.partition_specs(weights(config.model), rules, mesh)
         return sharding.shardings(specs, mesh, memory_kind)
 
     memory_kind = "pinned_host" if config.parallel.offload_optimizer else None
@@ -113,7 +112,7 @@ def state_shapes(config: Config, mesh: Mesh) -> TrainState:
     whole = sharding.replicated(mesh)
     placed = TrainState(
         shardings(sharding.parameter_rules(stage)),
-        opt_state_shardings(optimizer_of(config), shapes, moments, mesh),
+        opt_state_shardings(optimizer_of(config), abstract_params(config.model), moments, mesh),
         jax.tree.map(lambda _: whole, state.spike_state),
     )
     return jax.tree.map(

@@ -18,8 +18,9 @@ from jaxgpt.models.attention import (
     fallback_warnings,
     make_attention,
 )
-from jaxgpt.models.kv_cache import Caches, empty_caches, split_by_layer
-from jaxgpt.models.transformer import GPT, abstract_params, count_parameters
+from jaxgpt.models.kv_cache import Caches, empty_caches, unstack_layers
+from jaxgpt.models.transformer import GPT
+from jaxgpt.models.weights import count_parameters, weights
 from jaxgpt.optim import learning_rate_schedule
 from jaxgpt.parallel import sharding
 from jaxgpt.parallel.sharding import Params
@@ -209,9 +210,8 @@ def make_step_parts(sharded: ShardedModel, opt_state_at: Any) -> StepParts:
 
 def undivided_dims_warnings(config: Config, mesh: Mesh) -> tuple[str, ...]:
     """Return a sentence for each kind of dim of a parameter that the mesh does not divide."""
-    shapes, axes = abstract_params(config.model)
     rules = sharding.parameter_rules(config.parallel.zero_stage)
-    return sharding.undivided_dims_warnings(axes, shapes, rules, mesh)
+    return sharding.undivided_dims_warnings(weights(config.model), rules, mesh)
 
 
 def make_decoder(
@@ -234,5 +234,5 @@ def make_decoder(
     graph = nnx.graphdef(nnx.eval_shape(lambda: network(rngs=nnx.Rngs(0))))
     params = jax.lax.with_sharding_constraint(params, sharding.replicated(mesh))
     if unstacked:
-        params = split_by_layer(params)
-    return lambda *operands: nnx.merge(graph, params).read(*operands), caches
+        params = unstack_layers(params)
+    return lambda *operands: nnx.merge(graph, params).decode_step(*operands), caches

@@ -38,7 +38,7 @@ def test_weights_go_where_nanogpt_looks_for_them():
     }
     x = np.arange(32, dtype=np.float32)
     q, k, v = np.split(weights["transformer.h.1.attn.c_attn.weight"] @ x, 3)
-    kernel = params["blocks"]["qkv"]["kernel"][1]
+    kernel = params["layers"]["attention"]["qkv"]["kernel"][1]
     for ours, theirs in zip(np.einsum("d,dchk->chk", x, kernel), (q, k, v), strict=True):
         np.testing.assert_allclose(theirs.reshape(2, 16), ours, rtol=1e-5, atol=1e-5)
 

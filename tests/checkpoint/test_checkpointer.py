@@ -73,14 +73,19 @@ def test_a_single_flipped_bit_is_noticed(steps, tmp_path):
     checkpoints.close()
     restore_params(tmp_path, 2, shapes.params)
 
-    flip_a_bit(optax.tree_utils.tree_get(state.opt_state, "nu")["wpe"]["embedding"], tmp_path)
+    flip_a_bit(
+        optax.tree_utils.tree_get(state.opt_state, "nu")["position_embedding"]["embedding"],
+        tmp_path,
+    )
     with pytest.raises(
-        UsageError, match="points/2: opt_state/0/nu/wpe/embedding is not what.*1 of"
+        UsageError, match="points/2: opt_state/0/nu/position_embedding/embedding is not what.*1 of"
     ):
         checkpoints.restore(2, checkpoint_tree(shapes))
     restore_params(tmp_path, 2, shapes.params)  # which are what they were
-    flip_a_bit(state.params["wpe"]["embedding"], tmp_path)
-    with pytest.raises(UsageError, match="params/wpe/embedding is not what was saved.*1 of.* take"):
+    flip_a_bit(state.params["position_embedding"]["embedding"], tmp_path)
+    with pytest.raises(
+        UsageError, match="params/position_emb.* is not what was saved.*1 of.* take"
+    ):
         restore_params(tmp_path, 2, shapes.params)
 
 

@@ -10,12 +10,9 @@ import pytest
 from flax import nnx
 
 from jaxgpt.config import ModelConfig, load_config
-from jaxgpt.models.transformer import (
-    GPT,
-    abstract_params,
-    count_parameters,
-    padded_vocab_size,
-)
+from jaxgpt.models.layers import padded_vocab_size
+from jaxgpt.models.transformer import GPT
+from jaxgpt.models.weights import count_parameters, weights
 
 SMALL = ModelConfig(n_layer=2, n_head=2, n_embd=16, block_size=12, vocab_size=37, bias=True)
 
@@ -48,15 +45,20 @@ def reference_logits(params, tokens_T, config):
         return 0.5 * x * (1 + np.vectorize(math.erf)(x / math.sqrt(2)))
 
     T, K = len(tokens_T), config.n_embd // config.n_head
-    x = [p["wte"]["embedding"][t] + p["wpe"]["embedding"][i] for i, t in enumerate(tokens_T)]
+    x = [
+        p["token_embedding"]["embedding"][t] + p["position_embedding"]["embedding"][i]
+        for i, t in enumerate(tokens_T)
+    ]
     for layer in range(config.n_layer):
-        b = jax.tree.map(operator.itemgetter(layer), p["blocks"])
-        qkv = []
+        b = jax.tree.map(operator.itemgetter(layer), p["layers"])
+        attention, mlp, qkv = b["attention"], b["mlp"], []
         for v in x:
-            n = norm(v, b["norm_1"])
-            qkv.append(np.einsum("d,dchk->chk", n, b["qkv"]["kernel"]) + b["qkv"]["bias"])
+            n = norm(v, b["attention_norm"])
+            qkv.append(
+                np.einsum("d,dchk->chk", n, attention["qkv"]["kernel"]) + attention["qkv"]["bias"]
+            )
         for i in range(T):
-            out = b["out"]["bias"].copy()
+            out = attention["out"]["bias"].copy()
             for h in range(config.n_head):
                 scores = np.array(
                     [qkv[i][0, h] @ qkv[j][1, h] / math.sqrt(K) for j in range(i + 1)]
@@ -64,12 +66,12 @@ def reference_logits(params, tokens_T, config):
                 weights = np.exp(scores - scores.max())
                 weights /= weights.sum()
                 mixed = sum(w * qkv[j][2, h] for j, w in enumerate(weights))
-                out += mixed @ b["out"]["kernel"][h]
+                out += mixed @ attention["out"]["kernel"][h]
             x[i] = x[i] + out
         for i in range(T):
-            hidden = gelu(norm(x[i], b["norm_2"]) @ b["up"]["kernel"] + b["up"]["bias"])
-            x[i] = x[i] + hidden @ b["down"]["kernel"] + b["down"]["bias"]
-    return np.stack([p["wte"]["embedding"] @ norm(v, p["norm"]) for v in x])
+            hidden = gelu(norm(x[i], b["mlp_norm"]) @ mlp["up"]["kernel"] + mlp["up"]["bias"])
+            x[i] = x[i] + hidden @ mlp["down"]["kernel"] + mlp["down"]["bias"]
+    return np.stack([p["token_embedding"]["embedding"] @ norm(v, p["norm"]) for v in x])
 
 
 @pytest.mark.parametrize("scan_layers", [False, True])
@@ -90,7 +92,7 @@ def test_padding_of_the_vocabulary_is_never_predicted():
     logits = model(params, jnp.zeros((1, 4), jnp.int32))
     assert logits.shape[-1] == padded_vocab_size(37) == 128
     assert (logits[..., 37:] == -jnp.inf).all()
-    assert (params["wte"]["embedding"][37:] == 0).all()
+    assert (params["token_embedding"]["embedding"][37:] == 0).all()
 
 
 @pytest.mark.parametrize(
@@ -117,10 +119,11 @@ def test_initialization_is_gpt2s():
     residual = 0.02 / math.sqrt(2 * config.n_layer)
     expected = {"qkv": 0.02, "up": 0.02, "out": residual, "down": residual}
     for name, std in expected.items():
-        kernel = params["blocks"][name]["kernel"]
+        module = params["layers"]["attention" if name in ("qkv", "out") else "mlp"]
+        kernel = module[name]["kernel"]
         assert float(kernel.std()) == pytest.approx(std, rel=0.02)
         assert float(kernel[0].std()) == pytest.approx(std, rel=0.02)  # each layer by itself
-    assert float(params["wte"]["embedding"][:65].std()) == pytest.approx(0.02, rel=0.02)
+    assert float(params["token_embedding"]["embedding"][:65].std()) == pytest.approx(0.02, rel=0.02)
 
 
 def test_an_untrained_model_knows_nothing():
@@ -196,10 +199,10 @@ def test_gradients_in_bfloat16_are_sums_in_float32():
 
 
 def test_every_parameter_names_its_axes():
-    shapes, axes = abstract_params(SMALL)
-    paired = jax.tree.map(lambda s, a: (s.shape, a), shapes, axes)
-    for shape, names in jax.tree.leaves(paired, is_leaf=lambda x: isinstance(x, tuple)):
-        assert len(shape) == len(names)
-    assert axes["blocks"]["qkv"]["kernel"] == ("layers", "embed", None, "heads", None)
-    assert axes["blocks"]["down"]["kernel"] == ("layers", "mlp", "embed")
-    assert axes["wte"]["embedding"] == ("vocab", "embed")
+    found = weights(SMALL)
+    assert all(len(w.shape) == len(w.axes) for w in jax.tree.leaves(found))
+    qkv = found["layers"]["attention"]["qkv"]["kernel"]
+    assert qkv.axes == ("layers", "embed", None, "heads", None) and qkv.n_layers == 2
+    assert qkv.name == "layers/attention/qkv/kernel" and qkv.role == "matrix"
+    assert found["layers"]["mlp"]["down"]["kernel"].axes == ("layers", "mlp", "embed")
+    assert found["token_embedding"]["embedding"].axes == ("vocab", "embed")

@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 
 from jaxgpt.config import ModelConfig, OptimizerConfig, UsageError
-from jaxgpt.models.transformer import abstract_params
+from jaxgpt.models.weights import decay_mask
 from jaxgpt.optim import make_optimizer
-from jaxgpt.optim.decay import is_decayed
 from jaxgpt.train.step import clip_by_norm
 
 
@@ -17,7 +16,7 @@ def test_updates_are_adamws():
     config = OptimizerConfig(weight_decay=0.1, beta1=0.9, beta2=0.95, grad_clip=1.0)
     rng = np.random.default_rng(0)
     params = {"a": {"kernel": rng.normal(size=(3, 2))}, "b": {"bias": rng.normal(size=3)}}
-    optimizer = make_optimizer(config, is_decayed(params))
+    optimizer = make_optimizer(config, {"a": {"kernel": True}, "b": {"bias": False}})
     state = optimizer.init(jax.tree.map(jnp.float32, params))
     m = {k: 0.0 for k in "ab"}
     v = {k: 0.0 for k in "ab"}
@@ -39,15 +38,15 @@ def test_updates_are_adamws():
 
 
 def test_decay_falls_on_matrices_only():
-    shapes, _ = abstract_params(ModelConfig(vocab_size=65, bias=True))
-    decayed = is_decayed(shapes)
+    decayed = decay_mask(ModelConfig(vocab_size=65, bias=True))
     flat, _ = jax.tree_util.tree_flatten_with_path(decayed)
     names = {jax.tree_util.keystr(path, simple=True, separator="."): on for path, on in flat}
     assert {n for n, on in names.items() if on} == {
-        "blocks.qkv.kernel", "blocks.out.kernel", "blocks.up.kernel", "blocks.down.kernel",
-        "wte.embedding", "wpe.embedding",
+        "layers.attention.qkv.kernel", "layers.attention.out.kernel",
+        "layers.mlp.up.kernel", "layers.mlp.down.kernel",
+        "token_embedding.embedding", "position_embedding.embedding",
     }  # fmt: skip
-    assert names["norm.scale"] is False and names["blocks.qkv.bias"] is False
+    assert names["norm.scale"] is False and names["layers.attention.qkv.bias"] is False
 
 
 def test_an_unknown_optimizer_is_one_sentence():

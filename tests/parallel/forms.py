@@ -29,10 +29,11 @@ from jaxgpt.config import load_config, mesh_shape
 from jaxgpt.models import transformer
 from jaxgpt.models.attention import make_attention
 from jaxgpt.models.loss import cross_entropy_sum
-from jaxgpt.models.transformer import GPT, abstract_params
+from jaxgpt.models.transformer import GPT
+from jaxgpt.models.weights import weights as model_weights
 from jaxgpt.optim import learning_rate_schedule
 from jaxgpt.parallel import sharding
-from jaxgpt.parallel.tensor import OneDevice
+from jaxgpt.parallel.tensor import ParallelContext
 from jaxgpt.perf.hlo import read_collectives
 from jaxgpt.train.gradients import merge_microbatches, split_microbatches
 from jaxgpt.train.state import (
@@ -88,7 +89,7 @@ class Placed:
 
 
 @dataclasses.dataclass(frozen=True)
-class ConstraintContext(OneDevice):
+class ConstraintContext(ParallelContext):
     """What layers are given in the plain form: no collective, constraints only."""
 
     mesh: Mesh
@@ -100,36 +101,36 @@ class ConstraintContext(OneDevice):
     def constrain(self, x, *spec):
         return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, PartitionSpec(*spec)))
 
-    def weight(self, stored):
+    def param(self, stored):
         array = stored.array if stored.array.ndim == 1 else stored.array.astype(self.dtype)
         return self.constrain(array, *stored.spec)
 
-    def by_columns(self, x, kernel, n):
-        y = jnp.tensordot(self.enter(x), self.weight(kernel), n)
+    def column_parallel_matmul(self, x, kernel, n):
+        y = jnp.tensordot(self.copy_to_tensor_region(x), self.param(kernel), n)
         return self.constrain(y, self.batch, None, *kernel.spec[n:])
 
-    def by_rows(self, x, kernel, n):
-        return self.leave(jnp.tensordot(x, self.weight(kernel), n))
+    def row_parallel_matmul(self, x, kernel, n):
+        return self.reduce_from_tensor_region(jnp.tensordot(x, self.param(kernel), n))
 
-    def enter(self, x_BTD):
+    def copy_to_tensor_region(self, x_BTD):
         return self.constrain(x_BTD, self.batch, None, None)
 
-    def leave(self, x_BTD):
+    def reduce_from_tensor_region(self, x_BTD):
         return self.constrain(x_BTD, self.batch, self.sequence, None)
 
 
 def make_plain_step(config, mesh, options):
     """Return the plain step: ((params, opt_state), step, rows) -> (the same, (loss, norm))."""
     model, train, stage = config.model, config.train, config.parallel.zero_stage
-    shapes, axes = abstract_params(model)
+    described = model_weights(model)
 
     def placed(rules):
-        return sharding.shardings(sharding.partition_specs(axes, shapes, rules, mesh), mesh)
+        return sharding.shardings(sharding.partition_specs(described, rules, mesh), mesh)
 
     summed_at = placed(sharding.gradient_rules(stage, config.reduces_once))
-    used = sharding.partition_specs(axes, shapes, sharding.parameter_rules(0), mesh)
+    used = sharding.partition_specs(described, sharding.parameter_rules(0), mesh)
     is_spec = {"is_leaf": lambda x: isinstance(x, PartitionSpec)}
-    used["blocks"] = jax.tree.map(lambda s: PartitionSpec(*s[1:]), used["blocks"], **is_spec)
+    used["layers"] = jax.tree.map(lambda s: PartitionSpec(*s[1:]), used["layers"], **is_spec)
     on_cpu = mesh.devices.flat[0].platform == "cpu"
     context = ConstraintContext(
         mesh=mesh,
@@ -140,7 +141,7 @@ def make_plain_step(config, mesh, options):
     )
     network = functools.partial(
         GPT, model, dtype=context.dtype, attend=make_attention("xla", model.dropout),
-        devices=context, scan_layers=config.scans_layers(on_cpu), remat=config.parallel.remat,
+        parallel=context, scan_layers=config.scans_layers(on_cpu), remat=config.parallel.remat,
     )  # fmt: skip
     graph = nnx.graphdef(nnx.eval_shape(lambda: network(rngs=nnx.Rngs(0))))
     optimizer, schedule = optimizer_of(config), learning_rate_schedule(config.optimizer)
@@ -148,7 +149,7 @@ def make_plain_step(config, mesh, options):
 
     def loss_of(params, rows):
         weights = jax.tree.map(Placed, params, used)
-        x_BTD, w_VD, offset = nnx.merge(graph, weights).hidden(rows[:, :-1])
+        x_BTD, w_VD, offset = nnx.merge(graph, weights).hidden_states(rows[:, :-1])
         loss, (sums_B, _) = cross_entropy_sum(
             x_BTD, w_VD, rows[:, 1:], offset, model.vocab_size, context, train.loss_chunk, {}
         )

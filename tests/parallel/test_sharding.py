@@ -27,7 +27,7 @@ def bytes_on_one_device(tree):
 
 
 def test_a_dimension_lies_where_its_meaning_says():
-    mesh = make_mesh(MeshShape(2, 2, 2))
+    mesh = MeshShape(2, 2, 2)
     spec = partition_spec(("embed", None, "heads", None), (128, 3, 4, 32), parameter_rules(3), mesh)
     assert spec == P("fsdp", None, "tensor", None)
     spec = partition_spec(("embed", None, "heads", None), (128, 3, 4, 32), parameter_rules(2), mesh)
@@ -35,9 +35,7 @@ def test_a_dimension_lies_where_its_meaning_says():
 
 
 def test_a_dimension_that_does_not_divide_stays_whole():
-    spec = partition_spec(
-        ("vocab", "embed"), (130, 128), parameter_rules(3), make_mesh(MeshShape(1, 2, 4))
-    )
+    spec = partition_spec(("vocab", "embed"), (130, 128), parameter_rules(3), MeshShape(1, 2, 4))
     assert spec == P(None, "fsdp")
 
 
@@ -52,7 +50,7 @@ def test_zero_stages_are_those_of_the_paper(stage, parameters, gradients, moment
         (gradient_rules, gradients),
         (opt_state_rules, moments),
     ):
-        assert partition_spec(("embed", "mlp"), (128, 512), rules(stage), mesh)[0] == expected
+        assert partition_spec(("embed", "mlp"), (128, 512), rules(stage), mesh.shape)[0] == expected
 
 
 def test_fully_sharded_state_takes_an_eighth_of_a_device():

@@ -6,7 +6,7 @@ import math
 import pytest
 
 from jaxgpt.config import load_config, mesh_shape
-from jaxgpt.models.transformer import count_parameters
+from jaxgpt.models.weights import count_parameters
 from jaxgpt.perf.hardware import DEVICES
 from jaxgpt.perf.hlo import ring_bytes
 from jaxgpt.plan.program import compile_step

@@ -125,7 +125,7 @@ def made_steps(mesh, *options):
     params = jax.tree.map(
         lambda p: np.asarray(p) + np.float32(0.15 * draw(size=p.shape)), steps.init().params
     )
-    params["wpe"]["embedding"] *= 4
+    params["position_embedding"]["embedding"] *= 4
     where = jax.tree.map(lambda leaf: leaf.sharding, steps.state_shapes.params)
     return config, steps, jax.device_put(params, where)
 

@@ -138,7 +138,7 @@ def test_a_run_goes_on_from_another_mesh(forty, tmp_path, mesh, monkeypatch):
 
     def remember(self, step, shapes):
         state, meta = restore(self, step, shapes)
-        table = state["params"]["wte"]["embedding"]
+        table = state["params"]["token_embedding"]["embedding"]
         restored["params"] = {shard.data.shape for shard in table.global_shards}
         restored["tree"] = checkpoint_arrays(out, step)
         return state, meta

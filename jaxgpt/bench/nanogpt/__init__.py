@@ -215,30 +215,29 @@ def nanogpt_weights(
     params: dict[str, Any], model: ModelConfig, vocab_size: int
 ) -> dict[str, np.ndarray]:
     """Return our parameters by nanoGPT's names; PyTorch's linear layers hold W transposed."""
+    import jax
+
     D = model.n_embd
     wte_VD = np.zeros((vocab_size, D), np.float32)
-    wte_VD[: model.vocab_size] = params["wte"]["embedding"][: model.vocab_size]
+    wte_VD[: model.vocab_size] = params["token_embedding"]["embedding"][: model.vocab_size]
     out = {"transformer.wte.weight": wte_VD, "lm_head.weight": wte_VD}
-    out["transformer.wpe.weight"] = params["wpe"]["embedding"]
+    out["transformer.wpe.weight"] = params["position_embedding"]["embedding"]
     out |= norm_weights("transformer.ln_f", params["norm"])
     layers = {
-        "qkv": ("attn.c_attn", D),
-        "out": ("attn.c_proj", D),
-        "up": ("mlp.c_fc", D),
-        "down": ("mlp.c_proj", 4 * D),
+        ("attention", "qkv"): ("attn.c_attn", D),
+        ("attention", "out"): ("attn.c_proj", D),
+        ("mlp", "up"): ("mlp.c_fc", D),
+        ("mlp", "down"): ("mlp.c_proj", 4 * D),
     }
     for i in range(model.n_layer):
-        block = {
-            name: {kind: leaf[i] for kind, leaf in module.items() if leaf is not None}
-            for name, module in params["blocks"].items()
-        }
+        layer = jax.tree.map(lambda stacked, i=i: stacked[i], params["layers"])
         here = f"transformer.h.{i}"
-        for name, (theirs, inputs) in layers.items():
-            out[f"{here}.{theirs}.weight"] = block[name]["kernel"].reshape(inputs, -1).T
+        for (module, linear), (theirs, inputs) in layers.items():
+            out[f"{here}.{theirs}.weight"] = layer[module][linear]["kernel"].reshape(inputs, -1).T
             if model.bias:
-                out[f"{here}.{theirs}.bias"] = block[name]["bias"].reshape(-1)
-        out |= norm_weights(f"{here}.ln_1", block["norm_1"]) | norm_weights(
-            f"{here}.ln_2", block["norm_2"]
+                out[f"{here}.{theirs}.bias"] = layer[module][linear]["bias"].reshape(-1)
+        out |= norm_weights(f"{here}.ln_1", layer["attention_norm"]) | norm_weights(
+            f"{here}.ln_2", layer["mlp_norm"]
         )
     return out
 

@@ -1,0 +1,194 @@
+"""The layers of a transformer. They name logical axes and know no mesh.
+
+Every weight says what its dims mean (`logical_axes`) and what it is (`role`); `models.weights`
+lists them all, and `parallel` says where they live.
+"""
+
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxgpt.config import ModelConfig, UsageError
+from jaxgpt.kernels.gelu import gelu
+from jaxgpt.kernels.norm import LayerNorm
+from jaxgpt.models.attention import drop_elements
+from jaxgpt.parallel.tensor import ParallelContext
+
+INIT_STD = 0.02  # GPT-2's, for every matrix and embedding
+VOCAB_MULTIPLE = 128  # the embedding's rows are padded to this, which most meshes divide
+
+# x, W, number of dims that are summed over -> x W
+Multiply = Callable[[jax.Array, Any, int], jax.Array]
+
+
+class Linear(nnx.Module):
+    """x W + b, where W may be split over devices by columns or by rows."""
+
+    def __init__(
+        self,
+        inputs: tuple[int, ...],
+        outputs: tuple[int, ...],
+        axes: tuple[str | None, ...],
+        std: float,
+        multiply: Multiply,
+        *,
+        dtype: jnp.dtype,
+        use_bias: bool,
+        rngs: nnx.Rngs,
+    ):
+        """Draw normal weights; biases are zero.
+
+        Args:
+            inputs: dims of x, its last ones, that are summed over.
+            axes: logical axes of W, which has the shape (*inputs, *outputs).
+        """
+        self.n_inputs, self.dtype, self.multiply = len(inputs), dtype, multiply
+        kernel = nnx.initializers.normal(std)(rngs.params(), (*inputs, *outputs), jnp.float32)
+        self.kernel = nnx.Param(kernel, logical_axes=axes, role="matrix")
+        # What is added after a sum over devices is small: every device keeps it whole.
+        own = tuple(axis if axis != "embed" else None for axis in axes[self.n_inputs :])
+        bias = nnx.Param(jnp.zeros(outputs), logical_axes=own, role="bias") if use_bias else None
+        self.bias = nnx.data(bias)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        y = self.multiply(x.astype(self.dtype), self.kernel.get_value(), self.n_inputs)
+        # In float32, as then its gradient is, which sums over all tokens: see `embed_tokens`.
+        return y if self.bias is None else (y + self.bias.get_value()).astype(self.dtype)
+
+
+@dataclass(frozen=True)
+class LayerBuilder:
+    """What the layers of a block have in common."""
+
+    config: ModelConfig
+    dtype: jnp.dtype
+    """Of the computation; parameters are float32."""
+    parallel: ParallelContext
+    rngs: nnx.Rngs
+
+    def column_parallel(
+        self, inputs: tuple[int, ...], outputs: tuple[int, ...], axes: tuple[str | None, ...]
+    ) -> Linear:
+        """Return a linear layer whose outputs are split over `tensor`, as `axes` say."""
+        return self._linear(inputs, outputs, axes, INIT_STD, self.parallel.column_parallel_matmul)
+
+    def row_parallel(
+        self, inputs: tuple[int, ...], outputs: tuple[int, ...], axes: tuple[str | None, ...]
+    ) -> Linear:
+        """Return a linear layer whose inputs are split, and whose result is added to the stream.
+
+        2L of them add up in the residual stream: scaling them keeps its variance at 1.
+        """
+        std = INIT_STD / math.sqrt(2 * self.config.n_layer)
+        return self._linear(inputs, outputs, axes, std, self.parallel.row_parallel_matmul)
+
+    def _linear(self, *args: Any) -> Linear:
+        return Linear(*args, dtype=self.dtype, use_bias=self.config.bias, rngs=self.rngs)
+
+    def norm(self) -> nnx.LayerNorm:
+        """Return a norm whose scale every device keeps: gathering it costs more than it saves."""
+        return LayerNorm(
+            self.config.n_embd,
+            by_products=self.parallel.on_cpu,
+            epsilon=1e-5,
+            use_bias=self.config.bias,
+            dtype=self.dtype,
+            scale_metadata={"logical_axes": (None,), "role": "scale"},
+            bias_metadata={"logical_axes": (None,), "role": "bias"},
+            rngs=self.rngs,
+        )
+
+    def dropout(self, x_BTD: jax.Array, keys_B: jax.Array | None) -> jax.Array:
+        """Drop elements by a row's key and the position, on no matter which device they are.
+
+        Args:
+            keys_B: a key for each row; without, nothing is dropped.
+        """
+        if keys_B is None:
+            return x_BTD
+        B, T, D = x_BTD.shape
+        keys_BT = keys_for(keys_B, self.parallel.sequence_offset(T) + jnp.arange(T))
+        # N = B T: with two axes XLA puts B last on GPUs, and transposes activations to and fro.
+        drop = jax.vmap(lambda x_D, key: drop_elements(x_D, self.config.dropout, key))
+        return drop(x_BTD.reshape(B * T, D), keys_BT.reshape(B * T)).reshape(x_BTD.shape)
+
+
+class MLP(nnx.Module):
+    """down(activation(up(x))), four times as wide inside."""
+
+    def __init__(self, activation: Callable[[jax.Array], jax.Array], build: LayerBuilder):
+        D, F = build.config.n_embd, 4 * build.config.n_embd
+        self.activation = activation
+        self.up = build.column_parallel((D,), (F,), ("embed", "mlp"))
+        self.down = build.row_parallel((F,), (D,), ("mlp", "embed"))
+
+    def __call__(self, x_BTD: jax.Array) -> jax.Array:
+        return self.down(self.activation(self.up(x_BTD)))
+
+
+# model.mlp: LayerBuilder -> a module x_BTD -> y_BTD.
+MLPS: dict[str, Callable[[LayerBuilder], nnx.Module]] = {
+    "gelu": functools.partial(MLP, gelu),
+}
+
+
+def make_mlp(build: LayerBuilder) -> nnx.Module:
+    """Return the MLP that `model.mlp` asks for.
+
+    Raises:
+        UsageError: if there is none of that name.
+    """
+    name = build.config.mlp
+    if name not in MLPS:
+        raise UsageError(f"model.mlp={name}: must be one of {', '.join(MLPS)}")
+    return MLPS[name](build)
+
+
+def keys_for(keys_B: jax.Array | None, numbers_N: jax.Array) -> jax.Array | None:
+    """Return keys_BN: for every row a key of each number, the same on whichever device."""
+    if keys_B is None:
+        return None
+    fold_in = jax.random.fold_in
+    return jax.vmap(lambda key: jax.vmap(lambda n: fold_in(key, n))(numbers_N))(keys_B)
+
+
+def token_embedding(config: ModelConfig, rngs: nnx.Rngs) -> nnx.Embed:
+    """Return the embedding of tokens, which is also the output layer; rows of padding are 0."""
+    V, D = config.vocab_size, config.n_embd
+
+    def padded_normal(key, shape, dtype):
+        real = nnx.initializers.normal(INIT_STD)(key, (V, D), dtype)
+        return jnp.pad(real, ((0, shape[0] - V), (0, 0)))
+
+    metadata = {"logical_axes": ("vocab", "embed"), "role": "token_embedding"}
+    return nnx.Embed(
+        padded_vocab_size(V),
+        D,
+        embedding_init=padded_normal,
+        embedding_metadata=metadata,
+        rngs=rngs,
+    )
+
+
+def position_embedding(config: ModelConfig, rngs: nnx.Rngs) -> nnx.Embed:
+    """Return the learned embedding of positions."""
+    metadata = {"logical_axes": (None, "embed"), "role": "position_embedding"}
+    init = nnx.initializers.normal(INIT_STD)
+    return nnx.Embed(
+        config.block_size,
+        config.n_embd,
+        embedding_init=init,
+        embedding_metadata=metadata,
+        rngs=rngs,
+    )
+
+
+def padded_vocab_size(vocab_size: int) -> int:
+    """Return the rows of the embedding: `vocab_size` rounded up to a multiple of 128."""
+    return -(-vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE

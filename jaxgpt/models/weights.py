@@ -1,0 +1,96 @@
+"""A name, a shape and a role for every weight, from which all others read what they need."""
+
+import functools
+import math
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxgpt.config import ModelConfig
+from jaxgpt.models.layers import padded_vocab_size
+from jaxgpt.models.transformer import GPT
+from jaxgpt.parallel.sharding import LogicalAxes, Params
+
+DECAYED_ROLES = ("matrix", "token_embedding", "position_embedding")  # as GPT-2 and nanoGPT
+
+
+@dataclass(frozen=True)
+class Weight:
+    """One array of parameters, in float32."""
+
+    name: str
+    """Its path in checkpoints and states: `layers/attention/qkv/kernel`."""
+    shape: tuple[int, ...]
+    axes: LogicalAxes
+    """What each dim means; `layers` comes first in those that are stacked over layers."""
+    role: str
+    """matrix, bias, scale, token_embedding or position_embedding."""
+
+    @property
+    def size(self) -> int:
+        """Return the number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def n_layers(self) -> int:
+        """Return how many layers are stacked in it; 0 for one outside of the layers."""
+        return self.shape[0] if self.axes[0] == "layers" else 0
+
+    @property
+    def is_decayed(self) -> bool:
+        """Return whether weight decay applies to it."""
+        return self.role in DECAYED_ROLES
+
+    @property
+    def is_layer_matrix(self) -> bool:
+        """Return whether it is a matrix that every token is multiplied by in each layer."""
+        return self.role == "matrix" and self.n_layers > 0
+
+
+@functools.cache
+def weights(config: ModelConfig) -> Params:
+    """Return the `Weight` of every parameter, in a nested dict as the parameters', without any.
+
+    Args:
+        config: with `vocab_size` set.
+
+    Raises:
+        UsageError: if an option names a layer that there is not.
+    """
+    model = nnx.eval_shape(lambda: GPT(config, rngs=nnx.Rngs(0)))
+    described = {}
+    for path, param in nnx.to_flat_state(nnx.state(model, nnx.Param)):
+        metadata = param.get_metadata()
+        stacked = ("layers",) if path[0] == "layers" else ()
+        axes = stacked + metadata["logical_axes"]
+        described[path] = Weight("/".join(path), param.shape, axes, metadata["role"])
+    return nnx.traversals.unflatten_mapping(described)
+
+
+def abstract_params(config: ModelConfig) -> Params:
+    """Return the shape and dtype of every parameter, without computing any."""
+    return jax.tree.map(lambda w: jax.ShapeDtypeStruct(w.shape, jnp.float32), weights(config))
+
+
+def decay_mask(config: ModelConfig) -> Params:
+    """Return booleans like the parameters: which ones weight decay applies to."""
+    return jax.tree.map(lambda w: w.is_decayed, weights(config))
+
+
+def layer_matrices(config: ModelConfig) -> list[Weight]:
+    """Return the matrices of the layers, each stacked over all of them."""
+    return [w for w in jax.tree.leaves(weights(config)) if w.is_layer_matrix]
+
+
+def count_parameters(config: ModelConfig) -> tuple[int, int]:
+    """Return the number of parameters, without padding of the vocabulary.
+
+    Returns:
+        (all, all but position embeddings): the second is how nanoGPT reports a model.
+    """
+    found = jax.tree.leaves(weights(config))
+    padding = (padded_vocab_size(config.vocab_size) - config.vocab_size) * config.n_embd
+    total = sum(w.size for w in found) - padding
+    return total, total - sum(w.size for w in found if w.role == "position_embedding")
