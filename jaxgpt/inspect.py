@@ -32,7 +32,7 @@ from jaxgpt.data.dataset import Dataset, open_dataset
 from jaxgpt.runtime.jax_internals import failure_board
 from jaxgpt.spikes.policy import skipped_by_rewinds
 from jaxgpt.spikes.skip import SkipRanges
-from jaxgpt.train.run_directory import source_hashes
+from jaxgpt.train.resume import source_hashes
 
 
 def parser() -> CommandParser:
@@ -186,7 +186,7 @@ def row_losses(
 
     from jaxgpt.checkpoint.checkpointer import restore_params
     from jaxgpt.parallel.mesh import make_mesh
-    from jaxgpt.train.step import make_steps
+    from jaxgpt.train.functions import make_steps
 
     shape = mesh_shape(config, jax.device_count())
     check_batch(config, shape)

@@ -140,8 +140,8 @@ def samples(
 
     from jaxgpt.checkpoint.checkpointer import restore_params
     from jaxgpt.parallel.mesh import make_mesh
-    from jaxgpt.train.generate import make_generate, prompt_window
-    from jaxgpt.train.step import make_steps
+    from jaxgpt.train.evaluate import make_generate, prompt_window
+    from jaxgpt.train.functions import make_steps
 
     compiled = make_steps(config, make_mesh(mesh_shape(config, jax.device_count()), cluster.hosts))
     params = restore_params(arguments.run, step, compiled.state_shapes.params)

@@ -20,8 +20,8 @@ from jaxgpt.parallel.mesh import make_mesh
 from jaxgpt.perf.startup import Startup
 from jaxgpt.runtime.initialize import initialize_jax
 from jaxgpt.runtime.xla_flags import VARIABLE as XLA_FLAGS
+from jaxgpt.train.functions import make_steps
 from jaxgpt.train.run_directory import prepare_run
-from jaxgpt.train.step import make_steps
 
 # Variables for a command: it compiles as it does for users, with all optimizations.
 AS_USERS = {XLA_FLAGS: ""}

@@ -35,14 +35,10 @@ UPWARD = set()
 JAX_IN_CLUSTER = set()
 PRIVATE = set()
 EXITS = set()
-GLOBALS = {"data/prepare/text.py"}
-LONG_FILES = {
-    "train/run_directory.py",
-}
-LONG_FUNCTIONS = {
-    "data/prepare/builtin.py: prepare_text",
-}
-LARGE_ROOMS = {"train"}
+GLOBALS = set()
+LONG_FILES = set()
+LONG_FUNCTIONS = set()
+LARGE_ROOMS = set()
 
 
 def name_of(file):

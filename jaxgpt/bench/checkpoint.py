@@ -58,7 +58,7 @@ def run(settings: Sequence[str], size: str | None = None, out: Path | None = Non
         import jax
 
         from jaxgpt.parallel.mesh import make_mesh
-        from jaxgpt.train.step import make_steps
+        from jaxgpt.train.functions import make_steps
 
         shape = mesh_shape(config, jax.device_count())
         check_batch(config, shape)

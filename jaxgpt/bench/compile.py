@@ -41,7 +41,7 @@ def run(settings: Sequence[str], layers: str | None = None, runs: int = 3) -> Re
     import jax
 
     from jaxgpt.parallel.mesh import make_mesh
-    from jaxgpt.train.step import make_steps
+    from jaxgpt.train.functions import make_steps
 
     shape = mesh_shape(config, jax.device_count())
     check_batch(config, shape)

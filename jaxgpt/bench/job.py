@@ -24,12 +24,12 @@ from jaxgpt.perf.profile import StepProfile, Tracing
 from jaxgpt.perf.startup import Startup
 from jaxgpt.runtime.dispatch import DispatchLimiter
 from jaxgpt.runtime.initialize import end_job, preemption_sync_point
+from jaxgpt.train.functions import make_steps
 from jaxgpt.train.loop import run_steps
-from jaxgpt.train.reporter import Reporter
+from jaxgpt.train.reporting.reporter import Reporter
 from jaxgpt.train.run_directory import Run
 from jaxgpt.train.setup import Trainer
 from jaxgpt.train.state import TrainState, state_from_checkpoint
-from jaxgpt.train.step import make_steps
 
 CPU_SIZES = (512, 1024, 2048)
 ACCELERATOR_SIZES = (2048, 4096, 8192)

@@ -47,7 +47,7 @@ def run(settings: Sequence[str], tokens: int | None = None) -> Result:
     import jax
 
     from jaxgpt.parallel.mesh import make_mesh
-    from jaxgpt.train.step import make_steps
+    from jaxgpt.train.functions import make_steps
 
     mesh = make_mesh(mesh_shape(config, jax.device_count()), cluster.hosts)
     if mesh.size > 1:
@@ -132,7 +132,7 @@ def cached_writer(
     """Return a function that writes so many tokens after the prompt in `window`."""
     import jax
 
-    from jaxgpt.train.generate import make_generate
+    from jaxgpt.train.evaluate import make_generate
 
     generate = jax.jit(
         make_generate(steps.make_decoder, config.model.vocab_size, n_tokens, 0.0, None)
@@ -160,7 +160,7 @@ def recomputing_writer(config: Config, params: Any) -> Write:
 
     @jax.jit
     def likeliest(params: Any, text_T: jax.Array, length: Any) -> jax.Array:
-        x_1TD, w_VD, first = nnx.merge(graph, params).hidden(text_T[None])
+        x_1TD, w_VD, first = nnx.merge(graph, params).hidden_states(text_T[None])
         return jnp.argmax(logits(x_1TD[0, length - 1], w_VD, first, config.model.vocab_size))
 
     def write(window: np.ndarray, length: int, n_tokens: int) -> np.ndarray:

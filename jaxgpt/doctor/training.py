@@ -12,7 +12,7 @@ from jaxgpt.config import MeshShape, load_config
 from jaxgpt.doctor.checks import Check, fail, ok
 from jaxgpt.parallel.mesh import make_mesh
 from jaxgpt.perf.units import count
-from jaxgpt.train.step import make_steps
+from jaxgpt.train.functions import make_steps
 
 N_STEPS = 10
 VOCABULARY = 256  # bytes

@@ -94,3 +94,16 @@ def count_parameters(config: ModelConfig) -> tuple[int, int]:
     padding = (padded_vocab_size(config.vocab_size) - config.vocab_size) * config.n_embd
     total = sum(w.size for w in found) - padding
     return total, total - sum(w.size for w in found if w.role == "position_embedding")
+
+
+def activation_bytes(model: ModelConfig, with_logits: bool = True) -> int:
+    """Return the float32 bytes that one row leaves for the backward pass without remat.
+
+    A layer's are those of arXiv 2205.05198, equation 1, twice, since they are of 16 bits there: 10
+    D of the stream, two for each column of the matrices, 24 D in GPT-2, and 5 H T. The output
+    layer's are logits and their gradient, without `with_logits` none.
+    """
+    T, L, D, H = model.block_size, model.n_layer, model.n_embd, model.n_head
+    logits = 8 * T * model.vocab_size if with_logits else 0
+    products = 2 * sum(w.size for w in layer_matrices(model)) // (L * D)
+    return 2 * T * L * (10 * D + products + 5 * H * T) + logits

@@ -14,8 +14,8 @@ from jaxgpt.parallel import sharding as partition
 from jaxgpt.parallel.mesh import make_mesh
 from jaxgpt.perf.hardware import Device
 from jaxgpt.perf.hlo import Collective, read_collectives
+from jaxgpt.train.functions import make_steps
 from jaxgpt.train.state import state_shapes
-from jaxgpt.train.step import make_steps
 
 # For programs that nobody will run: buffers and collectives are settled before LLVM's turn.
 COMPILE_ONLY = {"xla_backend_optimization_level": 0}

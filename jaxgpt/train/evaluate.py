@@ -1,23 +1,24 @@
-"""What a run looks at between its steps: losses on both splits, and text that the model writes."""
+"""Losses on both splits, and text that the model writes: what a run shows between its steps."""
 
 from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxgpt.config import Config
 from jaxgpt.data.dataset import Dataset
 from jaxgpt.data.loader import Loader
 from jaxgpt.data.source import SPLITS
-from jaxgpt.data.tokenizers.char import continued
+from jaxgpt.data.tokenizers.char import Tokenizer, continued
 from jaxgpt.parallel.sharding import Params
 from jaxgpt.runtime.dispatch import DispatchLimiter
 from jaxgpt.tracking.records import EvalRecord, SampleRecord
-from jaxgpt.train.generate import make_generate, prompt_window
-from jaxgpt.train.metrics import CorpusLosses
-from jaxgpt.train.state import StepFunctions
+from jaxgpt.train.functions import DecodeFn, StepFunctions
+from jaxgpt.train.reporting.metrics import CorpusLosses
 
+PREFILL_CHUNK = 128  # tokens of a prompt that are decoded at once
 SAMPLE_TEMPERATURE = 0.8
 SAMPLE_TOP_K = 200  # nanoGPT's
 
@@ -88,3 +89,91 @@ class Sampler:
         tokens = self._generate(params, window, np.int32(length), np.int32(self._seed))
         text = continued(self._tokenizer, self._prompt, np.asarray(tokens).tolist())
         return SampleRecord(step=step, text=text)
+
+
+def make_generate(
+    make_decoder: Callable[[Params], tuple[DecodeFn, Any]],
+    vocab_size: int,
+    n_tokens: int,
+    temperature: float,
+    top_k: int | None,
+) -> Callable[[Params, jax.Array, jax.Array, jax.Array], jax.Array]:
+    """Return a function that writes `n_tokens` tokens, to be jitted once by the caller.
+
+    The prompt fills the KV cache in chunks, then each token is decoded alone. As in nanoGPT, a text
+    longer than T is cropped to its last T tokens. Each new token moves these by one learned
+    position, so that no cache holds any more: from there on all T are recomputed for every token.
+
+    Args:
+        make_decoder: `StepFunctions.make_decoder`.
+        vocab_size: of the tokenizer; a model may have been given room for more.
+        temperature: logits are divided by it; 0 always takes the likeliest token.
+        top_k: draw from so many of the likeliest tokens only; None draws from all.
+
+    Returns:
+        (params, window, length, seed) -> tokens of shape (n_tokens,), where window is (T,) token
+        ids of which the first `length` are the prompt.
+    """
+
+    def generate(params: Params, window: jax.Array, length: jax.Array, seed: jax.Array):
+        T, P, end = window.size, min(PREFILL_CHUNK, window.size), length + n_tokens
+        keys = jax.random.split(jax.random.key(seed), n_tokens)
+        decode, empty_caches = make_decoder(params)
+
+        def tokens_1N(text: jax.Array, first: jax.Array, size: int) -> jax.Array:
+            return jax.lax.dynamic_slice(text, (first,), (size,))[None]
+
+        def append_token(text: jax.Array, n: jax.Array, logits_1V: jax.Array) -> jax.Array:
+            logits_V = logits_1V[0, :vocab_size]
+            return text.at[n].set(draw_token(logits_V, keys[n - length], temperature, top_k))
+
+        def prefill_chunk(i, caches):
+            first = jnp.minimum(i * P, T - P)  # the last may begin in the one before
+            return decode(caches, tokens_1N(window, first, P), first)[1]
+
+        def decode_step(carry):
+            text, n, caches = carry
+            logits_1V, caches = decode(caches, tokens_1N(text, n - 1, 1), n - 1)
+            return append_token(text, n, logits_1V), n + 1, caches
+
+        def recompute_step(carry):
+            text, n = carry
+            logits_1V, _ = decode(empty_caches, tokens_1N(text, n - T, T), 0)
+            return append_token(text, n, logits_1V), n + 1
+
+        # Tokens after the prompt are decoded too, and overwritten before anything attends to them.
+        caches = jax.lax.fori_loop(0, -(-length // P), prefill_chunk, empty_caches)
+        text = jnp.concatenate([window, jnp.zeros(n_tokens, jnp.int32)])
+        text, n, _ = jax.lax.while_loop(
+            lambda carry: carry[1] < jnp.minimum(end, T + 1), decode_step, (text, length, caches)
+        )
+        text, _ = jax.lax.while_loop(lambda carry: carry[1] < end, recompute_step, (text, n))
+        return jax.lax.dynamic_slice(text, (length,), (n_tokens,))
+
+    return generate
+
+
+def draw_token(
+    logits_V: jax.Array, key: jax.Array, temperature: float, top_k: int | None
+) -> jax.Array:
+    """Return a token id drawn by its logits, as an int32 scalar."""
+    if temperature == 0:
+        return jnp.argmax(logits_V)
+    if top_k is not None:
+        least = jax.lax.top_k(logits_V, min(top_k, logits_V.size))[0][-1]
+        logits_V = jnp.where(logits_V < least, -jnp.inf, logits_V)
+    return jax.random.categorical(key, logits_V / temperature)
+
+
+def prompt_window(tokenizer: Tokenizer, prompt: str, block_size: int) -> tuple[np.ndarray, int]:
+    """Return a prompt's last `block_size` tokens, padded to that length, and their number.
+
+    An empty prompt is the end of a text, or token 0 where the tokenizer has none.
+
+    Raises:
+        UsageError: if the prompt has a character that the vocabulary lacks.
+    """
+    tokens = tokenizer.encode(prompt)[-block_size:] if prompt else [tokenizer.end_of_text or 0]
+    window = np.zeros(block_size, np.int32)
+    window[: len(tokens)] = tokens
+    return window, len(tokens)

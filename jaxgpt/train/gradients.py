@@ -1,7 +1,6 @@
 """Losses and gradients on a mesh: what each device computes, joined by `jax.shard_map`."""
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -12,12 +11,9 @@ from flax import nnx
 from jax.sharding import Mesh, PartitionSpec
 
 from jaxgpt.config import Config, axes_with
-from jaxgpt.models.attention import Attention, without_scores
 from jaxgpt.models.kv_cache import Caches
 from jaxgpt.models.layers import padded_vocab_size
 from jaxgpt.models.loss import LogitMetrics, cross_entropy_sum
-from jaxgpt.models.transformer import GPT
-from jaxgpt.models.weights import weights
 from jaxgpt.parallel import sharding
 from jaxgpt.parallel.sharding import FSDP, TENSOR, Params
 from jaxgpt.parallel.tensor import ShardMapContext
@@ -25,7 +21,6 @@ from jaxgpt.parallel.zero import (
     ParamLayout,
     ShardedParam,
     mark_varying_params,
-    param_layout,
     reduce_gradients,
     varying,
     zero_gradients,
@@ -192,87 +187,6 @@ class ShardedModel:
             return jnp.where(hit, jnp.nan, gradient) if own else gradient
 
         return jax.tree.map(inject, gradients, self.layouts)
-
-
-def shard_model(
-    config: Config,
-    mesh: Mesh,
-    attend: Attention,
-    n_slices: int = 1,
-    on_cpu: bool = False,
-    logit_metrics: LogitMetrics | None = None,
-) -> ShardedModel:
-    """Lay the network out on a mesh; nothing is computed yet.
-
-    Args:
-        config: with model.vocab_size set.
-        attend: the attention function.
-        n_slices: into how many slices each device cuts its rows of a microbatch.
-        on_cpu: use the kernels for CPUs.
-        logit_metrics: numbers to compute from the logits of training batches, by name.
-    """
-    model, train, parallel = config.model, config.train, config.parallel
-    if parallel.remat == "attention":
-        attend = without_scores(attend)
-    context = ShardMapContext(
-        tensor=mesh.shape[TENSOR],
-        sequence_parallel=parallel.sequence_parallel and mesh.shape[TENSOR] > 1,
-        dtype=jnp.dtype(train.dtype),
-        on_cpu=on_cpu,
-    )
-    gathers = context.sequence_parallel or (parallel.zero_stage == 3 and mesh.shape[FSDP] > 1)
-    keeps_all = parallel.remat in ("none", "attention")  # the others do not keep what they gather
-    context = dataclasses.replace(context, regather_in_backward=gathers and keeps_all)
-    param_specs, grad_specs, layouts = lay_out_weights(config, mesh, context)
-
-    def graph(context: ShardMapContext, scan_layers: bool) -> nnx.GraphDef:
-        network = functools.partial(
-            GPT,
-            model,
-            dtype=context.dtype,
-            attend=attend,
-            parallel=context,
-            scan_layers=scan_layers,
-            remat=parallel.remat,
-        )
-        return nnx.graphdef(nnx.eval_shape(lambda: network(rngs=nnx.Rngs(0))))
-
-    return ShardedModel(
-        config=config,
-        mesh=mesh,
-        param_specs=param_specs,
-        grad_specs=grad_specs,
-        layouts=layouts,
-        context=context,
-        graph=graph(context, config.scans_layers(on_cpu)),
-        decode_graph=graph(dataclasses.replace(context, sequence_parallel=False), True),
-        n_slices=n_slices,
-        logit_metrics=logit_metrics or {},
-    )
-
-
-def lay_out_weights(config: Config, mesh: Mesh, context: ShardMapContext) -> tuple[Any, Any, Any]:
-    """Return `param_specs`, `grad_specs` and `layouts` of a `ShardedModel`."""
-    stage = config.parallel.zero_stage
-    described = weights(config.model)
-    specs = functools.partial(sharding.partition_specs, described, mesh=mesh)
-    param_specs = specs(sharding.parameter_rules(stage))
-    grad_specs = specs(sharding.opt_state_rules(stage))
-    layouts = jax.tree.map(
-        functools.partial(
-            param_layout,
-            tensor=context.tensor,
-            batch_axes=batch_axes(mesh),
-            sequence_parallel=context.sequence_parallel,
-            reduce_dtype=config.parallel.grad_reduce_dtype,
-        ),
-        param_specs,
-        specs(sharding.gradient_rules(stage, config.reduces_once)),
-        grad_specs,
-        jax.tree.map(lambda w: w.axes, described),
-        is_leaf=lambda x: isinstance(x, PartitionSpec),
-    )
-    return param_specs, grad_specs, layouts
 
 
 def batch_axes(mesh: Mesh) -> tuple[str, ...]:

@@ -26,8 +26,9 @@ from jaxgpt.runtime.dispatch import DispatchLimiter
 from jaxgpt.runtime.initialize import end_job
 from jaxgpt.spikes.rewind import rewind
 from jaxgpt.spikes.skip import SkipRanges
-from jaxgpt.train.metrics import MetricsBuffer, StepMetrics
-from jaxgpt.train.run_directory import EVAL_RECORDS, Run
+from jaxgpt.train.reporting.metrics import MetricsBuffer, StepMetrics
+from jaxgpt.train.resume import EVAL_RECORDS
+from jaxgpt.train.run_directory import Run
 from jaxgpt.train.setup import Trainer, restore_or_init, set_up
 from jaxgpt.train.state import TrainState, checkpoint_json, checkpoint_tree
 

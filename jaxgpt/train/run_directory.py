@@ -10,7 +10,7 @@ import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from jaxgpt.checkpoint.metadata import list_checkpoints, read_meta
 from jaxgpt.cluster.hardware import accelerator_expected, lock_file
@@ -23,11 +23,9 @@ from jaxgpt.config import (
     config_from_dict,
     config_from_file,
     mesh_shape,
-    should_evaluate,
     skip_ranges,
 )
 from jaxgpt.data.batches import BatchReader
-from jaxgpt.data.blend import blend_shares, parse_lines
 from jaxgpt.data.dataset import (
     SPLITS,
     Dataset,
@@ -42,16 +40,10 @@ from jaxgpt.runtime.devices import cpu_devices_per_process
 from jaxgpt.spikes.policy import METRICS, finish_rewind, skipped_by_rewinds
 from jaxgpt.spikes.skip import SkipRanges, still_to_come
 from jaxgpt.tracking import check_trackers
-from jaxgpt.tracking.jsonl import read_records
+from jaxgpt.train.resume import check_resume, missing_records, source_hashes
 
-# What may differ between a checkpoint's model and the model that goes on from it.
-_FREE_MODEL_KEYS = {"dropout", "attention"}
-_LOCKS: list[TextIO] = []  # of run directories that this process has
-EVAL_RECORDS = ("eval", "sample")  # the kinds of records that train.eval_interval asks for
 LEAST_BYTES = 2**16  # that have to be free where a run is to write: its first files
 FILES = (METRICS, "train.log", "samples.txt", "rewinds.json")  # of a run, which it goes on writing
-# What decides which tokens a step sees: a change is allowed, and said.
-_ORDER_KEYS = (("train", "batch_size"), ("train", "seed"))
 
 
 @dataclass(frozen=True)
@@ -99,7 +91,7 @@ def prepare_run(config: Config, cluster: ProcessGroup) -> Run:
 
     def decide() -> dict[str, Any] | None:
         check_cpu_mesh(config, cluster)
-        return _decide(config) if cluster.is_main else None
+        return _decide(config, cluster) if cluster.is_main else None
 
     decided = cluster.broadcast(cluster.run_on_all(decide))
 
@@ -141,7 +133,7 @@ def check_cpu_mesh(config: Config, cluster: ProcessGroup) -> None:
         check_batch(config, mesh_shape(config, n_devices))
 
 
-def _decide(config: Config) -> dict[str, Any]:
+def _decide(config: Config, cluster: ProcessGroup) -> dict[str, Any]:
     """Everything that process 0 finds out, as JSON for the others."""
     check_trackers(config.train.trackers)
     notes = []
@@ -162,7 +154,7 @@ def _decide(config: Config) -> dict[str, Any]:
     config = config.replace(data=lasting(config.data))
     check_prompt(config.train.sample_prompt, dataset.tokenizer)
 
-    directory = _writable_directory(config)
+    directory = _writable_directory(config, cluster)
     config = config.replace(out=str(directory))
     ranges = list(skip_ranges(config))
     kept = directory / "config.yaml"
@@ -178,7 +170,7 @@ def _decide(config: Config) -> dict[str, Any]:
         if not kept.exists():
             notes.append(f"warning: {lost}")
         try:
-            notes += _check_resume(config, directory, resume_step, meta, dataset)
+            notes += check_resume(config, directory, resume_step, meta, dataset)
         except UsageError as error:
             raise UsageError(f"{error}" if kept.exists() else f"{error} ({lost})") from None
         then = skip_ranges(config_from_dict(meta["config"], f"checkpoint {resume_step}"))
@@ -197,23 +189,8 @@ def _decide(config: Config) -> dict[str, Any]:
         "resume_step": resume_step,
         "resume_meta": meta,
         "notes": notes,
-        "missing_records": _missing_records(config, dataset, resume_step),
+        "missing_records": missing_records(config, dataset, resume_step),
     }
-
-
-def _missing_records(config: Config, dataset: Dataset, step: int | None) -> list[str]:
-    """Of `EVAL_RECORDS`, the records that are due after a step and not in metrics.jsonl."""
-    metrics = Path(config.out) / METRICS
-    if step is None:
-        if not config.train.eval_at_start:
-            return []
-    elif not metrics.exists() or not should_evaluate(config, step):
-        return []
-    samples = config.train.sample_tokens > 0 and dataset.tokenizer is not None
-    due = EVAL_RECORDS if samples else EVAL_RECORDS[:1]
-    if step is None:
-        return list(due)
-    return [kind for kind in due if all(r["step"] != step for r in read_records(metrics, kind))]
 
 
 def _paths(dataset: Dataset) -> list[str]:
@@ -259,7 +236,7 @@ def _check_place(out: Path) -> None:
             )
 
 
-def _writable_directory(config: Config) -> Path:
+def _writable_directory(config: Config, cluster: ProcessGroup) -> Path:
     try:
         if config.out:
             _check_place(Path(config.out))
@@ -267,7 +244,7 @@ def _writable_directory(config: Config) -> Path:
         directory.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=directory) as file:
             file.write(bytes(LEAST_BYTES))
-        _lock(directory)
+        _lock(directory, cluster)
     except OSError as e:
         raise UsageError(
             f"out={config.out or 'runs'}: cannot be written ({e.strerror or e}); "
@@ -286,14 +263,13 @@ def _writable_directory(config: Config) -> Path:
     return directory
 
 
-def _lock(directory: Path) -> None:
-    """Keeps a second job out of `directory` until this process ends, however it ends.
+def _lock(directory: Path, cluster: ProcessGroup) -> None:
+    """Keep a second job out of `directory` until this one closes its process group, or ends.
 
     Raises:
         UsageError: if another job has the lock.
     """
-    file = (directory / ".lock").open("a+")
-    _LOCKS.append(file)  # closing it would give the lock up
+    file = cluster.on_close.enter_context((directory / ".lock").open("a+"))
     found = lock_file(file)
     if found == "taken":
         file.seek(0)
@@ -317,84 +293,3 @@ def _new_directory(config: Config) -> Path:
             directory.mkdir(parents=True)
             return directory
     raise AssertionError("unreachable")
-
-
-def _check_resume(
-    config: Config, directory: Path, step: int, meta: dict[str, Any], dataset: Dataset
-) -> list[str]:
-    """Refuses a checkpoint that the run cannot go on from; returns lines about what differs."""
-    checkpoint = directory / "checkpoints" / str(step)
-    if not config.checkpoint.resume:
-        raise UsageError(
-            f"checkpoint.resume=False: {checkpoint} exists; give another --out, "
-            "or checkpoint.resume=True to go on from it"
-        )
-    saved = meta["config"]
-    for key, value in dataclasses.asdict(config.model).items():
-        if key not in _FREE_MODEL_KEYS and saved["model"].get(key) != value:
-            raise UsageError(
-                f"model.{key}={value}: {checkpoint} was trained with "
-                f"model.{key}={saved['model'].get(key)}; use that, or another --out"
-            )
-    notes = _check_data(config, checkpoint, meta, dataset)
-    for section, key in _ORDER_KEYS:
-        now, then = getattr(getattr(config, section), key), saved[section][key]
-        if now != then:
-            notes.append(
-                f"warning: {section}.{key} was {then} and is {now} from step {step + 1} on: "
-                "the order of the data changes"
-            )
-    return notes + _changes(config, saved, step)
-
-
-def _changes(config: Config, saved: dict[str, Any], step: int) -> list[str]:
-    """A line about settings that are not the checkpoint's; others tell of the mesh and the data."""
-    told = {*_ORDER_KEYS, ("parallel", "mesh")}
-    now, changed = config.to_dict(), []
-    for section in ("model", "train", "optimizer", "parallel", "spike"):
-        then = saved.get(section, {})  # of an older jaxgpt it may lack keys
-        changed += [
-            f"{section}.{key}={value} (was {then[key]})"
-            for key, value in now[section].items()
-            if (section, key) not in told and then.get(key, value) != value
-        ]
-    return [f"changed since step {step}: {', '.join(changed)}"] if changed else []
-
-
-def _check_data(
-    config: Config, checkpoint: Path, meta: dict[str, Any], dataset: Dataset
-) -> list[str]:
-    """Refuses data that is not what a checkpoint was trained on, unless that is accepted."""
-    saved, found = source_hashes(meta["data_fingerprint"]), source_hashes(dataset.fingerprints)
-    if saved == found:
-        blends = meta["config"]["data"].get("blend", []), config.data.blend
-        if len({blend_shares(parse_lines(lines, "data.blend")) for lines in blends}) > 1:
-            return [
-                "warning: the weights or corpora of data.blend have changed: so does the order of "
-                "the data"
-            ]
-        return []
-    if len(saved) != len(dataset.sources):
-        what = f"{checkpoint} was trained on {len(saved)} sources, not {len(dataset.sources)}"
-        key = dataset.sources[0].entry.key
-    else:
-        changed = next(i for i in range(len(saved)) if saved[i] != found[i])
-        source = dataset.sources[changed].entry
-        key = source.key
-        what = f"{source.path} does not hold the tokens that {checkpoint} was trained on"
-    if not config.data.accept_changes:
-        raise UsageError(
-            f"{key}: {what}; bring them back, give another --out, or accept it with "
-            "data.accept_changes=True"
-        )
-    return [f"warning: {what}; accepted by data.accept_changes"]
-
-
-def source_hashes(fingerprints: list[list[str]] | str) -> list[str]:
-    """The hash of every source, from `Dataset.fingerprints` or a checkpoint.
-
-    Before there were blends a checkpoint kept only the hash of its single source.
-    """
-    if isinstance(fingerprints, str):
-        return [fingerprints]
-    return [hash_ for _, hash_ in fingerprints]

@@ -19,11 +19,11 @@ from jaxgpt.perf.startup import Startup
 from jaxgpt.runtime.compile_cache import CacheUse
 from jaxgpt.spikes.skip import check_faults
 from jaxgpt.train.evaluate import Evaluator, Sampler
-from jaxgpt.train.reporter import Reporter
+from jaxgpt.train.functions import StepFunctions, make_steps
+from jaxgpt.train.reporting.reporter import Reporter
+from jaxgpt.train.reporting.step_metrics import Metrics
 from jaxgpt.train.run_directory import Run
-from jaxgpt.train.state import StepFunctions, TrainState, checkpoint_tree, state_from_checkpoint
-from jaxgpt.train.step import make_steps
-from jaxgpt.train.step_metrics import Metrics
+from jaxgpt.train.state import TrainState, checkpoint_tree, state_from_checkpoint
 
 START_MINUTES = 30  # that restoring and compiling may take, if train.hang_timeout is less
 

@@ -1,4 +1,4 @@
-"""One training step, and the compiled functions of a run around it."""
+"""One training step, as a pure function."""
 
 import functools
 from collections.abc import Callable
@@ -7,43 +7,16 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from flax import nnx
-from jax.sharding import Mesh
 
 from jaxgpt.config import Config
-from jaxgpt.models.attention import (
-    Attention,
-    choose_attention,
-    cuda_capability,
-    fallback_warnings,
-    make_attention,
-)
-from jaxgpt.models.kv_cache import Caches, empty_caches, unstack_layers
-from jaxgpt.models.transformer import GPT
-from jaxgpt.models.weights import count_parameters, weights
-from jaxgpt.optim import learning_rate_schedule
-from jaxgpt.parallel import sharding
 from jaxgpt.parallel.sharding import Params
 from jaxgpt.spikes.detector import detect_and_gate
-from jaxgpt.train.gradients import ShardedModel, shard_model
-from jaxgpt.train.microslices import choose_n_slices
-from jaxgpt.train.state import (
-    CPU_INIT_OPTIONS,
-    DecodeFn,
-    StepFunctions,
-    TrainState,
-    init_state,
-    optimizer_of,
-    state_shapes,
-    step_options,
-    training_batch,
-)
-from jaxgpt.train.step_metrics import Metrics, StepValues, logit_metrics, step_scalars
+from jaxgpt.train.gradients import ShardedModel
+from jaxgpt.train.reporting.step_metrics import Metrics, StepValues, step_scalars
+from jaxgpt.train.state import TrainState
 
 # (params, opt_state) -> the same after an update.
 Update = Callable[[Params, Any], tuple[Params, Any]]
-
-SMALL_BYTES = 2**28  # of parameters: up to this size, all devices gather them to write samples
 
 
 class StepParts(NamedTuple):
@@ -128,111 +101,3 @@ def clip_by_norm(gradients: Params, norm: jax.Array, limit: float) -> Params:
         return gradients
     scale = jnp.where(norm < limit, 1.0, limit / norm)
     return jax.tree.map(lambda g: g * scale, gradients)
-
-
-def make_steps(
-    config: Config,
-    mesh: Mesh,
-    attend: Attention | None = None,
-    slices: int | None = None,
-    on_cpu: bool | None = None,
-) -> StepFunctions:
-    """Build the functions of a run; nothing is computed yet.
-
-    Args:
-        config: with model.vocab_size set.
-        attend: the attention function; None takes the best that runs on these devices.
-        slices: into how many slices a device cuts its rows of a microbatch; None cuts them on CPUs.
-        on_cpu: use the kernels for CPUs; None asks the devices.
-
-    Raises:
-        UsageError: if model.attention or optimizer.name cannot be had.
-    """
-    model, train = config.model, config.train
-    device = mesh.devices.flat[0]
-    on_cpu = device.platform == "cpu" if on_cpu is None else on_cpu
-    capability = cuda_capability(device)
-    kernel, reason = choose_attention(model, train.dtype, capability)
-    attend = attend or make_attention(kernel, model.dropout)
-    if slices is None:
-        slices = choose_n_slices(config, mesh) if on_cpu else 1
-    sharded = shard_model(config, mesh, attend, slices, on_cpu, logit_metrics())
-    state, batch = state_shapes(config, mesh), training_batch(config, sharding.batch_sharding(mesh))
-    state_at = jax.tree.map(lambda leaf: leaf.sharding, state)
-    whole = sharding.replicated(mesh)
-    parts = make_step_parts(sharded, state_at.opt_state)
-    return StepFunctions(
-        mesh=mesh,
-        attention=f"{kernel} ({reason})",
-        n_parameters=count_parameters(model),
-        warnings=(
-            *fallback_warnings(model, kernel, reason, capability),
-            *undivided_dims_warnings(config, mesh),
-        ),
-        batch_shape=batch,
-        state_shapes=state,
-        init=jax.jit(
-            functools.partial(init_state, config),
-            out_shardings=state_at,
-            compiler_options=CPU_INIT_OPTIONS if on_cpu else None,
-        ),
-        train_step=jax.jit(
-            functools.partial(train_step, parts),
-            in_shardings=(state_at, whole, batch.sharding),
-            out_shardings=(state_at, whole),
-            donate_argnums=0,
-            compiler_options=step_options(device.platform, mesh.size),
-        ),
-        eval_step=jax.jit(
-            sharded.eval_losses,
-            in_shardings=(state_at.params, batch.sharding),
-            out_shardings=whole,
-        ),
-        make_decoder=functools.partial(make_decoder, sharded, attend, on_cpu),
-    )
-
-
-def make_step_parts(sharded: ShardedModel, opt_state_at: Any) -> StepParts:
-    """Return what a step is made of, given the shardings of opt_state between steps."""
-    config, on_device = sharded.config, None
-    if config.parallel.offload_optimizer:
-        on_device = jax.tree.map(lambda s: s.with_memory_kind("device"), opt_state_at)
-    is_cpu = sharded.mesh.devices.flat[0].platform == "cpu"
-    return StepParts(
-        config,
-        sharded,
-        optimizer_of(config),
-        learning_rate_schedule(config.optimizer),
-        on_device,
-        gate_in_turn if is_cpu else gate_by_where,
-    )
-
-
-def undivided_dims_warnings(config: Config, mesh: Mesh) -> tuple[str, ...]:
-    """Return a sentence for each kind of dim of a parameter that the mesh does not divide."""
-    rules = sharding.parameter_rules(config.parallel.zero_stage)
-    return sharding.undivided_dims_warnings(weights(config.model), rules, mesh)
-
-
-def make_decoder(
-    sharded: ShardedModel, attend: Attention, on_cpu: bool, params: Params
-) -> tuple[DecodeFn, Caches]:
-    """Return the decode function of these parameters, and empty KV caches.
-
-    Decoding one token is too little work to share: every device gathers weights that are small,
-    and decodes alone. A CPU decodes a large model fastest with each layer's weights apart.
-    """
-    model, mesh = sharded.config.model, sharded.mesh
-    sizes = jax.tree.leaves(jax.tree.map(lambda p: p.size * p.dtype.itemsize, params))
-    is_large = sum(sizes) > SMALL_BYTES
-    unstacked = is_large and on_cpu and mesh.size == 1
-    dtype = jnp.dtype(sharded.config.train.dtype)
-    caches = empty_caches(model, dtype, scan_layers=not unstacked)
-    if is_large and mesh.size > 1:
-        return functools.partial(sharded.decode, params), caches
-    network = functools.partial(GPT, model, dtype=dtype, attend=attend, scan_layers=not unstacked)
-    graph = nnx.graphdef(nnx.eval_shape(lambda: network(rngs=nnx.Rngs(0))))
-    params = jax.lax.with_sharding_constraint(params, sharding.replicated(mesh))
-    if unstacked:
-        params = unstack_layers(params)
-    return lambda *operands: nnx.merge(graph, params).decode_step(*operands), caches

@@ -11,7 +11,7 @@ from jaxgpt.models.loss import cross_entropy, cross_entropy_sum
 from jaxgpt.parallel.mesh import make_mesh
 from jaxgpt.parallel.tensor import NO_PARALLELISM
 from jaxgpt.plan.program import COMPILE_ONLY
-from jaxgpt.train.step import make_steps
+from jaxgpt.train.functions import make_steps
 from jobs import limited_devices
 
 

@@ -35,15 +35,10 @@ from jaxgpt.optim import learning_rate_schedule
 from jaxgpt.parallel import sharding
 from jaxgpt.parallel.tensor import ParallelContext
 from jaxgpt.perf.hlo import read_collectives
+from jaxgpt.train.functions import make_steps, step_options, training_batch
 from jaxgpt.train.gradients import merge_microbatches, split_microbatches
-from jaxgpt.train.state import (
-    init_state,
-    optimizer_of,
-    state_shapes,
-    step_options,
-    training_batch,
-)
-from jaxgpt.train.step import clip_by_norm, gate_by_where, make_steps
+from jaxgpt.train.state import init_state, optimizer_of, state_shapes
+from jaxgpt.train.step import clip_by_norm, gate_by_where
 
 LAYOUTS = {
     "ZeRO-0": ("--mesh", "2,4,1", "parallel.zero_stage=0"),

@@ -16,7 +16,7 @@ from jaxgpt.plan.advise import advise
 from jaxgpt.plan.estimate import planned_hosts_spanned
 from jaxgpt.plan.layout import plan_layout
 from jaxgpt.plan.program import Memory
-from jaxgpt.train.step import make_steps
+from jaxgpt.train.functions import make_steps
 from jobs import limited_devices, run
 
 MODEL = (

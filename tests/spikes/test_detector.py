@@ -19,7 +19,7 @@ from jaxgpt.spikes.detector import (
     spike_thresholds,
     update,
 )
-from jaxgpt.train.step import make_steps
+from jaxgpt.train.functions import make_steps
 from jobs import flat, limited_devices
 
 SPIKE = SpikeConfig(window=32)

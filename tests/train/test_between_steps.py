@@ -10,7 +10,7 @@ import pytest
 from jaxgpt.cluster import shutdown as exits
 from jaxgpt.runtime.dispatch import LIMIT
 from jaxgpt.train import setup
-from jaxgpt.train.metrics import MetricsBuffer
+from jaxgpt.train.reporting.metrics import MetricsBuffer
 from jobs import SMALL, losses, train_here
 
 COMPILED = "/jax/core/compile/backend_compile_duration"  # also of what comes from the cache

@@ -11,10 +11,10 @@ from jaxgpt.config import MeshShape, UsageError, load_config
 from jaxgpt.data.tokenizers.char import CharTokenizer
 from jaxgpt.models.transformer import GPT
 from jaxgpt.parallel.mesh import make_mesh
-from jaxgpt.train import generate as sampling
-from jaxgpt.train import step
-from jaxgpt.train.generate import make_generate, prompt_window
-from jaxgpt.train.step import make_steps
+from jaxgpt.train import evaluate as sampling
+from jaxgpt.train import functions
+from jaxgpt.train.evaluate import make_generate, prompt_window
+from jaxgpt.train.functions import make_steps
 from jobs import limited_devices
 
 V = 11
@@ -162,7 +162,7 @@ def test_a_text_is_the_one_that_recomputing_its_prefix_gives(mesh, options, monk
     if mesh is None:
         _, mesh, *options = options
     else:
-        monkeypatch.setattr(step, "SMALL_BYTES", 0)
+        monkeypatch.setattr(functions, "SMALL_BYTES", 0)
     monkeypatch.setattr(sampling, "PREFILL_CHUNK", 7)
     config, steps, params = made_steps(mesh, *options)
     n = BLOCK + 5
@@ -182,7 +182,7 @@ def test_a_text_is_the_one_that_recomputing_its_prefix_gives(mesh, options, monk
 @pytest.mark.parametrize("small_bytes", [0, 2**28])
 def test_a_token_costs_what_its_own_position_does(small_bytes, monkeypatch):
     """Two operations for each weight of a matrix, and four for each number of a key in reach."""
-    monkeypatch.setattr(step, "SMALL_BYTES", small_bytes)
+    monkeypatch.setattr(functions, "SMALL_BYTES", small_bytes)
     _, steps, params = made_steps("1,1,1", "model.n_layer=1", "model.n_embd=128")
 
     def read(params, token):

@@ -158,8 +158,8 @@ def test_what_is_restored_is_bitwise_what_was_saved(forty):
     from jaxgpt.checkpoint.checkpointer import Checkpoints, restore_params
     from jaxgpt.config import MeshShape, load_config
     from jaxgpt.parallel.mesh import make_mesh
+    from jaxgpt.train.functions import make_steps
     from jaxgpt.train.state import checkpoint_tree, state_from_checkpoint
-    from jaxgpt.train.step import make_steps
 
     saved = checkpoint_arrays(forty, 30)
     assert any("mu" in name for name in saved) and any("nu" in name for name in saved)
@@ -390,7 +390,7 @@ def params_of(out):
     from jaxgpt.checkpoint.checkpointer import restore_params
     from jaxgpt.config import load_config
     from jaxgpt.parallel.mesh import make_mesh
-    from jaxgpt.train.step import make_steps
+    from jaxgpt.train.functions import make_steps
 
     config = load_config(*SMALL[1:]).replace(model__vocab_size=256)
     return restore_params(out, 20, make_steps(config, make_mesh(MeshShape(8))).state_shapes.params)

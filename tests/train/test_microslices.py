@@ -6,8 +6,8 @@ import pytest
 from jaxgpt.config import MeshShape, load_config
 from jaxgpt.parallel.mesh import make_mesh
 from jaxgpt.perf.hlo import read_collectives
-from jaxgpt.train.microslices import SLICE_BYTES, activation_bytes, choose_n_slices
-from jaxgpt.train.step import make_steps
+from jaxgpt.models.weights import activation_bytes
+from jaxgpt.train.functions import SLICE_BYTES, choose_n_slices, make_steps
 from jobs import flat, limited_devices
 
 ARGUMENTS = ("shakespeare_char", "model.n_layer=2", "model.block_size=64", "model.vocab_size=65")
@@ -18,8 +18,8 @@ def test_activations_of_a_row_are_those_of_the_paper():
     config = load_config("gpt-175b", "model.vocab_size=2", "model.n_layer=1", "train.loss_chunk=0")
     model, per_layer_16_bit = config.model, 2048 * 12288 * (34 + 5 * 96 * 2048 / 12288)
     assert (model.n_head, model.block_size, model.n_embd) == (96, 2048, 12288)
-    assert activation_bytes(config) == 2 * per_layer_16_bit + 8 * 2 * 2048
-    assert activation_bytes(config.replace(train__loss_chunk=2048)) == 2 * per_layer_16_bit
+    assert activation_bytes(model) == 2 * per_layer_16_bit + 8 * 2 * 2048
+    assert activation_bytes(model, with_logits=False) == 2 * per_layer_16_bit
 
 
 @pytest.mark.parametrize("batch_size", [64, 48, 32, 17])
@@ -29,7 +29,7 @@ def test_slices_have_about_the_size_that_is_fast(batch_size):
     )
     n = choose_n_slices(config, one_device())
     assert batch_size % n == 0
-    row = activation_bytes(config)
+    row = activation_bytes(config.model)
     if batch_size == 17:  # 17 slices of a row would be worse than one that is too large
         assert n == 1
     else:

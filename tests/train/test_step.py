@@ -10,10 +10,9 @@ import pytest
 from jaxgpt.config import MeshShape, load_config, mesh_shape
 from jaxgpt.models.attention import cudnn_attention, xla_attention
 from jaxgpt.parallel.mesh import make_mesh
-from jaxgpt.train import step
-from jaxgpt.train.gradients import shard_model
-from jaxgpt.train.state import step_options
-from jaxgpt.train.step import clip_by_norm, make_steps
+from jaxgpt.train import functions
+from jaxgpt.train.functions import make_steps, shard_model, step_options
+from jaxgpt.train.step import clip_by_norm
 from jobs import trace
 
 pytestmark = pytest.mark.usefixtures("layouts_fit")
@@ -153,5 +152,5 @@ def test_leaving_an_update_out_takes_no_copy_of_the_state(monkeypatch):
         return compiled.memory_analysis().temp_size_in_bytes
 
     gated = temporaries()
-    monkeypatch.setattr(step, "gate_in_turn", lambda is_due, update, *old: update(*old))
+    monkeypatch.setattr(functions, "gate_in_turn", lambda is_due, update, *old: update(*old))
     assert gated <= temporaries() + 10_000

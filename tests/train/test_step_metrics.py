@@ -8,8 +8,8 @@ from flax import nnx
 from jaxgpt.config import load_config, mesh_shape
 from jaxgpt.models.transformer import GPT
 from jaxgpt.parallel.mesh import make_mesh
-from jaxgpt.train import step_metrics
-from jaxgpt.train.step import make_steps
+from jaxgpt.train.functions import make_steps
+from jaxgpt.train.reporting import step_metrics
 from jobs import SMALL, limited_devices, records, train_here
 from readme_code import load_block, train_and_move
 

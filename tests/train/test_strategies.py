@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxgpt.config import MeshShape, load_config
 from jaxgpt.parallel.mesh import make_mesh
-from jaxgpt.train.step import make_steps
+from jaxgpt.train.functions import make_steps
 from jobs import FIGHT, trace
 
 pytestmark = pytest.mark.usefixtures("layouts_fit")

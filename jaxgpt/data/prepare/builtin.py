@@ -7,6 +7,7 @@ import tempfile
 import urllib.request
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -64,7 +65,7 @@ def prepare_text(
     megatron: bool = False,
     end_of_text: str | None = None,
 ) -> list[str]:
-    """Any UTF-8 text files or JSON lines, one after the other.
+    """Prepare UTF-8 text files or JSON lines, one after the other.
 
     The last `val_share` of the characters of text files is for validation, as in nanoGPT; of JSON
     lines it is a share of the documents, drawn by a hash of their text.
@@ -86,37 +87,50 @@ def prepare_text(
         UsageError: naming file and line or byte of what cannot be read.
     """
     from jaxgpt.data.prepare.reading import input_files
-    from jaxgpt.data.prepare.text import Corpus, rates, write_megatron, write_nanogpt
+    from jaxgpt.data.prepare.text import Corpus, rates, write_nanogpt
 
     inputs = list(inputs)
     files, is_json = input_files(inputs)
     encoder = None if tokenizer == "char" else load_tokenizer(tokenizer, end_of_text)
+    key = json_key if is_json else None
     if megatron:
-        if encoder is None or isinstance(encoder, CharTokenizer):
-            raise UsageError(
-                f"--tokenizer {tokenizer}: --format megatron keeps no vocabulary of characters; "
-                "give byte or a tokenizer"
-            )
-        corpus = Corpus(files, json_key if is_json else None, None)
-        prefix = directory / f"{directory.name}_{json_key if is_json else 'text'}_document"
-        written = write_megatron(corpus, prefix, encoder, workers)
-        encoder.save(directory)
-        home = "byte" if isinstance(encoder, ByteTokenizer) else directory
-        lines = [
-            f"vocab size: {encoder.vocab_size:,}",
-            f"{written.tokens['train']:,} tokens; train on them with data.path={prefix} "
-            f"data.tokenizer={home}",
-        ]
+        written, lines = _prepare_megatron(directory, files, key, tokenizer, encoder, workers)
     else:
         share = val_share or (0.01 if is_json else 1 - TRAIN_SHARE)
-        corpus = Corpus(files, json_key if is_json else None, share)
         source = ", ".join(path.name for path in inputs)
-        written = write_nanogpt(corpus, directory, encoder, workers, source)
+        written = write_nanogpt(Corpus(files, key, share), directory, encoder, workers, source)
         lines = _summary(written.tokenizer, written.tokens)
     mark = written.tokenizer.end_of_text
     between = "nothing" if mark is None else f"token {mark}"
     documents = sum(written.documents.values())
     return [*lines, f"documents: {documents:,}, with {between} between them; {rates(written)}"]
+
+
+def _prepare_megatron(
+    directory: Path,
+    files: list[Path],
+    json_key: str | None,
+    name: str,
+    tokenizer: Tokenizer | None,
+    workers: int,
+) -> tuple[Any, list[str]]:
+    """Write one pair of Megatron-LM's files; return what was written, and lines about it."""
+    from jaxgpt.data.prepare.text import Corpus, write_megatron
+
+    if tokenizer is None or isinstance(tokenizer, CharTokenizer):
+        raise UsageError(
+            f"--tokenizer {name}: --format megatron keeps no vocabulary of characters; "
+            "give byte or a tokenizer"
+        )
+    prefix = directory / f"{directory.name}_{json_key or 'text'}_document"
+    written = write_megatron(Corpus(files, json_key, None), prefix, tokenizer, workers)
+    tokenizer.save(directory)
+    home = "byte" if isinstance(tokenizer, ByteTokenizer) else directory
+    return written, [
+        f"vocab size: {tokenizer.vocab_size:,}",
+        f"{written.tokens['train']:,} tokens; train on them with data.path={prefix} "
+        f"data.tokenizer={home}",
+    ]
 
 
 def prepare_python(directory: Path) -> list[str]:

@@ -230,10 +230,10 @@ def _in_order(
     # Not forked: a fork of a process with threads can hang.
     spawn = multiprocessing.get_context("spawn")
     waiting = collections.deque()
-    with ProcessPoolExecutor(workers, spawn, _begin, (function,)) as pool:
+    with ProcessPoolExecutor(workers, spawn, _begin) as pool:
         try:
             for piece in pieces:
-                waiting.append((piece, pool.submit(_call, piece)))
+                waiting.append((piece, pool.submit(function, piece)))
                 if len(waiting) > 3 * workers:
                     piece, result = waiting.popleft()
                     yield piece, result.result()
@@ -248,10 +248,8 @@ def _in_order(
             pool.shutdown(wait=False, cancel_futures=True)
 
 
-def _begin(function: Callable[[Piece], Any]) -> None:
-    """What each of the processes that encode does first."""
-    global _function
-    _function = function
+def _begin() -> None:
+    """Prepare a process that encodes: it ends with the first one, and only so."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the first process ends the others
 
     def end_with_parent() -> None:
@@ -259,10 +257,6 @@ def _begin(function: Callable[[Piece], Any]) -> None:
         end_process(FAILED)
 
     threading.Thread(target=end_with_parent, daemon=True).start()
-
-
-def _call(piece: Piece) -> Any:
-    return _function(piece)
 
 
 class Progress:

@@ -198,6 +198,7 @@ def _of_gpt2(vocabulary: Path, merges: Path) -> bytes:
     return json.dumps(whole, ensure_ascii=False).encode()
 
 
+@functools.lru_cache(maxsize=1)  # copies of one tokenizer arrive with every piece of text
 def _load(content: bytes):
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # one text at a time has no use of it
     from tokenizers import Tokenizer as Package

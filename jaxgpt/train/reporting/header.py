@@ -12,8 +12,8 @@ from jaxgpt.parallel.mesh import describe
 from jaxgpt.perf.flops import MFU_FORMULA, Rates
 from jaxgpt.runtime import initialize
 from jaxgpt.spikes.skip import SkipRanges, describe_faults, describe_spikes
+from jaxgpt.train.functions import StepFunctions
 from jaxgpt.train.run_directory import Run
-from jaxgpt.train.state import StepFunctions
 
 
 def header_lines(

@@ -29,11 +29,11 @@ from jaxgpt.tracking.records import (
     StartupRecord,
     TrainRecord,
 )
-from jaxgpt.train.header import header_lines
-from jaxgpt.train.metrics import CorpusLosses, StepMetrics
+from jaxgpt.train.functions import StepFunctions
+from jaxgpt.train.reporting.header import header_lines
+from jaxgpt.train.reporting.metrics import CorpusLosses, StepMetrics
+from jaxgpt.train.reporting.step_metrics import STEP_METRICS, Metrics
 from jaxgpt.train.run_directory import Run
-from jaxgpt.train.state import StepFunctions
-from jaxgpt.train.step_metrics import STEP_METRICS, Metrics
 
 LEGENDS = {name: metric.legend for name, metric in STEP_METRICS.items()}
 

@@ -1,0 +1,118 @@
+"""The checkpoint that a run goes on from: what may differ from it, and what is still to do."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+from jaxgpt.config import (
+    Config,
+    UsageError,
+    should_evaluate,
+)
+from jaxgpt.data.blend import blend_shares, parse_lines
+from jaxgpt.data.dataset import (
+    Dataset,
+)
+from jaxgpt.spikes.policy import METRICS
+from jaxgpt.tracking.jsonl import read_records
+
+# What may differ between a checkpoint's model and the model that goes on from it.
+_FREE_MODEL_KEYS = {"dropout", "attention"}
+
+
+EVAL_RECORDS = ("eval", "sample")  # the kinds of records that train.eval_interval asks for
+
+
+# What decides which tokens a step sees: a change is allowed, and said.
+_ORDER_KEYS = (("train", "batch_size"), ("train", "seed"))
+
+
+def missing_records(config: Config, dataset: Dataset, step: int | None) -> list[str]:
+    """Return the kinds of `EVAL_RECORDS` that are due after a step and not in metrics.jsonl."""
+    metrics = Path(config.out) / METRICS
+    if step is None:
+        if not config.train.eval_at_start:
+            return []
+    elif not metrics.exists() or not should_evaluate(config, step):
+        return []
+    samples = config.train.sample_tokens > 0 and dataset.tokenizer is not None
+    due = EVAL_RECORDS if samples else EVAL_RECORDS[:1]
+    if step is None:
+        return list(due)
+    return [kind for kind in due if all(r["step"] != step for r in read_records(metrics, kind))]
+
+
+def check_resume(
+    config: Config, directory: Path, step: int, meta: dict[str, Any], dataset: Dataset
+) -> list[str]:
+    """Refuse a checkpoint that the run cannot go on from; return lines about what differs."""
+    checkpoint = directory / "checkpoints" / str(step)
+    if not config.checkpoint.resume:
+        raise UsageError(
+            f"checkpoint.resume=False: {checkpoint} exists; give another --out, "
+            "or checkpoint.resume=True to go on from it"
+        )
+    saved = meta["config"]
+    for key, value in dataclasses.asdict(config.model).items():
+        if key not in _FREE_MODEL_KEYS and saved["model"].get(key) != value:
+            raise UsageError(
+                f"model.{key}={value}: {checkpoint} was trained with "
+                f"model.{key}={saved['model'].get(key)}; use that, or another --out"
+            )
+    notes = _check_data(config, checkpoint, meta, dataset)
+    for section, key in _ORDER_KEYS:
+        now, then = getattr(getattr(config, section), key), saved[section][key]
+        if now != then:
+            notes.append(
+                f"warning: {section}.{key} was {then} and is {now} from step {step + 1} on: "
+                "the order of the data changes"
+            )
+    return notes + _changes(config, saved, step)
+
+
+def _changes(config: Config, saved: dict[str, Any], step: int) -> list[str]:
+    """Return a line about settings that have changed; others tell of the mesh and the data."""
+    told = {*_ORDER_KEYS, ("parallel", "mesh")}
+    now, changed = config.to_dict(), []
+    for section in ("model", "train", "optimizer", "parallel", "spike"):
+        then = saved[section]
+        changed += [
+            f"{section}.{key}={value} (was {then[key]})"
+            for key, value in now[section].items()
+            if (section, key) not in told and then[key] != value
+        ]
+    return [f"changed since step {step}: {', '.join(changed)}"] if changed else []
+
+
+def _check_data(
+    config: Config, checkpoint: Path, meta: dict[str, Any], dataset: Dataset
+) -> list[str]:
+    """Refuse data that is not what a checkpoint was trained on, unless that is accepted."""
+    saved, found = source_hashes(meta["data_fingerprint"]), source_hashes(dataset.fingerprints)
+    if saved == found:
+        blends = meta["config"]["data"].get("blend", []), config.data.blend
+        if len({blend_shares(parse_lines(lines, "data.blend")) for lines in blends}) > 1:
+            return [
+                "warning: the weights or corpora of data.blend have changed: so does the order of "
+                "the data"
+            ]
+        return []
+    if len(saved) != len(dataset.sources):
+        what = f"{checkpoint} was trained on {len(saved)} sources, not {len(dataset.sources)}"
+        key = dataset.sources[0].entry.key
+    else:
+        changed = next(i for i in range(len(saved)) if saved[i] != found[i])
+        source = dataset.sources[changed].entry
+        key = source.key
+        what = f"{source.path} does not hold the tokens that {checkpoint} was trained on"
+    if not config.data.accept_changes:
+        raise UsageError(
+            f"{key}: {what}; bring them back, give another --out, or accept it with "
+            "data.accept_changes=True"
+        )
+    return [f"warning: {what}; accepted by data.accept_changes"]
+
+
+def source_hashes(fingerprints: list[list[str]]) -> list[str]:
+    """Return the hash of every source, from `Dataset.fingerprints` or a checkpoint."""
+    return [hash_ for _, hash_ in fingerprints]
