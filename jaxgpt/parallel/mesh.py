@@ -33,7 +33,7 @@ def make_mesh(shape: MeshShape, hosts: Sequence[int] | None = None) -> Mesh:
     return Mesh(np.array(devices).reshape(sizes), axes, axis_types=(AxisType.Auto,) * len(axes))
 
 
-def job_mesh(config: Config, hosts: Sequence[int]) -> Mesh:
+def job_mesh(config: Config, hosts: Sequence[int] | None = None) -> Mesh:
     """Return the mesh that a config asks for, over all devices of the job.
 
     Raises:
