@@ -121,7 +121,7 @@ def _check(arguments: argparse.Namespace) -> None:
 
 
 def _check_new(arguments: argparse.Namespace, directory: Path) -> None:
-    """Looks that no data would be lost, which may have taken hours to encode.
+    """Check that no data would be lost, which may have taken hours to encode.
 
     Raises:
         UsageError: if files are there, and are not to be replaced by those of the same format.

@@ -46,7 +46,7 @@ class Checkpoints:
     """Saves and restores the state of one run."""
 
     def __init__(self, directory: Path, config: Config):
-        """Of `directory`/checkpoints, where only this training run writes.
+        """Open `directory`/checkpoints, where only this training run writes.
 
         When it is first used, what an interrupted save left is removed. Of what is saved the
         newest checkpoint.keep stay; where rewinds may need them, also the newest of those that
@@ -78,7 +78,7 @@ class Checkpoints:
         )
 
     def check_room(self, step: int, tree: Tree) -> None:
-        """Looks for room for one more checkpoint, where the file system says how much it has.
+        """Check that there is room for one more checkpoint, where the file system says so.
 
         Raises:
             UsageError: if there is too little.
@@ -114,7 +114,7 @@ class Checkpoints:
             )
 
     def check(self) -> None:
-        """Raises what has gone wrong in the background: to be asked at every step.
+        """Raise what has gone wrong in the background: to be asked at every step.
 
         Raises:
             UsageError: if there was no room for what is being saved.
@@ -126,7 +126,7 @@ class Checkpoints:
                 raise RuntimeError(f"{self._folder}: not saved: {failure}") from failure
 
     def _finish(self) -> None:
-        """Waits for what is being saved. Orbax alone would wait for processes that have failed."""
+        """Wait for what is being saved. Orbax alone would wait for processes that have failed."""
         while self._manager.is_saving_in_progress():
             self.check()
             time.sleep(0.002)
@@ -161,7 +161,7 @@ class Checkpoints:
         return found["state"], meta
 
     def close(self) -> None:
-        """Returns when everything that was saved is on disk; the next use looks there anew.
+        """Return when everything that was saved is on disk; the next use looks there anew.
 
         Raises:
             UsageError: if there was no room for it.
@@ -173,7 +173,7 @@ class Checkpoints:
 
 
 def restore_params(directory: Path, step: int, shapes: Params) -> Params:
-    """The parameters of `step` alone, laid out as `shapes` say: a third of the bytes.
+    """Return the parameters of `step` alone, laid out as `shapes` say: a third of the bytes.
 
     Only reads, so that a run that is training in `directory` is not disturbed.
 
@@ -232,7 +232,7 @@ def _writing(folder: Path) -> Iterator[None]:
 
 
 def _damage(error: Exception, folder: Path, remedy: str) -> Exception:
-    """What to raise where Orbax raised `error`: a sentence if files lack or are cut."""
+    """Return what to raise where Orbax raised `error`: a sentence if files lack or are cut."""
     cause = error.__cause__ or error
     if isinstance(cause, MemoryError | jax.errors.JaxRuntimeError):  # of devices, not of files
         return RuntimeError(f"{folder}: not restored")
@@ -261,7 +261,7 @@ class _OrbaxLog(logging.Handler):
 
 @functools.cache
 def _orbax_log() -> _OrbaxLog:
-    """Orbax narrates each save, and prints the errors that it also raises.
+    """Silence Orbax, which narrates each save and prints the errors that it also raises.
 
     What is still being read or written after one would find an event loop closed, or Python itself,
     and print a traceback about that.

@@ -36,7 +36,7 @@ def checksums(tree: Any) -> dict[str, int]:
 
 @functools.lru_cache(maxsize=4)
 def _compiled(shardings: tuple[NamedSharding, ...]) -> Any:
-    """(arrays with these shardings) -> uint32 of shape (number of arrays,), on every device."""
+    """Return (arrays so sharded) -> uint32 of shape (number of arrays,), on every device."""
     mesh = shardings[0].mesh
     specs = [sharding.spec for sharding in shardings]
 
@@ -57,7 +57,7 @@ def _compiled(shardings: tuple[NamedSharding, ...]) -> Any:
 
 
 def _sum(shard: jax.Array, shape: tuple[int, ...], spec: PartitionSpec) -> jax.Array:
-    """Of the hashes of one device's part of an array of this shape."""
+    """Return the sum of the hashes of one device's part of an array of this shape."""
     along = [jnp.zeros(1, jnp.uint32)]  # by axis: what an index there adds to an element's place
     for axis, size in enumerate(shard.shape):
         split = spec[axis] if axis < len(spec) else None
@@ -80,14 +80,14 @@ def _sum(shard: jax.Array, shape: tuple[int, ...], spec: PartitionSpec) -> jax.A
 
 
 def _is_first(spec: PartitionSpec, axis_names: tuple[str, ...]) -> jax.Array:
-    """1 on one of the devices that hold the same part, 0 on the others: uint32."""
+    """Return 1 on one of the devices that hold the same part, 0 on the others: uint32."""
     splitting = jax.tree.leaves(tuple(spec))
     others = [lax.axis_index(name) == 0 for name in axis_names if name not in splitting]
     return functools.reduce(jnp.logical_and, others, jnp.bool(True)).astype(jnp.uint32)
 
 
 def _hash(elements: jax.Array, places: jax.Array) -> jax.Array:
-    """One to one at any place: fmix32 of MurmurHash3 (smhasher, src/MurmurHash3.cpp)."""
+    """Hash one to one at any place: fmix32 of MurmurHash3 (smhasher, src/MurmurHash3.cpp)."""
     unsigned = jnp.dtype(f"uint{8 * elements.dtype.itemsize}")
     h = lax.bitcast_convert_type(elements, unsigned).astype(jnp.uint32) + places
     h = (h ^ (h >> 16)) * jnp.uint32(0x85EBCA6B)

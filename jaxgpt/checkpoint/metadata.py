@@ -13,12 +13,12 @@ SEAL = "sha256"  # the key of the hash of everything else
 
 
 def add_checksum(meta: Mapping[str, Any]) -> dict[str, Any]:
-    """`meta` with a hash of itself, by which `load_metadata` sees that it has not changed."""
+    """Return `meta` with a hash of itself, by which `load_metadata` sees a change."""
     return {**meta, SEAL: _hash(meta)}
 
 
 def load_metadata(checkpoint: Path) -> dict[str, Any]:
-    """What `seal` was given for `checkpoint`, the folder of a step.
+    """Return the metadata of `checkpoint`, the folder of a step.
 
     Raises:
         UsageError: if it cannot be read, or has changed.
@@ -35,7 +35,7 @@ def load_metadata(checkpoint: Path) -> dict[str, Any]:
 
 
 def read_meta(directory: Path, step: int) -> dict[str, Any]:
-    """The JSON that was saved beside the state of `step` in a run directory.
+    """Return the JSON that was saved beside the state of `step` in a run directory.
 
     Raises:
         UsageError: if it cannot be read, has changed, or is that of another step.
@@ -54,7 +54,7 @@ def read_meta(directory: Path, step: int) -> dict[str, Any]:
 
 
 def valid_checkpoints(directory: Path, steps: Iterable[int]) -> dict[int, dict[str, Any]]:
-    """By step, what `read_meta` gives; without the steps of which it gives nothing."""
+    """Return what `read_meta` gives, by step, without the steps of which it gives nothing."""
     found = {}
     for step in steps:
         with contextlib.suppress(UsageError):
@@ -73,7 +73,7 @@ def list_checkpoints(directory: Path) -> list[int]:
 
 
 def is_step(name: str) -> bool:
-    """Whether a checkpoint may have this name."""
+    """Return whether a checkpoint may have this name."""
     return name.isdecimal() and str(int(name)) == name
 
 

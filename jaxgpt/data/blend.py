@@ -33,7 +33,7 @@ class BlendEntry:
 
 
 def read_file_list(path: Path) -> list[str]:
-    """The lines of data.file_list that name a source.
+    """Return the lines of data.file_list that name a source.
 
     Raises:
         UsageError: if it cannot be read, or there are none.
@@ -51,7 +51,7 @@ def read_file_list(path: Path) -> list[str]:
 
 
 def parse_lines(lines: Sequence[str], key: str) -> list[BlendEntry]:
-    """The sources that the lines of a blend name.
+    """Return the sources that the lines of a blend name.
 
     Args:
         key: the setting that they are of, for errors.
@@ -100,6 +100,6 @@ def _entry(line: str, key: str) -> BlendEntry:
 
 
 def blend_shares(entries: Sequence[BlendEntry]) -> tuple[tuple[Fraction, str], ...]:
-    """What of a blend decides the order of the data, beside the sources: shares and corpora."""
+    """Return what decides the order of a blend's data beside its sources: shares and corpora."""
     whole = sum(entry.weight for entry in entries)
     return tuple((entry.weight / whole, entry.corpus) for entry in entries)

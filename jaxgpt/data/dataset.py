@@ -65,7 +65,7 @@ class Dataset:
         return tuple(dict.fromkeys(source.entry.corpus for source in self.sources))
 
     def size(self, split: str) -> int:
-        """Tokens of a split, over all sources."""
+        """Return tokens of a split, over all sources."""
         return sum(source.tokens[split].size for source in self.sources)
 
     def find_document(self, source: int, split: str, offset: int) -> Document:
@@ -98,7 +98,7 @@ class Dataset:
         return max(16, SAMPLED_PAGES // len(self.sources))
 
     def describe(self) -> list[str]:
-        """Lines for the log: how many tokens there are, and of what."""
+        """Return lines for the log: how many tokens there are, and of what."""
         sizes = f"{self.size('train'):,} tokens to train on, {self.size('val'):,} to validate"
         kinds = {f"{s.format} {s.tokens['train'].dtype.name}" for s in self.sources}
         kinds = ", ".join(sorted(kinds))
@@ -121,7 +121,7 @@ class Dataset:
         return lines
 
     def verify(self) -> None:
-        """Reads up to 64 MiB of the files for what `open_dataset` cannot see.
+        """Read up to 64 MiB of the files for what `open_dataset` cannot see.
 
         Raises:
             UsageError: if a token is outside the vocabulary, or the files are not those that
@@ -148,7 +148,7 @@ def dataset_directory(data: DataConfig) -> Path:
 
 
 def entries(data: DataConfig) -> list[BlendEntry]:
-    """The sources that a configuration names.
+    """Return the sources that a configuration names.
 
     Raises:
         UsageError: for a line of a blend that is not one.
@@ -165,7 +165,7 @@ def entries(data: DataConfig) -> list[BlendEntry]:
 
 
 def vocabulary_size(data: DataConfig, model: ModelConfig) -> int:
-    """V of a configuration, whether or not its data has been prepared on this machine.
+    """Return V of a configuration, whether or not its data has been prepared on this machine.
 
     Raises:
         UsageError: if nothing says.
@@ -186,7 +186,7 @@ def vocabulary_size(data: DataConfig, model: ModelConfig) -> int:
 
 
 def open_dataset(data: DataConfig, model: ModelConfig) -> Dataset:
-    """Opens the files that a configuration names, without reading tokens.
+    """Open the files that a configuration names, without reading tokens.
 
     Raises:
         UsageError: if files are missing, damaged or too short for one row, the vocabulary is

@@ -95,7 +95,7 @@ class WeightedInterleave:
         return first, before, corpora, numbers
 
     def _boundary(self, number: int) -> tuple[int, list[int]]:
-        """The first n from number * block on that can be a boundary, and the counts there."""
+        """Return the first n from number * block on that can be a boundary, and the counts."""
         start = number * self.block
         for n in range(start, start + self.block // 2):
             counts = self._counts_at(n)
@@ -104,7 +104,7 @@ class WeightedInterleave:
         raise AssertionError(f"no boundary after {start} for weights {self._weights}")
 
     def _counts_at(self, n: int) -> list[int] | None:
-        """n w_i, rounded up for those with the largest remainders; None if that is no boundary.
+        """Return n w_i, rounded up for the largest remainders; None if that is no boundary.
 
         With d_i = n w_i - count_i, the next h samples have to serve floor(d_i + h w_i) times every
         corpus for which that is positive: those with the earliest deadlines b_i = (1 - d_i) / w_i,

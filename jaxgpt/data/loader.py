@@ -28,14 +28,14 @@ class Loader(BatchReader):
 
     @classmethod
     def for_training(cls, dataset: Dataset, config: Config, sharding: NamedSharding) -> "Loader":
-        """Global batches of the training split."""
+        """Return global batches of the training split."""
         return cls(dataset, "train", sharding=sharding, **training_options(config))
 
     @classmethod
     def for_evaluation(
         cls, dataset: Dataset, split: str, config: Config, sharding: NamedSharding
     ) -> "Loader":
-        """Batches of the size of a microbatch, of either split, in another order."""
+        """Return batches of the size of a microbatch, of either split, in another order."""
         return cls(
             dataset,
             split,
@@ -46,7 +46,7 @@ class Loader(BatchReader):
         )
 
     def batch(self, step: int) -> jax.Array:
-        """The global batch of `step`: int32, shape (B, T+1).
+        """Return the global batch of `step`: int32, shape (B, T+1).
 
         Each process reads only the rows of its own devices.
         """
@@ -61,7 +61,7 @@ class Loader(BatchReader):
         return jax.make_array_from_callback(self.shape, self._sharding, part)
 
     def batches(self, steps: Iterable[int], ahead: int = 2) -> Iterator[jax.Array]:
-        """The batches of `steps` in turn, with up to `ahead` of them read before they are due."""
+        """Yield the batches of `steps`, with up to `ahead` of them read before they are due."""
         steps = iter(steps)
         with ThreadPoolExecutor(1, thread_name_prefix="loader") as thread:
             waiting = [thread.submit(self.batch, step) for step in itertools.islice(steps, ahead)]

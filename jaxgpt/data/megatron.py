@@ -60,7 +60,7 @@ class Index:
         return len(self.documents) - 1
 
     def document_start(self, document: int) -> int:
-        """Token with which a document starts; for `document_count`, `total_tokens`. O(1)."""
+        """Return the token with which a document starts; `total_tokens` after the last. O(1)."""
         sequence = int(self.documents[document])
         if sequence == len(self.pointers):
             return self.total_tokens
@@ -90,13 +90,13 @@ def open_pair(path: Path) -> OpenSource:
 
 
 def prefix_of(path: Path | str) -> Path:
-    """PREFIX of PREFIX, PREFIX.bin or PREFIX.idx."""
+    """Return PREFIX of PREFIX, PREFIX.bin or PREFIX.idx."""
     path = Path(path)
     return path.with_suffix("") if path.suffix in (".bin", ".idx") else path
 
 
 def read_index(prefix: Path | str) -> Index:
-    """Opens PREFIX.idx, and checks it against PREFIX.bin without reading tokens.
+    """Open PREFIX.idx, and check it against PREFIX.bin without reading tokens.
 
     Args:
         prefix: PREFIX, with or without `.bin` or `.idx`.
@@ -143,7 +143,7 @@ def read_index(prefix: Path | str) -> Index:
 
 
 def _read_header(idx_path: Path, header: bytes) -> tuple[np.dtype, int, int]:
-    """(dtype, sequences, documents + 1) of the first bytes of a .idx file."""
+    """Return (dtype, sequences, documents + 1) of the first bytes of a .idx file."""
     if header.startswith(b"TNTIDX"):
         raise UsageError(
             f"{idx_path}: is of Megatron's older kind (lazy or cached) at byte 0; build it again "
@@ -171,7 +171,7 @@ def _read_header(idx_path: Path, header: bytes) -> tuple[np.dtype, int, int]:
 
 
 def _check_modes(idx_path: Path, start: int, sequences: int) -> None:
-    """Refuses multimodal data in which anything but text is found."""
+    """Refuse multimodal data in which anything but text is found."""
     with open(idx_path, "rb") as file:
         file.seek(start)
         for first in range(0, sequences, BLOCK):
@@ -185,7 +185,7 @@ def _check_modes(idx_path: Path, start: int, sequences: int) -> None:
 
 
 def _check_order(index: Index, bin_bytes: int, pointers_at: int, documents_at: int) -> None:
-    """Refuses an index whose sequences do not fill the .bin file one after the other."""
+    """Refuse an index whose sequences do not fill the .bin file one after the other."""
     count = len(index.pointers)
     end = _end_of(index, count - 1)
     if end != bin_bytes:
@@ -211,10 +211,10 @@ def _check_order(index: Index, bin_bytes: int, pointers_at: int, documents_at: i
 
 
 def _end_of(index: Index, sequence: int) -> int:
-    """Byte of the .bin file at which a sequence ends."""
+    """Return the byte of the .bin file at which a sequence ends."""
     return int(index.pointers[sequence]) + int(index.lengths[sequence]) * index.dtype.itemsize
 
 
 def _sample(n: int) -> list[int]:
-    """At most _SAMPLES of 0..n-1, evenly spaced, the first and last among them."""
+    """Return at most _SAMPLES of 0..n-1, evenly spaced, the first and last among them."""
     return sorted({i * (n - 1) // (_SAMPLES - 1) for i in range(_SAMPLES)}) if n else []

@@ -30,7 +30,7 @@ class Report:
     end."""
 
     def __init__(self, cluster: ProcessGroup, as_json: bool, job: dict[str, Any]):
-        """`job` goes into the JSON object as it is."""
+        """Take `job`, which goes into the JSON object as it is."""
         self.checks: list[Check] = []
         self.measurements: list[Measurement] = []
         self.job = job

@@ -16,7 +16,7 @@ class LayerNorm(nnx.LayerNorm):
     """
 
     def __init__(self, num_features: int, *, by_products: bool, **options: Any):
-        """A norm of so many features, with Flax's options.
+        """Make a norm of so many features, with Flax's options.
 
         Args:
             by_products: compute the gradient's sums as products with vectors, which takes XLA's CPU

@@ -26,7 +26,7 @@ def cuda_capability(device: jax.Device) -> float:
 
 
 def choose_attention(config: ModelConfig, dtype: str, capability: float) -> tuple[str, str]:
-    """Which kernel runs, and why, for the log.
+    """Choose the kernel that runs, and say why.
 
     Args:
         capability: what `cuda_capability` says of the devices.
@@ -60,14 +60,14 @@ def choose_attention(config: ModelConfig, dtype: str, capability: float) -> tupl
 def fallback_warnings(
     config: ModelConfig, kernel: str, reason: str, capability: float
 ) -> list[str]:
-    """A warning where an NVIDIA GPU could have cuDNN's kernel, and this run does without."""
+    """Return a warning where an NVIDIA GPU could have cuDNN's kernel, and this run does without."""
     if kernel == "cudnn" or config.attention != "auto" or capability < 8:
         return []
     return [f"attention runs without cuDNN, in O(T^2) memory and slower: {reason}"]
 
 
 def make_attention(kernel: str, dropout: float) -> Attention:
-    """The attention function of a kernel that `choose_attention` named."""
+    """Return the attention function of a kernel that `choose_attention` named."""
     if kernel == "cudnn":
         return cudnn_attention
 
@@ -80,7 +80,7 @@ def make_attention(kernel: str, dropout: float) -> Attention:
 def cudnn_attention(
     q_BTHK: jax.Array, k_BTHK: jax.Array, v_BTHK: jax.Array, keys_BH: jax.Array | None
 ) -> jax.Array:
-    """cuDNN's fused flash attention; never holds the T x T scores."""
+    """Attend by cuDNN's fused flash kernel, which never holds the T x T scores."""
     del keys_BH  # choose_attention does not pick this kernel with dropout
     return jax.nn.dot_product_attention(
         q_BTHK, k_BTHK, v_BTHK, is_causal=True, implementation="cudnn"
@@ -90,7 +90,7 @@ def cudnn_attention(
 def blockwise_attention(
     q_BTHK: jax.Array, k_BTHK: jax.Array, v_BTHK: jax.Array, keys_BH: jax.Array | None
 ) -> jax.Array:
-    """Attention of a block of positions after the other, in memory that grows with T and not T^2.
+    """Attend a block of positions after the other, in memory that grows with T and not T^2.
 
     It stands for cuDNN's kernel where `planning` compiles without an NVIDIA GPU.
     """
@@ -115,7 +115,7 @@ def causal_attention(
     dropout: float = 0.0,
     keys_BH: jax.Array | None = None,
 ) -> jax.Array:
-    """`xla_attention` in a few blocks of queries, which do not meet the keys after their last.
+    """Attend in a few blocks of queries, which do not meet the keys after their last.
 
     Of the T x T scores, n blocks compute the share (n + 1) / 2n. Which weights are dropped depends
     on the blocks.
@@ -139,7 +139,7 @@ def xla_attention(
     keys_BH: jax.Array | None = None,
     position_offset: int | jax.Array = 0,
 ) -> jax.Array:
-    """softmax(q k^T / sqrt(K)) v over past positions, softmax in float32.
+    """Return softmax(q k^T / sqrt(K)) v over past positions, softmax in float32.
 
     Args:
         dropout: rate at which attention weights are dropped where `keys_BH` are given: other ones
@@ -169,7 +169,7 @@ def drop_elements(x: jax.Array, rate: float, key: jax.Array) -> jax.Array:
 
 @jax.custom_vjp
 def inner_products(q_BTHK: jax.Array, k_BSHK: jax.Array) -> jax.Array:
-    """Scores of every query with every key of its head: q k^T in float32, shape (B, H, T, S).
+    """Return scores of queries with the keys of their head: q k^T, float32 (B, H, T, S).
 
     JAX derives the gradient of k as d^T q. XLA's CPU compiler computes q^T d four times as fast,
     which makes 6 % of a small model's step: hence a gradient of our own. Its products are in the
@@ -199,7 +199,7 @@ inner_products.defvjp(_inner_products_forward, _inner_products_backward)
 
 
 def without_scores(attend: Attention) -> Attention:
-    """Attention that computes its T x T scores again for the backward pass.
+    """Return attention that computes its T x T scores again for the backward pass.
 
     The selective recomputation of arXiv 2205.05198, section 5.
     """

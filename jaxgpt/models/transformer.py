@@ -68,7 +68,7 @@ class Block(nnx.Module):
 
     def __init__(self, attend: Attention, build: LayerBuilder):
         self.dropout = build.dropout
-        self.attention_norm, self.mlp_norm = build.norm(), build.norm()
+        self.norm_1, self.norm_2 = build.norm(), build.norm()
         self.attention = SelfAttention(attend, build)
         self.mlp = make_mlp(build)
 
@@ -92,10 +92,10 @@ class Block(nnx.Module):
             x_BTD for the next layer, and the cache with these positions.
         """
         keys = (None,) * 3 if keys_B is None else keys_for(keys_B, jnp.arange(3)).T
-        normed_BTD = self.attention_norm(x_BTD)
+        normed_BTD = self.norm_1(x_BTD)
         y_BTD, cache = self.attention(normed_BTD, keys[0], cache, layer, position_offset)
         x_BTD = x_BTD + self.dropout(y_BTD, keys[1])
-        y_BTD = self.mlp(self.mlp_norm(x_BTD))
+        y_BTD = self.mlp(self.norm_2(x_BTD))
         return x_BTD + self.dropout(y_BTD, keys[2]), cache
 
 

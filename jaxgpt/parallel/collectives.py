@@ -6,7 +6,7 @@ import jax
 
 
 def reduce_scatter(x: jax.Array, axis: str, dimension: int) -> jax.Array:
-    """This device's part, along `dimension`, of the sum of `x` over a mesh axis.
+    """Return this device's part, along `dimension`, of the sum of `x` over a mesh axis.
 
     `jax.lax.psum_scatter`, but between the CPUs of several processes an all-to-all and a sum of
     what arrives, the same traffic: with JAX 0.10 and 0.11 Gloo's own reduce-scatter mixes up large
@@ -18,7 +18,7 @@ def reduce_scatter(x: jax.Array, axis: str, dimension: int) -> jax.Array:
 
 
 def all_gather(x: jax.Array, axis: str, dimension: int) -> jax.Array:
-    """All parts of `x` over a mesh axis, along `dimension`; its backward pass is reduce_scatter."""
+    """Return all parts of `x` over a mesh axis; its backward pass is reduce_scatter."""
     if _between_cpus():
         return _whole(x, axis, dimension)
     return jax.lax.all_gather(x, axis, axis=dimension, tiled=True)

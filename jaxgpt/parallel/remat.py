@@ -10,7 +10,7 @@ _SUMS = ("psum", "psum_invariant", "reduce_scatter")
 
 
 def rematerialized(layer: Callable[..., Any], remat: str, in_loop: bool) -> Callable[..., Any]:
-    """The same layer, which keeps less for its backward pass.
+    """Return the same layer, which keeps less for its backward pass.
 
     Args:
         remat: parallel.remat. `none` keeps everything, and so does `attention` here, which

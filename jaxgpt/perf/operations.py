@@ -72,7 +72,7 @@ def _calls(instruction: Instruction) -> list[str]:
 
 
 def _in_attention(instruction: Instruction, program: Program) -> bool:
-    """XLA forgets where batched products come from; in this model only attention has them."""
+    """Find batched products, whose source XLA forgets: in this model only attention has them."""
     if not instruction.frame and "lhs_batch_dims=" in instruction.arguments:
         return True
     return any(f.file.endswith(ATTENTION_FILE) for f in program.stack(instruction.frame))

@@ -40,7 +40,7 @@ class Tracing:
     """A trace of steps on every process, of which that of process 0 is kept."""
 
     def __init__(self, directory: Path, cluster: ProcessGroup):
-        """Nothing is traced yet.
+        """Prepare; nothing is traced yet.
 
         Args:
             directory: where process 0 writes.

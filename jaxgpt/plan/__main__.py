@@ -52,7 +52,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def run(arguments: argparse.Namespace, rest: list[str]) -> str:
-    """What the command prints. JAX is started to simulate the devices of the job.
+    """Return what the command prints. JAX is started to simulate the devices of the job.
 
     Raises:
         UsageError: if an option cannot work.
@@ -88,7 +88,7 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> str:
 
 
 def check_free_to_choose(rest: list[str]) -> None:
-    """Refuses keys that --advise is there to choose."""
+    """Refuse keys that --advise is there to choose."""
     for key in ("mesh", "parallel.mesh", "parallel.remat", "parallel.sequence_parallel"):
         for word in rest:
             if word.removeprefix("--").partition("=")[0].replace("-", "_") == key:
@@ -117,7 +117,7 @@ def number_of_devices(config: Config, advise: str | None) -> int:
 
 
 def devices_per_host(given: str | None, device: Device, n_devices: int) -> int:
-    """How many devices share a host.
+    """Return how many devices share a host.
 
     Raises:
         UsageError: if the job would leave a host partly empty.
@@ -136,10 +136,12 @@ def devices_per_host(given: str | None, device: Device, n_devices: int) -> int:
 
 
 def advice(config: Config, n_devices: int, device: Device, per_host: int, as_json: bool) -> str:
-    from jaxgpt.plan.advise import advise
+    from jaxgpt.plan.advise import search_meshes
     from jaxgpt.plan.report import advice_report
 
-    found = advise(config, n_devices, device, per_host, lambda line: print(line, file=sys.stderr))
+    found = search_meshes(
+        config, n_devices, device, per_host, lambda line: print(line, file=sys.stderr)
+    )
     if as_json:
         header = {"device": device.name, "devices": n_devices, "devices_per_host": per_host}
         return json.dumps(header | {"advice": [a.to_dict() for a in found]}, indent=1)

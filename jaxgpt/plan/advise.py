@@ -18,7 +18,7 @@ WORTH = 0.9  # a layout has to be this much faster than a simpler one to stand b
 
 
 @dataclass(frozen=True, kw_only=True)
-class Advice(Layout):
+class Candidate(Layout):
     """One layout that was looked at."""
 
     reason: str = ""
@@ -38,14 +38,14 @@ class Advice(Layout):
         return " ".join(words)
 
 
-def advise(
+def search_meshes(
     config: Config,
     n_devices: int,
     device: Device,
     devices_per_host: int,
     say: Callable[[str], None] = lambda line: None,
-) -> tuple[Advice, ...]:
-    """The layouts that the model and the batch allow, the best first.
+) -> tuple[Candidate, ...]:
+    """Return the layouts that the model and the batch allow, the best first.
 
     Each comes with the least rematerialization that makes it fit. State and traffic follow from
     formulas; activations are taken from a step compiled for one of the layouts with as many rows
@@ -58,14 +58,14 @@ def advise(
     Raises:
         UsageError: if no mesh of so many devices suits the model and its batch.
     """
-    found: list[Advice] = []
+    found: list[Candidate] = []
     for tensor in _tensor_sizes(config, n_devices, devices_per_host):
         chosen = config.replace(
             parallel__sequence_parallel=tensor > 1 and config.model.block_size % tensor == 0
         )
         meshes = list(_meshes(chosen, n_devices, tensor))
         for alike in ([m for m in meshes if m["fsdp"] == 1], [m for m in meshes if m["fsdp"] > 1]):
-            found += _looked_at(chosen, alike, device, devices_per_host, say)
+            found += _evaluate(chosen, alike, device, devices_per_host, say)
     if not found:
         accumulation = config.train.gradient_accumulation_steps
         raise UsageError(
@@ -95,18 +95,18 @@ def _meshes(config: Config, n_devices: int, tensor: int) -> Iterator[MeshShape]:
         yield shape
 
 
-def _looked_at(
+def _evaluate(
     config: Config,
     meshes: list[MeshShape],
     device: Device,
     devices_per_host: int,
     say: Callable[[str], None],
-) -> Iterator[Advice]:
-    """Layouts that differ in nothing but how `data` and `fsdp` share the same number of devices."""
+) -> Iterator[Candidate]:
+    """Evaluate layouts that differ only in how `data` and `fsdp` share the devices."""
 
-    def advice(config: Config, mesh: MeshShape, memory: Memory) -> Advice:
+    def advice(config: Config, mesh: MeshShape, memory: Memory) -> Candidate:
         config = config.replace(parallel__mesh=str(mesh))
-        return Advice(
+        return Candidate(
             config=config,
             mesh=mesh,
             memory=memory,
@@ -138,21 +138,21 @@ def _looked_at(
                 yield made
 
 
-def _ranked(found: list[Advice], devices_per_host: int) -> tuple[Advice, ...]:
-    """What fits before what does not; then by time, where a simpler layout wins a near tie.
+def _ranked(found: list[Candidate], devices_per_host: int) -> tuple[Candidate, ...]:
+    """Rank what fits before what does not; then by time, where a simpler layout wins near ties.
 
     Before all comes data parallelism, where it fits as it is: nothing is simpler to scale.
     """
 
-    def simplicity(advice: Advice) -> tuple[int, ...]:
+    def simplicity(advice: Candidate) -> tuple[int, ...]:
         remat = REMATS.index(advice.config.parallel.remat)
         return advice.mesh["tensor"], advice.mesh["fsdp"], remat
 
-    def seconds(advice: Advice) -> float:
+    def seconds(advice: Candidate) -> float:
         return advice.estimate.step if advice.estimate else 0.0
 
     left = sorted(found, key=simplicity)
-    ranked: list[Advice] = []
+    ranked: list[Candidate] = []
     while left:
         fitting = [a for a in left if a.fits]
         if fitting:
@@ -169,7 +169,7 @@ def _ranked(found: list[Advice], devices_per_host: int) -> tuple[Advice, ...]:
     return tuple(ranked)
 
 
-def _reason(advice: Advice, devices_per_host: int) -> str:
+def _reason(advice: Candidate, devices_per_host: int) -> str:
     mesh = advice.mesh
     data, fsdp, tensor = mesh["data"], mesh["fsdp"], mesh["tensor"]
     if not advice.fits:

@@ -11,7 +11,7 @@ from jaxgpt.perf.flops import flops_per_token
 from jaxgpt.perf.hardware import Device
 from jaxgpt.perf.hlo import Collective, ring_bytes
 from jaxgpt.plan.program import Memory
-from jaxgpt.plan.theory import Traffic, totals
+from jaxgpt.plan.theory import Traffic, sum_by_kind_and_axes
 
 MATMUL_EFFICIENCY = 0.6  # of the dense peak; Megatron-LM and llm.c train at 0.41-0.49 in all
 LATENCY = {"link": 10e-6, "network": 30e-6}  # seconds before an operation's first byte arrives
@@ -42,7 +42,7 @@ class Estimate:
 
 
 def recomputed_flops_per_token(config: Config) -> int:
-    """FLOPs that parallel.remat adds: products of attention alone, or of a layer's forward pass."""
+    """Return the FLOPs that parallel.remat adds: of attention's products, or of a forward pass."""
     L, D, T = config.model.n_layer, config.model.n_embd, config.model.block_size
     attention, linear = 4 * L * D * T, 2 * sum(w.size for w in layer_matrices(config.model))
     return {"none": 0, "attention": attention, "dots": attention, "full": attention + linear}[
@@ -51,7 +51,7 @@ def recomputed_flops_per_token(config: Config) -> int:
 
 
 def link_of(axes: tuple[str, ...], mesh: MeshShape, devices_per_host: int) -> str:
-    """`link` if all devices that talk along these mesh axes share a host, else `network`."""
+    """Return `link` if all devices that talk along these mesh axes share a host, else `network`."""
     return "link" if planned_hosts_spanned(axes, mesh, devices_per_host) == 1 else "network"
 
 
@@ -63,7 +63,7 @@ def planned_hosts_spanned(axes: tuple[str, ...], mesh: MeshShape, devices_per_ho
 def bandwidth(
     axes: tuple[str, ...], mesh: MeshShape, device: Device, devices_per_host: int
 ) -> float:
-    """Bytes/s that each device of a ring along `axes` can send.
+    """Return bytes/s that each device of a ring along `axes` can send.
 
     The members of a group on one host use their shares of the host's network together.
     """
@@ -83,7 +83,7 @@ def estimate(
     memory: Memory,
     communicated: Iterable[Traffic | Collective],
 ) -> Estimate | None:
-    """The estimate for one step; None for a device whose rates are not known.
+    """Return the estimate for one step; None for a device whose rates are not known.
 
     Args:
         communicated: in a step, as compiled or in theory.
@@ -100,7 +100,7 @@ def estimate(
     update = 2 * (memory.parameters + memory.moments + memory.gradients) / device.memory_bandwidth
     update += 2 * memory.host_moments / device.host_bandwidth
     times = {"tensor": 0.0, "other": 0.0}
-    for (kind, axes), (count, size) in totals(communicated).items():
+    for (kind, axes), (count, size) in sum_by_kind_and_axes(communicated).items():
         sent = ring_bytes(kind, size, math.prod(mesh[axis] for axis in axes))
         seconds = sent / bandwidth(axes, mesh, device, devices_per_host)
         operations = count if size / count > 1024 else 1  # scalars travel together

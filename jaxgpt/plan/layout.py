@@ -14,7 +14,7 @@ from jaxgpt.perf.hardware import Device
 from jaxgpt.perf.hlo import Collective, ring_bytes
 from jaxgpt.plan.estimate import ASSUMPTIONS, Estimate, estimate, link_of
 from jaxgpt.plan.program import Memory, compile_step
-from jaxgpt.plan.theory import Traffic, expected_traffic, totals
+from jaxgpt.plan.theory import Traffic, expected_traffic, sum_by_kind_and_axes
 from jaxgpt.runtime.allocator import USABLE
 
 
@@ -34,7 +34,7 @@ class Layout:
         return self.memory.total <= self.capacity
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON: bytes, seconds and FLOPs."""
+        """Return it for JSON: bytes, seconds and FLOPs."""
         return {
             "mesh": self.mesh,
             "memory": dataclasses.asdict(self.memory)
@@ -61,8 +61,8 @@ class Plan(Layout):
         return flops_per_token(self.config.model, count_parameters(self.config.model)[1])
 
     def communication(self) -> list[dict[str, Any]]:
-        """Every kind of collective: as compiled, as theory has it, and what a ring sends."""
-        compiled, theory = totals(self.collectives), totals(self.theory)
+        """Return every kind of collective: as compiled, as theory has it, and what a ring sends."""
+        compiled, theory = sum_by_kind_and_axes(self.collectives), sum_by_kind_and_axes(self.theory)
         rows = []
         for kind, axes in compiled | theory:
             row: dict[str, Any] = {"kind": kind, "axes": axes}
@@ -118,7 +118,7 @@ def plan_layout(config: Config, mesh: MeshShape, device: Device, devices_per_hos
 
 
 def capacity(device: Device, n_devices: int) -> int:
-    """Bytes of a device's memory that a program may use; simulated devices share this machine's."""
+    """Return the bytes of a device that a program may use; simulated ones share this machine's."""
     if device.memory is not None:
         return int(USABLE * device.memory)
     machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

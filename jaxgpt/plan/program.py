@@ -52,7 +52,7 @@ class Program:
 
 
 def compile_step(config: Config, shape: MeshShape, device: Device) -> Program:
-    """Compiles the train step as it would run on `device`; no array is allocated.
+    """Compile the train step as it would run on `device`; no array is allocated.
 
     A CPU compiler stands in for the device's. It computes bfloat16 in float32, so float16, of the
     same size, stands in for that; cuDNN's attention is replaced by another in O(T) memory. For
@@ -98,7 +98,7 @@ def compile_step(config: Config, shape: MeshShape, device: Device) -> Program:
 
 
 def state_memory(config: Config, shape: MeshShape, device: Device) -> Memory:
-    """Bytes of parameters, gradients and moments, exact, without compiling anything.
+    """Return bytes of parameters, gradients and moments, exact, without compiling anything.
 
     Args:
         config: with model.vocab_size set.

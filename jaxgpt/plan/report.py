@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxgpt.perf.hardware import DEVICES
-from jaxgpt.plan.advise import STATE_ALONE, Advice
+from jaxgpt.plan.advise import STATE_ALONE, Candidate
 from jaxgpt.plan.estimate import ASSUMPTIONS, recomputed_flops_per_token
 from jaxgpt.plan.layout import USABLE, Plan
 
@@ -15,7 +15,7 @@ WIDTH = 112
 
 
 def size(n: float) -> str:
-    """Bytes as a person reads them."""
+    """Return bytes as a person reads them."""
     for unit in ("B", "KiB", "MiB"):
         if n < 1024:
             return f"{n:.0f} B" if unit == "B" else f"{n:.2f} {unit}"
@@ -24,7 +24,7 @@ def size(n: float) -> str:
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table with its first column to the left and the others to the right."""
+    """Return a table with its first column to the left and the others to the right."""
     out = Table(*columns)
     for column in out.columns:
         column.no_wrap = True
@@ -39,7 +39,7 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def plan_report(plan: Plan) -> str:
-    """A plan in four parts: memory, communication, time, and how sure each number is."""
+    """Return a plan in four parts: memory, communication, time, and how sure each number is."""
     mesh = " ".join(f"{axis}={size}" for axis, size in plan.mesh.items())
     config = plan.config
     return "\n".join(
@@ -81,7 +81,7 @@ def _memory(plan: Plan) -> str:
 
 
 def verdict(plan: Plan) -> str:
-    """One line: whether it fits."""
+    """Return one line: whether it fits."""
     memory = plan.device.memory
     room = (
         f"{USABLE:.0%} of the {size(memory)} of {plan.device.name}"
@@ -158,8 +158,8 @@ def _certainty(plan: Plan) -> list[str]:
     return lines
 
 
-def advice_report(found: Sequence[Advice], n_devices: int, device: str, shown: int = 12) -> str:
-    """The best layouts in a table, and the first in a sentence."""
+def advice_report(found: Sequence[Candidate], n_devices: int, device: str, shown: int = 12) -> str:
+    """Return the best layouts in a table, and the first in a sentence."""
     rows = [
         (
             ",".join(map(str, advice.mesh.values())),
@@ -192,7 +192,7 @@ def advice_report(found: Sequence[Advice], n_devices: int, device: str, shown: i
     return "\n".join(lines)
 
 
-def _remedy(advice: Advice) -> str:
+def _remedy(advice: Candidate) -> str:
     if STATE_ALONE in advice.reason:
         return "take more devices"
     return "take more devices, or more train.gradient_accumulation_steps"

@@ -33,8 +33,8 @@ class Traffic:
 Totals = defaultdict[tuple[str, tuple[str, ...]], tuple[int, int]]
 
 
-def totals(found: Iterable[Traffic | Collective]) -> Totals:
-    """(kind, axes) -> (count, bytes), in theory or as compiled."""
+def sum_by_kind_and_axes(found: Iterable[Traffic | Collective]) -> Totals:
+    """Sum traffic to (kind, axes) -> (count, bytes), in theory or as compiled."""
     out: Totals = defaultdict(lambda: (0, 0))
     for c in found:
         count, size = out[c.kind, c.axes]
@@ -57,7 +57,7 @@ class _Parameter:
 
 
 def expected_traffic(config: Config, mesh: MeshShape) -> tuple[Traffic, ...]:
-    """All communication of one step.
+    """Return all communication of one step.
 
     Args:
         config: with model.vocab_size set.
@@ -88,7 +88,7 @@ def _parameters(config: Config, mesh: MeshShape) -> list[_Parameter]:
 
 
 def _weights(config: Config, mesh: MeshShape, parameters: list[_Parameter]) -> list[Traffic]:
-    """Parameters on their way to the devices that compute with them.
+    """Return the traffic of parameters on their way to the devices that compute with them.
 
     ZeRO-3 (arXiv 1910.02054, section 7.2.2) gathers a layer for its forward and once more for its
     backward pass; the two embeddings, which both ends of the network use, stay for both. ZeRO-1
@@ -120,7 +120,7 @@ def _weights(config: Config, mesh: MeshShape, parameters: list[_Parameter]) -> l
 
 
 def _gradients(config: Config, mesh: MeshShape, parameters: list[_Parameter]) -> list[Traffic]:
-    """Gradients on their way to the devices that update with them: one reduction per step.
+    """Return the traffic of gradients to the devices that update with them, reduced once a step.
 
     Data parallelism all-reduces them. ZeRO reduce-scatters them over `fsdp`, which with `data`
     leaves a part of each to all-reduce over that. With sequence parallelism the gradients of what
@@ -149,7 +149,7 @@ def _gradients(config: Config, mesh: MeshShape, parameters: list[_Parameter]) ->
 
 
 def _activations(config: Config, mesh: MeshShape) -> list[Traffic]:
-    """Megatron-LM's f and g (arXiv 1909.08053, section 3), or those of arXiv 2205.05198.
+    """Return the traffic of Megatron-LM's f and g (arXiv 1909.08053), or of arXiv 2205.05198.
 
     Two all-reduces forward and two backward per layer, one each at the embedding and at the
     output layer. With sequence parallelism a reduce-scatter and an all-gather stand for each, and
@@ -186,7 +186,7 @@ def _activations(config: Config, mesh: MeshShape) -> list[Traffic]:
 
 
 def _loss_and_norm(config: Config, mesh: MeshShape, parameters: list[_Parameter]) -> list[Traffic]:
-    """The numbers behind the loss, the loss of each row, and the norm of the gradient.
+    """Return the traffic behind the loss, the losses of rows, and the norm of the gradient.
 
     Of a vocabulary that is split: for each token the largest logit, the sum of exponentials and
     the target's logit (arXiv 1909.08053, section 3).

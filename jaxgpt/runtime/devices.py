@@ -71,7 +71,7 @@ def local_device_ids(cluster: ProcessGroup) -> list[int] | None:
 
 
 def _split_devices(seen: int, n_sharing: int, place: int) -> tuple[str | None, list[int] | None]:
-    """An error, or the devices of the process that has this place among those that share."""
+    """Return an error, or the devices of the process that has this place among those that share."""
     if seen < 2:  # one, or of a kind whose files do not tell
         return None, None
     if seen < n_sharing:

@@ -42,7 +42,7 @@ class Detection(NamedTuple):
 
 
 def init_spike_state(spike: SpikeConfig) -> SpikeState:
-    """What is remembered before the first step; nothing for spike.action=off.
+    """Return what is remembered before the first step; nothing for spike.action=off.
 
     `window` are the newest losses and gradient norms, float32 (2, spike.window), the newest last;
     `filled` how many of them there are; `nonfinite` as in `Detection`.
@@ -59,7 +59,7 @@ def init_spike_state(spike: SpikeConfig) -> SpikeState:
 def update(
     watch: SpikeState, loss: jax.Array, grad_norm: jax.Array, spike: SpikeConfig
 ) -> tuple[SpikeState, Detection]:
-    """Judges a step's values, and remembers them."""
+    """Judge a step's values, and remember them."""
     window, values = watch["window"], jnp.stack([loss, grad_norm]).astype(jnp.float32)
     medians, limits = spike_thresholds(window, spike)
     limits = jnp.where(watch["filled"] >= spike.window, limits, jnp.inf)
@@ -92,13 +92,13 @@ def detect_and_gate(
 
 
 def no_detection() -> Detection:
-    """The verdict where nothing is watched."""
+    """Return the verdict where nothing is watched."""
     unknown = jnp.full(2, jnp.inf, jnp.float32)
     return Detection(jnp.int32(0), unknown, unknown, jnp.int32(0))
 
 
 def spike_thresholds(window: jax.Array, spike: SpikeConfig) -> tuple[jax.Array, jax.Array]:
-    """Medians of a full window's losses and gradient norms, and the values that are spikes."""
+    """Return medians of a full window's losses and gradient norms, and what is a spike."""
     medians = _medians(window)
     deviations = DEVIATION_PER_MAD * _medians(jnp.abs(window - medians[:, None]))
     deviations = jnp.maximum(deviations, LEAST_DEVIATION * jnp.abs(medians))
@@ -112,12 +112,12 @@ def _medians(x: jax.Array) -> jax.Array:
 
 
 def spike_state_to_json(watch: SpikeState) -> dict[str, Any]:
-    """For a checkpoint: every float32 is a number that JSON holds exactly."""
+    """Return it for a checkpoint: every float32 is a number that JSON holds exactly."""
     return {key: np.asarray(value).tolist() for key, value in watch.items()}
 
 
 def spike_state_from_json(saved: dict[str, Any] | None, shapes: SpikeState) -> SpikeState:
-    """What `spike_state_to_json` made, laid out as `shapes` say.
+    """Return what `spike_state_to_json` made, laid out as `shapes` say.
 
     Nothing is remembered from a checkpoint of a run that did not watch; of another spike.window
     the newest values are.

@@ -18,7 +18,7 @@ METRICS = "metrics.jsonl"
 
 
 def read_rewinds(directory: Path) -> list[dict[str, Any]]:
-    """All rewinds of a run, oldest first.
+    """Return all rewinds of a run, oldest first.
 
     Each is the record of its spike and, beside that: `to`, the step of the checkpoint gone back to
     (0 is the initial state); `skip`, the first and last step whose batches are skipped; `dropped`,
@@ -41,14 +41,14 @@ def read_rewinds(directory: Path) -> list[dict[str, Any]]:
 
 
 def skipped_by_rewinds(directory: Path) -> list[tuple[int, int]]:
-    """The ranges of steps that the rewinds of a run skip."""
+    """Return the ranges of steps that the rewinds of a run skip."""
     return [(first, last) for first, last in (rewind["skip"] for rewind in read_rewinds(directory))]
 
 
 def decide_rewind(
     config: Config, directory: Path, saved: list[int], spike: dict[str, Any], last: int
 ) -> str:
-    """Writes down the rewind that a spike calls for.
+    """Write down the rewind that a spike calls for.
 
     Args:
         saved: steps of the complete checkpoints.
@@ -88,7 +88,7 @@ def decide_rewind(
 
 
 def finish_rewind(directory: Path) -> None:
-    """Does what was decided last, as far as it is not done: the abandoned steps leave the files."""
+    """Do what was decided last, as far as it is not done: the abandoned steps leave the files."""
     rewinds = read_rewinds(directory)
     if not rewinds or rewinds[-1]["done"]:
         return
@@ -106,7 +106,7 @@ def finish_rewind(directory: Path) -> None:
 
 
 def rewind_record(rewind: dict[str, Any], records: list[dict[str, Any]]) -> dict[str, Any] | None:
-    """The record of a rewind for metrics.jsonl, with the losses that it drops from there.
+    """Return the record of a rewind for metrics.jsonl, with the losses that it drops from there.
 
     None if `records`, all that are there, has it already.
     """

@@ -11,7 +11,7 @@ SHOWN_ROWS = 2
 
 
 def spike_line(record: dict[str, Any]) -> str:
-    """A spike for the console."""
+    """Return a spike for the console."""
     text = (
         f"step={record['step']} spike ({record['cause']}): loss={record['loss']:.4f} "
         f"gnorm={record['grad_norm']:.3f}"
@@ -22,7 +22,7 @@ def spike_line(record: dict[str, Any]) -> str:
 
 
 def rewind_line(rewind: dict[str, Any]) -> str:
-    """A rewind of rewinds.json for the console."""
+    """Return a rewind of rewinds.json for the console."""
     (first, last), (from_, to) = rewind["dropped"], rewind["skip"]
     return (
         f"rewound to step {rewind['to']} because of the spike at step {rewind['spike']}: steps "
@@ -31,13 +31,13 @@ def rewind_line(rewind: dict[str, Any]) -> str:
 
 
 def rows_text(rows: list[dict[str, Any]]) -> str:
-    """The worst rows of a step: number, corpus and offset."""
+    """Return the worst rows of a step: number, corpus and offset."""
     shown = [f"{r['row']} ({r['corpus']} @{r['offset']})" for r in rows[:SHOWN_ROWS]]
     return ", ".join(shown) + (", ..." if len(rows) > SHOWN_ROWS else "")
 
 
 def skipped_ranges(records: list[dict[str, Any]]) -> list[tuple[int, int]]:
-    """First and last steps of the stretches that were skipped."""
+    """Return first and last steps of the stretches that were skipped."""
     steps = sorted(r["step"] for r in records if r["kind"] == "train" and r["skipped"])
     groups = itertools.groupby(enumerate(steps), lambda pair: pair[1] - pair[0])
     stretches = [[step for _, step in group] for _, group in groups]
@@ -45,7 +45,7 @@ def skipped_ranges(records: list[dict[str, Any]]) -> list[tuple[int, int]]:
 
 
 def spikes_table(records: list[dict[str, Any]]) -> str:
-    """Spikes, skips and rewinds of a run, in the order of their steps."""
+    """Return spikes, skips and rewinds of a run, in the order of their steps."""
     from rich.console import Console
     from rich.table import Table
 
@@ -89,7 +89,7 @@ def _range(ends: tuple[int, int] | list[int]) -> str:
 
 
 def draw_spikes(records: list[dict[str, Any]], title: str, path: Path) -> None:
-    """A PNG of the loss curve with spikes, skips and rewinds.
+    """Draw a PNG of the loss curve with spikes, skips and rewinds.
 
     Raises:
         UsageError: if matplotlib is not installed, or the file cannot be written.
@@ -131,7 +131,7 @@ def draw_spikes(records: list[dict[str, Any]], title: str, path: Path) -> None:
 
 
 def _draw_rewinds(axes: Any, rewinds: list[dict[str, Any]]) -> None:
-    """What was dropped, as it was, and an arrow from each spike to where the run went back to."""
+    """Draw what was dropped, and an arrow from each spike to where the run went back to."""
     for number, r in enumerate(rewinds):
         dropped = sorted(dict([*r["dropped_losses"], [r["spike"], r["loss"]]]).items())
         steps, losses = zip(*dropped, strict=True)

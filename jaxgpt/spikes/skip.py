@@ -17,7 +17,7 @@ class SkipRanges:
     """
 
     def __init__(self, ranges: Iterable[tuple[int, int]]):
-        """Overlapping and adjoining ranges are merged."""
+        """Merge overlapping and adjoining ranges."""
         merged: list[tuple[int, int]] = []
         for first, last in sorted(ranges):
             if merged and first <= merged[-1][1] + 1:
@@ -30,7 +30,7 @@ class SkipRanges:
         return any(first <= step <= last for first, last in self.ranges)
 
     def flat(self) -> tuple[int, ...]:
-        """The numbers as `--train-range-to-skip` takes them."""
+        """Return the numbers as `--train-range-to-skip` takes them."""
         return tuple(step for pair in self.ranges for step in pair)
 
     def __str__(self) -> str:
@@ -40,7 +40,7 @@ class SkipRanges:
 def still_to_come(
     ranges: Iterable[tuple[int, int]], skipped: SkipRanges, step: int
 ) -> tuple[list[tuple[int, int]], list[str]]:
-    """Of ranges to skip, what lies after `step`; and a warning for each that names others.
+    """Return the ranges to skip after `step`, and a warning for each that names earlier steps.
 
     Args:
         skipped: what the checkpoint of `step` has skipped.
@@ -59,7 +59,7 @@ def still_to_come(
 
 
 def check_faults(config: Config, n_devices: int) -> None:
-    """Checks that the device of faults.nan_device is there.
+    """Check that the device of faults.nan_device is there.
 
     Raises:
         UsageError: if it is not.
@@ -73,7 +73,7 @@ def check_faults(config: Config, n_devices: int) -> None:
 
 
 def describe_spikes(config: Config) -> str:
-    """A line for the log: from which step on spikes can be seen."""
+    """Return a line for the log: from which step on spikes can be seen."""
     spike = config.spike
     if spike.action == "off":
         return "spikes: spike.action=off, nothing is watched"
@@ -84,7 +84,7 @@ def describe_spikes(config: Config) -> str:
 
 
 def describe_faults(config: Config) -> list[str]:
-    """Lines for the log about faults that are put in on purpose."""
+    """Return lines for the log about faults that are put in on purpose."""
     faults, lines = config.faults, []
     ranges = SkipRanges(step_ranges("faults.random_tokens", faults.random_tokens))
     if ranges.ranges:

@@ -91,7 +91,7 @@ def _scalar(tag: str, value: float) -> bytes:
 
 
 def _text(tag: str, text: str) -> bytes:
-    """A Summary.Value for TensorBoard's text plugin: a string tensor of shape (1,)."""
+    """Return a Summary.Value for TensorBoard's text plugin: a string tensor of shape (1,)."""
     metadata = _bytes(1, _bytes(1, b"text"))
     shape = _bytes(2, _bytes(2, _integer(1, 1)))
     tensor = _integer(1, 7) + shape + _bytes(8, text.encode(errors="replace"))  # 7: DT_STRING

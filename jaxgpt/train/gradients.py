@@ -119,7 +119,7 @@ class ShardedModel:
         )
 
     def _local_loss_and_grads(self, params, step, rows, row_numbers):
-        """`row_numbers` counts the rows of the whole batch: dropout depends on them."""
+        """Take `row_numbers`, which count the rows of the whole batch: dropout depends on them."""
         params, zeros = self._local_params(params)
         train = self.config.train
         key = jax.random.fold_in(jax.random.key(train.seed), step)
@@ -232,10 +232,10 @@ def accumulate_gradients(
 
 
 def split_microbatches(x: jax.Array, n_parts: int) -> jax.Array:
-    """(B, ...) -> (n_parts, B / n_parts, ...): part i holds the rows i, i + n_parts, ..."""
+    """Split (B, ...) into (n_parts, B / n_parts, ...): part i holds rows i, i + n_parts, ..."""
     return x.reshape(x.shape[0] // n_parts, n_parts, *x.shape[1:]).swapaxes(0, 1)
 
 
 def merge_microbatches(losses: jax.Array) -> jax.Array:
-    """(n_parts, B / n_parts) -> (B,), in the order before `split_microbatches`."""
+    """Merge (n_parts, B / n_parts) to (B,), in the order before `split_microbatches`."""
     return losses.swapaxes(0, 1).reshape(-1)

@@ -65,13 +65,13 @@ class Run:
     """The kinds of `EVAL_RECORDS` that were due after `resume_step` and are not in the file."""
 
     def consumed_tokens(self, step: int) -> int:
-        """Tokens of all batches up to `step`, skipped ones included."""
+        """Return tokens of all batches up to `step`, skipped ones included."""
         per_step = self.config.train.batch_size * self.config.model.block_size
         before = self.resume_meta.get("consumed_tokens", 0)
         return before + (step - (self.resume_step or 0)) * per_step
 
     def corpus_tokens(self, rows: BatchReader, step: int) -> dict[str, int]:
-        """Of them, those of each corpus: `rows` alone takes all steps to be of the same size."""
+        """Return those of each corpus: `rows` alone takes all steps to be of the same size."""
         now, then = rows.tokens_consumed(step), rows.tokens_consumed(self.resume_step or 0)
         before = self.resume_meta.get("corpus_tokens", dict(zip(rows.names, then, strict=True)))
         return {
@@ -81,7 +81,7 @@ class Run:
 
 
 def prepare_run(config: Config, cluster: ProcessGroup) -> Run:
-    """Opens the data and the run directory, and finds the checkpoint to go on from.
+    """Open the data and the run directory, and find the checkpoint to go on from.
 
     Process 0 looks and decides; the others get its answer, and open the data for themselves.
 
@@ -106,7 +106,7 @@ def prepare_run(config: Config, cluster: ProcessGroup) -> Run:
         for source, expected, hash_, own_hash in zip(
             dataset.sources, decided["sources"], hashes, own, strict=True
         ):
-            if what_all_share(source) != expected or own_hash != hash_:
+            if host_invariant_meta(source) != expected or own_hash != hash_:
                 raise UsageError(
                     f"{source.entry.key}: {source.entry.path} on host {platform.node()} is not "
                     "what process 0 has there; all hosts need the same files"
@@ -126,7 +126,7 @@ def prepare_run(config: Config, cluster: ProcessGroup) -> Run:
 
 
 def check_cpu_mesh(config: Config, cluster: ProcessGroup) -> None:
-    """Checks the mesh against the devices that a job on CPUs is going to have."""
+    """Check the mesh against the devices that a job on CPUs is going to have."""
     mesh = mesh_shape(config)
     if not accelerator_expected():
         n_devices = cpu_devices_per_process(mesh, cluster) * cluster.size
@@ -134,7 +134,7 @@ def check_cpu_mesh(config: Config, cluster: ProcessGroup) -> None:
 
 
 def _decide(config: Config, cluster: ProcessGroup) -> dict[str, Any]:
-    """Everything that process 0 finds out, as JSON for the others."""
+    """Return everything that process 0 finds out, as JSON for the others."""
     check_trackers(config.train.trackers)
     notes = []
     home = dataset_directory(config.data)
@@ -151,7 +151,7 @@ def _decide(config: Config, cluster: ProcessGroup) -> dict[str, Any]:
     dataset = open_dataset(config.data, config.model)
     dataset.verify()
     config = config.replace(model__vocab_size=dataset.vocab_size)
-    config = config.replace(data=lasting(config.data))
+    config = config.replace(data=with_absolute_paths(config.data))
     check_prompt(config.train.sample_prompt, dataset.tokenizer)
 
     directory = _writable_directory(config, cluster)
@@ -183,7 +183,7 @@ def _decide(config: Config, cluster: ProcessGroup) -> dict[str, Any]:
     config = config.replace(train_range_to_skip=SkipRanges([*ranges, *rewound]).flat())
     return {
         "config": config.to_dict(),
-        "sources": [what_all_share(source) for source in dataset.sources],
+        "sources": [host_invariant_meta(source) for source in dataset.sources],
         "paths": _paths(dataset),
         "fingerprints": dataset.fingerprints,
         "resume_step": resume_step,
@@ -197,13 +197,13 @@ def _paths(dataset: Dataset) -> list[str]:
     return [str(source.entry.path.absolute()) for source in dataset.sources]
 
 
-def what_all_share(source: Source) -> dict[str, Any]:
-    """What of a source has to be the same on every host."""
+def host_invariant_meta(source: Source) -> dict[str, Any]:
+    """Return what of a source has to be the same on every host."""
     return {"sizes": [source.tokens[split].size for split in SPLITS], "meta": source.meta}
 
 
-def lasting(data: DataConfig) -> DataConfig:
-    """The same data by names that hold in other working directories, and without the file list."""
+def with_absolute_paths(data: DataConfig) -> DataConfig:
+    """Return the same data by names that hold in other folders, without the file list."""
     if data.path is not None:
         data = dataclasses.replace(data, path=str(Path(data.path).absolute()))
     if data.tokenizer is not None and Path(data.tokenizer).exists():
@@ -217,7 +217,7 @@ def lasting(data: DataConfig) -> DataConfig:
 
 
 def check_prompt(prompt: str, tokenizer: Tokenizer | None) -> None:
-    """Refuses train.sample_prompt if the tokenizer cannot encode it."""
+    """Refuse train.sample_prompt if the tokenizer cannot encode it."""
     if prompt and tokenizer is not None:
         try:
             tokenizer.encode(prompt)
@@ -226,7 +226,7 @@ def check_prompt(prompt: str, tokenizer: Tokenizer | None) -> None:
 
 
 def _check_place(out: Path) -> None:
-    """Refuses a folder inside another run, which removes what it finds among its checkpoints."""
+    """Refuse a folder inside another run, which removes what it finds among its checkpoints."""
     for folder in (out.absolute(), *out.absolute().parents):
         run = folder.parent
         if folder.name == "checkpoints" and (run / ".lock").exists():
@@ -285,7 +285,7 @@ def _lock(directory: Path, cluster: ProcessGroup) -> None:
 
 
 def _new_directory(config: Config) -> Path:
-    """runs/<config>-<time>, which no other run has, not even one of the same second."""
+    """Return runs/<config>-<time>, which no other run has, not even one of the same second."""
     stem = f"{Path(config.config).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
     for number in itertools.count(1):
         directory = Path("runs") / (stem if number == 1 else f"{stem}-{number}")

@@ -53,7 +53,7 @@ def reference_logits(params, tokens_T, config):
         b = jax.tree.map(operator.itemgetter(layer), p["layers"])
         attention, mlp, qkv = b["attention"], b["mlp"], []
         for v in x:
-            n = norm(v, b["attention_norm"])
+            n = norm(v, b["norm_1"])
             qkv.append(
                 np.einsum("d,dchk->chk", n, attention["qkv"]["kernel"]) + attention["qkv"]["bias"]
             )
@@ -69,7 +69,7 @@ def reference_logits(params, tokens_T, config):
                 out += mixed @ attention["out"]["kernel"][h]
             x[i] = x[i] + out
         for i in range(T):
-            hidden = gelu(norm(x[i], b["mlp_norm"]) @ mlp["up"]["kernel"] + mlp["up"]["bias"])
+            hidden = gelu(norm(x[i], b["norm_2"]) @ mlp["up"]["kernel"] + mlp["up"]["bias"])
             x[i] = x[i] + hidden @ mlp["down"]["kernel"] + mlp["down"]["bias"]
     return np.stack([p["token_embedding"]["embedding"] @ norm(v, p["norm"]) for v in x])
 

@@ -11,8 +11,8 @@ from jaxgpt.models.weights import count_parameters
 from jaxgpt.parallel.mesh import make_mesh
 from jaxgpt.perf.hardware import DEVICES
 from jaxgpt.plan import __main__ as plan_command
-from jaxgpt.plan import advise as advice_module
-from jaxgpt.plan.advise import advise
+from jaxgpt.plan import search_meshes as advice_module
+from jaxgpt.plan.advise import search_meshes
 from jaxgpt.plan.estimate import planned_hosts_spanned
 from jaxgpt.plan.layout import plan_layout
 from jaxgpt.plan.program import Memory
@@ -165,7 +165,7 @@ def test_advice_follows_the_rules(room, best, per_host, monkeypatch):
         "model.n_head=16", "train.batch_size=64", SCAN,
     )  # fmt: skip
     with limited_devices(4):
-        found = advise(config, 4, DEVICES["a100"], per_host)
+        found = search_meshes(config, 4, DEVICES["a100"], per_host)
         sizes = found[0].mesh
         best_plan = plan_layout(found[0].config, sizes, DEVICES["a100"], per_host)
     data, fsdp, tensor = found[0].mesh.values()
@@ -217,7 +217,7 @@ def test_bad_input_is_one_clear_line(arguments, words, capsys):
 def test_a_batch_that_no_mesh_shares_out_is_refused():
     words = r"--advise=7: .*train.batch_size=24; make it a multiple of 7$"
     with pytest.raises(UsageError, match=words):
-        advise(load_config("tiny", "model.vocab_size=256"), 7, DEVICES["cpu"], 7)
+        search_meshes(load_config("tiny", "model.vocab_size=256"), 7, DEVICES["cpu"], 7)
 
 
 def test_gpt_175b_is_planned_on_a_laptop():

@@ -32,10 +32,10 @@ def compiled_traffic(config, mesh):
     """(kind, axes) -> (number of arrays, bytes), read from the program."""
     with limited_devices(mesh.n_devices):
         program = compile_step(config, mesh, DEVICES["cpu"])
-    return totals(program.collectives)
+    return sum_by_kind_and_axes(program.collectives)
 
 
-def totals(collectives):
+def sum_by_kind_and_axes(collectives):
     out = collections.defaultdict(lambda: (0, 0))
     for c in collectives:
         count, size = out[c.kind, c.axes]
@@ -81,7 +81,7 @@ def long(*layout):
 def test_a_step_communicates_what_theory_says(layout):
     """Equal in kind, mesh axis, number of arrays and bytes."""
     config, mesh = settings(*layout)
-    assert compiled_traffic(config, mesh) == totals(expected_traffic(config, mesh))
+    assert compiled_traffic(config, mesh) == sum_by_kind_and_axes(expected_traffic(config, mesh))
 
 
 def volume(mesh, *options):

@@ -236,8 +236,8 @@ def nanogpt_weights(
             out[f"{here}.{theirs}.weight"] = layer[module][linear]["kernel"].reshape(inputs, -1).T
             if model.bias:
                 out[f"{here}.{theirs}.bias"] = layer[module][linear]["bias"].reshape(-1)
-        out |= norm_weights(f"{here}.ln_1", layer["attention_norm"]) | norm_weights(
-            f"{here}.ln_2", layer["mlp_norm"]
+        out |= norm_weights(f"{here}.ln_1", layer["norm_1"]) | norm_weights(
+            f"{here}.ln_2", layer["norm_2"]
         )
     return out
 

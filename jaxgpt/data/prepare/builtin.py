@@ -29,7 +29,7 @@ _NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idlelib", "_
 
 
 def prepare_shakespeare_char(directory: Path, input_file: Path | None) -> list[str]:
-    """Tiny Shakespeare by characters, as nanoGPT prepares it.
+    """Prepare Tiny Shakespeare by characters, as nanoGPT does.
 
     Returns:
         What nanoGPT prints of it.
@@ -134,7 +134,7 @@ def _prepare_megatron(
 
 
 def prepare_python(directory: Path) -> list[str]:
-    """The source of the standard library that is running, by bytes: text without a download.
+    """Prepare the source of the standard library, by bytes: text without a download.
 
     Files follow one another in an order by hash, so that the last tenth, the validation split,
     is like the rest; byte 0 ends each.

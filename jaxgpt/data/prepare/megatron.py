@@ -21,7 +21,7 @@ class MegatronWriter:
     """
 
     def __init__(self, prefix: Path | str, dtype: np.dtype | type):
-        """Starts files beside PREFIX, which replace a pair of that name when the context ends.
+        """Start files beside PREFIX, which replace a pair of that name when the context ends.
 
         Args:
             dtype: of the tokens, one of the integers that Megatron knows.
@@ -45,7 +45,7 @@ class MegatronWriter:
         return self
 
     def add_document(self, tokens: np.ndarray, lengths: np.ndarray | None = None) -> None:
-        """Appends one document.
+        """Append one document.
 
         Args:
             tokens: its token ids, shape (tokens,).
@@ -58,7 +58,7 @@ class MegatronWriter:
         self._end(np.array([self._sequences]))
 
     def append(self, tokens: np.ndarray, ends: np.ndarray) -> None:
-        """Appends tokens of documents that are one sequence each.
+        """Append tokens of documents that are one sequence each.
 
         Args:
             tokens: ids, with which the last document goes on if it has not ended.

@@ -47,7 +47,7 @@ class Piece:
 
 
 def input_files(inputs: list[Path]) -> tuple[list[Path], bool]:
-    """The files to read, in order, and whether they are JSON lines.
+    """Return the files to read, in order, and whether they are JSON lines.
 
     Args:
         inputs: files; or folders, of which all text files or all JSON lines are taken, sorted.
@@ -86,7 +86,7 @@ def _kind(path: Path) -> str:
 
 
 def _blocks(path: Path) -> Iterator[tuple[bytes, int]]:
-    """(content, bytes read on disk so far) of a file, decompressed."""
+    """Yield (content, bytes read on disk so far) of a file, decompressed."""
     try:
         with open(path, "rb") as file, _decompressed(file, path) as stream:
             while content := stream.read(_BLOCK):
@@ -110,7 +110,7 @@ def _decompressed(file: BinaryIO, path: Path) -> contextlib.AbstractContextManag
 
 
 def part_texts(files: list[Path], val_share: float) -> list[int | None]:
-    """The byte of each text file from which on it is validation data; None where it has no end.
+    """Return the byte of each file from which on it is validation data; None without an end.
 
     It is the last `val_share` of the characters of all files, as nanoGPT parts a text.
     """
@@ -128,7 +128,7 @@ def _characters(content: bytes) -> int:
 
 
 def _byte_of(path: Path, character: int) -> int:
-    """The byte at which a character of a file starts."""
+    """Return the byte at which a character of a file starts."""
     offset = 0
     for block, _ in _blocks(path):
         count = _characters(block)
@@ -141,7 +141,7 @@ def _byte_of(path: Path, character: int) -> int:
 
 
 def text_pieces(path: Path, val_from: int | None, tokenizer: Tokenizer) -> Iterator[Piece]:
-    """A text file, cut where that does not change its tokens; the last piece is empty.
+    """Yield a text file, cut where that does not change its tokens; the last piece is empty.
 
     Args:
         val_from: byte from which on it is validation data, if there is one.
@@ -168,7 +168,7 @@ def text_pieces(path: Path, val_from: int | None, tokenizer: Tokenizer) -> Itera
 
 
 def _parts(path: Path, val_from: int | None) -> Iterator[tuple[str, bytes, int]]:
-    """(split, content, bytes read on disk so far) of a text file."""
+    """Yield (split, content, bytes read on disk so far) of a text file."""
     start = 0
     for content, position in _blocks(path):
         size = len(content) if val_from is None else max(0, val_from - start)
@@ -180,7 +180,7 @@ def _parts(path: Path, val_from: int | None) -> Iterator[tuple[str, bytes, int]]
 
 
 def _cut(content: bytearray, tokenizer: Tokenizer) -> int:
-    """Bytes of `content` that can be encoded without what follows."""
+    """Return how many bytes of `content` can be encoded without what follows."""
     tail = bytes(content[-_TAIL:]).lstrip(_CONTINUATION)
     try:
         text = codecs.getincrementaldecoder("utf-8")().decode(tail)  # a last half character waits
@@ -191,7 +191,7 @@ def _cut(content: bytearray, tokenizer: Tokenizer) -> int:
 
 
 def json_pieces(path: Path) -> Iterator[Piece]:
-    """A file of JSON lines, as pieces of whole lines."""
+    """Yield a file of JSON lines, as pieces of whole lines."""
     start, line, rest, position = 0, 1, [], 0
     for content, position in _blocks(path):
         end = content.rfind(b"\n") + 1
@@ -206,7 +206,7 @@ def json_pieces(path: Path) -> Iterator[Piece]:
 
 
 def texts_of(piece: Piece, json_key: str | None) -> list[str]:
-    """The text of a piece, or of each of its JSON lines that is not empty.
+    """Return the text of a piece, or of each of its JSON lines that is not empty.
 
     Raises:
         UsageError: naming the file and the byte or line of what is not UTF-8 or not such JSON.

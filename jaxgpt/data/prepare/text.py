@@ -39,7 +39,7 @@ class Corpus:
     """None to keep all in one split, "train"."""
 
     def pieces(self, tokenizer: Tokenizer) -> Iterator[Piece]:
-        """All files, cut so that each piece can be encoded by itself."""
+        """Yield all files, cut so that each piece can be encoded by itself."""
         if self.json_key is not None:
             for path in self.files:
                 yield from json_pieces(path)
@@ -80,7 +80,7 @@ class TokenizeWorker:
         return {split: self._encoded(texts, piece.ends) for split, texts in of_split.items()}
 
     def _split(self, text: str) -> str:
-        """By the text alone, so that a document and its copies are on one side."""
+        """Choose by the text alone, so that a document and its copies are on one side."""
         if self.val_share is None:
             return "train"
         drawn = hashlib.blake2b(text.encode(), digest_size=8).digest()
@@ -110,7 +110,7 @@ class CharVocabScan:
 def write_nanogpt(
     corpus: Corpus, directory: Path, tokenizer: Tokenizer | None, workers: int, source: str
 ) -> EncodeStats:
-    """Writes train.bin, val.bin and meta.json, with end-of-text between documents.
+    """Write train.bin, val.bin and meta.json, with end-of-text between documents.
 
     Args:
         tokenizer: None for one token per character that occurs.
@@ -144,7 +144,7 @@ def write_nanogpt(
 
 
 def write_megatron(corpus: Corpus, prefix: Path, tokenizer: Tokenizer, workers: int) -> EncodeStats:
-    """Writes PREFIX.bin and PREFIX.idx, with end-of-text after each document.
+    """Write PREFIX.bin and PREFIX.idx, with end-of-text after each document.
 
     Raises:
         UsageError: for files that cannot be read.
@@ -157,7 +157,7 @@ def write_megatron(corpus: Corpus, prefix: Path, tokenizer: Tokenizer, workers: 
 
 
 def _check_lasting(corpus: Corpus) -> None:
-    """Looks that files can be read twice: for their characters, or for the part to validate on."""
+    """Check that files can be read twice: for their characters, or for the part to validate on."""
     for path in corpus.files:
         if path.exists() and not path.is_file():
             raise UsageError(
@@ -198,7 +198,7 @@ def _write(
 
 
 def _of(corpus: Corpus, workers: int) -> int:
-    """The processes that are worth their start."""
+    """Return the processes that are worth their start."""
     return workers if sum(_size(path) for path in corpus.files) > _IN_PROCESS else 1
 
 
@@ -222,7 +222,7 @@ def _check_enough(written: EncodeStats, corpus: Corpus) -> None:
 def _in_order(
     function: Callable[[Piece], Any], pieces: Iterable[Piece], workers: int
 ) -> Iterator[tuple[Piece, Any]]:
-    """(piece, function(piece)) in the order of the pieces, a bounded number of them under way."""
+    """Yield (piece, function(piece)) in the order of the pieces, some of them under way."""
     if workers == 1:
         for piece in pieces:
             yield piece, function(piece)
@@ -270,7 +270,7 @@ class Progress:
         self._total = sum(map(_size, files))
 
     def show(self, piece: Piece, written: EncodeStats) -> None:
-        """Says that all up to `piece` is written, if it is time to say so."""
+        """Say that all up to `piece` is written, if it is time to say so."""
         now = time.monotonic()
         if now - self._shown < self._every:
             return
@@ -292,7 +292,7 @@ class Progress:
 
 
 def rates(written: EncodeStats) -> str:
-    """MB and tokens per second, for people."""
+    """Return MB and tokens per second, for people."""
     seconds = max(written.seconds, 1e-9)
     tokens = sum(written.tokens.values())
     return f"{written.bytes / 1e6 / seconds:,.1f} MB/s {tokens / seconds:,.0f} tokens/s"

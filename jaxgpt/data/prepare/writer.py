@@ -16,7 +16,7 @@ from jaxgpt.data.tokenizers.char import Tokenizer
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
-    """The smallest type of nanoGPT's files that holds every id."""
+    """Return the smallest type of nanoGPT's files that holds every id."""
     return np.dtype("<u2" if vocab_size <= 2**16 else "<u4")
 
 
@@ -65,7 +65,7 @@ def new_dataset(directory: Path, tokenizer: Tokenizer, source: str) -> Iterator[
 def write_dataset(
     directory: Path, tokens: Mapping[str, np.ndarray], tokenizer: Tokenizer, source: str
 ) -> None:
-    """Writes a data set that fits in memory.
+    """Write a data set that fits in memory.
 
     Args:
         tokens: split -> token ids, of any integer dtype.

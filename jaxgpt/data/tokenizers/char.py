@@ -17,26 +17,26 @@ class Tokenizer(Protocol):
     """The token between documents, if there is one."""
 
     def encode(self, text: str) -> np.ndarray:
-        """Token ids (int64, shape (tokens,)) of `text`, in which no special token is seen."""
+        """Return token ids (int64, (tokens,)) of `text`, in which no special token is seen."""
 
     def decode(self, tokens: Iterable[int]) -> str:
-        """The text of token ids."""
+        """Return the text of token ids."""
 
     def cut(self, text: str) -> int:
-        """A place near the end of `text` at which it can be cut, and its parts encoded.
+        """Return a place near the end of `text` at which it can be cut, and its parts encoded.
 
         Their tokens together are those of the whole, however it goes on. 0 if none is found.
         """
 
     def to_meta(self) -> dict[str, Any]:
-        """A JSON description from which `from_meta` makes the same tokenizer."""
+        """Return a JSON description from which `from_meta` makes the same tokenizer."""
 
     def save(self, directory: Path) -> None:
-        """Writes what the description only names into the folder that the description is in."""
+        """Write what the description only names into the folder that the description is in."""
 
 
 def continued(tokenizer: Tokenizer, prompt: str, tokens: Sequence[int]) -> str:
-    """A prompt and the text of the tokens that follow it.
+    """Return a prompt and the text of the tokens that follow it.
 
     They are decoded together, as some decoders leave out a space before their first token.
     """
@@ -62,7 +62,7 @@ class CharTokenizer:
         return cls(sorted(set(text)))
 
     def encode(self, text: str) -> np.ndarray:
-        """Token ids of `text`.
+        """Return token ids of `text`.
 
         Raises:
             UsageError: if a character is not in the vocabulary.
@@ -88,7 +88,7 @@ class CharTokenizer:
         return {"type": "char", "characters": "".join(self.characters)}
 
     def save(self, directory: Path) -> None:
-        """Nothing: the description is all."""
+        """Save nothing: the description is all."""
 
 
 class ByteTokenizer:
@@ -111,4 +111,4 @@ class ByteTokenizer:
         return {"type": "byte"}
 
     def save(self, directory: Path) -> None:
-        """Nothing: the description is all."""
+        """Save nothing: the description is all."""

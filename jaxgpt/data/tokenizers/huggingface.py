@@ -47,7 +47,7 @@ class HFTokenizer:
 
     @classmethod
     def from_meta(cls, meta: dict[str, Any], directory: Path) -> "HFTokenizer":
-        """The tokenizer of a description, from the copy of its file beside it.
+        """Return the tokenizer of a description, from the copy of its file beside it.
 
         Raises:
             UsageError: if the file is missing, or not the one that was described, or if the
@@ -84,7 +84,7 @@ class HFTokenizer:
         return _load(self._content)
 
     def encode(self, text: str) -> np.ndarray:
-        """Token ids of `text`: int64, shape (tokens,).
+        """Return token ids of `text`: int64, shape (tokens,).
 
         The names of special tokens are text like any other, as in tiktoken's `encode_ordinary`.
         """
@@ -101,7 +101,7 @@ class HFTokenizer:
         return np.concatenate(parts, dtype=np.int64) if parts else np.empty(0, np.int64)
 
     def _encode(self, text: str) -> np.ndarray:
-        """The ids of a text, all at once."""
+        """Return the ids of a text, all at once."""
         found = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)
         return np.array(found[0].ids, np.int64)
 
@@ -123,7 +123,7 @@ class HFTokenizer:
 
 
 def read_tokenizer(path: Path, end_of_text: str | None = None) -> HFTokenizer:
-    """The tokenizer in files.
+    """Return the tokenizer in files.
 
     Args:
         path: a tokenizer.json or the folder with it; or a folder with GPT-2's encoder.json and
@@ -154,7 +154,7 @@ def read_tokenizer(path: Path, end_of_text: str | None = None) -> HFTokenizer:
 
 
 def _content(path: Path) -> bytes:
-    """The tokenizer.json at `path`, or made of GPT-2's files there."""
+    """Return the tokenizer.json at `path`, or made of GPT-2's files there."""
     if path.is_file():
         return _read(path)
     if (path / FILE).is_file():
@@ -169,7 +169,7 @@ def _content(path: Path) -> bytes:
 
 
 def _of_gpt2(vocabulary: Path, merges: Path) -> bytes:
-    """GPT-2's files as a tokenizer.json; the same bytes with every version of the package."""
+    """Return GPT-2's files as a tokenizer.json, the same bytes with every version of it."""
     try:
         ids = json.loads(_read(vocabulary))
         lines = _read(merges).decode().split("\n")
@@ -211,7 +211,7 @@ def _load(content: bytes):
 
 
 def _configured(path: Path) -> str | None:
-    """The `eos_token` of a tokenizer_config.json, if there is one."""
+    """Return the `eos_token` of a tokenizer_config.json, if there is one."""
     if not path.is_file():
         return None
     try:

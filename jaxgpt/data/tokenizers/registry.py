@@ -10,7 +10,7 @@ from jaxgpt.data.tokenizers.huggingface import HFTokenizer, read_tokenizer
 
 
 def tokenizer_from_meta(meta: dict[str, Any], directory: Path) -> Tokenizer:
-    """The tokenizer that `to_meta` described, and `save` wrote to `directory`.
+    """Return the tokenizer that `to_meta` described, and `save` wrote to `directory`.
 
     Raises:
         UsageError: for a type that this version does not know, or files that are missing or not
@@ -29,7 +29,7 @@ def tokenizer_from_meta(meta: dict[str, Any], directory: Path) -> Tokenizer:
 
 
 def load_tokenizer(path: Path | str, end_of_text: str | None = None) -> Tokenizer:
-    """The tokenizer that a user names.
+    """Return the tokenizer that a user names.
 
     Args:
         path: `byte`; the folder of a prepared data set; or what `read_tokenizer` takes.

@@ -26,7 +26,7 @@ class MetricsBuffer:
     def __init__(self, config: Config):
         self._config = config
         self._pending: list[StepMetrics] = []
-        self._looked_at = 0  # of the pending ones
+        self._evaluate = 0  # of the pending ones
         self._is_first = True
 
     def read(self, step: int, metrics: Metrics | None, everything: bool) -> list[StepMetrics]:
@@ -46,17 +46,17 @@ class MetricsBuffer:
             known = self._spike_seen(len(self._pending) - (metrics is not None))
         self._is_first &= metrics is None
         taken, self._pending = self._pending[:known], self._pending[known:]
-        self._looked_at = max(0, self._looked_at - known)
+        self._evaluate = max(0, self._evaluate - known)
         return [
             StepMetrics(*pair) for pair in jax.device_get([tuple(reading) for reading in taken])
         ]
 
     def _spike_seen(self, n: int) -> int:
-        """n if one of the n oldest pending steps calls for a rewind, else 0."""
+        """Return n if one of the n oldest pending steps calls for a rewind, else 0."""
         if self._config.spike.action != "rewind":
             return 0
-        new = self._pending[self._looked_at : n]
-        self._looked_at = max(self._looked_at, n)
+        new = self._pending[self._evaluate : n]
+        self._evaluate = max(self._evaluate, n)
         return n if any(int(reading.metrics.detection.cause) == LOSS for reading in new) else 0
 
     def calls_for_rewind(self, readings: list[StepMetrics]) -> StepMetrics | None:
