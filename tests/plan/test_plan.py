@@ -11,7 +11,7 @@ from jaxgpt.models.weights import count_parameters
 from jaxgpt.parallel.mesh import make_mesh
 from jaxgpt.perf.hardware import DEVICES
 from jaxgpt.plan import __main__ as plan_command
-from jaxgpt.plan import search_meshes as advice_module
+from jaxgpt.plan import advise as advice_module
 from jaxgpt.plan.advise import search_meshes
 from jaxgpt.plan.estimate import planned_hosts_spanned
 from jaxgpt.plan.layout import plan_layout
