@@ -20,7 +20,6 @@ from jaxgpt.config import (
     CommandParser,
     Config,
     UsageError,
-    check_batch,
     file_path,
     mesh_shape,
     parse_args,
@@ -185,12 +184,10 @@ def row_losses(
     import jax
 
     from jaxgpt.checkpoint.checkpointer import restore_params
-    from jaxgpt.parallel.mesh import make_mesh
+    from jaxgpt.parallel.mesh import job_mesh
     from jaxgpt.train.functions import make_steps
 
-    shape = mesh_shape(config, jax.device_count())
-    check_batch(config, shape)
-    steps = make_steps(config, make_mesh(shape, cluster.hosts))
+    steps = make_steps(config, job_mesh(config, cluster.hosts))
     params = restore_params(run, at, steps.state_shapes.params)
     losses = []
     for first in range(0, len(tokens), config.microbatch_size):

@@ -18,7 +18,7 @@ import numpy as np
 
 from jaxgpt.bench.harness import PROG, Result, log_progress, scratch_folder
 from jaxgpt.cluster.process_group import ProcessGroup, join_process_group
-from jaxgpt.config import Config, UsageError, check_batch, mesh_shape, names_config, parse_args
+from jaxgpt.config import Config, UsageError, mesh_shape, names_config, parse_args
 from jaxgpt.data.dataset import vocabulary_size
 from jaxgpt.doctor.directory import IN_MEMORY, file_system_of
 from jaxgpt.perf.units import count
@@ -57,15 +57,14 @@ def run(settings: Sequence[str], size: str | None = None, out: Path | None = Non
         initialize_jax(cluster, mesh_shape(config))
         import jax
 
-        from jaxgpt.parallel.mesh import make_mesh
+        from jaxgpt.parallel.mesh import job_mesh
         from jaxgpt.train.functions import make_steps
 
-        shape = mesh_shape(config, jax.device_count())
-        check_batch(config, shape)
+        mesh = job_mesh(config, cluster.hosts)
         if n_bytes is not None:
             config = with_bytes(config, n_bytes)
         cluster.run_on_all(check_room, config, folder)
-        steps = make_steps(config, make_mesh(shape, cluster.hosts))
+        steps = make_steps(config, mesh)
         rounds = Rounds(config, steps, filled(steps), folder, cluster)
         found = []
         for number in range(ROUNDS + 1):

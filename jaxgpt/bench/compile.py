@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxgpt.bench.harness import PROG, Result, join_alone, log_progress
-from jaxgpt.config import UsageError, check_batch, mesh_shape, parse_args
+from jaxgpt.config import UsageError, mesh_shape, parse_args
 from jaxgpt.data.dataset import vocabulary_size
 from jaxgpt.runtime.initialize import initialize_jax
 
@@ -38,14 +38,11 @@ def run(settings: Sequence[str], layers: str | None = None, runs: int = 3) -> Re
     config = config.replace(model__vocab_size=vocabulary_size(config.data, config.model))
     os.environ.pop("JAX_COMPILATION_CACHE_DIR", None)  # compilation is timed
     initialize_jax(cluster, mesh_shape(config))
-    import jax
 
-    from jaxgpt.parallel.mesh import make_mesh
+    from jaxgpt.parallel.mesh import job_mesh
     from jaxgpt.train.functions import make_steps
 
-    shape = mesh_shape(config, jax.device_count())
-    check_batch(config, shape)
-    mesh = make_mesh(shape, cluster.hosts)
+    mesh = job_mesh(config, cluster.hosts)
 
     def trace_and_compile(n_layer: int) -> tuple[float, float]:
         began = time.perf_counter()

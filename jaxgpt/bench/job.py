@@ -17,9 +17,9 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxgpt.cluster.preemption import StopSignal
 from jaxgpt.cluster.process_group import ProcessGroup
 from jaxgpt.cluster.watchdog import Watchdog
-from jaxgpt.config import UsageError, check_batch, mesh_shape
+from jaxgpt.config import UsageError
 from jaxgpt.data.loader import Loader
-from jaxgpt.parallel.mesh import make_mesh
+from jaxgpt.parallel.mesh import job_mesh
 from jaxgpt.perf.profile import StepProfile, Tracing
 from jaxgpt.perf.startup import Startup
 from jaxgpt.runtime.dispatch import DispatchLimiter
@@ -69,9 +69,7 @@ class Job:
         Args:
             facts: returned by `initialize_jax`.
         """
-        shape = mesh_shape(run.config, jax.device_count())
-        check_batch(run.config, shape)
-        self.mesh = make_mesh(shape, cluster.hosts)
+        self.mesh = job_mesh(run.config, cluster.hosts)
         began = time.perf_counter()
         self.steps = make_steps(run.config, self.mesh)
         self.loader = Loader.for_training(run.dataset, run.config, self.steps.batch_shape.sharding)

@@ -15,7 +15,7 @@ import numpy as np
 from jaxgpt.bench.harness import PROG, Result
 from jaxgpt.cluster.hardware import own_cpus
 from jaxgpt.cluster.process_group import join_process_group
-from jaxgpt.config import Config, UsageError, check_batch, mesh_shape, parse_args
+from jaxgpt.config import Config, UsageError, mesh_shape, parse_args
 from jaxgpt.data.dataset import Dataset, open_dataset
 from jaxgpt.data.token_file import TokenFile
 from jaxgpt.perf.units import count
@@ -46,14 +46,11 @@ def run(settings: Sequence[str], batches: int = 40, cpus: int | None = None) -> 
     dataset = cluster.run_on_all(open_dataset, config.data, config.model)
     config = config.replace(model__vocab_size=dataset.vocab_size)
     initialize_jax(cluster, mesh_shape(config))
-    import jax
 
-    from jaxgpt.parallel.mesh import make_mesh
+    from jaxgpt.parallel.mesh import job_mesh
     from jaxgpt.parallel.sharding import batch_sharding
 
-    shape = mesh_shape(config, jax.device_count())
-    check_batch(config, shape)
-    mesh = make_mesh(shape, cluster.hosts)
+    mesh = job_mesh(config, cluster.hosts)
     seconds, plain, grown = measure(dataset, config, batch_sharding(mesh), batches, cluster.size)
     B, T = config.train.batch_size, config.model.block_size
     tokens = batches * B * T

@@ -44,6 +44,11 @@ def job_mesh(config: Config, hosts: Sequence[int] | None = None) -> Mesh:
     return make_mesh(shape, hosts)
 
 
+def mesh_axes_with(role: str, mesh: Mesh) -> tuple[str, ...]:
+    """Return the axes of a mesh that have a role and more than one device."""
+    return tuple(axis for axis in axes_with(role) if mesh.shape[axis] > 1)
+
+
 def device_hosts(mesh: Mesh, hosts: Sequence[int]) -> list[int]:
     """Return the host of each device, in the mesh's order, from those of the processes."""
     return [hosts[device.process_index] for device in mesh.devices.flat]

@@ -57,7 +57,7 @@ def param_layout(
     grad: PartitionSpec,
     axes: LogicalAxes,
     tensor: int,
-    batch_axes: tuple[str, ...],
+    reduce_axes: tuple[str, ...],
     sequence_parallel: bool,
     reduce_dtype: str,
 ) -> ParamLayout:
@@ -75,7 +75,7 @@ def param_layout(
         param_fsdp_dim=_fsdp_dim(param),
         accum_fsdp_dim=_fsdp_dim(accum),
         grad_fsdp_dim=_fsdp_dim(grad),
-        partial_axes=frozenset(batch_axes) | ({TENSOR} if own_part else set()),
+        partial_axes=frozenset(reduce_axes) | ({TENSOR} if own_part else set()),
         travels_in_dtype=travels_in_dtype(axes),
         reduce_dtype=reduce_dtype,
     )

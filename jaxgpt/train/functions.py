@@ -33,12 +33,13 @@ from jaxgpt.models.weights import (
 )
 from jaxgpt.optim import learning_rate_schedule
 from jaxgpt.parallel import sharding
+from jaxgpt.parallel.mesh import mesh_axes_with
 from jaxgpt.parallel.sharding import FSDP, TENSOR, Params
 from jaxgpt.parallel.tensor import ShardMapContext
 from jaxgpt.parallel.zero import (
     param_layout,
 )
-from jaxgpt.train.gradients import ShardedModel, batch_axes
+from jaxgpt.train.gradients import ShardedModel
 from jaxgpt.train.reporting.step_metrics import Metrics, logit_metrics
 from jaxgpt.train.state import TrainState, init_state, optimizer_of, state_shapes
 from jaxgpt.train.step import StepParts, gate_by_where, gate_in_turn, train_step
@@ -244,7 +245,7 @@ def lay_out_weights(config: Config, mesh: Mesh, context: ShardMapContext) -> tup
         functools.partial(
             param_layout,
             tensor=context.tensor,
-            batch_axes=batch_axes(mesh),
+            reduce_axes=mesh_axes_with("reduces_gradients", mesh),
             sequence_parallel=context.sequence_parallel,
             reduce_dtype=config.parallel.grad_reduce_dtype,
         ),

@@ -10,11 +10,12 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh, PartitionSpec
 
-from jaxgpt.config import Config, axes_with
+from jaxgpt.config import Config
 from jaxgpt.models.kv_cache import Caches
 from jaxgpt.models.layers import padded_vocab_size
 from jaxgpt.models.loss import LogitMetrics, cross_entropy_sum
 from jaxgpt.parallel import sharding
+from jaxgpt.parallel.mesh import mesh_axes_with
 from jaxgpt.parallel.sharding import FSDP, TENSOR, Params
 from jaxgpt.parallel.tensor import ShardMapContext
 from jaxgpt.parallel.zero import (
@@ -52,7 +53,7 @@ class ShardedModel:
     @property
     def batch_axes(self) -> tuple[str, ...]:
         """Mesh axes along which devices have different rows."""
-        return batch_axes(self.mesh)
+        return mesh_axes_with("splits_batch", self.mesh)
 
     def loss_and_gradients(
         self, params: Params, step: jax.Array, rows: jax.Array
@@ -187,11 +188,6 @@ class ShardedModel:
             return jnp.where(hit, jnp.nan, gradient) if own else gradient
 
         return jax.tree.map(inject, gradients, self.layouts)
-
-
-def batch_axes(mesh: Mesh) -> tuple[str, ...]:
-    """Return the mesh axes of more than one device along which devices have different rows."""
-    return tuple(axis for axis in axes_with("splits_batch") if mesh.shape[axis] > 1)
 
 
 def accumulate_gradients(
