@@ -9,7 +9,7 @@ from pathlib import Path
 
 from jaxgpt.cluster.hardware import own_cpus
 from jaxgpt.cluster.shutdown import job_exit_handler
-from jaxgpt.config import CommandParser, DataConfig, UsageError, file_path, name_or_path
+from jaxgpt.config import CommandParser, DataConfig, UsageError, file_path
 from jaxgpt.data.dataset import dataset_directory
 from jaxgpt.data.prepare.builtin import prepare_python, prepare_shakespeare_char, prepare_text
 
@@ -64,7 +64,7 @@ def parser() -> CommandParser:
     text.add_argument("--jsonl-key", default="text", help="what a JSON line calls its text")
     text.add_argument(
         "--tokenizer",
-        type=name_or_path,
+        type=lambda given: str(file_path(given)),
         default="char",
         help="char, byte, a tokenizer.json, or a folder with it or with GPT-2's encoder.json and "
         "vocab.bpe; default char",

@@ -4,7 +4,7 @@ A setting is named `section.key` everywhere: in a YAML file, in `section.key=val
 `--section.key value`, and in every error.
 """
 
-from jaxgpt.config.command import CommandParser, file_path, name_or_path, whole_number
+from jaxgpt.config.command import CommandParser, file_path, whole_number
 from jaxgpt.config.errors import UsageError, expand_user
 from jaxgpt.config.mesh_shape import MeshShape, axes_with
 from jaxgpt.config.parse import (
@@ -22,49 +22,5 @@ from jaxgpt.config.schedule import (
     skip_ranges,
     step_ranges,
 )
-from jaxgpt.config.schema import (
-    CheckpointConfig,
-    Config,
-    DataConfig,
-    FaultsConfig,
-    ModelConfig,
-    OptimizerConfig,
-    ParallelConfig,
-    SpikeConfig,
-    TrainConfig,
-)
-from jaxgpt.config.validate import check_batch, mesh_shape, validate
-
-__all__ = [
-    "MeshShape",
-    "axes_with",
-    "CheckpointConfig",
-    "CommandParser",
-    "Config",
-    "DataConfig",
-    "FaultsConfig",
-    "ModelConfig",
-    "OptimizerConfig",
-    "ParallelConfig",
-    "SpikeConfig",
-    "TrainConfig",
-    "UsageError",
-    "check_batch",
-    "config_from_dict",
-    "config_from_file",
-    "should_evaluate",
-    "expand_user",
-    "file_path",
-    "should_run_every",
-    "is_help",
-    "load_config",
-    "mesh_shape",
-    "name_or_path",
-    "names_config",
-    "parse_args",
-    "profile_range",
-    "skip_ranges",
-    "step_ranges",
-    "validate",
-    "whole_number",
-]
+from jaxgpt.config.schema import Config, DataConfig, ModelConfig, OptimizerConfig, SpikeConfig
+from jaxgpt.config.validate import check_batch, mesh_shape

@@ -16,28 +16,28 @@ class CommandParser(argparse.ArgumentParser):
         super().__init__(allow_abbrev=False, **options)
 
     def parse_known_args(self, args=None, namespace=None):
-        words = [self._translated(w) for w in (sys.argv[1:] if args is None else args)]
+        given = sys.argv[1:] if args is None else args
+        words = [
+            self._translate(word) if i == 0 or word.startswith("-") else word
+            for i, word in enumerate(given)
+        ]
         if "--mesh" in words[:-1]:  # or -1,1,1 would be taken for an option
             i = words.index("--mesh")
             words[i : i + 2] = [f"--mesh={words[i + 1]}"]
         return super().parse_known_args(words, namespace)
 
-    def _translated(self, word: str) -> str:
-        """Return an option as this command spells it; a word that is none stays as it is."""
+    def _translate(self, word: str) -> str:
+        """Return another program's option as this command spells it."""
         command = self.prog.removeprefix("python -m jaxgpt.").partition(" ")[0]
-        try:
-            translated = aliases.translate(command, word)
-        except LookupError as error:
-            raise UsageError(f"{command}: {word}: {error}") from None
-        return translated if translated.partition("=")[0] in self._option_string_actions else word
+        name, equals, value = word.partition("=")
+        name = name.replace("_", "-") if name.startswith("--") else name
+        if answer := aliases.find(aliases.COMMAND_ANSWERS.get(command, {}), name):
+            raise UsageError(f"{command}: {word}: {answer}")
+        name = aliases.find(aliases.COMMAND_SAME.get(command, {}), name) or name
+        return f"{name}{equals}{value}" if name in self._option_string_actions else word
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{self.prog.removeprefix('python -m ')}: {message}; --help says more")
-
-
-def name_or_path(given: str) -> str:
-    """Return an option's file, or another word, with its ~ replaced."""
-    return str(file_path(given))
 
 
 def file_path(given: str) -> Path:
@@ -51,15 +51,13 @@ def file_path(given: str) -> Path:
 
 
 def whole_number(option: str, given: str | None) -> int | None:
-    """Return an option's number; None if it is not given.
+    """Return an option's number, at least 1 and below 2^63; None if it is not given.
 
     Raises:
-        UsageError: if it is not a whole number of at least 1, and below 2^63.
+        UsageError: if it is another one, or none.
     """
     if given is None:
         return None
-    if not given.isdecimal() or int(given) < 1:
-        raise UsageError(f"{option}={given}: must be a whole number, at least 1")
-    if int(given) >= 2**63:
-        raise UsageError(f"{option}={given}: must be below 2^63")
+    if not given.isdecimal() or not 1 <= int(given) < 2**63:
+        raise UsageError(f"{option}={given}: must be a whole number, at least 1 and below 2^63")
     return int(given)

@@ -13,11 +13,8 @@ class UsageError(ValueError):
 def expand_user(path: str, key: str = "") -> str:
     """Return a path with its ~ replaced, which shells leave in `key=~/...`, and YAML always.
 
-    Args:
-        key: the setting with its `=`, for the error.
-
     Raises:
-        UsageError: if that home directory is not known.
+        UsageError: beginning with `key`, if that home directory is not known.
     """
     found = os.path.expanduser(path)
     if found.startswith("~"):

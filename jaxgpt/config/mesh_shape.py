@@ -46,15 +46,13 @@ class MeshShape(dict[str, int]):
         """
         parts = text.split(",")
         try:
-            if "=" in text:
-                named = [part.split("=") for part in parts]
-                sizes = {axis.strip(): int(size) for axis, size in named}
-            else:
-                sizes = dict(zip(SHORT_FORM, map(int, parts), strict=True))
+            by_name = [part.split("=") for part in parts]
+            pairs = by_name if "=" in text else zip(SHORT_FORM, parts, strict=True)
+            sizes = {axis.strip(): int(size) for axis, size in pairs}
         except ValueError:
             sizes = {}
-        well_formed = len(sizes) == len(parts) and sizes.keys() <= AXES.keys()
         counts = list(sizes.values())
+        well_formed = len(sizes) == len(parts) and sizes.keys() <= AXES.keys()
         if not well_formed or min(counts) < -1 or 0 in counts or counts.count(-1) > 1:
             raise ValueError(
                 f"must be sizes {','.join(SHORT_FORM)}, such as 2,1,4, or sizes by name "
@@ -74,8 +72,7 @@ class MeshShape(dict[str, int]):
             raise ValueError(f"{known} does not divide the job's {n_devices} devices")
         if self.is_filled and known != n_devices:
             raise ValueError(
-                f"the product is {known} but the job has {n_devices} devices; they must be equal "
-                "(-1 fills one axis)"
+                f"the product is {known} but the job has {n_devices} devices (-1 fills one axis)"
             )
         return MeshShape(**{k: n_devices // known if n == -1 else n for k, n in self.items()})
 

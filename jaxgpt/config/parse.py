@@ -3,9 +3,7 @@
 All of them become words, {`section.key`: ["word", ...]}, that one function turns into values.
 """
 
-import dataclasses
 import difflib
-import functools
 import re
 import sys
 import typing
@@ -19,7 +17,11 @@ from jaxgpt.config import aliases
 from jaxgpt.config.errors import UsageError, expand_user
 from jaxgpt.config.schema import Config
 from jaxgpt.config.validate import validate
-from jaxgpt.config.values import convert, describe, has_bool, takes_many
+from jaxgpt.config.values import convert, describe, help_text, settings, takes_many
+
+_DATA_KEYS = {"data.dataset", "data.path", "data.blend", "data.file_list"}
+_FOR_ONE_START = {"data.accept_changes", "checkpoint.resume"}
+_PATHS = {"config", "out", "data.path", "data.file_list", "data.tokenizer"}
 
 
 def load_config(config: str = "tiny", *overrides: str) -> Config:
@@ -51,65 +53,43 @@ def parse_args(argv: Sequence[str], prog: str = "python -m jaxgpt.train") -> Con
         UsageError: for an unknown key, a value of the wrong type, or one that cannot work.
     """
     if is_help(argv):
-        from jaxgpt.config.help import help_text
-
         print(help_text(prog))
         sys.exit(0)
     given = _split_arguments(argv)
     base = _base_file(given)
-    values = _flatten(_read_yaml(base), origin=str(base))
-    values.pop("out", None)  # another run's settings are welcome, its directory is not
+    left_out = {"out"}  # another run's settings are welcome, its directory is not
     if "config" not in given:  # consent, or a refusal, is for the start that it was given to
-        for key in ("data.accept_changes", "checkpoint.resume"):
-            values.pop(key, None)
-    if _DATA_KEYS & set(given):  # that is where the data is, not where the file says
-        values = {key: value for key, value in values.items() if key not in _DATA_KEYS}
+        left_out |= _FOR_ONE_START
+    if _DATA_KEYS & given.keys():  # that is where the data is, not where the file says
+        left_out |= _DATA_KEYS
+    values = _flatten(_read_yaml(base), str(base))
+    values = {key: words for key, words in values.items() if key not in left_out}
     try:
         config = _build({"config": ["tiny"], **values, **given})
         validate(config)
     except UsageError as error:
         key = str(error).partition("=")[0]
-        if key in given or key not in values or base.parent in config_directories():
+        if key in given or key not in values or base in _presets().values():
             raise
         raise UsageError(f"{error} (it is in {base})") from None
     return config
 
 
 def config_from_dict(values: Mapping[str, Any], origin: str) -> Config:
-    """Return the configuration that `Config.to_dict` wrote."""
+    """Return the configuration that `Config.to_dict` wrote; `origin` is named in errors."""
     return _build(_flatten(values, origin))
 
 
 def config_from_file(path: Path) -> Config:
-    """Return the configuration in a run directory's config.yaml.
-
-    Raises:
-        UsageError: if the file is not one.
-    """
+    """Return the configuration in a run directory's config.yaml."""
     return config_from_dict(_read_yaml(path), str(path))
 
 
-_DATA_KEYS = {"data.dataset", "data.path", "data.blend", "data.file_list"}
-_PATHS = {"config", "out", "data.path", "data.file_list", "data.tokenizer"}
-
-
-@functools.cache
-def _fields() -> dict[str, Any]:
-    """Return the type of every setting, by `section.key`."""
-    out = {}
-    for name, kind in typing.get_type_hints(Config, include_extras=True).items():
-        if dataclasses.is_dataclass(kind):
-            hints = typing.get_type_hints(kind, include_extras=True)
-            out |= {f"{name}.{key}": hint for key, hint in hints.items()}
-        else:
-            out[name] = kind
-    return out
-
-
-def config_directories() -> list[Path]:
-    """Return where presets are looked for: the installed package, then a source checkout."""
+def _presets() -> dict[str, Path]:
+    """Return the files of presets, of the installed package and of a source checkout."""
     package = Path(__file__).parent.parent
-    return [package / "configs", package.parent / "configs"]
+    folders = (package / "configs", package.parent / "configs")
+    return {file.stem: file for folder in folders for file in sorted(folder.glob("*.yaml"))}
 
 
 def _base_file(given: Mapping[str, Sequence[str]]) -> Path:
@@ -118,11 +98,9 @@ def _base_file(given: Mapping[str, Sequence[str]]) -> Path:
         if kept.is_file():
             return kept
     name = expand_user(given.get("config", ["tiny"])[0], "config=")
-    presets = {f.stem: f for d in config_directories() for f in sorted(d.glob("*.yaml"))}
-    if name in presets:
-        return presets[name]
-    if Path(name).is_file():
-        return Path(name)
+    presets = _presets()
+    if name in presets or Path(name).is_file():
+        return presets.get(name, Path(name))
     raise UsageError(f"config={name}: no such file or preset; presets are {', '.join(presets)}")
 
 
@@ -150,19 +128,22 @@ def _read_yaml(path: Path) -> Mapping[str, Any]:
 
 def _flatten(values: Mapping[str, Any], origin: str) -> dict[str, list[str]]:
     """Return the words of each `section.key` in a nested mapping."""
-    out = {}
+    flat = {}
     for section, content in values.items():
-        nested = isinstance(content, Mapping)
-        for key, value in content.items() if nested else [(None, content)]:
-            name = f"{section}.{key}" if nested else str(section)
-            if name not in _fields():
-                raise UsageError(f"{origin}: {unknown_key(name)}")
-            kind = _fields()[name]
-            if name == "parallel.mesh" and isinstance(value, list):
-                value = ",".join(map(str, value))  # YAML's way to write several numbers
-            if value is False and not has_bool(kind):
-                value = "off"  # which YAML takes for False
-            out[name] = [str(v) for v in value] if isinstance(value, list) else [str(value)]
+        if isinstance(content, Mapping):
+            flat |= {f"{section}.{key}": value for key, value in content.items()}
+        else:
+            flat[str(section)] = content
+    out = {}
+    for name, value in flat.items():
+        kind = settings().get(name)
+        if kind is None:
+            raise UsageError(f"{origin}: {unknown_key(name)}")
+        if name == "parallel.mesh" and isinstance(value, list):
+            value = ",".join(map(str, value))  # YAML's way to write several numbers
+        if value is False and bool not in (kind, *typing.get_args(kind)):
+            value = "off"  # which YAML takes for False
+        out[name] = [str(v) for v in value] if isinstance(value, list) else [str(value)]
     return out
 
 
@@ -174,20 +155,20 @@ def _split_arguments(argv: Sequence[str]) -> dict[str, list[str]]:
         word = words.pop(0)
         key, equals, value = word.removeprefix("--").partition("=")
         if not key or not (word.startswith("--") or equals):
-            remedy = aliases.answer_to_file(word) or "give section.key=value or --section.key value"
-            raise UsageError(f"{word or repr(word)}: not understood; {remedy}")
+            raise UsageError(f"{word or repr(word)}: not understood; {_remedy(word)}")
         key = key.replace("-", "_")
-        key = key if key in _fields() else aliases.SAME.get(key, key)
-        if key not in _fields():
+        key = key if key in settings() else aliases.find(aliases.SAME, key) or key
+        if key not in settings():
             raise UsageError(unknown_key(word.partition("=")[0], key))
-        several = takes_many(_fields()[key])
+        kind = settings()[key]
+        several = takes_many(kind)
         if key in out and several:
             raise UsageError(f"{word}: is given twice; give all its values after one --{key}")
         out[key] = [value] if equals else []
         while words and (not out[key] or several) and not _is_setting(words[0], several):
             out[key].append(words.pop(0))
         if not out[key]:
-            raise UsageError(f"--{key}: needs a value: {describe(_fields()[key])}")
+            raise UsageError(f"--{key}: needs a value: {describe(kind)}")
     return out
 
 
@@ -196,35 +177,34 @@ def _is_setting(word: str, several: bool) -> bool:
     return word.startswith("--") or (several and re.match(r"[\w.-]+=", word) is not None)
 
 
-def unknown_key(shown: str, key: str | None = None) -> str:
-    """Return one sentence about an unknown key, with the line to type instead.
+def _remedy(word: str) -> str:
+    """Return what to type in place of a word that is no setting, such as nanoGPT's Python file."""
+    if not word.endswith((".py", ".toml")):
+        return "give section.key=value or --section.key value"
+    name = Path(word).stem.removeprefix("train_")
+    return f"configurations are YAML files; type --config {name}, or --config FILE.yaml"
 
-    That is another program's word for a setting, a key of the same name in another section, or the
-    nearest key.
-    """
+
+def unknown_key(shown: str, key: str | None = None) -> str:
+    """Return one sentence: the line to type instead, or the key that was meant, by its last part,
+    another program's word, or the nearest spelling."""
     key = key or shown
     last = key.rpartition(".")[2]
-    known = list(_fields())
-    same = [name for name in known if name.rpartition(".")[2] == last]
-    if "." in key and len(same) == 1:
-        return f"{shown}: unknown key; did you mean {same[0]}?"
-    if found := aliases.answer(key):
+    lasts = {name.rpartition(".")[2]: name for name in settings()}
+    found = aliases.find(aliases.ANSWERS, key) or aliases.find(aliases.ANSWERS, last)
+    if found and not ("." in key and last in lasts):
         return f"{shown}: is not a setting of jaxgpt; {found}"
-    if last in aliases.SAME:
-        return f"{shown}: unknown key; did you mean {aliases.SAME[last]}?"
-    lasts = {name.rpartition(".")[2]: name for name in known}
-    near = difflib.get_close_matches(key, known, 1, 0.8)
-    near = near or [lasts[t] for t in difflib.get_close_matches(last, lasts, 1, 0.75)]
-    hint = f"did you mean {near[0]}?" if near else "--help lists every key"
+    near = [
+        lasts.get(last) or aliases.find(aliases.SAME, last),
+        *difflib.get_close_matches(key, settings(), 1, 0.8),
+        *(lasts[close] for close in difflib.get_close_matches(last, lasts, 1, 0.75)),
+    ]
+    hint = next((f"did you mean {name}?" for name in near if name), "--help lists every key")
     return f"{shown}: unknown key; {hint}"
 
 
 def _build(words: Mapping[str, Sequence[str]]) -> Config:
-    """Return the configuration that the words of each `section.key` say.
-
-    Raises:
-        UsageError: naming the first key whose value has the wrong type or is out of bounds.
-    """
+    """Return the configuration that the words of each `section.key` say."""
     sections: dict[str, dict[str, Any]] = {"": {}}
     for name, given in words.items():
         section, _, key = name.rpartition(".")
@@ -239,11 +219,11 @@ def _value(name: str, words: Sequence[str]) -> Any:
     if name in _PATHS:
         words = [expand_user(word, f"{name}=") for word in words]
     if "dtype" in name:
-        if set(words) & set(aliases.HALVES):
-            raise UsageError(f"{name}={words[0]}: {aliases.ANSWERS['fp16']}")
         words = [aliases.DTYPES.get(word, word) for word in words]
-    kind = _fields()[name]
+        if set(words) & set(aliases.HALVES.split()):
+            raise UsageError(f"{name}={words[0]}: {aliases.ANSWERS[aliases.HALVES]}")
     try:
-        return convert(kind, words)
-    except ValueError:
-        raise UsageError(f"{name}={' '.join(words)}: must be {describe(kind)}") from None
+        return convert(settings()[name], words)
+    except (KeyError, ValueError):
+        must = describe(settings()[name])
+        raise UsageError(f"{name}={' '.join(words)}: must be {must}") from None

@@ -28,18 +28,12 @@ def step_ranges(key: str, steps: tuple[int, ...]) -> tuple[tuple[int, int], ...]
     Raises:
         UsageError: for an odd count, a step below 1, or a first step after its last.
     """
-    shown = " ".join(map(str, steps))
-    if len(steps) % 2:
+    pairs = tuple(zip(steps[::2], steps[1::2], strict=False))
+    if len(steps) % 2 or any(not 1 <= first <= last for first, last in pairs):
         raise UsageError(
-            f"{key}={shown}: has {len(steps)} numbers; give pairs of "
-            "first and last step, such as 10 20 25 30"
+            f"{key}={' '.join(map(str, steps))}: must be pairs of first and last step, such as "
+            "10 20 25 30, with 1 <= first <= last"
         )
-    pairs = tuple(zip(steps[::2], steps[1::2], strict=True))
-    for first, last in pairs:
-        if first < 1 or first > last:
-            raise UsageError(
-                f"{key}={shown}: the range {first} {last} must have 1 <= first <= last"
-            )
     return pairs
 
 

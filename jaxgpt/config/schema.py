@@ -4,24 +4,39 @@ The defaults are those of the preset `tiny`; --help shows them.
 """
 
 import dataclasses
-from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import inf
+from typing import Annotated, Any, Literal, NamedTuple
 
 import yaml
 
-from jaxgpt.config.values import (
-    AtLeastOne,
-    Bounds,
-    Count,
-    Count31,
-    CountOrZero,
-    CountOrZero31,
-    Minutes,
-    NonNegative,
-    Rate,
-)
 
+class Bounds(NamedTuple):
+    """Where a number has to lie: in a user's words, and as a test of it."""
+
+    text: str
+    hold: Callable[[Any], bool]
+
+
+Count = Annotated[int, Bounds("at least 1", lambda n: n >= 1)]
+CountOrZero = Annotated[int, Bounds("at least 0", lambda n: n >= 0)]
+# JAX counts steps and seeds in 32 bits.
+Count31 = Annotated[int, Bounds("at least 1 and less than 2^31", lambda n: 1 <= n < 2**31)]
+CountOrZero31 = Annotated[int, Bounds("at least 0 and less than 2^31", lambda n: 0 <= n < 2**31)]
+NonNegative = Annotated[float, Bounds("at least 0", lambda x: 0 <= x < inf)]
+AtLeastOne = Annotated[float, Bounds("at least 1", lambda x: 1 <= x < inf)]
+Rate = Annotated[float, Bounds("at least 0 and less than 1", lambda x: 0 <= x < 1)]
+Share = Annotated[float, Bounds("more than 0 and less than 1", lambda x: 0 < x < 1)]
+Minutes = Annotated[float, Bounds("more than 0, at most 1000000 minutes", lambda x: 0 < x <= 10**6)]
+VocabSize = Annotated[int, Bounds("at least 2 and less than 2^31", lambda n: 2 <= n < 2**31)]
+Window = Annotated[int, Bounds("at least 4 and at most 100000 steps", lambda n: 4 <= n <= 10**5)]
 MAX_INIT_TIMEOUT = 86_400  # seconds: a day
+InitTimeout = Annotated[
+    float,
+    Bounds(f"at least 1, at most {MAX_INIT_TIMEOUT} seconds", lambda x: 1 <= x <= MAX_INIT_TIMEOUT),
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +55,7 @@ class ModelConfig:
     """Biases in linear layers and layer norms, as in GPT-2; False is a bit faster."""
     dropout: Rate = 0.0
     """Dropout rate of embeddings, attention and residuals; 0 for pre-training."""
-    vocab_size: Annotated[int, Bounds(at_least=2, below=2**31)] | None = None
+    vocab_size: VocabSize | None = None
     """Number of tokens, V; None takes it from the data's meta.json."""
     mlp: str = "gelu"
     """Kind of MLP, one of models.layers.MLPS."""
@@ -65,8 +80,7 @@ class TrainConfig:
     log_interval: Count = 10
     """Steps between log lines."""
     loss_chunk: CountOrZero = 0
-    """Chunk size of the cross-entropy, in tokens per device: at most about this many tokens' logits
-    are materialised. 0 computes all at once."""
+    """Tokens per device whose logits are in memory at a time, about; 0 computes all at once."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Compute dtype; parameters, optimizer state, softmax and loss stay float32."""
     seed: CountOrZero31 = 1337
@@ -74,14 +88,12 @@ class TrainConfig:
     sample_tokens: CountOrZero = 200
     """Tokens of the sample at each evaluation; 0 writes none."""
     sample_prompt: str = ""
-    """Prompt of the samples at evaluations; empty is the end of a document or, in char data, the
-    first character."""
+    """Prompt of samples; empty is the end of a document, in char data the first character."""
     time_limit: Minutes | None = None
-    """Minutes after the start of process 0 at which the run saves a checkpoint and stops with exit
-    status 75."""
+    """Minutes after which the run saves a checkpoint and stops with exit status 75."""
     hang_timeout: Minutes | None = 30
-    """Minutes without a step, an evaluation or a checkpoint after which the job ends with exit
-    status 70; restoring and compiling get at least 30. None waits for ever."""
+    """Minutes without progress after which the job ends with exit status 70; restoring and
+    compiling get at least 30. None waits for ever."""
     eval_at_start: bool = False
     """Also evaluate, and write a sample, before the first step."""
     trackers: tuple[str, ...] = ("tensorboard",)
@@ -101,8 +113,8 @@ class OptimizerConfig:
     warmup_iters: CountOrZero31 = 50
     """Steps of linear warm-up."""
     lr_decay_iters: Count31 = 300
-    """Step at which the cosine reaches min_lr; mostly train.max_iters, but not tied to it, so
-    that a run made longer or shorter keeps its learning rates."""
+    """Step at which the cosine reaches min_lr: mostly train.max_iters, but a run made longer keeps
+    its learning rates."""
     weight_decay: NonNegative = 0.1
     """Decay of matrices and embeddings; never of biases and norms."""
     beta1: Rate = 0.9
@@ -123,13 +135,11 @@ class DataConfig:
     """In place of a named data set: a folder with train.bin, val.bin and meta.json; or PREFIX of
     Megatron-LM's PREFIX.bin and PREFIX.idx; or one nanoGPT .bin file."""
     blend: tuple[str, ...] = ()
-    """Corpora to mix, in place of one data set: `WEIGHT PATH [CORPUS]` each, with paths as in
-    data.path, in quotes if they have spaces. Weights are normalised; lines of the same CORPUS are
-    counted together."""
+    """Corpora to mix: `WEIGHT PATH [CORPUS]` each, with paths as in data.path, in quotes if they
+    have spaces. Weights are normalised; lines of the same CORPUS are counted together."""
     file_list: str | None = None
-    """File with the lines of data.blend, as ALCF's Megatron-DeepSpeed reads them. Paths in it are
-    relative to the working directory."""
-    val_share: Annotated[float, Bounds(above=0, below=1)] = 0.01
+    """File with lines of data.blend (ALCF's Megatron-DeepSpeed); paths from the working folder."""
+    val_share: Share = 0.01
     """Share of a corpus, its last documents, kept for validation where it has no val.bin."""
     tokenizer: str | None = None
     """A tokenizer.json, or the folder with it, for data that came without one."""
@@ -142,23 +152,21 @@ class ParallelConfig:
     """Layout over devices: changes speed and memory, never the results."""
 
     mesh: str = "-1,1,1"
-    """Sizes of the mesh axes data,fsdp,tensor (also --mesh), or by name: data=2,tensor=4; -1 fills
-    one."""
+    """Sizes of the axes data,fsdp,tensor (also --mesh), or data=2,tensor=4; -1 fills one."""
     zero_stage: Literal[0, 1, 2, 3] = 3
-    """ZeRO stage (arXiv 1910.02054): over fsdp, 0 shards nothing, 1 optimizer state, 2 also
-    gradients, 3 also parameters."""
+    """ZeRO (arXiv 1910.02054) over fsdp: 1 shards optimizer state, 2 also gradients, 3 also
+    parameters."""
     sequence_parallel: bool = False
-    """Sequence parallelism (arXiv 2205.05198): norms and residuals are split over tensor by
-    position; same traffic, less memory."""
+    """Split norms and residuals over tensor by position (arXiv 2205.05198): saves memory."""
     remat: Literal["none", "full", "dots", "attention"] = "none"
-    """Rematerialization in the backward pass: nothing; the whole layer (full); all but the results
-    of linear layers (dots); only the attention scores (attention)."""
+    """What the backward pass computes again: the whole layer (full), all but the results of linear
+    layers (dots), or the attention scores."""
     scan_layers: bool | None = False
-    """Compile one block and loop over it, which shortens the compilation of deep models. On GPUs
-    the loop's copies for the backward pass cost a good part of a step: None loops on CPUs only."""
+    """Compile one layer and loop over it: deep models compile faster, but on GPUs the loop's copies
+    for the backward pass slow the step. None loops on CPUs only."""
     reduce_every: Literal["step", "microbatch"] = "step"
-    """Gradient accumulation: reduce gradients over devices once per step, each device keeping them
-    whole until then; or, for ZeRO stages 2 and 3, after each microbatch, in less memory."""
+    """When accumulated gradients are reduced over devices: once per step, or after each microbatch,
+    which saves memory in ZeRO stages 2 and 3."""
     grad_reduce_dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype of gradients between devices; bfloat16 halves the traffic."""
     offload_optimizer: bool = False
@@ -174,8 +182,7 @@ class CheckpointConfig:
     keep: Count = 2
     """Number of checkpoints kept, the newest."""
     resume: bool = True
-    """Resume from the newest checkpoint in --out; False refuses a folder that has one, for this
-    start only."""
+    """Resume from the newest checkpoint in --out; for this start, False refuses one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,17 +190,15 @@ class SpikeConfig:
     """Loss spikes: detection and reaction."""
 
     action: Literal["off", "log", "skip_update", "rewind"] = "log"
-    """Reaction to a spike: off watches nothing; log records it; skip_update leaves its update out;
-    rewind goes back to a checkpoint and skips the batches around it (arXiv 2204.02311, section
-    5.1), but only records a spike of the gradient norm alone. Unless off, a step that is not
-    finite never changes parameters or optimizer state."""
-    window: Annotated[int, Bounds(at_least=4, at_most=10**5, unit="steps")] = 128
+    """Reaction to a spike: log records it; skip_update leaves its update out; rewind goes back to a
+    checkpoint and skips the batches around a spike of the loss (arXiv 2204.02311, section 5.1).
+    Unless off, a step that is not finite never changes parameters or optimizer state."""
+    window: Window = 128
     """Number of recent steps that a step is compared with; detection begins once it is full."""
     loss_threshold: AtLeastOne = 6.0
     """Threshold of a loss spike: robust standard deviations above the window's median."""
     grad_norm_threshold: AtLeastOne = 20.0
-    """Threshold of the gradient norm, likewise. Its distribution has a long tail: small clean runs
-    reach 14 (the loss 4)."""
+    """The same for the gradient norm, whose tail is long: small clean runs reach 14 (loss: 4)."""
     rewind_margin: Count = 100
     """Least number of steps between the checkpoint that a rewind goes back to and the spike."""
     skip_before: CountOrZero = 10
@@ -228,24 +233,21 @@ class Config:
     """Run directory; None is runs/<config>-<time>. An existing run directory is resumed."""
     compile_cache: str = "~/.cache/jaxgpt/compiled"
     """Folder where compiled programs are kept for the next start; `off` keeps none."""
-    init_timeout: Annotated[float, Bounds(at_least=1, at_most=MAX_INIT_TIMEOUT, unit="seconds")] = (
-        300
-    )
-    """Seconds for all processes of a job to find each other; then the job ends, naming the missing
-    ones."""
+    init_timeout: InitTimeout = 300
+    """Seconds in which all processes of a job have to find each other."""
     train_range_to_skip: tuple[int, ...] = ()
     """Ranges of steps to skip, `A B C D` for [A,B] and [C,D]; from 1, ends included."""
     profile_steps: str | None = None
-    """Steps to profile, `A:B`, both included: the trace (TensorBoard, Perfetto) goes to profile/ in
-    the run directory, the most expensive operations to the log."""
-    model: ModelConfig = field(default_factory=ModelConfig)
-    train: TrainConfig = field(default_factory=TrainConfig)
-    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-    data: DataConfig = field(default_factory=DataConfig)
-    parallel: ParallelConfig = field(default_factory=ParallelConfig)
-    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
-    spike: SpikeConfig = field(default_factory=SpikeConfig)
-    faults: FaultsConfig = field(default_factory=FaultsConfig)
+    """Steps `A:B` to profile, both included: a trace in profile/ of the run directory (TensorBoard,
+    Perfetto), the most expensive operations in the log."""
+    model: ModelConfig = ModelConfig()
+    train: TrainConfig = TrainConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    data: DataConfig = DataConfig()
+    parallel: ParallelConfig = ParallelConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    spike: SpikeConfig = SpikeConfig()
+    faults: FaultsConfig = FaultsConfig()
 
     @property
     def microbatch_size(self) -> int:
@@ -264,10 +266,7 @@ class Config:
 
     def to_dict(self) -> dict[str, Any]:
         """Return a nested plain dict, ready for YAML and JSON."""
-        out = dataclasses.asdict(self)
-        for section in (out, *(value for value in out.values() if isinstance(value, dict))):
-            section |= {k: list(v) for k, v in section.items() if isinstance(v, tuple)}
-        return out
+        return json.loads(json.dumps(dataclasses.asdict(self)))  # tuples become lists
 
     def to_yaml(self) -> str:
         return yaml.safe_dump(self.to_dict(), sort_keys=False)

@@ -15,22 +15,16 @@ def validate(config: Config) -> None:
     Raises:
         UsageError: naming the key, its value, and the remedy.
     """
-    if config.out == "":
-        raise UsageError("out=: is empty; name a folder, or leave it out for one in runs/")
     skip_ranges(config)
     profile_range(config)
-    check_sizes(config)
-    check_data(config)
-    check_spikes(config)
+    step_ranges("faults.random_tokens", config.faults.random_tokens)
+    _check_sizes(config)
+    _check_paths(config)
+    _check_spikes(config)
     check_batch(config, mesh_shape(config))
 
 
-def check_sizes(config: Config) -> None:
-    """Check sizes and rates that depend on each other.
-
-    Raises:
-        UsageError: naming both.
-    """
+def _check_sizes(config: Config) -> None:
     model, train, optimizer = config.model, config.train, config.optimizer
     if train.batch_size * model.block_size >= 2**31:
         raise UsageError(
@@ -53,40 +47,28 @@ def check_sizes(config: Config) -> None:
         )
 
 
-def check_data(config: Config) -> None:
-    """Check that at most one key says where the data is, and that none is empty."""
+def _check_paths(config: Config) -> None:
     data = config.data
-    given = [key for key in ("path", "blend", "file_list") if getattr(data, key)]
+    paths = {"out": config.out, "data.path": data.path, "data.dataset": data.dataset}
+    for key, path in paths.items():
+        if path == "":
+            raise UsageError(f"{key}=: is empty; give a name, or leave it out")
+    given = [f"data.{key}" for key in ("path", "blend", "file_list") if getattr(data, key)]
     if len(given) > 1:
-        both = " and ".join(f"data.{key}" for key in given)
-        raise UsageError(f"{both}: are both given; give one of them")
-    if data.path == "":
-        raise UsageError("data.path=: is empty; name the data, or leave it out")
-    if data.dataset == "":
-        raise UsageError("data.dataset=: is empty; name a prepared data set, such as python")
+        raise UsageError(f"{' and '.join(given)}: are both given; give one of them")
 
 
-def check_spikes(config: Config) -> None:
-    """Check that a rewind finds a checkpoint, and that rehearsed faults can happen."""
+def _check_spikes(config: Config) -> None:
     spike, checkpoint, faults = config.spike, config.checkpoint, config.faults
-    if spike.action == "rewind" and checkpoint.interval == 0:
-        raise UsageError(
-            "checkpoint.interval=0: spike.action=rewind goes back to checkpoints at fixed steps; "
-            "give the steps between them"
-        )
     kept = checkpoint.interval * (checkpoint.keep - 1)
     if spike.action == "rewind" and kept < spike.rewind_margin:
         raise UsageError(
-            f"spike.rewind_margin={spike.rewind_margin}: the oldest of checkpoint.keep="
-            f"{checkpoint.keep} checkpoints, checkpoint.interval={checkpoint.interval} steps "
-            f"apart, may be only {kept} steps old; keep more of them, or take a smaller margin"
+            f"spike.rewind_margin={spike.rewind_margin}: spike.action=rewind needs a checkpoint so "
+            f"old, but the oldest of checkpoint.keep={checkpoint.keep} at intervals of "
+            f"checkpoint.interval={checkpoint.interval} may be {kept} steps old; raise one of them"
         )
-    step_ranges("faults.random_tokens", faults.random_tokens)
     if faults.nan_step is None and faults.nan_device:
-        raise UsageError(
-            f"faults.nan_device={faults.nan_device}: needs faults.nan_step, the step at which that "
-            "device fails"
-        )
+        raise UsageError(f"faults.nan_device={faults.nan_device}: needs faults.nan_step, its step")
 
 
 def mesh_shape(config: Config, n_devices: int | None = None) -> MeshShape:
