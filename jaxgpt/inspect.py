@@ -137,7 +137,7 @@ def differences(config: Config, dataset: Dataset, run: Path | None, step: int) -
     notes = []
     if step in SkipRanges([*skip_ranges(config), *(skipped_by_rewinds(run) if run else ())]):
         notes.append(f"step {step} is skipped: its rows are not trained on")
-    saved = valid_checkpoints(run, list_checkpoints(run)) if run else {}
+    saved = valid_checkpoints(run) if run else {}
     if not saved:
         return notes
     newest = max(saved)

@@ -1,7 +1,7 @@
 """Checksums of arrays, computed where the arrays live and the same on any mesh.
 
-What was on the devices before a checkpoint was written is compared with what is there after it was
-read, whoever changed it in between: a disk, a file system, a copy to another machine.
+They are computed on the devices before a checkpoint is written and after it is read, so that they
+see a change by a disk, a file system or a copy to another machine.
 """
 
 import functools
@@ -14,15 +14,14 @@ import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-CHUNK_ELEMENTS = 2**19  # at a time: their hashes are nowhere all at once
+CHUNK_ELEMENTS = 2**19  # whose hashes are in memory at a time
 
 
 def checksums(tree: Any) -> dict[str, int]:
     """Return the checksum of each array by its path (params/norm/scale): a number below 2^32.
 
-    It is the sum, modulo 2^32, of a hash of each element's bits and place: of integers, so that it
-    is the same however the elements are shared out. If only one of them changes, it changes, too.
-    All processes call this together.
+    It is the sum, modulo 2^32, of a hash of each element's bits and place, and so the same for any
+    sharding. A change of a single element always changes it. All processes call this together.
 
     Args:
         tree: of arrays of at most 32 bits an element, with `NamedSharding`s over the same mesh.
@@ -39,8 +38,11 @@ def _compiled(shardings: tuple[NamedSharding, ...]) -> Any:
     """Return (arrays so sharded) -> uint32 of shape (number of arrays,), on every device."""
     mesh = shardings[0].mesh
     specs = [sharding.spec for sharding in shardings]
+    on_device = [sharding.with_memory_kind("device") for sharding in shardings]
 
+    @jax.jit
     def of_arrays(arrays: list[jax.Array]) -> jax.Array:
+        @jax.shard_map(mesh=mesh, in_specs=(specs,), out_specs=PartitionSpec(), check_vma=False)
         def of_shards(shards: list[jax.Array]) -> jax.Array:
             sums = [
                 _sum(shard, array.shape, spec) * _is_first(spec, mesh.axis_names)
@@ -48,12 +50,9 @@ def _compiled(shardings: tuple[NamedSharding, ...]) -> Any:
             ]
             return lax.psum(jnp.stack(sums), mesh.axis_names)
 
-        on_device = [sharding.with_memory_kind("device") for sharding in shardings]
-        arrays = [jax.device_put(a, where) for a, where in zip(arrays, on_device, strict=True)]
-        on_mesh = functools.partial(jax.shard_map, mesh=mesh, check_vma=False)
-        return on_mesh(of_shards, in_specs=(specs,), out_specs=PartitionSpec())(arrays)
+        return of_shards(jax.tree.map(jax.device_put, arrays, on_device))
 
-    return jax.jit(of_arrays)
+    return of_arrays
 
 
 def _sum(shard: jax.Array, shape: tuple[int, ...], spec: PartitionSpec) -> jax.Array:
@@ -82,8 +81,8 @@ def _sum(shard: jax.Array, shape: tuple[int, ...], spec: PartitionSpec) -> jax.A
 def _is_first(spec: PartitionSpec, axis_names: tuple[str, ...]) -> jax.Array:
     """Return 1 on one of the devices that hold the same part, 0 on the others: uint32."""
     splitting = jax.tree.leaves(tuple(spec))
-    others = [lax.axis_index(name) == 0 for name in axis_names if name not in splitting]
-    return functools.reduce(jnp.logical_and, others, jnp.bool(True)).astype(jnp.uint32)
+    others = [lax.axis_index(name) for name in axis_names if name not in splitting]
+    return jnp.uint32(sum(others) == 0)
 
 
 def _hash(elements: jax.Array, places: jax.Array) -> jax.Array:

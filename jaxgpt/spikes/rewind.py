@@ -36,7 +36,7 @@ def rewind(
 
     def on_process_0() -> Rewind:
         # A damaged checkpoint is none to go back to: newer ones would be lost for it.
-        saved = list(valid_checkpoints(directory, list_checkpoints(directory)))
+        saved = list(valid_checkpoints(directory))
         problem = decide_rewind(config, directory, saved, spike, last)
         if problem:
             return Rewind(problem)
