@@ -10,6 +10,7 @@ import jax
 import numpy as np
 
 from jaxgpt import __version__
+from jaxgpt.checkpoint.checkpointer import Checkpoints
 from jaxgpt.cluster import shutdown as exits
 from jaxgpt.cluster.preemption import StopSignal
 from jaxgpt.cluster.process_group import ProcessGroup
@@ -59,7 +60,8 @@ def train(
     """
     minutes = run.config.train.hang_timeout
     with contextlib.closing(Watchdog(minutes, run.directory, cluster.rank, end_job)) as watchdog:
-        ready = set_up(run, cluster, facts, stop, startup, watchdog)
+        checkpoints = Checkpoints(run.directory, run.config)
+        ready = set_up(run, cluster, facts, stop, startup, watchdog, checkpoints)
         if ready is None:
             return exits.DONE
         trainer, state = ready

@@ -54,6 +54,7 @@ def set_up(
     stop: StopSignal,
     startup: Startup,
     watchdog: Watchdog,
+    checkpoints: Checkpoints,
 ) -> tuple[Trainer, TrainState] | None:
     """Build what a run needs, and the state to begin with; None if there is nothing left to do.
 
@@ -72,7 +73,6 @@ def set_up(
     hosts = device_hosts(mesh, cluster.hosts)
     crossing = tensor_crosses_hosts_warning(MeshShape(**mesh.shape), hosts)
     report.log_header(facts, (*steps.warnings, *crossing))
-    checkpoints = Checkpoints(run.directory, config)
     if (run.resume_step or 0) < config.train.max_iters:
         checkpoints.check_room(run.resume_step or 0, checkpoint_tree(steps.state_shapes))
     elif not run.missing_records:
