@@ -4,9 +4,8 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TextIO
 
 from tqdm import tqdm
 
@@ -16,11 +15,9 @@ from jaxgpt.cluster.environment import find_launch
 class Console:
     """Prints on process 0; silent on the others."""
 
-    def __init__(self, enabled: bool, log_file: Path | None = None):
+    def __init__(self, enabled: bool, log_file: Path):
         self._enabled = enabled
-        self._file: TextIO | None = None
-        if enabled and log_file:
-            self._file = log_file.open("a", encoding="utf-8", errors="replace")
+        self._file = log_file.open("a", encoding="utf-8", errors="replace") if enabled else None
         self._bar: tqdm | None = None
         self._explained = False
 
@@ -29,15 +26,11 @@ class Console:
         """Columns of the terminal; None where the output is no terminal."""
         return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
 
-    def info(self, text: str = "", full: str = "") -> None:
-        """Print text above the progress bar and keep it, with the time, in train.log.
-
-        Args:
-            full: the text for train.log, if that differs.
-        """
+    def info(self, text: str, full: str = "") -> None:
+        """Print text above the progress bar and keep it, or `full`, with the time in train.log."""
         if not self._enabled:
             return
-        failure = ""
+        lines = (full or text).splitlines() or [""]
         try:
             if self._bar is None:
                 print(text, flush=True)
@@ -47,11 +40,10 @@ class Console:
             raise  # nobody reads on
         except OSError as error:  # a full disk behind it: not worth a run
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            failure = f"\nwarning: the console stopped: {error}"
+            lines.append(f"warning: the console stopped: {error}")
         if self._file is None:
             return
         stamp = time.strftime("%Y-%m-%d %H:%M:%S")
-        lines = ((full or text) + failure).splitlines() or [""]
         try:
             self._file.writelines(f"{stamp} {line}\n" for line in lines)
             self._file.flush()
@@ -64,16 +56,8 @@ class Console:
         if not self._enabled or self._explained:
             return
         self._explained = True
-        from rich.console import Console as RichConsole
-        from rich.table import Table
-
-        table = Table("field", "meaning")
-        for row in meanings.items():
-            table.add_row(*row)
-        text = RichConsole(width=min(self.width or 100, 100))
-        with text.capture() as captured:
-            text.print(table)
-        self.info(captured.get().rstrip())
+        width = min(self.width or 100, 100)
+        self.info(table_text(("field", "meaning"), meanings.items(), width))
 
     def start_progress(self, done: int, total: int) -> None:
         # Open MPI gives process 0 a terminal even where its output goes to a file.
@@ -93,3 +77,19 @@ class Console:
         if self._file:
             self._file.close()
             self._file = None
+
+
+def table_text(
+    headings: Sequence[str], rows: Iterable[Sequence[str]], width: int, title: str | None = None
+) -> str:
+    """Return a table that is at most `width` columns wide."""
+    from rich.console import Console as RichConsole
+    from rich.table import Table
+
+    table = Table(*headings, title=title)
+    for row in rows:
+        table.add_row(*row)
+    console = RichConsole(width=width)
+    with console.capture() as captured:
+        console.print(table)
+    return captured.get().rstrip()

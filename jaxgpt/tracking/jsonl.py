@@ -1,18 +1,15 @@
-"""metrics.jsonl, the source of truth: one JSON object a line, no step twice."""
+"""metrics.jsonl, the source of truth: one JSON object a line, no step twice; and samples.txt."""
 
-import contextlib
 import errno
 import itertools
 import json
-import math
 import os
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from jaxgpt.config import UsageError
-from jaxgpt.tracking.records import Record
+from jaxgpt.tracking.records import Record, SampleRecord
 
 FILE = "metrics.jsonl"
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -29,9 +26,11 @@ class JsonLines:
         """
         self._path = path = run.directory / FILE
         if path.exists():
-            if resume_step is None and any(r["kind"] != "rewind" for _, r in _whole_lines(path)):
-                with _replacing(_free_name(path)) as kept, path.open("rb") as file:
-                    shutil.copyfileobj(file, kept.buffer)
+            if resume_step is None and any(r["kind"] != "rewind" for r in read_records(path)):
+                old = path.with_name(f"{FILE}.old")
+                numbered = (path.with_name(f"{FILE}.old.{n}") for n in itertools.count(2))
+                free = next(p for p in itertools.chain([old], numbered) if not p.exists())
+                atomic_write_text(free, path.read_text(errors="replace"))
             truncate_metrics(path, -1 if resume_step is None else resume_step)
         self._file = path.open("a", buffering=1)
 
@@ -47,34 +46,52 @@ class JsonLines:
         self._file.close()
 
 
+class Samples:
+    """Writes samples.txt, which begins with the samples that metrics.jsonl holds."""
+
+    def open(self, run: Any, resume_step: int | None) -> None:
+        self._run = run
+        path = run.directory / "samples.txt"
+        self._file = path.open("w", buffering=1, encoding="utf-8", errors="replace")
+        for record in read_records(run.directory / FILE, "sample"):
+            self.log(SampleRecord(step=record["step"], text=record["text"]))
+
+    def log(self, record: Record) -> None:
+        if isinstance(record, SampleRecord):
+            self._file.write(f"--- step {record.step}\n{record.text}\n")
+
+    def rewind(self, step: int) -> None:
+        """Write the file anew, without the samples that metrics.jsonl has lost."""
+        self.close()
+        self.open(self._run, step)
+
+    def close(self) -> None:
+        self._file.close()
+
+
 def atomic_write_text(path: Path, text: str) -> None:
-    """Write a file that is either the old one or the new one, whenever the run is killed."""
-    with _replacing(path) as file:
-        file.write(text)
+    """Write a file that is either the old one or the new one, whenever the run is killed.
 
-
-@contextlib.contextmanager
-def _replacing(path: Path) -> Iterator[TextIO]:
-    """Open a file that takes the place of `path` once all has been written."""
+    Raises:
+        UsageError: if it cannot be written.
+    """
     scratch = path.with_name(f".{path.name}.tmp")
     try:
-        with scratch.open("w") as file:
-            yield file
+        scratch.write_text(text)
         os.replace(scratch, path)
     except OSError as error:
         scratch.unlink(missing_ok=True)
+        remedy = "; make room" if error.errno in NO_ROOM else ""
         raise UsageError(
-            f"{path}: cannot be written ({error.strerror or error}); it is as it was"
-            + ("; make room" if error.errno in NO_ROOM else "")
+            f"{path}: cannot be written ({error.strerror or error}); it is as it was{remedy}"
         ) from None
 
 
 def json_line(record: dict[str, Any]) -> str:
-    """Return the line of a record."""
-    clean = _clean(record)
-    if clean != record:
-        clean["nonfinite"] = True
-    return json.dumps(clean) + "\n"
+    """Return the line of a record, with null and `nonfinite` for numbers that are not finite."""
+    nonfinite: list[str] = []
+    clean = json.loads(json.dumps(record), parse_constant=nonfinite.append)  # NaN, Infinity -> None
+    return json.dumps(clean | ({"nonfinite": True} if nonfinite else {})) + "\n"
 
 
 def read_records(path: Path, kind: str = "") -> list[dict[str, Any]]:
@@ -88,39 +105,18 @@ def read_records(path: Path, kind: str = "") -> list[dict[str, Any]]:
 
 def truncate_metrics(path: Path, step: int, record: dict[str, Any] | None = None) -> None:
     """Drop later steps from a metrics.jsonl, except rewinds, and add `record`."""
-    with _replacing(path) as file:
-        for line, found in _whole_lines(path):
-            if found["kind"] == "rewind" or found["step"] <= step:
-                file.write(line)
-        file.write(json_line(record) if record else "")
-
-
-def _free_name(path: Path) -> Path:
-    """Return metrics.jsonl.old, or the first of metrics.jsonl.old.2 ... that is not there."""
-    names = itertools.chain([".old"], (f".old.{number}" for number in itertools.count(2)))
-    candidates = (path.with_name(path.name + name) for name in names)
-    return next(candidate for candidate in candidates if not candidate.exists())
+    kept = [line for line, r in _whole_lines(path) if r["kind"] == "rewind" or r["step"] <= step]
+    atomic_write_text(path, "".join(kept) + (json_line(record) if record else ""))
 
 
 def _whole_lines(path: Path, word: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield lines and their records, of those lines that contain a word."""
     with path.open(errors="replace") as file:  # a host that went down may leave any bytes
         for line in file:
-            if word not in line:
-                continue
             try:
-                record = json.loads(line)
+                record = json.loads(line) if word in line else None
             except ValueError:  # the line that was being written when the run was killed
                 continue
             is_ours = isinstance(record, dict) and isinstance(record.get("step"), int)
             if is_ours and "kind" in record:
                 yield f"{line.rstrip()}\n", record
-
-
-def _clean(value: Any) -> Any:
-    """Return the value with null for every number that is not finite."""
-    if isinstance(value, dict):
-        return {key: _clean(inner) for key, inner in value.items()}
-    if isinstance(value, list):
-        return [_clean(inner) for inner in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

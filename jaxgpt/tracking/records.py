@@ -31,7 +31,7 @@ class TrainRecord(Record):
 
     kind = "train"
     values: Mapping[str, float | None]
-    """The metrics of the step and its rates, by name; see `metrics.METRICS`."""
+    """The metrics of the step and its rates, by name; see `metrics.FIGURES`."""
     consumed_tokens: int
     skipped: bool = False
     corpora: Mapping[str, Mapping[str, float | None]] | None = None

@@ -243,8 +243,7 @@ class Reporter:
         if not values["skipped"]:
             self._console.legend(legend(values, self._gathers_host_times))
         iters, width = self._config.train.max_iters, self._console.width
-        full = train_line(values, iters, None, LEGENDS)
-        self._console.info(train_line(values, iters, width, LEGENDS), full)
+        self._console.info(train_line(values, iters, width), train_line(values, iters))
 
     def saved(self, step: int, seconds: float) -> None:
         """Log that a checkpoint of `step` is being written, after a stall of `seconds`."""
