@@ -139,8 +139,7 @@ class Job:
 
     def profile(self, n_steps: int, directory: Path) -> dict[str, Any]:
         """Trace so many steps alone, and return what `Tracing.stop` found."""
-        tracing = Tracing(directory, self.cluster)
-        tracing.start(self._state)
+        tracing = Tracing(directory, self.cluster, self._state)
         self.alone(n_steps)
         return tracing.stop(self._state, n_steps, self.train_step.as_text())
 

@@ -11,15 +11,6 @@ import jax
 from jaxgpt.config import ModelConfig
 from jaxgpt.perf.hardware import find_device
 
-RATE_FIELDS = (
-    "dt",
-    "tokens_per_sec",
-    "tokens_per_sec_per_device",
-    "samples_per_sec",
-    "tflops_per_device",
-    "mfu",
-)
-
 MFU_FORMULA = "mfu = tokens/s/device x (6N + 12 L H K T) / peak FLOP/s (PaLM, arXiv 2204.02311, B)"
 
 
@@ -32,10 +23,7 @@ def peak_flops(device_kind: str, dtype: str) -> float | None:
 def flops_per_token(model: ModelConfig, n_parameters: int) -> int:
     """Return the FLOPs of forward and backward for one token, full attention: 6N + 12 L H K T.
 
-    Args:
-        n_parameters: N, without position embeddings.
-
-    PaLM (arXiv 2204.02311), appendix B.
+    N leaves out position embeddings. PaLM (arXiv 2204.02311), appendix B.
     """
     return 6 * n_parameters + 12 * model.n_layer * model.n_embd * model.block_size
 
@@ -44,10 +32,9 @@ class StepTimer:
     """Seconds per training step, without what a run does between steps."""
 
     def __init__(self):
-        self._last = self._host_last = time.perf_counter()
-        self._excluded = self._host_excluded = 0.0
-        self._waited = {"data": 0.0, "device": 0.0}
+        self._began = self._host_began = time.perf_counter()  # moved on by what does not count
         self._steps = self._host_steps = 0
+        self._waited_for_data = 0.0
 
     def count(self) -> None:
         """Count one more step that is under way."""
@@ -61,15 +48,19 @@ class StepTimer:
         start = time.perf_counter()
         yield
         seconds = time.perf_counter() - start
-        self._excluded += seconds
-        self._host_excluded += seconds
+        self._began += seconds
+        self._host_began += seconds
 
     @contextlib.contextmanager
     def waiting(self, what: str) -> Iterator[None]:
         """Count the time in this block as waiting for `data` or for a `device`."""
         start = time.perf_counter()
         yield
-        self._waited[what] += time.perf_counter() - start
+        seconds = time.perf_counter() - start
+        if what == "data":
+            self._waited_for_data += seconds
+        else:
+            self._host_began += seconds
 
     def host_lap(self) -> float:
         """Return the seconds per step since the last call that did not go to waiting for devices.
@@ -78,20 +69,17 @@ class StepTimer:
         in what their hosts need for it, reading data and dispatching programs.
         """
         now = time.perf_counter()
-        seconds = now - self._host_last - self._host_excluded - self._waited["device"]
-        steps = max(1, self._host_steps)
-        self._host_last, self._host_excluded, self._host_steps = now, 0.0, 0
-        self._waited["device"] = 0.0
+        seconds, steps = now - self._host_began, max(1, self._host_steps)
+        self._host_began, self._host_steps = now, 0
         return seconds / steps
 
     def lap(self) -> tuple[float, float] | tuple[None, None]:
         """Return seconds per step, and the share of them spent waiting for data, since the last
         lap; call it once the devices are done. None without a step."""
         now = time.perf_counter()
-        seconds, steps = now - self._last - self._excluded, self._steps
-        share = self._waited["data"] / seconds if seconds > 0 else 0.0
-        self._last, self._excluded, self._steps = now, 0.0, 0
-        self._waited["data"] = 0.0
+        seconds, steps = now - self._began, self._steps
+        share = self._waited_for_data / seconds if seconds > 0 else 0.0
+        self._began, self._steps, self._waited_for_data = now, 0, 0.0
         return (seconds / steps, share) if steps else (None, None)
 
 
@@ -110,10 +98,14 @@ class Rates:
     def of(self, dt: float | None) -> dict[str, float | None]:
         """Return the fields for `dt` seconds per step; all None where that was not measured."""
         if dt is None:
-            return dict.fromkeys(RATE_FIELDS)
+            return dict.fromkeys(self.of(1.0))
         tokens_per_sec = self.batch_size * self.block_size / dt
-        per_device, samples = tokens_per_sec / self.n_devices, self.batch_size / dt
-        flops = per_device * self.flops_per_token
-        mfu = None if self.peak is None else flops / self.peak
-        values = (dt, tokens_per_sec, per_device, samples, flops / 1e12, mfu)
-        return dict(zip(RATE_FIELDS, values, strict=True))
+        flops_per_device = tokens_per_sec / self.n_devices * self.flops_per_token
+        return {
+            "dt": dt,
+            "tokens_per_sec": tokens_per_sec,
+            "tokens_per_sec_per_device": tokens_per_sec / self.n_devices,
+            "samples_per_sec": self.batch_size / dt,
+            "tflops_per_device": flops_per_device / 1e12,
+            "mfu": None if self.peak is None else flops_per_device / self.peak,
+        }

@@ -2,9 +2,9 @@
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
-GIB = 2**30
+from jaxgpt.perf.units import GIB
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,82 +18,78 @@ class Device:
     name: str
     match: str
     """Regular expression found in JAX's device_kind."""
-    memory: int | None
+    memory: int | None = None
     """Bytes. Data sheets write GB and mean GiB; the driver keeps about 1 % for itself."""
-    peak_flops: Mapping[str, float]
+    peak_flops: Mapping[str, float] = field(default_factory=dict)
     """FLOP/s of matrix products by dtype, as JAX computes them: float32 is TF32 on NVIDIA."""
-    memory_bandwidth: float | None
+    memory_bandwidth: float | None = None
     """Bytes/s of the device's own memory."""
-    link_bandwidth: float | None
+    link_bandwidth: float | None = None
     """Bytes/s to the other devices of the host, in each direction."""
-    network_bandwidth: float | None
+    network_bandwidth: float | None = None
     """Bytes/s to other hosts, in each direction: the host's share for one device."""
-    host_bandwidth: float | None
+    host_bandwidth: float | None = None
     """Bytes/s to the host's memory, in each direction: PCIe 4.0 x16 is 32 GB/s, 5.0 twice that."""
-    devices_per_host: int
+    devices_per_host: int = 1
     """On the machine that `network_bandwidth` is of."""
     cuda_capability: float = 0.0
     """NVIDIA's compute capability; 0 for others."""
 
 
-# To its end, as a part of a card (MIG) has the card's name and more.
+# Each `match` goes to the end of the name: a part of a card (MIG) has the card's name and more.
+
+# NVIDIA's H100 data sheet, SXM: dense is half of what it prints "with sparsity"; NVLink 4 of
+# 900 GB/s in both directions. DGX H100 user guide: eight 400 Gb/s InfiniBand ports for eight
+# GPUs. The PCIe and NVL cards are slower and have other names.
+_H100 = Device(
+    name="h100",
+    match="H100 80GB HBM3$",
+    memory=80 * GIB,
+    peak_flops={"bfloat16": 989e12, "float32": 494.5e12},
+    memory_bandwidth=3.35e12,
+    link_bandwidth=450e9,
+    network_bandwidth=50e9,
+    host_bandwidth=64e9,
+    devices_per_host=8,
+    cuda_capability=9.0,
+)
+# NVIDIA's A100 data sheet, 80 GB SXM: NVLink 3 of 600 GB/s in both directions. DGX A100 user
+# guide: eight 200 Gb/s InfiniBand ports for eight GPUs.
+_A100_80GB = Device(
+    name="a100-80gb",
+    match=r"A100(-SXM\d?|-PCIE)?[- ]80GB( PCIe)?$",
+    memory=80 * GIB,
+    peak_flops={"bfloat16": 312e12, "float32": 156e12},
+    memory_bandwidth=2.039e12,
+    link_bandwidth=300e9,
+    network_bandwidth=25e9,
+    host_bandwidth=32e9,
+    devices_per_host=8,
+    cuda_capability=8.0,
+)
+
 _TABLE = (
-    # NVIDIA's H100 data sheet, SXM: dense is half of what it prints "with sparsity"; NVLink 4 of
-    # 900 GB/s in both directions. DGX H100 user guide: eight 400 Gb/s InfiniBand ports for eight
-    # GPUs. The PCIe and NVL cards are slower and have other names.
-    Device(
-        name="h100",
-        match="H100 80GB HBM3$",
-        memory=80 * GIB,
-        peak_flops={"bfloat16": 989e12, "float32": 494.5e12},
-        memory_bandwidth=3.35e12,
-        link_bandwidth=450e9,
-        network_bandwidth=50e9,
-        host_bandwidth=64e9,
-        devices_per_host=8,
-        cuda_capability=9.0,
-    ),
+    _H100,
     # NVIDIA's H200 data sheet, SXM: the H100's chip and NVLink with more memory. DGX H200 user
     # guide: network as in DGX H100. The whole name, since GH200 has other memory and network.
-    Device(
+    replace(
+        _H100,
         name="h200",
         match="^NVIDIA H200$",
         memory=141 * GIB,
-        peak_flops={"bfloat16": 989e12, "float32": 494.5e12},
         memory_bandwidth=4.8e12,
-        link_bandwidth=450e9,
-        network_bandwidth=50e9,
-        host_bandwidth=64e9,
-        devices_per_host=8,
-        cuda_capability=9.0,
     ),
-    # NVIDIA's A100 data sheet, 80 GB SXM: NVLink 3 of 600 GB/s in both directions. DGX A100 user
-    # guide: eight 200 Gb/s InfiniBand ports for eight GPUs.
-    Device(
-        name="a100-80gb",
-        match=r"A100(-SXM\d?|-PCIE)?[- ]80GB( PCIe)?$",
-        memory=80 * GIB,
-        peak_flops={"bfloat16": 312e12, "float32": 156e12},
-        memory_bandwidth=2.039e12,
-        link_bandwidth=300e9,
-        network_bandwidth=25e9,
-        host_bandwidth=32e9,
-        devices_per_host=8,
-        cuda_capability=8.0,
-    ),
+    _A100_80GB,
     # NVIDIA's A100 data sheet, 40 GB SXM. ALCF's Polaris machine overview: four A100 with NVLink
     # between all of them, two Slingshot 11 adapters of 200 Gb/s.
-    Device(
+    replace(
+        _A100_80GB,
         name="a100",
         match=r"A100-(SXM\d?|PCIE)-40GB$",
         memory=40 * GIB,
-        peak_flops={"bfloat16": 312e12, "float32": 156e12},
         memory_bandwidth=1.555e12,
-        link_bandwidth=300e9,
         network_bandwidth=2 * 25e9 / 4,
-        host_bandwidth=32e9,
         devices_per_host=4,
-        cuda_capability=8.0,
     ),
     # AMD's MI250X data sheet (383, 95.7 and 3.2 T for the module), halved for one GCD. OLCF's
     # Frontier user guide: Infinity Fabric of 200 GB/s to the other GCD of the module, 50 to 100
@@ -128,17 +124,7 @@ _TABLE = (
         devices_per_host=12,
     ),
     # A simulated device is a share of some CPU: nothing about it is fixed; ask the machine.
-    Device(
-        name="cpu",
-        match="^cpu$",
-        memory=None,
-        peak_flops={},
-        memory_bandwidth=None,
-        link_bandwidth=None,
-        network_bandwidth=None,
-        host_bandwidth=None,
-        devices_per_host=1,
-    ),
+    Device(name="cpu", match="^cpu$"),
 )
 
 DEVICES: Mapping[str, Device] = {device.name: device for device in _TABLE}

@@ -1,257 +1,183 @@
-"""Collectives of a compiled program: kinds, mesh axes, counts and bytes.
-
-XLA numbers the devices of a program by their row-major positions in the mesh, so a list of
-device groups tells the mesh axes over which an operation communicates.
-"""
+"""Compiled programs: XLA's optimized HLO text as instructions, their category and their source."""
 
 import functools
-import itertools
 import math
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
 
-import numpy as np
+CATEGORIES = ("matmul", "attention", "elementwise", "collective", "copy", "other")
+COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
 
-from jaxgpt.perf.hlo_text import Instruction, Program, parse_hlo
-
-KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
-
-
-@dataclass(frozen=True)
-class Collective:
-    """All operations of one kind, over the same mesh axes and of the same dtype, in one step."""
-
-    kind: str
-    """One of KINDS."""
-    axes: tuple[str, ...]
-    """Mesh axes along which the devices of a group differ."""
-    dtype: str
-    """XLA's name of the element type, such as f32 or bf16."""
-    count: int
-    """Arrays communicated; one operation may combine several."""
-    bytes: int
-    """Payload of one device, all arrays together: an array's size for all-reduce, all-to-all and
-    collective-permute, and the larger of its two sizes for all-gather and reduce-scatter."""
-
-
-def read_collectives(hlo: str, mesh: Mapping[str, int]) -> tuple[Collective, ...]:
-    """Return the collectives that each device takes part in when it runs a program once.
-
-    An operation in a loop counts as often as the loop runs it, an asynchronous one once. Of a
-    conditional, the branch that communicates most counts. A group over a part of an axis, which
-    XLA makes in some changes of layout, is reported as over that axis.
-
-    Args:
-        hlo: `compiled.as_text()`.
-        mesh: axis name -> size, in the order of the mesh.
-
-    Raises:
-        ValueError: if the program is for another number of devices than the mesh has, or does
-            not tell how often a loop with collectives runs.
-    """
-    program = parse_hlo(hlo)
-    if program.n_devices not in (None, math.prod(mesh.values())):
-        raise ValueError(f"mesh={dict(mesh)}: the program is for {program.n_devices} devices")
-    order = {name: i for i, name in enumerate(mesh)}
-    totals = _Counter(program, dict(mesh)).totals(program.entry)
-    return tuple(
-        sorted(
-            (Collective(*key, *sums) for key, sums in totals.items()),
-            key=lambda c: (len(c.axes), [order[a] for a in c.axes], KINDS.index(c.kind), c.dtype),
-        )
-    )
-
-
-def ring_bytes(kind: str, bytes: float, n: int) -> float:
-    """Return the bytes that each of n devices sends for a collective done around a ring.
-
-    Args:
-        bytes: payload as in `Collective`.
-
-    Thakur, Rabenseifner and Gropp 2005, section 4; the same factors turn time into the "bus
-    bandwidth" of NVIDIA's nccl-tests (doc/PERFORMANCE.md).
-    """
-    if kind == "collective-permute":
-        return bytes
-    return bytes * (n - 1) / n * (2 if kind == "all-reduce" else 1)
-
-
-_ARRAY = re.compile(r"\b(pred|[a-z]+?(\d+)\w*)\[([\d,<=]*)\]")
-_CALLERS = ("while", "call", "fusion", "conditional", "async")
-_GROUPS = re.compile(
-    r"\b(?:replica_groups|source_target_pairs)="
-    r"(\{\}|\{\{[\d,{}]*\}\}"
-    r"|\[[\d,]+\]<=\[[\d,]+\](?:T\([\d,]+\))?"
-    r"|mesh\[[^\]]*\](?:, device_ids=\((?:[^()]|\([^()]*\))*\))? \{[^}]*\})"
+_PACKAGE = Path(__file__).parents[1]
+_PRODUCTS = {"dot", "convolution", "ragged-dot", "scaled-dot"}
+# Custom calls into the vendors' libraries: cuBLAS, cuDNN, oneDNN, ROCm's.
+_PRODUCT_TARGET = re.compile(r"gemm|matmul|conv|\$lt\$", re.IGNORECASE)
+_ATTENTION_TARGET = re.compile(r"fmha|attention", re.IGNORECASE)
+_OTHER_COLLECTIVES = ("ragged-all-to-all", "collective-broadcast", "send", "recv")
+_MOVES = set(
+    "copy transpose slice dynamic-slice dynamic-update-slice concatenate pad reverse gather".split()
 )
-_TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
+_FREE = set("parameter constant iota bitcast broadcast reshape tuple get-tuple-element".split())
+# Their time is that of the instructions in them, which have events of their own.
+_CONTAINERS = {"while", "conditional", "call"}
 
-Totals = dict[tuple[str, tuple[str, ...], str], tuple[int, int]]  # kind, axes, dtype: count, bytes
+_INSTRUCTION = re.compile(r"^ +(?:ROOT )?%?([\w.-]+) = (.*?) ([a-z][a-z0-9-]*)\((.*)$")
+_CALLED = re.compile(
+    r"\b(?:to_apply|calls|true_computation|false_computation)=%?([\w.-]+)"
+    r"|\bbranch_computations=\{([^}]*)\}"
+)
+_ARRAY = re.compile(r"\b(?:pred|[a-z]+?(\d+)\w*)\[([\d,<=]*)\]")
 
 
-class _Counter:
-    """Adds up the collectives of a program's computations, each of them once."""
+class Instruction(NamedTuple):
+    """`%name = shape opcode(operands), attributes`."""
 
-    def __init__(self, program: Program, mesh: dict[str, int]):
-        self._program = program
-        self._axes = functools.cache(functools.partial(_axes_and_group_size, mesh))
-        self.totals = functools.cache(self._totals)
+    name: str
+    shape: str
+    opcode: str
+    arguments: str
+    """All after the opcode's parenthesis: operands, attributes, metadata."""
 
-    def _totals(self, computation: str) -> Totals:
-        out: Totals = {}
-        for instruction in self._program.computations[computation]:
-            kind = instruction.opcode.removesuffix("-start")
-            if kind in KINDS:
-                _add(out, self._collective(kind, instruction))
-            elif kind in _CALLERS:
-                _add(out, self._called(kind, instruction))
+    @property
+    def kind(self) -> str:
+        """The opcode, the same for the start and the end of an asynchronous operation."""
+        return self.opcode.removesuffix("-start").removesuffix("-done")
+
+    @property
+    def operands(self) -> list[str]:
+        return re.findall(r"%([\w.-]+)", self.arguments.partition(")")[0])
+
+    @property
+    def called(self) -> list[str]:
+        """Names of the computations that it calls, but for those of a loop."""
+        found = (name or several for name, several in _CALLED.findall(self.arguments))
+        return re.findall(r"[\w.-]+", " ".join(found))
+
+    @property
+    def array_bytes(self) -> list[int]:
+        """Bytes of each array that it returns."""
+        out = []
+        for bits, dims in _ARRAY.findall(self.shape):
+            size = math.prod(int(d.lstrip("<=")) for d in dims.split(",") if d)
+            out.append(-(-size * int(bits or 8) // 8))  # a pred takes a byte
         return out
 
-    def _collective(self, kind: str, instruction: Instruction) -> Totals:
-        axes, n = self._axes(_GROUPS.search(instruction.arguments)[1])
-        if not axes:
-            return {}
-        out: Totals = {}
-        for dtype, size in _payload(instruction.opcode, instruction.shape):
-            size *= n if kind == "reduce-scatter" else 1
-            _add(out, {(kind, axes, dtype): (1, size)})
-        if kind == "all-to-all" and " dimensions=" not in instruction.arguments:
-            return {key: (count // n, size) for key, (count, size) in out.items()}  # in n pieces
-        return out
+    def attribute(self, name: str) -> str:
+        """Return the word after `name=`, without quotes; "" if there is none."""
+        found = re.search(rf'\b{name}=["%]?([\w.$-]+)', self.arguments)
+        return found[1] if found else ""
 
-    def _called(self, kind: str, instruction: Instruction) -> Totals:
-        """Return the totals of what an instruction calls, as often as it does."""
-        if kind == "while":
-            return self._loop(instruction)
-        parts = [self.totals(name) for name in instruction.called]
-        if kind == "conditional":
-            return max(parts, key=lambda part: sum(size for _, size in part.values()))
-        out: Totals = {}
-        for part in parts:
-            _add(out, part)
-        return out
 
-    def _loop(self, instruction: Instruction) -> Totals:
-        names = [instruction.attribute(name) for name in ("body", "condition")]
-        body, condition = map(self.totals, names)
-        if not body and not condition:
-            return {}
-        known = _TRIPS.search(instruction.arguments)
-        if not known:
-            raise ValueError(
-                f"loop over {names[0]}: cannot tell how often it runs (XLA gives no "
-                "known_trip_count); use lax.scan or fori_loop with constant bounds"
-            )
-        out = _times(body, int(known[1]))
-        _add(out, _times(condition, int(known[1]) + 1))
+@dataclass
+class Program:
+    """A compiled program."""
+
+    name: str
+    """As traces have it."""
+    n_devices: int
+    entry: str = ""
+    computations: dict[str, list[Instruction]] = field(default_factory=dict)
+    instructions: dict[str, Instruction] = field(default_factory=dict)
+    tables: dict[str, dict[int, str]] = field(default_factory=dict)
+    """FileNames, FunctionNames, FileLocations and StackFrames: their lines by number."""
+
+    def stack(self, instruction: Instruction) -> list[tuple[str, int, str]]:
+        """Return file, line and function that an instruction comes from, and their callers'."""
+        frames = self.tables.get("StackFrames", {})
+        number = int(instruction.attribute("stack_frame_id") or 0)
+        # Of the outermost frame, which nothing called, XLA 0.10 lists 1 as the caller and not 0.
+        shift = _numbers(frames[1])[1] if 1 in frames else 0
+        out = []
+        while number in frames:
+            location, caller = _numbers(frames[number])
+            file, function, line = _numbers(self.tables["FileLocations"][location])[:3]
+            names = self.tables["FileNames"][file], self.tables["FunctionNames"][function]
+            out.append((names[0].strip('"'), line, names[1].strip('"')))
+            number = caller - shift
         return out
 
 
-def _add(totals: Totals, more: Totals) -> None:
-    for key, (count, size) in more.items():
-        old_count, old_size = totals.get(key, (0, 0))
-        totals[key] = (old_count + count, old_size + size)
+@functools.cache
+def _numbers(attributes: str) -> list[int]:
+    return [int(number) for number in re.findall(r"=(\d+)", attributes)]
 
 
-def _times(totals: Totals, n: int) -> Totals:
-    return {key: (count * n, size * n) for key, (count, size) in totals.items()}
-
-
-def _payload(opcode: str, shape: str) -> list[tuple[str, int]]:
-    """Return (dtype, bytes) of each array that a collective returns.
-
-    Args:
-        shape: its type. An asynchronous start has (operands, results, ...), except that
-            all-reduce-start may have the results alone.
-    """
-    if opcode.endswith("-start"):
-        parts = _tuple_elements(shape)
-        if parts[0].startswith("(") or opcode != "all-reduce-start":
-            shape = parts[1]
-    out = []
-    for dtype, bits, dims in _ARRAY.findall(shape):
-        size = math.prod(int(d.lstrip("<=")) for d in dims.split(",") if d)
-        out.append((dtype, -(-size * int(bits or 8) // 8)))  # a pred takes a byte
+def parse_hlo(text: str) -> Program:
+    """Return the program of `compiled.as_text()`."""
+    module = re.search(r"^HloModule ([\w.-]+)", text, re.MULTILINE)
+    partitions = re.search(r"^HloModule .*num_partitions=(\d+)", text, re.MULTILINE)
+    out = Program(module[1], int(partitions[1]) if partitions else 1)
+    computation: list[Instruction] = []
+    table: dict[int, str] = {}
+    for line in text.split("\n"):
+        if found := _INSTRUCTION.match(line):
+            instruction = Instruction(*found.groups())
+            out.instructions[instruction.name] = instruction
+            computation.append(instruction)
+        elif line.endswith("{"):
+            name = line.removeprefix("ENTRY ").removeprefix("%").split(" ", 1)[0]
+            computation = out.computations[name] = []
+            out.entry = name if line.startswith("ENTRY ") else out.entry
+        elif line in ("FileNames", "FunctionNames", "FileLocations", "StackFrames"):
+            table = out.tables[line] = {}
+        elif line[:1].isdigit():
+            number, _, entry = line.partition(" ")
+            table[int(number)] = entry
     return out
 
 
-def _tuple_elements(shape: str) -> list[str]:
-    """Return the types of a tuple's elements; the type itself if it is no tuple."""
-    if not shape.startswith("("):
-        return [shape]
-    depth, parts = 0, [""]
-    for character in shape[1:-1]:
-        depth += (character in "([{") - (character in ")]}")
-        if character == "," and depth == 0:
-            parts.append("")
-        else:
-            parts[-1] += character
-    return [re.sub(r"/\*.*?\*/", "", part).strip() for part in parts]
+class Operation(NamedTuple):
+    """An instruction that a device runs."""
+
+    category: str
+    """One of CATEGORIES."""
+    source: str
+    """File, line and function of this package that it comes from; empty where not known."""
 
 
-def _axes_and_group_size(mesh: dict[str, int], groups: str) -> tuple[tuple[str, ...], int]:
-    """Return the mesh axes along which devices of a group differ, and the devices in a group."""
-    ids = _device_groups(groups, math.prod(mesh.values()))
-    coordinates = np.stack(np.unravel_index(ids, tuple(mesh.values())))  # axis, group, member
-    differs = (coordinates != coordinates[:, :, :1]).any(axis=(1, 2))
-    return tuple(itertools.compress(mesh, differs)), ids.shape[1]
+def read_operations(program: Program) -> dict[str, Operation]:
+    """Return the instructions of a program by name, without loops, whose content is listed."""
+    return {
+        name: Operation(_category(instruction, program), _source(instruction, program))
+        for name, instruction in program.instructions.items()
+        if instruction.opcode not in _CONTAINERS
+    }
 
 
-def _device_groups(text: str, n_devices: int) -> np.ndarray:
-    """Return the device ids of each group (a row), which XLA writes in one of four forms.
-
-    {} is all devices together; {{0,1},{2,3}} lists them; [2,4]<=[4,2]T(1,0) is a range that is
-    reshaped, transposed and reshaped; mesh['x'=2,'y'=4] {'y'} is along axes of a mesh of XLA's.
-    """
-    if text == "{}":
-        return np.arange(n_devices)[None]
-    if text.startswith("{{"):
-        return np.array([group.split(",") for group in text[2:-2].split("},{")], dtype=int)
-    if text.startswith("["):
-        shape, source = text.split("<=")
-        return _range(source).reshape(_numbers(shape))
-    return _groups_along_axes(text)
-
-
-def _groups_along_axes(text: str) -> np.ndarray:
-    """Return the groups of the form mesh['x'=2,'y'=4] {'y'}.
-
-    What stands in braces may be a part of an axis: 'y':(1)2 is the outer factor 2 of 'y'=4, and
-    'y':(2)2 the inner one. `device_ids=(...)` after the mesh is the order of its devices, a list
-    or a transposed range.
-    """
-    axes, order, along = re.fullmatch(
-        r"mesh\[(.*?)\](?:, device_ids=\((.*)\))? \{(.*)\}", text
-    ).groups()
-    parts = re.findall(r"([^,:]+)(?::\((\d+)\)(\d+))?", along)
-    shape, grouped = [], []
-    for axis in axes.split(","):
-        name, size = axis.rsplit("=", 1)
-        spans = [
-            (int(before or 1), int(before or 1) * int(part or size))
-            for part_of, before, part in parts
-            if part_of == name
-        ]
-        cuts = sorted({1, int(size), *itertools.chain(*spans)})
-        for low, high in itertools.pairwise(cuts):
-            if any(first <= low < last for first, last in spans):
-                grouped.append(len(shape))
-            shape.append(high // low)
-    if order is None:
-        devices = np.arange(math.prod(shape))
-    else:
-        devices = _range(order) if "T(" in order else np.array(_numbers(order))
-    devices = np.moveaxis(devices.reshape(shape), grouped, range(-len(grouped), 0))
-    return devices.reshape(-1, math.prod(shape[i] for i in grouped))
+def _category(instruction: Instruction, program: Program) -> str:
+    """A fusion with a product in it is a product; one that only moves data is a copy."""
+    fused = instruction.called if instruction.opcode.startswith(("fusion", "async")) else []
+    parts = [part for name in fused for part in program.computations.get(name, [])]
+    parts = [part for part in parts or [instruction] if part.opcode not in _FREE]
+    kinds = {part.kind for part in parts}
+    if not kinds.isdisjoint(COLLECTIVES + _OTHER_COLLECTIVES):
+        return "collective"
+    for part in parts:
+        if part.opcode in _PRODUCTS or _PRODUCT_TARGET.search(part.attribute("custom_call_target")):
+            return "attention" if _in_attention(part, program) else "matmul"
+    if any(_ATTENTION_TARGET.search(part.attribute("custom_call_target")) for part in parts):
+        return "attention"
+    if kinds <= _MOVES:
+        return "copy"
+    if _in_attention(instruction, program):
+        return "attention"
+    return "other" if "custom-call" in kinds else "elementwise"
 
 
-def _range(text: str) -> np.ndarray:
-    """Return 0, 1, ... in the order of [4,2]T(1,0): reshaped to 4 x 2, then transposed."""
-    shape, _, transposition = text.partition("T")
-    dims = _numbers(shape)
-    return np.arange(math.prod(dims)).reshape(dims).transpose(_numbers(transposition) or None)
+def _in_attention(instruction: Instruction, program: Program) -> bool:
+    stack = program.stack(instruction)
+    if not stack and "lhs_batch_dims=" in instruction.arguments:
+        return True  # XLA forgets its source, and in this model only attention has batched products
+    return any(file.endswith("jaxgpt/models/attention.py") for file, _, _ in stack)
 
 
-def _numbers(text: str) -> list[int]:
-    return [int(digits) for digits in re.findall(r"\d+", text)]
+def _source(instruction: Instruction, program: Program) -> str:
+    """Return the innermost line of this package, if possible outside of `parallel/`."""
+    own = []
+    for file, line, function in program.stack(instruction):
+        _, found, within = file.rpartition("/jaxgpt/")
+        if found and (_PACKAGE / within).is_file():  # not of an environment in a folder jaxgpt/
+            own.append(f"{within}:{line} {function.replace('<locals>.', '')}")
+    return next((line for line in own if not line.startswith("parallel/")), (own or [""])[0])

@@ -4,26 +4,25 @@ The trace is JAX's own, which TensorBoard and Perfetto open. The table is of the
 in it, each an instruction of the compiled step.
 """
 
-import contextlib
 import shutil
 import tempfile
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 
 from jaxgpt.cluster.process_group import ProcessGroup
-from jaxgpt.config import Config, profile_range
-from jaxgpt.perf.hlo_text import parse_hlo
-from jaxgpt.perf.operations import CATEGORIES, Operation, read_operations
+from jaxgpt.config import profile_range
+from jaxgpt.perf.hlo import CATEGORIES, Operation, parse_hlo, read_operations
 
 ROWS = 10  # of the table
-IN_GRAPHS = (
-    "what XLA runs as CUDA graphs may be missing in the trace, and is in it with "
-    "XLA_FLAGS=--xla_gpu_enable_command_buffer="
+MAY_LACK = (
+    "  the step takes more than twice as long. The trace lacks CUDA graphs unless "
+    "XLA_FLAGS=--xla_gpu_enable_command_buffer= turns them off, and everything if NVIDIA's driver "
+    "lets administrators alone profile (NVreg_RestrictProfilingToAdminUsers)"
 )
 
 
@@ -37,24 +36,16 @@ class Event(NamedTuple):
 
 
 class Tracing:
-    """A trace of steps on every process, of which that of process 0 is kept."""
+    """A trace of steps on every process; only that of process 0 is kept."""
 
-    def __init__(self, directory: Path, cluster: ProcessGroup):
-        """Prepare; nothing is traced yet.
-
-        Args:
-            directory: where process 0 writes.
-        """
+    def __init__(self, directory: Path, cluster: ProcessGroup, pending: Any):
+        """Begin the trace once `pending` results of steps are there; process 0 writes it."""
         self._cluster = cluster
-        self._scratch = None if cluster.is_main else tempfile.mkdtemp("-jaxgpt")
-        self._directory = Path(self._scratch or directory)
-
-    def start(self, pending: Any) -> None:
-        """Begin the trace, once `pending` results of steps are there."""
+        self._directory = directory if cluster.is_main else Path(tempfile.mkdtemp("-jaxgpt"))
         jax.block_until_ready(pending)
         options = jax.profiler.ProfileOptions()
         options.python_tracer_level = 0  # it would slow down what it measures
-        self._cluster.barrier()
+        cluster.barrier()
         jax.profiler.start_trace(self._directory, profiler_options=options)
         self._began = time.perf_counter()
 
@@ -66,48 +57,37 @@ class Tracing:
             hlo: `compiled.as_text()` of the step.
 
         Returns:
-            What `summary` does; under `collectives_over` the library of a CPU job; and under
-            `may_lack` whether so little is in a GPU's trace that it may lack what ran in graphs.
+            The `summary`; under `collectives_over` the library of a CPU job; and under `may_lack`
+            whether so little is in a GPU's trace that operations may be missing.
         """
         jax.block_until_ready(pending)
         seconds = (time.perf_counter() - self._began) / n_steps
         jax.profiler.stop_trace()
         program = parse_hlo(hlo)
-        events = list(read_events(newest_trace(self._directory), program.name))
-        if self._scratch:
-            shutil.rmtree(self._scratch)
         operations = read_operations(program)
-        events = [event for event in events if event.name in operations]
+        traces = self._directory.glob("plugins/profile/*/*.xplane.pb")
+        newest = max(traces, key=lambda path: path.stat().st_mtime)
+        events = [e for e in read_events(newest, program.name) if e.name in operations]
+        if not self._cluster.is_main:
+            shutil.rmtree(self._directory)
         reports = self._cluster.allgather(report(events, operations))
         found = summary(reports, operations, n_steps, seconds)
-        over_gloo = self._cluster.size > 1 and jax.default_backend() == "cpu"
-        graphs = jax.default_backend() == "gpu" and found["device_seconds"] < seconds / 2
-        return found | {"collectives_over": "Gloo" if over_gloo else None, "may_lack": graphs}
-
-
-class ProfiledRun(Protocol):
-    """The parts of a run that its profile needs."""
-
-    directory: Path
-    config: Config
-
-
-class ProfileLog(Protocol):
-    """The parts of a run's reporter that its profile needs."""
-
-    def info(self, text: str) -> None: ...
-
-    def between_steps(self, pending: Any) -> contextlib.AbstractContextManager[None]: ...
+        backend = jax.default_backend()
+        over_gloo = self._cluster.size > 1 and backend == "cpu"
+        may_lack = backend == "gpu" and found["device_seconds"] < seconds / 2
+        return found | {"collectives_over": "Gloo" if over_gloo else None, "may_lack": may_lack}
 
 
 class StepProfile:
     """A trace of the steps of `profile_steps`, once; nothing where none are asked for."""
 
-    def __init__(self, run: ProfiledRun, cluster: ProcessGroup, train_step: Any, log: ProfileLog):
+    def __init__(self, run: Any, cluster: ProcessGroup, train_step: Any, log: Any):
         """Trace nothing yet.
 
         Args:
+            run: has `config` and `directory`.
             train_step: the compiled step.
+            log: has the reporter's `info` and `between_steps`.
         """
         self._todo = profile_range(run.config)
         self._directory = run.directory / "profile"
@@ -121,8 +101,7 @@ class StepProfile:
             return
         if self._tracing is None:
             with self._log.between_steps(state):
-                self._tracing = Tracing(self._directory, self._cluster)
-                self._tracing.start(state)
+                self._tracing = Tracing(self._directory, self._cluster, state)
         self._traced.append(step)
 
     def after(self, step: int, state: Any) -> None:
@@ -146,12 +125,6 @@ class StepProfile:
         self._tracing, self._todo = None, range(0)
 
 
-def newest_trace(directory: Path) -> Path:
-    """Return the file of the newest trace."""
-    found = directory.glob("plugins/profile/*/*.xplane.pb")
-    return max(found, key=lambda path: path.stat().st_mtime)
-
-
 def read_events(trace: Path, module: str) -> Iterator[Event]:
     """Yield the instructions of a program that devices ran.
 
@@ -161,13 +134,11 @@ def read_events(trace: Path, module: str) -> Iterator[Event]:
     """
     planes = list(jax.profiler.ProfileData.from_file(str(trace)).planes)
     # Accelerators have planes of their own; CPU devices run in threads of the host.
-    accelerators = [plane for plane in planes if plane.name.startswith("/device:")]
-    for plane in accelerators or planes:
+    for plane in [p for p in planes if p.name.startswith("/device:")] or planes:
         lines = list(plane.lines)
         # What is on a GPU's streams TensorBoard may show again in other lines.
-        chosen = [line for line in lines if line.name.startswith("Stream")]
-        chosen = chosen or [line for line in lines if line.name == "XLA Ops"] or lines
-        for line in chosen:
+        streams = [line for line in lines if line.name.startswith("Stream")]
+        for line in streams or [line for line in lines if line.name == "XLA Ops"] or lines:
             for event in line.events:
                 stats = dict(event.stats)
                 if stats.get("hlo_module") == module and "hlo_op" in stats:
@@ -178,16 +149,16 @@ def read_events(trace: Path, module: str) -> Iterator[Event]:
 
 def report(events: Sequence[Event], operations: Mapping[str, Operation]) -> dict[str, Any]:
     """Return one process's events, for `summary`: JSON."""
-    totals: dict[str, list[float]] = defaultdict(lambda: [0.0, 0])
+    seconds: Counter[str] = Counter()
     collectives: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for event in sorted(events, key=lambda event: event.began):
-        totals[event.name][0] += event.seconds
-        totals[event.name][1] += 1
+        seconds[event.name] += event.seconds
         if operations[event.name].category == "collective":
             collectives[event.name][event.device].append(event.seconds)
     return {
         "devices": len({event.device for event in events}),
-        "totals": totals,
+        "seconds": seconds,
+        "counts": Counter(event.name for event in events),
         "collectives": {name: list(each.values()) for name, each in collectives.items()},
     }
 
@@ -209,109 +180,65 @@ def summary(
         seconds: a step took, by process 0's clock.
 
     Returns:
-        All numbers are means over the devices of the job; under `process_0` of its own.
+        All numbers are means over the devices of the job.
     """
-    shortest = shortest_turns(reports)
-    waiting = [waited(one, shortest) for one in reports]
-    every = by_category(reports, operations, sum(waiting), n_steps)
-    busy = sum(every["categories"].values())
-    totals: dict[str, list[float]] = defaultdict(lambda: [0.0, 0])
-    for one in reports:
-        for name, (taken, count) in one["totals"].items():
-            totals[name][0] += taken
-            totals[name][1] += count
     scale = 1 / n_steps / max(1, sum(one["devices"] for one in reports))
-    dearest = sorted(totals, key=lambda name: -totals[name][0])[:ROWS]
+    totals: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
+    devices: dict[str, list[list[float]]] = defaultdict(list)
+    for one in reports:
+        totals.update(one["seconds"])
+        counts.update(one["counts"])
+        for name, each in one["collectives"].items():
+            devices[name] += each
+    turns = [turn for each in devices.values() for turn in zip(*each, strict=False)]
+    categories = dict.fromkeys(CATEGORIES, 0.0)
+    for name, total in totals.items():
+        categories[operations[name].category] += total * scale
+    busy = sum(categories.values())
     return {
         "steps": n_steps,
         "processes": len(reports),
         "seconds_per_step": seconds,
         "device_seconds": busy,
-        **every,
-        "process_0": by_category(reports[:1], operations, waiting[0], n_steps),
+        "categories": categories,
+        "collective_waiting": scale * sum(sum(turn) - len(turn) * min(turn) for turn in turns),
         "operations": [
             {
                 "name": name,
                 **operations[name]._asdict(),
-                "seconds": totals[name][0] * scale,
-                "share": totals[name][0] * scale / busy,
-                "count": totals[name][1] * scale,
+                "seconds": total * scale,
+                "share": total * scale / busy,
+                "count": counts[name] * scale,
             }
-            for name in dearest
+            for name, total in totals.most_common(ROWS)
         ],
     }
 
 
-def by_category(
-    reports: Sequence[dict[str, Any]],
-    operations: Mapping[str, Operation],
-    waiting: float,
-    n_steps: int,
-) -> dict[str, Any]:
-    """Return seconds per step and device of each category, and of `waiting` in collectives."""
-    scale = 1 / n_steps / max(1, sum(one["devices"] for one in reports))
-    out = dict.fromkeys(CATEGORIES, 0.0)
-    for one in reports:
-        for name, (taken, _) in one["totals"].items():
-            out[operations[name].category] += taken * scale
-    return {"categories": out, "collective_waiting": waiting * scale}
-
-
-def shortest_turns(reports: Sequence[dict[str, Any]]) -> dict[str, list[float]]:
-    """Return, for each run of a collective, the seconds of the device that took least."""
-    devices: dict[str, list[list[float]]] = defaultdict(list)
-    for one in reports:
-        for name, each in one["collectives"].items():
-            devices[name] += each
-    return {
-        name: [min(turn) for turn in zip(*each, strict=False)] for name, each in devices.items()
-    }
-
-
-def waited(one: dict[str, Any], shortest: Mapping[str, list[float]]) -> float:
-    """Return the seconds that the devices of a process waited in collectives for others."""
-    return sum(
-        taken - least
-        for name, each in one["collectives"].items()
-        for turns in each
-        for taken, least in zip(turns, shortest[name], strict=False)
-    )
-
-
 def describe(found: dict[str, Any]) -> str:
     """Return what `Tracing.stop` found as two tables."""
-    if not found["operations"]:
-        return (
-            f"profile of {found['steps']} steps: the trace names no operations of the devices; "
-            "NVIDIA's driver may keep them for administrators "
-            f"(NVreg_RestrictProfilingToAdminUsers); {IN_GRAPHS}"
-        )
-    busy, several = found["device_seconds"], found["processes"] > 1
-    mine = found["process_0"]
+    busy, step = found["device_seconds"], found["seconds_per_step"]
 
-    def row(name: str, seconds: float, own: float) -> str:
-        text = f"  {name:<17} {1e3 * seconds:9.3f} ms  {seconds / busy:6.1%}"
-        return text + (f"  {1e3 * own:9.3f} ms" if several else "")
+    def row(name: str, seconds: float) -> str:
+        return f"  {name:<17} {1e3 * seconds:9.3f} ms  {seconds / busy:6.1%}"
 
     lines = [
-        f"profile of {found['steps']} steps, {1e3 * found['seconds_per_step']:.2f} ms each with "
+        f"profile of {found['steps']} steps, {1e3 * step:.2f} ms each with "
         f"what lies between them: the operations of a device take {1e3 * busy:.2f} ms"
-        + (" (some run at the same time)" if busy > found["seconds_per_step"] else "")
+        + (" (some run at the same time)" if busy > step else "")
         + ", by category"
-        + (" (mean of all processes, share, process 0)" if several else "")
+        + (" (mean of all processes)" if found["processes"] > 1 else "")
     ]
-    for name, seconds in sorted(found["categories"].items(), key=lambda item: -item[1]):
-        if seconds == 0:
-            continue
-        over = found["collectives_over"] if name == "collective" else None
-        shown = f"{name} ({over})" if over else name
-        lines.append(row(shown, seconds, mine["categories"][name]))
-        if name == "collective":
-            lines.append(
-                row("- of it waiting", found["collective_waiting"], mine["collective_waiting"])
-            )
+    for name, seconds in Counter(found["categories"]).most_common():
+        if seconds > 0 and name == "collective":
+            over = found["collectives_over"]
+            lines.append(row(f"collective ({over})" if over else name, seconds))
+            lines.append(row("- of it waiting", found["collective_waiting"]))
+        elif seconds > 0:
+            lines.append(row(name, seconds))
     if found["may_lack"]:
-        lines.append(f"  the step takes more than twice as long: {IN_GRAPHS}")
+        lines.append(MAY_LACK)
     lines.append(f"the {len(found['operations'])} most expensive operations of a step")
     for op in found["operations"]:
         lines.append(

@@ -29,7 +29,7 @@ def process_start_time() -> float:
             ticks = int(f.read().rpartition(")")[2].split()[19])
         uptime = time.clock_gettime(time.CLOCK_BOOTTIME)  # /proc/uptime is a container's own
         return time.time() - uptime + ticks / os.sysconf("SC_CLK_TCK")
-    except (OSError, ValueError, AttributeError):
+    except (OSError, AttributeError):  # not Linux
         return time.time()
 
 
@@ -42,10 +42,9 @@ class Startup:
         """`hit` if everything that was compiled so far came from the cache, or `miss`."""
         self._start = self._last = process_start_time()
         try:
-            launched = float(os.environ[JOB_START])
+            waited = self._start - float(os.environ[JOB_START])
         except (KeyError, ValueError):
             return
-        waited = self._start - launched
         if -10 < waited < 30 * 86_400:  # else it is no time of this job; clocks differ a little
             self.seconds["job start"] = max(0.0, waited)
 
@@ -76,21 +75,19 @@ def summary(reports: Sequence[dict[str, Any]]) -> dict[str, Any]:
     `total` counts from the start of a process, `job_start_to_first_step` from the start of the
     job, and is None where nobody said when that was.
     """
+    main = reports[0]
     phases = {
         phase: spread([r["seconds"][phase] for r in reports])
         for phase in PHASES
         if all(phase in r["seconds"] for r in reports)
     }
-    total = spread([r["total"] for r in reports])
-    waited = [r["seconds"].get("job start") for r in reports]
-    known = all(w is not None for w in waited)
-    main = reports[0]
+    from_job = main["seconds"]["job start"] + main["total"] if "job start" in phases else None
     return {
         "processes": len(reports),
         "process_start": main["process_start"],
         "first_step_done": main["process_start"] + main["total"],
-        "job_start_to_first_step": waited[0] + main["total"] if known else None,
-        "total": total,
+        "job_start_to_first_step": from_job,
+        "total": spread([r["total"] for r in reports]),
         "phases": phases,
         "compile_cache": main["compile_cache"],
         "slowest_phase": max(phases, key=lambda phase: phases[phase]["max"]),
@@ -109,15 +106,9 @@ def spread(seconds: Sequence[float]) -> dict[str, float]:
 
 def startup_line(found: dict[str, Any]) -> str:
     """Return one line for the log."""
-    several = found["processes"] > 1
-    parts = []
-    for phase, s in found["phases"].items():
-        if several:
-            low, mean, high = (f"{s[k]:.1f}" for k in ("min", "mean", "max"))
-            parts.append(f"{phase} {low}/{mean}/{high} (rank {s['slowest_rank']})")
-        else:
-            parts.append(f"{phase} {s['mean']:.1f}")
-    from_job = found["job_start_to_first_step"]
+    several, from_job = found["processes"] > 1, found["job_start_to_first_step"]
+    text = "{min:.1f}/{mean:.1f}/{max:.1f} (rank {slowest_rank})" if several else "{mean:.1f}"
+    parts = [f"{phase} {text.format(**s)}" for phase, s in found["phases"].items()]
     job = f", {from_job:.1f} s from job start" if from_job is not None else ""
     spreads = f"; min/mean/max of {found['processes']} processes (slowest)" if several else ""
     return (

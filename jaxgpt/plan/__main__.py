@@ -57,16 +57,14 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> str:
     Raises:
         UsageError: if an option cannot work.
     """
-    if arguments.device not in DEVICES:
+    device = DEVICES.get(arguments.device)
+    if device is None:
         raise UsageError(
             f"--device={arguments.device}: unknown device; one of {', '.join(DEVICES)}"
         )
-    device = DEVICES[arguments.device]
     config = parse_args(rest, prog="python -m jaxgpt.plan")
     config = config.replace(model__vocab_size=vocabulary_size(config.data, config.model))
-    if arguments.advise is not None:
-        check_free_to_choose(rest)
-    n_devices = number_of_devices(config, arguments.advise)
+    n_devices = number_of_devices(config, arguments.advise, rest)
     per_host = devices_per_host(arguments.devices_per_host, device, n_devices)
     if arguments.advise is None:
         shape = mesh_shape(config, n_devices)
@@ -78,28 +76,29 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> str:
     pin_settings()
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", n_devices)
-    if arguments.advise is not None:
-        return advice(config, n_devices, device, per_host, arguments.json)
+    from jaxgpt.plan.advise import search_meshes
     from jaxgpt.plan.layout import plan_layout
-    from jaxgpt.plan.report import plan_report
+    from jaxgpt.plan.report import advice_report, plan_report
 
-    plan = plan_layout(config, shape, device, per_host)
-    return json.dumps(plan.to_dict(), indent=1) if arguments.json else plan_report(plan)
+    if arguments.advise is None:
+        plan = plan_layout(config, shape, device, per_host)
+        return json.dumps(plan.to_dict(), indent=1) if arguments.json else plan_report(plan)
+
+    def log(line: str) -> None:
+        print(line, file=sys.stderr)
+
+    found = search_meshes(config, n_devices, device, per_host, log)
+    if arguments.json:
+        header = {"device": device.name, "devices": n_devices, "devices_per_host": per_host}
+        return json.dumps(header | {"advice": [c.to_dict() for c in found]}, indent=1)
+    return advice_report(found, n_devices, device.name)
 
 
-def check_free_to_choose(rest: list[str]) -> None:
-    """Refuse keys that --advise is there to choose."""
-    for key in ("mesh", "parallel.mesh", "parallel.remat", "parallel.sequence_parallel"):
-        for word in rest:
-            if word.removeprefix("--").partition("=")[0].replace("-", "_") == key:
-                raise UsageError(f"{word}: --advise chooses this; give one of them")
-
-
-def number_of_devices(config: Config, advise: str | None) -> int:
-    """Devices of the job that is planned.
+def number_of_devices(config: Config, advise: str | None, rest: list[str]) -> int:
+    """Return the devices of the job that is planned.
 
     Raises:
-        UsageError: if neither the mesh nor --advise says, or they are too many to simulate.
+        UsageError: if neither the mesh nor --advise says, or both, or they are too many.
     """
     option, n = f"--advise={advise}", whole_number("--advise", advise)
     if n is None:
@@ -111,6 +110,11 @@ def number_of_devices(config: Config, advise: str | None) -> int:
                 "for N devices"
             )
         n = shape.n_devices
+    else:
+        chosen = ("mesh", "parallel.mesh", "parallel.remat", "parallel.sequence_parallel")
+        for word in rest:
+            if word.removeprefix("--").partition("=")[0].replace("-", "_") in chosen:
+                raise UsageError(f"{word}: --advise chooses this; give one of them")
     if n > MAX_CPU_DEVICES:
         raise UsageError(f"{option}: {n} devices; a plan can have {MAX_CPU_DEVICES}")
     return n
@@ -133,19 +137,6 @@ def devices_per_host(given: str | None, device: Device, n_devices: int) -> int:
             "job; give one that does"
         )
     return per_host
-
-
-def advice(config: Config, n_devices: int, device: Device, per_host: int, as_json: bool) -> str:
-    from jaxgpt.plan.advise import search_meshes
-    from jaxgpt.plan.report import advice_report
-
-    found = search_meshes(
-        config, n_devices, device, per_host, lambda line: print(line, file=sys.stderr)
-    )
-    if as_json:
-        header = {"device": device.name, "devices": n_devices, "devices_per_host": per_host}
-        return json.dumps(header | {"advice": [a.to_dict() for a in found]}, indent=1)
-    return advice_report(found, n_devices, device.name)
 
 
 if __name__ == "__main__":

@@ -1,125 +1,206 @@
-"""The plan of one layout: what each device holds, what it says, and how long a step takes."""
+"""The plan of one layout: what each device holds and sends, and how long a step takes.
+
+The time is a roofline with few, stated assumptions, not a measurement.
+"""
 
 import dataclasses
+import functools
 import math
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from jaxgpt.config import Config, MeshShape
-from jaxgpt.models.weights import count_parameters
-from jaxgpt.parallel.mesh import tensor_crosses_hosts_warning
+from jaxgpt.models.weights import count_parameters, layer_matrices
+from jaxgpt.parallel.mesh import hosts_spanned, tensor_crosses_hosts_warning
+from jaxgpt.perf.collectives import Collective, ring_bytes
 from jaxgpt.perf.flops import flops_per_token
 from jaxgpt.perf.hardware import Device
-from jaxgpt.perf.hlo import Collective, ring_bytes
-from jaxgpt.plan.estimate import ASSUMPTIONS, Estimate, estimate, link_of
-from jaxgpt.plan.program import Memory, compile_step
-from jaxgpt.plan.theory import Traffic, expected_traffic, sum_by_kind_and_axes
+from jaxgpt.plan.program import Memory, Program, compile_step
 from jaxgpt.runtime.allocator import USABLE
 
+MATMUL_EFFICIENCY = 0.6  # of the dense peak; Megatron-LM and llm.c train at 0.41-0.49 in all
+LATENCY = {"link": 10e-6, "network": 30e-6}  # seconds before an operation's first byte arrives
 
-@dataclass(frozen=True, kw_only=True)
-class Layout:
-    """What a layout needs."""
+ASSUMPTIONS = (
+    f"matrix products reach {MATMUL_EFFICIENCY:.0%} of the dense peak",
+    "collectives go around a ring, at the peak of its slowest link, "
+    f"after {LATENCY['link'] * 1e6:.0f} us in a host and {LATENCY['network'] * 1e6:.0f} us across",
+    "what travels over data and fsdp hides behind computation as far as that lasts; "
+    "what travels over tensor does not",
+    "the update reads and writes parameters, gradients and moments once, moments that are in the "
+    "host's memory through its link",
+)
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Times of one step in seconds, and the rates that follow: an upper bound, more or less."""
+
+    step: float
+    compute: float
+    update: float
+    tensor_communication: float
+    other_communication: float
+    tokens_per_sec: float
+    tokens_per_sec_per_device: float
+    mfu: float
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All that is known of a layout without running it."""
 
     config: Config
     mesh: MeshShape
-    memory: Memory
-    capacity: int
-    """Bytes that a program may use of a device's memory."""
-    estimate: Estimate | None
+    device: Device
+    devices_per_host: int
+    program: Program
+
+    @property
+    def memory(self) -> Memory:
+        return self.program.memory
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """One line for each thing that works, and that hardly anyone wants."""
+        crossing = tensor_crosses_hosts_warning(self.mesh, self.hosts)
+        return (*self.program.warnings, *crossing)
+
+    @property
+    def capacity(self) -> int:
+        """Bytes of a device that a program may use; simulated ones share this machine's."""
+        if self.device.memory is not None:
+            return int(USABLE * self.device.memory)
+        machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        return int(USABLE * machine / self.mesh.n_devices)
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether its activations are known, or only its state."""
+        return self.memory.activations_and_temporaries > 0
 
     @property
     def fits(self) -> bool:
         return self.memory.total <= self.capacity
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return it for JSON: bytes, seconds and FLOPs."""
-        return {
-            "mesh": self.mesh,
-            "memory": dataclasses.asdict(self.memory)
-            | {"total": self.memory.total, "capacity": self.capacity},
-            "fits": self.fits,
-            "estimate": dataclasses.asdict(self.estimate) if self.estimate else None,
-        }
-
-
-@dataclass(frozen=True, kw_only=True)
-class Plan(Layout):
-    """All that is known of a layout without running it."""
-
-    device: Device
-    devices_per_host: int
-    attention: str
-    collectives: tuple[Collective, ...]
-    theory: tuple[Traffic, ...]
-    warnings: tuple[str, ...]
-    """One line for each thing that works, and that hardly anyone wants."""
+    @property
+    def tokens(self) -> int:
+        """Tokens of a step, whole job."""
+        return self.config.train.batch_size * self.config.model.block_size
 
     @property
     def flops_per_token(self) -> int:
         return flops_per_token(self.config.model, count_parameters(self.config.model)[1])
 
-    def communication(self) -> list[dict[str, Any]]:
-        """Return every kind of collective: as compiled, as theory has it, and what a ring sends."""
-        compiled, theory = sum_by_kind_and_axes(self.collectives), sum_by_kind_and_axes(self.theory)
-        rows = []
-        for kind, axes in compiled | theory:
-            row: dict[str, Any] = {"kind": kind, "axes": axes}
-            row["count"], row["bytes"] = compiled[kind, axes]
-            row["theory_count"], row["theory_bytes"] = theory[kind, axes]
-            n = math.prod(self.mesh[axis] for axis in axes)
-            row["bytes_sent"] = round(ring_bytes(kind, row["bytes"], n))
-            row["over"] = link_of(axes, self.mesh, self.devices_per_host)
-            rows.append(row)
-        return rows
+    @property
+    def recomputed_flops_per_token(self) -> int:
+        """FLOPs that parallel.remat adds: of attention's products, or of a forward pass."""
+        model, remat = self.config.model, self.config.parallel.remat
+        if remat == "none":
+            return 0
+        linear = 2 * sum(w.size for w in layer_matrices(model)) if remat == "full" else 0
+        return 4 * model.n_layer * model.n_embd * model.block_size + linear
+
+    @property
+    def hosts(self) -> list[int]:
+        """The host of each device."""
+        return [i // self.devices_per_host for i in range(self.mesh.n_devices)]
+
+    def hosts_spanned(self, axes: Sequence[str]) -> int:
+        """Return on how many hosts one group of devices along these axes is, at most."""
+        return hosts_spanned(axes, self.mesh, self.hosts)
+
+    def group_size(self, axes: Sequence[str]) -> int:
+        return math.prod(self.mesh[axis] for axis in axes)
+
+    def bytes_sent(self, collective: Collective) -> float:
+        """Return the bytes that each device sends around a ring."""
+        return ring_bytes(collective.kind, collective.bytes, self.group_size(collective.axes))
+
+    def link(self, axes: Sequence[str]) -> str:
+        """Return `link` if all devices of a group along these axes share a host, or `network`."""
+        return "link" if self.hosts_spanned(axes) == 1 else "network"
+
+    def bandwidth(self, axes: Sequence[str]) -> float:
+        """Return bytes/s that each device of a ring along `axes` can send.
+
+        The members of a group on one host use their shares of the host's network together.
+        """
+        n_hosts = self.hosts_spanned(axes)
+        if n_hosts == 1:
+            return self.device.link_bandwidth
+        members = max(1, self.group_size(axes) // n_hosts)
+        return min(self.device.link_bandwidth, members * self.device.network_bandwidth)
+
+    @functools.cached_property
+    def estimate(self) -> Estimate | None:
+        """The time of a step; None if rates of the device are not known, or nothing is compiled."""
+        device, memory, n_devices = self.device, self.memory, self.mesh.n_devices
+        peak = device.peak_flops.get(self.config.train.dtype)
+        if peak is None or not self.is_compiled:
+            return None
+        share = self.flops_per_token * self.tokens / n_devices
+        again = self.recomputed_flops_per_token * self.tokens / n_devices
+        compute = (share + again) / (peak * MATMUL_EFFICIENCY)
+        state = memory.parameters + memory.moments + memory.gradients
+        update = 2 * state / device.memory_bandwidth
+        update += 2 * memory.host_moments / device.host_bandwidth
+        tensor = other = 0.0
+        for c in self.program.collectives:
+            operations = c.count if c.bytes / c.count > 1024 else 1  # scalars travel together
+            seconds = self.bytes_sent(c) / self.bandwidth(c.axes)
+            seconds += operations * LATENCY[self.link(c.axes)]
+            if c.axes == ("tensor",):
+                tensor += seconds
+            else:
+                other += seconds
+        step = max(compute + tensor, other) + update
+        return Estimate(
+            step=step,
+            compute=compute,
+            update=update,
+            tensor_communication=tensor,
+            other_communication=other,
+            tokens_per_sec=self.tokens / step,
+            tokens_per_sec_per_device=self.tokens / step / n_devices,
+            mfu=share / step / peak,
+        )
+
+    def summary(self) -> dict[str, Any]:
+        """Return mesh, memory, fit and time for JSON: bytes and seconds."""
+        estimate = self.estimate
+        return {
+            "mesh": self.mesh,
+            "memory": dataclasses.asdict(self.memory)
+            | {"total": self.memory.total, "capacity": self.capacity},
+            "fits": self.fits,
+            "estimate": dataclasses.asdict(estimate) if estimate else None,
+        }
 
     def to_dict(self) -> dict[str, Any]:
-        tokens = self.config.train.batch_size * self.config.model.block_size
-        return super().to_dict() | {
+        """Return all of it for JSON: bytes, seconds and FLOPs."""
+        collectives = [
+            dataclasses.asdict(c)
+            | {"bytes_sent": round(self.bytes_sent(c)), "over": self.link(c.axes)}
+            for c in self.program.collectives
+        ]
+        return self.summary() | {
             "config": self.config.to_dict(),
             "devices": self.mesh.n_devices,
             "device": self.device.name,
             "devices_per_host": self.devices_per_host,
-            "attention": self.attention,
+            "attention": self.program.attention,
             "warnings": self.warnings,
-            "collectives": self.communication(),
+            "collectives": collectives,
             "flops_per_token": self.flops_per_token,
-            "flops_per_step": self.flops_per_token * tokens,
+            "flops_per_step": self.flops_per_token * self.tokens,
             "assumptions": list(ASSUMPTIONS),
             "exact": ["memory.parameters", "memory.moments", "collectives", "flops_per_token"],
         }
 
 
 def plan_layout(config: Config, mesh: MeshShape, device: Device, devices_per_host: int) -> Plan:
-    """Compile the step for a layout and add up what it means.
-
-    Args:
-        config: with model.vocab_size set.
-        mesh: JAX has been told to simulate that many devices.
-    """
-    hosts = [i // devices_per_host for i in range(mesh.n_devices)]
-    program = compile_step(config, mesh, device)
-    return Plan(
-        config=config,
-        mesh=mesh,
-        device=device,
-        devices_per_host=devices_per_host,
-        attention=program.attention,
-        memory=program.memory,
-        capacity=capacity(device, mesh.n_devices),
-        collectives=program.collectives,
-        theory=expected_traffic(config, mesh),
-        warnings=(*program.warnings, *tensor_crosses_hosts_warning(mesh, hosts)),
-        estimate=estimate(
-            config, mesh, device, devices_per_host, program.memory, program.collectives
-        ),
-    )
-
-
-def capacity(device: Device, n_devices: int) -> int:
-    """Return the bytes of a device that a program may use; simulated ones share this machine's."""
-    if device.memory is not None:
-        return int(USABLE * device.memory)
-    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return int(USABLE * machine / n_devices)
+    """Compile the step for a layout; arguments as for `compile_step`."""
+    return Plan(config, mesh, device, devices_per_host, compile_step(config, mesh, device))

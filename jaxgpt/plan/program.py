@@ -12,8 +12,8 @@ from jaxgpt.models.attention import blockwise_attention, choose_attention, witho
 from jaxgpt.models.weights import abstract_params, weights
 from jaxgpt.parallel import sharding as partition
 from jaxgpt.parallel.mesh import make_mesh
+from jaxgpt.perf.collectives import Collective, read_collectives
 from jaxgpt.perf.hardware import Device
-from jaxgpt.perf.hlo import Collective, read_collectives
 from jaxgpt.train.functions import make_steps
 from jaxgpt.train.state import state_shapes
 
@@ -44,11 +44,11 @@ class Memory:
 class Program:
     """A compiled train step."""
 
-    warnings: tuple[str, ...]
-    """What of the layout is not as asked for."""
-    attention: str
     memory: Memory
-    collectives: tuple[Collective, ...]
+    collectives: tuple[Collective, ...] = ()
+    attention: str = ""
+    warnings: tuple[str, ...] = ()
+    """What of the layout is not as asked for."""
 
 
 def compile_step(config: Config, shape: MeshShape, device: Device) -> Program:
@@ -63,17 +63,16 @@ def compile_step(config: Config, shape: MeshShape, device: Device) -> Program:
         shape: of the mesh; JAX has been told to simulate that many devices.
     """
     kernel, reason = choose_attention(config.model, config.train.dtype, device.cuda_capability)
-    attend = without_scores(blockwise_attention) if kernel == "cudnn" else None
     stand_in = config
     if device.name != "cpu":
         # Of GPT-2 XL an H100's compiler needs as much for layers apart as a CPU's for a loop over
         # them, and half of what a CPU's needs for layers apart.
         stand_in = config.replace(parallel__scan_layers=True)
-        dtypes = {
-            "train__dtype": config.train.dtype,
-            "parallel__grad_reduce_dtype": config.parallel.grad_reduce_dtype,
-        }
-        stand_in = stand_in.replace(**{k: "float16" for k, v in dtypes.items() if v == "bfloat16"})
+        if config.train.dtype == "bfloat16":
+            stand_in = stand_in.replace(train__dtype="float16")
+        if config.parallel.grad_reduce_dtype == "bfloat16":
+            stand_in = stand_in.replace(parallel__grad_reduce_dtype="float16")
+    attend = without_scores(blockwise_attention) if kernel == "cudnn" else None
     mesh = make_mesh(shape)
     steps = make_steps(stand_in, mesh, attend, on_cpu=device.name == "cpu")
     compiled = steps.lower_train_step().compile(COMPILE_ONLY)
@@ -88,24 +87,22 @@ def compile_step(config: Config, shape: MeshShape, device: Device) -> Program:
     state = memory.parameters + memory.moments
     gradients = min(memory.gradients, total - state)
     return Program(
-        warnings=steps.warnings,
-        attention=f"{kernel} ({reason})",
         memory=dataclasses.replace(
             memory, gradients=gradients, activations_and_temporaries=total - state - gradients
         ),
-        collectives=read_collectives(compiled.as_text(), dict(mesh.shape)),
+        collectives=read_collectives(compiled.as_text(), shape),
+        attention=f"{kernel} ({reason})",
+        warnings=steps.warnings,
     )
 
 
 def state_memory(config: Config, shape: MeshShape, device: Device) -> Memory:
     """Return bytes of parameters, gradients and moments, exact, without compiling anything.
 
-    Args:
-        config: with model.vocab_size set.
-        shape: of the mesh; JAX has been told to simulate that many devices.
+    Arguments are those of `compile_step`.
     """
-    mesh, stage = make_mesh(shape), config.parallel.zero_stage
-    rules = partition.gradient_rules(stage, config.reduces_once)
+    mesh = make_mesh(shape)
+    rules = partition.gradient_rules(config.parallel.zero_stage, config.reduces_once)
     gradients = jax.tree.map(
         lambda s, where: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=where),
         abstract_params(config.model),

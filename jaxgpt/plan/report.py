@@ -1,71 +1,51 @@
 """Plans and advice as a person reads them."""
 
-import math
 from collections.abc import Iterable, Sequence
 
 from rich.console import Console
 from rich.table import Table
 
 from jaxgpt.perf.hardware import DEVICES
-from jaxgpt.plan.advise import STATE_ALONE, Candidate
-from jaxgpt.plan.estimate import ASSUMPTIONS, recomputed_flops_per_token
-from jaxgpt.plan.layout import USABLE, Plan
+from jaxgpt.perf.units import format_bytes
+from jaxgpt.plan.advise import Candidate
+from jaxgpt.plan.layout import ASSUMPTIONS, USABLE, Plan
 
 WIDTH = 112
-
-
-def size(n: float) -> str:
-    """Return bytes as a person reads them."""
-    for unit in ("B", "KiB", "MiB"):
-        if n < 1024:
-            return f"{n:.0f} B" if unit == "B" else f"{n:.2f} {unit}"
-        n /= 1024
-    return f"{n:,.2f} GiB"
+SHOWN = 12  # of the layouts that --advise ranks
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """Return a table with its first column to the left and the others to the right."""
-    out = Table(*columns)
-    for column in out.columns:
-        column.no_wrap = True
-    for column in out.columns[1:]:
-        column.justify = "right"
+    out = Table()
+    for i, column in enumerate(columns):
+        out.add_column(column, no_wrap=True, justify="right" if i else "left")
     for row in rows:
         out.add_row(*row)
-    text = Console(width=WIDTH)
-    with text.capture() as captured:
-        text.print(out)
+    console = Console(width=WIDTH)
+    with console.capture() as captured:
+        console.print(out)
     return captured.get().rstrip("\n")
 
 
 def plan_report(plan: Plan) -> str:
     """Return a plan in four parts: memory, communication, time, and how sure each number is."""
-    mesh = " ".join(f"{axis}={size}" for axis, size in plan.mesh.items())
+    mesh = " ".join(f"{axis}={n}" for axis, n in plan.mesh.items())
     config = plan.config
-    return "\n".join(
-        [
-            f"{config.config} on {math.prod(plan.mesh.values())} x {plan.device.name}, {mesh}, "
-            f"{plan.devices_per_host} devices per host",
-            f"zero_stage={config.parallel.zero_stage} "
-            f"sequence_parallel={config.parallel.sequence_parallel} "
-            f"remat={config.parallel.remat} dtype={config.train.dtype}",
-            f"attention: {plan.attention}",
-            *(f"warning: {warning}" for warning in plan.warnings),
-            "",
-            _memory(plan),
-            verdict(plan),
-            "",
-            _communication(plan),
-            "",
-            *_time(plan),
-            "",
-            *_certainty(plan),
-        ]
-    )
+    lines = [
+        f"{config.config} on {plan.mesh.n_devices} x {plan.device.name}, {mesh}, "
+        f"{plan.devices_per_host} devices per host",
+        f"zero_stage={config.parallel.zero_stage} "
+        f"sequence_parallel={config.parallel.sequence_parallel} "
+        f"remat={config.parallel.remat} dtype={config.train.dtype}",
+        f"attention: {plan.program.attention}",
+        *(f"warning: {warning}" for warning in plan.warnings),
+    ]
+    parts = ["\n".join(lines), _memory(plan), _communication(plan), _time(plan), _certainty(plan)]
+    return "\n\n".join(parts)
 
 
 def _memory(plan: Plan) -> str:
-    memory = plan.memory
+    memory, device = plan.memory, plan.device
     rows = [
         ("parameters", memory.parameters),
         ("gradients", memory.gradients),
@@ -74,62 +54,51 @@ def _memory(plan: Plan) -> str:
         ("activations and temporaries", memory.activations_and_temporaries),
         ("total on the device", memory.total),
     ]
-    return table(
-        ("one device", "bytes", ""),
-        [(name, f"{n:,}", size(n)) for name, n in rows if n or "host" not in name],
-    )
-
-
-def verdict(plan: Plan) -> str:
-    """Return one line: whether it fits."""
-    memory = plan.device.memory
-    room = (
-        f"{USABLE:.0%} of the {size(memory)} of {plan.device.name}"
-        if memory
-        else f"a simulated device's share of {USABLE:.0%} of this machine's memory"
-    )
+    rows = [(name, f"{n:,}", format_bytes(n)) for name, n in rows if n or "host" not in name]
+    of = f"{format_bytes(device.memory)} of {device.name}" if device.memory else "its share of RAM"
     word = "fits" if plan.fits else "DOES NOT FIT"
-    line = f"{word}: {size(plan.memory.total)} of {size(plan.capacity)} ({room})"
-    if memory is None:
-        state = plan.memory.total - plan.memory.activations_and_temporaries
+    lines = [
+        table(("one device", "bytes", ""), rows),
+        f"{word}: {format_bytes(memory.total)} of {format_bytes(plan.capacity)} "
+        f"({USABLE:.0%} of {of})",
+    ]
+    if device.memory is None:
+        state = memory.total - memory.activations_and_temporaries
         large = [d.name for d in DEVICES.values() if d.memory and state <= USABLE * d.memory]
-        line += (
-            f"\nparameters, gradients and moments alone, {size(state)}, would fit "
+        lines.append(
+            f"parameters, gradients and moments alone, {format_bytes(state)}, would fit "
             f"{', '.join(large) or 'no device of the table'}; --device NAME plans for one"
         )
-    return line
+    return "\n".join(lines)
 
 
 def _communication(plan: Plan) -> str:
     rows = [
         (
-            f"{row['kind']} over {','.join(row['axes'])}",
-            f"{row['count']:,}",
-            f"{row['bytes']:,}",
-            f"{row['theory_count']:,}",
-            f"{row['theory_bytes']:,}",
-            size(row["bytes_sent"]),
-            row["over"],
+            f"{c.kind} over {','.join(c.axes)}",
+            f"{c.count:,}",
+            f"{c.bytes:,}",
+            format_bytes(plan.bytes_sent(c)),
+            plan.link(c.axes),
         )
-        for row in plan.communication()
+        for c in plan.program.collectives
     ]
-    columns = ("one step", "arrays", "bytes", "in theory", "bytes in theory", "sent", "over")
+    columns = ("one step", "arrays", "bytes", "sent", "over")
     return table(columns, rows) if rows else "one device: nothing is communicated"
 
 
-def _time(plan: Plan) -> list[str]:
-    tokens = plan.config.train.batch_size * plan.config.model.block_size
-    again = recomputed_flops_per_token(plan.config)
-    out = [
+def _time(plan: Plan) -> str:
+    again = plan.recomputed_flops_per_token
+    flops = (
         f"FLOPs: {plan.flops_per_token:.4g} per token, "
-        f"{plan.flops_per_token * tokens:.4g} per step of {tokens:,} tokens"
-        + (f"; {again * tokens:.4g} more are computed again (remat)" if again else "")
-    ]
+        f"{plan.flops_per_token * plan.tokens:.4g} per step of {plan.tokens:,} tokens"
+        + (f"; {again * plan.tokens:.4g} more are computed again (remat)" if again else "")
+    )
     e, device = plan.estimate, plan.device
     if e is None:
-        return [*out, f"time: no estimate, since the speed of {plan.device.name} is not known"]
-    return [
-        *out,
+        return f"{flops}\ntime: no estimate, since the speed of {device.name} is not known"
+    lines = [
+        flops,
         f"ESTIMATE, a bound more than a forecast: step {e.step:.3g} s, "
         f"{e.tokens_per_sec:,.0f} tokens/s, {e.tokens_per_sec_per_device:,.0f} per device, "
         f"MFU {e.mfu:.0%}",
@@ -140,59 +109,55 @@ def _time(plan: Plan) -> list[str]:
         f"memory {device.memory_bandwidth / 1e9:.4g}, link {device.link_bandwidth / 1e9:.4g}, "
         f"network {device.network_bandwidth / 1e9:.4g}, host {device.host_bandwidth / 1e9:.4g}",
     ]
+    return "\n".join(lines)
 
 
-def _certainty(plan: Plan) -> list[str]:
-    lines = [
-        "exact: parameters and moments; arrays and bytes communicated; FLOPs",
-        "a model: gradients and activations are what XLA's CPU compiler needs",
-    ]
-    if plan.device.name == "cpu":
-        config = plan.config
-        if "bfloat16" in (config.train.dtype, config.parallel.grad_reduce_dtype):
-            lines.append(
-                "on CPUs bfloat16 is computed and communicated as float32: twice the bytes"
-            )
-        return lines
-    lines[-1] += f"; {plan.device.name}'s own compiler will need about as much, often less"
-    return lines
+def _certainty(plan: Plan) -> str:
+    config, device = plan.config, plan.device.name
+    text = (
+        "exact: parameters and moments; arrays and bytes communicated; FLOPs\n"
+        "a model: gradients and activations are what XLA's CPU compiler needs"
+    )
+    if device != "cpu":
+        return f"{text}; {device}'s own compiler will need about as much, often less"
+    if "bfloat16" in (config.train.dtype, config.parallel.grad_reduce_dtype):
+        text += "\non CPUs bfloat16 is computed and communicated as float32: twice the bytes"
+    return text
 
 
-def advice_report(found: Sequence[Candidate], n_devices: int, device: str, shown: int = 12) -> str:
+def advice_report(found: Sequence[Candidate], n_devices: int, device: str) -> str:
     """Return the best layouts in a table, and the first in a sentence."""
-    rows = [
-        (
-            ",".join(map(str, advice.mesh.values())),
-            "yes" if advice.config.parallel.sequence_parallel else "-",
-            advice.config.parallel.remat,
-            ("> " if STATE_ALONE in advice.reason else "") + size(advice.memory.total),
-            "yes" if advice.fits else "no",
-            f"{advice.estimate.step:.3g} s" if advice.estimate else "-",
-            f"{advice.estimate.mfu:.0%}" if advice.estimate else "-",
+    rows = []
+    for plan in (candidate.plan for candidate in found[:SHOWN]):
+        parallel, estimate = plan.config.parallel, plan.estimate
+        rows.append(
+            (
+                ",".join(map(str, plan.mesh.values())),
+                "yes" if parallel.sequence_parallel else "-",
+                parallel.remat,
+                ("" if plan.is_compiled else "> ") + format_bytes(plan.memory.total),
+                "yes" if plan.fits else "no",
+                f"{estimate.step:.3g} s" if estimate else "-",
+                f"{estimate.mfu:.0%}" if estimate else "-",
+            )
         )
-        for advice in found[:shown]
-    ]
     columns = ("mesh", "sequence_parallel", "remat", "memory", "fits", "step", "MFU at most")
-    best = found[0]
     lines = [table(columns, rows)]
-    if len(found) > shown:
-        lines.append(f"{len(found) - shown} more were looked at")
-    if best.fits:
+    if len(found) > SHOWN:
+        lines.append(f"{len(found) - SHOWN} more were looked at")
+    best = found[0]
+    if best.plan.fits:
         lines.append(f"take {best.options}: {best.reason}")
-        if best.config.parallel.remat != "none":
+        if best.plan.config.parallel.remat != "none":
             lines.append(
                 "more train.gradient_accumulation_steps, with parallel.reduce_every=microbatch, "
                 "leave room for less remat"
             )
     else:
+        fewer = ", or more train.gradient_accumulation_steps" if best.plan.is_compiled else ""
         lines.append(
             f"nothing fits {n_devices} x {device}: the least is {best.options}, and {best.reason} "
-            f"({size(best.memory.total)} of {size(best.capacity)}); {_remedy(best)}"
+            f"({format_bytes(best.plan.memory.total)} of {format_bytes(best.plan.capacity)}); "
+            f"take more devices{fewer}"
         )
     return "\n".join(lines)
-
-
-def _remedy(advice: Candidate) -> str:
-    if STATE_ALONE in advice.reason:
-        return "take more devices"
-    return "take more devices, or more train.gradient_accumulation_steps"

@@ -34,7 +34,7 @@ from jaxgpt.models.weights import weights as model_weights
 from jaxgpt.optim import learning_rate_schedule
 from jaxgpt.parallel import sharding
 from jaxgpt.parallel.tensor import ParallelContext
-from jaxgpt.perf.hlo import read_collectives
+from jaxgpt.perf.collectives import read_collectives
 from jaxgpt.train.functions import make_steps, step_options, training_batch
 from jaxgpt.train.gradients import merge_microbatches, split_microbatches
 from jaxgpt.train.state import init_state, optimizer_of, state_shapes

@@ -1,5 +1,6 @@
 """`python -m jaxgpt.plan` against the live arrays and the compiled program that it speaks of."""
 
+import dataclasses
 import json
 
 import jax
@@ -11,13 +12,13 @@ from jaxgpt.models.weights import count_parameters
 from jaxgpt.parallel.mesh import make_mesh
 from jaxgpt.perf.hardware import DEVICES
 from jaxgpt.plan import __main__ as plan_command
-from jaxgpt.plan import advise as advice_module
 from jaxgpt.plan.advise import search_meshes
-from jaxgpt.plan.estimate import planned_hosts_spanned
-from jaxgpt.plan.layout import plan_layout
-from jaxgpt.plan.program import Memory
+from jaxgpt.plan.layout import Plan, plan_layout
+from jaxgpt.plan.program import Memory, Program
+from jaxgpt.runtime.allocator import USABLE
 from jaxgpt.train.functions import make_steps
 from jobs import limited_devices, run
+from plan.theory import expected_traffic, sum_by_kind_and_axes
 
 MODEL = (
     "tiny", "model.n_layer=2", "model.n_embd=128", "model.vocab_size=256", "model.block_size=64",
@@ -93,9 +94,10 @@ def test_another_device_counts_its_own_dtype_and_memory(gradients):
     config = configured("1,4,2", *dtypes, "parallel.offload_optimizer=True", SCAN)
     plan = plan_layout(config, MeshShape(1, 4, 2), DEVICES["a100"], 4)
     assert plan.memory.host_moments == plan.memory.moments - 4  # Adam's count stays
-    for row in plan.communication():  # also in bytes, though a CPU has no bfloat16
-        assert (row["count"], row["bytes"]) == (row["theory_count"], row["theory_bytes"]), row
-    assert plan.attention.startswith("cudnn")
+    compiled = {(c.kind, c.axes): (c.count, c.bytes) for c in plan.program.collectives}
+    in_theory = sum_by_kind_and_axes(expected_traffic(config, plan.mesh))
+    assert compiled == in_theory  # also in bytes, though a CPU has no bfloat16
+    assert plan.program.attention.startswith("cudnn")
     assert plan.estimate.mfu < 0.6 and plan.estimate.step > 0
     slower = plan_layout(config, MeshShape(1, 4, 2), DEVICES["a100"], 1)
     assert slower.estimate.step > plan.estimate.step
@@ -150,32 +152,31 @@ def test_offloaded_moments_cost_time_and_come_back_for_the_update():
     ],
 )
 def test_hosts_are_counted_by_where_devices_are(axes, mesh, per_host, hosts):
-    assert planned_hosts_spanned(axes, MeshShape(*mesh), per_host) == hosts
+    shape = MeshShape(*mesh)
+    plan = Plan(load_config("tiny"), shape, DEVICES["a100"], per_host, Program(Memory(0, 0, 0)))
+    assert plan.hosts_spanned(axes) == hosts
 
 
 @pytest.mark.parametrize(
     ("room", "best", "per_host"),
     [pytest.param(16, "data", 2, marks=pytest.mark.long), (3.5, "ZeRO", 4)],
 )
-def test_advice_follows_the_rules(room, best, per_host, monkeypatch):
+def test_advice_follows_the_rules(room, best, per_host):
     """0.2 billion parameters, 3.2 GB of state: what fits a device stays whole."""
-    monkeypatch.setattr(advice_module, "capacity", lambda device, n: int(room * 2**30))
+    device = dataclasses.replace(DEVICES["a100"], memory=int(room / USABLE * 2**30))
     config = configured(
         "-1,1,1", "train.dtype=bfloat16", "model.n_embd=1024", "model.n_layer=16",
         "model.n_head=16", "train.batch_size=64", SCAN,
     )  # fmt: skip
     with limited_devices(4):
-        found = search_meshes(config, 4, DEVICES["a100"], per_host)
-        sizes = found[0].mesh
-        best_plan = plan_layout(found[0].config, sizes, DEVICES["a100"], per_host)
-    data, fsdp, tensor = found[0].mesh.values()
-    assert tensor == 1 and (fsdp > 1) == (best == "ZeRO") and found[0].fits
+        found = search_meshes(config, 4, device, per_host)
+        best_plan = plan_layout(found[0].plan.config, found[0].plan.mesh, device, per_host)
+    data, fsdp, tensor = found[0].plan.mesh.values()
+    assert tensor == 1 and (fsdp > 1) == (best == "ZeRO") and found[0].plan.fits
     assert ("ZeRO-3 over" in found[0].reason) == (best == "ZeRO")
-    assert all(a.fits >= b.fits for a, b in zip(found, found[1:], strict=False))
-    assert max(a.mesh["tensor"] for a in found) == per_host
-    # Each row is the plan of its own options.
-    assert found[0].memory.total == pytest.approx(best_plan.memory.total, rel=0.03)
-    assert found[0].estimate.step == pytest.approx(best_plan.estimate.step, rel=0.03)
+    assert all(a.plan.fits >= b.plan.fits for a, b in zip(found, found[1:], strict=False))
+    assert max(a.plan.mesh["tensor"] for a in found) == per_host
+    assert found[0].plan == best_plan  # each row is the plan of its own options
 
 
 @pytest.mark.parametrize(

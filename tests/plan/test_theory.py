@@ -1,17 +1,16 @@
 """What the compiled step communicates is what the papers say."""
 
-import collections
 import math
 
 import pytest
 
 from jaxgpt.config import load_config, mesh_shape
 from jaxgpt.models.weights import count_parameters
+from jaxgpt.perf.collectives import ring_bytes
 from jaxgpt.perf.hardware import DEVICES
-from jaxgpt.perf.hlo import ring_bytes
 from jaxgpt.plan.program import compile_step
-from jaxgpt.plan.theory import expected_traffic
 from jobs import limited_devices
+from plan.theory import expected_traffic, sum_by_kind_and_axes
 
 pytestmark = pytest.mark.usefixtures("layouts_fit")
 
@@ -33,14 +32,6 @@ def compiled_traffic(config, mesh):
     with limited_devices(mesh.n_devices):
         program = compile_step(config, mesh, DEVICES["cpu"])
     return sum_by_kind_and_axes(program.collectives)
-
-
-def sum_by_kind_and_axes(collectives):
-    out = collections.defaultdict(lambda: (0, 0))
-    for c in collectives:
-        count, size = out[c.kind, c.axes]
-        out[c.kind, c.axes] = count + c.count, size + c.bytes
-    return dict(out)
 
 
 def long(*layout):

@@ -6,7 +6,7 @@ import pytest
 from jaxgpt.config import MeshShape, load_config
 from jaxgpt.models.weights import activation_bytes
 from jaxgpt.parallel.mesh import make_mesh
-from jaxgpt.perf.hlo import read_collectives
+from jaxgpt.perf.collectives import read_collectives
 from jaxgpt.train.functions import SLICE_BYTES, choose_n_slices, make_steps
 from jobs import flat, limited_devices
 

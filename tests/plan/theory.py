@@ -1,10 +1,8 @@
 """What a step should communicate, by the papers: ZeRO, Megatron-LM, sequence parallelism.
 
-Nothing here looks at a compiled program; `collectives` reads from one what it does communicate.
+Nothing here looks at a compiled program: it is what `test_theory` compares one with.
 """
 
-from collections import defaultdict
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import jax
@@ -13,7 +11,6 @@ from jaxgpt.config import Config, MeshShape, axes_with
 from jaxgpt.models.weights import Weight, layer_matrices, weights
 from jaxgpt.parallel.sharding import FSDP, TENSOR, fully_sharded_rules, partition_spec
 from jaxgpt.parallel.zero import travels_in_dtype
-from jaxgpt.perf.hlo import Collective
 
 FLOAT32 = 4  # bytes
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -30,14 +27,11 @@ class Traffic:
     bytes: int
 
 
-Totals = defaultdict[tuple[str, tuple[str, ...]], tuple[int, int]]
-
-
-def sum_by_kind_and_axes(found: Iterable[Traffic | Collective]) -> Totals:
-    """Sum traffic to (kind, axes) -> (count, bytes), in theory or as compiled."""
-    out: Totals = defaultdict(lambda: (0, 0))
+def sum_by_kind_and_axes(found):
+    """Sum traffic to {(kind, axes): (count, bytes)}, in theory or as compiled."""
+    out = {}
     for c in found:
-        count, size = out[c.kind, c.axes]
+        count, size = out.get((c.kind, c.axes), (0, 0))
         out[c.kind, c.axes] = count + c.count, size + c.bytes
     return out
 

@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxgpt.perf.hlo import Collective, read_collectives, ring_bytes
+from jaxgpt.perf.collectives import Collective, read_collectives, ring_bytes
 
 MESH = {"data": 2, "fsdp": 2, "tensor": 2}
 F32 = 4  # bytes
@@ -44,14 +44,12 @@ AXES = [
 @pytest.mark.parametrize("axes", AXES, ids="-".join)
 def test_psum_is_an_all_reduce_over_its_axes(axes):
     hlo = compiled(lambda x: jax.lax.psum(x, axes), P(), P(), (8, 16))
-    assert read_collectives(hlo, MESH) == (Collective("all-reduce", axes, "f32", 1, 8 * 16 * F32),)
+    assert read_collectives(hlo, MESH) == (Collective("all-reduce", axes, 1, 8 * 16 * F32),)
 
 
 def test_all_gather_counts_the_whole_array():
     hlo = compiled(lambda x: jax.lax.all_gather(x, "fsdp", tiled=True), P("fsdp"), P(), (8, 16))
-    assert read_collectives(hlo, MESH) == (
-        Collective("all-gather", ("fsdp",), "f32", 1, 8 * 16 * F32),
-    )
+    assert read_collectives(hlo, MESH) == (Collective("all-gather", ("fsdp",), 1, 8 * 16 * F32),)
 
 
 def test_reduce_scatter_counts_the_whole_array():
@@ -62,7 +60,7 @@ def test_reduce_scatter_counts_the_whole_array():
         (8, 16),
     )
     assert read_collectives(hlo, MESH) == (
-        Collective("reduce-scatter", ("fsdp", "tensor"), "f32", 1, 8 * 16 * F32),
+        Collective("reduce-scatter", ("fsdp", "tensor"), 1, 8 * 16 * F32),
     )
 
 
@@ -70,9 +68,7 @@ def test_all_to_all_counts_one_array_in_pieces():
     hlo = compiled(
         lambda x: jax.lax.all_to_all(x, "fsdp", 1, 0, tiled=True), P("fsdp"), P("fsdp"), (8, 16)
     )
-    assert read_collectives(hlo, MESH) == (
-        Collective("all-to-all", ("fsdp",), "f32", 1, 4 * 16 * F32),
-    )
+    assert read_collectives(hlo, MESH) == (Collective("all-to-all", ("fsdp",), 1, 4 * 16 * F32),)
 
 
 def test_permute_is_over_the_axis_its_pairs_cross():
@@ -80,7 +76,7 @@ def test_permute_is_over_the_axis_its_pairs_cross():
         lambda x: jax.lax.ppermute(x, "tensor", [(0, 1), (1, 0)]), P("tensor"), P("tensor"), (8, 16)
     )
     assert read_collectives(hlo, MESH) == (
-        Collective("collective-permute", ("tensor",), "f32", 1, 4 * 16 * F32),
+        Collective("collective-permute", ("tensor",), 1, 4 * 16 * F32),
     )
 
 
@@ -93,9 +89,7 @@ def test_the_cpu_communicates_bfloat16_as_float32():
         (8, 16),
         dtype=jnp.bfloat16,
     )
-    assert read_collectives(hlo, MESH) == (
-        Collective("all-gather", ("fsdp",), "f32", 1, 8 * 16 * F32),
-    )
+    assert read_collectives(hlo, MESH) == (Collective("all-gather", ("fsdp",), 1, 8 * 16 * F32),)
 
 
 def test_a_psum_of_several_leaves_counts_each():
@@ -103,7 +97,7 @@ def test_a_psum_of_several_leaves_counts_each():
         lambda *x: jax.lax.psum(x, "data"), (P(),) * 3, (P(),) * 3, (8, 16), (4,), (3, 3)
     )
     assert read_collectives(hlo, MESH) == (
-        Collective("all-reduce", ("data",), "f32", 3, (8 * 16 + 4 + 3 * 3) * F32),
+        Collective("all-reduce", ("data",), 3, (8 * 16 + 4 + 3 * 3) * F32),
     )
 
 
@@ -138,7 +132,7 @@ def test_loops_count_as_often_as_they_run(name):
     function, times = LOOPS[name]
     hlo = compiled(function, P(), P(), (8, 16))
     assert read_collectives(hlo, MESH) == (
-        Collective("all-reduce", ("tensor",), "f32", times, times * 8 * 16 * F32),
+        Collective("all-reduce", ("tensor",), times, times * 8 * 16 * F32),
     )
 
 
@@ -162,7 +156,7 @@ def test_of_a_conditional_the_larger_branch_counts():
         return jax.lax.cond(x[0, 0] > 0, summed("data"), lambda x: summed("data")(x[:2])[:1] + x, x)
 
     assert read_collectives(compiled(either, P(), P(), (8, 16)), MESH) == (
-        Collective("all-reduce", ("data",), "f32", 1, 8 * 16 * F32),
+        Collective("all-reduce", ("data",), 1, 8 * 16 * F32),
     )
 
 
@@ -202,7 +196,7 @@ def test_what_xla_inserts_for_a_new_layout(before, after, kind, axes, share):
     rows, columns = NamedSharding(mesh, P(before)), NamedSharding(mesh, P(None, after))
     double = jax.jit(lambda x: x * 2, in_shardings=rows, out_shardings=columns)
     hlo = double.lower(jax.ShapeDtypeStruct((16, 16), jnp.float32)).compile().as_text()
-    expected = Collective(kind, axes, "f32", 1, 16 * 16 * F32 // share)
+    expected = Collective(kind, axes, 1, 16 * 16 * F32 // share)
     assert read_collectives(hlo, MESH) == (expected,)
 
 
@@ -252,7 +246,7 @@ def test_every_form_of_groups(groups, axes):
     sizes = {"data": 4, "tensor": 2}
     line = f"ROOT %a = bf16[10,3]{{1,0}} all-reduce(%x), channel_id=1, replica_groups={groups}, etc"
     found = read_collectives(program(line), sizes)
-    assert found == ((Collective("all-reduce", axes, "bf16", 1, 60),) if axes else ())
+    assert found == ((Collective("all-reduce", axes, 1, 60),) if axes else ())
 
 
 def test_permutes_are_over_all_axes_that_some_pair_crosses():
@@ -265,47 +259,32 @@ def test_permutes_are_over_all_axes_that_some_pair_crosses():
     assert axes_of("{{0,0},{1,1}}") == []
 
 
-# The forms that XLA's GPU back end writes: started, then waited for.
+# The forms that XLA's GPU back end writes: started, then waited for; (count, bytes) of each.
 GROUPS = "replica_groups={{0,1},{2,3},{4,5},{6,7}}, use_global_device_ids=true, to_apply=%add"
-STARTS = {
-    "(bf16[2,4]{1,0}, bf16[4,4]{1,0}) all-gather-start(%x)": ("all-gather", "bf16", 1, 32),
-    "((f32[2]{0}, f32[3]{0}), (f32[4]{0}, f32[6]{0})) all-gather-start(%x, %y)": (
-        "all-gather",
-        "f32",
-        2,
-        40,
+STARTED = [
+    ("(bf16[2,4]{1,0}, bf16[4,4]{1,0})", "all-gather", "bf16[4,4]{1,0}", 1, 32),
+    (
+        "((f32[2]{0}, f32[3]{0}), (f32[4]{0}, f32[6]{0}))", "all-gather",
+        "(f32[4]{0}, f32[6]{0})", 2, 40,
     ),
-    "f32[5]{0} all-reduce-start(%x)": ("all-reduce", "f32", 1, 20),
-    "(f32[5]{0}, f32[]) all-reduce-start(%x, %y)": ("all-reduce", "f32", 2, 24),
-    "((f32[8]{0:T(128)S(1)}), f32[4]{0}, s32[]) reduce-scatter-start(%x)": (
-        "reduce-scatter",
-        "f32",
-        1,
-        32,
-    ),
-    "((s8[2,8]{1,0}), s8[2,8]{1,0}) all-to-all-start(%x), dimensions={0}": (
-        "all-to-all",
-        "s8",
-        1,
-        16,
-    ),
-    "(f16[6]{0}, f16[6]{0}, u32[], u32[]) collective-permute-start(%x)": (
-        "collective-permute",
-        "f16",
-        1,
-        12,
-    ),
-}
+    ("f32[5]{0}", "all-reduce", "f32[5]{0}", 1, 20),
+    ("(f32[5]{0}, f32[])", "all-reduce", "(f32[5]{0}, f32[])", 2, 24),
+    ("((f32[8]{0:T(128)S(1)}), f32[4]{0}, s32[])", "reduce-scatter", "f32[4]{0}", 1, 32),
+    ("((s8[2,8]{1,0}), s8[2,8]{1,0})", "all-to-all", "s8[2,8]{1,0}", 1, 16),
+    ("(f16[6]{0}, f16[6]{0}, u32[], u32[])", "collective-permute", "f16[6]{0}", 1, 12),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("start", STARTS)
-def test_asynchronous_operations_count_once(start):
-    kind, *numbers = STARTS[start]
-    groups = (
-        GROUPS.replace("replica_groups", "source_target_pairs") if "permute" in kind else GROUPS
+@pytest.mark.parametrize(("started", "kind", "done", "count", "size"), STARTED)
+def test_asynchronous_operations_count_once(started, kind, done, count, size):
+    groups = GROUPS
+    if kind == "collective-permute":
+        groups = groups.replace("replica_groups", "source_target_pairs")
+    hlo = program(
+        f"%s = {started} {kind}-start(%x), dimensions={{0}}, {groups}",
+        f"ROOT %d = {done} {kind}-done(%s)",
     )
-    hlo = program(f"%s = {start}, {groups}", f"ROOT %d = f32[4]{{0}} {kind}-done(%s)")
-    assert read_collectives(hlo, MESH) == (Collective(kind, ("tensor",), *numbers),)
+    assert read_collectives(hlo, MESH) == (Collective(kind, ("tensor",), count, size),)
 
 
 def test_called_computations_count():
@@ -319,7 +298,7 @@ def test_called_computations_count():
     )
     head, entry = hlo.split("ENTRY")
     hlo = f"{head}%wrapped (x: f32[4]) -> f32[4] {{\n{inner}\nENTRY{entry}"
-    assert read_collectives(hlo, MESH) == (Collective("all-reduce", ("tensor",), "f32", 4, 64),)
+    assert read_collectives(hlo, MESH) == (Collective("all-reduce", ("tensor",), 4, 64),)
 
 
 def test_a_program_for_another_mesh_is_refused():

@@ -1,0 +1,193 @@
+"""Collectives of a compiled program: kinds, mesh axes, counts and bytes.
+
+XLA numbers the devices of a program by their row-major positions in the mesh, so a list of
+device groups tells the mesh axes over which an operation communicates.
+"""
+
+import functools
+import itertools
+import math
+import re
+from collections import Counter, defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from jaxgpt.perf.hlo import COLLECTIVES, Instruction, Program, parse_hlo
+
+_CALLERS = ("call", "fusion", "async-start")
+_TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
+_GROUPS = re.compile(r"\b(?:replica_groups|source_target_pairs)=(.+?)(?=, (?!device_ids)[a-z]|$)")
+
+
+@dataclass(frozen=True)
+class Collective:
+    """All operations of one kind over the same mesh axes in one step."""
+
+    kind: str
+    """One of COLLECTIVES."""
+    axes: tuple[str, ...]
+    """Mesh axes along which the devices of a group differ."""
+    count: int
+    """Arrays communicated; one operation may combine several."""
+    bytes: int
+    """Payload of one device, all arrays together: an array's size for all-reduce, all-to-all and
+    collective-permute, and the larger of its two sizes for all-gather and reduce-scatter."""
+
+
+def read_collectives(hlo: str, mesh: Mapping[str, int]) -> tuple[Collective, ...]:
+    """Return the collectives that each device takes part in when it runs a program once.
+
+    An operation in a loop counts as often as the loop runs it, an asynchronous one once. Of a
+    conditional, the branch that communicates most counts. A group over a part of an axis, which
+    XLA makes in some changes of layout, is reported as over that axis.
+
+    Args:
+        hlo: `compiled.as_text()`.
+        mesh: axis name -> size, in the order of the mesh.
+
+    Raises:
+        ValueError: if the program is for another number of devices than the mesh has, or does
+            not tell how often a loop with collectives runs.
+    """
+    program = parse_hlo(hlo)
+    if program.n_devices != math.prod(mesh.values()):
+        raise ValueError(f"mesh={dict(mesh)}: the program is for {program.n_devices} devices")
+    totals: dict[Any, list[int]] = defaultdict(lambda: [0, 0])
+    for (kind, axes, size), count in _count_arrays(program, mesh).items():
+        totals[kind, axes][0] += count
+        totals[kind, axes][1] += count * size
+    order = list(mesh)
+
+    def place(c: Collective) -> tuple[Any, ...]:
+        return len(c.axes), [order.index(axis) for axis in c.axes], COLLECTIVES.index(c.kind)
+
+    return tuple(sorted((Collective(*key, *total) for key, total in totals.items()), key=place))
+
+
+def ring_bytes(kind: str, bytes: float, n: int) -> float:
+    """Return the bytes that each of n devices sends for a collective done around a ring.
+
+    Args:
+        bytes: payload as in `Collective`.
+
+    Thakur, Rabenseifner and Gropp 2005, section 4; the same factors turn time into the "bus
+    bandwidth" of NVIDIA's nccl-tests (doc/PERFORMANCE.md).
+    """
+    if kind == "collective-permute":
+        return bytes
+    return bytes * (n - 1) / n * (2 if kind == "all-reduce" else 1)
+
+
+def _count_arrays(program: Program, mesh: Mapping[str, int]) -> Counter[Any]:
+    """Count the arrays that a program communicates, by kind, axes and bytes."""
+    axes_and_group_size = functools.cache(functools.partial(_axes_and_group_size, mesh))
+
+    @functools.cache
+    def count(computation: str) -> Counter[Any]:
+        out: Counter[Any] = Counter()
+        for instruction in program.computations[computation]:
+            out.update(count_in(instruction))
+        return out
+
+    def count_in(instruction: Instruction) -> Mapping[Any, int]:
+        opcode = instruction.opcode
+        if opcode == "while":
+            body = count(instruction.attribute("body"))
+            return Counter({array: n * _trip_count(instruction) for array, n in body.items()})
+        if opcode == "conditional":
+            return max(map(count, instruction.called), key=_total_bytes)
+        if opcode in _CALLERS:
+            return sum(map(count, instruction.called), Counter())
+        if instruction.kind not in COLLECTIVES or opcode.endswith("-start"):  # counted at its end
+            return {}
+        done = opcode.endswith("-done")
+        start = program.instructions[instruction.operands[0]] if done else instruction
+        axes, n = axes_and_group_size(_GROUPS.search(start.arguments)[1])
+        sizes = instruction.array_bytes
+        if instruction.kind == "all-to-all" and " dimensions=" not in start.arguments:
+            sizes = [n * size for size in sizes[::n]]  # an array is returned in n pieces
+        elif instruction.kind == "reduce-scatter":
+            sizes = [n * size for size in sizes]
+        return Counter((instruction.kind, axes, size) for size in sizes if axes)
+
+    return count(program.entry)
+
+
+def _trip_count(loop: Instruction) -> int:
+    known = _TRIPS.search(loop.arguments)
+    if not known:
+        raise ValueError(
+            f"loop over {loop.attribute('body')}: cannot tell how often it runs (XLA gives no "
+            "known_trip_count); use lax.scan or fori_loop with constant bounds"
+        )
+    return int(known[1])
+
+
+def _total_bytes(arrays: Mapping[Any, int]) -> int:
+    return sum(count * size for (_, _, size), count in arrays.items())
+
+
+def _axes_and_group_size(mesh: Mapping[str, int], groups: str) -> tuple[tuple[str, ...], int]:
+    """Return the mesh axes along which devices of a group differ, and the devices in a group."""
+    ids = _device_groups(groups, math.prod(mesh.values()))
+    coordinates = np.stack(np.unravel_index(ids, tuple(mesh.values())))  # axis, group, member
+    differs = (coordinates != coordinates[:, :, :1]).any(axis=(1, 2))
+    return tuple(itertools.compress(mesh, differs)), ids.shape[1]
+
+
+def _device_groups(text: str, n_devices: int) -> np.ndarray:
+    """Return the device ids of each group (a row), which XLA writes in one of four forms.
+
+    {} is all devices together; {{0,1},{2,3}} lists them; [2,4]<=[4,2]T(1,0) is a range that is
+    reshaped, transposed and reshaped; mesh['x'=2,'y'=4] {'y'} is along axes of a mesh of XLA's.
+    """
+    if text == "{}":
+        return np.arange(n_devices)[None]
+    if text.startswith("{{"):
+        return np.array([group.split(",") for group in text[2:-2].split("},{")], dtype=int)
+    if text.startswith("["):
+        shape, source = text.split("<=")
+        return _range(source).reshape(_numbers(shape))
+    return _groups_along_axes(text)
+
+
+def _groups_along_axes(text: str) -> np.ndarray:
+    """Return the groups of the form mesh['x'=2,'y'=4] {'y'}.
+
+    What stands in braces may be a part of an axis: 'y':(1)2 is the outer factor 2 of 'y'=4, and
+    'y':(2)2 the inner one. `device_ids=(...)` after the mesh is the order of its devices, a list
+    or a transposed range.
+    """
+    axes, order, along = re.fullmatch(
+        r"mesh\[(.*?)\](?:, device_ids=\((.*)\))? \{(.*)\}", text
+    ).groups()
+    parts = re.findall(r"('[^']*')(?::\((\d+)\)(\d+))?", along)
+    shape, grouped = [], []
+    for axis, size in re.findall(r"('[^']*')=(\d+)", axes):
+        done = 1
+        for name, outer, part in parts:
+            if name == axis:
+                shape += [int(outer or 1) // done, int(part or size)]
+                grouped.append(len(shape) - 1)
+                done = math.prod(shape[-2:]) * done
+        shape.append(int(size) // done)
+    if order is None:
+        devices = np.arange(math.prod(shape))
+    else:
+        devices = _range(order) if "T(" in order else np.array(_numbers(order))
+    devices = np.moveaxis(devices.reshape(shape), grouped, range(-len(grouped), 0))
+    return devices.reshape(-1, math.prod(shape[i] for i in grouped))
+
+
+def _range(text: str) -> np.ndarray:
+    """Return 0, 1, ... in the order of [4,2]T(1,0): reshaped to 4 x 2, then transposed."""
+    shape, _, transposition = text.partition("T")
+    dims = _numbers(shape)
+    return np.arange(math.prod(dims)).reshape(dims).transpose(_numbers(transposition) or None)
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(digits) for digits in re.findall(r"\d+", text)]
