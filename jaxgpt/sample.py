@@ -11,8 +11,7 @@ from jaxgpt.checkpoint.metadata import list_checkpoints, read_meta
 from jaxgpt.cluster.process_group import ProcessGroup, join_process_group
 from jaxgpt.cluster.shutdown import job_exit_handler
 from jaxgpt.config import CommandParser, Config, UsageError, config_from_dict, file_path, mesh_shape
-from jaxgpt.data.tokenizers.char import Tokenizer, continued
-from jaxgpt.data.tokenizers.registry import tokenizer_from_meta
+from jaxgpt.data.tokenizers import Tokenizer, continue_prompt, tokenizer_from_meta
 from jaxgpt.runtime.initialize import initialize_jax
 from jaxgpt.runtime.jax_internals import failure_board
 
@@ -159,7 +158,7 @@ def samples(
     for number in range(arguments.num_samples):
         seed = np.int32(arguments.seed + number)
         tokens = np.asarray(generate(params, window, np.int32(length), seed)).tolist()
-        yield continued(tokenizer, prompt, tokens)
+        yield continue_prompt(tokenizer, prompt, tokens)
 
 
 if __name__ == "__main__":

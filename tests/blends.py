@@ -4,7 +4,7 @@ import json
 
 import numpy as np
 
-from jaxgpt.data.prepare.megatron import MegatronWriter
+from jaxgpt.data.prepare.writer import megatron_writer
 
 KINDS = ("folder", "flat", "indexed")
 
@@ -27,9 +27,9 @@ def write_corpora(directory, n_tokens=(5000, 3001, 4000, 2500, 1999), vocab_size
         elif kind == "flat":
             tokens.tofile(f"{path}.bin")
         else:
-            with MegatronWriter(path, np.uint16) as writer:
+            with megatron_writer(path, np.uint16) as add:
                 for first in range(0, size, 250):
-                    writer.add_document(tokens[first : first + 250])
+                    add(tokens[first : first + 250])
         suffix = ".bin" if kind == "flat" else ""
         lines.append(f"{weight} {path}{suffix} name{c}")
     return lines

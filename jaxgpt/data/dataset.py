@@ -12,8 +12,7 @@ from jaxgpt.data import FORMATS
 from jaxgpt.data.blend import BlendEntry, parse_lines, read_file_list
 from jaxgpt.data.source import SPLITS, Document, DocumentIndex, MarkedDocuments, OpenSource
 from jaxgpt.data.token_file import SAMPLED_PAGES, Tokens, allow_open_files, fingerprint
-from jaxgpt.data.tokenizers.char import Tokenizer
-from jaxgpt.data.tokenizers.registry import load_tokenizer, tokenizer_from_meta
+from jaxgpt.data.tokenizers import Tokenizer, load_tokenizer, tokenizer_from_meta
 
 VOCABULARY_SIZES = {"python": 256, "shakespeare_char": 65}  # what corpora.py makes by name alone
 

@@ -11,7 +11,7 @@ from jaxgpt.config import Config
 from jaxgpt.data.dataset import Dataset
 from jaxgpt.data.loader import Loader
 from jaxgpt.data.source import SPLITS
-from jaxgpt.data.tokenizers.char import Tokenizer, continued
+from jaxgpt.data.tokenizers import Tokenizer, continue_prompt
 from jaxgpt.parallel.sharding import Params
 from jaxgpt.runtime.dispatch import DispatchLimiter
 from jaxgpt.tracking.records import EvalRecord, SampleRecord
@@ -87,7 +87,7 @@ class Sampler:
             return None
         window, length = self._window
         tokens = self._generate(params, window, np.int32(length), np.int32(self._seed))
-        text = continued(self._tokenizer, self._prompt, np.asarray(tokens).tolist())
+        text = continue_prompt(self._tokenizer, self._prompt, np.asarray(tokens).tolist())
         return SampleRecord(step=step, text=text)
 
 

@@ -35,7 +35,7 @@ from jaxgpt.data.dataset import (
     open_dataset,
 )
 from jaxgpt.data.prepare.builtin import prepare_python
-from jaxgpt.data.tokenizers.char import Tokenizer
+from jaxgpt.data.tokenizers import Tokenizer
 from jaxgpt.runtime.devices import cpu_devices_per_process
 from jaxgpt.spikes.policy import METRICS, finish_rewind, skipped_by_rewinds
 from jaxgpt.spikes.skip import SkipRanges, still_to_come

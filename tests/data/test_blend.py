@@ -11,9 +11,8 @@ from jaxgpt.config import UsageError, load_config
 from jaxgpt.data.batches import training_batches
 from jaxgpt.data.dataset import open_dataset, vocabulary_size
 from jaxgpt.data.megatron import read_index
-from jaxgpt.data.prepare.megatron import MegatronWriter
-from jaxgpt.data.prepare.writer import write_dataset
-from jaxgpt.data.tokenizers.char import ByteTokenizer
+from jaxgpt.data.prepare.writer import megatron_writer, write_dataset
+from jaxgpt.data.tokenizers import ByteTokenizer
 
 SETTINGS = (
     "model.vocab_size=97",
@@ -159,9 +158,9 @@ def test_a_copy_that_is_cut_off_is_named(lines, tmp_path):
 def test_a_split_that_is_too_short_for_a_row_is_named(lines, documents, tmp_path):
     with pytest.raises(UsageError, match=r"corpus1.bin has 30 tokens for split val"):
         opened(lines, "data.val_share=0.01")
-    with MegatronWriter(tmp_path / "small", np.uint16) as writer:
+    with megatron_writer(tmp_path / "small", np.uint16) as add:
         for size in documents:
-            writer.add_document(np.arange(size) % 97)
+            add(np.arange(size) % 97)
     with pytest.raises(UsageError, match=r"small.bin has 0 tokens for split train .* another"):
         opened([f"1 {tmp_path / 'small'}"], "data.val_share=0.01")
 

@@ -8,7 +8,7 @@ from jaxgpt.config import UsageError, load_config
 from jaxgpt.data.dataset import open_dataset
 from jaxgpt.data.prepare.builtin import SHAKESPEARE_SHA256, prepare_shakespeare_char, prepare_text
 from jaxgpt.data.prepare.writer import write_dataset
-from jaxgpt.data.tokenizers.char import ByteTokenizer
+from jaxgpt.data.tokenizers import ByteTokenizer
 
 TEXT = "the quick brown fox jumps over the lazy dog\n" * 200
 

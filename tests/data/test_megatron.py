@@ -7,7 +7,7 @@ import pytest
 
 from jaxgpt.config import UsageError
 from jaxgpt.data.megatron import read_index
-from jaxgpt.data.prepare.megatron import MegatronWriter
+from jaxgpt.data.prepare.writer import megatron_writer
 
 # Four documents of uint16 tokens: two sequences, none, one of no tokens, one.
 TOKENS = [7, 8, 9, 10, 11, 12]
@@ -40,23 +40,27 @@ def test_an_index_is_read(pair, suffix):
 
 
 def test_what_is_written_is_the_format_byte_for_byte(pair, tmp_path):
-    with MegatronWriter(tmp_path / "new" / "d", np.uint16) as writer:
-        writer.add_document(TOKENS[:5], [2, 3])
-        writer.add_document([], [])
-        writer.append(np.array(TOKENS[5:]), [0])
-        writer.append([], [0])
-    assert (tmp_path / "new" / "d.idx").read_bytes() == IDX
+    with megatron_writer(tmp_path / "new" / "d", np.uint16) as add:
+        add(TOKENS[:2])
+        add(TOKENS[2:4], ends=False)
+        add(TOKENS[4:5])
+        add([])
+        add(TOKENS[5:])
+    # The sequences of `pair`, each of them a document.
+    assert (tmp_path / "new" / "d.idx").read_bytes() == IDX[:DOCUMENTS] + struct.pack(
+        "<5q", 0, 1, 2, 3, 4
+    )
     assert (tmp_path / "new" / "d.bin").read_bytes() == pair.with_suffix(".bin").read_bytes()
 
 
 @pytest.mark.parametrize(("code", "dtype"), CODES.items())
 def test_every_integer_of_megatron_is_known(tmp_path, code, dtype):
     largest = np.iinfo(dtype).max
-    with MegatronWriter(tmp_path / "c", dtype) as writer:
-        writer.add_document([0, largest])
+    with megatron_writer(tmp_path / "c", dtype) as add:
+        add([0, largest])
         if dtype is not np.int64:
-            with pytest.raises(UsageError, match=f"{largest + 1} do not fit"):
-                writer.add_document([int(largest) + 1])
+            with pytest.raises(UsageError, match="do not fit"):
+                add([int(largest) + 1])
     index = read_index(tmp_path / "c")
     assert (tmp_path / "c.idx").read_bytes()[17] == code
     assert np.fromfile(index.bin_path, index.dtype).tolist() == [0, largest]
@@ -109,28 +113,11 @@ def test_a_truncated_token_file_is_refused(pair):
 
 
 def test_a_crash_leaves_the_old_pair_and_nothing_else(pair):
-    with pytest.raises(KeyboardInterrupt), MegatronWriter(pair, np.uint16) as writer:
-        writer.add_document([1, 2, 3])
+    with pytest.raises(KeyboardInterrupt), megatron_writer(pair, np.uint16) as add:
+        add([1, 2, 3])
         raise KeyboardInterrupt
     assert sorted(f.name for f in pair.parent.iterdir()) == ["c.bin", "c.idx"]
     assert read_index(pair).total_tokens == 6
-
-
-def test_documents_beyond_one_block_of_the_writer(tmp_path):
-    lengths = np.tile([3, 0, 1, 2], 400_000)
-    ends, tokens = np.cumsum(lengths), np.arange(lengths.sum()) % 251
-    with MegatronWriter(tmp_path / "c", np.uint8) as writer:
-        for first in range(0, tokens.size, 500_000):  # mostly within a document
-            last = first + 500_000 if first + 500_000 < tokens.size else tokens.size + 1
-            inside = ends[(first <= ends) & (ends < last)]
-            writer.append(tokens[first:last], inside - first)
-    index = read_index(tmp_path / "c")
-    starts = np.cumsum(lengths) - lengths
-    assert (np.fromfile(tmp_path / "c.bin", np.uint8) == tokens).all()
-    assert (index.pointers == starts).all() and index.document_count == len(lengths)
-    for document in (0, 2, 3, 1_048_576, len(lengths) - 1):
-        assert index.document_start(document) == starts[document]
-        assert index.find(int(starts[document])).number == document
 
 
 @pytest.mark.long
@@ -140,17 +127,17 @@ def test_megatron_core_reads_and_writes_the_same(tmp_path, dtype):
     import torch
 
     random = np.random.default_rng(0)
-    documents = [[0], [3, 0, 5], [], [1], [70_000]]  # lengths of their sequences
-    tokens = [random.integers(0, np.iinfo(dtype).max, sum(d), dtype) for d in documents]
+    documents = [0, 3, 1, 70_000]  # their lengths
+    tokens = [random.integers(0, np.iinfo(dtype).max, size, dtype) for size in documents]
 
     theirs = str(tmp_path / "theirs")
     builder = megatron.IndexedDatasetBuilder(f"{theirs}.bin", dtype=dtype)
-    for ids, lengths in zip(tokens, documents, strict=True):
-        builder.add_document(torch.from_numpy(ids.astype(np.int64)), lengths)
+    for ids in tokens:
+        builder.add_document(torch.from_numpy(ids.astype(np.int64)), [len(ids)])
     builder.finalize(f"{theirs}.idx")
-    with MegatronWriter(tmp_path / "ours", dtype) as writer:
-        for ids, lengths in zip(tokens, documents, strict=True):
-            writer.add_document(ids, lengths)
+    with megatron_writer(tmp_path / "ours", dtype) as add:
+        for ids in tokens:
+            add(ids)
     for suffix in ("bin", "idx"):
         ours = (tmp_path / f"ours.{suffix}").read_bytes()
         assert ours == (tmp_path / f"theirs.{suffix}").read_bytes()
@@ -161,5 +148,5 @@ def test_megatron_core_reads_and_writes_the_same(tmp_path, dtype):
     for d, ids in enumerate(tokens):
         assert (read[bounds[d] : bounds[d + 1]] == ids).all()
     dataset = megatron.IndexedDataset(str(tmp_path / "ours"))
-    assert dataset.document_indices.tolist() == [0, 1, 4, 4, 5, 6]
+    assert dataset.document_indices.tolist() == [0, 1, 2, 3, 4]
     assert (np.concatenate([dataset[i] for i in range(len(dataset))]) == read).all()

@@ -8,7 +8,7 @@ import pytest
 from flax import nnx
 
 from jaxgpt.config import MeshShape, UsageError, load_config
-from jaxgpt.data.tokenizers.char import CharTokenizer
+from jaxgpt.data.tokenizers import CharTokenizer
 from jaxgpt.models.transformer import GPT
 from jaxgpt.parallel.mesh import make_mesh
 from jaxgpt.train import evaluate as sampling

@@ -18,7 +18,7 @@ from jaxgpt.cluster import shutdown as exits
 from jaxgpt.cluster.watchdog import Watchdog
 from jaxgpt.config import MeshShape, OptimizerConfig, UsageError
 from jaxgpt.data.loader import Loader
-from jaxgpt.data.tokenizers.char import ByteTokenizer
+from jaxgpt.data.tokenizers import ByteTokenizer
 from jaxgpt.train import setup
 from jobs import (
     SMALL,

@@ -5,16 +5,14 @@ import platform
 import sysconfig
 import tempfile
 import urllib.request
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from jaxgpt.config import UsageError
 from jaxgpt.data.prepare.writer import write_dataset
-from jaxgpt.data.tokenizers.char import ByteTokenizer, CharTokenizer, Tokenizer
-from jaxgpt.data.tokenizers.registry import load_tokenizer
+from jaxgpt.data.tokenizers import ByteTokenizer, CharTokenizer, Tokenizer, load_tokenizer
 
 TRAIN_SHARE = 0.9
 
@@ -29,15 +27,12 @@ _NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idlelib", "_
 
 
 def prepare_shakespeare_char(directory: Path, input_file: Path | None) -> list[str]:
-    """Prepare Tiny Shakespeare by characters, as nanoGPT does.
-
-    Returns:
-        What nanoGPT prints of it.
+    """Prepare Tiny Shakespeare by characters, as nanoGPT does; return what nanoGPT prints of it.
 
     Raises:
         UsageError: if the text cannot be downloaded, or is not the known one.
     """
-    # Not above: a training run, which imports this file for `prepare_python`, has no use for it.
+    # Imported here, as a training run needs only `prepare_python` of this file.
     from jaxgpt.data.prepare.text import Corpus, write_nanogpt
 
     with tempfile.TemporaryDirectory() as folder:
@@ -45,27 +40,25 @@ def prepare_shakespeare_char(directory: Path, input_file: Path | None) -> list[s
             input_file = Path(folder) / "input.txt"
             input_file.write_bytes(_download_shakespeare())
         corpus = Corpus([input_file], None, 1 - TRAIN_SHARE)
-        written = write_nanogpt(corpus, directory, None, 1, "Tiny Shakespeare")
+        stats = write_nanogpt(corpus, directory, None, "Tiny Shakespeare")
     return [
-        f"length of dataset in characters: {sum(written.tokens.values()):,}",
-        "all the unique characters: "
-        + written.tokenizer.decode(range(written.tokenizer.vocab_size)),
-        *_summary(written.tokenizer, written.tokens),
+        f"length of dataset in characters: {sum(stats.tokens.values()):,}",
+        "all the unique characters: " + "".join(stats.tokenizer.characters),
+        *_summary(stats.tokenizer, stats.tokens),
     ]
 
 
 def prepare_text(
     directory: Path,
-    inputs: Iterable[Path],
+    inputs: Sequence[Path],
     tokenizer: str,
     *,
     json_key: str = "text",
-    workers: int = 1,
     val_share: float | None = None,
     megatron: bool = False,
     end_of_text: str | None = None,
 ) -> list[str]:
-    """Prepare UTF-8 text files or JSON lines, one after the other.
+    """Prepare UTF-8 text files or JSON lines; return lines that say what was written.
 
     The last `val_share` of the characters of text files is for validation, as in nanoGPT; of JSON
     lines it is a share of the documents, drawn by a hash of their text.
@@ -73,74 +66,52 @@ def prepare_text(
     Args:
         inputs: files, or folders of them.
         tokenizer: `char`, or what `load_tokenizer` takes.
-        json_key: under which a JSON line has its text.
-        workers: processes that encode; what is written does not depend on it.
+        json_key: key of the text in JSON lines.
         val_share: by default a tenth of texts, a hundredth of JSON lines.
         megatron: write one pair of Megatron-LM's, NAME_KEY_document.bin and .idx, in place of
             train.bin and val.bin.
-        end_of_text: text of the token between documents, where it is not to be guessed.
-
-    Returns:
-        Lines that say what was written.
+        end_of_text: name of the token between documents, as in `load_tokenizer`.
 
     Raises:
         UsageError: naming file and line or byte of what cannot be read.
     """
-    from jaxgpt.data.prepare.reading import input_files
-    from jaxgpt.data.prepare.text import Corpus, rates, write_nanogpt
+    from jaxgpt.data.prepare.text import Corpus, input_files, write_megatron, write_nanogpt
 
-    inputs = list(inputs)
     files, is_json = input_files(inputs)
     encoder = None if tokenizer == "char" else load_tokenizer(tokenizer, end_of_text)
     key = json_key if is_json else None
     if megatron:
-        written, lines = _prepare_megatron(directory, files, key, tokenizer, encoder, workers)
+        if encoder is None or isinstance(encoder, CharTokenizer):
+            raise UsageError(
+                f"--tokenizer {tokenizer}: --format megatron keeps no vocabulary of characters; "
+                "give byte or a tokenizer"
+            )
+        prefix = directory / f"{directory.name}_{key or 'text'}_document"
+        stats = write_megatron(Corpus(files, key, None), prefix, encoder)
+        encoder.save(directory)
+        home = "byte" if isinstance(encoder, ByteTokenizer) else directory
+        lines = [
+            f"vocab size: {encoder.vocab_size:,}",
+            f"{stats.tokens['train']:,} tokens; train on them with data.path={prefix} "
+            f"data.tokenizer={home}",
+        ]
     else:
-        share = val_share or (0.01 if is_json else 1 - TRAIN_SHARE)
+        corpus = Corpus(files, key, val_share or (0.01 if is_json else 1 - TRAIN_SHARE))
         source = ", ".join(path.name for path in inputs)
-        written = write_nanogpt(Corpus(files, key, share), directory, encoder, workers, source)
-        lines = _summary(written.tokenizer, written.tokens)
-    mark = written.tokenizer.end_of_text
+        stats = write_nanogpt(corpus, directory, encoder, source)
+        lines = _summary(stats.tokenizer, stats.tokens)
+    mark = stats.tokenizer.end_of_text
     between = "nothing" if mark is None else f"token {mark}"
-    documents = sum(written.documents.values())
-    return [*lines, f"documents: {documents:,}, with {between} between them; {rates(written)}"]
-
-
-def _prepare_megatron(
-    directory: Path,
-    files: list[Path],
-    json_key: str | None,
-    name: str,
-    tokenizer: Tokenizer | None,
-    workers: int,
-) -> tuple[Any, list[str]]:
-    """Write one pair of Megatron-LM's files; return what was written, and lines about it."""
-    from jaxgpt.data.prepare.text import Corpus, write_megatron
-
-    if tokenizer is None or isinstance(tokenizer, CharTokenizer):
-        raise UsageError(
-            f"--tokenizer {name}: --format megatron keeps no vocabulary of characters; "
-            "give byte or a tokenizer"
-        )
-    prefix = directory / f"{directory.name}_{json_key or 'text'}_document"
-    written = write_megatron(Corpus(files, json_key, None), prefix, tokenizer, workers)
-    tokenizer.save(directory)
-    home = "byte" if isinstance(tokenizer, ByteTokenizer) else directory
-    return written, [
-        f"vocab size: {tokenizer.vocab_size:,}",
-        f"{written.tokens['train']:,} tokens; train on them with data.path={prefix} "
-        f"data.tokenizer={home}",
-    ]
+    rate = sum(stats.tokens.values()) / max(stats.seconds, 1e-9)
+    counts = f"documents: {stats.documents:,}, with {between} between them; {rate:,.0f} tokens/s"
+    return [*lines, counts]
 
 
 def prepare_python(directory: Path) -> list[str]:
     """Prepare the source of the standard library, by bytes: text without a download.
 
     Files follow one another in an order by hash, so that the last tenth, the validation split,
-    is like the rest; byte 0 ends each.
-
-    Returns:
-        Lines that say what was written.
+    is like the rest, with byte 0 between them. Returns lines that say what was written.
     """
     library = Path(sysconfig.get_paths()["stdlib"])
     files = [

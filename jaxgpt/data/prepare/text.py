@@ -1,54 +1,112 @@
-"""From text to token files: pieces encoded by many processes, written in order, in flat memory."""
+"""Text files and JSON lines to token files, read and encoded in flat memory."""
 
-import collections
+import codecs
 import contextlib
+import gzip
 import hashlib
-import multiprocessing
-import signal
+import io
+import json
 import sys
-import threading
 import time
+import zlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
+from tqdm import tqdm
 
-from jaxgpt.cluster.shutdown import FAILED, end_process
 from jaxgpt.config import UsageError
-from jaxgpt.data.prepare.megatron import MegatronWriter
-from jaxgpt.data.prepare.reading import Piece, json_pieces, part_texts, text_pieces, texts_of
-from jaxgpt.data.prepare.writer import new_dataset, token_dtype
-from jaxgpt.data.tokenizers.char import CharTokenizer, Tokenizer
+from jaxgpt.data.prepare.writer import megatron_writer, new_dataset, token_dtype
+from jaxgpt.data.source import SPLITS
+from jaxgpt.data.tokenizers import CharTokenizer, Tokenizer
 
-_IN_PROCESS = 1 << 21  # bytes of input up to which other processes are not worth their start
+_TEXT = (".txt", ".text", ".md")
+_JSON = (".jsonl", ".ndjson", ".json")
+_COMPRESSED = (".gz", ".zst")
+_BLOCK = 1 << 16  # bytes of a text file that are read, and mostly encoded, at once
+_BATCH = 1 << 21  # characters that are encoded in parallel
+_LARGEST = 1 << 26  # characters of text without a place at which it can be split
 _MEGATRON_UINT16 = 65500  # smallest vocabulary that Megatron-LM writes as int32
+
+
+class Piece(NamedTuple):
+    """Text that can be encoded by itself."""
+
+    split: str
+    text: str
+    ends: bool
+    """Whether a document ends with it."""
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """The texts of some files, and what becomes of them."""
+    """The texts of some files, and how they are divided into training and validation."""
 
     files: list[Path]
     json_key: str | None
-    """Of the JSON lines in all files; None where they are text."""
+    """Key of the text in JSON lines; None if the files are text."""
     val_share: float | None
-    """None to keep all in one split, "train"."""
+    """Of the characters of text, or of JSON lines; None to keep all in "train"."""
 
-    def pieces(self, tokenizer: Tokenizer) -> Iterator[Piece]:
-        """Yield all files, cut so that each piece can be encoded by itself."""
-        if self.json_key is not None:
-            for path in self.files:
-                yield from json_pieces(path)
+    def pieces(
+        self, tokenizer: Tokenizer, on_read: Callable[[int], object] = lambda n_bytes: None
+    ) -> Iterator[Piece]:
+        """Yield all text in order.
+
+        Args:
+            on_read: called with the bytes of each read of a file.
+
+        Raises:
+            UsageError: naming the file and the byte or line of what cannot be read.
+        """
+        if self.json_key is None:
+            yield from self._text_pieces(tokenizer, on_read)
             return
-        places = [None] * len(self.files)
+        for path in self.files:
+            for text in _json_texts(path, self.json_key, on_read):
+                yield Piece(self._split_of(text), text, True)
+
+    def _split_of(self, text: str) -> str:
+        """Choose by the text alone, so that a document and its copies are on one side."""
+        if self.val_share is None:
+            return "train"
+        drawn = hashlib.blake2b(text.encode(), digest_size=8).digest()
+        return "val" if int.from_bytes(drawn) < self.val_share * 2**64 else "train"
+
+    def _text_pieces(
+        self, tokenizer: Tokenizer, on_read: Callable[[int], object]
+    ) -> Iterator[Piece]:
+        """The last `val_share` of the characters of all files is for validation, as in nanoGPT."""
+        n_train = sys.maxsize
         if self.val_share is not None:
-            places = part_texts(self.files, self.val_share)
-        for path, val_from in zip(self.files, places, strict=True):
-            yield from text_pieces(path, val_from, tokenizer)
+            total = sum(len(block) for path in self.files for block in _text_blocks(path))
+            n_train = int(total * (1 - self.val_share))
+        for path in self.files:
+            split, text = None, ""
+            for block in _text_blocks(path, on_read):
+                parts = zip(SPLITS, (block[:n_train], block[n_train:]), strict=True)
+                for part_split, part in parts:
+                    if not part:
+                        continue
+                    if split not in (None, part_split):
+                        yield Piece(split, text, False)
+                        text = ""
+                    split, text = part_split, text + part
+                    if size := tokenizer.split_point(text):
+                        yield Piece(split, text[:size], False)
+                        text = text[size:]
+                    elif len(text) > _LARGEST:
+                        raise UsageError(
+                            f"--input {path}: {len(text)} characters have no place at which this "
+                            "tokenizer's tokens do not depend on what follows; give the text as "
+                            "JSON lines, one document each"
+                        )
+                n_train = max(0, n_train - len(block))
+            if split is not None:
+                yield Piece(split, text, True)
 
 
 @dataclass
@@ -56,243 +114,212 @@ class EncodeStats:
     """What was written of a corpus."""
 
     tokenizer: Tokenizer
-    bytes: int = 0
-    tokens: dict[str, int] = field(default_factory=collections.Counter)
+    tokens: dict[str, int] = field(default_factory=Counter)
     """By split."""
-    documents: dict[str, int] = field(default_factory=collections.Counter)
+    documents: int = 0
     seconds: float = 0.0
 
 
-@dataclass(frozen=True)
-class TokenizeWorker:
-    """Piece -> (ids, numbers of the ids at which documents end) of each split."""
+def input_files(inputs: Iterable[Path]) -> tuple[list[Path], bool]:
+    """Return the files to read, in order, and whether they are JSON lines.
 
-    tokenizer: Tokenizer
-    json_key: str | None
-    val_share: float | None
-    dtype: np.dtype
+    Args:
+        inputs: files; or folders, of which all text files or all JSON lines are taken, sorted.
 
-    def __call__(self, piece: Piece) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-        texts = texts_of(piece, self.json_key)
-        of_split = collections.defaultdict(list)
-        for text in texts:
-            of_split[piece.split or self._split(text)].append(text)
-        return {split: self._encoded(texts, piece.ends) for split, texts in of_split.items()}
-
-    def _split(self, text: str) -> str:
-        """Choose by the text alone, so that a document and its copies are on one side."""
-        if self.val_share is None:
-            return "train"
-        drawn = hashlib.blake2b(text.encode(), digest_size=8).digest()
-        return "val" if int.from_bytes(drawn) < self.val_share * 2**64 else "train"
-
-    def _encoded(self, texts: list[str], ends: bool) -> tuple[np.ndarray, np.ndarray]:
-        end_of_text = self.tokenizer.end_of_text
-        mark = np.array([] if end_of_text is None or not ends else [end_of_text], self.dtype)
-        documents = []
-        for text in texts:
-            documents.append(self.tokenizer.encode(text).astype(self.dtype))
-            documents.append(mark)
-        lengths = [len(documents[i]) + len(mark) for i in range(0, len(documents), 2)]
-        return np.concatenate(documents), np.cumsum(lengths if ends else [], dtype=np.int64)
-
-
-@dataclass(frozen=True)
-class CharVocabScan:
-    """Piece -> the set of its characters."""
-
-    json_key: str | None
-
-    def __call__(self, piece: Piece) -> set[str]:
-        return set().union(*texts_of(piece, self.json_key))
+    Raises:
+        UsageError: if there is nothing to read, or both kinds together.
+    """
+    files = []
+    for path in inputs:
+        if path.is_dir():
+            # A .json that is not packed is more often a description than lines of documents.
+            found = [p for p in path.rglob("*") if _kind(p) in _TEXT + _JSON and p.is_file()]
+            files += sorted(p for p in found if p.suffix.lower() != ".json")
+        elif path.exists():
+            files.append(path)
+        else:
+            raise UsageError(f"--input {path}: cannot be read (no such file)")
+    are_json = {_kind(path) in _JSON for path in files}
+    if len(are_json) != 1:
+        raise UsageError(
+            f"--input {' '.join(map(str, inputs))}: must be text files ({', '.join(_TEXT)}), or "
+            f"JSON lines ({', '.join(_JSON)}), or folders of one kind, also with .gz; prepare each "
+            "kind by itself, and mix them with data.blend"
+        )
+    return files, are_json.pop()
 
 
 def write_nanogpt(
-    corpus: Corpus, directory: Path, tokenizer: Tokenizer | None, workers: int, source: str
+    corpus: Corpus, directory: Path, tokenizer: Tokenizer | None, source: str
 ) -> EncodeStats:
     """Write train.bin, val.bin and meta.json, with end-of-text between documents.
 
     Args:
         tokenizer: None for one token per character that occurs.
-        workers: processes that encode.
         source: where the text came from, for people.
 
     Raises:
         UsageError: for files that cannot be read, or too little text.
     """
-    if tokenizer is None or corpus.json_key is None:
-        _check_lasting(corpus)
-    tokenizer = tokenizer or _characters_of(corpus, workers)
+    pipe = next((path for path in corpus.files if not path.is_file()), None)
+    if pipe and (tokenizer is None or corpus.json_key is None):
+        raise UsageError(
+            f"--input {pipe}: is not a regular file, and text, or what --tokenizer char is to "
+            "split, is read twice; write it to a file first, or give JSON lines and another "
+            "--tokenizer"
+        )
+    tokenizer = tokenizer or _char_tokenizer(corpus)
     dtype = token_dtype(tokenizer.vocab_size)
-    with new_dataset(directory, tokenizer, source) as scratch, contextlib.ExitStack() as stack:
-        files = {s: stack.enter_context(open(scratch / f"{s}.bin", "wb")) for s in ("train", "val")}
-        unmarked = dict.fromkeys(files, True)
+    with new_dataset(directory, tokenizer, source) as scratch:
+        with contextlib.ExitStack() as stack:
+            files = {s: stack.enter_context(open(scratch / f"{s}.bin", "wb")) for s in SPLITS}
+            stats, between = EncodeStats(tokenizer), dict.fromkeys(SPLITS, False)
+            for piece, ids in encode(corpus, tokenizer, stats):
+                if between[piece.split] and tokenizer.end_of_text is not None:
+                    ids = np.concatenate([[tokenizer.end_of_text], ids])
+                files[piece.split].write(ids.astype(dtype).data)
+                stats.tokens[piece.split] += ids.size
+                between[piece.split] = piece.ends
+        if min(stats.tokens[split] for split in SPLITS) < 2 or tokenizer.vocab_size < 2:
+            raise UsageError(
+                f"--input: {stats.tokens['train']} tokens to train on and {stats.tokens['val']} to "
+                f"validate with (--val-share {corpus.val_share:g}), of a vocabulary of "
+                f"{tokenizer.vocab_size}, are too few; give more text, or another --val-share"
+            )
+    return stats
 
-        def write(split: str, tokens: np.ndarray, ends: np.ndarray) -> None:
-            files[split].write(tokens.data)
-            if len(tokens):
-                unmarked[split] = not len(ends) or int(ends[-1]) < len(tokens)
 
-        written = _write(corpus, tokenizer, dtype, workers, write)
-        for split, file in files.items():
-            if tokenizer.end_of_text is not None and not unmarked[split]:
-                file.truncate(file.tell() - dtype.itemsize)  # it stands between documents
-                written.tokens[split] -= 1
-        _check_enough(written, corpus)
-        stack.close()  # the files are complete before they are described
-    return written
-
-
-def write_megatron(corpus: Corpus, prefix: Path, tokenizer: Tokenizer, workers: int) -> EncodeStats:
+def write_megatron(corpus: Corpus, prefix: Path, tokenizer: Tokenizer) -> EncodeStats:
     """Write PREFIX.bin and PREFIX.idx, with end-of-text after each document.
 
     Raises:
         UsageError: for files that cannot be read.
     """
-    dtype = np.dtype("<u2" if tokenizer.vocab_size < _MEGATRON_UINT16 else "<i4")
-    with MegatronWriter(prefix, dtype) as writer:
-        return _write(
-            corpus, tokenizer, dtype, workers, lambda _, tokens, ends: writer.append(tokens, ends)
-        )
+    stats = EncodeStats(tokenizer)
+    with megatron_writer(
+        prefix, np.uint16 if tokenizer.vocab_size < _MEGATRON_UINT16 else np.int32
+    ) as add:
+        for piece, ids in encode(corpus, tokenizer, stats):
+            if piece.ends and tokenizer.end_of_text is not None:
+                ids = np.append(ids, tokenizer.end_of_text)
+            add(ids, piece.ends)
+            stats.tokens["train"] += ids.size
+    return stats
 
 
-def _check_lasting(corpus: Corpus) -> None:
-    """Check that files can be read twice: for their characters, or for the part to validate on."""
-    for path in corpus.files:
-        if path.exists() and not path.is_file():
-            raise UsageError(
-                f"--input {path}: is not a regular file, and text, or what --tokenizer char is to "
-                "split, is read twice; write it to a file first, or give JSON lines and another "
-                "--tokenizer"
-            )
+def encode(
+    corpus: Corpus, tokenizer: Tokenizer, stats: EncodeStats
+) -> Iterator[tuple[Piece, np.ndarray]]:
+    """Yield each piece and its token ids, with a progress bar on standard error."""
+    size = sum(path.stat().st_size for path in corpus.files)
+    every = 0.5 if sys.stderr.isatty() else 10  # seconds
+    start = time.monotonic()
+    with tqdm(
+        total=size, unit="B", unit_scale=True, delay=every, mininterval=every, leave=False
+    ) as bar:
+        for batch in _batches(corpus.pieces(tokenizer, bar.update)):
+            encoded = tokenizer.encode_batch([piece.text for piece in batch])
+            yield from zip(batch, encoded, strict=True)
+            stats.documents += sum(piece.ends for piece in batch)
+    stats.seconds = time.monotonic() - start
 
 
-def _characters_of(corpus: Corpus, workers: int) -> CharTokenizer:
+def _batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
+    batch, size = [], 0
+    for piece in pieces:
+        batch.append(piece)
+        size += len(piece.text)
+        if size >= _BATCH:
+            yield batch
+            batch, size = [], 0
+    yield batch
+
+
+def _char_tokenizer(corpus: Corpus) -> CharTokenizer:
     characters = set()
-    pieces = Corpus(corpus.files, corpus.json_key, None).pieces(CharTokenizer(""))
-    for _, found in _in_order(CharVocabScan(corpus.json_key), pieces, _of(corpus, workers)):
-        characters |= found
-    return CharTokenizer(sorted(characters))
+    for piece in Corpus(corpus.files, corpus.json_key, None).pieces(CharTokenizer("")):
+        characters.update(piece.text)
+    return CharTokenizer(characters)
 
 
-def _write(
-    corpus: Corpus,
-    tokenizer: Tokenizer,
-    dtype: np.dtype,
-    workers: int,
-    write: Callable[[str, np.ndarray, np.ndarray], None],
-) -> EncodeStats:
-    encoder = TokenizeWorker(tokenizer, corpus.json_key, corpus.val_share, dtype)
-    written, start = EncodeStats(tokenizer), time.monotonic()
-    progress = Progress(corpus.files)
-    for piece, of_split in _in_order(encoder, corpus.pieces(tokenizer), _of(corpus, workers)):
-        for split, (tokens, ends) in sorted(of_split.items()):
-            write(split, tokens, ends)
-            written.tokens[split] += len(tokens)
-            written.documents[split] += len(ends)
-        written.bytes += len(piece.content)
-        written.seconds = time.monotonic() - start
-        progress.show(piece, written)
-    progress.close()
-    return written
+def _kind(path: Path) -> str:
+    name = Path(path.name.lower())
+    return (name.with_suffix("") if name.suffix in _COMPRESSED else name).suffix
 
 
-def _of(corpus: Corpus, workers: int) -> int:
-    """Return the processes that are worth their start."""
-    return workers if sum(_size(path) for path in corpus.files) > _IN_PROCESS else 1
+class _CountedFile(io.FileIO):
+    """A file that calls `on_read` with the bytes of each read."""
+
+    def __init__(self, path: Path, on_read: Callable[[int], object]):
+        super().__init__(path)
+        self._on_read = on_read
+
+    def readinto(self, buffer: Any) -> int:
+        count = super().readinto(buffer)
+        self._on_read(count)
+        return count
 
 
-def _size(path: Path) -> int:
+@contextlib.contextmanager
+def _open(path: Path, on_read: Callable[[int], object]) -> Iterator[BinaryIO]:
+    """Open a file, decompressed."""
     try:
-        return path.stat().st_size
-    except OSError as error:
-        raise UsageError(f"--input {path}: cannot be read ({error.strerror})") from None
+        with io.BufferedReader(_CountedFile(path, on_read)) as file:
+            if path.suffix.lower() == ".gz":
+                yield gzip.GzipFile(fileobj=file)
+            elif path.suffix.lower() == ".zst":
+                from compression import zstd
 
-
-def _check_enough(written: EncodeStats, corpus: Corpus) -> None:
-    tokens, vocab_size = written.tokens, written.tokenizer.vocab_size
-    if min(tokens["train"], tokens["val"]) < 2 or vocab_size < 2:
+                yield zstd.ZstdFile(file)
+            else:
+                yield file
+    except ImportError:
         raise UsageError(
-            f"--input: {tokens['train']} tokens to train on and {tokens['val']} to validate with "
-            f"(--val-share {corpus.val_share:g}), of a vocabulary of {vocab_size}, are too few; "
-            "give more text, or another --val-share"
-        )
+            f"--input {path}: only Python 3.14 and newer read .zst; decompress it with zstd -d"
+        ) from None
+    except (OSError, EOFError, zlib.error) as error:
+        raise UsageError(f"--input {path}: cannot be read ({error})") from None
 
 
-def _in_order(
-    function: Callable[[Piece], Any], pieces: Iterable[Piece], workers: int
-) -> Iterator[tuple[Piece, Any]]:
-    """Yield (piece, function(piece)) in the order of the pieces, some of them under way."""
-    if workers == 1:
-        for piece in pieces:
-            yield piece, function(piece)
-        return
-    # Not forked: a fork of a process with threads can hang.
-    spawn = multiprocessing.get_context("spawn")
-    waiting = collections.deque()
-    with ProcessPoolExecutor(workers, spawn, _begin) as pool:
-        try:
-            for piece in pieces:
-                waiting.append((piece, pool.submit(function, piece)))
-                if len(waiting) > 3 * workers:
-                    piece, result = waiting.popleft()
-                    yield piece, result.result()
-            for piece, result in waiting:
-                yield piece, result.result()
-        except BrokenProcessPool:
-            raise UsageError(
-                f"--workers {workers}: one of the processes was killed, maybe for want of memory; "
-                "use fewer"
-            ) from None
-        finally:
-            pool.shutdown(wait=False, cancel_futures=True)
+def _text_blocks(
+    path: Path, on_read: Callable[[int], object] = lambda n_bytes: None
+) -> Iterator[str]:
+    """Yield a text file in blocks of whole characters."""
+    decoder, start, block = codecs.getincrementaldecoder("utf-8")(), 0, b"."
+    with _open(path, on_read) as stream:
+        while block:
+            block = stream.read(_BLOCK)
+            waiting = len(decoder.getstate()[0])  # bytes of a character that goes on
+            try:
+                yield decoder.decode(block, final=not block)
+            except UnicodeDecodeError as error:
+                raise UsageError(
+                    f"--input {path}: is not UTF-8 text at byte {start - waiting + error.start} "
+                    f"({error.reason}); convert it with iconv"
+                ) from None
+            start += len(block)
 
 
-def _begin() -> None:
-    """Prepare a process that encodes: it ends with the first one, and only so."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the first process ends the others
-
-    def end_with_parent() -> None:
-        multiprocessing.parent_process().join()
-        end_process(FAILED)
-
-    threading.Thread(target=end_with_parent, daemon=True).start()
-
-
-class Progress:
-    """How far it is, on standard error: rewritten on a terminal, a line at times in a log."""
-
-    def __init__(self, files: list[Path]):
-        self._on_terminal = sys.stderr.isatty()
-        self._every = 0.5 if self._on_terminal else 10  # seconds
-        self._start = self._shown = time.monotonic()
-        self._before = dict(zip(files, np.cumsum([0, *map(_size, files)]).tolist(), strict=False))
-        self._total = sum(map(_size, files))
-
-    def show(self, piece: Piece, written: EncodeStats) -> None:
-        """Say that all up to `piece` is written, if it is time to say so."""
-        now = time.monotonic()
-        if now - self._shown < self._every:
-            return
-        self._shown = now
-        passed = now - self._start
-        done = (self._before[piece.path] + piece.position) / max(self._total, 1)
-        line = (
-            f"{done:4.0%} {written.bytes / 1e6:,.0f} MB {rates(written)}, "
-            f"{passed * (1 - done) / max(done, 1e-9) / 60:.1f} minutes left"
-        )
-        if self._on_terminal:
-            print(f"\r{line}\033[K", end="", file=sys.stderr, flush=True)
-        else:
-            print(line, file=sys.stderr, flush=True)
-
-    def close(self) -> None:
-        if self._on_terminal:
-            print("\r\033[K", end="", file=sys.stderr, flush=True)
-
-
-def rates(written: EncodeStats) -> str:
-    """Return MB and tokens per second, for people."""
-    seconds = max(written.seconds, 1e-9)
-    tokens = sum(written.tokens.values())
-    return f"{written.bytes / 1e6 / seconds:,.1f} MB/s {tokens / seconds:,.0f} tokens/s"
+def _json_texts(path: Path, key: str, on_read: Callable[[int], object]) -> Iterator[str]:
+    """Yield the text of each line of a file that is not empty."""
+    with _open(path, on_read) as stream:
+        for number, line in enumerate(stream, 1):
+            if not line.strip():
+                continue
+            document = None
+            try:
+                document = json.loads(line)
+                text = document[key]
+                text.encode()  # half of a surrogate pair is JSON, but not text
+            except UnicodeError as error:
+                wrong = f"is not UTF-8 ({error})"
+            except (ValueError, RecursionError) as error:
+                wrong = f"is not JSON ({error}); JSON files need a document on each line"
+            except (KeyError, TypeError, AttributeError):
+                found = ", ".join(document) if isinstance(document, dict) else document
+                wrong = f"has no text under {key!r}, but {found}"[:200] + "; give --jsonl-key"
+            else:
+                if text:
+                    yield text
+                continue
+            raise UsageError(f"--input {path}: line {number} {wrong}")

@@ -1,18 +1,20 @@
-"""Writing a data set: a folder with train.bin, val.bin and meta.json that appears whole."""
+"""Writers of token files: nanoGPT's folder with meta.json, and Megatron-LM's .bin and .idx."""
 
 import contextlib
 import json
 import os
-import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from array import array
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
 
+from jaxgpt.config import UsageError
+from jaxgpt.data.megatron import CODES, HEADER, MAGIC, prefix_of
 from jaxgpt.data.source import SPLITS
 from jaxgpt.data.token_file import TokenFile, Tokens, fingerprint
-from jaxgpt.data.tokenizers.char import Tokenizer
+from jaxgpt.data.tokenizers import Tokenizer
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
@@ -21,26 +23,41 @@ def token_dtype(vocab_size: int) -> np.dtype:
 
 
 @contextlib.contextmanager
+def scratch_folder(directory: Path) -> Iterator[Path]:
+    """A folder whose files move into `directory` when the block ends, by name but meta.json last.
+
+    If the block fails nothing is left of it, nor of a directory that was made for it.
+    """
+    is_new = not directory.exists()
+    directory.mkdir(parents=True, exist_ok=True)
+    try:
+        with tempfile.TemporaryDirectory(dir=directory, prefix=".preparing-") as scratch:
+            yield Path(scratch)
+            for name in sorted(os.listdir(scratch), key=lambda name: (name == "meta.json", name)):
+                os.replace(Path(scratch) / name, directory / name)
+    except BaseException:
+        if is_new:
+            with contextlib.suppress(OSError):
+                directory.rmdir()
+        raise
+
+
+@contextlib.contextmanager
 def new_dataset(directory: Path, tokenizer: Tokenizer, source: str) -> Iterator[Path]:
     """A folder to write train.bin and val.bin into, of `token_dtype(tokenizer.vocab_size)`.
 
-    When the block ends it gets its meta.json and becomes `directory`; if the block fails it is
-    removed. Of a directory that is there only these files are replaced, the description last.
+    When the block ends they are described by a meta.json and move into `directory`.
 
     Args:
         source: where the text came from, for people.
     """
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    # Inside, where it can be: the parent may be another's, or another file system.
-    home = directory if directory.is_dir() else directory.parent
-    scratch = Path(tempfile.mkdtemp(dir=home, prefix=f".{directory.name}-"))
-    try:
+    with scratch_folder(directory) as scratch:
         yield scratch
         dtype = token_dtype(tokenizer.vocab_size)
-        splits = {
-            split: Tokens([TokenFile(path, dtype, path.stat().st_size // dtype.itemsize)])
-            for split, path in ((split, scratch / f"{split}.bin") for split in SPLITS)
-        }
+        splits = {}
+        for split in SPLITS:
+            path = scratch / f"{split}.bin"
+            splits[split] = Tokens([TokenFile(path, dtype, path.stat().st_size // dtype.itemsize)])
         meta = {
             "format": "jaxgpt tokens 1",
             "source": source,
@@ -52,25 +69,58 @@ def new_dataset(directory: Path, tokenizer: Tokenizer, source: str) -> Iterator[
         }
         tokenizer.save(scratch)
         (scratch / "meta.json").write_text(json.dumps(meta, indent=1) + "\n")
-        scratch.chmod(0o755)
-        if directory.is_dir():
-            for path in sorted(scratch.iterdir(), key=lambda path: path.name == "meta.json"):
-                os.replace(path, directory / path.name)
-        else:
-            scratch.rename(directory)
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
 
 
 def write_dataset(
     directory: Path, tokens: Mapping[str, np.ndarray], tokenizer: Tokenizer, source: str
 ) -> None:
-    """Write a data set that fits in memory.
-
-    Args:
-        tokens: split -> token ids, of any integer dtype.
-    """
-    dtype = token_dtype(tokenizer.vocab_size)
+    """Write a data set that fits in memory from the token ids of each split."""
     with new_dataset(directory, tokenizer, source) as scratch:
         for split in SPLITS:
-            tokens[split].astype(dtype).tofile(scratch / f"{split}.bin")
+            ids = tokens[split].astype(token_dtype(tokenizer.vocab_size))
+            ids.tofile(scratch / f"{split}.bin")
+
+
+@contextlib.contextmanager
+def megatron_writer(
+    prefix: Path | str, dtype: np.dtype | type
+) -> Iterator[Callable[[np.ndarray, bool], None]]:
+    """Write PREFIX.bin and PREFIX.idx, which appear when the block ends without an error.
+
+    Each document is one sequence.
+
+    >>> with megatron_writer("corpus", np.uint16) as add:
+    ...     add([5, 6, 7])  # a document
+    ...     add([8, 9], ends=False)  # the beginning of the next one
+    ...     add([10])
+
+    Raises:
+        UsageError: for token ids that do not fit `dtype`, one of Megatron's integers.
+    """
+    prefix, dtype = prefix_of(prefix), np.dtype(dtype).newbyteorder("<")
+    code = next(code for code, name in CODES.items() if np.dtype(name) == dtype)
+    lengths, unfinished = array("i"), 0  # tokens of each document, and of one that goes on
+
+    with scratch_folder(prefix.parent) as scratch:
+        with open(scratch / f"{prefix.name}.bin", "wb") as file:
+
+            def add(tokens: np.ndarray, ends: bool = True) -> None:
+                nonlocal unfinished
+                ids = np.asarray(tokens).astype(dtype)
+                if not np.array_equal(ids, tokens):
+                    raise UsageError(f"{prefix}.bin: token ids do not fit {dtype.name}")
+                file.write(ids.data)
+                unfinished += ids.size
+                if ends:
+                    lengths.append(unfinished)
+                    unfinished = 0
+
+            yield add
+        assert not unfinished, "the last document has not ended"
+        ends = np.cumsum(lengths, dtype="<i8") * dtype.itemsize
+        with open(scratch / f"{prefix.name}.idx", "wb") as file:
+            file.write(HEADER.pack(MAGIC, 1, code, len(lengths), len(lengths) + 1))
+            file.write(np.array(lengths, "<i4").data)
+            file.write(np.concatenate([[0], ends[:-1]]).astype("<i8")[: len(lengths)].data)
+            file.write(np.arange(len(lengths) + 1, dtype="<i8").data)
+        Path(f"{prefix}.idx").unlink(missing_ok=True)  # the old one must not meet the new tokens

@@ -15,20 +15,18 @@ import pytest
 from jaxgpt import prepare
 from jaxgpt.config import UsageError
 from jaxgpt.data.megatron import read_index
-from jaxgpt.data.prepare import reading, text
+from jaxgpt.data.prepare import text
 from jaxgpt.data.prepare import writer as publishing
 from jaxgpt.data.prepare.builtin import prepare_text
-from jaxgpt.data.prepare.reading import part_texts
-from jaxgpt.data.tokenizers.char import ByteTokenizer
-from jaxgpt.data.tokenizers.registry import load_tokenizer
+from jaxgpt.data.tokenizers import ByteTokenizer, load_tokenizer
 from odd_texts import odd_text
 
 
 @pytest.fixture
 def small_blocks(monkeypatch):
-    """Files of some KB are read in many blocks, and encoded by other processes if there are any."""
-    monkeypatch.setattr(reading, "_BLOCK", 3000)
-    monkeypatch.setattr(text, "_IN_PROCESS", 0)
+    """Files of some KB are read in many blocks, and encoded in many batches."""
+    monkeypatch.setattr(text, "_BLOCK", 3000)
+    monkeypatch.setattr(text, "_BATCH", 9000)
 
 
 def tokens_of(directory, dtype=np.uint16):
@@ -49,15 +47,12 @@ def of_bytes(texts):
     return b"\0".join(t.encode() for t in texts)
 
 
-def test_documents_are_kept_in_order_however_many_processes_encode(tmp_path, small_blocks):
+def test_documents_are_kept_in_order(tmp_path, small_blocks):
     lines = json_lines(stories(400))
     (tmp_path / "a.jsonl").write_text(lines)
     with gzip.open(tmp_path / "b.jsonl.gz", "wt") as file:
         file.write("\n" + json_lines(["", *stories(300, seed=1)]).rstrip("\n"))
-    for workers in (1, 2):
-        prepare_text(tmp_path / str(workers), [tmp_path], "byte", workers=workers, val_share=0.2)
-    for name in ("train.bin", "val.bin", "meta.json"):
-        assert (tmp_path / "1" / name).read_bytes() == (tmp_path / "2" / name).read_bytes()
+    prepare_text(tmp_path / "1", [tmp_path], "byte", val_share=0.2)
     train, val = (bytes(t.astype(np.uint8)).split(b"\0") for t in tokens_of(tmp_path / "1"))
     documents = [t.encode() for t in stories(400) + stories(300, seed=1)]
     assert sorted(train + val) == sorted(documents)
@@ -88,28 +83,31 @@ def test_the_last_characters_of_texts_are_for_validation(tmp_path, small_blocks)
     train, val = tokens_of(tmp_path / "d")
     assert bytes(train.astype(np.uint8)).decode() == whole[:n_train]
     assert bytes(val.astype(np.uint8)).decode() == whole[n_train:]
-    assert part_texts(files, 0.9) == [2000, 0, 0]  # 1000 characters of two bytes each
 
 
 def test_characters_of_all_files_are_the_vocabulary(tmp_path, small_blocks):
     (tmp_path / "a.txt").write_text("ab" * 4000)
     (tmp_path / "b.txt").write_text("cé" * 4000)
-    lines = prepare_text(tmp_path / "d", [tmp_path], "char", workers=2)
+    lines = prepare_text(tmp_path / "d", [tmp_path], "char")
     assert lines[0] == "vocab size: 4"
     train, val = tokens_of(tmp_path / "d")
     assert np.concatenate([train, val]).tolist() == [0, 1] * 4000 + [2, 3] * 4000
 
 
-def test_a_text_in_blocks_has_gpt2s_tokens_of_the_whole(tmp_path, small_blocks, gpt2_folder):
+@pytest.mark.parametrize("parallel", ["true", "false"])
+def test_a_text_in_blocks_has_gpt2s_tokens_of_the_whole(
+    tmp_path, small_blocks, gpt2_folder, parallel, monkeypatch
+):
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", parallel)
     whole = odd_text(random.Random(0), 40_000)
     (tmp_path / "a.txt").write_bytes(whole.encode())
-    prepare_text(tmp_path / "d", [tmp_path / "a.txt"], str(gpt2_folder), workers=2)
+    prepare_text(tmp_path / "d", [tmp_path / "a.txt"], str(gpt2_folder))
     n_train = int(len(whole) * 0.9)
     tokenizer = load_tokenizer(gpt2_folder)
     for tokens, part in zip(
         tokens_of(tmp_path / "d"), (whole[:n_train], whole[n_train:]), strict=True
     ):
-        assert tokens.tolist() == tokenizer._tokenizer.encode(part).ids
+        assert tokens.tolist() == tokenizer.encode(part).tolist()
 
 
 def test_tiny_shakespeare_has_nanogpts_number_of_tokens(tmp_path, tiny_shakespeare, gpt2_folder):
@@ -155,7 +153,7 @@ def test_megatrons_format_has_every_document_with_its_mark(tmp_path, small_block
             "line 1 has no text under 'text', but id, body; give",
         ),
         ("a.jsonl", b'{"text": null}', "line 1 has no text under 'text'"),
-        ("a.jsonl", b'["text"]', "line 1 has no text under 'text', but list"),
+        ("a.jsonl", b'["text"]', "line 1 has no text under 'text', but"),
         ("a.jsonl.gz", gzip.compress(b"{}" * 99)[:-9], "a.jsonl.gz: cannot be read"),
         ("a.jsonl.gz", b"{}", "a.jsonl.gz: cannot be read"),
         ("a.jsonl", b"", "0 tokens to train on"),
@@ -175,10 +173,10 @@ def test_inputs_that_cannot_be_are_refused(tmp_path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(UsageError, match="--input .*no.txt: cannot be read"):
         prepare_text(tmp_path / "d", [tmp_path / "no.txt"], "char")
-    with pytest.raises(UsageError, match="empty: has no files of .txt"):
+    with pytest.raises(UsageError, match="empty: must be text files .* or JSON lines"):
         prepare_text(tmp_path / "d", [tmp_path / "empty"], "char")
     (tmp_path / "b.jsonl").write_text("{}")
-    with pytest.raises(UsageError, match="a.txt is text and .*b.jsonl is JSON lines"):
+    with pytest.raises(UsageError, match="prepare each kind by itself"):
         prepare_text(tmp_path / "d", [tmp_path], "char")
     for name, tokenizer in (("pipe.txt", "byte"), ("pipe.jsonl", "char")):
         os.mkfifo(tmp_path / name)
@@ -193,14 +191,17 @@ def test_inputs_that_cannot_be_are_refused(tmp_path):
     [
         (["--workers", "0"], "--workers 0: must be at least 1"),
         (["--val-share", "1"], "--val-share 1.0: must be between 0 and 1"),
-        (["--val-share", "0.1", "--format", "megatron"], "--val-share 0.1: --format megatron"),
+        (
+            ["--val-share", "0.1", "--format", "megatron"],
+            "--val-share 0.1: .*not for --format",
+        ),
         (["--eos", "</s>", "--tokenizer", "byte"], "--eos </s>: is for a tokenizer.json, not byte"),
     ],
 )
-def test_options_that_cannot_be_are_refused(options, words):
+def test_options_that_cannot_be_are_refused(options, words, tmp_path):
     arguments = prepare.parser().parse_args(["text", "--input", "a.txt", *options])
     with pytest.raises(UsageError, match=words):
-        prepare._check(arguments)
+        prepare.prepare(arguments, tmp_path / "d")
 
 
 @pytest.mark.parametrize("kind", ["nanogpt", "megatron"])
@@ -223,7 +224,7 @@ def test_a_data_set_is_replaced_only_where_that_is_asked_for(kind, tmp_path, cap
     assert f"error: --out {out}: {file} is there already; " in capsys.readouterr().err
     with pytest.raises(SystemExit):  # training would find one of the two
         prepared("--overwrite", "--format", "megatron" if kind == "nanogpt" else "nanogpt")
-    assert f" in another format, --format {kind}; give another" in capsys.readouterr().err
+    assert f"{file} is there already; give another" in capsys.readouterr().err
     second = prepared("--overwrite")
     assert first.keys() == second.keys() and first != second
 
@@ -270,27 +271,14 @@ def test_an_existing_folder_is_written_from_within(tmp_path, monkeypatch):
     monkeypatch.setattr(
         publishing.tempfile,
         "mkdtemp",
-        lambda dir, prefix: homes.append(dir) or make(None, prefix, dir),
+        lambda suffix, prefix, dir: homes.append(dir) or make(suffix, prefix, dir),
     )
     tokens = {"train": np.arange(9), "val": np.arange(5)}
     for _ in range(2):
         publishing.write_dataset(tmp_path / "d", tokens, ByteTokenizer(), "numbers")
         assert {path.name for path in tmp_path.iterdir()} == {"d"}
         assert len(list((tmp_path / "d").iterdir())) == 3
-    assert homes == [tmp_path, tmp_path / "d"]
-
-
-def test_results_come_in_order_and_no_more_is_read_than_can_be_held():
-    read = []
-    results = text._in_order(abs, (read.append(n) or -n for n in range(50)), 2)
-    assert next(results) == (0, 0)
-    assert len(read) < 10
-    assert [result for _, result in results] == list(range(1, 50))
-
-
-def test_the_death_of_a_process_ends_it_with_a_sentence():
-    with pytest.raises(UsageError, match="--workers 2: one of the processes was killed"):
-        list(text._in_order(os._exit, range(1, 50), 2))
+    assert homes == [tmp_path / "d"] * 2
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

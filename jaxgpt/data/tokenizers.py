@@ -1,0 +1,272 @@
+"""Text to token ids and back. A tokenizer is described by JSON in a data set's meta.json."""
+
+import functools
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxgpt.config import UsageError
+
+FILE = "tokenizer.json"
+END_OF_TEXT = "<|endoftext|>"
+# Tried if no file names the end of text: GPT-2 and GPT-NeoX, Llama 3, Llama 2, Gemma.
+_ENDS_OF_TEXT = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>")
+_GPT2_FILES = (("encoder.json", "vocab.bpe"), ("vocab.json", "merges.txt"))
+_CONTEXT = 128  # characters on either side of a split point that are encoded to verify it
+# The patterns that divide text into words (GPT-2, GPT-4, Llama 3, Qwen, DeepSeek) never join a
+# letter or digit with the space or newline after it, nor look back.
+_SPLIT_POINT = re.compile(r"[^\W_](?=[ \n])")
+
+
+class Tokenizer:
+    """Base class of all tokenizers."""
+
+    vocab_size: int
+    end_of_text: int | None = None
+    """The token between documents, if there is one."""
+
+    def encode(self, text: str) -> np.ndarray:
+        """Return token ids of `text`, int64, shape (tokens,); names of special tokens are text."""
+        raise NotImplementedError
+
+    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """Return the token ids of each text, encoded in parallel if the tokenizer can."""
+        return [self.encode(text) for text in texts]
+
+    def decode(self, tokens: Iterable[int]) -> str:
+        """Return the text of token ids."""
+        raise NotImplementedError
+
+    def split_point(self, text: str) -> int:
+        """Return a place near the end of `text` at which it can be split; 0 if none is found.
+
+        The tokens of both parts together are those of the whole, however the text goes on.
+        """
+        return len(text)
+
+    def to_meta(self) -> dict[str, Any]:
+        """Return a JSON description from which `tokenizer_from_meta` makes the same tokenizer."""
+        raise NotImplementedError
+
+    def save(self, directory: Path) -> None:
+        """Write the files that the description refers to into its folder."""
+
+
+class CharTokenizer(Tokenizer):
+    """One token per distinct character, numbered in the order of their code points."""
+
+    def __init__(self, characters: Iterable[str]):
+        self.characters = sorted(set(characters))
+        self.vocab_size = len(self.characters)
+        self._codes = np.array([ord(c) for c in self.characters])
+
+    def encode(self, text: str) -> np.ndarray:
+        codes = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32)
+        tokens = np.minimum(np.searchsorted(self._codes, codes), self.vocab_size - 1)
+        unknown = np.flatnonzero(self._codes[tokens] != codes)
+        if unknown.size:
+            raise UsageError(
+                f"character {text[unknown[0]]!r} (position {unknown[0]}): not among the "
+                f"{self.vocab_size} characters of the vocabulary; use the characters of the "
+                "training text"
+            )
+        return tokens
+
+    def decode(self, tokens: Iterable[int]) -> str:
+        return "".join(self.characters[t] for t in tokens)
+
+    def to_meta(self) -> dict[str, Any]:
+        return {"type": "char", "characters": "".join(self.characters)}
+
+
+class ByteTokenizer(Tokenizer):
+    """The 256 bytes of UTF-8. Byte 0, which no text has, separates documents."""
+
+    vocab_size = 256
+    end_of_text = 0
+
+    def encode(self, text: str) -> np.ndarray:
+        return np.frombuffer(text.encode(), np.uint8).astype(np.int64)
+
+    def decode(self, tokens: Iterable[int]) -> str:
+        return bytes(map(int, tokens)).decode(errors="replace").replace("\0", END_OF_TEXT)
+
+    def to_meta(self) -> dict[str, Any]:
+        return {"type": "byte"}
+
+
+class HFTokenizer(Tokenizer):
+    """A tokenizer.json, parsed by Hugging Face's `tokenizers` package when first needed."""
+
+    def __init__(self, content: bytes, vocab_size: int, end_of_text: int | None):
+        self.vocab_size = vocab_size
+        self.end_of_text = end_of_text
+        self._content = content
+
+    def encode(self, text: str) -> np.ndarray:
+        ids = _parse(self._content).encode(text, add_special_tokens=False).ids
+        return np.array(ids, np.int64)
+
+    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        found = _parse(self._content).encode_batch_fast(texts, add_special_tokens=False)
+        return [np.array(encoding.ids, np.int64) for encoding in found]
+
+    def decode(self, tokens: Iterable[int]) -> str:
+        ids = [int(t) for t in tokens]
+        return _parse(self._content).decode(ids, skip_special_tokens=False)
+
+    def split_point(self, text: str) -> int:
+        if _parse(self._content).pre_tokenizer is None:
+            return 0  # any token may reach over any place
+        tail = max(0, len(text) - 16 * _CONTEXT)
+        places = [m.end() for m in _SPLIT_POINT.finditer(text, tail, len(text) - _CONTEXT)]
+        if not places:
+            return 0
+        at = places[-1]
+        before, after = text[max(0, at - _CONTEXT) : at], text[at : at + _CONTEXT]
+        # They differ for tokenizers that put something before every text.
+        parts = np.concatenate([self.encode(before), self.encode(after)])
+        return at if np.array_equal(parts, self.encode(before + after)) else 0
+
+    def to_meta(self) -> dict[str, Any]:
+        return {
+            "type": "huggingface",
+            "file": FILE,
+            "sha256": hashlib.sha256(self._content).hexdigest(),
+            "vocab_size": self.vocab_size,
+            "end_of_text": self.end_of_text,
+        }
+
+    def save(self, directory: Path) -> None:
+        (directory / FILE).write_bytes(self._content)
+
+
+def tokenizer_from_meta(meta: dict[str, Any], directory: Path) -> Tokenizer:
+    """Return the tokenizer that `to_meta` described, and `save` wrote to `directory`.
+
+    Raises:
+        UsageError: for an unknown type, or if the file is missing or has changed.
+    """
+    match meta.get("type"):
+        case "char":
+            return CharTokenizer(meta["characters"])
+        case "byte":
+            return ByteTokenizer()
+        case "huggingface":
+            path = directory / meta["file"]
+            content = path.read_bytes() if path.is_file() else b""
+            if hashlib.sha256(content).hexdigest() != meta["sha256"]:
+                raise UsageError(
+                    f"{path}: is missing or not the tokenizer that the data was made with (its "
+                    f"SHA-256 is {meta['sha256']}); copy it from where the data was prepared"
+                )
+            return HFTokenizer(content, meta["vocab_size"], meta["end_of_text"])
+    raise UsageError(
+        f"tokenizer.type={meta.get('type')}: in meta.json must be char, byte or huggingface"
+    )
+
+
+def load_tokenizer(path: Path | str, end_of_text: str | None = None) -> Tokenizer:
+    """Return the tokenizer that a user names.
+
+    Args:
+        path: `byte`; the folder of a prepared data set; a tokenizer.json or a folder with it; or
+            a folder with GPT-2's encoder.json and vocab.bpe, also named vocab.json and merges.txt.
+        end_of_text: the name of the token between documents; by default the `eos_token` of a
+            tokenizer_config.json beside the file, or a usual name of such tokens.
+
+    Raises:
+        UsageError: if there is no tokenizer, or it has no such token.
+    """
+    path = Path(path)
+    if str(path) == "byte":
+        return ByteTokenizer()
+    folder = path if path.is_dir() else path.parent
+    try:
+        if end_of_text is None and (path / "meta.json").is_file():
+            meta = json.loads((path / "meta.json").read_text())["tokenizer"]
+            return tokenizer_from_meta(meta, path)
+        content = _find_content(path)
+        ids = _parse(content).get_vocab(with_added_tokens=True)
+        config, eos = folder / "tokenizer_config.json", end_of_text
+        if eos is None and config.is_file():
+            eos = json.loads(config.read_text()).get("eos_token")
+            eos = eos["content"] if isinstance(eos, dict) else eos
+    except UsageError:
+        raise
+    except Exception as error:  # the package raises nothing narrower
+        raise UsageError(
+            f"tokenizer {path}: cannot be read ({error!r}); give the path of a {FILE}, a folder "
+            "with it or with encoder.json and vocab.bpe, or `byte`"
+        ) from None
+    if end_of_text is not None and end_of_text not in ids:
+        raise UsageError(f"--eos {eos}: is not a token of {path}; give the name of one that is")
+    mark = next((ids[name] for name in (eos, *_ENDS_OF_TEXT) if name in ids), None)
+    return HFTokenizer(content, max(ids.values()) + 1, mark)
+
+
+def _find_content(path: Path) -> bytes:
+    """Return the tokenizer.json at `path`, or one made of GPT-2's files there."""
+    for vocabulary, merges in _GPT2_FILES:
+        if not (path / FILE).is_file() and (path / vocabulary).is_file():
+            return _from_gpt2_files(path / vocabulary, path / merges)
+    return (path / FILE if path.is_dir() else path).read_bytes()
+
+
+def _from_gpt2_files(vocabulary: Path, merges: Path) -> bytes:
+    """Return GPT-2's files as a tokenizer.json; its bytes are part of the data's description."""
+    ids = json.loads(vocabulary.read_bytes())
+    lines = merges.read_bytes().decode().split("\n")
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
+    special = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    added = {"id": ids.get(END_OF_TEXT), "content": END_OF_TEXT, "special": True} | special
+    whole = {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [added] if END_OF_TEXT in ids else [],
+        "normalizer": None,
+        "pre_tokenizer": byte_level | {"use_regex": True},
+        "post_processor": None,
+        "decoder": byte_level | {"use_regex": True},
+        "model": {
+            "type": "BPE",
+            "vocab": ids,
+            "merges": [line for line in lines if line and not line.startswith("#version")],
+        },
+    }
+    return json.dumps(whole, ensure_ascii=False).encode()
+
+
+@functools.lru_cache(maxsize=1)
+def _parse(content: bytes):
+    """Return the `tokenizers` package's object of a tokenizer.json."""
+    try:
+        from tokenizers import Tokenizer as Package
+    except ImportError:
+        raise UsageError(
+            "the package that reads tokenizer.json is not installed: pip install 'jaxgpt[hf]', or "
+            "pip install tokenizers"
+        ) from None
+    package = Package.from_str(content.decode())
+    package.encode_special_tokens = True  # their names in a text are text
+    package.no_truncation()
+    package.no_padding()
+    return package
+
+
+def continue_prompt(tokenizer: Tokenizer, prompt: str, tokens: Sequence[int]) -> str:
+    """Return a prompt and the text of the tokens that follow it.
+
+    They are decoded together, as some decoders leave out a space before their first token.
+    """
+    before = tokenizer.encode(prompt).tolist()
+    start, whole = tokenizer.decode(before), tokenizer.decode([*before, *tokens])
+    if not before or not whole.startswith(start):
+        return prompt + tokenizer.decode(tokens)
+    return prompt + whole[len(start) :]
