@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxgpt.config import Config, step_ranges
+from jaxgpt.data.blend import Blend
 from jaxgpt.data.dataset import Dataset
-from jaxgpt.data.interleave import Blend
 from jaxgpt.data.sampler import EpochSampler
 
 

@@ -3,7 +3,7 @@ from fractions import Fraction
 
 import pytest
 
-from jaxgpt.data.interleave import MIN_BLOCK, Blend, WeightedInterleave
+from jaxgpt.data.blend import MIN_BLOCK, Blend, WeightedInterleave
 
 WEIGHTS = {
     "five": ["0.5", "0.25", "0.15", "0.07", "0.03"],
