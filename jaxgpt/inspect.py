@@ -72,17 +72,14 @@ def main(argv: list[str] | None = None) -> None:
                 record["loss"] = float(losses[record["row"]])
             found.sort(key=lambda record: -record["loss"])
         if cluster.is_main:
-            show(found, tokens, dataset, notes, arguments.json)
+            print("".join(f"{note}\n" for note in notes), end="", file=sys.stderr)
+            show(found, tokens, dataset, arguments.json)
 
 
 def look_up(
     config: Config, run: Path | None, step: int, wanted: str | None
 ) -> tuple[Dataset, list[dict[str, Any]], np.ndarray, list[str]]:
-    """Return the data set, the origin of each wanted row, the tokens of all rows, and notes.
-
-    Raises:
-        UsageError: if there are no such rows, or the data or the run cannot be read.
-    """
+    """Return the data set, the origin of each wanted row, the tokens of all rows, and notes."""
     dataset = open_dataset(config.data, config.model)
     config = config.replace(model__vocab_size=dataset.vocab_size)
     rows = training_batches(dataset, config)
@@ -95,25 +92,19 @@ def look_up(
 
 
 def chosen_rows(given: str | None, batch_size: int) -> range:
-    """Return the rows that `--rows` names.
-
-    Raises:
-        UsageError: if they are not rows of the batch.
-    """
-    if given is None:
-        return range(batch_size)
-    first, colon, end = given.partition(":")
+    """Return the rows that `--rows` names: all without it."""
+    first, colon, end = (given or ":").partition(":")
     try:
-        first = int(first) if first or not colon else 0
-        end = (int(end) if end else batch_size) if colon else first + 1
+        start = int(first or 0) if colon else int(first)
+        stop = int(end or batch_size) if colon else start + 1
     except ValueError:
-        first = end = -1
-    if not 0 <= first < end <= batch_size:
+        start = stop = -1
+    if not 0 <= start < stop <= batch_size:
         raise UsageError(
             f"--rows={given}: must be A:B with 0 <= A < B <= train.batch_size={batch_size}, or "
             "one row"
         )
-    return range(first, end)
+    return range(start, stop)
 
 
 def origin(dataset: Dataset, rows: BatchReader, step: int, row: int) -> dict[str, Any]:
@@ -199,16 +190,8 @@ def row_losses(
     return np.concatenate(losses), at
 
 
-def show(
-    found: list[dict[str, Any]],
-    tokens: np.ndarray,
-    dataset: Dataset,
-    notes: list[str],
-    as_json: bool,
-) -> None:
+def show(found: list[dict[str, Any]], tokens: np.ndarray, dataset: Dataset, as_json: bool) -> None:
     """Print the rows, as text or as JSON."""
-    for note in notes:
-        print(note, file=sys.stderr)
     for record in found:
         ids = tokens[record["row"]].tolist()
         text = dataset.tokenizer.decode(ids) if dataset.tokenizer else None

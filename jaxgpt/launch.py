@@ -81,11 +81,7 @@ def split(argv: list[str]) -> tuple[list[str], list[str]]:
 
 
 def run(arguments: argparse.Namespace, command: list[str]) -> list[str] | None:
-    """Return the line to become; None if it was only to be printed.
-
-    Raises:
-        UsageError: if an option cannot work here.
-    """
+    """Return the line to become; None if it was only to be printed."""
     launch = find_launch(os.environ)
     if launch.variable is not None:
         raise UsageError(

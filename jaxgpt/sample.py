@@ -44,11 +44,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def write(arguments: argparse.Namespace) -> None:
-    """Print the samples that a command line asks for.
-
-    Raises:
-        UsageError: if the run has no such checkpoint, or an option cannot work.
-    """
+    """Print the samples that a command line asks for."""
     check_options(arguments)
     config, step, tokenizer = open_run(arguments)
     prompt = read_prompt(arguments.prompt, tokenizer)
@@ -59,11 +55,7 @@ def write(arguments: argparse.Namespace) -> None:
 
 
 def check_options(arguments: argparse.Namespace) -> None:
-    """Check the numbers of a command line.
-
-    Raises:
-        UsageError: if one cannot work.
-    """
+    """Raise `UsageError` if a number cannot work."""
     if not 0 <= arguments.seed < 2**31:
         raise UsageError(f"--seed={arguments.seed}: must be at least 0 and less than 2^31")
     for option, least in (("max_new_tokens", 1), ("num_samples", 1), ("top_k", 0)):
@@ -85,11 +77,7 @@ def check_options(arguments: argparse.Namespace) -> None:
 
 
 def open_run(arguments: argparse.Namespace) -> tuple[Config, int, Tokenizer]:
-    """Return the configuration of a run, the step of the checkpoint to read, and the tokenizer.
-
-    Raises:
-        UsageError: if the run lacks one of them.
-    """
+    """Return the configuration of a run, the step of the checkpoint to read, and the tokenizer."""
     run = arguments.run
     steps = list_checkpoints(run)
     if not steps:
@@ -107,11 +95,7 @@ def open_run(arguments: argparse.Namespace) -> tuple[Config, int, Tokenizer]:
 
 
 def read_prompt(given: str, tokenizer: Tokenizer) -> str:
-    """Return the prompt, read from a file where it is `FILE:NAME`, as for nanoGPT.
-
-    Raises:
-        UsageError: if there is no such file, or the tokenizer lacks a character of the prompt.
-    """
+    """Return the prompt, read from a file where it is `FILE:NAME`, as for nanoGPT."""
     prompt = given
     if given.startswith("FILE:"):
         try:

@@ -16,7 +16,7 @@ from jaxgpt.parallel.sharding import Params
 from jaxgpt.runtime.dispatch import DispatchLimiter
 from jaxgpt.tracking.records import EvalRecord, SampleRecord
 from jaxgpt.train.functions import DecodeFn, StepFunctions
-from jaxgpt.train.reporting.metrics import CorpusLosses
+from jaxgpt.train.reporting.metrics import corpus_means
 
 PREFILL_CHUNK = 128  # tokens of a prompt that are decoded at once
 SAMPLE_TEMPERATURE = 0.8
@@ -56,10 +56,9 @@ class Evaluator:
             losses = np.array([np.float64(row_losses) for row_losses in found])
             mean_losses[f"{split}_loss"] = float(losses.mean())
             if len(loader.names) > 1:
-                of_each = CorpusLosses(len(loader.names))
-                for number, row_losses in enumerate(losses, start=1):
-                    of_each.add(loader.corpora(number), row_losses)
-                for name, mean in zip(loader.names, of_each.means(), strict=True):
+                corpora = map(loader.corpora, range(1, self._iters + 1))
+                batches = list(zip(corpora, losses, strict=True))
+                for name, mean in corpus_means(loader.names, batches).items():
                     by_corpus.setdefault(name, {})[f"{split}_loss"] = mean
         return EvalRecord(step=step, corpora=by_corpus or None, **mean_losses)
 

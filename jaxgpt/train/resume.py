@@ -4,25 +4,15 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from jaxgpt.config import (
-    Config,
-    UsageError,
-    should_evaluate,
-)
+from jaxgpt.config import Config, UsageError, should_evaluate
 from jaxgpt.data.blend import blend_shares, parse_lines
-from jaxgpt.data.dataset import (
-    Dataset,
-)
+from jaxgpt.data.dataset import Dataset
 from jaxgpt.spikes.policy import METRICS
 from jaxgpt.tracking.jsonl import read_records
 
 # What may differ between a checkpoint's model and the model that goes on from it.
 _FREE_MODEL_KEYS = {"dropout", "attention"}
-
-
 EVAL_RECORDS = ("eval", "sample")  # the kinds of records that train.eval_interval asks for
-
-
 # What decides which tokens a step sees: a change is allowed, and said.
 _ORDER_KEYS = (("train", "batch_size"), ("train", "seed"))
 
@@ -92,10 +82,8 @@ def _check_data(
     if saved == found:
         blends = meta["config"]["data"].get("blend", []), config.data.blend
         if len({blend_shares(parse_lines(lines, "data.blend")) for lines in blends}) > 1:
-            return [
-                "warning: the weights or corpora of data.blend have changed: so does the order of "
-                "the data"
-            ]
+            words = "weights or corpora of data.blend have changed"
+            return [f"warning: the {words}: so does the order of the data"]
         return []
     if len(saved) != len(dataset.sources):
         what = f"{checkpoint} was trained on {len(saved)} sources, not {len(dataset.sources)}"

@@ -26,21 +26,14 @@ from jaxgpt.config import (
     skip_ranges,
 )
 from jaxgpt.data.batches import BatchReader
-from jaxgpt.data.dataset import (
-    SPLITS,
-    Dataset,
-    Source,
-    dataset_directory,
-    entries,
-    open_dataset,
-)
+from jaxgpt.data.dataset import Dataset, dataset_directory, entries, open_dataset
 from jaxgpt.data.prepare.builtin import prepare_python
 from jaxgpt.data.tokenizers import Tokenizer
 from jaxgpt.runtime.devices import cpu_devices_per_process
 from jaxgpt.spikes.policy import METRICS, finish_rewind, skipped_by_rewinds
 from jaxgpt.spikes.skip import SkipRanges, still_to_come
 from jaxgpt.tracking import check_trackers
-from jaxgpt.train.resume import check_resume, missing_records, source_hashes
+from jaxgpt.train.resume import check_resume, missing_records
 
 LEAST_BYTES = 2**16  # that have to be free where a run is to write: its first files
 FILES = (METRICS, "train.log", "samples.txt", "rewinds.json")  # of a run, which it goes on writing
@@ -98,19 +91,15 @@ def prepare_run(config: Config, cluster: ProcessGroup) -> Run:
     def open_same() -> Run:
         final = config_from_dict(decided["config"], "configuration of process 0")
         dataset = open_dataset(final.data, final.model)
-        # What has the right size may still be other tokens, or none: a copy that broke off.
-        hashes, paths = source_hashes(decided["fingerprints"]), decided["paths"]
-        # Of the processes of a host that read the same files, the first one looks.
-        looks = (cluster.local_rank == 0 and not cluster.is_main) or _paths(dataset) != paths
-        own = source_hashes(dataset.fingerprints) if looks else hashes
-        for source, expected, hash_, own_hash in zip(
-            dataset.sources, decided["sources"], hashes, own, strict=True
-        ):
-            if host_invariant_meta(source) != expected or own_hash != hash_:
-                raise UsageError(
-                    f"{source.entry.key}: {source.entry.path} on host {platform.node()} is not "
-                    "what process 0 has there; all hosts need the same files"
-                )
+        # Of the processes of a host that read the same files, the first one compares them.
+        if cluster.local_rank == 0 or _paths(dataset) != decided["paths"]:
+            pairs = zip(decided["fingerprints"], dataset.fingerprints, strict=True)
+            for source, ((_, expected), (_, found)) in zip(dataset.sources, pairs, strict=True):
+                if found != expected:
+                    raise UsageError(
+                        f"{source.entry.key}: {source.entry.path} on host {platform.node()} is not "
+                        "what process 0 has there; all hosts need the same files"
+                    )
         return Run(
             config=final,
             directory=Path(final.out),
@@ -183,7 +172,6 @@ def _decide(config: Config, cluster: ProcessGroup) -> dict[str, Any]:
     config = config.replace(train_range_to_skip=SkipRanges([*ranges, *rewound]).flat())
     return {
         "config": config.to_dict(),
-        "sources": [host_invariant_meta(source) for source in dataset.sources],
         "paths": _paths(dataset),
         "fingerprints": dataset.fingerprints,
         "resume_step": resume_step,
@@ -195,11 +183,6 @@ def _decide(config: Config, cluster: ProcessGroup) -> dict[str, Any]:
 
 def _paths(dataset: Dataset) -> list[str]:
     return [str(source.entry.path.absolute()) for source in dataset.sources]
-
-
-def host_invariant_meta(source: Source) -> dict[str, Any]:
-    """Return what of a source has to be the same on every host."""
-    return {"sizes": [source.tokens[split].size for split in SPLITS], "meta": source.meta}
 
 
 def with_absolute_paths(data: DataConfig) -> DataConfig:
@@ -250,15 +233,12 @@ def _writable_directory(config: Config, cluster: ProcessGroup) -> Path:
             f"out={config.out or 'runs'}: cannot be written ({e.strerror or e}); "
             "give --out a folder that can"
         ) from None
-    checkpoints = directory / "checkpoints"
-    if checkpoints.exists() and not checkpoints.is_dir():
-        raise UsageError(
-            f"out={directory}: its checkpoints is a file; remove it, or give another --out"
-        )
-    for name in FILES:
-        if (directory / name).is_dir():
+    for name in ("checkpoints", *FILES):
+        path = directory / name
+        if path.exists() and path.is_dir() != (name == "checkpoints"):
+            kind = "folder" if path.is_dir() else "file"
             raise UsageError(
-                f"out={directory}: its {name} is a folder; remove it, or give another --out"
+                f"out={directory}: its {name} is a {kind}; remove it, or give another --out"
             )
     return directory
 

@@ -13,7 +13,7 @@ from jaxgpt.cluster.process_group import ProcessGroup
 from jaxgpt.cluster.watchdog import Watchdog
 from jaxgpt.config import MeshShape
 from jaxgpt.data.loader import Loader
-from jaxgpt.parallel.mesh import describe, device_hosts, job_mesh, tensor_crosses_hosts_warning
+from jaxgpt.parallel.mesh import device_hosts, job_mesh, tensor_crosses_hosts_warning
 from jaxgpt.perf.profile import StepProfile
 from jaxgpt.perf.startup import Startup
 from jaxgpt.runtime.compile_cache import CacheUse
@@ -84,7 +84,6 @@ def set_up(
 
     watchdog.heartbeat("the state to begin with", START_MINUTES)
     state = restore_or_init(run, steps, checkpoints, cluster)
-    report.resumed(describe(mesh))
     startup.mark("state")
     watchdog.heartbeat("the compilation of the step", START_MINUTES)
     loader = Loader.for_training(run.dataset, config, steps.batch_shape.sharding)

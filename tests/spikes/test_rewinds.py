@@ -13,7 +13,7 @@ from jaxgpt.config import UsageError
 from jaxgpt.spikes import policy as rewinds
 from jaxgpt.spikes import rewind as spikes_rewind
 from jaxgpt.tracking.jsonl import read_records
-from jaxgpt.train import setup
+from jaxgpt.train import loop, setup
 from jobs import SMALL, checkpoint_arrays, losses, records, run, train_here
 
 # It has learned enough by step 36 for random tokens, of loss 8, to stand out.
@@ -35,14 +35,14 @@ def train_to_the_end(out, *arguments):
 
 @pytest.fixture(scope="module")
 def rewound(tmp_path_factory):
-    out, restore = tmp_path_factory.mktemp("runs") / "rewound", setup.Checkpoints.restore
+    out, restore = tmp_path_factory.mktemp("runs") / "rewound", loop.Checkpoints.restore
 
     def restore_slowly(*arguments):
         time.sleep(RESTORED_AFTER)
         return restore(*arguments)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(setup.Checkpoints, "restore", restore_slowly)
+        patch.setattr(loop.Checkpoints, "restore", restore_slowly)
         train_to_the_end(out, *REWIND)
     return out
 
@@ -129,7 +129,7 @@ def test_killed_in_the_middle_a_run_ends_the_same(rewound, tmp_path, place, monk
 
     made = []
 
-    class Checkpoints(setup.Checkpoints):
+    class Checkpoints(loop.Checkpoints):
         def __init__(self, *args):
             super().__init__(*args)
             made.append(self)
@@ -138,7 +138,7 @@ def test_killed_in_the_middle_a_run_ends_the_same(rewound, tmp_path, place, monk
         raise Killed
 
     with monkeypatch.context() as patch:
-        patch.setattr(setup, "Checkpoints", Checkpoints)
+        patch.setattr(loop, "Checkpoints", Checkpoints)
         if place == "skip range":
             step = setup.Reporter.step
             patch.setattr(

@@ -19,12 +19,7 @@ from jaxgpt.train.run_directory import Run
 def header_lines(
     run: Run, steps: StepFunctions, rates: Rates, facts: dict[str, Any], warnings: tuple[str, ...]
 ) -> list[str]:
-    """Return the lines that a run begins its log with.
-
-    Args:
-        facts: those that `connect` returned.
-        warnings: sentences about the layout.
-    """
+    """Return the lines that a run begins its log with; `facts` are those of `initialize_jax`."""
     config, mesh, parallel = run.config, steps.mesh, run.config.parallel
     peak = "" if rates.peak else f"; not known for {mesh.devices.flat[0].device_kind}"
     return [
@@ -43,6 +38,18 @@ def header_lines(
         *skip_lines(config, (run.resume_step or 0) + 1),
         describe_spikes(config),
         MFU_FORMULA + peak,
+        *resume_lines(run, describe(mesh), facts["processes"]),
+    ]
+
+
+def resume_lines(run: Run, mesh: str, processes: int) -> list[str]:
+    """Return a line on the checkpoint that the run goes on from, if any, and on both meshes."""
+    if run.resume_step is None:
+        return []
+    meta = run.resume_meta
+    return [
+        f"resumed from step {run.resume_step}: mesh {meta['mesh']} on {meta['processes']} "
+        f"processes -> {mesh} on {processes}"
     ]
 
 

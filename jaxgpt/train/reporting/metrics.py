@@ -3,6 +3,7 @@
 All processes read the same numbers at the same steps, and so decide alike.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -26,38 +27,27 @@ class MetricsBuffer:
     def __init__(self, config: Config):
         self._config = config
         self._pending: list[StepMetrics] = []
-        self._evaluate = 0  # of the pending ones
         self._is_first = True
 
     def read(self, step: int, metrics: Metrics | None, everything: bool) -> list[StepMetrics]:
-        """Take a step's metrics (None for one that was skipped), and return what is known.
+        """Take a step's metrics (None for one that was skipped), and return those known now.
 
-        That is all so far every train.log_interval steps, for the first step, and if `everything`
-        is asked for; otherwise nothing. With spike.action=rewind every step but the newest, which
-        is under way, is looked at, and a spike of the loss makes all but that one known.
+        All are known every train.log_interval steps, after the first step, and if `everything` is
+        asked for; otherwise none, unless the step before this one calls for a rewind.
         """
         if metrics is not None:
             for array in jax.tree.leaves(metrics):
                 array.copy_to_host_async()  # or reading many steps at once would hold up the next
             self._pending.append(StepMetrics(step, metrics))
+        settled = len(self._pending) - (metrics is not None)  # all but the one under way
+        known = 0
         if everything or self._is_first or step % self._config.train.log_interval == 0:
             known = len(self._pending)
-        else:
-            known = self._spike_seen(len(self._pending) - (metrics is not None))
+        elif settled and self.calls_for_rewind(self._pending[settled - 1 : settled]):
+            known = settled
         self._is_first &= metrics is None
         taken, self._pending = self._pending[:known], self._pending[known:]
-        self._evaluate = max(0, self._evaluate - known)
-        return [
-            StepMetrics(*pair) for pair in jax.device_get([tuple(reading) for reading in taken])
-        ]
-
-    def _spike_seen(self, n: int) -> int:
-        """Return n if one of the n oldest pending steps calls for a rewind, else 0."""
-        if self._config.spike.action != "rewind":
-            return 0
-        new = self._pending[self._evaluate : n]
-        self._evaluate = max(self._evaluate, n)
-        return n if any(int(reading.metrics.detection.cause) == LOSS for reading in new) else 0
+        return jax.device_get(taken)
 
     def calls_for_rewind(self, readings: list[StepMetrics]) -> StepMetrics | None:
         """Return the first step that does. A gradient norm alone, clipped as it is, does not, and a
@@ -79,18 +69,15 @@ class MetricsBuffer:
         )
 
 
-class CorpusLosses:
-    """Mean losses of the rows of each corpus."""
+def corpus_means(
+    names: Sequence[str], batches: Sequence[tuple[np.ndarray, np.ndarray]]
+) -> dict[str, float | None]:
+    """Return the mean loss of each corpus over (corpus, loss) of the rows of some batches.
 
-    def __init__(self, n_corpora: int):
-        self._sums = np.zeros((2, n_corpora))  # of losses, and of rows
-
-    def add(self, corpora: np.ndarray, row_losses: np.ndarray) -> None:
-        """Count rows in, given the number of the corpus of each."""
-        for sums, weights in zip(self._sums, (np.float64(row_losses), None), strict=True):
-            sums += np.bincount(corpora, weights, minlength=len(sums))
-
-    def means(self) -> list[float | None]:
-        """Return the mean of each corpus; None for one that no row came from."""
-        losses, rows = self._sums
-        return [float(loss / n) if n else None for loss, n in zip(losses, rows, strict=True)]
+    It is None for a corpus that no row came from.
+    """
+    n = len(names)
+    sums = sum(np.bincount(corpora, np.float64(losses), n) for corpora, losses in batches)
+    rows = sum(np.bincount(corpora, minlength=n) for corpora, _ in batches)
+    means = zip(names, sums, rows, strict=True)
+    return {name: float(loss / count) if count else None for name, loss, count in means}

@@ -1,16 +1,16 @@
 """Records and lines of what happens in a run, on process 0."""
 
 import contextlib
-import functools
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 
 from jaxgpt.cluster.process_group import ProcessGroup
 from jaxgpt.data.loader import Loader
+from jaxgpt.optim import learning_rate_schedule
 from jaxgpt.perf.flops import Rates, StepTimer, flops_per_token, peak_flops
 from jaxgpt.perf.memory import memory_in_use
 from jaxgpt.perf.startup import Startup, startup_line, startup_values, summary
@@ -31,7 +31,7 @@ from jaxgpt.tracking.records import (
 )
 from jaxgpt.train.functions import StepFunctions
 from jaxgpt.train.reporting.header import header_lines
-from jaxgpt.train.reporting.metrics import CorpusLosses, StepMetrics
+from jaxgpt.train.reporting.metrics import StepMetrics, corpus_means
 from jaxgpt.train.reporting.step_metrics import STEP_METRICS, Metrics
 from jaxgpt.train.run_directory import Run
 
@@ -53,12 +53,6 @@ class Reporter:
         self._skipped = self._nonfinite = 0
         self._gathers_host_times = cluster.size > 1 and jax.default_backend() != "cpu"
         self._host_seconds: list[float] = []  # of each process, if they are gathered
-
-    @functools.cached_property
-    def _learning_rate(self) -> Callable[[int], Any]:
-        from jaxgpt.optim import learning_rate_schedule
-
-        return learning_rate_schedule(self._config.optimizer)
 
     def log_header(self, facts: dict[str, Any], warnings: Sequence[str]) -> None:
         """Log what is going to run, and on what; write cluster.json."""
@@ -85,15 +79,6 @@ class Reporter:
         """Print a line, and keep it in train.log."""
         self._console.info(text)
 
-    def resumed(self, mesh: str) -> None:
-        """Say from which checkpoint the run goes on, if from one, and on which mesh."""
-        run = self._run
-        if run.resume_step is not None:
-            self.info(
-                f"resumed from step {run.resume_step}: mesh {run.resume_meta['mesh']} on "
-                f"{run.resume_meta['processes']} processes -> {mesh} on {self._cluster.size}"
-            )
-
     def start(self, loader: Loader) -> None:
         """Keep the configuration and start the clock: the first step is next."""
         if self._enabled:
@@ -110,7 +95,7 @@ class Reporter:
         self._timer = StepTimer()
         self._began = time.perf_counter(), self._run.resume_step or 0
         self._corpora: dict[int, Any] = {}  # of steps whose losses are not known yet
-        self._corpus_losses = CorpusLosses(len(self._loader.names))
+        self._corpus_rows: list[tuple[Any, Any]] = []  # corpus and loss of rows since the last line
 
     def waiting(self, what: str) -> contextlib.AbstractContextManager[None]:
         """Count the time in a block as waiting for `data` or for a `device`."""
@@ -145,7 +130,7 @@ class Reporter:
             self._log_known(reading)
         if metrics is None:
             self._skipped += 1
-            lr = float(self._learning_rate(step))
+            lr = float(learning_rate_schedule(self._config.optimizer)(step))
             values = {"loss": None, "grad_norm": None, "lr": lr, **self._rates.of(None)}
             corpora = None
         elif is_first or step % train.log_interval == 0 or step == train.max_iters:
@@ -154,35 +139,28 @@ class Reporter:
             corpora = self._by_corpus(step)
         else:
             return
-        tokens = self._run.consumed_tokens(step)
-        skipped = metrics is None
-        self.log(
-            TrainRecord(
-                step=step, values=values, consumed_tokens=tokens, skipped=skipped, corpora=corpora
-            )
-        )
+        common = {"consumed_tokens": self._run.consumed_tokens(step), "skipped": metrics is None}
+        self.log(TrainRecord(step=step, values=values, corpora=corpora, **common))
 
     def _log_known(self, reading: StepMetrics) -> None:
         self._nonfinite += CAUSES[int(reading.metrics.detection.cause)] == "nonfinite"
         self.log(self._spike_record(reading))
         if reading.step in self._corpora:
             corpora = self._corpora.pop(reading.step)
-            self._corpus_losses.add(corpora, reading.metrics.row_losses)
+            self._corpus_rows.append((corpora, reading.metrics.row_losses))
 
     def _measured(self, step: int) -> dict[str, float | None]:
         """Return rates, waiting, memory, counts and the time left, after a logged step."""
         dt, data_wait = self._timer.lap()
         used, peak = memory_in_use() or (None, None)
         began, first = self._began
-        left = None
+        left, slowest, hosts = None, {}, self._host_seconds
         if step > first:
             pace = (time.perf_counter() - began) / (step - first)
             left = pace * (self._config.train.max_iters - step)
-        hosts = self._host_seconds
-        mean = sum(hosts) / len(hosts) if hosts else 0.0
-        slowest = {"slowest_over_mean": max(hosts) / mean} if mean > 0 else {}
-        if slowest:
-            slowest["slowest_rank"] = hosts.index(max(hosts))
+        if hosts and (mean := sum(hosts) / len(hosts)) > 0:
+            most = max(hosts)
+            slowest = {"slowest_over_mean": most / mean, "slowest_rank": hosts.index(most)}
         return {
             **self._rates.of(dt),
             "data_wait": data_wait,
@@ -199,12 +177,9 @@ class Reporter:
         names = self._loader.names
         if len(names) == 1:
             return None
-        tokens, means = self._run.corpus_tokens(self._loader, step), self._corpus_losses.means()
-        self._corpus_losses = CorpusLosses(len(names))
-        return {
-            name: {"tokens": tokens[name], "loss": loss}
-            for name, loss in zip(names, means, strict=True)
-        }
+        tokens = self._run.corpus_tokens(self._loader, step)
+        means, self._corpus_rows = corpus_means(names, self._corpus_rows), []
+        return {name: {"tokens": tokens[name], "loss": loss} for name, loss in means.items()}
 
     def spike(self, reading: StepMetrics) -> dict[str, Any] | None:
         """Return the record of a step that is a spike, on process 0."""
@@ -250,11 +225,9 @@ class Reporter:
         path = f"{self._run.directory}/checkpoints/{step}"
         self.log(CheckpointRecord(step=step, path=path, seconds=seconds))
 
-    @contextlib.contextmanager
-    def between_steps(self, pending: Any) -> Iterator[None]:
+    def between_steps(self, pending: Any) -> contextlib.AbstractContextManager[None]:
         """Leave out the work in this block from the time of steps."""
-        with self._timer.excluded(pending):
-            yield
+        return self._timer.excluded(pending)
 
     def progress(self, step: int) -> None:
         self._console.progress(step)
