@@ -1,8 +1,7 @@
 """A process as its launcher describes it: environment variables, read without side effects.
 
 Names are those of MPICH's and Intel MPI's Hydra (PMI_*, MPI_LOCALRANKID), Open MPI
-(OMPI_COMM_WORLD_*), PMIx, Cray PALS, Slurm's srun (https://slurm.schedmd.com/srun.html) and
-torchrun (RANK, WORLD_SIZE, MASTER_ADDR).
+(OMPI_COMM_WORLD_*), PMIx, Cray PALS, Slurm's srun (https://slurm.schedmd.com/srun.html), torchrun.
 """
 
 import os
@@ -48,8 +47,6 @@ class Launch:
     rank: int = 0
     size: int | None = 1
     """None where only MPI knows."""
-    local_rank: int | None = None
-    """Rank among the processes of this host; None where it is not said."""
     address: str | None = None
     """host:port at which process 0 can be found, where it is known."""
 
@@ -65,22 +62,24 @@ def find_launch(environ: Mapping[str, str]) -> Launch:
         UsageError: if variables contradict each other or are no numbers.
     """
     if RANK in environ or SIZE in environ:
-        return _explicit(environ)
+        address = environ.get(COORDINATOR, "")
+        return _over_tcp(environ, "by hand", RANK, SIZE, COORDINATOR, address)
     if "TORCHELASTIC_RUN_ID" in environ:
         return _torchrun(environ)
-    step = environ.get("SLURM_STEP_ID", environ.get("SLURM_STEPID"))
-    in_shell = step is not None and _is_pseudo_step(step)
+    step = environ.get("SLURM_STEP_ID", "")
+    in_step = step.isdecimal() and int(step) not in SLURM_PSEUDO_STEPS
     by_srun = started_by_srun(environ)
-    with_pmi2 = by_srun and not in_shell and environ.get("SLURM_MPI_TYPE") == "pmi2"
-    if with_pmi2 and _begins_on_first_host(environ):
+    is_arbitrary = environ.get("SLURM_DISTRIBUTION", "").startswith("arbitrary")
+    knows_rank0 = not is_arbitrary and "SLURM_HET_SIZE" not in environ
+    if by_srun and in_step and knows_rank0 and environ.get("SLURM_MPI_TYPE") == "pmi2":
         # Without MPI: Slurm 22.05 reads PMI's lines in pieces of 1,024 bytes, and those of
         # MPICH 5 can be longer, upon which both wait for ever.
         return replace(slurm_step(environ), launcher=SLURM_WITH_PMI)
-    if not (in_shell and by_srun):  # some sites give that shell MPI's variables
+    if in_step or not by_srun:  # some sites give a shell on a node MPI's variables
         for variable, size, launcher in MPI_LAUNCHERS:
             if variable in environ:
                 return _mpi(environ, variable, size, launcher)
-    if step is not None and "SLURM_PROCID" in environ and not in_shell:
+    if in_step and "SLURM_PROCID" in environ:
         return slurm_step(environ)
     if "RANK" in environ and "WORLD_SIZE" in environ:
         return _torchrun(environ)
@@ -95,80 +94,6 @@ def rank_from_env() -> int:
         return 0
 
 
-def _begins_on_first_host(environ: Mapping[str, str]) -> bool:
-    """Return whether process 0 is where `slurm_step` takes it to be."""
-    is_arbitrary = environ.get("SLURM_DISTRIBUTION", "").startswith("arbitrary")
-    return not is_arbitrary and "SLURM_HET_SIZE" not in environ
-
-
-def slurm_step(environ: Mapping[str, str]) -> Launch:
-    """Describe a process that srun started, by Slurm's variables alone.
-
-    Process 0 runs on the step's first host, but of steps of several components and of arbitrary
-    distributions (there, JAXGPT_COORDINATOR is needed). Its port follows from the job and the
-    step, below the ports that systems hand out by themselves.
-    """
-    size = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environ else "SLURM_NTASKS"
-    rank, n_processes = _rank_and_size(environ, "SLURM_PROCID", size)
-    key = next((k for k in ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST") if k in environ), None)
-    hosts = expand_node_list(environ[key], key) if key else ("127.0.0.1",)
-    job = environ.get("SLURM_JOB_ID", ""), environ.get("SLURM_STEP_ID", "")
-    port = 16384 + zlib.crc32(".".join(job).encode()) % 16000
-    host = "127.0.0.1" if len(hosts) == 1 else fast_name(hosts[0], environ)
-    if environ.get(COORDINATOR):
-        check_address(COORDINATOR, environ[COORDINATOR])
-    return Launch(
-        launcher="Slurm",
-        variable=f"SLURM_PROCID={rank}",
-        through="tcp" if n_processes > 1 else None,
-        rank=rank,
-        size=n_processes,
-        local_rank=_number(environ, "SLURM_LOCALID"),
-        address=environ.get(COORDINATOR) or f"{host}:{port}",
-    )
-
-
-def fast_name(host: str, environ: Mapping[str, str]) -> str:
-    """Return a host's name on the high-speed network of a known machine; elsewhere its name."""
-    machine = find_machine(host, environ)
-    return high_speed_name(machine, host) if machine else host
-
-
-def _explicit(environ: Mapping[str, str]) -> Launch:
-    rank, size = _rank_and_size(environ, RANK, SIZE)
-    address = environ.get(COORDINATOR, "")
-    if size > 1 and not address:
-        raise UsageError(
-            f"{COORDINATOR}: is not set; {SIZE}={size} processes need it, such as node001:29500"
-        )
-    if size > 1:
-        check_address(COORDINATOR, address)
-    return Launch(
-        launcher="by hand",
-        variable=f"{RANK}={rank}",
-        through="tcp" if size > 1 else None,
-        rank=rank,
-        size=size,
-        address=address or None,
-    )
-
-
-def _mpi(environ: Mapping[str, str], variable: str, size: str | None, launcher: str) -> Launch:
-    if started_by_srun(environ):
-        launcher, size = SLURM_WITH_PMI, "SLURM_STEP_NUM_TASKS"
-    elif any(name.startswith("I_MPI_HYDRA") for name in environ):
-        launcher = "Intel MPI"
-    rank = _number(environ, variable) or 0
-    n_processes = _number(environ, size) if size else None
-    return Launch(
-        launcher=launcher,
-        variable=f"{variable}={environ[variable]}",
-        through="mpi",
-        rank=0 if variable == "MPI_LOCALRANKID" else rank,
-        size=n_processes,
-    )
-
-
 def started_by_srun(environ: Mapping[str, str]) -> bool:
     """Return whether srun started this process itself, and not an mpiexec that srun started."""
     names = ("PMI_RANK", "PMIX_RANK", "PALS_RANKID")
@@ -181,26 +106,72 @@ def started_by_srun(environ: Mapping[str, str]) -> bool:
     )
 
 
+def slurm_step(environ: Mapping[str, str]) -> Launch:
+    """Describe a process that srun started, by Slurm's variables alone.
+
+    Process 0 runs on the step's first host, but of steps of several components and of arbitrary
+    distributions (there, JAXGPT_COORDINATOR is needed). Its port follows from the job and the
+    step, below the ports that systems hand out by themselves.
+    """
+    size = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environ else "SLURM_NTASKS"
+    address = environ.get(COORDINATOR)
+    if not address:
+        lists = [k for k in ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST") if k in environ]
+        hosts = expand_node_list(environ[lists[0]], lists[0]) if lists else ()
+        host = high_speed_name(find_machine(hosts[0], environ), hosts[0]) if hosts[1:] else ""
+        step = f"{environ.get('SLURM_JOB_ID', '')}.{environ.get('SLURM_STEP_ID', '')}"
+        address = f"{host or '127.0.0.1'}:{16384 + zlib.crc32(step.encode()) % 16000}"
+    return _over_tcp(environ, "Slurm", "SLURM_PROCID", size, COORDINATOR, address)
+
+
 def _torchrun(environ: Mapping[str, str]) -> Launch:
-    rank, size = _rank_and_size(environ, "RANK", "WORLD_SIZE")
-    host, port = environ.get("MASTER_ADDR"), environ.get("MASTER_PORT")
-    if size > 1 and not (host and port):
+    address = f"{environ.get('MASTER_ADDR', '')}:{environ.get('MASTER_PORT', '')}"
+    key = "MASTER_ADDR:MASTER_PORT"
+    launch = _over_tcp(environ, "RANK and WORLD_SIZE", "RANK", "WORLD_SIZE", key, address)
+    if launch.through and environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        host, _, port = address.rpartition(":")
+        return replace(launch, address=f"{host}:{int(port) + 1}")  # torchrun listens at the port
+    return launch
+
+
+def _over_tcp(
+    environ: Mapping[str, str],
+    launcher: str,
+    rank_key: str,
+    size_key: str,
+    address_key: str,
+    address: str,
+) -> Launch:
+    rank, size = _number(environ, rank_key), _number(environ, size_key)
+    if rank is None or size is None or rank >= size:
         raise UsageError(
-            f"WORLD_SIZE={size}: without MASTER_ADDR and MASTER_PORT the processes cannot find "
-            f"each other; set both, or unset RANK and WORLD_SIZE for a single process"
+            f"{rank_key}={environ.get(rank_key, '')}, {size_key}={environ.get(size_key, '')}: must "
+            "be a rank and a number of processes that is larger; set both, or neither"
         )
     if size > 1:
-        check_address("MASTER_ADDR:MASTER_PORT", f"{host}:{port}")
-        if environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-            port = str(int(port) + 1)  # torchrun itself listens at the port
+        check_address(address_key, address)
     return Launch(
-        launcher="RANK and WORLD_SIZE",
-        variable=f"RANK={rank}",
+        launcher=launcher,
+        variable=f"{rank_key}={rank}",
         through="tcp" if size > 1 else None,
         rank=rank,
         size=size,
-        local_rank=_number(environ, "LOCAL_RANK"),
-        address=f"{host}:{port}" if size > 1 else None,
+        address=address,
+    )
+
+
+def _mpi(environ: Mapping[str, str], variable: str, size: str | None, launcher: str) -> Launch:
+    if started_by_srun(environ):
+        launcher, size = SLURM_WITH_PMI, "SLURM_STEP_NUM_TASKS"
+    elif any(name.startswith("I_MPI_HYDRA") for name in environ):
+        launcher = "Intel MPI"
+    rank = _number(environ, variable) or 0
+    return Launch(
+        launcher=launcher,
+        variable=f"{variable}={rank}",
+        through="mpi",
+        rank=0 if variable == "MPI_LOCALRANKID" else rank,
+        size=_number(environ, size),
     )
 
 
@@ -212,29 +183,14 @@ def check_address(key: str, address: str) -> None:
     """
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 65536:
-        raise UsageError(f"{key}={address}: must be host:port, such as node001:29500")
+        raise UsageError(
+            f"{key}={address}: must be host:port, such as node001:29500, at which processes meet; "
+            "a single process needs no rank and size"
+        )
 
 
-def _is_pseudo_step(step: str) -> bool:
-    return not step.isdecimal() or int(step) in SLURM_PSEUDO_STEPS
-
-
-def _rank_and_size(environ: Mapping[str, str], rank: str, size: str) -> tuple[int, int]:
-    values = _number(environ, rank), _number(environ, size)
-    for given, missing in ((rank, size), (size, rank)):
-        if _number(environ, missing) is None:
-            raise UsageError(
-                f"{given}={environ.get(given)}: {missing} is not set; set both, or neither"
-            )
-    if not 0 <= values[0] < values[1]:
-        raise UsageError(f"{rank}={values[0]}: must be at least 0 and less than {size}={values[1]}")
-    return values
-
-
-def _number(environ: Mapping[str, str], key: str) -> int | None:
-    value = environ.get(key)
-    if value is None:
-        return None
-    if not value.isdecimal():
+def _number(environ: Mapping[str, str], key: str | None) -> int | None:
+    value = environ.get(key) if key else None
+    if value is not None and not value.isdecimal():
         raise UsageError(f"{key}={value}: must be a whole number, as a launcher sets it")
-    return int(value)
+    return value and int(value)

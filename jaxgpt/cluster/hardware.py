@@ -30,21 +30,15 @@ PLUGINS = {
 
 def accelerator_expected() -> bool:
     """Return whether JAX will find something other than CPUs here, without importing JAX."""
-    platforms = os.environ.get("JAX_PLATFORMS", "")
-    if platforms:
+    if platforms := os.environ.get("JAX_PLATFORMS"):
         return platforms != "cpu"
-    return any(
-        glob.glob(pattern)
-        for plugin in metadata.entry_points(group="jax_plugins")
-        for pattern in _device_files(plugin.name)
-    )
-
-
-def _device_files(plugin: str) -> tuple[str, ...]:
-    known = (found for part, found in PLUGINS.items() if part in plugin)
-    files, hiding = next(known, (DEVICE_FILES, {}))
-    hidden = any(os.environ.get(name) in words for name, words in hiding.items())
-    return () if hidden else files
+    for plugin in metadata.entry_points(group="jax_plugins"):
+        known = (row for part, row in PLUGINS.items() if part in plugin.name)
+        files, hiding = next(known, (DEVICE_FILES, {}))
+        hidden = any(os.environ.get(name) in values for name, values in hiding.items())
+        if not hidden and any(map(glob.glob, files)):
+            return True
+    return False
 
 
 def count_accelerators() -> int:
@@ -61,11 +55,7 @@ def own_cpus() -> tuple[int, ...]:
 
 
 def lock_file(file: TextIO) -> Literal["locked", "taken", "unsupported"]:
-    """Lock an open, writable file for this process until it is closed.
-
-    Returns:
-        `taken` if another process has the lock, `unsupported` if the file system has no locks.
-    """
+    """Lock an open, writable file until it is closed, unless another process has the lock."""
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
@@ -74,11 +64,7 @@ def lock_file(file: TextIO) -> Literal["locked", "taken", "unsupported"]:
 
 
 def raise_open_file_limit(wanted: int) -> int:
-    """Let this process open `wanted` files, or as many as the system permits.
-
-    Returns:
-        The limit that holds now, at most `wanted` if it was raised.
-    """
+    """Let this process open `wanted` files, or as many as the system permits; return how many."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= wanted:
         return wanted

@@ -1,9 +1,9 @@
 """The hosts of a job: host files, Slurm's node lists, and addresses that reach them."""
 
+import contextlib
 import itertools
 import re
 import socket
-import time
 from collections.abc import Mapping
 
 from jaxgpt.config import UsageError
@@ -16,27 +16,21 @@ names each host once, or where there is no file.
 """
 
 HOST_FILES = ("PBS_NODEFILE", "COBALT_NODEFILE", "HOSTFILE")
-NODE_LISTS = ("SLURM_JOB_NODELIST", "SLURM_NODELIST")
 # A scheduler's own variable before one that a user may have set for another job.
-_VARIABLES = ("PBS_NODEFILE", *NODE_LISTS, "COBALT_NODEFILE", "HOSTFILE")
+_VARIABLES = ("PBS_NODEFILE", "SLURM_JOB_NODELIST", "SLURM_NODELIST", "COBALT_NODEFILE", "HOSTFILE")
 
-_HOST = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?")
-_LINE = re.compile(rf"(?P<host>{_HOST.pattern})(:(?P<slots>\d+))?(?P<words>(\s+[\w-]+=\S+)*)")
-_SLOTS = re.compile(r"(?<!\S)slots=(\d+)(?!\S)")
+_HOST = r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?"
+_LINE = re.compile(rf"(?P<host>{_HOST})(:(?P<slots>\d+)|(\s+(slots=(?P<words>\d+)|[\w-]+=\S+))*)")
 
 
 def job_hosts(environ: Mapping[str, str], file: str | None = None) -> tuple[Hosts, str]:
-    """Find the hosts of this job.
+    """Find the hosts of this job, and the variable that named them, or `--hosts`, or `this host`.
 
     A PBS node file is often only on the first host of the job: in a job that runs already, ask
     on process 0.
 
     Args:
-        environ: the environment of a process of the job, such as `os.environ`.
         file: a host file that the user gave; it comes before everything else.
-
-    Returns:
-        The hosts, and the variable that named them, or `--hosts`, or `this host`.
 
     Raises:
         UsageError: if a host file cannot be read, or it or a node list is malformed.
@@ -46,9 +40,9 @@ def job_hosts(environ: Mapping[str, str], file: str | None = None) -> tuple[Host
     variable = next((v for v in _VARIABLES if environ.get(v)), None)
     if variable is None:
         return {socket.gethostname(): None}, "this host"
-    if variable in NODE_LISTS:
-        return dict.fromkeys(expand_node_list(environ[variable], variable)), variable
-    return read_host_file(environ[variable], variable), variable
+    if variable in HOST_FILES:
+        return read_host_file(environ[variable], variable), variable
+    return dict.fromkeys(expand_node_list(environ[variable], variable)), variable
 
 
 def read_host_file(path: str, option: str) -> Hosts:
@@ -57,11 +51,8 @@ def read_host_file(path: str, option: str) -> Hosts:
     Lines may repeat, as PBS writes one for each slot: the slots of a host add up. A short name
     and a full one are the same host; the first spelling is kept.
 
-    Args:
-        option: what gave the path, for the error: a variable's name or `--hosts`.
-
     Raises:
-        UsageError: if the file cannot be read, has no hosts, or a line is none of the above.
+        UsageError: naming `option`, if the file cannot be read, or is not a host file.
     """
     try:
         with open(path, errors="replace") as file:
@@ -78,17 +69,16 @@ def read_host_file(path: str, option: str) -> Hosts:
         if not line:
             continue
         match = _LINE.fullmatch(line)
-        count = match and (match["slots"] or (_SLOTS.findall(match["words"]) or [None])[0])
-        if match is None or count is not None and int(count) < 1:
+        count = match and (match["slots"] or match["words"])
+        if match is None or count and int(count) < 1:
             raise UsageError(
                 f"{option}={path}: line {number} is {line!r}; a line of a host file is a host, "
                 "host:4 or host slots=4"
             )
         alike = by_short_name.setdefault(match["host"].partition(".")[0].lower(), [])
-        host = next((h for h in alike if same_host(h, match["host"])), None)
-        counted = counted or count is not None or host is not None
-        if host is None:
-            host = match["host"]
+        host = next((h for h in alike if same_host(h, match["host"])), match["host"])
+        counted = counted or count is not None or host in slots
+        if host not in slots:
             alike.append(host)
         slots[host] = slots.get(host, 0) + int(count or 1)
     if not slots:
@@ -98,8 +88,8 @@ def read_host_file(path: str, option: str) -> Hosts:
 
 def same_host(a: str, b: str) -> bool:
     """Return whether two names mean one host: equal, or one is the other's short form."""
-    a, b = a.lower(), b.lower()
-    return a == b or b.startswith(a + ".") or a.startswith(b + ".")
+    a, b = a.lower() + ".", b.lower() + "."
+    return a.startswith(b) or b.startswith(a)
 
 
 def expand_node_list(text: str, variable: str = "SLURM_JOB_NODELIST") -> tuple[str, ...]:
@@ -117,7 +107,7 @@ def expand_node_list(text: str, variable: str = "SLURM_JOB_NODELIST") -> tuple[s
         parts = re.split(r"\[([^\[\]]*)\]", word)
         choices = [_numbers(p) if i % 2 else [p] for i, p in enumerate(parts)]
         expanded = ["".join(choice) for choice in itertools.product(*choices)]
-        if not expanded or not all(_HOST.fullmatch(name) for name in expanded):
+        if not expanded or not all(re.fullmatch(_HOST, name) for name in expanded):
             raise UsageError(
                 f"{variable}={text}: {word!r} in it is not a node list of Slurm's, such as "
                 "nid[001-003,007],login1; unset it where it is left over from another job"
@@ -131,30 +121,11 @@ def _numbers(ranges: str) -> list[str]:
     out: list[str] = []
     for word in ranges.split(","):
         match = re.fullmatch(r"(\d+)(?:-(\d+))?", word)
-        if match is None:
+        if match is None or int(match[2] or match[1]) < int(match[1]):
             return []
         first, last = match[1], match[2] or match[1]
-        if int(last) < int(first):
-            return []
         out += [str(n).zfill(len(first)) for n in range(int(first), int(last) + 1)]
     return out
-
-
-def connect_with_retries(address: str, timeout: float) -> socket.socket:
-    """Connect to host:port, which may not listen yet.
-
-    Raises:
-        OSError: the last error, after `timeout` seconds.
-    """
-    host, _, port = address.rpartition(":")
-    deadline = time.monotonic() + timeout
-    while True:
-        try:
-            return socket.create_connection((host.strip("[]"), int(port)), timeout=5)
-        except OSError:
-            if time.monotonic() > deadline:
-                raise
-            time.sleep(0.1)
 
 
 def address_towards(host: str) -> str:
@@ -180,12 +151,11 @@ def reachable_name() -> str:
     Some systems resolve their own name to a loopback address, which no other host can use.
     """
     name = socket.getfqdn()
-    try:
-        own = {entry[4][0] for entry in socket.getaddrinfo(name, None)}
-    except OSError:
-        own = set()
-    if own and not any(a.startswith("127.") or a == "::1" for a in own):
-        return name
+    with contextlib.suppress(OSError):  # a name that stands for nothing
+        if not any(
+            entry[4][0].startswith(("127.", "::1")) for entry in socket.getaddrinfo(name, None)
+        ):
+            return name
     try:
         return address_towards("10.255.255.255")  # any address outside: the default route
     except OSError:

@@ -11,7 +11,8 @@ Sources, all read in 2026:
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,15 +20,12 @@ class Machine:
     """Facts about a machine that a job on it needs."""
 
     name: str
-    """As its users write it."""
-    host_names: str | None
+    host_names: str | None = None
     """Regular expression of whole host names, short or full, in lower case; None where the names
     are those of other machines too."""
     variables: Mapping[str, str]
     """Environment variable -> regular expression in its value. Any one of them decides, before
     host names do."""
-    scheduler: str
-    """`PBS` or `Slurm`."""
     device: str
     """Key of `jaxgpt.perf.hardware.DEVICES`."""
     devices_per_host: int
@@ -35,17 +33,23 @@ class Machine:
     """Suffix of a short host name that means the host on the high-speed network; None where the
     plain name is good."""
     cpu_bind: str | None = None
-    """Value of PALS's `mpiexec --cpu-bind` for one process per device."""
+    """`list:` and the cores of each device, for PALS's `mpiexec --cpu-bind`."""
     cpus_per_host: int | None = None
     """Logical processors that Slurm gives out on a host."""
-    srun_options: tuple[str, ...] = field(default=())
+    srun_options: str = ""
     """With {cpus} and {devices} of one process to fill in."""
 
 
-def _alcf(name: str) -> dict[str, str]:
-    """Return PBS's names of a machine at ALCF: PBS_JOBID=123.aurora-pbs-0001.head..., and the login
-    host that qsub ran on."""
-    return {"PBS_JOBID": rf"^\d+(\[\d*\])?\.{name}-pbs", "PBS_O_HOST": rf"^{name}-"}
+def _alcf(name: str, nodes: str, **facts: Any) -> Machine:
+    """Return a machine at ALCF, where PBS_JOBID is 123.aurora-pbs-0001.head..., and PBS_O_HOST the
+    login host that qsub ran on."""
+    prefix = name.lower()
+    return Machine(
+        name=name,
+        host_names=rf"({nodes}|{prefix}-[\w-]+)(\..*\.(alcf\.anl\.gov|americas\.sgi\.com))?",
+        variables={"PBS_JOBID": rf"^\d+(\[\d*\])?\.{prefix}-pbs", "PBS_O_HOST": rf"^{prefix}-"},
+        **facts,
+    )
 
 
 # [ALCF] Aurora: twelve processes, six on each socket; cores 0 and 52 are the system's.
@@ -53,40 +57,28 @@ _AURORA_CPUS = "list:1-8:9-16:17-24:25-32:33-40:41-48:53-60:61-68:69-76:77-84:85
 
 MACHINES = (
     # [ALCF] racks x3001 to x3016, x3101 to x3112, x3201 to x3212 with nodes such as
-    # x3005c0s37b0n0; 4 A100 of 40 GB, 32 cores with 64 threads; "PyTorch": --cpu-bind depth -d 16.
-    # Suffix: [ezpz].
-    Machine(
-        name="Polaris",
-        host_names=(
-            r"(x3(00[1-9]|01[0-6]|[12]0[1-9]|[12]1[0-2])c0s\d+b[01]n0|polaris-[\w-]+)"
-            r"(\..*polaris\.alcf\.anl\.gov)?"
-        ),
-        variables=_alcf("polaris"),
-        scheduler="PBS",
+    # x3005c0s37b0n0; 4 A100 of 40 GB. Suffix: [ezpz].
+    _alcf(
+        "Polaris",
+        r"x3(00[1-9]|01[0-6]|[12]0[1-9]|[12]1[0-2])c0s\d+b[01]n0",
         device="a100",
         devices_per_host=4,
         high_speed_suffix=".hsn.cm.polaris.alcf.anl.gov",
-        cpu_bind="depth",
     ),
     # Polaris's test rack x3200 [ALCF], of the same nodes [ezpz]; users' logs show hosts such as
     # x3200c0s19b1n0.hsn.cm.sirius.alcf.anl.gov.
-    Machine(
-        name="Sirius",
-        host_names=r"(x3200c0s\d+b[01]n0|sirius-[\w-]+)(\..*sirius\.alcf\.anl\.gov)?",
-        variables=_alcf("sirius"),
-        scheduler="PBS",
+    _alcf(
+        "Sirius",
+        r"x3200c0s\d+b[01]n0",
         device="a100",
         devices_per_host=4,
         high_speed_suffix=".hsn.cm.sirius.alcf.anl.gov",
-        cpu_bind="depth",
     ),
     # [ALCF] nodes such as x4407c6s2b0n0, 6 PVC of 2 tiles; "PyTorch": MASTER_ADDR with this
     # suffix; "Running Jobs", example 4: this binding.
-    Machine(
-        name="Aurora",
-        host_names=r"(x4\d{3}c\ds\db\dn\d|aurora-[\w-]+)(\..*aurora\.alcf\.anl\.gov)?",
-        variables=_alcf("aurora"),
-        scheduler="PBS",
+    _alcf(
+        "Aurora",
+        r"x4\d{3}c\ds\db\dn\d",
         device="pvc",
         devices_per_host=12,
         high_speed_suffix=".hsn.cm.aurora.alcf.anl.gov",
@@ -94,21 +86,17 @@ MACHINES = (
     ),
     # Aurora's test machine, of the same nodes: [ezpz] binds both alike; its recorded jobs and
     # [ALCF] "Known Issues" name racks x1921 and x1922. (ALCF's Crux has x1000.)
-    Machine(
-        name="Sunspot",
-        host_names=r"(x192[12]c\ds\db\dn\d|sunspot-[\w-]+)(\..*)?",
-        variables=_alcf("sunspot"),
-        scheduler="PBS",
+    _alcf(
+        "Sunspot",
+        r"x192[12]c\ds\db\dn\d",
         device="pvc",
         devices_per_host=12,
         cpu_bind=_AURORA_CPUS,
     ),
     # [ALCF] 24 DGX A100, 22 of them with GPUs of 40 GB; Open MPI. Suffix: [ezpz].
-    Machine(
-        name="Sophia",
-        host_names=r"sophia-[\w-]+(\..*)?",
-        variables=_alcf("sophia"),
-        scheduler="PBS",
+    _alcf(
+        "Sophia",
+        r"sophia-[\w-]+",
         device="a100",
         devices_per_host=8,
         high_speed_suffix=".lab.alcf.anl.gov",
@@ -119,33 +107,21 @@ MACHINES = (
         name="Frontier",
         host_names=r"frontier\d+(\..*)?",
         variables={"LMOD_SYSTEM_NAME": "^frontier$", "SLURM_CLUSTER_NAME": "^frontier$"},
-        scheduler="Slurm",
         device="mi250x",
         devices_per_host=8,
         cpus_per_host=56,
-        srun_options=(
-            "--cpus-per-task={cpus}",
-            "--gpus-per-task={devices}",
-            "--gpu-bind=closest",
-        ),
+        srun_options="--cpus-per-task={cpus} --gpus-per-task={devices} --gpu-bind=closest",
     ),
     # [NERSC] nodes nid001234, as on other Cray machines; 4 A100, on most of 40 GB, and 64 cores
     # with 128 threads. [WarpX] -c 32 for four tasks, and no binding of GPUs: Slurm would hide
     # those of the other processes, and data could no longer go over NVLink.
     Machine(
         name="Perlmutter",
-        host_names=None,
         variables={"NERSC_HOST": "^perlmutter$", "SLURM_CLUSTER_NAME": "^perlmutter$"},
-        scheduler="Slurm",
         device="a100",
         devices_per_host=4,
         cpus_per_host=128,
-        srun_options=(
-            "--cpus-per-task={cpus}",
-            "--cpu-bind=cores",
-            "--gpus-per-node=4",
-            "--gpu-bind=none",
-        ),
+        srun_options="--cpus-per-task={cpus} --cpu-bind=cores --gpus-per-node=4 --gpu-bind=none",
     ),
 )
 
@@ -166,12 +142,12 @@ def find_machine(host_name: str, environ: Mapping[str, str]) -> Machine | None:
     return None
 
 
-def high_speed_name(machine: Machine, host: str) -> str:
+def high_speed_name(machine: Machine | None, host: str) -> str:
     """Return a host's name on the machine's high-speed network, from its short or full name.
 
     >>> high_speed_name(find_machine("x3005c0s37b0n0", {}), "x3005c0s37b0n0")
     'x3005c0s37b0n0.hsn.cm.polaris.alcf.anl.gov'
     """
-    if machine.high_speed_suffix is None:
+    if machine is None or machine.high_speed_suffix is None:
         return host
     return host.partition(".")[0] + machine.high_speed_suffix

@@ -11,23 +11,14 @@ from jaxgpt.cluster.environment import rank_from_env
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGALRM)  # that stop a run after a step
 
 
-def single_process(step: int, requested: bool) -> None:
-    """Return no agreement: there is nobody to agree with."""
-
-
 class StopSignal:
-    """SIGTERM, SIGINT or a time limit, turned into a step at which all processes stop.
-
-    >>> stop = StopSignal()  # installs the handlers
-    >>> stop.reached(1)      # once per step, on every process
-    False
-    """
+    """SIGTERM, SIGINT or a time limit, turned into a step at which all processes stop."""
 
     def __init__(
         self,
         time_limit_minutes: float | None = None,
         passed: float = 0.0,
-        sync_point: Callable[[int, bool], bool | None] = single_process,
+        sync_point: Callable[[int, bool], bool | None] = lambda step, requested: None,
     ):
         """Catch signals from now on.
 
@@ -43,15 +34,9 @@ class StopSignal:
         self._since = time.monotonic()
         for number in SIGNALS:
             signal.signal(number, self._receive)
-        atexit.register(self._ignore)
+        atexit.register(ignore_signals)
         if time_limit_minutes is not None and rank_from_env() == 0:
             signal.setitimer(signal.ITIMER_REAL, max(0.01, 60 * time_limit_minutes - passed))
-
-    @staticmethod
-    def _ignore() -> None:
-        """Ignore what comes when all is done: Python would go back to being killed."""
-        for number in SIGNALS:
-            signal.signal(number, signal.SIG_IGN)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
@@ -72,3 +57,9 @@ class StopSignal:
             return self.reason is not None
         self._forwarded |= requested
         return agreed
+
+
+def ignore_signals() -> None:
+    """Ignore what comes when all is done: Python would go back to being killed."""
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)

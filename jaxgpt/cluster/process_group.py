@@ -1,34 +1,19 @@
 """The processes of a job: who they are, and how they agree on something before JAX is up."""
 
 import contextlib
-import ctypes
 import json
 import os
 import socket
 import time
-from array import array
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from jaxgpt.cluster.environment import (
-    Launch,
-    SingleRankUsageError,
-    find_launch,
-    slurm_step,
-    started_by_srun,
-)
-from jaxgpt.cluster.hosts import reachable_name
-from jaxgpt.cluster.machines import Machine, find_machine, high_speed_name
+from jaxgpt.cluster.environment import Launch, find_launch, slurm_step, started_by_srun
+from jaxgpt.cluster.machines import Machine, find_machine
 from jaxgpt.cluster.shutdown import PeerLost
-from jaxgpt.cluster.transport import (
-    MpiTransport,
-    TcpTransport,
-    Transport,
-    arrival_limit,
-    lost_sentence,
-)
+from jaxgpt.cluster.transport import MpiTransport, TcpTransport, Transport, lost_sentence
 from jaxgpt.config import UsageError
 
 T = TypeVar("T")
@@ -64,7 +49,7 @@ class ProcessGroup:
     transport: Transport | None = None
     """Messages between the processes; None if there is but one."""
     on_close: contextlib.ExitStack = field(default_factory=contextlib.ExitStack, compare=False)
-    """Locks and the like, given up when the group is closed."""
+    """Connections, locks and the like, given up when the group is closed."""
 
     def __enter__(self) -> "ProcessGroup":
         return self
@@ -78,8 +63,6 @@ class ProcessGroup:
         MPI itself stays, as it cannot be started twice in a process.
         """
         self.on_close.close()
-        if self.transport is not None:
-            self.transport.close()
 
     @property
     def is_main(self) -> bool:
@@ -88,10 +71,7 @@ class ProcessGroup:
 
     def broadcast(self, value: Any) -> Any:
         """Return process 0's `value` (anything that JSON holds) on every process."""
-        if self.transport is None:
-            return value
-        message = json.dumps(value).encode() if self.is_main else b""
-        return json.loads(self.transport.allgather(message)[0])
+        return self.allgather(value if self.is_main else None)[0]
 
     def allgather(self, value: Any) -> list[Any]:
         """Return every process's `value` (anything that JSON holds) by rank, on every process."""
@@ -165,9 +145,11 @@ def join_process_group(timeout: float = INIT_TIMEOUT, launch: Launch | None = No
     """
     launch = launch or find_launch(os.environ)
     notes: tuple[str, ...] = ()
+    transport = library = None
     if launch.through == "mpi":
         try:
-            cluster = _over_mpi(launch, timeout)
+            transport = MpiTransport(launch, timeout)
+            library = transport.library
         except UsageError as error:
             if not started_by_srun(os.environ):
                 raise
@@ -175,107 +157,31 @@ def join_process_group(timeout: float = INIT_TIMEOUT, launch: Launch | None = No
             launch = slurm_step(os.environ)
             notes = (f"going on without MPI, by Slurm's variables: {error}",)
     if launch.through == "tcp":
-        cluster = _over_tcp(launch, timeout)
-    elif launch.through is None:
-        name = launch.launcher + (f" ({launch.variable})" if launch.variable else "")
-        cluster = ProcessGroup(launcher=name, host_names=(socket.gethostname(),))
-    machine = find_machine(socket.gethostname(), os.environ)
-    return replace(cluster, machine=machine, timeout=timeout, notes=notes)
-
-
-def coordinator_host(cluster: ProcessGroup) -> str:
-    """Return the name by which all reach process 0: loopback where they share its host."""
-    if cluster.local_size == cluster.size:
-        return "127.0.0.1"
-    if cluster.machine:
-        return high_speed_name(cluster.machine, socket.gethostname())
-    return reachable_name()
-
-
-def _over_mpi(launch: Launch, timeout: float) -> ProcessGroup:
-    """Join the job that MPI describes.
-
-    Raises:
-        UsageError: if MPI cannot be loaded, or sees the processes as separate jobs.
-    """
-    try:
-        import mpi4py
-
-        mpi4py.rc.initialize = False
-        from mpi4py import MPI
-    except (ImportError, RuntimeError) as error:
-        raise SingleRankUsageError(
-            f"{launch.variable}: an MPI launcher started this process but mpi4py cannot load an "
-            f"MPI library ({error}); pip install 'jaxgpt[mpi]' brings MPICH"
-        ) from None
-    library = MPI.Get_library_version().split("\n")[0].replace("\x00", "").strip()
-    # MPICH would abort in such a job; Open MPI makes each process a job of its own.
-    if launch.launcher == "Open MPI" and library.startswith(("MPICH", "Intel")):
-        raise _another_mpi(launch, library)
-    if not MPI.Is_initialized():
-        with arrival_limit(launch, timeout):
-            # mpi4py's own call would keep Python's lock, and no thread could watch the time.
-            ctypes.CDLL(MPI.__file__).MPI_Init(None, None)
-        import atexit
-
-        atexit.register(lambda: MPI.Is_finalized() or MPI.Finalize())
-    MPI.COMM_WORLD.Set_errhandler(MPI.ERRORS_RETURN)
-    comm = MPI.COMM_WORLD.Dup()
-    if comm.size == 1 and (launch.rank > 0 or (launch.size or 1) > 1):
-        raise _another_mpi(launch, library)
-    host = comm.Split_type(MPI.COMM_TYPE_SHARED)
-    first = array("i", [comm.rank])
-    host.Bcast(first, root=0)
-    local_rank, local_size = host.rank, host.size
-    host.Free()
-    cluster = ProcessGroup(
-        launcher=f"{launch.launcher} ({launch.variable}; {library})",
-        rank=comm.rank,
-        size=comm.size,
-        local_rank=local_rank,
-        local_size=local_size,
+        transport = TcpTransport(launch, timeout)
+    told = "; ".join(words for words in (launch.variable, library) if words)
+    host = socket.gethostname()
+    group = ProcessGroup(
+        launcher=f"{launch.launcher} ({told})" if told else launch.launcher,
+        rank=transport.rank if transport else 0,
+        size=transport.size if transport else 1,
+        machine=find_machine(host, os.environ),
         mpi_library=library,
-        transport=MpiTransport(comm),
+        timeout=timeout,
+        notes=notes,
+        transport=transport,
     )
-    found = cluster.allgather([first[0], socket.gethostname()])
+    if transport:
+        group.on_close.callback(transport.close)
+    places = [tuple(place) for place in group.allgather([host, _boot_id()])]
+    first = {place: rank for rank, place in reversed(list(enumerate(places)))}
+    hosts = tuple(first[place] for place in places)
+    here = hosts[group.rank]
     return replace(
-        cluster, hosts=tuple(f for f, _ in found), host_names=tuple(name for _, name in found)
-    )
-
-
-def _another_mpi(launch: Launch, library: str) -> UsageError:
-    """Return the error for a process whose mpi4py uses another MPI than its launcher."""
-    started = f"{launch.size} processes" if launch.size else "several processes"
-    # Where the launcher does not say how many there are, process 0 sees nothing wrong.
-    return (UsageError if launch.size else SingleRankUsageError)(
-        f"{launch.variable}: the launcher ({launch.launcher}) started {started}, but mpi4py uses "
-        f"{library}, in which each is a job of its own; start them with that MPI's mpiexec, or "
-        "install mpi4py for the launcher's MPI (pip install --no-binary mpi4py mpi4py)"
-    )
-
-
-def _over_tcp(launch: Launch, timeout: float) -> ProcessGroup:
-    """Join the job that the environment describes; the processes meet at `launch.address`."""
-    cluster = ProcessGroup(
-        launcher=f"{launch.launcher} ({launch.variable})",
-        rank=launch.rank,
-        size=launch.size,
-        transport=TcpTransport(launch, timeout),
-    )
-    here = [socket.gethostname(), _boot_id()]
-    found = cluster.allgather([*here, launch.local_rank])
-    everyone = [host for *host, _ in found]
-    mates = [rank for rank, host in enumerate(everyone) if host == here]
-    told = [found[rank][-1] for rank in mates]
-    position = mates.index(launch.rank)
-    if set(told) == set(range(len(mates))):  # two torchruns on a host count from 0 each
-        position = launch.local_rank
-    return replace(
-        cluster,
-        local_rank=position,
-        local_size=len(mates),
-        hosts=tuple(everyone.index(host) for host in everyone),
-        host_names=tuple(name for name, _ in everyone),
+        group,
+        local_rank=hosts[: group.rank].count(here),
+        local_size=hosts.count(here),
+        hosts=hosts,
+        host_names=tuple(name for name, _ in places),
     )
 
 

@@ -24,30 +24,27 @@ HUNG = 70  # ended by the watchdog (EX_SOFTWARE in sysexits.h)
 STOPPED = 75  # on a signal or a time limit, with a checkpoint saved (EX_TEMPFAIL in sysexits.h)
 
 POLL_SECONDS = 5  # between two looks at the failure board
+KEEP_SECONDS = POLL_SECONDS + 2  # that process 0 keeps the board, for the others to look at it
 PROPAGATION_SECONDS = 2 * POLL_SECONDS + 3  # by then the first to fail has ended the others
 RANK0_TIMEOUT = 20  # seconds after which process 0 counts as hung
 STDOUT, STDERR = 1, 2  # file descriptors
 
 
 class PeerLost(Exception):
-    """Another process ended or never came; without a text, the user has been told why."""
+    """Another process ended or never came; without a text, another process says why."""
 
 
 class FailureBoard(Protocol):
-    """A place, seen by all processes, where the first one to fail says so."""
+    """A place on process 0, seen by all processes, where the first one to fail says so."""
 
     rank: int
     """This process."""
 
-    def post(self, status: int) -> bool | None:
-        """Post this failure; False if another was first, None if the board is out of reach."""
+    def post(self, status: int) -> bool:
+        """Post this failure; False if another was first, or the board is out of reach."""
 
     def read(self) -> tuple[int, int] | None:
         """Return the rank and the exit status of the first to fail, None if nobody has."""
-
-
-def no_board() -> None:
-    """Return the failure board of a job whose processes are not connected."""
 
 
 def end_process(status: int) -> NoReturn:
@@ -57,7 +54,7 @@ def end_process(status: int) -> NoReturn:
 
 @contextlib.contextmanager
 def job_exit_handler(
-    find_board: Callable[[], FailureBoard | None] = no_board,
+    find_board: Callable[[], FailureBoard | None] = lambda: None,
 ) -> Iterator[None]:
     """Turn an exception of any process into the end of the whole job.
 
@@ -69,11 +66,10 @@ def job_exit_handler(
     Args:
         find_board: returns the job's failure board once its processes are connected.
     """
-    _open_what_is_closed()
+    _open_closed_streams()
     if isinstance(sys.stdout, io.TextIOWrapper):  # a character that it lacks is not worth a run
         sys.stdout.reconfigure(errors="replace")
     try:
-        _check_encoding(sys.argv)
         yield
         sys.stdout.flush()
     except SingleRankUsageError as error:
@@ -87,50 +83,76 @@ def job_exit_handler(
             print(f"error: {error}", file=sys.stderr, flush=True)
         raise SystemExit(BAD_USAGE) from None
     except KeyboardInterrupt:  # before training has begun, or the second of its kind
-        if "jax" in sys.modules and find_launch(os.environ).through is None:
+        if "jax" in sys.modules:  # XLA, interrupted in compiling, may crash at exit
             sys.stdout.flush()
-            end_process(128 + signal.SIGINT)  # XLA, interrupted in compiling, may crash at exit
+            end_process(128 + signal.SIGINT)
         raise SystemExit(128 + signal.SIGINT) from None
     except PeerLost as error:
         if find_board():  # one that failed says why, and ends this process
             time.sleep(PROPAGATION_SECONDS)
         if error.args:  # one that was killed does not
             print(f"error: {error}", file=sys.stderr, flush=True)
-        end_process(FAILED)  # what runs at exit would wait for the lost one
+        end_process(FAILED)
     except Exception as error:  # whatever ends this process is to end the others
         if find_launch(os.environ).through is not None:
             terminate_job(traceback.format_exc(), FAILED, find_board())
         if not (isinstance(error, BrokenPipeError) and _nobody_reads()):
             raise
-        os.dup2(os.open(os.devnull, os.O_WRONLY), STDOUT)  # for what Python writes at its end
+        _redirect_to_null(STDOUT)  # what Python writes at its end
         raise SystemExit(128 + signal.SIGPIPE) from None
 
 
-def _open_what_is_closed() -> None:
-    """Point closed stdout and stderr (`>&-`) at /dev/null.
+def terminate_job(
+    report: str, status: int, board: FailureBoard | None, until_abort: float = 1
+) -> NoReturn:
+    """End the job with `status`; print `report` unless another process failed first.
 
-    Otherwise the next file would get the descriptor, and all that libraries print.
+    Process 0 keeps the board, and may be the one that hangs: after `RANK0_TIMEOUT` without an
+    answer process 1 prints its own report, or if it does not either, the others theirs.
+
+    Args:
+        board: None if the processes are not connected.
+        until_abort: seconds in which the others of a connected job come to wait for this process,
+            and print no more.
     """
-    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= STDERR:
-        os.set_inheritable(descriptor, True)
-    os.close(descriptor)
-    sys.stdout = sys.stdout or os.fdopen(STDOUT, "w")
-    sys.stderr = sys.stderr or os.fdopen(STDERR, "w")
+
+    def end_unanswered() -> None:
+        if board and board.rank != 1:
+            time.sleep(PROPAGATION_SECONDS)  # process 1 speaks, and where MPI runs the job ends it
+        report_and_end()
+
+    def report_and_end() -> NoReturn:
+        print(report, file=sys.stderr, end="", flush=True)
+        abort_mpi(status)
+        if board and board.rank == 0:
+            time.sleep(KEEP_SECONDS)
+        end_process(status)
+
+    with contextlib.suppress(RuntimeError):  # there may be no room for another thread
+        threading.Timer(RANK0_TIMEOUT, end_unanswered).start()
+    with contextlib.suppress(BrokenPipeError):  # that nobody reads may be what it is about
+        sys.stdout.flush()
+    if board is None:
+        report_and_end()
+    if not board.post(status):
+        _redirect_to_null(STDOUT, STDERR)  # JAX prints at length where process 0 ends first
+        time.sleep(PROPAGATION_SECONDS)
+        end_process(status)
+    time.sleep(until_abort)
+    report_and_end()
 
 
-def _check_encoding(arguments: list[str]) -> None:
-    for argument in arguments:
-        try:
-            argument.encode()
-        except UnicodeEncodeError:
-            raise UsageError(f"{argument!r}: is not UTF-8; give it in that encoding") from None
+def abort_mpi(status: int) -> None:
+    """End the job with `status` where MPI runs it; return where it does not.
 
-
-def _nobody_reads() -> bool:
-    """Return whether stdout is a pipe without a reader."""
-    poll = select.poll()
-    poll.register(STDOUT, 0)
-    return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
+    Where processes only end, MPICH's mpiexec may give the status of one that it has killed.
+    """
+    mpi = sys.modules.get("mpi4py.MPI")
+    with_mpi = mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized()
+    if with_mpi and mpi.COMM_WORLD.size > 1:  # not alone in a world that was of no use
+        time.sleep(0.5)  # for the launcher to pass on what was printed
+        _redirect_to_null(STDOUT, STDERR)  # MPI would add a line of its own
+        mpi.COMM_WORLD.Abort(status)
 
 
 def watch_for_peer_failure(board: FailureBoard) -> None:
@@ -148,7 +170,7 @@ def watch_for_peer_failure(board: FailureBoard) -> None:
         if failure is None or failure[0] == board.rank:  # this one still has something to say
             return
         if board.rank == 0:
-            time.sleep(POLL_SECONDS + 2)  # it keeps the board, where the others look
+            time.sleep(KEEP_SECONDS)
         end_process(failure[1])
 
     thread = threading.Thread(target=watch, daemon=True)
@@ -157,70 +179,23 @@ def watch_for_peer_failure(board: FailureBoard) -> None:
     atexit.register(at_exit.set)  # runs first
 
 
-def terminate_job(
-    report: str, status: int, board: FailureBoard | None = None, until_abort: float = 1
-) -> NoReturn:
-    """End the job with `status`; print `report` unless another process failed first.
-
-    Process 0 keeps the board, and may be the one that hangs: after `RANK0_TIMEOUT` without an
-    answer process 1 prints its own report, or if it does not either, the others theirs.
-
-    Args:
-        board: None if the processes are not connected.
-        until_abort: seconds in which the others of a connected job come to wait for this process,
-            and print no more.
-    """
-    with contextlib.suppress(RuntimeError):  # there may be no room for another thread
-        threading.Timer(RANK0_TIMEOUT, _terminate_unanswered, [report, status, board]).start()
-    with contextlib.suppress(BrokenPipeError):  # that nobody reads may be what it is about
-        sys.stdout.flush()
-    is_first = board.post(status) if board else True
-    if not is_first:
-        if is_first is False:  # that one says why
-            _silence_output()
-        time.sleep(PROPAGATION_SECONDS)
-        end_process(status)
-    if board:
-        time.sleep(until_abort)
-    _print_and_abort(report, status)
-    if board and board.rank == 0:
-        time.sleep(POLL_SECONDS + 2)  # it keeps the board, where the others look
-    end_process(status)
+def _open_closed_streams() -> None:
+    """Point closed stdout and stderr (`>&-`) at /dev/null, or the next file gets their numbers."""
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= STDERR:
+        os.set_inheritable(descriptor, True)
+    os.close(descriptor)
+    sys.stdout = sys.stdout or os.fdopen(STDOUT, "w")
+    sys.stderr = sys.stderr or os.fdopen(STDERR, "w")
 
 
-def abort_mpi(status: int, after: float = 0) -> None:
-    """End the job with `status` where MPI runs it; return where it does not.
-
-    Where processes only end, MPICH's mpiexec may give the status of one that it has killed.
-
-    Args:
-        after: seconds for the launcher to pass on what was printed.
-    """
-    mpi = sys.modules.get("mpi4py.MPI")
-    with_mpi = mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized()
-    if with_mpi and mpi.COMM_WORLD.size > 1:  # not alone in a world that was of no use
-        time.sleep(after)
-        _silence_output()  # MPI would add a line of its own
-        mpi.COMM_WORLD.Abort(status)
-
-
-def _terminate_unanswered(report: str, status: int, board: FailureBoard | None) -> None:
-    if board and board.rank != 1:
-        time.sleep(PROPAGATION_SECONDS)  # process 1 speaks, and where MPI runs the job ends it
-    _print_and_abort(report, status)
-    end_process(status)
-
-
-def _print_and_abort(report: str, status: int) -> None:
-    print(report, file=sys.stderr, end="", flush=True)
-    abort_mpi(status, 0.5)
-
-
-def _silence_output() -> None:
-    """Send what this process prints to /dev/null, as another one says why the job ends.
-
-    JAX prints at length where process 0 ends before the launcher has ended the others.
-    """
+def _redirect_to_null(*descriptors: int) -> None:
     with open(os.devnull, "w") as nothing:
-        os.dup2(nothing.fileno(), STDOUT)
-        os.dup2(nothing.fileno(), STDERR)
+        for descriptor in descriptors:
+            os.dup2(nothing.fileno(), descriptor)
+
+
+def _nobody_reads() -> bool:
+    """Return whether stdout is a pipe without a reader."""
+    poll = select.poll()
+    poll.register(STDOUT, 0)
+    return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))

@@ -1,12 +1,11 @@
-"""Message passing between the processes of a job before JAX is up: over MPI, or over TCP.
+"""Message passing between the processes of a job before JAX is up: over MPI, or over TCP."""
 
-Both offer `allgather`: every process's message to every process.
-"""
-
+import atexit
 import contextlib
+import ctypes
+import itertools
 import json
 import os
-import selectors
 import socket
 import sys
 import threading
@@ -14,19 +13,20 @@ import time
 from array import array
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, BinaryIO, Protocol
 
-from jaxgpt.cluster.environment import Launch
+from jaxgpt.cluster.environment import Launch, SingleRankUsageError
 from jaxgpt.cluster.hardware import raise_open_file_limit
-from jaxgpt.cluster.hosts import connect_with_retries
 from jaxgpt.cluster.shutdown import FAILED, PeerLost, end_process
-
-Socket = socket.socket
+from jaxgpt.config import UsageError
 
 
 class Transport(Protocol):
+    rank: int
+    size: int
+
     def allgather(self, message: bytes) -> list[bytes]:
-        """Return every process's message, by rank, once all have given theirs."""
+        """Return every process's message, one line, by rank, once all have given theirs."""
 
     def lost_peers(self) -> list[int]:
         """Return the ranks of processes that this one was connected to, and that have ended."""
@@ -38,21 +38,57 @@ class Transport(Protocol):
 class MpiTransport:
     """Messages over MPI's world."""
 
-    def __init__(self, comm: Any):
-        self.comm = comm
+    def __init__(self, launch: Launch, timeout: float):
+        """Join the job that MPI describes.
+
+        Raises:
+            UsageError: if MPI cannot be loaded, or sees the processes as separate jobs.
+        """
+        try:
+            import mpi4py
+
+            mpi4py.rc.initialize = False
+            from mpi4py import MPI
+        except (ImportError, RuntimeError) as error:
+            raise SingleRankUsageError(
+                f"{launch.variable}: an MPI launcher started this process but mpi4py cannot load "
+                f"an MPI library ({error}); pip install 'jaxgpt[mpi]' brings MPICH"
+            ) from None
+        self.library = MPI.Get_library_version().split("\n")[0].replace("\x00", "").strip()
+        # MPICH would abort in a job of Open MPI's, which makes each process a job of its own.
+        fits = launch.launcher != "Open MPI" or not self.library.startswith(("MPICH", "Intel"))
+        if fits:
+            if not MPI.Is_initialized():
+                with arrival_limit(launch, timeout):
+                    # mpi4py's own call would keep Python's lock, and no thread could watch the time
+                    ctypes.CDLL(MPI.__file__).MPI_Init(None, None)
+                atexit.register(lambda: MPI.Is_finalized() or MPI.Finalize())
+            MPI.COMM_WORLD.Set_errhandler(MPI.ERRORS_RETURN)
+            self._comm = MPI.COMM_WORLD.Dup()
+            self.rank, self.size = self._comm.rank, self._comm.size
+            fits = self.size > 1 or (launch.rank == 0 and (launch.size or 1) == 1)
+        if not fits:
+            # Where the launcher does not say how many there are, process 0 sees nothing wrong.
+            raise (UsageError if launch.size else SingleRankUsageError)(
+                f"{launch.variable}: the launcher ({launch.launcher}) started "
+                f"{launch.size or 'several'} processes, but mpi4py uses {self.library}, in which "
+                "each is a job of its own; start them with that MPI's mpiexec, or install mpi4py "
+                "for the launcher's MPI (pip install --no-binary mpi4py mpi4py)"
+            )
 
     def allgather(self, message: bytes) -> list[bytes]:
-        lengths = array("q", [0] * self.comm.size)
-        self._wait(self.comm.Iallgather(array("q", [len(message)]), lengths))
-        everything = bytearray(sum(lengths))
-        self._wait(self.comm.Iallgatherv(message, [everything, lengths]))
-        return _split_messages(bytes(everything), lengths)
+        lengths = array("q", [0] * self.size)
+        self._wait(self._comm.Iallgather(array("q", [len(message)]), lengths))
+        gathered = bytearray(sum(lengths))
+        self._wait(self._comm.Iallgatherv(message, [gathered, lengths]))
+        ends = itertools.accumulate(lengths)
+        return [bytes(gathered[end - n : end]) for n, end in zip(lengths, ends, strict=True)]
 
     def lost_peers(self) -> list[int]:
         return []  # MPI's launcher ends a job that has lost a process
 
     def close(self) -> None:
-        self.comm.Free()  # MPI itself stays: it cannot be started twice
+        self._comm.Free()  # MPI itself stays: it cannot be started twice
 
     @staticmethod
     def _wait(request: Any) -> None:
@@ -73,106 +109,121 @@ class TcpTransport:
         Raises:
             PeerLost: if one does not.
         """
-        self._launch = launch
-        self._peers: dict[int, Socket] = {}
-        deadline = time.monotonic() + timeout
-        if launch.rank == 0:
-            try:
-                self._accept_peers(deadline, timeout)
-            except PeerLost:
-                self.close()
-                raise
-        else:
-            self._connect_to_rank0(timeout)
-        self.allgather(b"")  # nobody goes on before all are there
+        assert launch.address and launch.size
+        self.rank, self.size = launch.rank, launch.size
+        self._peers: dict[int, socket.socket] = {}
+        self._streams: dict[int, BinaryIO] = {}
+        try:
+            if self.rank == 0:
+                self._accept_peers(launch.address, timeout)
+            else:
+                peer = connect_to_rank0(launch.address, self.rank, timeout)
+                self._add(0, peer, peer.makefile("rwb"))
+                _send(self._streams[0], json.dumps([self.rank, self.size]).encode())
+            self.allgather(b"")  # nobody goes on before all are there
+        except PeerLost:
+            self.close()
+            raise
 
     def allgather(self, message: bytes) -> list[bytes]:
-        if self._launch.rank:
+        if self.rank:
             try:
-                _send(self._peers[0], message)
-                lengths = json.loads(_receive(self._peers[0]))
-                return _split_messages(_receive(self._peers[0]), lengths)
+                _send(self._streams[0], message)
+                return [_receive(self._streams[0]) for _ in range(self.size)]
             except OSError:  # process 0 has said why, if it could
                 time.sleep(1)
                 raise PeerLost from None
-        messages = {0: message}
-        for rank, peer in sorted(self._peers.items()):
+        messages = [message]
+        for rank in range(1, self.size):
             try:
-                messages[rank] = _receive(peer)
+                messages.append(_receive(self._streams[rank]))
             except OSError:
                 raise PeerLost(lost_sentence(rank)) from None
-        ordered = [messages[rank] for rank in range(len(messages))]
-        lengths = json.dumps([len(m) for m in ordered]).encode()
-        for peer in self._peers.values():
+        for stream in self._streams.values():
             with contextlib.suppress(OSError):  # noticed at the next exchange
-                _send(peer, lengths)
-                _send(peer, b"".join(ordered))
-        return ordered
+                _send(stream, b"\n".join(messages))
+        return messages
 
     def lost_peers(self) -> list[int]:
         return [rank for rank, peer in sorted(self._peers.items()) if _has_gone(peer)]
 
     def close(self) -> None:
+        for stream in self._streams.values():
+            with contextlib.suppress(OSError):  # what was not sent is for one that has gone
+                stream.close()
         for peer in self._peers.values():
             peer.close()
 
-    def _accept_peers(self, deadline: float, timeout: float) -> None:
+    def _accept_peers(self, address: str, timeout: float) -> None:
         """Accept the others, until all are there."""
-        launch = self._launch
-        raise_open_file_limit(launch.size + 100)  # one connection for each process
-        port = int(launch.address.rpartition(":")[2])
+        raise_open_file_limit(self.size + 100)  # one connection for each process
+        deadline = time.monotonic() + timeout
         try:
-            server = _listen(port)
+            server = _listen(int(address.rpartition(":")[2]))
         except OSError as error:
-            _say(
-                f"error: {launch.address}: process 0 cannot listen at port {port} "
-                f"({error.strerror}); set JAXGPT_COORDINATOR to another host:port for all processes"
-            )
-            raise PeerLost from None
-        with server, selectors.DefaultSelector() as ready:
-            ready.register(server, selectors.EVENT_READ)
-            while len(self._peers) + 1 < launch.size:
-                if not ready.select(deadline - time.monotonic()):
-                    arrived = {0, *self._peers}
-                    _say(missing_sentence(arrived, launch.size, timeout))
-                    raise PeerLost
-                peer, _ = server.accept()
-                peer.settimeout(10)
+            raise PeerLost(
+                f"{address}: process 0 cannot listen at this port ({error.strerror}); set "
+                "JAXGPT_COORDINATOR to another host:port for all processes"
+            ) from None
+        with server:
+            while len(self._peers) + 1 < self.size:
+                server.settimeout(max(0.001, deadline - time.monotonic()))
                 try:
-                    rank, size = map(int, json.loads(_receive(peer, limit=64)))
+                    peer, _ = server.accept()
+                except TimeoutError:
+                    raise PeerLost(
+                        missing_sentence({0, *self._peers}, self.size, timeout)
+                    ) from None
+                peer.settimeout(10)
+                stream = peer.makefile("rwb")
+                try:
+                    rank, size = map(int, json.loads(stream.readline(64)))
                 except (OSError, ValueError, TypeError):  # not one of ours
+                    stream.close()
                     peer.close()
                     continue
-                if size != launch.size or rank in self._peers or not 0 < rank < size:
-                    _say(
-                        f"error: a process came as rank {rank} of {size}, but this is a job of "
-                        f"{launch.size} processes with {len(self._peers) + 1} here already; each "
+                if size != self.size or rank in self._peers or not 0 < rank < size:
+                    stream.close()
+                    peer.close()
+                    raise PeerLost(
+                        f"a process came as rank {rank} of {size}, but this is a job of "
+                        f"{self.size} processes with {len(self._peers) + 1} here already; each "
                         "needs a rank of its own and the same size"
                     )
-                    peer.close()
-                    raise PeerLost
-                peer.settimeout(None)
-                _keep_alive(peer)
-                self._peers[rank] = peer
+                self._add(rank, peer, stream)
 
-    def _connect_to_rank0(self, timeout: float) -> None:
-        """Connect to process 0, which may not be up yet."""
-        launch = self._launch
-        try:
-            peer = connect_with_retries(launch.address, timeout)
-        except OSError as error:
-            _say(
-                f"error: process {launch.rank} of {launch.size}, on host {socket.gethostname()}, "
-                f"cannot reach process 0 at {launch.address} ({error}) within {timeout:.0f} s "
-                "(--init-timeout): it has not started, or the address is wrong"
-            )
-            raise PeerLost from None
-        # Longer than process 0 waits for the others, which it then names.
+    def _add(self, rank: int, peer: socket.socket, stream: BinaryIO) -> None:
+        """Keep a connection; the system notices within a minute that its host has vanished."""
         peer.settimeout(None)
         peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        _keep_alive(peer)
-        self._peers[0] = peer
-        _send(peer, json.dumps([launch.rank, launch.size]).encode())
+        peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for option, value in (("TCP_KEEPIDLE", 30), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 3)):
+            if hasattr(socket, option):  # Linux has them all
+                peer.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+        self._peers[rank] = peer
+        self._streams[rank] = stream
+
+
+def connect_to_rank0(address: str, rank: int, timeout: float) -> socket.socket:
+    """Connect to host:port of process 0, which may not listen yet.
+
+    Raises:
+        PeerLost: after `timeout` seconds.
+    """
+    host, _, port = address.rpartition(":")
+    deadline = time.monotonic() + timeout
+    while True:
+        try:
+            return socket.create_connection((host.strip("[]"), int(port)), timeout=5)
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise PeerLost(
+                    f"process {rank} on host {socket.gethostname()} cannot reach process 0 at "
+                    f"{address} ({error}) within {timeout:.0f} s (--init-timeout); if it has "
+                    "started, set JAXGPT_COORDINATOR=host:port to a name of its host that all "
+                    "hosts can reach"
+                ) from None
+            time.sleep(0.1)
 
 
 @contextlib.contextmanager
@@ -185,25 +236,29 @@ def arrival_limit(launch: Launch, timeout: float) -> Iterator[None]:
     done = threading.Event()
     patience = min(10.0, timeout / 2)  # longer than starts take, so that most leave no marks
     folder = _arrivals_folder()
+    mark = folder / str(launch.rank)
 
     def watch() -> None:
         if done.wait(patience):
             return
+        arrived = {launch.rank}
         with contextlib.suppress(OSError):
             folder.mkdir(parents=True, exist_ok=True)
-            (folder / str(launch.rank)).touch()
-        if done.wait(timeout - patience):
-            _clear(folder, launch.rank)
-            return
-        arrived = {launch.rank}
+            mark.touch()
+        missed = not done.wait(timeout - patience)
         with contextlib.suppress(OSError):
             recent = time.time() - timeout - 60  # and not of an earlier job of this name
             arrived |= {int(f.name) for f in folder.iterdir() if f.stat().st_mtime > recent}
-        if launch.rank == min(arrived):
-            _say(missing_sentence(arrived, launch.size, timeout))
-        time.sleep(2)  # the others look too
-        _clear(folder, launch.rank)
-        end_process(FAILED)
+        if missed and launch.rank == min(arrived):
+            error = missing_sentence(arrived, launch.size, timeout)
+            print(f"error: {error}", file=sys.stderr, flush=True)
+        if missed:
+            time.sleep(2)  # the others look too
+        with contextlib.suppress(OSError):
+            mark.unlink()
+            folder.rmdir()  # by the last one
+        if missed:
+            end_process(FAILED)
 
     threading.Thread(target=watch, daemon=True).start()
     try:
@@ -219,52 +274,33 @@ def lost_sentence(rank: int) -> str:
 def missing_sentence(arrived: set[int], size: int | None, timeout: float) -> str:
     """Return the error that names the processes which did not arrive.
 
-    >>> missing_sentence({0, 1, 3}, 4, 300)[:56]
-    'error: 3 of 4 processes arrived within 300 s (--init-tim'
+    >>> missing_sentence({0, 1, 3}, 4, 300)[:50]
+    '3 of 4 processes arrived within 300 s (--init-time'
     """
     of = f" of {size}" if size else ""
     missing = [str(rank) for rank in range(size or 0) if rank not in arrived]
     names = ", ".join(missing[:20]) + (" ..." if len(missing) > 20 else "")
     who = f"; missing: rank {names}" if missing else ""
     return (
-        f"error: {len(arrived)}{of} processes arrived within {timeout:.0f} s "
-        f"(--init-timeout){who}; look at the output and the host of what is missing, or give a "
-        "larger --init-timeout"
+        f"{len(arrived)}{of} processes arrived within {timeout:.0f} s (--init-timeout){who}; look "
+        "at the output and the host of what is missing, or give a larger --init-timeout"
     )
 
 
 def _arrivals_folder() -> Path:
-    """Return a folder of this job alone: by the job's name, or by its launcher's id."""
+    """Return a folder of this job alone: by the job's name, or by its launcher's process."""
     names = ("PALS_APID", "PMIX_NAMESPACE", "PMI_JOBID", "SLURM_JOB_ID", "PBS_JOBID")
     job = next((os.environ[n] for n in names if os.environ.get(n)), None)
     if job and "SLURM_STEP_ID" in os.environ:
         job += f".{os.environ['SLURM_STEP_ID']}"
-    job = job or f"{socket.gethostname()}-{_launcher_pid()}"
+    if job is None:  # Hydra starts each process in a session of its own
+        stat = Path(f"/proc/{os.getsid(0)}/stat")
+        launcher = stat.read_text().rpartition(")")[2].split()[1] if stat.exists() else ""
+        job = f"{socket.gethostname()}-{launcher}"
     return Path.home() / ".cache" / "jaxgpt" / "arrivals" / job.replace("/", "_")
 
 
-def _launcher_pid() -> int:
-    """Return the launcher's process on this host: the nearest ancestor without a rank."""
-    pid = os.getppid()
-    while pid > 1:
-        try:
-            environ = Path(f"/proc/{pid}/environ").read_bytes()
-            status = Path(f"/proc/{pid}/stat").read_text()
-        except OSError:
-            break
-        if b"MPI_LOCALRANKID=" not in environ and b"PMI_RANK=" not in environ:
-            break
-        pid = int(status.rpartition(")")[2].split()[1])
-    return pid
-
-
-def _clear(folder: Path, rank: int) -> None:
-    with contextlib.suppress(OSError):
-        (folder / str(rank)).unlink()
-        folder.rmdir()  # by the last one
-
-
-def _listen(port: int) -> Socket:
+def _listen(port: int) -> socket.socket:
     if socket.has_dualstack_ipv6():
         return socket.create_server(
             ("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=1024
@@ -272,15 +308,7 @@ def _listen(port: int) -> Socket:
     return socket.create_server(("", port), backlog=1024)
 
 
-def _keep_alive(peer: Socket) -> None:
-    """Let the system notice within a minute that the other host has vanished."""
-    peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for option, value in (("TCP_KEEPIDLE", 30), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 3)):
-        if hasattr(socket, option):  # Linux has them all
-            peer.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
-
-
-def _has_gone(peer: Socket) -> bool:
+def _has_gone(peer: socket.socket) -> bool:
     try:
         return peer.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) == b""
     except BlockingIOError:
@@ -289,41 +317,13 @@ def _has_gone(peer: Socket) -> bool:
         return True
 
 
-def _send(peer: Socket, message: bytes) -> None:
-    peer.sendall(len(message).to_bytes(8, "little") + message)
+def _send(stream: BinaryIO, message: bytes) -> None:
+    stream.write(message + b"\n")
+    stream.flush()
 
 
-def _receive(peer: Socket, limit: int | None = None) -> bytes:
-    """Return one message.
-
-    Raises:
-        OSError: if the other side has gone.
-        ValueError: if the message is longer than `limit` bytes.
-    """
-    length = int.from_bytes(_read(peer, 8), "little")
-    if limit is not None and length > limit:
-        raise ValueError(f"a message of {length} bytes")
-    return _read(peer, length)
-
-
-def _read(peer: Socket, n_bytes: int) -> bytes:
-    out = bytearray()
-    while len(out) < n_bytes:
-        piece = peer.recv(min(n_bytes - len(out), 1 << 20))
-        if not piece:
-            raise ConnectionError("the other side has gone")
-        out += piece
-    return bytes(out)
-
-
-def _split_messages(everything: bytes, lengths: Any) -> list[bytes]:
-    """Split messages that were strung together."""
-    out, start = [], 0
-    for length in lengths:
-        out.append(everything[start : start + length])
-        start += length
-    return out
-
-
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+def _receive(stream: BinaryIO) -> bytes:
+    line = stream.readline()
+    if not line.endswith(b"\n"):
+        raise ConnectionError("the other side has gone")
+    return line[:-1]

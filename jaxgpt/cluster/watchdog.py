@@ -8,15 +8,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from jaxgpt.cluster.shutdown import HUNG, terminate_job
+from jaxgpt.cluster.shutdown import HUNG
 
 
 class Watchdog:
     """Thread that ends the job with status 70 if `heartbeat` is not called for too long.
 
-    A process that waits for ever, for its device, another process or a file system, cannot notice
-    by itself: a thread does. In a job of several processes one that stops holds up all others, so
-    that each writes down where it is.
+    In a job of several processes one that stops holds up all others, so each writes down where it
+    is.
     """
 
     def __init__(
@@ -24,7 +23,7 @@ class Watchdog:
         minutes: float | None,
         directory: Path,
         rank: int,
-        terminate: Callable[[str, int], Any] = terminate_job,
+        terminate: Callable[[str, int], Any],
     ):
         """Watch from the first heartbeat on.
 

@@ -12,13 +12,12 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 from jaxgpt.cluster.environment import COORDINATOR, check_address
-from jaxgpt.cluster.hardware import (
-    accelerator_expected,
-)
-from jaxgpt.cluster.hosts import HOST_FILES, address_towards, connect_with_retries
-from jaxgpt.cluster.process_group import ProcessGroup, coordinator_host
-from jaxgpt.cluster.shutdown import PeerLost, terminate_job, watch_for_peer_failure
-from jaxgpt.cluster.transport import TcpTransport
+from jaxgpt.cluster.hardware import accelerator_expected
+from jaxgpt.cluster.hosts import HOST_FILES, address_towards, reachable_name
+from jaxgpt.cluster.machines import high_speed_name
+from jaxgpt.cluster.process_group import ProcessGroup
+from jaxgpt.cluster.shutdown import terminate_job, watch_for_peer_failure
+from jaxgpt.cluster.transport import TcpTransport, connect_to_rank0
 from jaxgpt.config import MeshShape, UsageError
 from jaxgpt.runtime.allocator import keep_freed_memory, reserve_gpu_memory
 from jaxgpt.runtime.devices import cpu_devices_per_process, local_device_ids
@@ -101,7 +100,8 @@ def _start_distributed(cluster: ProcessGroup, preemption: bool) -> str:
     coordinator = cluster.broadcast(cluster.run_on_all(_free_address, cluster))
     devices = local_device_ids(cluster)
     if cluster.rank:
-        await_coordinator(cluster, coordinator)
+        # JAX would abort with a stack trace if it cannot be reached.
+        connect_to_rank0(coordinator, cluster.rank, cluster.timeout).close()
     jax.distributed.initialize(
         coordinator,
         num_processes=cluster.size,
@@ -224,26 +224,6 @@ def describe(facts: dict[str, Any]) -> list[str]:
     ]
 
 
-def await_coordinator(cluster: ProcessGroup, address: str) -> None:
-    """Return when process 0 can be reached; JAX would abort with a stack trace if not.
-
-    Raises:
-        PeerLost: after `cluster.timeout` seconds, and a sentence for the user.
-    """
-    try:
-        connect_with_retries(address, cluster.timeout).close()
-    except OSError as error:
-        print(
-            f"error: process {cluster.rank} on host {platform.node()} cannot reach the "
-            f"coordinator at {address} ({error}) within {cluster.timeout:.0f} s "
-            "(--init-timeout); set JAXGPT_COORDINATOR=host:port to a name of process 0's "
-            "host that all hosts can reach",
-            file=sys.stderr,
-            flush=True,
-        )
-        raise PeerLost from None
-
-
 def outward_address(cluster: ProcessGroup, coordinator: str) -> str:
     """Return the address at which the others reach this host; loopback if there are none.
 
@@ -285,6 +265,12 @@ def _free_address(cluster: ProcessGroup) -> str | None:
     if os.environ.get(COORDINATOR):
         check_address(COORDINATOR, os.environ[COORDINATOR])
         return os.environ[COORDINATOR]
+    if cluster.local_size == cluster.size:
+        host = "127.0.0.1"
+    elif cluster.machine:
+        host = high_speed_name(cluster.machine, platform.node())
+    else:
+        host = reachable_name()
     with socket.socket() as s:
         s.bind(("", 0))
-        return f"{coordinator_host(cluster)}:{s.getsockname()[1]}"
+        return f"{host}:{s.getsockname()[1]}"

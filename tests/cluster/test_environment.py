@@ -142,12 +142,10 @@ def test_processes_of_srun_meet_on_the_first_host_of_the_step():
     host, port = launch.address.split(":")
     assert host == "nid001"
     assert 1024 < int(port) < 32768  # Linux gives out ports from 32768 on by itself
-    assert launch.local_rank == 0
     assert find_launch(STEP | {"SLURM_PROCID": "0"}).address == launch.address
     assert find_launch(STEP | {"SLURM_STEP_ID": "1"}).address != launch.address
-    on_one = STEP | {"SLURM_STEP_NODELIST": "nid004", "SLURM_LOCALID": "2"}
+    on_one = STEP | {"SLURM_STEP_NODELIST": "nid004"}
     assert find_launch(on_one).address.startswith("127.0.0.1:")
-    assert find_launch(on_one).local_rank == 2
 
 
 def test_only_what_srun_started_itself_can_do_without_mpi():
@@ -174,17 +172,17 @@ def test_torchruns_own_port_is_left_to_it():
 @pytest.mark.parametrize(
     ("environ", "words"),
     [
-        ({"JAXGPT_RANK": "0"}, "JAXGPT_RANK=0: JAXGPT_SIZE is not set"),
-        ({"JAXGPT_SIZE": "2"}, "JAXGPT_SIZE=2: JAXGPT_RANK is not set"),
+        ({"JAXGPT_RANK": "0"}, "JAXGPT_RANK=0, JAXGPT_SIZE=: .*set both"),
+        ({"JAXGPT_SIZE": "2"}, "JAXGPT_RANK=, JAXGPT_SIZE=2: .*set both"),
         ({"JAXGPT_RANK": "x", "JAXGPT_SIZE": "2"}, "JAXGPT_RANK=x: must be a whole number"),
-        ({"JAXGPT_RANK": "2", "JAXGPT_SIZE": "2"}, "JAXGPT_RANK=2: .* less than JAXGPT_SIZE=2"),
-        ({"JAXGPT_RANK": "0", "JAXGPT_SIZE": "2"}, "JAXGPT_COORDINATOR: is not set"),
+        ({"JAXGPT_RANK": "2", "JAXGPT_SIZE": "2"}, "JAXGPT_RANK=2, JAXGPT_SIZE=2: .*larger"),
+        ({"JAXGPT_RANK": "0", "JAXGPT_SIZE": "2"}, "JAXGPT_COORDINATOR=: must be host:port"),
         (
             {"JAXGPT_RANK": "0", "JAXGPT_SIZE": "2", "JAXGPT_COORDINATOR": "node1"},
             "JAXGPT_COORDINATOR=node1: must be host:port",
         ),
         ({"PMI_RANK": "one"}, "PMI_RANK=one"),
-        ({"RANK": "0", "WORLD_SIZE": "2"}, "WORLD_SIZE=2: without MASTER_ADDR and MASTER_PORT"),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, "MASTER_ADDR:MASTER_PORT=:: must be host:port"),
         (STEP | {"SLURM_STEP_NODELIST": "nid[001"}, r"SLURM_STEP_NODELIST=nid\[001"),
     ],
 )
