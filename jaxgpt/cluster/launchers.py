@@ -24,6 +24,7 @@ PASSED_ON = re.compile(
     r"|GLIBC_TUNABLES|MALLOC_\w*|LD_PRELOAD|(TF|UCX)_\w*"
     r"|PYTHON\w*|VIRTUAL_ENV|CONDA_PREFIX|(?i:\w+_proxy)|PBS_JOBID|PBS_O_HOST"
 )
+NO_ACCELERATORS = "no accelerator seen here: 1 on each host, --ppn P for more"
 
 
 @dataclass(frozen=True)
@@ -86,42 +87,27 @@ def place_processes(
             f"{option}: {per_host} processes on a host, and {named_by} has room for {slots}; give "
             "fewer, or ask the scheduler for more (PBS: mpiprocs)"
         )
-    _check_devices(option, per_host, machine, environ)
-    n = n or per_host * len(hosts)
-    if n > per_host * len(hosts):
-        raise UsageError(
-            f"-n={n}: is more than --ppn={per_host} processes on each of the {len(hosts)} hosts of "
-            f"{named_by}; give at most {per_host * len(hosts)}"
-        )
-    if n > per_host and n % per_host:
-        raise UsageError(
-            f"-n={n}: is not a multiple of --ppn={per_host}, so one host would have fewer "
-            "processes than the others; give one that is"
-        )
-    per_host = min(n, per_host)
-    file = host_file or (environ[named_by] if named_by in HOST_FILES else None)
-    return ProcessLayout(
-        hosts=tuple(hosts)[: n // per_host],
-        named_by=named_by,
-        host_file=file,
-        n_processes=n,
-        per_host=per_host,
-        reason=reason,
-        machine=machine,
-    )
-
-
-NO_ACCELERATORS = "no accelerator seen here: 1 on each host, --ppn P for more"
-
-
-def _check_devices(
-    option: str, per_host: int, machine: Machine | None, environ: Mapping[str, str]
-) -> None:
     if machine and per_host > machine.devices_per_host and _wants_accelerators(environ):
         raise UsageError(
             f"{option}: {per_host} processes on a host, and a {machine.name} host has "
             f"{machine.devices_per_host} devices; give at most that many, or set JAX_PLATFORMS=cpu"
         )
+    n = n or per_host * len(hosts)
+    if n > per_host * len(hosts) or (n > per_host and n % per_host):
+        raise UsageError(
+            f"-n={n}: must be a multiple of --ppn={per_host} and, on the {len(hosts)} hosts of "
+            f"{named_by}, at most {per_host * len(hosts)}"
+        )
+    per_host = min(n, per_host)
+    return ProcessLayout(
+        hosts=tuple(hosts)[: n // per_host],
+        named_by=named_by,
+        host_file=host_file or (environ[named_by] if named_by in HOST_FILES else None),
+        n_processes=n,
+        per_host=per_host,
+        reason=reason,
+        machine=machine,
+    )
 
 
 def _wants_accelerators(environ: Mapping[str, str]) -> bool:
@@ -175,7 +161,10 @@ def launch_command(layout: ProcessLayout, environ: Mapping[str, str]) -> list[st
         # Intel MPI would take a scheduler's placement for -ppn's.
         intel = "Intel" in version and "PBS_JOBID" in environ
         prefix = ["env", "I_MPI_JOB_RESPECT_PROCESS_PLACEMENT=0"] if intel else []
-        return prefix + _hydra(mpiexec, layout)
+        line = [*prefix, mpiexec, "-n", str(layout.n_processes)]
+        if layout.named_by == "this host":
+            return line
+        return [*line, "-ppn", str(layout.per_host), "-hosts", ",".join(layout.hosts)]
     first = version.partition("\n")[0]
     raise UsageError(
         f"mpiexec={mpiexec}: its --version says {first!r}, which is none of Cray PALS, Open MPI, "
@@ -231,15 +220,12 @@ def mpiexec_version(mpiexec: str) -> str:
 
 def _pals(mpiexec: str, layout: ProcessLayout) -> list[str]:
     n, per_host = str(layout.n_processes), str(layout.per_host)
-    return [mpiexec, "--envall", "-n", n, "-ppn", per_host, *_pals_hosts(layout), *_bind(layout)]
-
-
-def _pals_hosts(layout: ProcessLayout) -> list[str]:
-    if layout.named_by == "this host":
-        return []
-    if layout.host_file and layout.named_by == "PBS_NODEFILE":
-        return ["--hostfile", layout.host_file]
-    return ["--hosts", ",".join(layout.hosts)]  # a user's file may have slots, which PALS has not
+    line = [mpiexec, "--envall", "-n", n, "-ppn", per_host]
+    if layout.named_by == "PBS_NODEFILE":
+        line += ["--hostfile", layout.host_file]
+    elif layout.named_by != "this host":  # a user's file may have slots, which PALS has not
+        line += ["--hosts", ",".join(layout.hosts)]
+    return line + _bind(layout)
 
 
 def _bind(layout: ProcessLayout) -> list[str]:
@@ -248,7 +234,7 @@ def _bind(layout: ProcessLayout) -> list[str]:
     A process with several devices has the cores of all of them.
     """
     machine, per_host = layout.machine, layout.per_host
-    if machine and machine.cpu_bind and machine.cpu_bind.startswith("list:"):
+    if machine and machine.cpu_bind:
         groups = machine.cpu_bind.removeprefix("list:").split(":")
         each, rest = divmod(len(groups), per_host)
         if rest == 0:
@@ -256,13 +242,6 @@ def _bind(layout: ProcessLayout) -> list[str]:
             return ["--cpu-bind", "list:" + ":".join(shares)]
     depth = max(1, len(own_cpus()) // per_host)
     return ["--cpu-bind", "depth", "-d", str(depth)]
-
-
-def _hydra(mpiexec: str, layout: ProcessLayout) -> list[str]:
-    line = [mpiexec, "-n", str(layout.n_processes)]
-    if layout.named_by == "this host":
-        return line
-    return [*line, "-ppn", str(layout.per_host), "-hosts", ",".join(layout.hosts)]
 
 
 def _open_mpi(mpiexec: str, layout: ProcessLayout, environ: Mapping[str, str]) -> list[str]:
@@ -293,7 +272,7 @@ def _srun(layout: ProcessLayout, environ: Mapping[str, str]) -> list[str]:
     if on_devices and layout.per_host <= machine.devices_per_host:
         cpus = machine.cpus_per_host // layout.per_host
         devices = machine.devices_per_host // layout.per_host
-        return line + [o.format(cpus=cpus, devices=devices) for o in machine.srun_options]
+        return line + machine.srun_options.format(cpus=cpus, devices=devices).split()
     if cpus := _slurm_cpus(layout.per_host, environ):
         line.append(f"--cpus-per-task={cpus}")
     return line

@@ -1,9 +1,4 @@
-"""Memory allocators: glibc's malloc for jobs on CPUs, and XLA's share of a GPU's memory.
-
-XLA takes the temporary memory of a step from malloc and frees it after the step. By default malloc
-returns large blocks to the kernel at once, and the kernel hands them out again page by page, each
-filled with zeros first: up to a third of a step's time on a CPU.
-"""
+"""Memory allocators: glibc's malloc for jobs on CPUs, and XLA's share of a GPU's memory."""
 
 import ctypes
 import glob
@@ -24,13 +19,10 @@ MEMORY_VARIABLES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 
 
 def keep_freed_memory() -> list[str]:
-    """Make malloc keep freed blocks of up to `KEPT_BYTES` for the next allocation.
+    """Make malloc keep freed blocks of up to `KEPT_BYTES`; return lines for the log.
 
     Call it before XLA starts its threads. It leaves alone what the user has chosen
     (`GLIBC_TUNABLES`, `MALLOC_*`, another malloc in `LD_PRELOAD`) and C libraries other than glibc.
-
-    Returns:
-        Lines for the log.
     """
     if chosen := malloc_choice():
         return [f"malloc: left as {chosen} has it"]
@@ -56,11 +48,7 @@ def malloc_choice() -> str | None:
 
 
 def reserve_gpu_memory() -> list[str]:
-    """Let XLA take `USABLE` of each GPU's memory instead of 75 %, unless the user has chosen.
-
-    Returns:
-        Lines for the log.
-    """
+    """Let XLA take `USABLE` of each GPU's memory unless the user has chosen; return log lines."""
     has_gpu = any(glob.glob(pattern) for pattern in DEVICE_FILES[:2])
     if not has_gpu or any(os.environ.get(name) for name in MEMORY_VARIABLES):
         return []

@@ -29,36 +29,33 @@ def use_compile_cache(directory: str, cluster: ProcessGroup) -> str:
     """
     import jax
 
+    jax.config.update("jax_compilation_cache_dir", None)
     if directory.lower() in (OFF, "none", "null", ""):
-        jax.config.update("jax_compilation_cache_dir", None)
         return "compile cache: off"
     source = "compile_cache"
     if os.environ.get("JAX_COMPILATION_CACHE_DIR"):
         source = "JAX_COMPILATION_CACHE_DIR"
         directory = os.environ[source]
     folder = Path(os.path.expanduser(directory)) / cpu_signature()
+    on_cpu = jax.default_backend() == "cpu"
     if not all(cluster.allgather(_is_writable(folder))):
-        jax.config.update("jax_compilation_cache_dir", None)
         return f"warning: {source}={directory}: cannot be written; compiling without a cache"
+    # XLA tries kernels for GPUs together: a process that has not found a program would wait for
+    # one that has.
+    if not on_cpu and not _is_shared(folder, cluster):
+        return (
+            f"warning: {source}={directory}: is not one folder that all hosts see, or they "
+            "have other processors; compiling without a cache"
+        )
+    if on_cpu and cluster.size > 1 and not use_one_cache_key():
+        return "warning: compile cache: off, as this version of JAX has a key for each process"
     jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-    if jax.default_backend() != "cpu":
-        # XLA tries kernels for GPUs together: a process that has not found a program would wait for
-        # one that has.
-        if not _is_shared(folder, cluster):
-            jax.config.update("jax_compilation_cache_dir", None)
-            return (
-                f"warning: {source}={directory}: is not one folder that all hosts see, or they "
-                "have other processors; compiling without a cache"
-            )
+    if on_cpu:
+        jax.config.update("jax_persistent_cache_enable_xla_caches", "none")  # those are for GPUs
+    if not on_cpu or cluster.size == 1:
         return f"compile cache: {folder}"
-    jax.config.update("jax_persistent_cache_enable_xla_caches", "none")  # those are for GPUs
-    if cluster.size == 1:
-        return f"compile cache: {folder}"
-    if not use_one_cache_key():
-        jax.config.update("jax_compilation_cache_dir", None)
-        return "warning: compile cache: off, as this version of JAX has a key for each process"
     # A process that finds no program waits for process 0 to compile it, which process 0 does not
     # do if it has found it. So all must see the same files, and no other job may add to them.
     problem = cluster.broadcast(_lock(folder, cluster) if cluster.is_main else None)
@@ -131,11 +128,7 @@ def _is_shared(folder: Path, cluster: ProcessGroup) -> bool:
 
 
 def _lock(folder: Path, cluster: ProcessGroup) -> str:
-    """Lock the folder, which one job at a time can, until the group is closed.
-
-    Returns:
-        Why that is impossible; nothing if it is locked.
-    """
+    """Lock the folder until the group is closed; return why that is impossible, or nothing."""
     try:
         file = cluster.on_close.enter_context((folder / ".lock").open("a"))
     except OSError as error:

@@ -146,12 +146,13 @@ def _start_devices(allow_cpu: bool) -> list[Any]:
 def _facts(cluster: ProcessGroup, devices: list[Any]) -> dict[str, Any]:
     import jax
 
+    scheduler, variable = next((job for job in JOBS if job[1] in os.environ), (None, ""))
     return {
         "launcher": cluster.launcher,
         "host": platform.node(),
         "machine": cluster.machine.name if cluster.machine else None,
-        "scheduler": next((name for name, variable in JOBS if variable in os.environ), None),
-        "job": next((os.environ[variable] for _, variable in JOBS if variable in os.environ), None),
+        "scheduler": scheduler,
+        "job": os.environ.get(variable),
         "host_file": next((os.environ[v] for v in HOST_FILES if os.environ.get(v)), None),
         "hosts": list(dict.fromkeys(cluster.host_names)),
         "processes": cluster.size,
@@ -190,11 +191,7 @@ def end_job(report: str, status: int) -> NoReturn:
 
 
 def pin_settings() -> list[str]:
-    """Set what `PINNED` says, whatever the environment does.
-
-    Returns:
-        Lines for the log about what was different.
-    """
+    """Set what `PINNED` says; return lines for the log about what the environment had chosen."""
     import jax
 
     found = {name: getattr(jax.config, name) for name in PINNED}

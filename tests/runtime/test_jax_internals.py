@@ -79,5 +79,5 @@ def test_the_first_to_fail_is_known_to_all():
         def key_value_set(self, key, value):
             raise RuntimeError("UNAVAILABLE")
 
-    assert JaxFailureBoard(Gone(), 1).post(1) is None
+    assert JaxFailureBoard(Gone(), 1).post(1) is False
     assert JaxFailureBoard(Gone(), 1).read() is None
