@@ -6,6 +6,7 @@ the train step for as many simulated devices and says what each of them holds an
 """
 
 import argparse
+import functools
 import json
 import sys
 
@@ -84,9 +85,7 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> str:
         plan = plan_layout(config, shape, device, per_host)
         return json.dumps(plan.to_dict(), indent=1) if arguments.json else plan_report(plan)
 
-    def log(line: str) -> None:
-        print(line, file=sys.stderr)
-
+    log = functools.partial(print, file=sys.stderr)
     found = search_meshes(config, n_devices, device, per_host, log)
     if arguments.json:
         header = {"device": device.name, "devices": n_devices, "devices_per_host": per_host}

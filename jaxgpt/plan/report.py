@@ -56,12 +56,10 @@ def _memory(plan: Plan) -> str:
     ]
     rows = [(name, f"{n:,}", format_bytes(n)) for name, n in rows if n or "host" not in name]
     of = f"{format_bytes(device.memory)} of {device.name}" if device.memory else "its share of RAM"
+    room = f"{format_bytes(plan.capacity)} ({USABLE:.0%} of {of})"
     word = "fits" if plan.fits else "DOES NOT FIT"
-    lines = [
-        table(("one device", "bytes", ""), rows),
-        f"{word}: {format_bytes(memory.total)} of {format_bytes(plan.capacity)} "
-        f"({USABLE:.0%} of {of})",
-    ]
+    lines = [table(("one device", "bytes", ""), rows)]
+    lines.append(f"{word}: {format_bytes(memory.total)} of {room}")
     if device.memory is None:
         state = memory.total - memory.activations_and_temporaries
         large = [d.name for d in DEVICES.values() if d.memory and state <= USABLE * d.memory]
