@@ -38,8 +38,7 @@ def run(settings: Sequence[str], mesh: str | None = None) -> Result:
     initialize_jax(cluster, mesh_shape(config) if config else alone)
     import jax
 
-    from jaxgpt.doctor.collectives import measure_axis
-    from jaxgpt.doctor.links import default_sizes
+    from jaxgpt.doctor.collectives import default_sizes, measure_axis
     from jaxgpt.parallel.mesh import make_mesh
 
     shape = mesh_shape(config, jax.device_count()) if config else default_sizes(cluster)

@@ -1,80 +1,51 @@
-"""Checks of the processes, hosts and devices of a job: what is wrong, and what to do about it.
+"""Checks of the processes, hosts and devices of a job: what is wrong, and what to do about it."""
 
-Each function judges the facts of all processes, which `facts.collect_facts` found.
-"""
-
-import re
+import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib import metadata
+from types import SimpleNamespace
 from typing import Any, Literal
+
+import numpy as np
 
 from jaxgpt.cluster.machines import Machine
 from jaxgpt.cluster.process_group import ProcessGroup
-from jaxgpt.doctor.facts import Facts
+from jaxgpt.doctor.facts import SHARED_MEMORY
 from jaxgpt.perf.units import GIB, count, format_bytes
 
 MEMORY_PER_PROCESS = GIB  # JAX, Orbax and a small model take about half of it
 SHARED_MEMORY_PER_PROCESS = 2**24  # MPI's and NCCL's buffers
+CLOCK_ROUNDS = 5
+CLOCK_TOLERANCE = 1.0  # seconds; processes leave a barrier within much less
+
+Job = Sequence[SimpleNamespace]  # the facts of all processes, by rank: see `collect_facts`
 
 
 @dataclass(frozen=True)
 class Check:
-    """One line of the report."""
+    """One line of the report; the remedy is empty only if the status is OK."""
 
     name: str
     status: Literal["OK", "WARN", "FAIL"]
     finding: str
     remedy: str = ""
-    """What to do about it; empty if the status is OK."""
 
     def __post_init__(self) -> None:
         assert self.status == "OK" or self.remedy, self.name
 
 
-def ok(name: str, finding: str) -> Check:
-    return Check(name, "OK", finding)
-
-
-def warn(name: str, finding: str, remedy: str) -> Check:
-    return Check(name, "WARN", finding, remedy)
-
-
-def fail(name: str, finding: str, remedy: str) -> Check:
-    return Check(name, "FAIL", finding, remedy)
-
-
-Job = Sequence[Facts]  # the facts of all processes, by rank
-
-
-def machine_checks(
-    job: Job,
-    cluster: ProcessGroup,
-    found: Mapping[str, Any],
-    allocated: int | str,
-    interface: str | None,
-) -> list[Check]:
-    """Return the checks of this file, in the order of the report.
-
-    Args:
-        found: returned by `initialize_jax`.
-        allocated: hosts that the scheduler gave to the job, or why that cannot be told.
-        interface: which of process 0's interfaces has the coordinator's address.
-    """
+def machine_checks(job: Job, cluster: ProcessGroup, found: Mapping[str, Any]) -> list[Check]:
+    """Judge the facts of all processes; `found` is what `initialize_jax` returned."""
     return [
         check_versions(job),
-        check_supported(job[0].versions),
-        check_launcher(cluster, allocated),
-        check_mpi(job),
+        check_launcher(job, cluster),
         check_hosts(job),
         check_devices(job),
         check_accelerators(job, cluster.machine),
-        check_memory(job),
-        check_cores(job),
-        check_interface(job, found, interface, cluster.machine),
-        check_open_files(job),
-        check_shared_memory(job),
+        *check_resources(job),
+        check_interface(job, cluster, found),
+        check_clocks(cluster),
     ]
 
 
@@ -82,269 +53,185 @@ def check_versions(job: Job) -> Check:
     """Check that all processes run the same versions."""
     versions = job[0].versions
     for name in versions:
-        owners = _by_value((f.versions[name] or "missing", f) for f in job)
-        if len(owners) > 1:
-            remedy = "start every process from one environment that all hosts see"
-            return fail("versions", f"{name} differs: {_owners(owners)}", remedy)
-    listed = ", ".join(f"{name} {v}" for name, v in versions.items() if v)
-    return ok("versions", listed + (" everywhere" if len(job) > 1 else ""))
+        values = [f.versions[name] or "none" for f in job]
+        if len(set(values)) > 1:
+            remedy = "start every process from one environment, and MPI module, that all hosts see"
+            return Check("versions", "FAIL", f"{name} differs: {_who_has(values, job)}", remedy)
+    listed = ", ".join(f"{name} {version}" for name, version in versions.items() if version)
+    return Check("versions", "OK", listed)
 
 
-def check_supported(
-    versions: Mapping[str, str | None],
-    requires: Callable[[str], list[str] | None] = metadata.requires,
-) -> Check:
-    """Check that versions are inside the ranges that jaxgpt, and JAX for jaxlib, declare."""
-    wrong = []
-    for owner in ("jaxgpt", "jax"):
-        if versions[owner] is None:  # run from its folder without being installed
-            continue
-        for requirement in requires(owner) or []:
-            name, bounds, marker = re.fullmatch(
-                r"([\w.-]+)(?:\[.*?\])?\s*([^;]*)(;.*)?", requirement
-            ).groups()
-            if marker or name not in versions:  # an extra, or a package that is not looked at
-                continue
-            version = versions[name]
-            if version is None or not _is_inside(version, bounds):
-                wrong.append(f"{owner} needs {name}{bounds}, there is {version or 'none'}")
-    if wrong:
-        remedy = "pip install -c launch/pins.txt -e . in jaxgpt's folder installs tested versions"
-        return fail("supported versions", "; ".join(wrong), remedy)
-    return ok("supported versions", "inside the ranges that jaxgpt and JAX declare")
-
-
-def check_launcher(cluster: ProcessGroup, allocated: int | str) -> Check:
-    """Check that a launcher was seen, worked, and is used where there are many hosts."""
+def check_launcher(job: Job, cluster: ProcessGroup) -> Check:
+    """Check that a launcher was seen, worked, and started processes on all hosts of the job."""
+    n_hosts, allocated = len(set(cluster.hosts)), job[0].allocated_hosts
     machine = f" on {cluster.machine.name}" if cluster.machine else ""
-    launcher = cluster.launcher.replace(f"; {cluster.mpi_library}", "")  # has its own line
-    finding = f"{launcher}{machine}, {count(cluster.size, 'process', 'es')}"
+    finding = f"{cluster.launcher}{machine}, {count(cluster.size, 'process', 'es')}"
+    remedy = ""
     if cluster.notes:
+        finding = "; ".join([finding, *cluster.notes])
         remedy = "build mpi4py for this machine's MPI: pip install --no-binary mpi4py mpi4py"
-        return warn("launcher", f"{finding}; {'; '.join(cluster.notes)}", remedy)
-    if isinstance(allocated, str):
-        remedy = "unset the variable where it is left over from another job"
-        return warn("launcher", f"{finding}; {allocated}", remedy)
-    n_hosts = len(set(cluster.hosts))
-    if allocated > n_hosts:
-        return warn(
-            "launcher",
-            f"{finding} on {n_hosts} of the {allocated} hosts that this job was given",
-            "start through mpiexec or srun; python -m jaxgpt.launch --print shows the line",
-        )
-    return ok("launcher", finding)
+    elif isinstance(allocated, str):
+        finding += f"; {allocated}"
+        remedy = "unset the variable if it is left over from another job"
+    elif allocated > n_hosts:
+        finding += f" on {n_hosts} of the {allocated} hosts that this job was given"
+        remedy = "start through mpiexec or srun; python -m jaxgpt.launch --print shows the line"
+    return Check("launcher", "WARN" if remedy else "OK", finding, remedy)
 
 
-def check_mpi(job: Job) -> Check:
-    """Check that all processes use one MPI library."""
-    owners = _by_value((f.mpi_library or "none", f) for f in job)
-    if len(owners) > 1:
-        remedy = "load the same MPI module, or the same environment, on every host"
-        return fail("MPI library", f"differs: {_owners(owners)}", remedy)
-    library = " ".join((job[0].mpi_library or "").split())
-    return ok("MPI library", library or "not used: no MPI launcher was seen")
+def check_interface(job: Job, cluster: ProcessGroup, found: Mapping[str, Any]) -> Check:
+    """Check that the hosts of a known machine meet over its fast network."""
+    if found["coordinator"] is None:
+        return Check("interface", "OK", "not needed: a single process")
+    # Process 0's host may know itself by a loopback address only.
+    others = [f"{f.address} ({f.host_name})" for f in job if f.host] or [job[0].address]
+    cleared = [note for note in found["notes"] if note.startswith("cleared")]  # proxies
+    finding = f"coordinator {found['coordinator']}, reached from {_shorten(others)}"
+    finding = "; ".join([finding, *cleared])
+    suffix = cluster.machine.high_speed_suffix if cluster.machine else None
+    if suffix and len(set(cluster.hosts)) > 1 and suffix not in found["coordinator"]:
+        finding += f"; this is not {cluster.machine.name}'s high-speed network"
+        remedy = f"unset JAXGPT_COORDINATOR, or let it end in {suffix}"
+        return Check("interface", "WARN", finding, remedy)
+    return Check("interface", "OK", finding)
 
 
 def check_hosts(job: Job) -> Check:
     """Check that all hosts have as many processes."""
-    counts = Counter(f.host for f in job)
-    names = {f.host: f.host_name for f in job}
-    if len(set(counts.values())) > 1:
-        listed = ", ".join(f"{names[h]} {n}" for h, n in counts.items())
+    sizes = Counter(f.host for f in job)
+    names = _shorten([f.host_name for f in job])
+    if len(set(sizes.values())) > 1:
+        uneven = _who_has([str(sizes[f.host]) for f in job], job)
         remedy = "give the launcher a number of processes per host (-ppn, --ntasks-per-node)"
-        return warn("hosts", f"processes are spread unevenly: {listed}", remedy)
-    each = next(iter(counts.values()))
-    return ok(
-        "hosts",
-        f"{count(len(counts), 'host')} ({_shorten([names[h] for h in counts])}), "
-        f"{count(each, 'process', 'es')} on {'each' if len(counts) > 1 else 'it'}",
-    )
+        return Check("hosts", "WARN", f"the number of processes differs: {uneven}", remedy)
+    each = f"{count(sizes[job[0].host], 'process', 'es')} on {'each' if len(sizes) > 1 else 'it'}"
+    return Check("hosts", "OK", f"{count(len(sizes), 'host')} ({names}), {each}")
 
 
 def check_devices(job: Job) -> Check:
-    """Check that all processes have as many devices, of one kind, that no other process has."""
-    kinds = _by_value((f"{len(f.devices)} x {f.device_kind}", f) for f in job)
-    if len(kinds) > 1:
-        return fail(
-            "devices",
-            f"processes have different devices: {_owners(kinds)}",
+    """Check that all processes have as many devices, of one kind."""
+    devices = [f"{len(f.devices)} x {f.device_kind}" for f in job]
+    if len(set(devices)) > 1:
+        remedy = (
             "give every process the same number of devices of one kind; look at the hosts with "
-            "fewer, and at CUDA_VISIBLE_DEVICES there",
+            "fewer, and at CUDA_VISIBLE_DEVICES there"
         )
-    owners: dict[tuple[int, str], list[Facts]] = defaultdict(list)
-    if job[0].platform != "cpu":
-        for facts in job:
-            for device in facts.devices:
-                owners[facts.host, device].append(facts)
-    for (_, device), shared in owners.items():
-        if len(shared) > 1:
-            ranks = _shorten([str(f.rank) for f in shared])
-            return warn(
-                "devices",
-                f"processes {ranks} on {shared[0].host_name} seem to share device {device}",
-                "start at most one process per device, and let CUDA_VISIBLE_DEVICES, where it is "
-                "set, name another one for each",
-            )
-    kind, total = next(iter(kinds)), sum(len(f.devices) for f in job)
-    memory = job[0].device_memory
-    of_each = f" in each process, {total} in all" if len(job) > 1 else ""
-    room = f", {format_bytes(memory)} for JAX on each" if memory else ""
-    return ok("devices", f"{kind}{of_each}{room}")
+        finding = f"processes have different devices: {_who_has(devices, job)}"
+        return Check("devices", "FAIL", finding, remedy)
+    finding = f"{devices[0]} in each process, {sum(len(f.devices) for f in job)} in all"
+    if job[0].device_memory:
+        finding += f", {format_bytes(job[0].device_memory)} for JAX on each"
+    return Check("devices", "OK", finding)
 
 
 def check_accelerators(job: Job, machine: Machine | None) -> Check:
-    """Check that JAX uses the accelerators that the hosts have."""
-    there = {f.rank: machine.devices_per_host if machine else f.accelerators for f in job}
-    for f in job:
-        if there[f.rank] and f.platform == "cpu" and f.jax_platforms != "cpu":
-            plugin = "install the JAX plugin of this machine's vendor"
-            plugin = "pip install 'jaxgpt[cuda]'" if f.nvidia else plugin
-            return fail(
-                "accelerators",
-                f"{f.host_name} has {count(there[f.rank], 'accelerator')} but JAX uses the CPU",
-                f"{plugin} and check the driver; or set JAX_PLATFORMS=cpu to train on CPUs",
+    """Check that JAX uses all accelerators of the hosts, each in one process."""
+    on_cpu = job[0].platform == "cpu"
+    for here in _by_host(job):
+        host = here[0].host_name
+        there = machine.devices_per_host if machine else here[0].accelerators
+        used = Counter(device for f in here for device in f.devices)
+        shared = [device for device, n in used.items() if n > 1]
+        narrowed = machine is None and any(f.narrowed for f in here)
+        if on_cpu and there and here[0].jax_platforms != "cpu":
+            finding = f"{host} has {count(there, 'accelerator')} but JAX uses the CPU"
+            remedy = (
+                "install the vendor's JAX plugin (NVIDIA: pip install 'jaxgpt[cuda]') and check "
+                "the driver; or set JAX_PLATFORMS=cpu to train on CPUs"
             )
-    for f in job:
-        here = [other for other in job if other.host == f.host]
-        used = len({device for other in here for device in other.devices})
-        narrowed = any(other.visible for other in here) and machine is None
-        if f.platform != "cpu" and used < there[f.rank] and not narrowed:
-            return warn(
-                "accelerators",
-                f"{used} of the {there[f.rank]} devices of {f.host_name} are in use",
-                "start as many processes per host as it has devices, or one for all of them",
+            return Check("accelerators", "FAIL", finding, remedy)
+        if not on_cpu and shared:
+            finding = f"processes on {host} seem to share device {_shorten(shared)}"
+            remedy = (
+                "start at most one process per device, and let CUDA_VISIBLE_DEVICES, if it is set, "
+                "name another one for each"
             )
-    if job[0].platform != "cpu":
-        return ok("accelerators", "all that the processes may see are in use")
+            return Check("accelerators", "WARN", finding, remedy)
+        if not on_cpu and len(used) < there and not narrowed:
+            finding = f"{len(used)} of the {there} devices of {host} are in use"
+            remedy = "start as many processes per host as it has devices, or one for all of them"
+            return Check("accelerators", "WARN", finding, remedy)
+    if not on_cpu:
+        return Check("accelerators", "OK", "all that the processes may see are in use")
     kept_off = any(f.accelerators for f in job)
-    reason = "JAX_PLATFORMS=cpu keeps JAX off them" if kept_off else "none on the hosts"
-    return ok("accelerators", reason)
+    finding = "JAX_PLATFORMS=cpu keeps JAX off them" if kept_off else "none on the hosts"
+    return Check("accelerators", "OK", finding)
 
 
-def check_memory(job: Job) -> Check:
-    """Check that the hosts have room for their processes."""
-    on_host = Counter(f.host for f in job)
-    share, least = min((f.memory / on_host[f.host], f.host_name) for f in job)
-    finding = f"{share / GIB:.1f} GiB of host memory for each process"
-    if share < MEMORY_PER_PROCESS:
-        return warn(
+def check_resources(job: Job) -> list[Check]:
+    """Check that no process is short of memory, cores or shared memory."""
+    cores = {here[0].host: len({c for f in here for c in f.cores}) for here in _by_host(job)}
+    n = Counter(f.host for f in job)
+    # name, what a process has / what it needs, in words, remedy
+    rows = (
+        (
             "memory",
-            f"{finding} on {least}",
+            lambda f: f.memory / n[f.host] / MEMORY_PER_PROCESS,
+            lambda f: f"{f.memory / n[f.host] / GIB:.1f} GiB of host memory for each process",
             "ask the scheduler for more memory (Slurm: --mem=0 is all of a host), or start fewer "
             "processes per host",
-        )
-    return ok("memory", finding)
-
-
-def check_cores(job: Job) -> Check:
-    """Check that processes are not bound to few cores while others are idle."""
-    for host in {f.host for f in job}:
-        here = [f for f in job if f.host == host]
-        cores = {core for f in here for core in f.cores}
-        if len(cores) < min(len(here), here[0].host_cores):
-            return warn(
-                "cores",
-                f"{count(len(here), 'process', 'es')} on {here[0].host_name} share "
-                f"{count(len(cores), 'core')} of {here[0].host_cores}",
-                "let the launcher bind each process to cores of its own (mpiexec --cpu-bind "
-                "depth -d N, srun --cpus-per-task=N)",
-            )
-    least, most = (f(len(facts.cores) for facts in job) for f in (min, max))
-    cores = f"{least}" if least == most else f"{least} to {most}"
-    return ok("cores", f"a process may run on {cores} of the {job[0].host_cores} of its host")
-
-
-def check_interface(
-    job: Job, found: Mapping[str, Any], interface: str | None, machine: Machine | None
-) -> Check:
-    """Check that hosts meet over a network that they share, and over the fast one."""
-    proxies = "".join(f"; {note}" for note in found["notes"] if note.startswith("cleared"))
-    coordinator = found["coordinator"]
-    if coordinator is None:
-        return ok("interface", "not needed: a single process")
-    finding = f"coordinator {coordinator} on {interface or 'an unknown interface'}{proxies}"
-    if len({f.host for f in job}) == 1:
-        return ok("interface", finding)
-    if interface == "lo" or coordinator.startswith(("127.", "localhost", "[::1]")):
-        return fail(
-            "interface",
-            f"{finding}, which other hosts cannot reach",
-            "set JAXGPT_COORDINATOR=host:port to a name of process 0's host in the network",
-        )
-    suffix = machine.high_speed_suffix if machine else None
-    if suffix and suffix not in coordinator:
-        return warn(
-            "interface",
-            f"{finding}, not {machine.name}'s high-speed network",
-            f"unset JAXGPT_COORDINATOR, or let it end in {suffix}",
-        )
-    return ok("interface", finding)
-
-
-def check_open_files(job: Job) -> Check:
-    """Check that process 0 can keep connections to all others, besides its files."""
-    least = min(job, key=lambda f: f.open_files)
-    needed = 256 + 2 * len(job)
-    if 0 <= least.open_files < needed:  # -1 is no limit
-        return warn(
-            "open files",
-            f"a process on {least.host_name} may open {least.open_files}; this job can need "
-            f"{needed}",
-            f"ulimit -n {max(4096, needed)} in the job script",
-        )
-    return ok("open files", f"{least.open_files} per process")
-
-
-def check_shared_memory(job: Job) -> Check:
-    """Check that /dev/shm has room for what MPI and NCCL keep there."""
-    on_host = Counter(f.host for f in job)
-    known = [f for f in job if f.shared_memory is not None]
-    for f in known:
-        n, free = on_host[f.host], format_bytes(f.shared_memory)
-        if n > 1 and f.shared_memory < n * SHARED_MEMORY_PER_PROCESS:
-            return warn(
-                "shared memory",
-                f"{free} are free in /dev/shm of {f.host_name} for {n} processes",
-                "remove what earlier jobs left in /dev/shm; start a container with --shm-size=8g",
-            )
-    if not known:
-        return ok("shared memory", "this system has no /dev/shm")
-    free = format_bytes(min(f.shared_memory for f in known))
-    return ok("shared memory", f"{free} free in /dev/shm")
-
-
-def _is_inside(version: str, bounds: str) -> bool:
-    """Return whether a version lies in a range such as `>=0.10,<0.12`."""
-
-    def numbers(text: str) -> list[int]:
-        return [int(part) for part in re.match(r"[\d.]*\d", text)[0].split(".")]
-
-    v = numbers(version)
-    compare = {
-        ">=": lambda b: v >= b, "<=": lambda b: v <= b, "<": lambda b: v < b,
-        ">": lambda b: v > b, "==": lambda b: v == b, "!=": lambda b: v != b,
-    }  # fmt: skip
-    found = re.findall(r"(>=|<=|==|!=|<|>)\s*([\d.]+)", bounds)
-    return all(compare[operator](numbers(bound)) for operator, bound in found)
-
-
-def _by_value(pairs: Iterable[tuple[str, Facts]]) -> dict[str, list[Facts]]:
-    """Return processes by value, the most frequent value first."""
-    out: dict[str, list[Facts]] = defaultdict(list)
-    for value, facts in pairs:
-        out[value].append(facts)
-    return dict(sorted(out.items(), key=lambda item: -len(item[1])))
-
-
-def _owners(by_value: Mapping[str, Sequence[Facts]]) -> str:
-    """Return who has which value: `0.11.2 on node1 and 3 more, 0.10.2 on node5`."""
-    return ", ".join(
-        f"{value} on {_shorten(list(dict.fromkeys(f.host_name for f in facts)))}"
-        for value, facts in by_value.items()
+        ),
+        (
+            "cores",
+            lambda f: cores[f.host] / min(n[f.host], f.host_cores),
+            lambda f: (
+                f"{count(n[f.host], 'process', 'es')} may run on {cores[f.host]} of "
+                f"{count(f.host_cores, 'core')}"
+            ),
+            "let the launcher bind each process to cores of its own (mpiexec --cpu-bind depth -d "
+            "N, srun --cpus-per-task=N)",
+        ),
+        (
+            "shared memory",
+            lambda f: f.shared_memory / n[f.host] / SHARED_MEMORY_PER_PROCESS,
+            lambda f: f"{format_bytes(f.shared_memory)} are free in {SHARED_MEMORY}",
+            "remove what earlier jobs left there; start a container with --shm-size=8g",
+        ),
     )
+    out = []
+    for name, margin, words, remedy in rows:
+        f = min(job, key=margin)
+        status, remedy = ("WARN", remedy) if margin(f) < 1 else ("OK", "")
+        out.append(Check(name, status, f"{words(f)} on {f.host_name}", remedy))
+    return out
+
+
+def check_clocks(cluster: ProcessGroup, clock: Callable[[], float] = time.time) -> Check:
+    """Compare the hosts' clocks, which logs, checkpoints and file times go by."""
+    if len(set(cluster.hosts)) == 1:
+        return Check("clocks", "OK", "one host, one clock")
+    rounds = []
+    for _ in range(CLOCK_ROUNDS):
+        cluster.barrier()
+        rounds.append(cluster.allgather(clock()))
+    ahead = np.median([np.array(times) - times[0] for times in rounds], axis=0)
+    fast, slow = np.argmax(ahead), np.argmin(ahead)
+    skew, names = ahead[fast] - ahead[slow], cluster.host_names
+    if skew <= CLOCK_TOLERANCE:
+        return Check("clocks", "OK", f"{skew:.3f} s apart")
+    finding = f"{names[fast]} is {skew:.3f} s ahead of {names[slow]}"
+    remedy = "let the hosts follow a time server (chronyc tracking shows whether they do)"
+    return Check("clocks", "WARN", finding, remedy)
+
+
+def _by_host(job: Job) -> list[Job]:
+    hosts: dict[int, list[SimpleNamespace]] = defaultdict(list)
+    for f in job:
+        hosts[f.host].append(f)
+    return list(hosts.values())
+
+
+def _who_has(values: Sequence[str], job: Job) -> str:
+    """Return who has which value: `0.11.2 on node1 and 3 more, 0.10.2 on node5`."""
+    owners: dict[str, list[str]] = defaultdict(list)
+    for value, f in zip(values, job, strict=True):
+        owners[value].append(f.host_name)
+    most_first = sorted(owners.items(), key=lambda item: -len(item[1]))
+    return ", ".join(f"{value} on {_shorten(names)}" for value, names in most_first)
 
 
 def _shorten(names: Sequence[str]) -> str:
     """Return the first four of many names, and how many more there are."""
+    names = list(dict.fromkeys(names))
     more = f" and {len(names) - 4} more" if len(names) > 4 else ""
     return ", ".join(names[:4]) + more

@@ -1,14 +1,11 @@
-"""Eight collectives over a mesh axis, each explained, checked and timed.
-
-Every device of the axis takes part; groups along the other axes do the same at the same time, as
-in training.
-"""
+"""Eight collectives over a mesh axis, each explained, checked and timed, in all groups at once."""
 
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,21 +14,19 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxgpt.cluster.process_group import ProcessGroup
-from jaxgpt.doctor.checks import Check, fail, ok, warn
+from jaxgpt.config import MeshShape
+from jaxgpt.doctor.checks import Check
 from jaxgpt.parallel.collectives import reduce_scatter
+from jaxgpt.parallel.mesh import device_hosts, hosts_spanned
+from jaxgpt.perf.hardware import find_device
 from jaxgpt.perf.units import format_bytes
 
-T = TypeVar("T")
-
-# Bytes of an array -> how often the time of it is taken.
-REPETITIONS = {2**10: 20, 2**15: 20, 2**20: 10, 2**24: 3, 2**26: 3}
+REPETITIONS = {2**10: 20, 2**15: 20, 2**20: 10, 2**24: 3, 2**26: 3}  # by bytes of an array
 SIZES = tuple(REPETITIONS)
-MAX_SECONDS = 5.0  # a larger size that would take longer than this is left out
-PERIOD = 1009  # elements after which the pattern in the arrays repeats
+MAX_SECONDS = 0.1  # of a call; larger arrays are left out after it
+LARGE = 2**24  # bytes from which on bandwidth is compared with the data sheet
 CHECKED = 4096  # elements of a result that are compared with what they should be
-
-# (device m, positions i) -> the elements that device m puts in there
-Value = Callable[[np.ndarray | int, np.ndarray], np.ndarray]
+ALL = None  # in place of a device: the sum over all devices
 
 
 @dataclass(frozen=True)
@@ -39,25 +34,21 @@ class Collective:
     """One way for n devices to exchange arrays. Device 0 is the root, where there is one."""
 
     name: str
-    meaning: str
-    """Its effect, in a line for someone who has not met it."""
+    meaning: str  # for someone who has not met it
     run: Callable[[jax.Array, str, int], jax.Array]
     """(array of one device, mesh axis, n) -> array of one device, inside `jax.shard_map`."""
-    expected: Callable[[Value, int, int, int, np.ndarray], np.ndarray]
-    """(value, n, own number, part, positions) -> the result there, by NumPy; `part` is the length
-    of one of n parts of an array."""
-    bus_factor: Callable[[int], float]
-    """n -> bus bandwidth / (bytes / time); see `bus_bandwidth`."""
-    from_parts: bool = False
-    """True if each device puts in only one of n parts."""
+    source: Callable[[int, int, int, np.ndarray], tuple[Any, np.ndarray]]
+    """(device, n, length of one of n parts, position in its result) -> (device, position) of the
+    element that belongs there."""
+    bus_factor: Callable[[int], float] = lambda n: (n - 1) / n
+    """n -> bus bandwidth / (bytes / time). Bus bandwidth is what each device's link carries,
+    comparable with a data sheet for any n, as in NVIDIA's nccl-tests (doc/PERFORMANCE.md;
+    src/scatter.cu and, for permute, src/sendrecv.cu)."""
+    from_parts: bool = False  # each device puts in only one of n parts
 
 
 def _from_root(x: jax.Array, axis: str) -> jax.Array:
     return jnp.where(lax.axis_index(axis) == 0, x, 0)
-
-
-def _sum(value: Value, n: int, positions: np.ndarray) -> np.ndarray:
-    return np.sum([value(m, positions) for m in range(n)], axis=0)
 
 
 # JAX has no reduce and no scatter, and its broadcast, lax.pbroadcast, does not run on CPUs
@@ -67,29 +58,28 @@ COLLECTIVES = (
         "all-reduce",
         "every device gets the sum of the arrays of all (gradients of data parallelism)",
         run=lambda x, axis, n: lax.psum(x, axis),
-        expected=lambda value, n, own, part, i: _sum(value, n, i),
+        source=lambda own, n, part, i: (ALL, i),
         bus_factor=lambda n: 2 * (n - 1) / n,
     ),
     Collective(
         "reduce",
         "device 0 gets the sum (here an all-reduce of which the others keep nothing)",
         run=lambda x, axis, n: jnp.where(lax.axis_index(axis) == 0, lax.psum(x, axis), x),
-        expected=lambda value, n, own, part, i: _sum(value, n, i) if own == 0 else value(own, i),
-        bus_factor=lambda n: 1.0,
+        source=lambda own, n, part, i: (own or ALL, i),
+        bus_factor=lambda n: 1,
     ),
     Collective(
         "broadcast",
         "every device gets the array of device 0 (here an all-reduce in which the others are 0)",
         run=lambda x, axis, n: lax.psum(_from_root(x, axis), axis),
-        expected=lambda value, n, own, part, i: value(0, i),
-        bus_factor=lambda n: 1.0,
+        source=lambda own, n, part, i: (0, i),
+        bus_factor=lambda n: 1,
     ),
     Collective(
         "all-gather",
         "every device has one part and gets all, in order (weights of ZeRO-3, when used)",
         run=lambda x, axis, n: lax.all_gather(x, axis, tiled=True),
-        expected=lambda value, n, own, part, i: value(i // part, i % part),
-        bus_factor=lambda n: (n - 1) / n,
+        source=lambda own, n, part, i: (i // part, i % part),
         from_parts=True,
     ),
     Collective(
@@ -97,30 +87,27 @@ COLLECTIVES = (
         "device i gets part i of the sum (gradients of ZeRO-2 and ZeRO-3; here, in CPU jobs, an "
         "all-to-all and sums)",
         run=lambda x, axis, n: reduce_scatter(x, axis, 0),
-        expected=lambda value, n, own, part, i: _sum(value, n, own * part + i),
-        bus_factor=lambda n: (n - 1) / n,
+        source=lambda own, n, part, i: (ALL, own * part + i),
     ),
     Collective(
         "scatter",
         "device i gets part i of device 0's array (here a reduce-scatter in which the others "
         "are 0)",
         run=lambda x, axis, n: reduce_scatter(_from_root(x, axis), axis, 0),
-        expected=lambda value, n, own, part, i: value(0, own * part + i),
-        bus_factor=lambda n: (n - 1) / n,
+        source=lambda own, n, part, i: (0, own * part + i),
     ),
     Collective(
         "all-to-all",
         "device i sends its part j to device j: a transpose over devices (experts, Ulysses)",
         run=lambda x, axis, n: lax.all_to_all(x.reshape(n, -1), axis, 0, 0).reshape(-1),
-        expected=lambda value, n, own, part, i: value(i // part, own * part + i % part),
-        bus_factor=lambda n: (n - 1) / n,
+        source=lambda own, n, part, i: (i // part, own * part + i % part),
     ),
     Collective(
         "permute",
         "device i sends its array to device i + 1, the last one to device 0 (pipelines, rings)",
         run=lambda x, axis, n: lax.ppermute(x, axis, [(i, (i + 1) % n) for i in range(n)]),
-        expected=lambda value, n, own, part, i: value((own - 1) % n, i),
-        bus_factor=lambda n: 1.0,
+        source=lambda own, n, part, i: ((own - 1) % n, i),
+        bus_factor=lambda n: 1,
     ),
 )
 
@@ -131,26 +118,34 @@ class Measurement:
 
     collective: str
     axis: str
-    n: int
-    """Devices of the axis."""
-    bytes: int
-    """Size of a device's array before or after: the larger of the two."""
-    seconds: float | None
-    """From one call to the next, of the slowest process; None if it failed."""
-    bus_bandwidth: float | None
-    """Bytes/s."""
-    error: str | None = None
-    """Problem of the first process that found one."""
+    n: int  # devices of the axis
+    bytes: int  # of a device's array before or after: the larger of the two
+    seconds: float | None  # from one call to the next, of the slowest process; None if it failed
+    bus_bandwidth: float | None  # bytes/s
+    error: str | None = None  # of the first process that found one
 
 
-def bus_bandwidth(collective: Collective, n: int, n_bytes: int, seconds: float) -> float:
-    """Return the bytes/s that each device's link carries, comparable with a data sheet for any n.
+def default_sizes(cluster: ProcessGroup) -> MeshShape:
+    """Return data over hosts and tensor inside them, to tell the network from a host's links.
 
-    Defined as in NVIDIA's nccl-tests, for the larger of input and output:
-    https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md, and for scatter and permute
-    (sendrecv) src/scatter.cu and src/sendrecv.cu beside it.
+    On one host, or if hosts have different numbers of devices, all devices are along data.
     """
-    return n_bytes / seconds * collective.bus_factor(n)
+    on_host = Counter(cluster.hosts[device.process_index] for device in jax.devices())
+    if len(on_host) == 1 or len(set(on_host.values())) > 1:
+        return MeshShape(jax.device_count())
+    return MeshShape(len(on_host), 1, jax.device_count() // len(on_host))
+
+
+def axis_link(mesh: Mesh, axis: str, cluster: ProcessGroup) -> tuple[bool, float | None]:
+    """Return whether a mesh axis crosses hosts, and the bytes/s that each device can then send.
+
+    The rate is None if the device is not in the table of data sheets.
+    """
+    crosses = hosts_spanned([axis], mesh.shape, device_hosts(mesh, cluster.hosts)) > 1
+    device = find_device(mesh.devices.flat[0].device_kind)
+    if device is None:
+        return crosses, None
+    return crosses, device.network_bandwidth if crosses else device.link_bandwidth
 
 
 def measure_axis(
@@ -159,7 +154,6 @@ def measure_axis(
     cluster: ProcessGroup,
     allowed: float,
     set_activity: Callable[[str], None],
-    collectives: Iterable[Collective] = COLLECTIVES,
 ) -> list[Measurement]:
     """Check and time all collectives over one axis, from small arrays to large ones.
 
@@ -168,74 +162,55 @@ def measure_axis(
         set_activity: is called with a description of each measurement before it begins.
     """
     out: list[Measurement] = []
-    left = list(collectives)
-    n, began, elapsed = mesh.shape[axis], time.monotonic(), 0.0
+    n, deadline, left = mesh.shape[axis], time.monotonic() + allowed, list(COLLECTIVES)
     for size in SIZES:
         for collective in tuple(left):
-            if elapsed > allowed and size > SIZES[0]:
+            # What one process decided alone would leave the others waiting for it.
+            if size > SIZES[0] and cluster.broadcast(time.monotonic() > deadline):
                 return out
             activity = f"{collective.name} over {axis}, {format_bytes(size)}"
             set_activity(activity)
-            found, error = catch_error(activity, cluster, measure, mesh, axis, collective, size)
-            seconds, mistake = found or (None, "")
-            # What one process decided alone would leave the others waiting for it.
-            all_found = cluster.allgather([seconds, error or mistake, time.monotonic() - began])
-            elapsed = all_found[0][2]
-            error = first_error([error for _, error, _ in all_found])
-            seconds = None if error else max(s for s, _, _ in all_found)
-            bandwidth = bus_bandwidth(collective, n, size, seconds) if seconds else None
+            found, error = try_on_all(activity, cluster, measure, mesh, axis, collective, size)
+            seconds = None if error else max(found)
+            bandwidth = seconds and size / seconds * collective.bus_factor(n)
             out.append(Measurement(collective.name, axis, n, size, seconds, bandwidth, error))
-            if error or _is_slow(seconds, size):
+            if error or seconds > MAX_SECONDS:
                 left.remove(collective)
     return out
 
 
-def _is_slow(seconds: float, size: int) -> bool:
-    """Return whether the next size would take too long; small arrays take as long as each other."""
-    larger = [s for s in SIZES if s > size]
-    if not larger:
-        return False
-    growth = larger[0] / size if size >= 2**20 else 1
-    return seconds * growth * (1 + REPETITIONS[larger[0]]) > MAX_SECONDS
+def try_on_all(
+    activity: str, cluster: ProcessGroup, function: Callable[..., Any], *arguments: Any
+) -> tuple[list[Any], str | None]:
+    """Return the results of a function by rank, and the exception of the first that raised one.
 
-
-def catch_error(
-    activity: str, cluster: ProcessGroup, function: Callable[..., T], *arguments: Any
-) -> tuple[T | None, str]:
-    """Return a function's result and an empty string; or None and the exception that it raised.
-
-    The exception is printed at once, too: processes that did not fail may wait for this one for
-    ever.
+    An exception is printed at once, too: processes without one may wait for this one for ever.
     """
+    result = error = None
     try:
-        return function(*arguments), ""
-    except Exception as error:  # of XLA, NCCL or Gloo: whatever it is, it belongs in the report
-        text = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-        print(f"process {cluster.rank}: {activity}: {text}", file=sys.stderr, flush=True)
-        return None, text
+        result = function(*arguments)
+    except Exception as e:  # of XLA, NCCL or Gloo: whatever it is, it belongs in the report
+        error = f"{type(e).__name__}: {str(e).partition(chr(10))[0]}"
+        print(f"process {cluster.rank}: {activity}: {error}", file=sys.stderr, flush=True)
+    found = cluster.allgather([result, error])
+    errors = [f"process {rank}: {error}" for rank, (_, error) in enumerate(found) if error]
+    return [result for result, _ in found], errors[0] if errors else None
 
 
-def first_error(errors: Sequence[str]) -> str | None:
-    """Return the error of the first process that has one, with its rank."""
-    return next((f"process {rank}: {error}" for rank, error in enumerate(errors) if error), None)
+def measure(mesh: Mesh, axis: str, collective: Collective, size: int) -> float:
+    """Return the seconds of one call on this process; raise ArithmeticError if its result is wrong.
 
-
-def measure(mesh: Mesh, axis: str, collective: Collective, size: int) -> tuple[float, str]:
-    """Return the seconds of one call on this process, and a mistake in its result, if any.
-
-    Args:
-        size: bytes of an array, rounded up to what the devices of the axis can share out.
+    `size` is in bytes, and rounded up to what the devices of the axis can share out.
     """
     n = mesh.shape[axis]
     part = -(-size // (4 * n))
     place = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
     length = part if collective.from_parts else part * n
 
-    def own_rows(index: tuple[slice, ...]) -> np.ndarray:
-        period = pattern(np.arange(mesh.size)[index[0], None], np.arange(PERIOD))
-        return np.stack([np.resize(row, length) for row in period])
+    def fill() -> jax.Array:
+        return pattern(jnp.arange(mesh.size)[:, None], jnp.arange(length))
 
-    x = jax.make_array_from_callback((mesh.size, length), place, own_rows)
+    x = jax.jit(fill, out_shardings=place)()
 
     def local(x: jax.Array) -> jax.Array:
         return collective.run(x[0], axis, n)[None]
@@ -243,96 +218,91 @@ def measure(mesh: Mesh, axis: str, collective: Collective, size: int) -> tuple[f
     run = jax.jit(
         jax.shard_map(local, mesh=mesh, in_specs=place.spec, out_specs=place.spec, check_vma=False)
     )
-    result = run(x).block_until_ready()
-    error = first_mistake(mesh, axis, collective, part, result)
-    repetitions = REPETITIONS.get(size, 3)
+    checked = run(x).block_until_ready()
     run(x).block_until_ready()
     began = time.perf_counter()
-    for _ in range(repetitions):
+    for _ in range(REPETITIONS[size]):
         result = run(x)
     result.block_until_ready()
-    return (time.perf_counter() - began) / repetitions, error
+    seconds = (time.perf_counter() - began) / REPETITIONS[size]
+    check_result(mesh, axis, collective, part, checked)  # here: the other processes go on anyway
+    return seconds
 
 
-def pattern(device: np.ndarray | int, position: np.ndarray) -> np.ndarray:
+def pattern(device: Any, position: Any) -> Any:
     """Return a device's input: small whole numbers, whose sums are exact in any order."""
-    return ((37 * device + position) % PERIOD).astype(np.float32)
+    return ((37 * device + position) % 1009).astype(np.float32)
 
 
-def first_mistake(
+def check_result(
     mesh: Mesh, axis: str, collective: Collective, part: int, result: jax.Array
-) -> str:
-    """Return where this process's part of a result differs from NumPy's; empty if nowhere.
-
-    Large results are compared at places spread over all of them.
-    """
-    numbers = np.arange(mesh.size).reshape(mesh.devices.shape)  # as in the first dimension of x
-    along = mesh.axis_names.index(axis)
+) -> None:
+    """Compare this process's part of a result with NumPy's, at places spread over all of it."""
     n = mesh.shape[axis]
+    numbers = np.arange(mesh.size).reshape(mesh.devices.shape)  # as in the first dimension of x
+    groups = np.moveaxis(numbers, mesh.axis_names.index(axis), -1).reshape(-1, n)
     for shard in result.addressable_shards:
         found = np.asarray(shard.data)[0]
-        number = shard.index[0].start or 0
-        where = list(np.unravel_index(number, numbers.shape))
-        own = int(where[along])
-        where[along] = slice(None)
-        group = numbers[tuple(where)]
-        positions = np.unique(np.linspace(0, found.size - 1, CHECKED).astype(np.int64))
-        expected = collective.expected(
-            lambda m, i, group=group: pattern(group[m], i), n, own, part, positions
-        )
-        wrong = np.flatnonzero(found[positions] != expected)
+        group, own = np.argwhere(groups == (shard.index[0].start or 0))[0]
+        i = np.unique(np.linspace(0, found.size - 1, CHECKED).astype(np.int64))
+        device, position = collective.source(own, n, part, i)
+        if device is ALL:
+            expected = pattern(groups[group, :, None], position).sum(axis=0)
+        else:
+            expected = pattern(groups[group, device], position)
+        wrong = np.flatnonzero(found[i] != expected)
         if wrong.size:
-            i = positions[wrong[0]]
-            return (
-                f"wrong result: element {i} of device {own} is {found[i]:g}, "
-                f"not {expected[wrong[0]]:g}"
+            first = wrong[0]
+            raise ArithmeticError(
+                f"wrong result: element {i[first]} of device {own} is {found[i][first]:g}, "
+                f"not {expected[first]:g}"
             )
-    return ""
 
 
-def collective_checks(measurements: Sequence[Measurement], slow: float | None) -> list[Check]:
-    """Return a line of the report for each collective over one axis.
-
-    Args:
-        slow: bytes/s below which the bus bandwidth of an all-reduce is suspicious; None if that
-            is not known.
-    """
-    return [
-        _evaluate(collective, [m for m in measurements if m.collective == collective.name], slow)
-        for collective in COLLECTIVES
-    ]
-
-
-def _evaluate(
-    collective: Collective, measurements: Sequence[Measurement], slow: float | None
-) -> Check:
-    first, last = measurements[0], measurements[-1]
-    name = f"{collective.name} over {last.axis}"
-    if last.error:
-        return fail(
-            name,
-            f"at {format_bytes(last.bytes)}, {last.error}",
-            "run again with NCCL_DEBUG=INFO (GPUs) or TF_CPP_MIN_LOG_LEVEL=0; with fewer hosts it "
-            "shows which of them is to blame",
+def collective_checks(measurements: Sequence[Measurement], peak: float | None) -> list[Check]:
+    """Return a line for each collective over an axis; a device can send `peak` bytes/s along it."""
+    out = []
+    for collective in COLLECTIVES:
+        found = [m for m in measurements if m.collective == collective.name]
+        first, last = found[0], found[-1]
+        name, bandwidth = f"{collective.name} over {last.axis}", last.bus_bandwidth
+        if last.error:
+            finding = f"at {format_bytes(last.bytes)}, {last.error}"
+            remedy = (
+                "run again with NCCL_DEBUG=INFO (GPUs) or TF_CPP_MIN_LOG_LEVEL=0; with fewer hosts "
+                "it shows which of them is to blame"
+            )
+            out.append(Check(name, "FAIL", finding, remedy))
+            continue
+        finding = (
+            f"{collective.meaning}; result right, {1000 * first.seconds:.3g} ms at "
+            f"{format_bytes(first.bytes)}, {gigabytes(bandwidth)} GB/s at "
+            f"{format_bytes(last.bytes)}"
         )
-    finding = (
-        f"{collective.meaning}; result right, {milliseconds(first.seconds)} at "
-        f"{format_bytes(first.bytes)}, {gigabytes(last.bus_bandwidth)} GB/s at "
-        f"{format_bytes(last.bytes)}"
-    )
-    is_large = last.bytes >= 2**24
-    if collective.name == "all-reduce" and slow and is_large and last.bus_bandwidth < slow:
-        return warn(
-            name,
-            f"{finding}: under {gigabytes(slow)} GB/s, a tenth of the data sheet",
-            "run again with NCCL_DEBUG=INFO, which names the network in use: it should not be "
-            "sockets; load the machine's NCCL network plugin",
-        )
-    return ok(name, finding)
+        remedy = ""
+        # Smaller arrays are limited by latency, and data sheets are about the best collective.
+        is_comparable = last.bytes >= LARGE and collective.name == "all-reduce"
+        if peak and is_comparable and bandwidth < peak / 10:
+            finding += f": under {gigabytes(peak / 10)} GB/s, a tenth of the data sheet"
+            remedy = (
+                "run again with NCCL_DEBUG=INFO, which names the network in use: it should not be "
+                "sockets; load the machine's NCCL network plugin"
+            )
+        out.append(Check(name, "WARN" if remedy else "OK", finding, remedy))
+    return out
 
 
-def milliseconds(seconds: float) -> str:
-    return f"{1000 * seconds:.3g} ms"
+def times(measurements: Sequence[Measurement]) -> list[tuple[str, str]]:
+    """Return a table of one axis: `-` failed before, or would have taken too long."""
+    heading = "".join(f"{format_bytes(size):>15}" for size in SIZES)
+    rows = [("ms, GB/s at", heading)]
+    for collective in COLLECTIVES:
+        cells = dict.fromkeys(SIZES, "-")
+        for m in measurements:
+            if m.collective == collective.name and not m.error:
+                cells[m.bytes] = f"{1000 * m.seconds:.3g} {gigabytes(m.bus_bandwidth):>6}"
+        rows.append((collective.name, "".join(f"{cell:>15}" for cell in cells.values())))
+    return rows
 
 
 def gigabytes(per_second: float) -> str:

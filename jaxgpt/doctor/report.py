@@ -1,49 +1,132 @@
-"""The doctor's report: line by line for a person, or one JSON object at the end."""
+"""All checks in turn, and their report: line by line for a person, one JSON object for programs.
+
+It imports JAX: import it after `initialize_jax`.
+"""
 
 import json
-import sys
+import threading
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
+from jax.sharding import Mesh
 
 from jaxgpt.cluster.process_group import ProcessGroup
-from jaxgpt.doctor.checks import Check
+from jaxgpt.cluster.shutdown import DONE, FAILED, terminate_job
+from jaxgpt.config import MeshShape
+from jaxgpt.doctor.checks import Check, machine_checks
 from jaxgpt.doctor.collectives import (
-    COLLECTIVES,
-    SIZES,
     Measurement,
-    gigabytes,
-    milliseconds,
+    axis_link,
+    collective_checks,
+    default_sizes,
+    measure_axis,
+    times,
 )
-from jaxgpt.perf.units import format_bytes
+from jaxgpt.doctor.directory import directory_checks
+from jaxgpt.doctor.facts import collect_facts
+from jaxgpt.doctor.training import training_check
+from jaxgpt.parallel.mesh import describe, make_mesh
+from jaxgpt.runtime.jax_internals import failure_board
 
-COLORS = {"OK": "green", "WARN": "yellow", "FAIL": "red"}
-WIDTH = 112  # where there is no terminal to ask
+COLLECTIVES_SECONDS = 25.0  # for all axes together
+REPORT_SECONDS = 5  # for process 0 to print its report, before the others give up, too
+
+
+def run_checks(
+    cluster: ProcessGroup,
+    found: dict[str, Any],
+    shape: MeshShape | None,
+    directory: Path,
+    as_json: bool,
+) -> int:
+    """Run all checks, print the report, and return an exit status.
+
+    Args:
+        found: returned by `initialize_jax`.
+        shape: of the mesh; None chooses it by `default_sizes`.
+        directory: of a run.
+    """
+    with Report(cluster, found, as_json) as report:
+        report.begin("the machine")
+        facts = collect_facts(cluster, found["coordinator"])
+        job = [SimpleNamespace(**f) for f in cluster.allgather(facts)]
+        report.section("machine", machine_checks(job, cluster, found))
+        report.begin("the run directory")
+        report.section("run directory", directory_checks(cluster, directory))
+        mesh = make_mesh(shape or default_sizes(cluster), cluster.hosts)
+        check_collectives(cluster, mesh, report)
+        report.begin("training")
+        broken = [c.name for c in report.checks if c.status == "FAIL" and " over " in c.name]
+        if broken:  # training would wait for it
+            finding = f"not tried, since {broken[0]} fails"
+            trained = Check("training", "FAIL", finding, "repair that one first")
+        else:
+            trained = training_check(cluster)
+        report.section("ten data-parallel steps of a small model", [trained])
+        report.close()
+    return FAILED if any(check.status == "FAIL" for check in report.checks) else DONE
+
+
+def check_collectives(cluster: ProcessGroup, mesh: Mesh, report: "Report") -> None:
+    """Add a section to the report for each mesh axis."""
+    axes = [axis for axis, n in mesh.shape.items() if n > 1]
+    if not axes:
+        finding = "nothing to measure with one device: try mpiexec -n 4, or --mesh 4,1,1"
+        report.section("collectives", [Check("collectives", "OK", finding)])
+    for axis in axes:
+        measured = measure_axis(mesh, axis, cluster, COLLECTIVES_SECONDS / len(axes), report.begin)
+        crosses, peak = axis_link(mesh, axis, cluster)
+        place = "of different hosts" if crosses else "inside a host"
+        title = (
+            f"collectives over {axis}: {mesh.shape[axis]} devices {place}, mesh {describe(mesh)}"
+        )
+        report.section(title, collective_checks(measured, peak), measured)
 
 
 class Report:
-    """Prints on process 0 as checks come in; silent on the others, and with `as_json` until the
-    end."""
+    """The checks so far; ends the job with them if an activity takes longer than the timeout.
 
-    def __init__(self, cluster: ProcessGroup, as_json: bool, job: dict[str, Any]):
+    A process that is gone, or a network that swallows what it is given, leaves the others in a
+    collective that never returns. Only process 0 prints.
+    """
+
+    def __init__(self, cluster: ProcessGroup, job: dict[str, Any], as_json: bool):
         """Take `job`, which goes into the JSON object as it is."""
         self.checks: list[Check] = []
         self.measurements: list[Measurement] = []
-        self.job = job
-        self._enabled, self._as_json = cluster.is_main, as_json
-        # Open MPI gives processes a terminal even when its own output goes to a file.
-        self._on_terminal = cluster.size == 1 and sys.stdout.isatty()
-        self._console = Console(
-            force_terminal=self._on_terminal, width=None if self._on_terminal else WIDTH
-        )
+        self._cluster, self._job, self._as_json = cluster, job, as_json
+        self._timer = threading.Timer(0, self._give_up)
 
-    @property
-    def failed(self) -> bool:
-        return any(check.status == "FAIL" for check in self.checks)
+    def __enter__(self) -> "Report":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._timer.cancel()
+
+    def begin(self, activity: str) -> None:
+        """Give the next activity its time."""
+        self._timer.cancel()
+        limit = self._cluster.timeout + (0 if self._cluster.is_main else REPORT_SECONDS)
+        self._timer = threading.Timer(limit, self._give_up, [activity])
+        self._timer.daemon = True
+        self._timer.start()
+
+    def _give_up(self, activity: str) -> None:
+        finding = f"no answer within {self._cluster.timeout:.0f} s (--init-timeout)"
+        remedy = (
+            "look for a host that hangs or a firewall between hosts; NCCL_SOCKET_IFNAME "
+            "chooses NCCL's interface"
+        )
+        if self._cluster.is_main:
+            self.section("stopped here", [Check(activity, "FAIL", finding, remedy)])
+            self.close()
+            terminate_job("", FAILED, failure_board(), REPORT_SECONDS + 2)
+        text = f"error: {activity}: {finding}, nor from process 0; {remedy}\n"
+        terminate_job(text, FAILED, failure_board())
 
     def section(
         self, title: str, checks: Sequence[Check], measurements: Sequence[Measurement] = ()
@@ -51,62 +134,30 @@ class Report:
         """Add checks, and the times of collectives over one axis."""
         self.checks += checks
         self.measurements += measurements
-        if not self._enabled or self._as_json:
+        if self._as_json or not self._cluster.is_main:
             return
-        self._console.print(Text(title, style="bold"))
-        if self._on_terminal:
-            self._console.print(_lines_in_columns(checks))
-        else:
-            for check in checks:
-                print(f"{check.status:4} {check.name}: {check.finding}")
-                if check.remedy:
-                    print(f"     remedy: {check.remedy}")
-        if measurements:
-            self._console.print(_times(measurements))
-            if len(measurements) < len(COLLECTIVES) * len(SIZES):
-                print("- was left out: it failed before, or would have taken too long")
+        print(title)
+        for check in checks:
+            print(f"{check.status:4} {check.name}: {check.finding}")
+            if check.remedy:
+                print(f"     remedy: {check.remedy}")
+        for name, cells in times(measurements) if measurements else ():
+            print(f"{name:14}{cells}")
         print(flush=True)
 
     def close(self) -> None:
         """Print the number of checks by status, or the JSON object."""
-        if not self._enabled:
+        if not self._cluster.is_main:
             return
-        counts = {s: sum(c.status == s for c in self.checks) for s in COLORS}
+        counts = Counter(OK=0, WARN=0, FAIL=0)
+        counts.update(check.status for check in self.checks)
         if self._as_json:
             result = {
                 "status": next(s for s in ("FAIL", "WARN", "OK") if counts[s] or s == "OK"),
-                "job": self.job,
+                "job": self._job,
                 "checks": [asdict(check) for check in self.checks],
                 "collectives": [asdict(m) for m in self.measurements],
             }
             print(json.dumps(result, indent=1), flush=True)
         else:
             print(", ".join(f"{n} {status}" for status, n in counts.items()), flush=True)
-
-
-def _lines_in_columns(checks: Sequence[Check]) -> Table:
-    table = Table(box=None, show_header=False, padding=(0, 1, 0, 0))
-    for check in checks:
-        finding = Text(check.finding)
-        if check.remedy:
-            finding.append(f"\nremedy: {check.remedy}", style="bold")
-        table.add_row(Text(check.status, style=COLORS[check.status]), check.name, finding)
-    return table
-
-
-def _times(measurements: Sequence[Measurement]) -> Table:
-    """Return latency, and bus bandwidth by size; `-` for what would take too long."""
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    table.add_column("bus bandwidth, GB/s, at")
-    for heading in (*map(format_bytes, SIZES), f"time at {format_bytes(SIZES[0])}"):
-        table.add_column(heading, justify="right")
-    for collective in COLLECTIVES:
-        mine = {m.bytes: m for m in measurements if m.collective == collective.name}
-        found = [mine[size].bus_bandwidth if size in mine else None for size in SIZES]
-        seconds = mine[SIZES[0]].seconds
-        table.add_row(
-            collective.name,
-            *(gigabytes(b) if b else "-" for b in found),
-            milliseconds(seconds) if seconds else "-",
-        )
-    return table

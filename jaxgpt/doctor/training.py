@@ -2,6 +2,7 @@
 
 import hashlib
 import math
+from collections.abc import Sequence
 from pathlib import Path
 
 import jax
@@ -9,7 +10,8 @@ import numpy as np
 
 from jaxgpt.cluster.process_group import ProcessGroup
 from jaxgpt.config import MeshShape, load_config
-from jaxgpt.doctor.checks import Check, fail, ok
+from jaxgpt.doctor.checks import Check
+from jaxgpt.doctor.collectives import try_on_all
 from jaxgpt.parallel.mesh import make_mesh
 from jaxgpt.perf.units import count
 from jaxgpt.train.functions import make_steps
@@ -22,12 +24,11 @@ MODEL = (
 )  # fmt: skip
 
 
-def train_ten_steps(cluster: ProcessGroup) -> tuple[list[float], str]:
+def train_ten_steps(cluster: ProcessGroup) -> tuple[list[float], list[str]]:
     """Train with two rows per device, the same in every step, on the text of this file.
 
     Returns:
-        The losses, and a hash of the parameters that this process's devices end with; several
-        hashes if the devices do not agree.
+        The losses, and the hashes of the parameters with which this process's devices end.
     """
     n_devices = jax.device_count()
     config = load_config(
@@ -45,38 +46,41 @@ def train_ten_steps(cluster: ProcessGroup) -> tuple[list[float], str]:
     for step in range(1, N_STEPS + 1):
         state, metrics = steps.train_step(state, np.int32(step), batch)
         losses.append(float(metrics.loss))
-    hashes = [hashlib.sha256() for _ in jax.local_devices()]
-    for leaf in jax.tree.leaves(state.params):
-        for digest, shard in zip(hashes, leaf.addressable_shards, strict=True):
-            digest.update(np.asarray(shard.data).tobytes())
-    return losses, " ".join(sorted({digest.hexdigest()[:16] for digest in hashes}))
+    leaves = jax.tree.leaves(state.params)
+    copies = [
+        b"".join(np.asarray(leaf.addressable_data(device)).tobytes() for leaf in leaves)
+        for device in range(jax.local_device_count())
+    ]
+    return losses, sorted({hashlib.sha256(copy).hexdigest() for copy in copies})
 
 
-def training_check(found: list[tuple[list[float], str]], n_devices: int) -> Check:
-    """Evaluate what `train_ten_steps` returned on every process."""
-    losses = found[0][0]
-    devices = "one device" if n_devices == 1 else count(n_devices, "device")
-    finding = f"loss {losses[0]:.3f} to {losses[-1]:.3f} in {len(losses)} steps on {devices}"
-    others = [(rank, other[-1]) for rank, (other, _) in enumerate(found) if other != losses]
+def training_check(cluster: ProcessGroup) -> Check:
+    """Train ten steps on every process, and compare what they found."""
+    found, error = try_on_all("training", cluster, train_ten_steps, cluster)
+    if error:
+        return Check("training", "FAIL", error, "the lines above this report may say more")
+    return judge(found, jax.device_count())
+
+
+def judge(found: Sequence[tuple[list[float], list[str]]], n_devices: int) -> Check:
+    """Return the line of the report for what `train_ten_steps` returned on every process."""
+    losses, hashes = found[0]
     # A model that knows nothing is as good as any other guess among 256 bytes.
     unlearned = math.log(VOCABULARY)
-    problem = ""
-    if not all(math.isfinite(loss) for loss in losses):
-        problem = ", which is not a number"
-    elif abs(losses[0] - unlearned) > 0.5:
-        problem = f"; a new model's should be about {unlearned:.2f}"
-    elif losses[-1] > losses[0] - 0.5:
-        problem = ": it should fall"
-    elif others:
-        rank, last = others[0]
-        problem = f"; on process {rank} to {last:.3f}: all should agree"
-    elif len({hashes for _, hashes in found}) > 1 or " " in found[0][1]:
-        problem = "; devices end with different parameters"
-    if problem:
-        return fail(
-            "training",
-            finding + problem,
-            "run it again with JAX_PLATFORMS=cpu: if that is right, suspect the driver or a device",
-        )
-    agreed = "; all devices end with the same parameters" if n_devices > 1 else ""
-    return ok("training", finding + agreed)
+    right = abs(losses[0] - unlearned) < 0.5 and losses[-1] < losses[0] - 0.5
+    differing = [rank for rank, other in enumerate(found) if list(other) != [losses, hashes]]
+    finding = (
+        f"loss {losses[0]:.3f} to {losses[-1]:.3f} in {len(losses)} steps on "
+        f"{count(n_devices, 'device')}"
+    )
+    if right and not differing and len(hashes) == 1:
+        agreed = "; all devices end with the same parameters" if n_devices > 1 else ""
+        return Check("training", "OK", finding + agreed)
+    if not right:
+        finding += f"; it should fall by 0.5 or more from about {unlearned:.2f}"
+    elif differing:
+        finding += f"; process {differing[0]} has other losses or parameters than process 0"
+    else:
+        finding += "; devices end with different parameters"
+    remedy = "run it again with JAX_PLATFORMS=cpu: if that is right, suspect the driver or a device"
+    return Check("training", "FAIL", finding, remedy)

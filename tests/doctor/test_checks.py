@@ -3,43 +3,44 @@
 import dataclasses
 import json
 from importlib import metadata
+from types import SimpleNamespace
 
 import jax
 import pytest
 
 from jaxgpt.cluster.machines import MACHINES
 from jaxgpt.cluster.process_group import ProcessGroup
+from jaxgpt.doctor import checks as checks_module
 from jaxgpt.doctor import facts as facts_module
-from jaxgpt.doctor.checks import Check, check_supported, machine_checks
-from jaxgpt.doctor.facts import Facts, addresses_of, collect_facts, from_json, interface_of
+from jaxgpt.doctor.checks import Check, machine_checks
+from jaxgpt.doctor.facts import collect_facts
 
 GIB = 2**30
 INSTALLED = {name: metadata.version(name) for name in ("jaxgpt", "jax", "jaxlib")}
 POLARIS = next(m for m in MACHINES if m.name == "Polaris")
-GPU = Facts(
-    rank=0,
+GPU = SimpleNamespace(
+    address="10.0.0.2",
+    allocated_hosts=2,
     host=0,
     host_name="node0",
-    versions={"python": "3.12.1", **INSTALLED},
-    mpi_library="MPICH 4.1",
+    versions={"python": "3.12.1", "MPI": "MPICH 4.1", **INSTALLED},
     platform="gpu",
     device_kind="NVIDIA A100-SXM4-40GB",
-    devices=("0",),
-    visible=None,
+    devices=["0"],
+    narrowed=False,
     jax_platforms="",
     accelerators=2,
-    nvidia=True,
     device_memory=30 * GIB,
     memory=100 * GIB,
     shared_memory=10 * GIB,
-    cores=tuple(range(16)),
+    cores=list(range(16)),
     host_cores=32,
-    open_files=65536,
 )
 # Two hosts with two processes, each with a GPU of its own.
 HEALTHY = [
-    dataclasses.replace(
-        GPU, rank=rank, host=rank // 2 * 2, host_name=f"node{rank // 2}", devices=(str(rank % 2),)
+    SimpleNamespace(
+        **vars(GPU)
+        | {"host": rank // 2 * 2, "host_name": f"node{rank // 2}", "devices": [str(rank % 2)]}
     )
     for rank in range(4)
 ]
@@ -49,20 +50,25 @@ CLUSTER = ProcessGroup(
 FOUND = {"coordinator": "node0.hsn:4711", "notes": []}
 
 
-def report(job=HEALTHY, cluster=CLUSTER, found=FOUND, allocated=2, interface="hsn0"):
+@pytest.fixture(autouse=True)
+def one_clock(monkeypatch):
+    monkeypatch.setattr(checks_module, "check_clocks", lambda cluster: Check("clocks", "OK", ""))
+
+
+def report(job=HEALTHY, cluster=CLUSTER, found=FOUND):
     """name -> check."""
-    checks = machine_checks(job, cluster, found, allocated, interface)
+    checks = machine_checks(job, cluster, found)
     assert len({c.name for c in checks}) == len(checks)
     return {c.name: c for c in checks}
 
 
 def changed(rank, **facts):
     """A job in which one process differs."""
-    return [dataclasses.replace(f, **facts) if f.rank == rank else f for f in HEALTHY]
+    return [SimpleNamespace(**vars(f) | facts) if r == rank else f for r, f in enumerate(HEALTHY)]
 
 
 def everywhere(**facts):
-    return [dataclasses.replace(f, **facts) for f in HEALTHY]
+    return [SimpleNamespace(**vars(f) | facts) for f in HEALTHY]
 
 
 def test_nothing_is_said_against_a_healthy_job():
@@ -84,26 +90,23 @@ CPU = {"platform": "cpu", "device_kind": "cpu", "device_memory": None}
         ),
         (
             "versions", "FAIL", changed(2, versions={**GPU.versions, "jax": None}),
-            "missing on node1", "one environment",
+            "none on node1", "one environment",
         ),
-        ("supported versions", "FAIL", everywhere(versions={**GPU.versions, "jax": "99.0"}),
-         "there is 99.0", "pins.txt"),
-        ("MPI library", "FAIL", changed(2, mpi_library="Open MPI v5"), "Open MPI v5 on node1",
-         "module"),
-        ("hosts", "WARN", HEALTHY[:3], "node0 2, node1 1", "-ppn"),
-        ("devices", "FAIL", changed(1, devices=("0", "1")), "2 x NVIDIA", "same number"),
+        ("versions", "FAIL", changed(2, versions={**GPU.versions, "MPI": "Open MPI v5"}),
+         "Open MPI v5 on node1", "module"),
+        ("hosts", "WARN", HEALTHY[:3], "2 on node0, 1 on node1", "-ppn"),
+        ("devices", "FAIL", changed(1, devices=["0", "1"]), "2 x NVIDIA", "same number"),
         ("devices", "FAIL", changed(1, device_kind="NVIDIA H200"), "H200 on node0", "one kind"),
-        ("devices", "WARN", changed(3, devices=("0",)), "2, 3 on node1 seem to share device 0",
+        ("accelerators", "WARN", changed(3, devices=["0"]), "on node1 seem to share device 0",
          "one process per device"),
         ("accelerators", "FAIL", everywhere(**CPU), "node0 has 2 accelerators", "jaxgpt[cuda]"),
-        ("accelerators", "FAIL", everywhere(nvidia=False, **CPU), "JAX uses the CPU", "JAX plugin"),
+        ("accelerators", "FAIL", everywhere(**CPU), "JAX uses the CPU", "JAX plugin"),
         ("accelerators", "WARN", everywhere(accelerators=4), "2 of the 4 devices",
          "as many processes"),
         ("memory", "WARN", changed(2, memory=GIB), "0.5 GiB of host memory for each process "
          "on node1", "--mem=0"),
-        ("cores", "WARN", everywhere(cores=(5,)), "2 processes on node0 share 1 core of 32",
+        ("cores", "WARN", everywhere(cores=[5]), "2 processes may run on 1 of 32 cores on node0",
          "--cpu-bind"),
-        ("open files", "WARN", changed(1, open_files=200), "may open 200", "ulimit -n"),
         ("shared memory", "WARN", changed(2, shared_memory=2**20), "1 MiB are free", "--shm-size"),
     ],
 )  # fmt: skip
@@ -118,10 +121,8 @@ def test_what_is_as_its_user_wants_it_is_no_fault():
     on_cpu = everywhere(jax_platforms="cpu", **CPU)
     assert report(on_cpu)["accelerators"].status == "OK"
     # The job was given two of four GPUs.
-    narrowed = everywhere(accelerators=4, visible="CUDA_VISIBLE_DEVICES=0,1")
+    narrowed = everywhere(accelerators=4, narrowed=True)
     assert report(narrowed)["accelerators"].status == "OK"
-    no_limit = everywhere(open_files=-1, shared_memory=None)
-    assert {c.status for c in report(no_limit).values()} == {"OK"}
 
 
 def test_a_known_machine_is_expected_to_be_used_in_full():
@@ -138,39 +139,18 @@ def test_a_known_machine_is_expected_to_be_used_in_full():
 
 def test_the_launcher():
     alone = ProcessGroup("single process")
-    check = report(HEALTHY[:1], alone, allocated=2)["launcher"]
+    check = report(HEALTHY[:1], alone)["launcher"]
     assert (check.status, "1 of the 2 hosts" in check.finding) == ("WARN", True)
-    check = report(allocated="PBS_NODEFILE=/x: cannot be read; unset it")["launcher"]
+    check = report(everywhere(allocated_hosts="PBS_NODEFILE=/x: cannot be read"))["launcher"]
     assert (check.status, "/x" in check.finding) == ("WARN", True)
     without_mpi = dataclasses.replace(CLUSTER, notes=("going on without MPI",))
     assert report(cluster=without_mpi)["launcher"].status == "WARN"
 
 
-def test_hosts_have_to_meet_where_all_can_come():
-    local = FOUND | {"coordinator": "127.0.0.1:4711"}
-    check = report(found=local, interface="lo")["interface"]
-    assert (check.status, "JAXGPT_COORDINATOR" in check.remedy) == ("FAIL", True)
-    one_host = [dataclasses.replace(f, host=0, host_name="node0") for f in HEALTHY[:2]]
-    assert report(one_host, found=local, interface="lo")["interface"].status == "OK"
+def test_the_way_to_the_coordinator_is_said():
+    assert "reached from 10.0.0.2 (node1)" in report()["interface"].finding
     cleared = FOUND | {"notes": ["cleared http_proxy: ..."]}
     assert "http_proxy" in report(found=cleared)["interface"].finding
-
-
-@pytest.mark.parametrize(
-    ("version", "bounds", "inside"),
-    [
-        ("0.10.2", ">=0.10,<0.12", True),
-        ("0.12.0", ">=0.10,<0.12", False),
-        ("0.9.2", ">=0.10", False),
-        ("0.10.2", "<=0.10.2,>=0.10.2", True),
-        ("0.10.1", "<=0.10.2,>=0.10.2", False),
-        ("0.11.0.dev20260101", ">=0.10,<0.12", True),
-    ],
-)
-def test_ranges_of_versions(version, bounds, inside):
-    requires = {"jaxgpt": [f"x[y]{bounds}", 'z>=99; extra == "x"']}.get
-    check = check_supported({"jaxgpt": "1", "jax": None, "x": version, "z": "1"}, requires)
-    assert check.status == ("OK" if inside else "FAIL")
 
 
 def test_a_fault_without_a_remedy_cannot_be_reported():
@@ -184,7 +164,7 @@ def test_devices_are_told_apart(monkeypatch):
     def names(n, chosen, visible, usable):
         monkeypatch.setattr(facts_module.glob, "glob", lambda p: usable if "nvidia" in p else [])
         monkeypatch.setattr(facts_module.os, "access", lambda path, mode: True)
-        return facts_module.device_names(n, chosen, visible)
+        return facts_module.device_names(chosen or range(n), visible or "")
 
     every = ["/dev/nvidia0", "/dev/nvidia1"]
     one_takes_all = names(2, None, None, every)
@@ -198,10 +178,9 @@ def test_devices_are_told_apart(monkeypatch):
 
 
 def test_the_facts_of_this_process():
-    facts = collect_facts(ProcessGroup("test"))
-    assert facts.versions["jax"] == jax.__version__
-    assert (facts.platform, len(facts.devices)) == ("cpu", 8)
-    assert GIB // 4 < facts.memory < 2**50
-    assert from_json(json.loads(json.dumps(vars(facts)))) == facts
-    assert interface_of(addresses_of("localhost")) in ("lo", "lo0")
-    assert interface_of(["192.0.2.1"]) is None  # reserved for documentation
+    facts = collect_facts(ProcessGroup("test"), "localhost:4711")
+    assert facts["versions"]["jax"] == jax.__version__
+    assert (facts["platform"], len(facts["devices"])) == ("cpu", 8)
+    assert GIB // 4 < facts["memory"] < 2**50
+    assert facts["address"] in ("127.0.0.1", "::1")
+    assert json.loads(json.dumps(facts)) == facts

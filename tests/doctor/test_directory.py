@@ -1,76 +1,81 @@
-import dataclasses
-import os
+import shutil
+from collections import namedtuple
 from pathlib import Path
 
 import pytest
 
 from jaxgpt.cluster.process_group import ProcessGroup
 from jaxgpt.config import UsageError
+from jaxgpt.doctor import directory as module
 from jaxgpt.doctor.directory import (
-    HostView,
-    check_writable,
+    check_file_system,
     directory_checks,
-    evaluate,
     file_system_of,
+    host_checks,
+    scratch_file,
 )
 
-VIEW = HostView("node0", None, True, "lustre", 2**40, "work")
+TWO_HOSTS = ProcessGroup("test", 1, 2, hosts=(0, 1), host_names=("node0", "node1"))
 
 
-def checks(**second):
-    """What is said of two hosts, by name."""
-    views = [VIEW, dataclasses.replace(VIEW, host_name="node1", **second)]
-    return {c.name: c for c in evaluate(Path("/runs"), views)}
+def test_a_shared_directory(tmp_path):
+    with scratch_file(tmp_path) as path:
+        shared, file_system = host_checks(path, TWO_HOSTS)
+    assert shared.status == "OK" and "the same on all 2 hosts" in shared.finding
+    assert "free" in file_system.finding
 
 
-def test_a_shared_directory():
-    assert {c.status for c in checks().values()} == {"OK"}
-    assert "lustre, 1,024 GiB free" in checks()["file system"].finding
+def test_what_another_host_misses(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "PATIENCE", 0)
+    (check,) = host_checks(f"{tmp_path}/missing", TWO_HOSTS)
+    assert (check.status, "all hosts share" in check.remedy) == ("FAIL", True)
+    assert "node1 does not see" in check.finding
+
+    def refuse(dir):
+        raise OSError(30, "Read-only file system")
+
+    with scratch_file(tmp_path) as path:
+        monkeypatch.setattr(module.tempfile, "TemporaryFile", refuse)
+        (check,) = host_checks(path, TWO_HOSTS)
+    assert (check.status, "quota" in check.remedy) == ("FAIL", True)
+    assert "cannot be written on node1 (Read-only" in check.finding
 
 
-@pytest.mark.parametrize(
-    ("name", "status", "second", "finding", "remedy"),
-    [
-        ("run directory", "FAIL", {"sees_file": False}, "node1 does not see", "all hosts share"),
-        ("run directory", "FAIL", {"error": "Read-only file system"}, "on node1 (Read", "quota"),
-        ("file locks", "WARN", {"locks": "let in"}, "not locked on node1", "flock"),
-        ("file locks", "WARN", {"locks": "not supported"}, "node1 cannot lock", "flock"),
-    ],
-)
-def test_what_another_host_misses(name, status, second, finding, remedy):
-    check = checks(**second)[name]
-    assert check.status == status
-    assert finding in check.finding and remedy in check.remedy
-
-
-@pytest.mark.parametrize("view", [{"free": 2**20}, {"file_system": "tmpfs"}])
-def test_a_place_that_will_not_last(view):
-    check = evaluate(Path("/runs"), [dataclasses.replace(VIEW, **view)])[1]
+@pytest.mark.parametrize(("kind", "free"), [("lustre", 2**20), ("tmpfs", 2**40)])
+def test_a_place_that_will_not_last(monkeypatch, kind, free):
+    usage = namedtuple("usage", "free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(free))
+    monkeypatch.setattr(module, "file_system_of", lambda path: kind)
+    check = check_file_system(Path("/runs"))
     assert (check.name, check.status) == ("file system", "WARN")
 
 
 def test_nothing_is_left_behind(tmp_path):
-    directory = tmp_path / "a" / "b"
-    found = directory_checks(ProcessGroup("test"), directory)
-    assert [c.status for c in found if c.name != "file system"] == ["OK", "OK"]
-    check_writable(directory)
+    found = directory_checks(ProcessGroup("test"), tmp_path / "a" / "b")
+    assert [c.status for c in found if c.name != "file system"] == ["OK"]
     assert not list(tmp_path.iterdir())
 
 
 def test_a_directory_that_cannot_be(tmp_path):
     file = tmp_path / "file"
     file.touch()
-    with pytest.raises(UsageError, match=f"out={file}/x: cannot be written"):
-        check_writable(file / "x")
+    with (
+        pytest.raises(UsageError, match=f"out={file}/x: cannot be written"),
+        scratch_file(file / "x"),
+    ):
+        pass
     (check,) = directory_checks(ProcessGroup("test"), file / "x")
     assert (check.status, "--out" in check.remedy) == ("FAIL", True)
 
 
-def test_the_innermost_mount_counts():
-    mounts = "x / ext4 rw 0 0\nx /a\\040b tmpfs rw 0 0\nx /lus nfs rw 0 0\ny /lus lustre rw 0 0\n"
-    assert file_system_of(Path("/a b/c"), mounts) == "tmpfs"
-    assert file_system_of(Path("/ab"), mounts) == "ext4"
-    assert file_system_of(Path("/lus/x"), mounts) == "lustre"
-    assert file_system_of(Path("/"), "") == "unknown"
-    if os.path.exists("/proc/mounts"):
+def test_the_innermost_mount_counts(monkeypatch):
+    if Path("/proc/mounts").exists():
         assert file_system_of(Path("/proc")) == "proc"
+    mounts = "x / ext4 rw 0 0\nx /a\\040b tmpfs rw 0 0\nx /lus nfs rw 0 0\ny /lus lustre rw 0 0\n"
+    monkeypatch.setattr(Path, "read_text", lambda path: mounts)
+    monkeypatch.setattr(Path, "exists", lambda path: True)
+    assert file_system_of(Path("/a b/c")) == "tmpfs"
+    assert file_system_of(Path("/ab")) == "ext4"
+    assert file_system_of(Path("/lus/x")) == "lustre"
+    monkeypatch.setattr(Path, "exists", lambda path: False)
+    assert file_system_of(Path("/")) == "unknown"

@@ -7,7 +7,7 @@ import numpy as np
 
 from jaxgpt.cluster.process_group import ProcessGroup
 from jaxgpt.config import MeshShape
-from jaxgpt.doctor.links import axis_link, default_sizes
+from jaxgpt.doctor.collectives import axis_link, default_sizes
 from jaxgpt.parallel.mesh import make_mesh
 from jaxgpt.perf.hardware import DEVICES
 

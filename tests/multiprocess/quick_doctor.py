@@ -1,6 +1,7 @@
 """The doctor without large arrays, which it measures for 25 s: `quick_doctor.py [arguments]`."""
 
 from jaxgpt.doctor import __main__ as doctor
+from jaxgpt.doctor import report
 
-doctor.COLLECTIVES_SECONDS = 0.0
+report.COLLECTIVES_SECONDS = 0.0
 doctor.main()

@@ -59,6 +59,6 @@ def test_the_doctor_finds_nothing_wrong(prefix, library, name, tmp_path):
     assert [c for c in report["checks"] if c["status"] == "FAIL"] == []
     assert job.returncode == 0
     checks = {c["name"]: c for c in report["checks"]}
-    assert name in checks["MPI library"]["finding"]
+    assert name in checks["versions"]["finding"]
     assert "4 processes on it" in checks["hosts"]["finding"]
     assert "all devices end with the same parameters" in checks["training"]["finding"]
