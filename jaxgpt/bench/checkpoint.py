@@ -4,31 +4,29 @@ Both sides count as written when they are on the disk: Orbax calls fsync for eve
 numbers. Before both are read, the page cache forgets them.
 """
 
-import mmap
 import os
 import re
 import shutil
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 
-from jaxgpt.bench.harness import PROG, Result, log_progress, scratch_folder
-from jaxgpt.cluster.process_group import ProcessGroup, join_process_group
-from jaxgpt.config import Config, UsageError, mesh_shape, names_config, parse_args
-from jaxgpt.data.dataset import vocabulary_size
-from jaxgpt.doctor.directory import IN_MEMORY, file_system_of
-from jaxgpt.perf.units import count
-from jaxgpt.runtime.initialize import initialize_jax
+from jaxgpt.bench.harness import PROG, Job, Result, Value, open_job
+from jaxgpt.checkpoint.checkpointer import Checkpoints
+from jaxgpt.config import Config, UsageError, names_config, parse_args
+from jaxgpt.doctor.directory import file_system_of
+from jaxgpt.train.functions import make_steps
+from jaxgpt.train.state import checkpoint_tree, init_state
 
 # After one that counts for nothing; an even number, as what comes second may take longer: a
 # virtual machine has memory at hand for the first, and asks its host for more.
 ROUNDS = 8
 UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-BLOCK = 2**23  # bytes of a plain file that are written or read at a time
 
 
 def run(settings: Sequence[str], size: str | None = None, out: Path | None = None) -> Result:
@@ -39,10 +37,6 @@ def run(settings: Sequence[str], size: str | None = None, out: Path | None = Non
         size: of the state, such as 1GB, by the number of layers; None keeps the model.
         out: where to write; by default where temporary files are.
 
-    Returns:
-        Seconds of the slowest process, as medians over the rounds, and the ratios of plain files
-        to them.
-
     Raises:
         UsageError: if there is no room, or the size or the mesh cannot work.
     """
@@ -50,53 +44,45 @@ def run(settings: Sequence[str], size: str | None = None, out: Path | None = Non
         size, settings = size or "1GB", ["--config", "gpt2", *settings]
     n_bytes = None if size is None else bytes_of(size)
     config = parse_args(settings, PROG)
-    cluster = join_process_group(config.init_timeout)
-    with scratch_folder(cluster, out) as folder:
-        vocab_size = cluster.run_on_all(vocabulary_size, config.data, config.model)
-        config = config.replace(model__vocab_size=vocab_size)
-        initialize_jax(cluster, mesh_shape(config))
-        import jax
-
-        from jaxgpt.parallel.mesh import job_mesh
-        from jaxgpt.train.functions import make_steps
-
-        mesh = job_mesh(config, cluster.hosts)
+    with open_job(config, out=out) as job:
+        config, mesh = job.start_jax(config)
         if n_bytes is not None:
             config = with_bytes(config, n_bytes)
-        cluster.run_on_all(check_room, config, folder)
+        job.cluster.run_on_all(check_room, config, job.folder)
         steps = make_steps(config, mesh)
-        rounds = Rounds(config, steps, filled(steps), folder, cluster)
+        state = steps.init()
+        # Not zeros: as after some steps.
+        state = state._replace(opt_state=jax.tree.map(lambda x: x + 1, state.opt_state))
+        rounds = Rounds(config, checkpoint_tree(state), checkpoint_tree(steps.state_shapes), job)
         found = []
         for number in range(ROUNDS + 1):
-            log_progress(cluster, f"round {number} of {ROUNDS}" if number else "warming up")
+            job.log(f"round {number} of {ROUNDS}" if number else "warming up")
             found.append(rounds.run(number))
-        arrays, file_system = jax.tree.leaves(rounds.saved), file_system_of(folder)
+        arrays = jax.tree.leaves(rounds.saved)
         values = {
             "config": config.config,
             "n_layer": config.model.n_layer,
-            "state_bytes": sum(a.nbytes for a in arrays),
+            "state_bytes": Value(sum(a.nbytes for a in arrays), "bytes"),
             "arrays": len(arrays),
-            "mesh": dict(steps.mesh.shape),
-            "processes": cluster.size,
+            "mesh": dict(mesh.shape),
+            "processes": job.cluster.size,
+            "directory": str(job.folder.parent),
+            "file_system": file_system_of(job.folder),
+            "files": len(rounds.sizes),
+            "file_bytes": Value(sum(rounds.sizes), "bytes"),
             "rounds": ROUNDS,
             **medians(found[1:]),
-            "page_cache": "dropped" if rounds.drops and file_system not in IN_MEMORY else "warm",
-            "file_system": file_system,
-            "directory": str(folder.parent),
         }
-        return Result(values, rows(values))
+        return Result(values)
 
 
-def medians(found: list[dict[str, float]]) -> dict[str, float]:
-    """Return the medians of what rounds found, and the medians of their ratios."""
-    ratios = (
-        ("save_ratio", "plain_write_seconds", "save_seconds"),
-        ("restore_ratio", "plain_read_seconds", "restore_seconds"),
-        ("restore_ratio_keeping", "plain_keep_seconds", "restore_seconds"),
-    )
-    return {name: statistics.median(r[name] for r in found) for name in found[0]} | {
-        name: statistics.median(r[plain] / r[ours] for r in found) for name, plain, ours in ratios
-    }
+def medians(found: list[dict[str, float]]) -> dict[str, Value]:
+    """Return the medians of what rounds found, and of their ratios to plain files."""
+    out = {name: Value(statistics.median(r[name] for r in found), "s") for name in found[0]}
+    for ours, plain in (("save", "write"), ("restore", "read")):
+        ratios = [r[f"plain_{plain}_seconds"] / r[f"{ours}_seconds"] for r in found]
+        out[f"{ours}_ratio"] = Value(statistics.median(ratios), "%", "of the speed of plain files")
+    return out
 
 
 def bytes_of(size: str) -> int:
@@ -128,13 +114,8 @@ def with_bytes(config: Config, size: int) -> Config:
 
 def state_bytes(config: Config) -> int:
     """Return the bytes of parameters and optimizer state, without allocating them."""
-    import jax
-
-    from jaxgpt.train.state import init_state
-
-    state = jax.eval_shape(lambda: init_state(config))
-    arrays = jax.tree.leaves((state.params, state.opt_state))
-    return sum(a.size * a.dtype.itemsize for a in arrays)
+    tree = checkpoint_tree(jax.eval_shape(lambda: init_state(config)))
+    return sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(tree))
 
 
 def check_room(config: Config, folder: Path) -> None:
@@ -152,45 +133,28 @@ def check_room(config: Config, folder: Path) -> None:
         )
 
 
-def filled(steps: Any) -> Any:
-    """Return an initial state whose optimizer state is not zero: as after some steps."""
-    import jax
-
-    state = steps.init()
-    shardings = jax.tree.map(lambda s: s.sharding, steps.state_shapes.opt_state)
-    fill = jax.jit(lambda tree: jax.tree.map(lambda x: x + 1, tree), out_shardings=shardings)
-    return state._replace(opt_state=fill(state.opt_state))
-
-
 class Rounds:
     """Saving and restoring, and the same with plain files, each round in another order."""
 
-    def __init__(self, config: Config, steps: Any, state: Any, folder: Path, cluster: ProcessGroup):
-        from jaxgpt.train.state import checkpoint_tree
-
-        self.drops = True
-        """Whether the page cache can be emptied."""
-        self.saved = checkpoint_tree(state)
-        self._config = config.replace(spike__action="log", checkpoint__keep=1)
-        self._shapes, self._cluster = checkpoint_tree(steps.state_shapes), cluster
-        self._ours, self._plain = folder / "checkpoint", folder / "plain"
+    def __init__(self, config: Config, saved: Any, shapes: Any, job: Job):
+        self.saved, self._shapes, self._job = saved, shapes, job
+        self.sizes: list[int] = []
+        """Bytes of the files of a checkpoint."""
         self._files: list[tuple[Path, int]] = []
-        """The plain files of this process, with their bytes: processes share them, as Orbax's."""
-        self._block = memoryview(np.random.default_rng(0).bytes(BLOCK))  # not to be compressed
-        self._sizes: list[int] = []
+        """Plain files of this process, with their bytes: processes share them, as Orbax's."""
+        self._config = config.replace(spike__action="log", checkpoint__keep=1)
+        self._ours, self._plain = job.folder / "checkpoint", job.folder / "plain"
 
     def run(self, number: int) -> dict[str, float]:
         """Return the seconds of one round; the first round is 0."""
         found: dict[str, float] = {}
         # Plain files are as many and as large as those of a checkpoint, which comes first once.
-        for part in (self._save, self._write), (self._restore, self._read, self._read_and_keep):
-            for act in part if number % 2 == 0 else reversed(part):
+        for turns in (self._save, self._write), (self._restore, self._read):
+            for act in turns if number % 2 == 0 else reversed(turns):
                 found |= act()
         return found
 
     def _save(self) -> dict[str, float]:
-        from jaxgpt.checkpoint.checkpointer import Checkpoints
-
         self._empty(self._ours)
         checkpoints = Checkpoints(self._ours, self._config)
 
@@ -201,39 +165,33 @@ class Rounds:
             checkpoints.close()
             return blocked
 
-        blocked, seconds = self._timed(save)
+        blocked, seconds = self._job.timed(save)
         sizes = sorted(f.stat().st_size for f in self._ours.rglob("*") if f.is_file())
-        self._sizes = sizes = self._cluster.broadcast(sizes)
-        return {
-            "save_blocks_seconds": max(self._cluster.allgather(blocked)),
-            "save_seconds": seconds,
-            "files": len(sizes),
-            "file_bytes": sum(sizes),
-        }
+        self.sizes = self._job.cluster.broadcast(sizes)
+        stall = max(self._job.cluster.allgather(blocked))
+        return {"save_blocks_seconds": stall, "save_seconds": seconds}
 
     def _write(self) -> dict[str, float]:
         """Write plain files from memory, each of them to the disk (fsync)."""
         self._empty(self._plain)
-        files = [(self._plain / str(number), size) for number, size in enumerate(self._sizes)]
-        self._files = files[self._cluster.rank :: self._cluster.size]
+        files = [(self._plain / str(number), size) for number, size in enumerate(self.sizes)]
+        self._files = files[self._job.cluster.rank :: self._job.cluster.size]
+        largest = memoryview(np.random.default_rng(0).bytes(max(self.sizes)))  # not compressible
 
         def write() -> None:
             for path, size in self._files:
                 with path.open("wb", buffering=0) as file:
-                    while size:
-                        size -= file.write(self._block[:size])
+                    written = 0
+                    while written < size:
+                        written += file.write(largest[written:size])
                     os.fsync(file.fileno())
 
-        return {"plain_write_seconds": self._timed(write)[1]}
+        return {"plain_write_seconds": self._job.timed(write)[1]}
 
     def _restore(self) -> dict[str, float]:
-        import jax
-
-        from jaxgpt.checkpoint.checkpointer import Checkpoints
-
         checkpoints = Checkpoints(self._ours, self._config)
         self._drop(self._ours)
-        (tree, _), seconds = self._timed(
+        (tree, _), seconds = self._job.timed(
             lambda: jax.block_until_ready(checkpoints.restore(1, self._shapes))
         )
         checkpoints.close()
@@ -243,75 +201,22 @@ class Rounds:
         return {"restore_seconds": seconds}
 
     def _read(self) -> dict[str, float]:
-        """Read plain files into one buffer, over and over, as `dd` does."""
+        """Read plain files into new memory, as a restore must."""
         self._drop(self._plain)
-        buffer = bytearray(BLOCK)
-
-        def read() -> None:
-            for path, _ in self._files:
-                with path.open("rb", buffering=0) as file:
-                    while file.readinto(buffer):
-                        pass
-
-        return {"plain_read_seconds": self._timed(read)[1]}
-
-    def _read_and_keep(self) -> dict[str, float]:
-        """Read plain files into memory of their own, which the system provides page by page."""
-        self._drop(self._plain)
-
-        def read() -> list[mmap.mmap]:
-            kept = []
-            for path, size in self._files:
-                kept.append(mmap.mmap(-1, max(size, 1)))
-                view, done = memoryview(kept[-1]), 0
-                with path.open("rb", buffering=0) as file:
-                    while done < size:
-                        done += file.readinto(view[done : min(size, done + BLOCK)])
-            return kept
-
-        return {"plain_keep_seconds": self._timed(read)[1]}
-
-    def _timed(self, act: Callable[[], Any]) -> tuple[Any, float]:
-        """Return what `act` returns, and the seconds of the slowest process."""
-        self._cluster.barrier()
-        began = time.perf_counter()
-        result = act()
-        return result, max(self._cluster.allgather(time.perf_counter() - began))
+        read = self._job.timed(lambda: [path.read_bytes() for path, _ in self._files])
+        return {"plain_read_seconds": read[1]}
 
     def _empty(self, folder: Path) -> None:
-        if self._cluster.is_main:
+        if self._job.cluster.is_main:
             shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir()
-        self._cluster.barrier()
+        self._job.cluster.barrier()
 
     def _drop(self, folder: Path) -> None:
         """Let the page cache drop all files of a folder, so that reading asks the disk."""
-        self.drops = hasattr(os, "posix_fadvise")  # macOS has none
-        if self.drops and self._cluster.local_rank == 0:
+        if hasattr(os, "posix_fadvise") and self._job.cluster.local_rank == 0:  # macOS has none
             for path in filter(Path.is_file, folder.rglob("*")):
                 with path.open("rb") as file:
                     os.fsync(file.fileno())
                     os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        self._cluster.barrier()
-
-
-def rows(values: dict[str, Any]) -> list[tuple[str, str]]:
-    """Return the values in words."""
-    mesh = " ".join(f"{axis}={n}" for axis, n in values["mesh"].items())
-    cached = values["page_cache"] != "dropped"
-    return [
-        ("checkpoint", f"{values['config']} with {values['n_layer']} layers, "
-         f"{values['state_bytes'] / 1e9:.3f} GB in {values['arrays']} arrays; "
-         f"{count(values['processes'], 'process', 'es')}, mesh {mesh}"),
-        ("in", f"{values['directory']} ({values['file_system']}); medians of {values['rounds']} "
-         f"rounds; read from the {'page cache' if cached else 'disk, not the page cache'}"),
-        ("save", f"{values['save_seconds']:.2f} s until {values['files']:.0f} files "
-         f"({values['file_bytes'] / 1e9:.3f} GB) are on the disk; training stalls "
-         f"{values['save_blocks_seconds']:.2f} s"),
-        ("", f"{values['save_ratio']:.0%} of plain files, {values['plain_write_seconds']:.2f} s"),
-        ("restore", f"{values['restore_seconds']:.2f} s"),
-        ("", f"{values['restore_ratio']:.0%} of reading plain files into one buffer, "
-         f"{values['plain_read_seconds']:.2f} s"),
-        ("", f"{values['restore_ratio_keeping']:.0%} of reading them into new memory, as a "
-         f"restore must, {values['plain_keep_seconds']:.2f} s"),
-    ]  # fmt: skip
+        self._job.cluster.barrier()

@@ -1,4 +1,4 @@
-"""What all benches share: their result, a folder that is gone afterwards, and single processes."""
+"""What all benches share: their result, and the job that they run in."""
 
 import contextlib
 import importlib.metadata
@@ -6,43 +6,85 @@ import os
 import platform
 import shutil
 import signal
+import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+from jax.sharding import Mesh
 
 from jaxgpt import __version__
 from jaxgpt.cluster.hardware import own_cpus
 from jaxgpt.cluster.process_group import ProcessGroup, join_process_group
 from jaxgpt.cluster.shutdown import abort_mpi, end_process
-from jaxgpt.config import UsageError
+from jaxgpt.config import Config, UsageError, mesh_shape
+from jaxgpt.data.dataset import vocabulary_size
+from jaxgpt.parallel.mesh import job_mesh
 from jaxgpt.perf.startup import JOB_START
+from jaxgpt.perf.units import format_bytes
+from jaxgpt.runtime.compile_cache import OFF, use_compile_cache
+from jaxgpt.runtime.initialize import initialize_jax
 
 PROG = "python -m jaxgpt.bench"
+PREFIXES = {1e12: "T", 1e9: "G", 1e6: "M", 1e3: "k", 1.0: "", 1e-3: "m", 1e-6: "µ"}
+
+
+class Value(NamedTuple):
+    """A measurement, as JSON holds it, and what a person has to know to read it."""
+
+    value: Any
+    unit: str | None = ""
+    """s, FLOP/s, tokens/s ...; "%" of a fraction, "bytes"; None where the note says it all."""
+    note: str = ""
 
 
 @dataclass(frozen=True)
 class Result:
-    """The measurements of a bench: named values for programs, rows of text for a person."""
+    """The measurements of a bench by name, each a `Value` or what needs no unit and no note."""
 
-    values: dict[str, Any]
-    rows: Sequence[tuple[str, str]]
-    """(what, finding); a row with an empty name goes on with the one before."""
+    values: Mapping[str, Any]
 
     def to_dict(self) -> dict[str, Any]:
         """Return the values, with the host and versions that they were measured on."""
-        return self.values | environment()
+        bare = {k: v.value if isinstance(v, Value) else v for k, v in self.values.items()}
+        return bare | environment()
 
     def table(self) -> str:
-        """Return the rows in two columns, and a last one with versions and the processor."""
-        on = environment()
-        versions = ", ".join(f"{name} {version}" for name, version in on["versions"].items())
-        rows = (*self.rows, ("with", f"{versions}; {on['cpus']} CPUs, {on['cpu']}"))
-        width = max(len(name) for name, _ in rows)
-        return "\n".join(f"{name:{width}}  {finding}" for name, finding in rows)
+        """Return a line for each value: name, value with its unit, and note in brackets."""
+        everything = {**self.values, **environment()}
+        width = max(map(len, everything))
+        lines = []
+        for name, found in everything.items():
+            value, unit, note = found if isinstance(found, Value) else Value(found)
+            shown = note if unit is None else format_value(value, unit)
+            if note and unit is not None:
+                shown += f" ({note})"
+            lines.append(f"{name:{width}}  {shown}")
+        return "\n".join(lines)
+
+
+def format_value(value: Any, unit: str = "") -> str:
+    """Return a number with its unit and prefix (`74.3 ms`); of dicts and lists, each member so."""
+    if isinstance(value, Mapping):
+        return ", ".join(f"{name} {format_value(each, unit)}" for name, each in value.items())
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return ", ".join(format_value(each, unit) for each in value)
+    if value is None:
+        return "not known"
+    if isinstance(value, str | bool):
+        return str(value)
+    if unit == "%":
+        return f"{value:.1%}"
+    if unit == "bytes":
+        return format_bytes(value)
+    if unit in ("", "x"):
+        return f"{value:,.4g} {unit}".rstrip() if isinstance(value, float) else f"{value:,}"
+    scale = next((scale for scale in PREFIXES if abs(value) >= scale), min(PREFIXES))
+    return f"{value / scale:.3g} {PREFIXES[scale]}{unit}"
 
 
 def environment() -> dict[str, Any]:
@@ -65,68 +107,67 @@ def cpu_model() -> str:
     return platform.machine()
 
 
-def log_progress(cluster: ProcessGroup, message: str) -> None:
-    """Print a line on process 0's standard error, if that is a terminal."""
-    if cluster.is_main and sys.stderr.isatty():
-        print(f"... {message}", file=sys.stderr, flush=True)
+def spread(values: Sequence[float]) -> dict[str, float]:
+    """Return median, least and most."""
+    return {"median": statistics.median(values), "least": min(values), "most": max(values)}
 
 
-def timed(function: Callable[[], Any]) -> tuple[Any, float]:
-    """Return what a function returns, and its seconds."""
-    began = time.perf_counter()
-    return function(), time.perf_counter() - began
+@dataclass(frozen=True)
+class Job:
+    """The processes that a bench runs in, and a folder that goes when it ends."""
 
+    cluster: ProcessGroup
+    folder: Path
+    """Empty, and of the same name on every host."""
 
-def join_alone(kind: str, timeout: float) -> ProcessGroup:
-    """Return the process group of a bench that runs in one process.
+    def start_jax(self, config: Config) -> tuple[Config, Mesh]:
+        """Start JAX without a compile cache; return the config with model.vocab_size, and its mesh.
 
-    Args:
-        timeout: seconds to wait for the other processes of the launch, if there are any.
+        Raises:
+            UsageError: if the vocabulary is not known, or the devices do not suit the mesh.
+        """
+        cluster = self.cluster
+        vocab_size = cluster.run_on_all(vocabulary_size, config.data, config.model)
+        config = config.replace(model__vocab_size=vocab_size)
+        initialize_jax(cluster, mesh_shape(config))
+        use_compile_cache(OFF, cluster)
+        return config, job_mesh(config, cluster.hosts)
 
-    Raises:
-        UsageError: if there are several processes.
-    """
-    cluster = join_process_group(timeout)
-    if cluster.size > 1:
-        raise UsageError(
-            f"bench {kind}: {cluster.size} processes; start it without mpiexec, it runs in one"
-        )
-    return cluster
+    def log(self, message: str) -> None:
+        """Print a line on process 0's standard error, if that is a terminal."""
+        if self.cluster.is_main and sys.stderr.isatty():
+            print(f"... {message}", file=sys.stderr, flush=True)
 
-
-def child_environment() -> dict[str, str]:
-    """Return the variables for a command that counts as started by the user, not by this job."""
-    return {name: value for name, value in os.environ.items() if name != JOB_START}
+    def timed(self, function: Callable[[], Any]) -> tuple[Any, float]:
+        """Call a function on all processes; return its result, and the seconds of the slowest."""
+        self.cluster.barrier()
+        began = time.perf_counter()
+        result = function()
+        return result, max(self.cluster.allgather(time.perf_counter() - began))
 
 
 @contextlib.contextmanager
-def scratch_folder(cluster: ProcessGroup, parent: Path | None = None) -> Iterator[Path]:
-    """Yield an empty folder of the same name on every host; remove it at the end.
-
-    SIGTERM and Ctrl-C remove it too, see `remove_on_signals`.
+def open_job(config: Config, alone: bool = False, out: Path | None = None) -> Iterator[Job]:
+    """Join the processes of the job; at the end, also by SIGTERM or Ctrl-C, remove its folder.
 
     Args:
-        parent: where it is made; by default where temporary files are.
+        alone: whether the bench runs in one process only.
+        out: where the folder is made; by default where temporary files are.
 
     Raises:
-        UsageError: if nothing can be written there.
+        UsageError: if there are several processes and may not be, or `out` cannot be written.
     """
-    name = cluster.run_on_all(lambda: _make_folder(parent) if cluster.is_main else None)
+    os.environ.pop("JAX_COMPILATION_CACHE_DIR", None)  # compilation is timed
+    cluster = join_process_group(config.init_timeout)
+    if alone and cluster.size > 1:
+        raise UsageError(
+            f"bench: {cluster.size} processes, and this one runs in one; start it without mpiexec"
+        )
+    if out is not None:
+        cluster.run_on_all(check_writable, "--out", out)
+    name = tempfile.mkdtemp(prefix="jaxgpt-bench-", dir=out) if cluster.is_main else None
     folder = Path(cluster.broadcast(name))
     folder.mkdir(exist_ok=True)
-    remove_on_signals(folder)
-    try:
-        yield folder
-    finally:
-        if cluster.local_rank == 0:
-            shutil.rmtree(folder, ignore_errors=True)
-
-
-def remove_on_signals(folder: Path) -> None:
-    """Let SIGTERM and SIGINT remove a folder and end the job.
-
-    Call it again after what installs handlers of its own: JAX's preemption service, `StopSignal`.
-    """
 
     def end(number: int, frame: object) -> None:
         for _ in range(5):  # threads of a save that is under way make the folders that they miss
@@ -137,14 +178,30 @@ def remove_on_signals(folder: Path) -> None:
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, end)
-
-
-def _make_folder(parent: Path | None) -> str:
     try:
-        if parent is not None:
-            parent.mkdir(parents=True, exist_ok=True)
-        return tempfile.mkdtemp(prefix="jaxgpt-bench-", dir=parent)
+        yield Job(cluster, folder)
+    finally:
+        if cluster.local_rank == 0:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def check_writable(option: str, folder: Path) -> None:
+    """Make a folder that an option names, if it is not there.
+
+    Raises:
+        UsageError: if nothing can be written there.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
     except OSError as error:
         raise UsageError(
-            f"--out={parent}: cannot be written ({error.strerror or error}); give a folder that can"
+            f"{option}={folder}: cannot be written ({error.strerror or error}); give a folder that "
+            "can"
         ) from None
+
+
+def child_environment() -> dict[str, str]:
+    """Return the variables for a command that counts as started by the user, not by this job."""
+    return {name: value for name, value in os.environ.items() if name != JOB_START}

@@ -3,23 +3,21 @@
 The rows are those of nanoGPT's get_batch: at random, with nothing checked and on no device.
 """
 
+import operator
 import os
+import resource
 import statistics
-import time
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
 
+import jax
 import numpy as np
 
-from jaxgpt.bench.harness import PROG, Result
+from jaxgpt.bench.harness import PROG, Result, Value, open_job, spread
 from jaxgpt.cluster.hardware import own_cpus
-from jaxgpt.cluster.process_group import join_process_group
-from jaxgpt.config import Config, UsageError, mesh_shape, parse_args
-from jaxgpt.data.dataset import Dataset, open_dataset
-from jaxgpt.data.token_file import TokenFile
-from jaxgpt.perf.units import count
-from jaxgpt.runtime.initialize import initialize_jax
+from jaxgpt.config import UsageError, parse_args
+from jaxgpt.data.dataset import open_dataset
+from jaxgpt.data.loader import Loader
+from jaxgpt.parallel.sharding import batch_sharding
 
 WARM_UP = 5  # batches
 ROUNDS = 5
@@ -33,69 +31,51 @@ def run(settings: Sequence[str], batches: int = 40, cpus: int | None = None) -> 
         batches: of a round.
         cpus: how many CPUs to use; None uses all.
 
-    Returns:
-        Tokens/s, those of as many rows of a memory map of the largest file, their ratio, and by
-        how many bytes the process has grown since it began to read (None where that is not said).
-
     Raises:
         UsageError: if the data cannot be read, or there are not so many CPUs.
     """
     config = parse_args(settings, PROG)
     use_cpus(cpus)
-    cluster = join_process_group(config.init_timeout)
-    dataset = cluster.run_on_all(open_dataset, config.data, config.model)
-    config = config.replace(model__vocab_size=dataset.vocab_size)
-    initialize_jax(cluster, mesh_shape(config))
+    with open_job(config) as job:
+        dataset = job.cluster.run_on_all(open_dataset, config.data, config.model)
+        config, mesh = job.start_jax(config)
+        B, T = config.train.batch_size, config.model.block_size
+        files = [file for source in dataset.sources for file in source.tokens["train"].files]
+        largest = max(files, key=lambda file: file.size)
+        idle = peak_bytes()
+        loader = Loader.for_training(dataset, config, batch_sharding(mesh))
+        jax.block_until_ready(list(loader.batches(range(1, WARM_UP + 1))))
 
-    from jaxgpt.parallel.mesh import job_mesh
-    from jaxgpt.parallel.sharding import batch_sharding
+        def load(first: int) -> None:
+            for batch in loader.batches(range(first, first + batches)):
+                jax.block_until_ready(batch)
 
-    mesh = job_mesh(config, cluster.hosts)
-    seconds, plain, grown = measure(dataset, config, batch_sharding(mesh), batches, cluster.size)
-    B, T = config.train.batch_size, config.model.block_size
-    tokens = batches * B * T
-    values = {
-        "config": config.config,
-        "tokens_per_sec": tokens / statistics.median(seconds),
-        "tokens_per_sec_least": tokens / max(seconds),
-        "tokens_per_sec_most": tokens / min(seconds),
-        "memory_map_tokens_per_sec": tokens / statistics.median(plain),
-        "ratio": statistics.median(b / a for a, b in zip(seconds, plain, strict=True)),
-        "grown_bytes": grown,
-        "data_bytes": sum(
-            t.size * t.dtype.itemsize for s in dataset.sources for t in s.tokens.values()
-        ),
-        "block_size": T,
-        "batch_size": B,
-        "processes": cluster.size,
-    }
-    return Result(values, rows(values))
+        def read_memory_map() -> None:
+            tokens, places = np.memmap(largest.path, largest.dtype, "r"), np.random.default_rng(0)
+            for _ in range(batches):
+                starts = places.integers(tokens.size - T, size=-(-B // job.cluster.size))
+                np.stack([tokens[start : start + T + 1].astype(np.int64) for start in starts])
 
-
-def measure(
-    dataset: Dataset, config: Config, sharding: Any, batches: int, n_processes: int
-) -> tuple[list[float], list[float], int | None]:
-    """Return seconds of the rounds, those of a memory map, and the bytes that memory has grown."""
-    import jax
-
-    from jaxgpt.data.loader import Loader
-
-    idle = resident_bytes()
-    loader = Loader.for_training(dataset, config, sharding)
-    jax.block_until_ready(list(loader.batches(range(1, WARM_UP + 1))))
-    files = [file for source in dataset.sources for file in source.tokens["train"].files]
-    largest = max(files, key=lambda file: file.size)
-    rows, length = -(-config.train.batch_size // n_processes), config.model.block_size + 1
-    seconds, plain, most, step = [], [], 0, WARM_UP + 1
-    for _ in range(ROUNDS):
-        began = time.perf_counter()
-        for batch in loader.batches(range(step, step + batches)):
-            jax.block_until_ready(batch)
-            most = max(most, resident_bytes() or 0)
-        seconds.append(time.perf_counter() - began)
-        step += batches
-        plain.append(memory_map_seconds(largest, rows, length, batches))
-    return seconds, plain, None if idle is None else max(0, most - idle)
+        loaded, mapped = [], []
+        for number in range(ROUNDS):
+            first = WARM_UP + 1 + number * batches
+            loaded.append(batches * B * T / job.timed(lambda first=first: load(first))[1])
+            mapped.append(batches * B * T / job.timed(read_memory_map)[1])
+        values = {
+            "config": config.config,
+            "batch_size": B,
+            "block_size": T,
+            "processes": job.cluster.size,
+            "data_bytes": Value(
+                sum(t.size * t.dtype.itemsize for s in dataset.sources for t in s.tokens.values()),
+                "bytes",
+            ),
+            "grown_bytes": Value(peak_bytes() - idle, "bytes", "of memory, since reading began"),
+            "tokens_per_sec": Value(spread(loaded), "tokens/s"),
+            "memory_map_tokens_per_sec": Value(spread(mapped), "tokens/s"),
+            "ratio": Value(statistics.median(map(operator.truediv, loaded, mapped)), "x"),
+        }
+        return Result(values)
 
 
 def use_cpus(wanted: int | None) -> None:
@@ -116,34 +96,6 @@ def use_cpus(wanted: int | None) -> None:
     os.sched_setaffinity(0, available[:wanted])
 
 
-def memory_map_seconds(stored: TokenFile, rows: int, length: int, batches: int) -> float:
-    """Return the seconds of batches of rows from random places, copied from a memory map."""
-    tokens, places = np.memmap(stored.path, stored.dtype, "r"), np.random.default_rng(0)
-    began = time.perf_counter()
-    for _ in range(batches):
-        starts = places.integers(tokens.size - length + 1, size=rows)
-        np.stack([tokens[start : start + length].astype(np.int64) for start in starts])
-    return time.perf_counter() - began
-
-
-def resident_bytes() -> int | None:
-    """Return the resident memory of this process, where the system says it in Linux's way."""
-    statm = Path("/proc/self/statm")
-    if not statm.exists():  # macOS
-        return None
-    return int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-
-def rows(values: dict[str, Any]) -> list[tuple[str, str]]:
-    """Return the values in words."""
-    grown = values["grown_bytes"]
-    return [
-        ("loader", f"{values['tokens_per_sec'] / 1e6:.1f} million tokens/s (median of {ROUNDS}; "
-         f"{values['tokens_per_sec_least'] / 1e6:.1f} to "
-         f"{values['tokens_per_sec_most'] / 1e6:.1f}), {values['batch_size']} rows of "
-         f"{values['block_size']} tokens, {count(values['processes'], 'process', 'es')}"),
-        ("ratio", f"{values['ratio']:.2f} x as many as rows of a memory map at random places, "
-         f"{values['memory_map_tokens_per_sec'] / 1e6:.1f} million tokens/s"),
-        ("memory", ("-" if grown is None else f"{grown / 2**20:.0f} MiB")
-         + f" above idle, for {values['data_bytes'] / 2**30:.1f} GiB of data"),
-    ]  # fmt: skip
+def peak_bytes() -> int:
+    """Return the most memory that this process has had so far."""
+    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

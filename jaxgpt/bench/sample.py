@@ -8,14 +8,17 @@ import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
-from jaxgpt.bench.harness import PROG, Result, join_alone, log_progress, timed
-from jaxgpt.cluster.process_group import ProcessGroup
-from jaxgpt.config import Config, UsageError, mesh_shape, parse_args
-from jaxgpt.data.dataset import vocabulary_size
-from jaxgpt.runtime.compile_cache import use_compile_cache
-from jaxgpt.runtime.initialize import initialize_jax
+from jaxgpt.bench.harness import PROG, Job, Result, Value, open_job
+from jaxgpt.config import Config, UsageError, parse_args
+from jaxgpt.models.attention import make_attention
+from jaxgpt.models.transformer import GPT, logits
+from jaxgpt.train.evaluate import make_generate
+from jaxgpt.train.functions import StepFunctions, make_steps
 
 PROMPT = 16  # random tokens
 TOKENS = 200
@@ -32,76 +35,60 @@ def run(settings: Sequence[str], tokens: int | None = None) -> Result:
         settings: as for jaxgpt.train.
         tokens: to write after the prompt; None takes 200, or as many as fit.
 
-    Returns:
-        Seconds of both ways, their ratio, and how many tokens are the same.
-
     Raises:
         UsageError: if so many tokens are more than fit, or for several processes or devices.
     """
     config = parse_args(settings, PROG)
     n_tokens = tokens_that_fit(config, tokens)
-    cluster = join_alone("sample", config.init_timeout)
-    config = config.replace(model__vocab_size=vocabulary_size(config.data, config.model))
-    initialize_jax(cluster, mesh_shape(config))
-    use_compile_cache(config.compile_cache, cluster)
-    import jax
-
-    from jaxgpt.parallel.mesh import make_mesh
-    from jaxgpt.train.functions import make_steps
-
-    mesh = make_mesh(mesh_shape(config, jax.device_count()), cluster.hosts)
-    if mesh.size > 1:
-        raise UsageError(
-            f"parallel.mesh={config.parallel.mesh}: has {mesh.size} devices, and bench sample runs "
-            "on one; give --mesh 1,1,1"
-        )
-    steps = make_steps(config, mesh)
-    params = steps.init().params
-    # Or a model that has not been trained would write the same token all the time.
-    params["position_embedding"]["embedding"] *= POSITIONS_TIMES
-    window = np.zeros(config.model.block_size, np.int32)
-    random = np.random.default_rng(config.train.seed)
-    window[:PROMPT] = random.integers(config.model.vocab_size, size=PROMPT)
-    values = {
-        "config": config.config,
-        "n_parameters": steps.n_parameters[1],
-        "dtype": config.train.dtype,
-        "device_kind": steps.mesh.devices.flat[0].device_kind,
-        "prompt_tokens": PROMPT,
-        "tokens": n_tokens,
-        **measure(config, steps, params, window, n_tokens, cluster),
-    }
-    return Result(values, rows(values))
+    with open_job(config, alone=True) as job:
+        config, mesh = job.start_jax(config)
+        if mesh.size > 1:
+            raise UsageError(
+                f"parallel.mesh={config.parallel.mesh}: has {mesh.size} devices, and bench sample "
+                "runs on one; give --mesh 1,1,1"
+            )
+        steps = make_steps(config, mesh)
+        params = steps.init().params
+        # Or a model that has not been trained would write the same token all the time.
+        params["position_embedding"]["embedding"] *= POSITIONS_TIMES
+        window = np.zeros(config.model.block_size, np.int32)
+        random = np.random.default_rng(config.train.seed)
+        window[:PROMPT] = random.integers(config.model.vocab_size, size=PROMPT)
+        values = {
+            "config": config.config,
+            "n_parameters": steps.n_parameters[1],
+            "dtype": config.train.dtype,
+            "device_kind": mesh.devices.flat[0].device_kind,
+            "prompt_tokens": PROMPT,
+            "tokens": n_tokens,
+            **measure(config, steps, params, window, n_tokens, job),
+        }
+        return Result(values)
 
 
 def measure(
-    config: Config,
-    steps: Any,
-    params: Any,
-    window: np.ndarray,
-    n_tokens: int,
-    cluster: ProcessGroup,
+    config: Config, steps: StepFunctions, params: Any, window: np.ndarray, n_tokens: int, job: Job
 ) -> dict[str, Any]:
     """Return the seconds of both ways to go on with the prompt in `window`, and how they agree."""
     write, write_first = (cached_writer(config, steps, params, window, n) for n in (n_tokens, 1))
     recompute = recomputing_writer(config, params)
-    log_progress(cluster, "compiling")
+    job.log("compiling")
     # Nothing's first call is timed: it compiles, and its memory is new to the process.
     for end in range(PIECE, PROMPT + n_tokens + PIECE, PIECE):
         recompute(window, min(end, PROMPT + n_tokens) - 1, 1)
     write(), write_first()
-    _, first = timed(write_first)
-    cached, before = timed(write)
-    log_progress(cluster, f"with the cache {before:.1f} s; now reading the prefix for each token")
-    recomputed, slow = timed(lambda: recompute(window, PROMPT, n_tokens))
-    _, after = timed(write)
+    _, first = job.timed(write_first)
+    cached, before = job.timed(write)
+    job.log(f"with the cache {before:.1f} s; now reading the prefix for each token")
+    recomputed, slow = job.timed(lambda: recompute(window, PROMPT, n_tokens))
+    _, after = job.timed(write)
     fast = statistics.mean([before, after])
     return {
-        "first_token_seconds": first,
-        "cached_seconds": fast,
-        "recomputed_seconds": slow,
-        "ratio": slow / fast,
-        "same_tokens": int((cached == recomputed).sum()),
+        "first_token_seconds": Value(first, "s", "which reads the prompt"),
+        "cached_seconds": Value(fast, "s", f"{1e3 * fast / n_tokens:.1f} ms a token"),
+        "recomputed_seconds": Value(slow, "s", "reading the prefix for each token"),
+        "ratio": Value(slow / fast, "x"),
+        "same_tokens": Value(int((cached == recomputed).sum()), note="both take the likeliest"),
         "distinct_tokens": len(set(cached.tolist())),
     }
 
@@ -127,13 +114,9 @@ def tokens_that_fit(config: Config, wanted: int | None) -> int:
 
 
 def cached_writer(
-    config: Config, steps: Any, params: Any, window: np.ndarray, n_tokens: int
+    config: Config, steps: StepFunctions, params: Any, window: np.ndarray, n_tokens: int
 ) -> Callable[[], np.ndarray]:
     """Return a function that writes so many tokens after the prompt in `window`."""
-    import jax
-
-    from jaxgpt.train.evaluate import make_generate
-
     generate = jax.jit(
         make_generate(steps.make_decoder, config.model.vocab_size, n_tokens, 0.0, None)
     )
@@ -142,13 +125,6 @@ def cached_writer(
 
 def recomputing_writer(config: Config, params: Any) -> Write:
     """Return a function that calls the model on the whole text for each token that it adds."""
-    import jax
-    import jax.numpy as jnp
-    from flax import nnx
-
-    from jaxgpt.models.attention import make_attention
-    from jaxgpt.models.transformer import GPT, logits
-
     network = functools.partial(
         GPT,
         config.model,
@@ -171,19 +147,3 @@ def recomputing_writer(config: Config, params: Any) -> Write:
         return text[length : length + n_tokens]
 
     return write
-
-
-def rows(values: dict[str, Any]) -> list[tuple[str, str]]:
-    """Return the values in words."""
-    n, fast, slow = values["tokens"], values["cached_seconds"], values["recomputed_seconds"]
-    return [
-        ("sample", f"{values['config']}, {values['n_parameters'] / 1e6:.2f}M parameters, "
-         f"{values['dtype']}, one {values['device_kind']}; {n} tokens after "
-         f"{values['prompt_tokens']}, always the likeliest"),
-        ("KV cache", f"{fast:.3g} s, {1e3 * fast / n:.1f} ms a token; "
-         f"{1e3 * values['first_token_seconds']:.3g} ms to the first, which reads the prompt"),
-        ("no cache", f"{slow:.3g} s, {1e3 * slow / n:.1f} ms a token, reading the prefix (padded "
-         f"to a multiple of {PIECE}) for each"),
-        ("ratio", f"{values['ratio']:.1f} x; {values['same_tokens']} of {n} tokens are the same, "
-         f"{values['distinct_tokens']} of them distinct"),
-    ]  # fmt: skip

@@ -21,7 +21,7 @@ def test_a_checkpoint_of_several_processes_is_timed_beside_plain_files(tmp_path)
     assert found["state_bytes"] < found["file_bytes"] < 1.1 * found["state_bytes"]
     assert found["files"] > 2
     for name in ("save_blocks_seconds", "save_seconds", "restore_seconds", "save_ratio",
-                 "restore_ratio", "restore_ratio_keeping"):  # fmt: skip
+                 "restore_ratio"):  # fmt: skip
         assert 0 < found[name] < math.inf
     assert not list(tmp_path.iterdir())
 

@@ -8,8 +8,8 @@ import time
 
 import pytest
 
-from jaxgpt.bench.harness import Result, scratch_folder
-from jaxgpt.cluster.process_group import ProcessGroup
+from jaxgpt.bench.harness import Result, Value, open_job
+from jaxgpt.config import Config
 from jobs import command, environment, process_of
 
 
@@ -39,8 +39,8 @@ def test_nothing_is_left_by_a_bench_that_a_signal_ends(number, processes, tmp_pa
 def test_nothing_is_left_by_a_bench_that_fails(tmp_path):
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
-        with pytest.raises(ValueError), scratch_folder(ProcessGroup("test"), tmp_path) as folder:
-            (folder / "written" / "so far").mkdir(parents=True)
+        with pytest.raises(ValueError), open_job(Config(), out=tmp_path) as job:
+            (job.folder / "written" / "so far").mkdir(parents=True)
             raise ValueError
     finally:
         for number, handler in handlers.items():
@@ -48,10 +48,19 @@ def test_nothing_is_left_by_a_bench_that_fails(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_a_result_is_rows_for_a_person_and_values_for_a_program():
-    result = Result({"seconds": 2.0}, [("time", "2 s"), ("", "of which 1 s waiting")])
-    first, second, last = result.table().splitlines()
-    assert first.split() == ["time", "2", "s"]
-    assert second.index("of which") == first.index("2 s")
+def test_a_result_is_a_table_for_a_person_and_values_for_a_program():
+    result = Result(
+        {
+            "seconds": Value({"median": 0.002, "most": 2.0}, "s", "of a step"),
+            "mfu": Value(None, "%"),
+            "ratio": 1.5,
+            "profile": Value({"operations": []}, None, "no operations"),
+        }
+    )
+    seconds, mfu, ratio, profile, *_, last = result.table().splitlines()
+    assert seconds.split(maxsplit=1) == ["seconds", "median 2 ms, most 2 s (of a step)"]
+    assert mfu.split(maxsplit=1) == ["mfu", "not known"]
+    assert ratio.index("1.5") == seconds.index("median") == profile.index("no operations")
     values = json.loads(json.dumps(result.to_dict()))
-    assert values["seconds"] == 2.0 and f"jax {values['versions']['jax']}" in last
+    assert values["seconds"]["most"] == 2.0 and values["profile"] == {"operations": []}
+    assert f"jax {values['versions']['jax']}" in last

@@ -20,7 +20,7 @@ def test_steps_are_timed_also_without_the_data_and_profiled(tmp_path):
     assert "random tokens, because there is no" in found["data"]
 
     times = found["seconds_per_step"]
-    assert set(times) == {"median", "least", "low", "high", "most"}
+    assert set(times) == {"median", "least", "most"}
     assert found["tokens_per_sec"] == pytest.approx(B * T / times["median"])
     # Kaplan et al., arXiv 2001.08361, table 1, with D_ff = 4 D; the embedding is tied. PaLM's
     # FLOPs (arXiv 2204.02311, appendix B).
@@ -30,12 +30,11 @@ def test_steps_are_timed_also_without_the_data_and_profiled(tmp_path):
         found["flops_per_step"] / times["median"] / 2
     )
     assert found["mfu"] is None  # the peak of a CPU is not known
-    for share in (found["share_of_matmul"], found["host"]["share"], found["compile_seconds"]):
+    for share in (found["share_of_matmul"], found["host_share"], found["compile_seconds"]):
         assert 0 < share < math.inf
-    assert found["compile_cache"] == "empty"
     # Parameters and both moments in float32, with the positions.
     assert found["device_compiled_bytes"] > 3 * 4 * (n + T * D)
-    assert found["process_peak_bytes"] > 2**27  # JAX alone takes more
+    assert found["peak_bytes"] > 2**27  # JAX alone takes more
 
     assert {op["category"] for op in found["profile"]["operations"]} & {"matmul", "collective"}
     assert found["profile"]["collectives_over"] == "Gloo"

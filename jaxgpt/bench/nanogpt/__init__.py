@@ -5,38 +5,25 @@ torch.
 """
 
 import contextlib
-import ctypes
-import io
 import json
 import os
 import shutil
-import signal
 import statistics
 import subprocess
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 
-from jaxgpt.bench.harness import (
-    PROG,
-    Result,
-    child_environment,
-    join_alone,
-    log_progress,
-    remove_on_signals,
-    scratch_folder,
-)
-from jaxgpt.bench.step import steps_only, with_data
-from jaxgpt.config import Config, ModelConfig, UsageError, mesh_shape, parse_args
-from jaxgpt.runtime.initialize import initialize_jax
-from jaxgpt.train.run_directory import prepare_run
+from jaxgpt.bench.harness import PROG, Job, Result, Value, child_environment, open_job
+from jaxgpt.bench.rounds import Rounds
+from jaxgpt.config import Config, ModelConfig, UsageError, parse_args
+from jaxgpt.optim import learning_rate_schedule
 
 MAX_BYTES = 2**30  # of batches, which are made before the first round
 VOCAB_OF_GPT2 = (50257, 50304)  # GPT-2's, and nanoGPT's padded one
-PR_SET_PDEATHSIG = 1  # of Linux's prctl
 WORKER = Path(__file__).with_name("worker.py")
 
 Train = Callable[[int], dict[str, Any]]  # number of steps -> the worker's answer
@@ -66,45 +53,44 @@ def run(
     config = parse_args(settings, PROG)
     check_programs(nanogpt, torch)
     check_batch_bytes(config, steps, rounds)
-    cluster = join_alone("nanogpt", config.init_timeout)
     # Or JAX would take three quarters of a GPU's memory at once, of which nanoGPT needs as much.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    with scratch_folder(cluster) as folder, worker(torch, nanogpt, folder) as (about, train):
-        config, data = with_data(config, False, folder, cluster)
-        run = prepare_run(steps_only(config, folder / "run"), cluster)
-        facts = initialize_jax(cluster, mesh_shape(run.config))
+    with open_job(config, alone=True) as job, worker(torch, nanogpt, job.folder) as (about, train):
+        trainer = Rounds(job, config)
         check_same_device(torch, about["device"])
-        from jaxgpt.bench.job import Job  # imports JAX, after initialize_jax
-
-        log_progress(cluster, "compiling the step")
-        with contextlib.redirect_stdout(io.StringIO()):  # of the trainer
-            job = Job(run, cluster, facts)
-            remove_on_signals(folder)  # and not after a step
-            write_task(job, (rounds + 1) * steps, compile, folder)
-            ours, theirs, losses = take_turns(job, train, steps, rounds)
+        write_task(trainer, (rounds + 1) * steps, compile, job.folder)
+        ours, theirs, losses = take_turns(trainer, train, steps, rounds, job)
         ratios = [b / a for a, b in zip(ours, theirs, strict=True)]
-        dtype, on_gpu = run.config.train.dtype, about["device"] == "cuda"
+        config, mesh = trainer.run.config, trainer.mesh
+        dtype = config.train.dtype
+        about |= {
+            "compile": compile,
+            "dtype": dtype if about["device"] == "cuda" else "float32",
+        }
+        median, of_both = statistics.median(ratios), "the median of the rounds' own ratios"
         values = {
             "config": config.config,
-            "data": data,
-            "steps_per_round": steps,
-            "step_seconds": statistics.median(ours),
-            "nanogpt_step_seconds": statistics.median(theirs),
-            "ratio": statistics.median(ratios),
-            "ratios": ratios,
-            **loss_difference(run.directory, losses),
-            "dropout": config.model.dropout,
+            "data": trainer.data,
             "dtype": dtype,
-            "vocab_sizes": [run.config.model.vocab_size, nanogpt_vocab_size(run.config.model)],
-            "mesh": dict(job.mesh.shape),
-            "device_kind": job.mesh.devices.flat[0].device_kind,
-            "nanogpt": about | {"compile": compile, "dtype": dtype if on_gpu else "float32"},
+            "dropout": Value(config.model.dropout, note="above 0, losses differ"),
+            "mesh": dict(mesh.shape),
+            "device_kind": mesh.devices.flat[0].device_kind,
+            "nanogpt": about,
+            "steps_per_round": steps,
+            "step_seconds": Value(statistics.median(ours), "s"),
+            "nanogpt_step_seconds": Value(statistics.median(theirs), "s"),
+            "ratio": Value(median, "x", f"nanoGPT's tokens/s, {of_both}"),
+            "ratios": Value(ratios, "x"),
+            **loss_difference(trainer.run.directory, losses),
+            "vocab_sizes": Value(
+                [config.model.vocab_size, nanogpt_vocab_size(config.model)], note="ours, nanoGPT's"
+            ),
         }
-        return Result(values, rows(values))
+        return Result(values)
 
 
 def take_turns(
-    job: Any, train: Train, n_steps: int, n_rounds: int
+    trainer: Rounds, train: Train, n_steps: int, n_rounds: int, job: Job
 ) -> tuple[list[float], list[float], list[float]]:
     """Run the rounds, after one to warm up.
 
@@ -113,12 +99,12 @@ def take_turns(
     """
     ours, theirs, losses = [], [], []
     for number in range(n_rounds + 1):
-        log_progress(job.cluster, f"round {number} of {n_rounds}" if number else "warming up")
+        job.log(f"round {number} of {n_rounds}" if number else "warming up")
         if number % 2:
-            clocks, answer = job.trainer(n_steps), train(n_steps)
+            (seconds, _), answer = trainer.train(n_steps), train(n_steps)
         else:
-            answer, clocks = train(n_steps), job.trainer(n_steps)
-        ours.append(clocks.seconds)
+            answer, (seconds, _) = train(n_steps), trainer.train(n_steps)
+        ours.append(seconds)
         theirs.append(answer["seconds"])
         losses += answer["losses"]
     return ours[1:], theirs[1:], losses
@@ -166,8 +152,6 @@ def check_same_device(python: str, device: str) -> None:
     Raises:
         UsageError: if they do not.
     """
-    import jax
-
     if (device == "cuda") != (jax.default_backend() == "gpu"):
         raise UsageError(
             f"--torch={python}: nanoGPT is on {device} and JAX on {jax.default_backend()}; give "
@@ -181,11 +165,9 @@ def check_same_device(python: str, device: str) -> None:
         )
 
 
-def write_task(job: Any, n_steps: int, compiled: bool, folder: Path) -> None:
+def write_task(trainer: Rounds, n_steps: int, compiled: bool, folder: Path) -> None:
     """Write nanoGPT's task: our initial weights, and the batches of the first steps."""
-    from jaxgpt.optim import learning_rate_schedule
-
-    config: Config = job.run.config
+    config = trainer.run.config
     model, schedule = config.model, learning_rate_schedule(config.optimizer)
     vocab_size = nanogpt_vocab_size(model)
     keys = ("n_layer", "n_head", "n_embd", "block_size", "bias", "dropout")
@@ -201,8 +183,10 @@ def write_task(job: Any, n_steps: int, compiled: bool, folder: Path) -> None:
         "compile": compiled,
     }
     (folder / "task.json").write_text(json.dumps(task))
-    np.save(folder / "batches.npy", np.stack([np.asarray(job.loader.batch(s)) for s in steps]))
-    np.savez(folder / "weights.npz", **nanogpt_weights(job.params(), model, vocab_size))
+    batches = [np.asarray(trainer.trainer.loader.batch(step)) for step in steps]
+    np.save(folder / "batches.npy", np.stack(batches))
+    params = jax.device_get(trainer.state.params)
+    np.savez(folder / "weights.npz", **nanogpt_weights(params, model, vocab_size))
 
 
 def nanogpt_vocab_size(model: ModelConfig) -> int:
@@ -215,8 +199,6 @@ def nanogpt_weights(
     params: dict[str, Any], model: ModelConfig, vocab_size: int
 ) -> dict[str, np.ndarray]:
     """Return our parameters by nanoGPT's names; PyTorch's linear layers hold W transposed."""
-    import jax
-
     D = model.n_embd
     wte_VD = np.zeros((vocab_size, D), np.float32)
     wte_VD[: model.vocab_size] = params["token_embedding"]["embedding"][: model.vocab_size]
@@ -262,9 +244,7 @@ def worker(python: str, clone: Path, folder: Path) -> Iterator[tuple[dict[str, A
                 stdout=subprocess.PIPE,
                 stderr=log,
                 text=True,
-                start_new_session=True,  # the terminal's Ctrl-C is for us, who end it
                 env=child_environment(),  # as its users run it
-                preexec_fn=end_with_parent if sys.platform == "linux" else None,
             )
         except OSError as error:
             raise UsageError(
@@ -300,11 +280,6 @@ def worker(python: str, clone: Path, folder: Path) -> Iterator[tuple[dict[str, A
             process.wait()
 
 
-def end_with_parent() -> None:
-    """Let Linux kill the calling process when its parent has ended, however that was."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
 def loss_difference(directory: Path, losses: list[float]) -> dict[str, Any]:
     """Return the largest difference between our logged losses and nanoGPT's of the same steps.
 
@@ -317,30 +292,3 @@ def loss_difference(directory: Path, losses: list[float]) -> dict[str, Any]:
         "losses_compared": len(logged),
         "losses": len(losses),
     }
-
-
-def rows(values: dict[str, Any]) -> list[tuple[str, str]]:
-    """Return the values in words."""
-    about, ratios = values["nanogpt"], values["ratios"]
-    mesh = " ".join(f"{axis}={size}" for axis, size in values["mesh"].items())
-    losses = (
-        f"of the same steps differ by {values['loss_difference']:.1g} at the most, in the "
-        f"{values['losses_compared']} of {values['losses']} steps that are logged"
-    )
-    if values["dropout"]:
-        losses += f", with dropout {values['dropout']} of other random numbers"
-    ours, theirs = values["vocab_sizes"]
-    if theirs > ours:
-        losses += f", with {theirs - ours} tokens more in nanoGPT's softmax"
-    return [
-        ("nanogpt", f"{values['config']}, {len(ratios)} rounds of {values['steps_per_round']} "
-         "steps each, in turns, from the same weights on the same batches"),
-        ("data", values["data"]),
-        ("jaxgpt", f"{1e3 * values['step_seconds']:.2f} ms a step, {values['dtype']}, mesh {mesh}"),
-        ("nanoGPT", f"{1e3 * values['nanogpt_step_seconds']:.2f} ms a step, torch "
-         f"{about['torch']} on {about['device']}, {about['dtype']}, {about['threads']} threads, "
-         f"{'torch.compile' if about['compile'] else 'eager'}"),
-        ("ratio", f"{values['ratio']:.2f} x nanoGPT's tokens/s, the median of the rounds' own "
-         f"ratios ({min(ratios):.2f} to {max(ratios):.2f})"),
-        ("losses", losses),
-    ]  # fmt: skip

@@ -1,0 +1,165 @@
+"""Training steps in rounds: by the trainer's loop, which is what a run gets, or alone."""
+
+import contextlib
+import dataclasses
+import io
+import statistics
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxgpt.bench.harness import Job
+from jaxgpt.cluster.watchdog import Watchdog
+from jaxgpt.config import Config, DataConfig, UsageError, mesh_shape
+from jaxgpt.data.dataset import dataset_directory, vocabulary_size
+from jaxgpt.perf.profile import Tracing
+from jaxgpt.perf.startup import Startup
+from jaxgpt.runtime.compile_cache import use_compile_cache
+from jaxgpt.runtime.dispatch import DispatchLimiter
+from jaxgpt.runtime.initialize import initialize_jax
+from jaxgpt.train.loop import run_steps
+from jaxgpt.train.run_directory import prepare_run
+from jaxgpt.train.setup import set_up
+from jaxgpt.train.state import TrainState, state_from_checkpoint
+
+SYNTHETIC_TOKENS = 2**20
+
+
+class Rounds:
+    """A run that is set up as for jaxgpt.train. Its state goes on from round to round.
+
+    The trainer gets this in place of its `Checkpoints`: it saves at the end of a round, that is,
+    it hands over the state.
+    """
+
+    def __init__(self, job: Job, config: Config, synthetic: bool = False):
+        """Start JAX, compile the step and make the initial state.
+
+        Args:
+            synthetic: take random tokens even if the data is here.
+
+        Raises:
+            UsageError: if jaxgpt.train would raise one.
+        """
+        cluster = job.cluster
+        config, self.data = with_data(config, synthetic, job)
+        self.run = prepare_run(steps_only(config, job.folder / "run"), cluster)
+        facts = initialize_jax(cluster, mesh_shape(self.run.config))
+        use_compile_cache(str(job.folder / "compiled"), cluster)
+        job.log("compiling the step")
+        startup, watchdog = Startup(), Watchdog(None, self.run.directory, cluster.rank)
+        never = SimpleNamespace(reached=lambda tick: False)
+        self._quiet = contextlib.redirect_stdout(io.StringIO())
+        with self._quiet:
+            ready = set_up(self.run, cluster, facts, never, startup, watchdog, checkpoints=self)
+            trainer, self.state = ready
+            trainer.report.start(trainer.loader)
+        self.trainer = trainer._replace(evaluate=lambda *_: None, sample=lambda *_: None)
+        self.steps, self.mesh = trainer.steps, trainer.steps.mesh
+        self.compile_seconds = startup.seconds["compile"]
+        self.run = dataclasses.replace(self.run, resume_step=0)
+        # The compiled step alone gets the same arguments each time, which are on the device.
+        self._alone = jax.device_put(np.int32(1), self.steps.replicated), trainer.loader.batch(1)
+
+    def train(self, n_steps: int) -> tuple[float, float]:
+        """Run the trainer's loop; return seconds a step, and CPU seconds of its thread.
+
+        Raises:
+            UsageError: if the run cannot go on, because losses are not finite.
+        """
+        last = self.run.resume_step + n_steps
+        config = self.run.config.replace(train__max_iters=last)
+        self.trainer.cluster.barrier()
+        began, cpu_began = time.perf_counter(), time.thread_time()
+        with self._quiet:
+            run = dataclasses.replace(self.run, config=config)
+            failure = run_steps(run, self.state, self.trainer).failure
+        seconds, cpu_seconds = time.perf_counter() - began, time.thread_time() - cpu_began
+        if failure:
+            raise UsageError(failure)
+        self.run = dataclasses.replace(self.run, resume_step=last)
+        return seconds / n_steps, cpu_seconds / n_steps
+
+    def alone(self, n_steps: int) -> float:
+        """Run the compiled step alone, on the same batch every time; return seconds a step."""
+        in_flight = DispatchLimiter()
+        self.trainer.cluster.barrier()
+        began = time.perf_counter()
+        for _ in range(n_steps):
+            self.state, metrics = self.trainer.train_step(self.state, *self._alone)
+            in_flight.add(metrics.loss)
+        jax.block_until_ready(metrics)
+        return (time.perf_counter() - began) / n_steps
+
+    def profile(self, n_steps: int, directory: Path) -> dict[str, Any]:
+        """Trace so many steps alone, and return what `Tracing.stop` found."""
+        tracing = Tracing(directory, self.trainer.cluster, self.state)
+        self.alone(n_steps)
+        return tracing.stop(self.state, n_steps, self.trainer.train_step.as_text())
+
+    def loader_seconds(self) -> float:
+        """Return the CPU seconds of the loader's thread for a batch, while nothing else runs."""
+        found = []
+        for step in range(1, 12):
+            began = time.thread_time()
+            self.trainer.loader.batch(step).block_until_ready()
+            found.append(time.thread_time() - began)
+        return statistics.median(found)
+
+    def check_room(self, step: int, tree: dict[str, Any]) -> None:
+        """Do nothing: no checkpoint is written."""
+
+    def check(self) -> None:
+        """Do nothing before a step: nothing is being saved."""
+
+    def save(self, step: int, tree: dict[str, Any], meta: dict[str, Any]) -> None:
+        """Keep the state after the last step of a round."""
+        self.state: TrainState = state_from_checkpoint(tree, meta, self.steps.state_shapes)
+
+    def close(self) -> None:
+        """Do nothing at the end of a round."""
+
+
+def with_data(config: Config, synthetic: bool, job: Job) -> tuple[Config, str]:
+    """Return a configuration whose data is here, and a description of that data.
+
+    Random tokens take the place of a named data set that has not been prepared.
+    """
+    data = config.data
+    given = data.path or data.file_list or " ".join(data.blend)
+    home = dataset_directory(data)
+    is_missing = not given and data.dataset != "python" and not (home / "train.bin").exists()
+    if not job.cluster.broadcast(synthetic or is_missing):
+        return config, given or data.dataset
+    vocab_size = job.cluster.run_on_all(vocabulary_size, data, config.model)
+    least = config.model.block_size + 1
+    if job.cluster.local_rank == 0:
+        random = np.random.default_rng(config.train.seed)
+        for name, size in (("train.bin", max(least, SYNTHETIC_TOKENS)), ("val.bin", least)):
+            # A folder without meta.json holds two bytes a token.
+            random.integers(min(vocab_size, 2**16), size=size, dtype="<u2").tofile(
+                job.folder / name
+            )
+    job.cluster.barrier()
+    reason = "--synthetic" if synthetic else f"there is no {home}"
+    config = config.replace(data=DataConfig(path=str(job.folder)), model__vocab_size=vocab_size)
+    return config, f"random tokens, because {reason}"
+
+
+def steps_only(config: Config, directory: Path) -> Config:
+    """Return a configuration of the same training steps with nothing between them."""
+    action = config.spike.action
+    return config.replace(
+        out=str(directory),
+        train_range_to_skip=(),
+        profile_steps=None,
+        train__max_iters=2**31 - 1,  # rounds end by themselves
+        train__eval_interval=0,
+        train__sample_tokens=0,
+        checkpoint__interval=0,
+        spike__action="log" if action == "rewind" else action,  # both compute the same
+    )
