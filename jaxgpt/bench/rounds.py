@@ -20,7 +20,7 @@ from jaxgpt.perf.profile import Tracing
 from jaxgpt.perf.startup import Startup
 from jaxgpt.runtime.compile_cache import use_compile_cache
 from jaxgpt.runtime.dispatch import DispatchLimiter
-from jaxgpt.runtime.initialize import initialize_jax
+from jaxgpt.runtime.initialize import end_job, initialize_jax
 from jaxgpt.train.loop import run_steps
 from jaxgpt.train.run_directory import prepare_run
 from jaxgpt.train.setup import set_up
@@ -51,7 +51,7 @@ class Rounds:
         facts = initialize_jax(cluster, mesh_shape(self.run.config))
         use_compile_cache(str(job.folder / "compiled"), cluster)
         job.log("compiling the step")
-        startup, watchdog = Startup(), Watchdog(None, self.run.directory, cluster.rank)
+        startup, watchdog = Startup(), Watchdog(None, self.run.directory, cluster.rank, end_job)
         never = SimpleNamespace(reached=lambda tick: False)
         self._quiet = contextlib.redirect_stdout(io.StringIO())
         with self._quiet:
