@@ -3,7 +3,6 @@
 Both take the likeliest token every time, and so have to write the same.
 """
 
-import functools
 import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,7 +15,7 @@ from flax import nnx
 from jaxgpt.bench.harness import PROG, Job, Result, Value, open_job
 from jaxgpt.config import Config, UsageError, parse_args
 from jaxgpt.models.attention import make_attention
-from jaxgpt.models.transformer import GPT, logits
+from jaxgpt.models.transformer import gpt_graph, logits
 from jaxgpt.train.evaluate import make_generate
 from jaxgpt.train.functions import StepFunctions, make_steps
 
@@ -125,14 +124,12 @@ def cached_writer(
 
 def recomputing_writer(config: Config, params: Any) -> Write:
     """Return a function that calls the model on the whole text for each token that it adds."""
-    network = functools.partial(
-        GPT,
+    graph = gpt_graph(
         config.model,
         dtype=jnp.dtype(config.train.dtype),
         attend=make_attention("xla", dropout=0),
         scan_layers=True,
     )
-    graph = nnx.graphdef(nnx.eval_shape(lambda: network(rngs=nnx.Rngs(0))))
 
     @jax.jit
     def likeliest(params: Any, text_T: jax.Array, length: Any) -> jax.Array:

@@ -18,6 +18,7 @@ from jaxgpt.config import ModelConfig, UsageError
 from jaxgpt.kernels.gelu import gelu
 from jaxgpt.kernels.norm import LayerNorm
 from jaxgpt.models.attention import drop_elements
+from jaxgpt.parallel.sharding import LogicalAxes
 from jaxgpt.parallel.tensor import ParallelContext
 
 INIT_STD = 0.02  # GPT-2's, for every matrix and embedding
@@ -25,41 +26,6 @@ VOCAB_MULTIPLE = 128  # the embedding's rows are padded to this, which most mesh
 
 # x, W, number of dims that are summed over -> x W
 Multiply = Callable[[jax.Array, Any, int], jax.Array]
-
-
-class Linear(nnx.Module):
-    """x W + b, where W may be split over devices by columns or by rows."""
-
-    def __init__(
-        self,
-        inputs: tuple[int, ...],
-        outputs: tuple[int, ...],
-        axes: tuple[str | None, ...],
-        std: float,
-        multiply: Multiply,
-        *,
-        dtype: jnp.dtype,
-        use_bias: bool,
-        rngs: nnx.Rngs,
-    ):
-        """Draw normal weights; biases are zero.
-
-        Args:
-            inputs: dims of x, its last ones, that are summed over.
-            axes: logical axes of W, which has the shape (*inputs, *outputs).
-        """
-        self.n_inputs, self.dtype, self.multiply = len(inputs), dtype, multiply
-        kernel = nnx.initializers.normal(std)(rngs.params(), (*inputs, *outputs), jnp.float32)
-        self.kernel = nnx.Param(kernel, logical_axes=axes, role="matrix")
-        # What is added after a sum over devices is small: every device keeps it whole.
-        own = tuple(axis if axis != "embed" else None for axis in axes[self.n_inputs :])
-        bias = nnx.Param(jnp.zeros(outputs), logical_axes=own, role="bias") if use_bias else None
-        self.bias = nnx.data(bias)
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        y = self.multiply(x.astype(self.dtype), self.kernel.get_value(), self.n_inputs)
-        # In float32, as then its gradient is, which sums over all tokens: see `embed_tokens`.
-        return y if self.bias is None else (y + self.bias.get_value()).astype(self.dtype)
 
 
 @dataclass(frozen=True)
@@ -73,25 +39,22 @@ class LayerBuilder:
     rngs: nnx.Rngs
 
     def column_parallel(
-        self, inputs: tuple[int, ...], outputs: tuple[int, ...], axes: tuple[str | None, ...]
-    ) -> Linear:
+        self, inputs: tuple[int, ...], outputs: tuple[int, ...], axes: LogicalAxes
+    ) -> "Linear":
         """Return a linear layer whose outputs are split over `tensor`, as `axes` say."""
-        return self._linear(inputs, outputs, axes, INIT_STD, self.parallel.column_parallel_matmul)
+        return Linear(self, inputs, outputs, axes, INIT_STD, self.parallel.column_parallel_matmul)
 
     def row_parallel(
-        self, inputs: tuple[int, ...], outputs: tuple[int, ...], axes: tuple[str | None, ...]
-    ) -> Linear:
+        self, inputs: tuple[int, ...], outputs: tuple[int, ...], axes: LogicalAxes
+    ) -> "Linear":
         """Return a linear layer whose inputs are split, and whose result is added to the stream.
 
         2L of them add up in the residual stream: scaling them keeps its variance at 1.
         """
         std = INIT_STD / math.sqrt(2 * self.config.n_layer)
-        return self._linear(inputs, outputs, axes, std, self.parallel.row_parallel_matmul)
+        return Linear(self, inputs, outputs, axes, std, self.parallel.row_parallel_matmul)
 
-    def _linear(self, *args: Any) -> Linear:
-        return Linear(*args, dtype=self.dtype, use_bias=self.config.bias, rngs=self.rngs)
-
-    def norm(self) -> nnx.LayerNorm:
+    def norm(self) -> LayerNorm:
         """Return a norm whose scale every device keeps: gathering it costs more than it saves."""
         return LayerNorm(
             self.config.n_embd,
@@ -105,11 +68,7 @@ class LayerBuilder:
         )
 
     def dropout(self, x_BTD: jax.Array, keys_B: jax.Array | None) -> jax.Array:
-        """Drop elements by a row's key and the position, on no matter which device they are.
-
-        Args:
-            keys_B: a key for each row; without, nothing is dropped.
-        """
+        """Drop elements by a row's key and the position, the same on whichever device they are."""
         if keys_B is None:
             return x_BTD
         B, T, D = x_BTD.shape
@@ -117,6 +76,33 @@ class LayerBuilder:
         # N = B T: with two axes XLA puts B last on GPUs, and transposes activations to and fro.
         drop = jax.vmap(lambda x_D, key: drop_elements(x_D, self.config.dropout, key))
         return drop(x_BTD.reshape(B * T, D), keys_BT.reshape(B * T)).reshape(x_BTD.shape)
+
+
+class Linear(nnx.Module):
+    """x W + b, where W, of shape (*inputs, *outputs), may be split over devices as its `axes`."""
+
+    def __init__(
+        self,
+        build: LayerBuilder,
+        inputs: tuple[int, ...],
+        outputs: tuple[int, ...],
+        axes: LogicalAxes,
+        std: float,
+        multiply: Multiply,
+    ):
+        self.n_inputs, self.dtype, self.multiply = len(inputs), build.dtype, multiply
+        draw = nnx.initializers.normal(std)
+        kernel = draw(build.rngs.params(), (*inputs, *outputs), jnp.float32)
+        self.kernel = nnx.Param(kernel, logical_axes=axes, role="matrix")
+        # What is added after a sum over devices is small: every device keeps it whole.
+        own = tuple(axis if axis != "embed" else None for axis in axes[self.n_inputs :])
+        bias = nnx.Param(jnp.zeros(outputs), logical_axes=own, role="bias")
+        self.bias = nnx.data(bias if build.config.bias else None)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        y = self.multiply(x.astype(self.dtype), self.kernel.get_value(), self.n_inputs)
+        # In float32, as then its gradient is, which sums over all tokens: see `embed_tokens`.
+        return y if self.bias is None else (y + self.bias.get_value()).astype(self.dtype)
 
 
 class MLP(nnx.Module):
@@ -150,41 +136,21 @@ def make_mlp(build: LayerBuilder) -> nnx.Module:
     return MLPS[name](build)
 
 
-def keys_for(keys_B: jax.Array | None, numbers_N: jax.Array) -> jax.Array | None:
-    """Return keys_BN: for every row a key of each number, the same on whichever device."""
-    if keys_B is None:
-        return None
-    fold_in = jax.random.fold_in
-    return jax.vmap(lambda key: jax.vmap(lambda n: fold_in(key, n))(numbers_N))(keys_B)
-
-
-def token_embedding(config: ModelConfig, rngs: nnx.Rngs) -> nnx.Embed:
-    """Return the embedding of tokens, which is also the output layer; rows of padding are 0."""
-    V, D = config.vocab_size, config.n_embd
+def embedding(
+    n_rows: int, config: ModelConfig, rngs: nnx.Rngs, role: str, axis: str | None
+) -> nnx.Embed:
+    """Return a table of `n_rows`; those of a vocabulary are padded with rows of zeros."""
+    n_padded = padded_vocab_size(n_rows) if axis == "vocab" else n_rows
 
     def padded_normal(key, shape, dtype):
-        real = nnx.initializers.normal(INIT_STD)(key, (V, D), dtype)
-        return jnp.pad(real, ((0, shape[0] - V), (0, 0)))
+        real = nnx.initializers.normal(INIT_STD)(key, (n_rows, config.n_embd), dtype)
+        return jnp.pad(real, ((0, shape[0] - n_rows), (0, 0)))
 
-    metadata = {"logical_axes": ("vocab", "embed"), "role": "token_embedding"}
     return nnx.Embed(
-        padded_vocab_size(V),
-        D,
-        embedding_init=padded_normal,
-        embedding_metadata=metadata,
-        rngs=rngs,
-    )
-
-
-def position_embedding(config: ModelConfig, rngs: nnx.Rngs) -> nnx.Embed:
-    """Return the learned embedding of positions."""
-    metadata = {"logical_axes": (None, "embed"), "role": "position_embedding"}
-    init = nnx.initializers.normal(INIT_STD)
-    return nnx.Embed(
-        config.block_size,
+        n_padded,
         config.n_embd,
-        embedding_init=init,
-        embedding_metadata=metadata,
+        embedding_init=padded_normal,
+        embedding_metadata={"logical_axes": (axis, "embed"), "role": role},
         rngs=rngs,
     )
 
@@ -192,3 +158,11 @@ def position_embedding(config: ModelConfig, rngs: nnx.Rngs) -> nnx.Embed:
 def padded_vocab_size(vocab_size: int) -> int:
     """Return the rows of the embedding: `vocab_size` rounded up to a multiple of 128."""
     return -(-vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
+
+
+def keys_for(keys_B: jax.Array | None, numbers_N: jax.Array) -> jax.Array | None:
+    """Return keys_BN: for every row a key of each number, the same on whichever device."""
+    if keys_B is None:
+        return None
+    fold_in = jax.random.fold_in
+    return jax.vmap(lambda key: jax.vmap(lambda n: fold_in(key, n))(numbers_N))(keys_B)

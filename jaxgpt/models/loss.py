@@ -53,11 +53,11 @@ def cross_entropy(
     Args:
         logits_BTV: of this device's tokens vocab_offset, vocab_offset + 1, ...
     """
-    largest_BT = parallel.max(jax.lax.stop_gradient(logits_BTV).max(axis=-1))
+    largest_BT = parallel.pmax(jax.lax.stop_gradient(logits_BTV).max(axis=-1))
     sums_BT = jnp.exp(logits_BTV - largest_BT[..., None]).sum(axis=-1)
     is_target_BTV = vocab_offset + jnp.arange(logits_BTV.shape[-1]) == targets_BT[..., None]
     target_BT = jnp.where(is_target_BTV, logits_BTV, 0.0).sum(axis=-1)
-    sums_BT, target_BT = parallel.sum((sums_BT, target_BT))
+    sums_BT, target_BT = parallel.psum((sums_BT, target_BT))
     return jnp.log(sums_BT) + largest_BT - target_BT
 
 

@@ -5,6 +5,7 @@ the L blocks are stacked along a leading `layers` axis, one array per kind of we
 """
 
 import operator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -14,15 +15,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 
 from jaxgpt.config import ModelConfig
 from jaxgpt.models.attention import Attention, xla_attention
-from jaxgpt.models.kv_cache import Cache, Caches
-from jaxgpt.models.layers import (
-    LayerBuilder,
-    keys_for,
-    make_mlp,
-    padded_vocab_size,
-    position_embedding,
-    token_embedding,
-)
+from jaxgpt.models.layers import LayerBuilder, embedding, keys_for, make_mlp, padded_vocab_size
 from jaxgpt.parallel.remat import rematerialized
 from jaxgpt.parallel.tensor import NO_PARALLELISM, ParallelContext
 
@@ -30,73 +23,35 @@ from jaxgpt.parallel.tensor import NO_PARALLELISM, ParallelContext
 class SelfAttention(nnx.Module):
     """Causal attention of H heads, each of size K = D / H."""
 
-    def __init__(self, attend: Attention, build: LayerBuilder):
+    def __init__(self, build: LayerBuilder):
         D, H = build.config.n_embd, build.config.n_head
         K = D // H
-        self.attend, self.parallel = attend, build.parallel
+        self.parallel = build.parallel
         self.qkv = build.column_parallel((D,), (3, H, K), ("embed", None, "heads", None))
         self.out = build.row_parallel((H, K), (D,), ("heads", None, "embed"))
 
-    def __call__(
-        self,
-        x_BTD: jax.Array,
-        keys_B: jax.Array | None,
-        cache: Cache | None,
-        layer: Any,
-        position_offset: Any,
-    ) -> tuple[jax.Array, Cache | None]:
-        """Return y_BTD, and the cache with these positions; arguments as for `Block`."""
+    def __call__(self, x_BTD: jax.Array, keys_B: jax.Array | None, attend: Attention) -> jax.Array:
         qkv_BTCHK = self.qkv(x_BTD)
         # Not by indexing, whose gradient is a sum of arrays that are zero elsewhere.
         q_BTHK, k_BTHK, v_BTHK = (x.squeeze(2) for x in jnp.split(qkv_BTCHK, 3, axis=2))
         n_heads = q_BTHK.shape[2]  # of this device
         heads_H = self.parallel.tensor_offset(n_heads) + jnp.arange(n_heads)
-        keys_BH = keys_for(keys_B, heads_H)
-        k_BSHK, v_BSHK = k_BTHK, v_BTHK
-        if cache is not None:
-            cache = cache.update(layer, k_BTHK, v_BTHK, position_offset)
-            k_BSHK, v_BSHK = (x_HKS.transpose(2, 0, 1)[None] for x_HKS in cache.layer(layer))
-        if k_BSHK.shape == q_BTHK.shape:  # all positions at once, as in training
-            mixed_BTHK = self.attend(q_BTHK, k_BSHK, v_BSHK, keys_BH)
-        else:
-            mixed_BTHK = xla_attention(q_BTHK, k_BSHK, v_BSHK, position_offset=position_offset)
-        return self.out(mixed_BTHK), cache
+        return self.out(attend(q_BTHK, k_BTHK, v_BTHK, keys_for(keys_B, heads_H)))
 
 
 class Block(nnx.Module):
     """x + attention(norm(x)), then x + mlp(norm(x))."""
 
-    def __init__(self, attend: Attention, build: LayerBuilder):
+    def __init__(self, build: LayerBuilder):
         self.dropout = build.dropout
         self.norm_1, self.norm_2 = build.norm(), build.norm()
-        self.attention = SelfAttention(attend, build)
-        self.mlp = make_mlp(build)
+        self.attention, self.mlp = SelfAttention(build), make_mlp(build)
 
-    def __call__(
-        self,
-        x_BTD: jax.Array,
-        keys_B: jax.Array | None = None,
-        cache: Cache | None = None,
-        layer: Any = None,
-        position_offset: Any = 0,
-    ) -> tuple[jax.Array, Cache | None]:
-        """Compute one layer.
-
-        Args:
-            keys_B: a key for every row; without, there is no dropout.
-            cache: of the positions before x_BTD; without, x_BTD are all.
-            layer: the number of this one in the cache; None where the cache is its own.
-            position_offset: the position at which x_BTD begins.
-
-        Returns:
-            x_BTD for the next layer, and the cache with these positions.
-        """
+    def __call__(self, x_BTD: jax.Array, keys_B: jax.Array | None, attend: Attention) -> jax.Array:
+        """Return x_BTD for the next layer; without a key for every row, there is no dropout."""
         keys = (None,) * 3 if keys_B is None else keys_for(keys_B, jnp.arange(3)).T
-        normed_BTD = self.norm_1(x_BTD)
-        y_BTD, cache = self.attention(normed_BTD, keys[0], cache, layer, position_offset)
-        x_BTD = x_BTD + self.dropout(y_BTD, keys[1])
-        y_BTD = self.mlp(self.norm_2(x_BTD))
-        return x_BTD + self.dropout(y_BTD, keys[2]), cache
+        x_BTD = x_BTD + self.dropout(self.attention(self.norm_1(x_BTD), keys[0], attend), keys[1])
+        return x_BTD + self.dropout(self.mlp(self.norm_2(x_BTD)), keys[2])
 
 
 class GPT(nnx.Module):
@@ -118,20 +73,21 @@ class GPT(nnx.Module):
         Args:
             config: with `vocab_size` set.
             dtype: of the computation, to which logits are rounded; they come as float32.
-            attend: what `attention.make_attention` gives.
+            attend: made by `attention.make_attention`.
             parallel: how this device and the others share the work.
             scan_layers: compile one block and loop over it, in place of L blocks.
             remat: what of a layer the backward pass computes again, see `remat`.
         """
         assert config.vocab_size is not None
-        self.config, self.dtype = config, dtype
+        self.config, self.dtype, self.attend = config, dtype, attend
         self.parallel, self.scan_layers, self.remat = parallel, scan_layers, remat
-        self.token_embedding = token_embedding(config, rngs)
-        self.position_embedding = position_embedding(config, rngs)
+        V, T = config.vocab_size, config.block_size
+        self.token_embedding = embedding(V, config, rngs, "token_embedding", "vocab")
+        self.position_embedding = embedding(T, config, rngs, "position_embedding", None)
 
         @nnx.vmap
         def make_block(key):
-            return Block(attend, LayerBuilder(config, dtype, parallel, nnx.Rngs(params=key)))
+            return Block(LayerBuilder(config, dtype, parallel, nnx.Rngs(params=key)))
 
         self.layers = make_block(jax.random.split(rngs.params(), config.n_layer))
         build = LayerBuilder(config, dtype, parallel, rngs)
@@ -145,77 +101,63 @@ class GPT(nnx.Module):
         x_BTD, w_VD, vocab_offset = self.hidden_states(tokens_BT, keys_B)
         return logits(x_BTD, w_VD, vocab_offset, self.config.vocab_size)
 
-    def decode_step(
-        self, caches: Caches, tokens_1T: jax.Array, position_offset: Any
-    ) -> tuple[jax.Array, Caches]:
-        """Return logits_1V of the token after these, and the caches with these; no dropout.
-
-        Args:
-            caches: of the positions before `position_offset`.
-            tokens_1T: of the positions from there on, which must be below block_size.
-        """
-        x_1TD, w_VD, vocab_offset, caches = self._hidden(tokens_1T, None, caches, position_offset)
-        return logits(x_1TD[:, -1], w_VD, vocab_offset, self.config.vocab_size), caches
-
     def hidden_states(
         self, tokens_BT: jax.Array, keys_B: jax.Array | None = None
     ) -> tuple[jax.Array, jax.Array, Any]:
-        """Return what the output layer multiplies, x_BTD and this device's w_VD, and its offset."""
-        return self._hidden(tokens_BT, keys_B)[:3]
-
-    def _hidden(
-        self,
-        tokens_BT: jax.Array,
-        keys_B: jax.Array | None,
-        caches: Caches | None = None,
-        position_offset: Any = 0,
-    ) -> tuple[jax.Array, jax.Array, Any, Caches | None]:
-        parallel, L = self.parallel, self.config.n_layer
-        if self.config.dropout == 0:
-            keys_B = None
-        keys = None if keys_B is None else keys_for(keys_B, jnp.arange(L + 1)).T
-        layer_keys, own_keys = (None, None) if keys is None else (keys[:L], keys[L])
-        w_VD = gather_params(self.token_embedding, parallel).embedding[...].astype(self.dtype)
-        V = padded_vocab_size(self.config.vocab_size)
-        w_VD, vocab_offset = parallel.local_vocab_shard(w_VD, V)
-        w_TD = gather_params(self.position_embedding, parallel).embedding[...]
-        T = parallel.local_sequence_length(tokens_BT.shape[1])
-        start = position_offset + parallel.sequence_offset(T)
-        w_TD = jax.lax.dynamic_slice_in_dim(w_TD, start, T)
-        x_BTD = parallel.reduce_from_tensor_region(embed_tokens(w_VD, tokens_BT - vocab_offset))
-        x_BTD = (x_BTD + w_TD).astype(self.dtype)  # float32, as a layer's bias
-        if caches is None and not parallel.on_cpu:
-            # Or XLA lays B last, as the gradient of w_TD sums over it, and on GPUs every layer
+        """Return the operands of the output layer, x_BTD and this device's w_VD, and its offset."""
+        L = self.config.n_layer
+        layer_keys, own_keys = None, None
+        if keys_B is not None and self.config.dropout > 0:
+            keys = keys_for(keys_B, jnp.arange(L + 1)).T
+            layer_keys, own_keys = keys[:L], keys[L]
+        x_BTD, w_VD, vocab_offset = self.embed(tokens_BT)
+        if not self.parallel.on_cpu:
+            # Or XLA lays B last, as the gradient of positions sums over it, and on GPUs every layer
             # transposes to and fro: 15 % of what they move in a step of GPT-2.
             x_BTD = with_layout_constraint(x_BTD, Layout(major_to_minor=(0, 1, 2)))
         x_BTD = self.dropout(x_BTD, own_keys)
-        x_BTD, caches = self._layers(x_BTD, layer_keys, caches, position_offset)
-        x_BTD = parallel.copy_to_tensor_region(gather_params(self.norm, parallel)(x_BTD))
-        return x_BTD, w_VD, vocab_offset, caches
+        x_BTD = self.run_layers(lambda block, *x: block(*x, self.attend), x_BTD, layer_keys)
+        return self.last_norm(x_BTD), w_VD, vocab_offset
 
-    def _layers(
-        self, x_BTD: jax.Array, keys_LB: jax.Array | None, caches: Caches | None, offset: Any
-    ) -> tuple[jax.Array, Caches | None]:
-        L = self.config.n_layer
+    def embed(
+        self, tokens_BT: jax.Array, position_offset: Any = 0
+    ) -> tuple[jax.Array, jax.Array, Any]:
+        """Return x_BTD for the first layer, w_VD and its offset; the first position is given."""
+        w_VD = gather_params(self.token_embedding, self.parallel).embedding[...].astype(self.dtype)
+        V = padded_vocab_size(self.config.vocab_size)
+        w_VD, vocab_offset = self.parallel.local_vocab_shard(w_VD, V)
+        w_TD = gather_params(self.position_embedding, self.parallel).embedding[...]
+        T = self.parallel.local_sequence_length(tokens_BT.shape[1])
+        start = position_offset + self.parallel.sequence_offset(T)
+        w_TD = jax.lax.dynamic_slice_in_dim(w_TD, start, T)
+        x_BTD = embed_tokens(w_VD, tokens_BT - vocab_offset)
+        x_BTD = self.parallel.reduce_from_tensor_region(x_BTD)
+        return (x_BTD + w_TD).astype(self.dtype), w_VD, vocab_offset  # float32, as a layer's bias
+
+    def run_layers(self, run: Callable[..., Any], carry: Any, of_layers: Any) -> Any:
+        """Return the carry after `run(block, carry, x)` for each layer and its x in `of_layers`."""
         graph, stacked = nnx.split(self.layers)
 
-        def layer(carry, given):
-            x_BTD, cache = carry
-            params, keys_B, number = given
+        def layer(carry: Any, own: tuple[Any, Any]) -> tuple[Any, None]:
+            params, x = own
             block = gather_params(nnx.merge(graph, params), self.parallel)
-            return block(x_BTD, keys_B, cache, number, offset), None
+            return run(block, carry, x), None
 
         layer = rematerialized(layer, self.remat, in_loop=self.scan_layers)
         if self.scan_layers:
-            numbers_L = None if caches is None else jnp.arange(L)
-            return jax.lax.scan(layer, (x_BTD, caches), (stacked, keys_LB, numbers_L))[0]
-        written = []
-        for i in range(L):
-            own = jax.tree.map(operator.itemgetter(i), (stacked, keys_LB))
-            cache = None if caches is None else caches[i]
-            (x_BTD, cache), _ = layer((x_BTD, cache), (*own, None))
-            written.append(cache)
-        return x_BTD, None if caches is None else tuple(written)
+            return jax.lax.scan(layer, carry, (stacked, of_layers))[0]
+        for i in range(self.config.n_layer):
+            carry, _ = layer(carry, jax.tree.map(operator.itemgetter(i), (stacked, of_layers)))
+        return carry
+
+    def last_norm(self, x_BTD: jax.Array) -> jax.Array:
+        """Return what the output layer multiplies, given the last layer's output."""
+        return self.parallel.copy_to_tensor_region(gather_params(self.norm, self.parallel)(x_BTD))
+
+
+def gpt_graph(config: ModelConfig, **options: Any) -> nnx.GraphDef:
+    """Return the network without parameters, to be merged with some; options as for `GPT`."""
+    return nnx.graphdef(nnx.eval_shape(lambda: GPT(config, rngs=nnx.Rngs(0), **options)))
 
 
 def gather_params(module: nnx.Module, parallel: ParallelContext) -> Any:

@@ -5,7 +5,6 @@ import math
 from dataclasses import dataclass
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 
 from jaxgpt.config import ModelConfig
@@ -44,9 +43,9 @@ class Weight:
         return self.role in DECAYED_ROLES
 
     @property
-    def is_layer_matrix(self) -> bool:
-        """Return whether it is a matrix that every token is multiplied by in each layer."""
-        return self.role == "matrix" and self.n_layers > 0
+    def is_vector(self) -> bool:
+        """Return whether it has one dim, in each layer."""
+        return len(self.shape) - (self.n_layers > 0) == 1
 
 
 @functools.cache
@@ -69,11 +68,6 @@ def weights(config: ModelConfig) -> Params:
     return nnx.traversals.unflatten_mapping(described)
 
 
-def abstract_params(config: ModelConfig) -> Params:
-    """Return the shape and dtype of every parameter, without computing any."""
-    return jax.tree.map(lambda w: jax.ShapeDtypeStruct(w.shape, jnp.float32), weights(config))
-
-
 def decay_mask(config: ModelConfig) -> Params:
     """Return booleans like the parameters: which ones weight decay applies to."""
     return jax.tree.map(lambda w: w.is_decayed, weights(config))
@@ -81,7 +75,7 @@ def decay_mask(config: ModelConfig) -> Params:
 
 def layer_matrices(config: ModelConfig) -> list[Weight]:
     """Return the matrices of the layers, each stacked over all of them."""
-    return [w for w in jax.tree.leaves(weights(config)) if w.is_layer_matrix]
+    return [w for w in jax.tree.leaves(weights(config)) if w.role == "matrix" and w.n_layers]
 
 
 def count_parameters(config: ModelConfig) -> tuple[int, int]:
@@ -101,7 +95,7 @@ def activation_bytes(model: ModelConfig, with_logits: bool = True) -> int:
 
     A layer's are those of arXiv 2205.05198, equation 1, twice, since they are of 16 bits there: 10
     D of the stream, two for each column of the matrices, 24 D in GPT-2, and 5 H T. The output
-    layer's are logits and their gradient, without `with_logits` none.
+    layer's are logits and their gradient.
     """
     T, L, D, H = model.block_size, model.n_layer, model.n_embd, model.n_head
     logits = 8 * T * model.vocab_size if with_logits else 0

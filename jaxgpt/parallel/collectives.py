@@ -12,41 +12,30 @@ def reduce_scatter(x: jax.Array, axis: str, dimension: int) -> jax.Array:
     what arrives, the same traffic: with JAX 0.10 and 0.11 Gloo's own reduce-scatter mixes up large
     arrays without a word (jax-ml/jax issue 40830), and gives up after 30 s (40831).
     """
-    if _between_cpus():
-        return _summed_part(x, axis, dimension)
-    return jax.lax.psum_scatter(x, axis, scatter_dimension=dimension, tiled=True)
-
-
-def all_gather(x: jax.Array, axis: str, dimension: int) -> jax.Array:
-    """Return all parts of `x` over a mesh axis; its backward pass is reduce_scatter."""
-    if _between_cpus():
-        return _whole(x, axis, dimension)
-    return jax.lax.all_gather(x, axis, axis=dimension, tiled=True)
-
-
-def _between_cpus() -> bool:
-    return jax.default_backend() == "cpu" and jax.distributed.is_initialized()
+    if jax.default_backend() != "cpu" or not jax.distributed.is_initialized():
+        return jax.lax.psum_scatter(x, axis, scatter_dimension=dimension, tiled=True)
+    return _all_to_all_sum(x, axis, dimension)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
-def _summed_part(x: jax.Array, axis: str, dimension: int) -> jax.Array:
+def all_gather(x: jax.Array, axis: str, dimension: int) -> jax.Array:
+    """Return all parts of `x` over a mesh axis; its backward pass is `reduce_scatter`."""
+    return jax.lax.all_gather(x, axis, axis=dimension, tiled=True)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def _all_to_all_sum(x: jax.Array, axis: str, dimension: int) -> jax.Array:
     n = jax.lax.axis_size(axis)
     before, after = x.shape[:dimension], x.shape[dimension + 1 :]
     parts = x.reshape(*before, n, x.shape[dimension] // n, *after)
     return jax.lax.all_to_all(parts, axis, dimension, 0).sum(0)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
-def _whole(x: jax.Array, axis: str, dimension: int) -> jax.Array:
-    return jax.lax.all_gather(x, axis, axis=dimension, tiled=True)
-
-
-# Each one's backward pass is the other.
-_summed_part.defvjp(
-    lambda x, axis, dimension: (_summed_part(x, axis, dimension), None),
-    lambda axis, dimension, _, gradient: (_whole(gradient, axis, dimension),),
+all_gather.defvjp(
+    lambda x, axis, dimension: (jax.lax.all_gather(x, axis, axis=dimension, tiled=True), None),
+    lambda axis, dimension, _, gradient: (reduce_scatter(gradient, axis, dimension),),
 )
-_whole.defvjp(
-    lambda x, axis, dimension: (_whole(x, axis, dimension), None),
-    lambda axis, dimension, _, gradient: (_summed_part(gradient, axis, dimension),),
+_all_to_all_sum.defvjp(
+    lambda x, axis, dimension: (_all_to_all_sum(x, axis, dimension), None),
+    lambda axis, dimension, _, gradient: (all_gather(gradient, axis, dimension),),
 )

@@ -68,13 +68,8 @@ def hosts_spanned(axes: Sequence[str], shape: MeshShape, hosts: Sequence[int]) -
 
 
 def tensor_crosses_hosts_warning(shape: MeshShape, hosts: Sequence[int]) -> tuple[str, ...]:
-    """Return a sentence if groups along `tensor` span hosts: it works, and hardly anyone wants it.
-
-    Args:
-        hosts: as for `hosts_spanned`.
-    """
-    axes = axes_with("splits_layers")
-    n_hosts = hosts_spanned(axes, shape, hosts)
+    """Return a sentence if groups along `tensor` span hosts; `hosts` as for `hosts_spanned`."""
+    n_hosts = hosts_spanned(axes_with("splits_layers"), shape, hosts)
     if n_hosts == 1:
         return ()
     return (

@@ -1,12 +1,11 @@
-"""Which activations of a layer are kept for its backward pass, and which are computed again."""
+"""Rematerialization: what of a layer is kept for its backward pass, and what is computed again."""
 
 from collections.abc import Callable
 from typing import Any
 
 import jax
 
-# Results that cost a conversation between devices along `tensor`.
-_SUMS = ("psum", "psum_invariant", "reduce_scatter")
+COMMUNICATED = ("psum", "psum_invariant", "reduce_scatter")  # sums over devices along `tensor`
 
 
 def rematerialized(layer: Callable[..., Any], remat: str, in_loop: bool) -> Callable[..., Any]:
@@ -21,7 +20,7 @@ def rematerialized(layer: Callable[..., Any], remat: str, in_loop: bool) -> Call
 
     def keep(primitive: Any, *args: Any, **params: Any) -> bool:
         is_dot = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
-        return is_dot(primitive, *args, **params) or primitive.name in _SUMS
+        return is_dot(primitive, *args, **params) or primitive.name in COMMUNICATED
 
     if remat in ("none", "attention"):
         return layer

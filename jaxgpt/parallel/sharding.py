@@ -1,9 +1,7 @@
 """Partition rules: which mesh axes each logical axis of the model is split over.
 
-The model names what its dimensions mean (`embed`, `heads`, `mlp`, ...); the tables below say
-where each meaning lives. A ZeRO stage (arXiv 1910.02054) is a choice of tables: moments,
-gradients and parameters are split over `fsdp` or not. Megatron's tensor parallelism (arXiv
-1909.08053) is the same in all stages.
+The model names what its dimensions mean (`embed`, `heads`, `mlp`, ...); the tables below say where
+each meaning lives. A ZeRO stage (arXiv 1910.02054) is a choice of tables.
 """
 
 import math
@@ -22,44 +20,33 @@ LogicalAxes = tuple[str | None, ...]
 (TENSOR,) = axes_with("splits_layers")
 (FSDP,) = axes_with("shards_parameters")
 
-
-def tensor_rules() -> Rules:
-    """Return where the dims lie that Megatron's tensor parallelism splits."""
-    return dict.fromkeys(("vocab", "heads", "mlp"), (TENSOR,))
-
-
-def fully_sharded_rules() -> Rules:
-    """Return the same for what a ZeRO stage shards."""
-    return tensor_rules() | {"embed": (FSDP,)}
+TENSOR_RULES: Rules = dict.fromkeys(("vocab", "heads", "mlp"), (TENSOR,))  # in all stages
+FULLY_SHARDED_RULES: Rules = TENSOR_RULES | {"embed": (FSDP,)}
 
 
 def parameter_rules(zero_stage: int) -> Rules:
     """Return where parameters live between steps."""
-    return fully_sharded_rules() if zero_stage >= 3 else tensor_rules()
+    return FULLY_SHARDED_RULES if zero_stage >= 3 else TENSOR_RULES
 
 
 def gradient_rules(zero_stage: int, reduces_once: bool = False) -> Rules:
     """Return where gradients add up during the backward pass, of one microbatch or of all."""
-    return fully_sharded_rules() if zero_stage >= 2 and not reduces_once else tensor_rules()
+    return FULLY_SHARDED_RULES if zero_stage >= 2 and not reduces_once else TENSOR_RULES
 
 
 def opt_state_rules(zero_stage: int) -> Rules:
     """Return where the optimizer's state lives, and where it works."""
-    return fully_sharded_rules() if zero_stage >= 1 else tensor_rules()
+    return FULLY_SHARDED_RULES if zero_stage >= 1 else TENSOR_RULES
 
 
 def partition_spec(
     axes: LogicalAxes, shape: tuple[int, ...], rules: Rules, mesh_shape: Mapping[str, int]
 ) -> PartitionSpec:
-    """Return the spec of one array.
-
-    A dimension that its mesh axes do not divide stays whole, so that any width and vocabulary
-    works on any mesh, at the price of memory. Axes of size 1 are not named.
+    """Return the spec of one array. A dimension that its mesh axes do not divide stays whole.
 
     >>> partition_spec(("embed", "mlp"), (128, 512), parameter_rules(3), mesh.shape)
     PartitionSpec('fsdp', 'tensor')
     """
-    assert len(axes) == len(shape), (axes, shape)
     spec = []
     for axis, size in zip(axes, shape, strict=True):
         over = tuple(a for a in rules.get(axis, ()) if mesh_shape[a] > 1)
@@ -68,31 +55,25 @@ def partition_spec(
     return PartitionSpec(*spec)
 
 
-def partition_specs(weights: Any, rules: Rules, mesh: Mesh) -> Any:
-    """Return the `PartitionSpec` of every weight of a tree: what has `axes` and a `shape`."""
-    return jax.tree.map(lambda w: partition_spec(w.axes, w.shape, rules, mesh.shape), weights)
+def weight_shardings(weights: Any, rules: Rules, mesh: Mesh, memory_kind: str | None = None) -> Any:
+    """Return a `NamedSharding` for every weight of a tree: what has `axes` and a `shape`."""
 
+    def sharding(weight: Any) -> NamedSharding:
+        spec = partition_spec(weight.axes, weight.shape, rules, mesh.shape)
+        return NamedSharding(mesh, spec, memory_kind=memory_kind)
 
-def shardings(specs: Any, mesh: Mesh, memory_kind: str | None = None) -> Any:
-    """Return a `NamedSharding` for every `PartitionSpec` of a pytree."""
-    return jax.tree.map(
-        lambda spec: NamedSharding(mesh, spec, memory_kind=memory_kind),
-        specs,
-        is_leaf=lambda x: isinstance(x, PartitionSpec),
-    )
+    return jax.tree.map(sharding, weights)
 
 
 def undivided_dims_warnings(weights: Any, rules: Rules, mesh: Mesh) -> tuple[str, ...]:
     """Return a sentence for every kind of dim that stays whole because it cannot be divided."""
     found = set()
-
     for w in jax.tree.leaves(weights):
         spec = partition_spec(w.axes, w.shape, rules, mesh.shape)
         for axis, size, over in zip(w.axes, w.shape, spec, strict=True):
             parts = math.prod(mesh.shape[a] for a in rules.get(axis, ()))
             if parts > 1 and over is None:
                 found.add(f"{axis}={size} stays whole on every device: {parts} does not divide it")
-
     return tuple(sorted(found))
 
 

@@ -9,36 +9,34 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from jaxgpt.parallel.collectives import reduce_scatter
-from jaxgpt.parallel.sharding import FSDP, TENSOR, LogicalAxes
+from jaxgpt.parallel.sharding import FSDP
 
 
 @dataclasses.dataclass(frozen=True)
 class ParamLayout:
-    """Where a parameter and its gradient lie during a step.
+    """Where a parameter and its gradient lie during a step. Specs do not name axes of size 1."""
 
-    Dimensions count from the last, -1: a layer's slice of a stacked parameter lies as the stack.
-    """
-
-    mesh_axes: frozenset[str]
-    """Mesh axes that the parameter is split over between steps."""
-    param_fsdp_dim: int | None
-    """Dimension that is split over `fsdp` between steps; None if it is whole there."""
-    accum_fsdp_dim: int | None
-    """The same of the gradient while microbatches add up."""
-    grad_fsdp_dim: int | None
-    """The same of the gradient that the optimizer gets."""
+    param: PartitionSpec
+    """Of the parameter between steps."""
+    accum: PartitionSpec
+    """Of its gradient while microbatches add up."""
+    grad: PartitionSpec
+    """Of the gradient that the optimizer gets."""
     partial_axes: frozenset[str]
-    """Mesh axes along which each device has found only a part of the gradient."""
-    travels_in_dtype: bool
-    """Cast to the compute dtype before it is gathered."""
+    """Mesh axes along which each device finds only a part of the gradient."""
+    gather_dtype: str
+    """In which the parameter is gathered."""
     reduce_dtype: str
-    """In which gradients travel."""
+    """In which gradients are reduced."""
+
+    @property
+    def mesh_axes(self) -> frozenset[str]:
+        """Mesh axes that the parameter is split over between steps."""
+        return frozenset(axis for axis in self.param if axis)
 
 
 @functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["shard", "grad_slot"],
-    meta_fields=["layout"],
+    jax.tree_util.register_dataclass, data_fields=["shard", "grad_slot"], meta_fields=["layout"]
 )
 @dataclasses.dataclass(frozen=True)
 class ShardedParam:
@@ -47,122 +45,84 @@ class ShardedParam:
     shard: jax.Array
     """This device's part, as it lies between steps."""
     grad_slot: jax.Array
-    """Zeros that the loss is differentiated by in its place, sharded by `accum_fsdp_dim`."""
+    """Zeros that the loss is differentiated by in its place, sharded as `layout.accum`."""
     layout: ParamLayout
 
 
-def param_layout(
-    param: PartitionSpec,
-    accum: PartitionSpec,
-    grad: PartitionSpec,
-    axes: LogicalAxes,
-    tensor: int,
-    reduce_axes: tuple[str, ...],
-    sequence_parallel: bool,
-    reduce_dtype: str,
-) -> ParamLayout:
-    """Return the layout of a parameter that lies as these specs say between steps, as gradients
-    add up, and for the optimizer. Axes of size 1 are not in them.
-
-    With sequence parallelism a device's norms, positions and biases meet only the device's own
-    positions: their gradients are partial along `tensor` too.
-    """
-    split = frozenset(axis for axis in param if axis)
-    # A vocabulary that `tensor` does not divide is stored whole, and each device uses its share.
-    own_part = tensor > 1 and TENSOR not in split and (sequence_parallel or "vocab" in axes)
-    return ParamLayout(
-        mesh_axes=split,
-        param_fsdp_dim=_fsdp_dim(param),
-        accum_fsdp_dim=_fsdp_dim(accum),
-        grad_fsdp_dim=_fsdp_dim(grad),
-        partial_axes=frozenset(reduce_axes) | ({TENSOR} if own_part else set()),
-        travels_in_dtype=travels_in_dtype(axes),
-        reduce_dtype=reduce_dtype,
-    )
-
-
-def travels_in_dtype(axes: LogicalAxes) -> bool:
-    """Return whether a parameter is gathered in the compute dtype; vectors stay in float32."""
-    return len([axis for axis in axes if axis != "layers"]) > 1
-
-
-def _fsdp_dim(spec: PartitionSpec) -> int | None:
-    return spec.index(FSDP) - len(spec) if FSDP in spec else None
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
-def all_gather_param(
-    shard: jax.Array, grad_slot: jax.Array, layout: ParamLayout, dtype: jnp.dtype
-) -> jax.Array:
+def all_gather_param(param: ShardedParam) -> jax.Array:
     """All-gather a parameter over `fsdp`; its gradient goes to `grad_slot`, scattered or not."""
-    del grad_slot
-    if layout.travels_in_dtype:
-        shard = shard.astype(dtype)
-    if layout.param_fsdp_dim is not None:
-        dim = shard.ndim + layout.param_fsdp_dim
-        shard = jax.lax.all_gather(shard, FSDP, axis=dim, tiled=True)
-    return shard
+    return _all_gather(param.shard, param.grad_slot, param.layout)
 
 
-def _all_gather_param_forward(shard, grad_slot, layout, dtype):
-    return all_gather_param(shard, grad_slot, layout, dtype), None
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _all_gather(shard: jax.Array, grad_slot: jax.Array, layout: ParamLayout) -> jax.Array:
+    shard = shard.astype(layout.gather_dtype)
+    dim = _fsdp_dim(layout.param)
+    if dim is None:
+        return shard
+    return jax.lax.all_gather(shard, FSDP, axis=shard.ndim + dim, tiled=True)
 
 
-def _all_gather_param_backward(layout, dtype, _, gradient):
-    if layout.accum_fsdp_dim is None:
+def _all_gather_backward(layout: ParamLayout, _: None, gradient: jax.Array) -> tuple[Any, ...]:
+    if _fsdp_dim(layout.accum) is None:
         return None, gradient.astype(jnp.float32)
-    return None, _scatter_sum(gradient, layout.accum_fsdp_dim, layout.reduce_dtype)
+    return None, _scatter_sum(gradient, layout.accum, layout.reduce_dtype)
 
 
-all_gather_param.defvjp(_all_gather_param_forward, _all_gather_param_backward)
+_all_gather.defvjp(
+    lambda shard, grad_slot, layout: (_all_gather(shard, grad_slot, layout), None),
+    _all_gather_backward,
+)
 
 
-def mark_varying_params(params: Any, layouts: Any) -> Any:
-    """Return the parameters as each device's own: gradients are not summed by themselves."""
-    return jax.tree.map(
-        lambda param, layout: varying(param, layout.partial_axes - layout.mesh_axes),
-        params,
-        layouts,
-    )
+def local_params(params: Any, layouts: Any) -> tuple[Any, Any]:
+    """Return this device's parameters, and zeros like the gradients that it sums up.
 
-
-def zero_gradients(params: Any, layouts: Any, fsdp: int) -> Any:
-    """Return zeros in the shape that each parameter's gradient is summed up in, on this device."""
+    The parameters are marked as its own: `shard_map` does not sum their gradients by itself.
+    """
 
     def zeros(param: jax.Array, layout: ParamLayout) -> jax.Array:
         shape = list(param.shape)
-        if layout.param_fsdp_dim is not None:
-            shape[layout.param_fsdp_dim] *= fsdp
-        if layout.accum_fsdp_dim is not None:
-            shape[layout.accum_fsdp_dim] //= fsdp
+        if (dim := _fsdp_dim(layout.param)) is not None:
+            shape[dim] *= jax.lax.axis_size(FSDP)
+        if (dim := _fsdp_dim(layout.accum)) is not None:
+            shape[dim] //= jax.lax.axis_size(FSDP)
         return varying(jnp.zeros(shape, jnp.float32), layout.partial_axes | layout.mesh_axes)
 
-    return jax.tree.map(zeros, params, layouts)
+    def own(param: jax.Array, layout: ParamLayout) -> jax.Array:
+        return varying(param, layout.partial_axes - layout.mesh_axes)
+
+    return jax.tree.map(own, params, layouts), jax.tree.map(zeros, params, layouts)
 
 
 def reduce_gradients(gradients: Any, layouts: Any) -> Any:
     """Return gradients of the whole batch, where the optimizer wants them: one reduction a step.
 
-    Over `fsdp` first, after which what travels over `data` is that much less.
+    Over `fsdp` first, after which what is sent over `data` is that much less.
     """
 
     def reduce(gradient: jax.Array, layout: ParamLayout) -> jax.Array:
         axes = layout.partial_axes
-        if layout.grad_fsdp_dim is not None and FSDP in axes:
+        if FSDP in axes and _fsdp_dim(layout.grad) is not None:
             axes = axes - {FSDP}
-            if layout.accum_fsdp_dim is None:
-                gradient = _scatter_sum(gradient, layout.grad_fsdp_dim, layout.reduce_dtype)
+            if _fsdp_dim(layout.accum) is None:
+                gradient = _scatter_sum(gradient, layout.grad, layout.reduce_dtype)
         if not axes:
             return gradient
-        travelling = gradient.astype(layout.reduce_dtype)
-        return jax.lax.psum(travelling, tuple(sorted(axes))).astype(gradient.dtype)
+        sent = gradient.astype(layout.reduce_dtype)
+        return jax.lax.psum(sent, tuple(sorted(axes))).astype(gradient.dtype)
 
     return jax.tree.map(reduce, gradients, layouts)
 
 
-def _scatter_sum(x: jax.Array, dimension: int, dtype: str) -> jax.Array:
+def _scatter_sum(x: jax.Array, spec: PartitionSpec, dtype: str) -> jax.Array:
     """Return this device's part of the sum over `fsdp`, in float32."""
-    return reduce_scatter(x.astype(dtype), FSDP, x.ndim + dimension).astype(jnp.float32)
+    return reduce_scatter(x.astype(dtype), FSDP, x.ndim + _fsdp_dim(spec)).astype(jnp.float32)
+
+
+def _fsdp_dim(spec: PartitionSpec) -> int | None:
+    """Return the dim split over `fsdp`, from the last, -1: one layer's lies as the whole stack."""
+    return spec.index(FSDP) - len(spec) if FSDP in spec else None
 
 
 def varying(x: jax.Array, axes: frozenset[str]) -> jax.Array:

@@ -9,7 +9,7 @@ import jax
 
 from jaxgpt.config import Config, MeshShape
 from jaxgpt.models.attention import blockwise_attention, choose_attention, without_scores
-from jaxgpt.models.weights import abstract_params, weights
+from jaxgpt.models.weights import weights
 from jaxgpt.parallel import sharding as partition
 from jaxgpt.parallel.mesh import make_mesh
 from jaxgpt.perf.collectives import Collective, read_collectives
@@ -103,12 +103,12 @@ def state_memory(config: Config, shape: MeshShape, device: Device) -> Memory:
     """
     mesh = make_mesh(shape)
     rules = partition.gradient_rules(config.parallel.zero_stage, config.reduces_once)
+    state = state_shapes(config, mesh)
     gradients = jax.tree.map(
         lambda s, where: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=where),
-        abstract_params(config.model),
-        partition.shardings(partition.partition_specs(weights(config.model), rules, mesh), mesh),
+        state.params,
+        partition.weight_shardings(weights(config.model), rules, mesh),
     )
-    state = state_shapes(config, mesh)
     opt_state = jax.tree.leaves(state.opt_state)
     in_host_memory = [a for a in opt_state if a.sharding.memory_kind == "pinned_host"]
     return Memory(

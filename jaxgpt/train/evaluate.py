@@ -15,7 +15,8 @@ from jaxgpt.data.tokenizers import Tokenizer, continue_prompt
 from jaxgpt.parallel.sharding import Params
 from jaxgpt.runtime.dispatch import DispatchLimiter
 from jaxgpt.tracking.records import EvalRecord, SampleRecord
-from jaxgpt.train.functions import DecodeFn, StepFunctions
+from jaxgpt.train.functions import StepFunctions
+from jaxgpt.train.inference import DecodeFn
 from jaxgpt.train.reporting.metrics import corpus_means
 
 PREFILL_CHUNK = 128  # tokens of a prompt that are decoded at once

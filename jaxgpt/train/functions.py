@@ -1,6 +1,5 @@
 """The compiled functions of a run: built from a config and a mesh, nothing is computed yet."""
 
-import dataclasses
 import functools
 import math
 import os
@@ -9,10 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from flax import nnx
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding
 
 from jaxgpt.config import Config, MeshShape
 from jaxgpt.models.attention import (
@@ -23,30 +20,18 @@ from jaxgpt.models.attention import (
     make_attention,
     without_scores,
 )
-from jaxgpt.models.kv_cache import Caches, empty_caches, unstack_layers
-from jaxgpt.models.loss import LogitMetrics
-from jaxgpt.models.transformer import GPT
-from jaxgpt.models.weights import (
-    activation_bytes,
-    count_parameters,
-    weights,
-)
-from jaxgpt.optim import learning_rate_schedule
+from jaxgpt.models.decode import Cache
+from jaxgpt.models.transformer import gpt_graph
+from jaxgpt.models.weights import Weight, activation_bytes, count_parameters, weights
 from jaxgpt.parallel import sharding
 from jaxgpt.parallel.mesh import mesh_axes_with
 from jaxgpt.parallel.sharding import FSDP, TENSOR, Params
-from jaxgpt.parallel.tensor import ShardMapContext
-from jaxgpt.parallel.zero import (
-    param_layout,
-)
-from jaxgpt.train.gradients import ShardedModel
+from jaxgpt.parallel.tensor import ParallelContext
+from jaxgpt.parallel.zero import ParamLayout
+from jaxgpt.train.inference import DecodeFn, eval_losses, make_decoder
 from jaxgpt.train.reporting.step_metrics import Metrics, logit_metrics
-from jaxgpt.train.state import TrainState, init_state, optimizer_of, state_shapes
-from jaxgpt.train.step import StepParts, gate_by_where, gate_in_turn, train_step
-
-# (caches, tokens_1T, position of the first of them) -> (logits_1V, caches), see `GPT.decode_step`.
-DecodeFn = Callable[[Any, jax.Array, Any], tuple[jax.Array, Any]]
-
+from jaxgpt.train.state import TrainState, init_state, state_shapes
+from jaxgpt.train.step import ShardedModel, train_step
 
 # What a layer computes twice to save memory, XLA's CPU compiler computes once and keeps, unless
 # it leaves in place the barriers that jax.checkpoint puts between the two.
@@ -57,9 +42,6 @@ CPU_INIT_OPTIONS = {"xla_backend_optimization_level": 1}
 
 # Collectives run while what does not need them is computed; a single GPU has none.
 GPU_STEP_OPTIONS = {"xla_gpu_enable_latency_hiding_scheduler": True}
-
-
-SMALL_BYTES = 2**28  # of parameters: up to this size, all devices gather them to write samples
 
 SLICE_BYTES = 2**29  # of activations; larger slices are slower, much smaller ones are too
 
@@ -78,7 +60,7 @@ class StepFunctions:
     warnings: tuple[str, ...]
     """Sentences about a layout that is not quite as asked for."""
     batch_shape: jax.ShapeDtypeStruct
-    """The batch that `train_step` takes, as `training_batch` has it; all batches lie so."""
+    """The batch that `train_step` takes: int32 (B, T+1); all batches lie so."""
     state_shapes: TrainState
     """`jax.ShapeDtypeStruct`s with their shardings: what a checkpoint is restored into."""
     init: Callable[[], TrainState]
@@ -86,8 +68,8 @@ class StepFunctions:
     """(state, step, tokens of shape (B, T+1)) -> (next state, metrics); donates the state."""
     eval_step: Callable[[Params, jax.Array], jax.Array]
     """(params, tokens of shape (B, T+1)) -> mean loss of each row, shape (B,)."""
-    make_decoder: Callable[[Params], tuple[DecodeFn, Any]]
-    """Parameters -> (decode function of one text at a time, empty KV caches)."""
+    make_decoder: Callable[[Params], tuple[DecodeFn, Cache]]
+    """Parameters -> (decode function of one text at a time, empty KV cache)."""
 
     @property
     def replicated(self) -> NamedSharding:
@@ -111,32 +93,32 @@ def make_steps(
     Args:
         config: with model.vocab_size set.
         attend: the attention function; None takes the best that runs on these devices.
-        slices: into how many slices a device cuts its rows of a microbatch; None cuts them on CPUs.
+        slices: number of slices that a device cuts its rows of a microbatch into; None cuts them
+            on CPUs.
         on_cpu: use the kernels for CPUs; None asks the devices.
 
     Raises:
         UsageError: if model.attention or optimizer.name cannot be had.
     """
-    model, train = config.model, config.train
-    device = mesh.devices.flat[0]
+    device, described = mesh.devices.flat[0], weights(config.model)
     on_cpu = device.platform == "cpu" if on_cpu is None else on_cpu
     capability = cuda_capability(device)
-    kernel, reason = choose_attention(model, train.dtype, capability)
-    attend = attend or make_attention(kernel, model.dropout)
+    kernel, reason = choose_attention(config.model, config.train.dtype, capability)
+    attend = attend or make_attention(kernel, config.model.dropout)
     if slices is None:
         slices = choose_n_slices(config, mesh) if on_cpu else 1
-    sharded = shard_model(config, mesh, attend, slices, on_cpu, logit_metrics())
+    model = shard_model(config, mesh, attend, slices, on_cpu)
+    rules = sharding.parameter_rules(config.parallel.zero_stage)
     state, batch = state_shapes(config, mesh), training_batch(config, sharding.batch_sharding(mesh))
     state_at = jax.tree.map(lambda leaf: leaf.sharding, state)
     whole = sharding.replicated(mesh)
-    parts = make_step_parts(sharded, state_at.opt_state)
     return StepFunctions(
         mesh=mesh,
         attention=f"{kernel} ({reason})",
-        n_parameters=count_parameters(model),
+        n_parameters=count_parameters(config.model),
         warnings=(
-            *fallback_warnings(model, kernel, reason, capability),
-            *undivided_dims_warnings(config, mesh),
+            *fallback_warnings(config.model, kernel, reason, capability),
+            *sharding.undivided_dims_warnings(described, rules, mesh),
         ),
         batch_shape=batch,
         state_shapes=state,
@@ -146,150 +128,82 @@ def make_steps(
             compiler_options=CPU_INIT_OPTIONS if on_cpu else None,
         ),
         train_step=jax.jit(
-            functools.partial(train_step, parts),
+            functools.partial(train_step, model),
             in_shardings=(state_at, whole, batch.sharding),
             out_shardings=(state_at, whole),
             donate_argnums=0,
             compiler_options=step_options(device.platform, mesh.size),
         ),
         eval_step=jax.jit(
-            sharded.eval_losses,
+            functools.partial(eval_losses, model),
             in_shardings=(state_at.params, batch.sharding),
             out_shardings=whole,
         ),
-        make_decoder=functools.partial(make_decoder, sharded, attend, on_cpu),
-    )
-
-
-def make_step_parts(sharded: ShardedModel, opt_state_at: Any) -> StepParts:
-    """Return what a step is made of, given the shardings of opt_state between steps."""
-    config, on_device = sharded.config, None
-    if config.parallel.offload_optimizer:
-        on_device = jax.tree.map(lambda s: s.with_memory_kind("device"), opt_state_at)
-    is_cpu = sharded.mesh.devices.flat[0].platform == "cpu"
-    return StepParts(
-        config,
-        sharded,
-        optimizer_of(config),
-        learning_rate_schedule(config.optimizer),
-        on_device,
-        gate_in_turn if is_cpu else gate_by_where,
+        make_decoder=functools.partial(make_decoder, model, attend),
     )
 
 
 def shard_model(
-    config: Config,
-    mesh: Mesh,
-    attend: Attention,
-    n_slices: int = 1,
-    on_cpu: bool = False,
-    logit_metrics: LogitMetrics | None = None,
+    config: Config, mesh: Mesh, attend: Attention, n_slices: int = 1, on_cpu: bool = False
 ) -> ShardedModel:
-    """Lay the network out on a mesh; nothing is computed yet.
-
-    Args:
-        config: with model.vocab_size set.
-        attend: the attention function.
-        n_slices: into how many slices each device cuts its rows of a microbatch.
-        on_cpu: use the kernels for CPUs.
-        logit_metrics: numbers to compute from the logits of training batches, by name.
-    """
-    model, train, parallel = config.model, config.train, config.parallel
-    if parallel.remat == "attention":
-        attend = without_scores(attend)
-    context = ShardMapContext(
+    """Lay the network out on a mesh; arguments as for `make_steps`."""
+    parallel = config.parallel
+    sequence_parallel = parallel.sequence_parallel and mesh.shape[TENSOR] > 1
+    gathers = sequence_parallel or (parallel.zero_stage == 3 and mesh.shape[FSDP] > 1)
+    keeps_all = parallel.remat in ("none", "attention")  # the others do not keep what they gather
+    context = ParallelContext(
         tensor=mesh.shape[TENSOR],
-        sequence_parallel=parallel.sequence_parallel and mesh.shape[TENSOR] > 1,
-        dtype=jnp.dtype(train.dtype),
+        sequence_parallel=sequence_parallel,
+        regather_in_backward=gathers and keeps_all,
         on_cpu=on_cpu,
     )
-    gathers = context.sequence_parallel or (parallel.zero_stage == 3 and mesh.shape[FSDP] > 1)
-    keeps_all = parallel.remat in ("none", "attention")  # the others do not keep what they gather
-    context = dataclasses.replace(context, regather_in_backward=gathers and keeps_all)
-    param_specs, grad_specs, layouts = lay_out_weights(config, mesh, context)
-
-    def graph(context: ShardMapContext, scan_layers: bool) -> nnx.GraphDef:
-        network = functools.partial(
-            GPT,
-            model,
-            dtype=context.dtype,
-            attend=attend,
-            parallel=context,
-            scan_layers=scan_layers,
-            remat=parallel.remat,
-        )
-        return nnx.graphdef(nnx.eval_shape(lambda: network(rngs=nnx.Rngs(0))))
-
-    return ShardedModel(
-        config=config,
-        mesh=mesh,
-        param_specs=param_specs,
-        grad_specs=grad_specs,
-        layouts=layouts,
-        context=context,
-        graph=graph(context, config.scans_layers(on_cpu)),
-        decode_graph=graph(dataclasses.replace(context, sequence_parallel=False), True),
-        n_slices=n_slices,
-        logit_metrics=logit_metrics or {},
+    graph = gpt_graph(
+        config.model,
+        dtype=np.dtype(config.train.dtype),
+        attend=without_scores(attend) if parallel.remat == "attention" else attend,
+        parallel=context,
+        scan_layers=config.scans_layers(on_cpu),
+        remat=parallel.remat,
     )
+    layout = functools.partial(param_layout, config, mesh, sequence_parallel)
+    layouts = jax.tree.map(layout, weights(config.model))
+    return ShardedModel(config, mesh, layouts, context, graph, n_slices, logit_metrics())
 
 
-def lay_out_weights(config: Config, mesh: Mesh, context: ShardMapContext) -> tuple[Any, Any, Any]:
-    """Return `param_specs`, `grad_specs` and `layouts` of a `ShardedModel`."""
-    stage = config.parallel.zero_stage
-    described = weights(config.model)
-    specs = functools.partial(sharding.partition_specs, described, mesh=mesh)
-    param_specs = specs(sharding.parameter_rules(stage))
-    grad_specs = specs(sharding.opt_state_rules(stage))
-    layouts = jax.tree.map(
-        functools.partial(
-            param_layout,
-            tensor=context.tensor,
-            reduce_axes=mesh_axes_with("reduces_gradients", mesh),
-            sequence_parallel=context.sequence_parallel,
-            reduce_dtype=config.parallel.grad_reduce_dtype,
-        ),
-        param_specs,
-        specs(sharding.gradient_rules(stage, config.reduces_once)),
-        grad_specs,
-        jax.tree.map(lambda w: w.axes, described),
-        is_leaf=lambda x: isinstance(x, PartitionSpec),
-    )
-    return param_specs, grad_specs, layouts
+def param_layout(
+    config: Config, mesh: Mesh, sequence_parallel: bool, weight: Weight
+) -> ParamLayout:
+    """Return where a parameter lies between steps, its gradients as they add up, and after it.
 
-
-def undivided_dims_warnings(config: Config, mesh: Mesh) -> tuple[str, ...]:
-    """Return a sentence for each kind of dim of a parameter that the mesh does not divide."""
-    rules = sharding.parameter_rules(config.parallel.zero_stage)
-    return sharding.undivided_dims_warnings(weights(config.model), rules, mesh)
-
-
-def make_decoder(
-    sharded: ShardedModel, attend: Attention, on_cpu: bool, params: Params
-) -> tuple[DecodeFn, Caches]:
-    """Return the decode function of these parameters, and empty KV caches.
-
-    Decoding one token is too little work to share: every device gathers weights that are small,
-    and decodes alone. A CPU decodes a large model fastest with each layer's weights apart.
+    With sequence parallelism a device's norms, positions and biases meet only the device's own
+    positions: their gradients are partial along `tensor` too.
     """
-    model, mesh = sharded.config.model, sharded.mesh
-    sizes = jax.tree.leaves(jax.tree.map(lambda p: p.size * p.dtype.itemsize, params))
-    is_large = sum(sizes) > SMALL_BYTES
-    unstacked = is_large and on_cpu and mesh.size == 1
-    dtype = jnp.dtype(sharded.config.train.dtype)
-    caches = empty_caches(model, dtype, scan_layers=not unstacked)
-    if is_large and mesh.size > 1:
-        return functools.partial(sharded.decode, params), caches
-    network = functools.partial(GPT, model, dtype=dtype, attend=attend, scan_layers=not unstacked)
-    graph = nnx.graphdef(nnx.eval_shape(lambda: network(rngs=nnx.Rngs(0))))
-    params = jax.lax.with_sharding_constraint(params, sharding.replicated(mesh))
-    if unstacked:
-        params = unstack_layers(params)
-    return lambda *operands: nnx.merge(graph, params).decode_step(*operands), caches
+    stage = config.parallel.zero_stage
+    param, accum, grad = (
+        sharding.partition_spec(weight.axes, weight.shape, rules, mesh.shape)
+        for rules in (
+            sharding.parameter_rules(stage),
+            sharding.gradient_rules(stage, config.reduces_once),
+            sharding.opt_state_rules(stage),
+        )
+    )
+    partial_axes = mesh_axes_with("reduces_gradients", mesh)
+    # A vocabulary that `tensor` does not divide is stored whole, and each device uses its share.
+    has_own_part = sequence_parallel or "vocab" in weight.axes
+    if mesh.shape[TENSOR] > 1 and TENSOR not in param and has_own_part:
+        partial_axes = (*partial_axes, TENSOR)
+    return ParamLayout(
+        param=param,
+        accum=accum,
+        grad=grad,
+        partial_axes=frozenset(partial_axes),
+        gather_dtype="float32" if weight.is_vector else config.train.dtype,
+        reduce_dtype=config.parallel.grad_reduce_dtype,
+    )
 
 
 def choose_n_slices(config: Config, mesh: Mesh) -> int:
-    """Return into how many equal slices a CPU cuts its rows, to compute one after the other.
+    """Return the number of equal slices that a CPU cuts its rows into, computed one by one.
 
     Those that come nearest to `SLICE_BYTES` each. What a step keeps for its backward pass comes
     from the operating system anew every time, page by page, filled with zeros, and passes through

@@ -12,7 +12,7 @@ from jax.tree_util import keystr, tree_leaves_with_path, tree_map_with_path
 
 from jaxgpt.config import Config
 from jaxgpt.models.transformer import GPT
-from jaxgpt.models.weights import abstract_params, decay_mask, weights
+from jaxgpt.models.weights import decay_mask, weights
 from jaxgpt.optim import make_optimizer, opt_state_shardings
 from jaxgpt.parallel import sharding
 from jaxgpt.parallel.sharding import Params
@@ -51,20 +51,17 @@ def state_shapes(config: Config, mesh: Mesh) -> TrainState:
     The optimizer's state is sharded as `parallel.zero_stage` says; with
     parallel.offload_optimizer it lies in the host's memory between steps.
     """
-    stage = config.parallel.zero_stage
-
-    def shardings(rules: sharding.Rules, memory_kind: str | None = None) -> Any:
-        specs = sharding.partition_specs(weights(config.model), rules, mesh)
-        return sharding.shardings(specs, mesh, memory_kind)
-
+    stage, described = config.parallel.zero_stage, weights(config.model)
     memory_kind = "pinned_host" if config.parallel.offload_optimizer else None
-    moments = shardings(sharding.opt_state_rules(stage), memory_kind)
+    params = sharding.weight_shardings(described, sharding.parameter_rules(stage), mesh)
+    moments = sharding.weight_shardings(
+        described, sharding.opt_state_rules(stage), mesh, memory_kind
+    )
     state = jax.eval_shape(functools.partial(init_state, config))
-    whole = sharding.replicated(mesh)
     placed = TrainState(
-        shardings(sharding.parameter_rules(stage)),
-        opt_state_shardings(optimizer_of(config), abstract_params(config.model), moments, mesh),
-        jax.tree.map(lambda _: whole, state.spike_state),
+        params,
+        opt_state_shardings(optimizer_of(config), state.params, moments, mesh),
+        jax.tree.map(lambda _: sharding.replicated(mesh), state.spike_state),
     )
     return jax.tree.map(
         lambda s, where: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=where), state, placed

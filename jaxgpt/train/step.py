@@ -1,39 +1,52 @@
-"""One training step, as a pure function."""
+"""One training step, as a pure function: the loss and its gradient on a mesh, and the update."""
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
+from flax import nnx
+from jax.sharding import Mesh, PartitionSpec
 
 from jaxgpt.config import Config
-from jaxgpt.parallel.sharding import Params
+from jaxgpt.models.loss import LogitMetrics, cross_entropy_sum
+from jaxgpt.optim import learning_rate_schedule
+from jaxgpt.parallel.mesh import mesh_axes_with
+from jaxgpt.parallel.sharding import Params, batch_sharding
+from jaxgpt.parallel.tensor import ParallelContext
+from jaxgpt.parallel.zero import ShardedParam, local_params, reduce_gradients, varying
 from jaxgpt.spikes.detector import detect_and_gate
-from jaxgpt.train.gradients import ShardedModel
+from jaxgpt.spikes.faults import inject_nan
 from jaxgpt.train.reporting.step_metrics import Metrics, StepValues, step_scalars
-from jaxgpt.train.state import TrainState
-
-# (params, opt_state) -> the same after an update.
-Update = Callable[[Params, Any], tuple[Params, Any]]
+from jaxgpt.train.state import TrainState, optimizer_of
 
 
-class StepParts(NamedTuple):
-    """What a step is made of."""
+class ShardedModel(NamedTuple):
+    """The network on a mesh, built by `functions.shard_model`."""
 
     config: Config
-    model: ShardedModel
-    optimizer: optax.GradientTransformation
-    schedule: optax.Schedule
-    opt_state_on_device: Any
-    """Shardings that opt_state is brought to for the update; None where it lies so already."""
-    gate: Callable[..., Any]
-    """`gate_by_where` or `gate_in_turn`."""
+    """With model.vocab_size set."""
+    mesh: Mesh
+    layouts: Any
+    """`ParamLayout` of every parameter: where it and its gradient lie."""
+    context: ParallelContext
+    graph: nnx.GraphDef
+    """The network without parameters."""
+    n_slices: int
+    """Number of slices that each device cuts its rows of a microbatch into."""
+    logit_metrics: LogitMetrics
+
+    @property
+    def param_specs(self) -> Any:
+        """The `PartitionSpec` of every parameter between steps."""
+        return jax.tree.map(lambda layout: layout.param, self.layouts)
 
 
 def train_step(
-    parts: StepParts, state: TrainState, step: jax.Array, batch: jax.Array
+    model: ShardedModel, state: TrainState, step: jax.Array, batch: jax.Array
 ) -> tuple[TrainState, Metrics]:
     """Return the state after a step, and what the step measured. A pure function.
 
@@ -44,27 +57,150 @@ def train_step(
         step: its number, from 1.
         batch: token ids (B, T+1).
     """
-    config = parts.config
-    row_losses, gradients, from_logits = parts.model.loss_and_gradients(state.params, step, batch)
+    config = model.config
+    row_losses, gradients, from_logits = loss_and_gradients(model, state.params, step, batch)
     loss, grad_norm = row_losses.mean(), global_norm(gradients)
-    lr = jnp.asarray(parts.schedule(step), jnp.float32)
+    lr = jnp.asarray(learning_rate_schedule(config.optimizer)(step), jnp.float32)
     spike_state, detection, update_is_due = detect_and_gate(
         config.spike, state.spike_state, loss, grad_norm
     )
-    values = StepValues(loss, grad_norm, lr, row_losses, gradients, state.params)
-    opt_state = state.opt_state
-    if parts.opt_state_on_device is not None:
-        opt_state = jax.device_put(opt_state, parts.opt_state_on_device)
 
     def update(params: Params, opt_state: optax.OptState) -> tuple[Params, optax.OptState]:
         clipped = clip_by_norm(gradients, grad_norm, config.optimizer.grad_clip)
-        directions, opt_state = parts.optimizer.update(clipped, opt_state, params)
+        directions, opt_state = optimizer_of(config).update(clipped, opt_state, params)
         return jax.tree.map(lambda p, u: p - lr * u, params, directions), opt_state
 
-    params, opt_state = parts.gate(update_is_due, update, state.params, opt_state)
+    opt_state = state.opt_state
+    if config.parallel.offload_optimizer:
+        opt_state = jax.device_put(opt_state, jax.memory.Space.Device)
+    on_cpu = model.mesh.devices.flat[0].platform == "cpu"
+    gate = gate_in_turn if on_cpu else gate_by_where
+    params, opt_state = gate(update_is_due, update, state.params, opt_state)
+    values = StepValues(loss, grad_norm, lr, row_losses, gradients, state.params)
     metrics = Metrics(step_scalars(values, from_logits), row_losses, detection)
     return TrainState(params, opt_state, spike_state), metrics
 
+
+def loss_and_gradients(
+    model: ShardedModel, params: Params, step: jax.Array, rows: jax.Array
+) -> tuple[jax.Array, Params, dict[str, jax.Array]]:
+    """Return mean losses of the rows (B,), the gradient of their mean, and the logit metrics.
+
+    Args:
+        rows: token ids (B, T+1).
+    """
+    batch, everywhere = batch_sharding(model.mesh).spec, PartitionSpec()
+    grad_specs = jax.tree.map(lambda layout: layout.grad, model.layouts)
+    return jax.shard_map(
+        functools.partial(_local_loss_and_gradients, model),
+        mesh=model.mesh,
+        in_specs=(model.param_specs, everywhere, batch, PartitionSpec(batch[0])),
+        out_specs=(everywhere, grad_specs, everywhere),
+    )(params, step, rows, jnp.arange(rows.shape[0]))
+
+
+# What one device computes from its part of everything, inside `jax.shard_map`.
+
+
+def _local_loss_and_gradients(
+    model: ShardedModel, params: Params, step: jax.Array, rows: jax.Array, row_numbers: jax.Array
+) -> tuple[jax.Array, Params, dict[str, jax.Array]]:
+    """Compute `loss_and_gradients`; dropout depends on a row's number in the whole batch."""
+    train, mesh = model.config.train, model.mesh
+    params, zeros = local_params(params, model.layouts)
+    key = jax.random.fold_in(jax.random.key(train.seed), step)
+    keys_B = jax.vmap(lambda row: jax.random.fold_in(key, row))(row_numbers)
+    (sums_B, metrics), gradients = _accumulate_gradients(model, zeros, params, rows, keys_B)
+    n_devices = math.prod(mesh.shape[axis] for axis in mesh_axes_with("splits_batch", mesh))
+    n_tokens = rows[:, 1:].size * n_devices
+    gradients = jax.tree.map(lambda g: g / n_tokens, gradients)
+    gradients = inject_nan(model.config, gradients, model.layouts, mesh, step)
+    gradients = reduce_gradients(gradients, model.layouts)
+    metrics = {
+        name: metric.reduce_over_devices(metrics[name], mesh)
+        for name, metric in model.logit_metrics.items()
+    }
+    return gather_row_losses(model, sums_B, rows), gradients, metrics
+
+
+def _accumulate_gradients(
+    model: ShardedModel, zeros: Any, params: Params, rows: jax.Array, keys_B: jax.Array
+) -> tuple[tuple[jax.Array, dict[str, jax.Array]], Params]:
+    """Return ((summed loss of each row, logit metrics), the gradient summed over all rows).
+
+    Microbatches, and slices of them, are computed one after the other; number i of n holds the
+    rows i, i + n, ... of each device, hence of the global batch.
+    """
+    n = model.config.train.gradient_accumulation_steps * model.n_slices
+    value_and_grad = jax.value_and_grad(functools.partial(local_loss, model), has_aux=True)
+    if n == 1:
+        (_, aux), gradients = value_and_grad(zeros, params, rows, keys_B)
+        return aux, gradients
+
+    def add(total: Params, microbatch: tuple[jax.Array, jax.Array]) -> tuple[Params, Any]:
+        # The barrier keeps XLA from gathering all weights of ZeRO-3 once, before the loop.
+        here = jax.tree.map(
+            lambda param: jax.lax.optimization_barrier((param, microbatch[0]))[0], params
+        )
+        (_, aux), gradients = value_and_grad(zeros, here, *microbatch)
+        return jax.tree.map(jnp.add, total, gradients), aux
+
+    parts = split_microbatches(rows, n), split_microbatches(keys_B, n)
+    gradients, (losses, metrics) = jax.lax.scan(add, zeros, parts)
+    metrics = {name: m.reduce(metrics[name]) for name, m in model.logit_metrics.items()}
+    return (merge_microbatches(losses), metrics), gradients
+
+
+def local_loss(
+    model: ShardedModel,
+    zeros: Params,
+    params: Params,
+    rows: jax.Array,
+    keys_B: jax.Array | None = None,
+) -> tuple[jax.Array, tuple[jax.Array, dict[str, jax.Array]]]:
+    """Return the summed loss, to be differentiated by `zeros`, and (sums of rows, logit metrics).
+
+    Args:
+        keys_B: a dropout key for each row; without, nothing is dropped.
+    """
+    sharded = jax.tree.map(ShardedParam, params, zeros, model.layouts)
+    x_BTD, w_VD, vocab_offset = nnx.merge(model.graph, sharded).hidden_states(rows[:, :-1], keys_B)
+    return cross_entropy_sum(
+        x_BTD,
+        w_VD,
+        rows[:, 1:],
+        vocab_offset,
+        model.config.model.vocab_size,
+        model.context,
+        model.config.train.loss_chunk,
+        model.logit_metrics,
+    )
+
+
+def gather_row_losses(model: ShardedModel, sums_B: jax.Array, rows: jax.Array) -> jax.Array:
+    """Return the mean losses of all rows from the sums over this device's."""
+    axes = mesh_axes_with("splits_batch", model.mesh)
+    if axes:  # a sum with zeros, which is exact
+        n = sums_B.size
+        zeros_B = jnp.zeros(n * math.prod(model.mesh.shape[axis] for axis in axes))
+        start = jax.lax.axis_index(axes) * n
+        all_B = varying(zeros_B, frozenset(axes))
+        sums_B = jax.lax.psum(jax.lax.dynamic_update_slice(all_B, sums_B, (start,)), axes)
+    return sums_B / (rows.shape[1] - 1)
+
+
+def split_microbatches(x: jax.Array, n_parts: int) -> jax.Array:
+    """Split (B, ...) into (n_parts, B / n_parts, ...): part i holds rows i, i + n_parts, ..."""
+    return x.reshape(x.shape[0] // n_parts, n_parts, *x.shape[1:]).swapaxes(0, 1)
+
+
+def merge_microbatches(losses: jax.Array) -> jax.Array:
+    """Merge (n_parts, B / n_parts) to (B,), in the order before `split_microbatches`."""
+    return losses.swapaxes(0, 1).reshape(-1)
+
+
+# (params, opt_state) -> the same after an update.
+Update = Callable[[Params, Any], tuple[Params, Any]]
 
 # Each is taken where XLA makes no other copy of the state for it. Temporaries of a step of gpt2
 # with 4 layers on one device, beside a step without a gate (JAX 0.10.2, 2026-11): for a CPU

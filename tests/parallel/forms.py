@@ -29,16 +29,20 @@ from jaxgpt.config import load_config, mesh_shape
 from jaxgpt.models import transformer
 from jaxgpt.models.attention import make_attention
 from jaxgpt.models.loss import cross_entropy_sum
-from jaxgpt.models.transformer import GPT
+from jaxgpt.models.transformer import gpt_graph
 from jaxgpt.models.weights import weights as model_weights
 from jaxgpt.optim import learning_rate_schedule
 from jaxgpt.parallel import sharding
 from jaxgpt.parallel.tensor import ParallelContext
 from jaxgpt.perf.collectives import read_collectives
 from jaxgpt.train.functions import make_steps, step_options, training_batch
-from jaxgpt.train.gradients import merge_microbatches, split_microbatches
 from jaxgpt.train.state import init_state, optimizer_of, state_shapes
-from jaxgpt.train.step import clip_by_norm, gate_by_where
+from jaxgpt.train.step import (
+    clip_by_norm,
+    gate_by_where,
+    merge_microbatches,
+    split_microbatches,
+)
 
 LAYOUTS = {
     "ZeRO-0": ("--mesh", "2,4,1", "parallel.zero_stage=0"),
@@ -83,7 +87,7 @@ class Placed:
     spec: PartitionSpec
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class ConstraintContext(ParallelContext):
     """What layers are given in the plain form: no collective, constraints only."""
 
@@ -91,7 +95,6 @@ class ConstraintContext(ParallelContext):
     batch: tuple[str, ...] | None
     sequence: str | None
     dtype: jnp.dtype
-    on_cpu: bool
 
     def constrain(self, x, *spec):
         return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, PartitionSpec(*spec)))
@@ -120,12 +123,11 @@ def make_plain_step(config, mesh, options):
     described = model_weights(model)
 
     def placed(rules):
-        return sharding.shardings(sharding.partition_specs(described, rules, mesh), mesh)
+        return sharding.weight_shardings(described, rules, mesh)
 
     summed_at = placed(sharding.gradient_rules(stage, config.reduces_once))
-    used = sharding.partition_specs(described, sharding.parameter_rules(0), mesh)
-    is_spec = {"is_leaf": lambda x: isinstance(x, PartitionSpec)}
-    used["layers"] = jax.tree.map(lambda s: PartitionSpec(*s[1:]), used["layers"], **is_spec)
+    used = jax.tree.map(lambda s: s.spec, placed(sharding.parameter_rules(0)))
+    used["layers"] = jax.tree.map(lambda s: PartitionSpec(*s[1:]), used["layers"])
     on_cpu = mesh.devices.flat[0].platform == "cpu"
     context = ConstraintContext(
         mesh=mesh,
@@ -134,11 +136,10 @@ def make_plain_step(config, mesh, options):
         dtype=jnp.dtype(train.dtype),
         on_cpu=on_cpu,
     )
-    network = functools.partial(
-        GPT, model, dtype=context.dtype, attend=make_attention("xla", model.dropout),
+    graph = gpt_graph(
+        model, dtype=context.dtype, attend=make_attention("xla", model.dropout),
         parallel=context, scan_layers=config.scans_layers(on_cpu), remat=config.parallel.remat,
     )  # fmt: skip
-    graph = nnx.graphdef(nnx.eval_shape(lambda: network(rngs=nnx.Rngs(0))))
     optimizer, schedule = optimizer_of(config), learning_rate_schedule(config.optimizer)
     constrain, n = jax.lax.with_sharding_constraint, train.gradient_accumulation_steps
 

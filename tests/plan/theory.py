@@ -9,8 +9,7 @@ import jax
 
 from jaxgpt.config import Config, MeshShape, axes_with
 from jaxgpt.models.weights import Weight, layer_matrices, weights
-from jaxgpt.parallel.sharding import FSDP, TENSOR, fully_sharded_rules, partition_spec
-from jaxgpt.parallel.zero import travels_in_dtype
+from jaxgpt.parallel.sharding import FSDP, FULLY_SHARDED_RULES, TENSOR, partition_spec
 
 FLOAT32 = 4  # bytes
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -68,13 +67,13 @@ def expected_traffic(config: Config, mesh: MeshShape) -> tuple[Traffic, ...]:
 
 def _parameters(config: Config, mesh: MeshShape) -> list[_Parameter]:
     def describe(weight: Weight) -> _Parameter:
-        spec = partition_spec(weight.axes, weight.shape, fully_sharded_rules(), mesh)
+        spec = partition_spec(weight.axes, weight.shape, FULLY_SHARDED_RULES, mesh)
         return _Parameter(
             layers=weight.n_layers,
             size=weight.size // (mesh[TENSOR] if TENSOR in spec else 1),
             over_tensor=TENSOR in spec,
             over_fsdp=FSDP in spec,
-            travels_in_dtype=travels_in_dtype(weight.axes),
+            travels_in_dtype=not weight.is_vector,
             is_vocabulary="vocab" in weight.axes,
         )
 

@@ -9,10 +9,10 @@ from flax import nnx
 
 from jaxgpt.config import MeshShape, UsageError, load_config
 from jaxgpt.data.tokenizers import CharTokenizer
-from jaxgpt.models.transformer import GPT
+from jaxgpt.models.transformer import gpt_graph
 from jaxgpt.parallel.mesh import make_mesh
 from jaxgpt.train import evaluate as sampling
-from jaxgpt.train import functions
+from jaxgpt.train import inference
 from jaxgpt.train.evaluate import make_generate, prompt_window
 from jaxgpt.train.functions import make_steps
 from jobs import limited_devices
@@ -132,8 +132,7 @@ def made_steps(mesh, *options):
 
 def recomputed(config, params, prompts, n):
     """Greedy texts as nanoGPT's `generate` writes them: the last block is read for each token."""
-    network = functools.partial(GPT, config.model, dtype=jnp.dtype(config.train.dtype))
-    graph = nnx.graphdef(nnx.eval_shape(lambda: network(rngs=nnx.Rngs(0))))
+    graph = gpt_graph(config.model, dtype=jnp.dtype(config.train.dtype))
     logits = jax.jit(lambda params, tokens_BT: nnx.merge(graph, params)(tokens_BT))
     params = jax.device_get(params)
     written = []
@@ -162,7 +161,7 @@ def test_a_text_is_the_one_that_recomputing_its_prefix_gives(mesh, options, monk
     if mesh is None:
         _, mesh, *options = options
     else:
-        monkeypatch.setattr(functions, "SMALL_BYTES", 0)
+        monkeypatch.setattr(inference, "SMALL_BYTES", 0)
     monkeypatch.setattr(sampling, "PREFILL_CHUNK", 7)
     config, steps, params = made_steps(mesh, *options)
     n = BLOCK + 5
@@ -182,7 +181,7 @@ def test_a_text_is_the_one_that_recomputing_its_prefix_gives(mesh, options, monk
 @pytest.mark.parametrize("small_bytes", [0, 2**28])
 def test_a_token_costs_what_its_own_position_does(small_bytes, monkeypatch):
     """Two operations for each weight of a matrix, and four for each number of a key in reach."""
-    monkeypatch.setattr(functions, "SMALL_BYTES", small_bytes)
+    monkeypatch.setattr(inference, "SMALL_BYTES", small_bytes)
     _, steps, params = made_steps("1,1,1", "model.n_layer=1", "model.n_embd=128")
 
     def read(params, token):

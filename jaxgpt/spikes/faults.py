@@ -1,0 +1,29 @@
+"""Faults that are put into a training step on purpose."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from jaxgpt.config import Config
+from jaxgpt.parallel.zero import ParamLayout
+
+
+def inject_nan(config: Config, gradients: Any, layouts: Any, mesh: Mesh, step: jax.Array) -> Any:
+    """Return gradients that are NaN on device faults.nan_device at step faults.nan_step.
+
+    Inside `jax.shard_map`. Gradients that devices are known to share stay as they are.
+    """
+    faults = config.faults
+    if faults.nan_step is None:
+        return gradients
+    axes = tuple(axis for axis, size in mesh.shape.items() if size > 1)
+    device = jax.lax.axis_index(axes) if axes else 0
+    hit = (step == faults.nan_step) & (device == faults.nan_device)
+
+    def inject(gradient: jax.Array, layout: ParamLayout) -> jax.Array:
+        own = layout.partial_axes | layout.mesh_axes >= set(axes)
+        return jnp.where(hit, jnp.nan, gradient) if own else gradient
+
+    return jax.tree.map(inject, gradients, layouts)
