@@ -84,17 +84,12 @@ def detect_and_gate(
     The last is a boolean scalar, or None where the update is applied in any case.
     """
     if spike.action == "off":
-        return state, no_detection(), None
+        unknown = jnp.full(2, jnp.inf, jnp.float32)
+        return state, Detection(jnp.int32(NONE), unknown, unknown, jnp.int32(0)), None
     state, detection = update(state, loss, grad_norm, spike)
     if spike.action == "skip_update":
         return state, detection, detection.cause == NONE
     return state, detection, detection.cause != NONFINITE
-
-
-def no_detection() -> Detection:
-    """Return the verdict where nothing is watched."""
-    unknown = jnp.full(2, jnp.inf, jnp.float32)
-    return Detection(jnp.int32(0), unknown, unknown, jnp.int32(0))
 
 
 def spike_thresholds(window: jax.Array, spike: SpikeConfig) -> tuple[jax.Array, jax.Array]:
@@ -124,13 +119,16 @@ def spike_state_from_json(saved: dict[str, Any] | None, shapes: SpikeState) -> S
     """
     if not shapes:
         return {}
+    saved = saved or {}
     kept = np.zeros(shapes["window"].shape, np.float32)
-    old = np.array((saved or {}).get("window", kept), np.float32)
+    old = np.array(saved.get("window", kept), np.float32)
     n = min(old.shape[1], kept.shape[1])
     kept[:, kept.shape[1] - n :] = old[:, old.shape[1] - n :]
-    found = {key: np.int32((saved or {}).get(key, 0)) for key in ("filled", "nonfinite")}
-    found["filled"] = np.minimum(found["filled"], np.int32(n))
-    found["window"] = kept
+    found = {
+        "window": kept,
+        "filled": np.int32(min(saved.get("filled", 0), n)),
+        "nonfinite": np.int32(saved.get("nonfinite", 0)),
+    }
     return {
         key: jax.make_array_from_callback(
             shape.shape, shape.sharding, lambda index, key=key: np.asarray(found[key])[index]

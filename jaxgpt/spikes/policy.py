@@ -23,9 +23,6 @@ def read_rewinds(directory: Path) -> list[dict[str, Any]]:
     Each is the record of its spike and, beside that: `to`, the step of the checkpoint gone back to
     (0 is the initial state); `skip`, the first and last step whose batches are skipped; `dropped`,
     the first and last step that were trained in vain; `done`, whether the files say so already.
-
-    Raises:
-        UsageError: if they cannot be read.
     """
     path = directory / FILE
     try:
@@ -42,21 +39,18 @@ def read_rewinds(directory: Path) -> list[dict[str, Any]]:
 
 def skipped_by_rewinds(directory: Path) -> list[tuple[int, int]]:
     """Return the ranges of steps that the rewinds of a run skip."""
-    return [(first, last) for first, last in (rewind["skip"] for rewind in read_rewinds(directory))]
+    return [tuple(rewind["skip"]) for rewind in read_rewinds(directory)]
 
 
 def decide_rewind(
     config: Config, directory: Path, saved: list[int], spike: dict[str, Any], last: int
 ) -> str:
-    """Write down the rewind that a spike calls for.
+    """Write down the rewind that a spike calls for, or return why there can be none.
 
     Args:
         saved: steps of the complete checkpoints.
         spike: its record.
         last: the step that the run has come to.
-
-    Returns:
-        Why there can be none; empty if there is one.
     """
     rewinds, step = read_rewinds(directory), spike["step"]
     settings, interval = config.spike, config.checkpoint.interval
@@ -68,8 +62,7 @@ def decide_rewind(
         )
     latest = step - settings.rewind_margin
     # Those at fixed steps only: what a signal saved must not decide where a run goes back to.
-    candidates = [saved_step for saved_step in saved if saved_step % interval == 0]
-    to = max((candidate for candidate in candidates if candidate <= latest), default=0)
+    to = max((s for s in saved if s % interval == 0 and s <= latest), default=0)
     if to == 0 and latest >= interval:  # what there was is gone: too much would be thrown away
         return (
             f"spike.rewind_margin={settings.rewind_margin}: no checkpoint up to step {latest} is "
@@ -98,27 +91,20 @@ def finish_rewind(directory: Path) -> None:
         if int(folder.name) > rewind["to"]:
             shutil.rmtree(folder)
     metrics = directory / METRICS
-    if metrics.exists():
-        record = rewind_record(rewind, read_records(metrics))
+    records = read_records(metrics) if metrics.exists() else []
+    if records and not any(
+        r["kind"] == "rewind" and r["spike"] == rewind["spike"] for r in records
+    ):
+        content = {key: value for key, value in rewind.items() if key not in ("to", "done")}
+        losses = [
+            [r["step"], r["loss"]]
+            for r in records
+            if r["kind"] == "train" and r["step"] > rewind["to"] and r["loss"] is not None
+        ]
+        record = {"kind": "rewind", "step": rewind["to"], **content, "dropped_losses": losses}
         truncate_metrics(metrics, rewind["to"], record)
     rewind["done"] = True
     _write(directory, rewinds)
-
-
-def rewind_record(rewind: dict[str, Any], records: list[dict[str, Any]]) -> dict[str, Any] | None:
-    """Return the record of a rewind for metrics.jsonl, with the losses that it drops from there.
-
-    None if `records`, all that are there, has it already.
-    """
-    if any(r.get("kind") == "rewind" and r["spike"] == rewind["spike"] for r in records):
-        return None
-    content = {key: value for key, value in rewind.items() if key not in ("to", "done")}
-    losses = [
-        [r["step"], r["loss"]]
-        for r in records
-        if r.get("kind") == "train" and r["step"] > rewind["to"] and r["loss"] is not None
-    ]
-    return {"kind": "rewind", "step": rewind["to"], **content, "dropped_losses": losses}
 
 
 def _write(directory: Path, rewinds: list[dict[str, Any]]) -> None:

@@ -25,24 +25,19 @@ def spike_record(
     if cause == NONE:
         return None
     which = None if cause == NONFINITE else cause - LOSS
+    action = "skip_update" if cause == NONFINITE else config.spike.action
+    if action == "rewind" and cause != LOSS:
+        action = "log"
     return SpikeRecord(
         step=step,
         loss=float(m.loss),
         grad_norm=float(m.scalars["grad_norm"]),
         cause=CAUSES[cause],
-        action=action_taken(cause, config),
+        action=action,
         median=None if which is None else float(m.detection.medians[which]),
         limit=None if which is None else float(m.detection.limits[which]),
         rows=worst_rows(step, m.row_losses, loader, dataset),
     )
-
-
-def action_taken(cause: int, config: Config) -> str:
-    """Return what is done about a spike; a step that is not finite is never applied."""
-    action = config.spike.action
-    if cause == NONFINITE:
-        return "skip_update"
-    return "log" if action == "rewind" and cause != LOSS else action
 
 
 def worst_rows(
@@ -52,9 +47,8 @@ def worst_rows(
 
     `offset` counts the tokens of the training split of `source`.
     """
-    worst = [int(row) for row in np.argsort(row_losses)[::-1][:WORST_ROWS]]  # nan comes first
     out = []
-    for row in worst:
+    for row in map(int, np.argsort(row_losses)[::-1][:WORST_ROWS]):  # nan comes first
         (location,) = loader.row_locations(step, range(row, row + 1))
         out.append(
             {

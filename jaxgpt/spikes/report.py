@@ -1,11 +1,14 @@
 """Spikes, skips and rewinds of a run, from its metrics.jsonl: as lines, a table and a picture."""
 
-import itertools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from jaxgpt.config import UsageError
+from jaxgpt.spikes.skip import SkipRanges
+from jaxgpt.tracking.console import table_text
 
 SHOWN_ROWS = 2
 
@@ -38,54 +41,34 @@ def rows_text(rows: list[dict[str, Any]]) -> str:
 
 def skipped_ranges(records: list[dict[str, Any]]) -> list[tuple[int, int]]:
     """Return first and last steps of the stretches that were skipped."""
-    steps = sorted(r["step"] for r in records if r["kind"] == "train" and r["skipped"])
-    groups = itertools.groupby(enumerate(steps), lambda pair: pair[1] - pair[0])
-    stretches = [[step for _, step in group] for _, group in groups]
-    return [(stretch[0], stretch[-1]) for stretch in stretches]
+    steps = [r["step"] for r in records if r["kind"] == "train" and r["skipped"]]
+    return list(SkipRanges((step, step) for step in steps).ranges)
 
 
 def spikes_table(records: list[dict[str, Any]]) -> str:
     """Return spikes, skips and rewinds of a run, in the order of their steps."""
-    from rich.console import Console
-    from rich.table import Table
-
     rows = sorted(_rows(records), key=lambda row: row[0])
     if not rows:
         return "no spikes, skips or rewinds"
-    table = Table(title="Spikes, skips and rewinds")
-    for heading in ("step", "event", "loss", "limit", "grad norm"):
-        table.add_column(heading, justify="right")
-    for heading in ("what was done", "worst rows"):
-        table.add_column(heading, overflow="fold")
-    for step, *cells in rows:
-        table.add_row(str(step), *cells)
-    console = Console(width=160)
-    with console.capture() as captured:
-        console.print(table)
-    return captured.get().rstrip()
+    headings = ("step", "event", "loss", "limit", "grad norm", "what was done", "worst rows")
+    cells = ((str(step), *rest) for step, *rest in rows)
+    return table_text(headings, cells, 160, title="Spikes, skips and rewinds")
 
 
 def _rows(records: list[dict[str, Any]]) -> Iterator[tuple[Any, ...]]:
     for r in records:
-        if r["kind"] == "spike":
-            yield r["step"], f"spike: {r['cause']}", *_numbers(r), r["action"], rows_text(r["rows"])
-        elif r["kind"] == "rewind":
-            done = (
-                f"rewound to step {r['step']}, dropped {_range(r['dropped'])}, "
-                f"skipped {_range(r['skip'])}"
-            )
-            yield r["spike"], f"spike: {r['cause']}", *_numbers(r), done, rows_text(r["rows"])
+        if r["kind"] not in ("spike", "rewind"):
+            continue
+        step, done = r["step"], r.get("action", "")
+        if r["kind"] == "rewind":
+            (first, last), (from_, to) = r["dropped"], r["skip"]
+            step = r["spike"]
+            done = f"rewound to step {r['step']}, dropped {first}-{last}, skipped {from_}-{to}"
+        values = (r["loss"], r.get("limit"), r["grad_norm"])
+        numbers = ("-" if value is None else f"{value:.4g}" for value in values)
+        yield step, f"spike: {r['cause']}", *numbers, done, rows_text(r["rows"])
     for first, last in skipped_ranges(records):
-        yield first, "skip", "", "", "", f"{_range((first, last))} skipped", ""
-
-
-def _numbers(record: dict[str, Any]) -> tuple[str, ...]:
-    values = (record["loss"], record.get("limit"), record["grad_norm"])
-    return tuple("-" if value is None else f"{value:.4g}" for value in values)
-
-
-def _range(ends: tuple[int, int] | list[int]) -> str:
-    return f"{ends[0]}-{ends[1]}" if ends[0] != ends[1] else str(ends[0])
+        yield first, "skip", "", "", "", f"{first}-{last} skipped", ""
 
 
 def draw_spikes(records: list[dict[str, Any]], title: str, path: Path) -> None:
@@ -100,26 +83,28 @@ def draw_spikes(records: list[dict[str, Any]], title: str, path: Path) -> None:
         raise UsageError(
             f"--png={path}: needs matplotlib; pip install 'jaxgpt[report]' brings it"
         ) from None
-    train = [r for r in records if r["kind"] == "train"]
+    train, evals, spikes, rewinds = (
+        [r for r in records if r["kind"] == kind] for kind in ("train", "eval", "spike", "rewind")
+    )
     figure = Figure(figsize=(10, 5), layout="constrained")
     axes = figure.add_subplot()
-    steps, losses = [r["step"] for r in train], [r["loss"] for r in train]
-    axes.plot(steps, _with_gaps(losses), color="C0", linewidth=1, label="loss")
-    evaluated = [(r["step"], r["val_loss"]) for r in records if r["kind"] == "eval"]
-    if evaluated:
-        axes.plot(*zip(*evaluated, strict=True), "o-", color="C1", markersize=3, label="val loss")
-    for number, (first, last) in enumerate(skipped_ranges(records)):
-        label = None if number else "skipped"
-        axes.axvspan(first - 0.5, last + 0.5, color="0.85", zorder=0, label=label)
-    _draw_rewinds(axes, [r for r in records if r["kind"] == "rewind"])
+    axes.plot(*_curve(train, "loss"), color="C0", linewidth=1, label="loss")
+    if evals:
+        axes.plot(*_curve(evals, "val_loss"), "o-", color="C1", label="val loss")
+    for first, last in skipped_ranges(records):
+        axes.axvspan(first - 0.5, last + 0.5, color="0.85", zorder=0)
+    for r in rewinds:  # what was dropped, and an arrow to where the run went back to
+        dropped = dict([*r["dropped_losses"], [r["spike"], r["loss"]]])
+        axes.plot(*np.array(sorted(dropped.items()), float).T, ":", color="C3", linewidth=1)
+        ends = {"xy": (r["step"], r["loss"]), "xytext": (r["spike"], r["loss"])}
+        axes.annotate("", **ends, arrowprops={"arrowstyle": "->", "color": "C3"})
+        axes.axvline(r["step"], color="C3", linewidth=0.5, linestyle="--")
     for cause, marker in (("loss", "v"), ("grad_norm", "d"), ("nonfinite", "x")):
-        found = [r for r in records if r["kind"] == "spike" and r["cause"] == cause]
+        found = [r for r in (*spikes, *rewinds) if r["cause"] == cause]
         if found:
-            heights = [r["loss"] if r["loss"] is not None else axes.get_ylim()[0] for r in found]
-            axes.scatter(
-                [r["step"] for r in found], heights, marker=marker, color="C3", zorder=3,
-                label=f"spike: {cause}",
-            )  # fmt: skip
+            steps = [r.get("spike", r["step"]) for r in found]
+            heights = [axes.get_ylim()[0] if r["loss"] is None else r["loss"] for r in found]
+            axes.scatter(steps, heights, marker=marker, color="C3", label=f"spike: {cause}")
     axes.set(xlabel="step", ylabel="loss (nats per token)", title=title)
     axes.legend()
     try:
@@ -130,22 +115,6 @@ def draw_spikes(records: list[dict[str, Any]], title: str, path: Path) -> None:
         ) from None
 
 
-def _draw_rewinds(axes: Any, rewinds: list[dict[str, Any]]) -> None:
-    """Draw what was dropped, and an arrow from each spike to where the run went back to."""
-    for number, r in enumerate(rewinds):
-        dropped = sorted(dict([*r["dropped_losses"], [r["spike"], r["loss"]]]).items())
-        steps, losses = zip(*dropped, strict=True)
-        labels = (None, None) if number else ("dropped", "rewind")
-        axes.plot(steps, _with_gaps(losses), ":", color="C3", linewidth=1, label=labels[0])
-        axes.plot(r["spike"], r["loss"], "v", color="C3", label=labels[1])
-        axes.annotate(
-            "",
-            xy=(r["step"], r["loss"]),
-            xytext=(r["spike"], r["loss"]),
-            arrowprops={"arrowstyle": "->", "color": "C3"},
-        )
-        axes.axvline(r["step"], color="C3", linewidth=0.5, linestyle="--")
-
-
-def _with_gaps(losses: Any) -> list[float]:
-    return [float("nan") if loss is None else loss for loss in losses]
+def _curve(records: list[dict[str, Any]], name: str) -> tuple[list[int], np.ndarray]:
+    """Return steps and values; a value of None leaves a gap."""
+    return [r["step"] for r in records], np.array([r[name] for r in records], float)

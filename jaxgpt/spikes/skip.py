@@ -1,7 +1,6 @@
 """Steps whose batches are skipped, and faults that are put in: what is known before JAX starts.
 
-Of a skipped step the batch is consumed unread and nothing is updated. How spikes are found is in
-`detection`, what is done about them in `monitor`, `rewinds` and `rewinding`.
+Of a skipped step the batch is consumed unread and nothing is updated.
 """
 
 from collections.abc import Iterable
@@ -59,28 +58,17 @@ def still_to_come(
 
 
 def check_faults(config: Config, n_devices: int) -> None:
-    """Check that the device of faults.nan_device is there.
-
-    Raises:
-        UsageError: if it is not.
-    """
+    """Raise a UsageError if the device of faults.nan_device is not there."""
     faults = config.faults
     if faults.nan_step is not None and faults.nan_device >= n_devices:
-        raise UsageError(
-            f"faults.nan_device={faults.nan_device}: the mesh has {n_devices} devices; "
-            f"the last is {n_devices - 1}"
-        )
+        raise UsageError(f"faults.nan_device={faults.nan_device}: the mesh has {n_devices} devices")
 
 
 def describe_spikes(config: Config) -> str:
     """Return a line for the log: from which step on spikes can be seen."""
     spike = config.spike
-    if spike.action == "off":
-        return "spikes: spike.action=off, nothing is watched"
-    return (
-        f"spikes: spike.action={spike.action}, seen once {spike.window} steps are known "
-        "(spike.window)"
-    )
+    when = "never" if spike.action == "off" else f"once {spike.window} steps are known"
+    return f"spikes: spike.action={spike.action}, seen {when} (spike.window)"
 
 
 def describe_faults(config: Config) -> list[str]:
@@ -91,7 +79,6 @@ def describe_faults(config: Config) -> list[str]:
         lines.append(f"faults.random_tokens: steps {ranges} train on tokens drawn at random")
     if faults.nan_step is not None:
         lines.append(
-            f"faults.nan_step: the gradient of device {faults.nan_device} is not a number at step "
-            f"{faults.nan_step}"
+            f"faults.nan_step: device {faults.nan_device} has a NaN gradient at {faults.nan_step}"
         )
     return lines
