@@ -58,12 +58,14 @@ def read_startup(run: Path) -> dict[str, Any]:
     """Return the startup.json of a run directory; raise `UsageError` if it cannot be read."""
     path = run / "startup.json"
     try:
-        return json.loads(path.read_text())
+        found = json.loads(path.read_text())
+        startup_row(run, found)
+        return found
     except (FileNotFoundError, NotADirectoryError):
         raise UsageError(
             f"RUN={run}: has no startup.json; give a run directory whose first step is done"
         ) from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise UsageError(
             f"RUN={run}: {path} cannot be read ({error}); the run's next start writes it anew"
         ) from None
@@ -81,25 +83,29 @@ def startup_table(runs: list[tuple[Path, dict[str, Any]]]) -> None:
         justify = "right" if heading == "seconds" else "left"
         table.add_column(heading.replace("_", " "), justify=justify, overflow="fold")
     for run, found in runs:
-        seconds, origin = found["job_start_to_first_step"], "job start"
-        if seconds is None:
-            seconds, origin = found["total"]["max"], "process start"
-        slowest = found["slowest_phase"]
-        most = found["phases"][slowest]
-        table.add_row(
-            str(run),
-            found["model"],
-            str(found["processes"]),
-            clock(found["first_step_done"] - seconds),
-            clock(found["first_step_done"]),
-            f"{seconds:.1f}",
-            origin,
-            f"{slowest}, {most['max']:.1f} s on rank {most['slowest_rank']}",
-            found["compile_cache"],
-        )
+        table.add_row(*startup_row(run, found))
     if not console.is_terminal:
         console.width = 200  # rows of a log file are not folded
     console.print(table)
+
+
+def startup_row(run: Path, found: dict[str, Any]) -> list[str]:
+    seconds, origin = found["job_start_to_first_step"], "job start"
+    if seconds is None:
+        seconds, origin = found["total"]["max"], "process start"
+    slowest = found["slowest_phase"]
+    most = found["phases"][slowest]
+    return [
+        str(run),
+        f"{found['model']}",
+        f"{found['processes']}",
+        clock(found["first_step_done"] - seconds),
+        clock(found["first_step_done"]),
+        f"{seconds:.1f}",
+        origin,
+        f"{slowest}, {most['max']:.1f} s on rank {most['slowest_rank']}",
+        f"{found['compile_cache']}",
+    ]
 
 
 def clock(unix_time: float) -> str:

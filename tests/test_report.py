@@ -18,20 +18,22 @@ def test_startup_compares_runs_and_refuses_what_is_none(tmp_path):
         "compile_cache": "miss",
         "slowest_phase": "compile",
     }
-    paths = [tmp_path / name for name in ("one", "two", "empty", "broken")]
+    paths = [tmp_path / name for name in ("one", "two", "empty", "broken", "list", "bare")]
     for path in paths:
         path.mkdir()
     (paths[0] / "startup.json").write_text(json.dumps(found))
     alone = found | {"job_start_to_first_step": None, "processes": 1}
     (paths[1] / "startup.json").write_text(json.dumps(alone))
-    (paths[3] / "startup.json").write_text("{")
+    for path, text in zip(paths[3:], ("{", "[]", "{}"), strict=True):
+        (path / "startup.json").write_text(text)
     job = run("report", "startup", *paths[:2])
     assert job.returncode == 0, job.stdout
     first, second = (line for line in job.stdout.splitlines() if "tiny, 0.62M" in line)
     for word in ("96", "61.5", "job start", "compile, 22.2 s on rank 41", "miss"):
         assert word in first
     assert "50.0" in second and "process start" in second
-    for path, words in ((paths[2], "has no startup.json"), (paths[3], "cannot be read")):
+    for path in paths[2:]:
+        words = "has no startup.json" if path is paths[2] else "cannot be read"
         job = run("report", "startup", path)
         assert job.returncode == 2
         (line,) = job.stdout.strip().splitlines()

@@ -88,7 +88,10 @@ class Checkpoints:
         import orbax.checkpoint as ocp
 
         self._finish()
-        self.check_room(step, tree)
+        if jax.process_index() == 0:  # which removes what is old, and makes room by that
+            futures.wait(self._removals)
+            self._removals.clear()
+            self.check_room(step, tree)
         meta = {**meta, "step": step, "checksums": checksums(tree)}
         with _no_room_is_usage_error(self._folder):
             self._checkpointer.save(
@@ -118,7 +121,10 @@ class Checkpoints:
         for step in set(saved).difference(kept) if jax.process_index() == 0 else ():
             # Under another name it is no checkpoint, however little of it is left.
             path = self._folder / str(step)
-            scratch = path.rename(f"{path}{SCRATCH_SUFFIX}")
+            try:
+                scratch = path.rename(f"{path}{SCRATCH_SUFFIX}")
+            except OSError:  # such a folder is still there: the next time
+                continue
             self._removals.append(self._remover.submit(shutil.rmtree, scratch, ignore_errors=True))
 
     def restore(self, step: int, shapes: Tree) -> tuple[Tree, dict[str, Any]]:

@@ -70,6 +70,7 @@ def job_exit_handler(
     if isinstance(sys.stdout, io.TextIOWrapper):  # a character that it lacks is not worth a run
         sys.stdout.reconfigure(errors="replace")
     try:
+        _check_encoding(sys.argv)
         yield
         sys.stdout.flush()
     except SingleRankUsageError as error:
@@ -192,6 +193,14 @@ def _redirect_to_null(*descriptors: int) -> None:
     with open(os.devnull, "w") as nothing:
         for descriptor in descriptors:
             os.dup2(nothing.fileno(), descriptor)
+
+
+def _check_encoding(arguments: list[str]) -> None:
+    for argument in arguments:
+        try:
+            argument.encode()
+        except UnicodeEncodeError:
+            raise UsageError(f"{argument!r}: is not UTF-8; give it in that encoding") from None
 
 
 def _nobody_reads() -> bool:

@@ -92,9 +92,8 @@ def finish_rewind(directory: Path) -> None:
             shutil.rmtree(folder)
     metrics = directory / METRICS
     records = read_records(metrics) if metrics.exists() else []
-    if records and not any(
-        r["kind"] == "rewind" and r["spike"] == rewind["spike"] for r in records
-    ):
+    last = (records[-1]["kind"], records[-1].get("spike")) if records else None
+    if records and last != ("rewind", rewind["spike"]):  # else it was written just before
         content = {key: value for key, value in rewind.items() if key not in ("to", "done")}
         losses = [
             [r["step"], r["loss"]]
