@@ -19,6 +19,7 @@ from jaxgpt.bench.rounds import Rounds
 from jaxgpt.cluster.process_group import ProcessGroup
 from jaxgpt.config import parse_args
 from jaxgpt.perf.flops import flops_per_token, peak_flops
+from jaxgpt.perf.hlo import parse_hlo
 from jaxgpt.perf.memory import memory_in_use
 from jaxgpt.perf.profile import describe
 
@@ -113,6 +114,7 @@ def rates(
         "device_kind": device,
         "dtype": dtype,
         "attention": rounds.steps.attention,
+        "attention_kernels": Value(attention_kernels(rounds), note="calls in the compiled step"),
         "n_parameters": Value(n_parameters, note="without those of positions"),
         "batch_size": config.train.batch_size,
         "block_size": config.model.block_size,
@@ -125,6 +127,13 @@ def rates(
         "matmul_flops_per_sec": Value(spread(products), "FLOP/s", beside),
         "share_of_matmul": Value(statistics.median(shares), "%", "of these products' FLOP/s"),
     }
+
+
+def attention_kernels(rounds: Rounds) -> int:
+    """Return how many calls of fused attention kernels the compiled step has."""
+    program = parse_hlo(rounds.trainer.train_step.as_text())
+    targets = (i.attribute("custom_call_target") for i in program.instructions.values())
+    return sum("fmha" in target for target in targets)
 
 
 def memory(compiled: Any, cluster: ProcessGroup) -> dict[str, Value]:

@@ -74,6 +74,10 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> None:
     argv = sys.argv[1:] if argv is None else argv
+    if argv[:1] == ["prove"]:
+        from jaxgpt.doctor.prove.command import main as prove
+
+        prove(argv[1:])
     with shutdown.job_exit_handler(failure_board):
         if is_help(argv):
             if rank_from_env() == 0:

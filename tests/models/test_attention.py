@@ -66,12 +66,14 @@ def test_only_nvidias_devices_have_a_cuda_capability(told, expected):
     assert cuda_capability(device) == expected
 
 
+@pytest.mark.gpu
 def test_it_is_jaxs_causal_attention():
     q, k, v = jax.random.normal(jax.random.key(0), (3, 2, 9, 4, 8))
     expected = jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="xla")
     np.testing.assert_allclose(xla_attention(q, k, v), expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.gpu
 def test_dropout_keeps_the_mean():
     q = k = jnp.zeros((1, 64, 1, 8))
     v = jnp.ones((1, 64, 1, 8))
@@ -82,6 +84,7 @@ def test_dropout_keeps_the_mean():
 
 
 @pytest.mark.parametrize("T", [1, 7, 64, 300, pytest.param(1024, marks=pytest.mark.long)])
+@pytest.mark.gpu
 def test_blocks_of_queries_give_the_same_attention_and_gradients(T):
     qkv = jax.random.normal(jax.random.key(T), (3, 2, T, 2, 8))
 
@@ -108,6 +111,7 @@ def test_no_gradient_is_a_product_that_cpus_compute_slowly():
     assert slow == []
 
 
+@pytest.mark.gpu
 def test_blocks_of_queries_drop_different_weights():
     """Each at the rate, and not those that another block has dropped at the same places."""
     T, rate = 256, 0.3

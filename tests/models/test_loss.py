@@ -15,6 +15,7 @@ from jaxgpt.train.functions import make_steps
 from jobs import limited_devices
 
 
+@pytest.mark.gpu
 def test_cross_entropy_is_the_negative_log_likelihood():
     logits = np.random.default_rng(0).normal(size=(2, 3, 7)) * 3
     targets = np.array([[0, 6, 3], [2, 2, 5]])
@@ -28,6 +29,7 @@ def test_cross_entropy_is_the_negative_log_likelihood():
     assert np.isfinite(gradient).all() and (gradient[..., 7:] == 0).all()
 
 
+@pytest.mark.gpu
 def test_cross_entropy_of_large_logits_does_not_overflow():
     logits = jnp.array([[[1e4, 0.0, -1e4]]])
     assert cross_entropy(logits, jnp.array([[0]])) == 0
@@ -35,6 +37,7 @@ def test_cross_entropy_of_large_logits_does_not_overflow():
 
 
 @pytest.mark.parametrize("chunk", [1, 3, 4, 5, 100])
+@pytest.mark.gpu
 def test_a_loss_in_chunks_is_the_loss_at_once(chunk):
     B, T, D, V = 2, 6, 5, 11
     keys = jax.random.split(jax.random.key(0), 3)
