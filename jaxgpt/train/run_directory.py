@@ -91,8 +91,9 @@ def prepare_run(config: Config, cluster: ProcessGroup) -> Run:
     def open_same() -> Run:
         final = config_from_dict(decided["config"], "configuration of process 0")
         dataset = open_dataset(final.data, final.model)
-        # Of the processes of a host that read the same files, the first one compares them.
-        if cluster.local_rank == 0 or _paths(dataset) != decided["paths"]:
+        # Of the processes of a host that read the same files, the first one compares them; process
+        # 0 has read what it would compare.
+        if not cluster.is_main and (cluster.local_rank == 0 or _paths(dataset) != decided["paths"]):
             pairs = zip(decided["fingerprints"], dataset.fingerprints, strict=True)
             for source, ((_, expected), (_, found)) in zip(dataset.sources, pairs, strict=True):
                 if found != expected:

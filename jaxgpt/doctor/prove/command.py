@@ -22,7 +22,8 @@ from jaxgpt.cluster.hardware import accelerator_expected, lock_file
 from jaxgpt.config import CommandParser, UsageError, file_path
 from jaxgpt.doctor.prove import facts, memory, numerics, programs, runs, speed
 from jaxgpt.doctor.prove.results import StageResult, markdown, read_result
-from jaxgpt.doctor.prove.stage import Request, Stage, run_stage, stage_folder
+from jaxgpt.doctor.prove.stage import Request, Stage, run_stage
+from jaxgpt.tracking.jsonl import atomic_write_text
 
 
 class Spec(NamedTuple):
@@ -108,7 +109,7 @@ def prove(request: Request, seconds: float, only: Sequence[str], argv: Sequence[
     ended: dict[str, StageResult] = {}
     with locked(request.out):
         for name, stage in STAGES.items():
-            done = read_result(stage_folder(request.out, name), name)
+            done = read_result(request.out / name, name)
             missing = done is None or done.status not in ("done", "needs")
             left = deadline - time.monotonic()
             if not missing or (only and name not in only) or left < LEAST:
@@ -124,7 +125,7 @@ def prove(request: Request, seconds: float, only: Sequence[str], argv: Sequence[
 
 def run_process(name: str, request: Request, bound: float, argv: Sequence[str]) -> StageResult:
     """Run one stage in a process group of its own, which ends with it and with its time."""
-    folder = stage_folder(request.out, name)
+    folder = request.out / name
     options = [word for word in argv if word not in STAGES]
     command = [sys.executable, "-m", "jaxgpt.doctor", "prove", name, *options]
     began = time.monotonic()
@@ -155,7 +156,7 @@ def run_process(name: str, request: Request, bound: float, argv: Sequence[str]) 
         result.status = "failed" if reason else "cut off"
         result.reason = reason or f"not done within its {bound:.0f} s"
         result.seconds = time.monotonic() - began
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, UsageError):
             result.write(folder)
     return result
 
@@ -168,7 +169,7 @@ def report(out: Path, ended: Mapping[str, StageResult]) -> list[StageResult]:
     """
     results = []
     for name in STAGES:
-        found = ended.get(name) or read_result(stage_folder(out, name), name)
+        found = ended.get(name) or read_result(out / name, name)
         results.append(found or StageResult(name, "cut off", "not run: no time was left"))
     values = {
         "jaxgpt": __version__,
@@ -178,9 +179,9 @@ def report(out: Path, ended: Mapping[str, StageResult]) -> list[StageResult]:
         "on_gpu": accelerator_expected(),
         "stages": [asdict(result) for result in results],
     }
-    write_whole(out / "prove.json", json.dumps(values, indent=1))
+    atomic_write_text(out / "prove.json", json.dumps(values, indent=1))
     heading = f"jaxgpt {__version__} on {device_of(results)}, jax {values['versions']['jax']}"
-    write_whole(out / "prove.md", markdown(results, heading))
+    atomic_write_text(out / "prove.md", markdown(results, heading))
     return results
 
 
@@ -202,12 +203,6 @@ def version(package: str) -> str | None:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return None
-
-
-def write_whole(path: Path, text: str) -> None:
-    part = path.with_suffix(".part")
-    part.write_text(text)
-    os.replace(part, path)
 
 
 @contextlib.contextmanager

@@ -1,13 +1,13 @@
 """What a machine has proved: rows by stage, kept as JSON, shown as one Markdown table."""
 
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from jaxgpt.doctor.prove.goals import goal_of
+from jaxgpt.tracking.jsonl import atomic_write_text
 
 Status = Literal["done", "needs", "failed", "cut off", "running"]
 
@@ -45,10 +45,7 @@ class StageResult:
 
     def write(self, folder: Path) -> None:
         """Write `result.json`, whole or not at all."""
-        text = json.dumps(asdict(self), indent=1)
-        part = folder / "result.json.part"
-        part.write_text(text)
-        os.replace(part, folder / "result.json")
+        atomic_write_text(folder / "result.json", json.dumps(asdict(self), indent=1))
 
 
 def read_result(folder: Path, stage: str) -> StageResult | None:

@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -41,7 +41,7 @@ class Stage:
 
     def __init__(self, name: str, request: Request, seconds: float):
         self.name, self.request = name, request
-        self.folder = stage_folder(request.out, name)
+        self.folder = request.out / name
         self.on_gpu = accelerator_expected()
         self._began = time.monotonic()
         self._seconds = seconds
@@ -64,12 +64,12 @@ class Stage:
         self.result.write(self.folder)
 
     def run(
-        self, *words: str, env: dict[str, str] | None = None, expect: Sequence[int] = (0,)
+        self, *words: str, env: dict[str, str] | None = None
     ) -> subprocess.CompletedProcess[str]:
         """Run `python -m jaxgpt.WORDS` to its end; all that it prints goes to the stage's log.
 
         Raises:
-            StageFailure: if it ends with a status that is not expected.
+            StageFailure: if it does not end with status 0.
         """
         command = [sys.executable, "-m", f"jaxgpt.{words[0]}", *words[1:]]
         print(f"$ {' '.join(command)}", flush=True)
@@ -78,7 +78,7 @@ class Stage:
             errors="replace",
         )  # fmt: skip
         print(ended.stdout + ended.stderr, flush=True)
-        if ended.returncode not in expect:
+        if ended.returncode != 0:
             raise StageFailure(f"{' '.join(words)}: {last_words(ended)}")
         return ended
 
@@ -101,10 +101,6 @@ def last_words(ended: subprocess.CompletedProcess[str]) -> str:
     if errors:
         return errors[0]
     return f"ended with status {ended.returncode}: {lines[-1] if lines else 'without a word'}"
-
-
-def stage_folder(out: Path, name: str) -> Path:
-    return out / name.replace(" ", "-")
 
 
 def end_with_parent() -> None:
