@@ -8,7 +8,7 @@ import functools
 import itertools
 import math
 import re
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -27,7 +27,6 @@ class Collective:
     """All operations of one kind over the same mesh axes in one step."""
 
     kind: str
-    """One of COLLECTIVES."""
     axes: tuple[str, ...]
     """Mesh axes along which the devices of a group differ."""
     count: int
@@ -40,9 +39,9 @@ class Collective:
 def read_collectives(hlo: str, mesh: Mapping[str, int]) -> tuple[Collective, ...]:
     """Return the collectives that each device takes part in when it runs a program once.
 
-    An operation in a loop counts as often as the loop runs it, an asynchronous one once. Of a
-    conditional, the branch that communicates most counts. A group over a part of an axis, which
-    XLA makes in some changes of layout, is reported as over that axis.
+    An operation in a loop counts as often as the loop runs it, an asynchronous one once; of a
+    conditional counts the branch that communicates most. A group over a part of an axis, which XLA
+    makes in some changes of layout, is reported as over that axis.
 
     Args:
         hlo: `compiled.as_text()`.
@@ -55,16 +54,17 @@ def read_collectives(hlo: str, mesh: Mapping[str, int]) -> tuple[Collective, ...
     program = parse_hlo(hlo)
     if program.n_devices != math.prod(mesh.values()):
         raise ValueError(f"mesh={dict(mesh)}: the program is for {program.n_devices} devices")
-    totals: dict[Any, list[int]] = defaultdict(lambda: [0, 0])
-    for (kind, axes, size), count in _count_arrays(program, mesh).items():
-        totals[kind, axes][0] += count
-        totals[kind, axes][1] += count * size
+    counts: Counter[Any] = Counter()
+    total_bytes: Counter[Any] = Counter()
+    for (kind, axes, size), n in _count_arrays(program, mesh).items():
+        counts[kind, axes] += n
+        total_bytes[kind, axes] += n * size
     order = list(mesh)
 
     def place(c: Collective) -> tuple[Any, ...]:
         return len(c.axes), [order.index(axis) for axis in c.axes], COLLECTIVES.index(c.kind)
 
-    return tuple(sorted((Collective(*key, *total) for key, total in totals.items()), key=place))
+    return tuple(sorted((Collective(*k, counts[k], total_bytes[k]) for k in counts), key=place))
 
 
 def ring_bytes(kind: str, bytes: float, n: int) -> float:
@@ -87,43 +87,35 @@ def _count_arrays(program: Program, mesh: Mapping[str, int]) -> Counter[Any]:
 
     @functools.cache
     def count(computation: str) -> Counter[Any]:
-        out: Counter[Any] = Counter()
-        for instruction in program.computations[computation]:
-            out.update(count_in(instruction))
-        return out
+        return sum(map(count_in, program.computations[computation]), Counter())
 
-    def count_in(instruction: Instruction) -> Mapping[Any, int]:
-        opcode = instruction.opcode
+    def count_in(instruction: Instruction) -> Counter[Any]:
+        opcode, kind = instruction.opcode, instruction.kind
         if opcode == "while":
-            body = count(instruction.attribute("body"))
-            return Counter({array: n * _trip_count(instruction) for array, n in body.items()})
+            body, trips = instruction.attribute("body"), _TRIPS.search(instruction.arguments)
+            if count(body) and not trips:
+                raise ValueError(
+                    f"loop over {body}: cannot tell how often it runs (XLA gives no "
+                    "known_trip_count); use lax.scan or fori_loop with constant bounds"
+                )
+            return Counter({array: n * int(trips[1]) for array, n in count(body).items()})
         if opcode == "conditional":
             return max(map(count, instruction.called), key=_total_bytes)
         if opcode in _CALLERS:
             return sum(map(count, instruction.called), Counter())
-        if instruction.kind not in COLLECTIVES or opcode.endswith("-start"):  # counted at its end
-            return {}
+        if kind not in COLLECTIVES or opcode.endswith("-start"):  # counted at its end
+            return Counter()
         done = opcode.endswith("-done")
         start = program.instructions[instruction.operands[0]] if done else instruction
         axes, n = axes_and_group_size(_GROUPS.search(start.arguments)[1])
         sizes = instruction.array_bytes
-        if instruction.kind == "all-to-all" and " dimensions=" not in start.arguments:
+        if kind == "all-to-all" and " dimensions=" not in start.arguments:
             sizes = [n * size for size in sizes[::n]]  # an array is returned in n pieces
-        elif instruction.kind == "reduce-scatter":
+        elif kind == "reduce-scatter":
             sizes = [n * size for size in sizes]
-        return Counter((instruction.kind, axes, size) for size in sizes if axes)
+        return Counter((kind, axes, size) for size in sizes if axes)
 
     return count(program.entry)
-
-
-def _trip_count(loop: Instruction) -> int:
-    known = _TRIPS.search(loop.arguments)
-    if not known:
-        raise ValueError(
-            f"loop over {loop.attribute('body')}: cannot tell how often it runs (XLA gives no "
-            "known_trip_count); use lax.scan or fori_loop with constant bounds"
-        )
-    return int(known[1])
 
 
 def _total_bytes(arrays: Mapping[Any, int]) -> int:
@@ -157,9 +149,8 @@ def _device_groups(text: str, n_devices: int) -> np.ndarray:
 def _groups_along_axes(text: str) -> np.ndarray:
     """Return the groups of the form mesh['x'=2,'y'=4] {'y'}.
 
-    What stands in braces may be a part of an axis: 'y':(1)2 is the outer factor 2 of 'y'=4, and
-    'y':(2)2 the inner one. `device_ids=(...)` after the mesh is the order of its devices, a list
-    or a transposed range.
+    In braces may be a part of an axis: 'y':(1)2 is the outer factor 2 of 'y'=4, 'y':(2)2 the inner
+    one. `device_ids=(...)` is the order of the mesh's devices, a list or a transposed range.
     """
     axes, order, along = re.fullmatch(
         r"mesh\[(.*?)\](?:, device_ids=\((.*)\))? \{(.*)\}", text

@@ -63,10 +63,10 @@ class StepTimer:
             self._host_began += seconds
 
     def host_lap(self) -> float:
-        """Return the seconds per step since the last call that did not go to waiting for devices.
+        """Return the seconds per step since the last call, without waiting for devices.
 
-        The processes of a job take the same time for a step: the slowest holds up all. They differ
-        in what their hosts need for it, reading data and dispatching programs.
+        All processes of a job take the same time for a step; they differ in what their hosts need
+        for it.
         """
         now = time.perf_counter()
         seconds, steps = now - self._host_began, max(1, self._host_steps)
@@ -87,13 +87,11 @@ class StepTimer:
 class Rates:
     """Rates of a training line from seconds per step."""
 
-    batch_size: int
-    """Sequences per step, whole job."""
+    batch_size: int  # sequences per step, whole job
     block_size: int
     flops_per_token: int
     n_devices: int
-    peak: float | None
-    """FLOP/s of one device, if known."""
+    peak: float | None  # FLOP/s of one device, if known
 
     def of(self, dt: float | None) -> dict[str, float | None]:
         """Return the fields for `dt` seconds per step; all None where that was not measured."""

@@ -11,29 +11,21 @@ from jaxgpt.perf.units import GIB
 class Device:
     """One device as JAX counts them: a GPU, a GCD of an MI250X, a tile of a PVC.
 
-    All rates are peaks from data sheets, for dense matrices, except where the table below says
-    that a number was measured. None is a number that the name alone does not tell.
+    Memory in bytes, FLOP/s by dtype, bandwidths in bytes/s and each direction: peaks of data
+    sheets, for dense matrices, except where the table below says that a number was measured. None
+    is a number that the name alone does not tell.
     """
 
     name: str
-    match: str
-    """Regular expression found in JAX's device_kind."""
-    memory: int | None = None
-    """Bytes. Data sheets write GB and mean GiB; the driver keeps about 1 % for itself."""
-    peak_flops: Mapping[str, float] = field(default_factory=dict)
-    """FLOP/s of matrix products by dtype, as JAX computes them: float32 is TF32 on NVIDIA."""
-    memory_bandwidth: float | None = None
-    """Bytes/s of the device's own memory."""
-    link_bandwidth: float | None = None
-    """Bytes/s to the other devices of the host, in each direction."""
-    network_bandwidth: float | None = None
-    """Bytes/s to other hosts, in each direction: the host's share for one device."""
-    host_bandwidth: float | None = None
-    """Bytes/s to the host's memory, in each direction: PCIe 4.0 x16 is 32 GB/s, 5.0 twice that."""
-    devices_per_host: int = 1
-    """On the machine that `network_bandwidth` is of."""
-    cuda_capability: float = 0.0
-    """NVIDIA's compute capability; 0 for others."""
+    match: str  # a regular expression found in JAX's device_kind
+    memory: int | None = None  # data sheets write GB and mean GiB; the driver keeps about 1 %
+    peak_flops: Mapping[str, float] = field(default_factory=dict)  # matmul, float32: TF32 on NVIDIA
+    memory_bandwidth: float | None = None  # of the device's own memory
+    link_bandwidth: float | None = None  # to the other devices of the host
+    network_bandwidth: float | None = None  # to other hosts: the host's share for one device
+    host_bandwidth: float | None = None  # to the host's memory: PCIe 4.0 x16 has 32 GB/s, 5.0 twice
+    devices_per_host: int = 1  # on the machine that `network_bandwidth` is of
+    cuda_capability: float = 0.0  # NVIDIA's; 0 for others
 
 
 # Each `match` goes to the end of the name: a part of a card (MIG) has the card's name and more.
@@ -72,13 +64,7 @@ _TABLE = (
     _H100,
     # NVIDIA's H200 data sheet, SXM: the H100's chip and NVLink with more memory. DGX H200 user
     # guide: network as in DGX H100. The whole name, since GH200 has other memory and network.
-    replace(
-        _H100,
-        name="h200",
-        match="^NVIDIA H200$",
-        memory=141 * GIB,
-        memory_bandwidth=4.8e12,
-    ),
+    replace(_H100, name="h200", match="^NVIDIA H200$", memory=141 * GIB, memory_bandwidth=4.8e12),
     _A100_80GB,
     # NVIDIA's A100 data sheet, 40 GB SXM. ALCF's Polaris machine overview: four A100 with NVLink
     # between all of them, two Slingshot 11 adapters of 200 Gb/s.

@@ -50,15 +50,10 @@ class Tracing:
         self._began = time.perf_counter()
 
     def stop(self, pending: Any, n_steps: int, hlo: str) -> dict[str, Any]:
-        """End the trace once `pending` results are there.
+        """End the trace of so many steps, once `pending` results are there; return its `summary`.
 
-        Args:
-            n_steps: that were traced.
-            hlo: `compiled.as_text()` of the step.
-
-        Returns:
-            The `summary`; under `collectives_over` the library of a CPU job; and under `may_lack`
-            whether so little is in a GPU's trace that operations may be missing.
+        `hlo` is `compiled.as_text()` of the step. `may_lack`: operations may be missing in the
+        trace, as so little is in it.
         """
         jax.block_until_ready(pending)
         seconds = (time.perf_counter() - self._began) / n_steps
@@ -72,23 +67,15 @@ class Tracing:
             shutil.rmtree(self._directory)
         reports = self._cluster.allgather(report(events, operations))
         found = summary(reports, operations, n_steps, seconds)
-        backend = jax.default_backend()
-        over_gloo = self._cluster.size > 1 and backend == "cpu"
-        may_lack = backend == "gpu" and found["device_seconds"] < seconds / 2
-        return found | {"collectives_over": "Gloo" if over_gloo else None, "may_lack": may_lack}
+        may_lack = jax.default_backend() == "gpu" and found["device_seconds"] < seconds / 2
+        return found | {"may_lack": may_lack}
 
 
 class StepProfile:
     """A trace of the steps of `profile_steps`, once; nothing where none are asked for."""
 
     def __init__(self, run: Any, cluster: ProcessGroup, train_step: Any, log: Any):
-        """Trace nothing yet.
-
-        Args:
-            run: has `config` and `directory`.
-            train_step: the compiled step.
-            log: has the reporter's `info` and `between_steps`.
-        """
+        """Trace nothing yet; `log` has the reporter's `info` and `between_steps`."""
         self._todo = profile_range(run.config)
         self._directory = run.directory / "profile"
         self._cluster, self._train_step, self._log = cluster, train_step, log
@@ -106,7 +93,7 @@ class StepProfile:
 
     def after(self, step: int, state: Any) -> None:
         """End the trace if `step`, which is under way or skipped, is the last of it."""
-        if self._tracing is not None and step >= self._todo[-1]:
+        if self._todo and step >= self._todo[-1]:
             self.close(state)
 
     def close(self, state: Any) -> None:
@@ -115,23 +102,18 @@ class StepProfile:
             return
         with self._log.between_steps(state):
             found = self._tracing.stop(state, len(self._traced), self._train_step.as_text())
-            first, last = self._traced[0], self._traced[-1]
-            skipped = last - first + 1 - len(self._traced)
-            self._log.info(
-                f"traced steps {first} to {last} into {self._directory}, which slows them a little"
-                + (f"; {skipped} of them skipped" if skipped else "")
-                + f"\n{describe(found)}"
-            )
+        first, last = self._traced[0], self._traced[-1]
+        skipped = last - first + 1 - len(self._traced)
+        self._log.info(
+            f"traced steps {first} to {last} into {self._directory}, which slows them a little"
+            + (f"; {skipped} of them skipped" if skipped else "")
+            + f"\n{describe(found)}"
+        )
         self._tracing, self._todo = None, range(0)
 
 
 def read_events(trace: Path, module: str) -> Iterator[Event]:
-    """Yield the instructions of a program that devices ran.
-
-    Args:
-        trace: an .xplane.pb file.
-        module: the program's name.
-    """
+    """Yield the instructions of the program `module` that devices ran, from an .xplane.pb file."""
     planes = list(jax.profiler.ProfileData.from_file(str(trace)).planes)
     # Accelerators have planes of their own; CPU devices run in threads of the host.
     for plane in [p for p in planes if p.name.startswith("/device:")] or planes:
@@ -169,32 +151,22 @@ def summary(
     n_steps: int,
     seconds: float,
 ) -> dict[str, Any]:
-    """Return seconds per step of a device: in all, by category, of the most expensive operations.
+    """Return seconds per step: in all, by category, of the most expensive operations.
 
-    A device that comes to a collective before the others waits there. How long it waits no trace
-    says, but the device that takes the shortest time over it has waited least: what others take
-    longer than that counts as waiting.
-
-    Args:
-        reports: of every process.
-        seconds: a step took, by process 0's clock.
-
-    Returns:
-        All numbers are means over the devices of the job.
+    All numbers are means over the devices of the job. A device that comes to a collective before
+    the others waits there; no trace says how long. The device that takes the shortest time over it
+    has waited least: what others take longer than that counts as waiting. `seconds` is the time of
+    a step by process 0's clock.
     """
     scale = 1 / n_steps / max(1, sum(one["devices"] for one in reports))
-    totals: Counter[str] = Counter()
-    counts: Counter[str] = Counter()
-    devices: dict[str, list[list[float]]] = defaultdict(list)
-    for one in reports:
-        totals.update(one["seconds"])
-        counts.update(one["counts"])
-        for name, each in one["collectives"].items():
-            devices[name] += each
-    turns = [turn for each in devices.values() for turn in zip(*each, strict=False)]
-    categories = dict.fromkeys(CATEGORIES, 0.0)
+    totals = sum((Counter(one["seconds"]) for one in reports), Counter())
+    counts = sum((Counter(one["counts"]) for one in reports), Counter())
+    categories, waiting = dict.fromkeys(CATEGORIES, 0.0), 0.0
     for name, total in totals.items():
         categories[operations[name].category] += total * scale
+        devices = [turns for one in reports for turns in one["collectives"].get(name, ())]
+        for turn in zip(*devices, strict=False):
+            waiting += sum(turn) - len(turn) * min(turn)
     busy = sum(categories.values())
     return {
         "steps": n_steps,
@@ -202,7 +174,7 @@ def summary(
         "seconds_per_step": seconds,
         "device_seconds": busy,
         "categories": categories,
-        "collective_waiting": scale * sum(sum(turn) - len(turn) * min(turn) for turn in turns),
+        "collective_waiting": waiting * scale,
         "operations": [
             {
                 "name": name,
@@ -218,31 +190,26 @@ def summary(
 
 def describe(found: dict[str, Any]) -> str:
     """Return what `Tracing.stop` found as two tables."""
-    busy, step = found["device_seconds"], found["seconds_per_step"]
+    busy = found["device_seconds"]
 
     def row(name: str, seconds: float) -> str:
         return f"  {name:<17} {1e3 * seconds:9.3f} ms  {seconds / busy:6.1%}"
 
     lines = [
-        f"profile of {found['steps']} steps, {1e3 * step:.2f} ms each with "
-        f"what lies between them: the operations of a device take {1e3 * busy:.2f} ms"
-        + (" (some run at the same time)" if busy > step else "")
-        + ", by category"
-        + (" (mean of all processes)" if found["processes"] > 1 else "")
+        f"profile of {found['steps']} steps, {1e3 * found['seconds_per_step']:.2f} ms each; "
+        f"operations take {1e3 * busy:.2f} ms on a device (mean; some overlap), by category"
     ]
     for name, seconds in Counter(found["categories"]).most_common():
-        if seconds > 0 and name == "collective":
-            over = found["collectives_over"]
-            lines.append(row(f"collective ({over})" if over else name, seconds))
-            lines.append(row("- of it waiting", found["collective_waiting"]))
-        elif seconds > 0:
+        if seconds > 0:
             lines.append(row(name, seconds))
+        if seconds > 0 and name == "collective":
+            lines.append(row("- of it waiting", found["collective_waiting"]))
     if found["may_lack"]:
         lines.append(MAY_LACK)
     lines.append(f"the {len(found['operations'])} most expensive operations of a step")
-    for op in found["operations"]:
-        lines.append(
-            f"  {1e3 * op['seconds']:9.3f} ms  {op['share']:6.1%}  {op['count']:5.4g} x  "
-            f"{op['category']:<11}  {op['name']}  {op['source']}"
-        )
+    lines += [
+        f"  {1e3 * op['seconds']:9.3f} ms  {op['share']:6.1%}  {op['count']:5.4g} x  "
+        f"{op['category']:<11}  {op['name']}  {op['source']}"
+        for op in found["operations"]
+    ]
     return "\n".join(lines)

@@ -1,5 +1,6 @@
 """Start-up phases: seconds from the start of a job to the end of its first step, by process."""
 
+import contextlib
 import os
 import time
 from collections.abc import Sequence
@@ -38,15 +39,14 @@ class Startup:
 
     def __init__(self):
         self.seconds: dict[str, float] = {}
-        self.compile_cache = "not used"
-        """`hit` if everything that was compiled so far came from the cache, or `miss`."""
+        self.compile_cache = (
+            "not used"  # or `hit`, if all compiled programs came from it, or `miss`
+        )
         self._start = self._last = process_start_time()
-        try:
+        with contextlib.suppress(KeyError, ValueError):
             waited = self._start - float(os.environ[JOB_START])
-        except (KeyError, ValueError):
-            return
-        if -10 < waited < 30 * 86_400:  # else it is no time of this job; clocks differ a little
-            self.seconds["job start"] = max(0.0, waited)
+            if -10 < waited < 30 * 86_400:  # else it is no time of this job; clocks differ a little
+                self.seconds["job start"] = max(0.0, waited)
 
     def mark(self, phase: str) -> None:
         """End a phase, or one more part of it; it began where the last one ended."""
@@ -75,6 +75,11 @@ def summary(reports: Sequence[dict[str, Any]]) -> dict[str, Any]:
     `total` counts from the start of a process, `job_start_to_first_step` from the start of the
     job, and is None where nobody said when that was.
     """
+
+    def spread(seconds: list[float]) -> dict[str, float]:
+        most, mean = max(seconds), fmean(seconds)
+        return {"min": min(seconds), "mean": mean, "max": most, "slowest_rank": seconds.index(most)}
+
     main = reports[0]
     phases = {
         phase: spread([r["seconds"][phase] for r in reports])
@@ -91,16 +96,6 @@ def summary(reports: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "phases": phases,
         "compile_cache": main["compile_cache"],
         "slowest_phase": max(phases, key=lambda phase: phases[phase]["max"]),
-    }
-
-
-def spread(seconds: Sequence[float]) -> dict[str, float]:
-    """Return min, mean and max over processes, and the slowest rank."""
-    return {
-        "min": min(seconds),
-        "mean": fmean(seconds),
-        "max": max(seconds),
-        "slowest_rank": max(range(len(seconds)), key=seconds.__getitem__),
     }
 
 

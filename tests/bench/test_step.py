@@ -37,7 +37,6 @@ def test_steps_are_timed_also_without_the_data_and_profiled(tmp_path):
     assert found["peak_bytes"] > 2**27  # JAX alone takes more
 
     assert {op["category"] for op in found["profile"]["operations"]} & {"matmul", "collective"}
-    assert found["profile"]["collectives_over"] == "Gloo"
     assert len(list(tmp_path.glob("plugins/profile/*/*.xplane.pb"))) == 1  # process 0's
 
 
