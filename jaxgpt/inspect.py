@@ -26,8 +26,8 @@ from jaxgpt.config import (
     skip_ranges,
     whole_number,
 )
-from jaxgpt.data.batches import BatchReader, training_batches
 from jaxgpt.data.dataset import Dataset, open_dataset
+from jaxgpt.data.loader import Loader
 from jaxgpt.runtime.jax_internals import failure_board
 from jaxgpt.spikes.policy import skipped_by_rewinds
 from jaxgpt.spikes.skip import SkipRanges
@@ -82,7 +82,7 @@ def look_up(
     """Return the data set, the origin of each wanted row, the tokens of all rows, and notes."""
     dataset = open_dataset(config.data, config.model)
     config = config.replace(model__vocab_size=dataset.vocab_size)
-    rows = training_batches(dataset, config)
+    rows = Loader.for_training(dataset, config)
     chosen = chosen_rows(wanted, config.train.batch_size)
     found = [{"step": step, "row": row, **origin(dataset, rows, step, row)} for row in chosen]
     notes = differences(config, dataset, run, step)
@@ -107,9 +107,9 @@ def chosen_rows(given: str | None, batch_size: int) -> range:
     return range(start, stop)
 
 
-def origin(dataset: Dataset, rows: BatchReader, step: int, row: int) -> dict[str, Any]:
+def origin(dataset: Dataset, rows: Loader, step: int, row: int) -> dict[str, Any]:
     """Return corpus, file, offset and document of a row, counted in tokens of its file."""
-    (location,) = rows.row_locations(step, range(row, row + 1))
+    location = rows.row_location(step, row)
     tokens = dataset.sources[location.source].tokens["train"]
     file, offset = tokens.locate(location.offset)
     document = dataset.find_document(location.source, "train", location.offset)

@@ -6,8 +6,8 @@ import pytest
 from blends import write_corpora
 from jaxgpt import inspect
 from jaxgpt.config import load_config
-from jaxgpt.data.batches import training_batches
 from jaxgpt.data.dataset import open_dataset
+from jaxgpt.data.loader import Loader
 from jobs import SMALL, losses, run, train_here
 
 
@@ -35,7 +35,7 @@ def refused(capsys, *arguments):
 def test_rows_are_those_of_the_step_with_their_place(blend, tmp_path, capsys):
     config = load_config("tiny", *blend)
     dataset = open_dataset(config.data, config.model)
-    rows = training_batches(dataset, config)
+    rows = Loader.for_training(dataset, config)
     settings = [word for word in blend if word != "--data.blend"][:4]
     config_file = tmp_path / "c.yaml"
     config_file.write_text(config.to_yaml())

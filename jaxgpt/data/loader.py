@@ -1,39 +1,90 @@
-"""Rows of tokens as global arrays over the mesh, read ahead in a thread."""
+"""The batch of a step: a pure function of (data, seed, step), of which going to a step is O(1).
+
+JAX is imported with the first global array: `jaxgpt.inspect` reads rows without it.
+"""
 
 import itertools
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import TYPE_CHECKING, NamedTuple
 
-import jax
 import numpy as np
-from jax.sharding import NamedSharding
 
-from jaxgpt.config import Config
-from jaxgpt.data.batches import BatchReader, training_options
+from jaxgpt.config import Config, step_ranges
+from jaxgpt.data.blend import Blend
 from jaxgpt.data.dataset import Dataset
+from jaxgpt.data.sampler import EpochSampler
+
+if TYPE_CHECKING:
+    import jax
+    from jax.sharding import NamedSharding
 
 
-class Loader(BatchReader):
-    """Batches of one split. The batch of a step depends on nothing but the step."""
+class RowLocation(NamedTuple):
+    """Where a row comes from."""
 
-    def __init__(self, dataset: Dataset, split: str, *, sharding: NamedSharding, **options: Any):
-        """A loader whose batches have shape (B, T+1) and the given sharding.
+    corpus: int
+    source: int
+    offset: int
+    """Number of its first token in the source's split."""
 
-        Args:
-            options: those of `BatchReader`.
+
+class Loader:
+    """Batches of one split, by step: rows as arrays of NumPy, or global arrays over the mesh."""
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        split: str,
+        *,
+        block_size: int,
+        batch_size: int,
+        seed: int,
+        random_steps: tuple[tuple[int, int], ...] = (),
+        sharding: "NamedSharding | None" = None,
+    ):
         """
-        super().__init__(dataset, split, **options)
+        Args:
+            block_size: T; a row is T+1 tokens.
+            batch_size: rows per step, B.
+            random_steps: ranges of steps, both ends included, whose tokens are drawn at random:
+                a rehearsed fault.
+            sharding: of the global batches; without it only rows can be read.
+        """
+        self.names = dataset.corpora
+        self.shape = (batch_size, block_size + 1)
+        self._splits = [source.tokens[split] for source in dataset.sources]
+        self._vocab_size = dataset.vocab_size
+        self._seed = seed
+        self._random_steps = random_steps
         self._sharding = sharding
+        self._blend = Blend(
+            [source.entry.weight for source in dataset.sources],
+            [self.names.index(source.entry.corpus) for source in dataset.sources],
+        )
+        self._samplers = [
+            EpochSampler(tokens.size, block_size, seed, stream)
+            for stream, tokens in enumerate(self._splits)
+        ]
 
     @classmethod
-    def for_training(cls, dataset: Dataset, config: Config, sharding: NamedSharding) -> "Loader":
-        """Return global batches of the training split."""
-        return cls(dataset, "train", sharding=sharding, **training_options(config))
+    def for_training(
+        cls, dataset: Dataset, config: Config, sharding: "NamedSharding | None" = None
+    ) -> "Loader":
+        """Return the global batches that a run trains on."""
+        return cls(
+            dataset,
+            "train",
+            block_size=config.model.block_size,
+            batch_size=config.train.batch_size,
+            seed=config.train.seed,
+            random_steps=step_ranges("faults.random_tokens", config.faults.random_tokens),
+            sharding=sharding,
+        )
 
     @classmethod
     def for_evaluation(
-        cls, dataset: Dataset, split: str, config: Config, sharding: NamedSharding
+        cls, dataset: Dataset, split: str, config: Config, sharding: "NamedSharding"
     ) -> "Loader":
         """Return batches of the size of a microbatch, of either split, in another order."""
         return cls(
@@ -45,11 +96,52 @@ class Loader(BatchReader):
             sharding=sharding,
         )
 
-    def batch(self, step: int) -> jax.Array:
+    def row_location(self, step: int, row: int) -> RowLocation:
+        """Return where a row of a step's batch comes from."""
+        corpus, source, number = self._blend[(step - 1) * self.shape[0] + row]
+        return RowLocation(corpus, source, self._samplers[source].offset(number))
+
+    def corpora(self, step: int) -> np.ndarray:
+        """Return the corpus (its number in `names`) of each row of a step: int, shape (B,)."""
+        return np.array([self.row_location(step, row).corpus for row in range(self.shape[0])])
+
+    def tokens_consumed(self, step: int) -> list[int]:
+        """Return the tokens of each corpus in the batches of all steps up to `step`."""
+        return [n * (self.shape[1] - 1) for n in self._blend.counts(step * self.shape[0])]
+
+    def is_random(self, step: int) -> bool:
+        """Return whether a step has random tokens, a rehearsed fault."""
+        return any(first <= step <= last for first, last in self._random_steps)
+
+    def read(self, step: int, rows: range) -> np.ndarray:
+        """Return some rows of a step's batch: int32, shape (rows, T+1).
+
+        Raises:
+            UsageError: if a file cannot be read, or a token is outside the vocabulary.
+        """
+        read_row = self._random_row if self.is_random(step) else self._row
+        out = np.empty((len(rows), self.shape[1]), np.int32)
+        for place, row in zip(out, rows, strict=True):
+            place[:] = read_row(step, row)
+        return out
+
+    def _row(self, step: int, row: int) -> np.ndarray:
+        _, source, offset = self.row_location(step, row)
+        tokens = self._splits[source].read(offset, self.shape[1])
+        self._splits[source].check_vocab_range(tokens, offset, self._vocab_size)
+        return tokens
+
+    def _random_row(self, step: int, row: int) -> np.ndarray:
+        draw = np.random.default_rng([self._seed, step, row])  # the same on every mesh
+        return draw.integers(self._vocab_size, size=self.shape[1], dtype=np.int32)
+
+    def batch(self, step: int) -> "jax.Array":
         """Return the global batch of `step`: int32, shape (B, T+1).
 
         Each process reads only the rows of its own devices.
         """
+        import jax
+
         parts: dict[range, np.ndarray] = {}
 
         def part(index: tuple[slice, ...]) -> np.ndarray:
@@ -60,11 +152,11 @@ class Loader(BatchReader):
 
         return jax.make_array_from_callback(self.shape, self._sharding, part)
 
-    def batches(self, steps: Iterable[int], ahead: int = 2) -> Iterator[jax.Array]:
-        """Yield the batches of `steps`, with up to `ahead` of them read before they are due."""
+    def batches(self, steps: Iterable[int]) -> Iterator["jax.Array"]:
+        """Yield the batches of `steps`, with two of them read before they are due."""
         steps = iter(steps)
         with ThreadPoolExecutor(1, thread_name_prefix="loader") as thread:
-            waiting = [thread.submit(self.batch, step) for step in itertools.islice(steps, ahead)]
+            waiting = [thread.submit(self.batch, step) for step in itertools.islice(steps, 2)]
             try:
                 while waiting:
                     batch = waiting.pop(0).result()

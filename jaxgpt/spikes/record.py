@@ -49,7 +49,7 @@ def worst_rows(
     """
     out = []
     for row in map(int, np.argsort(row_losses)[::-1][:WORST_ROWS]):  # nan comes first
-        (location,) = loader.row_locations(step, range(row, row + 1))
+        location = loader.row_location(step, row)
         out.append(
             {
                 "row": row,

@@ -25,8 +25,8 @@ from jaxgpt.config import (
     mesh_shape,
     skip_ranges,
 )
-from jaxgpt.data.batches import BatchReader
 from jaxgpt.data.dataset import Dataset, dataset_directory, entries, open_dataset
+from jaxgpt.data.loader import Loader
 from jaxgpt.data.prepare.builtin import prepare_python
 from jaxgpt.data.tokenizers import Tokenizer
 from jaxgpt.runtime.devices import cpu_devices_per_process
@@ -63,7 +63,7 @@ class Run:
         before = self.resume_meta.get("consumed_tokens", 0)
         return before + (step - (self.resume_step or 0)) * per_step
 
-    def corpus_tokens(self, rows: BatchReader, step: int) -> dict[str, int]:
+    def corpus_tokens(self, rows: Loader, step: int) -> dict[str, int]:
         """Return those of each corpus: `rows` alone takes all steps to be of the same size."""
         now, then = rows.tokens_consumed(step), rows.tokens_consumed(self.resume_step or 0)
         before = self.resume_meta.get("corpus_tokens", dict(zip(rows.names, then, strict=True)))

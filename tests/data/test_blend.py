@@ -8,8 +8,8 @@ import pytest
 
 from blends import write_corpora
 from jaxgpt.config import UsageError, load_config
-from jaxgpt.data.batches import training_batches
 from jaxgpt.data.dataset import open_dataset, vocabulary_size
+from jaxgpt.data.loader import Loader
 from jaxgpt.data.megatron import read_index
 from jaxgpt.data.prepare.writer import megatron_writer, write_dataset
 from jaxgpt.data.tokenizers import ByteTokenizer
@@ -39,7 +39,7 @@ def opened(lines, *settings):
     config = configured(lines, *settings)
     dataset = open_dataset(config.data, config.model)
     dataset.verify()
-    return dataset, training_batches(dataset, config)
+    return dataset, Loader.for_training(dataset, config)
 
 
 def test_rows_of_every_kind_of_source_are_the_tokens_at_their_place(lines):
@@ -51,7 +51,8 @@ def test_rows_of_every_kind_of_source_are_the_tokens_at_their_place(lines):
     )
     seen = set()
     for step in range(1, 40):
-        for tokens, place in zip(rows.read(step, range(16)), rows.row_locations(step), strict=True):
+        for row, tokens in enumerate(rows.read(step, range(16))):
+            place = rows.row_location(step, row)
             first = dataset.sources[place.source].tokens["train"].first + place.offset
             assert (tokens == (31 * (first + np.arange(65)) + place.corpus) % 97).all()
             seen.add(place.corpus)
@@ -73,7 +74,7 @@ def test_a_file_list_is_the_same_blend(lines, tmp_path):
     config = load_config("tiny", *SETTINGS, f"data.file_list={path}")
     dataset = open_dataset(config.data, config.model)
     assert dataset.fingerprints == opened(lines)[0].fingerprints
-    assert (training_batches(dataset, config).read(7, range(16)) == opened(lines)[1].read(
+    assert (Loader.for_training(dataset, config).read(7, range(16)) == opened(lines)[1].read(
         7, range(16)
     )).all()  # fmt: skip
 
@@ -236,7 +237,7 @@ def test_a_file_of_200_gb_is_read_without_growing(tmp_path):
     )  # fmt: skip
     dataset = open_dataset(config.data, config.model)
     dataset.verify()
-    rows = training_batches(dataset, config)
+    rows = Loader.for_training(dataset, config)
 
     def resident():
         status = Path("/proc/self/status").read_text().splitlines()

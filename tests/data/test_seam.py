@@ -5,8 +5,8 @@ import pytest
 
 from jaxgpt import data
 from jaxgpt.config import load_config
-from jaxgpt.data.batches import training_batches
 from jaxgpt.data.dataset import open_dataset
+from jaxgpt.data.loader import Loader
 from jobs import SMALL, records, train_here
 from readme_code import load_block, train_and_move
 
@@ -31,7 +31,7 @@ def test_batches_and_fingerprint_are_those_of_nanogpts_file(corpus):
         config = load_config("tiny", f"data.path={corpus / path}", "model.vocab_size=256")
         dataset = open_dataset(config.data, config.model)
         dataset.verify()
-        reader = training_batches(dataset, config)
+        reader = Loader.for_training(dataset, config)
         rows = range(config.train.batch_size)
         batches = np.stack([reader.read(step, rows) for step in (1, 2, 777, 10**9)])
         found.append((batches.tobytes(), dataset.fingerprints[0][1], dataset.size("val")))

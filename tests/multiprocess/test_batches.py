@@ -8,8 +8,8 @@ import pytest
 
 from blends import write_corpora
 from jaxgpt.config import load_config
-from jaxgpt.data.batches import training_batches
 from jaxgpt.data.dataset import open_dataset
+from jaxgpt.data.loader import Loader
 from jobs import run
 
 HERE = Path(__file__).parent
@@ -29,7 +29,7 @@ def blend(tmp_path_factory):
 def expected(blend):
     """Of the rows one by one, without devices."""
     config = load_config(*blend)
-    rows = training_batches(open_dataset(config.data, config.model), config)
+    rows = Loader.for_training(open_dataset(config.data, config.model), config)
     digest = hashlib.sha256()
     for step in range(1, STEPS + 1):
         for tokens in rows.read(step, range(16)):
