@@ -12,7 +12,7 @@ import sys
 import time
 
 from jaxgpt.cluster.environment import find_launch
-from jaxgpt.cluster.launchers import ProcessLayout, launch_command, passed_over, place_processes
+from jaxgpt.cluster.launchers import ProcessLayout, launch_command, place_processes
 from jaxgpt.cluster.shutdown import job_exit_handler
 from jaxgpt.config import CommandParser, UsageError, is_help, whole_number
 from jaxgpt.perf.startup import JOB_START
@@ -101,9 +101,7 @@ def run(arguments: argparse.Namespace, command: list[str]) -> list[str] | None:
     if not (arguments.print or arguments.export):
         os.environ.setdefault(JOB_START, f"{time.time():.3f}")  # before a line that passes it on
     launcher = launch_command(layout, os.environ)
-    for line in (f"launch: {layout}", passed_over(launcher[0])):
-        if line:
-            print(line, file=sys.stderr, flush=True)
+    print(f"launch: {layout}", file=sys.stderr, flush=True)
     if arguments.export:
         print(exports(layout, launcher))
         return None

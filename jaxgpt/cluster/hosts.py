@@ -20,7 +20,9 @@ HOST_FILES = ("PBS_NODEFILE", "COBALT_NODEFILE", "HOSTFILE")
 _VARIABLES = ("PBS_NODEFILE", "SLURM_JOB_NODELIST", "SLURM_NODELIST", "COBALT_NODEFILE", "HOSTFILE")
 
 _HOST = r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?"
-_LINE = re.compile(rf"(?P<host>{_HOST})(:(?P<slots>\d+)|(\s+(slots=(?P<words>\d+)|[\w-]+=\S+))*)")
+_LINE = re.compile(
+    rf"(?P<host>{_HOST})(:(?P<slots>\d+))?(\s+(slots=(?P<words>\d+)|(?!slots=)[\w-]+=\S+))*"
+)
 
 
 def job_hosts(environ: Mapping[str, str], file: str | None = None) -> tuple[Hosts, str]:

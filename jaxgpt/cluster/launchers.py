@@ -1,8 +1,4 @@
-"""The command line that starts a job: mpiexec in its dialects, or srun.
-
-Sources: mpiexec(1) of Cray PALS as ALCF documents it, of MPICH's Hydra, Intel MPI and Open MPI;
-srun(1). How processes are bound to cores on a machine is in `machines`.
-"""
+"""The command line that starts a job: mpiexec of PALS, MPICH, Intel MPI or Open MPI, or srun."""
 
 import os
 import re
@@ -25,6 +21,7 @@ PASSED_ON = re.compile(
     r"|PYTHON\w*|VIRTUAL_ENV|CONDA_PREFIX|(?i:\w+_proxy)|PBS_JOBID|PBS_O_HOST"
 )
 NO_ACCELERATORS = "no accelerator seen here: 1 on each host, --ppn P for more"
+CPUS_ONLY = "JAX_PLATFORMS=cpu: 1 on each host, --ppn P for more"
 
 
 @dataclass(frozen=True)
@@ -45,10 +42,8 @@ class ProcessLayout:
 
     def __str__(self) -> str:
         n, n_hosts = self.n_processes, len(self.hosts)
-        where = f"{n_hosts} host{'s' * (n_hosts > 1)} of {self.named_by}"
-        if self.named_by == "this host":
-            where = self.named_by
-        return f"{n} process{'es' * (n > 1)} on {where} ({self.reason})"
+        counted = "" if self.named_by == "this host" else f"{n_hosts} host{'s' * (n_hosts > 1)} of "
+        return f"{n} process{'es' * (n > 1)} on {counted}{self.named_by} ({self.reason})"
 
 
 def place_processes(
@@ -78,7 +73,7 @@ def place_processes(
         per_host = n // len(hosts)
         option, reason = f"-n={n}", "-n"
     else:
-        per_host, reason = _devices(machine, environ)
+        per_host, reason = _default_per_host(machine, environ)
         if slots is not None and (slots < per_host or reason == NO_ACCELERATORS):
             per_host, reason = slots, f"{named_by} has room for {slots} on a host"
         option = reason
@@ -114,27 +109,25 @@ def _wants_accelerators(environ: Mapping[str, str]) -> bool:
     return environ.get("JAX_PLATFORMS") != "cpu"
 
 
-def _devices(machine: Machine | None, environ: Mapping[str, str]) -> tuple[int, str]:
-    """Return the default number of processes on a host, and the reason."""
-    if asked := environ.get("SLURM_NTASKS_PER_NODE", ""):
-        return _number("SLURM_NTASKS_PER_NODE", asked), f"SLURM_NTASKS_PER_NODE={asked}"
+def _default_per_host(machine: Machine | None, environ: Mapping[str, str]) -> tuple[int, str]:
+    """Return a number of processes on a host, and the reason."""
     tasks = environ.get("SLURM_TASKS_PER_NODE", "") if "SLURM_NTASKS" in environ else ""
-    n_tasks, by_tasks = _least(tasks), f"SLURM_TASKS_PER_NODE={tasks}"  # of --ntasks
-    if not _wants_accelerators(environ):
-        if n_tasks:
-            return n_tasks, by_tasks
-        return 1, "JAX_PLATFORMS=cpu: 1 on each host, --ppn P for more"
-    for variable in VISIBLE_VARIABLES:
-        if variable in environ:
-            visible = [d for d in environ[variable].split(",") if d not in ("", "-1")]
-            return max(1, len(visible)), f"{variable}={environ[variable]}"
-    if machine:
-        return machine.devices_per_host, f"one for each device of a {machine.name} host"
-    if (given := environ.get("SLURM_GPUS_ON_NODE", "0")) != "0":
-        return _number("SLURM_GPUS_ON_NODE", given), f"SLURM_GPUS_ON_NODE={given}"
-    if found := count_accelerators():
-        return found, f"one for each of {found} accelerators seen here"
-    return (n_tasks, by_tasks) if n_tasks else (1, NO_ACCELERATORS)
+    visible = next((v for v in VISIBLE_VARIABLES if v in environ), None)
+    if asked := environ.get("SLURM_NTASKS_PER_NODE"):
+        return _number("SLURM_NTASKS_PER_NODE", asked), f"SLURM_NTASKS_PER_NODE={asked}"
+    if _wants_accelerators(environ):
+        if visible:
+            devices = [d for d in environ[visible].split(",") if d not in ("", "-1")]
+            return max(1, len(devices)), f"{visible}={environ[visible]}"
+        if machine:
+            return machine.devices_per_host, f"one for each device of a {machine.name} host"
+        if (given := environ.get("SLURM_GPUS_ON_NODE", "0")) != "0":
+            return _number("SLURM_GPUS_ON_NODE", given), f"SLURM_GPUS_ON_NODE={given}"
+        if found := count_accelerators():
+            return found, f"one for each of {found} accelerators seen here"
+    if n_tasks := _least(tasks):  # of --ntasks
+        return n_tasks, f"SLURM_TASKS_PER_NODE={tasks}"
+    return 1, NO_ACCELERATORS if _wants_accelerators(environ) else CPUS_ONLY
 
 
 def _number(variable: str, given: str) -> int:
@@ -152,7 +145,13 @@ def launch_command(layout: ProcessLayout, environ: Mapping[str, str]) -> list[st
     if "SLURM_JOB_ID" in environ and layout.named_by not in HOST_FILES:
         return _srun(layout, environ)
     mpiexec = find_mpiexec()
-    version = mpiexec_version(mpiexec)
+    try:
+        ran = subprocess.run(
+            [mpiexec, "--version"], capture_output=True, text=True, errors="replace", timeout=60
+        )
+        version = (ran.stdout + ran.stderr).strip()
+    except (OSError, subprocess.TimeoutExpired) as error:
+        version = str(error)
     if re.match(r"mpiexec version \d", version):
         return _pals(mpiexec, layout)
     if "Open MPI" in version or "OpenRTE" in version:
@@ -188,60 +187,21 @@ def find_mpiexec() -> str:
     return found
 
 
-def passed_over(mpiexec: str) -> str | None:
-    """Return a warning if this Python's mpiexec comes before the machine's own."""
-    folder = str(Path(sys.executable).parent)
-    if str(Path(mpiexec).parent) != folder:
-        return None
-    path = [p for p in os.environ.get("PATH", "").split(os.pathsep) if p != folder]
-    own = shutil.which("mpiexec", path=os.pathsep.join(path))
-    return own and (
-        f"warning: {mpiexec} came with this Python and is taken; for {own} install jaxgpt without "
-        "[mpi], and mpi4py for that MPI"
-    )
-
-
-def mpiexec_version(mpiexec: str) -> str:
-    """Return the output of `mpiexec --version`.
-
-    Raises:
-        UsageError: if it cannot be run.
-    """
-    try:
-        ran = subprocess.run(
-            [mpiexec, "--version"], capture_output=True, text=True, errors="replace", timeout=60
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise UsageError(
-            f"mpiexec={mpiexec}: --version does not work ({error}); put another first in PATH"
-        ) from None
-    return (ran.stdout + ran.stderr).strip()
-
-
 def _pals(mpiexec: str, layout: ProcessLayout) -> list[str]:
-    n, per_host = str(layout.n_processes), str(layout.per_host)
-    line = [mpiexec, "--envall", "-n", n, "-ppn", per_host]
+    machine, per_host = layout.machine, layout.per_host
+    line = [mpiexec, "--envall", "-n", str(layout.n_processes), "-ppn", str(per_host)]
     if layout.named_by == "PBS_NODEFILE":
         line += ["--hostfile", layout.host_file]
     elif layout.named_by != "this host":  # a user's file may have slots, which PALS has not
         line += ["--hosts", ",".join(layout.hosts)]
-    return line + _bind(layout)
-
-
-def _bind(layout: ProcessLayout) -> list[str]:
-    """Return PALS's binding to cores: the machine's own, else equal shares of this host's.
-
-    A process with several devices has the cores of all of them.
-    """
-    machine, per_host = layout.machine, layout.per_host
-    if machine and machine.cpu_bind:
-        groups = machine.cpu_bind.removeprefix("list:").split(":")
-        each, rest = divmod(len(groups), per_host)
-        if rest == 0:
-            shares = [",".join(groups[i : i + each]) for i in range(0, len(groups), each)]
-            return ["--cpu-bind", "list:" + ":".join(shares)]
+    if machine and machine.cpu_bind and machine.devices_per_host % per_host == 0:
+        # A process with several devices has the cores of all of them.
+        cores = machine.cpu_bind.removeprefix("list:").split(":")
+        each = machine.devices_per_host // per_host
+        shares = [",".join(cores[i : i + each]) for i in range(0, len(cores), each)]
+        return [*line, "--cpu-bind", "list:" + ":".join(shares)]
     depth = max(1, len(own_cpus()) // per_host)
-    return ["--cpu-bind", "depth", "-d", str(depth)]
+    return [*line, "--cpu-bind", "depth", "-d", str(depth)]
 
 
 def _open_mpi(mpiexec: str, layout: ProcessLayout, environ: Mapping[str, str]) -> list[str]:
@@ -285,8 +245,8 @@ def _slurm_cpus(per_host: int, environ: Mapping[str, str]) -> int:
     was for as many processes; else an equal share of the allocation.
     """
     share = _least(environ.get("SLURM_JOB_CPUS_PER_NODE", "")) // per_host
-    asked = environ.get("SLURM_CPUS_PER_TASK", "")
-    tasks = environ.get("SLURM_NTASKS_PER_NODE", "")
+    asked = environ.get("SLURM_CPUS_PER_TASK")
+    tasks = environ.get("SLURM_NTASKS_PER_NODE")
     if not asked:
         return share
     cpus = _number("SLURM_CPUS_PER_TASK", asked)

@@ -34,7 +34,7 @@ class StopSignal:
         self._since = time.monotonic()
         for number in SIGNALS:
             signal.signal(number, self._receive)
-        atexit.register(ignore_signals)
+        atexit.register(_ignore_signals)
         if time_limit_minutes is not None and rank_from_env() == 0:
             signal.setitimer(signal.ITIMER_REAL, max(0.01, 60 * time_limit_minutes - passed))
 
@@ -59,7 +59,7 @@ class StopSignal:
         return agreed
 
 
-def ignore_signals() -> None:
+def _ignore_signals() -> None:
     """Ignore what comes when all is done: Python would go back to being killed."""
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)

@@ -47,7 +47,7 @@ class ProcessGroup:
     notes: tuple[str, ...] = ()
     """Lines for the log about problems that were worked around."""
     transport: Transport | None = None
-    """Messages between the processes; None if there is but one."""
+    """Carries messages between the processes until `close`; None if there is but one."""
     on_close: contextlib.ExitStack = field(default_factory=contextlib.ExitStack, compare=False)
     """Connections, locks and the like, given up when the group is closed."""
 

@@ -38,13 +38,12 @@ class FailureBoard(Protocol):
     """A place on process 0, seen by all processes, where the first one to fail says so."""
 
     rank: int
-    """This process."""
 
     def post(self, status: int) -> bool:
         """Post this failure; False if another was first, or the board is out of reach."""
 
     def read(self) -> tuple[int, int] | None:
-        """Return the rank and the exit status of the first to fail, None if nobody has."""
+        """Return rank and status of the first to fail; None if nobody has, or out of reach."""
 
 
 def end_process(status: int) -> NoReturn:
@@ -60,8 +59,7 @@ def job_exit_handler(
 
     A `UsageError` is one line and status 2; any other exception is its traceback and status 1,
     as the last thing that the job prints: processes that fail only because their peer has gone
-    keep silent. Where nobody reads on, as after `| head`, a lone process ends like one that
-    SIGPIPE has killed.
+    keep silent. Where nobody reads on, as after `| head`, a lone process ends as if by SIGPIPE.
 
     Args:
         find_board: returns the job's failure board once its processes are connected.
@@ -70,7 +68,9 @@ def job_exit_handler(
     if isinstance(sys.stdout, io.TextIOWrapper):  # a character that it lacks is not worth a run
         sys.stdout.reconfigure(errors="replace")
     try:
-        _check_encoding(sys.argv)
+        for word in sys.argv:
+            if word != word.encode(errors="replace").decode():
+                raise UsageError(f"{word!r}: is not UTF-8; give it in that encoding")
         yield
         sys.stdout.flush()
     except SingleRankUsageError as error:
@@ -84,10 +84,7 @@ def job_exit_handler(
             print(f"error: {error}", file=sys.stderr, flush=True)
         raise SystemExit(BAD_USAGE) from None
     except KeyboardInterrupt:  # before training has begun, or the second of its kind
-        if "jax" in sys.modules:  # XLA, interrupted in compiling, may crash at exit
-            sys.stdout.flush()
-            end_process(128 + signal.SIGINT)
-        raise SystemExit(128 + signal.SIGINT) from None
+        terminate_job("", 128 + signal.SIGINT, find_board())
     except PeerLost as error:
         if find_board():  # one that failed says why, and ends this process
             time.sleep(PROPAGATION_SECONDS)
@@ -113,8 +110,7 @@ def terminate_job(
 
     Args:
         board: None if the processes are not connected.
-        until_abort: seconds in which the others of a connected job come to wait for this process,
-            and print no more.
+        until_abort: seconds in which the others come to wait for this process and print no more.
     """
 
     def end_unanswered() -> None:
@@ -136,6 +132,10 @@ def terminate_job(
     if board is None:
         report_and_end()
     if not board.post(status):
+        if board.read() is None:
+            reason = report.strip().rpartition("\n")[2] or f"status {status}"
+            line = f"process {board.rank} cannot reach process 0, and ends by itself: {reason}"
+            print(line, file=sys.stderr, flush=True)
         _redirect_to_null(STDOUT, STDERR)  # JAX prints at length where process 0 ends first
         time.sleep(PROPAGATION_SECONDS)
         end_process(status)
@@ -157,11 +157,7 @@ def abort_mpi(status: int) -> None:
 
 
 def watch_for_peer_failure(board: FailureBoard) -> None:
-    """End this process when another one of the connected job fails.
-
-    For jobs without MPI, which would do it: otherwise the others would only notice that
-    heartbeats are missed.
-    """
+    """End this process when another one of the connected job fails, as MPI would do it."""
     at_exit = threading.Event()
 
     def watch() -> None:
@@ -193,14 +189,6 @@ def _redirect_to_null(*descriptors: int) -> None:
     with open(os.devnull, "w") as nothing:
         for descriptor in descriptors:
             os.dup2(nothing.fileno(), descriptor)
-
-
-def _check_encoding(arguments: list[str]) -> None:
-    for argument in arguments:
-        try:
-            argument.encode()
-        except UnicodeEncodeError:
-            raise UsageError(f"{argument!r}: is not UTF-8; give it in that encoding") from None
 
 
 def _nobody_reads() -> bool:

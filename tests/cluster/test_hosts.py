@@ -25,6 +25,7 @@ def host_file(folder, text):
         ("a:4\nb:2\n", {"a": 4, "b": 2}),
         ("a slots=4 max_slots=8\nb  slots=4\n", {"a": 4, "b": 4}),
         ("a slots=2\na slots=2", {"a": 4}),
+        ("a:4 max_slots=8\nb port=22 slots=2 max-slots=8\n", {"a": 4, "b": 2}),
         ("# all of them\n\n  a  # the first\r\nb\n", {"a": None, "b": None}),
     ],
 )
@@ -41,6 +42,7 @@ def test_a_host_file_gives_each_host_once_with_its_slots(tmp_path, text, hosts):
         ("a\nb c\n", "line 2 is 'b c'"),
         ("a:many\n", "line 1 is 'a:many'"),
         ("a:0\n", "line 1 is 'a:0'"),
+        ("a slots=many\n", "line 1 is 'a slots=many'"),
         ("nid[001-003]\n", "line 1"),
         ("\x00\xff\n", "line 1"),
     ],

@@ -50,16 +50,49 @@ def test_closed_streams_do_not_end_a_command(closed, tmp_path):
     assert sorted(losses(tmp_path)) == [1, 2]
 
 
-INTERRUPTED = """
-import atexit, os
-from jaxgpt.cluster.shutdown import job_exit_handler
-with job_exit_handler():
-    import jax
+ENDED = """
+import atexit, os, sys
+from jaxgpt.cluster import shutdown
+
+class Board:
+    rank = 1
+
+    def post(self, status):
+        print("posted", status, flush=True)
+        return sys.argv[1] == "first"
+
+    def read(self):
+        return (0, 1) if sys.argv[1] == "second" else None
+
+shutdown.PROPAGATION_SECONDS = 0
+with shutdown.job_exit_handler(lambda: None if sys.argv[1] == "alone" else Board()):
     atexit.register(os.abort)  # as XLA may, if it is interrupted in compiling
-    raise KeyboardInterrupt
+    raise eval(sys.argv[2])
 """
 
 
+def ended(board, error):
+    """The status of a process that raises `error`, what it posted, and what it said."""
+    variables = {"JAXGPT_RANK": "1", "JAXGPT_SIZE": "2", "JAXGPT_COORDINATOR": "localhost:29500"}
+    job = subprocess.run(
+        [sys.executable, "-c", ENDED, board, error], capture_output=True, text=True,
+        env=environment(**variables if board != "alone" else {}),
+    )  # fmt: skip
+    return job.returncode, job.stdout, job.stderr
+
+
 def test_an_interrupted_command_does_not_crash_at_its_exit():
-    job = subprocess.run([sys.executable, "-c", INTERRUPTED], capture_output=True, text=True)
-    assert (job.returncode, job.stderr) == (128 + signal.SIGINT, "")
+    assert ended("alone", "KeyboardInterrupt") == (128 + signal.SIGINT, "", "")
+
+
+def test_an_interrupted_process_ends_its_job():
+    assert ended("first", "KeyboardInterrupt") == (128 + signal.SIGINT, "posted 130\n", "")
+
+
+def test_a_process_that_fails_says_so_unless_another_has():
+    status, posted, said = ended("first", "ValueError('bad')")
+    assert (status, posted) == (1, "posted 1\n") and said.startswith("Traceback")
+    assert ended("second", "ValueError('bad')") == (1, posted, "")
+    assert ended("unreachable", "ValueError('bad')") == (
+        1, posted, "process 1 cannot reach process 0, and ends by itself: ValueError: bad\n"
+    )  # fmt: skip

@@ -12,12 +12,14 @@ from jaxgpt.train import __main__ as train
 def fail(*args, **kwargs):
     if where == "killed":
         os.kill(os.getpid(), signal.SIGKILL)
+    if where == "interrupted":
+        raise KeyboardInterrupt
     raise RuntimeError(f"planted in {where}")
 
 
 def plant() -> None:
     """Replaces the function that is to fail on this process."""
-    if where in ("loop", "killed"):
+    if where in ("loop", "killed", "interrupted"):
         from jaxgpt.train.evaluate import Evaluator
 
         Evaluator.__call__ = fail
