@@ -39,11 +39,7 @@ class MpiTransport:
     """Messages over MPI's world."""
 
     def __init__(self, launch: Launch, timeout: float):
-        """Join the job that MPI describes.
-
-        Raises:
-            UsageError: if MPI cannot be loaded, or sees the processes as separate jobs.
-        """
+        """Join the job; `UsageError` if MPI cannot be loaded or makes each process its own job."""
         try:
             import mpi4py
 
@@ -103,11 +99,8 @@ class TcpTransport:
     def __init__(self, launch: Launch, timeout: float):
         """Meet the other processes: 0 listens at `launch.address`, and the others connect.
 
-        Args:
-            timeout: seconds for all to arrive.
-
         Raises:
-            PeerLost: if one does not.
+            PeerLost: if one does not come within `timeout` seconds.
         """
         assert launch.address and launch.size
         self.rank, self.size = launch.rank, launch.size
@@ -148,18 +141,20 @@ class TcpTransport:
         return [rank for rank, peer in sorted(self._peers.items()) if _has_gone(peer)]
 
     def close(self) -> None:
-        for stream in self._streams.values():
+        for file in (*self._streams.values(), *self._peers.values()):
             with contextlib.suppress(OSError):  # what was not sent is for one that has gone
-                stream.close()
-        for peer in self._peers.values():
-            peer.close()
+                file.close()
 
     def _accept_peers(self, address: str, timeout: float) -> None:
-        """Accept the others, until all are there."""
         raise_open_file_limit(self.size + 100)  # one connection for each process
         deadline = time.monotonic() + timeout
+        port = int(address.rpartition(":")[2])
+        v6 = socket.has_dualstack_ipv6()
+        family = socket.AF_INET6 if v6 else socket.AF_INET
         try:
-            server = _listen(int(address.rpartition(":")[2]))
+            server = socket.create_server(
+                ("", port), family=family, dualstack_ipv6=v6, backlog=1024
+            )
         except OSError as error:
             raise PeerLost(
                 f"{address}: process 0 cannot listen at this port ({error.strerror}); set "
@@ -171,9 +166,8 @@ class TcpTransport:
                 try:
                     peer, _ = server.accept()
                 except TimeoutError:
-                    raise PeerLost(
-                        missing_sentence({0, *self._peers}, self.size, timeout)
-                    ) from None
+                    arrived = {0, *self._peers}
+                    raise PeerLost(missing_sentence(arrived, self.size, timeout)) from None
                 peer.settimeout(10)
                 stream = peer.makefile("rwb")
                 try:
@@ -200,16 +194,11 @@ class TcpTransport:
         for option, value in (("TCP_KEEPIDLE", 30), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 3)):
             if hasattr(socket, option):  # Linux has them all
                 peer.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
-        self._peers[rank] = peer
-        self._streams[rank] = stream
+        self._peers[rank], self._streams[rank] = peer, stream
 
 
 def connect_to_rank0(address: str, rank: int, timeout: float) -> socket.socket:
-    """Connect to host:port of process 0, which may not listen yet.
-
-    Raises:
-        PeerLost: after `timeout` seconds.
-    """
+    """Connect to host:port of process 0, which may not listen yet; `PeerLost` after `timeout` s."""
     host, _, port = address.rpartition(":")
     deadline = time.monotonic() + timeout
     while True:
@@ -272,11 +261,7 @@ def lost_sentence(rank: int) -> str:
 
 
 def missing_sentence(arrived: set[int], size: int | None, timeout: float) -> str:
-    """Return the error that names the processes which did not arrive.
-
-    >>> missing_sentence({0, 1, 3}, 4, 300)[:50]
-    '3 of 4 processes arrived within 300 s (--init-time'
-    """
+    """Return the error that names the processes which did not arrive."""
     of = f" of {size}" if size else ""
     missing = [str(rank) for rank in range(size or 0) if rank not in arrived]
     names = ", ".join(missing[:20]) + (" ..." if len(missing) > 20 else "")
@@ -298,14 +283,6 @@ def _arrivals_folder() -> Path:
         launcher = stat.read_text().rpartition(")")[2].split()[1] if stat.exists() else ""
         job = f"{socket.gethostname()}-{launcher}"
     return Path.home() / ".cache" / "jaxgpt" / "arrivals" / job.replace("/", "_")
-
-
-def _listen(port: int) -> socket.socket:
-    if socket.has_dualstack_ipv6():
-        return socket.create_server(
-            ("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=1024
-        )
-    return socket.create_server(("", port), backlog=1024)
 
 
 def _has_gone(peer: socket.socket) -> bool:

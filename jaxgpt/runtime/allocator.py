@@ -6,9 +6,8 @@ import os
 
 from jaxgpt.cluster.hardware import DEVICE_FILES
 
+# Blocks up to this size, and as much free memory, stay with the process; larger ones leave holes.
 KEPT_BYTES = 2**28
-"""Blocks up to this size, and as much free memory, stay with the process. Keeping larger ones would
-leave holes, which cost more memory than they save time."""
 # Numbers from glibc's malloc.h: M_ARENA_MAX (other arenas never keep more than 64 MiB),
 # M_MMAP_THRESHOLD and M_TRIM_THRESHOLD.
 MALLOC_OPTIONS = ((-8, 1), (-3, KEPT_BYTES), (-1, KEPT_BYTES))
@@ -21,11 +20,15 @@ MEMORY_VARIABLES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 def keep_freed_memory() -> list[str]:
     """Make malloc keep freed blocks of up to `KEPT_BYTES`; return lines for the log.
 
-    Call it before XLA starts its threads. It leaves alone what the user has chosen
-    (`GLIBC_TUNABLES`, `MALLOC_*`, another malloc in `LD_PRELOAD`) and C libraries other than glibc.
+    Call it before XLA starts its threads. It leaves alone what the user has chosen.
     """
-    if chosen := malloc_choice():
-        return [f"malloc: left as {chosen} has it"]
+    for name, value in os.environ.items():
+        if (
+            name.startswith("MALLOC_")
+            or (name == "GLIBC_TUNABLES" and "glibc.malloc." in value)
+            or (name == "LD_PRELOAD" and "malloc" in value)
+        ):
+            return [f"malloc: left as {name}={value} has it"]
     try:
         mallopt = ctypes.CDLL(None).mallopt
     except (AttributeError, OSError):  # not glibc
@@ -33,18 +36,6 @@ def keep_freed_memory() -> list[str]:
     if not all([mallopt(option, value) for option, value in MALLOC_OPTIONS]):
         return ["malloc: this C library keeps its own settings; steps on a CPU may take longer"]
     return []
-
-
-def malloc_choice() -> str | None:
-    """Return the variable by which the user has configured malloc, as `NAME=value`."""
-    for name, value in os.environ.items():
-        if (
-            name.startswith("MALLOC_")
-            or (name == "GLIBC_TUNABLES" and "glibc.malloc." in value)
-            or (name == "LD_PRELOAD" and "malloc" in value)
-        ):
-            return f"{name}={value}"
-    return None
 
 
 def reserve_gpu_memory() -> list[str]:

@@ -16,16 +16,13 @@ NEVER = 1e9  # seconds that no compilation takes
 
 
 def use_compile_cache(directory: str, cluster: ProcessGroup) -> str:
-    """Let JAX, which must have been started, read and write compiled programs.
+    """Let JAX, which must have been started, read and write compiled programs; return a log line.
 
     On CPUs the processes of one host also share what they compile: process 0 does it for all.
     Of several such jobs at a time only the first one writes.
 
     Args:
         directory: a folder, or `off`. JAX_COMPILATION_CACHE_DIR, where set, is another folder.
-
-    Returns:
-        A line for the log.
     """
     import jax
 
@@ -33,9 +30,8 @@ def use_compile_cache(directory: str, cluster: ProcessGroup) -> str:
     if directory.lower() in (OFF, "none", "null", ""):
         return "compile cache: off"
     source = "compile_cache"
-    if os.environ.get("JAX_COMPILATION_CACHE_DIR"):
-        source = "JAX_COMPILATION_CACHE_DIR"
-        directory = os.environ[source]
+    if chosen := os.environ.get("JAX_COMPILATION_CACHE_DIR"):
+        source, directory = "JAX_COMPILATION_CACHE_DIR", chosen
     folder = Path(os.path.expanduser(directory)) / cpu_signature()
     on_cpu = jax.default_backend() == "cpu"
     if not all(cluster.allgather(_is_writable(folder))):
@@ -68,10 +64,9 @@ def use_compile_cache(directory: str, cluster: ProcessGroup) -> str:
 
 
 class CacheUse:
-    """Counts of the programs asked of the cache and found in it."""
+    """Counts, from now on, of the programs asked of the cache and found in it."""
 
     def __init__(self):
-        """Count from now on."""
         import jax
 
         self.requests = self.hits = 0
@@ -94,24 +89,18 @@ class CacheUse:
 def cpu_signature() -> str:
     """Return a hash that differs for processors for which XLA compiles different code."""
     found = [platform.machine()]
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith(("model name", "flags", "Features")):
-                found.append(line)
-            elif not line:
-                break  # the next processor
-    except OSError:
-        pass
+    with contextlib.suppress(OSError):
+        first = Path("/proc/cpuinfo").read_text().partition("\n\n")[0]
+        named = ("model name", "flags", "Features")
+        found += [line for line in first.splitlines() if line.startswith(named)]
     return hashlib.sha256("\n".join(found).encode()).hexdigest()[:12]
 
 
 def _is_writable(folder: Path) -> bool:
     if str(folder).startswith("~"):  # of a user whose home is not known
         return False
-    try:
+    with contextlib.suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
-    except OSError:
-        return False
     return os.access(folder, os.W_OK)
 
 
@@ -133,7 +122,5 @@ def _lock(folder: Path, cluster: ProcessGroup) -> str:
         file = cluster.on_close.enter_context((folder / ".lock").open("a"))
     except OSError as error:
         return f"its .lock cannot be written ({error.strerror})"  # another user's
-    found = lock_file(file)
-    if found == "taken":
-        return "another job is writing to it"
-    return "its file system has no locks" if found == "unsupported" else ""
+    reasons = {"taken": "another job is writing to it", "unsupported": "it cannot be locked"}
+    return reasons.get(lock_file(file), "")

@@ -15,10 +15,7 @@ def cpu_devices_per_process(shape: MeshShape, cluster: ProcessGroup) -> int:
     """Return how many devices each process of a CPU job simulates: mesh product / processes.
 
     `JAX_NUM_CPU_DEVICES`, where set, wins. A mesh with -1 takes one device per process, or as
-    many as its known sizes need.
-
-    Raises:
-        UsageError: if the processes do not divide the mesh, or have to bring too many.
+    many as its known sizes need. `UsageError` if the processes do not divide the mesh.
     """
     wanted = os.environ.get("JAX_NUM_CPU_DEVICES")
     if wanted is not None:
@@ -60,24 +57,18 @@ def local_device_ids(cluster: ProcessGroup) -> list[int] | None:
     if not seen and machine:  # Intel's files do not tell tiles apart
         seen = [str(i) for i in range(machine.devices_per_host)]
     n_sharing, place = mates.count(visible), mates[: cluster.local_rank].count(visible)
-    if n_sharing == 1 or not accelerator_expected():
-        error = chosen = None
-    else:
-        error, chosen = _split_devices(len(seen), n_sharing, place)
-    cluster.raise_if_any(error)
-    if chosen and machine and machine.device == "pvc":  # JAX's own setting is for CUDA and ROCm
+    # A single one may be of a kind whose files do not tell how many there are.
+    shares = n_sharing > 1 and len(seen) > 1 and accelerator_expected()
+    each = len(seen) // n_sharing
+    cluster.raise_if_any(
+        f"processes on host {platform.node()}={n_sharing}: more than its {len(seen)} devices; "
+        "start at most one process per device"
+        if shares and not each
+        else None
+    )
+    if not shares:
+        return None
+    chosen = list(range(place * each, (place + 1) * each))
+    if machine and machine.device == "pvc":  # JAX's own setting is for CUDA and ROCm
         os.environ["ZE_AFFINITY_MASK"] = ",".join(seen[i] for i in chosen)
     return chosen
-
-
-def _split_devices(seen: int, n_sharing: int, place: int) -> tuple[str | None, list[int] | None]:
-    """Return an error, or the devices of the process that has this place among those that share."""
-    if seen < 2:  # one, or of a kind whose files do not tell
-        return None, None
-    if seen < n_sharing:
-        return (
-            f"processes on host {platform.node()}={n_sharing}: more than its {seen} "
-            "devices; start at most one process per device"
-        ), None
-    each = seen // n_sharing
-    return None, list(range(place * each, (place + 1) * each))

@@ -5,6 +5,7 @@ import ipaddress
 import math
 import os
 import platform
+import re
 import signal
 import socket
 import sys
@@ -52,9 +53,8 @@ def initialize_jax(
     """Start JAX on this process and, in a job of several, `jax.distributed`.
 
     Args:
-        shape: of the mesh; on CPUs it says how many devices each process simulates.
         on_phase: is called with the name of each phase of the start when it ends.
-        preemption: catch SIGTERM for `preemption_sync_point`; else it does what it did before.
+        preemption: catch SIGTERM for `preemption_sync_point`.
         allow_cpu: take CPUs also where accelerators are expected, for the doctor to say so.
 
     Returns:
@@ -62,8 +62,7 @@ def initialize_jax(
 
     Raises:
         PeerLost: if the coordinator cannot be reached.
-        UsageError: if processes and devices do not fit, if JAX cannot start its devices, or if
-            XLA_FLAGS names a file.
+        UsageError: if processes and devices do not fit, or JAX cannot start its devices.
     """
     add_xla_flags(*CPU_COLLECTIVES)
     notes = list(cluster.notes)
@@ -119,11 +118,6 @@ def _start_distributed(cluster: ProcessGroup, preemption: bool) -> str:
 
 
 def _start_devices(allow_cpu: bool) -> list[Any]:
-    """Return all devices of the job.
-
-    Raises:
-        UsageError: if JAX cannot start them, or has CPUs only and that is not allowed.
-    """
     import jax
 
     try:
@@ -131,10 +125,8 @@ def _start_devices(allow_cpu: bool) -> list[Any]:
     except (RuntimeError, AssertionError) as error:  # an AssertionError says nothing more
         asked = os.environ.get("JAX_PLATFORMS")
         what = f"JAX_PLATFORMS={asked}" if asked else "devices"
-        raise UsageError(
-            f"{what}: JAX cannot start them ({' '.join(str(error).split()) or 'no such devices'});"
-            f" {CHECK_DRIVER}"
-        ) from None
+        reason = " ".join(str(error).split()) or "no such devices"
+        raise UsageError(f"{what}: JAX cannot start them ({reason}); {CHECK_DRIVER}") from None
     if devices[0].platform == "cpu" and not allow_cpu:
         raise UsageError(
             "devices: this host has accelerators, and their plugin has given JAX none; its words "
@@ -166,13 +158,10 @@ def _facts(cluster: ProcessGroup, devices: list[Any]) -> dict[str, Any]:
 
 
 def preemption_sync_point(step: int, requested: bool) -> bool | None:
-    """Return whether all processes stop after `step`, by JAX's preemption service.
+    """Return whether all processes stop after `step`; None if this is the only process.
 
     Args:
         requested: whether this process has just been asked to stop.
-
-    Returns:
-        None if this is the only process.
     """
     import jax
 
@@ -194,19 +183,16 @@ def pin_settings() -> list[str]:
     """Set what `PINNED` says; return lines for the log about what the environment had chosen."""
     import jax
 
-    found = {name: getattr(jax.config, name) for name in PINNED}
+    notes = []
     for name, value in PINNED.items():
-        jax.config.update(name, value)
-    return [
-        f"warning: {name.upper()}={found[name]}: is {value} here, as it decides about results"
-        for name, value in PINNED.items()
-        if found[name] != value
-    ]
+        if (found := getattr(jax.config, name)) != value:
+            jax.config.update(name, value)
+            notes.append(f"warning: {name.upper()}={found}: is {value} here, as it decides results")
+    return notes
 
 
 def describe(facts: dict[str, Any]) -> list[str]:
     """Return lines for the log about what `initialize_jax` found."""
-    processes = f"{facts['processes']} process" + ("es" if facts["processes"] > 1 else "")
     simulated = " simulated" if facts["simulated"] else ""
     machine = f", {facts['machine']}" if facts["machine"] else ""
     n_hosts = len(facts["hosts"])
@@ -216,7 +202,7 @@ def describe(facts: dict[str, Any]) -> list[str]:
         f"{facts['processes_on_host']} on {facts['host']}, this host; "
         f"coordinator {facts['coordinator'] or 'not needed'}",
         f"devices: {facts['devices']}{simulated} x {facts['device_kind']}, "
-        f"{facts['devices_per_process']} on each of {processes}; jax {facts['jax']}",
+        f"{facts['devices_per_process']} on each process; jax {facts['jax']}",
         *facts["notes"],
     ]
 
@@ -225,9 +211,6 @@ def outward_address(cluster: ProcessGroup, coordinator: str) -> str:
     """Return the address at which the others reach this host; loopback if there are none.
 
     The coordinator's own host may know itself by loopback only: it takes the way to another.
-
-    Args:
-        coordinator: the name or address of process 0's host.
     """
     everyone = cluster.allgather(address_towards(coordinator))
     mine = everyone[cluster.rank]
@@ -237,13 +220,11 @@ def outward_address(cluster: ProcessGroup, coordinator: str) -> str:
 
 def clear_proxies() -> list[str]:
     """Take *_proxy out of the environment: gRPC would send them what is for another host."""
-    found = sorted(name for name in os.environ if name.lower().endswith("_proxy"))
-    found = [name for name in found if name.lower() != "no_proxy"]
+    found = sorted(v for v in os.environ if re.fullmatch(r"(?!no_proxy)\w+_proxy", v, re.I))
     for name in found:
         del os.environ[name]
-    if not found:
-        return []
-    return [f"cleared {', '.join(found)}: the processes speak to each other without a proxy"]
+    line = f"cleared {', '.join(found)}: the processes speak to each other without a proxy"
+    return [line] if found else []
 
 
 def _keep_stdout_for_python() -> None:

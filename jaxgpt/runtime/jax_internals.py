@@ -20,8 +20,7 @@ class JaxFailureBoard:
         self.rank = rank
 
     def post(self, status: int) -> bool:
-        with contextlib.suppress(Exception):  # of JAX's client or gRPC: process 0 may be gone
-            # The store refuses a key that it has, so exactly one process can set it.
+        with contextlib.suppress(Exception):  # process 0 is gone, or the store has this key
             self._client.key_value_set(FAILURE_KEY, f"{self.rank} {status}")
             return True
         return False

@@ -166,7 +166,7 @@ def test_settings_of_jax_do_not_change_results(name, value):
     finally:
         jax.config.update(name, before)
     assert facts["notes"] == [
-        f"warning: {name.upper()}={value}: is {before} here, as it decides about results"
+        f"warning: {name.upper()}={value}: is {before} here, as it decides results"
     ]
 
 
