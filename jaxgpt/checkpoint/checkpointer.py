@@ -10,8 +10,8 @@ import logging
 import os
 import shutil
 import sys
+import threading
 from collections.abc import Iterator, Mapping
-from concurrent import futures
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,7 @@ MAKE_ROOM = (
 
 
 class Checkpoints:
-    """Saves and restores the state of one run.
+    """Saves and restores the state of one run, in `directory`/checkpoints.
 
     The newest checkpoint.keep stay. With spike.action=rewind so do the newest of those that are
     checkpoint.interval apart, whatever a signal saved in between. An older one is removed once the
@@ -44,10 +44,9 @@ class Checkpoints:
     """
 
     def __init__(self, directory: Path, config: Config):
-        """Use `directory`/checkpoints, where only this training run writes."""
         self._folder = (directory / "checkpoints").absolute()
         self._config = config
-        self._remover, self._removals = futures.ThreadPoolExecutor(1), []
+        self._removals: list[threading.Thread] = []
 
     @functools.cached_property
     def _checkpointer(self) -> Any:
@@ -88,9 +87,8 @@ class Checkpoints:
         import orbax.checkpoint as ocp
 
         self._finish()
-        if jax.process_index() == 0:  # which removes what is old, and makes room by that
-            futures.wait(self._removals)
-            self._removals.clear()
+        if jax.process_index() == 0:
+            self._wait_for_removals()  # which make room
             self.check_room(step, tree)
         meta = {**meta, "step": step, "checksums": checksums(tree)}
         with _no_room_is_usage_error(self._folder):
@@ -121,11 +119,15 @@ class Checkpoints:
         for step in set(saved).difference(kept) if jax.process_index() == 0 else ():
             # Under another name it is no checkpoint, however little of it is left.
             path = self._folder / str(step)
-            try:
+            with contextlib.suppress(OSError):  # such a folder is still there: the next time
                 scratch = path.rename(f"{path}{SCRATCH_SUFFIX}")
-            except OSError:  # such a folder is still there: the next time
-                continue
-            self._removals.append(self._remover.submit(shutil.rmtree, scratch, ignore_errors=True))
+                removal = threading.Thread(target=shutil.rmtree, args=(scratch, True))
+                removal.start()
+                self._removals.append(removal)
+
+    def _wait_for_removals(self) -> None:
+        while self._removals:
+            self._removals.pop().join()
 
     def restore(self, step: int, shapes: Tree) -> tuple[Tree, dict[str, Any]]:
         """Return the arrays of `step`, bitwise, laid out as `shapes` say, and its JSON.
@@ -138,9 +140,16 @@ class Checkpoints:
         return _read(self._folder.parent, step, shapes, remedy)
 
     def close(self) -> None:
-        """Return once everything is on disk; raise `UsageError` if there was no room for it."""
-        self._finish()
-        futures.wait(self._removals)
+        """Write everything to disk and end Orbax's threads; the next save starts them again.
+
+        Raises `UsageError` if there was no room.
+        """
+        try:
+            self._finish()
+        finally:
+            self._wait_for_removals()
+            if "_checkpointer" in vars(self):
+                vars(self).pop("_checkpointer").close()
 
 
 def restore_params(directory: Path, step: int, shapes: Params) -> Params:

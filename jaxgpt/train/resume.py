@@ -20,15 +20,13 @@ _ORDER_KEYS = (("train", "batch_size"), ("train", "seed"))
 def missing_records(config: Config, dataset: Dataset, step: int | None) -> list[str]:
     """Return the kinds of `EVAL_RECORDS` that are due after a step and not in metrics.jsonl."""
     metrics = Path(config.out) / METRICS
+    due = list(EVAL_RECORDS)
+    if config.train.sample_tokens == 0 or dataset.tokenizer is None:
+        due.remove("sample")
     if step is None:
-        if not config.train.eval_at_start:
-            return []
-    elif not metrics.exists() or not should_evaluate(config, step):
+        return due if config.train.eval_at_start else []
+    if not metrics.exists() or not should_evaluate(config, step):
         return []
-    samples = config.train.sample_tokens > 0 and dataset.tokenizer is not None
-    due = EVAL_RECORDS if samples else EVAL_RECORDS[:1]
-    if step is None:
-        return list(due)
     return [kind for kind in due if all(r["step"] != step for r in read_records(metrics, kind))]
 
 
@@ -79,23 +77,25 @@ def _check_data(
 ) -> list[str]:
     """Refuse data that is not what a checkpoint was trained on, unless that is accepted."""
     saved, found = source_hashes(meta["data_fingerprint"]), source_hashes(dataset.fingerprints)
-    if saved == found:
+    tokenizers = meta["tokenizer"], dataset.tokenizer_meta
+    source = dataset.sources[0].entry
+    if len(saved) != len(found):
+        what = f"{checkpoint} was trained on {len(saved)} sources, not {len(found)}"
+    elif saved != found:
+        changed = next(i for i in range(len(saved)) if saved[i] != found[i])
+        source = dataset.sources[changed].entry
+        what = f"{source.path} does not hold the tokens that {checkpoint} was trained on"
+    elif None not in tokenizers and tokenizers[0] != tokenizers[1]:
+        what = f"the tokenizer is not the one that {checkpoint} was trained with"
+    else:
         blends = meta["config"]["data"].get("blend", []), config.data.blend
         if len({blend_shares(parse_lines(lines, "data.blend")) for lines in blends}) > 1:
             words = "weights or corpora of data.blend have changed"
             return [f"warning: the {words}: so does the order of the data"]
         return []
-    if len(saved) != len(dataset.sources):
-        what = f"{checkpoint} was trained on {len(saved)} sources, not {len(dataset.sources)}"
-        key = dataset.sources[0].entry.key
-    else:
-        changed = next(i for i in range(len(saved)) if saved[i] != found[i])
-        source = dataset.sources[changed].entry
-        key = source.key
-        what = f"{source.path} does not hold the tokens that {checkpoint} was trained on"
     if not config.data.accept_changes:
         raise UsageError(
-            f"{key}: {what}; bring them back, give another --out, or accept it with "
+            f"{source.key}: {what}; bring back what it was, give another --out, or accept it with "
             "data.accept_changes=True"
         )
     return [f"warning: {what}; accepted by data.accept_changes"]

@@ -28,12 +28,11 @@ from jaxgpt.config import (
 from jaxgpt.data.dataset import Dataset, dataset_directory, entries, open_dataset
 from jaxgpt.data.loader import Loader
 from jaxgpt.data.prepare.builtin import prepare_python
-from jaxgpt.data.tokenizers import Tokenizer
 from jaxgpt.runtime.devices import cpu_devices_per_process
 from jaxgpt.spikes.policy import METRICS, finish_rewind, skipped_by_rewinds
 from jaxgpt.spikes.skip import SkipRanges, still_to_come
 from jaxgpt.tracking import check_trackers
-from jaxgpt.train.resume import check_resume, missing_records
+from jaxgpt.train.resume import check_resume, missing_records, source_hashes
 
 LEAST_BYTES = 2**16  # that have to be free where a run is to write: its first files
 FILES = (METRICS, "train.log", "samples.txt", "rewinds.json")  # of a run, which it goes on writing
@@ -82,25 +81,15 @@ def prepare_run(config: Config, cluster: ProcessGroup) -> Run:
         UsageError: on every process, if anything that the configuration asks for cannot be.
     """
 
-    def decide() -> dict[str, Any] | None:
-        check_cpu_mesh(config, cluster)
-        return _decide(config, cluster) if cluster.is_main else None
-
-    decided = cluster.broadcast(cluster.run_on_all(decide))
+    decided = cluster.broadcast(
+        cluster.run_on_all(lambda: _decide(config, cluster) if cluster.is_main else None)
+    )
 
     def open_same() -> Run:
         final = config_from_dict(decided["config"], "configuration of process 0")
         dataset = open_dataset(final.data, final.model)
-        # Of the processes of a host that read the same files, the first one compares them; process
-        # 0 has read what it would compare.
-        if not cluster.is_main and (cluster.local_rank == 0 or _paths(dataset) != decided["paths"]):
-            pairs = zip(decided["fingerprints"], dataset.fingerprints, strict=True)
-            for source, ((_, expected), (_, found)) in zip(dataset.sources, pairs, strict=True):
-                if found != expected:
-                    raise UsageError(
-                        f"{source.entry.key}: {source.entry.path} on host {platform.node()} is not "
-                        "what process 0 has there; all hosts need the same files"
-                    )
+        if not cluster.is_main:
+            _check_same_data(dataset, decided, cluster.local_rank == 0)
         return Run(
             config=final,
             directory=Path(final.out),
@@ -115,34 +104,42 @@ def prepare_run(config: Config, cluster: ProcessGroup) -> Run:
     return cluster.run_on_all(open_same)
 
 
-def check_cpu_mesh(config: Config, cluster: ProcessGroup) -> None:
-    """Check the mesh against the devices that a job on CPUs is going to have."""
-    mesh = mesh_shape(config)
-    if not accelerator_expected():
-        n_devices = cpu_devices_per_process(mesh, cluster) * cluster.size
-        check_batch(config, mesh_shape(config, n_devices))
+def _check_same_data(dataset: Dataset, decided: dict[str, Any], is_first_of_host: bool) -> None:
+    """Refuse data or a tokenizer that process 0 does not have."""
+    differ = dataset.sources[:1] if dataset.tokenizer_meta != decided["tokenizer"] else ()
+    # Of the processes of a host that read the same files, the first one compares them.
+    if not differ and (is_first_of_host or _paths(dataset) != decided["paths"]):
+        hashes = zip(
+            dataset.sources,
+            source_hashes(dataset.fingerprints),
+            source_hashes(decided["fingerprints"]),
+            strict=True,
+        )
+        differ = [source for source, found, expected in hashes if found != expected]
+    for source in differ:
+        raise UsageError(
+            f"{source.entry.key}: {source.entry.path} on host {platform.node()} is not what "
+            "process 0 has there, or its tokenizer is not; all hosts need the same files"
+        )
 
 
 def _decide(config: Config, cluster: ProcessGroup) -> dict[str, Any]:
     """Return everything that process 0 finds out, as JSON for the others."""
+    if not accelerator_expected():
+        n_devices = cpu_devices_per_process(mesh_shape(config), cluster) * cluster.size
+        check_batch(config, mesh_shape(config, n_devices))
     check_trackers(config.train.trackers)
-    notes = []
-    home = dataset_directory(config.data)
-    data = config.data
-    is_default = data.dataset == "python" and not (data.path or data.blend or data.file_list)
-    if is_default and not (home / "meta.json").exists():
-        try:
-            notes += [f"prepared {home}: {prepare_python(home)[0]}"]
-        except OSError as e:
-            raise UsageError(
-                f"data.dataset=python: {home} cannot be written ({e.strerror or e}); "
-                "set JAXGPT_DATA to a folder that can"
-            ) from None
+    notes = _prepare_default_data(config.data)
     dataset = open_dataset(config.data, config.model)
     dataset.verify()
     config = config.replace(model__vocab_size=dataset.vocab_size)
     config = config.replace(data=with_absolute_paths(config.data))
-    check_prompt(config.train.sample_prompt, dataset.tokenizer)
+    prompt = config.train.sample_prompt
+    if prompt and dataset.tokenizer is not None:
+        try:
+            dataset.tokenizer.encode(prompt)
+        except UsageError as e:
+            raise UsageError(f"train.sample_prompt={prompt!r}: {e}") from None
 
     directory = _writable_directory(config, cluster)
     config = config.replace(out=str(directory))
@@ -175,11 +172,27 @@ def _decide(config: Config, cluster: ProcessGroup) -> dict[str, Any]:
         "config": config.to_dict(),
         "paths": _paths(dataset),
         "fingerprints": dataset.fingerprints,
+        "tokenizer": dataset.tokenizer_meta,
         "resume_step": resume_step,
         "resume_meta": meta,
         "notes": notes,
         "missing_records": missing_records(config, dataset, resume_step),
     }
+
+
+def _prepare_default_data(data: DataConfig) -> list[str]:
+    """Prepare the data set `python` if it is wanted and not there; return lines for the log."""
+    home = dataset_directory(data)
+    is_default = data.dataset == "python" and not (data.path or data.blend or data.file_list)
+    if not is_default or (home / "meta.json").exists():
+        return []
+    try:
+        return [f"prepared {home}: {prepare_python(home)[0]}"]
+    except OSError as e:
+        raise UsageError(
+            f"data.dataset=python: {home} cannot be written ({e.strerror or e}); "
+            "set JAXGPT_DATA to a folder that can"
+        ) from None
 
 
 def _paths(dataset: Dataset) -> list[str]:
@@ -200,35 +213,33 @@ def with_absolute_paths(data: DataConfig) -> DataConfig:
     return data
 
 
-def check_prompt(prompt: str, tokenizer: Tokenizer | None) -> None:
-    """Refuse train.sample_prompt if the tokenizer cannot encode it."""
-    if prompt and tokenizer is not None:
-        try:
-            tokenizer.encode(prompt)
-        except UsageError as e:
-            raise UsageError(f"train.sample_prompt={prompt!r}: {e}") from None
-
-
-def _check_place(out: Path) -> None:
-    """Refuse a folder inside another run, which removes what it finds among its checkpoints."""
-    for folder in (out.absolute(), *out.absolute().parents):
-        run = folder.parent
-        if folder.name == "checkpoints" and (run / ".lock").exists():
-            raise UsageError(
-                f"out={out}: is among the checkpoints of a run; give --out {run} to go on from the "
-                "newest of them, or another folder"
-            )
-
-
 def _writable_directory(config: Config, cluster: ProcessGroup) -> Path:
+    """Make the run directory, and keep other jobs out of it until this one ends."""
+    # A run removes what it finds among its checkpoints.
+    for folder in (Path(config.out).absolute(), *Path(config.out).absolute().parents):
+        run = folder.parent
+        if config.out and folder.name == "checkpoints" and (run / ".lock").exists():
+            raise UsageError(
+                f"out={config.out}: is among the checkpoints of a run; give --out {run} to go on "
+                "from the newest of them, or another folder"
+            )
     try:
-        if config.out:
-            _check_place(Path(config.out))
         directory = Path(config.out) if config.out else _new_directory(config)
         directory.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=directory) as file:
             file.write(bytes(LEAST_BYTES))
-        _lock(directory, cluster)
+        lock = cluster.on_close.enter_context((directory / ".lock").open("a+"))
+        found = lock_file(lock)
+        if found == "taken":
+            lock.seek(0)
+            raise UsageError(
+                f"out={directory}: is in use by {lock.read().strip() or 'another job'}; "
+                "wait for it to end, or give another --out"
+            )
+        if found != "unsupported":
+            lock.truncate(0)
+            lock.write(f"process {os.getpid()} on host {platform.node()}\n")
+            lock.flush()
     except OSError as e:
         raise UsageError(
             f"out={config.out or 'runs'}: cannot be written ({e.strerror or e}); "
@@ -242,27 +253,6 @@ def _writable_directory(config: Config, cluster: ProcessGroup) -> Path:
                 f"out={directory}: its {name} is a {kind}; remove it, or give another --out"
             )
     return directory
-
-
-def _lock(directory: Path, cluster: ProcessGroup) -> None:
-    """Keep a second job out of `directory` until this one closes its process group, or ends.
-
-    Raises:
-        UsageError: if another job has the lock.
-    """
-    file = cluster.on_close.enter_context((directory / ".lock").open("a+"))
-    found = lock_file(file)
-    if found == "taken":
-        file.seek(0)
-        raise UsageError(
-            f"out={directory}: is in use by {file.read().strip() or 'another job'}; "
-            "wait for it to end, or give another --out"
-        )
-    if found == "unsupported":
-        return
-    file.truncate(0)
-    file.write(f"process {os.getpid()} on host {platform.node()}\n")
-    file.flush()
 
 
 def _new_directory(config: Config) -> Path:

@@ -1,7 +1,9 @@
 """A checkpoint saved under any way to lay a step out is restored under any other."""
 
+import gc
 import resource
 import shutil
+import threading
 
 import jax
 import numpy as np
@@ -147,3 +149,16 @@ def test_a_disk_that_is_full_while_orbax_writes_is_one_sentence(noticed, steps, 
     checkpoints = Checkpoints(tmp_path, config)
     checkpoints.restore(1, checkpoint_tree(steps[0].state_shapes))
     checkpoints.close()
+
+
+def test_no_thread_is_left_after_close_and_saves_may_follow(steps, tmp_path):
+    state = filled(steps[0].state_shapes)
+    checkpoints = Checkpoints(tmp_path, load_config("tiny", "checkpoint.keep=1"))
+    for step in (1, 2):
+        before = set(threading.enumerate())
+        checkpoints.save(step, checkpoint_tree(state), {})
+        checkpoints.close()
+        gc.collect()
+        left = set(threading.enumerate()) - before
+        assert not left, left
+    assert list_checkpoints(tmp_path) == [2]

@@ -1,5 +1,6 @@
 """How jobs end: on signals, on failures, on bad input. All processes, together, with a reason."""
 
+import json
 import os
 import shutil
 import signal
@@ -187,13 +188,18 @@ def test_a_file_that_one_process_lacks_stops_all(tmp_path):
     assert line.startswith("error: config=/nowhere.yaml: no such file")
 
 
-def test_a_copy_of_the_data_that_broke_off_on_one_host_stops_all(tmp_path):
-    """It has the right size, and zeros from a quarter on; process 0 has the whole."""
+@pytest.mark.parametrize("differs", ["tokens", "tokenizer"])
+def test_a_host_that_has_other_data_stops_all(differs, tmp_path):
+    """Tokens have the right size, and zeros from a quarter on; process 0 has the whole."""
     shutil.copytree(os.environ["JAXGPT_DATA"], tmp_path / "copy")
-    tokens = tmp_path / "copy" / "python" / "train.bin"
-    size = tokens.stat().st_size
-    os.truncate(tokens, size // 4)
-    os.truncate(tokens, size)
+    tokens, meta = (tmp_path / "copy" / "python" / name for name in ("train.bin", "meta.json"))
+    if differs == "tokens":
+        size = tokens.stat().st_size
+        os.truncate(tokens, size // 4)
+        os.truncate(tokens, size)
+    else:
+        char = {"type": "char", "characters": "ab"}
+        meta.write_text(json.dumps({**json.loads(meta.read_text()), "tokenizer": char}))
     arguments = (*SMALL, "--mesh", "2,1,1", "--out", tmp_path / "run")
     other = ["env", f"JAXGPT_DATA={tmp_path / 'copy'}", *command("train", *arguments)]
     job = subprocess.run(

@@ -459,6 +459,15 @@ def test_other_data_under_a_checkpoint_is_refused(forty, data_home):
         train_here("--out", forty, "data.dataset=bytes")
 
 
+def test_another_tokenizer_under_a_checkpoint_is_refused(forty, data_home, tmp_path):
+    shutil.copytree(data_home / "python", tmp_path / "data")
+    meta = tmp_path / "data" / "meta.json"
+    char = {"type": "char", "characters": "".join(map(chr, range(256)))}
+    meta.write_text(json.dumps({**json.loads(meta.read_text()), "tokenizer": char}))
+    with pytest.raises(UsageError, match="data.path=.*: the tokenizer is not the one that .*s/40"):
+        train_here("--out", forty, f"data.path={tmp_path / 'data'}")
+
+
 def test_tensorboard_repeats_metrics(forty):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
