@@ -7,14 +7,55 @@ run that is killed in the middle of it finishes it at its next start.
 import json
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from jaxgpt.checkpoint.metadata import is_step
-from jaxgpt.config import Config, UsageError
+from jaxgpt.checkpoint.metadata import list_checkpoints, read_meta, valid_checkpoints
+from jaxgpt.cluster.process_group import ProcessGroup
+from jaxgpt.config import Config, UsageError, skip_ranges
+from jaxgpt.spikes.skip import SkipRanges
 from jaxgpt.tracking.jsonl import atomic_write_text, read_records, truncate_metrics
 
 FILE = "rewinds.json"
 METRICS = "metrics.jsonl"
+
+
+class Rewind(NamedTuple):
+    """Where a run goes on from, or why it cannot."""
+
+    problem: str = ""
+    """Empty if the run goes on."""
+    step: int | None = None
+    """The checkpoint that it goes on from; None is the initial state."""
+    meta: dict[str, Any] = {}
+    skip: tuple[int, ...] = ()
+    """All ranges of steps to skip from now on, as `train_range_to_skip`."""
+
+
+def rewind(
+    config: Config, directory: Path, cluster: ProcessGroup, spike: dict[str, Any] | None, last: int
+) -> Rewind:
+    """Go back to an earlier checkpoint, all processes together: files forget the abandoned steps.
+
+    Everything that was being saved is on disk, and no log is open.
+
+    Args:
+        spike: its record, on process 0.
+        last: the step that the run has come to.
+    """
+
+    def on_process_0() -> Rewind:
+        # A damaged checkpoint is none to go back to: newer ones would be lost for it.
+        problem = decide_rewind(config, directory, list(valid_checkpoints(directory)), spike, last)
+        if problem:
+            return Rewind(problem)
+        finish_rewind(directory)
+        saved = list_checkpoints(directory)
+        skip = SkipRanges([*skip_ranges(config), *skipped_by_rewinds(directory)]).flat()
+        if not saved:
+            return Rewind(skip=skip)
+        return Rewind("", saved[-1], read_meta(directory, saved[-1]), skip)
+
+    return Rewind(*cluster.broadcast(on_process_0() if cluster.is_main else None))
 
 
 def read_rewinds(directory: Path) -> list[dict[str, Any]]:
@@ -45,13 +86,7 @@ def skipped_by_rewinds(directory: Path) -> list[tuple[int, int]]:
 def decide_rewind(
     config: Config, directory: Path, saved: list[int], spike: dict[str, Any], last: int
 ) -> str:
-    """Write down the rewind that a spike calls for, or return why there can be none.
-
-    Args:
-        saved: steps of the complete checkpoints.
-        spike: its record.
-        last: the step that the run has come to.
-    """
+    """Write down the rewind that a spike calls for, or return why there can be none."""
     rewinds, step = read_rewinds(directory), spike["step"]
     settings, interval = config.spike, config.checkpoint.interval
     if len(rewinds) >= settings.max_rewinds:
@@ -86,10 +121,9 @@ def finish_rewind(directory: Path) -> None:
     if not rewinds or rewinds[-1]["done"]:
         return
     rewind = rewinds[-1]
-    folders = [p for p in (directory / "checkpoints").glob("*") if is_step(p.name)]
-    for folder in sorted(folders, key=lambda p: int(p.name), reverse=True):
-        if int(folder.name) > rewind["to"]:
-            shutil.rmtree(folder)
+    for step in reversed(list_checkpoints(directory)):
+        if step > rewind["to"]:
+            shutil.rmtree(directory / "checkpoints" / str(step))
     metrics = directory / METRICS
     records = read_records(metrics) if metrics.exists() else []
     last = (records[-1]["kind"], records[-1].get("spike")) if records else None

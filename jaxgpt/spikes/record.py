@@ -16,11 +16,7 @@ WORST_ROWS = 8
 def spike_record(
     step: int, metrics: Any, config: Config, loader: Loader, dataset: Dataset
 ) -> SpikeRecord | None:
-    """Return the record of a spike; None for a step that is as steps should be.
-
-    Args:
-        metrics: `train.step_metrics.Metrics` of the step, on the host.
-    """
+    """Return the record of a spike, from a step's `Metrics` on the host; None if it is none."""
     m, cause = metrics, int(metrics.detection.cause)
     if cause == NONE:
         return None

@@ -1,11 +1,6 @@
-"""Steps whose batches are skipped, and faults that are put in: what is known before JAX starts.
-
-Of a skipped step the batch is consumed unread and nothing is updated.
-"""
+"""Steps that are skipped: their batch is consumed unread and nothing is updated."""
 
 from collections.abc import Iterable
-
-from jaxgpt.config import Config, UsageError, step_ranges
 
 
 class SkipRanges:
@@ -55,30 +50,3 @@ def still_to_come(
         if last > step:
             found.append((max(first, step + 1), last))
     return found, warnings
-
-
-def check_faults(config: Config, n_devices: int) -> None:
-    """Raise a UsageError if the device of faults.nan_device is not there."""
-    faults = config.faults
-    if faults.nan_step is not None and faults.nan_device >= n_devices:
-        raise UsageError(f"faults.nan_device={faults.nan_device}: the mesh has {n_devices} devices")
-
-
-def describe_spikes(config: Config) -> str:
-    """Return a line for the log: from which step on spikes can be seen."""
-    spike = config.spike
-    when = "never" if spike.action == "off" else f"once {spike.window} steps are known"
-    return f"spikes: spike.action={spike.action}, seen {when} (spike.window)"
-
-
-def describe_faults(config: Config) -> list[str]:
-    """Return lines for the log about faults that are put in on purpose."""
-    faults, lines = config.faults, []
-    ranges = SkipRanges(step_ranges("faults.random_tokens", faults.random_tokens))
-    if ranges.ranges:
-        lines.append(f"faults.random_tokens: steps {ranges} train on tokens drawn at random")
-    if faults.nan_step is not None:
-        lines.append(
-            f"faults.nan_step: device {faults.nan_device} has a NaN gradient at {faults.nan_step}"
-        )
-    return lines

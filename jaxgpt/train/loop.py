@@ -25,7 +25,7 @@ from jaxgpt.parallel.mesh import describe
 from jaxgpt.perf.startup import Startup
 from jaxgpt.runtime.dispatch import DispatchLimiter
 from jaxgpt.runtime.initialize import end_job
-from jaxgpt.spikes.rewind import rewind
+from jaxgpt.spikes.policy import rewind
 from jaxgpt.spikes.skip import SkipRanges
 from jaxgpt.train.reporting.metrics import MetricsBuffer, StepMetrics
 from jaxgpt.train.resume import EVAL_RECORDS

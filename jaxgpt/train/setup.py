@@ -13,11 +13,11 @@ from jaxgpt.cluster.process_group import ProcessGroup
 from jaxgpt.cluster.watchdog import Watchdog
 from jaxgpt.config import MeshShape
 from jaxgpt.data.loader import Loader
-from jaxgpt.parallel.mesh import device_hosts, job_mesh, tensor_crosses_hosts_warning
+from jaxgpt.parallel.mesh import describe, device_hosts, job_mesh, tensor_crosses_hosts_warning
 from jaxgpt.perf.profile import StepProfile
 from jaxgpt.perf.startup import Startup
 from jaxgpt.runtime.compile_cache import CacheUse
-from jaxgpt.spikes.skip import check_faults
+from jaxgpt.spikes.faults import check_faults
 from jaxgpt.train.evaluate import Evaluator, Sampler
 from jaxgpt.train.functions import StepFunctions, make_steps
 from jaxgpt.train.reporting.reporter import Reporter
@@ -84,6 +84,10 @@ def set_up(
 
     watchdog.heartbeat("the state to begin with", START_MINUTES)
     state = restore_or_init(run, steps, checkpoints, cluster)
+    if run.resume_step is not None:
+        then = f"mesh {run.resume_meta['mesh']} on {run.resume_meta['processes']} processes"
+        now = f"{describe(mesh)} on {cluster.size}"
+        report.info(f"resumed from step {run.resume_step}: {then} -> {now}")
     startup.mark("state")
     watchdog.heartbeat("the compilation of the step", START_MINUTES)
     loader = Loader.for_training(run.dataset, config, steps.batch_shape.sharding)

@@ -11,7 +11,6 @@ import pytest
 from jaxgpt.cluster import shutdown as exits
 from jaxgpt.config import UsageError
 from jaxgpt.spikes import policy as rewinds
-from jaxgpt.spikes import rewind as spikes_rewind
 from jaxgpt.tracking.jsonl import read_records
 from jaxgpt.train import loop, setup
 from jobs import SMALL, checkpoint_arrays, losses, records, run, train_here
@@ -122,7 +121,7 @@ class Killed(Exception):
 
 @pytest.mark.parametrize(
     "place",
-    ["rewinds.finish_rewind", "rewinds.truncate_metrics", "rewind.read_meta", "skip range"],
+    ["rewinds.finish_rewind", "rewinds.truncate_metrics", "rewinds.read_meta", "skip range"],
 )
 def test_killed_in_the_middle_a_run_ends_the_same(rewound, tmp_path, place, monkeypatch):
     """Before anything is done, between two files, before the state is restored, and later."""
@@ -149,9 +148,7 @@ def test_killed_in_the_middle_a_run_ends_the_same(rewound, tmp_path, place, monk
                 ),
             )
         else:
-            module, name = place.split(".")
-            where = spikes_rewind if name in ("finish_rewind", "read_meta") else rewinds
-            patch.setattr(where, name, killed)
+            patch.setattr(rewinds, place.removeprefix("rewinds."), killed)
         with pytest.raises(Killed):
             train_here(*POISONED, *REWIND, "--out", tmp_path)
     made[0].close()  # with a process its threads, too, would have ended

@@ -335,6 +335,7 @@ def test_a_damaged_checkpoint_is_named_with_the_way_out(forty, tmp_path, damage)
         shutil.rmtree(newest / "state" / "d")
     with pytest.raises(UsageError, match=r"checkpoints/20.*to go on from an older checkpoint"):
         train_here("--out", out)
+    assert "resumed from step 20" not in (out / "train.log").read_text()
     if "meta" not in damage:
         with pytest.raises(UsageError, match=r"checkpoints/20: cannot be restored.*another step"):
             params_of(out)
