@@ -75,7 +75,7 @@ class StepProfile:
     """A trace of the steps of `profile_steps`, once; nothing where none are asked for."""
 
     def __init__(self, run: Any, cluster: ProcessGroup, train_step: Any, log: Any):
-        """Trace nothing yet; `log` has the reporter's `info` and `between_steps`."""
+        """Trace nothing yet; `log` has the reporter's `info` and `timer`."""
         self._todo = profile_range(run.config)
         self._directory = run.directory / "profile"
         self._cluster, self._train_step, self._log = cluster, train_step, log
@@ -87,7 +87,7 @@ class StepProfile:
         if step not in self._todo:
             return
         if self._tracing is None:
-            with self._log.between_steps(state):
+            with self._log.timer.excluded(state):
                 self._tracing = Tracing(self._directory, self._cluster, state)
         self._traced.append(step)
 
@@ -100,7 +100,7 @@ class StepProfile:
         """End a trace that has begun, and log what is in it; there is no other after it."""
         if self._tracing is None:
             return
-        with self._log.between_steps(state):
+        with self._log.timer.excluded(state):
             found = self._tracing.stop(state, len(self._traced), self._train_step.as_text())
         first, last = self._traced[0], self._traced[-1]
         skipped = last - first + 1 - len(self._traced)

@@ -24,71 +24,60 @@ SAMPLE_TEMPERATURE = 0.8
 SAMPLE_TOP_K = 200  # nanoGPT's
 
 
-class Evaluator:
-    """Mean loss over the same train.eval_iters batches of each split, every time."""
+def make_evaluator(
+    dataset: Dataset, config: Config, steps: StepFunctions, heartbeat: Callable[[str], None]
+) -> Callable[[int, Params], EvalRecord]:
+    """Return (step, params) -> mean losses over the same train.eval_iters batches of each split.
 
-    def __init__(
-        self,
-        dataset: Dataset,
-        config: Config,
-        steps: StepFunctions,
-        heartbeat: Callable[[str], None],
-    ):
-        """Create an evaluator that calls `heartbeat(activity)` before each batch."""
-        self._iters = config.train.eval_iters
-        self._heartbeat = heartbeat
-        self._eval_step = steps.eval_step
-        self._loaders = {
-            split: Loader.for_evaluation(dataset, split, config, steps.batch_shape.sharding)
-            for split in SPLITS
-        }
+    Args:
+        heartbeat: called with the activity before each batch.
+    """
+    loaders = {
+        split: Loader.for_evaluation(dataset, split, config, steps.batch_shape.sharding)
+        for split in SPLITS
+    }
+    numbers = range(1, config.train.eval_iters + 1)
 
-    def __call__(self, step: int, params: Params) -> EvalRecord:
-        """Return the evaluation record of a step."""
+    def evaluate(step: int, params: Params) -> EvalRecord:
         mean_losses: dict[str, float] = {}
         by_corpus: dict[str, Any] = {}
-        for split, loader in self._loaders.items():
-            batches = loader.batches(range(1, self._iters + 1))
+        for split, loader in loaders.items():
             found, in_flight = [], DispatchLimiter()
-            for batch in batches:
-                self._heartbeat(f"the evaluation after step {step}")
-                found.append(self._eval_step(params, batch))
+            for batch in loader.batches(numbers):
+                heartbeat(f"the evaluation after step {step}")
+                found.append(steps.eval_step(params, batch))
                 in_flight.add(found[-1])
             losses = np.array([np.float64(row_losses) for row_losses in found])
             mean_losses[f"{split}_loss"] = float(losses.mean())
             if len(loader.names) > 1:
-                corpora = map(loader.corpora, range(1, self._iters + 1))
-                batches = list(zip(corpora, losses, strict=True))
-                for name, mean in corpus_means(loader.names, batches).items():
+                rows = list(zip(map(loader.corpora, numbers), losses, strict=True))
+                for name, mean in corpus_means(loader.names, rows).items():
                     by_corpus.setdefault(name, {})[f"{split}_loss"] = mean
         return EvalRecord(step=step, corpora=by_corpus or None, **mean_losses)
 
+    return evaluate
 
-class Sampler:
-    """A few lines in the model's own words."""
 
-    def __init__(self, dataset: Dataset, config: Config, steps: StepFunctions):
-        self._tokenizer = dataset.tokenizer
-        self._seed = config.train.seed
-        if self._tokenizer is None or config.train.sample_tokens == 0:
-            self._generate = None
-            return
-        self._prompt = config.train.sample_prompt
-        self._window = prompt_window(self._tokenizer, self._prompt, config.model.block_size)
-        vocab_size, n_tokens = self._tokenizer.vocab_size, config.train.sample_tokens
-        generate = make_generate(
-            steps.make_decoder, vocab_size, n_tokens, SAMPLE_TEMPERATURE, SAMPLE_TOP_K
-        )
-        self._generate = jax.jit(generate, out_shardings=steps.replicated)
+def make_sampler(
+    dataset: Dataset, config: Config, steps: StepFunctions
+) -> Callable[[int, Params], SampleRecord | None]:
+    """Return (step, params) -> text; None without a tokenizer or with train.sample_tokens=0."""
+    tokenizer, train = dataset.tokenizer, config.train
+    if tokenizer is None or train.sample_tokens == 0:
+        return lambda step, params: None
+    window, length = prompt_window(tokenizer, train.sample_prompt, config.model.block_size)
+    n, vocab_size = train.sample_tokens, tokenizer.vocab_size
+    generate = jax.jit(
+        make_generate(steps.make_decoder, vocab_size, n, SAMPLE_TEMPERATURE, SAMPLE_TOP_K),
+        out_shardings=steps.replicated,
+    )
 
-    def __call__(self, step: int, params: Params) -> SampleRecord | None:
-        """Return the sample of a step; None without a tokenizer or with train.sample_tokens=0."""
-        if self._generate is None:
-            return None
-        window, length = self._window
-        tokens = self._generate(params, window, np.int32(length), np.int32(self._seed))
-        text = continue_prompt(self._tokenizer, self._prompt, np.asarray(tokens).tolist())
+    def sample(step: int, params: Params) -> SampleRecord:
+        tokens = np.asarray(generate(params, window, np.int32(length), np.int32(train.seed)))
+        text = continue_prompt(tokenizer, train.sample_prompt, tokens.tolist())
         return SampleRecord(step=step, text=text)
+
+    return sample
 
 
 def make_generate(

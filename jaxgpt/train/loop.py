@@ -15,18 +15,14 @@ from jaxgpt.cluster import shutdown as exits
 from jaxgpt.cluster.preemption import StopSignal
 from jaxgpt.cluster.process_group import ProcessGroup
 from jaxgpt.cluster.watchdog import Watchdog
-from jaxgpt.config import (
-    UsageError,
-    should_evaluate,
-    should_run_every,
-    skip_ranges,
-)
+from jaxgpt.config import UsageError, should_evaluate, should_run_every, skip_ranges
 from jaxgpt.parallel.mesh import describe
 from jaxgpt.perf.startup import Startup
 from jaxgpt.runtime.dispatch import DispatchLimiter
 from jaxgpt.runtime.initialize import end_job
 from jaxgpt.spikes.policy import rewind
 from jaxgpt.spikes.skip import SkipRanges
+from jaxgpt.tracking.records import CheckpointRecord
 from jaxgpt.train.reporting.metrics import MetricsBuffer, StepMetrics
 from jaxgpt.train.resume import EVAL_RECORDS
 from jaxgpt.train.run_directory import Run
@@ -102,7 +98,7 @@ def run_with_rewinds(run: Run, state: TrainState, trainer: Trainer) -> StepsResu
     result = run_steps(run, state, trainer)
     while result.spike is not None:
         trainer.watchdog.heartbeat(f"the rewind from step {result.step}")
-        spike = report.spike(result.spike)
+        spike = report.spike_record(result.spike).to_dict()
         found = rewind(run.config, run.directory, cluster, spike, result.step)
         if found.problem:
             report.show_spikes()
@@ -114,7 +110,7 @@ def run_with_rewinds(run: Run, state: TrainState, trainer: Trainer) -> StepsResu
         report.rewind(run)
         if result.stopping:
             return StepsResult(run.resume_step or 0, stopping=True)
-        with report.between_steps(()):
+        with report.timer.excluded(()):
             state = restore_or_init(run, trainer.steps, trainer.checkpoints, cluster)
             jax.block_until_ready(state)
         result = run_steps(run, state, trainer)
@@ -138,10 +134,10 @@ def run_steps(run: Run, state: TrainState, trainer: Trainer) -> StepsResult:
         metrics = None
         if step not in skips:
             profile.before(step, state)
-            with report.waiting("data"):
+            with report.timer.waiting("data"):
                 batch = next(batches)
             state, metrics = trainer.train_step(state, np.int32(step), batch)
-            with report.waiting("device"):
+            with report.timer.waiting("device"):
                 dispatched.add(metrics.loss)
             unsaved += 1
         is_last = step == config.train.max_iters
@@ -150,7 +146,7 @@ def run_steps(run: Run, state: TrainState, trainer: Trainer) -> StepsResult:
         saving = is_last or stopping or should_run_every(step, config.checkpoint.interval)
 
         report.gather_host_times(step)
-        with report.waiting("device"):
+        with report.timer.waiting("device"):
             known = buffer.read(step, metrics, everything=evaluating or saving)
         report.step(step, metrics, known)
         profile.after(step, state)
@@ -184,7 +180,7 @@ def evaluate_and_sample(
     trainer: Trainer, step: int, state: TrainState, at: Sequence[str] = EVAL_RECORDS
 ) -> None:
     """Evaluate and write a sample after a step, or only the kinds of records in `at`."""
-    with trainer.report.between_steps(state):
+    with trainer.report.timer.excluded(state):
         if "eval" in at:
             trainer.watchdog.heartbeat(f"the evaluation after step {step}")
             trainer.report.log(trainer.evaluate(step, state.params))
@@ -195,24 +191,21 @@ def evaluate_and_sample(
 
 def save_checkpoint(run: Run, trainer: Trainer, step: int, state: TrainState) -> None:
     """Start writing the checkpoint of a step; the state may be donated when this returns."""
-    with trainer.report.between_steps(state):
+    with trainer.report.timer.excluded(state):
         began = time.perf_counter()
-        meta = {**checkpoint_meta(run, trainer, step), **checkpoint_json(state)}
+        meta = {
+            "step": step,
+            "consumed_tokens": run.consumed_tokens(step),
+            "corpus_tokens": run.corpus_tokens(trainer.loader, step),
+            "mesh": describe(trainer.steps.mesh),
+            "processes": trainer.cluster.size,
+            "data_fingerprint": run.fingerprints,
+            "tokenizer": run.dataset.tokenizer_meta,
+            "config": run.config.to_dict(),
+            "jaxgpt": __version__,
+            "jax": jax.__version__,
+            **checkpoint_json(state),
+        }
         trainer.checkpoints.save(step, checkpoint_tree(state), meta)
-        trainer.report.saved(step, time.perf_counter() - began)
-
-
-def checkpoint_meta(run: Run, trainer: Trainer, step: int) -> dict[str, Any]:
-    """Return the JSON of a checkpoint: what a run needs to go on from it, and its origin."""
-    return {
-        "step": step,
-        "consumed_tokens": run.consumed_tokens(step),
-        "corpus_tokens": run.corpus_tokens(trainer.loader, step),
-        "mesh": describe(trainer.steps.mesh),
-        "processes": trainer.cluster.size,
-        "data_fingerprint": run.fingerprints,
-        "tokenizer": run.dataset.tokenizer_meta,
-        "config": run.config.to_dict(),
-        "jaxgpt": __version__,
-        "jax": jax.__version__,
-    }
+        path, seconds = f"{run.directory}/checkpoints/{step}", time.perf_counter() - began
+        trainer.report.log(CheckpointRecord(step=step, path=path, seconds=seconds))

@@ -13,12 +13,14 @@ from jaxgpt.cluster.process_group import ProcessGroup
 from jaxgpt.cluster.watchdog import Watchdog
 from jaxgpt.config import MeshShape
 from jaxgpt.data.loader import Loader
-from jaxgpt.parallel.mesh import describe, device_hosts, job_mesh, tensor_crosses_hosts_warning
+from jaxgpt.parallel.mesh import device_hosts, job_mesh, tensor_crosses_hosts_warning
+from jaxgpt.parallel.sharding import Params
 from jaxgpt.perf.profile import StepProfile
 from jaxgpt.perf.startup import Startup
 from jaxgpt.runtime.compile_cache import CacheUse
 from jaxgpt.spikes.faults import check_faults
-from jaxgpt.train.evaluate import Evaluator, Sampler
+from jaxgpt.tracking.records import EvalRecord, SampleRecord
+from jaxgpt.train.evaluate import make_evaluator, make_sampler
 from jaxgpt.train.functions import StepFunctions, make_steps
 from jaxgpt.train.reporting.reporter import Reporter
 from jaxgpt.train.reporting.step_metrics import Metrics
@@ -36,8 +38,8 @@ class Trainer(NamedTuple):
     train_step: Callable[[TrainState, np.int32, jax.Array], tuple[TrainState, Metrics]]
     """The compiled step."""
     loader: Loader
-    evaluate: Evaluator
-    sample: Sampler
+    evaluate: Callable[[int, Params], EvalRecord]
+    sample: Callable[[int, Params], SampleRecord | None]
     checkpoints: Checkpoints
     report: Reporter
     stop: StopSignal
@@ -84,10 +86,7 @@ def set_up(
 
     watchdog.heartbeat("the state to begin with", START_MINUTES)
     state = restore_or_init(run, steps, checkpoints, cluster)
-    if run.resume_step is not None:
-        then = f"mesh {run.resume_meta['mesh']} on {run.resume_meta['processes']} processes"
-        now = f"{describe(mesh)} on {cluster.size}"
-        report.info(f"resumed from step {run.resume_step}: {then} -> {now}")
+    report.log_resume()
     startup.mark("state")
     watchdog.heartbeat("the compilation of the step", START_MINUTES)
     loader = Loader.for_training(run.dataset, config, steps.batch_shape.sharding)
@@ -100,8 +99,8 @@ def set_up(
         steps=steps,
         train_step=train_step,
         loader=loader,
-        evaluate=Evaluator(run.dataset, config, steps, watchdog.heartbeat),
-        sample=Sampler(run.dataset, config, steps),
+        evaluate=make_evaluator(run.dataset, config, steps, watchdog.heartbeat),
+        sample=make_sampler(run.dataset, config, steps),
         checkpoints=checkpoints,
         report=report,
         stop=stop,

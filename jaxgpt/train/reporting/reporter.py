@@ -1,6 +1,5 @@
 """Records and lines of what happens in a run, on process 0."""
 
-import contextlib
 import json
 import time
 from collections.abc import Callable, Sequence
@@ -11,6 +10,7 @@ import jax
 from jaxgpt.cluster.process_group import ProcessGroup
 from jaxgpt.data.loader import Loader
 from jaxgpt.optim import learning_rate_schedule
+from jaxgpt.parallel.mesh import describe
 from jaxgpt.perf.flops import Rates, StepTimer, flops_per_token, peak_flops
 from jaxgpt.perf.memory import memory_in_use
 from jaxgpt.perf.startup import Startup, startup_line, startup_values, summary
@@ -23,7 +23,6 @@ from jaxgpt.tracking.console import Console
 from jaxgpt.tracking.jsonl import atomic_write_text, read_records
 from jaxgpt.tracking.metrics import FIGURES, figure, train_line
 from jaxgpt.tracking.records import (
-    CheckpointRecord,
     Record,
     SpikeRecord,
     StartupRecord,
@@ -47,6 +46,7 @@ class Reporter:
         self._config, self._run, self._steps = run.config, run, steps
         self._enabled = cluster.is_main
         self._console = Console(self._enabled, run.directory / "train.log")
+        self.info, self.progress = self._console.info, self._console.progress
         if self._enabled:
             self._trackers = Trackers(run, run.resume_step, warn=self._console.info)
         self._last_losses = ""
@@ -75,9 +75,14 @@ class Reporter:
         if not (self._run.directory / "config.yaml").exists():  # a new run may end in compiling
             self._keep_config()
 
-    def info(self, text: str) -> None:
-        """Print a line, and keep it in train.log."""
-        self._console.info(text)
+    def log_resume(self) -> None:
+        """Log which checkpoint was restored, if any, and on which mesh it was saved."""
+        then, now = self._run.resume_meta, describe(self._steps.mesh)
+        if self._run.resume_step is not None:
+            self.info(
+                f"resumed from step {self._run.resume_step}: mesh {then['mesh']} on "
+                f"{then['processes']} processes -> {now} on {self._cluster.size}"
+            )
 
     def start(self, loader: Loader) -> None:
         """Keep the configuration and start the clock: the first step is next."""
@@ -92,14 +97,10 @@ class Reporter:
         atomic_write_text(self._run.directory / "config.yaml", self._config.to_yaml())
 
     def _begin(self) -> None:
-        self._timer = StepTimer()
+        self.timer = StepTimer()
         self._began = time.perf_counter(), self._run.resume_step or 0
         self._corpora: dict[int, Any] = {}  # of steps whose losses are not known yet
         self._corpus_rows: list[tuple[Any, Any]] = []  # corpus and loss of rows since the last line
-
-    def waiting(self, what: str) -> contextlib.AbstractContextManager[None]:
-        """Count the time in a block as waiting for `data` or for a `device`."""
-        return self._timer.waiting(what)
 
     def gather_host_times(self, step: int) -> None:
         """Gather the host's seconds per step of every process, where `step` is logged.
@@ -109,7 +110,7 @@ class Reporter:
         machine (2026-11), so there it is left out.
         """
         if self._gathers_host_times and step % self._config.train.log_interval == 0:
-            self._host_seconds = self._cluster.allgather(self._timer.host_lap())
+            self._host_seconds = self._cluster.allgather(self.timer.host_lap())
 
     def step(self, step: int, metrics: Metrics | None, known: list[StepMetrics]) -> None:
         """Report that a step is under way or skipped (None), and `known` metrics of some steps."""
@@ -118,10 +119,10 @@ class Reporter:
         if is_first:
             jax.block_until_ready(metrics)
             self._first_step_done(step)
-            self._timer = StepTimer()  # the first step warms up: it does not count in rates
+            self.timer = StepTimer()  # the first step warms up: it does not count in rates
             self._began = time.perf_counter(), step
         elif metrics is not None:
-            self._timer.count()
+            self.timer.count()
         if not self._enabled:
             return
         if metrics is not None and len(self._loader.names) > 1:
@@ -144,14 +145,14 @@ class Reporter:
 
     def _log_known(self, reading: StepMetrics) -> None:
         self._nonfinite += CAUSES[int(reading.metrics.detection.cause)] == "nonfinite"
-        self.log(self._spike_record(reading))
+        self.log(self.spike_record(reading))
         if reading.step in self._corpora:
             corpora = self._corpora.pop(reading.step)
             self._corpus_rows.append((corpora, reading.metrics.row_losses))
 
     def _measured(self, step: int) -> dict[str, float | None]:
         """Return rates, waiting, memory, counts and the time left, after a logged step."""
-        dt, data_wait = self._timer.lap()
+        dt, data_wait = self.timer.lap()
         used, peak = memory_in_use() or (None, None)
         began, first = self._began
         left, slowest, hosts = None, {}, self._host_seconds
@@ -173,7 +174,6 @@ class Reporter:
         }
 
     def _by_corpus(self, step: int) -> dict[str, dict[str, Any]] | None:
-        """Return losses since the last line and tokens so far of several corpora."""
         names = self._loader.names
         if len(names) == 1:
             return None
@@ -181,13 +181,8 @@ class Reporter:
         means, self._corpus_rows = corpus_means(names, self._corpus_rows), []
         return {name: {"tokens": tokens[name], "loss": loss} for name, loss in means.items()}
 
-    def spike(self, reading: StepMetrics) -> dict[str, Any] | None:
-        """Return the record of a step that is a spike, on process 0."""
-        if not self._enabled:
-            return None
-        return self._spike_record(reading).to_dict()
-
-    def _spike_record(self, reading: StepMetrics) -> SpikeRecord | None:
+    def spike_record(self, reading: StepMetrics) -> SpikeRecord | None:
+        """Return the record of a step; None if it is no spike."""
         return spike_record(*reading, self._config, self._loader, self._run.dataset)
 
     def rewind(self, run: Run) -> None:
@@ -208,29 +203,14 @@ class Reporter:
         self._trackers.log(record)
         values = record.to_dict()
         if record.kind == "train":
-            self._log_train_line(values)
+            if not values["skipped"]:
+                self._console.legend(legend(values, self._gathers_host_times))
+            iters, width = self._config.train.max_iters, self._console.width
+            self.info(train_line(values, iters, width), train_line(values, iters))
             return
         if record.kind == "eval":
             self._last_losses = losses_text(values)
         self.info(_LINES[record.kind](values))
-
-    def _log_train_line(self, values: dict[str, Any]) -> None:
-        if not values["skipped"]:
-            self._console.legend(legend(values, self._gathers_host_times))
-        iters, width = self._config.train.max_iters, self._console.width
-        self._console.info(train_line(values, iters, width), train_line(values, iters))
-
-    def saved(self, step: int, seconds: float) -> None:
-        """Log that a checkpoint of `step` is being written, after a stall of `seconds`."""
-        path = f"{self._run.directory}/checkpoints/{step}"
-        self.log(CheckpointRecord(step=step, path=path, seconds=seconds))
-
-    def between_steps(self, pending: Any) -> contextlib.AbstractContextManager[None]:
-        """Leave out the work in this block from the time of steps."""
-        return self._timer.excluded(pending)
-
-    def progress(self, step: int) -> None:
-        self._console.progress(step)
 
     def show_spikes(self) -> None:
         """Log the table of `python -m jaxgpt.report spikes`."""
