@@ -2,6 +2,7 @@
 
 import functools
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -10,26 +11,23 @@ from typing import Any
 from jaxgpt.config import DataConfig, ModelConfig, UsageError
 from jaxgpt.data import FORMATS
 from jaxgpt.data.blend import BlendEntry, parse_lines, read_file_list
-from jaxgpt.data.source import SPLITS, Document, DocumentIndex, MarkedDocuments, OpenSource
+from jaxgpt.data.source import SPLITS, Document, FindDocument, OpenSource, find_marked
 from jaxgpt.data.token_file import SAMPLED_PAGES, Tokens, allow_open_files, fingerprint
 from jaxgpt.data.tokenizers import Tokenizer, load_tokenizer, tokenizer_from_meta
 
-VOCABULARY_SIZES = {"python": 256, "shakespeare_char": 65}  # what corpora.py makes by name alone
+BUILT_IN = {"python": 256, "shakespeare_char": 65}  # vocabularies of what prepare makes by name
 
 
 @dataclass(frozen=True)
 class Source:
-    """An opened source of a configuration."""
+    """An opened source of a configuration; `OpenSource` says what the last three fields are."""
 
     entry: BlendEntry
     format: str
     """Its name in `FORMATS`."""
     tokens: dict[str, Tokens]
-    """By split."""
-    documents: DocumentIndex | None
-    """None where only end-of-text tokens separate documents."""
+    find_document: FindDocument | None
     meta: dict[str, Any]
-    """What meta.json holds; empty without one."""
 
 
 @dataclass(frozen=True)
@@ -38,25 +36,8 @@ class Dataset:
 
     sources: tuple[Source, ...]
     vocab_size: int
-    given_tokenizer: Tokenizer | None
-    """That of data.tokenizer."""
-
-    @functools.cached_property
-    def tokenizer(self) -> Tokenizer | None:
-        """None where nothing says how the tokens were made."""
-        if self.given_tokenizer is not None:
-            return self.given_tokenizer
-        for source in self.sources:
-            if source.meta:
-                return tokenizer_from_meta(source.meta["tokenizer"], source.entry.directory)
-        return None
-
-    @property
-    def tokenizer_meta(self) -> dict[str, Any] | None:
-        """The tokenizer's description, without loading it."""
-        if self.given_tokenizer is not None:
-            return self.given_tokenizer.to_meta()
-        return next((source.meta["tokenizer"] for source in self.sources if source.meta), None)
+    tokenizer: Tokenizer | None
+    """None where nothing says how the tokens were made."""
 
     @functools.cached_property
     def corpora(self) -> tuple[str, ...]:
@@ -69,28 +50,22 @@ class Dataset:
 
     def find_document(self, source: int, split: str, offset: int) -> Document:
         """Return the document of a token of a split, with token numbers over the whole source."""
-        opened = self.sources[source]
-        tokens, documents = opened.tokens[split], opened.documents
-        if documents is None:
-            if self.tokenizer is None or self.tokenizer.end_of_text is None:
-                return Document(None, None, None)
-            documents = MarkedDocuments(tokens, self.tokenizer.end_of_text)
-        return documents.find(tokens.first + offset)
+        tokens, find = self.sources[source].tokens[split], self.sources[source].find_document
+        if find is not None:
+            return find(tokens.first + offset)
+        if self.tokenizer is None or self.tokenizer.end_of_text is None:
+            return Document()
+        return find_marked(tokens, self.tokenizer.end_of_text, offset)
 
     @functools.cached_property
     def fingerprints(self) -> list[list[str]]:
         """[path, hash of its sizes, dtype, vocabulary and sampled pages] of every source."""
-        return [
-            [
-                str(source.entry.path),
-                fingerprint(
-                    source.tokens,
-                    source.meta.get("vocab_size", self.vocab_size),
-                    self._pages_of_each,
-                ),
-            ]
-            for source in self.sources
-        ]
+        out = []
+        for source in self.sources:
+            vocab_size = source.meta.get("vocab_size", self.vocab_size)
+            hash_ = fingerprint(source.tokens, vocab_size, self._pages_of_each)
+            out.append([str(source.entry.path), hash_])
+        return out
 
     @property
     def _pages_of_each(self) -> int:
@@ -98,24 +73,22 @@ class Dataset:
 
     def describe(self) -> list[str]:
         """Return lines for the log: how many tokens there are, and of what."""
-        sizes = f"{self.size('train'):,} tokens to train on, {self.size('val'):,} to validate"
         kinds = {f"{s.format} {s.tokens['train'].dtype.name}" for s in self.sources}
-        kinds = ", ".join(sorted(kinds))
+        place = f"{len(self.sources)} sources of {len(self.corpora)} corpora"
         if len(self.sources) == 1:
             place = self.sources[0].entry.path
-            return [f"data: {place} ({kinds}), {sizes}, vocabulary {self.vocab_size}"]
         lines = [
-            f"data: {len(self.sources)} sources ({kinds}) of {len(self.corpora)} corpora, {sizes}, "
-            f"vocabulary {self.vocab_size}"
+            f"data: {place} ({', '.join(sorted(kinds))}), {self.size('train'):,} tokens to train "
+            f"on, {self.size('val'):,} to validate, vocabulary {self.vocab_size}"
         ]
         whole = sum(source.entry.weight for source in self.sources)
-        for corpus in self.corpora:
+        for corpus in self.corpora if len(self.sources) > 1 else ():
             members = [s for s in self.sources if s.entry.corpus == corpus]
             share = float(sum(s.entry.weight for s in members) / whole)
             tokens = sum(s.tokens["train"].size for s in members)
             lines.append(
-                f"corpus {corpus}: {share:.4%} of all samples, {tokens:,} tokens in "
-                f"{len(members)} {'source' if len(members) == 1 else 'sources'}"
+                f"corpus {corpus}: {share:.4%} of all samples, {tokens:,} tokens, "
+                f"sources: {len(members)}"
             )
         return lines
 
@@ -169,19 +142,15 @@ def vocabulary_size(data: DataConfig, model: ModelConfig) -> int:
     Raises:
         UsageError: if nothing says.
     """
+    if model.vocab_size:
+        return model.vocab_size
     named = entries(data)
-    opened = [_open_files(entry, data) for entry in named if _format_of(entry.path)]
-    found = model.vocab_size or max([source.meta.get("vocab_size", 0) for source in opened] or [0])
-    if not found and (tokenizer := _open_tokenizer(data)):
-        found = tokenizer.vocab_size
-    if not found and data.path is None and len(named) == 1:
-        found = VOCABULARY_SIZES.get(data.dataset)
-    if not found:
-        raise UsageError(
-            f"{named[0].key}: is not here to say how large its vocabulary is; give a number, such "
-            "as model.vocab_size=50257, or prepare the data with python -m jaxgpt.prepare"
-        )
-    return found
+    is_here = [_format_of(entry.path) is not None for entry in named]
+    if named[0].key.startswith("data.dataset=") and data.dataset in BUILT_IN and not is_here[0]:
+        return BUILT_IN[data.dataset]
+    found = zip(named, is_here, strict=True)
+    metas = [(entry, _open_files(entry, data)[1].meta if here else {}) for entry, here in found]
+    return _find_vocabulary(data, model, metas)[0]
 
 
 def open_dataset(data: DataConfig, model: ModelConfig) -> Dataset:
@@ -194,52 +163,51 @@ def open_dataset(data: DataConfig, model: ModelConfig) -> Dataset:
     sources = tuple(_open_source(entry, data, model.block_size + 1) for entry in entries(data))
     files = {file for s in sources for tokens in s.tokens.values() for file in tokens.files}
     allow_open_files(len(files))
-    tokenizer = _open_tokenizer(data)
-    made_by = [
-        (str(s.entry.path), s.meta["tokenizer"], s.meta["vocab_size"]) for s in sources if s.meta
-    ]
-    if tokenizer is not None:
-        made_by.insert(
-            0, (f"data.tokenizer={data.tokenizer}", tokenizer.to_meta(), tokenizer.vocab_size)
-        )
-    for name, described, _ in made_by:
-        if described != made_by[0][1]:
+    return Dataset(sources, *_find_vocabulary(data, model, [(s.entry, s.meta) for s in sources]))
+
+
+def _find_vocabulary(
+    data: DataConfig, model: ModelConfig, metas: Sequence[tuple[BlendEntry, dict[str, Any]]]
+) -> tuple[int, Tokenizer | None]:
+    """Return V and the tokenizer, by data.tokenizer or what each source's meta.json holds."""
+    tokenizer, name, known = None, None, 0
+    key = metas[0][0].key
+    if data.tokenizer is not None:
+        tokenizer = load_tokenizer(Path(data.tokenizer))
+        name, known = f"data.tokenizer={data.tokenizer}", tokenizer.vocab_size
+    for entry, meta in metas:
+        if meta and tokenizer is None:
+            tokenizer = tokenizer_from_meta(meta["tokenizer"], entry.directory)
+            name, known = entry.path, meta["vocab_size"]
+        elif meta and meta["tokenizer"] != tokenizer.to_meta():
             raise UsageError(
-                f"{sources[0].entry.key}: {name} has another tokenizer than {made_by[0][0]}; "
-                "prepare both with the same one"
+                f"{key}: {entry.path} has another tokenizer than {name}; prepare both with the "
+                "same one"
             )
-    known = made_by[0][2] if made_by else 0
     vocab_size = model.vocab_size or known
     if not vocab_size:
         raise UsageError(
-            f"{sources[0].entry.key}: {sources[0].entry.path} has no meta.json that says "
-            "vocab_size; give model.vocab_size=N, data.tokenizer=FILE, or write the data with "
+            f"{key}: no meta.json at {metas[0][0].path} says how large the vocabulary is; give "
+            "model.vocab_size=N (50257 for GPT-2's), data.tokenizer=FILE, or write the data with "
             "python -m jaxgpt.prepare"
         )
     if known > vocab_size:
         raise UsageError(
-            f"model.vocab_size={vocab_size}: {made_by[0][0]} has a vocabulary of {known}; "
+            f"model.vocab_size={vocab_size}: {name} has a vocabulary of {known}; "
             f"use None or at least {known}"
         )
-    return Dataset(sources, vocab_size, tokenizer)
-
-
-def _open_tokenizer(data: DataConfig) -> Tokenizer | None:
-    if data.tokenizer is None:
-        return None
-    return load_tokenizer(Path(data.tokenizer))
+    return vocab_size, tokenizer
 
 
 def _open_source(entry: BlendEntry, data: DataConfig, least: int) -> Source:
     """Open one source, whose splits need `least` tokens each."""
-    opened = _open_files(entry, data)
-    splits = dict(opened.splits)
-    note = ""
+    name, opened = _open_files(entry, data)
+    splits, note = opened.splits, ""
     if "val" not in splits:
         whole = splits["train"]
         boundary = round(whole.size * (1 - data.val_share))
-        if opened.documents is not None:
-            boundary = opened.documents.find(min(boundary, whole.size - 1)).start
+        if opened.find_document is not None:
+            boundary = opened.find_document(min(boundary, whole.size - 1)).start
         splits = {"train": whole.part(0, boundary), "val": whole.part(boundary, whole.size)}
         note = f" with data.val_share={data.val_share}"
     for split in SPLITS:
@@ -250,21 +218,28 @@ def _open_source(entry: BlendEntry, data: DataConfig, least: int) -> Source:
                 f"{note}; model.block_size={least - 1} needs at least {least}: give more data"
                 + (", or another data.val_share" if note else "")
             )
-    return Source(entry, _format_of(entry.path), splits, opened.documents, opened.meta)
+    return Source(entry, name, splits, opened.find_document, opened.meta)
 
 
 def _format_of(path: Path) -> str | None:
     return next((name for name, f in FORMATS.items() if f.recognise(path)), None)
 
 
-def _open_files(entry: BlendEntry, data: DataConfig) -> OpenSource:
+def _open_files(entry: BlendEntry, data: DataConfig) -> tuple[str, OpenSource]:
+    """Return the format of a source, and its files."""
     name = _format_of(entry.path)
     if name is None:
-        raise UsageError(
-            f"{entry.key}: there is no token data at {entry.path}; {_remedy(entry, data)}"
+        remedy = (
+            "give a folder with train.bin, val.bin and meta.json, a .bin of nanoGPT's, or the "
+            "prefix of Megatron's .bin and .idx"
         )
+        if entry.key.startswith("data.dataset="):
+            is_built_in = data.dataset in BUILT_IN
+            made_by = data.dataset if is_built_in else f"text --name {data.dataset} --input FILE"
+            remedy = f"run `python -m jaxgpt.prepare {made_by}`, or give data.path=DIR"
+        raise UsageError(f"{entry.key}: there is no token data at {entry.path}; {remedy}")
     try:
-        return FORMATS[name].open(entry.path)
+        return name, FORMATS[name].open(entry.path)
     except UsageError as error:
         raise UsageError(f"{entry.key}: {error}") from None
     except OSError as error:
@@ -272,17 +247,3 @@ def _open_files(entry: BlendEntry, data: DataConfig) -> OpenSource:
             f"{entry.key}: {error.filename} cannot be read ({error.strerror}); ask its owner to "
             "let you, or give another path"
         ) from None
-
-
-def _remedy(entry: BlendEntry, data: DataConfig) -> str:
-    if not entry.key.startswith("data.dataset"):
-        return (
-            "give a folder with train.bin, val.bin and meta.json, a .bin of nanoGPT's, or the "
-            "prefix of Megatron's .bin and .idx"
-        )
-    if data.dataset in VOCABULARY_SIZES:
-        return f"run `python -m jaxgpt.prepare {data.dataset}`"
-    return (
-        f"run `python -m jaxgpt.prepare text --name {data.dataset} --input FILE ...`, "
-        "or give data.path=DIR"
-    )

@@ -4,7 +4,7 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -18,35 +18,24 @@ LOOK_BACK = 2**20  # tokens that are searched for the end of the document before
 class Document(NamedTuple):
     """A document that a token belongs to; None stands for what is not known."""
 
-    number: int | None
-    start: int | None
+    number: int | None = None
+    start: int | None = None
     """Number of its first token in the source."""
-    end: int | None
+    end: int | None = None
     """Number of the token after its last one."""
 
 
-class DocumentIndex(Protocol):
-    """Token number -> document, for the tokens of a whole source."""
-
-    def find(self, token: int) -> Document:
-        """Return the document of token number `token`, in at most O(log documents) reads."""
+FindDocument = Callable[[int], Document]
+"""Number of a token in a whole source -> its document, in at most O(log documents) reads."""
 
 
-@dataclass(frozen=True)
-class MarkedDocuments:
-    """Documents of a split that end with a token; their number is not known."""
-
-    tokens: Tokens
-    end_of_text: int
-
-    def find(self, token: int) -> Document:
-        """Return where the document of a token starts, if that is within LOOK_BACK tokens."""
-        at = token - self.tokens.first
-        searched = max(0, at - LOOK_BACK)
-        ends = np.flatnonzero(self.tokens.read(searched, at - searched) == self.end_of_text)
-        if ends.size:
-            return Document(None, self.tokens.first + searched + int(ends[-1]) + 1, None)
-        return Document(None, None if searched else self.tokens.first, None)
+def find_marked(tokens: Tokens, end_of_text: int, at: int) -> Document:
+    """Return where the document of token `at` of a split starts, if within LOOK_BACK tokens."""
+    searched = max(0, at - LOOK_BACK)
+    ends = np.flatnonzero(tokens.read(searched, at - searched) == end_of_text)
+    if ends.size:
+        return Document(start=tokens.first + searched + int(ends[-1]) + 1)
+    return Document(start=None if searched else tokens.first)
 
 
 @dataclass(frozen=True)
@@ -55,7 +44,7 @@ class OpenSource:
 
     splits: dict[str, Tokens]
     """"train" and "val"; or "train" alone, whose last documents are then kept for validation."""
-    documents: DocumentIndex | None = None
+    find_document: FindDocument | None = None
     """None where only end-of-text tokens separate documents."""
     meta: dict[str, Any] = field(default_factory=dict)
     """What meta.json holds; empty without one."""

@@ -46,7 +46,7 @@ def test_rows_of_every_kind_of_source_are_the_tokens_at_their_place(lines):
     dataset, rows = opened(lines)
     assert rows.names == tuple(f"name{c}" for c in range(5))
     assert (
-        "5 sources (Megatron uint16, nanoGPT file uint16, nanoGPT folder uint16) of 5 corpora"
+        "5 sources of 5 corpora (Megatron uint16, nanoGPT file uint16, nanoGPT folder uint16)"
         in dataset.describe()[0]
     )
     seen = set()
@@ -187,7 +187,7 @@ def test_files_of_others_are_named(lines, tmp_path, monkeypatch):
     def forbidden(path, **options):
         raise PermissionError(errno.EACCES, "Permission denied", str(path))
 
-    config = configured(lines)
+    config = configured(lines, "model.vocab_size=None")
     monkeypatch.setattr(Path, "read_text", forbidden)
     for opening in (open_dataset, vocabulary_size):
         with pytest.raises(UsageError, match=r"data.blend: .*meta.json cannot be read \(Permiss"):
