@@ -39,6 +39,11 @@ class Dataset:
     tokenizer: Tokenizer | None
     """None where nothing says how the tokens were made."""
 
+    @property
+    def tokenizer_meta(self) -> dict[str, Any] | None:
+        """The tokenizer's description in JSON."""
+        return None if self.tokenizer is None else self.tokenizer.to_meta()
+
     @functools.cached_property
     def corpora(self) -> tuple[str, ...]:
         """The names of the corpora, in the order in which they are first named."""

@@ -200,7 +200,7 @@ def save_checkpoint(run: Run, trainer: Trainer, step: int, state: TrainState) ->
             "mesh": describe(trainer.steps.mesh),
             "processes": trainer.cluster.size,
             "data_fingerprint": run.fingerprints,
-            "tokenizer": run.dataset.tokenizer.to_meta() if run.dataset.tokenizer else None,
+            "tokenizer": run.dataset.tokenizer_meta,
             "config": run.config.to_dict(),
             "jaxgpt": __version__,
             "jax": jax.__version__,
