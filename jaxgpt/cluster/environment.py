@@ -1,8 +1,4 @@
-"""A process as its launcher describes it: environment variables, read without side effects.
-
-Names are those of MPICH's and Intel MPI's Hydra (PMI_*, MPI_LOCALRANKID), Open MPI
-(OMPI_COMM_WORLD_*), PMIx, Cray PALS, Slurm's srun (https://slurm.schedmd.com/srun.html), torchrun.
-"""
+"""A process as its launcher describes it: environment variables, read without side effects."""
 
 import os
 import zlib
@@ -62,8 +58,7 @@ def find_launch(environ: Mapping[str, str]) -> Launch:
         UsageError: if variables contradict each other or are no numbers.
     """
     if RANK in environ or SIZE in environ:
-        address = environ.get(COORDINATOR, "")
-        return _over_tcp(environ, "by hand", RANK, SIZE, COORDINATOR, address)
+        return _over_tcp(environ, "by hand", RANK, SIZE, environ.get(COORDINATOR, ""))
     if "TORCHELASTIC_RUN_ID" in environ:
         return _torchrun(environ)
     step = environ.get("SLURM_STEP_ID", "")
@@ -121,13 +116,13 @@ def slurm_step(environ: Mapping[str, str]) -> Launch:
         host = high_speed_name(find_machine(hosts[0], environ), hosts[0]) if hosts[1:] else ""
         step = f"{environ.get('SLURM_JOB_ID', '')}.{environ.get('SLURM_STEP_ID', '')}"
         address = f"{host or '127.0.0.1'}:{16384 + zlib.crc32(step.encode()) % 16000}"
-    return _over_tcp(environ, "Slurm", "SLURM_PROCID", size, COORDINATOR, address)
+    return _over_tcp(environ, "Slurm", "SLURM_PROCID", size, address)
 
 
 def _torchrun(environ: Mapping[str, str]) -> Launch:
     address = f"{environ.get('MASTER_ADDR', '')}:{environ.get('MASTER_PORT', '')}"
     key = "MASTER_ADDR:MASTER_PORT"
-    launch = _over_tcp(environ, "RANK and WORLD_SIZE", "RANK", "WORLD_SIZE", key, address)
+    launch = _over_tcp(environ, "RANK and WORLD_SIZE", "RANK", "WORLD_SIZE", address, key)
     if launch.through and environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         host, _, port = address.rpartition(":")
         return replace(launch, address=f"{host}:{int(port) + 1}")  # torchrun listens at the port
@@ -139,8 +134,8 @@ def _over_tcp(
     launcher: str,
     rank_key: str,
     size_key: str,
-    address_key: str,
     address: str,
+    address_key: str = COORDINATOR,
 ) -> Launch:
     rank, size = _number(environ, rank_key), _number(environ, size_key)
     if rank is None or size is None or rank >= size:
@@ -150,14 +145,8 @@ def _over_tcp(
         )
     if size > 1:
         check_address(address_key, address)
-    return Launch(
-        launcher=launcher,
-        variable=f"{rank_key}={rank}",
-        through="tcp" if size > 1 else None,
-        rank=rank,
-        size=size,
-        address=address,
-    )
+    through = "tcp" if size > 1 else None
+    return Launch(launcher, f"{rank_key}={rank}", through, rank, size, address)
 
 
 def _mpi(environ: Mapping[str, str], variable: str, size: str | None, launcher: str) -> Launch:
@@ -166,21 +155,12 @@ def _mpi(environ: Mapping[str, str], variable: str, size: str | None, launcher: 
     elif any(name.startswith("I_MPI_HYDRA") for name in environ):
         launcher = "Intel MPI"
     rank = _number(environ, variable) or 0
-    return Launch(
-        launcher=launcher,
-        variable=f"{variable}={rank}",
-        through="mpi",
-        rank=0 if variable == "MPI_LOCALRANKID" else rank,
-        size=_number(environ, size),
-    )
+    job_rank = 0 if variable == "MPI_LOCALRANKID" else rank
+    return Launch(launcher, f"{variable}={rank}", "mpi", job_rank, _number(environ, size))
 
 
 def check_address(key: str, address: str) -> None:
-    """Check that an address is host:port.
-
-    Raises:
-        UsageError: naming `key`.
-    """
+    """Raise `UsageError`, naming `key`, unless an address is host:port."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 65536:
         raise UsageError(

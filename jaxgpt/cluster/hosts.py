@@ -8,12 +8,9 @@ from collections.abc import Mapping
 
 from jaxgpt.config import UsageError
 
+# Host name -> slots: how many processes its host file makes room for; None where there is no file,
+# or it only names each host once.
 Hosts = dict[str, int | None]
-"""Host name -> slots, in the order of their first mention.
-
-The slots of a host are how many processes its host file makes room for; None where the file only
-names each host once, or where there is no file.
-"""
 
 HOST_FILES = ("PBS_NODEFILE", "COBALT_NODEFILE", "HOSTFILE")
 # A scheduler's own variable before one that a user may have set for another job.
@@ -29,10 +26,7 @@ def job_hosts(environ: Mapping[str, str], file: str | None = None) -> tuple[Host
     """Find the hosts of this job, and the variable that named them, or `--hosts`, or `this host`.
 
     A PBS node file is often only on the first host of the job: in a job that runs already, ask
-    on process 0.
-
-    Args:
-        file: a host file that the user gave; it comes before everything else.
+    on process 0. A `file` that the user gave comes before everything else.
 
     Raises:
         UsageError: if a host file cannot be read, or it or a node list is malformed.
@@ -51,10 +45,7 @@ def read_host_file(path: str, option: str) -> Hosts:
     """Read the hosts of a file with lines `host`, `host:4` or `host slots=4`; `#` begins a comment.
 
     Lines may repeat, as PBS writes one for each slot: the slots of a host add up. A short name
-    and a full one are the same host; the first spelling is kept.
-
-    Raises:
-        UsageError: naming `option`, if the file cannot be read, or is not a host file.
+    and a full one are the same host; the first spelling is kept. Errors name `option`.
     """
     try:
         with open(path, errors="replace") as file:
@@ -89,7 +80,7 @@ def read_host_file(path: str, option: str) -> Hosts:
 
 
 def same_host(a: str, b: str) -> bool:
-    """Return whether two names mean one host: equal, or one is the other's short form."""
+    """Return whether two names are equal, or one is the other's short form."""
     a, b = a.lower() + ".", b.lower() + "."
     return a.startswith(b) or b.startswith(a)
 
@@ -136,15 +127,11 @@ def address_towards(host: str) -> str:
     Raises:
         OSError: if there is no way.
     """
-    error = OSError(f"{host}: no address")
     for family, kind, _, _, address in socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM):
-        with socket.socket(family, kind) as s:
-            try:
-                s.connect(address)  # sends nothing, but chooses the interface
-                return s.getsockname()[0]
-            except OSError as e:
-                error = e
-    raise error
+        with contextlib.suppress(OSError), socket.socket(family, kind) as s:
+            s.connect(address)  # sends nothing, but chooses the interface
+            return s.getsockname()[0]
+    raise OSError(f"{host}: no network of this host leads there")
 
 
 def reachable_name() -> str:
@@ -154,11 +141,9 @@ def reachable_name() -> str:
     """
     name = socket.getfqdn()
     with contextlib.suppress(OSError):  # a name that stands for nothing
-        if not any(
-            entry[4][0].startswith(("127.", "::1")) for entry in socket.getaddrinfo(name, None)
-        ):
+        addresses = [entry[4][0] for entry in socket.getaddrinfo(name, None)]
+        if not any(address.startswith(("127.", "::1")) for address in addresses):
             return name
-    try:
+    with contextlib.suppress(OSError):
         return address_towards("10.255.255.255")  # any address outside: the default route
-    except OSError:
-        return name
+    return name

@@ -23,8 +23,7 @@ class StopSignal:
         """Catch signals from now on.
 
         Args:
-            time_limit_minutes: after which to stop, if that is given.
-            passed: seconds of them that are over already.
+            passed: seconds of the time limit that are over already.
             sync_point: (step, whether this process was first asked to stop before it) -> whether
                 all processes stop after it; None where this is the only process.
         """
@@ -46,11 +45,7 @@ class StopSignal:
         self.reason = "time limit" if number == signal.SIGALRM else signal.Signals(number).name
 
     def reached(self, step: int) -> bool:
-        """Return whether the job is to stop after `step`; the same on every process.
-
-        The process that got the signal tells the others, and all stop after the step that the
-        furthest one is at.
-        """
+        """Return whether all processes stop after `step`, the furthest one's when it was asked."""
         requested = self.reason is not None and not self._forwarded
         agreed = self._sync_point(step, requested)
         if agreed is None:

@@ -26,11 +26,9 @@ class ProcessGroup:
     """Processes of one job, as one of them sees it."""
 
     launcher: str
-    """The launcher, in words."""
+    """In words."""
     rank: int = 0
-    """This process, from 0."""
     size: int = 1
-    """Number of processes."""
     local_rank: int = 0
     """This process among those of its host, from 0."""
     local_size: int = 1
@@ -40,7 +38,7 @@ class ProcessGroup:
     host_names: tuple[str, ...] = ("localhost",)
     """For each process, the name of its host."""
     machine: Machine | None = None
-    """The supercomputer, if it is a known one."""
+    """None if it is not in the table."""
     mpi_library: str | None = None
     timeout: float = INIT_TIMEOUT
     """Seconds that processes wait for each other when the job starts."""
@@ -49,20 +47,13 @@ class ProcessGroup:
     transport: Transport | None = None
     """Carries messages between the processes until `close`; None if there is but one."""
     on_close: contextlib.ExitStack = field(default_factory=contextlib.ExitStack, compare=False)
-    """Connections, locks and the like, given up when the group is closed."""
+    """Connections, locks and the like, given up at the end of the group's `with`."""
 
     def __enter__(self) -> "ProcessGroup":
         return self
 
     def __exit__(self, *error: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Give up locks and the connection; `join_process_group` may be called again.
-
-        MPI itself stays, as it cannot be started twice in a process.
-        """
-        self.on_close.close()
+        self.on_close.close()  # the group can be joined again; MPI stays, as it starts only once
 
     @property
     def is_main(self) -> bool:
@@ -136,12 +127,11 @@ def join_process_group(timeout: float = INIT_TIMEOUT, launch: Launch | None = No
     """Find the other processes of this job and wait until all are there, without JAX.
 
     Args:
-        timeout: seconds after which the process ends, naming those that did not come.
         launch: what the launcher said; None asks the environment.
 
     Raises:
         UsageError: if the launcher's environment or the MPI library does not fit.
-        PeerLost: if a process did not come.
+        PeerLost: naming the processes that did not come within `timeout` seconds.
     """
     launch = launch or find_launch(os.environ)
     notes: tuple[str, ...] = ()

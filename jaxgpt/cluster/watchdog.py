@@ -12,10 +12,9 @@ from jaxgpt.cluster.shutdown import HUNG
 
 
 class Watchdog:
-    """Thread that ends the job with status 70 if `heartbeat` is not called for too long.
+    """Ends the job with status 70 if `heartbeat` is not called for too long.
 
-    In a job of several processes one that stops holds up all others, so each writes down where it
-    is.
+    One process that stops holds up all others, so each writes down where it is.
     """
 
     def __init__(
@@ -47,7 +46,6 @@ class Watchdog:
             threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
 
     def close(self) -> None:
-        """Stop watching."""
         self._stop.set()
 
     def _watch(self) -> None:
