@@ -63,11 +63,12 @@ def main(argv: list[str] | None = None) -> None:
             look_up, config, arguments.run, step, arguments.rows
         )
         if arguments.worst:
-            losses, at = row_losses(
-                config.replace(model__vocab_size=dataset.vocab_size, parallel__mesh=arguments.mesh),
-                arguments.run, step, checkpoint, tokens, cluster,
-            )  # fmt: skip
+            config = config.replace(
+                model__vocab_size=dataset.vocab_size, parallel__mesh=arguments.mesh
+            )
+            at = checkpoint_before(arguments.run, step, checkpoint)
             notes.append(f"losses are those of checkpoint {at}")
+            losses = row_losses(config, arguments.run, at, tokens, cluster)
             for record in found:
                 record["loss"] = float(losses[record["row"]])
             found.sort(key=lambda record: -record["loss"])
@@ -131,8 +132,7 @@ def differences(config: Config, dataset: Dataset, run: Path | None, step: int) -
     saved = valid_checkpoints(run) if run else {}
     if not saved:
         return notes
-    newest = max(saved)
-    last = saved[newest]
+    newest, last = max(saved.items())
     if source_hashes(last["data_fingerprint"]) != source_hashes(dataset.fingerprints):
         notes.append("warning: this data is not what the run was trained on")
     after = next((meta for s, meta in saved.items() if s >= step), last)["config"]["train"]
@@ -152,23 +152,21 @@ def differences(config: Config, dataset: Dataset, run: Path | None, step: int) -
     return notes
 
 
-def row_losses(
-    config: Config,
-    run: Path | None,
-    step: int,
-    checkpoint: int | None,
-    tokens: np.ndarray,
-    cluster: ProcessGroup,
-) -> tuple[np.ndarray, int]:
-    """Return the mean loss of every row, shape (B,), and the step of the checkpoint used."""
+def checkpoint_before(run: Path | None, step: int, wanted: int | None) -> int:
+    """Return the step of the wanted checkpoint, or of the last one before `step`, else the last."""
     saved = list_checkpoints(run) if run else []
     if not saved:
         raise UsageError("--worst: needs --run with a checkpoint, whose parameters give the losses")
-    before = [s for s in saved if s < step]
-    at = checkpoint or (before[-1] if before else saved[-1])
+    at = wanted or max((s for s in saved if s < step), default=saved[-1])
     if at not in saved:
         raise UsageError(f"--checkpoint {at}: {run} has {', '.join(map(str, saved))}")
+    return at
 
+
+def row_losses(
+    config: Config, run: Path, at: int, tokens: np.ndarray, cluster: ProcessGroup
+) -> np.ndarray:
+    """Return the mean loss of every row, shape (B,), with the parameters of checkpoint `at`."""
     from jaxgpt.runtime.initialize import initialize_jax
 
     initialize_jax(cluster, mesh_shape(config))
@@ -187,7 +185,7 @@ def row_losses(
             part.shape, steps.batch_shape.sharding, lambda index, part=part: part[index]
         )
         losses.append(np.asarray(steps.eval_step(params, batch)))
-    return np.concatenate(losses), at
+    return np.concatenate(losses)
 
 
 def show(found: list[dict[str, Any]], tokens: np.ndarray, dataset: Dataset, as_json: bool) -> None:

@@ -6,6 +6,7 @@
 
 import datetime
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,14 @@ from jaxgpt.cluster.environment import rank_from_env
 from jaxgpt.cluster.shutdown import job_exit_handler
 from jaxgpt.config import CommandParser, UsageError, file_path
 from jaxgpt.spikes.report import draw_spikes, spikes_table
+from jaxgpt.tracking.console import table_text
 from jaxgpt.tracking.jsonl import read_records
+
+HEADINGS = (
+    "run", "model", "processes", "start", "first step done", "seconds", "from", "slowest phase",
+    "compile cache",
+)  # fmt: skip
+LOG_WIDTH = 200  # columns: rows of a log file are not folded
 
 
 def parser() -> CommandParser:
@@ -33,19 +41,21 @@ def main(argv: list[str] | None = None) -> None:
             return
         arguments = parser().parse_args(argv)
         if arguments.kind == "startup":
-            startup_table([(run, read_startup(run)) for run in arguments.runs])
+            rows = [read_startup(run) for run in arguments.runs]
+            width = shutil.get_terminal_size((LOG_WIDTH, 0)).columns
+            print(table_text(HEADINGS, rows, width, title="Start-up"))
         else:
             spikes_report(arguments.run, arguments.png)
 
 
 def spikes_report(run: Path, png: Path | None) -> None:
     """Print the table of a run's spikes, and draw its losses."""
+    path = run / "metrics.jsonl"
     try:
-        records = read_records(run / "metrics.jsonl")
+        records = read_records(path)
     except OSError as error:
         raise UsageError(
-            f"RUN={run}: {run}/metrics.jsonl cannot be read ({error.strerror}); give a run "
-            "directory"
+            f"RUN={run}: {path} cannot be read ({error.strerror}); give a run directory"
         ) from None
     if png is not None:  # first: it is what can fail
         draw_spikes(records, str(run), png)
@@ -54,39 +64,16 @@ def spikes_report(run: Path, png: Path | None) -> None:
         print(f"loss curve: {png}")
 
 
-def read_startup(run: Path) -> dict[str, Any]:
-    """Return the startup.json of a run directory; raise `UsageError` if it cannot be read."""
+def read_startup(run: Path) -> list[str]:
+    """Return the row of a run directory; raise `UsageError` if its startup.json cannot be read."""
     path = run / "startup.json"
     try:
-        found = json.loads(path.read_text())
-        startup_row(run, found)
-        return found
-    except (FileNotFoundError, NotADirectoryError):
-        raise UsageError(
-            f"RUN={run}: has no startup.json; give a run directory whose first step is done"
-        ) from None
+        return startup_row(run, json.loads(path.read_text()))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UsageError(
-            f"RUN={run}: {path} cannot be read ({error}); the run's next start writes it anew"
+            f"RUN={run}: {path} cannot be read ({error}); give a run directory whose first step is "
+            "done"
         ) from None
-
-
-def startup_table(runs: list[tuple[Path, dict[str, Any]]]) -> None:
-    """Print a row for each run."""
-    from rich.console import Console
-    from rich.table import Table
-
-    console = Console()
-    table = Table(title="Start-up")
-    headings = "run model processes start first_step_done seconds from slowest_phase compile_cache"
-    for heading in headings.split():
-        justify = "right" if heading == "seconds" else "left"
-        table.add_column(heading.replace("_", " "), justify=justify, overflow="fold")
-    for run, found in runs:
-        table.add_row(*startup_row(run, found))
-    if not console.is_terminal:
-        console.width = 200  # rows of a log file are not folded
-    console.print(table)
 
 
 def startup_row(run: Path, found: dict[str, Any]) -> list[str]:
@@ -97,14 +84,14 @@ def startup_row(run: Path, found: dict[str, Any]) -> list[str]:
     most = found["phases"][slowest]
     return [
         str(run),
-        f"{found['model']}",
-        f"{found['processes']}",
+        str(found["model"]),
+        str(found["processes"]),
         clock(found["first_step_done"] - seconds),
         clock(found["first_step_done"]),
         f"{seconds:.1f}",
         origin,
         f"{slowest}, {most['max']:.1f} s on rank {most['slowest_rank']}",
-        f"{found['compile_cache']}",
+        str(found["compile_cache"]),
     ]
 
 

@@ -28,8 +28,7 @@ def parser() -> CommandParser:
     def bench(name: str, about: str) -> CommandParser:
         kind = kinds.add_parser(name, help=about, description=about)
         kind.add_argument("--json", action="store_true", help="one line of JSON")
-        if name != "collectives":  # which trains nothing
-            kind.epilog = "All else is as for jaxgpt.train, whose --help lists every key."
+        kind.epilog = "All else is as for jaxgpt.train, whose --help lists every key."
         return kind
 
     def number(kind: CommandParser, option: str, about: str) -> None:
@@ -54,15 +53,7 @@ def parser() -> CommandParser:
     number(kind, "--cpus", "CPUs to use; default all")
     kind = bench("checkpoint", "time to save and restore a state, beside plain files")
     kind.add_argument(
-        "--size", metavar="1GB", help="of the state, by the number of layers; default 1GB of gpt2 "
-        "where no --config is given, else the config's own"
-    )  # fmt: skip
-    kind.add_argument(
         "--out", type=file_path, metavar="DIR", help="default where temporary files are"
-    )
-    kind = bench("collectives", "time and bandwidth over each mesh axis, beside a copy in memory")
-    kind.add_argument(
-        "--mesh", metavar="D,F,T", help="default as jaxgpt.doctor; alone on a CPU 4,1,1, simulated"
     )
     kind = bench("sample", "time to write a text, beside reading all of it for each token")
     number(kind, "--tokens", "to write; default 200, or what fits")

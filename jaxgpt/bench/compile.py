@@ -26,7 +26,14 @@ def run(settings: Sequence[str], layers: str | None = None, runs: int = 3) -> Re
         UsageError: for several processes, or if the layers or the mesh cannot work.
     """
     config = parse_args(settings, PROG)
-    counts = layer_counts(layers, config.model.n_layer)
+    n_layer = config.model.n_layer
+    words = (layers if layers is not None else f"{max(1, n_layer // FEWER)},{n_layer}").split(",")
+    counts = sorted({int(word) for word in words if word.isdecimal() and int(word)})
+    if not len(words) == len(counts) >= 2:
+        raise UsageError(
+            f"--layers={','.join(words)}: must be two or more different numbers of layers, such "
+            "as 12,48"
+        )
     with open_job(config, alone=True) as job:
         config, mesh = job.start_jax(config)
 
@@ -44,39 +51,18 @@ def run(settings: Sequence[str], layers: str | None = None, runs: int = 3) -> Re
             for n in counts if number % 2 else reversed(counts):
                 job.log(f"run {number + 1} of {runs}, {n} layers")
                 seconds[n].append(trace_and_compile(n))
-    device = mesh.devices.flat[0]
-    medians = {n: list(map(statistics.median, zip(*seconds[n], strict=True))) for n in counts}
-    compiled = {n: compile_seconds for n, (_, compile_seconds) in medians.items()}
-    return Result(
-        {
-            "config": config.config,
-            "mesh": dict(mesh.shape),
-            "device_kind": device.device_kind,
-            "scan_layers": config.scans_layers(device.platform == "cpu"),
-            "runs": runs,
-            "trace_seconds": Value({n: traced for n, (traced, _) in medians.items()}, "s"),
-            "compile_seconds": Value(compiled, "s", "by the number of layers, as medians"),
-            "first_compile_seconds": Value(first, "s", "on a GPU XLA tries kernels then"),
-            "ratio": Value(
-                compiled[counts[-1]] / compiled[counts[0]],
-                "x",
-                f"{counts[-1]} layers beside {counts[0]}",
-            ),
-        }
-    )
-
-
-def layer_counts(given: str | None, n_layer: int) -> list[int]:
-    """Return numbers of layers, ascending: those given, or a quarter of the model's and its own.
-
-    Raises:
-        UsageError: if they are not at least two.
-    """
-    words = [str(max(1, n_layer // FEWER)), str(n_layer)] if given is None else given.split(",")
-    counts = sorted({int(word) for word in words if word.isdecimal() and int(word)})
-    if not len(words) == len(counts) >= 2:
-        raise UsageError(
-            f"--layers={','.join(words)}: must be two or more different numbers of layers, such "
-            "as 12,48"
-        )
-    return counts
+    device, (least, *_, most) = mesh.devices.flat[0], counts
+    traced = {n: statistics.median(t for t, _ in seconds[n]) for n in counts}
+    compiled = {n: statistics.median(c for _, c in seconds[n]) for n in counts}
+    values = {
+        "config": config.config,
+        "mesh": dict(mesh.shape),
+        "device_kind": device.device_kind,
+        "scan_layers": config.scans_layers(device.platform == "cpu"),
+        "runs": runs,
+        "trace_seconds": Value(traced, "s"),
+        "compile_seconds": Value(compiled, "s", "by the number of layers, as medians"),
+        "first_compile_seconds": Value(first, "s", "on a GPU XLA tries kernels then"),
+        "ratio": Value(compiled[most] / compiled[least], "x", f"{most} layers beside {least}"),
+    }
+    return Result(values)

@@ -35,7 +35,11 @@ def run(settings: Sequence[str], batches: int = 40, cpus: int | None = None) -> 
         UsageError: if the data cannot be read, or there are not so many CPUs.
     """
     config = parse_args(settings, PROG)
-    use_cpus(cpus)
+    if cpus is not None:
+        available = own_cpus()
+        if cpus > len(available):
+            raise UsageError(f"--cpus={cpus}: this process may use {len(available)}")
+        os.sched_setaffinity(0, available[:cpus])
     with open_job(config) as job:
         dataset = job.cluster.run_on_all(open_dataset, config.data, config.model)
         config, mesh = job.start_jax(config)
@@ -76,24 +80,6 @@ def run(settings: Sequence[str], batches: int = 40, cpus: int | None = None) -> 
             "ratio": Value(statistics.median(map(operator.truediv, loaded, mapped)), "x"),
         }
         return Result(values)
-
-
-def use_cpus(wanted: int | None) -> None:
-    """Keep this process on so many CPUs of those that it may use; None keeps all.
-
-    Raises:
-        UsageError: if there are fewer, or the system does not bind processes to CPUs.
-    """
-    if wanted is None:
-        return
-    if not hasattr(os, "sched_setaffinity"):  # macOS
-        raise UsageError(f"--cpus={wanted}: this system binds no process to CPUs; leave it out")
-    available = own_cpus()
-    if wanted > len(available):
-        raise UsageError(
-            f"--cpus={wanted}: this process may use {len(available)}; give at most that"
-        )
-    os.sched_setaffinity(0, available[:wanted])
 
 
 def peak_bytes() -> int:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jaxgpt.bench.harness import PROG, Job, Result, Value, open_job
+from jaxgpt.bench.harness import PROG, Result, Value, open_job
 from jaxgpt.config import Config, UsageError, parse_args
 from jaxgpt.models.attention import make_attention
 from jaxgpt.models.transformer import gpt_graph, logits
@@ -23,8 +23,6 @@ PROMPT = 16  # random tokens
 TOKENS = 200
 POSITIONS_TIMES = 10
 PIECE = 64  # prefixes are padded to a multiple of this, or each would be a program of its own
-
-Write = Callable[[np.ndarray, int, int], np.ndarray]  # (text, its length, n) -> n more tokens
 
 
 def run(settings: Sequence[str], tokens: int | None = None) -> Result:
@@ -38,7 +36,13 @@ def run(settings: Sequence[str], tokens: int | None = None) -> Result:
         UsageError: if so many tokens are more than fit, or for several processes or devices.
     """
     config = parse_args(settings, PROG)
-    n_tokens = tokens_that_fit(config, tokens)
+    room = config.model.block_size - PROMPT
+    n_tokens = tokens or max(1, min(TOKENS, room))
+    if n_tokens > room:
+        raise UsageError(
+            f"--tokens={n_tokens}: with a prompt of {PROMPT} they must fit into "
+            f"model.block_size={config.model.block_size}"
+        )
     with open_job(config, alone=True) as job:
         config, mesh = job.start_jax(config)
         if mesh.size > 1:
@@ -50,79 +54,44 @@ def run(settings: Sequence[str], tokens: int | None = None) -> Result:
         params = steps.init().params
         # Or a model that has not been trained would write the same token all the time.
         params["position_embedding"]["embedding"] *= POSITIONS_TIMES
-        window = np.zeros(config.model.block_size, np.int32)
-        random = np.random.default_rng(config.train.seed)
-        window[:PROMPT] = random.integers(config.model.vocab_size, size=PROMPT)
+        random, size = np.random.default_rng(config.train.seed), config.model.block_size
+        window = random.integers(config.model.vocab_size, size=size, dtype=np.int32)
+        write, write_first = (
+            cached_writer(steps, params, window, config.model.vocab_size, n) for n in (n_tokens, 1)
+        )
+        recompute = recomputing_writer(config, params)
+        # Nothing's first call is timed: it compiles, and its memory is new to the process.
+        write(), write_first(), recompute(window, n_tokens)
+        _, first = job.timed(write_first)
+        cached, before = job.timed(write)
+        job.log(f"with the cache {before:.1f} s; now reading the prefix for each token")
+        recomputed, slow = job.timed(lambda: recompute(window, n_tokens))
+        fast = statistics.mean([before, job.timed(write)[1]])
         values = {
             "config": config.config,
-            "n_parameters": steps.n_parameters[1],
             "dtype": config.train.dtype,
             "device_kind": mesh.devices.flat[0].device_kind,
             "prompt_tokens": PROMPT,
             "tokens": n_tokens,
-            **measure(config, steps, params, window, n_tokens, job),
+            "first_token_seconds": Value(first, "s", "which reads the prompt"),
+            "cached_seconds": Value(fast, "s", f"{1e3 * fast / n_tokens:.1f} ms a token"),
+            "recomputed_seconds": Value(slow, "s", "reading the prefix for each token"),
+            "ratio": Value(slow / fast, "x"),
+            "same_tokens": Value(int((cached == recomputed).sum()), note="both take the likeliest"),
+            "distinct_tokens": len(set(cached.tolist())),
         }
         return Result(values)
 
 
-def measure(
-    config: Config, steps: StepFunctions, params: Any, window: np.ndarray, n_tokens: int, job: Job
-) -> dict[str, Any]:
-    """Return the seconds of both ways to go on with the prompt in `window`, and how they agree."""
-    write, write_first = (cached_writer(config, steps, params, window, n) for n in (n_tokens, 1))
-    recompute = recomputing_writer(config, params)
-    job.log("compiling")
-    # Nothing's first call is timed: it compiles, and its memory is new to the process.
-    for end in range(PIECE, PROMPT + n_tokens + PIECE, PIECE):
-        recompute(window, min(end, PROMPT + n_tokens) - 1, 1)
-    write(), write_first()
-    _, first = job.timed(write_first)
-    cached, before = job.timed(write)
-    job.log(f"with the cache {before:.1f} s; now reading the prefix for each token")
-    recomputed, slow = job.timed(lambda: recompute(window, PROMPT, n_tokens))
-    _, after = job.timed(write)
-    fast = statistics.mean([before, after])
-    return {
-        "first_token_seconds": Value(first, "s", "which reads the prompt"),
-        "cached_seconds": Value(fast, "s", f"{1e3 * fast / n_tokens:.1f} ms a token"),
-        "recomputed_seconds": Value(slow, "s", "reading the prefix for each token"),
-        "ratio": Value(slow / fast, "x"),
-        "same_tokens": Value(int((cached == recomputed).sum()), note="both take the likeliest"),
-        "distinct_tokens": len(set(cached.tolist())),
-    }
-
-
-def tokens_that_fit(config: Config, wanted: int | None) -> int:
-    """Return how many tokens to write after the prompt.
-
-    Raises:
-        UsageError: if so many do not fit into the model's context.
-    """
-    room = config.model.block_size - PROMPT
-    if room < 1:
-        raise UsageError(
-            f"model.block_size={config.model.block_size}: has no room after a prompt of {PROMPT}; "
-            f"give at least {PROMPT + 1}"
-        )
-    if wanted is not None and wanted > room:
-        raise UsageError(
-            f"--tokens={wanted}: with a prompt of {PROMPT} they must fit into "
-            f"model.block_size={config.model.block_size}; give at most {room}"
-        )
-    return wanted or min(TOKENS, room)
-
-
 def cached_writer(
-    config: Config, steps: StepFunctions, params: Any, window: np.ndarray, n_tokens: int
+    steps: StepFunctions, params: Any, window: np.ndarray, vocab_size: int, n_tokens: int
 ) -> Callable[[], np.ndarray]:
     """Return a function that writes so many tokens after the prompt in `window`."""
-    generate = jax.jit(
-        make_generate(steps.make_decoder, config.model.vocab_size, n_tokens, 0.0, None)
-    )
+    generate = jax.jit(make_generate(steps.make_decoder, vocab_size, n_tokens, 0.0, None))
     return lambda: np.asarray(generate(params, window, np.int32(PROMPT), np.int32(0)))
 
 
-def recomputing_writer(config: Config, params: Any) -> Write:
+def recomputing_writer(config: Config, params: Any) -> Callable[[np.ndarray, int], np.ndarray]:
     """Return a function that calls the model on the whole text for each token that it adds."""
     graph = gpt_graph(
         config.model,
@@ -136,11 +105,11 @@ def recomputing_writer(config: Config, params: Any) -> Write:
         x_1TD, w_VD, first = nnx.merge(graph, params).hidden_states(text_T[None])
         return jnp.argmax(logits(x_1TD[0, length - 1], w_VD, first, config.model.vocab_size))
 
-    def write(window: np.ndarray, length: int, n_tokens: int) -> np.ndarray:
+    def write(window: np.ndarray, n_tokens: int) -> np.ndarray:
         text = window.copy()
-        for n in range(length, length + n_tokens):
+        for n in range(PROMPT, PROMPT + n_tokens):
             padded = min(text.size, -(-n // PIECE) * PIECE)
             text[n] = likeliest(params, text[:padded], np.int32(n))
-        return text[length : length + n_tokens]
+        return text[PROMPT : PROMPT + n_tokens]
 
     return write

@@ -10,7 +10,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from jaxgpt.bench.harness import PROG, Result, Value, child_environment, open_job, spread
@@ -42,16 +41,11 @@ def run(settings: Sequence[str], runs: int = 3, processes: int | None = None) ->
     """
     config = parse_args(settings, PROG)
     if any(first == 1 for first, _ in skip_ranges(config)):
-        raise UsageError(
-            f"train_range_to_skip={' '.join(map(str, config.train_range_to_skip))}: bench startup "
-            "waits for step 1, which is skipped; leave it out"
-        )
+        given = " ".join(map(str, config.train_range_to_skip))
+        raise UsageError(f"train_range_to_skip={given}: skips step 1, which bench startup times")
     launch = find_launch(os.environ)
     if launch.through is not None:  # commands would take its variables for their own
-        raise UsageError(
-            f"{launch.variable}: bench startup starts the processes itself; run it without the "
-            "launcher, with --processes N"
-        )
+        raise UsageError(f"{launch.variable}: run bench startup without it, with --processes N")
     launcher = [find_mpiexec(), "-n", str(processes)] if processes else []
     train = [*launcher, sys.executable, "-m", "jaxgpt.train", *settings, *ONE_STEP]
     imports = [sys.executable, "-c", IMPORTS]
@@ -64,7 +58,8 @@ def run(settings: Sequence[str], runs: int = 3, processes: int | None = None) ->
             alone.append(run_command(imports))
             for kind, found in starts.items():
                 out = job.folder / f"{kind}-{number}"  # a new one: in an old one it would resume
-                run_command([*train, "--out", str(out)], job.folder / f"compiled-{number}")
+                cache = str(job.folder / f"compiled-{number}")
+                run_command([*train, "--out", str(out)], JAX_COMPILATION_CACHE_DIR=cache)
                 found.append(json.loads((out / "startup.json").read_text()))
     values = {"settings": list(settings), "processes": processes or 1, "runs": runs}
     values |= {kind: Value(medians(found), "s") for kind, found in starts.items()}
@@ -78,26 +73,24 @@ def run(settings: Sequence[str], runs: int = 3, processes: int | None = None) ->
 
 def medians(starts: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the total and the phases in the startup.json of several runs."""
-    phases = {
+    found, first = spread([start["total"]["max"] for start in starts]), starts[0]
+    found["phases"] = {
         phase: statistics.median(start["phases"][phase]["max"] for start in starts)
-        for phase in starts[0]["phases"]
+        for phase in first["phases"]
     }
-    totals = spread([start["total"]["max"] for start in starts])
-    return {**totals, "phases": phases, "compile_cache": starts[0]["compile_cache"]}
+    return found | {"compile_cache": first["compile_cache"]}
 
 
-def run_command(command: list[str], compile_cache: Path | None = None) -> float:
+def run_command(command: list[str], **variables: str) -> float:
     """Run a command to its end; return its seconds.
 
     Raises:
         UsageError: if it ends with one.
     """
-    environment = child_environment()
-    if compile_cache is not None:
-        environment["JAX_COMPILATION_CACHE_DIR"] = str(compile_cache)
+    env = child_environment() | variables
     began = time.perf_counter()
     ended = subprocess.run(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
     if ended.returncode != 0:
         errors = [e for e in ended.stdout.splitlines() if e.startswith("error: ")]

@@ -34,6 +34,7 @@ def collect_facts(cluster: ProcessGroup, coordinator: str | None) -> dict[str, A
     local = jax.local_devices()
     visible = next((os.environ[v] for v in VISIBLE_VARIABLES if os.environ.get(v)), "")
     hosts, error = catch_usage_error(job_hosts, os.environ)
+    installed = {d.name: d.version for d in metadata.distributions()}
     return {
         "host": cluster.hosts[cluster.rank],  # rank of the first process on this one's host
         "host_name": cluster.host_names[cluster.rank],
@@ -42,8 +43,8 @@ def collect_facts(cluster: ProcessGroup, coordinator: str | None) -> dict[str, A
         "versions": {
             "python": platform.python_version(),
             "MPI": cluster.mpi_library and " ".join(cluster.mpi_library.split()),
-        }
-        | {package: _version(package) for package in PACKAGES},
+            **{package: installed.get(package) for package in PACKAGES},
+        },
         # Its address as the coordinator sees it.
         "address": coordinator and address_towards(coordinator.rpartition(":")[0].strip("[]")),
         "platform": local[0].platform,  # cpu, gpu, tpu ...
@@ -61,13 +62,6 @@ def collect_facts(cluster: ProcessGroup, coordinator: str | None) -> dict[str, A
         "cores": list(own_cpus()),  # that this process may run on
         "host_cores": os.cpu_count() or 1,
     }
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def device_names(numbers: Sequence[int], visible: str) -> list[str]:

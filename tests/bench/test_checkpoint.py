@@ -5,7 +5,7 @@ import pytest
 
 from jobs import run
 
-TINY = ("--config", "tiny", "--size", "6MB")
+TINY = ("--config", "tiny", "model.n_layer=2")
 
 
 def test_a_checkpoint_of_several_processes_is_timed_beside_plain_files(tmp_path):
@@ -16,7 +16,7 @@ def test_a_checkpoint_of_several_processes_is_timed_beside_plain_files(tmp_path)
     found = json.loads(job.stdout)  # process 0 alone prints
     assert found["processes"] == 2 and found["mesh"]["fsdp"] == 2
     # Whole layers of 12 D^2 parameters and two moments, float32: tiny's D is 128.
-    assert abs(found["state_bytes"] - 6e6) < 0.6 * 3 * 4 * 12 * 128**2
+    assert 0 < found["state_bytes"] - 2 * 3 * 4 * 12 * 128**2 < 2e6
     # Not compressed: the numbers, and little beside them.
     assert found["state_bytes"] < found["file_bytes"] < 1.1 * found["state_bytes"]
     assert found["files"] > 2
@@ -29,15 +29,10 @@ def test_a_checkpoint_of_several_processes_is_timed_beside_plain_files(tmp_path)
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--size", "1 gigabyte"], "--size=1 gigabyte: must be a size such as 500MB or 1GB"),
         (["--out", "/dev/null/x"], "--out=/dev/null/x: cannot be written"),
         (
-            ["--size", "9999999GB"],
-            "layers takes 9,999,998,962MB, twice; give a smaller --size, or another",
-        ),
-        (
             ["--config", "tiny", "model.n_layer=9999999"],
-            "tiny with 9999999 layers takes 23,623,678MB",
+            "a checkpoint takes 23,6",
         ),
     ],
 )

@@ -18,7 +18,7 @@ from jobs import command, environment, process_of
     [(signal.SIGINT, None), (signal.SIGTERM, None), (signal.SIGTERM, 2)],
 )
 def test_nothing_is_left_by_a_bench_that_a_signal_ends(number, processes, tmp_path):
-    size = ("--size", "60MB", "--out", tmp_path)
+    size = ("model.n_layer=25", "--out", tmp_path)
     job = subprocess.Popen(
         command("bench", "checkpoint", "--config", "tiny", *size, processes=processes),
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment(TMPDIR=str(tmp_path)),

@@ -47,12 +47,12 @@ def test_weights_go_where_nanogpt_looks_for_them():
     ("options", "words"),
     [
         (("--nanogpt", "{tmp}", "--torch", "{ends}"), "has no model.py; give a clone"),
-        (("--nanogpt", "{clone}", "--torch", "/none"), "--torch=/none: cannot be started"),
-        (("--nanogpt", "{clone}", "--torch", "{ends}"), "nanoGPT has ended (no torch here)"),
-        (("--nanogpt", "{clone}", "--torch", "/bin/ls"), "answers with"),
+        (("--nanogpt", "{clone}", "--torch", "/none"), "--torch=/none: No such file"),
+        (("--nanogpt", "{clone}", "--torch", "{ends}"), "nanoGPT fails (no torch here)"),
+        (("--nanogpt", "{clone}", "--torch", "/bin/ls"), "nanoGPT fails ("),
         (
             ("--nanogpt", "{clone}", "--torch", "{ends}", "--steps", "9999999"),
-            "are more than 1 GiB; give at most --steps=",
+            "are more than 1 GiB; give fewer",
         ),
     ],
 )

@@ -7,7 +7,6 @@ torch.
 import contextlib
 import json
 import os
-import shutil
 import statistics
 import subprocess
 from collections.abc import Callable, Iterator, Sequence
@@ -19,7 +18,7 @@ import numpy as np
 
 from jaxgpt.bench.harness import PROG, Job, Result, Value, child_environment, open_job
 from jaxgpt.bench.rounds import Rounds
-from jaxgpt.config import Config, ModelConfig, UsageError, parse_args
+from jaxgpt.config import ModelConfig, UsageError, parse_args
 from jaxgpt.optim import learning_rate_schedule
 
 MAX_BYTES = 2**30  # of batches, which are made before the first round
@@ -51,8 +50,13 @@ def run(
         UsageError: if nanoGPT cannot be run, or if the batches of so many steps are too large.
     """
     config = parse_args(settings, PROG)
-    check_programs(nanogpt, torch)
-    check_batch_bytes(config, steps, rounds)
+    if not (nanogpt / "model.py").is_file():
+        raise UsageError(f"--nanogpt={nanogpt}: has no model.py; give a clone of nanoGPT")
+    batch_bytes = 4 * config.train.batch_size * (config.model.block_size + 1)
+    if batch_bytes * steps * (rounds + 1) > MAX_BYTES:
+        raise UsageError(
+            f"--steps={steps} --rounds={rounds}: batches of so many are more than 1 GiB; give fewer"
+        )
     # Or JAX would take three quarters of a GPU's memory at once, of which nanoGPT needs as much.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     with open_job(config, alone=True) as job, worker(torch, nanogpt, job.folder) as (about, train):
@@ -63,11 +67,9 @@ def run(
         ratios = [b / a for a, b in zip(ours, theirs, strict=True)]
         config, mesh = trainer.run.config, trainer.mesh
         dtype = config.train.dtype
-        about |= {
-            "compile": compile,
-            "dtype": dtype if about["device"] == "cuda" else "float32",
-        }
-        median, of_both = statistics.median(ratios), "the median of the rounds' own ratios"
+        about |= {"compile": compile, "dtype": dtype if about["device"] == "cuda" else "float32"}
+        of_both = "nanoGPT's tokens/s, the median of the rounds' own ratios"
+        vocab_sizes = [config.model.vocab_size, nanogpt_vocab_size(config.model)]
         values = {
             "config": config.config,
             "data": trainer.data,
@@ -79,12 +81,10 @@ def run(
             "steps_per_round": steps,
             "step_seconds": Value(statistics.median(ours), "s"),
             "nanogpt_step_seconds": Value(statistics.median(theirs), "s"),
-            "ratio": Value(median, "x", f"nanoGPT's tokens/s, {of_both}"),
+            "ratio": Value(statistics.median(ratios), "x", of_both),
             "ratios": Value(ratios, "x"),
             **loss_difference(trainer.run.directory, losses),
-            "vocab_sizes": Value(
-                [config.model.vocab_size, nanogpt_vocab_size(config.model)], note="ours, nanoGPT's"
-            ),
+            "vocab_sizes": Value(vocab_sizes, note="ours, nanoGPT's"),
         }
         return Result(values)
 
@@ -110,55 +110,21 @@ def take_turns(
     return ours[1:], theirs[1:], losses
 
 
-def check_programs(clone: Path, python: str) -> None:
-    """Check that both sides are there before anything starts.
-
-    Raises:
-        UsageError: if there is no nanoGPT in `clone`, or no such program as `python`.
-    """
-    if not (clone / "model.py").is_file():
-        raise UsageError(f"--nanogpt={clone}: has no model.py; give a clone of nanoGPT")
-    if shutil.which(python) is None:
-        raise UsageError(
-            f"--torch={python}: cannot be started (there is no such program); give the path of a "
-            "Python that has torch"
-        )
-
-
-def check_batch_bytes(config: Config, n_steps: int, n_rounds: int) -> None:
-    """Check that the batches of all steps fit into 1 GiB.
-
-    Raises:
-        UsageError: if they do not.
-    """
-    batch_bytes = 4 * config.train.batch_size * (config.model.block_size + 1)
-    most = MAX_BYTES // batch_bytes // (n_rounds + 1)
-    if n_steps > most:
-        remedy = f"at most --steps={most}" if most else "fewer --rounds"
-        raise UsageError(
-            f"--steps={n_steps} --rounds={n_rounds}: batches of so many are more than 1 GiB; "
-            f"give {remedy}"
-        )
-
-
 def check_same_device(python: str, device: str) -> None:
-    """Check that both train on the CPU, or both on one GPU. JAX has been started.
+    """Check that nanoGPT, on cpu or cuda, and JAX train on the CPU, or both on one GPU.
 
     CPU devices share the cores, as nanoGPT's threads do; of several GPUs nanoGPT uses one.
 
-    Args:
-        device: of nanoGPT: cpu or cuda.
-
     Raises:
         UsageError: if they do not.
     """
-    if (device == "cuda") != (jax.default_backend() == "gpu"):
+    on_gpu = jax.default_backend() == "gpu"
+    if (device == "cuda") != on_gpu:
         raise UsageError(
             f"--torch={python}: nanoGPT is on {device} and JAX on {jax.default_backend()}; give "
-            "a Python whose torch has CUDA to compare on a GPU, or set JAX_PLATFORMS=cpu and "
-            "CUDA_VISIBLE_DEVICES= to compare on the CPU"
+            "a Python whose torch has CUDA, or set JAX_PLATFORMS=cpu and CUDA_VISIBLE_DEVICES="
         )
-    if device == "cuda" and jax.device_count() > 1:
+    if on_gpu and jax.device_count() > 1:
         raise UsageError(
             f"CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES', '')}: shows "
             f"{jax.device_count()} GPUs, and nanoGPT trains on one; set CUDA_VISIBLE_DEVICES=0"
@@ -204,29 +170,26 @@ def nanogpt_weights(
     wte_VD[: model.vocab_size] = params["token_embedding"]["embedding"][: model.vocab_size]
     out = {"transformer.wte.weight": wte_VD, "lm_head.weight": wte_VD}
     out["transformer.wpe.weight"] = params["position_embedding"]["embedding"]
-    out |= norm_weights("transformer.ln_f", params["norm"])
-    layers = {
-        ("attention", "qkv"): ("attn.c_attn", D),
-        ("attention", "out"): ("attn.c_proj", D),
-        ("mlp", "up"): ("mlp.c_fc", D),
-        ("mlp", "down"): ("mlp.c_proj", 4 * D),
-    }
+
+    def add(name: str, module: dict[str, Any], inputs: int = 0) -> None:
+        if "kernel" in module:
+            out[f"{name}.weight"] = module["kernel"].reshape(inputs, -1).T
+        else:
+            out[f"{name}.weight"] = module["scale"]
+        if model.bias:
+            out[f"{name}.bias"] = module["bias"].reshape(-1)
+
+    add("transformer.ln_f", params["norm"])
     for i in range(model.n_layer):
         layer = jax.tree.map(lambda stacked, i=i: stacked[i], params["layers"])
         here = f"transformer.h.{i}"
-        for (module, linear), (theirs, inputs) in layers.items():
-            out[f"{here}.{theirs}.weight"] = layer[module][linear]["kernel"].reshape(inputs, -1).T
-            if model.bias:
-                out[f"{here}.{theirs}.bias"] = layer[module][linear]["bias"].reshape(-1)
-        out |= norm_weights(f"{here}.ln_1", layer["norm_1"]) | norm_weights(
-            f"{here}.ln_2", layer["norm_2"]
-        )
+        add(f"{here}.ln_1", layer["norm_1"])
+        add(f"{here}.attn.c_attn", layer["attention"]["qkv"], D)
+        add(f"{here}.attn.c_proj", layer["attention"]["out"], D)
+        add(f"{here}.ln_2", layer["norm_2"])
+        add(f"{here}.mlp.c_fc", layer["mlp"]["up"], D)
+        add(f"{here}.mlp.c_proj", layer["mlp"]["down"], 4 * D)
     return out
-
-
-def norm_weights(name: str, params: dict[str, Any]) -> dict[str, np.ndarray]:
-    theirs = {"scale": "weight", "bias": "bias"}
-    return {f"{name}.{theirs[kind]}": leaf for kind, leaf in params.items() if leaf is not None}
 
 
 @contextlib.contextmanager
@@ -234,8 +197,9 @@ def worker(python: str, clone: Path, folder: Path) -> Iterator[tuple[dict[str, A
     """Start nanoGPT; yield its description of itself, and a function that trains steps.
 
     Raises:
-        UsageError: if it ends, or answers something else.
+        UsageError: if it cannot be started, ends, or answers something else.
     """
+    remedy = "give the path of a Python that has torch"
     with (folder / "nanogpt.log").open("w+") as log:
         try:
             process = subprocess.Popen(
@@ -247,25 +211,16 @@ def worker(python: str, clone: Path, folder: Path) -> Iterator[tuple[dict[str, A
                 env=child_environment(),  # as its users run it
             )
         except OSError as error:
-            raise UsageError(
-                f"--torch={python}: cannot be started ({error.strerror}); give the path of a "
-                "Python that has torch"
-            ) from None
+            raise UsageError(f"--torch={python}: {error.strerror}; {remedy}") from None
 
         def answer() -> dict[str, Any]:
             line = process.stdout.readline()
-            if not line:
-                log.seek(0)
-                last = (log.read().strip().splitlines() or ["no word"])[-1]
-                raise UsageError(
-                    f"--torch={python}: nanoGPT has ended ({last}); give a Python that has torch"
-                )
             try:
                 return json.loads(line)
             except ValueError:
-                raise UsageError(
-                    f"--torch={python}: answers with {line.strip()!r}; give a Python that has torch"
-                ) from None
+                log.seek(0)
+                said = (line + log.read()).strip().rpartition("\n")[2]
+                raise UsageError(f"--torch={python}: nanoGPT fails ({said}); {remedy}") from None
 
         def train(n_steps: int) -> dict[str, Any]:
             with contextlib.suppress(BrokenPipeError):  # `answer` repeats its last words
