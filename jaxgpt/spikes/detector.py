@@ -29,7 +29,7 @@ SpikeState = dict[str, jax.Array]
 
 
 class Detection(NamedTuple):
-    """What is found about a step."""
+    """What is found about a step: device arrays."""
 
     cause: jax.Array
     """int32, an index of CAUSES."""
@@ -107,7 +107,7 @@ def _medians(x: jax.Array) -> jax.Array:
 
 
 def spike_state_to_json(watch: SpikeState) -> dict[str, Any]:
-    """Return it for a checkpoint: every float32 is a number that JSON holds exactly."""
+    """Return it for a checkpoint: JSON holds every float32 exactly."""
     return {key: np.asarray(value).tolist() for key, value in watch.items()}
 
 
@@ -124,11 +124,8 @@ def spike_state_from_json(saved: dict[str, Any] | None, shapes: SpikeState) -> S
     old = np.array(saved.get("window", kept), np.float32)
     n = min(old.shape[1], kept.shape[1])
     kept[:, kept.shape[1] - n :] = old[:, old.shape[1] - n :]
-    found = {
-        "window": kept,
-        "filled": np.int32(min(saved.get("filled", 0), n)),
-        "nonfinite": np.int32(saved.get("nonfinite", 0)),
-    }
+    filled, nonfinite = min(saved.get("filled", 0), n), saved.get("nonfinite", 0)
+    found = {"window": kept, "filled": np.int32(filled), "nonfinite": np.int32(nonfinite)}
     return {
         key: jax.make_array_from_callback(
             shape.shape, shape.sharding, lambda index, key=key: np.asarray(found[key])[index]

@@ -17,42 +17,43 @@ def spike_record(
     step: int, metrics: Any, config: Config, loader: Loader, dataset: Dataset
 ) -> SpikeRecord | None:
     """Return the record of a spike, from a step's `Metrics` on the host; None if it is none."""
-    m, cause = metrics, int(metrics.detection.cause)
+    detection = metrics.detection
+    cause = int(detection.cause)
     if cause == NONE:
         return None
-    which = None if cause == NONFINITE else cause - LOSS
+    thresholds = {}
+    if cause != NONFINITE:
+        which = cause - LOSS
+        thresholds["median"] = float(detection.medians[which])
+        thresholds["limit"] = float(detection.limits[which])
     action = "skip_update" if cause == NONFINITE else config.spike.action
-    if action == "rewind" and cause != LOSS:
-        action = "log"
     return SpikeRecord(
         step=step,
-        loss=float(m.loss),
-        grad_norm=float(m.scalars["grad_norm"]),
+        loss=float(metrics.loss),
+        grad_norm=float(metrics.scalars["grad_norm"]),
         cause=CAUSES[cause],
-        action=action,
-        median=None if which is None else float(m.detection.medians[which]),
-        limit=None if which is None else float(m.detection.limits[which]),
-        rows=worst_rows(step, m.row_losses, loader, dataset),
+        action="log" if action == "rewind" and cause != LOSS else action,
+        rows=worst_rows(step, metrics.row_losses, loader, dataset),
+        **thresholds,
     )
 
 
 def worst_rows(
     step: int, row_losses: np.ndarray, loader: Loader, dataset: Dataset
 ) -> list[dict[str, Any]]:
-    """Return the rows of a step with the highest losses and their sources, the worst first.
+    """Return the rows of a step with the highest losses, the worst first, and where they are from.
 
     `offset` counts the tokens of the training split of `source`.
     """
-    out = []
-    for row in map(int, np.argsort(row_losses)[::-1][:WORST_ROWS]):  # nan comes first
-        location = loader.row_location(step, row)
-        out.append(
-            {
-                "row": row,
-                "loss": float(row_losses[row]),
-                "corpus": loader.names[location.corpus],
-                "source": str(dataset.sources[location.source].entry.path),
-                "offset": int(location.offset),
-            }
-        )
-    return out
+    worst = np.argsort(row_losses)[::-1][:WORST_ROWS].tolist()  # nan comes first
+    places = [loader.row_location(step, row) for row in worst]
+    return [
+        {
+            "row": row,
+            "loss": float(row_losses[row]),
+            "corpus": loader.names[place.corpus],
+            "source": str(dataset.sources[place.source].entry.path),
+            "offset": int(place.offset),
+        }
+        for row, place in zip(worst, places, strict=True)
+    ]

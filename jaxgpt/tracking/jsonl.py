@@ -27,9 +27,9 @@ class JsonLines:
         self._path = path = run.directory / FILE
         if path.exists():
             if resume_step is None and any(r["kind"] != "rewind" for r in read_records(path)):
-                old = path.with_name(f"{FILE}.old")
-                numbered = (path.with_name(f"{FILE}.old.{n}") for n in itertools.count(2))
-                free = next(p for p in itertools.chain([old], numbered) if not p.exists())
+                names = itertools.chain([".old"], map(".old.{}".format, itertools.count(2)))
+                old = (path.with_name(FILE + name) for name in names)
+                free = next(p for p in old if not p.exists())
                 atomic_write_text(free, path.read_text(errors="replace"))
             truncate_metrics(path, -1 if resume_step is None else resume_step)
         self._file = path.open("a", buffering=1)
@@ -70,10 +70,9 @@ class Samples:
 
 
 def atomic_write_text(path: Path, text: str) -> None:
-    """Write a file that is either the old one or the new one, whenever the run is killed.
+    """Write a file that is the old one or the new one, whenever the run is killed.
 
-    Raises:
-        UsageError: if it cannot be written.
+    Raises `UsageError` if it cannot be written.
     """
     scratch = path.with_name(f".{path.name}.tmp")
     try:
@@ -95,11 +94,7 @@ def json_line(record: dict[str, Any]) -> str:
 
 
 def read_records(path: Path, kind: str = "") -> list[dict[str, Any]]:
-    """Return the records of a metrics.jsonl, without a line that was never finished.
-
-    Args:
-        kind: of the records that are wanted; others are not parsed. Empty takes all.
-    """
+    """Return the records of a metrics.jsonl, or those of a kind: others are not parsed."""
     return [record for _, record in _whole_lines(path, kind) if kind in ("", record["kind"])]
 
 

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """A record of a run. A new kind of record is a subclass with a `kind`."""
+    """A record of a run; each kind is a subclass."""
 
     kind: ClassVar[str]
     step: int

@@ -94,7 +94,6 @@ def make_generate(
     position, so that no cache holds any more: from there on all T are recomputed for every token.
 
     Args:
-        make_decoder: `StepFunctions.make_decoder`.
         vocab_size: of the tokenizer; a model may have been given room for more.
         temperature: logits are divided by it; 0 always takes the likeliest token.
         top_k: draw from so many of the likeliest tokens only; None draws from all.

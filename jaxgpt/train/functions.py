@@ -44,7 +44,6 @@ CPU_INIT_OPTIONS = {"xla_backend_optimization_level": 1}
 GPU_STEP_OPTIONS = {"xla_gpu_enable_latency_hiding_scheduler": True}
 
 SLICE_BYTES = 2**29  # of activations; larger slices are slower, much smaller ones are too
-
 GRADIENTS_PER_SLICE = 4  # at least so many times as large as the gradient that it adds to the sum
 
 
@@ -88,13 +87,11 @@ def make_steps(
     slices: int | None = None,
     on_cpu: bool | None = None,
 ) -> StepFunctions:
-    """Build the functions of a run; nothing is computed yet.
+    """Build the functions of a run from a configuration with model.vocab_size set.
 
     Args:
-        config: with model.vocab_size set.
         attend: the attention function; None takes the best that runs on these devices.
-        slices: number of slices that a device cuts its rows of a microbatch into; None cuts them
-            on CPUs.
+        slices: that a device cuts its rows of a microbatch into; None cuts them on CPUs.
         on_cpu: use the kernels for CPUs; None asks the devices.
 
     Raises:
@@ -173,11 +170,7 @@ def shard_model(
 def param_layout(
     config: Config, mesh: Mesh, sequence_parallel: bool, weight: Weight
 ) -> ParamLayout:
-    """Return where a parameter lies between steps, its gradients as they add up, and after it.
-
-    With sequence parallelism a device's norms, positions and biases meet only the device's own
-    positions: their gradients are partial along `tensor` too.
-    """
+    """Return where a parameter lies between steps, its gradients as they add up, and after it."""
     stage = config.parallel.zero_stage
     param, accum, grad = (
         sharding.partition_spec(weight.axes, weight.shape, rules, mesh.shape)
@@ -188,6 +181,7 @@ def param_layout(
         )
     )
     partial_axes = mesh_axes_with("reduces_gradients", mesh)
+    # With sequence parallelism a device's norms, positions and biases meet its own positions only.
     # A vocabulary that `tensor` does not divide is stored whole, and each device uses its share.
     has_own_part = sequence_parallel or "vocab" in weight.axes
     if mesh.shape[TENSOR] > 1 and TENSOR not in param and has_own_part:
@@ -209,12 +203,8 @@ def choose_n_slices(config: Config, mesh: Mesh) -> int:
     from the operating system anew every time, page by page, filled with zeros, and passes through
     the caches once: of few rows it is little. Gradients of slices add up as microbatches'.
 
-    One where a slice would have to gather weights again, or talk to other devices between layers.
-    parallel.remat changes nothing here: where it keeps less, slices take less memory still.
-
-    Args:
-        config: with model.vocab_size set, and rows that the mesh divides: none in a command that
-            does not train.
+    It is one where a slice would have to gather weights again, or talk to other devices between
+    layers, and where there are no rows: in a command that does not train.
     """
     shape = MeshShape(**mesh.shape)
     if shape.split_of("shards_parameters") * shape.split_of("splits_layers") > 1:
@@ -237,15 +227,10 @@ def training_batch(config: Config, where: NamedSharding) -> jax.ShapeDtypeStruct
 
 
 def step_options(platform: str, n_devices: int) -> dict[str, Any] | None:
-    """Return XLA's compiler options for a train step, without those that XLA_FLAGS names.
-
-    Args:
-        platform: of the devices, as JAX names it: cpu, gpu, tpu ...
-    """
-    options: dict[str, Any] = {}
-    if platform == "gpu" and n_devices > 1:
-        options = GPU_STEP_OPTIONS
-    elif platform == "cpu":
-        options = CPU_STEP_OPTIONS
+    """Return XLA's compiler options for a train step, without those that XLA_FLAGS names."""
+    if platform == "gpu":
+        options = GPU_STEP_OPTIONS if n_devices > 1 else {}
+    else:
+        options = CPU_STEP_OPTIONS if platform == "cpu" else {}
     flags = os.environ.get("XLA_FLAGS", "")  # XLA would let these options go before the flags
     return {name: value for name, value in options.items() if f"--{name}" not in flags} or None

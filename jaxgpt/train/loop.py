@@ -76,16 +76,16 @@ def train(
 
 def close_run(run: Run, trainer: Trainer, result: StepsResult) -> int:
     """Say how a run ended, close its logs, and return its exit status."""
+    step, close = result.step, trainer.report.close
     if result.failure:
-        trainer.report.close(result.failure, with_losses=False)
+        close(result.failure, with_losses=False)
         return exits.FAILED
-    step = result.step
     if step == run.config.train.max_iters:
-        trainer.report.close(f"done after step {step}")
+        close(f"done after step {step}")
         return exits.DONE
     saved = f"after step {step}, which is saved" if step else "and rewound to the start"
     resume = "" if run.config.checkpoint.resume else " checkpoint.resume=True"
-    trainer.report.close(
+    close(
         f"stopped by {trainer.stop.reason or 'a signal'} {saved}; the same command with "
         f"--out {run.directory}{resume} goes on from there"
     )
@@ -103,9 +103,11 @@ def run_with_rewinds(run: Run, state: TrainState, trainer: Trainer) -> StepsResu
         if found.problem:
             report.show_spikes()
             return StepsResult(result.step, failure=found.problem)
-        config = run.config.replace(train_range_to_skip=tuple(found.skip))
         run = dataclasses.replace(
-            run, config=config, resume_step=found.step, resume_meta=found.meta
+            run,
+            config=run.config.replace(train_range_to_skip=tuple(found.skip)),
+            resume_step=found.step,
+            resume_meta=found.meta,
         )
         report.rewind(run)
         if result.stopping:

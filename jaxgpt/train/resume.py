@@ -1,6 +1,5 @@
 """The checkpoint that a run goes on from: what may differ from it, and what is still to do."""
 
-import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from jaxgpt.tracking.jsonl import read_records
 _FREE_MODEL_KEYS = {"dropout", "attention"}
 EVAL_RECORDS = ("eval", "sample")  # the kinds of records that train.eval_interval asks for
 # What decides which tokens a step sees: a change is allowed, and said.
-_ORDER_KEYS = (("train", "batch_size"), ("train", "seed"))
+_ORDER_KEYS = ("train.batch_size", "train.seed")
 
 
 def missing_records(config: Config, dataset: Dataset, step: int | None) -> list[str]:
@@ -40,36 +39,27 @@ def check_resume(
             f"checkpoint.resume=False: {checkpoint} exists; give another --out, "
             "or checkpoint.resume=True to go on from it"
         )
-    saved = meta["config"]
-    for key, value in dataclasses.asdict(config.model).items():
-        if key not in _FREE_MODEL_KEYS and saved["model"].get(key) != value:
-            raise UsageError(
-                f"model.{key}={value}: {checkpoint} was trained with "
-                f"model.{key}={saved['model'].get(key)}; use that, or another --out"
-            )
-    notes = _check_data(config, checkpoint, meta, dataset)
-    for section, key in _ORDER_KEYS:
-        now, then = getattr(getattr(config, section), key), saved[section][key]
-        if now != then:
-            notes.append(
-                f"warning: {section}.{key} was {then} and is {now} from step {step + 1} on: "
-                "the order of the data changes"
-            )
-    return notes + _changes(config, saved, step)
-
-
-def _changes(config: Config, saved: dict[str, Any], step: int) -> list[str]:
-    """Return a line about settings that have changed; others tell of the mesh and the data."""
-    told = {*_ORDER_KEYS, ("parallel", "mesh")}
-    now, changed = config.to_dict(), []
+    saved, notes, changed = meta["config"], [], []
     for section in ("model", "train", "optimizer", "parallel", "spike"):
-        then = saved[section]
-        changed += [
-            f"{section}.{key}={value} (was {then[key]})"
-            for key, value in now[section].items()
-            if (section, key) not in told and then[key] != value
-        ]
-    return [f"changed since step {step}: {', '.join(changed)}"] if changed else []
+        for key, value in config.to_dict()[section].items():
+            name, then = f"{section}.{key}", saved[section].get(key)
+            if then == value or name == "parallel.mesh":  # of which the log has a line anyway
+                continue
+            if section == "model" and key not in _FREE_MODEL_KEYS:
+                raise UsageError(
+                    f"{name}={value}: {checkpoint} was trained with {name}={then}; use that, or "
+                    "another --out"
+                )
+            if name in _ORDER_KEYS:
+                notes.append(
+                    f"warning: {name} was {then} and is {value} from step {step + 1} on: "
+                    "the order of the data changes"
+                )
+            else:
+                changed.append(f"{name}={value} (was {then})")
+    if changed:
+        notes.append(f"changed since step {step}: {', '.join(changed)}")
+    return _check_data(config, checkpoint, meta, dataset) + notes
 
 
 def _check_data(
