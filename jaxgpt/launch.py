@@ -1,8 +1,7 @@
 """Start a command on all hosts of the job: with mpiexec, or with srun under Slurm.
 
-`python -m jaxgpt.launch -- python -m jaxgpt.train ...` finds the hosts of the PBS or Slurm job that
-it is in (else takes this one), the machine and its launcher, prints the line that it has built, and
-becomes it.
+`python -m jaxgpt.launch -- python -m jaxgpt.train ...` finds the hosts of its PBS or Slurm job (or
+takes this one), the machine and its launcher, prints the line that it has built, and becomes it.
 """
 
 import argparse

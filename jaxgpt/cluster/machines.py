@@ -12,7 +12,6 @@ Sources, all read in 2026:
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +39,9 @@ class Machine:
     """With {cpus} and {devices} of one process to fill in."""
 
 
-def _alcf(name: str, nodes: str, **facts: Any) -> Machine:
+def _alcf(
+    name: str, nodes: str, device: str, devices_per_host: int, suffix: str | None, **facts: str
+) -> Machine:
     """Return a machine at ALCF, where PBS_JOBID is 123.aurora-pbs-0001.head..., and PBS_O_HOST the
     login host that qsub ran on."""
     prefix = name.lower()
@@ -48,59 +49,34 @@ def _alcf(name: str, nodes: str, **facts: Any) -> Machine:
         name=name,
         host_names=rf"({nodes}|{prefix}-[\w-]+)(\..*\.(alcf\.anl\.gov|americas\.sgi\.com))?",
         variables={"PBS_JOBID": rf"^\d+(\[\d*\])?\.{prefix}-pbs", "PBS_O_HOST": rf"^{prefix}-"},
+        device=device,
+        devices_per_host=devices_per_host,
+        high_speed_suffix=suffix,
         **facts,
     )
 
 
+# [ALCF] racks x3001 to x3016, x3101 to x3112, x3201 to x3212 with nodes such as x3005c0s37b0n0.
+_POLARIS_NODES = r"x3(00[1-9]|01[0-6]|[12]0[1-9]|[12]1[0-2])c0s\d+b[01]n0"
+_AURORA_NODES = r"x4\d{3}c\ds\db\dn\d"  # [ALCF] such as x4407c6s2b0n0
 # [ALCF] Aurora: twelve processes, six on each socket; cores 0 and 52 are the system's.
 _AURORA_CPUS = "list:1-8:9-16:17-24:25-32:33-40:41-48:53-60:61-68:69-76:77-84:85-92:93-100"
+_AURORA_SUFFIX = ".hsn.cm.aurora.alcf.anl.gov"
 
 MACHINES = (
-    # [ALCF] racks x3001 to x3016, x3101 to x3112, x3201 to x3212 with nodes such as
-    # x3005c0s37b0n0; 4 A100 of 40 GB. Suffix: [ezpz].
-    _alcf(
-        "Polaris",
-        r"x3(00[1-9]|01[0-6]|[12]0[1-9]|[12]1[0-2])c0s\d+b[01]n0",
-        device="a100",
-        devices_per_host=4,
-        high_speed_suffix=".hsn.cm.polaris.alcf.anl.gov",
-    ),
+    # [ALCF] 4 A100 of 40 GB. Suffix: [ezpz].
+    _alcf("Polaris", _POLARIS_NODES, "a100", 4, ".hsn.cm.polaris.alcf.anl.gov"),
     # Polaris's test rack x3200 [ALCF], of the same nodes [ezpz]; users' logs show hosts such as
     # x3200c0s19b1n0.hsn.cm.sirius.alcf.anl.gov.
-    _alcf(
-        "Sirius",
-        r"x3200c0s\d+b[01]n0",
-        device="a100",
-        devices_per_host=4,
-        high_speed_suffix=".hsn.cm.sirius.alcf.anl.gov",
-    ),
-    # [ALCF] nodes such as x4407c6s2b0n0, 6 PVC of 2 tiles; "PyTorch": MASTER_ADDR with this
-    # suffix; "Running Jobs", example 4: this binding.
-    _alcf(
-        "Aurora",
-        r"x4\d{3}c\ds\db\dn\d",
-        device="pvc",
-        devices_per_host=12,
-        high_speed_suffix=".hsn.cm.aurora.alcf.anl.gov",
-        cpu_bind=_AURORA_CPUS,
-    ),
+    _alcf("Sirius", r"x3200c0s\d+b[01]n0", "a100", 4, ".hsn.cm.sirius.alcf.anl.gov"),
+    # [ALCF] 6 PVC of 2 tiles; "PyTorch": MASTER_ADDR with this suffix; "Running Jobs", example 4:
+    # this binding.
+    _alcf("Aurora", _AURORA_NODES, "pvc", 12, _AURORA_SUFFIX, cpu_bind=_AURORA_CPUS),
     # Aurora's test machine, of the same nodes: [ezpz] binds both alike; its recorded jobs and
     # [ALCF] "Known Issues" name racks x1921 and x1922. (ALCF's Crux has x1000.)
-    _alcf(
-        "Sunspot",
-        r"x192[12]c\ds\db\dn\d",
-        device="pvc",
-        devices_per_host=12,
-        cpu_bind=_AURORA_CPUS,
-    ),
+    _alcf("Sunspot", r"x192[12]c\ds\db\dn\d", "pvc", 12, None, cpu_bind=_AURORA_CPUS),
     # [ALCF] 24 DGX A100, 22 of them with GPUs of 40 GB; Open MPI. Suffix: [ezpz].
-    _alcf(
-        "Sophia",
-        r"sophia-[\w-]+",
-        device="a100",
-        devices_per_host=8,
-        high_speed_suffix=".lab.alcf.anl.gov",
-    ),
+    _alcf("Sophia", r"sophia-[\w-]+", "a100", 8, ".lab.alcf.anl.gov"),
     # [OLCF] nodes such as frontier00144, 4 MI250X of 2 GCDs; 64 cores, of which one in eight is
     # the system's; the common use is -c7 --gpus-per-task=1 --gpu-bind=closest.
     Machine(

@@ -39,11 +39,8 @@ class FailureBoard(Protocol):
 
     rank: int
 
-    def post(self, status: int) -> bool:
-        """Post this failure; False if another was first, or the board is out of reach."""
-
-    def read(self) -> tuple[int, int] | None:
-        """Return rank and status of the first to fail; None if nobody has, or out of reach."""
+    def post(self, status: int) -> bool: ...  # False if another was first, or it is out of reach
+    def read(self) -> tuple[int, int] | None: ...  # rank and status of the first; None as above
 
 
 def end_process(status: int) -> NoReturn:
@@ -113,11 +110,6 @@ def terminate_job(
         until_abort: seconds in which the others come to wait for this process and print no more.
     """
 
-    def end_unanswered() -> None:
-        if board and board.rank != 1:
-            time.sleep(PROPAGATION_SECONDS)  # process 1 speaks, and where MPI runs the job ends it
-        report_and_end()
-
     def report_and_end() -> NoReturn:
         print(report, file=sys.stderr, end="", flush=True)
         abort_mpi(status)
@@ -125,8 +117,10 @@ def terminate_job(
             time.sleep(KEEP_SECONDS)
         end_process(status)
 
+    # Process 1 speaks before the others, and where MPI runs the job ends it.
+    patience = PROPAGATION_SECONDS if board and board.rank != 1 else 0
     with contextlib.suppress(RuntimeError):  # there may be no room for another thread
-        threading.Timer(RANK0_TIMEOUT, end_unanswered).start()
+        threading.Timer(RANK0_TIMEOUT + patience, report_and_end).start()
     with contextlib.suppress(BrokenPipeError):  # that nobody reads may be what it is about
         sys.stdout.flush()
     if board is None:

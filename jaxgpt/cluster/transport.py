@@ -25,14 +25,9 @@ class Transport(Protocol):
     rank: int
     size: int
 
-    def allgather(self, message: bytes) -> list[bytes]:
-        """Return every process's message, one line, by rank, once all have given theirs."""
-
-    def lost_peers(self) -> list[int]:
-        """Return the ranks of processes that this one was connected to, and that have ended."""
-
-    def close(self) -> None:
-        """Give up the connection; the processes may connect again."""
+    def allgather(self, message: bytes) -> list[bytes]: ...  # one line each, by rank
+    def lost_peers(self) -> list[int]: ...  # those connected to this process that have ended
+    def close(self) -> None: ...  # the processes may connect again
 
 
 class MpiTransport:
@@ -104,6 +99,7 @@ class TcpTransport:
         """
         assert launch.address and launch.size
         self.rank, self.size = launch.rank, launch.size
+        self._open = contextlib.ExitStack()
         self._peers: dict[int, socket.socket] = {}
         self._streams: dict[int, BinaryIO] = {}
         try:
@@ -111,7 +107,7 @@ class TcpTransport:
                 self._accept_peers(launch.address, timeout)
             else:
                 peer = connect_to_rank0(launch.address, self.rank, timeout)
-                self._add(0, peer, peer.makefile("rwb"))
+                self._keep(0, peer, self._stream(peer))
                 _send(self._streams[0], json.dumps([self.rank, self.size]).encode())
             self.allgather(b"")  # nobody goes on before all are there
         except PeerLost:
@@ -141,9 +137,8 @@ class TcpTransport:
         return [rank for rank, peer in sorted(self._peers.items()) if _has_gone(peer)]
 
     def close(self) -> None:
-        for file in (*self._streams.values(), *self._peers.values()):
-            with contextlib.suppress(OSError):  # what was not sent is for one that has gone
-                file.close()
+        with contextlib.suppress(OSError):  # what was not sent is for one that has gone
+            self._open.close()
 
     def _accept_peers(self, address: str, timeout: float) -> None:
         raise_open_file_limit(self.size + 100)  # one connection for each process
@@ -169,7 +164,7 @@ class TcpTransport:
                     arrived = {0, *self._peers}
                     raise PeerLost(missing_sentence(arrived, self.size, timeout)) from None
                 peer.settimeout(10)
-                stream = peer.makefile("rwb")
+                stream = self._stream(peer)
                 try:
                     rank, size = map(int, json.loads(stream.readline(64)))
                 except (OSError, ValueError, TypeError):  # not one of ours
@@ -177,17 +172,19 @@ class TcpTransport:
                     peer.close()
                     continue
                 if size != self.size or rank in self._peers or not 0 < rank < size:
-                    stream.close()
-                    peer.close()
                     raise PeerLost(
                         f"a process came as rank {rank} of {size}, but this is a job of "
                         f"{self.size} processes with {len(self._peers) + 1} here already; each "
                         "needs a rank of its own and the same size"
                     )
-                self._add(rank, peer, stream)
+                self._keep(rank, peer, stream)
 
-    def _add(self, rank: int, peer: socket.socket, stream: BinaryIO) -> None:
-        """Keep a connection; the system notices within a minute that its host has vanished."""
+    def _stream(self, peer: socket.socket) -> BinaryIO:
+        self._open.enter_context(peer)
+        return self._open.enter_context(peer.makefile("rwb"))
+
+    def _keep(self, rank: int, peer: socket.socket, stream: BinaryIO) -> None:
+        """Let the system notice within a minute that the host of a peer has vanished."""
         peer.settimeout(None)
         peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -219,25 +216,25 @@ def connect_to_rank0(address: str, rank: int, timeout: float) -> socket.socket:
 def arrival_limit(launch: Launch, timeout: float) -> Iterator[None]:
     """End this process if the block, in which MPI waits for all processes, takes too long.
 
-    MPI cannot say who is missing. Processes that have waited for a while leave a mark in a folder
-    that all hosts see, so that those that left none can be named.
+    Processes that have waited for a while leave a mark in a folder that all hosts see: MPI cannot
+    say who is missing.
     """
     done = threading.Event()
     patience = min(10.0, timeout / 2)  # longer than starts take, so that most leave no marks
-    folder = _arrivals_folder()
-    mark = folder / str(launch.rank)
+    mark = _arrivals_folder() / str(launch.rank)
 
     def watch() -> None:
         if done.wait(patience):
             return
         arrived = {launch.rank}
         with contextlib.suppress(OSError):
-            folder.mkdir(parents=True, exist_ok=True)
+            mark.parent.mkdir(parents=True, exist_ok=True)
             mark.touch()
         missed = not done.wait(timeout - patience)
         with contextlib.suppress(OSError):
             recent = time.time() - timeout - 60  # and not of an earlier job of this name
-            arrived |= {int(f.name) for f in folder.iterdir() if f.stat().st_mtime > recent}
+            marks = mark.parent.iterdir()
+            arrived |= {int(f.name) for f in marks if f.stat().st_mtime > recent}
         if missed and launch.rank == min(arrived):
             error = missing_sentence(arrived, launch.size, timeout)
             print(f"error: {error}", file=sys.stderr, flush=True)
@@ -245,7 +242,7 @@ def arrival_limit(launch: Launch, timeout: float) -> Iterator[None]:
             time.sleep(2)  # the others look too
         with contextlib.suppress(OSError):
             mark.unlink()
-            folder.rmdir()  # by the last one
+            mark.parent.rmdir()  # by the last one
         if missed:
             end_process(FAILED)
 
