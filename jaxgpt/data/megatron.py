@@ -9,8 +9,8 @@ PREFIX.bin is all tokens, one sequence after the other. PREFIX.idx, little-endia
     int8[S] modes, only in multimodal data: 0 where a sequence is text
 
 as in Megatron-LM's megatron/core/datasets/indexed_dataset.py and in Megatron-DeepSpeed's
-megatron/data/indexed_dataset.py ("mmap"). The arrays start at odd places of the file, where
-NumPy works on copies of whole arrays; so here they are read element by element, or in blocks.
+megatron/data/indexed_dataset.py ("mmap"). The arrays start at odd places of the file, where NumPy
+copies whole arrays, so they are read element by element.
 """
 
 import bisect
@@ -27,37 +27,27 @@ from jaxgpt.data.token_file import TokenFile, Tokens
 MAGIC = b"MMIDIDX\x00\x00"
 HEADER = struct.Struct("<9sQBQQ")
 CODES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
-_FLOAT_CODES = {6: "float64", 7: "float32"}
 _SAMPLES = 64  # sequences and documents that `read_index` looks at, whatever their number
-BLOCK = 1 << 20  # elements
 
 
 @dataclass(frozen=True)
 class Index:
-    """What a .idx file says about the tokens in its .bin file."""
+    """What a .idx file says about the tokens in its .bin file; its arrays are memory maps."""
 
     bin_path: Path
-    idx_path: Path
     dtype: np.dtype
     """Of the tokens, little-endian."""
     lengths: np.ndarray
-    """Tokens in each sequence: int32, shape (sequences,), a memory map."""
+    """Tokens in each sequence: int32, shape (sequences,)."""
     pointers: np.ndarray
-    """Byte of the .bin file at which each sequence starts: int64, shape (sequences,), a memory
-    map."""
+    """Byte of the .bin file at which each sequence starts: int64, shape (sequences,)."""
     documents: np.ndarray
-    """Sequence with which each document starts, and the number of sequences: int64, shape
-    (documents + 1,), a memory map."""
+    """Sequence with which each document starts, and their number: int64, shape (documents + 1,)."""
 
     @property
     def total_tokens(self) -> int:
         """Tokens in the .bin file."""
         return int(self.pointers[-1]) // self.dtype.itemsize + int(self.lengths[-1])
-
-    @property
-    def document_count(self) -> int:
-        """Documents, empty ones among them."""
-        return len(self.documents) - 1
 
     def document_start(self, document: int) -> int:
         """Return the token with which a document starts; `total_tokens` after the last. O(1)."""
@@ -116,97 +106,51 @@ def read_index(prefix: Path | str) -> Index:
             f"{error.filename}: cannot be read ({error.strerror}); Megatron's data is a pair "
             "PREFIX.bin and PREFIX.idx (a .bin of nanoGPT's is given with its suffix)"
         ) from None
-    dtype, sequences, documents = _read_header(idx_path, header)
+    mark, version, code, sequences, bounds = HEADER.unpack(header.ljust(HEADER.size, b"\0"))
+    _check(mark == MAGIC, idx_path, 0, mark, MAGIC)
+    _check(version == 1, idx_path, 9, f"version {version}", "version 1")
+    _check(code in CODES, idx_path, 17, f"type {code}", f"one of the integers' {list(CODES)}")
     pointers_at = HEADER.size + 4 * sequences
     documents_at = pointers_at + 8 * sequences
-    end = documents_at + 8 * documents
-    if idx_bytes not in (end, end + sequences):
-        raise UsageError(
-            f"{idx_path}: ends at byte {idx_bytes}, but {sequences} sequences and "
-            f"{documents - 1} documents, as its header says, end at byte {end}; it is "
-            "truncated or damaged: copy or build it again"
-        )
-    if not sequences or not documents or not bin_bytes:
-        raise UsageError(f"{bin_path}: holds no tokens")
+    end = documents_at + 8 * bounds
+    is_whole = idx_bytes in (end, end + sequences)
+    _check(is_whole, idx_path, idx_bytes, "its end", f"byte {end}, as its header says")
+    _check(sequences and bounds and bin_bytes, bin_path, bin_bytes, "its end", "tokens")
+
+    def array(dtype: str, at: int, size: int) -> np.ndarray:
+        return np.asarray(np.memmap(idx_path, dtype, "r", at, (size,)))
+
     index = Index(
         bin_path,
-        idx_path,
-        dtype,
-        np.asarray(np.memmap(idx_path, "<i4", "r", HEADER.size, (sequences,))),
-        np.asarray(np.memmap(idx_path, "<i8", "r", pointers_at, (sequences,))),
-        np.asarray(np.memmap(idx_path, "<i8", "r", documents_at, (documents,))),
+        np.dtype(CODES[code]),
+        array("<i4", HEADER.size, sequences),
+        array("<i8", pointers_at, sequences),
+        array("<i8", documents_at, bounds),
     )
-    if idx_bytes == end + sequences:
-        _check_modes(idx_path, end, sequences)
-    _check_order(index, bin_bytes, pointers_at, documents_at)
+    if idx_bytes > end:
+        modes = array("i1", end, sequences)
+        i = int((modes != 0).argmax())
+        _check(modes[i] == 0, idx_path, end + i, f"mode {modes[i]} of sequence {i}", "0, text")
+    # The first sequence starts at byte 0, each next one where the one before it ends.
+    starts = {0: 0} | {i + 1: _end_of(index, i) for i in _sample(sequences - 1)}
+    for i, start in starts.items():
+        found, expected = f"start {index.pointers[i]} of sequence {i}", f"{start}, without a gap"
+        _check(index.pointers[i] == start, idx_path, pointers_at + 8 * i, found, expected)
+    end = _end_of(index, sequences - 1)
+    _check(bin_bytes == end, bin_path, bin_bytes, "its end", f"byte {end}, as {idx_path.name} says")
+    starts = index.documents
+    is_sorted = all(starts[i] <= starts[i + 1] for i in _sample(bounds - 1))
+    is_partition = is_sorted and starts[0] == 0 and starts[-1] == sequences
+    found, expected = "documents out of order", f"a partition of its {sequences} sequences"
+    _check(is_partition, idx_path, documents_at, found, expected)
     return index
 
 
-def _read_header(idx_path: Path, header: bytes) -> tuple[np.dtype, int, int]:
-    """Return (dtype, sequences, documents + 1) of the first bytes of a .idx file."""
-    if header.startswith(b"TNTIDX"):
+def _check(ok: object, path: Path, byte: int, found: object, expected: object) -> None:
+    if not ok:
         raise UsageError(
-            f"{idx_path}: is of Megatron's older kind (lazy or cached) at byte 0; build it again "
-            "with --dataset-impl mmap"
-        )
-    if not header.startswith(MAGIC):
-        raise UsageError(
-            f"{idx_path}: has {header[:9]!r} at byte 0 where an index of Megatron-LM has "
-            f"{MAGIC!r}; give the prefix of a Megatron data set"
-        )
-    if len(header) < HEADER.size:
-        raise UsageError(
-            f"{idx_path}: ends at byte {len(header)}, within its header of {HEADER.size} bytes; "
-            "copy or build it again"
-        )
-    _, version, code, sequences, documents = HEADER.unpack(header)
-    if version != 1:
-        raise UsageError(f"{idx_path}: is of version {version} at byte 9; only 1 can be read")
-    if code not in CODES:
-        kind = _FLOAT_CODES.get(code, f"unknown code {code}")
-        raise UsageError(
-            f"{idx_path}: says at byte 17 that the tokens are {kind}; token ids are integers"
-        )
-    return np.dtype(CODES[code]), sequences, documents
-
-
-def _check_modes(idx_path: Path, start: int, sequences: int) -> None:
-    """Refuse multimodal data in which anything but text is found."""
-    with open(idx_path, "rb") as file:
-        file.seek(start)
-        for first in range(0, sequences, BLOCK):
-            modes = np.fromfile(file, np.int8, min(BLOCK, sequences - first))
-            if modes.any():
-                at = first + int(modes.argmax())
-                raise UsageError(
-                    f"{idx_path}: sequence {at} has mode {modes[at - first]} at byte {start + at},"
-                    " which is not text; a GPT is trained on text only"
-                )
-
-
-def _check_order(index: Index, bin_bytes: int, pointers_at: int, documents_at: int) -> None:
-    """Refuse an index whose sequences do not fill the .bin file one after the other."""
-    count = len(index.pointers)
-    end = _end_of(index, count - 1)
-    if end != bin_bytes:
-        raise UsageError(
-            f"{index.bin_path}: ends at byte {bin_bytes}, but by {index.idx_path.name} its last "
-            f"sequence ends at byte {end}; copy or build it again"
-        )
-    # The first of the pointers, then a sample of those that the sequence before it ends at.
-    for i, start in [(0, 0)] + [(i + 1, _end_of(index, i)) for i in _sample(count - 1)]:
-        if index.pointers[i] != start:
-            raise UsageError(
-                f"{index.idx_path}: says at byte {pointers_at + 8 * i} that sequence {i} starts "
-                f"at byte {index.pointers[i]} of the tokens, not at {start}, where those before "
-                "it end; only data without gaps, as Megatron builds it, can be read"
-            )
-    documents = index.documents
-    wrong = [i for i in _sample(len(documents) - 1) if documents[i] > documents[i + 1]]
-    if documents[0] or documents[-1] != count or wrong:
-        raise UsageError(
-            f"{index.idx_path}: its documents, from byte {documents_at} on, do not part its "
-            f"{count} sequences; build it again"
+            f"{path}: has {found} at byte {byte}, not {expected}; copy the pair again, or build it "
+            "again, as text and with --dataset-impl mmap"
         )
 
 
