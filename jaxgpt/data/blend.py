@@ -5,8 +5,9 @@ import heapq
 import math
 import shlex
 from array import array
+from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
 
@@ -29,8 +30,6 @@ class BlendEntry:
     """Without a name the last part of the path, or all of it where others end alike."""
     key: str
     """The setting that names it, for errors."""
-    is_named: bool = False
-    """Whether the corpus was."""
 
     @property
     def directory(self) -> Path:
@@ -46,10 +45,8 @@ def read_file_list(path: Path) -> list[str]:
     """
     try:
         lines = path.read_text().splitlines()
-    except OSError as error:
-        raise UsageError(f"data.file_list={path}: cannot be read ({error.strerror})") from None
-    except UnicodeDecodeError as error:
-        raise UsageError(f"data.file_list={path}: is not text ({error})") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"data.file_list={path}: cannot be read ({error})") from None
     lines = [line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#")]
     if not lines:
         raise UsageError(f"data.file_list={path}: is empty; give a line `WEIGHT PATH` per source")
@@ -62,23 +59,20 @@ def parse_lines(lines: Sequence[str], key: str) -> list[BlendEntry]:
     Raises:
         UsageError: for a line that is not one, or a weight that is too small.
     """
-    found = [_entry(line, key) for line in lines]
-    paths: dict[str, set[Path]] = {}
-    for entry in found:
-        paths.setdefault(entry.corpus, set()).add(entry.path)
-    found = [
-        replace(entry, corpus=str(entry.path))
-        if not entry.is_named and len(paths[entry.corpus]) > 1
-        else entry
-        for entry in found
-    ]
-    corpora: dict[str, Fraction] = {}
-    for entry in found:
-        corpora[entry.corpus] = corpora.get(entry.corpus, Fraction(0)) + entry.weight
-    whole = sum(corpora.values())
+    parsed = [_parse(line, key) for line in lines]
+    paths: dict[str, set[Path]] = defaultdict(set)
+    for _, path, corpus in parsed:
+        paths[corpus or prefix_of(path).name].add(path)
+    found = []
+    corpora: dict[str, Fraction] = defaultdict(Fraction)
+    for weight, path, corpus in parsed:
+        name = prefix_of(path).name
+        corpus = corpus or (name if len(paths[name]) == 1 else str(path))
+        corpora[corpus] += Fraction(weight)
+        found.append(BlendEntry(Fraction(weight), weight, path, corpus, key))
     for entry in found:
         corpus = corpora[entry.corpus]
-        if min(corpus / whole, entry.weight / corpus) < MIN_SHARE:
+        if min(corpus / sum(corpora.values()), entry.weight / corpus) < MIN_SHARE:
             raise UsageError(
                 f"{key}: {entry.path} has the weight {entry.weight_text}, less than a millionth "
                 f"of corpus {entry.corpus} or that of the blend; leave it out or give it more"
@@ -86,11 +80,11 @@ def parse_lines(lines: Sequence[str], key: str) -> list[BlendEntry]:
     return found
 
 
-def _entry(line: str, key: str) -> BlendEntry:
+def _parse(line: str, key: str) -> tuple[str, Path, str | None]:
+    """Return the weight, path and name of a line."""
     try:
-        text, path, *rest = shlex.split(line)
-        weight = Fraction(text)
-        if weight <= 0 or len(rest) > 1:
+        weight, path, *name = shlex.split(line)
+        if Fraction(weight) <= 0 or len(name) > 1:
             raise ValueError
     except (ValueError, ZeroDivisionError):
         raise UsageError(
@@ -98,8 +92,7 @@ def _entry(line: str, key: str) -> BlendEntry:
             "spaces) and, if you like, the name of the corpus, such as "
             "`0.25 /data/wiki_text_document wiki`"
         ) from None
-    corpus = rest[0] if rest else prefix_of(path).name
-    return BlendEntry(weight, text, Path(expand_user(path, f"{key}: ")), corpus, key, bool(rest))
+    return weight, Path(expand_user(path, f"{key}: ")), name[0] if name else None
 
 
 def blend_shares(entries: Sequence[BlendEntry]) -> tuple[tuple[Fraction, str], ...]:

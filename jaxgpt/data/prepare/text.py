@@ -4,16 +4,15 @@ import codecs
 import contextlib
 import gzip
 import hashlib
-import io
 import json
 import sys
 import time
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import IO, NamedTuple
 
 import numpy as np
 from tqdm import tqdm
@@ -25,7 +24,6 @@ from jaxgpt.data.tokenizers import CharTokenizer, Tokenizer
 
 _TEXT = (".txt", ".text", ".md")
 _JSON = (".jsonl", ".ndjson", ".json")
-_COMPRESSED = (".gz", ".zst")
 _BLOCK = 1 << 16  # bytes of a text file that are read, and mostly encoded, at once
 _BATCH = 1 << 21  # characters that are encoded in parallel
 _LARGEST = 1 << 26  # characters of text without a place at which it can be split
@@ -33,12 +31,11 @@ _MEGATRON_UINT16 = 65500  # smallest vocabulary that Megatron-LM writes as int32
 
 
 class Piece(NamedTuple):
-    """Text that can be encoded by itself."""
+    """Text that can be encoded by itself; a document ends with it if `ends`."""
 
     split: str
     text: str
     ends: bool
-    """Whether a document ends with it."""
 
 
 @dataclass(frozen=True)
@@ -51,22 +48,17 @@ class Corpus:
     val_share: float | None
     """Of the characters of text, or of JSON lines; None to keep all in "train"."""
 
-    def pieces(
-        self, tokenizer: Tokenizer, on_read: Callable[[int], object] = lambda n_bytes: None
-    ) -> Iterator[Piece]:
+    def pieces(self, tokenizer: Tokenizer) -> Iterator[Piece]:
         """Yield all text in order.
-
-        Args:
-            on_read: called with the bytes of each read of a file.
 
         Raises:
             UsageError: naming the file and the byte or line of what cannot be read.
         """
         if self.json_key is None:
-            yield from self._text_pieces(tokenizer, on_read)
+            yield from self._text_pieces(tokenizer)
             return
         for path in self.files:
-            for text in _json_texts(path, self.json_key, on_read):
+            for text in _json_texts(path, self.json_key):
                 yield Piece(self._split_of(text), text, True)
 
     def _split_of(self, text: str) -> str:
@@ -76,9 +68,7 @@ class Corpus:
         drawn = hashlib.blake2b(text.encode(), digest_size=8).digest()
         return "val" if int.from_bytes(drawn) < self.val_share * 2**64 else "train"
 
-    def _text_pieces(
-        self, tokenizer: Tokenizer, on_read: Callable[[int], object]
-    ) -> Iterator[Piece]:
+    def _text_pieces(self, tokenizer: Tokenizer) -> Iterator[Piece]:
         """The last `val_share` of the characters of all files is for validation, as in nanoGPT."""
         n_train = sys.maxsize
         if self.val_share is not None:
@@ -86,9 +76,8 @@ class Corpus:
             n_train = int(total * (1 - self.val_share))
         for path in self.files:
             split, text = None, ""
-            for block in _text_blocks(path, on_read):
-                parts = zip(SPLITS, (block[:n_train], block[n_train:]), strict=True)
-                for part_split, part in parts:
+            for block in _text_blocks(path):
+                for part_split, part in ("train", block[:n_train]), ("val", block[n_train:]):
                     if not part:
                         continue
                     if split not in (None, part_split):
@@ -121,10 +110,7 @@ class EncodeStats:
 
 
 def input_files(inputs: Iterable[Path]) -> tuple[list[Path], bool]:
-    """Return the files to read, in order, and whether they are JSON lines.
-
-    Args:
-        inputs: files; or folders, of which all text files or all JSON lines are taken, sorted.
+    """Return the files to read, those of a folder sorted, and whether they are JSON lines.
 
     Raises:
         UsageError: if there is nothing to read, or both kinds together.
@@ -190,15 +176,10 @@ def write_nanogpt(
 
 
 def write_megatron(corpus: Corpus, prefix: Path, tokenizer: Tokenizer) -> EncodeStats:
-    """Write PREFIX.bin and PREFIX.idx, with end-of-text after each document.
-
-    Raises:
-        UsageError: for files that cannot be read.
-    """
+    """Write PREFIX.bin and PREFIX.idx, with end-of-text after each document."""
     stats = EncodeStats(tokenizer)
-    with megatron_writer(
-        prefix, np.uint16 if tokenizer.vocab_size < _MEGATRON_UINT16 else np.int32
-    ) as add:
+    dtype = np.uint16 if tokenizer.vocab_size < _MEGATRON_UINT16 else np.int32
+    with megatron_writer(prefix, dtype) as add:
         for piece, ids in encode(corpus, tokenizer, stats):
             if piece.ends and tokenizer.end_of_text is not None:
                 ids = np.append(ids, tokenizer.end_of_text)
@@ -210,17 +191,17 @@ def write_megatron(corpus: Corpus, prefix: Path, tokenizer: Tokenizer) -> Encode
 def encode(
     corpus: Corpus, tokenizer: Tokenizer, stats: EncodeStats
 ) -> Iterator[tuple[Piece, np.ndarray]]:
-    """Yield each piece and its token ids, with a progress bar on standard error."""
-    size = sum(path.stat().st_size for path in corpus.files)
+    """Yield each piece and its token ids, with progress on standard error."""
     every = 0.5 if sys.stderr.isatty() else 10  # seconds
     start = time.monotonic()
     with tqdm(
-        total=size, unit="B", unit_scale=True, delay=every, mininterval=every, leave=False
+        unit=" characters", unit_scale=True, delay=every, mininterval=every, leave=False
     ) as bar:
-        for batch in _batches(corpus.pieces(tokenizer, bar.update)):
+        for batch in _batches(corpus.pieces(tokenizer)):
             encoded = tokenizer.encode_batch([piece.text for piece in batch])
             yield from zip(batch, encoded, strict=True)
             stats.documents += sum(piece.ends for piece in batch)
+            bar.update(sum(len(piece.text) for piece in batch))
     stats.seconds = time.monotonic() - start
 
 
@@ -243,50 +224,23 @@ def _char_tokenizer(corpus: Corpus) -> CharTokenizer:
 
 
 def _kind(path: Path) -> str:
-    name = Path(path.name.lower())
-    return (name.with_suffix("") if name.suffix in _COMPRESSED else name).suffix
-
-
-class _CountedFile(io.FileIO):
-    """A file that calls `on_read` with the bytes of each read."""
-
-    def __init__(self, path: Path, on_read: Callable[[int], object]):
-        super().__init__(path)
-        self._on_read = on_read
-
-    def readinto(self, buffer: Any) -> int:
-        count = super().readinto(buffer)
-        self._on_read(count)
-        return count
+    return Path(path.name.lower().removesuffix(".gz")).suffix
 
 
 @contextlib.contextmanager
-def _open(path: Path, on_read: Callable[[int], object]) -> Iterator[BinaryIO]:
+def _open(path: Path) -> Iterator[IO[bytes]]:
     """Open a file, decompressed."""
     try:
-        with io.BufferedReader(_CountedFile(path, on_read)) as file:
-            if path.suffix.lower() == ".gz":
-                yield gzip.GzipFile(fileobj=file)
-            elif path.suffix.lower() == ".zst":
-                from compression import zstd
-
-                yield zstd.ZstdFile(file)
-            else:
-                yield file
-    except ImportError:
-        raise UsageError(
-            f"--input {path}: only Python 3.14 and newer read .zst; decompress it with zstd -d"
-        ) from None
+        with (gzip.open if path.suffix.lower() == ".gz" else open)(path, "rb") as file:
+            yield file
     except (OSError, EOFError, zlib.error) as error:
         raise UsageError(f"--input {path}: cannot be read ({error})") from None
 
 
-def _text_blocks(
-    path: Path, on_read: Callable[[int], object] = lambda n_bytes: None
-) -> Iterator[str]:
+def _text_blocks(path: Path) -> Iterator[str]:
     """Yield a text file in blocks of whole characters."""
     decoder, start, block = codecs.getincrementaldecoder("utf-8")(), 0, b"."
-    with _open(path, on_read) as stream:
+    with _open(path) as stream:
         while block:
             block = stream.read(_BLOCK)
             waiting = len(decoder.getstate()[0])  # bytes of a character that goes on
@@ -300,26 +254,19 @@ def _text_blocks(
             start += len(block)
 
 
-def _json_texts(path: Path, key: str, on_read: Callable[[int], object]) -> Iterator[str]:
+def _json_texts(path: Path, key: str) -> Iterator[str]:
     """Yield the text of each line of a file that is not empty."""
-    with _open(path, on_read) as stream:
+    with _open(path) as stream:
         for number, line in enumerate(stream, 1):
             if not line.strip():
                 continue
-            document = None
             try:
-                document = json.loads(line)
-                text = document[key]
+                text = json.loads(line)[key]
                 text.encode()  # half of a surrogate pair is JSON, but not text
-            except UnicodeError as error:
-                wrong = f"is not UTF-8 ({error})"
-            except (ValueError, RecursionError) as error:
-                wrong = f"is not JSON ({error}); JSON files need a document on each line"
-            except (KeyError, TypeError, AttributeError):
-                found = ", ".join(document) if isinstance(document, dict) else document
-                wrong = f"has no text under {key!r}, but {found}"[:200] + "; give --jsonl-key"
-            else:
-                if text:
-                    yield text
-                continue
-            raise UsageError(f"--input {path}: line {number} {wrong}")
+            except (ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
+                raise UsageError(
+                    f"--input {path}: line {number} must be a document in JSON with UTF-8 text "
+                    f"under {key!r}, not {line[:80]!r} ({error!r}); see --jsonl-key"
+                ) from None
+            if text:
+                yield text
