@@ -19,7 +19,10 @@ _OTHER_COLLECTIVES = ("ragged-all-to-all", "collective-broadcast", "send", "recv
 _MOVES = set(
     "copy transpose slice dynamic-slice dynamic-update-slice concatenate pad reverse gather".split()
 )
-_FREE = set("parameter constant iota bitcast broadcast reshape tuple get-tuple-element".split())
+# They become part of others, or take no time.
+FREE = set(
+    "parameter constant iota bitcast broadcast reshape tuple get-tuple-element after-all".split()
+)
 # Their time is that of the instructions in them, which have events of their own.
 _CONTAINERS = {"while", "conditional", "call"}
 
@@ -58,16 +61,22 @@ class Instruction(NamedTuple):
     @property
     def array_bytes(self) -> list[int]:
         """Bytes of each array that it returns."""
-        out = []
-        for bits, dims in _ARRAY.findall(self.shape):
-            size = math.prod(int(d.lstrip("<=")) for d in dims.split(",") if d)
-            out.append(-(-size * int(bits or 8) // 8))  # a pred takes a byte
-        return out
+        arrays = _ARRAY.findall(self.shape)  # a pred takes a byte
+        return [-(-_elements(dims) * int(bits or 8) // 8) for bits, dims in arrays]
+
+    @property
+    def elements(self) -> int:
+        """Elements of the first array that it returns."""
+        return _elements(_ARRAY.search(self.shape)[2])
 
     def attribute(self, name: str) -> str:
         """Return the word after `name=`, without quotes; "" if there is none."""
         found = re.search(rf'\b{name}=["%]?([\w.$-]+)', self.arguments)
         return found[1] if found else ""
+
+
+def _elements(dims: str) -> int:
+    return math.prod(int(dim.lstrip("<=")) for dim in dims.split(",") if dim)
 
 
 @dataclass
@@ -146,16 +155,22 @@ def read_operations(program: Program) -> dict[str, Operation]:
     }
 
 
+def is_product(instruction: Instruction) -> bool:
+    """Return whether it is a product of matrices, XLA's own or a vendor library's."""
+    target = instruction.attribute("custom_call_target")
+    return instruction.opcode in _PRODUCTS or bool(_PRODUCT_TARGET.search(target))
+
+
 def _category(instruction: Instruction, program: Program) -> str:
     """A fusion with a product in it is a product; one that only moves data is a copy."""
     fused = instruction.called if instruction.opcode.startswith(("fusion", "async")) else []
     parts = [part for name in fused for part in program.computations.get(name, [])]
-    parts = [part for part in parts or [instruction] if part.opcode not in _FREE]
+    parts = [part for part in parts or [instruction] if part.opcode not in FREE]
     kinds = {part.kind for part in parts}
     if not kinds.isdisjoint(COLLECTIVES + _OTHER_COLLECTIVES):
         return "collective"
     for part in parts:
-        if part.opcode in _PRODUCTS or _PRODUCT_TARGET.search(part.attribute("custom_call_target")):
+        if is_product(part):
             return "attention" if _in_attention(part, program) else "matmul"
     if any(_ATTENTION_TARGET.search(part.attribute("custom_call_target")) for part in parts):
         return "attention"

@@ -17,6 +17,7 @@ import jax
 from jaxgpt.cluster.process_group import ProcessGroup
 from jaxgpt.config import profile_range
 from jaxgpt.perf.hlo import CATEGORIES, Operation, parse_hlo, read_operations
+from jaxgpt.perf.roofline import read_work
 
 ROWS = 10  # of the table
 MAY_LACK = (
@@ -52,8 +53,8 @@ class Tracing:
     def stop(self, pending: Any, n_steps: int, hlo: str) -> dict[str, Any]:
         """End the trace of so many steps, once `pending` results are there; return its `summary`.
 
-        `hlo` is `compiled.as_text()` of the step. `may_lack`: operations may be missing in the
-        trace, as so little is in it.
+        `hlo` is `compiled.as_text()` of the step. `work` of an operation has the fields of
+        `roofline.Work`. `may_lack`: operations may be missing, as so little is in the trace.
         """
         jax.block_until_ready(pending)
         seconds = (time.perf_counter() - self._began) / n_steps
@@ -67,6 +68,9 @@ class Tracing:
             shutil.rmtree(self._directory)
         reports = self._cluster.allgather(report(events, operations))
         found = summary(reports, operations, n_steps, seconds)
+        work = read_work(program)
+        for row in found["operations"]:
+            row["work"] = work[row["name"]]._asdict() if row["name"] in work else None
         may_lack = jax.default_backend() == "gpu" and found["device_seconds"] < seconds / 2
         return found | {"may_lack": may_lack}
 

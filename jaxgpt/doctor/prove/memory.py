@@ -37,7 +37,7 @@ def memory(stage: Stage) -> None:
         idle = step(stage, *LEAST)["peak_bytes"]
     for name, words in (ON_GPU if stage.on_gpu else ON_CPU).items():
         found = step(stage, *words)
-        taken = found["device_peak_bytes"] or found["peak_bytes"] - idle
+        taken = found["peak_bytes"] - idle
         device = device_name(found["device_kind"])
         planned = plan(stage, device, *words)["memory"]["total"]
         errors.append(abs(planned / taken - 1))

@@ -7,8 +7,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from jaxgpt.doctor.prove.facts import copy_rate
 from jaxgpt.doctor.prove.speed import GPT2_ON_CPU
 from jaxgpt.doctor.prove.stage import Needs, Stage, StageFailure, last_words
+from jaxgpt.perf.roofline import Work
 
 # What may make a step of gpt2 faster: settings, and variables of the environment.
 VARIANTS: dict[str, tuple[tuple[str, ...], dict[str, str]]] = {
@@ -33,6 +35,7 @@ ON_CPU = {
     "remat=attention": (("parallel.remat=attention",), {}),
     "scan_layers=True": (("parallel.scan_layers=True",), {}),
 }
+ROOFLINE = "the roofs: this device's rate of copying, and its fastest matrix product"
 PAIR_SECONDS = 20.0  # at least, for two commands: with less left no pair is begun
 
 
@@ -43,14 +46,21 @@ def gpt2(stage: Stage) -> tuple[str, ...]:
 
 def profile(stage: Stage) -> None:
     """List the most expensive operations of a gpt2 step, and what each loses to its roofline."""
-    found = stage.json(*gpt2(stage), "--profile", str(stage.folder / "trace"))["profile"]
-    total = found["device_seconds"]
+    step = stage.json(*gpt2(stage), "--profile", str(stage.folder / "trace"))
+    found, total = step["profile"], step["profile"]["device_seconds"]
+    bandwidth, peak = copy_rate(stage.on_gpu), step["matmul_flops_per_sec"]["median"]
+    lost = 0.0
     for category, seconds in found["categories"].items():
         if seconds:
             stage.add(f"share of {category}", seconds / total, "%")
     for operation in found["operations"]:
         note = f"{operation['category']}, {operation['source']}"
+        if operation["work"]:
+            least = Work(**operation["work"]).least_seconds(bandwidth, peak)
+            lost += max(0.0, operation["seconds"] - least)
+            note += f"; {1e3 * least:.3g} ms by its bytes and FLOPs"
         stage.add(operation["name"], 1e3 * operation["seconds"], "ms", note)
+    stage.add("these operations beyond their rooflines", 1e3 * lost, "ms", ROOFLINE)
 
 
 def sweep(stage: Stage) -> None:

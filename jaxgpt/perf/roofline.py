@@ -1,0 +1,113 @@
+"""The least that each operation of a compiled step costs: bytes of memory, and FLOPs of products.
+
+An operation takes at least as long as its bytes or its FLOPs do at the device's peak (Williams,
+Waterman, Patterson 2009: the roofline).
+"""
+
+import math
+import re
+from collections import defaultdict
+from typing import NamedTuple
+
+from jaxgpt.perf.hlo import FREE, Instruction, Program, is_product
+
+_SLICES = ("dynamic-slice", "slice", "gather")
+
+
+class Work(NamedTuple):
+    """What one operation does in a step, on one device."""
+
+    times: int
+    """How often it runs."""
+    read: int
+    """Bytes, each time."""
+    written: int
+    """Bytes, each time."""
+    flops: int
+    """Of matrix products, each time; 0 for what the vendors' attention kernels multiply."""
+
+    @property
+    def moved(self) -> int:
+        """Bytes in all."""
+        return self.times * (self.read + self.written)
+
+    def least_seconds(self, bandwidth: float, peak: float) -> float:
+        """Return the least time, in all, at so many bytes/s and FLOP/s."""
+        return self.times * max((self.read + self.written) / bandwidth, self.flops / peak)
+
+
+def read_work(program: Program) -> dict[str, Work]:
+    """Return the work of each operation of a step by its name.
+
+    An operation reads its operands once and writes its result once. Of an array that it only
+    slices, or writes a slice of, it touches the slice alone. What caches save is not known here.
+    """
+    out: dict[str, Work] = {}
+
+    def walk(computation: str, times: int) -> None:
+        for one in program.computations[computation]:
+            if one.opcode == "while":
+                trips = re.search(r'known_trip_count":\{"n":"(\d+)"', one.arguments)
+                walk(one.attribute("body"), times * int(trips[1] if trips else 1))
+            elif one.opcode in ("call", "conditional", "async-start"):
+                for name in one.called:
+                    walk(name, times)
+            elif one.opcode not in FREE and not one.opcode.endswith("-done"):
+                out[one.name] = Work(times, *_moves(one, program), _flops(one, program))
+
+    walk(program.entry, 1)
+    return out
+
+
+def _moves(one: Instruction, program: Program) -> tuple[int, int]:
+    """Bytes that an operation reads and writes when it runs once."""
+    if one.opcode == "fusion":
+        return _fusion(program.computations[one.called[0]], program)
+    sizes = [_size(program.instructions[name]) for name in one.operands]
+    if one.opcode == "dynamic-update-slice":
+        return sizes[1], sizes[1]
+    return (_size(one) if one.opcode in _SLICES else sum(sizes)), _size(one)
+
+
+def _flops(one: Instruction, program: Program) -> int:
+    """FLOPs of products: 2 M K N, from the sizes M K, K N and M N of a product's three arrays."""
+    if one.opcode == "fusion":
+        return sum(_flops(part, program) for part in program.computations[one.called[0]])
+    if not is_product(one):
+        return 0
+    arrays = [one, *(program.instructions[name] for name in one.operands[:2])]
+    return 2 * math.isqrt(math.prod(array.elements for array in arrays))
+
+
+def _fusion(body: list[Instruction], program: Program) -> tuple[int, int]:
+    """Bytes that a fusion reads from its parameters and writes with its root."""
+    users = defaultdict(list)
+    for one in body:
+        for operand in one.operands:
+            users[operand].append(one)
+
+    def touched(array: Instruction, whole: int) -> int:
+        taken = 0
+        for user in users[array.name]:
+            if user.opcode == "bitcast":
+                taken += touched(user, whole)
+            elif user.opcode in _SLICES and user.operands[0] == array.name:
+                taken += _size(user)
+            elif user.opcode != "dynamic-update-slice" or user.operands[0] != array.name:
+                return whole
+        return min(taken, whole)
+
+    def written(one: Instruction) -> int:
+        operands = [program.instructions[name] for name in one.operands]
+        if one.opcode == "tuple":
+            return sum(written(operand) for operand in operands)
+        if one.opcode == "bitcast":
+            return written(operands[0])
+        return _size(operands[1] if one.opcode == "dynamic-update-slice" else one)
+
+    parameters = [one for one in body if one.opcode == "parameter"]
+    return sum(touched(one, _size(one)) for one in parameters), written(body[-1])
+
+
+def _size(instruction: Instruction) -> int:
+    return sum(instruction.array_bytes)

@@ -1,0 +1,61 @@
+"""Work of an operation: expected numbers are counted by hand from the shapes."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxgpt.perf.hlo import parse_hlo
+from jaxgpt.perf.roofline import Work, read_work
+
+N, M, K = 512, 256, 128
+
+
+def work(function, *shapes):
+    arguments = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    return read_work(parse_hlo(jax.jit(function).lower(*arguments).compile().as_text()))
+
+
+def test_a_product_reads_two_matrices_writes_one_and_multiplies_2mkn():
+    (one,) = work(lambda a, b: a @ b, (M, K), (K, N)).values()
+    assert one == Work(1, 4 * (M * K + K * N), 4 * M * N, 2 * M * K * N)
+
+
+def test_elementwise_operations_of_one_array_move_it_once_each_way():
+    (one,) = work(lambda x: jnp.tanh(x * 2) + x, (N, N)).values()
+    assert one == Work(1, 4 * N * N, 4 * N * N, 0)
+
+
+def test_a_loop_s_operations_count_as_often_as_it_runs_and_slices_as_what_they_take():
+    def rows(x):
+        return jax.lax.scan(lambda carry, row: (carry, jnp.tanh(row)), 0.0, x)[1]
+
+    found = work(rows, (N, M))
+    loop = [one for one in found.values() if one.times == N]
+    assert loop and all(one.read <= 4 * (M + 1) for one in loop)
+    assert sum(one.written for one in loop) <= 4 * 2 * (M + 1)
+
+
+def test_the_least_time_is_the_larger_of_the_two():
+    one = Work(times=3, read=60, written=40, flops=1000)
+    assert one.least_seconds(bandwidth=10, peak=1e9) == 30
+    assert one.least_seconds(bandwidth=1e9, peak=10) == 300
+    assert one.moved == 300
+
+
+@pytest.mark.long
+@pytest.mark.skipif(
+    importlib.util.find_spec("jax_cuda12_plugin") is None, reason="needs jax[cuda12]"
+)
+def test_a_gpt2_step_on_an_h100_moves_no_more_than_was_found_to_be_needed():
+    """The table in perf/README.md names each part."""
+    script = Path(__file__).with_name("h100_bytes.py")
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
+    printed = subprocess.check_output([sys.executable, script], env=environment, text=True)
+    total, operations = printed.splitlines()[-1].split()[1::3]
+    assert float(total) <= 79 and int(operations) <= 525
