@@ -16,7 +16,6 @@ FILE = "tokenizer.json"
 END_OF_TEXT = "<|endoftext|>"
 # Tried if no file names the end of text: GPT-2 and GPT-NeoX, Llama 3, Llama 2, Gemma.
 _ENDS_OF_TEXT = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>")
-_GPT2_FILES = (("encoder.json", "vocab.bpe"), ("vocab.json", "merges.txt"))
 _CONTEXT = 128  # characters on either side of a split point that are encoded to verify it
 # The patterns that divide text into words (GPT-2, GPT-4, Llama 3, Qwen, DeepSeek) never join a
 # letter or digit with the space or newline after it, nor look back.
@@ -186,14 +185,14 @@ def load_tokenizer(path: Path | str, end_of_text: str | None = None) -> Tokenize
     path = Path(path)
     if str(path) == "byte":
         return ByteTokenizer()
-    folder = path if path.is_dir() else path.parent
     try:
         if end_of_text is None and (path / "meta.json").is_file():
             meta = json.loads((path / "meta.json").read_text())["tokenizer"]
             return tokenizer_from_meta(meta, path)
-        content = _find_content(path)
+        file = path / FILE if path.is_dir() else path
+        content = file.read_bytes() if file.is_file() else _from_gpt2_files(path)
         ids = _parse(content).get_vocab(with_added_tokens=True)
-        config, eos = folder / "tokenizer_config.json", end_of_text
+        config, eos = file.parent / "tokenizer_config.json", end_of_text
         if eos is None and config.is_file():
             eos = json.loads(config.read_text()).get("eos_token")
             eos = eos["content"] if isinstance(eos, dict) else eos
@@ -210,16 +209,11 @@ def load_tokenizer(path: Path | str, end_of_text: str | None = None) -> Tokenize
     return HFTokenizer(content, max(ids.values()) + 1, mark)
 
 
-def _find_content(path: Path) -> bytes:
-    """Return the tokenizer.json at `path`, or one made of GPT-2's files there."""
-    for vocabulary, merges in _GPT2_FILES:
-        if not (path / FILE).is_file() and (path / vocabulary).is_file():
-            return _from_gpt2_files(path / vocabulary, path / merges)
-    return (path / FILE if path.is_dir() else path).read_bytes()
-
-
-def _from_gpt2_files(vocabulary: Path, merges: Path) -> bytes:
+def _from_gpt2_files(folder: Path) -> bytes:
     """Return GPT-2's files as a tokenizer.json; its bytes are part of the data's description."""
+    is_openai = (folder / "encoder.json").is_file()
+    names = ("encoder.json", "vocab.bpe") if is_openai else ("vocab.json", "merges.txt")
+    vocabulary, merges = (folder / name for name in names)
     ids = json.loads(vocabulary.read_bytes())
     lines = merges.read_bytes().decode().split("\n")
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}

@@ -66,7 +66,6 @@ def prepare_text(
     Args:
         inputs: files, or folders of them.
         tokenizer: `char`, or what `load_tokenizer` takes.
-        json_key: key of the text in JSON lines.
         val_share: by default a tenth of texts, a hundredth of JSON lines.
         megatron: write one pair of Megatron-LM's, NAME_KEY_document.bin and .idx, in place of
             train.bin and val.bin.
@@ -102,9 +101,7 @@ def prepare_text(
         lines = _summary(stats.tokenizer, stats.tokens)
     mark = stats.tokenizer.end_of_text
     between = "nothing" if mark is None else f"token {mark}"
-    rate = sum(stats.tokens.values()) / max(stats.seconds, 1e-9)
-    counts = f"documents: {stats.documents:,}, with {between} between them; {rate:,.0f} tokens/s"
-    return [*lines, counts]
+    return [*lines, f"documents: {stats.documents:,}, with {between} between them"]
 
 
 def prepare_python(directory: Path) -> list[str]:

@@ -6,7 +6,6 @@ import gzip
 import hashlib
 import json
 import sys
-import time
 import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -106,7 +105,6 @@ class EncodeStats:
     tokens: dict[str, int] = field(default_factory=Counter)
     """By split."""
     documents: int = 0
-    seconds: float = 0.0
 
 
 def input_files(inputs: Iterable[Path]) -> tuple[list[Path], bool]:
@@ -193,16 +191,13 @@ def encode(
 ) -> Iterator[tuple[Piece, np.ndarray]]:
     """Yield each piece and its token ids, with progress on standard error."""
     every = 0.5 if sys.stderr.isatty() else 10  # seconds
-    start = time.monotonic()
-    with tqdm(
-        unit=" characters", unit_scale=True, delay=every, mininterval=every, leave=False
-    ) as bar:
+    options = {"unit_scale": True, "delay": every, "mininterval": every, "leave": False}
+    with tqdm(unit=" characters", **options) as bar:
         for batch in _batches(corpus.pieces(tokenizer)):
             encoded = tokenizer.encode_batch([piece.text for piece in batch])
             yield from zip(batch, encoded, strict=True)
             stats.documents += sum(piece.ends for piece in batch)
             bar.update(sum(len(piece.text) for piece in batch))
-    stats.seconds = time.monotonic() - start
 
 
 def _batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
