@@ -27,12 +27,8 @@ def parser() -> CommandParser:
         description=__doc__,
     )
     out.add_argument("-n", "-np", metavar="N", help="processes in all; default: P on each host")
-    out.add_argument(
-        "--ppn",
-        metavar="P",
-        help="processes on a host; default: N shared out evenly, else one for each device, of "
-        "which known machines and device files tell; without any, one",
-    )
+    ppn = "processes on a host; default: N shared out evenly, else one for each device, else one"
+    out.add_argument("--ppn", metavar="P", help=ppn)
     out.add_argument(
         "--hosts",
         metavar="FILE",
@@ -43,9 +39,8 @@ def parser() -> CommandParser:
     out.add_argument(
         "--export",
         action="store_true",
-        help="print NHOSTS, NGPU_PER_HOST, NGPUS, HOSTFILE (empty where there is none) and "
-        'DIST_LAUNCH for a shell: eval "$(python -m jaxgpt.launch --export)", then '
-        "$DIST_LAUNCH python ...",
+        help="print NHOSTS, NGPU_PER_HOST, NGPUS, HOSTFILE and DIST_LAUNCH for a shell: "
+        'eval "$(python -m jaxgpt.launch --export)", then $DIST_LAUNCH python ...',
     )
     out.epilog = (
         "COMMAND's first word python or python3 means the Python that runs this, on all hosts; a "

@@ -35,7 +35,6 @@ class Launch:
     """Description of one process by its launcher."""
 
     launcher: str
-    """In words."""
     variable: str | None = None
     """The variable that told it, `NAME=value`."""
     through: Literal["mpi", "tcp", None] = None
@@ -48,11 +47,7 @@ class Launch:
 
 
 def find_launch(environ: Mapping[str, str]) -> Launch:
-    """Find this process in its environment.
-
-    The first of these decides: JAXGPT_COORDINATOR with JAXGPT_RANK and JAXGPT_SIZE; torchrun, which
-    others may have started; srun with Slurm's own PMI; an MPI launcher; a step of Slurm; RANK and
-    WORLD_SIZE; else a single process.
+    """Find this process in its environment; the first of the launchers below decides.
 
     Raises:
         UsageError: if variables contradict each other or are no numbers.

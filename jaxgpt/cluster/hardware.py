@@ -19,12 +19,10 @@ VISIBLE_VARIABLES = (
 )
 # Part of a JAX plugin's name -> the device files that it uses (a laptop's own graphics are a
 # renderD, too), and the variables that hide its devices, with the values that do.
+ROCM_HIDES = {"ROCR_VISIBLE_DEVICES": ("", "-1"), "HIP_VISIBLE_DEVICES": ("-1",)}
 PLUGINS = {
     "cuda": (DEVICE_FILES[:1], {"CUDA_VISIBLE_DEVICES": ("", "-1")}),
-    "rocm": (
-        DEVICE_FILES[1:2],
-        {"ROCR_VISIBLE_DEVICES": ("", "-1"), "HIP_VISIBLE_DEVICES": ("-1",)},
-    ),
+    "rocm": (DEVICE_FILES[1:2], ROCM_HIDES),
 }
 
 

@@ -65,12 +65,12 @@ def place_processes(
     if per_host is not None:
         option, reason = f"--ppn={per_host}", "--ppn"
     elif n is not None:
-        if n % len(hosts):
+        per_host, rest = divmod(n, len(hosts))
+        if rest:
             raise UsageError(
                 f"-n={n}: does not share out evenly over the {len(hosts)} hosts of {named_by}; "
                 f"give a multiple of {len(hosts)}, or --ppn too"
             )
-        per_host = n // len(hosts)
         option, reason = f"-n={n}", "-n"
     else:
         per_host, reason = _default_per_host(machine, environ)
@@ -94,15 +94,9 @@ def place_processes(
             f"{named_by}, at most {per_host * len(hosts)}"
         )
     per_host = min(n, per_host)
-    return ProcessLayout(
-        hosts=tuple(hosts)[: n // per_host],
-        named_by=named_by,
-        host_file=host_file or (environ[named_by] if named_by in HOST_FILES else None),
-        n_processes=n,
-        per_host=per_host,
-        reason=reason,
-        machine=machine,
-    )
+    used = tuple(hosts)[: n // per_host]
+    file = host_file or (environ[named_by] if named_by in HOST_FILES else None)
+    return ProcessLayout(used, named_by, file, n, per_host, reason, machine)
 
 
 def _wants_accelerators(environ: Mapping[str, str]) -> bool:
@@ -114,7 +108,7 @@ def _default_per_host(machine: Machine | None, environ: Mapping[str, str]) -> tu
     tasks = environ.get("SLURM_TASKS_PER_NODE", "") if "SLURM_NTASKS" in environ else ""
     visible = next((v for v in VISIBLE_VARIABLES if v in environ), None)
     if asked := environ.get("SLURM_NTASKS_PER_NODE"):
-        return _number("SLURM_NTASKS_PER_NODE", asked), f"SLURM_NTASKS_PER_NODE={asked}"
+        return whole_number("SLURM_NTASKS_PER_NODE", asked), f"SLURM_NTASKS_PER_NODE={asked}"
     if _wants_accelerators(environ):
         if visible:
             devices = [d for d in environ[visible].split(",") if d not in ("", "-1")]
@@ -122,18 +116,12 @@ def _default_per_host(machine: Machine | None, environ: Mapping[str, str]) -> tu
         if machine:
             return machine.devices_per_host, f"one for each device of a {machine.name} host"
         if (given := environ.get("SLURM_GPUS_ON_NODE", "0")) != "0":
-            return _number("SLURM_GPUS_ON_NODE", given), f"SLURM_GPUS_ON_NODE={given}"
+            return whole_number("SLURM_GPUS_ON_NODE", given), f"SLURM_GPUS_ON_NODE={given}"
         if found := count_accelerators():
             return found, f"one for each of {found} accelerators seen here"
     if n_tasks := _least(tasks):  # of --ntasks
         return n_tasks, f"SLURM_TASKS_PER_NODE={tasks}"
     return 1, NO_ACCELERATORS if _wants_accelerators(environ) else CPUS_ONLY
-
-
-def _number(variable: str, given: str) -> int:
-    number = whole_number(variable, given)
-    assert number is not None
-    return number
 
 
 def launch_command(layout: ProcessLayout, environ: Mapping[str, str]) -> list[str]:
@@ -249,7 +237,7 @@ def _slurm_cpus(per_host: int, environ: Mapping[str, str]) -> int:
     tasks = environ.get("SLURM_NTASKS_PER_NODE")
     if not asked:
         return share
-    cpus = _number("SLURM_CPUS_PER_TASK", asked)
+    cpus = whole_number("SLURM_CPUS_PER_TASK", asked)
     if share == 0 or tasks == str(per_host):
         return cpus
     return share if tasks else min(cpus, share)

@@ -138,10 +138,7 @@ def terminate_job(
 
 
 def abort_mpi(status: int) -> None:
-    """End the job with `status` where MPI runs it; return where it does not.
-
-    Where processes only end, MPICH's mpiexec may give the status of one that it has killed.
-    """
+    """End the job with `status` where MPI runs it; else mpiexec may give that of one it killed."""
     mpi = sys.modules.get("mpi4py.MPI")
     with_mpi = mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized()
     if with_mpi and mpi.COMM_WORLD.size > 1:  # not alone in a world that was of no use

@@ -18,23 +18,19 @@ class Watchdog:
     """
 
     def __init__(
-        self,
-        minutes: float | None,
-        directory: Path,
-        rank: int,
-        terminate: Callable[[str, int], Any],
+        self, minutes: float | None, directory: Path, rank: int, end: Callable[[str, int], Any]
     ):
         """Watch from the first heartbeat on.
 
         Args:
             minutes: that may lie between two heartbeats; None watches nothing.
             directory: where hang-<rank>.txt is written.
-            terminate: ends the job, given an error message and an exit status.
+            end: ends the job, given an error message and an exit status.
         """
         self._minutes = minutes
         self._file = directory / f"hang-{rank}.txt"
         self._rank = rank
-        self._terminate = terminate
+        self._end_job = end
         self._last: tuple[float, str, float] | None = None
         self._stop = threading.Event()
 
@@ -61,7 +57,7 @@ class Watchdog:
                     f"at {activity} for longer than {minutes:g} minutes; {self._file} says where, "
                     "that of each process; start again with the same --out\n"
                 )
-                self._terminate(report, HUNG)
+                self._end_job(report, HUNG)
 
     def _write(self) -> None:
         with contextlib.suppress(OSError), self._file.open("w") as file:

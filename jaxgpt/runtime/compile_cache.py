@@ -34,14 +34,13 @@ def use_compile_cache(directory: str, cluster: ProcessGroup) -> str:
         source, directory = "JAX_COMPILATION_CACHE_DIR", chosen
     folder = Path(os.path.expanduser(directory)) / cpu_signature()
     on_cpu = jax.default_backend() == "cpu"
-    if not all(cluster.allgather(_is_writable(folder))):
-        return f"warning: {source}={directory}: cannot be written; compiling without a cache"
     # XLA tries kernels for GPUs together: a process that has not found a program would wait for
     # one that has.
-    if not on_cpu and not _is_shared(folder, cluster):
+    writable = all(cluster.allgather(_is_writable(folder)))
+    if not writable or not (on_cpu or _is_shared(folder, cluster)):
         return (
-            f"warning: {source}={directory}: is not one folder that all hosts see, or they "
-            "have other processors; compiling without a cache"
+            f"warning: {source}={directory}: is not one folder that all hosts can write to, or "
+            "they have other processors; compiling without a cache"
         )
     if on_cpu and cluster.size > 1 and not use_one_cache_key():
         return "warning: compile cache: off, as this version of JAX has a key for each process"
