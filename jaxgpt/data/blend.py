@@ -5,7 +5,7 @@ import heapq
 import math
 import shlex
 from array import array
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -117,10 +117,7 @@ class WeightedInterleave:
     """
 
     def __init__(self, weights: Sequence[Fraction]):
-        """
-        Args:
-            weights: positive; only their ratios count, and none may be below MIN_SHARE of all.
-        """
+        """Take positive weights, of which none may be below MIN_SHARE of all."""
         share = min(weights) / sum(weights)
         assert share >= MIN_SHARE, weights
         self.block = max(MIN_BLOCK, 2 ** math.ceil(math.log2(2 / share)))
@@ -141,11 +138,9 @@ class WeightedInterleave:
         """Return how many of the first n samples come from each corpus."""
         if len(self._weights) == 1:
             return [n]
-        first, counts, corpora, _ = self._block_of(n)
-        counts = list(counts)
-        for corpus in corpora[: n - first]:
-            counts[corpus] += 1
-        return counts
+        first, before, corpora, _ = self._block_of(n)
+        given = Counter(corpora[: n - first])
+        return [count + given[corpus] for corpus, count in enumerate(before)]
 
     def _block_of(self, n: int) -> tuple[int, list[int], array, array]:
         block = self.make_block(n // self.block)
@@ -229,11 +224,7 @@ class Blend:
     """
 
     def __init__(self, weights: Sequence[Fraction], corpora: Sequence[int]):
-        """
-        Args:
-            weights: of each source.
-            corpora: which corpus (0, 1, ...) each source belongs to.
-        """
+        """Take the weight of each source, and the corpus (0, 1, ...) that it belongs to."""
         self._members = [
             [source for source, c in enumerate(corpora) if c == corpus]
             for corpus in range(max(corpora) + 1)

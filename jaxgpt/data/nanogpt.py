@@ -43,15 +43,10 @@ def _open(path: Path, meta: dict[str, Any]) -> TokenFile:
         raise UsageError(f"there is no {path}; copy it or prepare the data again")
     dtype = np.dtype(meta.get("dtype", "uint16"))
     size = path.stat().st_size
-    if size % dtype.itemsize:
+    n_tokens = meta.get("tokens", {}).get(path.stem, size // dtype.itemsize)
+    if size != n_tokens * dtype.itemsize:
         raise UsageError(
-            f"{path} has {size} bytes; a {dtype.name} token file needs whole tokens: copy it or "
-            "prepare the data again"
+            f"{path} has {size} bytes, but {n_tokens} tokens of {dtype.name} have "
+            f"{n_tokens * dtype.itemsize}; copy it or prepare the data again"
         )
-    expected = meta.get("tokens", {}).get(path.stem, size // dtype.itemsize) * dtype.itemsize
-    if size != expected:
-        raise UsageError(
-            f"{path} ends at byte {size}, not at {expected} as its meta.json says; copy it or "
-            "prepare the data again"
-        )
-    return TokenFile(path, dtype, size // dtype.itemsize)
+    return TokenFile(path, dtype, n_tokens)

@@ -24,13 +24,7 @@ class EpochSampler:
     """Epochs of shuffled windows over the tokens of one source."""
 
     def __init__(self, n_tokens: int, block_size: int, seed: int, stream: int = 0):
-        """
-        Args:
-            n_tokens: tokens of the split, at least `block_size + 1`.
-            block_size: T.
-            seed: order of the epochs.
-            stream: number of the source; sources of the same seed have different orders.
-        """
+        """Order the windows of T = `block_size` of a split; each `stream` has another order."""
         assert n_tokens > block_size, (n_tokens, block_size)
         self._last_start = n_tokens - 1 - block_size
         self._block_size = block_size
@@ -64,11 +58,7 @@ def permute(indices: np.ndarray, n: int, seed: int) -> np.ndarray:
     """Return where a permutation of 0..n-1 puts some indices: int64, of their shape.
 
     The Simon block cipher (https://eprint.iacr.org/2013/404) of at least 16 bits and `ROUNDS`
-    rounds, applied again to what falls outside 0..n-1 (cycle walking).
-
-    Args:
-        indices: in 0..n-1, n at least 2.
-        seed: uint32.
+    rounds, applied again to what falls outside 0..n-1 (cycle walking); n is at least 2.
     """
     half = max(-(-(n - 1).bit_length() // 2), 8)  # bits of half a block
     mask = (1 << half) - 1

@@ -1,8 +1,7 @@
 """Token ids on disk, of which only the requested ones are read.
 
-They are read with `pread`, not through a memory map: the rows of a file of any size pass through
-one buffer, so that a process does not grow; and a file that becomes shorter while a run reads it
-is an error with a name and an offset, where a memory map would end the process with SIGBUS.
+They are read with `pread`, not through a memory map: a process does not grow with what it reads,
+and a file that becomes shorter is an error with its name, where a map would end it with SIGBUS.
 """
 
 import bisect
@@ -43,12 +42,7 @@ class TokenFile:
     """A file with an array of token ids; it is opened when it is first read, and stays open."""
 
     def __init__(self, path: Path, dtype: np.dtype, size: int, header: int = 0):
-        """
-        Args:
-            dtype: of the ids, an integer type.
-            size: tokens.
-            header: bytes before the first token.
-        """
+        """Take a file of `size` tokens after `header` bytes."""
         self.path = path
         self.dtype = np.dtype(dtype).newbyteorder("<")
         self.size = size
@@ -90,12 +84,7 @@ class Tokens:
     """Token ids of one or more files, one after the other, or a range of them."""
 
     def __init__(self, files: Sequence[TokenFile], first: int = 0, size: int | None = None):
-        """
-        Args:
-            files: of one dtype.
-            first: number of the first token of the range, over all files.
-            size: tokens in the range; by default all from `first` on.
-        """
+        """Take `size` tokens (by default all) from number `first` on, of files of one dtype."""
         assert len({file.dtype for file in files}) == 1, files
         self.files = tuple(files)
         self.dtype = files[0].dtype
@@ -135,21 +124,16 @@ class Tokens:
         Raises:
             UsageError: naming the file, the offset and the token.
         """
-        is_signed = self.dtype.kind == "i"
-        if tokens.max() < vocab_size and not (is_signed and tokens.min() < 0):
+        if 0 <= tokens.min() and tokens.max() < vocab_size:
             return
         at = int(np.argmax((tokens >= vocab_size) | (tokens < 0)))
-        token = int(tokens[at])
         path, offset = self.locate(start + at)
-        remedy = "prepare the data again"
-        if token >= 0:
-            remedy += f", or set model.vocab_size to at least {token + 1}"
         raise UsageError(
-            f"model.vocab_size={vocab_size}: {path} holds token {token} at offset {offset}; "
-            f"{remedy}"
+            f"model.vocab_size={vocab_size}: {path} holds token {tokens[at]} at offset {offset}; "
+            "prepare the data again, or give the vocabulary that it was made with"
         )
 
-    def sampled_pages(self, most: int = SAMPLED_PAGES) -> Iterator[tuple[int, np.ndarray]]:
+    def sampled_pages(self, most: int) -> Iterator[tuple[int, np.ndarray]]:
         """Yield (number of the first token, ids) of evenly spaced pages, first and last too."""
         per_page = PAGE // self.dtype.itemsize
         pages = -(-self.size // per_page)
@@ -158,17 +142,11 @@ class Tokens:
             yield start, self.read(start, min(per_page, self.size - start))
 
 
-def fingerprint(
-    splits: Mapping[str, Tokens], vocab_size: int, most_pages: int = SAMPLED_PAGES
-) -> str:
-    """Return a hash of sizes, dtype, vocabulary and sampled pages.
-
-    Args:
-        splits: "train" and "val", of which at most `most_pages` each are read.
-    """
+def fingerprint(splits: Mapping[str, Tokens], vocab_size: int, most: int = SAMPLED_PAGES) -> str:
+    """Return a hash of sizes, dtype, vocabulary and at most `most` sampled pages of each split."""
     digest = hashlib.sha256(f"{vocab_size}".encode())
     for split, tokens in splits.items():
         digest.update(f"{split} {tokens.size} {tokens.dtype.name}".encode())
-        for _, page in tokens.sampled_pages(most_pages):
+        for _, page in tokens.sampled_pages(most):
             digest.update(page.tobytes())
     return "sha256:" + digest.hexdigest()

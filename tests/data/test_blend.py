@@ -141,7 +141,9 @@ def test_what_is_wrong_with_a_blend_is_said(lines, change, words):
 
 def test_a_truncated_corpus_is_named(lines, tmp_path):
     os.truncate(tmp_path / "corpus1.bin", 3001)
-    with pytest.raises(UsageError, match=r"corpus1.bin has 3001 bytes; a uint16"):
+    with pytest.raises(
+        UsageError, match=r"corpus1.bin has 3001 bytes, but 1500 tokens of uint16 have 3000"
+    ):
         opened(lines)
 
 
@@ -151,7 +153,9 @@ def test_a_copy_that_is_cut_off_is_named(lines, tmp_path):
     (tmp_path / "corpus3" / "meta.json").write_text(json.dumps(meta))
     opened(lines)
     os.truncate(tmp_path / "corpus3" / "train.bin", 3000)
-    with pytest.raises(UsageError, match=r"train.bin ends at byte 3000, not at 5000 as its meta"):
+    with pytest.raises(
+        UsageError, match=r"train.bin has 3000 bytes, but 2500 tokens of uint16 have 5000"
+    ):
         opened(lines)
 
 

@@ -85,12 +85,12 @@ def swap(tokens):
     ("damage", "overrides", "words"),
     [
         (lambda d: (d / "train.bin").unlink(), [], "there is no"),
-        (lambda d: (d / "val.bin").write_bytes(b""), [], "val.bin ends at byte 0, not at"),
+        (lambda d: (d / "val.bin").write_bytes(b""), [], "val.bin has 0 bytes, but"),
         (lambda d: os.truncate(d / "train.bin", 101), [], "train.bin has 101 bytes"),
         (
             lambda d: os.truncate(d / "train.bin", 128),
             [],
-            "train.bin ends at byte 128",
+            "train.bin has 128 bytes, but",
         ),
         (lambda d: rewrite(d, poison), [], "holds token 70 at offset 1234"),
         (lambda d: rewrite(d, swap), [], "not those that meta.json was written for"),

@@ -141,15 +141,12 @@ def _download_shakespeare() -> bytes:
     try:
         with urllib.request.urlopen(SHAKESPEARE_URL, timeout=DOWNLOAD_TIMEOUT) as response:
             content = response.read()
+        found = hashlib.sha256(content).hexdigest()
+        if found != SHAKESPEARE_SHA256:
+            raise OSError(f"its SHA-256 is {found}, not {SHAKESPEARE_SHA256}")
     except OSError as error:
         raise UsageError(
             f"cannot download Tiny Shakespeare ({error}); get {SHAKESPEARE_URL} by other means "
             "and pass it with --input FILE"
         ) from None
-    found = hashlib.sha256(content).hexdigest()
-    if found != SHAKESPEARE_SHA256:
-        raise UsageError(
-            f"what came from {SHAKESPEARE_URL} has SHA-256 {found}, not {SHAKESPEARE_SHA256}; "
-            "pass a file that you trust with --input FILE"
-        )
     return content
