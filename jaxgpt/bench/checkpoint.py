@@ -28,14 +28,9 @@ ONE_GIGABYTE = ("--config", "gpt2", "model.n_layer=6")
 
 
 def run(settings: Sequence[str], out: Path | None = None) -> Result:
-    """Save and restore a state eight times.
+    """Save and restore a state eight times; without a --config one of 1 GB.
 
-    Args:
-        settings: as for jaxgpt.train; without a --config a state of 1 GB.
-        out: where to write; by default where temporary files are.
-
-    Raises:
-        UsageError: if there is no room, or the mesh cannot work.
+    Raises `UsageError` if there is no room, or the mesh cannot work.
     """
     if not names_config(settings):
         settings = [*ONE_GIGABYTE, *settings]

@@ -17,13 +17,8 @@ FEWER = 4  # times fewer layers beside the model's own
 def run(settings: Sequence[str], layers: str | None = None, runs: int = 3) -> Result:
     """Compile the training step with several numbers of layers, in turns, without a cache.
 
-    Args:
-        settings: as for jaxgpt.train.
-        layers: the numbers, as in "12,48"; None takes a quarter of the model's, and the model's.
-        runs: of each, after one of the fewest layers that counts for nothing.
-
-    Raises:
-        UsageError: for several processes, or if the layers or the mesh cannot work.
+    `runs` of each follow one that counts for nothing. Raises `UsageError` for several processes, or
+    if the layers or the mesh cannot work.
     """
     config = parse_args(settings, PROG)
     n_layer = config.model.n_layer

@@ -23,6 +23,7 @@ from jaxgpt.cluster.process_group import ProcessGroup, join_process_group
 from jaxgpt.cluster.shutdown import abort_mpi, end_process
 from jaxgpt.config import Config, UsageError, mesh_shape
 from jaxgpt.data.dataset import vocabulary_size
+from jaxgpt.doctor.directory import check_writable
 from jaxgpt.parallel.mesh import job_mesh
 from jaxgpt.perf.startup import JOB_START
 from jaxgpt.perf.units import format_bytes
@@ -123,15 +124,13 @@ class Job:
     def start_jax(self, config: Config) -> tuple[Config, Mesh]:
         """Start JAX without a compile cache; return the config with model.vocab_size, and its mesh.
 
-        Raises:
-            UsageError: if the vocabulary is not known, or the devices do not suit the mesh.
+        Raises `UsageError` if the vocabulary is not known, or the devices do not suit the mesh.
         """
-        cluster = self.cluster
-        vocab_size = cluster.run_on_all(vocabulary_size, config.data, config.model)
+        vocab_size = self.cluster.run_on_all(vocabulary_size, config.data, config.model)
         config = config.replace(model__vocab_size=vocab_size)
-        initialize_jax(cluster, mesh_shape(config))
-        use_compile_cache(OFF, cluster)
-        return config, job_mesh(config, cluster.hosts)
+        initialize_jax(self.cluster, mesh_shape(config))
+        use_compile_cache(OFF, self.cluster)
+        return config, job_mesh(config, self.cluster.hosts)
 
     def log(self, message: str) -> None:
         """Print a line on process 0's standard error, if that is a terminal."""
@@ -150,12 +149,8 @@ class Job:
 def open_job(config: Config, alone: bool = False, out: Path | None = None) -> Iterator[Job]:
     """Join the processes of the job; at the end, also by SIGTERM or Ctrl-C, remove its folder.
 
-    Args:
-        alone: whether the bench runs in one process only.
-        out: where the folder is made; by default where temporary files are.
-
-    Raises:
-        UsageError: if there are several processes and may not be, or `out` cannot be written.
+    The folder is made in `out`, by default where temporary files are. Raises `UsageError` if `out`
+    cannot be written, or if there are several processes and the bench runs `alone`.
     """
     os.environ.pop("JAX_COMPILATION_CACHE_DIR", None)  # compilation is timed
     cluster = join_process_group(config.init_timeout)
@@ -164,7 +159,8 @@ def open_job(config: Config, alone: bool = False, out: Path | None = None) -> It
             f"bench: {cluster.size} processes, and this one runs in one; start it without mpiexec"
         )
     if out is not None:
-        cluster.run_on_all(check_writable, "--out", out)
+        cluster.run_on_all(check_writable, out)
+        out.mkdir(parents=True, exist_ok=True)
     name = tempfile.mkdtemp(prefix="jaxgpt-bench-", dir=out) if cluster.is_main else None
     folder = Path(cluster.broadcast(name))
     folder.mkdir(exist_ok=True)
@@ -183,23 +179,6 @@ def open_job(config: Config, alone: bool = False, out: Path | None = None) -> It
     finally:
         if cluster.local_rank == 0:
             shutil.rmtree(folder, ignore_errors=True)
-
-
-def check_writable(option: str, folder: Path) -> None:
-    """Make a folder that an option names, if it is not there.
-
-    Raises:
-        UsageError: if nothing can be written there.
-    """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        raise UsageError(
-            f"{option}={folder}: cannot be written ({error.strerror or error}); give a folder that "
-            "can"
-        ) from None
 
 
 def child_environment() -> dict[str, str]:

@@ -26,13 +26,7 @@ ROUNDS = 5
 def run(settings: Sequence[str], batches: int = 40, cpus: int | None = None) -> Result:
     """Time five rounds of batches, after a warm-up.
 
-    Args:
-        settings: as for jaxgpt.train.
-        batches: of a round.
-        cpus: how many CPUs to use; None uses all.
-
-    Raises:
-        UsageError: if the data cannot be read, or there are not so many CPUs.
+    Raises `UsageError` if the data cannot be read, or there are not so many CPUs.
     """
     config = parse_args(settings, PROG)
     if cpus is not None:

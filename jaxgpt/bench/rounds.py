@@ -24,7 +24,7 @@ from jaxgpt.runtime.initialize import end_job, initialize_jax
 from jaxgpt.train.loop import run_steps
 from jaxgpt.train.run_directory import prepare_run
 from jaxgpt.train.setup import set_up
-from jaxgpt.train.state import TrainState, state_from_checkpoint
+from jaxgpt.train.state import state_from_checkpoint
 
 SYNTHETIC_TOKENS = 2**20
 
@@ -32,18 +32,15 @@ SYNTHETIC_TOKENS = 2**20
 class Rounds:
     """A run that is set up as for jaxgpt.train. Its state goes on from round to round.
 
-    The trainer gets this in place of its `Checkpoints`: it saves at the end of a round, that is,
-    it hands over the state.
+    The trainer gets this in place of its `Checkpoints`: at the end of a round `save` takes the
+    state, and the rest does nothing.
     """
 
     def __init__(self, job: Job, config: Config, synthetic: bool = False):
         """Start JAX, compile the step and make the initial state.
 
-        Args:
-            synthetic: take random tokens even if the data is here.
-
-        Raises:
-            UsageError: if jaxgpt.train would raise one.
+        `synthetic` takes random tokens even if the data is here. Raises `UsageError` as
+        jaxgpt.train does.
         """
         cluster = job.cluster
         config, self.data = with_data(config, synthetic, job)
@@ -55,8 +52,9 @@ class Rounds:
         never = SimpleNamespace(reached=lambda tick: False)
         self._quiet = contextlib.redirect_stdout(io.StringIO())
         with self._quiet:
-            ready = set_up(self.run, cluster, facts, never, startup, watchdog, checkpoints=self)
-            trainer, self.state = ready
+            trainer, self.state = set_up(
+                self.run, cluster, facts, never, startup, watchdog, checkpoints=self
+            )
             trainer.report.start(trainer.loader)
         self.trainer = trainer._replace(evaluate=lambda *_: None, sample=lambda *_: None)
         self.steps, self.mesh = trainer.steps, trainer.steps.mesh
@@ -68,15 +66,13 @@ class Rounds:
     def train(self, n_steps: int) -> tuple[float, float]:
         """Run the trainer's loop; return seconds a step, and CPU seconds of its thread.
 
-        Raises:
-            UsageError: if the run cannot go on, because losses are not finite.
+        Raises `UsageError` if the run cannot go on, because losses are not finite.
         """
         last = self.run.resume_step + n_steps
-        config = self.run.config.replace(train__max_iters=last)
+        run = dataclasses.replace(self.run, config=self.run.config.replace(train__max_iters=last))
         self.trainer.cluster.barrier()
         began, cpu_began = time.perf_counter(), time.thread_time()
         with self._quiet:
-            run = dataclasses.replace(self.run, config=config)
             failure = run_steps(run, self.state, self.trainer).failure
         seconds, cpu_seconds = time.perf_counter() - began, time.thread_time() - cpu_began
         if failure:
@@ -110,18 +106,14 @@ class Rounds:
             found.append(time.thread_time() - began)
         return statistics.median(found)
 
-    def check_room(self, step: int, tree: dict[str, Any]) -> None:
-        """Do nothing: no checkpoint is written."""
-
-    def check(self) -> None:
-        """Do nothing before a step: nothing is being saved."""
-
     def save(self, step: int, tree: dict[str, Any], meta: dict[str, Any]) -> None:
         """Keep the state after the last step of a round."""
-        self.state: TrainState = state_from_checkpoint(tree, meta, self.steps.state_shapes)
+        self.state = state_from_checkpoint(tree, meta, self.steps.state_shapes)
 
-    def close(self) -> None:
-        """Do nothing at the end of a round."""
+    def nothing(self, *_: Any) -> None:
+        """Write no checkpoint."""
+
+    check_room = check = close = nothing
 
 
 def with_data(config: Config, synthetic: bool, job: Job) -> tuple[Config, str]:
@@ -137,13 +129,11 @@ def with_data(config: Config, synthetic: bool, job: Job) -> tuple[Config, str]:
         return config, given or data.dataset
     vocab_size = job.cluster.run_on_all(vocabulary_size, data, config.model)
     least = config.model.block_size + 1
-    if job.cluster.local_rank == 0:
+    if job.cluster.local_rank == 0:  # a folder without meta.json holds two bytes a token
         random = np.random.default_rng(config.train.seed)
         for name, size in (("train.bin", max(least, SYNTHETIC_TOKENS)), ("val.bin", least)):
-            # A folder without meta.json holds two bytes a token.
-            random.integers(min(vocab_size, 2**16), size=size, dtype="<u2").tofile(
-                job.folder / name
-            )
+            tokens = random.integers(min(vocab_size, 2**16), size=size, dtype="<u2")
+            tokens.tofile(job.folder / name)
     job.cluster.barrier()
     reason = "--synthetic" if synthetic else f"there is no {home}"
     config = config.replace(data=DataConfig(path=str(job.folder)), model__vocab_size=vocab_size)

@@ -28,12 +28,7 @@ PIECE = 64  # prefixes are padded to a multiple of this, or each would be a prog
 def run(settings: Sequence[str], tokens: int | None = None) -> Result:
     """Write a text with initial weights: with the cache, without it, and with it again.
 
-    Args:
-        settings: as for jaxgpt.train.
-        tokens: to write after the prompt; None takes 200, or as many as fit.
-
-    Raises:
-        UsageError: if so many tokens are more than fit, or for several processes or devices.
+    Raises `UsageError` if so many tokens do not fit, or for several processes or devices.
     """
     config = parse_args(settings, PROG)
     room = config.model.block_size - PROMPT

@@ -28,16 +28,9 @@ ONE_STEP = (
 
 
 def run(settings: Sequence[str], runs: int = 3, processes: int | None = None) -> Result:
-    """Start training again and again.
+    """Start training again and again, cold and warm by turns, with mpiexec if `processes` is given.
 
-    Args:
-        settings: as for jaxgpt.train.
-        runs: cold and warm starts, by turns.
-        processes: started by mpiexec; None starts one without it.
-
-    Raises:
-        UsageError: if jaxgpt.train raises one, if step 1 is skipped, or if a launcher has started
-            this process.
+    Raises `UsageError` if jaxgpt.train does, if step 1 is skipped, or under a launcher.
     """
     config = parse_args(settings, PROG)
     if any(first == 1 for first, _ in skip_ranges(config)):

@@ -14,10 +14,11 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jaxgpt.bench.harness import PROG, Job, Result, Value, check_writable, open_job, spread
+from jaxgpt.bench.harness import PROG, Job, Result, Value, open_job, spread
 from jaxgpt.bench.rounds import Rounds
 from jaxgpt.cluster.process_group import ProcessGroup
 from jaxgpt.config import parse_args
+from jaxgpt.doctor.directory import check_writable
 from jaxgpt.perf.flops import flops_per_token, peak_flops
 from jaxgpt.perf.hlo import parse_hlo
 from jaxgpt.perf.memory import memory_in_use
@@ -39,21 +40,14 @@ def run(
     synthetic: bool = False,
     profile: Path | None = None,
 ) -> Result:
-    """Time seven rounds of training steps.
+    """Time seven rounds of training steps; without `steps` each takes about 1.5 seconds.
 
-    Args:
-        settings: as for jaxgpt.train.
-        steps: of a round; None takes as many as fill 1.5 seconds.
-        synthetic: train on random tokens even if the data is here.
-        profile: where to write a trace of a few more steps.
-
-    Raises:
-        UsageError: if the steps cannot be run, or `profile` cannot be written.
+    Raises `UsageError` if the steps cannot be run, or `profile` cannot be written.
     """
     config = parse_args(settings, PROG)
     with open_job(config) as job:
         if profile:
-            job.cluster.run_on_all(check_writable, "--profile", profile)
+            job.cluster.run_on_all(check_writable, profile, "--profile")
         rounds = Rounds(job, config, synthetic)
         values = {"config": config.config, "data": rounds.data, **measure(rounds, job, steps)}
         if profile:

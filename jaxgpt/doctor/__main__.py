@@ -16,7 +16,7 @@ from jaxgpt.cluster.environment import rank_from_env
 from jaxgpt.cluster.process_group import INIT_TIMEOUT, catch_usage_error, join_process_group
 from jaxgpt.config import CommandParser, Config, MeshShape, file_path, is_help, mesh_shape
 from jaxgpt.config.schema import MAX_INIT_TIMEOUT
-from jaxgpt.doctor.directory import scratch_file
+from jaxgpt.doctor.directory import check_writable
 from jaxgpt.runtime.initialize import initialize_jax
 from jaxgpt.runtime.jax_internals import failure_board
 
@@ -56,19 +56,14 @@ def seconds(text: str) -> float:
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """Return the options, with `mesh` as a Config of that mesh, or None.
-
-    Raises:
-        UsageError: if one is unknown or cannot work.
-    """
+    """Return the options, with `mesh` as a Config of that mesh, or None."""
     arguments = parser().parse_args(argv)
     if arguments.mesh is not None:
         # No model, whose heads a tensor axis would have to divide.
         arguments.mesh = Config().replace(parallel__mesh=arguments.mesh, model__n_head=0)
         mesh_shape(arguments.mesh)
     if arguments.out is not None and rank_from_env() == 0:
-        with scratch_file(arguments.out):
-            pass
+        check_writable(arguments.out)
     return arguments
 
 

@@ -151,49 +151,39 @@ def check_accelerators(job: Job, machine: Machine | None) -> Check:
             finding = f"{len(used)} of the {there} devices of {host} are in use"
             remedy = "start as many processes per host as it has devices, or one for all of them"
             return Check("accelerators", "WARN", finding, remedy)
-    if not on_cpu:
-        return Check("accelerators", "OK", "all that the processes may see are in use")
-    kept_off = any(f.accelerators for f in job)
-    finding = "JAX_PLATFORMS=cpu keeps JAX off them" if kept_off else "none on the hosts"
+    finding = "none are in use" if on_cpu else "all that the processes may see are in use"
     return Check("accelerators", "OK", finding)
 
 
 def check_resources(job: Job) -> list[Check]:
     """Check that no process is short of memory, cores or shared memory."""
-    cores = {here[0].host: len({c for f in here for c in f.cores}) for here in _by_host(job)}
     n = Counter(f.host for f in job)
-    # name, what a process has / what it needs, in words, remedy
-    rows = (
-        (
-            "memory",
-            lambda f: f.memory / n[f.host] / MEMORY_PER_PROCESS,
-            lambda f: f"{f.memory / n[f.host] / GIB:.1f} GiB of host memory for each process",
-            "ask the scheduler for more memory (Slurm: --mem=0 is all of a host), or start fewer "
-            "processes per host",
-        ),
-        (
-            "cores",
-            lambda f: cores[f.host] / min(n[f.host], f.host_cores),
-            lambda f: (
-                f"{count(n[f.host], 'process', 'es')} may run on {cores[f.host]} of "
-                f"{count(f.host_cores, 'core')}"
-            ),
-            "let the launcher bind each process to cores of its own (mpiexec --cpu-bind depth -d "
-            "N, srun --cpus-per-task=N)",
-        ),
-        (
-            "shared memory",
-            lambda f: f.shared_memory / n[f.host] / SHARED_MEMORY_PER_PROCESS,
-            lambda f: f"{format_bytes(f.shared_memory)} are free in {SHARED_MEMORY}",
-            "remove what earlier jobs left there; start a container with --shm-size=8g",
-        ),
+    cores = {here[0].host: len({c for f in here for c in f.cores}) for here in _by_host(job)}
+    f = min(job, key=lambda f: f.memory / n[f.host])
+    memory = _warn_if(
+        f.memory / n[f.host] < MEMORY_PER_PROCESS,
+        "memory",
+        f"{f.memory / n[f.host] / GIB:.1f} GiB of host memory for each process on {f.host_name}",
+        "ask the scheduler for more memory (Slurm: --mem=0 is all of a host), or start fewer "
+        "processes per host",
     )
-    out = []
-    for name, margin, words, remedy in rows:
-        f = min(job, key=margin)
-        status, remedy = ("WARN", remedy) if margin(f) < 1 else ("OK", "")
-        out.append(Check(name, status, f"{words(f)} on {f.host_name}", remedy))
-    return out
+    f = min(job, key=lambda f: cores[f.host] / min(n[f.host], f.host_cores))
+    bound = _warn_if(
+        cores[f.host] < min(n[f.host], f.host_cores),
+        "cores",
+        f"{count(n[f.host], 'process', 'es')} may run on {cores[f.host]} of "
+        f"{count(f.host_cores, 'core')} on {f.host_name}",
+        "let the launcher bind each process to cores of its own (mpiexec --cpu-bind depth -d N, "
+        "srun --cpus-per-task=N)",
+    )
+    f = min(job, key=lambda f: f.shared_memory / n[f.host])
+    shared = _warn_if(
+        f.shared_memory / n[f.host] < SHARED_MEMORY_PER_PROCESS,
+        "shared memory",
+        f"{format_bytes(f.shared_memory)} are free in {SHARED_MEMORY} on {f.host_name}",
+        "remove what earlier jobs left there; start a container with --shm-size=8g",
+    )
+    return [memory, bound, shared]
 
 
 def check_clocks(cluster: ProcessGroup, clock: Callable[[], float] = time.time) -> Check:
@@ -207,11 +197,13 @@ def check_clocks(cluster: ProcessGroup, clock: Callable[[], float] = time.time) 
     ahead = np.median([np.array(times) - times[0] for times in rounds], axis=0)
     fast, slow = np.argmax(ahead), np.argmin(ahead)
     skew, names = ahead[fast] - ahead[slow], cluster.host_names
-    if skew <= CLOCK_TOLERANCE:
-        return Check("clocks", "OK", f"{skew:.3f} s apart")
     finding = f"{names[fast]} is {skew:.3f} s ahead of {names[slow]}"
     remedy = "let the hosts follow a time server (chronyc tracking shows whether they do)"
-    return Check("clocks", "WARN", finding, remedy)
+    return _warn_if(skew > CLOCK_TOLERANCE, "clocks", finding, remedy)
+
+
+def _warn_if(wrong: Any, name: str, finding: str, remedy: str) -> Check:
+    return Check(name, "WARN", finding, remedy) if wrong else Check(name, "OK", finding)
 
 
 def _by_host(job: Job) -> list[Job]:

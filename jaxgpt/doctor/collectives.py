@@ -157,9 +157,8 @@ def measure_axis(
 ) -> list[Measurement]:
     """Check and time all collectives over one axis, from small arrays to large ones.
 
-    Args:
-        allowed: seconds for all of it; larger sizes are left out when they are over.
-        set_activity: is called with a description of each measurement before it begins.
+    Larger sizes are left out once `allowed` seconds are over. `set_activity` is called with a
+    description of each measurement before it begins.
     """
     out: list[Measurement] = []
     n, deadline, left = mesh.shape[axis], time.monotonic() + allowed, list(COLLECTIVES)
@@ -215,9 +214,8 @@ def measure(mesh: Mesh, axis: str, collective: Collective, size: int) -> float:
     def local(x: jax.Array) -> jax.Array:
         return collective.run(x[0], axis, n)[None]
 
-    run = jax.jit(
-        jax.shard_map(local, mesh=mesh, in_specs=place.spec, out_specs=place.spec, check_vma=False)
-    )
+    specs: Any = {"in_specs": place.spec, "out_specs": place.spec}
+    run = jax.jit(jax.shard_map(local, mesh=mesh, **specs, check_vma=False))
     checked = run(x).block_until_ready()
     run(x).block_until_ready()
     began = time.perf_counter()
@@ -290,19 +288,6 @@ def collective_checks(measurements: Sequence[Measurement], peak: float | None) -
             )
         out.append(Check(name, "WARN" if remedy else "OK", finding, remedy))
     return out
-
-
-def times(measurements: Sequence[Measurement]) -> list[tuple[str, str]]:
-    """Return a table of one axis: `-` failed before, or would have taken too long."""
-    heading = "".join(f"{format_bytes(size):>15}" for size in SIZES)
-    rows = [("ms, GB/s at", heading)]
-    for collective in COLLECTIVES:
-        cells = dict.fromkeys(SIZES, "-")
-        for m in measurements:
-            if m.collective == collective.name and not m.error:
-                cells[m.bytes] = f"{1000 * m.seconds:.3g} {gigabytes(m.bus_bandwidth):>6}"
-        rows.append((collective.name, "".join(f"{cell:>15}" for cell in cells.values())))
-    return rows
 
 
 def gigabytes(per_second: float) -> str:

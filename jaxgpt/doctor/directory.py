@@ -40,12 +40,17 @@ def directory_checks(cluster: ProcessGroup, directory: Path) -> list[Check]:
     return list(worst.values())
 
 
+def check_writable(directory: Path, option: str = "--out") -> None:
+    """Raise `UsageError` if nothing can be written to the folder that an option names."""
+    with scratch_file(directory, option):
+        pass
+
+
 @contextlib.contextmanager
-def scratch_file(directory: Path) -> Iterator[str]:
+def scratch_file(directory: Path, option: str = "--out") -> Iterator[str]:
     """Yield the path of a new file in `directory`, or in the folder where it would be made.
 
-    Raises:
-        UsageError: if it cannot be written.
+    Raises `UsageError` if it cannot be written.
     """
     parents = (directory, *directory.absolute().parents)
     # os.path.exists, which says no where this process may not look; Path.exists raises.
@@ -54,8 +59,8 @@ def scratch_file(directory: Path) -> Iterator[str]:
         file = tempfile.NamedTemporaryFile(prefix=".jaxgpt-doctor-", dir=place)
     except OSError as error:
         raise UsageError(
-            f"out={directory}: cannot be written ({error.strerror or error}); give --out a folder "
-            "that can"
+            f"{option}={directory}: cannot be written ({error.strerror or error}); give {option} a "
+            "folder that can"
         ) from None
     with file:
         yield os.path.abspath(file.name)
@@ -75,8 +80,7 @@ def host_checks(path: str, cluster: ProcessGroup) -> list[Check]:
             return [Check("run directory", "FAIL", finding, remedy)]
         time.sleep(0.1)
     try:
-        with tempfile.TemporaryFile(dir=directory):
-            pass
+        tempfile.TemporaryFile(dir=directory).close()
     except OSError as error:
         finding = f"{directory} cannot be written on {host} ({error.strerror or error})"
         remedy = "look at how the file system is mounted there, and at your quota"

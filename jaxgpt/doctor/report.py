@@ -3,6 +3,7 @@
 It imports JAX: import it after `initialize_jax`.
 """
 
+import contextlib
 import json
 import threading
 from collections import Counter
@@ -24,7 +25,6 @@ from jaxgpt.doctor.collectives import (
     collective_checks,
     default_sizes,
     measure_axis,
-    times,
 )
 from jaxgpt.doctor.directory import directory_checks
 from jaxgpt.doctor.facts import collect_facts
@@ -45,12 +45,9 @@ def run_checks(
 ) -> int:
     """Run all checks, print the report, and return an exit status.
 
-    Args:
-        found: returned by `initialize_jax`.
-        shape: of the mesh; None chooses it by `default_sizes`.
-        directory: of a run.
+    `found` is what `initialize_jax` returned; without a `shape` `default_sizes` chooses it.
     """
-    with Report(cluster, found, as_json) as report:
+    with contextlib.closing(Report(cluster, found, as_json)) as report:
         report.begin("the machine")
         facts = collect_facts(cluster, found["coordinator"])
         job = [SimpleNamespace(**f) for f in cluster.allgather(facts)]
@@ -67,7 +64,7 @@ def run_checks(
         else:
             trained = training_check(cluster)
         report.section("ten data-parallel steps of a small model", [trained])
-        report.close()
+        report.summarize()
     return FAILED if any(check.status == "FAIL" for check in report.checks) else DONE
 
 
@@ -81,10 +78,8 @@ def check_collectives(cluster: ProcessGroup, mesh: Mesh, report: "Report") -> No
         measured = measure_axis(mesh, axis, cluster, COLLECTIVES_SECONDS / len(axes), report.begin)
         crosses, peak = axis_link(mesh, axis, cluster)
         place = "of different hosts" if crosses else "inside a host"
-        title = (
-            f"collectives over {axis}: {mesh.shape[axis]} devices {place}, mesh {describe(mesh)}"
-        )
-        report.section(title, collective_checks(measured, peak), measured)
+        where = f"{axis}: {mesh.shape[axis]} devices {place}, mesh {describe(mesh)}"
+        report.section(f"collectives over {where}", collective_checks(measured, peak), measured)
 
 
 class Report:
@@ -100,12 +95,6 @@ class Report:
         self.measurements: list[Measurement] = []
         self._cluster, self._job, self._as_json = cluster, job, as_json
         self._timer = threading.Timer(0, self._give_up)
-
-    def __enter__(self) -> "Report":
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._timer.cancel()
 
     def begin(self, activity: str) -> None:
         """Give the next activity its time."""
@@ -123,7 +112,7 @@ class Report:
         )
         if self._cluster.is_main:
             self.section("stopped here", [Check(activity, "FAIL", finding, remedy)])
-            self.close()
+            self.summarize()
             terminate_job("", FAILED, failure_board(), REPORT_SECONDS + 2)
         text = f"error: {activity}: {finding}, nor from process 0; {remedy}\n"
         terminate_job(text, FAILED, failure_board())
@@ -131,7 +120,7 @@ class Report:
     def section(
         self, title: str, checks: Sequence[Check], measurements: Sequence[Measurement] = ()
     ) -> None:
-        """Add checks, and the times of collectives over one axis."""
+        """Add checks, and the measurements of collectives over one axis."""
         self.checks += checks
         self.measurements += measurements
         if self._as_json or not self._cluster.is_main:
@@ -141,11 +130,13 @@ class Report:
             print(f"{check.status:4} {check.name}: {check.finding}")
             if check.remedy:
                 print(f"     remedy: {check.remedy}")
-        for name, cells in times(measurements) if measurements else ():
-            print(f"{name:14}{cells}")
         print(flush=True)
 
     def close(self) -> None:
+        """Stop the clock."""
+        self._timer.cancel()
+
+    def summarize(self) -> None:
         """Print the number of checks by status, or the JSON object."""
         if not self._cluster.is_main:
             return

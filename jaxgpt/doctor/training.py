@@ -27,8 +27,7 @@ MODEL = (
 def train_ten_steps(cluster: ProcessGroup) -> tuple[list[float], list[str]]:
     """Train with two rows per device, the same in every step, on the text of this file.
 
-    Returns:
-        The losses, and the hashes of the parameters with which this process's devices end.
+    Return the losses, and the hashes of the parameters with which this process's devices end.
     """
     n_devices = jax.device_count()
     config = load_config(
@@ -69,10 +68,8 @@ def judge(found: Sequence[tuple[list[float], list[str]]], n_devices: int) -> Che
     unlearned = math.log(VOCABULARY)
     right = abs(losses[0] - unlearned) < 0.5 and losses[-1] < losses[0] - 0.5
     differing = [rank for rank, other in enumerate(found) if list(other) != [losses, hashes]]
-    finding = (
-        f"loss {losses[0]:.3f} to {losses[-1]:.3f} in {len(losses)} steps on "
-        f"{count(n_devices, 'device')}"
-    )
+    finding = f"loss {losses[0]:.3f} to {losses[-1]:.3f} in {len(losses)} steps"
+    finding += f" on {count(n_devices, 'device')}"
     if right and not differing and len(hashes) == 1:
         agreed = "; all devices end with the same parameters" if n_devices > 1 else ""
         return Check("training", "OK", finding + agreed)

@@ -36,18 +36,9 @@ def run(
     rounds: int = 15,
     compile: bool = False,
 ) -> Result:
-    """Time rounds of steps of the trainer's loop and of nanoGPT, in turns.
+    """Time rounds of steps of the trainer's loop and of nanoGPT, in turns, after one of each.
 
-    Args:
-        settings: as for jaxgpt.train.
-        nanogpt: a folder with nanoGPT's model.py.
-        torch: the Python that has torch.
-        steps: in each round.
-        rounds: of both, after one that counts for nothing.
-        compile: let nanoGPT use torch.compile.
-
-    Raises:
-        UsageError: if nanoGPT cannot be run, or if the batches of so many steps are too large.
+    Raises `UsageError` if nanoGPT cannot be run, or if the batches of so many steps are too large.
     """
     config = parse_args(settings, PROG)
     if not (nanogpt / "model.py").is_file():
