@@ -99,9 +99,8 @@ def started_by_srun(environ: Mapping[str, str]) -> bool:
 def slurm_step(environ: Mapping[str, str]) -> Launch:
     """Describe a process that srun started, by Slurm's variables alone.
 
-    Process 0 runs on the step's first host, but of steps of several components and of arbitrary
-    distributions (there, JAXGPT_COORDINATOR is needed). Its port follows from the job and the
-    step, below the ports that systems hand out by themselves.
+    Process 0 runs on the step's first host, unless the step has several components or an arbitrary
+    distribution (then set JAXGPT_COORDINATOR); the port is below those that systems hand out.
     """
     size = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environ else "SLURM_NTASKS"
     address = environ.get(COORDINATOR)

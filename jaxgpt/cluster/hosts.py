@@ -86,13 +86,10 @@ def same_host(a: str, b: str) -> bool:
 
 
 def expand_node_list(text: str, variable: str = "SLURM_JOB_NODELIST") -> tuple[str, ...]:
-    """Expand a Slurm node list to names, in Slurm's order, each once.
+    """Expand a Slurm node list to names, in Slurm's order, each once; errors name `variable`.
 
-    >>> expand_node_list("nid[001-003,007],login1,x[1-2]c[0-1]")
-    ('nid001', 'nid002', 'nid003', 'nid007', 'login1', 'x1c0', 'x1c1', 'x2c0', 'x2c1')
-
-    Raises:
-        UsageError: naming `variable`, if the list is malformed.
+    >>> expand_node_list("nid[001-003,007],x[1-2]c[0-1]")
+    ('nid001', 'nid002', 'nid003', 'nid007', 'x1c0', 'x1c1', 'x2c0', 'x2c1')
     """
     names: list[str] = []
     for word in re.split(r",(?![^\[]*\])", text.strip()):
@@ -122,11 +119,7 @@ def _numbers(ranges: str) -> list[str]:
 
 
 def address_towards(host: str) -> str:
-    """Return this host's own address on the way to `host`.
-
-    Raises:
-        OSError: if there is no way.
-    """
+    """Return this host's own address on the way to `host`; `OSError` if there is no way."""
     for family, kind, _, _, address in socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM):
         with contextlib.suppress(OSError), socket.socket(family, kind) as s:
             s.connect(address)  # sends nothing, but chooses the interface
@@ -135,10 +128,7 @@ def address_towards(host: str) -> str:
 
 
 def reachable_name() -> str:
-    """Return this host's name if other hosts can use it, else its address in the network.
-
-    Some systems resolve their own name to a loopback address, which no other host can use.
-    """
+    """Return this host's name, or its address where it takes its own name for loopback."""
     name = socket.getfqdn()
     with contextlib.suppress(OSError):  # a name that stands for nothing
         addresses = [entry[4][0] for entry in socket.getaddrinfo(name, None)]

@@ -49,15 +49,12 @@ class ProcessLayout:
 def place_processes(
     n: int | None, per_host: int | None, host_file: str | None, environ: Mapping[str, str]
 ) -> ProcessLayout:
-    """Place the processes of a job on its hosts.
+    """Place the processes of a job on its hosts; `UsageError` if the numbers do not fit them.
 
     Args:
         n: processes in all; None for `per_host` on each host.
         per_host: processes on a host; None for `n` shared out evenly, or one on each device.
         host_file: a file with the hosts; None for those of the scheduler's job.
-
-    Raises:
-        UsageError: if the numbers do not fit the hosts.
     """
     hosts, named_by = job_hosts(environ, host_file)
     machine = find_machine(next(iter(hosts)), environ)
@@ -125,11 +122,7 @@ def _default_per_host(machine: Machine | None, environ: Mapping[str, str]) -> tu
 
 
 def launch_command(layout: ProcessLayout, environ: Mapping[str, str]) -> list[str]:
-    """Return the launcher's words for `layout`; the command to start follows them.
-
-    Raises:
-        UsageError: if there is no launcher, or one that is not known.
-    """
+    """Return the launcher's words for `layout`; `UsageError` if no known launcher is here."""
     if "SLURM_JOB_ID" in environ and layout.named_by not in HOST_FILES:
         return _srun(layout, environ)
     mpiexec = find_mpiexec()
@@ -160,11 +153,7 @@ def launch_command(layout: ProcessLayout, environ: Mapping[str, str]) -> list[st
 
 
 def find_mpiexec() -> str:
-    """Find mpiexec: the one that was installed with this Python, else the first in PATH.
-
-    Raises:
-        UsageError: if there is none.
-    """
+    """Find mpiexec: the one that was installed with this Python, else the first in PATH."""
     beside = Path(sys.executable).parent / "mpiexec"
     found = str(beside) if os.access(beside, os.X_OK) else shutil.which("mpiexec")
     if found is None:

@@ -42,8 +42,7 @@ class Machine:
 def _alcf(
     name: str, nodes: str, device: str, devices_per_host: int, suffix: str | None, **facts: str
 ) -> Machine:
-    """Return a machine at ALCF, where PBS_JOBID is 123.aurora-pbs-0001.head..., and PBS_O_HOST the
-    login host that qsub ran on."""
+    """Return a machine at ALCF: PBS_JOBID is 123.aurora-pbs-0001..., PBS_O_HOST a login host."""
     prefix = name.lower()
     return Machine(
         name=name,

@@ -71,18 +71,12 @@ class ProcessGroup:
         return [json.loads(m) for m in self.transport.allgather(json.dumps(value).encode())]
 
     def barrier(self) -> None:
-        """Wait until all processes have called it.
-
-        Call it before their first collective: Gloo gives up on a process that is 30 s late.
-        """
+        """Wait for all, as before the first collective: Gloo gives up on one that is 30 s late."""
         self.allgather(None)
 
     @contextlib.contextmanager
     def name_lost_peers(self) -> Iterator[None]:
-        """Turn an exception that comes of another process's end into `PeerLost`.
-
-        A collective of JAX fails without saying who has gone.
-        """
+        """Turn what a collective raises at another process's end into `PeerLost`."""
         try:
             yield
         except (UsageError, PeerLost):
@@ -95,21 +89,12 @@ class ProcessGroup:
             raise PeerLost(*([lost_sentence(lost[0])] if self.is_main else [])) from error
 
     def raise_if_any(self, error: str | None) -> None:
-        """Raise on every process the error of the first process that has one.
-
-        Raises:
-            UsageError: if any process passed an `error`.
-        """
-        found = next((e for e in self.allgather(error) if e), None)
-        if found:
-            raise UsageError(found)
+        """Raise on every process the error of the first one that has one, as a `UsageError`."""
+        if found := [e for e in self.allgather(error) if e]:
+            raise UsageError(found[0])
 
     def run_on_all(self, function: Callable[..., T], *arguments: Any) -> T:
-        """Call `function` on every process; return its result here once it has returned on all.
-
-        Raises:
-            UsageError: on every process, if `function` raised one on any.
-        """
+        """Call `function` on every process; a `UsageError` on any of them is raised on all."""
         result, error = catch_usage_error(function, *arguments)
         self.raise_if_any(error)
         return result
@@ -177,7 +162,5 @@ def join_process_group(timeout: float = INIT_TIMEOUT, launch: Launch | None = No
 
 def _boot_id() -> str:
     """Return what tells apart hosts of the same name."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return ""
+    file = Path("/proc/sys/kernel/random/boot_id")
+    return file.read_text().strip() if file.exists() else ""

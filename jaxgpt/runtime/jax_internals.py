@@ -35,8 +35,7 @@ class JaxFailureBoard:
 def failure_board() -> JaxFailureBoard | None:
     """Return the board of this job; None unless `jax.distributed` connects its processes.
 
-    Reason: JAX has no public key-value store. Fallback: None; each process that fails prints its
-    own error, and the others end when the launcher or JAX's heartbeats notice.
+    Reason: JAX has no public key-value store. Fallback: None; each process prints its own error.
     """
     jax = sys.modules.get("jax")
     if jax is None or not jax.distributed.is_initialized():

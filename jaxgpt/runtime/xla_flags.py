@@ -11,17 +11,12 @@ CPU_COLLECTIVES = (
     "--xla_cpu_collective_call_terminate_timeout_seconds=600",
 )
 # For programs that are compiled to be looked at: fused operations are written for a CPU in XLA's
-# older way. Buffers and collectives stay the same, and to compile takes half the time. XLA knows
-# this as a flag only, and not among the options of a single program.
+# older way, which takes half the time. Buffers and collectives stay the same.
 QUICK_FUSIONS = ("--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters",)
 
 
 def add_xla_flags(*flags: str) -> None:
-    """Put the flags that XLA_FLAGS lacks before its own: of two that differ, the last counts.
-
-    Raises:
-        UsageError: if it names a file of flags, which XLA takes in their place.
-    """
+    """Put the flags that XLA_FLAGS lacks before its own: of two that differ, the last counts."""
     given = os.environ.get(VARIABLE, "").strip()
     if given and not given.startswith("-"):
         raise UsageError(

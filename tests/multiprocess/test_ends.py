@@ -72,12 +72,12 @@ def test_a_signal_stops_all_at_the_same_step_with_a_checkpoint(tmp_path, number,
 
 
 def test_a_time_limit_stops_a_single_process(tmp_path):
-    job = run("train", *SMALL, "--out", tmp_path, "train.max_iters=100000", "train.time_limit=0.15")
+    job = run("train", *SMALL, "--out", tmp_path, "train.max_iters=100000", "train.time_limit=0.05")
     assert job.returncode == 75, job.stdout
     assert "stopped by time limit after step" in job.stdout
 
 
-@pytest.mark.parametrize(("where", "rank"), [("loop", 0), ("loop", 2), ("data", 3), ("prepare", 1)])
+@pytest.mark.parametrize(("where", "rank"), [("loop", 0), ("data", 3), ("prepare", 1)])
 def test_a_process_that_fails_takes_all_with_it(tmp_path, where, rank):
     out = tmp_path / "run"
     arguments = (*SMALL, "--mesh", "2,1,2", "--out", out, "train.eval_interval=5")
@@ -89,9 +89,9 @@ def test_a_process_that_fails_takes_all_with_it(tmp_path, where, rank):
 
 
 def test_a_process_that_fails_while_restoring_takes_all_with_it(tmp_path):
-    arguments = (*SMALL, *MESH, "--out", tmp_path)
-    assert run("train", *arguments, "train.max_iters=2", processes=4).returncode == 0
-    job = run(HERE / "faulty.py", "restore", 1, *arguments, processes=4, timeout=60)
+    arguments = (*SMALL, "--mesh", "1,1,2", "--out", tmp_path)
+    assert run("train", *arguments, "train.max_iters=2", processes=2).returncode == 0
+    job = run(HERE / "faulty.py", "restore", 1, *arguments, processes=2, timeout=60)
     assert job.returncode == 1, job.stdout
     assert job.stdout.rstrip().splitlines()[-1] == "RuntimeError: planted in restore"
     assert gone(tmp_path)
