@@ -39,10 +39,13 @@ def parser() -> CommandParser:
     which = out.add_mutually_exclusive_group(required=True)
     which.add_argument("--run", type=file_path, metavar="DIR", help="a run directory")
     which.add_argument("--config", metavar="NAME", help="a preset or YAML file, without a run")
-    out.add_argument("--step", required=True, metavar="N", help="the step, as in the log")
+    count = whole_number()
+    out.add_argument("--step", type=count, required=True, metavar="N", help="as in the log")
     out.add_argument("--rows", metavar="A:B", help="rows A to B-1, or one row A; default all")
     out.add_argument("--worst", action="store_true", help="rank rows by their loss, worst first")
-    out.add_argument("--checkpoint", metavar="N", help="for --worst; default the last before it")
+    out.add_argument(
+        "--checkpoint", type=count, metavar="N", help="for --worst; default the last before"
+    )
     out.add_argument("--mesh", default="1,-1,1", help="for --worst: data,fsdp,tensor")
     out.add_argument("--json", action="store_true", help="a JSON object a line, with the tokens")
     out.add_argument("settings", nargs="*", metavar="section.key=value")
@@ -52,21 +55,19 @@ def parser() -> CommandParser:
 def main(argv: list[str] | None = None) -> None:
     with job_exit_handler(failure_board):
         arguments = parser().parse_args(argv)
-        step = whole_number("--step", arguments.step)
-        checkpoint = whole_number("--checkpoint", arguments.checkpoint)
         base = ["--out", str(arguments.run)] if arguments.run else ["--config", arguments.config]
         if arguments.run and not (arguments.run / "config.yaml").is_file():
             raise UsageError(f"--run {arguments.run}: has no config.yaml; give a run directory")
         config = parse_args([*base, *arguments.settings])
         cluster = join_process_group()
         dataset, found, tokens, notes = cluster.run_on_all(
-            look_up, config, arguments.run, step, arguments.rows
+            look_up, config, arguments.run, arguments.step, arguments.rows
         )
         if arguments.worst:
             config = config.replace(
                 model__vocab_size=dataset.vocab_size, parallel__mesh=arguments.mesh
             )
-            at = checkpoint_before(arguments.run, step, checkpoint)
+            at = checkpoint_before(arguments.run, arguments.step, arguments.checkpoint)
             notes.append(f"losses are those of checkpoint {at}")
             losses = row_losses(config, arguments.run, at, tokens, cluster)
             for record in found:

@@ -26,9 +26,12 @@ def parser() -> CommandParser:
         "       %(prog)s [-n N] [--ppn P] [--hosts FILE] --export",
         description=__doc__,
     )
-    out.add_argument("-n", "-np", metavar="N", help="processes in all; default: P on each host")
+    count = whole_number()
+    out.add_argument(
+        "-n", "-np", type=count, metavar="N", help="processes; default: P on each host"
+    )
     ppn = "processes on a host; default: N shared out evenly, else one for each device, else one"
-    out.add_argument("--ppn", metavar="P", help=ppn)
+    out.add_argument("--ppn", type=count, metavar="P", help=ppn)
     out.add_argument(
         "--hosts",
         metavar="FILE",
@@ -90,8 +93,7 @@ def run(arguments: argparse.Namespace, command: list[str]) -> list[str] | None:
             "COMMAND: nothing to start; put it behind --, such as: python -m jaxgpt.launch -- "
             "python -m jaxgpt.train"
         )
-    n, per_host = whole_number("-n", arguments.n), whole_number("--ppn", arguments.ppn)
-    layout = place_processes(n, per_host, arguments.hosts, os.environ)
+    layout = place_processes(arguments.n, arguments.ppn, arguments.hosts, os.environ)
     if not (arguments.print or arguments.export):
         os.environ.setdefault(JOB_START, f"{time.time():.3f}")  # before a line that passes it on
     launcher = launch_command(layout, os.environ)

@@ -10,30 +10,34 @@ import numpy as np
 from jaxgpt.checkpoint.metadata import list_checkpoints, read_meta
 from jaxgpt.cluster.process_group import ProcessGroup, join_process_group
 from jaxgpt.cluster.shutdown import job_exit_handler
-from jaxgpt.config import CommandParser, Config, UsageError, config_from_dict, file_path, mesh_shape
+from jaxgpt.config import (
+    CommandParser,
+    Config,
+    UsageError,
+    config_from_dict,
+    file_path,
+    mesh_shape,
+    whole_number,
+)
 from jaxgpt.data.tokenizers import Tokenizer, continue_prompt, tokenizer_from_meta
 from jaxgpt.runtime.initialize import initialize_jax
 from jaxgpt.runtime.jax_internals import failure_board
 
-MOST = 10**6  # tokens, texts, and how far from 1 a temperature may be
+MOST = 10**6  # how far from 1 a temperature may be
 
 
 def parser() -> CommandParser:
     out = CommandParser(prog="python -m jaxgpt.sample", description=__doc__)
     out.add_argument("--run", type=file_path, required=True, help="run directory")
-    out.add_argument("--step", type=int, help="checkpoint to read; default the newest")
-    out.add_argument(
-        "--prompt", default="", help="text to continue, or FILE:NAME for a file's; default none"
-    )
-    out.add_argument("--max-new-tokens", type=int, default=200, help="default %(default)s")
-    out.add_argument("--num-samples", type=int, default=1, help="texts to write; default 1")
-    out.add_argument(
-        "--temperature", type=float, default=0.8, help="0 takes the likeliest; default %(default)s"
-    )
-    out.add_argument(
-        "--top-k", type=int, default=200, help="draw from so many; 0 from all; default 200"
-    )
-    out.add_argument("--seed", type=int, default=1337, help="of the draws; default %(default)s")
+    out.add_argument("--step", type=whole_number(), help="checkpoint to read; default the newest")
+    prompt, likeliest = "text to continue, or FILE:NAME for a file's", "0 takes the likeliest token"
+    out.add_argument("--prompt", default="", help=f"{prompt}; default none")
+    count, number = whole_number(bits=20), whole_number(least=0, bits=31)
+    out.add_argument("--max-new-tokens", type=count, default=200, help="default 200")
+    out.add_argument("--num-samples", type=count, default=1, help="texts to write; default 1")
+    out.add_argument("--temperature", type=float, default=0.8, help=f"{likeliest}; default 0.8")
+    out.add_argument("--top-k", type=number, default=200, help="0 draws from all; default 200")
+    out.add_argument("--seed", type=number, default=1337, help="of the draws; default 1337")
     out.add_argument("--mesh", default="1,-1,1", help="mesh to load the model on")
     return out
 
@@ -56,14 +60,6 @@ def write(arguments: argparse.Namespace) -> None:
 
 def check_options(arguments: argparse.Namespace) -> None:
     """Raise `UsageError` if a number cannot work."""
-    if not 0 <= arguments.seed < 2**31:
-        raise UsageError(f"--seed={arguments.seed}: must be at least 0 and less than 2^31")
-    for option, least in (("max_new_tokens", 1), ("num_samples", 1), ("top_k", 0)):
-        value = getattr(arguments, option)
-        if not least <= value <= MOST:
-            raise UsageError(
-                f"--{option.replace('_', '-')}={value}: must be at least {least} and at most {MOST}"
-            )
     temperature = arguments.temperature
     if temperature != 0 and not 1 / MOST <= temperature <= MOST:
         raise UsageError(

@@ -92,7 +92,7 @@ def test_worst_ranks_rows_by_the_loss_of_a_checkpoint(tmp_path, capsys):
 
 
 def test_what_cannot_be_shown_is_said(tmp_path, capsys):
-    assert "--step=0" in refused(capsys, "--config", "tiny", "--step", 0)
+    assert "--step: 0" in refused(capsys, "--config", "tiny", "--step", 0)
     assert "--rows=7:3" in refused(capsys, "--config", "tiny", "--step", 1, "--rows", "7:3")
     assert "--rows=24" in refused(capsys, "--config", "tiny", "--step", 1, "--rows", "24")
     assert "has no config.yaml" in refused(capsys, "--run", tmp_path, "--step", 1)

@@ -15,7 +15,6 @@ from jaxgpt.config import CommandParser, file_path, is_help, whole_number
 from jaxgpt.runtime.jax_internals import failure_board
 
 PROG = "python -m jaxgpt.bench"
-COUNTS = ("steps", "rounds", "batches", "cpus", "tokens", "runs", "processes")  # options
 
 
 def parser() -> CommandParser:
@@ -32,7 +31,7 @@ def parser() -> CommandParser:
         return kind
 
     def number(kind: CommandParser, option: str, about: str) -> None:
-        kind.add_argument(option, metavar="N", help=about)  # checked by `main`
+        kind.add_argument(option, type=whole_number(), metavar="N", help=about)
 
     kind = bench("step", "time, rates and memory of training steps, beside a large matrix product")
     number(kind, "--steps", "in each of seven rounds; default 1.5 seconds")
@@ -74,8 +73,6 @@ def main(argv: list[str] | None = None) -> None:
         arguments, settings = parser().parse_known_args(argv)
         options = {name: value for name, value in vars(arguments).items() if value is not None}
         kind, as_json = options.pop("kind"), options.pop("json")
-        for name in options.keys() & set(COUNTS):
-            options[name] = whole_number(f"--{name}", options[name])
         bench = importlib.import_module(f"jaxgpt.bench.{kind}")
         result = bench.run(settings, **options)
         if rank_from_env() == 0:

@@ -12,7 +12,7 @@ from pathlib import Path
 from jaxgpt.cluster.hardware import VISIBLE_VARIABLES, count_accelerators, own_cpus
 from jaxgpt.cluster.hosts import HOST_FILES, job_hosts
 from jaxgpt.cluster.machines import Machine, find_machine
-from jaxgpt.config import UsageError, whole_number
+from jaxgpt.config import UsageError
 
 # Open MPI hands variables to other hosts by name only.
 PASSED_ON = re.compile(
@@ -105,7 +105,7 @@ def _default_per_host(machine: Machine | None, environ: Mapping[str, str]) -> tu
     tasks = environ.get("SLURM_TASKS_PER_NODE", "") if "SLURM_NTASKS" in environ else ""
     visible = next((v for v in VISIBLE_VARIABLES if v in environ), None)
     if asked := environ.get("SLURM_NTASKS_PER_NODE"):
-        return whole_number("SLURM_NTASKS_PER_NODE", asked), f"SLURM_NTASKS_PER_NODE={asked}"
+        return _number("SLURM_NTASKS_PER_NODE", asked), f"SLURM_NTASKS_PER_NODE={asked}"
     if _wants_accelerators(environ):
         if visible:
             devices = [d for d in environ[visible].split(",") if d not in ("", "-1")]
@@ -113,12 +113,18 @@ def _default_per_host(machine: Machine | None, environ: Mapping[str, str]) -> tu
         if machine:
             return machine.devices_per_host, f"one for each device of a {machine.name} host"
         if (given := environ.get("SLURM_GPUS_ON_NODE", "0")) != "0":
-            return whole_number("SLURM_GPUS_ON_NODE", given), f"SLURM_GPUS_ON_NODE={given}"
+            return _number("SLURM_GPUS_ON_NODE", given), f"SLURM_GPUS_ON_NODE={given}"
         if found := count_accelerators():
             return found, f"one for each of {found} accelerators seen here"
     if n_tasks := _least(tasks):  # of --ntasks
         return n_tasks, f"SLURM_TASKS_PER_NODE={tasks}"
     return 1, NO_ACCELERATORS if _wants_accelerators(environ) else CPUS_ONLY
+
+
+def _number(variable: str, given: str) -> int:
+    if not given.isdecimal() or int(given) < 1:
+        raise UsageError(f"{variable}={given}: must be a whole number, at least 1")
+    return int(given)
 
 
 def launch_command(layout: ProcessLayout, environ: Mapping[str, str]) -> list[str]:
@@ -226,7 +232,7 @@ def _slurm_cpus(per_host: int, environ: Mapping[str, str]) -> int:
     tasks = environ.get("SLURM_NTASKS_PER_NODE")
     if not asked:
         return share
-    cpus = whole_number("SLURM_CPUS_PER_TASK", asked)
+    cpus = _number("SLURM_CPUS_PER_TASK", asked)
     if share == 0 or tasks == str(per_host):
         return cpus
     return share if tasks else min(cpus, share)

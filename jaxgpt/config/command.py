@@ -2,6 +2,7 @@
 
 import argparse
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
@@ -50,14 +51,13 @@ def file_path(given: str) -> Path:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
-def whole_number(option: str, given: str | None) -> int | None:
-    """Return an option's number, at least 1 and below 2^63; None if it is not given.
+def whole_number(least: int = 1, bits: int = 63) -> Callable[[str], int]:
+    """Return the type of an option that is a whole number within bounds."""
 
-    Raises:
-        UsageError: if it is another one, or none.
-    """
-    if given is None:
-        return None
-    if not given.isdecimal() or not 1 <= int(given) < 2**63:
-        raise UsageError(f"{option}={given}: must be a whole number, at least 1 and below 2^63")
-    return int(given)
+    def convert(given: str) -> int:
+        if given.isdecimal() and least <= int(given) < 2**bits:
+            return int(given)
+        text = f"{given}: must be a whole number, at least {least} and less than 2^{bits}"
+        raise argparse.ArgumentTypeError(text)
+
+    return convert

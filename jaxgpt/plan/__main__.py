@@ -6,7 +6,6 @@ the train step for as many simulated devices and says what each of them holds an
 """
 
 import argparse
-import functools
 import json
 import sys
 
@@ -31,12 +30,12 @@ from jaxgpt.runtime.xla_flags import QUICK_FUSIONS, add_xla_flags
 
 def parser() -> CommandParser:
     out = CommandParser(prog="python -m jaxgpt.plan", description=__doc__)
-    out.add_argument(
-        "--device", default="cpu", help=f"one of {', '.join(DEVICES)}; default cpu, this machine"
-    )
+    about = "what to plan for; default cpu, this machine"
+    out.add_argument("--device", default="cpu", choices=DEVICES, help=about)
     hosts = ", ".join(f"{d.name} {d.devices_per_host}" for d in DEVICES.values() if d.memory)
-    out.add_argument("--devices-per-host", metavar="N", help=f"default: {hosts}")
-    out.add_argument("--advise", metavar="N", help="rank the meshes of N devices")
+    n = whole_number()
+    out.add_argument("--devices-per-host", type=n, metavar="N", help=f"default: {hosts}")
+    out.add_argument("--advise", type=n, metavar="N", help="rank the meshes of N devices")
     out.add_argument("--json", action="store_true", help="for programs: bytes, seconds, FLOPs")
     out.epilog = "All else is as for jaxgpt.train, whose --help lists every key."
     return out
@@ -58,11 +57,7 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> str:
     Raises:
         UsageError: if an option cannot work.
     """
-    device = DEVICES.get(arguments.device)
-    if device is None:
-        raise UsageError(
-            f"--device={arguments.device}: unknown device; one of {', '.join(DEVICES)}"
-        )
+    device = DEVICES[arguments.device]
     config = parse_args(rest, prog="python -m jaxgpt.plan")
     config = config.replace(model__vocab_size=vocabulary_size(config.data, config.model))
     n_devices = number_of_devices(config, arguments.advise, rest)
@@ -77,63 +72,57 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> str:
     pin_settings()
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", n_devices)
-    from jaxgpt.plan.advise import search_meshes
+    from jaxgpt.plan.advise import advice_to_dict, search_meshes
     from jaxgpt.plan.layout import plan_layout
     from jaxgpt.plan.report import advice_report, plan_report
 
     if arguments.advise is None:
         plan = plan_layout(config, shape, device, per_host)
         return json.dumps(plan.to_dict(), indent=1) if arguments.json else plan_report(plan)
-
-    log = functools.partial(print, file=sys.stderr)
-    found = search_meshes(config, n_devices, device, per_host, log)
+    found = search_meshes(config, n_devices, device, per_host)
     if arguments.json:
+        advice = [advice_to_dict(plan) for plan in found]
         header = {"device": device.name, "devices": n_devices, "devices_per_host": per_host}
-        return json.dumps(header | {"advice": [c.to_dict() for c in found]}, indent=1)
-    return advice_report(found, n_devices, device.name)
+        return json.dumps(header | {"advice": advice}, indent=1)
+    return advice_report(found)
 
 
-def number_of_devices(config: Config, advise: str | None, rest: list[str]) -> int:
+def number_of_devices(config: Config, advise: int | None, rest: list[str]) -> int:
     """Return the devices of the job that is planned.
 
     Raises:
         UsageError: if neither the mesh nor --advise says, or both, or they are too many.
     """
-    option, n = f"--advise={advise}", whole_number("--advise", advise)
-    if n is None:
-        shape = mesh_shape(config)
-        option = f"parallel.mesh={config.parallel.mesh}"
-        if not shape.is_filled:
-            raise UsageError(
-                f"{option}: a plan needs every size, such as --mesh 2,4,1; or give --advise N "
-                "for N devices"
-            )
-        n = shape.n_devices
-    else:
+    shape = mesh_shape(config)
+    option, n = f"parallel.mesh={shape}", shape.n_devices
+    if advise is not None:
+        option, n = f"--advise={advise}", advise
         chosen = ("mesh", "parallel.mesh", "parallel.remat", "parallel.sequence_parallel")
         for word in rest:
             if word.removeprefix("--").partition("=")[0].replace("-", "_") in chosen:
                 raise UsageError(f"{word}: --advise chooses this; give one of them")
+    elif not shape.is_filled:
+        raise UsageError(
+            f"{option}: a plan needs every size, such as --mesh 2,4,1; or give --advise N"
+        )
     if n > MAX_CPU_DEVICES:
         raise UsageError(f"{option}: {n} devices; a plan can have {MAX_CPU_DEVICES}")
     return n
 
 
-def devices_per_host(given: str | None, device: Device, n_devices: int) -> int:
+def devices_per_host(given: int | None, device: Device, n_devices: int) -> int:
     """Return how many devices share a host.
 
     Raises:
         UsageError: if the job would leave a host partly empty.
     """
-    n = whole_number("--devices-per-host", given)
-    if n is None and (device.memory is None or n_devices <= device.devices_per_host):
+    if given is None and (device.memory is None or n_devices <= device.devices_per_host):
         return n_devices
-    per_host = n or device.devices_per_host
+    per_host = given or device.devices_per_host
     if n_devices > per_host and n_devices % per_host:
-        origin = "" if n else f", as machines with {device.name} have it,"
         raise UsageError(
-            f"--devices-per-host={per_host}{origin} does not divide the {n_devices} devices of the "
-            "job; give one that does"
+            f"--devices-per-host={per_host}{'' if given else f' (machines with {device.name})'}: "
+            f"does not divide the {n_devices} devices of the job; give one that does"
         )
     return per_host
 

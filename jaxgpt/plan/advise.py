@@ -1,7 +1,7 @@
 """Which mesh to take for a number of devices, and why."""
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+import sys
+from collections.abc import Iterator
 from typing import Any
 
 from jaxgpt.config import Config, MeshShape, UsageError, check_batch
@@ -10,39 +10,12 @@ from jaxgpt.plan.layout import Plan, plan_layout
 from jaxgpt.plan.program import Program, state_memory
 
 REMATS = ("none", "attention", "dots", "full")  # each keeps less than the one before
-STATE_ALONE = "its state alone does not fit"
 WORTH = 0.9  # a layout has to be this much faster than a simpler one to stand before it
 
 
-@dataclass(frozen=True)
-class Candidate:
-    """One layout that was looked at."""
-
-    plan: Plan
-    reason: str
-
-    @property
-    def options(self) -> str:
-        """What to give `jaxgpt.train` for it."""
-        parallel = self.plan.config.parallel
-        words = [f"--mesh {self.plan.mesh}"]
-        if parallel.sequence_parallel:
-            words.append("parallel.sequence_parallel=True")
-        if parallel.remat != "none":
-            words.append(f"parallel.remat={parallel.remat}")
-        return " ".join(words)
-
-    def to_dict(self) -> dict[str, Any]:
-        return {"options": self.options} | self.plan.summary() | {"reason": self.reason}
-
-
 def search_meshes(
-    config: Config,
-    n_devices: int,
-    device: Device,
-    devices_per_host: int,
-    log: Callable[[str], None] = lambda line: None,
-) -> list[Candidate]:
+    config: Config, n_devices: int, device: Device, devices_per_host: int
+) -> list[Plan]:
     """Return the layouts that the model and the batch allow, the best first.
 
     Each comes with the least rematerialization that makes it fit. What fits stands before what
@@ -51,26 +24,22 @@ def search_meshes(
 
     Args:
         config: with model.vocab_size set; its mesh, sequence_parallel and remat are replaced.
-        log: is told of every compilation.
 
     Raises:
         UsageError: if no mesh of so many devices suits the model and its batch.
     """
-    plans = []
-    for tensor in range(1, min(n_devices, devices_per_host) + 1):
-        inside_a_host = min(n_devices, devices_per_host) % tensor == 0
-        if not inside_a_host or n_devices % tensor or config.model.n_head % tensor:
+    plans, in_a_host = [], min(n_devices, devices_per_host)
+    for tensor in range(1, in_a_host + 1):
+        if in_a_host % tensor or n_devices % tensor or config.model.n_head % tensor:
             continue
         sequence_parallel = tensor > 1 and config.model.block_size % tensor == 0
         chosen = config.replace(parallel__sequence_parallel=sequence_parallel)
         remat = REMATS[0]
         for mesh in _meshes(chosen, n_devices, tensor):
             # The next mesh has more state on a device: it needs as much remat, or more.
-            chosen = chosen.replace(
-                parallel__mesh=str(mesh),
-                parallel__remat=remat if mesh["fsdp"] > 1 else REMATS[0],
-            )
-            plan = _plan_with_least_remat(chosen, mesh, device, devices_per_host, log)
+            remat = remat if mesh["fsdp"] > 1 else REMATS[0]
+            chosen = chosen.replace(parallel__mesh=str(mesh), parallel__remat=remat)
+            plan = _plan_with_least_remat(chosen, mesh, device, devices_per_host)
             remat = plan.config.parallel.remat
             plans.append(plan)
     if not plans:
@@ -80,7 +49,7 @@ def search_meshes(
             f"train.batch_size={config.train.batch_size}; make it a multiple of "
             f"{n_devices * accumulation}"
         )
-    return [Candidate(plan, _reason(plan)) for plan in _ranked(plans)]
+    return list(_ranked(plans))
 
 
 def _meshes(config: Config, n_devices: int, tensor: int) -> Iterator[MeshShape]:
@@ -97,11 +66,7 @@ def _meshes(config: Config, n_devices: int, tensor: int) -> Iterator[MeshShape]:
 
 
 def _plan_with_least_remat(
-    config: Config,
-    mesh: MeshShape,
-    device: Device,
-    devices_per_host: int,
-    log: Callable[[str], None],
+    config: Config, mesh: MeshShape, device: Device, devices_per_host: int
 ) -> Plan:
     """Plan a layout with `config.parallel.remat`, or more of it until it fits."""
     state = Program(state_memory(config, mesh, device))
@@ -109,7 +74,7 @@ def _plan_with_least_remat(
     if not plan.fits:
         return plan
     for remat in REMATS[REMATS.index(config.parallel.remat) :]:
-        log(f"compiling mesh {mesh} with remat={remat}")
+        print(f"compiling mesh {mesh} with remat={remat}", file=sys.stderr)
         chosen = config.replace(parallel__remat=remat)
         plan = plan_layout(chosen, mesh, device, devices_per_host)
         if plan.fits:
@@ -128,23 +93,33 @@ def _ranked(plans: list[Plan]) -> Iterator[Plan]:
     plans = sorted(plans, key=simplicity)
     left = [plan for plan in plans if plan.fits]
     while left:
-        fastest = min(map(seconds, left))
-        best = next(
-            plan
-            for plan in left
-            if simplicity(plan) == (1, 1, 0) or seconds(plan) * WORTH <= fastest
-        )
+        limit = min(map(seconds, left)) / WORTH
+        best = next(p for p in left if simplicity(p) == (1, 1, 0) or seconds(p) <= limit)
         left.remove(best)
         yield best
     too_large = [plan for plan in plans if not plan.fits]
     yield from sorted(too_large, key=lambda plan: (not plan.is_compiled, plan.memory.total))
 
 
-def _reason(plan: Plan) -> str:
+def train_options(plan: Plan) -> str:
+    """Return what to give `jaxgpt.train` for a layout."""
+    parallel = plan.config.parallel
+    words = [f"--mesh {plan.mesh}"]
+    if parallel.sequence_parallel:
+        words.append("parallel.sequence_parallel=True")
+    if parallel.remat != "none":
+        words.append(f"parallel.remat={parallel.remat}")
+    return " ".join(words)
+
+
+def reason(plan: Plan) -> str:
+    """Return why a layout is what it is, in a user's words."""
     mesh, parallel = plan.mesh, plan.config.parallel
     data, fsdp, tensor = mesh["data"], mesh["fsdp"], mesh["tensor"]
     if not plan.fits:
-        return "does not fit with remat=full" if plan.is_compiled else STATE_ALONE
+        return (
+            f"{'all of it with remat=full' if plan.is_compiled else 'its state alone'} does not fit"
+        )
     many_hosts = mesh.n_devices > plan.devices_per_host
     words = []
     if fsdp * tensor == 1:
@@ -162,3 +137,8 @@ def _reason(plan: Plan) -> str:
     if parallel.remat != "none":
         words.append(f"activations need remat={parallel.remat}")
     return "; ".join(words)
+
+
+def advice_to_dict(plan: Plan) -> dict[str, Any]:
+    """Return a layout for JSON."""
+    return {"options": train_options(plan)} | plan.summary() | {"reason": reason(plan)}

@@ -2,13 +2,13 @@
 
 from collections.abc import Iterable, Sequence
 
-from rich.console import Console
-from rich.table import Table
+from rich.table import Column
 
 from jaxgpt.perf.hardware import DEVICES
 from jaxgpt.perf.units import format_bytes
-from jaxgpt.plan.advise import Candidate
+from jaxgpt.plan.advise import reason, train_options
 from jaxgpt.plan.layout import ASSUMPTIONS, USABLE, Plan
+from jaxgpt.tracking.console import table_text
 
 WIDTH = 112
 SHOWN = 12  # of the layouts that --advise ranks
@@ -16,15 +16,8 @@ SHOWN = 12  # of the layouts that --advise ranks
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """Return a table with its first column to the left and the others to the right."""
-    out = Table()
-    for i, column in enumerate(columns):
-        out.add_column(column, no_wrap=True, justify="right" if i else "left")
-    for row in rows:
-        out.add_row(*row)
-    console = Console(width=WIDTH)
-    with console.capture() as captured:
-        console.print(out)
-    return captured.get().rstrip("\n")
+    first, *others = columns
+    return table_text([first, *(Column(c, justify="right") for c in others)], rows, WIDTH)
 
 
 def plan_report(plan: Plan) -> str:
@@ -123,10 +116,10 @@ def _certainty(plan: Plan) -> str:
     return text
 
 
-def advice_report(found: Sequence[Candidate], n_devices: int, device: str) -> str:
+def advice_report(found: Sequence[Plan]) -> str:
     """Return the best layouts in a table, and the first in a sentence."""
     rows = []
-    for plan in (candidate.plan for candidate in found[:SHOWN]):
+    for plan in found[:SHOWN]:
         parallel, estimate = plan.config.parallel, plan.estimate
         rows.append(
             (
@@ -144,18 +137,18 @@ def advice_report(found: Sequence[Candidate], n_devices: int, device: str) -> st
     if len(found) > SHOWN:
         lines.append(f"{len(found) - SHOWN} more were looked at")
     best = found[0]
-    if best.plan.fits:
-        lines.append(f"take {best.options}: {best.reason}")
-        if best.plan.config.parallel.remat != "none":
+    if best.fits:
+        lines.append(f"take {train_options(best)}: {reason(best)}")
+        if best.config.parallel.remat != "none":
             lines.append(
                 "more train.gradient_accumulation_steps, with parallel.reduce_every=microbatch, "
                 "leave room for less remat"
             )
     else:
-        fewer = ", or more train.gradient_accumulation_steps" if best.plan.is_compiled else ""
         lines.append(
-            f"nothing fits {n_devices} x {device}: the least is {best.options}, and {best.reason} "
-            f"({format_bytes(best.plan.memory.total)} of {format_bytes(best.plan.capacity)}); "
-            f"take more devices{fewer}"
+            f"nothing fits {best.mesh.n_devices} x {best.device.name}: the least is "
+            f"{train_options(best)}, and {reason(best)} ({format_bytes(best.memory.total)} of "
+            f"{format_bytes(best.capacity)}); take more devices, or more "
+            "train.gradient_accumulation_steps"
         )
     return "\n".join(lines)

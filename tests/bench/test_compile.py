@@ -28,7 +28,7 @@ def test_a_step_is_compiled_with_few_and_with_all_layers(tmp_path):
         (("--layers", "2,all"), None, "--layers=2,all: must be two or more different numbers"),
         (("--layers", "2,2"), None, "--layers=2,2: must be two or more different numbers"),
         (("model.n_layer=1",), None, "--layers=1,1: must be two or more different numbers"),
-        (("--runs", "0"), None, "--runs=0: must be a whole number, at least 1"),
+        (("--runs", "0"), None, "--runs: 0: must be a whole number, at least 1"),
         ((), 2, "2 processes, and this one runs in one; start it without mpiexec"),
     ],
 )

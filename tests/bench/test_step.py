@@ -43,7 +43,7 @@ def test_steps_are_timed_also_without_the_data_and_profiled(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--steps", "0"], "--steps=0: must be a whole number, at least 1"),
+        (["--steps", "0"], "--steps: 0: must be a whole number, at least 1"),
         (["--profile", "/dev/null/x"], "--profile=/dev/null/x: cannot be written"),
         (["model.n_head=3"], "model.n_embd=128: must be a multiple of model.n_head=3"),
     ],
