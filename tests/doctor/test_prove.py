@@ -34,6 +34,8 @@ def test_a_stage_that_fails_leaves_the_rest_and_one_that_lacks_something_says_so
     table = json.loads((tmp_path / "prove.json").read_text())
     assert [stage["stage"] for stage in table["stages"]] == list(STAGES)
     assert (tmp_path / "prove.md").read_text() in found.stdout
+    again = prove(tmp_path, *words)  # what was lacking may be there now
+    assert "nanogpt: at most" in again.stdout and "numerics: at most" not in again.stdout
 
 
 def test_after_a_kill_the_next_call_runs_what_is_missing(tmp_path):
