@@ -75,11 +75,7 @@ def medians(starts: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def run_command(command: list[str], **variables: str) -> float:
-    """Run a command to its end; return its seconds.
-
-    Raises:
-        UsageError: if it ends with one.
-    """
+    """Run a command to its end; return its seconds, or raise the `UsageError` that it ends with."""
     env = child_environment() | variables
     began = time.perf_counter()
     ended = subprocess.run(

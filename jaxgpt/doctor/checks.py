@@ -76,7 +76,7 @@ def check_launcher(job: Job, cluster: ProcessGroup) -> Check:
     elif allocated > n_hosts:
         finding += f" on {n_hosts} of the {allocated} hosts that this job was given"
         remedy = "start through mpiexec or srun; python -m jaxgpt.launch --print shows the line"
-    return Check("launcher", "WARN" if remedy else "OK", finding, remedy)
+    return _warn_if(remedy, "launcher", finding, remedy)
 
 
 def check_interface(job: Job, cluster: ProcessGroup, found: Mapping[str, Any]) -> Check:
@@ -89,11 +89,11 @@ def check_interface(job: Job, cluster: ProcessGroup, found: Mapping[str, Any]) -
     finding = f"coordinator {found['coordinator']}, reached from {_shorten(others)}"
     finding = "; ".join([finding, *cleared])
     suffix = cluster.machine.high_speed_suffix if cluster.machine else None
-    if suffix and len(set(cluster.hosts)) > 1 and suffix not in found["coordinator"]:
+    slow = suffix and len(set(cluster.hosts)) > 1 and suffix not in found["coordinator"]
+    if slow:
         finding += f"; this is not {cluster.machine.name}'s high-speed network"
-        remedy = f"unset JAXGPT_COORDINATOR, or let it end in {suffix}"
-        return Check("interface", "WARN", finding, remedy)
-    return Check("interface", "OK", finding)
+    remedy = f"unset JAXGPT_COORDINATOR, or let it end in {suffix}"
+    return _warn_if(slow, "interface", finding, remedy)
 
 
 def check_hosts(job: Job) -> Check:

@@ -85,8 +85,7 @@ def take_turns(
 ) -> tuple[list[float], list[float], list[float]]:
     """Run the rounds, after one to warm up.
 
-    Returns:
-        Seconds per step of our rounds and of nanoGPT's, and nanoGPT's losses of all steps.
+    Return seconds per step of our rounds and of nanoGPT's, and nanoGPT's losses of all steps.
     """
     ours, theirs, losses = [], [], []
     for number in range(n_rounds + 1):
@@ -102,12 +101,9 @@ def take_turns(
 
 
 def check_same_device(python: str, device: str) -> None:
-    """Check that nanoGPT, on cpu or cuda, and JAX train on the CPU, or both on one GPU.
+    """Raise `UsageError` unless nanoGPT, on cpu or cuda, and JAX use the CPU, or both one GPU.
 
     CPU devices share the cores, as nanoGPT's threads do; of several GPUs nanoGPT uses one.
-
-    Raises:
-        UsageError: if they do not.
     """
     on_gpu = jax.default_backend() == "gpu"
     if (device == "cuda") != on_gpu:
@@ -187,8 +183,7 @@ def nanogpt_weights(
 def worker(python: str, clone: Path, folder: Path) -> Iterator[tuple[dict[str, Any], Train]]:
     """Start nanoGPT; yield its description of itself, and a function that trains steps.
 
-    Raises:
-        UsageError: if it cannot be started, ends, or answers something else.
+    Raises `UsageError` if it cannot be started, ends, or answers something else.
     """
     remedy = "give the path of a Python that has torch"
     with (folder / "nanogpt.log").open("w+") as log:
