@@ -150,11 +150,10 @@ def vocabulary_size(data: DataConfig, model: ModelConfig) -> int:
     if model.vocab_size:
         return model.vocab_size
     named = entries(data)
-    is_here = [_format_of(entry.path) is not None for entry in named]
-    if named[0].key.startswith("data.dataset=") and data.dataset in BUILT_IN and not is_here[0]:
+    metas = [(e, _open_files(e, data)[1].meta if _format_of(e.path) else {}) for e in named]
+    is_by_name = named[0].key.startswith("data.dataset=") and data.tokenizer is None
+    if is_by_name and data.dataset in BUILT_IN and not metas[0][1]:
         return BUILT_IN[data.dataset]
-    found = zip(named, is_here, strict=True)
-    metas = [(entry, _open_files(entry, data)[1].meta if here else {}) for entry, here in found]
     return _find_vocabulary(data, model, metas)[0]
 
 

@@ -49,13 +49,6 @@ def test_nanogpts_files_are_read_once_the_vocabulary_is_given(tmp_path):
     assert opened(tmp_path, "model.vocab_size=50").vocab_size == 50
 
 
-def test_a_split_that_is_shorter_than_a_row_is_refused(tmp_path):
-    for split, size in (("train", 64), ("val", 100)):
-        np.zeros(size, np.uint16).tofile(tmp_path / f"{split}.bin")
-    with pytest.raises(UsageError, match="train.bin has 64 tokens .* at least 65"):
-        opened(tmp_path, "model.vocab_size=50")
-
-
 def test_large_vocabularies_take_uint32(tmp_path):
     class Large(ByteTokenizer):
         vocab_size = 100_000

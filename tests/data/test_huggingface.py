@@ -55,13 +55,6 @@ def test_special_tokens_in_a_text_are_text(gpt2):
     assert gpt2.decode(gpt2.encode(NASTY)) == NASTY
 
 
-def test_tiny_shakespeare_has_nanogpts_number_of_tokens(gpt2, tiny_shakespeare):
-    text = tiny_shakespeare.read_text()
-    n_train = int(len(text) * 0.9)  # data/shakespeare/prepare.py and its README
-    assert gpt2.encode(text[:n_train]).size == 301_966
-    assert gpt2.encode(text[n_train:]).size == 36_059
-
-
 def test_ids_are_those_of_tiktoken(gpt2, gpt2_folder, tiny_shakespeare):
     tiktoken = pytest.importorskip("tiktoken")
     from tiktoken.load import data_gym_to_mergeable_bpe_ranks

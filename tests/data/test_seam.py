@@ -39,9 +39,6 @@ def test_batches_and_fingerprint_are_those_of_nanogpts_file(corpus):
 
 
 def test_it_trains_saves_and_moves_to_another_mesh(corpus):
-    losses = []
-    for path in ("npy", "flat.bin"):
-        settings = (f"data.path={corpus / path}", "model.vocab_size=256")
-        out = corpus / f"run-{path}"
-        losses.append(train_and_move(train_here, records, out, *SMALL, *settings))
-    assert losses[0] == losses[1] and sorted(losses[0]) == [1, 2, 3, 4, 5, 6]
+    settings = (f"data.path={corpus / 'npy'}", "model.vocab_size=256")
+    losses = train_and_move(train_here, records, corpus / "run", *SMALL, *settings)
+    assert sorted(losses) == [1, 2, 3, 4, 5, 6]

@@ -148,22 +148,23 @@ def write_nanogpt(
     pipe = next((path for path in corpus.files if not path.is_file()), None)
     if pipe and (tokenizer is None or corpus.json_key is None):
         raise UsageError(
-            f"--input {pipe}: is not a regular file, and text, or what --tokenizer char is to "
-            "split, is read twice; write it to a file first, or give JSON lines and another "
-            "--tokenizer"
+            f"--input {pipe}: is not a regular file, and text, and all by --tokenizer char, is "
+            "read twice; write it to a file first"
         )
     tokenizer = tokenizer or _char_tokenizer(corpus)
     dtype = token_dtype(tokenizer.vocab_size)
-    with new_dataset(directory, tokenizer, source) as scratch:
-        with contextlib.ExitStack() as stack:
-            files = {s: stack.enter_context(open(scratch / f"{s}.bin", "wb")) for s in SPLITS}
-            stats, between = EncodeStats(tokenizer), dict.fromkeys(SPLITS, False)
-            for piece, ids in encode(corpus, tokenizer, stats):
-                if between[piece.split] and tokenizer.end_of_text is not None:
-                    ids = np.concatenate([[tokenizer.end_of_text], ids])
-                files[piece.split].write(ids.astype(dtype).data)
-                stats.tokens[piece.split] += ids.size
-                between[piece.split] = piece.ends
+    stats, between = EncodeStats(tokenizer), dict.fromkeys(SPLITS, False)
+    with (
+        new_dataset(directory, tokenizer, source) as scratch,
+        open(scratch / "train.bin", "wb") as train,
+        open(scratch / "val.bin", "wb") as val,
+    ):
+        for piece, ids in encode(corpus, tokenizer, stats):
+            if between[piece.split] and tokenizer.end_of_text is not None:
+                ids = np.concatenate([[tokenizer.end_of_text], ids])
+            (train if piece.split == "train" else val).write(ids.astype(dtype).data)
+            stats.tokens[piece.split] += ids.size
+            between[piece.split] = piece.ends
         if min(stats.tokens[split] for split in SPLITS) < 2 or tokenizer.vocab_size < 2:
             raise UsageError(
                 f"--input: {stats.tokens['train']} tokens to train on and {stats.tokens['val']} to "
@@ -193,22 +194,20 @@ def encode(
     every = 0.5 if sys.stderr.isatty() else 10  # seconds
     options = {"unit_scale": True, "delay": every, "mininterval": every, "leave": False}
     with tqdm(unit=" characters", **options) as bar:
-        for batch in _batches(corpus.pieces(tokenizer)):
+        pieces = corpus.pieces(tokenizer)
+        while batch := list(_take(pieces)):
             encoded = tokenizer.encode_batch([piece.text for piece in batch])
             yield from zip(batch, encoded, strict=True)
             stats.documents += sum(piece.ends for piece in batch)
             bar.update(sum(len(piece.text) for piece in batch))
 
 
-def _batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
-    batch, size = [], 0
-    for piece in pieces:
-        batch.append(piece)
+def _take(pieces: Iterator[Piece]) -> Iterator[Piece]:
+    """Yield the next pieces of _BATCH characters together."""
+    size = 0
+    while size < _BATCH and (piece := next(pieces, None)):
+        yield piece
         size += len(piece.text)
-        if size >= _BATCH:
-            yield batch
-            batch, size = [], 0
-    yield batch
 
 
 def _char_tokenizer(corpus: Corpus) -> CharTokenizer:
