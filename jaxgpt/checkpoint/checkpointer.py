@@ -1,8 +1,4 @@
-"""Checkpoints by Orbax: sharded, written in the background, complete or not there.
-
-`checkpoints/<step>/state` has `params` and `opt_state`, each array whole whatever the mesh;
-`checkpoints/<step>/meta` is JSON: configuration, mesh, data, and a checksum of each array.
-"""
+"""Checkpoints by Orbax: sharded, written in the background, complete or not there."""
 
 import contextlib
 import functools

@@ -1,8 +1,5 @@
-"""Checksums of arrays, computed where the arrays live and the same on any mesh.
-
-They are computed on the devices before a checkpoint is written and after it is read, so that they
-see a change by a disk, a file system or a copy to another machine.
-"""
+"""Checksums of arrays, the same on any mesh: computed on the devices before a checkpoint is written
+and after it is read, so that they see a change by a disk, a file system or a copy."""
 
 import functools
 import math
@@ -21,10 +18,8 @@ def checksums(tree: Any) -> dict[str, int]:
     """Return the checksum of each array by its path (params/norm/scale): a number below 2^32.
 
     It is the sum, modulo 2^32, of a hash of each element's bits and place, and so the same for any
-    sharding. A change of a single element always changes it. All processes call this together.
-
-    Args:
-        tree: of arrays of at most 32 bits an element, with `NamedSharding`s over the same mesh.
+    sharding. A change of a single element always changes it. All processes call this together, on
+    arrays of at most 32 bits an element with `NamedSharding`s over the same mesh.
     """
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     shardings = tuple(array.sharding for _, array in leaves)

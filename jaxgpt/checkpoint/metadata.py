@@ -20,8 +20,7 @@ def add_checksum(meta: Mapping[str, Any]) -> dict[str, Any]:
 def read_meta(directory: Path, step: int) -> dict[str, Any]:
     """Return the JSON that was saved beside the state of `step` in a run directory.
 
-    Raises:
-        UsageError: if it cannot be read, has changed, or is that of another step.
+    Raises `UsageError` if it cannot be read, has changed, or is that of another step.
     """
     checkpoint = directory / "checkpoints" / str(step)
     path = checkpoint / "meta" / "metadata"

@@ -1,13 +1,6 @@
-"""Spikes, found on the device: a step's loss and gradient norm against those of the steps before.
+"""Spikes, found on the device from numbers of the whole batch: all processes find the same.
 
-A value is a spike if it lies above `median + threshold * deviation` of the last `spike.window`
-values, with the deviation taken from the median absolute deviation: up to half of a window may be
-anything without moving either far. What enters the window is the value or its limit, whichever is
-less, so that a spike hides no later one, while a level that lasts is accepted after about half a
-window. Values that are not finite never enter.
-
-All of it is computed from numbers that every device has, the loss and the norm of the whole batch:
-all processes find the same.
+README.md says what a spike is, and what enters the window of `spike.window` steps.
 """
 
 from typing import Any, NamedTuple
@@ -31,14 +24,10 @@ SpikeState = dict[str, jax.Array]
 class Detection(NamedTuple):
     """What is found about a step: device arrays."""
 
-    cause: jax.Array
-    """int32, an index of CAUSES."""
-    medians: jax.Array
-    """float32 (2,), of the window: of losses, and of gradient norms."""
-    limits: jax.Array
-    """float32 (2,); infinite until the window is full."""
-    nonfinite: jax.Array
-    """int32: how many steps in a row, up to this one, were not finite."""
+    cause: jax.Array  # int32, an index of CAUSES
+    medians: jax.Array  # float32 (2,), of the window: of losses, and of gradient norms
+    limits: jax.Array  # float32 (2,); infinite until the window is full
+    nonfinite: jax.Array  # int32: how many steps in a row, up to this one, were not finite
 
 
 def init_spike_state(spike: SpikeConfig) -> SpikeState:

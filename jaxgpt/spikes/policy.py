@@ -1,8 +1,5 @@
-"""Rewinds of a run: what is decided about a spike, kept in rewinds.json, and done to its files.
-
-A rewind is written down before anything is done, and everything that is done can be done twice: a
-run that is killed in the middle of it finishes it at its next start.
-"""
+"""Rewinds of a run. Each is written to rewinds.json before anything is done, and all that is done
+can be done twice: a run that is killed in the middle finishes it at its next start."""
 
 import json
 import shutil
@@ -22,13 +19,10 @@ METRICS = "metrics.jsonl"
 class Rewind(NamedTuple):
     """Where a run goes on from, or why it cannot."""
 
-    problem: str = ""
-    """Empty if the run goes on."""
-    step: int | None = None
-    """The checkpoint that it goes on from; None is the initial state."""
+    problem: str = ""  # empty if the run goes on
+    step: int | None = None  # the checkpoint that it goes on from; None is the initial state
     meta: dict[str, Any] = {}
-    skip: tuple[int, ...] = ()
-    """All ranges of steps to skip from now on, as `train_range_to_skip`."""
+    skip: tuple[int, ...] = ()  # all ranges of steps to skip from now on, as `train_range_to_skip`
 
 
 def rewind(

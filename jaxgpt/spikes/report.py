@@ -74,8 +74,7 @@ def _rows(records: list[dict[str, Any]]) -> Iterator[tuple[Any, ...]]:
 def draw_spikes(records: list[dict[str, Any]], title: str, path: Path) -> None:
     """Draw a PNG of the loss curve with spikes, skips and rewinds.
 
-    Raises:
-        UsageError: if matplotlib is not installed, or the file cannot be written.
+    Raises `UsageError` if matplotlib is not installed, or the file cannot be written.
     """
     try:
         from matplotlib.figure import Figure

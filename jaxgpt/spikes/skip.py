@@ -34,11 +34,8 @@ class SkipRanges:
 def still_to_come(
     ranges: Iterable[tuple[int, int]], skipped: SkipRanges, step: int
 ) -> tuple[list[tuple[int, int]], list[str]]:
-    """Return the ranges to skip after `step`, and a warning for each that names earlier steps.
-
-    Args:
-        skipped: what the checkpoint of `step` has skipped.
-    """
+    """Return the ranges to skip after `step`, and a warning for each that names earlier steps which
+    the checkpoint of `step` has not `skipped`."""
     found, warnings = [], []
     for first, last in sorted(set(ranges)):
         before = min(last, step)

@@ -46,10 +46,9 @@ class Trackers:
     """All trackers of a run. One that fails is dropped with a warning; the run goes on."""
 
     def __init__(self, run: Any, resume_step: int | None, warn: Callable[[str], None]):
-        """Open metrics.jsonl, samples.txt, and the trackers of train.trackers.
+        """Open metrics.jsonl, which a run goes on from, samples.txt and the rest.
 
-        Raises:
-            UsageError: if metrics.jsonl cannot be written: it is what a run goes on from.
+        Raises `UsageError` if metrics.jsonl cannot be written.
         """
         self._warn = warn
         metrics = JsonLines()

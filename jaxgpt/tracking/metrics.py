@@ -1,8 +1,6 @@
 """The figures of a training line: short name, rank, format and legend, in one table.
 
-The numbers that a step computes on the device are described in `train/reporting/step_metrics.py`;
-one that this table does not know is shown under its own name.
-"""
+A number of `train/reporting/step_metrics.py` that is not in it is shown under its own name."""
 
 import datetime
 from collections.abc import Callable, Mapping
@@ -13,8 +11,7 @@ class Figure(NamedTuple):
     """A number of a training record, as the console shows it."""
 
     short: str
-    rank: int
-    """What goes first where a line is too long: the highest rank."""
+    rank: int  # what goes first where a line is too long: the highest rank
     show: Callable[[float], str]
     legend: str
 
@@ -63,11 +60,9 @@ def figure(name: str, legends: Mapping[str, str]) -> Figure:
 
 
 def train_line(record: Mapping[str, Any], max_iters: int, width: int | None = None) -> str:
-    """Return a training record as `step=100/300 loss=2.4527 ...`.
+    """Return `TrainRecord.to_dict()` as `step=100/300 loss=2.4527 ...`.
 
-    Args:
-        record: `TrainRecord.to_dict()`.
-        width: columns; the least important figures go until the line fits. None keeps all.
+    The least important figures go until the line fits into `width` columns; None keeps all.
     """
     start = f"step={record['step']}/{max_iters}"
     if record["skipped"]:

@@ -30,8 +30,7 @@ class TrainRecord(Record):
     """A training step, logged every train.log_interval steps and for every skipped step."""
 
     kind = "train"
-    values: Mapping[str, float | None]
-    """The metrics of the step and its rates, by name; see `metrics.FIGURES`."""
+    values: Mapping[str, float | None]  # metrics of the step and rates, see `metrics.FIGURES`
     consumed_tokens: int
     skipped: bool = False
     corpora: Mapping[str, Mapping[str, float | None]] | None = None
@@ -45,8 +44,7 @@ class EvalRecord(Record):
     kind = "eval"
     train_loss: float
     val_loss: float
-    corpora: Mapping[str, Mapping[str, float | None]] | None = None
-    """Corpus -> the same two losses."""
+    corpora: Mapping[str, Mapping[str, float | None]] | None = None  # corpus -> the same two losses
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,8 +66,7 @@ class SpikeRecord(Record):
     action: str
     median: float | None = None
     limit: float | None = None
-    rows: list[dict[str, Any]] = field(default_factory=list)
-    """The rows with the highest losses, the worst first."""
+    rows: list[dict[str, Any]] = field(default_factory=list)  # of the highest losses, worst first
 
 
 @dataclass(frozen=True, kw_only=True)

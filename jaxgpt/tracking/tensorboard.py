@@ -1,8 +1,6 @@
 """TensorBoard event files: a scalar for every number of a record, a text for samples and spikes.
 
-tensorboardX's SummaryWriter does not fit a run of a month: it keeps every scalar in memory, and
-after a full disk its queue blocks the next call for ever. Its EventsWriter writes here and now.
-"""
+SummaryWriter keeps all scalars in memory and hangs after a full disk; EventsWriter does neither."""
 
 import os
 import time

@@ -29,8 +29,7 @@ def make_evaluator(
 ) -> Callable[[int, Params], EvalRecord]:
     """Return (step, params) -> mean losses over the same train.eval_iters batches of each split.
 
-    Args:
-        heartbeat: called with the activity before each batch.
+    `heartbeat(activity)` is called before each batch.
     """
     loaders = {
         split: Loader.for_evaluation(dataset, split, config, steps.batch_shape.sharding)
@@ -156,10 +155,8 @@ def draw_token(
 def prompt_window(tokenizer: Tokenizer, prompt: str, block_size: int) -> tuple[np.ndarray, int]:
     """Return a prompt's last `block_size` tokens, padded to that length, and their number.
 
-    An empty prompt is the end of a text, or token 0 where the tokenizer has none.
-
-    Raises:
-        UsageError: if the prompt has a character that the vocabulary lacks.
+    An empty prompt is the end of a text, or token 0 where the tokenizer has none. Raises
+    `UsageError` if the prompt has a character that the vocabulary lacks.
     """
     tokens = tokenizer.encode(prompt)[-block_size:] if prompt else [tokenizer.end_of_text or 0]
     window = np.zeros(block_size, np.int32)

@@ -52,16 +52,11 @@ class StepFunctions:
     """The compiled functions of a run, and where their state lies."""
 
     mesh: Mesh
-    attention: str
-    """The attention kernel, and why it was chosen."""
-    n_parameters: tuple[int, int]
-    """All parameters, and those without the position embedding."""
-    warnings: tuple[str, ...]
-    """Sentences about a layout that is not quite as asked for."""
-    batch_shape: jax.ShapeDtypeStruct
-    """The batch that `train_step` takes: int32 (B, T+1); all batches lie so."""
-    state_shapes: TrainState
-    """`jax.ShapeDtypeStruct`s with their shardings: what a checkpoint is restored into."""
+    attention: str  # the attention kernel, and why it was chosen
+    n_parameters: tuple[int, int]  # all parameters, and those without the position embedding
+    warnings: tuple[str, ...]  # sentences about a layout that is not quite as asked for
+    batch_shape: jax.ShapeDtypeStruct  # of `train_step`: int32 (B, T+1); all batches lie so
+    state_shapes: TrainState  # `jax.ShapeDtypeStruct`s: what a checkpoint is restored into
     init: Callable[[], TrainState]
     train_step: Callable[[TrainState, int, jax.Array], tuple[TrainState, Metrics]]
     """(state, step, tokens of shape (B, T+1)) -> (next state, metrics); donates the state."""

@@ -34,25 +34,18 @@ class StepsResult(NamedTuple):
     """How a stretch of steps ended."""
 
     step: int
-    stopping: bool = False
-    """Whether a signal or the time limit did it."""
-    spike: StepMetrics | None = None
-    """What calls for a rewind."""
-    failure: str = ""
-    """Why the run cannot go on."""
+    stopping: bool = False  # whether a signal or the time limit did it
+    spike: StepMetrics | None = None  # what calls for a rewind
+    failure: str = ""  # why the run cannot go on
 
 
 def train(
     run: Run, cluster: ProcessGroup, facts: dict[str, Any], stop: StopSignal, startup: Startup
 ) -> int:
-    """Train until train.max_iters, or until `stop` says so.
+    """Train until train.max_iters, or until `stop` says so; return the exit status.
 
-    Args:
-        facts: what `initialize_jax` returned.
-
-    Returns:
-        An exit status: `exits.DONE`; `exits.STOPPED` with a checkpoint saved; `exits.FAILED` if
-        spikes or steps that are not finite cannot be got over.
+    It is `exits.DONE`; `exits.STOPPED` with a checkpoint saved; or `exits.FAILED` if spikes or
+    steps that are not finite cannot be got over. `facts` are what `initialize_jax` returned.
     """
     minutes = run.config.train.hang_timeout
     with contextlib.closing(Watchdog(minutes, run.directory, cluster.rank, end_job)) as watchdog:

@@ -8,6 +8,7 @@ import platform
 import shlex
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,19 +43,14 @@ FILES = (METRICS, "train.log", "samples.txt", "rewinds.json")  # of a run, which
 class Run:
     """A run that is ready to start, the same on every process."""
 
-    config: Config
-    """With model.vocab_size, `out` and the skip ranges of earlier starts filled in."""
+    config: Config  # with model.vocab_size, `out` and the skip ranges of earlier starts
     directory: Path
     dataset: Dataset
-    fingerprints: list[list[str]]
-    """[path, hash] of every source of the data; kept in every checkpoint."""
-    resume_step: int | None
-    """The checkpoint to go on from."""
+    fingerprints: list[list[str]]  # [path, hash] of every source of the data
+    resume_step: int | None  # the checkpoint to go on from
     resume_meta: dict[str, Any]
-    notes: tuple[str, ...]
-    """Lines for the log."""
-    missing_records: tuple[str, ...] = ()
-    """The kinds of `EVAL_RECORDS` that were due after `resume_step` and are not in the file."""
+    notes: list[str]  # lines for the log
+    missing_records: Sequence[str] = ()  # `EVAL_RECORDS` due after `resume_step` and not there
 
     def consumed_tokens(self, step: int) -> int:
         """Return tokens of all batches up to `step`, skipped ones included."""
@@ -80,7 +76,6 @@ def prepare_run(config: Config, cluster: ProcessGroup) -> Run:
     Raises:
         UsageError: on every process, if anything that the configuration asks for cannot be.
     """
-
     decided = cluster.broadcast(
         cluster.run_on_all(lambda: _decide(config, cluster) if cluster.is_main else None)
     )
@@ -90,16 +85,7 @@ def prepare_run(config: Config, cluster: ProcessGroup) -> Run:
         dataset = open_dataset(final.data, final.model)
         if not cluster.is_main:
             _check_same_data(dataset, decided, cluster.local_rank == 0)
-        return Run(
-            config=final,
-            directory=Path(final.out),
-            dataset=dataset,
-            fingerprints=decided["fingerprints"],
-            resume_step=decided["resume_step"],
-            resume_meta=decided["resume_meta"],
-            notes=tuple(decided["notes"]),
-            missing_records=tuple(decided["missing_records"]),
-        )
+        return Run(final, Path(final.out), dataset, **decided["run"])
 
     return cluster.run_on_all(open_same)
 
@@ -112,7 +98,7 @@ def _check_same_data(dataset: Dataset, decided: dict[str, Any], is_first_of_host
         hashes = zip(
             dataset.sources,
             source_hashes(dataset.fingerprints),
-            source_hashes(decided["fingerprints"]),
+            source_hashes(decided["run"]["fingerprints"]),
             strict=True,
         )
         differ = [source for source, found, expected in hashes if found != expected]
@@ -171,12 +157,14 @@ def _decide(config: Config, cluster: ProcessGroup) -> dict[str, Any]:
     return {
         "config": config.to_dict(),
         "paths": _paths(dataset),
-        "fingerprints": dataset.fingerprints,
         "tokenizer": dataset.tokenizer_meta,
-        "resume_step": resume_step,
-        "resume_meta": meta,
-        "notes": notes,
-        "missing_records": missing_records(config, dataset, resume_step),
+        "run": {
+            "fingerprints": dataset.fingerprints,
+            "resume_step": resume_step,
+            "resume_meta": meta,
+            "notes": notes,
+            "missing_records": missing_records(config, dataset, resume_step),
+        },
     }
 
 

@@ -35,8 +35,7 @@ class Trainer(NamedTuple):
 
     cluster: ProcessGroup
     steps: StepFunctions
-    train_step: Callable[[TrainState, np.int32, jax.Array], tuple[TrainState, Metrics]]
-    """The compiled step."""
+    train_step: Callable[[TrainState, np.int32, jax.Array], tuple[TrainState, Metrics]]  # compiled
     loader: Loader
     evaluate: Callable[[int, Params], EvalRecord]
     sample: Callable[[int, Params], SampleRecord | None]
@@ -45,8 +44,7 @@ class Trainer(NamedTuple):
     stop: StopSignal
     watchdog: Watchdog
     profile: StepProfile
-    ticks: Iterator[int]
-    """Counts the steps that were begun: unlike the number of a step, it never goes back."""
+    ticks: Iterator[int]  # counts steps that were begun: unlike a step's number, never goes back
 
 
 def set_up(
@@ -60,11 +58,8 @@ def set_up(
 ) -> tuple[Trainer, TrainState] | None:
     """Build what a run needs, and the state to begin with; None if there is nothing left to do.
 
-    Args:
-        facts: what `initialize_jax` returned.
-
-    Raises:
-        UsageError: if the configuration does not fit the devices, or there is no room.
+    `facts` are what `initialize_jax` returned. Raises `UsageError` if the configuration does not
+    fit the devices, or there is no room.
     """
     config = run.config
     mesh = job_mesh(config, cluster.hosts)

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import optax
 from flax import nnx
+from flax.traverse_util import unflatten_dict
 from jax.sharding import Mesh
 from jax.tree_util import keystr, tree_leaves_with_path, tree_map_with_path
 
@@ -29,8 +30,7 @@ class TrainState(NamedTuple):
 
     params: Params
     opt_state: optax.OptState
-    spike_state: SpikeState
-    """The spike detector's window of losses and gradient norms."""
+    spike_state: SpikeState  # the spike detector's window of losses and gradient norms
 
 
 def optimizer_of(config: Config) -> optax.GradientTransformation:
@@ -90,11 +90,7 @@ def state_from_checkpoint(
 
 def _by_name(tree: Any) -> dict[str, Any]:
     """Return named tuples and other nodes of a pytree as nested dicts, by field name or number."""
-    out: dict[str, Any] = {}
-    for path, leaf in tree_leaves_with_path(tree):
-        *parents, name = _path(path)
-        functools.reduce(lambda folder, key: folder.setdefault(key, {}), parents, out)[name] = leaf
-    return out
+    return unflatten_dict({_path(path): leaf for path, leaf in tree_leaves_with_path(tree)})
 
 
 def _path(path: tuple[Any, ...]) -> tuple[str, ...]:

@@ -27,16 +27,12 @@ from jaxgpt.train.state import TrainState, optimizer_of
 class ShardedModel(NamedTuple):
     """The network on a mesh, built by `functions.shard_model`."""
 
-    config: Config
-    """With model.vocab_size set."""
+    config: Config  # with model.vocab_size set
     mesh: Mesh
-    layouts: Any
-    """`ParamLayout` of every parameter: where it and its gradient lie."""
+    layouts: Any  # `ParamLayout` of every parameter: where it and its gradient lie
     context: ParallelContext
-    graph: nnx.GraphDef
-    """The network without parameters."""
-    n_slices: int
-    """Number of slices that each device cuts its rows of a microbatch into."""
+    graph: nnx.GraphDef  # the network without parameters
+    n_slices: int  # number of slices that each device cuts its rows of a microbatch into
     logit_metrics: LogitMetrics
 
     @property
@@ -84,11 +80,7 @@ def train_step(
 def loss_and_gradients(
     model: ShardedModel, params: Params, step: jax.Array, rows: jax.Array
 ) -> tuple[jax.Array, Params, dict[str, jax.Array]]:
-    """Return mean losses of the rows (B,), the gradient of their mean, and the logit metrics.
-
-    Args:
-        rows: token ids (B, T+1).
-    """
+    """Return mean losses (B,) of rows (B, T+1), the gradient of their mean, the logit metrics."""
     batch, everywhere = batch_sharding(model.mesh).spec, PartitionSpec()
     grad_specs = jax.tree.map(lambda layout: layout.grad, model.layouts)
     return jax.shard_map(
@@ -160,8 +152,7 @@ def local_loss(
 ) -> tuple[jax.Array, tuple[jax.Array, dict[str, jax.Array]]]:
     """Return the summed loss, to be differentiated by `zeros`, and (sums of rows, logit metrics).
 
-    Args:
-        keys_B: a dropout key for each row; without, nothing is dropped.
+    `keys_B` has a dropout key for each row; without, nothing is dropped.
     """
     sharded = jax.tree.map(ShardedParam, params, zeros, model.layouts)
     x_BTD, w_VD, vocab_offset = nnx.merge(model.graph, sharded).hidden_states(rows[:, :-1], keys_B)
@@ -241,12 +232,9 @@ def global_norm(gradients: Params) -> jax.Array:
 
 
 def clip_by_norm(gradients: Params, norm: jax.Array, limit: float) -> Params:
-    """Return gradients scaled down to the global norm `limit` if theirs, `norm`, is above it.
+    """Return gradients scaled down to the global norm `limit` if `norm` is above it; 0 is no limit.
 
     As optax.clip_by_global_norm, which would compute the norm over all devices once more.
-
-    Args:
-        limit: 0 does not clip.
     """
     if limit == 0:
         return gradients

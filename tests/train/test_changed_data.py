@@ -26,24 +26,6 @@ def train(out, lines, n_steps, *settings):
     return train_here(*arguments, "--out", out)
 
 
-def test_each_corpus_has_its_tokens_and_losses(lines, tmp_path):
-    out = tmp_path / "run"
-    assert train(out, lines, 6) == 0
-    last = records(out)[-1]
-    tokens = np.array([c["tokens"] for c in last["corpora"].values()])
-    assert list(last["corpora"]) == [f"name{c}" for c in range(5)]
-    assert tokens.sum() == last["consumed_tokens"] == 6 * 16 * 64
-    np.testing.assert_allclose(tokens / 64, 96 * np.array([0.5, 0.25, 0.15, 0.07, 0.03]), atol=1)
-    rows = np.diff(
-        [[c["tokens"] // 64 for c in r["corpora"].values()] for r in records(out)[-2:]], axis=0
-    )[0]
-    means = [c["loss"] for c in last["corpora"].values()]
-    whole = sum(n * mean for n, mean in zip(rows, means, strict=True) if n) / rows.sum()
-    assert whole == pytest.approx(last["loss"], rel=1e-5)
-    evaluated = records(out, "eval")[-1]
-    assert set(evaluated["corpora"]) == {f"name{c}" for c in range(5)}
-
-
 def test_data_that_has_changed_stops_a_resume_unless_it_is_accepted(lines, tmp_path, capsys):
     out = tmp_path / "run"
     assert train(out, lines, 3) == 0

@@ -1,7 +1,5 @@
-"""Metrics of steps, fetched from the device many at a time, so that it never waits for the host.
-
-All processes read the same numbers at the same steps, and so decide alike.
-"""
+"""Metrics of steps, fetched from the device many at a time, so that it never waits for the host;
+all processes read the same numbers at the same steps, and so decide alike."""
 
 from collections.abc import Sequence
 from typing import NamedTuple

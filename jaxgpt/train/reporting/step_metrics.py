@@ -14,28 +14,20 @@ from jaxgpt.spikes.detector import Detection
 class StepValues(NamedTuple):
     """What a metric can be computed from, on the device; whole arrays."""
 
-    loss: jax.Array
-    """Mean cross-entropy over all tokens of the global batch, in nats: float32 scalar."""
-    grad_norm: jax.Array
-    """Global norm of the gradient before clipping: float32 scalar."""
-    lr: jax.Array
-    """Learning rate: float32 scalar."""
-    row_losses: jax.Array
-    """Mean loss of each row of the global batch, in its order: float32 (B,)."""
-    gradients: Params
-    """Before clipping."""
-    params: Params
-    """Before the update."""
+    loss: jax.Array  # mean cross-entropy of the global batch, nats per token: float32 scalar
+    grad_norm: jax.Array  # global norm of the gradient before clipping: float32 scalar
+    lr: jax.Array  # learning rate: float32 scalar
+    row_losses: jax.Array  # mean loss of each row of the global batch, in its order: float32 (B,)
+    gradients: Params  # before clipping
+    params: Params  # before the update
 
 
 @dataclass(frozen=True)
 class Metric:
     """A float32 scalar of a step, on the device and the same on every one."""
 
-    legend: str
-    """The text that explains it to a user."""
-    compute: Callable[[StepValues], jax.Array] | LogitMetric
-    """The number from the values of the step, or from its logits."""
+    legend: str  # the text that explains it to a user
+    compute: Callable[[StepValues], jax.Array] | LogitMetric  # from the step's values or logits
 
 
 STEP_METRICS: dict[str, Metric] = {
@@ -48,10 +40,8 @@ STEP_METRICS: dict[str, Metric] = {
 class Metrics(NamedTuple):
     """What a step reports."""
 
-    scalars: dict[str, jax.Array]
-    """The numbers of `STEP_METRICS`, by name."""
-    row_losses: jax.Array
-    """Mean loss of each row of the global batch, in its order: float32 (B,)."""
+    scalars: dict[str, jax.Array]  # the numbers of `STEP_METRICS`, by name
+    row_losses: jax.Array  # mean loss of each row of the global batch, in its order: float32 (B,)
     detection: Detection
 
     @property
