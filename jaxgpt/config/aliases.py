@@ -153,8 +153,3 @@ COMMAND_ANSWERS = {
 def find(table: dict[str, str], word: str) -> str:
     """Return what a table says of a word; empty if nothing."""
     return next((text for words, text in table.items() if word in words.split()), "")
-
-
-def answer(key: str) -> str:
-    """Return the line to type in place of a key that another program has; empty if not known."""
-    return find(ANSWERS, key) or find(ANSWERS, key.rpartition(".")[2])

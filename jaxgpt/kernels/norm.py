@@ -16,11 +16,9 @@ class LayerNorm(nnx.LayerNorm):
     """
 
     def __init__(self, num_features: int, *, by_products: bool, **options: Any):
-        """Make a norm of so many features, with Flax's options.
+        """`by_products`: compute the gradient's sums as products with vectors.
 
-        Args:
-            by_products: compute the gradient's sums as products with vectors, which takes XLA's CPU
-                compiler a fifth of the time of plain sums: 3 % of a small model's step.
+        XLA's CPU code then takes a fifth of the time of plain sums: 3 % of a small model's step.
         """
         super().__init__(num_features, **options)
         self.by_products = by_products

@@ -18,7 +18,7 @@ Attention = Callable[[jax.Array, jax.Array, jax.Array, jax.Array | None], jax.Ar
 
 
 def cuda_capability(device: jax.Device) -> float:
-    """Compute capability of an NVIDIA GPU, such as 9.0; 0 of any other device."""
+    """Return the compute capability of an NVIDIA GPU, such as 9.0; 0 of any other device."""
     try:
         return float(getattr(device, "compute_capability", 0))
     except ValueError:  # AMD's are words: gfx90a
@@ -26,13 +26,7 @@ def cuda_capability(device: jax.Device) -> float:
 
 
 def choose_attention(config: ModelConfig, dtype: str, capability: float) -> tuple[str, str]:
-    """Choose the kernel that runs, and say why.
-
-    Args:
-        capability: what `cuda_capability` says of the devices.
-
-    Returns:
-        (`xla` or `cudnn`, reason).
+    """Return the kernel that runs, `xla` or `cudnn`, and why; `cuda_capability` is of the devices.
 
     Raises:
         UsageError: if model.attention=cudnn cannot run.
@@ -92,7 +86,7 @@ def blockwise_attention(
 ) -> jax.Array:
     """Attend a block of positions after the other, in memory that grows with T and not T^2.
 
-    It stands for cuDNN's kernel where `planning` compiles without an NVIDIA GPU.
+    It stands for cuDNN's kernel where `jaxgpt.plan` compiles without an NVIDIA GPU.
     """
     del keys_BH
     B, T, H, K = q_BTHK.shape
@@ -142,8 +136,7 @@ def xla_attention(
     """Return softmax(q k^T / sqrt(K)) v over past positions, softmax in float32.
 
     Args:
-        dropout: rate at which attention weights are dropped where `keys_BH` are given: other ones
-            for every `first`.
+        dropout: rate at which attention weights are dropped where `keys_BH` are given.
         position_offset: position of the first query.
 
     Returns:

@@ -33,8 +33,7 @@ class LayerBuilder:
     """What the layers of a block have in common."""
 
     config: ModelConfig
-    dtype: jnp.dtype
-    """Of the computation; parameters are float32."""
+    dtype: jnp.dtype  # of the computation; parameters are float32
     parallel: ParallelContext
     rngs: nnx.Rngs
 

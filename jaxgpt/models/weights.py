@@ -19,17 +19,13 @@ DECAYED_ROLES = ("matrix", "token_embedding", "position_embedding")  # as GPT-2 
 class Weight:
     """One array of parameters, in float32."""
 
-    name: str
-    """Its path in checkpoints and states: `layers/attention/qkv/kernel`."""
+    name: str  # its path in checkpoints and states: `layers/attention/qkv/kernel`
     shape: tuple[int, ...]
-    axes: LogicalAxes
-    """What each dim means; `layers` comes first in those that are stacked over layers."""
-    role: str
-    """matrix, bias, scale, token_embedding or position_embedding."""
+    axes: LogicalAxes  # what each dim means; `layers` comes first in those stacked over layers
+    role: str  # matrix, bias, scale, token_embedding or position_embedding
 
     @property
     def size(self) -> int:
-        """Return the number of elements."""
         return math.prod(self.shape)
 
     @property
@@ -39,7 +35,6 @@ class Weight:
 
     @property
     def is_decayed(self) -> bool:
-        """Return whether weight decay applies to it."""
         return self.role in DECAYED_ROLES
 
     @property

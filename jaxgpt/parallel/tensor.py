@@ -25,14 +25,12 @@ class ParallelContext:
     Between these tensor regions, sequence parallelism (arXiv 2205.05198) splits positions.
     """
 
-    tensor: int = 1
-    """Number of devices along `tensor`."""
+    tensor: int = 1  # number of devices along `tensor`
     sequence_parallel: bool = False
     regather_in_backward: bool = False
     """Gather a layer's weights and activations again for its backward pass; else all layers keep
     them until then."""
-    on_cpu: bool = False
-    """Use the CPU kernels."""
+    on_cpu: bool = False  # use the CPU kernels
 
     def param(self, param: jax.Array | ShardedParam) -> jax.Array:
         """Return a parameter ready for use, gathered over `fsdp`."""

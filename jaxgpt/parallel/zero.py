@@ -16,18 +16,12 @@ from jaxgpt.parallel.sharding import FSDP
 class ParamLayout:
     """Where a parameter and its gradient lie during a step. Specs do not name axes of size 1."""
 
-    param: PartitionSpec
-    """Of the parameter between steps."""
-    accum: PartitionSpec
-    """Of its gradient while microbatches add up."""
-    grad: PartitionSpec
-    """Of the gradient that the optimizer gets."""
-    partial_axes: frozenset[str]
-    """Mesh axes along which each device finds only a part of the gradient."""
+    param: PartitionSpec  # of the parameter between steps
+    accum: PartitionSpec  # of its gradient while microbatches add up
+    grad: PartitionSpec  # of the gradient that the optimizer gets
+    partial_axes: frozenset[str]  # along which each device finds only a part of the gradient
     gather_dtype: str
-    """In which the parameter is gathered."""
-    reduce_dtype: str
-    """In which gradients are reduced."""
+    reduce_dtype: str  # of gradients between devices
 
     @property
     def mesh_axes(self) -> frozenset[str]:
@@ -42,10 +36,8 @@ class ParamLayout:
 class ShardedParam:
     """A parameter inside a step."""
 
-    shard: jax.Array
-    """This device's part, as it lies between steps."""
-    grad_slot: jax.Array
-    """Zeros that the loss is differentiated by in its place, sharded as `layout.accum`."""
+    shard: jax.Array  # this device's part, as it lies between steps
+    grad_slot: jax.Array  # zeros that stand for it in the gradient, sharded as `layout.accum`
     layout: ParamLayout
 
 

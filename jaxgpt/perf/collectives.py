@@ -27,10 +27,8 @@ class Collective:
     """All operations of one kind over the same mesh axes in one step."""
 
     kind: str
-    axes: tuple[str, ...]
-    """Mesh axes along which the devices of a group differ."""
-    count: int
-    """Arrays communicated; one operation may combine several."""
+    axes: tuple[str, ...]  # mesh axes along which the devices of a group differ
+    count: int  # arrays communicated; one operation may combine several
     bytes: int
     """Payload of one device, all arrays together: an array's size for all-reduce, all-to-all and
     collective-permute, and the larger of its two sizes for all-gather and reduce-scatter."""

@@ -40,8 +40,7 @@ class Instruction(NamedTuple):
     name: str
     shape: str
     opcode: str
-    arguments: str
-    """All after the opcode's parenthesis: operands, attributes, metadata."""
+    arguments: str  # all after the opcode's parenthesis: operands, attributes, metadata
 
     @property
     def kind(self) -> str:
@@ -83,8 +82,7 @@ def _elements(dims: str) -> int:
 class Program:
     """A compiled program."""
 
-    name: str
-    """As traces have it."""
+    name: str  # as traces have it
     n_devices: int
     entry: str = ""
     computations: dict[str, list[Instruction]] = field(default_factory=dict)
@@ -140,10 +138,8 @@ def parse_hlo(text: str) -> Program:
 class Operation(NamedTuple):
     """An instruction that a device runs."""
 
-    category: str
-    """One of CATEGORIES."""
-    source: str
-    """File, line and function of this package that it comes from; empty where not known."""
+    category: str  # one of CATEGORIES
+    source: str  # file, line and function of this package; empty where not known
 
 
 def read_operations(program: Program) -> dict[str, Operation]:

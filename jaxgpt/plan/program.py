@@ -28,10 +28,8 @@ class Memory:
     parameters: int
     gradients: int
     moments: int
-    activations_and_temporaries: int = 0
-    """All else that the compiled step has at its worst moment, and its batch."""
-    host_moments: int = 0
-    """Of `moments`, what is in the host's memory in place of the device's."""
+    activations_and_temporaries: int = 0  # all else at the step's worst moment, and its batch
+    host_moments: int = 0  # of `moments`, those in the host's memory in place of the device's
 
     @property
     def total(self) -> int:
@@ -47,8 +45,7 @@ class Program:
     memory: Memory
     collectives: tuple[Collective, ...] = ()
     attention: str = ""
-    warnings: tuple[str, ...] = ()
-    """What of the layout is not as asked for."""
+    warnings: tuple[str, ...] = ()  # where the layout is not as asked for
 
 
 def compile_step(config: Config, shape: MeshShape, device: Device) -> Program:

@@ -120,10 +120,10 @@ COMMANDS_WORK = [
     ("sample --run runs/a --num_samples=3", "num_samples", 3),
     ("sample --run runs/a --max_new_tokens 50 --top_k=20", "top_k", 20),
     ("sample --run runs/a --temperature=0.5 --seed=2", "temperature", 0.5),
-    ("launch -np 8 -ppn 4", "ppn", "4"),
+    ("launch -np 8 -ppn 4", "ppn", 4),
     ("launch -ppn 4 --hostfile hosts", "hosts", "hosts"),
-    ("launch --nproc_per_node=4", "ppn", "4"),
-    ("launch --ntasks 8 --ntasks-per-node 4", "n", "8"),
+    ("launch --nproc_per_node=4", "ppn", 4),
+    ("launch --ntasks 8 --ntasks-per-node 4", "n", 8),
     ("prepare text --input a.jsonl --json-keys content", "jsonl_key", "content"),
 ]
 COMMANDS_ANSWERED = [
