@@ -9,7 +9,7 @@ from pathlib import Path
 
 from jaxgpt.cluster.hardware import own_cpus
 from jaxgpt.cluster.shutdown import job_exit_handler
-from jaxgpt.config import CommandParser, DataConfig, UsageError, file_path
+from jaxgpt.config import CommandParser, DataConfig, UsageError, file_path, whole_number
 from jaxgpt.data.dataset import dataset_directory
 from jaxgpt.data.prepare.builtin import prepare_python, prepare_shakespeare_char, prepare_text
 
@@ -39,8 +39,6 @@ def prepare(arguments: argparse.Namespace, directory: Path) -> list[str]:
         return prepare_shakespeare_char(directory, arguments.input)
     if arguments.name in ("", ".", "..") or Path(arguments.name).name != arguments.name:
         raise UsageError(f"--name {arguments.name}: must be a name; give a folder with --out")
-    if arguments.workers < 1:
-        raise UsageError(f"--workers {arguments.workers}: must be at least 1")
     share, is_megatron = arguments.val_share, arguments.format == "megatron"
     if share is not None and (is_megatron or not 0 < share < 1):
         raise UsageError(
@@ -65,11 +63,7 @@ def prepare(arguments: argparse.Namespace, directory: Path) -> list[str]:
 
 
 def check_new(directory: Path, format_: str, overwrite: bool) -> None:
-    """Check that no data would be lost, which may have taken hours to encode.
-
-    Raises:
-        UsageError: if files are there that are not to be replaced, or of the other format.
-    """
+    """Raise `UsageError` if data would be lost, which may have taken hours to encode."""
     if directory.exists() and not directory.is_dir():
         raise UsageError(f"--out {directory}: is a file; give a folder")
     pairs = sorted(directory.glob(f"{glob.escape(directory.name)}_*_document.*"))
@@ -97,7 +91,7 @@ def parser() -> CommandParser:
     add("--tokenizer", type=lambda given: str(file_path(given)), default="char", help=tokenizers)
     add("--eos", help="token between documents; default the tokenizer's own")
     threads = "threads that encode by a tokenizer.json; default one per CPU, here %(default)s"
-    add("--workers", type=int, default=len(own_cpus()), help=threads)
+    add("--workers", type=whole_number(), default=len(own_cpus()), help=threads)
     share = "validation: the last part of text (default 0.1), or of JSON lines at random (0.01)"
     add("--val-share", type=float, help=share)
     formats = "train.bin and val.bin, or one .bin and .idx of Megatron-LM"

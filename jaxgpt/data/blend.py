@@ -38,11 +38,7 @@ class BlendEntry:
 
 
 def read_file_list(path: Path) -> list[str]:
-    """Return the lines of data.file_list that name a source.
-
-    Raises:
-        UsageError: if it cannot be read, or there are none.
-    """
+    """Return the lines of data.file_list that name a source; `UsageError` if there are none."""
     try:
         lines = path.read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -54,11 +50,7 @@ def read_file_list(path: Path) -> list[str]:
 
 
 def parse_lines(lines: Sequence[str], key: str) -> list[BlendEntry]:
-    """Return the sources that the lines of a blend name.
-
-    Raises:
-        UsageError: for a line that is not one, or a weight that is too small.
-    """
+    """Return the sources that a blend names; `UsageError` for a bad line or too small a weight."""
     parsed = [_parse(line, key) for line in lines]
     paths: dict[str, set[Path]] = defaultdict(set)
     for _, path, corpus in parsed:
@@ -147,8 +139,9 @@ class WeightedInterleave:
         return block if block[0] <= n else self.make_block(n // self.block - 1)
 
     def _make_block(self, number: int) -> tuple[int, list[int], array, array]:
-        """A block: its first sample, the counts before it, and for each of its samples the corpus
-        and the number within the block of that corpus's samples.
+        """Return the block's first sample, the counts before it, each sample's corpus and number.
+
+        Numbers count a corpus's samples within the block, from 0.
         """
         first, before = self._boundary(number)
         end, after = self._boundary(number + 1)
@@ -218,10 +211,7 @@ class WeightedInterleave:
 
 
 class Blend:
-    """Sample n -> (source, number of the sample within it).
-
-    Corpora get their shares first, each within 1; then the sources of a corpus theirs of it.
-    """
+    """Sample n -> (corpus, source, number within it): corpora are mixed, and each one's sources."""
 
     def __init__(self, weights: Sequence[Fraction], corpora: Sequence[int]):
         """Take the weight of each source, and the corpus (0, 1, ...) that it belongs to."""

@@ -77,7 +77,7 @@ class Dataset:
         return max(16, SAMPLED_PAGES // len(self.sources))
 
     def describe(self) -> list[str]:
-        """Return lines for the log: how many tokens there are, and of what."""
+        """Return lines for the log."""
         kinds = {f"{s.format} {s.tokens['train'].dtype.name}" for s in self.sources}
         place = f"{len(self.sources)} sources of {len(self.corpora)} corpora"
         if len(self.sources) == 1:
@@ -98,11 +98,10 @@ class Dataset:
         return lines
 
     def verify(self) -> None:
-        """Read up to 64 MiB of the files for what `open_dataset` cannot see.
+        """Read up to 64 MiB of the files.
 
         Raises:
-            UsageError: if a token is outside the vocabulary, or the files are not those that
-                their meta.json was written for.
+            UsageError: for a token outside the vocabulary, or files that meta.json does not match.
         """
         for source, (path, found) in zip(self.sources, self.fingerprints, strict=True):
             for tokens in source.tokens.values():
@@ -125,11 +124,7 @@ def dataset_directory(data: DataConfig) -> Path:
 
 
 def entries(data: DataConfig) -> list[BlendEntry]:
-    """Return the sources that a configuration names.
-
-    Raises:
-        UsageError: for a line of a blend that is not one.
-    """
+    """Return the sources that a configuration names; `UsageError` for a bad line of a blend."""
     if data.file_list is not None:
         key, lines = f"data.file_list={data.file_list}", read_file_list(Path(data.file_list))
     elif data.blend:
@@ -142,11 +137,7 @@ def entries(data: DataConfig) -> list[BlendEntry]:
 
 
 def vocabulary_size(data: DataConfig, model: ModelConfig) -> int:
-    """Return V of a configuration, whether or not its data has been prepared on this machine.
-
-    Raises:
-        UsageError: if nothing says.
-    """
+    """Return V of a configuration, also before its data is prepared; `UsageError` if unknown."""
     if model.vocab_size:
         return model.vocab_size
     named = entries(data)

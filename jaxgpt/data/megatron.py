@@ -27,7 +27,7 @@ from jaxgpt.data.token_file import TokenFile, Tokens
 MAGIC = b"MMIDIDX\x00\x00"
 HEADER = struct.Struct("<9sQBQQ")
 CODES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
-_SAMPLES = 64  # sequences and documents that `read_index` looks at, whatever their number
+_SAMPLES = 64  # sequences and documents that `read_index` looks at
 
 
 @dataclass(frozen=True)
@@ -86,14 +86,10 @@ def prefix_of(path: Path | str) -> Path:
 
 
 def read_index(prefix: Path | str) -> Index:
-    """Open PREFIX.idx, and check it against PREFIX.bin without reading tokens.
-
-    Args:
-        prefix: PREFIX, with or without `.bin` or `.idx`.
+    """Open PREFIX.idx (of PREFIX, also with a suffix), and check it against PREFIX.bin's size.
 
     Raises:
-        UsageError: if a file is missing, truncated or of another format, if the tokens are not
-            integers, or if the sequences do not follow one another in the .bin file.
+        UsageError: if a file is missing, damaged or of another format.
     """
     prefix = prefix_of(prefix)
     bin_path, idx_path = Path(f"{prefix}.bin"), Path(f"{prefix}.idx")

@@ -55,10 +55,10 @@ class EpochSampler:
 
 
 def permute(indices: np.ndarray, n: int, seed: int) -> np.ndarray:
-    """Return where a permutation of 0..n-1 puts some indices: int64, of their shape.
+    """Return where a permutation of 0..n-1 (n > 1) puts some indices: int64, of their shape.
 
     The Simon block cipher (https://eprint.iacr.org/2013/404) of at least 16 bits and `ROUNDS`
-    rounds, applied again to what falls outside 0..n-1 (cycle walking); n is at least 2.
+    rounds, applied again to what falls outside 0..n-1 (cycle walking).
     """
     half = max(-(-(n - 1).bit_length() // 2), 8)  # bits of half a block
     mask = (1 << half) - 1

@@ -24,11 +24,7 @@ OTHER_FILES = 512  # that a process may have open beside its data
 
 
 def allow_open_files(count: int) -> None:
-    """Allow this process to have `count` token files open; a shell mostly allows 1024 files.
-
-    Raises:
-        UsageError: if this host allows fewer.
-    """
+    """Allow `count` open token files, of which shells mostly allow 1024; else `UsageError`."""
     wanted = count + OTHER_FILES
     limit = raise_open_file_limit(wanted)
     if limit < wanted:
@@ -102,11 +98,7 @@ class Tokens:
         return self.files[number].path, self.first + token - self._starts[number]
 
     def read(self, start: int, count: int) -> np.ndarray:
-        """Return `count` token ids from number `start` on: `dtype`, shape (count,).
-
-        Raises:
-            UsageError: if a file cannot be read or ends before them.
-        """
+        """Return `count` token ids from number `start` on: `dtype`, shape (count,)."""
         assert 0 <= start and start + count <= self.size, (start, count, self.size)
         start += self.first
         number = bisect.bisect_right(self._starts, start, hi=len(self.files)) - 1
@@ -119,11 +111,7 @@ class Tokens:
                 return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     def check_vocab_range(self, tokens: np.ndarray, start: int, vocab_size: int) -> None:
-        """Check that `tokens`, read from number `start` on, are ids below `vocab_size`.
-
-        Raises:
-            UsageError: naming the file, the offset and the token.
-        """
+        """Raise `UsageError` unless `tokens`, read from `start` on, are ids below `vocab_size`."""
         if 0 <= tokens.min() and tokens.max() < vocab_size:
             return
         at = int(np.argmax((tokens >= vocab_size) | (tokens < 0)))

@@ -42,10 +42,7 @@ class Tokenizer:
         raise NotImplementedError
 
     def split_point(self, text: str) -> int:
-        """Return a place near the end of `text` at which it can be split; 0 if none is found.
-
-        The tokens of both parts together are those of the whole, however the text goes on.
-        """
+        """Return the last place at which splitting `text` changes no token; 0 if none is found."""
         return len(text)
 
     def to_meta(self) -> dict[str, Any]:
@@ -146,11 +143,7 @@ class HFTokenizer(Tokenizer):
 
 
 def tokenizer_from_meta(meta: dict[str, Any], directory: Path) -> Tokenizer:
-    """Return the tokenizer that `to_meta` described, and `save` wrote to `directory`.
-
-    Raises:
-        UsageError: for an unknown type, or if the file is missing or has changed.
-    """
+    """Return the tokenizer that `to_meta` described and `save` wrote; `UsageError` if changed."""
     match meta.get("type"):
         case "char":
             return CharTokenizer(meta["characters"])
@@ -171,16 +164,13 @@ def tokenizer_from_meta(meta: dict[str, Any], directory: Path) -> Tokenizer:
 
 
 def load_tokenizer(path: Path | str, end_of_text: str | None = None) -> Tokenizer:
-    """Return the tokenizer that a user names.
+    """Return the tokenizer that a user names; `UsageError` if there is none.
 
     Args:
         path: `byte`; the folder of a prepared data set; a tokenizer.json or a folder with it; or
             a folder with GPT-2's encoder.json and vocab.bpe, also named vocab.json and merges.txt.
         end_of_text: the name of the token between documents; by default the `eos_token` of a
             tokenizer_config.json beside the file, or a usual name of such tokens.
-
-    Raises:
-        UsageError: if there is no tokenizer, or it has no such token.
     """
     path = Path(path)
     if str(path) == "byte":
@@ -255,10 +245,8 @@ def _parse(content: bytes):
 
 
 def continue_prompt(tokenizer: Tokenizer, prompt: str, tokens: Sequence[int]) -> str:
-    """Return a prompt and the text of the tokens that follow it.
-
-    They are decoded together, as some decoders leave out a space before their first token.
-    """
+    """Return a prompt and the text of the tokens that follow it."""
+    # Decoded together: some decoders leave out a space before their first token.
     before = tokenizer.encode(prompt).tolist()
     start, whole = tokenizer.decode(before), tokenizer.decode([*before, *tokens])
     if not before or not whole.startswith(start):

@@ -27,11 +27,7 @@ _NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idlelib", "_
 
 
 def prepare_shakespeare_char(directory: Path, input_file: Path | None) -> list[str]:
-    """Prepare Tiny Shakespeare by characters, as nanoGPT does; return what nanoGPT prints of it.
-
-    Raises:
-        UsageError: if the text cannot be downloaded, or is not the known one.
-    """
+    """Prepare Tiny Shakespeare by characters, as nanoGPT does; return what nanoGPT prints of it."""
     # Imported here, as a training run needs only `prepare_python` of this file.
     from jaxgpt.data.prepare.text import Corpus, write_nanogpt
 
@@ -40,11 +36,11 @@ def prepare_shakespeare_char(directory: Path, input_file: Path | None) -> list[s
             input_file = Path(folder) / "input.txt"
             input_file.write_bytes(_download_shakespeare())
         corpus = Corpus([input_file], None, 1 - TRAIN_SHARE)
-        stats = write_nanogpt(corpus, directory, None, "Tiny Shakespeare")
+        tokenizer, counts = write_nanogpt(corpus, directory, None, "Tiny Shakespeare")
     return [
-        f"length of dataset in characters: {sum(stats.tokens.values()):,}",
-        "all the unique characters: " + "".join(stats.tokenizer.characters),
-        *_summary(stats.tokenizer, stats.tokens),
+        f"length of dataset in characters: {counts['train'] + counts['val']:,}",
+        "all the unique characters: " + "".join(tokenizer.characters),
+        *_summary(tokenizer, counts),
     ]
 
 
@@ -70,9 +66,6 @@ def prepare_text(
         megatron: write one pair of Megatron-LM's, NAME_KEY_document.bin and .idx, in place of
             train.bin and val.bin.
         end_of_text: name of the token between documents, as in `load_tokenizer`.
-
-    Raises:
-        UsageError: naming file and line or byte of what cannot be read.
     """
     from jaxgpt.data.prepare.text import Corpus, input_files, write_megatron, write_nanogpt
 
@@ -86,29 +79,28 @@ def prepare_text(
                 "give byte or a tokenizer"
             )
         prefix = directory / f"{directory.name}_{key or 'text'}_document"
-        stats = write_megatron(Corpus(files, key, None), prefix, encoder)
+        counts = write_megatron(Corpus(files, key, None), prefix, encoder)
         encoder.save(directory)
         home = "byte" if isinstance(encoder, ByteTokenizer) else directory
         lines = [
             f"vocab size: {encoder.vocab_size:,}",
-            f"{stats.tokens['train']:,} tokens; train on them with data.path={prefix} "
+            f"{counts['train']:,} tokens; train on them with data.path={prefix} "
             f"data.tokenizer={home}",
         ]
     else:
         corpus = Corpus(files, key, val_share or (0.01 if is_json else 1 - TRAIN_SHARE))
         source = ", ".join(path.name for path in inputs)
-        stats = write_nanogpt(corpus, directory, encoder, source)
-        lines = _summary(stats.tokenizer, stats.tokens)
-    mark = stats.tokenizer.end_of_text
+        encoder, counts = write_nanogpt(corpus, directory, encoder, source)
+        lines = _summary(encoder, counts)
+    mark = encoder.end_of_text
     between = "nothing" if mark is None else f"token {mark}"
-    return [*lines, f"documents: {stats.documents:,}, with {between} between them"]
+    return [*lines, f"documents: {counts['documents']:,}, with {between} between them"]
 
 
 def prepare_python(directory: Path) -> list[str]:
     """Prepare the source of the standard library, by bytes: text without a download.
 
-    Files follow one another in an order by hash, so that the last tenth, the validation split,
-    is like the rest, with byte 0 between them. Returns lines that say what was written.
+    Files are ordered by hash, so that the last tenth, for validation, is like the rest.
     """
     library = Path(sysconfig.get_paths()["stdlib"])
     files = [

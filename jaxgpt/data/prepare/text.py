@@ -9,7 +9,7 @@ import sys
 import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, NamedTuple
 
@@ -48,11 +48,7 @@ class Corpus:
     """Of the characters of text, or of JSON lines; None to keep all in "train"."""
 
     def pieces(self, tokenizer: Tokenizer) -> Iterator[Piece]:
-        """Yield all text in order.
-
-        Raises:
-            UsageError: naming the file and the byte or line of what cannot be read.
-        """
+        """Yield all text in order; `UsageError` names the byte or line that cannot be read."""
         if self.json_key is None:
             yield from self._text_pieces(tokenizer)
             return
@@ -97,22 +93,8 @@ class Corpus:
                 yield Piece(split, text, True)
 
 
-@dataclass
-class EncodeStats:
-    """What was written of a corpus."""
-
-    tokenizer: Tokenizer
-    tokens: dict[str, int] = field(default_factory=Counter)
-    """By split."""
-    documents: int = 0
-
-
 def input_files(inputs: Iterable[Path]) -> tuple[list[Path], bool]:
-    """Return the files to read, those of a folder sorted, and whether they are JSON lines.
-
-    Raises:
-        UsageError: if there is nothing to read, or both kinds together.
-    """
+    """Return the files to read, those of a folder sorted, and whether they are JSON lines."""
     files = []
     for path in inputs:
         if path.is_dir():
@@ -135,15 +117,14 @@ def input_files(inputs: Iterable[Path]) -> tuple[list[Path], bool]:
 
 def write_nanogpt(
     corpus: Corpus, directory: Path, tokenizer: Tokenizer | None, source: str
-) -> EncodeStats:
+) -> tuple[Tokenizer, Counter[str]]:
     """Write train.bin, val.bin and meta.json, with end-of-text between documents.
+
+    Returns the tokenizer, and the tokens of each split and number of "documents".
 
     Args:
         tokenizer: None for one token per character that occurs.
         source: where the text came from, for people.
-
-    Raises:
-        UsageError: for files that cannot be read, or too little text.
     """
     pipe = next((path for path in corpus.files if not path.is_file()), None)
     if pipe and (tokenizer is None or corpus.json_key is None):
@@ -153,43 +134,41 @@ def write_nanogpt(
         )
     tokenizer = tokenizer or _char_tokenizer(corpus)
     dtype = token_dtype(tokenizer.vocab_size)
-    stats, between = EncodeStats(tokenizer), dict.fromkeys(SPLITS, False)
+    counts, between = Counter(), dict.fromkeys(SPLITS, False)
     with (
         new_dataset(directory, tokenizer, source) as scratch,
         open(scratch / "train.bin", "wb") as train,
         open(scratch / "val.bin", "wb") as val,
     ):
-        for piece, ids in encode(corpus, tokenizer, stats):
+        for piece, ids in encode(corpus, tokenizer):
             if between[piece.split] and tokenizer.end_of_text is not None:
                 ids = np.concatenate([[tokenizer.end_of_text], ids])
             (train if piece.split == "train" else val).write(ids.astype(dtype).data)
-            stats.tokens[piece.split] += ids.size
+            counts.update({piece.split: ids.size, "documents": piece.ends})
             between[piece.split] = piece.ends
-        if min(stats.tokens[split] for split in SPLITS) < 2 or tokenizer.vocab_size < 2:
+        if min(counts[split] for split in SPLITS) < 2 or tokenizer.vocab_size < 2:
             raise UsageError(
-                f"--input: {stats.tokens['train']} tokens to train on and {stats.tokens['val']} to "
+                f"--input: {counts['train']} tokens to train on and {counts['val']} to "
                 f"validate with (--val-share {corpus.val_share:g}), of a vocabulary of "
                 f"{tokenizer.vocab_size}, are too few; give more text, or another --val-share"
             )
-    return stats
+    return tokenizer, counts
 
 
-def write_megatron(corpus: Corpus, prefix: Path, tokenizer: Tokenizer) -> EncodeStats:
-    """Write PREFIX.bin and PREFIX.idx, with end-of-text after each document."""
-    stats = EncodeStats(tokenizer)
+def write_megatron(corpus: Corpus, prefix: Path, tokenizer: Tokenizer) -> Counter[str]:
+    """Write PREFIX.bin and PREFIX.idx, with end-of-text after each document; return counts."""
+    counts = Counter()
     dtype = np.uint16 if tokenizer.vocab_size < _MEGATRON_UINT16 else np.int32
     with megatron_writer(prefix, dtype) as add:
-        for piece, ids in encode(corpus, tokenizer, stats):
+        for piece, ids in encode(corpus, tokenizer):
             if piece.ends and tokenizer.end_of_text is not None:
                 ids = np.append(ids, tokenizer.end_of_text)
             add(ids, piece.ends)
-            stats.tokens["train"] += ids.size
-    return stats
+            counts.update({"train": ids.size, "documents": piece.ends})
+    return counts
 
 
-def encode(
-    corpus: Corpus, tokenizer: Tokenizer, stats: EncodeStats
-) -> Iterator[tuple[Piece, np.ndarray]]:
+def encode(corpus: Corpus, tokenizer: Tokenizer) -> Iterator[tuple[Piece, np.ndarray]]:
     """Yield each piece and its token ids, with progress on standard error."""
     every = 0.5 if sys.stderr.isatty() else 10  # seconds
     options = {"unit_scale": True, "delay": every, "mininterval": every, "leave": False}
@@ -198,7 +177,6 @@ def encode(
         while batch := list(_take(pieces)):
             encoded = tokenizer.encode_batch([piece.text for piece in batch])
             yield from zip(batch, encoded, strict=True)
-            stats.documents += sum(piece.ends for piece in batch)
             bar.update(sum(len(piece.text) for piece in batch))
 
 

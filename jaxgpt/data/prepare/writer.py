@@ -47,9 +47,6 @@ def new_dataset(directory: Path, tokenizer: Tokenizer, source: str) -> Iterator[
     """A folder to write train.bin and val.bin into, of `token_dtype(tokenizer.vocab_size)`.
 
     When the block ends they are described by a meta.json and move into `directory`.
-
-    Args:
-        source: where the text came from, for people.
     """
     with scratch_folder(directory) as scratch:
         yield scratch
@@ -85,17 +82,12 @@ def write_dataset(
 def megatron_writer(
     prefix: Path | str, dtype: np.dtype | type
 ) -> Iterator[Callable[[np.ndarray, bool], None]]:
-    """Write PREFIX.bin and PREFIX.idx, which appear when the block ends without an error.
-
-    Each document is one sequence.
+    """Write PREFIX.bin and PREFIX.idx, a sequence per document, when the block ends.
 
     >>> with megatron_writer("corpus", np.uint16) as add:
     ...     add([5, 6, 7])  # a document
     ...     add([8, 9], ends=False)  # the beginning of the next one
     ...     add([10])
-
-    Raises:
-        UsageError: for token ids that do not fit `dtype`, one of Megatron's integers.
     """
     prefix, dtype = prefix_of(prefix), np.dtype(dtype).newbyteorder("<")
     code = next(code for code, name in CODES.items() if np.dtype(name) == dtype)

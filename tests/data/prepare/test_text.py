@@ -193,7 +193,7 @@ def test_inputs_that_cannot_be_are_refused(tmp_path):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--workers", "0"], "--workers 0: must be at least 1"),
+        (["--workers", "0"], "--workers: 0: must be a whole number, at least 1"),
         (["--val-share", "1"], "--val-share 1.0: must be between 0 and 1"),
         (
             ["--val-share", "0.1", "--format", "megatron"],
@@ -203,8 +203,8 @@ def test_inputs_that_cannot_be_are_refused(tmp_path):
     ],
 )
 def test_options_that_cannot_be_are_refused(options, words, tmp_path):
-    arguments = prepare.parser().parse_args(["text", "--input", "a.txt", *options])
     with pytest.raises(UsageError, match=words):
+        arguments = prepare.parser().parse_args(["text", "--input", "a.txt", *options])
         prepare.prepare(arguments, tmp_path / "d")
 
 
