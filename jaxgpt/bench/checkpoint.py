@@ -16,7 +16,7 @@ import numpy as np
 
 from jaxgpt.bench.harness import PROG, Job, Result, Value, open_job
 from jaxgpt.checkpoint.checkpointer import Checkpoints, Tree
-from jaxgpt.config import Config, names_config, parse_args
+from jaxgpt.config import Config, parse_args
 from jaxgpt.doctor.directory import file_system_of
 from jaxgpt.train.functions import make_steps
 from jaxgpt.train.state import checkpoint_tree
@@ -32,7 +32,7 @@ def run(settings: Sequence[str], out: Path | None = None) -> Result:
 
     Raises `UsageError` if there is no room, or the mesh cannot work.
     """
-    if not names_config(settings):
+    if not any(word.startswith(("--config", "config=")) for word in settings):
         settings = [*ONE_GIGABYTE, *settings]
     config = parse_args(settings, PROG)
     with open_job(config, out=out) as job:

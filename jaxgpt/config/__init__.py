@@ -12,7 +12,6 @@ from jaxgpt.config.parse import (
     config_from_file,
     is_help,
     load_config,
-    names_config,
     parse_args,
 )
 from jaxgpt.config.schedule import (

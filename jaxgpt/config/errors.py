@@ -4,18 +4,11 @@ import os
 
 
 class UsageError(ValueError):
-    """Something a user gave is wrong. The message names the key, the value and the remedy.
-
-    Commands print it as one line and exit with status 2.
-    """
+    """Something a user gave is wrong: key, value and remedy, printed as one line; status 2."""
 
 
 def expand_user(path: str, key: str = "") -> str:
-    """Return a path with its ~ replaced, which shells leave in `key=~/...`, and YAML always.
-
-    Raises:
-        UsageError: beginning with `key`, if that home directory is not known.
-    """
+    """Return a path with its ~ replaced, which shells leave in `key=~/...`, and YAML always."""
     found = os.path.expanduser(path)
     if found.startswith("~"):
         raise UsageError(f"{key}{path}: no home directory is known; give a whole path")

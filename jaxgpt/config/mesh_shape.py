@@ -39,11 +39,7 @@ class MeshShape(dict[str, int]):
 
     @classmethod
     def parse(cls, text: str) -> "MeshShape":
-        """Read `2,1,4` or `data=2,tensor=4`.
-
-        Raises:
-            ValueError: saying what a mesh looks like.
-        """
+        """Read `2,1,4` or `data=2,tensor=4`; a `ValueError` says what a mesh looks like."""
         parts = text.split(",")
         try:
             by_name = [part.split("=") for part in parts]
@@ -64,16 +60,15 @@ class MeshShape(dict[str, int]):
     def fill(self, n_devices: int) -> "MeshShape":
         """Return the shape for a number of devices, which decides the size that is -1.
 
-        Raises:
-            ValueError: if the product of the sizes cannot be `n_devices`.
+        `ValueError` if the product of the sizes cannot be `n_devices`.
         """
         known = self.n_devices
-        if not self.is_filled and n_devices % known:
-            raise ValueError(f"{known} does not divide the job's {n_devices} devices")
         if self.is_filled and known != n_devices:
             raise ValueError(
                 f"the product is {known} but the job has {n_devices} devices (-1 fills one axis)"
             )
+        if n_devices % known:
+            raise ValueError(f"{known} does not divide the job's {n_devices} devices")
         return MeshShape(**{k: n_devices // known if n == -1 else n for k, n in self.items()})
 
     @property

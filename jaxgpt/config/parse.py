@@ -38,19 +38,11 @@ def is_help(argv: Sequence[str]) -> bool:
     return "-h" in argv or "--help" in argv
 
 
-def names_config(argv: Sequence[str]) -> bool:
-    """Return whether a command line says which configuration it starts from."""
-    return any(word.removeprefix("--").partition("=")[0] == "config" for word in argv)
-
-
 def parse_args(argv: Sequence[str], prog: str = "python -m jaxgpt.train") -> Config:
     """Return the configuration that a command line describes, validated.
 
     The base is `--config`; without it the config.yaml of an existing `--out`, else `tiny`.
-    `--help` prints every key and exits 0.
-
-    Raises:
-        UsageError: for an unknown key, a value of the wrong type, or one that cannot work.
+    `--help` prints every key and exits 0. `UsageError` for what cannot work.
     """
     if is_help(argv):
         print(help_text(prog))
@@ -118,25 +110,22 @@ class _Loader(yaml.SafeLoader):
 def _read_yaml(path: Path) -> Mapping[str, Any]:
     try:
         values = yaml.load(path.read_text(), _Loader)
+        if isinstance(values, Mapping):
+            return values
+        problem = "it has no sections such as `train:`"
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         problem = " ".join(str(error).split())
-        raise UsageError(f"config={path}: not readable as YAML ({problem})") from None
-    if not isinstance(values, Mapping):
-        raise UsageError(f"config={path}: must be a mapping of sections such as `train:`")
-    return values
+    raise UsageError(f"config={path}: not readable as YAML ({problem})")
 
 
-def _flatten(values: Mapping[str, Any], origin: str) -> dict[str, list[str]]:
+def _flatten(values: Mapping[str, Any], origin: str, prefix: str = "") -> dict[str, list[str]]:
     """Return the words of each `section.key` in a nested mapping."""
-    flat = {}
-    for section, content in values.items():
-        if isinstance(content, Mapping):
-            flat |= {f"{section}.{key}": value for key, value in content.items()}
-        else:
-            flat[str(section)] = content
     out = {}
-    for name, value in flat.items():
-        kind = settings().get(name)
+    for name, value in values.items():
+        if isinstance(value, Mapping) and not prefix:
+            out |= _flatten(value, origin, f"{name}.")
+            continue
+        kind = settings().get(name := f"{prefix}{name}")
         if kind is None:
             raise UsageError(f"{origin}: {unknown_key(name)}")
         if name == "parallel.mesh" and isinstance(value, list):
@@ -154,35 +143,25 @@ def _split_arguments(argv: Sequence[str]) -> dict[str, list[str]]:
     while words:
         word = words.pop(0)
         key, equals, value = word.removeprefix("--").partition("=")
+        if word.endswith((".py", ".toml")) and not equals:  # nanoGPT's, torchtitan's
+            name = Path(word).stem.removeprefix("train_")
+            raise UsageError(f"{word}: is not YAML; type --config {name}, or --config FILE.yaml")
         if not key or not (word.startswith("--") or equals):
-            raise UsageError(f"{word or repr(word)}: not understood; {_remedy(word)}")
+            raise UsageError(f"{word!r}: give section.key=value or --section.key value")
         key = key.replace("-", "_")
         key = key if key in settings() else aliases.find(aliases.SAME, key) or key
         if key not in settings():
             raise UsageError(unknown_key(word.partition("=")[0], key))
-        kind = settings()[key]
-        several = takes_many(kind)
+        several = takes_many(settings()[key])
         if key in out and several:
             raise UsageError(f"{word}: is given twice; give all its values after one --{key}")
         out[key] = [value] if equals else []
-        while words and (not out[key] or several) and not _is_setting(words[0], several):
+        next_setting = r"--|[\w.-]+=" if several else "--"
+        while words and (not out[key] or several) and not re.match(next_setting, words[0]):
             out[key].append(words.pop(0))
         if not out[key]:
-            raise UsageError(f"--{key}: needs a value: {describe(kind)}")
+            raise UsageError(f"--{key}: needs a value: {describe(settings()[key])}")
     return out
-
-
-def _is_setting(word: str, several: bool) -> bool:
-    """Return whether a word begins the next setting; a flag of one value takes any word."""
-    return word.startswith("--") or (several and re.match(r"[\w.-]+=", word) is not None)
-
-
-def _remedy(word: str) -> str:
-    """Return what to type in place of a word that is no setting, such as nanoGPT's Python file."""
-    if not word.endswith((".py", ".toml")):
-        return "give section.key=value or --section.key value"
-    name = Path(word).stem.removeprefix("train_")
-    return f"configurations are YAML files; type --config {name}, or --config FILE.yaml"
 
 
 def unknown_key(shown: str, key: str | None = None) -> str:
@@ -205,13 +184,8 @@ def unknown_key(shown: str, key: str | None = None) -> str:
 
 def _build(words: Mapping[str, Sequence[str]]) -> Config:
     """Return the configuration that the words of each `section.key` say."""
-    sections: dict[str, dict[str, Any]] = {"": {}}
-    for name, given in words.items():
-        section, _, key = name.rpartition(".")
-        sections.setdefault(section, {})[key] = _value(name, given)
-    kinds = typing.get_type_hints(Config)
-    top = sections.pop("")
-    return Config(**top, **{name: kinds[name](**values) for name, values in sections.items()})
+    values = {name.replace(".", "__"): _value(name, given) for name, given in words.items()}
+    return Config().replace(**values)
 
 
 def _value(name: str, words: Sequence[str]) -> Any:

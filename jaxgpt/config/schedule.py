@@ -23,11 +23,7 @@ def skip_ranges(config: Config) -> tuple[tuple[int, int], ...]:
 
 
 def step_ranges(key: str, steps: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
-    """Return the ranges of steps in a setting as (first, last) pairs, both included.
-
-    Raises:
-        UsageError: for an odd count, a step below 1, or a first step after its last.
-    """
+    """Return a setting's ranges of steps as (first, last), both included; `UsageError` if bad."""
     pairs = tuple(zip(steps[::2], steps[1::2], strict=False))
     if len(steps) % 2 or any(not 1 <= first <= last for first, last in pairs):
         raise UsageError(
@@ -38,11 +34,7 @@ def step_ranges(key: str, steps: tuple[int, ...]) -> tuple[tuple[int, int], ...]
 
 
 def profile_range(config: Config) -> range:
-    """Return the steps of `profile_steps`, empty for None.
-
-    Raises:
-        UsageError: if it is not `A:B`, or those are no steps of the run.
-    """
+    """Return the steps of `profile_steps`, empty for None; `UsageError` if the run has none such."""
     text, end = config.profile_steps, config.train.max_iters
     if text is None:
         return range(0)

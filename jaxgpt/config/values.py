@@ -36,16 +36,11 @@ def settings() -> dict[str, Any]:
 
 
 def takes_many(kind: Any) -> bool:
-    """Return whether a setting takes several words."""
     return typing.get_origin(kind) is tuple
 
 
 def convert(kind: Any, words: Sequence[str]) -> Any:
-    """Return the value of type `kind` that words say.
-
-    Raises:
-        ValueError, KeyError: if they say none, or one that is out of its bounds.
-    """
+    """Return the value of type `kind` that words say; `ValueError` or `KeyError` if they do not."""
     arguments = typing.get_args(kind)
     if takes_many(kind):
         return tuple(arguments[0](word) for word in words if word)  # `key=` is none
@@ -91,10 +86,9 @@ def _entries(section: type, prefix: str) -> list[str]:
     lines = []
     for node, below in zip(definition.body, definition.body[1:], strict=False):
         if isinstance(node, ast.AnnAssign) and isinstance(below, ast.Expr):
-            name = node.target.id
-            kind, default = describe(settings()[prefix + name]), getattr(section, name)
+            name, default = f"{prefix}{node.target.id}", getattr(section, node.target.id)
             default = " ".join(map(str, default)) if isinstance(default, tuple) else default
-            lines.append(f"  --{prefix}{name}: {kind} (default: {default})")
+            lines.append(f"  --{name}: {describe(settings()[name])} (default: {default})")
             doc = " ".join(ast.literal_eval(below.value).split())
             lines += textwrap.wrap(doc, 92, initial_indent=" " * 8, subsequent_indent=" " * 8)
     return lines
