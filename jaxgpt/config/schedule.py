@@ -34,7 +34,7 @@ def step_ranges(key: str, steps: tuple[int, ...]) -> tuple[tuple[int, int], ...]
 
 
 def profile_range(config: Config) -> range:
-    """Return the steps of `profile_steps`, empty for None; `UsageError` if the run has none such."""
+    """Return the steps of `profile_steps`, empty for None; `UsageError` if they are none."""
     text, end = config.profile_steps, config.train.max_iters
     if text is None:
         return range(0)

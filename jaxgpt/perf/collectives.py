@@ -153,22 +153,18 @@ def _groups_along_axes(text: str) -> np.ndarray:
     axes, order, along = re.fullmatch(
         r"mesh\[(.*?)\](?:, device_ids=\((.*)\))? \{(.*)\}", text
     ).groups()
-    parts = re.findall(r"('[^']*')(?::\((\d+)\)(\d+))?", along)
-    shape, grouped = [], []
-    for axis, size in re.findall(r"('[^']*')=(\d+)", axes):
-        done = 1
-        for name, outer, part in parts:
-            if name == axis:
-                shape += [int(outer or 1) // done, int(part or size)]
-                grouped.append(len(shape) - 1)
-                done = math.prod(shape[-2:]) * done
-        shape.append(int(size) // done)
-    if order is None:
-        devices = np.arange(math.prod(shape))
-    else:
-        devices = _range(order) if "T(" in order else np.array(_numbers(order))
-    devices = np.moveaxis(devices.reshape(shape), grouped, range(-len(grouped), 0))
-    return devices.reshape(-1, math.prod(shape[i] for i in grouped))
+    mesh = {axis: int(size) for axis, size in re.findall(r"'(.*?)'=(\d+)", axes)}
+    shape, n = tuple(mesh.values()), 1
+    place = dict(zip(mesh, np.unravel_index(np.arange(math.prod(shape)), shape), strict=True))
+    group = dict(place)  # the place of each group's first device
+    for axis, outer, part in re.findall(r"'(.*?)'(?::\((\d+)\)(\d+))?", along):
+        size = int(part or mesh[axis])
+        stride, n = mesh[axis] // (int(outer or 1) * size), n * size
+        group[axis] = group[axis] - place[axis] // stride % size * stride
+    members = np.ravel_multi_index(tuple(group.values()), shape).argsort(kind="stable")
+    if order:
+        members = (_range(order).ravel() if "T(" in order else np.array(_numbers(order)))[members]
+    return members.reshape(-1, n)
 
 
 def _range(text: str) -> np.ndarray:
