@@ -6,9 +6,9 @@ jaxgpt.train, such as --mesh 2,1,4 or train.batch_size=512.
 
 import argparse
 import importlib
-import json
 import sys
 
+from jaxgpt.bench.harness import as_json, as_table
 from jaxgpt.cluster.environment import rank_from_env
 from jaxgpt.cluster.shutdown import job_exit_handler
 from jaxgpt.config import CommandParser, file_path, is_help, whole_number
@@ -56,9 +56,6 @@ def parser() -> CommandParser:
     )
     kind = bench("sample", "time to write a text, beside reading all of it for each token")
     number(kind, "--tokens", "to write; default 200, or what fits")
-    kind = bench("compile", "time to compile a training step, beside that of fewer layers")
-    kind.add_argument("--layers", metavar="N,M", help="default model.n_layer and a quarter of it")
-    number(kind, "--runs", "of each; default 3")
     kind = bench("startup", "time to the first step, cold and warm, beside the imports")
     number(kind, "--runs", "cold and warm; default 3 each")
     number(kind, "--processes", "started by mpiexec; default without it")
@@ -72,11 +69,11 @@ def main(argv: list[str] | None = None) -> None:
             return  # once is enough
         arguments, settings = parser().parse_known_args(argv)
         options = {name: value for name, value in vars(arguments).items() if value is not None}
-        kind, as_json = options.pop("kind"), options.pop("json")
+        kind, in_json = options.pop("kind"), options.pop("json")
         bench = importlib.import_module(f"jaxgpt.bench.{kind}")
         result = bench.run(settings, **options)
         if rank_from_env() == 0:
-            print(json.dumps(result.to_dict()) if as_json else result.table())
+            print(as_json(result) if in_json else as_table(result))
 
 
 if __name__ == "__main__":

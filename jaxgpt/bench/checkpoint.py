@@ -9,6 +9,7 @@ import shutil
 import statistics
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -21,9 +22,7 @@ from jaxgpt.doctor.directory import file_system_of
 from jaxgpt.train.functions import make_steps
 from jaxgpt.train.state import checkpoint_tree
 
-# After one that counts for nothing; an even number, as what comes second may take longer: a
-# virtual machine has memory at hand for the first, and asks its host for more.
-ROUNDS = 8
+ROUNDS = 8  # after one to warm up; even, as what comes second in a round may take longer
 ONE_GIGABYTE = ("--config", "gpt2", "model.n_layer=6")
 
 
@@ -45,23 +44,19 @@ def run(settings: Sequence[str], out: Path | None = None) -> Result:
         # Not zeros: as after some steps.
         state = state._replace(opt_state=jax.tree.map(lambda x: x + 1, state.opt_state))
         tree = checkpoint_tree(state)
-        sizes: list[int] = []  # of the files of a checkpoint, in bytes
+        writes = [partial(save, job, config, tree), partial(write_files, job)]
+        reads = [partial(restore, job, config, shapes), partial(read_files, job)]
         rounds = []
         for number in range(ROUNDS + 1):
             job.log(f"round {number} of {ROUNDS}" if number else "warming up")
-            turns = [
-                (save, job, config, tree, sizes),  # first once, for the sizes
-                (write_files, job, sizes),
-                (restore, job, config, shapes),
-                (read_files, job, sizes),
-            ]
-            if number % 2:
-                turns = [turns[1], turns[0], turns[3], turns[2]]
             found: dict[str, float] = {}
-            for act, *arguments in turns:
-                found |= act(*arguments)
+            for turn in writes + reads:
+                found |= turn()
             rounds.append(found)
-        values = {
+            writes.reverse()
+            reads.reverse()
+        sizes = file_sizes(job)
+        return {
             "config": config.config,
             "n_layer": config.model.n_layer,
             "state_bytes": Value(sum(a.nbytes for a in jax.tree.leaves(tree)), "bytes"),
@@ -74,7 +69,6 @@ def run(settings: Sequence[str], out: Path | None = None) -> Result:
             "rounds": ROUNDS,
             **medians(rounds[1:]),
         }
-        return Result(values)
 
 
 def medians(rounds: list[dict[str, float]]) -> dict[str, Value]:
@@ -86,10 +80,8 @@ def medians(rounds: list[dict[str, float]]) -> dict[str, Value]:
     return out
 
 
-def save(job: Job, config: Config, tree: Tree, sizes: list[int]) -> dict[str, float]:
-    """Save a checkpoint; the first time, put the bytes of each of its files into `sizes`."""
-    folder = empty_folder(job, "checkpoint")
-    checkpoints = Checkpoints(folder, config)
+def save(job: Job, config: Config, tree: Tree) -> dict[str, float]:
+    checkpoints = Checkpoints(empty_folder(job, "checkpoint"), config)
 
     def save_and_close() -> float:
         began = time.perf_counter()
@@ -99,29 +91,32 @@ def save(job: Job, config: Config, tree: Tree, sizes: list[int]) -> dict[str, fl
         return blocked
 
     blocked, seconds = job.timed(save_and_close)
-    if not sizes:
-        written = sorted(file.stat().st_size for file in folder.rglob("*") if file.is_file())
-        sizes += job.cluster.broadcast(written)
     return {"save_blocks_seconds": max(job.cluster.allgather(blocked)), "save_seconds": seconds}
 
 
 def restore(job: Job, config: Config, shapes: Tree) -> dict[str, float]:
     """Restore the checkpoint, which compares its checksums."""
-    folder = job.folder / "checkpoint"
-    checkpoints = Checkpoints(folder, config)
-    drop_cached(job, folder)
+    checkpoints = Checkpoints(job.folder / "checkpoint", config)
+    drop_cached(job, "checkpoint")
     _, seconds = job.timed(lambda: jax.block_until_ready(checkpoints.restore(1, shapes)))
     checkpoints.close()
     return {"restore_seconds": seconds}
 
 
-def write_files(job: Job, sizes: list[int]) -> dict[str, float]:
-    """Write plain files from memory, each of them to the disk (fsync)."""
-    folder = empty_folder(job, "plain")
+def file_sizes(job: Job) -> list[int]:
+    """Return the bytes of each file of the checkpoint."""
+    files = (job.folder / "checkpoint").rglob("*")
+    return job.cluster.broadcast(sorted(f.stat().st_size for f in files if f.is_file()))
+
+
+def write_files(job: Job) -> dict[str, float]:
+    """Write plain files of the checkpoint's sizes from memory, each to the disk (fsync)."""
+    folder, sizes = empty_folder(job, "plain"), file_sizes(job)
     largest = memoryview(np.random.default_rng(0).bytes(max(sizes)))  # not compressible
 
     def write() -> None:
-        for number in own_files(job, sizes):
+        # Processes share the files, as Orbax's.
+        for number in range(job.cluster.rank, len(sizes), job.cluster.size):
             with (folder / str(number)).open("wb") as file:
                 file.write(largest[: sizes[number]])
                 file.flush()
@@ -130,17 +125,11 @@ def write_files(job: Job, sizes: list[int]) -> dict[str, float]:
     return {"plain_write_seconds": job.timed(write)[1]}
 
 
-def read_files(job: Job, sizes: list[int]) -> dict[str, float]:
+def read_files(job: Job) -> dict[str, float]:
     """Read plain files into new memory, as a restore must."""
-    folder = job.folder / "plain"
-    drop_cached(job, folder)
-    read = job.timed(lambda: [(folder / str(n)).read_bytes() for n in own_files(job, sizes)])
-    return {"plain_read_seconds": read[1]}
-
-
-def own_files(job: Job, sizes: list[int]) -> range:
-    """Return the numbers of this process's plain files: processes share them, as Orbax's."""
-    return range(job.cluster.rank, len(sizes), job.cluster.size)
+    drop_cached(job, "plain")
+    files = sorted((job.folder / "plain").iterdir())[job.cluster.rank :: job.cluster.size]
+    return {"plain_read_seconds": job.timed(lambda: [file.read_bytes() for file in files])[1]}
 
 
 def empty_folder(job: Job, name: str) -> Path:
@@ -152,10 +141,10 @@ def empty_folder(job: Job, name: str) -> Path:
     return folder
 
 
-def drop_cached(job: Job, folder: Path) -> None:
+def drop_cached(job: Job, name: str) -> None:
     """Let the page cache drop all files of a folder, so that reading asks the disk."""
     if hasattr(os, "posix_fadvise") and job.cluster.local_rank == 0:  # macOS has none
-        for path in filter(Path.is_file, folder.rglob("*")):
+        for path in filter(Path.is_file, (job.folder / name).rglob("*")):
             with path.open("rb") as file:
                 os.fsync(file.fileno())
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)

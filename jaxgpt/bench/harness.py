@@ -2,8 +2,10 @@
 
 import contextlib
 import importlib.metadata
+import json
 import os
 import platform
+import re
 import shutil
 import signal
 import statistics
@@ -17,7 +19,6 @@ from typing import Any, NamedTuple
 
 from jax.sharding import Mesh
 
-from jaxgpt import __version__
 from jaxgpt.cluster.hardware import own_cpus
 from jaxgpt.cluster.process_group import ProcessGroup, join_process_group
 from jaxgpt.cluster.shutdown import abort_mpi, end_process
@@ -43,29 +44,27 @@ class Value(NamedTuple):
     note: str = ""
 
 
-@dataclass(frozen=True)
-class Result:
-    """The measurements of a bench by name, each a `Value` or what needs no unit and no note."""
+Result = dict[str, Any]
+"""The measurements of a bench by name, each a `Value` or what needs no unit and no note."""
 
-    values: Mapping[str, Any]
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the values, with the host and versions that they were measured on."""
-        bare = {k: v.value if isinstance(v, Value) else v for k, v in self.values.items()}
-        return bare | environment()
+def as_json(result: Result) -> str:
+    """Return the values, with the host and versions that they were measured on."""
+    bare = {k: v.value if isinstance(v, Value) else v for k, v in result.items()}
+    return json.dumps(bare | environment())
 
-    def table(self) -> str:
-        """Return a line for each value: name, value with its unit, and note in brackets."""
-        everything = {**self.values, **environment()}
-        width = max(map(len, everything))
-        lines = []
-        for name, found in everything.items():
-            value, unit, note = found if isinstance(found, Value) else Value(found)
-            shown = note if unit is None else format_value(value, unit)
-            if note and unit is not None:
-                shown += f" ({note})"
-            lines.append(f"{name:{width}}  {shown}")
-        return "\n".join(lines)
+
+def as_table(result: Result) -> str:
+    """Return a line for each value: name, value with its unit, and note in brackets."""
+    result = result | environment()
+    width = max(map(len, result))
+    lines = []
+    for name, found in result.items():
+        value, unit, note = found if isinstance(found, Value) else Value(found)
+        shown = note if unit is None else format_value(value, unit)
+        in_brackets = f" ({note})" if note and unit is not None else ""
+        lines.append(f"{name:{width}}  {shown}{in_brackets}")
+    return "\n".join(lines)
 
 
 def format_value(value: Any, unit: str = "") -> str:
@@ -89,23 +88,16 @@ def format_value(value: Any, unit: str = "") -> str:
 
 
 def environment() -> dict[str, Any]:
-    """Return this host, its processor, and versions."""
-    packages = {name: importlib.metadata.version(name) for name in ("jax", "jaxlib")}
+    """Return this host, its processor (where /proc names it), and versions."""
+    packages = {name: importlib.metadata.version(name) for name in ("jaxgpt", "jax", "jaxlib")}
+    about = Path("/proc/cpuinfo")
+    model = re.search("model name.*: (.*)", about.read_text() if about.exists() else "")
     return {
         "host_name": platform.node(),
-        "cpu": cpu_model(),
+        "cpu": model[1] if model else platform.machine(),
         "cpus": len(own_cpus()),
-        "versions": {"jaxgpt": __version__, **packages, "python": platform.python_version()},
+        "versions": packages | {"python": platform.python_version()},
     }
-
-
-def cpu_model() -> str:
-    """Return the processor's name where /proc has it, else its architecture."""
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.machine()
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
@@ -152,7 +144,9 @@ def open_job(config: Config, alone: bool = False, out: Path | None = None) -> It
     The folder is made in `out`, by default where temporary files are. Raises `UsageError` if `out`
     cannot be written, or if there are several processes and the bench runs `alone`.
     """
-    os.environ.pop("JAX_COMPILATION_CACHE_DIR", None)  # compilation is timed
+    # Compilation is timed, and a command that the bench starts is no part of this job's start.
+    for variable in ("JAX_COMPILATION_CACHE_DIR", JOB_START):
+        os.environ.pop(variable, None)
     cluster = join_process_group(config.init_timeout)
     if alone and cluster.size > 1:
         raise UsageError(
@@ -179,8 +173,3 @@ def open_job(config: Config, alone: bool = False, out: Path | None = None) -> It
     finally:
         if cluster.local_rank == 0:
             shutil.rmtree(folder, ignore_errors=True)
-
-
-def child_environment() -> dict[str, str]:
-    """Return the variables for a command that counts as started by the user, not by this job."""
-    return {name: value for name, value in os.environ.items() if name != JOB_START}

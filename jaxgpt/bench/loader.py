@@ -59,7 +59,7 @@ def run(settings: Sequence[str], batches: int = 40, cpus: int | None = None) -> 
             first = WARM_UP + 1 + number * batches
             loaded.append(batches * B * T / job.timed(lambda first=first: load(first))[1])
             mapped.append(batches * B * T / job.timed(read_memory_map)[1])
-        values = {
+        return {
             "config": config.config,
             "batch_size": B,
             "block_size": T,
@@ -73,7 +73,6 @@ def run(settings: Sequence[str], batches: int = 40, cpus: int | None = None) -> 
             "memory_map_tokens_per_sec": Value(spread(mapped), "tokens/s"),
             "ratio": Value(statistics.median(map(operator.truediv, loaded, mapped)), "x"),
         }
-        return Result(values)
 
 
 def peak_bytes() -> int:

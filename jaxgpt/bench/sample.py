@@ -51,9 +51,8 @@ def run(settings: Sequence[str], tokens: int | None = None) -> Result:
         params["position_embedding"]["embedding"] *= POSITIONS_TIMES
         random, size = np.random.default_rng(config.train.seed), config.model.block_size
         window = random.integers(config.model.vocab_size, size=size, dtype=np.int32)
-        write, write_first = (
-            cached_writer(steps, params, window, config.model.vocab_size, n) for n in (n_tokens, 1)
-        )
+        write = cached_writer(steps, params, window, config.model.vocab_size, n_tokens)
+        write_first = cached_writer(steps, params, window, config.model.vocab_size, 1)
         recompute = recomputing_writer(config, params)
         # Nothing's first call is timed: it compiles, and its memory is new to the process.
         write(), write_first(), recompute(window, n_tokens)
@@ -62,7 +61,7 @@ def run(settings: Sequence[str], tokens: int | None = None) -> Result:
         job.log(f"with the cache {before:.1f} s; now reading the prefix for each token")
         recomputed, slow = job.timed(lambda: recompute(window, n_tokens))
         fast = statistics.mean([before, job.timed(write)[1]])
-        values = {
+        return {
             "config": config.config,
             "dtype": config.train.dtype,
             "device_kind": mesh.devices.flat[0].device_kind,
@@ -75,7 +74,6 @@ def run(settings: Sequence[str], tokens: int | None = None) -> Result:
             "same_tokens": Value(int((cached == recomputed).sum()), note="both take the likeliest"),
             "distinct_tokens": len(set(cached.tolist())),
         }
-        return Result(values)
 
 
 def cached_writer(

@@ -12,7 +12,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from jaxgpt.bench.harness import PROG, Result, Value, child_environment, open_job, spread
+from jaxgpt.bench.harness import PROG, Result, Value, open_job, spread
 from jaxgpt.cluster.environment import find_launch
 from jaxgpt.cluster.launchers import find_mpiexec
 from jaxgpt.config import UsageError, parse_args, skip_ranges
@@ -57,11 +57,10 @@ def run(settings: Sequence[str], runs: int = 3, processes: int | None = None) ->
     values = {"settings": list(settings), "processes": processes or 1, "runs": runs}
     values |= {kind: Value(medians(found), "s") for kind, found in starts.items()}
     ratios = [w["total"]["max"] / a for w, a in zip(starts["warm"], alone, strict=True)]
-    values |= {
+    return values | {
         "imports_seconds": Value(statistics.median(alone), "s", IMPORTS),
         "warm_per_imports": Value(statistics.median(ratios), "x"),
     }
-    return Result(values)
 
 
 def medians(starts: list[dict[str, Any]]) -> dict[str, Any]:
@@ -76,7 +75,7 @@ def medians(starts: list[dict[str, Any]]) -> dict[str, Any]:
 
 def run_command(command: list[str], **variables: str) -> float:
     """Run a command to its end; return its seconds, or raise the `UsageError` that it ends with."""
-    env = child_environment() | variables
+    env = os.environ | variables
     began = time.perf_counter()
     ended = subprocess.run(
         command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True

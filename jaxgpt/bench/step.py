@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
@@ -29,8 +30,7 @@ ROUNDS = 7
 ROUND_SECONDS = 1.5  # where the number of steps is not given
 MAX_STEPS = 500  # of such a round
 PROFILED = 5  # steps
-CPU_SIZES = (512, 1024, 2048)
-ACCELERATOR_SIZES = (2048, 4096, 8192)
+CPU_SIZE, ACCELERATOR_SIZE = 1024, 8192  # of square matrices, whose products are near the peak
 MATMUL_SECONDS = 0.15  # of one measurement, about
 
 
@@ -53,7 +53,7 @@ def run(
         if profile:
             found = rounds.profile(PROFILED, profile)
             values["profile"] = Value(found, None, describe(found))
-        return Result(values)
+        return values
 
 
 def measure(rounds: Rounds, job: Job, n_steps: int | None) -> dict[str, Any]:
@@ -63,7 +63,7 @@ def measure(rounds: Rounds, job: Job, n_steps: int | None) -> dict[str, Any]:
     n_steps = job.cluster.broadcast(n_steps or min(MAX_STEPS, max(1, fill)))
     used = memory(rounds.trainer.train_step, job.cluster)
     dtype = rounds.run.config.train.dtype
-    size = fastest_size(dtype, job.cluster)
+    size = CPU_SIZE if jax.default_backend() == "cpu" else ACCELERATOR_SIZE
     product = matmul_rate(size, dtype, job.cluster)
     trained, alone, products = [], [], []
     for number in range(ROUNDS):
@@ -143,31 +143,17 @@ def memory(compiled: Any, cluster: ProcessGroup) -> dict[str, Value]:
     }
 
 
-def fastest_size(dtype: str, cluster: ProcessGroup) -> int:
-    """Return the size of square matrices, of several, whose products are fastest."""
-    sizes = CPU_SIZES if jax.default_backend() == "cpu" else ACCELERATOR_SIZES
-    return cluster.broadcast(max(sizes, key=lambda size: matmul_rate(size, dtype, cluster)()))
-
-
 def matmul_rate(size: int, dtype: str, cluster: ProcessGroup) -> Callable[[], float]:
     """Return a function that measures the job's FLOP/s in products of size x size matrices.
 
-    All devices of the job multiply at the same time, each matrices of its own. CPU devices share
-    the cores: the rate is that of the machine, not that of one device times n.
+    All devices multiply matrices of their own at the same time. CPU devices share the cores: the
+    rate is the machine's, not one device's times n.
     """
-    devices = np.array(jax.devices())
-    mesh = Mesh(devices, ("device",), axis_types=(AxisType.Auto,))
-    each = PartitionSpec("device")
-    draw = jax.jit(
-        lambda key: jax.random.normal(key, (devices.size, size, size), dtype),
-        out_shardings=NamedSharding(mesh, each),
-    )
-
-    @jax.jit
-    @jax.shard_map(mesh=mesh, in_specs=(each, each), out_specs=each)
-    def multiply(a: jax.Array, b: jax.Array) -> jax.Array:
-        return (a[0] @ b[0])[None]
-
+    n = jax.device_count()
+    mesh = Mesh(np.array(jax.devices()), ("device",), axis_types=(AxisType.Auto,))
+    each = NamedSharding(mesh, PartitionSpec("device"))
+    draw = jax.jit(lambda key: jax.random.normal(key, (n, size, size), dtype), out_shardings=each)
+    multiply = jax.jit(jnp.matmul, out_shardings=each)
     a, b = draw(jax.random.key(0)), draw(jax.random.key(1))
 
     def seconds(times: int) -> float:
@@ -182,4 +168,4 @@ def matmul_rate(size: int, dtype: str, cluster: ProcessGroup) -> Callable[[], fl
     seconds(1)  # compiles
     one = statistics.median(seconds(1) for _ in range(3))
     times = max(1, round(MATMUL_SECONDS / one))
-    return lambda: 2 * size**3 * devices.size / seconds(times)
+    return lambda: 2 * size**3 * n / seconds(times)

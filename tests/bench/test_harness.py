@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from jaxgpt.bench.harness import Result, Value, open_job
+from jaxgpt.bench.harness import Value, as_json, as_table, open_job
 from jaxgpt.config import Config
 from jobs import command, environment, process_of
 
@@ -49,18 +49,16 @@ def test_nothing_is_left_by_a_bench_that_fails(tmp_path):
 
 
 def test_a_result_is_a_table_for_a_person_and_values_for_a_program():
-    result = Result(
-        {
-            "seconds": Value({"median": 0.002, "most": 2.0}, "s", "of a step"),
-            "mfu": Value(None, "%"),
-            "ratio": 1.5,
-            "profile": Value({"operations": []}, None, "no operations"),
-        }
-    )
-    seconds, mfu, ratio, profile, *_, last = result.table().splitlines()
+    result = {
+        "seconds": Value({"median": 0.002, "most": 2.0}, "s", "of a step"),
+        "mfu": Value(None, "%"),
+        "ratio": 1.5,
+        "profile": Value({"operations": []}, None, "no operations"),
+    }
+    seconds, mfu, ratio, profile, *_, last = as_table(result).splitlines()
     assert seconds.split(maxsplit=1) == ["seconds", "median 2 ms, most 2 s (of a step)"]
     assert mfu.split(maxsplit=1) == ["mfu", "not known"]
     assert ratio.index("1.5") == seconds.index("median") == profile.index("no operations")
-    values = json.loads(json.dumps(result.to_dict()))
+    values = json.loads(as_json(result))
     assert values["seconds"]["most"] == 2.0 and values["profile"] == {"operations": []}
     assert f"jax {values['versions']['jax']}" in last

@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxgpt.bench.harness import PROG, Job, Result, Value, child_environment, open_job
+from jaxgpt.bench.harness import PROG, Job, Result, Value, open_job
 from jaxgpt.bench.rounds import Rounds
 from jaxgpt.config import ModelConfig, UsageError, parse_args
 from jaxgpt.optim import learning_rate_schedule
@@ -61,7 +61,7 @@ def run(
         about |= {"compile": compile, "dtype": dtype if about["device"] == "cuda" else "float32"}
         of_both = "nanoGPT's tokens/s, the median of the rounds' own ratios"
         vocab_sizes = [config.model.vocab_size, nanogpt_vocab_size(config.model)]
-        values = {
+        return {
             "config": config.config,
             "data": trainer.data,
             "dtype": dtype,
@@ -77,7 +77,6 @@ def run(
             **loss_difference(trainer.run.directory, losses),
             "vocab_sizes": Value(vocab_sizes, note="ours, nanoGPT's"),
         }
-        return Result(values)
 
 
 def take_turns(
@@ -194,7 +193,6 @@ def worker(python: str, clone: Path, folder: Path) -> Iterator[tuple[dict[str, A
                 stdout=subprocess.PIPE,
                 stderr=log,
                 text=True,
-                env=child_environment(),  # as its users run it
             )
         except OSError as error:
             raise UsageError(f"--torch={python}: {error.strerror}; {remedy}") from None
