@@ -38,7 +38,7 @@ class Launch:
     variable: str | None = None
     """The variable that told it, `NAME=value`."""
     through: Literal["mpi", "tcp", None] = None
-    """Transport by which the processes meet; None for a job of one process."""
+    """None for a job of one process."""
     rank: int = 0
     size: int | None = 1
     """None where only MPI knows."""
@@ -47,11 +47,7 @@ class Launch:
 
 
 def find_launch(environ: Mapping[str, str]) -> Launch:
-    """Find this process in its environment; the first of the launchers below decides.
-
-    Raises:
-        UsageError: if variables contradict each other or are no numbers.
-    """
+    """Find this process by the first launcher in its environment; `UsageError` if it is wrong."""
     if RANK in environ or SIZE in environ:
         return _over_tcp(environ, "by hand", RANK, SIZE, environ.get(COORDINATOR, ""))
     if "TORCHELASTIC_RUN_ID" in environ:

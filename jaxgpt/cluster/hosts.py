@@ -27,9 +27,6 @@ def job_hosts(environ: Mapping[str, str], file: str | None = None) -> tuple[Host
 
     A PBS node file is often only on the first host of the job: in a job that runs already, ask
     on process 0. A `file` that the user gave comes before everything else.
-
-    Raises:
-        UsageError: if a host file cannot be read, or it or a node list is malformed.
     """
     if file is not None:
         return read_host_file(file, "--hosts"), "--hosts"

@@ -49,12 +49,10 @@ class ProcessLayout:
 def place_processes(
     n: int | None, per_host: int | None, host_file: str | None, environ: Mapping[str, str]
 ) -> ProcessLayout:
-    """Place the processes of a job on its hosts; `UsageError` if the numbers do not fit them.
+    """Place `n` processes of a job on its hosts; `UsageError` if the numbers do not fit them.
 
-    Args:
-        n: processes in all; None for `per_host` on each host.
-        per_host: processes on a host; None for `n` shared out evenly, or one on each device.
-        host_file: a file with the hosts; None for those of the scheduler's job.
+    None stands for `per_host` processes on each host; for `n` shared out evenly, or one on each
+    device; and for the hosts of the scheduler's job.
     """
     hosts, named_by = job_hosts(environ, host_file)
     machine = find_machine(next(iter(hosts)), environ)
@@ -222,20 +220,13 @@ def _srun(layout: ProcessLayout, environ: Mapping[str, str]) -> list[str]:
 
 
 def _slurm_cpus(per_host: int, environ: Mapping[str, str]) -> int:
-    """Return the CPUs of one process; 0 if unknown.
-
-    The job's own number (which srun does not take over by itself since Slurm 22.05) counts if it
-    was for as many processes; else an equal share of the allocation.
-    """
+    """Return the CPUs of one process, at most an equal share of the allocation; 0 if unknown."""
     share = _least(environ.get("SLURM_JOB_CPUS_PER_NODE", "")) // per_host
-    asked = environ.get("SLURM_CPUS_PER_TASK")
-    tasks = environ.get("SLURM_NTASKS_PER_NODE")
-    if not asked:
-        return share
-    cpus = _number("SLURM_CPUS_PER_TASK", asked)
-    if share == 0 or tasks == str(per_host):
-        return cpus
-    return share if tasks else min(cpus, share)
+    asked = environ.get("SLURM_CPUS_PER_TASK")  # since Slurm 22.05 srun does not take it over
+    if asked and environ.get("SLURM_NTASKS_PER_NODE") in (None, str(per_host)):
+        cpus = _number("SLURM_CPUS_PER_TASK", asked)
+        return min(cpus, share or cpus)
+    return share
 
 
 def _least(counts: str) -> int:

@@ -20,10 +20,9 @@ class StopSignal:
         passed: float = 0.0,
         sync_point: Callable[[int, bool], bool | None] = lambda step, requested: None,
     ):
-        """Catch signals from now on.
+        """Catch signals from now on, `passed` seconds after the time limit began.
 
         Args:
-            passed: seconds of the time limit that are over already.
             sync_point: (step, whether this process was first asked to stop before it) -> whether
                 all processes stop after it; None where this is the only process.
         """

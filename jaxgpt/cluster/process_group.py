@@ -26,7 +26,6 @@ class ProcessGroup:
     """Processes of one job, as one of them sees it."""
 
     launcher: str
-    """In words."""
     rank: int = 0
     size: int = 1
     local_rank: int = 0
@@ -109,10 +108,7 @@ def catch_usage_error(function: Callable[..., T], *arguments: Any) -> tuple[T | 
 
 
 def join_process_group(timeout: float = INIT_TIMEOUT, launch: Launch | None = None) -> ProcessGroup:
-    """Find the other processes of this job and wait until all are there, without JAX.
-
-    Args:
-        launch: what the launcher said; None asks the environment.
+    """Wait, without JAX, until all processes of a job are there; by default the environment's.
 
     Raises:
         UsageError: if the launcher's environment or the MPI library does not fit.
@@ -147,7 +143,9 @@ def join_process_group(timeout: float = INIT_TIMEOUT, launch: Launch | None = No
     )
     if transport:
         group.on_close.callback(transport.close)
-    places = [tuple(place) for place in group.allgather([host, _boot_id()])]
+    boot_id = Path("/proc/sys/kernel/random/boot_id")  # tells apart hosts of the same name
+    place = [host, boot_id.read_text() if boot_id.exists() else ""]
+    places = [tuple(place) for place in group.allgather(place)]
     first = {place: rank for rank, place in reversed(list(enumerate(places)))}
     hosts = tuple(first[place] for place in places)
     here = hosts[group.rank]
@@ -158,9 +156,3 @@ def join_process_group(timeout: float = INIT_TIMEOUT, launch: Launch | None = No
         hosts=hosts,
         host_names=tuple(name for name, _ in places),
     )
-
-
-def _boot_id() -> str:
-    """Return what tells apart hosts of the same name."""
-    file = Path("/proc/sys/kernel/random/boot_id")
-    return file.read_text().strip() if file.exists() else ""

@@ -57,9 +57,6 @@ def job_exit_handler(
     A `UsageError` is one line and status 2; any other exception is its traceback and status 1,
     as the last thing that the job prints: processes that fail only because their peer has gone
     keep silent. Where nobody reads on, as after `| head`, a lone process ends as if by SIGPIPE.
-
-    Args:
-        find_board: returns the job's failure board once its processes are connected.
     """
     _open_closed_streams()
     if isinstance(sys.stdout, io.TextIOWrapper):  # a character that it lacks is not worth a run
@@ -103,11 +100,8 @@ def terminate_job(
     """End the job with `status`; print `report` unless another process failed first.
 
     Process 0 keeps the board, and may be the one that hangs: after `RANK0_TIMEOUT` without an
-    answer process 1 prints its own report, or if it does not either, the others theirs.
-
-    Args:
-        board: None if the processes are not connected.
-        until_abort: seconds in which the others come to wait for this process and print no more.
+    answer process 1 prints its own report, or if it does not either, the others theirs. In
+    `until_abort` seconds the others come to wait for this process and print no more.
     """
 
     def report_and_end() -> NoReturn:

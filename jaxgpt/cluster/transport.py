@@ -13,21 +13,12 @@ import time
 from array import array
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import Any, BinaryIO
 
 from jaxgpt.cluster.environment import Launch, SingleRankUsageError
 from jaxgpt.cluster.hardware import raise_open_file_limit
 from jaxgpt.cluster.shutdown import FAILED, PeerLost, end_process
 from jaxgpt.config import UsageError
-
-
-class Transport(Protocol):
-    rank: int
-    size: int
-
-    def allgather(self, message: bytes) -> list[bytes]: ...  # one line each, by rank
-    def lost_peers(self) -> list[int]: ...  # those connected to this process that have ended
-    def close(self) -> None: ...  # the processes may connect again
 
 
 class MpiTransport:
@@ -68,6 +59,7 @@ class MpiTransport:
             )
 
     def allgather(self, message: bytes) -> list[bytes]:
+        """Return the messages of all processes, a line each, by rank."""
         lengths = array("q", [0] * self.size)
         self._wait(self._comm.Iallgather(array("q", [len(message)]), lengths))
         gathered = bytearray(sum(lengths))
@@ -92,11 +84,7 @@ class TcpTransport:
     """Messages over TCP connections between process 0 and each other process."""
 
     def __init__(self, launch: Launch, timeout: float):
-        """Meet the other processes: 0 listens at `launch.address`, and the others connect.
-
-        Raises:
-            PeerLost: if one does not come within `timeout` seconds.
-        """
+        """Connect all to process 0 at `launch.address`; `PeerLost` after `timeout` seconds."""
         assert launch.address and launch.size
         self.rank, self.size = launch.rank, launch.size
         self._open = contextlib.ExitStack()
@@ -134,6 +122,7 @@ class TcpTransport:
         return messages
 
     def lost_peers(self) -> list[int]:
+        """Return the processes connected to this one that have ended."""
         return [rank for rank, peer in sorted(self._peers.items()) if _has_gone(peer)]
 
     def close(self) -> None:
@@ -216,8 +205,7 @@ def connect_to_rank0(address: str, rank: int, timeout: float) -> socket.socket:
 def arrival_limit(launch: Launch, timeout: float) -> Iterator[None]:
     """End this process if the block, in which MPI waits for all processes, takes too long.
 
-    Processes that have waited for a while leave a mark in a folder that all hosts see: MPI cannot
-    say who is missing.
+    MPI cannot say who is missing: those that wait leave a mark in a folder that all hosts see.
     """
     done = threading.Event()
     patience = min(10.0, timeout / 2)  # longer than starts take, so that most leave no marks
@@ -230,15 +218,14 @@ def arrival_limit(launch: Launch, timeout: float) -> Iterator[None]:
         with contextlib.suppress(OSError):
             mark.parent.mkdir(parents=True, exist_ok=True)
             mark.touch()
-        missed = not done.wait(timeout - patience)
-        with contextlib.suppress(OSError):
-            recent = time.time() - timeout - 60  # and not of an earlier job of this name
-            marks = mark.parent.iterdir()
-            arrived |= {int(f.name) for f in marks if f.stat().st_mtime > recent}
-        if missed and launch.rank == min(arrived):
-            error = missing_sentence(arrived, launch.size, timeout)
-            print(f"error: {error}", file=sys.stderr, flush=True)
-        if missed:
+        if missed := not done.wait(timeout - patience):
+            with contextlib.suppress(OSError):
+                recent = time.time() - timeout - 60  # and not of an earlier job of this name
+                marks = mark.parent.iterdir()
+                arrived |= {int(f.name) for f in marks if f.stat().st_mtime > recent}
+            if launch.rank == min(arrived):
+                error = missing_sentence(arrived, launch.size, timeout)
+                print(f"error: {error}", file=sys.stderr, flush=True)
             time.sleep(2)  # the others look too
         with contextlib.suppress(OSError):
             mark.unlink()
@@ -251,6 +238,9 @@ def arrival_limit(launch: Launch, timeout: float) -> Iterator[None]:
         yield
     finally:
         done.set()
+
+
+Transport = MpiTransport | TcpTransport
 
 
 def lost_sentence(rank: int) -> str:

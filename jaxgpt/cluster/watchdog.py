@@ -20,12 +20,10 @@ class Watchdog:
     def __init__(
         self, minutes: float | None, directory: Path, rank: int, end: Callable[[str, int], Any]
     ):
-        """Watch from the first heartbeat on.
+        """Watch from the first heartbeat on, if `minutes` is not None.
 
-        Args:
-            minutes: that may lie between two heartbeats; None watches nothing.
-            directory: where hang-<rank>.txt is written.
-            end: ends the job, given an error message and an exit status.
+        `end` ends the job, given an error message and an exit status; hang-<rank>.txt is written
+        to `directory`.
         """
         self._minutes = minutes
         self._file = directory / f"hang-{rank}.txt"
