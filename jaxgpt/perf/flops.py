@@ -21,10 +21,7 @@ def peak_flops(device_kind: str, dtype: str) -> float | None:
 
 
 def flops_per_token(model: ModelConfig, n_parameters: int) -> int:
-    """Return the FLOPs of forward and backward for one token, full attention: 6N + 12 L H K T.
-
-    N leaves out position embeddings. PaLM (arXiv 2204.02311), appendix B.
-    """
+    """Return forward and backward FLOPs of a token, as `MFU_FORMULA`; N leaves out positions."""
     return 6 * n_parameters + 12 * model.n_layer * model.n_embd * model.block_size
 
 
@@ -63,19 +60,14 @@ class StepTimer:
             self._host_began += seconds
 
     def host_lap(self) -> float:
-        """Return the seconds per step since the last call, without waiting for devices.
-
-        All processes of a job take the same time for a step; they differ in what their hosts need
-        for it.
-        """
+        """Return the host's seconds per step since the last call, without waiting for devices."""
         now = time.perf_counter()
         seconds, steps = now - self._host_began, max(1, self._host_steps)
         self._host_began, self._host_steps = now, 0
         return seconds / steps
 
     def lap(self) -> tuple[float, float] | tuple[None, None]:
-        """Return seconds per step, and the share of them spent waiting for data, since the last
-        lap; call it once the devices are done. None without a step."""
+        """Return seconds per step since the last lap, and the share that waited for data."""
         now = time.perf_counter()
         seconds, steps = now - self._began, self._steps
         share = self._waited_for_data / seconds if seconds > 0 else 0.0

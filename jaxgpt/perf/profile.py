@@ -53,8 +53,7 @@ class Tracing:
     def stop(self, pending: Any, n_steps: int, hlo: str) -> dict[str, Any]:
         """End the trace of so many steps, once `pending` results are there; return its `summary`.
 
-        `hlo` is `compiled.as_text()` of the step. `work` of an operation has the fields of
-        `roofline.Work`. `may_lack`: operations may be missing, as so little is in the trace.
+        `hlo` is `compiled.as_text()` of the step. `may_lack`: operations may be missing.
         """
         jax.block_until_ready(pending)
         seconds = (time.perf_counter() - self._began) / n_steps
@@ -157,10 +156,8 @@ def summary(
 ) -> dict[str, Any]:
     """Return seconds per step: in all, by category, of the most expensive operations.
 
-    All numbers are means over the devices of the job. A device that comes to a collective before
-    the others waits there; no trace says how long. The device that takes the shortest time over it
-    has waited least: what others take longer than that counts as waiting. `seconds` is the time of
-    a step by process 0's clock.
+    Numbers are means over the devices of the job; `seconds` is a step by process 0's clock. What
+    others take longer over a collective than the device that is quickest counts as waiting.
     """
     scale = 1 / n_steps / max(1, sum(one["devices"] for one in reports))
     totals = sum((Counter(one["seconds"]) for one in reports), Counter())

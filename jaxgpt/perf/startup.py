@@ -9,19 +9,6 @@ from typing import Any
 
 JOB_START = "JAXGPT_JOB_START"  # Unix seconds; set by the scripts in launch/ and by jaxgpt.launch
 
-# In the order of a start. What Python imports is spread over it.
-PHASES = (
-    "job start",
-    "imports",
-    "distributed init",
-    "devices",
-    "data",
-    "state",
-    "compile",
-    "evaluation",
-    "first step",
-)
-
 
 def process_start_time() -> float:
     """Return the Unix time at which this process started; now, where /proc does not tell."""
@@ -35,13 +22,11 @@ def process_start_time() -> float:
 
 
 class Startup:
-    """Seconds of each of `PHASES` on this process."""
+    """Seconds of each phase of a start on this process; imports are spread over it."""
 
     def __init__(self):
         self.seconds: dict[str, float] = {}
-        self.compile_cache = (
-            "not used"  # or `hit`, if all compiled programs came from it, or `miss`
-        )
+        self.compile_cache = "not used"  # or `hit`, if all programs came from it, or `miss`
         self._start = self._last = process_start_time()
         with contextlib.suppress(KeyError, ValueError):
             waited = self._start - float(os.environ[JOB_START])
@@ -50,7 +35,6 @@ class Startup:
 
     def mark(self, phase: str) -> None:
         """End a phase, or one more part of it; it began where the last one ended."""
-        assert phase in PHASES, phase
         now = time.time()
         self.seconds[phase] = self.seconds.get(phase, 0.0) + now - self._last
         self._last = now
@@ -72,19 +56,18 @@ class Startup:
 def summary(reports: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Return the content of startup.json, from the reports of all processes by rank.
 
-    `total` counts from the start of a process, `job_start_to_first_step` from the start of the
-    job, and is None where nobody said when that was.
+    `job_start_to_first_step` is None where nobody said when the job began.
     """
 
     def spread(seconds: list[float]) -> dict[str, float]:
         most, mean = max(seconds), fmean(seconds)
         return {"min": min(seconds), "mean": mean, "max": most, "slowest_rank": seconds.index(most)}
 
-    main = reports[0]
+    main, all_seconds = reports[0], [one["seconds"] for one in reports]
     phases = {
-        phase: spread([r["seconds"][phase] for r in reports])
-        for phase in PHASES
-        if all(phase in r["seconds"] for r in reports)
+        phase: spread([seconds[phase] for seconds in all_seconds])
+        for phase in all_seconds[0]
+        if all(phase in seconds for seconds in all_seconds)
     }
     from_job = main["seconds"]["job start"] + main["total"] if "job start" in phases else None
     return {
@@ -92,7 +75,7 @@ def summary(reports: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "process_start": main["process_start"],
         "first_step_done": main["process_start"] + main["total"],
         "job_start_to_first_step": from_job,
-        "total": spread([r["total"] for r in reports]),
+        "total": spread([one["total"] for one in reports]),
         "phases": phases,
         "compile_cache": main["compile_cache"],
         "slowest_phase": max(phases, key=lambda phase: phases[phase]["max"]),
@@ -115,9 +98,8 @@ def startup_line(found: dict[str, Any]) -> str:
 def startup_values(found: dict[str, Any]) -> dict[str, float]:
     """Return flat values for metrics.jsonl and other trackers, in seconds."""
     record: dict[str, float] = {"processes": found["processes"]}
-    for phase, s in {**found["phases"], "total": found["total"]}.items():
-        name = phase.replace(" ", "_")
-        record |= {f"{name}_{statistic}": value for statistic, value in s.items()}
+    for phase, spread in (found["phases"] | {"total": found["total"]}).items():
+        record |= {f"{phase}_{name}".replace(" ", "_"): value for name, value in spread.items()}
     if found["job_start_to_first_step"] is not None:
         record["job_start_to_first_step"] = found["job_start_to_first_step"]
     return record

@@ -1,5 +1,6 @@
 """Memory allocators: glibc's malloc for jobs on CPUs, and XLA's share of a GPU's memory."""
 
+import contextlib
 import ctypes
 import glob
 import os
@@ -29,12 +30,10 @@ def keep_freed_memory() -> list[str]:
             or (name == "LD_PRELOAD" and "malloc" in value)
         ):
             return [f"malloc: left as {name}={value} has it"]
-    try:
+    with contextlib.suppress(AttributeError, OSError):  # not glibc
         mallopt = ctypes.CDLL(None).mallopt
-    except (AttributeError, OSError):  # not glibc
-        return []
-    if not all([mallopt(option, value) for option, value in MALLOC_OPTIONS]):
-        return ["malloc: this C library keeps its own settings; steps on a CPU may take longer"]
+        for option, value in MALLOC_OPTIONS:
+            mallopt(option, value)
     return []
 
 

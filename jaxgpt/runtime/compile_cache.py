@@ -12,7 +12,6 @@ from jaxgpt.cluster.process_group import ProcessGroup
 from jaxgpt.runtime.jax_internals import use_one_cache_key
 
 OFF = "off"
-NEVER = 1e9  # seconds that no compilation takes
 
 
 def use_compile_cache(directory: str, cluster: ProcessGroup) -> str:
@@ -55,7 +54,7 @@ def use_compile_cache(directory: str, cluster: ProcessGroup) -> str:
     # do if it has found it. So all must see the same files, and no other job may add to them.
     problem = cluster.broadcast(_lock(folder, cluster) if cluster.is_main else None)
     if problem:
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", NEVER)
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 1e9)  # so none is written
         return f"compile cache: {folder}, only read, because {problem}"
     if cluster.local_size == cluster.size:
         jax.config.update("jax_share_binary_between_hosts", True)

@@ -50,15 +50,12 @@ def initialize_jax(
     preemption: bool = False,
     allow_cpu: bool = False,
 ) -> dict[str, Any]:
-    """Start JAX on this process and, in a job of several, `jax.distributed`.
+    """Start JAX on this process and, in a job of several, `jax.distributed`; return what is found.
 
     Args:
         on_phase: is called with the name of each phase of the start when it ends.
         preemption: catch SIGTERM for `preemption_sync_point`.
         allow_cpu: take CPUs also where accelerators are expected, for the doctor to say so.
-
-    Returns:
-        What was found, for the log and cluster.json.
 
     Raises:
         PeerLost: if the coordinator cannot be reached.
@@ -123,10 +120,11 @@ def _start_devices(allow_cpu: bool) -> list[Any]:
     try:
         devices = jax.devices()
     except (RuntimeError, AssertionError) as error:  # an AssertionError says nothing more
-        asked = os.environ.get("JAX_PLATFORMS")
-        what = f"JAX_PLATFORMS={asked}" if asked else "devices"
         reason = " ".join(str(error).split()) or "no such devices"
-        raise UsageError(f"{what}: JAX cannot start them ({reason}); {CHECK_DRIVER}") from None
+        raise UsageError(
+            f"JAX_PLATFORMS={os.environ.get('JAX_PLATFORMS', '')}: JAX cannot start their devices "
+            f"({reason}); {CHECK_DRIVER}"
+        ) from None
     if devices[0].platform == "cpu" and not allow_cpu:
         raise UsageError(
             "devices: this host has accelerators, and their plugin has given JAX none; its words "
@@ -158,11 +156,7 @@ def _facts(cluster: ProcessGroup, devices: list[Any]) -> dict[str, Any]:
 
 
 def preemption_sync_point(step: int, requested: bool) -> bool | None:
-    """Return whether all processes stop after `step`; None if this is the only process.
-
-    Args:
-        requested: whether this process has just been asked to stop.
-    """
+    """Return whether all processes stop after `step`, as one was asked to; None if alone."""
     import jax
 
     if not jax.distributed.is_initialized():
@@ -240,9 +234,9 @@ def _free_address(cluster: ProcessGroup) -> str | None:
     """Return host:port on process 0 that the others can connect to; None on the others."""
     if not cluster.is_main:
         return None
-    if os.environ.get(COORDINATOR):
-        check_address(COORDINATOR, os.environ[COORDINATOR])
-        return os.environ[COORDINATOR]
+    if given := os.environ.get(COORDINATOR):
+        check_address(COORDINATOR, given)
+        return given
     if cluster.local_size == cluster.size:
         host = "127.0.0.1"
     elif cluster.machine:
