@@ -204,9 +204,10 @@ def with_absolute_paths(data: DataConfig) -> DataConfig:
 def _writable_directory(config: Config, cluster: ProcessGroup) -> Path:
     """Make the run directory, and keep other jobs out of it until this one ends."""
     # A run removes what it finds among its checkpoints.
-    for folder in (Path(config.out).absolute(), *Path(config.out).absolute().parents):
+    given = Path(config.out or "").absolute()
+    for folder in (given, *given.parents) if config.out else ():
         run = folder.parent
-        if config.out and folder.name == "checkpoints" and (run / ".lock").exists():
+        if folder.name == "checkpoints" and (run / ".lock").exists():
             raise UsageError(
                 f"out={config.out}: is among the checkpoints of a run; give --out {run} to go on "
                 "from the newest of them, or another folder"
