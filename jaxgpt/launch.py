@@ -11,12 +11,10 @@ import sys
 import time
 
 from jaxgpt.cluster.environment import find_launch
-from jaxgpt.cluster.launchers import ProcessLayout, launch_command, place_processes
+from jaxgpt.cluster.launchers import launch_command, place_processes
 from jaxgpt.cluster.shutdown import job_exit_handler
 from jaxgpt.config import CommandParser, UsageError, is_help, whole_number
 from jaxgpt.perf.startup import JOB_START
-
-FLAGS = ("--print", "--export", "-h", "--help")  # options that take no value
 
 
 def parser() -> CommandParser:
@@ -72,7 +70,7 @@ def split(argv: list[str]) -> tuple[list[str], list[str]]:
         return argv[:place], argv[place + 1 :]
     place = 0
     while place < len(argv) and argv[place].startswith("-"):
-        alone = argv[place] in FLAGS or "=" in argv[place]
+        alone = argv[place] in ("--print", "--export", "-h", "--help") or "=" in argv[place]
         place += 1 if alone else 2
     return argv[:place], argv[place:]
 
@@ -99,7 +97,15 @@ def run(arguments: argparse.Namespace, command: list[str]) -> list[str] | None:
     launcher = launch_command(layout, os.environ)
     print(f"launch: {layout}", file=sys.stderr, flush=True)
     if arguments.export:
-        print(exports(layout, launcher))
+        values = {  # ezpz's names
+            "NHOSTS": len(layout.hosts),
+            "NGPU_PER_HOST": layout.per_host,
+            "NGPUS": layout.n_processes,
+            "HOSTFILE": layout.host_file or "",
+            "DIST_LAUNCH": shlex.join(launcher),
+        }
+        for name, value in values.items():
+            print(f"export {name}={shlex.quote(str(value))}")
         return None
     if command[0] in ("python", "python3"):
         command = [sys.executable, *command[1:]]
@@ -109,18 +115,6 @@ def run(arguments: argparse.Namespace, command: list[str]) -> list[str] | None:
         return None
     print(f"launch: {shlex.join(line)}", file=sys.stderr, flush=True)
     return line
-
-
-def exports(layout: ProcessLayout, launcher: list[str]) -> str:
-    """Return lines for a shell's eval, with ezpz's names for the variables."""
-    values = {
-        "NHOSTS": len(layout.hosts),
-        "NGPU_PER_HOST": layout.per_host,
-        "NGPUS": layout.n_processes,
-        "HOSTFILE": layout.host_file or "",
-        "DIST_LAUNCH": shlex.join(launcher),
-    }
-    return "\n".join(f"export {name}={shlex.quote(str(v))}" for name, v in values.items())
 
 
 if __name__ == "__main__":

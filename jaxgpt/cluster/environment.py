@@ -35,15 +35,11 @@ class Launch:
     """Description of one process by its launcher."""
 
     launcher: str
-    variable: str | None = None
-    """The variable that told it, `NAME=value`."""
-    through: Literal["mpi", "tcp", None] = None
-    """None for a job of one process."""
+    variable: str | None = None  # the variable that told it, `NAME=value`
+    through: Literal["mpi", "tcp", None] = None  # None for a job of one process
     rank: int = 0
-    size: int | None = 1
-    """None where only MPI knows."""
-    address: str | None = None
-    """host:port at which process 0 can be found, where it is known."""
+    size: int | None = 1  # None where only MPI knows
+    address: str | None = None  # host:port at which process 0 can be found, where it is known
 
 
 def find_launch(environ: Mapping[str, str]) -> Launch:

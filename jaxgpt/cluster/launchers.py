@@ -28,16 +28,12 @@ CPUS_ONLY = "JAX_PLATFORMS=cpu: 1 on each host, --ppn P for more"
 class ProcessLayout:
     """Placement of a job's processes on hosts."""
 
-    hosts: tuple[str, ...]
-    """Those that get processes."""
-    named_by: str
-    """`--hosts`, a variable, or `this host`."""
-    host_file: str | None
-    """The file that names them; None for a node list and for this host."""
+    hosts: tuple[str, ...]  # those that get processes
+    named_by: str  # `--hosts`, a variable, or `this host`
+    host_file: str | None  # the file that names them; None for a node list and for this host
     n_processes: int
     per_host: int
-    reason: str
-    """Why so many on a host, in words."""
+    reason: str  # why so many on a host, in words
     machine: Machine | None
 
     def __str__(self) -> str:

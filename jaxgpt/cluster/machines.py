@@ -19,24 +19,17 @@ class Machine:
     """Facts about a machine that a job on it needs."""
 
     name: str
+    # Regular expression of whole host names, short or full, in lower case; None where other
+    # machines have such names too.
     host_names: str | None = None
-    """Regular expression of whole host names, short or full, in lower case; None where the names
-    are those of other machines too."""
+    # Environment variable -> regular expression in its value. Any one decides before host names.
     variables: Mapping[str, str]
-    """Environment variable -> regular expression in its value. Any one of them decides, before
-    host names do."""
-    device: str
-    """Key of `jaxgpt.perf.hardware.DEVICES`."""
+    device: str  # key of `jaxgpt.perf.hardware.DEVICES`
     devices_per_host: int
-    high_speed_suffix: str | None = None
-    """Suffix of a short host name that means the host on the high-speed network; None where the
-    plain name is good."""
-    cpu_bind: str | None = None
-    """`list:` and the cores of each device, for PALS's `mpiexec --cpu-bind`."""
-    cpus_per_host: int | None = None
-    """Logical processors that Slurm gives out on a host."""
-    srun_options: str = ""
-    """With {cpus} and {devices} of one process to fill in."""
+    high_speed_suffix: str | None = None  # makes a short name the host's on the fast network
+    cpu_bind: str | None = None  # of PALS's mpiexec: `list:` and the cores of each device
+    cpus_per_host: int | None = None  # logical processors that Slurm gives out on a host
+    srun_options: str = ""  # with {cpus} and {devices} of one process to fill in
 
 
 def _alcf(

@@ -28,25 +28,17 @@ class ProcessGroup:
     launcher: str
     rank: int = 0
     size: int = 1
-    local_rank: int = 0
-    """This process among those of its host, from 0."""
+    local_rank: int = 0  # this process among those of its host, from 0
     local_size: int = 1
-    """Number of processes on this host."""
-    hosts: tuple[int, ...] = (0,)
-    """For each process, the rank of the first process on its host."""
-    host_names: tuple[str, ...] = ("localhost",)
-    """For each process, the name of its host."""
-    machine: Machine | None = None
-    """None if it is not in the table."""
+    hosts: tuple[int, ...] = (0,)  # for each process, the rank of the first process on its host
+    host_names: tuple[str, ...] = ("localhost",)  # for each process, the name of its host
+    machine: Machine | None = None  # None if it is not in MACHINES
     mpi_library: str | None = None
-    timeout: float = INIT_TIMEOUT
-    """Seconds that processes wait for each other when the job starts."""
-    notes: tuple[str, ...] = ()
-    """Lines for the log about problems that were worked around."""
-    transport: Transport | None = None
-    """Carries messages between the processes until `close`; None if there is but one."""
+    timeout: float = INIT_TIMEOUT  # seconds that processes wait for each other when the job starts
+    notes: tuple[str, ...] = ()  # lines for the log about problems that were worked around
+    transport: Transport | None = None  # None if there is but one process
+    # Connections, locks and the like, given up at the end of the group's `with`.
     on_close: contextlib.ExitStack = field(default_factory=contextlib.ExitStack, compare=False)
-    """Connections, locks and the like, given up at the end of the group's `with`."""
 
     def __enter__(self) -> "ProcessGroup":
         return self

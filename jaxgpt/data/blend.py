@@ -23,13 +23,10 @@ class BlendEntry:
     """A source as a configuration names it."""
 
     weight: Fraction
-    weight_text: str
-    """As it was given."""
+    weight_text: str  # as it was given
     path: Path
-    corpus: str
-    """Without a name the last part of the path, or all of it where others end alike."""
-    key: str
-    """The setting that names it, for errors."""
+    corpus: str  # without a name the last part of the path, or all of it where others end alike
+    key: str  # the setting that names it, for errors
 
     @property
     def directory(self) -> Path:

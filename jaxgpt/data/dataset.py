@@ -23,8 +23,7 @@ class Source:
     """An opened source of a configuration; `OpenSource` says what the last three fields are."""
 
     entry: BlendEntry
-    format: str
-    """Its name in `FORMATS`."""
+    format: str  # its name in `FORMATS`
     tokens: dict[str, Tokens]
     find_document: FindDocument | None
     meta: dict[str, Any]
@@ -36,8 +35,7 @@ class Dataset:
 
     sources: tuple[Source, ...]
     vocab_size: int
-    tokenizer: Tokenizer | None
-    """None where nothing says how the tokens were made."""
+    tokenizer: Tokenizer | None  # None where nothing says how the tokens were made
 
     @property
     def tokenizer_meta(self) -> dict[str, Any] | None:

@@ -35,14 +35,10 @@ class Index:
     """What a .idx file says about the tokens in its .bin file; its arrays are memory maps."""
 
     bin_path: Path
-    dtype: np.dtype
-    """Of the tokens, little-endian."""
-    lengths: np.ndarray
-    """Tokens in each sequence: int32, shape (sequences,)."""
-    pointers: np.ndarray
-    """Byte of the .bin file at which each sequence starts: int64, shape (sequences,)."""
-    documents: np.ndarray
-    """Sequence with which each document starts, and their number: int64, shape (documents + 1,)."""
+    dtype: np.dtype  # of the tokens, little-endian
+    lengths: np.ndarray  # tokens in each sequence: int32, shape (sequences,)
+    pointers: np.ndarray  # byte at which each sequence starts: int64, shape (sequences,)
+    documents: np.ndarray  # each one's first sequence, and the end: int64, shape (documents + 1,)
 
     @property
     def total_tokens(self) -> int:

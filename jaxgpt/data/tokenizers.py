@@ -26,8 +26,7 @@ class Tokenizer:
     """Base class of all tokenizers."""
 
     vocab_size: int
-    end_of_text: int | None = None
-    """The token between documents, if there is one."""
+    end_of_text: int | None = None  # the token between documents, if there is one
 
     def encode(self, text: str) -> np.ndarray:
         """Return token ids of `text`, int64, shape (tokens,); names of special tokens are text."""

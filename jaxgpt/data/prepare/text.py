@@ -42,10 +42,8 @@ class Corpus:
     """The texts of some files, and how they are divided into training and validation."""
 
     files: list[Path]
-    json_key: str | None
-    """Key of the text in JSON lines; None if the files are text."""
-    val_share: float | None
-    """Of the characters of text, or of JSON lines; None to keep all in "train"."""
+    json_key: str | None  # key of the text in JSON lines; None if the files are text
+    val_share: float | None  # of characters of text, or of JSON lines; None for "train" alone
 
     def pieces(self, tokenizer: Tokenizer) -> Iterator[Piece]:
         """Yield all text in order; `UsageError` names the byte or line that cannot be read."""
@@ -64,7 +62,7 @@ class Corpus:
         return "val" if int.from_bytes(drawn) < self.val_share * 2**64 else "train"
 
     def _text_pieces(self, tokenizer: Tokenizer) -> Iterator[Piece]:
-        """The last `val_share` of the characters of all files is for validation, as in nanoGPT."""
+        """Keep the last `val_share` of all characters for validation, as nanoGPT does."""
         n_train = sys.maxsize
         if self.val_share is not None:
             total = sum(len(block) for path in self.files for block in _text_blocks(path))
