@@ -33,10 +33,7 @@ Minutes = Annotated[float, Bounds("more than 0, at most 1000000 minutes", lambda
 VocabSize = Annotated[int, Bounds("at least 2 and less than 2^31", lambda n: 2 <= n < 2**31)]
 Window = Annotated[int, Bounds("at least 4 and at most 100000 steps", lambda n: 4 <= n <= 10**5)]
 MAX_INIT_TIMEOUT = 86_400  # seconds: a day
-InitTimeout = Annotated[
-    float,
-    Bounds(f"at least 1, at most {MAX_INIT_TIMEOUT} seconds", lambda x: 1 <= x <= MAX_INIT_TIMEOUT),
-]
+InitTimeout = Annotated[float, Bounds("1 to 86400 seconds", lambda x: 1 <= x <= MAX_INIT_TIMEOUT)]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -35,19 +35,12 @@ class Collective:
 
 
 def read_collectives(hlo: str, mesh: Mapping[str, int]) -> tuple[Collective, ...]:
-    """Return the collectives that each device takes part in when it runs a program once.
+    """Return the collectives that each device takes part in when `compiled.as_text()` runs once.
 
     An operation in a loop counts as often as the loop runs it, an asynchronous one once; of a
     conditional counts the branch that communicates most. A group over a part of an axis, which XLA
-    makes in some changes of layout, is reported as over that axis.
-
-    Args:
-        hlo: `compiled.as_text()`.
-        mesh: axis name -> size, in the order of the mesh.
-
-    Raises:
-        ValueError: if the program is for another number of devices than the mesh has, or does
-            not tell how often a loop with collectives runs.
+    makes in some changes of layout, is reported as over that axis. `ValueError` if the program is
+    for another number of devices, or does not tell how often a loop with collectives runs.
     """
     program = parse_hlo(hlo)
     if program.n_devices != math.prod(mesh.values()):
@@ -57,22 +50,17 @@ def read_collectives(hlo: str, mesh: Mapping[str, int]) -> tuple[Collective, ...
     for (kind, axes, size), n in _count_arrays(program, mesh).items():
         counts[kind, axes] += n
         total_bytes[kind, axes] += n * size
-    order = list(mesh)
 
     def place(c: Collective) -> tuple[Any, ...]:
-        return len(c.axes), [order.index(axis) for axis in c.axes], COLLECTIVES.index(c.kind)
+        return len(c.axes), [*map(list(mesh).index, c.axes)], COLLECTIVES.index(c.kind)
 
     return tuple(sorted((Collective(*k, counts[k], total_bytes[k]) for k in counts), key=place))
 
 
 def ring_bytes(kind: str, bytes: float, n: int) -> float:
-    """Return the bytes that each of n devices sends for a collective done around a ring.
+    """Return the bytes that each of n devices sends of `Collective.bytes` around a ring.
 
-    Args:
-        bytes: payload as in `Collective`.
-
-    Thakur, Rabenseifner and Gropp 2005, section 4; the same factors turn time into the "bus
-    bandwidth" of NVIDIA's nccl-tests (doc/PERFORMANCE.md).
+    Thakur, Rabenseifner and Gropp 2005, section 4; the factors of nccl-tests' "bus bandwidth".
     """
     if kind == "collective-permute":
         return bytes

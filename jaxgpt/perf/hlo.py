@@ -16,13 +16,11 @@ _PRODUCTS = {"dot", "convolution", "ragged-dot", "scaled-dot"}
 _PRODUCT_TARGET = re.compile(r"gemm|matmul|conv|\$lt\$", re.IGNORECASE)
 _ATTENTION_TARGET = re.compile(r"fmha|attention", re.IGNORECASE)
 _OTHER_COLLECTIVES = ("ragged-all-to-all", "collective-broadcast", "send", "recv")
-_MOVES = set(
-    "copy transpose slice dynamic-slice dynamic-update-slice concatenate pad reverse gather".split()
-)
+_MOVES = {"copy", "transpose", "slice", "dynamic-slice", "dynamic-update-slice", "concatenate"}
+_MOVES |= {"pad", "reverse", "gather"}
 # They become part of others, or take no time.
-FREE = set(
-    "parameter constant iota bitcast broadcast reshape tuple get-tuple-element after-all".split()
-)
+FREE = {"parameter", "constant", "iota", "bitcast", "broadcast", "reshape", "tuple"}
+FREE |= {"get-tuple-element", "after-all"}
 # Their time is that of the instructions in them, which have events of their own.
 _CONTAINERS = {"while", "conditional", "call"}
 
@@ -113,9 +111,10 @@ def _numbers(attributes: str) -> list[int]:
 
 def parse_hlo(text: str) -> Program:
     """Return the program of `compiled.as_text()`."""
-    module = re.search(r"^HloModule ([\w.-]+)", text, re.MULTILINE)
-    partitions = re.search(r"^HloModule .*num_partitions=(\d+)", text, re.MULTILINE)
-    out = Program(module[1], int(partitions[1]) if partitions else 1)
+    name, partitions = re.search(
+        r"^HloModule ([\w.-]+)(?:.*num_partitions=(\d+))?", text, re.MULTILINE
+    ).groups()
+    out = Program(name, int(partitions or 1))
     computation: list[Instruction] = []
     table: dict[int, str] = {}
     for line in text.split("\n"):

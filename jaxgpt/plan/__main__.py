@@ -52,11 +52,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def run(arguments: argparse.Namespace, rest: list[str]) -> str:
-    """Return what the command prints. JAX is started to simulate the devices of the job.
-
-    Raises:
-        UsageError: if an option cannot work.
-    """
+    """Return what the command prints. JAX is started to simulate the devices of the job."""
     device = DEVICES[arguments.device]
     config = parse_args(rest, prog="python -m jaxgpt.plan")
     config = config.replace(model__vocab_size=vocabulary_size(config.data, config.model))
@@ -72,7 +68,7 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> str:
     pin_settings()
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", n_devices)
-    from jaxgpt.plan.advise import advice_to_dict, search_meshes
+    from jaxgpt.plan.advise import reason, search_meshes, train_options
     from jaxgpt.plan.layout import plan_layout
     from jaxgpt.plan.report import advice_report, plan_report
 
@@ -81,18 +77,17 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> str:
         return json.dumps(plan.to_dict(), indent=1) if arguments.json else plan_report(plan)
     found = search_meshes(config, n_devices, device, per_host)
     if arguments.json:
-        advice = [advice_to_dict(plan) for plan in found]
+        advice = [
+            {"options": train_options(plan), "reason": reason(plan)} | plan.summary()
+            for plan in found
+        ]
         header = {"device": device.name, "devices": n_devices, "devices_per_host": per_host}
         return json.dumps(header | {"advice": advice}, indent=1)
     return advice_report(found)
 
 
 def number_of_devices(config: Config, advise: int | None, rest: list[str]) -> int:
-    """Return the devices of the job that is planned.
-
-    Raises:
-        UsageError: if neither the mesh nor --advise says, or both, or they are too many.
-    """
+    """Return the number that the mesh or --advise says; `UsageError` if not one of them does."""
     shape = mesh_shape(config)
     option, n = f"parallel.mesh={shape}", shape.n_devices
     if advise is not None:
@@ -101,21 +96,16 @@ def number_of_devices(config: Config, advise: int | None, rest: list[str]) -> in
         for word in rest:
             if word.removeprefix("--").partition("=")[0].replace("-", "_") in chosen:
                 raise UsageError(f"{word}: --advise chooses this; give one of them")
-    elif not shape.is_filled:
+    if n > MAX_CPU_DEVICES or (advise is None and not shape.is_filled):
         raise UsageError(
-            f"{option}: a plan needs every size, such as --mesh 2,4,1; or give --advise N"
+            f"{option}: a plan needs every size, with a product of at most {MAX_CPU_DEVICES}, such "
+            "as --mesh 2,4,1; or give --advise N"
         )
-    if n > MAX_CPU_DEVICES:
-        raise UsageError(f"{option}: {n} devices; a plan can have {MAX_CPU_DEVICES}")
     return n
 
 
 def devices_per_host(given: int | None, device: Device, n_devices: int) -> int:
-    """Return how many devices share a host.
-
-    Raises:
-        UsageError: if the job would leave a host partly empty.
-    """
+    """Return how many devices share a host; `UsageError` if one would be partly empty."""
     if given is None and (device.memory is None or n_devices <= device.devices_per_host):
         return n_devices
     per_host = given or device.devices_per_host

@@ -2,10 +2,10 @@
 
 import sys
 from collections.abc import Iterator
-from typing import Any
 
 from jaxgpt.config import Config, MeshShape, UsageError, check_batch
 from jaxgpt.perf.hardware import Device
+from jaxgpt.perf.units import count
 from jaxgpt.plan.layout import Plan, plan_layout
 from jaxgpt.plan.program import Program, state_memory
 
@@ -16,17 +16,11 @@ WORTH = 0.9  # a layout has to be this much faster than a simpler one to stand b
 def search_meshes(
     config: Config, n_devices: int, device: Device, devices_per_host: int
 ) -> list[Plan]:
-    """Return the layouts that the model and the batch allow, the best first.
+    """Return the layouts that the model and the batch allow, the best first; else `UsageError`.
 
     Each comes with the least rematerialization that makes it fit. What fits stands before what
     does not; then the faster one, where a simpler layout wins near ties. Before all comes data
     parallelism, where it fits as it is: nothing is simpler to scale.
-
-    Args:
-        config: with model.vocab_size set; its mesh, sequence_parallel and remat are replaced.
-
-    Raises:
-        UsageError: if no mesh of so many devices suits the model and its batch.
     """
     plans, in_a_host = [], min(n_devices, devices_per_host)
     for tensor in range(1, in_a_host + 1):
@@ -120,25 +114,16 @@ def reason(plan: Plan) -> str:
         return (
             f"{'all of it with remat=full' if plan.is_compiled else 'its state alone'} does not fit"
         )
-    many_hosts = mesh.n_devices > plan.devices_per_host
     words = []
     if fsdp * tensor == 1:
         words.append("the whole state fits on a device")
     if tensor > 1:
         words.append(f"every layer is split over {tensor} devices of a host")
     if fsdp > 1:
-        inside = plan.hosts_spanned(["fsdp"]) == 1
-        where = ", across hosts" if not inside else " of a host" if many_hosts else ""
-        words.append(f"ZeRO-{parallel.zero_stage} over {fsdp} devices{where}")
-    if data > 1 and many_hosts and plan.hosts_spanned(["fsdp", "tensor"]) == 1:
-        words.append("between hosts only gradients travel")
-    elif data > 1 and fsdp * tensor == 1:
-        words.append("only gradients travel")
+        where = count(plan.hosts_spanned(["fsdp"]), "host")
+        words.append(f"ZeRO-{parallel.zero_stage} over {fsdp} devices of {where}")
+    if data > 1:
+        words.append(f"only gradients travel over data={data}")
     if parallel.remat != "none":
         words.append(f"activations need remat={parallel.remat}")
     return "; ".join(words)
-
-
-def advice_to_dict(plan: Plan) -> dict[str, Any]:
-    """Return a layout for JSON."""
-    return {"options": train_options(plan)} | plan.summary() | {"reason": reason(plan)}

@@ -112,27 +112,25 @@ class Plan:
         """Return on how many hosts one group of devices along these axes is, at most."""
         return hosts_spanned(axes, self.mesh, self.hosts)
 
-    def group_size(self, axes: Sequence[str]) -> int:
-        return math.prod(self.mesh[axis] for axis in axes)
-
-    def bytes_sent(self, collective: Collective) -> float:
+    def bytes_sent(self, c: Collective) -> float:
         """Return the bytes that each device sends around a ring."""
-        return ring_bytes(collective.kind, collective.bytes, self.group_size(collective.axes))
+        return ring_bytes(c.kind, c.bytes, math.prod(self.mesh[axis] for axis in c.axes))
 
     def link(self, axes: Sequence[str]) -> str:
         """Return `link` if all devices of a group along these axes share a host, or `network`."""
         return "link" if self.hosts_spanned(axes) == 1 else "network"
 
-    def bandwidth(self, axes: Sequence[str]) -> float:
-        """Return bytes/s that each device of a ring along `axes` can send.
+    def seconds(self, c: Collective) -> float:
+        """Return the time that a collective takes by itself.
 
         The members of a group on one host use their shares of the host's network together.
         """
-        n_hosts = self.hosts_spanned(axes)
-        if n_hosts == 1:
-            return self.device.link_bandwidth
-        members = max(1, self.group_size(axes) // n_hosts)
-        return min(self.device.link_bandwidth, members * self.device.network_bandwidth)
+        bandwidth, n_hosts = self.device.link_bandwidth, self.hosts_spanned(c.axes)
+        if n_hosts > 1:
+            members = max(1, math.prod(self.mesh[axis] for axis in c.axes) // n_hosts)
+            bandwidth = min(bandwidth, members * self.device.network_bandwidth)
+        operations = c.count if c.bytes / c.count > 1024 else 1  # scalars travel together
+        return self.bytes_sent(c) / bandwidth + operations * LATENCY[self.link(c.axes)]
 
     @functools.cached_property
     def estimate(self) -> Estimate | None:
@@ -147,15 +145,9 @@ class Plan:
         state = memory.parameters + memory.moments + memory.gradients
         update = 2 * state / device.memory_bandwidth
         update += 2 * memory.host_moments / device.host_bandwidth
-        tensor = other = 0.0
-        for c in self.program.collectives:
-            operations = c.count if c.bytes / c.count > 1024 else 1  # scalars travel together
-            seconds = self.bytes_sent(c) / self.bandwidth(c.axes)
-            seconds += operations * LATENCY[self.link(c.axes)]
-            if c.axes == ("tensor",):
-                tensor += seconds
-            else:
-                other += seconds
+        collectives = self.program.collectives
+        tensor = sum(self.seconds(c) for c in collectives if c.axes == ("tensor",))
+        other = sum(self.seconds(c) for c in collectives if c.axes != ("tensor",))
         step = max(compute + tensor, other) + update
         return Estimate(
             step=step,
@@ -170,13 +162,12 @@ class Plan:
 
     def summary(self) -> dict[str, Any]:
         """Return mesh, memory, fit and time for JSON: bytes and seconds."""
-        estimate = self.estimate
+        sizes = {"total": self.memory.total, "capacity": self.capacity}
         return {
             "mesh": self.mesh,
-            "memory": dataclasses.asdict(self.memory)
-            | {"total": self.memory.total, "capacity": self.capacity},
+            "memory": dataclasses.asdict(self.memory) | sizes,
             "fits": self.fits,
-            "estimate": dataclasses.asdict(estimate) if estimate else None,
+            "estimate": dataclasses.asdict(self.estimate) if self.estimate else None,
         }
 
     def to_dict(self) -> dict[str, Any]:
@@ -196,8 +187,6 @@ class Plan:
             "collectives": collectives,
             "flops_per_token": self.flops_per_token,
             "flops_per_step": self.flops_per_token * self.tokens,
-            "assumptions": list(ASSUMPTIONS),
-            "exact": ["memory.parameters", "memory.moments", "collectives", "flops_per_token"],
         }
 
 

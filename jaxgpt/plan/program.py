@@ -53,11 +53,8 @@ def compile_step(config: Config, shape: MeshShape, device: Device) -> Program:
 
     A CPU compiler stands in for the device's. It computes bfloat16 in float32, so float16, of the
     same size, stands in for that; cuDNN's attention is replaced by another in O(T) memory. For
-    `cpu` the step is compiled as it is, but for the code that is made of it.
-
-    Args:
-        config: with model.vocab_size set.
-        shape: of the mesh; JAX has been told to simulate that many devices.
+    `cpu` the step is compiled as it is. JAX has been told to simulate as many devices as the mesh
+    has, and `config` has model.vocab_size.
     """
     kernel, reason = choose_attention(config.model, config.train.dtype, device.cuda_capability)
     stand_in = config
@@ -94,10 +91,7 @@ def compile_step(config: Config, shape: MeshShape, device: Device) -> Program:
 
 
 def state_memory(config: Config, shape: MeshShape, device: Device) -> Memory:
-    """Return bytes of parameters, gradients and moments, exact, without compiling anything.
-
-    Arguments are those of `compile_step`.
-    """
+    """Return bytes of parameters, gradients and moments, exact, without compiling anything."""
     mesh = make_mesh(shape)
     rules = partition.gradient_rules(config.parallel.zero_stage, config.reduces_once)
     state = state_shapes(config, mesh)

@@ -14,8 +14,7 @@ WIDTH = 112
 SHOWN = 12  # of the layouts that --advise ranks
 
 
-def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Return a table with its first column to the left and the others to the right."""
+def _table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     first, *others = columns
     return table_text([first, *(Column(c, justify="right") for c in others)], rows, WIDTH)
 
@@ -51,8 +50,10 @@ def _memory(plan: Plan) -> str:
     of = f"{format_bytes(device.memory)} of {device.name}" if device.memory else "its share of RAM"
     room = f"{format_bytes(plan.capacity)} ({USABLE:.0%} of {of})"
     word = "fits" if plan.fits else "DOES NOT FIT"
-    lines = [table(("one device", "bytes", ""), rows)]
-    lines.append(f"{word}: {format_bytes(memory.total)} of {room}")
+    lines = [
+        _table(("one device", "bytes", ""), rows),
+        f"{word}: {format_bytes(memory.total)} of {room}",
+    ]
     if device.memory is None:
         state = memory.total - memory.activations_and_temporaries
         large = [d.name for d in DEVICES.values() if d.memory and state <= USABLE * d.memory]
@@ -75,7 +76,7 @@ def _communication(plan: Plan) -> str:
         for c in plan.program.collectives
     ]
     columns = ("one step", "arrays", "bytes", "sent", "over")
-    return table(columns, rows) if rows else "one device: nothing is communicated"
+    return _table(columns, rows) if rows else "one device: nothing is communicated"
 
 
 def _time(plan: Plan) -> str:
@@ -133,22 +134,20 @@ def advice_report(found: Sequence[Plan]) -> str:
             )
         )
     columns = ("mesh", "sequence_parallel", "remat", "memory", "fits", "step", "MFU at most")
-    lines = [table(columns, rows)]
+    lines = [_table(columns, rows)]
     if len(found) > SHOWN:
         lines.append(f"{len(found) - SHOWN} more were looked at")
     best = found[0]
     if best.fits:
         lines.append(f"take {train_options(best)}: {reason(best)}")
-        if best.config.parallel.remat != "none":
-            lines.append(
-                "more train.gradient_accumulation_steps, with parallel.reduce_every=microbatch, "
-                "leave room for less remat"
-            )
     else:
         lines.append(
-            f"nothing fits {best.mesh.n_devices} x {best.device.name}: the least is "
-            f"{train_options(best)}, and {reason(best)} ({format_bytes(best.memory.total)} of "
-            f"{format_bytes(best.capacity)}); take more devices, or more "
-            "train.gradient_accumulation_steps"
+            f"nothing fits {best.mesh.n_devices} x {best.device.name}; the least is "
+            f"{train_options(best)}: {reason(best)}; take more devices"
+        )
+    if best.config.parallel.remat != "none":
+        lines.append(
+            "more train.gradient_accumulation_steps, with parallel.reduce_every=microbatch, leave "
+            "room for less remat"
         )
     return "\n".join(lines)

@@ -18,10 +18,8 @@ def use_compile_cache(directory: str, cluster: ProcessGroup) -> str:
     """Let JAX, which must have been started, read and write compiled programs; return a log line.
 
     On CPUs the processes of one host also share what they compile: process 0 does it for all.
-    Of several such jobs at a time only the first one writes.
-
-    Args:
-        directory: a folder, or `off`. JAX_COMPILATION_CACHE_DIR, where set, is another folder.
+    Of several such jobs at a time only the first one writes. JAX_COMPILATION_CACHE_DIR, where
+    set, is the folder in place of `directory`; `off` is none.
     """
     import jax
 
@@ -48,17 +46,17 @@ def use_compile_cache(directory: str, cluster: ProcessGroup) -> str:
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     if on_cpu:
         jax.config.update("jax_persistent_cache_enable_xla_caches", "none")  # those are for GPUs
+    line = f"compile cache: {folder}"
     if not on_cpu or cluster.size == 1:
-        return f"compile cache: {folder}"
+        return line
     # A process that finds no program waits for process 0 to compile it, which process 0 does not
     # do if it has found it. So all must see the same files, and no other job may add to them.
     problem = cluster.broadcast(_lock(folder, cluster) if cluster.is_main else None)
     if problem:
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 1e9)  # so none is written
-        return f"compile cache: {folder}, only read, because {problem}"
-    if cluster.local_size == cluster.size:
-        jax.config.update("jax_share_binary_between_hosts", True)
-    return f"compile cache: {folder}"
+        return f"{line}, only read, because {problem}"
+    jax.config.update("jax_share_binary_between_hosts", cluster.local_size == cluster.size)
+    return line
 
 
 class CacheUse:

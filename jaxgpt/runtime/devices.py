@@ -45,17 +45,15 @@ def local_device_ids(cluster: ProcessGroup) -> list[int] | None:
 
     Processes of one host that see the same ones share them out evenly. One that sees a single
     device has been given it by the launcher, and so has one that sees others than its mates do.
-
-    Raises:
-        UsageError: on every process, if a host has more processes than devices.
+    `UsageError` on every process if a host has more processes than devices.
     """
     visible = next((os.environ[v] for v in VISIBLE_VARIABLES if os.environ.get(v)), None)
     everyone = zip(cluster.allgather(visible), cluster.hosts, strict=True)
     mates = [theirs for theirs, host in everyone if host == cluster.hosts[cluster.rank]]
     machine = cluster.machine
-    seen = visible.split(",") if visible else [str(i) for i in range(count_accelerators())]
-    if not seen and machine:  # Intel's files do not tell tiles apart
-        seen = [str(i) for i in range(machine.devices_per_host)]
+    # Intel's files do not tell tiles apart: there the machine does.
+    n_seen = count_accelerators() or (machine.devices_per_host if machine else 0)
+    seen = visible.split(",") if visible else [str(i) for i in range(n_seen)]
     n_sharing, place = mates.count(visible), mates[: cluster.local_rank].count(visible)
     # A single one may be of a kind whose files do not tell how many there are.
     shares = n_sharing > 1 and len(seen) > 1 and accelerator_expected()
