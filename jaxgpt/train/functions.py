@@ -51,6 +51,7 @@ GRADIENTS_PER_SLICE = 4  # at least so many times as large as the gradient that 
 class StepFunctions:
     """The compiled functions of a run, and where their state lies."""
 
+    model: ShardedModel
     mesh: Mesh
     attention: str  # the attention kernel, and why it was chosen
     n_parameters: tuple[int, int]  # all parameters, and those without the position embedding
@@ -105,6 +106,7 @@ def make_steps(
     state_at = jax.tree.map(lambda leaf: leaf.sharding, state)
     whole = sharding.replicated(mesh)
     return StepFunctions(
+        model=model,
         mesh=mesh,
         attention=f"{kernel} ({reason})",
         n_parameters=count_parameters(config.model),

@@ -1,7 +1,6 @@
 """Speed: of the presets, beside nanoGPT, and of a model so small that launching it is the cost."""
 
 import importlib.util
-import os
 import sys
 import time
 from pathlib import Path
@@ -105,13 +104,15 @@ def shakespeare(stage: Stage) -> None:
 
 def data(stage: Stage) -> list[str]:
     """Return the settings for Tiny Shakespeare if it is here, else for text that always is."""
-    home = Path(os.environ.get("JAXGPT_DATA", "~/.cache/jaxgpt")).expanduser()
+    from jaxgpt.config import DataConfig
+    from jaxgpt.data.dataset import dataset_directory
+
     if stage.request.text is not None:
         folder = stage.folder / "data"
         text = str(stage.request.text)
         stage.run("prepare", "text", "--input", text, "--tokenizer", "char", "--out", str(folder))
         return [f"data.path={folder}"]
-    if (home / "shakespeare_char" / "train.bin").exists():
+    if (dataset_directory(DataConfig(dataset="shakespeare_char")) / "train.bin").exists():
         return []
     stage.add("text", "Python's standard library: give Tiny Shakespeare with --text FILE")
     return ["data.dataset=python"]
@@ -124,25 +125,21 @@ def dispatches(preset: str, *words: str) -> list[tuple[int, float]]:
     import numpy as np
 
     from jaxgpt.config import MeshShape, load_config
-    from jaxgpt.models.attention import choose_attention, cuda_capability, make_attention
     from jaxgpt.parallel.mesh import make_mesh
-    from jaxgpt.train.functions import make_steps, shard_model
+    from jaxgpt.runtime.allocator import keep_freed_memory
+    from jaxgpt.train.functions import make_steps
     from jaxgpt.train.step import train_step
 
+    keep_freed_memory()
     config = load_config(preset, "model.vocab_size=65", *words)
-    mesh, device = make_mesh(MeshShape(), ("this host",)), jax.devices()[0]
-    on_cpu, capability = device.platform == "cpu", cuda_capability(device)
-    kernel, _ = choose_attention(config.model, config.train.dtype, capability)
-    attend = make_attention(kernel, config.model.dropout)
-    model = shard_model(config, mesh, attend, on_cpu=on_cpu)
-    steps = make_steps(config, mesh)
+    steps = make_steps(config, make_mesh(MeshShape(), ("this host",)))
     shape = steps.batch_shape.shape
     rows = jnp.asarray(np.random.default_rng(0).integers(65, size=shape, dtype=np.int32))
 
     def seconds(n: int) -> float:
         def several(state: Any, first: Any) -> Any:
             def step(state: Any, number: Any) -> tuple[Any, None]:
-                return train_step(model, state, number, rows)[0], None
+                return train_step(steps.model, state, number, rows)[0], None
 
             return jax.lax.scan(step, state, first + jnp.arange(n, dtype=jnp.int32))[0]
 
