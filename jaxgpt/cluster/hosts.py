@@ -8,8 +8,7 @@ from collections.abc import Mapping
 
 from jaxgpt.config import UsageError
 
-# Host name -> slots: how many processes its host file makes room for; None where there is no file,
-# or it only names each host once.
+# Host name -> slots, the room for processes by a host file; None where no file counts them.
 Hosts = dict[str, int | None]
 
 HOST_FILES = ("PBS_NODEFILE", "COBALT_NODEFILE", "HOSTFILE")
@@ -25,8 +24,7 @@ _LINE = re.compile(
 def job_hosts(environ: Mapping[str, str], file: str | None = None) -> tuple[Hosts, str]:
     """Find the hosts of this job, and the variable that named them, or `--hosts`, or `this host`.
 
-    A PBS node file is often only on the first host of the job: in a job that runs already, ask
-    on process 0. A `file` that the user gave comes before everything else.
+    A PBS node file is often only on the job's first host: in a running job, ask on process 0.
     """
     if file is not None:
         return read_host_file(file, "--hosts"), "--hosts"

@@ -22,9 +22,8 @@ class StopSignal:
     ):
         """Catch signals from now on, `passed` seconds after the time limit began.
 
-        Args:
-            sync_point: (step, whether this process was first asked to stop before it) -> whether
-                all processes stop after it; None where this is the only process.
+        `sync_point` takes a step and whether this process was first asked to stop before it, and
+        returns whether all processes stop after it; None where this is the only process.
         """
         self.reason: str | None = None
         self._sync_point = sync_point
@@ -32,7 +31,8 @@ class StopSignal:
         self._since = time.monotonic()
         for number in SIGNALS:
             signal.signal(number, self._receive)
-        atexit.register(_ignore_signals)
+            # Ignore what comes when all is done: Python would go back to being killed.
+            atexit.register(signal.signal, number, signal.SIG_IGN)
         if time_limit_minutes is not None and rank_from_env() == 0:
             signal.setitimer(signal.ITIMER_REAL, max(0.01, 60 * time_limit_minutes - passed))
 
@@ -51,9 +51,3 @@ class StopSignal:
             return self.reason is not None
         self._forwarded |= requested
         return agreed
-
-
-def _ignore_signals() -> None:
-    """Ignore what comes when all is done: Python would go back to being killed."""
-    for number in SIGNALS:
-        signal.signal(number, signal.SIG_IGN)

@@ -102,9 +102,8 @@ def catch_usage_error(function: Callable[..., T], *arguments: Any) -> tuple[T | 
 def join_process_group(timeout: float = INIT_TIMEOUT, launch: Launch | None = None) -> ProcessGroup:
     """Wait, without JAX, until all processes of a job are there; by default the environment's.
 
-    Raises:
-        UsageError: if the launcher's environment or the MPI library does not fit.
-        PeerLost: naming the processes that did not come within `timeout` seconds.
+    Raises `UsageError` if the launcher's environment or the MPI library does not fit, `PeerLost`
+    if processes, which it names, do not come within `timeout` seconds.
     """
     launch = launch or find_launch(os.environ)
     notes: tuple[str, ...] = ()

@@ -96,11 +96,7 @@ class Dataset:
         return lines
 
     def verify(self) -> None:
-        """Read up to 64 MiB of the files.
-
-        Raises:
-            UsageError: for a token outside the vocabulary, or files that meta.json does not match.
-        """
+        """Read up to 64 MiB; `UsageError` for a token >= V, or files not those of meta.json."""
         for source, (path, found) in zip(self.sources, self.fingerprints, strict=True):
             for tokens in source.tokens.values():
                 for start, page in tokens.sampled_pages(self._pages_of_each):
@@ -149,9 +145,8 @@ def vocabulary_size(data: DataConfig, model: ModelConfig) -> int:
 def open_dataset(data: DataConfig, model: ModelConfig) -> Dataset:
     """Open the files that a configuration names, without reading tokens.
 
-    Raises:
-        UsageError: if files are missing, damaged or too short for one row, the vocabulary is
-            not known or larger than model.vocab_size, or sources have different tokenizers.
+    Raises `UsageError` if files are missing, damaged or too short for one row, the vocabulary is
+    not known or larger than model.vocab_size, or sources have different tokenizers.
     """
     sources = tuple(_open_source(entry, data, model.block_size + 1) for entry in entries(data))
     files = {file for s in sources for tokens in s.tokens.values() for file in tokens.files}

@@ -82,11 +82,7 @@ def prefix_of(path: Path | str) -> Path:
 
 
 def read_index(prefix: Path | str) -> Index:
-    """Open PREFIX.idx (of PREFIX, also with a suffix), and check it against PREFIX.bin's size.
-
-    Raises:
-        UsageError: if a file is missing, damaged or of another format.
-    """
+    """Open PREFIX.idx and check it against PREFIX.bin's size; `UsageError` if a file is damaged."""
     prefix = prefix_of(prefix)
     bin_path, idx_path = Path(f"{prefix}.bin"), Path(f"{prefix}.idx")
     try:

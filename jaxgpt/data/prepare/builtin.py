@@ -60,12 +60,9 @@ def prepare_text(
     lines it is a share of the documents, drawn by a hash of their text.
 
     Args:
-        inputs: files, or folders of them.
-        tokenizer: `char`, or what `load_tokenizer` takes.
+        tokenizer: `char`, or what `load_tokenizer` takes, as for `end_of_text`.
         val_share: by default a tenth of texts, a hundredth of JSON lines.
-        megatron: write one pair of Megatron-LM's, NAME_KEY_document.bin and .idx, in place of
-            train.bin and val.bin.
-        end_of_text: name of the token between documents, as in `load_tokenizer`.
+        megatron: write NAME_KEY_document.bin and .idx in place of train.bin and val.bin.
     """
     from jaxgpt.data.prepare.text import Corpus, input_files, write_megatron, write_nanogpt
 

@@ -118,11 +118,8 @@ def write_nanogpt(
 ) -> tuple[Tokenizer, Counter[str]]:
     """Write train.bin, val.bin and meta.json, with end-of-text between documents.
 
-    Returns the tokenizer, and the tokens of each split and number of "documents".
-
-    Args:
-        tokenizer: None for one token per character that occurs.
-        source: where the text came from, for people.
+    Without a `tokenizer`, it is one token per character that occurs. Returns the tokenizer, and
+    the tokens of each split and number of "documents".
     """
     pipe = next((path for path in corpus.files if not path.is_file()), None)
     if pipe and (tokenizer is None or corpus.json_key is None):
