@@ -106,11 +106,10 @@ def slurm_step(environ: Mapping[str, str]) -> Launch:
 
 
 def _torchrun(environ: Mapping[str, str]) -> Launch:
-    address = f"{environ.get('MASTER_ADDR', '')}:{environ.get('MASTER_PORT', '')}"
+    host, port = environ.get("MASTER_ADDR", ""), environ.get("MASTER_PORT", "")
     key = "MASTER_ADDR:MASTER_PORT"
-    launch = _over_tcp(environ, "RANK and WORLD_SIZE", "RANK", "WORLD_SIZE", address, key)
+    launch = _over_tcp(environ, "RANK and WORLD_SIZE", "RANK", "WORLD_SIZE", f"{host}:{port}", key)
     if launch.through and environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        host, _, port = address.rpartition(":")
         return replace(launch, address=f"{host}:{int(port) + 1}")  # torchrun listens at the port
     return launch
 

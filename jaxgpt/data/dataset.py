@@ -63,11 +63,10 @@ class Dataset:
     @functools.cached_property
     def fingerprints(self) -> list[list[str]]:
         """[path, hash of its sizes, dtype, vocabulary and sampled pages] of every source."""
-        out = []
+        pages, out = self._pages_of_each, []
         for source in self.sources:
             vocab_size = source.meta.get("vocab_size", self.vocab_size)
-            hash_ = fingerprint(source.tokens, vocab_size, self._pages_of_each)
-            out.append([str(source.entry.path), hash_])
+            out.append([str(source.entry.path), fingerprint(source.tokens, vocab_size, pages)])
         return out
 
     @property

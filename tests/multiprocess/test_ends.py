@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from jobs import SMALL, command, environment, losses, run, wait_for_step
+from jobs import SMALL, command, environment, losses, run, train_here, wait_for_step
 
 HERE = Path(__file__).parent
 MESH = ("--mesh", "1,1,4")
@@ -90,7 +90,7 @@ def test_a_process_that_fails_takes_all_with_it(tmp_path, where, rank):
 
 def test_a_process_that_fails_while_restoring_takes_all_with_it(tmp_path):
     arguments = (*SMALL, "--mesh", "1,1,2", "--out", tmp_path)
-    assert run("train", *arguments, "train.max_iters=2", processes=2).returncode == 0
+    train_here(*arguments, "train.max_iters=2")
     job = run(HERE / "faulty.py", "restore", 1, *arguments, processes=2, timeout=60)
     assert job.returncode == 1, job.stdout
     assert job.stdout.rstrip().splitlines()[-1] == "RuntimeError: planted in restore"

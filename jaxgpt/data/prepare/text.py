@@ -56,10 +56,8 @@ class Corpus:
 
     def _split_of(self, text: str) -> str:
         """Choose by the text alone, so that a document and its copies are on one side."""
-        if self.val_share is None:
-            return "train"
         drawn = hashlib.blake2b(text.encode(), digest_size=8).digest()
-        return "val" if int.from_bytes(drawn) < self.val_share * 2**64 else "train"
+        return "val" if int.from_bytes(drawn) < (self.val_share or 0) * 2**64 else "train"
 
     def _text_pieces(self, tokenizer: Tokenizer) -> Iterator[Piece]:
         """Keep the last `val_share` of all characters for validation, as nanoGPT does."""
