@@ -11,22 +11,19 @@ from typing import Any
 from jaxgpt.config import DataConfig, ModelConfig, UsageError
 from jaxgpt.data import FORMATS
 from jaxgpt.data.blend import BlendEntry, parse_lines, read_file_list
-from jaxgpt.data.source import SPLITS, Document, FindDocument, OpenSource, find_marked
-from jaxgpt.data.token_file import SAMPLED_PAGES, Tokens, allow_open_files, fingerprint
+from jaxgpt.data.source import SPLITS, Document, OpenSource, find_marked
+from jaxgpt.data.token_file import SAMPLED_PAGES, allow_open_files, fingerprint
 from jaxgpt.data.tokenizers import Tokenizer, load_tokenizer, tokenizer_from_meta
 
 BUILT_IN = {"python": 256, "shakespeare_char": 65}  # vocabularies of what prepare makes by name
 
 
-@dataclass(frozen=True)
-class Source:
-    """An opened source of a configuration; `OpenSource` says what the last three fields are."""
+@dataclass(frozen=True, kw_only=True)
+class Source(OpenSource):
+    """An opened source of a configuration, with both splits."""
 
     entry: BlendEntry
     format: str  # its name in `FORMATS`
-    tokens: dict[str, Tokens]
-    find_document: FindDocument | None
-    meta: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -189,7 +186,7 @@ def _find_vocabulary(
 def _open_source(entry: BlendEntry, data: DataConfig, least: int) -> Source:
     """Open one source, whose splits need `least` tokens each."""
     name, opened = _open_files(entry, data)
-    splits, note = opened.splits, ""
+    splits, note = opened.tokens, ""
     if "val" not in splits:
         whole = splits["train"]
         boundary = round(whole.size * (1 - data.val_share))
@@ -205,7 +202,7 @@ def _open_source(entry: BlendEntry, data: DataConfig, least: int) -> Source:
                 f"{note}; model.block_size={least - 1} needs at least {least}: give more data"
                 + (", or another data.val_share" if note else "")
             )
-    return Source(entry, name, splits, opened.find_document, opened.meta)
+    return Source(splits, opened.find_document, opened.meta, entry=entry, format=name)
 
 
 def _format_of(path: Path) -> str | None:

@@ -4,7 +4,7 @@ JAX is imported with the first global array: `jaxgpt.inspect` reads rows without
 """
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -36,21 +36,19 @@ class Loader:
         self,
         dataset: Dataset,
         split: str,
-        *,
-        block_size: int,
+        config: Config,
         batch_size: int,
         seed: int,
-        random_steps: tuple[tuple[int, int], ...] = (),
-        sharding: "NamedSharding | None" = None,
+        sharding: "NamedSharding | None",
+        random_steps: Sequence[tuple[int, int]] = (),
     ):
         """
         Args:
-            block_size: T; a row is T+1 tokens.
-            batch_size: rows per step, B.
+            sharding: of the global batches; without it only rows can be read.
             random_steps: ranges of steps, both ends included, whose tokens are drawn at random:
                 a rehearsed fault.
-            sharding: of the global batches; without it only rows can be read.
         """
+        block_size = config.model.block_size
         self.names = dataset.corpora
         self.shape = (batch_size, block_size + 1)
         self._splits = [source.tokens[split] for source in dataset.sources]
@@ -72,29 +70,16 @@ class Loader:
         cls, dataset: Dataset, config: Config, sharding: "NamedSharding | None" = None
     ) -> "Loader":
         """Return the global batches that a run trains on."""
-        return cls(
-            dataset,
-            "train",
-            block_size=config.model.block_size,
-            batch_size=config.train.batch_size,
-            seed=config.train.seed,
-            random_steps=step_ranges("faults.random_tokens", config.faults.random_tokens),
-            sharding=sharding,
-        )
+        train = config.train
+        random_steps = step_ranges("faults.random_tokens", config.faults.random_tokens)
+        return cls(dataset, "train", config, train.batch_size, train.seed, sharding, random_steps)
 
     @classmethod
     def for_evaluation(
         cls, dataset: Dataset, split: str, config: Config, sharding: "NamedSharding"
     ) -> "Loader":
         """Return batches of the size of a microbatch, of either split, in another order."""
-        return cls(
-            dataset,
-            split,
-            block_size=config.model.block_size,
-            batch_size=config.microbatch_size,
-            seed=config.train.seed + 1,
-            sharding=sharding,
-        )
+        return cls(dataset, split, config, config.microbatch_size, config.train.seed + 1, sharding)
 
     def row_location(self, step: int, row: int) -> RowLocation:
         """Return where a row of a step's batch comes from."""

@@ -42,7 +42,7 @@ def find_marked(tokens: Tokens, end_of_text: int, at: int) -> Document:
 class OpenSource:
     """What a format's `open` returns."""
 
-    splits: dict[str, Tokens]
+    tokens: dict[str, Tokens]
     """"train" and "val"; or "train" alone, whose last documents are then kept for validation."""
     find_document: FindDocument | None = None
     """None where only end-of-text tokens separate documents."""

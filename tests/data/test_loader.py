@@ -15,8 +15,9 @@ def dataset():
     return open_dataset(config.data, config.model)
 
 
-def loader(dataset, sharding, seed=1):
-    return Loader(dataset, "train", block_size=64, batch_size=16, seed=seed, sharding=sharding)
+def loader(dataset, sharding, seed=1, kind=Loader):
+    words = ("model.block_size=64", "train.batch_size=16", f"train.seed={seed}")
+    return kind.for_training(dataset, load_config("tiny", *words), sharding)
 
 
 def test_rows_are_the_tokens_of_the_file_at_their_offsets(dataset):
@@ -52,14 +53,7 @@ def test_only_the_rows_that_are_needed_are_read(dataset):
             reads.append(rows)
             return super().read(step, rows)
 
-    made = Counting(
-        dataset,
-        "train",
-        block_size=64,
-        batch_size=16,
-        seed=1,
-        sharding=batch_sharding(make_mesh(MeshShape(2, 1, 4))),
-    )
+    made = loader(dataset, batch_sharding(make_mesh(MeshShape(2, 1, 4))), kind=Counting)
     made.batch(1)
     assert reads == [range(0, 8), range(8, 16)]  # once each, though four devices hold them
 
