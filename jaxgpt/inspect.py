@@ -136,20 +136,15 @@ def differences(config: Config, dataset: Dataset, run: Path | None, step: int) -
     newest, last = max(saved.items())
     if source_hashes(last["data_fingerprint"]) != source_hashes(dataset.fingerprints):
         notes.append("warning: this data is not what the run was trained on")
-    after = next((meta for s, meta in saved.items() if s >= step), last)["config"]["train"]
-    now = config.to_dict()["train"]
+    then = next((meta for s, meta in saved.items() if s >= step), last)["config"]["train"]
     for key in ("batch_size", "seed"):
-        if after[key] != now[key]:
-            notes.append(
-                f"warning: train.{key} was {after[key]} at about this step, and is {now[key]} "
-                f"here; for its rows give train.{key}={after[key]} after --run"
-            )
+        now = getattr(config.train, key)
+        if then[key] != now:
+            was = f"train.{key} was {then[key]} at about this step, and is {now} here"
+            notes.append(f"warning: {was}; for its rows give train.{key}={then[key]} after --run")
     per_step = last["config"]["train"]["batch_size"] * config.model.block_size
     if last["consumed_tokens"] != newest * per_step:
-        notes.append(
-            "warning: train.batch_size has changed during this run; rows are shown as if it had "
-            f"always been {config.train.batch_size}"
-        )
+        notes.append("warning: train.batch_size has changed during this run, which moves its rows")
     return notes
 
 
@@ -197,15 +192,8 @@ def show(found: list[dict[str, Any]], tokens: np.ndarray, dataset: Dataset, as_j
         if as_json:
             print(json.dumps({**record, "text": text, "tokens": ids}))
             continue
-        document = ""
-        if record["document_start"] is not None:
-            number = "" if record["document"] is None else f" {record['document']}"
-            document = f", in document{number} from token {record['document_start']}"
-        loss = f", loss {record['loss']:.4f}" if "loss" in record else ""
-        print(
-            f"--- row {record['row']}{loss}: {record['corpus']}, {record['file']} from token "
-            f"{record['offset']}{document}"
-        )
+        about = ", ".join(f"{k} {v}" for k, v in record.items() if v is not None)
+        print(f"--- {about}")
         print(" ".join(map(str, ids)) if text is None else text)
 
 
