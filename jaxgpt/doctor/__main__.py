@@ -6,7 +6,6 @@ WARN or FAIL, and what to do. Exit status: 0, or 1 if anything failed.
 """
 
 import argparse
-import contextlib
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,8 +13,15 @@ from pathlib import Path
 from jaxgpt.cluster import shutdown
 from jaxgpt.cluster.environment import rank_from_env
 from jaxgpt.cluster.process_group import INIT_TIMEOUT, catch_usage_error, join_process_group
-from jaxgpt.config import CommandParser, Config, MeshShape, file_path, is_help, mesh_shape
-from jaxgpt.config.schema import MAX_INIT_TIMEOUT
+from jaxgpt.config import (
+    CommandParser,
+    Config,
+    MeshShape,
+    file_path,
+    is_help,
+    mesh_shape,
+    whole_number,
+)
 from jaxgpt.doctor.directory import check_writable
 from jaxgpt.runtime.initialize import initialize_jax
 from jaxgpt.runtime.jax_internals import failure_board
@@ -39,20 +45,13 @@ def parser() -> CommandParser:
     out.add_argument("--out", type=file_path, metavar="DIR", help=f"run directory; default: {OUT}")
     out.add_argument(
         "--init-timeout",
-        type=seconds,
-        default=INIT_TIMEOUT,
+        type=whole_number(bits=16),
+        default=int(INIT_TIMEOUT),
         metavar="S",
         help="seconds to wait for processes that do not come, or do not answer; default "
         f"{INIT_TIMEOUT:.0f}",
     )
     return out
-
-
-def seconds(text: str) -> float:
-    with contextlib.suppress(ValueError):
-        if 1 <= float(text) <= MAX_INIT_TIMEOUT:
-            return float(text)
-    raise argparse.ArgumentTypeError(f"{text} must be seconds, from 1 to {MAX_INIT_TIMEOUT}")
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:

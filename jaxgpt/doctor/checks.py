@@ -85,9 +85,8 @@ def check_interface(job: Job, cluster: ProcessGroup, found: Mapping[str, Any]) -
         return Check("interface", "OK", "not needed: a single process")
     # Process 0's host may know itself by a loopback address only.
     others = [f"{f.address} ({f.host_name})" for f in job if f.host] or [job[0].address]
-    cleared = [note for note in found["notes"] if note.startswith("cleared")]  # proxies
     finding = f"coordinator {found['coordinator']}, reached from {_shorten(others)}"
-    finding = "; ".join([finding, *cleared])
+    finding += "".join(f"; {n}" for n in found["notes"] if n.startswith("cleared"))  # proxies
     suffix = cluster.machine.high_speed_suffix if cluster.machine else None
     slow = suffix and len(set(cluster.hosts)) > 1 and suffix not in found["coordinator"]
     if slow:
@@ -112,10 +111,7 @@ def check_devices(job: Job) -> Check:
     """Check that all processes have as many devices, of one kind."""
     devices = [f"{len(f.devices)} x {f.device_kind}" for f in job]
     if len(set(devices)) > 1:
-        remedy = (
-            "give every process the same number of devices of one kind; look at the hosts with "
-            "fewer, and at CUDA_VISIBLE_DEVICES there"
-        )
+        remedy = "give every process the same number of devices of one kind (CUDA_VISIBLE_DEVICES)"
         finding = f"processes have different devices: {_who_has(devices, job)}"
         return Check("devices", "FAIL", finding, remedy)
     finding = f"{devices[0]} in each process, {sum(len(f.devices) for f in job)} in all"
@@ -135,17 +131,11 @@ def check_accelerators(job: Job, machine: Machine | None) -> Check:
         narrowed = machine is None and any(f.narrowed for f in here)
         if on_cpu and there and here[0].jax_platforms != "cpu":
             finding = f"{host} has {count(there, 'accelerator')} but JAX uses the CPU"
-            remedy = (
-                "install the vendor's JAX plugin (NVIDIA: pip install 'jaxgpt[cuda]') and check "
-                "the driver; or set JAX_PLATFORMS=cpu to train on CPUs"
-            )
+            remedy = "install the vendor's JAX plugin (jaxgpt[cuda]), or set JAX_PLATFORMS=cpu"
             return Check("accelerators", "FAIL", finding, remedy)
         if not on_cpu and shared:
             finding = f"processes on {host} seem to share device {_shorten(shared)}"
-            remedy = (
-                "start at most one process per device, and let CUDA_VISIBLE_DEVICES, if it is set, "
-                "name another one for each"
-            )
+            remedy = "start one process per device, each with its own CUDA_VISIBLE_DEVICES"
             return Check("accelerators", "WARN", finding, remedy)
         if not on_cpu and len(used) < there and not narrowed:
             finding = f"{len(used)} of the {there} devices of {host} are in use"
@@ -164,8 +154,7 @@ def check_resources(job: Job) -> list[Check]:
         f.memory / n[f.host] < MEMORY_PER_PROCESS,
         "memory",
         f"{f.memory / n[f.host] / GIB:.1f} GiB of host memory for each process on {f.host_name}",
-        "ask the scheduler for more memory (Slurm: --mem=0 is all of a host), or start fewer "
-        "processes per host",
+        "ask for more memory (Slurm: --mem=0 is all of a host), or start fewer processes per host",
     )
     f = min(job, key=lambda f: cores[f.host] / min(n[f.host], f.host_cores))
     bound = _warn_if(
@@ -173,8 +162,7 @@ def check_resources(job: Job) -> list[Check]:
         "cores",
         f"{count(n[f.host], 'process', 'es')} may run on {cores[f.host]} of "
         f"{count(f.host_cores, 'core')} on {f.host_name}",
-        "let the launcher bind each process to cores of its own (mpiexec --cpu-bind depth -d N, "
-        "srun --cpus-per-task=N)",
+        "bind each process to its own cores (mpiexec --cpu-bind depth -d N, srun -c N)",
     )
     f = min(job, key=lambda f: f.shared_memory / n[f.host])
     shared = _warn_if(
@@ -207,10 +195,7 @@ def _warn_if(wrong: Any, name: str, finding: str, remedy: str) -> Check:
 
 
 def _by_host(job: Job) -> list[Job]:
-    hosts: dict[int, list[SimpleNamespace]] = defaultdict(list)
-    for f in job:
-        hosts[f.host].append(f)
-    return list(hosts.values())
+    return [[f for f in job if f.host == host] for host in dict.fromkeys(f.host for f in job)]
 
 
 def _who_has(values: Sequence[str], job: Job) -> str:
@@ -225,5 +210,4 @@ def _who_has(values: Sequence[str], job: Job) -> str:
 def _shorten(names: Sequence[str]) -> str:
     """Return the first four of many names, and how many more there are."""
     names = list(dict.fromkeys(names))
-    more = f" and {len(names) - 4} more" if len(names) > 4 else ""
-    return ", ".join(names[:4]) + more
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")

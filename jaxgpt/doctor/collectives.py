@@ -38,12 +38,10 @@ class Collective:
     run: Callable[[jax.Array, str, int], jax.Array]
     """(array of one device, mesh axis, n) -> array of one device, inside `jax.shard_map`."""
     source: Callable[[int, int, int, np.ndarray], tuple[Any, np.ndarray]]
-    """(device, n, length of one of n parts, position in its result) -> (device, position) of the
-    element that belongs there."""
+    """(device, n, length of a part, position in its result) -> (device, position) it comes from."""
     bus_factor: Callable[[int], float] = lambda n: (n - 1) / n
-    """n -> bus bandwidth / (bytes / time). Bus bandwidth is what each device's link carries,
-    comparable with a data sheet for any n, as in NVIDIA's nccl-tests (doc/PERFORMANCE.md;
-    src/scatter.cu and, for permute, src/sendrecv.cu)."""
+    """n -> bus bandwidth / (bytes / time), as in NVIDIA's nccl-tests (doc/PERFORMANCE.md;
+    src/scatter.cu, src/sendrecv.cu): what each device's link carries, whatever n."""
     from_parts: bool = False  # each device puts in only one of n parts
 
 
@@ -126,21 +124,15 @@ class Measurement:
 
 
 def default_sizes(cluster: ProcessGroup) -> MeshShape:
-    """Return data over hosts and tensor inside them, to tell the network from a host's links.
-
-    On one host, or if hosts have different numbers of devices, all devices are along data.
-    """
+    """Return data over hosts and tensor inside; one host, or uneven ones, have data alone."""
     on_host = Counter(cluster.hosts[device.process_index] for device in jax.devices())
     if len(on_host) == 1 or len(set(on_host.values())) > 1:
-        return MeshShape(jax.device_count())
-    return MeshShape(len(on_host), 1, jax.device_count() // len(on_host))
+        return MeshShape(on_host.total())
+    return MeshShape(len(on_host), 1, on_host.total() // len(on_host))
 
 
 def axis_link(mesh: Mesh, axis: str, cluster: ProcessGroup) -> tuple[bool, float | None]:
-    """Return whether a mesh axis crosses hosts, and the bytes/s that each device can then send.
-
-    The rate is None if the device is not in the table of data sheets.
-    """
+    """Return whether an axis crosses hosts, and a device's bytes/s, None without a data sheet."""
     crosses = hosts_spanned([axis], mesh.shape, device_hosts(mesh, cluster.hosts)) > 1
     device = find_device(mesh.devices.flat[0].device_kind)
     if device is None:
@@ -155,16 +147,15 @@ def measure_axis(
     allowed: float,
     set_activity: Callable[[str], None],
 ) -> list[Measurement]:
-    """Check and time all collectives over one axis, from small arrays to large ones.
+    """Check and time all collectives over one axis, with larger arrays for `allowed` seconds.
 
-    Larger sizes are left out once `allowed` seconds are over. `set_activity` is called with a
-    description of each measurement before it begins.
+    `set_activity` is called with a description of each measurement before it begins.
     """
     out: list[Measurement] = []
     n, deadline, left = mesh.shape[axis], time.monotonic() + allowed, list(COLLECTIVES)
     for size in SIZES:
         for collective in tuple(left):
-            # What one process decided alone would leave the others waiting for it.
+            # Process 0 decides: the others would wait for one that ends alone.
             if size > SIZES[0] and cluster.broadcast(time.monotonic() > deadline):
                 return out
             activity = f"{collective.name} over {axis}, {format_bytes(size)}"
@@ -181,9 +172,9 @@ def measure_axis(
 def try_on_all(
     activity: str, cluster: ProcessGroup, function: Callable[..., Any], *arguments: Any
 ) -> tuple[list[Any], str | None]:
-    """Return the results of a function by rank, and the exception of the first that raised one.
+    """Return the results of a function by rank, and the first exception.
 
-    An exception is printed at once, too: processes without one may wait for this one for ever.
+    It is printed at once, too: the other processes may wait for this one for ever.
     """
     result = error = None
     try:
@@ -199,23 +190,20 @@ def try_on_all(
 def measure(mesh: Mesh, axis: str, collective: Collective, size: int) -> float:
     """Return the seconds of one call on this process; raise ArithmeticError if its result is wrong.
 
-    `size` is in bytes, and rounded up to what the devices of the axis can share out.
+    `size`, in bytes, is rounded up to a multiple of the axis.
     """
     n = mesh.shape[axis]
     part = -(-size // (4 * n))
     place = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
     length = part if collective.from_parts else part * n
+    devices, positions = jnp.arange(mesh.size)[:, None], jnp.arange(length)
+    x = jax.jit(lambda: pattern(devices, positions), out_shardings=place)()
 
-    def fill() -> jax.Array:
-        return pattern(jnp.arange(mesh.size)[:, None], jnp.arange(length))
-
-    x = jax.jit(fill, out_shardings=place)()
-
-    def local(x: jax.Array) -> jax.Array:
+    @jax.jit
+    @jax.shard_map(mesh=mesh, in_specs=place.spec, out_specs=place.spec, check_vma=False)
+    def run(x: jax.Array) -> jax.Array:
         return collective.run(x[0], axis, n)[None]
 
-    specs: Any = {"in_specs": place.spec, "out_specs": place.spec}
-    run = jax.jit(jax.shard_map(local, mesh=mesh, **specs, check_vma=False))
     checked = run(x).block_until_ready()
     run(x).block_until_ready()
     began = time.perf_counter()
@@ -266,30 +254,21 @@ def collective_checks(measurements: Sequence[Measurement], peak: float | None) -
         name, bandwidth = f"{collective.name} over {last.axis}", last.bus_bandwidth
         if last.error:
             finding = f"at {format_bytes(last.bytes)}, {last.error}"
-            remedy = (
-                "run again with NCCL_DEBUG=INFO (GPUs) or TF_CPP_MIN_LOG_LEVEL=0; with fewer hosts "
-                "it shows which of them is to blame"
-            )
+            remedy = "run again with NCCL_DEBUG=INFO or TF_CPP_MIN_LOG_LEVEL=0, on fewer hosts"
             out.append(Check(name, "FAIL", finding, remedy))
             continue
         finding = (
             f"{collective.meaning}; result right, {1000 * first.seconds:.3g} ms at "
-            f"{format_bytes(first.bytes)}, {gigabytes(bandwidth)} GB/s at "
-            f"{format_bytes(last.bytes)}"
+            f"{format_bytes(first.bytes)}, {bandwidth / 1e9:.3g} GB/s at {format_bytes(last.bytes)}"
         )
         remedy = ""
         # Smaller arrays are limited by latency, and data sheets are about the best collective.
         is_comparable = last.bytes >= LARGE and collective.name == "all-reduce"
         if peak and is_comparable and bandwidth < peak / 10:
-            finding += f": under {gigabytes(peak / 10)} GB/s, a tenth of the data sheet"
+            finding += f": under {peak / 1e10:.3g} GB/s, a tenth of the data sheet"
             remedy = (
-                "run again with NCCL_DEBUG=INFO, which names the network in use: it should not be "
-                "sockets; load the machine's NCCL network plugin"
+                "run again with NCCL_DEBUG=INFO; if NCCL uses sockets, load the machine's network "
+                "plugin"
             )
         out.append(Check(name, "WARN" if remedy else "OK", finding, remedy))
     return out
-
-
-def gigabytes(per_second: float) -> str:
-    """Return bytes/s in GB/s."""
-    return f"{per_second / 1e9:.3g}" if per_second >= 1e6 else "<0.001"

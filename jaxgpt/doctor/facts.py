@@ -18,13 +18,14 @@ from jaxgpt.runtime.devices import local_device_ids
 PACKAGES = (
     "jaxgpt", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "mpi4py", "numpy",
 )  # fmt: skip
-# Controllers of a control group, version 2 and 1 -> the file that limits its memory.
-MEMORY_LIMITS = {
-    "": "/sys/fs/cgroup/{}/memory.max",
-    "memory": "/sys/fs/cgroup/memory/{}/memory.limit_in_bytes",
-}
 # Where MPI and NCCL keep their buffers; on macOS among other files.
 SHARED_MEMORY = "/dev/shm" if os.path.isdir("/dev/shm") else tempfile.gettempdir()
+
+
+def package_versions() -> dict[str, str | None]:
+    """Return the version of each package that matters here, None if it is not installed."""
+    installed = {d.name: d.version for d in metadata.distributions()}
+    return {package: installed.get(package) for package in PACKAGES}
 
 
 def collect_facts(cluster: ProcessGroup, coordinator: str | None) -> dict[str, Any]:
@@ -34,7 +35,6 @@ def collect_facts(cluster: ProcessGroup, coordinator: str | None) -> dict[str, A
     local = jax.local_devices()
     visible = next((os.environ[v] for v in VISIBLE_VARIABLES if os.environ.get(v)), "")
     hosts, error = catch_usage_error(job_hosts, os.environ)
-    installed = {d.name: d.version for d in metadata.distributions()}
     return {
         "host": cluster.hosts[cluster.rank],  # rank of the first process on this one's host
         "host_name": cluster.host_names[cluster.rank],
@@ -43,7 +43,7 @@ def collect_facts(cluster: ProcessGroup, coordinator: str | None) -> dict[str, A
         "versions": {
             "python": platform.python_version(),
             "MPI": cluster.mpi_library and " ".join(cluster.mpi_library.split()),
-            **{package: installed.get(package) for package in PACKAGES},
+            **package_versions(),
         },
         # Its address as the coordinator sees it.
         "address": coordinator and address_towards(coordinator.rpartition(":")[0].strip("[]")),
@@ -57,7 +57,7 @@ def collect_facts(cluster: ProcessGroup, coordinator: str | None) -> dict[str, A
         # Bytes that JAX may use on one device; None if it does not say.
         "device_memory": (local[0].memory_stats() or {}).get("bytes_limit"),
         # Bytes that are free on the host, or all that the job may have if that is less.
-        "memory": min(_available_memory(), *_memory_limits()),
+        "memory": min([_available_memory(), *_memory_limits()]),
         "shared_memory": shutil.disk_usage(SHARED_MEMORY).free,
         "cores": list(own_cpus()),  # that this process may run on
         "host_cores": os.cpu_count() or 1,
@@ -85,13 +85,10 @@ def _available_memory() -> int:
 
 
 def _memory_limits() -> list[int]:
-    """Return the limits of the job's control group and those around it, in bytes."""
+    """Return the limits of the job's control group (version 2) and those around it, in bytes."""
     cgroups = Path("/proc/self/cgroup")
-    limits = []
-    for line in cgroups.read_text().splitlines() if cgroups.exists() else []:
-        _, controllers, group = line.split(":", 2)
-        for directory in (Path(group), *Path(group).parents):
-            file = Path(MEMORY_LIMITS.get(controllers, "").format(str(directory).strip("/")))
-            text = file.read_text().strip() if file.is_file() else "max"
-            limits += [int(text)] if text != "max" else []
-    return limits
+    lines = cgroups.read_text().splitlines() if cgroups.exists() else []
+    groups = [Path("/sys/fs/cgroup" + line[3:]) for line in lines if line.startswith("0::")]
+    files = [place / "memory.max" for group in groups for place in (group, *group.parents)]
+    texts = [file.read_text().strip() for file in files if file.is_file()]
+    return [int(text) for text in texts if text != "max"]

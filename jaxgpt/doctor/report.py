@@ -6,7 +6,6 @@ It imports JAX: import it after `initialize_jax`.
 import contextlib
 import json
 import threading
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -76,21 +75,21 @@ def check_collectives(cluster: ProcessGroup, mesh: Mesh, report: "Report") -> No
         report.section("collectives", [Check("collectives", "OK", finding)])
     for axis in axes:
         measured = measure_axis(mesh, axis, cluster, COLLECTIVES_SECONDS / len(axes), report.begin)
+        report.measurements += measured
         crosses, peak = axis_link(mesh, axis, cluster)
         place = "of different hosts" if crosses else "inside a host"
         where = f"{axis}: {mesh.shape[axis]} devices {place}, mesh {describe(mesh)}"
-        report.section(f"collectives over {where}", collective_checks(measured, peak), measured)
+        report.section(f"collectives over {where}", collective_checks(measured, peak))
 
 
 class Report:
     """The checks so far; ends the job with them if an activity takes longer than the timeout.
 
-    A process that is gone, or a network that swallows what it is given, leaves the others in a
-    collective that never returns. Only process 0 prints.
+    A process that is gone leaves the others in a collective that never returns. Only process 0
+    prints.
     """
 
     def __init__(self, cluster: ProcessGroup, job: dict[str, Any], as_json: bool):
-        """Take `job`, which goes into the JSON object as it is."""
         self.checks: list[Check] = []
         self.measurements: list[Measurement] = []
         self._cluster, self._job, self._as_json = cluster, job, as_json
@@ -106,10 +105,7 @@ class Report:
 
     def _give_up(self, activity: str) -> None:
         finding = f"no answer within {self._cluster.timeout:.0f} s (--init-timeout)"
-        remedy = (
-            "look for a host that hangs or a firewall between hosts; NCCL_SOCKET_IFNAME "
-            "chooses NCCL's interface"
-        )
+        remedy = "look for a host that hangs, or a firewall; NCCL_SOCKET_IFNAME names an interface"
         if self._cluster.is_main:
             self.section("stopped here", [Check(activity, "FAIL", finding, remedy)])
             self.summarize()
@@ -117,12 +113,9 @@ class Report:
         text = f"error: {activity}: {finding}, nor from process 0; {remedy}\n"
         terminate_job(text, FAILED, failure_board())
 
-    def section(
-        self, title: str, checks: Sequence[Check], measurements: Sequence[Measurement] = ()
-    ) -> None:
-        """Add checks, and the measurements of collectives over one axis."""
+    def section(self, title: str, checks: Sequence[Check]) -> None:
+        """Add checks, and print them unless the report is JSON."""
         self.checks += checks
-        self.measurements += measurements
         if self._as_json or not self._cluster.is_main:
             return
         print(title)
@@ -138,17 +131,15 @@ class Report:
 
     def summarize(self) -> None:
         """Print the number of checks by status, or the JSON object."""
-        if not self._cluster.is_main:
-            return
-        counts = Counter(OK=0, WARN=0, FAIL=0)
-        counts.update(check.status for check in self.checks)
+        counts = {s: sum(c.status == s for c in self.checks) for s in ("FAIL", "WARN", "OK")}
+        text = ", ".join(f"{n} {status}" for status, n in reversed(counts.items()))
         if self._as_json:
             result = {
-                "status": next(s for s in ("FAIL", "WARN", "OK") if counts[s] or s == "OK"),
+                "status": next((status for status, n in counts.items() if n), "OK"),
                 "job": self._job,
                 "checks": [asdict(check) for check in self.checks],
                 "collectives": [asdict(m) for m in self.measurements],
             }
-            print(json.dumps(result, indent=1), flush=True)
-        else:
-            print(", ".join(f"{n} {status}" for status, n in counts.items()), flush=True)
+            text = json.dumps(result, indent=1)
+        if self._cluster.is_main:
+            print(text, flush=True)

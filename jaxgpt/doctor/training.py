@@ -69,15 +69,14 @@ def judge(found: Sequence[tuple[list[float], list[str]]], n_devices: int) -> Che
     right = abs(losses[0] - unlearned) < 0.5 and losses[-1] < losses[0] - 0.5
     differing = [rank for rank, other in enumerate(found) if list(other) != [losses, hashes]]
     finding = f"loss {losses[0]:.3f} to {losses[-1]:.3f} in {len(losses)} steps"
-    finding += f" on {count(n_devices, 'device')}"
-    if right and not differing and len(hashes) == 1:
-        agreed = "; all devices end with the same parameters" if n_devices > 1 else ""
-        return Check("training", "OK", finding + agreed)
-    if not right:
-        finding += f"; it should fall by 0.5 or more from about {unlearned:.2f}"
-    elif differing:
-        finding += f"; process {differing[0]} has other losses or parameters than process 0"
-    else:
-        finding += "; devices end with different parameters"
+    finding += f" on {count(n_devices, 'device')}; "
     remedy = "run it again with JAX_PLATFORMS=cpu: if that is right, suspect the driver or a device"
+    if not right:
+        finding += f"it should fall by 0.5 or more from about {unlearned:.2f}"
+    elif differing:
+        finding += f"process {differing[0]} has other losses or parameters than process 0"
+    elif len(hashes) > 1:
+        finding += "devices end with different parameters"
+    else:
+        return Check("training", "OK", f"{finding}all devices end with the same parameters")
     return Check("training", "FAIL", finding, remedy)

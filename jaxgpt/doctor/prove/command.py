@@ -12,7 +12,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
-from importlib import metadata
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
@@ -20,6 +19,7 @@ from jaxgpt import __version__
 from jaxgpt.cluster import shutdown
 from jaxgpt.cluster.hardware import accelerator_expected, lock_file
 from jaxgpt.config import CommandParser, UsageError, file_path
+from jaxgpt.doctor.facts import package_versions
 from jaxgpt.doctor.prove import facts, memory, numerics, programs, runs, speed
 from jaxgpt.doctor.prove.results import StageResult, markdown, read_result
 from jaxgpt.doctor.prove.stage import Request, Stage, run_stage
@@ -52,7 +52,6 @@ OUT = Path("runs/prove")
 MINUTES = 25.0
 MARGIN = 3.0  # seconds to end a stage and write the table
 LEAST = 5.0  # seconds; with less no stage is begun
-PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 
 
 def parser() -> CommandParser:
@@ -174,7 +173,7 @@ def report(out: Path, ended: Mapping[str, StageResult]) -> list[StageResult]:
     values = {
         "jaxgpt": __version__,
         "python": platform.python_version(),
-        "versions": {name: version(name) for name in PACKAGES},
+        "versions": package_versions(),
         "host": platform.node(),
         "on_gpu": accelerator_expected(),
         "stages": [asdict(result) for result in results],
@@ -196,13 +195,6 @@ def exit_status(results: Sequence[StageResult]) -> int:
 def device_of(results: Sequence[StageResult]) -> str:
     rows = [row for result in results for row in result.rows if row.name == "devices"]
     return str(rows[0].value) if rows else platform.node()
-
-
-def version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 @contextlib.contextmanager
