@@ -17,7 +17,7 @@ from jaxgpt.config import Config, UsageError, parse_args
 from jaxgpt.models.attention import make_attention
 from jaxgpt.models.transformer import gpt_graph, logits
 from jaxgpt.train.evaluate import make_generate
-from jaxgpt.train.functions import StepFunctions, make_steps
+from jaxgpt.train.functions import make_steps
 
 PROMPT = 16  # random tokens
 TOKENS = 200
@@ -51,8 +51,13 @@ def run(settings: Sequence[str], tokens: int | None = None) -> Result:
         params["position_embedding"]["embedding"] *= POSITIONS_TIMES
         random, size = np.random.default_rng(config.train.seed), config.model.block_size
         window = random.integers(config.model.vocab_size, size=size, dtype=np.int32)
-        write = cached_writer(steps, params, window, config.model.vocab_size, n_tokens)
-        write_first = cached_writer(steps, params, window, config.model.vocab_size, 1)
+
+        def cached_writer(n: int) -> Callable[[], np.ndarray]:
+            decode, vocab_size = steps.make_decoder, config.model.vocab_size
+            generate = jax.jit(make_generate(decode, vocab_size, n, 0.0, None))
+            return lambda: np.asarray(generate(params, window, np.int32(PROMPT), np.int32(0)))
+
+        write, write_first = cached_writer(n_tokens), cached_writer(1)
         recompute = recomputing_writer(config, params)
         # Nothing's first call is timed: it compiles, and its memory is new to the process.
         write(), write_first(), recompute(window, n_tokens)
@@ -74,14 +79,6 @@ def run(settings: Sequence[str], tokens: int | None = None) -> Result:
             "same_tokens": Value(int((cached == recomputed).sum()), note="both take the likeliest"),
             "distinct_tokens": len(set(cached.tolist())),
         }
-
-
-def cached_writer(
-    steps: StepFunctions, params: Any, window: np.ndarray, vocab_size: int, n_tokens: int
-) -> Callable[[], np.ndarray]:
-    """Return a function that writes so many tokens after the prompt in `window`."""
-    generate = jax.jit(make_generate(steps.make_decoder, vocab_size, n_tokens, 0.0, None))
-    return lambda: np.asarray(generate(params, window, np.int32(PROMPT), np.int32(0)))
 
 
 def recomputing_writer(config: Config, params: Any) -> Callable[[np.ndarray, int], np.ndarray]:
