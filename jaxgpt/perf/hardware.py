@@ -11,9 +11,8 @@ from jaxgpt.perf.units import GIB
 class Device:
     """One device as JAX counts them: a GPU, a GCD of an MI250X, a tile of a PVC.
 
-    Memory in bytes, FLOP/s by dtype, bandwidths in bytes/s and each direction: peaks of data
-    sheets, for dense matrices, except where the table below says that a number was measured. None
-    is a number that the name alone does not tell.
+    Bytes, dense FLOP/s by dtype, bytes/s in each direction: peaks of data sheets, except where the
+    table below says that a number was measured. None is a number that the name does not tell.
     """
 
     name: str

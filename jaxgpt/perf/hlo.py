@@ -15,7 +15,6 @@ _PRODUCTS = {"dot", "convolution", "ragged-dot", "scaled-dot"}
 # Custom calls into the vendors' libraries: cuBLAS, cuDNN, oneDNN, ROCm's.
 _PRODUCT_TARGET = re.compile(r"gemm|matmul|conv|\$lt\$", re.IGNORECASE)
 _ATTENTION_TARGET = re.compile(r"fmha|attention", re.IGNORECASE)
-_OTHER_COLLECTIVES = ("ragged-all-to-all", "collective-broadcast", "send", "recv")
 _MOVES = {"copy", "transpose", "slice", "dynamic-slice", "dynamic-update-slice", "concatenate"}
 _MOVES |= {"pad", "reverse", "gather"}
 # They become part of others, or take no time.
@@ -162,7 +161,7 @@ def _category(instruction: Instruction, program: Program) -> str:
     parts = [part for name in fused for part in program.computations.get(name, [])]
     parts = [part for part in parts or [instruction] if part.opcode not in FREE]
     kinds = {part.kind for part in parts}
-    if not kinds.isdisjoint(COLLECTIVES + _OTHER_COLLECTIVES):
+    if not kinds.isdisjoint(COLLECTIVES):
         return "collective"
     for part in parts:
         if is_product(part):

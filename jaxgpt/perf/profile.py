@@ -37,10 +37,9 @@ class Event(NamedTuple):
 
 
 class Tracing:
-    """A trace of steps on every process; only that of process 0 is kept."""
+    """A trace of steps on every process, begun once `pending` is there; process 0's is kept."""
 
     def __init__(self, directory: Path, cluster: ProcessGroup, pending: Any):
-        """Begin the trace once `pending` results of steps are there; process 0 writes it."""
         self._cluster = cluster
         self._directory = directory if cluster.is_main else Path(tempfile.mkdtemp("-jaxgpt"))
         jax.block_until_ready(pending)
@@ -75,10 +74,9 @@ class Tracing:
 
 
 class StepProfile:
-    """A trace of the steps of `profile_steps`, once; nothing where none are asked for."""
+    """A trace of the steps of `profile_steps`, once, told to `log`, a reporter."""
 
     def __init__(self, run: Any, cluster: ProcessGroup, train_step: Any, log: Any):
-        """Trace nothing yet; `log` has the reporter's `info` and `timer`."""
         self._todo = profile_range(run.config)
         self._directory = run.directory / "profile"
         self._cluster, self._train_step, self._log = cluster, train_step, log
@@ -203,8 +201,8 @@ def describe(found: dict[str, Any]) -> str:
     for name, seconds in Counter(found["categories"]).most_common():
         if seconds > 0:
             lines.append(row(name, seconds))
-        if seconds > 0 and name == "collective":
-            lines.append(row("- of it waiting", found["collective_waiting"]))
+            if name == "collective":
+                lines.append(row("- of it waiting", found["collective_waiting"]))
     if found["may_lack"]:
         lines.append(MAY_LACK)
     lines.append(f"the {len(found['operations'])} most expensive operations of a step")

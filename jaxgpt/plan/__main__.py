@@ -106,15 +106,13 @@ def number_of_devices(config: Config, advise: int | None, rest: list[str]) -> in
 
 def devices_per_host(given: int | None, device: Device, n_devices: int) -> int:
     """Return how many devices share a host; `UsageError` if one would be partly empty."""
-    if given is None and (device.memory is None or n_devices <= device.devices_per_host):
-        return n_devices
-    per_host = given or device.devices_per_host
+    per_host = given or (n_devices if device.memory is None else device.devices_per_host)
     if n_devices > per_host and n_devices % per_host:
         raise UsageError(
-            f"--devices-per-host={per_host}{'' if given else f' (machines with {device.name})'}: "
-            f"does not divide the {n_devices} devices of the job; give one that does"
+            f"--devices-per-host={per_host} ({device.name}): does not divide the {n_devices} "
+            "devices of the job; give one that does"
         )
-    return per_host
+    return min(per_host, n_devices)
 
 
 if __name__ == "__main__":

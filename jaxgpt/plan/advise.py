@@ -22,9 +22,9 @@ def search_meshes(
     does not; then the faster one, where a simpler layout wins near ties. Before all comes data
     parallelism, where it fits as it is: nothing is simpler to scale.
     """
-    plans, in_a_host = [], min(n_devices, devices_per_host)
-    for tensor in range(1, in_a_host + 1):
-        if in_a_host % tensor or n_devices % tensor or config.model.n_head % tensor:
+    plans = []
+    for tensor in range(1, devices_per_host + 1):
+        if devices_per_host % tensor or config.model.n_head % tensor:
             continue
         sequence_parallel = tensor > 1 and config.model.block_size % tensor == 0
         chosen = config.replace(parallel__sequence_parallel=sequence_parallel)
@@ -37,11 +37,10 @@ def search_meshes(
             remat = plan.config.parallel.remat
             plans.append(plan)
     if not plans:
-        accumulation = config.train.gradient_accumulation_steps
+        multiple = n_devices * config.train.gradient_accumulation_steps
         raise UsageError(
-            f"--advise={n_devices}: no mesh of {n_devices} devices shares out "
-            f"train.batch_size={config.train.batch_size}; make it a multiple of "
-            f"{n_devices * accumulation}"
+            f"--advise={n_devices}: no mesh of so many devices shares out "
+            f"train.batch_size={config.train.batch_size}; make it a multiple of {multiple}"
         )
     return list(_ranked(plans))
 

@@ -9,10 +9,10 @@ LIMIT = 16  # programs; more than enough for a device never to wait for the host
 
 
 class DispatchLimiter:
-    """Keeps the number of dispatched, unfinished programs within a limit.
+    """Keeps the number of dispatched, unfinished programs within `LIMIT`.
 
-    XLA lets 32 programs be under way on a CPU device; the thread that waits to dispatch the next
-    one can be the one that has to begin what the first waits for, on another device, for ever.
+    XLA lets 32 be under way on a CPU device; the thread that waits to dispatch the next one can
+    be the one that has to begin what the first waits for, on another device, for ever.
     """
 
     def __init__(self):

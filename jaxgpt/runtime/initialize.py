@@ -26,8 +26,7 @@ from jaxgpt.runtime.jax_internals import failure_board, set_gloo_hostname
 from jaxgpt.runtime.xla_flags import CPU_COLLECTIVES, add_xla_flags
 
 JOBS = (("PBS", "PBS_JOBID"), ("Slurm", "SLURM_JOB_ID"), ("Cobalt", "COBALT_JOBID"))
-# Settings of JAX that decide about numbers, or what can be compiled: results are to be those
-# of the configuration, on any machine.
+# Settings of JAX that decide about results, which are to be those of the configuration.
 PINNED = {
     "jax_enable_x64": False,
     "jax_disable_jit": False,
@@ -107,7 +106,7 @@ def _start_distributed(cluster: ProcessGroup, preemption: bool) -> str:
         initialization_timeout=math.ceil(cluster.timeout),
         heartbeat_timeout_seconds=HEARTBEAT_TIMEOUT,
     )
-    set_gloo_hostname(outward_address(cluster, coordinator.rpartition(":")[0].strip("[]")))
+    set_gloo_hostname(_outward_address(cluster, coordinator.rpartition(":")[0].strip("[]")))
     board = failure_board()
     if board is not None and isinstance(cluster.transport, TcpTransport):
         watch_for_peer_failure(board)
@@ -201,11 +200,9 @@ def describe(facts: dict[str, Any]) -> list[str]:
     ]
 
 
-def outward_address(cluster: ProcessGroup, coordinator: str) -> str:
-    """Return the address at which the others reach this host; loopback if there are none.
-
-    The coordinator's own host may know itself by loopback only: it takes the way to another.
-    """
+def _outward_address(cluster: ProcessGroup, coordinator: str) -> str:
+    """Return the address at which the others reach this host; loopback if there are none."""
+    # The coordinator's own host may know itself by loopback only: it takes the way to another.
     everyone = cluster.allgather(address_towards(coordinator))
     mine = everyone[cluster.rank]
     outward = [a for a in everyone if not ipaddress.ip_address(a).is_loopback]
