@@ -1,8 +1,4 @@
-"""The configuration of a run.
-
-A setting is named `section.key` everywhere: in a YAML file, in `section.key=value`, in
-`--section.key value`, and in every error.
-"""
+"""The configuration of a run; a setting is named `section.key` everywhere."""
 
 from jaxgpt.config.command import CommandParser, file_path, whole_number
 from jaxgpt.config.errors import UsageError, expand_user

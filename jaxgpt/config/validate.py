@@ -1,7 +1,4 @@
-"""Checks that concern several settings; the bounds of a single one stand in the schema.
-
-Each refusal is one sentence with the key, the value and the remedy.
-"""
+"""Checks that concern several settings; the bounds of a single one stand in the schema."""
 
 from collections.abc import Iterator
 

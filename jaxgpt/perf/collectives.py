@@ -86,7 +86,8 @@ def _count_arrays(program: Program, mesh: Mapping[str, int]) -> Counter[Any]:
                 )
             return Counter({array: n * int(trips[1]) for array, n in count(body).items()})
         if opcode == "conditional":
-            return max(map(count, instruction.called), key=_total_bytes)
+            branches = map(count, instruction.called)
+            return max(branches, key=lambda found: sum(n * size for (*_, size), n in found.items()))
         if opcode in _CALLERS:
             return sum(map(count, instruction.called), Counter())
         if kind not in COLLECTIVES or opcode.endswith("-start"):  # counted at its end
@@ -102,10 +103,6 @@ def _count_arrays(program: Program, mesh: Mapping[str, int]) -> Counter[Any]:
         return Counter((kind, axes, size) for size in sizes if axes)
 
     return count(program.entry)
-
-
-def _total_bytes(arrays: Mapping[Any, int]) -> int:
-    return sum(count * size for (_, _, size), count in arrays.items())
 
 
 def _axes_and_group_size(mesh: Mapping[str, int], groups: str) -> tuple[tuple[str, ...], int]:

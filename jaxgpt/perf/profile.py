@@ -1,8 +1,4 @@
-"""Profile of training steps: a trace of a few of them, and a table of operations.
-
-The trace is JAX's own, which TensorBoard and Perfetto open. The table is of the devices' events
-in it, each an instruction of the compiled step.
-"""
+"""Profile of training steps: JAX's own trace of a few, and a table of operations from it."""
 
 import shutil
 import tempfile

@@ -1,7 +1,4 @@
-"""The plan of one layout: what each device holds and sends, and how long a step takes.
-
-The time is a roofline with few, stated assumptions, not a measurement.
-"""
+"""The plan of one layout: what each device holds and sends, and a bound on a step's time."""
 
 import dataclasses
 import functools
@@ -121,12 +118,9 @@ class Plan:
         return "link" if self.hosts_spanned(axes) == 1 else "network"
 
     def seconds(self, c: Collective) -> float:
-        """Return the time that a collective takes by itself.
-
-        The members of a group on one host use their shares of the host's network together.
-        """
+        """Return the time that a collective takes by itself."""
         bandwidth, n_hosts = self.device.link_bandwidth, self.hosts_spanned(c.axes)
-        if n_hosts > 1:
+        if n_hosts > 1:  # members on one host use their shares of its network together
             members = max(1, math.prod(self.mesh[axis] for axis in c.axes) // n_hosts)
             bandwidth = min(bandwidth, members * self.device.network_bandwidth)
         operations = c.count if c.bytes / c.count > 1024 else 1  # scalars travel together

@@ -105,14 +105,12 @@ def _time(plan: Plan) -> str:
 
 
 def _certainty(plan: Plan) -> str:
-    config, device = plan.config, plan.device.name
+    dtypes = plan.config.train.dtype, plan.config.parallel.grad_reduce_dtype
     text = (
         "exact: parameters and moments; arrays and bytes communicated; FLOPs\n"
-        "a model: gradients and activations are what XLA's CPU compiler needs"
+        "a model: gradients and activations are what XLA's CPU compiler needs; others often less"
     )
-    if device != "cpu":
-        return f"{text}; {device}'s own compiler will need about as much, often less"
-    if "bfloat16" in (config.train.dtype, config.parallel.grad_reduce_dtype):
+    if plan.device.name == "cpu" and "bfloat16" in dtypes:
         text += "\non CPUs bfloat16 is computed and communicated as float32: twice the bytes"
     return text
 
@@ -124,7 +122,7 @@ def advice_report(found: Sequence[Plan]) -> str:
         parallel, estimate = plan.config.parallel, plan.estimate
         rows.append(
             (
-                ",".join(map(str, plan.mesh.values())),
+                str(plan.mesh),
                 "yes" if parallel.sequence_parallel else "-",
                 parallel.remat,
                 ("" if plan.is_compiled else "> ") + format_bytes(plan.memory.total),

@@ -56,9 +56,7 @@ def initialize_jax(
         preemption: catch SIGTERM for `preemption_sync_point`.
         allow_cpu: take CPUs also where accelerators are expected, for the doctor to say so.
 
-    Raises:
-        PeerLost: if the coordinator cannot be reached.
-        UsageError: if processes and devices do not fit, or JAX cannot start its devices.
+    Raises `PeerLost` if the coordinator cannot be reached, `UsageError` if devices do not fit.
     """
     add_xla_flags(*CPU_COLLECTIVES)
     notes = list(cluster.notes)
