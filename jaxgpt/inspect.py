@@ -6,6 +6,7 @@ and settings as for jaxgpt.train; settings after `--run`, such as data.path=DIR 
 in another place, go before those of the run.
 """
 
+import contextlib
 import json
 import sys
 from pathlib import Path
@@ -96,17 +97,13 @@ def look_up(
 def chosen_rows(given: str | None, batch_size: int) -> range:
     """Return the rows that `--rows` names: all without it."""
     first, colon, end = (given or ":").partition(":")
-    try:
+    with contextlib.suppress(ValueError):
         start = int(first or 0) if colon else int(first)
         stop = int(end or batch_size) if colon else start + 1
-    except ValueError:
-        start = stop = -1
-    if not 0 <= start < stop <= batch_size:
-        raise UsageError(
-            f"--rows={given}: must be A:B with 0 <= A < B <= train.batch_size={batch_size}, or "
-            "one row"
-        )
-    return range(start, stop)
+        if 0 <= start < stop <= batch_size:
+            return range(start, stop)
+    limits = f"0 <= A < B <= train.batch_size={batch_size}"
+    raise UsageError(f"--rows={given}: must be A:B with {limits}, or one row")
 
 
 def origin(dataset: Dataset, rows: Loader, step: int, row: int) -> dict[str, Any]:

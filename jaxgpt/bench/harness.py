@@ -114,10 +114,7 @@ class Job:
     """Empty, and of the same name on every host."""
 
     def start_jax(self, config: Config) -> tuple[Config, Mesh]:
-        """Start JAX without a compile cache; return the config with model.vocab_size, and its mesh.
-
-        Raises `UsageError` if the vocabulary is not known, or the devices do not suit the mesh.
-        """
+        """Start JAX without a compile cache; return the config with vocab_size, and the mesh."""
         vocab_size = self.cluster.run_on_all(vocabulary_size, config.data, config.model)
         config = config.replace(model__vocab_size=vocab_size)
         initialize_jax(self.cluster, mesh_shape(config))
@@ -141,17 +138,15 @@ class Job:
 def open_job(config: Config, alone: bool = False, out: Path | None = None) -> Iterator[Job]:
     """Join the processes of the job; at the end, also by SIGTERM or Ctrl-C, remove its folder.
 
-    The folder is made in `out`, by default where temporary files are. Raises `UsageError` if `out`
-    cannot be written, or if there are several processes and the bench runs `alone`.
+    The folder is made in `out`, by default where temporary files are. `alone` refuses several
+    processes.
     """
     # Compilation is timed, and a command that the bench starts is no part of this job's start.
     for variable in ("JAX_COMPILATION_CACHE_DIR", JOB_START):
         os.environ.pop(variable, None)
     cluster = join_process_group(config.init_timeout)
     if alone and cluster.size > 1:
-        raise UsageError(
-            f"bench: {cluster.size} processes, and this one runs in one; start it without mpiexec"
-        )
+        raise UsageError(f"bench: {cluster.size} processes, but it runs in one; leave out mpiexec")
     if out is not None:
         cluster.run_on_all(check_writable, out)
         out.mkdir(parents=True, exist_ok=True)

@@ -32,16 +32,11 @@ SYNTHETIC_TOKENS = 2**20
 class Rounds:
     """A run that is set up as for jaxgpt.train. Its state goes on from round to round.
 
-    The trainer gets this in place of its `Checkpoints`: at the end of a round `save` takes the
-    state, and the rest does nothing.
+    The trainer gets this in place of its `Checkpoints`: `save` takes a round's last state.
     """
 
     def __init__(self, job: Job, config: Config, synthetic: bool = False):
-        """Start JAX, compile the step and make the initial state.
-
-        `synthetic` takes random tokens even if the data is here. Raises `UsageError` as
-        jaxgpt.train does.
-        """
+        """Start JAX, compile the step and make the initial state; raise what jaxgpt.train does."""
         cluster = job.cluster
         config, self.data = with_data(config, synthetic, job)
         self.run = prepare_run(steps_only(config, job.folder / "run"), cluster)
@@ -64,10 +59,7 @@ class Rounds:
         self._alone = jax.device_put(np.int32(1), self.steps.replicated), trainer.loader.batch(1)
 
     def train(self, n_steps: int) -> tuple[float, float]:
-        """Run the trainer's loop; return seconds a step, and CPU seconds of its thread.
-
-        Raises `UsageError` if the run cannot go on, because losses are not finite.
-        """
+        """Run the trainer's loop; return seconds a step, and CPU seconds of its thread."""
         last = self.run.resume_step + n_steps
         run = dataclasses.replace(self.run, config=self.run.config.replace(train__max_iters=last))
         self.trainer.cluster.barrier()
@@ -117,10 +109,7 @@ class Rounds:
 
 
 def with_data(config: Config, synthetic: bool, job: Job) -> tuple[Config, str]:
-    """Return a configuration whose data is here, and a description of that data.
-
-    Random tokens take the place of a named data set that has not been prepared.
-    """
+    """Return a configuration whose data is here, with random tokens if need be; describe it."""
     data = config.data
     given = data.path or data.file_list or " ".join(data.blend)
     home = dataset_directory(data)

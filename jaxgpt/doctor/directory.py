@@ -48,10 +48,7 @@ def check_writable(directory: Path, option: str = "--out") -> None:
 
 @contextlib.contextmanager
 def scratch_file(directory: Path, option: str = "--out") -> Iterator[str]:
-    """Yield the path of a new file in `directory`, or in the folder where it would be made.
-
-    Raises `UsageError` if it cannot be written.
-    """
+    """Yield the path of a new file in `directory`, or where it would be made; or `UsageError`."""
     parents = (directory, *directory.absolute().parents)
     # os.path.exists, which says no where this process may not look; Path.exists raises.
     place = next(folder for folder in parents if os.path.exists(folder))
@@ -73,10 +70,7 @@ def host_checks(path: str, cluster: ProcessGroup) -> list[Check]:
     while not os.path.exists(path):
         if time.monotonic() > deadline:
             finding = f"{host} does not see in {directory} what {cluster.host_names[0]} wrote"
-            remedy = (
-                "give --out a folder on a file system that all hosts share: all of them write "
-                "parts of a checkpoint"
-            )
+            remedy = "give --out a folder on a file system that all hosts share"
             return [Check("run directory", "FAIL", finding, remedy)]
         time.sleep(0.1)
     try:
