@@ -58,10 +58,7 @@ class MeshShape(dict[str, int]):
         return cls(**sizes)
 
     def fill(self, n_devices: int) -> "MeshShape":
-        """Return the shape for a number of devices, which decides the size that is -1.
-
-        `ValueError` if the product of the sizes cannot be `n_devices`.
-        """
+        """Return the shape with this product, which decides a -1; `ValueError` if there is none."""
         known = self.n_devices
         if self.is_filled and known != n_devices:
             raise ValueError(

@@ -1,7 +1,6 @@
 """Collectives of a compiled program: kinds, mesh axes, counts and bytes.
 
-XLA numbers the devices of a program by their row-major positions in the mesh, so a list of
-device groups tells the mesh axes over which an operation communicates.
+XLA numbers devices by their row-major positions in the mesh: groups of them tell the mesh axes.
 """
 
 import functools
@@ -29,9 +28,7 @@ class Collective:
     kind: str
     axes: tuple[str, ...]  # mesh axes along which the devices of a group differ
     count: int  # arrays communicated; one operation may combine several
-    bytes: int
-    """Payload of one device, all arrays together: an array's size for all-reduce, all-to-all and
-    collective-permute, and the larger of its two sizes for all-gather and reduce-scatter."""
+    bytes: int  # of all arrays on a device; the larger side of all-gather and reduce-scatter
 
 
 def read_collectives(hlo: str, mesh: Mapping[str, int]) -> tuple[Collective, ...]:

@@ -84,8 +84,7 @@ class Program:
     entry: str = ""
     computations: dict[str, list[Instruction]] = field(default_factory=dict)
     instructions: dict[str, Instruction] = field(default_factory=dict)
-    tables: dict[str, dict[int, str]] = field(default_factory=dict)
-    """FileNames, FunctionNames, FileLocations and StackFrames: their lines by number."""
+    tables: dict[str, dict[int, str]] = field(default_factory=dict)  # FileNames ...: lines
 
     def stack(self, instruction: Instruction) -> list[tuple[str, int, str]]:
         """Return file, line and function that an instruction comes from, and their callers'."""

@@ -81,8 +81,8 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> str:
             {"options": train_options(plan), "reason": reason(plan)} | plan.summary()
             for plan in found
         ]
-        header = {"device": device.name, "devices": n_devices, "devices_per_host": per_host}
-        return json.dumps(header | {"advice": advice}, indent=1)
+        job = {"device": device.name, "devices": n_devices, "devices_per_host": per_host}
+        return json.dumps(job | {"advice": advice}, indent=1)
     return advice_report(found)
 
 

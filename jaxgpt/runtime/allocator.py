@@ -19,9 +19,9 @@ MEMORY_VARIABLES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 
 
 def keep_freed_memory() -> list[str]:
-    """Make malloc keep freed blocks of up to `KEPT_BYTES`; return lines for the log.
+    """Make malloc keep freed blocks, unless the user has chosen; return lines for the log.
 
-    Call it before XLA starts its threads. It leaves alone what the user has chosen.
+    Call it before XLA starts its threads.
     """
     for name, value in os.environ.items():
         if (
