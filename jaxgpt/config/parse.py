@@ -1,7 +1,4 @@
-"""From text to dataclasses: YAML presets, `section.key=value` and `--section.key value`.
-
-All of them become words, {`section.key`: ["word", ...]}, that one function turns into values.
-"""
+"""YAML files and command lines become words by `section.key`, and words become a `Config`."""
 
 import difflib
 import re
