@@ -25,8 +25,7 @@ class RowLocation(NamedTuple):
 
     corpus: int
     source: int
-    offset: int
-    """Number of its first token in the source's split."""
+    offset: int  # of its first token in the source's split
 
 
 class Loader:
@@ -42,11 +41,9 @@ class Loader:
         sharding: "NamedSharding | None",
         random_steps: Sequence[tuple[int, int]] = (),
     ):
-        """
-        Args:
-            sharding: of the global batches; without it only rows can be read.
-            random_steps: ranges of steps, both ends included, whose tokens are drawn at random:
-                a rehearsed fault.
+        """Without a `sharding` of global batches only rows can be read.
+
+        The tokens of `random_steps`, ranges with both ends, are drawn at random: a rehearsed fault.
         """
         block_size = config.model.block_size
         self.names = dataset.corpora
@@ -101,8 +98,7 @@ class Loader:
     def read(self, step: int, rows: range) -> np.ndarray:
         """Return some rows of a step's batch: int32, shape (rows, T+1).
 
-        Raises:
-            UsageError: if a file cannot be read, or a token is outside the vocabulary.
+        `UsageError` if a file cannot be read, or a token is outside the vocabulary.
         """
         read_row = self._random_row if self.is_random(step) else self._row
         out = np.empty((len(rows), self.shape[1]), np.int32)

@@ -19,14 +19,12 @@ class Document(NamedTuple):
     """A document that a token belongs to; None stands for what is not known."""
 
     number: int | None = None
-    start: int | None = None
-    """Number of its first token in the source."""
-    end: int | None = None
-    """Number of the token after its last one."""
+    start: int | None = None  # of its tokens in the source
+    end: int | None = None  # the token after its last one
 
 
+# Number of a token in a whole source -> its document, in at most O(log documents) reads.
 FindDocument = Callable[[int], Document]
-"""Number of a token in a whole source -> its document, in at most O(log documents) reads."""
 
 
 def find_marked(tokens: Tokens, end_of_text: int, at: int) -> Document:
@@ -42,29 +40,21 @@ def find_marked(tokens: Tokens, end_of_text: int, at: int) -> Document:
 class OpenSource:
     """What a format's `open` returns."""
 
+    # "train" and "val"; or "train" alone, whose last documents are then kept for validation.
     tokens: dict[str, Tokens]
-    """"train" and "val"; or "train" alone, whose last documents are then kept for validation."""
-    find_document: FindDocument | None = None
-    """None where only end-of-text tokens separate documents."""
-    meta: dict[str, Any] = field(default_factory=dict)
-    """What meta.json holds; empty without one."""
+    find_document: FindDocument | None = None  # None where only end-of-text tokens separate them
+    meta: dict[str, Any] = field(default_factory=dict)  # what meta.json holds
 
 
 class Format(NamedTuple):
     """A way to store tokens."""
 
-    recognise: Callable[[Path], bool]
-    """Whether a path, as data.path gives it, is of this format."""
-    open: Callable[[Path], OpenSource]
-    """Open the files of a path without reading tokens; raise UsageError for what is damaged."""
+    recognise: Callable[[Path], bool]  # a path as data.path gives it
+    open: Callable[[Path], OpenSource]  # without reading tokens; UsageError for what is damaged
 
 
 def read_meta(directory: Path) -> dict[str, Any]:
-    """Return what `directory`/meta.json holds, or {} without one.
-
-    Raises:
-        UsageError: if it is not what jaxgpt.prepare writes.
-    """
+    """Return what `directory`/meta.json holds, or {}; UsageError if `prepare` did not write it."""
     path = directory / "meta.json"
     if not path.is_file():
         return {}

@@ -20,6 +20,11 @@ PACKAGES = (
 )  # fmt: skip
 # Where MPI and NCCL keep their buffers; on macOS among other files.
 SHARED_MEMORY = "/dev/shm" if os.path.isdir("/dev/shm") else tempfile.gettempdir()
+# Controllers of a control group, version 2 and 1 -> where its memory's limit stands.
+MEMORY_LIMITS = {
+    "": (Path("/sys/fs/cgroup"), "memory.max"),
+    "memory": (Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes"),
+}
 
 
 def package_versions() -> dict[str, str | None]:
@@ -85,10 +90,14 @@ def _available_memory() -> int:
 
 
 def _memory_limits() -> list[int]:
-    """Return the limits of the job's control group (version 2) and those around it, in bytes."""
+    """Return the limits of the job's control group and those around it, in bytes."""
     cgroups = Path("/proc/self/cgroup")
-    lines = cgroups.read_text().splitlines() if cgroups.exists() else []
-    groups = [Path("/sys/fs/cgroup" + line[3:]) for line in lines if line.startswith("0::")]
-    files = [place / "memory.max" for group in groups for place in (group, *group.parents)]
+    files = []
+    for line in cgroups.read_text().splitlines() if cgroups.exists() else []:
+        _, controllers, group = line.split(":", 2)
+        root, name = MEMORY_LIMITS.get(controllers, MEMORY_LIMITS[""])
+        files += [
+            root / place.lstrip("/") / name for place in (group, *map(str, Path(group).parents))
+        ]
     texts = [file.read_text().strip() for file in files if file.is_file()]
     return [int(text) for text in texts if text != "max"]

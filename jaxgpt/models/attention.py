@@ -1,5 +1,6 @@
 """Causal self-attention: which kernel runs, and the kernels."""
 
+import functools
 import math
 from collections.abc import Callable
 
@@ -64,11 +65,7 @@ def make_attention(kernel: str, dropout: float) -> Attention:
     """Return the attention function of a kernel that `choose_attention` named."""
     if kernel == "cudnn":
         return cudnn_attention
-
-    def attend(q, k, v, keys_BH):
-        return causal_attention(q, k, v, dropout, keys_BH)
-
-    return attend
+    return functools.partial(causal_attention, dropout=dropout)
 
 
 def cudnn_attention(
@@ -106,8 +103,8 @@ def causal_attention(
     q_BTHK: jax.Array,
     k_BTHK: jax.Array,
     v_BTHK: jax.Array,
-    dropout: float = 0.0,
     keys_BH: jax.Array | None = None,
+    dropout: float = 0.0,
 ) -> jax.Array:
     """Attend in a few blocks of queries, which do not meet the keys after their last.
 

@@ -25,13 +25,8 @@ def make_optimizer(config: OptimizerConfig, is_decayed: Any) -> optax.GradientTr
     """Return the optimizer that `optimizer.name` asks for.
 
     The learning rate is not part of it: it follows the step, which a skipped step advances, and
-    not the count of updates, which it does not.
-
-    Args:
-        is_decayed: booleans like the parameters; weight decay applies where they are True.
-
-    Raises:
-        UsageError: if there is no optimizer of that name.
+    not the count of updates, which it does not. `is_decayed` is a tree of booleans like the
+    parameters'. `UsageError` if there is no optimizer of that name.
     """
     if config.name not in OPTIMIZERS:
         raise UsageError(f"optimizer.name={config.name}: must be one of {', '.join(OPTIMIZERS)}")
@@ -43,11 +38,8 @@ def opt_state_shardings(
 ) -> Any:
     """Return the `NamedSharding` of every array of the optimizer's state.
 
-    What is shaped like a parameter lies as `shardings` say; counters are on every device.
-
-    Args:
-        params: the parameters' shapes.
-        shardings: one for each parameter.
+    What is shaped like a parameter, of which `params` has the shapes, lies as `shardings` has it
+    for that parameter; counters are on every device.
     """
     whole: NamedSharding = replicated(mesh)
     return optax.tree.map_params(

@@ -11,16 +11,12 @@ from jaxgpt.config import Config, MeshShape, axes_with, check_batch, mesh_shape
 
 
 def make_mesh(shape: MeshShape, hosts: Sequence[int] | None = None) -> Mesh:
-    """Return a mesh of all devices of the job.
+    """Return a mesh of all devices of the job, of which `shape` has as many.
 
     Devices are taken host by host and process by process, so `tensor`, the last axis, stays
     inside a host, and `data`, the first, crosses hosts. That is what jax.make_mesh gives on one
     host, and mesh_utils.create_hybrid_device_mesh across hosts; the first can refuse there.
-
-    Args:
-        shape: with as many devices as the job has.
-        hosts: the host of each process, as a number; None if processes of one host have
-            consecutive ranks.
+    `hosts` numbers the host of each process; without it, ranks follow the hosts.
     """
 
     def place(device: jax.Device) -> tuple[int, int, int]:
@@ -34,11 +30,7 @@ def make_mesh(shape: MeshShape, hosts: Sequence[int] | None = None) -> Mesh:
 
 
 def job_mesh(config: Config, hosts: Sequence[int] | None = None) -> Mesh:
-    """Return the mesh that a config asks for, over all devices of the job.
-
-    Raises:
-        UsageError: if the devices, the model or the batch do not suit parallel.mesh.
-    """
+    """Return the mesh that a config asks for; `UsageError` if devices, model or batch are unfit."""
     shape = mesh_shape(config, jax.device_count())
     check_batch(config, shape)
     return make_mesh(shape, hosts)
@@ -57,8 +49,7 @@ def device_hosts(mesh: Mesh, hosts: Sequence[int]) -> list[int]:
 def hosts_spanned(axes: Sequence[str], shape: MeshShape, hosts: Sequence[int]) -> int:
     """Return on how many hosts the devices of one group along some axes are, at most.
 
-    Args:
-        hosts: the host of each device, as a number, in the mesh's order.
+    `hosts` numbers the host of each device, in the mesh's order.
     """
     places = np.reshape(hosts, tuple(shape.values()))
     last = [list(shape).index(axis) for axis in axes]

@@ -118,7 +118,7 @@ def test_blocks_of_queries_drop_different_weights():
     v = jnp.broadcast_to(jnp.eye(T)[None, :, None], (1, T, 1, T))  # what comes out is the weights
     keys_BH = jax.random.key(3)[None, None]
     same = jnp.zeros((1, T, 1, 4))
-    kept_TS = causal_attention(same, same, v, rate, keys_BH)[0, :, 0] > 0
+    kept_TS = causal_attention(same, same, v, keys_BH, rate)[0, :, 0] > 0
     past_TS = np.tri(T, dtype=bool)
     assert not (kept_TS & ~past_TS).any()
     assert abs(kept_TS[past_TS].mean() - (1 - rate)) < 0.01
