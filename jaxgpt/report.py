@@ -1,14 +1,13 @@
-"""Tables about runs: `python -m jaxgpt.report startup RUN...` and `spikes RUN [--png FILE]`.
-
-`startup` compares how long runs took from the start of their job to the end of their first step.
-`spikes` lists the spikes of a run, what was skipped and where it went back to, and draws them.
-"""
+"""Tables about runs: how long they took to their first step, and their spikes and rewinds."""
 
 import datetime
 import json
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
+
+from rich.table import Column
 
 from jaxgpt.cluster.environment import rank_from_env
 from jaxgpt.cluster.shutdown import job_exit_handler
@@ -42,8 +41,9 @@ def main(argv: list[str] | None = None) -> None:
         arguments = parser().parse_args(argv)
         if arguments.kind == "startup":
             rows = [read_startup(run) for run in arguments.runs]
-            width = shutil.get_terminal_size((LOG_WIDTH, 0)).columns
-            print(table_text(HEADINGS, rows, width, title="Start-up"))
+            width = shutil.get_terminal_size().columns if sys.stdout.isatty() else LOG_WIDTH
+            headings = [Column(heading, overflow="fold") for heading in HEADINGS]
+            print(table_text(headings, rows, width, title="Start-up"))
         else:
             spikes_report(arguments.run, arguments.png)
 
@@ -80,8 +80,7 @@ def startup_row(run: Path, found: dict[str, Any]) -> list[str]:
     seconds, origin = found["job_start_to_first_step"], "job start"
     if seconds is None:
         seconds, origin = found["total"]["max"], "process start"
-    slowest = found["slowest_phase"]
-    most = found["phases"][slowest]
+    most = found["phases"][found["slowest_phase"]]
     return [
         str(run),
         str(found["model"]),
@@ -90,7 +89,7 @@ def startup_row(run: Path, found: dict[str, Any]) -> list[str]:
         clock(found["first_step_done"]),
         f"{seconds:.1f}",
         origin,
-        f"{slowest}, {most['max']:.1f} s on rank {most['slowest_rank']}",
+        f"{found['slowest_phase']}, {most['max']:.1f} s on rank {most['slowest_rank']}",
         str(found["compile_cache"]),
     ]
 

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 from jax.sharding import Mesh
 
+from jaxgpt import __version__
 from jaxgpt.cluster.hardware import own_cpus
 from jaxgpt.cluster.process_group import ProcessGroup, join_process_group
 from jaxgpt.cluster.shutdown import abort_mpi, end_process
@@ -89,14 +90,14 @@ def format_value(value: Any, unit: str = "") -> str:
 
 def environment() -> dict[str, Any]:
     """Return this host, its processor (where /proc names it), and versions."""
-    packages = {name: importlib.metadata.version(name) for name in ("jaxgpt", "jax", "jaxlib")}
+    packages = {name: importlib.metadata.version(name) for name in ("jax", "jaxlib")}
     about = Path("/proc/cpuinfo")
     model = re.search("model name.*: (.*)", about.read_text() if about.exists() else "")
     return {
         "host_name": platform.node(),
         "cpu": model[1] if model else platform.machine(),
         "cpus": len(own_cpus()),
-        "versions": packages | {"python": platform.python_version()},
+        "versions": {"jaxgpt": __version__, **packages, "python": platform.python_version()},
     }
 
 

@@ -36,7 +36,7 @@ def run(settings: Sequence[str], tokens: int | None = None) -> Result:
     if n_tokens > room:
         raise UsageError(
             f"--tokens={n_tokens}: with a prompt of {PROMPT} they must fit into "
-            f"model.block_size={config.model.block_size}"
+            f"model.block_size={config.model.block_size}; give at least {PROMPT + n_tokens} there"
         )
     with open_job(config, alone=True) as job:
         config, mesh = job.start_jax(config)
@@ -60,7 +60,9 @@ def run(settings: Sequence[str], tokens: int | None = None) -> Result:
         write, write_first = cached_writer(n_tokens), cached_writer(1)
         recompute = recomputing_writer(config, params)
         # Nothing's first call is timed: it compiles, and its memory is new to the process.
-        write(), write_first(), recompute(window, n_tokens)
+        write()
+        write_first()
+        recompute(window, n_tokens)
         _, first = job.timed(write_first)
         cached, before = job.timed(write)
         job.log(f"with the cache {before:.1f} s; now reading the prefix for each token")

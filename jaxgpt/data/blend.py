@@ -59,9 +59,10 @@ def parse_lines(lines: Sequence[str], key: str) -> list[BlendEntry]:
         corpus = corpus or (name if len(paths[name]) == 1 else str(path))
         corpora[corpus] += Fraction(weight)
         found.append(BlendEntry(Fraction(weight), weight, path, corpus, key))
+    whole = sum(corpora.values())
     for entry in found:
         corpus = corpora[entry.corpus]
-        if min(corpus / sum(corpora.values()), entry.weight / corpus) < MIN_SHARE:
+        if min(corpus / whole, entry.weight / corpus) < MIN_SHARE:
             raise UsageError(
                 f"{key}: {entry.path} has the weight {entry.weight_text}, less than a millionth "
                 f"of corpus {entry.corpus} or that of the blend; leave it out or give it more"

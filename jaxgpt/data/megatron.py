@@ -96,6 +96,8 @@ def read_index(prefix: Path | str) -> Index:
         ) from None
     mark, version, code, sequences, bounds = HEADER.unpack(header.ljust(HEADER.size, b"\0"))
     _check(mark == MAGIC, idx_path, 0, mark, MAGIC)
+    is_whole = len(header) == HEADER.size
+    _check(is_whole, idx_path, len(header), "its end", f"a header of {HEADER.size} bytes")
     _check(version == 1, idx_path, 9, f"version {version}", "version 1")
     _check(code in CODES, idx_path, 17, f"type {code}", f"one of the integers' {list(CODES)}")
     pointers_at = HEADER.size + 4 * sequences
@@ -103,7 +105,9 @@ def read_index(prefix: Path | str) -> Index:
     end = documents_at + 8 * bounds
     is_whole = idx_bytes in (end, end + sequences)
     _check(is_whole, idx_path, idx_bytes, "its end", f"byte {end}, as its header says")
-    _check(sequences and bounds and bin_bytes, bin_path, bin_bytes, "its end", "tokens")
+    _check(
+        sequences and bounds and bin_bytes, bin_path, bin_bytes, "its end", "the end of some tokens"
+    )
 
     def array(dtype: str, at: int, size: int) -> np.ndarray:
         return np.asarray(np.memmap(idx_path, dtype, "r", at, (size,)))

@@ -118,7 +118,7 @@ class Tokens:
         path, offset = self.locate(start + at)
         raise UsageError(
             f"model.vocab_size={vocab_size}: {path} holds token {tokens[at]} at offset {offset}; "
-            "prepare the data again, or give the vocabulary that it was made with"
+            f"prepare the data again, or give its own vocabulary: more than {tokens[at]}"
         )
 
     def sampled_pages(self, most: int) -> Iterator[tuple[int, np.ndarray]]:

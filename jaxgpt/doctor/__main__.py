@@ -45,7 +45,7 @@ def parser() -> CommandParser:
     out.add_argument("--out", type=file_path, metavar="DIR", help=f"run directory; default: {OUT}")
     out.add_argument(
         "--init-timeout",
-        type=whole_number(bits=16),
+        type=whole_number(bits=17),
         default=int(INIT_TIMEOUT),
         metavar="S",
         help="seconds to wait for processes that do not come, or do not answer; default "

@@ -141,7 +141,10 @@ def check_accelerators(job: Job, machine: Machine | None) -> Check:
             finding = f"{len(used)} of the {there} devices of {host} are in use"
             remedy = "start as many processes per host as it has devices, or one for all of them"
             return Check("accelerators", "WARN", finding, remedy)
-    finding = "none are in use" if on_cpu else "all that the processes may see are in use"
+    finding = "all that the processes may see are in use"
+    if on_cpu:
+        kept_off = any(f.accelerators for f in job)
+        finding = "JAX_PLATFORMS=cpu keeps JAX off them" if kept_off else "none on the hosts"
     return Check("accelerators", "OK", finding)
 
 

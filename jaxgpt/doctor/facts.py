@@ -1,5 +1,6 @@
 """Facts about a process, its host and its devices, collected without judging them."""
 
+import contextlib
 import glob
 import os
 import platform
@@ -29,8 +30,11 @@ MEMORY_LIMITS = {
 
 def package_versions() -> dict[str, str | None]:
     """Return the version of each package that matters here, None if it is not installed."""
-    installed = {d.name: d.version for d in metadata.distributions()}
-    return {package: installed.get(package) for package in PACKAGES}
+    found = {}
+    for package in PACKAGES:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found[package] = metadata.version(package)
+    return {package: found.get(package) for package in PACKAGES}
 
 
 def collect_facts(cluster: ProcessGroup, coordinator: str | None) -> dict[str, Any]:

@@ -11,11 +11,9 @@ COMMUNICATED = ("psum", "psum_invariant", "reduce_scatter")  # sums over devices
 def rematerialized(layer: Callable[..., Any], remat: str, in_loop: bool) -> Callable[..., Any]:
     """Return the same layer, which keeps less for its backward pass.
 
-    Args:
-        remat: parallel.remat. `none` keeps everything, and so does `attention` here, which
-            `without_scores` takes care of; `dots` keeps the results of the linear layers and of
-            sums over devices; `full` nothing but the layer's input.
-        in_loop: the layer is the body of a loop, where XLA cannot merge the two computations.
+    Of parallel.remat's values, `none` keeps everything, and so does `attention` here, which
+    `without_scores` takes care of; `dots` keeps the results of the linear layers and of sums over
+    devices; `full` nothing but the layer's input. In a loop XLA cannot merge the two computations.
     """
 
     def keep(primitive: Any, *args: Any, **params: Any) -> bool:

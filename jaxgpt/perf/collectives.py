@@ -48,8 +48,10 @@ def read_collectives(hlo: str, mesh: Mapping[str, int]) -> tuple[Collective, ...
         counts[kind, axes] += n
         total_bytes[kind, axes] += n * size
 
+    order = list(mesh)
+
     def place(c: Collective) -> tuple[Any, ...]:
-        return len(c.axes), [*map(list(mesh).index, c.axes)], COLLECTIVES.index(c.kind)
+        return len(c.axes), [order.index(axis) for axis in c.axes], COLLECTIVES.index(c.kind)
 
     return tuple(sorted((Collective(*k, counts[k], total_bytes[k]) for k in counts), key=place))
 

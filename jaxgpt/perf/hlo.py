@@ -9,6 +9,8 @@ from typing import NamedTuple
 
 CATEGORIES = ("matmul", "attention", "elementwise", "collective", "copy", "other")
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
+# What XLA may make of them.
+_SENDS = ("send", "recv", "collective-broadcast", "ragged-all-to-all")
 
 _PACKAGE = Path(__file__).parents[1]
 _PRODUCTS = {"dot", "convolution", "ragged-dot", "scaled-dot"}
@@ -160,7 +162,7 @@ def _category(instruction: Instruction, program: Program) -> str:
     parts = [part for name in fused for part in program.computations.get(name, [])]
     parts = [part for part in parts or [instruction] if part.opcode not in FREE]
     kinds = {part.kind for part in parts}
-    if not kinds.isdisjoint(COLLECTIVES):
+    if not kinds.isdisjoint(COLLECTIVES + _SENDS):
         return "collective"
     for part in parts:
         if is_product(part):

@@ -1,7 +1,6 @@
-"""The least that each operation of a compiled step costs: bytes of memory, and FLOPs of products.
+"""What each operation of a compiled step must cost at least: the roofline of bytes and FLOPs.
 
-An operation takes at least as long as its bytes or its FLOPs do at the device's peak (Williams,
-Waterman, Patterson 2009: the roofline).
+Williams, Waterman and Patterson, Communications of the ACM 52, 4 (2009).
 """
 
 import math
@@ -17,14 +16,10 @@ _SLICES = ("dynamic-slice", "slice", "gather")
 class Work(NamedTuple):
     """What one operation does in a step, on one device."""
 
-    times: int
-    """How often it runs."""
-    read: int
-    """Bytes, each time."""
-    written: int
-    """Bytes, each time."""
-    flops: int
-    """Of matrix products, each time; 0 for what the vendors' attention kernels multiply."""
+    times: int  # that it runs
+    read: int  # bytes, each time
+    written: int  # bytes, each time
+    flops: int  # of matrix products, each time; 0 for the vendors' attention kernels
 
     @property
     def moved(self) -> int:

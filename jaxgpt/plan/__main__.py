@@ -98,8 +98,8 @@ def number_of_devices(config: Config, advise: int | None, rest: list[str]) -> in
                 raise UsageError(f"{word}: --advise chooses this; give one of them")
     if n > MAX_CPU_DEVICES or (advise is None and not shape.is_filled):
         raise UsageError(
-            f"{option}: a plan needs every size, with a product of at most {MAX_CPU_DEVICES}, such "
-            "as --mesh 2,4,1; or give --advise N"
+            f"{option}: a plan is for at most {MAX_CPU_DEVICES} devices; give every size of the "
+            "mesh, such as --mesh 2,4,1, or --advise N"
         )
     return n
 

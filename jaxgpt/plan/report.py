@@ -140,8 +140,9 @@ def advice_report(found: Sequence[Plan]) -> str:
         lines.append(f"take {train_options(best)}: {reason(best)}")
     else:
         lines.append(
-            f"nothing fits {best.mesh.n_devices} x {best.device.name}; the least is "
-            f"{train_options(best)}: {reason(best)}; take more devices"
+            f"nothing fits {best.mesh.n_devices} x {best.device.name} with "
+            f"{format_bytes(best.device.memory)} each; the least is {train_options(best)}: "
+            f"{reason(best)}; take more devices"
         )
     if best.config.parallel.remat != "none":
         lines.append(

@@ -35,10 +35,9 @@ def use_compile_cache(directory: str, cluster: ProcessGroup) -> str:
     # one that has.
     writable = all(cluster.allgather(_is_writable(folder)))
     if not writable or not (on_cpu or _is_shared(folder, cluster)):
-        return (
-            f"warning: {source}={directory}: is not one folder that all hosts can write to, or "
-            "they have other processors; compiling without a cache"
-        )
+        problem = "is not one folder that all hosts can write to, or they have other processors"
+        problem = problem if writable else "cannot be written"
+        return f"warning: {source}={directory}: {problem}; compiling without a cache"
     if on_cpu and cluster.size > 1 and not use_one_cache_key():
         return "warning: compile cache: off, as this version of JAX has a key for each process"
     jax.config.update("jax_compilation_cache_dir", str(folder))

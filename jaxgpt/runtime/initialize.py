@@ -51,10 +51,9 @@ def initialize_jax(
 ) -> dict[str, Any]:
     """Start JAX on this process and, in a job of several, `jax.distributed`; return what is found.
 
-    Args:
-        on_phase: is called with the name of each phase of the start when it ends.
-        preemption: catch SIGTERM for `preemption_sync_point`.
-        allow_cpu: take CPUs also where accelerators are expected, for the doctor to say so.
+    `on_phase` is called with the name of each phase of the start when it ends. `preemption` catches
+    SIGTERM for `preemption_sync_point`. With `allow_cpu` CPUs are taken also where accelerators are
+    expected, for the doctor to say so.
 
     Raises `PeerLost` if the coordinator cannot be reached, `UsageError` if devices do not fit.
     """

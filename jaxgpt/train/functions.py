@@ -196,12 +196,9 @@ def param_layout(
 def choose_n_slices(config: Config, mesh: Mesh) -> int:
     """Return the number of equal slices that a CPU cuts its rows into, computed one by one.
 
-    Those that come nearest to `SLICE_BYTES` each. What a step keeps for its backward pass comes
-    from the operating system anew every time, page by page, filled with zeros, and passes through
-    the caches once: of few rows it is little. Gradients of slices add up as microbatches'.
-
-    It is one where a slice would have to gather weights again, or talk to other devices between
-    layers, and where there are no rows: in a command that does not train.
+    Those that come nearest to `SLICE_BYTES` each: what few rows keep for their backward pass stays
+    in the caches. Gradients of slices add up as microbatches'. It is one where a slice would have
+    to gather weights again or talk to other devices, and in a command that does not train.
     """
     shape = MeshShape(**mesh.shape)
     if shape.split_of("shards_parameters") * shape.split_of("splits_layers") > 1:

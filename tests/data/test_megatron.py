@@ -82,7 +82,7 @@ def changed(at, new):
     ("idx", "words"),
     [
         (None, "c.idx: cannot be read"),
-        (b"MMIDIDX\x00\x00" + bytes(3), "version 0 at byte 9, not version 1"),
+        (b"MMIDIDX\x00\x00" + bytes(3), "its end at byte 12, not a header of 34 bytes"),
         (b"TNTIDX\x00\x00" + bytes(80), "--dataset-impl mmap"),
         (b"{}" * 50, "at byte 0"),
         (changed(9, struct.pack("<Q", 2)), "version 2 at byte 9"),

@@ -95,12 +95,16 @@ def input_files(inputs: Iterable[Path]) -> tuple[list[Path], bool]:
     for path in inputs:
         if path.is_dir():
             # A .json that is not packed is more often a description than lines of documents.
-            found = [p for p in path.rglob("*") if _kind(p) in _TEXT + _JSON and p.is_file()]
+            found = [
+                p for p in path.rglob("*") if _kind(p) in (*_TEXT, *_JSON, ".zst") and p.is_file()
+            ]
             files += sorted(p for p in found if p.suffix.lower() != ".json")
         elif path.exists():
             files.append(path)
         else:
             raise UsageError(f"--input {path}: cannot be read (no such file)")
+    if packed := [path for path in files if path.suffix == ".zst"]:
+        raise UsageError(f"--input {packed[0]}: cannot be read packed; unpack it with zstd -d")
     are_json = {_kind(path) in _JSON for path in files}
     if len(are_json) != 1:
         raise UsageError(
@@ -231,7 +235,7 @@ def _json_texts(path: Path, key: str) -> Iterator[str]:
             except (ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
                 raise UsageError(
                     f"--input {path}: line {number} must be a document in JSON with UTF-8 text "
-                    f"under {key!r}, not {line[:80]!r} ({error!r}); see --jsonl-key"
+                    f"under {key!r}, not {line[:80]!r} ({type(error).__name__}); see --jsonl-key"
                 ) from None
             if text:
                 yield text

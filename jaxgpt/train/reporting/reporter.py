@@ -105,9 +105,7 @@ class Reporter:
     def gather_host_times(self, step: int) -> None:
         """Gather the host's seconds per step of every process, where `step` is logged.
 
-        Called while the devices compute the step: they do not wait for the gathering. CPU devices
-        would, as they share the cores with the host: 18 ms of 580 for two processes on a busy
-        machine (2026-11), so there it is left out.
+        Called while devices compute the step, and not on CPUs, which would wait for it (README).
         """
         if self._gathers_host_times and step % self._config.train.log_interval == 0:
             self._host_seconds = self._cluster.allgather(self.timer.host_lap())
