@@ -101,7 +101,7 @@ def make_steps(
     if slices is None:
         slices = choose_n_slices(config, mesh) if on_cpu else 1
     model = shard_model(config, mesh, attend, slices, on_cpu)
-    rules = sharding.parameter_rules(config.parallel.zero_stage)
+    rules = sharding.opt_state_rules(config.parallel.zero_stage)  # the most that is split
     state, batch = state_shapes(config, mesh), training_batch(config, sharding.batch_sharding(mesh))
     state_at = jax.tree.map(lambda leaf: leaf.sharding, state)
     whole = sharding.replicated(mesh)

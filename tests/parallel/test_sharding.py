@@ -90,9 +90,16 @@ def test_zero_3_never_holds_all_layers_whole():
     assert temporary[3] < temporary[2] - layers / 2
 
 
-def test_what_cannot_be_divided_is_said():
-    config = load_config("shakespeare_char_cpu", "model.n_head=6", "model.n_embd=126")
-    config = config.replace(model__vocab_size=65)
-    with limited_devices(6):
-        steps = make_steps(config, make_mesh(MeshShape(1, 2, 3)))
-    assert steps.warnings == ("vocab=128 stays whole on every device: 3 does not divide it",)
+@pytest.mark.parametrize(
+    ("mesh", "stage", "words"),
+    [
+        (MeshShape(1, 2, 3), 3, "vocab=128 stays whole on every device: 3 does not divide it"),
+        (MeshShape(1, 4, 1), 1, "embed=126 stays whole on every device: 4 does not divide it"),
+    ],
+)
+def test_what_cannot_be_divided_is_said(mesh, stage, words):
+    arguments = ("model.n_head=6", "model.n_embd=126", f"parallel.zero_stage={stage}")
+    config = load_config("shakespeare_char_cpu", *arguments).replace(model__vocab_size=65)
+    with limited_devices(mesh.n_devices):
+        steps = make_steps(config, make_mesh(mesh))
+    assert steps.warnings == (words,)
