@@ -1,9 +1,8 @@
 """Show the rows of a training step: `python -m jaxgpt.inspect --run DIR --step 1234`.
 
-Prints the text of each row and its file, offset and document. It needs only the data, not the
-cluster, and takes as long for step 10^9 as for step 1. In place of `--run`, `--config NAME`
-and settings as for jaxgpt.train; settings after `--run`, such as data.path=DIR where the data is
-in another place, go before those of the run.
+Prints the text of each row and its file, offset and document. It needs only the data, and takes as
+long for step 10^9 as for step 1. In place of `--run`, `--config NAME` and settings as for
+jaxgpt.train; settings after `--run`, such as data.path=DIR, go before those of the run.
 """
 
 import contextlib
@@ -38,7 +37,7 @@ from jaxgpt.train.resume import source_hashes
 def parser() -> CommandParser:
     out = CommandParser(prog="python -m jaxgpt.inspect", description=__doc__)
     which = out.add_mutually_exclusive_group(required=True)
-    which.add_argument("--run", type=file_path, metavar="DIR", help="a run directory")
+    which.add_argument("--run", "--out", type=file_path, metavar="DIR", help="a run directory")
     which.add_argument("--config", metavar="NAME", help="a preset or YAML file, without a run")
     count = whole_number()
     out.add_argument("--step", type=count, required=True, metavar="N", help="as in the log")

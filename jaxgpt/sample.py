@@ -28,7 +28,7 @@ MOST = 10**6  # how far from 1 a temperature may be
 
 def parser() -> CommandParser:
     out = CommandParser(prog="python -m jaxgpt.sample", description=__doc__)
-    out.add_argument("--run", type=file_path, required=True, help="run directory")
+    out.add_argument("--run", "--out", type=file_path, required=True, help="run directory")
     out.add_argument("--step", type=whole_number(), help="checkpoint to read; default the newest")
     prompt, likeliest = "text to continue, or FILE:NAME for a file's", "0 takes the likeliest token"
     out.add_argument("--prompt", default="", help=f"{prompt}; default none")
@@ -77,7 +77,7 @@ def open_run(arguments: argparse.Namespace) -> tuple[Config, int, Tokenizer]:
     run = arguments.run
     steps = list_checkpoints(run)
     if not steps:
-        raise UsageError(f"--run {run}: has no checkpoints; give a run directory")
+        raise UsageError(f"--run {run}: has no checkpoints yet; give a run directory with one")
     step = steps[-1] if arguments.step is None else arguments.step
     if step not in steps:
         raise UsageError(f"--step {step}: {run} has {', '.join(map(str, steps))}")

@@ -89,7 +89,7 @@ ANSWERS = {
     "lr_decay_samples": "type optimizer.lr_decay_iters=N",
     # layouts
     "tensor_model_parallel_size tensor_parallel_degree ici_tensor_parallelism": (
-        "type --mesh -1,1,N for N-way tensor parallelism"
+        "type --mesh 1,-1,N for N-way tensor parallelism"
     ),
     "data_parallel_shard_degree ici_fsdp_parallelism dcn_fsdp_parallelism": (
         "type --mesh 1,-1,1 to shard over all devices, or --mesh D,F,T for the size of each axis"

@@ -214,8 +214,8 @@ def _open_files(entry: BlendEntry, data: DataConfig) -> tuple[str, OpenSource]:
     name = _format_of(entry.path)
     if name is None:
         remedy = (
-            "give a folder with train.bin, val.bin and meta.json, a .bin of nanoGPT's, or the "
-            "prefix of Megatron's .bin and .idx"
+            "give a folder with train.bin, val.bin and meta.json, a .bin of nanoGPT's or a prefix "
+            "of Megatron's; of text, python -m jaxgpt.prepare text --input FILE makes one"
         )
         if entry.key.startswith("data.dataset="):
             is_built_in = data.dataset in BUILT_IN

@@ -75,8 +75,7 @@ class GPT(nnx.Module):
             dtype: of the computation, to which logits are rounded; they come as float32.
             attend: made by `attention.make_attention`.
             parallel: how this device and the others share the work.
-            scan_layers: compile one block and loop over it, in place of L blocks.
-            remat: what of a layer the backward pass computes again, see `remat`.
+            scan_layers, remat: as in parallel.scan_layers and parallel.remat.
         """
         assert config.vocab_size is not None
         self.config, self.dtype, self.attend = config, dtype, attend

@@ -4,14 +4,17 @@ import contextlib
 import ctypes
 import glob
 import os
+import re
+from pathlib import Path
 
 from jaxgpt.cluster.hardware import DEVICE_FILES
 
 # Blocks up to this size, and as much free memory, stay with the process; larger ones leave holes.
 KEPT_BYTES = 2**28
 # Numbers from glibc's malloc.h: M_ARENA_MAX (other arenas never keep more than 64 MiB),
-# M_MMAP_THRESHOLD and M_TRIM_THRESHOLD.
-MALLOC_OPTIONS = ((-8, 1), (-3, KEPT_BYTES), (-1, KEPT_BYTES))
+# M_MMAP_THRESHOLD, M_TRIM_THRESHOLD, and M_TOP_PAD, the address space that the heap grows by.
+MALLOC_OPTIONS = ((-8, 1), (-3, KEPT_BYTES), (-1, KEPT_BYTES), (-2, 2**30))
+MADV_HUGEPAGE = 14  # of madvise: the kernel gives the heap pages of 2 MiB
 
 USABLE = 0.9  # of a GPU's memory; the rest goes to the driver, NCCL and fragmentation
 # XLA's share of a GPU's memory; the second name is the older one.
@@ -31,9 +34,14 @@ def keep_freed_memory() -> list[str]:
         ):
             return [f"malloc: left as {name}={value} has it"]
     with contextlib.suppress(AttributeError, OSError):  # not glibc
-        mallopt = ctypes.CDLL(None).mallopt
+        libc = ctypes.CDLL(None)
+        libc.malloc.restype = ctypes.c_void_p
         for option, value in MALLOC_OPTIONS:
-            mallopt(option, value)
+            libc.mallopt(option, value)
+        libc.free(ctypes.c_void_p(libc.malloc(2**20)))  # the heap grows by M_TOP_PAD
+        heap = re.search(r"^(\w+)-(\w+) .*\[heap\]$", Path("/proc/self/maps").read_text(), re.M)
+        start, end = (int(address, 16) for address in heap.groups())
+        libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), MADV_HUGEPAGE)
     return []
 
 

@@ -97,9 +97,7 @@ def make_generate(
         temperature: logits are divided by it; 0 always takes the likeliest token.
         top_k: draw from so many of the likeliest tokens only; None draws from all.
 
-    Returns:
-        (params, window, length, seed) -> tokens of shape (n_tokens,), where window is (T,) token
-        ids of which the first `length` are the prompt.
+    Of the function's window of T token ids the first `length` are the prompt.
     """
 
     def generate(params: Params, window: jax.Array, length: jax.Array, seed: jax.Array):

@@ -36,13 +36,10 @@ from jaxgpt.train.step import ShardedModel, train_step
 # What a layer computes twice to save memory, XLA's CPU compiler computes once and keeps, unless
 # it leaves in place the barriers that jax.checkpoint puts between the two.
 CPU_STEP_OPTIONS = {"xla_disable_hlo_passes": "cse_barrier_expander"}
-
 # It runs once: on a CPU, LLVM's costlier passes take longer than they save.
 CPU_INIT_OPTIONS = {"xla_backend_optimization_level": 1}
-
 # Collectives run while what does not need them is computed; a single GPU has none.
 GPU_STEP_OPTIONS = {"xla_gpu_enable_latency_hiding_scheduler": True}
-
 SLICE_BYTES = 2**29  # of activations; larger slices are slower, much smaller ones are too
 GRADIENTS_PER_SLICE = 4  # at least so many times as large as the gradient that it adds to the sum
 
@@ -90,8 +87,7 @@ def make_steps(
         slices: that a device cuts its rows of a microbatch into; None cuts them on CPUs.
         on_cpu: use the kernels for CPUs; None asks the devices.
 
-    Raises:
-        UsageError: if model.attention or optimizer.name cannot be had.
+    `UsageError` if model.attention or optimizer.name cannot be had.
     """
     device, described = mesh.devices.flat[0], weights(config.model)
     on_cpu = device.platform == "cpu" if on_cpu is None else on_cpu

@@ -75,7 +75,7 @@ def set_up(
     elif not run.missing_records:
         report.close(
             f"nothing to do: step {run.resume_step} is saved, "
-            f"train.max_iters={config.train.max_iters}"
+            f"train.max_iters={config.train.max_iters}; give more to go on"
         )
         return None
 

@@ -43,6 +43,19 @@ def test_freed_memory_is_kept_and_not_taken_page_by_page_again():
     assert page_faults("keep") < without / 50
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="huge pages are asked for on Linux")
+def test_the_heap_asks_for_large_pages():
+    """`hg` among the kernel's flags of the heap (proc(5)): MADV_HUGEPAGE was given."""
+    script = (
+        "from jaxgpt.runtime.allocator import keep_freed_memory; keep_freed_memory()\n"
+        "print(open('/proc/self/smaps').read().split('[heap]')[1].split('VmFlags:')[1].split('\\n')[0])"
+    )
+    job = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, env=environment()
+    )
+    assert "hg" in job.stdout.split(), job.stderr
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     [
