@@ -10,10 +10,10 @@ from pathlib import Path
 from jaxgpt.cluster.hardware import DEVICE_FILES
 
 # Blocks up to this size, and as much free memory, stay with the process; larger ones leave holes.
-KEPT_BYTES = 2**28
+KEPT_BYTES = 2**29
 # Numbers from glibc's malloc.h: M_ARENA_MAX (other arenas never keep more than 64 MiB),
 # M_MMAP_THRESHOLD, M_TRIM_THRESHOLD, and M_TOP_PAD, the address space that the heap grows by.
-MALLOC_OPTIONS = ((-8, 1), (-3, KEPT_BYTES), (-1, KEPT_BYTES), (-2, 2**30))
+MALLOC_OPTIONS = ((-8, 1), (-3, KEPT_BYTES), (-1, KEPT_BYTES), (-2, 2**31 - 2**21))
 MADV_HUGEPAGE = 14  # of madvise: the kernel gives the heap pages of 2 MiB
 
 USABLE = 0.9  # of a GPU's memory; the rest goes to the driver, NCCL and fragmentation
