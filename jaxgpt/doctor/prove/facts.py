@@ -36,8 +36,8 @@ def facts(stage: Stage) -> None:
 def versions() -> str:
     """Return the versions of JAX and what it stands on."""
     wanted = ("jax", "jaxlib", "flax", "optax", "orbax", "nvidia-cudnn", "nvidia-nccl", "triton")
-    found = {d.name: d.version for d in metadata.distributions() if d.name.startswith(wanted)}
-    return ", ".join(f"{name} {found[name]}" for name in sorted(found))
+    found = {d.name for d in metadata.distributions() if d.name.startswith(wanted)}
+    return ", ".join(f"{name} {metadata.version(name)}" for name in sorted(found))
 
 
 def copy_rate(on_gpu: bool) -> float:

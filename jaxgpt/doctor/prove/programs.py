@@ -65,7 +65,6 @@ def profile(stage: Stage) -> None:
 
 def sweep(stage: Stage) -> None:
     """Time variants of the gpt2 step, each in a pair with the default; the best come first."""
-    found: list[tuple[float, str]] = []
     for name, (words, env) in (VARIANTS if stage.on_gpu else ON_CPU).items():
         if stage.left() < PAIR_SECONDS:
             stage.add("variants left out for lack of time", name)
@@ -75,7 +74,6 @@ def sweep(stage: Stage) -> None:
         except StageFailure as failure:
             stage.add(name, None, note=str(failure)[:200])
             continue
-        found.append((ratio, name))
         stage.add(name, ratio, "x", "tokens/s against the default")
     stage.result.rows.sort(key=lambda row: -(row.value if isinstance(row.value, float) else 0))
 
