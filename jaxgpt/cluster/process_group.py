@@ -72,7 +72,7 @@ class ProcessGroup:
             yield
         except (UsageError, PeerLost):
             raise
-        except Exception as error:
+        except Exception as error:  # of XLA, Gloo or a socket: it may be the end of another process
             time.sleep(0.5)  # for the connections of a dying process to close
             lost = self.transport.lost_peers() if self.transport else []
             if not lost:

@@ -52,5 +52,5 @@ class BackgroundTracker:
             method, arguments = self._todo.get()
             try:
                 getattr(self._tracker, method)(*arguments)
-            except Exception as error:
+            except Exception as error:  # of any tracker: `_put` raises it to the caller
                 self._error = error
