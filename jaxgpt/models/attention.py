@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxgpt.config import ModelConfig, UsageError
+from jaxgpt.kernels.dropout import drop_elements
 
 BLOCK = 128  # positions, of `blockwise_attention`
 # Of `causal_attention`: two blocks from 64 positions on, three or four where each has 128. On CPUs,
@@ -130,14 +131,11 @@ def xla_attention(
     keys_BH: jax.Array | None = None,
     position_offset: int | jax.Array = 0,
 ) -> jax.Array:
-    """Return softmax(q k^T / sqrt(K)) v over past positions, softmax in float32.
+    """Return softmax(q k^T / sqrt(K)) v over past positions, in q's dtype; softmax in float32.
 
     Args:
         dropout: rate at which attention weights are dropped where `keys_BH` are given.
         position_offset: position of the first query.
-
-    Returns:
-        out_BTHK in the dtype of `q_BTHK`.
     """
     T, S, K = q_BTHK.shape[1], k_BSHK.shape[1], q_BTHK.shape[-1]
     scores_BHTS = inner_products(q_BTHK * K**-0.5, k_BSHK)
@@ -150,11 +148,6 @@ def xla_attention(
 
         weights_BHTS = jax.vmap(jax.vmap(drop))(weights_BHTS, keys_BH)
     return jnp.einsum("BHTS,BSHK->BTHK", weights_BHTS.astype(v_BSHK.dtype), v_BSHK)
-
-
-def drop_elements(x: jax.Array, rate: float, key: jax.Array) -> jax.Array:
-    """Return x with zeros in place of a share `rate` of its elements; the others grow (dropout)."""
-    return jnp.where(jax.random.bernoulli(key, 1 - rate, x.shape), x / (1 - rate), 0)
 
 
 @jax.custom_vjp

@@ -15,9 +15,9 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxgpt.config import ModelConfig, UsageError
+from jaxgpt.kernels.dropout import drop_elements
 from jaxgpt.kernels.gelu import gelu
 from jaxgpt.kernels.norm import LayerNorm
-from jaxgpt.models.attention import drop_elements
 from jaxgpt.parallel.sharding import LogicalAxes
 from jaxgpt.parallel.tensor import ParallelContext
 

@@ -49,9 +49,7 @@ def cross_entropy(
 
     The logits stay where they are: only their maximum, the sum of their exponentials and the
     target's logit, numbers of shape (B, T), are communicated (arXiv 1909.08053, section 3).
-
-    Args:
-        logits_BTV: of this device's tokens vocab_offset, vocab_offset + 1, ...
+    The first of them is that of token `vocab_offset`.
     """
     largest_BT = parallel.pmax(jax.lax.stop_gradient(logits_BTV).max(axis=-1))
     sums_BT = jnp.exp(logits_BTV - largest_BT[..., None]).sum(axis=-1)

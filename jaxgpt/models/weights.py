@@ -47,11 +47,7 @@ class Weight:
 def weights(config: ModelConfig) -> Params:
     """Return the `Weight` of every parameter, in a nested dict as the parameters', without any.
 
-    Args:
-        config: with `vocab_size` set.
-
-    Raises:
-        UsageError: if an option names a layer that there is not.
+    `config` has its `vocab_size`. Raises `UsageError` if an option names a layer that there is not.
     """
     model = nnx.eval_shape(lambda: GPT(config, rngs=nnx.Rngs(0)))
     described = {}

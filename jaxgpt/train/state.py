@@ -69,8 +69,9 @@ def state_shapes(config: Config, mesh: Mesh) -> TrainState:
 
 
 def checkpoint_tree(state: TrainState) -> dict[str, Any]:
-    """Return the arrays of a checkpoint: `params` and `opt_state`, nested dicts."""
-    return {"params": state.params, "opt_state": _by_name(state.opt_state)}
+    """Return the arrays of a checkpoint: `params` and `opt_state`, nested dicts by field name."""
+    named = {_path(path): leaf for path, leaf in tree_leaves_with_path(state.opt_state)}
+    return {"params": state.params, "opt_state": unflatten_dict(named)}
 
 
 def checkpoint_json(state: TrainState) -> dict[str, Any]:
@@ -86,11 +87,6 @@ def state_from_checkpoint(
     opt_state = tree_map_with_path(lambda path, _: leaves[_path(path)], shapes.opt_state)
     spike_state = spike_state_from_json(meta.get("spike_state"), shapes.spike_state)
     return TrainState(tree["params"], opt_state, spike_state)
-
-
-def _by_name(tree: Any) -> dict[str, Any]:
-    """Return named tuples and other nodes of a pytree as nested dicts, by field name or number."""
-    return unflatten_dict({_path(path): leaf for path, leaf in tree_leaves_with_path(tree)})
 
 
 def _path(path: tuple[Any, ...]) -> tuple[str, ...]:
