@@ -12,6 +12,7 @@ from jaxgpt.runtime.xla_flags import QUICK_FUSIONS, add_xla_flags
 # Before any test touches JAX. Commands under test start processes of their own, which must not
 # inherit a number of devices.
 os.environ.pop("JAX_NUM_CPU_DEVICES", None)
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # commands under test import the same modules
 signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in what a shell runs with &
 jax.config.update("jax_num_cpu_devices", 8)
 

@@ -1,7 +1,8 @@
 """What the READMEs say can be typed: every ```bash block runs as printed.
 
 Blocks of a README run in order in one scratch folder. A block that is marked ```bash long takes
-minutes: it runs with --long. What needs a network, a cluster or a GPU stands in ```text blocks.
+minutes, or does what other tests do as well: it runs with --long. What needs a network, a cluster
+or a GPU stands in ```text blocks.
 """
 
 import re

@@ -22,10 +22,11 @@ def result(out, stage):
 
 
 def test_a_call_goes_on_after_a_kill_and_runs_all_but_what_fails_or_lacks_something(tmp_path):
-    words = ("facts", "nanogpt", "numerics", "--nanogpt", tmp_path / "none", "--out", tmp_path)
+    words = ("facts", "nanogpt", "--nanogpt", tmp_path / "none", "--out", tmp_path)
     process = subprocess.Popen(
-        command("doctor", "prove", *words), env=environment(), stderr=subprocess.DEVNULL
-    )
+        command("doctor", "prove", "numerics", *words),
+        env=environment(), stderr=subprocess.DEVNULL,
+    )  # fmt: skip
     while (found := read_result(tmp_path / "numerics", "numerics")) is None:
         assert process.poll() is None
         time.sleep(0.1)
@@ -41,8 +42,6 @@ def test_a_call_goes_on_after_a_kill_and_runs_all_but_what_fails_or_lacks_someth
     assert "facts: at most" not in again.stdout  # it was done
     assert "nanogpt: at most" in again.stdout  # what was lacking may be there now
     assert "| speed-gpt2 | **failed** |" in again.stdout
-    assert result(tmp_path, "numerics")["status"] == "done"
-    assert all(row["met"] for row in result(tmp_path, "numerics")["rows"] if row["goal"])
     table = json.loads((tmp_path / "prove.json").read_text())
     assert [stage["stage"] for stage in table["stages"]] == list(STAGES)
     assert (tmp_path / "prove.md").read_text() in again.stdout
@@ -100,3 +99,5 @@ def test_all_stages_run_in_small_on_a_cpu(tmp_path):
     ends = {stage["stage"]: stage["status"] for stage in stages}
     assert ends.pop("nanogpt") in ("done", "needs")
     assert set(ends.values()) == {"done"}
+    numerics = result(tmp_path, "numerics")["rows"]
+    assert all(row["met"] for row in numerics if row["goal"])
