@@ -128,6 +128,7 @@ def samples(
     generate = jax.jit(
         make_generate(
             compiled.make_decoder,
+            config.model.n_positions,
             tokenizer.vocab_size,
             arguments.max_new_tokens,
             arguments.temperature,

@@ -53,8 +53,10 @@ def run(settings: Sequence[str], tokens: int | None = None) -> Result:
         window = random.integers(config.model.vocab_size, size=size, dtype=np.int32)
 
         def cached_writer(n: int) -> Callable[[], np.ndarray]:
-            decode, vocab_size = steps.make_decoder, config.model.vocab_size
-            generate = jax.jit(make_generate(decode, vocab_size, n, 0.0, None))
+            model, decode = config.model, steps.make_decoder
+            generate = jax.jit(
+                make_generate(decode, model.n_positions, model.vocab_size, n, 0.0, None)
+            )
             return lambda: np.asarray(generate(params, window, np.int32(PROMPT), np.int32(0)))
 
         write, write_first = cached_writer(n_tokens), cached_writer(1)
@@ -88,14 +90,14 @@ def recomputing_writer(config: Config, params: Any) -> Callable[[np.ndarray, int
     graph = gpt_graph(
         config.model,
         dtype=jnp.dtype(config.train.dtype),
-        attend=make_attention("xla", dropout=0),
+        attend=make_attention("xla", config.model),
         scan_layers=True,
     )
 
     @jax.jit
     def likeliest(params: Any, text_T: jax.Array, length: Any) -> jax.Array:
         x_1TD, w_VD, first = nnx.merge(graph, params).hidden_states(text_T[None])
-        return jnp.argmax(logits(x_1TD[0, length - 1], w_VD, first, config.model.vocab_size))
+        return jnp.argmax(logits(x_1TD[0, length - 1], w_VD, first, config.model))
 
     def write(window: np.ndarray, n_tokens: int) -> np.ndarray:
         text = window.copy()

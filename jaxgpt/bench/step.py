@@ -109,7 +109,7 @@ def rates(
         "dtype": dtype,
         "attention": rounds.steps.attention,
         "attention_kernels": Value(attention_kernels(rounds), note="calls in the compiled step"),
-        "n_parameters": Value(n_parameters, note="without those of positions"),
+        "n_parameters": Value(n_parameters, note="without embeddings that are only looked up"),
         "batch_size": config.train.batch_size,
         "block_size": config.model.block_size,
         "seconds_per_step": Value(spread(seconds), "s", "in the trainer's loop"),

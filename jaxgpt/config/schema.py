@@ -26,6 +26,7 @@ CountOrZero = Annotated[int, Bounds("at least 0", lambda n: n >= 0)]
 Count31 = Annotated[int, Bounds("at least 1 and less than 2^31", lambda n: 1 <= n < 2**31)]
 CountOrZero31 = Annotated[int, Bounds("at least 0 and less than 2^31", lambda n: 0 <= n < 2**31)]
 NonNegative = Annotated[float, Bounds("at least 0", lambda x: 0 <= x < inf)]
+Positive = Annotated[float, Bounds("more than 0", lambda x: 0 < x < inf)]
 AtLeastOne = Annotated[float, Bounds("at least 1", lambda x: 1 <= x < inf)]
 Rate = Annotated[float, Bounds("at least 0 and less than 1", lambda x: 0 <= x < 1)]
 Share = Annotated[float, Bounds("more than 0 and less than 1", lambda x: 0 < x < 1)]
@@ -38,26 +39,78 @@ InitTimeout = Annotated[float, Bounds("1 to 86400 seconds", lambda x: 1 <= x <= 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """The network: GPT-2 (pre-norm, learned positions, tied embedding)."""
+    """The network: a pre-norm transformer. The defaults are GPT-2's; presets set the others."""
 
     n_layer: Count = 3
     """Number of transformer layers, L."""
     n_head: Count = 4
     """Number of attention heads, H."""
+    n_kv_head: Count | None = None
+    """Number of key-value heads, G: fewer than n_head is grouped-query attention (arXiv
+    2305.13245), 1 multi-query; None is n_head."""
+    head_dim: Count | None = None
+    """Size of a head, K; None is n_embd / n_head."""
     n_embd: Count = 128
     """Width of the residual stream, D."""
     block_size: Count = 128
     """Context length in tokens, T."""
     bias: bool = False
     """Biases in linear layers and layer norms, as in GPT-2; False is a bit faster."""
+    qkv_bias: bool = False
+    """Biases of queries, keys and values without `bias`, as in Qwen2."""
+    qk_norm: bool = False
+    """RMSNorm of each query and key head before positions, as in Qwen3."""
+    norm: Literal["layernorm", "rmsnorm"] = "layernorm"
+    """Norm before attention, MLP and output layer: layernorm (GPT-2) or rmsnorm (arXiv 1910.07467)."""
+    norm_eps: Positive = 1e-5
+    """Epsilon of the norms, added to the variance."""
+    position: Literal["learned", "rope"] = "learned"
+    """Positions: a learned embedding (GPT-2), or rotary embeddings of queries and keys (rope, arXiv
+    2104.09864)."""
+    rope_theta: Positive = 10000.0
+    """Base of the rotary wavelengths."""
+    rope_scaling: tuple[float, ...] = ()
+    """Llama 3.1's scaling of the rotary wavelengths: factor, low_freq_factor, high_freq_factor,
+    original_max_position, such as `8 1 4 8192`; none by default."""
+    mlp: str = "gelu"
+    """Kind of MLP: gelu (GPT-2), swiglu (arXiv 2002.05202), relu2 (arXiv 2109.08668)."""
+    mlp_hidden: Count | None = None
+    """Width of the MLP, F; None is 4 n_embd, for swiglu Llama's rule: 8/3 n_embd, rounded up to a
+    multiple of 256."""
     dropout: Rate = 0.0
     """Dropout rate of embeddings, attention and residuals; 0 for pre-training."""
     vocab_size: VocabSize | None = None
     """Number of tokens, V; None takes it from the data's meta.json."""
-    mlp: str = "gelu"
-    """Kind of MLP, one of models.layers.MLPS."""
-    attention: Literal["auto", "xla", "cudnn"] = "auto"
-    """Attention kernel; auto picks cudnn where it can run, and the log says which."""
+    tie_embeddings: bool = True
+    """Use the token embedding as output layer too; False gives that weights of its own."""
+    sliding_window: Count | None = None
+    """Number of tokens that a token attends to, itself included (Mistral); None is all before it."""
+    logit_softcap: Positive | None = None
+    """Bound of the logits, c tanh(logits / c) (Gemma 2); None is no bound."""
+    attention: Literal["auto", "xla", "cudnn", "pallas"] = "auto"
+    """Attention kernel; auto picks the fastest that can run, and the log says which."""
+
+    @property
+    def kv_heads(self) -> int:
+        """The number of key-value heads, G."""
+        return self.n_kv_head or self.n_head
+
+    @property
+    def head_size(self) -> int:
+        """The size of a head, K."""
+        return self.head_dim or self.n_embd // self.n_head
+
+    @property
+    def n_positions(self) -> int | None:
+        """The number of learned positions, T; None where positions are rotary."""
+        return self.block_size if self.position == "learned" else None
+
+    @property
+    def mlp_width(self) -> int:
+        """The width of the MLP, F."""
+        if self.mlp_hidden is None and self.mlp == "swiglu":
+            return -(-8 * self.n_embd // 3 // 256) * 256
+        return self.mlp_hidden or 4 * self.n_embd
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,6 +193,11 @@ class DataConfig:
     """Share of a corpus, its last documents, kept for validation where it has no val.bin."""
     tokenizer: str | None = None
     """A tokenizer.json, or the folder with it, for data that came without one."""
+    document_mask: bool = False
+    """Keep attention inside a document, with positions from its begin; the order of the data stays.
+    A document ends with its end-of-text token."""
+    end_of_text: CountOrZero | None = None
+    """Id of the end-of-text token, for data.document_mask; None takes the tokenizer's."""
     accept_changes: bool = False
     """Resume from a checkpoint although its data has changed: for this start only."""
 
@@ -245,6 +303,11 @@ class Config:
     checkpoint: CheckpointConfig = CheckpointConfig()
     spike: SpikeConfig = SpikeConfig()
     faults: FaultsConfig = FaultsConfig()
+
+    @property
+    def document_end(self) -> int | None:
+        """The id of the token that ends a document, if attention stays inside documents."""
+        return self.data.end_of_text if self.data.document_mask else None
 
     @property
     def microbatch_size(self) -> int:

@@ -1,11 +1,12 @@
 """Checks that concern several settings; the bounds of a single one stand in the schema."""
 
 from collections.abc import Iterator
+from typing import Any
 
 from jaxgpt.config.errors import UsageError
 from jaxgpt.config.mesh_shape import MeshShape, axes_with
 from jaxgpt.config.schedule import profile_range, skip_ranges, step_ranges
-from jaxgpt.config.schema import Config
+from jaxgpt.config.schema import Config, ModelConfig
 
 
 def validate(config: Config) -> None:
@@ -29,10 +30,7 @@ def _checks(config: Config) -> Iterator[tuple[bool, str]]:
         f"train.batch_size={train.batch_size}: makes {tokens:,} tokens with "
         f"model.block_size={model.block_size}; a step has less than 2^31",
     )
-    yield (
-        model.n_embd % model.n_head > 0,
-        f"model.n_embd={model.n_embd}: must be a multiple of model.n_head={model.n_head}",
-    )
+    yield from _model_checks(model)
     yield (
         not 0 <= (optimizer.min_lr or 0) <= optimizer.learning_rate,
         f"optimizer.min_lr={optimizer.min_lr}: must lie between 0 and "
@@ -46,6 +44,10 @@ def _checks(config: Config) -> Iterator[tuple[bool, str]]:
     paths = {"out": config.out, "data.path": data.path, "data.dataset": data.dataset}
     for key, path in paths.items():
         yield path == "", f"{key}=: is empty; give a name, or leave it out"
+    yield (
+        data.end_of_text is not None and not data.document_mask,
+        f"data.end_of_text={data.end_of_text}: needs data.document_mask=True",
+    )
     given = [f"data.{key}" for key in ("path", "blend", "file_list") if getattr(data, key)]
     yield len(given) > 1, f"{' and '.join(given)}: are both given; give one of them"
     kept = checkpoint.interval * (checkpoint.keep - 1)
@@ -59,6 +61,50 @@ def _checks(config: Config) -> Iterator[tuple[bool, str]]:
         faults.nan_step is None and faults.nan_device > 0,
         f"faults.nan_device={faults.nan_device}: needs faults.nan_step, its step",
     )
+
+
+def _model_checks(model: ModelConfig) -> Iterator[tuple[bool, str]]:
+    """Yield the same of the model's options."""
+    heads = f"model.n_head={model.n_head}"
+    yield (
+        model.head_dim is None and model.n_embd % model.n_head > 0,
+        f"model.n_embd={model.n_embd}: must be a multiple of {heads}, or give model.head_dim",
+    )
+    yield (
+        model.n_head % model.kv_heads > 0,
+        f"model.n_kv_head={model.n_kv_head}: must divide {heads}",
+    )
+    is_rope, scaling = model.position == "rope", model.rope_scaling
+    shown = f"model.rope_scaling={' '.join(map(str, scaling))}"
+    yield (
+        is_rope and model.head_size % 2 > 0,
+        f"model.position=rope: turns pairs of a head's numbers, and model.head_dim="
+        f"{model.head_size} is odd; give an even one",
+    )
+    yield (
+        len(scaling) not in (0, 4),
+        f"{shown}: must be factor, low_freq_factor, high_freq_factor and original_max_position",
+    )
+    yield (
+        len(scaling) == 4
+        and not (scaling[0] >= 1 and 0 < scaling[1] < scaling[2] and scaling[3] >= 1),
+        f"{shown}: needs factor >= 1, 0 < low_freq_factor < high_freq_factor and "
+        "original_max_position >= 1, as in 8 1 4 8192",
+    )
+    changed = [f"model.{key}" for key in ("rope_theta", "rope_scaling") if is_changed(model, key)]
+    yield (
+        not is_rope and bool(changed),
+        f"{' and '.join(changed)}: need model.position=rope",
+    )
+    yield (
+        model.bias and model.qkv_bias,
+        "model.qkv_bias=True: is part of model.bias=True; give one of them",
+    )
+
+
+def is_changed(section: Any, key: str) -> bool:
+    """Return whether a setting differs from its default."""
+    return getattr(section, key) != getattr(type(section)(), key)
 
 
 def mesh_shape(config: Config, n_devices: int | None = None) -> MeshShape:

@@ -4,7 +4,6 @@ Every weight says what its dims mean (`logical_axes`) and what it is (`role`); `
 lists them all, and `parallel` says where they live.
 """
 
-import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,10 +13,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxgpt.config import ModelConfig, UsageError
+from jaxgpt.config import ModelConfig
 from jaxgpt.kernels.dropout import drop_elements
-from jaxgpt.kernels.gelu import gelu
-from jaxgpt.kernels.norm import LayerNorm
+from jaxgpt.kernels.norm import LayerNorm, RMSNorm
 from jaxgpt.parallel.sharding import LogicalAxes
 from jaxgpt.parallel.tensor import ParallelContext
 
@@ -38,10 +36,18 @@ class LayerBuilder:
     rngs: nnx.Rngs
 
     def column_parallel(
-        self, inputs: tuple[int, ...], outputs: tuple[int, ...], axes: LogicalAxes
+        self,
+        inputs: tuple[int, ...],
+        outputs: tuple[int, ...],
+        axes: LogicalAxes,
+        use_bias: bool = False,
     ) -> "Linear":
-        """Return a linear layer whose outputs are split over `tensor`, as `axes` say."""
-        return Linear(self, inputs, outputs, axes, INIT_STD, self.parallel.column_parallel_matmul)
+        """Return a linear layer whose outputs are split over `tensor`, as `axes` say.
+
+        `use_bias` gives it a bias also where model.bias does not.
+        """
+        multiply = self.parallel.column_parallel_matmul
+        return Linear(self, inputs, outputs, axes, INIT_STD, multiply, use_bias)
 
     def row_parallel(
         self, inputs: tuple[int, ...], outputs: tuple[int, ...], axes: LogicalAxes
@@ -53,16 +59,29 @@ class LayerBuilder:
         std = INIT_STD / math.sqrt(2 * self.config.n_layer)
         return Linear(self, inputs, outputs, axes, std, self.parallel.row_parallel_matmul)
 
-    def norm(self) -> LayerNorm:
+    def norm(self) -> LayerNorm | RMSNorm:
         """Return a norm whose scale every device keeps: gathering it costs more than it saves."""
+        if self.config.norm == "rmsnorm":
+            return self.rms_norm(self.config.n_embd, None)
         return LayerNorm(
             self.config.n_embd,
             by_products=self.parallel.on_cpu,
-            epsilon=1e-5,
+            epsilon=self.config.norm_eps,
             use_bias=self.config.bias,
             dtype=self.dtype,
             scale_metadata={"logical_axes": (None,), "role": "scale"},
             bias_metadata={"logical_axes": (None,), "role": "bias"},
+            rngs=self.rngs,
+        )
+
+    def rms_norm(self, size: int, axis: str | None) -> RMSNorm:
+        """Return an RMSNorm over the last dim, of `size`, whose scale has this logical axis."""
+        return RMSNorm(
+            size,
+            by_products=self.parallel.on_cpu,
+            epsilon=self.config.norm_eps,
+            dtype=self.dtype,
+            scale_metadata={"logical_axes": (axis,), "role": "scale"},
             rngs=self.rngs,
         )
 
@@ -88,6 +107,7 @@ class Linear(nnx.Module):
         axes: LogicalAxes,
         std: float,
         multiply: Multiply,
+        use_bias: bool = False,
     ):
         self.n_inputs, self.dtype, self.multiply = len(inputs), build.dtype, multiply
         draw = nnx.initializers.normal(std)
@@ -96,43 +116,12 @@ class Linear(nnx.Module):
         # What is added after a sum over devices is small: every device keeps it whole.
         own = tuple(axis if axis != "embed" else None for axis in axes[self.n_inputs :])
         bias = nnx.Param(jnp.zeros(outputs), logical_axes=own, role="bias")
-        self.bias = nnx.data(bias if build.config.bias else None)
+        self.bias = nnx.data(bias if build.config.bias or use_bias else None)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         y = self.multiply(x.astype(self.dtype), self.kernel.get_value(), self.n_inputs)
         # In float32, as then its gradient is, which sums over all tokens: see `embed_tokens`.
         return y if self.bias is None else (y + self.bias.get_value()).astype(self.dtype)
-
-
-class MLP(nnx.Module):
-    """down(activation(up(x))), four times as wide inside."""
-
-    def __init__(self, activation: Callable[[jax.Array], jax.Array], build: LayerBuilder):
-        D, F = build.config.n_embd, 4 * build.config.n_embd
-        self.activation = activation
-        self.up = build.column_parallel((D,), (F,), ("embed", "mlp"))
-        self.down = build.row_parallel((F,), (D,), ("mlp", "embed"))
-
-    def __call__(self, x_BTD: jax.Array) -> jax.Array:
-        return self.down(self.activation(self.up(x_BTD)))
-
-
-# model.mlp: LayerBuilder -> a module x_BTD -> y_BTD.
-MLPS: dict[str, Callable[[LayerBuilder], nnx.Module]] = {
-    "gelu": functools.partial(MLP, gelu),
-}
-
-
-def make_mlp(build: LayerBuilder) -> nnx.Module:
-    """Return the MLP that `model.mlp` asks for.
-
-    Raises:
-        UsageError: if there is none of that name.
-    """
-    name = build.config.mlp
-    if name not in MLPS:
-        raise UsageError(f"model.mlp={name}: must be one of {', '.join(MLPS)}")
-    return MLPS[name](build)
 
 
 def embedding(

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from jaxgpt.config import ModelConfig
 from jaxgpt.models.transformer import logits
 from jaxgpt.parallel.tensor import NO_PARALLELISM, ParallelContext
 
@@ -64,7 +65,7 @@ def cross_entropy_sum(
     w_VD: jax.Array,
     targets_BT: jax.Array,
     vocab_offset: Any,
-    vocab_size: int,
+    config: ModelConfig,
     parallel: ParallelContext,
     chunk: int,
     metrics: LogitMetrics,
@@ -80,7 +81,7 @@ def cross_entropy_sum(
     """
 
     def loss_of(x_ND, w_VD, targets_N, vocab_offset):
-        scores_NV = logits(x_ND, w_VD, vocab_offset, vocab_size)
+        scores_NV = logits(x_ND, w_VD, vocab_offset, config)
         losses_N = cross_entropy(scores_NV, targets_N, vocab_offset, parallel)
         losses_N = jnp.where(targets_N == NO_TOKEN, 0, losses_N)
         detached_NV = jax.lax.stop_gradient(scores_NV)

@@ -1,12 +1,13 @@
-"""A GPT-2-like transformer in flax.nnx: the network as equations, without a word about devices.
+"""A transformer in flax.nnx: the network as equations, without a word about devices.
 
-Shapes: B batch, T sequence, D embed, H heads, K head dim, F mlp, V vocab, L layers. The weights of
-the L blocks are stacked along a leading `layers` axis, one array per kind of weight.
+Shapes: B batch, T sequence, D embed, H heads, G key-value heads, K head dim, F mlp, V vocab,
+L layers. The weights of the L blocks are stacked along a leading `layers` axis, one array per kind
+of weight.
 """
 
 import operator
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,29 +15,76 @@ from flax import nnx
 from jax.experimental.layout import Layout, with_layout_constraint
 
 from jaxgpt.config import ModelConfig
-from jaxgpt.models.attention import Attention, xla_attention
-from jaxgpt.models.layers import LayerBuilder, embedding, keys_for, make_mlp, padded_vocab_size
+from jaxgpt.models.attention import Attention
+from jaxgpt.models.layers import LayerBuilder, Linear, embedding, keys_for, padded_vocab_size
+from jaxgpt.models.mlp import make_mlp
+from jaxgpt.models.rope import Rotation, make_rotation
+from jaxgpt.models.xla_attention import document_starts, xla_attention
 from jaxgpt.parallel.remat import rematerialized
+from jaxgpt.parallel.sharding import LogicalAxes
 from jaxgpt.parallel.tensor import NO_PARALLELISM, ParallelContext
 
 
+class Positions(NamedTuple):
+    """What attention has to know of where tokens stand in their rows; the same in all layers."""
+
+    rotation: Rotation | None = None  # with model.position=rope
+    starts_BT: jax.Array | None = (
+        None  # with data.document_mask: where each token's document begins
+    )
+
+
 class SelfAttention(nnx.Module):
-    """Causal attention of H heads, each of size K = D / H."""
+    """Causal attention of H heads of size K, with keys and values of G heads."""
 
     def __init__(self, build: LayerBuilder):
-        D, H = build.config.n_embd, build.config.n_head
-        K = D // H
-        self.parallel = build.parallel
-        self.qkv = build.column_parallel((D,), (3, H, K), ("embed", None, "heads", None))
+        config = build.config
+        D, H, G, K = config.n_embd, config.n_head, config.kv_heads, config.head_size
+        self.parallel, self.n_head, self.n_kv_head = build.parallel, H, G
+
+        def project(outputs: tuple[int, ...], axes: LogicalAxes) -> Linear:
+            return build.column_parallel((D,), outputs, ("embed", *axes), config.qkv_bias)
+
+        self.qkv = self.q = self.kv = self.q_norm = self.k_norm = nnx.data(None)
+        if G == H:
+            self.qkv = nnx.data(project((3, H, K), (None, "heads", None)))
+        else:
+            self.q = nnx.data(project((H, K), ("heads", None)))
+            self.kv = nnx.data(project((2, G, K), (None, "kv_heads", None)))
+        if config.qk_norm:
+            self.q_norm, self.k_norm = (nnx.data(build.rms_norm(K, "head_dim")) for _ in range(2))
         self.out = build.row_parallel((H, K), (D,), ("heads", None, "embed"))
 
-    def __call__(self, x_BTD: jax.Array, keys_B: jax.Array | None, attend: Attention) -> jax.Array:
-        qkv_BTCHK = self.qkv(x_BTD)
+    def __call__(
+        self, x_BTD: jax.Array, keys_B: jax.Array | None, attend: Attention, positions: Positions
+    ) -> jax.Array:
+        q_BTHK, k_BTGK, v_BTGK = self.project(x_BTD)
+        if self.q_norm is not None:
+            q_BTHK, k_BTGK = self.q_norm(q_BTHK), self.k_norm(k_BTGK)
+        if positions.rotation is not None:
+            q_BTHK, k_BTGK = positions.rotation(q_BTHK), positions.rotation(k_BTGK)
+        keys_BH = keys_for(keys_B, self.local_heads(q_BTHK.shape[2]))
+        return self.out(attend(q_BTHK, k_BTGK, v_BTGK, keys_BH, positions.starts_BT))
+
+    def project(self, x_BTD: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Return q_BTHK, k_BTGK and v_BTGK of this device's heads."""
         # Not by indexing, whose gradient is a sum of arrays that are zero elsewhere.
-        q_BTHK, k_BTHK, v_BTHK = (x.squeeze(2) for x in jnp.split(qkv_BTCHK, 3, axis=2))
-        n_heads = q_BTHK.shape[2]  # of this device
-        heads_H = self.parallel.tensor_offset(n_heads) + jnp.arange(n_heads)
-        return self.out(attend(q_BTHK, k_BTHK, v_BTHK, keys_for(keys_B, heads_H)))
+        if self.qkv is not None:
+            qkv_BTCHK = self.qkv(x_BTD)
+            q_BTHK, k_BTHK, v_BTHK = (x.squeeze(2) for x in jnp.split(qkv_BTCHK, 3, axis=2))
+            return q_BTHK, k_BTHK, v_BTHK
+        q_BTHK = self.q(x_BTD)
+        k_BTGK, v_BTGK = (x.squeeze(2) for x in jnp.split(self.kv(x_BTD), 2, axis=2))
+        H, G = q_BTHK.shape[2], k_BTGK.shape[2]
+        if H < self.n_head and G == self.n_kv_head:
+            # `tensor` does not divide them: every device has all, and takes those of its queries.
+            own_H = self.local_heads(H) * G // self.n_head
+            k_BTGK, v_BTGK = jnp.take(k_BTGK, own_H, axis=2), jnp.take(v_BTGK, own_H, axis=2)
+        return q_BTHK, k_BTGK, v_BTGK
+
+    def local_heads(self, n: int) -> jax.Array:
+        """Return the numbers of this device's n query heads."""
+        return self.parallel.tensor_offset(n) + jnp.arange(n)
 
 
 class Block(nnx.Module):
@@ -47,15 +95,18 @@ class Block(nnx.Module):
         self.norm_1, self.norm_2 = build.norm(), build.norm()
         self.attention, self.mlp = SelfAttention(build), make_mlp(build)
 
-    def __call__(self, x_BTD: jax.Array, keys_B: jax.Array | None, attend: Attention) -> jax.Array:
+    def __call__(
+        self, x_BTD: jax.Array, keys_B: jax.Array | None, attend: Attention, positions: Positions
+    ) -> jax.Array:
         """Return x_BTD for the next layer; without a key for every row, there is no dropout."""
         keys = (None,) * 3 if keys_B is None else keys_for(keys_B, jnp.arange(3)).T
-        x_BTD = x_BTD + self.dropout(self.attention(self.norm_1(x_BTD), keys[0], attend), keys[1])
+        out_BTD = self.attention(self.norm_1(x_BTD), keys[0], attend, positions)
+        x_BTD = x_BTD + self.dropout(out_BTD, keys[1])
         return x_BTD + self.dropout(self.mlp(self.norm_2(x_BTD)), keys[2])
 
 
 class GPT(nnx.Module):
-    """tokens_BT -> logits_BTV. The embedding of tokens is also the output layer."""
+    """tokens_BT -> logits_BTV."""
 
     def __init__(
         self,
@@ -66,6 +117,7 @@ class GPT(nnx.Module):
         parallel: ParallelContext = NO_PARALLELISM,
         scan_layers: bool = False,
         remat: str = "none",
+        end_of_text: int | None = None,
         rngs: nnx.Rngs,
     ):
         """Initialize float32 parameters.
@@ -76,13 +128,18 @@ class GPT(nnx.Module):
             attend: made by `attention.make_attention`.
             parallel: how this device and the others share the work.
             scan_layers, remat: as in parallel.scan_layers and parallel.remat.
+            end_of_text: the token that ends a document, to keep attention inside of documents.
         """
         assert config.vocab_size is not None
         self.config, self.dtype, self.attend = config, dtype, attend
         self.parallel, self.scan_layers, self.remat = parallel, scan_layers, remat
+        self.end_of_text = end_of_text
         V, T = config.vocab_size, config.block_size
         self.token_embedding = embedding(V, config, rngs, "token_embedding", "vocab")
-        self.position_embedding = embedding(T, config, rngs, "position_embedding", None)
+        self.position_embedding = self.head = nnx.data(None)
+        if config.position == "learned":
+            table = embedding(T, config, rngs, "position_embedding", None)
+            self.position_embedding = nnx.data(table)
 
         @nnx.vmap
         def make_block(key):
@@ -91,6 +148,8 @@ class GPT(nnx.Module):
         self.layers = make_block(jax.random.split(rngs.params(), config.n_layer))
         build = LayerBuilder(config, dtype, parallel, rngs)
         self.norm, self.dropout = build.norm(), build.dropout
+        if not config.tie_embeddings:
+            self.head = nnx.data(embedding(V, config, rngs, "output_embedding", "vocab"))
 
     def __call__(self, tokens_BT: jax.Array, keys_B: jax.Array | None = None) -> jax.Array:
         """Return logits (float32, padded vocabulary, padding at -inf); dropout only with keys.
@@ -98,7 +157,7 @@ class GPT(nnx.Module):
         Of a vocabulary that is split over devices, this device's shard.
         """
         x_BTD, w_VD, vocab_offset = self.hidden_states(tokens_BT, keys_B)
-        return logits(x_BTD, w_VD, vocab_offset, self.config.vocab_size)
+        return logits(x_BTD, w_VD, vocab_offset, self.config)
 
     def hidden_states(
         self, tokens_BT: jax.Array, keys_B: jax.Array | None = None
@@ -109,29 +168,63 @@ class GPT(nnx.Module):
         if keys_B is not None and self.config.dropout > 0:
             keys = keys_for(keys_B, jnp.arange(L + 1)).T
             layer_keys, own_keys = keys[:L], keys[L]
-        x_BTD, w_VD, vocab_offset = self.embed(tokens_BT)
+        starts_BT = None
+        if self.end_of_text is not None:
+            starts_BT = document_starts(tokens_BT, self.end_of_text)
+        x_BTD, w_VD, vocab_offset = self.embed(tokens_BT, starts_BT=starts_BT)
+        positions = Positions(self.rotation(tokens_BT.shape[1]), starts_BT)
         if not self.parallel.on_cpu:
             # Or XLA lays B last, as the gradient of positions sums over it, and on GPUs every layer
             # transposes to and fro: 15 % of what they move in a step of GPT-2.
             x_BTD = with_layout_constraint(x_BTD, Layout(major_to_minor=(0, 1, 2)))
         x_BTD = self.dropout(x_BTD, own_keys)
-        x_BTD = self.run_layers(lambda block, *x: block(*x, self.attend), x_BTD, layer_keys)
+        x_BTD = self.run_layers(
+            lambda block, x_BTD, keys_B: block(x_BTD, keys_B, self.attend, positions),
+            x_BTD,
+            layer_keys,
+        )
         return self.last_norm(x_BTD), w_VD, vocab_offset
 
     def embed(
-        self, tokens_BT: jax.Array, position_offset: Any = 0
+        self,
+        tokens_BT: jax.Array,
+        position_offset: Any = 0,
+        starts_BT: jax.Array | int | None = None,
     ) -> tuple[jax.Array, jax.Array, Any]:
-        """Return x_BTD for the first layer, w_VD and its offset; the first position is given."""
-        w_VD = gather_params(self.token_embedding, self.parallel).embedding[...].astype(self.dtype)
-        V = padded_vocab_size(self.config.vocab_size)
-        w_VD, vocab_offset = self.parallel.local_vocab_shard(w_VD, V)
-        w_TD = gather_params(self.position_embedding, self.parallel).embedding[...]
-        T = self.parallel.local_sequence_length(tokens_BT.shape[1])
-        start = position_offset + self.parallel.sequence_offset(T)
-        w_TD = jax.lax.dynamic_slice_in_dim(w_TD, start, T)
+        """Return x_BTD for the first layer, w_VD of the output layer and its offset.
+
+        Args:
+            position_offset: position of the first token in its row.
+            starts_BT: where each token's document begins, from which learned positions count.
+        """
+        w_VD, vocab_offset = self.vocab_shard(self.token_embedding)
         x_BTD = embed_tokens(w_VD, tokens_BT - vocab_offset)
         x_BTD = self.parallel.reduce_from_tensor_region(x_BTD)
-        return (x_BTD + w_TD).astype(self.dtype), w_VD, vocab_offset  # float32, as a layer's bias
+        if self.position_embedding is not None:
+            w_TD = gather_params(self.position_embedding, self.parallel).embedding[...]
+            T = self.parallel.local_sequence_length(tokens_BT.shape[1])
+            start = position_offset + self.parallel.sequence_offset(T)
+            if starts_BT is None:
+                w_TD = jax.lax.dynamic_slice_in_dim(w_TD, start, T)
+            else:
+                own_BT = jax.lax.dynamic_slice_in_dim(starts_BT, start - position_offset, T, axis=1)
+                w_TD = w_TD[start + jnp.arange(T) - own_BT]
+            x_BTD = x_BTD + w_TD
+        if self.head is not None:
+            w_VD, vocab_offset = self.vocab_shard(self.head)
+        return x_BTD.astype(self.dtype), w_VD, vocab_offset  # float32, as a layer's bias
+
+    def vocab_shard(self, table: nnx.Embed) -> tuple[jax.Array, Any]:
+        """Return this device's rows of a table of the vocabulary, and the number of the first."""
+        w_VD = gather_params(table, self.parallel).embedding[...].astype(self.dtype)
+        V = padded_vocab_size(self.config.vocab_size)
+        return self.parallel.local_vocab_shard(w_VD, V)
+
+    def rotation(self, T: int, position_offset: Any = 0) -> Rotation | None:
+        """Return the rotation of queries and keys at T positions; None without model.position=rope."""
+        if self.config.position != "rope":
+            return None
+        return make_rotation(self.config, position_offset + jnp.arange(T))
 
     def run_layers(self, run: Callable[..., Any], carry: Any, of_layers: Any) -> Any:
         """Return the carry after `run(block, carry, x)` for each layer and its x in `of_layers`."""
@@ -179,12 +272,14 @@ def embed_tokens(w_VD: jax.Array, tokens_BT: jax.Array) -> jax.Array:
     return jnp.where(is_here_BT[..., None], rows_BTD, 0).astype(w_VD.dtype)
 
 
-def logits(x_BTD: jax.Array, w_VD: jax.Array, vocab_offset: Any, vocab_size: int) -> jax.Array:
+def logits(x_BTD: jax.Array, w_VD: jax.Array, vocab_offset: Any, config: ModelConfig) -> jax.Array:
     """Return scores of the tokens from `vocab_offset` on; -inf for those that only pad.
 
     They are rounded to the operands' dtype, as nanoGPT's and llm.c's: of GPT-2's step on GPUs, to
     write and read them in float32 would take another 7 %.
     """
     logits_BTV = jnp.einsum("...D,VD->...V", x_BTD, w_VD).astype(jnp.float32)
-    is_token_V = vocab_offset + jnp.arange(w_VD.shape[0]) < vocab_size
+    if (cap := config.logit_softcap) is not None:
+        logits_BTV = cap * jnp.tanh(logits_BTV / cap)
+    is_token_V = vocab_offset + jnp.arange(w_VD.shape[0]) < config.vocab_size
     return jnp.where(is_token_V, logits_BTV, -jnp.inf)

@@ -12,7 +12,8 @@ from jaxgpt.models.layers import padded_vocab_size
 from jaxgpt.models.transformer import GPT
 from jaxgpt.parallel.sharding import LogicalAxes, Params
 
-DECAYED_ROLES = ("matrix", "token_embedding", "position_embedding")  # as GPT-2 and nanoGPT
+VECTOR_ROLES = ("bias", "scale")
+LOOKED_UP_ROLES = ("token_embedding", "position_embedding")  # unless the first is the output layer
 
 
 @dataclass(frozen=True)
@@ -22,7 +23,7 @@ class Weight:
     name: str  # its path in checkpoints and states: `layers/attention/qkv/kernel`
     shape: tuple[int, ...]
     axes: LogicalAxes  # what each dim means; `layers` comes first in those stacked over layers
-    role: str  # matrix, bias, scale, token_embedding or position_embedding
+    role: str  # matrix, bias, scale, token_embedding, position_embedding or output_embedding
 
     @property
     def size(self) -> int:
@@ -35,12 +36,13 @@ class Weight:
 
     @property
     def is_decayed(self) -> bool:
-        return self.role in DECAYED_ROLES
+        """Return whether weight decay applies to it: to matrices and embeddings, as in nanoGPT."""
+        return self.role not in VECTOR_ROLES
 
     @property
-    def is_vector(self) -> bool:
-        """Return whether it has one dim, in each layer."""
-        return len(self.shape) - (self.n_layers > 0) == 1
+    def gather_dtype(self) -> str | None:
+        """The dtype in which a step uses it: float32 for what is added or scales; None is its own."""
+        return "float32" if self.role in (*VECTOR_ROLES, "position_embedding") else None
 
 
 @functools.cache
@@ -73,12 +75,19 @@ def count_parameters(config: ModelConfig) -> tuple[int, int]:
     """Return the number of parameters, without padding of the vocabulary.
 
     Returns:
-        (all, all but position embeddings): the second is how nanoGPT reports a model.
+        (all, all that multiply): the second leaves out embeddings that are only looked up, of
+        positions and, where the output layer has weights of its own, of tokens. Of GPT-2 it is how
+        nanoGPT reports a model.
     """
+
+    def size(weight: Weight) -> int:
+        rows = config.vocab_size if weight.axes[0] == "vocab" else weight.shape[0]
+        return weight.size // weight.shape[0] * rows
+
     found = jax.tree.leaves(weights(config))
-    padding = (padded_vocab_size(config.vocab_size) - config.vocab_size) * config.n_embd
-    total = sum(w.size for w in found) - padding
-    return total, total - sum(w.size for w in found if w.role == "position_embedding")
+    looked_up = LOOKED_UP_ROLES[1:] if config.tie_embeddings else LOOKED_UP_ROLES
+    total = sum(map(size, found))
+    return total, total - sum(size(w) for w in found if w.role in looked_up)
 
 
 def activation_bytes(model: ModelConfig, with_logits: bool = True) -> int:

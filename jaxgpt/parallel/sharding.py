@@ -20,7 +20,7 @@ LogicalAxes = tuple[str | None, ...]
 (TENSOR,) = axes_with("splits_layers")
 (FSDP,) = axes_with("shards_parameters")
 
-TENSOR_RULES: Rules = dict.fromkeys(("vocab", "heads", "mlp"), (TENSOR,))  # in all stages
+TENSOR_RULES: Rules = dict.fromkeys(("vocab", "heads", "kv_heads", "mlp"), (TENSOR,))  # always
 FULLY_SHARDED_RULES: Rules = TENSOR_RULES | {"embed": (FSDP,)}
 
 
@@ -37,6 +37,15 @@ def gradient_rules(zero_stage: int, reduces_once: bool = False) -> Rules:
 def opt_state_rules(zero_stage: int) -> Rules:
     """Return where the optimizer's state lives, and where it works."""
     return FULLY_SHARDED_RULES if zero_stage >= 1 else TENSOR_RULES
+
+
+def is_used_in_part(axes: LogicalAxes, spec: PartitionSpec) -> bool:
+    """Return whether each device along `tensor` uses its part only of a weight stored whole.
+
+    So it is with a vocabulary or key-value heads that `tensor` does not divide, and with the norms
+    of heads (`head_dim`), as the heads are split.
+    """
+    return TENSOR not in spec and any(axis in (*TENSOR_RULES, "head_dim") for axis in axes)
 
 
 def partition_spec(

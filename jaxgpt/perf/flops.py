@@ -21,8 +21,13 @@ def peak_flops(device_kind: str, dtype: str) -> float | None:
 
 
 def flops_per_token(model: ModelConfig, n_parameters: int) -> int:
-    """Return forward and backward FLOPs of a token, as `MFU_FORMULA`; N leaves out positions."""
-    return 6 * n_parameters + 12 * model.n_layer * model.n_embd * model.block_size
+    """Return forward and backward FLOPs of a token, as `MFU_FORMULA`.
+
+    `n_parameters`, N, leaves out embeddings that are only looked up. Attention counts as full, also
+    with a window or documents; keys and values of grouped queries are fewer weights in N.
+    """
+    heads = model.n_head * model.head_size
+    return 6 * n_parameters + 12 * model.n_layer * heads * model.block_size
 
 
 class StepTimer:

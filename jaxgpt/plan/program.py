@@ -1,6 +1,7 @@
 """The train step, compiled for devices that are not there: what it holds and what it says."""
 
 import dataclasses
+import functools
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -52,11 +53,13 @@ def compile_step(config: Config, shape: MeshShape, device: Device) -> Program:
     """Compile the train step as it would run on `device`; no array is allocated.
 
     A CPU compiler stands in for the device's. It computes bfloat16 in float32, so float16, of the
-    same size, stands in for that; cuDNN's attention is replaced by another in O(T) memory. For
+    same size, stands in for that; a flash kernel is replaced by another in O(T) memory. For
     `cpu` the step is compiled as it is. JAX has been told to simulate as many devices as the mesh
     has, and `config` has model.vocab_size.
     """
-    kernel, reason = choose_attention(config.model, config.train.dtype, device.cuda_capability)
+    kernel, reason = choose_attention(
+        config.model, config.train.dtype, device.cuda_capability, config.data.document_mask
+    )
     stand_in = config
     if device.name != "cpu":
         # Of GPT-2 XL an H100's compiler needs as much for layers apart as a CPU's for a loop over
@@ -66,7 +69,10 @@ def compile_step(config: Config, shape: MeshShape, device: Device) -> Program:
             stand_in = stand_in.replace(train__dtype="float16")
         if config.parallel.grad_reduce_dtype == "bfloat16":
             stand_in = stand_in.replace(parallel__grad_reduce_dtype="float16")
-    attend = without_scores(blockwise_attention) if kernel == "cudnn" else None
+    attend = None
+    if kernel != "xla":
+        window = config.model.sliding_window
+        attend = without_scores(functools.partial(blockwise_attention, window=window))
     mesh = make_mesh(shape)
     steps = make_steps(stand_in, mesh, attend, on_cpu=device.name == "cpu")
     compiled = steps.lower_train_step().compile(COMPILE_ONLY)

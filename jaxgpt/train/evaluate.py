@@ -67,7 +67,14 @@ def make_sampler(
     window, length = prompt_window(tokenizer, train.sample_prompt, config.model.block_size)
     n, vocab_size = train.sample_tokens, tokenizer.vocab_size
     generate = jax.jit(
-        make_generate(steps.make_decoder, vocab_size, n, SAMPLE_TEMPERATURE, SAMPLE_TOP_K),
+        make_generate(
+            steps.make_decoder,
+            config.model.n_positions,
+            vocab_size,
+            n,
+            SAMPLE_TEMPERATURE,
+            SAMPLE_TOP_K,
+        ),
         out_shardings=steps.replicated,
     )
 
@@ -81,6 +88,7 @@ def make_sampler(
 
 def make_generate(
     make_decoder: Callable[[Params], tuple[DecodeFn, Any]],
+    n_positions: int | None,
     vocab_size: int,
     n_tokens: int,
     temperature: float,
@@ -88,20 +96,24 @@ def make_generate(
 ) -> Callable[[Params, jax.Array, jax.Array, jax.Array], jax.Array]:
     """Return a function that writes `n_tokens` tokens, to be jitted once by the caller.
 
-    The prompt fills the KV cache in chunks, then each token is decoded alone. As in nanoGPT, a text
-    longer than T is cropped to its last T tokens. Each new token moves these by one learned
-    position, so that no cache holds any more: from there on all T are recomputed for every token.
+    The prompt fills the KV cache in chunks, then each token is decoded alone. Of a text longer than
+    T tokens, the last T are read. With rotary positions the cache goes on, each layer holding the
+    keys and values of the last T tokens as they were computed. With learned positions each new token
+    moves the others by one, so that no cache holds any more: as in nanoGPT, from there on all T are
+    recomputed for every token.
 
     Args:
+        n_positions: `ModelConfig.n_positions`: T where positions are learned.
         vocab_size: of the tokenizer; a model may have been given room for more.
         temperature: logits are divided by it; 0 always takes the likeliest token.
         top_k: draw from so many of the likeliest tokens only; None draws from all.
 
-    Of the function's window of T token ids the first `length` are the prompt.
+    Of the function's window of token ids, at most T, the first `length` are the prompt.
     """
 
     def generate(params: Params, window: jax.Array, length: jax.Array, seed: jax.Array):
-        T, P, end = window.size, min(PREFILL_CHUNK, window.size), length + n_tokens
+        P, end = min(PREFILL_CHUNK, window.size), length + n_tokens
+        T = n_positions or window.size + n_tokens  # up to T tokens, the cache holds
         keys = jax.random.split(jax.random.key(seed), n_tokens)
         decode, empty_caches = make_decoder(params)
 
@@ -113,7 +125,7 @@ def make_generate(
             return text.at[n].set(draw_token(logits_V, keys[n - length], temperature, top_k))
 
         def prefill_chunk(i, caches):
-            first = jnp.minimum(i * P, T - P)  # the last may begin in the one before
+            first = jnp.minimum(i * P, window.size - P)  # the last may begin in the one before
             return decode(caches, tokens_1N(window, first, P), first)[1]
 
         def decode_step(carry):
@@ -132,7 +144,8 @@ def make_generate(
         text, n, _ = jax.lax.while_loop(
             lambda carry: carry[1] < jnp.minimum(end, T + 1), decode_step, (text, length, caches)
         )
-        text, _ = jax.lax.while_loop(lambda carry: carry[1] < end, recompute_step, (text, n))
+        if text.size > T:
+            text, _ = jax.lax.while_loop(lambda carry: carry[1] < end, recompute_step, (text, n))
         return jax.lax.dynamic_slice(text, (length,), (n_tokens,))
 
     return generate
@@ -151,12 +164,14 @@ def draw_token(
 
 
 def prompt_window(tokenizer: Tokenizer, prompt: str, block_size: int) -> tuple[np.ndarray, int]:
-    """Return a prompt's last `block_size` tokens, padded to that length, and their number.
+    """Return a prompt's last `block_size` tokens, padded, and their number.
 
+    They are padded to a multiple of 128, so that prompts of similar lengths share a program.
     An empty prompt is the end of a text, or token 0 where the tokenizer has none. Raises
     `UsageError` if the prompt has a character that the vocabulary lacks.
     """
     tokens = tokenizer.encode(prompt)[-block_size:] if prompt else [tokenizer.end_of_text or 0]
-    window = np.zeros(block_size, np.int32)
+    padded = -(-len(tokens) // PREFILL_CHUNK) * PREFILL_CHUNK
+    window = np.zeros(min(block_size, padded), np.int32)
     window[: len(tokens)] = tokens
     return window, len(tokens)

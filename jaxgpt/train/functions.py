@@ -51,7 +51,7 @@ class StepFunctions:
     model: ShardedModel
     mesh: Mesh
     attention: str  # the attention kernel, and why it was chosen
-    n_parameters: tuple[int, int]  # all parameters, and those without the position embedding
+    n_parameters: tuple[int, int]  # all parameters, and those that multiply: `count_parameters`
     warnings: tuple[str, ...]  # sentences about a layout that is not quite as asked for
     batch_shape: jax.ShapeDtypeStruct  # of `train_step`: int32 (B, T+1); all batches lie so
     state_shapes: TrainState  # `jax.ShapeDtypeStruct`s: what a checkpoint is restored into
@@ -92,8 +92,10 @@ def make_steps(
     device, described = mesh.devices.flat[0], weights(config.model)
     on_cpu = device.platform == "cpu" if on_cpu is None else on_cpu
     capability = cuda_capability(device)
-    kernel, reason = choose_attention(config.model, config.train.dtype, capability)
-    attend = attend or make_attention(kernel, config.model.dropout)
+    kernel, reason = choose_attention(
+        config.model, config.train.dtype, capability, config.data.document_mask
+    )
+    attend = attend or make_attention(kernel, config.model)
     if slices is None:
         slices = choose_n_slices(config, mesh) if on_cpu else 1
     model = shard_model(config, mesh, attend, slices, on_cpu)
@@ -154,6 +156,7 @@ def shard_model(
         parallel=context,
         scan_layers=config.scans_layers(on_cpu),
         remat=parallel.remat,
+        end_of_text=config.document_end,
     )
     layout = functools.partial(param_layout, config, mesh, sequence_parallel)
     layouts = jax.tree.map(layout, weights(config.model))
@@ -175,8 +178,7 @@ def param_layout(
     )
     partial_axes = mesh_axes_with("reduces_gradients", mesh)
     # With sequence parallelism a device's norms, positions and biases meet its own positions only.
-    # A vocabulary that `tensor` does not divide is stored whole, and each device uses its share.
-    has_own_part = sequence_parallel or "vocab" in weight.axes
+    has_own_part = sequence_parallel or sharding.is_used_in_part(weight.axes, param)
     if mesh.shape[TENSOR] > 1 and TENSOR not in param and has_own_part:
         partial_axes = (*partial_axes, TENSOR)
     return ParamLayout(
@@ -184,7 +186,7 @@ def param_layout(
         accum=accum,
         grad=grad,
         partial_axes=frozenset(partial_axes),
-        gather_dtype="float32" if weight.is_vector else config.train.dtype,
+        gather_dtype=weight.gather_dtype or config.train.dtype,
         reduce_dtype=config.parallel.grad_reduce_dtype,
     )
 

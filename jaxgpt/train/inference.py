@@ -62,12 +62,17 @@ def make_decoder(model: ShardedModel, attend: Attention, params: Params) -> tupl
     """
     mesh, on_cpu = model.mesh, model.context.on_cpu
     dtype = jnp.dtype(model.config.train.dtype)
-    make_graph = functools.partial(gpt_graph, model.config.model, dtype=dtype, attend=attend)
+    end_of_text = model.config.document_end
+    make_graph = functools.partial(
+        gpt_graph, model.config.model, dtype=dtype, attend=attend, end_of_text=end_of_text
+    )
     is_large = sum(4 * p.size for p in jax.tree.leaves(params)) > SMALL_BYTES
     unstacked = is_large and on_cpu and mesh.size == 1
-    cache = empty_cache(model.config.model, dtype, scan_layers=not unstacked)
-    if is_large and mesh.size > 1:
-        context = ParallelContext(tensor=model.context.tensor, on_cpu=on_cpu)
+    is_shared = is_large and mesh.size > 1
+    tensor = model.context.tensor if is_shared else 1
+    cache = empty_cache(model.config.model, dtype, not unstacked, tensor)
+    if is_shared:
+        context = ParallelContext(tensor=tensor, on_cpu=on_cpu)
         graph = make_graph(parallel=context, scan_layers=True)
         return functools.partial(_sharded_decode, model, graph, params), cache
     graph = make_graph(scan_layers=not unstacked)
@@ -90,10 +95,11 @@ def _sharded_decode(
         return logits_1V[:, : padded_vocab_size(model.config.model.vocab_size)], cache
 
     everywhere, own_heads = PartitionSpec(), PartitionSpec(None, TENSOR)
+    own_cache = Cache(own_heads, own_heads, everywhere)
     return jax.shard_map(
         local,
         mesh=model.mesh,
-        in_specs=(model.param_specs, own_heads, everywhere, everywhere),
-        out_specs=(everywhere, own_heads),
+        in_specs=(model.param_specs, own_cache, everywhere, everywhere),
+        out_specs=(everywhere, own_cache),
         check_vma=False,  # gathered logits are the same everywhere, which is not tracked
     )(params, *operands)

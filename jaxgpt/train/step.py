@@ -161,7 +161,7 @@ def local_loss(
         w_VD,
         rows[:, 1:],
         vocab_offset,
-        model.config.model.vocab_size,
+        model.config.model,
         model.context,
         model.config.train.loss_chunk,
         model.logit_metrics,

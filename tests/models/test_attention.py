@@ -7,13 +7,8 @@ import numpy as np
 import pytest
 
 from jaxgpt.config import ModelConfig, UsageError
-from jaxgpt.models.attention import (
-    causal_attention,
-    choose_attention,
-    cuda_capability,
-    fallback_warnings,
-    xla_attention,
-)
+from jaxgpt.models.attention import choose_attention, cuda_capability, fallback_warnings
+from jaxgpt.models.xla_attention import causal_attention, xla_attention
 
 GPU_MODEL = ModelConfig(n_head=12, n_embd=768)
 
@@ -78,7 +73,7 @@ def test_dropout_keeps_the_mean():
     q = k = jnp.zeros((1, 64, 1, 8))
     v = jnp.ones((1, 64, 1, 8))
     keys = jax.random.split(jax.random.key(0), (200, 1, 1))  # for each row and head
-    out = jax.vmap(lambda keys_BH: xla_attention(q, k, v, 0.2, keys_BH))(keys)
+    out = jax.vmap(lambda keys_BH: xla_attention(q, k, v, keys_BH, dropout=0.2))(keys)
     assert float(out.mean()) == pytest.approx(1.0, abs=0.01)
     assert float(out[:, :, 0, :].std()) > 0
 
@@ -118,7 +113,7 @@ def test_blocks_of_queries_drop_different_weights():
     v = jnp.broadcast_to(jnp.eye(T)[None, :, None], (1, T, 1, T))  # what comes out is the weights
     keys_BH = jax.random.key(3)[None, None]
     same = jnp.zeros((1, T, 1, 4))
-    kept_TS = causal_attention(same, same, v, keys_BH, rate)[0, :, 0] > 0
+    kept_TS = causal_attention(same, same, v, keys_BH, dropout=rate)[0, :, 0] > 0
     past_TS = np.tri(T, dtype=bool)
     assert not (kept_TS & ~past_TS).any()
     assert abs(kept_TS[past_TS].mean() - (1 - rate)) < 0.01

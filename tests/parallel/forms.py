@@ -137,7 +137,7 @@ def make_plain_step(config, mesh, options):
         on_cpu=on_cpu,
     )
     graph = gpt_graph(
-        model, dtype=context.dtype, attend=make_attention("xla", model.dropout),
+        model, dtype=context.dtype, attend=make_attention("xla", model),
         parallel=context, scan_layers=config.scans_layers(on_cpu), remat=config.parallel.remat,
     )  # fmt: skip
     optimizer, schedule = optimizer_of(config), learning_rate_schedule(config.optimizer)

@@ -7,7 +7,7 @@ from jax.sharding import AxisType, PartitionSpec
 
 from jaxgpt.cluster.process_group import ProcessGroup
 from jaxgpt.config import MeshShape
-from jaxgpt.models.attention import xla_attention
+from jaxgpt.models.xla_attention import xla_attention
 from jaxgpt.perf.hlo import Operation, parse_hlo, read_operations
 from jaxgpt.perf.profile import Event, Tracing, describe, report, summary
 

@@ -48,7 +48,7 @@ def counting_logits(sharpness, last, before):
 def generate(prompt, n, temperature=0.0, top_k=None, sharpness=100.0, reads=None):
     window = np.zeros(T, np.int32)
     window[: len(prompt)] = prompt
-    made = jax.jit(make_generate(reader(counting_logits, reads), V, n, temperature, top_k))
+    made = jax.jit(make_generate(reader(counting_logits, reads), T, V, n, temperature, top_k))
     return np.asarray(made(sharpness, window, np.int32(len(prompt)), np.int32(0))).tolist()
 
 
@@ -100,13 +100,13 @@ def ranked_logits(params, last, before):
 
 @pytest.mark.parametrize("k", [1, 3, V, 100])
 def test_top_k_limits_the_choice(k):
-    made = jax.jit(make_generate(reader(ranked_logits), V, 1000, 1.0, k))
+    made = jax.jit(make_generate(reader(ranked_logits), T, V, 1000, 1.0, k))
     drawn = np.asarray(made(0, np.zeros(T, np.int32), np.int32(1), np.int32(0)))
     assert set(drawn.tolist()) == set(range(max(0, V - k), V))
 
 
 def test_tokens_that_the_tokenizer_lacks_are_not_drawn():
-    made = jax.jit(make_generate(reader(ranked_logits), 5, 1000, 1.0, None))
+    made = jax.jit(make_generate(reader(ranked_logits), T, 5, 1000, 1.0, None))
     drawn = np.asarray(made(0, np.zeros(T, np.int32), np.int32(1), np.int32(0)))
     assert set(drawn.tolist()) == set(range(5))
 
@@ -165,7 +165,9 @@ def test_a_text_is_the_one_that_recomputing_its_prefix_gives(mesh, options, monk
     monkeypatch.setattr(sampling, "PREFILL_CHUNK", 7)
     config, steps, params = made_steps(mesh, *options)
     n = BLOCK + 5
-    made = jax.jit(make_generate(steps.make_decoder, CHARACTERS, n, 0.0, None))
+    made = jax.jit(
+        make_generate(steps.make_decoder, config.model.n_positions, CHARACTERS, n, 0.0, None)
+    )
     draw = np.random.default_rng(2).integers
     prompts = [draw(0, CHARACTERS, size).tolist() for size in (1, 9, BLOCK)]
     found = []

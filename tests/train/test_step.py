@@ -9,7 +9,8 @@ import optax
 import pytest
 
 from jaxgpt.config import MeshShape, load_config, mesh_shape
-from jaxgpt.models.attention import cudnn_attention, xla_attention
+from jaxgpt.models.attention import cudnn_attention
+from jaxgpt.models.xla_attention import xla_attention
 from jaxgpt.parallel.mesh import make_mesh
 from jaxgpt.train import step as step_module
 from jaxgpt.train.functions import make_steps, shard_model, step_options

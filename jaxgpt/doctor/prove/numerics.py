@@ -56,9 +56,9 @@ def attention(stage: Stage) -> None:
         model = load_config("gpt2", f"model.dropout={dropout}").model
         kernel, why = choose_attention(model, "bfloat16", cuda_capability(jax.devices()[0]))
         dropped = jax.random.split(jax.random.key(1), (2, 12)) if dropout else None
-        found = outcome(make_attention(kernel, dropout), narrow, dropped)
+        found = outcome(make_attention(kernel, model), narrow, dropped)
         with jax.default_matmul_precision("highest"):
-            exact = outcome(make_attention("xla", dropout), wide, dropped)
+            exact = outcome(make_attention("xla", model), wide, dropped)
         errors = [
             float(jnp.abs(a.astype(jnp.float32) - b).max() / jnp.abs(b).max())
             for a, b in zip(found, exact, strict=True)
@@ -74,7 +74,7 @@ def outcome(attend: Any, qkvd: list[Any], dropped: Any) -> list[Any]:
 
     @jax.jit
     def compute(q, k, v, d):
-        out, pull = jax.vjp(lambda *qkv: attend(*qkv, dropped), q, k, v)
+        out, pull = jax.vjp(lambda *qkv: attend(*qkv, dropped, None), q, k, v)
         return [out, *pull(d)]
 
     return compute(*qkvd)

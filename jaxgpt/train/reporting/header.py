@@ -23,7 +23,8 @@ def header_lines(
 ) -> list[str]:
     """Return the lines that a run begins its log with; `facts` are those of `initialize_jax`."""
     config, mesh, parallel, spike = run.config, steps.mesh, run.config.parallel, run.config.spike
-    total, without_positions = steps.n_parameters
+    total, multiplied = steps.n_parameters
+    looked_up = "positions" if config.model.tie_embeddings else "embeddings that are looked up"
     found = jax.tree.leaves(weights(config.model))
     decayed = [w.size for w in found if w.is_decayed]
     kept = [w.size for w in found if not w.is_decayed]
@@ -40,7 +41,7 @@ def header_lines(
         ),
         f"mesh: {describe(mesh)}; zero_stage={parallel.zero_stage} "
         f"sequence_parallel={parallel.sequence_parallel} remat={parallel.remat}",
-        f"model: {without_positions / 1e6:.2f}M parameters ({total:,} with positions)",
+        f"model: {multiplied / 1e6:.2f}M parameters ({total:,} with {looked_up})",
         f"weight decay: {sum(decayed):,} parameters in {len(decayed)} arrays; "
         f"not of {sum(kept):,} in {len(kept)}",
         batch_line(config, steps),

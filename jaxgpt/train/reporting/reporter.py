@@ -59,12 +59,12 @@ class Reporter:
         if not self._enabled:
             return
         config, mesh = self._config, self._steps.mesh
-        _, without_positions = self._steps.n_parameters
-        self._model = f"{config.config}, {without_positions / 1e6:.2f}M"
+        _, multiplied = self._steps.n_parameters
+        self._model = f"{config.config}, {multiplied / 1e6:.2f}M"
         self._rates = Rates(
             batch_size=config.train.batch_size,
             block_size=config.model.block_size,
-            flops_per_token=flops_per_token(config.model, without_positions),
+            flops_per_token=flops_per_token(config.model, multiplied),
             n_devices=mesh.size,
             peak=peak_flops(mesh.devices.flat[0].device_kind, config.train.dtype),
         )

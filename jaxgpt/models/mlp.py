@@ -1,0 +1,59 @@
+"""The kinds of MLP: what `model.mlp` may name."""
+
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxgpt.config import UsageError
+from jaxgpt.kernels.gelu import gelu
+from jaxgpt.models.layers import LayerBuilder
+
+
+class MLP(nnx.Module):
+    """down(activation(up(x))), F wide inside."""
+
+    def __init__(self, activation: Callable[[jax.Array], jax.Array], build: LayerBuilder):
+        D, F = build.config.n_embd, build.config.mlp_width
+        self.activation = activation
+        self.up = build.column_parallel((D,), (F,), ("embed", "mlp"))
+        self.down = build.row_parallel((F,), (D,), ("mlp", "embed"))
+
+    def __call__(self, x_BTD: jax.Array) -> jax.Array:
+        return self.down(self.activation(self.up(x_BTD)))
+
+
+class SwiGLU(nnx.Module):
+    """down(silu(gate(x)) * up(x)) (arXiv 2002.05202), gate and up in one product."""
+
+    def __init__(self, build: LayerBuilder):
+        D, F = build.config.n_embd, build.config.mlp_width
+        self.gate_up = build.column_parallel((D,), (2, F), ("embed", None, "mlp"))
+        self.down = build.row_parallel((F,), (D,), ("mlp", "embed"))
+
+    def __call__(self, x_BTD: jax.Array) -> jax.Array:
+        gate_BTF, up_BTF = (x.squeeze(2) for x in jnp.split(self.gate_up(x_BTD), 2, axis=2))
+        return self.down(jax.nn.silu(gate_BTF) * up_BTF)
+
+
+def squared_relu(x: jax.Array) -> jax.Array:
+    """Return max(0, x)^2, elementwise (arXiv 2109.08668, section 3)."""
+    return jnp.square(jax.nn.relu(x))
+
+
+# model.mlp: LayerBuilder -> a module x_BTD -> y_BTD.
+MLPS: dict[str, Callable[[LayerBuilder], nnx.Module]] = {
+    "gelu": functools.partial(MLP, gelu),
+    "relu2": functools.partial(MLP, squared_relu),
+    "swiglu": SwiGLU,
+}
+
+
+def make_mlp(build: LayerBuilder) -> nnx.Module:
+    """Return the MLP that `model.mlp` asks for; `UsageError` if there is none of that name."""
+    name = build.config.mlp
+    if name not in MLPS:
+        raise UsageError(f"model.mlp={name}: must be one of {', '.join(MLPS)}")
+    return MLPS[name](build)
