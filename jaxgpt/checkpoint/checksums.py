@@ -42,9 +42,7 @@ def part_checksum(part: np.ndarray, first: Sequence[int], shape: tuple[int, ...]
         stride = math.prod(shape[axis + 1 :])
         along.append(((np.arange(start, start + size) * stride) % 2**32).astype(np.uint32))
     *leading, columns = along
-    rows = functools.reduce(
-        lambda a, b: (a[:, None] + b).ravel(), leading, np.zeros(1, np.uint32)
-    )
+    rows = functools.reduce(lambda a, b: (a[:, None] + b).ravel(), leading, np.zeros(1, np.uint32))
     elements = np.ascontiguousarray(part).view(np.uint32).reshape(rows.size, columns.size)
     at_once, total = max(1, HOST_CHUNK_ELEMENTS // max(1, columns.size)), 0
     for start in range(0, rows.size, at_once):

@@ -1,7 +1,7 @@
 """Checkpoints of parameters alone, written and read a part at a time: no process holds them whole.
 
-They are Orbax's, and `checkpointer.restore_params` lays them out on any mesh. Orbax itself writes
-arrays that are in memory; here it writes the tree of names, and TensorStore then fills in each array.
+`checkpointer.restore_params` lays them out on any mesh. Orbax itself writes arrays that are in
+memory; here it writes the tree of names, and TensorStore then fills in each array.
 """
 
 import json
@@ -132,7 +132,7 @@ class WeightsReader:
 
 
 def chunk_shape(part: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the shape of chunks that divide a part evenly, of at most `CHUNK_BYTES` if they can."""
+    """Return the shape of chunks of at most `CHUNK_BYTES`, which divide a part as they can."""
     chunk = list(part)
     while 4 * math.prod(chunk) > CHUNK_BYTES:
         largest = max(range(len(chunk)), key=chunk.__getitem__)

@@ -73,7 +73,8 @@ class ModelConfig:
     """Llama 3.1's scaling of the rotary wavelengths: factor, low_freq_factor, high_freq_factor,
     original_max_position, such as `8 1 4 8192`; none by default."""
     mlp: str = "gelu"
-    """Kind of MLP: gelu (GPT-2), swiglu (arXiv 2002.05202), relu2 (arXiv 2109.08668)."""
+    """Kind of MLP: gelu, gelu_tanh (GPT-2's own weights), swiglu (arXiv 2002.05202), relu2 (arXiv
+    2109.08668)."""
     mlp_hidden: Count | None = None
     """Width of the MLP, F; None is 4 n_embd, for swiglu Llama's rule: 8/3 n_embd, rounded up to a
     multiple of 256."""

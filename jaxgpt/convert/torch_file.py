@@ -1,9 +1,9 @@
 """Files of torch.save, read without torch and without running anything that is in them.
 
-Such a file is a zip archive: `data.pkl`, a pickle, and `data/0`, `data/1` ..., the bytes of tensors.
+Such a file is a zip archive: `data.pkl`, a pickle, and `data/0`, `data/1` ..., the tensors' bytes.
 A pickle is a program for a small stack machine, one of whose instructions calls functions by name.
-The machine below calls none: it builds containers, and tensors that stay in the file. A name that it
-does not know ends the reading.
+The machine below calls none: it builds containers, and tensors that stay in the file. A name that
+it does not know ends the reading.
 """
 
 import pickletools
@@ -84,8 +84,8 @@ def load(path: Path, is_harmless: Callable[[Global], bool] = lambda _: False) ->
         raise UsageError(f"{path}: cannot be read ({error.strerror})") from None
     except zipfile.BadZipFile:
         raise UsageError(
-            f"{path}: is no whole file of torch.save (no zip archive); copy it again, or, if a torch "
-            "before 1.6 wrote it, load it with torch and save it again"
+            f"{path}: is no whole file of torch.save (no zip archive); copy it again, or, if a "
+            "torch before 1.6 wrote it, load it with torch and save it again"
         ) from None
     except Exception as error:  # of pickletools, or of a program that makes no sense
         reason = " ".join(str(error).split())[:120]
@@ -95,9 +95,7 @@ def load(path: Path, is_harmless: Callable[[Global], bool] = lambda _: False) ->
 class _Machine:
     """The stack machine of a pickle (Lib/pickletools.py describes every instruction)."""
 
-    def __init__(
-        self, path: Path, members: dict[str, Any], is_harmless: Callable[[Global], bool]
-    ):
+    def __init__(self, path: Path, members: dict[str, Any], is_harmless: Callable[[Global], bool]):
         self.path, self.members, self.is_harmless = path, members, is_harmless
         self.stack: list[Any] = []
         self.marks: list[list[Any]] = []  # the stacks below each MARK
@@ -230,7 +228,9 @@ class _Machine:
         names = int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")
         self.stack.append(Storage(dtype, itemsize, info.header_offset + 30 + names, size))
 
-    def tensor(self, storage: Storage, offset: int, shape: Any, strides: Any, *_: Any) -> FileTensor:
+    def tensor(
+        self, storage: Storage, offset: int, shape: Any, strides: Any, *_: Any
+    ) -> FileTensor:
         """Return what torch._utils._rebuild_tensor_v2 would."""
         numbers = [offset, *shape, *strides]
         if not all(type(n) is int and n >= 0 for n in numbers) or len(shape) != len(strides):
