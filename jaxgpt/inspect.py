@@ -26,7 +26,7 @@ from jaxgpt.config import (
     skip_ranges,
     whole_number,
 )
-from jaxgpt.data.dataset import Dataset, open_dataset
+from jaxgpt.data.dataset import Dataset, open_dataset, with_vocabulary
 from jaxgpt.data.loader import Loader
 from jaxgpt.runtime.jax_internals import failure_board
 from jaxgpt.spikes.policy import skipped_by_rewinds
@@ -64,9 +64,7 @@ def main(argv: list[str] | None = None) -> None:
             look_up, config, arguments.run, arguments.step, arguments.rows
         )
         if arguments.worst:
-            config = config.replace(
-                model__vocab_size=dataset.vocab_size, parallel__mesh=arguments.mesh
-            )
+            config = with_vocabulary(config, dataset).replace(parallel__mesh=arguments.mesh)
             at = checkpoint_before(arguments.run, arguments.step, arguments.checkpoint)
             notes.append(f"losses are those of checkpoint {at}")
             losses = row_losses(config, arguments.run, at, tokens, cluster)
@@ -83,7 +81,7 @@ def look_up(
 ) -> tuple[Dataset, list[dict[str, Any]], np.ndarray, list[str]]:
     """Return the data set, the origin of each wanted row, the tokens of all rows, and notes."""
     dataset = open_dataset(config.data, config.model)
-    config = config.replace(model__vocab_size=dataset.vocab_size)
+    config = with_vocabulary(config, dataset)
     rows = Loader.for_training(dataset, config)
     chosen = chosen_rows(wanted, config.train.batch_size)
     found = [{"step": step, "row": row, **origin(dataset, rows, step, row)} for row in chosen]

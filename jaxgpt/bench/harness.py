@@ -24,7 +24,7 @@ from jaxgpt.cluster.hardware import own_cpus
 from jaxgpt.cluster.process_group import ProcessGroup, join_process_group
 from jaxgpt.cluster.shutdown import abort_mpi, end_process
 from jaxgpt.config import Config, UsageError, mesh_shape
-from jaxgpt.data.dataset import vocabulary_size
+from jaxgpt.data.dataset import with_vocabulary
 from jaxgpt.doctor.directory import check_writable
 from jaxgpt.parallel.mesh import job_mesh
 from jaxgpt.perf.startup import JOB_START
@@ -116,8 +116,7 @@ class Job:
 
     def start_jax(self, config: Config) -> tuple[Config, Mesh]:
         """Start JAX without a compile cache; return the config with vocab_size, and the mesh."""
-        vocab_size = self.cluster.run_on_all(vocabulary_size, config.data, config.model)
-        config = config.replace(model__vocab_size=vocab_size)
+        config = self.cluster.run_on_all(with_vocabulary, config)
         initialize_jax(self.cluster, mesh_shape(config))
         use_compile_cache(OFF, self.cluster)
         return config, job_mesh(config, self.cluster.hosts)

@@ -15,7 +15,7 @@ import numpy as np
 from jaxgpt.bench.harness import Job
 from jaxgpt.cluster.watchdog import Watchdog
 from jaxgpt.config import Config, DataConfig, UsageError, mesh_shape
-from jaxgpt.data.dataset import dataset_directory, vocabulary_size
+from jaxgpt.data.dataset import dataset_directory, vocabulary_size, with_vocabulary
 from jaxgpt.perf.profile import Tracing
 from jaxgpt.perf.startup import Startup
 from jaxgpt.runtime.compile_cache import use_compile_cache
@@ -125,7 +125,9 @@ def with_data(config: Config, synthetic: bool, job: Job) -> tuple[Config, str]:
             tokens.tofile(job.folder / name)
     job.cluster.barrier()
     reason = "--synthetic" if synthetic else f"there is no {home}"
-    config = config.replace(data=DataConfig(path=str(job.folder)), model__vocab_size=vocab_size)
+    ends = with_vocabulary(config).data.end_of_text
+    made = DataConfig(path=str(job.folder), document_mask=data.document_mask, end_of_text=ends)
+    config = config.replace(data=made, model__vocab_size=vocab_size)
     return config, f"random tokens, because {reason}"
 
 

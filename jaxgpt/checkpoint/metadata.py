@@ -10,6 +10,7 @@ from typing import Any
 from jaxgpt.config import UsageError
 
 SEAL = "sha256"  # the key of the hash of everything else
+WEIGHTS_ONLY = "weights_only"  # the key that says that there is no state of an optimizer
 
 
 def add_checksum(meta: Mapping[str, Any]) -> dict[str, Any]:
@@ -57,6 +58,16 @@ def list_checkpoints(directory: Path) -> list[int]:
     """
     names = (path.name for path in (directory / "checkpoints").glob("*"))
     return sorted(int(name) for name in names if is_step(name))
+
+
+def newest_checkpoint(directory: Path, key: str) -> tuple[int, dict[str, Any]]:
+    """Return the step and the JSON of the newest checkpoint in a folder, which `key` names in errors."""
+    steps = list_checkpoints(directory)
+    if not steps:
+        raise UsageError(
+            f"{key}: has no checkpoint; give a run directory, or the --out of jaxgpt.convert"
+        )
+    return steps[-1], read_meta(directory, steps[-1])
 
 
 def is_step(name: str) -> bool:

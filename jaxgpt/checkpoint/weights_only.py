@@ -16,12 +16,11 @@ import numpy as np
 from jaxgpt import __version__
 from jaxgpt.checkpoint.checkpointer import silence_orbax
 from jaxgpt.checkpoint.checksums import part_checksum
-from jaxgpt.checkpoint.metadata import add_checksum, list_checkpoints, read_meta
+from jaxgpt.checkpoint.metadata import WEIGHTS_ONLY, add_checksum, read_meta
 from jaxgpt.config import Config, ModelConfig, UsageError
 from jaxgpt.models.weights import Weight, weights
 
 STEP = 0  # the number of such a checkpoint: no step has been taken
-WEIGHTS_ONLY = "weights_only"  # in its JSON: it has no state of an optimizer
 CHUNK_BYTES = 2**25  # at most, of what is read and written at once
 
 Index = tuple[int | slice, ...]
@@ -138,16 +137,6 @@ def chunk_shape(part: tuple[int, ...]) -> tuple[int, ...]:
         largest = max(range(len(chunk)), key=chunk.__getitem__)
         chunk[largest] = -(-chunk[largest] // 2)
     return tuple(chunk)
-
-
-def newest_weights(directory: Path, key: str) -> tuple[int, dict[str, Any]]:
-    """Return the step and the JSON of the newest checkpoint in a folder that `key` names."""
-    steps = list_checkpoints(directory)
-    if not steps:
-        raise UsageError(
-            f"{key}: has no checkpoint; give a run directory, or the --out of jaxgpt.convert"
-        )
-    return steps[-1], read_meta(directory, steps[-1])
 
 
 def _spec(state: Path, name: str) -> dict[str, Any]:

@@ -11,6 +11,13 @@ SAME = {
     "n_layer num_layers base_num_decoder_layers": "model.n_layer",
     "n_head num_attention_heads base_num_query_heads": "model.n_head",
     "n_embd hidden_size base_emb_dim": "model.n_embd",
+    "num_query_groups num_key_value_heads base_num_kv_heads": "model.n_kv_head",
+    "ffn_hidden_size intermediate_size base_mlp_dim": "model.mlp_hidden",
+    "kv_channels": "model.head_dim",
+    "norm_epsilon layernorm_epsilon rms_norm_eps normalization_layer_epsilon": "model.norm_eps",
+    "rotary_base rope_max_timescale": "model.rope_theta",
+    "add_qkv_bias": "model.qkv_bias",
+    "qk_layernorm": "model.qk_norm",
     "block_size seq_length training.seq_len max_target_length": "model.block_size",
     "bias": "model.bias",
     "dropout": "model.dropout",
@@ -21,6 +28,7 @@ SAME = {
     "log_interval metrics.log_freq log_period": "train.log_interval",
     "dtype": "train.dtype",
     "seed training.seed": "train.seed",
+    "init_from": "train.init_from",
     "dataset": "data.dataset",
     "learning_rate lr optimizer.lr": "optimizer.learning_rate",
     "min_lr": "optimizer.min_lr",
@@ -61,7 +69,6 @@ ANSWERS = {
     "config_file": "type --config NAME or --config FILE.yaml, or each setting as section.key=value",
     "use_mcore_models": "leave it out",
     # checkpoints and files
-    "init_from": "runs start from new weights; with --out FOLDER a run goes on from its checkpoint",
     "resume load run_name base_output_directory checkpoint.folder": (
         "type --out FOLDER: a run is kept in one folder, and started again it goes on from there"
     ),
@@ -80,7 +87,15 @@ ANSWERS = {
     "split": "type data.val_share=X, the share of a corpus that validates",
     # the model and the optimizer
     "max_position_embeddings": "type model.block_size=N",
-    "ffn_hidden_size": "the MLP is 4 x model.n_embd wide",
+    "normalization": "type model.norm=rmsnorm or layernorm",
+    "position_embedding_type": "type model.position=rope or learned",
+    "swiglu squared_relu": "type model.mlp=swiglu or relu2",
+    "group_query_attention": "type model.n_kv_head=N, fewer than model.n_head",
+    "untie_embeddings_and_output_weights": "type model.tie_embeddings=False",
+    "add_bias_linear disable_bias_linear": "type model.bias=True or False",
+    "reset_attention_mask reset_position_ids": (
+        "type data.document_mask=True: attention and positions stay inside a document"
+    ),
     "attention_dropout hidden_dropout": "type model.dropout=X, one rate for all places",
     "use_flash_attn": "type model.attention=cudnn, or leave it at auto",
     "decay_lr": "type optimizer.min_lr=X, equal to optimizer.learning_rate for no decay",

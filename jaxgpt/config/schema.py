@@ -61,7 +61,7 @@ class ModelConfig:
     qk_norm: bool = False
     """RMSNorm of each query and key head before positions, as in Qwen3."""
     norm: Literal["layernorm", "rmsnorm"] = "layernorm"
-    """Norm before attention, MLP and output layer: layernorm (GPT-2) or rmsnorm (arXiv 1910.07467)."""
+    """Norm of the stream: layernorm (GPT-2) or rmsnorm (arXiv 1910.07467)."""
     norm_eps: Positive = 1e-5
     """Epsilon of the norms, added to the variance."""
     position: Literal["learned", "rope"] = "learned"
@@ -85,7 +85,7 @@ class ModelConfig:
     tie_embeddings: bool = True
     """Use the token embedding as output layer too; False gives that weights of its own."""
     sliding_window: Count | None = None
-    """Number of tokens that a token attends to, itself included (Mistral); None is all before it."""
+    """Number of tokens that a token attends to, with itself (Mistral); None is all before it."""
     logit_softcap: Positive | None = None
     """Bound of the logits, c tanh(logits / c) (Gemma 2); None is no bound."""
     attention: Literal["auto", "xla", "cudnn", "pallas"] = "auto"
@@ -147,6 +147,9 @@ class TrainConfig:
     compiling get at least 30. None waits for ever."""
     eval_at_start: bool = False
     """Also evaluate, and write a sample, before the first step."""
+    init_from: str | None = None
+    """Weights to start a run from: a run directory, the --out of jaxgpt.convert, or hf:FOLDER of
+    transformers. They bring the model's options; the optimizer is new. A resumed run is past it."""
     trackers: tuple[str, ...] = ("tensorboard",)
     """Trackers that repeat metrics.jsonl, which is always written; `train.trackers=` for none."""
 

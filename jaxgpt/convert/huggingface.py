@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from jaxgpt.checkpoint.metadata import list_checkpoints, read_meta
-from jaxgpt.checkpoint.weights_only import WeightsReader, WeightsWriter, newest_weights
+from jaxgpt.checkpoint.metadata import list_checkpoints, newest_checkpoint, read_meta
+from jaxgpt.checkpoint.weights_only import WeightsReader, WeightsWriter
 from jaxgpt.config import Config, ModelConfig, UsageError, config_from_dict
 from jaxgpt.convert.families import CONFIG, read_model, table_of, write_config
 from jaxgpt.convert.layout import Slot, check_tensors, export_tensors, import_tensors, slots
@@ -112,7 +112,7 @@ def to_hf(run: Path, step: int | None, out: Path, dtype: str, max_bytes: int) ->
 
 def find_weights(run: Path, step: int | None) -> tuple[int, dict[str, Any]]:
     """Return the step to take of a run, by default the newest, and its JSON."""
-    newest, meta = newest_weights(run, f"--run {run}")
+    newest, meta = newest_checkpoint(run, f"--run {run}")
     if step is None or step == newest:
         return newest, meta
     saved = list_checkpoints(run)

@@ -1,7 +1,7 @@
 """GPT checkpoints of Megatron-LM and Megatron-DeepSpeed, whose ranks are merged.
 
-A folder `iter_0001000` has `mp_rank_TT[_PPP]/model_optim_rng.pt`, one file for each rank of tensor (TT)
-and pipeline (PPP) parallelism; DeepSpeed's `global_step1000` has `mp_rank_TT_model_states.pt`.
+A folder `iter_0001000` has `mp_rank_TT[_PPP]/model_optim_rng.pt`, one file for each rank of tensor
+(TT) and pipeline (PPP) parallelism; DeepSpeed's `global_step1000` has `mp_rank_TT_model_states.pt`.
 """
 
 import re
@@ -24,17 +24,22 @@ from jaxgpt.data.tokenizers import load_tokenizer
 
 RANK = re.compile(r"mp_rank_(\d+)(?:_(\d+))?(?:_model_states\.pt)?")
 FILES = ("model_optim_rng.pt", "model_rng.pt")
-# What such a file may hold besides tensors: objects of these packages and names stand there inert.
-# Their functions are not run either, so what they would have made is missing, and not needed.
-HARMLESS_PACKAGES = ("argparse", "megatron", "deepspeed", "transformer_engine", "numpy")
-HARMLESS = {
-    Global("torch", "Size"), Global("torch", "device"), Global("torch.torch_version", "TorchVersion"),
-    Global("_codecs", "encode"), Global("_io", "BytesIO"), Global("pathlib", "PosixPath"),
-    Global("types", "SimpleNamespace"), Global("signal", "Signals"),
-    *(Global("torch", dtype) for dtype in (
-        "float32", "float16", "bfloat16", "float64", "half", "float", "int64", "int32", "uint8",
-    )),
-}  # fmt: skip
+# What such a file may hold besides tensors: objects of these packages, and of these names, stand
+# there inert. Their functions are not run either: what they would have made is not needed.
+HARMLESS_PACKAGES = ("megatron", "deepspeed", "transformer_engine")
+HARMLESS_NAMES = {
+    "argparse": ("Namespace",),
+    "types": ("SimpleNamespace",),
+    "pathlib": ("PosixPath",),
+    "signal": ("Signals",),
+    "_codecs": ("encode",),
+    "_io": ("BytesIO",),
+    "numpy": ("ndarray", "dtype"),
+    "numpy.core.multiarray": ("_reconstruct", "scalar"),
+    "numpy._core.multiarray": ("_reconstruct", "scalar"),
+    "torch": ("Size", "device", "float32", "float16", "bfloat16", "float64", "int64", "int32"),
+    "torch.torch_version": ("TorchVersion",),
+}
 # Arguments that must have these values, where they are given at all.
 SUPPORTED: dict[str, tuple[Any, ...]] = {
     "normalization": ("LayerNorm",),
@@ -111,7 +116,7 @@ def from_megatron(path: Path, out: Path, tokenizer: Path | None = None) -> list[
 
 
 def rank_files(path: Path) -> dict[tuple[int, int], Path]:
-    """Return the file of each (tensor rank, pipeline rank) of a checkpoint, or of the newest one."""
+    """Return the file of each (tensor rank, pipeline rank) of a checkpoint, or the newest."""
     for name, form in (("latest_checkpointed_iteration.txt", "iter_{:0>7}"), ("latest", "{}")):
         if (path / name).is_file():
             newest = (path / name).read_text(errors="replace").strip()
@@ -149,7 +154,8 @@ def rank_files(path: Path) -> dict[tuple[int, int], Path]:
 
 def is_harmless(name: Global) -> bool:
     """Return whether an object of this name may stand inert beside the tensors."""
-    return name in HARMLESS or name.module.partition(".")[0] in HARMLESS_PACKAGES
+    is_listed = name.name in HARMLESS_NAMES.get(name.module, ())
+    return is_listed or name.module.partition(".")[0] in HARMLESS_PACKAGES
 
 
 def load(file: Path) -> tuple[dict[str, Any], dict[str, FileTensor]]:

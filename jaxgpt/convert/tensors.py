@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 
 from jaxgpt.config import UsageError
 from jaxgpt.tracking.jsonl import NO_ROOM
 
-FLOATS = {"float32": np.float32, "float16": np.float16, "bfloat16": jnp.bfloat16}
+FLOATS = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
 
 
 class Tensor(Protocol):

@@ -8,7 +8,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-from jaxgpt.config import DataConfig, ModelConfig, UsageError
+from jaxgpt.config import Config, DataConfig, ModelConfig, UsageError
 from jaxgpt.data import FORMATS
 from jaxgpt.data.blend import BlendEntry, parse_lines, read_file_list
 from jaxgpt.data.source import SPLITS, Document, OpenSource, find_marked
@@ -124,6 +124,30 @@ def entries(data: DataConfig) -> list[BlendEntry]:
         directory = dataset_directory(data)
         return [BlendEntry(Fraction(1), "1", directory, directory.name, key)]
     return parse_lines(lines, key)
+
+
+def with_vocabulary(config: Config, dataset: Dataset | None = None) -> Config:
+    """Return the configuration with model.vocab_size and, for data.document_mask, its token.
+
+    Without an opened data set, for what only plans or times a step, any token ends a document.
+    `UsageError` if the vocabulary or that token is not known.
+    """
+    vocab_size = dataset.vocab_size if dataset else vocabulary_size(config.data, config.model)
+    config = config.replace(model__vocab_size=vocab_size)
+    if not config.data.document_mask:
+        return config
+    end = config.data.end_of_text
+    if end is None and dataset is not None:
+        end = dataset.tokenizer.end_of_text if dataset.tokenizer else None
+        if end is None:
+            raise UsageError(
+                "data.document_mask=True: the data names no token that ends a document; give its "
+                "id, data.end_of_text=N"
+            )
+    end = end or 0
+    if end >= vocab_size:
+        raise UsageError(f"data.end_of_text={end}: must be less than model.vocab_size={vocab_size}")
+    return config.replace(data__end_of_text=end)
 
 
 def vocabulary_size(data: DataConfig, model: ModelConfig) -> int:

@@ -9,7 +9,7 @@ from flax import nnx
 
 
 class LayerNorm(nnx.LayerNorm):
-    """`nnx.LayerNorm` (arXiv 1607.06450) over the last axis, with a scale: x_BTD -> y_BTD in `dtype`.
+    """`nnx.LayerNorm` (arXiv 1607.06450) of the last axis, with a scale: x_BTD -> y_BTD in `dtype`.
 
     In float32 its output is Flax's to the last bit. In bfloat16 it is nearer to the exact one: Flax
     rounds the scale and the bias first. Of Flax's options there are epsilon, use_bias and dtype.
@@ -48,7 +48,7 @@ class RMSNorm(nnx.RMSNorm):
 def normalized(
     x_BTD: jax.Array, scale_D: jax.Array, epsilon: float, by_products: bool, centered: bool
 ) -> jax.Array:
-    """Return (x - mean) / sqrt(variance + epsilon) * scale, in float32; without mean if not centered.
+    """Return (x - mean) / sqrt(variance + epsilon) * scale, in float32; mean 0 if not centered.
 
     The backward pass keeps x in its own dtype and two numbers of each token; JAX would keep several
     arrays of x's size in float32, which GPUs would write and read. Inside `shard_map` the scale

@@ -124,6 +124,19 @@ class Linear(nnx.Module):
         return y if self.bias is None else (y + self.bias.get_value()).astype(self.dtype)
 
 
+class MLP(nnx.Module):
+    """down(activation(up(x))), F wide inside."""
+
+    def __init__(self, activation: Callable[[jax.Array], jax.Array], build: LayerBuilder):
+        D, F = build.config.n_embd, build.config.mlp_width
+        self.activation = activation
+        self.up = build.column_parallel((D,), (F,), ("embed", "mlp"))
+        self.down = build.row_parallel((F,), (D,), ("mlp", "embed"))
+
+    def __call__(self, x_BTD: jax.Array) -> jax.Array:
+        return self.down(self.activation(self.up(x_BTD)))
+
+
 def embedding(
     n_rows: int, config: ModelConfig, rngs: nnx.Rngs, role: str, axis: str | None
 ) -> nnx.Embed:

@@ -9,20 +9,7 @@ from flax import nnx
 
 from jaxgpt.config import UsageError
 from jaxgpt.kernels.gelu import gelu, gelu_tanh
-from jaxgpt.models.layers import LayerBuilder
-
-
-class MLP(nnx.Module):
-    """down(activation(up(x))), F wide inside."""
-
-    def __init__(self, activation: Callable[[jax.Array], jax.Array], build: LayerBuilder):
-        D, F = build.config.n_embd, build.config.mlp_width
-        self.activation = activation
-        self.up = build.column_parallel((D,), (F,), ("embed", "mlp"))
-        self.down = build.row_parallel((F,), (D,), ("mlp", "embed"))
-
-    def __call__(self, x_BTD: jax.Array) -> jax.Array:
-        return self.down(self.activation(self.up(x_BTD)))
+from jaxgpt.models.layers import MLP, LayerBuilder
 
 
 class SwiGLU(nnx.Module):

@@ -221,7 +221,7 @@ class GPT(nnx.Module):
         return self.parallel.local_vocab_shard(w_VD, V)
 
     def rotation(self, T: int, position_offset: Any = 0) -> Rotation | None:
-        """Return the rotation of queries and keys at T positions; None without model.position=rope."""
+        """Return the rotation of queries and keys; None without model.position=rope."""
         if self.config.position != "rope":
             return None
         return make_rotation(self.config, position_offset + jnp.arange(T))

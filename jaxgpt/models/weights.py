@@ -8,7 +8,6 @@ import jax
 from flax import nnx
 
 from jaxgpt.config import ModelConfig
-from jaxgpt.models.layers import padded_vocab_size
 from jaxgpt.models.transformer import GPT
 from jaxgpt.parallel.sharding import LogicalAxes, Params
 
@@ -41,7 +40,7 @@ class Weight:
 
     @property
     def gather_dtype(self) -> str | None:
-        """The dtype in which a step uses it: float32 for what is added or scales; None is its own."""
+        """The dtype of what is added or scales, float32; None is that of the computation."""
         return "float32" if self.role in (*VECTOR_ROLES, "position_embedding") else None
 
 

@@ -60,12 +60,12 @@ class Instruction(NamedTuple):
     def array_bytes(self) -> list[int]:
         """Bytes of each array that it returns."""
         arrays = _ARRAY.findall(self.shape)  # a pred takes a byte
-        return [-(-_elements(dims) * int(bits or 8) // 8) for bits, dims in arrays]
+        return [-(-math.prod(_dims(dims)) * int(bits or 8) // 8) for bits, dims in arrays]
 
     @property
-    def elements(self) -> int:
-        """Elements of the first array that it returns."""
-        return _elements(_ARRAY.search(self.shape)[2])
+    def dims(self) -> list[int]:
+        """Sizes of the dims of the first array that it returns."""
+        return _dims(_ARRAY.search(self.shape)[2])
 
     def attribute(self, name: str) -> str:
         """Return the word after `name=`, without quotes; "" if there is none."""
@@ -73,8 +73,8 @@ class Instruction(NamedTuple):
         return found[1] if found else ""
 
 
-def _elements(dims: str) -> int:
-    return math.prod(int(dim.lstrip("<=")) for dim in dims.split(",") if dim)
+def _dims(text: str) -> list[int]:
+    return [int(dim.lstrip("<=")) for dim in text.split(",") if dim]
 
 
 @dataclass

@@ -11,6 +11,8 @@ from typing import NamedTuple
 from jaxgpt.perf.hlo import FREE, Instruction, Program, is_product
 
 _SLICES = ("dynamic-slice", "slice", "gather")
+# Of an HLO dot (`lhs_batch_dims={0,1}`), or of a call of cuBLAS (`lhs_batch_dimensions":["0"]`).
+_BATCH_DIMS = re.compile(r'lhs_batch_dim(?:s=\{|ensions":\[)([\d,"]*)')
 
 
 class Work(NamedTuple):
@@ -65,13 +67,16 @@ def _moves(one: Instruction, program: Program) -> tuple[int, int]:
 
 
 def _flops(one: Instruction, program: Program) -> int:
-    """FLOPs of products: 2 M K N, from the sizes M K, K N and M N of a product's three arrays."""
+    """FLOPs of products: 2 B M K N, from the sizes B M K, B K N and B M N of three arrays."""
     if one.opcode == "fusion":
         return sum(_flops(part, program) for part in program.computations[one.called[0]])
     if not is_product(one):
         return 0
     arrays = [one, *(program.instructions[name] for name in one.operands[:2])]
-    return 2 * math.isqrt(math.prod(array.elements for array in arrays))
+    found = _BATCH_DIMS.search(one.arguments)
+    batch_dims = re.findall(r"\d+", found[1]) if found else []
+    batch = math.prod(arrays[1].dims[int(dim)] for dim in batch_dims)
+    return 2 * math.isqrt(math.prod(math.prod(array.dims) for array in arrays) // batch)
 
 
 def _fusion(body: list[Instruction], program: Program) -> tuple[int, int]:

@@ -21,7 +21,7 @@ from jaxgpt.config import (
     parse_args,
     whole_number,
 )
-from jaxgpt.data.dataset import vocabulary_size
+from jaxgpt.data.dataset import with_vocabulary
 from jaxgpt.perf.hardware import DEVICES, Device
 from jaxgpt.runtime.devices import MAX_CPU_DEVICES
 from jaxgpt.runtime.initialize import pin_settings
@@ -55,7 +55,7 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> str:
     """Return what the command prints. JAX is started to simulate the devices of the job."""
     device = DEVICES[arguments.device]
     config = parse_args(rest, prog="python -m jaxgpt.plan")
-    config = config.replace(model__vocab_size=vocabulary_size(config.data, config.model))
+    config = with_vocabulary(config)
     n_devices = number_of_devices(config, arguments.advise, rest)
     per_host = devices_per_host(arguments.devices_per_host, device, n_devices)
     if arguments.advise is None:

@@ -96,11 +96,10 @@ def make_generate(
 ) -> Callable[[Params, jax.Array, jax.Array, jax.Array], jax.Array]:
     """Return a function that writes `n_tokens` tokens, to be jitted once by the caller.
 
-    The prompt fills the KV cache in chunks, then each token is decoded alone. Of a text longer than
-    T tokens, the last T are read. With rotary positions the cache goes on, each layer holding the
-    keys and values of the last T tokens as they were computed. With learned positions each new token
-    moves the others by one, so that no cache holds any more: as in nanoGPT, from there on all T are
-    recomputed for every token.
+    The prompt fills the KV cache in chunks, then each token is decoded alone. A text may be longer
+    than T tokens. With rotary positions each layer then attends to the keys and values of the last
+    T tokens, as they were computed. With learned positions each new token moves the others by one,
+    so that no cache holds any more: as in nanoGPT, the last T tokens are read again for every one.
 
     Args:
         n_positions: `ModelConfig.n_positions`: T where positions are learned.

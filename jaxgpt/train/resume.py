@@ -12,6 +12,8 @@ from jaxgpt.tracking.jsonl import read_records
 # What may differ between a checkpoint's model and the model that goes on from it.
 _FREE_MODEL_KEYS = {"dropout", "attention"}
 EVAL_RECORDS = ("eval", "sample")  # the kinds of records that train.eval_interval asks for
+# Keys of `data` that change what a step computes.
+_MASK_KEYS = {"document_mask", "end_of_text"}
 # What decides which tokens a step sees: a change is allowed, and said.
 _ORDER_KEYS = ("train.batch_size", "train.seed")
 
@@ -40,10 +42,12 @@ def check_resume(
             "or checkpoint.resume=True to go on from it"
         )
     saved, notes, changed = meta["config"], [], []
-    for section in ("model", "train", "optimizer", "parallel", "spike"):
+    for section in ("model", "train", "optimizer", "data", "parallel", "spike"):
         for key, value in config.to_dict()[section].items():
             name, then = f"{section}.{key}", saved[section].get(key)
             if then == value or name == "parallel.mesh":  # of which the log has a line anyway
+                continue
+            if section == "data" and key not in _MASK_KEYS:
                 continue
             if section == "model" and key not in _FREE_MODEL_KEYS:
                 raise UsageError(

@@ -26,7 +26,13 @@ from jaxgpt.config import (
     mesh_shape,
     skip_ranges,
 )
-from jaxgpt.data.dataset import Dataset, dataset_directory, entries, open_dataset
+from jaxgpt.data.dataset import (
+    Dataset,
+    dataset_directory,
+    entries,
+    open_dataset,
+    with_vocabulary,
+)
 from jaxgpt.data.loader import Loader
 from jaxgpt.data.prepare.builtin import prepare_python
 from jaxgpt.runtime.devices import cpu_devices_per_process
@@ -118,7 +124,7 @@ def _decide(config: Config, cluster: ProcessGroup) -> dict[str, Any]:
     notes = _prepare_default_data(config.data)
     dataset = open_dataset(config.data, config.model)
     dataset.verify()
-    config = config.replace(model__vocab_size=dataset.vocab_size)
+    config = with_vocabulary(config, dataset)
     config = config.replace(data=with_absolute_paths(config.data))
     prompt = config.train.sample_prompt
     if prompt and dataset.tokenizer is not None:

@@ -39,6 +39,11 @@ WORKS = [
     ("--save runs/b --save-interval 20", "checkpoint.interval", 20),
     ("--log-interval 5 --eval-interval 10", "train.log_interval", 5),
     ("--train-range-to-skip 10 20 25 30", "train_range_to_skip", (10, 20, 25, 30)),
+    ("--num-query-groups 2", "model.n_kv_head", 2),
+    ("--ffn-hidden-size 256", "model.mlp_hidden", 256),
+    ("--kv-channels 16 --norm-epsilon 1e-6", "model.head_dim", 16),
+    # Hugging Face
+    ("num_key_value_heads=2 intermediate_size=96 rms_norm_eps=1e-6", "model.norm_eps", 1e-6),
     # torchtitan
     ("--training.steps 30 --training.seq_len 64", "train.max_iters", 30),
     ("--training.global_batch_size 48", "train.batch_size", 48),
@@ -90,6 +95,13 @@ ANSWERED = [
     ("--exit-duration-in-mins 50", "train.time_limit=MINUTES"),
     ("--attention-dropout 0.1", "model.dropout=X"),
     ("--train-samples 1000", "train.max_iters=N"),
+    ("--swiglu", "model.mlp=swiglu"),
+    ("--normalization RMSNorm", "model.norm=rmsnorm"),
+    ("--position-embedding-type rope", "model.position=rope"),
+    ("--group-query-attention", "model.n_kv_head=N"),
+    ("--untie-embeddings-and-output-weights", "model.tie_embeddings=False"),
+    ("--disable-bias-linear", "model.bias=True or False"),
+    ("--reset-attention-mask", "data.document_mask=True"),
     # torchtitan
     ("--job.config_file llama3.toml", "--config FILE.yaml"),
     ("llama3_8b.toml", "--config FILE.yaml"),

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from jaxgpt.config import UsageError, load_config
-from jaxgpt.data.dataset import open_dataset
+from jaxgpt.data.dataset import open_dataset, with_vocabulary
 from jaxgpt.data.prepare.builtin import SHAKESPEARE_SHA256, prepare_shakespeare_char, prepare_text
 from jaxgpt.data.prepare.writer import write_dataset
 from jaxgpt.data.tokenizers import ByteTokenizer
@@ -39,6 +39,25 @@ def test_what_was_prepared_is_what_is_read(prepared):
     assert dataset.tokenizer.decode(tokens_of(dataset, "train").tolist()) == TEXT[:n]
     assert dataset.tokenizer.decode(tokens_of(dataset, "val").tolist()) == TEXT[n:]
     assert dataset.vocab_size == len(set(TEXT))
+
+
+def test_documents_end_with_the_tokenizers_token_or_the_one_given(tmp_path):
+    tokens = {"train": np.arange(200), "val": np.arange(70)}
+    write_dataset(tmp_path / "bytes", tokens, ByteTokenizer(), "test")
+    (tmp_path / "text.txt").write_text(TEXT)
+    prepare_text(tmp_path / "chars", [tmp_path / "text.txt"], "char")
+
+    def found(folder, *settings):
+        config = load_config("shakespeare_char_cpu", f"data.path={tmp_path / folder}", *settings)
+        return with_vocabulary(config, open_dataset(config.data, config.model)).document_end
+
+    assert found("bytes") is None
+    assert found("bytes", "data.document_mask=True") == 0
+    assert found("chars", "data.document_mask=True", "data.end_of_text=2") == 2
+    with pytest.raises(UsageError, match="data.document_mask=True: .*give its id, data.end_of_te"):
+        found("chars", "data.document_mask=True")
+    with pytest.raises(UsageError, match="data.end_of_text=99: must be less than .*vocab_size=28"):
+        found("chars", "data.document_mask=True", "data.end_of_text=99")
 
 
 def test_nanogpts_files_are_read_once_the_vocabulary_is_given(tmp_path):

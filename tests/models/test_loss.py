@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxgpt.config import load_config, mesh_shape
+from jaxgpt.config import ModelConfig, load_config, mesh_shape
 from jaxgpt.models.loss import cross_entropy, cross_entropy_sum
 from jaxgpt.parallel.mesh import make_mesh
 from jaxgpt.parallel.tensor import NO_PARALLELISM
@@ -45,7 +45,12 @@ def test_a_loss_in_chunks_is_the_loss_at_once(chunk):
     targets = jax.random.randint(keys[2], (B, T), 0, V)
 
     def loss(x, w, chunk):
-        return 3 * cross_entropy_sum(x, w, targets, 0, V, NO_PARALLELISM, chunk, {})[0]
+        return (
+            3
+            * cross_entropy_sum(
+                x, w, targets, 0, ModelConfig(vocab_size=V), NO_PARALLELISM, chunk, {}
+            )[0]
+        )
 
     whole = jax.value_and_grad(loss, argnums=(0, 1))(x, w, 0)
     found = jax.value_and_grad(loss, argnums=(0, 1))(x, w, chunk)
@@ -58,7 +63,9 @@ def test_a_loss_in_chunks_is_the_loss_at_once(chunk):
 def test_chunks_are_as_even_as_they_get(chunk):
     x, w, targets = jnp.ones((2, 6, 5)), jnp.ones((128, 5)), jnp.zeros((2, 6), jnp.int32)
     program = jax.make_jaxpr(
-        lambda x, w: cross_entropy_sum(x, w, targets, 0, 11, NO_PARALLELISM, chunk, {})[0]
+        lambda x, w: cross_entropy_sum(
+            x, w, targets, 0, ModelConfig(vocab_size=11), NO_PARALLELISM, chunk, {}
+        )[0]
     )
     parts = -(-12 // chunk)
     assert f"f32[{parts},{12 // parts},5]" in str(program(x, w))

@@ -147,7 +147,7 @@ def make_plain_step(config, mesh, options):
         weights = jax.tree.map(Placed, params, used)
         x_BTD, w_VD, offset = nnx.merge(graph, weights).hidden_states(rows[:, :-1])
         loss, (sums_B, _) = cross_entropy_sum(
-            x_BTD, w_VD, rows[:, 1:], offset, model.vocab_size, context, train.loss_chunk, {}
+            x_BTD, w_VD, rows[:, 1:], offset, model, context, train.loss_chunk, {}
         )
         return loss / rows[:, 1:].size, sums_B / (rows.shape[1] - 1)
 

@@ -26,6 +26,11 @@ def test_a_product_reads_two_matrices_writes_one_and_multiplies_2mkn():
     assert one == Work(1, 4 * (M * K + K * N), 4 * M * N, 2 * M * K * N)
 
 
+def test_products_of_a_batch_of_matrices_are_as_many_as_the_batch():
+    (one,) = work(lambda a, b: jnp.einsum("bmk,bkn->bmn", a, b), (5, M, K), (5, K, N)).values()
+    assert one.flops == 5 * 2 * M * K * N
+
+
 def test_elementwise_operations_of_one_array_move_it_once_each_way():
     (one,) = work(lambda x: jnp.tanh(x * 2) + x, (N, N)).values()
     assert one == Work(1, 4 * N * N, 4 * N * N, 0)

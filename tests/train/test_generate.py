@@ -125,7 +125,8 @@ def made_steps(mesh, *options):
     params = jax.tree.map(
         lambda p: np.asarray(p) + np.float32(0.15 * draw(size=p.shape)), steps.init().params
     )
-    params["position_embedding"]["embedding"] *= 4
+    if "position_embedding" in params:
+        params["position_embedding"]["embedding"] *= 4
     where = jax.tree.map(lambda leaf: leaf.sharding, steps.state_shapes.params)
     return config, steps, jax.device_put(params, where)
 
@@ -178,6 +179,53 @@ def test_a_text_is_the_one_that_recomputing_its_prefix_gives(mesh, options, monk
     assert len(set(itertools.chain(*found))) > 5
     assert made._cache_size() == 1  # prompts of any length share a program
     assert found == recomputed(config, params, prompts, n)
+
+
+LLAMA = ("model.norm=rmsnorm", "model.position=rope", "model.mlp=swiglu", "model.n_kv_head=2")
+DOCUMENTS = ("data.document_mask=True", "data.end_of_text=3")
+
+
+@pytest.mark.parametrize(
+    ("mesh", "options"),
+    [
+        ("1,1,1", LLAMA),
+        ("1,1,1", (*LLAMA, "model.sliding_window=5", "model.qk_norm=True")),
+        ("2,1,4", (*LLAMA, "model.tie_embeddings=False")),  # does not divide the 2 heads
+        ("1,2,2", (*LLAMA, *DOCUMENTS)),
+        ("1,1,1", DOCUMENTS),  # learned positions, which begin again
+    ],
+)
+def test_a_text_goes_on_past_the_block(mesh, options, monkeypatch):
+    """With rotary positions as a model with a longer block and a window of this one would.
+
+    Each layer attends to the last BLOCK positions. With learned positions, up to BLOCK.
+    """
+    monkeypatch.setattr(inference, "SMALL_BYTES", 0)
+    monkeypatch.setattr(sampling, "PREFILL_CHUNK", 7)
+    config, steps, params = made_steps(mesh, *options)
+    is_rope = config.model.position == "rope"
+    n = 3 * BLOCK if is_rope else BLOCK - 9
+    made = jax.jit(
+        make_generate(steps.make_decoder, config.model.n_positions, CHARACTERS, n, 0.0, None)
+    )
+    window = config.model.sliding_window or BLOCK
+    longer = config.replace(model__block_size=5 * BLOCK, model__sliding_window=window)
+    graph = gpt_graph((longer if is_rope else config).model, end_of_text=config.document_end)
+    logits = jax.jit(lambda params, tokens_BT: nnx.merge(graph, params)(tokens_BT))
+    whole = jax.device_get(params)
+    for size in (2, 9):
+        prompt = np.random.default_rng(size).integers(0, CHARACTERS, size)
+        prompt[0] = 3  # ends a document
+        padded = np.zeros(BLOCK, np.int32)
+        padded[:size] = prompt
+        found = made(params, padded, np.int32(size), np.int32(0)).tolist()
+        text = prompt.tolist()
+        for _ in range(n):
+            row = np.zeros((1, 5 * BLOCK if is_rope else BLOCK), np.int32)
+            row[0, : len(text)] = text
+            text.append(int(logits(whole, row)[0, len(text) - 1, :CHARACTERS].argmax()))
+        assert found == text[size:]
+        assert len(set(found)) > 3
 
 
 @pytest.mark.parametrize("small_bytes", [0, 2**28])

@@ -1,0 +1,305 @@
+"""The options of the network against a plain float64 NumPy reading of the papers."""
+
+import math
+import operator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jaxgpt.config import ModelConfig, UsageError, load_config
+from jaxgpt.models.attention import blockwise_attention, choose_attention, pallas_attention
+from jaxgpt.models.mlp import MLPS
+from jaxgpt.models.rope import rope_frequencies
+from jaxgpt.models.transformer import GPT
+from jaxgpt.models.weights import count_parameters
+from jaxgpt.models.xla_attention import causal_attention, document_starts, xla_attention
+
+SMALL = {"n_layer": 2, "n_embd": 24, "block_size": 20, "vocab_size": 37}
+LLAMA = SMALL | {"norm": "rmsnorm", "position": "rope", "mlp": "swiglu", "mlp_hidden": 40}
+FAMILIES = {
+    "llama 2": LLAMA | {"n_head": 4, "tie_embeddings": False},
+    "llama 3": LLAMA | {"n_head": 6, "n_kv_head": 2, "rope_scaling": (8.0, 1.0, 4.0, 8.0)},
+    "mistral": LLAMA | {"n_head": 4, "n_kv_head": 1, "sliding_window": 6},
+    "qwen 2": LLAMA | {"n_head": 4, "n_kv_head": 2, "qkv_bias": True, "rope_theta": 1e6},
+    "qwen 3": LLAMA | {"n_head": 3, "n_kv_head": 1, "head_dim": 10, "qk_norm": True},
+    "others": SMALL | {"mlp": "relu2", "logit_softcap": 3.0, "norm_eps": 0.1, "bias": True},
+}
+END = 5  # the token that ends a document
+
+
+def network_of(config, **options):
+    """(the network, parameters in which nothing is 0 or 1 by initialization)."""
+    draw = np.random.default_rng(1).normal
+
+    def make():
+        return GPT(config, rngs=nnx.Rngs(params=0), **options)
+
+    params = jax.jit(lambda: nnx.to_pure_dict(nnx.state(make())))()
+    params = jax.tree.map(lambda p: p + np.float32(0.1 * draw(size=p.shape)), params)
+    graph = nnx.graphdef(nnx.eval_shape(make))
+    return jax.jit(lambda params, tokens: nnx.merge(graph, params)(tokens)), params
+
+
+def reference_logits(params, tokens_T, config):
+    """The network by its papers, one position and head at a time."""
+    p = jax.tree.map(lambda a: np.asarray(a, np.float64), params)
+    T, H, G = len(tokens_T), config.n_head, config.kv_heads
+    K = config.head_dim or config.n_embd // H
+
+    def rms(x, scale):
+        return x / np.sqrt((x**2).mean() + config.norm_eps) * scale
+
+    def norm(x, w):
+        if config.norm == "rmsnorm":
+            return rms(x, w["scale"])
+        return (x - x.mean()) / np.sqrt(x.var() + config.norm_eps) * w["scale"] + w["bias"]
+
+    def turn(x, position):
+        if config.position != "rope":
+            return x
+        out = np.empty(K)
+        for i in range(K // 2):
+            frequency = config.rope_theta ** (-2 * i / K)
+            if config.rope_scaling:
+                factor, low, high, original = config.rope_scaling
+                wavelength = 2 * math.pi / frequency
+                if wavelength > original / low:
+                    frequency /= factor
+                elif wavelength > original / high:
+                    smooth = (original / wavelength - low) / (high - low)
+                    frequency = (1 - smooth) * frequency / factor + smooth * frequency
+            angle = position * frequency
+            a, b = x[i], x[i + K // 2]
+            out[i] = a * math.cos(angle) - b * math.sin(angle)
+            out[i + K // 2] = b * math.cos(angle) + a * math.sin(angle)
+        return out
+
+    def projected(v, attention, position):
+        def linear(module):
+            y = np.tensordot(v, module["kernel"], 1)
+            return y + module["bias"] if "bias" in module else y
+
+        if "qkv" in attention:
+            q, k, w = linear(attention["qkv"])
+        else:
+            q, (k, w) = linear(attention["q"]), linear(attention["kv"])
+        if config.qk_norm:
+            q = np.array([rms(x, attention["q_norm"]["scale"]) for x in q])
+            k = np.array([rms(x, attention["k_norm"]["scale"]) for x in k])
+        return [turn(x, position) for x in q], [turn(x, position) for x in k], w
+
+    def mlp(v, m):
+        def linear(x, module):
+            y = np.tensordot(x, module["kernel"], 1)
+            return y + module["bias"] if "bias" in module else y
+
+        if config.mlp == "swiglu":
+            gate, up = linear(v, m["gate_up"])
+            return linear(gate / (1 + np.exp(-gate)) * up, m["down"])
+        return linear(np.maximum(linear(v, m["up"]), 0) ** 2, m["down"])
+
+    x = [p["token_embedding"]["embedding"][t] for t in tokens_T]
+    if config.position == "learned":
+        x = [v + p["position_embedding"]["embedding"][i] for i, v in enumerate(x)]
+    for layer in range(config.n_layer):
+        b = jax.tree.map(operator.itemgetter(layer), p["layers"])
+        qkv = [projected(norm(v, b["norm_1"]), b["attention"], i) for i, v in enumerate(x)]
+        for i in range(T):
+            heads = []
+            for h in range(H):
+                seen = range(max(0, i - (config.sliding_window or T) + 1), i + 1)
+                scores = np.array([qkv[i][0][h] @ qkv[j][1][h * G // H] for j in seen])
+                weights = np.exp(scores / math.sqrt(K))
+                values = np.array([qkv[j][2][h * G // H] for j in seen])
+                heads.append(weights @ values / weights.sum())
+            out = b["attention"]["out"]
+            x[i] = x[i] + np.tensordot(np.array(heads), out["kernel"], 2) + out.get("bias", 0)
+        x = [v + mlp(norm(v, b["norm_2"]), b["mlp"]) for v in x]
+    table = p["token_embedding" if config.tie_embeddings else "head"]["embedding"]
+    logits = np.array([table @ norm(v, p["norm"]) for v in x])[:, : config.vocab_size]
+    cap = config.logit_softcap
+    return cap * np.tanh(logits / cap) if cap else logits
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_are_those_of_the_papers(family):
+    config = ModelConfig(**FAMILIES[family])
+    network, params = network_of(config)
+    tokens = np.random.default_rng(0).integers(37, size=20)
+    found = network(params, tokens[None])[0, :, :37]
+    expected = reference_logits(params, tokens, config)
+    assert abs(found - expected).max() < 2e-5 * abs(expected).max()
+
+
+def test_scaled_frequencies_are_llama_31s():
+    """Against the numbers that the formula of Llama's reference code has at three wavelengths."""
+    config = ModelConfig(
+        n_head=1, n_embd=128, position="rope", rope_theta=5e5, rope_scaling=(8, 1, 4, 8192)
+    )
+    plain = 5e5 ** -(np.arange(0, 128, 2) / 128)
+    found = rope_frequencies(config)
+    wavelengths = 2 * np.pi / plain
+    is_short, is_long = wavelengths < 8192 / 4, wavelengths > 8192
+    assert is_short.any() and is_long.any() and (~is_short & ~is_long).any()
+    np.testing.assert_allclose(found[is_short], plain[is_short], rtol=1e-6)
+    np.testing.assert_allclose(found[is_long], plain[is_long] / 8, rtol=1e-6)
+    between = slice(is_short.sum(), 64 - is_long.sum())
+    assert (found[between] < plain[between]).all() and (found[between] > plain[between] / 8).all()
+
+
+@pytest.mark.parametrize(
+    ("preset", "parameters"),
+    [
+        ("llama2-7b", 6_738_415_616),
+        ("auroragpt-7b", 6_738_415_616),
+        ("llama3-8b", 8_030_261_248),
+        ("llama3.2-1b", 1_235_814_400),
+        ("tinyllama-1.1b", 1_100_048_384),
+        ("smollm2-135m", 134_515_008),
+        ("qwen3-0.6b", 596_049_920),
+    ],
+)
+def test_presets_have_the_published_numbers_of_parameters(preset, parameters):
+    """As the model cards and Hugging Face's parameter counts have them."""
+    assert count_parameters(load_config(preset).model)[0] == parameters
+
+
+def test_parameters_that_multiply_leave_out_what_is_looked_up():
+    config = load_config("llama3-8b").model
+    total, multiplied = count_parameters(config)
+    assert total - multiplied == 128_256 * 4096
+    assert count_parameters(load_config("llama3.2-1b").model) == (1_235_814_400,) * 2
+
+
+@pytest.mark.parametrize("mlp", sorted(MLPS))
+def test_the_width_of_the_mlp_is_llamas_rule_for_swiglu(mlp):
+    """arXiv 2302.13971, section 2.2: 2/3 of 4 D; in its code rounded up to a multiple of 256."""
+    expected = 11008 if mlp == "swiglu" else 4 * 4096
+    assert ModelConfig(n_embd=4096, mlp=mlp).mlp_width == expected
+    assert ModelConfig(n_embd=4096, mlp=mlp, mlp_hidden=100).mlp_width == 100
+
+
+# Documents
+
+
+def test_a_document_begins_after_the_end_of_the_one_before():
+    tokens = jnp.array([[7, END, 8, 9, END, END, 1], [END, 2, 3, 4, 5 + END, 6, 7]])
+    expected = [[0, 0, 2, 2, 2, 5, 6], [0, 1, 1, 1, 1, 1, 1]]
+    assert document_starts(tokens, END).tolist() == expected
+
+
+@pytest.mark.parametrize("family", ["learned", "llama 3", "mistral"])
+def test_a_packed_row_has_the_losses_of_its_documents_alone(family):
+    options = SMALL | {"n_head": 4} if family == "learned" else FAMILIES[family]
+    config = ModelConfig(**options)
+    masked, params = network_of(config, end_of_text=END)
+    plain, _ = network_of(config)
+    texts = [[1, 2, 3, 4, END], [9, END], [11, 12, 13, 14, 15, 16, 17, END], [21, 22, 23, 24, 25]]
+    row = np.array([sum(texts, [])])
+    found, leaking = masked(params, row)[0], plain(params, row)[0]
+    at, leaks = 0, []
+    for text in texts:
+        alone = plain(params, np.array([text]))[0]
+        np.testing.assert_allclose(found[at : at + len(text)], alone, atol=1e-5)
+        leaks.append(abs(leaking[at : at + len(text), :37] - alone[:, :37]).max())
+        at += len(text)
+    assert leaks[0] < 1e-5 and min(leaks[1:]) > 1e-2
+
+
+@pytest.mark.parametrize("kernel", [causal_attention, blockwise_attention])
+@pytest.mark.parametrize("window", [None, 1, 50, 200])
+@pytest.mark.parametrize("has_documents", [False, True])
+def test_blocks_are_the_whole(kernel, window, has_documents):
+    """Attention in blocks, of some keys only, against all scores at once."""
+    q, k, v = (
+        jax.random.normal(jax.random.key(i), (2, 256, heads, 8))
+        for i, heads in enumerate((4, 2, 2))
+    )
+    starts = jnp.array([[0] * 100 + [100] * 156, [0] * 256]) if has_documents else None
+
+    def whole(q, k, v):
+        return xla_attention(q, k, v, None, starts, window=window)
+
+    def blocks(q, k, v):
+        return kernel(q, k, v, None, starts, window=window)
+
+    for found, expected in zip(outcome(blocks, q, k, v), outcome(whole, q, k, v), strict=True):
+        np.testing.assert_allclose(found, expected, atol=2e-5)
+
+
+@pytest.mark.long
+def test_pallas_kernel_is_attention_inside_documents():
+    """Interpreted: the arithmetic of JAX's kernel with our documents as its segments."""
+    q, k, v = (
+        jax.random.normal(jax.random.key(i), (1, 256, heads, 64))
+        for i, heads in enumerate((2, 1, 1))
+    )
+    starts = jnp.array([[0] * 100 + [100] * 30 + [130] * 126])
+
+    def pallas(q, k, v):
+        return pallas_attention(q, k, v, None, starts, interpret=True)
+
+    def xla(q, k, v):
+        return xla_attention(q, k, v, None, starts)
+
+    for found, expected in zip(outcome(pallas, q, k, v), outcome(xla, q, k, v), strict=True):
+        np.testing.assert_allclose(found, expected, atol=1e-4)
+
+
+def outcome(attend, *qkv):
+    """The result, and the gradients of q, k and v of the sum of its squares."""
+    return attend(*qkv), *jax.grad(lambda qkv: (attend(*qkv) ** 2).sum())(qkv)
+
+
+@pytest.mark.parametrize(
+    ("options", "kernel", "reason"),
+    [
+        ({"block_size": 1024}, "pallas", "flash"),
+        ({"block_size": 1000}, "xla", "multiple of 128, not 1000"),
+        ({"block_size": 1024, "sliding_window": 100}, "xla", "sliding_window=100"),
+        ({"block_size": 1024, "attention": "xla"}, "xla", "model.attention=xla"),
+    ],
+)
+def test_documents_have_a_kernel_of_their_own(options, kernel, reason):
+    config = ModelConfig(n_head=12, n_embd=768, **options)
+    chosen, why = choose_attention(config, "bfloat16", 9.0, document_mask=True)
+    assert chosen == kernel and reason in why
+
+
+@pytest.mark.parametrize(("attention", "masks"), [("cudnn", True), ("pallas", False)])
+def test_a_kernel_for_the_other_case_is_refused(attention, masks):
+    config = ModelConfig(n_head=12, n_embd=768, block_size=1024, attention=attention)
+    with pytest.raises(UsageError, match=f"model.attention={attention}: .*; use auto"):
+        choose_attention(config, "bfloat16", 9.0, document_mask=masks)
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        (["model.n_kv_head=3"], "model.n_kv_head=3: must divide model.n_head=4"),
+        (["model.rope_theta=5"], "model.rope_theta: needs? model.position=rope"),
+        (
+            ["model.position=rope", "--model.rope_scaling", "8", "1"],
+            "model.rope_scaling=8.0 1.0: must be factor",
+        ),
+        (
+            ["model.position=rope", "--model.rope_scaling", "8", "4", "1", "8192"],
+            "needs factor >= 1",
+        ),
+        (["model.position=rope", "model.head_dim=7"], "model.head_dim=7"),
+        (["model.bias=True", "model.qkv_bias=True"], "model.qkv_bias=True"),
+        (["data.end_of_text=3"], "needs data.document_mask=True"),
+        (["model.norm=batchnorm"], "model.norm=batchnorm: must be one of layernorm, rmsnorm"),
+        (["model.mlp=swish"], ""),
+    ],
+)
+def test_options_that_do_not_fit_are_one_sentence(settings, sentence):
+    if not sentence:
+        with pytest.raises(UsageError, match="model.mlp=swish: must be one of .*swiglu"):
+            count_parameters(load_config("tiny", *settings, "model.vocab_size=65").model)
+        return
+    with pytest.raises(UsageError, match=sentence):
+        load_config("tiny", *settings)
