@@ -61,7 +61,7 @@ def list_checkpoints(directory: Path) -> list[int]:
 
 
 def newest_checkpoint(directory: Path, key: str) -> tuple[int, dict[str, Any]]:
-    """Return the step and the JSON of the newest checkpoint in a folder, which `key` names in errors."""
+    """Return the step and the JSON of the newest checkpoint; errors call the folder by `key`."""
     steps = list_checkpoints(directory)
     if not steps:
         raise UsageError(

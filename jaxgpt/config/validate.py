@@ -46,7 +46,12 @@ def _checks(config: Config) -> Iterator[tuple[bool, str]]:
         f"train.init_from={train.init_from}: leave it out: a run starts from new weights, and with "
         "--out FOLDER it goes on from its checkpoint",
     )
-    paths = {"out": config.out, "train.init_from": train.init_from, "data.path": data.path, "data.dataset": data.dataset}
+    paths = {
+        "out": config.out,
+        "train.init_from": train.init_from,
+        "data.path": data.path,
+        "data.dataset": data.dataset,
+    }
     for key, path in paths.items():
         yield path == "", f"{key}=: is empty; give a name, or leave it out"
     yield (

@@ -5,12 +5,18 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxgpt.config import Config, ModelConfig, UsageError, validate
+from jaxgpt.config import Config, ModelConfig, UsageError
+from jaxgpt.config.validate import validate
 from jaxgpt.convert import names
 from jaxgpt.convert.names import Table
 from jaxgpt.convert.safetensors import read_json
 
 CONFIG = "config.json"
+# Kept beside the weights as they are, for who takes them back to transformers.
+COMPANIONS = (
+    "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tokenizer.model",
+    "chat_template.jinja", "generation_config.json",
+)  # fmt: skip
 # activation_function -> model.mlp
 ACTIVATIONS = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu"}
 LLAMA3_ROPE = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")

@@ -13,18 +13,13 @@ import numpy as np
 from jaxgpt.checkpoint.metadata import list_checkpoints, newest_checkpoint, read_meta
 from jaxgpt.checkpoint.weights_only import WeightsReader, WeightsWriter
 from jaxgpt.config import Config, ModelConfig, UsageError, config_from_dict
-from jaxgpt.convert.families import CONFIG, read_model, table_of, write_config
+from jaxgpt.convert.families import COMPANIONS, CONFIG, read_model, table_of, write_config
 from jaxgpt.convert.layout import Slot, check_tensors, export_tensors, import_tensors, slots
 from jaxgpt.convert.safetensors import Writer, open_folder
 from jaxgpt.convert.tensors import FLOATS, new_folder
 from jaxgpt.data.tokenizers import FILE as TOKENIZER
 from jaxgpt.data.tokenizers import HFTokenizer, Tokenizer, load_tokenizer, tokenizer_from_meta
 
-# Kept beside the weights as they are, for who takes them back to transformers.
-COMPANIONS = (
-    "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tokenizer.model",
-    "chat_template.jinja", "generation_config.json",
-)  # fmt: skip
 BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")  # no weights
 GPT2_PREFIX = "transformer."  # of names in files that GPT2LMHeadModel saved
 

@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 
 from jaxgpt.checkpoint.weights_only import WeightsWriter
-from jaxgpt.config import Config, ModelConfig, UsageError, validate
+from jaxgpt.config import Config, ModelConfig, UsageError
+from jaxgpt.config.validate import validate
 from jaxgpt.convert import torch_file
 from jaxgpt.convert.huggingface import converted_bytes, describe
 from jaxgpt.convert.layout import check_tensors, import_tensors, slots
