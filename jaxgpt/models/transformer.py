@@ -15,11 +15,11 @@ from flax import nnx
 from jax.experimental.layout import Layout, with_layout_constraint
 
 from jaxgpt.config import ModelConfig
-from jaxgpt.models.attention import Attention
+from jaxgpt.models.attention import Attention, make_attention
 from jaxgpt.models.layers import LayerBuilder, Linear, embedding, keys_for, padded_vocab_size
 from jaxgpt.models.mlp import make_mlp
 from jaxgpt.models.rope import Rotation, make_rotation
-from jaxgpt.models.xla_attention import document_starts, xla_attention
+from jaxgpt.models.xla_attention import document_starts
 from jaxgpt.parallel.remat import rematerialized
 from jaxgpt.parallel.sharding import LogicalAxes
 from jaxgpt.parallel.tensor import NO_PARALLELISM, ParallelContext
@@ -113,7 +113,7 @@ class GPT(nnx.Module):
         config: ModelConfig,
         *,
         dtype: jnp.dtype = jnp.float32,
-        attend: Attention = xla_attention,
+        attend: Attention | None = None,
         parallel: ParallelContext = NO_PARALLELISM,
         scan_layers: bool = False,
         remat: str = "none",
@@ -125,13 +125,14 @@ class GPT(nnx.Module):
         Args:
             config: with `vocab_size` set.
             dtype: of the computation, to which logits are rounded; they come as float32.
-            attend: made by `attention.make_attention`.
+            attend: made by `attention.make_attention`; None is XLA's.
             parallel: how this device and the others share the work.
             scan_layers, remat: as in parallel.scan_layers and parallel.remat.
             end_of_text: the token that ends a document, to keep attention inside of documents.
         """
         assert config.vocab_size is not None
-        self.config, self.dtype, self.attend = config, dtype, attend
+        self.config, self.dtype = config, dtype
+        self.attend = attend or make_attention("xla", config)
         self.parallel, self.scan_layers, self.remat = parallel, scan_layers, remat
         self.end_of_text = end_of_text
         V, T = config.vocab_size, config.block_size

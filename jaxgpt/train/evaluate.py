@@ -111,21 +111,14 @@ def make_generate(
     """
 
     def generate(params: Params, window: jax.Array, length: jax.Array, seed: jax.Array):
-        P, end = min(PREFILL_CHUNK, window.size), length + n_tokens
+        end = length + n_tokens
         T = n_positions or window.size + n_tokens  # up to T tokens, the cache holds
         keys = jax.random.split(jax.random.key(seed), n_tokens)
         decode, empty_caches = make_decoder(params)
 
-        def tokens_1N(text: jax.Array, first: jax.Array, size: int) -> jax.Array:
-            return jax.lax.dynamic_slice(text, (first,), (size,))[None]
-
         def append_token(text: jax.Array, n: jax.Array, logits_1V: jax.Array) -> jax.Array:
             logits_V = logits_1V[0, :vocab_size]
             return text.at[n].set(draw_token(logits_V, keys[n - length], temperature, top_k))
-
-        def prefill_chunk(i, caches):
-            first = jnp.minimum(i * P, window.size - P)  # the last may begin in the one before
-            return decode(caches, tokens_1N(window, first, P), first)[1]
 
         def decode_step(carry):
             text, n, caches = carry
@@ -137,8 +130,7 @@ def make_generate(
             logits_1V, _ = decode(empty_caches, tokens_1N(text, n - T, T), 0)
             return append_token(text, n, logits_1V), n + 1
 
-        # Tokens after the prompt are decoded too, and overwritten before anything attends to them.
-        caches = jax.lax.fori_loop(0, -(-length // P), prefill_chunk, empty_caches)
+        caches = prefill(decode, empty_caches, window, length)
         text = jnp.concatenate([window, jnp.zeros(n_tokens, jnp.int32)])
         text, n, _ = jax.lax.while_loop(
             lambda carry: carry[1] < jnp.minimum(end, T + 1), decode_step, (text, length, caches)
@@ -148,6 +140,25 @@ def make_generate(
         return jax.lax.dynamic_slice(text, (length,), (n_tokens,))
 
     return generate
+
+
+def prefill(decode: DecodeFn, caches: Any, window: jax.Array, length: jax.Array) -> Any:
+    """Return the caches after the first `length` tokens of a window, which are read in chunks.
+
+    Tokens after them are decoded too, and overwritten before anything attends to them.
+    """
+    P = min(PREFILL_CHUNK, window.size)
+
+    def read_chunk(i: jax.Array, caches: Any) -> Any:
+        first = jnp.minimum(i * P, window.size - P)  # the last may begin in the one before
+        return decode(caches, tokens_1N(window, first, P), first)[1]
+
+    return jax.lax.fori_loop(0, -(-length // P), read_chunk, caches)
+
+
+def tokens_1N(text: jax.Array, first: jax.Array, size: int) -> jax.Array:
+    """Return so many tokens of a text from the first one, as a batch of one row."""
+    return jax.lax.dynamic_slice(text, (first,), (size,))[None]
 
 
 def draw_token(

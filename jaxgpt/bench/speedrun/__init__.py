@@ -77,9 +77,7 @@ def run_jaxgpt(job: Job, settings: Sequence[str], seed: int, name: str) -> tuple
     return seconds, json.loads(said.splitlines()[-1])["loss"]
 
 
-def run_nanogpt(
-    job: Job, clone: Path, python: str, data: Path, seed: int
-) -> tuple[float, float]:
+def run_nanogpt(job: Job, clone: Path, python: str, data: Path, seed: int) -> tuple[float, float]:
     """Do the same with nanoGPT, in a copy of its clone."""
     folder = job.folder / f"nanogpt-{seed}"
     command = [python, str(WORKER)]

@@ -1,7 +1,7 @@
-"""nanoGPT's run, in its own Python: `python worker.py prepare|train|evaluate CLONE FOLDER DATA SEED`.
+"""nanoGPT's run, in its own Python: `python worker.py ACTION CLONE FOLDER DATA SEED`.
 
-`jaxgpt.bench.speedrun` starts it. The clone is copied to FOLDER with links to the token files DATA.
-"""
+`jaxgpt.bench.speedrun` starts it to prepare, train and evaluate. The clone is copied to FOLDER, with links
+to the token files in DATA.
 
 import json
 import os
