@@ -129,6 +129,10 @@ class _Machine:
         items, self.stack = self.stack, self.marks.pop()
         return items
 
+    def push_marked(self, kind: Callable[[list[Any]], Any]) -> None:
+        items = self.pop_mark()
+        self.stack.append(kind(items))
+
     def mark(self, _: None) -> None:
         self.marks.append(self.stack)
         self.stack = []
@@ -263,11 +267,11 @@ _INSTRUCTIONS: dict[str, Callable[[_Machine, Any], None]] = {
     "PUT": _Machine.put, "BINPUT": _Machine.put, "LONG_BINPUT": _Machine.put,
     "MEMOIZE": _Machine.put,
     "GET": _Machine.get, "BINGET": _Machine.get, "LONG_BINGET": _Machine.get,
-    "TUPLE": lambda m, _: m.stack.append(tuple(m.pop_mark())),
+    "TUPLE": lambda m, _: m.push_marked(tuple),
     "TUPLE1": lambda m, _: m.tuple_of(1),
     "TUPLE2": lambda m, _: m.tuple_of(2),
     "TUPLE3": lambda m, _: m.tuple_of(3),
-    "LIST": lambda m, _: m.stack.append(m.pop_mark()),
+    "LIST": lambda m, _: m.push_marked(list),
     "APPEND": lambda m, _: m.extend([m.stack.pop()]),
     "APPENDS": lambda m, _: m.extend(m.pop_mark()),
     "SETITEM": lambda m, _: m.update([m.stack.pop(-2), m.stack.pop()]),
