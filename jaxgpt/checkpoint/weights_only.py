@@ -48,12 +48,13 @@ class WeightsWriter:
         index = (*index, *[slice(None)] * (len(weight.shape) - len(index)))
         first = [i if isinstance(i, int) else i.start or 0 for i in index]
         sizes = iter(array.shape)
-        part = array.reshape([1 if isinstance(i, int) else next(sizes) for i in index])
+        part = np.ascontiguousarray(array, np.float32)
+        part = part.reshape([1 if isinstance(i, int) else next(sizes) for i in index])
         if name not in self._stores:  # chunks that no two parts share
             self._stores[name] = self._create(weight, chunk_shape(part.shape))
         place = tuple(slice(i, i + n) for i, n in zip(first, part.shape, strict=True))
-        self._stores[name][place].write(np.ascontiguousarray(part, np.float32)).result()
-        self._sums[name] += part_checksum(np.asarray(part, np.float32), first, weight.shape)
+        self._stores[name][place].write(part).result()
+        self._sums[name] += part_checksum(part, first, weight.shape)
         self._todo[name] -= part.size
 
     def close(self, config: Config, tokenizer: Mapping[str, Any] | None, source: str) -> None:

@@ -82,7 +82,7 @@ def new_folder(out: Path, n_bytes: int) -> Iterator[Path]:
     An error leaves nothing; a kill leaves a folder `<out>.partial-*`. Raises `UsageError` if `out`
     holds something, cannot be written, or has no room for `n_bytes`.
     """
-    remedy = "give --out another folder"
+    remedy, out = "give --out another folder", out.absolute()
     try:
         if out.exists() and (not out.is_dir() or any(out.iterdir())):
             raise UsageError(f"--out {out}: is there, and not an empty folder; {remedy}")
