@@ -22,7 +22,7 @@ from jaxgpt.train.resume import initial_model
 
 PROMPT = 16  # random tokens
 TOKENS = 200
-POSITIONS_TIMES = 10
+TIMES = 10  # larger than initial weights: those of what tells positions apart
 PIECE = 64  # prefixes are padded to a multiple of this, or each would be a program of its own
 
 
@@ -49,7 +49,10 @@ def run(settings: Sequence[str], tokens: int | None = None) -> Result:
         steps = make_steps(config, mesh)
         params = steps.init().params
         # Or a model that has not been trained would write the same token all the time.
-        params["position_embedding"]["embedding"] *= POSITIONS_TIMES
+        if config.model.position == "learned":
+            params["position_embedding"]["embedding"] *= TIMES
+        else:
+            params["layers"]["attention"]["out"]["kernel"] *= TIMES
         random, size = np.random.default_rng(config.train.seed), config.model.block_size
         window = random.integers(config.model.vocab_size, size=size, dtype=np.int32)
 
@@ -93,6 +96,7 @@ def recomputing_writer(config: Config, params: Any) -> Callable[[np.ndarray, int
         dtype=jnp.dtype(config.train.dtype),
         attend=make_attention("xla", config.model),
         scan_layers=True,
+        end_of_text=config.document_end,
     )
 
     @jax.jit

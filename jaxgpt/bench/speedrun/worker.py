@@ -1,7 +1,8 @@
 """nanoGPT's run, in its own Python: `python worker.py ACTION CLONE FOLDER DATA SEED`.
 
-`jaxgpt.bench.speedrun` starts it to prepare, train and evaluate. The clone is copied to FOLDER, with links
-to the token files in DATA.
+`jaxgpt.bench.speedrun` starts it to prepare, train and evaluate. The clone is copied to FOLDER
+with links to the token files in DATA.
+"""
 
 import json
 import os
