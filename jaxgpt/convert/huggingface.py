@@ -38,7 +38,8 @@ def from_hf(path: Path, out: Path, block_size: int | None = None) -> list[str]:
     if block_size and "wpe.weight" in found:
         raise UsageError("--block-size: is for rotary positions; give model.block_size to train")
     check_tensors(found, wanted, str(path))
-    tokenizer = read_tokenizer(path, model.vocab_size)
+    has_tokenizer = any((path / name).is_file() for name in (TOKENIZER, "merges.txt", "vocab.bpe"))
+    tokenizer = read_tokenizer(path if has_tokenizer else None, model.vocab_size)
     with new_folder(out, converted_bytes(wanted)) as partial:
         writer = WeightsWriter(partial, model)
         import_tensors(found, wanted, writer)
@@ -69,15 +70,16 @@ def describe(out: Path, model: ModelConfig, tokenizer: Tokenizer | None) -> list
     return lines
 
 
-def read_tokenizer(folder: Path, vocab_size: int) -> Tokenizer | None:
-    """Return the tokenizer of a folder, if there is one; `UsageError` if it does not fit."""
-    if not any((folder / name).is_file() for name in (TOKENIZER, "merges.txt", "vocab.bpe")):
+def read_tokenizer(path: Path | None, vocab_size: int) -> Tokenizer | None:
+    """Return the tokenizer that a user names, as `load_tokenizer` does; `UsageError` if it is of
+    more tokens than the model."""
+    if path is None:
         return None
-    tokenizer = load_tokenizer(folder)
+    tokenizer = load_tokenizer(path)
     if tokenizer.vocab_size > vocab_size:
         raise UsageError(
-            f"{folder}: its tokenizer has {tokenizer.vocab_size} tokens, and the model "
-            f"{vocab_size}; give the tokenizer that the model was trained with"
+            f"{path}: its tokenizer has {tokenizer.vocab_size} tokens, and the model {vocab_size}; "
+            "give the tokenizer that the model was trained with"
         )
     return tokenizer
 

@@ -6,7 +6,7 @@ A folder `iter_0001000` has `mp_rank_TT[_PPP]/model_optim_rng.pt`, one file for 
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +16,11 @@ from jaxgpt.checkpoint.weights_only import WeightsWriter
 from jaxgpt.config import Config, ModelConfig, UsageError
 from jaxgpt.config.validate import validate
 from jaxgpt.convert import torch_file
-from jaxgpt.convert.huggingface import converted_bytes, describe
+from jaxgpt.convert.huggingface import converted_bytes, describe, read_tokenizer
 from jaxgpt.convert.layout import check_tensors, import_tensors, slots
 from jaxgpt.convert.names import MEGATRON, MEGATRON_SPELLINGS
 from jaxgpt.convert.tensors import FileTensor, Tensor, new_folder
 from jaxgpt.convert.torch_file import Global, Inert
-from jaxgpt.data.tokenizers import load_tokenizer
 
 RANK = re.compile(r"mp_rank_(\d+)(?:_(\d+))?(?:_model_states\.pt)?")
 FILES = ("model_optim_rng.pt", "model_rng.pt")
@@ -94,17 +93,19 @@ class Merged:
 def from_megatron(path: Path, out: Path, tokenizer: Path | None = None) -> list[str]:
     """Convert a checkpoint into weights that a run starts from; return lines about them.
 
-    With a `tokenizer`, which `load_tokenizer` takes, the rows that pad its vocabulary are left out.
+    With a `tokenizer`, as `read_tokenizer` takes it, the rows that pad its vocabulary are left out.
     """
-    made = load_tokenizer(tokenizer) if tokenizer else None
     files = rank_files(path)
     loaded = {rank: load(file) for rank, file in files.items()}
     arguments = loaded[0, 0][0]
     found = merged(files, {rank: tensors for rank, (_, tensors) in loaded.items()}, arguments)
-    vocab_size = made.vocab_size if made else arguments.get("vocab_size")
-    model = model_of(path, arguments, found, vocab_size)
-    words = found["embedding.word_embeddings.weight"]
-    found["embedding.word_embeddings.weight"] = Merged(words.parts, 0, model.vocab_size)
+    model = model_of(path, arguments, found)
+    made = read_tokenizer(tokenizer, model.vocab_size)
+    if made is not None:
+        model = replace(model, vocab_size=made.vocab_size)
+    for name in ("embedding.word_embeddings.weight", "output_layer.weight"):
+        if name in found:
+            found[name] = replace(found[name], most_rows=model.vocab_size)
     wanted = slots({name: place for name, (place, _) in MEGATRON.items()}, model)
     check_tensors(found, wanted, str(path))
     with new_folder(out, converted_bytes(wanted)) as partial:
@@ -194,14 +195,14 @@ def merged(
     files: Mapping[tuple[int, int], Path],
     ranks: Mapping[tuple[int, int], Mapping[str, FileTensor]],
     arguments: Mapping[str, Any],
-) -> dict[str, Tensor]:
+) -> dict[str, Merged]:
     """Return the tensors of the whole model, layers numbered over the stages of the pipeline."""
     n_tensor, n_pipeline = (1 + max(rank[i] for rank in ranks) for i in (0, 1))
     n_layer = arguments.get("num_layers")
     if type(n_layer) is not int or n_layer % n_pipeline:
         raise UsageError(f"{files[0, 0]}: num_layers={n_layer} in {n_pipeline} stages")
     axes = {re.sub(r"\{\}", "#", name): axis for name, (_, axis) in MEGATRON.items()}
-    out: dict[str, Tensor] = {}
+    out: dict[str, Merged] = {}
     for stage in range(n_pipeline):
         for name in ranks[0, stage]:
             if stage and name.startswith("word_embeddings_for_head."):
@@ -221,9 +222,7 @@ def merged(
     return out
 
 
-def model_of(
-    path: Path, arguments: Mapping[str, Any], found: Mapping[str, Tensor], vocab_size: Any
-) -> ModelConfig:
+def model_of(path: Path, arguments: Mapping[str, Any], found: Mapping[str, Tensor]) -> ModelConfig:
     """Return the model that a checkpoint's arguments describe; `UsageError` if not supported."""
     for key, values in SUPPORTED.items():
         value = arguments.get(key, values[0])
@@ -252,7 +251,7 @@ def model_of(
         mlp="gelu_tanh" if is_tanh else "gelu",
         mlp_hidden=None if width == 4 * n_embd else width,
         norm_eps=float(arguments.get("norm_epsilon", arguments.get("layernorm_epsilon", 1e-5))),
-        vocab_size=vocab_size if type(vocab_size) is int else words.shape[0],
+        vocab_size=words.shape[0],
         tie_embeddings=not arguments.get("untie_embeddings_and_output_weights", False),
     )
     validate(Config(model=model).replace(train__batch_size=1))

@@ -7,12 +7,17 @@ from typing import Any
 from jaxgpt.checkpoint.weights_only import WeightsReader, WeightsWriter
 from jaxgpt.config import Config, ModelConfig, UsageError, config_from_dict
 from jaxgpt.convert import torch_file
-from jaxgpt.convert.huggingface import converted_bytes, describe, find_weights, written_bytes
+from jaxgpt.convert.huggingface import (
+    converted_bytes,
+    describe,
+    find_weights,
+    read_tokenizer,
+    written_bytes,
+)
 from jaxgpt.convert.layout import check_tensors, export_tensors, import_tensors, slots
 from jaxgpt.convert.names import NANOGPT
 from jaxgpt.convert.safetensors import Writer
 from jaxgpt.convert.tensors import FileTensor, new_folder
-from jaxgpt.data.tokenizers import load_tokenizer
 
 MODEL_KEYS = ("n_layer", "n_head", "n_embd", "block_size", "bias", "vocab_size")
 COMPILED_PREFIX = "_orig_mod."  # of names in what torch.compile has wrapped
@@ -38,7 +43,7 @@ def from_nanogpt(path: Path, out: Path, tokenizer: Path | None = None) -> list[s
         if name != HEAD and not name.endswith(".attn.bias")  # a mask
     }
     check_tensors(found, wanted, str(path))
-    made = load_tokenizer(tokenizer) if tokenizer else None
+    made = read_tokenizer(tokenizer, model.vocab_size)
     with new_folder(out, converted_bytes(wanted)) as partial:
         writer = WeightsWriter(partial, model)
         import_tensors(found, wanted, writer)

@@ -103,8 +103,7 @@ def make_steps(
     model = shard_model(config, mesh, attend, slices, on_cpu)
     rules = sharding.opt_state_rules(config.parallel.zero_stage)  # the most that is split
     state, batch = state_shapes(config, mesh), training_batch(config, sharding.batch_sharding(mesh))
-    state_at = jax.tree.map(lambda leaf: leaf.sharding, state)
-    whole = sharding.replicated(mesh)
+    state_at, whole = jax.tree.map(lambda leaf: leaf.sharding, state), sharding.replicated(mesh)
     return StepFunctions(
         model=model,
         mesh=mesh,

@@ -172,7 +172,8 @@ def prepare_weights(
         folder = Path(given).absolute()
         config = config.replace(train__init_from=str(folder))
     step, meta = newest_checkpoint(folder, key)
-    notes = [f"weights: step {step} of {folder}" + f", from {meta['source']}" * ("source" in meta)]
+    origin = f", from {meta['source']}" if "source" in meta else ""
+    notes = [f"weights: step {step} of {folder}{origin}"]
     config, more = _share_tokenizer(config, dataset, directory, folder, meta)
     return config, folder, notes + more
 

@@ -127,12 +127,7 @@ def _decide(config: Config, cluster: ProcessGroup) -> dict[str, Any]:
     dataset.verify()
     config = with_vocabulary(config, dataset)
     config = config.replace(data=with_absolute_paths(config.data))
-    prompt = config.train.sample_prompt
-    if prompt and dataset.tokenizer is not None:
-        try:
-            dataset.tokenizer.encode(prompt)
-        except UsageError as e:
-            raise UsageError(f"train.sample_prompt={prompt!r}: {e}") from None
+    _check_prompt(config.train.sample_prompt, dataset)
 
     directory = _writable_directory(config, cluster)
     config = config.replace(out=str(directory))
@@ -179,6 +174,14 @@ def _decide(config: Config, cluster: ProcessGroup) -> dict[str, Any]:
             "init_folder": init_folder,
         },
     }
+
+
+def _check_prompt(prompt: str, dataset: Dataset) -> None:
+    if prompt and dataset.tokenizer is not None:
+        try:
+            dataset.tokenizer.encode(prompt)
+        except UsageError as e:
+            raise UsageError(f"train.sample_prompt={prompt!r}: {e}") from None
 
 
 def _open_dataset(config: Config) -> Dataset:

@@ -84,7 +84,10 @@ def test_a_run_that_has_checkpoints_goes_on_without_its_first_weights(first_run,
         (["model.bias=False"], "have model.bias=True; give that, or leave it out"),
         (["model.block_size=65"], "has learned 64 positions; give at most as many"),
         (["model.vocab_size=300"], "model.vocab_size=300: the weights of"),
-        (["--config", "gpt2", "data.dataset=python"], "the weights of"),
+        (
+            ["--config", "llama-tiny", "data.dataset=python"],
+            "model.n_layer=4: the weights of train.init_from=.* have model.n_layer=2; give that",
+        ),
     ],
 )
 def test_options_that_the_weights_do_not_have_are_one_sentence(
