@@ -141,7 +141,10 @@ def initial_model(init_from: str, out: str | None) -> dict[str, Any]:
 
 def _saved_model(init_from: str) -> ModelConfig:
     if init_from.startswith(TRANSFORMERS):
-        return read_model(_transformers_folder(init_from))
+        try:
+            return read_model(_transformers_folder(init_from))
+        except UsageError as error:
+            raise UsageError(f"train.init_from={init_from}: {error}") from None
     _, meta = newest_checkpoint(Path(init_from), f"train.init_from={init_from}")
     return config_from_dict(meta["config"], init_from).model
 
