@@ -27,7 +27,7 @@ class SelfAttention(nnx.Module):
         D, H = build.config.n_embd, build.config.n_head
         K = D // H
         self.parallel = build.parallel
-        self.qkv = build.column_parallel((D,), (3, H, K), ("embed", None, "heads", None))
+        self.qkv = build.column_parallel((D,), (3, H, K), ("embed", "parts", "heads", None))
         self.out = build.row_parallel((H, K), (D,), ("heads", None, "embed"))
 
     def __call__(self, x_BTD: jax.Array, keys_B: jax.Array | None, attend: Attention) -> jax.Array:
