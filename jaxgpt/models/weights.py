@@ -37,10 +37,10 @@ class Weight:
 
     @property
     def matrix_dims(self) -> tuple[tuple[int, ...], ...]:
-        """Return the (stacked, input, output) dims: it holds a matrix for each index of the first.
+        """Return the (stacked, input, output) dims.
 
-        A product multiplies each by itself: those of each layer, and of each of its `parts`, as
-        queries, keys and values are.
+        Each index of the stacked dims is a matrix of its own: of a layer, and in `qkv` of one of
+        its parts, queries, keys or values.
         """
         stacked = tuple(i for i, axis in enumerate(self.axes) if axis in STACKED_AXES)
         others = tuple(i for i in range(len(self.shape)) if i not in stacked)
@@ -72,11 +72,6 @@ def weights(config: ModelConfig) -> Params:
             "/".join(path), param.shape, axes, metadata["role"], metadata.get("n_inputs", 0)
         )
     return nnx.traversals.unflatten_mapping(described)
-
-
-def decay_mask(config: ModelConfig) -> Params:
-    """Return booleans like the parameters: which ones weight decay applies to."""
-    return jax.tree.map(lambda w: w.is_decayed, weights(config))
 
 
 def layer_matrices(config: ModelConfig) -> list[Weight]:
