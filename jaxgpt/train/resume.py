@@ -10,7 +10,7 @@ from jaxgpt.spikes.policy import METRICS
 from jaxgpt.tracking.jsonl import read_records
 
 # What may differ between a checkpoint's model and the model that goes on from it.
-_FREE_MODEL_KEYS = {"dropout", "attention"}
+_FREE_MODEL_KEYS = {"model.dropout", "model.attention"}
 EVAL_RECORDS = ("eval", "sample")  # the kinds of records that train.eval_interval asks for
 # What decides which tokens a step sees: a change is allowed, and said.
 _ORDER_KEYS = ("train.batch_size", "train.seed")
@@ -40,12 +40,13 @@ def check_resume(
             "or checkpoint.resume=True to go on from it"
         )
     saved, notes, changed = meta["config"], [], []
+    defaults = Config().to_dict()  # of keys that there were not yet: they change nothing
     for section in ("model", "train", "optimizer", "parallel", "spike"):
         for key, value in config.to_dict()[section].items():
-            name, then = f"{section}.{key}", saved[section].get(key)
+            name, then = f"{section}.{key}", saved[section].get(key, defaults[section][key])
             if then == value or name == "parallel.mesh":  # of which the log has a line anyway
                 continue
-            if section == "model" and key not in _FREE_MODEL_KEYS:
+            if _needs_other_arrays(config, name, (then, value)):
                 raise UsageError(
                     f"{name}={value}: {checkpoint} was trained with {name}={then}; use that, or "
                     "another --out"
@@ -60,6 +61,14 @@ def check_resume(
     if changed:
         notes.append(f"changed since step {step}: {', '.join(changed)}")
     return _check_data(config, checkpoint, meta, dataset) + notes
+
+
+def _needs_other_arrays(config: Config, name: str, values: tuple[Any, ...]) -> bool:
+    """Return whether two values of a setting have different arrays in their checkpoints."""
+    if name == "optimizer.momentum":
+        return config.optimizer.name == "sgd" and 0 in values
+    is_model = name.startswith("model.") and name not in _FREE_MODEL_KEYS
+    return is_model or name == "optimizer.name"
 
 
 def _check_data(
