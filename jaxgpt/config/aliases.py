@@ -29,7 +29,12 @@ SAME = {
     "dtype": "train.dtype",
     "seed training.seed": "train.seed",
     "dataset": "data.dataset",
+    "optimizer opt_type": "optimizer.name",
     "learning_rate lr optimizer.lr": "optimizer.learning_rate",
+    "lr_decay_style lr_schedule_type lr_scheduler.decay_type": "optimizer.schedule",
+    "lr_wsd_decay_style": "optimizer.wsd_decay",
+    "lr_wsd_decay_iters": "optimizer.wsd_decay_iters",
+    "sgd_momentum muon_momentum": "optimizer.momentum",
     "min_lr": "optimizer.min_lr",
     "warmup_iters lr_warmup_iters lr_scheduler.warmup_steps": "optimizer.warmup_iters",
     "lr_decay_iters": "optimizer.lr_decay_iters",
@@ -41,6 +46,12 @@ SAME = {
     "save_interval checkpoint_period": "checkpoint.interval",
 }
 
+# Key -> word of another program -> ours.
+VALUES = {
+    "optimizer.name": {"adam": "adamw", "AdamW": "adamw", "Muon": "muon", "dist_muon": "muon"},
+    "optimizer.schedule": {"WSD": "wsd"},
+    "optimizer.wsd_decay": {"minus_sqrt": "sqrt", "1-sqrt": "sqrt"},
+}
 HALVES = "fp16 float16 f16 half"
 _PLATFORM = "set JAX_PLATFORMS=cpu or cuda in the environment; accelerators are found by themselves"
 _COMPILED = "leave it out: a step is always compiled"
@@ -98,8 +109,17 @@ ANSWERS = {
     ),
     "attention_dropout hidden_dropout": "type model.dropout=X, one rate for all places",
     "use_flash_attn": "type model.attention=cudnn, or leave it at auto",
-    "decay_lr": "type optimizer.min_lr=X, equal to optimizer.learning_rate for no decay",
-    "lr_decay_style": "the learning rate decays by a cosine to optimizer.min_lr",
+    "decay_lr": "type optimizer.schedule=constant for no decay, cosine or wsd for one",
+    "decay_ratio": "type optimizer.schedule=wsd optimizer.wsd_decay_iters=N, a number of steps",
+    "lr_wsd_decay_samples": "type optimizer.wsd_decay_iters=N",
+    "min_lr_factor": "type optimizer.min_lr=X",
+    "muon_lr": "type optimizer.learning_rate=X, and optimizer.adamw_learning_rate=X for the rest",
+    "muon_num_ns_steps ns_steps": "leave it out: muon takes 5 steps of Newton-Schulz",
+    "muon_use_nesterov muon_nesterov": "leave it out: the momentum of muon is Nesterov's",
+    "muon_scale_mode muon_extra_scale_factor": (
+        "leave it out: muon scales by 0.2 sqrt(max(rows, columns)), Megatron's spectral with 0.2"
+    ),
+    "muon_split_qkv": "leave it out: muon takes queries, keys and values apart",
     "lr_warmup_fraction lr_warmup_samples": "type optimizer.warmup_iters=N",
     "lr_decay_samples": "type optimizer.lr_decay_iters=N",
     # layouts
@@ -124,6 +144,14 @@ ANSWERS = {
     "zero_stage": "type parallel.zero_stage=N --mesh 1,-1,1: state is sharded over the axis fsdp",
     "deepspeed": "type parallel.zero_stage=N with --mesh D,F,T",
     "deepspeed_config": "type parallel.zero_stage=N and train.batch_size=N",
+}
+
+# `key=word` of another program: the line to type instead.
+VALUE_ANSWERS = {
+    "optimizer.schedule=linear": (
+        "type optimizer.schedule=wsd with optimizer.wsd_decay_iters=N, all steps after warm-up: "
+        "optimizer.lr_decay_iters - optimizer.warmup_iters"
+    ),
 }
 
 DTYPES = {"bf16": "bfloat16", "fp32": "float32", "f32": "float32", "float": "float32"}

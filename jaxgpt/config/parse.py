@@ -13,7 +13,7 @@ import yaml
 from jaxgpt.config import aliases
 from jaxgpt.config.errors import UsageError, expand_user
 from jaxgpt.config.schema import Config
-from jaxgpt.config.validate import validate
+from jaxgpt.config.validate import check_used, validate
 from jaxgpt.config.values import convert, describe, help_text, settings, takes_many
 
 _DATA_KEYS = {"data.dataset", "data.path", "data.blend", "data.file_list"}
@@ -56,6 +56,7 @@ def parse_args(argv: Sequence[str], prog: str = "python -m jaxgpt.train") -> Con
     try:
         config = _build({"config": ["tiny"], **values, **given})
         validate(config)
+        check_used(config, given)
     except UsageError as error:
         key = str(error).partition("=")[0]
         if key in given or key not in values or base in _presets().values():
@@ -189,6 +190,10 @@ def _value(name: str, words: Sequence[str]) -> Any:
     """Return the value of one setting."""
     if name in _PATHS:
         words = [expand_user(word, f"{name}=") for word in words]
+    words = [aliases.VALUES.get(name, {}).get(word, word) for word in words]
+    answer = aliases.find(aliases.VALUE_ANSWERS, f"{name}={words[0]}") if words else ""
+    if answer:
+        raise UsageError(f"{name}={words[0]}: {answer}")
     if "dtype" in name:
         words = [aliases.DTYPES.get(word, word) for word in words]
         if set(words) & set(aliases.HALVES.split()):

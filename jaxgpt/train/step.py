@@ -9,11 +9,12 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxgpt.config import Config
 from jaxgpt.models.loss import LogitMetrics, cross_entropy_sum
-from jaxgpt.optim import learning_rate_schedule
+from jaxgpt.models.weights import weights
+from jaxgpt.optim import Parameters, learning_rate_schedule, make_optimizer
 from jaxgpt.parallel.mesh import mesh_axes_with
 from jaxgpt.parallel.sharding import Params, batch_sharding
 from jaxgpt.parallel.tensor import ParallelContext
@@ -21,7 +22,7 @@ from jaxgpt.parallel.zero import ShardedParam, local_params, reduce_gradients, v
 from jaxgpt.spikes.detector import detect_and_gate
 from jaxgpt.spikes.faults import inject_nan
 from jaxgpt.train.reporting.step_metrics import Metrics, StepValues, step_scalars
-from jaxgpt.train.state import TrainState, optimizer_of
+from jaxgpt.train.state import TrainState
 
 
 class ShardedModel(NamedTuple):
@@ -39,6 +40,12 @@ class ShardedModel(NamedTuple):
     def param_specs(self) -> Any:
         """The `PartitionSpec` of every parameter between steps."""
         return jax.tree.map(lambda layout: layout.param, self.layouts)
+
+    @property
+    def parameters(self) -> Parameters:
+        """What the optimizer is told of the parameters."""
+        shardings = jax.tree.map(lambda one: NamedSharding(self.mesh, one.grad), self.layouts)
+        return Parameters(weights(self.config.model), shardings)
 
 
 def train_step(
@@ -61,9 +68,11 @@ def train_step(
         config.spike, state.spike_state, loss, grad_norm
     )
 
+    optimizer = make_optimizer(config.optimizer, model.parameters)
+
     def update(params: Params, opt_state: optax.OptState) -> tuple[Params, optax.OptState]:
         clipped = clip_by_norm(gradients, grad_norm, config.optimizer.grad_clip)
-        directions, opt_state = optimizer_of(config).update(clipped, opt_state, params)
+        directions, opt_state = optimizer.update(clipped, opt_state, params)
         return jax.tree.map(lambda p, u: p - lr * u, params, directions), opt_state
 
     opt_state = state.opt_state

@@ -44,16 +44,18 @@ def assert_same(found, reference, label=""):
 
 
 @pytest.mark.parametrize(
-    ("processes", "mesh"),
+    ("processes", "mesh", "options"),
     [
-        (2, "1,8,1"),
+        (2, "1,8,1", ()),
         # In short the losses of eight processes are compared where they write a checkpoint.
-        pytest.param(8, "2,1,4", marks=pytest.mark.long),
+        pytest.param(8, "2,1,4", (), marks=pytest.mark.long),
+        # Pieces of matrices go from process to process.
+        (2, "1,4,2", ("optimizer.name=muon",)),
     ],
 )
-def test_processes_change_nothing_but_the_layout(processes, mesh):
-    reference = trace(20, *CONFIG, "--mesh", "1,1,1", devices=1)
-    assert_same(layouts(processes, 20, [mesh], *CONFIG)[mesh], reference)
+def test_processes_change_nothing_but_the_layout(processes, mesh, options):
+    reference = trace(20, *CONFIG, *options, "--mesh", "1,1,1", devices=1)
+    assert_same(layouts(processes, 20, [mesh], *CONFIG, *options)[mesh], reference)
 
 
 @pytest.mark.long
