@@ -73,9 +73,9 @@ def override_data(config: Config, argv: Sequence[str]) -> Config:
     for key in given:
         if not key.startswith("data."):
             raise UsageError(f"{key}={' '.join(given[key])}: only settings of data can be changed")
+    left_out = _FOR_ONE_START | (_DATA_KEYS if _DATA_KEYS & given.keys() else set())
     values = _flatten(config.to_dict(), "configuration")
-    if _DATA_KEYS & given.keys():
-        values = {key: words for key, words in values.items() if key not in _DATA_KEYS}
+    values = {key: words for key, words in values.items() if key not in left_out}
     config = _build({**values, **given})
     validate(config)
     return config

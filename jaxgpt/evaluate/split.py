@@ -151,12 +151,6 @@ def open_split(trained: Trained, name: str, stride: int | None = None) -> Split:
             "tokenizer, or if the tokens are the same give data.accept_changes=True"
         )
     tokenizer = dataset.tokenizer or trained.tokenizer
-    if tokenizer is not None and tokenizer.vocab_size > config.model.vocab_size:
-        raise UsageError(
-            f"{source.entry.key}: {source.entry.path} has {_describe(tokenizer)}, and the model of "
-            f"{trained.where} knows {config.model.vocab_size} tokens; prepare its text with the "
-            "model's tokenizer"
-        )
     sizes = [s.tokens[name].size for s in dataset.sources]
     windows = tuple(Windows(size, T, stride or T) for size in sizes)
     return Split(dataset, name, tokenizer, config.model.vocab_size, windows)

@@ -64,7 +64,9 @@ def reference_logits(run, config):
         }
     )
     graph, V = gpt_graph(config.model), config.model.vocab_size
-    forward = jax.jit(lambda tokens_BT: nnx.merge(graph, jax.tree.map(jnp.asarray, params))(tokens_BT))
+    forward = jax.jit(
+        lambda tokens_BT: nnx.merge(graph, jax.tree.map(jnp.asarray, params))(tokens_BT)
+    )
 
     def log_probabilities(tokens):
         padded = np.zeros((1, config.model.block_size), np.int32)
