@@ -22,6 +22,7 @@ from jaxgpt.evaluate.split import corpus_losses, open_split
 from jaxgpt.runtime.jax_internals import failure_board
 
 LM_EVAL = "lm-eval"
+DTYPES = ("float32", "bfloat16")
 
 
 def parser() -> CommandParser:
@@ -46,6 +47,7 @@ def parser() -> CommandParser:
     about = "rows that are scored at once; never changes the result; default 16"
     out.add_argument("--batch", type=whole_number(bits=20), default=16, metavar="N", help=about)
     out.add_argument("--mesh", default="1,-1,1", help="mesh to load the model on")
+    out.add_argument("--dtype", choices=DTYPES, help="of the computation; default the run's")
     out.add_argument("--json", action="store_true", help="one line of JSON")
     out.epilog = "Settings of data, section.key=value, are those of jaxgpt.train."
     return out
@@ -84,7 +86,7 @@ def evaluate(
 ) -> dict[str, Any]:
     """Return what a command line asks for. All processes take part."""
     trained = cluster.run_on_all(
-        find_trained, arguments.run, arguments.step, arguments.mesh, settings
+        find_trained, arguments.run, arguments.step, arguments.mesh, arguments.dtype, settings
     )
     if arguments.multiple_choice is not None:
         return evaluate_choices(trained, arguments, settings, cluster)

@@ -35,9 +35,9 @@ class Team:
         self.cluster = cluster
         self.model: Model | None = None
 
-    def open(self, run: str, step: int | None, mesh: str, batch: int) -> None:
+    def open(self, run: str, step: int | None, mesh: str, dtype: str | None, batch: int) -> None:
         """Load a model on all processes; `UsageError` on all if it cannot be."""
-        trained = self.cluster.run_on_all(find_trained, Path(run), step, mesh)
+        trained = self.cluster.run_on_all(find_trained, Path(run), step, mesh, dtype)
         if trained.tokenizer is None:
             raise UsageError(f"run={run}: its data had no meta.json with a tokenizer")
         self.model = Model(trained, batch, self.cluster)
@@ -105,6 +105,7 @@ class JaxGPT(TemplateLM):
         run: Any,
         step: int | None = None,
         mesh: str | Sequence[int] = "1,-1,1",
+        dtype: str | None = None,
         batch_size: int | str = 16,
         max_batch_size: int | None = None,
         device: str | None = None,
@@ -115,11 +116,16 @@ class JaxGPT(TemplateLM):
             run: the run directory.
             step: of the checkpoint; default the newest.
             mesh: sizes of data, fsdp and tensor.
+            dtype: of the computation, float32 or bfloat16; default the run's.
             batch_size: rows that are scored at once; `auto` is 16.
             max_batch_size, device: as lm_eval gives them to every model; devices are JAX's.
         """
         super().__init__()
         del max_batch_size, device
+        if dtype not in (None, "float32", "bfloat16"):
+            raise UsageError(
+                f"dtype={dtype}: must be float32 or bfloat16; leave it out for the run's"
+            )
         mesh = mesh if isinstance(mesh, str) else ",".join(map(str, mesh))
         batch = 16 if str(batch_size).startswith("auto") else int(batch_size)
         self._team = TEAM.get() or Team(join_process_group())
@@ -127,7 +133,7 @@ class JaxGPT(TemplateLM):
             raise UsageError(
                 "lm_eval: a job of several processes runs python -m jaxgpt.evaluate lm-eval ..."
             )
-        self._team.call("open", str(run), step, mesh, batch)
+        self._team.call("open", str(run), step, mesh, dtype, batch)
 
     @property
     def _tokenizer(self) -> Tokenizer:

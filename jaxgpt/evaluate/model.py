@@ -38,12 +38,21 @@ class Trained:
 
 
 def find_trained(
-    where: Path, step: int | None = None, mesh: str = "1,-1,1", settings: Sequence[str] = ()
+    where: Path,
+    step: int | None = None,
+    mesh: str = "1,-1,1",
+    dtype: str | None = None,
+    settings: Sequence[str] = (),
 ) -> Trained:
-    """Find the parameters of a run directory after `step`, by default its last checkpoint's.
+    """Find the parameters of a run directory.
 
-    `settings` replace those of the run's data. Raises `UsageError` for a run without such a
-    checkpoint, a mesh that does not fit the model, or settings that are not of data.
+    Args:
+        step: of the checkpoint; None takes the newest.
+        dtype: of the computation; None takes the run's.
+        settings: of data, that replace the run's.
+
+    Raises `UsageError` for a run without such a checkpoint, a mesh that does not fit the model, or
+    settings that are not of data.
     """
     step = choose_checkpoint(where, step)
     meta = read_meta(where, step)
@@ -51,7 +60,7 @@ def find_trained(
     # The devices are not those of the training: any attention kernel that runs here will do.
     config = config.replace(
         parallel__mesh=mesh, model__attention="auto", model__dropout=0.0,
-        train__gradient_accumulation_steps=1,
+        train__gradient_accumulation_steps=1, train__dtype=dtype or config.train.dtype,
     )  # fmt: skip
     mesh_shape(config)
     tokenizer = meta["tokenizer"] and tokenizer_from_meta(meta["tokenizer"], where)

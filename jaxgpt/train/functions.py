@@ -104,6 +104,9 @@ def make_steps(
     state, batch = state_shapes(config, mesh), training_batch(config, sharding.batch_sharding(mesh))
     state_at = jax.tree.map(lambda leaf: leaf.sharding, state)
     whole = sharding.replicated(mesh)
+    jit_eval = functools.partial(
+        jax.jit, in_shardings=(state_at.params, batch.sharding), out_shardings=whole
+    )
     return StepFunctions(
         model=model,
         mesh=mesh,
@@ -127,16 +130,8 @@ def make_steps(
             donate_argnums=0,
             compiler_options=step_options(device.platform, mesh.size),
         ),
-        eval_step=jax.jit(
-            functools.partial(eval_losses, model),
-            in_shardings=(state_at.params, batch.sharding),
-            out_shardings=whole,
-        ),
-        eval_tokens=jax.jit(
-            functools.partial(eval_tokens, model),
-            in_shardings=(state_at.params, batch.sharding),
-            out_shardings=whole,
-        ),
+        eval_step=jit_eval(functools.partial(eval_losses, model)),
+        eval_tokens=jit_eval(functools.partial(eval_tokens, model)),
         make_decoder=functools.partial(make_decoder, model, attend),
     )
 

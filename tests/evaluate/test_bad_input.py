@@ -61,6 +61,7 @@ def refused(capsys, *words):
         (("--run", "{home}/run", "--mesh", "1,1,3"), "parallel.mesh=1,1,3: tensor=3 does not"),
         (("--run", "{home}/run", "--stride", BLOCK + 1), f"--stride={BLOCK + 1}: must be at most"),
         (("--run", "{home}/run", "--stride", 0), "--stride: 0: must be a whole number"),
+        (("--run", "{home}/run", "--dtype", "fp8"), "--dtype: invalid choice: 'fp8'"),
         (("--run", "{home}/run", "--batch", "x"), "--batch: x: must be a whole number"),
         (("--run", "{home}/run", "--dataset", "nope"), "data.dataset=nope: there is no token data"),
         (("--run", "{home}/run", "data.path={home}/char"), "has a char tokenizer of"),
