@@ -24,6 +24,7 @@ from jaxgpt.evaluate.likelihood import LogLikelihood, Pair, log_likelihoods, pre
 from jaxgpt.evaluate.model import Model, find_trained
 
 LENGTH_NAMES = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
+DEFAULT_BATCH = 16
 DEFAULT_LENGTH = 256  # tokens to generate: that of lm_eval's Hugging Face models
 GENERATED_AT_ONCE = 32  # tokens, after which a text that has come to its end is not continued
 
@@ -102,13 +103,14 @@ class JaxGPT(TemplateLM):
 
     def __init__(
         self,
-        run: Any,
+        run: Any = None,
         step: int | None = None,
         mesh: str | Sequence[int] = "1,-1,1",
         dtype: str | None = None,
-        batch_size: int | str = 16,
+        batch_size: int | str = DEFAULT_BATCH,
         max_batch_size: int | None = None,
         device: str | None = None,
+        **others: Any,
     ):
         """Load a model.
 
@@ -119,21 +121,29 @@ class JaxGPT(TemplateLM):
             dtype: of the computation, float32 or bfloat16; default the run's.
             batch_size: rows that are scored at once; `auto` is 16.
             max_batch_size, device: as lm_eval gives them to every model; devices are JAX's.
+            others: refused.
         """
         super().__init__()
         del max_batch_size, device
-        if dtype not in (None, "float32", "bfloat16"):
+        if others or run is None:
+            wrong = f"{next(iter(others))} is not known" if others else "there is no run=DIR"
             raise UsageError(
-                f"dtype={dtype}: must be float32 or bfloat16; leave it out for the run's"
+                f"--model_args: {wrong}; give run=DIR, and step, mesh, dtype if needed"
             )
+        if dtype not in (None, "float32", "bfloat16"):
+            raise UsageError(f"--model_args dtype={dtype}: must be float32 or bfloat16")
+        if step is not None and not str(step).isdecimal():
+            raise UsageError(f"--model_args step={step}: must be a whole number")
+        size = DEFAULT_BATCH if str(batch_size).startswith("auto") else batch_size
+        if not str(size).isdecimal() or int(size) < 1:
+            raise UsageError(f"--batch_size={batch_size}: must be a number of at least 1, or auto")
         mesh = mesh if isinstance(mesh, str) else ",".join(map(str, mesh))
-        batch = 16 if str(batch_size).startswith("auto") else int(batch_size)
         self._team = TEAM.get() or Team(join_process_group())
         if TEAM.get() is None and self._team.cluster.size > 1:
             raise UsageError(
                 "lm_eval: a job of several processes runs python -m jaxgpt.evaluate lm-eval ..."
             )
-        self._team.call("open", str(run), step, mesh, dtype, batch)
+        self._team.call("open", str(run), step and int(step), mesh, dtype, int(size))
 
     @property
     def _tokenizer(self) -> Tokenizer:

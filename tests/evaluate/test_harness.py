@@ -185,13 +185,27 @@ print(json.dumps([preprocess(text) for text in {texts!r}]))
     assert json.loads(python("-c", code).splitlines()[-1]) == [clean_hellaswag(t) for t in texts]
 
 
-def test_bad_arguments_are_one_sentence(home):
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        ("run={home}/nothing", "--run {home}/nothing: has no checkpoints"),
+        pytest.param(
+            "pretrained=gpt2", "pretrained is not known; give run", marks=pytest.mark.long
+        ),
+        pytest.param("run={home}/run,dtype=fp8", "dtype=fp8: must be", marks=pytest.mark.long),
+        pytest.param(
+            "run={home}/run,step=7", "--step 7: {home}/run has 60", marks=pytest.mark.long
+        ),
+    ],
+)
+def test_bad_arguments_are_one_sentence(home, given, sentence):
+    words = ("--model", "jaxgpt", "--model_args", given.format(home=home), "--tasks", "choices")
     job = subprocess.run(
-        [PYTHON, "-m", "jaxgpt.evaluate", "lm-eval", "--model", "jaxgpt", "--tasks", "choices",
-         "--include_path", home / "tasks", "--model_args", f"run={home}/nothing"],
-        capture_output=True, text=True, env=environment(PYTHONPATH=str(ROOT)),
-    )  # fmt: skip
-    assert job.returncode == 2 and "Traceback" not in job.stderr
-    assert job.stderr.splitlines()[-1].startswith(
-        f"error: --run {home}/nothing: has no checkpoints"
+        [PYTHON, "-m", "jaxgpt.evaluate", "lm-eval", *words, "--include_path", home / "tasks"],
+        capture_output=True,
+        text=True,
+        env=environment(PYTHONPATH=str(ROOT)),
     )
+    assert job.returncode == 2 and "Traceback" not in job.stderr
+    last = job.stderr.splitlines()[-1]
+    assert last.startswith("error: ") and sentence.format(home=home) in last
