@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from jaxgpt.config import UsageError
-from jaxgpt.data.dataset import Dataset, Source, open_dataset
+from jaxgpt.data.dataset import Dataset, open_dataset
 from jaxgpt.data.token_file import Tokens
 from jaxgpt.data.tokenizers import Tokenizer
 from jaxgpt.evaluate.model import Model, Rows, Trained
@@ -146,9 +146,10 @@ def open_split(trained: Trained, name: str, stride: int | None = None) -> Split:
     )
     if not same and not config.data.accept_changes:
         raise UsageError(
-            f"{source.entry.key}: {source.entry.path} has {_describe(dataset.tokenizer)}, and "
-            f"{trained.where} {_describe(trained.tokenizer)}; prepare its text with the model's "
-            "tokenizer, or if the tokens are the same give data.accept_changes=True"
+            f"{source.entry.key}: {source.entry.path} has another tokenizer "
+            f"({_describe(dataset.tokenizer)}) than {trained.where} "
+            f"({_describe(trained.tokenizer)}); prepare its text with the model's, or if the "
+            "tokens are the same give data.accept_changes=True"
         )
     tokenizer = dataset.tokenizer or trained.tokenizer
     sizes = [s.tokens[name].size for s in dataset.sources]
@@ -157,7 +158,7 @@ def open_split(trained: Trained, name: str, stride: int | None = None) -> Split:
 
 
 def _describe(tokenizer: Tokenizer) -> str:
-    return f"a {tokenizer.to_meta()['type']} tokenizer of {tokenizer.vocab_size} tokens"
+    return f"{tokenizer.to_meta()['type']}, {tokenizer.vocab_size} tokens"
 
 
 def read_pieces(text: Tokens, end_of_text: int | None) -> Iterator[tuple[int, np.ndarray]]:
@@ -177,9 +178,9 @@ def read_pieces(text: Tokens, end_of_text: int | None) -> Iterator[tuple[int, np
 
 
 def corpus_losses(model: Model, split: Split, n_bytes: list[int | None]) -> dict[str, Loss]:
-    """Return the loss of each corpus, and of `all` in order: sums of float64 on the host.
+    """Return the loss of each corpus, added up in float64 on the host.
 
-    All processes take part. The order of the sum is that of the text, whatever the batch and mesh.
+    In the order of the text, whatever the batch and mesh. All processes take part.
     """
     scores = model.score(split.rows())
     found: dict[str, list[Loss]] = defaultdict(list)
@@ -189,16 +190,12 @@ def corpus_losses(model: Model, split: Split, n_bytes: list[int | None]) -> dict
             losses, _ = next(scores)
             row_sums.append(float(losses[windows.predicted(row)].sum(dtype=np.float64)))
         total = Loss(math.fsum(row_sums), windows.n_tokens - 1, size)
-        found[_corpus(source)].append(total)
+        found[source.entry.corpus].append(total)
     assert next(scores, None) is None
     return {name: sum_losses(losses) for name, losses in found.items()}
 
 
-def sum_losses(losses: "list[Loss]") -> Loss:
+def sum_losses(losses: list[Loss]) -> Loss:
     """Return the loss of all tokens of several."""
     first, *others = losses
     return sum(others, start=first)
-
-
-def _corpus(source: Source) -> str:
-    return source.entry.corpus

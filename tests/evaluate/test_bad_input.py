@@ -64,7 +64,7 @@ def refused(capsys, *words):
         (("--run", "{home}/run", "--dtype", "fp8"), "--dtype: invalid choice: 'fp8'"),
         (("--run", "{home}/run", "--batch", "x"), "--batch: x: must be a whole number"),
         (("--run", "{home}/run", "--dataset", "nope"), "data.dataset=nope: there is no token data"),
-        (("--run", "{home}/run", "data.path={home}/char"), "has a char tokenizer of"),
+        (("--run", "{home}/run", "data.path={home}/char"), "char has another tokenizer (char, "),
         (("--run", "{home}/bare_run", "data.path={home}/byte"), "val.bin holds token "),
         (("--run", "{home}/run", "data.path={home}/spoiled"), "val.bin holds token 256 at offset"),
         (("--run", "{home}/bare_run", "data.path={home}/large"), "holds token 50 at offset 50"),
