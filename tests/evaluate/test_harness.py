@@ -22,7 +22,10 @@ from jobs import checkpoint_arrays, environment, train_here
 
 ROOT = Path(__file__).parents[2]
 PYTHON = os.environ.get("JAXGPT_EVAL")
-pytestmark = pytest.mark.skipif(not PYTHON, reason="JAXGPT_EVAL names no Python with lm_eval")
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.skipif(not PYTHON, reason="JAXGPT_EVAL names no Python with lm_eval"),
+]
 T = 48
 TASKS = {
     "choices": """
@@ -143,9 +146,7 @@ def hugging_face(home):
     return scores(home, "of_hf", "-m", "lm_eval", *words, "--model_args", f"pretrained={home}/hf")
 
 
-@pytest.mark.parametrize(
-    ("mesh", "processes"), [("1,1,1", None), pytest.param("2,1,2", 2, marks=pytest.mark.long)]
-)
+@pytest.mark.parametrize(("mesh", "processes"), [("1,1,1", None), ("2,1,2", 2)])
 def test_scores_are_those_of_hugging_face(home, hugging_face, mesh, processes):
     model = ("--model", "jaxgpt", "--model_args", f"run={home}/run,mesh=[{mesh}]")
     command = ("-m", "jaxgpt.evaluate", "lm-eval")
@@ -189,13 +190,9 @@ print(json.dumps([preprocess(text) for text in {texts!r}]))
     ("given", "sentence"),
     [
         ("run={home}/nothing", "--run {home}/nothing: has no checkpoints"),
-        pytest.param(
-            "pretrained=gpt2", "pretrained is not known; give run", marks=pytest.mark.long
-        ),
-        pytest.param("run={home}/run,dtype=fp8", "dtype=fp8: must be", marks=pytest.mark.long),
-        pytest.param(
-            "run={home}/run,step=7", "--step 7: {home}/run has 60", marks=pytest.mark.long
-        ),
+        ("pretrained=gpt2", "pretrained is not known; give run"),
+        ("run={home}/run,dtype=fp8", "dtype=fp8: must be"),
+        ("run={home}/run,step=7", "--step 7: {home}/run has 60"),
     ],
 )
 def test_bad_arguments_are_one_sentence(home, given, sentence):
