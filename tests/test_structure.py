@@ -22,7 +22,7 @@ ORDER = """
     checkpoint
     spikes
     train
-    plan doctor sample inspect prepare launch report
+    plan doctor sample inspect evaluate prepare launch report
     bench
     __main__
 """

@@ -83,7 +83,7 @@ ANSWERS = {
     "resume load run_name base_output_directory checkpoint.folder": (
         "type --out FOLDER: a run is kept in one folder, and started again it goes on from there"
     ),
-    "eval_only": "type --out FOLDER train.max_iters=N, N being the step of its checkpoint",
+    "eval_only": "type python -m jaxgpt.evaluate --run FOLDER, which reads a whole split",
     "always_save_checkpoint": "type checkpoint.interval=N and checkpoint.keep=N",
     "wandb_log wandb_project wandb_run_name": "there is no W&B tracker; read metrics.jsonl",
     "tensorboard_dir": "leave it out: event files are in the run directory's tensorboard/",
@@ -158,6 +158,7 @@ DTYPES = {"bf16": "bfloat16", "fp32": "float32", "f32": "float32", "float": "flo
 
 COMMAND_SAME = {
     "sample": {"--out-dir": "--run", "--start": "--prompt"},  # nanoGPT
+    "evaluate": {"--out-dir": "--run", "--batch-size": "--batch"},  # nanoGPT, lm_eval
     "launch": {  # mpiexec, ezpz, torchrun, srun
         "--np --nproc --ntasks": "-n",
         "-ppn --nproc-per-node --ntasks-per-node": "--ppn",
@@ -172,6 +173,17 @@ COMMAND_ANSWERS = {
         "--compile": _COMPILED,
         "--dtype": "samples are computed in the dtype of the run",
         "--num-tokens": "type --max-new-tokens N",
+    },
+    "evaluate": {
+        "--init-from --load": "type --run FOLDER for its newest checkpoint, or --step N",
+        "--device": _PLATFORM,
+        "--compile": _COMPILED,
+        "--eval-only": "leave it out",
+        "--eval-iters": "leave it out: a whole split is read",
+        "--tasks --model --model-args": (
+            "type python -m jaxgpt.evaluate lm-eval --model jaxgpt --model_args run=FOLDER --tasks "
+            "NAME"
+        ),
     },
     "launch": {
         "--nnodes --nodes --nhosts --num-nodes --num-gpus": (

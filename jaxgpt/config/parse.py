@@ -65,6 +65,23 @@ def parse_args(argv: Sequence[str], prog: str = "python -m jaxgpt.train") -> Con
     return config
 
 
+def override_data(config: Config, argv: Sequence[str]) -> Config:
+    """Return a configuration with settings of its data changed by a command line, validated.
+
+    Raises `UsageError` for any other setting.
+    """
+    given = _split_arguments(argv)
+    for key in given:
+        if not key.startswith("data."):
+            raise UsageError(f"{key}={' '.join(given[key])}: only settings of data can be changed")
+    left_out = _FOR_ONE_START | (_DATA_KEYS if _DATA_KEYS & given.keys() else set())
+    values = _flatten(config.to_dict(), "configuration")
+    values = {key: words for key, words in values.items() if key not in left_out}
+    config = _build({**values, **given})
+    validate(config)
+    return config
+
+
 def config_from_dict(values: Mapping[str, Any], origin: str) -> Config:
     """Return the configuration that `Config.to_dict` wrote; `origin` is named in errors."""
     return _build(_flatten(values, origin))

@@ -163,8 +163,7 @@ def local_loss(
 
     `keys_B` has a dropout key for each row; without, nothing is dropped.
     """
-    sharded = jax.tree.map(ShardedParam, params, zeros, model.layouts)
-    x_BTD, w_VD, vocab_offset = nnx.merge(model.graph, sharded).hidden_states(rows[:, :-1], keys_B)
+    x_BTD, w_VD, vocab_offset = hidden_states(model, zeros, params, rows[:, :-1], keys_B)
     return cross_entropy_sum(
         x_BTD,
         w_VD,
@@ -177,16 +176,34 @@ def local_loss(
     )
 
 
+def hidden_states(
+    model: ShardedModel,
+    zeros: Params,
+    params: Params,
+    tokens_BT: jax.Array,
+    keys_B: jax.Array | None = None,
+) -> tuple[jax.Array, jax.Array, Any]:
+    """Return the operands of the output layer, as `GPT.hidden_states`, of this device's rows."""
+    sharded = jax.tree.map(ShardedParam, params, zeros, model.layouts)
+    return nnx.merge(model.graph, sharded).hidden_states(tokens_BT, keys_B)
+
+
 def gather_row_losses(model: ShardedModel, sums_B: jax.Array, rows: jax.Array) -> jax.Array:
     """Return the mean losses of all rows from the sums over this device's."""
+    return gather_rows(model, sums_B) / (rows.shape[1] - 1)
+
+
+def gather_rows(model: ShardedModel, own: jax.Array) -> jax.Array:
+    """Return an array (B, ...) of all rows from this device's."""
     axes = mesh_axes_with("splits_batch", model.mesh)
-    if axes:  # a sum with zeros, which is exact
-        n = sums_B.size
-        zeros_B = jnp.zeros(n * math.prod(model.mesh.shape[axis] for axis in axes))
-        start = jax.lax.axis_index(axes) * n
-        all_B = varying(zeros_B, frozenset(axes))
-        sums_B = jax.lax.psum(jax.lax.dynamic_update_slice(all_B, sums_B, (start,)), axes)
-    return sums_B / (rows.shape[1] - 1)
+    if not axes:
+        return own
+    n = own.shape[0]
+    n_all = n * math.prod(model.mesh.shape[axis] for axis in axes)
+    zeros = varying(jnp.zeros((n_all, *own.shape[1:]), own.dtype), frozenset(axes))
+    start = (jax.lax.axis_index(axes) * n, *[0] * (own.ndim - 1))
+    # A sum with zeros, which is exact.
+    return jax.lax.psum(jax.lax.dynamic_update_slice(zeros, own, start), axes)
 
 
 def split_microbatches(x: jax.Array, n_parts: int) -> jax.Array:
@@ -194,9 +211,9 @@ def split_microbatches(x: jax.Array, n_parts: int) -> jax.Array:
     return x.reshape(x.shape[0] // n_parts, n_parts, *x.shape[1:]).swapaxes(0, 1)
 
 
-def merge_microbatches(losses: jax.Array) -> jax.Array:
-    """Merge (n_parts, B / n_parts) to (B,), in the order before `split_microbatches`."""
-    return losses.swapaxes(0, 1).reshape(-1)
+def merge_microbatches(x: jax.Array) -> jax.Array:
+    """Merge (n_parts, B / n_parts, ...) to (B, ...), in the order before `split_microbatches`."""
+    return x.swapaxes(0, 1).reshape(-1, *x.shape[2:])
 
 
 # (params, opt_state) -> the same after an update.

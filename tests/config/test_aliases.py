@@ -74,7 +74,7 @@ ANSWERED = [
     ("--gradient_accumulation_steps=40", "train.gradient_accumulation_steps=N"),
     ("--device=cpu", "JAX_PLATFORMS=cpu"),
     ("--init_from=resume", "--out FOLDER"),
-    ("--eval_only=True", "train.max_iters=N"),
+    ("--eval_only=True", "python -m jaxgpt.evaluate --run FOLDER"),
     ("--wandb_log=True", "metrics.jsonl"),
     ("--decay_lr=False", "optimizer.schedule=constant"),
     ("config/train_shakespeare_char.py", "--config shakespeare_char,"),
@@ -152,6 +152,8 @@ COMMANDS_WORK = [
     ("sample --run runs/a --num_samples=3", "num_samples", 3),
     ("sample --run runs/a --max_new_tokens 50 --top_k=20", "top_k", 20),
     ("sample --run runs/a --temperature=0.5 --seed=2", "temperature", 0.5),
+    ("evaluate --out_dir=runs/a", "run", Path("runs/a")),
+    ("evaluate --run runs/a --batch_size 8", "batch", 8),
     ("launch -np 8 -ppn 4", "ppn", 4),
     ("launch -ppn 4 --hostfile hosts", "hosts", "hosts"),
     ("launch --nproc_per_node=4", "ppn", 4),
@@ -161,6 +163,9 @@ COMMANDS_WORK = [
 COMMANDS_ANSWERED = [
     ("sample --run runs/a --init_from=resume", "--step N"),
     ("sample --run runs/a --device=cpu", "JAX_PLATFORMS=cpu"),
+    ("evaluate --run runs/a --device=cpu", "JAX_PLATFORMS=cpu"),
+    ("evaluate --run runs/a --eval_iters=200", "a whole split is read"),
+    ("evaluate --model hf --tasks hellaswag", "jaxgpt.evaluate lm-eval"),
     ("launch --nnodes 2", "--ppn P"),
     ("launch --master_addr=host", "leave it out"),
     ("prepare openwebtext", "jaxgpt.prepare text"),
@@ -191,7 +196,10 @@ def test_a_line_is_answered_with_the_one_to_type(line, words):
 
 def parser_of(line):
     command, *words = line.split()
-    return importlib.import_module(f"jaxgpt.{command}").parser(), words
+    module = importlib.import_module(f"jaxgpt.{command}")
+    if not hasattr(module, "parser"):  # a command that has a folder
+        module = importlib.import_module(f"jaxgpt.{command}.__main__")
+    return module.parser(), words
 
 
 @pytest.mark.parametrize(("line", "option", "expected"), COMMANDS_WORK)
