@@ -21,6 +21,7 @@ from jaxgpt.perf.startup import Startup
 from jaxgpt.runtime.initialize import initialize_jax
 from jaxgpt.runtime.xla_flags import VARIABLE as XLA_FLAGS
 from jaxgpt.train.functions import make_steps
+from jaxgpt.train.resume import initial_model
 from jaxgpt.train.run_directory import prepare_run
 
 # Variables for a command: it compiles as it does for users, with all optimizations.
@@ -118,7 +119,7 @@ def train_here(*args, stop_at=None):
             return step == stop_at
 
     cluster = ProcessGroup(launcher="test")
-    prepared = prepare_run(parse_args([str(a) for a in args]), cluster)
+    prepared = prepare_run(parse_args([str(a) for a in args], initial_model=initial_model), cluster)
     sizes = mesh_shape(prepared.config)
     with limited_devices(sizes.n_devices if sizes.is_filled else 2):
         facts = initialize_jax(cluster, sizes)

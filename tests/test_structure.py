@@ -20,6 +20,7 @@ ORDER = """
     perf
     tracking
     checkpoint
+    convert
     spikes
     train
     plan doctor sample inspect evaluate prepare launch report

@@ -20,6 +20,7 @@ from jaxgpt.checkpoint.checkpointer import Checkpoints, Tree
 from jaxgpt.config import Config, parse_args
 from jaxgpt.doctor.directory import file_system_of
 from jaxgpt.train.functions import make_steps
+from jaxgpt.train.resume import initial_model
 from jaxgpt.train.state import checkpoint_tree
 
 ROUNDS = 8  # after one to warm up; even, as what comes second in a round may take longer
@@ -33,7 +34,7 @@ def run(settings: Sequence[str], out: Path | None = None) -> Result:
     """
     if not any(word.startswith(("--config", "config=")) for word in settings):
         settings = [*ONE_GIGABYTE, *settings]
-    config = parse_args(settings, PROG)
+    config = parse_args(settings, PROG, initial_model)
     with open_job(config, out=out) as job:
         config, mesh = job.start_jax(config)
         config = config.replace(spike__action="log", checkpoint__keep=1)

@@ -18,6 +18,7 @@ from jaxgpt.config import UsageError, parse_args
 from jaxgpt.data.dataset import open_dataset
 from jaxgpt.data.loader import Loader
 from jaxgpt.parallel.sharding import batch_sharding
+from jaxgpt.train.resume import initial_model
 
 WARM_UP = 5  # batches
 ROUNDS = 5
@@ -28,7 +29,7 @@ def run(settings: Sequence[str], batches: int = 40, cpus: int | None = None) -> 
 
     Raises `UsageError` if the data cannot be read, or there are not so many CPUs.
     """
-    config = parse_args(settings, PROG)
+    config = parse_args(settings, PROG, initial_model)
     if cpus is not None:
         available = own_cpus()
         if cpus > len(available):

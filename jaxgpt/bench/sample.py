@@ -18,6 +18,7 @@ from jaxgpt.models.attention import make_attention
 from jaxgpt.models.transformer import gpt_graph, logits
 from jaxgpt.train.evaluate import make_generate
 from jaxgpt.train.functions import make_steps
+from jaxgpt.train.resume import initial_model
 
 PROMPT = 16  # random tokens
 TOKENS = 200
@@ -30,7 +31,7 @@ def run(settings: Sequence[str], tokens: int | None = None) -> Result:
 
     Raises `UsageError` if so many tokens do not fit, or for several processes or devices.
     """
-    config = parse_args(settings, PROG)
+    config = parse_args(settings, PROG, initial_model)
     room = config.model.block_size - PROMPT
     n_tokens = tokens or max(1, min(TOKENS, room))
     if n_tokens > room:

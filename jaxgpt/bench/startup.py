@@ -16,6 +16,7 @@ from jaxgpt.bench.harness import PROG, Result, Value, open_job, spread
 from jaxgpt.cluster.environment import find_launch
 from jaxgpt.cluster.launchers import find_mpiexec
 from jaxgpt.config import UsageError, parse_args, skip_ranges
+from jaxgpt.train.resume import initial_model
 
 IMPORTS = "import jax, flax.nnx, optax"
 ONE_STEP = (
@@ -32,7 +33,7 @@ def run(settings: Sequence[str], runs: int = 3, processes: int | None = None) ->
 
     Raises `UsageError` if jaxgpt.train does, if step 1 is skipped, or under a launcher.
     """
-    config = parse_args(settings, PROG)
+    config = parse_args(settings, PROG, initial_model)
     if any(first == 1 for first, _ in skip_ranges(config)):
         given = " ".join(map(str, config.train_range_to_skip))
         raise UsageError(f"train_range_to_skip={given}: skips step 1, which bench startup times")

@@ -24,6 +24,7 @@ from jaxgpt.perf.flops import flops_per_token, peak_flops
 from jaxgpt.perf.hlo import parse_hlo
 from jaxgpt.perf.memory import memory_in_use
 from jaxgpt.perf.profile import describe
+from jaxgpt.train.resume import initial_model
 
 WARM_UP = 3  # steps
 ROUNDS = 7
@@ -44,7 +45,7 @@ def run(
 
     Raises `UsageError` if the steps cannot be run, or `profile` cannot be written.
     """
-    config = parse_args(settings, PROG)
+    config = parse_args(settings, PROG, initial_model)
     with open_job(config) as job:
         if profile:
             job.cluster.run_on_all(check_writable, profile, "--profile")

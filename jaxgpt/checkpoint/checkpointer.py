@@ -53,7 +53,7 @@ class Checkpoints:
         """
         import orbax.checkpoint as ocp
 
-        _silence_orbax()
+        silence_orbax()
         if jax.process_index() == 0:  # what an interrupted save left
             for scratch in self._folder.glob(f"*{SCRATCH_SUFFIX}"):
                 shutil.rmtree(scratch, ignore_errors=True)
@@ -164,7 +164,7 @@ def _read(
     """Return arrays of a checkpoint that are what was saved, and its JSON."""
     import orbax.checkpoint as ocp
 
-    _silence_orbax()
+    silence_orbax()
     folder = (directory / "checkpoints" / str(step)).absolute()
     restore_args = ocp.checkpoint_utils.construct_restore_args(shapes)
     try:
@@ -206,7 +206,7 @@ def _no_room_is_usage_error(folder: Path) -> Iterator[None]:
 
 
 @functools.cache
-def _silence_orbax() -> None:
+def silence_orbax() -> None:
     """Silence Orbax, which logs each save, and each error beside raising it.
 
     When one array fails, it closes the event loop that the others still use. They fail where no

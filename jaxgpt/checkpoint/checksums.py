@@ -3,6 +3,7 @@ and after it is read, so that they see a change by a disk, a file system or a co
 
 import functools
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -12,6 +13,7 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 CHUNK_ELEMENTS = 2**19  # whose hashes are in memory at a time
+HOST_CHUNK_ELEMENTS = 2**16  # on the host, where they fit in a core's cache
 
 
 def checksums(tree: Any) -> dict[str, int]:
@@ -26,6 +28,28 @@ def checksums(tree: Any) -> dict[str, int]:
     found = np.asarray(_compiled(shardings)([array for _, array in leaves]))
     paths = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in leaves]
     return dict(zip(paths, found.tolist(), strict=True))
+
+
+def part_checksum(part: np.ndarray, first: Sequence[int], shape: tuple[int, ...]) -> int:
+    """Return what a part of an array of this shape adds to the array's checksum, on the host.
+
+    Args:
+        part: as many dims as the array, elements of 32 bits.
+        first: the place of its first element.
+    """
+    along = [np.zeros(1, np.uint32)]
+    for axis, (start, size) in enumerate(zip(first, part.shape, strict=True)):
+        stride = math.prod(shape[axis + 1 :])
+        along.append(((np.arange(start, start + size) * stride) % 2**32).astype(np.uint32))
+    *leading, columns = along
+    rows = functools.reduce(lambda a, b: (a[:, None] + b).ravel(), leading, np.zeros(1, np.uint32))
+    elements = np.ascontiguousarray(part).view(np.uint32).reshape(rows.size, columns.size)
+    at_once, total = max(1, HOST_CHUNK_ELEMENTS // max(1, columns.size)), 0
+    for start in range(0, rows.size, at_once):
+        chunk = slice(start, start + at_once)
+        hashed = _mix(elements[chunk] + (rows[chunk, None] + columns))
+        total += int(hashed.sum(dtype=np.uint64))
+    return total % 2**32
 
 
 @functools.lru_cache(maxsize=4)
@@ -83,7 +107,11 @@ def _is_first(spec: PartitionSpec, axis_names: tuple[str, ...]) -> jax.Array:
 def _hash(elements: jax.Array, places: jax.Array) -> jax.Array:
     """Hash one to one at any place: fmix32 of MurmurHash3 (smhasher, src/MurmurHash3.cpp)."""
     unsigned = jnp.dtype(f"uint{8 * elements.dtype.itemsize}")
-    h = lax.bitcast_convert_type(elements, unsigned).astype(jnp.uint32) + places
-    h = (h ^ (h >> 16)) * jnp.uint32(0x85EBCA6B)
-    h = (h ^ (h >> 13)) * jnp.uint32(0xC2B2AE35)
+    return _mix(lax.bitcast_convert_type(elements, unsigned).astype(jnp.uint32) + places)
+
+
+def _mix(h: Any) -> Any:
+    """Return the hash of uint32 numbers, of JAX or of NumPy."""
+    h = (h ^ (h >> 16)) * h.dtype.type(0x85EBCA6B)
+    h = (h ^ (h >> 13)) * h.dtype.type(0xC2B2AE35)
     return h ^ (h >> 16)

@@ -10,6 +10,7 @@ from typing import Any
 from jaxgpt.config import UsageError
 
 SEAL = "sha256"  # the key of the hash of everything else
+WEIGHTS_ONLY = "weights_only"  # the key that says that there is no state of an optimizer
 
 
 def add_checksum(meta: Mapping[str, Any]) -> dict[str, Any]:
@@ -69,6 +70,16 @@ def choose_checkpoint(run: Path, step: int | None) -> int:
     if step not in steps:
         raise UsageError(f"--step {step}: {run} has {', '.join(map(str, steps))}")
     return step
+
+
+def newest_checkpoint(directory: Path, key: str) -> tuple[int, dict[str, Any]]:
+    """Return the step and the JSON of the newest checkpoint; errors call the folder by `key`."""
+    steps = list_checkpoints(directory)
+    if not steps:
+        raise UsageError(
+            f"{key}: has no checkpoint; give a run directory, or the --out of jaxgpt.convert"
+        )
+    return steps[-1], read_meta(directory, steps[-1])
 
 
 def is_step(name: str) -> bool:

@@ -28,6 +28,7 @@ SAME = {
     "log_interval metrics.log_freq log_period": "train.log_interval",
     "dtype": "train.dtype",
     "seed training.seed": "train.seed",
+    "init_from": "train.init_from",
     "dataset": "data.dataset",
     "optimizer opt_type": "optimizer.name",
     "learning_rate lr optimizer.lr": "optimizer.learning_rate",
@@ -79,7 +80,6 @@ ANSWERS = {
     "config_file": "type --config NAME or --config FILE.yaml, or each setting as section.key=value",
     "use_mcore_models": "leave it out",
     # checkpoints and files
-    "init_from": "runs start from new weights; with --out FOLDER a run goes on from its checkpoint",
     "resume load run_name base_output_directory checkpoint.folder": (
         "type --out FOLDER: a run is kept in one folder, and started again it goes on from there"
     ),

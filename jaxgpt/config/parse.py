@@ -4,7 +4,7 @@ import difflib
 import re
 import sys
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,9 @@ from jaxgpt.config.values import convert, describe, help_text, settings, takes_m
 
 _DATA_KEYS = {"data.dataset", "data.path", "data.blend", "data.file_list"}
 _FOR_ONE_START = {"data.accept_changes", "checkpoint.resume"}
-_PATHS = {"config", "out", "data.path", "data.file_list", "data.tokenizer"}
+# (train.init_from, out) -> the options of the model by name
+ModelOf = Callable[[str, str | None], Mapping[str, Any]]
+_PATHS = {"config", "out", "train.init_from", "data.path", "data.file_list", "data.tokenizer"}
 
 
 def load_config(config: str = "tiny", *overrides: str) -> Config:
@@ -35,10 +37,15 @@ def is_help(argv: Sequence[str]) -> bool:
     return "-h" in argv or "--help" in argv
 
 
-def parse_args(argv: Sequence[str], prog: str = "python -m jaxgpt.train") -> Config:
+def parse_args(
+    argv: Sequence[str],
+    prog: str = "python -m jaxgpt.train",
+    initial_model: ModelOf | None = None,
+) -> Config:
     """Return the configuration that a command line describes, validated.
 
-    The base is `--config`; without it the config.yaml of an existing `--out`, else `tiny`.
+    The base is `--config`; without it the config.yaml of an existing `--out`, else `tiny`. With
+    train.init_from, `initial_model` gives the options of the model that are not set otherwise.
     `--help` prints every key and exits 0. `UsageError` for what cannot work.
     """
     if is_help(argv):
@@ -53,8 +60,13 @@ def parse_args(argv: Sequence[str], prog: str = "python -m jaxgpt.train") -> Con
         left_out |= _DATA_KEYS
     values = _flatten(_read_yaml(base), str(base))
     values = {key: words for key, words in values.items() if key not in left_out}
+    model = {}
+    if initial_model is not None:
+        model = _initial_model(initial_model, {**values, **given})
+        if model and "config" not in given and base in _presets().values():  # tiny, not asked for
+            values = {key: words for key, words in values.items() if not key.startswith("model.")}
     try:
-        config = _build({"config": ["tiny"], **values, **given})
+        config = _build({"config": ["tiny"], **model, **values, **given})
         validate(config)
         check_used(config, given)
     except UsageError as error:
@@ -80,6 +92,16 @@ def override_data(config: Config, argv: Sequence[str]) -> Config:
     config = _build({**values, **given})
     validate(config)
     return config
+
+
+def _initial_model(model_of: ModelOf, words: Mapping[str, Sequence[str]]) -> dict[str, list[str]]:
+    """Return the words of the model of train.init_from, if that is given."""
+    config = _build({key: words[key] for key in ("train.init_from", "out") if key in words})
+    if config.train.init_from is None:
+        return {}
+    validate(Config().replace(train__init_from=config.train.init_from))
+    options = model_of(config.train.init_from, config.out)
+    return _flatten({"model": options}, f"train.init_from={config.train.init_from}")
 
 
 def config_from_dict(values: Mapping[str, Any], origin: str) -> Config:

@@ -52,7 +52,8 @@ class ModelConfig:
     """Llama 3.1's scaling of the rotary wavelengths: factor, low_freq_factor, high_freq_factor,
     original_max_position, such as `8 1 4 8192`; none by default."""
     mlp: str = "gelu"
-    """Kind of MLP: gelu (GPT-2), swiglu (arXiv 2002.05202), relu2 (arXiv 2109.08668)."""
+    """Kind of MLP: gelu, gelu_tanh (GPT-2's own weights), swiglu (arXiv 2002.05202), relu2 (arXiv
+    2109.08668)."""
     mlp_hidden: Count | None = None
     """Width of the MLP, F; None is 4 n_embd, for swiglu Llama's rule: 8/3 n_embd, rounded up to a
     multiple of 256."""
@@ -125,6 +126,9 @@ class TrainConfig:
     compiling get at least 30. None waits for ever."""
     eval_at_start: bool = False
     """Also evaluate, and write a sample, before the first step."""
+    init_from: str | None = None
+    """Weights to start a run from: a run directory, the --out of jaxgpt.convert, or hf:FOLDER of
+    transformers. They bring the model's options; the optimizer is new. A resumed run is past it."""
     trackers: tuple[str, ...] = ("tensorboard",)
     """Trackers that repeat metrics.jsonl, which is always written; `train.trackers=` for none."""
 

@@ -37,7 +37,17 @@ def _checks(config: Config) -> Iterator[tuple[bool, str]]:
         f"train.gradient_accumulation_steps={train.gradient_accumulation_steps}: must divide "
         f"train.batch_size={train.batch_size}",
     )
-    paths = {"out": config.out, "data.path": data.path, "data.dataset": data.dataset}
+    yield (
+        train.init_from in ("scratch", "resume"),
+        f"train.init_from={train.init_from}: leave it out: a run starts from new weights, and with "
+        "--out FOLDER it goes on from its checkpoint",
+    )
+    paths = {
+        "out": config.out,
+        "train.init_from": train.init_from,
+        "data.path": data.path,
+        "data.dataset": data.dataset,
+    }
     for key, path in paths.items():
         yield path == "", f"{key}=: is empty; give a name, or leave it out"
     yield (

@@ -17,6 +17,8 @@ END_OF_TEXT = "<|endoftext|>"
 # Tried if no file names the end of text: GPT-2 and GPT-NeoX, Llama 3, Llama 2, Gemma.
 _ENDS_OF_TEXT = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>")
 _CONTEXT = 128  # characters on either side of a split point that are encoded to verify it
+# Splits into tokens in many ways: `same_tokens` compares two tokenizers by it.
+_PROBE = "Hello, World! It's 1234567 %\n\n  def f(x):\treturn naïve  \u6f22\u5b57 \U0001f642\r\n"
 # The patterns that divide text into words (GPT-2, GPT-4, Llama 3, Qwen, DeepSeek) never join a
 # letter or digit with the space or newline after it, nor look back.
 _SPLIT_POINT = re.compile(r"[^\W_](?=[ \n])")
@@ -118,6 +120,10 @@ class HFTokenizer(Tokenizer):
         ids = _parse(self._content).encode(text, add_special_tokens=False).ids
         return np.array(ids, np.int64)
 
+    def vocabulary(self) -> dict[str, int]:
+        """Return the id of each token by its name."""
+        return _parse(self._content).get_vocab(with_added_tokens=True)
+
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         found = _parse(self._content).encode_batch_fast(texts, add_special_tokens=False)
         return [np.array(encoding.ids, np.int64) for encoding in found]
@@ -158,6 +164,16 @@ class HFTokenizer(Tokenizer):
 
     def save(self, directory: Path) -> None:
         (directory / FILE).write_bytes(self._content)
+
+
+def same_tokens(one: Tokenizer, other: Tokenizer) -> bool:
+    """Return whether two tokenizers make the same tokens, though their files may differ."""
+    if one.to_meta() == other.to_meta():
+        return True
+    if not (isinstance(one, HFTokenizer) and isinstance(other, HFTokenizer)):
+        return False
+    words = one.vocabulary() == other.vocabulary()
+    return words and bool(np.array_equal(one.encode(_PROBE), other.encode(_PROBE)))
 
 
 def tokenizer_from_meta(meta: dict[str, Any], directory: Path) -> Tokenizer:

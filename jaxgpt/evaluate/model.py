@@ -185,7 +185,7 @@ class Model:
             tokenizer, vocab_size = self.trained.tokenizer, self.config.model.vocab_size
             known = tokenizer.vocab_size if tokenizer else vocab_size
             self._generators[key] = jax.jit(
-                make_generate(self.steps.make_decoder, known, *key),
+                make_generate(self.steps.make_decoder, self.config.model.n_positions, known, *key),
                 out_shardings=self.steps.replicated,
             )
         prompt = np.asarray(tokens[-self.block_size :], np.int32)

@@ -32,3 +32,8 @@ def _backward(x: jax.Array, gradient: jax.Array) -> tuple[jax.Array]:
 
 
 gelu.defvjp(_forward, _backward)
+
+
+def gelu_tanh(x: jax.Array) -> jax.Array:
+    """Return the tanh approximation of `gelu`, with which GPT-2 was trained; in float32, too."""
+    return jax.nn.gelu(x.astype(jnp.float32), approximate=True).astype(x.dtype)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxgpt.config import UsageError
-from jaxgpt.kernels.gelu import gelu
+from jaxgpt.kernels.gelu import gelu, gelu_tanh
 from jaxgpt.models.layers import MLP, LayerBuilder
 
 
@@ -33,6 +33,7 @@ def squared_relu(x: jax.Array) -> jax.Array:
 # model.mlp: LayerBuilder -> a module x_BTD -> y_BTD.
 MLPS: dict[str, Callable[[LayerBuilder], nnx.Module]] = {
     "gelu": functools.partial(MLP, gelu),
+    "gelu_tanh": functools.partial(MLP, gelu_tanh),
     "relu2": functools.partial(MLP, squared_relu),
     "swiglu": SwiGLU,
 }

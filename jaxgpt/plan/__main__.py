@@ -26,6 +26,7 @@ from jaxgpt.perf.hardware import DEVICES, Device
 from jaxgpt.runtime.devices import MAX_CPU_DEVICES
 from jaxgpt.runtime.initialize import pin_settings
 from jaxgpt.runtime.xla_flags import QUICK_FUSIONS, add_xla_flags
+from jaxgpt.train.resume import initial_model
 
 
 def parser() -> CommandParser:
@@ -54,7 +55,7 @@ def main(argv: list[str] | None = None) -> None:
 def run(arguments: argparse.Namespace, rest: list[str]) -> str:
     """Return what the command prints. JAX is started to simulate the devices of the job."""
     device = DEVICES[arguments.device]
-    config = parse_args(rest, prog="python -m jaxgpt.plan")
+    config = parse_args(rest, "python -m jaxgpt.plan", initial_model)
     config = with_vocabulary(config)
     n_devices = number_of_devices(config, arguments.advise, rest)
     per_host = devices_per_host(arguments.devices_per_host, device, n_devices)

@@ -4,6 +4,7 @@ Under `mpiexec -n N` the N processes are one job. With no argument a small GPT i
 source of Python's standard library. `--help` lists every key.
 """
 
+import functools
 import sys
 
 from jaxgpt.cluster.environment import rank_from_env
@@ -15,18 +16,20 @@ from jaxgpt.perf.startup import Startup
 from jaxgpt.runtime.compile_cache import use_compile_cache
 from jaxgpt.runtime.initialize import initialize_jax, preemption_sync_point
 from jaxgpt.runtime.jax_internals import failure_board
+from jaxgpt.train.resume import initial_model
 from jaxgpt.train.run_directory import prepare_run
 
 
 def main(argv: list[str] | None = None) -> None:
     startup = Startup()
     argv = sys.argv[1:] if argv is None else argv
+    parse = functools.partial(parse_args, initial_model=initial_model)
     with job_exit_handler(failure_board):
         if is_help(argv):  # before MPI, and once
             if rank_from_env() == 0:
                 parse_args(argv)
             return
-        config, error = catch_usage_error(parse_args, argv)
+        config, error = catch_usage_error(parse, argv)
         startup.mark("imports")
         cluster = join_process_group(config.init_timeout if config else INIT_TIMEOUT)
         cluster.raise_if_any(error)

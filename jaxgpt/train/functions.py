@@ -31,7 +31,7 @@ from jaxgpt.parallel.tensor import ParallelContext
 from jaxgpt.parallel.zero import ParamLayout
 from jaxgpt.train.inference import DecodeFn, eval_losses, eval_tokens, make_decoder
 from jaxgpt.train.reporting.step_metrics import Metrics, logit_metrics
-from jaxgpt.train.state import TrainState, init_state, state_shapes
+from jaxgpt.train.state import TrainState, init_state, state_of, state_shapes
 from jaxgpt.train.step import ShardedModel, train_step
 
 # What a layer computes twice to save memory, XLA's CPU compiler computes once and keeps, unless
@@ -57,6 +57,8 @@ class StepFunctions:
     batch_shape: jax.ShapeDtypeStruct  # of `train_step`: int32 (B, T+1); all batches lie so
     state_shapes: TrainState  # `jax.ShapeDtypeStruct`s: what a checkpoint is restored into
     init: Callable[[], TrainState]
+    init_from: Callable[[Params], TrainState]
+    """Parameters -> the state before the first step with them."""
     train_step: Callable[[TrainState, int, jax.Array], tuple[TrainState, Metrics]]
     """(state, step, tokens of shape (B, T+1)) -> (next state, metrics); donates the state."""
     eval_step: Callable[[Params, jax.Array], jax.Array]
@@ -104,8 +106,7 @@ def make_steps(
     model = shard_model(config, mesh, attend, slices, on_cpu)
     rules = sharding.opt_state_rules(config.parallel.zero_stage)  # the most that is split
     state, batch = state_shapes(config, mesh), training_batch(config, sharding.batch_sharding(mesh))
-    state_at = jax.tree.map(lambda leaf: leaf.sharding, state)
-    whole = sharding.replicated(mesh)
+    state_at, whole = jax.tree.map(lambda leaf: leaf.sharding, state), sharding.replicated(mesh)
     jit_eval = functools.partial(
         jax.jit, in_shardings=(state_at.params, batch.sharding), out_shardings=whole
     )
@@ -125,6 +126,7 @@ def make_steps(
             out_shardings=state_at,
             compiler_options=CPU_INIT_OPTIONS if on_cpu else None,
         ),
+        init_from=jax.jit(functools.partial(state_of, config), out_shardings=state_at),
         train_step=jax.jit(
             functools.partial(train_step, model),
             in_shardings=(state_at, whole, batch.sharding),

@@ -55,7 +55,7 @@ def eval_tokens(model: ShardedModel, params: Params, rows: jax.Array) -> TokenSc
             w_VD,
             rows[:, 1:],
             vocab_offset,
-            config.model.vocab_size,
+            config.model,
             model.context,
             config.train.loss_chunk,
         )

@@ -1,11 +1,30 @@
-"""The checkpoint that a run goes on from: what may differ from it, and what is still to do."""
+"""What a run goes on from, or starts from: what may differ from a checkpoint or weights."""
 
+import os
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
-from jaxgpt.config import Config, UsageError, should_evaluate
+from jaxgpt.checkpoint.metadata import (
+    WEIGHTS_ONLY,
+    list_checkpoints,
+    newest_checkpoint,
+    read_meta,
+)
+from jaxgpt.config import (
+    Config,
+    ModelConfig,
+    UsageError,
+    config_from_dict,
+    expand_user,
+    should_evaluate,
+)
+from jaxgpt.convert.families import COMPANIONS, read_model
 from jaxgpt.data.blend import blend_shares, parse_lines
 from jaxgpt.data.dataset import Dataset
+from jaxgpt.data.tokenizers import HFTokenizer, same_tokens, tokenizer_from_meta
 from jaxgpt.spikes.policy import METRICS
 from jaxgpt.tracking.jsonl import read_records
 
@@ -14,6 +33,8 @@ _FREE_MODEL_KEYS = {"model.dropout", "model.attention"}
 EVAL_RECORDS = ("eval", "sample")  # the kinds of records that train.eval_interval asks for
 # Keys of `data` that change what a step computes.
 _MASK_KEYS = {"document_mask", "end_of_text"}
+TRANSFORMERS = "hf:"  # before a folder of transformers, in train.init_from
+CONVERTED = "init_from"  # the folder of a run in which that is converted
 # What decides which tokens a step sees: a change is allowed, and said.
 _ORDER_KEYS = ("train.batch_size", "train.seed")
 
@@ -36,6 +57,11 @@ def check_resume(
 ) -> list[str]:
     """Refuse a checkpoint that the run cannot go on from; return lines about what differs."""
     checkpoint = directory / "checkpoints" / str(step)
+    if meta.get(WEIGHTS_ONLY):
+        raise UsageError(
+            f"out={directory}: has weights of jaxgpt.convert, and no run; give "
+            f"train.init_from={directory} and another --out"
+        )
     if not config.checkpoint.resume:
         raise UsageError(
             f"checkpoint.resume=False: {checkpoint} exists; give another --out, "
@@ -106,3 +132,113 @@ def _check_data(
 def source_hashes(fingerprints: list[list[str]]) -> list[str]:
     """Return the hash of every source, from `Dataset.fingerprints` or a checkpoint."""
     return [hash_ for _, hash_ in fingerprints]
+
+
+def initial_model(init_from: str, out: str | None) -> dict[str, Any]:
+    """Return the options of the model of train.init_from, for `parse_args`.
+
+    Those of a run with checkpoints are its own: it goes on, and is past its initial weights.
+    """
+    directory = Path(out) if out else None
+    if directory and (saved := list_checkpoints(directory)):
+        model = read_meta(directory, saved[-1])["config"]["model"]
+    else:
+        model = Config(model=_saved_model(init_from)).to_dict()["model"]
+    return {key: value for key, value in model.items() if key not in _FREE_MODEL_KEYS}
+
+
+def _saved_model(init_from: str) -> ModelConfig:
+    if init_from.startswith(TRANSFORMERS):
+        return read_model(_transformers_folder(init_from))
+    _, meta = newest_checkpoint(Path(init_from), f"train.init_from={init_from}")
+    return config_from_dict(meta["config"], init_from).model
+
+
+def _transformers_folder(init_from: str) -> Path:
+    return Path(
+        expand_user(init_from.removeprefix(TRANSFORMERS), f"train.init_from={TRANSFORMERS}")
+    )
+
+
+def prepare_weights(
+    config: Config, dataset: Dataset, directory: Path
+) -> tuple[Config, Path, list[str]]:
+    """Return the configuration of a run that starts from weights, their folder, lines about them.
+
+    A folder of transformers is converted into the run directory. Raises `UsageError` if the model
+    or the tokenizer is another one than the weights'.
+    """
+    given = str(config.train.init_from)
+    key, saved = f"train.init_from={given}", _saved_model(given)
+    _check_model(config.model, saved, key)
+    if given.startswith(TRANSFORMERS):
+        source = _transformers_folder(given).absolute()
+        config = config.replace(train__init_from=f"{TRANSFORMERS}{source}")
+        folder = directory / CONVERTED
+        _convert(source, folder, key)
+    else:
+        folder = Path(given).absolute()
+        config = config.replace(train__init_from=str(folder))
+    step, meta = newest_checkpoint(folder, key)
+    origin = f", from {meta['source']}" if "source" in meta else ""
+    notes = [f"weights: step {step} of {folder}{origin}"]
+    config, more = _share_tokenizer(config, dataset, directory, folder, meta)
+    return config, folder, notes + more
+
+
+def _check_model(model: ModelConfig, saved: ModelConfig, key: str) -> None:
+    """Refuse options of the model that the weights do not have."""
+    for name, then in vars(saved).items():
+        value = getattr(model, name)
+        if value == then or name in _FREE_MODEL_KEYS:
+            continue
+        if name == "block_size":
+            if saved.n_positions and value > saved.n_positions:
+                raise UsageError(
+                    f"model.block_size={value}: {key} has learned {saved.n_positions} positions; "
+                    "give at most as many"
+                )
+            continue
+        raise UsageError(
+            f"model.{name}={value}: the weights of {key} have model.{name}={then}; give that, or "
+            "leave it out"
+        )
+
+
+def _convert(source: Path, folder: Path, key: str) -> None:
+    """Convert a folder of transformers, in a process of its own: JAX has not started in this."""
+    shutil.rmtree(folder, ignore_errors=True)
+    words = [sys.executable, "-m", "jaxgpt.convert", "from-hf", str(source), "--out", str(folder)]
+    job = subprocess.run(
+        words, capture_output=True, text=True, env={**os.environ, "JAX_PLATFORMS": "cpu"}
+    )
+    if job.returncode:
+        reason = (job.stderr.strip().splitlines() or ["it was ended"])[-1]
+        raise UsageError(f"{key}: {reason.removeprefix('error: ')}")
+
+
+def _share_tokenizer(
+    config: Config, dataset: Dataset, directory: Path, folder: Path, meta: dict[str, Any]
+) -> tuple[Config, list[str]]:
+    """Compare the tokenizer of the data with that of weights, which goes with them."""
+    key, name = f"train.init_from={config.train.init_from}", dataset.sources[0].entry.key
+    if meta["tokenizer"] is None:
+        return config, [f"warning: {key} has no tokenizer; {name} is taken to have its tokens"]
+    tokenizer = tokenizer_from_meta(meta["tokenizer"], folder)
+    for companion in COMPANIONS:
+        if (folder / companion).is_file():
+            shutil.copyfile(folder / companion, directory / companion)
+    if dataset.tokenizer is None:
+        if not isinstance(tokenizer, HFTokenizer):
+            return config, [f"warning: {name} has no tokenizer; it is taken to be that of {key}"]
+        tokenizer.save(directory)
+        return config.replace(data__tokenizer=str(directory.absolute())), []
+    if same_tokens(tokenizer, dataset.tokenizer):
+        return config, []
+    what = f"{name} has another tokenizer than the weights of {key}"
+    if config.data.accept_changes:
+        return config, [f"warning: {what}; accepted by data.accept_changes"]
+    raise UsageError(
+        f"{what}; prepare the data with --tokenizer {folder}, or accept it with "
+        "data.accept_changes=True"
+    )

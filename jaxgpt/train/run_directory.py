@@ -39,7 +39,7 @@ from jaxgpt.runtime.devices import cpu_devices_per_process
 from jaxgpt.spikes.policy import METRICS, finish_rewind, skipped_by_rewinds
 from jaxgpt.spikes.skip import SkipRanges, still_to_come
 from jaxgpt.tracking import check_trackers
-from jaxgpt.train.resume import check_resume, missing_records, source_hashes
+from jaxgpt.train.resume import check_resume, missing_records, prepare_weights, source_hashes
 
 LEAST_BYTES = 2**16  # that have to be free where a run is to write: its first files
 FILES = (METRICS, "train.log", "samples.txt", "rewinds.json")  # of a run, which it goes on writing
@@ -57,6 +57,7 @@ class Run:
     resume_meta: dict[str, Any]
     notes: list[str]  # lines for the log
     missing_records: Sequence[str] = ()  # `EVAL_RECORDS` due after `resume_step` and not there
+    init_folder: str | None = None  # the weights to start from, without a `resume_step`
 
     def consumed_tokens(self, step: int) -> int:
         """Return tokens of all batches up to `step`, skipped ones included."""
@@ -122,16 +123,11 @@ def _decide(config: Config, cluster: ProcessGroup) -> dict[str, Any]:
         check_batch(config, mesh_shape(config, n_devices))
     check_trackers(config.train.trackers)
     notes = _prepare_default_data(config.data)
-    dataset = open_dataset(config.data, config.model)
+    dataset = _open_dataset(config)
     dataset.verify()
     config = with_vocabulary(config, dataset)
     config = config.replace(data=with_absolute_paths(config.data))
-    prompt = config.train.sample_prompt
-    if prompt and dataset.tokenizer is not None:
-        try:
-            dataset.tokenizer.encode(prompt)
-        except UsageError as e:
-            raise UsageError(f"train.sample_prompt={prompt!r}: {e}") from None
+    _check_prompt(config.train.sample_prompt, dataset)
 
     directory = _writable_directory(config, cluster)
     config = config.replace(out=str(directory))
@@ -157,6 +153,11 @@ def _decide(config: Config, cluster: ProcessGroup) -> dict[str, Any]:
         ranges, warnings = still_to_come(ranges, skipped, resume_step)
         ranges += then
         notes += warnings
+    init_folder = None
+    if resume_step is None and config.train.init_from is not None:
+        config, folder, lines = prepare_weights(config, dataset, directory)
+        init_folder, dataset = str(folder), _open_dataset(config)
+        notes += lines
     if dataset.tokenizer is not None:
         dataset.tokenizer.save(directory)  # for jaxgpt.sample, wherever the data will be
     config = config.replace(train_range_to_skip=SkipRanges([*ranges, *rewound]).flat())
@@ -170,8 +171,32 @@ def _decide(config: Config, cluster: ProcessGroup) -> dict[str, Any]:
             "resume_meta": meta,
             "notes": notes,
             "missing_records": missing_records(config, dataset, resume_step),
+            "init_folder": init_folder,
         },
     }
+
+
+def _check_prompt(prompt: str, dataset: Dataset) -> None:
+    if prompt and dataset.tokenizer is not None:
+        try:
+            dataset.tokenizer.encode(prompt)
+        except UsageError as e:
+            raise UsageError(f"train.sample_prompt={prompt!r}: {e}") from None
+
+
+def _open_dataset(config: Config) -> Dataset:
+    """Open the data of a run, whose vocabulary may be that of the weights that it starts from."""
+    try:
+        return open_dataset(config.data, config.model)
+    except UsageError as error:
+        key = f"model.vocab_size={config.model.vocab_size}: "
+        if config.train.init_from is None or not str(error).startswith(key):
+            raise
+        raise UsageError(
+            f"train.init_from={config.train.init_from}: has {config.model.vocab_size} tokens; "
+            f"{str(error).removeprefix(key).partition(';')[0]}; prepare the data with the "
+            "tokenizer of the weights"
+        ) from None
 
 
 def _prepare_default_data(data: DataConfig) -> list[str]:

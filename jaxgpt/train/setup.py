@@ -2,12 +2,14 @@
 
 import itertools
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
-from jaxgpt.checkpoint.checkpointer import Checkpoints
+from jaxgpt.checkpoint.checkpointer import Checkpoints, restore_params
+from jaxgpt.checkpoint.metadata import newest_checkpoint
 from jaxgpt.cluster.preemption import StopSignal
 from jaxgpt.cluster.process_group import ProcessGroup
 from jaxgpt.cluster.watchdog import Watchdog
@@ -109,11 +111,28 @@ def set_up(
 def restore_or_init(
     run: Run, steps: StepFunctions, checkpoints: Checkpoints, cluster: ProcessGroup
 ) -> TrainState:
-    """Return the state after `run.resume_step`; without one, the initial state."""
+    """Return the state after `run.resume_step`; without one, the state before the first step."""
     if run.resume_step is not None:
         shapes = steps.state_shapes
         found = checkpoints.restore(run.resume_step, checkpoint_tree(shapes))
         return state_from_checkpoint(*found, shapes)
+    if run.init_folder is not None:
+        return load_weights(Path(run.init_folder), steps)
     init = steps.init.lower().compile()
     cluster.barrier()
     return init()
+
+
+def load_weights(folder: Path, steps: StepFunctions) -> TrainState:
+    """Return the initial state with the parameters of a run or of converted weights.
+
+    Of learned positions the first model.block_size are taken.
+    """
+    step, meta = newest_checkpoint(folder, f"train.init_from={folder}")
+    shapes = steps.state_shapes.params
+    if "position_embedding" in shapes:
+        shape = shapes["position_embedding"]["embedding"]
+        rows = (meta["config"]["model"]["block_size"], shape.shape[1])
+        shape = jax.ShapeDtypeStruct(rows, shape.dtype, sharding=shape.sharding)
+        shapes = shapes | {"position_embedding": {"embedding": shape}}
+    return steps.init_from(restore_params(folder, step, shapes))

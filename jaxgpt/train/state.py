@@ -41,7 +41,14 @@ def optimizer_of(config: Config) -> optax.GradientTransformation:
 def init_state(config: Config) -> TrainState:
     """Return the state before the first step, of model.vocab_size, train.seed and the optimizer."""
     network = GPT(config.model, rngs=nnx.Rngs(params=config.train.seed))
-    params = nnx.to_pure_dict(nnx.state(network, nnx.Param))
+    return state_of(config, nnx.to_pure_dict(nnx.state(network, nnx.Param)))
+
+
+def state_of(config: Config, params: Params) -> TrainState:
+    """Return the state before the first step with these parameters, of some positions or more."""
+    if "position_embedding" in params:
+        w_TD = params["position_embedding"]["embedding"][: config.model.block_size]
+        params = params | {"position_embedding": {"embedding": w_TD}}
     return TrainState(params, optimizer_of(config).init(params), init_spike_state(config.spike))
 
 

@@ -20,6 +20,7 @@ from jaxgpt.bench.harness import PROG, Job, Result, Value, open_job
 from jaxgpt.bench.rounds import Rounds
 from jaxgpt.config import ModelConfig, UsageError, parse_args
 from jaxgpt.optim import learning_rate_schedule
+from jaxgpt.train.resume import initial_model
 
 MAX_BYTES = 2**30  # of batches, which are made before the first round
 VOCAB_OF_GPT2 = (50257, 50304)  # GPT-2's, and nanoGPT's padded one
@@ -40,7 +41,7 @@ def run(
 
     Raises `UsageError` if nanoGPT cannot be run, or if the batches of so many steps are too large.
     """
-    config = parse_args(settings, PROG)
+    config = parse_args(settings, PROG, initial_model)
     if not (nanogpt / "model.py").is_file():
         raise UsageError(f"--nanogpt={nanogpt}: has no model.py; give a clone of nanoGPT")
     if config.optimizer.name != "adamw":

@@ -17,6 +17,7 @@ from typing import Any
 from jaxgpt.bench.harness import PROG, Job, Result, Value, open_job
 from jaxgpt.config import UsageError, parse_args
 from jaxgpt.data.dataset import dataset_directory
+from jaxgpt.train.resume import initial_model
 
 WORKER = Path(__file__).with_name("worker.py")
 # After every setting of ours: nothing is computed but the training, which is saved once.
@@ -32,7 +33,7 @@ def run(settings: Sequence[str], nanogpt: Path, torch: str, seeds: int = 3) -> R
     """
     given = any(word.startswith(("--config", "config=")) for word in settings)
     settings = [*(() if given else ("--config", "speedrun_cpu")), *settings]
-    config = parse_args(settings, PROG)
+    config = parse_args(settings, PROG, initial_model)
     data = dataset_directory(config.data).absolute()
     if not (data / "train.bin").is_file():
         raise UsageError(f"{data}: has no train.bin; run python -m jaxgpt.prepare shakespeare_char")

@@ -1,0 +1,149 @@
+"""Checkpoints of parameters alone, written and read a part at a time: no process holds them whole.
+
+`checkpointer.restore_params` lays them out on any mesh. Orbax itself writes arrays that are in
+memory; here it writes the tree of names, and TensorStore then fills in each array.
+"""
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxgpt import __version__
+from jaxgpt.checkpoint.checkpointer import silence_orbax
+from jaxgpt.checkpoint.checksums import part_checksum
+from jaxgpt.checkpoint.metadata import WEIGHTS_ONLY, add_checksum, read_meta
+from jaxgpt.config import Config, ModelConfig, UsageError
+from jaxgpt.models.weights import Weight, weights
+
+STEP = 0  # the number of such a checkpoint: no step has been taken
+CHUNK_BYTES = 2**25  # at most, of what is read and written at once
+
+Index = tuple[int | slice, ...]
+
+
+class WeightsWriter:
+    """Writes the parameters of a model to `directory`/checkpoints/0, in any order of parts."""
+
+    def __init__(self, directory: Path, model: ModelConfig):
+        import orbax.checkpoint as ocp
+
+        silence_orbax()
+        self._folder = (directory / "checkpoints" / str(STEP)).absolute()
+        self._weights = {w.name: w for w in jax.tree.leaves(weights(model))}
+        self._stores: dict[str, Any] = {}
+        self._sums = dict.fromkeys(self._weights, 0)
+        self._todo = {name: weight.size for name, weight in self._weights.items()}
+        names = {"params": jax.tree.map(lambda _: np.zeros(1, np.float32), weights(model))}
+        with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_compression=False)) as checkpointer:
+            checkpointer.save(self._folder / "state", args=ocp.args.PyTreeSave(names))
+
+    def write(self, name: str, index: Index, array: np.ndarray) -> None:
+        """Write the part of an array at an index of whole numbers and slices, in float32."""
+        weight = self._weights[name]
+        index = (*index, *[slice(None)] * (len(weight.shape) - len(index)))
+        first = [i if isinstance(i, int) else i.start or 0 for i in index]
+        sizes = iter(array.shape)
+        part = np.ascontiguousarray(array, np.float32)
+        part = part.reshape([1 if isinstance(i, int) else next(sizes) for i in index])
+        if name not in self._stores:  # chunks that no two parts share
+            self._stores[name] = self._create(weight, chunk_shape(part.shape))
+        place = tuple(slice(i, i + n) for i, n in zip(first, part.shape, strict=True))
+        self._stores[name][place].write(part).result()
+        self._sums[name] += part_checksum(part, first, weight.shape)
+        self._todo[name] -= part.size
+
+    def close(self, config: Config, tokenizer: Mapping[str, Any] | None, source: str) -> None:
+        """Complete the checkpoint with its JSON: what made it, and the tokenizer of its tokens."""
+        assert not any(self._todo.values()), self._todo
+        self._stores.clear()
+        meta = {
+            "step": STEP,
+            WEIGHTS_ONLY: True,
+            "source": source,
+            "config": config.to_dict(),
+            "tokenizer": tokenizer,
+            "checksums": {f"params/{name}": n % 2**32 for name, n in self._sums.items()},
+            "consumed_tokens": 0,
+            "data_fingerprint": [],
+            "jaxgpt": __version__,
+            "jax": jax.__version__,
+        }
+        (self._folder / "meta").mkdir()
+        (self._folder / "meta" / "metadata").write_text(json.dumps(add_checksum(meta)))
+
+    def _create(self, weight: Weight, chunks: tuple[int, ...]) -> Any:
+        import tensorstore
+
+        spec = _spec(self._folder / "state", weight.name) | {
+            "metadata": {
+                "shape": weight.shape,
+                "chunks": chunks,
+                "dtype": "<f4",
+                "order": "C",
+                "compressor": None,
+                "fill_value": None,
+            }
+        }
+        return tensorstore.open(spec, create=True, delete_existing=True).result()
+
+
+class WeightsReader:
+    """Reads the parameters of a checkpoint, comparing each array with its checksum."""
+
+    def __init__(self, directory: Path, step: int):
+        self._folder = (directory / "checkpoints" / str(step)).absolute()
+        self._checksums = read_meta(directory, step)["checksums"]
+
+    def layers(self, weight: Weight) -> Iterator[tuple[int | None, np.ndarray]]:
+        """Yield (layer, its array), or (None, the whole) of a weight outside of the layers.
+
+        As many layers are in memory as the processes that saved them wrote in one piece. Raises
+        `UsageError` if the array cannot be read, or is not what was saved.
+        """
+        import tensorstore
+
+        remedy = "take another step"
+        try:
+            store = tensorstore.open(_spec(self._folder / "state", weight.name), read=True).result()
+            if store.shape != weight.shape:
+                raise ValueError(f"{weight.name} has shape {store.shape}, not {weight.shape}")
+            at_once = store.chunk_layout.read_chunk.shape[0] if weight.n_layers else store.shape[0]
+            total = 0
+            for start in range(0, store.shape[0], at_once):
+                block = store[start : start + at_once].read().result()
+                total += part_checksum(block, [start] + [0] * (block.ndim - 1), store.shape)
+                if weight.n_layers:
+                    yield from ((start + i, block[i]) for i in range(len(block)))
+                else:
+                    yield None, block
+        except ValueError as error:  # TensorStore's
+            reason = " ".join(str(error).split())[:200]
+            raise UsageError(f"{self._folder}: cannot be read ({reason}); {remedy}") from None
+        if total % 2**32 != self._checksums.get(f"params/{weight.name}"):
+            raise UsageError(
+                f"{self._folder}: params/{weight.name} is not what was saved, by its checksum; "
+                f"{remedy}"
+            )
+
+
+def chunk_shape(part: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the shape of chunks of at most `CHUNK_BYTES`, which divide a part as they can."""
+    chunk = list(part)
+    while 4 * math.prod(chunk) > CHUNK_BYTES:
+        largest = max(range(len(chunk)), key=chunk.__getitem__)
+        chunk[largest] = -(-chunk[largest] // 2)
+    return tuple(chunk)
+
+
+def _spec(state: Path, name: str) -> dict[str, Any]:
+    """Return TensorStore's description of an array, by the name that Orbax gives it."""
+    path = ".".join(["params", *name.split("/")])
+    return {
+        "driver": "zarr",
+        "kvstore": {"driver": "ocdbt", "base": f"file://{state}/", "path": f"{path}/"},
+    }

@@ -1,0 +1,159 @@
+"""Models of Hugging Face's transformers: config.json, safetensors and tokenizer files."""
+
+import dataclasses
+import json
+import math
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxgpt.checkpoint.metadata import list_checkpoints, newest_checkpoint, read_meta
+from jaxgpt.checkpoint.weights_only import WeightsReader, WeightsWriter
+from jaxgpt.config import Config, ModelConfig, UsageError, config_from_dict
+from jaxgpt.convert.families import COMPANIONS, CONFIG, read_model, table_of, write_config
+from jaxgpt.convert.layout import Slot, check_tensors, export_tensors, import_tensors, slots
+from jaxgpt.convert.safetensors import Writer, open_folder
+from jaxgpt.convert.tensors import FLOATS, new_folder
+from jaxgpt.data.tokenizers import FILE as TOKENIZER
+from jaxgpt.data.tokenizers import HFTokenizer, Tokenizer, load_tokenizer, tokenizer_from_meta
+
+BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")  # no weights
+GPT2_PREFIX = "transformer."  # of names in files that GPT2LMHeadModel saved
+
+
+def from_hf(path: Path, out: Path, block_size: int | None = None) -> list[str]:
+    """Convert a folder into weights that a run starts from; return lines about them."""
+    found, model = open_folder(path), read_model(path, block_size)
+    found = {name.removeprefix(GPT2_PREFIX): tensor for name, tensor in found.items()}
+    wanted = slots(table_of(model), model)
+    tied = {"lm_head.weight"} if model.tie_embeddings else set()
+    found = {
+        name: tensor
+        for name, tensor in found.items()
+        if name in wanted or not (name.endswith(BUFFERS) or name in tied)
+    }
+    if block_size and "wpe.weight" in found:
+        raise UsageError("--block-size: is for rotary positions; give model.block_size to train")
+    check_tensors(found, wanted, str(path))
+    has_tokenizer = any((path / name).is_file() for name in (TOKENIZER, "merges.txt", "vocab.bpe"))
+    tokenizer = read_tokenizer(path if has_tokenizer else None, model.vocab_size)
+    with new_folder(out, converted_bytes(wanted)) as partial:
+        writer = WeightsWriter(partial, model)
+        import_tensors(found, wanted, writer)
+        if tokenizer is not None:
+            tokenizer.save(partial)
+        for name in COMPANIONS:
+            if (path / name).is_file():
+                shutil.copyfile(path / name, partial / name)
+        writer.close(Config(model=model), tokenizer and tokenizer.to_meta(), str(path.absolute()))
+    return describe(out, model, tokenizer)
+
+
+def converted_bytes(wanted: Mapping[str, Slot]) -> int:
+    """Return the size of our weights in float32."""
+    return sum(4 * weight.size for weight in {s.weight for s in wanted.values()})
+
+
+def describe(out: Path, model: ModelConfig, tokenizer: Tokenizer | None) -> list[str]:
+    """Return lines about converted weights."""
+    changed = [
+        f"{field.name}={getattr(model, field.name)}"
+        for field in dataclasses.fields(model)
+        if getattr(model, field.name) != field.default
+    ]
+    lines = [f"model: {' '.join(changed)}", f"weights: {out}, to start with train.init_from={out}"]
+    if tokenizer is None:
+        lines.append("tokenizer: none came with them; a run takes its data's word for its tokens")
+    return lines
+
+
+def read_tokenizer(path: Path | None, vocab_size: int) -> Tokenizer | None:
+    """Return the tokenizer that a user names, as `load_tokenizer` does; `UsageError` if it is of
+    more tokens than the model."""
+    if path is None:
+        return None
+    tokenizer = load_tokenizer(path)
+    if tokenizer.vocab_size > vocab_size:
+        raise UsageError(
+            f"{path}: its tokenizer has {tokenizer.vocab_size} tokens, and the model {vocab_size}; "
+            "give the tokenizer that the model was trained with"
+        )
+    return tokenizer
+
+
+def to_hf(run: Path, step: int | None, out: Path, dtype: str, max_bytes: int) -> list[str]:
+    """Write the weights of a run as a folder that transformers reads; return lines about it."""
+    step, meta = find_weights(run, step)
+    model = config_from_dict(meta["config"], str(run)).model
+    tokenizer = tokenizer_from_meta(meta["tokenizer"], run) if meta["tokenizer"] else None
+    config = write_config(model, dtype, tokenizer and tokenizer.end_of_text)
+    prefix = GPT2_PREFIX if model.position == "learned" else ""
+    wanted = {f"{prefix}{name}": slot for name, slot in slots(table_of(model), model).items()}
+    shapes = {name: slot.shape for name, slot in wanted.items()}
+    absent = {} if model.bias or not prefix else zero_biases(model)
+    reader = WeightsReader(run, step)
+    with new_folder(out, written_bytes(shapes | absent, dtype)) as partial:
+        writer = Writer(partial, shapes | absent, dtype, max_bytes)
+        for name, array in export_tensors(reader, wanted):
+            writer.write(name, array)
+        for name, shape in absent.items():
+            writer.write(name, np.zeros(shape, np.float32))
+        writer.close()
+        write_json(partial / CONFIG, config)
+        notes = write_tokenizer(tokenizer, run, partial, model)
+    return [f"wrote {out}: {config['model_type']}, step {step}, {dtype}", *notes]
+
+
+def find_weights(run: Path, step: int | None) -> tuple[int, dict[str, Any]]:
+    """Return the step to take of a run, by default the newest, and its JSON."""
+    newest, meta = newest_checkpoint(run, f"--run {run}")
+    if step is None or step == newest:
+        return newest, meta
+    saved = list_checkpoints(run)
+    if step not in saved:
+        raise UsageError(f"--step {step}: {run} has {', '.join(map(str, saved))}")
+    return step, read_meta(run, step)
+
+
+def zero_biases(model: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of GPT-2's biases, for a model without: zeros are the same function."""
+    with_bias = dataclasses.replace(model, bias=True)
+    return {
+        f"{GPT2_PREFIX}{name}": slot.shape
+        for name, slot in slots(table_of(model), with_bias).items()
+        if slot.weight.role == "bias"
+    }
+
+
+def written_bytes(shapes: Mapping[str, tuple[int, ...]], dtype: str) -> int:
+    """Return the size of tensors in a dtype."""
+    return sum(map(math.prod, shapes.values())) * np.dtype(FLOATS[dtype]).itemsize
+
+
+def write_json(path: Path, value: Any) -> None:
+    path.write_text(json.dumps(value, indent=2) + "\n")
+
+
+def write_tokenizer(
+    tokenizer: Tokenizer | None, run: Path, folder: Path, model: ModelConfig
+) -> list[str]:
+    """Write a tokenizer's files and what came with it; return a line if there is none."""
+    if not isinstance(tokenizer, HFTokenizer):
+        return ["tokenizer: none written; the tokens of this run are not those of a tokenizer.json"]
+    tokenizer.save(folder)
+    for name in COMPANIONS:
+        if (run / name).is_file():
+            shutil.copyfile(run / name, folder / name)
+    if not (folder / COMPANIONS[0]).exists():
+        end = tokenizer.end_of_text
+        settings = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "model_max_length": model.block_size,
+            "clean_up_tokenization_spaces": False,
+        }
+        settings |= {} if end is None else {"eos_token": tokenizer.decode([end])}
+        write_json(folder / COMPANIONS[0], settings)
+    return []

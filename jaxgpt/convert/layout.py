@@ -1,0 +1,147 @@
+"""Where the tensors of another program go in our arrays, and back."""
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import jax
+import numpy as np
+
+from jaxgpt.checkpoint.weights_only import WeightsReader, WeightsWriter
+from jaxgpt.config import ModelConfig, UsageError
+from jaxgpt.convert.names import Place, Table
+from jaxgpt.convert.safetensors import listed
+from jaxgpt.convert.tensors import Tensor
+from jaxgpt.models.layers import VOCAB_MULTIPLE
+from jaxgpt.models.weights import Weight, weights
+
+BLOCK_BYTES = 2**26  # of a table of embeddings that is read at a time
+
+
+@dataclass(frozen=True)
+class Slot:
+    """The place of one tensor of another program in one of our arrays, which may be stacked."""
+
+    weight: Weight
+    layer: int | None
+    place: Place
+    shape: tuple[int, ...]  # theirs
+
+    @property
+    def index(self) -> tuple[int | slice, ...]:
+        """The index into our array."""
+        return (() if self.layer is None else (self.layer,)) + self.index_in_layer
+
+    @property
+    def index_in_layer(self) -> tuple[int | slice, ...]:
+        if self.place.part is None:
+            return ()
+        before = (slice(None),) if self.weight.role == "matrix" else ()
+        return (*before, self.place.part)
+
+    def ours(self, theirs: np.ndarray) -> np.ndarray:
+        """Return a whole tensor of theirs as ours."""
+        shape = _part_shape(self.weight, self.place)
+        if self.place.form == "interleaved":  # (H, 3, K) of each column
+            *inputs, _, H, K = shape
+            found = theirs.reshape(H, 3, K, *inputs)
+            return found.transpose(*([3] if inputs else []), 1, 0, 2)
+        return (theirs.T if self.place.form == "transposed" else theirs).reshape(shape)
+
+    def theirs(self, ours: np.ndarray) -> np.ndarray:
+        """Return an array of ours, at `index`, as theirs."""
+        if self.place.form == "transposed":
+            return ours.reshape(self.shape[::-1]).T
+        assert self.place.form == "same"  # nothing is written for Megatron
+        return ours.reshape(self.shape)
+
+
+def slots(table: Table, model: ModelConfig) -> dict[str, Slot]:
+    """Return the slot of each tensor that a model has, by their name.
+
+    Their names stand in the order of our arrays, layer by layer.
+    """
+    ours: dict[str, list[tuple[str, Place]]] = {}
+    for name, place in table.items():
+        ours.setdefault(place.ours, []).append((name, place))
+    out = {}
+    for weight in jax.tree.leaves(weights(model)):
+        for layer in range(weight.n_layers) if weight.n_layers else (None,):
+            for name, place in ours.get(weight.name, ()):
+                shape = _their_shape(weight, place, model)
+                out[name.format(layer)] = Slot(weight, layer, place, shape)
+    return out
+
+
+def _part_shape(weight: Weight, place: Place) -> tuple[int, ...]:
+    """Return the shape of ours at a slot's index."""
+    shape = weight.shape[1:] if weight.n_layers else weight.shape
+    if place.part is None:
+        return shape
+    axis = 1 if weight.role == "matrix" else 0
+    return shape[:axis] + shape[axis + 1 :]
+
+
+def _their_shape(weight: Weight, place: Place, model: ModelConfig) -> tuple[int, ...]:
+    shape = _part_shape(weight, place)
+    if weight.role != "matrix":
+        if weight.axes[0] == "vocab":
+            return (model.vocab_size, *shape[1:])  # without padding
+        return shape if len(shape) == 2 and not weight.n_layers else (math.prod(shape),)
+    # Either the inputs are one dim, D, or the outputs are.
+    inputs = shape[0] if weight.axes[1] == "embed" else math.prod(shape[:-1])
+    matrix = (inputs, math.prod(shape) // inputs)
+    return matrix if place.form == "same" else matrix[::-1]
+
+
+def check_tensors(found: Mapping[str, Tensor], wanted: Mapping[str, Slot], where: str) -> None:
+    """Raise `UsageError` for tensors that are missing, not known, or of another shape."""
+    for names, what in (
+        ([name for name in wanted if name not in found], "has no"),
+        ([name for name in found if name not in wanted], "has tensors that this model does not:"),
+    ):
+        if names:
+            raise UsageError(f"{where}: {what} {listed(names)}")
+    for name, slot in wanted.items():
+        if tuple(found[name].shape) != slot.shape:
+            raise UsageError(
+                f"{where}: {name} has shape {tuple(found[name].shape)}, and its configuration asks "
+                f"for {slot.shape}"
+            )
+
+
+def import_tensors(
+    found: Mapping[str, Tensor], wanted: Mapping[str, Slot], writer: WeightsWriter
+) -> None:
+    """Write tensors that `check_tensors` found right into our arrays, one at a time."""
+    for name, slot in wanted.items():
+        if slot.weight.axes[0] != "vocab":
+            array = slot.ours(found[name].read())
+            writer.write(slot.weight.name, slot.index, array)
+            continue
+        rows, width = slot.weight.shape
+        at_once = max(1, BLOCK_BYTES // (4 * width * VOCAB_MULTIPLE)) * VOCAB_MULTIPLE
+        for start in range(0, rows, at_once):
+            stop = min(start + at_once, rows)
+            array = np.zeros((stop - start, width), np.float32)
+            real = (
+                found[name].read(start, min(stop, slot.shape[0])) if start < slot.shape[0] else ()
+            )
+            array[: len(real)] = real if len(real) else 0
+            writer.write(slot.weight.name, (slice(start, stop),), array)
+
+
+def export_tensors(
+    reader: WeightsReader, wanted: Mapping[str, Slot]
+) -> Iterator[tuple[str, np.ndarray]]:
+    """Yield their tensors in the order of `wanted`, reading a few layers of an array at a time."""
+    by_layer: dict[tuple[str, int | None], list[tuple[str, Slot]]] = {}
+    for name, slot in wanted.items():
+        by_layer.setdefault((slot.weight.name, slot.layer), []).append((name, slot))
+    for weight in {slot.weight.name: slot.weight for slot in wanted.values()}.values():
+        for layer, array in reader.layers(weight):
+            for name, slot in by_layer[weight.name, layer]:
+                own = array[slot.index_in_layer]
+                if weight.axes[0] == "vocab":
+                    own = own[: slot.shape[0]]
+                yield name, slot.theirs(own)

@@ -1,0 +1,258 @@
+"""GPT checkpoints of Megatron-LM and Megatron-DeepSpeed, whose ranks are merged.
+
+A folder `iter_0001000` has `mp_rank_TT[_PPP]/model_optim_rng.pt`, one file for each rank of tensor
+(TT) and pipeline (PPP) parallelism; DeepSpeed's `global_step1000` has `mp_rank_TT_model_states.pt`.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxgpt.checkpoint.weights_only import WeightsWriter
+from jaxgpt.config import Config, ModelConfig, UsageError
+from jaxgpt.config.validate import validate
+from jaxgpt.convert import torch_file
+from jaxgpt.convert.huggingface import converted_bytes, describe, read_tokenizer
+from jaxgpt.convert.layout import check_tensors, import_tensors, slots
+from jaxgpt.convert.names import MEGATRON, MEGATRON_SPELLINGS
+from jaxgpt.convert.tensors import FileTensor, Tensor, new_folder
+from jaxgpt.convert.torch_file import Global, Inert
+
+RANK = re.compile(r"mp_rank_(\d+)(?:_(\d+))?(?:_model_states\.pt)?")
+FILES = ("model_optim_rng.pt", "model_rng.pt")
+# What such a file may hold besides tensors: objects of these packages, and of these names, stand
+# there inert. Their functions are not run either: what they would have made is not needed.
+HARMLESS_PACKAGES = ("megatron", "deepspeed", "transformer_engine")
+HARMLESS_NAMES = {
+    "argparse": ("Namespace",),
+    "types": ("SimpleNamespace",),
+    "pathlib": ("PosixPath",),
+    "signal": ("Signals",),
+    "_codecs": ("encode",),
+    "_io": ("BytesIO",),
+    "numpy": ("ndarray", "dtype"),
+    "numpy.core.multiarray": ("_reconstruct", "scalar"),
+    "numpy._core.multiarray": ("_reconstruct", "scalar"),
+    "torch": ("Size", "device", "float32", "float16", "bfloat16", "float64", "int64", "int32"),
+    "torch.torch_version": ("TorchVersion",),
+}
+# Arguments that must have these values, where they are given at all.
+SUPPORTED: dict[str, tuple[Any, ...]] = {
+    "normalization": ("LayerNorm",),
+    "swiglu": (False,),
+    "squared_relu": (False,),
+    "position_embedding_type": ("learned_absolute",),
+    "use_rotary_position_embeddings": (False,),
+    "group_query_attention": (False,),
+    "apply_layernorm_1p": (False,),
+    "apply_residual_connection_post_layernorm": (False,),
+    "add_bias_linear": (True,),
+    "multi_latent_attention": (False,),
+    "virtual_pipeline_model_parallel_size": (None, 1),
+}
+
+
+@dataclass(frozen=True)
+class Merged:
+    """A tensor whose parts lie on several ranks, side by side along a dim."""
+
+    parts: tuple[FileTensor, ...]
+    axis: int | None  # None where every rank has all of it
+    most_rows: int | None = None  # of a vocabulary: the rest is padding
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        shape = list(self.parts[0].shape)
+        if self.axis is not None:
+            shape[self.axis] = sum(part.shape[self.axis] for part in self.parts)
+        if self.most_rows is not None:
+            shape[0] = min(shape[0], self.most_rows)
+        return tuple(shape)
+
+    def read(self, start: int = 0, stop: int | None = None) -> np.ndarray:
+        """Return the rows [start, stop) in float32."""
+        if self.axis is None:
+            return self.parts[0].read(start, stop)
+        if self.axis > 0:
+            return np.concatenate([part.read(start, stop) for part in self.parts], self.axis)
+        first, found = 0, []
+        stop = self.shape[0] if stop is None else stop
+        for part in self.parts:
+            rows = part.shape[0]
+            begin, end = max(start - first, 0), min(stop - first, rows)
+            if begin < end:
+                found.append(part.read(begin, end))
+            first += rows
+        return np.concatenate(found)
+
+
+def from_megatron(path: Path, out: Path, tokenizer: Path | None = None) -> list[str]:
+    """Convert a checkpoint into weights that a run starts from; return lines about them.
+
+    With a `tokenizer`, as `read_tokenizer` takes it, the rows that pad its vocabulary are left out.
+    """
+    files = rank_files(path)
+    loaded = {rank: load(file) for rank, file in files.items()}
+    arguments = loaded[0, 0][0]
+    found = merged(files, {rank: tensors for rank, (_, tensors) in loaded.items()}, arguments)
+    model = model_of(path, arguments, found)
+    made = read_tokenizer(tokenizer, model.vocab_size)
+    if made is not None:
+        model = replace(model, vocab_size=made.vocab_size)
+    for name in ("embedding.word_embeddings.weight", "output_layer.weight"):
+        if name in found:
+            found[name] = replace(found[name], most_rows=model.vocab_size)
+    wanted = slots({name: place for name, (place, _) in MEGATRON.items()}, model)
+    check_tensors(found, wanted, str(path))
+    with new_folder(out, converted_bytes(wanted)) as partial:
+        writer = WeightsWriter(partial, model)
+        import_tensors(found, wanted, writer)
+        if made is not None:
+            made.save(partial)
+        writer.close(Config(model=model), made and made.to_meta(), str(path.absolute()))
+    return describe(out, model, made)
+
+
+def rank_files(path: Path) -> dict[tuple[int, int], Path]:
+    """Return the file of each (tensor rank, pipeline rank) of a checkpoint, or the newest."""
+    for name, form in (("latest_checkpointed_iteration.txt", "iter_{:0>7}"), ("latest", "{}")):
+        if (path / name).is_file():
+            newest = (path / name).read_text(errors="replace").strip()
+            folder = newest if newest == "release" else form.format(newest)
+            if Path(folder).name != folder or not (path / folder).is_dir():
+                raise UsageError(f"{path / name}: names {folder}, which is no folder beside it")
+            path = path / folder
+            break
+    if not path.is_dir():
+        raise UsageError(f"{path}: is no folder; give one with mp_rank_00 or mp_rank_00_000")
+    files = {}
+    for entry in sorted(path.glob("mp_rank_*")):
+        match = RANK.fullmatch(entry.name)
+        inside = [entry] if entry.is_file() else [entry / name for name in FILES]
+        if match and (file := next((f for f in inside if f.is_file()), None)):
+            files[int(match[1]), int(match[2] or 0)] = file
+    if not files:
+        hint = ""
+        if next(path.glob("*.distcp"), None) or (path / ".metadata").exists():
+            hint = "; it is a distributed checkpoint: save it with --ckpt-format torch"
+        elif next(path.glob("layer_*-model_states.pt"), None):
+            hint = "; it is of DeepSpeed's pipeline: save it with --no-pipeline-parallel"
+        raise UsageError(f"{path}: has no mp_rank_*/{FILES[0]} or mp_rank_*_model_states.pt{hint}")
+    tensor, pipeline = (1 + max(rank[i] for rank in files) for i in (0, 1))
+    missing = [
+        f"mp_rank_{t:02}_{p:03}"
+        for p in range(pipeline)
+        for t in range(tensor)
+        if (t, p) not in files
+    ]
+    if missing:
+        raise UsageError(f"{path}: has no {', '.join(missing)}; all ranks are needed")
+    return files
+
+
+def is_harmless(name: Global) -> bool:
+    """Return whether an object of this name may stand inert beside the tensors."""
+    is_listed = name.name in HARMLESS_NAMES.get(name.module, ())
+    return is_listed or name.module.partition(".")[0] in HARMLESS_PACKAGES
+
+
+def load(file: Path) -> tuple[dict[str, Any], dict[str, FileTensor]]:
+    """Return the arguments and the tensors of one rank, by the names of the table."""
+    state = torch_file.load(file, is_harmless)
+    if not isinstance(state, dict):
+        raise UsageError(f"{file}: holds no dictionary; give a checkpoint of Megatron's")
+    version = state.get("checkpoint_version", 0)
+    model = state.get("model", state.get("module"))
+    arguments = state.get("args")
+    if "model0" in state:
+        raise UsageError(f"{file}: has an interleaved pipeline; save it without virtual stages")
+    if not isinstance(model, dict) or not isinstance(arguments, Inert):
+        raise UsageError(f"{file}: has no model and args; give a checkpoint of Megatron's")
+    if not isinstance(version, int | float) or version < 2:
+        raise UsageError(f"{file}: has checkpoint_version {version}; 2 and 3 are read")
+    return arguments.fields, flat(model)
+
+
+def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, FileTensor]:
+    """Return the tensors of nested dictionaries, by the names of the table."""
+    out = {}
+    for key, value in tree.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, dict):
+            out |= flat(value, f"{name}.")
+        elif isinstance(value, FileTensor) and not name.endswith("_extra_state"):
+            for found, ours in MEGATRON_SPELLINGS.items():
+                name = name.replace(found, ours)
+            out[name] = value
+    return out
+
+
+def merged(
+    files: Mapping[tuple[int, int], Path],
+    ranks: Mapping[tuple[int, int], Mapping[str, FileTensor]],
+    arguments: Mapping[str, Any],
+) -> dict[str, Merged]:
+    """Return the tensors of the whole model, layers numbered over the stages of the pipeline."""
+    n_tensor, n_pipeline = (1 + max(rank[i] for rank in ranks) for i in (0, 1))
+    n_layer = arguments.get("num_layers")
+    if type(n_layer) is not int or n_layer % n_pipeline:
+        raise UsageError(f"{files[0, 0]}: num_layers={n_layer} in {n_pipeline} stages")
+    axes = {re.sub(r"\{\}", "#", name): axis for name, (_, axis) in MEGATRON.items()}
+    out: dict[str, Merged] = {}
+    for stage in range(n_pipeline):
+        for name in ranks[0, stage]:
+            if stage and name.startswith("word_embeddings_for_head."):
+                continue  # the first stage's once more
+            parts = [ranks[t, stage].get(name) for t in range(n_tensor)]
+            if None in parts:
+                rank = parts.index(None)
+                raise UsageError(f"{files[rank, stage]}: has no {name}, which rank 0 has")
+
+            def renumbered(match: re.Match[str], first: int = stage * n_layer // n_pipeline) -> str:
+                return f"layers.{int(match[1]) + first}."
+
+            axis = axes.get(re.sub(r"layers\.\d+\.", "layers.#.", name))
+            if axis is not None and any(len(part.shape) <= axis for part in parts):
+                raise UsageError(f"{files[0, stage]}: {name} has shape {parts[0].shape}")
+            out[re.sub(r"layers\.(\d+)\.", renumbered, name)] = Merged(tuple(parts), axis)
+    return out
+
+
+def model_of(path: Path, arguments: Mapping[str, Any], found: Mapping[str, Tensor]) -> ModelConfig:
+    """Return the model that a checkpoint's arguments describe; `UsageError` if not supported."""
+    for key, values in SUPPORTED.items():
+        value = arguments.get(key, values[0])
+        value = getattr(value, "arguments", (value,))[0] if isinstance(value, Inert) else value
+        if value not in values:
+            raise UsageError(f"{path}: {key}={value} is not supported, only {values[0]}")
+    if arguments.get("num_experts"):
+        raise UsageError(f"{path}: num_experts={arguments['num_experts']} is not supported")
+    words = found.get("embedding.word_embeddings.weight")
+    if words is None or len(words.shape) != 2:
+        raise UsageError(f"{path}: has no embedding.word_embeddings.weight")
+    keys = ("num_layers", "num_attention_heads", "hidden_size", "max_position_embeddings")
+    missing = [key for key in keys if type(arguments.get(key)) is not int or arguments[key] < 1]
+    if missing:
+        raise UsageError(f"{path}: its args have no {', '.join(missing)}")
+    n_layer, n_head, n_embd, block_size = (arguments[key] for key in keys)
+    is_tanh = arguments.get("bias_gelu_fusion", True) or arguments.get("openai_gelu", False)
+    size, width = arguments.get("kv_channels"), arguments.get("ffn_hidden_size")
+    model = ModelConfig(
+        n_layer=n_layer,
+        n_head=n_head,
+        n_embd=n_embd,
+        head_dim=None if size is None or size * n_head == n_embd else size,
+        block_size=block_size,
+        bias=True,
+        mlp="gelu_tanh" if is_tanh else "gelu",
+        mlp_hidden=None if width == 4 * n_embd else width,
+        norm_eps=float(arguments.get("norm_epsilon", arguments.get("layernorm_epsilon", 1e-5))),
+        vocab_size=words.shape[0],
+        tie_embeddings=not arguments.get("untie_embeddings_and_output_weights", False),
+    )
+    validate(Config(model=model).replace(train__batch_size=1))
+    return model

@@ -1,0 +1,128 @@
+"""Tables of names: a weight of another program, and its place among ours.
+
+`{}` is the number of a layer. A table may name more than a model has: biases, an output layer.
+"""
+
+from typing import Literal, NamedTuple
+
+Form = Literal["same", "transposed", "interleaved"]
+
+
+class Place(NamedTuple):
+    """A weight of ours, or a part of it."""
+
+    ours: str
+    form: Form = "same"
+    """transposed: as torch's Linear, (outputs, inputs); interleaved: so, and q, k, v of a head
+    follow each other (Megatron)."""
+    part: int | None = None
+    """Of an array that holds several matrices: 0, 1, 2 of q, k, v; 0, 1 of k, v or gate, up."""
+
+
+def linear(ours: str, part: int | None = None) -> Place:
+    """Return the place of a kernel that torch's Linear holds transposed."""
+    return Place(f"{ours}/kernel", "transposed", part)
+
+
+Table = dict[str, Place]
+
+# Hugging Face's GPT-2, whose Conv1D holds kernels as (inputs, outputs).
+GPT2: Table = {
+    "wte.weight": Place("token_embedding/embedding"),
+    "wpe.weight": Place("position_embedding/embedding"),
+    "h.{}.ln_1.weight": Place("layers/norm_1/scale"),
+    "h.{}.ln_1.bias": Place("layers/norm_1/bias"),
+    "h.{}.attn.c_attn.weight": Place("layers/attention/qkv/kernel"),
+    "h.{}.attn.c_attn.bias": Place("layers/attention/qkv/bias"),
+    "h.{}.attn.c_proj.weight": Place("layers/attention/out/kernel"),
+    "h.{}.attn.c_proj.bias": Place("layers/attention/out/bias"),
+    "h.{}.ln_2.weight": Place("layers/norm_2/scale"),
+    "h.{}.ln_2.bias": Place("layers/norm_2/bias"),
+    "h.{}.mlp.c_fc.weight": Place("layers/mlp/up/kernel"),
+    "h.{}.mlp.c_fc.bias": Place("layers/mlp/up/bias"),
+    "h.{}.mlp.c_proj.weight": Place("layers/mlp/down/kernel"),
+    "h.{}.mlp.c_proj.bias": Place("layers/mlp/down/bias"),
+    "ln_f.weight": Place("norm/scale"),
+    "ln_f.bias": Place("norm/bias"),
+}
+
+NANOGPT: Table = {
+    f"transformer.{name}": place._replace(form="transposed") if "kernel" in place.ours else place
+    for name, place in GPT2.items()
+}
+
+# Llama, Mistral, Qwen2 (biases of q, k, v) and Qwen3 (norms of q and k).
+LLAMA: Table = {
+    "model.embed_tokens.weight": Place("token_embedding/embedding"),
+    "model.layers.{}.input_layernorm.weight": Place("layers/norm_1/scale"),
+    "model.layers.{}.self_attn.q_proj.weight": linear("layers/attention/q"),
+    "model.layers.{}.self_attn.q_proj.bias": Place("layers/attention/q/bias"),
+    "model.layers.{}.self_attn.k_proj.weight": linear("layers/attention/kv", 0),
+    "model.layers.{}.self_attn.k_proj.bias": Place("layers/attention/kv/bias", part=0),
+    "model.layers.{}.self_attn.v_proj.weight": linear("layers/attention/kv", 1),
+    "model.layers.{}.self_attn.v_proj.bias": Place("layers/attention/kv/bias", part=1),
+    "model.layers.{}.self_attn.q_norm.weight": Place("layers/attention/q_norm/scale"),
+    "model.layers.{}.self_attn.k_norm.weight": Place("layers/attention/k_norm/scale"),
+    "model.layers.{}.self_attn.o_proj.weight": linear("layers/attention/out"),
+    "model.layers.{}.post_attention_layernorm.weight": Place("layers/norm_2/scale"),
+    "model.layers.{}.mlp.gate_proj.weight": linear("layers/mlp/gate_up", 0),
+    "model.layers.{}.mlp.up_proj.weight": linear("layers/mlp/gate_up", 1),
+    "model.layers.{}.mlp.down_proj.weight": linear("layers/mlp/down"),
+    "model.norm.weight": Place("norm/scale"),
+    "lm_head.weight": Place("head/embedding"),
+}
+
+# The same with as many key-value heads as heads: q, k and v are one weight of ours.
+LLAMA_EQUAL_HEADS: Table = LLAMA | {
+    f"model.layers.{{}}.self_attn.{name}_proj.{kind}": Place(
+        f"layers/attention/qkv/{ours}", form, part
+    )
+    for part, name in enumerate("qkv")
+    for kind, ours, form in (("weight", "kernel", "transposed"), ("bias", "bias", "same"))
+}
+
+# Megatron-LM's and Megatron-DeepSpeed's GPT, and the dim along which ranks hold parts of it.
+MEGATRON: dict[str, tuple[Place, int | None]] = {
+    "embedding.word_embeddings.weight": (Place("token_embedding/embedding"), 0),
+    "embedding.position_embeddings.weight": (Place("position_embedding/embedding"), None),
+    "encoder.layers.{}.input_layernorm.weight": (Place("layers/norm_1/scale"), None),
+    "encoder.layers.{}.input_layernorm.bias": (Place("layers/norm_1/bias"), None),
+    "encoder.layers.{}.self_attention.query_key_value.weight": (
+        Place("layers/attention/qkv/kernel", "interleaved"),
+        0,
+    ),
+    "encoder.layers.{}.self_attention.query_key_value.bias": (
+        Place("layers/attention/qkv/bias", "interleaved"),
+        0,
+    ),
+    "encoder.layers.{}.self_attention.dense.weight": (linear("layers/attention/out"), 1),
+    "encoder.layers.{}.self_attention.dense.bias": (Place("layers/attention/out/bias"), None),
+    "encoder.layers.{}.post_attention_layernorm.weight": (Place("layers/norm_2/scale"), None),
+    "encoder.layers.{}.post_attention_layernorm.bias": (Place("layers/norm_2/bias"), None),
+    "encoder.layers.{}.mlp.dense_h_to_4h.weight": (linear("layers/mlp/up"), 0),
+    "encoder.layers.{}.mlp.dense_h_to_4h.bias": (Place("layers/mlp/up/bias"), 0),
+    "encoder.layers.{}.mlp.dense_4h_to_h.weight": (linear("layers/mlp/down"), 1),
+    "encoder.layers.{}.mlp.dense_4h_to_h.bias": (Place("layers/mlp/down/bias"), None),
+    "encoder.final_layernorm.weight": (Place("norm/scale"), None),
+    "encoder.final_layernorm.bias": (Place("norm/bias"), None),
+    "output_layer.weight": (Place("head/embedding"), 0),
+}
+
+# Other spellings of Megatron's names, over its versions: found -> as in the table.
+MEGATRON_SPELLINGS = {
+    "language_model.": "",
+    "transformer.layers.": "encoder.layers.",
+    "transformer.final_layernorm.": "encoder.final_layernorm.",
+    "decoder.": "encoder.",
+    ".attention.": ".self_attention.",
+    ".input_norm.": ".input_layernorm.",
+    ".post_attention_norm.": ".post_attention_layernorm.",
+    "encoder.final_norm.": "encoder.final_layernorm.",
+    ".self_attention.linear_qkv.layer_norm_": ".input_layernorm.",
+    ".mlp.linear_fc1.layer_norm_": ".post_attention_layernorm.",
+    ".pre_mlp_layernorm.": ".post_attention_layernorm.",
+    ".linear_qkv.": ".query_key_value.",
+    ".linear_proj.": ".dense.",
+    ".linear_fc1.": ".dense_h_to_4h.",
+    ".linear_fc2.": ".dense_4h_to_h.",
+}

@@ -1,0 +1,97 @@
+"""nanoGPT's ckpt.pt, and its names for a model's weights."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from jaxgpt.checkpoint.weights_only import WeightsReader, WeightsWriter
+from jaxgpt.config import Config, ModelConfig, UsageError, config_from_dict
+from jaxgpt.convert import torch_file
+from jaxgpt.convert.huggingface import (
+    converted_bytes,
+    describe,
+    find_weights,
+    read_tokenizer,
+    written_bytes,
+)
+from jaxgpt.convert.layout import check_tensors, export_tensors, import_tensors, slots
+from jaxgpt.convert.names import NANOGPT
+from jaxgpt.convert.safetensors import Writer
+from jaxgpt.convert.tensors import FileTensor, new_folder
+
+MODEL_KEYS = ("n_layer", "n_head", "n_embd", "block_size", "bias", "vocab_size")
+COMPILED_PREFIX = "_orig_mod."  # of names in what torch.compile has wrapped
+HEAD = "lm_head.weight"  # the token embedding once more
+
+
+def from_nanogpt(path: Path, out: Path, tokenizer: Path | None = None) -> list[str]:
+    """Convert a ckpt.pt into weights that a run starts from; return lines about them.
+
+    `tokenizer` is what `load_tokenizer` takes: a ckpt.pt has none.
+    """
+    checkpoint = torch_file.load(path)
+    if not isinstance(checkpoint, dict) or not {"model", "model_args"} <= checkpoint.keys():
+        raise UsageError(
+            f"{path}: has no model and model_args; give a ckpt.pt of nanoGPT's train.py"
+        )
+    model = model_of(path, checkpoint["model_args"])
+    found = tensors_of(path, checkpoint["model"])
+    wanted = slots(NANOGPT, model)
+    found = {
+        name: tensor
+        for name, tensor in found.items()
+        if name != HEAD and not name.endswith(".attn.bias")  # a mask
+    }
+    check_tensors(found, wanted, str(path))
+    made = read_tokenizer(tokenizer, model.vocab_size)
+    with new_folder(out, converted_bytes(wanted)) as partial:
+        writer = WeightsWriter(partial, model)
+        import_tensors(found, wanted, writer)
+        if made is not None:
+            made.save(partial)
+        writer.close(Config(model=model), made and made.to_meta(), str(path.absolute()))
+    return describe(out, model, made)
+
+
+def model_of(path: Path, arguments: Any) -> ModelConfig:
+    """Return the model of a checkpoint's model_args."""
+    values = arguments if isinstance(arguments, dict) else {}
+    missing = [key for key in MODEL_KEYS if type(values.get(key)) not in (int, bool)]
+    if missing:
+        raise UsageError(f"{path}: its model_args have no {', '.join(missing)}")
+    return ModelConfig(**{key: values[key] for key in MODEL_KEYS})
+
+
+def tensors_of(path: Path, state: Any) -> dict[str, FileTensor]:
+    """Return the tensors of a state_dict by name, without the prefix of torch.compile."""
+    if not isinstance(state, dict) or not all(isinstance(t, FileTensor) for t in state.values()):
+        raise UsageError(f"{path}: its model is no state_dict of tensors")
+    return {str(name).removeprefix(COMPILED_PREFIX): tensor for name, tensor in state.items()}
+
+
+def to_nanogpt(run: Path, step: int | None, out: Path, dtype: str, max_bytes: int) -> list[str]:
+    """Write the weights of a run as safetensors by nanoGPT's names, and its model_args in JSON."""
+    step, meta = find_weights(run, step)
+    model = config_from_dict(meta["config"], str(run)).model
+    expected = ModelConfig(
+        **{key: getattr(model, key) for key in MODEL_KEYS},
+        dropout=model.dropout,
+        attention=model.attention,
+    )
+    differ = [key for key in vars(model) if getattr(model, key) != getattr(expected, key)]
+    if differ:
+        words = " ".join(f"model.{key}={getattr(model, key)}" for key in differ)
+        raise UsageError(f"to-nanogpt: nanoGPT has no {words}; to-hf may have")
+    wanted = slots(NANOGPT, model)
+    shapes = {name: slot.shape for name, slot in wanted.items()}
+    with new_folder(out, written_bytes(shapes, dtype)) as partial:
+        writer = Writer(partial, shapes, dtype, max_bytes)
+        for name, array in export_tensors(WeightsReader(run, step), wanted):
+            writer.write(name, array)
+        writer.close()
+        arguments = {key: getattr(model, key) for key in (*MODEL_KEYS, "dropout")}
+        (partial / "model_args.json").write_text(json.dumps(arguments, indent=2) + "\n")
+    return [
+        f"wrote {out}: step {step}, {dtype}; load_state_dict(..., strict=False) takes them, with "
+        f"{HEAD} tied"
+    ]

@@ -1,0 +1,294 @@
+"""Folders of transformers, made by hand here: where each tensor goes, and what is refused."""
+
+import json
+import shutil
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from jaxgpt.checkpoint.metadata import read_meta
+from jaxgpt.config import UsageError, config_from_dict
+from jaxgpt.convert import huggingface, tensors
+from jaxgpt.convert.__main__ import main
+from jaxgpt.convert.safetensors import FILE
+from jobs import checkpoint_arrays
+
+package = pytest.importorskip("safetensors.numpy")
+V, D, H, G, K, F, L, T = 50, 24, 6, 2, 4, 40, 2, 16
+LLAMA = {
+    "model_type": "llama", "hidden_size": D, "num_hidden_layers": L, "num_attention_heads": H,
+    "num_key_value_heads": G, "intermediate_size": F, "vocab_size": V, "hidden_act": "silu",
+    "max_position_embeddings": T, "rms_norm_eps": 1e-5, "rope_theta": 5e5,
+    "rope_scaling": {
+        "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8,
+    },
+}  # fmt: skip
+GPT2 = {
+    "model_type": "gpt2",
+    "n_layer": L,
+    "n_head": H,
+    "n_embd": D,
+    "n_positions": T,
+    "vocab_size": V,
+}
+
+
+def llama_shapes(config):
+    """The tensors that transformers has for a Llama, Mistral or Qwen."""
+    heads, groups = config["num_attention_heads"], config["num_key_value_heads"]
+    size = config.get("head_dim", D // heads)
+    out = {"model.embed_tokens.weight": (V, D), "model.norm.weight": (D,)}
+    if not config.get("tie_word_embeddings"):
+        out["lm_head.weight"] = (V, D)
+    for i in range(L):
+        at = f"model.layers.{i}"
+        for name, rows in (("q", heads), ("k", groups), ("v", groups)):
+            out[f"{at}.self_attn.{name}_proj.weight"] = (rows * size, D)
+            if config["model_type"] == "qwen2":
+                out[f"{at}.self_attn.{name}_proj.bias"] = (rows * size,)
+        if config["model_type"] == "qwen3":
+            out |= {f"{at}.self_attn.{name}_norm.weight": (size,) for name in "qk"}
+        out[f"{at}.self_attn.o_proj.weight"] = (D, heads * size)
+        out |= {f"{at}.mlp.{name}_proj.weight": (F, D) for name in ("gate", "up")}
+        out[f"{at}.mlp.down_proj.weight"] = (D, F)
+        out[f"{at}.input_layernorm.weight"] = out[f"{at}.post_attention_layernorm.weight"] = (D,)
+    return out
+
+
+def gpt2_shapes(config):
+    out = {"wte.weight": (V, D), "wpe.weight": (T, D), "ln_f.weight": (D,), "ln_f.bias": (D,)}
+    for i in range(L):
+        for name, shape in (
+            ("ln_1", (D,)), ("attn.c_attn", (D, 3 * D)), ("attn.c_proj", (D, D)), ("ln_2", (D,)),
+            ("mlp.c_fc", (D, 4 * D)), ("mlp.c_proj", (4 * D, D)),
+        ):  # fmt: skip
+            out |= {f"h.{i}.{name}.weight": shape, f"h.{i}.{name}.bias": shape[-1:]}
+    return out
+
+
+FAMILIES = {
+    "llama": LLAMA,
+    "llama of equal heads": LLAMA | {"num_key_value_heads": H, "tie_word_embeddings": True},
+    "mistral": LLAMA | {"model_type": "mistral", "rope_scaling": None, "sliding_window": 5},
+    "qwen2": LLAMA | {"model_type": "qwen2", "tie_word_embeddings": True, "sliding_window": 7},
+    "qwen3": LLAMA | {"model_type": "qwen3", "head_dim": 10},
+    "gpt2": GPT2,
+}
+
+
+def random_tensors(config, dtype=np.float32):
+    draw = np.random.default_rng(0).normal
+    shapes = (gpt2_shapes if config["model_type"] == "gpt2" else llama_shapes)(config)
+    return {name: draw(size=shape).astype(dtype) for name, shape in shapes.items()}
+
+
+def write(folder, config=LLAMA, given=None, **more):
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config | more))
+    found = random_tensors(config) if given is None else given
+    package.save_file(found, folder / FILE)
+    return found
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_weights_come_back_as_they_went(family, tmp_path):
+    given = write(tmp_path / "a", FAMILIES[family])
+    main(["from-hf", str(tmp_path / "a"), "--out", str(tmp_path / "ours")])
+    main(["to-hf", "--run", str(tmp_path / "ours"), "--out", str(tmp_path / "b")])
+    prefix = "transformer." if family == "gpt2" else ""
+    found = package.load_file(tmp_path / "b" / FILE)
+    assert found.keys() == {prefix + name for name in given}
+    for name, array in given.items():
+        np.testing.assert_array_equal(found[prefix + name], array)
+    # and once more, from what was written: config.json says the same
+    main(["from-hf", str(tmp_path / "b"), "--out", str(tmp_path / "again")])
+    first, second = (read_meta(tmp_path / name, 0) for name in ("ours", "again"))
+    assert first["config"] == second["config"] and first["checksums"] == second["checksums"]
+
+
+def test_a_llamas_tensors_go_where_its_layers_look_for_them(tmp_path):
+    """Each against a formula: x W^T of torch's Linear, split into heads."""
+    given = write(tmp_path / "a")
+    main(["from-hf", str(tmp_path / "a"), "--out", str(tmp_path / "ours")])
+    found = {
+        path.removeprefix("['params']").replace("']['", "/").strip("[']"): array
+        for path, array in checkpoint_arrays(tmp_path / "ours", 0).items()
+    }
+    x = np.random.default_rng(1).normal(size=D).astype(np.float32)
+
+    def theirs(name, layer=1):
+        return given[f"model.layers.{layer}.{name}.weight"]
+
+    attention, mlp = "layers/attention", "layers/mlp"
+    for ours, name in (
+        (found[f"{attention}/q/kernel"][1], "self_attn.q_proj"),
+        (found[f"{attention}/kv/kernel"][1][:, 0], "self_attn.k_proj"),
+        (found[f"{attention}/kv/kernel"][1][:, 1], "self_attn.v_proj"),
+        (found[f"{mlp}/gate_up/kernel"][1][:, 0], "mlp.gate_proj"),
+        (found[f"{mlp}/gate_up/kernel"][1][:, 1], "mlp.up_proj"),
+    ):
+        expected = (theirs(name) @ x).reshape(ours.shape[1:])
+        np.testing.assert_allclose(np.tensordot(x, ours, 1), expected, rtol=1e-4, atol=1e-4)
+    heads_HK = np.random.default_rng(2).normal(size=(H, K)).astype(np.float32)
+    np.testing.assert_allclose(
+        np.tensordot(heads_HK, found[f"{attention}/out/kernel"][1], 2),
+        theirs("self_attn.o_proj") @ heads_HK.reshape(-1), rtol=1e-4, atol=1e-4,
+    )  # fmt: skip
+    np.testing.assert_array_equal(found[f"{mlp}/down/kernel"][1], theirs("mlp.down_proj").T)
+    np.testing.assert_array_equal(
+        found["layers/norm_2/scale"][0], theirs("post_attention_layernorm", 0)
+    )
+    embedding = found["token_embedding/embedding"]
+    np.testing.assert_array_equal(embedding[:V], given["model.embed_tokens.weight"])
+    assert embedding.shape == (128, D) and not embedding[V:].any()
+    np.testing.assert_array_equal(found["head/embedding"][:V], given["lm_head.weight"])
+
+
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])
+def test_half_precision_is_read_and_bfloat16_written(dtype, tmp_path):
+    given = write(tmp_path / "a", given=random_tensors(LLAMA, dtype))
+    main(["from-hf", str(tmp_path / "a"), "--out", str(tmp_path / "ours")])
+    main([
+        "to-hf", "--run", str(tmp_path / "ours"), "--out", str(tmp_path / "b"), "--dtype",
+        "bfloat16", "--max-shard-size", "5KB",
+    ])  # fmt: skip
+    assert len(list((tmp_path / "b").glob("model-*-of-*.safetensors"))) > 2
+    found = huggingface.open_folder(tmp_path / "b")
+    for name, array in given.items():
+        expected = array.astype(np.float32).astype(ml_dtypes.bfloat16).astype(np.float32)
+        np.testing.assert_array_equal(found[name].read(), expected)
+    assert json.loads((tmp_path / "b" / "config.json").read_text())["torch_dtype"] == "bfloat16"
+
+
+def test_tensors_that_are_no_weights_are_left_out(tmp_path):
+    given = random_tensors(GPT2)
+    given = {f"transformer.{name}": array for name, array in given.items()}
+    given |= {
+        "lm_head.weight": given["transformer.wte.weight"],
+        "transformer.h.0.attn.bias": np.ones((1, 1, T, T), np.uint8),
+        "transformer.h.1.attn.masked_bias": np.float32([-1e4]),
+    }
+    write(tmp_path / "a", GPT2, given)
+    main(["from-hf", str(tmp_path / "a"), "--out", str(tmp_path / "ours")])
+    model = config_from_dict(read_meta(tmp_path / "ours", 0)["config"], "ours").model
+    assert model.mlp == "gelu_tanh" and model.bias and model.block_size == T
+
+
+def refused(arguments, capsys):
+    """The one line that a command ends with, status 2."""
+    with pytest.raises(SystemExit) as end:
+        main(list(map(str, arguments)))
+    assert end.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    return line
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"model_type": "gemma2"}, "model_type gemma2 is not supported; gpt2, llama, mistral"),
+        ({"model_type": "mixtral"}, "model_type mixtral is not supported"),
+        ({"model_type": "qwen3_moe", "num_experts": 8}, "qwen3_moe (mixture of experts) is not"),
+        ({"model_type": None}, "model_type None is not supported"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope type yarn is not supported"),
+        ({"rope_scaling": {"type": "linear", "factor": 4.0}}, "rope type linear is not supported"),
+        ({"rope_scaling": {"rope_type": "llama3"}}, "rope type llama3 has no factor, low_freq"),
+        ({"rope_scaling": 3}, "rope_scaling is 3; it must be an object"),
+        ({"attention_bias": True}, "attention_bias=True is not supported"),
+        ({"mlp_bias": True}, "mlp_bias=True is not supported"),
+        ({"hidden_act": "gelu"}, "hidden_act=gelu is not supported, only silu"),
+        ({"num_hidden_layers": None}, "num_hidden_layers is None; it must be a whole number"),
+        ({"num_attention_heads": "six"}, "num_attention_heads is six"),
+        ({"num_key_value_heads": 4}, "model.n_kv_head=4: must divide model.n_head=6"),
+        ({"model_type": "qwen2", "use_sliding_window": True}, "use_sliding_window=True is not"),
+        ({"model_type": "qwen3", "layer_types": ["sliding_attention"]}, "layer_types sliding_att"),
+        ({"model_type": "gpt2"}, "n_layer is None"),
+        ({"intermediate_size": 41}, "mlp.down_proj.weight has shape (24, 40), and its "
+            "configuration asks for (24, 41)"),
+        ({"num_hidden_layers": 3}, "has no model.layers.2."),
+        ({"num_hidden_layers": 1}, "has tensors that this model does not: model.layers.1."),
+        ({"tie_word_embeddings": 1.5}, "tie_word_embeddings=1.5 is not supported"),
+    ],
+)  # fmt: skip
+def test_what_is_not_supported_is_named(changes, words, tmp_path, capsys):
+    write(tmp_path / "a", **changes)
+    line = refused(["from-hf", tmp_path / "a", "--out", tmp_path / "ours"], capsys)
+    assert words in line
+    assert not (tmp_path / "ours").exists()
+
+
+def test_a_tensor_cut_off_while_it_is_read_leaves_nothing(tmp_path, capsys, monkeypatch):
+    write(tmp_path / "a")
+
+    def ends(self, start, count):
+        raise UsageError("the disk is gone")
+
+    monkeypatch.setattr(tensors.FileTensor, "_bytes", ends)
+    assert "the disk is gone" in refused(
+        ["from-hf", tmp_path / "a", "--out", tmp_path / "ours"], capsys
+    )
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+
+
+@pytest.mark.parametrize("kind", ["from-hf", "to-hf"])
+def test_a_full_disk_leaves_nothing(kind, tmp_path, capsys, monkeypatch):
+    write(tmp_path / "a")
+    main(["from-hf", str(tmp_path / "a"), "--out", str(tmp_path / "ours")])
+    arguments = {
+        "from-hf": ["from-hf", tmp_path / "a"],
+        "to-hf": ["to-hf", "--run", tmp_path / "ours"],
+    }
+    capsys.readouterr()
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(huggingface.WeightsWriter, "write", full)
+        patched.setattr(huggingface.Writer, "write", full)
+        line = refused([*arguments[kind], "--out", tmp_path / "new"], capsys)
+        assert f"--out {tmp_path / 'new'}: no room is left" in line
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=10))
+    line = refused([*arguments[kind], "--out", tmp_path / "new"], capsys)
+    assert "are to be written and 0.0 MB are free there; make room" in line
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "ours"]
+
+
+def test_what_is_there_is_not_written_over(tmp_path, capsys):
+    write(tmp_path / "a")
+    line = refused(["from-hf", tmp_path / "a", "--out", tmp_path / "a"], capsys)
+    assert "is there, and not an empty folder; give --out another folder" in line
+    (tmp_path / "empty").mkdir()
+    main(["from-hf", str(tmp_path / "a"), "--out", str(tmp_path / "empty")])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["from-hf", "/nowhere", "--out", "{tmp}/x"], "/nowhere: is no folder"),
+        (["to-hf", "--run", "/nowhere", "--out", "x"], "--run /nowhere: has no checkpoint"),
+        (["to-hf", "--run", "{tmp}/ours", "--step", 3, "--out", "x"], "--step 3: "),
+        (["to-hf", "--run", "a", "--max-shard-size", "5", "--out", "x"], "5: must be a size"),
+        (["to-hf", "--run", "a", "--dtype", "int8", "--out", "x"], "invalid choice: 'int8'"),
+        (["to-nanogpt", "--run", "{tmp}/ours", "--out", "x"], "nanoGPT has no model.n_kv_head=2"),
+        (["from-hf", "{tmp}/a"], "are required: --out"),
+        ([], "are required: KIND"),
+    ],
+)  # fmt: skip
+def test_convert_explains_what_is_wrong(arguments, words, tmp_path, capsys):
+    write(tmp_path / "a")
+    main(["from-hf", str(tmp_path / "a"), "--out", str(tmp_path / "ours")])
+    capsys.readouterr()
+    assert words in refused([str(word).format(tmp=tmp_path) for word in arguments], capsys)
+
+
+def test_a_context_may_be_kept_shorter(tmp_path, capsys):
+    write(tmp_path / "a")
+    main(["from-hf", str(tmp_path / "a"), "--block-size", "8", "--out", str(tmp_path / "ours")])
+    assert read_meta(tmp_path / "ours", 0)["config"]["model"]["block_size"] == 8
+    write(tmp_path / "b", GPT2)
+    line = refused(["from-hf", tmp_path / "b", "--block-size", 8, "--out", tmp_path / "x"], capsys)
+    assert "--block-size: is for rotary positions" in line

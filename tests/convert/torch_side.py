@@ -1,0 +1,232 @@
+"""Run by a Python with torch and transformers, the reference: random models, and what they compute.
+
+`python torch_side.py make FOLDER` makes a folder for each family, with the model as transformers
+saves it and `expected.npz`; `read FOLDER FAMILY ...` reads models that jaxgpt wrote there. Likewise
+`make_nanogpt FOLDER CLONE` and `read_nanogpt FOLDER CLONE`.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+import transformers
+
+T, V, STEPS = 64, 96, 5
+LLAMA = {
+    "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 112,
+    "vocab_size": V, "max_position_embeddings": T, "bos_token_id": None, "eos_token_id": None,
+}  # fmt: skip
+ROPE = {
+    "rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0, "original_max_position_embeddings": 16,
+}  # fmt: skip
+GPT2 = {"n_layer": 2, "n_head": 4, "n_embd": 64, "n_positions": T, "vocab_size": V}
+NO_DROPOUT = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+FAMILIES = {
+    "gpt2": (
+        transformers.GPT2Config,
+        GPT2 | NO_DROPOUT | {"bos_token_id": None, "eos_token_id": None},
+    ),
+    "llama3": (
+        transformers.LlamaConfig,
+        LLAMA | {"num_key_value_heads": 2, "rope_parameters": ROPE, "tie_word_embeddings": True},
+    ),
+    "tinyllama": (transformers.LlamaConfig, LLAMA | {"num_key_value_heads": 4}),
+    "mistral": (
+        transformers.MistralConfig,
+        LLAMA | {"num_key_value_heads": 2, "sliding_window": 8},
+    ),
+    "qwen2": (
+        transformers.Qwen2Config,
+        LLAMA | {"num_key_value_heads": 2, "tie_word_embeddings": True},
+    ),
+    "qwen3": (transformers.Qwen3Config, LLAMA | {"num_key_value_heads": 2, "head_dim": 24}),
+}
+
+
+def randomize(model):
+    """Change every weight, so that none is 0 or 1 by initialization."""
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight += 0.1 * torch.randn_like(weight)
+
+
+def batches():
+    return torch.from_numpy(np.random.default_rng(0).integers(0, V, (STEPS, 8, T + 1)))
+
+
+def train(model, logits_of):
+    """Losses of five steps of AdamW, with gradients clipped and matrices and embeddings decayed."""
+    weights = list(model.parameters())
+    groups = [
+        {"params": [w for w in weights if w.dim() > 1], "weight_decay": 0.1},
+        {"params": [w for w in weights if w.dim() == 1], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=1e-3, betas=(0.9, 0.95), eps=1e-8)
+    losses = []
+    for rows in batches():
+        logits = logits_of(rows[:, :-1])
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(weights, 1.0)
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def make(folder):
+    for family, (config, options) in FAMILIES.items():
+        torch.manual_seed(0)
+        model = transformers.AutoModelForCausalLM.from_config(config(**options))
+        randomize(model)
+        model.save_pretrained(folder / family)
+        with torch.no_grad():
+            logits = model(batches()[0, :, :-1]).logits.numpy()
+        losses = train(model, lambda tokens, model=model: model(tokens).logits)
+        np.savez(folder / family / "expected.npz", logits=logits, losses=losses)
+
+
+def read(folder, families):
+    """Logits and greedy text of models that jaxgpt wrote."""
+    for family in families:
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder / family)
+        model = model.to(torch.float32)
+        with torch.no_grad():
+            logits = model(batches()[0, :, :-1]).logits.numpy()
+        text = model.generate(
+            batches()[0, :1, :4], max_new_tokens=50, do_sample=False, pad_token_id=0
+        )
+        np.savez(folder / family / "found.npz", logits=logits, text=text[0, 4:])
+
+
+def make_nanogpt(folder, clone):
+    """A ckpt.pt as train.py writes it under torch.compile, and Megatron's layouts of it."""
+    sys.path.insert(0, str(clone))
+    from model import GPT, GPTConfig
+
+    for name, bias in (("nanogpt", True), ("nanogpt_plain", False)):
+        arguments = {
+            "n_layer": 2, "n_head": 4, "n_embd": 64, "block_size": T, "bias": bias,
+            "vocab_size": V, "dropout": 0.0,
+        }  # fmt: skip
+        torch.manual_seed(0)
+        model = GPT(GPTConfig(**arguments))
+        randomize(model)
+        (folder / name).mkdir()
+        prefix = "_orig_mod." if bias else ""
+        optimizer = model.configure_optimizers(0.1, 1e-3, (0.9, 0.95), "cpu")
+        rows = batches()[0]
+        inputs, targets = rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
+        model(inputs, targets)[1].backward()
+        state = {
+            "model": {prefix + key: value.clone() for key, value in model.state_dict().items()},
+            "model_args": arguments,
+            "iter_num": 7,
+            "best_val_loss": torch.tensor(1e9),
+            "config": {"device": "cpu", "learning_rate": 1e-3},
+        }
+        if bias:
+            make_megatron(folder / "megatron", model.state_dict(), 2, 1)
+            make_megatron(folder / "megatron_pipeline", model.state_dict(), 1, 2)
+        with torch.no_grad():
+            logits, loss = model(inputs, targets)
+        optimizer.step()
+        state["optimizer"] = optimizer.state_dict()
+        torch.save(state, folder / name / "ckpt.pt")
+        np.savez(folder / name / "expected.npz", logits=logits, loss=loss)
+
+
+def make_megatron(folder, weights, n_tensor, n_pipeline):
+    """Megatron-LM's checkpoint of nanoGPT's weights, as its ranks save it."""
+    H, K, D, L = 4, 16, 64, 2
+
+    def parts(x, dim):
+        return torch.chunk(x, n_tensor, dim)
+
+    def by_heads(x):  # (3 H K, ...) -> (H 3 K, ...)
+        return x.reshape(3, H, K, -1).transpose(0, 1).reshape(x.shape)
+
+    arguments = argparse.Namespace(
+        num_layers=L, num_attention_heads=H, hidden_size=D, max_position_embeddings=T,
+        ffn_hidden_size=4 * D, kv_channels=K, bias_gelu_fusion=False, norm_epsilon=1e-5,
+        params_dtype=torch.float32, position_embedding_type="learned_absolute",
+    )  # fmt: skip
+    padded = torch.cat([weights["transformer.wte.weight"], torch.ones(128 - V, D)])
+    for stage in range(n_pipeline):
+        for rank in range(n_tensor):
+            layers = {}
+            own = range(stage * L // n_pipeline, (stage + 1) * L // n_pipeline)
+            for number, layer in enumerate(own):
+                w = {
+                    key.removeprefix(f"transformer.h.{layer}."): value
+                    for key, value in weights.items()
+                }
+                for theirs, ours, dim in (
+                    ("input_layernorm", "ln_1", None), ("post_attention_layernorm", "ln_2", None),
+                    ("self_attention.query_key_value", "attn.c_attn", 0),
+                    ("self_attention.dense", "attn.c_proj", 1),
+                    ("mlp.dense_h_to_4h", "mlp.c_fc", 0), ("mlp.dense_4h_to_h", "mlp.c_proj", 1),
+                ):  # fmt: skip
+                    for kind in ("weight", "bias"):
+                        x = w[f"{ours}.{kind}"]
+                        x = by_heads(x) if "c_attn" in ours else x
+                        split = dim is not None and (kind == "weight" or dim == 0)
+                        x = parts(x, dim)[rank] if split else x
+                        layers[f"layers.{number}.{theirs}.{kind}"] = x.clone()
+            if stage == n_pipeline - 1:
+                for kind in ("weight", "bias"):
+                    layers[f"final_layernorm.{kind}"] = weights[f"transformer.ln_f.{kind}"].clone()
+            model = {"encoder": layers}
+            if stage == 0:
+                model["embedding"] = {
+                    "word_embeddings": {"weight": parts(padded, 0)[rank].clone()},
+                    "position_embeddings": {"weight": weights["transformer.wpe.weight"].clone()},
+                }
+            state = {
+                "args": arguments, "checkpoint_version": 3.0, "iteration": 7,
+                "model": {"language_model": model},
+                "rng_state": [{"np": np.random.get_state(), "torch": torch.get_rng_state()}],
+            }  # fmt: skip
+            if n_pipeline > 1 and stage:
+                state["model"]["word_embeddings_for_head"] = {"weight": parts(padded, 0)[rank]}
+            suffix = f"_{stage:03}" if n_pipeline > 1 else ""
+            at = folder / "iter_0000007" / f"mp_rank_{rank:02}{suffix}"
+            at.mkdir(parents=True)
+            torch.save(state, at / "model_optim_rng.pt")
+    (folder / "latest_checkpointed_iteration.txt").write_text("7")
+
+
+def read_nanogpt(folder, clone):
+    """Logits of what to-nanogpt wrote, by nanoGPT's own code."""
+    import json
+
+    from safetensors.torch import load_file
+
+    sys.path.insert(0, str(clone))
+    from model import GPT, GPTConfig
+
+    model = GPT(GPTConfig(**json.loads((folder / "model_args.json").read_text())))
+    missing, unexpected = model.load_state_dict(
+        load_file(folder / "model.safetensors"), strict=False
+    )
+    assert set(missing) <= {"lm_head.weight"} and not unexpected
+    with torch.no_grad():
+        rows = batches()[0]
+        logits, _ = model(rows[:, :-1].contiguous(), rows[:, 1:].contiguous())
+    np.savez(folder / "found.npz", logits=logits)
+
+
+if __name__ == "__main__":
+    command, where, *others = sys.argv[1:]
+    if command == "make":
+        make(Path(where))
+    elif command == "make_nanogpt":
+        make_nanogpt(Path(where), others[0])
+    elif command == "read_nanogpt":
+        read_nanogpt(Path(where), others[0])
+    else:
+        read(Path(where), others)

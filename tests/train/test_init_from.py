@@ -1,0 +1,188 @@
+"""`train.init_from`: a new run that starts from the weights of another, or from converted ones."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+
+from jaxgpt.checkpoint.metadata import read_meta
+from jaxgpt.config import UsageError, config_from_file, parse_args
+from jaxgpt.train.resume import initial_model
+from jobs import SMALL, checkpoint_arrays, losses, run, train_here
+
+SHORT = ("train.max_iters=4", "train.batch_size=4", "model.block_size=64")
+STILL = ("optimizer.learning_rate=0", "optimizer.min_lr=0")
+# The settings of SMALL without those of the model, which come from the weights.
+OTHERS = tuple(
+    word for word in SMALL if not word.startswith("model.") and "shakespeare" not in word
+)[1:]
+
+
+@pytest.fixture(scope="module")
+def first_run(tmp_path_factory):
+    """The folder of a run of four steps."""
+    out = tmp_path_factory.mktemp("first") / "run"
+    assert train_here(*SMALL, *SHORT, "model.bias=True", "--out", out, "--mesh", "2,1,1") == 0
+    return out
+
+
+def params_of(folder, step):
+    return {
+        path: array
+        for path, array in checkpoint_arrays(folder, step).items()
+        if path.startswith("['params']")
+    }
+
+
+@pytest.mark.parametrize("mesh", ["1,2,2", pytest.param("2,1,1", marks=pytest.mark.long)])
+def test_a_run_starts_from_the_weights_of_another(mesh, first_run, tmp_path):
+    out = tmp_path / "run"
+    given = (*OTHERS, f"train.init_from={first_run}", "train.max_iters=2", "train.batch_size=4")
+    assert train_here(*given, *STILL, "--out", out, "--mesh", mesh) == 0
+    model, theirs = (config_from_file(folder / "config.yaml").model for folder in (out, first_run))
+    assert model == theirs
+    assert sorted(losses(out)) == [1, 2]  # it is a new run
+    expected = params_of(first_run, 4)
+    found = params_of(out, 2)
+    assert found.keys() == expected.keys()
+    for path, array in expected.items():  # without a learning rate they stay as they were
+        np.testing.assert_array_equal(found[path], array)
+    moments = checkpoint_arrays(out, 2)
+    assert all(moments[path].max() <= 2 for path in moments if path.endswith("['count']"))
+    assert losses(out)[1] < losses(first_run)[1]
+    assert "weights: step 4 of" in (out / "train.log").read_text()
+
+
+def test_fewer_positions_are_the_first_ones(first_run, tmp_path):
+    out = tmp_path / "run"
+    given = (*OTHERS, f"train.init_from={first_run}", "train.max_iters=1", "train.batch_size=4")
+    assert train_here(*given, *STILL, "model.block_size=16", "--out", out, "--mesh", "1,2,1") == 0
+    path = "['params']['position_embedding']['embedding']"
+    expected = checkpoint_arrays(first_run, 4)[path][:16]
+    np.testing.assert_array_equal(checkpoint_arrays(out, 1)[path], expected)
+
+
+def test_a_run_that_has_checkpoints_goes_on_without_its_first_weights(first_run, tmp_path):
+    weights, out = tmp_path / "weights", tmp_path / "run"
+    shutil.copytree(first_run, weights)
+    given = (*OTHERS, f"train.init_from={weights}", "train.batch_size=4", "--out", out)
+    assert train_here(*given, "train.max_iters=1", "--mesh", "1,1,1") == 0
+    shutil.rmtree(weights)
+    assert train_here(*given, "train.max_iters=2", "--mesh", "1,1,1") == 0
+    assert train_here("--out", out, "train.max_iters=3", "--mesh", "1,1,1") == 0
+    assert sorted(losses(out)) == [1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        (
+            ["model.n_layer=3"],
+            r"model.n_layer=3: the weights of train.init_from=.* have model.n_layer",
+        ),
+        (["model.bias=False"], "have model.bias=True; give that, or leave it out"),
+        (["model.block_size=65"], "has learned 64 positions; give at most as many"),
+        (["model.vocab_size=300"], "model.vocab_size=300: the weights of"),
+        (
+            ["--config", "llama-tiny", "data.dataset=python"],
+            "model.n_layer=4: the weights of train.init_from=.* have model.n_layer=2; give that",
+        ),
+    ],
+)
+def test_options_that_the_weights_do_not_have_are_one_sentence(
+    settings, words, first_run, tmp_path
+):
+    given = (f"train.init_from={first_run}", "--out", tmp_path / "run", "train.batch_size=4")
+    with pytest.raises(UsageError, match=words):
+        train_here(*settings, *given, "--mesh", "1,1,1")
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        ("/nowhere", "train.init_from=/nowhere: has no checkpoint; give a run directory"),
+        ("gpt2", "train.init_from=gpt2: has no checkpoint"),
+        ("hf:/nowhere", "/nowhere/config.json: cannot be read"),
+        ("resume", "train.init_from=resume: leave it out"),
+        ("", "train.init_from=: is empty"),
+    ],
+)
+def test_weights_that_are_not_there_are_one_sentence(value, words):
+    with pytest.raises(UsageError, match=words):
+        parse_args([f"train.init_from={value}"], initial_model=initial_model)
+
+
+def llama_folder(folder, vocab_size):
+    """A folder of transformers with random weights."""
+    package = pytest.importorskip("safetensors.numpy")
+    folder.mkdir()
+    D, H, F, L = 32, 4, 48, 2
+    config = {
+        "model_type": "llama", "hidden_size": D, "num_hidden_layers": L, "num_attention_heads": H,
+        "num_key_value_heads": 2, "intermediate_size": F, "vocab_size": vocab_size,
+        "max_position_embeddings": 32, "tie_word_embeddings": True,
+    }  # fmt: skip
+    shapes = {"model.embed_tokens.weight": (vocab_size, D), "model.norm.weight": (D,)}
+    for i in range(L):
+        for name, shape in (
+            ("input_layernorm", (D,)), ("post_attention_layernorm", (D,)),
+            ("self_attn.q_proj", (D, D)), ("self_attn.k_proj", (D // 2, D)),
+            ("self_attn.v_proj", (D // 2, D)), ("self_attn.o_proj", (D, D)),
+            ("mlp.gate_proj", (F, D)), ("mlp.up_proj", (F, D)), ("mlp.down_proj", (D, F)),
+        ):  # fmt: skip
+            shapes[f"model.layers.{i}.{name}.weight"] = shape
+    draw = np.random.default_rng(0).normal
+    tensors = {name: draw(0, 0.1, size).astype(np.float32) for name, size in shapes.items()}
+    (folder / "config.json").write_text(json.dumps(config))
+    package.save_file(tensors, folder / "model.safetensors")
+    return tensors
+
+
+def test_a_folder_of_transformers_is_converted_on_the_way(tmp_path):
+    folder, out = tmp_path / "llama", tmp_path / "run"
+    tensors = llama_folder(folder, 256)
+    given = (*OTHERS, f"train.init_from=hf:{folder}", "train.max_iters=1", "train.batch_size=4")
+    assert train_here(*given, *STILL, "--out", out, "--mesh", "1,2,2") == 0
+    model = config_from_file(out / "config.yaml").model
+    assert (model.position, model.n_kv_head, model.mlp_hidden) == ("rope", 2, 48)
+    embedding = params_of(out, 1)["['params']['token_embedding']['embedding']"]
+    np.testing.assert_array_equal(embedding, tensors["model.embed_tokens.weight"])
+    assert f"from {folder}" in (out / "train.log").read_text()
+
+
+def test_data_of_another_vocabulary_or_tokenizer_is_refused(tmp_path, gpt2_folder):
+    folder, ours = tmp_path / "llama", tmp_path / "ours"
+    llama_folder(folder, 100)
+    given = ("--out", tmp_path / "run", "train.batch_size=4", "--mesh", "1,1,1")
+    with pytest.raises(UsageError, match="has 100 tokens; .* has a vocabulary of 256; prepare the"):
+        train_here(f"train.init_from=hf:{folder}", *given)
+    shutil.rmtree(folder)
+    llama_folder(folder, 50257)
+    for theirs, name in (("encoder.json", "vocab.json"), ("vocab.bpe", "merges.txt")):
+        shutil.copy(gpt2_folder / theirs, folder / name)
+    job = run("convert", "from-hf", folder, "--out", ours)
+    assert job.returncode == 0, job.stdout
+    assert read_meta(ours, 0)["tokenizer"]["type"] == "huggingface"
+    with pytest.raises(UsageError, match="another tokenizer than the weights of .*--tokenizer"):
+        train_here(f"train.init_from={ours}", *given)
+    tokens = np.random.default_rng(0).integers(0, 50257, 9000).astype(np.uint16)
+    tokens.tofile(tmp_path / "a.bin")
+    data = (f"data.path={tmp_path / 'a.bin'}", "data.val_share=0.1")
+    assert (
+        train_here(f"train.init_from={ours}", *given, *data, *OTHERS[1:], "train.max_iters=1") == 0
+    )
+    saved = read_meta(tmp_path / "run", 1)["tokenizer"]
+    assert saved == read_meta(ours, 0)["tokenizer"]  # it came with the weights
+    assert config_from_file(tmp_path / "run" / "config.yaml").data.tokenizer == str(
+        tmp_path / "run"
+    )
+
+
+def test_converted_weights_are_no_run_to_go_on_with(tmp_path):
+    folder, ours = tmp_path / "llama", tmp_path / "ours"
+    llama_folder(folder, 256)
+    job = run("convert", "from-hf", folder, "--out", ours)
+    assert job.returncode == 0, job.stdout
+    with pytest.raises(UsageError, match="has weights of jaxgpt.convert, and no run"):
+        train_here("--out", ours, "--mesh", "1,1,1")
