@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxgpt.checkpoint.metadata import list_checkpoints, read_meta
+from jaxgpt.checkpoint.metadata import choose_checkpoint, read_meta
 from jaxgpt.cluster.process_group import ProcessGroup, join_process_group
 from jaxgpt.cluster.shutdown import job_exit_handler
 from jaxgpt.config import (
@@ -75,12 +75,7 @@ def check_options(arguments: argparse.Namespace) -> None:
 def open_run(arguments: argparse.Namespace) -> tuple[Config, int, Tokenizer]:
     """Return the configuration of a run, the step of the checkpoint to read, and the tokenizer."""
     run = arguments.run
-    steps = list_checkpoints(run)
-    if not steps:
-        raise UsageError(f"--run {run}: has no checkpoints yet; give a run directory with one")
-    step = steps[-1] if arguments.step is None else arguments.step
-    if step not in steps:
-        raise UsageError(f"--step {step}: {run} has {', '.join(map(str, steps))}")
+    step = choose_checkpoint(run, arguments.step)
     meta = read_meta(run, step)
     if meta["tokenizer"] is None:
         raise UsageError(f"--run {run}: has no tokenizer; its data or weights came without one")

@@ -23,7 +23,7 @@ ORDER = """
     convert
     spikes
     train
-    plan doctor sample inspect prepare launch report
+    plan doctor sample inspect evaluate prepare launch report
     bench
     __main__
 """

@@ -49,10 +49,9 @@ def run(settings: Sequence[str], tokens: int | None = None) -> Result:
         steps = make_steps(config, mesh)
         params = steps.init().params
         # Or a model that has not been trained would write the same token all the time.
-        if config.model.position == "learned":
-            params["position_embedding"]["embedding"] *= TIMES
-        else:
-            params["layers"]["attention"]["out"]["kernel"] *= TIMES
+        table = params.get("position_embedding") or params["layers"]["attention"]["out"]
+        for name in table:
+            table[name] *= TIMES
         random, size = np.random.default_rng(config.train.seed), config.model.block_size
         window = random.integers(config.model.vocab_size, size=size, dtype=np.int32)
 

@@ -149,10 +149,10 @@ class Checkpoints:
 
 
 def restore_params(directory: Path, step: int, shapes: Params) -> Params:
-    """Return the parameters of `step` alone, laid out as `shapes` say: a third of the bytes.
+    """Return the parameters of `step` alone, laid out as `shapes` say.
 
-    Only reads, so that a run that is training in `directory` is not disturbed. Raises `UsageError`
-    if the checkpoint is damaged.
+    With AdamW they are a third of the bytes. Only reads, so that a run that is training in
+    `directory` is not disturbed. Raises `UsageError` if the checkpoint is damaged.
     """
     wanted, remedy = {"params": shapes}, "take another step"
     return _read(directory, step, wanted, remedy, partial_restore=True)[0]["params"]

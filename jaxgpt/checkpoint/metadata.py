@@ -60,6 +60,18 @@ def list_checkpoints(directory: Path) -> list[int]:
     return sorted(int(name) for name in names if is_step(name))
 
 
+def choose_checkpoint(run: Path, step: int | None) -> int:
+    """Return `step`, or that of the newest checkpoint; `UsageError` if the run has none such."""
+    steps = list_checkpoints(run)
+    if not steps:
+        raise UsageError(f"--run {run}: has no checkpoints yet; give a run directory with one")
+    if step is None:
+        return steps[-1]
+    if step not in steps:
+        raise UsageError(f"--step {step}: {run} has {', '.join(map(str, steps))}")
+    return step
+
+
 def newest_checkpoint(directory: Path, key: str) -> tuple[int, dict[str, Any]]:
     """Return the step and the JSON of the newest checkpoint; errors call the folder by `key`."""
     steps = list_checkpoints(directory)

@@ -8,6 +8,7 @@ from jaxgpt.config.parse import (
     config_from_file,
     is_help,
     load_config,
+    override_data,
     parse_args,
 )
 from jaxgpt.config.schedule import (

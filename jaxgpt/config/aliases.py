@@ -30,7 +30,12 @@ SAME = {
     "seed training.seed": "train.seed",
     "init_from": "train.init_from",
     "dataset": "data.dataset",
+    "optimizer opt_type": "optimizer.name",
     "learning_rate lr optimizer.lr": "optimizer.learning_rate",
+    "lr_decay_style lr_schedule_type lr_scheduler.decay_type": "optimizer.schedule",
+    "lr_wsd_decay_style": "optimizer.wsd_decay",
+    "lr_wsd_decay_iters": "optimizer.wsd_decay_iters",
+    "sgd_momentum muon_momentum": "optimizer.momentum",
     "min_lr": "optimizer.min_lr",
     "warmup_iters lr_warmup_iters lr_scheduler.warmup_steps": "optimizer.warmup_iters",
     "lr_decay_iters": "optimizer.lr_decay_iters",
@@ -42,6 +47,12 @@ SAME = {
     "save_interval checkpoint_period": "checkpoint.interval",
 }
 
+# Key -> word of another program -> ours.
+VALUES = {
+    "optimizer.name": {"adam": "adamw", "AdamW": "adamw", "Muon": "muon", "dist_muon": "muon"},
+    "optimizer.schedule": {"WSD": "wsd"},
+    "optimizer.wsd_decay": {"minus_sqrt": "sqrt", "1-sqrt": "sqrt"},
+}
 HALVES = "fp16 float16 f16 half"
 _PLATFORM = "set JAX_PLATFORMS=cpu or cuda in the environment; accelerators are found by themselves"
 _COMPILED = "leave it out: a step is always compiled"
@@ -72,7 +83,7 @@ ANSWERS = {
     "resume load run_name base_output_directory checkpoint.folder": (
         "type --out FOLDER: a run is kept in one folder, and started again it goes on from there"
     ),
-    "eval_only": "type --out FOLDER train.max_iters=N, N being the step of its checkpoint",
+    "eval_only": "type python -m jaxgpt.evaluate --run FOLDER, which reads a whole split",
     "always_save_checkpoint": "type checkpoint.interval=N and checkpoint.keep=N",
     "wandb_log wandb_project wandb_run_name": "there is no W&B tracker; read metrics.jsonl",
     "tensorboard_dir": "leave it out: event files are in the run directory's tensorboard/",
@@ -98,8 +109,17 @@ ANSWERS = {
     ),
     "attention_dropout hidden_dropout": "type model.dropout=X, one rate for all places",
     "use_flash_attn": "type model.attention=cudnn, or leave it at auto",
-    "decay_lr": "type optimizer.min_lr=X, equal to optimizer.learning_rate for no decay",
-    "lr_decay_style": "the learning rate decays by a cosine to optimizer.min_lr",
+    "decay_lr": "type optimizer.schedule=constant for no decay, cosine or wsd for one",
+    "decay_ratio": "type optimizer.schedule=wsd optimizer.wsd_decay_iters=N, a number of steps",
+    "lr_wsd_decay_samples": "type optimizer.wsd_decay_iters=N",
+    "min_lr_factor": "type optimizer.min_lr=X",
+    "muon_lr": "type optimizer.learning_rate=X, and optimizer.adamw_learning_rate=X for the rest",
+    "muon_num_ns_steps ns_steps": "leave it out: muon takes 5 steps of Newton-Schulz",
+    "muon_use_nesterov muon_nesterov": "leave it out: the momentum of muon is Nesterov's",
+    "muon_scale_mode muon_extra_scale_factor": (
+        "leave it out: muon scales by 0.2 sqrt(max(rows, columns)), Megatron's spectral with 0.2"
+    ),
+    "muon_split_qkv": "leave it out: muon takes queries, keys and values apart",
     "lr_warmup_fraction lr_warmup_samples": "type optimizer.warmup_iters=N",
     "lr_decay_samples": "type optimizer.lr_decay_iters=N",
     # layouts
@@ -126,10 +146,19 @@ ANSWERS = {
     "deepspeed_config": "type parallel.zero_stage=N and train.batch_size=N",
 }
 
+# `key=word` of another program: the line to type instead.
+VALUE_ANSWERS = {
+    "optimizer.schedule=linear": (
+        "type optimizer.schedule=wsd with optimizer.wsd_decay_iters=N, all steps after warm-up: "
+        "optimizer.lr_decay_iters - optimizer.warmup_iters"
+    ),
+}
+
 DTYPES = {"bf16": "bfloat16", "fp32": "float32", "f32": "float32", "float": "float32"}
 
 COMMAND_SAME = {
     "sample": {"--out-dir": "--run", "--start": "--prompt"},  # nanoGPT
+    "evaluate": {"--out-dir": "--run", "--batch-size": "--batch"},  # nanoGPT, lm_eval
     "launch": {  # mpiexec, ezpz, torchrun, srun
         "--np --nproc --ntasks": "-n",
         "-ppn --nproc-per-node --ntasks-per-node": "--ppn",
@@ -144,6 +173,17 @@ COMMAND_ANSWERS = {
         "--compile": _COMPILED,
         "--dtype": "samples are computed in the dtype of the run",
         "--num-tokens": "type --max-new-tokens N",
+    },
+    "evaluate": {
+        "--init-from --load": "type --run FOLDER for its newest checkpoint, or --step N",
+        "--device": _PLATFORM,
+        "--compile": _COMPILED,
+        "--eval-only": "leave it out",
+        "--eval-iters": "leave it out: a whole split is read",
+        "--tasks --model --model-args": (
+            "type python -m jaxgpt.evaluate lm-eval --model jaxgpt --model_args run=FOLDER --tasks "
+            "NAME"
+        ),
     },
     "launch": {
         "--nnodes --nodes --nhosts --num-nodes --num-gpus": (

@@ -13,7 +13,7 @@ import yaml
 from jaxgpt.config import aliases
 from jaxgpt.config.errors import UsageError, expand_user
 from jaxgpt.config.schema import Config
-from jaxgpt.config.validate import validate
+from jaxgpt.config.validate import check_used, validate
 from jaxgpt.config.values import convert, describe, help_text, settings, takes_many
 
 _DATA_KEYS = {"data.dataset", "data.path", "data.blend", "data.file_list"}
@@ -68,11 +68,29 @@ def parse_args(
     try:
         config = _build({"config": ["tiny"], **model, **values, **given})
         validate(config)
+        check_used(config, given)
     except UsageError as error:
         key = str(error).partition("=")[0]
         if key in given or key not in values or base in _presets().values():
             raise
         raise UsageError(f"{error} (it is in {base})") from None
+    return config
+
+
+def override_data(config: Config, argv: Sequence[str]) -> Config:
+    """Return a configuration with settings of its data changed by a command line, validated.
+
+    Raises `UsageError` for any other setting.
+    """
+    given = _split_arguments(argv)
+    for key in given:
+        if not key.startswith("data."):
+            raise UsageError(f"{key}={' '.join(given[key])}: only settings of data can be changed")
+    left_out = _FOR_ONE_START | (_DATA_KEYS if _DATA_KEYS & given.keys() else set())
+    values = _flatten(config.to_dict(), "configuration")
+    values = {key: words for key, words in values.items() if key not in left_out}
+    config = _build({**values, **given})
+    validate(config)
     return config
 
 
@@ -211,6 +229,10 @@ def _value(name: str, words: Sequence[str]) -> Any:
     """Return the value of one setting."""
     if name in _PATHS:
         words = [expand_user(word, f"{name}=") for word in words]
+    words = [aliases.VALUES.get(name, {}).get(word, word) for word in words]
+    answer = aliases.find(aliases.VALUE_ANSWERS, f"{name}={words[0]}") if words else ""
+    if answer:
+        raise UsageError(f"{name}={words[0]}: {answer}")
     if "dtype" in name:
         words = [aliases.DTYPES.get(word, word) for word in words]
         if set(words) & set(aliases.HALVES.split()):

@@ -5,36 +5,15 @@ The defaults are those of the preset `tiny`; --help shows them.
 
 import dataclasses
 import json
-from collections.abc import Callable
 from dataclasses import dataclass
-from math import inf
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import yaml
 
-
-class Bounds(NamedTuple):
-    """Where a number has to lie: in a user's words, and as a test of it."""
-
-    text: str
-    hold: Callable[[Any], bool]
-
-
-Count = Annotated[int, Bounds("at least 1", lambda n: n >= 1)]
-CountOrZero = Annotated[int, Bounds("at least 0", lambda n: n >= 0)]
-# JAX counts steps and seeds in 32 bits.
-Count31 = Annotated[int, Bounds("at least 1 and less than 2^31", lambda n: 1 <= n < 2**31)]
-CountOrZero31 = Annotated[int, Bounds("at least 0 and less than 2^31", lambda n: 0 <= n < 2**31)]
-NonNegative = Annotated[float, Bounds("at least 0", lambda x: 0 <= x < inf)]
-Positive = Annotated[float, Bounds("more than 0", lambda x: 0 < x < inf)]
-AtLeastOne = Annotated[float, Bounds("at least 1", lambda x: 1 <= x < inf)]
-Rate = Annotated[float, Bounds("at least 0 and less than 1", lambda x: 0 <= x < 1)]
-Share = Annotated[float, Bounds("more than 0 and less than 1", lambda x: 0 < x < 1)]
-Minutes = Annotated[float, Bounds("more than 0, at most 1000000 minutes", lambda x: 0 < x <= 10**6)]
-VocabSize = Annotated[int, Bounds("at least 2 and less than 2^31", lambda n: 2 <= n < 2**31)]
-Window = Annotated[int, Bounds("at least 4 and at most 100000 steps", lambda n: 4 <= n <= 10**5)]
-MAX_INIT_TIMEOUT = 86_400  # seconds: a day
-InitTimeout = Annotated[float, Bounds("1 to 86400 seconds", lambda x: 1 <= x <= MAX_INIT_TIMEOUT)]
+from jaxgpt.config.bounds import (  # isort: skip
+    AtLeastOne, Count, Count31, CountOrZero, CountOrZero31, InitTimeout, Minutes, NonNegative,
+    Positive, Rate, Share, VocabSize, Window,
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,27 +135,51 @@ class TrainConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    """The optimizer, with linear warm-up and cosine decay of its learning rate."""
+    """The optimizer, and the schedule of its learning rate."""
 
     name: str = "adamw"
-    """The optimizer: adamw (arXiv 1711.05101)."""
+    """The optimizer: adamw, lion, muon, adafactor or sgd (jaxgpt/optim/README.md)."""
     learning_rate: NonNegative = 3e-3
-    """Peak learning rate."""
+    """Peak learning rate; for adafactor relative to the RMS of each matrix."""
+    schedule: Literal["cosine", "wsd", "constant"] = "cosine"
+    """Learning rate after warm-up: a cosine to min_lr; the peak and a short decay to min_lr (wsd:
+    warm-up, stable, decay; arXiv 2404.06395); or the peak."""
     min_lr: float | None = None
-    """Learning rate at and after lr_decay_iters; None is a tenth of the peak."""
+    """Learning rate at and after lr_decay_iters; None is a tenth of the peak. Not for constant."""
     warmup_iters: CountOrZero31 = 50
     """Steps of linear warm-up."""
     lr_decay_iters: Count31 = 300
-    """Step at which the cosine reaches min_lr: mostly train.max_iters, but a run made longer keeps
+    """Step at which cosine or wsd reach min_lr: mostly train.max_iters, but a run made longer keeps
     its learning rates."""
+    wsd_decay_iters: Count31 | None = None
+    """Length of wsd's decay, the last steps before lr_decay_iters; None is a fifth of
+    lr_decay_iters."""
+    wsd_decay: Literal["linear", "sqrt"] = "linear"
+    """Shape of wsd's decay, x from 0 to 1: 1 - x (linear) or 1 - sqrt(x) (arXiv 2405.18392)."""
     weight_decay: NonNegative = 0.1
-    """Decay of matrices and embeddings; never of biases and norms."""
+    """Decay of matrices and embeddings, times the learning rate; never of biases and norms."""
     beta1: Rate = 0.9
-    """Decay rate of the first moment."""
+    """Decay rate of the first moment, of adamw, lion, and the part of muon that is adamw."""
     beta2: Rate = 0.99
-    """Decay rate of the second moment; 0.95 suits large batches."""
+    """Decay rate of the second moment (of lion: of the average); 0.95 suits adamw's large
+    batches. Not for adafactor, whose decay rate grows, and sgd."""
+    momentum: Rate = 0.95
+    """Momentum of muon (Nesterov's) and sgd; 0 is sgd without."""
+    adamw_learning_rate: NonNegative | None = None
+    """Peak learning rate of what muon leaves to adamw: embeddings, output layer, norms, biases. It
+    follows the same schedule, in proportion. None is learning_rate, which muon's scale suits."""
     grad_clip: NonNegative = 1.0
     """Largest global gradient norm; 0 switches clipping off."""
+
+    @property
+    def wsd_decay_length(self) -> int:
+        """Return the number of steps of wsd's decay."""
+        return self.wsd_decay_iters or max(1, self.lr_decay_iters // 5)
+
+    @property
+    def wsd_decay_start(self) -> int:
+        """Return the last step before wsd's decay; negative if that is too long."""
+        return self.lr_decay_iters - self.wsd_decay_length
 
 
 @dataclass(frozen=True, kw_only=True)

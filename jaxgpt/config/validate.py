@@ -1,12 +1,12 @@
 """Checks that concern several settings; the bounds of a single one stand in the schema."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from jaxgpt.config.errors import UsageError
 from jaxgpt.config.mesh_shape import MeshShape, axes_with
 from jaxgpt.config.schedule import profile_range, skip_ranges, step_ranges
-from jaxgpt.config.schema import Config, ModelConfig
+from jaxgpt.config.schema import Config, ModelConfig, OptimizerConfig
 
 
 def validate(config: Config) -> None:
@@ -31,11 +31,7 @@ def _checks(config: Config) -> Iterator[tuple[bool, str]]:
         f"model.block_size={model.block_size}; a step has less than 2^31",
     )
     yield from _model_checks(model)
-    yield (
-        not 0 <= (optimizer.min_lr or 0) <= optimizer.learning_rate,
-        f"optimizer.min_lr={optimizer.min_lr}: must lie between 0 and "
-        f"optimizer.learning_rate={optimizer.learning_rate}",
-    )
+    yield from _optimizer_checks(optimizer)
     yield (
         train.batch_size % train.gradient_accumulation_steps > 0,
         f"train.gradient_accumulation_steps={train.gradient_accumulation_steps}: must divide "
@@ -154,3 +150,56 @@ def check_batch(config: Config, shape: MeshShape) -> None:
             f"train.batch_size={config.train.batch_size}{split}: must be a multiple of "
             f"{' x '.join(axes)} = {n} (parallel.mesh={shape})"
         )
+
+
+def _optimizer_checks(optimizer: OptimizerConfig) -> Iterator[tuple[bool, str]]:
+    yield (
+        optimizer.schedule != "constant"
+        and not 0 <= (optimizer.min_lr or 0) <= optimizer.learning_rate,
+        f"optimizer.min_lr={optimizer.min_lr}: must lie between 0 and "
+        f"optimizer.learning_rate={optimizer.learning_rate}",
+    )
+    yield (
+        optimizer.name == "muon"
+        and optimizer.learning_rate == 0
+        and optimizer.adamw_learning_rate is not None,
+        f"optimizer.adamw_learning_rate={optimizer.adamw_learning_rate}: needs an "
+        "optimizer.learning_rate above 0, whose schedule it follows",
+    )
+    end, warmup = optimizer.lr_decay_iters, optimizer.warmup_iters
+    start, given = optimizer.wsd_decay_start, optimizer.wsd_decay_iters
+    is_wsd = optimizer.schedule == "wsd"
+    yield (
+        is_wsd and start < 0,
+        f"optimizer.wsd_decay_iters={given}: must be at most optimizer.lr_decay_iters={end}",
+    )
+    length = "a fifth of" if given is None else f"optimizer.wsd_decay_iters={given} before"
+    shorter = f"; or give optimizer.wsd_decay_iters={end - warmup} or less" if end > warmup else ""
+    yield (
+        is_wsd and warmup > start,
+        f"optimizer.warmup_iters={warmup}: must be at most {start}, the step at which wsd begins "
+        f"to decay ({length} optimizer.lr_decay_iters={end}); lower it, or raise "
+        f"optimizer.lr_decay_iters{shorter}",
+    )
+
+
+# Keys of [optimizer] that do nothing with a choice, although they have a value.
+_UNUSED = {
+    ("name", "adamw"): ("momentum", "adamw_learning_rate"),
+    ("name", "lion"): ("momentum", "adamw_learning_rate"),
+    ("name", "adafactor"): ("beta1", "beta2", "momentum", "adamw_learning_rate"),
+    ("name", "sgd"): ("beta1", "beta2", "adamw_learning_rate"),
+    ("schedule", "cosine"): ("wsd_decay_iters", "wsd_decay"),
+    ("schedule", "constant"): ("min_lr", "lr_decay_iters", "wsd_decay_iters", "wsd_decay"),
+}
+
+
+def check_used(config: Config, given: Mapping[str, Sequence[str]]) -> None:
+    """Raise `UsageError` if one of the settings that were typed does nothing beside the others."""
+    for (choice, value), keys in _UNUSED.items():
+        for key in keys if getattr(config.optimizer, choice) == value else ():
+            if words := given.get(f"optimizer.{key}"):
+                raise UsageError(
+                    f"optimizer.{key}={' '.join(words)}: does nothing with "
+                    f"optimizer.{choice}={value}; leave it out"
+                )

@@ -42,6 +42,10 @@ class Tokenizer:
         """Return the text of token ids."""
         raise NotImplementedError
 
+    def count_bytes(self, tokens: np.ndarray) -> int:
+        """Return the number of UTF-8 bytes in the text of token ids; ends of text have none."""
+        raise NotImplementedError
+
     def split_point(self, text: str) -> int:
         """Return the last place at which splitting `text` changes no token; 0 if none is found."""
         return len(text)
@@ -77,6 +81,10 @@ class CharTokenizer(Tokenizer):
     def decode(self, tokens: Iterable[int]) -> str:
         return "".join(self.characters[t] for t in tokens)
 
+    def count_bytes(self, tokens: np.ndarray) -> int:
+        sizes = np.array([len(c.encode(errors="surrogatepass")) for c in self.characters])
+        return int(sizes[tokens].sum())
+
     def to_meta(self) -> dict[str, Any]:
         return {"type": "char", "characters": "".join(self.characters)}
 
@@ -92,6 +100,9 @@ class ByteTokenizer(Tokenizer):
 
     def decode(self, tokens: Iterable[int]) -> str:
         return bytes(map(int, tokens)).decode(errors="replace").replace("\0", END_OF_TEXT)
+
+    def count_bytes(self, tokens: np.ndarray) -> int:
+        return int(np.count_nonzero(tokens))
 
     def to_meta(self) -> dict[str, Any]:
         return {"type": "byte"}
@@ -120,6 +131,14 @@ class HFTokenizer(Tokenizer):
     def decode(self, tokens: Iterable[int]) -> str:
         ids = [int(t) for t in tokens]
         return _parse(self._content).decode(ids, skip_special_tokens=False)
+
+    def count_bytes(self, tokens: np.ndarray) -> int:
+        sizes = _token_bytes(self._content)
+        if sizes is not None:
+            return int(sizes[tokens[tokens != self.end_of_text]].sum())
+        documents = np.split(tokens, np.flatnonzero(tokens == self.end_of_text))
+        texts = (self.decode(tokens[tokens != self.end_of_text]) for tokens in documents)
+        return sum(len(text.encode()) for text in texts)
 
     def split_point(self, text: str) -> int:
         if _parse(self._content).pre_tokenizer is None:
@@ -257,6 +276,25 @@ def _parse(content: bytes):
     package.no_truncation()
     package.no_padding()
     return package
+
+
+@functools.lru_cache(maxsize=1)
+def _token_bytes(content: bytes) -> np.ndarray | None:
+    """Return the bytes of each token by its id; None unless every byte is a letter (GPT-2's way).
+
+    A character may lie in several such tokens, none of which has a text of its own.
+    """
+    from tokenizers.decoders import ByteLevel
+    from tokenizers.pre_tokenizers import ByteLevel as Letters
+
+    package = _parse(content)
+    if not isinstance(package.decoder, ByteLevel):
+        return None
+    letters, ids = set(Letters.alphabet()), package.get_vocab(with_added_tokens=True)
+    sizes = np.zeros(max(ids.values()) + 1, np.int64)
+    for token, number in ids.items():
+        sizes[number] = len(token) if letters.issuperset(token) else len(token.encode())
+    return sizes
 
 
 def continue_prompt(tokenizer: Tokenizer, prompt: str, tokens: Sequence[int]) -> str:

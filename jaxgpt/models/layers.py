@@ -1,7 +1,8 @@
 """The layers of a transformer. They name logical axes and know no mesh.
 
-Every weight says what its dims mean (`logical_axes`) and what it is (`role`); `models.weights`
-lists them all, and `parallel` says where they live.
+Every weight says what its dims mean (`logical_axes`), what it is (`role`), and a matrix how many of
+its dims are inputs (`n_inputs`); `models.weights` lists them all, and `parallel` says where they
+live.
 """
 
 import math
@@ -112,7 +113,7 @@ class Linear(nnx.Module):
         self.n_inputs, self.dtype, self.multiply = len(inputs), build.dtype, multiply
         draw = nnx.initializers.normal(std)
         kernel = draw(build.rngs.params(), (*inputs, *outputs), jnp.float32)
-        self.kernel = nnx.Param(kernel, logical_axes=axes, role="matrix")
+        self.kernel = nnx.Param(kernel, logical_axes=axes, role="matrix", n_inputs=self.n_inputs)
         # What is added after a sum over devices is small: every device keeps it whole.
         own = tuple(axis if axis != "embed" else None for axis in axes[self.n_inputs :])
         bias = nnx.Param(jnp.zeros(outputs), logical_axes=own, role="bias")
@@ -151,7 +152,7 @@ def embedding(
         n_padded,
         config.n_embd,
         embedding_init=padded_normal,
-        embedding_metadata={"logical_axes": (axis, "embed"), "role": role},
+        embedding_metadata={"logical_axes": (axis, "embed"), "role": role, "n_inputs": 1},
         rngs=rngs,
     )
 

@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ from jaxgpt.config import ModelConfig
 from jaxgpt.models.transformer import logits
 from jaxgpt.parallel.tensor import NO_PARALLELISM, ParallelContext
 
-NO_TOKEN = -1  # the target of what only fills up the last chunk
+NO_TOKEN = -1  # a target that does not count: padding of the last chunk, row or batch
 
 
 @dataclass(frozen=True)
@@ -88,19 +88,73 @@ def cross_entropy_sum(
         measured = {name: metric.compute(detached_NV) for name, metric in metrics.items()}
         return losses_N.sum(), (losses_N, measured)
 
-    n, D = targets_BT.size, x_BTD.shape[-1]
+    n = targets_BT.size
     if chunk == 0 or chunk >= n:
         loss, (losses_BT, measured) = loss_of(x_BTD, w_VD, targets_BT, vocab_offset)
         return loss, (losses_BT.sum(axis=1), measured)
-    parts = -(-n // chunk)
-    chunk = -(-n // parts)  # as even as they get: what fills up the last one is computed, too
-    padding = parts * chunk - n
-    x_PND = jnp.pad(x_BTD.reshape(n, D), ((0, padding), (0, 0))).reshape(parts, chunk, D)
-    targets_PN = jnp.pad(targets_BT.reshape(n), (0, padding), constant_values=NO_TOKEN)
-    targets_PN = targets_PN.reshape(parts, chunk)
+    x_PND, targets_PN = split_chunks(x_BTD, targets_BT, chunk)
     loss, (losses_PN, measured) = _chunked_loss(loss_of, x_PND, w_VD, targets_PN, vocab_offset)
     measured = {name: metric.reduce(measured[name]) for name, metric in metrics.items()}
     return loss, (losses_PN.reshape(-1)[:n].reshape(targets_BT.shape).sum(axis=1), measured)
+
+
+class TokenScores(NamedTuple):
+    """What an evaluation keeps of the logits at each position."""
+
+    losses_BT: jax.Array  # -log p(target) in nats, float32; 0 where the target is `NO_TOKEN`
+    likeliest_BT: jax.Array  # the token with the largest logit, int32; the first of several
+
+
+def score_tokens(
+    x_BTD: jax.Array,
+    w_VD: jax.Array,
+    targets_BT: jax.Array,
+    vocab_offset: Any,
+    vocab_size: int,
+    parallel: ParallelContext,
+    chunk: int,
+) -> TokenScores:
+    """Return the scores of all targets; arguments as for `cross_entropy_sum`."""
+
+    def score(part: tuple[jax.Array, jax.Array]) -> TokenScores:
+        x_ND, targets_N = part
+        scores_NV = logits(x_ND, w_VD, vocab_offset, vocab_size)
+        losses_N = cross_entropy(scores_NV, targets_N, vocab_offset, parallel)
+        losses_N = jnp.where(targets_N == NO_TOKEN, 0, losses_N)
+        return TokenScores(losses_N, likeliest_token(scores_NV, vocab_offset, parallel))
+
+    n = targets_BT.size
+    if chunk == 0 or chunk >= n:
+        return score((x_BTD, targets_BT))
+    found = jax.lax.map(score, split_chunks(x_BTD, targets_BT, chunk))
+    return jax.tree.map(lambda x_PN: x_PN.reshape(-1)[:n].reshape(targets_BT.shape), found)
+
+
+def likeliest_token(
+    logits_BTV: jax.Array, vocab_offset: Any, parallel: ParallelContext
+) -> jax.Array:
+    """Return argmax over a vocabulary that may be split over devices: int32 (B, T)."""
+    largest_BT = parallel.pmax(logits_BTV.max(axis=-1))
+    ids_V = jnp.asarray(vocab_offset + jnp.arange(logits_BTV.shape[-1]), jnp.int32)
+    is_largest_BTV = logits_BTV == largest_BT[..., None]
+    first_BT = jnp.where(is_largest_BTV, ids_V, jnp.iinfo(jnp.int32).max).min(axis=-1)
+    return -parallel.pmax(-first_BT)
+
+
+def split_chunks(
+    x_BTD: jax.Array, targets_BT: jax.Array, chunk: int
+) -> tuple[jax.Array, jax.Array]:
+    """Return x_PND and targets_PN, in P chunks of at most `chunk` tokens.
+
+    They are as even as they get: what fills up the last one, `NO_TOKEN`, is computed too.
+    """
+    n, D = targets_BT.size, x_BTD.shape[-1]
+    parts = -(-n // chunk)
+    chunk = -(-n // parts)
+    padding = parts * chunk - n
+    x_PND = jnp.pad(x_BTD.reshape(n, D), ((0, padding), (0, 0))).reshape(parts, chunk, D)
+    targets_PN = jnp.pad(targets_BT.reshape(n), (0, padding), constant_values=NO_TOKEN)
+    return x_PND, targets_PN.reshape(parts, chunk)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -17,7 +17,7 @@ class SwiGLU(nnx.Module):
 
     def __init__(self, build: LayerBuilder):
         D, F = build.config.n_embd, build.config.mlp_width
-        self.gate_up = build.column_parallel((D,), (2, F), ("embed", None, "mlp"))
+        self.gate_up = build.column_parallel((D,), (2, F), ("embed", "parts", "mlp"))
         self.down = build.row_parallel((F,), (D,), ("mlp", "embed"))
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:

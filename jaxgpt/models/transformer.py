@@ -29,9 +29,7 @@ class Positions(NamedTuple):
     """What attention has to know of where tokens stand in their rows; the same in all layers."""
 
     rotation: Rotation | None = None  # with model.position=rope
-    starts_BT: jax.Array | None = (
-        None  # with data.document_mask: where each token's document begins
-    )
+    starts_BT: jax.Array | None = None  # with data.document_mask: where each document begins
 
 
 class SelfAttention(nnx.Module):
@@ -47,10 +45,10 @@ class SelfAttention(nnx.Module):
 
         self.qkv = self.q = self.kv = self.q_norm = self.k_norm = nnx.data(None)
         if G == H:
-            self.qkv = nnx.data(project((3, H, K), (None, "heads", None)))
+            self.qkv = nnx.data(project((3, H, K), ("parts", "heads", None)))
         else:
             self.q = nnx.data(project((H, K), ("heads", None)))
-            self.kv = nnx.data(project((2, G, K), (None, "kv_heads", None)))
+            self.kv = nnx.data(project((2, G, K), ("parts", "kv_heads", None)))
         if config.qk_norm:
             self.q_norm, self.k_norm = (nnx.data(build.rms_norm(K, "head_dim")) for _ in range(2))
         self.out = build.row_parallel((H, K), (D,), ("heads", None, "embed"))

@@ -11,6 +11,7 @@ from jaxgpt.config import ModelConfig
 from jaxgpt.models.transformer import GPT
 from jaxgpt.parallel.sharding import LogicalAxes, Params
 
+STACKED_AXES = ("layers", "parts")  # logical axes along which separate matrices are stacked
 VECTOR_ROLES = ("bias", "scale")
 LOOKED_UP_ROLES = ("token_embedding", "position_embedding")  # unless the first is the output layer
 
@@ -23,6 +24,7 @@ class Weight:
     shape: tuple[int, ...]
     axes: LogicalAxes  # what each dim means; `layers` comes first in those stacked over layers
     role: str  # matrix, bias, scale, token_embedding, position_embedding or output_embedding
+    n_inputs: int = 0  # dims of a matrix, after `layers`, that a product sums over; 0 for a vector
 
     @property
     def size(self) -> int:
@@ -32,6 +34,17 @@ class Weight:
     def n_layers(self) -> int:
         """Return how many layers are stacked in it; 0 for one outside of the layers."""
         return self.shape[0] if self.axes[0] == "layers" else 0
+
+    @property
+    def matrix_dims(self) -> tuple[tuple[int, ...], ...]:
+        """Return the (stacked, input, output) dims.
+
+        Each index of the stacked dims is a matrix of its own: of a layer, and in `qkv` of one of
+        its parts, queries, keys or values.
+        """
+        stacked = tuple(i for i, axis in enumerate(self.axes) if axis in STACKED_AXES)
+        others = tuple(i for i in range(len(self.shape)) if i not in stacked)
+        return stacked, others[: self.n_inputs], others[self.n_inputs :]
 
     @property
     def is_decayed(self) -> bool:
@@ -56,13 +69,10 @@ def weights(config: ModelConfig) -> Params:
         metadata = param.get_metadata()
         stacked = ("layers",) if path[0] == "layers" else ()
         axes = stacked + metadata["logical_axes"]
-        described[path] = Weight("/".join(path), param.shape, axes, metadata["role"])
+        described[path] = Weight(
+            "/".join(path), param.shape, axes, metadata["role"], metadata.get("n_inputs", 0)
+        )
     return nnx.traversals.unflatten_mapping(described)
-
-
-def decay_mask(config: ModelConfig) -> Params:
-    """Return booleans like the parameters: which ones weight decay applies to."""
-    return jax.tree.map(lambda w: w.is_decayed, weights(config))
 
 
 def layer_matrices(config: ModelConfig) -> list[Weight]:

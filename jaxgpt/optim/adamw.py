@@ -1,17 +1,16 @@
 """AdamW (arXiv 1711.05101, algorithm 2)."""
 
-from typing import Any
-
 import optax
 
 from jaxgpt.config import OptimizerConfig
+from jaxgpt.optim.parameters import Parameters
 
 EPSILON = 1e-8  # PyTorch's and nanoGPT's
 
 
-def adamw(config: OptimizerConfig, is_decayed: Any) -> optax.GradientTransformation:
+def adamw(config: OptimizerConfig, parameters: Parameters) -> optax.GradientTransformation:
     """Return AdamW without the learning rate, as every optimizer in `jaxgpt.optim`."""
     return optax.chain(
         optax.scale_by_adam(config.beta1, config.beta2, EPSILON),
-        optax.add_decayed_weights(config.weight_decay, is_decayed),
+        optax.add_decayed_weights(config.weight_decay, parameters.is_decayed),
     )

@@ -139,6 +139,8 @@ class Plan:
         state = memory.parameters + memory.moments + memory.gradients
         update = 2 * state / device.memory_bandwidth
         update += 2 * memory.host_moments / device.host_bandwidth
+        fastest = device.peak_flops.get("bfloat16", peak)  # which Muon computes in
+        update += self.program.update_flops / (fastest * MATMUL_EFFICIENCY)
         collectives = self.program.collectives
         tensor = sum(self.seconds(c) for c in collectives if c.axes == ("tensor",))
         other = sum(self.seconds(c) for c in collectives if c.axes != ("tensor",))

@@ -11,6 +11,7 @@ import jax
 from jaxgpt.config import Config, MeshShape
 from jaxgpt.models.attention import blockwise_attention, choose_attention, without_scores
 from jaxgpt.models.weights import weights
+from jaxgpt.optim import update_flops
 from jaxgpt.parallel import sharding as partition
 from jaxgpt.parallel.mesh import make_mesh
 from jaxgpt.perf.collectives import Collective, read_collectives
@@ -47,6 +48,7 @@ class Program:
     collectives: tuple[Collective, ...] = ()
     attention: str = ""
     warnings: tuple[str, ...] = ()  # where the layout is not as asked for
+    update_flops: int = 0  # of matrix products in the optimizer, on each device
 
 
 def compile_step(config: Config, shape: MeshShape, device: Device) -> Program:
@@ -93,6 +95,7 @@ def compile_step(config: Config, shape: MeshShape, device: Device) -> Program:
         collectives=read_collectives(compiled.as_text(), shape),
         attention=f"{kernel} ({reason})",
         warnings=steps.warnings,
+        update_flops=update_flops(config.optimizer, steps.model.parameters),
     )
 
 

@@ -112,6 +112,8 @@ def _certainty(plan: Plan) -> str:
     )
     if plan.device.name == "cpu" and "bfloat16" in dtypes:
         text += "\non CPUs bfloat16 is computed and communicated as float32: twice the bytes"
+    if plan.device.name != "cpu" and plan.program.update_flops:
+        text += "\nmuon exchanges matrices in bfloat16: half the bytes that are counted for them"
     return text
 
 

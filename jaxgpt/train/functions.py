@@ -21,6 +21,7 @@ from jaxgpt.models.attention import (
     without_scores,
 )
 from jaxgpt.models.decode import Cache
+from jaxgpt.models.loss import TokenScores
 from jaxgpt.models.transformer import gpt_graph
 from jaxgpt.models.weights import Weight, activation_bytes, count_parameters, weights
 from jaxgpt.parallel import sharding
@@ -28,7 +29,7 @@ from jaxgpt.parallel.mesh import mesh_axes_with
 from jaxgpt.parallel.sharding import FSDP, TENSOR, Params
 from jaxgpt.parallel.tensor import ParallelContext
 from jaxgpt.parallel.zero import ParamLayout
-from jaxgpt.train.inference import DecodeFn, eval_losses, make_decoder
+from jaxgpt.train.inference import DecodeFn, eval_losses, eval_tokens, make_decoder
 from jaxgpt.train.reporting.step_metrics import Metrics, logit_metrics
 from jaxgpt.train.state import TrainState, init_state, state_of, state_shapes
 from jaxgpt.train.step import ShardedModel, train_step
@@ -62,6 +63,8 @@ class StepFunctions:
     """(state, step, tokens of shape (B, T+1)) -> (next state, metrics); donates the state."""
     eval_step: Callable[[Params, jax.Array], jax.Array]
     """(params, tokens of shape (B, T+1)) -> mean loss of each row, shape (B,)."""
+    eval_tokens: Callable[[Params, jax.Array], TokenScores]
+    """(params, tokens of shape (B, T+1)) -> loss of each token but the first, shape (B, T)."""
     make_decoder: Callable[[Params], tuple[DecodeFn, Cache]]
     """Parameters -> (decode function of one text at a time, empty KV cache)."""
 
@@ -104,6 +107,9 @@ def make_steps(
     rules = sharding.opt_state_rules(config.parallel.zero_stage)  # the most that is split
     state, batch = state_shapes(config, mesh), training_batch(config, sharding.batch_sharding(mesh))
     state_at, whole = jax.tree.map(lambda leaf: leaf.sharding, state), sharding.replicated(mesh)
+    jit_eval = functools.partial(
+        jax.jit, in_shardings=(state_at.params, batch.sharding), out_shardings=whole
+    )
     return StepFunctions(
         model=model,
         mesh=mesh,
@@ -128,11 +134,8 @@ def make_steps(
             donate_argnums=0,
             compiler_options=step_options(device.platform, mesh.size),
         ),
-        eval_step=jax.jit(
-            functools.partial(eval_losses, model),
-            in_shardings=(state_at.params, batch.sharding),
-            out_shardings=whole,
-        ),
+        eval_step=jit_eval(functools.partial(eval_losses, model)),
+        eval_tokens=jit_eval(functools.partial(eval_tokens, model)),
         make_decoder=functools.partial(make_decoder, model, attend),
     )
 

@@ -1,4 +1,4 @@
-"""What a run does with its parameters between steps, on a mesh: losses of batches, and decoding."""
+"""What is done with parameters between steps, on a mesh: losses, scores of tokens, decoding."""
 
 import functools
 from collections.abc import Callable
@@ -12,13 +12,15 @@ from jax.sharding import PartitionSpec
 from jaxgpt.models.attention import Attention
 from jaxgpt.models.decode import Cache, decode_step, empty_cache, unstack_layers
 from jaxgpt.models.layers import padded_vocab_size
+from jaxgpt.models.loss import TokenScores, score_tokens
 from jaxgpt.models.transformer import gpt_graph
 from jaxgpt.parallel.sharding import TENSOR, Params, batch_sharding, replicated
 from jaxgpt.parallel.tensor import ParallelContext
 from jaxgpt.parallel.zero import ShardedParam, local_params
 from jaxgpt.train.step import (
     ShardedModel,
-    gather_row_losses,
+    gather_rows,
+    hidden_states,
     local_loss,
     merge_microbatches,
     split_microbatches,
@@ -33,18 +35,49 @@ SMALL_BYTES = 2**28  # of parameters: up to this size, all devices gather them t
 def eval_losses(model: ShardedModel, params: Params, rows: jax.Array) -> jax.Array:
     """Return mean losses of the rows (B,), without dropout, of token ids (B, T+1)."""
 
-    def local(params: Params, rows: jax.Array) -> jax.Array:
+    def row_sums(zeros: Params, params: Params, rows: jax.Array) -> jax.Array:
+        return local_loss(model, zeros, params, rows)[1][0]
+
+    return _map_rows(model, row_sums, params, rows) / (rows.shape[1] - 1)
+
+
+def eval_tokens(model: ShardedModel, params: Params, rows: jax.Array) -> TokenScores:
+    """Return the scores of each token but the first of rows (B, T+1), without dropout.
+
+    Rows may be filled up with `NO_TOKEN`, and be shorter than model.block_size.
+    """
+    config = model.config
+
+    def scores(zeros: Params, params: Params, rows: jax.Array) -> TokenScores:
+        x_BTD, w_VD, vocab_offset = hidden_states(model, zeros, params, rows[:, :-1])
+        return score_tokens(
+            x_BTD,
+            w_VD,
+            rows[:, 1:],
+            vocab_offset,
+            config.model,
+            model.context,
+            config.train.loss_chunk,
+        )
+
+    return _map_rows(model, scores, params, rows)
+
+
+def _map_rows(
+    model: ShardedModel, compute: Callable[..., Any], params: Params, rows: jax.Array
+) -> Any:
+    """Return `compute(zeros, params, rows)` of all rows, in arrays (B, ...), on every device."""
+
+    def local(params: Params, rows: jax.Array) -> Any:
         params, zeros = local_params(params, model.layouts)
-
-        def row_sums(rows: jax.Array) -> jax.Array:
-            return local_loss(model, zeros, params, rows)[1][0]
-
+        compute_rows = functools.partial(compute, zeros, params)
         n = model.n_slices
         if n == 1 or rows.shape[0] % n:  # rows that do not divide stay in one piece
-            sums_B = row_sums(rows)
+            found = compute_rows(rows)
         else:
-            sums_B = merge_microbatches(jax.lax.map(row_sums, split_microbatches(rows, n)))
-        return gather_row_losses(model, sums_B, rows)
+            parts = jax.lax.map(compute_rows, split_microbatches(rows, n))
+            found = jax.tree.map(merge_microbatches, parts)
+        return jax.tree.map(functools.partial(gather_rows, model), found)
 
     return jax.shard_map(
         local,

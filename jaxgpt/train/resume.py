@@ -29,7 +29,7 @@ from jaxgpt.spikes.policy import METRICS
 from jaxgpt.tracking.jsonl import read_records
 
 # What may differ between a checkpoint's model and the model that goes on from it.
-_FREE_MODEL_KEYS = {"dropout", "attention"}
+_FREE_MODEL_KEYS = {"model.dropout", "model.attention"}
 EVAL_RECORDS = ("eval", "sample")  # the kinds of records that train.eval_interval asks for
 # Keys of `data` that change what a step computes.
 _MASK_KEYS = {"document_mask", "end_of_text"}
@@ -75,7 +75,7 @@ def check_resume(
                 continue
             if section == "data" and key not in _MASK_KEYS:
                 continue
-            if section == "model" and key not in _FREE_MODEL_KEYS:
+            if _needs_other_arrays(config, name, (then, value)):
                 raise UsageError(
                     f"{name}={value}: {checkpoint} was trained with {name}={then}; use that, or "
                     "another --out"
@@ -90,6 +90,14 @@ def check_resume(
     if changed:
         notes.append(f"changed since step {step}: {', '.join(changed)}")
     return _check_data(config, checkpoint, meta, dataset) + notes
+
+
+def _needs_other_arrays(config: Config, name: str, values: tuple[Any, ...]) -> bool:
+    """Return whether two values of a setting have different arrays in their checkpoints."""
+    if name == "optimizer.momentum":
+        return config.optimizer.name == "sgd" and 0 in values
+    is_model = name.startswith("model.") and name not in _FREE_MODEL_KEYS
+    return is_model or name == "optimizer.name"
 
 
 def _check_data(

@@ -13,8 +13,8 @@ from jax.tree_util import keystr, tree_leaves_with_path, tree_map_with_path
 
 from jaxgpt.config import Config
 from jaxgpt.models.transformer import GPT
-from jaxgpt.models.weights import decay_mask, weights
-from jaxgpt.optim import make_optimizer, opt_state_shardings
+from jaxgpt.models.weights import weights
+from jaxgpt.optim import Parameters, make_optimizer, opt_state_shardings
 from jaxgpt.parallel import sharding
 from jaxgpt.parallel.sharding import Params
 from jaxgpt.spikes.detector import (
@@ -34,8 +34,8 @@ class TrainState(NamedTuple):
 
 
 def optimizer_of(config: Config) -> optax.GradientTransformation:
-    """Return the optimizer of a run, without the learning rate."""
-    return make_optimizer(config.optimizer, decay_mask(config.model))
+    """Return the optimizer of a run, without the learning rate, on one device."""
+    return make_optimizer(config.optimizer, Parameters(weights(config.model)))
 
 
 def init_state(config: Config) -> TrainState:

@@ -9,11 +9,12 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxgpt.config import Config
 from jaxgpt.models.loss import LogitMetrics, cross_entropy_sum
-from jaxgpt.optim import learning_rate_schedule
+from jaxgpt.models.weights import weights
+from jaxgpt.optim import Parameters, learning_rate_schedule, make_optimizer
 from jaxgpt.parallel.mesh import mesh_axes_with
 from jaxgpt.parallel.sharding import Params, batch_sharding
 from jaxgpt.parallel.tensor import ParallelContext
@@ -21,7 +22,7 @@ from jaxgpt.parallel.zero import ShardedParam, local_params, reduce_gradients, v
 from jaxgpt.spikes.detector import detect_and_gate
 from jaxgpt.spikes.faults import inject_nan
 from jaxgpt.train.reporting.step_metrics import Metrics, StepValues, step_scalars
-from jaxgpt.train.state import TrainState, optimizer_of
+from jaxgpt.train.state import TrainState
 
 
 class ShardedModel(NamedTuple):
@@ -39,6 +40,12 @@ class ShardedModel(NamedTuple):
     def param_specs(self) -> Any:
         """The `PartitionSpec` of every parameter between steps."""
         return jax.tree.map(lambda layout: layout.param, self.layouts)
+
+    @property
+    def parameters(self) -> Parameters:
+        """What the optimizer is told of the parameters."""
+        shardings = jax.tree.map(lambda one: NamedSharding(self.mesh, one.grad), self.layouts)
+        return Parameters(weights(self.config.model), shardings)
 
 
 def train_step(
@@ -61,9 +68,11 @@ def train_step(
         config.spike, state.spike_state, loss, grad_norm
     )
 
+    optimizer = make_optimizer(config.optimizer, model.parameters)
+
     def update(params: Params, opt_state: optax.OptState) -> tuple[Params, optax.OptState]:
         clipped = clip_by_norm(gradients, grad_norm, config.optimizer.grad_clip)
-        directions, opt_state = optimizer_of(config).update(clipped, opt_state, params)
+        directions, opt_state = optimizer.update(clipped, opt_state, params)
         return jax.tree.map(lambda p, u: p - lr * u, params, directions), opt_state
 
     opt_state = state.opt_state
@@ -154,8 +163,7 @@ def local_loss(
 
     `keys_B` has a dropout key for each row; without, nothing is dropped.
     """
-    sharded = jax.tree.map(ShardedParam, params, zeros, model.layouts)
-    x_BTD, w_VD, vocab_offset = nnx.merge(model.graph, sharded).hidden_states(rows[:, :-1], keys_B)
+    x_BTD, w_VD, vocab_offset = hidden_states(model, zeros, params, rows[:, :-1], keys_B)
     return cross_entropy_sum(
         x_BTD,
         w_VD,
@@ -168,16 +176,34 @@ def local_loss(
     )
 
 
+def hidden_states(
+    model: ShardedModel,
+    zeros: Params,
+    params: Params,
+    tokens_BT: jax.Array,
+    keys_B: jax.Array | None = None,
+) -> tuple[jax.Array, jax.Array, Any]:
+    """Return the operands of the output layer, as `GPT.hidden_states`, of this device's rows."""
+    sharded = jax.tree.map(ShardedParam, params, zeros, model.layouts)
+    return nnx.merge(model.graph, sharded).hidden_states(tokens_BT, keys_B)
+
+
 def gather_row_losses(model: ShardedModel, sums_B: jax.Array, rows: jax.Array) -> jax.Array:
     """Return the mean losses of all rows from the sums over this device's."""
+    return gather_rows(model, sums_B) / (rows.shape[1] - 1)
+
+
+def gather_rows(model: ShardedModel, own: jax.Array) -> jax.Array:
+    """Return an array (B, ...) of all rows from this device's."""
     axes = mesh_axes_with("splits_batch", model.mesh)
-    if axes:  # a sum with zeros, which is exact
-        n = sums_B.size
-        zeros_B = jnp.zeros(n * math.prod(model.mesh.shape[axis] for axis in axes))
-        start = jax.lax.axis_index(axes) * n
-        all_B = varying(zeros_B, frozenset(axes))
-        sums_B = jax.lax.psum(jax.lax.dynamic_update_slice(all_B, sums_B, (start,)), axes)
-    return sums_B / (rows.shape[1] - 1)
+    if not axes:
+        return own
+    n = own.shape[0]
+    n_all = n * math.prod(model.mesh.shape[axis] for axis in axes)
+    zeros = varying(jnp.zeros((n_all, *own.shape[1:]), own.dtype), frozenset(axes))
+    start = (jax.lax.axis_index(axes) * n, *[0] * (own.ndim - 1))
+    # A sum with zeros, which is exact.
+    return jax.lax.psum(jax.lax.dynamic_update_slice(zeros, own, start), axes)
 
 
 def split_microbatches(x: jax.Array, n_parts: int) -> jax.Array:
@@ -185,9 +211,9 @@ def split_microbatches(x: jax.Array, n_parts: int) -> jax.Array:
     return x.reshape(x.shape[0] // n_parts, n_parts, *x.shape[1:]).swapaxes(0, 1)
 
 
-def merge_microbatches(losses: jax.Array) -> jax.Array:
-    """Merge (n_parts, B / n_parts) to (B,), in the order before `split_microbatches`."""
-    return losses.swapaxes(0, 1).reshape(-1)
+def merge_microbatches(x: jax.Array) -> jax.Array:
+    """Merge (n_parts, B / n_parts, ...) to (B, ...), in the order before `split_microbatches`."""
+    return x.swapaxes(0, 1).reshape(-1, *x.shape[2:])
 
 
 # (params, opt_state) -> the same after an update.

@@ -54,6 +54,10 @@ def test_weights_go_where_nanogpt_looks_for_them():
             ("--nanogpt", "{clone}", "--torch", "{ends}", "--steps", "9999999"),
             "are more than 1 GiB; give fewer",
         ),
+        (
+            ("--nanogpt", "{clone}", "--torch", "{ends}", "optimizer.name=lion"),
+            "optimizer.name=lion: nanoGPT trains with adamw",
+        ),
     ],
 )
 def test_what_cannot_be_run_is_said_in_a_sentence(options, words, tmp_path):

@@ -45,7 +45,13 @@ def filled(shapes):
     )
 
 
-@pytest.mark.parametrize("saved", range(len(SETTINGS)), ids=[" ".join(s[1:]) for s in SETTINGS])
+@pytest.mark.parametrize(
+    "saved",
+    [
+        pytest.param(i, id=" ".join(s[1:]), marks=() if i < 2 else pytest.mark.long)
+        for i, s in enumerate(SETTINGS)
+    ],
+)
 def test_any_settings_read_what_any_others_wrote(saved, steps, tmp_path):
     state = filled(steps[saved].state_shapes)
     expected = flat(state)

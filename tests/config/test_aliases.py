@@ -39,12 +39,23 @@ WORKS = [
     ("--save runs/b --save-interval 20", "checkpoint.interval", 20),
     ("--log-interval 5 --eval-interval 10", "train.log_interval", 5),
     ("--train-range-to-skip 10 20 25 30", "train_range_to_skip", (10, 20, 25, 30)),
+    ("--optimizer adam", "optimizer.name", "adamw"),
+    ("--optimizer sgd --sgd-momentum 0.9", "optimizer.momentum", 0.9),
+    ("--optimizer muon --muon-momentum 0.9", "optimizer.momentum", 0.9),
+    ("--optimizer dist_muon", "optimizer.name", "muon"),
+    ("--lr-decay-style cosine", "optimizer.schedule", "cosine"),
+    ("--lr-decay-style constant", "optimizer.schedule", "constant"),
+    ("--lr-decay-style WSD", "optimizer.schedule", "wsd"),
+    ("--lr-decay-style WSD --lr-wsd-decay-style minus_sqrt", "optimizer.wsd_decay", "sqrt"),
+    ("--lr-decay-style WSD --lr-wsd-decay-style linear", "optimizer.wsd_decay", "linear"),
+    ("--lr-decay-style=WSD --lr-wsd-decay-iters=20", "optimizer.wsd_decay_iters", 20),
     ("--num-query-groups 2", "model.n_kv_head", 2),
     ("--ffn-hidden-size 256", "model.mlp_hidden", 256),
     ("--kv-channels 16 --norm-epsilon 1e-6", "model.head_dim", 16),
     # Hugging Face
     ("num_key_value_heads=2 intermediate_size=96 rms_norm_eps=1e-6", "model.norm_eps", 1e-6),
     # torchtitan
+    ("--optimizer.name AdamW", "optimizer.name", "adamw"),
     ("--training.steps 30 --training.seq_len 64", "train.max_iters", 30),
     ("--training.global_batch_size 48", "train.batch_size", 48),
     ("--optimizer.lr 3e-4", "optimizer.learning_rate", 3e-4),
@@ -53,6 +64,7 @@ WORKS = [
     ("steps=12 max_target_length=64", "model.block_size", 64),
     ("base_emb_dim=64 base_num_decoder_layers=2", "model.n_layer", 2),
     ("learning_rate=3e-4 log_period=3", "train.log_interval", 3),
+    ("opt_type=adamw", "optimizer.name", "adamw"),
     ("--mesh 2,1,4", "parallel.mesh", "2,1,4"),
 ]
 ANSWERED = [
@@ -62,8 +74,9 @@ ANSWERED = [
     ("--gradient_accumulation_steps=40", "train.gradient_accumulation_steps=N"),
     ("--device=cpu", "JAX_PLATFORMS=cpu"),
     ("--init_from=resume", "--out FOLDER"),
-    ("--eval_only=True", "train.max_iters=N"),
+    ("--eval_only=True", "python -m jaxgpt.evaluate --run FOLDER"),
     ("--wandb_log=True", "metrics.jsonl"),
+    ("--decay_lr=False", "optimizer.schedule=constant"),
     ("config/train_shakespeare_char.py", "--config shakespeare_char,"),
     ("config/train_gpt2.py", "--config gpt2,"),
     # wordplay
@@ -95,6 +108,12 @@ ANSWERED = [
     ("--exit-duration-in-mins 50", "train.time_limit=MINUTES"),
     ("--attention-dropout 0.1", "model.dropout=X"),
     ("--train-samples 1000", "train.max_iters=N"),
+    ("--lr-decay-style linear", "optimizer.wsd_decay_iters=N"),
+    ("--lr-decay-style inverse-square-root", "one of cosine, wsd, constant"),
+    ("--lr-decay-style WSD --lr-wsd-decay-style exponential", "one of linear, sqrt"),
+    ("--lr-wsd-decay-samples 1000", "optimizer.wsd_decay_iters=N"),
+    ("--muon-num-ns-steps 5", "takes 5 steps"),
+    ("--muon-scale-mode spectral", "0.2 sqrt(max(rows, columns))"),
     ("--swiglu", "model.mlp=swiglu"),
     ("--normalization RMSNorm", "model.norm=rmsnorm"),
     ("--position-embedding-type rope", "model.position=rope"),
@@ -103,6 +122,7 @@ ANSWERED = [
     ("--disable-bias-linear", "model.bias=True or False"),
     ("--reset-attention-mask", "data.document_mask=True"),
     # torchtitan
+    ("--lr_scheduler.decay_ratio 0.1", "optimizer.wsd_decay_iters=N"),
     ("--job.config_file llama3.toml", "--config FILE.yaml"),
     ("llama3_8b.toml", "--config FILE.yaml"),
     ("--training.local_batch_size 8", "train.batch_size=N"),
@@ -132,6 +152,8 @@ COMMANDS_WORK = [
     ("sample --run runs/a --num_samples=3", "num_samples", 3),
     ("sample --run runs/a --max_new_tokens 50 --top_k=20", "top_k", 20),
     ("sample --run runs/a --temperature=0.5 --seed=2", "temperature", 0.5),
+    ("evaluate --out_dir=runs/a", "run", Path("runs/a")),
+    ("evaluate --run runs/a --batch_size 8", "batch", 8),
     ("launch -np 8 -ppn 4", "ppn", 4),
     ("launch -ppn 4 --hostfile hosts", "hosts", "hosts"),
     ("launch --nproc_per_node=4", "ppn", 4),
@@ -141,6 +163,9 @@ COMMANDS_WORK = [
 COMMANDS_ANSWERED = [
     ("sample --run runs/a --init_from=resume", "--step N"),
     ("sample --run runs/a --device=cpu", "JAX_PLATFORMS=cpu"),
+    ("evaluate --run runs/a --device=cpu", "JAX_PLATFORMS=cpu"),
+    ("evaluate --run runs/a --eval_iters=200", "a whole split is read"),
+    ("evaluate --model hf --tasks hellaswag", "jaxgpt.evaluate lm-eval"),
     ("launch --nnodes 2", "--ppn P"),
     ("launch --master_addr=host", "leave it out"),
     ("prepare openwebtext", "jaxgpt.prepare text"),
@@ -171,7 +196,10 @@ def test_a_line_is_answered_with_the_one_to_type(line, words):
 
 def parser_of(line):
     command, *words = line.split()
-    return importlib.import_module(f"jaxgpt.{command}").parser(), words
+    module = importlib.import_module(f"jaxgpt.{command}")
+    if not hasattr(module, "parser"):  # a command that has a folder
+        module = importlib.import_module(f"jaxgpt.{command}.__main__")
+    return module.parser(), words
 
 
 @pytest.mark.parametrize(("line", "option", "expected"), COMMANDS_WORK)

@@ -154,6 +154,24 @@ def test_a_file_is_a_configuration_too(tmp_path):
         (["--profile-steps", "5:4"], ["profile_steps=5:4", "A <= B"]),
         (["--profile-steps", "290:301"], ["profile_steps=290:301", "train.max_iters=300"]),
         (["optimizer.min_lr=1"], ["optimizer.min_lr=1", "learning_rate"]),
+        (
+            ["optimizer.schedule=wsd", "optimizer.lr_decay_iters=60"],
+            ["warmup_iters=50", "at most 48", "a fifth of", "=60", "wsd_decay_iters=10 or less"],
+        ),
+        (
+            ["optimizer.schedule=wsd", "optimizer.wsd_decay_iters=260"],
+            ["warmup_iters=50", "at most 40", "wsd_decay_iters=260", "wsd_decay_iters=250 or less"],
+        ),
+        (
+            ["optimizer.schedule=wsd", "optimizer.wsd_decay_iters=301"],
+            ["optimizer.wsd_decay_iters=301", "at most optimizer.lr_decay_iters=300"],
+        ),
+        (["optimizer.schedule=wsd", "optimizer.min_lr=1"], ["optimizer.min_lr=1", "learning_rate"]),
+        (["optimizer.schedule=step"], ["optimizer.schedule=step", "cosine, wsd, constant"]),
+        (
+            ["optimizer.name=muon", "optimizer.learning_rate=0", "optimizer.adamw_learning_rate=1"],
+            ["optimizer.adamw_learning_rate=1.0", "learning_rate above 0"],
+        ),
         (["spike.window=99999999"], ["spike.window=99999999", "at most 100000"]),
         (["spike.action=rewind", "checkpoint.interval=0"], ["checkpoint.interval=0", "rewind"]),
     ],
@@ -165,6 +183,44 @@ def test_a_mistake_is_one_sentence_with_key_value_and_remedy(arguments, words):
     assert "\n" not in message
     for word in words:
         assert word in message
+
+
+@pytest.mark.parametrize(
+    ("choice", "unused"),
+    [
+        ("schedule=constant", "min_lr=0"),
+        ("schedule=constant", "lr_decay_iters=100"),
+        ("schedule=cosine", "wsd_decay_iters=100"),
+        ("schedule=constant", "wsd_decay=sqrt"),
+        ("name=adamw", "momentum=0.9"),
+        ("name=lion", "adamw_learning_rate=1e-3"),
+        ("name=sgd", "beta2=0.95"),
+        ("name=adafactor", "beta1=0.9"),
+        ("name=adafactor", "momentum=0.9"),
+    ],
+)
+def test_a_setting_that_would_do_nothing_is_refused(choice, unused):
+    with pytest.raises(UsageError) as error:
+        parse_args([f"optimizer.{choice}", f"optimizer.{unused}"])
+    assert str(error.value) == (
+        f"optimizer.{unused}: does nothing with optimizer.{choice}; leave it out"
+    )
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        # The preset's min_lr, which the schedule does not use, is above the learning rate.
+        "--config gpt2 optimizer.schedule=constant optimizer.learning_rate=3e-5",
+        "optimizer.schedule=constant optimizer.warmup_iters=300",
+        "optimizer.schedule=wsd optimizer.wsd_decay_iters=250",  # all steps after warm-up
+        "optimizer.name=muon optimizer.momentum=0 optimizer.adamw_learning_rate=3e-4",
+        "optimizer.name=sgd optimizer.momentum=0 optimizer.schedule=wsd optimizer.wsd_decay=sqrt",
+        "optimizer.name=mine optimizer.momentum=0.9 optimizer.beta1=0.8",  # as a README adds one
+    ],
+)
+def test_a_setting_is_checked_where_it_is_used_only(line):
+    parse_args(line.split())
 
 
 def test_minus_one_fills_an_axis():

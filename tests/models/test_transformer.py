@@ -202,7 +202,15 @@ def test_every_parameter_names_its_axes():
     found = weights(SMALL)
     assert all(len(w.shape) == len(w.axes) for w in jax.tree.leaves(found))
     qkv = found["layers"]["attention"]["qkv"]["kernel"]
-    assert qkv.axes == ("layers", "embed", None, "heads", None) and qkv.n_layers == 2
+    assert qkv.axes == ("layers", "embed", "parts", "heads", None) and qkv.n_layers == 2
     assert qkv.name == "layers/attention/qkv/kernel" and qkv.role == "matrix"
     assert found["layers"]["mlp"]["down"]["kernel"].axes == ("layers", "mlp", "embed")
     assert found["token_embedding"]["embedding"].axes == ("vocab", "embed")
+
+
+def test_the_dims_of_a_matrix_are_stacked_inputs_or_outputs():
+    layers = weights(SMALL)["layers"]
+    assert layers["attention"]["qkv"]["kernel"].matrix_dims == ((0, 2), (1,), (3, 4))
+    assert layers["attention"]["out"]["kernel"].matrix_dims == ((0,), (1, 2), (3,))
+    assert layers["norm_1"]["scale"].matrix_dims == ((0,), (), (1,))
+    assert weights(SMALL)["token_embedding"]["embedding"].matrix_dims == ((), (0,), (1,))

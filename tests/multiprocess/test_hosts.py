@@ -67,6 +67,7 @@ def test_mpiexec(pair, tmp_path, expected):
     assert_trained(job.stdout, tmp_path, expected)
 
 
+@pytest.mark.long
 def test_by_hand(pair, tmp_path, expected):
     """Without any launcher or MPI."""
     alpha, beta, _ = pair

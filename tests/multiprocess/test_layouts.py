@@ -44,16 +44,18 @@ def assert_same(found, reference, label=""):
 
 
 @pytest.mark.parametrize(
-    ("processes", "mesh"),
+    ("processes", "mesh", "options"),
     [
-        (2, "1,8,1"),
+        (2, "1,8,1", ()),
         # In short the losses of eight processes are compared where they write a checkpoint.
-        pytest.param(8, "2,1,4", marks=pytest.mark.long),
+        pytest.param(8, "2,1,4", (), marks=pytest.mark.long),
+        # Pieces of matrices go from process to process.
+        (2, "1,4,2", ("optimizer.name=muon",)),
     ],
 )
-def test_processes_change_nothing_but_the_layout(processes, mesh):
-    reference = trace(20, *CONFIG, "--mesh", "1,1,1", devices=1)
-    assert_same(layouts(processes, 20, [mesh], *CONFIG)[mesh], reference)
+def test_processes_change_nothing_but_the_layout(processes, mesh, options):
+    reference = trace(20, *CONFIG, *options, "--mesh", "1,1,1", devices=1)
+    assert_same(layouts(processes, 20, [mesh], *CONFIG, *options)[mesh], reference)
 
 
 @pytest.mark.long
@@ -68,17 +70,18 @@ def test_every_layout_of_nanogpts_setting(mesh, shakespeare):
         assert_same(found, reference, f"mesh {mesh}, {processes} processes:")
 
 
-def test_a_checkpoint_of_eight_processes_is_restored_by_two_and_by_one(tmp_path):
-    eight = tmp_path / "eight"
-    arguments = (*SMALL, "--out", eight, "train.max_iters=6")
-    job = run("train", *arguments, "--mesh", "2,1,4", processes=8)
+@pytest.mark.parametrize(("n", "tensor"), [(4, 2), pytest.param(8, 4, marks=pytest.mark.long)])
+def test_a_checkpoint_of_many_processes_is_restored_by_two_and_by_one(n, tensor, tmp_path):
+    many = tmp_path / "many"
+    arguments = (*SMALL, "--out", many, "train.max_iters=6")
+    job = run("train", *arguments, "--mesh", f"2,1,{tensor}", processes=n)
     assert job.returncode == 0, job.stdout
     reference = trace(6, *CONFIG, "--mesh", "1,1,1", devices=1)
-    np.testing.assert_allclose(list(losses(eight).values()), reference["losses"], rtol=1e-4)
-    arrays = checkpoint_arrays(eight, 6)
-    for processes, mesh in ((2, "1,8,1"), (None, "1,1,1")):
+    np.testing.assert_allclose(list(losses(many).values()), reference["losses"], rtol=1e-4)
+    arrays = checkpoint_arrays(many, 6)
+    for processes, mesh in ((2, f"1,{n},1"), (None, "1,1,1")):
         out = tmp_path / mesh
-        shutil.copytree(eight, out)
+        shutil.copytree(many, out)
         job = run(
             HERE / "watched.py", "--out", out, "--mesh", mesh, "train.max_iters=9",
             processes=processes,
@@ -87,11 +90,11 @@ def test_a_checkpoint_of_eight_processes_is_restored_by_two_and_by_one(tmp_path)
         assert f"restored {sha256(nested(arrays))}" in job.stdout
         fsdp = mesh.split(",")[1]
         assert (
-            "resumed from step 6: mesh data=2 fsdp=1 tensor=4 on 8 processes -> "
+            f"resumed from step 6: mesh data=2 fsdp=1 tensor={tensor} on {n} processes -> "
             f"data=1 fsdp={fsdp} tensor=1 on {processes or 1}"
         ) in job.stdout
         assert list(losses(out)) == list(range(1, 10))
-    ends = [[losses(tmp_path / m)[s] for s in (7, 8, 9)] for m in ("1,8,1", "1,1,1")]
+    ends = [[losses(tmp_path / m)[s] for s in (7, 8, 9)] for m in (f"1,{n},1", "1,1,1")]
     np.testing.assert_allclose(*ends, rtol=1e-4)
 
 

@@ -6,9 +6,16 @@ import numpy as np
 import pytest
 
 from jaxgpt.config import ModelConfig, OptimizerConfig, UsageError
-from jaxgpt.models.weights import decay_mask
-from jaxgpt.optim import make_optimizer
+from jaxgpt.models.weights import Weight, weights
+from jaxgpt.optim import Parameters, make_optimizer
 from jaxgpt.train.step import clip_by_norm
+
+PARAMETERS = Parameters(
+    {
+        "a": {"kernel": Weight("a/kernel", (3, 2), ("embed", "mlp"), "matrix", 1)},
+        "b": {"bias": Weight("b/bias", (3,), (None,), "bias")},
+    }
+)
 
 
 def test_updates_are_adamws():
@@ -16,7 +23,7 @@ def test_updates_are_adamws():
     config = OptimizerConfig(weight_decay=0.1, beta1=0.9, beta2=0.95, grad_clip=1.0)
     rng = np.random.default_rng(0)
     params = {"a": {"kernel": rng.normal(size=(3, 2))}, "b": {"bias": rng.normal(size=3)}}
-    optimizer = make_optimizer(config, {"a": {"kernel": True}, "b": {"bias": False}})
+    optimizer = make_optimizer(config, PARAMETERS)
     state = optimizer.init(jax.tree.map(jnp.float32, params))
     m = {k: 0.0 for k in "ab"}
     v = {k: 0.0 for k in "ab"}
@@ -38,7 +45,7 @@ def test_updates_are_adamws():
 
 
 def test_decay_falls_on_matrices_only():
-    decayed = decay_mask(ModelConfig(vocab_size=65, bias=True))
+    decayed = Parameters(weights(ModelConfig(vocab_size=65, bias=True))).is_decayed
     flat, _ = jax.tree_util.tree_flatten_with_path(decayed)
     names = {jax.tree_util.keystr(path, simple=True, separator="."): on for path, on in flat}
     assert {n for n, on in names.items() if on} == {
@@ -51,4 +58,4 @@ def test_decay_falls_on_matrices_only():
 
 def test_an_unknown_optimizer_is_one_sentence():
     with pytest.raises(UsageError, match="optimizer.name=adamv: must be one of .*adamw"):
-        make_optimizer(OptimizerConfig(name="adamv"), {})
+        make_optimizer(OptimizerConfig(name="adamv"), Parameters({}))

@@ -25,13 +25,19 @@ MODEL = (
     "train.batch_size=16",
 )  # fmt: skip
 SCAN = "parallel.scan_layers=True"
+
+
+def long(*options):
+    return pytest.param(options, marks=pytest.mark.long)
+
+
 LAYOUTS = (
-    ("8,1,1", "parallel.zero_stage=0"),
-    pytest.param(("1,8,1", "parallel.zero_stage=1"), marks=pytest.mark.long),
+    long("8,1,1", "parallel.zero_stage=0"),
+    long("1,8,1", "parallel.zero_stage=1"),
     ("2,4,1", "parallel.zero_stage=2", "train.gradient_accumulation_steps=2"),
-    ("1,8,1", "parallel.remat=full", SCAN),
+    long("1,8,1", "parallel.remat=full", SCAN),
     ("2,2,2", "parallel.sequence_parallel=True", "train.dtype=bfloat16", SCAN),
-    ("1,2,4", "parallel.offload_optimizer=True", "train.loss_chunk=100", SCAN),
+    long("1,2,4", "parallel.offload_optimizer=True", "train.loss_chunk=100", SCAN),
 )
 
 
@@ -236,7 +242,8 @@ def test_gpt_175b_is_planned_on_a_laptop():
 
 
 @pytest.mark.parametrize(
-    ("config", "microbatches", "gigabytes"), [("gpt2", 5, 36.5), ("gpt2-xl", 60, 51.1)]
+    ("config", "microbatches", "gigabytes"),
+    [("gpt2", 5, 36.5), pytest.param("gpt2-xl", 60, 51.1, marks=pytest.mark.long)],
 )
 def test_a_plan_for_an_h100_is_near_what_its_own_compiler_needs(config, microbatches, gigabytes):
     """XLA of jaxlib 0.11.2, for an H100 with cuDNN's attention: arguments and temporaries."""

@@ -121,7 +121,12 @@ class Killed(Exception):
 
 @pytest.mark.parametrize(
     "place",
-    ["rewinds.finish_rewind", "rewinds.truncate_metrics", "rewinds.read_meta", "skip range"],
+    [
+        "rewinds.finish_rewind",
+        pytest.param("rewinds.truncate_metrics", marks=pytest.mark.long),
+        pytest.param("rewinds.read_meta", marks=pytest.mark.long),
+        "skip range",
+    ],
 )
 def test_killed_in_the_middle_a_run_ends_the_same(rewound, tmp_path, place, monkeypatch):
     """Before anything is done, between two files, before the state is restored, and later."""

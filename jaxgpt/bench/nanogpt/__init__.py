@@ -44,6 +44,8 @@ def run(
     config = parse_args(settings, PROG, initial_model)
     if not (nanogpt / "model.py").is_file():
         raise UsageError(f"--nanogpt={nanogpt}: has no model.py; give a clone of nanoGPT")
+    if config.optimizer.name != "adamw":
+        raise UsageError(f"optimizer.name={config.optimizer.name}: nanoGPT trains with adamw")
     batch_bytes = 4 * config.train.batch_size * (config.model.block_size + 1)
     if batch_bytes * steps * (rounds + 1) > MAX_BYTES:
         raise UsageError(

@@ -9,6 +9,7 @@ import jax
 from jaxgpt import __version__
 from jaxgpt.config import Config, profile_range, skip_ranges
 from jaxgpt.models.weights import weights
+from jaxgpt.optim.muon import adamw_ratio, is_hidden_matrix
 from jaxgpt.parallel.mesh import describe
 from jaxgpt.perf.flops import MFU_FORMULA, Rates
 from jaxgpt.runtime import initialize
@@ -44,6 +45,7 @@ def header_lines(
         f"model: {multiplied / 1e6:.2f}M parameters ({total:,} with {looked_up})",
         f"weight decay: {sum(decayed):,} parameters in {len(decayed)} arrays; "
         f"not of {sum(kept):,} in {len(kept)}",
+        *optimizer_lines(config),
         batch_line(config, steps),
         f"attention: {steps.attention}",
         *(f"warning: {line}" for line in (*warnings, *describe_faults(config))),
@@ -59,6 +61,19 @@ def header_lines(
             f"steps to trace: none, as profile_steps={config.profile_steps} are past or skipped"
         )
     return lines
+
+
+def optimizer_lines(config: Config) -> list[str]:
+    """Return a line if the optimizer leaves parameters to AdamW."""
+    if config.optimizer.name != "muon":
+        return []
+    found = jax.tree.leaves(weights(config.model))
+    hidden = [w.size for w in found if is_hidden_matrix(w)]
+    rest = [w.size for w in found if not is_hidden_matrix(w)]
+    return [
+        f"optimizer: muon updates {sum(hidden):,} parameters in {len(hidden)} arrays; adamw "
+        f"{sum(rest):,} in {len(rest)}, at {adamw_ratio(config.optimizer):g} x the learning rate"
+    ]
 
 
 def batch_line(config: Config, steps: StepFunctions) -> str:

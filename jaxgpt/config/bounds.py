@@ -1,0 +1,29 @@
+"""Types of numbers that have to lie somewhere."""
+
+from collections.abc import Callable
+from math import inf
+from typing import Annotated, Any, NamedTuple
+
+
+class Bounds(NamedTuple):
+    """Where a number has to lie: in a user's words, and as a test of it."""
+
+    text: str
+    hold: Callable[[Any], bool]
+
+
+Count = Annotated[int, Bounds("at least 1", lambda n: n >= 1)]
+CountOrZero = Annotated[int, Bounds("at least 0", lambda n: n >= 0)]
+# JAX counts steps and seeds in 32 bits.
+Count31 = Annotated[int, Bounds("at least 1 and less than 2^31", lambda n: 1 <= n < 2**31)]
+CountOrZero31 = Annotated[int, Bounds("at least 0 and less than 2^31", lambda n: 0 <= n < 2**31)]
+NonNegative = Annotated[float, Bounds("at least 0", lambda x: 0 <= x < inf)]
+Positive = Annotated[float, Bounds("more than 0", lambda x: 0 < x < inf)]
+AtLeastOne = Annotated[float, Bounds("at least 1", lambda x: 1 <= x < inf)]
+Rate = Annotated[float, Bounds("at least 0 and less than 1", lambda x: 0 <= x < 1)]
+Share = Annotated[float, Bounds("more than 0 and less than 1", lambda x: 0 < x < 1)]
+Minutes = Annotated[float, Bounds("more than 0, at most 1000000 minutes", lambda x: 0 < x <= 10**6)]
+VocabSize = Annotated[int, Bounds("at least 2 and less than 2^31", lambda n: 2 <= n < 2**31)]
+Window = Annotated[int, Bounds("at least 4 and at most 100000 steps", lambda n: 4 <= n <= 10**5)]
+MAX_INIT_TIMEOUT = 86_400  # seconds: a day
+InitTimeout = Annotated[float, Bounds("1 to 86400 seconds", lambda x: 1 <= x <= MAX_INIT_TIMEOUT)]

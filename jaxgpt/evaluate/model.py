@@ -1,0 +1,199 @@
+"""A trained model: found before JAX starts, then its parameters on a mesh."""
+
+import itertools
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+from tqdm import tqdm
+
+from jaxgpt.checkpoint.metadata import choose_checkpoint, read_meta
+from jaxgpt.cluster.process_group import ProcessGroup
+from jaxgpt.config import Config, config_from_dict, mesh_shape, override_data
+from jaxgpt.data.tokenizers import Tokenizer, tokenizer_from_meta
+from jaxgpt.runtime.initialize import initialize_jax
+
+if TYPE_CHECKING:
+    import jax
+
+    from jaxgpt.parallel.sharding import Params
+
+MAX_LOGITS = 2**27  # numbers that each device has in memory at a time, about: 0.5 GB
+LEAST_LENGTH = 64  # tokens of a row: so few take no time, and each length is compiled
+IN_FLIGHT = 2  # batches that the devices compute while the host reads results
+
+
+@dataclass(frozen=True)
+class Trained:
+    """Trained parameters that have been found, and not read yet."""
+
+    where: str  # as it was given
+    step: int
+    config: Config  # of the training, on the mesh of the evaluation and without dropout
+    tokenizer: Tokenizer | None
+    restore: Callable[["Params"], "Params"]  # their shapes and shardings -> the parameters
+
+
+def find_trained(
+    where: Path,
+    step: int | None = None,
+    mesh: str = "1,-1,1",
+    dtype: str | None = None,
+    settings: Sequence[str] = (),
+) -> Trained:
+    """Find the parameters of a run directory.
+
+    Args:
+        step: of the checkpoint; None takes the newest.
+        dtype: of the computation; None takes the run's.
+        settings: of data, that replace the run's.
+
+    Raises `UsageError` for a run without such a checkpoint, a mesh that does not fit the model, or
+    settings that are not of data.
+    """
+    step = choose_checkpoint(where, step)
+    meta = read_meta(where, step)
+    config = override_data(config_from_dict(meta["config"], str(where)), settings)
+    # The devices are not those of the training: any attention kernel that runs here will do.
+    config = config.replace(
+        parallel__mesh=mesh, model__attention="auto", model__dropout=0.0,
+        train__gradient_accumulation_steps=1, train__dtype=dtype or config.train.dtype,
+    )  # fmt: skip
+    mesh_shape(config)
+    tokenizer = meta["tokenizer"] and tokenizer_from_meta(meta["tokenizer"], where)
+
+    def restore(shapes: "Params") -> "Params":
+        from jaxgpt.checkpoint.checkpointer import restore_params
+
+        return restore_params(where, step, shapes)
+
+    return Trained(str(where), step, config, tokenizer, restore)
+
+
+class Rows(NamedTuple):
+    """Rows of tokens to be scored."""
+
+    size: int
+    length: int  # T: a row has up to T+1 tokens
+    read: Callable[[int], np.ndarray]  # number of a row -> its token ids
+
+
+class Model:
+    """Parameters on a mesh. All processes of the job call its methods, with the same arguments."""
+
+    def __init__(self, trained: Trained, batch_size: int, cluster: ProcessGroup):
+        """Start JAX and read the parameters.
+
+        Rows are scored `batch_size` at a time, or a few more where the mesh asks for it. Raises
+        `UsageError` if the mesh does not fit the devices, or the checkpoint is damaged.
+        """
+        initialize_jax(cluster, mesh_shape(trained.config))
+        import jax
+
+        from jaxgpt.parallel.mesh import make_mesh
+        from jaxgpt.train.functions import make_steps
+
+        shape = mesh_shape(trained.config, jax.device_count())
+        n_shards, vocab_size = shape.split_of("splits_batch"), trained.config.model.vocab_size
+        chunk = trained.config.train.loss_chunk or MAX_LOGITS
+        self.batch_size = _round_up(batch_size, n_shards)
+        self.config = trained.config.replace(
+            train__batch_size=self.batch_size,
+            train__loss_chunk=max(1, min(chunk, MAX_LOGITS // vocab_size)),
+        )
+        self.trained, self.mesh_shape, self._is_main = trained, shape, cluster.is_main
+        self.steps = make_steps(self.config, make_mesh(shape, cluster.hosts))
+        self.params = trained.restore(self.steps.state_shapes.params)
+        self._generators: dict[tuple[Any, ...], Callable[..., jax.Array]] = {}
+
+    @property
+    def block_size(self) -> int:
+        """The longest row, T."""
+        return self.config.model.block_size
+
+    def row_length(self, n: int) -> int:
+        """Return the length to which a row of n inputs is filled up: few lengths, few programs."""
+        length = max(LEAST_LENGTH, 2 ** (n - 1).bit_length()) if n else LEAST_LENGTH
+        return min(self.block_size, _round_up(length, self.mesh_shape.split_of("splits_layers")))
+
+    def score(self, rows: Rows) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Yield for each row the loss of each token but the first, and the likeliest token there.
+
+        Both have the shape (T,); beyond a row's end the loss is 0.
+        """
+        in_flight: deque[tuple[int, Any]] = deque()
+        show = None if self._is_main else True  # on a terminal, of process 0
+        with tqdm(total=rows.size, unit=" rows", leave=False, disable=show) as progress:
+            for first in itertools.count(0, self.batch_size):
+                if first < rows.size:
+                    scores = self.steps.eval_tokens(self.params, self._batch(rows, first))
+                    in_flight.append((min(self.batch_size, rows.size - first), scores))
+                    if len(in_flight) <= IN_FLIGHT:
+                        continue
+                if not in_flight:
+                    return
+                size, scores = in_flight.popleft()
+                losses, likeliest = map(np.asarray, scores)
+                yield from zip(losses[:size], likeliest[:size], strict=True)
+                progress.update(size)
+
+    def _batch(self, rows: Rows, first: int) -> "jax.Array":
+        """Return rows from `first` on, filled up with `NO_TOKEN`: int32 (batch_size, T+1).
+
+        Each process reads only the rows of its own devices.
+        """
+        import jax
+
+        from jaxgpt.models.loss import NO_TOKEN
+
+        shape = self.batch_size, rows.length + 1
+        parts: dict[range, np.ndarray] = {}
+
+        def part(index: tuple[slice, ...]) -> np.ndarray:
+            wanted = range(first, first + self.batch_size)[index[0]]
+            if wanted not in parts:  # devices along `tensor` hold the same rows
+                parts[wanted] = np.full((len(wanted), shape[1]), NO_TOKEN, np.int32)
+                for place, row in zip(parts[wanted], wanted, strict=True):
+                    if row < rows.size:
+                        tokens = rows.read(row)
+                        place[: len(tokens)] = tokens
+            return parts[wanted]
+
+        return jax.make_array_from_callback(shape, self.steps.batch_shape.sharding, part)
+
+    def generate(
+        self,
+        tokens: Sequence[int],
+        n_tokens: int,
+        temperature: float = 0.0,
+        top_k: int | None = None,
+        seed: int = 0,
+    ) -> list[int]:
+        """Return `n_tokens` tokens that follow some, which must not be none.
+
+        A temperature of 0 takes the likeliest; `top_k` draws from so many of the likeliest only.
+        """
+        import jax
+
+        from jaxgpt.train.evaluate import make_generate
+
+        key = n_tokens, temperature, top_k
+        if key not in self._generators:
+            tokenizer, vocab_size = self.trained.tokenizer, self.config.model.vocab_size
+            known = tokenizer.vocab_size if tokenizer else vocab_size
+            self._generators[key] = jax.jit(
+                make_generate(self.steps.make_decoder, self.config.model.n_positions, known, *key),
+                out_shardings=self.steps.replicated,
+            )
+        prompt = np.asarray(tokens[-self.block_size :], np.int32)
+        window = np.zeros(self.block_size, np.int32)
+        window[: prompt.size] = prompt
+        operands = self.params, window, np.int32(prompt.size), np.int32(seed)
+        return np.asarray(self._generators[key](*operands)).tolist()
+
+
+def _round_up(n: int, multiple: int) -> int:
+    return -(-n // multiple) * multiple

@@ -1,0 +1,115 @@
+"""Adafactor (arXiv 1804.04235, algorithms 4 and 5), without momentum."""
+
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jaxgpt.config import OptimizerConfig
+from jaxgpt.models.weights import Weight
+from jaxgpt.optim.parameters import Parameters, merge, take
+from jaxgpt.parallel.sharding import Params
+
+# The paper's section 9, and optax.adafactor's defaults.
+DECAY_EXPONENT = 0.8  # update t has the decay rate 1 - t^-0.8
+SQUARES_EPSILON = 1e-30  # added to squares of gradients
+CLIPPING_THRESHOLD = 1.0  # largest RMS of a matrix' update
+LEAST_SCALE = 1e-3  # an update is relative to the RMS of its matrix, or to this if that is less
+LEAST_FACTORED = 128  # matrices with fewer rows or columns are not factored
+
+
+class AdafactorState(NamedTuple):
+    """Averages of squared gradients. A dim over which a mean was taken has size 1."""
+
+    count: jax.Array  # number of updates
+    rows: Params  # of factored matrices: means over the outputs
+    columns: Params  # of factored matrices: means over the inputs
+    squares: Params  # of all other parameters
+
+
+def adafactor(config: OptimizerConfig, parameters: Parameters) -> optax.GradientTransformation:
+    """Return Adafactor without the learning rate, which is relative: 1e-2 in the paper.
+
+    Each matrix of a stack is factored, clipped and scaled by itself: of `qkv`, three a layer.
+    Embeddings are factored too; vectors, and matrices with less than 128 rows or columns, are not.
+    optax.adafactor does the same for arrays of two dims, but takes a stack for one array.
+    """
+    factored = parameters.where(is_factored).weights
+    others = parameters.where(lambda w: not is_factored(w)).weights
+
+    def init(params: Params) -> AdafactorState:
+        def zeros(weight: Weight, side: int) -> jax.Array:
+            averaged = weight.matrix_dims[side]
+            return jnp.zeros([1 if i in averaged else n for i, n in enumerate(weight.shape)])
+
+        return AdafactorState(
+            jnp.zeros([], jnp.int32),
+            jax.tree.map(lambda w: zeros(w, 2), factored),
+            jax.tree.map(lambda w: zeros(w, 1), factored),
+            jax.tree.map(jnp.zeros_like, take(params, others)),
+        )
+
+    def update(
+        gradients: Params, state: AdafactorState, params: Params
+    ) -> tuple[Params, AdafactorState]:
+        decay = 1.0 - (state.count + 1.0) ** -DECAY_EXPONENT
+
+        def average(old: jax.Array, new: jax.Array) -> jax.Array:
+            return decay * old + (1.0 - decay) * new
+
+        def average_means(old: Params, side: int) -> Params:
+            return jax.tree.map(
+                lambda w, a, new: average(a, new.mean(w.matrix_dims[side], keepdims=True)),
+                factored,
+                old,
+                take(squares, factored),
+            )
+
+        squares = jax.tree.map(lambda g: jnp.square(g) + SQUARES_EPSILON, gradients)
+        rows, columns = average_means(state.rows, 2), average_means(state.columns, 1)
+        new = AdafactorState(
+            state.count + 1,
+            rows,
+            columns,
+            jax.tree.map(average, state.squares, take(squares, others)),
+        )
+        directions = merge(
+            jax.tree.map(_divide_factored, factored, take(gradients, factored), rows, columns),
+            jax.tree.map(lambda g, s: g * s**-0.5, take(gradients, others), new.squares),
+        )
+        return jax.tree.map(_clip_and_scale, parameters.weights, directions, params), new
+
+    return optax.chain(
+        optax.GradientTransformation(init, update),
+        optax.add_decayed_weights(config.weight_decay, parameters.is_decayed),
+    )
+
+
+def is_factored(weight: Weight) -> bool:
+    """Return whether Adafactor keeps only means of rows and columns for a weight."""
+    _, *sides = weight.matrix_dims
+    return all(math.prod(weight.shape[i] for i in dims) >= LEAST_FACTORED for dims in sides)
+
+
+def _divide_factored(
+    weight: Weight, gradient: jax.Array, rows: jax.Array, columns: jax.Array
+) -> jax.Array:
+    """Return the gradient over the root of `rows` x `columns` / mean: algorithm 4.
+
+    Root by root: the product of two averages can be less than float32 holds.
+    """
+    relative = rows / rows.mean(weight.matrix_dims[1], keepdims=True)
+    return gradient * relative**-0.5 * columns**-0.5
+
+
+def _clip_and_scale(weight: Weight, direction: jax.Array, param: jax.Array) -> jax.Array:
+    """Return a direction of at most `CLIPPING_THRESHOLD`, times the RMS of each matrix."""
+    _, inputs, outputs = weight.matrix_dims
+
+    def rms(x: jax.Array) -> jax.Array:
+        return jnp.sqrt(jnp.square(x).mean(inputs + outputs, keepdims=True))
+
+    clipped = direction / jnp.maximum(1.0, rms(direction) / CLIPPING_THRESHOLD)
+    return clipped * jnp.maximum(rms(param), LEAST_SCALE)

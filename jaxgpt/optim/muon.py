@@ -1,0 +1,76 @@
+"""Muon (kellerjordan.github.io/posts/muon) for hidden matrices, AdamW for all else."""
+
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jaxgpt.config import OptimizerConfig
+from jaxgpt.models.weights import Weight
+from jaxgpt.optim.adamw import adamw
+from jaxgpt.optim.newton_schulz import orthogonalize
+from jaxgpt.optim.parameters import Parameters, merge, take
+from jaxgpt.parallel.sharding import Params
+
+# Of the elements of an update, about AdamW's (Moonlight, arXiv 2502.16982, section 2.2).
+UPDATE_RMS = 0.2
+
+
+class MuonState(NamedTuple):
+    momentum: Params  # of hidden matrices
+    adamw: optax.OptState  # of all other parameters
+
+
+def muon(config: OptimizerConfig, parameters: Parameters) -> optax.GradientTransformation:
+    """Return Muon without the learning rate.
+
+    The momentum of each hidden matrix, of which a stack of layers has many and `qkv` three a layer,
+    is orthogonalised and scaled by 0.2 sqrt(max(rows, columns)), as Moonlight does: AdamW's
+    learning rate and weight decay then suit it. Embeddings, the output layer, norms and biases are
+    AdamW's, at optimizer.adamw_learning_rate.
+    """
+    hidden = parameters.where(is_hidden_matrix)
+    others = parameters.where(lambda w: not is_hidden_matrix(w))
+    adam, beta = adamw(config, others), config.momentum
+    ratio = adamw_ratio(config)
+
+    def init(params: Params) -> MuonState:
+        momentum = jax.tree.map(jnp.zeros_like, take(params, hidden.weights))
+        return MuonState(momentum, adam.init(take(params, others.weights)))
+
+    def average(old: Params, new: Params) -> Params:
+        return jax.tree.map(lambda m, g: beta * m + (1 - beta) * g, old, new)
+
+    def direction(weight: Weight, orthogonal: jax.Array, param: jax.Array) -> jax.Array:
+        _, inputs, outputs = weight.matrix_dims
+        size = max(math.prod(param.shape[i] for i in dims) for dims in (inputs, outputs))
+        return UPDATE_RMS * math.sqrt(size) * orthogonal + config.weight_decay * param
+
+    def update(gradients: Params, state: MuonState, params: Params) -> tuple[Params, MuonState]:
+        own = take(gradients, hidden.weights)
+        momentum = average(state.momentum, own)
+        orthogonal = orthogonalize(average(momentum, own), hidden)  # Nesterov's momentum
+        directions = jax.tree.map(
+            direction, hidden.weights, orthogonal, take(params, hidden.weights)
+        )
+        rest, adam_state = adam.update(
+            take(gradients, others.weights), state.adamw, take(params, others.weights)
+        )
+        rest = jax.tree.map(lambda x: ratio * x, rest)
+        return merge(directions, rest), MuonState(momentum, adam_state)
+
+    return optax.GradientTransformation(init, update)
+
+
+def is_hidden_matrix(weight: Weight) -> bool:
+    """Return whether Muon updates a weight: the matrices of the layers."""
+    return weight.role == "matrix" and weight.n_layers > 0
+
+
+def adamw_ratio(config: OptimizerConfig) -> float:
+    """Return optimizer.adamw_learning_rate over optimizer.learning_rate, in every step."""
+    if config.adamw_learning_rate is None:
+        return 1.0
+    return config.adamw_learning_rate / config.learning_rate

@@ -1,0 +1,47 @@
+"""What an optimizer is told of the parameters that it updates."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import jax
+from flax.traverse_util import flatten_dict, unflatten_dict
+from jax.sharding import Mesh
+
+from jaxgpt.models.weights import Weight
+from jaxgpt.parallel.sharding import Params
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """Descriptions of the parameters, in trees like theirs."""
+
+    weights: Params  # a `Weight` each
+    shardings: Params | None = None
+    """`NamedSharding` of each one's gradient and moments; None: all arrays are on one device."""
+
+    @property
+    def is_decayed(self) -> Params:
+        """Booleans: which ones weight decay applies to."""
+        return jax.tree.map(lambda w: w.is_decayed, self.weights)
+
+    @property
+    def mesh(self) -> Mesh | None:
+        """The mesh of the shardings."""
+        return next((one.mesh for one in jax.tree.leaves(self.shardings)), None)
+
+    def where(self, is_chosen: Callable[[Weight], bool]) -> "Parameters":
+        """Return those whose `Weight` is chosen."""
+        flat = flatten_dict(self.weights)
+        chosen = unflatten_dict({path: w for path, w in flat.items() if is_chosen(w)})
+        return Parameters(chosen, self.shardings and take(self.shardings, chosen))
+
+
+def take(tree: Params, part: Params) -> Params:
+    """Return the leaves of a nested dict at the paths that `part`, another one, has."""
+    flat = flatten_dict(tree)
+    return unflatten_dict({path: flat[path] for path in flatten_dict(part)})
+
+
+def merge(*parts: Params) -> Params:
+    """Return one nested dict of the leaves of several that have no path in common."""
+    return unflatten_dict({path: x for part in parts for path, x in flatten_dict(part).items()})

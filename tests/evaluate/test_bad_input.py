@@ -1,0 +1,121 @@
+"""What cannot be evaluated is said in one sentence, before JAX is started."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+
+from evaluation import BLOCK, TEXT, train
+from jaxgpt.data.prepare.builtin import prepare_text
+from jaxgpt.evaluate import __main__ as command
+
+GOOD = {"question": "a", "choices": ["b", "c"], "answer": 1}
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    """A run on bytes, one on tokens without a tokenizer, and other data."""
+    home = tmp_path_factory.mktemp("home")
+    (home / "a.txt").write_text(TEXT)
+    for kind in ("byte", "char"):
+        prepare_text(home / kind, [home / "a.txt"], kind)
+    train(home / "run", f"data.path={home}/byte")
+    for name, largest in (("bare", 49), ("large", 300)):
+        (home / name).mkdir()
+        for split in ("train", "val"):
+            (np.arange(500) % (largest + 1)).astype(np.uint16).tofile(home / name / f"{split}.bin")
+    train(home / "bare_run", "model.vocab_size=50", f"data.path={home}/bare")
+    shutil.copytree(home / "byte", home / "spoiled")
+    tokens = np.fromfile(home / "byte" / "val.bin", np.uint16)
+    tokens[-1] = 256  # the last token, which nothing but the whole split shows
+    tokens.tofile(home / "spoiled" / "val.bin")
+    (home / "new_run").mkdir()
+    return home
+
+
+@pytest.fixture(autouse=True)
+def nothing_starts(monkeypatch):
+    def start(*_):
+        raise AssertionError("JAX was to be started")
+
+    monkeypatch.setattr(command, "Model", start)
+
+
+def refused(capsys, *words):
+    with pytest.raises(SystemExit) as end:
+        command.main([str(word) for word in words])
+    assert end.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ")
+    return line
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ((), "are required: --run"),
+        (("--run", "{home}/new_run"), "new_run: has no checkpoints yet; give a run directory"),
+        (("--run", "{home}/run", "--step", 99), "--step 99: {home}/run has 3"),
+        (("--run", "{home}/run", "--split", "test"), "--split: invalid choice: 'test'"),
+        (("--run", "{home}/run", "--mesh", "1,1,3"), "parallel.mesh=1,1,3: tensor=3 does not"),
+        (("--run", "{home}/run", "--stride", BLOCK + 1), f"--stride={BLOCK + 1}: must be at most"),
+        (("--run", "{home}/run", "--stride", 0), "--stride: 0: must be a whole number"),
+        (("--run", "{home}/run", "--dtype", "fp8"), "--dtype: invalid choice: 'fp8'"),
+        (("--run", "{home}/run", "--batch", "x"), "--batch: x: must be a whole number"),
+        (("--run", "{home}/run", "--dataset", "nope"), "data.dataset=nope: there is no token data"),
+        (("--run", "{home}/run", "data.path={home}/char"), "char has another tokenizer (char, "),
+        (("--run", "{home}/bare_run", "data.path={home}/byte"), "val.bin holds token "),
+        (("--run", "{home}/run", "data.path={home}/spoiled"), "val.bin holds token 256 at offset"),
+        (("--run", "{home}/bare_run", "data.path={home}/large"), "holds token 50 at offset 50"),
+        (("--run", "{home}/run", "train.seed=1"), "train.seed=1: only settings of data can be"),
+        (("--run", "{home}/run", "--nope=1"), "--nope: unknown key"),
+    ],
+)
+def test_a_split_that_cannot_be_read(home, words, sentence, capsys):
+    given = [str(word).format(home=home) for word in words]
+    assert sentence.format(home=home) in refused(capsys, *given)
+
+
+@pytest.mark.parametrize(
+    ("lines", "sentence"),
+    [
+        ([], "q.jsonl: is empty; give a question a line"),
+        (["", " "], "q.jsonl: is empty"),
+        ([GOOD, "{nope"], "q.jsonl:2: is not JSON"),
+        ([GOOD, "", [1]], "q.jsonl:3: is not a JSON object"),
+        ([{"question": "a", "choices": ["b", "c"]}], "q.jsonl:1: has no answer; a line has"),
+        (
+            [GOOD | {"answer": 2}],
+            "q.jsonl:1: answer is 2, and must be the number of a choice, 0 to",
+        ),
+        ([GOOD | {"answer": -1}], "q.jsonl:1: answer is -1, and must be"),
+        ([GOOD | {"answer": True}], "q.jsonl:1: answer is true, and must be"),
+        ([GOOD | {"answer": "A"}], 'q.jsonl:1: answer is "A", and must be'),
+        ([GOOD | {"choices": ["b"]}], "q.jsonl:1: question must be a text, and choices two texts"),
+        ([GOOD | {"choices": ["b", ""]}], "q.jsonl:1: question must be a text, and choices two"),
+        ([GOOD | {"question": 7}], "q.jsonl:1: question must be a text"),
+        ([GOOD | {"choices": ["b", "c" * BLOCK]}], f"has {BLOCK + 1} tokens; it must have 1 to"),
+        ([{"ctx": "a", "endings": ["b", "c"], "label": ""}], 'q.jsonl:1: label is "", and must'),
+    ],
+)
+def test_questions_that_cannot_be_asked(home, lines, sentence, tmp_path, capsys):
+    path = tmp_path / "q.jsonl"
+    text = [line if isinstance(line, str) else json.dumps(line) for line in lines]
+    path.write_text("".join(f"{line}\n" for line in text))
+    found = refused(capsys, "--run", home / "run", "--multiple-choice", path)
+    assert sentence in found
+
+
+def test_questions_need_a_file_a_tokenizer_and_no_split(home, tmp_path, capsys):
+    ask = ("--multiple-choice", tmp_path / "q.jsonl")
+    assert "q.jsonl: cannot be read" in refused(capsys, "--run", home / "run", *ask)
+    (tmp_path / "q.jsonl").write_text(json.dumps(GOOD))
+    assert "had no meta.json" in refused(capsys, "--run", home / "bare_run", *ask)
+    found = refused(capsys, "--run", home / "run", *ask, "--stride", 3)
+    assert "--stride=3: is for the loss of a split" in found
+
+
+def test_lm_eval_that_is_not_there(monkeypatch, capsys):
+    monkeypatch.setitem(__import__("sys").modules, "lm_eval", None)
+    assert "pip install 'jaxgpt[eval]'" in refused(capsys, "lm-eval", "--tasks", "piqa")

@@ -1,0 +1,208 @@
+"""lm_eval's scores of a run, beside those of its Hugging Face models with the same weights.
+
+$JAXGPT_EVAL is a Python with lm_eval, torch, transformers and what jaxgpt needs.
+"""
+
+import json
+import os
+import random
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+from flax.traverse_util import unflatten_dict
+
+from evaluation import SHAPE, TEXT, evaluated
+from jaxgpt.bench.nanogpt import nanogpt_weights
+from jaxgpt.data.prepare.builtin import prepare_text
+from jaxgpt.evaluate.model import find_trained
+from jaxgpt.evaluate.multiple_choice import clean_hellaswag
+from jobs import checkpoint_arrays, environment, train_here
+
+ROOT = Path(__file__).parents[2]
+PYTHON = os.environ.get("JAXGPT_EVAL")
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.skipif(not PYTHON, reason="JAXGPT_EVAL names no Python with lm_eval"),
+]
+T = 48
+TASKS = {
+    "choices": """
+        output_type: multiple_choice
+        doc_to_text: "{{question}}"
+        doc_to_choice: "{{choices}}"
+        doc_to_target: "{{answer}}"
+        metric_list: [{metric: acc}, {metric: acc_norm}, {metric: acc_bytes}]
+    """,
+    "rolling": """
+        output_type: loglikelihood_rolling
+        doc_to_text: ""
+        doc_to_target: "{{question}}"
+        metric_list: [{metric: word_perplexity}, {metric: byte_perplexity}, {metric: bits_per_byte}]
+    """,
+    "written": """
+        output_type: generate_until
+        doc_to_text: "{{question}}"
+        doc_to_target: "{{choices[0]}}"
+        generation_kwargs: {until: ["costs"], max_gen_toks: 40, do_sample: false}
+        metric_list: [{metric: exact_match}]
+    """,
+}
+
+
+def tokenizer_file(folder):
+    tokenizers = pytest.importorskip("tokenizers")
+    made = tokenizers.Tokenizer(tokenizers.models.BPE())
+    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = tokenizers.decoders.ByteLevel()
+    letters = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=320, special_tokens=["<|endoftext|>"], initial_alphabet=letters
+    )
+    made.train_from_iterator(TEXT.splitlines(), trainer)
+    made.save(str(folder / "tokenizer.json"))
+
+
+def questions(n=20):
+    """Some longer than the context, and some that end with a space."""
+    draw, words = random.Random(5), TEXT.split()
+    for i in range(n):
+        size = 60 if i % 5 == 0 else draw.randint(3, 20)
+        yield {
+            "question": " ".join(draw.choices(words, k=size)) + " " * (i % 4 == 1),
+            "choices": [" ".join(draw.choices(words, k=draw.randint(1, 3))) for _ in range(4)],
+            "answer": draw.randrange(4),
+        }
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    """A run, the same weights as Hugging Face keeps them, questions, and tasks of lm_eval."""
+    home = tmp_path_factory.mktemp("harness")
+    for name in ("hf", "tasks"):
+        (home / name).mkdir()
+    tokenizer_file(home / "hf")
+    (home / "a.txt").write_text(TEXT)
+    prepare_text(home / "data", [home / "a.txt"], str(home / "hf"))
+    settings = (f"model.block_size={T}", "model.bias=True", "train.max_iters=60")
+    words = (*SHAPE, *settings, "--mesh", "1,1,1", f"data.path={home}/data", "--out", home / "run")
+    assert train_here(*words) == 0
+    trained = find_trained(home / "run")
+    model, flat = trained.config.model, checkpoint_arrays(home / "run", 60)
+    named = {tuple(path[2:-2].split("']['")): array for path, array in flat.items()}
+    params = unflatten_dict(named)["params"]
+    np.savez(home / "hf" / "weights.npz", **nanogpt_weights(params, model, model.vocab_size))
+    sizes = ("n_layer", "n_head", "n_embd", "block_size", "vocab_size")
+    about = {key: getattr(model, key) for key in sizes}
+    about["end_of_text"] = trained.tokenizer.end_of_text
+    (home / "hf" / "model.json").write_text(json.dumps(about))
+    python(ROOT / "tests/evaluate/save_hugging_face.py", home / "hf")
+    lines = "".join(json.dumps(q) + "\n" for q in questions())
+    (home / "q.jsonl").write_text(lines)
+    for name, text in TASKS.items():
+        head = f"task: {name}\ndataset_path: json\ntest_split: test\n"
+        data = json.dumps({"data_files": {"test": str(home / "q.jsonl")}})
+        body = "\n".join(line[8:] for line in text.splitlines())
+        (home / "tasks" / f"{name}.yaml").write_text(f"{head}dataset_kwargs: {data}{body}")
+    return home
+
+
+def python(*words, processes=None):
+    """Run the Python of lm_eval to its end, without a network."""
+    launcher = [] if processes is None else ["mpiexec", "-n", str(processes)]
+    offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
+    job = subprocess.run(
+        [*launcher, PYTHON, *map(str, words)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=600,
+        env=environment(**offline),
+    )
+    assert job.returncode == 0, job.stdout
+    return job.stdout
+
+
+def scores(home, out, *words, processes=None):
+    """Return (results of each task, answers of each task by document)."""
+    tasks = ("--tasks", ",".join(TASKS), "--include_path", home / "tasks")
+    printed = python(
+        *words, *tasks, "--output_path", home / out, "--log_samples", processes=processes
+    )
+    (file,) = (home / out).rglob("results_*.json")
+    answers = {}
+    for task in TASKS:
+        (samples,) = (home / out).rglob(f"samples_{task}_*.jsonl")
+        lines = sorted(map(json.loads, samples.read_text().splitlines()), key=lambda s: s["doc_id"])
+        answers[task] = [line["resps"] for line in lines]
+    assert printed.count("|choices|") == 1  # the table, once
+    return json.loads(file.read_text())["results"], answers
+
+
+@pytest.fixture(scope="module")
+def hugging_face(home):
+    words = ("--model", "hf", "--device", "cpu", "--batch_size", "1")
+    return scores(home, "of_hf", "-m", "lm_eval", *words, "--model_args", f"pretrained={home}/hf")
+
+
+@pytest.mark.parametrize(("mesh", "processes"), [("1,1,1", None), ("2,1,2", 2)])
+def test_scores_are_those_of_hugging_face(home, hugging_face, mesh, processes):
+    model = ("--model", "jaxgpt", "--model_args", f"run={home}/run,mesh=[{mesh}]")
+    command = ("-m", "jaxgpt.evaluate", "lm-eval")
+    found, answers = scores(home, f"of_{mesh}", *command, *model, processes=processes)
+    expected, expected_answers = hugging_face
+    for task in TASKS:
+        compared = [key for key, value in expected[task].items() if isinstance(value, float)]
+        assert len(compared) >= 1
+        for key in compared:
+            assert found[task][key] == pytest.approx(expected[task][key], rel=2e-5), (task, key)
+    assert answers["written"] == expected_answers["written"]
+    assert len({text for doc in answers["written"] for (text,) in doc}) > 3
+    for ours, theirs in zip(answers["choices"], expected_answers["choices"], strict=True):
+        for ((nats, greedy),), ((nats_, greedy_),) in zip(ours, theirs, strict=True):
+            assert float(nats) == pytest.approx(float(nats_), abs=1e-4) and greedy == greedy_
+    for ((ours,),), ((theirs,),) in zip(
+        answers["rolling"], expected_answers["rolling"], strict=True
+    ):
+        assert float(ours) == pytest.approx(float(theirs), rel=1e-5)
+
+
+def test_our_own_multiple_choice_has_the_same_accuracies(home, hugging_face):
+    found = evaluated("--run", home / "run", "--multiple-choice", home / "q.jsonl")
+    for name in ("acc", "acc_norm", "acc_bytes"):
+        assert found[name] == pytest.approx(hugging_face[0]["choices"][f"{name},none"])
+        error = hugging_face[0]["choices"][f"{name}_stderr,none"]
+        assert found[f"{name}_stderr"] == pytest.approx(error)
+
+
+def test_hellaswag_is_cleaned_as_lm_eval_does():
+    texts = [" a [title] b  c ", "[header] How to x [title] y [step] z.", "plain", "a [b] [c] d"]
+    code = f"""
+import json
+from lm_eval.tasks.hellaswag.utils import preprocess
+print(json.dumps([preprocess(text) for text in {texts!r}]))
+"""
+    assert json.loads(python("-c", code).splitlines()[-1]) == [clean_hellaswag(t) for t in texts]
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        ("run={home}/nothing", "--run {home}/nothing: has no checkpoints"),
+        ("pretrained=gpt2", "pretrained is not known; give run"),
+        ("run={home}/run,dtype=fp8", "dtype=fp8: must be"),
+        ("run={home}/run,step=7", "--step 7: {home}/run has 60"),
+    ],
+)
+def test_bad_arguments_are_one_sentence(home, given, sentence):
+    words = ("--model", "jaxgpt", "--model_args", given.format(home=home), "--tasks", "choices")
+    job = subprocess.run(
+        [PYTHON, "-m", "jaxgpt.evaluate", "lm-eval", *words, "--include_path", home / "tasks"],
+        capture_output=True,
+        text=True,
+        env=environment(PYTHONPATH=str(ROOT)),
+    )
+    assert job.returncode == 2 and "Traceback" not in job.stderr
+    last = job.stderr.splitlines()[-1]
+    assert last.startswith("error: ") and sentence.format(home=home) in last

@@ -1,0 +1,150 @@
+"""The loss of a whole split, beside a plain loop over its windows."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+
+from blends import write_corpora
+from evaluation import BLOCK, TEXT, evaluated, reference_logits, reference_losses, train
+from jaxgpt.data.prepare.builtin import prepare_text
+from jaxgpt.data.token_file import TokenFile, Tokens
+from jaxgpt.evaluate.model import find_trained
+from jaxgpt.evaluate.report import as_json, as_table
+from jaxgpt.evaluate.split import Windows, read_pieces
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    """A text of many bytes a character, in bytes."""
+    folder = tmp_path_factory.mktemp("text")
+    (folder / "a.txt").write_text(TEXT)
+    prepare_text(folder / "data", [folder / "a.txt"], "byte")
+    return folder / "data"
+
+
+@pytest.fixture(scope="module")
+def run(data, tmp_path_factory):
+    return train(tmp_path_factory.mktemp("runs") / "bytes", f"data.path={data}")
+
+
+def tokens_of(data, split, dtype=np.uint16):
+    return np.fromfile(data / f"{split}.bin", dtype)
+
+
+@pytest.mark.parametrize("stride", [BLOCK, 20, 1])
+def test_a_loss_is_that_of_a_plain_loop_over_windows(run, data, stride):
+    config = find_trained(run).config
+    tokens = tokens_of(data, "val")[: None if stride > 1 else 150]
+    assert (len(tokens) - 1) % BLOCK  # the last window is shorter
+    if stride == 1:
+        cut = data.parent / "cut"
+        cut.mkdir(exist_ok=True)
+        for split in ("train", "val"):
+            tokens.tofile(cut / f"{split}.bin")
+        data = cut
+    losses = reference_losses(reference_logits(run, config), tokens, BLOCK, stride)
+    found = evaluated("--run", run, "--stride", stride, f"data.path={data}")
+    assert found["tokens"] == losses.size == len(tokens) - 1
+    assert found["loss"] == pytest.approx(losses.mean(), abs=1e-6)
+    assert found["perplexity"] == pytest.approx(math.exp(losses.mean()), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("batch", "mesh"),
+    [
+        (1, "1,1,1"),
+        (7, "2,2,2"),
+        pytest.param(32, "1,1,1", marks=pytest.mark.long),
+        pytest.param(1, "2,2,2", marks=pytest.mark.long),
+        pytest.param(32, "2,2,2", marks=pytest.mark.long),
+        pytest.param(5, "1,3,1", marks=pytest.mark.long),
+        pytest.param(16, "1,2,4", marks=pytest.mark.long),
+    ],
+)
+def test_batch_and_mesh_do_not_change_it(run, batch, mesh, layouts_fit):
+    base = evaluated("--run", run, "--batch", 16)
+    found = evaluated("--run", run, "--batch", batch, mesh=mesh)
+    assert found["loss"] == pytest.approx(base["loss"], abs=1e-6)
+    assert found["tokens"] == base["tokens"] and found["bytes"] == base["bytes"]
+
+
+def test_bits_per_byte_count_bytes_and_not_characters(run, data):
+    found = evaluated("--run", run)
+    n = tokens_of(data, "val").size
+    assert found["bytes"] == found["tokens"] == n - 1
+    assert found["bits_per_byte"] == pytest.approx(found["loss"] / math.log(2))
+
+
+def test_characters_of_several_bytes(tmp_path):
+    (tmp_path / "a.txt").write_text(TEXT)
+    prepare_text(tmp_path / "data", [tmp_path / "a.txt"], "char")
+    run = train(tmp_path / "run", f"data.path={tmp_path}/data")
+    found = evaluated("--run", run)
+    text = TEXT[int(0.9 * len(TEXT)) :]
+    assert found["tokens"] == len(text) - 1
+    assert found["bytes"] == len(text[1:].encode()) > found["tokens"]
+    nats = found["loss"] * found["tokens"]
+    assert found["bits_per_byte"] == pytest.approx(nats / math.log(2) / found["bytes"])
+
+
+def test_sources_of_a_blend_are_read_one_by_one(tmp_path):
+    lines = write_corpora(tmp_path)
+    lines[3] = lines[3].replace("name3", "name1")  # two sources of a corpus
+    settings = ("model.vocab_size=97", "data.val_share=0.05", "--data.blend", *lines)
+    run = train(tmp_path / "run", *settings)
+    found = evaluated("--run", run, mesh="2,1,1")
+    assert list(found["corpora"]) == ["name0", "name1", "name2", "name4"]
+    sizes = {name: corpus["tokens"] for name, corpus in found["corpora"].items()}
+    # 700 of val.bin, the last 5 % of a flat file, the last documents of 250 tokens.
+    assert sizes == {"name0": 699, "name1": 149 + 699, "name2": 249, "name4": 99}
+    assert found["tokens"] == sum(sizes.values())
+    whole = sum(c["loss"] * c["tokens"] for c in found["corpora"].values())
+    assert found["loss"] == pytest.approx(whole / found["tokens"], rel=1e-12)
+    config = find_trained(run).config
+    first = tokens_of(tmp_path / "corpus0", "val")
+    losses = reference_losses(reference_logits(run, config), first, BLOCK, BLOCK)
+    assert found["corpora"]["name0"]["loss"] == pytest.approx(losses.mean(), abs=1e-6)
+    table = as_table(found).splitlines()
+    assert [line.split()[0] for line in table[2:]] == [*found["corpora"], "all"]
+
+
+def test_without_a_tokenizer_bits_per_byte_are_left_out(tmp_path):
+    for split in ("train", "val"):
+        (np.arange(500) % 50).astype(np.uint16).tofile(tmp_path / f"{split}.bin")
+    run = train(tmp_path / "run", "model.vocab_size=50", f"data.path={tmp_path}")
+    found = evaluated("--run", run)
+    assert json.loads(as_json(found))["bits_per_byte"] is None
+    assert "no tokenizer is known" in as_table(found)
+
+
+@pytest.mark.parametrize(("n", "T", "stride"), [(2, 8, 8), (9, 8, 3), (10, 8, 8), (500, 8, 3)])
+def test_windows_predict_each_token_once(n, T, stride):
+    windows, seen = Windows(n, T, stride), []
+    for row in range(len(windows)):
+        held = windows.tokens(row)
+        assert 2 <= len(held) <= T + 1
+        counted = held[1:][windows.predicted(row)]
+        assert len(counted) and (row == 0 or counted[0] - held[0] > T - stride)
+        seen += counted
+    assert seen == list(range(1, n))
+
+
+def test_pieces_of_a_text_end_with_a_document(tmp_path, monkeypatch):
+    from jaxgpt.evaluate import split
+
+    monkeypatch.setattr(split, "PIECE", 10)
+    tokens = np.array([*range(1, 8), 0, *range(1, 30), 0, 5], np.uint16)
+    tokens.tofile(tmp_path / "a.bin")
+    text = Tokens([TokenFile(tmp_path / "a.bin", np.uint16, tokens.size)])
+    pieces = list(read_pieces(text, 0))
+    assert np.concatenate([piece for _, piece in pieces]).tolist() == tokens.tolist()
+    assert pieces[0][1].size == 8 and [first for first, _ in pieces] == [0, 8, 18, 28, 38]
+
+
+def test_the_run_s_own_settings_of_data_can_be_changed(run, data):
+    n = tokens_of(data, "train").size
+    assert evaluated("--run", run, "--split", "train")["tokens"] == n - 1
+    lone = evaluated("--run", run, f"data.path={data}/train.bin", "data.val_share=0.25")
+    assert lone["tokens"] == n - round(0.75 * n) - 1

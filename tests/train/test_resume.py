@@ -1,0 +1,61 @@
+"""What a run that goes on may change of its optimizer."""
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from jaxgpt.config import UsageError, load_config
+from jaxgpt.train.resume import check_resume
+from jobs import SMALL, train_here
+
+DATA = SimpleNamespace(sources=[SimpleNamespace(entry=None)], fingerprints=[], tokenizer_meta=None)
+
+
+def notes(before, after, forget=()):
+    """Return what `check_resume` says of a checkpoint that was saved with other settings."""
+    saved = load_config("tiny", *before).to_dict()
+    for key in forget:
+        del saved["optimizer"][key]
+    meta = {"config": saved, "data_fingerprint": [], "tokenizer": None}
+    return check_resume(load_config("tiny", *after), Path("run"), 5, meta, DATA)
+
+
+def test_another_optimizer_is_refused(tmp_path):
+    settings = (*SMALL, "model.n_layer=1", "train.max_iters=1", "--mesh", "1,1,1")
+    assert train_here(*settings, "--out", tmp_path) == 0
+    with pytest.raises(UsageError) as error:
+        train_here("--out", tmp_path, "train.max_iters=2", "optimizer.name=muon")
+    assert str(error.value) == (
+        f"optimizer.name=muon: {tmp_path}/checkpoints/1 was trained with optimizer.name=adamw; "
+        "use that, or another --out"
+    )
+
+
+@pytest.mark.parametrize(("then", "now"), [("0", "0.9"), ("0.9", "0")])
+def test_momentum_that_sgd_has_no_state_for_is_refused(then, now):
+    sgd = "optimizer.name=sgd"
+    with pytest.raises(UsageError, match=f"optimizer.momentum={float(now)}: .*{float(then)}; use"):
+        notes((sgd, f"optimizer.momentum={then}"), (sgd, f"optimizer.momentum={now}"))
+
+
+@pytest.mark.parametrize(
+    ("name", "then", "now"), [("sgd", 0.9, 0.8), ("muon", 0.95, 0.0), ("muon", 0.0, 0.9)]
+)
+def test_another_momentum_with_the_same_state_is_said(name, then, now):
+    name = f"optimizer.name={name}"
+    (line,) = notes((name, f"optimizer.momentum={then}"), (name, f"optimizer.momentum={now}"))
+    assert line == f"changed since step 5: optimizer.momentum={now} (was {then})"
+
+
+def test_another_schedule_is_said():
+    (line,) = notes((), ("optimizer.schedule=wsd", "optimizer.wsd_decay_iters=9"))
+    assert line == (
+        "changed since step 5: optimizer.schedule=wsd (was cosine), "
+        "optimizer.wsd_decay_iters=9 (was None)"
+    )
+
+
+def test_keys_that_a_checkpoint_is_too_old_to_have_had_their_defaults():
+    keys = ("schedule", "momentum", "adamw_learning_rate", "wsd_decay", "wsd_decay_iters")
+    assert notes((), (), forget=keys) == []
