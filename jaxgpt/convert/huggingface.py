@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxgpt.checkpoint.metadata import list_checkpoints, newest_checkpoint, read_meta
+from jaxgpt.checkpoint.metadata import choose_checkpoint, read_meta
 from jaxgpt.checkpoint.weights_only import WeightsReader, WeightsWriter
 from jaxgpt.config import Config, ModelConfig, UsageError, config_from_dict
 from jaxgpt.convert.families import COMPANIONS, CONFIG, read_model, table_of, write_config
@@ -86,7 +86,8 @@ def read_tokenizer(path: Path | None, vocab_size: int) -> Tokenizer | None:
 
 def to_hf(run: Path, step: int | None, out: Path, dtype: str, max_bytes: int) -> list[str]:
     """Write the weights of a run as a folder that transformers reads; return lines about it."""
-    step, meta = find_weights(run, step)
+    step = choose_checkpoint(run, step)
+    meta = read_meta(run, step)
     model = config_from_dict(meta["config"], str(run)).model
     tokenizer = tokenizer_from_meta(meta["tokenizer"], run) if meta["tokenizer"] else None
     config = write_config(model, dtype, tokenizer and tokenizer.end_of_text)
@@ -105,17 +106,6 @@ def to_hf(run: Path, step: int | None, out: Path, dtype: str, max_bytes: int) ->
         write_json(partial / CONFIG, config)
         notes = write_tokenizer(tokenizer, run, partial, model)
     return [f"wrote {out}: {config['model_type']}, step {step}, {dtype}", *notes]
-
-
-def find_weights(run: Path, step: int | None) -> tuple[int, dict[str, Any]]:
-    """Return the step to take of a run, by default the newest, and its JSON."""
-    newest, meta = newest_checkpoint(run, f"--run {run}")
-    if step is None or step == newest:
-        return newest, meta
-    saved = list_checkpoints(run)
-    if step not in saved:
-        raise UsageError(f"--step {step}: {run} has {', '.join(map(str, saved))}")
-    return step, read_meta(run, step)
 
 
 def zero_biases(model: ModelConfig) -> dict[str, tuple[int, ...]]:

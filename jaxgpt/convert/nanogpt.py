@@ -4,13 +4,13 @@ import json
 from pathlib import Path
 from typing import Any
 
+from jaxgpt.checkpoint.metadata import choose_checkpoint, read_meta
 from jaxgpt.checkpoint.weights_only import WeightsReader, WeightsWriter
 from jaxgpt.config import Config, ModelConfig, UsageError, config_from_dict
 from jaxgpt.convert import torch_file
 from jaxgpt.convert.huggingface import (
     converted_bytes,
     describe,
-    find_weights,
     read_tokenizer,
     written_bytes,
 )
@@ -71,8 +71,8 @@ def tensors_of(path: Path, state: Any) -> dict[str, FileTensor]:
 
 def to_nanogpt(run: Path, step: int | None, out: Path, dtype: str, max_bytes: int) -> list[str]:
     """Write the weights of a run as safetensors by nanoGPT's names, and its model_args in JSON."""
-    step, meta = find_weights(run, step)
-    model = config_from_dict(meta["config"], str(run)).model
+    step = choose_checkpoint(run, step)
+    model = config_from_dict(read_meta(run, step)["config"], str(run)).model
     expected = ModelConfig(
         **{key: getattr(model, key) for key in MODEL_KEYS},
         dropout=model.dropout,

@@ -144,7 +144,7 @@ def initial_model(init_from: str, out: str | None) -> dict[str, Any]:
         model = read_meta(directory, saved[-1])["config"]["model"]
     else:
         model = Config(model=_saved_model(init_from)).to_dict()["model"]
-    return {key: value for key, value in model.items() if key not in _FREE_MODEL_KEYS}
+    return {key: value for key, value in model.items() if f"model.{key}" not in _FREE_MODEL_KEYS}
 
 
 def _saved_model(init_from: str) -> ModelConfig:
@@ -193,7 +193,7 @@ def _check_model(model: ModelConfig, saved: ModelConfig, key: str) -> None:
     """Refuse options of the model that the weights do not have."""
     for name, then in vars(saved).items():
         value = getattr(model, name)
-        if value == then or name in _FREE_MODEL_KEYS:
+        if value == then or f"model.{name}" in _FREE_MODEL_KEYS:
             continue
         if name == "block_size":
             if saved.n_positions and value > saved.n_positions:

@@ -269,7 +269,7 @@ def test_what_is_there_is_not_written_over(tmp_path, capsys):
     ("arguments", "words"),
     [
         (["from-hf", "/nowhere", "--out", "{tmp}/x"], "/nowhere: is no folder"),
-        (["to-hf", "--run", "/nowhere", "--out", "x"], "--run /nowhere: has no checkpoint"),
+        (["to-hf", "--run", "/nowhere", "--out", "x"], "--run /nowhere: has no checkpoints"),
         (["to-hf", "--run", "{tmp}/ours", "--step", 3, "--out", "x"], "--step 3: "),
         (["to-hf", "--run", "a", "--max-shard-size", "5", "--out", "x"], "5: must be a size"),
         (["to-hf", "--run", "a", "--dtype", "int8", "--out", "x"], "invalid choice: 'int8'"),
