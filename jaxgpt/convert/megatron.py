@@ -166,7 +166,7 @@ def load(file: Path) -> tuple[dict[str, Any], dict[str, FileTensor]]:
     state = torch_file.load(file, is_harmless)
     if not isinstance(state, dict):
         raise UsageError(f"{file}: holds no dictionary; give a checkpoint of Megatron's")
-    version = state.get("checkpoint_version", 0)
+    version = _plain(state.get("checkpoint_version", 0))
     model = state.get("model", state.get("module"))
     arguments = state.get("args")
     if "model0" in state:
@@ -175,7 +175,14 @@ def load(file: Path) -> tuple[dict[str, Any], dict[str, FileTensor]]:
         raise UsageError(f"{file}: has no model and args; give a checkpoint of Megatron's")
     if not isinstance(version, int | float) or version < 2:
         raise UsageError(f"{file}: has checkpoint_version {version}; 2 and 3 are read")
-    return arguments.fields, flat(model)
+    return {key: _plain(value) for key, value in arguments.fields.items()}, flat(model)
+
+
+def _plain(value: Any) -> Any:
+    """Return a number or text, also of a member of an enumeration; None of anything else."""
+    if isinstance(value, Inert) and value.arguments:
+        value = value.arguments[0]
+    return value if isinstance(value, str | int | float) else None
 
 
 def flat(tree: Mapping[str, Any], prefix: str = "", depth: int = 0) -> dict[str, FileTensor]:
@@ -229,8 +236,6 @@ def model_of(path: Path, arguments: Mapping[str, Any], found: Mapping[str, Tenso
     """Return the model that a checkpoint's arguments describe; `UsageError` if not supported."""
     for key, values in SUPPORTED.items():
         value = arguments.get(key, values[0])
-        if isinstance(value, Inert):  # a member of an enumeration
-            value = value.arguments[0] if value.arguments else value.kind
         if value not in values:
             raise UsageError(f"{path}: {key}={value} is not supported, only {values[0]}")
     if arguments.get("num_experts"):

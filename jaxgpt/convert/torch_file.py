@@ -218,8 +218,12 @@ class _Machine:
 
     def storage(self, _: None) -> None:
         kind, storage_type, key, _, size = self.stack.pop()
+        # Nothing of a file is hashed or shown before its type is known: nested tuples that share
+        # their parts are small, and their text is endless.
+        if not (isinstance(storage_type, Global) and type(key) is str and type(size) is int):
+            raise ValueError("its pickle refers to what is no storage")
         if kind != "storage" or storage_type.module != "torch":
-            raise ValueError(f"its pickle refers to a {kind}")
+            raise ValueError(f"its pickle refers to {storage_type}")
         dtype, itemsize = STORAGES[storage_type.name]
         info = self.members[key]
         if info.compress_type != zipfile.ZIP_STORED or size * itemsize != info.file_size:
@@ -238,7 +242,7 @@ class _Machine:
         """Return what torch._utils._rebuild_tensor_v2 would."""
         numbers = [offset, *shape, *strides]
         if not all(type(n) is int and n >= 0 for n in numbers) or len(shape) != len(strides):
-            raise ValueError(f"a tensor of shape {shape} and strides {strides}")
+            raise ValueError("a tensor of which shape or strides are no numbers")
         last = offset + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
         if 0 not in shape and last >= storage.size:
             raise ValueError(f"a tensor of shape {shape} in {storage.size} elements")

@@ -155,6 +155,15 @@ def test_a_pickle_that_makes_no_sense_is_refused(program, words, tmp_path):
         load(tmp_path / "a.pt")
 
 
+@pytest.mark.parametrize("use", [b"}%sK\x01s", b"%sQ", b"ctorch._utils\n_rebuild_tensor_v2\n%sR"])
+def test_what_has_no_end_is_not_looked_at(use, tmp_path):
+    """Tuples of twice the same tuple, a hundred deep: few bytes, and a text of 2^100 words."""
+    endless = b")q\x00" + b"h\x00\x86q\x00" * 100
+    torch_files.save_program(tmp_path / "a.pt", b"\x80\x02" + use % endless + b".")
+    with pytest.raises(UsageError, match="is damaged"):
+        load(tmp_path / "a.pt")
+
+
 def test_a_tensor_beyond_its_storage_is_refused(tmp_path):
     class Beyond(np.ndarray):
         pass
