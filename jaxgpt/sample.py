@@ -78,7 +78,7 @@ def open_run(arguments: argparse.Namespace) -> tuple[Config, int, Tokenizer]:
     step = choose_checkpoint(run, arguments.step)
     meta = read_meta(run, step)
     if meta["tokenizer"] is None:
-        raise UsageError(f"--run {run}: its data had no meta.json with a tokenizer")
+        raise UsageError(f"--run {run}: has no tokenizer; its data or weights came without one")
     config = config_from_dict(meta["config"], str(run))
     # The devices are not those of the training: any attention kernel that runs here will do.
     config = config.replace(parallel__mesh=arguments.mesh, model__attention="auto")

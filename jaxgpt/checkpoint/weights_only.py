@@ -21,7 +21,8 @@ from jaxgpt.config import Config, ModelConfig, UsageError
 from jaxgpt.models.weights import Weight, weights
 
 STEP = 0  # the number of such a checkpoint: no step has been taken
-CHUNK_BYTES = 2**25  # at most, of what is read and written at once
+CHUNK_BYTES = 2**25  # at most, of what a device may read alone
+BLOCK_BYTES = 2**26  # about, of what is in memory at a time, unless a layer is larger
 
 Index = tuple[int | slice, ...]
 
@@ -99,28 +100,29 @@ class WeightsReader:
         self._folder = (directory / "checkpoints" / str(step)).absolute()
         self._checksums = read_meta(directory, step)["checksums"]
 
-    def layers(self, weight: Weight) -> Iterator[tuple[int | None, np.ndarray]]:
-        """Yield (layer, its array), or (None, the whole) of a weight outside of the layers.
+    def blocks(self, weight: Weight) -> Iterator[tuple[int, np.ndarray]]:
+        """Yield (number, layer) of each layer, and (first row, some rows) of other weights.
 
-        As many layers are in memory as the processes that saved them wrote in one piece. Raises
-        `UsageError` if the array cannot be read, or is not what was saved.
+        In memory is about `BLOCK_BYTES`, or what the processes that saved it wrote in one piece.
+        Raises `UsageError` if the array cannot be read, or is not what was saved.
         """
         import tensorstore
 
-        remedy = "take another step"
+        remedy, total = "take another step", 0
         try:
             store = tensorstore.open(_spec(self._folder / "state", weight.name), read=True).result()
             if store.shape != weight.shape:
                 raise ValueError(f"{weight.name} has shape {store.shape}, not {weight.shape}")
-            at_once = store.chunk_layout.read_chunk.shape[0] if weight.n_layers else store.shape[0]
-            total = 0
-            for start in range(0, store.shape[0], at_once):
-                block = store[start : start + at_once].read().result()
-                total += part_checksum(block, [start] + [0] * (block.ndim - 1), store.shape)
+            in_one_piece = store.chunk_layout.read_chunk.shape[0]
+            row_bytes = 4 * weight.size // weight.shape[0]
+            at_once = in_one_piece * max(1, BLOCK_BYTES // (in_one_piece * row_bytes))
+            for start in range(0, weight.shape[0], at_once):
+                block = store[start : min(start + at_once, weight.shape[0])].read().result()
+                total += part_checksum(block, [start] + [0] * (block.ndim - 1), weight.shape)
                 if weight.n_layers:
-                    yield from ((start + i, block[i]) for i in range(len(block)))
+                    yield from ((start + i, layer) for i, layer in enumerate(block))
                 else:
-                    yield None, block
+                    yield start, block
         except ValueError as error:  # TensorStore's
             reason = " ".join(str(error).split())[:200]
             raise UsageError(f"{self._folder}: cannot be read ({reason}); {remedy}") from None

@@ -1,11 +1,10 @@
 """config.json of transformers' model families, and our options: what each means in the other."""
 
-import dataclasses
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxgpt.config import Config, ModelConfig, UsageError
+from jaxgpt.config import ModelConfig, UsageError, config_from_dict
 from jaxgpt.config.validate import validate
 from jaxgpt.convert import names
 from jaxgpt.convert.names import Table
@@ -40,12 +39,21 @@ def read_model(folder: Path, block_size: int | None = None) -> ModelConfig:
             f"{path}: model_type {family}{moe} is not supported; {', '.join(FAMILIES)} are"
         )
     try:
-        model = ModelConfig(**FAMILIES[family](_Keys(path, config)))
-        model = dataclasses.replace(model, block_size=block_size or model.block_size)
-        validate(Config(model=model).replace(train__batch_size=1))
-    except (TypeError, ArithmeticError) as error:
+        options = FAMILIES[family](_Keys(path, config))
+    except (TypeError, AttributeError, ArithmeticError) as error:
         raise UsageError(f"{path}: makes no sense ({error})") from None
-    return model
+    return checked_model(options | ({"block_size": block_size} if block_size else {}), path)
+
+
+def checked_model(options: Mapping[str, Any], where: Path) -> ModelConfig:
+    """Return the model of options from elsewhere, each within its bounds; else `UsageError`."""
+    given = {"model": {k: list(v) if isinstance(v, tuple) else v for k, v in options.items()}}
+    try:
+        config = config_from_dict(given, str(where))
+        validate(config.replace(train__batch_size=1))
+    except UsageError as error:
+        raise UsageError(f"{where}: {error}") from None
+    return config.model
 
 
 class _Keys:
@@ -86,7 +94,7 @@ def _gpt2(keys: _Keys) -> dict[str, Any]:
         "vocab_size": keys.count("vocab_size"),
         "mlp": ACTIVATIONS[keys.only("activation_function", *ACTIVATIONS)],
         "mlp_hidden": keys.get("n_inner"),
-        "norm_eps": float(keys.get("layer_norm_epsilon", 1e-5)),
+        "norm_eps": keys.get("layer_norm_epsilon", 1e-5),
         "bias": True,
     }
 
@@ -109,7 +117,7 @@ def _llama(keys: _Keys, head_dim: int | None = None) -> dict[str, Any]:
         "block_size": keys.count("max_position_embeddings"),
         "vocab_size": keys.count("vocab_size"),
         "norm": "rmsnorm",
-        "norm_eps": float(keys.get("rms_norm_eps", 1e-6)),
+        "norm_eps": keys.get("rms_norm_eps", 1e-6),
         "position": "rope",
         "mlp": "swiglu",
         "mlp_hidden": keys.count("intermediate_size"),
@@ -124,7 +132,7 @@ def _rope(keys: _Keys) -> dict[str, Any]:
     scaling = new or keys.get("rope_scaling", {})
     if not isinstance(scaling, dict):
         raise UsageError(f"{keys.path}: rope_scaling is {scaling}; it must be an object")
-    theta = float(new.get("rope_theta", keys.get("rope_theta", 10000.0)))
+    theta = new.get("rope_theta", keys.get("rope_theta", 10000.0))
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     if kind not in ("default", "llama3"):
         raise UsageError(f"{keys.path}: rope type {kind} is not supported, only default or llama3")
@@ -139,7 +147,7 @@ def _rope(keys: _Keys) -> dict[str, Any]:
         raise UsageError(f"{keys.path}: rope type llama3 has no {', '.join(missing)}")
     return {
         "rope_theta": theta,
-        "rope_scaling": tuple(float(scaling[name]) for name in LLAMA3_ROPE),
+        "rope_scaling": tuple(scaling[name] for name in LLAMA3_ROPE),
     }
 
 

@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from jaxgpt.checkpoint.metadata import list_checkpoints, newest_checkpoint, read_meta
+from jaxgpt.checkpoint.metadata import choose_checkpoint, read_meta
 from jaxgpt.checkpoint.weights_only import WeightsReader, WeightsWriter
 from jaxgpt.config import Config, ModelConfig, UsageError, config_from_dict
 from jaxgpt.convert.families import COMPANIONS, CONFIG, read_model, table_of, write_config
-from jaxgpt.convert.layout import Slot, check_tensors, export_tensors, import_tensors, slots
+from jaxgpt.convert.layout import Slot, export_tensors, import_tensors, match_tensors, slots
 from jaxgpt.convert.safetensors import Writer, open_folder
 from jaxgpt.convert.tensors import FLOATS, new_folder
 from jaxgpt.data.tokenizers import FILE as TOKENIZER
@@ -28,16 +28,15 @@ def from_hf(path: Path, out: Path, block_size: int | None = None) -> list[str]:
     """Convert a folder into weights that a run starts from; return lines about them."""
     found, model = open_folder(path), read_model(path, block_size)
     found = {name.removeprefix(GPT2_PREFIX): tensor for name, tensor in found.items()}
-    wanted = slots(table_of(model), model)
     tied = {"lm_head.weight"} if model.tie_embeddings else set()
     found = {
         name: tensor
         for name, tensor in found.items()
-        if name in wanted or not (name.endswith(BUFFERS) or name in tied)
+        if not (name.endswith(BUFFERS) or name in tied)
     }
     if block_size and "wpe.weight" in found:
         raise UsageError("--block-size: is for rotary positions; give model.block_size to train")
-    check_tensors(found, wanted, str(path))
+    wanted = match_tensors(found, table_of(model), model, str(path))
     has_tokenizer = any((path / name).is_file() for name in (TOKENIZER, "merges.txt", "vocab.bpe"))
     tokenizer = read_tokenizer(path if has_tokenizer else None, model.vocab_size)
     with new_folder(out, converted_bytes(wanted)) as partial:
@@ -86,7 +85,8 @@ def read_tokenizer(path: Path | None, vocab_size: int) -> Tokenizer | None:
 
 def to_hf(run: Path, step: int | None, out: Path, dtype: str, max_bytes: int) -> list[str]:
     """Write the weights of a run as a folder that transformers reads; return lines about it."""
-    step, meta = find_weights(run, step)
+    step = choose_checkpoint(run, step)
+    meta = read_meta(run, step)
     model = config_from_dict(meta["config"], str(run)).model
     tokenizer = tokenizer_from_meta(meta["tokenizer"], run) if meta["tokenizer"] else None
     config = write_config(model, dtype, tokenizer and tokenizer.end_of_text)
@@ -105,17 +105,6 @@ def to_hf(run: Path, step: int | None, out: Path, dtype: str, max_bytes: int) ->
         write_json(partial / CONFIG, config)
         notes = write_tokenizer(tokenizer, run, partial, model)
     return [f"wrote {out}: {config['model_type']}, step {step}, {dtype}", *notes]
-
-
-def find_weights(run: Path, step: int | None) -> tuple[int, dict[str, Any]]:
-    """Return the step to take of a run, by default the newest, and its JSON."""
-    newest, meta = newest_checkpoint(run, f"--run {run}")
-    if step is None or step == newest:
-        return newest, meta
-    saved = list_checkpoints(run)
-    if step not in saved:
-        raise UsageError(f"--step {step}: {run} has {', '.join(map(str, saved))}")
-    return step, read_meta(run, step)
 
 
 def zero_biases(model: ModelConfig) -> dict[str, tuple[int, ...]]:

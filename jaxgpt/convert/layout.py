@@ -7,15 +7,13 @@ from dataclasses import dataclass
 import jax
 import numpy as np
 
-from jaxgpt.checkpoint.weights_only import WeightsReader, WeightsWriter
+from jaxgpt.checkpoint.weights_only import BLOCK_BYTES, WeightsReader, WeightsWriter
 from jaxgpt.config import ModelConfig, UsageError
 from jaxgpt.convert.names import Place, Table
 from jaxgpt.convert.safetensors import listed
 from jaxgpt.convert.tensors import Tensor
 from jaxgpt.models.layers import VOCAB_MULTIPLE
 from jaxgpt.models.weights import Weight, weights
-
-BLOCK_BYTES = 2**26  # of a table of embeddings that is read at a time
 
 
 @dataclass(frozen=True)
@@ -94,8 +92,17 @@ def _their_shape(weight: Weight, place: Place, model: ModelConfig) -> tuple[int,
     return matrix if place.form == "same" else matrix[::-1]
 
 
-def check_tensors(found: Mapping[str, Tensor], wanted: Mapping[str, Slot], where: str) -> None:
-    """Raise `UsageError` for tensors that are missing, not known, or of another shape."""
+def match_tensors(
+    found: Mapping[str, Tensor], table: Table, model: ModelConfig, where: str
+) -> dict[str, Slot]:
+    """Return the slots of a model; `UsageError` for tensors that are missing, not known, or of
+    another shape."""
+    if model.n_layer > len(found):
+        raise UsageError(f"{where}: has {len(found)} tensors, too few for {model.n_layer} layers")
+    try:
+        wanted = slots(table, model)
+    except (OverflowError, TypeError) as error:  # JAX's, of numbers beyond its own
+        raise UsageError(f"{where}: its sizes make no sense ({error})") from None
     for names, what in (
         ([name for name in wanted if name not in found], "has no"),
         ([name for name in found if name not in wanted], "has tensors that this model does not:"),
@@ -108,12 +115,13 @@ def check_tensors(found: Mapping[str, Tensor], wanted: Mapping[str, Slot], where
                 f"{where}: {name} has shape {tuple(found[name].shape)}, and its configuration asks "
                 f"for {slot.shape}"
             )
+    return wanted
 
 
 def import_tensors(
     found: Mapping[str, Tensor], wanted: Mapping[str, Slot], writer: WeightsWriter
 ) -> None:
-    """Write tensors that `check_tensors` found right into our arrays, one at a time."""
+    """Write tensors that `match_tensors` has checked into our arrays, one at a time."""
     for name, slot in wanted.items():
         if slot.weight.axes[0] != "vocab":
             array = slot.ours(found[name].read())
@@ -134,14 +142,16 @@ def import_tensors(
 def export_tensors(
     reader: WeightsReader, wanted: Mapping[str, Slot]
 ) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield their tensors in the order of `wanted`, reading a few layers of an array at a time."""
+    """Yield their tensors in the order of `wanted`; of large tables, some rows at a time."""
     by_layer: dict[tuple[str, int | None], list[tuple[str, Slot]]] = {}
     for name, slot in wanted.items():
         by_layer.setdefault((slot.weight.name, slot.layer), []).append((name, slot))
     for weight in {slot.weight.name: slot.weight for slot in wanted.values()}.values():
-        for layer, array in reader.layers(weight):
-            for name, slot in by_layer[weight.name, layer]:
-                own = array[slot.index_in_layer]
-                if weight.axes[0] == "vocab":
-                    own = own[: slot.shape[0]]
-                yield name, slot.theirs(own)
+        for number, array in reader.blocks(weight):
+            if weight.n_layers:
+                for name, slot in by_layer[weight.name, number]:
+                    yield name, slot.theirs(array[slot.index_in_layer])
+                continue
+            for name, slot in by_layer[weight.name, None]:
+                if number < slot.shape[0]:  # rows after it pad a vocabulary
+                    yield name, array[: slot.shape[0] - number]

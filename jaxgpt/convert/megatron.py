@@ -14,15 +14,16 @@ import numpy as np
 
 from jaxgpt.checkpoint.weights_only import WeightsWriter
 from jaxgpt.config import Config, ModelConfig, UsageError
-from jaxgpt.config.validate import validate
 from jaxgpt.convert import torch_file
+from jaxgpt.convert.families import checked_model
 from jaxgpt.convert.huggingface import converted_bytes, describe, read_tokenizer
-from jaxgpt.convert.layout import check_tensors, import_tensors, slots
+from jaxgpt.convert.layout import import_tensors, match_tensors
 from jaxgpt.convert.names import MEGATRON, MEGATRON_SPELLINGS
 from jaxgpt.convert.tensors import FileTensor, Tensor, new_folder
 from jaxgpt.convert.torch_file import Global, Inert
 
 RANK = re.compile(r"mp_rank_(\d+)(?:_(\d+))?(?:_model_states\.pt)?")
+MOST_NESTED = 20
 FILES = ("model_optim_rng.pt", "model_rng.pt")
 # What such a file may hold besides tensors: objects of these packages, and of these names, stand
 # there inert. Their functions are not run either: what they would have made is not needed.
@@ -106,8 +107,8 @@ def from_megatron(path: Path, out: Path, tokenizer: Path | None = None) -> list[
     for name in ("embedding.word_embeddings.weight", "output_layer.weight"):
         if name in found:
             found[name] = replace(found[name], most_rows=model.vocab_size)
-    wanted = slots({name: place for name, (place, _) in MEGATRON.items()}, model)
-    check_tensors(found, wanted, str(path))
+    table = {name: place for name, (place, _) in MEGATRON.items()}
+    wanted = match_tensors(found, table, model, str(path))
     with new_folder(out, converted_bytes(wanted)) as partial:
         writer = WeightsWriter(partial, model)
         import_tensors(found, wanted, writer)
@@ -177,13 +178,15 @@ def load(file: Path) -> tuple[dict[str, Any], dict[str, FileTensor]]:
     return arguments.fields, flat(model)
 
 
-def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, FileTensor]:
+def flat(tree: Mapping[str, Any], prefix: str = "", depth: int = 0) -> dict[str, FileTensor]:
     """Return the tensors of nested dictionaries, by the names of the table."""
+    if depth > MOST_NESTED:
+        raise UsageError(f"{prefix[:50]}: is nested more than {MOST_NESTED} deep")
     out = {}
     for key, value in tree.items():
         name = f"{prefix}{key}"
         if isinstance(value, dict):
-            out |= flat(value, f"{name}.")
+            out |= flat(value, f"{name}.", depth + 1)
         elif isinstance(value, FileTensor) and not name.endswith("_extra_state"):
             for found, ours in MEGATRON_SPELLINGS.items():
                 name = name.replace(found, ours)
@@ -226,7 +229,8 @@ def model_of(path: Path, arguments: Mapping[str, Any], found: Mapping[str, Tenso
     """Return the model that a checkpoint's arguments describe; `UsageError` if not supported."""
     for key, values in SUPPORTED.items():
         value = arguments.get(key, values[0])
-        value = getattr(value, "arguments", (value,))[0] if isinstance(value, Inert) else value
+        if isinstance(value, Inert):  # a member of an enumeration
+            value = value.arguments[0] if value.arguments else value.kind
         if value not in values:
             raise UsageError(f"{path}: {key}={value} is not supported, only {values[0]}")
     if arguments.get("num_experts"):
@@ -241,18 +245,17 @@ def model_of(path: Path, arguments: Mapping[str, Any], found: Mapping[str, Tenso
     n_layer, n_head, n_embd, block_size = (arguments[key] for key in keys)
     is_tanh = arguments.get("bias_gelu_fusion", True) or arguments.get("openai_gelu", False)
     size, width = arguments.get("kv_channels"), arguments.get("ffn_hidden_size")
-    model = ModelConfig(
-        n_layer=n_layer,
-        n_head=n_head,
-        n_embd=n_embd,
-        head_dim=None if size is None or size * n_head == n_embd else size,
-        block_size=block_size,
-        bias=True,
-        mlp="gelu_tanh" if is_tanh else "gelu",
-        mlp_hidden=None if width == 4 * n_embd else width,
-        norm_eps=float(arguments.get("norm_epsilon", arguments.get("layernorm_epsilon", 1e-5))),
-        vocab_size=words.shape[0],
-        tie_embeddings=not arguments.get("untie_embeddings_and_output_weights", False),
-    )
-    validate(Config(model=model).replace(train__batch_size=1))
-    return model
+    options = {
+        "n_layer": n_layer,
+        "n_head": n_head,
+        "n_embd": n_embd,
+        "head_dim": None if size is None or size * n_head == n_embd else size,
+        "block_size": block_size,
+        "bias": True,
+        "mlp": "gelu_tanh" if is_tanh else "gelu",
+        "mlp_hidden": None if width == 4 * n_embd else width,
+        "norm_eps": arguments.get("norm_epsilon", arguments.get("layernorm_epsilon", 1e-5)),
+        "vocab_size": words.shape[0],
+        "tie_embeddings": not arguments.get("untie_embeddings_and_output_weights", False),
+    }
+    return checked_model(options, path)

@@ -4,17 +4,18 @@ import json
 from pathlib import Path
 from typing import Any
 
+from jaxgpt.checkpoint.metadata import choose_checkpoint, read_meta
 from jaxgpt.checkpoint.weights_only import WeightsReader, WeightsWriter
 from jaxgpt.config import Config, ModelConfig, UsageError, config_from_dict
 from jaxgpt.convert import torch_file
+from jaxgpt.convert.families import checked_model
 from jaxgpt.convert.huggingface import (
     converted_bytes,
     describe,
-    find_weights,
     read_tokenizer,
     written_bytes,
 )
-from jaxgpt.convert.layout import check_tensors, export_tensors, import_tensors, slots
+from jaxgpt.convert.layout import export_tensors, import_tensors, match_tensors, slots
 from jaxgpt.convert.names import NANOGPT
 from jaxgpt.convert.safetensors import Writer
 from jaxgpt.convert.tensors import FileTensor, new_folder
@@ -36,13 +37,12 @@ def from_nanogpt(path: Path, out: Path, tokenizer: Path | None = None) -> list[s
         )
     model = model_of(path, checkpoint["model_args"])
     found = tensors_of(path, checkpoint["model"])
-    wanted = slots(NANOGPT, model)
     found = {
         name: tensor
         for name, tensor in found.items()
         if name != HEAD and not name.endswith(".attn.bias")  # a mask
     }
-    check_tensors(found, wanted, str(path))
+    wanted = match_tensors(found, NANOGPT, model, str(path))
     made = read_tokenizer(tokenizer, model.vocab_size)
     with new_folder(out, converted_bytes(wanted)) as partial:
         writer = WeightsWriter(partial, model)
@@ -59,7 +59,7 @@ def model_of(path: Path, arguments: Any) -> ModelConfig:
     missing = [key for key in MODEL_KEYS if type(values.get(key)) not in (int, bool)]
     if missing:
         raise UsageError(f"{path}: its model_args have no {', '.join(missing)}")
-    return ModelConfig(**{key: values[key] for key in MODEL_KEYS})
+    return checked_model({key: values[key] for key in MODEL_KEYS}, path)
 
 
 def tensors_of(path: Path, state: Any) -> dict[str, FileTensor]:
@@ -71,8 +71,8 @@ def tensors_of(path: Path, state: Any) -> dict[str, FileTensor]:
 
 def to_nanogpt(run: Path, step: int | None, out: Path, dtype: str, max_bytes: int) -> list[str]:
     """Write the weights of a run as safetensors by nanoGPT's names, and its model_args in JSON."""
-    step, meta = find_weights(run, step)
-    model = config_from_dict(meta["config"], str(run)).model
+    step = choose_checkpoint(run, step)
+    model = config_from_dict(read_meta(run, step)["config"], str(run)).model
     expected = ModelConfig(
         **{key: getattr(model, key) for key in MODEL_KEYS},
         dropout=model.dropout,

@@ -112,7 +112,10 @@ def listed(names: Sequence[str], most: int = 5) -> str:
 
 
 class Writer:
-    """Writes tensors in the order of `shapes`, into shards of at most `max_bytes` with an index."""
+    """Writes tensors in the order of `shapes`, into shards of at most `max_bytes` with an index.
+
+    A tensor may come in pieces, a few rows after the others.
+    """
 
     def __init__(
         self, folder: Path, shapes: Mapping[str, tuple[int, ...]], dtype: str, max_bytes: int
@@ -127,7 +130,9 @@ class Writer:
                 room = max_bytes
             shards[-1][name] = shape
             room -= n_bytes
-        self._folder, self._file, self._todo = folder, None, []
+        self._folder, self._file = folder, None
+        self._todo: list[str] = []  # of the open file
+        self._written = 0  # elements of the first of them
         total = len(shards)
         names = [FILE] if total == 1 else [
             f"model-{i:05}-of-{total:05}.safetensors" for i in range(1, total + 1)
@@ -136,12 +141,18 @@ class Writer:
         self._waiting = list(names)
         self._shapes = shapes
 
-    def write(self, name: str, array: np.ndarray) -> None:
-        """Write the next tensor."""
+    def write(self, name: str, rows: np.ndarray) -> None:
+        """Write the next rows of the next tensor, or all of it."""
         if not self._todo:
             self._begin_file()
-        assert self._todo.pop(0) == name and array.shape == tuple(self._shapes[name]), name
-        self._file.write(np.ascontiguousarray(array, self._dtype).reshape(-1).view(np.uint8))
+        shape = tuple(self._shapes[name])
+        self._written += rows.size
+        assert self._todo[0] == name and rows.shape[1:] == shape[1:], name
+        assert self._written <= math.prod(shape), name
+        self._file.write(np.ascontiguousarray(rows, self._dtype).reshape(-1).view(np.uint8))
+        if self._written == math.prod(shape):
+            self._todo.pop(0)
+            self._written = 0
 
     def close(self) -> None:
         """End the last file, and write the index of shards."""

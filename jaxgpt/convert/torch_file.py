@@ -66,8 +66,8 @@ def load(path: Path, is_harmless: Callable[[Global], bool] = lambda _: False) ->
         with zipfile.ZipFile(path) as archive:
             (pickle,) = (n for n in archive.namelist() if n.partition("/")[2] == "data.pkl")
             prefix = pickle.removesuffix("data.pkl")
-            order = f"{prefix}byteorder"
-            if order in archive.namelist() and archive.read(order) != b"little":
+            order = archive.NameToInfo.get(f"{prefix}byteorder")
+            if order and (order.file_size != 6 or archive.read(order) != b"little"):
                 raise UsageError(f"{path}: was written on a big-endian machine; save it again")
             members = {
                 info.filename.removeprefix(f"{prefix}data/"): info

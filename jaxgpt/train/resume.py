@@ -140,12 +140,15 @@ def initial_model(init_from: str, out: str | None) -> dict[str, Any]:
         model = read_meta(directory, saved[-1])["config"]["model"]
     else:
         model = Config(model=_saved_model(init_from)).to_dict()["model"]
-    return {key: value for key, value in model.items() if key not in _FREE_MODEL_KEYS}
+    return {key: value for key, value in model.items() if f"model.{key}" not in _FREE_MODEL_KEYS}
 
 
 def _saved_model(init_from: str) -> ModelConfig:
     if init_from.startswith(TRANSFORMERS):
-        return read_model(transformers_folder(init_from, "train.init_from="))
+        try:
+            return read_model(transformers_folder(init_from, "train.init_from="))
+        except UsageError as error:
+            raise UsageError(f"train.init_from={init_from}: {error}") from None
     _, meta = newest_checkpoint(Path(init_from), f"train.init_from={init_from}")
     return config_from_dict(meta["config"], init_from).model
 
@@ -180,7 +183,7 @@ def _check_model(model: ModelConfig, saved: ModelConfig, key: str) -> None:
     """Refuse options of the model that the weights do not have."""
     for name, then in vars(saved).items():
         value = getattr(model, name)
-        if value == then or name in _FREE_MODEL_KEYS:
+        if value == then or f"model.{name}" in _FREE_MODEL_KEYS:
             continue
         if name == "block_size":
             if saved.n_positions and value > saved.n_positions:

@@ -58,6 +58,10 @@ def test_weights_go_where_nanogpt_looks_for_them():
             ("--nanogpt", "{clone}", "--torch", "{ends}", "optimizer.name=lion"),
             "optimizer.name=lion: nanoGPT trains with adamw",
         ),
+        (
+            ("--nanogpt", "{clone}", "--torch", "{ends}", "model.position=rope"),
+            "model.position=rope: nanoGPT has no such model",
+        ),
     ],
 )
 def test_what_cannot_be_run_is_said_in_a_sentence(options, words, tmp_path):

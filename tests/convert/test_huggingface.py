@@ -209,6 +209,11 @@ def refused(arguments, capsys):
             "configuration asks for (24, 41)"),
         ({"num_hidden_layers": 3}, "has no model.layers.2."),
         ({"num_hidden_layers": 1}, "has tensors that this model does not: model.layers.1."),
+        ({"num_hidden_layers": 10**9}, "has 21 tensors, too few for 1000000000 layers"),
+        ({"hidden_size": 6 * 10**29}, "its sizes make no sense"),
+        ({"vocab_size": 2**40}, "model.vocab_size=1099511627776: must be"),
+        ({"rms_norm_eps": -1.0}, "model.norm_eps=-1.0: must be a finite number, more than 0"),
+        ({"rope_theta": "x"}, "model.rope_theta=x: must be a finite number"),
         ({"tie_word_embeddings": 1.5}, "tie_word_embeddings=1.5 is not supported"),
     ],
 )  # fmt: skip
@@ -269,7 +274,7 @@ def test_what_is_there_is_not_written_over(tmp_path, capsys):
     ("arguments", "words"),
     [
         (["from-hf", "/nowhere", "--out", "{tmp}/x"], "/nowhere: is no folder"),
-        (["to-hf", "--run", "/nowhere", "--out", "x"], "--run /nowhere: has no checkpoint"),
+        (["to-hf", "--run", "/nowhere", "--out", "x"], "--run /nowhere: has no checkpoints"),
         (["to-hf", "--run", "{tmp}/ours", "--step", 3, "--out", "x"], "--step 3: "),
         (["to-hf", "--run", "a", "--max-shard-size", "5", "--out", "x"], "5: must be a size"),
         (["to-hf", "--run", "a", "--dtype", "int8", "--out", "x"], "invalid choice: 'int8'"),

@@ -166,6 +166,27 @@ def test_what_is_not_supported_is_named(arguments, words, tmp_path):
     assert not (tmp_path / "ours").exists()
 
 
+def test_a_file_that_contains_itself_is_refused(tmp_path):
+    (tmp_path / "mp_rank_00").mkdir()
+    model = {}
+    model["language_model"] = model
+    state = {"args": argparse.Namespace(**ARGUMENTS), "checkpoint_version": 3.0, "model": model}
+    torch_files.save(tmp_path / "mp_rank_00" / "model_optim_rng.pt", state)
+    with pytest.raises(UsageError, match="is nested more than 20 deep"):
+        from_megatron(tmp_path, tmp_path / "ours")
+
+
+def test_rows_that_pad_the_vocabulary_are_left_out_with_a_tokenizer(tmp_path, data_home):
+    model = whole_model() | {"words": np.ones((320, D), np.float32)}
+    save(tmp_path / "iter_0000001", model)
+    from_megatron(tmp_path / "iter_0000001", tmp_path / "ours", data_home / "python")
+    embedding = arrays_of(tmp_path / "ours")["token_embedding/embedding"]
+    assert embedding.shape == (256, D) and embedding.all()
+    with pytest.raises(UsageError, match="has 256 tokens, and the model 64"):
+        save(tmp_path / "small", whole_model())
+        from_megatron(tmp_path / "small", tmp_path / "no", data_home / "python")
+
+
 def test_folders_that_are_not_whole_are_refused(tmp_path):
     folder = tmp_path / "iter_0000001"
     with pytest.raises(UsageError, match="is no folder"):

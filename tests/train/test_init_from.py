@@ -27,6 +27,13 @@ def first_run(tmp_path_factory):
     return out
 
 
+def test_dropout_is_the_new_runs_own_choice(first_run):
+    given = [f"train.init_from={first_run}", "model.dropout=0.25", "model.attention=xla"]
+    model = parse_args(given, initial_model=initial_model).model
+    assert (model.dropout, model.attention, model.n_embd) == (0.25, "xla", 64)
+    assert parse_args(given[:1], initial_model=initial_model).model.dropout == 0
+
+
 def params_of(folder, step):
     return {
         path: array
