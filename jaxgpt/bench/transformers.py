@@ -39,6 +39,7 @@ def transformers_model(
 
     Raises `UsageError` if there is no model with these options there.
     """
+    config = write_config(model, "float32", None)
     names = [weight.name for weight in jax.tree.leaves(weights(model))]
     ours = dict(zip(names, jax.tree.leaves(params), strict=True))
     arrays = {}
@@ -48,4 +49,4 @@ def transformers_model(
             array = array[: model.vocab_size]  # without padding
         assert array.size == math.prod(slot.shape)
         arrays[f"transformer.{name}" if model.position == "learned" else name] = slot.theirs(array)
-    return write_config(model, "float32", None), arrays
+    return config, arrays

@@ -77,7 +77,7 @@ def test_what_cannot_be_run_is_said_in_a_sentence(options, words, tmp_path):
 
 def test_only_devices_of_one_kind_are_compared_and_one_gpu(monkeypatch):
     check_same_device("python", "cpu")
-    with pytest.raises(UsageError, match="--torch=python: nanoGPT is on cuda and JAX on cpu"):
+    with pytest.raises(UsageError, match="--torch=python: PyTorch is on cuda and JAX on cpu"):
         check_same_device("python", "cuda")
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")  # the eight devices of the tests
     with pytest.raises(UsageError, match="shows 8 GPUs, .*; set CUDA_VISIBLE_DEVICES=0"):

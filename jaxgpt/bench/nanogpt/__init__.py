@@ -51,9 +51,7 @@ def run(
         if is_changed(config.model, key):
             raise UsageError(f"model.{key}={getattr(config.model, key)}: nanoGPT has no such model")
     other = Other("nanoGPT", "torch", str(nanogpt.absolute()), nanogpt_model)
-    result = side_by_side(config, torch, other, steps, rounds, compile)
-    vocab_sizes = [config.model.vocab_size, nanogpt_vocab_size(config.model)]
-    return result | {"vocab_sizes": Value(vocab_sizes, note="ours, nanoGPT's")}
+    return side_by_side(config, torch, other, steps, rounds, compile)
 
 
 class Other(NamedTuple):
@@ -82,7 +80,7 @@ def side_by_side(
     with open_job(config, alone=True) as job, worker(torch, other, job.folder) as (about, train):
         trainer = Rounds(job, config)
         check_same_device(torch, about["device"])
-        write_task(trainer, other, (rounds + 1) * steps, compile, job.folder)
+        model = write_task(trainer, other, (rounds + 1) * steps, compile, job.folder)
         ours, theirs, losses = take_turns(trainer, train, steps, rounds, job)
         ratios = [b / a for a, b in zip(ours, theirs, strict=True)]
         config, mesh = trainer.run.config, trainer.mesh
@@ -103,6 +101,9 @@ def side_by_side(
             "ratio": Value(statistics.median(ratios), "x", of_both),
             "ratios": Value(ratios, "x"),
             **loss_difference(trainer.run.directory, losses),
+            "vocab_sizes": Value(
+                [config.model.vocab_size, model["vocab_size"]], note=f"ours, {other.name}'s"
+            ),
         }
 
 
@@ -144,8 +145,13 @@ def check_same_device(python: str, device: str) -> None:
         )
 
 
-def write_task(trainer: Rounds, other: Other, n_steps: int, compiled: bool, folder: Path) -> None:
-    """Write the task of the other: our initial weights, and the batches of the first steps."""
+def write_task(
+    trainer: Rounds, other: Other, n_steps: int, compiled: bool, folder: Path
+) -> dict[str, Any]:
+    """Write the task of the other: our initial weights, and the batches of the first steps.
+
+    Return the options of its model.
+    """
     config = trainer.run.config
     schedule, steps = learning_rate_schedule(config.optimizer), range(1, n_steps + 1)
     model, arrays = other.model(jax.device_get(trainer.state.params), config.model)
@@ -163,6 +169,7 @@ def write_task(trainer: Rounds, other: Other, n_steps: int, compiled: bool, fold
     batches = [np.asarray(trainer.trainer.loader.batch(step)) for step in steps]
     np.save(folder / "batches.npy", np.stack(batches))
     np.savez(folder / "weights.npz", **arrays)
+    return model
 
 
 def nanogpt_model(
