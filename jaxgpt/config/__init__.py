@@ -19,4 +19,4 @@ from jaxgpt.config.schedule import (
     step_ranges,
 )
 from jaxgpt.config.schema import Config, DataConfig, ModelConfig, OptimizerConfig, SpikeConfig
-from jaxgpt.config.validate import check_batch, mesh_shape
+from jaxgpt.config.validate import check_batch, is_changed, mesh_shape

@@ -153,6 +153,7 @@ def check_batch(config: Config, shape: MeshShape) -> None:
 
 
 def _optimizer_checks(optimizer: OptimizerConfig) -> Iterator[tuple[bool, str]]:
+    """Yield the same of the optimizer's settings."""
     yield (
         optimizer.schedule != "constant"
         and not 0 <= (optimizer.min_lr or 0) <= optimizer.learning_rate,
@@ -183,7 +184,7 @@ def _optimizer_checks(optimizer: OptimizerConfig) -> Iterator[tuple[bool, str]]:
     )
 
 
-# Keys of [optimizer] that do nothing with a choice, although they have a value.
+# Keys of `optimizer` without an effect, by the setting that ignores them.
 _UNUSED = {
     ("name", "adamw"): ("momentum", "adamw_learning_rate"),
     ("name", "lion"): ("momentum", "adamw_learning_rate"),
@@ -195,7 +196,7 @@ _UNUSED = {
 
 
 def check_used(config: Config, given: Mapping[str, Sequence[str]]) -> None:
-    """Raise `UsageError` if one of the settings that were typed does nothing beside the others."""
+    """Raise `UsageError` if the chosen optimizer or schedule ignores a setting that was typed."""
     for (choice, value), keys in _UNUSED.items():
         for key in keys if getattr(config.optimizer, choice) == value else ():
             if words := given.get(f"optimizer.{key}"):

@@ -8,6 +8,7 @@ lm_eval, with all its options.
 
 import argparse
 import sys
+from pathlib import Path
 from typing import Any
 
 from jaxgpt.cluster.environment import rank_from_env
@@ -15,7 +16,7 @@ from jaxgpt.cluster.process_group import ProcessGroup, join_process_group
 from jaxgpt.cluster.shutdown import job_exit_handler
 from jaxgpt.config import CommandParser, UsageError, file_path, is_help, whole_number
 from jaxgpt.data.source import SPLITS
-from jaxgpt.evaluate.model import Model, Trained, find_trained
+from jaxgpt.evaluate.model import Model, Trained, find_trained, run_folder
 from jaxgpt.evaluate.multiple_choice import read_questions, score_questions
 from jaxgpt.evaluate.report import as_json, as_table, choice_record, loss_record
 from jaxgpt.evaluate.split import corpus_losses, open_split
@@ -32,7 +33,10 @@ def parser() -> CommandParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     number = whole_number()
-    out.add_argument("--run", "--out", type=file_path, required=True, help="run directory")
+    out.add_argument(
+        "--run", "--out", required=True, metavar="DIR",
+        help="run directory, or hf:FOLDER of a model of transformers",
+    )  # fmt: skip
     out.add_argument("--step", type=number, metavar="N", help="checkpoint; default the newest")
     out.add_argument("--split", choices=SPLITS, default="val", help="default val")
     out.add_argument("--dataset", metavar="NAME", help="a prepared data set; default the run's")
@@ -65,7 +69,8 @@ def main(argv: list[str] | None = None) -> None:
         if arguments.dataset is not None:
             settings.append(f"data.dataset={arguments.dataset}")
         cluster = join_process_group()
-        record = evaluate(arguments, settings, cluster)
+        with run_folder(arguments.run, cluster) as folder:
+            record = evaluate(folder, arguments, settings, cluster) | {"run": arguments.run}
         if cluster.is_main:
             print(as_json(record) if arguments.json else as_table(record))
 
@@ -82,11 +87,11 @@ def run_lm_eval(argv: list[str]) -> None:
 
 
 def evaluate(
-    arguments: argparse.Namespace, settings: list[str], cluster: ProcessGroup
+    folder: Path, arguments: argparse.Namespace, settings: list[str], cluster: ProcessGroup
 ) -> dict[str, Any]:
     """Return what a command line asks for. All processes take part."""
     trained = cluster.run_on_all(
-        find_trained, arguments.run, arguments.step, arguments.mesh, arguments.dtype, settings
+        find_trained, folder, arguments.step, arguments.mesh, arguments.dtype, settings
     )
     if arguments.multiple_choice is not None:
         return evaluate_choices(trained, arguments, settings, cluster)

@@ -8,7 +8,6 @@ import contextlib
 import sys
 from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
-from pathlib import Path
 from typing import Any
 
 from lm_eval.__main__ import cli_evaluate
@@ -21,7 +20,7 @@ from jaxgpt.cluster.process_group import ProcessGroup, join_process_group
 from jaxgpt.config import UsageError
 from jaxgpt.data.tokenizers import Tokenizer
 from jaxgpt.evaluate.likelihood import LogLikelihood, Pair, log_likelihoods, prefix_token
-from jaxgpt.evaluate.model import Model, find_trained
+from jaxgpt.evaluate.model import Model, find_trained, run_folder
 
 LENGTH_NAMES = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 DEFAULT_BATCH = 16
@@ -38,10 +37,11 @@ class Team:
 
     def open(self, run: str, step: int | None, mesh: str, dtype: str | None, batch: int) -> None:
         """Load a model on all processes; `UsageError` on all if it cannot be."""
-        trained = self.cluster.run_on_all(find_trained, Path(run), step, mesh, dtype)
-        if trained.tokenizer is None:
-            raise UsageError(f"run={run}: its data had no meta.json with a tokenizer")
-        self.model = Model(trained, batch, self.cluster)
+        with run_folder(run, self.cluster) as folder:
+            trained = self.cluster.run_on_all(find_trained, folder, step, mesh, dtype)
+            if trained.tokenizer is None:
+                raise UsageError(f"run={run}: its data had no meta.json with a tokenizer")
+            self.model = Model(trained, batch, self.cluster)
 
     def log_likelihoods(self, pairs: Sequence[Sequence[list[int]]]) -> list[LogLikelihood]:
         """Return those of pairs of token ids."""

@@ -1,6 +1,9 @@
 """A trained model: found before JAX starts, then its parameters on a mesh."""
 
+import contextlib
 import itertools
+import shutil
+import tempfile
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -12,7 +15,8 @@ from tqdm import tqdm
 
 from jaxgpt.checkpoint.metadata import choose_checkpoint, read_meta
 from jaxgpt.cluster.process_group import ProcessGroup
-from jaxgpt.config import Config, config_from_dict, mesh_shape, override_data
+from jaxgpt.config import Config, config_from_dict, expand_user, mesh_shape, override_data
+from jaxgpt.convert import TRANSFORMERS, convert_apart, transformers_folder
 from jaxgpt.data.tokenizers import Tokenizer, tokenizer_from_meta
 from jaxgpt.runtime.initialize import initialize_jax
 
@@ -35,6 +39,32 @@ class Trained:
     config: Config  # of the training, on the mesh of the evaluation and without dropout
     tokenizer: Tokenizer | None
     restore: Callable[["Params"], "Params"]  # their shapes and shardings -> the parameters
+
+
+@contextlib.contextmanager
+def run_folder(where: str, cluster: ProcessGroup) -> Iterator[Path]:
+    """Yield a run directory; of hf:FOLDER one with its weights, which goes at the end.
+
+    All processes call it. Raises `UsageError` if a folder of transformers cannot be converted.
+    """
+    if not where.startswith(TRANSFORMERS):
+        yield Path(expand_user(where))
+        return
+    name = tempfile.mkdtemp(prefix="jaxgpt-weights-") if cluster.is_main else None
+    folder = Path(cluster.broadcast(name))
+    source = transformers_folder(where)
+
+    def convert() -> None:
+        if cluster.local_rank == 0:  # of each host, whose folder it is
+            folder.mkdir(exist_ok=True)
+            convert_apart(source, folder / "weights", where)
+
+    try:
+        cluster.run_on_all(convert)
+        yield folder / "weights"
+    finally:
+        if cluster.local_rank == 0:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def find_trained(

@@ -110,7 +110,7 @@ def score_tokens(
     w_VD: jax.Array,
     targets_BT: jax.Array,
     vocab_offset: Any,
-    vocab_size: int,
+    config: ModelConfig,
     parallel: ParallelContext,
     chunk: int,
 ) -> TokenScores:
@@ -118,7 +118,7 @@ def score_tokens(
 
     def score(part: tuple[jax.Array, jax.Array]) -> TokenScores:
         x_ND, targets_N = part
-        scores_NV = logits(x_ND, w_VD, vocab_offset, vocab_size)
+        scores_NV = logits(x_ND, w_VD, vocab_offset, config)
         losses_N = cross_entropy(scores_NV, targets_N, vocab_offset, parallel)
         losses_N = jnp.where(targets_N == NO_TOKEN, 0, losses_N)
         return TokenScores(losses_N, likeliest_token(scores_NV, vocab_offset, parallel))

@@ -28,8 +28,8 @@ __all__ = [
     "update_flops",
 ]
 
-# (optimizer config, what it updates) -> gradients to the direction that the learning rate
-# multiplies and the step subtracts.
+# (optimizer config, parameters) -> transformation of gradients to the direction that the learning
+# rate multiplies and the step subtracts.
 OPTIMIZERS: dict[str, Callable[[OptimizerConfig, Parameters], optax.GradientTransformation]] = {
     "adamw": adamw,
     "lion": lion,

@@ -22,7 +22,7 @@ EPSILON = 1e-7
 
 
 class Form(NamedTuple):
-    """What matrices have in common that a device can stack. The first side is the shorter one."""
+    """Size and sharding of matrices that can be stacked. The first side is the shorter one."""
 
     sizes: tuple[int, int]  # of the sides of a whole matrix
     axes: tuple[tuple[str, ...], tuple[str, ...]]  # mesh axes that each side is split over
@@ -54,9 +54,9 @@ def orthogonalize(updates: Params, parameters: Parameters) -> Params:
     """Return the matrices of each weight with their singular values brought to about 1.
 
     Matrices of one form are stacked, over weights and layers, and each device of the mesh computes
-    an equal share of the stack. An all-to-all turns its pieces of all matrices into whole ones, and
-    another turns these back. The stack is padded to a multiple of the number of devices. In
-    bfloat16 on accelerators, as Keller Jordan's; in float32 on CPUs, where bfloat16 is slower.
+    an equal share of the stack. An all-to-all before it exchanges pieces of all matrices for whole
+    ones, another one after it undoes that. The stack is padded to a multiple of the number of
+    devices. Accelerators compute in bfloat16, as Keller Jordan does, CPUs in float32.
     """
     arrays, tree = jax.tree.flatten(updates)
     mesh, (views, mesh_shape) = parameters.mesh, _views(parameters)
@@ -67,7 +67,7 @@ def orthogonalize(updates: Params, parameters: Parameters) -> Params:
         mesh_shape,
         jnp.float32 if on_cpu else jnp.bfloat16,
     )
-    if mesh_shape:  # all-gathers make copies that the types of shard_map do not know as such
+    if mesh_shape:  # check_vma does not see that an all-gather's results are equal
         specs = [sharding.spec for sharding in jax.tree.leaves(parameters.shardings)]
         compute = jax.shard_map(
             compute, mesh=mesh, in_specs=(specs,), out_specs=specs, check_vma=False
@@ -76,10 +76,10 @@ def orthogonalize(updates: Params, parameters: Parameters) -> Params:
 
 
 def view(weight: Weight, spec: PartitionSpec) -> View:
-    """Return how a weight that is split as `spec` says is a stack of matrices.
+    """Return the view of a weight that is split as `spec` says.
 
-    Which way round a matrix is does not matter, nor the order of its rows and columns: the
-    orthogonal factor is turned round, and permuted, as the matrix is.
+    A matrix may be transposed, and its rows and columns reordered: its orthogonal factor then is,
+    too, and `View.unstack` undoes both.
     """
     spec = (*spec, *[None] * (len(weight.shape) - len(spec)))
 
@@ -140,7 +140,7 @@ def _n_devices(axes: tuple[str, ...], mesh_shape: Mapping[str, int]) -> int:
     return math.prod(mesh_shape[axis] for axis in axes)
 
 
-# What one device computes, inside `jax.shard_map`.
+# Computed by each device, inside `jax.shard_map`.
 
 
 def _on_a_device(

@@ -1,4 +1,4 @@
-"""What an optimizer is told of the parameters that it updates."""
+"""Descriptions of the parameters, for optimizers."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from jaxgpt.parallel.sharding import Params
 
 @dataclass(frozen=True)
 class Parameters:
-    """Descriptions of the parameters, in trees like theirs."""
+    """The parameters that an optimizer updates, in trees like theirs."""
 
     weights: Params  # a `Weight` each
     shardings: Params | None = None

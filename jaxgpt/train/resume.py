@@ -1,9 +1,6 @@
 """What a run goes on from, or starts from: what may differ from a checkpoint or weights."""
 
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +15,9 @@ from jaxgpt.config import (
     ModelConfig,
     UsageError,
     config_from_dict,
-    expand_user,
     should_evaluate,
 )
+from jaxgpt.convert import TRANSFORMERS, convert_apart, transformers_folder
 from jaxgpt.convert.families import COMPANIONS, read_model
 from jaxgpt.data.blend import blend_shares, parse_lines
 from jaxgpt.data.dataset import Dataset
@@ -33,7 +30,6 @@ _FREE_MODEL_KEYS = {"model.dropout", "model.attention"}
 EVAL_RECORDS = ("eval", "sample")  # the kinds of records that train.eval_interval asks for
 # Keys of `data` that change what a step computes.
 _MASK_KEYS = {"document_mask", "end_of_text"}
-TRANSFORMERS = "hf:"  # before a folder of transformers, in train.init_from
 CONVERTED = "init_from"  # the folder of a run in which that is converted
 # What decides which tokens a step sees: a change is allowed, and said.
 _ORDER_KEYS = ("train.batch_size", "train.seed")
@@ -150,17 +146,11 @@ def initial_model(init_from: str, out: str | None) -> dict[str, Any]:
 def _saved_model(init_from: str) -> ModelConfig:
     if init_from.startswith(TRANSFORMERS):
         try:
-            return read_model(_transformers_folder(init_from))
+            return read_model(transformers_folder(init_from, "train.init_from="))
         except UsageError as error:
             raise UsageError(f"train.init_from={init_from}: {error}") from None
     _, meta = newest_checkpoint(Path(init_from), f"train.init_from={init_from}")
     return config_from_dict(meta["config"], init_from).model
-
-
-def _transformers_folder(init_from: str) -> Path:
-    return Path(
-        expand_user(init_from.removeprefix(TRANSFORMERS), f"train.init_from={TRANSFORMERS}")
-    )
 
 
 def prepare_weights(
@@ -175,10 +165,10 @@ def prepare_weights(
     key, saved = f"train.init_from={given}", _saved_model(given)
     _check_model(config.model, saved, key)
     if given.startswith(TRANSFORMERS):
-        source = _transformers_folder(given).absolute()
+        source = transformers_folder(given, "train.init_from=").absolute()
         config = config.replace(train__init_from=f"{TRANSFORMERS}{source}")
         folder = directory / CONVERTED
-        _convert(source, folder, key)
+        convert_apart(source, folder, key)
     else:
         folder = Path(given).absolute()
         config = config.replace(train__init_from=str(folder))
@@ -206,18 +196,6 @@ def _check_model(model: ModelConfig, saved: ModelConfig, key: str) -> None:
             f"model.{name}={value}: the weights of {key} have model.{name}={then}; give that, or "
             "leave it out"
         )
-
-
-def _convert(source: Path, folder: Path, key: str) -> None:
-    """Convert a folder of transformers, in a process of its own: JAX has not started in this."""
-    shutil.rmtree(folder, ignore_errors=True)
-    words = [sys.executable, "-m", "jaxgpt.convert", "from-hf", str(source), "--out", str(folder)]
-    job = subprocess.run(
-        words, capture_output=True, text=True, env={**os.environ, "JAX_PLATFORMS": "cpu"}
-    )
-    if job.returncode:
-        reason = (job.stderr.strip().splitlines() or ["it was ended"])[-1]
-        raise UsageError(f"{key}: {reason.removeprefix('error: ')}")
 
 
 def _share_tokenizer(

@@ -43,7 +43,7 @@ class ShardedModel(NamedTuple):
 
     @property
     def parameters(self) -> Parameters:
-        """What the optimizer is told of the parameters."""
+        """Weights, and where their gradients lie, for the optimizer."""
         shardings = jax.tree.map(lambda one: NamedSharding(self.mesh, one.grad), self.layouts)
         return Parameters(weights(self.config.model), shardings)
 

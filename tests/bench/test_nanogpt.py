@@ -58,6 +58,10 @@ def test_weights_go_where_nanogpt_looks_for_them():
             ("--nanogpt", "{clone}", "--torch", "{ends}", "optimizer.name=lion"),
             "optimizer.name=lion: nanoGPT trains with adamw",
         ),
+        (
+            ("--nanogpt", "{clone}", "--torch", "{ends}", "model.position=rope"),
+            "model.position=rope: nanoGPT has no such model",
+        ),
     ],
 )
 def test_what_cannot_be_run_is_said_in_a_sentence(options, words, tmp_path):
@@ -73,7 +77,7 @@ def test_what_cannot_be_run_is_said_in_a_sentence(options, words, tmp_path):
 
 def test_only_devices_of_one_kind_are_compared_and_one_gpu(monkeypatch):
     check_same_device("python", "cpu")
-    with pytest.raises(UsageError, match="--torch=python: nanoGPT is on cuda and JAX on cpu"):
+    with pytest.raises(UsageError, match="--torch=python: PyTorch is on cuda and JAX on cpu"):
         check_same_device("python", "cuda")
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")  # the eight devices of the tests
     with pytest.raises(UsageError, match="shows 8 GPUs, .*; set CUDA_VISIBLE_DEVICES=0"):

@@ -1,4 +1,4 @@
-"""What Muon does on a mesh: every device orthogonalises its share of the matrices."""
+"""Muon on a mesh: every device orthogonalises its share of the matrices."""
 
 import functools
 import math

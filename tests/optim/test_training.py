@@ -1,4 +1,4 @@
-"""What every optimizer promises: the same on every mesh, nothing lost, nothing half done."""
+"""Promises of every optimizer: the same on every mesh, nothing lost, nothing half done."""
 
 import functools
 

@@ -1,4 +1,4 @@
-"""What a run that goes on may change of its optimizer."""
+"""Changes of the optimizer between a checkpoint and the run that goes on from it."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -56,6 +56,6 @@ def test_another_schedule_is_said():
     )
 
 
-def test_keys_that_a_checkpoint_is_too_old_to_have_had_their_defaults():
+def test_an_old_checkpoint_was_trained_with_the_defaults_of_newer_keys():
     keys = ("schedule", "momentum", "adamw_learning_rate", "wsd_decay", "wsd_decay_iters")
     assert notes((), (), forget=keys) == []

@@ -11,19 +11,22 @@ import statistics
 import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 from jaxgpt.bench.harness import PROG, Job, Result, Value, open_job
 from jaxgpt.bench.rounds import Rounds
-from jaxgpt.config import ModelConfig, UsageError, parse_args
+from jaxgpt.config import Config, ModelConfig, UsageError, is_changed, parse_args
 from jaxgpt.optim import learning_rate_schedule
+from jaxgpt.parallel.sharding import Params
 from jaxgpt.train.resume import initial_model
 
 MAX_BYTES = 2**30  # of batches, which are made before the first round
 VOCAB_OF_GPT2 = (50257, 50304)  # GPT-2's, and nanoGPT's padded one
+OPTIONS = ("n_layer", "n_head", "n_embd", "block_size", "bias", "dropout")  # of nanoGPT's models
+HAS = {*OPTIONS, "vocab_size", "attention"}
 WORKER = Path(__file__).with_name("worker.py")
 
 Train = Callable[[int], dict[str, Any]]  # number of steps -> the worker's answer
@@ -44,26 +47,46 @@ def run(
     config = parse_args(settings, PROG, initial_model)
     if not (nanogpt / "model.py").is_file():
         raise UsageError(f"--nanogpt={nanogpt}: has no model.py; give a clone of nanoGPT")
+    for key in sorted(vars(config.model).keys() - HAS):
+        if is_changed(config.model, key):
+            raise UsageError(f"model.{key}={getattr(config.model, key)}: nanoGPT has no such model")
+    other = Other("nanoGPT", "torch", str(nanogpt.absolute()), nanogpt_model)
+    return side_by_side(config, torch, other, steps, rounds, compile)
+
+
+class Other(NamedTuple):
+    """A program that trains beside ours."""
+
+    name: str
+    needs: str  # packages in its Python
+    library: str  # what `worker.py` makes its model of
+    model: Callable[[Params, ModelConfig], tuple[dict[str, Any], dict[str, np.ndarray]]]
+    """(our parameters, our model) -> (the options of its model, the parameters by its names)."""
+
+
+def side_by_side(
+    config: Config, torch: str, other: Other, steps: int, rounds: int, compile: bool
+) -> Result:
+    """Time rounds of steps of the trainer's loop and of another program; arguments as for `run`."""
     if config.optimizer.name != "adamw":
-        raise UsageError(f"optimizer.name={config.optimizer.name}: nanoGPT trains with adamw")
+        raise UsageError(f"optimizer.name={config.optimizer.name}: {other.name} trains with adamw")
     batch_bytes = 4 * config.train.batch_size * (config.model.block_size + 1)
     if batch_bytes * steps * (rounds + 1) > MAX_BYTES:
         raise UsageError(
             f"--steps={steps} --rounds={rounds}: batches of so many are more than 1 GiB; give fewer"
         )
-    # Or JAX would take three quarters of a GPU's memory at once, of which nanoGPT needs as much.
+    # Or JAX would take three quarters of a GPU's memory at once, of which the other needs as much.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    with open_job(config, alone=True) as job, worker(torch, nanogpt, job.folder) as (about, train):
+    with open_job(config, alone=True) as job, worker(torch, other, job.folder) as (about, train):
         trainer = Rounds(job, config)
         check_same_device(torch, about["device"])
-        write_task(trainer, (rounds + 1) * steps, compile, job.folder)
+        model = write_task(trainer, other, (rounds + 1) * steps, compile, job.folder)
         ours, theirs, losses = take_turns(trainer, train, steps, rounds, job)
         ratios = [b / a for a, b in zip(ours, theirs, strict=True)]
         config, mesh = trainer.run.config, trainer.mesh
         dtype = config.train.dtype
         about |= {"compile": compile, "dtype": dtype if about["device"] == "cuda" else "float32"}
-        of_both = "nanoGPT's tokens/s, the median of the rounds' own ratios"
-        vocab_sizes = [config.model.vocab_size, nanogpt_vocab_size(config.model)]
+        of_both = f"{other.name}'s tokens/s, the median of the rounds' own ratios"
         return {
             "config": config.config,
             "data": trainer.data,
@@ -71,14 +94,16 @@ def run(
             "dropout": Value(config.model.dropout, note="above 0, losses differ"),
             "mesh": dict(mesh.shape),
             "device_kind": mesh.devices.flat[0].device_kind,
-            "nanogpt": about,
+            other.name.lower(): about,
             "steps_per_round": steps,
             "step_seconds": Value(statistics.median(ours), "s"),
-            "nanogpt_step_seconds": Value(statistics.median(theirs), "s"),
+            f"{other.name.lower()}_step_seconds": Value(statistics.median(theirs), "s"),
             "ratio": Value(statistics.median(ratios), "x", of_both),
             "ratios": Value(ratios, "x"),
             **loss_difference(trainer.run.directory, losses),
-            "vocab_sizes": Value(vocab_sizes, note="ours, nanoGPT's"),
+            "vocab_sizes": Value(
+                [config.model.vocab_size, model["vocab_size"]], note=f"ours, {other.name}'s"
+            ),
         }
 
 
@@ -103,32 +128,35 @@ def take_turns(
 
 
 def check_same_device(python: str, device: str) -> None:
-    """Raise `UsageError` unless nanoGPT, on cpu or cuda, and JAX use the CPU, or both one GPU.
+    """Raise `UsageError` unless PyTorch, on cpu or cuda, and JAX use the CPU, or both one GPU.
 
-    CPU devices share the cores, as nanoGPT's threads do; of several GPUs nanoGPT uses one.
+    CPU devices share the cores, as PyTorch's threads do; of several GPUs PyTorch uses one.
     """
     on_gpu = jax.default_backend() == "gpu"
     if (device == "cuda") != on_gpu:
         raise UsageError(
-            f"--torch={python}: nanoGPT is on {device} and JAX on {jax.default_backend()}; give "
+            f"--torch={python}: PyTorch is on {device} and JAX on {jax.default_backend()}; give "
             "a Python whose torch has CUDA, or set JAX_PLATFORMS=cpu and CUDA_VISIBLE_DEVICES="
         )
     if on_gpu and jax.device_count() > 1:
         raise UsageError(
             f"CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES', '')}: shows "
-            f"{jax.device_count()} GPUs, and nanoGPT trains on one; set CUDA_VISIBLE_DEVICES=0"
+            f"{jax.device_count()} GPUs, and PyTorch trains on one; set CUDA_VISIBLE_DEVICES=0"
         )
 
 
-def write_task(trainer: Rounds, n_steps: int, compiled: bool, folder: Path) -> None:
-    """Write nanoGPT's task: our initial weights, and the batches of the first steps."""
+def write_task(
+    trainer: Rounds, other: Other, n_steps: int, compiled: bool, folder: Path
+) -> dict[str, Any]:
+    """Write the task of the other: our initial weights, and the batches of the first steps.
+
+    Return the options of its model.
+    """
     config = trainer.run.config
-    model, schedule = config.model, learning_rate_schedule(config.optimizer)
-    vocab_size = nanogpt_vocab_size(model)
-    keys = ("n_layer", "n_head", "n_embd", "block_size", "bias", "dropout")
-    steps = range(1, n_steps + 1)
+    schedule, steps = learning_rate_schedule(config.optimizer), range(1, n_steps + 1)
+    model, arrays = other.model(jax.device_get(trainer.state.params), config.model)
     task = {
-        "model": {key: getattr(model, key) for key in keys} | {"vocab_size": vocab_size},
+        "model": model,
         "lr": [float(schedule(step)) for step in steps],
         "weight_decay": config.optimizer.weight_decay,
         "betas": [config.optimizer.beta1, config.optimizer.beta2],
@@ -140,8 +168,17 @@ def write_task(trainer: Rounds, n_steps: int, compiled: bool, folder: Path) -> N
     (folder / "task.json").write_text(json.dumps(task))
     batches = [np.asarray(trainer.trainer.loader.batch(step)) for step in steps]
     np.save(folder / "batches.npy", np.stack(batches))
-    params = jax.device_get(trainer.state.params)
-    np.savez(folder / "weights.npz", **nanogpt_weights(params, model, vocab_size))
+    np.savez(folder / "weights.npz", **arrays)
+    return model
+
+
+def nanogpt_model(
+    params: Params, model: ModelConfig
+) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """Return the options of nanoGPT's model, and our parameters by its names."""
+    vocab_size = nanogpt_vocab_size(model)
+    options = {key: getattr(model, key) for key in OPTIONS} | {"vocab_size": vocab_size}
+    return options, nanogpt_weights(params, model, vocab_size)
 
 
 def nanogpt_vocab_size(model: ModelConfig) -> int:
@@ -182,16 +219,16 @@ def nanogpt_weights(
 
 
 @contextlib.contextmanager
-def worker(python: str, clone: Path, folder: Path) -> Iterator[tuple[dict[str, Any], Train]]:
-    """Start nanoGPT; yield its description of itself, and a function that trains steps.
+def worker(python: str, other: Other, folder: Path) -> Iterator[tuple[dict[str, Any], Train]]:
+    """Start the other; yield its description of itself, and a function that trains steps.
 
     Raises `UsageError` if it cannot be started, ends, or answers something else.
     """
-    remedy = "give the path of a Python that has torch"
-    with (folder / "nanogpt.log").open("w+") as log:
+    remedy = f"give the path of a Python that has {other.needs}"
+    with (folder / "worker.log").open("w+") as log:
         try:
             process = subprocess.Popen(
-                [python, str(WORKER), str(clone.absolute()), str(folder)],
+                [python, str(WORKER), other.library, str(folder)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
@@ -207,7 +244,9 @@ def worker(python: str, clone: Path, folder: Path) -> Iterator[tuple[dict[str, A
             except ValueError:
                 log.seek(0)
                 said = (line + log.read()).strip().rpartition("\n")[2]
-                raise UsageError(f"--torch={python}: nanoGPT fails ({said}); {remedy}") from None
+                raise UsageError(
+                    f"--torch={python}: {other.name} fails ({said}); {remedy}"
+                ) from None
 
         def train(n_steps: int) -> dict[str, Any]:
             with contextlib.suppress(BrokenPipeError):  # `answer` repeats its last words
@@ -223,7 +262,7 @@ def worker(python: str, clone: Path, folder: Path) -> Iterator[tuple[dict[str, A
 
 
 def loss_difference(directory: Path, losses: list[float]) -> dict[str, Any]:
-    """Return the largest difference between our logged losses and nanoGPT's of the same steps.
+    """Return the largest difference between our logged losses and the other's of the same steps.
 
     The log has the first step, and every train.log_interval-th: `losses_compared` of `losses`.
     """

@@ -1,9 +1,9 @@
-"""Training of nanoGPT's model in its own Python: `python worker.py CLONE FOLDER`.
+"""Training of a model of PyTorch in its own Python: `python worker.py LIBRARY FOLDER`.
 
-`jaxgpt.bench.nanogpt` starts it with a clone of nanoGPT and a folder. It writes a line of JSON
-about itself, and answers every line that it reads, a number of steps to train, with another one.
-Before the first of them the folder has `task.json`, the weights and the batches. A step does the
-same as in nanoGPT's train.py, on batches that are in memory.
+The benches start it with a clone of nanoGPT or the word `transformers`, and a folder. It writes a
+line of JSON about itself, and answers every line that it reads, a number of steps to train, with
+another one. Before the first of them the folder has `task.json`, the weights and the batches. A
+step does the same as in nanoGPT's train.py, on batches that are in memory.
 """
 
 import contextlib
@@ -13,24 +13,23 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
+from typing import Any
 
 import numpy as np
 import torch
 
 
 def main() -> None:
-    clone, folder = sys.argv[1:]
+    library, folder = sys.argv[1:]
     answers, sys.stdout = sys.stdout, sys.stderr  # nanoGPT prints
-    sys.path.insert(0, clone)
-    import model as nanogpt
-
+    if library == "transformers":
+        import transformers  # noqa: F401  or the bench hears of it too late
     device = "cuda" if torch.cuda.is_available() else "cpu"
     about = {"torch": torch.__version__, "threads": torch.get_num_threads(), "device": device}
     print(json.dumps(about), file=answers, flush=True)
     train_step = None
     for line in sys.stdin:
-        train_step = train_step or make_step(nanogpt, Path(folder), device)
+        train_step = train_step or make_step(library, Path(folder), device)
         began = time.perf_counter()
         losses = [train_step() for _ in range(int(line))]
         losses = [loss.item() for loss in losses]
@@ -38,17 +37,15 @@ def main() -> None:
         print(json.dumps(answer), file=answers, flush=True)
 
 
-def make_step(nanogpt: ModuleType, folder: Path, device: str) -> Callable[[], torch.Tensor]:
+def make_step(library: str, folder: Path, device: str) -> Callable[[], torch.Tensor]:
     """Return the function that trains the next step of the task, and returns its loss."""
     task = json.loads((folder / "task.json").read_text())
-    model = nanogpt.GPT(nanogpt.GPTConfig(**task["model"])).to(device)
+    make = make_transformers if library == "transformers" else make_nanogpt
+    model, optimizer = make(library, task, device)
     with np.load(folder / "weights.npz") as weights, torch.no_grad():
         state = model.state_dict()
         for name in weights.files:
             state[name].copy_(torch.from_numpy(weights[name]))
-    optimizer = model.configure_optimizers(
-        task["weight_decay"], task["lr"][0], tuple(task["betas"]), device
-    )
     network = torch.compile(model) if task["compile"] else model
     rows = torch.from_numpy(np.load(folder / "batches.npy").astype(np.int64)).to(device)
     cast = contextlib.nullcontext()  # as nanoGPT does it, which computes in float32 on CPUs
@@ -64,7 +61,7 @@ def make_step(nanogpt: ModuleType, folder: Path, device: str) -> Callable[[], to
         total = 0.0
         for part in rows[step].chunk(parts):
             with cast:
-                _, loss = network(part[:, :-1].contiguous(), part[:, 1:].contiguous())
+                _, loss = network(part[:, :-1].contiguous(), part[:, 1:].contiguous())[:2]
             (loss / parts).backward()
             total = total + loss.detach() / parts
         if task["grad_clip"]:
@@ -74,6 +71,49 @@ def make_step(nanogpt: ModuleType, folder: Path, device: str) -> Callable[[], to
         return total
 
     return train_step
+
+
+def make_nanogpt(
+    clone: str, task: dict[str, Any], device: str
+) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    """Return nanoGPT's model and its optimizer."""
+    sys.path.insert(0, clone)
+    import model as nanogpt
+
+    model = nanogpt.GPT(nanogpt.GPTConfig(**task["model"])).to(device)
+    betas = tuple(task["betas"])
+    return model, model.configure_optimizers(task["weight_decay"], task["lr"][0], betas, device)
+
+
+def make_transformers(
+    library: str, task: dict[str, Any], device: str
+) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    """Return a model of a config.json that returns logits and loss, with eager attention; AdamW."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    class Network(torch.nn.Module):
+        def __init__(self, model: torch.nn.Module):
+            super().__init__()
+            self.model = model
+
+        def forward(self, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            logits = self.model(input_ids=x, use_cache=False).logits
+            return logits, torch.nn.functional.cross_entropy(logits.flatten(0, 1), y.flatten())
+
+        def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, torch.Tensor]:
+            return self.model.state_dict(*args, **kwargs)
+
+    config = AutoConfig.for_model(**task["model"])
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").to(device)
+    groups = [
+        {
+            "params": [p for p in model.parameters() if (p.dim() > 1) == decays],
+            "weight_decay": task["weight_decay"] if decays else 0.0,
+        }
+        for decays in (True, False)
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=task["lr"][0], betas=tuple(task["betas"]))
+    return Network(model), optimizer
 
 
 if __name__ == "__main__":
