@@ -64,9 +64,10 @@ def check_resume(
             "or checkpoint.resume=True to go on from it"
         )
     saved, notes, changed = meta["config"], [], []
+    defaults = Config().to_dict()  # of keys that there were not yet: they change nothing
     for section in ("model", "train", "optimizer", "data", "parallel", "spike"):
         for key, value in config.to_dict()[section].items():
-            name, then = f"{section}.{key}", saved[section].get(key)
+            name, then = f"{section}.{key}", saved[section].get(key, defaults[section][key])
             if then == value or name == "parallel.mesh":  # of which the log has a line anyway
                 continue
             if section == "data" and key not in _MASK_KEYS:
