@@ -128,7 +128,7 @@ class TrainConfig:
     """Also evaluate, and write a sample, before the first step."""
     init_from: str | None = None
     """Weights to start a run from: a run directory, the --out of jaxgpt.convert, or hf:FOLDER of
-    transformers. They bring the model's options; the optimizer is new. A resumed run is past it."""
+    transformers. The model's options come from them; a resumed run ignores them."""
     trackers: tuple[str, ...] = ("tensorboard",)
     """Trackers that repeat metrics.jsonl, which is always written; `train.trackers=` for none."""
 

@@ -25,8 +25,8 @@ from jaxgpt.convert.torch_file import Global, Inert
 RANK = re.compile(r"mp_rank_(\d+)(?:_(\d+))?(?:_model_states\.pt)?")
 MOST_NESTED = 20
 FILES = ("model_optim_rng.pt", "model_rng.pt")
-# What such a file may hold besides tensors: objects of these packages, and of these names, stand
-# there inert. Their functions are not run either: what they would have made is not needed.
+# A file may hold objects of these packages and names beside the tensors. They are read as inert
+# names with arguments and fields: no class is looked up, no function is run.
 HARMLESS_PACKAGES = ("megatron", "deepspeed", "transformer_engine")
 HARMLESS_NAMES = {
     "argparse": ("Namespace",),

@@ -33,7 +33,7 @@ class FileTensor:
     """A tensor at an offset of a file, little-endian."""
 
     path: Path
-    name: str  # what an error calls it
+    name: str  # in errors
     dtype: str  # one of `FLOATS`, or of another program's words, which `read` refuses
     shape: tuple[int, ...]
     offset: int  # bytes

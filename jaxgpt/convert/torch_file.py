@@ -22,7 +22,7 @@ STORAGES = {
     "ShortStorage": ("int16", 2), "CharStorage": ("int8", 1), "ByteStorage": ("uint8", 1),
     "BoolStorage": ("bool", 1),
 }  # fmt: skip
-_SCALARS = (str, bytes, int, float, bool, type(None))  # what a key or a member of a set may be
+_SCALARS = (str, bytes, int, float, bool, type(None))  # types of keys and of members of sets
 
 
 class Global(NamedTuple):
@@ -289,7 +289,7 @@ _INSTRUCTIONS: dict[str, Callable[[_Machine, Any], None]] = {
     "BUILD": _Machine.set_fields,
     "BINPERSID": _Machine.storage,
 }  # fmt: skip
-# What may be called, and what stands for it here.
+# The functions that a pickle may call, and our replacements.
 _CALLS: dict[Global, Callable[..., Any]] = {
     Global("collections", "OrderedDict"): _Machine.ordered_dict,
     Global("builtins", "set"): _Machine.set_of,

@@ -1,4 +1,4 @@
-"""What a run goes on from, or starts from: what may differ from a checkpoint or weights."""
+"""The checkpoint or the weights that a run begins with, and what may differ from them."""
 
 import shutil
 from pathlib import Path
