@@ -1,4 +1,4 @@
-"""Where the tensors of another program go in our arrays, and back."""
+"""The place of each tensor of another program in our arrays, and both ways between them."""
 
 import math
 from collections.abc import Iterator, Mapping

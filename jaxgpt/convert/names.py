@@ -16,7 +16,7 @@ class Place(NamedTuple):
     """transposed: as torch's Linear, (outputs, inputs); interleaved: so, and q, k, v of a head
     follow each other (Megatron)."""
     part: int | None = None
-    """Of an array that holds several matrices: 0, 1, 2 of q, k, v; 0, 1 of k, v or gate, up."""
+    """Number in an array of several matrices: 0, 1, 2 of q, k, v; 0, 1 of k, v or gate, up."""
 
 
 def linear(ours: str, part: int | None = None) -> Place:

@@ -237,6 +237,18 @@ def test_a_tensor_cut_off_while_it_is_read_leaves_nothing(tmp_path, capsys, monk
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
 
 
+def test_a_conversion_that_is_interrupted_leaves_nothing(tmp_path, monkeypatch):
+    write(tmp_path / "a")
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(huggingface.WeightsWriter, "close", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        huggingface.from_hf(tmp_path / "a", tmp_path / "ours")
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+
+
 @pytest.mark.parametrize("kind", ["from-hf", "to-hf"])
 def test_a_full_disk_leaves_nothing(kind, tmp_path, capsys, monkeypatch):
     write(tmp_path / "a")
