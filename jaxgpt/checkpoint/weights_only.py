@@ -103,8 +103,8 @@ class WeightsReader:
     def blocks(self, weight: Weight) -> Iterator[tuple[int, np.ndarray]]:
         """Yield (number, layer) of each layer, and (first row, some rows) of other weights.
 
-        In memory is about `BLOCK_BYTES`, or what the processes that saved it wrote in one piece.
-        Raises `UsageError` if the array cannot be read, or is not what was saved.
+        About `BLOCK_BYTES` are in memory; all of the array, if its layers were saved in one piece,
+        as a run saves them. Raises `UsageError` if it cannot be read, or is not what was saved.
         """
         import tensorstore
 
