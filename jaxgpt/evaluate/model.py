@@ -104,9 +104,10 @@ class Model:
             train__batch_size=self.batch_size,
             train__loss_chunk=max(1, min(chunk, MAX_LOGITS // vocab_size)),
         )
-        self.trained, self.mesh_shape, self._is_main = trained, shape, cluster.is_main
+        self.trained, self.mesh_shape, self._cluster = trained, shape, cluster
         self.steps = make_steps(self.config, make_mesh(shape, cluster.hosts))
         self.params = trained.restore(self.steps.state_shapes.params)
+        self._scorers: dict[int, Callable[..., Any]] = {}  # by the length of rows
         self._generators: dict[tuple[Any, ...], Callable[..., jax.Array]] = {}
 
     @property
@@ -125,11 +126,12 @@ class Model:
         Both have the shape (T,); beyond a row's end the loss is 0.
         """
         in_flight: deque[tuple[int, Any]] = deque()
-        show = None if self._is_main else True  # on a terminal, of process 0
+        show = None if self._cluster.is_main else True  # on a terminal, of process 0
+        score = self._compile_scorer(rows.length)
         with tqdm(total=rows.size, unit=" rows", leave=False, disable=show) as progress:
             for first in itertools.count(0, self.batch_size):
                 if first < rows.size:
-                    scores = self.steps.eval_tokens(self.params, self._batch(rows, first))
+                    scores = score(self.params, self._batch(rows, first))
                     in_flight.append((min(self.batch_size, rows.size - first), scores))
                     if len(in_flight) <= IN_FLIGHT:
                         continue
@@ -139,6 +141,17 @@ class Model:
                 losses, likeliest = map(np.asarray, scores)
                 yield from zip(losses[:size], likeliest[:size], strict=True)
                 progress.update(size)
+
+    def _compile_scorer(self, length: int) -> Callable[..., Any]:
+        """Return the compiled `eval_tokens` of rows of a length, once all processes have it."""
+        import jax
+
+        if length not in self._scorers:
+            where = self.steps.batch_shape.sharding
+            batch = jax.ShapeDtypeStruct((self.batch_size, length + 1), np.int32, sharding=where)
+            self._scorers[length] = self.steps.eval_tokens.lower(self.params, batch).compile()
+            self._cluster.barrier()
+        return self._scorers[length]
 
     def _batch(self, rows: Rows, first: int) -> "jax.Array":
         """Return rows from `first` on, filled up with `NO_TOKEN`: int32 (batch_size, T+1).
