@@ -115,7 +115,9 @@ def test_without_a_tokenizer_bits_per_byte_are_left_out(run, tmp_path):
     for split in ("train", "val"):
         (np.arange(500) % 50).astype(np.uint16).tofile(tmp_path / f"{split}.bin")
     trained = find_trained(run, settings=[f"data.path={tmp_path}"])
-    assert open_split(trained, "val").count_bytes() == [500 - 10 - 1]  # byte 0 ends a text
+    assert open_split(trained, "val").count_bytes() == [
+        500 - 10
+    ]  # byte 0 ends a text, and is first
     bare = dataclasses.replace(trained, tokenizer=None)
     assert open_split(bare, "val").count_bytes() == [None]
     unknown = Loss(10.0, 5, None)
