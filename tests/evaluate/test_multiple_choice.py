@@ -121,6 +121,7 @@ def test_the_two_texts_are_encoded_together_and_spaces_go_to_the_second(tmp_path
         assert pair.context == tokenizer.encode("the cat").tolist()
         assert pair.continuation == tokenizer.encode(" sat").tolist()
     end = tokenizer.end_of_text
+    assert encode_pair(tokenizer, " ", "sat") == Pair([end], tokenizer.encode(" sat").tolist())
     assert encode_pair(tokenizer, "", " sat") == Pair([end], tokenizer.encode(" sat").tolist())
 
 
