@@ -62,7 +62,7 @@ def log_likelihoods(model: Model, pairs: Sequence[Pair]) -> list[LogLikelihood]:
         def read(i: int, members: list[int] = members) -> np.ndarray:
             return np.array(rows[members[i]], np.int32)
 
-        scores = model.score(Rows(len(members), length, read))
+        scores = model.score(Rows(len(members), length, read), with_likeliest=True)
         for number, (losses, likeliest) in zip(members, scores, strict=True):
             end, n = len(rows[number]) - 1, len(pairs[number].continuation)
             assert n <= end, (n, end)
