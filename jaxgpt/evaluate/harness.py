@@ -179,7 +179,8 @@ class JaxGPT(TemplateLM):
                     f"lm_eval: {str(text)[:80]!r} has {len(continuation)} tokens to predict, more "
                     f"than model.block_size={self.max_length}"
                 )
-        pairs = [(context, continuation) for _, context, continuation in requests]
+        before = [self.prefix_token_id]  # of a text that follows nothing but spaces
+        pairs = [(context or before, continuation) for _, context, continuation in requests]
         answers = [tuple(answer) for answer in self._team.call("log_likelihoods", pairs)]
         for (text, *_), answer in zip(requests, answers, strict=True):
             if text is not None:

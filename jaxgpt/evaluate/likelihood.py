@@ -35,13 +35,13 @@ def encode_pair(tokenizer: Tokenizer, context: str, continuation: str) -> Pair:
     As lm_eval's `TemplateLM._encode_pair`: spaces at the end of the context go to the continuation,
     whose first token mostly begins with one. An empty context is `prefix_token`.
     """
-    if not context:
+    stripped = context.rstrip()
+    continuation = context[len(stripped) :] + continuation
+    if not stripped:
         tokens, prefix = tokenizer.encode(continuation).tolist(), prefix_token(tokenizer)
         if tokens[:1] == [prefix]:
             return Pair(tokens[:1], tokens[1:])
         return Pair([prefix], tokens)
-    stripped = context.rstrip()
-    continuation = context[len(stripped) :] + continuation
     before = tokenizer.encode(stripped).tolist()
     whole = tokenizer.encode(stripped + continuation).tolist()
     return Pair(before, whole[len(before) :])
@@ -62,7 +62,7 @@ def log_likelihoods(model: Model, pairs: Sequence[Pair]) -> list[LogLikelihood]:
         def read(i: int, members: list[int] = members) -> np.ndarray:
             return np.array(rows[members[i]], np.int32)
 
-        scores = model.score(Rows(len(members), length, read))
+        scores = model.score(Rows(len(members), length, read), with_likeliest=True)
         for number, (losses, likeliest) in zip(members, scores, strict=True):
             end, n = len(rows[number]) - 1, len(pairs[number].continuation)
             assert n <= end, (n, end)

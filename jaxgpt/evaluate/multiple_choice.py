@@ -125,10 +125,10 @@ def _encode(
     return Question(pairs, tuple(choices), answer)
 
 
-def score_questions(model: Model, questions: Sequence[Question]) -> dict[str, float]:
+def score_questions(model: Model, questions: Sequence[Question]) -> dict[str, float | None]:
     """Return the share of right answers by each of `ACCURACIES`, and its standard error.
 
-    All processes of the job take part.
+    A single question has no standard error. All processes of the job take part.
     """
     scored = iter(log_likelihoods(model, [pair for q in questions for pair in q.pairs]))
     right = [q.is_right([next(scored).nats for _ in q.pairs]) for q in questions]
@@ -136,5 +136,5 @@ def score_questions(model: Model, questions: Sequence[Question]) -> dict[str, fl
     for name in ACCURACIES:
         share = sum(found[name] for found in right) / n
         out[name] = share
-        out[f"{name}_stderr"] = math.sqrt(share * (1 - share) / (n - 1)) if n > 1 else math.nan
+        out[f"{name}_stderr"] = math.sqrt(share * (1 - share) / (n - 1)) if n > 1 else None
     return out

@@ -41,7 +41,7 @@ def _figures(loss: Loss) -> dict[str, Any]:
     }
 
 
-def choice_record(model: Model, file: str, n: int, found: dict[str, float]) -> dict[str, Any]:
+def choice_record(model: Model, file: str, n: int, found: dict[str, Any]) -> dict[str, Any]:
     """Return the accuracies of multiple choice as JSON has them."""
     return about(model) | {"file": file, "questions": n} | found
 
@@ -58,7 +58,8 @@ def as_table(record: dict[str, Any]) -> str:
         lines = [f"{where}: {record['questions']:,} questions of {record['file']}"]
         for name in ACCURACIES:
             error = record[f"{name}_stderr"]
-            lines.append(f"{name:<10}{record[name]:8.2%}  ± {error:.2%}")
+            margin = "" if error is None else f"  ± {error:.2%}"
+            lines.append(f"{name:<10}{record[name]:8.2%}{margin}")
         return "\n".join(lines)
     lines = [
         f"{where}: split {record['split']}, rows of {record['block_size']} tokens, "

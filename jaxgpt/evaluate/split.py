@@ -187,7 +187,7 @@ def corpus_losses(model: Model, split: Split, n_bytes: list[int | None]) -> dict
     for source, windows, size in zip(split.dataset.sources, split.windows, n_bytes, strict=True):
         row_sums = []
         for row in range(len(windows)):
-            losses, _ = next(scores)
+            (losses,) = next(scores)
             row_sums.append(float(losses[windows.predicted(row)].sum(dtype=np.float64)))
         total = Loss(math.fsum(row_sums), windows.n_tokens - 1, size)
         found[source.entry.corpus].append(total)

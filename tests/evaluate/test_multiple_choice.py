@@ -12,6 +12,7 @@ from jaxgpt.data.tokenizers import ByteTokenizer, HFTokenizer, load_tokenizer
 from jaxgpt.evaluate.likelihood import Pair, encode_pair, log_likelihoods
 from jaxgpt.evaluate.model import find_trained
 from jaxgpt.evaluate.multiple_choice import read_questions
+from jaxgpt.evaluate.report import as_json, as_table
 
 
 @pytest.fixture(scope="module")
@@ -75,10 +76,20 @@ def test_accuracies_are_those_of_a_computation_by_hand(run, tmp_path, batch, mes
     for name, hits in right.items():
         assert found[name] == pytest.approx(np.mean(hits))
         assert found[f"{name}_stderr"] == pytest.approx(np.std(hits, ddof=1) / len(hits) ** 0.5)
+    table = as_table(found).splitlines()
+    assert table[0].endswith(f"{len(asked)} questions of {path}")
+    assert table[1].split()[:2] == ["acc", f"{found['acc']:.2%}"]
     read = read_questions(path, ByteTokenizer(), BLOCK)
     model = opened(run, batch, mesh)
     scored = log_likelihoods(model, [pair for q in read for pair in q.pairs])
     np.testing.assert_allclose([s.nats for s in scored], expected, atol=2e-5)
+
+
+def test_one_question_has_no_standard_error(run, tmp_path):
+    path = write(tmp_path / "q.jsonl", [{"question": "", "choices": ["a", "b"], "answer": 1}])
+    found = evaluated("--run", run, "--multiple-choice", path)
+    assert found["acc_stderr"] is None and found["acc"] in (0, 1)
+    assert "nonfinite" not in json.loads(as_json(found)) and "±" not in as_table(found)
 
 
 def test_a_continuation_is_greedy_if_each_token_is_the_likeliest(run):
@@ -110,6 +121,7 @@ def test_the_two_texts_are_encoded_together_and_spaces_go_to_the_second(tmp_path
         assert pair.context == tokenizer.encode("the cat").tolist()
         assert pair.continuation == tokenizer.encode(" sat").tolist()
     end = tokenizer.end_of_text
+    assert encode_pair(tokenizer, " ", "sat") == Pair([end], tokenizer.encode(" sat").tolist())
     assert encode_pair(tokenizer, "", " sat") == Pair([end], tokenizer.encode(" sat").tolist())
 
 

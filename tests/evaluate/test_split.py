@@ -1,5 +1,6 @@
 """The loss of a whole split, beside a plain loop over its windows."""
 
+import dataclasses
 import json
 import math
 
@@ -12,7 +13,7 @@ from jaxgpt.data.prepare.builtin import prepare_text
 from jaxgpt.data.token_file import TokenFile, Tokens
 from jaxgpt.evaluate.model import find_trained
 from jaxgpt.evaluate.report import as_json, as_table
-from jaxgpt.evaluate.split import Windows, read_pieces
+from jaxgpt.evaluate.split import Loss, Windows, open_split, read_pieces
 
 
 @pytest.fixture(scope="module")
@@ -110,11 +111,18 @@ def test_sources_of_a_blend_are_read_one_by_one(tmp_path):
     assert [line.split()[0] for line in table[2:]] == [*found["corpora"], "all"]
 
 
-def test_without_a_tokenizer_bits_per_byte_are_left_out(tmp_path):
+def test_without_a_tokenizer_bits_per_byte_are_left_out(run, tmp_path):
     for split in ("train", "val"):
         (np.arange(500) % 50).astype(np.uint16).tofile(tmp_path / f"{split}.bin")
-    run = train(tmp_path / "run", "model.vocab_size=50", f"data.path={tmp_path}")
-    found = evaluated("--run", run)
+    trained = find_trained(run, settings=[f"data.path={tmp_path}"])
+    assert open_split(trained, "val").count_bytes() == [
+        500 - 10
+    ]  # byte 0 ends a text, and is first
+    bare = dataclasses.replace(trained, tokenizer=None)
+    assert open_split(bare, "val").count_bytes() == [None]
+    unknown = Loss(10.0, 5, None)
+    assert (unknown + Loss(1.0, 1, 4)).bits_per_byte is unknown.bits_per_byte is None
+    found = evaluated("--run", run) | {"bytes": None, "bits_per_byte": None}
     assert json.loads(as_json(found))["bits_per_byte"] is None
     assert "no tokenizer is known" in as_table(found)
 
