@@ -67,7 +67,7 @@ class ModelConfig:
     """Number of tokens that a token attends to, with itself (Mistral); None is all before it."""
     logit_softcap: Positive | None = None
     """Bound of the logits, c tanh(logits / c) (Gemma 2); None is no bound."""
-    attention: Literal["auto", "xla", "cudnn", "pallas"] = "auto"
+    attention: Literal["auto", "xla", "cudnn"] = "auto"
     """Attention kernel; auto picks the fastest that can run, and the log says which."""
 
     @property

@@ -50,10 +50,6 @@ def _checks(config: Config) -> Iterator[tuple[bool, str]]:
     }
     for key, path in paths.items():
         yield path == "", f"{key}=: is empty; give a name, or leave it out"
-    yield (
-        data.end_of_text is not None and not data.document_mask,
-        f"data.end_of_text={data.end_of_text}: needs data.document_mask=True",
-    )
     given = [f"data.{key}" for key in ("path", "blend", "file_list") if getattr(data, key)]
     yield len(given) > 1, f"{' and '.join(given)}: are both given; give one of them"
     kept = checkpoint.interval * (checkpoint.keep - 1)
@@ -132,6 +128,11 @@ def mesh_shape(config: Config, n_devices: int | None = None) -> MeshShape:
             f"{key}: tensor={tensor} does not divide model.n_head={model.n_head}; "
             f"it can be {', '.join(divisors)}"
         )
+    if model.mlp_width % tensor:
+        raise UsageError(
+            f"{key}: tensor={tensor} does not divide the width of the MLP, {model.mlp_width} "
+            "(model.mlp_hidden, or what follows from model.n_embd); change one of them"
+        )
     if config.parallel.sequence_parallel and model.block_size % tensor:
         raise UsageError(
             f"parallel.sequence_parallel=True: tensor={tensor} ({key}) must divide "
@@ -196,7 +197,11 @@ _UNUSED = {
 
 
 def check_used(config: Config, given: Mapping[str, Sequence[str]]) -> None:
-    """Raise `UsageError` if the chosen optimizer or schedule ignores a setting that was typed."""
+    """Raise `UsageError` if a setting that was typed does nothing beside the others."""
+    if "data.end_of_text" in given and not config.data.document_mask:
+        raise UsageError(
+            f"data.end_of_text={config.data.end_of_text}: needs data.document_mask=True"
+        )
     for (choice, value), keys in _UNUSED.items():
         for key in keys if getattr(config.optimizer, choice) == value else ():
             if words := given.get(f"optimizer.{key}"):

@@ -61,7 +61,8 @@ def describe(kind: Any) -> str:
     """Return what a value must be, in a user's words."""
     arguments = typing.get_args(kind)
     if takes_many(kind):
-        return {int: "whole numbers", float: "numbers"}.get(arguments[0], "a list of texts")
+        numbers = {int: "whole numbers", float: "numbers, separated by spaces"}
+        return numbers.get(arguments[0], "a list of texts")
     if types.NoneType in arguments:
         return f"{describe(arguments[0])}, or None"
     if typing.get_origin(kind) is Literal:

@@ -1,4 +1,4 @@
-"""Causal self-attention: which kernel runs, and flash kernels of GPUs."""
+"""Causal self-attention: which kernel runs, and that of NVIDIA GPUs."""
 
 import functools
 import math
@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 
 from jaxgpt.config import ModelConfig, UsageError
-from jaxgpt.models.xla_attention import causal_attention, repeat_heads, xla_attention
+from jaxgpt.models.xla_attention import causal_attention, visible_keys, xla_attention
 
-BLOCK = 128  # positions, of `blockwise_attention` and of Pallas's kernel
+BLOCK = 128  # positions, of `blockwise_attention`
 # (q_BTHK, k_BTGK, v_BTGK, dropout keys_BH or None, starts_BT or None) -> out_BTHK. Head h reads
 # the keys and values of head h G // H. starts_BT, with data.document_mask, has the position where
 # each token's document begins: what is before is not attended to.
@@ -30,62 +30,49 @@ def cuda_capability(device: jax.Device) -> float:
 def choose_attention(
     config: ModelConfig, dtype: str, capability: float, document_mask: bool = False
 ) -> tuple[str, str]:
-    """Return the kernel that runs (xla, cudnn or pallas), and why.
+    """Return the kernel that runs, `xla` or `cudnn`, and why.
 
     Args:
         capability: of the devices, by `cuda_capability`.
         document_mask: data.document_mask.
 
     Raises:
-        UsageError: if the kernel that model.attention names cannot run.
+        UsageError: if model.attention=cudnn cannot run.
     """
-    flash = "pallas" if document_mask else "cudnn"
+    K, T = config.head_size, config.block_size
+    largest = 256 if capability >= 9 else 128  # of a head: Hopper's kernels take more
+    obstacle = None
+    if capability < 8:
+        obstacle = "cuDNN attention needs an NVIDIA GPU, A100 or newer"
+    elif dtype not in ("bfloat16", "float16"):
+        obstacle = f"cuDNN needs train.dtype=bfloat16, not {dtype}"
+    elif K % 8 or K > largest:
+        obstacle = f"cuDNN needs a head size that is a multiple of 8 up to {largest}, not {K}"
+    elif config.dropout:
+        obstacle = f"this cuDNN path has no dropout, and model.dropout={config.dropout}"
+    elif document_mask and T % 2:
+        obstacle = f"cuDNN needs an even model.block_size for data.document_mask, not {T}"
+    if config.attention == "cudnn" and obstacle:
+        raise UsageError(f"model.attention=cudnn: {obstacle}; use auto or xla")
     if config.attention == "xla":
         return "xla", "model.attention=xla"
-    if config.attention not in ("auto", flash):
-        other = "cudnn" if flash == "pallas" else "pallas"
-        wants = "has no documents" if other == "cudnn" else "is for data.document_mask=True"
-        raise UsageError(f"model.attention={other}: {wants}; use auto, {flash} or xla")
-    obstacle = _obstacle(config, flash, dtype, capability)
-    if config.attention == flash and obstacle:
-        raise UsageError(f"model.attention={flash}: {obstacle}; use auto or xla")
-    return ("xla", obstacle) if obstacle else (flash, "flash attention, O(T) memory")
-
-
-def _obstacle(config: ModelConfig, flash: str, dtype: str, capability: float) -> str | None:
-    """Return why a flash kernel cannot run; None if it can."""
-    K, T = config.head_size, config.block_size
-    name = {"cudnn": "cuDNN", "pallas": "Pallas's kernel"}[flash]
-    # Hopper's kernels of cuDNN take larger heads.
-    largest = 256 if capability >= 9 and flash == "cudnn" else 128
-    if capability < 8:
-        return f"{name} needs an NVIDIA GPU, A100 or newer"
-    if dtype not in ("bfloat16", "float16"):
-        return f"{name} needs train.dtype=bfloat16, not {dtype}"
-    if K % 8 or K > largest:
-        return f"{name} needs a head size that is a multiple of 8 up to {largest}, not {K}"
-    if config.dropout:
-        return f"{name} has no dropout here, and model.dropout={config.dropout}"
-    if flash == "pallas" and T % BLOCK:
-        return f"{name} needs model.block_size to be a multiple of {BLOCK}, not {T}"
-    if flash == "pallas" and config.sliding_window:
-        return f"{name} has no model.sliding_window={config.sliding_window}"
-    return None
+    if obstacle:
+        return "xla", obstacle
+    mask = ", and a mask of documents, 2 T^2 bytes a row" if document_mask else ""
+    return "cudnn", f"flash attention, O(T) memory{mask}"
 
 
 def fallback_warnings(
     config: ModelConfig, kernel: str, reason: str, capability: float
 ) -> list[str]:
-    """Return a warning where an NVIDIA GPU could have a flash kernel, and this run does without."""
-    if kernel != "xla" or config.attention != "auto" or capability < 8:
+    """Return a warning where an NVIDIA GPU could have cuDNN's kernel, and this run does without."""
+    if kernel == "cudnn" or config.attention != "auto" or capability < 8:
         return []
-    return [f"attention runs without a flash kernel, in O(T^2) memory and slower: {reason}"]
+    return [f"attention runs without cuDNN, in O(T^2) memory and slower: {reason}"]
 
 
 def make_attention(kernel: str, config: ModelConfig) -> Attention:
     """Return the attention function of a kernel that `choose_attention` named."""
-    if kernel == "pallas":
-        return pallas_attention
     if kernel == "cudnn":
         return functools.partial(cudnn_attention, window=config.sliding_window)
     return functools.partial(causal_attention, dropout=config.dropout, window=config.sliding_window)
@@ -99,38 +86,18 @@ def cudnn_attention(
     starts_BT: jax.Array | None = None,
     window: int | None = None,
 ) -> jax.Array:
-    """Attend by cuDNN's fused flash kernel, which never holds the T x T scores."""
-    del keys_BH, starts_BT  # choose_attention does not pick this kernel with dropout or documents
-    return jax.nn.dot_product_attention(
-        q_BTHK,
-        k_BTGK,
-        v_BTGK,
-        is_causal=True,
-        local_window_size=None if window is None else (window - 1, 0),
-        implementation="cudnn",
-    )
+    """Attend by cuDNN's fused flash kernel, which never holds the scores of all heads.
 
-
-def pallas_attention(
-    q_BTHK: jax.Array,
-    k_BTGK: jax.Array,
-    v_BTGK: jax.Array,
-    keys_BH: jax.Array | None,
-    starts_BT: jax.Array | None,
-    interpret: bool = False,
-) -> jax.Array:
-    """Attend by JAX's flash kernel in Pallas, whose segments are the documents of a row.
-
-    `interpret` computes it on a CPU, for tests.
+    For documents it takes a mask that all heads share.
     """
-    from jax.experimental.pallas.ops.gpu.attention import mha  # half a second of imports
-
     del keys_BH  # choose_attention does not pick this kernel with dropout
-    H, K = q_BTHK.shape[2:]
-    k_BTHK, v_BTHK = repeat_heads(k_BTGK, H), repeat_heads(v_BTGK, H)
-    return mha(
-        q_BTHK, k_BTHK, v_BTHK, starts_BT, sm_scale=K**-0.5, causal=True, interpret=interpret
+    attend = functools.partial(
+        jax.nn.dot_product_attention, q_BTHK, k_BTGK, v_BTGK, implementation="cudnn"
     )
+    if starts_BT is not None:
+        positions_T = jnp.arange(q_BTHK.shape[1])
+        return attend(mask=visible_keys(positions_T, positions_T, window, starts_BT))
+    return attend(is_causal=True, local_window_size=None if window is None else (window - 1, 0))
 
 
 def blockwise_attention(
@@ -143,7 +110,7 @@ def blockwise_attention(
 ) -> jax.Array:
     """Attend a block of positions after the other, in memory that grows with T and not T^2.
 
-    It stands for a flash kernel where `jaxgpt.plan` compiles without an NVIDIA GPU.
+    It stands for cuDNN's kernel where `jaxgpt.plan` compiles without an NVIDIA GPU.
     """
     del keys_BH
     B, T, H, K = q_BTHK.shape

@@ -22,7 +22,8 @@ class SwiGLU(nnx.Module):
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
         gate_BTF, up_BTF = (x.squeeze(2) for x in jnp.split(self.gate_up(x_BTD), 2, axis=2))
-        return self.down(jax.nn.silu(gate_BTF) * up_BTF)
+        gate_BTF = jax.nn.silu(gate_BTF.astype(jnp.float32))  # as GELU, rounded once
+        return self.down((gate_BTF * up_BTF).astype(up_BTF.dtype))
 
 
 def squared_relu(x: jax.Array) -> jax.Array:

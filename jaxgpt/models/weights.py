@@ -25,6 +25,7 @@ class Weight:
     axes: LogicalAxes  # what each dim means; `layers` comes first in those stacked over layers
     role: str  # matrix, bias, scale, token_embedding, position_embedding or output_embedding
     n_inputs: int = 0  # dims of a matrix, after `layers`, that a product sums over; 0 for a vector
+    n_padding: int = 0  # rows of zeros at the end, which fill up a vocabulary
 
     @property
     def size(self) -> int:
@@ -70,7 +71,12 @@ def weights(config: ModelConfig) -> Params:
         stacked = ("layers",) if path[0] == "layers" else ()
         axes = stacked + metadata["logical_axes"]
         described[path] = Weight(
-            "/".join(path), param.shape, axes, metadata["role"], metadata.get("n_inputs", 0)
+            name="/".join(path),
+            shape=param.shape,
+            axes=axes,
+            role=metadata["role"],
+            n_inputs=metadata.get("n_inputs", 0),
+            n_padding=param.shape[0] - config.vocab_size if axes[0] == "vocab" else 0,
         )
     return nnx.traversals.unflatten_mapping(described)
 
@@ -88,15 +94,11 @@ def count_parameters(config: ModelConfig) -> tuple[int, int]:
         positions and, where the output layer has weights of its own, of tokens. Of GPT-2 it is how
         nanoGPT reports a model.
     """
-
-    def size(weight: Weight) -> int:
-        rows = config.vocab_size if weight.axes[0] == "vocab" else weight.shape[0]
-        return weight.size // weight.shape[0] * rows
-
     found = jax.tree.leaves(weights(config))
     looked_up = LOOKED_UP_ROLES[1:] if config.tie_embeddings else LOOKED_UP_ROLES
-    total = sum(map(size, found))
-    return total, total - sum(size(w) for w in found if w.role in looked_up)
+    sizes = [w.size - w.size // w.shape[0] * w.n_padding for w in found]
+    total = sum(sizes)
+    return total, total - sum(n for w, n in zip(found, sizes, strict=True) if w.role in looked_up)
 
 
 def activation_bytes(model: ModelConfig, with_logits: bool = True) -> int:

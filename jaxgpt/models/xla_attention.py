@@ -81,9 +81,15 @@ def xla_attention(
         position_offset: position of the first query.
         key_positions_S: positions of the keys, where they are not 0, 1, ...
     """
-    T, S, (H, K) = q_BTHK.shape[1], k_BSGK.shape[1], q_BTHK.shape[2:]
-    scores_BHTS = inner_products(q_BTHK * K**-0.5, repeat_heads(k_BSGK, H))
-    is_seen = _visible(position_offset + jnp.arange(T), key_positions_S, S, window, starts_BT)
+    T, H, K = q_BTHK.shape[1:]
+    k_BSHK = repeat_heads(k_BSGK, H)
+    if q_BTHK.dtype == jnp.float32:
+        scores_BHTS = inner_products(q_BTHK * K**-0.5, k_BSHK)
+    else:  # scaled queries would be rounded
+        scores_BHTS = inner_products(q_BTHK, k_BSHK) * K**-0.5
+    if key_positions_S is None:
+        key_positions_S = jnp.arange(k_BSGK.shape[1])
+    is_seen = visible_keys(position_offset + jnp.arange(T), key_positions_S, window, starts_BT)
     weights_BHTS = jax.nn.softmax(jnp.where(is_seen, scores_BHTS, -jnp.inf), axis=-1)
     if keys_BH is not None and dropout > 0:
 
@@ -95,15 +101,13 @@ def xla_attention(
     return jnp.einsum("BHTS,BSHK->BTHK", weights_BHTS.astype(v_BSHK.dtype), v_BSHK)
 
 
-def _visible(
+def visible_keys(
     positions_T: jax.Array,
-    key_positions_S: jax.Array | None,
-    S: int,
+    key_positions_S: jax.Array,
     window: int | None,
     starts_BT: jax.Array | None,
 ) -> jax.Array:
-    """Return which keys each query attends to: (T, S), or (B, 1, T, S) with documents."""
-    key_positions_S = jnp.arange(S) if key_positions_S is None else key_positions_S
+    """Return which keys each query attends to: booleans (T, S), or (B, 1, T, S) with documents."""
     is_seen = positions_T[:, None] >= key_positions_S[None, :]
     if window is not None:
         is_seen &= positions_T[:, None] - key_positions_S[None, :] < window

@@ -107,9 +107,10 @@ def _divide_factored(
 def _clip_and_scale(weight: Weight, direction: jax.Array, param: jax.Array) -> jax.Array:
     """Return a direction of at most `CLIPPING_THRESHOLD`, times the RMS of each matrix."""
     _, inputs, outputs = weight.matrix_dims
+    real = weight.shape[0] / (weight.shape[0] - weight.n_padding)  # zeros would make it smaller
 
     def rms(x: jax.Array) -> jax.Array:
-        return jnp.sqrt(jnp.square(x).mean(inputs + outputs, keepdims=True))
+        return jnp.sqrt(real * jnp.square(x).mean(inputs + outputs, keepdims=True))
 
     clipped = direction / jnp.maximum(1.0, rms(direction) / CLIPPING_THRESHOLD)
     return clipped * jnp.maximum(rms(param), LEAST_SCALE)

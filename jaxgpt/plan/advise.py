@@ -24,7 +24,8 @@ def search_meshes(
     """
     plans = []
     for tensor in range(1, devices_per_host + 1):
-        if devices_per_host % tensor or config.model.n_head % tensor:
+        splits_heads = config.model.n_head % tensor == config.model.mlp_width % tensor == 0
+        if devices_per_host % tensor or not splits_heads:
             continue
         sequence_parallel = tensor > 1 and config.model.block_size % tensor == 0
         chosen = config.replace(parallel__sequence_parallel=sequence_parallel)

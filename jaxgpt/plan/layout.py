@@ -98,7 +98,7 @@ class Plan:
         if remat == "none":
             return 0
         linear = 2 * sum(w.size for w in layer_matrices(model)) if remat == "full" else 0
-        return 4 * model.n_layer * model.n_embd * model.block_size + linear
+        return 4 * model.n_layer * model.n_head * model.head_size * model.block_size + linear
 
     @property
     def hosts(self) -> list[int]:

@@ -152,7 +152,7 @@ COMMANDS_WORK = [
     ("sample --run runs/a --num_samples=3", "num_samples", 3),
     ("sample --run runs/a --max_new_tokens 50 --top_k=20", "top_k", 20),
     ("sample --run runs/a --temperature=0.5 --seed=2", "temperature", 0.5),
-    ("evaluate --out_dir=runs/a", "run", Path("runs/a")),
+    ("evaluate --out_dir=runs/a", "run", "runs/a"),
     ("evaluate --run runs/a --batch_size 8", "batch", 8),
     ("launch -np 8 -ppn 4", "ppn", 4),
     ("launch -ppn 4 --hostfile hosts", "hosts", "hosts"),

@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 
 from jaxgpt.config import ModelConfig, UsageError, load_config
-from jaxgpt.models.attention import blockwise_attention, choose_attention, pallas_attention
+from jaxgpt.models.attention import blockwise_attention, choose_attention
 from jaxgpt.models.mlp import MLPS
 from jaxgpt.models.rope import rope_frequencies
 from jaxgpt.models.transformer import GPT
@@ -230,25 +230,6 @@ def test_blocks_are_the_whole(kernel, window, has_documents):
         np.testing.assert_allclose(found, expected, atol=2e-5)
 
 
-@pytest.mark.long
-def test_pallas_kernel_is_attention_inside_documents():
-    """Interpreted: the arithmetic of JAX's kernel with our documents as its segments."""
-    q, k, v = (
-        jax.random.normal(jax.random.key(i), (1, 256, heads, 64))
-        for i, heads in enumerate((2, 1, 1))
-    )
-    starts = jnp.array([[0] * 100 + [100] * 30 + [130] * 126])
-
-    def pallas(q, k, v):
-        return pallas_attention(q, k, v, None, starts, interpret=True)
-
-    def xla(q, k, v):
-        return xla_attention(q, k, v, None, starts)
-
-    for found, expected in zip(outcome(pallas, q, k, v), outcome(xla, q, k, v), strict=True):
-        np.testing.assert_allclose(found, expected, atol=1e-4)
-
-
 def outcome(attend, *qkv):
     """The result, and the gradients of q, k and v of the sum of its squares."""
     return attend(*qkv), *jax.grad(lambda qkv: (attend(*qkv) ** 2).sum())(qkv)
@@ -257,23 +238,16 @@ def outcome(attend, *qkv):
 @pytest.mark.parametrize(
     ("options", "kernel", "reason"),
     [
-        ({"block_size": 1024}, "pallas", "flash"),
-        ({"block_size": 1000}, "xla", "multiple of 128, not 1000"),
-        ({"block_size": 1024, "sliding_window": 100}, "xla", "sliding_window=100"),
+        ({"block_size": 1024}, "cudnn", "mask of documents"),
+        ({"block_size": 1024, "sliding_window": 100}, "cudnn", "mask of documents"),
+        ({"block_size": 1001}, "xla", "even model.block_size for data.document_mask, not 1001"),
         ({"block_size": 1024, "attention": "xla"}, "xla", "model.attention=xla"),
     ],
 )
-def test_documents_have_a_kernel_of_their_own(options, kernel, reason):
+def test_documents_need_a_mask(options, kernel, reason):
     config = ModelConfig(n_head=12, n_embd=768, **options)
     chosen, why = choose_attention(config, "bfloat16", 9.0, document_mask=True)
     assert chosen == kernel and reason in why
-
-
-@pytest.mark.parametrize(("attention", "masks"), [("cudnn", True), ("pallas", False)])
-def test_a_kernel_for_the_other_case_is_refused(attention, masks):
-    config = ModelConfig(n_head=12, n_embd=768, block_size=1024, attention=attention)
-    with pytest.raises(UsageError, match=f"model.attention={attention}: .*; use auto"):
-        choose_attention(config, "bfloat16", 9.0, document_mask=masks)
 
 
 @pytest.mark.parametrize(
@@ -291,7 +265,6 @@ def test_a_kernel_for_the_other_case_is_refused(attention, masks):
         ),
         (["model.position=rope", "model.head_dim=7"], "model.head_dim=7"),
         (["model.bias=True", "model.qkv_bias=True"], "model.qkv_bias=True"),
-        (["data.end_of_text=3"], "needs data.document_mask=True"),
         (["model.norm=batchnorm"], "model.norm=batchnorm: must be one of layernorm, rmsnorm"),
         (["model.mlp=swish"], ""),
     ],

@@ -5,7 +5,7 @@ import pytest
 
 from arrays import random_like
 from jaxgpt.config import ModelConfig, OptimizerConfig
-from jaxgpt.models.weights import weights
+from jaxgpt.models.weights import Weight, weights
 from jaxgpt.optim import Parameters, make_optimizer
 from jaxgpt.optim.adafactor import is_factored
 
@@ -70,3 +70,20 @@ def test_a_gradient_of_any_size_has_a_finite_direction(gradient):
     directions, _ = optimizer.update(gradients, optimizer.init(params), params)
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(directions))
     assert (np.asarray(directions["token_embedding"]["embedding"])[5:] == 0).all()
+
+
+def test_what_fills_up_a_vocabulary_changes_nothing():
+    """Its rows of zeros are no part of the RMS that an update is relative to."""
+    config = OptimizerConfig(name="adafactor", weight_decay=0.0)
+    draw = np.random.default_rng(0).normal
+    table, gradient = draw(size=(2, 129, 8)).astype(np.float32)
+    found = []
+    for padding in (0, 127):
+        rows = ((0, padding), (0, 0))
+        weight = Weight(
+            "t/embedding", (129 + padding, 8), ("vocab", "embed"), "token_embedding", 1, padding
+        )
+        params, grads = {"t": np.pad(table, rows)}, {"t": np.pad(gradient, rows)}
+        optimizer = make_optimizer(config, Parameters({"t": weight}))
+        found.append(optimizer.update(grads, optimizer.init(params), params)[0]["t"][:129])
+    np.testing.assert_allclose(*found, rtol=1e-5)

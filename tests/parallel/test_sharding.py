@@ -2,7 +2,7 @@ import jax
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from jaxgpt.config import MeshShape, load_config
+from jaxgpt.config import MeshShape, UsageError, load_config
 from jaxgpt.parallel.mesh import make_mesh
 from jaxgpt.parallel.sharding import (
     gradient_rules,
@@ -103,3 +103,9 @@ def test_what_cannot_be_divided_is_said(mesh, stage, words):
     with limited_devices(mesh.n_devices):
         steps = make_steps(config, make_mesh(mesh))
     assert steps.warnings == (words,)
+
+
+def test_an_mlp_that_tensor_does_not_divide_is_refused():
+    """Its devices would each compute all of it, and add up as many times the result."""
+    with pytest.raises(UsageError, match="tensor=2 does not divide the width of the MLP, 65"):
+        load_config("tiny", "--mesh", "1,1,2", "model.mlp_hidden=65")

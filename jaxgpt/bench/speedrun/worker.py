@@ -12,10 +12,12 @@ import sys
 from pathlib import Path
 
 CONFIG = "config/train_shakespeare_char.py"
-# The line for a CPU in nanoGPT's README, section "I only have a macbook".
+# The line for a CPU in nanoGPT's README, section "I only have a macbook", but for what is not
+# training: it evaluates at its begin and end only, and saves its last weights.
 OPTIONS = (
     "--device=cpu --compile=False --eval_iters=20 --log_interval=1 --block_size=64 --batch_size=12 "
-    "--n_layer=4 --n_head=4 --n_embd=128 --max_iters=2000 --lr_decay_iters=2000 --dropout=0.0"
+    "--n_layer=4 --n_head=4 --n_embd=128 --max_iters=2000 --lr_decay_iters=2000 --dropout=0.0 "
+    "--eval_interval=2000 --always_save_checkpoint=True"
 ).split()
 OUT = "out-shakespeare-char"
 

@@ -25,7 +25,8 @@ def header_lines(
     """Return the lines that a run begins its log with; `facts` are those of `initialize_jax`."""
     config, mesh, parallel, spike = run.config, steps.mesh, run.config.parallel, run.config.spike
     total, multiplied = steps.n_parameters
-    looked_up = "positions" if config.model.tie_embeddings else "embeddings that are looked up"
+    what = "positions" if config.model.tie_embeddings else "embeddings that are looked up"
+    looked_up = f" ({total:,} with {what})" if total > multiplied else ""
     found = jax.tree.leaves(weights(config.model))
     decayed = [w.size for w in found if w.is_decayed]
     kept = [w.size for w in found if not w.is_decayed]
@@ -42,7 +43,7 @@ def header_lines(
         ),
         f"mesh: {describe(mesh)}; zero_stage={parallel.zero_stage} "
         f"sequence_parallel={parallel.sequence_parallel} remat={parallel.remat}",
-        f"model: {multiplied / 1e6:.2f}M parameters ({total:,} with {looked_up})",
+        f"model: {multiplied / 1e6:.2f}M parameters{looked_up}",
         f"weight decay: {sum(decayed):,} parameters in {len(decayed)} arrays; "
         f"not of {sum(kept):,} in {len(kept)}",
         *optimizer_lines(config),
@@ -94,10 +95,11 @@ def vocabulary_lines(run: Run, rates: Rates, steps: StepFunctions) -> list[str]:
     model, tokenizer = run.config.model, run.dataset.tokenizer
     if tokenizer is None or tokenizer.vocab_size > model.vocab_size / 2:
         return []
+    tables = 1 if model.tie_embeddings else 2
     unused = (model.vocab_size - tokenizer.vocab_size) * model.n_embd
     return [
         f"vocabulary: the data has {tokenizer.vocab_size} tokens, "
-        f"model.vocab_size={model.vocab_size}: {unused / 1e6:.1f}M of "
+        f"model.vocab_size={model.vocab_size}: {tables * unused / 1e6:.1f}M of "
         f"{steps.n_parameters[0] / 1e6:.1f}M parameters and "
         f"{6 * unused / rates.flops_per_token:.0%} of the FLOPs are for tokens that never occur; "
         f"model.vocab_size={tokenizer.vocab_size} in a new run saves them"
