@@ -1,6 +1,7 @@
 """Small runs to be evaluated, and references that share no code with the evaluation."""
 
 import contextlib
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -44,7 +45,7 @@ def evaluated(*words, mesh="1,1,1"):
     if arguments.dataset:
         settings.append(f"data.dataset={arguments.dataset}")
     with devices_of(mesh):
-        return evaluate(arguments, settings, ProcessGroup(launcher="test"))
+        return evaluate(Path(arguments.run), arguments, settings, ProcessGroup(launcher="test"))
 
 
 def opened(run, batch=4, mesh="1,1,1"):

@@ -24,6 +24,9 @@ from jaxgpt.convert.torch_file import Global, Inert
 
 RANK = re.compile(r"mp_rank_(\d+)(?:_(\d+))?(?:_model_states\.pt)?")
 MOST_NESTED = 20
+MAX_NAME = 200  # characters of a key
+# Names that the last stage of a pipeline has for the embedding of the first.
+HEADS = ("word_embeddings_for_head.", "output_layer.")
 FILES = ("model_optim_rng.pt", "model_rng.pt")
 # A file may hold objects of these packages and names beside the tensors. They are read as inert
 # names with arguments and fields: no class is looked up, no function is run.
@@ -43,11 +46,15 @@ HARMLESS_NAMES = {
 }
 # Arguments that must have these values, where they are given at all.
 SUPPORTED: dict[str, tuple[Any, ...]] = {
-    "normalization": ("LayerNorm",),
+    "normalization": ("LayerNorm", "layernorm"),  # of Megatron-LM, of Megatron-DeepSpeed
     "swiglu": (False,),
     "squared_relu": (False,),
+    "quick_geglu": (False,),
     "position_embedding_type": ("learned_absolute",),
     "use_rotary_position_embeddings": (False,),
+    "use_alibi_position_embeddings": (False,),
+    "alibi": (False,),
+    "window_size": (None,),
     "group_query_attention": (False,),
     "apply_layernorm_1p": (False,),
     "apply_residual_connection_post_layernorm": (False,),
@@ -175,7 +182,15 @@ def load(file: Path) -> tuple[dict[str, Any], dict[str, FileTensor]]:
         raise UsageError(f"{file}: has no model and args; give a checkpoint of Megatron's")
     if not isinstance(version, int | float) or version < 2:
         raise UsageError(f"{file}: has checkpoint_version {version}; 2 and 3 are read")
-    return {key: _plain(value) for key, value in arguments.fields.items()}, flat(model)
+    values = {key: _argument(value) for key, value in arguments.fields.items()}
+    return values, flat(model, file)
+
+
+def _argument(value: Any) -> Any:
+    """Return a number, a text, or a list of these; None of anything else."""
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return _plain(value)
 
 
 def _plain(value: Any) -> Any:
@@ -185,19 +200,34 @@ def _plain(value: Any) -> Any:
     return value if isinstance(value, str | int | float) else None
 
 
-def flat(tree: Mapping[str, Any], prefix: str = "", depth: int = 0) -> dict[str, FileTensor]:
-    """Return the tensors of nested dictionaries, by the names of the table."""
-    if depth > MOST_NESTED:
-        raise UsageError(f"{prefix[:50]}: is nested more than {MOST_NESTED} deep")
-    out = {}
-    for key, value in tree.items():
-        name = f"{prefix}{key}"
-        if isinstance(value, dict):
-            out |= flat(value, f"{name}.", depth + 1)
-        elif isinstance(value, FileTensor) and not name.endswith("_extra_state"):
-            for found, ours in MEGATRON_SPELLINGS.items():
-                name = name.replace(found, ours)
-            out[name] = value
+def flat(tree: Mapping[Any, Any], file: Path) -> dict[str, FileTensor]:
+    """Return the tensors of nested dictionaries, by the names of the table.
+
+    A dictionary that stands in two places is refused: a few that share others, level by level,
+    would have endlessly many tensors.
+    """
+    out: dict[str, FileTensor] = {}
+    seen: set[int] = set()
+
+    def add(tree: Mapping[Any, Any], prefix: str, depth: int) -> None:
+        if depth > MOST_NESTED or id(tree) in seen:
+            fault = "stands in two places" if id(tree) in seen else "is nested too deep"
+            raise UsageError(f"{file}: its dictionary {prefix[:50]} {fault}; save the model again")
+        seen.add(id(tree))
+        for key, value in tree.items():
+            if not isinstance(value, dict | FileTensor):
+                continue
+            if type(key) is not str or len(key) > MAX_NAME:
+                raise UsageError(f"{file}: holds a tensor by no name of Megatron's")
+            name = f"{prefix}{key}"
+            if isinstance(value, dict):
+                add(value, f"{name}.", depth + 1)
+            elif not name.endswith("_extra_state"):
+                for found, ours in MEGATRON_SPELLINGS.items():
+                    name = name.replace(found, ours)
+                out[name] = value
+
+    add(tree, "", 0)
     return out
 
 
@@ -211,12 +241,13 @@ def merged(
     n_layer = arguments.get("num_layers")
     if type(n_layer) is not int or n_layer % n_pipeline:
         raise UsageError(f"{files[0, 0]}: num_layers={n_layer} in {n_pipeline} stages")
+    is_tied = not arguments.get("untie_embeddings_and_output_weights")
     axes = {re.sub(r"\{\}", "#", name): axis for name, (_, axis) in MEGATRON.items()}
     out: dict[str, Merged] = {}
     for stage in range(n_pipeline):
         for name in ranks[0, stage]:
-            if stage and name.startswith("word_embeddings_for_head."):
-                continue  # the first stage's once more
+            if stage and is_tied and name.startswith(HEADS):
+                continue  # the first stage's embedding once more
             parts = [ranks[t, stage].get(name) for t in range(n_tensor)]
             if None in parts:
                 rank = parts.index(None)
@@ -238,8 +269,9 @@ def model_of(path: Path, arguments: Mapping[str, Any], found: Mapping[str, Tenso
         value = arguments.get(key, values[0])
         if value not in values:
             raise UsageError(f"{path}: {key}={value} is not supported, only {values[0]}")
-    if arguments.get("num_experts"):
-        raise UsageError(f"{path}: num_experts={arguments['num_experts']} is not supported")
+    experts = arguments.get("num_experts") or 0  # of Megatron-DeepSpeed a list, [1] without any
+    if (set(experts) - {1}) if isinstance(experts, list) else experts:
+        raise UsageError(f"{path}: num_experts={experts} is not supported (mixture of experts)")
     words = found.get("embedding.word_embeddings.weight")
     if words is None or len(words.shape) != 2:
         raise UsageError(f"{path}: has no embedding.word_embeddings.weight")

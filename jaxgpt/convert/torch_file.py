@@ -6,6 +6,7 @@ The machine below calls none: it builds containers, and tensors that stay in the
 it does not know ends the reading.
 """
 
+import math
 import pickletools
 import zipfile
 from collections.abc import Callable
@@ -22,6 +23,8 @@ STORAGES = {
     "ShortStorage": ("int16", 2), "CharStorage": ("int8", 1), "ByteStorage": ("uint8", 1),
     "BoolStorage": ("bool", 1),
 }  # fmt: skip
+MAX_BITS = 1024  # of a whole number
+MAX_DIMS = 64  # NumPy's
 _SCALARS = (str, bytes, int, float, bool, type(None))  # types of keys and of members of sets
 
 
@@ -107,6 +110,8 @@ class _Machine:
             if opcode.name == "STOP":
                 return self.stack.pop()
             if opcode.name in _LITERALS:
+                if type(argument) is int and argument.bit_length() > MAX_BITS:
+                    raise ValueError(f"a number of {argument.bit_length()} bits in its pickle")
                 self.stack.append(argument)
             elif opcode.name in _CONSTANTS:
                 self.stack.append(_CONSTANTS[opcode.name]())
@@ -186,12 +191,16 @@ class _Machine:
 
     def find_top(self, _: None) -> None:
         name, module = self.stack.pop(), self.stack.pop()
-        self.find(Global(str(module), str(name)))
+        if not type(name) is type(module) is str:  # no text is made of anything else: see `storage`
+            raise ValueError("its pickle names what is no text")
+        self.find(Global(module, name))
 
     def call(self, _: None) -> None:
         arguments, function = self.stack.pop(), self.stack.pop()
         if not isinstance(function, Global):
             self.refuse(f"a {type(function).__name__} as a function")
+        if not isinstance(arguments, tuple):
+            raise ValueError("its pickle calls without a tuple of arguments")
         known = _CALLS.get(function)
         made = known(self, *arguments) if known else Inert(function, arguments)
         self.stack.append(made)
@@ -243,8 +252,11 @@ class _Machine:
         numbers = [offset, *shape, *strides]
         if not all(type(n) is int and n >= 0 for n in numbers) or len(shape) != len(strides):
             raise ValueError("a tensor of which shape or strides are no numbers")
+        if len(shape) > MAX_DIMS:
+            raise ValueError(f"a tensor of {len(shape)} dims")
         last = offset + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
-        if 0 not in shape and last >= storage.size:
+        # A stride of 0 repeats elements: a small file would be more than the memory holds.
+        if (0 not in shape and last >= storage.size) or math.prod(shape) > storage.size:
             raise ValueError(f"a tensor of shape {shape} in {storage.size} elements")
         where = storage.offset + offset * storage.itemsize
         return FileTensor(

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import torch_files
+from jaxgpt.checkpoint.metadata import read_meta
 from jaxgpt.config import UsageError
 from jaxgpt.convert.megatron import from_megatron
 from jobs import checkpoint_arrays
@@ -14,6 +15,32 @@ D, H, K, L, T, V, PADDED = 24, 4, 6, 4, 16, 50, 64
 ARGUMENTS = {
     "num_layers": L, "num_attention_heads": H, "hidden_size": D, "max_position_embeddings": T,
     "ffn_hidden_size": 4 * D, "kv_channels": K,
+}  # fmt: skip
+# Arguments about the model as they stand in checkpoints, of the defaults of each code base:
+# Megatron-LM 0.17 (pretrain_gpt.py), Megatron-DeepSpeed (examples_deepspeed) at bb4ac1c.
+SAVED_BY = {
+    "Megatron-LM": {
+        "normalization": "LayerNorm", "norm_epsilon": 1e-5, "position_embedding_type":
+        "learned_absolute", "use_rotary_position_embeddings": False, "rotary_percent": 1.0,
+        "rotary_base": 10000, "add_position_embedding": True, "group_query_attention": False,
+        "num_query_groups": 1, "swiglu": False, "squared_relu": False, "quick_geglu": False,
+        "openai_gelu": False, "bias_gelu_fusion": True, "add_bias_linear": True,
+        "add_qkv_bias": False, "apply_layernorm_1p": False, "num_experts": None,
+        "window_size": None, "window_attn_skip_freq": None, "multi_latent_attention": False,
+        "untie_embeddings_and_output_weights": False, "apply_residual_connection_post_layernorm":
+        False, "virtual_pipeline_model_parallel_size": None, "padded_vocab_size": PADDED,
+        "data_path": ["1.0", "/data/a"], "recompute_modules": ["core_attn"],
+    },
+    "Megatron-DeepSpeed": {
+        "normalization": "layernorm", "layernorm_epsilon": 1e-5, "num_key_value_heads": H,
+        "use_rotary_position_embeddings": False, "rope_theta": 10000, "rotary_percent": 1.0,
+        "add_position_embedding": True, "swiglu": False, "squared_relu": False,
+        "openai_gelu": False, "bias_gelu_fusion": True, "add_bias_linear": True, "num_experts": [1],
+        "mlp_type": "standard", "topk": 1, "apply_layernorm_1p": False,
+        "untie_embeddings_and_output_weights": False, "apply_residual_connection_post_layernorm":
+        False, "virtual_pipeline_model_parallel_size": None, "padded_vocab_size": PADDED,
+        "data_path": ["/data/a"], "deepspeed": True, "zero_stage": 1,
+    },
 }  # fmt: skip
 # How its ranks hold a layer: shape, and the dim along which they have parts.
 LAYER = {
@@ -40,7 +67,7 @@ def whole_model():
     return {name: draw(size=shape).astype(np.float32) for name, shape in shapes.items()}
 
 
-def save(folder, model, tensor=2, pipeline=1, deepspeed=False, arguments=(), **more):
+def save(folder, model, tensor=2, pipeline=1, deepspeed=False, arguments=(), head=None, **more):
     """Write the files of all ranks."""
     for stage in range(pipeline):
         for rank in range(tensor):
@@ -53,6 +80,8 @@ def save(folder, model, tensor=2, pipeline=1, deepspeed=False, arguments=(), **m
             language_model = {"encoder": own}
             if stage == pipeline - 1:
                 own |= {name: array for name, array in model.items() if name.startswith("final")}
+                if head is not None:
+                    language_model["output_layer"] = {"weight": np.split(head, tensor)[rank]}
             if stage == 0:
                 words = np.split(model["words"], tensor)[rank]
                 language_model["embedding"] = {
@@ -116,6 +145,28 @@ def test_the_parts_of_ranks_are_put_together(tensor, pipeline, deepspeed, tmp_pa
     np.testing.assert_array_equal(found["norm/bias"], model["final_layernorm.bias"])
 
 
+@pytest.mark.parametrize("arguments", SAVED_BY.values(), ids=SAVED_BY)
+def test_the_arguments_that_each_code_base_saves_are_read(arguments, tmp_path):
+    save(tmp_path / "it", whole_model(), 1, deepspeed="deepspeed" in arguments, arguments=arguments)
+    from_megatron(tmp_path / "it", tmp_path / "ours")
+    model = read_meta(tmp_path / "ours", 0)["config"]["model"]
+    assert (model["n_layer"], model["n_head"], model["mlp"]) == (L, H, "gelu_tanh")
+    assert (model["norm"], model["norm_eps"], model["position"]) == ("layernorm", 1e-5, "learned")
+
+
+def test_an_output_layer_of_the_last_stage_is_the_embedding_unless_untied(tmp_path):
+    model = whole_model()
+    for name, untied in (("tied", False), ("untied", True)):
+        arguments = {"untie_embeddings_and_output_weights": untied}
+        head = model["words"] + 1 if untied else model["words"]
+        save(tmp_path / name, model, 2, 2, arguments=arguments, head=head)
+        from_megatron(tmp_path / name, tmp_path / f"{name}_ours")
+    assert "head/embedding" not in arrays_of(tmp_path / "tied_ours")
+    found = arrays_of(tmp_path / "untied_ours")
+    np.testing.assert_array_equal(found["head/embedding"][:PADDED], model["words"] + 1)
+    np.testing.assert_array_equal(found["token_embedding/embedding"][:PADDED], model["words"])
+
+
 def test_names_of_newer_versions_are_the_same_weights(tmp_path):
     model = whole_model()
     save(tmp_path / "old", model, 1)
@@ -154,6 +205,10 @@ def test_names_of_newer_versions_are_the_same_weights(tmp_path):
         ({"normalization": "RMSNorm"}, "normalization=RMSNorm is not supported, only LayerNorm"),
         ({"position_embedding_type": "rope"}, "position_embedding_type=rope is not supported"),
         ({"num_experts": 8}, "num_experts=8 is not supported"),
+        ({"num_experts": [1, 8]}, r"num_experts=\[1, 8\] is not supported"),
+        ({"num_experts": [[2]]}, r"num_experts=\[None\] is not supported"),
+        ({"window_size": (128, 0)}, r"window_size=\[128, 0\] is not supported"),
+        ({"use_alibi_position_embeddings": True}, "use_alibi_position_embeddings=True"),
         ({"hidden_size": None}, "its args have no hidden_size"),
         ({"num_layers": 5}, "has no encoder.layers.4."),
         ({"ffn_hidden_size": 50}, "has shape"),
@@ -166,13 +221,33 @@ def test_what_is_not_supported_is_named(arguments, words, tmp_path):
     assert not (tmp_path / "ours").exists()
 
 
-def test_a_file_that_contains_itself_is_refused(tmp_path):
-    (tmp_path / "mp_rank_00").mkdir()
+def nested(depth):
+    """Dictionaries of twice the same one, `depth` levels deep: few bytes, 2^depth names."""
+    found = {"w": np.ones(1, np.float32)}
+    for _ in range(depth):
+        found = {"a": found, "b": found}
+    return found
+
+
+def contains_itself():
     model = {}
     model["language_model"] = model
+    return model
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        (contains_itself(), "stands in two places"),
+        (nested(18), "stands in two places"),
+        ({"a" * 10**4: {"w": np.ones(1, np.float32)}}, "by no name of Megatron's"),
+    ],
+)
+def test_a_file_of_endless_names_is_refused(model, words, tmp_path):
+    (tmp_path / "mp_rank_00").mkdir()
     state = {"args": argparse.Namespace(**ARGUMENTS), "checkpoint_version": 3.0, "model": model}
     torch_files.save(tmp_path / "mp_rank_00" / "model_optim_rng.pt", state)
-    with pytest.raises(UsageError, match="is nested more than 20 deep"):
+    with pytest.raises(UsageError, match=words):
         from_megatron(tmp_path, tmp_path / "ours")
 
 
