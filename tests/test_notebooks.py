@@ -10,7 +10,7 @@ NOTEBOOKS = sorted((Path(__file__).parents[1] / "notebooks").glob("*.ipynb"))
 WRITTEN = "train.max_iters=500"  # in lessons: the long form leaves it as it is
 
 
-@pytest.mark.parametrize("steps", [100, pytest.param(500, marks=pytest.mark.long)])
+@pytest.mark.parametrize("steps", [150, pytest.param(500, marks=pytest.mark.long)])
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.stem)
 def test_lesson_runs(path, steps, shakespeare, tmp_path, monkeypatch):
     import nbformat

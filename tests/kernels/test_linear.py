@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxgpt.models.attention import inner_products
+from jaxgpt.models.xla_attention import inner_products
 from jaxgpt.models.transformer import logits
 
 

@@ -73,7 +73,7 @@ def _parameters(config: Config, mesh: MeshShape) -> list[_Parameter]:
             size=weight.size // (mesh[TENSOR] if TENSOR in spec else 1),
             over_tensor=TENSOR in spec,
             over_fsdp=FSDP in spec,
-            travels_in_dtype=not weight.is_vector,
+            travels_in_dtype=weight.gather_dtype is None,
             is_vocabulary="vocab" in weight.axes,
         )
 
