@@ -5,12 +5,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxgpt.models.xla_attention import inner_products
+from jaxgpt.config import ModelConfig
 from jaxgpt.models.transformer import logits
+from jaxgpt.models.xla_attention import inner_products
 
 
 def of_seven_tokens(x_BTD, w_VD):
-    return logits(x_BTD, w_VD, 0, 7)
+    return logits(x_BTD, w_VD, 0, ModelConfig(vocab_size=7))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
