@@ -81,9 +81,9 @@ def cross_entropy_sum(
     """
 
     def loss_of(x_ND, w_VD, targets_N, vocab_offset):
-        scores_NV = logits(x_ND, w_VD, vocab_offset, config)
-        losses_N = cross_entropy(scores_NV, targets_N, vocab_offset, parallel)
-        losses_N = jnp.where(targets_N == NO_TOKEN, 0, losses_N)
+        scores_NV, losses_N = _scores_and_losses(
+            x_ND, w_VD, targets_N, vocab_offset, config, parallel
+        )
         detached_NV = jax.lax.stop_gradient(scores_NV)
         measured = {name: metric.compute(detached_NV) for name, metric in metrics.items()}
         return losses_N.sum(), (losses_N, measured)
@@ -96,6 +96,20 @@ def cross_entropy_sum(
     loss, (losses_PN, measured) = _chunked_loss(loss_of, x_PND, w_VD, targets_PN, vocab_offset)
     measured = {name: metric.reduce(measured[name]) for name, metric in metrics.items()}
     return loss, (losses_PN.reshape(-1)[:n].reshape(targets_BT.shape).sum(axis=1), measured)
+
+
+def _scores_and_losses(
+    x_ND: jax.Array,
+    w_VD: jax.Array,
+    targets_N: jax.Array,
+    vocab_offset: Any,
+    config: ModelConfig,
+    parallel: ParallelContext,
+) -> tuple[jax.Array, jax.Array]:
+    """Return this device's logits, and the loss of each target; 0 where that is `NO_TOKEN`."""
+    scores_NV = logits(x_ND, w_VD, vocab_offset, config)
+    losses_N = cross_entropy(scores_NV, targets_N, vocab_offset, parallel)
+    return scores_NV, jnp.where(targets_N == NO_TOKEN, 0, losses_N)
 
 
 class TokenScores(NamedTuple):
@@ -118,9 +132,9 @@ def score_tokens(
 
     def score(part: tuple[jax.Array, jax.Array]) -> TokenScores:
         x_ND, targets_N = part
-        scores_NV = logits(x_ND, w_VD, vocab_offset, config)
-        losses_N = cross_entropy(scores_NV, targets_N, vocab_offset, parallel)
-        losses_N = jnp.where(targets_N == NO_TOKEN, 0, losses_N)
+        scores_NV, losses_N = _scores_and_losses(
+            x_ND, w_VD, targets_N, vocab_offset, config, parallel
+        )
         return TokenScores(losses_N, likeliest_token(scores_NV, vocab_offset, parallel))
 
     n = targets_BT.size
