@@ -142,6 +142,9 @@ def write_tokenizer(
             "tokenizer_class": "PreTrainedTokenizerFast",
             "model_max_length": model.block_size,
             "clean_up_tokenization_spaces": False,
+            # A run's texts have none, whatever tokenizer.json would add.
+            "add_bos_token": False,
+            "add_eos_token": False,
         }
         settings |= {} if end is None else {"eos_token": tokenizer.decode([end])}
         write_json(folder / COMPANIONS[0], settings)

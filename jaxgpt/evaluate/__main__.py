@@ -16,8 +16,9 @@ from jaxgpt.cluster.process_group import ProcessGroup, join_process_group
 from jaxgpt.cluster.shutdown import job_exit_handler
 from jaxgpt.config import CommandParser, UsageError, file_path, is_help, whole_number
 from jaxgpt.data.source import SPLITS
+from jaxgpt.evaluate.encoder import encoder_of
 from jaxgpt.evaluate.model import Model, Trained, find_trained, run_folder
-from jaxgpt.evaluate.multiple_choice import read_questions, score_questions
+from jaxgpt.evaluate.multiple_choice import Question, read_questions, score_questions
 from jaxgpt.evaluate.report import as_json, as_table, choice_record, loss_record
 from jaxgpt.evaluate.split import corpus_losses, open_split
 from jaxgpt.runtime.jax_internals import failure_board
@@ -111,9 +112,12 @@ def evaluate_choices(
     if settings or arguments.stride:
         option = settings[0] if settings else f"--stride={arguments.stride}"
         raise UsageError(f"{option}: is for the loss of a split; leave it out or --multiple-choice")
-    questions = cluster.run_on_all(
-        read_questions, path, trained.tokenizer, trained.config.model.block_size
-    )
+
+    def read() -> list[Question]:
+        encoder = trained.tokenizer and encoder_of(Path(trained.where), trained.tokenizer)
+        return read_questions(path, encoder, trained.config.model.block_size)
+
+    questions = cluster.run_on_all(read)
     model = Model(trained, arguments.batch, cluster)
     found = score_questions(model, questions)
     return choice_record(model, str(path), len(questions), found)

@@ -18,8 +18,8 @@ from lm_eval.utils import get_rolling_token_windows
 
 from jaxgpt.cluster.process_group import ProcessGroup, join_process_group
 from jaxgpt.config import UsageError
-from jaxgpt.data.tokenizers import Tokenizer
-from jaxgpt.evaluate.likelihood import LogLikelihood, Pair, log_likelihoods, prefix_token
+from jaxgpt.evaluate.encoder import Encoder, encoder_of
+from jaxgpt.evaluate.likelihood import LogLikelihood, Pair, log_likelihoods
 from jaxgpt.evaluate.model import Model, find_trained, run_folder
 
 LENGTH_NAMES = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
@@ -34,6 +34,7 @@ class Team:
     def __init__(self, cluster: ProcessGroup):
         self.cluster = cluster
         self.model: Model | None = None
+        self.encoder: Encoder | None = None
 
     def open(self, run: str, step: int | None, mesh: str, dtype: str | None, batch: int) -> None:
         """Load a model on all processes; `UsageError` on all if it cannot be."""
@@ -41,6 +42,7 @@ class Team:
             trained = self.cluster.run_on_all(find_trained, folder, step, mesh, dtype)
             if trained.tokenizer is None:
                 raise UsageError(f"run={run}: its data had no meta.json with a tokenizer")
+            self.encoder = self.cluster.run_on_all(encoder_of, folder, trained.tokenizer)
             self.model = Model(trained, batch, self.cluster)
 
     def log_likelihoods(self, pairs: Sequence[Sequence[list[int]]]) -> list[LogLikelihood]:
@@ -146,13 +148,18 @@ class JaxGPT(TemplateLM):
         self._team.call("open", str(run), step and int(step), mesh, dtype, int(size))
 
     @property
-    def _tokenizer(self) -> Tokenizer:
-        return self._team.model.trained.tokenizer
+    def _encoder(self) -> Encoder:
+        return self._team.encoder
 
     @property
     def eot_token_id(self) -> int:
-        """The token that ends a text, and stands before the first one."""
-        return prefix_token(self._tokenizer)
+        """The token that ends a text; 0 if there is none."""
+        return self._encoder.tokenizer.end_of_text or 0
+
+    @property
+    def prefix_token_id(self) -> int:
+        """The token that stands before a text without a context."""
+        return self._encoder.prefix
 
     @property
     def max_length(self) -> int:
@@ -167,8 +174,8 @@ class JaxGPT(TemplateLM):
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **kwargs: Any
     ) -> list[int]:
-        """Return the tokens of a text; none are added."""
-        return self._tokenizer.encode(string).tolist()
+        """Return the tokens of a text, with those that its tokenizer adds unless told not to."""
+        return self._encoder.encode(string, add_special_tokens is not False)
 
     def _loglikelihood_tokens(
         self, requests: list[tuple[Any, list[int], list[int]]], **kwargs: Any
@@ -224,7 +231,8 @@ class JaxGPT(TemplateLM):
         temperature, top_k = generation_options(options)
         until = options.get("until") or []
         until = [until] if isinstance(until, str) else list(until)
-        end = self._tokenizer.end_of_text
+        tokenizer = self._encoder.tokenizer
+        end = tokenizer.end_of_text
         prompt = self.tok_encode(context)[-max(1, self.max_length - length) :]
         prompt = prompt or [self.prefix_token_id]
         found, text = [], ""
@@ -233,7 +241,7 @@ class JaxGPT(TemplateLM):
             found += self._team.call(
                 "generate", prompt + found, at_once, temperature, top_k, len(found)
             )
-            text = self._tokenizer.decode(_until_token(found[:length], end))
+            text = tokenizer.decode(_until_token(found[:length], end))
             if end in found or any(stop in text for stop in until if stop):
                 break
         for stop in until:

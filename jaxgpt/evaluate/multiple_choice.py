@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from jaxgpt.config import UsageError
-from jaxgpt.data.tokenizers import Tokenizer
+from jaxgpt.evaluate.encoder import Encoder
 from jaxgpt.evaluate.likelihood import Pair, encode_pair, log_likelihoods
 from jaxgpt.evaluate.model import Model
 
@@ -41,13 +41,13 @@ class Question:
         }
 
 
-def read_questions(path: Path, tokenizer: Tokenizer | None, block_size: int) -> list[Question]:
+def read_questions(path: Path, encoder: Encoder | None, block_size: int) -> list[Question]:
     """Return the questions of a file of JSON lines.
 
     A line has `question`, `choices` and `answer`, the number of the right choice from 0, or is one
     of HellaSwag's own. Raises `UsageError` with the number of a line that is not.
     """
-    if tokenizer is None:
+    if encoder is None:
         raise UsageError(
             f"--multiple-choice={path}: the model's data had no meta.json with a tokenizer, which "
             "questions need"
@@ -60,7 +60,7 @@ def read_questions(path: Path, tokenizer: Tokenizer | None, block_size: int) -> 
     for number, line in enumerate(lines, 1):
         if line.strip():
             try:
-                found.append(_encode(tokenizer, *_parse(line), block_size))
+                found.append(_encode(encoder, *_parse(line), block_size))
             except ValueError as error:
                 raise UsageError(f"{path}:{number}: {error}") from None
     if not found:
@@ -111,10 +111,10 @@ def clean_hellaswag(text: str) -> str:
 
 
 def _encode(
-    tokenizer: Tokenizer, question: str, choices: list[str], answer: int, block_size: int
+    encoder: Encoder, question: str, choices: list[str], answer: int, block_size: int
 ) -> Question:
     """Return a question in tokens; `ValueError` for what the model cannot read."""
-    pairs = tuple(encode_pair(tokenizer, question, f" {choice}") for choice in choices)
+    pairs = tuple(encode_pair(encoder, question, f" {choice}") for choice in choices)
     for choice, pair in zip(choices, pairs, strict=True):
         n = len(pair.continuation)
         if not 0 < n <= block_size:
