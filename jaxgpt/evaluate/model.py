@@ -15,7 +15,14 @@ from tqdm import tqdm
 
 from jaxgpt.checkpoint.metadata import choose_checkpoint, read_meta
 from jaxgpt.cluster.process_group import ProcessGroup
-from jaxgpt.config import Config, config_from_dict, expand_user, mesh_shape, override_data
+from jaxgpt.config import (
+    Config,
+    UsageError,
+    config_from_dict,
+    expand_user,
+    mesh_shape,
+    override_data,
+)
 from jaxgpt.convert import TRANSFORMERS, convert_apart, transformers_folder
 from jaxgpt.data.tokenizers import Tokenizer, tokenizer_from_meta
 from jaxgpt.runtime.initialize import initialize_jax
@@ -45,26 +52,32 @@ class Trained:
 def run_folder(where: str, cluster: ProcessGroup) -> Iterator[Path]:
     """Yield a run directory; of hf:FOLDER one with its weights, which goes at the end.
 
-    All processes call it. Raises `UsageError` if a folder of transformers cannot be converted.
+    All processes call it, and each host converts for itself. Raises `UsageError` if a folder of
+    transformers cannot be converted.
     """
     if not where.startswith(TRANSFORMERS):
         yield Path(expand_user(where))
         return
-    name = tempfile.mkdtemp(prefix="jaxgpt-weights-") if cluster.is_main else None
-    folder = Path(cluster.broadcast(name))
     source = transformers_folder(where)
+    with contextlib.ExitStack() as at_end:
 
-    def convert() -> None:
-        if cluster.local_rank == 0:  # of each host, whose folder it is
-            folder.mkdir(exist_ok=True)
-            convert_apart(source, folder / "weights", where)
+        def convert() -> str | None:
+            if cluster.local_rank > 0:
+                return None
+            try:
+                folder = tempfile.mkdtemp(prefix="jaxgpt-weights-")
+            except OSError as error:
+                raise UsageError(
+                    f"{where}: no folder for temporary files can be written ({error.strerror}); "
+                    "set TMPDIR to one that can"
+                ) from None
+            at_end.callback(shutil.rmtree, folder, ignore_errors=True)
+            convert_apart(source, Path(folder, "weights"), where)
+            return folder
 
-    try:
-        cluster.run_on_all(convert)
-        yield folder / "weights"
-    finally:
-        if cluster.local_rank == 0:
-            shutil.rmtree(folder, ignore_errors=True)
+        # A folder for each host, made by its first process: they may not see each other's.
+        folders = cluster.allgather(cluster.run_on_all(convert))
+        yield Path(folders[cluster.hosts[cluster.rank]], "weights")
 
 
 def find_trained(
