@@ -36,12 +36,24 @@ class Team:
         self.model: Model | None = None
         self.encoder: Encoder | None = None
 
-    def open(self, run: str, step: int | None, mesh: str, dtype: str | None, batch: int) -> None:
+    def open(
+        self,
+        run: str,
+        step: int | None,
+        mesh: str,
+        dtype: str | None,
+        batch: int,
+        longest: int | None,
+    ) -> None:
         """Load a model on all processes; `UsageError` on all if it cannot be."""
         with run_folder(run, self.cluster) as folder:
-            trained = self.cluster.run_on_all(find_trained, folder, step, mesh, dtype)
+            trained = self.cluster.run_on_all(find_trained, folder, step, mesh, dtype, (), longest)
             if trained.tokenizer is None:
-                raise UsageError(f"run={run}: its data had no meta.json with a tokenizer")
+                came = "the weights came without a tokenizer.json"
+                came = (
+                    "its data had no meta.json with a tokenizer" if trained.data == "own" else came
+                )
+                raise UsageError(f"run={run}: {came}, which tasks need")
             self.encoder = self.cluster.run_on_all(encoder_of, folder, trained.tokenizer)
             self.model = Model(trained, batch, self.cluster)
 
@@ -109,6 +121,7 @@ class JaxGPT(TemplateLM):
         step: int | None = None,
         mesh: str | Sequence[int] = "1,-1,1",
         dtype: str | None = None,
+        max_length: int | None = None,
         batch_size: int | str = DEFAULT_BATCH,
         max_batch_size: int | None = None,
         device: str | None = None,
@@ -121,6 +134,7 @@ class JaxGPT(TemplateLM):
             step: of the checkpoint; default the newest.
             mesh: sizes of data, fsdp and tensor.
             dtype: of the computation, float32 or bfloat16; default the run's.
+            max_length: of a context, in tokens; default the model's.
             batch_size: rows that are scored at once; `auto` is 16.
             max_batch_size, device: as lm_eval gives them to every model; devices are JAX's.
             others: refused.
@@ -130,12 +144,15 @@ class JaxGPT(TemplateLM):
         if others or run is None:
             wrong = f"{next(iter(others))} is not known" if others else "there is no run=DIR"
             raise UsageError(
-                f"--model_args: {wrong}; give run=DIR, and step, mesh, dtype if needed"
+                f"--model_args: {wrong}; give run=DIR, and step, mesh, dtype, max_length if needed"
             )
         if dtype not in (None, "float32", "bfloat16"):
             raise UsageError(f"--model_args dtype={dtype}: must be float32 or bfloat16")
         if step is not None and not str(step).isdecimal():
             raise UsageError(f"--model_args step={step}: must be a whole number")
+        longest = None if max_length is None else str(max_length)
+        if longest is not None and not (longest.isdecimal() and int(longest) > 0):
+            raise UsageError(f"--model_args max_length={longest}: must be a number of at least 1")
         size = DEFAULT_BATCH if str(batch_size).startswith("auto") else batch_size
         if not str(size).isdecimal() or int(size) < 1:
             raise UsageError(f"--batch_size={batch_size}: must be a number of at least 1, or auto")
@@ -145,7 +162,9 @@ class JaxGPT(TemplateLM):
             raise UsageError(
                 "lm_eval: a job of several processes runs python -m jaxgpt.evaluate lm-eval ..."
             )
-        self._team.call("open", str(run), step and int(step), mesh, dtype, int(size))
+        step = None if step is None else int(step)
+        longest = longest and int(longest)
+        self._team.call("open", str(run), step, mesh, dtype, int(size), longest)
 
     @property
     def _encoder(self) -> Encoder:

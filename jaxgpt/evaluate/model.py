@@ -8,12 +8,12 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 from tqdm import tqdm
 
-from jaxgpt.checkpoint.metadata import choose_checkpoint, read_meta
+from jaxgpt.checkpoint.metadata import WEIGHTS_ONLY, choose_checkpoint, read_meta
 from jaxgpt.cluster.process_group import ProcessGroup
 from jaxgpt.config import (
     Config,
@@ -45,6 +45,8 @@ class Trained:
     step: int
     config: Config  # of the training, on the mesh of the evaluation and without dropout
     tokenizer: Tokenizer | None
+    block_size: int  # T of an evaluation, at most the model's
+    data: Literal["own", "given", "none"]  # that the configuration names: none came with weights
     restore: Callable[["Params"], "Params"]  # their shapes and shardings -> the parameters
 
 
@@ -86,6 +88,7 @@ def find_trained(
     mesh: str = "1,-1,1",
     dtype: str | None = None,
     settings: Sequence[str] = (),
+    block_size: int | None = None,
 ) -> Trained:
     """Find the parameters of a run directory.
 
@@ -93,9 +96,10 @@ def find_trained(
         step: of the checkpoint; None takes the newest.
         dtype: of the computation; None takes the run's.
         settings: of data, that replace the run's.
+        block_size: tokens of the longest row; None takes the model's.
 
-    Raises `UsageError` for a run without such a checkpoint, a mesh that does not fit the model, or
-    settings that are not of data.
+    Raises `UsageError` for a run without such a checkpoint, a mesh that does not fit the model,
+    settings that are not of data, or more tokens than the model's.
     """
     step = choose_checkpoint(where, step)
     meta = read_meta(where, step)
@@ -106,6 +110,12 @@ def find_trained(
         train__gradient_accumulation_steps=1, train__dtype=dtype or config.train.dtype,
     )  # fmt: skip
     mesh_shape(config)
+    longest = config.model.block_size
+    if block_size is not None and block_size > longest:
+        raise UsageError(f"--block-size={block_size}: must be at most model.block_size={longest}")
+    if block_size is not None and config.model.position == "rope":
+        config = config.replace(model__block_size=block_size)  # learned positions keep their array
+    data = "given" if settings else "none" if meta.get(WEIGHTS_ONLY) else "own"
     tokenizer = meta["tokenizer"] and tokenizer_from_meta(meta["tokenizer"], where)
 
     def restore(shapes: "Params") -> "Params":
@@ -113,7 +123,7 @@ def find_trained(
 
         return restore_params(where, step, shapes)
 
-    return Trained(str(where), step, config, tokenizer, restore)
+    return Trained(str(where), step, config, tokenizer, block_size or longest, data, restore)
 
 
 class Rows(NamedTuple):
@@ -156,7 +166,7 @@ class Model:
     @property
     def block_size(self) -> int:
         """The longest row, T."""
-        return self.config.model.block_size
+        return self.trained.block_size
 
     def row_length(self, n: int) -> int:
         """Return the length to which a row of n inputs is filled up: few lengths, few programs."""
@@ -252,7 +262,7 @@ class Model:
                 out_shardings=self.steps.replicated,
             )
         prompt = np.asarray(tokens[-self.block_size :], np.int32)
-        window = np.zeros(self.block_size, np.int32)
+        window = np.zeros(self.config.model.block_size, np.int32)
         window[: prompt.size] = prompt
         operands = self.params, window, np.int32(prompt.size), np.int32(seed)
         return np.asarray(self._generators[key](*operands)).tolist()
