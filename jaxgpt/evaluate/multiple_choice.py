@@ -53,7 +53,7 @@ def read_questions(path: Path, encoder: Encoder | None, block_size: int) -> list
             "questions need"
         )
     try:
-        lines = path.read_text().splitlines()
+        lines = path.read_text(encoding="utf-8").split("\n")  # a text may have U+2028 and others
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"--multiple-choice={path}: cannot be read ({error})") from None
     found = []
@@ -72,7 +72,7 @@ def _parse(line: str) -> tuple[str, list[str], int]:
     """Return question, choices and answer; `ValueError` if the line has something else."""
     try:
         fields = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"is not JSON ({error})") from None
     if not isinstance(fields, dict):
         raise ValueError("is not a JSON object with question, choices and answer")
@@ -86,6 +86,8 @@ def _parse(line: str) -> tuple[str, list[str], int]:
         raise ValueError(f"{names[0]} must be a text, and {names[1]} two texts or more")
     if names == HELLASWAG:
         question, choices = _hellaswag(fields, question), [clean_hellaswag(c) for c in choices]
+        if not all(choices):
+            raise ValueError("endings has a text with nothing but marks of WikiHow, as [title]")
         answer = int(answer) if str(answer).isdecimal() else answer
     is_number = isinstance(answer, int) and not isinstance(answer, bool)
     if not is_number or not 0 <= answer < len(choices):
@@ -93,6 +95,7 @@ def _parse(line: str) -> tuple[str, list[str], int]:
             f"{names[2]} is {json.dumps(answer)}, and must be the number of a choice, "
             f"0 to {len(choices) - 1}"
         )
+    "".join([question, *choices]).encode()  # `ValueError` for half a surrogate pair
     return question, choices, answer
 
 

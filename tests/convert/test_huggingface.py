@@ -309,6 +309,19 @@ def test_convert_explains_what_is_wrong(arguments, words, tmp_path, capsys):
     assert words in refused([str(word).format(tmp=tmp_path) for word in arguments], capsys)
 
 
+def test_a_folder_without_a_tokenizer_json_gets_one(tmp_path, data_home, capsys):
+    tied = LLAMA | {"vocab_size": 256, "tie_word_embeddings": True}
+    given = random_tensors(tied) | {"model.embed_tokens.weight": np.ones((256, D), np.float32)}
+    write(tmp_path / "a", tied, given)
+    words = ["from-hf", str(tmp_path / "a"), "--tokenizer", str(data_home / "python")]
+    main([*words, "--out", str(tmp_path / "ours")])
+    assert read_meta(tmp_path / "ours", 0)["tokenizer"] == {"type": "byte"}
+    write(tmp_path / "b")
+    capsys.readouterr()
+    words[1] = tmp_path / "b"
+    assert "has 256 tokens, and the model 50" in refused([*words, "--out", "x"], capsys)
+
+
 def test_a_llama_whose_width_its_heads_do_not_divide_is_refused(tmp_path, capsys):
     config = LLAMA | {"num_attention_heads": 5, "num_key_value_heads": 5, "head_dim": 4}
     write(tmp_path / "a", config)

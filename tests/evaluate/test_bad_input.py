@@ -123,12 +123,19 @@ def test_a_split_that_cannot_be_read(home, words, sentence, capsys):
         ([GOOD | {"question": 7}], "q.jsonl:1: question must be a text"),
         ([GOOD | {"choices": ["b", "c" * BLOCK]}], f"has {BLOCK + 1} tokens; it must have 1 to"),
         ([{"ctx": "a", "endings": ["b", "c"], "label": ""}], 'q.jsonl:1: label is "", and must'),
+        ([{"ctx": "a", "endings": ["b", "[title]"], "label": 0}], "nothing but marks of WikiHow"),
+        ([GOOD, "[" * 10**5], "q.jsonl:2: is not JSON"),
+        ([GOOD | {"choices": ["b", "\ud800"]}], "q.jsonl:1: 'utf-8' codec can't encode"),
+        (
+            [json.dumps(GOOD | {"question": "a\u2028b\x85"}, ensure_ascii=False), {}],
+            "q.jsonl:2: has no question",
+        ),
     ],
 )
 def test_questions_that_cannot_be_asked(home, lines, sentence, tmp_path, capsys):
     path = tmp_path / "q.jsonl"
     text = [line if isinstance(line, str) else json.dumps(line) for line in lines]
-    path.write_text("".join(f"{line}\n" for line in text))
+    path.write_text("".join(f"{line}\n" for line in text), encoding="utf-8")
     found = refused(capsys, "--run", home / "run", "--multiple-choice", path)
     assert sentence in found
 
