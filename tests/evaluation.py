@@ -42,8 +42,6 @@ def devices_of(mesh):
 def evaluated(*words, mesh="1,1,1"):
     """Return the record that a command line prints with --json."""
     arguments, settings = parser().parse_known_args([*map(str, words), "--mesh", mesh])
-    if arguments.dataset:
-        settings.append(f"data.dataset={arguments.dataset}")
     with devices_of(mesh):
         return evaluate(Path(arguments.run), arguments, settings, ProcessGroup(launcher="test"))
 

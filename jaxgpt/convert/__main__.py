@@ -49,10 +49,11 @@ def parser() -> CommandParser:
                 "--block-size", type=whole_number(bits=31), metavar="N",
                 help="context length to keep, of models with rotary positions",
             )  # fmt: skip
-        elif name.startswith("from-"):
+        if name.startswith("from-"):
+            own = "; default the folder's own" * (name == "from-hf")
             kind.add_argument(
                 "--tokenizer", type=file_path, metavar="PATH",
-                help="of its tokens: a folder of prepared data, or a tokenizer.json",
+                help="of its tokens: a folder of prepared data, or a tokenizer.json" + own,
             )  # fmt: skip
         kind.add_argument("--out", type=file_path, required=True, metavar="DIR", help="to make")
     return out

@@ -33,7 +33,7 @@ def read_model(folder: Path, block_size: int | None = None) -> ModelConfig:
     path = folder / CONFIG
     config = read_json(path)
     family = config.get("model_type")
-    if family not in FAMILIES:
+    if not isinstance(family, str) or family not in FAMILIES:
         moe = " (mixture of experts)" if "num_experts" in config or "moe" in str(family) else ""
         raise UsageError(
             f"{path}: model_type {family}{moe} is not supported; {', '.join(FAMILIES)} are"
@@ -99,8 +99,14 @@ def _gpt2(keys: _Keys) -> dict[str, Any]:
     }
 
 
-def _llama(keys: _Keys, head_dim: int | None = None) -> dict[str, Any]:
+def _llama(
+    keys: _Keys, head_dim: int | None = None, layer_type: str = "full_attention"
+) -> dict[str, Any]:
     keys.only("hidden_act", "silu")
+    kinds = set(keys.get("layer_types", [])) - {layer_type}
+    if kinds:
+        words = ", ".join(sorted(map(str, kinds)))
+        raise UsageError(f"{keys.path}: layer_types {words} are not supported, only {layer_type}")
     keys.only("attention_bias", False)
     keys.only("mlp_bias", False)
     keys.only("num_experts", 0)
@@ -128,10 +134,15 @@ def _llama(keys: _Keys, head_dim: int | None = None) -> dict[str, Any]:
 
 def _rope(keys: _Keys) -> dict[str, Any]:
     """Return the options of rotary positions; transformers 5 keeps them in rope_parameters."""
-    new = keys.get("rope_parameters", {})
-    scaling = new or keys.get("rope_scaling", {})
-    if not isinstance(scaling, dict):
-        raise UsageError(f"{keys.path}: rope_scaling is {scaling}; it must be an object")
+    new, old = keys.get("rope_parameters", {}), keys.get("rope_scaling", {})
+    for name, found in (("rope_parameters", new), ("rope_scaling", old)):
+        if not isinstance(found, dict) or any(isinstance(v, dict) for v in found.values()):
+            raise UsageError(f"{keys.path}: {name} is {found}; it must be one object of numbers")
+    if new and old and new != old:
+        raise UsageError(
+            f"{keys.path}: rope_parameters and rope_scaling differ; leave out the wrong one"
+        )
+    scaling = new or old
     theta = new.get("rope_theta", keys.get("rope_theta", 10000.0))
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     if kind not in ("default", "llama3"):
@@ -153,24 +164,19 @@ def _rope(keys: _Keys) -> dict[str, Any]:
 
 def _mistral(keys: _Keys) -> dict[str, Any]:
     # transformers has a window of 4096 where config.json has no word of it.
-    return _llama(keys) | {"sliding_window": keys.config.get("sliding_window", 4096)}
+    window = keys.config.get("sliding_window", 4096)
+    kind = "full_attention" if window is None else "sliding_attention"
+    return _llama(keys, layer_type=kind) | {"sliding_window": window}
 
 
 def _qwen2(keys: _Keys) -> dict[str, Any]:
-    _full_attention_only(keys)
+    keys.only("use_sliding_window", False)
     return _llama(keys) | {"qkv_bias": True}
 
 
 def _qwen3(keys: _Keys) -> dict[str, Any]:
-    _full_attention_only(keys)
-    return _llama(keys, head_dim=128) | {"qk_norm": True}
-
-
-def _full_attention_only(keys: _Keys) -> None:
     keys.only("use_sliding_window", False)
-    kinds = set(keys.get("layer_types", [])) - {"full_attention"}
-    if kinds:
-        raise UsageError(f"{keys.path}: layer_types {', '.join(kinds)} are not supported")
+    return _llama(keys, head_dim=128) | {"qk_norm": True}
 
 
 FAMILIES: dict[str, Callable[[_Keys], dict[str, Any]]] = {
@@ -204,6 +210,8 @@ def write_config(model: ModelConfig, dtype: str, end_of_text: int | None) -> dic
     if is_gpt2 and model.head_size * model.n_head != model.n_embd:
         wrong.append(f"model.head_dim={model.head_dim}")
     special = [key for key in ("qk_norm", "qkv_bias", "sliding_window") if getattr(model, key)]
+    if not is_gpt2 and not special and model.n_embd % model.n_head:
+        wrong.append(f"model.n_embd={model.n_embd} (no multiple of model.n_head={model.n_head})")
     if len(special) > 1:
         wrong += [f"model.{key}={getattr(model, key)}" for key in special]
     if wrong:

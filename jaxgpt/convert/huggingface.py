@@ -24,8 +24,13 @@ BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")  # no weig
 GPT2_PREFIX = "transformer."  # of names in files that GPT2LMHeadModel saved
 
 
-def from_hf(path: Path, out: Path, block_size: int | None = None) -> list[str]:
-    """Convert a folder into weights that a run starts from; return lines about them."""
+def from_hf(
+    path: Path, out: Path, block_size: int | None = None, tokenizer: Path | None = None
+) -> list[str]:
+    """Convert a folder into weights that a run starts from; return lines about them.
+
+    `tokenizer`, as `read_tokenizer` takes it, stands in for the folder's own.
+    """
     found, model = open_folder(path), read_model(path, block_size)
     found = {name.removeprefix(GPT2_PREFIX): tensor for name, tensor in found.items()}
     tied = {"lm_head.weight"} if model.tie_embeddings else set()
@@ -38,17 +43,18 @@ def from_hf(path: Path, out: Path, block_size: int | None = None) -> list[str]:
         raise UsageError("--block-size: is for rotary positions; give model.block_size to train")
     wanted = match_tensors(found, table_of(model), model, str(path))
     has_tokenizer = any((path / name).is_file() for name in (TOKENIZER, "merges.txt", "vocab.bpe"))
-    tokenizer = read_tokenizer(path if has_tokenizer else None, model.vocab_size)
+    own = path if has_tokenizer else None
+    made = read_tokenizer(tokenizer or own, model.vocab_size)
     with new_folder(out, converted_bytes(wanted)) as partial:
         writer = WeightsWriter(partial, model)
         import_tensors(found, wanted, writer)
-        if tokenizer is not None:
-            tokenizer.save(partial)
+        if made is not None:
+            made.save(partial)
         for name in COMPANIONS:
             if (path / name).is_file():
                 shutil.copyfile(path / name, partial / name)
-        writer.close(Config(model=model), tokenizer and tokenizer.to_meta(), str(path.absolute()))
-    return describe(out, model, tokenizer)
+        writer.close(Config(model=model), made and made.to_meta(), str(path.absolute()))
+    return describe(out, model, made)
 
 
 def converted_bytes(wanted: Mapping[str, Slot]) -> int:
@@ -142,6 +148,9 @@ def write_tokenizer(
             "tokenizer_class": "PreTrainedTokenizerFast",
             "model_max_length": model.block_size,
             "clean_up_tokenization_spaces": False,
+            # A run's texts have none, whatever tokenizer.json would add.
+            "add_bos_token": False,
+            "add_eos_token": False,
         }
         settings |= {} if end is None else {"eos_token": tokenizer.decode([end])}
         write_json(folder / COMPANIONS[0], settings)

@@ -3,6 +3,7 @@ the header, the tensors. Read and written tensor by tensor, in one file or in sh
 
 import json
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -66,8 +67,9 @@ def open_file(path: Path) -> dict[str, FileTensor]:
             length = int.from_bytes(file.read(8), "little")
             if not 2 <= length <= min(MAX_HEADER, size - 8):
                 raise ValueError(f"a header of {length} bytes in a file of {size}")
-            header = json.loads(file.read(length))
+            header = json.loads(file.read(length), object_pairs_hook=_unique)
         header.pop("__metadata__", None)
+        _check_covered(header, size - 8 - length)
         return {
             name: _tensor(path, name, entry, 8 + length, size) for name, entry in header.items()
         }
@@ -78,6 +80,29 @@ def open_file(path: Path) -> dict[str, FileTensor]:
         raise UsageError(
             f"{path}: is no whole safetensors file ({reason}); copy or download it again"
         ) from None
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return a JSON object; refuse one that has a name twice, of which JSON takes the last."""
+    out = dict(pairs)
+    if len(out) < len(pairs):
+        ((twice, _),) = Counter(name for name, _ in pairs).most_common(1)
+        raise ValueError(f"its header has {twice} twice")
+    return out
+
+
+def _check_covered(header: Mapping[str, Any], size: int) -> None:
+    """Refuse tensors that do not fill the file one after the other, as the format asks."""
+    ends = 0
+    for begin, end, name in sorted(
+        (*entry["data_offsets"], name) for name, entry in header.items()
+    ):
+        if begin != ends:
+            fault = "overlaps another tensor" if begin < ends else "comes after a gap"
+            raise ValueError(f"{name} at {begin}:{end} {fault}; the one before ends at {ends}")
+        ends = end
+    if ends != size:
+        raise ValueError(f"its tensors have {ends} of {size} bytes")
 
 
 def _tensor(path: Path, name: str, entry: Mapping[str, Any], start: int, size: int) -> FileTensor:

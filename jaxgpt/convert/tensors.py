@@ -4,6 +4,7 @@ import contextlib
 import math
 import os
 import shutil
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,7 @@ import ml_dtypes
 import numpy as np
 
 from jaxgpt.config import UsageError
+from jaxgpt.convert import OTHER_FOLDER
 from jaxgpt.tracking.jsonl import NO_ROOM
 
 FLOATS = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
@@ -82,7 +84,7 @@ def new_folder(out: Path, n_bytes: int) -> Iterator[Path]:
     An error leaves nothing; a kill leaves a folder `<out>.partial-*`. Raises `UsageError` if `out`
     holds something, cannot be written, or has no room for `n_bytes`.
     """
-    remedy, out = "give --out another folder", out.absolute()
+    remedy, out = OTHER_FOLDER, out.absolute()
     try:
         if out.exists() and (not out.is_dir() or any(out.iterdir())):
             raise UsageError(f"--out {out}: is there, and not an empty folder; {remedy}")
@@ -93,7 +95,8 @@ def new_folder(out: Path, n_bytes: int) -> Iterator[Path]:
                 f"--out {out}: {n_bytes / 1e6:,.1f} MB are to be written and {free / 1e6:,.1f} MB "
                 f"are free there; make room, or {remedy}"
             )
-        partial = out.with_name(f"{out.name}.partial-{os.getpid()}")
+        holder = Path(tempfile.mkdtemp(prefix=f"{out.name}.partial-", dir=out.parent))
+        partial = holder / out.name  # which others may read, unlike its holder
         partial.mkdir()
     except OSError as error:
         raise UsageError(f"--out {out}: cannot be written ({error.strerror}); {remedy}") from None
@@ -105,7 +108,7 @@ def new_folder(out: Path, n_bytes: int) -> Iterator[Path]:
             raise UsageError(f"--out {out}: no room is left on its disk; make room") from None
         raise
     finally:
-        shutil.rmtree(partial, ignore_errors=True)
+        shutil.rmtree(holder, ignore_errors=True)
 
 
 def is_no_room(error: Exception) -> bool:

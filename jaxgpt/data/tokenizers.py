@@ -120,6 +120,13 @@ class HFTokenizer(Tokenizer):
         ids = _parse(self._content).encode(text, add_special_tokens=False).ids
         return np.array(ids, np.int64)
 
+    def tokens_around(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return the tokens that the file's post-processor puts before and after a text."""
+        marks = _parse(self._content).encode("a", add_special_tokens=True)
+        kept = [i for i, is_added in enumerate(marks.special_tokens_mask) if not is_added]
+        start, stop = (kept[0], kept[-1] + 1) if kept else (len(marks.ids), len(marks.ids))
+        return tuple(marks.ids[:start]), tuple(marks.ids[stop:])
+
     def vocabulary(self) -> dict[str, int]:
         """Return the id of each token by its name."""
         return _parse(self._content).get_vocab(with_added_tokens=True)

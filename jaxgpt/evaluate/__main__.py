@@ -16,8 +16,9 @@ from jaxgpt.cluster.process_group import ProcessGroup, join_process_group
 from jaxgpt.cluster.shutdown import job_exit_handler
 from jaxgpt.config import CommandParser, UsageError, file_path, is_help, whole_number
 from jaxgpt.data.source import SPLITS
+from jaxgpt.evaluate.encoder import encoder_of
 from jaxgpt.evaluate.model import Model, Trained, find_trained, run_folder
-from jaxgpt.evaluate.multiple_choice import read_questions, score_questions
+from jaxgpt.evaluate.multiple_choice import Question, read_questions, score_questions
 from jaxgpt.evaluate.report import as_json, as_table, choice_record, loss_record
 from jaxgpt.evaluate.split import corpus_losses, open_split
 from jaxgpt.runtime.jax_internals import failure_board
@@ -37,13 +38,16 @@ def parser() -> CommandParser:
         "--run", "--out", required=True, metavar="DIR",
         help="run directory, or hf:FOLDER of a model of transformers",
     )  # fmt: skip
-    out.add_argument("--step", type=number, metavar="N", help="checkpoint; default the newest")
+    step = whole_number(least=0)
+    out.add_argument("--step", type=step, metavar="N", help="checkpoint; default the newest")
     out.add_argument("--split", choices=SPLITS, default="val", help="default val")
     out.add_argument("--dataset", metavar="NAME", help="a prepared data set; default the run's")
     out.add_argument(
         "--stride", type=number, metavar="N",
-        help="tokens between rows; less than the default, model.block_size, gives more context",
+        help="tokens between rows; less than the default, --block-size, gives more context",
     )  # fmt: skip
+    about = "tokens of a row, and the longest context; default model.block_size"
+    out.add_argument("--block-size", type=whole_number(bits=31), metavar="N", help=about)
     out.add_argument(
         "--multiple-choice", type=file_path, metavar="FILE",
         help="JSON lines with question, choices, answer, or HellaSwag's, instead of a split",
@@ -91,15 +95,18 @@ def evaluate(
 ) -> dict[str, Any]:
     """Return what a command line asks for. All processes take part."""
     trained = cluster.run_on_all(
-        find_trained, folder, arguments.step, arguments.mesh, arguments.dtype, settings
-    )
+        find_trained, folder, arguments.step, arguments.mesh, arguments.dtype, settings,
+        arguments.block_size,
+    )  # fmt: skip
     if arguments.multiple_choice is not None:
         return evaluate_choices(trained, arguments, settings, cluster)
     split = cluster.run_on_all(open_split, trained, arguments.split, arguments.stride)
     n_bytes = cluster.broadcast(
         cluster.run_on_all(lambda: split.count_bytes() if cluster.is_main else None)
     )
-    model = Model(trained, arguments.batch, cluster)
+    if cluster.is_main and split.warnings:
+        print(*split.warnings, sep="\n", file=sys.stderr)
+    model = Model(split.trained, arguments.batch, cluster)
     return loss_record(model, split, corpus_losses(model, split, n_bytes))
 
 
@@ -111,9 +118,12 @@ def evaluate_choices(
     if settings or arguments.stride:
         option = settings[0] if settings else f"--stride={arguments.stride}"
         raise UsageError(f"{option}: is for the loss of a split; leave it out or --multiple-choice")
-    questions = cluster.run_on_all(
-        read_questions, path, trained.tokenizer, trained.config.model.block_size
-    )
+
+    def read() -> list[Question]:
+        encoder = trained.tokenizer and encoder_of(Path(trained.where), trained.tokenizer)
+        return read_questions(path, encoder, trained.block_size)
+
+    questions = cluster.run_on_all(read)
     model = Model(trained, arguments.batch, cluster)
     found = score_questions(model, questions)
     return choice_record(model, str(path), len(questions), found)

@@ -18,8 +18,8 @@ from lm_eval.utils import get_rolling_token_windows
 
 from jaxgpt.cluster.process_group import ProcessGroup, join_process_group
 from jaxgpt.config import UsageError
-from jaxgpt.data.tokenizers import Tokenizer
-from jaxgpt.evaluate.likelihood import LogLikelihood, Pair, log_likelihoods, prefix_token
+from jaxgpt.evaluate.encoder import Encoder, encoder_of
+from jaxgpt.evaluate.likelihood import LogLikelihood, Pair, log_likelihoods
 from jaxgpt.evaluate.model import Model, find_trained, run_folder
 
 LENGTH_NAMES = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
@@ -34,13 +34,27 @@ class Team:
     def __init__(self, cluster: ProcessGroup):
         self.cluster = cluster
         self.model: Model | None = None
+        self.encoder: Encoder | None = None
 
-    def open(self, run: str, step: int | None, mesh: str, dtype: str | None, batch: int) -> None:
+    def open(
+        self,
+        run: str,
+        step: int | None,
+        mesh: str,
+        dtype: str | None,
+        batch: int,
+        longest: int | None,
+    ) -> None:
         """Load a model on all processes; `UsageError` on all if it cannot be."""
         with run_folder(run, self.cluster) as folder:
-            trained = self.cluster.run_on_all(find_trained, folder, step, mesh, dtype)
+            trained = self.cluster.run_on_all(find_trained, folder, step, mesh, dtype, (), longest)
             if trained.tokenizer is None:
-                raise UsageError(f"run={run}: its data had no meta.json with a tokenizer")
+                came = "the weights came without a tokenizer.json"
+                came = (
+                    "its data had no meta.json with a tokenizer" if trained.data == "own" else came
+                )
+                raise UsageError(f"run={run}: {came}, which tasks need")
+            self.encoder = self.cluster.run_on_all(encoder_of, folder, trained.tokenizer)
             self.model = Model(trained, batch, self.cluster)
 
     def log_likelihoods(self, pairs: Sequence[Sequence[list[int]]]) -> list[LogLikelihood]:
@@ -107,6 +121,7 @@ class JaxGPT(TemplateLM):
         step: int | None = None,
         mesh: str | Sequence[int] = "1,-1,1",
         dtype: str | None = None,
+        max_length: int | None = None,
         batch_size: int | str = DEFAULT_BATCH,
         max_batch_size: int | None = None,
         device: str | None = None,
@@ -119,6 +134,7 @@ class JaxGPT(TemplateLM):
             step: of the checkpoint; default the newest.
             mesh: sizes of data, fsdp and tensor.
             dtype: of the computation, float32 or bfloat16; default the run's.
+            max_length: of a context, in tokens; default the model's.
             batch_size: rows that are scored at once; `auto` is 16.
             max_batch_size, device: as lm_eval gives them to every model; devices are JAX's.
             others: refused.
@@ -128,12 +144,15 @@ class JaxGPT(TemplateLM):
         if others or run is None:
             wrong = f"{next(iter(others))} is not known" if others else "there is no run=DIR"
             raise UsageError(
-                f"--model_args: {wrong}; give run=DIR, and step, mesh, dtype if needed"
+                f"--model_args: {wrong}; give run=DIR, and step, mesh, dtype, max_length if needed"
             )
         if dtype not in (None, "float32", "bfloat16"):
             raise UsageError(f"--model_args dtype={dtype}: must be float32 or bfloat16")
         if step is not None and not str(step).isdecimal():
             raise UsageError(f"--model_args step={step}: must be a whole number")
+        longest = None if max_length is None else str(max_length)
+        if longest is not None and not (longest.isdecimal() and int(longest) > 0):
+            raise UsageError(f"--model_args max_length={longest}: must be a number of at least 1")
         size = DEFAULT_BATCH if str(batch_size).startswith("auto") else batch_size
         if not str(size).isdecimal() or int(size) < 1:
             raise UsageError(f"--batch_size={batch_size}: must be a number of at least 1, or auto")
@@ -143,16 +162,23 @@ class JaxGPT(TemplateLM):
             raise UsageError(
                 "lm_eval: a job of several processes runs python -m jaxgpt.evaluate lm-eval ..."
             )
-        self._team.call("open", str(run), step and int(step), mesh, dtype, int(size))
+        step = None if step is None else int(step)
+        longest = longest and int(longest)
+        self._team.call("open", str(run), step, mesh, dtype, int(size), longest)
 
     @property
-    def _tokenizer(self) -> Tokenizer:
-        return self._team.model.trained.tokenizer
+    def _encoder(self) -> Encoder:
+        return self._team.encoder
 
     @property
     def eot_token_id(self) -> int:
-        """The token that ends a text, and stands before the first one."""
-        return prefix_token(self._tokenizer)
+        """The token that ends a text; 0 if there is none."""
+        return self._encoder.tokenizer.end_of_text or 0
+
+    @property
+    def prefix_token_id(self) -> int:
+        """The token that stands before a text without a context."""
+        return self._encoder.prefix
 
     @property
     def max_length(self) -> int:
@@ -167,8 +193,8 @@ class JaxGPT(TemplateLM):
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **kwargs: Any
     ) -> list[int]:
-        """Return the tokens of a text; none are added."""
-        return self._tokenizer.encode(string).tolist()
+        """Return the tokens of a text, with those that its tokenizer adds unless told not to."""
+        return self._encoder.encode(string, add_special_tokens is not False)
 
     def _loglikelihood_tokens(
         self, requests: list[tuple[Any, list[int], list[int]]], **kwargs: Any
@@ -224,7 +250,8 @@ class JaxGPT(TemplateLM):
         temperature, top_k = generation_options(options)
         until = options.get("until") or []
         until = [until] if isinstance(until, str) else list(until)
-        end = self._tokenizer.end_of_text
+        tokenizer = self._encoder.tokenizer
+        end = tokenizer.end_of_text
         prompt = self.tok_encode(context)[-max(1, self.max_length - length) :]
         prompt = prompt or [self.prefix_token_id]
         found, text = [], ""
@@ -233,7 +260,7 @@ class JaxGPT(TemplateLM):
             found += self._team.call(
                 "generate", prompt + found, at_once, temperature, top_k, len(found)
             )
-            text = self._tokenizer.decode(_until_token(found[:length], end))
+            text = tokenizer.decode(_until_token(found[:length], end))
             if end in found or any(stop in text for stop in until if stop):
                 break
         for stop in until:

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxgpt.data.tokenizers import Tokenizer
+from jaxgpt.evaluate.encoder import Encoder
 from jaxgpt.evaluate.model import Model, Rows
 
 
@@ -24,27 +24,21 @@ class LogLikelihood(NamedTuple):
     is_greedy: bool  # each of its tokens is the likeliest one
 
 
-def prefix_token(tokenizer: Tokenizer) -> int:
-    """Return the token that stands before a text: the end of another, or 0 if there is none."""
-    return tokenizer.end_of_text or 0
-
-
-def encode_pair(tokenizer: Tokenizer, context: str, continuation: str) -> Pair:
+def encode_pair(encoder: Encoder, context: str, continuation: str) -> Pair:
     """Encode both together, and split where the context alone ends.
 
     As lm_eval's `TemplateLM._encode_pair`: spaces at the end of the context go to the continuation,
-    whose first token mostly begins with one. An empty context is `prefix_token`.
+    whose first token mostly begins with one. An empty context is the encoder's prefix.
     """
     stripped = context.rstrip()
     continuation = context[len(stripped) :] + continuation
     if not stripped:
-        tokens, prefix = tokenizer.encode(continuation).tolist(), prefix_token(tokenizer)
-        if tokens[:1] == [prefix]:
+        tokens = encoder.encode(continuation, add_special_tokens=False)
+        if tokens[:1] == [encoder.prefix]:
             return Pair(tokens[:1], tokens[1:])
-        return Pair([prefix], tokens)
-    before = tokenizer.encode(stripped).tolist()
-    whole = tokenizer.encode(stripped + continuation).tolist()
-    return Pair(before, whole[len(before) :])
+        return Pair([encoder.prefix], tokens)
+    before = encoder.encode(stripped)
+    return Pair(before, encoder.encode(stripped + continuation)[len(before) :])
 
 
 def log_likelihoods(model: Model, pairs: Sequence[Pair]) -> list[LogLikelihood]:

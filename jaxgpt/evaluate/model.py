@@ -8,14 +8,21 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 from tqdm import tqdm
 
-from jaxgpt.checkpoint.metadata import choose_checkpoint, read_meta
+from jaxgpt.checkpoint.metadata import WEIGHTS_ONLY, choose_checkpoint, read_meta
 from jaxgpt.cluster.process_group import ProcessGroup
-from jaxgpt.config import Config, config_from_dict, expand_user, mesh_shape, override_data
+from jaxgpt.config import (
+    Config,
+    UsageError,
+    config_from_dict,
+    expand_user,
+    mesh_shape,
+    override_data,
+)
 from jaxgpt.convert import TRANSFORMERS, convert_apart, transformers_folder
 from jaxgpt.data.tokenizers import Tokenizer, tokenizer_from_meta
 from jaxgpt.runtime.initialize import initialize_jax
@@ -38,6 +45,8 @@ class Trained:
     step: int
     config: Config  # of the training, on the mesh of the evaluation and without dropout
     tokenizer: Tokenizer | None
+    block_size: int  # T of an evaluation, at most the model's
+    data: Literal["own", "given", "none"]  # that the configuration names: none came with weights
     restore: Callable[["Params"], "Params"]  # their shapes and shardings -> the parameters
 
 
@@ -45,26 +54,32 @@ class Trained:
 def run_folder(where: str, cluster: ProcessGroup) -> Iterator[Path]:
     """Yield a run directory; of hf:FOLDER one with its weights, which goes at the end.
 
-    All processes call it. Raises `UsageError` if a folder of transformers cannot be converted.
+    All processes call it, and each host converts for itself. Raises `UsageError` if a folder of
+    transformers cannot be converted.
     """
     if not where.startswith(TRANSFORMERS):
         yield Path(expand_user(where))
         return
-    name = tempfile.mkdtemp(prefix="jaxgpt-weights-") if cluster.is_main else None
-    folder = Path(cluster.broadcast(name))
     source = transformers_folder(where)
+    with contextlib.ExitStack() as at_end:
 
-    def convert() -> None:
-        if cluster.local_rank == 0:  # of each host, whose folder it is
-            folder.mkdir(exist_ok=True)
-            convert_apart(source, folder / "weights", where)
+        def convert() -> str | None:
+            if cluster.local_rank > 0:
+                return None
+            try:
+                folder = tempfile.mkdtemp(prefix="jaxgpt-weights-")
+            except OSError as error:
+                raise UsageError(
+                    f"{where}: no folder for temporary files can be written ({error.strerror}); "
+                    "set TMPDIR to one that can"
+                ) from None
+            at_end.callback(shutil.rmtree, folder, ignore_errors=True)
+            convert_apart(source, Path(folder, "weights"), where)
+            return folder
 
-    try:
-        cluster.run_on_all(convert)
-        yield folder / "weights"
-    finally:
-        if cluster.local_rank == 0:
-            shutil.rmtree(folder, ignore_errors=True)
+        # A folder for each host, made by its first process: they may not see each other's.
+        folders = cluster.allgather(cluster.run_on_all(convert))
+        yield Path(folders[cluster.hosts[cluster.rank]], "weights")
 
 
 def find_trained(
@@ -73,6 +88,7 @@ def find_trained(
     mesh: str = "1,-1,1",
     dtype: str | None = None,
     settings: Sequence[str] = (),
+    block_size: int | None = None,
 ) -> Trained:
     """Find the parameters of a run directory.
 
@@ -80,9 +96,10 @@ def find_trained(
         step: of the checkpoint; None takes the newest.
         dtype: of the computation; None takes the run's.
         settings: of data, that replace the run's.
+        block_size: tokens of the longest row; None takes the model's.
 
-    Raises `UsageError` for a run without such a checkpoint, a mesh that does not fit the model, or
-    settings that are not of data.
+    Raises `UsageError` for a run without such a checkpoint, a mesh that does not fit the model,
+    settings that are not of data, or more tokens than the model's.
     """
     step = choose_checkpoint(where, step)
     meta = read_meta(where, step)
@@ -93,6 +110,12 @@ def find_trained(
         train__gradient_accumulation_steps=1, train__dtype=dtype or config.train.dtype,
     )  # fmt: skip
     mesh_shape(config)
+    longest = config.model.block_size
+    if block_size is not None and block_size > longest:
+        raise UsageError(f"--block-size={block_size}: must be at most model.block_size={longest}")
+    if block_size is not None and config.model.position == "rope":
+        config = config.replace(model__block_size=block_size)  # learned positions keep their array
+    data = "given" if settings else "none" if meta.get(WEIGHTS_ONLY) else "own"
     tokenizer = meta["tokenizer"] and tokenizer_from_meta(meta["tokenizer"], where)
 
     def restore(shapes: "Params") -> "Params":
@@ -100,7 +123,7 @@ def find_trained(
 
         return restore_params(where, step, shapes)
 
-    return Trained(str(where), step, config, tokenizer, restore)
+    return Trained(str(where), step, config, tokenizer, block_size or longest, data, restore)
 
 
 class Rows(NamedTuple):
@@ -143,7 +166,7 @@ class Model:
     @property
     def block_size(self) -> int:
         """The longest row, T."""
-        return self.config.model.block_size
+        return self.trained.block_size
 
     def row_length(self, n: int) -> int:
         """Return the length to which a row of n inputs is filled up: few lengths, few programs."""
@@ -239,7 +262,7 @@ class Model:
                 out_shardings=self.steps.replicated,
             )
         prompt = np.asarray(tokens[-self.block_size :], np.int32)
-        window = np.zeros(self.block_size, np.int32)
+        window = np.zeros(self.config.model.block_size, np.int32)
         window[: prompt.size] = prompt
         operands = self.params, window, np.int32(prompt.size), np.int32(seed)
         return np.asarray(self._generators[key](*operands)).tolist()

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from jaxgpt.config import UsageError
-from jaxgpt.data.tokenizers import Tokenizer
+from jaxgpt.evaluate.encoder import Encoder
 from jaxgpt.evaluate.likelihood import Pair, encode_pair, log_likelihoods
 from jaxgpt.evaluate.model import Model
 
@@ -41,26 +41,26 @@ class Question:
         }
 
 
-def read_questions(path: Path, tokenizer: Tokenizer | None, block_size: int) -> list[Question]:
+def read_questions(path: Path, encoder: Encoder | None, block_size: int) -> list[Question]:
     """Return the questions of a file of JSON lines.
 
     A line has `question`, `choices` and `answer`, the number of the right choice from 0, or is one
     of HellaSwag's own. Raises `UsageError` with the number of a line that is not.
     """
-    if tokenizer is None:
+    if encoder is None:
         raise UsageError(
             f"--multiple-choice={path}: the model's data had no meta.json with a tokenizer, which "
             "questions need"
         )
     try:
-        lines = path.read_text().splitlines()
+        lines = path.read_text(encoding="utf-8").split("\n")  # a text may have U+2028 and others
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"--multiple-choice={path}: cannot be read ({error})") from None
     found = []
     for number, line in enumerate(lines, 1):
         if line.strip():
             try:
-                found.append(_encode(tokenizer, *_parse(line), block_size))
+                found.append(_encode(encoder, *_parse(line), block_size))
             except ValueError as error:
                 raise UsageError(f"{path}:{number}: {error}") from None
     if not found:
@@ -72,7 +72,7 @@ def _parse(line: str) -> tuple[str, list[str], int]:
     """Return question, choices and answer; `ValueError` if the line has something else."""
     try:
         fields = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"is not JSON ({error})") from None
     if not isinstance(fields, dict):
         raise ValueError("is not a JSON object with question, choices and answer")
@@ -86,6 +86,8 @@ def _parse(line: str) -> tuple[str, list[str], int]:
         raise ValueError(f"{names[0]} must be a text, and {names[1]} two texts or more")
     if names == HELLASWAG:
         question, choices = _hellaswag(fields, question), [clean_hellaswag(c) for c in choices]
+        if not all(choices):
+            raise ValueError("endings has a text with nothing but marks of WikiHow, as [title]")
         answer = int(answer) if str(answer).isdecimal() else answer
     is_number = isinstance(answer, int) and not isinstance(answer, bool)
     if not is_number or not 0 <= answer < len(choices):
@@ -93,6 +95,7 @@ def _parse(line: str) -> tuple[str, list[str], int]:
             f"{names[2]} is {json.dumps(answer)}, and must be the number of a choice, "
             f"0 to {len(choices) - 1}"
         )
+    "".join([question, *choices]).encode()  # `ValueError` for half a surrogate pair
     return question, choices, answer
 
 
@@ -111,10 +114,10 @@ def clean_hellaswag(text: str) -> str:
 
 
 def _encode(
-    tokenizer: Tokenizer, question: str, choices: list[str], answer: int, block_size: int
+    encoder: Encoder, question: str, choices: list[str], answer: int, block_size: int
 ) -> Question:
     """Return a question in tokens; `ValueError` for what the model cannot read."""
-    pairs = tuple(encode_pair(tokenizer, question, f" {choice}") for choice in choices)
+    pairs = tuple(encode_pair(encoder, question, f" {choice}") for choice in choices)
     for choice, pair in zip(choices, pairs, strict=True):
         n = len(pair.continuation)
         if not 0 < n <= block_size:

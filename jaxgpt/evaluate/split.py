@@ -11,9 +11,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from jaxgpt.config import UsageError
-from jaxgpt.data.dataset import Dataset, open_dataset
+from jaxgpt.data.dataset import Dataset, open_dataset, with_vocabulary
 from jaxgpt.data.token_file import Tokens
-from jaxgpt.data.tokenizers import Tokenizer
+from jaxgpt.data.tokenizers import Tokenizer, same_tokens
 from jaxgpt.evaluate.model import Model, Rows, Trained
 
 ANY_VOCABULARY = 2**31 - 1  # data of any vocabulary is opened, and then compared with the model's
@@ -80,9 +80,10 @@ class Split:
 
     dataset: Dataset
     name: str
+    trained: Trained  # with the token that ends a document of this data, for data.document_mask
     tokenizer: Tokenizer | None
-    vocab_size: int  # of the model
     windows: tuple[Windows, ...]  # of each source
+    warnings: tuple[str, ...] = ()
 
     @property
     def texts(self) -> list[Tokens]:
@@ -100,7 +101,7 @@ class Split:
         end = None if self.tokenizer is None else self.tokenizer.end_of_text
         total = 0
         for first, piece in read_pieces(text, end):
-            text.check_vocab_range(piece, first, self.vocab_size)
+            text.check_vocab_range(piece, first, self.trained.config.model.vocab_size)
             if self.tokenizer is not None:
                 self.check_tokenizer_range(piece)
                 total += self.tokenizer.count_bytes(piece)
@@ -133,28 +134,48 @@ def open_split(trained: Trained, name: str, stride: int | None = None) -> Split:
     """Open a split of the data that the configuration names.
 
     Raises `UsageError` if it is not there, is of another tokenizer than the model's, or if the
-    stride is larger than model.block_size.
+    stride is larger than a row.
     """
-    config, T = trained.config, trained.config.model.block_size
+    config, T = trained.config, trained.block_size
     if stride is not None and stride > T:
-        raise UsageError(f"--stride={stride}: must be at most model.block_size={T}")
+        raise UsageError(f"--stride={stride}: must be at most {T}, the tokens of a row")
+    if trained.data == "none":
+        raise UsageError(
+            "--dataset: is needed, as these weights came without data; give --dataset NAME, or "
+            "data.path=DIR"
+        )
     any_model = dataclasses.replace(config.model, vocab_size=ANY_VOCABULARY, block_size=1)
     dataset = open_dataset(config.data, any_model)
-    source = dataset.sources[0]
-    same = None in (trained.tokenizer, dataset.tokenizer) or (
-        trained.tokenizer.to_meta() == dataset.tokenizer_meta
-    )
-    if not same and not config.data.accept_changes:
-        raise UsageError(
-            f"{source.entry.key}: {source.entry.path} has another tokenizer "
-            f"({_describe(dataset.tokenizer)}) than {trained.where} "
-            f"({_describe(trained.tokenizer)}); prepare its text with the model's, or if the "
-            "tokens are the same give data.accept_changes=True"
-        )
+    warnings = _compare_tokenizers(trained, dataset)
     tokenizer = dataset.tokenizer or trained.tokenizer
+    known = dataclasses.replace(dataset, vocab_size=config.model.vocab_size, tokenizer=tokenizer)
+    trained = dataclasses.replace(trained, config=with_vocabulary(config, known))
     sizes = [s.tokens[name].size for s in dataset.sources]
     windows = tuple(Windows(size, T, stride or T) for size in sizes)
-    return Split(dataset, name, tokenizer, config.model.vocab_size, windows)
+    return Split(dataset, name, trained, tokenizer, windows, warnings)
+
+
+def _compare_tokenizers(trained: Trained, dataset: Dataset) -> tuple[str, ...]:
+    """Refuse data of another tokenizer than the model's; return a warning where one is unknown."""
+    source, ours, theirs = dataset.sources[0].entry, trained.tokenizer, dataset.tokenizer
+    if theirs is None or ours is None:
+        if trained.data == "own":
+            return ()
+        if theirs is None:
+            return (f"warning: {source.key} has no tokenizer; its tokens are taken as the model's",)
+        return (f"warning: the model has no tokenizer; {source.key} is taken to have its tokens",)
+    if same_tokens(ours, theirs):
+        return ()
+    what = (
+        f"{source.key}: {source.path} has another tokenizer ({_describe(theirs)}) than "
+        f"{trained.where} ({_describe(ours)})"
+    )
+    if trained.config.data.accept_changes:
+        return (f"warning: {what}; accepted by data.accept_changes",)
+    raise UsageError(
+        f"{what}; prepare its text with the model's, or if the tokens are the same give "
+        "data.accept_changes=True"
+    )
 
 
 def _describe(tokenizer: Tokenizer) -> str:

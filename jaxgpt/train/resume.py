@@ -31,6 +31,8 @@ EVAL_RECORDS = ("eval", "sample")  # the kinds of records that train.eval_interv
 # Keys of `data` that change what a step computes.
 _MASK_KEYS = {"document_mask", "end_of_text"}
 CONVERTED = "init_from"  # the folder of a run in which that is converted
+# A log has a line of its own about a mesh. First weights do not count any more.
+_NO_CHANGE = ("parallel.mesh", "train.init_from")
 # What decides which tokens a step sees: a change is allowed, and said.
 _ORDER_KEYS = ("train.batch_size", "train.seed")
 
@@ -68,7 +70,7 @@ def check_resume(
     for section in ("model", "train", "optimizer", "data", "parallel", "spike"):
         for key, value in config.to_dict()[section].items():
             name, then = f"{section}.{key}", saved[section].get(key, defaults[section][key])
-            if then == value or name == "parallel.mesh":  # of which the log has a line anyway
+            if then == value or name in _NO_CHANGE:
                 continue
             if section == "data" and key not in _MASK_KEYS:
                 continue
@@ -156,8 +158,8 @@ def _saved_model(init_from: str) -> ModelConfig:
 
 def prepare_weights(
     config: Config, dataset: Dataset, directory: Path
-) -> tuple[Config, Path, list[str]]:
-    """Return the configuration of a run that starts from weights, their folder, lines about them.
+) -> tuple[Config, Path, int, list[str]]:
+    """Return the configuration of a run that starts from weights, their folder and step, and lines.
 
     A folder of transformers is converted into the run directory. Raises `UsageError` if the model
     or the tokenizer is another one than the weights'.
@@ -177,7 +179,7 @@ def prepare_weights(
     origin = f", from {meta['source']}" if "source" in meta else ""
     notes = [f"weights: step {step} of {folder}{origin}"]
     config, more = _share_tokenizer(config, dataset, directory, folder, meta)
-    return config, folder, notes + more
+    return config, folder, step, notes + more
 
 
 def _check_model(model: ModelConfig, saved: ModelConfig, key: str) -> None:

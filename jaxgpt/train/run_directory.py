@@ -58,6 +58,7 @@ class Run:
     notes: list[str]  # lines for the log
     missing_records: Sequence[str] = ()  # `EVAL_RECORDS` due after `resume_step` and not there
     init_folder: str | None = None  # the weights to start from, without a `resume_step`
+    init_step: int | None = None  # of `init_folder`, which may get newer ones meanwhile
 
     def consumed_tokens(self, step: int) -> int:
         """Return tokens of all batches up to `step`, skipped ones included."""
@@ -153,9 +154,9 @@ def _decide(config: Config, cluster: ProcessGroup) -> dict[str, Any]:
         ranges, warnings = still_to_come(ranges, skipped, resume_step)
         ranges += then
         notes += warnings
-    init_folder = None
+    init_folder = init_step = None
     if resume_step is None and config.train.init_from is not None:
-        config, folder, lines = prepare_weights(config, dataset, directory)
+        config, folder, init_step, lines = prepare_weights(config, dataset, directory)
         init_folder, dataset = str(folder), _open_dataset(config)
         notes += lines
     if dataset.tokenizer is not None:
@@ -172,6 +173,7 @@ def _decide(config: Config, cluster: ProcessGroup) -> dict[str, Any]:
             "notes": notes,
             "missing_records": missing_records(config, dataset, resume_step),
             "init_folder": init_folder,
+            "init_step": init_step,
         },
     }
 

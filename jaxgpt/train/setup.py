@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from jaxgpt.checkpoint.checkpointer import Checkpoints, restore_params
-from jaxgpt.checkpoint.metadata import newest_checkpoint
+from jaxgpt.checkpoint.metadata import read_meta
 from jaxgpt.cluster.preemption import StopSignal
 from jaxgpt.cluster.process_group import ProcessGroup
 from jaxgpt.cluster.watchdog import Watchdog
@@ -117,18 +117,18 @@ def restore_or_init(
         found = checkpoints.restore(run.resume_step, checkpoint_tree(shapes))
         return state_from_checkpoint(*found, shapes)
     if run.init_folder is not None:
-        return load_weights(Path(run.init_folder), steps)
+        return load_weights(Path(run.init_folder), run.init_step, steps)
     init = steps.init.lower().compile()
     cluster.barrier()
     return init()
 
 
-def load_weights(folder: Path, steps: StepFunctions) -> TrainState:
-    """Return the initial state with the parameters of a run or of converted weights.
+def load_weights(folder: Path, step: int, steps: StepFunctions) -> TrainState:
+    """Return the initial state with the parameters of a run's checkpoint or of converted weights.
 
     Of learned positions the first model.block_size are taken.
     """
-    step, meta = newest_checkpoint(folder, f"train.init_from={folder}")
+    meta = read_meta(folder, step)
     shapes = steps.state_shapes.params
     if "position_embedding" in shapes:
         shape = shapes["position_embedding"]["embedding"]

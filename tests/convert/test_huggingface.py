@@ -195,7 +195,14 @@ def refused(arguments, capsys):
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope type yarn is not supported"),
         ({"rope_scaling": {"type": "linear", "factor": 4.0}}, "rope type linear is not supported"),
         ({"rope_scaling": {"rope_type": "llama3"}}, "rope type llama3 has no factor, low_freq"),
-        ({"rope_scaling": 3}, "rope_scaling is 3; it must be an object"),
+        ({"rope_scaling": 3}, "rope_scaling is 3; it must be one object of numbers"),
+        ({"rope_parameters": {"rope_theta": 1e4}}, "rope_parameters and rope_scaling differ"),
+        ({"rope_scaling": None, "rope_parameters": {"full_attention": {"rope_theta": 1e4}}},
+            "rope_parameters is {'full_attention'"),
+        ({"layer_types": ["full_attention", "chunked_attention"]}, "layer_types chunked_attention"),
+        ({"model_type": "mistral", "rope_scaling": None, "layer_types": ["full_attention"]},
+            "layer_types full_attention are not supported, only sliding_attention"),
+        ({"model_type": ["llama"]}, "model_type ['llama'] is not supported"),
         ({"attention_bias": True}, "attention_bias=True is not supported"),
         ({"mlp_bias": True}, "mlp_bias=True is not supported"),
         ({"hidden_act": "gelu"}, "hidden_act=gelu is not supported, only silu"),
@@ -300,6 +307,28 @@ def test_convert_explains_what_is_wrong(arguments, words, tmp_path, capsys):
     main(["from-hf", str(tmp_path / "a"), "--out", str(tmp_path / "ours")])
     capsys.readouterr()
     assert words in refused([str(word).format(tmp=tmp_path) for word in arguments], capsys)
+
+
+def test_a_folder_without_a_tokenizer_json_gets_one(tmp_path, data_home, capsys):
+    tied = LLAMA | {"vocab_size": 256, "tie_word_embeddings": True}
+    given = random_tensors(tied) | {"model.embed_tokens.weight": np.ones((256, D), np.float32)}
+    write(tmp_path / "a", tied, given)
+    words = ["from-hf", str(tmp_path / "a"), "--tokenizer", str(data_home / "python")]
+    main([*words, "--out", str(tmp_path / "ours")])
+    assert read_meta(tmp_path / "ours", 0)["tokenizer"] == {"type": "byte"}
+    write(tmp_path / "b")
+    capsys.readouterr()
+    words[1] = tmp_path / "b"
+    assert "has 256 tokens, and the model 50" in refused([*words, "--out", "x"], capsys)
+
+
+def test_a_llama_whose_width_its_heads_do_not_divide_is_refused(tmp_path, capsys):
+    config = LLAMA | {"num_attention_heads": 5, "num_key_value_heads": 5, "head_dim": 4}
+    write(tmp_path / "a", config)
+    main(["from-hf", str(tmp_path / "a"), "--out", str(tmp_path / "ours")])
+    capsys.readouterr()
+    line = refused(["to-hf", "--run", tmp_path / "ours", "--out", tmp_path / "b"], capsys)
+    assert "has model.n_embd=24 (no multiple of model.n_head=5)" in line
 
 
 def test_a_context_may_be_kept_shorter(tmp_path, capsys):

@@ -16,8 +16,8 @@ ARGUMENTS = {
     "num_layers": L, "num_attention_heads": H, "hidden_size": D, "max_position_embeddings": T,
     "ffn_hidden_size": 4 * D, "kv_channels": K,
 }  # fmt: skip
-# Arguments about the model as they stand in checkpoints, of the defaults of each code base:
-# Megatron-LM 0.17 (pretrain_gpt.py), Megatron-DeepSpeed (examples_deepspeed) at bb4ac1c.
+# Arguments about the model with the defaults of each code base (their arguments.py at
+# NVIDIA/Megatron-LM d98e8a6 and microsoft/Megatron-DeepSpeed f4157be).
 SAVED_BY = {
     "Megatron-LM": {
         "normalization": "LayerNorm", "norm_epsilon": 1e-5, "position_embedding_type":

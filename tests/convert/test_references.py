@@ -84,7 +84,7 @@ def steps_of(folder, mesh="1,1,1"):
     )  # fmt: skip
     with limited_devices(sizes.n_devices):
         steps = make_steps(config, make_mesh(sizes))
-        return config, steps, load_weights(folder, steps)
+        return config, steps, load_weights(folder, 0, steps)
 
 
 def logits_of(config, params, tokens):

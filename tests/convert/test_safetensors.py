@@ -113,6 +113,28 @@ def test_a_header_that_makes_no_sense_is_refused(entry, tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("tensors", "n_bytes", "words"),
+    [
+        ([("a", 0, 8), ("b", 4, 12)], 12, "b at 4:12 overlaps another tensor"),
+        ([("a", 0, 4), ("b", 8, 12)], 12, "b at 8:12 comes after a gap"),
+        ([("a", 4, 12)], 12, "a at 4:12 comes after a gap"),
+        ([("a", 0, 4), ("b", 4, 8)], 12, "its tensors have 8 of 12 bytes"),
+        ([("a", 0, 4), ("a", 4, 8)], 8, "its header has a twice"),
+    ],
+)
+def test_tensors_that_do_not_fill_the_file_are_refused(tensors, n_bytes, words, tmp_path):
+    entries = [
+        f'"{name}": {{"dtype": "F32", "shape": [{(end - begin) // 4}], '
+        f'"data_offsets": [{begin}, {end}]}}'
+        for name, begin, end in tensors
+    ]
+    header = f"{{{', '.join(entries)}}}".encode()
+    (tmp_path / FILE).write_bytes(len(header).to_bytes(8, "little") + header + bytes(n_bytes))
+    with pytest.raises(UsageError, match=words):
+        open_folder(tmp_path)
+
+
+@pytest.mark.parametrize(
     ("name", "words"),
     [
         ("../x.safetensors", "names '../x.safetensors', which is not a file of its folder"),

@@ -16,12 +16,13 @@ from jaxgpt.evaluate import __main__ as command
 GOOD = {"question": "a", "choices": ["b", "c"], "answer": 1}
 
 
-def save(run, *settings):
+def save(run, *settings, **more):
     """Write the JSON of a checkpoint: its arrays are not read."""
     config = load_config(*SHAPE[1:], *settings)
     dataset = open_dataset(config.data, config.model)
     config = config.replace(model__vocab_size=dataset.vocab_size)
     meta = {"step": 3, "config": config.to_dict(), "tokenizer": dataset.tokenizer_meta}
+    meta |= more
     folder = run / "checkpoints" / "3" / "meta"
     folder.mkdir(parents=True)
     (folder / "metadata").write_text(json.dumps(add_checksum(meta)))
@@ -40,6 +41,7 @@ def home(tmp_path_factory):
         for split in ("train", "val"):
             (np.arange(500) % (largest + 1)).astype(np.uint16).tofile(home / name / f"{split}.bin")
     save(home / "bare_run", f"data.path={home}/bare", "model.vocab_size=50")
+    save(home / "weights", f"data.path={home}/byte", weights_only=True)
     shutil.copytree(home / "byte", home / "spoiled")
     tokens = np.fromfile(home / "byte" / "val.bin", np.uint16)
     tokens[-1] = 256  # the last token, which nothing but the whole split shows
@@ -71,6 +73,16 @@ def refused(capsys, *words):
         ((), "are required: --run"),
         (("--run", "{home}/new_run"), "new_run: has no checkpoints yet; give a run directory"),
         (("--run", "{home}/run", "--step", 99), "--step 99: {home}/run has 3"),
+        (("--run", "{home}/run", "--step", 0), "--step 0: {home}/run has 3"),
+        (("--run", "{home}/weights"), "--dataset: is needed, as these weights came without data"),
+        (
+            ("--run", "{home}/run", "--block-size", BLOCK + 1),
+            f"--block-size={BLOCK + 1}: must be at most model.block_size={BLOCK}",
+        ),
+        (
+            ("--run", "{home}/run", "--block-size", 8, "--stride", 9),
+            "--stride=9: must be at most 8, the tokens of a row",
+        ),
         (("--run", "{home}/run", "--split", "test"), "--split: invalid choice: 'test'"),
         (("--run", "{home}/run", "--mesh", "1,1,3"), "parallel.mesh=1,1,3: tensor=3 does not"),
         (("--run", "{home}/run", "--stride", BLOCK + 1), f"--stride={BLOCK + 1}: must be at most"),
@@ -111,12 +123,19 @@ def test_a_split_that_cannot_be_read(home, words, sentence, capsys):
         ([GOOD | {"question": 7}], "q.jsonl:1: question must be a text"),
         ([GOOD | {"choices": ["b", "c" * BLOCK]}], f"has {BLOCK + 1} tokens; it must have 1 to"),
         ([{"ctx": "a", "endings": ["b", "c"], "label": ""}], 'q.jsonl:1: label is "", and must'),
+        ([{"ctx": "a", "endings": ["b", "[title]"], "label": 0}], "nothing but marks of WikiHow"),
+        ([GOOD, "[" * 10**5], "q.jsonl:2: is not JSON"),
+        ([GOOD | {"choices": ["b", "\ud800"]}], "q.jsonl:1: 'utf-8' codec can't encode"),
+        (
+            [json.dumps(GOOD | {"question": "a\u2028b\x85"}, ensure_ascii=False), {}],
+            "q.jsonl:2: has no question",
+        ),
     ],
 )
 def test_questions_that_cannot_be_asked(home, lines, sentence, tmp_path, capsys):
     path = tmp_path / "q.jsonl"
     text = [line if isinstance(line, str) else json.dumps(line) for line in lines]
-    path.write_text("".join(f"{line}\n" for line in text))
+    path.write_text("".join(f"{line}\n" for line in text), encoding="utf-8")
     found = refused(capsys, "--run", home / "run", "--multiple-choice", path)
     assert sentence in found
 

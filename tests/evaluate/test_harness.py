@@ -15,6 +15,7 @@ from flax.traverse_util import unflatten_dict
 
 from evaluation import SHAPE, TEXT, evaluated
 from jaxgpt.bench.nanogpt import nanogpt_weights
+from jaxgpt.convert.__main__ import main as convert
 from jaxgpt.data.prepare.builtin import prepare_text
 from jaxgpt.evaluate.model import find_trained
 from jaxgpt.evaluate.multiple_choice import clean_hellaswag
@@ -51,16 +52,21 @@ TASKS = {
 }
 
 
-def tokenizer_file(folder):
+def tokenizer_file(folder, special=("<|endoftext|>",)):
+    """A tokenizer.json; with two special tokens the first stands before every text, as Llama's."""
     tokenizers = pytest.importorskip("tokenizers")
     made = tokenizers.Tokenizer(tokenizers.models.BPE())
     made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = tokenizers.decoders.ByteLevel()
     letters = tokenizers.pre_tokenizers.ByteLevel.alphabet()
     trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=320, special_tokens=["<|endoftext|>"], initial_alphabet=letters
+        vocab_size=320, special_tokens=list(special), initial_alphabet=letters
     )
     made.train_from_iterator(TEXT.splitlines(), trainer)
+    if len(special) > 1:
+        made.post_processor = tokenizers.processors.TemplateProcessing(
+            single=f"{special[0]} $A", special_tokens=[(special[0], 0)]
+        )
     made.save(str(folder / "tokenizer.json"))
 
 
@@ -98,6 +104,31 @@ def home(tmp_path_factory):
     about["end_of_text"] = trained.tokenizer.end_of_text
     (home / "hf" / "model.json").write_text(json.dumps(about))
     python(ROOT / "tests/evaluate/save_hugging_face.py", home / "hf")
+    write_tasks(home)
+    return home
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    """A Llama as Hugging Face keeps it, whose tokenizer puts <s> before every text, and tasks."""
+    home = tmp_path_factory.mktemp("llama")
+    for name in ("tokens", "tasks"):
+        (home / name).mkdir()
+    tokenizer_file(home / "tokens", ("<s>", "</s>"))
+    (home / "a.txt").write_text(TEXT)
+    prepare_text(home / "data", [home / "a.txt"], str(home / "tokens"))
+    model = ("model.norm=rmsnorm", "model.position=rope", "model.mlp=swiglu", "model.n_kv_head=2")
+    settings = (f"model.block_size={T}", "train.max_iters=60", f"data.path={home}/data")
+    words = (*SHAPE, *model, *settings, "--mesh", "1,1,1", "--out", home / "run")
+    assert train_here(*words) == 0
+    convert(["to-hf", "--run", str(home / "run"), "--out", str(home / "hf")])
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>"}
+    (home / "hf" / "tokenizer_config.json").write_text(json.dumps(settings | {"eos_token": "</s>"}))
+    write_tasks(home)
+    return home
+
+
+def write_tasks(home):
     lines = "".join(json.dumps(q) + "\n" for q in questions())
     (home / "q.jsonl").write_text(lines)
     for name, text in TASKS.items():
@@ -105,7 +136,6 @@ def home(tmp_path_factory):
         data = json.dumps({"data_files": {"test": str(home / "q.jsonl")}})
         body = "\n".join(line[8:] for line in text.splitlines())
         (home / "tasks" / f"{name}.yaml").write_text(f"{head}dataset_kwargs: {data}{body}")
-    return home
 
 
 def python(*words, processes=None):
@@ -140,18 +170,32 @@ def scores(home, out, *words, processes=None):
     return json.loads(file.read_text())["results"], answers
 
 
-@pytest.fixture(scope="module")
-def hugging_face(home):
+def scores_of_hf(home):
     words = ("--model", "hf", "--device", "cpu", "--batch_size", "1")
     return scores(home, "of_hf", "-m", "lm_eval", *words, "--model_args", f"pretrained={home}/hf")
+
+
+@pytest.fixture(scope="module")
+def hugging_face(home):
+    return scores_of_hf(home)
 
 
 @pytest.mark.parametrize(("mesh", "processes"), [("1,1,1", None), ("2,1,2", 2)])
 def test_scores_are_those_of_hugging_face(home, hugging_face, mesh, processes):
     model = ("--model", "jaxgpt", "--model_args", f"run={home}/run,mesh=[{mesh}]")
     command = ("-m", "jaxgpt.evaluate", "lm-eval")
-    found, answers = scores(home, f"of_{mesh}", *command, *model, processes=processes)
-    expected, expected_answers = hugging_face
+    compare(scores(home, f"of_{mesh}", *command, *model, processes=processes), hugging_face)
+
+
+def test_scores_of_llama_are_those_of_hugging_face(llama):
+    model = ("--model", "jaxgpt", "--model_args", f"run=hf:{llama}/hf")
+    command = ("-m", "jaxgpt.evaluate", "lm-eval")
+    compare(scores(llama, "of_jaxgpt", *command, *model), scores_of_hf(llama))
+
+
+def compare(ours, theirs):
+    """Scores, texts and log-likelihoods are the same."""
+    (found, answers), (expected, expected_answers) = ours, theirs
     for task in TASKS:
         compared = [key for key, value in expected[task].items() if isinstance(value, float)]
         assert len(compared) >= 1
@@ -159,13 +203,12 @@ def test_scores_are_those_of_hugging_face(home, hugging_face, mesh, processes):
             assert found[task][key] == pytest.approx(expected[task][key], rel=2e-5), (task, key)
     assert answers["written"] == expected_answers["written"]
     assert len({text for doc in answers["written"] for (text,) in doc}) > 3
-    for ours, theirs in zip(answers["choices"], expected_answers["choices"], strict=True):
-        for ((nats, greedy),), ((nats_, greedy_),) in zip(ours, theirs, strict=True):
+    for doc, doc_ in zip(answers["choices"], expected_answers["choices"], strict=True):
+        for ((nats, greedy),), ((nats_, greedy_),) in zip(doc, doc_, strict=True):
             assert float(nats) == pytest.approx(float(nats_), abs=1e-4) and greedy == greedy_
-    for ((ours,),), ((theirs,),) in zip(
-        answers["rolling"], expected_answers["rolling"], strict=True
-    ):
-        assert float(ours) == pytest.approx(float(theirs), rel=1e-5)
+    rolling = zip(answers["rolling"], expected_answers["rolling"], strict=True)
+    for ((nats,),), ((nats_,),) in rolling:
+        assert float(nats) == pytest.approx(float(nats_), rel=1e-5)
 
 
 def test_our_own_multiple_choice_has_the_same_accuracies(home, hugging_face):

@@ -9,6 +9,7 @@ import pytest
 from evaluation import BLOCK, TEXT, evaluated, opened, reference_logits, train
 from jaxgpt.data.prepare.builtin import prepare_text
 from jaxgpt.data.tokenizers import ByteTokenizer, HFTokenizer, load_tokenizer
+from jaxgpt.evaluate.encoder import Encoder
 from jaxgpt.evaluate.likelihood import Pair, encode_pair, log_likelihoods
 from jaxgpt.evaluate.model import find_trained
 from jaxgpt.evaluate.multiple_choice import read_questions
@@ -79,7 +80,7 @@ def test_accuracies_are_those_of_a_computation_by_hand(run, tmp_path, batch, mes
     table = as_table(found).splitlines()
     assert table[0].endswith(f"{len(asked)} questions of {path}")
     assert table[1].split()[:2] == ["acc", f"{found['acc']:.2%}"]
-    read = read_questions(path, ByteTokenizer(), BLOCK)
+    read = read_questions(path, Encoder(ByteTokenizer(), 0), BLOCK)
     model = opened(run, batch, mesh)
     scored = log_likelihoods(model, [pair for q in read for pair in q.pairs])
     np.testing.assert_allclose([s.nats for s in scored], expected, atol=2e-5)
@@ -113,16 +114,17 @@ def test_the_two_texts_are_encoded_together_and_spaces_go_to_the_second(tmp_path
     made.train_from_iterator(["the cat sat on the mat " * 9], trainer)
     made.save(str(tmp_path / "tokenizer.json"))
     tokenizer = load_tokenizer(tmp_path)
+    end = tokenizer.end_of_text
+    encoder = Encoder(tokenizer, end)
     assert isinstance(tokenizer, HFTokenizer)
     whole = tokenizer.encode("the cat sat").tolist()
     assert whole == [*tokenizer.encode("the cat"), *tokenizer.encode(" sat")]
     for context, rest in (("the cat", " sat"), ("the cat ", "sat"), ("the cat", " sat")):
-        pair = encode_pair(tokenizer, context, rest)
+        pair = encode_pair(encoder, context, rest)
         assert pair.context == tokenizer.encode("the cat").tolist()
         assert pair.continuation == tokenizer.encode(" sat").tolist()
-    end = tokenizer.end_of_text
-    assert encode_pair(tokenizer, " ", "sat") == Pair([end], tokenizer.encode(" sat").tolist())
-    assert encode_pair(tokenizer, "", " sat") == Pair([end], tokenizer.encode(" sat").tolist())
+    assert encode_pair(encoder, " ", "sat") == Pair([end], tokenizer.encode(" sat").tolist())
+    assert encode_pair(encoder, "", " sat") == Pair([end], tokenizer.encode(" sat").tolist())
 
 
 def test_lines_of_hellaswag_are_worded_as_lm_eval_words_them(tmp_path):
@@ -132,7 +134,7 @@ def test_lines_of_hellaswag_are_worded_as_lm_eval_words_them(tmp_path):
         "endings": ["is using wrap.", "[title] Sit. [step] He is."], "label": "1",
     }  # fmt: skip
     path = write(tmp_path / "h.jsonl", [line, {k: line[k] for k in ("ctx", "endings", "label")}])
-    whole, bare = read_questions(path, ByteTokenizer(), 1024)
+    whole, bare = read_questions(path, Encoder(ByteTokenizer(), 0), 1024)
     text = "Roof shingle removal: A man is sitting on a roof. He"
     assert bytes(whole.pairs[0].context).decode() == text
     assert bytes(whole.pairs[0].continuation).decode() == " is using wrap."

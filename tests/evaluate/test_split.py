@@ -9,8 +9,10 @@ import pytest
 
 from blends import write_corpora
 from evaluation import BLOCK, TEXT, evaluated, reference_logits, reference_losses, train
+from jaxgpt.config import UsageError
 from jaxgpt.data.prepare.builtin import prepare_text
 from jaxgpt.data.token_file import TokenFile, Tokens
+from jaxgpt.data.tokenizers import load_tokenizer
 from jaxgpt.evaluate.model import find_trained
 from jaxgpt.evaluate.report import as_json, as_table
 from jaxgpt.evaluate.split import Loss, Windows, open_split, read_pieces
@@ -50,6 +52,81 @@ def test_a_loss_is_that_of_a_plain_loop_over_windows(run, data, stride):
     assert found["tokens"] == losses.size == len(tokens) - 1
     assert found["loss"] == pytest.approx(losses.mean(), abs=1e-6)
     assert found["perplexity"] == pytest.approx(math.exp(losses.mean()), rel=1e-5)
+
+
+@pytest.mark.parametrize("option", [(), ("--stride", 5)])
+def test_a_context_may_be_shorter_than_the_model_s(run, data, option):
+    losses = reference_losses(
+        reference_logits(run, find_trained(run).config),
+        tokens_of(data, "val"),
+        11,
+        *option[1:] or (11,),
+    )
+    found = evaluated("--run", run, "--block-size", 11, *option)
+    assert (found["block_size"], found["tokens"]) == (11, losses.size)
+    assert found["loss"] == pytest.approx(losses.mean(), abs=1e-6)
+
+
+@pytest.mark.long
+def test_a_shorter_context_of_rotary_positions_is_the_same_model(data, tmp_path):
+    run = train(tmp_path / "run", f"data.path={data}", "model.position=rope")
+    config = find_trained(run).config
+    losses = reference_losses(reference_logits(run, config), tokens_of(data, "val"), 11, 11)
+    found = evaluated("--run", run, "--block-size", 11)
+    assert found["loss"] == pytest.approx(losses.mean(), abs=1e-6)
+    assert find_trained(run, block_size=11).config.model.block_size == 11
+
+
+def test_a_document_mask_keeps_attention_inside_documents(run, tmp_path):
+    tokens = np.random.default_rng(0).integers(1, 256, 150).astype(np.uint16)
+    tokens[::13] = 0  # ends a document
+    for split in ("train", "val"):
+        tokens.tofile(tmp_path / f"{split}.bin")
+    log_probabilities = reference_logits(run, find_trained(run).config)
+
+    def by_document(row):
+        ends = np.flatnonzero(row == 0) + 1
+        return np.concatenate(
+            [log_probabilities(part) for part in np.split(row, ends) if part.size]
+        )
+
+    losses = reference_losses(by_document, tokens, BLOCK, BLOCK)
+    given = ("--run", run, f"data.path={tmp_path}")
+    assert evaluated(*given, "data.document_mask=True")["loss"] == pytest.approx(
+        losses.mean(), abs=1e-6
+    )
+    assert abs(evaluated(*given)["loss"] - losses.mean()) > 1e-3
+
+
+def test_tokenizers_are_compared_by_their_tokens(run, tmp_path):
+    """Two files of the same tokenizer may differ: an indent, an order, an option of padding."""
+    tokenizers = pytest.importorskip("tokenizers")
+    made = tokenizers.Tokenizer(tokenizers.models.BPE())
+    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    letters = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    made.train_from_iterator(
+        [TEXT], tokenizers.trainers.BpeTrainer(vocab_size=300, initial_alphabet=letters)
+    )
+    (tmp_path / "a.txt").write_text(TEXT)
+    found = []
+    for name in ("compact", "indented"):
+        (tmp_path / name).mkdir()
+        made.save(str(tmp_path / name / "tokenizer.json"), pretty=name == "indented")
+        prepare_text(tmp_path / f"{name}_data", [tmp_path / "a.txt"], str(tmp_path / name))
+        found.append(load_tokenizer(tmp_path / name))
+    assert found[0].to_meta() != found[1].to_meta()
+    settings = [f"data.path={tmp_path}/indented_data"]
+    trained = dataclasses.replace(find_trained(run, settings=settings), tokenizer=found[0])
+    assert open_split(trained, "val").warnings == ()
+    other = find_trained(run, settings=settings)
+    with pytest.raises(UsageError, match="has another tokenizer"):
+        open_split(other, "val")
+    accepted = find_trained(run, settings=[*settings, "data.accept_changes=True"])
+    assert "accepted by data.accept_changes" in open_split(accepted, "val").warnings[0]
+    (warning,) = open_split(dataclasses.replace(other, tokenizer=None), "val").warnings
+    assert "the model has no tokenizer" in warning
+    (tmp_path / "indented_data" / "meta.json").unlink()
+    assert "has no tokenizer; its tokens are" in open_split(other, "val").warnings[0]
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,14 @@
 """A folder of transformers is evaluated as the run that it came from."""
 
+import contextlib
 import json
+import tempfile
 
 import pytest
 
-from jaxgpt.convert.__main__ import main as convert
+from jaxgpt.config import UsageError
+from jaxgpt.convert.__main__ import main as convert_command
+from jaxgpt.evaluate import model
 from jobs import SMALL, run, train_here
 
 LLAMA = ("model.norm=rmsnorm", "model.position=rope", "model.mlp=swiglu", "model.n_kv_head=2")
@@ -14,7 +18,7 @@ LLAMA = ("model.norm=rmsnorm", "model.position=rope", "model.mlp=swiglu", "model
 def test_a_folder_of_transformers_has_the_loss_of_its_run(tmp_path):
     out, folder = tmp_path / "run", tmp_path / "hf"
     assert train_here(*SMALL, *LLAMA, "train.max_iters=5", "--out", out, "--mesh", "1,1,1") == 0
-    convert(["to-hf", "--run", str(out), "--out", str(folder)])
+    convert_command(["to-hf", "--run", str(out), "--out", str(folder)])
     found = {}
     for where in (out, f"hf:{folder}"):
         job = run("evaluate", "--run", where, "data.dataset=python", "--json", "--mesh", "1,1,1")
@@ -22,6 +26,34 @@ def test_a_folder_of_transformers_has_the_loss_of_its_run(tmp_path):
         record = json.loads(job.stdout.splitlines()[-1])
         found[record["run"]] = record["loss"], record["tokens"]
     assert found.keys() == {str(out), f"hf:{folder}"} and len(set(found.values())) == 1
+
+
+class Cluster:
+    """The first process of the second of two hosts, whose folders are not the first host's."""
+
+    local_rank, rank, hosts = 0, 1, (0, 1)
+
+    def run_on_all(self, function):
+        return function()
+
+    def allgather(self, value):
+        return ["/of/the/first/host", value]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_each_host_converts_for_itself_and_leaves_nothing(fails, monkeypatch, tmp_path):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+    def convert(source, out, key):
+        out.mkdir()
+        if fails:
+            raise UsageError(f"{key}: {source}")
+
+    monkeypatch.setattr(model, "convert_apart", convert)
+    expected = pytest.raises(UsageError) if fails else contextlib.nullcontext()
+    with expected, model.run_folder("hf:/llama", Cluster()) as folder:
+        assert folder.parent.parent == tmp_path and folder.is_dir()
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_folder_that_is_none_is_one_sentence(tmp_path):

@@ -7,9 +7,15 @@ import numpy as np
 import pytest
 
 from jaxgpt.checkpoint.metadata import read_meta
-from jaxgpt.config import UsageError, config_from_file, parse_args
+from jaxgpt.cluster.process_group import ProcessGroup
+from jaxgpt.config import MeshShape, UsageError, config_from_file, parse_args
+from jaxgpt.convert import convert_apart
+from jaxgpt.parallel.mesh import make_mesh
+from jaxgpt.train.functions import make_steps
 from jaxgpt.train.resume import initial_model
-from jobs import SMALL, checkpoint_arrays, losses, run, train_here
+from jaxgpt.train.run_directory import prepare_run
+from jaxgpt.train.setup import load_weights
+from jobs import SMALL, checkpoint_arrays, limited_devices, losses, run, train_here
 
 SHORT = ("train.max_iters=4", "train.batch_size=4", "model.block_size=64")
 STILL = ("optimizer.learning_rate=0", "optimizer.min_lr=0")
@@ -77,8 +83,45 @@ def test_a_run_that_has_checkpoints_goes_on_without_its_first_weights(first_run,
     assert train_here(*given, "train.max_iters=1", "--mesh", "1,1,1") == 0
     shutil.rmtree(weights)
     assert train_here(*given, "train.max_iters=2", "--mesh", "1,1,1") == 0
-    assert train_here("--out", out, "train.max_iters=3", "--mesh", "1,1,1") == 0
+    other = f"train.init_from={tmp_path / 'other'}"
+    assert train_here("--out", out, other, "train.max_iters=3", "--mesh", "1,1,1") == 0
     assert sorted(losses(out)) == [1, 2, 3]
+    changed = [line for line in (out / "train.log").read_text().splitlines() if "changed" in line]
+    assert changed and not any("init_from" in line for line in changed)
+
+
+def test_all_processes_start_from_the_step_that_process_0_found(first_run, tmp_path):
+    """The run that weights come from may go on, and save newer ones meanwhile."""
+    weights = tmp_path / "weights"
+    shutil.copytree(first_run, weights)
+    given = (*OTHERS, f"train.init_from={weights}", "--out", str(tmp_path / "run"))
+    config = parse_args([*map(str, given), "train.batch_size=4"], initial_model=initial_model)
+    with ProcessGroup(launcher="test") as cluster:
+        started = prepare_run(config, cluster)
+    assert (started.init_folder, started.init_step) == (str(weights), 4)
+    (weights / "checkpoints" / "5").mkdir()  # no checkpoint that could be read
+    with limited_devices(1):
+        steps = make_steps(started.config, make_mesh(MeshShape.parse("1,1,1")))
+        state = load_weights(weights, started.init_step, steps)
+    expected = params_of(first_run, 4)["['params']['norm']['scale']"]
+    np.testing.assert_array_equal(state.params["norm"]["scale"], expected)
+
+
+@pytest.mark.parametrize("launcher", [{}, {"PMI_RANK": "1", "PMI_SIZE": "2"}])
+def test_a_conversion_on_the_way_says_what_is_wrong(launcher, tmp_path, monkeypatch):
+    for name, value in launcher.items():
+        monkeypatch.setenv(name, value)
+    out = tmp_path / "weights"
+    for left in ("weights", "weights.partial-1", "weights.partial-x/weights"):
+        (tmp_path / left).mkdir(parents=True)
+    with pytest.raises(UsageError, match=f"^key: {tmp_path}/none: is no folder"):
+        convert_apart(tmp_path / "none", out, "key")
+    assert list(tmp_path.iterdir()) == []
+    llama_folder(tmp_path / "llama", 256)
+    (tmp_path / "file").touch()
+    with pytest.raises(UsageError) as raised:  # without a word of --out, which nobody gave
+        convert_apart(tmp_path / "llama", tmp_path / "file" / "weights", "key")
+    assert str(raised.value) == f"key: {tmp_path}/file/weights: cannot be written (File exists)"
 
 
 @pytest.mark.parametrize(
