@@ -27,6 +27,8 @@ from jaxgpt.tracking.jsonl import read_records
 
 # What may differ between a checkpoint's model and the model that goes on from it.
 _FREE_MODEL_KEYS = {"model.dropout", "model.attention"}
+# What may differ between weights and the model of a run that starts from them, as it has no arrays.
+_WITHOUT_ARRAYS = {"norm_eps", "rope_theta", "rope_scaling", "sliding_window", "logit_softcap"}
 EVAL_RECORDS = ("eval", "sample")  # the kinds of records that train.eval_interval asks for
 # Keys of `data` that change what a step computes.
 _MASK_KEYS = {"document_mask", "end_of_text"}
@@ -74,7 +76,7 @@ def check_resume(
                 continue
             if section == "data" and key not in _MASK_KEYS:
                 continue
-            if _needs_other_arrays(config, name, (then, value)):
+            if _is_fixed(config, name, (then, value)):
                 raise UsageError(
                     f"{name}={value}: {checkpoint} was trained with {name}={then}; use that, or "
                     "another --out"
@@ -91,8 +93,8 @@ def check_resume(
     return _check_data(config, checkpoint, meta, dataset) + notes
 
 
-def _needs_other_arrays(config: Config, name: str, values: tuple[Any, ...]) -> bool:
-    """Return whether two values of a setting have different arrays in their checkpoints."""
+def _is_fixed(config: Config, name: str, values: tuple[Any, ...]) -> bool:
+    """Return whether a run cannot go on with another value of a setting."""
     if name == "optimizer.momentum":
         return config.optimizer.name == "sgd" and 0 in values
     is_model = name.startswith("model.") and name not in _FREE_MODEL_KEYS
@@ -166,7 +168,7 @@ def prepare_weights(
     """
     given = str(config.train.init_from)
     key, saved = f"train.init_from={given}", _saved_model(given)
-    _check_model(config.model, saved, key)
+    changed = _check_model(config.model, saved, key)
     if given.startswith(TRANSFORMERS):
         source = transformers_folder(given, "train.init_from=").absolute()
         config = config.replace(train__init_from=f"{TRANSFORMERS}{source}")
@@ -179,11 +181,12 @@ def prepare_weights(
     origin = f", from {meta['source']}" if "source" in meta else ""
     notes = [f"weights: step {step} of {folder}{origin}"]
     config, more = _share_tokenizer(config, dataset, directory, folder, meta)
-    return config, folder, step, notes + more
+    return config, folder, step, notes + changed + more
 
 
-def _check_model(model: ModelConfig, saved: ModelConfig, key: str) -> None:
-    """Refuse options of the model that the weights do not have."""
+def _check_model(model: ModelConfig, saved: ModelConfig, key: str) -> list[str]:
+    """Return a line about options that differ; refuse those that the weights have arrays for."""
+    changed = []
     for name, then in vars(saved).items():
         value = getattr(model, name)
         if value == then or f"model.{name}" in _FREE_MODEL_KEYS:
@@ -194,11 +197,13 @@ def _check_model(model: ModelConfig, saved: ModelConfig, key: str) -> None:
                     f"model.block_size={value}: {key} has learned {saved.n_positions} positions; "
                     "give at most as many"
                 )
-            continue
-        raise UsageError(
-            f"model.{name}={value}: the weights of {key} have model.{name}={then}; give that, or "
-            "leave it out"
-        )
+        elif name not in _WITHOUT_ARRAYS:
+            raise UsageError(
+                f"model.{name}={value}: the weights of {key} have model.{name}={then}; give that, "
+                "or leave it out"
+            )
+        changed.append(f"model.{name}={value} (was {then})")
+    return [f"changed from the weights: {', '.join(changed)}"] if changed else []
 
 
 def _share_tokenizer(

@@ -107,6 +107,15 @@ def test_all_processes_start_from_the_step_that_process_0_found(first_run, tmp_p
     np.testing.assert_array_equal(state.params["norm"]["scale"], expected)
 
 
+def test_options_that_have_no_weights_may_change(first_run, tmp_path):
+    given = (*OTHERS, f"train.init_from={first_run}", "--out", str(tmp_path / "run"))
+    settings = [*map(str, given), "train.batch_size=4", "model.norm_eps=1e-4"]
+    with ProcessGroup(launcher="test") as cluster:
+        started = prepare_run(parse_args(settings, initial_model=initial_model), cluster)
+    assert "changed from the weights: model.norm_eps=0.0001 (was 1e-05)" in started.notes
+    assert started.config.model.norm_eps == 1e-4
+
+
 @pytest.mark.parametrize("launcher", [{}, {"PMI_RANK": "1", "PMI_SIZE": "2"}])
 def test_a_conversion_on_the_way_says_what_is_wrong(launcher, tmp_path, monkeypatch):
     for name, value in launcher.items():
