@@ -4,7 +4,7 @@ import dataclasses
 import json
 import math
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from jaxgpt.config import Config, ModelConfig, UsageError, config_from_dict
 from jaxgpt.convert.families import COMPANIONS, CONFIG, read_model, table_of, write_config
 from jaxgpt.convert.layout import Slot, export_tensors, import_tensors, match_tensors, slots
 from jaxgpt.convert.safetensors import Writer, open_folder
-from jaxgpt.convert.tensors import FLOATS, new_folder
+from jaxgpt.convert.tensors import FLOATS, Tensor, new_folder
 from jaxgpt.data.tokenizers import FILE as TOKENIZER
 from jaxgpt.data.tokenizers import HFTokenizer, Tokenizer, load_tokenizer, tokenizer_from_meta
 
@@ -45,16 +45,33 @@ def from_hf(
     has_tokenizer = any((path / name).is_file() for name in (TOKENIZER, "merges.txt", "vocab.bpe"))
     own = path if has_tokenizer else None
     made = read_tokenizer(tokenizer or own, model.vocab_size)
+    return write_weights(path, out, found, wanted, model, made, COMPANIONS)
+
+
+def write_weights(
+    path: Path,
+    out: Path,
+    found: Mapping[str, Tensor],
+    wanted: Mapping[str, Slot],
+    model: ModelConfig,
+    tokenizer: Tokenizer | None,
+    companions: Sequence[str] = (),
+) -> list[str]:
+    """Write the matched tensors of `path` as weights that a run starts from, with the tokenizer.
+
+    `companions` are files of `path` that go along. Return lines about the weights.
+    """
     with new_folder(out, converted_bytes(wanted)) as partial:
         writer = WeightsWriter(partial, model)
         import_tensors(found, wanted, writer)
-        if made is not None:
-            made.save(partial)
-        for name in COMPANIONS:
+        if tokenizer is not None:
+            tokenizer.save(partial)
+        for name in companions:
             if (path / name).is_file():
                 shutil.copyfile(path / name, partial / name)
-        writer.close(Config(model=model), made and made.to_meta(), str(path.absolute()))
-    return describe(out, model, made)
+        meta = tokenizer and tokenizer.to_meta()
+        writer.close(Config(model=model), meta, str(path.absolute()))
+    return describe(out, model, tokenizer)
 
 
 def converted_bytes(wanted: Mapping[str, Slot]) -> int:

@@ -12,14 +12,13 @@ from typing import Any
 
 import numpy as np
 
-from jaxgpt.checkpoint.weights_only import WeightsWriter
-from jaxgpt.config import Config, ModelConfig, UsageError
+from jaxgpt.config import ModelConfig, UsageError
 from jaxgpt.convert import torch_file
 from jaxgpt.convert.families import checked_model
-from jaxgpt.convert.huggingface import converted_bytes, describe, read_tokenizer
-from jaxgpt.convert.layout import import_tensors, match_tensors
+from jaxgpt.convert.huggingface import read_tokenizer, write_weights
+from jaxgpt.convert.layout import match_tensors
 from jaxgpt.convert.names import MEGATRON, MEGATRON_SPELLINGS
-from jaxgpt.convert.tensors import FileTensor, Tensor, new_folder
+from jaxgpt.convert.tensors import FileTensor, Tensor
 from jaxgpt.convert.torch_file import Global, Inert
 
 RANK = re.compile(r"mp_rank_(\d+)(?:_(\d+))?(?:_model_states\.pt)?")
@@ -116,13 +115,7 @@ def from_megatron(path: Path, out: Path, tokenizer: Path | None = None) -> list[
             found[name] = replace(found[name], most_rows=model.vocab_size)
     table = {name: place for name, (place, _) in MEGATRON.items()}
     wanted = match_tensors(found, table, model, str(path))
-    with new_folder(out, converted_bytes(wanted)) as partial:
-        writer = WeightsWriter(partial, model)
-        import_tensors(found, wanted, writer)
-        if made is not None:
-            made.save(partial)
-        writer.close(Config(model=model), made and made.to_meta(), str(path.absolute()))
-    return describe(out, model, made)
+    return write_weights(path, out, found, wanted, model, made)
 
 
 def rank_files(path: Path) -> dict[tuple[int, int], Path]:

@@ -5,17 +5,16 @@ from pathlib import Path
 from typing import Any
 
 from jaxgpt.checkpoint.metadata import choose_checkpoint, read_meta
-from jaxgpt.checkpoint.weights_only import WeightsReader, WeightsWriter
-from jaxgpt.config import Config, ModelConfig, UsageError, config_from_dict
+from jaxgpt.checkpoint.weights_only import WeightsReader
+from jaxgpt.config import ModelConfig, UsageError, config_from_dict
 from jaxgpt.convert import torch_file
 from jaxgpt.convert.families import checked_model
 from jaxgpt.convert.huggingface import (
-    converted_bytes,
-    describe,
     read_tokenizer,
+    write_weights,
     written_bytes,
 )
-from jaxgpt.convert.layout import export_tensors, import_tensors, match_tensors, slots
+from jaxgpt.convert.layout import export_tensors, match_tensors, slots
 from jaxgpt.convert.names import NANOGPT
 from jaxgpt.convert.safetensors import Writer
 from jaxgpt.convert.tensors import FileTensor, new_folder
@@ -44,13 +43,7 @@ def from_nanogpt(path: Path, out: Path, tokenizer: Path | None = None) -> list[s
     }
     wanted = match_tensors(found, NANOGPT, model, str(path))
     made = read_tokenizer(tokenizer, model.vocab_size)
-    with new_folder(out, converted_bytes(wanted)) as partial:
-        writer = WeightsWriter(partial, model)
-        import_tensors(found, wanted, writer)
-        if made is not None:
-            made.save(partial)
-        writer.close(Config(model=model), made and made.to_meta(), str(path.absolute()))
-    return describe(out, model, made)
+    return write_weights(path, out, found, wanted, model, made)
 
 
 def model_of(path: Path, arguments: Any) -> ModelConfig:

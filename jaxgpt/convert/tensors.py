@@ -103,7 +103,7 @@ def new_folder(out: Path, n_bytes: int) -> Iterator[Path]:
     try:
         yield partial
         partial.rename(out)
-    except Exception as error:
+    except Exception as error:  # of the file system or of TensorStore, which has many
         if is_no_room(error):
             raise UsageError(f"--out {out}: no room is left on its disk; make room") from None
         raise
