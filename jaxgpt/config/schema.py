@@ -113,6 +113,8 @@ class TrainConfig:
     """Tokens per device whose logits are in memory at a time, about; 0 computes all at once."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Compute dtype; parameters, optimizer state, softmax and loss stay float32."""
+    deterministic: bool = False
+    """Repeat and resume runs bit for bit with cuDNN's attention too, in 1.34 times the time."""
     seed: CountOrZero31 = 1337
     """Seed of the initial parameters, the data order and dropout."""
     sample_tokens: CountOrZero = 200
@@ -152,8 +154,7 @@ class OptimizerConfig:
     """Step at which cosine or wsd reach min_lr: mostly train.max_iters, but a run made longer keeps
     its learning rates."""
     wsd_decay_iters: Count31 | None = None
-    """Length of wsd's decay, the last steps before lr_decay_iters; None is a fifth of
-    lr_decay_iters."""
+    """Length of wsd's decay, which ends at lr_decay_iters; None is a fifth of lr_decay_iters."""
     wsd_decay: Literal["linear", "sqrt"] = "linear"
     """Shape of wsd's decay, x from 0 to 1: 1 - x (linear) or 1 - sqrt(x) (arXiv 2405.18392)."""
     weight_decay: NonNegative = 0.1

@@ -1,8 +1,9 @@
 """Causal self-attention: which kernel runs, and that of NVIDIA GPUs."""
 
 import functools
+import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import jax
 import jax.numpy as jnp
@@ -59,7 +60,7 @@ def choose_attention(
     if obstacle:
         return "xla", obstacle
     mask = ", and a mask of documents, 2 T^2 bytes a row" if document_mask else ""
-    return "cudnn", f"flash attention, O(T) memory{mask}"
+    return "cudnn", f"flash attention, O(T) memory{mask}; bit for bit with train.deterministic=True"
 
 
 def fallback_warnings(
@@ -71,11 +72,25 @@ def fallback_warnings(
     return [f"attention runs without cuDNN, in O(T^2) memory and slower: {reason}"]
 
 
-def make_attention(kernel: str, config: ModelConfig) -> Attention:
-    """Return the attention function of a kernel that `choose_attention` named."""
+def make_attention(kernel: str, config: ModelConfig, deterministic: bool = False) -> Attention:
+    """Return the attention function of a kernel that `choose_attention` named.
+
+    Args:
+        deterministic: train.deterministic.
+    """
     if kernel == "cudnn":
-        return functools.partial(cudnn_attention, window=config.sliding_window)
+        scales = distinct_scales(config.head_size) if deterministic else None
+        return functools.partial(cudnn_attention, window=config.sliding_window, scales=scales)
     return functools.partial(causal_attention, dropout=config.dropout, window=config.sliding_window)
+
+
+def distinct_scales(head_size: int) -> Iterator[float]:
+    """Yield 1 / sqrt(head_size) again and again, no two alike, though alike in float32.
+
+    Asked for deterministic kernels, XLA finds only one of several calls that are alike, such as
+    those of layers (github.com/openxla/xla/pull/46500); a call with its own scale is found.
+    """
+    return (head_size**-0.5 * (1 + n * 2**-40) for n in itertools.count())
 
 
 def cudnn_attention(
@@ -85,6 +100,7 @@ def cudnn_attention(
     keys_BH: jax.Array | None,
     starts_BT: jax.Array | None = None,
     window: int | None = None,
+    scales: Iterator[float] | None = None,
 ) -> jax.Array:
     """Attend by cuDNN's fused flash kernel, which never holds the scores of all heads.
 
@@ -92,7 +108,12 @@ def cudnn_attention(
     """
     del keys_BH  # choose_attention does not pick this kernel with dropout
     attend = functools.partial(
-        jax.nn.dot_product_attention, q_BTHK, k_BTGK, v_BTGK, implementation="cudnn"
+        jax.nn.dot_product_attention,
+        q_BTHK,
+        k_BTGK,
+        v_BTGK,
+        scale=None if scales is None else next(scales),
+        implementation="cudnn",
     )
     if starts_BT is not None:
         positions_T = jnp.arange(q_BTHK.shape[1])

@@ -40,7 +40,10 @@ CPU_STEP_OPTIONS = {"xla_disable_hlo_passes": "cse_barrier_expander"}
 # It runs once: on a CPU, LLVM's costlier passes take longer than they save.
 CPU_INIT_OPTIONS = {"xla_backend_optimization_level": 1}
 # Collectives run while what does not need them is computed; a single GPU has none.
-GPU_STEP_OPTIONS = {"xla_gpu_enable_latency_hiding_scheduler": True}
+SEVERAL_GPU_OPTIONS = {"xla_gpu_enable_latency_hiding_scheduler": True}
+# Without it cuDNN attention adds its gradients up in an order that depends on timing. Kernels are
+# still timed and chosen when the program is compiled; the compile cache keeps the choice.
+DETERMINISTIC_GPU_OPTIONS = {"xla_gpu_exclude_nondeterministic_ops": True}
 SLICE_BYTES = 2**29  # of activations; larger slices are slower, much smaller ones are too
 GRADIENTS_PER_SLICE = 4  # at least so many times as large as the gradient that it adds to the sum
 
@@ -100,7 +103,7 @@ def make_steps(
     kernel, reason = choose_attention(
         config.model, config.train.dtype, capability, config.data.document_mask
     )
-    attend = attend or make_attention(kernel, config.model)
+    attend = attend or make_attention(kernel, config.model, config.train.deterministic)
     if slices is None:
         slices = choose_n_slices(config, mesh) if on_cpu else 1
     model = shard_model(config, mesh, attend, slices, on_cpu)
@@ -132,7 +135,7 @@ def make_steps(
             in_shardings=(state_at, whole, batch.sharding),
             out_shardings=(state_at, whole),
             donate_argnums=0,
-            compiler_options=step_options(device.platform, mesh.size),
+            compiler_options=step_options(config, device.platform, mesh.size),
         ),
         eval_step=jit_eval(functools.partial(eval_losses, model)),
         eval_tokens=jit_eval(functools.partial(eval_tokens, model)),
@@ -223,11 +226,12 @@ def training_batch(config: Config, where: NamedSharding) -> jax.ShapeDtypeStruct
     return jax.ShapeDtypeStruct(shape, np.int32, sharding=where)
 
 
-def step_options(platform: str, n_devices: int) -> dict[str, Any] | None:
+def step_options(config: Config, platform: str, n_devices: int) -> dict[str, Any] | None:
     """Return XLA's compiler options for a train step, without those that XLA_FLAGS names."""
-    if platform == "gpu":
-        options = GPU_STEP_OPTIONS if n_devices > 1 else {}
-    else:
-        options = CPU_STEP_OPTIONS if platform == "cpu" else {}
+    options = CPU_STEP_OPTIONS if platform == "cpu" else {}
+    if platform == "gpu" and n_devices > 1:
+        options = SEVERAL_GPU_OPTIONS
+    if platform == "gpu" and config.train.deterministic:
+        options = options | DETERMINISTIC_GPU_OPTIONS
     flags = os.environ.get("XLA_FLAGS", "")  # XLA would let these options go before the flags
     return {name: value for name, value in options.items() if f"--{name}" not in flags} or None

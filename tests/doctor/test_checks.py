@@ -2,12 +2,13 @@
 
 import dataclasses
 import json
-from importlib import metadata
 from types import SimpleNamespace
 
 import jax
+import jaxlib
 import pytest
 
+from jaxgpt import __version__
 from jaxgpt.cluster.machines import MACHINES
 from jaxgpt.cluster.process_group import ProcessGroup
 from jaxgpt.doctor import checks as checks_module
@@ -16,7 +17,7 @@ from jaxgpt.doctor.checks import Check, machine_checks
 from jaxgpt.doctor.facts import collect_facts
 
 GIB = 2**30
-INSTALLED = {name: metadata.version(name) for name in ("jaxgpt", "jax", "jaxlib")}
+INSTALLED = {"jaxgpt": __version__, "jax": jax.__version__, "jaxlib": jaxlib.__version__}
 POLARIS = next(m for m in MACHINES if m.name == "Polaris")
 GPU = SimpleNamespace(
     address="10.0.0.2",

@@ -13,6 +13,13 @@ from jaxgpt.models.xla_attention import causal_attention, xla_attention
 GPU_MODEL = ModelConfig(n_head=12, n_embd=768)
 
 
+@pytest.fixture(autouse=True)
+def exact_products():
+    """NVIDIA GPUs multiply float32 as TF32 unless they are asked not to."""
+    with jax.default_matmul_precision("highest"):
+        yield
+
+
 @pytest.mark.parametrize(
     ("config", "dtype", "capability", "kernel", "reason"),
     [

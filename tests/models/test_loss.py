@@ -15,6 +15,13 @@ from jaxgpt.train.functions import make_steps
 from jobs import limited_devices
 
 
+@pytest.fixture(autouse=True)
+def exact_products():
+    """NVIDIA GPUs multiply float32 as TF32 unless they are asked not to."""
+    with jax.default_matmul_precision("highest"):
+        yield
+
+
 @pytest.mark.gpu
 def test_cross_entropy_is_the_negative_log_likelihood():
     logits = np.random.default_rng(0).normal(size=(2, 3, 7)) * 3

@@ -244,7 +244,7 @@ def compare(name, arguments, on_h100):
     transformer.with_layout_constraint = lambda x, _: x  # which the partitioner would gather for
     batch = training_batch(config, sharding.batch_sharding(mesh))
     state = tuple(steps.state_shapes[:2])
-    plain_options = options or step_options("cpu", mesh.size)
+    plain_options = options or step_options(config, "cpu", mesh.size)
     plain_step = make_plain_step(config, mesh, plain_options)
     plain = plain_step.lower(state, np.int32(0), batch).compile()
     transformer.with_layout_constraint = constraint

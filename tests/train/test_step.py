@@ -9,7 +9,7 @@ import optax
 import pytest
 
 from jaxgpt.config import MeshShape, load_config, mesh_shape
-from jaxgpt.models.attention import cudnn_attention
+from jaxgpt.models.attention import make_attention
 from jaxgpt.models.xla_attention import xla_attention
 from jaxgpt.parallel.mesh import make_mesh
 from jaxgpt.train import step as step_module
@@ -95,21 +95,7 @@ def test_training_in_bfloat16_follows_float32():
     ],
 )
 def test_a_step_with_cudnn_s_attention_is_lowered_for_nvidias_gpus(layout, monkeypatch):
-    """As far as that goes without one: JAX asks for cuDNN and a GPU, and is told of both."""
-    monkeypatch.setattr(kernels, "check_cudnn_version", lambda: 91000)
-    monkeypatch.setattr(kernels, "check_compute_capability", lambda capability: True)
-    monkeypatch.setattr(kernels, "is_cuda_compute_capability_equal", lambda other: other == "9.0")
-    config = load_config(
-        *ARGUMENTS, "model.vocab_size=256", "train.dtype=bfloat16", "--mesh", *layout
-    )
-    mesh = make_mesh(mesh_shape(config))
-    steps = make_steps(config, mesh, attend=cudnn_attention, on_cpu=False)
-    operands = (
-        steps.state_shapes,
-        jax.ShapeDtypeStruct((), np.int32, sharding=steps.replicated),
-        steps.batch_shape,
-    )
-    text = steps.train_step.trace(*operands).lower(lowering_platforms=("cuda",)).as_text()
+    text = lowered_for_cuda(monkeypatch, "--mesh", *layout)
     n_forward = 2 if "parallel.remat=full" in layout else 1
     n_layers = 1 if "parallel.scan_layers=True" in layout else 2
     assert text.count("@__cudnn$fmhaSoftmaxBackward(") == n_layers
@@ -118,21 +104,50 @@ def test_a_step_with_cudnn_s_attention_is_lowered_for_nvidias_gpus(layout, monke
     assert re.search(r"@LayoutConstraint\(.*result_layouts = \[dense<\[2, 1, 0\]>", text)
 
 
+def test_deterministic_kernels_have_scales_of_their_own(monkeypatch):
+    """XLA finds one of several kernels that are alike; float32 does not tell these scales apart."""
+    text = lowered_for_cuda(monkeypatch, "--mesh", "2,2,2", "train.deterministic=True")
+    calls = [line for line in text.splitlines() if "@__cudnn$fmhaSoftmaxBackward(" in line]
+    scales = [float(s) for line in calls for s in re.findall(r"fmha_scale\\22: ([\d.]+)", line)]
+    assert len(scales) == len(set(scales)) == 2
+    assert len(set(np.float32(scales))) == 1
+
+
+def lowered_for_cuda(monkeypatch, *words):
+    """The train step as far as it goes without a GPU: JAX asks for one, and is told of it."""
+    monkeypatch.setattr(kernels, "check_cudnn_version", lambda: 91000)
+    monkeypatch.setattr(kernels, "check_compute_capability", lambda capability: True)
+    monkeypatch.setattr(kernels, "is_cuda_compute_capability_equal", lambda other: other == "9.0")
+    config = load_config(*ARGUMENTS, "model.vocab_size=256", "train.dtype=bfloat16", *words)
+    attend = make_attention("cudnn", config.model, config.train.deterministic)
+    steps = make_steps(config, make_mesh(mesh_shape(config)), attend=attend, on_cpu=False)
+    operands = (
+        steps.state_shapes,
+        jax.ShapeDtypeStruct((), np.int32, sharding=steps.replicated),
+        steps.batch_shape,
+    )
+    return steps.train_step.trace(*operands).lower(lowering_platforms=("cuda",)).as_text()
+
+
 @pytest.mark.parametrize(
     ("platform", "n_devices"), [("gpu", 8), ("gpu", 1), ("cpu", 1), ("tpu", 4)]
 )
 def test_xla_knows_the_options_of_a_step(platform, n_devices):
     """It refuses names that it does not know, whatever it compiles for."""
-    options = step_options(platform, n_devices)
+    options = step_options(load_config("tiny"), platform, n_devices)
     compiled = jax.jit(lambda x: x + 1, compiler_options=options).lower(1.0).compile()
     assert float(compiled(1.0)) == 2.0
     assert bool(options) == (platform == "cpu" or (platform, n_devices) == ("gpu", 8))
 
 
 def test_what_xla_flags_say_of_an_option_of_a_step_counts(monkeypatch):
-    monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_enable_latency_hiding_scheduler=false")
-    assert step_options("gpu", 8) is None
-    assert step_options("cpu", 1)
+    name = "xla_gpu_exclude_nondeterministic_ops"
+    config = load_config("tiny", "train.deterministic=True")
+    assert step_options(config, "gpu", 1) == {name: True}
+    assert step_options(load_config("tiny"), "gpu", 1) is None
+    monkeypatch.setenv("XLA_FLAGS", f"--xla_gpu_enable_latency_hiding_scheduler=false --{name}=0")
+    assert step_options(config, "gpu", 8) is None
+    assert step_options(config, "cpu", 1)
 
 
 @pytest.mark.parametrize("scale", [0.0, 0.1, 1.0, 1e3])

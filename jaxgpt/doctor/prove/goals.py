@@ -27,10 +27,16 @@ class Goal(NamedTuple):
 # (stage, row) -> the goal, on any device and on a GPU alone.
 EVERYWHERE = {
     ("numerics", "bfloat16 against float32, losses"): Goal(0.02, at_most=True),
-    ("numerics", "attention, forward"): Goal(0.02, at_most=True),
-    ("numerics", "attention, gradient"): Goal(0.02, at_most=True),
-    ("numerics", "attention with dropout 0.2, forward"): Goal(0.02, at_most=True),
-    ("numerics", "attention with dropout 0.2, gradient"): Goal(0.02, at_most=True),
+    **{
+        ("numerics", f"{name}, {part}"): Goal(0.02, at_most=True)
+        for name in (
+            "attention",
+            "attention with dropout 0.2",
+            "attention inside documents",
+            "attention of grouped queries in a window",
+        )
+        for part in ("forward", "gradient")
+    },
     ("resume", "20 + 20 steps against 40"): Goal(0, at_most=True, source="bitwise"),
     ("resume", "killed and started again"): Goal(0, at_most=True, source="bitwise"),
     ("resume", "stopped by SIGTERM and started again"): Goal(0, at_most=True, source="bitwise"),

@@ -16,7 +16,7 @@ QUIET = (
 ON_CPU = ("--config", "tiny", "model.n_layer=2", "train.batch_size=8", *QUIET)
 ON_GPU = (
     "--config", "gpt2", "train.batch_size=16", "train.gradient_accumulation_steps=1",
-    "optimizer.warmup_iters=10", *QUIET,
+    "optimizer.warmup_iters=10", "train.deterministic=True", *QUIET,
 )  # fmt: skip
 SPIKE = (
     "--config", "tiny", "data.dataset=python", "model.n_layer=1", "model.n_embd=32",
