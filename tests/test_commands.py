@@ -106,6 +106,7 @@ def test_the_default_run_needs_nothing_and_compiles_its_step_once(tmp_path):
     assert "Finished XLA compilation" not in second_half  # nothing is compiled after first use
 
 
+@pytest.mark.long
 def test_a_short_run_of_nanogpts_setting_learns_as_nanogpt_does(tmp_path, shakespeare):
     job = run(
         "train", "--config", "shakespeare_char_cpu", "--out", tmp_path, "train.max_iters=250",

@@ -1,4 +1,4 @@
-"""How fast jaxgpt is here: `python -m jaxgpt.bench KIND [--config NAME] [section.key=value ...]`.
+"""Measure speed and memory: `python -m jaxgpt.bench KIND [--config NAME] [section.key=value ...]`.
 
 Under `mpiexec -n N` the N processes are one job. All options that are not listed are those of
 jaxgpt.train, such as --mesh 2,1,4 or train.batch_size=512.

@@ -1,4 +1,4 @@
-"""Types of numbers that have to lie somewhere."""
+"""Types of numbers with bounds."""
 
 from collections.abc import Callable
 from math import inf
@@ -6,7 +6,7 @@ from typing import Annotated, Any, NamedTuple
 
 
 class Bounds(NamedTuple):
-    """Where a number has to lie: in a user's words, and as a test of it."""
+    """A bound on a number: its description, and a test of it."""
 
     text: str
     hold: Callable[[Any], bool]

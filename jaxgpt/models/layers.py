@@ -29,7 +29,7 @@ Multiply = Callable[[jax.Array, Any, int], jax.Array]
 
 @dataclass(frozen=True)
 class LayerBuilder:
-    """What the layers of a block have in common."""
+    """Options and constructors that the layers of a block share."""
 
     config: ModelConfig
     dtype: jnp.dtype  # of the computation; parameters are float32

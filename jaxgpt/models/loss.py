@@ -113,7 +113,7 @@ def _scores_and_losses(
 
 
 class TokenScores(NamedTuple):
-    """What an evaluation keeps of the logits at each position."""
+    """The loss and the likeliest token at each position."""
 
     losses_BT: jax.Array  # -log p(target) in nats, float32; 0 where the target is `NO_TOKEN`
     likeliest_BT: jax.Array  # the token with the largest logit, int32; the first of several

@@ -26,7 +26,7 @@ from jaxgpt.parallel.tensor import NO_PARALLELISM, ParallelContext
 
 
 class Positions(NamedTuple):
-    """What attention has to know of where tokens stand in their rows; the same in all layers."""
+    """The positions of a row's tokens as attention needs them; the same in all layers."""
 
     rotation: Rotation | None = None  # with model.position=rope
     starts_BT: jax.Array | None = None  # with data.document_mask: where each document begins

@@ -1,4 +1,4 @@
-"""Which mesh to take for a number of devices, and why."""
+"""Rank the meshes for a number of devices."""
 
 import sys
 from collections.abc import Iterator

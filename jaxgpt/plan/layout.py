@@ -61,13 +61,13 @@ class Plan:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """One line for each thing that works, and that hardly anyone wants."""
+        """Sentences about what works, but is hardly ever wanted."""
         crossing = tensor_crosses_hosts_warning(self.mesh, self.hosts)
         return (*self.program.warnings, *crossing)
 
     @property
     def capacity(self) -> int:
-        """Bytes of a device that a program may use; simulated ones share this machine's."""
+        """Bytes of a device that a program may use; simulated devices share this machine's."""
         if self.device.memory is not None:
             return int(USABLE * self.device.memory)
         machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -22,7 +22,7 @@ SpikeState = dict[str, jax.Array]
 
 
 class Detection(NamedTuple):
-    """What is found about a step: device arrays."""
+    """The findings about a step: device arrays."""
 
     cause: jax.Array  # int32, an index of CAUSES
     medians: jax.Array  # float32 (2,), of the window: of losses, and of gradient norms

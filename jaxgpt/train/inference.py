@@ -1,4 +1,4 @@
-"""What is done with parameters between steps, on a mesh: losses, scores of tokens, decoding."""
+"""Losses, scores of tokens and decoding with the parameters of a run, on its mesh."""
 
 import functools
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""The checkpoint or the weights that a run begins with, and what may differ from them."""
+"""Find the checkpoint or the weights that a run begins with, and check what may differ."""
 
 import shutil
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What a run is made of before its first step: mesh, functions, state, data, logs."""
+"""Make what a run needs before its first step: mesh, functions, state, data, logs."""
 
 import itertools
 from collections.abc import Callable, Iterator

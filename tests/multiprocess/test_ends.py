@@ -45,7 +45,7 @@ def gone(out, seconds=10):
     [
         (signal.SIGTERM, "a process"),
         pytest.param(signal.SIGTERM, "the launcher", marks=pytest.mark.long),
-        (signal.SIGINT, "the launcher"),
+        pytest.param(signal.SIGINT, "the launcher", marks=pytest.mark.long),
     ],
 )
 def test_a_signal_stops_all_at_the_same_step_with_a_checkpoint(tmp_path, number, to):
@@ -129,7 +129,7 @@ def test_a_process_that_is_killed_or_interrupted_takes_all_with_it(tmp_path, how
             [1, -signal.SIGKILL],
             "\nerror: process 1 has ended; its own output may say why\n",
         ),
-        ("interrupted", [130, 130], ""),
+        pytest.param("interrupted", [130, 130], "", marks=pytest.mark.long),
     ],
 )
 def test_over_tcp_a_process_that_is_killed_or_interrupted_takes_the_other_with_it(

@@ -46,8 +46,8 @@ def assert_same(found, reference, label=""):
 @pytest.mark.parametrize(
     ("processes", "mesh", "options"),
     [
-        (2, "1,8,1", ()),
-        # In short the losses of eight processes are compared where they write a checkpoint.
+        # In short the losses of several processes are compared where they write a checkpoint.
+        pytest.param(2, "1,8,1", (), marks=pytest.mark.long),
         pytest.param(8, "2,1,4", (), marks=pytest.mark.long),
         # Pieces of matrices go from process to process.
         (2, "1,4,2", ("optimizer.name=muon",)),
@@ -110,6 +110,7 @@ def nested(arrays):
     return out
 
 
+@pytest.mark.long  # in short test_spikes.py compares the bits of two processes that went on
 def test_two_processes_resume_bitwise(tmp_path):
     arguments = (*SMALL, "--mesh", "2,1,2", "train.max_iters=12")
     whole, parts = tmp_path / "whole", tmp_path / "parts"

@@ -411,6 +411,7 @@ def test_samples_are_those_of_the_metrics(forty, tmp_path):
     assert (out / "samples.txt").read_text() == (forty / "samples.txt").read_text()
 
 
+@pytest.mark.long
 def test_room_for_more_tokens_than_the_tokenizer_has_is_allowed(tmp_path):
     model = ("model.vocab_size=1000", "model.n_layer=1", "model.n_embd=32")
     arguments = (*model, "train.max_iters=2", "train.sample_tokens=50")
