@@ -109,6 +109,13 @@ def shakespeare(data_home, tiny_shakespeare):
 
 
 @pytest.fixture
+def exact_products():
+    """NVIDIA GPUs multiply float32 as TF32 unless they are asked not to."""
+    with jax.default_matmul_precision("highest"):
+        yield
+
+
+@pytest.fixture
 def layouts_fit(capfd):
     """Fails a test in which XLA could not bring shardings together without copying whole arrays."""
     from jobs import FIGHT

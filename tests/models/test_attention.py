@@ -10,14 +10,9 @@ from jaxgpt.config import ModelConfig, UsageError
 from jaxgpt.models.attention import choose_attention, cuda_capability, fallback_warnings
 from jaxgpt.models.xla_attention import causal_attention, xla_attention
 
+pytestmark = pytest.mark.usefixtures("exact_products")
+
 GPU_MODEL = ModelConfig(n_head=12, n_embd=768)
-
-
-@pytest.fixture(autouse=True)
-def exact_products():
-    """NVIDIA GPUs multiply float32 as TF32 unless they are asked not to."""
-    with jax.default_matmul_precision("highest"):
-        yield
 
 
 @pytest.mark.parametrize(

@@ -14,12 +14,7 @@ from jaxgpt.plan.program import COMPILE_ONLY
 from jaxgpt.train.functions import make_steps
 from jobs import limited_devices
 
-
-@pytest.fixture(autouse=True)
-def exact_products():
-    """NVIDIA GPUs multiply float32 as TF32 unless they are asked not to."""
-    with jax.default_matmul_precision("highest"):
-        yield
+pytestmark = pytest.mark.usefixtures("exact_products")
 
 
 @pytest.mark.gpu
