@@ -1,6 +1,7 @@
 """The rules that keep the package readable: who imports whom, sizes, no private names of others."""
 
 import ast
+import re
 from collections import Counter
 from pathlib import Path
 
@@ -146,3 +147,13 @@ def test_functions_are_short():
 def test_rooms_are_small():
     sizes = Counter(name_of(f.parent) for f in FILES if f.name != "__init__.py")
     assert {room for room, size in sizes.items() if size > MAX_ROOM and room != "."} == LARGE_ROOMS
+
+
+def test_a_training_step_reads_briefly():
+    _, _, text = (PACKAGE / "train/README.md").read_text().partition("in this order:")
+    names = re.findall(r"`([a-z_/]+\.py)`", text.partition("One call further")[0])
+    assert "train/step.py" in names and len(names) <= 6
+    assert sum(len((PACKAGE / name).read_text().splitlines()) for name in names) <= 900
+    functions = nodes(PACKAGE / "train/step.py", ast.FunctionDef)
+    (step,) = (node for node in functions if node.name == "train_step")
+    assert step.end_lineno - step.lineno + 1 <= 40

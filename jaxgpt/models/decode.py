@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxgpt.config import ModelConfig
-from jaxgpt.models.transformer import GPT, Positions, logits
+from jaxgpt.models.attention import Positions
+from jaxgpt.models.transformer import GPT, logits
 from jaxgpt.models.xla_attention import xla_attention
 from jaxgpt.parallel.sharding import Params
 

@@ -2,7 +2,6 @@
 
 import functools
 import math
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -15,6 +14,7 @@ from jaxgpt.config import Config
 from jaxgpt.models.loss import LogitMetrics, cross_entropy_sum
 from jaxgpt.models.weights import weights
 from jaxgpt.optim import Parameters, learning_rate_schedule, make_optimizer
+from jaxgpt.optim.update import clip_by_norm, gate_by_where, gate_in_turn, global_norm
 from jaxgpt.parallel.mesh import mesh_axes_with
 from jaxgpt.parallel.sharding import Params, batch_sharding
 from jaxgpt.parallel.tensor import ParallelContext
@@ -53,8 +53,8 @@ def train_step(
 ) -> tuple[TrainState, Metrics]:
     """Return the state after a step, and what the step measured. A pure function.
 
-    A step that is not finite, or that spike.action=skip_update leaves out, changes no bit of the
-    parameters and the optimizer's state.
+    An update that `detect_and_gate` finds not due, as of a step that is not finite, changes no bit
+    of the parameters and the optimizer's state.
 
     Args:
         step: its number, from 1.
@@ -214,55 +214,3 @@ def split_microbatches(x: jax.Array, n_parts: int) -> jax.Array:
 def merge_microbatches(x: jax.Array) -> jax.Array:
     """Merge (n_parts, B / n_parts, ...) to (B, ...), in the order before `split_microbatches`."""
     return x.swapaxes(0, 1).reshape(-1, *x.shape[2:])
-
-
-# (params, opt_state) -> the same after an update.
-Update = Callable[[Params, Any], tuple[Params, Any]]
-
-# Each is taken where XLA makes no other copy of the state for it. Temporaries of a step of gpt2
-# with 4 layers on one device, beside a step without a gate (JAX 0.10.2, 2026-11): for a CPU
-# `gate_by_where` takes 216 MB more and `gate_in_turn` none; for an H100 they take 0.1 and 53 MB
-# more (`jax.lax.cond` 782 MB).
-
-
-def gate_by_where(is_due: jax.Array | None, update: Update, *old: Any) -> tuple[Params, Any]:
-    """Return `update(*old)` if it is due, else `old`, bit for bit; None is always due."""
-    new = update(*old)
-    # Chosen, never multiplied by zero: 0 x NaN is NaN.
-    return new if is_due is None else jax.tree.map(functools.partial(jnp.where, is_due), new, old)
-
-
-def gate_in_turn(is_due: jax.Array | None, update: Update, *old: Any) -> tuple[Params, Any]:
-    """Do the same, the parameters before the optimizer's state, which is computed twice."""
-    if is_due is None:
-        return update(*old)
-    choose, (params, opt_state) = functools.partial(jnp.where, is_due), old
-    new_params = jax.tree.map(choose, update(params, opt_state)[0], params)
-    new_params, opt_state = jax.lax.optimization_barrier((new_params, opt_state))
-    return new_params, jax.tree.map(choose, update(params, opt_state)[1], opt_state)
-
-
-def global_norm(gradients: Params) -> jax.Array:
-    """Return the L2 norm over all arrays: float32 scalar.
-
-    They are added in the order of the stack they are in and their own two names, so that to group
-    layers into modules changes no bit of it, nor of what is clipped by it.
-    """
-
-    def names(item: tuple[Any, jax.Array]) -> tuple[str, ...]:
-        path = [key.key for key in item[0]]
-        return path[0], *path[-2:]
-
-    leaves = sorted(jax.tree.leaves_with_path(gradients), key=names)
-    return optax.tree.norm([leaf for _, leaf in leaves])
-
-
-def clip_by_norm(gradients: Params, norm: jax.Array, limit: float) -> Params:
-    """Return gradients scaled down to the global norm `limit` if `norm` is above it; 0 is no limit.
-
-    As optax.clip_by_global_norm, which would compute the norm over all devices once more.
-    """
-    if limit == 0:
-        return gradients
-    scale = jnp.where(norm < limit, 1.0, limit / norm)
-    return jax.tree.map(lambda g: g * scale, gradients)

@@ -8,7 +8,7 @@ import pytest
 from jaxgpt.config import ModelConfig, OptimizerConfig, UsageError
 from jaxgpt.models.weights import Weight, weights
 from jaxgpt.optim import Parameters, make_optimizer
-from jaxgpt.train.step import clip_by_norm
+from jaxgpt.optim.update import clip_by_norm
 
 PARAMETERS = Parameters(
     {

@@ -32,17 +32,13 @@ from jaxgpt.models.loss import cross_entropy_sum
 from jaxgpt.models.transformer import gpt_graph
 from jaxgpt.models.weights import weights as model_weights
 from jaxgpt.optim import learning_rate_schedule
+from jaxgpt.optim.update import clip_by_norm, gate_by_where
 from jaxgpt.parallel import sharding
 from jaxgpt.parallel.tensor import ParallelContext
 from jaxgpt.perf.collectives import read_collectives
 from jaxgpt.train.functions import make_steps, step_options, training_batch
 from jaxgpt.train.state import init_state, optimizer_of, state_shapes
-from jaxgpt.train.step import (
-    clip_by_norm,
-    gate_by_where,
-    merge_microbatches,
-    split_microbatches,
-)
+from jaxgpt.train.step import merge_microbatches, split_microbatches
 
 LAYOUTS = {
     "ZeRO-0": ("--mesh", "2,4,1", "parallel.zero_stage=0"),

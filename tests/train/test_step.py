@@ -11,10 +11,11 @@ import pytest
 from jaxgpt.config import MeshShape, load_config, mesh_shape
 from jaxgpt.models.attention import make_attention
 from jaxgpt.models.xla_attention import xla_attention
+from jaxgpt.optim.update import clip_by_norm
 from jaxgpt.parallel.mesh import make_mesh
 from jaxgpt.train import step as step_module
 from jaxgpt.train.functions import make_steps, shard_model, step_options
-from jaxgpt.train.step import clip_by_norm, loss_and_gradients
+from jaxgpt.train.step import loss_and_gradients
 from jobs import trace
 
 pytestmark = pytest.mark.usefixtures("layouts_fit")
