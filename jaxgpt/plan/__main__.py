@@ -88,7 +88,10 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> str:
 
 
 def number_of_devices(config: Config, advise: int | None, rest: list[str]) -> int:
-    """Return the number that the mesh or --advise says; `UsageError` if not one of them does."""
+    """Return the number that --advise or the mesh says, whose -1 counts as 1.
+
+    Raises `UsageError` if it is too large, or if --advise is given what it chooses.
+    """
     shape = mesh_shape(config)
     option, n = f"parallel.mesh={shape}", shape.n_devices
     if advise is not None:
@@ -97,10 +100,9 @@ def number_of_devices(config: Config, advise: int | None, rest: list[str]) -> in
         for word in rest:
             if word.removeprefix("--").partition("=")[0].replace("-", "_") in chosen:
                 raise UsageError(f"{word}: --advise chooses this; give one of them")
-    if n > MAX_CPU_DEVICES or (advise is None and not shape.is_filled):
+    if n > MAX_CPU_DEVICES:
         raise UsageError(
-            f"{option}: a plan is for at most {MAX_CPU_DEVICES} devices; give every size of the "
-            "mesh, such as --mesh 2,4,1, or --advise N"
+            f"{option}: a plan is for at most {MAX_CPU_DEVICES} devices; give a smaller number"
         )
     return n
 

@@ -88,6 +88,11 @@ class Plan:
         return self.config.train.batch_size * self.config.model.block_size
 
     @property
+    def n_parameters(self) -> int:
+        """The number of the model's parameters, without padding of the vocabulary."""
+        return count_parameters(self.config.model)[0]
+
+    @property
     def flops_per_token(self) -> int:
         return flops_per_token(self.config.model, count_parameters(self.config.model)[1])
 
@@ -175,6 +180,7 @@ class Plan:
         ]
         return self.summary() | {
             "config": self.config.to_dict(),
+            "n_parameters": self.n_parameters,
             "devices": self.mesh.n_devices,
             "device": self.device.name,
             "devices_per_host": self.devices_per_host,

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Sequence
 
 from rich.table import Column
 
+from jaxgpt.config import mesh_shape
 from jaxgpt.perf.hardware import DEVICES
 from jaxgpt.perf.units import format_bytes
 from jaxgpt.plan.advise import reason, train_options
@@ -24,14 +25,19 @@ def plan_report(plan: Plan) -> str:
     mesh = " ".join(f"{axis}={n}" for axis, n in plan.mesh.items())
     config = plan.config
     lines = [
-        f"{config.config} on {plan.mesh.n_devices} x {plan.device.name}, {mesh}, "
-        f"{plan.devices_per_host} devices per host",
+        f"{config.config}, {plan.n_parameters:,} parameters, on {plan.mesh.n_devices} x "
+        f"{plan.device.name}, {mesh}, {plan.devices_per_host} on each host",
         f"zero_stage={config.parallel.zero_stage} "
         f"sequence_parallel={config.parallel.sequence_parallel} "
         f"remat={config.parallel.remat} dtype={config.train.dtype}",
         f"attention: {plan.program.attention}",
         *(f"warning: {warning}" for warning in plan.warnings),
     ]
+    if not mesh_shape(config).is_filled:
+        lines.append(
+            f"parallel.mesh={config.parallel.mesh}: -1 is planned as 1; --mesh gives every size, "
+            "--advise N finds a mesh for N devices"
+        )
     parts = ["\n".join(lines), _memory(plan), _communication(plan), _time(plan), _certainty(plan)]
     return "\n\n".join(parts)
 

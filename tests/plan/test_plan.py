@@ -191,7 +191,6 @@ def test_advice_follows_the_rules(room, best, n, per_host):
         (("--mesh", "2,4,1", "--device", "b9000"), ("--device: invalid choice: 'b9000'", "h100")),
         (("--mesh", "2,1,3"), ("tensor=3", "model.n_head=4")),
         (("--mesh", "2,4,1", "parallel.zero_stage=5"), ("parallel.zero_stage=5", "0, 1, 2, 3")),
-        (("--mesh", "-1,1,1"), ("parallel.mesh=-1,1,1", "--advise")),
         (("--mesh", "7,1,1"), ("train.batch_size=24", "7")),
         (("--advise", "0"), ("--advise: 0", "at least 1")),
         (("--advise", "8", "--mesh", "8,1,1"), ("--mesh", "--advise")),
@@ -219,6 +218,14 @@ def test_bad_input_is_one_clear_line(arguments, words, capsys):
     assert end.value.code == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("error: ") and all(word in line for word in words), line
+
+
+def test_a_preset_is_planned_as_it_is():
+    """Meta's Llama 3 8B has 8,030,261,248 parameters; the preset's mesh is for any number."""
+    job = run("plan", "--config", "llama3-8b")
+    assert job.returncode == 0, job.stdout
+    assert "llama3-8b, 8,030,261,248 parameters, on 1 x cpu" in job.stdout
+    assert "parallel.mesh=1,-1,1: -1 is planned as 1" in job.stdout
 
 
 def test_a_batch_that_no_mesh_shares_out_is_refused():
