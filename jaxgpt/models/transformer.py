@@ -15,8 +15,15 @@ from flax import nnx
 from jax.experimental.layout import Layout, with_layout_constraint
 
 from jaxgpt.config import ModelConfig
-from jaxgpt.models.attention import Attention, Positions, SelfAttention, make_attention
-from jaxgpt.models.layers import LayerBuilder, embedding, keys_for, padded_vocab_size
+from jaxgpt.models.attention import Attention, make_attention
+from jaxgpt.models.layers import (
+    LayerBuilder,
+    Positions,
+    SelfAttention,
+    embedding,
+    keys_for,
+    padded_vocab_size,
+)
 from jaxgpt.models.mlp import make_mlp
 from jaxgpt.models.rope import Rotation, make_rotation
 from jaxgpt.models.xla_attention import document_starts

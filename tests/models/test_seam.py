@@ -1,10 +1,13 @@
 """The MLP that the room's README adds."""
 
 import pytest
+from flax import nnx
 
 from jaxgpt.config import ModelConfig, UsageError
 from jaxgpt.models import mlp
+from jaxgpt.models.layers import LayerBuilder
 from jaxgpt.models.weights import weights
+from jaxgpt.parallel.tensor import ParallelContext
 from jobs import SMALL, checkpoint_arrays, records, train_here
 from readme_code import load_block, train_and_move
 
@@ -30,3 +33,10 @@ def test_it_trains_saves_and_moves_to_another_mesh(silu, tmp_path):
 def test_an_unknown_mlp_is_one_sentence():
     with pytest.raises(UsageError, match="model.mlp=swish: must be one of .*gelu"):
         weights(ModelConfig(vocab_size=65, mlp="swish"))
+
+
+def test_a_layer_whose_inputs_tensor_does_not_divide_is_refused():
+    config = ModelConfig(vocab_size=65, n_embd=8)
+    build = LayerBuilder(config, "float32", ParallelContext(tensor=4), nnx.Rngs(0))
+    with pytest.raises(UsageError, match=r"tensor=4 does not divide the 6 inputs \(mlp\)"):
+        build.row_parallel((6,), (8,), ("mlp", "embed"))

@@ -73,6 +73,7 @@ def test_a_model_s_operations_are_found_in_its_source():
     for op in operations.values():
         sources.setdefault(op.category, set()).add(op.source.partition(":")[0])
     assert "models/xla_attention.py" in sources["attention"]
+    assert "models/layers.py" not in sources["attention"]  # products with weights are matmul
     assert any(source.startswith("models/") for source in sources["matmul"])
     assert "train/step.py" in sources["elementwise"]
     kinds = ("all-reduce(", "all-gather(", "reduce-scatter(", "all-to-all(")
