@@ -47,7 +47,7 @@ class Rounds:
         never = SimpleNamespace(reached=lambda tick: False)
         self._quiet = contextlib.redirect_stdout(io.StringIO())
         with self._quiet:
-            trainer, self.state = set_up(
+            _, trainer, self.state = set_up(
                 self.run, cluster, facts, never, startup, watchdog, checkpoints=self
             )
             trainer.report.start(trainer.loader)

@@ -7,14 +7,19 @@ import os
 import shutil
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
 
 from jaxgpt.checkpoint.checksums import checksums
-from jaxgpt.checkpoint.metadata import add_checksum, list_checkpoints, read_meta
+from jaxgpt.checkpoint.metadata import (
+    DamagedCheckpoint,
+    add_checksum,
+    list_checkpoints,
+    read_meta,
+)
 from jaxgpt.config import Config, UsageError
 from jaxgpt.parallel.sharding import Params
 from jaxgpt.tracking.jsonl import NO_ROOM
@@ -125,15 +130,21 @@ class Checkpoints:
         while self._removals:
             self._removals.pop().join()
 
-    def restore(self, step: int, shapes: Tree) -> tuple[Tree, dict[str, Any]]:
+    def restore(
+        self, step: int, shapes: Tree, run_on_all: Callable[..., Any] | None = None
+    ) -> tuple[Tree, dict[str, Any]]:
         """Return the arrays of `step`, bitwise, laid out as `shapes` say, and its JSON.
 
-        `shapes` are `jax.ShapeDtypeStruct`s with shardings. Raises `UsageError` if the checkpoint
-        is damaged.
+        Args:
+            shapes: `jax.ShapeDtypeStruct`s with shardings.
+            run_on_all: `ProcessGroup.run_on_all`, of a job of several processes.
+
+        Raises:
+            DamagedCheckpoint: on every process, if one of them finds the checkpoint damaged.
         """
         self._finish()
         remedy = "remove it to go on from an older checkpoint, if there is one"
-        return _read(self._folder.parent, step, shapes, remedy)
+        return _read(self._folder.parent, step, shapes, remedy, run_on_all)
 
     def close(self) -> None:
         """Write everything to disk and end Orbax's threads; the next save starts them again.
@@ -152,44 +163,67 @@ def restore_params(directory: Path, step: int, shapes: Params) -> Params:
     """Return the parameters of `step` alone, laid out as `shapes` say.
 
     With AdamW they are a third of the bytes. Only reads, so that a run that is training in
-    `directory` is not disturbed. Raises `UsageError` if the checkpoint is damaged.
+    `directory` is not disturbed. Raises `DamagedCheckpoint` if it is damaged.
     """
     wanted, remedy = {"params": shapes}, "take another step"
     return _read(directory, step, wanted, remedy, partial_restore=True)[0]["params"]
 
 
 def _read(
-    directory: Path, step: int, shapes: Tree, remedy: str, partial_restore: bool = False
+    directory: Path,
+    step: int,
+    shapes: Tree,
+    remedy: str,
+    run_on_all: Callable[..., Any] | None = None,
+    partial_restore: bool = False,
 ) -> tuple[Tree, dict[str, Any]]:
     """Return arrays of a checkpoint that are what was saved, and its JSON."""
+    folder = (directory / "checkpoints" / str(step)).absolute()
+
+    def read() -> tuple[Tree, dict[str, Any]]:
+        tree = _read_arrays(folder, shapes, partial_restore)
+        try:
+            return tree, read_meta(directory, step)
+        except DamagedCheckpoint as error:
+            raise UsageError(error.reason) from None
+
+    try:
+        tree, meta = run_on_all(read) if run_on_all else read()
+    except UsageError as error:
+        raise DamagedCheckpoint(str(error), remedy) from error
+    found, saved = checksums(tree), meta["checksums"]
+    differ = [path for path in found if found[path] != saved.get(path)]
+    if differ:
+        raise DamagedCheckpoint(
+            f"{folder}: {differ[0]} is not what was saved, by its checksum ({len(differ)} of "
+            f"{len(found)} arrays)",
+            f"try again, or {remedy}",
+        )
+    return tree, meta
+
+
+def _read_arrays(folder: Path, shapes: Tree, partial_restore: bool) -> Tree:
+    """Return this process's part of the arrays; `UsageError` if they cannot be read.
+
+    By Orbax's handler, which waits for no other process: a process that fails can say so.
+    """
     import orbax.checkpoint as ocp
 
     silence_orbax()
-    folder = (directory / "checkpoints" / str(step)).absolute()
-    restore_args = ocp.checkpoint_utils.construct_restore_args(shapes)
+    args = ocp.args.PyTreeRestore(
+        shapes,
+        restore_args=ocp.checkpoint_utils.construct_restore_args(shapes),
+        partial_restore=partial_restore,
+    )
     try:
-        with ocp.PyTreeCheckpointer() as checkpointer:
-            tree = checkpointer.restore(
-                folder / "state",
-                args=ocp.args.PyTreeRestore(
-                    shapes, restore_args=restore_args, partial_restore=partial_restore
-                ),
-            )
+        with contextlib.closing(ocp.PyTreeCheckpointHandler()) as handler:
+            return handler.restore(folder / "state", args=args)
     except Exception as error:  # Orbax and TensorStore have many, and bare ones
         cause = error.__cause__ or error
         if isinstance(cause, MemoryError | jax.errors.JaxRuntimeError):  # of devices, not of files
             raise RuntimeError(f"{folder}: not restored") from error
         reason = " ".join(str(cause).split())[:200]
-        raise UsageError(f"{folder}: cannot be restored ({reason}); {remedy}") from error
-    meta = read_meta(directory, step)
-    found, saved = checksums(tree), meta["checksums"]
-    differ = [path for path in found if found[path] != saved.get(path)]
-    if differ:
-        raise UsageError(
-            f"{folder}: {differ[0]} is not what was saved, by its checksum ({len(differ)} of "
-            f"{len(found)} arrays); try again, or {remedy}"
-        )
-    return tree, meta
+        raise UsageError(f"{folder}: cannot be restored ({reason})") from error
 
 
 @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
 import contextlib
 import hashlib
+import itertools
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,6 +14,14 @@ SEAL = "sha256"  # the key of the hash of everything else
 WEIGHTS_ONLY = "weights_only"  # the key that says that there is no state of an optimizer
 
 
+class DamagedCheckpoint(UsageError):
+    """A checkpoint that cannot be read, or is not what was saved."""
+
+    def __init__(self, reason: str, remedy: str):
+        super().__init__(f"{reason}; {remedy}")
+        self.reason = reason
+
+
 def add_checksum(meta: Mapping[str, Any]) -> dict[str, Any]:
     """Return `meta` with a hash of itself, by which `read_meta` sees a change."""
     return {**meta, SEAL: _hash(meta)}
@@ -21,7 +30,8 @@ def add_checksum(meta: Mapping[str, Any]) -> dict[str, Any]:
 def read_meta(directory: Path, step: int) -> dict[str, Any]:
     """Return the JSON that was saved beside the state of `step` in a run directory.
 
-    Raises `UsageError` if it cannot be read, has changed, or is that of another step.
+    Raises `DamagedCheckpoint` if it cannot be read or has changed, `UsageError` if it is that of
+    another step.
     """
     checkpoint = directory / "checkpoints" / str(step)
     path = checkpoint / "meta" / "metadata"
@@ -30,9 +40,9 @@ def read_meta(directory: Path, step: int) -> dict[str, Any]:
         if meta.pop(SEAL, None) != _hash(meta):
             raise ValueError(f"its {SEAL} is not that of its content")
     except (OSError, ValueError, TypeError, AttributeError) as error:
-        raise UsageError(
-            f"{path}: is damaged ({error}); remove {checkpoint} to go on from an older "
-            "checkpoint, if there is one"
+        raise DamagedCheckpoint(
+            f"{path}: is damaged ({error})",
+            f"remove {checkpoint} to go on from an older checkpoint, if there is one",
         ) from None
     if meta["step"] != step:
         raise UsageError(
@@ -40,6 +50,40 @@ def read_meta(directory: Path, step: int) -> dict[str, Any]:
             "name, or remove it"
         )
     return meta
+
+
+def set_aside(directory: Path, step: int, reason: str) -> dict[str, str]:
+    """Rename a damaged checkpoint, so that it is none; return its new path, and the reason."""
+    path = directory / "checkpoints" / f"{step}.damaged"
+    for number in itertools.count(2):
+        if not path.exists():
+            break
+        path = path.with_name(f"{step}.damaged.{number}")
+    path.with_name(str(step)).rename(path)
+    return {"path": str(path), "reason": reason}
+
+
+def newest_undamaged(
+    directory: Path, on_damage: str
+) -> tuple[int | None, dict[str, Any], list[dict[str, str]]]:
+    """Return the step to resume from, its JSON, and what was set aside of those after it.
+
+    That is judged by the JSON alone. The step is None if there is no checkpoint. Raises
+    `DamagedCheckpoint` if there are damaged ones only, or one with checkpoint.on_damage=refuse.
+    """
+    damaged: dict[int, DamagedCheckpoint] = {}
+    for step in reversed(list_checkpoints(directory)):
+        try:
+            meta = read_meta(directory, step)
+        except DamagedCheckpoint as error:
+            damaged[step] = error
+            if on_damage == "refuse":
+                break
+        else:
+            return step, meta, [set_aside(directory, s, e.reason) for s, e in damaged.items()]
+    if damaged:
+        raise damaged[max(damaged)]
+    return None, {}, []
 
 
 def valid_checkpoints(directory: Path) -> dict[int, dict[str, Any]]:

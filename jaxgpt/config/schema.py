@@ -246,6 +246,8 @@ class CheckpointConfig:
     """Number of checkpoints kept, the newest."""
     resume: bool = True
     """Resume from the newest checkpoint in --out; for this start, False refuses one."""
+    on_damage: Literal["set_aside", "refuse"] = "set_aside"
+    """Rename a damaged checkpoint to STEP.damaged and go on from the one before, or stop."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -324,13 +326,11 @@ class Config:
     @property
     def reduces_once(self) -> bool:
         """Return whether microbatches add up to whole gradients that are reduced once."""
-        once = self.parallel.reduce_every == "step"
-        return once and self.train.gradient_accumulation_steps > 1
+        return self.parallel.reduce_every == "step" and self.train.gradient_accumulation_steps > 1
 
     def scans_layers(self, on_cpu: bool) -> bool:
         """Return whether layers are scanned; None of parallel.scan_layers is decided here."""
-        chosen = self.parallel.scan_layers
-        return on_cpu if chosen is None else chosen
+        return on_cpu if self.parallel.scan_layers is None else self.parallel.scan_layers
 
     def to_dict(self) -> dict[str, Any]:
         """Return a nested plain dict, ready for YAML and JSON."""

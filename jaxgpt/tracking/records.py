@@ -70,6 +70,15 @@ class SpikeRecord(Record):
 
 
 @dataclass(frozen=True, kw_only=True)
+class DamageRecord(Record):
+    """A damaged checkpoint that was set aside; `step` is that of the one gone on from."""
+
+    kind = "damage"
+    path: str
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class CheckpointRecord(Record):
     """A checkpoint that is being written, and the seconds for which training stalled."""
 

@@ -26,7 +26,7 @@ from jaxgpt.tracking.records import CheckpointRecord
 from jaxgpt.train.reporting.metrics import MetricsBuffer, StepMetrics
 from jaxgpt.train.resume import EVAL_RECORDS
 from jaxgpt.train.run_directory import Run
-from jaxgpt.train.setup import Trainer, restore_or_init, set_up
+from jaxgpt.train.setup import Trainer, begin, set_up
 from jaxgpt.train.state import TrainState, checkpoint_json, checkpoint_tree
 
 
@@ -53,7 +53,7 @@ def train(
         ready = set_up(run, cluster, facts, stop, startup, watchdog, checkpoints)
         if ready is None:
             return exits.DONE
-        trainer, state = ready
+        run, trainer, state = ready
         trainer.report.start(trainer.loader)
         try:
             if run.missing_records:
@@ -106,7 +106,7 @@ def run_with_rewinds(run: Run, state: TrainState, trainer: Trainer) -> StepsResu
         if result.stopping:
             return StepsResult(run.resume_step or 0, stopping=True)
         with report.timer.excluded(()):
-            state = restore_or_init(run, trainer.steps, trainer.checkpoints, cluster)
+            run, state = begin(run, trainer.steps, trainer.checkpoints, cluster, report)
             jax.block_until_ready(state)
         result = run_steps(run, state, trainer)
     return result

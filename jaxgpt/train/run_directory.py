@@ -13,7 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jaxgpt.checkpoint.metadata import list_checkpoints, read_meta
+from jaxgpt.checkpoint.metadata import (
+    DamagedCheckpoint,
+    newest_undamaged,
+    set_aside,
+    valid_checkpoints,
+)
 from jaxgpt.cluster.hardware import accelerator_expected, lock_file
 from jaxgpt.cluster.process_group import ProcessGroup
 from jaxgpt.config import (
@@ -39,6 +44,7 @@ from jaxgpt.runtime.devices import cpu_devices_per_process
 from jaxgpt.spikes.policy import METRICS, finish_rewind, skipped_by_rewinds
 from jaxgpt.spikes.skip import SkipRanges, still_to_come
 from jaxgpt.tracking import check_trackers
+from jaxgpt.tracking.jsonl import truncate_metrics
 from jaxgpt.train.resume import check_resume, missing_records, prepare_weights, source_hashes
 
 LEAST_BYTES = 2**16  # that have to be free where a run is to write: its first files
@@ -56,6 +62,7 @@ class Run:
     resume_step: int | None  # the checkpoint to go on from
     resume_meta: dict[str, Any]
     notes: list[str]  # lines for the log
+    damaged: Sequence[dict[str, str]] = ()  # checkpoints set aside: path and reason of each
     missing_records: Sequence[str] = ()  # `EVAL_RECORDS` due after `resume_step` and not there
     init_folder: str | None = None  # the weights to start from, without a `resume_step`
     init_step: int | None = None  # of `init_folder`, which may get newer ones meanwhile
@@ -138,10 +145,8 @@ def _decide(config: Config, cluster: ProcessGroup) -> dict[str, Any]:
         ranges += skip_ranges(config_from_file(kept))
     finish_rewind(directory)
     rewound = skipped_by_rewinds(directory)
-    resume_step = max(list_checkpoints(directory), default=None)
-    meta: dict[str, Any] = {}
+    resume_step, meta, damaged = newest_undamaged(directory, config.checkpoint.on_damage)
     if resume_step is not None:
-        meta = read_meta(directory, resume_step)
         lost = f"{kept} is missing; settings are those of the command line"
         if not kept.exists():
             notes.append(f"warning: {lost}")
@@ -171,11 +176,38 @@ def _decide(config: Config, cluster: ProcessGroup) -> dict[str, Any]:
             "resume_step": resume_step,
             "resume_meta": meta,
             "notes": notes,
+            "damaged": damaged,
             "missing_records": missing_records(config, dataset, resume_step),
             "init_folder": init_folder,
             "init_step": init_step,
         },
     }
+
+
+def go_back(run: Run, cluster: ProcessGroup, error: DamagedCheckpoint) -> Run:
+    """Set the checkpoint of `run.resume_step` aside; return the run as of the one before it.
+
+    All processes together. Raises `error` if there is none, or with checkpoint.on_damage=refuse.
+    """
+
+    def on_process_0() -> dict[str, Any] | None:
+        older = {s: m for s, m in valid_checkpoints(run.directory).items() if s < run.resume_step}
+        if not older or run.config.checkpoint.on_damage == "refuse":
+            return None
+        damaged, step = set_aside(run.directory, run.resume_step, error.reason), max(older)
+        if (run.directory / METRICS).exists():
+            truncate_metrics(run.directory / METRICS, step)
+        return {
+            "resume_step": step,
+            "resume_meta": older[step],
+            "damaged": [*run.damaged, damaged],
+            "missing_records": missing_records(run.config, run.dataset, step),
+        }
+
+    found = cluster.broadcast(on_process_0() if cluster.is_main else None)
+    if found is None:
+        raise error
+    return dataclasses.replace(run, **found)
 
 
 def _check_prompt(prompt: str, dataset: Dataset) -> None:

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from jaxgpt.checkpoint.checkpointer import Checkpoints, restore_params
-from jaxgpt.checkpoint.metadata import read_meta
+from jaxgpt.checkpoint.metadata import DamagedCheckpoint, read_meta
 from jaxgpt.cluster.preemption import StopSignal
 from jaxgpt.cluster.process_group import ProcessGroup
 from jaxgpt.cluster.watchdog import Watchdog
@@ -26,7 +26,7 @@ from jaxgpt.train.evaluate import make_evaluator, make_sampler
 from jaxgpt.train.functions import StepFunctions, make_steps
 from jaxgpt.train.reporting.reporter import Reporter
 from jaxgpt.train.reporting.step_metrics import Metrics
-from jaxgpt.train.run_directory import Run
+from jaxgpt.train.run_directory import Run, go_back
 from jaxgpt.train.state import TrainState, checkpoint_tree, state_from_checkpoint
 
 START_MINUTES = 30  # that restoring and compiling may take, if train.hang_timeout is less
@@ -57,8 +57,10 @@ def set_up(
     startup: Startup,
     watchdog: Watchdog,
     checkpoints: Checkpoints,
-) -> tuple[Trainer, TrainState] | None:
+) -> tuple[Run, Trainer, TrainState] | None:
     """Build what a run needs, and the state to begin with; None if there is nothing left to do.
+
+    The run that is returned goes on from an older checkpoint if the newest was damaged.
 
     `facts` are what `initialize_jax` returned. Raises `UsageError` if the configuration does not
     fit the devices, or there is no room.
@@ -82,7 +84,7 @@ def set_up(
         return None
 
     watchdog.heartbeat("the state to begin with", START_MINUTES)
-    state = restore_or_init(run, steps, checkpoints, cluster)
+    run, state = begin(run, steps, checkpoints, cluster, report)
     report.log_resume()
     startup.mark("state")
     watchdog.heartbeat("the compilation of the step", START_MINUTES)
@@ -105,7 +107,23 @@ def set_up(
         profile=StepProfile(run, cluster, train_step, report),
         ticks=itertools.count((run.resume_step or 0) + 1),
     )
-    return trainer, state
+    return run, trainer, state
+
+
+def begin(
+    run: Run,
+    steps: StepFunctions,
+    checkpoints: Checkpoints,
+    cluster: ProcessGroup,
+    report: Reporter,
+) -> tuple[Run, TrainState]:
+    """Return a run and the state that it begins with; damaged checkpoints are set aside."""
+    while True:
+        try:
+            return run, restore_or_init(run, steps, checkpoints, cluster)
+        except DamagedCheckpoint as error:
+            run = go_back(run, cluster, error)
+            report.go_back(run)
 
 
 def restore_or_init(
@@ -114,7 +132,8 @@ def restore_or_init(
     """Return the state after `run.resume_step`; without one, the state before the first step."""
     if run.resume_step is not None:
         shapes = steps.state_shapes
-        found = checkpoints.restore(run.resume_step, checkpoint_tree(shapes))
+        tree = checkpoint_tree(shapes)
+        found = checkpoints.restore(run.resume_step, tree, cluster.run_on_all)
         return state_from_checkpoint(*found, shapes)
     if run.init_folder is not None:
         return load_weights(Path(run.init_folder), run.init_step, steps)

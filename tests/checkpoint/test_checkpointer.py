@@ -114,7 +114,7 @@ def test_too_little_memory_is_no_reason_to_remove_a_checkpoint(error, tmp_path, 
     def fails(*arguments, **options):
         raise Exception("while reading") from error
 
-    monkeypatch.setattr(ocp.PyTreeCheckpointer, "restore", fails)
+    monkeypatch.setattr(ocp.PyTreeCheckpointHandler, "restore", fails)
     with pytest.raises(RuntimeError, match="checkpoints/7: not restored") as raised:
         restore_params(tmp_path, 7, {})
     assert raised.value.__cause__.__cause__ is error

@@ -136,8 +136,8 @@ def test_a_run_goes_on_from_another_mesh(forty, tmp_path, mesh, monkeypatch):
     restored = {}
     restore = Checkpoints.restore
 
-    def remember(self, step, shapes):
-        state, meta = restore(self, step, shapes)
+    def remember(self, step, shapes, *run_on_all):
+        state, meta = restore(self, step, shapes, *run_on_all)
         table = state["params"]["token_embedding"]["embedding"]
         restored["params"] = {shard.data.shape for shard in table.global_shards}
         restored["tree"] = checkpoint_arrays(out, step)
@@ -334,7 +334,7 @@ def test_a_damaged_checkpoint_is_named_with_the_way_out(forty, tmp_path, damage)
     else:
         shutil.rmtree(newest / "state" / "d")
     with pytest.raises(UsageError, match=r"checkpoints/20.*to go on from an older checkpoint"):
-        train_here("--out", out)
+        train_here("--out", out, "checkpoint.on_damage=refuse")
     assert "resumed from step 20" not in (out / "train.log").read_text()
     if "meta" not in damage:
         with pytest.raises(UsageError, match=r"checkpoints/20: cannot be restored.*another step"):

@@ -23,6 +23,7 @@ from jaxgpt.tracking.console import Console
 from jaxgpt.tracking.jsonl import atomic_write_text, read_records
 from jaxgpt.tracking.metrics import FIGURES, figure, train_line
 from jaxgpt.tracking.records import (
+    DamageRecord,
     Record,
     SpikeRecord,
     StartupRecord,
@@ -74,6 +75,16 @@ class Reporter:
         atomic_write_text(self._run.directory / "cluster.json", json.dumps(facts, indent=1) + "\n")
         if not (self._run.directory / "config.yaml").exists():  # a new run may end in compiling
             self._keep_config()
+        for damaged in self._run.damaged:
+            self.log(DamageRecord(step=self._run.resume_step, **damaged))
+
+    def go_back(self, run: Run) -> None:
+        """Log that another checkpoint was set aside, and go on from the one before."""
+        self._run = run
+        self._began = time.perf_counter(), run.resume_step
+        if self._enabled:
+            self._trackers.rewind(run.resume_step)
+            self.log(DamageRecord(step=run.resume_step, **run.damaged[-1]))
 
     def log_resume(self) -> None:
         """Log which checkpoint was restored, if any, and on which mesh it was saved."""
@@ -258,5 +269,8 @@ _LINES: dict[str, Callable[[dict[str, Any]], str]] = {
     "eval": lambda r: f"step={r['step']} {losses_text(r)}",
     "sample": lambda r: f"sample at step {r['step']}:\n{r['text']}\n",
     "spike": spike_line,
+    "damage": lambda r: (
+        f"warning: {r['reason']}; it is now {r['path']}, and the run goes on from step {r['step']}"
+    ),
     "checkpoint": lambda r: f"step={r['step']} checkpoint {r['path']} ({r['seconds']:.2f}s)",
 }

@@ -1,0 +1,88 @@
+"""Damaged checkpoints: the run goes on from the one before."""
+
+import os
+import shutil
+
+import pytest
+
+from jaxgpt.cluster import shutdown as exits
+from jaxgpt.config import UsageError
+from jobs import SMALL, losses, records, run, train_here
+
+SETTINGS = (*SMALL, "train.max_iters=24", "checkpoint.interval=10", "checkpoint.keep=9")
+
+
+def flip(file):
+    data = bytearray(file.read_bytes() or b"\0")
+    data[len(data) // 2] ^= 16
+    file.write_bytes(data)
+
+
+def truncate(file):
+    os.truncate(file, file.stat().st_size // 2)
+
+
+# Of Orbax's files; without some of the others, restoring does.
+NEEDED = ("meta/metadata", "state/manifest.ocdbt", "state/d/")
+DAMAGES = {"flip": flip, "truncate": truncate, "delete": os.remove}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A run of 24 steps, with checkpoints of 10, 20 and 24."""
+    out = tmp_path_factory.mktemp("runs") / "whole"
+    assert train_here(*SETTINGS, "--mesh", "2,1,2", "--out", out) == exits.DONE
+    return out
+
+
+def copied(whole, out):
+    """The run as it was when step 20 was the last that had been saved."""
+    shutil.copytree(whole, out)
+    shutil.rmtree(out / "checkpoints" / "24")
+    return out, sorted(path for path in (out / "checkpoints/20").rglob("*") if path.is_file())
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_whichever_file_is_damaged_the_run_ends_as_if_it_were_not(whole, tmp_path, damage, request):
+    _, files = copied(whole, tmp_path / "count")
+    for number in range(0, len(files), 1 if request.config.getoption("--long") else 6):
+        out, files = copied(whole, tmp_path / str(number))
+        DAMAGES[damage](files[number])
+        assert train_here("--out", out) == exits.DONE, files[number]
+        assert losses(out) == losses(whole), files[number]
+        log = (out / "train.log").read_text()
+        if (found := records(out, "damage")) == []:  # of a file that does not matter
+            name = str(files[number].relative_to(out / "checkpoints" / "20"))
+            assert "resumed from step 20" in log and not name.startswith(NEEDED)
+            continue
+        (record,) = found
+        assert record["step"] == 10 and "checkpoints/20" in record["reason"]
+        assert record["path"] == str(out / "checkpoints" / "20.damaged")
+        assert os.path.isdir(record["path"]) and (out / "checkpoints" / "20" / "meta").is_dir()
+        assert f"it is now {record['path']}, and the run goes on from step 10" in log
+        assert "resumed from step 10" in log
+
+
+def test_the_last_checkpoint_is_not_set_aside(whole, tmp_path):
+    out, files = copied(whole, tmp_path / "run")
+    for file in files:
+        truncate(file)
+    shutil.rmtree(out / "checkpoints" / "10")
+    with pytest.raises(UsageError, match=r"checkpoints/20.* is damaged .*; remove"):
+        train_here("--out", out)
+    assert (out / "checkpoints" / "20").is_dir()
+
+
+@pytest.mark.long
+def test_all_processes_go_back_together(tmp_path):
+    """Of four processes, those whose part can be read wait for no one."""
+    arguments = (*SETTINGS, "--mesh", "1,4,1", "--out", tmp_path, "checkpoint.interval=10")
+    assert run("train", *arguments, processes=4).returncode == exits.DONE
+    expected = losses(tmp_path)
+    shutil.rmtree(tmp_path / "checkpoints" / "24")
+    for part in (tmp_path / "checkpoints/20/state/ocdbt.process_2/d").iterdir():
+        truncate(part)
+    job = run("train", "--out", tmp_path, processes=4)
+    assert job.returncode == exits.DONE, job.stdout
+    assert "checkpoints/20.damaged, and the run goes on from step 10" in job.stdout
+    assert losses(tmp_path) == expected
