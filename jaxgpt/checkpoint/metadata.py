@@ -53,13 +53,22 @@ def read_meta(directory: Path, step: int) -> dict[str, Any]:
 
 
 def set_aside(directory: Path, step: int, reason: str) -> dict[str, str]:
-    """Rename a damaged checkpoint, so that it is none; return its new path, and the reason."""
+    """Rename a damaged checkpoint, so that it is none; return its new path, and the reason.
+
+    Raises `UsageError` if it cannot be renamed.
+    """
     path = directory / "checkpoints" / f"{step}.damaged"
     for number in itertools.count(2):
         if not path.exists():
             break
         path = path.with_name(f"{step}.damaged.{number}")
-    path.with_name(str(step)).rename(path)
+    try:
+        path.with_name(str(step)).rename(path)
+    except OSError as error:
+        raise UsageError(
+            f"{reason}; {path.with_name(str(step))} cannot be renamed to go on from the one before "
+            f"({error.strerror or error}); remove it"
+        ) from None
     return {"path": str(path), "reason": reason}
 
 

@@ -191,8 +191,11 @@ def go_back(run: Run, cluster: ProcessGroup, error: DamagedCheckpoint) -> Run:
     """
 
     def on_process_0() -> dict[str, Any] | None:
+        refused = run.config.checkpoint.on_damage == "refuse"
+        if not cluster.is_main or refused or run.resume_step is None:  # of train.init_from
+            return None
         older = {s: m for s, m in valid_checkpoints(run.directory).items() if s < run.resume_step}
-        if not older or run.config.checkpoint.on_damage == "refuse":
+        if not older:
             return None
         damaged, step = set_aside(run.directory, run.resume_step, error.reason), max(older)
         if (run.directory / METRICS).exists():
@@ -204,7 +207,7 @@ def go_back(run: Run, cluster: ProcessGroup, error: DamagedCheckpoint) -> Run:
             "missing_records": missing_records(run.config, run.dataset, step),
         }
 
-    found = cluster.broadcast(on_process_0() if cluster.is_main else None)
+    found = cluster.broadcast(cluster.run_on_all(on_process_0))
     if found is None:
         raise error
     return dataclasses.replace(run, **found)

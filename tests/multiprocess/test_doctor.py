@@ -74,7 +74,7 @@ def test_a_mesh_that_does_not_fit_the_devices():
 @pytest.mark.parametrize(
     ("rank", "last"),
     [
-        (2, r"\d+ OK, \d+ WARN, 1 FAIL"),
+        pytest.param(2, r"\d+ OK, \d+ WARN, 1 FAIL", marks=pytest.mark.long),
         (0, r"error: all-reduce .*: no answer within 15 s .*, nor from process 0; .*"),
     ],
 )
