@@ -74,8 +74,8 @@ def set_aside(directory: Path, step: int, reason: str) -> dict[str, str]:
 
 def newest_undamaged(
     directory: Path, on_damage: str
-) -> tuple[int | None, dict[str, Any], list[dict[str, str]]]:
-    """Return the step to resume from, its JSON, and what was set aside of those after it.
+) -> tuple[int | None, dict[str, Any], dict[int, DamagedCheckpoint]]:
+    """Return the step to resume from, its JSON, and the damaged checkpoints after it.
 
     That is judged by the JSON alone. The step is None if there is no checkpoint. Raises
     `DamagedCheckpoint` if there are damaged ones only, or one with checkpoint.on_damage=refuse.
@@ -89,10 +89,10 @@ def newest_undamaged(
             if on_damage == "refuse":
                 break
         else:
-            return step, meta, [set_aside(directory, s, e.reason) for s, e in damaged.items()]
+            return step, meta, damaged
     if damaged:
         raise damaged[max(damaged)]
-    return None, {}, []
+    return None, {}, {}
 
 
 def valid_checkpoints(directory: Path) -> dict[int, dict[str, Any]]:

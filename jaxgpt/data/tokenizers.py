@@ -25,7 +25,7 @@ _SPLIT_POINT = re.compile(r"[^\W_](?=[ \n])")
 
 
 class Tokenizer:
-    """Base class of all tokenizers."""
+    """Base class of all tokenizers, each of which defines what is not implemented here."""
 
     vocab_size: int
     end_of_text: int | None = None  # the token between documents, if there is one

@@ -38,7 +38,7 @@ class JsonLines:
         self._file.write(json_line(record.to_dict()))
 
     def rewind(self, step: int) -> None:
-        """Go on with the file that `spikes` has cut to `step`."""
+        """Go on with the file, which `truncate_metrics` has cut to `step`."""
         self._file.close()
         self._file = self._path.open("a", buffering=1)
 

@@ -176,7 +176,8 @@ def _decide(config: Config, cluster: ProcessGroup) -> dict[str, Any]:
             "resume_step": resume_step,
             "resume_meta": meta,
             "notes": notes,
-            "damaged": damaged,
+            # Last: a start that is refused for another reason renames nothing.
+            "damaged": [set_aside(directory, s, e.reason) for s, e in damaged.items()],
             "missing_records": missing_records(config, dataset, resume_step),
             "init_folder": init_folder,
             "init_step": init_step,

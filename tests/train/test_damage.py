@@ -87,7 +87,7 @@ def test_damaged_weights_to_start_from_stay_where_they_are(whole, tmp_path):
 @pytest.mark.long
 def test_all_processes_go_back_together(tmp_path):
     """Of four processes, those whose part can be read wait for no one."""
-    arguments = (*SETTINGS, "--mesh", "1,4,1", "--out", tmp_path, "checkpoint.interval=10")
+    arguments = (*SETTINGS, "--mesh", "1,4,1", "--out", tmp_path)
     assert run("train", *arguments, processes=4).returncode == exits.DONE
     expected = losses(tmp_path)
     shutil.rmtree(tmp_path / "checkpoints" / "24")
