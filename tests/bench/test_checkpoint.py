@@ -8,6 +8,7 @@ from jobs import run
 TINY = ("--config", "tiny", "model.n_layer=2")
 
 
+@pytest.mark.long
 def test_a_checkpoint_of_several_processes_is_timed_beside_plain_files(tmp_path):
     job = run(
         "bench", "checkpoint", *TINY, "--mesh", "1,2,1", "--out", tmp_path, "--json", processes=2

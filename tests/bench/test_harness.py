@@ -15,7 +15,11 @@ from jobs import command, environment, process_of
 
 @pytest.mark.parametrize(
     ("number", "processes"),
-    [(signal.SIGINT, None), (signal.SIGTERM, None), (signal.SIGTERM, 2)],
+    [
+        (signal.SIGINT, None),
+        pytest.param(signal.SIGTERM, None, marks=pytest.mark.long),
+        (signal.SIGTERM, 2),
+    ],
 )
 def test_nothing_is_left_by_a_bench_that_a_signal_ends(number, processes, tmp_path):
     size = ("model.n_layer=25", "--out", tmp_path)

@@ -48,7 +48,7 @@ def filled(shapes):
 @pytest.mark.parametrize(
     "saved",
     [
-        pytest.param(i, id=" ".join(s[1:]), marks=() if i < 2 else pytest.mark.long)
+        pytest.param(i, id=" ".join(s[1:]), marks=() if i < 1 else pytest.mark.long)
         for i, s in enumerate(SETTINGS)
     ],
 )

@@ -75,6 +75,7 @@ def test_every_axis_of_a_mesh_is_checked_and_timed(monkeypatch):
             assert collective.meaning in check.finding
 
 
+@pytest.mark.long
 def test_sizes_grow_to_64_mib_while_there_is_time(monkeypatch):
     assert (SIZES[0], SIZES[-1]) == (1024, 64 * 2**20)
     with limited_devices(2):

@@ -77,7 +77,10 @@ def test_a_time_limit_stops_a_single_process(tmp_path):
     assert "stopped by time limit after step" in job.stdout
 
 
-@pytest.mark.parametrize(("where", "rank"), [("loop", 0), ("data", 3), ("prepare", 1)])
+@pytest.mark.parametrize(
+    ("where", "rank"),
+    [("loop", 0), pytest.param("data", 3, marks=pytest.mark.long), ("prepare", 1)],
+)
 def test_a_process_that_fails_takes_all_with_it(tmp_path, where, rank):
     out = tmp_path / "run"
     arguments = (*SMALL, "--mesh", "2,1,2", "--out", out, "train.eval_interval=5")

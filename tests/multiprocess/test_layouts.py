@@ -43,14 +43,13 @@ def assert_same(found, reference, label=""):
     np.testing.assert_allclose(found["losses"], reference["losses"], rtol=1e-4)
 
 
+@pytest.mark.long  # in short, losses of several processes are compared where they write checkpoints
 @pytest.mark.parametrize(
     ("processes", "mesh", "options"),
     [
-        # In short the losses of several processes are compared where they write a checkpoint.
-        pytest.param(2, "1,8,1", (), marks=pytest.mark.long),
-        pytest.param(8, "2,1,4", (), marks=pytest.mark.long),
-        # Pieces of matrices go from process to process.
-        (2, "1,4,2", ("optimizer.name=muon",)),
+        (2, "1,8,1", ()),
+        (8, "2,1,4", ()),
+        (2, "1,4,2", ("optimizer.name=muon",)),  # pieces of matrices go from process to process
     ],
 )
 def test_processes_change_nothing_but_the_layout(processes, mesh, options):

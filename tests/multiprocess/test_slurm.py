@@ -76,6 +76,7 @@ def test_ways_to_start(cluster, tmp_path, launcher, size, name):
         assert line.startswith(f"I am {rank} {size} {on_host} {name}"), said
 
 
+@pytest.mark.long  # in short test_ends.py has jobs that fail
 def test_a_process_that_fails_ends_the_step(cluster, tmp_path):
     node, variables = cluster
     arguments = (*TRAIN, "train.eval_interval=5", "--out", tmp_path)

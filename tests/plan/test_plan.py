@@ -163,9 +163,9 @@ def test_hosts_are_counted_by_where_devices_are(axes, mesh, per_host, hosts):
     assert plan.hosts_spanned(axes) == hosts
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
-    ("room", "best", "n", "per_host"),
-    [pytest.param(16, "data", 4, 2, marks=pytest.mark.long), (3.5, "ZeRO", 2, 2)],
+    ("room", "best", "n", "per_host"), [(16, "data", 4, 2), (3.5, "ZeRO", 2, 2)]
 )
 def test_advice_follows_the_rules(room, best, n, per_host):
     """0.2 billion parameters, 3.2 GB of state: what fits a device stays whole."""

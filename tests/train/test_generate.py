@@ -152,7 +152,7 @@ def recomputed(config, params, prompts, n):
     [
         (None, ("--mesh", "1,1,2", "model.bias=True")),
         ("1,1,1", ()),
-        ("2,2,2", ("parallel.remat=full",)),
+        pytest.param("2,2,2", ("parallel.remat=full",), marks=pytest.mark.long),
         ("2,2,2", ("parallel.sequence_parallel=True", "model.dropout=0.5")),
         ("1,2,3", ("model.n_head=6", "model.n_embd=60")),  # does not divide the vocabulary
     ],
