@@ -32,7 +32,7 @@ SMALL = (
     "--config",
     "shakespeare_char_cpu",
     "data.dataset=python",
-    "model.n_layer=2",
+    "model.n_layer=1",
     "model.n_embd=64",
     "train.batch_size=16",
     "train.eval_iters=1",

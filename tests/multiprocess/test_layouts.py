@@ -13,7 +13,7 @@ HERE = Path(__file__).parent
 CONFIG = (
     "shakespeare_char_cpu",
     "data.dataset=python",
-    "model.n_layer=2",
+    "model.n_layer=1",
     "model.n_embd=64",
     "train.batch_size=16",
 )

@@ -145,7 +145,7 @@ def test_a_conversion_on_the_way_says_what_is_wrong(launcher, tmp_path, monkeypa
         (["model.vocab_size=300"], "model.vocab_size=300: the weights of"),
         (
             ["--config", "llama-tiny", "data.dataset=python"],
-            "model.n_layer=4: the weights of train.init_from=.* have model.n_layer=2; give that",
+            "model.n_layer=4: the weights of train.init_from=.* have model.n_layer=1; give that",
         ),
     ],
 )

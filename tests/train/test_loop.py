@@ -436,7 +436,7 @@ def test_a_finished_run_has_nothing_to_do(forty, capsys):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["model.n_layer=3"], r"model.n_layer=3: .*checkpoints/40 .*model.n_layer=2"),
+        (["model.n_layer=3"], r"model.n_layer=3: .*checkpoints/40 .*model.n_layer=1"),
         (["model.bias=True"], r"model.bias=True: .*model.bias=False"),
         (["checkpoint.resume=False"], "checkpoint.resume=False: .*40 exists"),
         (["data.dataset=other"], "data.dataset=other: there is no"),
