@@ -16,7 +16,7 @@ from jobs import command, environment, process_of
 @pytest.mark.parametrize(
     ("number", "processes"),
     [
-        (signal.SIGINT, None),
+        pytest.param(signal.SIGINT, None, marks=pytest.mark.long),
         pytest.param(signal.SIGTERM, None, marks=pytest.mark.long),
         (signal.SIGTERM, 2),
     ],

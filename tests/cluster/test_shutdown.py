@@ -38,7 +38,14 @@ def test_a_signal_after_the_end_does_not_change_the_status():
     assert (job.returncode, job.stderr) == (0, "")
 
 
-@pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&-"])
+@pytest.mark.parametrize(
+    "closed",
+    [
+        pytest.param(">&-", marks=pytest.mark.long),
+        pytest.param("2>&-", marks=pytest.mark.long),
+        ">&- 2>&-",
+    ],
+)
 def test_closed_streams_do_not_end_a_command(closed, tmp_path):
     """And no file of the run gets their descriptors, on which libraries print."""
     words = command("train", *SMALL, "train.max_iters=2", "--out", tmp_path)

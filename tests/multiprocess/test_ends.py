@@ -102,7 +102,10 @@ def test_a_process_that_fails_while_restoring_takes_all_with_it(tmp_path):
 
 @pytest.mark.parametrize(
     ("interval", "max_iters"),
-    [pytest.param(3, 200, id="found at a step"), pytest.param(0, 10, id="found at the end")],
+    [
+        pytest.param(3, 200, id="found at a step"),
+        pytest.param(0, 10, id="found at the end", marks=pytest.mark.long),
+    ],
 )
 def test_a_process_without_room_on_its_disk_ends_all_with_a_sentence(tmp_path, interval, max_iters):
     steps = (f"train.max_iters={max_iters}", f"checkpoint.interval={interval}")

@@ -80,7 +80,12 @@ def test_a_quickly_compiled_plan_is_that_of_the_program_that_runs(layout):
 
 @pytest.mark.parametrize(
     ("stage", "parameters", "gradients", "moments"),
-    [(0, 1, 1, 1), (1, 1, 1, 8), (2, 1, 8, 8), (3, 8, 8, 8)],
+    [
+        (0, 1, 1, 1),
+        (1, 1, 1, 8),
+        pytest.param(2, 1, 8, 8, marks=pytest.mark.long),
+        (3, 8, 8, 8),
+    ],
 )
 def test_state_follows_the_formula_of_the_zero_paper(stage, parameters, gradients, moments):
     """arXiv 1910.02054, figure 1, with 4 bytes for a parameter: 4 + 4 + 8 bytes, each over N."""
@@ -94,7 +99,7 @@ def test_state_follows_the_formula_of_the_zero_paper(stage, parameters, gradient
     assert live_bytes(state) == pytest.approx(4 * n / parameters + 8 * n / moments, rel=0.02)
 
 
-@pytest.mark.parametrize("gradients", ["float32", "bfloat16"])
+@pytest.mark.parametrize("gradients", ["float32", pytest.param("bfloat16", marks=pytest.mark.long)])
 def test_another_device_counts_its_own_dtype_and_memory(gradients):
     dtypes = ("train.dtype=bfloat16", f"parallel.grad_reduce_dtype={gradients}")
     config = configured("1,4,2", *dtypes, "parallel.offload_optimizer=True", SCAN)
@@ -110,13 +115,10 @@ def test_another_device_counts_its_own_dtype_and_memory(gradients):
     assert "tensor=2 spans 2 hosts" in slower.warnings[0] and not plan.warnings
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "layout",
-    [
-        ("1,2,1",),
-        pytest.param(("1,1,1",), marks=pytest.mark.long),
-        pytest.param(("1,1,2", "parallel.sequence_parallel=True"), marks=pytest.mark.long),
-    ],
+    [("1,2,1",), ("1,1,1",), ("1,1,2", "parallel.sequence_parallel=True")],
     ids=" ".join,
 )
 def test_flash_attention_is_planned_in_linear_memory(layout):

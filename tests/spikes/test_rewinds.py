@@ -125,7 +125,7 @@ class Killed(Exception):
         "rewinds.finish_rewind",
         pytest.param("rewinds.truncate_metrics", marks=pytest.mark.long),
         pytest.param("rewinds.read_meta", marks=pytest.mark.long),
-        "skip range",
+        pytest.param("skip range", marks=pytest.mark.long),
     ],
 )
 def test_killed_in_the_middle_a_run_ends_the_same(rewound, tmp_path, place, monkeypatch):

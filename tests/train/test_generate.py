@@ -153,7 +153,11 @@ def recomputed(config, params, prompts, n):
         (None, ("--mesh", "1,1,2", "model.bias=True")),
         ("1,1,1", ()),
         pytest.param("2,2,2", ("parallel.remat=full",), marks=pytest.mark.long),
-        ("2,2,2", ("parallel.sequence_parallel=True", "model.dropout=0.5")),
+        pytest.param(
+            "2,2,2",
+            ("parallel.sequence_parallel=True", "model.dropout=0.5"),
+            marks=pytest.mark.long,
+        ),
         ("1,2,3", ("model.n_head=6", "model.n_embd=60")),  # does not divide the vocabulary
     ],
 )
@@ -192,7 +196,8 @@ DOCUMENTS = ("data.document_mask=True", "data.end_of_text=3")
         ("1,1,1", (*LLAMA, "model.sliding_window=5", "model.qk_norm=True")),
         ("2,1,4", (*LLAMA, "model.tie_embeddings=False")),  # does not divide the 2 heads
         ("1,2,2", (*LLAMA, *DOCUMENTS)),
-        ("1,1,1", DOCUMENTS),  # learned positions, which begin again
+        # Learned positions, which begin again.
+        pytest.param("1,1,1", DOCUMENTS, marks=pytest.mark.long),
     ],
 )
 def test_a_text_goes_on_past_the_block(mesh, options, monkeypatch):

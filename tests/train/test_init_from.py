@@ -116,7 +116,9 @@ def test_options_that_have_no_weights_may_change(first_run, tmp_path):
     assert started.config.model.norm_eps == 1e-4
 
 
-@pytest.mark.parametrize("launcher", [{}, {"PMI_RANK": "1", "PMI_SIZE": "2"}])
+@pytest.mark.parametrize(
+    "launcher", [{}, pytest.param({"PMI_RANK": "1", "PMI_SIZE": "2"}, marks=pytest.mark.long)]
+)
 def test_a_conversion_on_the_way_says_what_is_wrong(launcher, tmp_path, monkeypatch):
     for name, value in launcher.items():
         monkeypatch.setenv(name, value)

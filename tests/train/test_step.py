@@ -39,7 +39,7 @@ def with_dropout():
     "layout",
     [
         pytest.param(("2,1,4",), marks=pytest.mark.long),
-        ("1,8,1", "train.gradient_accumulation_steps=2"),
+        pytest.param(("1,8,1", "train.gradient_accumulation_steps=2"), marks=pytest.mark.long),
         pytest.param(("2,2,2", "parallel.sequence_parallel=True"), marks=pytest.mark.long),
         ("1,2,4", "parallel.sequence_parallel=True", "parallel.remat=full"),
     ],

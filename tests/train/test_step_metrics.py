@@ -23,7 +23,7 @@ def largest_logit(monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     "options",
     [
-        ("--mesh", "1,1,1"),
+        pytest.param(("--mesh", "1,1,1"), marks=pytest.mark.long),
         ("--mesh", "2,2,2", "train.gradient_accumulation_steps=2"),
         ("--mesh", "1,2,4", "train.loss_chunk=50", "parallel.sequence_parallel=True"),
     ],
