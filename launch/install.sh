@@ -30,7 +30,9 @@ wanted="$extra $(cat pyproject.toml launch/pins.txt | cksum)"
 stamp=.venv/jaxgpt-$extra
 if [ "$(cat "$stamp" 2>/dev/null)" != "$wanted" ]; then
     echo "installing jaxgpt[$extra] into .venv"
-    .venv/bin/python -m pip install --quiet --disable-pip-version-check \
+    .venv/bin/python -m pip install --quiet --disable-pip-version-check --no-compile \
         --constraint launch/pins.txt --editable ".[$extra]"
+    # What pip does with one core. Some files of other packages are for other versions of Python.
+    .venv/bin/python -m compileall -q -j 0 .venv/lib >/dev/null 2>&1 || true
     echo "$wanted" >"$stamp"
 fi

@@ -80,7 +80,9 @@ def test_dropout_keeps_the_mean():
     assert float(out[:, :, 0, :].std()) > 0
 
 
-@pytest.mark.parametrize("T", [1, 7, 64, 300, pytest.param(1024, marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "T", [1, 7, 64, *(pytest.param(T, marks=pytest.mark.long) for T in (300, 1024))]
+)
 @pytest.mark.gpu
 def test_blocks_of_queries_give_the_same_attention_and_gradients(T):
     qkv = jax.random.normal(jax.random.key(T), (3, 2, T, 2, 8))

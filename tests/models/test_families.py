@@ -191,7 +191,9 @@ def test_a_document_begins_after_the_end_of_the_one_before():
     assert document_starts(tokens, END).tolist() == expected
 
 
-@pytest.mark.parametrize("family", ["learned", "llama 3", "mistral"])
+@pytest.mark.parametrize(
+    "family", [pytest.param("learned", marks=pytest.mark.long), "llama 3", "mistral"]
+)
 def test_a_packed_row_has_the_losses_of_its_documents_alone(family):
     options = SMALL | {"n_head": 4} if family == "learned" else FAMILIES[family]
     config = ModelConfig(**options)

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from jobs import SMALL, checkpoint_arrays, losses, records, run
 
@@ -36,10 +37,13 @@ def test_all_processes_rewind_together_and_finish_what_was_interrupted(tmp_path)
     a, b = checkpoint_arrays(parts, 50), checkpoint_arrays(whole, 50)
     assert all((a[name] == b[name]).all() for name in b) and a.keys() == b.keys()
 
-    more = ("train.max_iters=60", "faults.nan_step=53", "spike.max_consecutive_nonfinite=1")
-    job = run("train", *ARGUMENTS, *more, "--out", whole, processes=2)
+
+@pytest.mark.long
+def test_all_processes_stop_with_a_good_checkpoint_after_too_many_nans(tmp_path):
+    more = ("faults.nan_step=13", "spike.max_consecutive_nonfinite=1")
+    job = run("train", *ARGUMENTS, *more, "--out", tmp_path, processes=2)
     assert job.returncode == 1, job.stdout
     assert job.stdout.count("spike.max_consecutive_nonfinite=1: so many steps") == 1
     assert "Traceback" not in job.stdout
-    arrays = checkpoint_arrays(whole, 53)
+    arrays = checkpoint_arrays(tmp_path, 13)
     assert all(np.isfinite(array).all() for array in arrays.values())

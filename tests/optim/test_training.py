@@ -45,7 +45,7 @@ LAYOUTS = [
     ("2,1,4", 3, False),
     ("4,1,2", 3, True),
 ]
-SHORT = {("muon", "1,2,4", 3), ("adafactor", "1,2,4", 3)}
+SHORT = {("muon", "1,2,4", 3)}
 # Lion's and SGD's states are like AdamW's.
 OWN_STATES = [
     pytest.param(

@@ -215,7 +215,7 @@ def test_only_skip_update_leaves_out_a_spike(action):
 @pytest.mark.parametrize(
     "options",
     [
-        ("--mesh", "2,2,2"),
+        pytest.param(("--mesh", "2,2,2"), marks=pytest.mark.long),
         ("--mesh", "1,2,4", "train.loss_chunk=16", "train.gradient_accumulation_steps=4"),
     ],
     ids=" ".join,

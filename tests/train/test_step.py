@@ -79,6 +79,7 @@ def test_what_is_written_for_cpus_and_for_gpus_computes_the_same():
         assert difference <= 1e-5 * np.linalg.norm(for_cpus)
 
 
+@pytest.mark.long
 def test_training_in_bfloat16_follows_float32():
     exact = trace(10, *ARGUMENTS, "--mesh", "8,1,1")["losses"]
     rounded = trace(10, *ARGUMENTS, "--mesh", "8,1,1", "train.dtype=bfloat16")["losses"]

@@ -24,7 +24,9 @@ def largest_logit(monkeypatch, tmp_path):
     "options",
     [
         pytest.param(("--mesh", "1,1,1"), marks=pytest.mark.long),
-        ("--mesh", "2,2,2", "train.gradient_accumulation_steps=2"),
+        pytest.param(
+            ("--mesh", "2,2,2", "train.gradient_accumulation_steps=2"), marks=pytest.mark.long
+        ),
         ("--mesh", "1,2,4", "train.loss_chunk=50", "parallel.sequence_parallel=True"),
     ],
     ids=" ".join,

@@ -97,7 +97,7 @@ def as_options(chosen):
 @pytest.mark.parametrize(
     "chosen",
     [  # the first few rows have most of the pairs
-        pytest.param(c, id=" ".join(map(str, c)), marks=() if i < 4 else pytest.mark.long)
+        pytest.param(c, id=" ".join(map(str, c)), marks=() if i < 3 else pytest.mark.long)
         for i, c in enumerate(pairwise([c for c in ALL if not LONG & set(c)]))
     ],
 )
