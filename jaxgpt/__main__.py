@@ -10,6 +10,7 @@ COMMANDS = {
     "evaluate": "measure the loss of a whole split, multiple choice, or lm_eval's tasks",
     "convert": "take weights from Hugging Face, nanoGPT, Megatron, and back",
     "inspect": "show the text that a step trained on",
+    "replay": "repeat steps of a run, and compare them with what it logged",
     "plan": "say what a layout needs, or which one fits, without the devices",
     "doctor": "check a machine: devices, network, collectives, file system",
     "launch": "start a job with the machine's own launcher",

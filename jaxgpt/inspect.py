@@ -31,7 +31,7 @@ from jaxgpt.data.loader import Loader
 from jaxgpt.runtime.jax_internals import failure_board
 from jaxgpt.spikes.policy import skipped_by_rewinds
 from jaxgpt.spikes.skip import SkipRanges
-from jaxgpt.train.resume import source_hashes
+from jaxgpt.train.run.resume import saved_settings, source_hashes
 
 
 def parser() -> CommandParser:
@@ -56,9 +56,10 @@ def main(argv: list[str] | None = None) -> None:
     with job_exit_handler(failure_board):
         arguments = parser().parse_args(argv)
         base = ["--out", str(arguments.run)] if arguments.run else ["--config", arguments.config]
-        if arguments.run and not (arguments.run / "config.yaml").is_file():
-            raise UsageError(f"--run {arguments.run}: has no config.yaml; give a run directory")
-        config = parse_args([*base, *arguments.settings])
+        run = arguments.run
+        if run and not (run / "config.yaml").is_file() and saved_settings(run) is None:
+            raise UsageError(f"--run {run}: has no config.yaml; give a run directory")
+        config = parse_args([*base, *arguments.settings], saved_settings=saved_settings)
         cluster = join_process_group()
         dataset, found, tokens, notes = cluster.run_on_all(
             look_up, config, arguments.run, arguments.step, arguments.rows

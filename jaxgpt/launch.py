@@ -11,8 +11,10 @@ import sys
 import time
 
 from jaxgpt.cluster.environment import find_launch
-from jaxgpt.cluster.launchers import launch_command, place_processes
+from jaxgpt.cluster.health.supervisor import Supervisor
+from jaxgpt.cluster.launchers import ProcessLayout, launch_command, place_processes
 from jaxgpt.cluster.shutdown import job_exit_handler
+from jaxgpt.cluster.staging import pack, unpack
 from jaxgpt.config import CommandParser, UsageError, is_help, whole_number
 from jaxgpt.perf.startup import JOB_START
 
@@ -20,7 +22,8 @@ from jaxgpt.perf.startup import JOB_START
 def parser() -> CommandParser:
     out = CommandParser(
         prog="python -m jaxgpt.launch",
-        usage="%(prog)s [-n N] [--ppn P] [--hosts FILE] [--print] [--] COMMAND ...\n"
+        usage="%(prog)s [-n N] [--ppn P] [--hosts FILE] [--restarts R [--spare-nodes K]] "
+        "[--stage-env DIR] [--print] [--] COMMAND ...\n"
         "       %(prog)s [-n N] [--ppn P] [--hosts FILE] --export",
         description=__doc__,
     )
@@ -35,6 +38,26 @@ def parser() -> CommandParser:
         metavar="FILE",
         help="hosts, one on each line (host, host:4 or host slots=4); default: those of "
         "PBS_NODEFILE, Slurm's allocation, COBALT_NODEFILE or HOSTFILE, else this host",
+    )
+    out.add_argument(
+        "--restarts",
+        type=whole_number(0),
+        metavar="R",
+        default=0,
+        help="start COMMAND again, at most R times, when processes die, hang, or lose their host",
+    )
+    out.add_argument(
+        "--spare-nodes",
+        type=whole_number(0),
+        metavar="K",
+        default=0,
+        help="keep the last K hosts free, to take the place of hosts that are lost",
+    )
+    out.add_argument(
+        "--stage-env",
+        metavar="DIR",
+        help="copy this Python and its packages, in one file, to DIR on each host's own disk, such "
+        "as /tmp/jaxgpt, and start COMMAND's python from there; used again while nothing changes",
     )
     out.add_argument("--print", action="store_true", help="only print the line, quoted for a shell")
     out.add_argument(
@@ -58,7 +81,17 @@ def main(argv: list[str] | None = None) -> None:
         if is_help(options):
             parser().print_help()
             return
-        line = run(parser().parse_args(options), command)
+        arguments = parser().parse_args(options)
+        layout = place(arguments, command)
+        python = [sys.executable]
+        if arguments.stage_env:
+            python = stage_python(arguments, layout, command)
+        if command[:1] in (["python"], ["python3"]):
+            command = [python[-1], *command[1:]]
+        if arguments.restarts and not arguments.print:
+            print(f"launch: {layout}", file=sys.stderr, flush=True)
+            sys.exit(Supervisor(layout, command, arguments.restarts, python).run())
+        line = show(arguments, layout, command)
     if line is not None:
         os.execvp(line[0], line)
 
@@ -75,8 +108,8 @@ def split(argv: list[str]) -> tuple[list[str], list[str]]:
     return argv[:place], argv[place:]
 
 
-def run(arguments: argparse.Namespace, command: list[str]) -> list[str] | None:
-    """Return the line to become; None if it was only to be printed."""
+def place(arguments: argparse.Namespace, command: list[str]) -> ProcessLayout:
+    """Return where the processes go; `UsageError` if the options do not fit the job."""
     launch = find_launch(os.environ)
     if launch.variable is not None:
         raise UsageError(
@@ -91,9 +124,42 @@ def run(arguments: argparse.Namespace, command: list[str]) -> list[str] | None:
             "COMMAND: nothing to start; put it behind --, such as: python -m jaxgpt.launch -- "
             "python -m jaxgpt.train"
         )
-    layout = place_processes(arguments.n, arguments.ppn, arguments.hosts, os.environ)
+    if arguments.spare_nodes and not arguments.restarts:
+        raise UsageError(
+            f"--spare-nodes={arguments.spare_nodes}: nothing takes a spare host's turn without "
+            "--restarts R; give it too"
+        )
+    layout = place_processes(
+        arguments.n, arguments.ppn, arguments.hosts, os.environ, arguments.spare_nodes
+    )
     if not (arguments.print or arguments.export):
         os.environ.setdefault(JOB_START, f"{time.time():.3f}")  # before a line that passes it on
+    return layout
+
+
+def stage_python(
+    arguments: argparse.Namespace, layout: ProcessLayout, command: list[str]
+) -> list[str]:
+    """Copy this Python to the hosts; return the words that start it on one of them."""
+    if arguments.print or arguments.export:
+        raise UsageError("--stage-env: copies files; leave it out with --print and --export")
+    if command[0] not in ("python", "python3"):
+        raise UsageError(
+            f"--stage-env: COMMAND begins with {command[0]}, and only python comes from the copy; "
+            "write python"
+        )
+    staged = pack(arguments.stage_env)
+    unpack(layout, staged, spares=arguments.restarts > 0)
+    os.environ["PYTHONPATH"] = os.pathsep.join(staged.path)
+    if "-m" in command:  # or a module in this directory would come before the copy
+        os.environ["PYTHONSAFEPATH"] = "1"
+    return [*staged.unpack, staged.python]
+
+
+def show(
+    arguments: argparse.Namespace, layout: ProcessLayout, command: list[str]
+) -> list[str] | None:
+    """Print the line to become, and return it; None if printing is all that is wanted."""
     launcher = launch_command(layout, os.environ)
     print(f"launch: {layout}", file=sys.stderr, flush=True)
     if arguments.export:
@@ -107,8 +173,6 @@ def run(arguments: argparse.Namespace, command: list[str]) -> list[str] | None:
         for name, value in values.items():
             print(f"export {name}={shlex.quote(str(value))}")
         return None
-    if command[0] in ("python", "python3"):
-        command = [sys.executable, *command[1:]]
     line = [*launcher, *command]
     if arguments.print:
         print(shlex.join(line))

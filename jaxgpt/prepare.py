@@ -9,7 +9,7 @@ from pathlib import Path
 
 from jaxgpt.cluster.hardware import own_cpus
 from jaxgpt.cluster.shutdown import job_exit_handler
-from jaxgpt.config import CommandParser, DataConfig, UsageError, file_path, whole_number
+from jaxgpt.config import CommandParser, DataConfig, UsageError, file_path, in_words, whole_number
 from jaxgpt.data.dataset import dataset_directory
 from jaxgpt.data.prepare.builtin import prepare_python, prepare_shakespeare_char, prepare_text
 
@@ -25,7 +25,7 @@ def main(argv: list[str] | None = None) -> None:
         try:
             lines = prepare(arguments, directory)
         except OSError as error:
-            raise UsageError(f"--out {directory}: cannot be written ({error})") from None
+            raise UsageError(f"--out {directory}: cannot be written ({in_words(error)})") from None
         print("\n".join([*lines, f"wrote {directory}"]))
 
 

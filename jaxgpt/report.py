@@ -1,33 +1,47 @@
-"""Tables about runs: how long they took to their first step, and their spikes and rewinds."""
+"""Tables about runs: time to the first step, where the time went, spikes and rewinds."""
 
 import datetime
 import json
 import shutil
 import sys
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from rich.table import Column
 
 from jaxgpt.cluster.environment import rank_from_env
 from jaxgpt.cluster.shutdown import job_exit_handler
-from jaxgpt.config import CommandParser, UsageError, file_path
+from jaxgpt.config import CommandParser, UsageError, file_path, in_words, read_json
+from jaxgpt.perf.hardware import find_device
 from jaxgpt.spikes.report import draw_spikes, spikes_table
 from jaxgpt.tracking.console import table_text
+from jaxgpt.tracking.jsonl import FILE as METRICS
 from jaxgpt.tracking.jsonl import read_records
+from jaxgpt.tracking.records import StragglerRecord
+from jaxgpt.train.reporting.goodput import all_starts, goodput_table
+from jaxgpt.train.reporting.stragglers import straggler_line
 
 HEADINGS = (
     "run", "model", "processes", "start", "first step done", "seconds", "from", "slowest phase",
     "compile cache",
 )  # fmt: skip
+SPREAD = {"max": float, "slowest_rank": int}
+SHAPE = {  # of startup.json
+    "model": str, "processes": int, "first_step_done": float, "compile_cache": str,
+    "job_start_to_first_step": float | None, "total": SPREAD, "phases": {str: SPREAD},
+    "slowest_phase": str,
+}  # fmt: skip
 LOG_WIDTH = 200  # columns: rows of a log file are not folded
 
 
 def parser() -> CommandParser:
     out = CommandParser(prog="python -m jaxgpt.report", description=__doc__)
-    kinds = out.add_subparsers(dest="kind", required=True, metavar="{startup,spikes}")
+    kinds = out.add_subparsers(dest="kind", required=True, metavar="{startup,goodput,spikes}")
     startup = kinds.add_parser("startup", help="from the start of the job to the first step")
     startup.add_argument("runs", nargs="+", type=file_path, metavar="RUN", help="a run directory")
+    goodput = kinds.add_parser("goodput", help="where the time of a run went, over all its starts")
+    goodput.add_argument("run", type=file_path, metavar="RUN", help="a run directory")
     spikes = kinds.add_parser("spikes", help="spikes, skips and rewinds of a run")
     spikes.add_argument("run", type=file_path, metavar="RUN", help="a run directory")
     spikes.add_argument("--png", type=file_path, metavar="FILE", help="also draw the loss curve")
@@ -39,40 +53,93 @@ def main(argv: list[str] | None = None) -> None:
         if rank_from_env() != 0:  # under a launcher once is enough
             return
         arguments = parser().parse_args(argv)
+        width = shutil.get_terminal_size().columns if sys.stdout.isatty() else LOG_WIDTH
         if arguments.kind == "startup":
             rows = [read_startup(run) for run in arguments.runs]
-            width = shutil.get_terminal_size().columns if sys.stdout.isatty() else LOG_WIDTH
             headings = [Column(heading, overflow="fold") for heading in HEADINGS]
             print(table_text(headings, rows, width, title="Start-up"))
+        elif arguments.kind == "goodput":
+            print(goodput_report(arguments.run, width))
         else:
             spikes_report(arguments.run, arguments.png)
 
 
 def spikes_report(run: Path, png: Path | None) -> None:
     """Print the table of a run's spikes, and draw its losses."""
-    path = run / "metrics.jsonl"
+    records, path = read_metrics(run), run / METRICS
+    lost = len(path.read_bytes().splitlines()) - len(records)
+    if png is not None:  # first: it is what can fail
+        draw_spikes(records, str(run), png)
+    print(spikes_table(records))
+    if lost:
+        print(f"warning: {lost} lines of {path} are damaged, and left out")
+    if png is not None:
+        print(f"loss curve: {png}")
+
+
+def read_metrics(run: Path, kind: str = "") -> list[dict[str, Any]]:
+    """Return records of a run; raise `UsageError` if its metrics.jsonl cannot be read."""
+    path = run / METRICS
     try:
-        records = read_records(path)
+        return read_records(path, kind)
     except OSError as error:
         raise UsageError(
             f"RUN={run}: {path} cannot be read ({error.strerror}); give a run directory"
         ) from None
-    if png is not None:  # first: it is what can fail
-        draw_spikes(records, str(run), png)
-    print(spikes_table(records))
-    if png is not None:
-        print(f"loss curve: {png}")
+
+
+def goodput_report(run: Path, width: int) -> str:
+    """Return the table of a run's goodput, its steps' time beside the plan's, and stragglers."""
+    times = [r["dt"] for r in read_metrics(run, "train") if r.get("dt") is not None]
+    starts = all_starts(run)
+    if not starts:
+        raise UsageError(f"RUN={run}: no start of it has kept an account; give a newer run")
+    lines = [goodput_table(starts, width)]
+    if times:
+        measured = f"step: {1000 * median(times):.1f} ms measured (median of {len(times)} records)"
+        lines.append(f"{measured}; {planned_step(run)}")
+    lines += [straggler_line(record) for record in read_metrics(run, StragglerRecord.kind)]
+    return "\n".join(lines)
+
+
+CLUSTER_SHAPE = {"mesh": {str: int}, "device_kind": str}
+CLUSTER_SHAPE |= {"processes_on_host": int, "devices_per_process": int}
+
+
+def planned_step(run: Path) -> str:
+    """Return what `jaxgpt.plan` says about a step of a run, on the devices of its last start."""
+    try:
+        facts = read_json(run / "cluster.json", CLUSTER_SHAPE)
+    except (OSError, ValueError) as error:
+        return f"plan says nothing: {run / 'cluster.json'} cannot be read ({in_words(error)})"
+    mesh, kind = facts["mesh"], facts["device_kind"]
+    per_host = facts["processes_on_host"] * facts["devices_per_process"]
+    device = find_device(kind)
+    if device is None or not device.peak_flops:
+        return f"plan predicts nothing: the peaks of {kind} are not known"
+    from jaxgpt.plan import __main__ as plan  # imports JAX and compiles, as its command does
+
+    words = ["--device", device.name, "--devices-per-host", str(per_host), "--json"]
+    words += ["--config", str(run / "config.yaml")]
+    words += ["--mesh", ",".join(f"{axis}={size}" for axis, size in mesh.items())]
+    try:
+        estimate = json.loads(plan.run(*plan.parser().parse_known_args(words)))["estimate"]
+    except UsageError as error:
+        return f"plan predicts nothing: {error}"
+    if estimate is None:
+        return f"plan predicts nothing: the peak of {kind} for the run's dtype is not known"
+    return f"plan predicts {1000 * estimate['step']:.1f} ms on {kind}, a bound more than a forecast"
 
 
 def read_startup(run: Path) -> list[str]:
     """Return the row of a run directory; raise `UsageError` if its startup.json cannot be read."""
     path = run / "startup.json"
     try:
-        return startup_row(run, json.loads(path.read_text()))
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        return startup_row(run, read_json(path, SHAPE))
+    except (OSError, ValueError, KeyError, OverflowError) as error:
         raise UsageError(
-            f"RUN={run}: {path} cannot be read ({error}); give a run directory whose first step is "
-            "done"
+            f"RUN={run}: {path} cannot be read ({in_words(error)}); give a run directory whose "
+            "first step is done"
         ) from None
 
 

@@ -16,6 +16,7 @@ from jaxgpt.config import (
     UsageError,
     config_from_dict,
     file_path,
+    in_words,
     mesh_shape,
     whole_number,
 )
@@ -94,7 +95,7 @@ def read_prompt(given: str, tokenizer: Tokenizer) -> str:
         try:
             prompt = Path(given.removeprefix("FILE:")).read_text()
         except (OSError, UnicodeDecodeError) as error:
-            raise UsageError(f"--prompt {given}: cannot be read ({error})") from None
+            raise UsageError(f"--prompt {given}: cannot be read ({in_words(error)})") from None
     try:
         tokenizer.encode(prompt)
     except UsageError as error:

@@ -1,8 +1,9 @@
-"""Two hosts on one machine: namespaces with a network, a host name and a /dev/shm of their own.
+"""Hosts on one machine: namespaces with a network, a host name and a /dev/shm of their own.
 
 Each host is a process that does nothing; the namespaces are its own and vanish with it, so that
-nothing of the machine is changed. The hosts are joined by a cable (a veth pair), `eth0` on both,
-and reach nothing else. Each also has a `docker0` with the same address, as hosts with Docker do.
+nothing of the machine is changed. Cables (veth pairs), `eth0` on each host, join them to a switch
+(a bridge in a namespace of its own), and they reach nothing else. Each also has a `docker0` with
+the same address, as hosts with Docker do.
 """
 
 import contextlib
@@ -14,7 +15,7 @@ from pathlib import Path
 
 from jobs import environment
 
-ADDRESSES = {"alpha": "10.77.0.1", "beta": "10.77.0.2"}
+ADDRESSES = {"alpha": "10.77.0.1", "beta": "10.77.0.2", "gamma": "10.77.0.3"}
 NAMESPACES = ("--net", "--uts", "--ipc", "--mount")
 # What a host runs. /sys shows the network interfaces of the namespace that mounted it; a tmpfs over
 # /dev/shm keeps MPI from taking both hosts for one.
@@ -31,6 +32,7 @@ ip link set docker0 up
 echo up
 exec cat
 """
+SWITCH = "ip link add br0 type bridge && ip link set br0 up && echo up && exec cat"
 CONNECT = "ip addr add $1/24 dev eth0; ip link set eth0 up"
 CARRIER = 'until [ "$(cat /sys/class/net/eth0/operstate)" = up ]; do sleep 0.01; done'
 # What stands in for ssh: HOST COMMAND..., the command being for a shell.
@@ -49,6 +51,9 @@ class Host:
     address: str
     pid: int
     """The process that the namespaces belong to."""
+    directory: Path
+    switch: int
+    """The process that the switch belongs to."""
 
     def command(self, *args):
         """`args`, to be run on this host, in the same directory and environment."""
@@ -67,9 +72,14 @@ class Host:
             env=environment(**variables),
         )
 
+    def lose(self):
+        """Pull its cable, and let no remote shell in: what runs on it goes on, unseen."""
+        (self.directory / f"{self.name}.pid").unlink()
+        _in_switch(self.switch, "ip", "link", "set", self.name, "down")
+
 
 def missing():
-    """Why this machine cannot be two hosts, or None if it can."""
+    """Why this machine cannot be several hosts, or None if it can."""
     if os.geteuid() != 0:
         return "namespaces need root"
     absent = [tool for tool in ("ip", "unshare", "nsenter") if shutil.which(tool) is None]
@@ -86,7 +96,14 @@ def missing():
 
 @contextlib.contextmanager
 def two_hosts(directory, own_name="address"):
-    """Hosts alpha and beta, up until the end of the `with`.
+    """Hosts alpha and beta, as `several_hosts` has them."""
+    with several_hosts(directory, 2, own_name) as hosts:
+        yield hosts
+
+
+@contextlib.contextmanager
+def several_hosts(directory, n, own_name="address"):
+    """Up to three hosts, up until the end of the `with`.
 
     Args:
         directory: where their files are written; `directory/rsh` is then a remote shell for
@@ -96,14 +113,17 @@ def two_hosts(directory, own_name="address"):
     """
     directory = Path(directory)
     with contextlib.ExitStack() as stack:
+        switch = stack.enter_context(_end(_start("unshare", "--net", "sh", "-c", SWITCH))).pid
         hosts = []
-        for name in ADDRESSES:
+        for name in list(ADDRESSES)[:n]:
             (directory / f"{name}.hosts").write_text(_hosts_file(name, own_name))
-            process = stack.enter_context(_end(_boot(directory, name)))
-            (directory / f"{name}.pid").write_text(str(process.pid))
-            hosts.append(Host(name, ADDRESSES[name], process.pid))
-        ends = [["eth0", "netns", str(host.pid)] for host in hosts]
-        _ip("link", "add", *ends[0], "type", "veth", "peer", *ends[1])
+            boot = ("unshare", *NAMESPACES, "sh", "-c", BOOT, "boot", str(directory), name)
+            pid = stack.enter_context(_end(_start(*boot))).pid
+            (directory / f"{name}.pid").write_text(str(pid))
+            hosts.append(Host(name, ADDRESSES[name], pid, directory, switch))
+            ends = ["eth0", "netns", str(pid)], [name, "netns", str(switch)]
+            _ip("link", "add", *ends[0], "type", "veth", "peer", *ends[1])
+            _in_switch(switch, "ip", "link", "set", name, "master", "br0", "up")
         for host in hosts:
             host.run("sh", "-ec", CONNECT, "connect", host.address).check_returncode()
         for host in hosts:
@@ -122,15 +142,19 @@ def _hosts_file(name, own_name):
     return "\n".join(lines) + "\n"
 
 
-def _boot(directory, name):
+def _start(*command):
     process = subprocess.Popen(
-        ["unshare", *NAMESPACES, "sh", "-c", BOOT, "boot", str(directory), name],
+        command,
         stdin=subprocess.PIPE,  # closed when we end, however we do, and the host with it
         stdout=subprocess.PIPE,
         text=True,
     )
     assert process.stdout.readline() == "up\n"
     return process
+
+
+def _in_switch(pid, *command):
+    subprocess.run(["nsenter", "--target", str(pid), "--net", *command], check=True)
 
 
 @contextlib.contextmanager

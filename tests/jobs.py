@@ -12,6 +12,7 @@ from pathlib import Path
 import jax
 import numpy as np
 
+from jaxgpt.cluster.health.heartbeat import Heartbeats
 from jaxgpt.cluster.process_group import ProcessGroup
 from jaxgpt.config import load_config, mesh_shape, parse_args
 from jaxgpt.data.dataset import open_dataset
@@ -21,12 +22,19 @@ from jaxgpt.perf.startup import Startup
 from jaxgpt.runtime.initialize import initialize_jax
 from jaxgpt.runtime.xla_flags import VARIABLE as XLA_FLAGS
 from jaxgpt.train.functions import make_steps
-from jaxgpt.train.resume import initial_model
-from jaxgpt.train.run_directory import prepare_run
+from jaxgpt.train.reporting.goodput import Goodput
+from jaxgpt.train.run.directory import prepare_run
+from jaxgpt.train.run.resume import initial_model, saved_settings
 
 # Variables for a command: it compiles as it does for users, with all optimizations.
 AS_USERS = {XLA_FLAGS: ""}
 FIGHT = "full rematerialization"  # in XLA's warning, which begins with "[SPMD] Involuntary"
+# The JSON of a checkpoint, the least that is one.
+META = {
+    "step": 2, "consumed_tokens": 0, "data_fingerprint": [], "tokenizer": None, "jax": "",
+    "config": dict.fromkeys(("model", "train", "optimizer", "data", "parallel", "spike"), {}),
+    "mesh": "", "processes": 1,
+}  # fmt: skip
 # A model that compiles fast, on the data set that needs no download.
 SMALL = (
     "--config",
@@ -114,16 +122,24 @@ def train_here(*args, stop_at=None):
 
     class Stop:
         reason = "the test"
+        allow_for_save = staticmethod(lambda seconds: None)
 
         def reached(self, step):
             return step == stop_at
 
     cluster = ProcessGroup(launcher="test")
-    prepared = prepare_run(parse_args([str(a) for a in args], initial_model=initial_model), cluster)
+    config = parse_args(
+        list(map(str, args)), initial_model=initial_model, saved_settings=saved_settings
+    )
+    prepared = prepare_run(config, cluster)
     sizes = mesh_shape(prepared.config)
     with limited_devices(sizes.n_devices if sizes.is_filled else 2):
         facts = initialize_jax(cluster, sizes)
-        return train(prepared, cluster, facts, Stop(), Startup())
+        heartbeats = Heartbeats(None, print)
+        heartbeats.connect(cluster)
+        startup = Startup()
+        with cluster, contextlib.closing(Goodput(time.time(), prepared.directory)) as goodput:
+            return train(prepared, cluster, facts, Stop(), startup, heartbeats, goodput)
 
 
 def records(directory, kind="train"):

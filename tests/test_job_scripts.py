@@ -12,18 +12,21 @@ import pytest
 
 LAUNCH = Path(__file__).parents[1] / "launch"
 SCRIPTS = sorted(p.name for p in LAUNCH.iterdir() if p.suffix in (".pbs", ".slurm"))
+PBS, SLURM = ([s for s in SCRIPTS if s.endswith(kind)] for kind in (".pbs", ".slurm"))
 
 # Records each call; jaxgpt.doctor and jaxgpt.train end with a status that the test gives.
 PYTHON = """
 echo "python $JAXGPT_JOB_START $*" >> "$CALLS"
+stop() { echo "signalled" >> "$CALLS"; exit "$TRAIN"; }
+if [ "$SIGNALLED" ] && [[ "$*" == *jaxgpt.train* ]]; then
+    trap stop USR1
+    kill -USR1 "$PPID" # as Slurm does it, to the batch script
+    kill -USR1 "$PPID"
+    for _ in {1..100}; do sleep 0.1; done
+fi
 case "$*" in *jaxgpt.doctor*) exit "$DOCTOR";; *) exit "$TRAIN";; esac
 """
 SUBMIT = 'echo "$(basename "$0") $PWD $*" >> "$CALLS"'
-# The lines of Slurm 22.05's answer around the one that matters.
-SCONTROL = """
-[ "$*" = "show job 7" ] || exit 1
-printf '   Power=\\n   Command=%s\\n   WorkDir=%s\\n' "$PWD/launch/$SCRIPT" "$PWD"
-"""
 
 
 @pytest.fixture
@@ -32,22 +35,22 @@ def run_job(tmp_path):
     project, programs, calls = tmp_path / "project", tmp_path / "bin", tmp_path / "calls"
     for folder in (project / "launch", project / ".venv" / "bin", programs, tmp_path / "spool"):
         folder.mkdir(parents=True)
-    bodies = {"python": PYTHON, "qsub": SUBMIT, "sbatch": SUBMIT, "scontrol": SCONTROL}
+    bodies = {"python": PYTHON, "qsub": SUBMIT, "scontrol": SUBMIT}
     for name, body in bodies.items():
         (programs / name).write_text(f"#!/bin/bash\n{body}\n")
         (programs / name).chmod(0o755)
     (project / ".venv" / "bin" / "activate").write_text(f"PATH={programs}:$PATH\n")
 
-    def run(script, doctor=0, train=0, at="launch"):
+    def run(script, doctor=0, train=0, at="launch", signalled=""):
         copy = shutil.copy(LAUNCH / script, tmp_path / "spool" / "job.SC")
         (project / at).mkdir(exist_ok=True)
         shutil.copy(LAUNCH / script, project / at)
-        pbs = script.endswith(".pbs")  # begins in the home directory, Slurm in that of sbatch
+        pbs = script in PBS  # begins in the home directory, Slurm in that of sbatch
         job = {"PBS_O_WORKDIR": str(project)} if pbs else {"SLURM_JOB_ID": "7"}
         result = subprocess.run(
             ["bash", copy],
             cwd=tmp_path if pbs else project,
-            env=job | {"PATH": os.environ["PATH"], "CALLS": str(calls), "SCRIPT": script}
+            env=job | {"PATH": os.environ["PATH"], "CALLS": str(calls), "SIGNALLED": signalled}
             | {"DOCTOR": str(doctor), "TRAIN": str(train), "JAXGPT_JOB_START": "1.5"},
             capture_output=True,
             text=True,
@@ -62,24 +65,32 @@ def run_job(tmp_path):
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_a_stopped_run_is_submitted_again_from_where_its_script_is(run_job, script):
+def test_a_stopped_run_is_submitted_again(run_job, script):
     before = time.time()
     status, (doctor, train), (submission,) = run_job(script, train=75)
     assert status == 75
-    submit, path = ("qsub", "") if script.endswith(".pbs") else ("sbatch", f"{run_job.project}/")
-    assert submission == f"{submit} {run_job.project} {path}launch/{script}"
+    submit = f"qsub {run_job.project} launch/{script}"
+    assert submission == (submit if script in PBS else f"scontrol {run_job.project} requeue 7")
     # The doctor and the trainer look at the same run, and start-up is timed from the job's start,
     # not from that of the job that submitted this one.
     launch = r"python (\d+\.\d+) -m jaxgpt.launch -- python -m jaxgpt\."
     checked = re.fullmatch(launch + r"doctor --out (\S+)", doctor)
-    trained = re.fullmatch(launch + r"train .*--out (\S+) train.time_limit=(\d+)", train)
-    assert checked.groups() == trained.groups()[:2]
+    trained = re.fullmatch(launch + r"train .*--out (\S+)", train)
+    assert checked.groups() == trained.groups()
     assert before < float(checked[1]) < time.time()
-    # It stops some minutes before the scheduler would stop it.
-    hours, minutes, _ = re.search(
-        r"(?:walltime|--time)=(\d+):(\d+):(\d+)$", text(script), re.M
-    ).groups()
-    assert 1 <= int(trained[3]) <= 60 * int(hours) + int(minutes) - 5
+
+
+@pytest.mark.parametrize("script", SLURM)
+@pytest.mark.parametrize("status", [75, 0])
+def test_a_script_of_slurms_passes_a_signal_on_and_waits_for_what_becomes_of_it(
+    run_job, script, status
+):
+    """Also where it comes twice; and Slurm is told to send it."""
+    assert "#SBATCH --signal=B:USR1@" in text(script)
+    found, _, rest = run_job(script, train=status, signalled="yes")
+    assert found == status
+    requeued = [f"scontrol {run_job.project} requeue 7"] if status == 75 else []
+    assert rest == ["signalled", *requeued]
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
@@ -95,9 +106,8 @@ def test_nothing_is_trained_where_the_doctor_found_a_fault(run_job, script):
     assert len(python) == 1 and "jaxgpt.doctor" in python[0]
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize("script", PBS)
 def test_a_script_that_does_not_name_itself_ends_at_once(run_job, script):
-    """PBS is told its name in the script; Slurm may not know it, or be too busy to say."""
     (run_job.project / "launch").rmdir()
     assert run_job(script, at="elsewhere") == (2, [], [])
 

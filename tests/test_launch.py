@@ -3,6 +3,7 @@
 import os
 import re
 import shlex
+import signal
 import socket
 import subprocess
 import sys
@@ -242,6 +243,31 @@ def test_a_command_becomes_processes_of_this_python_with_one_job_start():
     assert [w[:3] for w in words] == [["rank", str(i), sys.executable] for i in range(2)]
     assert words[0][3] == words[1][3] and float(words[0][3]) > 1.7e9
     assert words[0][4] == "a b -- $c"
+
+
+SRUN = """#!/bin/bash
+# As srun does: it passes SIGUSR1 on, kills the processes on SIGTERM, and asks again on SIGINT.
+trap 'exit 75' USR1
+trap 'exit 137' TERM
+trap '' INT
+echo up
+for _ in {1..300}; do sleep 0.1; done
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR2])
+def test_under_srun_every_signal_stops_the_run_with_a_checkpoint(number, tmp_path):
+    (tmp_path / "srun").write_text(SRUN)
+    (tmp_path / "srun").chmod(0o755)
+    variables = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n1"}
+    job = subprocess.Popen(
+        [sys.executable, "-m", "jaxgpt.launch", "--restarts", "1", "--", "true"],
+        env=environment(**variables) | {"PATH": f"{tmp_path}:{os.environ['PATH']}"},
+        stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert job.stdout.readline() == "up\n"
+    job.send_signal(number)
+    assert job.wait(60) == 75
 
 
 def test_the_job_start_of_a_script_is_kept():

@@ -3,6 +3,7 @@ import sys
 
 import pytest
 
+from jaxgpt import report
 from jobs import run
 
 
@@ -76,6 +77,9 @@ def test_spikes_are_listed_and_drawn(tmp_path):
     assert job.stdout.count("\n") == 1
     job = run("report", "spikes", tmp_path / "no")
     assert job.returncode == 2 and f"RUN={tmp_path}/no" in job.stdout
+    job = run("report", "goodput", tmp_path)
+    assert job.returncode == 2 and job.stdout.count("\n") == 1
+    assert f"RUN={tmp_path}: no start of it has kept an account" in job.stdout
 
 
 def test_pictures_without_matplotlib_are_refused_in_a_sentence(tmp_path, monkeypatch):
@@ -86,3 +90,13 @@ def test_pictures_without_matplotlib_are_refused_in_a_sentence(tmp_path, monkeyp
         monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(UsageError, match=r"--png=.*matplotlib; pip install 'jaxgpt\[report\]'"):
         draw_spikes([], "a run", tmp_path / "x.png")
+
+
+def test_damaged_lines_are_left_out_and_said(tmp_path, capsys):
+    whole = {"kind": "train", "step": 1, "loss": 4.0, "skipped": True}
+    spoilt = [json.dumps(whole | {"skipped": 1}), json.dumps(whole | {"step": None}), "{", "\0"]
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(f"{line}\n" for line in (json.dumps(whole), *spoilt)))
+    report.main(["spikes", str(tmp_path)])
+    printed = capsys.readouterr().out
+    assert "1-1 skipped" in printed and f"warning: 4 lines of {path} are damaged" in printed

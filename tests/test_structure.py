@@ -24,7 +24,8 @@ ORDER = """
     convert
     spikes
     train
-    plan doctor sample inspect evaluate prepare launch report
+    plan doctor sample inspect evaluate prepare launch replay
+    report
     bench
     __main__
 """

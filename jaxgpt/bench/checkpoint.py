@@ -1,6 +1,6 @@
 """Time to save and to restore a state, beside plain files of the same number and sizes.
 
-Both sides count as written when they are on the disk: Orbax calls fsync for every file that holds
+Both sides count as written when they are on the disk: TensorStore syncs every file that holds
 numbers. Before both are read, the page cache forgets them.
 """
 
@@ -20,7 +20,7 @@ from jaxgpt.checkpoint.checkpointer import Checkpoints, Tree
 from jaxgpt.config import Config, parse_args
 from jaxgpt.doctor.directory import file_system_of
 from jaxgpt.train.functions import make_steps
-from jaxgpt.train.resume import initial_model
+from jaxgpt.train.run.resume import initial_model
 from jaxgpt.train.state import checkpoint_tree
 
 ROUNDS = 8  # after one to warm up; even, as what comes second in a round may take longer
@@ -40,7 +40,7 @@ def run(settings: Sequence[str], out: Path | None = None) -> Result:
         config = config.replace(spike__action="log", checkpoint__keep=1)
         steps = make_steps(config, mesh)
         shapes = checkpoint_tree(steps.state_shapes)
-        job.cluster.run_on_all(Checkpoints(job.folder, config).check_room, 1, shapes)
+        job.cluster.run_on_all(Checkpoints(job.folder, config).open, shapes)
         state = steps.init()
         # Not zeros: as after some steps.
         state = state._replace(opt_state=jax.tree.map(lambda x: x + 1, state.opt_state))

@@ -13,7 +13,8 @@ import jax
 import numpy as np
 
 from jaxgpt.bench.harness import Job
-from jaxgpt.cluster.watchdog import Watchdog
+from jaxgpt.cluster.health.heartbeat import Heartbeats
+from jaxgpt.cluster.health.watchdog import Watchdog
 from jaxgpt.config import Config, DataConfig, UsageError, mesh_shape
 from jaxgpt.data.dataset import dataset_directory, vocabulary_size, with_vocabulary
 from jaxgpt.perf.profile import Tracing
@@ -22,7 +23,8 @@ from jaxgpt.runtime.compile_cache import use_compile_cache
 from jaxgpt.runtime.dispatch import DispatchLimiter
 from jaxgpt.runtime.initialize import end_job, initialize_jax
 from jaxgpt.train.loop import run_steps
-from jaxgpt.train.run_directory import prepare_run
+from jaxgpt.train.reporting.goodput import Goodput
+from jaxgpt.train.run.directory import prepare_run
 from jaxgpt.train.setup import set_up
 from jaxgpt.train.state import state_from_checkpoint
 
@@ -43,14 +45,17 @@ class Rounds:
         facts = initialize_jax(cluster, mesh_shape(self.run.config))
         use_compile_cache(str(job.folder / "compiled"), cluster)
         job.log("compiling the step")
-        startup, watchdog = Startup(), Watchdog(None, self.run.directory, cluster.rank, end_job)
+        startup, peers = Startup(), Heartbeats(None, end_job)
+        peers.connect(cluster)
+        cluster.on_close.callback(peers.close)
+        watchdog = Watchdog(None, self.run.directory, cluster.rank, end_job, peers)
         never = SimpleNamespace(reached=lambda tick: False)
         self._quiet = contextlib.redirect_stdout(io.StringIO())
         with self._quiet:
             _, trainer, self.state = set_up(
-                self.run, cluster, facts, never, startup, watchdog, checkpoints=self
+                self.run, cluster, facts, never, startup, watchdog, self, Goodput(startup.began)
             )
-            trainer.report.start(trainer.loader)
+            trainer.report.start(trainer.loader, peers)
         self.trainer = trainer._replace(evaluate=lambda *_: None, sample=lambda *_: None)
         self.steps, self.mesh = trainer.steps, trainer.steps.mesh
         self.compile_seconds = startup.seconds["compile"]
@@ -102,10 +107,10 @@ class Rounds:
         """Keep the state after the last step of a round."""
         self.state = state_from_checkpoint(tree, meta, self.steps.state_shapes)
 
-    def nothing(self, *_: Any) -> None:
+    def nothing(self, *_: Any, **__: Any) -> None:
         """Write no checkpoint."""
 
-    check_room = check = close = nothing
+    open = check = is_due = forget_later = close = nothing
 
 
 def with_data(config: Config, synthetic: bool, job: Job) -> tuple[Config, str]:

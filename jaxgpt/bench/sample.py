@@ -18,7 +18,7 @@ from jaxgpt.models.attention import make_attention
 from jaxgpt.models.transformer import gpt_graph, logits
 from jaxgpt.train.evaluate import make_generate
 from jaxgpt.train.functions import make_steps
-from jaxgpt.train.resume import initial_model
+from jaxgpt.train.run.resume import initial_model
 
 PROMPT = 16  # random tokens
 TOKENS = 200

@@ -17,7 +17,7 @@ from jaxgpt.convert.families import table_of, write_config
 from jaxgpt.convert.layout import slots
 from jaxgpt.models.weights import weights
 from jaxgpt.parallel.sharding import Params
-from jaxgpt.train.resume import initial_model
+from jaxgpt.train.run.resume import initial_model
 
 
 def run(

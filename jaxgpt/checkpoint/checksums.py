@@ -12,6 +12,8 @@ import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jaxgpt.parallel.offload import to_device
+
 CHUNK_ELEMENTS = 2**19  # whose hashes are in memory at a time
 HOST_CHUNK_ELEMENTS = 2**16  # on the host, where they fit in a core's cache
 
@@ -57,25 +59,27 @@ def _compiled(shardings: tuple[NamedSharding, ...]) -> Any:
     """Return (arrays so sharded) -> uint32 of shape (number of arrays,), on every device."""
     mesh = shardings[0].mesh
     specs = [sharding.spec for sharding in shardings]
-    on_device = [sharding.with_memory_kind("device") for sharding in shardings]
 
     @jax.jit
     def of_arrays(arrays: list[jax.Array]) -> jax.Array:
         @jax.shard_map(mesh=mesh, in_specs=(specs,), out_specs=PartitionSpec(), check_vma=False)
         def of_shards(shards: list[jax.Array]) -> jax.Array:
             sums = [
-                _sum(shard, array.shape, spec) * _is_first(spec, mesh.axis_names)
+                shard_checksum(shard, array.shape, spec) * _is_first(spec, mesh.axis_names)
                 for shard, array, spec in zip(shards, arrays, specs, strict=True)
             ]
             return lax.psum(jnp.stack(sums), mesh.axis_names)
 
-        return of_shards(jax.tree.map(jax.device_put, arrays, on_device))
+        return of_shards(arrays)
 
     return of_arrays
 
 
-def _sum(shard: jax.Array, shape: tuple[int, ...], spec: PartitionSpec) -> jax.Array:
-    """Return the sum of the hashes of one device's part of an array of this shape."""
+def shard_checksum(shard: jax.Array, shape: tuple[int, ...], spec: PartitionSpec) -> jax.Array:
+    """Return the sum of the hashes of one device's part of an array of this shape.
+
+    A part in the host's memory comes to the device chunk by chunk.
+    """
     along = [jnp.zeros(1, jnp.uint32)]  # by axis: what an index there adds to an element's place
     for axis, size in enumerate(shard.shape):
         split = spec[axis] if axis < len(spec) else None
@@ -91,7 +95,8 @@ def _sum(shard: jax.Array, shape: tuple[int, ...], spec: PartitionSpec) -> jax.A
 
     def add(sums: jax.Array, chunk: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
         elements, rows = chunk
-        return sums + _hash(elements, rows + columns).sum(axis=0, dtype=jnp.uint32), None
+        hashes = _hash(to_device(elements), rows + columns)
+        return sums + hashes.sum(axis=0, dtype=jnp.uint32), None
 
     chunks = shard.reshape(-1, at_once, columns.size), rows.reshape(-1, at_once, 1)
     return lax.scan(add, jnp.zeros_like(columns), chunks)[0].sum(dtype=jnp.uint32)

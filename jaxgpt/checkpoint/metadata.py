@@ -1,6 +1,7 @@
 """The JSON beside the state of a checkpoint: what a run needs to go on from it."""
 
 import contextlib
+import errno
 import hashlib
 import itertools
 import json
@@ -8,10 +9,19 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxgpt.config import UsageError
+from jaxgpt.config import UsageError, check_shape, in_words, read_json
 
 SEAL = "sha256"  # the key of the hash of everything else
+# Errors that say something of a file itself, and not of the disk or the network before it.
+OF_THE_FILE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EINVAL)
 WEIGHTS_ONLY = "weights_only"  # the key that says that there is no state of an optimizer
+SECTIONS = ("model", "train", "optimizer", "data", "parallel", "spike")
+SHAPE = {
+    "step": int, "config": dict.fromkeys(SECTIONS, dict), "consumed_tokens": int,
+    "checksums": {str: int}, "data_fingerprint": [(str, str)], "tokenizer": dict | None,
+    "jax": str, "source?": str, "corpus_tokens?": {str: int}, "spike_state?": dict,
+}  # fmt: skip
+RUN_SHAPE = {"mesh": str, "processes": int}  # what only a run has
 
 
 class DamagedCheckpoint(UsageError):
@@ -30,18 +40,21 @@ def add_checksum(meta: Mapping[str, Any]) -> dict[str, Any]:
 def read_meta(directory: Path, step: int) -> dict[str, Any]:
     """Return the JSON that was saved beside the state of `step` in a run directory.
 
-    Raises `DamagedCheckpoint` if it cannot be read or has changed, `UsageError` if it is that of
-    another step.
+    Raises `DamagedCheckpoint` if it is not there or has changed, `UsageError` if it cannot be read
+    now, or is that of another step.
     """
     checkpoint = directory / "checkpoints" / str(step)
     path = checkpoint / "meta" / "metadata"
     try:
-        meta = json.loads(path.read_text())
-        if meta.pop(SEAL, None) != _hash(meta):
+        meta = read_json(path, {SEAL: str})
+        if meta.pop(SEAL) != _hash(meta):
             raise ValueError(f"its {SEAL} is not that of its content")
-    except (OSError, ValueError, TypeError, AttributeError) as error:
+        check_shape(meta, SHAPE | ({} if meta.get(WEIGHTS_ONLY) else RUN_SHAPE))
+    except (OSError, ValueError) as error:
+        if isinstance(error, OSError) and error.errno not in OF_THE_FILE:
+            raise UsageError(f"{path}: cannot be read now ({error.strerror}); try again") from None
         raise DamagedCheckpoint(
-            f"{path}: is damaged ({error})",
+            f"{path}: is damaged ({in_words(error)})",
             f"remove {checkpoint} to go on from an older checkpoint, if there is one",
         ) from None
     if meta["step"] != step:
@@ -73,15 +86,17 @@ def set_aside(directory: Path, step: int, reason: str) -> dict[str, str]:
 
 
 def newest_undamaged(
-    directory: Path, on_damage: str
+    directory: Path, on_damage: str, last: int | None = None
 ) -> tuple[int | None, dict[str, Any], dict[int, DamagedCheckpoint]]:
     """Return the step to resume from, its JSON, and the damaged checkpoints after it.
 
     That is judged by the JSON alone. The step is None if there is no checkpoint. Raises
     `DamagedCheckpoint` if there are damaged ones only, or one with checkpoint.on_damage=refuse.
+    Checkpoints after the step `last` do not count.
     """
     damaged: dict[int, DamagedCheckpoint] = {}
-    for step in reversed(list_checkpoints(directory)):
+    steps = list_checkpoints(directory)
+    for step in reversed([s for s in steps if last is None or s <= last]):
         try:
             meta = read_meta(directory, step)
         except DamagedCheckpoint as error:

@@ -22,6 +22,9 @@ MPI_LAUNCHERS = (
     ("MPI_LOCALRANKID", "MPI_LOCALNRANKS", "Hydra"),
 )
 SLURM_WITH_PMI = "Slurm with PMI"
+# Set by `jaxgpt.launch --restarts`:
+SUPERVISOR = "JAXGPT_SUPERVISOR"  # host:port at which process 0 says how far the job has come
+JOB = "JAXGPT_JOB"  # the name of one try, in the environment of each of its processes
 # Slurm steps that are not ours: a shell on a node, a batch script, its surroundings.
 SLURM_PSEUDO_STEPS = range(4294967290, 4294967296)
 

@@ -5,8 +5,8 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from jaxgpt.cluster.hardware import VISIBLE_VARIABLES, count_accelerators, own_cpus
@@ -35,22 +35,38 @@ class ProcessLayout:
     per_host: int
     reason: str  # why so many on a host, in words
     machine: Machine | None
+    spares: tuple[str, ...] = ()  # hosts of the job that get none
+
+    @property
+    def is_local(self) -> bool:
+        """True if no scheduler and no file named the hosts: the processes are on this one."""
+        return self.named_by == "this host"
 
     def __str__(self) -> str:
         n, n_hosts = self.n_processes, len(self.hosts)
-        counted = "" if self.named_by == "this host" else f"{n_hosts} host{'s' * (n_hosts > 1)} of "
+        counted = "" if self.is_local else f"{n_hosts} host{'s' * (n_hosts > 1)} of "
         return f"{n} process{'es' * (n > 1)} on {counted}{self.named_by} ({self.reason})"
 
 
 def place_processes(
-    n: int | None, per_host: int | None, host_file: str | None, environ: Mapping[str, str]
+    n: int | None,
+    per_host: int | None,
+    host_file: str | None,
+    environ: Mapping[str, str],
+    spare: int = 0,
 ) -> ProcessLayout:
     """Place `n` processes of a job on its hosts; `UsageError` if the numbers do not fit them.
 
     None stands for `per_host` processes on each host; for `n` shared out evenly, or one on each
-    device; and for the hosts of the scheduler's job.
+    device; and for the hosts of the scheduler's job. The last `spare` hosts get none.
     """
-    hosts, named_by = job_hosts(environ, host_file)
+    all_hosts, named_by = job_hosts(environ, host_file)
+    if spare >= len(all_hosts):
+        raise UsageError(
+            f"--spare-nodes={spare}: {named_by} has {len(all_hosts)} host"
+            f"{'s' * (len(all_hosts) > 1)}, and one at least has to work; give fewer"
+        )
+    hosts = dict(list(all_hosts.items())[: len(all_hosts) - spare])
     machine = find_machine(next(iter(hosts)), environ)
     slots = min((s for s in hosts.values() if s is not None), default=None)
     if per_host is not None:
@@ -87,7 +103,16 @@ def place_processes(
     per_host = min(n, per_host)
     used = tuple(hosts)[: n // per_host]
     file = host_file or (environ[named_by] if named_by in HOST_FILES else None)
-    return ProcessLayout(used, named_by, file, n, per_host, reason, machine)
+    spares = tuple(host for host in all_hosts if host not in used)
+    return ProcessLayout(used, named_by, file, n, per_host, reason, machine, spares)
+
+
+def place_on(layout: ProcessLayout, hosts: Sequence[str]) -> ProcessLayout:
+    """Return the layout with as many processes on each host, on these hosts of its job."""
+    if tuple(hosts) == layout.hosts:
+        return layout
+    n = layout.per_host * len(hosts)
+    return replace(layout, hosts=tuple(hosts), named_by="--hosts", host_file=None, n_processes=n)
 
 
 def _wants_accelerators(environ: Mapping[str, str]) -> bool:
@@ -142,7 +167,7 @@ def launch_command(layout: ProcessLayout, environ: Mapping[str, str]) -> list[st
         intel = "Intel" in version and "PBS_JOBID" in environ
         prefix = ["env", "I_MPI_JOB_RESPECT_PROCESS_PLACEMENT=0"] if intel else []
         line = [*prefix, mpiexec, "-n", str(layout.n_processes)]
-        if layout.named_by == "this host":
+        if layout.is_local:
             return line
         return [*line, "-ppn", str(layout.per_host), "-hosts", ",".join(layout.hosts)]
     first = version.partition("\n")[0]
@@ -169,7 +194,7 @@ def _pals(mpiexec: str, layout: ProcessLayout) -> list[str]:
     line = [mpiexec, "--envall", "-n", str(layout.n_processes), "-ppn", str(per_host)]
     if layout.named_by == "PBS_NODEFILE":
         line += ["--hostfile", layout.host_file]
-    elif layout.named_by != "this host":  # a user's file may have slots, which PALS has not
+    elif not layout.is_local:  # a user's file may have slots, which PALS has not
         line += ["--hosts", ",".join(layout.hosts)]
     if machine and machine.cpu_bind and machine.devices_per_host % per_host == 0:
         # A process with several devices has the cores of all of them.
@@ -185,7 +210,7 @@ def _open_mpi(mpiexec: str, layout: ProcessLayout, environ: Mapping[str, str]) -
     # A slot is no limit here, and a process of JAX's uses many cores: Open MPI would bind one of
     # two to a single core.
     line = [mpiexec, "-n", str(layout.n_processes), "--bind-to", "none", "--map-by"]
-    if layout.named_by == "this host":
+    if layout.is_local:
         return [*line, ":OVERSUBSCRIBE"]
     hosts = ",".join(f"{host}:{layout.per_host}" for host in layout.hosts)
     line += [f"ppr:{layout.per_host}:node:OVERSUBSCRIBE", "--host", hosts]

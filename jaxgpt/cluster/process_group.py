@@ -13,7 +13,13 @@ from typing import Any, TypeVar
 from jaxgpt.cluster.environment import Launch, find_launch, slurm_step, started_by_srun
 from jaxgpt.cluster.machines import Machine, find_machine
 from jaxgpt.cluster.shutdown import PeerLost
-from jaxgpt.cluster.transport import MpiTransport, TcpTransport, Transport, lost_sentence
+from jaxgpt.cluster.transport import (
+    MpiTransport,
+    TcpTransport,
+    Transport,
+    arrival_limit,
+    lost_sentence,
+)
 from jaxgpt.config import UsageError
 
 T = TypeVar("T")
@@ -99,13 +105,28 @@ def catch_usage_error(function: Callable[..., T], *arguments: Any) -> tuple[T | 
         return None, str(error)
 
 
-def join_process_group(timeout: float = INIT_TIMEOUT, launch: Launch | None = None) -> ProcessGroup:
+def join_process_group(
+    timeout: float = INIT_TIMEOUT,
+    launch: Launch | None = None,
+    on_arrival: Callable[[ProcessGroup], None] = lambda group: None,
+) -> ProcessGroup:
     """Wait, without JAX, until all processes of a job are there; by default the environment's.
+
+    `on_arrival` is called with the group, and is within the limit.
 
     Raises `UsageError` if the launcher's environment or the MPI library does not fit, `PeerLost`
     if processes, which it names, do not come within `timeout` seconds.
     """
     launch = launch or find_launch(os.environ)
+    with arrival_limit(launch, timeout) if launch.through == "mpi" else contextlib.nullcontext():
+        group = _join(launch, timeout)
+        on_arrival(group)
+    if group.transport:
+        group.transport.all_are_here()
+    return group
+
+
+def _join(launch: Launch, timeout: float) -> ProcessGroup:
     notes: tuple[str, ...] = ()
     transport = library = None
     if launch.through == "mpi":

@@ -20,6 +20,8 @@ from jaxgpt.cluster.hardware import raise_open_file_limit
 from jaxgpt.cluster.shutdown import FAILED, PeerLost, end_process
 from jaxgpt.config import UsageError
 
+MARK_SECONDS = 2.0  # between two touches of the mark of a process that waits
+
 
 class MpiTransport:
     """Messages over MPI's world."""
@@ -41,9 +43,8 @@ class MpiTransport:
         fits = launch.launcher != "Open MPI" or not self.library.startswith(("MPICH", "Intel"))
         if fits:
             if not MPI.Is_initialized():
-                with arrival_limit(launch, timeout):
-                    # mpi4py's own call would keep Python's lock, and no thread could watch the time
-                    ctypes.CDLL(MPI.__file__).MPI_Init(None, None)
+                # mpi4py's own call would keep Python's lock, and no thread could watch the time
+                ctypes.CDLL(MPI.__file__).MPI_Init(None, None)
                 atexit.register(lambda: MPI.Is_finalized() or MPI.Finalize())
             MPI.COMM_WORLD.Set_errhandler(MPI.ERRORS_RETURN)
             self._comm = MPI.COMM_WORLD.Dup()
@@ -67,6 +68,9 @@ class MpiTransport:
         ends = itertools.accumulate(lengths)
         return [bytes(gathered[end - n : end]) for n, end in zip(lengths, ends, strict=True)]
 
+    def all_are_here(self) -> None:
+        """Wait for ever from now on; `arrival_limit` has ended."""
+
     def lost_peers(self) -> list[int]:
         return []  # MPI's launcher ends a job that has lost a process
 
@@ -87,6 +91,7 @@ class TcpTransport:
         """Connect all to process 0 at `launch.address`; `PeerLost` after `timeout` seconds."""
         assert launch.address and launch.size
         self.rank, self.size = launch.rank, launch.size
+        self._timeout = timeout
         self._open = contextlib.ExitStack()
         self._peers: dict[int, socket.socket] = {}
         self._streams: dict[int, BinaryIO] = {}
@@ -107,6 +112,8 @@ class TcpTransport:
             try:
                 _send(self._streams[0], message)
                 return [_receive(self._streams[0]) for _ in range(self.size)]
+            except TimeoutError:
+                raise PeerLost(silent_sentence(0, self._timeout)) from None
             except OSError:  # process 0 has said why, if it could
                 time.sleep(1)
                 raise PeerLost from None
@@ -114,12 +121,19 @@ class TcpTransport:
         for rank in range(1, self.size):
             try:
                 messages.append(_receive(self._streams[rank]))
+            except TimeoutError:
+                raise PeerLost(silent_sentence(rank, self._timeout)) from None
             except OSError:
                 raise PeerLost(lost_sentence(rank)) from None
         for stream in self._streams.values():
             with contextlib.suppress(OSError):  # noticed at the next exchange
                 _send(stream, b"\n".join(messages))
         return messages
+
+    def all_are_here(self) -> None:
+        """Wait for ever from now on."""
+        for peer in self._peers.values():
+            peer.settimeout(None)
 
     def lost_peers(self) -> list[int]:
         """Return the processes connected to this one that have ended."""
@@ -174,7 +188,7 @@ class TcpTransport:
 
     def _keep(self, rank: int, peer: socket.socket, stream: BinaryIO) -> None:
         """Let the system notice within a minute that the host of a peer has vanished."""
-        peer.settimeout(None)
+        peer.settimeout(self._timeout)
         peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for option, value in (("TCP_KEEPIDLE", 30), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 3)):
@@ -205,9 +219,11 @@ def connect_to_rank0(address: str, rank: int, timeout: float) -> socket.socket:
 def arrival_limit(launch: Launch, timeout: float) -> Iterator[None]:
     """End this process if the block, in which MPI waits for all processes, takes too long.
 
-    MPI cannot say who is missing: those that wait leave a mark in a folder that all hosts see.
+    MPI cannot say who is missing: those that wait leave a mark in a folder that all hosts see, and
+    touch it as long as they are not stopped.
     """
     done = threading.Event()
+    deadline = time.monotonic() + timeout
     patience = min(10.0, timeout / 2)  # longer than starts take, so that most leave no marks
     mark = _arrivals_folder() / str(launch.rank)
 
@@ -217,12 +233,15 @@ def arrival_limit(launch: Launch, timeout: float) -> Iterator[None]:
         arrived = {launch.rank}
         with contextlib.suppress(OSError):
             mark.parent.mkdir(parents=True, exist_ok=True)
-            mark.touch()
-        if missed := not done.wait(timeout - patience):
+        while not (ended := done.is_set()) and (left := deadline - time.monotonic()) > 0:
             with contextlib.suppress(OSError):
-                recent = time.time() - timeout - 60  # and not of an earlier job of this name
-                marks = mark.parent.iterdir()
-                arrived |= {int(f.name) for f in marks if f.stat().st_mtime > recent}
+                mark.touch()
+            done.wait(min(left, MARK_SECONDS))
+        if missed := not ended:
+            with contextlib.suppress(OSError):
+                times = {int(f.name): f.stat().st_mtime for f in mark.parent.iterdir()}
+                recent = max(times.values(), default=0) - 4 * MARK_SECONDS  # not of an earlier job
+                arrived |= {rank for rank, touched in times.items() if touched > recent}
             if launch.rank == min(arrived):
                 error = missing_sentence(arrived, launch.size, timeout)
                 print(f"error: {error}", file=sys.stderr, flush=True)
@@ -245,6 +264,13 @@ Transport = MpiTransport | TcpTransport
 
 def lost_sentence(rank: int) -> str:
     return f"process {rank} has ended; its own output may say why"
+
+
+def silent_sentence(rank: int, timeout: float) -> str:
+    return (
+        f"process {rank} came, and was then silent for {timeout:.0f} s (--init-timeout): it is "
+        "stopped, or its host is"
+    )
 
 
 def missing_sentence(arrived: set[int], size: int | None, timeout: float) -> str:

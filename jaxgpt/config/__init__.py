@@ -1,7 +1,7 @@
 """The configuration of a run; a setting is named `section.key` everywhere."""
 
 from jaxgpt.config.command import CommandParser, file_path, whole_number
-from jaxgpt.config.errors import UsageError, expand_user
+from jaxgpt.config.errors import UsageError, check_shape, expand_user, in_words, read_json
 from jaxgpt.config.mesh_shape import MeshShape, axes_with
 from jaxgpt.config.parse import (
     config_from_dict,
@@ -18,5 +18,12 @@ from jaxgpt.config.schedule import (
     skip_ranges,
     step_ranges,
 )
-from jaxgpt.config.schema import Config, DataConfig, ModelConfig, OptimizerConfig, SpikeConfig
+from jaxgpt.config.schema import (
+    CheckpointConfig,
+    Config,
+    DataConfig,
+    ModelConfig,
+    OptimizerConfig,
+    SpikeConfig,
+)
 from jaxgpt.config.validate import check_batch, is_changed, mesh_shape

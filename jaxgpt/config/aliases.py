@@ -44,6 +44,7 @@ SAME = {
     "beta2 adam_beta2": "optimizer.beta2",
     "grad_clip clip_grad gradient_clipping training.max_norm": "optimizer.grad_clip",
     "mesh": "parallel.mesh",
+    "offload_optimizer parallel.offload_optimizer": "parallel.offload",
     "save_interval checkpoint_period": "checkpoint.interval",
 }
 
@@ -52,6 +53,7 @@ VALUES = {
     "optimizer.name": {"adam": "adamw", "AdamW": "adamw", "Muon": "muon", "dist_muon": "muon"},
     "optimizer.schedule": {"WSD": "wsd"},
     "optimizer.wsd_decay": {"minus_sqrt": "sqrt", "1-sqrt": "sqrt"},
+    "parallel.offload": {"False": "none", "True": "moments"},
 }
 HALVES = "fp16 float16 f16 half"
 _PLATFORM = "set JAX_PLATFORMS=cpu or cuda in the environment; accelerators are found by themselves"
@@ -77,6 +79,7 @@ ANSWERS = {
     "compile": _COMPILED,
     "device hardware": _PLATFORM,
     "backend distributed_backend local_rank": _LAUNCHED,
+    "model model_name preset": "type --config NAME, such as --config gpt2",
     "config_file": "type --config NAME or --config FILE.yaml, or each setting as section.key=value",
     "use_mcore_models": "leave it out",
     # checkpoints and files

@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from jaxgpt.config import aliases
-from jaxgpt.config.errors import UsageError, expand_user
+from jaxgpt.config.errors import UsageError, expand_user, in_words, shorten
 from jaxgpt.config.schema import Config
 from jaxgpt.config.validate import check_used, validate
 from jaxgpt.config.values import convert, describe, help_text, settings, takes_many
@@ -20,7 +20,10 @@ _DATA_KEYS = {"data.dataset", "data.path", "data.blend", "data.file_list"}
 _FOR_ONE_START = {"data.accept_changes", "checkpoint.resume"}
 # (train.init_from, out) -> the options of the model by name
 ModelOf = Callable[[str, str | None], Mapping[str, Any]]
-_PATHS = {"config", "out", "train.init_from", "data.path", "data.file_list", "data.tokenizer"}
+# A run directory -> the settings that its newest checkpoint has, or None
+SettingsOf = Callable[[Path], Mapping[str, Any] | None]
+_PATHS = {"config", "out", "train.init_from"}
+_PATHS |= {f"data.{key}" for key in ("dataset", "path", "file_list", "tokenizer")}
 
 
 def load_config(config: str = "tiny", *overrides: str) -> Config:
@@ -41,24 +44,26 @@ def parse_args(
     argv: Sequence[str],
     prog: str = "python -m jaxgpt.train",
     initial_model: ModelOf | None = None,
+    saved_settings: SettingsOf = lambda run: None,
 ) -> Config:
     """Return the configuration that a command line describes, validated.
 
-    The base is `--config`; without it the config.yaml of an existing `--out`, else `tiny`. With
-    train.init_from, `initial_model` gives the options of the model that are not set otherwise.
+    The base is `--config`; without it the config.yaml of an existing `--out`, or if that is lost
+    what `saved_settings` finds there, else `tiny`. With train.init_from, `initial_model` gives the
+    options of the model that are not set otherwise.
     `--help` prints every key and exits 0. `UsageError` for what cannot work.
     """
     if is_help(argv):
         print(help_text(prog))
         sys.exit(0)
     given = _split_arguments(argv)
-    base = _base_file(given)
+    base, content = _base(given, saved_settings)
     left_out = {"out"}  # another run's settings are welcome, its directory is not
     if "config" not in given:  # consent, or a refusal, is for the start that it was given to
         left_out |= _FOR_ONE_START
     if _DATA_KEYS & given.keys():  # that is where the data is, not where the file says
         left_out |= _DATA_KEYS
-    values = _flatten(_read_yaml(base), str(base))
+    values = _flatten(content, str(base))
     values = {key: words for key, words in values.items() if key not in left_out}
     model = {}
     if initial_model is not None:
@@ -121,20 +126,33 @@ def _presets() -> dict[str, Path]:
     return {file.stem: file for folder in folders for file in sorted(folder.glob("*.yaml"))}
 
 
-def _base_file(given: Mapping[str, Sequence[str]]) -> Path:
+def _base(given: Mapping[str, Sequence[str]], saved: SettingsOf) -> tuple[Path, Mapping[str, Any]]:
+    """Return the file that a command line begins with, and its content."""
     if "config" not in given and "out" in given:
         kept = Path(expand_user(given["out"][0], "out=")) / "config.yaml"
-        if kept.is_file():
-            return kept
+        try:
+            content = _read_yaml(kept) if kept.is_file() else saved(kept.parent)
+        except UsageError:
+            if (content := saved(kept.parent)) is None:
+                raise
+        if content is not None:
+            return kept, content
     name = expand_user(given.get("config", ["tiny"])[0], "config=")
     presets = _presets()
     if name in presets or Path(name).is_file():
-        return presets.get(name, Path(name))
+        path = presets.get(name, Path(name))
+        return path, _read_yaml(path)
     raise UsageError(f"config={name}: no such file or preset; presets are {', '.join(presets)}")
 
 
 class _Loader(yaml.SafeLoader):
-    """A YAML loader that refuses a key that is there twice; PyYAML's takes the last."""
+    """A YAML loader that refuses a key that is there twice, of which PyYAML's takes the last, and
+    aliases, by which a small file can be endless."""
+
+    def compose_node(self, parent, index):
+        if self.check_event(yaml.AliasEvent):
+            raise yaml.YAMLError(f"*{self.peek_event().anchor} is an alias; write the value itself")
+        return super().compose_node(parent, index)
 
     def construct_mapping(self, node, deep=False):
         keys = [self.construct_object(key, deep=True) for key, _ in node.value]
@@ -150,9 +168,15 @@ def _read_yaml(path: Path) -> Mapping[str, Any]:
         if isinstance(values, Mapping):
             return values
         problem = "it has no sections such as `train:`"
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        problem = " ".join(str(error).split())
-    raise UsageError(f"config={path}: not readable as YAML ({problem})")
+    except RecursionError:
+        problem = "it is nested too deeply"
+    # PyYAML's own types of values raise what Python's do: of dates, or numbers of many digits.
+    except (OSError, ValueError, ArithmeticError, TypeError, LookupError, yaml.YAMLError) as error:
+        problem = in_words(error)
+    raise UsageError(
+        f"config={path}: not readable as YAML ({problem}); correct it, or remove it and give the "
+        "settings with --config NAME and section.key=value"
+    )
 
 
 def _flatten(values: Mapping[str, Any], origin: str, prefix: str = "") -> dict[str, list[str]]:
@@ -241,4 +265,4 @@ def _value(name: str, words: Sequence[str]) -> Any:
         return convert(settings()[name], words)
     except (KeyError, ValueError):
         must = describe(settings()[name])
-        raise UsageError(f"{name}={' '.join(words)}: must be {must}") from None
+        raise UsageError(f"{name}={shorten(' '.join(words))}: must be {must}") from None

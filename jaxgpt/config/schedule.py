@@ -25,10 +25,10 @@ def skip_ranges(config: Config) -> tuple[tuple[int, int], ...]:
 def step_ranges(key: str, steps: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
     """Return a setting's ranges of steps as (first, last), both included; `UsageError` if bad."""
     pairs = tuple(zip(steps[::2], steps[1::2], strict=False))
-    if len(steps) % 2 or any(not 1 <= first <= last for first, last in pairs):
+    if len(steps) % 2 or any(not 1 <= first <= last < 2**31 for first, last in pairs):
         raise UsageError(
             f"{key}={' '.join(map(str, steps))}: must be pairs of first and last step, such as "
-            "10 20 25 30, with 1 <= first <= last"
+            "10 20 25 30, with 1 <= first <= last < 2^31"
         )
     return pairs
 

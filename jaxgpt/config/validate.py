@@ -6,7 +6,10 @@ from typing import Any
 from jaxgpt.config.errors import UsageError
 from jaxgpt.config.mesh_shape import MeshShape, axes_with
 from jaxgpt.config.schedule import profile_range, skip_ranges, step_ranges
-from jaxgpt.config.schema import Config, ModelConfig, OptimizerConfig
+from jaxgpt.config.schema import CheckpointConfig, Config, ModelConfig, OptimizerConfig
+
+MAX_APART = 512  # layers without a loop over them: GPT-3 has 96
+MAX_ELEMENTS = 10**15  # of a model's matrices
 
 
 def validate(config: Config) -> None:
@@ -31,6 +34,11 @@ def _checks(config: Config) -> Iterator[tuple[bool, str]]:
         f"model.block_size={model.block_size}; a step has less than 2^31",
     )
     yield from _model_checks(model)
+    yield (
+        config.parallel.scan_layers is False and model.n_layer > MAX_APART,
+        f"model.n_layer={model.n_layer}: more than {MAX_APART} layers would compile one by one for "
+        "many minutes; give parallel.scan_layers=True",
+    )
     yield from _optimizer_checks(optimizer)
     yield (
         train.batch_size % train.gradient_accumulation_steps > 0,
@@ -47,11 +55,18 @@ def _checks(config: Config) -> Iterator[tuple[bool, str]]:
         "train.init_from": train.init_from,
         "data.path": data.path,
         "data.dataset": data.dataset,
+        "checkpoint.stage": checkpoint.stage,
     }
     for key, path in paths.items():
         yield path == "", f"{key}=: is empty; give a name, or leave it out"
     given = [f"data.{key}" for key in ("path", "blend", "file_list") if getattr(data, key)]
     yield len(given) > 1, f"{' and '.join(given)}: are both given; give one of them"
+    parallel = config.parallel
+    yield (
+        parallel.offload == "state" and not config.scans_layers(on_cpu=True),
+        "parallel.offload=state: needs parallel.scan_layers=True, whose loop gets one layer at a "
+        "time from the host's memory",
+    )
     kept = checkpoint.interval * (checkpoint.keep - 1)
     yield (
         spike.action == "rewind" and kept < spike.rewind_margin,
@@ -59,15 +74,45 @@ def _checks(config: Config) -> Iterator[tuple[bool, str]]:
         f"old, but the oldest of checkpoint.keep={checkpoint.keep} at intervals of "
         f"checkpoint.interval={checkpoint.interval} may be {kept} steps old; raise one of them",
     )
+    yield from _retention_checks(checkpoint, train.eval_interval)
     yield (
         faults.nan_step is None and faults.nan_device > 0,
         f"faults.nan_device={faults.nan_device}: needs faults.nan_step, its step",
+    )
+    yield (
+        faults.bit_flip_step is None and faults.bit_flip_device > 0,
+        f"faults.bit_flip_device={faults.bit_flip_device}: needs faults.bit_flip_step, its step",
+    )
+
+
+def _retention_checks(
+    checkpoint: CheckpointConfig, eval_interval: int
+) -> Iterator[tuple[bool, str]]:
+    """Yield the same of the checkpoints that stay."""
+    interval, every, best = checkpoint.interval, checkpoint.keep_every, checkpoint.keep_best
+    yield (
+        every is not None and (interval == 0 or every % interval > 0),
+        f"checkpoint.keep_every={every}: must be a multiple of checkpoint.interval={interval}, or "
+        "there are no checkpoints of such steps",
+    )
+    shorter, longer = sorted((interval, eval_interval))
+    yield (
+        best > 0 and (shorter == 0 or longer % shorter > 0),
+        f"checkpoint.keep_best={best}: needs evaluations at the steps of checkpoints: of "
+        f"checkpoint.interval={interval} and train.eval_interval={eval_interval} one must be a "
+        "multiple of the other",
     )
 
 
 def _model_checks(model: ModelConfig) -> Iterator[tuple[bool, str]]:
     """Yield the same of the model's options."""
     heads = f"model.n_head={model.n_head}"
+    elements = model.matrix_elements + model.n_embd * (model.vocab_size or 0)
+    yield (
+        elements > MAX_ELEMENTS,
+        f"model.n_embd={model.n_embd}: makes {elements:.1e} parameters with model.n_layer="
+        f"{model.n_layer} and the other sizes of the model; give less",
+    )
     yield (
         model.head_dim is None and model.n_embd % model.n_head > 0,
         f"model.n_embd={model.n_embd}: must be a multiple of {heads}, or give model.head_dim",
@@ -123,7 +168,7 @@ def mesh_shape(config: Config, n_devices: int | None = None) -> MeshShape:
         raise UsageError(f"{key}: {error}") from None
     tensor = shape.split_of("splits_layers")
     if model.n_head % tensor:
-        divisors = [str(n) for n in range(1, model.n_head + 1) if model.n_head % n == 0]
+        divisors = [str(n) for n in range(1, min(model.n_head, 1024) + 1) if model.n_head % n == 0]
         raise UsageError(
             f"{key}: tensor={tensor} does not divide model.n_head={model.n_head}; "
             f"it can be {', '.join(divisors)}"

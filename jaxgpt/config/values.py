@@ -4,6 +4,7 @@ import ast
 import dataclasses
 import functools
 import inspect
+import math
 import textwrap
 import types
 import typing
@@ -43,18 +44,28 @@ def convert(kind: Any, words: Sequence[str]) -> Any:
     """Return the value of type `kind` that words say; `ValueError` or `KeyError` if they do not."""
     arguments = typing.get_args(kind)
     if takes_many(kind):
-        return tuple(arguments[0](word) for word in words if word)  # `key=` is none
+        return tuple(_plain(arguments[0], word) for word in words if word)  # `key=` is none
     (word,) = words
-    if types.NoneType in arguments:
-        return None if word == "None" else convert(arguments[0], words)
+    if types.NoneType in arguments:  # a type, perhaps words beside it, or None
+        named = {str(w): w for k in arguments[1:-1] for w in typing.get_args(k)} | {"None": None}
+        return named[word] if word in named else convert(arguments[0], words)
     if typing.get_origin(kind) is Literal:
         return {str(option): option for option in arguments}[word]
     if typing.get_origin(kind) is Annotated:
         number, bounds = arguments
-        if not bounds.hold(number(word)):
+        value = _plain(number, word)
+        if not bounds.hold(value):
             raise ValueError
-        return number(word)
-    return {"true": True, "false": False}[word.lower()] if kind is bool else kind(word)
+        return value
+    return {"true": True, "false": False}[word.lower()] if kind is bool else _plain(kind, word)
+
+
+def _plain(kind: type, word: str) -> Any:
+    """Return a text, a whole number or a number, which must be finite."""
+    value = kind(word)
+    if kind is float and not math.isfinite(value):
+        raise ValueError
+    return value
 
 
 def describe(kind: Any) -> str:
@@ -64,7 +75,8 @@ def describe(kind: Any) -> str:
         numbers = {int: "whole numbers", float: "numbers, separated by spaces"}
         return numbers.get(arguments[0], "a list of texts")
     if types.NoneType in arguments:
-        return f"{describe(arguments[0])}, or None"
+        named = [str(w) for k in arguments[1:-1] for w in typing.get_args(k)]
+        return ", or ".join([describe(arguments[0]), *named, "None"])
     if typing.get_origin(kind) is Literal:
         return "one of " + ", ".join(map(str, arguments))
     if typing.get_origin(kind) is Annotated:

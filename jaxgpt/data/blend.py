@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
 
-from jaxgpt.config import UsageError, expand_user
+from jaxgpt.config import UsageError, expand_user, in_words
 from jaxgpt.data.megatron import prefix_of
 
 MIN_BLOCK = 4096  # samples from one boundary to the next, about
@@ -39,7 +39,9 @@ def read_file_list(path: Path) -> list[str]:
     try:
         lines = path.read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"data.file_list={path}: cannot be read ({error})") from None
+        raise UsageError(
+            f"data.file_list={path}: cannot be read ({in_words(error)}); give a text file"
+        ) from None
     lines = [line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#")]
     if not lines:
         raise UsageError(f"data.file_list={path}: is empty; give a line `WEIGHT PATH` per source")

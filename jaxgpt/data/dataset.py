@@ -236,6 +236,11 @@ def _format_of(path: Path) -> str | None:
 def _open_files(entry: BlendEntry, data: DataConfig) -> tuple[str, OpenSource]:
     """Return the format of a source, and its files."""
     name = _format_of(entry.path)
+    if name is None and entry.path.is_file():
+        raise UsageError(
+            f"{entry.key}: {entry.path} is not a file of tokens; of text, python -m jaxgpt.prepare "
+            f"text --input {entry.path} --name NAME makes some, for data.dataset=NAME"
+        )
     if name is None:
         remedy = (
             "give a folder with train.bin, val.bin and meta.json, a .bin of nanoGPT's or a prefix "

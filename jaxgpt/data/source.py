@@ -1,6 +1,5 @@
 """An opened source of tokens: its splits, its documents, and what meta.json says of it."""
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -8,10 +7,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxgpt.config import UsageError
+from jaxgpt.config import UsageError, read_json
 from jaxgpt.data.token_file import Tokens
 
 SPLITS = ("train", "val")
+SHAPE = {  # of meta.json
+    "dtype": str, "vocab_size": int, "tokenizer": {"type": str}, "tokens?": {str: int},
+    "fingerprint?": str,
+}  # fmt: skip
 LOOK_BACK = 2**20  # tokens that are searched for the end of the document before
 
 
@@ -59,13 +62,11 @@ def read_meta(directory: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        meta = json.loads(path.read_text())
-        if meta["dtype"] not in ("uint16", "uint32") or not isinstance(meta["vocab_size"], int):
-            raise ValueError(f"dtype {meta['dtype']}, vocab_size {meta['vocab_size']}")
-        meta["tokenizer"]["type"]
-    except (ValueError, TypeError, KeyError) as error:
+        meta = read_json(path, SHAPE)
+        if meta["dtype"] not in ("uint16", "uint32"):
+            raise ValueError(f"dtype is {meta['dtype']}")
+    except ValueError as error:
         raise UsageError(
-            f"{path} is not what python -m jaxgpt.prepare writes ({error!r}); "
-            "prepare the data again"
+            f"{path} is not what python -m jaxgpt.prepare writes ({error}); prepare the data again"
         ) from None
     return meta

@@ -10,12 +10,17 @@ from typing import Any
 
 import numpy as np
 
-from jaxgpt.config import UsageError
+from jaxgpt.config import UsageError, check_shape, in_words, read_json
+from jaxgpt.data.source import read_meta
 
 FILE = "tokenizer.json"
 END_OF_TEXT = "<|endoftext|>"
 # Tried if no file names the end of text: GPT-2 and GPT-NeoX, Llama 3, Llama 2, Gemma.
 _ENDS_OF_TEXT = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>")
+SHAPES = {  # of `to_meta`, by type
+    "char": {"characters": str},
+    "huggingface": {"file": str, "sha256": str, "vocab_size": int, "end_of_text": int | None},
+}
 _CONTEXT = 128  # characters on either side of a split point that are encoded to verify it
 # Splits into tokens in many ways: `same_tokens` compares two tokenizers by it.
 _PROBE = "Hello, World! It's 1234567 %\n\n  def f(x):\treturn naïve  \u6f22\u5b57 \U0001f642\r\n"
@@ -79,11 +84,11 @@ class CharTokenizer(Tokenizer):
         return tokens
 
     def decode(self, tokens: Iterable[int]) -> str:
-        return "".join(self.characters[t] for t in tokens)
+        return "".join(self.characters[t] if t < self.vocab_size else "\ufffd" for t in tokens)
 
     def count_bytes(self, tokens: np.ndarray) -> int:
         sizes = np.array([len(c.encode(errors="surrogatepass")) for c in self.characters])
-        return int(sizes[tokens].sum())
+        return int(sizes.take(tokens, mode="clip").sum())
 
     def to_meta(self) -> dict[str, Any]:
         return {"type": "char", "characters": "".join(self.characters)}
@@ -99,7 +104,8 @@ class ByteTokenizer(Tokenizer):
         return np.frombuffer(text.encode(), np.uint8).astype(np.int64)
 
     def decode(self, tokens: Iterable[int]) -> str:
-        return bytes(map(int, tokens)).decode(errors="replace").replace("\0", END_OF_TEXT)
+        values = bytes(min(int(t), 255) for t in tokens)  # above: of a padded vocabulary
+        return values.decode(errors="replace").replace("\0", END_OF_TEXT)
 
     def count_bytes(self, tokens: np.ndarray) -> int:
         return int(np.count_nonzero(tokens))
@@ -185,7 +191,16 @@ def same_tokens(one: Tokenizer, other: Tokenizer) -> bool:
 
 def tokenizer_from_meta(meta: dict[str, Any], directory: Path) -> Tokenizer:
     """Return the tokenizer that `to_meta` described and `save` wrote; `UsageError` if changed."""
-    match meta.get("type"):
+    kind = meta.get("type")
+    try:
+        check_shape(meta, SHAPES.get(kind, dict))
+        if kind == "char" and not meta["characters"]:
+            raise ValueError("characters are none")
+    except ValueError as error:
+        raise UsageError(
+            f"{directory}: its meta.json has a tokenizer whose {error}; prepare the data again"
+        ) from None
+    match kind:
         case "char":
             return CharTokenizer(meta["characters"])
         case "byte":
@@ -199,9 +214,7 @@ def tokenizer_from_meta(meta: dict[str, Any], directory: Path) -> Tokenizer:
                     f"SHA-256 is {meta['sha256']}); copy it from where the data was prepared"
                 )
             return HFTokenizer(content, meta["vocab_size"], meta["end_of_text"])
-    raise UsageError(
-        f"tokenizer.type={meta.get('type')}: in meta.json must be char, byte or huggingface"
-    )
+    raise UsageError(f"tokenizer.type={kind}: in meta.json must be char, byte or huggingface")
 
 
 def load_tokenizer(path: Path | str, end_of_text: str | None = None) -> Tokenizer:
@@ -218,26 +231,27 @@ def load_tokenizer(path: Path | str, end_of_text: str | None = None) -> Tokenize
         return ByteTokenizer()
     try:
         if end_of_text is None and (path / "meta.json").is_file():
-            meta = json.loads((path / "meta.json").read_text())["tokenizer"]
-            return tokenizer_from_meta(meta, path)
+            return tokenizer_from_meta(read_meta(path)["tokenizer"], path)
         file = path / FILE if path.is_dir() else path
         content = file.read_bytes() if file.is_file() else _from_gpt2_files(path)
         ids = _parse(content).get_vocab(with_added_tokens=True)
         config, eos = file.parent / "tokenizer_config.json", end_of_text
         if eos is None and config.is_file():
-            eos = json.loads(config.read_text()).get("eos_token")
+            eos = read_json(config, {}).get("eos_token")
             eos = eos["content"] if isinstance(eos, dict) else eos
+            check_shape(eos, str | None, "eos_token of tokenizer_config.json")
+        size = max(ids.values()) + 1
     except UsageError:
         raise
     except Exception as error:  # the package raises nothing narrower
         raise UsageError(
-            f"tokenizer {path}: cannot be read ({error!r}); give the path of a {FILE}, a folder "
-            "with it or with encoder.json and vocab.bpe, or `byte`"
+            f"tokenizer {path}: cannot be read ({in_words(error)}); give the path of a {FILE}, a "
+            "folder with it or with encoder.json and vocab.bpe, or `byte`"
         ) from None
     if end_of_text is not None and end_of_text not in ids:
         raise UsageError(f"--eos {eos}: is not a token of {path}; give the name of one that is")
     mark = next((ids[name] for name in (eos, *_ENDS_OF_TEXT) if name in ids), None)
-    return HFTokenizer(content, max(ids.values()) + 1, mark)
+    return HFTokenizer(content, size, mark)
 
 
 def _from_gpt2_files(folder: Path) -> bytes:

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxgpt.config import UsageError
+from jaxgpt.config import UsageError, in_words
 from jaxgpt.evaluate.encoder import Encoder
 from jaxgpt.evaluate.likelihood import Pair, encode_pair, log_likelihoods
 from jaxgpt.evaluate.model import Model
@@ -55,7 +55,7 @@ def read_questions(path: Path, encoder: Encoder | None, block_size: int) -> list
     try:
         lines = path.read_text(encoding="utf-8").split("\n")  # a text may have U+2028 and others
     except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"--multiple-choice={path}: cannot be read ({error})") from None
+        raise UsageError(f"--multiple-choice={path}: cannot be read ({in_words(error)})") from None
     found = []
     for number, line in enumerate(lines, 1):
         if line.strip():

@@ -129,7 +129,8 @@ class Linear(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         y = self.multiply(x.astype(self.dtype), self.kernel.get_value(), self.n_inputs)
-        # In float32, as then its gradient is, which sums over all tokens: see `embed_tokens`.
+        # In float32, as then its gradient is, which sums over all tokens: see `embed_tokens` in
+        # transformer.py.
         return y if self.bias is None else (y + self.bias.get_value()).astype(self.dtype)
 
 

@@ -1,4 +1,4 @@
-"""A transformer in flax.nnx: the network as equations, without a word about devices.
+"""A transformer in flax.nnx: the network as equations; `ParallelContext` has what devices share.
 
 Shapes: B batch, T sequence, D embed, H heads, G key-value heads, K head dim, F mlp, V vocab,
 L layers. The weights of the L blocks are stacked along a leading `layers` axis, one array per kind
@@ -62,6 +62,7 @@ class GPT(nnx.Module):
         scan_layers: bool = False,
         remat: str = "none",
         end_of_text: int | None = None,
+        stacked: Callable[..., Any] = nnx.vmap,
         rngs: nnx.Rngs,
     ):
         """Initialize float32 parameters.
@@ -73,6 +74,7 @@ class GPT(nnx.Module):
             parallel: how this device and the others share the work.
             scan_layers, remat: as in parallel.scan_layers and parallel.remat.
             end_of_text: the token that ends a document, to keep attention inside of documents.
+            stacked: key -> block to the same for many keys.
         """
         assert config.vocab_size is not None
         self.config, self.dtype = config, dtype
@@ -86,11 +88,10 @@ class GPT(nnx.Module):
             table = embedding(T, config, rngs, "position_embedding", None)
             self.position_embedding = nnx.data(table)
 
-        @nnx.vmap
         def make_block(key):
             return Block(LayerBuilder(config, dtype, parallel, nnx.Rngs(params=key)))
 
-        self.layers = make_block(jax.random.split(rngs.params(), config.n_layer))
+        self.layers = stacked(make_block)(jax.random.split(rngs.params(), config.n_layer))
         build = LayerBuilder(config, dtype, parallel, rngs)
         self.norm, self.dropout = build.norm(), build.dropout
         if not config.tie_embeddings:

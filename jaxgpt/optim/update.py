@@ -1,5 +1,6 @@
 """What becomes of an update: left out where it is not due, its gradients clipped."""
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -8,6 +9,15 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jaxgpt.optim.parameters import Parameters
+from jaxgpt.parallel.offload import (
+    is_in_host,
+    layer,
+    placed_as,
+    replace_in_turn,
+    to_device,
+    to_host,
+)
 from jaxgpt.parallel.sharding import Params
 
 # (params, opt_state) -> the same after an update.
@@ -17,6 +27,25 @@ Update = Callable[[Params, Any], tuple[Params, Any]]
 # with 4 layers on one device, beside a step without a gate (JAX 0.10.2, 2026-11): for a CPU
 # `gate_by_where` takes 216 MB more and `gate_in_turn` none; for an H100 they take 0.1 and 53 MB
 # more (`jax.lax.cond` 782 MB).
+
+
+def gated_update(
+    is_due: jax.Array | None,
+    update: Callable[..., tuple[Params, Any]],
+    parameters: Parameters,
+    gradients: Params,
+    *old: Any,
+    on_cpu: bool,
+    by_layer: bool,
+) -> tuple[Params, Any]:
+    """Return `update(parameters, gradients, *old)` if it is due, else `old`, bit for bit.
+
+    None is always due. `by_layer` updates one layer after the other, see `update_in_turn`.
+    """
+    if by_layer:
+        return update_in_turn(is_due, update, parameters, gradients, *old)
+    gate = gate_in_turn if on_cpu else gate_by_where
+    return gate(is_due, functools.partial(update, parameters, gradients), *old)
 
 
 def gate_by_where(is_due: jax.Array | None, update: Update, *old: Any) -> tuple[Params, Any]:
@@ -36,12 +65,95 @@ def gate_in_turn(is_due: jax.Array | None, update: Update, *old: Any) -> tuple[P
     return new_params, jax.tree.map(choose, update(params, opt_state)[1], opt_state)
 
 
+def update_in_turn(
+    is_due: jax.Array | None,
+    update: Callable[..., tuple[Params, Any]],
+    parameters: Parameters,
+    gradients: Params,
+    *old: Any,
+) -> tuple[Params, Any]:
+    """Do the same one layer after the other, each array where it lies.
+
+    `update` takes `Parameters`, their gradients and `old`: of one layer, or of all weights outside
+    of layers. The state that has no layers, such as a count, it changes alike.
+    """
+
+    def gated(parameters: Parameters, gradients: Params, old: Any) -> Any:
+        return gate_by_where(is_due, functools.partial(update, parameters, gradients), *old)
+
+    of_layer, outside = _parts(parameters)
+    parts, tree = jax.tree.flatten(_part(old, True), is_leaf=_is_dict)
+
+    def change(stacks: list[Params], gradients: Params) -> list[Params]:
+        own = iter(stacks)
+        filled = tree.unflatten(next(own) if _is_dict(part) else part for part in parts)
+        return _dicts(gated(of_layer, gradients, filled))
+
+    layers = iter(replace_in_turn(change, _dicts(parts), _part(gradients, True)))
+    on_device = jax.tree.map(to_device, (_part(gradients, False), _part(old, False)))
+    rest = jax.tree.map(placed_as, gated(outside, *on_device), _part(old, False))
+    return jax.tree.map(
+        lambda part: part | next(layers) if _is_dict(part) else part, rest, is_leaf=_is_dict
+    )
+
+
+def init_in_turn(
+    make_optimizer: Callable[[Parameters], optax.GradientTransformation],
+    parameters: Parameters,
+    params: Params,
+) -> optax.OptState:
+    """Return the optimizer's first state, made one layer after the other, in the host's memory."""
+    of_layer, outside = _parts(parameters)
+    layers = _part(params, True)
+
+    def init(i: jax.Array) -> list[Params]:
+        found = _dicts(make_optimizer(of_layer).init(layer(layers, i)))
+        return to_host(jax.tree.map(lambda x: x[0], found))
+
+    numbers = jnp.arange(jax.tree.leaves(parameters.weights["layers"])[0].n_layers)
+    stacks = iter(jax.lax.map(init, numbers))
+    rest = make_optimizer(outside).init(jax.tree.map(to_device, _part(params, False)))
+    return jax.tree.map(
+        lambda part: to_host(part) | next(stacks) if _is_dict(part) else part,
+        rest,
+        is_leaf=_is_dict,
+    )
+
+
+def _parts(parameters: Parameters) -> tuple[Parameters, Parameters]:
+    """Return stacks of one layer, and what is outside of layers."""
+    stacked = parameters.where(lambda w: w.n_layers > 0)
+    one = jax.tree.map(lambda w: dataclasses.replace(w, shape=(1, *w.shape[1:])), stacked.weights)
+    return Parameters(one, stacked.shardings), parameters.where(lambda w: not w.n_layers)
+
+
+def _part(tree: Any, in_layers: bool) -> Any:
+    """Return what a tree has of the layers, or of all else: in each of its dicts of weights."""
+
+    def choose(part: Any) -> Any:
+        if not _is_dict(part):
+            return part
+        return {name: x for name, x in part.items() if (name == "layers") == in_layers}
+
+    return jax.tree.map(choose, tree, is_leaf=_is_dict)
+
+
+def _dicts(tree: Any) -> list[Params]:
+    return list(filter(_is_dict, jax.tree.leaves(tree, is_leaf=_is_dict)))
+
+
+def _is_dict(x: Any) -> bool:
+    return isinstance(x, dict)
+
+
 def global_norm(gradients: Params) -> jax.Array:
     """Return the L2 norm over all arrays: float32 scalar.
 
     They are added in the order of the stack they are in and their own two names, so that to group
     layers into modules changes no bit of it, nor of what is clipped by it.
     """
+    if any(map(is_in_host, jax.tree.leaves(gradients))):
+        return _norm_in_turn(gradients)
 
     def names(item: tuple[Any, jax.Array]) -> tuple[str, ...]:
         path = [key.key for key in item[0]]
@@ -49,6 +161,18 @@ def global_norm(gradients: Params) -> jax.Array:
 
     leaves = sorted(jax.tree.leaves_with_path(gradients), key=names)
     return optax.tree.norm([leaf for _, leaf in leaves])
+
+
+def _norm_in_turn(gradients: Params) -> jax.Array:
+    """Return the L2 norm over all arrays, of which a device has one layer's at a time."""
+
+    def add(total: jax.Array, i: jax.Array) -> tuple[jax.Array, None]:
+        return total + optax.tree.norm(layer(gradients["layers"], i), squared=True), None
+
+    rest = jax.tree.map(to_device, _part(gradients, False))
+    n_layers = len(jax.tree.leaves(gradients["layers"])[0])
+    total = optax.tree.norm(rest, squared=True)
+    return jnp.sqrt(jax.lax.scan(add, total, jnp.arange(n_layers))[0])
 
 
 def clip_by_norm(gradients: Params, norm: jax.Array, limit: float) -> Params:

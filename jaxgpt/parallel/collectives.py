@@ -1,8 +1,13 @@
 """Reduce-scatter and all-gather, each the backward pass of the other, with or without Gloo."""
 
 import functools
+import math
 
 import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from jaxgpt.parallel.mesh import mesh_axes_with
 
 
 def reduce_scatter(x: jax.Array, axis: str, dimension: int) -> jax.Array:
@@ -39,3 +44,21 @@ _all_to_all_sum.defvjp(
     lambda x, axis, dimension: (_all_to_all_sum(x, axis, dimension), None),
     lambda axis, dimension, _, gradient: (all_gather(gradient, axis, dimension),),
 )
+
+
+def gather_rows(own: jax.Array, mesh: Mesh) -> jax.Array:
+    """Return an array (B, ...) of all rows of a batch from this device's."""
+    axes = mesh_axes_with("splits_batch", mesh)
+    if not axes:
+        return own
+    n = own.shape[0]
+    n_all = n * math.prod(mesh.shape[axis] for axis in axes)
+    zeros = varying(jnp.zeros((n_all, *own.shape[1:]), own.dtype), frozenset(axes))
+    start = (jax.lax.axis_index(axes) * n, *[0] * (own.ndim - 1))
+    # A sum with zeros, which is exact.
+    return jax.lax.psum(jax.lax.dynamic_update_slice(zeros, own, start), axes)
+
+
+def varying(x: jax.Array, axes: frozenset[str]) -> jax.Array:
+    """Return `x`, the same along `axes` so far, as something that may differ there."""
+    return jax.lax.pcast(x, tuple(sorted(axes)), to="varying") if axes else x

@@ -29,8 +29,13 @@ def parameter_rules(zero_stage: int) -> Rules:
     return FULLY_SHARDED_RULES if zero_stage >= 3 else TENSOR_RULES
 
 
-def gradient_rules(zero_stage: int, reduces_once: bool = False) -> Rules:
-    """Return where gradients add up during the backward pass, of one microbatch or of all."""
+def gradient_rules(zero_stage: int, reduces_once: bool = False, in_host: bool = False) -> Rules:
+    """Return where gradients add up during the backward pass, of one microbatch or of all.
+
+    In the host's memory they have been reduced, to what the optimizer wants.
+    """
+    if in_host:
+        return opt_state_rules(zero_stage)
     return FULLY_SHARDED_RULES if zero_stage >= 2 and not reduces_once else TENSOR_RULES
 
 

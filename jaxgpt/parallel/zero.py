@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from jaxgpt.parallel.collectives import reduce_scatter
+from jaxgpt.parallel.collectives import reduce_scatter, varying
+from jaxgpt.parallel.offload import HostSum, to_device, to_host
 from jaxgpt.parallel.sharding import FSDP
 
 
@@ -22,6 +23,7 @@ class ParamLayout:
     partial_axes: frozenset[str]  # along which each device finds only a part of the gradient
     gather_dtype: str
     reduce_dtype: str  # of gradients between devices
+    host_sum: HostSum | None = None  # of parameters in the host's memory
 
     @property
     def mesh_axes(self) -> frozenset[str]:
@@ -48,27 +50,39 @@ def all_gather_param(param: ShardedParam) -> jax.Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def _all_gather(shard: jax.Array, grad_slot: jax.Array, layout: ParamLayout) -> jax.Array:
-    shard = shard.astype(layout.gather_dtype)
+    shard = to_device(shard).astype(layout.gather_dtype)
     dim = _fsdp_dim(layout.param)
     if dim is None:
         return shard
     return jax.lax.all_gather(shard, FSDP, axis=shard.ndim + dim, tiled=True)
 
 
-def _all_gather_backward(layout: ParamLayout, _: None, gradient: jax.Array) -> tuple[Any, ...]:
+def _all_gather_forward(
+    shard: jax.Array, grad_slot: jax.Array, layout: ParamLayout
+) -> tuple[jax.Array, jax.Array | None]:
+    adds_up = layout.host_sum is not None and layout.host_sum.n_terms > 1
+    return _all_gather(shard, grad_slot, layout), grad_slot if adds_up else None
+
+
+def _all_gather_backward(
+    layout: ParamLayout, in_host: jax.Array | None, gradient: jax.Array
+) -> tuple[Any, ...]:
+    if layout.host_sum is not None:
+        mean = gradient.astype(jnp.float32) / layout.host_sum.n_tokens
+        mean = _reduce(mean, layout, is_scattered=False)
+        return None, to_host(mean if in_host is None else to_device(in_host) + mean)
     if _fsdp_dim(layout.accum) is None:
         return None, gradient.astype(jnp.float32)
     return None, _scatter_sum(gradient, layout.accum, layout.reduce_dtype)
 
 
-_all_gather.defvjp(
-    lambda shard, grad_slot, layout: (_all_gather(shard, grad_slot, layout), None),
-    _all_gather_backward,
-)
+_all_gather.defvjp(_all_gather_forward, _all_gather_backward)
 
 
 def local_params(params: Any, layouts: Any) -> tuple[Any, Any]:
     """Return this device's parameters, and zeros like the gradients that it sums up.
+
+    Those in the host's memory are the first of its sums, to which gradients are added.
 
     The parameters are marked as its own: `shard_map` does not sum their gradients by itself.
     """
@@ -79,6 +93,9 @@ def local_params(params: Any, layouts: Any) -> tuple[Any, Any]:
             shape[dim] *= jax.lax.axis_size(FSDP)
         if (dim := _fsdp_dim(layout.accum)) is not None:
             shape[dim] //= jax.lax.axis_size(FSDP)
+        if layout.host_sum is not None:
+            axes = frozenset(axis for axis in layout.accum if axis)
+            return to_host(varying(jnp.zeros(shape, jnp.float32), axes))
         return varying(jnp.zeros(shape, jnp.float32), layout.partial_axes | layout.mesh_axes)
 
     def own(param: jax.Array, layout: ParamLayout) -> jax.Array:
@@ -92,19 +109,23 @@ def reduce_gradients(gradients: Any, layouts: Any) -> Any:
 
     Over `fsdp` first, after which what is sent over `data` is that much less.
     """
+    return jax.tree.map(
+        lambda g, layout: _reduce(g, layout, _fsdp_dim(layout.accum) is not None),
+        gradients,
+        layouts,
+    )
 
-    def reduce(gradient: jax.Array, layout: ParamLayout) -> jax.Array:
-        axes = layout.partial_axes
-        if FSDP in axes and _fsdp_dim(layout.grad) is not None:
-            axes = axes - {FSDP}
-            if _fsdp_dim(layout.accum) is None:
-                gradient = _scatter_sum(gradient, layout.grad, layout.reduce_dtype)
-        if not axes:
-            return gradient
-        sent = gradient.astype(layout.reduce_dtype)
-        return jax.lax.psum(sent, tuple(sorted(axes))).astype(gradient.dtype)
 
-    return jax.tree.map(reduce, gradients, layouts)
+def _reduce(gradient: jax.Array, layout: ParamLayout, is_scattered: bool) -> jax.Array:
+    axes = layout.partial_axes
+    if FSDP in axes and _fsdp_dim(layout.grad) is not None:
+        axes = axes - {FSDP}
+        if not is_scattered:
+            gradient = _scatter_sum(gradient, layout.grad, layout.reduce_dtype)
+    if not axes:
+        return gradient
+    sent = gradient.astype(layout.reduce_dtype)
+    return jax.lax.psum(sent, tuple(sorted(axes))).astype(gradient.dtype)
 
 
 def _scatter_sum(x: jax.Array, spec: PartitionSpec, dtype: str) -> jax.Array:
@@ -115,8 +136,3 @@ def _scatter_sum(x: jax.Array, spec: PartitionSpec, dtype: str) -> jax.Array:
 def _fsdp_dim(spec: PartitionSpec) -> int | None:
     """Return the dim split over `fsdp`, from the last, -1: one layer's lies as the whole stack."""
     return spec.index(FSDP) - len(spec) if FSDP in spec else None
-
-
-def varying(x: jax.Array, axes: frozenset[str]) -> jax.Array:
-    """Return `x`, the same along `axes` so far, as something that may differ there."""
-    return jax.lax.pcast(x, tuple(sorted(axes)), to="varying") if axes else x

@@ -2,9 +2,10 @@
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -12,6 +13,8 @@ from jaxgpt.config import ModelConfig
 from jaxgpt.perf.hardware import find_device
 
 MFU_FORMULA = "mfu = tokens/s/device x (6N + 12 L H K T) / peak FLOP/s (PaLM, arXiv 2204.02311, B)"
+CPU_FLOPS = 1e11  # per second: what one CPU device gives, about
+SLOW_FLOPS = 5 * 60 * CPU_FLOPS  # of a step that takes minutes
 
 
 def peak_flops(device_kind: str, dtype: str) -> float | None:
@@ -30,46 +33,70 @@ def flops_per_token(model: ModelConfig, n_parameters: int) -> int:
     return 6 * n_parameters + 12 * model.n_layer * heads * model.block_size
 
 
+class HostTimes(NamedTuple):
+    """What a process has done in its steps until now, in seconds, but for `steps`."""
+
+    steps: int
+    seconds: float  # all, without what is excluded
+    own: float  # of these: not waiting for devices, or not run while it waited
+    data: float  # of these: waiting for data
+
+
 class StepTimer:
     """Seconds per training step, without what a run does between steps."""
 
-    def __init__(self):
-        self._began = self._host_began = time.perf_counter()  # moved on by what does not count
-        self._steps = self._host_steps = 0
-        self._waited_for_data = 0.0
+    def __init__(
+        self,
+        within: Callable[[str], AbstractContextManager[None]],
+        stalled: Callable[[], float] = lambda: 0.0,
+    ):
+        """Begin.
+
+        Args:
+            within: counts a block as a phase of the run, see `excluded`.
+            stalled: returns the seconds in which this process was not run, see `Stalls`.
+        """
+        self._within, self._stalled = within, stalled
+        self._began = self._all_began = time.perf_counter()  # moved on by what does not count
+        self._steps = self._all_steps = 0
+        self._waited_for_data = self._all_data = self._all_idle = 0.0
 
     def count(self) -> None:
         """Count one more step that is under way."""
         self._steps += 1
-        self._host_steps += 1
+        self._all_steps += 1
 
     @contextlib.contextmanager
-    def excluded(self, pending: Any) -> Iterator[None]:
-        """Leave out the work in this block; wait first for `pending` results of steps."""
+    def excluded(self, pending: Any, phase: str) -> Iterator[None]:
+        """Leave out the work in this block, which is of that phase of the run.
+
+        Waits first for `pending` results of steps.
+        """
         jax.block_until_ready(pending)
         start = time.perf_counter()
-        yield
+        with self._within(phase):
+            yield
         seconds = time.perf_counter() - start
         self._began += seconds
-        self._host_began += seconds
+        self._all_began += seconds
 
     @contextlib.contextmanager
     def waiting(self, what: str) -> Iterator[None]:
         """Count the time in this block as waiting for `data` or for a `device`."""
-        start = time.perf_counter()
-        yield
+        start, stalled = time.perf_counter(), self._stalled()
+        with self._within("data") if what == "data" else contextlib.nullcontext():
+            yield
         seconds = time.perf_counter() - start
         if what == "data":
             self._waited_for_data += seconds
+            self._all_data += seconds
         else:
-            self._host_began += seconds
+            self._all_idle += max(0.0, seconds - (self._stalled() - stalled))
 
-    def host_lap(self) -> float:
-        """Return the host's seconds per step since the last call, without waiting for devices."""
-        now = time.perf_counter()
-        seconds, steps = now - self._host_began, max(1, self._host_steps)
-        self._host_began, self._host_steps = now, 0
-        return seconds / steps
+    def host_times(self) -> HostTimes:
+        """Return what this process has done until now, without waiting for devices."""
+        seconds = time.perf_counter() - self._all_began
+        return HostTimes(self._all_steps, seconds, seconds - self._all_idle, self._all_data)
 
     def lap(self) -> tuple[float, float] | tuple[None, None]:
         """Return seconds per step since the last lap, and the share that waited for data."""
@@ -104,3 +131,14 @@ class Rates:
             "tflops_per_device": flops_per_device / 1e12,
             "mfu": None if self.peak is None else flops_per_device / self.peak,
         }
+
+    def slow_step_warnings(self) -> tuple[str, ...]:
+        """Return a sentence if a step of a CPU, whose peak is not known, takes minutes."""
+        flops = self.batch_size * self.block_size * self.flops_per_token / self.n_devices
+        if self.peak is not None or flops < SLOW_FLOPS:
+            return ()
+        return (
+            f"train.batch_size={self.batch_size}: a step is {flops:.1e} FLOPs on each device, "
+            f"{flops / CPU_FLOPS / 60:,.0f} minutes at {CPU_FLOPS:.0e} FLOP/s, and nothing is "
+            "logged before the first has ended; give fewer rows",
+        )

@@ -1,9 +1,16 @@
-"""Memory in use, of devices or of the process."""
+"""Memory in use, of devices or of the process, and the least that a step needs."""
 
 import os
 import resource
 
 import jax
+
+from jaxgpt.config import Config, MeshShape, UsageError
+from jaxgpt.perf.units import format_bytes
+from jaxgpt.runtime.allocator import USABLE
+
+MOMENTS = {"adamw": 2, "lion": 1, "muon": 1}  # arrays of the parameters' size, at least
+ELEMENT = 4  # bytes: parameters, gradients and moments are float32
 
 
 def memory_in_use() -> tuple[int, int] | None:
@@ -23,3 +30,63 @@ def memory_in_use() -> tuple[int, int] | None:
     if not all("bytes_in_use" in one and "peak_bytes_in_use" in one for one in stats):
         return None
     return max(s["bytes_in_use"] for s in stats), max(s["peak_bytes_in_use"] for s in stats)
+
+
+def host_memory() -> int:
+    """Return the bytes of this machine's memory that a job may use."""
+    return int(USABLE * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+
+
+def check_memory(config: Config, shape: MeshShape, processes_on_host: int) -> None:
+    """Raise `UsageError` if a step cannot fit the memory of its devices; nothing is allocated."""
+    device = jax.local_devices()[0]
+    on_cpu = device.platform == "cpu"
+    if on_cpu:
+        room = host_memory() // (jax.local_device_count() * processes_on_host)
+    else:
+        room = (device.memory_stats() or {}).get("bytes_limit")
+    refuse_too_much(config, shape, room, on_cpu)
+
+
+def refuse_too_much(config: Config, shape: MeshShape, room: int | None, on_cpu: bool) -> None:
+    """Raise `UsageError` if a step needs more than `room` bytes of a device; None is unknown."""
+    state, scores = state_bytes(config, shape), score_bytes(config, shape, on_cpu)
+    if room is None or state + scores <= room:
+        return
+    model, train = config.model, config.train
+    keys = {"model.n_layer": model.n_layer, "model.n_embd": model.n_embd}
+    if scores > state:
+        keys = {"train.batch_size": train.batch_size, "model.block_size": model.block_size}
+    raise UsageError(
+        f"{' '.join(f'{key}={value}' for key, value in keys.items())}: a step needs at least "
+        f"{format_bytes(state + scores)} on each device, which may use {format_bytes(room)}; give "
+        "less or more devices; python -m jaxgpt.plan says what takes it"
+    )
+
+
+def state_bytes(config: Config, shape: MeshShape) -> int:
+    """Return bytes of matrices, their gradients and moments on a device, at least."""
+    model, stage, offload = config.model, config.parallel.zero_stage, config.parallel.offload
+    if offload == "state":
+        return 0
+    elements = model.matrix_elements + model.n_embd * (model.vocab_size or 0)
+    elements //= shape.split_of("splits_layers")
+    moments = 0 if offload == "moments" else MOMENTS.get(config.optimizer.name, 0)
+    shards = shape.split_of("shards_parameters")
+    copies = ((1, 3), (1, 2), (moments, 1))  # and the ZeRO stage from which they are sharded
+    return sum(n * ELEMENT * elements // (shards if stage >= least else 1) for n, least in copies)
+
+
+def score_bytes(config: Config, shape: MeshShape, on_cpu: bool) -> int:
+    """Return bytes of attention's scores on a device, at least: a byte for each of the T x T.
+
+    XLA's kernel has half of them, in two bytes or more. A CPU may compute its rows one by one.
+    """
+    model, remat = config.model, config.parallel.remat
+    tensor, fsdp = (shape.split_of(role) for role in ("splits_layers", "shards_parameters"))
+    if model.sliding_window or not (on_cpu or model.attention == "xla"):
+        return 0
+    one_by_one = on_cpu and tensor * fsdp == 1
+    rows = 1 if one_by_one else config.microbatch_size // shape.split_of("splits_batch")
+    layers = model.n_layer if remat == "none" else 1
+    return rows * layers * model.n_head * model.block_size**2 // tensor

@@ -27,9 +27,9 @@ class Startup:
     def __init__(self):
         self.seconds: dict[str, float] = {}
         self.compile_cache = "not used"  # or `hit`, if all programs came from it, or `miss`
-        self._start = self._last = process_start_time()
+        self.began = self._last = process_start_time()
         with contextlib.suppress(KeyError, ValueError):
-            waited = self._start - float(os.environ[JOB_START])
+            waited = self.began - float(os.environ[JOB_START])
             if -10 < waited < 30 * 86_400:  # else it is no time of this job; clocks differ a little
                 self.seconds["job start"] = max(0.0, waited)
 
@@ -41,14 +41,14 @@ class Startup:
 
     def elapsed(self) -> float:
         """Return the seconds since this process started."""
-        return time.time() - self._start
+        return time.time() - self.began
 
     def report(self) -> dict[str, Any]:
         """Return this process's numbers, for `summary`."""
         return {
             "seconds": self.seconds,
-            "process_start": self._start,
-            "total": self._last - self._start,
+            "process_start": self.began,
+            "total": self._last - self.began,
             "compile_cache": self.compile_cache,
         }
 

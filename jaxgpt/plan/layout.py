@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import math
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +13,7 @@ from jaxgpt.parallel.mesh import hosts_spanned, tensor_crosses_hosts_warning
 from jaxgpt.perf.collectives import Collective, ring_bytes
 from jaxgpt.perf.flops import flops_per_token
 from jaxgpt.perf.hardware import Device
+from jaxgpt.perf.memory import host_memory
 from jaxgpt.plan.program import Memory, Program, compile_step
 from jaxgpt.runtime.allocator import USABLE
 
@@ -26,8 +26,8 @@ ASSUMPTIONS = (
     f"after {LATENCY['link'] * 1e6:.0f} us in a host and {LATENCY['network'] * 1e6:.0f} us across",
     "what travels over data and fsdp hides behind computation as far as that lasts; "
     "what travels over tensor does not",
-    "the update reads and writes parameters, gradients and moments once, moments that are in the "
-    "host's memory through its link",
+    "the update reads and writes parameters, gradients and moments once",
+    "computation waits for what comes from the host's memory, over the link of the device",
 )
 
 
@@ -70,8 +70,7 @@ class Plan:
         """Bytes of a device that a program may use; simulated devices share this machine's."""
         if self.device.memory is not None:
             return int(USABLE * self.device.memory)
-        machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        return int(USABLE * machine / self.mesh.n_devices)
+        return host_memory() // self.mesh.n_devices
 
     @property
     def is_compiled(self) -> bool:
@@ -131,6 +130,22 @@ class Plan:
         operations = c.count if c.bytes / c.count > 1024 else 1  # scalars travel together
         return self.bytes_sent(c) / bandwidth + operations * LATENCY[self.link(c.axes)]
 
+    @property
+    def host_traffic(self) -> int:
+        """Bytes of a step between a device and the host's memory.
+
+        The update reads and writes moments. Parameters come for each forward, backward pass and
+        the update, which writes them; gradients go once and come back for their norm and the
+        update, and several microbatches (with two sums, the last and the next) add to them.
+        """
+        memory, n = self.memory, self.config.train.gradient_accumulation_steps
+        if not memory.in_host:
+            return 0
+        if self.config.parallel.offload == "moments":
+            return 2 * memory.in_host
+        gradients = (n + 1 if n > 1 else 3) * memory.gradients
+        return 2 * memory.moments + (2 * n + 2) * memory.parameters + gradients
+
     @functools.cached_property
     def estimate(self) -> Estimate | None:
         """The time of a step; None if rates of the device are not known, or nothing is compiled."""
@@ -143,7 +158,7 @@ class Plan:
         compute = (share + again) / (peak * MATMUL_EFFICIENCY)
         state = memory.parameters + memory.moments + memory.gradients
         update = 2 * state / device.memory_bandwidth
-        update += 2 * memory.host_moments / device.host_bandwidth
+        update += self.host_traffic / device.host_bandwidth
         fastest = device.peak_flops.get("bfloat16", peak)  # which Muon computes in
         update += self.program.update_flops / (fastest * MATMUL_EFFICIENCY)
         collectives = self.program.collectives

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+from jax.tree_util import DictKey
 
 from jaxgpt.config import Config, MeshShape
 from jaxgpt.models.attention import blockwise_attention, choose_attention, without_scores
@@ -31,13 +32,14 @@ class Memory:
     gradients: int
     moments: int
     activations_and_temporaries: int = 0  # all else at the step's worst moment, and its batch
-    host_moments: int = 0  # of `moments`, those in the host's memory in place of the device's
+    in_host: int = 0  # of the three, what is in the host's memory in place of the device's
+    host_at_once: int = 0  # of that, what a device gets at once for the update
 
     @property
     def total(self) -> int:
-        """On the device itself. Moments from the host come to where activations have been."""
-        at_rest = self.parameters + self.gradients + self.moments - self.host_moments
-        return at_rest + max(self.activations_and_temporaries, self.host_moments)
+        """On the device itself. The host's come to where activations have been."""
+        at_rest = self.parameters + self.gradients + self.moments - self.in_host
+        return at_rest + max(self.activations_and_temporaries, self.host_at_once)
 
 
 @dataclass(frozen=True)
@@ -102,20 +104,31 @@ def compile_step(config: Config, shape: MeshShape, device: Device) -> Program:
 def state_memory(config: Config, shape: MeshShape, device: Device) -> Memory:
     """Return bytes of parameters, gradients and moments, exact, without compiling anything."""
     mesh = make_mesh(shape)
-    rules = partition.gradient_rules(config.parallel.zero_stage, config.reduces_once)
-    state = state_shapes(config, mesh)
-    gradients = jax.tree.map(
-        lambda s, where: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=where),
-        state.params,
-        partition.weight_shardings(weights(config.model), rules, mesh),
+    state, is_away = state_shapes(config, mesh), config.parallel.offload == "state"
+    rules = partition.gradient_rules(config.parallel.zero_stage, config.reduces_once, is_away)
+    where = partition.weight_shardings(
+        weights(config.model), rules, mesh, "pinned_host" if is_away else None
     )
-    opt_state = jax.tree.leaves(state.opt_state)
-    in_host_memory = [a for a in opt_state if a.sharding.memory_kind == "pinned_host"]
-    return Memory(
+    gradients = jax.tree.map(
+        lambda s, where: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=where), state.params, where
+    )
+    if is_away and config.train.gradient_accumulation_steps > 1:
+        gradients = [gradients] * 2  # the sum so far, and the next
+    all_of_it = jax.tree.leaves_with_path((state.params, gradients, state.opt_state))
+    in_host = [(path, a) for path, a in all_of_it if a.sharding.memory_kind == "pinned_host"]
+    outside = [a for path, a in in_host if DictKey("layers") not in path]
+    stacked = bytes_on_a_device([a for _, a in in_host]) - bytes_on_a_device(outside)
+    memory = Memory(
         parameters=bytes_on_a_device(state.params),
         gradients=bytes_on_a_device(gradients),
-        moments=bytes_on_a_device(opt_state),
-        host_moments=bytes_on_a_device(in_host_memory) if device.name != "cpu" else 0,
+        moments=bytes_on_a_device(state.opt_state),
+    )
+    if device.name == "cpu":
+        return memory
+    return dataclasses.replace(
+        memory,
+        in_host=bytes_on_a_device([a for _, a in in_host]),
+        host_at_once=max(bytes_on_a_device(outside), 2 * stacked // config.model.n_layer),
     )
 
 

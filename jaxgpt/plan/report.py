@@ -48,7 +48,7 @@ def _memory(plan: Plan) -> str:
         ("parameters", memory.parameters),
         ("gradients", memory.gradients),
         ("moments", memory.moments),
-        ("  of these in the host's memory", memory.host_moments),
+        ("  of these in the host's memory", memory.in_host),
         ("activations and temporaries", memory.activations_and_temporaries),
         ("total on the device", memory.total),
     ]
@@ -60,6 +60,10 @@ def _memory(plan: Plan) -> str:
         _table(("one device", "bytes", ""), rows),
         f"{word}: {format_bytes(memory.total)} of {room}",
     ]
+    if memory.in_host:
+        n = plan.devices_per_host
+        held = format_bytes(n * memory.in_host)
+        lines.append(f"the memory of a host holds {held} of {n} devices")
     if device.memory is None:
         state = memory.total - memory.activations_and_temporaries
         large = [d.name for d in DEVICES.values() if d.memory and state <= USABLE * d.memory]

@@ -1,40 +1,72 @@
 """Faults that are put into a training step on purpose."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh
 
 from jaxgpt.config import Config, UsageError, step_ranges
-from jaxgpt.parallel.zero import ParamLayout
+from jaxgpt.parallel.mesh import mesh_axes_with
 from jaxgpt.spikes.skip import SkipRanges
 
 
-def inject_nan(config: Config, gradients: Any, layouts: Any, mesh: Mesh, step: jax.Array) -> Any:
-    """Return gradients that are NaN on device faults.nan_device at step faults.nan_step.
+def inject_nan(config: Config, loss: jax.Array, mesh: Mesh, step: jax.Array) -> jax.Array:
+    """Return a loss whose gradient is NaN on device faults.nan_device at step faults.nan_step.
 
-    Inside `jax.shard_map`. Gradients that devices are known to share stay as they are.
+    And on those that compute the same rows. Inside `jax.shard_map`.
     """
     faults = config.faults
     if faults.nan_step is None:
-        return gradients
-    axes = tuple(axis for axis, size in mesh.shape.items() if size > 1)
-    device = jax.lax.axis_index(axes) if axes else 0
-    hit = (step == faults.nan_step) & (device == faults.nan_device)
+        return loss
+    hit = step == faults.nan_step
+    place = np.unravel_index(faults.nan_device, mesh.devices.shape)
+    for axis, index in zip(mesh.axis_names, place, strict=True):
+        if axis in mesh_axes_with("splits_batch", mesh):
+            hit &= jax.lax.axis_index(axis) == index
+    return loss * jnp.where(hit, jnp.nan, 1.0)
 
-    def inject(gradient: jax.Array, layout: ParamLayout) -> jax.Array:
-        own = layout.partial_axes | layout.mesh_axes >= set(axes)
-        return jnp.where(hit, jnp.nan, gradient) if own else gradient
 
-    return jax.tree.map(inject, gradients, layouts)
+def with_bit_flip(train_step: Callable[..., Any], config: Config) -> Callable[..., Any]:
+    """Return a step after which, at faults.bit_flip_step, a bit of a parameter is wrong, once."""
+    faults, flipped = config.faults, []
+
+    def step_and_flip(state: Any, step: np.int32, batch: jax.Array) -> tuple[Any, Any]:
+        state, metrics = train_step(state, step, batch)
+        if step == faults.bit_flip_step and not flipped:
+            state = state._replace(params=flip_bit(state.params, faults.bit_flip_device))
+            flipped.append(step)
+        return state, metrics
+
+    return train_step if faults.bit_flip_step is None else step_and_flip
+
+
+def flip_bit(params: Any, device: int) -> Any:
+    """Return parameters of which that device of the mesh holds one with a bit flipped."""
+    paths, tree = jax.tree.flatten(params)
+    array = paths[0]
+    hit = array.sharding.mesh.devices.flat[device]
+    there = jax.sharding.SingleDeviceSharding(hit, memory_kind=array.sharding.memory_kind)
+
+    def flipped(part: jax.Array) -> jax.Array:
+        host = np.array(part)
+        host.view(np.uint32).flat[0] ^= np.uint32(1 << 20)
+        return jax.device_put(host, there)
+
+    parts = [flipped(s.data) if s.device == hit else s.data for s in array.addressable_shards]
+    paths[0] = jax.make_array_from_single_device_arrays(array.shape, array.sharding, parts)
+    return jax.tree.unflatten(tree, paths)
 
 
 def check_faults(config: Config, n_devices: int) -> None:
-    """Raise a UsageError if the device of faults.nan_device is not there."""
+    """Raise a UsageError if the device of a fault is not there."""
     faults = config.faults
-    if faults.nan_step is not None and faults.nan_device >= n_devices:
-        raise UsageError(f"faults.nan_device={faults.nan_device}: the mesh has {n_devices} devices")
+    for name in ("nan", "bit_flip"):
+        device = getattr(faults, f"{name}_device")
+        if getattr(faults, f"{name}_step") is not None and device >= n_devices:
+            raise UsageError(f"faults.{name}_device={device}: the mesh has {n_devices} devices")
 
 
 def describe_faults(config: Config) -> list[str]:
@@ -46,5 +78,10 @@ def describe_faults(config: Config) -> list[str]:
     if faults.nan_step is not None:
         lines.append(
             f"faults.nan_step: device {faults.nan_device} has a NaN gradient at {faults.nan_step}"
+        )
+    if faults.bit_flip_step is not None:
+        lines.append(
+            f"faults.bit_flip_step: a bit of device {faults.bit_flip_device} is flipped after step "
+            f"{faults.bit_flip_step}"
         )
     return lines

@@ -1,5 +1,6 @@
 """Rewinds of a run. Each is written to rewinds.json before anything is done, and all that is done
-can be done twice: a run that is killed in the middle finishes it at its next start."""
+can be done twice: a run that is killed in the middle finishes it at its next start. Checkpoints of
+abandoned steps go last, when the one to go on from has been restored."""
 
 import json
 import shutil
@@ -8,12 +9,16 @@ from typing import Any, NamedTuple
 
 from jaxgpt.checkpoint.metadata import list_checkpoints, read_meta, valid_checkpoints
 from jaxgpt.cluster.process_group import ProcessGroup
-from jaxgpt.config import Config, UsageError, skip_ranges
+from jaxgpt.config import Config, UsageError, in_words, read_json, skip_ranges
 from jaxgpt.spikes.skip import SkipRanges
 from jaxgpt.tracking.jsonl import atomic_write_text, read_records, truncate_metrics
+from jaxgpt.tracking.records import REWIND_SHAPE
 
 FILE = "rewinds.json"
 METRICS = "metrics.jsonl"
+# Kinds of records that may stand between a rewind and the steps after it.
+BETWEEN_STEPS = ("damage", "start", "goodput", "straggler", "corruption", "staged_restore")
+SHAPE = REWIND_SHAPE | {"to": int, "done": bool}
 
 
 class Rewind(NamedTuple):
@@ -28,9 +33,9 @@ class Rewind(NamedTuple):
 def rewind(
     config: Config, directory: Path, cluster: ProcessGroup, spike: dict[str, Any] | None, last: int
 ) -> Rewind:
-    """Go back to an earlier checkpoint, all processes together: files forget the abandoned steps.
+    """Find the checkpoint to go back to, all processes together; metrics.jsonl forgets later steps.
 
-    Everything that was being saved is on disk, and no log is open.
+    Everything that was being saved is on disk. `finish_rewind` is due once it is restored.
 
     Args:
         spike: its record, on process 0.
@@ -42,12 +47,10 @@ def rewind(
         problem = decide_rewind(config, directory, list(valid_checkpoints(directory)), spike, last)
         if problem:
             return Rewind(problem)
-        finish_rewind(directory)
-        saved = list_checkpoints(directory)
+        record_rewind(directory)
+        to = read_rewinds(directory)[-1]["to"]
         skip = SkipRanges([*skip_ranges(config), *skipped_by_rewinds(directory)]).flat()
-        if not saved:
-            return Rewind(skip=skip)
-        return Rewind("", saved[-1], read_meta(directory, saved[-1]), skip)
+        return Rewind("", to, read_meta(directory, to), skip) if to else Rewind(skip=skip)
 
     return Rewind(*cluster.broadcast(on_process_0() if cluster.is_main else None))
 
@@ -61,15 +64,13 @@ def read_rewinds(directory: Path) -> list[dict[str, Any]]:
     """
     path = directory / FILE
     try:
-        rewinds = json.loads(path.read_text()) if path.exists() else []
-        if not all({"to", "skip", "dropped", "done"} <= set(rewind) for rewind in list(rewinds)):
-            raise ValueError("keys are missing")
-    except (OSError, ValueError, TypeError) as error:
+        return read_json(path, [SHAPE]) if path.exists() else []
+    except (OSError, ValueError) as error:
         raise UsageError(
-            f"{path}: is damaged ({error}); bring it back, or remove it and give the ranges that "
-            f"it skipped, which {METRICS} has in its records of rewinds, to --train-range-to-skip"
+            f"{path}: is damaged ({in_words(error)}); bring it back, or remove it and give the "
+            f"ranges that it skipped, which {METRICS} has in its records of rewinds, to "
+            "--train-range-to-skip"
         ) from None
-    return rewinds
 
 
 def skipped_by_rewinds(directory: Path) -> list[tuple[int, int]]:
@@ -109,28 +110,52 @@ def decide_rewind(
     return ""
 
 
+def pending_rewind(directory: Path) -> dict[str, Any] | None:
+    """Return the last rewind of a run if it is not finished."""
+    rewinds = read_rewinds(directory)
+    return rewinds[-1] if rewinds and not rewinds[-1]["done"] else None
+
+
+def go_further_back(directory: Path, step: int) -> None:
+    """Let the rewind that is not finished end at an older checkpoint."""
+    rewinds = read_rewinds(directory)
+    rewinds[-1] |= {"to": step, "dropped": [step + 1, rewinds[-1]["dropped"][1]]}
+    _write(directory, rewinds)
+    record_rewind(directory)
+
+
+def record_rewind(directory: Path) -> None:
+    """Move the steps that the last rewind abandons from metrics.jsonl to a record of it there."""
+    rewind, metrics = read_rewinds(directory)[-1], directory / METRICS
+    records = read_records(metrics) if metrics.exists() else []
+    if not records:
+        return
+    # What this has written before, for the same rewind or for one to a newer checkpoint.
+    tail = [r for r in records if r["kind"] not in BETWEEN_STEPS][-1:]
+    ours = [r for r in tail if (r["kind"], r.get("spike")) == ("rewind", rewind["spike"])]
+    before = ours[0] if ours else None
+    if before and before["step"] == rewind["to"]:
+        return
+    losses = [
+        [r["step"], r["loss"]]
+        for r in records
+        if r["kind"] == "train" and r["step"] > rewind["to"] and r["loss"] is not None
+    ]
+    losses += before["dropped_losses"] if before else []
+    content = {key: value for key, value in rewind.items() if key not in ("to", "done")}
+    record = {"kind": "rewind", "step": rewind["to"], **content, "dropped_losses": losses}
+    truncate_metrics(metrics, rewind["to"], record, replaces=before)
+
+
 def finish_rewind(directory: Path) -> None:
-    """Do what was decided last, as far as it is not done: the abandoned steps leave the files."""
+    """Remove the checkpoints of the steps that the last rewind abandons, if that is not done."""
     rewinds = read_rewinds(directory)
     if not rewinds or rewinds[-1]["done"]:
         return
-    rewind = rewinds[-1]
     for step in reversed(list_checkpoints(directory)):
-        if step > rewind["to"]:
+        if step > rewinds[-1]["to"]:
             shutil.rmtree(directory / "checkpoints" / str(step))
-    metrics = directory / METRICS
-    records = read_records(metrics) if metrics.exists() else []
-    last = (records[-1]["kind"], records[-1].get("spike")) if records else None
-    if records and last != ("rewind", rewind["spike"]):  # else it was written just before
-        content = {key: value for key, value in rewind.items() if key not in ("to", "done")}
-        losses = [
-            [r["step"], r["loss"]]
-            for r in records
-            if r["kind"] == "train" and r["step"] > rewind["to"] and r["loss"] is not None
-        ]
-        record = {"kind": "rewind", "step": rewind["to"], **content, "dropped_losses": losses}
-        truncate_metrics(metrics, rewind["to"], record)
-    rewind["done"] = True
+    rewinds[-1]["done"] = True
     _write(directory, rewinds)
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxgpt.config import UsageError
+from jaxgpt.config import UsageError, in_words
 from jaxgpt.spikes.skip import SkipRanges
 from jaxgpt.tracking.console import table_text
 
@@ -110,7 +110,7 @@ def draw_spikes(records: list[dict[str, Any]], title: str, path: Path) -> None:
         figure.savefig(path, dpi=120)
     except (OSError, ValueError) as error:
         raise UsageError(
-            f"--png={path}: cannot be written ({error}); name a .png in a folder that can"
+            f"--png={path}: cannot be written ({in_words(error)}); name a .png in a folder that can"
         ) from None
 
 

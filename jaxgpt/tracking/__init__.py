@@ -1,12 +1,15 @@
 """Trackers: where the records of a run go."""
 
+import os
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+from jaxgpt.cluster.environment import SUPERVISOR
 from jaxgpt.config import UsageError
 from jaxgpt.tracking.background import BackgroundTracker
 from jaxgpt.tracking.jsonl import JsonLines, Samples
 from jaxgpt.tracking.records import Record
+from jaxgpt.tracking.supervisor import SupervisorLink
 from jaxgpt.tracking.tensorboard import TensorBoard
 
 
@@ -56,6 +59,8 @@ class Trackers:
         self._all: dict[str, Tracker] = {"samples.txt": Samples()}
         for name in run.config.train.trackers:
             self._all[f"train.trackers={name}"] = BackgroundTracker(TRACKERS[name]())
+        if SUPERVISOR in os.environ:
+            self._all["the link to jaxgpt.launch"] = BackgroundTracker(SupervisorLink())
         self._each("open", run, resume_step)
         self._all = {"metrics.jsonl": metrics, **self._all}
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from jaxgpt.cluster.environment import find_launch
+from jaxgpt.config import in_words
 
 
 class Console:
@@ -40,7 +41,7 @@ class Console:
             raise  # nobody reads on
         except OSError as error:  # a full disk behind it: not worth a run
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            lines.append(f"warning: the console stopped: {error}")
+            lines.append(f"warning: the console stopped: {in_words(error)}")
         if self._file is None:
             return
         stamp = time.strftime("%Y-%m-%d %H:%M:%S")
@@ -49,7 +50,7 @@ class Console:
             self._file.flush()
         except OSError as error:  # a full disk: not worth a run
             self._file = None
-            self.info(f"warning: train.log stopped: {error}")
+            self.info(f"warning: train.log stopped: {in_words(error)}")
 
     def legend(self, meanings: Mapping[str, str]) -> None:
         """Print the table of fields and their meanings, the first time that this is called."""

@@ -8,10 +8,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from jaxgpt.config import UsageError
-from jaxgpt.tracking.records import Record, SampleRecord
+from jaxgpt.config import UsageError, check_shape
+from jaxgpt.tracking.records import SHAPES, Record, SampleRecord
 
 FILE = "metrics.jsonl"
+LASTING = ("rewind", "goodput", "straggler")  # kinds that stay when steps are dropped
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -22,11 +23,11 @@ class JsonLines:
         """Open the file, without the steps that a resumed run is going to repeat.
 
         The records of an earlier run that left no checkpoint are kept as metrics.jsonl.old, or
-        with a number after that. Rewinds stay: they explain why steps before them are missing.
+        with a number after that. Records of `LASTING` kinds stay.
         """
         self._path = path = run.directory / FILE
         if path.exists():
-            if resume_step is None and any(r["kind"] != "rewind" for r in read_records(path)):
+            if resume_step is None and any(r["kind"] not in LASTING for _, r in _whole_lines(path)):
                 names = itertools.chain([".old"], map(".old.{}".format, itertools.count(2)))
                 old = (path.with_name(FILE + name) for name in names)
                 free = next(p for p in old if not p.exists())
@@ -38,8 +39,8 @@ class JsonLines:
         self._file.write(json_line(record.to_dict()))
 
     def rewind(self, step: int) -> None:
-        """Go on with the file, which `truncate_metrics` has cut to `step`."""
         self._file.close()
+        truncate_metrics(self._path, step)
         self._file = self._path.open("a", buffering=1)
 
     def close(self) -> None:
@@ -94,13 +95,26 @@ def json_line(record: dict[str, Any]) -> str:
 
 
 def read_records(path: Path, kind: str = "") -> list[dict[str, Any]]:
-    """Return the records of a metrics.jsonl, or those of a kind: others are not parsed."""
-    return [record for _, record in _whole_lines(path, kind) if kind in ("", record["kind"])]
+    """Return the records of a metrics.jsonl, or those of a kind: others are not parsed.
+
+    Lines that a disk has spoilt, or a kill has cut off, are left out.
+    """
+    found = (record for _, record in _whole_lines(path, kind) if kind in ("", record["kind"]))
+    return [record for record in found if _is_whole(record)]
 
 
-def truncate_metrics(path: Path, step: int, record: dict[str, Any] | None = None) -> None:
-    """Drop later steps from a metrics.jsonl, except rewinds, and add `record`."""
-    kept = [line for line, r in _whole_lines(path) if r["kind"] == "rewind" or r["step"] <= step]
+def truncate_metrics(
+    path: Path,
+    step: int,
+    record: dict[str, Any] | None = None,
+    replaces: dict[str, Any] | None = None,
+) -> None:
+    """Drop later steps from a metrics.jsonl, except `LASTING` kinds; `record` replaces another."""
+    kept = [
+        line
+        for line, r in _whole_lines(path)
+        if r != replaces and (r["kind"] in LASTING or r["step"] <= step)
+    ]
     atomic_write_text(path, "".join(kept) + (json_line(record) if record else ""))
 
 
@@ -108,10 +122,24 @@ def _whole_lines(path: Path, word: str = "") -> Iterator[tuple[str, dict[str, An
     """Yield lines and their records, of those lines that contain a word."""
     with path.open(errors="replace") as file:  # a host that went down may leave any bytes
         for line in file:
-            try:
-                record = json.loads(line) if word in line else None
-            except ValueError:  # the line that was being written when the run was killed
-                continue
-            is_ours = isinstance(record, dict) and isinstance(record.get("step"), int)
-            if is_ours and "kind" in record:
+            record = _parse(line) if word in line else None
+            if record is not None:
                 yield f"{line.rstrip()}\n", record
+
+
+def _parse(line: str) -> dict[str, Any] | None:
+    """Return the record of a line; None if a kill has cut it off, or a disk has spoilt it."""
+    try:
+        record = json.loads(line)
+        check_shape(record, {"kind": str, "step": int})
+    except (ValueError, RecursionError):
+        return None
+    return record
+
+
+def _is_whole(record: dict[str, Any]) -> bool:
+    try:
+        check_shape(record, SHAPES.get(record["kind"], {}))
+    except ValueError:
+        return False
+    return True

@@ -43,7 +43,7 @@ FIGURES = {
     "memory_peak_bytes": Figure("peak", 11, _gib, "the most memory that was in use so far"),
     "data_wait": Figure("data", 12, _SHARE, "share of the step that process 0 waited for data"),
     "slowest_over_mean": Figure(
-        "slow", 13, "{:.2f}".format, "host seconds per step: slowest over the mean, and its rank"
+        "slow", 13, "{:.2f}".format, "a process's own time: slowest over the mean, and its rank"
     ),
     "skipped_steps": Figure("skipped", 2, _COUNT, "steps skipped since this start, if any"),
     "nonfinite_steps": Figure("nonfinite", 2, _COUNT, "steps not finite since this start, if any"),

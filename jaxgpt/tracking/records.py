@@ -70,6 +70,17 @@ class SpikeRecord(Record):
 
 
 @dataclass(frozen=True, kw_only=True)
+class StartRecord(Record):
+    """What the steps after this one run on."""
+
+    kind = "start"
+    mesh: str  # as `parallel.mesh.describe` writes it
+    processes: int
+    devices: str  # their kind
+    jax: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class DamageRecord(Record):
     """A damaged checkpoint that was set aside; `step` is that of the one gone on from."""
 
@@ -79,12 +90,63 @@ class DamageRecord(Record):
 
 
 @dataclass(frozen=True, kw_only=True)
+class CorruptionRecord(Record):
+    """Devices whose parameters were not those of their copies; `step` is that gone back to."""
+
+    kind = "corruption"
+    found: int  # the step after which they were compared
+    devices: list[str]
+
+
+@dataclass(frozen=True, kw_only=True)
 class CheckpointRecord(Record):
-    """A checkpoint that is being written, and the seconds for which training stalled."""
+    """A complete checkpoint; seconds that training stalled, and that it took in all."""
 
     kind = "checkpoint"
     path: str
+    stalled: float
     seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class GoodputRecord(Record):
+    """Seconds of each phase of a start, see `train/reporting/goodput.py`; `step` is its last."""
+
+    kind = "goodput"
+    began: float  # Unix time
+    ended: float
+    seconds: Mapping[str, float]
+    stretches: list[list[float]]  # of consecutive steps: from step, to step, seconds
+
+
+@dataclass(frozen=True, kw_only=True)
+class StragglerRecord(Record):
+    """A process that holds up the others, see `train/reporting/stragglers.py`; seconds per step."""
+
+    kind = "straggler"
+    rank: int
+    host: str
+    own: float  # of the process, without waiting for devices
+    median: float  # of all processes' own
+    data: float  # of `own`: waiting for data
+    seconds: float  # that a step takes
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointFailedRecord(Record):
+    """A checkpoint that could not be written; `standing` is the newest complete one."""
+
+    kind = "checkpoint_failed"
+    reason: str
+    standing: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class StagedRestoreRecord(Record):
+    """A checkpoint that was read from checkpoint.stage, not from the run directory."""
+
+    kind = "staged_restore"
+    path: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,3 +155,25 @@ class StartupRecord(Record):
 
     kind = "startup"
     values: Mapping[str, float]
+
+
+# What the kinds of records that are read again must have, as `check_shape` takes it.
+NUMBER = float | None
+ROW_SHAPE = {"row": int, "corpus": str, "offset": int}
+SPIKE_SHAPE = {"cause": str, "loss": NUMBER, "grad_norm": NUMBER, "limit?": NUMBER}
+SPIKE_SHAPE |= {"rows": [ROW_SHAPE]}
+REWIND_SHAPE = SPIKE_SHAPE | {"spike": int, "skip": (int, int), "dropped": (int, int)}
+GOODPUT_SHAPE = {"step": int, "began": float, "ended": float, "seconds": {str: float}}
+GOODPUT_SHAPE |= {"stretches": [(float, float, float)]}
+STRAGGLER_SECONDS = ("own", "median", "data", "seconds")
+SHAPES: dict[str, Any] = {
+    "train": {"loss": NUMBER, "grad_norm?": NUMBER, "skipped": bool},
+    "eval": {"train_loss": NUMBER, "val_loss": NUMBER},
+    "sample": {"text": str},
+    "spike": SPIKE_SHAPE | {"action": str},
+    "rewind": REWIND_SHAPE | {"dropped_losses?": [(int, NUMBER)]},
+    "checkpoint": {"seconds": float},
+    "start": {"mesh": str, "processes": int, "devices": str, "jax": str},
+    "goodput": GOODPUT_SHAPE,
+    "straggler": {"rank": int, "host": str} | dict.fromkeys(STRAGGLER_SECONDS, float),
+}

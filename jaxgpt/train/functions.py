@@ -26,6 +26,7 @@ from jaxgpt.models.transformer import gpt_graph
 from jaxgpt.models.weights import Weight, activation_bytes, count_parameters, weights
 from jaxgpt.parallel import sharding
 from jaxgpt.parallel.mesh import mesh_axes_with
+from jaxgpt.parallel.offload import HostSum
 from jaxgpt.parallel.sharding import FSDP, TENSOR, Params
 from jaxgpt.parallel.tensor import ParallelContext
 from jaxgpt.parallel.zero import ParamLayout
@@ -150,6 +151,7 @@ def shard_model(
     parallel = config.parallel
     sequence_parallel = parallel.sequence_parallel and mesh.shape[TENSOR] > 1
     gathers = sequence_parallel or (parallel.zero_stage == 3 and mesh.shape[FSDP] > 1)
+    gathers = gathers or parallel.offload == "state"
     keeps_all = parallel.remat in ("none", "attention")  # the others do not keep what they gather
     context = ParallelContext(
         tensor=mesh.shape[TENSOR],
@@ -166,21 +168,22 @@ def shard_model(
         remat=parallel.remat,
         end_of_text=config.document_end,
     )
-    layout = functools.partial(param_layout, config, mesh, sequence_parallel)
+    layout = functools.partial(param_layout, config, mesh, sequence_parallel, n_slices)
     layouts = jax.tree.map(layout, weights(config.model))
     return ShardedModel(config, mesh, layouts, context, graph, n_slices, logit_metrics())
 
 
 def param_layout(
-    config: Config, mesh: Mesh, sequence_parallel: bool, weight: Weight
+    config: Config, mesh: Mesh, sequence_parallel: bool, n_slices: int, weight: Weight
 ) -> ParamLayout:
     """Return where a parameter lies between steps, its gradients as they add up, and after it."""
-    stage = config.parallel.zero_stage
+    stage, train = config.parallel.zero_stage, config.train
+    in_host = config.parallel.offload == "state"
     param, accum, grad = (
         sharding.partition_spec(weight.axes, weight.shape, rules, mesh.shape)
         for rules in (
             sharding.parameter_rules(stage),
-            sharding.gradient_rules(stage, config.reduces_once),
+            sharding.gradient_rules(stage, config.reduces_once, in_host),
             sharding.opt_state_rules(stage),
         )
     )
@@ -194,8 +197,14 @@ def param_layout(
         accum=accum,
         grad=grad,
         partial_axes=frozenset(partial_axes),
-        gather_dtype=weight.gather_dtype or config.train.dtype,
+        gather_dtype=weight.gather_dtype or train.dtype,
         reduce_dtype=config.parallel.grad_reduce_dtype,
+        host_sum=HostSum(
+            train.batch_size * config.model.block_size,
+            train.gradient_accumulation_steps * n_slices,
+        )
+        if in_host
+        else None,
     )
 
 

@@ -14,12 +14,13 @@ from jaxgpt.models.decode import Cache, decode_step, empty_cache, unstack_layers
 from jaxgpt.models.layers import padded_vocab_size
 from jaxgpt.models.loss import TokenScores, score_tokens
 from jaxgpt.models.transformer import gpt_graph
+from jaxgpt.parallel.collectives import gather_rows
+from jaxgpt.parallel.offload import to_device
 from jaxgpt.parallel.sharding import TENSOR, Params, batch_sharding, replicated
 from jaxgpt.parallel.tensor import ParallelContext
 from jaxgpt.parallel.zero import ShardedParam, local_params
 from jaxgpt.train.step import (
     ShardedModel,
-    gather_rows,
     hidden_states,
     local_loss,
     merge_microbatches,
@@ -77,7 +78,7 @@ def _map_rows(
         else:
             parts = jax.lax.map(compute_rows, split_microbatches(rows, n))
             found = jax.tree.map(merge_microbatches, parts)
-        return jax.tree.map(functools.partial(gather_rows, model), found)
+        return jax.tree.map(lambda own: gather_rows(own, model.mesh), found)
 
     return jax.shard_map(
         local,
@@ -100,8 +101,9 @@ def make_decoder(model: ShardedModel, attend: Attention, params: Params) -> tupl
         gpt_graph, model.config.model, dtype=dtype, attend=attend, end_of_text=end_of_text
     )
     is_large = sum(4 * p.size for p in jax.tree.leaves(params)) > SMALL_BYTES
-    unstacked = is_large and on_cpu and mesh.size == 1
-    is_shared = is_large and mesh.size > 1
+    in_host = model.config.parallel.offload == "state"
+    unstacked = is_large and on_cpu and mesh.size == 1 and not in_host
+    is_shared = is_large and (mesh.size > 1 or in_host)
     tensor = model.context.tensor if is_shared else 1
     cache = empty_cache(model.config.model, dtype, not unstacked, tensor)
     if is_shared:
@@ -109,6 +111,7 @@ def make_decoder(model: ShardedModel, attend: Attention, params: Params) -> tupl
         graph = make_graph(parallel=context, scan_layers=True)
         return functools.partial(_sharded_decode, model, graph, params), cache
     graph = make_graph(scan_layers=not unstacked)
+    params = jax.tree.map(to_device, params)
     params = jax.lax.with_sharding_constraint(params, replicated(mesh))
     if unstacked:
         params = unstack_layers(params)

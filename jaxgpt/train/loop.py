@@ -1,32 +1,30 @@
 """A run from its first step to its last: `run_steps` is what happens."""
 
 import contextlib
-import dataclasses
-import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
-from jaxgpt import __version__
 from jaxgpt.checkpoint.checkpointer import Checkpoints
 from jaxgpt.cluster import shutdown as exits
-from jaxgpt.cluster.preemption import StopSignal
+from jaxgpt.cluster.health.heartbeat import Heartbeats
+from jaxgpt.cluster.health.preemption import StopSignal
+from jaxgpt.cluster.health.watchdog import Watchdog
 from jaxgpt.cluster.process_group import ProcessGroup
-from jaxgpt.cluster.watchdog import Watchdog
-from jaxgpt.config import UsageError, should_evaluate, should_run_every, skip_ranges
+from jaxgpt.config import UsageError, should_evaluate, skip_ranges
 from jaxgpt.parallel.mesh import describe
 from jaxgpt.perf.startup import Startup
 from jaxgpt.runtime.dispatch import DispatchLimiter
 from jaxgpt.runtime.initialize import end_job
-from jaxgpt.spikes.policy import rewind
 from jaxgpt.spikes.skip import SkipRanges
-from jaxgpt.tracking.records import CheckpointRecord
+from jaxgpt.train.reporting.goodput import Goodput
 from jaxgpt.train.reporting.metrics import MetricsBuffer, StepMetrics
-from jaxgpt.train.resume import EVAL_RECORDS
-from jaxgpt.train.run_directory import Run
-from jaxgpt.train.setup import Trainer, begin, set_up
+from jaxgpt.train.rewind import find_corruption, go_back_before_spike, go_back_to_agreed
+from jaxgpt.train.run.directory import Run
+from jaxgpt.train.run.resume import EVAL_RECORDS
+from jaxgpt.train.setup import START_MINUTES, Trainer, begin, set_up
 from jaxgpt.train.state import TrainState, checkpoint_json, checkpoint_tree
 
 
@@ -36,11 +34,18 @@ class StepsResult(NamedTuple):
     step: int
     stopping: bool = False  # whether a signal or the time limit did it
     spike: StepMetrics | None = None  # what calls for a rewind
+    differ: tuple[int, ...] = ()  # devices whose parameters are not those of their copies
     failure: str = ""  # why the run cannot go on
 
 
 def train(
-    run: Run, cluster: ProcessGroup, facts: dict[str, Any], stop: StopSignal, startup: Startup
+    run: Run,
+    cluster: ProcessGroup,
+    facts: dict[str, Any],
+    stop: StopSignal,
+    startup: Startup,
+    heartbeats: Heartbeats,
+    goodput: Goodput,
 ) -> int:
     """Train until train.max_iters, or until `stop` says so; return the exit status.
 
@@ -48,13 +53,14 @@ def train(
     steps that are not finite cannot be got over. `facts` are what `initialize_jax` returned.
     """
     minutes = run.config.train.hang_timeout
-    with contextlib.closing(Watchdog(minutes, run.directory, cluster.rank, end_job)) as watchdog:
-        checkpoints = Checkpoints(run.directory, run.config)
-        ready = set_up(run, cluster, facts, stop, startup, watchdog, checkpoints)
+    watchdog = Watchdog(minutes, run.directory, cluster.rank, end_job, heartbeats)
+    with contextlib.closing(watchdog):
+        checkpoints = Checkpoints(run.directory, run.config, stop.allow_for_save)
+        ready = set_up(run, cluster, facts, stop, startup, watchdog, checkpoints, goodput)
         if ready is None:
             return exits.DONE
         run, trainer, state = ready
-        trainer.report.start(trainer.loader)
+        trainer.report.start(trainer.loader, heartbeats)
         try:
             if run.missing_records:
                 evaluate_and_sample(trainer, run.resume_step or 0, state, run.missing_records)
@@ -62,7 +68,7 @@ def train(
             result = run_with_rewinds(run, state, trainer)
         except UsageError:  # data has gone; what is being saved is not to go, too
             if cluster.size == 1:  # other processes would not come to finish it together
-                trainer.checkpoints.close()
+                trainer.checkpoints.close(is_final=False)
             raise
         return close_run(run, trainer, result)
 
@@ -86,27 +92,22 @@ def close_run(run: Run, trainer: Trainer, result: StepsResult) -> int:
 
 
 def run_with_rewinds(run: Run, state: TrainState, trainer: Trainer) -> StepsResult:
-    """Train to the end of the run, going back to a checkpoint whenever a spike calls for it."""
-    report, cluster = trainer.report, trainer.cluster
-    result = run_steps(run, state, trainer)
-    while result.spike is not None:
-        trainer.watchdog.heartbeat(f"the rewind from step {result.step}")
-        spike = report.spike_record(result.spike).to_dict()
-        found = rewind(run.config, run.directory, cluster, spike, result.step)
-        if found.problem:
-            report.show_spikes()
-            return StepsResult(result.step, failure=found.problem)
-        run = dataclasses.replace(
-            run,
-            config=run.config.replace(train_range_to_skip=tuple(found.skip)),
-            resume_step=found.step,
-            resume_meta=found.meta,
-        )
-        report.rewind(run)
+    """Train to the end of the run, going back to a checkpoint whenever something calls for it."""
+    result, corrupted = run_steps(run, state, trainer), []
+    while result.spike is not None or result.differ:
+        trainer.watchdog.heartbeat(f"the way back from step {result.step}", START_MINUTES)
+        if result.differ:
+            run, problem = go_back_to_agreed(run, trainer, result.differ, result.step, corrupted)
+        else:
+            run, problem = go_back_before_spike(run, trainer, result.spike, result.step)
+        if problem:
+            return StepsResult(result.step, failure=problem)
         if result.stopping:
             return StepsResult(run.resume_step or 0, stopping=True)
-        with report.timer.excluded(()):
-            run, state = begin(run, trainer.steps, trainer.checkpoints, cluster, report)
+        with trainer.report.timer.excluded((), "restore"):
+            run, state = begin(
+                run, trainer.steps, trainer.checkpoints, trainer.cluster, trainer.report
+            )
             jax.block_until_ready(state)
         result = run_steps(run, state, trainer)
     return result
@@ -120,17 +121,17 @@ def run_steps(run: Run, state: TrainState, trainer: Trainer) -> StepsResult:
     skips = SkipRanges(skip_ranges(config))
     todo = range((run.resume_step or 0) + 1, config.train.max_iters + 1)
     batches = trainer.loader.batches(step for step in todo if step not in skips)
-    result = StepsResult(run.resume_step or 0)
-    unsaved = 0  # steps, without those that were skipped
+    result, unsaved = StepsResult(run.resume_step or 0), 0  # steps, without those that were skipped
 
     for step in todo:
-        watchdog.heartbeat(f"step {step}")
+        watchdog.heartbeat(f"the batch of step {step}")
         checkpoints.check()
         metrics = None
         if step not in skips:
             profile.before(step, state)
             with report.timer.waiting("data"):
                 batch = next(batches)
+            watchdog.heartbeat(f"step {step}")
             state, metrics = trainer.train_step(state, np.int32(step), batch)
             with report.timer.waiting("device"):
                 dispatched.add(metrics.loss)
@@ -138,7 +139,7 @@ def run_steps(run: Run, state: TrainState, trainer: Trainer) -> StepsResult:
         is_last = step == config.train.max_iters
         stopping = trainer.stop.reached(next(trainer.ticks))
         evaluating = should_evaluate(config, step)
-        saving = is_last or stopping or should_run_every(step, config.checkpoint.interval)
+        saving = checkpoints.is_due(step) or is_last or stopping
 
         report.gather_host_times(step)
         with report.timer.waiting("device"):
@@ -146,14 +147,15 @@ def run_steps(run: Run, state: TrainState, trainer: Trainer) -> StepsResult:
         report.step(step, metrics, known)
         profile.after(step, state)
         spike = buffer.calls_for_rewind(known)
-        if spike is not None:
-            result = StepsResult(step, stopping, spike)
+        differ = () if spike else find_corruption(run, trainer, step, state, saving)
+        if spike or differ:
+            result = StepsResult(step, stopping, spike, differ)
             break
         failure = buffer.failure(known)
 
         # Not the same state once more: it would take the place of one that may be better.
         if saving or (failure and unsaved > known[-1].metrics.detection.nonfinite):
-            watchdog.heartbeat(f"the checkpoint of step {step}")
+            watchdog.heartbeat(f"the checkpoint of step {step}", START_MINUTES)
             save_checkpoint(run, trainer, step, state)
             unsaved = 0
 
@@ -165,9 +167,11 @@ def run_steps(run: Run, state: TrainState, trainer: Trainer) -> StepsResult:
             result = StepsResult(step, stopping, failure=failure)
             break
 
+    watchdog.heartbeat("the end of the steps", START_MINUTES)
     profile.close(state)
     batches.close()
-    checkpoints.close()
+    with report.goodput.within("save"):
+        checkpoints.close(is_final=result.spike is None and not result.differ)
     return result
 
 
@@ -175,7 +179,7 @@ def evaluate_and_sample(
     trainer: Trainer, step: int, state: TrainState, at: Sequence[str] = EVAL_RECORDS
 ) -> None:
     """Evaluate and write a sample after a step, or only the kinds of records in `at`."""
-    with trainer.report.timer.excluded(state):
+    with trainer.report.timer.excluded(state, "evaluation"):
         if "eval" in at:
             trainer.watchdog.heartbeat(f"the evaluation after step {step}")
             trainer.report.log(trainer.evaluate(step, state.params))
@@ -186,21 +190,12 @@ def evaluate_and_sample(
 
 def save_checkpoint(run: Run, trainer: Trainer, step: int, state: TrainState) -> None:
     """Start writing the checkpoint of a step; the state may be donated when this returns."""
-    with trainer.report.timer.excluded(state):
-        began = time.perf_counter()
+    with trainer.report.timer.excluded(state, "save"):
         meta = {
-            "step": step,
-            "consumed_tokens": run.consumed_tokens(step),
-            "corpus_tokens": run.corpus_tokens(trainer.loader, step),
+            **run.checkpoint_meta(trainer.loader, step),
             "mesh": describe(trainer.steps.mesh),
             "processes": trainer.cluster.size,
-            "data_fingerprint": run.fingerprints,
-            "tokenizer": run.dataset.tokenizer_meta,
-            "config": run.config.to_dict(),
-            "jaxgpt": __version__,
             "jax": jax.__version__,
             **checkpoint_json(state),
         }
         trainer.checkpoints.save(step, checkpoint_tree(state), meta)
-        path, seconds = f"{run.directory}/checkpoints/{step}", time.perf_counter() - began
-        trainer.report.log(CheckpointRecord(step=step, path=path, seconds=seconds))

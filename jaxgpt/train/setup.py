@@ -10,23 +10,28 @@ import numpy as np
 
 from jaxgpt.checkpoint.checkpointer import Checkpoints, restore_params
 from jaxgpt.checkpoint.metadata import DamagedCheckpoint, read_meta
-from jaxgpt.cluster.preemption import StopSignal
+from jaxgpt.checkpoint.replicas import has_copies
+from jaxgpt.cluster.health.preemption import StopSignal
+from jaxgpt.cluster.health.watchdog import Watchdog
 from jaxgpt.cluster.process_group import ProcessGroup
-from jaxgpt.cluster.watchdog import Watchdog
-from jaxgpt.config import MeshShape
+from jaxgpt.config import Config, MeshShape, UsageError
 from jaxgpt.data.loader import Loader
-from jaxgpt.parallel.mesh import device_hosts, job_mesh, tensor_crosses_hosts_warning
+from jaxgpt.parallel.mesh import describe, device_hosts, job_mesh, tensor_crosses_hosts_warning
 from jaxgpt.parallel.sharding import Params
+from jaxgpt.perf.memory import check_memory
 from jaxgpt.perf.profile import StepProfile
 from jaxgpt.perf.startup import Startup
 from jaxgpt.runtime.compile_cache import CacheUse
-from jaxgpt.spikes.faults import check_faults
-from jaxgpt.tracking.records import EvalRecord, SampleRecord
+from jaxgpt.spikes.faults import check_faults, with_bit_flip
+from jaxgpt.spikes.policy import finish_rewind
+from jaxgpt.tracking.records import DamageRecord, EvalRecord, SampleRecord
 from jaxgpt.train.evaluate import make_evaluator, make_sampler
 from jaxgpt.train.functions import StepFunctions, make_steps
+from jaxgpt.train.reporting.goodput import Goodput
 from jaxgpt.train.reporting.reporter import Reporter
 from jaxgpt.train.reporting.step_metrics import Metrics
-from jaxgpt.train.run_directory import Run, go_back
+from jaxgpt.train.run.directory import Run
+from jaxgpt.train.run.going_back import go_back_to_older
 from jaxgpt.train.state import TrainState, checkpoint_tree, state_from_checkpoint
 
 START_MINUTES = 30  # that restoring and compiling may take, if train.hang_timeout is less
@@ -46,7 +51,9 @@ class Trainer(NamedTuple):
     stop: StopSignal
     watchdog: Watchdog
     profile: StepProfile
-    ticks: Iterator[int]  # counts steps that were begun: unlike a step's number, never goes back
+    # Counts steps that were begun, for `StopSignal`: never goes back, as a step's number may, and
+    # begins at 1, the tick after which JAX stops a job that was signalled before its first step.
+    ticks: Iterator[int]
 
 
 def set_up(
@@ -57,25 +64,25 @@ def set_up(
     startup: Startup,
     watchdog: Watchdog,
     checkpoints: Checkpoints,
+    goodput: Goodput,
 ) -> tuple[Run, Trainer, TrainState] | None:
     """Build what a run needs, and the state to begin with; None if there is nothing left to do.
 
-    The run that is returned goes on from an older checkpoint if the newest was damaged.
-
-    `facts` are what `initialize_jax` returned. Raises `UsageError` if the configuration does not
-    fit the devices, or there is no room.
+    The run that is returned goes on from an older checkpoint if the newest was damaged. `facts` are
+    what `initialize_jax` returned. Raises `UsageError` if the configuration does not fit the
+    devices, or there is no room.
     """
     config = run.config
     mesh = job_mesh(config, cluster.hosts)
+    check_memory(config, MeshShape(**mesh.shape), cluster.local_size)
     check_faults(config, mesh.size)
-    cache_use = CacheUse()
-    steps = make_steps(config, mesh)
-    report = Reporter(run, steps, startup, cluster)
-    hosts = device_hosts(mesh, cluster.hosts)
-    crossing = tensor_crosses_hosts_warning(MeshShape(**mesh.shape), hosts)
-    report.log_header(facts, (*steps.warnings, *crossing))
+    cache_use, steps = CacheUse(), make_steps(config, mesh)
+    check_copies(config, steps)
+    report = Reporter(run, steps, startup, cluster, goodput)
+    report.log_header(facts, layout_warnings(steps, cluster))
+    stop.say, checkpoints.log = report.info, report.log
     if (run.resume_step or 0) < config.train.max_iters:
-        checkpoints.check_room(run.resume_step or 0, checkpoint_tree(steps.state_shapes))
+        checkpoints.open(checkpoint_tree(steps.state_shapes))
     elif not run.missing_records:
         report.close(
             f"nothing to do: step {run.resume_step} is saved, "
@@ -88,7 +95,7 @@ def set_up(
     report.log_resume()
     startup.mark("state")
     watchdog.heartbeat("the compilation of the step", START_MINUTES)
-    loader = Loader.for_training(run.dataset, config, steps.batch_shape.sharding)
+    goodput.enter("compile")
     train_step = steps.lower_train_step().compile()
     cluster.barrier()
     startup.compile_cache = str(cache_use)
@@ -96,8 +103,8 @@ def set_up(
     trainer = Trainer(
         cluster=cluster,
         steps=steps,
-        train_step=train_step,
-        loader=loader,
+        train_step=with_bit_flip(train_step, config),
+        loader=Loader.for_training(run.dataset, config, steps.batch_shape.sharding),
         evaluate=make_evaluator(run.dataset, config, steps, watchdog.heartbeat),
         sample=make_sampler(run.dataset, config, steps),
         checkpoints=checkpoints,
@@ -105,9 +112,25 @@ def set_up(
         stop=stop,
         watchdog=watchdog,
         profile=StepProfile(run, cluster, train_step, report),
-        ticks=itertools.count((run.resume_step or 0) + 1),
+        ticks=itertools.count(1),
     )
     return run, trainer, state
+
+
+def layout_warnings(steps: StepFunctions, cluster: ProcessGroup) -> tuple[str, ...]:
+    """Return what is legal and slow about a layout."""
+    shape, hosts = MeshShape(**steps.mesh.shape), device_hosts(steps.mesh, cluster.hosts)
+    return (*steps.warnings, *tensor_crosses_hosts_warning(shape, hosts))
+
+
+def check_copies(config: Config, steps: StepFunctions) -> None:
+    """Raise a UsageError if train.verify_interval has nothing to compare."""
+    if config.train.verify_interval and not has_copies(steps.state_shapes.params):
+        raise UsageError(
+            f"train.verify_interval={config.train.verify_interval}: no device of mesh "
+            f"{describe(steps.mesh)} has a copy of most parameters to compare them with; it takes "
+            "data > 1 or a parallel.zero_stage below 3"
+        )
 
 
 def begin(
@@ -117,13 +140,22 @@ def begin(
     cluster: ProcessGroup,
     report: Reporter,
 ) -> tuple[Run, TrainState]:
-    """Return a run and the state that it begins with; damaged checkpoints are set aside."""
+    """Return a run and the state that it begins with; damaged checkpoints are set aside.
+
+    A rewind that brought it here is finished: newer checkpoints go.
+    """
     while True:
         try:
-            return run, restore_or_init(run, steps, checkpoints, cluster)
+            with report.goodput.within("restore"):
+                state = restore_or_init(run, steps, checkpoints, cluster)
         except DamagedCheckpoint as error:
-            run = go_back(run, cluster, error)
-            report.go_back(run)
+            run = go_back_to_older(run, cluster, error)
+            report.go_back(run, DamageRecord(step=run.resume_step, **run.damaged[-1]))
+            continue
+        checkpoints.forget_later(run.resume_step)
+        if cluster.is_main:
+            finish_rewind(run.directory)
+        return run, state
 
 
 def restore_or_init(

@@ -15,7 +15,9 @@ from jaxgpt.config import Config
 from jaxgpt.models.transformer import GPT
 from jaxgpt.models.weights import weights
 from jaxgpt.optim import Parameters, make_optimizer, opt_state_shardings
+from jaxgpt.optim.update import init_in_turn
 from jaxgpt.parallel import sharding
+from jaxgpt.parallel.offload import stacked_in_host, to_device
 from jaxgpt.parallel.sharding import Params
 from jaxgpt.spikes.detector import (
     SpikeState,
@@ -40,29 +42,38 @@ def optimizer_of(config: Config) -> optax.GradientTransformation:
 
 def init_state(config: Config) -> TrainState:
     """Return the state before the first step, of model.vocab_size, train.seed and the optimizer."""
-    network = GPT(config.model, rngs=nnx.Rngs(params=config.train.seed))
+    stacked = stacked_in_host if config.parallel.offload == "state" else nnx.vmap
+    network = GPT(config.model, stacked=stacked, rngs=nnx.Rngs(params=config.train.seed))
     return state_of(config, nnx.to_pure_dict(nnx.state(network, nnx.Param)))
 
 
 def state_of(config: Config, params: Params) -> TrainState:
     """Return the state before the first step with these parameters, of some positions or more."""
     if "position_embedding" in params:
-        w_TD = params["position_embedding"]["embedding"][: config.model.block_size]
+        w_TD = to_device(params["position_embedding"]["embedding"])[: config.model.block_size]
         params = params | {"position_embedding": {"embedding": w_TD}}
-    return TrainState(params, optimizer_of(config).init(params), init_spike_state(config.spike))
+    if config.parallel.offload == "none":
+        opt_state = optimizer_of(config).init(params)
+    else:
+        make = functools.partial(make_optimizer, config.optimizer)
+        opt_state = init_in_turn(make, Parameters(weights(config.model)), params)
+    return TrainState(params, opt_state, init_spike_state(config.spike))
 
 
 def state_shapes(config: Config, mesh: Mesh) -> TrainState:
     """Return shape, dtype and sharding of every array of the state, without computing any.
 
-    The optimizer's state is sharded as `parallel.zero_stage` says; with
-    parallel.offload_optimizer it lies in the host's memory between steps.
+    The optimizer's state is sharded as `parallel.zero_stage` says; parallel.offload says what lies
+    in the host's memory.
     """
     stage, described = config.parallel.zero_stage, weights(config.model)
-    memory_kind = "pinned_host" if config.parallel.offload_optimizer else None
-    params = sharding.weight_shardings(described, sharding.parameter_rules(stage), mesh)
-    moments = sharding.weight_shardings(
-        described, sharding.opt_state_rules(stage), mesh, memory_kind
+    offload = config.parallel.offload
+    params, moments = (
+        sharding.weight_shardings(described, rules, mesh, "pinned_host" if in_host else None)
+        for rules, in_host in (
+            (sharding.parameter_rules(stage), offload == "state"),
+            (sharding.opt_state_rules(stage), offload != "none"),
+        )
     )
     state = jax.eval_shape(functools.partial(init_state, config))
     placed = TrainState(

@@ -14,11 +14,12 @@ from jaxgpt.config import Config
 from jaxgpt.models.loss import LogitMetrics, cross_entropy_sum
 from jaxgpt.models.weights import weights
 from jaxgpt.optim import Parameters, learning_rate_schedule, make_optimizer
-from jaxgpt.optim.update import clip_by_norm, gate_by_where, gate_in_turn, global_norm
+from jaxgpt.optim.update import clip_by_norm, gated_update, global_norm
+from jaxgpt.parallel.collectives import gather_rows
 from jaxgpt.parallel.mesh import mesh_axes_with
 from jaxgpt.parallel.sharding import Params, batch_sharding
 from jaxgpt.parallel.tensor import ParallelContext
-from jaxgpt.parallel.zero import ShardedParam, local_params, reduce_gradients, varying
+from jaxgpt.parallel.zero import ShardedParam, local_params, reduce_gradients
 from jaxgpt.spikes.detector import detect_and_gate
 from jaxgpt.spikes.faults import inject_nan
 from jaxgpt.train.reporting.step_metrics import Metrics, StepValues, step_scalars
@@ -68,19 +69,18 @@ def train_step(
         config.spike, state.spike_state, loss, grad_norm
     )
 
-    optimizer = make_optimizer(config.optimizer, model.parameters)
-
-    def update(params: Params, opt_state: optax.OptState) -> tuple[Params, optax.OptState]:
+    def update(
+        parameters: Parameters, gradients: Params, params: Params, opt_state: optax.OptState
+    ) -> tuple[Params, optax.OptState]:
+        optimizer = make_optimizer(config.optimizer, parameters)
         clipped = clip_by_norm(gradients, grad_norm, config.optimizer.grad_clip)
         directions, opt_state = optimizer.update(clipped, opt_state, params)
         return jax.tree.map(lambda p, u: p - lr * u, params, directions), opt_state
 
-    opt_state = state.opt_state
-    if config.parallel.offload_optimizer:
-        opt_state = jax.device_put(opt_state, jax.memory.Space.Device)
     on_cpu = model.mesh.devices.flat[0].platform == "cpu"
-    gate = gate_in_turn if on_cpu else gate_by_where
-    params, opt_state = gate(update_is_due, update, state.params, opt_state)
+    by_layer = config.parallel.offload != "none"
+    gate = functools.partial(gated_update, update_is_due, on_cpu=on_cpu, by_layer=by_layer)
+    params, opt_state = gate(update, model.parameters, gradients, state.params, state.opt_state)
     values = StepValues(loss, grad_norm, lr, row_losses, gradients, state.params)
     metrics = Metrics(step_scalars(values, from_logits), row_losses, detection)
     return TrainState(params, opt_state, spike_state), metrics
@@ -111,21 +111,26 @@ def _local_loss_and_gradients(
     params, zeros = local_params(params, model.layouts)
     key = jax.random.fold_in(jax.random.key(train.seed), step)
     keys_B = jax.vmap(lambda row: jax.random.fold_in(key, row))(row_numbers)
-    (sums_B, metrics), gradients = _accumulate_gradients(model, zeros, params, rows, keys_B)
-    n_devices = math.prod(mesh.shape[axis] for axis in mesh_axes_with("splits_batch", mesh))
-    n_tokens = rows[:, 1:].size * n_devices
-    gradients = jax.tree.map(lambda g: g / n_tokens, gradients)
-    gradients = inject_nan(model.config, gradients, model.layouts, mesh, step)
-    gradients = reduce_gradients(gradients, model.layouts)
+    (sums_B, metrics), gradients = _accumulate_gradients(model, zeros, params, step, rows, keys_B)
+    if model.config.parallel.offload != "state":
+        n_devices = math.prod(mesh.shape[axis] for axis in mesh_axes_with("splits_batch", mesh))
+        n_tokens = rows[:, 1:].size * n_devices
+        gradients = jax.tree.map(lambda g: g / n_tokens, gradients)
+        gradients = reduce_gradients(gradients, model.layouts)
     metrics = {
         name: metric.reduce_over_devices(metrics[name], mesh)
         for name, metric in model.logit_metrics.items()
     }
-    return gather_row_losses(model, sums_B, rows), gradients, metrics
+    return gather_rows(sums_B, mesh) / (rows.shape[1] - 1), gradients, metrics
 
 
 def _accumulate_gradients(
-    model: ShardedModel, zeros: Any, params: Params, rows: jax.Array, keys_B: jax.Array
+    model: ShardedModel,
+    zeros: Any,
+    params: Params,
+    step: jax.Array,
+    rows: jax.Array,
+    keys_B: jax.Array,
 ) -> tuple[tuple[jax.Array, dict[str, jax.Array]], Params]:
     """Return ((summed loss of each row, logit metrics), the gradient summed over all rows).
 
@@ -133,7 +138,12 @@ def _accumulate_gradients(
     rows i, i + n, ... of each device, hence of the global batch.
     """
     n = model.config.train.gradient_accumulation_steps * model.n_slices
-    value_and_grad = jax.value_and_grad(functools.partial(local_loss, model), has_aux=True)
+
+    def objective(*operands: Any) -> tuple[jax.Array, Any]:
+        loss, aux = local_loss(model, *operands)
+        return inject_nan(model.config, loss, model.mesh, step), aux
+
+    value_and_grad = jax.value_and_grad(objective, has_aux=True)
     if n == 1:
         (_, aux), gradients = value_and_grad(zeros, params, rows, keys_B)
         return aux, gradients
@@ -143,6 +153,9 @@ def _accumulate_gradients(
         here = jax.tree.map(
             lambda param: jax.lax.optimization_barrier((param, microbatch[0]))[0], params
         )
+        if model.config.parallel.offload == "state":  # where the backward pass adds to the total
+            (_, aux), total = value_and_grad(total, here, *microbatch)
+            return total, aux
         (_, aux), gradients = value_and_grad(zeros, here, *microbatch)
         return jax.tree.map(jnp.add, total, gradients), aux
 
@@ -186,24 +199,6 @@ def hidden_states(
     """Return the operands of the output layer, as `GPT.hidden_states`, of this device's rows."""
     sharded = jax.tree.map(ShardedParam, params, zeros, model.layouts)
     return nnx.merge(model.graph, sharded).hidden_states(tokens_BT, keys_B)
-
-
-def gather_row_losses(model: ShardedModel, sums_B: jax.Array, rows: jax.Array) -> jax.Array:
-    """Return the mean losses of all rows from the sums over this device's."""
-    return gather_rows(model, sums_B) / (rows.shape[1] - 1)
-
-
-def gather_rows(model: ShardedModel, own: jax.Array) -> jax.Array:
-    """Return an array (B, ...) of all rows from this device's."""
-    axes = mesh_axes_with("splits_batch", model.mesh)
-    if not axes:
-        return own
-    n = own.shape[0]
-    n_all = n * math.prod(model.mesh.shape[axis] for axis in axes)
-    zeros = varying(jnp.zeros((n_all, *own.shape[1:]), own.dtype), frozenset(axes))
-    start = (jax.lax.axis_index(axes) * n, *[0] * (own.ndim - 1))
-    # A sum with zeros, which is exact.
-    return jax.lax.psum(jax.lax.dynamic_update_slice(zeros, own, start), axes)
 
 
 def split_microbatches(x: jax.Array, n_parts: int) -> jax.Array:

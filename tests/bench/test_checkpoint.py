@@ -32,7 +32,7 @@ def test_a_checkpoint_of_several_processes_is_timed_beside_plain_files(tmp_path)
     [
         (["--out", "/dev/null/x"], "--out=/dev/null/x: cannot be written"),
         (
-            ["--config", "tiny", "model.n_layer=9999999"],
+            ["--config", "tiny", "model.n_layer=9999999", "parallel.scan_layers=True"],
             "a checkpoint takes 23,6",
         ),
     ],

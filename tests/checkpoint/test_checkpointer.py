@@ -1,5 +1,6 @@
 """A checkpoint saved under any way to lay a step out is restored under any other."""
 
+import contextlib
 import gc
 import resource
 import shutil
@@ -16,14 +17,14 @@ from jaxgpt.config import UsageError, load_config, mesh_shape
 from jaxgpt.parallel.mesh import make_mesh
 from jaxgpt.train.functions import make_steps
 from jaxgpt.train.state import checkpoint_json, checkpoint_tree, state_from_checkpoint
-from jobs import flat
+from jobs import META, flat
 
 SETTINGS = (
-    ("--mesh", "2,2,2", "parallel.sequence_parallel=True"),
-    ("--mesh", "1,8,1", "parallel.zero_stage=1", "parallel.offload_optimizer=True"),
+    ("--mesh", "2,2,2", "parallel.offload=state", "parallel.scan_layers=True"),
+    ("--mesh", "1,8,1", "parallel.zero_stage=1", "parallel.offload=moments"),
     ("--mesh", "8,1,1", "parallel.zero_stage=0", "parallel.scan_layers=True"),
-    ("--mesh", "2,1,4", "train.gradient_accumulation_steps=2", "parallel.remat=full"),
-    ("--mesh", "1,4,2", "parallel.zero_stage=2", "parallel.offload_optimizer=True"),
+    ("--mesh", "2,1,4", "parallel.sequence_parallel=True", "parallel.remat=full"),
+    ("--mesh", "1,4,2", "parallel.zero_stage=2", "parallel.offload=moments"),
 )
 
 
@@ -56,7 +57,7 @@ def test_any_settings_read_what_any_others_wrote(saved, steps, tmp_path):
     state = filled(steps[saved].state_shapes)
     expected = flat(state)
     checkpoints = Checkpoints(tmp_path, load_config("tiny", "checkpoint.keep=1"))
-    checkpoints.save(2, checkpoint_tree(state), checkpoint_json(state))
+    checkpoints.save(2, checkpoint_tree(state), {**META, **checkpoint_json(state)})
     for reader in steps:
         shapes = reader.state_shapes
         found = state_from_checkpoint(*checkpoints.restore(2, checkpoint_tree(shapes)), shapes)
@@ -77,7 +78,7 @@ def test_a_single_flipped_bit_is_noticed(steps, tmp_path):
     shapes = steps[0].state_shapes
     state = filled(shapes)
     checkpoints = Checkpoints(tmp_path, load_config("tiny"))
-    checkpoints.save(2, checkpoint_tree(state), {})
+    checkpoints.save(2, checkpoint_tree(state), META)
     checkpoints.close()
     restore_params(tmp_path, 2, shapes.params)
 
@@ -126,35 +127,105 @@ def test_a_checkpoint_for_which_there_is_no_room_is_not_begun(steps, tmp_path, m
     checkpoints = Checkpoints(tmp_path, load_config("tiny"))
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=needed))
-    checkpoints.save(1, checkpoint_tree(state), {})
+    checkpoints.save(1, checkpoint_tree(state), META)
+    checkpoints.close()
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=needed - 1))
-    with pytest.raises(UsageError, match=r"points/2: a checkpoint takes \d+\.\d MB, .* make room"):
-        checkpoints.save(2, checkpoint_tree(state), {})
-    checkpoints.close()
-    assert list_checkpoints(tmp_path) == [1]
+    with pytest.raises(UsageError, match=r"points: a checkpoint takes \d+\.\d MB, .* make room"):
+        checkpoints.open(checkpoint_tree(state))
+    checkpoints.save(2, checkpoint_tree(state), META)
+    with pytest.raises(UsageError, match=r"checkpoint 2 could .*takes \d+\.\d MB, .*; make room"):
+        checkpoints.close()
+    assert names(tmp_path) == ["1"]
 
 
-@pytest.mark.parametrize("noticed", ["at the next save", "at the end"])
-def test_a_disk_that_is_full_while_orbax_writes_is_one_sentence(noticed, steps, tmp_path, capfd):
-    state, config = filled(steps[0].state_shapes), load_config("tiny")
-    checkpoints = Checkpoints(tmp_path, config)
-    checkpoints.save(1, checkpoint_tree(state), {})
-    checkpoints.close()
+@contextlib.contextmanager
+def quota():
+    """Files of at most 1 MiB."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, limits[1]))  # bytes of a file, as a quota
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, limits[1]))
     try:
-        checkpoints.save(2, checkpoint_tree(state), {})
-        with pytest.raises(UsageError, match="points: .* not be written .File too large.; make"):
-            checkpoints.close() if noticed == "at the end" else checkpoints.save(
-                3, checkpoint_tree(state), {}
-            )
+        yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert "Traceback" not in "".join(capfd.readouterr())
-    assert list_checkpoints(tmp_path) == [1]
-    checkpoints = Checkpoints(tmp_path, config)
-    checkpoints.restore(1, checkpoint_tree(steps[0].state_shapes))
+
+
+@contextlib.contextmanager
+def vanished(folder):
+    """No folder to write in, as where a file system is gone."""
+    folder.rename(folder.with_name("elsewhere"))
+    folder.write_text("")
+    try:
+        yield
+    finally:
+        folder.unlink()
+        folder.with_name("elsewhere").rename(folder)
+
+
+@pytest.mark.parametrize("staged", [False, True])
+@pytest.mark.parametrize("trouble", ["quota", "vanished"])
+def test_a_run_goes_on_after_a_failed_save_while_an_older_one_stands(
+    trouble, staged, steps, tmp_path, capfd
+):
+    tree = checkpoint_tree(filled(steps[0].state_shapes))
+    run, log = tmp_path / "run", []
+    run.mkdir()
+    stage = [f"checkpoint.stage={tmp_path / 'stage'}"] if staged else []
+    checkpoints = Checkpoints(run, load_config("tiny", *stage))
+    checkpoints.log = log.append
+    checkpoints.open(tree)
+    checkpoints.save(1, tree, META)
     checkpoints.close()
+    with quota() if trouble == "quota" else vanished(run / "checkpoints" if staged else run):
+        if trouble == "quota":
+            checkpoints.save(2, tree, META)
+            checkpoints.close(is_final=False)
+        else:  # and the one before it with it
+            with pytest.raises(
+                UsageError, match="2 could not .*(File exists|Not a directory).; start"
+            ):
+                checkpoints.save(2, tree, META)
+                checkpoints.close(is_final=False)
+    assert names(run) == ["1"]
+    checkpoints.save(3, tree, META)
+    checkpoints.close()
+    assert names(run) == ["1", "3"]
+    kinds = [(record.kind, record.step) for record in log]
+    failed = [("checkpoint_failed", 2)] if trouble == "quota" else []
+    assert kinds == [("checkpoint", 1), *failed, ("checkpoint", 3)]
+    if failed:
+        assert log[1].standing == 1 and log[1].reason.endswith("written (File too large)")
+    assert "Traceback" not in "".join(capfd.readouterr())
+    checkpoints.restore(3, checkpoint_tree(steps[0].state_shapes))
+
+
+@pytest.mark.parametrize("why", ["on_error=stop", "no other", "the last"])
+@pytest.mark.parametrize("noticed", ["at a step", "at the next save", "at the end"])
+def test_a_run_that_needs_the_failed_save_ends_with_one_sentence(why, noticed, steps, tmp_path):
+    tree = checkpoint_tree(filled(steps[0].state_shapes))
+    stop = ["checkpoint.on_error=stop"] if why == "on_error=stop" else []
+    checkpoints = Checkpoints(tmp_path, load_config("tiny", *stop))
+    if why != "no other":
+        checkpoints.save(1, tree, META)
+        checkpoints.close()
+    if why == "the last" and noticed != "at the end":
+        return
+    sentence = "points: checkpoint 2 could not be written .File too large.; make room, and start"
+    with quota():
+        checkpoints.save(2, tree, META)
+        with pytest.raises(UsageError, match=sentence):
+            if noticed == "at the end":
+                checkpoints.close(is_final=why == "the last")
+            elif noticed == "at the next save":
+                checkpoints.save(3, tree, META)
+            while True:
+                checkpoints.check()
+    checkpoints.close()
+    assert names(tmp_path) == ([] if why == "no other" else ["1"])
+
+
+def names(run):
+    """What is in the folder of checkpoints."""
+    return sorted(path.name for path in (run / "checkpoints").iterdir())
 
 
 def test_no_thread_is_left_after_close_and_saves_may_follow(steps, tmp_path):
@@ -162,7 +233,7 @@ def test_no_thread_is_left_after_close_and_saves_may_follow(steps, tmp_path):
     checkpoints = Checkpoints(tmp_path, load_config("tiny", "checkpoint.keep=1"))
     for step in (1, 2):
         before = set(threading.enumerate())
-        checkpoints.save(step, checkpoint_tree(state), {})
+        checkpoints.save(step, checkpoint_tree(state), META)
         checkpoints.close()
         gc.collect()
         left = set(threading.enumerate()) - before

@@ -5,10 +5,11 @@ import json
 import pytest
 
 from jaxgpt.checkpoint.metadata import add_checksum, is_step, read_meta
-from jaxgpt.config import UsageError
+from jaxgpt.config import Config, UsageError
 
 META = {
-    "step": 40, "consumed_tokens": 122_880, "config": {"model": {"dropout": 0.1}}, "mesh": "data=1",
+    "step": 40, "consumed_tokens": 122_880, "config": Config().to_dict(), "mesh": "data=1",
+    "jax": "0.10",
     "processes": 1, "data_fingerprint": [["a", "b"]], "tokenizer": None,
     "checksums": {"params/a": 7}, "watch": {"limits": [float("inf"), 1e-45]},
     "skip": (1, 2), "prompt": "äöü",

@@ -22,7 +22,7 @@ def test_nobody_hears_of_a_reader_that_has_seen_enough(words, tmp_path):
 
 LATE = """
 import os, signal
-from jaxgpt.cluster.preemption import StopSignal
+from jaxgpt.cluster.health.preemption import StopSignal
 
 class Last:
     def __del__(self):  # when Python has given up its handlers

@@ -18,6 +18,7 @@ WORKS = [
     ("--warmup_iters=5 --lr_decay_iters=9", "optimizer.lr_decay_iters", 9),
     ("--beta2=0.95 --weight_decay=0.0", "optimizer.weight_decay", 0.0),
     ("--grad_clip=0.5", "optimizer.grad_clip", 0.5),
+    ("parallel.offload_optimizer=True", "parallel.offload", "moments"),  # ours until 0.1.0
     ("--dropout=0.1 --bias=True", "model.bias", True),
     ("--dataset=mine --out_dir=runs/a", "out", "runs/a"),
     ("--dtype=bfloat16 --seed=2", "train.dtype", "bfloat16"),

@@ -174,6 +174,16 @@ def test_a_file_is_a_configuration_too(tmp_path):
         ),
         (["spike.window=99999999"], ["spike.window=99999999", "at most 100000"]),
         (["spike.action=rewind", "checkpoint.interval=0"], ["checkpoint.interval=0", "rewind"]),
+        (
+            ["checkpoint.keep_every=100"],
+            ["keep_every=100", "a multiple of checkpoint.interval=150"],
+        ),
+        (["checkpoint.keep_every=9", "checkpoint.interval=0"], ["keep_every=9", "interval=0"]),
+        (["checkpoint.keep_best=1", "train.eval_interval=0"], ["keep_best=1", "eval_interval=0"]),
+        (["checkpoint.keep_best=1", "train.eval_interval=70"], ["keep_best=1", "eval_interval=70"]),
+        (["checkpoint.interval_minutes=0"], ["interval_minutes=0", "more than 0"]),
+        (["checkpoint.stage="], ["checkpoint.stage=: is empty"]),
+        (["parallel.offload=state"], ["parallel.offload=state", "parallel.scan_layers=True"]),
     ],
 )
 def test_a_mistake_is_one_sentence_with_key_value_and_remedy(arguments, words):

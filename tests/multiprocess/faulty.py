@@ -1,9 +1,12 @@
-"""A training run in which one process fails: `faulty.py WHERE RANK [train arguments]`."""
+"""A training run in which one process fails: `faulty.py WHERE RANK [train arguments]`.
+
+WHERE disk is a full disk, disk20 one that is full while the checkpoint of step 20 is written.
+"""
 
 import os
-import resource
 import signal
 import sys
+import time
 
 from jaxgpt.cluster.environment import rank_from_env
 from jaxgpt.train import __main__ as train
@@ -14,6 +17,8 @@ def fail(*args, **kwargs):
         os.kill(os.getpid(), signal.SIGKILL)
     if where == "interrupted":
         raise KeyboardInterrupt
+    if where == "waits":
+        time.sleep(1000)
     raise RuntimeError(f"planted in {where}")
 
 
@@ -23,6 +28,18 @@ def plant() -> None:
         from jaxgpt.train import setup
 
         setup.make_evaluator = lambda *arguments: fail
+    elif where == "signalled":
+        from jaxgpt.cluster.health.watchdog import Watchdog
+
+        heartbeat = Watchdog.heartbeat
+
+        def compile_signalled(self, activity, *rest):
+            heartbeat(self, activity, *rest)
+            if activity.startswith("the compilation"):
+                os.kill(os.getpid(), signal.SIGTERM)
+                time.sleep(2)  # for all to have heard of it: they wait for this process
+
+        Watchdog.heartbeat = compile_signalled
     elif where == "restore":
         from jaxgpt.checkpoint.checkpointer import Checkpoints
 
@@ -31,7 +48,7 @@ def plant() -> None:
         from jaxgpt.spikes import policy as rewinds
 
         rewinds.truncate_metrics = fail
-    elif where == "data":
+    elif where in ("data", "waits"):
         from jaxgpt.data.loader import Loader
 
         first = Loader.read
@@ -40,17 +57,17 @@ def plant() -> None:
             return fail() if step == 5 else first(self, step, rows)
 
         Loader.read = read
-    elif where == "disk":
-        from jaxgpt.checkpoint.checkpointer import Checkpoints
+    elif where.startswith("disk"):
+        from jaxgpt.checkpoint import save
 
-        save = Checkpoints.save
+        write = save.write_part
 
-        def save_without_room(*arguments):
-            most = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
-            resource.setrlimit(resource.RLIMIT_FSIZE, (2**10, most))  # bytes of a file
-            save(*arguments)
+        def write_without_room(state, *arguments):
+            if where in ("disk", f"disk{state.parent.name.partition('.')[0]}"):
+                raise ValueError("TensorStore's [os_error_code='28']")  # ENOSPC
+            return write(state, *arguments)
 
-        Checkpoints.save = save_without_room
+        save.write_part = write_without_room
     elif where == "prepare":
         train.prepare_run = fail
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -12,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from jobs import SMALL, command, environment, losses, run, train_here, wait_for_step
+from jobs import SMALL, command, environment, losses, records, run, train_here, wait_for_step
 
 HERE = Path(__file__).parent
 MESH = ("--mesh", "1,1,4")
@@ -44,6 +45,8 @@ def gone(out, seconds=10):
     ("number", "to"),
     [
         (signal.SIGTERM, "a process"),
+        pytest.param(signal.SIGUSR2, "a process", marks=pytest.mark.long),
+        pytest.param(signal.SIGUSR1, "the launcher", marks=pytest.mark.long),
         pytest.param(signal.SIGTERM, "the launcher", marks=pytest.mark.long),
         pytest.param(signal.SIGINT, "the launcher", marks=pytest.mark.long),
     ],
@@ -69,12 +72,52 @@ def test_a_signal_stops_all_at_the_same_step_with_a_checkpoint(tmp_path, number,
     assert again.returncode == 0, again.stdout
     assert f"resumed from step {saved}" in again.stdout
     assert list(losses(out)) == list(range(1, saved + 3))
+    more = (*arguments, f"train.max_iters={saved + 9}")
+    again = run(HERE / "faulty.py", "signalled", 1, *more, processes=4)  # before the first step
+    assert again.returncode == 75, again.stdout
+    assert max(losses(out)) == saved + 3
 
 
+@pytest.mark.long  # in short test_preemption.py has it
 def test_a_time_limit_stops_a_single_process(tmp_path):
     job = run("train", *SMALL, "--out", tmp_path, "train.max_iters=100000", "train.time_limit=0.05")
     assert job.returncode == 75, job.stdout
     assert "stopped by time limit after step" in job.stdout
+
+
+def test_the_walltime_of_a_pbs_job_stops_it_with_a_checkpoint(tmp_path):
+    """Ten seconds are left: a quarter of them is for the checkpoint."""
+    started = time.ctime(time.time() - 50)
+    qstat = tmp_path / "qstat"
+    qstat.write_text(
+        f"#!/bin/sh\necho '    Resource_List.walltime = 00:01:00'; echo '    stime = {started}'\n"
+    )
+    qstat.chmod(0o755)
+    path = f"{tmp_path}:{environment()['PATH']}"
+    arguments = (*SMALL, "--out", tmp_path / "run", "train.max_iters=100000")
+    job = run("train", *arguments, PATH=path, PBS_JOBID="7.server")
+    assert job.returncode == 75, job.stdout
+    line = r"^time limit: the job ends at [\d :-]+, by qstat -f 7.server; stops at [\d :-]+, \d s"
+    assert re.search(line, job.stdout, re.MULTILINE), job.stdout
+    assert "stopped by time limit after step" in job.stdout
+
+
+def test_ctrl_c_while_a_process_waits_for_the_others_ends_it(tmp_path):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    variables = {"JAXGPT_COORDINATOR": f"127.0.0.1:{port}", "JAXGPT_RANK": "0", "JAXGPT_SIZE": "2"}
+    job = subprocess.Popen(
+        command("train", *SMALL, "--out", tmp_path), stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT, text=True, env=environment(**variables),
+    )  # fmt: skip
+    listens = re.compile(rf":{port:04X} 0+:0000 0A ")
+    while not any(listens.search(Path(f"/proc/net/{tcp}").read_text()) for tcp in ("tcp", "tcp6")):
+        assert job.poll() is None, job.stdout.read()
+        time.sleep(0.05)
+    job.send_signal(signal.SIGINT)
+    output, _ = job.communicate(timeout=60)
+    assert (job.returncode, output) == (130, "")
 
 
 @pytest.mark.parametrize(
@@ -113,10 +156,25 @@ def test_a_process_without_room_on_its_disk_ends_all_with_a_sentence(tmp_path, i
     job = run(HERE / "faulty.py", "disk", 1, *arguments, processes=2, timeout=60)
     assert job.returncode == 2, job.stdout
     last = job.stdout.rstrip().splitlines()[-1]
-    assert last.startswith(f"error: {tmp_path}/checkpoints: ") and "(File too large)" in last
+    assert last.startswith(f"error: {tmp_path}/checkpoints: checkpoint ")
+    assert "could not be written (process 1: No space left on device); make room" in last
     assert "Traceback" not in job.stdout
     assert (max(losses(tmp_path)) == max_iters) == (interval == 0)
     assert gone(tmp_path)
+
+
+def test_a_job_goes_on_after_a_save_for_which_one_process_had_no_room(tmp_path):
+    steps = ("train.max_iters=9", "checkpoint.interval=3")
+    arguments = (*SMALL, "--mesh", "1,2,1", "--out", tmp_path, *steps)
+    job = run(HERE / "faulty.py", "disk6", 1, *arguments, processes=2, timeout=60)
+    assert job.returncode == 0, job.stdout
+    assert "Traceback" not in job.stdout
+    (failed,) = records(tmp_path, "checkpoint_failed")
+    assert (failed["step"], failed["standing"]) == (6, 3)
+    assert "process 1: No space left on device" in failed["reason"]
+    assert job.stdout.count("warning: ") == 1 and failed["reason"] in job.stdout
+    assert [r["step"] for r in records(tmp_path, "checkpoint")] == [3, 9]
+    assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == ["3", "9"]
 
 
 @pytest.mark.parametrize(("how", "statuses"), [("killed", range(1, 256)), ("interrupted", [130])])

@@ -1,35 +1,96 @@
-"""A job whose processes wait for one that has stopped ends, and says where."""
+"""A job of which one process stops ends, says which, and is started again by a supervisor."""
 
 import os
 import re
 import signal
 import subprocess
+from pathlib import Path
 
-from jobs import SMALL, command, environment, process_of, wait_for_step
+import pytest
+
+from jobs import SMALL, checkpoint_arrays, command, environment, process_of, run, wait_for_step
+
+STOPPED = Path(__file__).with_name("stopped.py")
+SETTINGS = (
+    *SMALL, "--mesh", "3,1,1", "train.batch_size=15", "train.max_iters=20",
+    "checkpoint.interval=10", "train.eval_interval=10", "train.hang_timeout=0.1",
+)  # fmt: skip
+PHASES = {  # as the watchdog calls them -> whether a run has to be gone on with
+    "start": False,
+    "the compilation": False,
+    "step 5": False,
+    "the checkpoint of step 10": False,
+    "the evaluation after step 10": False,
+    "the state to begin with": True,
+}
+SHORT = {("the compilation", 1)}
 
 
-def hanging_job(out, stopped):
-    """A job of three processes of which that one has been stopped."""
-    arguments = (*SMALL, "--out", out, "--mesh", "3,1,1", "train.batch_size=15")
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A run that nothing stops."""
+    out = tmp_path_factory.mktemp("hangs") / "whole"
+    job = run("train", *SETTINGS, "--out", out, processes=3)
+    assert job.returncode == 0, job.stdout
+    return out
+
+
+@pytest.mark.parametrize("rank", range(3))
+@pytest.mark.parametrize("phase", PHASES)
+def test_a_process_that_stops_is_named_and_the_job_started_again(
+    phase, rank, whole, tmp_path, request
+):
+    if (phase, rank) not in SHORT and not request.config.getoption("--long"):
+        pytest.skip("the long form of a check: give --long")
+    out = tmp_path / "run"
+    if PHASES[phase]:
+        job = run("train", *SETTINGS, "train.max_iters=10", "--out", out, processes=3)
+        assert job.returncode == 0, job.stdout
+    script = command(STOPPED, phase, rank, tmp_path / "mark", *SETTINGS, "--out", out)
+    job = run("launch", "-n", 3, "--restarts", 1, "--", *script)
+    assert (tmp_path / "mark").read_text() == phase
+    assert job.returncode == 0, job.stdout
+    said, again = job.stdout.split("launch: try 1 ended with status ")
+    print(f"{phase}, process {rank}: ended {again.splitlines()[0]}")
+    errors = [line for line in said.splitlines() if line.startswith("error:")]
+    assert len(errors) == 1, said
+    name = f"missing: rank {rank};" if phase == "start" else rf"of process {rank} on host \S+ at "
+    assert re.search(name, errors[0]), said
+    if phase != "start":
+        assert f"at {phase}" in errors[0]
+    assert "Traceback" not in job.stdout
+    a, b = (checkpoint_arrays(directory, 20) for directory in (out, whole))
+    assert a.keys() == b.keys() and all((a[name] == b[name]).all() for name in b)
+
+
+def test_a_job_of_which_one_process_stops_ends_with_70_and_says_where(tmp_path):
+    arguments = (*SMALL, "--out", tmp_path, "--mesh", "3,1,1", "train.batch_size=15")
     job = subprocess.Popen(
         command(
             "train", *arguments, "train.max_iters=1000000", "train.hang_timeout=0.1", processes=3
         ),
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment(),
     )  # fmt: skip
-    wait_for_step(out, 5, job)
-    os.kill(process_of(out, stopped), signal.SIGSTOP)
-    return job
+    wait_for_step(tmp_path, 5, job)
+    os.kill(process_of(tmp_path, 1), signal.SIGSTOP)
+    output, _ = job.communicate(timeout=60)
+    assert job.returncode == 70, output
+    (error,) = [line for line in output.splitlines() if line.startswith("error:")]
+    assert error.startswith("error: train.hang_timeout=0.1: nothing is heard"), output
+    # It said where it was up to 1.5 s before.
+    assert re.search(r"of process 1 on host \S+ at .+, for which wait .+ at step \d+;", error), (
+        error
+    )
+    assert "Traceback" not in output
+    assert "train/loop.py" in (tmp_path / "hang-0.txt").read_text()
 
 
-def test_a_job_of_which_one_process_stops_ends_with_70_and_says_where(tmp_path):
-    jobs = [hanging_job(tmp_path / str(stopped), stopped) for stopped in range(2)]
-    for job, out, speaks in zip(jobs, (tmp_path / "0", tmp_path / "1"), ("1", "[02]"), strict=True):
-        output, _ = job.communicate(timeout=60)
-        assert job.returncode == 70, output
-        errors = [line for line in output.splitlines() if line.startswith("error:")]
-        assert len(errors) == 1, output
-        said = re.search(rf"train.hang_timeout=0.1: process ({speaks}) has been at step", errors[0])
-        assert said, output
-        assert "Traceback" not in output
-        assert "loop.py" in (out / f"hang-{said[1]}.txt").read_text()
+def test_a_process_that_waits_for_ever_is_told_from_those_that_wait_for_it(tmp_path):
+    job = run(
+        Path(__file__).with_name("faulty.py"), "waits", 2, *SETTINGS, "--out", tmp_path, processes=3
+    )
+    assert job.returncode == 70, job.stdout
+    (error,) = [line for line in job.stdout.splitlines() if line.startswith("error:")]
+    assert "process 2 on host" in error and "at the batch of step 5, for which wait" in error
+    assert "Traceback" not in job.stdout
+    assert "faulty.py" in (tmp_path / "hang-2.txt").read_text()

@@ -1,15 +1,18 @@
 """Jobs under a real Slurm of two nodes (see slurm.py)."""
 
 import json
+import re
+import shlex
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 import hosts
-from jobs import SMALL, command, environment, losses, trace, wait_for_step
+from jobs import SMALL, command, environment, losses, run, trace, wait_for_step
 from slurm import missing, slurm
 
 HERE = Path(__file__).parent
@@ -105,3 +108,109 @@ def test_a_job_that_slurm_ends_saves_a_checkpoint(cluster, tmp_path):
     assert job.returncode == 75, output
     (saved,) = (int(p.name) for p in (tmp_path / "checkpoints").iterdir())
     assert f"after step {saved}, which is saved" in output
+
+
+def batch_script(project, train):
+    """launch/generic.slurm as a user edits it, for one node and without the doctor."""
+    text = (Path(__file__).parents[2] / "launch" / "generic.slurm").read_text()
+    edits = {
+        "#SBATCH --account=PROJECT\n": "",
+        "#SBATCH --gpus-per-node=4\n": "",
+        "--nodes=2": "--nodes=1",
+        "--ntasks-per-node=4": "--ntasks-per-node=2",
+        "--cpus-per-task=8": "--cpus-per-task=2",
+        "out=runs/gpt2": "out=run",
+        "train=(--config gpt2 data.path=data/openwebtext)": f"train=({shlex.join(train)} "
+        "train.max_iters=$(cat steps))",
+        'python -m jaxgpt.launch -- python -m jaxgpt.doctor --out "$out" || exit\n': "",
+    }
+    for old, new in edits.items():
+        assert text.count(old) == 1, old
+        text = text.replace(old, new)
+    activate = project / ".venv" / "bin" / "activate"
+    activate.parent.mkdir(parents=True)
+    activate.write_text(f"PATH={Path(sys.executable).parent}:$PATH\n")
+    (project / "job.slurm").write_text(text)
+    (project / "steps").write_text("100000")
+    return project / "job.slurm"
+
+
+class BatchJob:
+    """A job of `batch_script`, under way."""
+
+    def __init__(self, cluster, project, train, *options):
+        self.node, self.variables = cluster
+        self.out, self.log = project / "run", project / "log"
+        words = ["sbatch", "--parsable", f"--output={self.log}", f"--chdir={project}", *options]
+        sent = self.run(*words, batch_script(project, train))
+        self.id = sent.stdout.split()[-1]
+
+    def wait_for_step(self, step):
+        metrics = self.out / "metrics.jsonl"
+        self.wait_until(lambda: metrics.exists() and max(losses(self.out), default=0) >= step)
+
+    def run(self, *words):
+        ran = self.node.run(*words, **self.variables)
+        assert ran.returncode == 0, ran.stdout
+        return ran
+
+    def shows(self, field):
+        """What `scontrol show job` has for a field."""
+        shown = self.run("scontrol", "show", "job", self.id).stdout
+        return re.search(rf"\b{field}=(\S+)", shown)[1]
+
+    def wait_until(self, condition):
+        deadline = time.monotonic() + 300
+        while not condition():
+            assert time.monotonic() < deadline, self.log.read_text()
+            time.sleep(0.2)
+
+    def wait_until_done(self):
+        """Return the state that the job ends in; where it is requeued, it starts again at once."""
+
+        def done():
+            state = self.shows("JobState")
+            if self.shows("Reason") == "BeginTime":  # Slurm would leave it there for two minutes
+                self.node.run("scontrol", "update", f"JobId={self.id}", "StartTime=now")
+            return state in ("COMPLETED", "CANCELLED", "FAILED", "TIMEOUT")
+
+        self.wait_until(done)
+        return self.shows("JobState")
+
+
+@pytest.mark.long  # Slurm holds a requeued job back for two minutes
+@pytest.mark.parametrize(
+    "sent",
+    [
+        ["--batch"],  # to the batch script alone, as --signal=B:USR1@120 does
+        [],  # to the steps, as --signal=USR1@120 does
+        None,  # by Slurm itself, when the time is nearly up
+    ],
+)
+def test_a_job_that_is_signalled_is_requeued_and_ends_as_if_it_were_not(cluster, tmp_path, sent):
+    train = (*SMALL, "--mesh", "1,1,2", "optimizer.lr_decay_iters=1000")
+    options = ["--time=2", "--signal=B:USR1@60"] if sent is None else []
+    job = BatchJob(cluster, tmp_path / "project", train, *options)
+    if sent is not None:
+        job.wait_for_step(10)
+        job.run("scancel", *sent, "--signal=USR1", job.id)
+    stopped = "stopped by SIGUSR1 after step"
+    job.wait_until(lambda: job.log.exists() and stopped in job.log.read_text())
+    steps = max(losses(job.out)) + 20
+    (tmp_path / "project" / "steps").write_text(str(steps))
+    assert job.wait_until_done() == "COMPLETED", job.log.read_text()
+    assert (
+        int(job.shows("Restarts")) >= 1 and f"resumed from step {steps - 20}" in job.log.read_text()
+    )
+    steps = f"train.max_iters={steps}"
+    whole = run("train", *train, steps, "--out", tmp_path / "whole", processes=2)
+    assert whole.returncode == 0, whole.stdout
+    assert losses(job.out) == losses(tmp_path / "whole")
+
+
+def test_a_job_that_is_cancelled_is_not_requeued(cluster, tmp_path):
+    job = BatchJob(cluster, tmp_path / "project", (*SMALL, "--mesh", "1,1,2"))
+    job.wait_for_step(10)
+    job.run("scancel", job.id)
+    assert job.wait_until_done() == "CANCELLED", job.log.read_text()
+    assert ", which is saved; the same command" in job.log.read_text()

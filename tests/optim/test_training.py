@@ -15,7 +15,7 @@ from jaxgpt.perf.hardware import DEVICES
 from jaxgpt.plan.program import state_memory
 from jaxgpt.train.functions import make_steps
 from jaxgpt.train.state import checkpoint_tree, state_from_checkpoint
-from jobs import flat, trace
+from jobs import META, flat, trace
 
 pytestmark = pytest.mark.usefixtures("layouts_fit")
 
@@ -129,7 +129,7 @@ def test_its_state_is_saved_resumed_bitwise_and_moved(choice, tmp_path):
     placed = jax.tree.map(
         lambda x, at: jax.device_put(x, at.sharding), states[1], steps.state_shapes
     )
-    checkpoints.save(2, checkpoint_tree(placed), {})
+    checkpoints.save(2, checkpoint_tree(placed), META)
 
     def restored(functions):
         shapes = functions.state_shapes

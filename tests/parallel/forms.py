@@ -5,7 +5,8 @@ the state from the same rule table, and constraints on activations and weights w
 changes; XLA's partitioner writes the collectives. Both share the layers and differ in the context
 that these are given. The table goes to jaxgpt/parallel/README.md.
 
-`h100` compiles for eight H100 ahead of time: no GPU is needed, but pip install 'jax[cuda12]'.
+`h100` compiles for eight H100 ahead of time: no GPU is needed, but pip install 'jax[cuda12]', and
+JAX_PLATFORMS=cpu in the environment.
 """
 
 import dataclasses

@@ -1,3 +1,5 @@
+import contextlib
+import dataclasses
 import time
 
 import jax
@@ -42,7 +44,7 @@ def test_time_between_steps_is_not_counted_and_waiting_is(monkeypatch):
     def passes(seconds):
         now[0] += seconds
 
-    timer = StepTimer()
+    timer = StepTimer(lambda phase: contextlib.nullcontext())
     for _ in range(4):
         with timer.waiting("data"):
             passes(1)
@@ -50,9 +52,19 @@ def test_time_between_steps_is_not_counted_and_waiting_is(monkeypatch):
             passes(6)
         passes(3)
         timer.count()
-    with timer.excluded(None):
+    with timer.excluded(None, "save"):
         passes(1000)
-    assert timer.host_lap() == pytest.approx(4)  # all but the waiting for devices
+    # Its own are all but the waiting for devices.
+    assert timer.host_times() == pytest.approx((4, 40, 16, 4))
     assert timer.lap() == pytest.approx((10, 0.1))
     passes(1)
     assert timer.lap() == (None, None)  # no step since
+
+
+def test_a_step_that_takes_minutes_on_a_cpu_is_said_before_it_begins():
+    """2^27 tokens of 3.6 MFLOP each are 81 minutes at 100 GFLOP/s."""
+    rates = Rates(2**20, 128, 3_600_000, n_devices=1, peak=None)
+    (warning,) = rates.slow_step_warnings()
+    assert "train.batch_size=1048576" in warning and "81 minutes" in warning
+    for changed in ({"peak": 1e15}, {"batch_size": 24}, {"n_devices": 2**10}):
+        assert dataclasses.replace(rates, **changed).slow_step_warnings() == ()

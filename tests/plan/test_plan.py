@@ -37,7 +37,7 @@ LAYOUTS = (
     ("2,4,1", "parallel.zero_stage=2", "train.gradient_accumulation_steps=2"),
     long("1,8,1", "parallel.remat=full", SCAN),
     ("2,2,2", "parallel.sequence_parallel=True", "train.dtype=bfloat16", SCAN),
-    long("1,2,4", "parallel.offload_optimizer=True", "train.loss_chunk=100", SCAN),
+    long("1,2,4", "parallel.offload=moments", "train.loss_chunk=100", SCAN),
 )
 
 
@@ -102,9 +102,9 @@ def test_state_follows_the_formula_of_the_zero_paper(stage, parameters, gradient
 @pytest.mark.parametrize("gradients", ["float32", pytest.param("bfloat16", marks=pytest.mark.long)])
 def test_another_device_counts_its_own_dtype_and_memory(gradients):
     dtypes = ("train.dtype=bfloat16", f"parallel.grad_reduce_dtype={gradients}")
-    config = configured("1,4,2", *dtypes, "parallel.offload_optimizer=True", SCAN)
+    config = configured("1,4,2", *dtypes, "parallel.offload=moments", SCAN)
     plan = plan_layout(config, MeshShape(1, 4, 2), DEVICES["a100"], 4)
-    assert plan.memory.host_moments == plan.memory.moments - 4  # Adam's count stays
+    assert plan.memory.in_host == plan.memory.moments - 4  # Adam's count stays
     compiled = {(c.kind, c.axes): (c.count, c.bytes) for c in plan.program.collectives}
     in_theory = sum_by_kind_and_axes(expected_traffic(config, plan.mesh))
     assert compiled == in_theory  # also in bytes, though a CPU has no bfloat16
@@ -139,12 +139,27 @@ def test_flash_attention_is_planned_in_linear_memory(layout):
 def test_offloaded_moments_cost_time_and_come_back_for_the_update():
     config = configured("1,8,1", "train.dtype=bfloat16", SCAN)
     kept = plan_layout(config, MeshShape(1, 8, 1), DEVICES["a100"], 4)
-    config = config.replace(parallel__offload_optimizer=True)
+    config = config.replace(parallel__offload="moments")
     away = plan_layout(config, MeshShape(1, 8, 1), DEVICES["a100"], 4)
-    there_and_back = 2 * away.memory.host_moments / 32e9  # PCIe 4.0 x16
+    there_and_back = 2 * away.memory.in_host / 32e9  # PCIe 4.0 x16
     assert away.estimate.update - kept.estimate.update == pytest.approx(there_and_back)
-    memory = Memory(parameters=10, gradients=10, moments=20, host_moments=20)
-    assert memory.total == 40
+    memory = Memory(parameters=10, gradients=10, moments=20, in_host=20, host_at_once=5)
+    assert memory.total == 25
+
+
+def test_state_in_the_hosts_memory_leaves_room_for_twice_the_layers():
+    """Moments away, a layer takes 8 bytes a parameter: its own and its gradient's."""
+    options = ("parallel.offload=state", "parallel.remat=full", "train.batch_size=2", SCAN)
+
+    def planned(n_layer):
+        config = configured("1,1,1", *options, f"model.n_layer={n_layer}")
+        with limited_devices(1):
+            return plan_layout(config, MeshShape(1, 1, 1), DEVICES["h100"], 1).memory
+
+    few, many = planned(2), planned(10)
+    layers = many.parameters - few.parameters
+    assert many.in_host - few.in_host == 4 * layers
+    assert many.total - few.total <= 2 * layers / 2
 
 
 @pytest.mark.parametrize(

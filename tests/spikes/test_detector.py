@@ -168,7 +168,8 @@ def updates(state):
     [
         ("--mesh", "2,2,2", "parallel.sequence_parallel=True", "faults.nan_device=5"),
         ("--mesh", "1,8,1", "train.gradient_accumulation_steps=2", "spike.action=skip_update"),
-        ("--mesh", "8,1,1", "parallel.offload_optimizer=True", "parallel.zero_stage=0"),
+        ("--mesh", "8,1,1", "parallel.offload=moments", "parallel.zero_stage=0"),
+        ("--mesh", "2,2,2", "parallel.offload=state", "parallel.scan_layers=True"),
     ],
     ids=" ".join,
 )

@@ -13,6 +13,8 @@ from jaxgpt.config import UsageError
 from jaxgpt.spikes import policy as rewinds
 from jaxgpt.tracking.jsonl import read_records
 from jaxgpt.train import loop, setup
+from jaxgpt.train import rewind as going_back
+from jaxgpt.train.reporting.goodput import account, all_starts
 from jobs import SMALL, checkpoint_arrays, losses, records, run, train_here
 
 # It has learned enough by step 36 for random tokens, of loss 8, to stand out.
@@ -91,6 +93,14 @@ def test_going_back_is_not_in_the_time_of_the_next_step(rewound):
     assert first["dt"] < RESTORED_AFTER
 
 
+def test_what_was_dropped_counts_as_lost_and_going_back_as_restoring(rewound):
+    (start,) = all_starts(rewound)
+    assert [stretch[:2] for stretch in start.stretches] == [[0, 36], [TO, 60]]
+    total = account([start])
+    assert total["lost"] == pytest.approx(start.stretches[0][2] * (36 - TO) / 36)
+    assert total["restore"] > RESTORED_AFTER
+
+
 def test_tensorboard_shows_no_step_twice_after_a_rewind(rewound):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -122,9 +132,10 @@ class Killed(Exception):
 @pytest.mark.parametrize(
     "place",
     [
-        "rewinds.finish_rewind",
+        "rewinds.record_rewind",
         pytest.param("rewinds.truncate_metrics", marks=pytest.mark.long),
         pytest.param("rewinds.read_meta", marks=pytest.mark.long),
+        pytest.param("setup.finish_rewind", marks=pytest.mark.long),
         pytest.param("skip range", marks=pytest.mark.long),
     ],
 )
@@ -153,7 +164,8 @@ def test_killed_in_the_middle_a_run_ends_the_same(rewound, tmp_path, place, monk
                 ),
             )
         else:
-            patch.setattr(rewinds, place.removeprefix("rewinds."), killed)
+            module, _, name = place.partition(".")
+            patch.setattr({"rewinds": rewinds, "setup": setup}[module], name, killed)
         with pytest.raises(Killed):
             train_here(*POISONED, *REWIND, "--out", tmp_path)
     made[0].close()  # with a process its threads, too, would have ended
@@ -161,6 +173,31 @@ def test_killed_in_the_middle_a_run_ends_the_same(rewound, tmp_path, place, monk
     assert json.loads((tmp_path / "rewinds.json").read_text())[0]["spike"] == 36
     assert train_here("--out", tmp_path, *POISONED, *REWIND) == exits.DONE
     assert_same_run(tmp_path, rewound)
+
+
+def test_a_rewind_to_a_damaged_checkpoint_goes_further_back(rewound, tmp_path, monkeypatch):
+    """What it goes back to is read before newer checkpoints are removed."""
+    rewind, restore, seen = going_back.rewind, loop.Checkpoints.restore, []
+
+    def rewind_to_damage(config, directory, *rest):
+        for part in (directory / "checkpoints/20/state/d").iterdir():
+            part.write_bytes(b"")
+        return rewind(config, directory, *rest)
+
+    def restored(checkpoints, step, *rest):
+        seen.append((step, (tmp_path / "checkpoints" / "30").exists()))
+        return restore(checkpoints, step, *rest)
+
+    monkeypatch.setattr(going_back, "rewind", rewind_to_damage)
+    monkeypatch.setattr(loop.Checkpoints, "restore", restored)
+    train_to_the_end(tmp_path, *REWIND)
+    assert seen == [(20, True), (10, True)]
+    assert numbers(tmp_path) == numbers(rewound)
+    (record,) = records(tmp_path, "rewind")
+    assert (record["step"], record["dropped"], record["skip"]) == (10, [11, 36], list(SKIP))
+    assert [step for step, _ in record["dropped_losses"]] == list(range(11, 37))
+    (damage,) = records(tmp_path, "damage")
+    assert damage["step"] == 10 and damage["path"].endswith("20.damaged")
 
 
 def test_what_a_signal_saved_does_not_decide_where_a_run_goes_back_to(rewound, tmp_path):
@@ -231,7 +268,7 @@ def test_skipped_steps_do_not_make_a_saved_state_another_one(tmp_path):
 
 
 def test_a_run_that_cannot_go_on_does_not_replace_its_good_checkpoints(tmp_path, capsys):
-    lost = ("optimizer.learning_rate=1e30", "optimizer.warmup_iters=0", "train.log_interval=1")
+    lost = ("optimizer.learning_rate=1e18", "optimizer.warmup_iters=0", "train.log_interval=1")
     settings = (*POISONED, *lost, "spike.max_consecutive_nonfinite=3", "--out", tmp_path)
     found = []
     for _ in range(3):

@@ -89,7 +89,7 @@ def test_a_run_that_starts_over_keeps_the_old_numbers_aside(tmp_path):
 
 
 def test_what_a_host_that_went_down_left_in_the_file_is_not_read(tmp_path):
-    path, line = tmp_path / "metrics.jsonl", b'{"kind": "eval", "step": 1}\n'
+    path, line = tmp_path / "metrics.jsonl", b'{"kind": "sample", "step": 1, "text": ""}\n'
     path.write_bytes(line + b'{"kind": "eval"}\n[1]\n\0\0\xff\xfe\n' + line + b'{"kind": "ev')
     assert read_records(path) == 2 * [json.loads(line)]
     opened(JsonLines(), tmp_path, 1).close()

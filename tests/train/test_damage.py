@@ -65,6 +65,15 @@ def test_whichever_file_is_damaged_the_run_ends_as_if_it_were_not(whole, tmp_pat
         assert "resumed from step 10" in log
 
 
+def test_a_range_to_skip_counts_from_the_checkpoint_gone_back_to(whole, tmp_path):
+    out, _ = copied(whole, tmp_path / "run")
+    for part in (out / "checkpoints/20/state/d").iterdir():
+        truncate(part)
+    ranges = ("--train-range-to-skip", "12", "14", "22", "22")
+    assert train_here("--out", out, *ranges) == exits.DONE
+    assert [step for step, loss in losses(out).items() if loss is None] == [12, 13, 14, 22]
+
+
 def test_the_last_checkpoint_is_not_set_aside(whole, tmp_path):
     out, files = copied(whole, tmp_path / "run")
     for file in files:

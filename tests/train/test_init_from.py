@@ -12,8 +12,8 @@ from jaxgpt.config import MeshShape, UsageError, config_from_file, parse_args
 from jaxgpt.convert import convert_apart
 from jaxgpt.parallel.mesh import make_mesh
 from jaxgpt.train.functions import make_steps
-from jaxgpt.train.resume import initial_model
-from jaxgpt.train.run_directory import prepare_run
+from jaxgpt.train.run.directory import prepare_run
+from jaxgpt.train.run.resume import initial_model
 from jaxgpt.train.setup import load_weights
 from jobs import SMALL, checkpoint_arrays, limited_devices, losses, run, train_here
 

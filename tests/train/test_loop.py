@@ -15,7 +15,7 @@ import yaml
 
 from jaxgpt import sample
 from jaxgpt.cluster import shutdown as exits
-from jaxgpt.cluster.watchdog import Watchdog
+from jaxgpt.cluster.health.watchdog import Watchdog
 from jaxgpt.config import MeshShape, OptimizerConfig, UsageError
 from jaxgpt.data.loader import Loader
 from jaxgpt.data.tokenizers import ByteTokenizer
@@ -58,7 +58,7 @@ def test_the_run_directory_holds_what_a_user_expects(forty):
     names = {p.name for p in forty.iterdir()}
     assert names == {
         "config.yaml", "train.log", "metrics.jsonl", "startup.json", "cluster.json",
-        "samples.txt", "tensorboard", "checkpoints", ".lock",
+        "samples.txt", "tensorboard", "checkpoints", ".lock", "goodput.json",
     }  # fmt: skip
     assert sorted(p.name for p in (forty / "checkpoints").iterdir()) == ["10", "20", "30", "40"]
     assert yaml.safe_load((forty / "config.yaml").read_text())["train"]["max_iters"] == 40
@@ -120,7 +120,7 @@ def test_a_restarted_run_is_bitwise_the_uninterrupted_one(forty, tmp_path):
     assert same(checkpoint_arrays(out, 40), checkpoint_arrays(forty, 40))
     log = (out / "train.log").read_text()
     mesh = "data=2 fsdp=1 tensor=2"
-    assert f"resumed from step 20: mesh {mesh} on 1 processes -> {mesh} on 1" in log
+    assert f"resumed from step 20: mesh {mesh} on 1 process -> {mesh} on 1" in log
 
 
 def test_a_shorter_run_is_the_beginning_of_a_longer_one(forty, tmp_path):
@@ -151,7 +151,7 @@ def test_a_run_goes_on_from_another_mesh(forty, tmp_path, mesh, monkeypatch):
     np.testing.assert_allclose(
         [found[s] for s in range(1, 41)], [losses(forty)[s] for s in range(1, 41)], rtol=1e-4
     )
-    assert "tensor=2 on 1 processes -> data=1" in (out / "train.log").read_text()
+    assert "tensor=2 on 1 process -> data=1" in (out / "train.log").read_text()
 
 
 def test_what_is_restored_is_bitwise_what_was_saved(forty):
@@ -356,11 +356,17 @@ def test_a_run_among_the_checkpoints_of_another_is_refused(forty):
     assert not (forty / "checkpoints" / "new").exists()
 
 
-def test_a_lost_configuration_is_said_where_the_model_does_not_fit(forty, tmp_path):
+@pytest.mark.parametrize("spoilt", [None, "model: {n_layer: ["])
+def test_a_lost_configuration_is_that_of_the_newest_checkpoint(spoilt, forty, tmp_path):
     out = restarted_after_twenty(forty, tmp_path / "again")
+    before = (out / "config.yaml").read_text()
     (out / "config.yaml").unlink()
-    with pytest.raises(UsageError, match=r"trained with model\..*config.yaml is missing; settings"):
-        train_here("--out", out)
+    if spoilt:
+        (out / "config.yaml").write_text(spoilt)
+    assert train_here("--out", out, "train.max_iters=21") == exits.DONE
+    assert "config.yaml is lost or damaged, and is written again" in (out / "train.log").read_text()
+    found, before = yaml.safe_load((out / "config.yaml").read_text()), yaml.safe_load(before)
+    assert found["model"] == before["model"] and found["optimizer"] == before["optimizer"]
 
 
 def test_settings_that_are_not_the_checkpoints_are_said(forty, tmp_path):

@@ -11,9 +11,9 @@ import pytest
 from jaxgpt.config import MeshShape, load_config, mesh_shape
 from jaxgpt.models.attention import make_attention
 from jaxgpt.models.xla_attention import xla_attention
+from jaxgpt.optim import update as update_module
 from jaxgpt.optim.update import clip_by_norm
 from jaxgpt.parallel.mesh import make_mesh
-from jaxgpt.train import step as step_module
 from jaxgpt.train.functions import make_steps, shard_model, step_options
 from jaxgpt.train.step import loss_and_gradients
 from jobs import trace
@@ -173,5 +173,5 @@ def test_leaving_an_update_out_takes_no_copy_of_the_state(monkeypatch):
         return compiled.memory_analysis().temp_size_in_bytes
 
     gated = temporaries()
-    monkeypatch.setattr(step_module, "gate_in_turn", lambda is_due, update, *old: update(*old))
+    monkeypatch.setattr(update_module, "gate_in_turn", lambda is_due, update, *old: update(*old))
     assert gated <= temporaries() + 10_000

@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxgpt.config import MeshShape, load_config
+from jaxgpt.config import MeshShape, load_config, mesh_shape
 from jaxgpt.parallel.mesh import make_mesh
 from jaxgpt.train.functions import make_steps
 from jobs import FIGHT, trace
@@ -34,6 +34,7 @@ CHOICES = {
     "parallel.scan_layers": (False, True),
     "train.gradient_accumulation_steps": (1, 4),
 }
+OFFLOADED = ("parallel.offload=state", "parallel.scan_layers=True")
 LONG = {"attention"}  # other settings of remat do all that it does, and more
 ALL = [
     chosen
@@ -117,7 +118,17 @@ def test_all_strategies_change_nothing_but_speed_and_memory(chosen):
         pytest.param(("--mesh", "8,1,1", "train.loss_chunk=50"), marks=pytest.mark.long),
         pytest.param(("--mesh", "2,1,4", "train.loss_chunk=50"), marks=pytest.mark.long),
         ("--mesh", "1,2,4", "train.loss_chunk=16", "parallel.sequence_parallel=True"),
-        ("--mesh", "2,4,1", "parallel.offload_optimizer=True"),
+        pytest.param(("--mesh", "2,4,1", "parallel.offload=moments"), marks=pytest.mark.long),
+        (*OFFLOADED, "--mesh", "2,2,2", "train.gradient_accumulation_steps=4"),
+        *(
+            pytest.param((*OFFLOADED, *options), marks=pytest.mark.long)
+            for options in (
+                ("--mesh", "2,2,2", "parallel.zero_stage=0"),
+                ("--mesh", "2,4,1", "parallel.zero_stage=1", "parallel.remat=full"),
+                ("--mesh", "1,4,2", "parallel.zero_stage=2", "parallel.remat=dots"),
+                ("--mesh", "1,2,4", "parallel.sequence_parallel=True", "train.loss_chunk=16"),
+            )
+        ),
         *(
             pytest.param(
                 ("--mesh", mesh, "parallel.reduce_every=microbatch", f"parallel.zero_stage={stage}",
@@ -151,9 +162,11 @@ def test_a_vocabulary_that_tensor_does_not_divide_is_shared_out(sequence_paralle
     np.testing.assert_allclose(found["losses"], alone["losses"], rtol=1e-4)
 
 
-def test_offloaded_moments_live_in_the_hosts_memory():
-    config = load_config(*ARGUMENTS, "--mesh", "2,4,1", "parallel.offload_optimizer=True")
-    config = config.replace(model__vocab_size=256)
+@pytest.mark.long
+@pytest.mark.parametrize("offload", ["moments", "state"])
+def test_offloaded_state_lives_in_the_hosts_memory(offload):
+    options = ("--mesh", "2,4,1", f"parallel.offload={offload}", "parallel.scan_layers=True")
+    config = load_config(*ARGUMENTS, *options).replace(model__vocab_size=256)
     steps = make_steps(config, make_mesh(MeshShape(2, 4, 1)))
     state = steps.init()
     rows = jax.device_put(np.zeros((32, 33), np.int32), steps.batch_shape.sharding)
@@ -161,8 +174,32 @@ def test_offloaded_moments_live_in_the_hosts_memory():
         moments = [m for m in jax.tree.leaves(state.opt_state) if m.ndim > 0]
         assert len(moments) == 2 * len(jax.tree.leaves(state.params))
         assert {m.sharding.memory_kind for m in moments} == {"pinned_host"}
-        assert {p.sharding.memory_kind for p in jax.tree.leaves(state.params)} == {"device"}
+        params = "pinned_host" if offload == "state" else "device"
+        assert {p.sharding.memory_kind for p in jax.tree.leaves(state.params)} == {params}
         state, _ = steps.train_step(state, np.int32(1), rows)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--mesh", "1,1,1"),
+        pytest.param(("--mesh", "2,2,2", "parallel.zero_stage=0"), marks=pytest.mark.long),
+        pytest.param(("--mesh", "2,2,2", "parallel.zero_stage=3"), marks=pytest.mark.long),
+    ],
+    ids=" ".join,
+)
+def test_twenty_steps_are_the_same_with_their_state_in_the_hosts_memory(options):
+    n = mesh_shape(load_config("tiny", *options)).n_devices
+    options = (*ARGUMENTS, *options, "parallel.scan_layers=True", "optimizer.grad_clip=0")
+    kept, moments, state = (
+        trace(20, *options, f"parallel.offload={offload}", devices=n, with_final=True)
+        for offload in ("none", "moments", "state")
+    )
+    for found in (moments, state):
+        np.testing.assert_allclose(found["losses"], kept["losses"], rtol=1e-6)
+        assert found["evaluated"] == kept["evaluated"]
+        for path, final in kept["final"].items():
+            np.testing.assert_allclose(found["final"][path], final, rtol=0, atol=1e-6)
 
 
 def test_a_layout_that_xla_fights_is_noticed(capfd):

@@ -21,7 +21,7 @@ from jaxgpt.bench.rounds import Rounds
 from jaxgpt.config import Config, ModelConfig, UsageError, is_changed, parse_args
 from jaxgpt.optim import learning_rate_schedule
 from jaxgpt.parallel.sharding import Params
-from jaxgpt.train.resume import initial_model
+from jaxgpt.train.run.resume import initial_model
 
 MAX_BYTES = 2**30  # of batches, which are made before the first round
 VOCAB_OF_GPT2 = (50257, 50304)  # GPT-2's, and nanoGPT's padded one

@@ -17,7 +17,7 @@ from typing import Any
 from jaxgpt.bench.harness import PROG, Job, Result, Value, open_job
 from jaxgpt.config import UsageError, parse_args
 from jaxgpt.data.dataset import dataset_directory
-from jaxgpt.train.resume import initial_model
+from jaxgpt.train.run.resume import initial_model
 
 WORKER = Path(__file__).with_name("worker.py")
 # After every setting of ours: nothing is computed but the training, which is saved once.

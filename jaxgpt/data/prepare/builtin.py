@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxgpt.config import UsageError
+from jaxgpt.config import UsageError, in_words
 from jaxgpt.data.prepare.writer import write_dataset
 from jaxgpt.data.tokenizers import ByteTokenizer, CharTokenizer, Tokenizer, load_tokenizer
 
@@ -135,7 +135,7 @@ def _download_shakespeare() -> bytes:
             raise OSError(f"its SHA-256 is {found}, not {SHAKESPEARE_SHA256}")
     except OSError as error:
         raise UsageError(
-            f"cannot download Tiny Shakespeare ({error}); get {SHAKESPEARE_URL} by other means "
-            "and pass it with --input FILE"
+            f"cannot download Tiny Shakespeare ({in_words(error)}); get {SHAKESPEARE_URL} by other "
+            "means and pass it with --input FILE"
         ) from None
     return content

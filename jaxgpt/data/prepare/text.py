@@ -16,7 +16,7 @@ from typing import IO, NamedTuple
 import numpy as np
 from tqdm import tqdm
 
-from jaxgpt.config import UsageError
+from jaxgpt.config import UsageError, in_words
 from jaxgpt.data.prepare.writer import megatron_writer, new_dataset, token_dtype
 from jaxgpt.data.source import SPLITS
 from jaxgpt.data.tokenizers import CharTokenizer, Tokenizer
@@ -203,7 +203,7 @@ def _open(path: Path) -> Iterator[IO[bytes]]:
         with (gzip.open if path.suffix.lower() == ".gz" else open)(path, "rb") as file:
             yield file
     except (OSError, EOFError, zlib.error) as error:
-        raise UsageError(f"--input {path}: cannot be read ({error})") from None
+        raise UsageError(f"--input {path}: cannot be read ({in_words(error)})") from None
 
 
 def _text_blocks(path: Path) -> Iterator[str]:

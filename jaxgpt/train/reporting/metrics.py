@@ -59,11 +59,21 @@ class MetricsBuffer:
         limit = self._config.spike.max_consecutive_nonfinite
         reached = [r.step for r in readings if int(r.metrics.detection.nonfinite) >= limit]
         if not reached:
-            return ""
+            return self._failure_of_last(readings)
         return (
             f"spike.max_consecutive_nonfinite={limit}: so many steps in a row, up to step "
             f"{reached[-1]}, were not finite, and changed nothing; go on from an older checkpoint "
             "by removing the newer ones, or with a lower optimizer.learning_rate"
+        )
+
+    def _failure_of_last(self, readings: list[StepMetrics]) -> str:
+        """Return why the run has failed if its last step was not finite; else empty."""
+        last = self._config.train.max_iters
+        if all(r.step != last or np.isfinite(r.metrics.loss) for r in readings):
+            return ""
+        return (
+            f"train.max_iters={last}: the loss of the last step is not finite; start again with a "
+            f"lower optimizer.learning_rate than {self._config.optimizer.learning_rate:g}"
         )
 
 

@@ -1,5 +1,6 @@
 """Records and lines of what happens in a run, on process 0."""
 
+import contextlib
 import json
 import time
 from collections.abc import Callable, Sequence
@@ -7,13 +8,16 @@ from typing import Any
 
 import jax
 
+from jaxgpt.cluster.health.heartbeat import Heartbeats
 from jaxgpt.cluster.process_group import ProcessGroup
 from jaxgpt.data.loader import Loader
 from jaxgpt.optim import learning_rate_schedule
 from jaxgpt.parallel.mesh import describe
 from jaxgpt.perf.flops import Rates, StepTimer, flops_per_token, peak_flops
 from jaxgpt.perf.memory import memory_in_use
+from jaxgpt.perf.stalls import Stalls
 from jaxgpt.perf.startup import Startup, startup_line, startup_values, summary
+from jaxgpt.perf.units import count
 from jaxgpt.spikes.detector import CAUSES
 from jaxgpt.spikes.policy import METRICS, read_rewinds
 from jaxgpt.spikes.record import spike_record
@@ -26,14 +30,17 @@ from jaxgpt.tracking.records import (
     DamageRecord,
     Record,
     SpikeRecord,
+    StartRecord,
     StartupRecord,
     TrainRecord,
 )
 from jaxgpt.train.functions import StepFunctions
+from jaxgpt.train.reporting.goodput import Goodput, all_starts, goodput_line
 from jaxgpt.train.reporting.header import header_lines
 from jaxgpt.train.reporting.metrics import StepMetrics, corpus_means
 from jaxgpt.train.reporting.step_metrics import STEP_METRICS, Metrics
-from jaxgpt.train.run_directory import Run
+from jaxgpt.train.reporting.stragglers import Stragglers, straggler_line
+from jaxgpt.train.run.directory import Run
 
 LEGENDS = {name: metric.legend for name, metric in STEP_METRICS.items()}
 
@@ -41,8 +48,17 @@ LEGENDS = {name: metric.legend for name, metric in STEP_METRICS.items()}
 class Reporter:
     """The console and the trackers of a run, and the clock of its steps."""
 
-    def __init__(self, run: Run, steps: StepFunctions, startup: Startup, cluster: ProcessGroup):
+    def __init__(
+        self,
+        run: Run,
+        steps: StepFunctions,
+        startup: Startup,
+        cluster: ProcessGroup,
+        goodput: Goodput,
+    ):
         """Open the logs of a run that starts after `run.resume_step`."""
+        self.goodput = goodput
+        goodput.go_on_from(run.resume_step or 0)
         self._cluster, self._startup = cluster, startup
         self._config, self._run, self._steps = run.config, run, steps
         self._enabled = cluster.is_main
@@ -50,10 +66,11 @@ class Reporter:
         self.info, self.progress = self._console.info, self._console.progress
         if self._enabled:
             self._trackers = Trackers(run, run.resume_step, warn=self._console.info)
+            self._log_earlier_starts()
         self._last_losses = ""
         self._skipped = self._nonfinite = 0
-        self._gathers_host_times = cluster.size > 1 and jax.default_backend() != "cpu"
-        self._host_seconds: list[float] = []  # of each process, if they are gathered
+        self._stalls = Stalls() if cluster.size > 1 else None
+        self._stragglers = Stragglers(cluster.host_names)
 
     def log_header(self, facts: dict[str, Any], warnings: Sequence[str]) -> None:
         """Log what is going to run, and on what; write cluster.json."""
@@ -69,7 +86,8 @@ class Reporter:
             n_devices=mesh.size,
             peak=peak_flops(mesh.devices.flat[0].device_kind, config.train.dtype),
         )
-        for line in header_lines(self._run, self._steps, self._rates, facts, tuple(warnings)):
+        warnings = (*warnings, *self._rates.slow_step_warnings())
+        for line in header_lines(self._run, self._steps, self._rates, facts, warnings):
             self.info(line)
         facts = {**facts, "mesh": dict(mesh.shape)}
         atomic_write_text(self._run.directory / "cluster.json", json.dumps(facts, indent=1) + "\n")
@@ -78,48 +96,71 @@ class Reporter:
         for damaged in self._run.damaged:
             self.log(DamageRecord(step=self._run.resume_step, **damaged))
 
-    def go_back(self, run: Run) -> None:
-        """Log that another checkpoint was set aside, and go on from the one before."""
-        self._run = run
-        self._began = time.perf_counter(), run.resume_step
-        if self._enabled:
-            self._trackers.rewind(run.resume_step)
-            self.log(DamageRecord(step=run.resume_step, **run.damaged[-1]))
-
     def log_resume(self) -> None:
         """Log which checkpoint was restored, if any, and on which mesh it was saved."""
         then, now = self._run.resume_meta, describe(self._steps.mesh)
         if self._run.resume_step is not None:
             self.info(
                 f"resumed from step {self._run.resume_step}: mesh {then['mesh']} on "
-                f"{then['processes']} processes -> {now} on {self._cluster.size}"
+                f"{count(then['processes'], 'process', 'es')} -> {now} on {self._cluster.size}"
             )
 
-    def start(self, loader: Loader) -> None:
+    def start(self, loader: Loader, heartbeats: Heartbeats) -> None:
         """Keep the configuration and start the clock: the first step is next."""
+        self._heartbeats = heartbeats
         if self._enabled:
             self._keep_config()
         done = self._run.resume_step or 0
         self._console.start_progress(done, self._config.train.max_iters)
         self._loader = loader
         self._begin()
+        self._log_start()
+        self.goodput.enter("step")
 
     def _keep_config(self) -> None:
         atomic_write_text(self._run.directory / "config.yaml", self._config.to_yaml())
 
+    def _log_earlier_starts(self) -> None:
+        """Log the starts that were killed before they could."""
+        logged = {r["began"] for r in read_records(self._run.directory / METRICS, "goodput")}
+        for start in self.goodput.earlier:
+            if start.began not in logged:
+                self._trackers.log(start)
+        self.goodput.earlier = []
+
     def _begin(self) -> None:
-        self.timer = StepTimer()
+        self.timer = self._new_timer()
         self._began = time.perf_counter(), self._run.resume_step or 0
         self._corpora: dict[int, Any] = {}  # of steps whose losses are not known yet
         self._corpus_rows: list[tuple[Any, Any]] = []  # corpus and loss of rows since the last line
 
-    def gather_host_times(self, step: int) -> None:
-        """Gather the host's seconds per step of every process, where `step` is logged.
+    def _log_start(self) -> None:
+        if self._enabled:
+            mesh = self._steps.mesh
+            start = StartRecord(
+                step=self._run.resume_step or 0,
+                mesh=describe(mesh),
+                processes=self._cluster.size,
+                devices=mesh.devices.flat[0].device_kind,
+                jax=jax.__version__,
+            )
+            self._trackers.log(start)
 
-        Called while devices compute the step, and not on CPUs, which would wait for it (README).
+    def _new_timer(self) -> StepTimer:
+        stalls = self._stalls
+        return StepTimer(self.goodput.within, (lambda: stalls.seconds) if stalls else float)
+
+    def gather_host_times(self, step: int) -> None:
+        """Tell process 0 this one's times, where `step` is logged; it names those that are slow.
+
+        They travel with the signs of life of another thread: nothing waits for them.
         """
-        if self._gathers_host_times and step % self._config.train.log_interval == 0:
-            self._host_seconds = self._cluster.allgather(self.timer.host_lap())
+        if self._stalls is None or step % self._config.train.log_interval:
+            return
+        self._heartbeats.tell(json.dumps(self.timer.host_times()))
+        if self._enabled:
+            for straggler in self._stragglers.compare(step, self._heartbeats.heard):
+                self.log(straggler)
 
     def step(self, step: int, metrics: Metrics | None, known: list[StepMetrics]) -> None:
         """Report that a step is under way or skipped (None), and `known` metrics of some steps."""
@@ -128,10 +169,12 @@ class Reporter:
         if is_first:
             jax.block_until_ready(metrics)
             self._first_step_done(step)
-            self.timer = StepTimer()  # the first step warms up: it does not count in rates
+            # The first step warms up: it does not count in rates.
+            self.timer = self._new_timer()
             self._began = time.perf_counter(), step
         elif metrics is not None:
             self.timer.count()
+        self.goodput.reach(step)
         if not self._enabled:
             return
         if metrics is not None and len(self._loader.names) > 1:
@@ -164,7 +207,7 @@ class Reporter:
         dt, data_wait = self.timer.lap()
         used, peak = memory_in_use() or (None, None)
         began, first = self._began
-        left, slowest, hosts = None, {}, self._host_seconds
+        left, slowest, hosts = None, {}, self._stragglers.own
         if step > first:
             pace = (time.perf_counter() - began) / (step - first)
             left = pace * (self._config.train.max_iters - step)
@@ -194,16 +237,23 @@ class Reporter:
         """Return the record of a step; None if it is no spike."""
         return spike_record(*reading, self._config, self._loader, self._run.dataset)
 
-    def rewind(self, run: Run) -> None:
-        """Go on from `run.resume_step`, as if the run had been started there."""
+    def go_back(self, run: Run, record: Record | None = None) -> None:
+        """Go on from `run.resume_step`, as if the run had been started there; log why."""
         self._run, self._config, self._last_losses = run, run.config, ""
+        self.goodput.go_on_from(run.resume_step or 0)
         self._begin()
         self._console.progress(run.resume_step or 0)
         if not self._enabled:
             return
         self._keep_config()
         self._trackers.rewind(run.resume_step or 0)
-        self.info(rewind_line(read_rewinds(run.directory)[-1]))
+        self.log(record)
+        self._log_start()
+
+    def log_rewind(self) -> None:
+        """Say what the last rewind was."""
+        if self._enabled:
+            self.info(rewind_line(read_rewinds(self._run.directory)[-1]))
 
     def log(self, record: Record | None) -> None:
         """Send a record to every tracker, and its line to the console."""
@@ -213,7 +263,7 @@ class Reporter:
         values = record.to_dict()
         if record.kind == "train":
             if not values["skipped"]:
-                self._console.legend(legend(values, self._gathers_host_times))
+                self._console.legend(legend(values, self._stalls is not None))
             iters, width = self._config.train.max_iters, self._console.width
             self.info(train_line(values, iters, width), train_line(values, iters))
             return
@@ -231,6 +281,13 @@ class Reporter:
         self._console.end_progress()
         with_losses = with_losses and self._last_losses != ""
         self.info(f"{last_line}: {self._last_losses}" if with_losses else last_line)
+        self.goodput.enter("end")
+        if self._stalls:
+            self._stalls.close()
+        if self._enabled:
+            self._trackers.log(self.goodput.record())
+            with contextlib.suppress(OSError):  # out of reach, when all that matters is saved
+                self.info(goodput_line(all_starts(self._run.directory)))
         self.info(f"run directory: {self._run.directory}")
         if self._enabled:
             self._trackers.close()
@@ -272,5 +329,18 @@ _LINES: dict[str, Callable[[dict[str, Any]], str]] = {
     "damage": lambda r: (
         f"warning: {r['reason']}; it is now {r['path']}, and the run goes on from step {r['step']}"
     ),
-    "checkpoint": lambda r: f"step={r['step']} checkpoint {r['path']} ({r['seconds']:.2f}s)",
+    "corruption": lambda r: (
+        f"warning: {', '.join(r['devices'])}: parameters at step {r['found']} are not those of "
+        f"their copies; the run goes on from step {r['step']}"
+    ),
+    "straggler": straggler_line,
+    "checkpoint": lambda r: (
+        f"step={r['step']} checkpoint {r['path']} complete after {r['seconds']:.2f}s "
+        f"(training stalled {r['stalled']:.2f}s)"
+    ),
+    "staged_restore": lambda r: f"checkpoint {r['step']} read from its stage, {r['path']}",
+    "checkpoint_failed": lambda r: (
+        f"warning: {r['reason']}; the run goes on, and saves again when a checkpoint is due; the "
+        f"newest complete one is that of step {r['standing']}"
+    ),
 }

@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from jaxgpt import __version__
 from jaxgpt.checkpoint.metadata import (
-    DamagedCheckpoint,
     newest_undamaged,
     set_aside,
-    valid_checkpoints,
 )
+from jaxgpt.checkpoint.stage import stage_of_run
 from jaxgpt.cluster.hardware import accelerator_expected, lock_file
 from jaxgpt.cluster.process_group import ProcessGroup
 from jaxgpt.config import (
@@ -28,6 +28,7 @@ from jaxgpt.config import (
     check_batch,
     config_from_dict,
     config_from_file,
+    in_words,
     mesh_shape,
     skip_ranges,
 )
@@ -41,11 +42,15 @@ from jaxgpt.data.dataset import (
 from jaxgpt.data.loader import Loader
 from jaxgpt.data.prepare.builtin import prepare_python
 from jaxgpt.runtime.devices import cpu_devices_per_process
-from jaxgpt.spikes.policy import METRICS, finish_rewind, skipped_by_rewinds
-from jaxgpt.spikes.skip import SkipRanges, still_to_come
+from jaxgpt.spikes.policy import METRICS, go_further_back, pending_rewind
 from jaxgpt.tracking import check_trackers
-from jaxgpt.tracking.jsonl import truncate_metrics
-from jaxgpt.train.resume import check_resume, missing_records, prepare_weights, source_hashes
+from jaxgpt.train.run.resume import (
+    check_resume,
+    missing_records,
+    prepare_weights,
+    ranges_to_skip,
+    source_hashes,
+)
 
 LEAST_BYTES = 2**16  # that have to be free where a run is to write: its first files
 FILES = (METRICS, "train.log", "samples.txt", "rewinds.json")  # of a run, which it goes on writing
@@ -61,6 +66,7 @@ class Run:
     fingerprints: list[list[str]]  # [path, hash] of every source of the data
     resume_step: int | None  # the checkpoint to go on from
     resume_meta: dict[str, Any]
+    asked_to_skip: tuple[int, ...]  # as `train_range_to_skip`: by this start and earlier ones
     notes: list[str]  # lines for the log
     damaged: Sequence[dict[str, str]] = ()  # checkpoints set aside: path and reason of each
     missing_records: Sequence[str] = ()  # `EVAL_RECORDS` due after `resume_step` and not there
@@ -72,6 +78,18 @@ class Run:
         per_step = self.config.train.batch_size * self.config.model.block_size
         before = self.resume_meta.get("consumed_tokens", 0)
         return before + (step - (self.resume_step or 0)) * per_step
+
+    def checkpoint_meta(self, rows: Loader, step: int) -> dict[str, Any]:
+        """Return the JSON of a checkpoint, without that of the state and of the mesh."""
+        return {
+            "step": step,
+            "consumed_tokens": self.consumed_tokens(step),
+            "corpus_tokens": self.corpus_tokens(rows, step),
+            "data_fingerprint": self.fingerprints,
+            "tokenizer": self.dataset.tokenizer_meta,
+            "config": self.config.to_dict(),
+            "jaxgpt": __version__,
+        }
 
     def corpus_tokens(self, rows: Loader, step: int) -> dict[str, int]:
         """Return those of each corpus: `rows` alone takes all steps to be of the same size."""
@@ -139,26 +157,16 @@ def _decide(config: Config, cluster: ProcessGroup) -> dict[str, Any]:
 
     directory = _writable_directory(config, cluster)
     config = config.replace(out=str(directory))
-    ranges = list(skip_ranges(config))
-    kept = directory / "config.yaml"
-    if kept.exists():
-        ranges += skip_ranges(config_from_file(kept))
-    finish_rewind(directory)
-    rewound = skipped_by_rewinds(directory)
-    resume_step, meta, damaged = newest_undamaged(directory, config.checkpoint.on_damage)
+    asked, lost = _asked_to_skip(config, directory / "config.yaml")
+    if (stage := stage_of_run(config, directory)) is not None:
+        notes += stage.recover(directory, config.train.log_interval)
+    going_back = pending_rewind(directory)
+    resume_step, meta, damaged = newest_undamaged(
+        directory, config.checkpoint.on_damage, going_back and going_back["to"]
+    )
     if resume_step is not None:
-        lost = f"{kept} is missing; settings are those of the command line"
-        if not kept.exists():
-            notes.append(f"warning: {lost}")
-        try:
-            notes += check_resume(config, directory, resume_step, meta, dataset)
-        except UsageError as error:
-            raise UsageError(f"{error}" if kept.exists() else f"{error} ({lost})") from None
-        then = skip_ranges(config_from_dict(meta["config"], f"checkpoint {resume_step}"))
-        skipped = SkipRanges([*then, *rewound])
-        ranges, warnings = still_to_come(ranges, skipped, resume_step)
-        ranges += then
-        notes += warnings
+        notes += lost
+        notes += check_resume(config, directory, resume_step, meta, dataset)
     init_folder = init_step = None
     if resume_step is None and config.train.init_from is not None:
         config, folder, init_step, lines = prepare_weights(config, dataset, directory)
@@ -166,7 +174,13 @@ def _decide(config: Config, cluster: ProcessGroup) -> dict[str, Any]:
         notes += lines
     if dataset.tokenizer is not None:
         dataset.tokenizer.save(directory)  # for jaxgpt.sample, wherever the data will be
-    config = config.replace(train_range_to_skip=SkipRanges([*ranges, *rewound]).flat())
+    skip, warnings = ranges_to_skip(directory, asked, resume_step, meta)
+    notes += warnings
+    config = config.replace(train_range_to_skip=skip)
+    # Last, as a start that is refused for another reason changes nothing.
+    aside = [set_aside(directory, s, e.reason) for s, e in damaged.items()]
+    if going_back:
+        go_further_back(directory, resume_step or 0)
     return {
         "config": config.to_dict(),
         "paths": _paths(dataset),
@@ -175,9 +189,9 @@ def _decide(config: Config, cluster: ProcessGroup) -> dict[str, Any]:
             "fingerprints": dataset.fingerprints,
             "resume_step": resume_step,
             "resume_meta": meta,
+            "asked_to_skip": [step for pair in asked for step in pair],
             "notes": notes,
-            # Last: a start that is refused for another reason renames nothing.
-            "damaged": [set_aside(directory, s, e.reason) for s, e in damaged.items()],
+            "damaged": aside,
             "missing_records": missing_records(config, dataset, resume_step),
             "init_folder": init_folder,
             "init_step": init_step,
@@ -185,33 +199,13 @@ def _decide(config: Config, cluster: ProcessGroup) -> dict[str, Any]:
     }
 
 
-def go_back(run: Run, cluster: ProcessGroup, error: DamagedCheckpoint) -> Run:
-    """Set the checkpoint of `run.resume_step` aside; return the run as of the one before it.
-
-    All processes together. Raises `error` if there is none, or with checkpoint.on_damage=refuse.
-    """
-
-    def on_process_0() -> dict[str, Any] | None:
-        refused = run.config.checkpoint.on_damage == "refuse"
-        if not cluster.is_main or refused or run.resume_step is None:  # of train.init_from
-            return None
-        older = {s: m for s, m in valid_checkpoints(run.directory).items() if s < run.resume_step}
-        if not older:
-            return None
-        damaged, step = set_aside(run.directory, run.resume_step, error.reason), max(older)
-        if (run.directory / METRICS).exists():
-            truncate_metrics(run.directory / METRICS, step)
-        return {
-            "resume_step": step,
-            "resume_meta": older[step],
-            "damaged": [*run.damaged, damaged],
-            "missing_records": missing_records(run.config, run.dataset, step),
-        }
-
-    found = cluster.broadcast(cluster.run_on_all(on_process_0))
-    if found is None:
-        raise error
-    return dataclasses.replace(run, **found)
+def _asked_to_skip(config: Config, kept: Path) -> tuple[list[tuple[int, int]], list[str]]:
+    """Return the ranges that this start and earlier ones ask for; a note if `kept` is lost."""
+    asked = list(skip_ranges(config))
+    try:
+        return asked + list(skip_ranges(config_from_file(kept))), []
+    except UsageError:
+        return asked, [f"warning: {kept} is lost or damaged, and is written again"]
 
 
 def _check_prompt(prompt: str, dataset: Dataset) -> None:
@@ -247,7 +241,7 @@ def _prepare_default_data(data: DataConfig) -> list[str]:
         return [f"prepared {home}: {prepare_python(home)[0]}"]
     except OSError as e:
         raise UsageError(
-            f"data.dataset=python: {home} cannot be written ({e.strerror or e}); "
+            f"data.dataset=python: {home} cannot be written ({in_words(e)}); "
             "set JAXGPT_DATA to a folder that can"
         ) from None
 
@@ -281,6 +275,8 @@ def _writable_directory(config: Config, cluster: ProcessGroup) -> Path:
                 f"out={config.out}: is among the checkpoints of a run; give --out {run} to go on "
                 "from the newest of them, or another folder"
             )
+    if given.exists() and not given.is_dir():
+        raise UsageError(f"out={config.out}: is a file, not a folder; give another --out")
     try:
         directory = Path(config.out) if config.out else _new_directory(config)
         directory.mkdir(parents=True, exist_ok=True)
@@ -300,7 +296,7 @@ def _writable_directory(config: Config, cluster: ProcessGroup) -> Path:
             lock.flush()
     except OSError as e:
         raise UsageError(
-            f"out={config.out or 'runs'}: cannot be written ({e.strerror or e}); "
+            f"out={config.out or 'runs'}: cannot be written ({in_words(e)}); "
             "give --out a folder that can"
         ) from None
     for name in ("checkpoints", *FILES):

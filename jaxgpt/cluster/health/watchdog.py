@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from jaxgpt.cluster.health.heartbeat import Heartbeats, Progress
 from jaxgpt.cluster.shutdown import HUNG
 
 
@@ -18,24 +19,33 @@ class Watchdog:
     """
 
     def __init__(
-        self, minutes: float | None, directory: Path, rank: int, end: Callable[[str, int], Any]
+        self,
+        minutes: float | None,
+        directory: Path,
+        rank: int,
+        end: Callable[[str, int], Any],
+        peers: Heartbeats,
     ):
         """Watch from the first heartbeat on, if `minutes` is not None.
 
         `end` ends the job, given an error message and an exit status; hang-<rank>.txt is written
-        to `directory`.
+        to `directory`. Where `peers` knows of a silent process, it is for `peers` to end the job.
         """
         self._minutes = minutes
         self._file = directory / f"hang-{rank}.txt"
         self._rank = rank
         self._end_job = end
-        self._last: tuple[float, str, float] | None = None
+        self._peers = peers
+        self._progress = Progress()
+        self._last: tuple[float, float] | None = None  # the time, and the minutes it may take
         self._stop = threading.Event()
+        peers.on_silence, peers.own_progress = self._write_stacks, lambda: self._progress
 
     def heartbeat(self, activity: str, min_minutes: float = 0) -> None:
         """Report progress; `activity` begins, and may take `min_minutes` in any case."""
         begins = self._last is None
-        self._last = (time.monotonic(), activity, max(min_minutes, self._minutes or 0))
+        self._progress = Progress(self._progress.number + 1, activity)
+        self._last = (time.monotonic(), max(min_minutes, self._minutes or 0))
         if begins and self._minutes is not None:
             threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
 
@@ -45,17 +55,21 @@ class Watchdog:
     def _watch(self) -> None:
         interval = min(60 * self._minutes / 4, 5)
         while not self._stop.wait(interval):
-            since, activity, minutes = self._last
-            if time.monotonic() - since > 60 * minutes:
-                # In a thread: the file system may be what hangs.
-                threading.Thread(target=self._write, daemon=True).start()
-                time.sleep(2 * interval)  # for the others to notice and to write, too
+            since, minutes = self._last
+            if time.monotonic() - since > 60 * minutes and not self._peers.silent():
+                self._write_stacks()
+                # For the others to notice and to write, too. Process 0 knows most, and speaks.
+                time.sleep((2 if self._rank == 0 else 3) * interval)
                 report = (
-                    f"error: train.hang_timeout={self._minutes}: process {self._rank} has been "
-                    f"at {activity} for longer than {minutes:g} minutes; {self._file} says where, "
+                    f"error: train.hang_timeout={self._minutes}: no progress for longer than "
+                    f"{minutes:g} minutes: {self._peers.who_waits([])}; {self._file} says where, "
                     "that of each process; start again with the same --out\n"
                 )
                 self._end_job(report, HUNG)
+
+    def _write_stacks(self) -> None:
+        """Write where each thread is; in a thread, as the file system may be what hangs."""
+        threading.Thread(target=self._write, daemon=True).start()
 
     def _write(self) -> None:
         with contextlib.suppress(OSError), self._file.open("w") as file:

@@ -1,6 +1,7 @@
 """Find the checkpoint or the weights that a run begins with, and check what may differ."""
 
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ from jaxgpt.checkpoint.metadata import (
     list_checkpoints,
     newest_checkpoint,
     read_meta,
+    valid_checkpoints,
 )
 from jaxgpt.config import (
     Config,
@@ -16,13 +18,15 @@ from jaxgpt.config import (
     UsageError,
     config_from_dict,
     should_evaluate,
+    skip_ranges,
 )
 from jaxgpt.convert import TRANSFORMERS, convert_apart, transformers_folder
 from jaxgpt.convert.families import COMPANIONS, read_model
 from jaxgpt.data.blend import blend_shares, parse_lines
 from jaxgpt.data.dataset import Dataset
 from jaxgpt.data.tokenizers import HFTokenizer, same_tokens, tokenizer_from_meta
-from jaxgpt.spikes.policy import METRICS
+from jaxgpt.spikes.policy import METRICS, skipped_by_rewinds
+from jaxgpt.spikes.skip import SkipRanges, still_to_come
 from jaxgpt.tracking.jsonl import read_records
 
 # What may differ between a checkpoint's model and the model that goes on from it.
@@ -148,6 +152,12 @@ def initial_model(init_from: str, out: str | None) -> dict[str, Any]:
     return {key: value for key, value in model.items() if f"model.{key}" not in _FREE_MODEL_KEYS}
 
 
+def saved_settings(directory: Path) -> dict[str, Any] | None:
+    """Return the configuration of a run's newest checkpoint, for `parse_args`; None without one."""
+    saved = valid_checkpoints(directory)
+    return saved[max(saved)]["config"] if saved else None
+
+
 def _saved_model(init_from: str) -> ModelConfig:
     if init_from.startswith(TRANSFORMERS):
         try:
@@ -231,3 +241,15 @@ def _share_tokenizer(
         f"{what}; prepare the data with --tokenizer {folder}, or accept it with "
         "data.accept_changes=True"
     )
+
+
+def ranges_to_skip(
+    directory: Path, asked: Sequence[tuple[int, int]], step: int | None, meta: dict[str, Any]
+) -> tuple[tuple[int, ...], list[str]]:
+    """Return all ranges to skip in a run that goes on from `step`, and warnings about `asked`."""
+    rewound = skipped_by_rewinds(directory)
+    if step is None:
+        return SkipRanges([*asked, *rewound]).flat(), []
+    then = skip_ranges(config_from_dict(meta["config"], f"checkpoint {step}"))
+    ranges, warnings = still_to_come(asked, SkipRanges([*then, *rewound]), step)
+    return SkipRanges([*ranges, *then, *rewound]).flat(), warnings

@@ -1,7 +1,4 @@
-"""Every setting of a run, as frozen dataclasses: its type, its default, and a line about it.
-
-The defaults are those of the preset `tiny`; --help shows them.
-"""
+"""Settings of how a run goes: length, layout, checkpoints, spikes; and all sections together."""
 
 import dataclasses
 import json
@@ -10,94 +7,24 @@ from typing import Any, Literal
 
 import yaml
 
-from jaxgpt.config.bounds import (  # isort: skip
-    AtLeastOne, Count, Count31, CountOrZero, CountOrZero31, InitTimeout, Minutes, NonNegative,
-    Positive, Rate, Share, VocabSize, Window,
-)  # fmt: skip
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModelConfig:
-    """The network: a pre-norm transformer. The defaults are GPT-2's; presets set the others."""
-
-    n_layer: Count = 3
-    """Number of transformer layers, L."""
-    n_head: Count = 4
-    """Number of attention heads, H."""
-    n_kv_head: Count | None = None
-    """Number of key-value heads, G: fewer than n_head is grouped-query attention (arXiv
-    2305.13245), 1 multi-query; None is n_head."""
-    head_dim: Count | None = None
-    """Size of a head, K; None is n_embd / n_head."""
-    n_embd: Count = 128
-    """Width of the residual stream, D."""
-    block_size: Count = 128
-    """Context length in tokens, T."""
-    bias: bool = False
-    """Biases in linear layers and layer norms, as in GPT-2; False is a bit faster."""
-    qkv_bias: bool = False
-    """Biases of queries, keys and values without `bias`, as in Qwen2."""
-    qk_norm: bool = False
-    """RMSNorm of each query and key head before positions, as in Qwen3."""
-    norm: Literal["layernorm", "rmsnorm"] = "layernorm"
-    """Norm of the stream: layernorm (GPT-2) or rmsnorm (arXiv 1910.07467)."""
-    norm_eps: Positive = 1e-5
-    """Epsilon of the norms, added to the variance."""
-    position: Literal["learned", "rope"] = "learned"
-    """Positions: a learned embedding (GPT-2), or rotary embeddings of queries and keys (rope, arXiv
-    2104.09864)."""
-    rope_theta: Positive = 10000.0
-    """Base of the rotary wavelengths."""
-    rope_scaling: tuple[float, ...] = ()
-    """Llama 3.1's scaling of the rotary wavelengths: factor, low_freq_factor, high_freq_factor,
-    original_max_position, such as `8 1 4 8192`; none by default."""
-    mlp: str = "gelu"
-    """Kind of MLP: gelu, gelu_tanh (GPT-2's own weights), swiglu (arXiv 2002.05202), relu2 (arXiv
-    2109.08668)."""
-    mlp_hidden: Count | None = None
-    """Width of the MLP, F; None is 4 n_embd, for swiglu Llama's rule: 8/3 n_embd, rounded up to a
-    multiple of 256."""
-    dropout: Rate = 0.0
-    """Dropout rate of embeddings, attention and residuals; 0 for pre-training."""
-    vocab_size: VocabSize | None = None
-    """Number of tokens, V; None takes it from the data's meta.json."""
-    tie_embeddings: bool = True
-    """Use the token embedding as output layer too; False gives that weights of its own."""
-    sliding_window: Count | None = None
-    """Number of tokens that a token attends to, with itself (Mistral); None is all before it."""
-    logit_softcap: Positive | None = None
-    """Bound of the logits, c tanh(logits / c) (Gemma 2); None is no bound."""
-    attention: Literal["auto", "xla", "cudnn"] = "auto"
-    """Attention kernel; auto picks the fastest that can run, and the log says which."""
-
-    @property
-    def kv_heads(self) -> int:
-        """The number of key-value heads, G."""
-        return self.n_kv_head or self.n_head
-
-    @property
-    def head_size(self) -> int:
-        """The size of a head, K."""
-        return self.head_dim or self.n_embd // self.n_head
-
-    @property
-    def n_positions(self) -> int | None:
-        """The number of learned positions, T; None where positions are rotary."""
-        return self.block_size if self.position == "learned" else None
-
-    @property
-    def mlp_width(self) -> int:
-        """The width of the MLP, F."""
-        if self.mlp_hidden is None and self.mlp == "swiglu":
-            return -(-8 * self.n_embd // 3 // 256) * 256
-        return self.mlp_hidden or 4 * self.n_embd
+from jaxgpt.config.schema.bounds import (
+    AtLeastOne,
+    Count,
+    CountOrZero,
+    InitTimeout,
+    LogInterval,
+    Minutes,
+    SampleSize,
+    Window,
+)
+from jaxgpt.config.schema.model import DataConfig, ModelConfig, OptimizerConfig
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
     """The run: length, batch, evaluation, logging."""
 
-    max_iters: Count31 = 300
+    max_iters: Count = 300
     """Number of optimizer steps in all, counted from 1."""
     batch_size: Count = 24
     """Global batch: sequences per step, whole job, whatever the mesh."""
@@ -107,7 +34,7 @@ class TrainConfig:
     """Steps between evaluations (and samples); 0 evaluates only at the end."""
     eval_iters: Count = 10
     """Batches per split in an evaluation; the same ones every time."""
-    log_interval: Count = 10
+    log_interval: LogInterval = 10
     """Steps between log lines."""
     loss_chunk: CountOrZero = 0
     """Tokens per device whose logits are in memory at a time, about; 0 computes all at once."""
@@ -115,17 +42,21 @@ class TrainConfig:
     """Compute dtype; parameters, optimizer state, softmax and loss stay float32."""
     deterministic: bool = False
     """Repeat runs bit for bit with cuDNN's attention too; steps of gpt2 take 1.34 times as long."""
-    seed: CountOrZero31 = 1337
+    seed: CountOrZero = 1337
     """Seed of the initial parameters, the data order and dropout."""
-    sample_tokens: CountOrZero = 200
+    sample_tokens: SampleSize = 200
     """Tokens of the sample at each evaluation; 0 writes none."""
     sample_prompt: str = ""
     """Prompt of samples; empty is the end of a document, in char data the first character."""
-    time_limit: Minutes | None = None
-    """Minutes after which the run saves a checkpoint and stops with exit status 75."""
+    time_limit: Minutes | Literal["auto"] | None = "auto"
+    """Minutes after which the run saves a checkpoint and stops with exit status 75. `auto` asks PBS
+    or Slurm when the job ends, and leaves time to save; None never stops."""
     hang_timeout: Minutes | None = 30
     """Minutes without progress after which the job ends with exit status 70; restoring and
     compiling get at least 30. None waits for ever."""
+    verify_interval: CountOrZero = 0
+    """Steps between comparisons of the copies that devices hold of parameters, which find one that
+    computes wrongly; also before each checkpoint. 0 compares none."""
     eval_at_start: bool = False
     """Also evaluate, and write a sample, before the first step."""
     init_from: str | None = None
@@ -133,81 +64,6 @@ class TrainConfig:
     transformers. The model's options come from them; a resumed run ignores them."""
     trackers: tuple[str, ...] = ("tensorboard",)
     """Trackers that repeat metrics.jsonl, which is always written; `train.trackers=` for none."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class OptimizerConfig:
-    """The optimizer, and the schedule of its learning rate."""
-
-    name: str = "adamw"
-    """The optimizer: adamw, lion, muon, adafactor or sgd (jaxgpt/optim/README.md)."""
-    learning_rate: NonNegative = 3e-3
-    """Peak learning rate; for adafactor relative to the RMS of each matrix."""
-    schedule: Literal["cosine", "wsd", "constant"] = "cosine"
-    """Learning rate after warm-up: a cosine to min_lr; the peak and a short decay to min_lr (wsd:
-    warm-up, stable, decay; arXiv 2404.06395); or the peak."""
-    min_lr: float | None = None
-    """Learning rate at and after lr_decay_iters; None is a tenth of the peak. Not for constant."""
-    warmup_iters: CountOrZero31 = 50
-    """Steps of linear warm-up."""
-    lr_decay_iters: Count31 = 300
-    """Step at which cosine or wsd reach min_lr: mostly train.max_iters, but a run made longer keeps
-    its learning rates."""
-    wsd_decay_iters: Count31 | None = None
-    """Length of wsd's decay, which ends at lr_decay_iters; None is a fifth of lr_decay_iters."""
-    wsd_decay: Literal["linear", "sqrt"] = "linear"
-    """Shape of wsd's decay, x from 0 to 1: 1 - x (linear) or 1 - sqrt(x) (arXiv 2405.18392)."""
-    weight_decay: NonNegative = 0.1
-    """Decay of matrices and embeddings, times the learning rate; never of biases and norms."""
-    beta1: Rate = 0.9
-    """Decay rate of the first moment, of adamw, lion, and the part of muon that is adamw."""
-    beta2: Rate = 0.99
-    """Decay rate of the second moment (of lion: of the average); 0.95 suits adamw's large
-    batches. Not for adafactor, whose decay rate grows, and sgd."""
-    momentum: Rate = 0.95
-    """Momentum of muon (Nesterov's) and sgd; 0 is sgd without."""
-    adamw_learning_rate: NonNegative | None = None
-    """Peak learning rate of what muon leaves to adamw: embeddings, output layer, norms, biases. It
-    follows the same schedule, in proportion. None is learning_rate, which muon's scale suits."""
-    grad_clip: NonNegative = 1.0
-    """Largest global gradient norm; 0 switches clipping off."""
-
-    @property
-    def wsd_decay_length(self) -> int:
-        """Return the number of steps of wsd's decay."""
-        return self.wsd_decay_iters or max(1, self.lr_decay_iters // 5)
-
-    @property
-    def wsd_decay_start(self) -> int:
-        """Return the last step before wsd's decay; negative if that is too long."""
-        return self.lr_decay_iters - self.wsd_decay_length
-
-
-@dataclass(frozen=True, kw_only=True)
-class DataConfig:
-    """Training data."""
-
-    dataset: str = "python"
-    """Name of a prepared data set: a folder of $JAXGPT_DATA (default ~/.cache/jaxgpt)."""
-    path: str | None = None
-    """In place of a named data set: a folder with train.bin, val.bin and meta.json; or PREFIX of
-    Megatron-LM's PREFIX.bin and PREFIX.idx; or one nanoGPT .bin file."""
-    blend: tuple[str, ...] = ()
-    """Corpora to mix: `WEIGHT PATH [CORPUS]` each, with paths as in data.path, in quotes if they
-    have spaces. Weights are normalised; lines of the same CORPUS are counted together."""
-    file_list: str | None = None
-    """File with lines of data.blend (ALCF's Megatron-DeepSpeed); paths from the working folder."""
-    val_share: Share = 0.01
-    """Share of a corpus, its last documents, kept for validation where it has no val.bin."""
-    tokenizer: str | None = None
-    """A tokenizer.json, or the folder with it, for data that came without one."""
-    document_mask: bool = False
-    """Keep attention inside a document, with positions from its begin; the order of the data stays.
-    A document ends with its end-of-text token."""
-    end_of_text: CountOrZero | None = None
-    """Id of the end-of-text token, for data.document_mask; None takes the tokenizer's."""
-    accept_changes: bool = False
-    """Resume from a checkpoint although its data has changed: for this start only."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -232,8 +88,9 @@ class ParallelConfig:
     which saves memory in ZeRO stages 2 and 3."""
     grad_reduce_dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype of gradients between devices; bfloat16 halves the traffic."""
-    offload_optimizer: bool = False
-    """Keep optimizer state in the host's memory (pinned_host) between updates."""
+    offload: Literal["none", "moments", "state"] = "none"
+    """State kept in the host's memory (pinned_host): the optimizer's, or parameters and gradients
+    as well. A device gets one layer's at a time."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -244,6 +101,18 @@ class CheckpointConfig:
     """Steps between checkpoints; 0 saves only at the end. The last step is always saved."""
     keep: Count = 2
     """Number of checkpoints kept, the newest."""
+    keep_every: Count | None = None
+    """Also keep, for ever, checkpoints of steps that this number divides."""
+    keep_best: CountOrZero = 0
+    """Also keep so many checkpoints, those with the lowest validation loss."""
+    interval_minutes: Minutes | None = None
+    """Also save when so many minutes have passed since the last save."""
+    on_error: Literal["continue", "stop"] = "continue"
+    """What to do when a checkpoint cannot be written: go on while an older one is complete, or
+    stop. The run stops in any case where no save would follow."""
+    stage: str | None = None
+    """Folder of each node (its NVMe, a burst buffer) to save to first; checkpoints are copied from
+    there to the run directory in the background."""
     resume: bool = True
     """Resume from the newest checkpoint in --out; for this start, False refuses one."""
     on_damage: Literal["set_aside", "refuse"] = "set_aside"
@@ -286,6 +155,10 @@ class FaultsConfig:
     """Step at which one device's gradient is NaN."""
     nan_device: CountOrZero = 0
     """Index of that device in the flattened mesh."""
+    bit_flip_step: Count | None = None
+    """Step after which a bit of one device's parameters is flipped, once."""
+    bit_flip_device: CountOrZero = 0
+    """Index of that device in the flattened mesh."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -326,11 +199,14 @@ class Config:
     @property
     def reduces_once(self) -> bool:
         """Return whether microbatches add up to whole gradients that are reduced once."""
-        return self.parallel.reduce_every == "step" and self.train.gradient_accumulation_steps > 1
+        many = self.train.gradient_accumulation_steps > 1
+        return many and self.parallel.reduce_every == "step" and self.parallel.offload != "state"
 
     def scans_layers(self, on_cpu: bool) -> bool:
         """Return whether layers are scanned; None of parallel.scan_layers is decided here."""
-        return on_cpu if self.parallel.scan_layers is None else self.parallel.scan_layers
+        if self.parallel.scan_layers is None:
+            return on_cpu or self.parallel.offload == "state"
+        return self.parallel.scan_layers
 
     def to_dict(self) -> dict[str, Any]:
         """Return a nested plain dict, ready for YAML and JSON."""

@@ -1,0 +1,82 @@
+"""Is this host fit for another try? `python -m jaxgpt.doctor.probe JOB DIRECTORY`.
+
+Ends what is left of the job, then tries the run's file system and each device.
+"""
+
+import contextlib
+import os
+import platform
+import signal
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from jaxgpt.cluster.environment import JOB
+from jaxgpt.cluster.hardware import accelerator_expected
+from jaxgpt.cluster.shutdown import job_exit_handler
+from jaxgpt.config import UsageError
+
+KILL_SECONDS = 10.0  # for the kernel to end a process
+
+
+def main(argv: list[str] | None = None) -> None:
+    job, directory = sys.argv[1:] if argv is None else argv
+    with job_exit_handler():
+        end_leftovers(job)
+        check_directory(Path(directory))
+        check_devices()
+
+
+def end_leftovers(job: str) -> None:
+    """Kill the processes of a try; `UsageError` if one does not end."""
+    deadline = time.monotonic() + KILL_SECONDS
+    while left := processes_of(job):
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        if time.monotonic() > deadline:
+            raise UsageError(f"process {left[0]} of the last try cannot be ended")
+        time.sleep(0.05)
+
+
+def processes_of(job: str) -> list[int]:
+    """Return the ids of this user's processes that have the job's name in their environment."""
+    marker, found = f"{JOB}={job}".encode(), []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and int(entry.name) != os.getpid():
+            with contextlib.suppress(OSError):  # another user's, or gone
+                if marker in (entry / "environ").read_bytes().split(b"\0"):
+                    found.append(int(entry.name))
+    return found
+
+
+def check_directory(directory: Path) -> None:
+    """Write a file, read it back, remove it."""
+    try:
+        with tempfile.NamedTemporaryFile(dir=directory) as file:
+            file.write(b"probe")
+            file.flush()
+            os.fsync(file.fileno())
+            Path(file.name).read_bytes()
+    except OSError as error:
+        raise UsageError(f"{directory}: cannot be written ({error.strerror or error})") from None
+
+
+def check_devices() -> None:
+    """Compute on each device of this host."""
+    import jax
+    import jax.numpy as jnp
+
+    try:
+        for device in jax.local_devices():
+            jax.block_until_ready(jax.device_put(jnp.arange(8), device) + 1)
+    except RuntimeError as error:
+        line = str(error).partition("\n")[0]
+        raise UsageError(f"its devices do not answer on {platform.node()}: {line}") from None
+    if accelerator_expected() and jax.default_backend() == "cpu":
+        raise UsageError(f"JAX finds no accelerator on {platform.node()}, which has some")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,257 @@
+"""Repeat steps of a run, and compare: `python -m jaxgpt.replay --run DIR --step S [S ...]`.
+
+The steps from the newest checkpoint before each up to it are trained once more, and their loss and
+gradient norm compared with metrics.jsonl: bit for bit on the mesh and the processes that the run
+had there, elsewhere to rounding. Nothing is written. Status 1 if a step differs, the first of which
+is named.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxgpt.checkpoint.metadata import valid_checkpoints
+from jaxgpt.cluster.process_group import ProcessGroup, join_process_group
+from jaxgpt.cluster.shutdown import FAILED, job_exit_handler
+from jaxgpt.config import (
+    CommandParser,
+    Config,
+    UsageError,
+    config_from_dict,
+    file_path,
+    mesh_shape,
+    skip_ranges,
+    whole_number,
+)
+from jaxgpt.data.dataset import open_dataset
+from jaxgpt.data.loader import Loader
+from jaxgpt.runtime.initialize import initialize_jax
+from jaxgpt.runtime.jax_internals import failure_board
+from jaxgpt.spikes.policy import METRICS
+from jaxgpt.spikes.skip import SkipRanges
+from jaxgpt.tracking.jsonl import read_records
+from jaxgpt.train.run.resume import source_hashes
+
+COMPARED = {"loss": 1e-3, "grad_norm": 1e-2}  # figure -> relative difference that rounding may make
+
+
+class Place(NamedTuple):
+    """What steps ran on, as a `StartRecord` has it."""
+
+    mesh: str
+    processes: int
+    devices: str
+    jax: str
+
+    def __str__(self) -> str:
+        return f"mesh {self.mesh} on {self.processes} processes, {self.devices}, jax {self.jax}"
+
+
+class Stretch(NamedTuple):
+    """Steps to repeat, one after another."""
+
+    checkpoint: int  # the step to begin after; 0 is the initial state
+    last: int
+    places: list[list[Any]]  # what the run had there, one after another; each a `Place`
+    config: dict[str, Any]
+
+
+class Difference(NamedTuple):
+    """A figure of a step that is not what it was."""
+
+    step: int
+    name: str
+    was: float | None
+    found: float | None
+
+    def __str__(self) -> str:
+        return f"step {self.step}: {self.name} was {self.was!r} and is {self.found!r}"
+
+
+def parser() -> CommandParser:
+    out = CommandParser(
+        prog="python -m jaxgpt.replay",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    out.add_argument("--run", "--out", type=file_path, required=True, help="run directory")
+    out.add_argument(
+        "--step", type=whole_number(), nargs="+", required=True, metavar="S",
+        help="steps to repeat, each with those between it and the checkpoint before it",
+    )  # fmt: skip
+    out.add_argument("--mesh", help="default: the one that the run had at the first of the steps")
+    return out
+
+
+def main(argv: list[str] | None = None) -> None:
+    with job_exit_handler(failure_board):
+        arguments = parser().parse_args(argv)
+        cluster = join_process_group()
+        differs = replay(arguments.run, arguments.step, arguments.mesh, cluster)
+    if differs:
+        sys.exit(FAILED)
+
+
+def replay(run: Path, steps: Sequence[int], mesh: str | None, cluster: ProcessGroup) -> bool:
+    """Repeat each stretch and print what comes of it; return whether anything differs."""
+    found = cluster.broadcast(
+        cluster.run_on_all(lambda: find_stretches(run, steps) if cluster.is_main else None)
+    )
+    stretches = [Stretch(*stretch) for stretch in found["stretches"]]
+    mesh = mesh or Place(*stretches[0].places[0]).mesh.replace(" ", ",")
+    configs = [config_from_dict(s.config, f"checkpoint of {run}") for s in stretches]
+    configs = [config.replace(parallel__mesh=mesh) for config in configs]
+    initialize_jax(cluster, mesh_shape(configs[0]))
+    differs, repeater = False, None
+    for stretch, config in zip(stretches, configs, strict=True):
+        if repeater is None or repeater.config != config:
+            repeater = Repeater(run, config, found["fingerprints"], cluster)
+        exact = all(Place(*place) == repeater.place for place in stretch.places)
+        differences = repeater.compare(stretch, found["records"], exact)
+        differs = differs or bool(differences)
+        if cluster.is_main:
+            print(verdict(stretch, repeater.place, differences, exact), flush=True)
+    return differs
+
+
+def find_stretches(run: Path, steps: Sequence[int]) -> dict[str, Any]:
+    """Return, as JSON, what to repeat and what to compare it with.
+
+    Raises `UsageError` for a step that the run has not come to, or cannot be repeated.
+    """
+    if not (run / METRICS).exists():
+        raise UsageError(f"--run {run}: has no {METRICS}; give a run directory")
+    saved = valid_checkpoints(run)
+    if not saved:
+        raise UsageError(f"--run {run}: has no checkpoint; its data and settings are not known")
+    records = {str(r["step"]): r for r in read_records(run / METRICS, "train")}
+    starts = read_records(run / METRICS, "start")
+    last, newest = max(map(int, records), default=0), max(saved)
+    stretches = []
+    for step in sorted(set(steps)):
+        if step > last:
+            raise UsageError(f"--step {step}: the run has come to step {last}")
+        if str(step) not in records:
+            near = sorted(sorted(map(int, records), key=lambda s: abs(s - step))[:2])
+            raise UsageError(
+                f"--step {step}: was not logged (train.log_interval); take "
+                f"{' or '.join(map(str, near))}"
+            )
+        before = max((s for s in saved if s < step), default=0)
+        config = saved[min((s for s in saved if s >= step), default=newest)]["config"]
+        if before == 0 and config["train"]["init_from"] is not None:
+            raise UsageError(
+                f"--step {step}: no checkpoint before it is left, and the run did not begin with "
+                "random weights"
+            )
+        stretches.append(Stretch(before, step, _places(starts, before, step), config))
+    return {
+        "stretches": stretches,
+        "records": {s: {n: r.get(n) for n in COMPARED} for s, r in records.items()},
+        "fingerprints": saved[newest]["data_fingerprint"],
+    }
+
+
+def _places(starts: Sequence[dict[str, Any]], before: int, last: int) -> list[list[Any]]:
+    """Return where the steps after `before` up to `last` ran, by the starts in their order."""
+    by_step = {}
+    if not starts or starts[0]["step"] > before:
+        raise UsageError(f"--step {last}: {METRICS} does not say what it ran on")
+    for step in range(before + 1, last + 1):
+        start = [s for s in starts if s["step"] < step][-1]
+        by_step[step] = [start[name] for name in Place._fields]
+    return [list(place) for place in dict.fromkeys(map(tuple, by_step.values()))]
+
+
+class Repeater:
+    """The functions of a run, on the mesh that it is repeated on."""
+
+    def __init__(
+        self, run: Path, config: Config, fingerprints: Sequence[Any], cluster: ProcessGroup
+    ):
+        """Raise `UsageError` where the data is not what `fingerprints` say."""
+        self.config = config
+        dataset = cluster.run_on_all(open_dataset, config.data, config.model)
+        if source_hashes(dataset.fingerprints) != source_hashes(fingerprints):
+            raise UsageError(
+                f"--run {run}: its data is not what it was trained on; bring that back"
+            )
+        import jax  # initialized by the caller
+
+        from jaxgpt.checkpoint.checkpointer import Checkpoints
+        from jaxgpt.parallel.mesh import describe, job_mesh
+        from jaxgpt.train.functions import make_steps
+
+        mesh = job_mesh(config, cluster.hosts)
+        kind = mesh.devices.flat[0].device_kind
+        self.place = Place(describe(mesh), cluster.size, kind, jax.__version__)
+        self._cluster = cluster
+        self._checkpoints = Checkpoints(run, config)
+        self._steps = make_steps(config, mesh)
+        self._train_step = self._steps.lower_train_step().compile()
+        self._loader = Loader.for_training(dataset, config, self._steps.batch_shape.sharding)
+        self._skips = SkipRanges(skip_ranges(config))
+
+    def compare(self, stretch: Stretch, records: dict[str, Any], exact: bool) -> list[Difference]:
+        """Train the stretch once more; return what differs from `records`, by step."""
+        import jax
+
+        state = self._begin(stretch.checkpoint)
+        numbers = range(stretch.checkpoint + 1, stretch.last + 1)
+        batches = self._loader.batches(step for step in numbers if step not in self._skips)
+        found: dict[int, Any] = {}
+        for step in numbers:
+            if step in self._skips:
+                found[step] = dict.fromkeys(COMPARED)
+            else:
+                state, metrics = self._train_step(state, np.int32(step), next(batches))
+                found[step] = {name: metrics.scalars[name] for name in COMPARED}
+        batches.close()
+        out = []
+        for step, scalars in jax.device_get(found).items():
+            for name, tolerance in COMPARED.items():
+                value = None if scalars[name] is None else float(scalars[name])
+                value = value if value is None or np.isfinite(value) else None  # as in the file
+                was = records.get(str(step), {name: value})[name]
+                if not agree(was, value, 0 if exact else tolerance):
+                    out.append(Difference(step, name, was, value))
+        return out
+
+    def _begin(self, step: int) -> Any:
+        from jaxgpt.train.state import checkpoint_tree, state_from_checkpoint
+
+        if step == 0:
+            self._cluster.barrier()
+            return self._steps.init()
+        shapes = self._steps.state_shapes
+        tree = checkpoint_tree(shapes)
+        found = self._checkpoints.restore(step, tree, self._cluster.run_on_all)
+        return state_from_checkpoint(*found, shapes)
+
+
+def agree(was: float | None, found: float | None, tolerance: float) -> bool:
+    """Return whether two figures are equal, up to a relative difference."""
+    if was is None or found is None:
+        return was is found
+    return abs(was - found) <= tolerance * abs(was)
+
+
+def verdict(stretch: Stretch, place: Place, differences: list[Difference], exact: bool) -> str:
+    """Return the line about a stretch that was repeated."""
+    begin = f"checkpoint {stretch.checkpoint}" if stretch.checkpoint else "the initial state"
+    what = f"step {stretch.last} from {begin}, on {place}"
+    if differences:
+        return f"differs: {what}: {differences[0]}"
+    how = "bit for bit"
+    if not exact:
+        ran = " and ".join(str(Place(*place)) for place in stretch.places)
+        how = f"to rounding (the run had {ran})"
+    return f"agrees {how}: {what}"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,38 @@
+"""A training run of which one process stops once: `stopped.py PHASE RANK MARK [train arguments]`.
+
+It stops itself in the middle of what the watchdog calls PHASE, and in "start" before it has come to
+the others. The file MARK says that it has.
+"""
+
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+from jaxgpt.cluster.environment import rank_from_env
+from jaxgpt.cluster.health.watchdog import Watchdog
+from jaxgpt.train import __main__ as train
+
+phase, rank, mark = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])
+heartbeat = Watchdog.heartbeat
+
+
+def stop():
+    if not mark.exists():
+        mark.write_text(phase)
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def watched(self, activity, *rest):
+    heartbeat(self, activity, *rest)
+    if activity.startswith(phase):
+        threading.Thread(target=lambda: (time.sleep(0.02), stop()), daemon=True).start()
+
+
+if rank_from_env() == rank:
+    Watchdog.heartbeat = watched
+    if phase == "start":
+        stop()
+train.main(sys.argv[4:])

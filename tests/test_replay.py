@@ -1,0 +1,83 @@
+"""`python -m jaxgpt.replay`: steps of a finished run, trained once more."""
+
+import json
+import random
+
+import pytest
+
+from jobs import SMALL, run
+
+RUN = (
+    *SMALL, "model.n_embd=32", "train.max_iters=40", "checkpoint.interval=10", "checkpoint.keep=9",
+    "optimizer.warmup_iters=2", "optimizer.learning_rate=0.01", "spike.action=rewind",
+    "spike.window=16", "spike.rewind_margin=10", "spike.skip_before=2", "spike.skip_after=1",
+    "--faults.random_tokens", "26", "27", "--train-range-to-skip", "12", "13",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A run with a skip, a rewind, and a restart on another mesh."""
+    out = tmp_path_factory.mktemp("runs") / "finished"
+    for settings in (("--mesh", "2,1,2", "train.max_iters=20"), ("--mesh", "1,2,1")):
+        job = run("train", *RUN, *settings, "--out", out)
+        assert job.returncode == 0, job.stdout
+    assert "rewound" in job.stdout or "rewind" in job.stdout
+    return out
+
+
+def replayed(out, *arguments):
+    job = run("replay", "--run", out, "--step", *arguments)
+    return job.returncode, job.stdout
+
+
+def test_steps_agree_bit_for_bit_where_they_were_trained(finished):
+    before = {p: p.stat().st_mtime_ns for p in finished.rglob("*")}
+    for steps, mesh in (((5, 10), "data=2 fsdp=1 tensor=2"), ((13, 23, 40), "data=1 fsdp=2")):
+        status, said = replayed(finished, *steps)
+        assert status == 0, said
+        lines = said.splitlines()
+        assert len(lines) == len(steps)
+        assert all(line.startswith("agrees bit for bit: step") for line in lines), said
+        assert all(mesh in line for line in lines), said
+    assert before == {p: p.stat().st_mtime_ns for p in finished.rglob("*")}
+
+
+@pytest.mark.long
+def test_twenty_steps_drawn_at_random_agree(finished):
+    steps = random.Random(0).sample(range(1, 41), 20)
+    for mesh in ((), ("--mesh", "1,1,2")):
+        status, said = replayed(finished, *steps, *mesh)
+        assert status == 0 and said.count("agrees ") == 20, said
+
+
+def test_on_another_mesh_they_agree_to_rounding(finished):
+    status, said = replayed(finished, 9, "--mesh", "4,1,1")
+    assert status == 0 and "agrees to rounding (the run had mesh data=2" in said, said
+
+
+def test_a_line_that_was_changed_is_found(finished, tmp_path):
+    lines = (finished / "metrics.jsonl").read_text().splitlines()
+    for number, line in enumerate(lines):
+        record = json.loads(line)
+        if record["kind"] == "train" and record["step"] == 36:
+            was = record["loss"]
+            lines[number] = json.dumps({**record, "loss": was + 1e-6})
+    other = tmp_path / "run"
+    other.mkdir()
+    for path in finished.iterdir():
+        (other / path.name).symlink_to(path)
+    (other / "metrics.jsonl").unlink()
+    (other / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    status, said = replayed(other, 38)
+    assert status == 1, said
+    assert said.startswith("differs: step 38 from checkpoint 30") and "step 36: loss was" in said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [(["99"], "--step 99: the run has come to step 40"), (["0"], "at least 1")],
+)
+def test_bad_input_is_one_sentence(finished, arguments, words):
+    status, said = replayed(finished, *arguments)
+    assert status == 2 and words in said and "Traceback" not in said

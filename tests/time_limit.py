@@ -1,0 +1,22 @@
+"""An end for what would never come to one."""
+
+import contextlib
+import signal
+
+LIMIT = 60  # seconds
+
+
+@contextlib.contextmanager
+def time_limit():
+    """Raise `TimeoutError` in what takes longer."""
+
+    def stop(*_):
+        raise TimeoutError(f"no end within {LIMIT} s")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.alarm(LIMIT)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)

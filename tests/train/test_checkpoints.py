@@ -1,0 +1,114 @@
+"""Which checkpoints a run has at its end, and what its metrics say of them."""
+
+from pathlib import Path
+
+import pytest
+
+from jaxgpt.checkpoint import save as saving
+from jaxgpt.checkpoint.metadata import list_checkpoints
+from jaxgpt.cluster import shutdown as exits
+from jaxgpt.config import UsageError
+from jaxgpt.tracking.records import EvalRecord
+from jaxgpt.train import setup
+from jobs import SMALL, losses, records, train_here
+
+MESH = ("--mesh", "1,1,1", "train.trackers=")
+# Validation losses by step: the best is early, as of a model that learns its text by heart.
+LOSSES = {2: 3.0, 4: 1.0, 6: 2.5, 8: 2.0, 10: 4.0, 12: 5.0, 14: 6.0}
+
+
+@pytest.fixture
+def known_losses(monkeypatch):
+    monkeypatch.setattr(
+        setup,
+        "make_evaluator",
+        lambda *_: lambda step, _: EvalRecord(step=step, train_loss=1.0, val_loss=LOSSES[step]),
+    )
+
+
+def test_the_best_and_the_regular_checkpoints_outlive_restarts(tmp_path, known_losses, monkeypatch):
+    complete, log = [], setup.Reporter.log
+
+    def look(self, record):
+        if record is not None and record.kind == "checkpoint":
+            complete.append((Path(record.path) / "meta" / "metadata").exists())
+        log(self, record)
+
+    monkeypatch.setattr(setup.Reporter, "log", look)
+    settings = ("interval=2", "keep=1", "keep_every=6", "keep_best=2")
+    keep = (*(f"checkpoint.{s}" for s in settings), "train.eval_interval=2", "train.max_iters=14")
+    arguments = (*SMALL, *MESH, *keep, "--out", tmp_path)
+    assert train_here(*arguments, stop_at=9) == exits.STOPPED
+    # Best of those evaluated: 4 and 8 (at the end, 9 itself was not); of 6: 6; the newest: 9.
+    assert list_checkpoints(tmp_path) == [4, 6, 8, 9]
+    assert train_here("--out", tmp_path) == exits.DONE
+    assert list_checkpoints(tmp_path) == [4, 6, 8, 12, 14]
+    found = records(tmp_path, "checkpoint")
+    assert [r["step"] for r in found] == [2, 4, 6, 8, 9, 10, 12, 14]
+    assert complete == [True] * 8
+    assert all(0 <= r["stalled"] <= r["seconds"] for r in found)
+    log = (tmp_path / "train.log").read_text()
+    assert f"step=14 checkpoint {tmp_path}/checkpoints/14 complete after " in log
+
+
+def test_a_run_trains_on_through_a_full_disk_and_a_restart(tmp_path, monkeypatch):
+    write = saving.write_part
+
+    def full_at_4_and_6(state, *arguments):
+        if state.parent.name.startswith(("4.", "6.")):
+            raise OSError(28, "No space left on device")
+        return write(state, *arguments)
+
+    monkeypatch.setattr(saving, "write_part", full_at_4_and_6)
+    arguments = (*SMALL, *MESH, "checkpoint.interval=2", "train.max_iters=9", "--out", tmp_path)
+    assert train_here(*arguments, stop_at=7) == exits.STOPPED
+    failed = records(tmp_path, "checkpoint_failed")
+    assert [(r["step"], r["standing"]) for r in failed] == [(4, 2), (6, 2)]
+    assert [r["step"] for r in records(tmp_path, "checkpoint")] == [2, 7]
+    warning = "checkpoint 4 could not be written (No space left on device); the run goes on"
+    assert (tmp_path / "train.log").read_text().count(warning) == 1
+    assert train_here("--out", tmp_path) == exits.DONE
+    assert list(losses(tmp_path)) == list(range(1, 10))
+
+
+def test_a_run_whose_last_save_fails_does_not_say_that_it_is_done(tmp_path, monkeypatch):
+    def full(state, *arguments):
+        raise OSError(30, "Read-only file system")
+
+    arguments = (*SMALL, *MESH, "checkpoint.interval=2", "--out", tmp_path)
+    assert train_here(*arguments, "train.max_iters=2") == exits.DONE
+    monkeypatch.setattr(saving, "write_part", full)
+    with pytest.raises(UsageError, match="checkpoint 3 could not be written .Read-only file sys"):
+        train_here("--out", tmp_path, "train.max_iters=3")
+    assert "done after step 3" not in (tmp_path / "train.log").read_text()
+    assert list_checkpoints(tmp_path) == [2]
+
+
+def test_a_job_saves_by_the_clock(tmp_path):
+    arguments = (*SMALL, *MESH, "checkpoint.interval_minutes=0.0005", "train.max_iters=40")
+    assert train_here(*arguments, "--out", tmp_path, "checkpoint.keep=50") == exits.DONE
+    saved = list_checkpoints(tmp_path)  # checkpoint.interval=0
+    assert len(saved) > 2 and saved[-1] == 40
+
+
+def test_a_staged_run_goes_on_from_what_its_node_has(tmp_path, monkeypatch):
+    """Its job was killed while the newest checkpoint was on its way to the run directory."""
+    copy = saving.copy_files
+
+    def killed_at_4(source, target, *rank):
+        if target.name.startswith("4."):
+            raise OSError(5, "Input/output error")
+        copy(source, target, *rank)
+
+    out, stage = tmp_path / "run", f"checkpoint.stage={tmp_path / 'nvme'}"
+    arguments = (*SMALL, *MESH, "checkpoint.interval=2", "--out", out, stage)
+    with monkeypatch.context() as patch:
+        patch.setattr(saving, "copy_files", killed_at_4)
+        with pytest.raises(UsageError, match="checkpoint 4 could not .*Input/output error"):
+            train_here(*arguments, "train.max_iters=4")
+    assert list_checkpoints(out) == [2]
+    assert train_here("--out", out, "train.max_iters=5") == exits.DONE
+    log = (out / "train.log").read_text()
+    assert "checkpoint 4: copied from" in log and "resumed from step 4" in log
+    assert f"checkpoint 4 read from its stage, {tmp_path / 'nvme'}/run-" in log
+    assert list(losses(out)) == list(range(1, 6))
