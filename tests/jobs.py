@@ -124,8 +124,8 @@ def train_here(*args, stop_at=None):
         reason = "the test"
         allow_for_save = staticmethod(lambda seconds: None)
 
-        def reached(self, step):
-            return step == stop_at
+        def reached(self, tick):
+            return tick + (prepared.resume_step or 0) == stop_at
 
     cluster = ProcessGroup(launcher="test")
     config = parse_args(

@@ -87,9 +87,12 @@ def state_shapes(config: Config, mesh: Mesh) -> TrainState:
 
 
 def checkpoint_tree(state: TrainState) -> dict[str, Any]:
-    """Return the arrays of a checkpoint: `params` and `opt_state`, nested dicts by field name."""
+    """Return the arrays of a checkpoint: `params` and `opt_state`, nested dicts by field name.
+
+    Without `opt_state` where an optimizer keeps nothing.
+    """
     named = {_path(path): leaf for path, leaf in tree_leaves_with_path(state.opt_state)}
-    return {"params": state.params, "opt_state": unflatten_dict(named)}
+    return {"params": state.params} | ({"opt_state": unflatten_dict(named)} if named else {})
 
 
 def checkpoint_json(state: TrainState) -> dict[str, Any]:
@@ -101,7 +104,7 @@ def state_from_checkpoint(
     tree: Mapping[str, Any], meta: Mapping[str, Any], shapes: TrainState
 ) -> TrainState:
     """Return the state of `checkpoint_tree` and `checkpoint_json`, in the structure of `shapes`."""
-    leaves = {_path(path): leaf for path, leaf in tree_leaves_with_path(tree["opt_state"])}
+    leaves = {_path(path): leaf for path, leaf in tree_leaves_with_path(tree.get("opt_state", {}))}
     opt_state = tree_map_with_path(lambda path, _: leaves[_path(path)], shapes.opt_state)
     spike_state = spike_state_from_json(meta.get("spike_state"), shapes.spike_state)
     return TrainState(tree["params"], opt_state, spike_state)

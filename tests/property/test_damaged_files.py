@@ -163,7 +163,7 @@ def go_on(home):
     run = SimpleNamespace(directory=home / "run")
     config = run_config(home).replace(out=str(home / "run"), train__eval_interval=10)
     missing_records(config, dataset("data.dataset=python"), 20)
-    find_stretches(home / "run", [12, 20])
+    find_stretches(home / "run", [10, 20])
     record_rewind(home / "run")
     for tracker in (JsonLines(), Samples()):
         tracker.open(run, 10)
@@ -177,7 +177,7 @@ def read_checkpoints(home):
     step, meta, _ = newest_undamaged(run, "set_aside")
     check_resume(config, run, step, meta, data)
     skip_ranges(config_from_dict(meta["config"], "checkpoint"))
-    find_stretches(run, [12])
+    find_stretches(run, [10])
     differences(config, data, run, 12)
     with contextlib.suppress(UsageError):
         initial_model("hf:none", str(run))

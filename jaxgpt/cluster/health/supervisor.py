@@ -98,7 +98,7 @@ class Supervisor:
             line, stdin=subprocess.DEVNULL, env=environ, process_group=0
         )
         if self._signal is not None:  # while the line was made
-            self._process.send_signal(signal.SIGTERM)
+            self._process.send_signal(signal.SIGUSR1)
         while True:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 status = self._process.wait(1)
