@@ -146,7 +146,8 @@ def test_a_signal_stops_the_job_and_no_try_follows(number, tmp_path):
 
 
 @pytest.mark.skipif(hosts.missing() is not None, reason=hosts.missing() or "")
-@pytest.mark.parametrize("spare", [1, pytest.param(0, marks=pytest.mark.long)])
+@pytest.mark.long  # a minute passes before a host is given up
+@pytest.mark.parametrize("spare", [1, 0])
 def test_a_host_that_is_lost_is_left_out(spare, tmp_path):
     """A spare host takes its place; without one, the job goes on smaller."""
     out, steps = tmp_path / "run", 3000
