@@ -190,11 +190,16 @@ class TcpTransport:
         """Let the system notice within a minute that the host of a peer has vanished."""
         peer.settimeout(self._timeout)
         peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for option, value in (("TCP_KEEPIDLE", 30), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 3)):
-            if hasattr(socket, option):  # Linux has them all
-                peer.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+        keep_alive(peer, TCP_KEEPIDLE=30, TCP_KEEPINTVL=10, TCP_KEEPCNT=3)
         self._peers[rank], self._streams[rank] = peer, stream
+
+
+def keep_alive(peer: socket.socket, **options: int) -> None:
+    """Let the system ask a silent peer; `options` are TCP's, by their names in `socket`."""
+    peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in options.items():
+        if hasattr(socket, option):  # Linux has them all
+            peer.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
 
 
 def connect_to_rank0(address: str, rank: int, timeout: float) -> socket.socket:

@@ -23,7 +23,7 @@ from jaxgpt.cluster.hosts import reachable_name
 from jaxgpt.cluster.machines import high_speed_name
 from jaxgpt.cluster.process_group import ProcessGroup
 from jaxgpt.cluster.shutdown import FAILED, HUNG, PeerLost
-from jaxgpt.cluster.transport import missing_sentence
+from jaxgpt.cluster.transport import keep_alive, missing_sentence
 
 CONNECT_SECONDS = 30.0
 HELLO_SECONDS = 5.0  # in which one that has connected says its rank
@@ -142,10 +142,7 @@ class Heartbeats:
 
     def _keep(self, rank: int, connection: socket.socket) -> None:
         connection.setblocking(False)
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for option, value in KEEPALIVE.items():
-            if hasattr(socket, option):  # Linux has them all
-                connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+        keep_alive(connection, **KEEPALIVE)
         self._silence[rank], self._received[rank], self._unsent[rank] = 0.0, b"", b""
         self._peers.register(connection, selectors.EVENT_READ, rank)
 

@@ -19,6 +19,7 @@ from jaxgpt.cluster.environment import JOB, SUPERVISOR
 from jaxgpt.cluster.hosts import reachable_name
 from jaxgpt.cluster.launchers import ProcessLayout, launch_command, place_on
 from jaxgpt.cluster.shutdown import BAD_USAGE, DONE, STOPPED
+from jaxgpt.cluster.transport import keep_alive
 
 MAX_FUTILE = 3  # tries in a row that begin no further on than the one before
 END_SECONDS = 20.0  # for a launcher to end after process 0 has
@@ -168,10 +169,7 @@ class Listener:
 
     def _read(self, connection: socket.socket) -> None:
         # A host that is lost says no goodbye: the kernel asks after 10 s, and gives up 15 s later.
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for option, value in (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3)):
-            if hasattr(socket, option):  # Linux has them all
-                connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+        keep_alive(connection, TCP_KEEPIDLE=10, TCP_KEEPINTVL=5, TCP_KEEPCNT=3)
         job, not_ours = None, (OSError, ValueError, TypeError, KeyError, AttributeError)
         with contextlib.suppress(*not_ours), connection, connection.makefile() as lines:
             for line in lines:
