@@ -41,7 +41,8 @@ def test_too_little_text_is_refused(tmp_path, text):
     assert not (tmp_path / "data").exists()
 
 
-@pytest.mark.parametrize("tokenizer", [pytest.param("char", marks=pytest.mark.long), "byte"])
+@pytest.mark.long  # in short, the default run and the commands of the READMEs
+@pytest.mark.parametrize("tokenizer", ["char", "byte"])
 def test_a_text_of_ones_own_is_prepared_trained_on_and_continued(tmp_path, tokenizer):
     text, data, out = tmp_path / "a.txt", tmp_path / "data", tmp_path / "run"
     text.write_text("big fjord äöü\n" * 300)

@@ -20,6 +20,7 @@ from jaxgpt.cluster.hardware import raise_open_file_limit
 from jaxgpt.cluster.shutdown import FAILED, PeerLost, end_process
 from jaxgpt.config import UsageError
 
+GRACE_SECONDS = 5.0  # that others wait for process 0 longer than it waits for them
 MARK_SECONDS = 2.0  # between two touches of the mark of a process that waits
 
 
@@ -188,7 +189,8 @@ class TcpTransport:
 
     def _keep(self, rank: int, peer: socket.socket, stream: BinaryIO) -> None:
         """Let the system notice within a minute that the host of a peer has vanished."""
-        peer.settimeout(self._timeout)
+        # Process 0 waits for all others: it is the first to give up, and says for whom it waited.
+        peer.settimeout(self._timeout + (GRACE_SECONDS if self.rank else 0))
         peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         keep_alive(peer, TCP_KEEPIDLE=30, TCP_KEEPINTVL=10, TCP_KEEPCNT=3)
         self._peers[rank], self._streams[rank] = peer, stream

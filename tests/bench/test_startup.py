@@ -8,6 +8,7 @@ import pytest
 from jobs import SMALL, run
 
 
+@pytest.mark.long
 def test_a_warm_start_compiles_nothing(tmp_path):
     inside = {"JAXGPT_JOB_START": "1000000000"}  # of another job than those that are timed
     job = run("bench", "startup", "--runs", 1, "--json", *SMALL, TMPDIR=str(tmp_path), **inside)

@@ -54,6 +54,7 @@ def test_bench_step_explains_what_is_wrong(arguments, words):
     assert words in job.stdout and job.stdout.count("\n") == 1
 
 
+@pytest.mark.long
 def test_a_model_that_cannot_be_trained_ends_bench_step_with_a_sentence():
     fault = ("faults.nan_step=4", "spike.max_consecutive_nonfinite=1", "model.n_layer=1")
     job = run("bench", "step", "--steps", 2, *fault)

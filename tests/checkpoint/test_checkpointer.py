@@ -46,12 +46,9 @@ def filled(shapes):
     )
 
 
+@pytest.mark.long  # in short, runs go on from another mesh
 @pytest.mark.parametrize(
-    "saved",
-    [
-        pytest.param(i, id=" ".join(s[1:]), marks=() if i < 1 else pytest.mark.long)
-        for i, s in enumerate(SETTINGS)
-    ],
+    "saved", [pytest.param(i, id=" ".join(s[1:])) for i, s in enumerate(SETTINGS)]
 )
 def test_any_settings_read_what_any_others_wrote(saved, steps, tmp_path):
     state = filled(steps[saved].state_shapes)

@@ -71,10 +71,11 @@ def test_a_mesh_that_does_not_fit_the_devices():
     assert "error: parallel.mesh=-1,2,1: 2 does not divide the job's 3 devices" in job.stdout
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("rank", "last"),
     [
-        pytest.param(2, r"\d+ OK, \d+ WARN, 1 FAIL", marks=pytest.mark.long),
+        (2, r"\d+ OK, \d+ WARN, 1 FAIL"),
         (0, r"error: all-reduce .*: no answer within 15 s .*, nor from process 0; .*"),
     ],
 )

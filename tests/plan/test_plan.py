@@ -147,6 +147,7 @@ def test_offloaded_moments_cost_time_and_come_back_for_the_update():
     assert memory.total == 25
 
 
+@pytest.mark.long
 def test_state_in_the_hosts_memory_leaves_room_for_twice_the_layers():
     """Moments away, a layer takes 8 bytes a parameter: its own and its gradient's."""
     options = ("parallel.offload=state", "parallel.remat=full", "train.batch_size=2", SCAN)

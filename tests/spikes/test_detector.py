@@ -167,8 +167,18 @@ def updates(state):
     "options",
     [
         ("--mesh", "2,2,2", "parallel.sequence_parallel=True", "faults.nan_device=5"),
-        ("--mesh", "1,8,1", "train.gradient_accumulation_steps=2", "spike.action=skip_update"),
-        ("--mesh", "8,1,1", "parallel.offload=moments", "parallel.zero_stage=0"),
+        *(
+            pytest.param(options, marks=pytest.mark.long)
+            for options in (
+                (
+                    "--mesh",
+                    "1,8,1",
+                    "train.gradient_accumulation_steps=2",
+                    "spike.action=skip_update",
+                ),
+                ("--mesh", "8,1,1", "parallel.offload=moments", "parallel.zero_stage=0"),
+            )
+        ),
         ("--mesh", "2,2,2", "parallel.offload=state", "parallel.scan_layers=True"),
     ],
     ids=" ".join,
@@ -213,10 +223,11 @@ def test_only_skip_update_leaves_out_a_spike(action):
     assert same(state, before) == (action == "skip_update")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "options",
     [
-        pytest.param(("--mesh", "2,2,2"), marks=pytest.mark.long),
+        ("--mesh", "2,2,2"),
         ("--mesh", "1,2,4", "train.loss_chunk=16", "train.gradient_accumulation_steps=4"),
     ],
     ids=" ".join,

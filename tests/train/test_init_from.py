@@ -67,6 +67,7 @@ def test_a_run_starts_from_the_weights_of_another(mesh, first_run, tmp_path):
     assert "weights: step 4 of" in (out / "train.log").read_text()
 
 
+@pytest.mark.long
 def test_fewer_positions_are_the_first_ones(first_run, tmp_path):
     out = tmp_path / "run"
     given = (*OTHERS, f"train.init_from={first_run}", "train.max_iters=1", "train.batch_size=4")

@@ -69,6 +69,7 @@ def one_device():
         return make_mesh(MeshShape(1, 1, 1))
 
 
+@pytest.mark.long
 def test_cpus_compute_in_slices_by_themselves_and_save_no_less_with_remat():
     sizes = []
     for slices, remat in ((1, "none"), (None, "none"), (None, "attention"), (None, "full")):

@@ -20,13 +20,12 @@ def largest_logit(monkeypatch, tmp_path):
     monkeypatch.setitem(step_metrics.STEP_METRICS, "largest_logit", module.largest_logit)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "options",
     [
-        pytest.param(("--mesh", "1,1,1"), marks=pytest.mark.long),
-        pytest.param(
-            ("--mesh", "2,2,2", "train.gradient_accumulation_steps=2"), marks=pytest.mark.long
-        ),
+        ("--mesh", "1,1,1"),
+        ("--mesh", "2,2,2", "train.gradient_accumulation_steps=2"),
         ("--mesh", "1,2,4", "train.loss_chunk=50", "parallel.sequence_parallel=True"),
     ],
     ids=" ".join,

@@ -98,7 +98,7 @@ def as_options(chosen):
 @pytest.mark.parametrize(
     "chosen",
     [  # the first few rows have most of the pairs
-        pytest.param(c, id=" ".join(map(str, c)), marks=() if i < 3 else pytest.mark.long)
+        pytest.param(c, id=" ".join(map(str, c)), marks=() if i < 2 else pytest.mark.long)
         for i, c in enumerate(pairwise([c for c in ALL if not LONG & set(c)]))
     ],
 )
@@ -179,12 +179,13 @@ def test_offloaded_state_lives_in_the_hosts_memory(offload):
         state, _ = steps.train_step(state, np.int32(1), rows)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "options",
     [
         ("--mesh", "1,1,1"),
-        pytest.param(("--mesh", "2,2,2", "parallel.zero_stage=0"), marks=pytest.mark.long),
-        pytest.param(("--mesh", "2,2,2", "parallel.zero_stage=3"), marks=pytest.mark.long),
+        ("--mesh", "2,2,2", "parallel.zero_stage=0"),
+        ("--mesh", "2,2,2", "parallel.zero_stage=3"),
     ],
     ids=" ".join,
 )
