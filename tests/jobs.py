@@ -13,13 +13,14 @@ import jax
 import numpy as np
 
 from jaxgpt.cluster.health.heartbeat import Heartbeats
+from jaxgpt.cluster.health.watchdog import Watchdog
 from jaxgpt.cluster.process_group import ProcessGroup
 from jaxgpt.config import load_config, mesh_shape, parse_args
 from jaxgpt.data.dataset import open_dataset
 from jaxgpt.data.loader import Loader
 from jaxgpt.parallel.mesh import make_mesh
 from jaxgpt.perf.startup import Startup
-from jaxgpt.runtime.initialize import initialize_jax
+from jaxgpt.runtime.initialize import end_job, initialize_jax
 from jaxgpt.runtime.xla_flags import VARIABLE as XLA_FLAGS
 from jaxgpt.train.functions import make_steps
 from jaxgpt.train.reporting.goodput import Goodput
@@ -137,9 +138,11 @@ def train_here(*args, stop_at=None):
         facts = initialize_jax(cluster, sizes)
         heartbeats = Heartbeats(None, print)
         heartbeats.connect(cluster)
-        startup = Startup()
-        with cluster, contextlib.closing(Goodput(time.time(), prepared.directory)) as goodput:
-            return train(prepared, cluster, facts, Stop(), startup, heartbeats, goodput)
+        minutes, directory = prepared.config.train.hang_timeout, prepared.directory
+        watchdog = Watchdog(minutes, directory, 0, end_job, heartbeats)
+        goodput = Goodput(time.time(), directory)
+        with cluster, contextlib.closing(watchdog), contextlib.closing(goodput):
+            return train(prepared, cluster, facts, Stop(), Startup(), watchdog, goodput)
 
 
 def records(directory, kind="train"):

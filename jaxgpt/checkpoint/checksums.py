@@ -75,6 +75,7 @@ def _compiled(shardings: tuple[NamedSharding, ...]) -> Any:
     return of_arrays
 
 
+@functools.partial(jax.jit, static_argnums=(1, 2))  # traced once for parameter and moments
 def shard_checksum(shard: jax.Array, shape: tuple[int, ...], spec: PartitionSpec) -> jax.Array:
     """Return the sum of the hashes of one device's part of an array of this shape.
 
@@ -92,13 +93,16 @@ def shard_checksum(shard: jax.Array, shape: tuple[int, ...], spec: PartitionSpec
     )
     n, most = rows.size, max(1, CHUNK_ELEMENTS // columns.size)
     at_once = next(k for k in range(min(n, most), 0, -1) if n % k == 0)
+    elements, rows = shard.reshape(n, columns.size), rows[:, None]
+    if n == at_once:  # a loop would take longer to compile
+        return _hash(to_device(elements), rows + columns).sum(dtype=jnp.uint32)
 
     def add(sums: jax.Array, chunk: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
         elements, rows = chunk
         hashes = _hash(to_device(elements), rows + columns)
         return sums + hashes.sum(axis=0, dtype=jnp.uint32), None
 
-    chunks = shard.reshape(-1, at_once, columns.size), rows.reshape(-1, at_once, 1)
+    chunks = elements.reshape(-1, at_once, columns.size), rows.reshape(-1, at_once, 1)
     return lax.scan(add, jnp.zeros_like(columns), chunks)[0].sum(dtype=jnp.uint32)
 
 

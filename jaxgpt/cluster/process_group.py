@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import platform
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -10,8 +11,15 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from jaxgpt.cluster.environment import Launch, find_launch, slurm_step, started_by_srun
-from jaxgpt.cluster.machines import Machine, find_machine
+from jaxgpt.cluster.environment import (
+    COORDINATOR,
+    Launch,
+    find_launch,
+    slurm_step,
+    started_by_srun,
+)
+from jaxgpt.cluster.hosts import reachable_name
+from jaxgpt.cluster.machines import Machine, find_machine, high_speed_name
 from jaxgpt.cluster.shutdown import PeerLost
 from jaxgpt.cluster.transport import (
     MpiTransport,
@@ -103,6 +111,17 @@ def catch_usage_error(function: Callable[..., T], *arguments: Any) -> tuple[T | 
         return function(*arguments), None
     except UsageError as error:
         return None, str(error)
+
+
+def own_host(group: ProcessGroup) -> str:
+    """Return a name of this host at which all processes reach it."""
+    if group.local_size == group.size:
+        return "127.0.0.1"
+    if given := os.environ.get(COORDINATOR):
+        return given.rpartition(":")[0].strip("[]")
+    if group.machine:
+        return high_speed_name(group.machine, platform.node())
+    return reachable_name()
 
 
 def join_process_group(

@@ -14,9 +14,8 @@ from typing import Any, NoReturn
 
 from jaxgpt.cluster.environment import COORDINATOR, check_address
 from jaxgpt.cluster.hardware import accelerator_expected
-from jaxgpt.cluster.hosts import HOST_FILES, address_towards, reachable_name
-from jaxgpt.cluster.machines import high_speed_name
-from jaxgpt.cluster.process_group import ProcessGroup
+from jaxgpt.cluster.hosts import HOST_FILES, address_towards
+from jaxgpt.cluster.process_group import ProcessGroup, own_host
 from jaxgpt.cluster.shutdown import terminate_job, watch_for_peer_failure
 from jaxgpt.cluster.transport import TcpTransport, connect_to_rank0
 from jaxgpt.config import MeshShape, UsageError
@@ -231,12 +230,6 @@ def _free_address(cluster: ProcessGroup) -> str | None:
     if given := os.environ.get(COORDINATOR):
         check_address(COORDINATOR, given)
         return given
-    if cluster.local_size == cluster.size:
-        host = "127.0.0.1"
-    elif cluster.machine:
-        host = high_speed_name(cluster.machine, platform.node())
-    else:
-        host = reachable_name()
     with socket.socket() as s:
         s.bind(("", 0))
-        return f"{host}:{s.getsockname()[1]}"
+        return f"{own_host(cluster)}:{s.getsockname()[1]}"

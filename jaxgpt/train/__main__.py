@@ -5,6 +5,7 @@ source of Python's standard library. `--help` lists every key.
 """
 
 import atexit
+import contextlib
 import functools
 import gc
 import sys
@@ -14,6 +15,7 @@ from jaxgpt.cluster.environment import rank_from_env
 from jaxgpt.cluster.health.heartbeat import Heartbeats
 from jaxgpt.cluster.health.preemption import StopSignal
 from jaxgpt.cluster.health.walltime import time_limit
+from jaxgpt.cluster.health.watchdog import START_MINUTES, Watchdog
 from jaxgpt.cluster.process_group import INIT_TIMEOUT, catch_usage_error, join_process_group
 from jaxgpt.cluster.shutdown import job_exit_handler
 from jaxgpt.config import Config, is_help, mesh_shape, parse_args
@@ -58,13 +60,16 @@ def main(argv: list[str] | None = None) -> None:
         stop = StopSignal(limit, preemption_sync_point, end_job)
         for record in earlier_saves(run) if cluster.is_main else ():
             stop.allow_for_save(record["seconds"])
-        facts = initialize_jax(cluster, mesh_shape(run.config), startup.mark, preemption=True)
-        facts["notes"] += [use_compile_cache(config.compile_cache, cluster), stop.describe()]
-        from jaxgpt.train.loop import train  # imports JAX, which has to come after initialize_jax
+        watchdog = Watchdog(minutes, run.directory, cluster.rank, end_job, heartbeats)
+        with contextlib.closing(watchdog):
+            watchdog.heartbeat("the start of JAX and of its devices", START_MINUTES)
+            facts = initialize_jax(cluster, mesh_shape(run.config), startup.mark, preemption=True)
+            facts["notes"] += [use_compile_cache(config.compile_cache, cluster), stop.describe()]
+            from jaxgpt.train.loop import train  # imports JAX: after initialize_jax
 
-        startup.mark("imports")
-        with cluster.name_lost_peers():
-            status = train(run, cluster, facts, stop, startup, heartbeats, goodput)
+            startup.mark("imports")
+            with cluster.name_lost_peers():
+                status = train(run, cluster, facts, stop, startup, watchdog, goodput)
         gc.freeze()  # the last collection takes 0.4 to 1.3 s (2026-11, two busy cores, JAX 0.10.2)
     sys.exit(status)
 

@@ -1,6 +1,5 @@
 """A run from its first step to its last: `run_steps` is what happens."""
 
-import contextlib
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -9,22 +8,20 @@ import numpy as np
 
 from jaxgpt.checkpoint.checkpointer import Checkpoints
 from jaxgpt.cluster import shutdown as exits
-from jaxgpt.cluster.health.heartbeat import Heartbeats
 from jaxgpt.cluster.health.preemption import StopSignal
-from jaxgpt.cluster.health.watchdog import Watchdog
+from jaxgpt.cluster.health.watchdog import START_MINUTES, Watchdog
 from jaxgpt.cluster.process_group import ProcessGroup
 from jaxgpt.config import UsageError, should_evaluate, skip_ranges
 from jaxgpt.parallel.mesh import describe
 from jaxgpt.perf.startup import Startup
 from jaxgpt.runtime.dispatch import DispatchLimiter
-from jaxgpt.runtime.initialize import end_job
 from jaxgpt.spikes.skip import SkipRanges
 from jaxgpt.train.reporting.goodput import Goodput
 from jaxgpt.train.reporting.metrics import MetricsBuffer, StepMetrics
 from jaxgpt.train.rewind import find_corruption, go_back_before_spike, go_back_to_agreed
 from jaxgpt.train.run.directory import Run
 from jaxgpt.train.run.resume import EVAL_RECORDS
-from jaxgpt.train.setup import START_MINUTES, Trainer, begin, set_up
+from jaxgpt.train.setup import Trainer, begin, set_up
 from jaxgpt.train.state import TrainState, checkpoint_json, checkpoint_tree
 
 
@@ -44,7 +41,7 @@ def train(
     facts: dict[str, Any],
     stop: StopSignal,
     startup: Startup,
-    heartbeats: Heartbeats,
+    watchdog: Watchdog,
     goodput: Goodput,
 ) -> int:
     """Train until train.max_iters, or until `stop` says so; return the exit status.
@@ -52,25 +49,22 @@ def train(
     It is `exits.DONE`; `exits.STOPPED` with a checkpoint saved; or `exits.FAILED` if spikes or
     steps that are not finite cannot be got over. `facts` are what `initialize_jax` returned.
     """
-    minutes = run.config.train.hang_timeout
-    watchdog = Watchdog(minutes, run.directory, cluster.rank, end_job, heartbeats)
-    with contextlib.closing(watchdog):
-        checkpoints = Checkpoints(run.directory, run.config, stop.allow_for_save)
-        ready = set_up(run, cluster, facts, stop, startup, watchdog, checkpoints, goodput)
-        if ready is None:
-            return exits.DONE
-        run, trainer, state = ready
-        trainer.report.start(trainer.loader, heartbeats)
-        try:
-            if run.missing_records:
-                evaluate_and_sample(trainer, run.resume_step or 0, state, run.missing_records)
-                startup.mark("evaluation")
-            result = run_with_rewinds(run, state, trainer)
-        except UsageError:  # data has gone; what is being saved is not to go, too
-            if cluster.size == 1:  # other processes would not come to finish it together
-                trainer.checkpoints.close(is_final=False)
-            raise
-        return close_run(run, trainer, result)
+    checkpoints = Checkpoints(run.directory, run.config, stop.allow_for_save)
+    ready = set_up(run, cluster, facts, stop, startup, watchdog, checkpoints, goodput)
+    if ready is None:
+        return exits.DONE
+    run, trainer, state = ready
+    trainer.report.start(trainer.loader, watchdog.peers)
+    try:
+        if run.missing_records:
+            evaluate_and_sample(trainer, run.resume_step or 0, state, run.missing_records)
+            startup.mark("evaluation")
+        result = run_with_rewinds(run, state, trainer)
+    except UsageError:  # data has gone; what is being saved is not to go, too
+        if cluster.size == 1:  # other processes would not come to finish it together
+            trainer.checkpoints.close(is_final=False)
+        raise
+    return close_run(run, trainer, result)
 
 
 def close_run(run: Run, trainer: Trainer, result: StepsResult) -> int:

@@ -12,7 +12,7 @@ from jaxgpt.checkpoint.checkpointer import Checkpoints, restore_params
 from jaxgpt.checkpoint.metadata import DamagedCheckpoint, read_meta
 from jaxgpt.checkpoint.replicas import has_copies
 from jaxgpt.cluster.health.preemption import StopSignal
-from jaxgpt.cluster.health.watchdog import Watchdog
+from jaxgpt.cluster.health.watchdog import START_MINUTES, Watchdog
 from jaxgpt.cluster.process_group import ProcessGroup
 from jaxgpt.config import Config, MeshShape, UsageError
 from jaxgpt.data.loader import Loader
@@ -33,8 +33,6 @@ from jaxgpt.train.reporting.step_metrics import Metrics
 from jaxgpt.train.run.directory import Run
 from jaxgpt.train.run.going_back import go_back_to_older
 from jaxgpt.train.state import TrainState, checkpoint_tree, state_from_checkpoint
-
-START_MINUTES = 30  # that restoring and compiling may take, if train.hang_timeout is less
 
 
 class Trainer(NamedTuple):

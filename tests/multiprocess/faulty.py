@@ -17,7 +17,7 @@ def fail(*args, **kwargs):
         os.kill(os.getpid(), signal.SIGKILL)
     if where == "interrupted":
         raise KeyboardInterrupt
-    if where == "waits":
+    if where in ("waits", "devices"):
         time.sleep(1000)
     raise RuntimeError(f"planted in {where}")
 
@@ -70,12 +70,16 @@ def plant() -> None:
         save.write_part = write_without_room
     elif where == "prepare":
         train.prepare_run = fail
+    elif where == "devices":
+        train.initialize_jax = fail
 
 
 where, rank = sys.argv[1], int(sys.argv[2])
+if where == "devices":
+    train.START_MINUTES = 0  # or the test takes half an hour
 if rank_from_env() == rank:
     # Training code imports JAX, which must not happen before jaxgpt.train has set it up.
-    if where == "prepare":
+    if where in ("prepare", "devices"):
         plant()
     else:
         initialize_jax = train.initialize_jax

@@ -185,6 +185,7 @@ def test_a_process_that_is_killed_or_interrupted_takes_all_with_it(tmp_path, how
     assert gone(tmp_path)
 
 
+@pytest.mark.long  # in short, those of a supervisor: they have no MPI either
 @pytest.mark.parametrize(
     ("how", "statuses", "last"),
     [
@@ -193,7 +194,7 @@ def test_a_process_that_is_killed_or_interrupted_takes_all_with_it(tmp_path, how
             [1, -signal.SIGKILL],
             "\nerror: process 1 has ended; its own output may say why\n",
         ),
-        pytest.param("interrupted", [130, 130], "", marks=pytest.mark.long),
+        ("interrupted", [130, 130], ""),
     ],
 )
 def test_over_tcp_a_process_that_is_killed_or_interrupted_takes_the_other_with_it(

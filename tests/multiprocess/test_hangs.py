@@ -85,12 +85,24 @@ def test_a_job_of_which_one_process_stops_ends_with_70_and_says_where(tmp_path):
     assert "train/loop.py" in (tmp_path / "hang-0.txt").read_text()
 
 
-def test_a_process_that_waits_for_ever_is_told_from_those_that_wait_for_it(tmp_path):
+@pytest.mark.parametrize(
+    ("where", "activity"),
+    [
+        ("waits", "the batch of step 5"),
+        pytest.param("devices", "the start of JAX and of its devices", marks=pytest.mark.long),
+    ],
+)
+def test_a_process_that_waits_for_ever_is_told_from_those_that_wait_for_it(
+    where, activity, tmp_path
+):
     job = run(
-        Path(__file__).with_name("faulty.py"), "waits", 2, *SETTINGS, "--out", tmp_path, processes=3
+        Path(__file__).with_name("faulty.py"), where, 2, *SETTINGS, "--out", tmp_path, processes=3
     )
     assert job.returncode == 70, job.stdout
     (error,) = [line for line in job.stdout.splitlines() if line.startswith("error:")]
-    assert "process 2 on host" in error and "at the batch of step 5, for which wait" in error
+    # Devices start together: those that wait for them cannot be told apart but by their files.
+    named = "processes 0, 1, 2" if where == "devices" else "process 2"
+    assert f"{named} on host" in error and f"at {activity}" in error
+    assert (", for which wait" in error) == (where == "waits")
     assert "Traceback" not in job.stdout
     assert "faulty.py" in (tmp_path / "hang-2.txt").read_text()

@@ -15,13 +15,7 @@ from jobs import environment, run
 HERE = Path(__file__).parent
 LIBRARIES = [
     pytest.param("openmpi>=5", "libmpi.so.40", "Open MPI", id="openmpi"),
-    pytest.param(
-        "impi-rt>=2021.16",
-        "libmpi.so.12",
-        "Intel(R) MPI Library",
-        id="impi",
-        marks=pytest.mark.long,
-    ),
+    pytest.param("impi-rt>=2021.16", "libmpi.so.12", "Intel(R) MPI Library", id="impi"),
 ]
 # As root, and with more processes than cores, Open MPI wants to be asked.
 OPEN_MPI = {
@@ -46,6 +40,7 @@ def prefix(request, tmp_path_factory):
     return folder
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("prefix", "library", "name"), LIBRARIES, indirect=["prefix"])
 def test_the_doctor_finds_nothing_wrong(prefix, library, name, tmp_path):
     path = f"{prefix}/bin:{environment()['PATH']}"

@@ -38,6 +38,7 @@ def compilations(monkeypatch):
     jax.monitoring.unregister_event_duration_listener(listen)
 
 
+@pytest.mark.long  # in short, test_commands.py reads it in the log of a run
 def test_nothing_is_compiled_after_the_first_evaluation(compilations, tmp_path):
     until, events = compilations
     arguments = ("train.eval_interval=4", "train.sample_tokens=5", "checkpoint.interval=4")

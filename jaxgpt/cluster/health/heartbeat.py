@@ -8,8 +8,6 @@ Words for process 0 travel along, so that they cost the main thread nothing.
 
 import contextlib
 import json
-import os
-import platform
 import selectors
 import socket
 import threading
@@ -19,9 +17,7 @@ from typing import Any, NamedTuple
 
 from jaxgpt.cluster.environment import COORDINATOR
 from jaxgpt.cluster.hardware import raise_open_file_limit
-from jaxgpt.cluster.hosts import reachable_name
-from jaxgpt.cluster.machines import high_speed_name
-from jaxgpt.cluster.process_group import ProcessGroup
+from jaxgpt.cluster.process_group import ProcessGroup, own_host
 from jaxgpt.cluster.shutdown import FAILED, HUNG, PeerLost
 from jaxgpt.cluster.transport import keep_alive, missing_sentence
 
@@ -102,7 +98,7 @@ class Heartbeats:
         known = dict(self._progress) | {self._group.rank: self.own_progress()}
         if not ranks:
             least = min(known.values()).number
-            ranks = [rank for rank, progress in known.items() if progress.number == least]
+            ranks = sorted(rank for rank, progress in known.items() if progress.number == least)
         return waiting_sentence(ranks, known, self._group.host_names)
 
     def close(self) -> None:
@@ -115,7 +111,7 @@ class Heartbeats:
             raise_open_file_limit(2 * group.size + 100)
             server = socket.create_server(("", 0), backlog=1024)
             server.settimeout(CONNECT_SECONDS)
-            address = own_address(group), server.getsockname()[1]
+            address = own_host(group), server.getsockname()[1]
         host, port = group.broadcast(address if group.is_main else None)
         if server is None:
             connection = socket.create_connection((host, port), CONNECT_SECONDS)
@@ -197,17 +193,6 @@ class Heartbeats:
             "its host is; start again with the same --out\n",
             HUNG,
         )
-
-
-def own_address(group: ProcessGroup) -> str:
-    """Return a name of this host at which all processes reach it."""
-    if group.local_size == group.size:
-        return "localhost"
-    if given := os.environ.get(COORDINATOR):
-        return given.rpartition(":")[0].strip("[]")
-    if group.machine:
-        return high_speed_name(group.machine, platform.node())
-    return reachable_name()
 
 
 def waiting_sentence(

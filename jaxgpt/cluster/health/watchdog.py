@@ -11,6 +11,8 @@ from typing import Any
 from jaxgpt.cluster.health.heartbeat import Heartbeats, Progress
 from jaxgpt.cluster.shutdown import HUNG
 
+START_MINUTES = 30  # that starting, restoring and compiling may take, if train.hang_timeout is less
+
 
 class Watchdog:
     """Ends the job with status 70 if `heartbeat` is not called for too long.
@@ -35,7 +37,7 @@ class Watchdog:
         self._file = directory / f"hang-{rank}.txt"
         self._rank = rank
         self._end_job = end
-        self._peers = peers
+        self.peers = peers
         self._progress = Progress()
         self._last: tuple[float, float] | None = None  # the time, and the minutes it may take
         self._stop = threading.Event()
@@ -56,13 +58,13 @@ class Watchdog:
         interval = min(60 * self._minutes / 4, 5)
         while not self._stop.wait(interval):
             since, minutes = self._last
-            if time.monotonic() - since > 60 * minutes and not self._peers.silent():
+            if time.monotonic() - since > 60 * minutes and not self.peers.silent():
                 self._write_stacks()
                 # For the others to notice and to write, too. Process 0 knows most, and speaks.
                 time.sleep((2 if self._rank == 0 else 3) * interval)
                 report = (
                     f"error: train.hang_timeout={self._minutes}: no progress for longer than "
-                    f"{minutes:g} minutes: {self._peers.who_waits([])}; {self._file} says where, "
+                    f"{minutes:g} minutes: {self.peers.who_waits([])}; {self._file} says where, "
                     "that of each process; start again with the same --out\n"
                 )
                 self._end_job(report, HUNG)

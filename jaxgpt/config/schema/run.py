@@ -52,8 +52,8 @@ class TrainConfig:
     """Minutes after which the run saves a checkpoint and stops with exit status 75. `auto` asks PBS
     or Slurm when the job ends, and leaves time to save; None never stops."""
     hang_timeout: Minutes | None = 30
-    """Minutes without progress after which the job ends with exit status 70; restoring and
-    compiling get at least 30. None waits for ever."""
+    """Minutes without progress after which the job ends with exit status 70; starting, restoring
+    and compiling get at least 30. None waits for ever."""
     verify_interval: CountOrZero = 0
     """Steps between comparisons of the copies that devices hold of parameters, which find one that
     computes wrongly; also before each checkpoint. 0 compares none."""
