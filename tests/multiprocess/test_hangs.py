@@ -63,6 +63,7 @@ def test_a_process_that_stops_is_named_and_the_job_started_again(
     assert a.keys() == b.keys() and all((a[name] == b[name]).all() for name in b)
 
 
+@pytest.mark.long  # in short, one stops while it compiles
 def test_a_job_of_which_one_process_stops_ends_with_70_and_says_where(tmp_path):
     arguments = (*SMALL, "--out", tmp_path, "--mesh", "3,1,1", "train.batch_size=15")
     job = subprocess.Popen(

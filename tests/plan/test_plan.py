@@ -36,7 +36,7 @@ LAYOUTS = (
     long("1,8,1", "parallel.zero_stage=1"),
     ("2,4,1", "parallel.zero_stage=2", "train.gradient_accumulation_steps=2"),
     long("1,8,1", "parallel.remat=full", SCAN),
-    ("2,2,2", "parallel.sequence_parallel=True", "train.dtype=bfloat16", SCAN),
+    long("2,2,2", "parallel.sequence_parallel=True", "train.dtype=bfloat16", SCAN),
     long("1,2,4", "parallel.offload=moments", "train.loss_chunk=100", SCAN),
 )
 

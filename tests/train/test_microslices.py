@@ -82,11 +82,12 @@ def test_cpus_compute_in_slices_by_themselves_and_save_no_less_with_remat():
     assert without_activations < without_scores <= sliced
 
 
+@pytest.mark.long  # in short, test_step.py compares what is written for CPUs and for GPUs
 @pytest.mark.parametrize(
     ("mesh", "parts"),
     [
-        pytest.param((1, 1, 1), 1, marks=pytest.mark.long),
-        pytest.param((2, 1, 1), 1, marks=pytest.mark.long),
+        ((1, 1, 1), 1),
+        ((2, 1, 1), 1),
         ((2, 1, 1), 2),
     ],
     ids=["one device", "two devices", "two devices, two microbatches"],
