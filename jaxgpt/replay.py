@@ -222,15 +222,12 @@ class Repeater:
         return out
 
     def _begin(self, step: int) -> Any:
-        from jaxgpt.train.state import checkpoint_tree, state_from_checkpoint
+        from jaxgpt.train.state import restore_state
 
         if step == 0:
             self._cluster.barrier()
             return self._steps.init()
-        shapes = self._steps.state_shapes
-        tree = checkpoint_tree(shapes)
-        found = self._checkpoints.restore(step, tree, self._cluster.run_on_all)
-        return state_from_checkpoint(*found, shapes)
+        return restore_state(self._checkpoints, step, self._steps.state_shapes, self._cluster)
 
 
 def agree(was: float | None, found: float | None, tolerance: float) -> bool:

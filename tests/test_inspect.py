@@ -58,6 +58,7 @@ def test_rows_are_those_of_the_step_with_their_place(blend, tmp_path, capsys):
             assert start == 0 or (31 * (start - 1) + corpus) % 97 == 0
 
 
+@pytest.mark.long
 def test_worst_ranks_rows_by_the_loss_of_a_checkpoint(tmp_path, capsys):
     out = tmp_path / "run"
     for end in (6, 7):

@@ -20,6 +20,7 @@ from jaxgpt.cluster.hardware import raise_open_file_limit
 from jaxgpt.cluster.shutdown import FAILED, PeerLost, end_process
 from jaxgpt.config import UsageError
 
+HELLO_SECONDS = 10.0  # in which one that has connected says its rank
 GRACE_SECONDS = 5.0  # that others wait for process 0 longer than it waits for them
 MARK_SECONDS = 2.0  # between two touches of the mark of a process that waits
 
@@ -101,8 +102,8 @@ class TcpTransport:
                 self._accept_peers(launch.address, timeout)
             else:
                 peer = connect_to_rank0(launch.address, self.rank, timeout)
-                self._keep(0, peer, self._stream(peer))
-                _send(self._streams[0], json.dumps([self.rank, self.size]).encode())
+                say_rank(peer, self.rank, self.size)
+                self._keep(0, peer)
             self.allgather(b"")  # nobody goes on before all are there
         except PeerLost:
             self.close()
@@ -146,7 +147,6 @@ class TcpTransport:
 
     def _accept_peers(self, address: str, timeout: float) -> None:
         raise_open_file_limit(self.size + 100)  # one connection for each process
-        deadline = time.monotonic() + timeout
         port = int(address.rpartition(":")[2])
         v6 = socket.has_dualstack_ipv6()
         family = socket.AF_INET6 if v6 else socket.AF_INET
@@ -160,40 +160,55 @@ class TcpTransport:
                 "JAXGPT_COORDINATOR to another host:port for all processes"
             ) from None
         with server:
-            while len(self._peers) + 1 < self.size:
-                server.settimeout(max(0.001, deadline - time.monotonic()))
-                try:
-                    peer, _ = server.accept()
-                except TimeoutError:
-                    arrived = {0, *self._peers}
-                    raise PeerLost(missing_sentence(arrived, self.size, timeout)) from None
-                peer.settimeout(10)
-                stream = self._stream(peer)
-                try:
-                    rank, size = map(int, json.loads(stream.readline(64)))
-                except (OSError, ValueError, TypeError):  # not one of ours
-                    stream.close()
-                    peer.close()
-                    continue
-                if size != self.size or rank in self._peers or not 0 < rank < size:
-                    raise PeerLost(
-                        f"a process came as rank {rank} of {size}, but this is a job of "
-                        f"{self.size} processes with {len(self._peers) + 1} here already; each "
-                        "needs a rank of its own and the same size"
-                    )
-                self._keep(rank, peer, stream)
+            for rank, peer in accept_peers(server, self.size, timeout):
+                self._keep(rank, peer)
 
-    def _stream(self, peer: socket.socket) -> BinaryIO:
-        self._open.enter_context(peer)
-        return self._open.enter_context(peer.makefile("rwb"))
-
-    def _keep(self, rank: int, peer: socket.socket, stream: BinaryIO) -> None:
+    def _keep(self, rank: int, peer: socket.socket) -> None:
         """Let the system notice within a minute that the host of a peer has vanished."""
         # Process 0 waits for all others: it is the first to give up, and says for whom it waited.
         peer.settimeout(self._timeout + (GRACE_SECONDS if self.rank else 0))
         peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         keep_alive(peer, TCP_KEEPIDLE=30, TCP_KEEPINTVL=10, TCP_KEEPCNT=3)
-        self._peers[rank], self._streams[rank] = peer, stream
+        self._peers[rank] = self._open.enter_context(peer)
+        self._streams[rank] = self._open.enter_context(peer.makefile("rwb"))
+
+
+def say_rank(peer: socket.socket, rank: int, size: int) -> None:
+    """Say to process 0, for `accept_peers`, which process of how many has connected."""
+    peer.sendall(json.dumps([rank, size]).encode() + b"\n")
+
+
+def accept_peers(
+    server: socket.socket, size: int, timeout: float
+) -> Iterator[tuple[int, socket.socket]]:
+    """Yield rank and connection of each other process of a job of `size`, as they come.
+
+    What does not say a rank is none of ours, and ignored. Raises `PeerLost` if one has not come
+    after `timeout` seconds, or does not fit.
+    """
+    deadline, arrived = time.monotonic() + timeout, {0}
+    while len(arrived) < size:
+        server.settimeout(max(0.001, deadline - time.monotonic()))
+        try:
+            peer, _ = server.accept()
+        except TimeoutError:
+            raise PeerLost(missing_sentence(arrived, size, timeout)) from None
+        peer.settimeout(HELLO_SECONDS)
+        try:
+            with peer.makefile("rb", buffering=0) as stream:  # what follows the line stays unread
+                rank, its_size = map(int, json.loads(stream.readline(64)))
+        except (OSError, ValueError, TypeError):
+            peer.close()
+            continue
+        if its_size != size or rank in arrived or not 0 < rank < size:
+            peer.close()
+            raise PeerLost(
+                f"a process came as rank {rank} of {its_size}, but this is a job of {size} "
+                f"processes with {len(arrived)} here already; each needs a rank of its own and the "
+                "same size"
+            )
+        arrived.add(rank)
+        yield rank, peer
 
 
 def keep_alive(peer: socket.socket, **options: int) -> None:

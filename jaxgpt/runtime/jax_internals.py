@@ -36,15 +36,13 @@ class JaxFailureBoard:
 def failure_board() -> JaxFailureBoard | None:
     """Return the board of this job; None unless `jax.distributed` connects its processes.
 
-    Reason: JAX has no public key-value store. Fallback: None; each process prints its own error.
+    Without the store of `key_value_store` it is None, too; each process prints its own error.
     """
     jax = sys.modules.get("jax")
     if jax is None or not jax.distributed.is_initialized():
         return None
     try:
-        from jax._src.distributed import global_state
-
-        return JaxFailureBoard(global_state.client, global_state.process_id)
+        return JaxFailureBoard(*_connection())
     except (ImportError, AttributeError):
         return None
 
@@ -82,9 +80,14 @@ def key_value_store() -> KeyValueStore | None:
 
     if not jax.distributed.is_initialized():
         return None
+    return KeyValueStore(_connection()[0])
+
+
+def _connection() -> tuple[Any, int]:
+    """Return the client of `jax.distributed`, and this process's number."""
     from jax._src.distributed import global_state
 
-    return KeyValueStore(global_state.client)
+    return global_state.client, global_state.process_id
 
 
 def set_gloo_hostname(address: str) -> bool:

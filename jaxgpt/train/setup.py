@@ -32,7 +32,7 @@ from jaxgpt.train.reporting.reporter import Reporter
 from jaxgpt.train.reporting.step_metrics import Metrics
 from jaxgpt.train.run.directory import Run
 from jaxgpt.train.run.going_back import go_back_to_older
-from jaxgpt.train.state import TrainState, checkpoint_tree, state_from_checkpoint
+from jaxgpt.train.state import TrainState, checkpoint_tree, restore_state
 
 
 class Trainer(NamedTuple):
@@ -161,10 +161,7 @@ def restore_or_init(
 ) -> TrainState:
     """Return the state after `run.resume_step`; without one, the state before the first step."""
     if run.resume_step is not None:
-        shapes = steps.state_shapes
-        tree = checkpoint_tree(shapes)
-        found = checkpoints.restore(run.resume_step, tree, cluster.run_on_all)
-        return state_from_checkpoint(*found, shapes)
+        return restore_state(checkpoints, run.resume_step, steps.state_shapes, cluster)
     if run.init_folder is not None:
         return load_weights(Path(run.init_folder), run.init_step, steps)
     init = steps.init.lower().compile()

@@ -11,6 +11,8 @@ from flax.traverse_util import unflatten_dict
 from jax.sharding import Mesh
 from jax.tree_util import keystr, tree_leaves_with_path, tree_map_with_path
 
+from jaxgpt.checkpoint.checkpointer import Checkpoints
+from jaxgpt.cluster.process_group import ProcessGroup
 from jaxgpt.config import Config
 from jaxgpt.models.transformer import GPT
 from jaxgpt.models.weights import weights
@@ -108,6 +110,14 @@ def state_from_checkpoint(
     opt_state = tree_map_with_path(lambda path, _: leaves[_path(path)], shapes.opt_state)
     spike_state = spike_state_from_json(meta.get("spike_state"), shapes.spike_state)
     return TrainState(tree["params"], opt_state, spike_state)
+
+
+def restore_state(
+    checkpoints: Checkpoints, step: int, shapes: TrainState, cluster: ProcessGroup
+) -> TrainState:
+    """Return the state that was saved after `step`, with the shapes and shardings of `shapes`."""
+    found = checkpoints.restore(step, checkpoint_tree(shapes), cluster.run_on_all)
+    return state_from_checkpoint(*found, shapes)
 
 
 def _path(path: tuple[Any, ...]) -> tuple[str, ...]:

@@ -9,7 +9,7 @@ from jaxgpt.cluster.environment import MPI_LAUNCHERS, Launch
 from jaxgpt.cluster.hosts import reachable_name
 from jaxgpt.cluster.process_group import ProcessGroup, join_process_group
 from jaxgpt.cluster.shutdown import PeerLost
-from jaxgpt.cluster.transport import TcpTransport
+from jaxgpt.cluster.transport import TcpTransport, accept_peers
 from jaxgpt.config import UsageError
 from readme_code import load_block
 
@@ -113,6 +113,14 @@ def test_strangers_at_the_door_are_sent_away():
     TcpTransport(Launch("test", rank=1, size=2, address=launch.address), 20).allgather(b"b")
     process_0.join()
     assert found == [[b"a", b"b"]]
+
+
+def test_what_follows_a_rank_is_left_for_its_reader():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        connect_to(server.getsockname()[1]).sendall(b"[1, 2]\nand more")
+        [(rank, peer)] = accept_peers(server, 2, 20)
+    with peer:
+        assert (rank, peer.recv(100)) == (1, b"and more")
 
 
 def connect_to(port):

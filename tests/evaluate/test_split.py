@@ -155,6 +155,7 @@ def test_bits_per_byte_count_bytes_and_not_characters(run, data):
     assert found["bits_per_byte"] == pytest.approx(found["loss"] / math.log(2))
 
 
+@pytest.mark.long
 def test_characters_of_several_bytes(tmp_path):
     (tmp_path / "a.txt").write_text(TEXT)
     prepare_text(tmp_path / "data", [tmp_path / "a.txt"], "char")

@@ -177,7 +177,10 @@ def test_a_job_goes_on_after_a_save_for_which_one_process_had_no_room(tmp_path):
     assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == ["3", "9"]
 
 
-@pytest.mark.parametrize(("how", "statuses"), [("killed", range(1, 256)), ("interrupted", [130])])
+@pytest.mark.parametrize(
+    ("how", "statuses"),
+    [("killed", range(1, 256)), pytest.param("interrupted", [130], marks=pytest.mark.long)],
+)
 def test_a_process_that_is_killed_or_interrupted_takes_all_with_it(tmp_path, how, statuses):
     arguments = (*SMALL, "--mesh", "1,1,2", "--out", tmp_path, "train.eval_interval=5")
     job = run(HERE / "faulty.py", how, 1, *arguments, processes=2, timeout=60)

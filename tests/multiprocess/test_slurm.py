@@ -208,6 +208,7 @@ def test_a_job_that_is_signalled_is_requeued_and_ends_as_if_it_were_not(cluster,
     assert losses(job.out) == losses(tmp_path / "whole")
 
 
+@pytest.mark.long
 def test_a_job_that_is_cancelled_is_not_requeued(cluster, tmp_path):
     job = BatchJob(cluster, tmp_path / "project", (*SMALL, "--mesh", "1,1,2"))
     job.wait_for_step(10)

@@ -134,7 +134,13 @@ def test_it_gives_up_where_no_step_is_gained(tmp_path):
     assert "3 tries in a row gained no step" in job.stderr
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+@pytest.mark.parametrize(
+    "number",
+    [
+        signal.SIGTERM,
+        *(pytest.param(s, marks=pytest.mark.long) for s in (signal.SIGINT, signal.SIGUSR1)),
+    ],
+)
 def test_a_signal_stops_the_job_and_no_try_follows(number, tmp_path):
     train = (*SETTINGS, "train.max_iters=100000", "--out", tmp_path / "run")
     job = launched(tmp_path / "said", "-n", 2, "--restarts", 9, train=train)

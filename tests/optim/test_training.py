@@ -45,7 +45,6 @@ LAYOUTS = [
     ("2,1,4", 3, False),
     ("4,1,2", 3, True),
 ]
-SHORT = {("muon", "1,2,4", 3)}
 # Lion's and SGD's states are like AdamW's.
 OWN_STATES = [
     pytest.param(
@@ -64,25 +63,19 @@ def test_every_optimizer_is_here():
 
 
 @functools.cache
-def reference(choice, n_steps):
-    return trace(n_steps, *arguments(choice), "--mesh", "1,1,1", devices=1, with_final=True)
+def reference(choice):
+    return trace(20, *arguments(choice), "--mesh", "1,1,1", devices=1, with_final=True)
 
 
+@pytest.mark.long  # in short, test_newton_schulz.py has a mesh, and so has the seam's Lion
 @pytest.mark.parametrize(
     ("choice", "mesh", "zero_stage", "sequence_parallel"),
-    [
-        pytest.param(
-            choice, *layout, marks=() if (choice, *layout[:2]) in SHORT else pytest.mark.long
-        )
-        for choice in CHOICES
-        for layout in LAYOUTS
-    ],
+    [(choice, *layout) for choice in CHOICES for layout in LAYOUTS],
 )
-def test_a_mesh_changes_nothing(choice, mesh, zero_stage, sequence_parallel, request):
-    n_steps = 20 if request.config.getoption("--long") else 6
-    expected = reference(choice, n_steps)
+def test_a_mesh_changes_nothing(choice, mesh, zero_stage, sequence_parallel):
+    expected = reference(choice)
     found = trace(
-        n_steps, *arguments(choice), "--mesh", mesh, f"parallel.zero_stage={zero_stage}",
+        20, *arguments(choice), "--mesh", mesh, f"parallel.zero_stage={zero_stage}",
         f"parallel.sequence_parallel={sequence_parallel}", with_final=True,
     )  # fmt: skip
     np.testing.assert_allclose(found["losses"], expected["losses"], rtol=1e-4)

@@ -82,7 +82,7 @@ def test_a_quickly_compiled_plan_is_that_of_the_program_that_runs(layout):
     ("stage", "parameters", "gradients", "moments"),
     [
         (0, 1, 1, 1),
-        (1, 1, 1, 8),
+        pytest.param(1, 1, 1, 8, marks=pytest.mark.long),
         pytest.param(2, 1, 8, 8, marks=pytest.mark.long),
         (3, 8, 8, 8),
     ],
@@ -99,7 +99,8 @@ def test_state_follows_the_formula_of_the_zero_paper(stage, parameters, gradient
     assert live_bytes(state) == pytest.approx(4 * n / parameters + 8 * n / moments, rel=0.02)
 
 
-@pytest.mark.parametrize("gradients", ["float32", pytest.param("bfloat16", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("gradients", ["float32", "bfloat16"])
 def test_another_device_counts_its_own_dtype_and_memory(gradients):
     dtypes = ("train.dtype=bfloat16", f"parallel.grad_reduce_dtype={gradients}")
     config = configured("1,4,2", *dtypes, "parallel.offload=moments", SCAN)

@@ -58,7 +58,7 @@ def long(*layout):
         ),
         long("1,8,1", "parallel.zero_stage=1", "train.gradient_accumulation_steps=4"),
         ("1,8,1", "train.gradient_accumulation_steps=4", "parallel.reduce_every=microbatch"),
-        ("2,4,1", "model.bias=True"),
+        long("2,4,1", "model.bias=True"),
         ("1,1,4",),
         long("1,1,4", "parallel.remat=full"),
         long("1,1,4", "parallel.remat=dots", SCAN),

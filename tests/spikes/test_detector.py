@@ -177,9 +177,9 @@ def updates(state):
                     "spike.action=skip_update",
                 ),
                 ("--mesh", "8,1,1", "parallel.offload=moments", "parallel.zero_stage=0"),
+                ("--mesh", "2,2,2", "parallel.offload=state", "parallel.scan_layers=True"),
             )
         ),
-        ("--mesh", "2,2,2", "parallel.offload=state", "parallel.scan_layers=True"),
     ],
     ids=" ".join,
 )

@@ -200,6 +200,7 @@ def test_a_rewind_to_a_damaged_checkpoint_goes_further_back(rewound, tmp_path, m
     assert damage["step"] == 10 and damage["path"].endswith("20.damaged")
 
 
+@pytest.mark.long
 def test_what_a_signal_saved_does_not_decide_where_a_run_goes_back_to(rewound, tmp_path):
     keep = "checkpoint.keep=2"
     for stop_at in (22, 26):
@@ -208,6 +209,7 @@ def test_what_a_signal_saved_does_not_decide_where_a_run_goes_back_to(rewound, t
     assert_same_run(tmp_path, rewound)
 
 
+@pytest.mark.long
 def test_without_a_checkpoint_so_old_a_run_begins_anew(tmp_path):
     more = ("checkpoint.interval=30", "spike.rewind_margin=20", "train.log_interval=25")
     train_to_the_end(tmp_path, *REWIND, *more)

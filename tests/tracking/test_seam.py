@@ -35,7 +35,7 @@ def test_it_drops_what_a_rewind_drops(tmp_path):
     assert list(csv.reader((tmp_path / "losses.csv").open())) == [["1", "1.0"], ["2", "2.0"]]
 
 
-@pytest.mark.parametrize("trackers", ["tensorboard", "csv"])
+@pytest.mark.parametrize("trackers", [pytest.param("tensorboard", marks=pytest.mark.long), "csv"])
 def test_no_tracker_changes_the_losses(tmp_path, monkeypatch, trackers):
     module = load_block("jaxgpt/tracking/README.md", "jaxgpt.tracking.csv_file", tmp_path)
     monkeypatch.setitem(tracking.TRACKERS, "csv", module.CsvFile)

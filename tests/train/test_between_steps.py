@@ -72,7 +72,8 @@ class OnDevice:
 @pytest.mark.parametrize(
     ("max_iters", "expected"),
     [
-        (13, {1, 5, 10, 13}),  # the first step, every fifth, the last
+        # The first step, every fifth, the last.
+        pytest.param(13, {1, 5, 10, 13}, marks=pytest.mark.long),
         (23, {1, 5, 10, 15, 20, 23}),  # more steps than may be under way
     ],
 )

@@ -150,7 +150,7 @@ def recomputed(config, params, prompts, n):
 @pytest.mark.parametrize(
     ("mesh", "options"),
     [
-        (None, ("--mesh", "1,1,2", "model.bias=True")),
+        pytest.param(None, ("--mesh", "1,1,2", "model.bias=True"), marks=pytest.mark.long),
         ("1,1,1", ()),
         pytest.param("2,2,2", ("parallel.remat=full",), marks=pytest.mark.long),
         pytest.param(
@@ -192,9 +192,11 @@ DOCUMENTS = ("data.document_mask=True", "data.end_of_text=3")
 @pytest.mark.parametrize(
     ("mesh", "options"),
     [
-        ("1,1,1", LLAMA),
+        pytest.param("1,1,1", LLAMA, marks=pytest.mark.long),
         ("1,1,1", (*LLAMA, "model.sliding_window=5", "model.qk_norm=True")),
-        ("2,1,4", (*LLAMA, "model.tie_embeddings=False")),  # does not divide the 2 heads
+        pytest.param(  # does not divide the 2 heads
+            "2,1,4", (*LLAMA, "model.tie_embeddings=False"), marks=pytest.mark.long
+        ),
         ("1,2,2", (*LLAMA, *DOCUMENTS)),
         # Learned positions, which begin again.
         pytest.param("1,1,1", DOCUMENTS, marks=pytest.mark.long),

@@ -77,7 +77,8 @@ def end_of_start(out, how):
     assert job.wait(120) == {None: 0, signal.SIGTERM: 75, signal.SIGKILL: -9}[how]
 
 
-@pytest.mark.parametrize("n_starts", [2, pytest.param(10, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("n_starts", [2, 10])
 def test_the_parts_add_up_to_the_time_on_the_wall(tmp_path, n_starts):
     ends = itertools.islice(itertools.cycle([signal.SIGKILL, signal.SIGTERM, None]), n_starts - 1)
     began = time.time()

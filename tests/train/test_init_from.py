@@ -77,6 +77,7 @@ def test_fewer_positions_are_the_first_ones(first_run, tmp_path):
     np.testing.assert_array_equal(checkpoint_arrays(out, 1)[path], expected)
 
 
+@pytest.mark.long
 def test_a_run_that_has_checkpoints_goes_on_without_its_first_weights(first_run, tmp_path):
     weights, out = tmp_path / "weights", tmp_path / "run"
     shutil.copytree(first_run, weights)
@@ -201,6 +202,7 @@ def llama_folder(folder, vocab_size):
     return tensors
 
 
+@pytest.mark.long
 def test_a_folder_of_transformers_is_converted_on_the_way(tmp_path):
     folder, out = tmp_path / "llama", tmp_path / "run"
     tensors = llama_folder(folder, 256)

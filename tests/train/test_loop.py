@@ -129,7 +129,8 @@ def test_a_shorter_run_is_the_beginning_of_a_longer_one(forty, tmp_path):
     assert same(checkpoint_arrays(tmp_path, 10), checkpoint_arrays(forty, 10))
 
 
-@pytest.mark.parametrize("mesh", ["1,8,1", pytest.param("1,1,1", marks=pytest.mark.long)])
+@pytest.mark.long  # in short, test_layouts.py moves a checkpoint of four processes
+@pytest.mark.parametrize("mesh", ["1,8,1", "1,1,1"])
 def test_a_run_goes_on_from_another_mesh(forty, tmp_path, mesh, monkeypatch):
     from jaxgpt.checkpoint.checkpointer import Checkpoints
 

@@ -19,10 +19,9 @@ from jaxgpt.cluster.environment import COORDINATOR
 from jaxgpt.cluster.hardware import raise_open_file_limit
 from jaxgpt.cluster.process_group import ProcessGroup, own_host
 from jaxgpt.cluster.shutdown import FAILED, HUNG, PeerLost
-from jaxgpt.cluster.transport import keep_alive, missing_sentence
+from jaxgpt.cluster.transport import accept_peers, keep_alive, say_rank
 
 CONNECT_SECONDS = 30.0
-HELLO_SECONDS = 5.0  # in which one that has connected says its rank
 INTERVAL = 5.0  # seconds between two messages, at most
 # The kernel asks a silent host after 15 s, and gives it up 45 s later; so it does with one that
 # has not acknowledged a message for a minute. A network that starts anew takes half of that.
@@ -110,31 +109,16 @@ class Heartbeats:
         if group.is_main:
             raise_open_file_limit(2 * group.size + 100)
             server = socket.create_server(("", 0), backlog=1024)
-            server.settimeout(CONNECT_SECONDS)
             address = own_host(group), server.getsockname()[1]
         host, port = group.broadcast(address if group.is_main else None)
         if server is None:
             connection = socket.create_connection((host, port), CONNECT_SECONDS)
-            connection.sendall(json.dumps(group.rank).encode() + b"\n")
+            say_rank(connection, group.rank, group.size)
             self._keep(0, connection)
             return
         with server:
-            while len(self._silence) + 1 < group.size:
-                try:
-                    connection, _ = server.accept()
-                except TimeoutError:
-                    arrived = {0, *self._silence}
-                    raise PeerLost(missing_sentence(arrived, group.size, CONNECT_SECONDS)) from None
-                try:
-                    connection.settimeout(HELLO_SECONDS)
-                    with connection.makefile() as lines:
-                        rank = int(lines.readline())
-                    if rank in self._silence or not 0 < rank < group.size:
-                        raise ValueError(f"rank {rank}")
-                except (OSError, ValueError):  # not one of ours
-                    connection.close()
-                else:
-                    self._keep(rank, connection)
+            for rank, connection in accept_peers(server, group.size, CONNECT_SECONDS):
+                self._keep(rank, connection)
 
     def _keep(self, rank: int, connection: socket.socket) -> None:
         connection.setblocking(False)
