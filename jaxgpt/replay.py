@@ -31,9 +31,8 @@ from jaxgpt.data.dataset import open_dataset
 from jaxgpt.data.loader import Loader
 from jaxgpt.runtime.initialize import initialize_jax
 from jaxgpt.runtime.jax_internals import failure_board
-from jaxgpt.spikes.policy import METRICS
 from jaxgpt.spikes.skip import SkipRanges
-from jaxgpt.tracking.jsonl import read_records
+from jaxgpt.tracking.jsonl import METRICS, read_records
 from jaxgpt.train.run.resume import source_hashes
 
 COMPARED = {"loss": 1e-3, "grad_norm": 1e-2}  # figure -> relative difference that rounding may make

@@ -16,8 +16,7 @@ from jaxgpt.config import CommandParser, UsageError, file_path, in_words, read_j
 from jaxgpt.perf.hardware import find_device
 from jaxgpt.spikes.report import draw_spikes, spikes_table
 from jaxgpt.tracking.console import table_text
-from jaxgpt.tracking.jsonl import FILE as METRICS
-from jaxgpt.tracking.jsonl import read_records
+from jaxgpt.tracking.jsonl import METRICS, read_records
 from jaxgpt.tracking.records import StragglerRecord
 from jaxgpt.train.reporting.goodput import all_starts, goodput_table
 from jaxgpt.train.reporting.stragglers import straggler_line

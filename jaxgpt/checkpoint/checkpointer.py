@@ -119,10 +119,10 @@ class Checkpoints:
                 raise OSError(problem)
 
         content = Content(step, copy_to_host(tree), names, meta)
-        before = self._saves[-1] if self._saves else None
+        previous = self._saves[-1] if self._saves else None
         number = next(self._numbers)
         self._saves.append(
-            Save(number, self._directory, self._stage, content, began, check_room, before)
+            Save(number, self._directory, self._stage, content, began, check_room, previous)
         )
 
     def check(self) -> None:

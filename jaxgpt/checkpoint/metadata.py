@@ -20,6 +20,7 @@ SHAPE = {
     "step": int, "config": dict.fromkeys(SECTIONS, dict), "consumed_tokens": int,
     "checksums": {str: int}, "data_fingerprint": [(str, str)], "tokenizer": dict | None,
     "jax": str, "source?": str, "corpus_tokens?": {str: int}, "spike_state?": dict,
+    "init_from?": (str, int),
 }  # fmt: skip
 RUN_SHAPE = {"mesh": str, "processes": int}  # what only a run has
 

@@ -61,21 +61,21 @@ class Save:
         stage: Stage | None,
         content: Content,
         began: float,
-        before: Callable[[], None],
-        after: "Save | None",
+        check_room: Callable[[], None],
+        previous: "Save | None",
     ):
         """Begin.
 
         Args:
             number: of this save among those of the job, the same on all processes.
             began: `time.perf_counter()` when it was due.
-            before: called in the thread before anything is written; may raise `OSError`.
-            after: the save before this one, which is copied from the stage before it.
+            check_room: called in the thread before anything is written; may raise `OSError`.
+            previous: the save before this one, which is copied from the stage first.
         """
         self.step, self.verdict, self.seconds = content.step, Verdict(), 0.0
         self._began, self.stalled = began, time.perf_counter() - began  # seconds of training
         self._number, self._directory, self._stage = number, directory, stage
-        self._content, self._before, self._after = content, before, after
+        self._content, self._check_room, self._previous = content, check_room, previous
         self._rank, self._store = jax.process_index(), key_value_store()
         self._written = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"save {self.step}")
@@ -105,7 +105,7 @@ class Save:
             verdict = Verdict(reason(error))
         self._written.set()
         self.verdict, self.seconds = verdict, time.perf_counter() - self._began
-        self._after = None
+        self._previous = None
 
     def _agree(
         self, what: str, do: Callable[[], int], conclude: Callable[[list[int]], Verdict]
@@ -144,7 +144,7 @@ class Save:
         return Verdict(failed[0], standing)
 
     def _write(self) -> int:
-        self._before()
+        self._check_room()
         folder = self._scratch(self._stage.directory if self._stage else self._directory)
         make_folder(folder)
         make_folder(folder / "state")
@@ -172,8 +172,8 @@ class Save:
 
     def _copy(self, written: Verdict) -> Verdict:
         """Copy what was written to the stage; the copies are made one after the other."""
-        if self._after is not None:
-            self._after.wait()
+        if self._previous is not None:
+            self._previous.wait()
         stage, source = self._stage, self._scratch(self._stage.directory)
         if written.is_joined:
             source = source.with_name(str(self.step))

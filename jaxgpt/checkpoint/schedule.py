@@ -10,7 +10,7 @@ import jax
 
 from jaxgpt.config import CheckpointConfig, Config
 from jaxgpt.runtime.jax_internals import key_value_store
-from jaxgpt.tracking.jsonl import FILE, read_records
+from jaxgpt.tracking.jsonl import METRICS, read_records
 
 LOOK_SECONDS = 5.0  # between two looks at the clock, about
 KEYS_KEPT = 32  # looks; a process is never so many steps behind (`DispatchLimiter`)
@@ -42,7 +42,7 @@ def steps_to_remove(directory: Path, config: Config, saved: Sequence[int]) -> Co
     checkpoint, losses = config.checkpoint, {}
     if checkpoint.keep_best:
         with contextlib.suppress(OSError):  # it has vanished: no loss is known
-            records = read_records(directory / FILE, "eval")
+            records = read_records(directory / METRICS, "eval")
             losses = {r["step"]: r["val_loss"] for r in records if r["val_loss"] is not None}
     rewinds = config.spike.action == "rewind"
     return set(saved) - kept_steps(saved, checkpoint, rewinds, losses)

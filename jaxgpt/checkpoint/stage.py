@@ -8,10 +8,10 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from jaxgpt.checkpoint.metadata import list_checkpoints, read_meta
+from jaxgpt.checkpoint.metadata import DamagedCheckpoint, list_checkpoints, read_meta
 from jaxgpt.checkpoint.writer import PART, SCRATCH_SUFFIX, make_folder, publish, sync_folder
-from jaxgpt.config import Config, UsageError
-from jaxgpt.tracking.jsonl import FILE, LASTING, read_records
+from jaxgpt.config import Config, UsageError, in_words
+from jaxgpt.tracking.jsonl import LASTING, METRICS, read_records
 
 COPIED = "copied"  # a file in a staged checkpoint that the run directory has, too, or had
 BLOCK_BYTES = 2**24
@@ -65,11 +65,11 @@ class Stage:
     def recover(self, directory: Path, log_interval: int) -> list[str]:
         """Complete the copy of a checkpoint that was cut short; return lines for the log.
 
-        Not where metrics.jsonl has not come as far: the run has gone on from an older checkpoint on
-        another node.
+        Raises `UsageError` if it cannot be copied now: the run would go on from an older one.
+        One that metrics.jsonl has not come to is left: the run has gone on on another node.
         """
         notes, there = [], list_checkpoints(directory)
-        metrics = directory / FILE
+        metrics = directory / METRICS
         records = read_records(metrics) if metrics.exists() else []
         known = max((r["step"] for r in records if r["kind"] not in LASTING), default=0)
         for step in list_checkpoints(self.directory):
@@ -77,16 +77,28 @@ class Stage:
             if (source / COPIED).exists():
                 continue
             if max(there, default=-1) < step < known + log_interval:
-                with contextlib.suppress(OSError, UsageError):  # then there is an older one
-                    read_meta(self.directory, step)
-                    scratch = directory / "checkpoints" / f"{step}{SCRATCH_SUFFIX}"
-                    shutil.rmtree(scratch, ignore_errors=True)
-                    copy_files(source, scratch)
-                    publish(scratch)
-                    notes.append(f"checkpoint {step}: copied from {self.directory}, its stage")
+                notes.append(self._copy_whole(step, directory))
             with contextlib.suppress(OSError):  # a stage that cannot be written; `open` says so
                 self.mark_copied(step)
         return notes
+
+    def _copy_whole(self, step: int, directory: Path) -> str:
+        """Copy a checkpoint to the run directory, unless it is damaged; return a line to log."""
+        scratch = directory / "checkpoints" / f"{step}{SCRATCH_SUFFIX}"
+        try:
+            read_meta(self.directory, step)
+            shutil.rmtree(scratch, ignore_errors=True)
+            copy_files(self.checkpoints / str(step), scratch)
+            publish(scratch)
+        except DamagedCheckpoint as error:
+            return f"warning: checkpoint {step} is not copied from its stage: {error.reason}"
+        except OSError as error:
+            shutil.rmtree(scratch, ignore_errors=True)
+            raise UsageError(
+                f"{self.checkpoints / str(step)}: cannot be copied to {directory} "
+                f"({in_words(error)}); make room there, or remove it to go on from an older one"
+            ) from None
+        return f"checkpoint {step}: copied from {self.directory}, its stage"
 
 
 def stage_of_run(config: Config, directory: Path) -> Stage | None:

@@ -185,7 +185,7 @@ def sync_folder(path: Path) -> None:
 
 def publish(scratch: Path) -> None:
     """Give a complete checkpoint its name."""
-    for folder in (scratch / "state", scratch):
+    for folder in (scratch / "state", scratch / "meta", scratch):
         sync_folder(folder)
     scratch.rename(scratch.with_name(scratch.name.removesuffix(SCRATCH_SUFFIX)))
     sync_folder(scratch.parent)

@@ -46,7 +46,11 @@ class Launch:
 
 
 def find_launch(environ: Mapping[str, str]) -> Launch:
-    """Find this process by the first launcher in its environment; `UsageError` if it is wrong."""
+    """Find this process by the first launcher in its environment; `UsageError` if it is wrong.
+
+    In this order: jaxgpt's own variables, torchrun, srun with a PMI that MPICH cannot use, MPI's
+    launchers (also below srun), srun, torch's variables; otherwise it is a single process.
+    """
     if RANK in environ or SIZE in environ:
         return _over_tcp(environ, "by hand", RANK, SIZE, environ.get(COORDINATOR, ""))
     if "TORCHELASTIC_RUN_ID" in environ:

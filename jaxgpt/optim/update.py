@@ -40,7 +40,9 @@ def gated_update(
 ) -> tuple[Params, Any]:
     """Return `update(parameters, gradients, *old)` if it is due, else `old`, bit for bit.
 
-    None is always due. `by_layer` updates one layer after the other, see `update_in_turn`.
+    `is_due`: boolean scalar, from `detect_and_gate` in spikes/detector.py: False where loss or
+    gradient is NaN, or a spike is to be left out. None is always due. `by_layer` updates one layer
+    after the other, see `update_in_turn`.
     """
     if by_layer:
         return update_in_turn(is_due, update, parameters, gradients, *old)

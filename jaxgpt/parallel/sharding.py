@@ -32,7 +32,9 @@ def parameter_rules(zero_stage: int) -> Rules:
 def gradient_rules(zero_stage: int, reduces_once: bool = False, in_host: bool = False) -> Rules:
     """Return where gradients add up during the backward pass, of one microbatch or of all.
 
-    In the host's memory they have been reduced, to what the optimizer wants.
+    `reduces_once` is parallel.reduce_every=step with accumulation: whole until the last microbatch.
+    Before the update they are reduced to what the optimizer wants (`opt_state_rules`), at stage 1
+    as well; in the host's memory they have been already.
     """
     if in_host:
         return opt_state_rules(zero_stage)

@@ -46,23 +46,23 @@ def init_spike_state(spike: SpikeConfig) -> SpikeState:
 
 
 def update(
-    watch: SpikeState, loss: jax.Array, grad_norm: jax.Array, spike: SpikeConfig
+    state: SpikeState, loss: jax.Array, grad_norm: jax.Array, spike: SpikeConfig
 ) -> tuple[SpikeState, Detection]:
     """Judge a step's values, and remember them."""
-    window, values = watch["window"], jnp.stack([loss, grad_norm]).astype(jnp.float32)
+    window, values = state["window"], jnp.stack([loss, grad_norm]).astype(jnp.float32)
     medians, limits = spike_thresholds(window, spike)
-    limits = jnp.where(watch["filled"] >= spike.window, limits, jnp.inf)
+    limits = jnp.where(state["filled"] >= spike.window, limits, jnp.inf)
     finite = jnp.isfinite(values).all()
     above = values > limits
     cause = jnp.where(above[0], LOSS, jnp.where(above[1], GRAD_NORM, NONE))
     cause = jnp.where(finite, cause, NONFINITE).astype(jnp.int32)
     longer = jnp.concatenate([window[:, 1:], jnp.minimum(values, limits)[:, None]], axis=1)
-    watch = {
+    state = {
         "window": jnp.where(finite, longer, window),
-        "filled": jnp.minimum(watch["filled"] + finite, spike.window),
-        "nonfinite": jnp.where(finite, 0, watch["nonfinite"] + 1),
+        "filled": jnp.minimum(state["filled"] + finite, spike.window),
+        "nonfinite": jnp.where(finite, 0, state["nonfinite"] + 1),
     }
-    return watch, Detection(cause, medians, limits, watch["nonfinite"])
+    return state, Detection(cause, medians, limits, state["nonfinite"])
 
 
 def detect_and_gate(
@@ -95,9 +95,9 @@ def _medians(x: jax.Array) -> jax.Array:
     return (ordered[:, (n - 1) // 2] + ordered[:, n // 2]) / 2
 
 
-def spike_state_to_json(watch: SpikeState) -> dict[str, Any]:
+def spike_state_to_json(state: SpikeState) -> dict[str, Any]:
     """Return it for a checkpoint: JSON holds every float32 exactly."""
-    return {key: np.asarray(value).tolist() for key, value in watch.items()}
+    return {key: np.asarray(value).tolist() for key, value in state.items()}
 
 
 def spike_state_from_json(saved: dict[str, Any] | None, shapes: SpikeState) -> SpikeState:

@@ -11,11 +11,10 @@ from jaxgpt.checkpoint.metadata import list_checkpoints, read_meta, valid_checkp
 from jaxgpt.cluster.process_group import ProcessGroup
 from jaxgpt.config import Config, UsageError, in_words, read_json, skip_ranges
 from jaxgpt.spikes.skip import SkipRanges
-from jaxgpt.tracking.jsonl import atomic_write_text, read_records, truncate_metrics
+from jaxgpt.tracking.jsonl import METRICS, atomic_write_text, read_records, truncate_metrics
 from jaxgpt.tracking.records import REWIND_SHAPE
 
 FILE = "rewinds.json"
-METRICS = "metrics.jsonl"
 # Kinds of records that may stand between a rewind and the steps after it.
 BETWEEN_STEPS = ("damage", "start", "goodput", "straggler", "corruption", "staged_restore")
 SHAPE = REWIND_SHAPE | {"to": int, "done": bool}

@@ -11,7 +11,7 @@ from typing import Any
 from jaxgpt.config import UsageError, check_shape
 from jaxgpt.tracking.records import SHAPES, Record, SampleRecord
 
-FILE = "metrics.jsonl"
+METRICS = "metrics.jsonl"
 LASTING = ("rewind", "goodput", "straggler")  # kinds that stay when steps are dropped
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -25,11 +25,11 @@ class JsonLines:
         The records of an earlier run that left no checkpoint are kept as metrics.jsonl.old, or
         with a number after that. Records of `LASTING` kinds stay.
         """
-        self._path = path = run.directory / FILE
+        self._path = path = run.directory / METRICS
         if path.exists():
             if resume_step is None and any(r["kind"] not in LASTING for _, r in _whole_lines(path)):
                 names = itertools.chain([".old"], map(".old.{}".format, itertools.count(2)))
-                old = (path.with_name(FILE + name) for name in names)
+                old = (path.with_name(METRICS + name) for name in names)
                 free = next(p for p in old if not p.exists())
                 atomic_write_text(free, path.read_text(errors="replace"))
             truncate_metrics(path, -1 if resume_step is None else resume_step)
@@ -54,7 +54,7 @@ class Samples:
         self._run = run
         path = run.directory / "samples.txt"
         self._file = path.open("w", buffering=1, encoding="utf-8", errors="replace")
-        for record in read_records(run.directory / FILE, "sample"):
+        for record in read_records(run.directory / METRICS, "sample"):
             self.log(SampleRecord(step=record["step"], text=record["text"]))
 
     def log(self, record: Record) -> None:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from jaxgpt.tracking.jsonl import FILE, read_records
+from jaxgpt.tracking.jsonl import METRICS, read_records
 from jaxgpt.tracking.records import Record
 
 TEXTS = {"sample": "text", "spike": "cause", "rewind": "cause"}  # kind -> field shown as text
@@ -35,7 +35,7 @@ class TensorBoard:
         first = 0 if self._resume_step is None else self._resume_step + 1
         # What other files have of this step and later ones is hidden.
         self._write(first, session_log=SessionLog(status=SessionLog.START))
-        metrics = self._directory / FILE
+        metrics = self._directory / METRICS
         for rewind in read_records(metrics, "rewind") if metrics.exists() else ():
             if rewind["step"] == (self._resume_step or 0):
                 self._log(rewind)

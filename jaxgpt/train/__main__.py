@@ -23,8 +23,7 @@ from jaxgpt.perf.startup import Startup
 from jaxgpt.runtime.compile_cache import use_compile_cache
 from jaxgpt.runtime.initialize import end_job, initialize_jax, preemption_sync_point
 from jaxgpt.runtime.jax_internals import failure_board
-from jaxgpt.tracking.jsonl import FILE as METRICS
-from jaxgpt.tracking.jsonl import read_records
+from jaxgpt.tracking.jsonl import METRICS, read_records
 from jaxgpt.train.reporting.goodput import Goodput
 from jaxgpt.train.run.directory import Run, prepare_run
 from jaxgpt.train.run.resume import initial_model, saved_settings

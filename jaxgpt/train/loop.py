@@ -73,7 +73,7 @@ def close_run(run: Run, trainer: Trainer, result: StepsResult) -> int:
     if result.failure:
         close(result.failure, with_losses=False)
         return exits.FAILED
-    if step == run.config.train.max_iters:
+    if step >= run.config.train.max_iters:
         close(f"done after step {step}")
         return exits.DONE
     saved = f"after step {step}, which is saved" if step else "and rewound to the start"

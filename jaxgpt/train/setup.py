@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from jaxgpt.checkpoint.checkpointer import Checkpoints, restore_params
-from jaxgpt.checkpoint.metadata import DamagedCheckpoint, read_meta
+from jaxgpt.checkpoint.metadata import DamagedCheckpoint, list_checkpoints, read_meta
 from jaxgpt.checkpoint.replicas import has_copies
 from jaxgpt.cluster.health.preemption import StopSignal
 from jaxgpt.cluster.health.watchdog import START_MINUTES, Watchdog
@@ -174,6 +174,11 @@ def load_weights(folder: Path, step: int, steps: StepFunctions) -> TrainState:
 
     Of learned positions the first model.block_size are taken.
     """
+    if step not in list_checkpoints(folder):
+        raise UsageError(
+            f"{folder}: the weights of step {step}, which the run began with, are not there any "
+            "more; bring them back, as the run goes back to its start"
+        )
     meta = read_meta(folder, step)
     shapes = steps.state_shapes.params
     if "position_embedding" in shapes:

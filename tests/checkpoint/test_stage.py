@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from jaxgpt.checkpoint import save as saving
+from jaxgpt.checkpoint import stage as staging
 from jaxgpt.checkpoint.checkpointer import Checkpoints, restore_params
 from jaxgpt.checkpoint.metadata import list_checkpoints
 from jaxgpt.checkpoint.stage import Stage
@@ -146,6 +147,32 @@ def test_the_next_start_completes_a_copy_that_was_cut_short(run, stage, tmp_path
     assert list_checkpoints(run) == [1, 2]
     shutil.rmtree(stage.directory)
     assert same(checkpoints.restore(2, shapes())[0], 2)
+
+
+def test_what_cannot_be_copied_now_is_kept_and_what_is_damaged_is_said(
+    run, stage, tmp_path, monkeypatch
+):
+    checkpoints = open_run(run, tmp_path)
+    for step in (1, 2):
+        checkpoints.save(step, tree(step), META)
+    checkpoints.close()
+    shutil.rmtree(run / "checkpoints" / "2")
+    (stage.checkpoints / "2" / "copied").unlink()
+    (run / "metrics.jsonl").write_text(line(1) + line(2))
+
+    def no_room(*arguments):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(staging, "copy_files", no_room)
+        with pytest.raises(UsageError, match=r"/2: cannot be copied to .*No space left.*make room"):
+            stage.recover(run, log_interval=1)
+    assert list_checkpoints(run) == [1] and list_checkpoints(stage.directory) == [2]
+    meta = stage.checkpoints / "2" / "meta" / "metadata"
+    meta.write_text(meta.read_text().replace('"step": 2', '"step": 3'))
+    (note,) = stage.recover(run, log_interval=1)
+    assert note.startswith("warning: checkpoint 2 is not copied from its stage: ")
+    assert "is damaged" in note and list_checkpoints(run) == [1]
 
 
 def test_a_checkpoint_that_a_rewind_removed_does_not_come_back(run, stage, tmp_path):

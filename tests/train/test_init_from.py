@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,9 +16,13 @@ from jaxgpt.train.functions import make_steps
 from jaxgpt.train.run.directory import prepare_run
 from jaxgpt.train.run.resume import initial_model
 from jaxgpt.train.setup import load_weights
-from jobs import SMALL, checkpoint_arrays, limited_devices, losses, run, train_here
+from jobs import SMALL, checkpoint_arrays, limited_devices, losses, records, run, train_here
 
 SHORT = ("train.max_iters=4", "train.batch_size=4", "model.block_size=64")
+SPIKE = (
+    "train.batch_size=4", "spike.action=rewind", "spike.window=16", "spike.rewind_margin=4",
+    "spike.loss_threshold=1.5",
+)  # fmt: skip
 STILL = ("optimizer.learning_rate=0", "optimizer.min_lr=0")
 # The settings of SMALL without those of the model, which come from the weights.
 OTHERS = tuple(
@@ -90,6 +95,30 @@ def test_a_run_that_has_checkpoints_goes_on_without_its_first_weights(first_run,
     assert sorted(losses(out)) == [1, 2, 3]
     changed = [line for line in (out / "train.log").read_text().splitlines() if "changed" in line]
     assert changed and not any("init_from" in line for line in changed)
+
+
+@pytest.mark.long
+def test_a_resumed_run_that_goes_back_to_its_start_has_its_first_weights(first_run, tmp_path):
+    """The run they come from has gone on since; later it is not there at all."""
+    weights, out = tmp_path / "weights", tmp_path / "run"
+    shutil.copytree(first_run, weights)
+    given = (*OTHERS, f"train.init_from={weights}", "--out", out, "checkpoint.interval=50")
+    assert train_here(*given, *SPIKE, "train.max_iters=8", "--mesh", "1,1,1") == 0
+    before = losses(out)
+    shutil.copytree(first_run / "checkpoints" / "4", weights / "checkpoints" / "5")
+    spoiled = (*given, *SPIKE, "--faults.random_tokens", "24", "26", "train.max_iters=40")
+    assert train_here(*spoiled, "--mesh", "1,1,1") == 0
+    (rewind,) = records(out, "rewind")
+    assert rewind["step"] == 0
+    after = losses(out)
+    assert {step: after[step] for step in range(1, 9)} == before
+
+    shutil.rmtree(weights)
+    with ProcessGroup(launcher="test") as cluster:
+        started = prepare_run(parse_args(["--out", str(out), "train.max_iters=50"]), cluster)
+    assert (started.init_folder, started.init_step) == (str(weights), 4)
+    with pytest.raises(UsageError, match=r"weights: the weights of step 4, which the run began"):
+        load_weights(Path(started.init_folder), started.init_step, None)
 
 
 def test_all_processes_start_from_the_step_that_process_0_found(first_run, tmp_path):

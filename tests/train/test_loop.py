@@ -290,8 +290,10 @@ def test_an_evaluation_that_a_run_did_not_come_to_is_made_up_for(
     assert len(lacking) == len(kinds)
     kept = [line for line, r in zip(lines, made, strict=True) if r not in lacking]
     (out / "metrics.jsonl").write_text("".join(kept))
+    # The run may also have been asked for less than it has done.
+    fewer = ("train.max_iters=30",) if kinds == ("sample",) else ()
     for _ in range(2):  # once is enough
-        assert train_here("--out", out) == exits.DONE
+        assert train_here("--out", out, *fewer) == exits.DONE
         for kind in ("eval", "sample"):
             assert records(out, kind) == records(forty, kind)
     assert losses(out) == losses(forty)

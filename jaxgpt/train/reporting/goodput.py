@@ -15,8 +15,7 @@ from typing import Any
 
 from jaxgpt.config import read_json
 from jaxgpt.tracking.console import table_text
-from jaxgpt.tracking.jsonl import FILE as METRICS
-from jaxgpt.tracking.jsonl import atomic_write_text, read_records
+from jaxgpt.tracking.jsonl import METRICS, atomic_write_text, read_records
 from jaxgpt.tracking.records import GOODPUT_SHAPE, GoodputRecord
 
 FILE = "goodput.json"

@@ -19,12 +19,12 @@ from jaxgpt.perf.stalls import Stalls
 from jaxgpt.perf.startup import Startup, startup_line, startup_values, summary
 from jaxgpt.perf.units import count
 from jaxgpt.spikes.detector import CAUSES
-from jaxgpt.spikes.policy import METRICS, read_rewinds
+from jaxgpt.spikes.policy import read_rewinds
 from jaxgpt.spikes.record import spike_record
 from jaxgpt.spikes.report import rewind_line, spike_line, spikes_table
 from jaxgpt.tracking import Trackers
 from jaxgpt.tracking.console import Console
-from jaxgpt.tracking.jsonl import atomic_write_text, read_records
+from jaxgpt.tracking.jsonl import METRICS, atomic_write_text, read_records
 from jaxgpt.tracking.metrics import FIGURES, figure, train_line
 from jaxgpt.tracking.records import (
     DamageRecord,

@@ -42,8 +42,9 @@ from jaxgpt.data.dataset import (
 from jaxgpt.data.loader import Loader
 from jaxgpt.data.prepare.builtin import prepare_python
 from jaxgpt.runtime.devices import cpu_devices_per_process
-from jaxgpt.spikes.policy import METRICS, go_further_back, pending_rewind
+from jaxgpt.spikes.policy import go_further_back, pending_rewind
 from jaxgpt.tracking import check_trackers
+from jaxgpt.tracking.jsonl import METRICS
 from jaxgpt.train.run.resume import (
     check_resume,
     missing_records,
@@ -70,7 +71,7 @@ class Run:
     notes: list[str]  # lines for the log
     damaged: Sequence[dict[str, str]] = ()  # checkpoints set aside: path and reason of each
     missing_records: Sequence[str] = ()  # `EVAL_RECORDS` due after `resume_step` and not there
-    init_folder: str | None = None  # the weights to start from, without a `resume_step`
+    init_folder: str | None = None  # the weights that it began with; they may have gone since
     init_step: int | None = None  # of `init_folder`, which may get newer ones meanwhile
 
     def consumed_tokens(self, step: int) -> int:
@@ -89,7 +90,7 @@ class Run:
             "tokenizer": self.dataset.tokenizer_meta,
             "config": self.config.to_dict(),
             "jaxgpt": __version__,
-        }
+        } | ({} if self.init_folder is None else {"init_from": [self.init_folder, self.init_step]})
 
     def corpus_tokens(self, rows: Loader, step: int) -> dict[str, int]:
         """Return those of each corpus: `rows` alone takes all steps to be of the same size."""
@@ -167,7 +168,7 @@ def _decide(config: Config, cluster: ProcessGroup) -> dict[str, Any]:
     if resume_step is not None:
         notes += lost
         notes += check_resume(config, directory, resume_step, meta, dataset)
-    init_folder = init_step = None
+    init_folder, init_step = meta.get("init_from") or (None, None)
     if resume_step is None and config.train.init_from is not None:
         config, folder, init_step, lines = prepare_weights(config, dataset, directory)
         init_folder, dataset = str(folder), _open_dataset(config)

@@ -25,9 +25,9 @@ from jaxgpt.convert.families import COMPANIONS, read_model
 from jaxgpt.data.blend import blend_shares, parse_lines
 from jaxgpt.data.dataset import Dataset
 from jaxgpt.data.tokenizers import HFTokenizer, same_tokens, tokenizer_from_meta
-from jaxgpt.spikes.policy import METRICS, skipped_by_rewinds
+from jaxgpt.spikes.policy import skipped_by_rewinds
 from jaxgpt.spikes.skip import SkipRanges, still_to_come
-from jaxgpt.tracking.jsonl import read_records
+from jaxgpt.tracking.jsonl import METRICS, read_records
 
 # What may differ between a checkpoint's model and the model that goes on from it.
 _FREE_MODEL_KEYS = {"model.dropout", "model.attention"}
