@@ -60,8 +60,8 @@ def train(
             evaluate_and_sample(trainer, run.resume_step or 0, state, run.missing_records)
             startup.mark("evaluation")
         result = run_with_rewinds(run, state, trainer)
-    except UsageError:  # data has gone; what is being saved is not to go, too
-        if cluster.size == 1:  # other processes would not come to finish it together
+    except UsageError:  # the data has gone: finish the checkpoint that is being saved
+        if cluster.size == 1:  # it takes all processes, and the others may not come
             trainer.checkpoints.close(is_final=False)
         raise
     return close_run(run, trainer, result)

@@ -6,6 +6,7 @@ import pytest
 from jobs import run
 
 
+@pytest.mark.long  # in short, test_nanogpt.py times steps
 def test_steps_are_timed_also_without_the_data_and_profiled(tmp_path):
     L, D, T, V, B = 2, 32, 64, 64, 8
     job = run(

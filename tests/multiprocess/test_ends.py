@@ -134,6 +134,7 @@ def test_a_process_that_fails_takes_all_with_it(tmp_path, where, rank):
     assert gone(out)
 
 
+@pytest.mark.long
 def test_a_process_that_fails_while_restoring_takes_all_with_it(tmp_path):
     arguments = (*SMALL, "--mesh", "1,1,2", "--out", tmp_path)
     train_here(*arguments, "train.max_iters=2")

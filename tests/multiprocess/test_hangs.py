@@ -86,11 +86,12 @@ def test_a_job_of_which_one_process_stops_ends_with_70_and_says_where(tmp_path):
     assert "train/loop.py" in (tmp_path / "hang-0.txt").read_text()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("where", "activity"),
     [
         ("waits", "the batch of step 5"),
-        pytest.param("devices", "the start of JAX and of its devices", marks=pytest.mark.long),
+        ("devices", "the start of JAX and of its devices"),
     ],
 )
 def test_a_process_that_waits_for_ever_is_told_from_those_that_wait_for_it(

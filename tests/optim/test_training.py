@@ -45,11 +45,9 @@ LAYOUTS = [
     ("2,1,4", 3, False),
     ("4,1,2", 3, True),
 ]
-# Lion's and SGD's states are like AdamW's.
+# In short, those whose states are least like AdamW's.
 OWN_STATES = [
-    pytest.param(
-        c, marks=() if c in ("muon", "adafactor", "sgd-without-momentum") else pytest.mark.long
-    )
+    pytest.param(c, marks=() if c in ("muon", "sgd-without-momentum") else pytest.mark.long)
     for c in CHOICES
 ]
 

@@ -44,7 +44,7 @@ def long(*layout):
     [
         long("8,1,1"),
         long("8,1,1", "train.gradient_accumulation_steps=4"),
-        ("1,8,1", "parallel.zero_stage=0"),
+        long("1,8,1", "parallel.zero_stage=0"),
         long("1,8,1", "parallel.zero_stage=2"),
         ("1,8,1", "parallel.zero_stage=3"),
         long("1,8,1", "parallel.zero_stage=1"),

@@ -231,6 +231,7 @@ def test_skip_ranges_survive_a_restart(forty, tmp_path):
     assert log.count("steps up to") == 2
 
 
+@pytest.mark.long
 def test_skip_ranges_survive_a_kill_before_the_first_checkpoint(tmp_path):
     arguments = (*SMALL, *MESH, "--out", tmp_path, "train.max_iters=4")
     train_here(*arguments, "--train-range-to-skip", "2", "3")

@@ -118,7 +118,10 @@ def test_all_strategies_change_nothing_but_speed_and_memory(chosen):
     [
         pytest.param(("--mesh", "8,1,1", "train.loss_chunk=50"), marks=pytest.mark.long),
         pytest.param(("--mesh", "2,1,4", "train.loss_chunk=50"), marks=pytest.mark.long),
-        ("--mesh", "1,2,4", "train.loss_chunk=16", "parallel.sequence_parallel=True"),
+        pytest.param(
+            ("--mesh", "1,2,4", "train.loss_chunk=16", "parallel.sequence_parallel=True"),
+            marks=pytest.mark.long,
+        ),
         pytest.param(("--mesh", "2,4,1", "parallel.offload=moments"), marks=pytest.mark.long),
         *(
             pytest.param((*OFFLOADED, *options), marks=pytest.mark.long)
@@ -145,6 +148,7 @@ def test_other_options_change_nothing_either(options):
     check(*options)
 
 
+@pytest.mark.long
 def test_gradients_that_travel_in_bfloat16_are_rounded():
     rounding = 2.0**-8
     options = ("--mesh", "2,4,1", "parallel.grad_reduce_dtype=bfloat16")
