@@ -51,8 +51,6 @@ def pytest_xdist_make_scheduler(config, log):
     class FilesAndJobs(LoadFileScheduling):
         def _split_scope(self, nodeid):
             scope = super()._split_scope(nodeid)
-            if scope == "tests/test_notebooks.py":  # one test of two minutes: it would come last
-                return "tests/test_commands.py"
             return "jobs" if scope.startswith("tests/multiprocess/") else scope
 
     return FilesAndJobs(config, log)

@@ -176,7 +176,9 @@ class HFTokenizer(Tokenizer):
         }
 
     def save(self, directory: Path) -> None:
-        (directory / FILE).write_bytes(self._content)
+        path = directory / FILE
+        if not path.exists() or path.read_bytes() != self._content:  # it may be its only copy
+            path.write_bytes(self._content)
 
 
 def same_tokens(one: Tokenizer, other: Tokenizer) -> bool:

@@ -71,13 +71,16 @@ class Samples:
 
 
 def atomic_write_text(path: Path, text: str) -> None:
-    """Write a file that is the old one or the new one, whenever the run is killed.
+    """Write a file that is the old one or the new one, whenever the run or its host ends.
 
     Raises `UsageError` if it cannot be written.
     """
     scratch = path.with_name(f".{path.name}.tmp")
     try:
-        scratch.write_text(text)
+        with scratch.open("w") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())  # or a host that loses its power may keep the name alone
         os.replace(scratch, path)
     except OSError as error:
         scratch.unlink(missing_ok=True)

@@ -140,15 +140,15 @@ def run_steps(run: Run, state: TrainState, trainer: Trainer) -> StepsResult:
             known = buffer.read(step, metrics, everything=evaluating or saving)
         report.step(step, metrics, known)
         profile.after(step, state)
-        spike = buffer.calls_for_rewind(known)
+        spike, failure = buffer.calls_for_rewind(known), buffer.failure(known)
+        # Not the same state once more: it would take the place of one that may be better.
+        saving |= bool(failure) and unsaved > int(known[-1].metrics.detection.nonfinite)
         differ = () if spike else find_corruption(run, trainer, step, state, saving)
         if spike or differ:
             result = StepsResult(step, stopping, spike, differ)
             break
-        failure = buffer.failure(known)
 
-        # Not the same state once more: it would take the place of one that may be better.
-        if saving or (failure and unsaved > known[-1].metrics.detection.nonfinite):
+        if saving:
             watchdog.heartbeat(f"the checkpoint of step {step}", START_MINUTES)
             save_checkpoint(run, trainer, step, state)
             unsaved = 0

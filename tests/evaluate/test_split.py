@@ -168,6 +168,7 @@ def test_characters_of_several_bytes(tmp_path):
     assert found["bits_per_byte"] == pytest.approx(nats / math.log(2) / found["bytes"])
 
 
+@pytest.mark.long
 def test_sources_of_a_blend_are_read_one_by_one(tmp_path):
     lines = write_corpora(tmp_path)
     lines[3] = lines[3].replace("name3", "name1")  # two sources of a corpus

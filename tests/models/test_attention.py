@@ -110,6 +110,7 @@ def test_no_gradient_is_a_product_that_cpus_compute_slowly():
     assert slow == []
 
 
+@pytest.mark.long
 @pytest.mark.gpu
 def test_blocks_of_queries_drop_different_weights():
     """Each at the rate, and not those that another block has dropped at the same places."""

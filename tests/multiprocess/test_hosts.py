@@ -67,6 +67,7 @@ def test_mpiexec(pair, tmp_path, expected):
     assert_trained(job.stdout, tmp_path, expected)
 
 
+@pytest.mark.long
 def test_checkpoints_go_by_way_of_folders_that_hosts_do_not_share(pair, tmp_path, expected):
     """Each host's own /dev/shm; the job that goes on has one process, and so needs all parts."""
     alpha, beta, shell = pair

@@ -115,7 +115,8 @@ def test_matrices_that_devices_do_not_divide_are_padded():
         assert np.linalg.norm(a - b) <= 1e-4 * np.linalg.norm(b)
 
 
-@pytest.mark.parametrize("mesh", ["2,2,2", pytest.param("1,1,1", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("mesh", ["2,2,2", "1,1,1"])
 def test_leaving_an_update_out_does_not_compute_it_twice(mesh):
     """The state is chosen in turn, which computes the update for each part of it."""
     flops = {}

@@ -45,11 +45,8 @@ LAYOUTS = [
     ("2,1,4", 3, False),
     ("4,1,2", 3, True),
 ]
-# In short, those whose states are least like AdamW's.
-OWN_STATES = [
-    pytest.param(c, marks=() if c in ("muon", "sgd-without-momentum") else pytest.mark.long)
-    for c in CHOICES
-]
+# In short, the one whose state is least like AdamW's.
+OWN_STATES = [pytest.param(c, marks=() if c == "muon" else pytest.mark.long) for c in CHOICES]
 
 
 def arguments(choice):

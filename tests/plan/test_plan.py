@@ -81,7 +81,7 @@ def test_a_quickly_compiled_plan_is_that_of_the_program_that_runs(layout):
 @pytest.mark.parametrize(
     ("stage", "parameters", "gradients", "moments"),
     [
-        (0, 1, 1, 1),
+        pytest.param(0, 1, 1, 1, marks=pytest.mark.long),
         pytest.param(1, 1, 1, 8, marks=pytest.mark.long),
         pytest.param(2, 1, 8, 8, marks=pytest.mark.long),
         (3, 8, 8, 8),
@@ -137,6 +137,7 @@ def test_flash_attention_is_planned_in_linear_memory(layout):
     assert temporaries(2048, mi250x) > 3 * temporaries(1024, mi250x)
 
 
+@pytest.mark.long
 def test_offloaded_moments_cost_time_and_come_back_for_the_update():
     config = configured("1,8,1", "train.dtype=bfloat16", SCAN)
     kept = plan_layout(config, MeshShape(1, 8, 1), DEVICES["a100"], 4)
@@ -239,6 +240,7 @@ def test_bad_input_is_one_clear_line(arguments, words, capsys):
     assert line.startswith("error: ") and all(word in line for word in words), line
 
 
+@pytest.mark.long
 def test_a_preset_is_planned_as_it_is():
     """Meta's Llama 3 8B has 8,030,261,248 parameters; the preset's mesh is for any number."""
     job = run("plan", "--config", "llama3-8b")

@@ -114,6 +114,7 @@ def test_tensorboard_shows_no_step_twice_after_a_rewind(rewound):
     assert [e.step for e in events.Scalars("train/skipped")] == list(range(34, 43))
 
 
+@pytest.mark.long
 def test_skip_update_does_what_a_range_given_by_hand_would(tmp_path):
     action, end = "spike.action=skip_update", ("train.max_iters=45", "train.log_interval=20")
     train_to_the_end(tmp_path / "found", action, *end)
@@ -129,16 +130,14 @@ class Killed(Exception):
     pass
 
 
+@pytest.mark.long  # in short, test_spikes.py has it with several processes
 @pytest.mark.parametrize(
     "place",
     [
-        "rewinds.record_rewind",
-        pytest.param("rewinds.truncate_metrics", marks=pytest.mark.long),
-        pytest.param("rewinds.read_meta", marks=pytest.mark.long),
-        pytest.param("setup.finish_rewind", marks=pytest.mark.long),
-        pytest.param("skip range", marks=pytest.mark.long),
+        "rewinds.record_rewind", "rewinds.truncate_metrics", "rewinds.read_meta",
+        "setup.finish_rewind", "skip range",
     ],
-)
+)  # fmt: skip
 def test_killed_in_the_middle_a_run_ends_the_same(rewound, tmp_path, place, monkeypatch):
     """Before anything is done, between two files, before the state is restored, and later."""
 
@@ -269,6 +268,7 @@ def test_skipped_steps_do_not_make_a_saved_state_another_one(tmp_path):
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["11"]
 
 
+@pytest.mark.long
 def test_a_run_that_cannot_go_on_does_not_replace_its_good_checkpoints(tmp_path, capsys):
     lost = ("optimizer.learning_rate=1e18", "optimizer.warmup_iters=0", "train.log_interval=1")
     settings = (*POISONED, *lost, "spike.max_consecutive_nonfinite=3", "--out", tmp_path)

@@ -117,6 +117,7 @@ def test_logging_waits_for_the_device_only_at_log_interval(
     assert sorted(losses(tmp_path)) == sorted(expected)
 
 
+@pytest.mark.long
 def test_traced_steps_are_listed_and_the_run_is_the_same(tmp_path):
     plain, traced = tmp_path / "plain", tmp_path / "traced"
     skip = ("--train-range-to-skip", "5", "5")

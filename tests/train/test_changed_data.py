@@ -26,6 +26,7 @@ def train(out, lines, n_steps, *settings):
     return train_here(*arguments, "--out", out)
 
 
+@pytest.mark.long
 def test_data_that_has_changed_stops_a_resume_unless_it_is_accepted(lines, tmp_path, capsys):
     out = tmp_path / "run"
     assert train(out, lines, 3) == 0

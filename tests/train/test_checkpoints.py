@@ -26,6 +26,7 @@ def known_losses(monkeypatch):
     )
 
 
+@pytest.mark.long
 def test_the_best_and_the_regular_checkpoints_outlive_restarts(tmp_path, known_losses, monkeypatch):
     complete, log = [], setup.Reporter.log
 

@@ -82,5 +82,6 @@ def test_a_layout_has_the_losses_of_one_device(family, layout, one_device):
     np.testing.assert_allclose(found, expected, rtol=1e-4)
 
 
+@pytest.mark.long
 def test_documents_change_the_losses(one_device):
     assert abs(one_device("llama", True) - one_device("llama", False)).max() > 1e-3

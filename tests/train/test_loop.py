@@ -241,6 +241,7 @@ def test_skip_ranges_survive_a_kill_before_the_first_checkpoint(tmp_path):
     assert (tmp_path / "metrics.jsonl.old").exists()
 
 
+@pytest.mark.long
 def test_a_run_that_ends_before_its_first_step_goes_on_as_it_was(tmp_path, monkeypatch):
     def killed(*arguments):
         raise RuntimeError
@@ -322,7 +323,14 @@ def test_a_save_that_never_finished_is_not_a_checkpoint(forty, tmp_path):
     assert not list((out / "checkpoints").glob("*tmp*"))
 
 
-@pytest.mark.parametrize("damage", ["meta", "no meta", "state", "array", "cut"])
+@pytest.mark.parametrize(
+    "damage",
+    [
+        "meta",
+        "state",
+        *(pytest.param(d, marks=pytest.mark.long) for d in ("no meta", "array", "cut")),
+    ],
+)
 def test_a_damaged_checkpoint_is_named_with_the_way_out(forty, tmp_path, damage):
     out = restarted_after_twenty(forty, tmp_path / "again")
     newest = out / "checkpoints" / "20"
@@ -388,6 +396,7 @@ def test_settings_that_are_not_the_checkpoints_are_said(forty, tmp_path):
     }
 
 
+@pytest.mark.long
 def test_a_relative_path_to_data_holds_from_anywhere(tmp_path, monkeypatch, data_home):
     monkeypatch.chdir(data_home)
     arguments = (*SMALL, *MESH, "--out", tmp_path / "run")

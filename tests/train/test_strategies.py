@@ -137,9 +137,9 @@ def test_all_strategies_change_nothing_but_speed_and_memory(chosen):
             pytest.param(
                 ("--mesh", mesh, "parallel.reduce_every=microbatch", f"parallel.zero_stage={stage}",
                  "train.gradient_accumulation_steps=4"),
-                marks=marks,
+                marks=pytest.mark.long,
             )
-            for mesh, stage, marks in (("1,8,1", 2, ()), ("2,4,1", 3, pytest.mark.long))
+            for mesh, stage in (("1,8,1", 2), ("2,4,1", 3))
         ),
     ],
     ids=" ".join,

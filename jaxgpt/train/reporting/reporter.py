@@ -67,7 +67,7 @@ class Reporter:
         if self._enabled:
             self._trackers = Trackers(run, run.resume_step, warn=self._console.info)
             self._log_earlier_starts()
-        self._last_losses = ""
+        self._last_losses, self._has_started = "", False
         self._skipped = self._nonfinite = 0
         self._stalls = Stalls() if cluster.size > 1 else None
         self._stragglers = Stragglers(cluster.host_names)
@@ -112,7 +112,7 @@ class Reporter:
             self._keep_config()
         done = self._run.resume_step or 0
         self._console.start_progress(done, self._config.train.max_iters)
-        self._loader = loader
+        self._loader, self._has_started = loader, True
         self._begin()
         self._log_start()
         self.goodput.enter("step")
@@ -248,7 +248,8 @@ class Reporter:
         self._keep_config()
         self._trackers.rewind(run.resume_step or 0)
         self.log(record)
-        self._log_start()
+        if self._has_started:
+            self._log_start()
 
     def log_rewind(self) -> None:
         """Say what the last rewind was."""

@@ -168,6 +168,7 @@ def _decide(config: Config, cluster: ProcessGroup) -> dict[str, Any]:
     if resume_step is not None:
         notes += lost
         notes += check_resume(config, directory, resume_step, meta, dataset)
+        config, dataset = _with_tokenizer_of_run(config, dataset, directory, meta)
     init_folder, init_step = meta.get("init_from") or (None, None)
     if resume_step is None and config.train.init_from is not None:
         config, folder, init_step, lines = prepare_weights(config, dataset, directory)
@@ -230,6 +231,16 @@ def _open_dataset(config: Config) -> Dataset:
             f"{str(error).removeprefix(key).partition(';')[0]}; prepare the data with the "
             "tokenizer of the weights"
         ) from None
+
+
+def _with_tokenizer_of_run(
+    config: Config, dataset: Dataset, directory: Path, meta: dict[str, Any]
+) -> tuple[Config, Dataset]:
+    """Give data without a tokenizer the one that came with the first weights of the run."""
+    if dataset.tokenizer is not None or meta["tokenizer"] is None:
+        return config, dataset
+    config = config.replace(data__tokenizer=str(directory))
+    return config, _open_dataset(config)
 
 
 def _prepare_default_data(data: DataConfig) -> list[str]:
