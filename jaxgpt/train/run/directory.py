@@ -41,6 +41,7 @@ from jaxgpt.data.dataset import (
 )
 from jaxgpt.data.loader import Loader
 from jaxgpt.data.prepare.builtin import prepare_python
+from jaxgpt.data.tokenizers import FILE as TOKENIZER
 from jaxgpt.runtime.devices import cpu_devices_per_process
 from jaxgpt.spikes.policy import go_further_back, pending_rewind
 from jaxgpt.tracking import check_trackers
@@ -237,7 +238,8 @@ def _with_tokenizer_of_run(
     config: Config, dataset: Dataset, directory: Path, meta: dict[str, Any]
 ) -> tuple[Config, Dataset]:
     """Give data without a tokenizer the one that came with the first weights of the run."""
-    if dataset.tokenizer is not None or meta["tokenizer"] is None:
+    has_own = meta["tokenizer"] is not None and (directory / TOKENIZER).exists()
+    if dataset.tokenizer is not None or not has_own:
         return config, dataset
     config = config.replace(data__tokenizer=str(directory))
     return config, _open_dataset(config)
