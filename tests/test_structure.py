@@ -1,14 +1,12 @@
-"""The rules that keep the package readable: who imports whom, sizes, no private names of others."""
+"""Rules that keep the package readable: import order, private names, one exit point, no globals."""
 
 import ast
-import re
-from collections import Counter
 from pathlib import Path
 
 PACKAGE = Path(__file__).parents[1] / "jaxgpt"
 FILES = sorted(PACKAGE.rglob("*.py"))
 
-# Imports run downward only: a room takes from rooms on lines above its own.
+# Code imports only from lower layers, which are listed above its own.
 ORDER = """
     config
     cluster
@@ -31,17 +29,6 @@ ORDER = """
 """
 LEVEL = {room: level for level, line in enumerate(ORDER.split("\n")) for room in line.split()}
 JAX_INTERNALS = "runtime/jax_internals.py"  # the one file that may use private names of packages
-MAX_FILE, MAX_FUNCTION, MAX_ROOM = 350, 60, 10  # lines, lines, files
-
-# What does not keep a rule yet. An exception that is not needed any more fails its test: delete it.
-UPWARD = set()
-JAX_IN_CLUSTER = set()
-PRIVATE = set()
-EXITS = set()
-GLOBALS = set()
-LONG_FILES = set()
-LONG_FUNCTIONS = set()
-LARGE_ROOMS = set()
 
 
 def name_of(file):
@@ -88,7 +75,7 @@ def private_names(file):
 
 
 def test_rooms_import_downward_only():
-    upward = {
+    found = {
         f"{name_of(file)} -> {module}"
         for file in FILES
         for module in imported(file)
@@ -97,7 +84,7 @@ def test_rooms_import_downward_only():
         and room != room_of(file)
         and LEVEL[room] >= LEVEL.get(room_of(file), 0)
     }
-    assert upward == UPWARD
+    assert not found
 
 
 def test_every_room_has_its_place_in_the_order():
@@ -113,48 +100,18 @@ def test_config_and_cluster_do_not_import_jax():
         for name in imported(file)
         if name.partition(".")[0] in packages
     }
-    assert found == JAX_IN_CLUSTER
+    assert not found
 
 
 def test_private_names_of_packages_stand_in_one_file():
     found = {f"{name_of(f)}: {name}" for f in FILES for name in private_names(f)}
-    assert {line for line in found if not line.startswith(JAX_INTERNALS)} == PRIVATE
+    assert not {line for line in found if not line.startswith(JAX_INTERNALS)}
 
 
 def test_one_file_ends_the_process():
     found = {name_of(f) for f in FILES if "os._exit(" in f.read_text()}
-    assert found == {"cluster/shutdown.py"} | EXITS
+    assert found == {"cluster/shutdown.py"}
 
 
 def test_no_function_changes_a_global():
-    assert {name_of(file) for file in FILES if nodes(file, ast.Global)} == GLOBALS
-
-
-def test_files_are_short():
-    long = {name_of(f) for f in FILES if len(f.read_text().splitlines()) > MAX_FILE}
-    assert long == LONG_FILES
-
-
-def test_functions_are_short():
-    long = {
-        f"{name_of(file)}: {node.name}"
-        for file in FILES
-        for node in nodes(file, ast.FunctionDef, ast.AsyncFunctionDef)
-        if node.end_lineno - node.lineno + 1 > MAX_FUNCTION
-    }
-    assert long == LONG_FUNCTIONS
-
-
-def test_rooms_are_small():
-    sizes = Counter(name_of(f.parent) for f in FILES if f.name != "__init__.py")
-    assert {room for room, size in sizes.items() if size > MAX_ROOM and room != "."} == LARGE_ROOMS
-
-
-def test_a_training_step_reads_briefly():
-    _, _, text = (PACKAGE / "train/README.md").read_text().partition("in this order:")
-    names = re.findall(r"`([a-z_/]+\.py)`", text.partition("One call further")[0])
-    assert "train/step.py" in names and len(names) <= 6
-    assert sum(len((PACKAGE / name).read_text().splitlines()) for name in names) <= 900
-    functions = nodes(PACKAGE / "train/step.py", ast.FunctionDef)
-    (step,) = (node for node in functions if node.name == "train_step")
-    assert step.end_lineno - step.lineno + 1 <= 40
+    assert not {name_of(file) for file in FILES if nodes(file, ast.Global)}
