@@ -1,6 +1,12 @@
-"""Rules that keep the package readable: import order, private names, one exit point, no globals."""
+"""Rules that keep the package readable.
+
+They are about import order, private names, dependencies, one exit point and global variables.
+"""
 
 import ast
+import re
+import tomllib
+from importlib import metadata
 from pathlib import Path
 
 PACKAGE = Path(__file__).parents[1] / "jaxgpt"
@@ -101,6 +107,16 @@ def test_config_and_cluster_do_not_import_jax():
         if name.partition(".")[0] in packages
     }
     assert not found
+
+
+def test_every_dependency_is_imported():
+    project = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text())["project"]
+    # A package may differ in name from the module that it provides: PyYAML provides `yaml`.
+    providers = metadata.packages_distributions()
+    modules = {name.partition(".")[0] for file in FILES for name in imported(file)}
+    packages = {name.lower() for module in modules for name in providers.get(module, [])}
+    dependencies = {re.match(r"[\w.-]+", line)[0] for line in project["dependencies"]}
+    assert not {name for name in dependencies if name.lower() not in packages}
 
 
 def test_private_names_of_packages_stand_in_one_file():

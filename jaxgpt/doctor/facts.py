@@ -17,7 +17,7 @@ from jaxgpt.cluster.process_group import ProcessGroup, catch_usage_error
 from jaxgpt.runtime.devices import local_device_ids
 
 PACKAGES = (
-    "jaxgpt", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "mpi4py", "numpy",
+    "jaxgpt", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "mpi4py", "numpy",
 )  # fmt: skip
 # Where MPI and NCCL keep their buffers; on macOS among other files.
 SHARED_MEMORY = "/dev/shm" if os.path.isdir("/dev/shm") else tempfile.gettempdir()
