@@ -1,13 +1,14 @@
-"""What the READMEs say can be typed: every ```bash block runs as printed.
+"""A reader can type every example in the READMEs: each block of Bash or Python runs as printed.
 
-Blocks of a README run in order in one scratch folder. A block that is marked ```bash long takes
-minutes, or does what other tests do as well: it runs with --long. What needs a network, a cluster
-or a GPU stands in ```text blocks.
+The blocks of a README run in order in one scratch folder. A block marked ```bash long takes
+minutes, or repeats what other tests cover, so it runs only with --long. Output, and commands that
+need a network, a cluster or a GPU, are in ```text blocks.
 """
 
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -20,16 +21,22 @@ READMES = sorted(
     for path in ROOT.rglob("README.md")
     if not any(part.startswith(".") for part in path.relative_to(ROOT).parts)
 )
-BLOCK = re.compile(r"^```(bash(?: long)?)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+BLOCK = re.compile(r"^ *```(.*?)\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
+PROGRAMS = {
+    "bash": ["bash", "-euo", "pipefail", "-c"],
+    "bash long": ["bash", "-euo", "pipefail", "-c"],
+    "python": [sys.executable, "-c"],
+}
 
 
 def blocks(readme):
-    """Return the (kind, text) of each block of commands."""
-    return BLOCK.findall((ROOT / readme).read_text())
+    """Return the (kind, text) of each block that is to run."""
+    found = BLOCK.findall((ROOT / readme).read_text())
+    return [(kind, text) for kind, text in found if kind in PROGRAMS]
 
 
 @pytest.mark.parametrize("readme", [r for r in READMES if blocks(r)], ids=str)
-def test_commands_run_as_printed(readme, tmp_path, data_home, request):
+def test_examples_run_as_printed(readme, tmp_path, data_home, request):
     (tmp_path / "data").mkdir()
     for name in ("python", "shakespeare_char"):
         if (data_home / name).exists():
@@ -38,9 +45,9 @@ def test_commands_run_as_printed(readme, tmp_path, data_home, request):
         (tmp_path / name).symlink_to(ROOT / name)
     settings = environment(JAXGPT_DATA=str(tmp_path / "data"), PYTHONPATH=str(ROOT))
     for kind, text in blocks(readme):
-        if kind == "bash" or request.config.getoption("--long"):
+        if kind != "bash long" or request.config.getoption("--long"):
             job = subprocess.run(
-                ["bash", "-euo", "pipefail", "-c", text],
+                [*PROGRAMS[kind], text],
                 cwd=tmp_path,
                 env=settings,
                 stdout=subprocess.PIPE,
@@ -49,6 +56,12 @@ def test_commands_run_as_printed(readme, tmp_path, data_home, request):
                 timeout=600,
             )
             assert job.returncode == 0, f"{text}\n{job.stdout}"
+
+
+@pytest.mark.parametrize("readme", READMES, ids=str)
+def test_every_block_is_of_a_known_kind(readme):
+    kinds = {kind for kind, _ in BLOCK.findall((ROOT / readme).read_text())}
+    assert kinds <= {*PROGRAMS, "text"}
 
 
 @pytest.mark.parametrize("readme", READMES, ids=str)

@@ -2,7 +2,7 @@
 
 from jaxgpt.config.command import CommandParser, file_path, whole_number
 from jaxgpt.config.errors import UsageError, check_shape, expand_user, in_words, read_json
-from jaxgpt.config.mesh_shape import MeshShape, axes_with
+from jaxgpt.config.mesh import MeshShape, axes_with
 from jaxgpt.config.parse import (
     config_from_dict,
     config_from_file,

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from jaxgpt.config.errors import UsageError
-from jaxgpt.config.mesh_shape import MeshShape, axes_with
+from jaxgpt.config.mesh import MeshShape, axes_with
 from jaxgpt.config.schedule import profile_range, skip_ranges, step_ranges
 from jaxgpt.config.schema import CheckpointConfig, Config, ModelConfig, OptimizerConfig
 

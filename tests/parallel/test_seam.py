@@ -1,22 +1,16 @@
 """The mesh axis that the room's README adds."""
 
-import ast
-import re
-from pathlib import Path
-
 import pytest
 
-from jaxgpt.config.mesh_shape import AXES
+from jaxgpt.config import mesh
 from jobs import SMALL, records, train_here
-
-README = Path(__file__).parents[2] / "jaxgpt/parallel/README.md"
+from readme_code import load_block
 
 
 @pytest.fixture
-def replica(monkeypatch):
-    (line,) = re.findall(r"^```python\n +(.*),\n```$", README.read_text(), re.MULTILINE)
-    name, roles = re.fullmatch(r'"(\w+)": frozenset\((.*)\)', line).groups()
-    monkeypatch.setitem(AXES, name, frozenset(ast.literal_eval(roles)))
+def replica(monkeypatch, tmp_path):
+    monkeypatch.setattr(mesh, "AXES", mesh.AXES.copy())
+    load_block("jaxgpt/parallel/README.md", "replica", tmp_path)
 
 
 def losses(out):
@@ -28,7 +22,7 @@ def test_it_trains_saves_and_moves_to_another_mesh(replica, tmp_path):
     assert train_here(*settings, "--out", tmp_path / "data", "--mesh", "4,1,1") == 0
     assert train_here(*settings, "--out", tmp_path / "new", "--mesh", "data=2,replica=2") == 0
     assert losses(tmp_path / "new") == pytest.approx(losses(tmp_path / "data"), rel=1e-6)
-    for out, mesh in (("new", "1,2,2"), ("data", "fsdp=2,replica=2")):
+    for out, shape in (("new", "1,2,2"), ("data", "fsdp=2,replica=2")):
         out = tmp_path / out
-        assert train_here("--out", out, "--mesh", mesh, "train.max_iters=6") == 0
+        assert train_here("--out", out, "--mesh", shape, "train.max_iters=6") == 0
     assert losses(tmp_path / "new") == pytest.approx(losses(tmp_path / "data"), rel=1e-6)

@@ -3,7 +3,7 @@
 import pytest
 
 from jaxgpt.config import MeshShape, axes_with, check_batch, load_config, mesh_shape
-from jaxgpt.config.mesh_shape import AXES
+from jaxgpt.config.mesh import AXES
 
 
 @pytest.mark.parametrize(
