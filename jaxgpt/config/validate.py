@@ -1,151 +1,171 @@
-"""Checks that concern several settings; the bounds of a single one stand in the schema."""
+"""Checks that involve several settings; the schema has the bounds of each single one."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxgpt.config.errors import UsageError
 from jaxgpt.config.mesh import MeshShape, axes_with
 from jaxgpt.config.schedule import profile_range, skip_ranges, step_ranges
-from jaxgpt.config.schema import CheckpointConfig, Config, ModelConfig, OptimizerConfig
+from jaxgpt.config.schema import Config, ModelConfig, OptimizerConfig
 
-MAX_APART = 512  # layers without a loop over them: GPT-3 has 96
+MAX_UNROLLED = 512  # layers that are compiled one by one; GPT-3 has 96
 MAX_ELEMENTS = 10**15  # of a model's matrices
 
 
 def validate(config: Config) -> None:
-    """Check everything that needs neither the data nor the devices; else raise `UsageError`."""
+    """Raise `UsageError` if settings contradict each other on any data and any devices."""
+    train, data, faults = config.train, config.data, config.faults
     skip_ranges(config)
     profile_range(config)
-    step_ranges("faults.random_tokens", config.faults.random_tokens)
-    for is_wrong, sentence in _checks(config):
-        if is_wrong:
-            raise UsageError(sentence)
-    check_batch(config, mesh_shape(config))
-
-
-def _checks(config: Config) -> Iterator[tuple[bool, str]]:
-    """Yield what must not be, and the sentence that refuses it."""
-    model, train, optimizer, data = config.model, config.train, config.optimizer, config.data
-    spike, checkpoint, faults = config.spike, config.checkpoint, config.faults
-    tokens = train.batch_size * model.block_size
-    yield (
-        tokens >= 2**31,
-        f"train.batch_size={train.batch_size}: makes {tokens:,} tokens with "
-        f"model.block_size={model.block_size}; a step has less than 2^31",
+    step_ranges("faults.random_tokens", faults.random_tokens)
+    tokens = train.batch_size * config.model.block_size
+    _require(
+        tokens < 2**31,
+        f"train.batch_size={train.batch_size}: makes {tokens:,} tokens per step with "
+        f"model.block_size={config.model.block_size}; give less than 2^31",
     )
-    yield from _model_checks(model)
-    yield (
-        config.parallel.scan_layers is False and model.n_layer > MAX_APART,
-        f"model.n_layer={model.n_layer}: more than {MAX_APART} layers would compile one by one for "
-        "many minutes; give parallel.scan_layers=True",
+    _check_model(config.model)
+    _require(
+        config.parallel.scan_layers is not False or config.model.n_layer <= MAX_UNROLLED,
+        f"model.n_layer={config.model.n_layer}: compiling more than {MAX_UNROLLED} layers one by "
+        "one takes many minutes; give parallel.scan_layers=True",
     )
-    yield from _optimizer_checks(optimizer)
-    yield (
-        train.batch_size % train.gradient_accumulation_steps > 0,
+    _check_optimizer(config.optimizer)
+    _require(
+        train.batch_size % train.gradient_accumulation_steps == 0,
         f"train.gradient_accumulation_steps={train.gradient_accumulation_steps}: must divide "
         f"train.batch_size={train.batch_size}",
     )
-    yield (
-        train.init_from in ("scratch", "resume"),
+    _require(
+        train.init_from not in ("scratch", "resume"),
         f"train.init_from={train.init_from}: leave it out: a run starts from new weights, and with "
-        "--out FOLDER it goes on from its checkpoint",
+        "--out FOLDER it continues from its checkpoint",
     )
     paths = {
         "out": config.out,
         "train.init_from": train.init_from,
         "data.path": data.path,
         "data.dataset": data.dataset,
-        "checkpoint.stage": checkpoint.stage,
+        "checkpoint.stage": config.checkpoint.stage,
     }
     for key, path in paths.items():
-        yield path == "", f"{key}=: is empty; give a name, or leave it out"
-    given = [f"data.{key}" for key in ("path", "blend", "file_list") if getattr(data, key)]
-    yield len(given) > 1, f"{' and '.join(given)}: are both given; give one of them"
-    parallel = config.parallel
-    yield (
-        parallel.offload == "state" and not config.scans_layers(on_cpu=True),
-        "parallel.offload=state: needs parallel.scan_layers=True, whose loop gets one layer at a "
-        "time from the host's memory",
+        _require(path != "", f"{key}=: is empty; give a name, or leave it out")
+    sources = [f"data.{key}" for key in ("path", "blend", "file_list") if getattr(data, key)]
+    _require(len(sources) <= 1, f"{' and '.join(sources)}: are both given; give one of them")
+    _require(
+        config.parallel.offload != "state" or config.scans_layers(on_cpu=True),
+        "parallel.offload=state: needs parallel.scan_layers=True, whose loop fetches one layer at "
+        "a time from the host's memory",
     )
-    kept = checkpoint.interval * (checkpoint.keep - 1)
-    yield (
-        spike.action == "rewind" and kept < spike.rewind_margin,
-        f"spike.rewind_margin={spike.rewind_margin}: spike.action=rewind needs a checkpoint so "
-        f"old, but the oldest of checkpoint.keep={checkpoint.keep} at intervals of "
-        f"checkpoint.interval={checkpoint.interval} may be {kept} steps old; raise one of them",
-    )
-    yield from _retention_checks(checkpoint, train.eval_interval)
-    yield (
-        faults.nan_step is None and faults.nan_device > 0,
+    _check_checkpoints(config)
+    _require(
+        faults.nan_step is not None or faults.nan_device == 0,
         f"faults.nan_device={faults.nan_device}: needs faults.nan_step, its step",
     )
-    yield (
-        faults.bit_flip_step is None and faults.bit_flip_device > 0,
+    _require(
+        faults.bit_flip_step is not None or faults.bit_flip_device == 0,
         f"faults.bit_flip_device={faults.bit_flip_device}: needs faults.bit_flip_step, its step",
     )
+    check_batch(config, mesh_shape(config))
 
 
-def _retention_checks(
-    checkpoint: CheckpointConfig, eval_interval: int
-) -> Iterator[tuple[bool, str]]:
-    """Yield the same of the checkpoints that stay."""
+def _require(condition: bool, sentence: str) -> None:
+    if not condition:
+        raise UsageError(sentence)
+
+
+def _check_checkpoints(config: Config) -> None:
+    checkpoint, margin = config.checkpoint, config.spike.rewind_margin
     interval, every, best = checkpoint.interval, checkpoint.keep_every, checkpoint.keep_best
-    yield (
-        every is not None and (interval == 0 or every % interval > 0),
+    oldest = interval * (checkpoint.keep - 1)
+    _require(
+        config.spike.action != "rewind" or oldest >= margin,
+        f"spike.rewind_margin={margin}: spike.action=rewind needs a checkpoint that old, but the "
+        f"oldest of checkpoint.keep={checkpoint.keep} at intervals of "
+        f"checkpoint.interval={interval} may be {oldest} steps old; raise one of them",
+    )
+    _require(
+        every is None or (interval > 0 and every % interval == 0),
         f"checkpoint.keep_every={every}: must be a multiple of checkpoint.interval={interval}, or "
         "there are no checkpoints of such steps",
     )
-    shorter, longer = sorted((interval, eval_interval))
-    yield (
-        best > 0 and (shorter == 0 or longer % shorter > 0),
-        f"checkpoint.keep_best={best}: needs evaluations at the steps of checkpoints: of "
-        f"checkpoint.interval={interval} and train.eval_interval={eval_interval} one must be a "
-        "multiple of the other",
+    shorter, longer = sorted((interval, config.train.eval_interval))
+    _require(
+        best == 0 or (shorter > 0 and longer % shorter == 0),
+        f"checkpoint.keep_best={best}: needs evaluations at the steps of checkpoints: "
+        f"checkpoint.interval={interval} or train.eval_interval={config.train.eval_interval} must "
+        "be a multiple of the other",
     )
 
 
-def _model_checks(model: ModelConfig) -> Iterator[tuple[bool, str]]:
-    """Yield the same of the model's options."""
-    heads = f"model.n_head={model.n_head}"
+def _check_model(model: ModelConfig) -> None:
     elements = model.matrix_elements + model.n_embd * (model.vocab_size or 0)
-    yield (
-        elements > MAX_ELEMENTS,
+    _require(
+        elements <= MAX_ELEMENTS,
         f"model.n_embd={model.n_embd}: makes {elements:.1e} parameters with model.n_layer="
         f"{model.n_layer} and the other sizes of the model; give less",
     )
-    yield (
-        model.head_dim is None and model.n_embd % model.n_head > 0,
-        f"model.n_embd={model.n_embd}: must be a multiple of {heads}, or give model.head_dim",
+    _require(
+        model.head_dim is not None or model.n_embd % model.n_head == 0,
+        f"model.n_embd={model.n_embd}: must be a multiple of model.n_head={model.n_head}, or give "
+        "model.head_dim",
     )
-    yield (
-        model.n_head % model.kv_heads > 0,
-        f"model.n_kv_head={model.n_kv_head}: must divide {heads}",
+    _require(
+        model.n_head % model.kv_heads == 0,
+        f"model.n_kv_head={model.n_kv_head}: must divide model.n_head={model.n_head}",
     )
     is_rope, scaling = model.position == "rope", model.rope_scaling
+    _require(
+        not is_rope or model.head_size % 2 == 0,
+        f"model.position=rope: rotates pairs of numbers, so model.head_dim={model.head_size} must "
+        "be even",
+    )
     shown = f"model.rope_scaling={' '.join(map(str, scaling))}"
-    yield (
-        is_rope and model.head_size % 2 > 0,
-        f"model.position=rope: turns pairs of a head's numbers, and model.head_dim="
-        f"{model.head_size} is odd; give an even one",
-    )
-    yield (
-        len(scaling) not in (0, 4),
-        f"{shown}: must be factor, low_freq_factor, high_freq_factor and original_max_position",
-    )
-    yield (
-        len(scaling) == 4
-        and not (scaling[0] >= 1 and 0 < scaling[1] < scaling[2] and scaling[3] >= 1),
-        f"{shown}: needs factor >= 1, 0 < low_freq_factor < high_freq_factor and "
-        "original_max_position >= 1, as in 8 1 4 8192",
-    )
+    if scaling and len(scaling) != 4:
+        raise UsageError(
+            f"{shown}: must be factor, low_freq_factor, high_freq_factor and original_max_position"
+        )
+    if scaling:
+        factor, low, high, original = scaling
+        _require(
+            factor >= 1 and 0 < low < high and original >= 1,
+            f"{shown}: needs factor >= 1, 0 < low_freq_factor < high_freq_factor and "
+            "original_max_position >= 1, as in 8 1 4 8192",
+        )
     changed = [f"model.{key}" for key in ("rope_theta", "rope_scaling") if is_changed(model, key)]
-    yield (
-        not is_rope and bool(changed),
-        f"{' and '.join(changed)}: need model.position=rope",
-    )
-    yield (
-        model.bias and model.qkv_bias,
+    _require(is_rope or not changed, f"{' and '.join(changed)}: need model.position=rope")
+    _require(
+        not (model.bias and model.qkv_bias),
         "model.qkv_bias=True: is part of model.bias=True; give one of them",
+    )
+
+
+def _check_optimizer(optimizer: OptimizerConfig) -> None:
+    peak, min_lr = optimizer.learning_rate, optimizer.min_lr
+    _require(
+        optimizer.schedule == "constant" or 0 <= (min_lr or 0) <= peak,
+        f"optimizer.min_lr={min_lr}: must be between 0 and optimizer.learning_rate={peak}",
+    )
+    _require(
+        optimizer.name != "muon" or peak > 0 or optimizer.adamw_learning_rate is None,
+        f"optimizer.adamw_learning_rate={optimizer.adamw_learning_rate}: needs an "
+        "optimizer.learning_rate above 0, whose schedule it follows",
+    )
+    if optimizer.schedule != "wsd":
+        return
+    end, warmup = optimizer.lr_decay_iters, optimizer.warmup_iters
+    start, length = optimizer.wsd_decay_start, optimizer.wsd_decay_iters
+    _require(
+        start >= 0,
+        f"optimizer.wsd_decay_iters={length}: must be at most optimizer.lr_decay_iters={end}",
+    )
+    shown = "a fifth of" if length is None else f"optimizer.wsd_decay_iters={length} before"
+    shorter = f"; or give optimizer.wsd_decay_iters={end - warmup} or less" if end > warmup else ""
+    _require(
+        warmup <= start,
+        f"optimizer.warmup_iters={warmup}: must be at most {start}, the step at which wsd begins "
+        f"to decay ({shown} optimizer.lr_decay_iters={end}); lower it, or raise "
+        f"optimizer.lr_decay_iters{shorter}",
     )
 
 
@@ -196,38 +216,6 @@ def check_batch(config: Config, shape: MeshShape) -> None:
             f"train.batch_size={config.train.batch_size}{split}: must be a multiple of "
             f"{' x '.join(axes)} = {n} (parallel.mesh={shape})"
         )
-
-
-def _optimizer_checks(optimizer: OptimizerConfig) -> Iterator[tuple[bool, str]]:
-    """Yield the same of the optimizer's settings."""
-    yield (
-        optimizer.schedule != "constant"
-        and not 0 <= (optimizer.min_lr or 0) <= optimizer.learning_rate,
-        f"optimizer.min_lr={optimizer.min_lr}: must lie between 0 and "
-        f"optimizer.learning_rate={optimizer.learning_rate}",
-    )
-    yield (
-        optimizer.name == "muon"
-        and optimizer.learning_rate == 0
-        and optimizer.adamw_learning_rate is not None,
-        f"optimizer.adamw_learning_rate={optimizer.adamw_learning_rate}: needs an "
-        "optimizer.learning_rate above 0, whose schedule it follows",
-    )
-    end, warmup = optimizer.lr_decay_iters, optimizer.warmup_iters
-    start, given = optimizer.wsd_decay_start, optimizer.wsd_decay_iters
-    is_wsd = optimizer.schedule == "wsd"
-    yield (
-        is_wsd and start < 0,
-        f"optimizer.wsd_decay_iters={given}: must be at most optimizer.lr_decay_iters={end}",
-    )
-    length = "a fifth of" if given is None else f"optimizer.wsd_decay_iters={given} before"
-    shorter = f"; or give optimizer.wsd_decay_iters={end - warmup} or less" if end > warmup else ""
-    yield (
-        is_wsd and warmup > start,
-        f"optimizer.warmup_iters={warmup}: must be at most {start}, the step at which wsd begins "
-        f"to decay ({length} optimizer.lr_decay_iters={end}); lower it, or raise "
-        f"optimizer.lr_decay_iters{shorter}",
-    )
 
 
 # Keys of `optimizer` without an effect, by the setting that ignores them.
