@@ -3,6 +3,10 @@
 Prints the text of each row and its file, offset and document. It needs only the data, and takes as
 long for step 10^9 as for step 1. In place of `--run`, `--config NAME` and settings as for
 jaxgpt.train; settings after `--run`, such as data.path=DIR, go before those of the run.
+
+`sequence` is the number of a row in the order of the data, from 0. A run never repeats or leaves
+out a sequence, even if train.batch_size changes: steps up to the newest checkpoint are shown with
+the batch size that they had, and train.batch_size holds for the steps after it.
 """
 
 import contextlib
@@ -31,7 +35,7 @@ from jaxgpt.data.loader import Loader
 from jaxgpt.runtime.jax_internals import failure_board
 from jaxgpt.spikes.policy import skipped_by_rewinds
 from jaxgpt.spikes.skip import SkipRanges
-from jaxgpt.train.run.resume import saved_settings, source_hashes
+from jaxgpt.train.run.resume import batch_sizes, saved_settings, source_hashes
 
 
 def parser() -> CommandParser:
@@ -83,13 +87,17 @@ def look_up(
     """Return the data set, the origin of each wanted row, the tokens of all rows, and notes."""
     dataset = open_dataset(config.data, config.model)
     config = with_vocabulary(config, dataset)
-    rows = Loader.for_training(dataset, config)
-    chosen = chosen_rows(wanted, config.train.batch_size)
+    sizes = batch_sizes(run, config) if run else None
+    rows = Loader.for_training(dataset, config, batch_sizes=sizes)
+    size = rows.batch_sizes.at(step)
+    chosen = chosen_rows(wanted, size)
     found = [{"step": step, "row": row, **origin(dataset, rows, step, row)} for row in chosen]
     notes = differences(config, dataset, run, step)
     if rows.is_random(step):
         notes.append(f"step {step} has tokens drawn at random, by faults.random_tokens")
-    return dataset, found, rows.read(step, range(config.train.batch_size)), notes
+    if size != config.train.batch_size:
+        notes.append(f"train.batch_size was {size} at step {step}")
+    return dataset, found, rows.read(step, range(size)), notes
 
 
 def chosen_rows(given: str | None, batch_size: int) -> range:
@@ -105,13 +113,14 @@ def chosen_rows(given: str | None, batch_size: int) -> range:
 
 
 def origin(dataset: Dataset, rows: Loader, step: int, row: int) -> dict[str, Any]:
-    """Return corpus, file, offset and document of a row, counted in tokens of its file."""
+    """Return where a row comes from; offsets are in tokens of the file."""
     location = rows.row_location(step, row)
     tokens = dataset.sources[location.source].tokens["train"]
     file, offset = tokens.locate(location.offset)
     document = dataset.find_document(location.source, "train", location.offset)
     before = tokens.first + location.offset - offset  # tokens of the files before this one
     return {
+        "sequence": rows.sequence(step, row),
         "corpus": rows.names[location.corpus],
         "file": str(file),
         "offset": offset,
@@ -128,18 +137,13 @@ def differences(config: Config, dataset: Dataset, run: Path | None, step: int) -
     saved = valid_checkpoints(run) if run else {}
     if not saved:
         return notes
-    newest, last = max(saved.items())
+    _, last = max(saved.items())
     if source_hashes(last["data_fingerprint"]) != source_hashes(dataset.fingerprints):
         notes.append("warning: this data is not what the run was trained on")
     then = next((meta for s, meta in saved.items() if s >= step), last)["config"]["train"]
-    for key in ("batch_size", "seed"):
-        now = getattr(config.train, key)
-        if then[key] != now:
-            was = f"train.{key} was {then[key]} at about this step, and is {now} here"
-            notes.append(f"warning: {was}; for its rows give train.{key}={then[key]} after --run")
-    per_step = last["config"]["train"]["batch_size"] * config.model.block_size
-    if last["consumed_tokens"] != newest * per_step:
-        notes.append("warning: train.batch_size has changed during this run, which moves its rows")
+    if then["seed"] != config.train.seed:
+        was = f"train.seed was {then['seed']} at about this step, and is {config.train.seed} here"
+        notes.append(f"warning: {was}; for its rows give train.seed={then['seed']} after --run")
     return notes
 
 
@@ -167,6 +171,10 @@ def row_losses(
     from jaxgpt.parallel.mesh import job_mesh
     from jaxgpt.train.functions import make_steps
 
+    # The step may have had another batch size, which the microbatches do not have to divide.
+    config = config.replace(train__batch_size=len(tokens))
+    if len(tokens) % config.train.gradient_accumulation_steps:
+        config = config.replace(train__gradient_accumulation_steps=1)
     steps = make_steps(config, job_mesh(config, cluster.hosts))
     params = restore_params(run, at, steps.state_shapes.params)
     losses = []

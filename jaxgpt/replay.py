@@ -27,6 +27,7 @@ from jaxgpt.config import (
     skip_ranges,
     whole_number,
 )
+from jaxgpt.data.batch_sizes import BatchSizes
 from jaxgpt.data.dataset import open_dataset
 from jaxgpt.data.loader import Loader
 from jaxgpt.runtime.initialize import initialize_jax
@@ -56,7 +57,7 @@ class Stretch(NamedTuple):
     checkpoint: int  # the step to begin after; 0 is the initial state
     last: int
     places: list[list[Any]]  # what the run had there, one after another; each a `Place`
-    config: dict[str, Any]
+    parts: list[list[Any]]  # of each batch size: its last step, and its configuration
 
 
 class Difference(NamedTuple):
@@ -102,15 +103,20 @@ def replay(run: Path, steps: Sequence[int], mesh: str | None, cluster: ProcessGr
     )
     stretches = [Stretch(*stretch) for stretch in found["stretches"]]
     mesh = mesh or Place(*stretches[0].places[0]).mesh.replace(" ", ",")
-    configs = [config_from_dict(s.config, f"checkpoint of {run}") for s in stretches]
-    configs = [config.replace(parallel__mesh=mesh) for config in configs]
-    initialize_jax(cluster, mesh_shape(configs[0]))
-    differs, repeater = False, None
-    for stretch, config in zip(stretches, configs, strict=True):
-        if repeater is None or repeater.config != config:
-            repeater = Repeater(run, config, found["fingerprints"], cluster)
+    sizes, differs, repeater = BatchSizes(found["batch_sizes"]), False, None
+    for stretch in stretches:
+        begin, state, scalars = stretch.checkpoint, None, {}
+        for end, values in stretch.parts:
+            config = config_from_dict(values, f"checkpoint of {run}").replace(parallel__mesh=mesh)
+            if repeater is None:
+                initialize_jax(cluster, mesh_shape(config))
+            if repeater is None or repeater.config != config:
+                repeater = Repeater(run, config, sizes, found["fingerprints"], cluster)
+            state = repeater.begin(begin) if state is None else state
+            state, more = repeater.repeat(state, range(begin + 1, end + 1))
+            begin, scalars = end, scalars | more
         exact = all(Place(*place) == repeater.place for place in stretch.places)
-        differences = repeater.compare(stretch, found["records"], exact)
+        differences = compare(scalars, found["records"], exact)
         differs = differs or bool(differences)
         if cluster.is_main:
             print(verdict(stretch, repeater.place, differences, exact), flush=True)
@@ -130,6 +136,9 @@ def find_stretches(run: Path, steps: Sequence[int]) -> dict[str, Any]:
     records = {str(r["step"]): r for r in read_records(run / METRICS, "train")}
     starts = read_records(run / METRICS, "start")
     last, newest = max(map(int, records), default=0), max(saved)
+    sizes = BatchSizes(saved[newest]["batch_sizes"])
+    if starts:  # steps after the newest checkpoint may have another batch size
+        sizes = sizes.change_after(newest, starts[-1]["batch_size"])
     stretches = []
     for step in sorted(set(steps)):
         if step > last:
@@ -141,18 +150,46 @@ def find_stretches(run: Path, steps: Sequence[int]) -> dict[str, Any]:
                 f"{' or '.join(map(str, near))}"
             )
         before = max((s for s in saved if s < step), default=0)
-        config = saved[min((s for s in saved if s >= step), default=newest)]["config"]
-        if before == 0 and config["train"]["init_from"] is not None:
+        parts = _parts(saved, sizes, before, step)
+        if before == 0 and parts[-1][1]["train"]["init_from"] is not None:
             raise UsageError(
                 f"--step {step}: no checkpoint before it is left, and the run did not begin with "
                 "random weights"
             )
-        stretches.append(Stretch(before, step, _places(starts, before, step), config))
+        stretches.append(Stretch(before, step, _places(starts, before, step), parts))
     return {
         "stretches": stretches,
         "records": {s: {n: r.get(n) for n in COMPARED} for s, r in records.items()},
+        "batch_sizes": sizes.changes,
         "fingerprints": saved[newest]["data_fingerprint"],
     }
+
+
+def _parts(
+    saved: dict[int, dict[str, Any]], sizes: BatchSizes, before: int, last: int
+) -> list[list[Any]]:
+    """Return the last step and the configuration of each batch size after `before` up to `last`."""
+
+    def config_of(step: int) -> dict[str, Any]:
+        """Return the configuration of the nearest checkpoint that has the batch size of a step.
+
+        Checkpoints after the step come first. If none has that batch size, it is replaced in the
+        nearest one.
+        """
+        near = sorted(saved, key=lambda s: (s < step, abs(s - step)))
+        configs, size = [saved[s]["config"] for s in near], sizes.at(step)
+        for config in configs:
+            if config["train"]["batch_size"] == size:
+                return config
+        train = {**configs[0]["train"], "batch_size": size}
+        if size % train["gradient_accumulation_steps"]:
+            train["gradient_accumulation_steps"] = 1
+        return {**configs[0], "train": train}
+
+    # All parts have the same layout, and the last configuration has the skip ranges of all steps.
+    shared = {key: config_of(last)[key] for key in ("parallel", "train_range_to_skip")}
+    ends = [first - 1 for first, _ in sizes.changes if before + 1 < first <= last] + [last]
+    return [[end, config_of(end) | shared] for end in ends]
 
 
 def _places(starts: Sequence[dict[str, Any]], before: int, last: int) -> list[list[Any]]:
@@ -170,7 +207,12 @@ class Repeater:
     """The functions of a run, on the mesh that it is repeated on."""
 
     def __init__(
-        self, run: Path, config: Config, fingerprints: Sequence[Any], cluster: ProcessGroup
+        self,
+        run: Path,
+        config: Config,
+        sizes: BatchSizes,
+        fingerprints: Sequence[Any],
+        cluster: ProcessGroup,
     ):
         """Raise `UsageError` where the data is not what `fingerprints` say."""
         self.config = config
@@ -192,41 +234,48 @@ class Repeater:
         self._checkpoints = Checkpoints(run, config)
         self._steps = make_steps(config, mesh)
         self._train_step = self._steps.lower_train_step().compile()
-        self._loader = Loader.for_training(dataset, config, self._steps.batch_shape.sharding)
+        sharding = self._steps.batch_shape.sharding
+        self._loader = Loader.for_training(dataset, config, sharding, sizes)
         self._skips = SkipRanges(skip_ranges(config))
 
-    def compare(self, stretch: Stretch, records: dict[str, Any], exact: bool) -> list[Difference]:
-        """Train the stretch once more; return what differs from `records`, by step."""
+    def repeat(self, state: Any, steps: range) -> tuple[Any, dict[int, dict[str, float | None]]]:
+        """Train some steps once more; return the new state, and the figures of each step."""
         import jax
 
-        state = self._begin(stretch.checkpoint)
-        numbers = range(stretch.checkpoint + 1, stretch.last + 1)
-        batches = self._loader.batches(step for step in numbers if step not in self._skips)
+        batches = self._loader.batches(step for step in steps if step not in self._skips)
         found: dict[int, Any] = {}
-        for step in numbers:
+        for step in steps:
             if step in self._skips:
                 found[step] = dict.fromkeys(COMPARED)
             else:
                 state, metrics = self._train_step(state, np.int32(step), next(batches))
                 found[step] = {name: metrics.scalars[name] for name in COMPARED}
         batches.close()
-        out = []
-        for step, scalars in jax.device_get(found).items():
-            for name, tolerance in COMPARED.items():
-                value = None if scalars[name] is None else float(scalars[name])
-                value = value if value is None or np.isfinite(value) else None  # as in the file
-                was = records.get(str(step), {name: value})[name]
-                if not agree(was, value, 0 if exact else tolerance):
-                    out.append(Difference(step, name, was, value))
-        return out
+        return state, jax.device_get(found)
 
-    def _begin(self, step: int) -> Any:
+    def begin(self, step: int) -> Any:
+        """Return the state of a checkpoint, or the initial one for step 0."""
         from jaxgpt.train.state import restore_state
 
         if step == 0:
             self._cluster.barrier()
             return self._steps.init()
         return restore_state(self._checkpoints, step, self._steps.state_shapes, self._cluster)
+
+
+def compare(
+    found: dict[int, dict[str, float | None]], records: dict[str, Any], exact: bool
+) -> list[Difference]:
+    """Return the figures of steps that differ from `records`, by step."""
+    out = []
+    for step, scalars in found.items():
+        for name, tolerance in COMPARED.items():
+            value = None if scalars[name] is None else float(scalars[name])
+            value = value if value is None or np.isfinite(value) else None  # as in the file
+            was = records.get(str(step), {name: value})[name]
+            if not agree(was, value, 0 if exact else tolerance):
+                out.append(Difference(step, name, was, value))
+    return out
 
 
 def agree(was: float | None, found: float | None, tolerance: float) -> bool:

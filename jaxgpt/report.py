@@ -89,16 +89,27 @@ def read_metrics(run: Path, kind: str = "") -> list[dict[str, Any]]:
 
 def goodput_report(run: Path, width: int) -> str:
     """Return the table of a run's goodput, its steps' time beside the plan's, and stragglers."""
-    times = [r["dt"] for r in read_metrics(run, "train") if r.get("dt") is not None]
+    since, trained = last_batch_size_change(run), read_metrics(run, "train")
+    times = [r["dt"] for r in trained if r["step"] > since and r.get("dt") is not None]
     starts = all_starts(run)
     if not starts:
         raise UsageError(f"RUN={run}: no start of it has kept an account; give a newer run")
     lines = [goodput_table(starts, width)]
     if times:
-        measured = f"step: {1000 * median(times):.1f} ms measured (median of {len(times)} records)"
+        which = f"{len(times)} records" + (f" after step {since}" if since else "")
+        measured = f"step: {1000 * median(times):.1f} ms measured (median of {which})"
         lines.append(f"{measured}; {planned_step(run)}")
     lines += [straggler_line(record) for record in read_metrics(run, StragglerRecord.kind)]
     return "\n".join(lines)
+
+
+def last_batch_size_change(run: Path) -> int:
+    """Return the last step before the run took on its present batch size; 0 if it always had it."""
+    since, size = 0, None
+    for start in read_metrics(run, "start"):
+        if start["batch_size"] != size:
+            since, size = start["step"], start["batch_size"]
+    return since
 
 
 CLUSTER_SHAPE = {"mesh": {str: int}, "device_kind": str}

@@ -32,7 +32,7 @@ AS_USERS = {XLA_FLAGS: ""}
 FIGHT = "full rematerialization"  # in XLA's warning, which begins with "[SPMD] Involuntary"
 # The JSON of a checkpoint, the least that is one.
 META = {
-    "step": 2, "consumed_tokens": 0, "data_fingerprint": [], "tokenizer": None, "jax": "",
+    "step": 2, "batch_sizes": [(1, 16)], "data_fingerprint": [], "tokenizer": None, "jax": "",
     "config": dict.fromkeys(("model", "train", "optimizer", "data", "parallel", "spike"), {}),
     "mesh": "", "processes": 1,
 }  # fmt: skip

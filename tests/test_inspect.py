@@ -82,8 +82,7 @@ def test_worst_ranks_rows_by_the_loss_of_a_checkpoint(tmp_path, capsys):
     assert train_here("--out", out, "train.batch_size=8", "train.max_iters=8") == 0
     capsys.readouterr()
     _, err = shown(capsys, "--run", out, "--step", 7, "--json")
-    assert "train.batch_size was 16 at about this step, and is 8 here; for its rows give" in err
-    assert "train.batch_size has changed during this run" in err
+    assert "train.batch_size was 16 at step 7" in err
     _, err = shown(capsys, "--run", out, "--step", 8, "--json", "faults.random_tokens=8", 9)
     assert "was 16" not in err and "step 8 has tokens drawn at random" in err
     write_corpora(tmp_path)

@@ -17,12 +17,12 @@ OF_THE_FILE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EINVAL)
 WEIGHTS_ONLY = "weights_only"  # the key that says that there is no state of an optimizer
 SECTIONS = ("model", "train", "optimizer", "data", "parallel", "spike")
 SHAPE = {
-    "step": int, "config": dict.fromkeys(SECTIONS, dict), "consumed_tokens": int,
-    "checksums": {str: int}, "data_fingerprint": [(str, str)], "tokenizer": dict | None,
-    "jax": str, "source?": str, "corpus_tokens?": {str: int}, "spike_state?": dict,
-    "init_from?": (str, int),
+    "step": int, "config": dict.fromkeys(SECTIONS, dict), "checksums": {str: int},
+    "data_fingerprint": [(str, str)], "tokenizer": dict | None, "jax": str, "source?": str,
+    "corpus_tokens?": {str: int}, "spike_state?": dict, "init_from?": (str, int),
 }  # fmt: skip
-RUN_SHAPE = {"mesh": str, "processes": int}  # what only a run has
+# What only a run has. `batch_sizes` are the changes of a `BatchSizes`.
+RUN_SHAPE = {"mesh": str, "processes": int, "batch_sizes": [(int, int)]}
 
 
 class DamagedCheckpoint(UsageError):

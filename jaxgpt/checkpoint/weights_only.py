@@ -69,7 +69,6 @@ class WeightsWriter:
             "config": config.to_dict(),
             "tokenizer": tokenizer,
             "checksums": {f"params/{name}": n % 2**32 for name, n in self._sums.items()},
-            "consumed_tokens": 0,
             "data_fingerprint": [],
             "jaxgpt": __version__,
             "jax": jax.__version__,

@@ -1,4 +1,4 @@
-"""The batch of a step: a pure function of (data, seed, step), of which going to a step is O(1).
+"""The batch of a step: a pure function of (data, seed, batch sizes, step), with O(1) seek.
 
 JAX is imported with the first global array: `jaxgpt.inspect` reads rows without it.
 """
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from jaxgpt.config import Config, step_ranges
+from jaxgpt.data.batch_sizes import BatchSizes
 from jaxgpt.data.blend import Blend
 from jaxgpt.data.dataset import Dataset
 from jaxgpt.data.sampler import EpochSampler
@@ -36,7 +37,7 @@ class Loader:
         dataset: Dataset,
         split: str,
         config: Config,
-        batch_size: int,
+        batch_sizes: BatchSizes,
         seed: int,
         sharding: "NamedSharding | None",
         random_steps: Sequence[tuple[int, int]] = (),
@@ -47,7 +48,8 @@ class Loader:
         """
         block_size = config.model.block_size
         self.names = dataset.corpora
-        self.shape = (batch_size, block_size + 1)
+        self.batch_sizes = batch_sizes
+        self._row_length = block_size + 1
         self._splits = [source.tokens[split] for source in dataset.sources]
         self._vocab_size = dataset.vocab_size
         self._seed = seed
@@ -64,32 +66,49 @@ class Loader:
 
     @classmethod
     def for_training(
-        cls, dataset: Dataset, config: Config, sharding: "NamedSharding | None" = None
+        cls,
+        dataset: Dataset,
+        config: Config,
+        sharding: "NamedSharding | None" = None,
+        batch_sizes: BatchSizes | None = None,
     ) -> "Loader":
-        """Return the global batches that a run trains on."""
-        train = config.train
+        """Return the global batches that a run trains on.
+
+        Without `batch_sizes` all steps have train.batch_size.
+        """
+        sizes = batch_sizes or BatchSizes([(1, config.train.batch_size)])
         random_steps = step_ranges("faults.random_tokens", config.faults.random_tokens)
-        return cls(dataset, "train", config, train.batch_size, train.seed, sharding, random_steps)
+        return cls(dataset, "train", config, sizes, config.train.seed, sharding, random_steps)
 
     @classmethod
     def for_evaluation(
         cls, dataset: Dataset, split: str, config: Config, sharding: "NamedSharding"
     ) -> "Loader":
         """Return batches of the size of a microbatch, of either split, in another order."""
-        return cls(dataset, split, config, config.microbatch_size, config.train.seed + 1, sharding)
+        sizes = BatchSizes([(1, config.microbatch_size)])
+        return cls(dataset, split, config, sizes, config.train.seed + 1, sharding)
+
+    def sequence(self, step: int, row: int) -> int:
+        """Return the number of a row in the order of the data, from 0."""
+        return self.batch_sizes.consumed(step - 1) + row
 
     def row_location(self, step: int, row: int) -> RowLocation:
         """Return where a row of a step's batch comes from."""
-        corpus, source, number = self._blend[(step - 1) * self.shape[0] + row]
+        return self._locate(self.sequence(step, row))
+
+    def _locate(self, sequence: int) -> RowLocation:
+        corpus, source, number = self._blend[sequence]
         return RowLocation(corpus, source, self._samplers[source].offset(number))
 
     def corpora(self, step: int) -> np.ndarray:
         """Return the corpus (its number in `names`) of each row of a step: int, shape (B,)."""
-        return np.array([self.row_location(step, row).corpus for row in range(self.shape[0])])
+        first, end = self.batch_sizes.consumed(step - 1), self.batch_sizes.consumed(step)
+        return np.array([self._locate(sequence).corpus for sequence in range(first, end)])
 
     def tokens_consumed(self, step: int) -> list[int]:
         """Return the tokens of each corpus in the batches of all steps up to `step`."""
-        return [n * (self.shape[1] - 1) for n in self._blend.counts(step * self.shape[0])]
+        counts = self._blend.counts(self.batch_sizes.consumed(step))
+        return [n * (self._row_length - 1) for n in counts]
 
     def is_random(self, step: int) -> bool:
         """Return whether a step has random tokens, a rehearsed fault."""
@@ -100,21 +119,21 @@ class Loader:
 
         `UsageError` if a file cannot be read, or a token is outside the vocabulary.
         """
-        read_row = self._random_row if self.is_random(step) else self._row
-        out = np.empty((len(rows), self.shape[1]), np.int32)
+        first, is_random = self.sequence(step, 0), self.is_random(step)
+        out = np.empty((len(rows), self._row_length), np.int32)
         for place, row in zip(out, rows, strict=True):
-            place[:] = read_row(step, row)
+            place[:] = self._random_row(step, row) if is_random else self._row(first + row)
         return out
 
-    def _row(self, step: int, row: int) -> np.ndarray:
-        _, source, offset = self.row_location(step, row)
-        tokens = self._splits[source].read(offset, self.shape[1])
+    def _row(self, sequence: int) -> np.ndarray:
+        _, source, offset = self._locate(sequence)
+        tokens = self._splits[source].read(offset, self._row_length)
         self._splits[source].check_vocab_range(tokens, offset, self._vocab_size)
         return tokens
 
     def _random_row(self, step: int, row: int) -> np.ndarray:
         draw = np.random.default_rng([self._seed, step, row])  # the same on every mesh
-        return draw.integers(self._vocab_size, size=self.shape[1], dtype=np.int32)
+        return draw.integers(self._vocab_size, size=self._row_length, dtype=np.int32)
 
     def batch(self, step: int) -> "jax.Array":
         """Return the global batch of `step`: int32, shape (B, T+1).
@@ -123,15 +142,16 @@ class Loader:
         """
         import jax
 
+        shape = self.batch_sizes.at(step), self._row_length
         parts: dict[range, np.ndarray] = {}
 
         def part(index: tuple[slice, ...]) -> np.ndarray:
-            rows = range(self.shape[0])[index[0]]
+            rows = range(shape[0])[index[0]]
             if rows not in parts:  # devices along `tensor` hold the same rows
                 parts[rows] = self.read(step, rows)
             return parts[rows]
 
-        return jax.make_array_from_callback(self.shape, self._sharding, part)
+        return jax.make_array_from_callback(shape, self._sharding, part)
 
     def batches(self, steps: Iterable[int]) -> Iterator["jax.Array"]:
         """Yield the batches of `steps`, with two of them read before they are due."""

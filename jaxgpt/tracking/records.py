@@ -78,6 +78,8 @@ class StartRecord(Record):
     processes: int
     devices: str  # their kind
     jax: str
+    batch_size: int
+    consumed_sequences: int  # by the steps up to this one
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,7 +175,7 @@ SHAPES: dict[str, Any] = {
     "spike": SPIKE_SHAPE | {"action": str},
     "rewind": REWIND_SHAPE | {"dropped_losses?": [(int, NUMBER)]},
     "checkpoint": {"seconds": float},
-    "start": {"mesh": str, "processes": int, "devices": str, "jax": str},
+    "start": {"mesh": str, "processes": int, "devices": str, "jax": str, "batch_size": int},
     "goodput": GOODPUT_SHAPE,
     "straggler": {"rank": int, "host": str} | dict.fromkeys(STRAGGLER_SECONDS, float),
 }

@@ -113,6 +113,7 @@ def run_steps(run: Run, state: TrainState, trainer: Trainer) -> StepsResult:
     checkpoints, watchdog, profile = trainer.checkpoints, trainer.watchdog, trainer.profile
     buffer, dispatched = MetricsBuffer(config), DispatchLimiter()
     skips = SkipRanges(skip_ranges(config))
+    trainer.loader.batch_sizes = run.batch_sizes  # the run may have gone back to before a change
     todo = range((run.resume_step or 0) + 1, config.train.max_iters + 1)
     batches = trainer.loader.batches(step for step in todo if step not in skips)
     result, unsaved = StepsResult(run.resume_step or 0), 0  # steps, without those that were skipped

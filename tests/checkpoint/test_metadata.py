@@ -8,7 +8,7 @@ from jaxgpt.checkpoint.metadata import add_checksum, is_step, read_meta
 from jaxgpt.config import Config, UsageError
 
 META = {
-    "step": 40, "consumed_tokens": 122_880, "config": Config().to_dict(), "mesh": "data=1",
+    "step": 40, "batch_sizes": [[1, 12288]], "config": Config().to_dict(), "mesh": "data=1",
     "jax": "0.10",
     "processes": 1, "data_fingerprint": [["a", "b"]], "tokenizer": None,
     "checksums": {"params/a": 7}, "watch": {"limits": [float("inf"), 1e-45]},
@@ -31,7 +31,7 @@ def test_what_was_saved_is_read(tmp_path):
     ("old", "new"),
     [
         ('"checksums"', '"checksumr"'),
-        ("122880", "922880"),
+        ("12288", "92288"),
         ('"params/a": 7', '"params/a": 6'),
         ('"config": {', '"config": {}, "other": {'),
         ('"sha256"', '"sha255"'),

@@ -22,8 +22,8 @@ def save(run, *settings, **more):
     dataset = open_dataset(config.data, config.model)
     config = config.replace(model__vocab_size=dataset.vocab_size)
     meta = {"step": 3, "config": config.to_dict(), "tokenizer": dataset.tokenizer_meta}
-    meta |= {"data_fingerprint": [], "checksums": {}, "consumed_tokens": 0, "jax": "0.10"}
-    meta |= {"mesh": "data=1", "processes": 1} | more
+    meta |= {"data_fingerprint": [], "checksums": {}, "jax": "0.10"}
+    meta |= {"mesh": "data=1", "processes": 1, "batch_sizes": [(1, 2)]} | more
     folder = run / "checkpoints" / "3" / "meta"
     folder.mkdir(parents=True)
     (folder / "metadata").write_text(json.dumps(add_checksum(meta)))

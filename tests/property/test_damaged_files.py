@@ -64,7 +64,8 @@ REWINDS = [
 GOODPUT = {"kind": "goodput", "step": 9, "began": 1.0, "ended": 9.0,
            "seconds": {"start": 5.0, "step": 3.0}, "stretches": [[0, 9, 3.0]]}  # fmt: skip
 RECORDS = [
-    {"kind": "start", "step": 0, "mesh": "data=1", "processes": 1, "devices": "cpu", "jax": "0"},
+    {"kind": "start", "step": 0, "mesh": "data=1", "processes": 1, "devices": "cpu", "jax": "0",
+     "batch_size": 2, "consumed_sequences": 0},
     GOODPUT,
     {"kind": "straggler", "step": 3, "rank": 1, "host": "a", "own": 0.3, "median": 0.1,
      "data": 0.1, "seconds": 0.4},

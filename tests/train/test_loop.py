@@ -264,13 +264,6 @@ def test_a_refusal_to_resume_holds_for_the_start_that_it_was_given_to(tmp_path):
     assert train_here("--out", tmp_path, "train.max_iters=3") == exits.DONE
 
 
-def test_a_larger_batch_after_a_restart_is_counted_and_said(forty, tmp_path):
-    out = restarted_after_twenty(forty, tmp_path / "again")
-    train_here("--out", out, "train.batch_size=32", "train.max_iters=22")
-    assert "train.batch_size was 16 and is 32 from step 21 on" in (out / "train.log").read_text()
-    assert records(out)[-1]["consumed_tokens"] == (20 * 16 + 2 * 32) * 64
-
-
 @pytest.mark.parametrize(
     ("step", "kinds"), [(20, ("eval", "sample")), (40, ("eval", "sample")), (40, ("sample",))]
 )

@@ -10,6 +10,7 @@ import jax
 
 from jaxgpt.cluster.health.heartbeat import Heartbeats
 from jaxgpt.cluster.process_group import ProcessGroup
+from jaxgpt.data.batch_sizes import BatchSizes
 from jaxgpt.data.loader import Loader
 from jaxgpt.optim import learning_rate_schedule
 from jaxgpt.parallel.mesh import describe
@@ -136,15 +137,19 @@ class Reporter:
 
     def _log_start(self) -> None:
         if self._enabled:
-            mesh = self._steps.mesh
+            mesh, sizes, step = self._steps.mesh, self._run.batch_sizes, self._run.resume_step or 0
             start = StartRecord(
-                step=self._run.resume_step or 0,
+                step=step,
                 mesh=describe(mesh),
                 processes=self._cluster.size,
                 devices=mesh.devices.flat[0].device_kind,
                 jax=jax.__version__,
+                batch_size=sizes.at(step + 1),
+                consumed_sequences=sizes.consumed(step),
             )
             self._trackers.log(start)
+            if step:
+                self.info(data_line(sizes, step))
 
     def _new_timer(self) -> StepTimer:
         stalls = self._stalls
@@ -316,6 +321,16 @@ def legend(values: dict[str, Any], with_slowest: bool) -> dict[str, str]:
     if values.get("corpora"):
         out |= {name: "mean loss of this corpus since the last line" for name in values["corpora"]}
     return out
+
+
+def data_line(sizes: BatchSizes, step: int) -> str:
+    """Return where the data goes on after a step, and with which batch size."""
+    before, now = sizes.at(step), sizes.at(step + 1)
+    was = "" if before == now else f" (was {before})"
+    return (
+        f"data: step {step + 1} begins at sequence {sizes.consumed(step):,}; "
+        f"train.batch_size={now}{was}"
+    )
 
 
 def losses_text(record: dict[str, Any]) -> str:

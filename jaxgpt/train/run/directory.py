@@ -32,6 +32,7 @@ from jaxgpt.config import (
     mesh_shape,
     skip_ranges,
 )
+from jaxgpt.data.batch_sizes import BatchSizes
 from jaxgpt.data.dataset import (
     Dataset,
     dataset_directory,
@@ -75,17 +76,21 @@ class Run:
     init_folder: str | None = None  # the weights that it began with; they may have gone since
     init_step: int | None = None  # of `init_folder`, which may get newer ones meanwhile
 
+    @property
+    def batch_sizes(self) -> BatchSizes:
+        """Those of the checkpoint, and train.batch_size for the steps after it."""
+        before = BatchSizes(self.resume_meta.get("batch_sizes", ()))
+        return before.change_after(self.resume_step or 0, self.config.train.batch_size)
+
     def consumed_tokens(self, step: int) -> int:
         """Return tokens of all batches up to `step`, skipped ones included."""
-        per_step = self.config.train.batch_size * self.config.model.block_size
-        before = self.resume_meta.get("consumed_tokens", 0)
-        return before + (step - (self.resume_step or 0)) * per_step
+        return self.batch_sizes.consumed(step) * self.config.model.block_size
 
     def checkpoint_meta(self, rows: Loader, step: int) -> dict[str, Any]:
         """Return the JSON of a checkpoint, without that of the state and of the mesh."""
         return {
             "step": step,
-            "consumed_tokens": self.consumed_tokens(step),
+            "batch_sizes": self.batch_sizes.changes,
             "corpus_tokens": self.corpus_tokens(rows, step),
             "data_fingerprint": self.fingerprints,
             "tokenizer": self.dataset.tokenizer_meta,
@@ -94,7 +99,7 @@ class Run:
         } | ({} if self.init_folder is None else {"init_from": [self.init_folder, self.init_step]})
 
     def corpus_tokens(self, rows: Loader, step: int) -> dict[str, int]:
-        """Return those of each corpus: `rows` alone takes all steps to be of the same size."""
+        """Return those of each corpus; data.blend may have changed at `resume_step`."""
         now, then = rows.tokens_consumed(step), rows.tokens_consumed(self.resume_step or 0)
         before = self.resume_meta.get("corpus_tokens", dict(zip(rows.names, then, strict=True)))
         return {

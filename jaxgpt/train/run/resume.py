@@ -22,6 +22,7 @@ from jaxgpt.config import (
 )
 from jaxgpt.convert import TRANSFORMERS, convert_apart, transformers_folder
 from jaxgpt.convert.families import COMPANIONS, read_model
+from jaxgpt.data.batch_sizes import BatchSizes
 from jaxgpt.data.blend import blend_shares, parse_lines
 from jaxgpt.data.dataset import Dataset
 from jaxgpt.data.tokenizers import HFTokenizer, same_tokens, tokenizer_from_meta
@@ -37,10 +38,8 @@ EVAL_RECORDS = ("eval", "sample")  # the kinds of records that train.eval_interv
 # Keys of `data` that change what a step computes.
 _MASK_KEYS = {"document_mask", "end_of_text"}
 CONVERTED = "init_from"  # the folder of a run in which that is converted
-# A log has a line of its own about a mesh. First weights do not count any more.
-_NO_CHANGE = ("parallel.mesh", "train.init_from")
-# What decides which tokens a step sees: a change is allowed, and said.
-_ORDER_KEYS = ("train.batch_size", "train.seed")
+# The mesh and the batch size have log lines of their own. First weights do not count any more.
+_NO_CHANGE = ("parallel.mesh", "train.batch_size", "train.init_from")
 
 
 def missing_records(config: Config, dataset: Dataset, step: int | None) -> list[str]:
@@ -85,7 +84,7 @@ def check_resume(
                     f"{name}={value}: {checkpoint} was trained with {name}={then}; use that, or "
                     "another --out"
                 )
-            if name in _ORDER_KEYS:
+            if name == "train.seed":
                 notes.append(
                     f"warning: {name} was {then} and is {value} from step {step + 1} on: "
                     "the order of the data changes"
@@ -156,6 +155,13 @@ def saved_settings(directory: Path) -> dict[str, Any] | None:
     """Return the configuration of a run's newest checkpoint, for `parse_args`; None without one."""
     saved = valid_checkpoints(directory)
     return saved[max(saved)]["config"] if saved else None
+
+
+def batch_sizes(directory: Path, config: Config) -> BatchSizes:
+    """Return those of a run: of its newest checkpoint and, after it, of its configuration."""
+    step, meta = max(valid_checkpoints(directory).items(), default=(0, {}))
+    before = BatchSizes(meta.get("batch_sizes", ()))
+    return before.change_after(step, config.train.batch_size)
 
 
 def _saved_model(init_from: str) -> ModelConfig:
