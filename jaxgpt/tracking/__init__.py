@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from jaxgpt.cluster.environment import SUPERVISOR
-from jaxgpt.config import UsageError
+from jaxgpt.config import UsageError, in_words
 from jaxgpt.tracking.background import BackgroundTracker
 from jaxgpt.tracking.jsonl import JsonLines, Samples
 from jaxgpt.tracking.records import Record
@@ -46,14 +46,15 @@ def check_trackers(names: Sequence[str]) -> None:
 
 
 class Trackers:
-    """All trackers of a run. One that fails is dropped with a warning; the run goes on."""
+    """All trackers of a run. A call that fails is a warning, and the next call tries again."""
 
-    def __init__(self, run: Any, resume_step: int | None, warn: Callable[[str], None]):
+    def __init__(self, run: Any, resume_step: int | None, say: Callable[[str], None]):
         """Open metrics.jsonl, which a run goes on from, samples.txt and the rest.
 
         Raises `UsageError` if metrics.jsonl cannot be written.
         """
-        self._warn = warn
+        self._say = say
+        self._failing: set[str] = set()
         metrics = JsonLines()
         metrics.open(run, resume_step)
         self._all: dict[str, Tracker] = {"samples.txt": Samples()}
@@ -75,12 +76,17 @@ class Trackers:
         self._all.clear()
 
     def _each(self, method: str, *arguments: Any) -> None:
-        for name, tracker in list(self._all.items()):
+        for name, tracker in self._all.items():
             try:
                 getattr(tracker, method)(*arguments)
             except Exception as error:  # whatever it is, it is not worth a run
-                del self._all[name]
-                self._warn(
-                    f"warning: {name} stopped: {str(error) or type(error).__name__}; the run goes "
-                    "on without it, until it is started again"
-                )
+                failed = f"warning: {name} failed: {in_words(error)}"
+                if method == "close":
+                    self._say(f"{failed}; it is incomplete")
+                elif name not in self._failing:
+                    self._say(f"{failed}; the next record tries again")
+                self._failing.add(name)
+            else:
+                if name in self._failing:
+                    self._say(f"{name} works again")
+                self._failing.discard(name)

@@ -1,4 +1,4 @@
-"""Trackers that cannot slow a run: each works in a thread, and raises once it fails or hangs."""
+"""Trackers that cannot slow a run: each works in a thread of its own."""
 
 import queue
 import threading
@@ -11,7 +11,11 @@ CLOSE_SECONDS = 10.0  # that a run waits for a tracker at its end
 
 
 class BackgroundTracker:
-    """Runs a tracker in a thread of its own; the next call raises what it raised."""
+    """Runs a tracker in a thread of its own.
+
+    A call raises the error of the tracker's last call, if that failed. The tracker gets every call,
+    whatever became of the one before; if `open` fails, it is opened again before the next call.
+    """
 
     def __init__(self, tracker: Any):
         self._tracker = tracker
@@ -22,12 +26,15 @@ class BackgroundTracker:
 
     def open(self, run: Any, resume_step: int | None) -> None:
         self._put("open", run, resume_step)
+        self._check()
 
     def log(self, record: Record) -> None:
         self._put("log", record)
+        self._check()
 
     def rewind(self, step: int) -> None:
         self._put("rewind", step)
+        self._check()
 
     def close(self, seconds: float = CLOSE_SECONDS) -> None:
         """Write what is left, waiting at most so many seconds."""
@@ -35,22 +42,30 @@ class BackgroundTracker:
         self._thread.join(seconds)
         if self._thread.is_alive():
             raise TimeoutError(f"it has not finished after {seconds:g} s")
-        if self._error:
-            raise self._error
+        self._check()
 
     def _put(self, method: str, *arguments: Any) -> None:
-        if self._error:
-            raise self._error
         try:
             self._todo.put_nowait((method, arguments))
         except queue.Full:
             raise TimeoutError(f"it is {LIMIT} records behind") from None
 
+    def _check(self) -> None:
+        if self._error:
+            raise self._error
+
     def _work(self) -> None:
-        method = ""
-        while method != "close" and not self._error:
+        method, unopened = "", None
+        while method != "close":
             method, arguments = self._todo.get()
             try:
-                getattr(self._tracker, method)(*arguments)
-            except Exception as error:  # of any tracker: `_put` raises it to the caller
+                if method == "open":
+                    unopened = arguments
+                if unopened is not None:
+                    self._tracker.open(*unopened)
+                    unopened = None
+                if method != "open":
+                    getattr(self._tracker, method)(*arguments)
+                self._error = None
+            except Exception as error:  # of any tracker: the next call raises it to the caller
                 self._error = error

@@ -11,6 +11,7 @@ from tqdm import tqdm
 
 from jaxgpt.cluster.environment import find_launch
 from jaxgpt.config import in_words
+from jaxgpt.tracking.appended_file import AppendedFile
 
 
 class Console:
@@ -18,7 +19,8 @@ class Console:
 
     def __init__(self, enabled: bool, log_file: Path):
         self._enabled = enabled
-        self._file = log_file.open("a", encoding="utf-8", errors="replace") if enabled else None
+        self._log = AppendedFile(log_file) if enabled else None
+        self._log_fails = False
         self._bar: tqdm | None = None
         self._explained = False
 
@@ -42,15 +44,17 @@ class Console:
         except OSError as error:  # a full disk behind it: not worth a run
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             lines.append(f"warning: the console stopped: {in_words(error)}")
-        if self._file is None:
-            return
         stamp = time.strftime("%Y-%m-%d %H:%M:%S")
+        had_failed = self._log_fails
         try:
-            self._file.writelines(f"{stamp} {line}\n" for line in lines)
-            self._file.flush()
+            self._log.write(*(f"{stamp} {line}\n" for line in lines))
+            self._log_fails = False
         except OSError as error:  # a full disk: not worth a run
-            self._file = None
-            self.info(f"warning: train.log stopped: {in_words(error)}")
+            self._log_fails = True
+            if not had_failed:
+                self.info(
+                    f"warning: train.log failed: {in_words(error)}; the next line tries again"
+                )
 
     def legend(self, meanings: Mapping[str, str]) -> None:
         """Print the table of fields and their meanings, the first time that this is called."""
@@ -75,9 +79,11 @@ class Console:
             self._bar = None
 
     def close(self) -> None:
-        if self._file:
-            self._file.close()
-            self._file = None
+        if self._enabled:
+            try:
+                self._log.close()
+            except OSError as error:  # a full disk: not worth a run
+                print(f"warning: train.log is incomplete: {in_words(error)}", flush=True)
 
 
 def table_text(

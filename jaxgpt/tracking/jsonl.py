@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxgpt.config import UsageError, check_shape
+from jaxgpt.tracking.appended_file import AppendedFile
 from jaxgpt.tracking.records import SHAPES, Record, SampleRecord
 
 METRICS = "metrics.jsonl"
@@ -17,7 +18,10 @@ NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class JsonLines:
-    """Writes metrics.jsonl. Numbers that are not finite become null."""
+    """Writes metrics.jsonl. Numbers that are not finite become null.
+
+    If a call fails, its record waits for the next call, and a rewind is done then.
+    """
 
     def open(self, run: Any, resume_step: int | None) -> None:
         """Open the file, without the steps that a resumed run is going to repeat.
@@ -26,6 +30,7 @@ class JsonLines:
         with a number after that. Records of `LASTING` kinds stay.
         """
         self._path = path = run.directory / METRICS
+        self._rewind_to: int | None = None
         if path.exists():
             if resume_step is None and any(r["kind"] not in LASTING for _, r in _whole_lines(path)):
                 names = itertools.chain([".old"], map(".old.{}".format, itertools.count(2)))
@@ -33,18 +38,32 @@ class JsonLines:
                 free = next(p for p in old if not p.exists())
                 atomic_write_text(free, path.read_text(errors="replace"))
             truncate_metrics(path, -1 if resume_step is None else resume_step)
-        self._file = path.open("a", buffering=1)
+        self._file = AppendedFile(path)
+        self._file.write()
 
     def log(self, record: Record) -> None:
-        self._file.write(json_line(record.to_dict()))
+        self._write(json_line(record.to_dict()))
 
     def rewind(self, step: int) -> None:
-        self._file.close()
-        truncate_metrics(self._path, step)
-        self._file = self._path.open("a", buffering=1)
+        waiting = self._file.waiting
+        kept = [line for line in waiting if _stays(json.loads(line), step)]
+        waiting.clear()
+        waiting.extend(kept)
+        self._rewind_to = step if self._rewind_to is None else min(step, self._rewind_to)
+        self._write()
 
     def close(self) -> None:
+        self._write()
         self._file.close()
+
+    def _write(self, *lines: str) -> None:
+        """Write lines, after those that wait and a rewind that waits."""
+        self._file.waiting += lines
+        if self._rewind_to is not None:
+            truncate_metrics(self._path, self._rewind_to)
+            self._rewind_to = None
+            self._file.reopen()
+        self._file.write()
 
 
 class Samples:
@@ -52,22 +71,25 @@ class Samples:
 
     def open(self, run: Any, resume_step: int | None) -> None:
         self._run = run
-        path = run.directory / "samples.txt"
-        self._file = path.open("w", buffering=1, encoding="utf-8", errors="replace")
-        for record in read_records(run.directory / METRICS, "sample"):
-            self.log(SampleRecord(step=record["step"], text=record["text"]))
+        self._file = AppendedFile(run.directory / "samples.txt", keep=False)
+        records = read_records(run.directory / METRICS, "sample")
+        self._file.write(*(_sample_text(record["step"], record["text"]) for record in records))
 
     def log(self, record: Record) -> None:
         if isinstance(record, SampleRecord):
-            self._file.write(f"--- step {record.step}\n{record.text}\n")
+            self._file.write(_sample_text(record.step, record.text))
 
     def rewind(self, step: int) -> None:
         """Write the file anew, without the samples that metrics.jsonl has lost."""
-        self.close()
+        self._file.reopen()
         self.open(self._run, step)
 
     def close(self) -> None:
         self._file.close()
+
+
+def _sample_text(step: int, text: str) -> str:
+    return f"--- step {step}\n{text}\n"
 
 
 def atomic_write_text(path: Path, text: str) -> None:
@@ -113,12 +135,13 @@ def truncate_metrics(
     replaces: dict[str, Any] | None = None,
 ) -> None:
     """Drop later steps from a metrics.jsonl, except `LASTING` kinds; `record` replaces another."""
-    kept = [
-        line
-        for line, r in _whole_lines(path)
-        if r != replaces and (r["kind"] in LASTING or r["step"] <= step)
-    ]
+    kept = [line for line, r in _whole_lines(path) if r != replaces and _stays(r, step)]
     atomic_write_text(path, "".join(kept) + (json_line(record) if record else ""))
+
+
+def _stays(record: dict[str, Any], step: int) -> bool:
+    """Return whether a record stays in metrics.jsonl when the steps after `step` are dropped."""
+    return record["kind"] in LASTING or record["step"] <= step
 
 
 def _whole_lines(path: Path, word: str = "") -> Iterator[tuple[str, dict[str, Any]]]:

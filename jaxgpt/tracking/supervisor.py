@@ -14,9 +14,10 @@ CONNECT_SECONDS = 10.0
 class SupervisorLink:
     """A connection that stands as long as process 0 does; a JSON line for each record."""
 
+    def __init__(self) -> None:
+        self._connection: socket.socket | None = None
+
     def open(self, run: Any, resume_step: int | None) -> None:
-        host, _, port = os.environ[SUPERVISOR].rpartition(":")
-        self._connection = socket.create_connection((host, int(port)), CONNECT_SECONDS)
         step = resume_step or 0
         run = str(run.directory.absolute())
         self._facts = {"job": os.environ[JOB], "run": run, "resumed": step}
@@ -36,4 +37,11 @@ class SupervisorLink:
     def _tell(self, step: int, ending: bool = False) -> None:
         self._step = step
         message = self._facts | {"step": step, "ending": ending}
-        self._connection.sendall(json.dumps(message).encode() + b"\n")
+        if self._connection is None:
+            host, _, port = os.environ[SUPERVISOR].rpartition(":")
+            self._connection = socket.create_connection((host, int(port)), CONNECT_SECONDS)
+        try:
+            self._connection.sendall(json.dumps(message).encode() + b"\n")
+        except OSError:
+            self._connection = None  # the next record connects again
+            raise

@@ -41,9 +41,13 @@ class TensorBoard:
                 self._log(rewind)
 
     def log(self, record: Record) -> None:
-        if self._writer is None:
-            self._open()
-        self._log(record.to_dict())
+        try:
+            if self._writer is None:
+                self._open()
+            self._log(record.to_dict())
+        except OSError:  # the file may end in half an event: the next record begins another file
+            self._writer, self._resume_step = None, record.step
+            raise
 
     def _log(self, record: dict[str, Any]) -> None:
         from tensorboardX.summary import Summary, text
@@ -65,13 +69,13 @@ class TensorBoard:
 
     def rewind(self, step: int) -> None:
         """Begin another file, which hides the steps after `step`."""
-        self.close()
         self._resume_step = step
+        self.close()
 
     def close(self) -> None:
-        if self._writer is not None:
-            self._writer.close()
-        self._writer = None
+        writer, self._writer = self._writer, None
+        if writer is not None:
+            writer.close()
 
 
 def _numbers(record: dict[str, Any], prefix: str) -> Iterator[tuple[str, float]]:

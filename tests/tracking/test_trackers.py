@@ -1,19 +1,25 @@
 """Where records go, and what may go wrong on the way."""
 
+import contextlib
 import json
 import resource
+import socket
 import threading
-from pathlib import Path
+import time
 from types import SimpleNamespace
 
 import pytest
 
+from jaxgpt.cluster.environment import JOB, SUPERVISOR
 from jaxgpt.config import UsageError, load_config
 from jaxgpt.tracking import TRACKERS, Trackers, check_trackers
+from jaxgpt.tracking.appended_file import LIMIT as MAX_WAITING
+from jaxgpt.tracking.appended_file import AppendedFile
 from jaxgpt.tracking.background import LIMIT, BackgroundTracker
 from jaxgpt.tracking.console import Console
 from jaxgpt.tracking.jsonl import JsonLines, read_records
-from jaxgpt.tracking.records import EvalRecord, TrainRecord
+from jaxgpt.tracking.records import EvalRecord, SampleRecord, TrainRecord
+from jaxgpt.tracking.supervisor import SupervisorLink
 from jaxgpt.tracking.tensorboard import TensorBoard
 
 
@@ -68,12 +74,19 @@ def test_a_resumed_file_holds_no_step_twice(tmp_path):
     assert [r["step"] for r in lines(path)] == [1, 2, 3, 4, 5]
 
 
-def test_a_full_disk_stops_the_log_file_only(capsys):
-    console = Console(enabled=True, log_file=Path("/dev/full"))
+def test_train_log_gets_its_lines_once_the_disk_has_room_again(tmp_path, capsys):
+    console = Console(enabled=True, log_file=tmp_path / "train.log")
     console.info("one")
-    console.info("two")
-    printed = capsys.readouterr().out
-    assert "train.log stopped" in printed and "two" in printed
+    with full_disk((tmp_path / "train.log").stat().st_size + 5):
+        console.info("two")
+        console.info("three")
+    console.info("four")
+    console.close()
+    printed = capsys.readouterr().out.splitlines()
+    warning = "warning: train.log failed: File too large; 1 line waits to be written; "
+    assert printed == ["one", "two", f"{warning}the next line tries again", "three", "four"]
+    written = [line[20:] for line in (tmp_path / "train.log").read_text().splitlines()]
+    assert written == printed
 
 
 def test_a_run_that_starts_over_keeps_the_old_numbers_aside(tmp_path):
@@ -100,16 +113,12 @@ def test_metrics_that_cannot_be_rewritten_stay_as_they_are(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text("".join(f'{{"kind": "train", "step": {step}}}\n' for step in range(100)))
     before = path.read_text()
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (2**10, hard))  # as on a full disk
-    try:
+    with full_disk(2**10):
         for resume_step in (50, None):
             with pytest.raises(
                 UsageError, match=r"metrics.jsonl.*: cannot be written \(File too large"
             ):
                 opened(JsonLines(), tmp_path, resume_step)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert [f.name for f in tmp_path.iterdir()] == ["metrics.jsonl"] and path.read_text() == before
 
 
@@ -127,41 +136,166 @@ def test_rewinds_stay_whatever_is_dropped(tmp_path):
     assert len(lines(tmp_path / "metrics.jsonl.old")) == 3
 
 
-class Fails:
-    """A tracker that cannot be written to."""
+class Server:
+    """A tracker whose server can be down; `heard` are the calls that it got."""
+
+    def __init__(self):
+        self.is_down, self.heard = False, []
+
+    def _call(self, *call):
+        if self.is_down:
+            raise OSError("no route to host")
+        self.heard.append(call)
 
     def open(self, run, resume_step):
-        pass
+        self._call("open", resume_step)
 
     def log(self, record):
-        raise OSError("disk full")
+        self._call("log", record.step)
+
+    def rewind(self, step):
+        self._call("rewind", step)
 
     def close(self):
-        raise AssertionError("was dropped")
+        self._call("close")
 
 
-class Hangs(Fails):
+class Hangs(Server):
     """A tracker whose server does not answer."""
 
     def log(self, record):
         threading.Event().wait()
 
 
-@pytest.mark.parametrize(
-    ("tracker", "reason"), [(Fails, "disk full"), (Hangs, f"it is {LIMIT} records behind")]
-)
-def test_a_tracker_that_fails_or_hangs_is_dropped_with_one_warning(
-    tmp_path, monkeypatch, tracker, reason
-):
-    monkeypatch.setitem(TRACKERS, "hosted", tracker)
-    warnings, n_steps = [], LIMIT + 10
-    trackers = Trackers(run_in(tmp_path, "hosted"), None, warnings.append)
+def trackers_with(server, directory, monkeypatch):
+    """All trackers, with a server as one of them, and the list of what they say."""
+    monkeypatch.setitem(TRACKERS, "hosted", lambda: server)
+    said = []
+    return Trackers(run_in(directory, "hosted"), None, said.append), said
+
+
+def wait_until(is_true):
+    for _ in range(1000):
+        if is_true():
+            return
+        time.sleep(0.01)
+    raise AssertionError("it did not happen within 10 s")
+
+
+def test_a_tracker_that_fails_for_a_while_is_tried_again_with_one_warning(tmp_path, monkeypatch):
+    server = Server()
+    trackers, said = trackers_with(server, tmp_path, monkeypatch)
+    background = trackers._all["train.trackers=hosted"]
+    for step in range(1, 10):
+        wait_until(lambda: not background._todo.qsize())
+        server.is_down = step in (3, 4, 5)
+        trackers.log(trained(step))
+        wait_until(lambda down=server.is_down: down == (background._error is not None))
+    trackers.close()
+    warning, recovery = said
+    assert warning == (
+        "warning: train.trackers=hosted failed: no route to host; the next record tries again"
+    )
+    assert recovery == "train.trackers=hosted works again"
+    steps = [step for call, *step in server.heard if call == "log"]
+    assert steps == [[1], [2], [6], [7], [8], [9]]
+    assert [r["step"] for r in lines(tmp_path / "metrics.jsonl")] == list(range(1, 10))
+
+
+def test_a_tracker_that_could_not_be_opened_is_opened_before_its_next_record():
+    server = Server()
+    server.is_down = True
+    tracker = BackgroundTracker(server)
+    tracker.open(None, 7)
+    wait_until(lambda: tracker._error)
+    server.is_down = False
+    with pytest.raises(OSError, match="no route"):  # the error of the call before
+        tracker.log(trained(8))
+    tracker.close()
+    assert server.heard == [("open", 7), ("log", 8), ("close",)]
+
+
+def test_a_tracker_that_hangs_stops_no_other(tmp_path, monkeypatch):
+    trackers, said = trackers_with(Hangs(), tmp_path, monkeypatch)
+    n_steps = LIMIT + 10
     for step in range(1, n_steps + 1):
         trackers.log(trained(step))
     trackers.close()
-    (warning,) = warnings
-    assert warning.startswith(f"warning: train.trackers=hosted stopped: {reason};")
+    reason = f"warning: train.trackers=hosted failed: it is {LIMIT} records behind; "
+    assert said == [f"{reason}the next record tries again", f"{reason}it is incomplete"]
     assert len(lines(tmp_path / "metrics.jsonl")) == n_steps
+
+
+@contextlib.contextmanager
+def full_disk(room):
+    """Files cannot grow beyond some bytes, as on a full disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (room, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.mark.parametrize("rewind_to", [None, 10, 42])
+def test_no_record_is_lost_while_the_disk_is_full(tmp_path, rewind_to):
+    path, said = tmp_path / "metrics.jsonl", []
+    trackers = Trackers(run_in(tmp_path), None, said.append)
+    for step in range(1, 21):
+        trackers.log(trained(step))
+    with full_disk(path.stat().st_size + 30):  # room for half a line
+        for step in range(21, 51):
+            trackers.log(trained(step))
+        assert [r["step"] for r in lines(path)] == list(range(1, 21))
+        if rewind_to is not None:
+            trackers.rewind(rewind_to)
+            trackers.log(trained(rewind_to + 1))
+    first = 51 if rewind_to is None else rewind_to + 2
+    for step in range(first, 61):
+        trackers.log(trained(step))
+    trackers.close()
+    assert [r["step"] for r in lines(path)] == list(range(1, 61))
+    assert said[0] == (
+        "warning: metrics.jsonl failed: File too large; 1 line waits to be written; the next "
+        "record tries again"
+    )
+    assert said[1:] == ["metrics.jsonl works again"]
+
+
+def test_a_disk_that_stays_full_is_named_at_the_end(tmp_path):
+    said = []
+    trackers = Trackers(run_in(tmp_path), None, said.append)
+    with full_disk(10):
+        trackers.log(trained(1))
+        trackers.log(trained(2))
+        trackers.close()
+    assert said[-1] == (
+        "warning: metrics.jsonl failed: File too large; 2 lines wait to be written; it is "
+        "incomplete"
+    )
+    assert (tmp_path / "metrics.jsonl").read_text() == ""
+
+
+def test_only_so_many_lines_wait(tmp_path):
+    file = AppendedFile(tmp_path / "folder" / "file")
+    for i in range(MAX_WAITING + 5):
+        with pytest.raises(OSError, match="No such file or directory; .* to be written"):
+            file.write(f"{i}\n")
+    (tmp_path / "folder").mkdir()
+    file.close()
+    found = (tmp_path / "folder" / "file").read_text().split()
+    assert list(map(int, found)) == list(range(5, MAX_WAITING + 5))
+
+
+def test_samples_are_written_once_the_disk_has_room_again(tmp_path):
+    said = []
+    trackers = Trackers(run_in(tmp_path), None, said.append)
+    with full_disk(0):
+        trackers.log(SampleRecord(step=1, text="one"))
+    trackers.log(SampleRecord(step=2, text="two"))
+    trackers.close()
+    assert (tmp_path / "samples.txt").read_text() == "--- step 1\none\n--- step 2\ntwo\n"
+    assert len(said) == 4  # of metrics.jsonl and of samples.txt
 
 
 def test_the_end_of_a_run_waits_for_a_tracker_only_so_long():
@@ -171,18 +305,37 @@ def test_the_end_of_a_run_waits_for_a_tracker_only_so_long():
         tracker.close(seconds=0)
 
 
-def test_a_full_disk_behind_tensorboard_stops_tensorboard_only(tmp_path):
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    tracker = BackgroundTracker(TensorBoard())
-    tracker.open(run_in(tmp_path), None)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (2**9, hard))  # as on a full disk
-    try:
-        with pytest.raises(OSError, match="File too large"):  # with which it is dropped
-            for step in range(LIMIT - 10):
-                tracker.log(EvalRecord(step=step, train_loss=1.0, val_loss=1.0))
-            tracker.close()
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+def test_tensorboard_goes_on_once_the_disk_has_room_again(tmp_path):
+    tracker = opened(TensorBoard(), tmp_path)
+
+    def evaluated(step):
+        tracker.log(EvalRecord(step=step, train_loss=1.0, val_loss=1.0))
+
+    evaluated(1)
+    with full_disk(0):
+        for step in (2, 3):
+            with pytest.raises(OSError, match="File too large"):
+                evaluated(step)
+    evaluated(4)
+    tracker.close()
+    assert [e.step for e in events_of(tmp_path).Scalars("eval/val_loss")] == [1, 4]
+
+
+def test_the_link_to_the_supervisor_connects_again(tmp_path, monkeypatch):
+    with socket.create_server(("localhost", 0)) as server:
+        monkeypatch.setenv(SUPERVISOR, f"localhost:{server.getsockname()[1]}")
+        monkeypatch.setenv(JOB, "job")
+        link = opened(SupervisorLink(), tmp_path)
+        link._connection.shutdown(socket.SHUT_RDWR)  # as after a network that failed
+        with pytest.raises(OSError, match="."):
+            link.log(trained(1))
+        link.log(trained(2))
+        link.close()
+        link._connection.close()
+        first, second = server.accept()[0], server.accept()[0]
+        with first, second, first.makefile() as a, second.makefile() as b:
+            steps = [[json.loads(line)["step"] for line in messages] for messages in (a, b)]
+    assert steps == [[0], [2, 2]]
 
 
 def test_an_unknown_tracker_is_refused_with_those_that_there_are():
