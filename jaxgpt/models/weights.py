@@ -32,6 +32,11 @@ class Weight:
         return math.prod(self.shape)
 
     @property
+    def n_parameters(self) -> int:
+        """Number of elements without padding."""
+        return self.size // self.shape[0] * (self.shape[0] - self.n_padding)
+
+    @property
     def n_layers(self) -> int:
         """Return how many layers are stacked in it; 0 for one outside of the layers."""
         return self.shape[0] if self.axes[0] == "layers" else 0
@@ -96,9 +101,8 @@ def count_parameters(config: ModelConfig) -> tuple[int, int]:
     """
     found = jax.tree.leaves(weights(config))
     looked_up = LOOKED_UP_ROLES[1:] if config.tie_embeddings else LOOKED_UP_ROLES
-    sizes = [w.size - w.size // w.shape[0] * w.n_padding for w in found]
-    total = sum(sizes)
-    return total, total - sum(n for w, n in zip(found, sizes, strict=True) if w.role in looked_up)
+    total = sum(w.n_parameters for w in found)
+    return total, total - sum(w.n_parameters for w in found if w.role in looked_up)
 
 
 def activation_bytes(model: ModelConfig, with_logits: bool = True) -> int:

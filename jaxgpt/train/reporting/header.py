@@ -28,8 +28,8 @@ def header_lines(
     what = "positions" if config.model.tie_embeddings else "embeddings that are looked up"
     looked_up = f" ({total:,} with {what})" if total > multiplied else ""
     found = jax.tree.leaves(weights(config.model))
-    decayed = [w.size for w in found if w.is_decayed]
-    kept = [w.size for w in found if not w.is_decayed]
+    decayed = [w.n_parameters for w in found if w.is_decayed]
+    kept = [w.n_parameters for w in found if not w.is_decayed]
     seen = "never" if spike.action == "off" else f"once {spike.window} steps are known"
     skips, traced = SkipRanges(skip_ranges(config)), profile_range(config)
     lines = [
@@ -69,8 +69,8 @@ def optimizer_lines(config: Config) -> list[str]:
     if config.optimizer.name != "muon":
         return []
     found = jax.tree.leaves(weights(config.model))
-    hidden = [w.size for w in found if is_hidden_matrix(w)]
-    rest = [w.size for w in found if not is_hidden_matrix(w)]
+    hidden = [w.n_parameters for w in found if is_hidden_matrix(w)]
+    rest = [w.n_parameters for w in found if not is_hidden_matrix(w)]
     return [
         f"optimizer: muon updates {sum(hidden):,} parameters in {len(hidden)} arrays; adamw "
         f"{sum(rest):,} in {len(rest)}, at {adamw_ratio(config.optimizer):g} x the learning rate"

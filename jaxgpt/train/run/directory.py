@@ -171,6 +171,8 @@ def _decide(config: Config, cluster: ProcessGroup) -> dict[str, Any]:
     resume_step, meta, damaged = newest_undamaged(
         directory, config.checkpoint.on_damage, going_back and going_back["to"]
     )
+    if resume_step is None and (directory / METRICS).exists():
+        notes.append(f"no checkpoint in {directory}: the run starts again at step 1")
     if resume_step is not None:
         notes += lost
         notes += check_resume(config, directory, resume_step, meta, dataset)
