@@ -30,6 +30,7 @@ from jaxgpt.config import (
 from jaxgpt.data.batch_sizes import BatchSizes
 from jaxgpt.data.dataset import open_dataset
 from jaxgpt.data.loader import Loader
+from jaxgpt.optim.schedule import learning_rate
 from jaxgpt.runtime.initialize import initialize_jax
 from jaxgpt.runtime.jax_internals import failure_board
 from jaxgpt.spikes.skip import SkipRanges
@@ -248,7 +249,8 @@ class Repeater:
             if step in self._skips:
                 found[step] = dict.fromkeys(COMPARED)
             else:
-                state, metrics = self._train_step(state, np.int32(step), next(batches))
+                lr = learning_rate(self.config.optimizer, step)
+                state, metrics = self._train_step(state, np.int32(step), lr, next(batches))
                 found[step] = {name: metrics.scalars[name] for name in COMPARED}
         batches.close()
         return state, jax.device_get(found)

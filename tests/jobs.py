@@ -18,6 +18,7 @@ from jaxgpt.cluster.process_group import ProcessGroup
 from jaxgpt.config import load_config, mesh_shape, parse_args
 from jaxgpt.data.dataset import open_dataset
 from jaxgpt.data.loader import Loader
+from jaxgpt.optim.schedule import learning_rate
 from jaxgpt.parallel.mesh import make_mesh
 from jaxgpt.perf.startup import Startup
 from jaxgpt.runtime.initialize import end_job, initialize_jax
@@ -208,10 +209,15 @@ def trace(n_steps, *args, devices=None, with_final=False):
     for step in range(1, n_steps + 1):
         batch = loader.batch(step)
         out["rows"].append(sha256(batch))
-        state, metrics = steps.train_step(state, np.int32(step), batch)
+        state, metrics = steps.train_step(state, *scalars(config, step), batch)
         out["losses"].append(float(metrics.loss))
         out["norms"].append(float(metrics.scalars["grad_norm"]))
     return out | ({"final": flat(state.params)} if with_final else {})
+
+
+def scalars(config, step):
+    """The scalar arguments of `train_step`: the number of the step and its learning rate."""
+    return np.int32(step), learning_rate(config.optimizer, step)
 
 
 @contextlib.contextmanager

@@ -61,7 +61,7 @@ def test_examples_run_as_printed(readme, tmp_path, data_home, request):
 @pytest.mark.parametrize("readme", READMES, ids=str)
 def test_every_block_is_of_a_known_kind(readme):
     kinds = {kind for kind, _ in BLOCK.findall((ROOT / readme).read_text())}
-    assert kinds <= {*PROGRAMS, "text"}
+    assert kinds <= {*PROGRAMS, "diff", "text"}
 
 
 @pytest.mark.parametrize("readme", READMES, ids=str)

@@ -17,6 +17,7 @@ from jaxgpt.cluster.health.heartbeat import Heartbeats
 from jaxgpt.cluster.health.watchdog import Watchdog
 from jaxgpt.config import Config, DataConfig, UsageError, mesh_shape
 from jaxgpt.data.dataset import dataset_directory, vocabulary_size, with_vocabulary
+from jaxgpt.optim.schedule import learning_rate
 from jaxgpt.perf.profile import Tracing
 from jaxgpt.perf.startup import Startup
 from jaxgpt.runtime.compile_cache import use_compile_cache
@@ -61,7 +62,9 @@ class Rounds:
         self.compile_seconds = startup.seconds["compile"]
         self.run = dataclasses.replace(self.run, resume_step=0)
         # The compiled step alone gets the same arguments each time, which are on the device.
-        self._alone = jax.device_put(np.int32(1), self.steps.replicated), trainer.loader.batch(1)
+        scalars = np.int32(1), learning_rate(config.optimizer, 1)
+        scalars = jax.device_put(scalars, self.steps.replicated)
+        self._alone = *scalars, trainer.loader.batch(1)
 
     def train(self, n_steps: int) -> tuple[float, float]:
         """Run the trainer's loop; return seconds a step, and CPU seconds of its thread."""

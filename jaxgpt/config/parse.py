@@ -13,7 +13,7 @@ import yaml
 from jaxgpt.config import aliases
 from jaxgpt.config.errors import UsageError, expand_user, in_words, shorten
 from jaxgpt.config.schema import Config
-from jaxgpt.config.validate import check_used, validate
+from jaxgpt.config.validate import Choices, check_choices, validate
 from jaxgpt.config.values import convert, describe, help_text, settings, takes_many
 
 _DATA_KEYS = {"data.dataset", "data.path", "data.blend", "data.file_list"}
@@ -45,16 +45,19 @@ def parse_args(
     prog: str = "python -m jaxgpt.train",
     initial_model: ModelOf | None = None,
     saved_settings: SettingsOf = lambda run: None,
+    choices: Choices | None = None,
 ) -> Config:
     """Return the configuration that a command line describes, validated.
 
     The base is `--config`; without it the config.yaml of an existing `--out`, or if that is lost
     what `saved_settings` finds there, else `tiny`. With train.init_from, `initial_model` gives the
-    options of the model that are not set otherwise.
+    options of the model that are not set otherwise. `choices` has the values of keys that a higher
+    layer defines, such as the names of the optimizers.
     `--help` prints every key and exits 0. `UsageError` for what cannot work.
     """
+    choices = choices or {}
     if is_help(argv):
-        print(help_text(prog))
+        print(help_text(prog, choices))
         sys.exit(0)
     given = _split_arguments(argv)
     base, content = _base(given, saved_settings)
@@ -73,7 +76,7 @@ def parse_args(
     try:
         config = _build({"config": ["tiny"], **model, **values, **given})
         validate(config)
-        check_used(config, given)
+        check_choices(config, given, choices)
     except UsageError as error:
         key = str(error).partition("=")[0]
         if key in given or key not in values or base in _presets().values():

@@ -218,27 +218,32 @@ def check_batch(config: Config, shape: MeshShape) -> None:
         )
 
 
-# Keys of `optimizer` without an effect, by the setting that ignores them.
-_UNUSED = {
-    ("name", "adamw"): ("momentum", "adamw_learning_rate"),
-    ("name", "lion"): ("momentum", "adamw_learning_rate"),
-    ("name", "adafactor"): ("beta1", "beta2", "momentum", "adamw_learning_rate"),
-    ("name", "sgd"): ("beta1", "beta2", "adamw_learning_rate"),
-    ("schedule", "cosine"): ("wsd_decay_iters", "wsd_decay"),
-    ("schedule", "constant"): ("min_lr", "lr_decay_iters", "wsd_decay_iters", "wsd_decay"),
+# Key -> its values -> the keys of its section that each value uses, of those that not all use.
+Choices = Mapping[str, Mapping[str, Sequence[str]]]
+_SCHEDULES = {
+    "cosine": ("min_lr", "lr_decay_iters"),
+    "wsd": ("min_lr", "lr_decay_iters", "wsd_decay_iters", "wsd_decay"),
+    "constant": (),
 }
 
 
-def check_used(config: Config, given: Mapping[str, Sequence[str]]) -> None:
-    """Raise `UsageError` if a setting that was typed does nothing beside the others."""
+def check_choices(config: Config, given: Mapping[str, Sequence[str]], choices: Choices) -> None:
+    """Raise `UsageError` if a choice is unknown, or a setting that was typed does nothing with it.
+
+    `given` has the words that were typed for each key.
+    """
     if "data.end_of_text" in given and not config.data.document_mask:
         raise UsageError(
             f"data.end_of_text={config.data.end_of_text}: needs data.document_mask=True"
         )
-    for (choice, value), keys in _UNUSED.items():
-        for key in keys if getattr(config.optimizer, choice) == value else ():
-            if words := given.get(f"optimizer.{key}"):
+    for key, uses in {"optimizer.schedule": _SCHEDULES, **choices}.items():
+        section, _, name = key.partition(".")
+        value = getattr(getattr(config, section), name)
+        if value not in uses:
+            raise UsageError(f"{key}={value}: must be one of {', '.join(uses)}")
+        for unused in sorted(set().union(*uses.values()) - set(uses[value])):
+            if words := given.get(f"{section}.{unused}"):
                 raise UsageError(
-                    f"optimizer.{key}={' '.join(words)}: does nothing with "
-                    f"optimizer.{choice}={value}; leave it out"
+                    f"{section}.{unused}={' '.join(words)}: does nothing with {key}={value}; "
+                    "leave it out"
                 )

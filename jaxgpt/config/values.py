@@ -8,7 +8,7 @@ import math
 import textwrap
 import types
 import typing
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from jaxgpt.config.schema import Config
@@ -84,16 +84,19 @@ def describe(kind: Any) -> str:
     return _NAMES[kind]
 
 
-def help_text(prog: str) -> str:
-    """Return the text of --help: every key with its type, bounds, default and documentation."""
-    lines = [USAGE.format(prog=prog), *_entries(Config, "")]
+def help_text(prog: str, choices: Mapping[str, Iterable[str]]) -> str:
+    """Return the text of --help: every key with its type, bounds, default and documentation.
+
+    `choices` has the values of keys whose type does not list them.
+    """
+    lines = [USAGE.format(prog=prog), *_entries(Config, "", choices)]
     for name, section in inspect.get_annotations(Config).items():
         if dataclasses.is_dataclass(section):
-            lines += ["", f"{name}: {section.__doc__}", *_entries(section, f"{name}.")]
+            lines += ["", f"{name}: {section.__doc__}", *_entries(section, f"{name}.", choices)]
     return "\n".join(lines)
 
 
-def _entries(section: type, prefix: str) -> list[str]:
+def _entries(section: type, prefix: str, choices: Mapping[str, Iterable[str]]) -> list[str]:
     """Return the lines about the fields of a dataclass that have a text below them."""
     (definition,) = ast.parse(inspect.getsource(section)).body
     lines = []
@@ -101,7 +104,8 @@ def _entries(section: type, prefix: str) -> list[str]:
         if isinstance(node, ast.AnnAssign) and isinstance(below, ast.Expr):
             name, default = f"{prefix}{node.target.id}", getattr(section, node.target.id)
             default = " ".join(map(str, default)) if isinstance(default, tuple) else default
-            lines.append(f"  --{name}: {describe(settings()[name])} (default: {default})")
+            kind = Literal[*choices[name]] if name in choices else settings()[name]
+            lines.append(f"  --{name}: {describe(kind)} (default: {default})")
             doc = " ".join(ast.literal_eval(below.value).split())
             lines += textwrap.wrap(doc, 92, initial_indent=" " * 8, subsequent_indent=" " * 8)
     return lines

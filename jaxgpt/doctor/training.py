@@ -12,6 +12,7 @@ from jaxgpt.cluster.process_group import ProcessGroup
 from jaxgpt.config import MeshShape, load_config
 from jaxgpt.doctor.checks import Check
 from jaxgpt.doctor.collectives import try_on_all
+from jaxgpt.optim.schedule import learning_rate
 from jaxgpt.parallel.mesh import make_mesh
 from jaxgpt.perf.units import count
 from jaxgpt.train.functions import make_steps
@@ -43,7 +44,8 @@ def train_ten_steps(cluster: ProcessGroup) -> tuple[list[float], list[str]]:
     state = steps.init()
     losses = []
     for step in range(1, N_STEPS + 1):
-        state, metrics = steps.train_step(state, np.int32(step), batch)
+        lr = learning_rate(config.optimizer, step)
+        state, metrics = steps.train_step(state, np.int32(step), lr, batch)
         losses.append(float(metrics.loss))
     leaves = jax.tree.leaves(state.params)
     copies = [

@@ -1,43 +1,17 @@
 """Cross-entropy on a vocabulary that may be sharded over devices, at once or in chunks."""
 
 import functools
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+import math
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
 
 from jaxgpt.config import ModelConfig
 from jaxgpt.models.transformer import logits
 from jaxgpt.parallel.tensor import NO_PARALLELISM, ParallelContext
 
 NO_TOKEN = -1  # a target that does not count: padding of the last chunk, row or batch
-
-
-@dataclass(frozen=True)
-class LogitMetric:
-    """A number that a step computes from its logits, while they exist."""
-
-    compute: Callable[[jax.Array], jax.Array]
-    """Logits (..., V), this device's part of some, padding at -inf -> float32 scalar."""
-    reduction: Literal["max", "sum"]
-    """How the numbers of several parts become one."""
-
-    def reduce(self, stacked: jax.Array) -> jax.Array:
-        """Reduce over the leading axis."""
-        return stacked.max(axis=0) if self.reduction == "max" else stacked.sum(axis=0)
-
-    def reduce_over_devices(self, value: jax.Array, mesh: Mesh) -> jax.Array:
-        """Reduce over all devices of the mesh, inside `jax.shard_map`."""
-        axes = tuple(axis for axis, size in mesh.shape.items() if size > 1)
-        if not axes:
-            return value
-        return (jax.lax.pmax if self.reduction == "max" else jax.lax.psum)(value, axes)
-
-
-LogitMetrics = Mapping[str, LogitMetric]
 
 
 def cross_entropy(
@@ -68,34 +42,30 @@ def cross_entropy_sum(
     config: ModelConfig,
     parallel: ParallelContext,
     chunk: int,
-    metrics: LogitMetrics,
-) -> tuple[jax.Array, tuple[jax.Array, dict[str, jax.Array]]]:
+) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Return the cross-entropy summed over all tokens, from the operands of the output layer.
 
     Args:
-        chunk: tokens at a time, so that not all logits exist at once; 0 takes all.
-        metrics: what else to compute from the logits.
+        chunk: number of tokens to compute at a time, so that only their logits are in memory; 0
+            computes all tokens at once.
 
     Returns:
-        The sum, and what is not differentiated: the sums of the rows (B,), and the metrics.
+        (sum, auxiliary values of each row by name). The auxiliary values have the shape (B,) and
+        are not differentiated. `loss` is the sum over the row's tokens; metrics of the logits are
+        added here (train/README.md).
     """
 
     def loss_of(x_ND, w_VD, targets_N, vocab_offset):
-        scores_NV, losses_N = _scores_and_losses(
-            x_ND, w_VD, targets_N, vocab_offset, config, parallel
-        )
-        detached_NV = jax.lax.stop_gradient(scores_NV)
-        measured = {name: metric.compute(detached_NV) for name, metric in metrics.items()}
-        return losses_N.sum(), (losses_N, measured)
+        _, losses_N = _scores_and_losses(x_ND, w_VD, targets_N, vocab_offset, config, parallel)
+        return losses_N.sum(), {"loss": losses_N}
 
-    n = targets_BT.size
-    if chunk == 0 or chunk >= n:
-        loss, (losses_BT, measured) = loss_of(x_BTD, w_VD, targets_BT, vocab_offset)
-        return loss, (losses_BT.sum(axis=1), measured)
-    x_PND, targets_PN = split_chunks(x_BTD, targets_BT, chunk)
-    loss, (losses_PN, measured) = _chunked_loss(loss_of, x_PND, w_VD, targets_PN, vocab_offset)
-    measured = {name: metric.reduce(measured[name]) for name, metric in metrics.items()}
-    return loss, (losses_PN.reshape(-1)[:n].reshape(targets_BT.shape).sum(axis=1), measured)
+    if chunk == 0 or chunk >= targets_BT.size:
+        loss, tokens = loss_of(x_BTD, w_VD, targets_BT, vocab_offset)
+    else:
+        x_PND, targets_PN = split_chunks(x_BTD, targets_BT, chunk)
+        loss, tokens = _chunked_loss(loss_of, x_PND, w_VD, targets_PN, vocab_offset)
+        tokens = jax.tree.map(lambda x_PN: _merge_chunks(x_PN, targets_BT.shape), tokens)
+    return loss, {"loss": tokens["loss"].sum(axis=1)}
 
 
 def _scores_and_losses(
@@ -137,11 +107,10 @@ def score_tokens(
         )
         return TokenScores(losses_N, likeliest_token(scores_NV, vocab_offset, parallel))
 
-    n = targets_BT.size
-    if chunk == 0 or chunk >= n:
+    if chunk == 0 or chunk >= targets_BT.size:
         return score((x_BTD, targets_BT))
     found = jax.lax.map(score, split_chunks(x_BTD, targets_BT, chunk))
-    return jax.tree.map(lambda x_PN: x_PN.reshape(-1)[:n].reshape(targets_BT.shape), found)
+    return jax.tree.map(lambda x_PN: _merge_chunks(x_PN, targets_BT.shape), found)
 
 
 def likeliest_token(
@@ -169,6 +138,11 @@ def split_chunks(
     x_PND = jnp.pad(x_BTD.reshape(n, D), ((0, padding), (0, 0))).reshape(parts, chunk, D)
     targets_PN = jnp.pad(targets_BT.reshape(n), (0, padding), constant_values=NO_TOKEN)
     return x_PND, targets_PN.reshape(parts, chunk)
+
+
+def _merge_chunks(x_PN: jax.Array, shape: tuple[int, int]) -> jax.Array:
+    """Return values of tokens in their shape before `split_chunks`, without those of padding."""
+    return x_PN.reshape(-1)[: math.prod(shape)].reshape(shape)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -10,7 +10,7 @@ import optax
 from jaxgpt.config import OptimizerConfig
 from jaxgpt.models.weights import Weight
 from jaxgpt.optim.adamw import adamw
-from jaxgpt.optim.newton_schulz import orthogonalize
+from jaxgpt.optim.newton_schulz import newton_schulz_flops, orthogonalize
 from jaxgpt.optim.parameters import Parameters, merge, take
 from jaxgpt.parallel.sharding import Params
 
@@ -74,3 +74,10 @@ def adamw_ratio(config: OptimizerConfig) -> float:
     if config.adamw_learning_rate is None:
         return 1.0
     return config.adamw_learning_rate / config.learning_rate
+
+
+def update_flops(config: OptimizerConfig, parameters: Parameters) -> int:
+    """Return the FLOPs of matrix products in an update on each device; only Muon has any."""
+    if config.name != "muon":
+        return 0
+    return newton_schulz_flops(parameters.where(is_hidden_matrix))

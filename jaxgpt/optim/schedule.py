@@ -1,56 +1,50 @@
-"""Learning-rate schedules: pure functions of the step."""
+"""The learning rate of a step: one function, computed on the host in float64."""
 
-import jax
-import jax.numpy as jnp
-import optax
+import math
+
+import numpy as np
 
 from jaxgpt.config import OptimizerConfig
 
 
-def learning_rate_schedule(config: OptimizerConfig) -> optax.Schedule:
-    """Return the schedule step (from 1) -> learning rate: linear warm-up, then as `schedule` says.
+def learning_rate(config: OptimizerConfig, step: int) -> np.float32:
+    """Return the learning rate of a step, counted from 1: linear warm-up, then `schedule`.
 
-    `lr(warmup_iters)` is the peak. With cosine and wsd, `lr(lr_decay_iters)` is min_lr, and so is
-    every later one.
+    Step `warmup_iters` has the peak. With cosine and wsd, step `lr_decay_iters` and all later steps
+    have `min_lr`. The result is the exact value rounded to float32, to one unit in the last place.
+    Trained steps get it as an argument and skipped steps report it, so both log the same digits.
     """
-    after = _AFTER_WARMUP[config.schedule](config)
-    if config.warmup_iters == 0:
-        return after
-    warmup = optax.linear_schedule(0.0, config.learning_rate, config.warmup_iters)
-    return optax.join_schedules([warmup, after], [config.warmup_iters])
-
-
-# Schedules that count from the end of warm-up.
-
-
-def _cosine(config: OptimizerConfig) -> optax.Schedule:
     peak = config.learning_rate
-    return optax.cosine_decay_schedule(
-        peak,
-        max(1, config.lr_decay_iters - config.warmup_iters),
-        alpha=_floor(config) / peak if peak else 0.0,
-    )
+    floor = peak / 10 if config.min_lr is None else config.min_lr
+    if step < config.warmup_iters:
+        return np.float32(peak * step / config.warmup_iters)
+    height = _HEIGHTS[config.schedule](config, step)
+    return np.float32(peak * height + floor * (1 - height))
 
 
-def _warmup_stable_decay(config: OptimizerConfig) -> optax.Schedule:
-    """Return the peak, then min_lr + (peak - min_lr) (1 - x), or 1 - sqrt(x), x in [0, 1]."""
-    peak, floor = config.learning_rate, _floor(config)
-    start, n = config.wsd_decay_start - config.warmup_iters, config.wsd_decay_length
-
-    def schedule(step: jax.Array | int) -> jax.Array:
-        x = jnp.clip((step - start) / n, 0.0, 1.0)
-        x = jnp.sqrt(x) if config.wsd_decay == "sqrt" else x
-        return peak * (1.0 - x) + floor * x
-
-    return schedule
+# Schedules after warm-up: the height of the learning rate above its floor, from 1 down to 0. Each
+# is computed from the steps that are left, because 1 + cos(pi x) and 1 - sqrt(x) cancel near x = 1.
 
 
-def _constant(config: OptimizerConfig) -> optax.Schedule:
-    return optax.constant_schedule(config.learning_rate)
+def _cosine(config: OptimizerConfig, step: int) -> float:
+    """Return (1 + cos(pi x)) / 2 for x from 0 to 1, which is sin^2(pi (1 - x) / 2)."""
+    length = max(1, config.lr_decay_iters - config.warmup_iters)
+    return math.sin(math.pi / 2 * _left(step, config.warmup_iters + length, length)) ** 2
 
 
-_AFTER_WARMUP = {"cosine": _cosine, "wsd": _warmup_stable_decay, "constant": _constant}
+def _warmup_stable_decay(config: OptimizerConfig, step: int) -> float:
+    """Return 1 - x, or 1 - sqrt(x) = (1 - x) / (1 + sqrt(x)), for x from 0 to 1."""
+    left = _left(step, config.lr_decay_iters, config.wsd_decay_length)
+    return left / (1 + math.sqrt(1 - left)) if config.wsd_decay == "sqrt" else left
 
 
-def _floor(config: OptimizerConfig) -> float:
-    return config.learning_rate / 10 if config.min_lr is None else config.min_lr
+def _constant(config: OptimizerConfig, step: int) -> float:
+    return 1.0
+
+
+def _left(step: int, end: int, length: int) -> float:
+    """Return the share of the last `length` steps before `end` that is left after a step."""
+    return min(max(end - step, 0), length) / length
+
+
+_HEIGHTS = {"cosine": _cosine, "wsd": _warmup_stable_decay, "constant": _constant}

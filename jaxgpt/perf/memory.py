@@ -6,10 +6,10 @@ import resource
 import jax
 
 from jaxgpt.config import Config, MeshShape, UsageError
+from jaxgpt.optim.state import n_moments
 from jaxgpt.perf.units import format_bytes
 from jaxgpt.runtime.allocator import USABLE
 
-MOMENTS = {"adamw": 2, "lion": 1, "muon": 1}  # arrays of the parameters' size, at least
 ELEMENT = 4  # bytes: parameters, gradients and moments are float32
 
 
@@ -71,7 +71,7 @@ def state_bytes(config: Config, shape: MeshShape) -> int:
         return 0
     elements = model.matrix_elements + model.n_embd * (model.vocab_size or 0)
     elements //= shape.split_of("splits_layers")
-    moments = 0 if offload == "moments" else MOMENTS.get(config.optimizer.name, 0)
+    moments = 0 if offload == "moments" else n_moments(config.optimizer)
     shards = shape.split_of("shards_parameters")
     copies = ((1, 3), (1, 2), (moments, 1))  # and the ZeRO stage from which they are sharded
     return sum(n * ELEMENT * elements // (shards if stage >= least else 1) for n, least in copies)

@@ -22,6 +22,7 @@ from jaxgpt.config import (
     whole_number,
 )
 from jaxgpt.data.dataset import with_vocabulary
+from jaxgpt.optim import CHOICES
 from jaxgpt.perf.hardware import DEVICES, Device
 from jaxgpt.runtime.devices import MAX_CPU_DEVICES
 from jaxgpt.runtime.initialize import pin_settings
@@ -55,7 +56,7 @@ def main(argv: list[str] | None = None) -> None:
 def run(arguments: argparse.Namespace, rest: list[str]) -> str:
     """Return what the command prints. JAX is started to simulate the devices of the job."""
     device = DEVICES[arguments.device]
-    config = parse_args(rest, "python -m jaxgpt.plan", initial_model)
+    config = parse_args(rest, "python -m jaxgpt.plan", initial_model, choices=CHOICES)
     config = with_vocabulary(config)
     n_devices = number_of_devices(config, arguments.advise, rest)
     per_host = devices_per_host(arguments.devices_per_host, device, n_devices)

@@ -12,7 +12,7 @@ from jax.tree_util import DictKey
 from jaxgpt.config import Config, MeshShape
 from jaxgpt.models.attention import blockwise_attention, choose_attention, without_scores
 from jaxgpt.models.weights import weights
-from jaxgpt.optim import update_flops
+from jaxgpt.optim.muon import update_flops
 from jaxgpt.parallel import sharding as partition
 from jaxgpt.parallel.mesh import make_mesh
 from jaxgpt.perf.collectives import Collective, read_collectives

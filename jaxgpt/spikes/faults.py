@@ -33,8 +33,8 @@ def with_bit_flip(train_step: Callable[..., Any], config: Config) -> Callable[..
     """Return a step after which, at faults.bit_flip_step, a bit of a parameter is wrong, once."""
     faults, flipped = config.faults, []
 
-    def step_and_flip(state: Any, step: np.int32, batch: jax.Array) -> tuple[Any, Any]:
-        state, metrics = train_step(state, step, batch)
+    def step_and_flip(state: Any, step: np.int32, *operands: Any) -> tuple[Any, Any]:
+        state, metrics = train_step(state, step, *operands)
         if step == faults.bit_flip_step and not flipped:
             state = state._replace(params=flip_bit(state.params, faults.bit_flip_device))
             flipped.append(step)

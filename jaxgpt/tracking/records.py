@@ -30,7 +30,7 @@ class TrainRecord(Record):
     """A training step, logged every train.log_interval steps and for every skipped step."""
 
     kind = "train"
-    values: Mapping[str, float | None]  # metrics of the step and rates, see `metrics.FIGURES`
+    values: Mapping[str, float | None]  # metrics of the step and rates, see `figures.py`
     consumed_tokens: int
     skipped: bool = False
     corpora: Mapping[str, Mapping[str, float | None]] | None = None

@@ -19,6 +19,7 @@ from jaxgpt.cluster.health.watchdog import START_MINUTES, Watchdog
 from jaxgpt.cluster.process_group import INIT_TIMEOUT, catch_usage_error, join_process_group
 from jaxgpt.cluster.shutdown import job_exit_handler
 from jaxgpt.config import Config, is_help, mesh_shape, parse_args
+from jaxgpt.optim import CHOICES
 from jaxgpt.perf.startup import Startup
 from jaxgpt.runtime.compile_cache import use_compile_cache
 from jaxgpt.runtime.initialize import end_job, initialize_jax, preemption_sync_point
@@ -35,12 +36,12 @@ def main(argv: list[str] | None = None) -> None:
     startup = Startup()
     argv = sys.argv[1:] if argv is None else argv
     parse = functools.partial(
-        parse_args, initial_model=initial_model, saved_settings=saved_settings
+        parse_args, initial_model=initial_model, saved_settings=saved_settings, choices=CHOICES
     )
     with job_exit_handler(failure_board):
         if is_help(argv):  # before MPI, and once
             if rank_from_env() == 0:
-                parse_args(argv)
+                parse(argv)
             return
         config, error = catch_usage_error(parse, argv)
         startup.mark("imports")

@@ -31,9 +31,8 @@ from jaxgpt.parallel.sharding import FSDP, TENSOR, Params
 from jaxgpt.parallel.tensor import ParallelContext
 from jaxgpt.parallel.zero import ParamLayout
 from jaxgpt.train.inference import DecodeFn, eval_losses, eval_tokens, make_decoder
-from jaxgpt.train.reporting.step_metrics import Metrics, logit_metrics
 from jaxgpt.train.state import TrainState, init_state, state_of, state_shapes
-from jaxgpt.train.step import ShardedModel, train_step
+from jaxgpt.train.step import Metrics, ShardedModel, train_step
 
 # What a layer computes twice to save memory, XLA's CPU compiler computes once and keeps, unless
 # it leaves in place the barriers that jax.checkpoint puts between the two.
@@ -63,8 +62,8 @@ class StepFunctions:
     init: Callable[[], TrainState]
     init_from: Callable[[Params], TrainState]
     """Parameters -> the state before the first step with them."""
-    train_step: Callable[[TrainState, int, jax.Array], tuple[TrainState, Metrics]]
-    """(state, step, tokens of shape (B, T+1)) -> (next state, metrics); donates the state."""
+    train_step: Callable[[TrainState, np.int32, np.float32, jax.Array], tuple[TrainState, Metrics]]
+    """(state, step, learning rate, tokens (B, T+1)) -> (next state, metrics); donates the state."""
     eval_step: Callable[[Params, jax.Array], jax.Array]
     """(params, tokens of shape (B, T+1)) -> mean loss of each row, shape (B,)."""
     eval_tokens: Callable[[Params, jax.Array], TokenScores]
@@ -79,7 +78,9 @@ class StepFunctions:
 
     def lower_train_step(self) -> jax.stages.Lowered:
         """Trace the train step without compiling it. Allocates nothing."""
-        return self.train_step.lower(self.state_shapes, np.int32(0), self.batch_shape)
+        return self.train_step.lower(
+            self.state_shapes, np.int32(0), np.float32(0), self.batch_shape
+        )
 
 
 def make_steps(
@@ -133,7 +134,7 @@ def make_steps(
         init_from=jax.jit(functools.partial(state_of, config), out_shardings=state_at),
         train_step=jax.jit(
             functools.partial(train_step, model),
-            in_shardings=(state_at, whole, batch.sharding),
+            in_shardings=(state_at, whole, whole, batch.sharding),
             out_shardings=(state_at, whole),
             donate_argnums=0,
             compiler_options=step_options(config, device.platform, mesh.size),
@@ -170,7 +171,7 @@ def shard_model(
     )
     layout = functools.partial(param_layout, config, mesh, sequence_parallel, n_slices)
     layouts = jax.tree.map(layout, weights(config.model))
-    return ShardedModel(config, mesh, layouts, context, graph, n_slices, logit_metrics())
+    return ShardedModel(config, mesh, layouts, context, graph, n_slices)
 
 
 def param_layout(

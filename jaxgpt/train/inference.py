@@ -37,7 +37,7 @@ def eval_losses(model: ShardedModel, params: Params, rows: jax.Array) -> jax.Arr
     """Return mean losses of the rows (B,), without dropout, of token ids (B, T+1)."""
 
     def row_sums(zeros: Params, params: Params, rows: jax.Array) -> jax.Array:
-        return local_loss(model, zeros, params, rows)[1][0]
+        return local_loss(model, zeros, params, rows)[1]["loss"]
 
     return _map_rows(model, row_sums, params, rows) / (rows.shape[1] - 1)
 

@@ -12,6 +12,7 @@ from jaxgpt.cluster.health.preemption import StopSignal
 from jaxgpt.cluster.health.watchdog import START_MINUTES, Watchdog
 from jaxgpt.cluster.process_group import ProcessGroup
 from jaxgpt.config import UsageError, should_evaluate, skip_ranges
+from jaxgpt.optim.schedule import learning_rate
 from jaxgpt.parallel.mesh import describe
 from jaxgpt.perf.startup import Startup
 from jaxgpt.runtime.dispatch import DispatchLimiter
@@ -71,10 +72,10 @@ def close_run(run: Run, trainer: Trainer, result: StepsResult) -> int:
     """Say how a run ended, close its logs, and return its exit status."""
     step, close = result.step, trainer.report.close
     if result.failure:
-        close(result.failure, with_losses=False)
+        close(result.failure)
         return exits.FAILED
     if step >= run.config.train.max_iters:
-        close(f"done after step {step}")
+        close(f"done after step {step}", step)
         return exits.DONE
     saved = f"after step {step}, which is saved" if step else "and rewound to the start"
     resume = "" if run.config.checkpoint.resume else " checkpoint.resume=True"
@@ -127,7 +128,8 @@ def run_steps(run: Run, state: TrainState, trainer: Trainer) -> StepsResult:
             with report.timer.waiting("data"):
                 batch = next(batches)
             watchdog.heartbeat(f"step {step}")
-            state, metrics = trainer.train_step(state, np.int32(step), batch)
+            lr = learning_rate(config.optimizer, step)
+            state, metrics = trainer.train_step(state, np.int32(step), lr, batch)
             with report.timer.waiting("device"):
                 dispatched.add(metrics.loss)
             unsaved += 1

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 
 from jaxgpt.checkpoint.checkpointer import Checkpoints, restore_params
 from jaxgpt.checkpoint.metadata import DamagedCheckpoint, list_checkpoints, read_meta
@@ -29,10 +28,10 @@ from jaxgpt.train.evaluate import make_evaluator, make_sampler
 from jaxgpt.train.functions import StepFunctions, make_steps
 from jaxgpt.train.reporting.goodput import Goodput
 from jaxgpt.train.reporting.reporter import Reporter
-from jaxgpt.train.reporting.step_metrics import Metrics
 from jaxgpt.train.run.directory import Run
 from jaxgpt.train.run.going_back import go_back_to_older
 from jaxgpt.train.state import TrainState, checkpoint_tree, restore_state
+from jaxgpt.train.step import Metrics
 
 
 class Trainer(NamedTuple):
@@ -40,7 +39,7 @@ class Trainer(NamedTuple):
 
     cluster: ProcessGroup
     steps: StepFunctions
-    train_step: Callable[[TrainState, np.int32, jax.Array], tuple[TrainState, Metrics]]  # compiled
+    train_step: Callable[..., tuple[TrainState, Metrics]]  # `StepFunctions.train_step`, compiled
     loader: Loader
     evaluate: Callable[[int, Params], EvalRecord]
     sample: Callable[[int, Params], SampleRecord | None]

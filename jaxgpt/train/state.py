@@ -16,7 +16,9 @@ from jaxgpt.cluster.process_group import ProcessGroup
 from jaxgpt.config import Config
 from jaxgpt.models.transformer import GPT
 from jaxgpt.models.weights import weights
-from jaxgpt.optim import Parameters, make_optimizer, opt_state_shardings
+from jaxgpt.optim import make_optimizer
+from jaxgpt.optim.parameters import Parameters
+from jaxgpt.optim.state import opt_state_shardings
 from jaxgpt.optim.update import init_in_turn
 from jaxgpt.parallel import sharding
 from jaxgpt.parallel.offload import stacked_in_host, to_device

@@ -2,6 +2,7 @@
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -11,18 +12,19 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxgpt.config import Config
-from jaxgpt.models.loss import LogitMetrics, cross_entropy_sum
+from jaxgpt.models.loss import cross_entropy_sum
 from jaxgpt.models.weights import weights
-from jaxgpt.optim import Parameters, learning_rate_schedule, make_optimizer
+from jaxgpt.optim import make_optimizer
+from jaxgpt.optim.parameters import Parameters
 from jaxgpt.optim.update import clip_by_norm, gated_update, global_norm
 from jaxgpt.parallel.collectives import gather_rows
 from jaxgpt.parallel.mesh import mesh_axes_with
 from jaxgpt.parallel.sharding import Params, batch_sharding
 from jaxgpt.parallel.tensor import ParallelContext
 from jaxgpt.parallel.zero import ShardedParam, local_params, reduce_gradients
-from jaxgpt.spikes.detector import detect_and_gate
+from jaxgpt.spikes.detector import Detection, detect_and_gate
 from jaxgpt.spikes.faults import inject_nan
-from jaxgpt.train.reporting.step_metrics import Metrics, StepValues, step_scalars
+from jaxgpt.tracking.figures import Figure
 from jaxgpt.train.state import TrainState
 
 
@@ -35,7 +37,6 @@ class ShardedModel(NamedTuple):
     context: ParallelContext
     graph: nnx.GraphDef  # the network without parameters
     n_slices: int  # number of slices that each device cuts its rows of a microbatch into
-    logit_metrics: LogitMetrics
 
     @property
     def param_specs(self) -> Any:
@@ -49,8 +50,53 @@ class ShardedModel(NamedTuple):
         return Parameters(weights(self.config.model), shardings)
 
 
+class StepValues(NamedTuple):
+    """Values that a metric can be computed from, on the device; the arrays are whole."""
+
+    loss: jax.Array  # mean cross-entropy of the global batch, nats per token: float32 scalar
+    grad_norm: jax.Array  # global norm of the gradient before clipping: float32 scalar
+    lr: jax.Array  # learning rate: float32 scalar
+    rows: dict[str, jax.Array]  # auxiliary values of the loss: float32 (B,), by name
+    gradients: Params  # before clipping
+    params: Params  # before the update
+
+
+class Metric(NamedTuple):
+    """A float32 scalar of a step, replicated on every device."""
+
+    figure: Figure
+    compute: Callable[[StepValues], jax.Array]
+
+
+# All metrics of a step: a line added here reaches the console, metrics.jsonl and every tracker.
+STEP_METRICS = {
+    "loss": Metric(
+        Figure("mean cross-entropy, nats per token", rank=0, show="{:.4f}".format),
+        lambda values: values.loss,
+    ),
+    "grad_norm": Metric(
+        Figure("global norm of the unclipped gradient", "gnorm", rank=3, show="{:.3f}".format),
+        lambda values: values.grad_norm,
+    ),
+    "lr": Metric(Figure("learning rate", rank=6, show="{:.3g}".format), lambda values: values.lr),
+}
+
+
+class Metrics(NamedTuple):
+    """Results of a step, besides the new state."""
+
+    scalars: dict[str, jax.Array]  # the value of each of `STEP_METRICS`
+    row_losses: jax.Array  # mean loss of each row of the global batch, in its order: float32 (B,)
+    detection: Detection
+
+    @property
+    def loss(self) -> jax.Array:
+        """Mean cross-entropy over all tokens of the global batch, in nats."""
+        return self.scalars["loss"]
+
+
 def train_step(
-    model: ShardedModel, state: TrainState, step: jax.Array, batch: jax.Array
+    model: ShardedModel, state: TrainState, step: jax.Array, lr: jax.Array, batch: jax.Array
 ) -> tuple[TrainState, Metrics]:
     """Return the state after a step, and what the step measured. A pure function.
 
@@ -59,12 +105,13 @@ def train_step(
 
     Args:
         step: its number, from 1.
+        lr: the learning rate of the step: `optim.schedule.learning_rate`.
         batch: token ids (B, T+1).
     """
     config = model.config
-    row_losses, gradients, from_logits = loss_and_gradients(model, state.params, step, batch)
+    rows, gradients = loss_and_gradients(model, state.params, step, batch)
+    row_losses = rows["loss"] / (batch.shape[1] - 1)
     loss, grad_norm = row_losses.mean(), global_norm(gradients)
-    lr = jnp.asarray(learning_rate_schedule(config.optimizer)(step), jnp.float32)
     spike_state, detection, update_is_due = detect_and_gate(
         config.spike, state.spike_state, loss, grad_norm
     )
@@ -81,22 +128,25 @@ def train_step(
     by_layer = config.parallel.offload != "none"
     gate = functools.partial(gated_update, update_is_due, on_cpu=on_cpu, by_layer=by_layer)
     params, opt_state = gate(update, model.parameters, gradients, state.params, state.opt_state)
-    values = StepValues(loss, grad_norm, lr, row_losses, gradients, state.params)
-    metrics = Metrics(step_scalars(values, from_logits), row_losses, detection)
-    return TrainState(params, opt_state, spike_state), metrics
+    values = StepValues(loss, grad_norm, lr, rows, gradients, state.params)
+    scalars = {name: metric.compute(values) for name, metric in STEP_METRICS.items()}
+    return TrainState(params, opt_state, spike_state), Metrics(scalars, row_losses, detection)
 
 
 def loss_and_gradients(
     model: ShardedModel, params: Params, step: jax.Array, rows: jax.Array
-) -> tuple[jax.Array, Params, dict[str, jax.Array]]:
-    """Return mean losses (B,) of rows (B, T+1), the gradient of their mean, the logit metrics."""
+) -> tuple[dict[str, jax.Array], Params]:
+    """Return auxiliary values (B,) of rows (B, T+1), and the gradient of the mean loss.
+
+    The auxiliary values are those of `cross_entropy_sum`: `loss` is summed over each row's tokens.
+    """
     batch, everywhere = batch_sharding(model.mesh).spec, PartitionSpec()
     grad_specs = jax.tree.map(lambda layout: layout.grad, model.layouts)
     return jax.shard_map(
         functools.partial(_local_loss_and_gradients, model),
         mesh=model.mesh,
         in_specs=(model.param_specs, everywhere, batch, PartitionSpec(batch[0])),
-        out_specs=(everywhere, grad_specs, everywhere),
+        out_specs=(everywhere, grad_specs),
     )(params, step, rows, jnp.arange(rows.shape[0]))
 
 
@@ -105,23 +155,19 @@ def loss_and_gradients(
 
 def _local_loss_and_gradients(
     model: ShardedModel, params: Params, step: jax.Array, rows: jax.Array, row_numbers: jax.Array
-) -> tuple[jax.Array, Params, dict[str, jax.Array]]:
+) -> tuple[dict[str, jax.Array], Params]:
     """Compute `loss_and_gradients`; dropout depends on a row's number in the whole batch."""
     train, mesh = model.config.train, model.mesh
     params, zeros = local_params(params, model.layouts)
     key = jax.random.fold_in(jax.random.key(train.seed), step)
     keys_B = jax.vmap(lambda row: jax.random.fold_in(key, row))(row_numbers)
-    (sums_B, metrics), gradients = _accumulate_gradients(model, zeros, params, step, rows, keys_B)
+    values, gradients = _accumulate_gradients(model, zeros, params, step, rows, keys_B)
     if model.config.parallel.offload != "state":
         n_devices = math.prod(mesh.shape[axis] for axis in mesh_axes_with("splits_batch", mesh))
         n_tokens = rows[:, 1:].size * n_devices
         gradients = jax.tree.map(lambda g: g / n_tokens, gradients)
         gradients = reduce_gradients(gradients, model.layouts)
-    metrics = {
-        name: metric.reduce_over_devices(metrics[name], mesh)
-        for name, metric in model.logit_metrics.items()
-    }
-    return gather_rows(sums_B, mesh) / (rows.shape[1] - 1), gradients, metrics
+    return jax.tree.map(lambda own_B: gather_rows(own_B, mesh), values), gradients
 
 
 def _accumulate_gradients(
@@ -131,8 +177,8 @@ def _accumulate_gradients(
     step: jax.Array,
     rows: jax.Array,
     keys_B: jax.Array,
-) -> tuple[tuple[jax.Array, dict[str, jax.Array]], Params]:
-    """Return ((summed loss of each row, logit metrics), the gradient summed over all rows).
+) -> tuple[dict[str, jax.Array], Params]:
+    """Return the auxiliary values of each row, and the gradient summed over all rows.
 
     Microbatches, and slices of them, are computed one after the other; number i of n holds the
     rows i, i + n, ... of each device, hence of the global batch.
@@ -140,13 +186,13 @@ def _accumulate_gradients(
     n = model.config.train.gradient_accumulation_steps * model.n_slices
 
     def objective(*operands: Any) -> tuple[jax.Array, Any]:
-        loss, aux = local_loss(model, *operands)
-        return inject_nan(model.config, loss, model.mesh, step), aux
+        loss, values = local_loss(model, *operands)
+        return inject_nan(model.config, loss, model.mesh, step), values
 
     value_and_grad = jax.value_and_grad(objective, has_aux=True)
     if n == 1:
-        (_, aux), gradients = value_and_grad(zeros, params, rows, keys_B)
-        return aux, gradients
+        (_, values), gradients = value_and_grad(zeros, params, rows, keys_B)
+        return values, gradients
 
     def add(total: Params, microbatch: tuple[jax.Array, jax.Array]) -> tuple[Params, Any]:
         # The barrier keeps XLA from gathering all weights of ZeRO-3 once, before the loop.
@@ -154,15 +200,14 @@ def _accumulate_gradients(
             lambda param: jax.lax.optimization_barrier((param, microbatch[0]))[0], params
         )
         if model.config.parallel.offload == "state":  # where the backward pass adds to the total
-            (_, aux), total = value_and_grad(total, here, *microbatch)
-            return total, aux
-        (_, aux), gradients = value_and_grad(zeros, here, *microbatch)
-        return jax.tree.map(jnp.add, total, gradients), aux
+            (_, values), total = value_and_grad(total, here, *microbatch)
+            return total, values
+        (_, values), gradients = value_and_grad(zeros, here, *microbatch)
+        return jax.tree.map(jnp.add, total, gradients), values
 
     parts = split_microbatches(rows, n), split_microbatches(keys_B, n)
-    gradients, (losses, metrics) = jax.lax.scan(add, zeros, parts)
-    metrics = {name: m.reduce(metrics[name]) for name, m in model.logit_metrics.items()}
-    return (merge_microbatches(losses), metrics), gradients
+    gradients, values = jax.lax.scan(add, zeros, parts)
+    return jax.tree.map(merge_microbatches, values), gradients
 
 
 def local_loss(
@@ -171,8 +216,8 @@ def local_loss(
     params: Params,
     rows: jax.Array,
     keys_B: jax.Array | None = None,
-) -> tuple[jax.Array, tuple[jax.Array, dict[str, jax.Array]]]:
-    """Return the summed loss, to be differentiated by `zeros`, and (sums of rows, logit metrics).
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """Return the summed loss, to be differentiated by `zeros`, and auxiliary values of each row.
 
     `keys_B` has a dropout key for each row; without, nothing is dropped.
     """
@@ -185,7 +230,6 @@ def local_loss(
         model.config.model,
         model.context,
         model.config.train.loss_chunk,
-        model.logit_metrics,
     )
 
 

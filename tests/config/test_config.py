@@ -202,11 +202,6 @@ def test_a_mistake_is_one_sentence_with_key_value_and_remedy(arguments, words):
         ("schedule=constant", "lr_decay_iters=100"),
         ("schedule=cosine", "wsd_decay_iters=100"),
         ("schedule=constant", "wsd_decay=sqrt"),
-        ("name=adamw", "momentum=0.9"),
-        ("name=lion", "adamw_learning_rate=1e-3"),
-        ("name=sgd", "beta2=0.95"),
-        ("name=adafactor", "beta1=0.9"),
-        ("name=adafactor", "momentum=0.9"),
     ],
 )
 def test_a_setting_that_would_do_nothing_is_refused(choice, unused):
@@ -226,7 +221,6 @@ def test_a_setting_that_would_do_nothing_is_refused(choice, unused):
         "optimizer.schedule=wsd optimizer.wsd_decay_iters=250",  # all steps after warm-up
         "optimizer.name=muon optimizer.momentum=0 optimizer.adamw_learning_rate=3e-4",
         "optimizer.name=sgd optimizer.momentum=0 optimizer.schedule=wsd optimizer.wsd_decay=sqrt",
-        "optimizer.name=mine optimizer.momentum=0.9 optimizer.beta1=0.8",  # as a README adds one
     ],
 )
 def test_a_setting_is_checked_where_it_is_used_only(line):

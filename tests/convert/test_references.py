@@ -21,7 +21,7 @@ from jaxgpt.parallel.mesh import make_mesh
 from jaxgpt.train.evaluate import make_generate
 from jaxgpt.train.functions import make_steps
 from jaxgpt.train.setup import load_weights
-from jobs import limited_devices
+from jobs import limited_devices, scalars
 
 pytestmark = pytest.mark.long
 FAMILIES = ("gpt2", "llama3", "tinyllama", "mistral", "qwen2", "qwen3")
@@ -111,7 +111,7 @@ def test_logits_and_five_steps_are_those_of_transformers(family, mesh, models):
     losses = []
     for number, rows in enumerate(batches(), 1):
         rows = jax.device_put(rows, steps.batch_shape.sharding)
-        state, metrics = steps.train_step(state, np.int32(number), rows)
+        state, metrics = steps.train_step(state, *scalars(config, number), rows)
         losses.append(float(metrics.loss))
     difference = abs(losses / expected["losses"] - 1).max()
     print(f"losses of five steps differ by {difference:.1e}")

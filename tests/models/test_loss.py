@@ -49,9 +49,9 @@ def test_a_loss_in_chunks_is_the_loss_at_once(chunk):
     def loss(x, w, chunk):
         return (
             3
-            * cross_entropy_sum(
-                x, w, targets, 0, ModelConfig(vocab_size=V), NO_PARALLELISM, chunk, {}
-            )[0]
+            * cross_entropy_sum(x, w, targets, 0, ModelConfig(vocab_size=V), NO_PARALLELISM, chunk)[
+                0
+            ]
         )
 
     whole = jax.value_and_grad(loss, argnums=(0, 1))(x, w, 0)
@@ -66,7 +66,7 @@ def test_chunks_are_as_even_as_they_get(chunk):
     x, w, targets = jnp.ones((2, 6, 5)), jnp.ones((128, 5)), jnp.zeros((2, 6), jnp.int32)
     program = jax.make_jaxpr(
         lambda x, w: cross_entropy_sum(
-            x, w, targets, 0, ModelConfig(vocab_size=11), NO_PARALLELISM, chunk, {}
+            x, w, targets, 0, ModelConfig(vocab_size=11), NO_PARALLELISM, chunk
         )[0]
     )
     parts = -(-12 // chunk)

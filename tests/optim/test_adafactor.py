@@ -6,8 +6,9 @@ import pytest
 from arrays import random_like
 from jaxgpt.config import ModelConfig, OptimizerConfig
 from jaxgpt.models.weights import Weight, weights
-from jaxgpt.optim import Parameters, make_optimizer
+from jaxgpt.optim import make_optimizer
 from jaxgpt.optim.adafactor import is_factored
+from jaxgpt.optim.parameters import Parameters
 
 # Every matrix has 128 rows and columns; queries, keys and values are three.
 MODEL = ModelConfig(vocab_size=200, n_embd=128, n_layer=2, n_head=4, block_size=32, bias=True)

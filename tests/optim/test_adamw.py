@@ -7,7 +7,8 @@ import pytest
 
 from jaxgpt.config import ModelConfig, OptimizerConfig, UsageError
 from jaxgpt.models.weights import Weight, weights
-from jaxgpt.optim import Parameters, make_optimizer
+from jaxgpt.optim import make_optimizer
+from jaxgpt.optim.parameters import Parameters
 from jaxgpt.optim.update import clip_by_norm
 
 PARAMETERS = Parameters(

@@ -5,7 +5,8 @@ import optax
 from arrays import random_like
 from jaxgpt.config import ModelConfig, OptimizerConfig
 from jaxgpt.models.weights import weights
-from jaxgpt.optim import Parameters, make_optimizer
+from jaxgpt.optim import make_optimizer
+from jaxgpt.optim.parameters import Parameters
 
 CONFIG = OptimizerConfig(name="lion", weight_decay=0.1, beta1=0.9, beta2=0.98)
 

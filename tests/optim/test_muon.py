@@ -8,8 +8,9 @@ import pytest
 from arrays import random_like
 from jaxgpt.config import ModelConfig, OptimizerConfig
 from jaxgpt.models.weights import weights
-from jaxgpt.optim import Parameters, make_optimizer
+from jaxgpt.optim import make_optimizer
 from jaxgpt.optim.muon import is_hidden_matrix
+from jaxgpt.optim.parameters import Parameters
 
 MODEL = ModelConfig(vocab_size=65, n_embd=16, n_layer=2, n_head=2, block_size=8, bias=True)
 PARAMETERS = Parameters(weights(MODEL))

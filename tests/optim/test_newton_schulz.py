@@ -10,9 +10,9 @@ import pytest
 from arrays import random_like
 from jaxgpt.config import MeshShape, ModelConfig, load_config, mesh_shape
 from jaxgpt.models.weights import Weight, weights
-from jaxgpt.optim import Parameters
 from jaxgpt.optim.muon import is_hidden_matrix
 from jaxgpt.optim.newton_schulz import newton_schulz, newton_schulz_flops, orthogonalize
+from jaxgpt.optim.parameters import Parameters
 from jaxgpt.parallel import sharding
 from jaxgpt.parallel.mesh import make_mesh
 from jaxgpt.perf.collectives import read_collectives

@@ -9,15 +9,15 @@ from arrays import random_like
 from jaxgpt import optim
 from jaxgpt.config import ModelConfig, OptimizerConfig
 from jaxgpt.models.weights import weights
-from jaxgpt.optim import Parameters
+from jaxgpt.optim.parameters import Parameters
 from jobs import SMALL, checkpoint_arrays, records, train_here
 from readme_code import load_block, train_and_move
 
 
 @pytest.fixture
 def radam(monkeypatch, tmp_path):
-    module = load_block("jaxgpt/optim/README.md", "radam", tmp_path)
-    monkeypatch.setitem(optim.OPTIMIZERS, "radam", module.radam)
+    module = load_block("jaxgpt/optim/README.md", "jaxgpt.optim.radam", tmp_path)
+    monkeypatch.setitem(optim.OPTIMIZERS, "radam", ("beta1", "beta2"))
     return module.radam
 
 

@@ -3,7 +3,8 @@ import pytest
 
 from jaxgpt.config import OptimizerConfig
 from jaxgpt.models.weights import Weight
-from jaxgpt.optim import Parameters, make_optimizer
+from jaxgpt.optim import make_optimizer
+from jaxgpt.optim.parameters import Parameters
 
 MATRIX = Parameters({"kernel": Weight("kernel", (3, 2), ("embed", "mlp"), "matrix", 1)})
 

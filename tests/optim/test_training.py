@@ -15,7 +15,7 @@ from jaxgpt.perf.hardware import DEVICES
 from jaxgpt.plan.program import state_memory
 from jaxgpt.train.functions import make_steps
 from jaxgpt.train.state import checkpoint_tree, state_from_checkpoint
-from jobs import META, flat, trace
+from jobs import META, flat, scalars, trace
 
 pytestmark = pytest.mark.usefixtures("layouts_fit")
 
@@ -95,7 +95,7 @@ def four_steps(choice):
     batch = jax.device_put(rows, steps.batch_shape.sharding)
     state, states = steps.init(), []
     for step in range(1, 5):
-        state, _ = steps.train_step(state, np.int32(step), batch)
+        state, _ = steps.train_step(state, *scalars(config, step), batch)
         states.append(jax.tree.map(np.asarray, state))
     return steps, batch, states
 
@@ -126,7 +126,7 @@ def test_its_state_is_saved_resumed_bitwise_and_moved(choice, tmp_path):
     state = restored(steps)
     state = state._replace(spike_state=placed.spike_state)
     for step in (3, 4):
-        state, _ = steps.train_step(state, np.int32(step), batch)
+        state, _ = steps.train_step(state, *scalars(config, step), batch)
     assert same(state, states[3])
     for shape in (MeshShape(1, 8, 1), MeshShape(2, 1, 4)):
         other = make_steps(config, make_mesh(shape))

@@ -32,7 +32,7 @@ from jaxgpt.models.attention import make_attention
 from jaxgpt.models.loss import cross_entropy_sum
 from jaxgpt.models.transformer import gpt_graph
 from jaxgpt.models.weights import weights as model_weights
-from jaxgpt.optim import learning_rate_schedule
+from jaxgpt.optim.schedule import learning_rate
 from jaxgpt.optim.update import clip_by_norm, gate_by_where
 from jaxgpt.parallel import sharding
 from jaxgpt.parallel.tensor import ParallelContext
@@ -137,22 +137,22 @@ def make_plain_step(config, mesh, options):
         model, dtype=context.dtype, attend=make_attention("xla", model),
         parallel=context, scan_layers=config.scans_layers(on_cpu), remat=config.parallel.remat,
     )  # fmt: skip
-    optimizer, schedule = optimizer_of(config), learning_rate_schedule(config.optimizer)
+    optimizer = optimizer_of(config)
     constrain, n = jax.lax.with_sharding_constraint, train.gradient_accumulation_steps
 
     def loss_of(params, rows):
         weights = jax.tree.map(Placed, params, used)
         x_BTD, w_VD, offset = nnx.merge(graph, weights).hidden_states(rows[:, :-1])
-        loss, (sums_B, _) = cross_entropy_sum(
-            x_BTD, w_VD, rows[:, 1:], offset, model, context, train.loss_chunk, {}
+        loss, values = cross_entropy_sum(
+            x_BTD, w_VD, rows[:, 1:], offset, model, context, train.loss_chunk
         )
-        return loss / rows[:, 1:].size, sums_B / (rows.shape[1] - 1)
+        return loss / rows[:, 1:].size, values["loss"] / (rows.shape[1] - 1)
 
     def gradients_of(params, rows):
         (_, losses_B), gradients = jax.value_and_grad(loss_of, has_aux=True)(params, rows)
         return losses_B, constrain(gradients, summed_at)
 
-    def train_step(state, step, rows):
+    def train_step(state, step, lr, rows):
         params, opt_state = state
         if n == 1:
             losses_B, gradients = gradients_of(params, rows)
@@ -173,7 +173,6 @@ def make_plain_step(config, mesh, options):
 
         def update(params, opt_state):
             directions, opt_state = optimizer.update(clipped, opt_state, params)
-            lr = jnp.asarray(schedule(step), jnp.float32)
             return jax.tree.map(lambda p, u: p - lr * u, params, directions), opt_state
 
         return gate_by_where(None, update, params, opt_state), (losses_B.mean(), norm)
@@ -181,8 +180,8 @@ def make_plain_step(config, mesh, options):
     at = jax.tree.map(lambda s: s.sharding, tuple(state_shapes(config, mesh)[:2]))
     whole, rows = sharding.replicated(mesh), sharding.batch_sharding(mesh)
     return jax.jit(
-        train_step, in_shardings=(at, whole, rows), out_shardings=(at, whole), donate_argnums=0,
-        compiler_options=options,
+        train_step, in_shardings=(at, whole, whole, rows), out_shardings=(at, whole),
+        donate_argnums=0, compiler_options=options,
     )  # fmt: skip
 
 
@@ -211,7 +210,8 @@ def timed(config, steps, plain, written):
     for step in range(1, 16):
         for form in states:
             began = time.perf_counter()
-            states[form], metrics = form(states[form], np.int32(step), rows)
+            lr = learning_rate(config.optimizer, step)
+            states[form], metrics = form(states[form], np.int32(step), lr, rows)
             losses[form].append(float(metrics[0] if form is plain else metrics.loss))
             seconds[form].append(time.perf_counter() - began)
     pairs = zip(seconds[plain][3:], seconds[written][3:], strict=True)
@@ -243,7 +243,7 @@ def compare(name, arguments, on_h100):
     state = tuple(steps.state_shapes[:2])
     plain_options = options or step_options(config, "cpu", mesh.size)
     plain_step = make_plain_step(config, mesh, plain_options)
-    plain = plain_step.lower(state, np.int32(0), batch).compile()
+    plain = plain_step.lower(state, np.int32(0), np.float32(0), batch).compile()
     transformer.with_layout_constraint = constraint
     a, b = describe(written, mesh), describe(plain, mesh)
     kinds = sorted(a["counts"] | b["counts"])

@@ -17,7 +17,7 @@ from jaxgpt.plan.layout import Plan, plan_layout
 from jaxgpt.plan.program import Memory, Program
 from jaxgpt.runtime.allocator import USABLE
 from jaxgpt.train.functions import make_steps
-from jobs import limited_devices, run
+from jobs import limited_devices, run, scalars
 from plan.theory import expected_traffic, sum_by_kind_and_axes
 
 MODEL = (
@@ -62,7 +62,7 @@ def test_a_plan_is_what_the_program_does(layout):
     assert plan.memory.moments == live_bytes(state.opt_state)
 
     rows = jax.device_put(np.zeros((16, 65), np.int32), steps.batch_shape.sharding)
-    found = steps.train_step.lower(state, np.int32(1), rows).compile().memory_analysis()
+    found = steps.train_step.lower(state, *scalars(config, 1), rows).compile().memory_analysis()
     needed = found.argument_size_in_bytes + found.temp_size_in_bytes
     assert plan.memory.total == pytest.approx(needed, rel=0.01)
 

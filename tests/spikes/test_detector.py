@@ -19,7 +19,7 @@ from jaxgpt.spikes.detector import (
     update,
 )
 from jaxgpt.train.functions import make_steps
-from jobs import flat, limited_devices
+from jobs import flat, limited_devices, scalars
 
 SPIKE = SpikeConfig(window=32)
 NOISE = 0.05
@@ -148,7 +148,7 @@ def trained(steps, batch, n):
     """State and metrics after each of n steps on the same batch, as NumPy arrays."""
     state, out = steps.init(), []
     for step in range(1, n + 1):
-        state, metrics = steps.train_step(state, np.int32(step), batch)
+        state, metrics = steps.train_step(state, *scalars(steps.model.config, step), batch)
         out.append(jax.tree.map(np.asarray, (state, metrics)))
     return out
 
@@ -210,11 +210,11 @@ def test_only_skip_update_leaves_out_a_spike(action):
     )
     state = steps.init()
     for step in range(1, 60):  # until it knows the batch by heart
-        state, metrics = steps.train_step(state, np.int32(step), batch)
+        state, metrics = steps.train_step(state, *scalars(steps.model.config, step), batch)
     other = np.random.default_rng(1).integers(0, 64, (16, 33)).astype(np.int32)
     before = jax.tree.map(np.array, state)
     state, metrics = steps.train_step(
-        state, np.int32(60), jax.device_put(other, steps.batch_shape.sharding)
+        state, *scalars(steps.model.config, 60), jax.device_put(other, steps.batch_shape.sharding)
     )
     assert (
         CAUSES[int(metrics.detection.cause)] == "loss"

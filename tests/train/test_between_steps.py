@@ -98,9 +98,9 @@ def test_logging_waits_for_the_device_only_at_log_interval(
         def compile(self):
             return Watched(self._step.compile())
 
-        def __call__(self, state, step, batch):
+        def __call__(self, state, step, *operands):
             begun.append(int(step))
-            state, metrics = self._step(state, step, batch)
+            state, metrics = self._step(state, step, *operands)
             watched = functools.partial(wait_for, int(step))
             return state, jax.tree.map(lambda m: OnDevice(m, watched), metrics)
 

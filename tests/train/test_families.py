@@ -9,7 +9,7 @@ import pytest
 from jaxgpt.config import MeshShape, load_config
 from jaxgpt.parallel.mesh import make_mesh
 from jaxgpt.train.functions import make_steps
-from jobs import limited_devices
+from jobs import limited_devices, scalars
 
 ROPE = ("model.norm=rmsnorm", "model.position=rope", "model.mlp=swiglu", "model.mlp_hidden=96")
 FAMILIES = {
@@ -41,7 +41,7 @@ def losses_of(family, mesh, *settings):
         state, found = steps.init(), []
         for number, batch in enumerate(rows, 1):
             batch = jax.device_put(batch, steps.batch_shape.sharding)
-            state, metrics = steps.train_step(state, np.int32(number), batch)
+            state, metrics = steps.train_step(state, *scalars(config, number), batch)
             found.append(metrics.loss)
     return np.array(found)
 

@@ -8,7 +8,7 @@ from jaxgpt.models.weights import activation_bytes
 from jaxgpt.parallel.mesh import make_mesh
 from jaxgpt.perf.collectives import read_collectives
 from jaxgpt.train.functions import SLICE_BYTES, choose_n_slices, make_steps
-from jobs import flat, limited_devices
+from jobs import flat, limited_devices, scalars
 
 ARGUMENTS = ("shakespeare_char", "model.n_layer=2", "model.block_size=64", "model.vocab_size=65")
 
@@ -105,12 +105,12 @@ def test_slices_change_memory_and_nothing_else(mesh, parts):
         steps = make_steps(config, mesh, slices=slices)
         state, batch = steps.init(), jax.device_put(rows, steps.batch_shape.sharding)
         part = jax.device_put(rows[: 128 // parts], steps.batch_shape.sharding)
-        step = steps.train_step.lower(state, np.int32(1), batch).compile()
+        step = steps.train_step.lower(state, *scalars(config, 1), batch).compile()
         evaluate = steps.eval_step.lower(state.params, part).compile()
         memory.append([p.memory_analysis().temp_size_in_bytes for p in (step, evaluate)])
         said.append([read_collectives(p.as_text(), dict(mesh.shape)) for p in (step, evaluate)])
         evaluated.append(np.asarray(evaluate(state.params, part)))
-        state, metrics = step(state, np.int32(1), batch)
+        state, metrics = step(state, *scalars(config, 1), batch)
         losses.append(np.asarray(metrics.row_losses))
         gradients.append(
             flat(optax.tree_utils.tree_get(state.opt_state, "mu"))

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from jaxgpt.config import MeshShape, load_config, mesh_shape
 from jaxgpt.parallel.mesh import make_mesh
 from jaxgpt.train.functions import make_steps
-from jobs import FIGHT, trace
+from jobs import FIGHT, scalars, trace
 
 pytestmark = pytest.mark.usefixtures("layouts_fit")
 
@@ -180,7 +180,7 @@ def test_offloaded_state_lives_in_the_hosts_memory(offload):
         assert {m.sharding.memory_kind for m in moments} == {"pinned_host"}
         params = "pinned_host" if offload == "state" else "device"
         assert {p.sharding.memory_kind for p in jax.tree.leaves(state.params)} == {params}
-        state, _ = steps.train_step(state, np.int32(1), rows)
+        state, _ = steps.train_step(state, *scalars(config, 1), rows)
 
 
 @pytest.mark.long

@@ -19,7 +19,7 @@ import numpy as np
 from jaxgpt.bench.harness import PROG, Job, Result, Value, open_job
 from jaxgpt.bench.rounds import Rounds
 from jaxgpt.config import Config, ModelConfig, UsageError, is_changed, parse_args
-from jaxgpt.optim import learning_rate_schedule
+from jaxgpt.optim.schedule import learning_rate
 from jaxgpt.parallel.sharding import Params
 from jaxgpt.train.run.resume import initial_model
 
@@ -153,11 +153,11 @@ def write_task(
     Return the options of its model.
     """
     config = trainer.run.config
-    schedule, steps = learning_rate_schedule(config.optimizer), range(1, n_steps + 1)
+    steps = range(1, n_steps + 1)
     model, arrays = other.model(jax.device_get(trainer.state.params), config.model)
     task = {
         "model": model,
-        "lr": [float(schedule(step)) for step in steps],
+        "lr": [float(learning_rate(config.optimizer, step)) for step in steps],
         "weight_decay": config.optimizer.weight_decay,
         "betas": [config.optimizer.beta1, config.optimizer.beta2],
         "grad_clip": config.optimizer.grad_clip,

@@ -103,7 +103,7 @@ class OptimizerConfig:
     """The optimizer, and the schedule of its learning rate."""
 
     name: str = "adamw"
-    """The optimizer: adamw, lion, muon, adafactor or sgd (jaxgpt/optim/README.md)."""
+    """The optimizer (jaxgpt/optim/README.md)."""
     learning_rate: NonNegative = 3e-3
     """Peak learning rate; for adafactor relative to the RMS of each matrix."""
     schedule: Literal["cosine", "wsd", "constant"] = "cosine"

@@ -126,6 +126,7 @@ def dispatches(preset: str, *words: str) -> list[tuple[int, float]]:
     import numpy as np
 
     from jaxgpt.config import MeshShape, load_config
+    from jaxgpt.optim.schedule import learning_rate
     from jaxgpt.parallel.mesh import make_mesh
     from jaxgpt.runtime.allocator import keep_freed_memory
     from jaxgpt.train.functions import make_steps
@@ -135,12 +136,13 @@ def dispatches(preset: str, *words: str) -> list[tuple[int, float]]:
     config = load_config(preset, "model.vocab_size=65", *words)
     steps = make_steps(config, make_mesh(MeshShape(), ("this host",)))
     shape = steps.batch_shape.shape
+    lr = learning_rate(config.optimizer, 1)
     rows = jnp.asarray(np.random.default_rng(0).integers(65, size=shape, dtype=np.int32))
 
     def seconds(n: int) -> float:
         def several(state: Any, first: Any) -> Any:
             def step(state: Any, number: Any) -> tuple[Any, None]:
-                return train_step(steps.model, state, number, rows)[0], None
+                return train_step(steps.model, state, number, lr, rows)[0], None
 
             return jax.lax.scan(step, state, first + jnp.arange(n, dtype=jnp.int32))[0]
 

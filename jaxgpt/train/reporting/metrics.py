@@ -9,7 +9,7 @@ import numpy as np
 
 from jaxgpt.config import Config
 from jaxgpt.spikes.detector import LOSS
-from jaxgpt.train.reporting.step_metrics import Metrics
+from jaxgpt.train.step import Metrics
 
 
 class StepMetrics(NamedTuple):

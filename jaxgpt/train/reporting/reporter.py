@@ -1,6 +1,7 @@
 """Records and lines of what happens in a run, on process 0."""
 
 import contextlib
+import functools
 import json
 import time
 from collections.abc import Callable, Sequence
@@ -12,7 +13,7 @@ from jaxgpt.cluster.health.heartbeat import Heartbeats
 from jaxgpt.cluster.process_group import ProcessGroup
 from jaxgpt.data.batch_sizes import BatchSizes
 from jaxgpt.data.loader import Loader
-from jaxgpt.optim import learning_rate_schedule
+from jaxgpt.optim.schedule import learning_rate
 from jaxgpt.parallel.mesh import describe
 from jaxgpt.perf.flops import Rates, StepTimer, flops_per_token, peak_flops
 from jaxgpt.perf.memory import memory_in_use
@@ -25,8 +26,8 @@ from jaxgpt.spikes.record import spike_record
 from jaxgpt.spikes.report import rewind_line, spike_line, spikes_table
 from jaxgpt.tracking import Trackers
 from jaxgpt.tracking.console import Console
+from jaxgpt.tracking.figures import HOST_FIGURES, legend, train_line
 from jaxgpt.tracking.jsonl import METRICS, atomic_write_text, read_records
-from jaxgpt.tracking.metrics import FIGURES, figure, train_line
 from jaxgpt.tracking.records import (
     DamageRecord,
     Record,
@@ -39,11 +40,9 @@ from jaxgpt.train.functions import StepFunctions
 from jaxgpt.train.reporting.goodput import Goodput, all_starts, goodput_line
 from jaxgpt.train.reporting.header import header_lines
 from jaxgpt.train.reporting.metrics import StepMetrics, corpus_means
-from jaxgpt.train.reporting.step_metrics import STEP_METRICS, Metrics
 from jaxgpt.train.reporting.stragglers import Stragglers, straggler_line
 from jaxgpt.train.run.directory import Run
-
-LEGENDS = {name: metric.legend for name, metric in STEP_METRICS.items()}
+from jaxgpt.train.step import STEP_METRICS, Metrics
 
 
 class Reporter:
@@ -63,12 +62,14 @@ class Reporter:
         self._cluster, self._startup = cluster, startup
         self._config, self._run, self._steps = run.config, run, steps
         self._enabled = cluster.is_main
+        self._figures = {name: m.figure for name, m in STEP_METRICS.items()} | HOST_FIGURES
         self._console = Console(self._enabled, run.directory / "train.log")
         self.info, self.progress = self._console.info, self._console.progress
         if self._enabled:
-            self._trackers = Trackers(run, run.resume_step, warn=self._console.info)
+            self._trackers = Trackers(run, run.resume_step, say=self._console.info)
             self._log_earlier_starts()
-        self._last_losses, self._has_started = "", False
+        self._losses: dict[int, str] = {}  # of the last evaluation, by its step
+        self._has_started = False
         self._skipped = self._nonfinite = 0
         self._stalls = Stalls() if cluster.size > 1 else None
         self._stragglers = Stragglers(cluster.host_names)
@@ -188,7 +189,7 @@ class Reporter:
             self._log_known(reading)
         if metrics is None:
             self._skipped += 1
-            lr = float(learning_rate_schedule(self._config.optimizer)(step))
+            lr = float(learning_rate(self._config.optimizer, step))
             values = {"loss": None, "grad_norm": None, "lr": lr, **self._rates.of(None)}
             corpora = None
         elif is_first or step % train.log_interval == 0 or step == train.max_iters:
@@ -244,7 +245,7 @@ class Reporter:
 
     def go_back(self, run: Run, record: Record | None = None) -> None:
         """Go on from `run.resume_step`, as if the run had been started there; log why."""
-        self._run, self._config, self._last_losses = run, run.config, ""
+        self._run, self._config, self._losses = run, run.config, {}
         self.goodput.go_on_from(run.resume_step or 0)
         self._begin()
         self._console.progress(run.resume_step or 0)
@@ -269,12 +270,15 @@ class Reporter:
         values = record.to_dict()
         if record.kind == "train":
             if not values["skipped"]:
-                self._console.legend(legend(values, self._stalls is not None))
-            iters, width = self._config.train.max_iters, self._console.width
-            self.info(train_line(values, iters, width), train_line(values, iters))
+                with_slowest = self._stalls is not None
+                self._console.legend(legend(values, self._figures, with_slowest))
+            line = functools.partial(
+                train_line, values, self._figures, self._config.train.max_iters
+            )
+            self.info(line(self._console.width), full=line())
             return
         if record.kind == "eval":
-            self._last_losses = losses_text(values)
+            self._losses = {record.step: losses_text(values)}
         self.info(_LINES[record.kind](values))
 
     def show_spikes(self) -> None:
@@ -282,11 +286,14 @@ class Reporter:
         if self._enabled:
             self.info(spikes_table(read_records(self._run.directory / METRICS)))
 
-    def close(self, last_line: str, with_losses: bool = True) -> None:
-        """Log how the run ended, with its last losses, and close every log."""
+    def close(self, last_line: str, step: int | None = None) -> None:
+        """Log how the run ended, with the losses of the evaluation after `step`; close every log.
+
+        The line is without losses if there was no evaluation after that step.
+        """
         self._console.end_progress()
-        with_losses = with_losses and self._last_losses != ""
-        self.info(f"{last_line}: {self._last_losses}" if with_losses else last_line)
+        losses = self._losses.get(step)
+        self.info(f"{last_line}: {losses}" if losses else last_line)
         self.goodput.enter("end")
         if self._stalls:
             self._stalls.close()
@@ -308,19 +315,6 @@ class Reporter:
             path = self._run.directory / "startup.json"
             atomic_write_text(path, json.dumps(found, indent=1) + "\n")
             self.info(startup_line(found))
-
-
-def legend(values: dict[str, Any], with_slowest: bool) -> dict[str, str]:
-    """Return short name -> meaning of the figures that lines of this run can have."""
-    names = [n for n in FIGURES if n != "slowest_over_mean" or with_slowest]
-    names[3:3] = [name for name in LEGENDS if name not in FIGURES]
-    out = {"step": "optimizer step, from 1, and the last one"}
-    for name in names:
-        shown = figure(name, LEGENDS)
-        out[shown.short] = shown.legend
-    if values.get("corpora"):
-        out |= {name: "mean loss of this corpus since the last line" for name in values["corpora"]}
-    return out
 
 
 def data_line(sizes: BatchSizes, step: int) -> str:

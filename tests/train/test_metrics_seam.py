@@ -1,4 +1,7 @@
-"""The metric that the room's README adds."""
+"""The metric that the folder's README adds."""
+
+import re
+from types import ModuleType
 
 import jax
 import numpy as np
@@ -8,16 +11,31 @@ from flax import nnx
 from jaxgpt.config import load_config, mesh_shape
 from jaxgpt.models.transformer import GPT
 from jaxgpt.parallel.mesh import make_mesh
+from jaxgpt.train import step as step_module
 from jaxgpt.train.functions import make_steps
-from jaxgpt.train.reporting import step_metrics
-from jobs import SMALL, limited_devices, records, train_here
-from readme_code import load_block, train_and_move
+from jobs import SMALL, limited_devices, records, scalars, train_here
+from readme_code import ROOT, load_block, train_and_move
 
 
 @pytest.fixture
 def largest_logit(monkeypatch, tmp_path):
     module = load_block("jaxgpt/train/README.md", "largest_logit", tmp_path)
-    monkeypatch.setitem(step_metrics.STEP_METRICS, "largest_logit", module.largest_logit)
+    monkeypatch.setitem(step_module.STEP_METRICS, "largest_logit", module.largest_logit)
+    monkeypatch.setattr(step_module, "cross_entropy_sum", changed_loss().cross_entropy_sum)
+
+
+def changed_loss():
+    """jaxgpt.models.loss with the changes that the README shows."""
+    (diff,) = re.findall(r"```diff\n(.*?)```", (ROOT / "jaxgpt/train/README.md").read_text(), re.S)
+    text = (ROOT / "jaxgpt/models/loss.py").read_text()
+    for hunk in diff.split("...\n"):
+        lines = hunk.splitlines(keepends=True)
+        old, new = ("".join(x[1:] for x in lines if x[0] == sign) for sign in "-+")
+        assert text.count(old) == 1, old
+        text = text.replace(old, new)
+    module = ModuleType("changed_loss")
+    exec(text, vars(module))
+    return module
 
 
 @pytest.mark.long
@@ -42,7 +60,7 @@ def test_it_is_the_largest_of_all_logits_on_any_mesh(largest_logit, options):
     nnx.update(network, jax.tree.map(np.asarray, state.params))
     expected = float(network(tokens[:, :-1]).max())
     batch = jax.device_put(tokens, steps.batch_shape.sharding)
-    _, metrics = steps.train_step(state, np.int32(1), batch)
+    _, metrics = steps.train_step(state, *scalars(config, 1), batch)
     assert float(metrics.scalars["largest_logit"]) == pytest.approx(expected, rel=1e-5)
 
 

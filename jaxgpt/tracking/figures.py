@@ -1,0 +1,90 @@
+"""The training line: how each number of a training record is shown."""
+
+import datetime
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+
+class Figure(NamedTuple):
+    """How a number of a training record is shown."""
+
+    legend: str
+    short: str = ""  # name on the console; the name of the number if empty
+    rank: int = 7  # figures of the highest rank are dropped first where a line is too long
+    show: Callable[[float], str] = "{:.4g}".format
+
+
+def _gib(size: float) -> str:
+    return f"{size / 2**30:.2f}GiB"
+
+
+def _seconds(seconds: float) -> str:
+    return f"{1000 * seconds:.1f}ms" if seconds < 10 else f"{seconds:.2f}s"
+
+
+def _clock(seconds: float) -> str:
+    return str(datetime.timedelta(seconds=round(seconds)))
+
+
+_COUNT, _SHARE = "{:,.0f}".format, "{:.1%}".format
+# Numbers that the host measures between steps. Those of a step are `STEP_METRICS` in train/step.py.
+HOST_FIGURES = {
+    "dt": Figure("time per step, without compilation, evaluation, checkpoints", "", 1, _seconds),
+    "tokens_per_sec": Figure("tokens per second, whole job", "tps", 2, _COUNT),
+    "tokens_per_sec_per_device": Figure("tokens per second and device", "tps/dev", 8, _COUNT),
+    "samples_per_sec": Figure("sequences per second, whole job", "sps", 9, "{:.1f}".format),
+    "tflops_per_device": Figure("TFLOP/s per device, as for mfu", "tflops", 10, "{:.3g}".format),
+    "mfu": Figure("share of the peak FLOP/s; not shown if the peak is unknown", "", 4, _SHARE),
+    "memory_bytes": Figure("memory of process 0's fullest device; on CPUs its RSS", "mem", 7, _gib),
+    "memory_peak_bytes": Figure("peak of mem so far", "peak", 11, _gib),
+    "data_wait": Figure("share of the step that process 0 waited for data", "data", 12, _SHARE),
+    "slowest_over_mean": Figure(
+        "a process's own time: slowest over the mean, and its rank", "slow", 13, "{:.2f}".format
+    ),
+    "skipped_steps": Figure("steps skipped since this start, if any", "skipped", 2, _COUNT),
+    "nonfinite_steps": Figure("steps not finite since this start, if any", "nonfinite", 2, _COUNT),
+    "seconds_left": Figure("time left at the pace so far", "left", 5, _clock),
+}
+_SILENT_AT_ZERO = ("skipped_steps", "nonfinite_steps")
+
+
+def train_line(
+    record: Mapping[str, Any],
+    figures: Mapping[str, Figure],
+    max_iters: int,
+    width: int | None = None,
+) -> str:
+    """Return `TrainRecord.to_dict()` as `step=100/300 loss=2.4527 ...`.
+
+    Figures are dropped, those of the highest rank first, until the line fits into `width` columns;
+    None keeps all of them.
+    """
+    start = f"step={record['step']}/{max_iters}"
+    if record["skipped"]:
+        return f"{start} skipped lr={figures['lr'].show(record['lr'])}"
+    parts = [(-1, start)]
+    for name, figure in figures.items():
+        value = record.get(name)
+        if value is not None and not (name in _SILENT_AT_ZERO and value == 0):
+            process = f"@{record['slowest_rank']}" if name == "slowest_over_mean" else ""
+            parts.append((figure.rank, f"{figure.short or name}={figure.show(value)}{process}"))
+    if record.get("corpora"):
+        losses = {name: found["loss"] for name, found in record["corpora"].items()}
+        text = " ".join(f"{name}={loss:.4f}" for name, loss in losses.items() if loss is not None)
+        parts.append((6, text))
+    while width and len(parts) > 1 and len(" ".join(text for _, text in parts)) > width:
+        parts.remove(max(parts, key=lambda part: part[0]))
+    return " ".join(text for _, text in parts)
+
+
+def legend(
+    record: Mapping[str, Any], figures: Mapping[str, Figure], with_slowest: bool
+) -> dict[str, str]:
+    """Return short name -> meaning of the figures that training lines of a run can have."""
+    out = {"step": "optimizer step, from 1, and the last one"}
+    for name, figure in figures.items():
+        if name != "slowest_over_mean" or with_slowest:
+            out[figure.short or name] = figure.legend
+    if record.get("corpora"):
+        out |= {name: "mean loss of this corpus since the last line" for name in record["corpora"]}
+    return out
