@@ -232,7 +232,7 @@ class Repeater:
         kind = mesh.devices.flat[0].device_kind
         self.place = Place(describe(mesh), cluster.size, kind, jax.__version__)
         self._cluster = cluster
-        self._checkpoints = Checkpoints(run, config)
+        self._checkpoints = Checkpoints(run, config, cluster)
         self._steps = make_steps(config, mesh)
         self._train_step = self._steps.lower_train_step().compile()
         sharding = self._steps.batch_shape.sharding

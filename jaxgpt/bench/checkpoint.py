@@ -40,7 +40,7 @@ def run(settings: Sequence[str], out: Path | None = None) -> Result:
         config = config.replace(spike__action="log", checkpoint__keep=1)
         steps = make_steps(config, mesh)
         shapes = checkpoint_tree(steps.state_shapes)
-        job.cluster.run_on_all(Checkpoints(job.folder, config).open, shapes)
+        Checkpoints(job.folder, config, job.cluster).open(shapes)
         state = steps.init()
         # Not zeros: as after some steps.
         state = state._replace(opt_state=jax.tree.map(lambda x: x + 1, state.opt_state))
@@ -82,11 +82,16 @@ def medians(rounds: list[dict[str, float]]) -> dict[str, Value]:
 
 
 def save(job: Job, config: Config, tree: Tree) -> dict[str, float]:
-    checkpoints = Checkpoints(empty_folder(job, "checkpoint"), config)
+    checkpoints = Checkpoints(empty_folder(job, "checkpoint"), config, job.cluster)
+
+    meta = {
+        "config": config.to_dict(), "consumed_tokens": 0, "data_fingerprint": [],
+        "tokenizer": None, "jax": jax.__version__, "mesh": "", "processes": job.cluster.size,
+    }  # fmt: skip
 
     def save_and_close() -> float:
         began = time.perf_counter()
-        checkpoints.save(1, tree, {})
+        checkpoints.save(1, tree, meta)
         blocked = time.perf_counter() - began
         checkpoints.close()
         return blocked
@@ -97,7 +102,7 @@ def save(job: Job, config: Config, tree: Tree) -> dict[str, float]:
 
 def restore(job: Job, config: Config, shapes: Tree) -> dict[str, float]:
     """Restore the checkpoint, which compares its checksums."""
-    checkpoints = Checkpoints(job.folder / "checkpoint", config)
+    checkpoints = Checkpoints(job.folder / "checkpoint", config, job.cluster)
     drop_cached(job, "checkpoint")
     _, seconds = job.timed(lambda: jax.block_until_ready(checkpoints.restore(1, shapes)))
     checkpoints.close()

@@ -56,9 +56,9 @@ class Rounds:
             _, trainer, self.state = set_up(
                 self.run, cluster, facts, never, startup, watchdog, self, Goodput(startup.began)
             )
-            trainer.report.start(trainer.loader, peers)
+            trainer.job.report.start(trainer.loader, peers)
         self.trainer = trainer._replace(evaluate=lambda *_: None, sample=lambda *_: None)
-        self.steps, self.mesh = trainer.steps, trainer.steps.mesh
+        self.steps, self.mesh = trainer.job.steps, trainer.job.steps.mesh
         self.compile_seconds = startup.seconds["compile"]
         self.run = dataclasses.replace(self.run, resume_step=0)
         # The compiled step alone gets the same arguments each time, which are on the device.
@@ -70,7 +70,7 @@ class Rounds:
         """Run the trainer's loop; return seconds a step, and CPU seconds of its thread."""
         last = self.run.resume_step + n_steps
         run = dataclasses.replace(self.run, config=self.run.config.replace(train__max_iters=last))
-        self.trainer.cluster.barrier()
+        self.trainer.job.cluster.barrier()
         began, cpu_began = time.perf_counter(), time.thread_time()
         with self._quiet:
             failure = run_steps(run, self.state, self.trainer).failure
@@ -83,7 +83,7 @@ class Rounds:
     def alone(self, n_steps: int) -> float:
         """Run the compiled step alone, on the same batch every time; return seconds a step."""
         in_flight = DispatchLimiter()
-        self.trainer.cluster.barrier()
+        self.trainer.job.cluster.barrier()
         began = time.perf_counter()
         for _ in range(n_steps):
             self.state, metrics = self.trainer.train_step(self.state, *self._alone)
@@ -93,7 +93,7 @@ class Rounds:
 
     def profile(self, n_steps: int, directory: Path) -> dict[str, Any]:
         """Trace so many steps alone, and return what `Tracing.stop` found."""
-        tracing = Tracing(directory, self.trainer.cluster, self.state)
+        tracing = Tracing(directory, self.trainer.job.cluster, self.state)
         self.alone(n_steps)
         return tracing.stop(self.state, n_steps, self.trainer.train_step.as_text())
 
@@ -113,7 +113,7 @@ class Rounds:
     def nothing(self, *_: Any, **__: Any) -> None:
         """Write no checkpoint."""
 
-    open = check = is_due = forget_later = close = nothing
+    open = check = is_due = close = nothing
 
 
 def with_data(config: Config, synthetic: bool, job: Job) -> tuple[Config, str]:

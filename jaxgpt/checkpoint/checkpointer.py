@@ -1,95 +1,106 @@
-"""The checkpoints of a run: sharded, written in the background, complete or not there."""
+"""The checkpoints of a run: sharded, saved by Orbax in the background, complete or absent."""
 
 import contextlib
 import functools
-import itertools
 import logging
 import os
+import re
 import shutil
 import sys
-import threading
 import time
+import warnings
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import jax
 
 from jaxgpt.checkpoint.checksums import checksums
+from jaxgpt.checkpoint.local import local_folder
 from jaxgpt.checkpoint.metadata import (
-    OF_THE_FILE,
+    ERRORS_OF_THE_FILE,
+    TEMPORARY_SUFFIX,
     DamagedCheckpoint,
     add_checksum,
     list_checkpoints,
     read_meta,
+    remove_temporary,
 )
-from jaxgpt.checkpoint.save import Content, Save, os_error
 from jaxgpt.checkpoint.schedule import SaveClock, steps_to_remove
-from jaxgpt.checkpoint.stage import stage_of_run
-from jaxgpt.checkpoint.writer import SCRATCH_SUFFIX, Tree, copy_to_host
+from jaxgpt.cluster.process_group import ProcessGroup
 from jaxgpt.config import Config, UsageError, should_run_every
 from jaxgpt.parallel.sharding import Params
 from jaxgpt.tracking.jsonl import NO_ROOM
-from jaxgpt.tracking.records import (
-    CheckpointFailedRecord,
-    CheckpointRecord,
-    Record,
-    StagedRestoreRecord,
-)
+from jaxgpt.tracking.records import CheckpointFailedRecord, CheckpointRecord, Record
 
-# Quotas show in these errors only, not in the room that a file system says it has.
+Tree = dict[str, Any]  # nested, of arrays or their shapes
+
+# A quota shows up in these errors only, not in the free space that a file system reports.
 NO_ROOM_WORDS = ("are free there", *map(os.strerror, NO_ROOM))
-GO_ON = "start again with the same --out to go on from the newest complete one, if any"
+CONTINUE = "start again with the same --out to continue from the newest complete one, if any"
+
+
+@dataclass
+class Save:
+    """A checkpoint on its way to the run directory."""
+
+    step: int
+    began: float  # `time.perf_counter()` when training was interrupted for it
+    stalled: float = 0.0  # seconds that training waited for it
+    error: Exception | None = None  # why it was not begun on this process
+    copy: Future[None] | None = None  # on process 0, with checkpoint.local: copies it to the run
+    is_logged: bool = False
 
 
 class Checkpoints:
     """Saves and restores the state of one run, in `directory`/checkpoints.
 
-    What does not stay (`schedule.py`) is removed once the next checkpoint after it is complete:
-    when that is waited for, before the next save or at the end.
+    Orbax writes in a thread of each process, and its processes meet at barriers. If a process
+    fails, the others wait there for checkpoint.timeout_minutes at most. The next `save` or `close`
+    waits for all of them, and they agree on what became of the checkpoint.
     """
-
-    _numbers = itertools.count()  # of saves in this job, for messages between its processes
 
     def __init__(
         self,
         directory: Path,
         config: Config,
+        cluster: ProcessGroup | None = None,
         on_saved: Callable[[float], None] = lambda seconds: None,
     ):
-        """`on_saved` is given the seconds that a checkpoint took."""
-        self._on_saved = on_saved
+        """Prepare; nothing is read or written yet.
+
+        Args:
+            directory: the run directory, which all processes share.
+            cluster: the processes that save together; None is this process alone.
+            on_saved: called on process 0 with the seconds that each checkpoint took.
+        """
         self._directory, self._config = directory.absolute(), config
+        self._cluster = cluster or ProcessGroup(launcher="none")
+        self._on_saved = on_saved
         self._folder = self._directory / "checkpoints"
-        self._stage = stage_of_run(config, directory)
-        self._saves: list[Save] = []  # under way
-        self._removals: list[threading.Thread] = []
+        self._local = local_folder(config, directory)
+        self._writing: Save | None = None  # by Orbax
+        self._copying: Save | None = None  # from checkpoint.local
+        self._orbax: Any = None  # opened by the first save: importing Orbax takes a second
+        # On process 0: removes old checkpoints and copies local ones, one after the other.
+        self._background: ThreadPoolExecutor | None = None
         self._clock = SaveClock(config.checkpoint.interval_minutes)
         self.log: Callable[[Record], None] = lambda record: None
 
     def open(self, tree: Tree) -> None:
         """Prepare to save: remove what an interrupted save left.
 
-        All processes call this before any of them saves. Raises `UsageError` if the file system
-        says that it has no room for a checkpoint, or checkpoint.stage cannot be written.
+        All processes call this together. Raises `UsageError` if a checkpoint does not fit on the
+        disk, or if checkpoint.local cannot be used.
         """
-        if self._stage is not None:
-            self._stage.open()
-        if jax.process_index() == 0:
-            for scratch in self._folder.glob(f"*{SCRATCH_SUFFIX}"):
-                shutil.rmtree(scratch, ignore_errors=True)
-        if problem := self._room_problem(tree):
-            raise UsageError(f"{self._folder}: {problem}; make room, and {GO_ON}")
-
-    def _room_problem(self, tree: Tree) -> str:
-        needed = sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(tree))
-        disk = shutil.disk_usage(self._directory)
-        if not disk.total or needed <= disk.free:
-            return ""
-        return (
-            f"a checkpoint takes {needed / 1e6:,.1f} MB, and {disk.free / 1e6:,.1f} MB are free "
-            "there"
-        )
+        if self._local is not None:
+            self._local.open(self._cluster)
+        if self._cluster.is_main:
+            remove_temporary(self._folder)
+        if problem := self._cluster.broadcast(self._room_problem(tree)):
+            raise UsageError(f"{self._folder}: {problem}; make room, and {CONTINUE}")
 
     def is_due(self, step: int) -> bool:
         """Return whether checkpoint.interval or interval_minutes asks for a save after this step.
@@ -100,84 +111,47 @@ class Checkpoints:
         return by_clock or should_run_every(step, self._config.checkpoint.interval)
 
     def save(self, step: int, tree: Tree, meta: Mapping[str, Any]) -> None:
-        """Start writing arrays and JSON; the arrays may be donated as soon as this returns.
+        """Start writing arrays and JSON; the caller may donate the arrays after this returns.
 
-        Raises what `check` does.
+        All processes call this together. Raises `UsageError` on all of them if an earlier save has
+        failed and the run cannot continue without it: checkpoint.on_error=stop, or there is no
+        older checkpoint.
         """
         began = time.perf_counter()
-        self._wait(allowed=0 if self._stage is None else 1)
-        for save in self._saves:
-            save.wait_until_written()
+        self._settle()
         self._remove_old()
-        self._wait_for_removals()  # which make room
         self._clock.saved()
+        self._writing = save = Save(step, began)
+        if problem := self._cluster.broadcast(self._room_problem(tree)):
+            save.error = OSError(problem)
+            return
         meta = add_checksum({**meta, "step": step, "checksums": checksums(tree)})
-        names = jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype), tree)
-
-        def check_room() -> None:
-            if jax.process_index() == 0 and (problem := self._room_problem(names)):
-                raise OSError(problem)
-
-        content = Content(step, copy_to_host(tree), names, meta)
-        previous = self._saves[-1] if self._saves else None
-        number = next(self._numbers)
-        self._saves.append(
-            Save(number, self._directory, self._stage, content, began, check_room, previous)
-        )
+        try:
+            self._save(step, tree, meta)
+        except Exception as error:  # perhaps on this process alone: see the class
+            save.error = error
+        save.stalled = time.perf_counter() - began
 
     def check(self) -> None:
-        """Log the checkpoints that are complete now, and those that failed.
-
-        Raises `UsageError` if one has failed and the run cannot go on without it: with
-        checkpoint.on_error=stop, or as there is no other. All processes do.
-        """
-        while self._saves and self._saves[0].is_done:
-            self._settle(self._saves.pop(0))
-
-    def _wait(self, allowed: int) -> None:
-        """Wait until no more than `allowed` saves are under way."""
-        while len(self._saves) > allowed:
-            self._saves[0].wait()
-            self._settle(self._saves.pop(0))
-
-    def _settle(self, save: Save, is_last: bool = False) -> None:
-        step, error, standing = save.step, save.verdict.error, save.verdict.standing
-        if not error:
-            path = str(self._folder / str(step))
-            self._on_saved(save.seconds)
-            self.log(
-                CheckpointRecord(step=step, path=path, stalled=save.stalled, seconds=save.seconds)
-            )
+        """Log the checkpoints that have become complete; process 0 looks for them on the disk."""
+        if not self._cluster.is_main:
             return
-        sentence = f"{self._folder}: checkpoint {step} could not be written ({error})"
-        if is_last or standing is None or self._config.checkpoint.on_error == "stop":
-            room = "make room, and " if any(words in error for words in NO_ROOM_WORDS) else ""
-            raise UsageError(f"{sentence}; {room}{GO_ON}")
-        self.log(CheckpointFailedRecord(step=step, reason=sentence, standing=standing))
-
-    def _remove_old(self) -> None:
-        if jax.process_index():
-            return
-        with contextlib.suppress(OSError):  # what cannot be removed now is there the next time
-            saved = list_checkpoints(self._directory)
-            for step in steps_to_remove(self._directory, self._config, saved):
-                # Under another name it is no checkpoint, however little of it is left.
-                path = self._folder / str(step)
-                scratch = path.rename(f"{path}{SCRATCH_SUFFIX}")
-                removal = threading.Thread(target=shutil.rmtree, args=(scratch, True))
-                removal.start()
-                self._removals.append(removal)
-
-    def _wait_for_removals(self) -> None:
-        while self._removals:
-            self._removals.pop().join()
+        for save in (self._copying, self._writing):
+            if save is None or save.is_logged or save.error is not None:
+                continue
+            if save.copy is not None:
+                if save.copy.done() and save.copy.exception() is None:
+                    self._log_complete(save)
+            elif self._path(save.step).exists():
+                if self._local is None:
+                    self._log_complete(save)
+                else:
+                    self._start_copy(save)
 
     def restore(
         self, step: int, shapes: Tree, run_on_all: Callable[..., Any] | None = None
     ) -> tuple[Tree, dict[str, Any]]:
         """Return the arrays of `step`, bitwise, laid out as `shapes` say, and its JSON.
-
-        They come from the stage, if all processes find the checkpoint there, undamaged.
 
         Args:
             shapes: `jax.ShapeDtypeStruct`s with shardings.
@@ -186,46 +160,180 @@ class Checkpoints:
         Raises:
             DamagedCheckpoint: on every process, if one of them finds the checkpoint damaged.
         """
-        self._wait(allowed=0)
-        if self._stage is not None:
-            staged, original = self._stage.directory, self._directory
-            with contextlib.suppress(UsageError):  # on all processes
-                found = _read(staged, step, shapes, "", run_on_all, original=original)
-                self.log(StagedRestoreRecord(step=step, path=str(staged)))
-                return found
-        remedy = "remove it to go on from an older checkpoint, if there is one"
+        remedy = "remove it to continue from an older checkpoint, if there is one"
         return _read(self._directory, step, shapes, remedy, run_on_all)
 
-    def forget_later(self, step: int | None) -> None:
-        """Remove what the stage has of later steps, which the run has gone back before."""
-        if self._stage is not None and jax.process_index() == 0:
-            self._stage.forget_later(-1 if step is None else step)
-
     def close(self, is_final: bool = True) -> None:
-        """Wait until everything is on the disk.
+        """Wait until everything is on the disk. All processes call this together.
 
-        Raises what `check` does, and `UsageError` if the last save failed and `is_final`: no other
+        Raises what `save` does, and `UsageError` if the last save failed and `is_final`: no other
         save is going to follow.
         """
-        saves, self._saves = self._saves, []
         try:
-            for save in saves:
-                save.wait()
-            for save in saves:
-                self._settle(save, is_final and save is saves[-1])
-        finally:
+            self._settle(is_final)
+            self._settle(is_final)  # a local checkpoint is written first, then copied
             self._remove_old()
-            self._wait_for_removals()
+        finally:
+            if self._orbax is not None:
+                self._orbax.close()
+                self._orbax = None
+            if self._background is not None:
+                self._background.shutdown()
+                self._background = None
+
+    def _save(self, step: int, tree: Tree, meta: Mapping[str, Any]) -> None:
+        import orbax.checkpoint as ocp
+
+        if self._orbax is None:
+            silence_orbax()
+            handler = ocp.CompositeCheckpointHandler(
+                # Compression takes longer than writing, and saves 8 to 9 % of the size.
+                state=ocp.PyTreeCheckpointHandler(use_compression=False),
+                meta=ocp.JsonCheckpointHandler(),
+            )
+            seconds = round(60 * self._config.checkpoint.timeout_minutes)
+            self._orbax = ocp.AsyncCheckpointer(
+                handler, async_options=ocp.AsyncOptions(timeout_secs=seconds)
+            )
+        args = ocp.args.Composite(state=ocp.args.PyTreeSave(tree), meta=ocp.args.JsonSave(meta))
+        # `force` replaces a damaged checkpoint of the same step.
+        self._orbax.save(self._path(step), args=args, force=True)
+
+    def _path(self, step: int) -> Path:
+        """Return where Orbax writes a checkpoint."""
+        directory = self._directory if self._local is None else self._local.directory
+        return directory / "checkpoints" / str(step)
+
+    def _room_problem(self, tree: Tree) -> str:
+        """Return why a checkpoint does not fit into the run directory; empty if it does."""
+        needed = sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(tree))
+        try:
+            disk = shutil.disk_usage(self._directory)
+        except OSError as error:
+            return error.strerror or str(error)
+        if not disk.total or needed <= disk.free:  # some file systems report 0 of 0 bytes
+            return ""
+        return (
+            f"a checkpoint takes {needed / 1e6:,.1f} MB, and {disk.free / 1e6:,.1f} MB are free "
+            "there"
+        )
+
+    def _settle(self, is_final: bool = False) -> None:
+        """Wait for the save and the copy under way; agree with all processes what became of them.
+
+        A local checkpoint that has been written is then being copied.
+        """
+        writing, copying = self._writing, self._copying
+        errors = [
+            "" if writing is None else self._wait_for_orbax(writing),
+            "" if copying is None else _wait_for_copy(copying),
+        ]
+        by_process = self._cluster.allgather(errors)
+        failed_write, failed_copy = (_first_cause([e[i] for e in by_process]) for i in (0, 1))
+        self._writing = self._copying = None
+        if copying is not None:
+            if failed_copy:
+                self._fail(copying.step, failed_copy, is_final and writing is None)
+            else:
+                self._log_complete(copying)
+        if writing is not None:
+            if failed_write:
+                self._fail(writing.step, failed_write, is_final)
+            elif self._local is None:
+                self._log_complete(writing)
+            else:
+                self._copying = writing
+                if self._cluster.is_main and writing.copy is None:
+                    self._start_copy(writing)
+
+    def _wait_for_orbax(self, save: Save) -> str:
+        error = save.error
+        try:
+            if self._orbax is not None:
+                self._orbax.wait_until_finished()
+        except Exception as raised:  # Orbax and TensorStore have many, and bare ones
+            error = error or raised
+        return "" if error is None else reason(error)
+
+    def _start_copy(self, save: Save) -> None:
+        save.copy = self._in_background(self._local.copy_to_run, save.step)
+
+    def _in_background(self, function: Callable[..., None], *arguments: Any) -> Future[None]:
+        self._background = self._background or ThreadPoolExecutor(1, "checkpoints")
+        return self._background.submit(function, *arguments)
+
+    def _log_complete(self, save: Save) -> None:
+        if save.is_logged:
+            return
+        save.is_logged = True
+        seconds = time.perf_counter() - save.began
+        if self._cluster.is_main:
+            self._on_saved(seconds)
+        self.log(
+            CheckpointRecord(
+                step=save.step, path=str(self._folder / str(save.step)), stalled=save.stalled,
+                seconds=seconds,
+            )
+        )  # fmt: skip
+
+    def _fail(self, step: int, error: str, is_last: bool = False) -> None:
+        """Log a failed save, or raise `UsageError` if the run cannot continue without it."""
+        latest = None
+        if self._cluster.is_main:
+            with contextlib.suppress(OSError):  # the file system may be gone: then there is none
+                remove_temporary(self._folder)
+                latest = max(list_checkpoints(self._directory), default=None)
+        latest = self._cluster.broadcast(latest)
+        sentence = f"{self._folder}: checkpoint {step} could not be written ({error})"
+        if is_last or latest is None or self._config.checkpoint.on_error == "stop":
+            room = "make room, and " if any(words in error for words in NO_ROOM_WORDS) else ""
+            raise UsageError(f"{sentence}; {room}{CONTINUE}")
+        self.log(CheckpointFailedRecord(step=step, reason=sentence, latest_complete=latest))
+
+    def _remove_old(self) -> None:
+        """Start removing the checkpoints that the retention settings do not keep."""
+        if not self._cluster.is_main:
+            return
+        with contextlib.suppress(OSError):  # a checkpoint that stays is removed after the next one
+            saved = list_checkpoints(self._directory)
+            for step in steps_to_remove(self._directory, self._config, saved):
+                # Renamed first: what is left of a removal that is interrupted is no checkpoint.
+                path = self._folder / str(step)
+                scratch = path.rename(f"{path}{TEMPORARY_SUFFIX}")
+                self._in_background(shutil.rmtree, scratch, True)
 
 
-def restore_params(directory: Path, step: int, shapes: Params) -> Params:
+def _wait_for_copy(save: Save) -> str:
+    error = save.copy.exception() if save.copy is not None else None
+    return "" if error is None else reason(error)
+
+
+def _first_cause(errors: list[str]) -> str:
+    """Return why a save failed, given each process's error: empty if none has one.
+
+    The processes that wait for the failed one at Orbax's barriers report a timeout.
+    """
+    found = [(rank, error) for rank, error in enumerate(errors) if error]
+    causes = [pair for pair in found if "Timed out while waiting" not in pair[1]] or found
+    if not causes:
+        return ""
+    rank, error = causes[0]
+    return error if len(errors) == 1 else f"process {rank}: {error}"
+
+
+def restore_params(
+    directory: Path,
+    step: int,
+    shapes: Params,
+    run_on_all: Callable[..., Any] | None = None,
+) -> Params:
     """Return the parameters of `step` alone, laid out as `shapes` say.
 
     With AdamW they are a third of the bytes. Only reads, so that a run that is training in
-    `directory` is not disturbed. Raises `DamagedCheckpoint` if it is damaged.
+    `directory` is not disturbed. Raises `DamagedCheckpoint` on every process if one finds damage.
     """
     wanted, remedy = {"params": shapes}, "take another step"
-    return _read(directory, step, wanted, remedy, partial_restore=True)[0]["params"]
+    return _read(directory, step, wanted, remedy, run_on_all, partial_restore=True)[0]["params"]
 
 
 def _read(
@@ -235,12 +343,10 @@ def _read(
     remedy: str,
     run_on_all: Callable[..., Any] | None = None,
     partial_restore: bool = False,
-    original: Path | None = None,
 ) -> tuple[Tree, dict[str, Any]]:
-    """Return arrays of a checkpoint that are what was saved, and its JSON.
+    """Return arrays of a checkpoint, verified by their checksums, and its JSON.
 
-    With an `original` the checkpoint has to be a copy of that one of this other directory.
-    Raises `DamagedCheckpoint`, or `UsageError` where a disk or a network gives no answer.
+    Raises `DamagedCheckpoint`, or `UsageError` if a disk or a network does not respond.
     """
     folder = (directory / "checkpoints" / str(step)).absolute()
     run_on_all = run_on_all or (lambda function: function())
@@ -248,8 +354,6 @@ def _read(
 
     def read() -> tuple[Tree, dict[str, Any]]:
         try:
-            if original is not None and read_meta(original, step) != read_meta(directory, step):
-                raise DamagedCheckpoint(f"{folder}: is not a copy of that in {original}", "")
             return _read_arrays(folder, shapes, partial_restore), read_meta(directory, step)
         except DamagedCheckpoint as error:
             damage.append(error.reason)
@@ -268,8 +372,8 @@ def _read(
     differ = [path for path in found if found[path] != saved.get(path)]
     if differ:
         raise DamagedCheckpoint(
-            f"{folder}: {differ[0]} is not what was saved, by its checksum ({len(differ)} of "
-            f"{len(found)} arrays)",
+            f"{folder}: {differ[0]} does not match its checksum ({len(differ)} of {len(found)} "
+            "arrays)",
             f"try again, or {remedy}",
         )
     return tree, meta
@@ -278,8 +382,9 @@ def _read(
 def _read_arrays(folder: Path, shapes: Tree, partial_restore: bool) -> Tree:
     """Return this process's part of the arrays.
 
-    Raises `DamagedCheckpoint` if they are not all there, `UsageError` if they cannot be read now.
-    By Orbax's handler, which waits for no other process: a process that fails can say so.
+    Raises `DamagedCheckpoint` if an array is missing or unreadable, `UsageError` if the disk does
+    not respond. Orbax's handler is called directly, because it waits for no other process: a
+    process that fails can say so.
     """
     import orbax.checkpoint as ocp
 
@@ -297,24 +402,39 @@ def _read_arrays(folder: Path, shapes: Tree, partial_restore: bool) -> Tree:
         if isinstance(cause, MemoryError | jax.errors.JaxRuntimeError):  # of devices, not of files
             raise RuntimeError(f"{folder}: not restored") from error
         text = " ".join(str(cause).split())
-        if problem := _passing_problem(cause):
+        number = os_error(cause)
+        if number not in (None, *ERRORS_OF_THE_FILE):
+            problem = os.strerror(number)
             raise UsageError(f"{folder}: cannot be read now ({problem}); try again") from error
         raise DamagedCheckpoint(f"{folder}: cannot be restored ({text[:200]})", "") from error
 
 
-def _passing_problem(error: BaseException) -> str:
-    """Return what keeps a sound file from being read; empty if it is the file itself."""
-    number = os_error(error)
-    return "" if number in (None, *OF_THE_FILE) else os.strerror(number)
+def reason(error: BaseException) -> str:
+    """Return an error in a few words: those of the operating system if it has any."""
+    if number := os_error(error):
+        return os.strerror(number)
+    return (" ".join(str(error).split()) or type(error).__name__)[:200]
+
+
+def os_error(error: BaseException) -> int | None:
+    """Return the error number of the operating system; None if there is none.
+
+    TensorStore raises `ValueError`s that end in `[OS error 5: EIO Input/output error]`, or in
+    `[os_error_code='5']`.
+    """
+    found = re.search(r"\[(?:OS error |os_error_code=')(\d+)", str(error))
+    return int(found[1]) if found else getattr(error, "errno", None)
 
 
 @functools.cache
 def silence_orbax() -> None:
-    """Silence Orbax, which logs each save, and each error beside raising it.
+    """Silence Orbax, which logs each save, and logs each error besides raising it.
 
-    When one array fails, it closes the event loop that the others still use. They fail where no
-    caller can catch it, and only this hook of Python's can leave out their tracebacks.
+    When one array fails, Orbax closes the event loop that the others still use, and leaves
+    coroutines that nothing awaits. Their errors reach no caller, and only this hook of Python's can
+    leave out their tracebacks.
     """
+    warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
     for name in ("absl", "asyncio"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
     before = sys.unraisablehook

@@ -5,15 +5,17 @@ import errno
 import hashlib
 import itertools
 import json
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from jaxgpt.config import UsageError, check_shape, in_words, read_json
 
-SEAL = "sha256"  # the key of the hash of everything else
-# Errors that say something of a file itself, and not of the disk or the network before it.
-OF_THE_FILE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EINVAL)
+TEMPORARY_SUFFIX = ".orbax-checkpoint-tmp"  # of a checkpoint that Orbax has not completed
+CHECKSUM_KEY = "sha256"  # the key of the hash of everything else
+# Errors about a file itself, not about the disk or the network that it is on.
+ERRORS_OF_THE_FILE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EINVAL)
 WEIGHTS_ONLY = "weights_only"  # the key that says that there is no state of an optimizer
 SECTIONS = ("model", "train", "optimizer", "data", "parallel", "spike")
 SHAPE = {
@@ -35,7 +37,7 @@ class DamagedCheckpoint(UsageError):
 
 def add_checksum(meta: Mapping[str, Any]) -> dict[str, Any]:
     """Return `meta` with a hash of itself, by which `read_meta` sees a change."""
-    return {**meta, SEAL: _hash(meta)}
+    return {**meta, CHECKSUM_KEY: _hash(meta)}
 
 
 def read_meta(directory: Path, step: int) -> dict[str, Any]:
@@ -47,16 +49,16 @@ def read_meta(directory: Path, step: int) -> dict[str, Any]:
     checkpoint = directory / "checkpoints" / str(step)
     path = checkpoint / "meta" / "metadata"
     try:
-        meta = read_json(path, {SEAL: str})
-        if meta.pop(SEAL) != _hash(meta):
-            raise ValueError(f"its {SEAL} is not that of its content")
+        meta = read_json(path, {CHECKSUM_KEY: str})
+        if meta.pop(CHECKSUM_KEY) != _hash(meta):
+            raise ValueError(f"its {CHECKSUM_KEY} is not that of its content")
         check_shape(meta, SHAPE | ({} if meta.get(WEIGHTS_ONLY) else RUN_SHAPE))
     except (OSError, ValueError) as error:
-        if isinstance(error, OSError) and error.errno not in OF_THE_FILE:
+        if isinstance(error, OSError) and error.errno not in ERRORS_OF_THE_FILE:
             raise UsageError(f"{path}: cannot be read now ({error.strerror}); try again") from None
         raise DamagedCheckpoint(
             f"{path}: is damaged ({in_words(error)})",
-            f"remove {checkpoint} to go on from an older checkpoint, if there is one",
+            f"remove {checkpoint} to continue from an older checkpoint, if there is one",
         ) from None
     if meta["step"] != step:
         raise UsageError(
@@ -66,8 +68,8 @@ def read_meta(directory: Path, step: int) -> dict[str, Any]:
     return meta
 
 
-def set_aside(directory: Path, step: int, reason: str) -> dict[str, str]:
-    """Rename a damaged checkpoint, so that it is none; return its new path, and the reason.
+def quarantine(directory: Path, step: int, reason: str) -> dict[str, str]:
+    """Rename a damaged checkpoint to STEP.damaged; return its new path and the reason.
 
     Raises `UsageError` if it cannot be renamed.
     """
@@ -80,8 +82,8 @@ def set_aside(directory: Path, step: int, reason: str) -> dict[str, str]:
         path.with_name(str(step)).rename(path)
     except OSError as error:
         raise UsageError(
-            f"{reason}; {path.with_name(str(step))} cannot be renamed to go on from the one before "
-            f"({error.strerror or error}); remove it"
+            f"{reason}; {path.with_name(str(step))} cannot be renamed ({error.strerror or error}); "
+            "remove it to continue from the checkpoint before it"
         ) from None
     return {"path": str(path), "reason": reason}
 
@@ -149,6 +151,12 @@ def newest_checkpoint(directory: Path, key: str) -> tuple[int, dict[str, Any]]:
             f"{key}: has no checkpoint; give a run directory, or the --out of jaxgpt.convert"
         )
     return steps[-1], read_meta(directory, steps[-1])
+
+
+def remove_temporary(checkpoints: Path) -> None:
+    """Remove what interrupted saves and removals left in a folder of checkpoints."""
+    for scratch in checkpoints.glob(f"*{TEMPORARY_SUFFIX}"):
+        shutil.rmtree(scratch, ignore_errors=True)  # costs room only, and is tried again
 
 
 def is_step(name: str) -> bool:

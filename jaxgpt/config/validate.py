@@ -46,7 +46,7 @@ def validate(config: Config) -> None:
         "train.init_from": train.init_from,
         "data.path": data.path,
         "data.dataset": data.dataset,
-        "checkpoint.stage": config.checkpoint.stage,
+        "checkpoint.local": config.checkpoint.local,
     }
     for key, path in paths.items():
         _require(path != "", f"{key}=: is empty; give a name, or leave it out")

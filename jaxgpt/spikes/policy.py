@@ -1,65 +1,37 @@
-"""Rewinds of a run. Each is written to rewinds.json before anything is done, and all that is done
-can be done twice: a run that is killed in the middle finishes it at its next start. Checkpoints of
-abandoned steps go last, when the one to go on from has been restored."""
+"""Rewinds of a run: when a loss spike calls for one, and what the run directory says about it.
+
+A rewind is committed once the state of its checkpoint has been restored (`train/restart.py`). Each
+part of the commit can be repeated: a run that is killed in the middle completes it at its next
+start.
+"""
 
 import json
 import shutil
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from jaxgpt.checkpoint.metadata import list_checkpoints, read_meta, valid_checkpoints
-from jaxgpt.cluster.process_group import ProcessGroup
-from jaxgpt.config import Config, UsageError, in_words, read_json, skip_ranges
-from jaxgpt.spikes.skip import SkipRanges
+from jaxgpt.checkpoint.metadata import list_checkpoints
+from jaxgpt.config import Config, UsageError, in_words, read_json
 from jaxgpt.tracking.jsonl import METRICS, atomic_write_text, read_records, truncate_metrics
 from jaxgpt.tracking.records import REWIND_SHAPE
 
 FILE = "rewinds.json"
-# Kinds of records that may stand between a rewind and the steps after it.
-BETWEEN_STEPS = ("damage", "start", "goodput", "straggler", "corruption", "staged_restore")
+# Kinds of records that can be between the record of a rewind and the steps after it.
+BETWEEN_STEPS = ("damage", "start", "goodput", "straggler", "corruption")
 SHAPE = REWIND_SHAPE | {"to": int, "done": bool}
 
 
-class Rewind(NamedTuple):
-    """Where a run goes on from, or why it cannot."""
-
-    problem: str = ""  # empty if the run goes on
-    step: int | None = None  # the checkpoint that it goes on from; None is the initial state
-    meta: dict[str, Any] = {}
-    skip: tuple[int, ...] = ()  # all ranges of steps to skip from now on, as `train_range_to_skip`
-
-
-def rewind(
-    config: Config, directory: Path, cluster: ProcessGroup, spike: dict[str, Any] | None, last: int
-) -> Rewind:
-    """Find the checkpoint to go back to, all processes together; metrics.jsonl forgets later steps.
-
-    Everything that was being saved is on disk. `finish_rewind` is due once it is restored.
-
-    Args:
-        spike: its record, on process 0.
-        last: the step that the run has come to.
-    """
-
-    def on_process_0() -> Rewind:
-        # A damaged checkpoint is none to go back to: newer ones would be lost for it.
-        problem = decide_rewind(config, directory, list(valid_checkpoints(directory)), spike, last)
-        if problem:
-            return Rewind(problem)
-        record_rewind(directory)
-        to = read_rewinds(directory)[-1]["to"]
-        skip = SkipRanges([*skip_ranges(config), *skipped_by_rewinds(directory)]).flat()
-        return Rewind("", to, read_meta(directory, to), skip) if to else Rewind(skip=skip)
-
-    return Rewind(*cluster.broadcast(on_process_0() if cluster.is_main else None))
+class NoRewind(Exception):
+    """Why a run stops at a spike, in one sentence."""
 
 
 def read_rewinds(directory: Path) -> list[dict[str, Any]]:
     """Return all rewinds of a run, oldest first.
 
-    Each is the record of its spike and, beside that: `to`, the step of the checkpoint gone back to
-    (0 is the initial state); `skip`, the first and last step whose batches are skipped; `dropped`,
-    the first and last step that were trained in vain; `done`, whether the files say so already.
+    A rewind is the record of its spike with four more keys: `to`, the step of the checkpoint that
+    the run went back to (0 is the initial state); `skip`, the first and last step whose batches are
+    skipped; `dropped`, the first and last step of the abandoned training; `done`, whether the
+    checkpoints of abandoned steps have been removed.
     """
     path = directory / FILE
     try:
@@ -79,25 +51,33 @@ def skipped_by_rewinds(directory: Path) -> list[tuple[int, int]]:
 
 def decide_rewind(
     config: Config, directory: Path, saved: list[int], spike: dict[str, Any], last: int
-) -> str:
-    """Write down the rewind that a spike calls for, or return why there can be none."""
-    rewinds, step = read_rewinds(directory), spike["step"]
-    settings, interval = config.spike, config.checkpoint.interval
-    if len(rewinds) >= settings.max_rewinds:
-        return (
-            f"spike.max_rewinds={settings.max_rewinds}: step {step} is a spike once more; look at "
-            "its rows with python -m jaxgpt.inspect, then go on with another spike.action, a lower "
+) -> dict[str, Any]:
+    """Return the rewind that a spike calls for, as `read_rewinds` describes it.
+
+    Args:
+        saved: the steps of undamaged checkpoints.
+        spike: its record.
+        last: the step that the run has reached.
+
+    Raises:
+        NoRewind: there have been too many rewinds, or there is no checkpoint to go back to.
+    """
+    step, settings, interval = spike["step"], config.spike, config.checkpoint.interval
+    latest = step - settings.rewind_margin
+    # Regular checkpoints only: a checkpoint that a signal caused must not decide about a rewind.
+    to = max((s for s in saved if s % interval == 0 and s <= latest), default=0)
+    if rewinds_in_a_row(read_rewinds(directory), to) >= settings.max_rewinds:
+        raise NoRewind(
+            f"spike.max_rewinds={settings.max_rewinds}: step {step} is a spike again; look at its "
+            "rows with python -m jaxgpt.inspect, then continue with another spike.action, a lower "
             "optimizer.learning_rate or more rewinds"
         )
-    latest = step - settings.rewind_margin
-    # Those at fixed steps only: what a signal saved must not decide where a run goes back to.
-    to = max((s for s in saved if s % interval == 0 and s <= latest), default=0)
-    if to == 0 and latest >= interval:  # what there was is gone: too much would be thrown away
-        return (
+    if to == 0 and latest >= interval:  # the checkpoints are lost: too many steps would be, too
+        raise NoRewind(
             f"spike.rewind_margin={settings.rewind_margin}: no checkpoint up to step {latest} is "
             f"left to go back to from the spike at step {step}"
         )
-    rewind = {
+    return {
         **{key: value for key, value in spike.items() if key not in ("kind", "step", "action")},
         "spike": step,
         "to": to,
@@ -105,52 +85,60 @@ def decide_rewind(
         "dropped": [to + 1, last],
         "done": False,
     }
-    _write(directory, [*rewinds, rewind])
-    return ""
+
+
+def rewinds_in_a_row(rewinds: list[dict[str, Any]], to: int) -> int:
+    """Return how many of the last rewinds went back to the checkpoint `to`, or to a later one.
+
+    A rewind to a later checkpoint than all before it shows progress since.
+    """
+    count = 0
+    for rewind in reversed(rewinds):
+        if rewind["to"] < to:
+            break
+        count += 1
+    return count
 
 
 def pending_rewind(directory: Path) -> dict[str, Any] | None:
-    """Return the last rewind of a run if it is not finished."""
+    """Return the last rewind of a run if its commit was interrupted."""
     rewinds = read_rewinds(directory)
     return rewinds[-1] if rewinds and not rewinds[-1]["done"] else None
 
 
-def go_further_back(directory: Path, step: int) -> None:
-    """Let the rewind that is not finished end at an older checkpoint."""
-    rewinds = read_rewinds(directory)
-    rewinds[-1] |= {"to": step, "dropped": [step + 1, rewinds[-1]["dropped"][1]]}
-    _write(directory, rewinds)
-    record_rewind(directory)
+def commit_rewind(directory: Path, rewind: dict[str, Any], to: int) -> None:
+    """Write a rewind to rewinds.json, and replace the abandoned steps of metrics.jsonl by it.
 
-
-def record_rewind(directory: Path) -> None:
-    """Move the steps that the last rewind abandons from metrics.jsonl to a record of it there."""
-    rewind, metrics = read_rewinds(directory)[-1], directory / METRICS
+    `to` is the step of the restored checkpoint, which is older than `rewind["to"]` if that one was
+    damaged. `rewind` may be the pending one.
+    """
+    rewinds = [r for r in read_rewinds(directory) if r["done"]]
+    rewind = {**rewind, "to": to, "dropped": [to + 1, rewind["dropped"][1]]}
+    _write(directory, [*rewinds, rewind])
+    metrics = directory / METRICS
     records = read_records(metrics) if metrics.exists() else []
     if not records:
         return
-    # What this has written before, for the same rewind or for one to a newer checkpoint.
+    # An interrupted commit of the same rewind may have left its record.
     tail = [r for r in records if r["kind"] not in BETWEEN_STEPS][-1:]
-    ours = [r for r in tail if (r["kind"], r.get("spike")) == ("rewind", rewind["spike"])]
-    before = ours[0] if ours else None
-    if before and before["step"] == rewind["to"]:
+    same = [r for r in tail if (r["kind"], r.get("spike")) == ("rewind", rewind["spike"])]
+    before = same[0] if same else None
+    if before and before["step"] == to:
         return
     losses = [
         [r["step"], r["loss"]]
         for r in records
-        if r["kind"] == "train" and r["step"] > rewind["to"] and r["loss"] is not None
+        if r["kind"] == "train" and r["step"] > to and r["loss"] is not None
     ]
     losses += before["dropped_losses"] if before else []
     content = {key: value for key, value in rewind.items() if key not in ("to", "done")}
-    record = {"kind": "rewind", "step": rewind["to"], **content, "dropped_losses": losses}
-    truncate_metrics(metrics, rewind["to"], record, replaces=before)
+    record = {"kind": "rewind", "step": to, **content, "dropped_losses": losses}
+    truncate_metrics(metrics, to, record, replaces=before)
 
 
 def finish_rewind(directory: Path) -> None:
-    """Remove the checkpoints of the steps that the last rewind abandons, if that is not done."""
+    """Remove the checkpoints of abandoned steps, and mark the last rewind as done."""
     rewinds = read_rewinds(directory)
-    if not rewinds or rewinds[-1]["done"]:
-        return
     for step in reversed(list_checkpoints(directory)):
         if step > rewinds[-1]["to"]:
             shutil.rmtree(directory / "checkpoints" / str(step))

@@ -13,7 +13,7 @@ from jaxgpt.tracking.appended_file import AppendedFile
 from jaxgpt.tracking.records import SHAPES, Record, SampleRecord
 
 METRICS = "metrics.jsonl"
-LASTING = ("rewind", "goodput", "straggler")  # kinds that stay when steps are dropped
+PERSISTENT_KINDS = ("rewind", "goodput", "straggler")  # stay when steps are dropped
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -27,12 +27,13 @@ class JsonLines:
         """Open the file, without the steps that a resumed run is going to repeat.
 
         The records of an earlier run that left no checkpoint are kept as metrics.jsonl.old, or
-        with a number after that. Records of `LASTING` kinds stay.
+        with a number after that. Records of `PERSISTENT_KINDS` kinds stay.
         """
         self._path = path = run.directory / METRICS
         self._rewind_to: int | None = None
         if path.exists():
-            if resume_step is None and any(r["kind"] not in LASTING for _, r in _whole_lines(path)):
+            kinds = {r["kind"] for _, r in _whole_lines(path)}
+            if resume_step is None and not kinds.issubset(PERSISTENT_KINDS):
                 names = itertools.chain([".old"], map(".old.{}".format, itertools.count(2)))
                 old = (path.with_name(METRICS + name) for name in names)
                 free = next(p for p in old if not p.exists())
@@ -134,14 +135,17 @@ def truncate_metrics(
     record: dict[str, Any] | None = None,
     replaces: dict[str, Any] | None = None,
 ) -> None:
-    """Drop later steps from a metrics.jsonl, except `LASTING` kinds; `record` replaces another."""
+    """Drop later steps from a metrics.jsonl, except `PERSISTENT_KINDS`.
+
+    `record` is appended, in place of the record that it `replaces`, if any.
+    """
     kept = [line for line, r in _whole_lines(path) if r != replaces and _stays(r, step)]
     atomic_write_text(path, "".join(kept) + (json_line(record) if record else ""))
 
 
 def _stays(record: dict[str, Any], step: int) -> bool:
     """Return whether a record stays in metrics.jsonl when the steps after `step` are dropped."""
-    return record["kind"] in LASTING or record["step"] <= step
+    return record["kind"] in PERSISTENT_KINDS or record["step"] <= step
 
 
 def _whole_lines(path: Path, word: str = "") -> Iterator[tuple[str, dict[str, Any]]]:

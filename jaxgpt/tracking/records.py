@@ -84,7 +84,7 @@ class StartRecord(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class DamageRecord(Record):
-    """A damaged checkpoint that was set aside; `step` is that of the one gone on from."""
+    """A damaged checkpoint in quarantine; `step` is the checkpoint that the run continues from."""
 
     kind = "damage"
     path: str
@@ -136,19 +136,11 @@ class StragglerRecord(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointFailedRecord(Record):
-    """A checkpoint that could not be written; `standing` is the newest complete one."""
+    """A checkpoint that could not be written, and the step of the newest complete one."""
 
     kind = "checkpoint_failed"
     reason: str
-    standing: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class StagedRestoreRecord(Record):
-    """A checkpoint that was read from checkpoint.stage, not from the run directory."""
-
-    kind = "staged_restore"
-    path: str
+    latest_complete: int
 
 
 @dataclass(frozen=True, kw_only=True)

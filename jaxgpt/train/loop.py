@@ -7,22 +7,24 @@ import jax
 import numpy as np
 
 from jaxgpt.checkpoint.checkpointer import Checkpoints
+from jaxgpt.checkpoint.replicas import devices_that_differ
 from jaxgpt.cluster import shutdown as exits
 from jaxgpt.cluster.health.preemption import StopSignal
 from jaxgpt.cluster.health.watchdog import START_MINUTES, Watchdog
 from jaxgpt.cluster.process_group import ProcessGroup
-from jaxgpt.config import UsageError, should_evaluate, skip_ranges
+from jaxgpt.config import UsageError, should_evaluate, should_run_every, skip_ranges
 from jaxgpt.optim.schedule import learning_rate
 from jaxgpt.parallel.mesh import describe
 from jaxgpt.perf.startup import Startup
 from jaxgpt.runtime.dispatch import DispatchLimiter
+from jaxgpt.spikes.policy import NoRewind
 from jaxgpt.spikes.skip import SkipRanges
 from jaxgpt.train.reporting.goodput import Goodput
 from jaxgpt.train.reporting.metrics import MetricsBuffer, StepMetrics
-from jaxgpt.train.rewind import find_corruption, go_back_before_spike, go_back_to_agreed
+from jaxgpt.train.restart import DeviceFailed, after_corruption, before_spike, restart_from
 from jaxgpt.train.run.directory import Run
 from jaxgpt.train.run.resume import EVAL_RECORDS
-from jaxgpt.train.setup import Trainer, begin, set_up
+from jaxgpt.train.setup import Trainer, set_up
 from jaxgpt.train.state import TrainState, checkpoint_json, checkpoint_tree
 
 
@@ -50,27 +52,27 @@ def train(
     It is `exits.DONE`; `exits.STOPPED` with a checkpoint saved; or `exits.FAILED` if spikes or
     steps that are not finite cannot be got over. `facts` are what `initialize_jax` returned.
     """
-    checkpoints = Checkpoints(run.directory, run.config, stop.allow_for_save)
+    checkpoints = Checkpoints(run.directory, run.config, cluster, stop.allow_for_save)
     ready = set_up(run, cluster, facts, stop, startup, watchdog, checkpoints, goodput)
     if ready is None:
         return exits.DONE
     run, trainer, state = ready
-    trainer.report.start(trainer.loader, watchdog.peers)
+    trainer.job.report.start(trainer.loader, watchdog.peers)
     try:
         if run.missing_records:
             evaluate_and_sample(trainer, run.resume_step or 0, state, run.missing_records)
             startup.mark("evaluation")
-        result = run_with_rewinds(run, state, trainer)
+        result = run_with_restarts(run, state, trainer)
     except UsageError:  # the data has gone: finish the checkpoint that is being saved
         if cluster.size == 1:  # it takes all processes, and the others may not come
-            trainer.checkpoints.close(is_final=False)
+            trainer.job.checkpoints.close(is_final=False)
         raise
     return close_run(run, trainer, result)
 
 
 def close_run(run: Run, trainer: Trainer, result: StepsResult) -> int:
     """Say how a run ended, close its logs, and return its exit status."""
-    step, close = result.step, trainer.report.close
+    step, close = result.step, trainer.job.report.close
     if result.failure:
         close(result.failure)
         return exits.FAILED
@@ -86,32 +88,34 @@ def close_run(run: Run, trainer: Trainer, result: StepsResult) -> int:
     return exits.STOPPED
 
 
-def run_with_rewinds(run: Run, state: TrainState, trainer: Trainer) -> StepsResult:
-    """Train to the end of the run, going back to a checkpoint whenever something calls for it."""
+def run_with_restarts(run: Run, state: TrainState, trainer: Trainer) -> StepsResult:
+    """Train to the end of the run, with a restart at each spike that calls for a rewind, and at
+    each corruption."""
     result, corrupted = run_steps(run, state, trainer), []
     while result.spike is not None or result.differ:
-        trainer.watchdog.heartbeat(f"the way back from step {result.step}", START_MINUTES)
-        if result.differ:
-            run, problem = go_back_to_agreed(run, trainer, result.differ, result.step, corrupted)
-        else:
-            run, problem = go_back_before_spike(run, trainer, result.spike, result.step)
-        if problem:
-            return StepsResult(result.step, failure=problem)
+        trainer.watchdog.heartbeat(f"the restart after step {result.step}", START_MINUTES)
+        job = trainer.job
+        try:
+            if result.differ:
+                devices = result.differ
+                checkpoint, cause = after_corruption(run, job, devices, result.step, corrupted)
+            else:
+                checkpoint, cause = before_spike(run, job, result.spike, result.step)
+        except (NoRewind, DeviceFailed) as why:
+            return StepsResult(result.step, failure=str(why))
+        with job.report.goodput.within("restore"):
+            run, state = restart_from(checkpoint, cause, run, job)
+            jax.block_until_ready(state)
         if result.stopping:
             return StepsResult(run.resume_step or 0, stopping=True)
-        with trainer.report.timer.excluded((), "restore"):
-            run, state = begin(
-                run, trainer.steps, trainer.checkpoints, trainer.cluster, trainer.report
-            )
-            jax.block_until_ready(state)
         result = run_steps(run, state, trainer)
     return result
 
 
 def run_steps(run: Run, state: TrainState, trainer: Trainer) -> StepsResult:
     """Train from `run.resume_step` until something ends it; then all that was saved is on disk."""
-    config, report = run.config, trainer.report
-    checkpoints, watchdog, profile = trainer.checkpoints, trainer.watchdog, trainer.profile
+    config, report, checkpoints = run.config, trainer.job.report, trainer.job.checkpoints
+    watchdog, profile = trainer.watchdog, trainer.profile
     buffer, dispatched = MetricsBuffer(config), DispatchLimiter()
     skips = SkipRanges(skip_ranges(config))
     trainer.loader.batch_sizes = run.batch_sizes  # the run may have gone back to before a change
@@ -172,27 +176,38 @@ def run_steps(run: Run, state: TrainState, trainer: Trainer) -> StepsResult:
     return result
 
 
+def find_corruption(
+    run: Run, trainer: Trainer, step: int, state: TrainState, saving: bool
+) -> tuple[int, ...]:
+    """Return devices whose parameters differ from their copies, if a comparison is due."""
+    every = run.config.train.verify_interval
+    if not every or not (saving or should_run_every(step, every)):
+        return ()
+    trainer.watchdog.heartbeat(f"the comparison of devices after step {step}")
+    return tuple(devices_that_differ(state.params))
+
+
 def evaluate_and_sample(
     trainer: Trainer, step: int, state: TrainState, at: Sequence[str] = EVAL_RECORDS
 ) -> None:
     """Evaluate and write a sample after a step, or only the kinds of records in `at`."""
-    with trainer.report.timer.excluded(state, "evaluation"):
+    with trainer.job.report.timer.excluded(state, "evaluation"):
         if "eval" in at:
             trainer.watchdog.heartbeat(f"the evaluation after step {step}")
-            trainer.report.log(trainer.evaluate(step, state.params))
+            trainer.job.report.log(trainer.evaluate(step, state.params))
         if "sample" in at:
             trainer.watchdog.heartbeat(f"the sample after step {step}")
-            trainer.report.log(trainer.sample(step, state.params))
+            trainer.job.report.log(trainer.sample(step, state.params))
 
 
 def save_checkpoint(run: Run, trainer: Trainer, step: int, state: TrainState) -> None:
     """Start writing the checkpoint of a step; the state may be donated when this returns."""
-    with trainer.report.timer.excluded(state, "save"):
+    with trainer.job.report.timer.excluded(state, "save"):
         meta = {
             **run.checkpoint_meta(trainer.loader, step),
-            "mesh": describe(trainer.steps.mesh),
-            "processes": trainer.cluster.size,
+            "mesh": describe(trainer.job.steps.mesh),
+            "processes": trainer.job.cluster.size,
             "jax": jax.__version__,
             **checkpoint_json(state),
         }
-        trainer.checkpoints.save(step, checkpoint_tree(state), meta)
+        trainer.job.checkpoints.save(step, checkpoint_tree(state), meta)

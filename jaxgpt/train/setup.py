@@ -2,13 +2,9 @@
 
 import itertools
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
 
-import jax
-
-from jaxgpt.checkpoint.checkpointer import Checkpoints, restore_params
-from jaxgpt.checkpoint.metadata import DamagedCheckpoint, list_checkpoints, read_meta
+from jaxgpt.checkpoint.checkpointer import Checkpoints
 from jaxgpt.checkpoint.replicas import has_copies
 from jaxgpt.cluster.health.preemption import StopSignal
 from jaxgpt.cluster.health.watchdog import START_MINUTES, Watchdog
@@ -22,29 +18,25 @@ from jaxgpt.perf.profile import StepProfile
 from jaxgpt.perf.startup import Startup
 from jaxgpt.runtime.compile_cache import CacheUse
 from jaxgpt.spikes.faults import check_faults, with_bit_flip
-from jaxgpt.spikes.policy import finish_rewind
-from jaxgpt.tracking.records import DamageRecord, EvalRecord, SampleRecord
+from jaxgpt.tracking.records import EvalRecord, SampleRecord
 from jaxgpt.train.evaluate import make_evaluator, make_sampler
 from jaxgpt.train.functions import StepFunctions, make_steps
 from jaxgpt.train.reporting.goodput import Goodput
 from jaxgpt.train.reporting.reporter import Reporter
+from jaxgpt.train.restart import Cause, Job, restart_from
 from jaxgpt.train.run.directory import Run
-from jaxgpt.train.run.going_back import go_back_to_older
-from jaxgpt.train.state import TrainState, checkpoint_tree, restore_state
+from jaxgpt.train.state import TrainState, checkpoint_tree
 from jaxgpt.train.step import Metrics
 
 
 class Trainer(NamedTuple):
     """What steps are run with, from the first to the last, however often they go back."""
 
-    cluster: ProcessGroup
-    steps: StepFunctions
+    job: Job
     train_step: Callable[..., tuple[TrainState, Metrics]]  # `StepFunctions.train_step`, compiled
     loader: Loader
     evaluate: Callable[[int, Params], EvalRecord]
     sample: Callable[[int, Params], SampleRecord | None]
-    checkpoints: Checkpoints
-    report: Reporter
     stop: StopSignal
     watchdog: Watchdog
     profile: StepProfile
@@ -88,7 +80,9 @@ def set_up(
         return None
 
     watchdog.heartbeat("the state to begin with", START_MINUTES)
-    run, state = begin(run, steps, checkpoints, cluster, report)
+    job = Job(cluster, steps, checkpoints, report)
+    with report.goodput.within("restore"):
+        run, state = restart_from(run.resume_step, Cause(), run, job)
     report.log_resume()
     startup.mark("state")
     watchdog.heartbeat("the compilation of the step", START_MINUTES)
@@ -98,14 +92,11 @@ def set_up(
     startup.compile_cache = str(cache_use)
     startup.mark("compile")
     trainer = Trainer(
-        cluster=cluster,
-        steps=steps,
+        job=job,
         train_step=with_bit_flip(train_step, config),
         loader=Loader.for_training(run.dataset, config, steps.batch_shape.sharding),
         evaluate=make_evaluator(run.dataset, config, steps, watchdog.heartbeat),
         sample=make_sampler(run.dataset, config, steps),
-        checkpoints=checkpoints,
-        report=report,
         stop=stop,
         watchdog=watchdog,
         profile=StepProfile(run, cluster, train_step, report),
@@ -128,61 +119,3 @@ def check_copies(config: Config, steps: StepFunctions) -> None:
             f"{describe(steps.mesh)} has a copy of most parameters to compare them with; it takes "
             "data > 1 or a parallel.zero_stage below 3"
         )
-
-
-def begin(
-    run: Run,
-    steps: StepFunctions,
-    checkpoints: Checkpoints,
-    cluster: ProcessGroup,
-    report: Reporter,
-) -> tuple[Run, TrainState]:
-    """Return a run and the state that it begins with; damaged checkpoints are set aside.
-
-    A rewind that brought it here is finished: newer checkpoints go.
-    """
-    while True:
-        try:
-            with report.goodput.within("restore"):
-                state = restore_or_init(run, steps, checkpoints, cluster)
-        except DamagedCheckpoint as error:
-            run = go_back_to_older(run, cluster, error)
-            report.go_back(run, DamageRecord(step=run.resume_step, **run.damaged[-1]))
-            continue
-        checkpoints.forget_later(run.resume_step)
-        if cluster.is_main:
-            finish_rewind(run.directory)
-        return run, state
-
-
-def restore_or_init(
-    run: Run, steps: StepFunctions, checkpoints: Checkpoints, cluster: ProcessGroup
-) -> TrainState:
-    """Return the state after `run.resume_step`; without one, the state before the first step."""
-    if run.resume_step is not None:
-        return restore_state(checkpoints, run.resume_step, steps.state_shapes, cluster)
-    if run.init_folder is not None:
-        return load_weights(Path(run.init_folder), run.init_step, steps)
-    init = steps.init.lower().compile()
-    cluster.barrier()
-    return init()
-
-
-def load_weights(folder: Path, step: int, steps: StepFunctions) -> TrainState:
-    """Return the initial state with the parameters of a run's checkpoint or of converted weights.
-
-    Of learned positions the first model.block_size are taken.
-    """
-    if step not in list_checkpoints(folder):
-        raise UsageError(
-            f"{folder}: the weights of step {step}, which the run began with, are not there any "
-            "more; bring them back, as the run goes back to its start"
-        )
-    meta = read_meta(folder, step)
-    shapes = steps.state_shapes.params
-    if "position_embedding" in shapes:
-        shape = shapes["position_embedding"]["embedding"]
-        rows = (meta["config"]["model"]["block_size"], shape.shape[1])
-        shape = jax.ShapeDtypeStruct(rows, shape.dtype, sharding=shape.sharding)
-        shapes = shapes | {"position_embedding": {"embedding": shape}}
-    return steps.init_from(restore_params(folder, step, shapes))

@@ -182,7 +182,7 @@ def test_a_file_is_a_configuration_too(tmp_path):
         (["checkpoint.keep_best=1", "train.eval_interval=0"], ["keep_best=1", "eval_interval=0"]),
         (["checkpoint.keep_best=1", "train.eval_interval=70"], ["keep_best=1", "eval_interval=70"]),
         (["checkpoint.interval_minutes=0"], ["interval_minutes=0", "more than 0"]),
-        (["checkpoint.stage="], ["checkpoint.stage=: is empty"]),
+        (["checkpoint.local="], ["checkpoint.local=: is empty"]),
         (["parallel.offload=state"], ["parallel.offload=state", "parallel.scan_layers=True"]),
     ],
 )

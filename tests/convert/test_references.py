@@ -13,6 +13,7 @@ import pytest
 from flax import nnx
 
 from jaxgpt.checkpoint.metadata import read_meta
+from jaxgpt.cluster.process_group import ProcessGroup
 from jaxgpt.config import MeshShape, config_from_dict
 from jaxgpt.convert.__main__ import main
 from jaxgpt.models.attention import make_attention
@@ -20,7 +21,7 @@ from jaxgpt.models.transformer import gpt_graph
 from jaxgpt.parallel.mesh import make_mesh
 from jaxgpt.train.evaluate import make_generate
 from jaxgpt.train.functions import make_steps
-from jaxgpt.train.setup import load_weights
+from jaxgpt.train.restart import load_weights
 from jobs import limited_devices, scalars
 
 pytestmark = pytest.mark.long
@@ -84,7 +85,7 @@ def steps_of(folder, mesh="1,1,1"):
     )  # fmt: skip
     with limited_devices(sizes.n_devices):
         steps = make_steps(config, make_mesh(sizes))
-        return config, steps, load_weights(folder, 0, steps)
+        return config, steps, load_weights(folder, 0, steps, ProcessGroup(launcher="test"))
 
 
 def logits_of(config, params, tokens):

@@ -1,9 +1,10 @@
 """A training run in which one process fails: `faulty.py WHERE RANK [train arguments]`.
 
-WHERE disk is a full disk, disk20 one that is full while the checkpoint of step 20 is written.
+WHERE disk is a disk without room for checkpoints, disk20 one without room for that of step 20.
 """
 
 import os
+import resource
 import signal
 import sys
 import time
@@ -58,16 +59,16 @@ def plant() -> None:
 
         Loader.read = read
     elif where.startswith("disk"):
-        from jaxgpt.checkpoint import save
+        from jaxgpt.checkpoint.checkpointer import Checkpoints
 
-        write = save.write_part
+        save, limits = Checkpoints._save, resource.getrlimit(resource.RLIMIT_FSIZE)
 
-        def write_without_room(state, *arguments):
-            if where in ("disk", f"disk{state.parent.name.partition('.')[0]}"):
-                raise ValueError("TensorStore's [os_error_code='28']")  # ENOSPC
-            return write(state, *arguments)
+        def save_with_quota(self, step, *arguments):
+            quota = 4096 if where in ("disk", f"disk{step}") else limits[0]
+            resource.setrlimit(resource.RLIMIT_FSIZE, (quota, limits[1]))
+            save(self, step, *arguments)
 
-        save.write_part = write_without_room
+        Checkpoints._save = save_with_quota
     elif where == "prepare":
         train.prepare_run = fail
     elif where == "devices":

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import hosts
-from jobs import SMALL, command, environment, losses, records, trace
+from jobs import SMALL, command, environment, losses, trace
 
 PLACED = Path(__file__).parent / "placed.py"
 TRAIN = (*SMALL, "--mesh", "2,1,2", "train.max_iters=3")
@@ -68,27 +68,16 @@ def test_mpiexec(pair, tmp_path, expected):
 
 
 @pytest.mark.long
-def test_checkpoints_go_by_way_of_folders_that_hosts_do_not_share(pair, tmp_path, expected):
-    """Each host's own /dev/shm; the job that goes on has one process, and so needs all parts."""
-    alpha, beta, shell = pair
+def test_a_local_folder_that_hosts_do_not_share_is_refused(pair, tmp_path):
+    """Each host has its own /dev/shm."""
+    alpha, _, shell = pair
     launcher = ("mpiexec", "-launcher", "rsh", "-launcher-exec", shell, "-n", 2)
     ranks = ("-ppn", 1, "-hosts", "alpha,beta", sys.executable, "-m", "jaxgpt.train")
-    arguments = (*TRAIN, "--out", tmp_path, "checkpoint.stage=/dev/shm/stage")
-    every_step = ("checkpoint.interval=0", "checkpoint.interval_minutes=0.000001")  # by the clock
-    two = ("--mesh", "1,2,1", *every_step, "train.max_iters=2")
-    job = alpha.run(*launcher, *ranks, *arguments, *two)
-    assert job.returncode == 0, job.stdout
-    for host in alpha, beta:
-        (left,) = host.run("sh", "-c", "ls -d /dev/shm/stage/*/*").stdout.splitlines()
-        assert left.endswith("/checkpoints")
-        assert host.run("ls", "-A", left).stdout == ""
-    assert [r["step"] for r in records(tmp_path, "checkpoint")] == [1, 2]
-    parts = (tmp_path / "checkpoints" / "2" / "state").glob("ocdbt.process_*")
-    assert sorted(path.name for path in parts) == ["ocdbt.process_0", "ocdbt.process_1"]
-    job = alpha.run(*command("train", *arguments, "--mesh", "1,1,1"))
-    assert job.returncode == 0, job.stdout
-    assert "resumed from step 2: mesh data=1 fsdp=2 tensor=1 on 2 processes" in job.stdout
-    np.testing.assert_allclose(list(losses(tmp_path).values()), expected, rtol=1e-4)
+    arguments = (*TRAIN, "--out", tmp_path, "checkpoint.local=/dev/shm/local", "--mesh", "1,2,1")
+    job = alpha.run(*launcher, *ranks, *arguments)
+    assert job.returncode == 2, job.stdout
+    last = job.stdout.rstrip().splitlines()[-1]
+    assert last.startswith("error: checkpoint.local=/dev/shm/local: host beta does not see")
 
 
 @pytest.mark.long

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from jaxgpt.checkpoint import save as saving
+from jaxgpt.checkpoint.checkpointer import Checkpoints
+from jaxgpt.checkpoint.local import LocalFolder
 from jaxgpt.checkpoint.metadata import list_checkpoints
 from jaxgpt.cluster import shutdown as exits
 from jaxgpt.config import UsageError
@@ -53,32 +54,32 @@ def test_the_best_and_the_regular_checkpoints_outlive_restarts(tmp_path, known_l
 
 
 def test_a_run_trains_on_through_a_full_disk_and_a_restart(tmp_path, monkeypatch):
-    write = saving.write_part
+    save = Checkpoints._save
 
-    def full_at_4_and_6(state, *arguments):
-        if state.parent.name.startswith(("4.", "6.")):
+    def full_at_4_and_6(self, step, *arguments):
+        if step in (4, 6):
             raise OSError(28, "No space left on device")
-        return write(state, *arguments)
+        save(self, step, *arguments)
 
-    monkeypatch.setattr(saving, "write_part", full_at_4_and_6)
+    monkeypatch.setattr(Checkpoints, "_save", full_at_4_and_6)
     arguments = (*SMALL, *MESH, "checkpoint.interval=2", "train.max_iters=9", "--out", tmp_path)
     assert train_here(*arguments, stop_at=7) == exits.STOPPED
     failed = records(tmp_path, "checkpoint_failed")
-    assert [(r["step"], r["standing"]) for r in failed] == [(4, 2), (6, 2)]
+    assert [(r["step"], r["latest_complete"]) for r in failed] == [(4, 2), (6, 2)]
     assert [r["step"] for r in records(tmp_path, "checkpoint")] == [2, 7]
-    warning = "checkpoint 4 could not be written (No space left on device); the run goes on"
+    warning = "checkpoint 4 could not be written (No space left on device); the run continues"
     assert (tmp_path / "train.log").read_text().count(warning) == 1
     assert train_here("--out", tmp_path) == exits.DONE
     assert list(losses(tmp_path)) == list(range(1, 10))
 
 
 def test_a_run_whose_last_save_fails_does_not_say_that_it_is_done(tmp_path, monkeypatch):
-    def full(state, *arguments):
+    def full(self, step, *arguments):
         raise OSError(30, "Read-only file system")
 
     arguments = (*SMALL, *MESH, "checkpoint.interval=2", "--out", tmp_path)
     assert train_here(*arguments, "train.max_iters=2") == exits.DONE
-    monkeypatch.setattr(saving, "write_part", full)
+    monkeypatch.setattr(Checkpoints, "_save", full)
     with pytest.raises(UsageError, match="checkpoint 3 could not be written .Read-only file sys"):
         train_here("--out", tmp_path, "train.max_iters=3")
     assert "done after step 3" not in (tmp_path / "train.log").read_text()
@@ -92,24 +93,22 @@ def test_a_job_saves_by_the_clock(tmp_path):
     assert len(saved) > 2 and saved[-1] == 40
 
 
-def test_a_staged_run_goes_on_from_what_its_node_has(tmp_path, monkeypatch):
-    """Its job was killed while the newest checkpoint was on its way to the run directory."""
-    copy = saving.copy_files
+def test_a_run_continues_from_a_local_checkpoint_whose_copy_was_interrupted(tmp_path, monkeypatch):
+    copy = LocalFolder.copy_to_run
 
-    def killed_at_4(source, target, *rank):
-        if target.name.startswith("4."):
+    def fail_at_4(self, step):
+        if step == 4:
             raise OSError(5, "Input/output error")
-        copy(source, target, *rank)
+        copy(self, step)
 
-    out, stage = tmp_path / "run", f"checkpoint.stage={tmp_path / 'nvme'}"
-    arguments = (*SMALL, *MESH, "checkpoint.interval=2", "--out", out, stage)
+    out, local = tmp_path / "run", f"checkpoint.local={tmp_path / 'nvme'}"
+    arguments = (*SMALL, *MESH, "checkpoint.interval=2", "--out", out, local)
     with monkeypatch.context() as patch:
-        patch.setattr(saving, "copy_files", killed_at_4)
+        patch.setattr(LocalFolder, "copy_to_run", fail_at_4)
         with pytest.raises(UsageError, match="checkpoint 4 could not .*Input/output error"):
             train_here(*arguments, "train.max_iters=4")
     assert list_checkpoints(out) == [2]
     assert train_here("--out", out, "train.max_iters=5") == exits.DONE
     log = (out / "train.log").read_text()
     assert "checkpoint 4: copied from" in log and "resumed from step 4" in log
-    assert f"checkpoint 4 read from its stage, {tmp_path / 'nvme'}/run-" in log
     assert list(losses(out)) == list(range(1, 6))

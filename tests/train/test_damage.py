@@ -61,7 +61,7 @@ def test_whichever_file_is_damaged_the_run_ends_as_if_it_were_not(whole, tmp_pat
         assert record["step"] == 10 and "checkpoints/20" in record["reason"]
         assert record["path"] == str(out / "checkpoints" / "20.damaged")
         assert os.path.isdir(record["path"]) and (out / "checkpoints" / "20" / "meta").is_dir()
-        assert f"it is now {record['path']}, and the run goes on from step 10" in log
+        assert f"it is now {record['path']}, and the run continues from step 10" in log
         assert "resumed from step 10" in log
 
 
@@ -74,7 +74,7 @@ def test_a_range_to_skip_counts_from_the_checkpoint_gone_back_to(whole, tmp_path
     assert [step for step, loss in losses(out).items() if loss is None] == [12, 13, 14, 22]
 
 
-def test_the_last_checkpoint_is_not_set_aside(whole, tmp_path):
+def test_the_last_checkpoint_is_not_quarantined(whole, tmp_path):
     out, files = copied(whole, tmp_path / "run")
     for file in files:
         truncate(file)
@@ -104,5 +104,5 @@ def test_all_processes_go_back_together(tmp_path):
         truncate(part)
     job = run("train", "--out", tmp_path, processes=4)
     assert job.returncode == exits.DONE, job.stdout
-    assert "checkpoints/20.damaged, and the run goes on from step 10" in job.stdout
+    assert "checkpoints/20.damaged, and the run continues from step 10" in job.stdout
     assert losses(tmp_path) == expected

@@ -13,9 +13,9 @@ from jaxgpt.config import MeshShape, UsageError, config_from_file, parse_args
 from jaxgpt.convert import convert_apart
 from jaxgpt.parallel.mesh import make_mesh
 from jaxgpt.train.functions import make_steps
+from jaxgpt.train.restart import load_weights
 from jaxgpt.train.run.directory import prepare_run
 from jaxgpt.train.run.resume import initial_model
-from jaxgpt.train.setup import load_weights
 from jobs import SMALL, checkpoint_arrays, limited_devices, losses, records, run, train_here
 
 SHORT = ("train.max_iters=4", "train.batch_size=4", "model.block_size=64")
@@ -118,7 +118,7 @@ def test_a_resumed_run_that_goes_back_to_its_start_has_its_first_weights(first_r
         started = prepare_run(parse_args(["--out", str(out), "train.max_iters=50"]), cluster)
     assert (started.init_folder, started.init_step) == (str(weights), 4)
     with pytest.raises(UsageError, match=r"weights: the weights of step 4, which the run began"):
-        load_weights(Path(started.init_folder), started.init_step, None)
+        load_weights(Path(started.init_folder), started.init_step, None, cluster)
 
 
 def test_all_processes_start_from_the_step_that_process_0_found(first_run, tmp_path):
@@ -133,7 +133,7 @@ def test_all_processes_start_from_the_step_that_process_0_found(first_run, tmp_p
     (weights / "checkpoints" / "5").mkdir()  # no checkpoint that could be read
     with limited_devices(1):
         steps = make_steps(started.config, make_mesh(MeshShape.parse("1,1,1")))
-        state = load_weights(weights, started.init_step, steps)
+        state = load_weights(weights, started.init_step, steps, cluster)
     expected = params_of(first_run, 4)["['params']['norm']['scale']"]
     np.testing.assert_array_equal(state.params["norm"]["scale"], expected)
 

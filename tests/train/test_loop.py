@@ -247,7 +247,7 @@ def test_a_run_that_ends_before_its_first_step_goes_on_as_it_was(tmp_path, monke
         raise RuntimeError
 
     with monkeypatch.context() as patch, pytest.raises(RuntimeError):
-        patch.setattr(setup, "restore_or_init", killed)
+        patch.setattr(setup, "restart_from", killed)
         train_here(*SMALL, *MESH, "--out", tmp_path, "train.seed=5")
     assert train_here("--out", tmp_path, "train.max_iters=1") == exits.DONE
     kept = yaml.safe_load((tmp_path / "config.yaml").read_text())
@@ -338,14 +338,16 @@ def test_a_damaged_checkpoint_is_named_with_the_way_out(forty, tmp_path, damage)
         shutil.rmtree(newest / "state")
     else:
         shutil.rmtree(newest / "state" / "d")
-    with pytest.raises(UsageError, match=r"checkpoints/20.*to go on from an older checkpoint"):
+    with pytest.raises(UsageError, match=r"checkpoints/20.*to continue from an older checkpoint"):
         train_here("--out", out, "checkpoint.on_damage=refuse")
     assert "resumed from step 20" not in (out / "train.log").read_text()
     if "meta" not in damage:
         with pytest.raises(UsageError, match=r"checkpoints/20: cannot be restored.*another step"):
             params_of(out)
     else:
-        with pytest.raises(UsageError, match=r"checkpoints/20.*to go on from an older checkpoint"):
+        with pytest.raises(
+            UsageError, match=r"checkpoints/20.*to continue from an older checkpoint"
+        ):
             sample.write(sample.parser().parse_args(["--run", str(out)]))
     gc.collect()  # Orbax's event loop, whose end breaks what Python 3.11 parses meanwhile
     shutil.rmtree(newest)

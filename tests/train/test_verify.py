@@ -59,9 +59,9 @@ def test_a_run_goes_back_and_ends_as_if_nothing_had_been_flipped(tmp_path):
 
 
 def test_a_device_that_differs_again_and_again_ends_the_run(tmp_path, monkeypatch, capsys):
-    from jaxgpt.train import rewind
+    from jaxgpt.train import loop
 
-    monkeypatch.setattr(rewind, "devices_that_differ", lambda params: [3])
+    monkeypatch.setattr(loop, "devices_that_differ", lambda params: [3])
     assert train_here(*RUN, "--mesh", "4,1,2", "--out", tmp_path) == exits.FAILED
     said = capsys.readouterr().out
     assert "device 3 of the mesh (process 0 on host localhost) differs from its copies" in said

@@ -108,15 +108,18 @@ class CheckpointConfig:
     interval_minutes: Minutes | None = None
     """Also save when so many minutes have passed since the last save."""
     on_error: Literal["continue", "stop"] = "continue"
-    """What to do when a checkpoint cannot be written: go on while an older one is complete, or
-    stop. The run stops in any case where no save would follow."""
-    stage: str | None = None
-    """Folder of each node (its NVMe, a burst buffer) to save to first; checkpoints are copied from
-    there to the run directory in the background."""
+    """What to do when a checkpoint cannot be written: continue as long as an older one is complete,
+    or stop. The run also stops if no other save would follow."""
+    timeout_minutes: Minutes = 20
+    """Minutes after which a save has failed. If one process fails, the others notice then."""
+    local: str | None = None
+    """Fast folder that all processes share (the disk of the only host, a burst buffer), to save to
+    first. Process 0 copies checkpoints from there to the run directory in the background."""
     resume: bool = True
     """Resume from the newest checkpoint in --out; for this start, False refuses one."""
-    on_damage: Literal["set_aside", "refuse"] = "set_aside"
-    """Rename a damaged checkpoint to STEP.damaged and go on from the one before, or stop."""
+    on_damage: Literal["quarantine", "refuse"] = "quarantine"
+    """Continue from the checkpoint before a damaged one, which is renamed to STEP.damaged, or
+    stop."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,7 +143,8 @@ class SpikeConfig:
     skip_after: CountOrZero = 50
     """Steps after the spike that a rewind skips (PaLM: 200 to 500 of some 255,000)."""
     max_rewinds: CountOrZero = 3
-    """Largest number of rewinds; at the next spike the run stops with a report."""
+    """Largest number of rewinds in a row that do not reach a later checkpoint; at the next spike
+    the run stops with a report."""
     max_consecutive_nonfinite: Count = 10
     """Number of consecutive non-finite steps that stops the run."""
 

@@ -29,7 +29,6 @@ from jaxgpt.tracking.console import Console
 from jaxgpt.tracking.figures import HOST_FIGURES, legend, train_line
 from jaxgpt.tracking.jsonl import METRICS, atomic_write_text, read_records
 from jaxgpt.tracking.records import (
-    DamageRecord,
     Record,
     SpikeRecord,
     StartRecord,
@@ -58,16 +57,13 @@ class Reporter:
     ):
         """Open the logs of a run that starts after `run.resume_step`."""
         self.goodput = goodput
-        goodput.go_on_from(run.resume_step or 0)
         self._cluster, self._startup = cluster, startup
         self._config, self._run, self._steps = run.config, run, steps
         self._enabled = cluster.is_main
         self._figures = {name: m.figure for name, m in STEP_METRICS.items()} | HOST_FIGURES
         self._console = Console(self._enabled, run.directory / "train.log")
         self.info, self.progress = self._console.info, self._console.progress
-        if self._enabled:
-            self._trackers = Trackers(run, run.resume_step, say=self._console.info)
-            self._log_earlier_starts()
+        self._trackers: Trackers | None = None  # on process 0, from `restart` on
         self._losses: dict[int, str] = {}  # of the last evaluation, by its step
         self._has_started = False
         self._skipped = self._nonfinite = 0
@@ -95,8 +91,6 @@ class Reporter:
         atomic_write_text(self._run.directory / "cluster.json", json.dumps(facts, indent=1) + "\n")
         if not (self._run.directory / "config.yaml").exists():  # a new run may end in compiling
             self._keep_config()
-        for damaged in self._run.damaged:
-            self.log(DamageRecord(step=self._run.resume_step, **damaged))
 
     def log_resume(self) -> None:
         """Log which checkpoint was restored, if any, and on which mesh it was saved."""
@@ -243,17 +237,26 @@ class Reporter:
         """Return the record of a step; None if it is no spike."""
         return spike_record(*reading, self._config, self._loader, self._run.dataset)
 
-    def go_back(self, run: Run, record: Record | None = None) -> None:
-        """Go on from `run.resume_step`, as if the run had been started there; log why."""
+    def restart(self, run: Run, records: Sequence[Record]) -> None:
+        """Continue from `run.resume_step`: every tracker drops later steps. Log `records` of why.
+
+        At the start of a run this opens the trackers.
+        """
         self._run, self._config, self._losses = run, run.config, {}
         self.goodput.go_on_from(run.resume_step or 0)
-        self._begin()
-        self._console.progress(run.resume_step or 0)
+        if self._has_started:
+            self._begin()
+            self._console.progress(run.resume_step or 0)
         if not self._enabled:
             return
-        self._keep_config()
-        self._trackers.rewind(run.resume_step or 0)
-        self.log(record)
+        if self._trackers is None:
+            self._trackers = Trackers(run, run.resume_step, say=self._console.info)
+            self._log_earlier_starts()
+        else:
+            self._keep_config()
+            self._trackers.rewind(run.resume_step or 0)
+        for record in records:
+            self.log(record)
         if self._has_started:
             self._log_start()
 
@@ -297,12 +300,12 @@ class Reporter:
         self.goodput.enter("end")
         if self._stalls:
             self._stalls.close()
-        if self._enabled:
+        if self._trackers is not None:
             self._trackers.log(self.goodput.record())
             with contextlib.suppress(OSError):  # out of reach, when all that matters is saved
                 self.info(goodput_line(all_starts(self._run.directory)))
         self.info(f"run directory: {self._run.directory}")
-        if self._enabled:
+        if self._trackers is not None:
             self._trackers.close()
         self._console.close()
 
@@ -337,7 +340,8 @@ _LINES: dict[str, Callable[[dict[str, Any]], str]] = {
     "sample": lambda r: f"sample at step {r['step']}:\n{r['text']}\n",
     "spike": spike_line,
     "damage": lambda r: (
-        f"warning: {r['reason']}; it is now {r['path']}, and the run goes on from step {r['step']}"
+        f"warning: {r['reason']}; it is now {r['path']}, and the run continues from step "
+        f"{r['step']}"
     ),
     "corruption": lambda r: (
         f"warning: {', '.join(r['devices'])}: parameters at step {r['found']} are not those of "
@@ -348,9 +352,8 @@ _LINES: dict[str, Callable[[dict[str, Any]], str]] = {
         f"step={r['step']} checkpoint {r['path']} complete after {r['seconds']:.2f}s "
         f"(training stalled {r['stalled']:.2f}s)"
     ),
-    "staged_restore": lambda r: f"checkpoint {r['step']} read from its stage, {r['path']}",
     "checkpoint_failed": lambda r: (
-        f"warning: {r['reason']}; the run goes on, and saves again when a checkpoint is due; the "
-        f"newest complete one is that of step {r['standing']}"
+        f"warning: {r['reason']}; the run continues, and saves again when the next checkpoint is "
+        f"due; the newest complete one is that of step {r['latest_complete']}"
     ),
 }

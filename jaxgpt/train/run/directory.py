@@ -14,11 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from jaxgpt import __version__
-from jaxgpt.checkpoint.metadata import (
-    newest_undamaged,
-    set_aside,
-)
-from jaxgpt.checkpoint.stage import stage_of_run
+from jaxgpt.checkpoint.local import local_folder
+from jaxgpt.checkpoint.metadata import newest_undamaged
 from jaxgpt.cluster.hardware import accelerator_expected, lock_file
 from jaxgpt.cluster.process_group import ProcessGroup
 from jaxgpt.config import (
@@ -44,7 +41,7 @@ from jaxgpt.data.loader import Loader
 from jaxgpt.data.prepare.builtin import prepare_python
 from jaxgpt.data.tokenizers import FILE as TOKENIZER
 from jaxgpt.runtime.devices import cpu_devices_per_process
-from jaxgpt.spikes.policy import go_further_back, pending_rewind
+from jaxgpt.spikes.policy import pending_rewind, skipped_by_rewinds
 from jaxgpt.tracking import check_trackers
 from jaxgpt.tracking.jsonl import METRICS
 from jaxgpt.train.run.resume import (
@@ -71,7 +68,7 @@ class Run:
     resume_meta: dict[str, Any]
     asked_to_skip: tuple[int, ...]  # as `train_range_to_skip`: by this start and earlier ones
     notes: list[str]  # lines for the log
-    damaged: Sequence[dict[str, str]] = ()  # checkpoints set aside: path and reason of each
+    damaged: Sequence[tuple[int, str]] = ()  # newer checkpoints that are damaged, and why
     missing_records: Sequence[str] = ()  # `EVAL_RECORDS` due after `resume_step` and not there
     init_folder: str | None = None  # the weights that it began with; they may have gone since
     init_step: int | None = None  # of `init_folder`, which may get newer ones meanwhile
@@ -165,11 +162,11 @@ def _decide(config: Config, cluster: ProcessGroup) -> dict[str, Any]:
     directory = _writable_directory(config, cluster)
     config = config.replace(out=str(directory))
     asked, lost = _asked_to_skip(config, directory / "config.yaml")
-    if (stage := stage_of_run(config, directory)) is not None:
-        notes += stage.recover(directory, config.train.log_interval)
-    going_back = pending_rewind(directory)
+    if (local := local_folder(config, directory)) is not None:
+        notes += local.recover(config.train.log_interval)
+    rewind = pending_rewind(directory)
     resume_step, meta, damaged = newest_undamaged(
-        directory, config.checkpoint.on_damage, going_back and going_back["to"]
+        directory, config.checkpoint.on_damage, rewind and rewind["to"]
     )
     if resume_step is None and (directory / METRICS).exists():
         notes.append(f"no checkpoint in {directory}: the run starts again at step 1")
@@ -184,13 +181,9 @@ def _decide(config: Config, cluster: ProcessGroup) -> dict[str, Any]:
         notes += lines
     if dataset.tokenizer is not None:
         dataset.tokenizer.save(directory)  # for jaxgpt.sample, wherever the data will be
-    skip, warnings = ranges_to_skip(directory, asked, resume_step, meta)
+    skip, warnings = ranges_to_skip(asked, skipped_by_rewinds(directory), resume_step, meta)
     notes += warnings
     config = config.replace(train_range_to_skip=skip)
-    # Last, as a start that is refused for another reason changes nothing.
-    aside = [set_aside(directory, s, e.reason) for s, e in damaged.items()]
-    if going_back:
-        go_further_back(directory, resume_step or 0)
     return {
         "config": config.to_dict(),
         "paths": _paths(dataset),
@@ -201,7 +194,7 @@ def _decide(config: Config, cluster: ProcessGroup) -> dict[str, Any]:
             "resume_meta": meta,
             "asked_to_skip": [step for pair in asked for step in pair],
             "notes": notes,
-            "damaged": aside,
+            "damaged": [(step, error.reason) for step, error in damaged.items()],
             "missing_records": missing_records(config, dataset, resume_step),
             "init_folder": init_folder,
             "init_step": init_step,

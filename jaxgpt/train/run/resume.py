@@ -26,7 +26,6 @@ from jaxgpt.data.batch_sizes import BatchSizes
 from jaxgpt.data.blend import blend_shares, parse_lines
 from jaxgpt.data.dataset import Dataset
 from jaxgpt.data.tokenizers import HFTokenizer, same_tokens, tokenizer_from_meta
-from jaxgpt.spikes.policy import skipped_by_rewinds
 from jaxgpt.spikes.skip import SkipRanges, still_to_come
 from jaxgpt.tracking.jsonl import METRICS, read_records
 
@@ -250,10 +249,15 @@ def _share_tokenizer(
 
 
 def ranges_to_skip(
-    directory: Path, asked: Sequence[tuple[int, int]], step: int | None, meta: dict[str, Any]
+    asked: Sequence[tuple[int, int]],
+    rewound: Sequence[tuple[int, int]],
+    step: int | None,
+    meta: dict[str, Any],
 ) -> tuple[tuple[int, ...], list[str]]:
-    """Return all ranges to skip in a run that goes on from `step`, and warnings about `asked`."""
-    rewound = skipped_by_rewinds(directory)
+    """Return all ranges to skip after a checkpoint, and warnings about the ranges `asked` for.
+
+    `rewound` are the ranges that the rewinds of the run skip.
+    """
     if step is None:
         return SkipRanges([*asked, *rewound]).flat(), []
     then = skip_ranges(config_from_dict(meta["config"], f"checkpoint {step}"))

@@ -1,0 +1,121 @@
+"""Local checkpoints: saved to a fast folder first, then copied to the run directory."""
+
+import contextlib
+import hashlib
+import shutil
+import uuid
+from pathlib import Path
+
+from jaxgpt.checkpoint.metadata import (
+    TEMPORARY_SUFFIX,
+    DamagedCheckpoint,
+    list_checkpoints,
+    read_meta,
+    remove_temporary,
+)
+from jaxgpt.cluster.process_group import ProcessGroup
+from jaxgpt.config import Config, UsageError, in_words
+from jaxgpt.tracking.jsonl import METRICS, PERSISTENT_KINDS, read_records
+
+
+class LocalFolder:
+    """The checkpoints of one run under checkpoint.local, laid out as in its run directory.
+
+    All processes share the folder: the disk of the only host, or a burst buffer. A checkpoint stays
+    there until process 0 has copied it.
+    """
+
+    def __init__(self, folder: str, run: Path):
+        run = run.absolute()
+        digest = hashlib.sha256(str(run).encode()).hexdigest()[:8]
+        self._folder, self._run = folder, run
+        self.directory = Path(folder).expanduser().absolute() / f"{run.name}-{digest}"
+
+    def open(self, cluster: ProcessGroup) -> None:
+        """Create the folder and remove interrupted saves; all processes call this together.
+
+        Raises `UsageError` if the folder cannot be written, or a process does not see it.
+        """
+        checkpoints = self.directory / "checkpoints"
+        probe = checkpoints / f".{cluster.broadcast(uuid.uuid4().hex)}"
+
+        def create() -> None:
+            if not cluster.is_main:
+                return
+            try:
+                checkpoints.mkdir(parents=True, exist_ok=True)
+                probe.touch()
+            except OSError as error:
+                raise UsageError(
+                    f"checkpoint.local={self._folder}: cannot be written ({in_words(error)}); give "
+                    "a folder that can, or leave it out"
+                ) from None
+            remove_temporary(checkpoints)
+
+        def check_shared() -> None:
+            if not probe.exists():
+                host = cluster.host_names[cluster.rank]
+                raise UsageError(
+                    f"checkpoint.local={self._folder}: host {host} does not see what process 0 "
+                    "writes there; give a folder that all hosts share, or leave it out"
+                )
+
+        cluster.run_on_all(create)
+        cluster.run_on_all(check_shared)
+        cluster.barrier()
+        if cluster.is_main:
+            probe.unlink()
+
+    def recover(self, log_interval: int) -> list[str]:
+        """Copy checkpoints whose copy was interrupted, on process 0; return lines for the log.
+
+        A checkpoint that the run directory's metrics have not reached is stale: the run has since
+        continued without this folder. Raises `UsageError` if a checkpoint cannot be copied.
+        """
+        notes, metrics = [], self._run / METRICS
+        records = read_records(metrics) if metrics.exists() else []
+        reached = max((r["step"] for r in records if r["kind"] not in PERSISTENT_KINDS), default=0)
+        for step in list_checkpoints(self.directory):
+            path, newest = self._path(step), max(list_checkpoints(self._run), default=-1)
+            try:
+                if newest < step < reached + log_interval:
+                    read_meta(self.directory, step)
+                    self.copy_to_run(step)
+                    notes.append(f"checkpoint {step}: copied from checkpoint.local={self._folder}")
+                else:
+                    self.remove(step)
+            except DamagedCheckpoint as error:
+                notes.append(f"warning: checkpoint {step} is not copied: {error.reason}")
+            except OSError as error:
+                raise UsageError(
+                    f"{path}: cannot be copied to {self._run} ({in_words(error)}); make room "
+                    "there, or remove it to continue from an older checkpoint"
+                ) from None
+        return notes
+
+    def copy_to_run(self, step: int) -> None:
+        """Copy a checkpoint to the run directory, where it is complete or absent, and remove it."""
+        final = self._run / "checkpoints" / str(step)
+        scratch = final.with_name(f"{step}{TEMPORARY_SUFFIX}")
+        try:
+            shutil.rmtree(scratch, ignore_errors=True)  # usually there is none
+            final.parent.mkdir(exist_ok=True)
+            shutil.copytree(self._path(step), scratch)
+            scratch.rename(final)
+        except OSError:
+            shutil.rmtree(scratch, ignore_errors=True)  # the disk may be full or gone
+            raise
+        self.remove(step)
+
+    def remove(self, step: int) -> None:
+        """Remove the local copy of a checkpoint."""
+        with contextlib.suppress(OSError):  # harmless: `recover` removes it at the next start
+            shutil.rmtree(self._path(step))
+
+    def _path(self, step: int) -> Path:
+        return self.directory / "checkpoints" / str(step)
+
+
+def local_folder(config: Config, run: Path) -> LocalFolder | None:
+    """Return the local folder of a run; None without checkpoint.local."""
+    return None if config.checkpoint.local is None else LocalFolder(config.checkpoint.local, run)

@@ -1,0 +1,247 @@
+"""Restart: continue a run from a checkpoint, whatever the cause."""
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+
+from jaxgpt.checkpoint.checkpointer import Checkpoints, restore_params
+from jaxgpt.checkpoint.metadata import (
+    DamagedCheckpoint,
+    list_checkpoints,
+    quarantine,
+    read_meta,
+    valid_checkpoints,
+)
+from jaxgpt.cluster.process_group import ProcessGroup
+from jaxgpt.config import UsageError, skip_ranges
+from jaxgpt.spikes.policy import (
+    NoRewind,
+    commit_rewind,
+    decide_rewind,
+    finish_rewind,
+    pending_rewind,
+    skipped_by_rewinds,
+)
+from jaxgpt.tracking.records import CorruptionRecord, DamageRecord, Record
+from jaxgpt.train.functions import StepFunctions
+from jaxgpt.train.reporting.metrics import StepMetrics
+from jaxgpt.train.reporting.reporter import Reporter
+from jaxgpt.train.run.directory import Run
+from jaxgpt.train.run.resume import missing_records, ranges_to_skip
+from jaxgpt.train.state import TrainState, restore_state
+
+MAX_CORRUPTIONS = 3  # restarts from one checkpoint: then the device is to blame, not chance
+
+
+class DeviceFailed(Exception):
+    """Why a run stops: a device computes wrongly again and again."""
+
+
+class Job(NamedTuple):
+    """The parts of a run that stay the same however often it restarts."""
+
+    cluster: ProcessGroup
+    steps: StepFunctions
+    checkpoints: Checkpoints
+    report: Reporter
+
+
+class Cause(NamedTuple):
+    """Why a run restarts: at its start nothing else is known."""
+
+    rewind: dict[str, Any] | None = None  # for a loss spike, on process 0: see `read_rewinds`
+    record: Record | None = None  # logged after the restart
+
+
+def restart_from(
+    checkpoint: int | None, cause: Cause, run: Run, job: Job
+) -> tuple[Run, TrainState]:
+    """Return the run and its state as of a checkpoint; None is the state before the first step.
+
+    All processes call this together. If the checkpoint is damaged, the one before it takes its
+    place. Nothing is renamed or removed before the state is restored on all processes: then damaged
+    checkpoints are quarantined, a rewind is committed, and the logs drop the abandoned steps.
+
+    Raises:
+        DamagedCheckpoint: there is no undamaged one, or checkpoint.on_damage=refuse.
+        UsageError: a file cannot be read now.
+    """
+    damaged = dict(run.damaged)
+    while True:
+        try:
+            run = _as_of(checkpoint, run, job.cluster, cause.rewind)
+            state = _read_state(run, job)
+            break
+        except DamagedCheckpoint as error:
+            older = _older_checkpoint(checkpoint, run, job.cluster)
+            if older is None:
+                raise
+            damaged[checkpoint], checkpoint = error.reason, older
+    rewind = cause.rewind or pending_rewind(run.directory)
+
+    def commit() -> list[dict[str, str]]:
+        if not job.cluster.is_main:
+            return []
+        if rewind is None:
+            for step in list_checkpoints(run.directory):
+                if step > (checkpoint or 0) and step not in damaged:
+                    damaged[step] = _json_damage(run.directory, step)
+        found = [quarantine(run.directory, s, why) for s, why in sorted(damaged.items())]
+        if rewind is not None:
+            commit_rewind(run.directory, rewind, checkpoint or 0)
+        return found
+
+    quarantined = job.cluster.run_on_all(commit)
+    records = [DamageRecord(step=checkpoint, **found) for found in quarantined]
+    run = dataclasses.replace(run, damaged=())
+    job.report.restart(run, [*records, *([cause.record] if cause.record else [])])
+    if rewind is not None and job.cluster.is_main:
+        job.report.log_rewind()
+        finish_rewind(run.directory)
+    return run, state
+
+
+def _as_of(
+    checkpoint: int | None, run: Run, cluster: ProcessGroup, rewind: dict[str, Any] | None
+) -> Run:
+    """Return the run with the JSON of a checkpoint, and with the steps to skip from there on."""
+
+    def on_process_0() -> dict[str, Any] | None:
+        if not cluster.is_main:
+            return None
+        meta = {} if checkpoint is None else read_meta(run.directory, checkpoint)
+        asked = skip_ranges(run.config.replace(train_range_to_skip=tuple(run.asked_to_skip)))
+        rewound = skipped_by_rewinds(run.directory)
+        rewound += [tuple(rewind["skip"])] if rewind else []
+        skip, _ = ranges_to_skip(asked, rewound, checkpoint, meta)
+        return {
+            "skip": skip,
+            "resume_step": checkpoint,
+            "resume_meta": meta,
+            "missing_records": missing_records(run.config, run.dataset, checkpoint),
+        }
+
+    found = cluster.broadcast(cluster.run_on_all(on_process_0))
+    config = run.config.replace(train_range_to_skip=tuple(found.pop("skip")))
+    return dataclasses.replace(run, config=config, **found)
+
+
+def _older_checkpoint(checkpoint: int | None, run: Run, cluster: ProcessGroup) -> int | None:
+    """Return the newest undamaged checkpoint before a damaged one; None if there is none to use."""
+
+    def on_process_0() -> int | None:
+        # A damaged `checkpoint` of None is in the weights of train.init_from.
+        if not cluster.is_main or checkpoint is None or run.config.checkpoint.on_damage == "refuse":
+            return None
+        return max((s for s in valid_checkpoints(run.directory) if s < checkpoint), default=None)
+
+    return cluster.broadcast(cluster.run_on_all(on_process_0))
+
+
+def _json_damage(directory: Path, step: int) -> str:
+    """Return why the JSON of a checkpoint cannot be used."""
+    try:
+        read_meta(directory, step)
+    except DamagedCheckpoint as error:
+        return error.reason
+    raise AssertionError(f"checkpoint {step} of {directory} is newer than the one restored")
+
+
+def _read_state(run: Run, job: Job) -> TrainState:
+    """Return the state after `run.resume_step`, or before the first step if that is None."""
+    if run.resume_step is not None:
+        return restore_state(job.checkpoints, run.resume_step, job.steps.state_shapes, job.cluster)
+    if run.init_folder is not None:
+        return load_weights(Path(run.init_folder), run.init_step, job.steps, job.cluster)
+    init = job.steps.init.lower().compile()
+    job.cluster.barrier()
+    return init()
+
+
+def load_weights(
+    folder: Path, step: int, steps: StepFunctions, cluster: ProcessGroup
+) -> TrainState:
+    """Return the initial state with the parameters of a run's checkpoint or of converted weights.
+
+    Takes the first model.block_size rows of learned positions. Raises `UsageError` on every process
+    if one of them cannot read the weights.
+    """
+
+    def read() -> dict[str, Any]:
+        if step not in list_checkpoints(folder):
+            raise UsageError(
+                f"{folder}: the weights of step {step}, which the run began with, are not there "
+                "any more; bring them back, as the run goes back to its start"
+            )
+        return read_meta(folder, step)
+
+    meta = cluster.run_on_all(read)
+    shapes = steps.state_shapes.params
+    if "position_embedding" in shapes:
+        shape = shapes["position_embedding"]["embedding"]
+        rows = (meta["config"]["model"]["block_size"], shape.shape[1])
+        shape = jax.ShapeDtypeStruct(rows, shape.dtype, sharding=shape.sharding)
+        shapes = shapes | {"position_embedding": {"embedding": shape}}
+    return steps.init_from(restore_params(folder, step, shapes, cluster.run_on_all))
+
+
+def before_spike(run: Run, job: Job, spike: StepMetrics, last: int) -> tuple[int | None, Cause]:
+    """Return the checkpoint before a spike, and the cause of the restart.
+
+    `last` is the step that the run has reached. All processes call this together. Raises `NoRewind`
+    on all of them if the run cannot rewind.
+    """
+    record = job.report.spike_record(spike)
+
+    def on_process_0() -> list[Any]:
+        if not job.cluster.is_main:
+            return []
+        try:
+            saved = list(valid_checkpoints(run.directory))
+            return [decide_rewind(run.config, run.directory, saved, record.to_dict(), last), ""]
+        except NoRewind as why:
+            return [None, str(why)]
+
+    rewind, problem = job.cluster.broadcast(job.cluster.run_on_all(on_process_0))
+    if problem:
+        job.report.show_spikes()
+        raise NoRewind(problem)
+    return rewind["to"] or None, Cause(rewind=rewind)
+
+
+def after_corruption(
+    run: Run, job: Job, devices: Sequence[int], last: int, earlier: list[int | None]
+) -> tuple[int | None, Cause]:
+    """Return the newest checkpoint, before which all devices agreed, and the cause of the restart.
+
+    `devices` were not equal to their copies after the step `last`. `earlier` are the checkpoints of
+    restarts for the same cause, to which this one is added. Raises `DeviceFailed` after
+    `MAX_CORRUPTIONS` from the same checkpoint.
+    """
+    saved = job.cluster.run_on_all(
+        lambda: list(valid_checkpoints(run.directory)) if job.cluster.is_main else []
+    )
+    checkpoint = job.cluster.broadcast(max(saved, default=None))
+    names = _device_names(devices, job)
+    if earlier.count(checkpoint) == MAX_CORRUPTIONS:
+        raise DeviceFailed(
+            f"train.verify_interval={run.config.train.verify_interval}: {', '.join(names)} differs "
+            f"from its copies at step {last}, as in {MAX_CORRUPTIONS} tries before; leave "
+            "out its host"
+        )
+    earlier.append(checkpoint)
+    record = CorruptionRecord(step=checkpoint or 0, found=last, devices=names)
+    return checkpoint, Cause(record=record)
+
+
+def _device_names(devices: Sequence[int], job: Job) -> list[str]:
+    """Return names of devices, given by their place in the mesh, with process and host."""
+    hosts, flat = job.cluster.host_names, job.steps.mesh.devices.flat
+    ranks = [flat[device].process_index for device in devices]
+    return [
+        f"device {device} of the mesh (process {rank} on host {hosts[rank]})"
+        for device, rank in zip(devices, ranks, strict=True)
+    ]
