@@ -37,10 +37,9 @@ from jaxgpt.replay import find_stretches
 from jaxgpt.report import goodput_report, read_startup, spikes_report
 from jaxgpt.sample import open_run
 from jaxgpt.spikes.policy import (
-    go_further_back,
+    commit_rewind,
     pending_rewind,
     read_rewinds,
-    record_rewind,
     skipped_by_rewinds,
 )
 from jaxgpt.spikes.report import rewind_line
@@ -165,7 +164,7 @@ def go_on(home):
     config = run_config(home).replace(out=str(home / "run"), train__eval_interval=10)
     missing_records(config, dataset("data.dataset=python"), 20)
     find_stretches(home / "run", [10, 20])
-    record_rewind(home / "run")
+    commit_rewind(home / "run", REWINDS[-1], 5)
     for tracker in (JsonLines(), Samples()):
         tracker.open(run, 10)
         tracker.close()
@@ -175,7 +174,7 @@ def read_checkpoints(home):
     """Read what a run, and every command about one, reads of its checkpoints' JSON."""
     run, config = home / "run", run_config(home).replace(out=str(home / "run"))
     data = dataset("data.dataset=python")
-    step, meta, _ = newest_undamaged(run, "set_aside")
+    step, meta, _ = newest_undamaged(run, "quarantine")
     check_resume(config, run, step, meta, data)
     skip_ranges(config_from_dict(meta["config"], "checkpoint"))
     find_stretches(run, [10])
@@ -189,10 +188,8 @@ def read_all_rewinds(home):
     for rewind in read_rewinds(home / "run"):
         rewind_line(rewind)
     skipped_by_rewinds(home / "run")
-    pending_rewind(home / "run")
-    record_rewind(home / "run")
-    if pending_rewind(home / "run"):
-        go_further_back(home / "run", 0)
+    if rewind := pending_rewind(home / "run"):
+        commit_rewind(home / "run", rewind, 0)
 
 
 def read_hf(home):
