@@ -85,8 +85,9 @@ def save(job: Job, config: Config, tree: Tree) -> dict[str, float]:
     checkpoints = Checkpoints(empty_folder(job, "checkpoint"), config, job.cluster)
 
     meta = {
-        "config": config.to_dict(), "consumed_tokens": 0, "data_fingerprint": [],
-        "tokenizer": None, "jax": jax.__version__, "mesh": "", "processes": job.cluster.size,
+        "config": config.to_dict(), "batch_sizes": [], "consumed_tokens": 0,
+        "data_fingerprint": [], "tokenizer": None, "jax": jax.__version__, "mesh": "",
+        "processes": job.cluster.size,
     }  # fmt: skip
 
     def save_and_close() -> float:

@@ -39,6 +39,9 @@ Tree = dict[str, Any]  # nested, of arrays or their shapes
 
 # A quota shows up in these errors only, not in the free space that a file system reports.
 NO_ROOM_WORDS = ("are free there", *map(os.strerror, NO_ROOM))
+DATA_FILE_BYTES = (
+    2**28
+)  # files of this size are written in parallel, one of TensorStore's 2 GiB not
 CONTINUE = "start again with the same --out to continue from the newest complete one, if any"
 
 
@@ -195,7 +198,10 @@ class Checkpoints:
             self._orbax = ocp.AsyncCheckpointer(
                 handler, async_options=ocp.AsyncOptions(timeout_secs=seconds)
             )
-        args = ocp.args.Composite(state=ocp.args.PyTreeSave(tree), meta=ocp.args.JsonSave(meta))
+        args = ocp.args.Composite(
+            state=ocp.args.PyTreeSave(tree, ocdbt_target_data_file_size=DATA_FILE_BYTES),
+            meta=ocp.args.JsonSave(meta),
+        )
         # `force` replaces a damaged checkpoint of the same step.
         self._orbax.save(self._path(step), args=args, force=True)
 
