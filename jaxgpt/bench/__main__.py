@@ -33,29 +33,12 @@ def parser() -> CommandParser:
     def number(kind: CommandParser, option: str, about: str) -> None:
         kind.add_argument(option, type=whole_number(), metavar="N", help=about)
 
-    def beside(kind: CommandParser, nanogpt: bool, rounds: bool) -> None:
-        if nanogpt:
-            about = "a clone of nanoGPT"
-            kind.add_argument("--nanogpt", type=file_path, metavar="DIR", required=True, help=about)
-        kind.add_argument("--torch", metavar="PYTHON", required=True, help="a Python with torch")
-        if rounds:
-            number(kind, "--steps", "in each round; default 15")
-            number(kind, "--rounds", "of both; default 15")
-            kind.add_argument("--compile", action="store_true", help="use torch.compile there")
-
     kind = bench("step", "time, rates and memory of training steps, beside a large matrix product")
     number(kind, "--steps", "in each of seven rounds; default 1.5 seconds")
     kind.add_argument("--synthetic", action="store_true", help="random tokens, not the data")
     kind.add_argument(
         "--profile", type=file_path, metavar="DIR", help="trace a few steps, list what is expensive"
     )
-    kind = bench("nanogpt", "training steps beside nanoGPT's, which runs in a Python with torch")
-    beside(kind, nanogpt=True, rounds=True)
-    kind = bench("transformers", "training steps beside transformers', in a Python that has it")
-    beside(kind, nanogpt=False, rounds=True)
-    kind = bench("speedrun", "a whole run to a validation loss, beside a whole run of nanoGPT")
-    beside(kind, nanogpt=True, rounds=False)
-    number(kind, "--seeds", "runs of each; default 3")
     kind = bench("loader", "tokens/s from files to global arrays, beside rows of a memory map")
     number(kind, "--batches", "in each of five rounds; default 40")
     number(kind, "--cpus", "CPUs to use; default all")
@@ -63,7 +46,7 @@ def parser() -> CommandParser:
     kind.add_argument(
         "--out", type=file_path, metavar="DIR", help="default where temporary files are"
     )
-    kind = bench("sample", "time to write a text, beside reading all of it for each token")
+    kind = bench("sample", "time to generate a text, per token")
     number(kind, "--tokens", "to write; default 200, or what fits")
     kind = bench("startup", "time to the first step, cold and warm, beside the imports")
     number(kind, "--runs", "cold and warm; default 3 each")

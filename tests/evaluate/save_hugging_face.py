@@ -1,6 +1,6 @@
 """Write a GPT-2 of Hugging Face's with given weights: `python save_hugging_face.py FOLDER`.
 
-FOLDER has model.json and weights.npz, as `nanogpt_weights` names them, and tokenizer.json.
+FOLDER has model.json, weights.npz with nanoGPT's names, and tokenizer.json.
 Runs in a Python with torch and transformers.
 """
 

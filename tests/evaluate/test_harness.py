@@ -14,12 +14,13 @@ import pytest
 from flax.traverse_util import unflatten_dict
 
 from evaluation import SHAPE, TEXT, evaluated
-from jaxgpt.bench.nanogpt import nanogpt_weights
 from jaxgpt.convert.__main__ import main as convert
+from jaxgpt.convert.names import NANOGPT
 from jaxgpt.data.prepare.builtin import prepare_text
 from jaxgpt.evaluate.model import find_trained
 from jaxgpt.evaluate.multiple_choice import clean_hellaswag
 from jobs import checkpoint_arrays, environment, train_here
+from side_by_side import peer_weights
 
 ROOT = Path(__file__).parents[2]
 PYTHON = os.environ.get("JAXGPT_EVAL")
@@ -98,7 +99,7 @@ def home(tmp_path_factory):
     model, flat = trained.config.model, checkpoint_arrays(home / "run", 60)
     named = {tuple(path[2:-2].split("']['")): array for path, array in flat.items()}
     params = unflatten_dict(named)["params"]
-    np.savez(home / "hf" / "weights.npz", **nanogpt_weights(params, model, model.vocab_size))
+    np.savez(home / "hf" / "weights.npz", **peer_weights(params, model, NANOGPT))
     sizes = ("n_layer", "n_head", "n_embd", "block_size", "vocab_size")
     about = {key: getattr(model, key) for key in sizes}
     about["end_of_text"] = trained.tokenizer.end_of_text
