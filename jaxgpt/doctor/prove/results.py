@@ -1,85 +1,88 @@
-"""What a machine has proved: rows by stage, kept as JSON, shown as one Markdown table."""
+"""The results of `prove`: rows of measurements and goals, as JSON and as a Markdown table."""
 
 import json
+import platform
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
-from jaxgpt.doctor.prove.goals import goal_of
+from jaxgpt import __version__
+from jaxgpt.config import UsageError
 from jaxgpt.tracking.jsonl import atomic_write_text
 
-Status = Literal["done", "needs", "failed", "cut off", "running"]
+Status = Literal["not run", "running", "done", "missing", "failed", "cut off"]
 
 
 @dataclass(frozen=True)
 class Row:
-    """One thing that was measured."""
+    """One measurement, and the goal that it should reach."""
 
     name: str
     value: float | str | None
     unit: str = ""
     note: str = ""
-    goal: str = ""
-    """What it should be; empty where nothing is asked for."""
+    goal: str = ""  # empty if there is none
     met: bool | None = None
 
 
 @dataclass
-class StageResult:
-    """What one stage found, and how it ended."""
+class Result:
+    """The rows of one check, and how it ended."""
 
-    stage: str
-    status: Status = "running"
-    reason: str = ""
-    """Why it is not done: one sentence."""
+    check: str
+    status: Status = "not run"
+    reason: str = ""  # why it is not done
     seconds: float = 0.0
     rows: list[Row] = field(default_factory=list)
 
-    def add(self, on_gpu: bool, name: str, value: Any, unit: str, note: str) -> Row:
-        """Append a row, compared with its goal on this kind of device."""
-        goal = goal_of(self.stage, name, on_gpu)
-        met = None if goal is None else goal.is_met(value)
-        self.rows.append(Row(name, value, unit, note, "" if goal is None else str(goal), met))
-        return self.rows[-1]
 
-    def write(self, folder: Path) -> None:
-        """Write `result.json`, whole or not at all."""
-        atomic_write_text(folder / "result.json", json.dumps(asdict(self), indent=1))
-
-
-def read_result(folder: Path, stage: str) -> StageResult | None:
-    """Return what a stage wrote into its folder; None if it has not begun."""
+def read_results(out: Path, checks: Sequence[str]) -> dict[str, Result]:
+    """Return the result of each check, from the folder's prove.json if there is one."""
+    results, path = {name: Result(name) for name in checks}, out / "prove.json"
     try:
-        values = json.loads((folder / "result.json").read_text())
-        rows = [Row(**row) for row in values.pop("rows")]
-        return StageResult(**values, rows=rows)
-    except (OSError, ValueError, TypeError, KeyError):
-        return None
+        out.mkdir(parents=True, exist_ok=True)
+        for found in json.loads(path.read_text())["checks"] if path.exists() else []:
+            rows = [Row(**row) for row in found.pop("rows")]
+            results[found["check"]] = Result(**found, rows=rows)
+        write_results(out, results)
+    except OSError as error:
+        raise UsageError(
+            f"--out={out}: cannot be written ({error.strerror or error}); give a folder that can"
+        ) from None
+    except (ValueError, KeyError, TypeError):
+        raise UsageError(f"{path}: is no result of prove; give another --out") from None
+    return results
 
 
-def shown(value: float | str | None, unit: str) -> str:
-    """Return a value with its unit, in as many digits as matter."""
+def write_results(out: Path, results: dict[str, Result]) -> None:
+    """Write prove.json and prove.md."""
+    devices = [row.value for r in results.values() for row in r.rows if row.name == "devices"]
+    machine = f"jaxgpt {__version__} on {', '.join([platform.node(), *devices])}"
+    values = {"machine": machine, "checks": [asdict(result) for result in results.values()]}
+    atomic_write_text(out / "prove.json", json.dumps(values, indent=1))
+    atomic_write_text(out / "prove.md", f"{machine}\n\n{markdown(list(results.values()))}")
+
+
+def markdown(results: Sequence[Result]) -> str:
+    """Return the table: a line for each row, and one for each check that is not done."""
+    met = {None: "", True: "yes", False: "**no**"}
+    lines = [["check", "what", "value", "goal", "met"], ["---"] * 5]
+    for result in results:
+        for row in result.rows:
+            value = shown(row.value, row.unit) + (f" ({row.note})" if row.note else "")
+            lines.append([result.check, row.name, value, row.goal, met[row.met]])
+        if result.status != "done":
+            lines.append([result.check, f"**{result.status}**", result.reason, "", ""])
+    cells = [[cell.replace("|", "/").replace("\n", " ") for cell in line] for line in lines]
+    return "".join(f"| {' | '.join(line)} |\n" for line in cells)
+
+
+def shown(value: float | str | None, unit: str = "") -> str:
+    """Return a value with its unit, rounded to four digits."""
     if isinstance(value, str) or value is None:
-        return "-" if value is None else value
+        return value or "-"
     if unit == "%":
         return f"{value:.1%}"
     number = f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
     return f"{number} {unit}".strip()
-
-
-def markdown(results: Sequence[StageResult], heading: str) -> str:
-    """Return the table: a line for each row, and one for each stage that has none."""
-    met = {None: "", True: "yes", False: "**no**"}
-    lines = [heading, "", "| stage | what | value | goal | met |", "|---|---|---|---|---|"]
-    for result in results:
-        for row in result.rows:
-            value = shown(row.value, row.unit) + (f" ({row.note})" if row.note else "")
-            lines.append(line(result.stage, row.name, value, row.goal, met[row.met]))
-        if result.status != "done":
-            lines.append(line(result.stage, f"**{result.status}**", result.reason, "", ""))
-    return "\n".join(lines) + "\n"
-
-
-def line(*cells: str) -> str:
-    return f"| {' | '.join(cell.replace('|', '/').replace(chr(10), ' ') for cell in cells)} |"

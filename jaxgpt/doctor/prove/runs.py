@@ -1,14 +1,13 @@
-"""Runs of the trainer that are stopped, killed, spoiled, and must not differ for it."""
+"""Training runs that are interrupted, killed or disturbed and must not differ."""
 
 import signal
-import time
 from pathlib import Path
 
-from jaxgpt.doctor.prove.stage import Stage, StageFailure
+from jaxgpt.doctor.prove.check import Check, CommandFailed
 from jaxgpt.tracking.jsonl import read_records
 
 STEPS = 40
-UNTIL = 12  # the step at which a run is ended from outside
+SIGNAL_STEP = 12  # the step at which a run is sent a signal
 QUIET = (
     "train.eval_interval=0", "train.sample_tokens=0", "train.log_interval=1",
     f"optimizer.lr_decay_iters={STEPS}", "data.dataset=python",
@@ -27,59 +26,59 @@ SPIKE = (
 )  # fmt: skip
 
 
-def resume(stage: Stage) -> None:
-    """Compare every loss and gradient norm of a run that was stopped with one that was not."""
-    whole = train(stage, "whole", "checkpoint.interval=20")
-    train(stage, "parts", "checkpoint.interval=20", f"train.max_iters={STEPS // 2}")
-    train(stage, "parts", "checkpoint.interval=20")
-    stage.add("20 + 20 steps against 40", difference(whole, stage.folder / "parts"))
+def resume(check: Check) -> None:
+    """Compare every loss and gradient norm of an interrupted run with an uninterrupted one."""
+    whole = train(check, "whole", "checkpoint.interval=20")
+    train(check, "parts", "checkpoint.interval=20", f"train.max_iters={STEPS // 2}")
+    parts = train(check, "parts", "checkpoint.interval=20")
+    check.add("20 + 20 steps against 40", difference(whole, parts), at_most=0, source="bitwise")
     for name, number, status in (
         ("killed and started again", signal.SIGKILL, -signal.SIGKILL),
         ("stopped by SIGTERM and started again", signal.SIGTERM, 75),
     ):
-        out = stage.folder / signal.Signals(number).name
-        end_at(stage, out, number, status)
-        train(stage, out.name, "checkpoint.interval=5")
-        stage.add(name, difference(whole, out))
+        folder = signal.Signals(number).name
+        train_until_signal(check, folder, number, status)
+        again = train(check, folder, "checkpoint.interval=5")
+        check.add(name, difference(whole, again), at_most=0, source="bitwise")
 
 
-def spikes(stage: Stage) -> None:
-    """A step that is made NaN changes nothing; a spike is found, rewound and skipped."""
+def spikes(check: Check) -> None:
+    """A step that becomes NaN changes nothing; a spike is found, rewound and skipped."""
     few = ("train.max_iters=20", "checkpoint.interval=0")
-    hurt = train(stage, "nan", *few, "faults.nan_step=10")
-    skipped = train(stage, "skipped", *few, "--train-range-to-skip", "10", "10")
-    stage.add("step made NaN against step skipped", difference(hurt, skipped, without=10))
-    stage.run("train", *SPIKE, "--out", str(stage.folder / "spike"))
-    records = read_records(stage.folder / "spike" / "metrics.jsonl", "rewind")
-    stage.add("rewinds from random tokens", len(list(records)))
+    hurt = train(check, "nan", *few, "faults.nan_step=10")
+    skipped = train(check, "skipped", *few, "--train-range-to-skip", "10", "10")
+    apart = difference(hurt, skipped, without=10)
+    check.add("step made NaN against step skipped", apart, at_most=1e-5)
+    check.run("jaxgpt.train", *SPIKE, "--out", str(check.folder / "spike"))
+    records = read_records(check.folder / "spike" / "metrics.jsonl", "rewind")
+    check.add("rewinds from random tokens", len(list(records)), at_least=1)
 
 
-def settings(stage: Stage) -> tuple[str, ...]:
-    return ON_GPU if stage.on_gpu else ON_CPU
-
-
-def train(stage: Stage, name: str, *more: str) -> Path:
+def train(check: Check, name: str, *more: str) -> Path:
     """Train to the end; return the run directory."""
-    out = stage.folder / name
-    words = (*settings(stage), f"train.max_iters={STEPS}", *more)
-    stage.run("train", *words, "--out", str(out))
+    out = check.folder / name
+    check.run("jaxgpt.train", *settings(check), *more, "--out", str(out))
     return out
 
 
-def end_at(stage: Stage, out: Path, number: int, status: int) -> None:
-    """Start a run, and send it a signal at step UNTIL.
+def settings(check: Check) -> tuple[str, ...]:
+    return (*(ON_GPU if check.on_gpu else ON_CPU), f"train.max_iters={STEPS}")
+
+
+def train_until_signal(check: Check, name: str, number: int, status: int) -> None:
+    """Start a run, and send it a signal at step SIGNAL_STEP.
 
     Raises:
-        StageFailure: if it does not end with `status`.
+        CommandFailed: if it does not end with `status`.
     """
-    words = (*settings(stage), f"train.max_iters={STEPS}", "checkpoint.interval=5")
-    process = stage.start("train", *words, "--out", str(out))
-    while process.poll() is None and steps_done(out) < UNTIL:
-        time.sleep(0.02)
-    process.send_signal(number)
-    ended = process.wait()
+    out = check.folder / name
+    words = (*settings(check), "checkpoint.interval=5", "--out", str(out))
+    with check.start("jaxgpt.train", *words) as command:
+        check.wait(command, until=lambda: steps_done(out) >= SIGNAL_STEP)
+        command.process.send_signal(number)
+        ended = check.wait(command)
     if ended != status:
-        raise StageFailure(f"a run that got {out.name} ended with {ended}, not {status}")
+        raise CommandFailed(f"a run that got {name} ended with {ended}, not {status}")
 
 
 def steps_done(out: Path) -> int:
@@ -88,10 +87,10 @@ def steps_done(out: Path) -> int:
 
 
 def difference(a: Path, b: Path, without: int | None = None) -> float:
-    """Return the largest difference of losses and gradient norms of two runs.
+    """Return the largest difference between losses and gradient norms of two runs.
 
     Raises:
-        StageFailure: if they do not have the same steps.
+        CommandFailed: if they do not have the same steps.
     """
     values = []
     for out in (a, b):
@@ -99,7 +98,7 @@ def difference(a: Path, b: Path, without: int | None = None) -> float:
         values.append({r["step"]: (r["loss"], r["grad_norm"]) for r in records})
         values[-1].pop(without, None)
     if values[0].keys() != values[1].keys() or not values[0]:
-        raise StageFailure(f"{a.name} and {b.name} do not have the same steps")
+        raise CommandFailed(f"{a.name} and {b.name} do not have the same steps")
     return max(
         abs(x - y)
         for step in values[0]
