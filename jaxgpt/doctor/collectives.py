@@ -1,4 +1,4 @@
-"""Eight collectives over a mesh axis, each explained, checked and timed, in all groups at once."""
+"""Collectives over a mesh axis, each explained, checked and timed, in all groups at once."""
 
 import sys
 import time
@@ -31,7 +31,7 @@ ALL = None  # in place of a device: the sum over all devices
 
 @dataclass(frozen=True)
 class Collective:
-    """One way for n devices to exchange arrays. Device 0 is the root, where there is one."""
+    """One way for n devices to exchange arrays."""
 
     name: str
     meaning: str  # for someone who has not met it
@@ -40,17 +40,11 @@ class Collective:
     source: Callable[[int, int, int, np.ndarray], tuple[Any, np.ndarray]]
     """(device, n, length of a part, position in its result) -> (device, position) it comes from."""
     bus_factor: Callable[[int], float] = lambda n: (n - 1) / n
-    """n -> bus bandwidth / (bytes / time), as in NVIDIA's nccl-tests (doc/PERFORMANCE.md;
-    src/scatter.cu, src/sendrecv.cu): what each device's link carries, whatever n."""
+    """n -> bus bandwidth / (bytes / time), as in NVIDIA's nccl-tests (doc/PERFORMANCE.md,
+    src/sendrecv.cu): the traffic on each device's link, independent of n."""
     from_parts: bool = False  # each device puts in only one of n parts
 
 
-def _from_root(x: jax.Array, axis: str) -> jax.Array:
-    return jnp.where(lax.axis_index(axis) == 0, x, 0)
-
-
-# JAX has no reduce and no scatter, and its broadcast, lax.pbroadcast, does not run on CPUs
-# (JAX 0.10, 0.11): these three are made of others, as their lines say.
 COLLECTIVES = (
     Collective(
         "all-reduce",
@@ -58,20 +52,6 @@ COLLECTIVES = (
         run=lambda x, axis, n: lax.psum(x, axis),
         source=lambda own, n, part, i: (ALL, i),
         bus_factor=lambda n: 2 * (n - 1) / n,
-    ),
-    Collective(
-        "reduce",
-        "device 0 gets the sum (here an all-reduce of which the others keep nothing)",
-        run=lambda x, axis, n: jnp.where(lax.axis_index(axis) == 0, lax.psum(x, axis), x),
-        source=lambda own, n, part, i: (own or ALL, i),
-        bus_factor=lambda n: 1,
-    ),
-    Collective(
-        "broadcast",
-        "every device gets the array of device 0 (here an all-reduce in which the others are 0)",
-        run=lambda x, axis, n: lax.psum(_from_root(x, axis), axis),
-        source=lambda own, n, part, i: (0, i),
-        bus_factor=lambda n: 1,
     ),
     Collective(
         "all-gather",
@@ -86,13 +66,6 @@ COLLECTIVES = (
         "all-to-all and sums)",
         run=lambda x, axis, n: reduce_scatter(x, axis, 0),
         source=lambda own, n, part, i: (ALL, own * part + i),
-    ),
-    Collective(
-        "scatter",
-        "device i gets part i of device 0's array (here a reduce-scatter in which the others "
-        "are 0)",
-        run=lambda x, axis, n: reduce_scatter(_from_root(x, axis), axis, 0),
-        source=lambda own, n, part, i: (0, own * part + i),
     ),
     Collective(
         "all-to-all",

@@ -33,11 +33,8 @@ def by_numpy(name, x):
     parts = x.reshape(n, n, -1)
     return {
         "all-reduce": lambda: np.broadcast_to(x.sum(0), x.shape),
-        "reduce": lambda: np.concatenate([x.sum(0)[None], x[1:]]),
-        "broadcast": lambda: np.broadcast_to(x[0], x.shape),
         "all-gather": lambda: np.broadcast_to(x.reshape(-1), (n, x.size)),
         "reduce-scatter": lambda: parts.sum(0),
-        "scatter": lambda: parts[0],
         "all-to-all": lambda: parts.swapaxes(0, 1).reshape(n, -1),
         "permute": lambda: np.roll(x, 1, axis=0),
     }[name]()
@@ -95,11 +92,8 @@ def test_what_takes_long_is_not_tried_larger(monkeypatch):
 
 BROKEN = {
     "all-reduce": lambda x, axis, n: x,
-    "reduce": lambda x, axis, n: lax.psum(x, axis),
-    "broadcast": lambda x, axis, n: lax.psum(x, axis) / n,
     "all-gather": lambda x, axis, n: lax.all_gather(x, axis, tiled=True)[::-1],
     "reduce-scatter": lambda x, axis, n: jnp.split(x, n)[0],
-    "scatter": lambda x, axis, n: lax.psum_scatter(x, axis, tiled=True),
     "all-to-all": lambda x, axis, n: x,
     "permute": lambda x, axis, n: lax.ppermute(x, axis, [(i, (i - 1) % n) for i in range(n)]),
 }
@@ -155,8 +149,7 @@ def test_a_network_far_below_its_data_sheet_is_noticed():
     ("name", "factor"),
     [
         ("all-reduce", 2 * 7 / 8), ("reduce-scatter", 7 / 8), ("all-gather", 7 / 8),
-        ("broadcast", 1), ("reduce", 1), ("all-to-all", 7 / 8), ("scatter", 7 / 8),
-        ("permute", 1),
+        ("all-to-all", 7 / 8), ("permute", 1),
     ],
 )  # fmt: skip
 def test_bus_bandwidth_is_that_of_nccl_tests(name, factor):
