@@ -39,8 +39,8 @@ def parser() -> CommandParser:
             kind.add_argument("--step", type=step, help="checkpoint to take; default the newest")
             kind.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
             kind.add_argument(
-                "--max-shard-size", dest="max_bytes", type=n_bytes, default="5GB",
-                help="of a file; default 5GB",
+                "--max-shard-size", dest="max_bytes", type=n_bytes, default="500MB",
+                help="of a file, which is in memory until it is written; default 500MB",
             )  # fmt: skip
         else:
             kind.add_argument("path", type=file_path, help="what to read")

@@ -1,6 +1,7 @@
 """Models of Hugging Face's transformers: config.json, safetensors and tokenizer files."""
 
 import dataclasses
+import itertools
 import json
 import math
 import shutil
@@ -15,7 +16,7 @@ from jaxgpt.checkpoint.weights_only import WeightsReader, WeightsWriter
 from jaxgpt.config import Config, ModelConfig, UsageError, config_from_dict
 from jaxgpt.convert.families import COMPANIONS, CONFIG, read_model, table_of, write_config
 from jaxgpt.convert.layout import Slot, export_tensors, import_tensors, match_tensors, slots
-from jaxgpt.convert.safetensors import Writer, open_folder
+from jaxgpt.convert.safetensors import open_folder, write_folder
 from jaxgpt.convert.tensors import FLOATS, Tensor, new_folder
 from jaxgpt.data.tokenizers import FILE as TOKENIZER
 from jaxgpt.data.tokenizers import HFTokenizer, Tokenizer, load_tokenizer, tokenizer_from_meta
@@ -119,12 +120,9 @@ def to_hf(run: Path, step: int | None, out: Path, dtype: str, max_bytes: int) ->
     absent = {} if model.bias or not prefix else zero_biases(model)
     reader = WeightsReader(run, step)
     with new_folder(out, written_bytes(shapes | absent, dtype)) as partial:
-        writer = Writer(partial, shapes | absent, dtype, max_bytes)
-        for name, array in export_tensors(reader, wanted):
-            writer.write(name, array)
-        for name, shape in absent.items():
-            writer.write(name, np.zeros(shape, np.float32))
-        writer.close()
+        zeros = ((name, np.zeros(shape, np.float32)) for name, shape in absent.items())
+        tensors = itertools.chain(export_tensors(reader, wanted), zeros)
+        write_folder(partial, tensors, shapes | absent, dtype, max_bytes)
         write_json(partial / CONFIG, config)
         notes = write_tokenizer(tokenizer, run, partial, model)
     return [f"wrote {out}: {config['model_type']}, step {step}, {dtype}", *notes]

@@ -18,8 +18,8 @@ from jaxgpt.convert.families import checked_model
 from jaxgpt.convert.huggingface import read_tokenizer, write_weights
 from jaxgpt.convert.layout import match_tensors
 from jaxgpt.convert.names import MEGATRON, MEGATRON_SPELLINGS
-from jaxgpt.convert.tensors import FileTensor, Tensor
-from jaxgpt.convert.torch_file import Global, Inert
+from jaxgpt.convert.tensors import Tensor
+from jaxgpt.convert.torch_file import Inert, TorchTensor
 
 RANK = re.compile(r"mp_rank_(\d+)(?:_(\d+))?(?:_model_states\.pt)?")
 MOST_NESTED = 20
@@ -27,21 +27,22 @@ MAX_NAME = 200  # characters of a key
 # Names that the last stage of a pipeline has for the embedding of the first.
 HEADS = ("word_embeddings_for_head.", "output_layer.")
 FILES = ("model_optim_rng.pt", "model_rng.pt")
-# A file may hold objects of these packages and names beside the tensors. They are read as inert
-# names with arguments and fields: no class is looked up, no function is run.
+# Besides tensors, a file may hold objects of these packages and classes, which become `Inert`.
 HARMLESS_PACKAGES = ("megatron", "deepspeed", "transformer_engine")
 HARMLESS_NAMES = {
-    "argparse": ("Namespace",),
-    "types": ("SimpleNamespace",),
-    "pathlib": ("PosixPath",),
-    "signal": ("Signals",),
-    "_codecs": ("encode",),
-    "_io": ("BytesIO",),
-    "numpy": ("ndarray", "dtype"),
-    "numpy.core.multiarray": ("_reconstruct", "scalar"),
-    "numpy._core.multiarray": ("_reconstruct", "scalar"),
-    "torch": ("Size", "device", "float32", "float16", "bfloat16", "float64", "int64", "int32"),
-    "torch.torch_version": ("TorchVersion",),
+    "argparse.Namespace",
+    "types.SimpleNamespace",
+    "pathlib.PosixPath",
+    "pathlib._local.PosixPath",  # Python 3.13
+    "signal.Signals",
+    "_io.BytesIO",
+    "numpy.ndarray",
+    "numpy.dtype",
+    "numpy.core.multiarray._reconstruct",
+    "numpy.core.multiarray.scalar",
+    "numpy._core.multiarray._reconstruct",  # NumPy 2
+    "numpy._core.multiarray.scalar",
+    "torch.torch_version.TorchVersion",
 }
 # Arguments that must have these values, where they are given at all.
 SUPPORTED: dict[str, tuple[Any, ...]] = {
@@ -67,7 +68,7 @@ SUPPORTED: dict[str, tuple[Any, ...]] = {
 class Merged:
     """A tensor whose parts lie on several ranks, side by side along a dim."""
 
-    parts: tuple[FileTensor, ...]
+    parts: tuple[Tensor, ...]
     axis: int | None  # None where every rank has all of it
     most_rows: int | None = None  # of a vocabulary: the rest is padding
 
@@ -155,13 +156,12 @@ def rank_files(path: Path) -> dict[tuple[int, int], Path]:
     return files
 
 
-def is_harmless(name: Global) -> bool:
-    """Return whether an object of this name may stand inert beside the tensors."""
-    is_listed = name.name in HARMLESS_NAMES.get(name.module, ())
-    return is_listed or name.module.partition(".")[0] in HARMLESS_PACKAGES
+def is_harmless(name: str) -> bool:
+    """Return whether objects of the class with this full name become `Inert`."""
+    return name in HARMLESS_NAMES or name.partition(".")[0] in HARMLESS_PACKAGES
 
 
-def load(file: Path) -> tuple[dict[str, Any], dict[str, FileTensor]]:
+def load(file: Path) -> tuple[dict[str, Any], dict[str, TorchTensor]]:
     """Return the arguments and the tensors of one rank, by the names of the table."""
     state = torch_file.load(file, is_harmless)
     if not isinstance(state, dict):
@@ -193,13 +193,13 @@ def _plain(value: Any) -> Any:
     return value if isinstance(value, str | int | float) else None
 
 
-def flat(tree: Mapping[Any, Any], file: Path) -> dict[str, FileTensor]:
+def flat(tree: Mapping[Any, Any], file: Path) -> dict[str, TorchTensor]:
     """Return the tensors of nested dictionaries, by the names of the table.
 
     A dictionary that stands in two places is refused: a few that share others, level by level,
     would have endlessly many tensors.
     """
-    out: dict[str, FileTensor] = {}
+    out: dict[str, TorchTensor] = {}
     seen: set[int] = set()
 
     def add(tree: Mapping[Any, Any], prefix: str, depth: int) -> None:
@@ -208,7 +208,7 @@ def flat(tree: Mapping[Any, Any], file: Path) -> dict[str, FileTensor]:
             raise UsageError(f"{file}: its dictionary {prefix[:50]} {fault}; save the model again")
         seen.add(id(tree))
         for key, value in tree.items():
-            if not isinstance(value, dict | FileTensor):
+            if not (isinstance(value, dict) or torch_file.is_tensor(value)):
                 continue
             if type(key) is not str or len(key) > MAX_NAME:
                 raise UsageError(f"{file}: holds a tensor by no name of Megatron's")
@@ -218,7 +218,7 @@ def flat(tree: Mapping[Any, Any], file: Path) -> dict[str, FileTensor]:
             elif not name.endswith("_extra_state"):
                 for found, ours in MEGATRON_SPELLINGS.items():
                     name = name.replace(found, ours)
-                out[name] = value
+                out[name] = TorchTensor(file, name, value)
 
     add(tree, "", 0)
     return out
@@ -226,7 +226,7 @@ def flat(tree: Mapping[Any, Any], file: Path) -> dict[str, FileTensor]:
 
 def merged(
     files: Mapping[tuple[int, int], Path],
-    ranks: Mapping[tuple[int, int], Mapping[str, FileTensor]],
+    ranks: Mapping[tuple[int, int], Mapping[str, TorchTensor]],
     arguments: Mapping[str, Any],
 ) -> dict[str, Merged]:
     """Return the tensors of the whole model, layers numbered over the stages of the pipeline."""

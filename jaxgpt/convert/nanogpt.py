@@ -16,8 +16,8 @@ from jaxgpt.convert.huggingface import (
 )
 from jaxgpt.convert.layout import export_tensors, match_tensors, slots
 from jaxgpt.convert.names import NANOGPT
-from jaxgpt.convert.safetensors import Writer
-from jaxgpt.convert.tensors import FileTensor, new_folder
+from jaxgpt.convert.safetensors import write_folder
+from jaxgpt.convert.tensors import new_folder
 
 MODEL_KEYS = ("n_layer", "n_head", "n_embd", "block_size", "bias", "vocab_size")
 COMPILED_PREFIX = "_orig_mod."  # of names in what torch.compile has wrapped
@@ -55,11 +55,12 @@ def model_of(path: Path, arguments: Any) -> ModelConfig:
     return checked_model({key: values[key] for key in MODEL_KEYS}, path)
 
 
-def tensors_of(path: Path, state: Any) -> dict[str, FileTensor]:
+def tensors_of(path: Path, state: Any) -> dict[str, torch_file.TorchTensor]:
     """Return the tensors of a state_dict by name, without the prefix of torch.compile."""
-    if not isinstance(state, dict) or not all(isinstance(t, FileTensor) for t in state.values()):
+    if not isinstance(state, dict) or not all(map(torch_file.is_tensor, state.values())):
         raise UsageError(f"{path}: its model is no state_dict of tensors")
-    return {str(name).removeprefix(COMPILED_PREFIX): tensor for name, tensor in state.items()}
+    names = {str(key).removeprefix(COMPILED_PREFIX): tensor for key, tensor in state.items()}
+    return {name: torch_file.TorchTensor(path, name, tensor) for name, tensor in names.items()}
 
 
 def to_nanogpt(run: Path, step: int | None, out: Path, dtype: str, max_bytes: int) -> list[str]:
@@ -78,10 +79,8 @@ def to_nanogpt(run: Path, step: int | None, out: Path, dtype: str, max_bytes: in
     wanted = slots(NANOGPT, model)
     shapes = {name: slot.shape for name, slot in wanted.items()}
     with new_folder(out, written_bytes(shapes, dtype)) as partial:
-        writer = Writer(partial, shapes, dtype, max_bytes)
-        for name, array in export_tensors(WeightsReader(run, step), wanted):
-            writer.write(name, array)
-        writer.close()
+        tensors = export_tensors(WeightsReader(run, step), wanted)
+        write_folder(partial, tensors, shapes, dtype, max_bytes)
         arguments = {key: getattr(model, key) for key in (*MODEL_KEYS, "dropout")}
         (partial / "model_args.json").write_text(json.dumps(arguments, indent=2) + "\n")
     return [

@@ -1,12 +1,10 @@
-"""Tensors that stay in their files until they are read, and folders that are whole or not there."""
+"""The interface of tensors that stay in their files, and output folders that are made whole."""
 
 import contextlib
-import math
 import os
 import shutil
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -28,53 +26,6 @@ class Tensor(Protocol):
 
     def read(self, start: int = 0, stop: int | None = None) -> np.ndarray:
         """Return the rows [start, stop) in float32; `UsageError` if they cannot be read."""
-
-
-@dataclass(frozen=True)
-class FileTensor:
-    """A tensor at an offset of a file, little-endian."""
-
-    path: Path
-    name: str  # in errors
-    dtype: str  # one of `FLOATS`, or of another program's words, which `read` refuses
-    shape: tuple[int, ...]
-    offset: int  # bytes
-    strides: tuple[int, ...] | None = None  # elements; None is C order
-
-    def read(self, start: int = 0, stop: int | None = None) -> np.ndarray:
-        """Return the rows [start, stop) in float32."""
-        if self.dtype not in FLOATS:
-            raise UsageError(
-                f"{self.path}: {self.name} has dtype {self.dtype}; weights are read from "
-                f"{', '.join(FLOATS)}"
-            )
-        dtype = np.dtype(FLOATS[self.dtype])
-        if self.strides is not None and self.strides != c_strides(self.shape):
-            reach = 1 + sum((n - 1) * s for n, s in zip(self.shape, self.strides, strict=True))
-            flat = self._bytes(0, (reach if math.prod(self.shape) else 0) * dtype.itemsize)
-            in_bytes = [s * dtype.itemsize for s in self.strides]
-            view = np.lib.stride_tricks.as_strided(flat.view(dtype), self.shape, in_bytes)
-            return np.ascontiguousarray(view[start:stop] if self.shape else view, np.float32)
-        if not self.shape:
-            return self._bytes(0, dtype.itemsize).view(dtype).reshape(()).astype(np.float32)
-        start, stop, _ = slice(start, stop).indices(self.shape[0])
-        row = math.prod(self.shape[1:]) * dtype.itemsize
-        found = self._bytes(start * row, (stop - start) * row).view(dtype)
-        return found.reshape(stop - start, *self.shape[1:]).astype(np.float32, copy=False)
-
-    def _bytes(self, start: int, count: int) -> np.ndarray:
-        try:
-            found = np.fromfile(self.path, np.uint8, count, offset=self.offset + start)
-        except OSError as error:
-            raise UsageError(f"{self.path}: cannot be read ({error.strerror})") from None
-        if found.size != count:
-            raise UsageError(f"{self.path}: ends inside {self.name}; copy the file again")
-        return found
-
-
-def c_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the strides of a C-ordered array, in elements."""
-    return tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
 
 
 @contextlib.contextmanager

@@ -9,9 +9,9 @@ import pytest
 
 from jaxgpt.checkpoint.metadata import read_meta
 from jaxgpt.config import UsageError, config_from_dict
-from jaxgpt.convert import huggingface, tensors
+from jaxgpt.convert import huggingface
 from jaxgpt.convert.__main__ import main
-from jaxgpt.convert.safetensors import FILE
+from jaxgpt.convert.safetensors import FILE, SafeTensor
 from jobs import checkpoint_arrays
 
 package = pytest.importorskip("safetensors.numpy")
@@ -234,10 +234,10 @@ def test_what_is_not_supported_is_named(changes, words, tmp_path, capsys):
 def test_a_tensor_cut_off_while_it_is_read_leaves_nothing(tmp_path, capsys, monkeypatch):
     write(tmp_path / "a")
 
-    def ends(self, start, count):
+    def ends(*_):
         raise UsageError("the disk is gone")
 
-    monkeypatch.setattr(tensors.FileTensor, "_bytes", ends)
+    monkeypatch.setattr(SafeTensor, "read", ends)
     assert "the disk is gone" in refused(
         ["from-hf", tmp_path / "a", "--out", tmp_path / "ours"], capsys
     )
@@ -271,7 +271,7 @@ def test_a_full_disk_leaves_nothing(kind, tmp_path, capsys, monkeypatch):
 
     with monkeypatch.context() as patched:
         patched.setattr(huggingface.WeightsWriter, "write", full)
-        patched.setattr(huggingface.Writer, "write", full)
+        patched.setattr(huggingface, "write_folder", full)
         line = refused([*arguments[kind], "--out", tmp_path / "new"], capsys)
         assert f"--out {tmp_path / 'new'}: no room is left" in line
     usage = shutil.disk_usage(tmp_path)
@@ -292,7 +292,7 @@ def test_what_is_there_is_not_written_over(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["from-hf", "/nowhere", "--out", "{tmp}/x"], "/nowhere: is no folder"),
+        (["from-hf", "/nowhere", "--out", "{tmp}/x"], "/nowhere: is not a folder"),
         (["to-hf", "--run", "/nowhere", "--out", "x"], "--run /nowhere: has no checkpoints"),
         (["to-hf", "--run", "{tmp}/ours", "--step", 3, "--out", "x"], "--step 3: "),
         (["to-hf", "--run", "a", "--max-shard-size", "5", "--out", "x"], "5: must be a size"),

@@ -1,6 +1,9 @@
-"""Megatron's checkpoints, made by hand here; `test_references` compares logits."""
+"""Checkpoints with Megatron's names and shapes; `test_references` compares logits."""
 
 import argparse
+import enum
+import sys
+import types
 
 import numpy as np
 import pytest
@@ -11,6 +14,7 @@ from jaxgpt.config import UsageError
 from jaxgpt.convert.megatron import from_megatron
 from jobs import checkpoint_arrays
 
+torch = pytest.importorskip("torch")
 D, H, K, L, T, V, PADDED = 24, 4, 6, 4, 16, 50, 64
 ARGUMENTS = {
     "num_layers": L, "num_attention_heads": H, "hidden_size": D, "max_position_embeddings": T,
@@ -154,6 +158,22 @@ def test_the_arguments_that_each_code_base_saves_are_read(arguments, tmp_path):
     assert (model["norm"], model["norm_eps"], model["position"]) == ("layernorm", 1e-5, "learned")
 
 
+def test_members_of_megatrons_enumerations_are_read_as_their_values(tmp_path, monkeypatch):
+    module = types.ModuleType("megatron.core.enums")
+    module.Kind = enum.Enum("Kind", {"rope": "rope", "auto": 5}, module=module.__name__)
+    with monkeypatch.context() as patched:  # the module exists only while the files are saved
+        for name in ("megatron", "megatron.core", module.__name__):
+            patched.setitem(sys.modules, name, module)
+        for folder, key, value in (
+            ("a", "attention_backend", module.Kind.auto),
+            ("b", "position_embedding_type", module.Kind.rope),
+        ):
+            save(tmp_path / folder, whole_model(), 1, arguments={key: value})
+    from_megatron(tmp_path / "a", tmp_path / "ours")
+    with pytest.raises(UsageError, match="position_embedding_type=rope is not supported"):
+        from_megatron(tmp_path / "b", tmp_path / "no")
+
+
 def test_an_output_layer_of_the_last_stage_is_the_embedding_unless_untied(tmp_path):
     model = whole_model()
     for name, untied in (("tied", False), ("untied", True)):
@@ -223,7 +243,7 @@ def test_what_is_not_supported_is_named(arguments, words, tmp_path):
 
 def nested(depth):
     """Dictionaries of twice the same one, `depth` levels deep: few bytes, 2^depth names."""
-    found = {"w": np.ones(1, np.float32)}
+    found = {"w": torch.ones(1)}
     for _ in range(depth):
         found = {"a": found, "b": found}
     return found
@@ -240,13 +260,13 @@ def contains_itself():
     [
         (contains_itself(), "stands in two places"),
         (nested(18), "stands in two places"),
-        ({"a" * 10**4: {"w": np.ones(1, np.float32)}}, "by no name of Megatron's"),
+        ({"a" * 10**4: {"w": torch.ones(1)}}, "by no name of Megatron's"),
     ],
 )
 def test_a_file_of_endless_names_is_refused(model, words, tmp_path):
     (tmp_path / "mp_rank_00").mkdir()
     state = {"args": argparse.Namespace(**ARGUMENTS), "checkpoint_version": 3.0, "model": model}
-    torch_files.save(tmp_path / "mp_rank_00" / "model_optim_rng.pt", state)
+    torch.save(state, tmp_path / "mp_rank_00" / "model_optim_rng.pt")
     with pytest.raises(UsageError, match=words):
         from_megatron(tmp_path, tmp_path / "ours")
 

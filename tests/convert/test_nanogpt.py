@@ -1,4 +1,4 @@
-"""nanoGPT's ckpt.pt, made by hand here; `test_references` has those of its own code."""
+"""Files with nanoGPT's names and shapes; `test_references` has those of nanoGPT's own code."""
 
 import json
 

@@ -1,11 +1,9 @@
-"""Converted weights against the programs that they come from, run by a Python with torch.
+"""Converted weights against the programs that they come from.
 
-JAXGPT_TORCH names that Python, which has transformers too; JAXGPT_NANOGPT a clone of nanoGPT.
+They need torch and transformers. JAXGPT_NANOGPT names a clone of nanoGPT.
 """
 
 import os
-import subprocess
-from pathlib import Path
 
 import jax
 import numpy as np
@@ -28,48 +26,36 @@ pytestmark = pytest.mark.long
 FAMILIES = ("gpt2", "llama3", "tinyllama", "mistral", "qwen2", "qwen3")
 MESHES = ("1,1,1", "2,2,2")
 V, T = 96, 64
-
-
-def torch_side(*arguments):
-    """Run torch_side.py, or skip the test where there is no torch."""
-    python = os.environ.get("JAXGPT_TORCH")
-    if python is None:
-        pytest.skip("JAXGPT_TORCH names no Python with torch")
-    script = Path(__file__).with_name("torch_side.py")
-    job = subprocess.run(
-        [python, script, *map(str, arguments)], capture_output=True, text=True, timeout=900
-    )
-    assert job.returncode == 0, job.stderr
+NANOGPT = os.environ.get("JAXGPT_NANOGPT")
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory):
-    """A folder of models of transformers with what they compute, and ours beside each."""
+def reference():
+    """The module with the reference models, or a skip without torch and transformers."""
+    import reference_models  # importing transformers takes seconds
+
+    return reference_models
+
+
+@pytest.fixture(scope="module")
+def models(reference, tmp_path_factory):
+    """A folder of models of transformers and ours, and what transformers computes by family."""
     folder = tmp_path_factory.mktemp("models")
-    torch_side("make", folder)
+    expected = reference.save_transformers(folder)
     for family in FAMILIES:
-        main(["from-hf", str(folder / family), "--out", str(folder / "ours" / family)])
-        main(
-            [
-                "to-hf",
-                "--run",
-                str(folder / "ours" / family),
-                "--out",
-                str(folder / "back" / family),
-            ]
-        )
-    torch_side("read", folder / "back", *FAMILIES)
-    return folder
+        ours = str(folder / "ours" / family)
+        main(["from-hf", str(folder / family), "--out", ours])
+        main(["to-hf", "--run", ours, "--out", str(folder / "back" / family)])
+    return folder, expected
 
 
 @pytest.fixture(scope="module")
-def nanogpt(tmp_path_factory):
-    """The same of nanoGPT, and Megatron's layout of its weights."""
-    if "JAXGPT_NANOGPT" not in os.environ:
+def nanogpt(reference, tmp_path_factory):
+    """A folder of nanoGPT's checkpoints and Megatron's layouts, and what nanoGPT computes."""
+    if NANOGPT is None:
         pytest.skip("JAXGPT_NANOGPT names no clone of nanoGPT")
     folder = tmp_path_factory.mktemp("nanogpt")
-    torch_side("make_nanogpt", folder, os.environ["JAXGPT_NANOGPT"])
-    return folder
+    return folder, reference.save_nanogpt(folder, NANOGPT)
 
 
 def batches():
@@ -106,65 +92,64 @@ def assert_same_logits(found, expected):
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("mesh", MESHES)
 def test_logits_and_five_steps_are_those_of_transformers(family, mesh, models):
-    expected = np.load(models / family / "expected.npz")
-    config, steps, state = steps_of(models / "ours" / family, mesh)
-    assert_same_logits(logits_of(config, state.params, batches()[0, :, :-1]), expected["logits"])
+    folder, expected = models
+    logits, expected_losses = expected[family]
+    config, steps, state = steps_of(folder / "ours" / family, mesh)
+    assert_same_logits(logits_of(config, state.params, batches()[0, :, :-1]), logits)
     losses = []
     for number, rows in enumerate(batches(), 1):
         rows = jax.device_put(rows, steps.batch_shape.sharding)
         state, metrics = steps.train_step(state, *scalars(config, number), rows)
         losses.append(float(metrics.loss))
-    difference = abs(losses / expected["losses"] - 1).max()
+    difference = abs(np.divide(losses, expected_losses) - 1).max()
     print(f"losses of five steps differ by {difference:.1e}")
     assert difference < 1e-4
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_transformers_reads_what_we_write(family, models):
-    expected, found = (
-        np.load(models / where) for where in (f"{family}/expected.npz", f"back/{family}/found.npz")
-    )
-    np.testing.assert_allclose(found["logits"], expected["logits"], atol=1e-5)
-    config, steps, state = steps_of(models / "ours" / family)
+def test_transformers_reads_what_we_write(family, models, reference):
+    folder, expected = models
+    logits, expected_text = reference.run_transformers(folder / "back" / family)
+    np.testing.assert_allclose(logits, expected[family][0], atol=1e-5)
+    config, steps, state = steps_of(folder / "ours" / family)
     generate = jax.jit(
         make_generate(steps.make_decoder, config.model.n_positions, V, 50, 0.0, None)
     )
     window = np.zeros(T, np.int32)
     window[:4] = batches()[0, 0, :4]
     text = generate(state.params, window, np.int32(4), np.int32(0))
-    np.testing.assert_array_equal(text, found["text"])
+    np.testing.assert_array_equal(text, expected_text)
 
 
 @pytest.mark.parametrize("name", ["nanogpt", "nanogpt_plain"])
-def test_nanogpts_checkpoint_has_the_same_loss(name, nanogpt, tmp_path):
-    main(["from-nanogpt", str(nanogpt / name / "ckpt.pt"), "--out", str(tmp_path / "ours")])
-    expected = np.load(nanogpt / name / "expected.npz")
+def test_nanogpts_checkpoint_has_the_same_loss(name, nanogpt, reference, tmp_path):
+    folder, expected = nanogpt
+    logits, expected_loss = expected[name]
+    main(["from-nanogpt", str(folder / name / "ckpt.pt"), "--out", str(tmp_path / "ours")])
     config, steps, state = steps_of(tmp_path / "ours")
     rows = batches()[0]
-    assert_same_logits(logits_of(config, state.params, rows[:, :-1]), expected["logits"])
+    assert_same_logits(logits_of(config, state.params, rows[:, :-1]), logits)
     loss = np.mean(steps.eval_step(state.params, rows))
-    np.testing.assert_allclose(loss, expected["loss"], rtol=1e-5)
+    np.testing.assert_allclose(loss, expected_loss, rtol=1e-5)
     main(["to-nanogpt", "--run", str(tmp_path / "ours"), "--out", str(tmp_path / "back")])
-    torch_side("read_nanogpt", tmp_path / "back", os.environ["JAXGPT_NANOGPT"])
-    found = np.load(tmp_path / "back" / "found.npz")["logits"]
-    np.testing.assert_allclose(found, expected["logits"], atol=1e-5)
+    found = reference.run_nanogpt(tmp_path / "back", NANOGPT)
+    np.testing.assert_allclose(found, logits, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["megatron", "megatron_pipeline"])
 def test_megatrons_ranks_are_merged(name, nanogpt, tmp_path):
-    main(["from-megatron", str(nanogpt / name), "--out", str(tmp_path / "ours")])
-    expected = np.load(nanogpt / "nanogpt" / "expected.npz")
+    folder, expected = nanogpt
+    main(["from-megatron", str(folder / name), "--out", str(tmp_path / "ours")])
     config, _, state = steps_of(tmp_path / "ours")
     assert config.model.vocab_size == 128
     found = logits_of(config, state.params, batches()[0, :, :-1])[..., :V]
-    assert_same_logits(found, expected["logits"])
+    assert_same_logits(found, expected["nanogpt"][0])
 
 
-def test_a_model_without_biases_is_a_gpt2_with_zeros(nanogpt, tmp_path):
-    ours, back = tmp_path / "ours", tmp_path / "hf" / "plain"
-    main(["from-nanogpt", str(nanogpt / "nanogpt_plain" / "ckpt.pt"), "--out", str(ours)])
-    main(["to-hf", "--run", str(ours), "--out", str(back), "--max-shard-size", "100KB"])
+def test_a_model_without_biases_is_a_gpt2_with_zeros(nanogpt, reference, tmp_path):
+    folder, expected = nanogpt
+    ours, back = str(tmp_path / "ours"), tmp_path / "plain"
+    main(["from-nanogpt", str(folder / "nanogpt_plain" / "ckpt.pt"), "--out", ours])
+    main(["to-hf", "--run", ours, "--out", str(back), "--max-shard-size", "100KB"])
     assert len(list(back.glob("model-*.safetensors"))) > 1
-    torch_side("read", back.parent, "plain")
-    expected = np.load(nanogpt / "nanogpt_plain" / "expected.npz")["logits"]
-    assert_same_logits(np.load(back / "found.npz")["logits"], expected)
+    assert_same_logits(reference.run_transformers(back)[0], expected["nanogpt_plain"][0])

@@ -1,4 +1,4 @@
-"""Safetensors files, against Hugging Face's own package."""
+"""Folders of safetensors, against what Hugging Face's package reads and writes."""
 
 import json
 
@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jaxgpt.config import UsageError
-from jaxgpt.convert.safetensors import FILE, INDEX, Writer, open_file, open_folder
+from jaxgpt.convert.safetensors import FILE, INDEX, open_file, open_folder, write_folder
 
 package = pytest.importorskip("safetensors.numpy")
 TENSORS = {
@@ -16,17 +16,14 @@ TENSORS = {
         "b.x": (3, 5),
         "a": (7,),
         "c.é": (2, 3, 4),
-        "scalar": (),
         "no": (0, 3),
     }.items()
 }
 
 
 def write(folder, dtype="float32", max_bytes=10**9, tensors=TENSORS):
-    writer = Writer(folder, {name: a.shape for name, a in tensors.items()}, dtype, max_bytes)
-    for name, array in tensors.items():
-        writer.write(name, array)
-    writer.close()
+    shapes = {name: array.shape for name, array in tensors.items()}
+    write_folder(folder, tensors.items(), shapes, dtype, max_bytes)
 
 
 def test_the_package_reads_what_we_write(tmp_path):
@@ -39,7 +36,8 @@ def test_the_package_reads_what_we_write(tmp_path):
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
 def test_we_read_what_the_package_writes(dtype, tmp_path):
-    given = {name: array.astype(dtype) for name, array in TENSORS.items()}
+    tensors = TENSORS | {"scalar": np.array(2.5)}
+    given = {name: array.astype(dtype) for name, array in tensors.items()}
     package.save_file(given, tmp_path / FILE, metadata={"format": "pt"})
     found = open_folder(tmp_path)
     assert found.keys() == given.keys()
@@ -55,6 +53,14 @@ def test_bfloat16_is_rounded_to_the_nearest(tmp_path):
     for name, tensor in open_folder(tmp_path).items():
         expected = TENSORS[name].astype(ml_dtypes.bfloat16).astype(np.float32)
         np.testing.assert_array_equal(tensor.read(), expected)
+
+
+def test_a_tensor_may_come_in_parts(tmp_path):
+    parts = [("a", np.ones((2, 3))), ("a", np.zeros((1, 3))), ("b", np.ones(4))]
+    write_folder(tmp_path, parts, {"a": (3, 3), "b": (4,)}, "bfloat16", 10**9)
+    found = open_folder(tmp_path)
+    assert found["a"].read().tolist() == [[1] * 3, [1] * 3, [0] * 3]
+    assert found["b"].read().tolist() == [1] * 4
 
 
 def test_large_models_are_written_in_shards(tmp_path):
@@ -74,7 +80,7 @@ def test_a_file_that_is_cut_is_refused(tmp_path):
     whole = (tmp_path / FILE).read_bytes()
     for n in range(0, len(whole), 3):
         (tmp_path / FILE).write_bytes(whole[:n])
-        with pytest.raises(UsageError, match="is no whole safetensors file") as raised:
+        with pytest.raises(UsageError, match="is not a complete safetensors file") as raised:
             open_folder(tmp_path)
         assert "\n" not in str(raised.value)
 
@@ -98,39 +104,17 @@ def test_a_spoiled_file_is_read_or_refused(tmp_path):
     [
         {"dtype": "F32", "shape": [2], "data_offsets": [0, 12]},
         {"dtype": "F32", "shape": [-1], "data_offsets": [0, 4]},
-        {"dtype": "F32", "shape": [True], "data_offsets": [0, 4]},
         {"dtype": "F32", "shape": [10**18, 10**18], "data_offsets": [0, 4]},
         {"dtype": "F32", "shape": [3], "data_offsets": [100, 112]},
         {"dtype": "F32", "shape": [3]},
+        {"dtype": "F33", "shape": [3], "data_offsets": [0, 12]},
         [],
     ],
 )
 def test_a_header_that_makes_no_sense_is_refused(entry, tmp_path):
     header = json.dumps({"w": entry}).encode()
     (tmp_path / FILE).write_bytes(len(header).to_bytes(8, "little") + header + bytes(12))
-    with pytest.raises(UsageError, match="is no whole safetensors file"):
-        open_folder(tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("tensors", "n_bytes", "words"),
-    [
-        ([("a", 0, 8), ("b", 4, 12)], 12, "b at 4:12 overlaps another tensor"),
-        ([("a", 0, 4), ("b", 8, 12)], 12, "b at 8:12 comes after a gap"),
-        ([("a", 4, 12)], 12, "a at 4:12 comes after a gap"),
-        ([("a", 0, 4), ("b", 4, 8)], 12, "its tensors have 8 of 12 bytes"),
-        ([("a", 0, 4), ("a", 4, 8)], 8, "its header has a twice"),
-    ],
-)
-def test_tensors_that_do_not_fill_the_file_are_refused(tensors, n_bytes, words, tmp_path):
-    entries = [
-        f'"{name}": {{"dtype": "F32", "shape": [{(end - begin) // 4}], '
-        f'"data_offsets": [{begin}, {end}]}}'
-        for name, begin, end in tensors
-    ]
-    header = f"{{{', '.join(entries)}}}".encode()
-    (tmp_path / FILE).write_bytes(len(header).to_bytes(8, "little") + header + bytes(n_bytes))
-    with pytest.raises(UsageError, match=words):
+    with pytest.raises(UsageError, match="is not a complete safetensors file"):
         open_folder(tmp_path)
 
 
@@ -157,10 +141,10 @@ def test_an_index_names_files_of_its_folder_only(name, words, tmp_path):
 def test_an_index_that_is_wrong_is_refused(tmp_path):
     package.save_file(TENSORS, tmp_path / "x.safetensors")
     for content, words in (
-        ("[]", "is no JSON object"),
-        ("{", "is no JSON"),
+        ("[]", "cannot be read as a JSON object"),
+        ("{", "cannot be read as a JSON object"),
         ('{"weight_map": []}', "has no weight_map"),
-        ('{"weight_map": {"z": "x.safetensors"}}', "has no z, where"),
+        ('{"weight_map": {"z": "x.safetensors"}}', "says that it has z"),
     ):
         (tmp_path / INDEX).write_text(content)
         with pytest.raises(UsageError, match=words):
@@ -168,7 +152,7 @@ def test_an_index_that_is_wrong_is_refused(tmp_path):
 
 
 def test_other_folders_are_told_what_is_missing(tmp_path):
-    with pytest.raises(UsageError, match="is no folder"):
+    with pytest.raises(UsageError, match="is not a folder"):
         open_folder(tmp_path / "none")
     with pytest.raises(UsageError, match=f"has neither {FILE} nor"):
         open_folder(tmp_path)
@@ -179,5 +163,5 @@ def test_other_folders_are_told_what_is_missing(tmp_path):
 
 def test_other_dtypes_are_named_when_they_are_read(tmp_path):
     package.save_file({"mask": np.ones(3, np.uint8)}, tmp_path / FILE)
-    with pytest.raises(UsageError, match="mask has dtype uint8; weights are read from float32"):
+    with pytest.raises(UsageError, match="mask has dtype U8; weights are read from F32"):
         open_folder(tmp_path)["mask"].read()

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import importlib.util
 import io
 import json
 from types import SimpleNamespace
@@ -24,7 +25,7 @@ from jaxgpt.config import (
 )
 from jaxgpt.convert import nanogpt, torch_file
 from jaxgpt.convert.families import read_model
-from jaxgpt.convert.safetensors import Writer, open_folder
+from jaxgpt.convert.safetensors import open_folder, write_folder
 from jaxgpt.data.dataset import open_dataset
 from jaxgpt.data.prepare.builtin import prepare_text
 from jaxgpt.data.prepare.writer import megatron_writer
@@ -50,8 +51,8 @@ from jaxgpt.train.state import checkpoint_tree, state_from_checkpoint
 from jobs import SMALL, limited_devices, train_here
 from mutations import changed_value, damaged
 from time_limit import time_limit
-from torch_files import save as save_torch
 
+HAS_TORCH = importlib.util.find_spec("torch") is not None
 ROWS = [{"row": 3, "loss": 7.5, "corpus": "web", "source": "/data/web", "offset": 8192}]
 NUMBERS = {"loss": 7.25, "grad_norm": 4.5, "median": 3.0, "limit": 3.5, "rows": ROWS}
 REWINDS = [
@@ -121,12 +122,13 @@ def home(tmp_path_factory):
     (home / "hf").mkdir()
     (home / "hf" / "config.json").write_text(json.dumps(LLAMA))
     arrays = {"a.weight": np.ones((4, 3), np.float32), "b": np.ones(7, np.float32)}
-    writer = Writer(home / "hf", {k: v.shape for k, v in arrays.items()}, "float32", 40)
-    for name, array in arrays.items():
-        writer.write(name, array)
-    writer.close()
+    shapes = {name: array.shape for name, array in arrays.items()}
+    write_folder(home / "hf", arrays.items(), shapes, "float32", 40)
     model_args = dict(n_layer=1, n_head=2, n_embd=8, block_size=8, bias=False, vocab_size=9)
-    save_torch(home / "ckpt.pt", {"model": arrays, "model_args": model_args})
+    if HAS_TORCH:
+        import torch_files
+
+        torch_files.save(home / "ckpt.pt", {"model": arrays, "model_args": model_args})
     question = {"question": "now is the", "choices": ["winter", "summer"], "answer": 0}
     (home / "questions.jsonl").write_text(2 * (json.dumps(question) + "\n"))
     (home / "preset.yaml").write_text(load_config("gpt2").to_yaml())
@@ -272,7 +274,9 @@ READERS = {
 }  # fmt: skip
 EXAMPLES, LONG_EXAMPLES = 4, 65
 COSTLY = {"checkpoint arrays", "report spikes --png"}
-NAMES = [pytest.param(n, marks=pytest.mark.long if n in COSTLY else ()) for n in READERS]
+MARKS = dict.fromkeys(COSTLY, pytest.mark.long)
+MARKS["ckpt.pt"] = pytest.mark.skipif(not HAS_TORCH, reason="torch is not installed")
+NAMES = [pytest.param(name, marks=MARKS.get(name, ())) for name in READERS]
 
 
 def drawn_damage(draw, name, path):

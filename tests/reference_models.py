@@ -1,18 +1,15 @@
-"""Run by a Python with torch and transformers, the reference: random models, and what they compute.
-
-`python torch_side.py make FOLDER` makes a folder for each family, with the model as transformers
-saves it and `expected.npz`; `read FOLDER FAMILY ...` reads models that jaxgpt wrote there. Likewise
-`make_nanogpt FOLDER CLONE` and `read_nanogpt FOLDER CLONE`.
-"""
+"""Random models of transformers and nanoGPT, the files that they save, and what they compute."""
 
 import argparse
+import json
 import sys
-from pathlib import Path
 
 import numpy as np
-import torch
-import transformers
+import pytest
+from safetensors.torch import load_file
 
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
 T, V, STEPS = 64, 96, 5
 LLAMA = {
     "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 112,
@@ -78,7 +75,9 @@ def train(model, logits_of):
     return losses
 
 
-def make(folder):
+def save_transformers(folder):
+    """Save a model of each family; return its logits and its losses in five steps by family."""
+    found = {}
     for family, (config, options) in FAMILIES.items():
         torch.manual_seed(0)
         model = transformers.AutoModelForCausalLM.from_config(config(**options))
@@ -86,35 +85,40 @@ def make(folder):
         model.save_pretrained(folder / family)
         with torch.no_grad():
             logits = model(batches()[0, :, :-1]).logits.numpy()
-        losses = train(model, lambda tokens, model=model: model(tokens).logits)
-        np.savez(folder / family / "expected.npz", logits=logits, losses=losses)
+        found[family] = logits, train(model, lambda tokens, model=model: model(tokens).logits)
+    return found
 
 
-def read(folder, families):
-    """Logits and greedy text of models that jaxgpt wrote."""
-    for family in families:
-        model = transformers.AutoModelForCausalLM.from_pretrained(folder / family)
-        model = model.to(torch.float32)
-        with torch.no_grad():
-            logits = model(batches()[0, :, :-1]).logits.numpy()
-        text = model.generate(
-            batches()[0, :1, :4], max_new_tokens=50, do_sample=False, pad_token_id=0
-        )
-        np.savez(folder / family / "found.npz", logits=logits, text=text[0, 4:])
+def run_transformers(folder):
+    """Return the logits and greedy text of a model that jaxgpt wrote."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder).to(torch.float32)
+    with torch.no_grad():
+        logits = model(batches()[0, :, :-1]).logits.numpy()
+    text = model.generate(batches()[0, :1, :4], max_new_tokens=50, do_sample=False, pad_token_id=0)
+    return logits, text[0, 4:].numpy()
 
 
-def make_nanogpt(folder, clone):
-    """A ckpt.pt as train.py writes it under torch.compile, and Megatron's layouts of it."""
+def nanogpt_code(clone):
+    """Return nanoGPT's model.py."""
     sys.path.insert(0, str(clone))
-    from model import GPT, GPTConfig
+    try:
+        import model
+    finally:
+        sys.path.remove(str(clone))
+    return model
 
+
+def save_nanogpt(folder, clone):
+    """Save a ckpt.pt as train.py does under torch.compile, one without biases, and Megatron's
+    layouts of the first; return the logits and loss of each ckpt.pt."""
+    code, found = nanogpt_code(clone), {}
     for name, bias in (("nanogpt", True), ("nanogpt_plain", False)):
         arguments = {
             "n_layer": 2, "n_head": 4, "n_embd": 64, "block_size": T, "bias": bias,
             "vocab_size": V, "dropout": 0.0,
         }  # fmt: skip
         torch.manual_seed(0)
-        model = GPT(GPTConfig(**arguments))
+        model = code.GPT(code.GPTConfig(**arguments))
         randomize(model)
         (folder / name).mkdir()
         prefix = "_orig_mod." if bias else ""
@@ -130,17 +134,18 @@ def make_nanogpt(folder, clone):
             "config": {"device": "cpu", "learning_rate": 1e-3},
         }
         if bias:
-            make_megatron(folder / "megatron", model.state_dict(), 2, 1)
-            make_megatron(folder / "megatron_pipeline", model.state_dict(), 1, 2)
+            save_megatron(folder / "megatron", model.state_dict(), 2, 1)
+            save_megatron(folder / "megatron_pipeline", model.state_dict(), 1, 2)
         with torch.no_grad():
             logits, loss = model(inputs, targets)
         optimizer.step()
         state["optimizer"] = optimizer.state_dict()
         torch.save(state, folder / name / "ckpt.pt")
-        np.savez(folder / name / "expected.npz", logits=logits, loss=loss)
+        found[name] = logits.numpy(), loss.item()
+    return found
 
 
-def make_megatron(folder, weights, n_tensor, n_pipeline):
+def save_megatron(folder, weights, n_tensor, n_pipeline):
     """Megatron-LM's checkpoint of nanoGPT's weights, as its ranks save it."""
     H, K, D, L = 4, 16, 64, 2
 
@@ -200,16 +205,10 @@ def make_megatron(folder, weights, n_tensor, n_pipeline):
     (folder / "latest_checkpointed_iteration.txt").write_text("7")
 
 
-def read_nanogpt(folder, clone):
-    """Logits of what to-nanogpt wrote, by nanoGPT's own code."""
-    import json
-
-    from safetensors.torch import load_file
-
-    sys.path.insert(0, str(clone))
-    from model import GPT, GPTConfig
-
-    model = GPT(GPTConfig(**json.loads((folder / "model_args.json").read_text())))
+def run_nanogpt(folder, clone):
+    """Return the logits of what to-nanogpt wrote, by nanoGPT's own code."""
+    code = nanogpt_code(clone)
+    model = code.GPT(code.GPTConfig(**json.loads((folder / "model_args.json").read_text())))
     missing, unexpected = model.load_state_dict(
         load_file(folder / "model.safetensors"), strict=False
     )
@@ -217,16 +216,4 @@ def read_nanogpt(folder, clone):
     with torch.no_grad():
         rows = batches()[0]
         logits, _ = model(rows[:, :-1].contiguous(), rows[:, 1:].contiguous())
-    np.savez(folder / "found.npz", logits=logits)
-
-
-if __name__ == "__main__":
-    command, where, *others = sys.argv[1:]
-    if command == "make":
-        make(Path(where))
-    elif command == "make_nanogpt":
-        make_nanogpt(Path(where), others[0])
-    elif command == "read_nanogpt":
-        read_nanogpt(Path(where), others[0])
-    else:
-        read(Path(where), others)
+    return logits.numpy()
