@@ -7,7 +7,7 @@ COMMANDS = {
     "train": "train a GPT, or go on with a run",
     "prepare": "make token files of texts",
     "sample": "write text with a trained model",
-    "evaluate": "measure the loss of a whole split, multiple choice, or lm_eval's tasks",
+    "evaluate": "measure the loss of a whole split, or run lm_eval's tasks",
     "convert": "take weights from Hugging Face, nanoGPT, Megatron, and back",
     "inspect": "show the text that a step trained on",
     "replay": "repeat steps of a run, and compare them with what it logged",

@@ -103,7 +103,7 @@ def look_up(
 def chosen_rows(given: str | None, batch_size: int) -> range:
     """Return the rows that `--rows` names: all without it."""
     first, colon, end = (given or ":").partition(":")
-    with contextlib.suppress(ValueError):
+    with contextlib.suppress(ValueError):  # not numbers: the error below says what to give
         start = int(first or 0) if colon else int(first)
         stop = int(end or batch_size) if colon else start + 1
         if 0 <= start < stop <= batch_size:

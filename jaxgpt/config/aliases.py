@@ -49,13 +49,20 @@ SAME = {
 }
 
 # Key -> word of another program -> ours.
+_DTYPES = {"bf16": "bfloat16", "fp32": "float32", "f32": "float32", "float": "float32"}
 VALUES = {
+    "train.dtype": _DTYPES,
+    "parallel.grad_reduce_dtype": _DTYPES,
     "optimizer.name": {"adam": "adamw", "AdamW": "adamw", "Muon": "muon", "dist_muon": "muon"},
     "optimizer.schedule": {"WSD": "wsd"},
     "optimizer.wsd_decay": {"minus_sqrt": "sqrt", "1-sqrt": "sqrt"},
     "parallel.offload": {"False": "none", "True": "moments"},
 }
-HALVES = "fp16 float16 f16 half"
+_HALVES = "fp16 float16 f16 half"
+_NEEDS_SCALING = (
+    "float16 needs loss scaling, which jaxgpt does not have; type train.dtype=bfloat16 or "
+    "train.dtype=float32"
+)
 _PLATFORM = "set JAX_PLATFORMS=cpu or cuda in the environment; accelerators are found by themselves"
 _COMPILED = "leave it out: a step is always compiled"
 _LAUNCHED = "leave it out: processes find each other by their launcher's variables"
@@ -72,10 +79,7 @@ ANSWERS = {
     "epochs num_epochs train_samples train_tokens": "type train.max_iters=N, a number of steps",
     "exit_duration_in_mins": "type train.time_limit=MINUTES",
     "bf16": "type train.dtype=bfloat16",
-    HALVES: (
-        "float16 needs loss scaling, which jaxgpt does not have; type train.dtype=bfloat16 or "
-        "train.dtype=float32"
-    ),
+    _HALVES: _NEEDS_SCALING,
     "compile": _COMPILED,
     "device hardware": _PLATFORM,
     "backend distributed_backend local_rank": _LAUNCHED,
@@ -151,13 +155,12 @@ ANSWERS = {
 
 # `key=word` of another program: the line to type instead.
 VALUE_ANSWERS = {
+    "train.dtype=fp16 train.dtype=float16 train.dtype=f16 train.dtype=half": _NEEDS_SCALING,
     "optimizer.schedule=linear": (
         "type optimizer.schedule=wsd with optimizer.wsd_decay_iters=N, all steps after warm-up: "
         "optimizer.lr_decay_iters - optimizer.warmup_iters"
     ),
 }
-
-DTYPES = {"bf16": "bfloat16", "fp32": "float32", "f32": "float32", "float": "float32"}
 
 COMMAND_SAME = {
     "sample": {"--out-dir": "--run", "--start": "--prompt"},  # nanoGPT

@@ -1,12 +1,23 @@
-"""YAML files and command lines become words by `section.key`, and words become a `Config`."""
+"""Parsing: YAML files and command lines become a `Config`, and the schema becomes `--help`.
 
+Both kinds of input first become words by `section.key`, such as {"model.n_layer": ["3"]}; the type
+of the key in the schema then converts the words to a value.
+"""
+
+import ast
+import dataclasses
 import difflib
+import functools
+import inspect
+import math
 import re
 import sys
+import textwrap
+import types
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import yaml
 
@@ -14,16 +25,25 @@ from jaxgpt.config import aliases
 from jaxgpt.config.errors import UsageError, expand_user, in_words, shorten
 from jaxgpt.config.schema import Config
 from jaxgpt.config.validate import Choices, check_choices, validate
-from jaxgpt.config.values import convert, describe, help_text, settings, takes_many
 
+USAGE = """\
+usage: {prog} [--config NAME_OR_FILE] [--mesh D,F,T] [--out DIR]
+           [--train-range-to-skip A B ...] [section.key=value ...]
+
+section.key=value and --section.key value are the same; a YAML file has `section: {{key: value}}`.
+The defaults are those of the preset tiny; --config NAME takes others.
+"""
 _DATA_KEYS = {"data.dataset", "data.path", "data.blend", "data.file_list"}
 _FOR_ONE_START = {"data.accept_changes", "checkpoint.resume"}
-# (train.init_from, out) -> the options of the model by name
-ModelOf = Callable[[str, str | None], Mapping[str, Any]]
-# A run directory -> the settings that its newest checkpoint has, or None
-SettingsOf = Callable[[Path], Mapping[str, Any] | None]
 _PATHS = {"config", "out", "train.init_from"}
 _PATHS |= {f"data.{key}" for key in ("dataset", "path", "file_list", "tokenizer")}
+_KINDS = {int: "a whole number", float: "a finite number", bool: "True or False", str: "text"}
+
+Words = Mapping[str, Sequence[str]]  # by `section.key`
+# (train.init_from, out) -> the options of the model by name
+ModelOf = Callable[[str, str | None], Mapping[str, Any]]
+# A run directory -> the settings in its newest checkpoint, or None
+SettingsOf = Callable[[Path], Mapping[str, Any] | None]
 
 
 def load_config(config: str = "tiny", *overrides: str) -> Config:
@@ -49,11 +69,19 @@ def parse_args(
 ) -> Config:
     """Return the configuration that a command line describes, validated.
 
-    The base is `--config`; without it the config.yaml of an existing `--out`, or if that is lost
-    what `saved_settings` finds there, else `tiny`. With train.init_from, `initial_model` gives the
-    options of the model that are not set otherwise. `choices` has the values of keys that a higher
-    layer defines, such as the names of the optimizers.
-    `--help` prints every key and exits 0. `UsageError` for what cannot work.
+    `--help` prints every key and exits with status 0.
+
+    Args:
+        argv: The command line. It overrides the settings in `--config`, or in the config.yaml of an
+            existing `--out`, or in the preset `tiny`.
+        prog: The command, for `--help`.
+        initial_model: Returns the options of the model in `train.init_from`, which come before the
+            defaults.
+        saved_settings: Returns the settings of a run directory whose config.yaml is lost.
+        choices: The values of keys that a higher layer defines, such as the optimizers.
+
+    Raises:
+        UsageError: If a setting is unknown, malformed, or contradicts another one.
     """
     choices = choices or {}
     if is_help(argv):
@@ -61,17 +89,14 @@ def parse_args(
         sys.exit(0)
     given = _split_arguments(argv)
     base, content = _base(given, saved_settings)
-    left_out = {"out"}  # another run's settings are welcome, its directory is not
-    if "config" not in given:  # consent, or a refusal, is for the start that it was given to
-        left_out |= _FOR_ONE_START
-    if _DATA_KEYS & given.keys():  # that is where the data is, not where the file says
-        left_out |= _DATA_KEYS
-    values = _flatten(content, str(base))
-    values = {key: words for key, words in values.items() if key not in left_out}
+    # A preset made from another run must not write to that run's directory.
+    left_out = {"out"} if "config" in given else {"out"} | _FOR_ONE_START
+    values = _without(_flatten(content, str(base)), left_out, given)
+    is_preset = base in _presets().values()
     model = {}
     if initial_model is not None:
         model = _initial_model(initial_model, {**values, **given})
-        if model and "config" not in given and base in _presets().values():  # tiny, not asked for
+        if model and "config" not in given and is_preset:  # nobody asked for the model of tiny
             values = {key: words for key, words in values.items() if not key.startswith("model.")}
     try:
         config = _build({"config": ["tiny"], **model, **values, **given})
@@ -79,7 +104,7 @@ def parse_args(
         check_choices(config, given, choices)
     except UsageError as error:
         key = str(error).partition("=")[0]
-        if key in given or key not in values or base in _presets().values():
+        if key in given or key not in values or is_preset:
             raise
         raise UsageError(f"{error} (it is in {base})") from None
     return config
@@ -94,26 +119,14 @@ def override_data(config: Config, argv: Sequence[str]) -> Config:
     for key in given:
         if not key.startswith("data."):
             raise UsageError(f"{key}={' '.join(given[key])}: only settings of data can be changed")
-    left_out = _FOR_ONE_START | (_DATA_KEYS if _DATA_KEYS & given.keys() else set())
-    values = _flatten(config.to_dict(), "configuration")
-    values = {key: words for key, words in values.items() if key not in left_out}
+    values = _without(_flatten(config.to_dict(), "configuration"), _FOR_ONE_START, given)
     config = _build({**values, **given})
     validate(config)
     return config
 
 
-def _initial_model(model_of: ModelOf, words: Mapping[str, Sequence[str]]) -> dict[str, list[str]]:
-    """Return the words of the model of train.init_from, if that is given."""
-    config = _build({key: words[key] for key in ("train.init_from", "out") if key in words})
-    if config.train.init_from is None:
-        return {}
-    validate(Config().replace(train__init_from=config.train.init_from))
-    options = model_of(config.train.init_from, config.out)
-    return _flatten({"model": options}, f"train.init_from={config.train.init_from}")
-
-
 def config_from_dict(values: Mapping[str, Any], origin: str) -> Config:
-    """Return the configuration that `Config.to_dict` wrote; `origin` is named in errors."""
+    """Return the configuration that `Config.to_dict` wrote; errors name `origin`."""
     return _build(_flatten(values, origin))
 
 
@@ -122,15 +135,21 @@ def config_from_file(path: Path) -> Config:
     return config_from_dict(_read_yaml(path), str(path))
 
 
-def _presets() -> dict[str, Path]:
-    """Return the files of presets, of the installed package and of a source checkout."""
-    package = Path(__file__).parent.parent
-    folders = (package / "configs", package.parent / "configs")
-    return {file.stem: file for folder in folders for file in sorted(folder.glob("*.yaml"))}
+@functools.cache
+def settings() -> dict[str, Any]:
+    """Return the type of every setting, by `section.key`."""
+    out = {}
+    for name, kind in typing.get_type_hints(Config, include_extras=True).items():
+        if dataclasses.is_dataclass(kind):
+            hints = typing.get_type_hints(kind, include_extras=True)
+            out |= {f"{name}.{key}": hint for key, hint in hints.items()}
+        else:
+            out[name] = kind
+    return out
 
 
-def _base(given: Mapping[str, Sequence[str]], saved: SettingsOf) -> tuple[Path, Mapping[str, Any]]:
-    """Return the file that a command line begins with, and its content."""
+def _base(given: Words, saved: SettingsOf) -> tuple[Path, Mapping[str, Any]]:
+    """Return the file with the settings that a command line overrides, and its content."""
     if "config" not in given and "out" in given:
         kept = Path(expand_user(given["out"][0], "out=")) / "config.yaml"
         try:
@@ -148,14 +167,25 @@ def _base(given: Mapping[str, Sequence[str]], saved: SettingsOf) -> tuple[Path, 
     raise UsageError(f"config={name}: no such file or preset; presets are {', '.join(presets)}")
 
 
-class _Loader(yaml.SafeLoader):
-    """A YAML loader that refuses a key that is there twice, of which PyYAML's takes the last, and
-    aliases, by which a small file can be endless."""
+def _presets() -> dict[str, Path]:
+    """Return the files of presets in the installed package and in a source checkout."""
+    package = Path(__file__).parent.parent
+    folders = (package / "configs", package.parent / "configs")
+    return {file.stem: file for folder in folders for file in sorted(folder.glob("*.yaml"))}
 
-    def compose_node(self, parent, index):
-        if self.check_event(yaml.AliasEvent):
-            raise yaml.YAMLError(f"*{self.peek_event().anchor} is an alias; write the value itself")
-        return super().compose_node(parent, index)
+
+def _initial_model(model_of: ModelOf, words: Words) -> Words:
+    """Return the words of the model in train.init_from, if that is given."""
+    config = _build({key: words[key] for key in ("train.init_from", "out") if key in words})
+    if config.train.init_from is None:
+        return {}
+    validate(Config().replace(train__init_from=config.train.init_from))
+    options = model_of(config.train.init_from, config.out)
+    return _flatten({"model": options}, f"train.init_from={config.train.init_from}")
+
+
+class _Loader(yaml.SafeLoader):
+    """A YAML loader that refuses duplicate keys, of which PyYAML takes the last."""
 
     def construct_mapping(self, node, deep=False):
         keys = [self.construct_object(key, deep=True) for key, _ in node.value]
@@ -173,7 +203,7 @@ def _read_yaml(path: Path) -> Mapping[str, Any]:
         problem = "it has no sections such as `train:`"
     except RecursionError:
         problem = "it is nested too deeply"
-    # PyYAML's own types of values raise what Python's do: of dates, or numbers of many digits.
+    # PyYAML converts dates and numbers with Python's own functions, which raise other errors.
     except (OSError, ValueError, ArithmeticError, TypeError, LookupError, yaml.YAMLError) as error:
         problem = in_words(error)
     raise UsageError(
@@ -193,11 +223,17 @@ def _flatten(values: Mapping[str, Any], origin: str, prefix: str = "") -> dict[s
         if kind is None:
             raise UsageError(f"{origin}: {unknown_key(name)}")
         if name == "parallel.mesh" and isinstance(value, list):
-            value = ",".join(map(str, value))  # YAML's way to write several numbers
+            value = ",".join(map(str, value))
         if value is False and bool not in (kind, *typing.get_args(kind)):
-            value = "off"  # which YAML takes for False
+            value = "off"  # YAML reads `off` as False
         out[name] = [str(v) for v in value] if isinstance(value, list) else [str(value)]
     return out
+
+
+def _without(values: Words, keys: set[str], given: Words) -> Words:
+    """Return words without some keys, and without the data source if the user names another."""
+    keys = keys | (_DATA_KEYS if _DATA_KEYS & given.keys() else set())
+    return {key: words for key, words in values.items() if key not in keys}
 
 
 def _split_arguments(argv: Sequence[str]) -> dict[str, list[str]]:
@@ -207,7 +243,7 @@ def _split_arguments(argv: Sequence[str]) -> dict[str, list[str]]:
     while words:
         word = words.pop(0)
         key, equals, value = word.removeprefix("--").partition("=")
-        if word.endswith((".py", ".toml")) and not equals:  # nanoGPT's, torchtitan's
+        if word.endswith((".py", ".toml")) and not equals:  # as for nanoGPT and torchtitan
             name = Path(word).stem.removeprefix("train_")
             raise UsageError(f"{word}: is not YAML; type --config {name}, or --config FILE.yaml")
         if not key or not (word.startswith("--") or equals):
@@ -216,7 +252,7 @@ def _split_arguments(argv: Sequence[str]) -> dict[str, list[str]]:
         key = key if key in settings() else aliases.find(aliases.SAME, key) or key
         if key not in settings():
             raise UsageError(unknown_key(word.partition("=")[0], key))
-        several = takes_many(settings()[key])
+        several = _takes_many(settings()[key])
         if key in out and several:
             raise UsageError(f"{word}: is given twice; give all its values after one --{key}")
         out[key] = [value] if equals else []
@@ -224,13 +260,12 @@ def _split_arguments(argv: Sequence[str]) -> dict[str, list[str]]:
         while words and (not out[key] or several) and not re.match(next_setting, words[0]):
             out[key].append(words.pop(0))
         if not out[key]:
-            raise UsageError(f"--{key}: needs a value: {describe(settings()[key])}")
+            raise UsageError(f"--{key}: needs a value: {_describe(settings()[key])}")
     return out
 
 
 def unknown_key(shown: str, key: str | None = None) -> str:
-    """Return one sentence: the line to type instead, or the key that was meant, by its last part,
-    another program's word, or the nearest spelling."""
+    """Return one sentence that says what to type instead of an unknown key."""
     key = key or shown
     last = key.rpartition(".")[2]
     lasts = {name.rpartition(".")[2]: name for name in settings()}
@@ -246,8 +281,7 @@ def unknown_key(shown: str, key: str | None = None) -> str:
     return f"{shown}: unknown key; {hint}"
 
 
-def _build(words: Mapping[str, Sequence[str]]) -> Config:
-    """Return the configuration that the words of each `section.key` say."""
+def _build(words: Words) -> Config:
     values = {name.replace(".", "__"): _value(name, given) for name, given in words.items()}
     return Config().replace(**values)
 
@@ -260,12 +294,83 @@ def _value(name: str, words: Sequence[str]) -> Any:
     answer = aliases.find(aliases.VALUE_ANSWERS, f"{name}={words[0]}") if words else ""
     if answer:
         raise UsageError(f"{name}={words[0]}: {answer}")
-    if "dtype" in name:
-        words = [aliases.DTYPES.get(word, word) for word in words]
-        if set(words) & set(aliases.HALVES.split()):
-            raise UsageError(f"{name}={words[0]}: {aliases.ANSWERS[aliases.HALVES]}")
     try:
-        return convert(settings()[name], words)
+        return _convert(settings()[name], words)
     except (KeyError, ValueError):
-        must = describe(settings()[name])
+        must = _describe(settings()[name])
         raise UsageError(f"{name}={shorten(' '.join(words))}: must be {must}") from None
+
+
+def _takes_many(kind: Any) -> bool:
+    return typing.get_origin(kind) is tuple
+
+
+def _convert(kind: Any, words: Sequence[str]) -> Any:
+    """Return the value of a type that words stand for, else raise `ValueError` or `KeyError`."""
+    arguments = typing.get_args(kind)
+    if _takes_many(kind):
+        return tuple(_convert(arguments[0], [word]) for word in words if word)  # `key=` is empty
+    (word,) = words
+    if types.NoneType in arguments:
+        named = _named_values(arguments)
+        return named[word] if word in named else _convert(arguments[0], words)
+    if typing.get_origin(kind) is Literal:
+        return {str(option): option for option in arguments}[word]
+    if typing.get_origin(kind) is Annotated:
+        number, bounds = arguments
+        value = _convert(number, words)
+        if not bounds.hold(value):
+            raise ValueError
+        return value
+    value = {"true": True, "false": False}[word.lower()] if kind is bool else kind(word)
+    if kind is float and not math.isfinite(value):
+        raise ValueError
+    return value
+
+
+def _describe(kind: Any) -> str:
+    """Return what a value of a type must be, in a user's words."""
+    arguments = typing.get_args(kind)
+    if _takes_many(kind):
+        numbers = {int: "whole numbers", float: "numbers, separated by spaces"}
+        return numbers.get(arguments[0], "a list of texts")
+    if types.NoneType in arguments:
+        return ", or ".join([_describe(arguments[0]), *_named_values(arguments)])
+    if typing.get_origin(kind) is Literal:
+        return "one of " + ", ".join(map(str, arguments))
+    if typing.get_origin(kind) is Annotated:
+        return f"{_KINDS[arguments[0]]}, {arguments[1].text}"
+    return _KINDS[kind]
+
+
+def _named_values(arguments: Sequence[Any]) -> dict[str, Any]:
+    """Return the values by name in a union: its literals, and None."""
+    literals = {str(w): w for kind in arguments[1:-1] for w in typing.get_args(kind)}
+    return literals | {"None": None}
+
+
+def help_text(prog: str, choices: Mapping[str, Iterable[str]]) -> str:
+    """Return the text of --help: every key with its type, bounds, default and documentation.
+
+    `choices` has the values of keys whose type does not list them.
+    """
+    lines = [USAGE.format(prog=prog), *_entries(Config, "", choices)]
+    for name, section in inspect.get_annotations(Config).items():
+        if dataclasses.is_dataclass(section):
+            lines += ["", f"{name}: {section.__doc__}", *_entries(section, f"{name}.", choices)]
+    return "\n".join(lines)
+
+
+def _entries(section: type, prefix: str, choices: Mapping[str, Iterable[str]]) -> list[str]:
+    """Return the lines about the documented fields of a dataclass."""
+    (definition,) = ast.parse(inspect.getsource(section)).body
+    lines = []
+    for node, below in zip(definition.body, definition.body[1:], strict=False):
+        if isinstance(node, ast.AnnAssign) and isinstance(below, ast.Expr):
+            name, default = f"{prefix}{node.target.id}", getattr(section, node.target.id)
+            default = " ".join(map(str, default)) if isinstance(default, tuple) else default
+            kind = Literal[*choices[name]] if name in choices else settings()[name]
+            lines.append(f"  --{name}: {_describe(kind)} (default: {default})")
+            doc = " ".join(ast.literal_eval(below.value).split())
+            lines += textwrap.wrap(doc, 92, initial_indent=" " * 8, subsequent_indent=" " * 8)
+    return lines

@@ -2,7 +2,6 @@
 
 import functools
 import hashlib
-import json
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -257,48 +256,37 @@ def load_tokenizer(path: Path | str, end_of_text: str | None = None) -> Tokenize
 
 
 def _from_gpt2_files(folder: Path) -> bytes:
-    """Return GPT-2's files as a tokenizer.json; its bytes are part of the data's description."""
+    """Return GPT-2's encoder.json and vocab.bpe as a tokenizer.json."""
+    package = _import_tokenizers()
     is_openai = (folder / "encoder.json").is_file()
     names = ("encoder.json", "vocab.bpe") if is_openai else ("vocab.json", "merges.txt")
-    vocabulary, merges = (folder / name for name in names)
-    ids = json.loads(vocabulary.read_bytes())
-    lines = merges.read_bytes().decode().split("\n")
-    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
-    special = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
-    added = {"id": ids.get(END_OF_TEXT), "content": END_OF_TEXT, "special": True} | special
-    whole = {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": [added] if END_OF_TEXT in ids else [],
-        "normalizer": None,
-        "pre_tokenizer": byte_level | {"use_regex": True},
-        "post_processor": None,
-        "decoder": byte_level | {"use_regex": True},
-        "model": {
-            "type": "BPE",
-            "vocab": ids,
-            "merges": [line for line in lines if line and not line.startswith("#version")],
-        },
-    }
-    return json.dumps(whole, ensure_ascii=False).encode()
+    made = package.Tokenizer(package.models.BPE.from_file(*(str(folder / name) for name in names)))
+    made.pre_tokenizer = package.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = package.decoders.ByteLevel()
+    if made.token_to_id(END_OF_TEXT) is not None:
+        made.add_special_tokens([END_OF_TEXT])
+    return made.to_str().encode()
 
 
-@functools.lru_cache(maxsize=1)
-def _parse(content: bytes):
-    """Return the `tokenizers` package's object of a tokenizer.json."""
+def _import_tokenizers():
     try:
-        from tokenizers import Tokenizer as Package
+        import tokenizers
     except ImportError:
         raise UsageError(
             "the package that reads tokenizer.json is not installed: pip install 'jaxgpt[hf]', or "
             "pip install tokenizers"
         ) from None
-    package = Package.from_str(content.decode())
-    package.encode_special_tokens = True  # their names in a text are text
-    package.no_truncation()
-    package.no_padding()
-    return package
+    return tokenizers
+
+
+@functools.lru_cache(maxsize=1)
+def _parse(content: bytes):
+    """Return the `tokenizers` package's object of a tokenizer.json."""
+    made = _import_tokenizers().Tokenizer.from_str(content.decode())
+    made.encode_special_tokens = True  # the names of special tokens in a text are text
+    made.no_truncation()
+    made.no_padding()
+    return made
 
 
 @functools.lru_cache(maxsize=1)

@@ -1,4 +1,4 @@
-"""Loss of a whole split, or multiple choice, of a trained model.
+"""Loss of a trained model on a whole split.
 
 `python -m jaxgpt.evaluate --run DIR` predicts every token of the validation split once: nats a
 token, perplexity, bits a byte. Settings such as data.path=DIR name other data than the run's.
@@ -7,6 +7,7 @@ lm_eval, with all its options.
 """
 
 import argparse
+import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,14 +15,12 @@ from typing import Any
 from jaxgpt.cluster.environment import rank_from_env
 from jaxgpt.cluster.process_group import ProcessGroup, join_process_group
 from jaxgpt.cluster.shutdown import job_exit_handler
-from jaxgpt.config import CommandParser, UsageError, file_path, is_help, whole_number
+from jaxgpt.config import CommandParser, UsageError, is_help, whole_number
 from jaxgpt.data.source import SPLITS
-from jaxgpt.evaluate.encoder import encoder_of
-from jaxgpt.evaluate.model import Model, Trained, find_trained, run_folder
-from jaxgpt.evaluate.multiple_choice import Question, read_questions, score_questions
-from jaxgpt.evaluate.report import as_json, as_table, choice_record, loss_record
-from jaxgpt.evaluate.split import corpus_losses, open_split
+from jaxgpt.evaluate.model import Model, find_trained, run_folder
+from jaxgpt.evaluate.split import Loss, Split, corpus_losses, open_split, sum_losses
 from jaxgpt.runtime.jax_internals import failure_board
+from jaxgpt.tracking.jsonl import json_line
 
 LM_EVAL = "lm-eval"
 DTYPES = ("float32", "bfloat16")
@@ -48,10 +47,6 @@ def parser() -> CommandParser:
     )  # fmt: skip
     about = "tokens of a row, and the longest context; default model.block_size"
     out.add_argument("--block-size", type=whole_number(bits=31), metavar="N", help=about)
-    out.add_argument(
-        "--multiple-choice", type=file_path, metavar="FILE",
-        help="JSON lines with question, choices, answer, or HellaSwag's, instead of a split",
-    )  # fmt: skip
     about = "rows that are scored at once; never changes the result; default 16"
     out.add_argument("--batch", type=whole_number(bits=20), default=16, metavar="N", help=about)
     out.add_argument("--mesh", default="1,-1,1", help="mesh to load the model on")
@@ -76,7 +71,7 @@ def main(argv: list[str] | None = None) -> None:
         with run_folder(arguments.run, cluster) as folder:
             record = evaluate(folder, arguments, settings, cluster) | {"run": arguments.run}
         if cluster.is_main:
-            print(as_json(record) if arguments.json else as_table(record))
+            print(json_line(record).rstrip() if arguments.json else as_table(record))
 
 
 def run_lm_eval(argv: list[str]) -> None:
@@ -93,13 +88,11 @@ def run_lm_eval(argv: list[str]) -> None:
 def evaluate(
     folder: Path, arguments: argparse.Namespace, settings: list[str], cluster: ProcessGroup
 ) -> dict[str, Any]:
-    """Return what a command line asks for. All processes take part."""
+    """Return the losses that a command line asks for, as in --json. All processes take part."""
     trained = cluster.run_on_all(
         find_trained, folder, arguments.step, arguments.mesh, arguments.dtype, settings,
         arguments.block_size,
     )  # fmt: skip
-    if arguments.multiple_choice is not None:
-        return evaluate_choices(trained, arguments, settings, cluster)
     split = cluster.run_on_all(open_split, trained, arguments.split, arguments.stride)
     n_bytes = cluster.broadcast(
         cluster.run_on_all(lambda: split.count_bytes() if cluster.is_main else None)
@@ -110,23 +103,48 @@ def evaluate(
     return loss_record(model, split, corpus_losses(model, split, n_bytes))
 
 
-def evaluate_choices(
-    trained: Trained, arguments: argparse.Namespace, settings: list[str], cluster: ProcessGroup
-) -> dict[str, Any]:
-    """Return the accuracies in a file of questions."""
-    path = arguments.multiple_choice
-    if settings or arguments.stride:
-        option = settings[0] if settings else f"--stride={arguments.stride}"
-        raise UsageError(f"{option}: is for the loss of a split; leave it out or --multiple-choice")
+def loss_record(model: Model, split: Split, losses: dict[str, Loss]) -> dict[str, Any]:
+    """Return what was evaluated, and the losses of the split and of each corpus in it."""
 
-    def read() -> list[Question]:
-        encoder = trained.tokenizer and encoder_of(Path(trained.where), trained.tokenizer)
-        return read_questions(path, encoder, trained.block_size)
+    def figures(loss: Loss) -> dict[str, Any]:
+        return {
+            "loss": loss.mean,
+            "perplexity": loss.perplexity,
+            "bits_per_byte": loss.bits_per_byte,
+            "tokens": loss.n_tokens,
+            "bytes": loss.n_bytes,
+        }
 
-    questions = cluster.run_on_all(read)
-    model = Model(trained, arguments.batch, cluster)
-    found = score_questions(model, questions)
-    return choice_record(model, str(path), len(questions), found)
+    return {
+        "run": model.trained.where,
+        "step": model.trained.step,
+        "dtype": model.config.train.dtype,
+        "mesh": str(model.mesh_shape),
+        "batch": model.batch_size,
+        "split": split.name,
+        "block_size": model.block_size,
+        "stride": split.windows[0].stride,
+        **figures(sum_losses(list(losses.values()))),
+        "corpora": {name: figures(loss) for name, loss in losses.items()},
+    }
+
+
+def as_table(record: dict[str, Any]) -> str:
+    """Return a headline and a table of a `loss_record`."""
+    lines = [
+        f"{record['run']}, step {record['step']}: split {record['split']}, rows of "
+        f"{record['block_size']} tokens, {record['stride']} apart",
+        f"{'corpus':<20}{'tokens':>16}{'nats/token':>14}{'perplexity':>14}{'bits/byte':>12}",
+    ]
+    corpora = record["corpora"] if len(record["corpora"]) > 1 else {}
+    for name, found in {**corpora, "all": record}.items():
+        bits = "-" if found["bits_per_byte"] is None else f"{found['bits_per_byte']:.5f}"
+        size = f"{found['perplexity']:,.4f}" if found["perplexity"] < math.inf else "inf"
+        numbers = f"{found['tokens']:>16,}{found['loss']:>14.6f}{size:>14}{bits:>12}"
+        lines.append(f"{name:<20}{numbers}")
+    if record["bytes"] is None:
+        lines.append("bits/byte: no tokenizer is known; give data.tokenizer=FOLDER")
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":

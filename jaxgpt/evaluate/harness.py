@@ -19,8 +19,14 @@ from lm_eval.utils import get_rolling_token_windows
 from jaxgpt.cluster.process_group import ProcessGroup, join_process_group
 from jaxgpt.config import UsageError
 from jaxgpt.evaluate.encoder import Encoder, encoder_of
-from jaxgpt.evaluate.likelihood import LogLikelihood, Pair, log_likelihoods
-from jaxgpt.evaluate.model import Model, find_trained, run_folder
+from jaxgpt.evaluate.model import (
+    LogLikelihood,
+    Model,
+    Pair,
+    find_trained,
+    log_likelihoods,
+    run_folder,
+)
 
 LENGTH_NAMES = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 DEFAULT_BATCH = 16
@@ -73,7 +79,7 @@ class Team:
     def follow(self) -> None:
         """Do what process 0 calls, until it ends; raise the `UsageError` that it ends with."""
         while (call := self.cluster.broadcast(None))[0] != "end":
-            with contextlib.suppress(UsageError):  # process 0 has the same, and says so
+            with contextlib.suppress(UsageError):  # process 0 raises the same one and reports it
                 getattr(self, call[0])(*call[1])
         if call[1] is not None:
             raise UsageError(call[1])

@@ -4,7 +4,7 @@ import contextlib
 import itertools
 import shutil
 import tempfile
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -266,6 +266,45 @@ class Model:
         window[: prompt.size] = prompt
         operands = self.params, window, np.int32(prompt.size), np.int32(seed)
         return np.asarray(self._generators[key](*operands)).tolist()
+
+
+class Pair(NamedTuple):
+    """Token ids of a context and of the text that follows it."""
+
+    context: list[int]
+    continuation: list[int]
+
+
+class LogLikelihood(NamedTuple):
+    """Log-likelihood of a text after its context."""
+
+    nats: float
+    is_greedy: bool  # whether each of its tokens is the likeliest one
+
+
+def log_likelihoods(model: Model, pairs: Sequence[Pair]) -> list[LogLikelihood]:
+    """Return the log-likelihood of each pair's continuation, of at most model.block_size tokens.
+
+    Long contexts lose their beginning. All processes of the job take part.
+    """
+    rows = [(p.context + p.continuation)[-(model.block_size + 1) :] for p in pairs]
+    by_length = defaultdict(list)
+    for number, row in enumerate(rows):
+        by_length[model.row_length(len(row) - 1)].append(number)
+    found: dict[int, LogLikelihood] = {}
+    for length, members in sorted(by_length.items()):
+
+        def read(i: int, members: list[int] = members) -> np.ndarray:
+            return np.array(rows[members[i]], np.int32)
+
+        scores = model.score(Rows(len(members), length, read), with_likeliest=True)
+        for number, (losses, likeliest) in zip(members, scores, strict=True):
+            end, n = len(rows[number]) - 1, len(pairs[number].continuation)
+            assert n <= end, (n, end)
+            here = slice(end - n, end)
+            is_greedy = np.array_equal(likeliest[here], pairs[number].continuation)
+            found[number] = LogLikelihood(-float(losses[here].sum(dtype=np.float64)), is_greedy)
+    return [found[number] for number in range(len(pairs))]
 
 
 def _round_up(n: int, multiple: int) -> int:

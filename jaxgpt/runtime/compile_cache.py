@@ -84,30 +84,31 @@ class CacheUse:
 def cpu_signature() -> str:
     """Return a hash that differs for processors for which XLA compiles different code."""
     found = [platform.machine()]
-    with contextlib.suppress(OSError):
-        first = Path("/proc/cpuinfo").read_text().partition("\n\n")[0]
+    info = Path("/proc/cpuinfo")
+    if info.exists():  # Linux
+        first = info.read_text().partition("\n\n")[0]
         named = ("model name", "flags", "Features")
         found += [line for line in first.splitlines() if line.startswith(named)]
     return hashlib.sha256("\n".join(found).encode()).hexdigest()[:12]
 
 
 def _is_writable(folder: Path) -> bool:
-    if str(folder).startswith("~"):  # of a user whose home is not known
+    if str(folder).startswith("~"):  # the home directory of this user is not known
         return False
-    with contextlib.suppress(OSError):
+    try:
         folder.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return False
     return os.access(folder, os.W_OK)
 
 
 def _is_shared(folder: Path, cluster: ProcessGroup) -> bool:
-    """Return whether all processes see the same folder: a file that process 0 makes in it."""
+    """Return whether all processes see the same folder: process 0 makes a file in it."""
     with contextlib.ExitStack() as stack:
-        name = ""  # of no file: there may be no room for one
+        name = "no such file"
         if cluster.is_main:
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError):  # a full disk: compile without a cache
                 name = Path(stack.enter_context(tempfile.NamedTemporaryFile(dir=folder)).name).name
-        if not name and cluster.size == 1:
-            return True
         return all(cluster.allgather((folder / cluster.broadcast(name)).is_file()))
 
 

@@ -1,4 +1,5 @@
 import dataclasses
+import typing
 from pathlib import Path
 
 import pytest
@@ -11,9 +12,11 @@ from jaxgpt.config import (
     config_from_dict,
     load_config,
     mesh_shape,
+    parse,
     parse_args,
     skip_ranges,
 )
+from readme_code import load_block
 
 
 def test_both_spellings_of_an_override_mean_the_same():
@@ -274,3 +277,15 @@ def test_layers_are_looped_over_where_it_is_asked_for_and_else_on_cpus(given, on
     config = load_config("gpt2", f"parallel.scan_layers={given}")
     assert config.scans_layers(on_cpu=True) == on_cpus
     assert config.scans_layers(on_cpu=False) == on_gpus
+
+
+def test_the_readme_s_key_has_bounds_and_help(tmp_path, monkeypatch):
+    example = load_block("jaxgpt/config/README.md", "example_config", tmp_path).ExampleConfig
+    kind = typing.get_type_hints(example, include_extras=True)["label_smoothing"]
+    monkeypatch.setattr(parse, "settings", lambda: {"example.label_smoothing": kind})
+    (line, text) = parse._entries(example, "example.", {})
+    assert line.endswith("a finite number, at least 0 and less than 1 (default: 0.0)")
+    assert text.strip() == "Share of the probability that is spread over all tokens; 0 is none."
+    assert parse._value("example.label_smoothing", ["0.1"]) == 0.1
+    with pytest.raises(UsageError, match="example.label_smoothing=1: must be .* less than 1"):
+        parse._value("example.label_smoothing", ["1"])

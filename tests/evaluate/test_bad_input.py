@@ -13,8 +13,6 @@ from jaxgpt.data.dataset import open_dataset
 from jaxgpt.data.prepare.builtin import prepare_text
 from jaxgpt.evaluate import __main__ as command
 
-GOOD = {"question": "a", "choices": ["b", "c"], "answer": 1}
-
 
 def save(run, *settings, **more):
     """Write the JSON of a checkpoint: its arrays are not read."""
@@ -102,52 +100,6 @@ def refused(capsys, *words):
 def test_a_split_that_cannot_be_read(home, words, sentence, capsys):
     given = [str(word).format(home=home) for word in words]
     assert sentence.format(home=home) in refused(capsys, *given)
-
-
-@pytest.mark.parametrize(
-    ("lines", "sentence"),
-    [
-        ([], "q.jsonl: is empty; give a question a line"),
-        (["", " "], "q.jsonl: is empty"),
-        ([GOOD, "{nope"], "q.jsonl:2: is not JSON"),
-        ([GOOD, "", [1]], "q.jsonl:3: is not a JSON object"),
-        ([{"question": "a", "choices": ["b", "c"]}], "q.jsonl:1: has no answer; a line has"),
-        (
-            [GOOD | {"answer": 2}],
-            "q.jsonl:1: answer is 2, and must be the number of a choice, 0 to",
-        ),
-        ([GOOD | {"answer": -1}], "q.jsonl:1: answer is -1, and must be"),
-        ([GOOD | {"answer": True}], "q.jsonl:1: answer is true, and must be"),
-        ([GOOD | {"answer": "A"}], 'q.jsonl:1: answer is "A", and must be'),
-        ([GOOD | {"choices": ["b"]}], "q.jsonl:1: question must be a text, and choices two texts"),
-        ([GOOD | {"choices": ["b", ""]}], "q.jsonl:1: question must be a text, and choices two"),
-        ([GOOD | {"question": 7}], "q.jsonl:1: question must be a text"),
-        ([GOOD | {"choices": ["b", "c" * BLOCK]}], f"has {BLOCK + 1} tokens; it must have 1 to"),
-        ([{"ctx": "a", "endings": ["b", "c"], "label": ""}], 'q.jsonl:1: label is "", and must'),
-        ([{"ctx": "a", "endings": ["b", "[title]"], "label": 0}], "nothing but marks of WikiHow"),
-        ([GOOD, "[" * 10**5], "q.jsonl:2: is not JSON"),
-        ([GOOD | {"choices": ["b", "\ud800"]}], "q.jsonl:1: 'utf-8' codec can't encode"),
-        (
-            [json.dumps(GOOD | {"question": "a\u2028b\x85"}, ensure_ascii=False), {}],
-            "q.jsonl:2: has no question",
-        ),
-    ],
-)
-def test_questions_that_cannot_be_asked(home, lines, sentence, tmp_path, capsys):
-    path = tmp_path / "q.jsonl"
-    text = [line if isinstance(line, str) else json.dumps(line) for line in lines]
-    path.write_text("".join(f"{line}\n" for line in text), encoding="utf-8")
-    found = refused(capsys, "--run", home / "run", "--multiple-choice", path)
-    assert sentence in found
-
-
-def test_questions_need_a_file_a_tokenizer_and_no_split(home, tmp_path, capsys):
-    ask = ("--multiple-choice", tmp_path / "q.jsonl")
-    assert "q.jsonl: cannot be read" in refused(capsys, "--run", home / "run", *ask)
-    (tmp_path / "q.jsonl").write_text(json.dumps(GOOD))
-    assert "had no meta.json" in refused(capsys, "--run", home / "bare_run", *ask)
-    found = refused(capsys, "--run", home / "run", *ask, "--stride", 3)
-    assert "--stride=3: is for the loss of a split" in found
 
 
 def test_lm_eval_that_is_not_there(monkeypatch, capsys):

@@ -13,12 +13,11 @@ import numpy as np
 import pytest
 from flax.traverse_util import unflatten_dict
 
-from evaluation import SHAPE, TEXT, evaluated
+from evaluation import SHAPE, TEXT
 from jaxgpt.convert.__main__ import main as convert
 from jaxgpt.convert.names import NANOGPT
 from jaxgpt.data.prepare.builtin import prepare_text
 from jaxgpt.evaluate.model import find_trained
-from jaxgpt.evaluate.multiple_choice import clean_hellaswag
 from jobs import checkpoint_arrays, environment, train_here
 from side_by_side import peer_weights
 
@@ -210,25 +209,6 @@ def compare(ours, theirs):
     rolling = zip(answers["rolling"], expected_answers["rolling"], strict=True)
     for ((nats,),), ((nats_,),) in rolling:
         assert float(nats) == pytest.approx(float(nats_), rel=1e-5)
-
-
-def test_our_own_multiple_choice_has_the_same_accuracies(home, hugging_face):
-    found = evaluated("--run", home / "run", "--multiple-choice", home / "q.jsonl")
-    assert len({found["acc"], found["acc_norm"], found["acc_bytes"]}) > 1
-    for name in ("acc", "acc_norm", "acc_bytes"):
-        assert found[name] == pytest.approx(hugging_face[0]["choices"][f"{name},none"])
-        error = hugging_face[0]["choices"][f"{name}_stderr,none"]
-        assert found[f"{name}_stderr"] == pytest.approx(error)
-
-
-def test_hellaswag_is_cleaned_as_lm_eval_does():
-    texts = [" a [title] b  c ", "[header] How to x [title] y [step] z.", "plain", "a [b] [c] d"]
-    code = f"""
-import json
-from lm_eval.tasks.hellaswag.utils import preprocess
-print(json.dumps([preprocess(text) for text in {texts!r}]))
-"""
-    assert json.loads(python("-c", code).splitlines()[-1]) == [clean_hellaswag(t) for t in texts]
 
 
 @pytest.mark.parametrize(

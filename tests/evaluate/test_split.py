@@ -13,9 +13,10 @@ from jaxgpt.config import UsageError
 from jaxgpt.data.prepare.builtin import prepare_text
 from jaxgpt.data.token_file import TokenFile, Tokens
 from jaxgpt.data.tokenizers import load_tokenizer
+from jaxgpt.evaluate.__main__ import as_table
 from jaxgpt.evaluate.model import find_trained
-from jaxgpt.evaluate.report import as_json, as_table
 from jaxgpt.evaluate.split import Loss, Windows, open_split, read_pieces
+from jaxgpt.tracking.jsonl import json_line
 
 
 @pytest.fixture(scope="module")
@@ -202,7 +203,7 @@ def test_without_a_tokenizer_bits_per_byte_are_left_out(run, tmp_path):
     unknown = Loss(10.0, 5, None)
     assert (unknown + Loss(1.0, 1, 4)).bits_per_byte is unknown.bits_per_byte is None
     found = evaluated("--run", run) | {"bytes": None, "bits_per_byte": None}
-    assert json.loads(as_json(found))["bits_per_byte"] is None
+    assert json.loads(json_line(found))["bits_per_byte"] is None
     assert "no tokenizer is known" in as_table(found)
 
 

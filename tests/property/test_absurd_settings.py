@@ -3,16 +3,17 @@
 import re
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
+from hypothesis import settings as run_settings
 from hypothesis import strategies as st
 
 from jaxgpt.config import Config, UsageError, mesh_shape, parse_args
-from jaxgpt.config import values as settings_of
+from jaxgpt.config.parse import settings
 from jaxgpt.perf.memory import refuse_too_much
 from jaxgpt.perf.units import GIB
 from time_limit import time_limit
 
-KEYS = list(settings_of.settings())
+KEYS = list(settings())
 NUMBERS = (
     "0", "-1", "1", "2", "3", "7", "1000000", "1" + "0" * 18, "1" + "0" * 30, "9" * 5000, "-0.0",
     "2147483647", "2147483648", "4294967296", "18446744073709551616", "1e30", "1e308", "1e400",
@@ -63,7 +64,7 @@ def test_absurd_values_of_several_settings_end_in_a_sentence():
         max_size=5,
     )
 
-    @settings(
+    @run_settings(
         max_examples=2000, derandomize=True, database=None, deadline=None,
         suppress_health_check=list(HealthCheck),
     )  # fmt: skip

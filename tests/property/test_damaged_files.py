@@ -30,8 +30,6 @@ from jaxgpt.data.dataset import open_dataset
 from jaxgpt.data.prepare.builtin import prepare_text
 from jaxgpt.data.prepare.writer import megatron_writer
 from jaxgpt.data.tokenizers import load_tokenizer
-from jaxgpt.evaluate.encoder import Encoder
-from jaxgpt.evaluate.multiple_choice import read_questions
 from jaxgpt.inspect import differences
 from jaxgpt.parallel.mesh import make_mesh
 from jaxgpt.replay import find_stretches
@@ -129,8 +127,6 @@ def home(tmp_path_factory):
         import torch_files
 
         torch_files.save(home / "ckpt.pt", {"model": arrays, "model_args": model_args})
-    question = {"question": "now is the", "choices": ["winter", "summer"], "answer": 0}
-    (home / "questions.jsonl").write_text(2 * (json.dumps(question) + "\n"))
     (home / "preset.yaml").write_text(load_config("gpt2").to_yaml())
     return home
 
@@ -233,10 +229,6 @@ def restore(home):
         restore_params(home / "run", 20, steps.state_shapes.params)
 
 
-def questions(home):
-    read_questions(home / "questions.jsonl", Encoder(load_tokenizer("byte"), False, (), ()), 64)
-
-
 # name -> files that are damaged, and what reads them
 READERS = {
     "report spikes": ("run/metrics.jsonl", lambda home: spikes_report(home / "run", None)),
@@ -270,7 +262,6 @@ READERS = {
     "safetensors": ("hf/*.safetensors", read_hf),
     "safetensors index": ("hf/*.index.json", read_hf),
     "ckpt.pt": ("ckpt.pt", read_nanogpt),
-    "questions": ("questions.jsonl", questions),
 }  # fmt: skip
 EXAMPLES, LONG_EXAMPLES = 4, 65
 COSTLY = {"checkpoint arrays", "report spikes --png"}

@@ -37,7 +37,7 @@ def scratch_folder(directory: Path) -> Iterator[Path]:
                 os.replace(Path(scratch) / name, directory / name)
     except BaseException:
         if is_new:
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError):  # not empty: someone else has put a file there
                 directory.rmdir()
         raise
 
