@@ -18,7 +18,7 @@ from jaxgpt.spikes.report import draw_spikes, spikes_table
 from jaxgpt.tracking.console import table_text
 from jaxgpt.tracking.jsonl import METRICS, read_records
 from jaxgpt.tracking.records import StragglerRecord
-from jaxgpt.train.reporting.goodput import all_starts, goodput_table
+from jaxgpt.train.reporting.goodput import goodput_table, read_goodput
 from jaxgpt.train.reporting.stragglers import straggler_line
 
 HEADINGS = (
@@ -91,10 +91,10 @@ def goodput_report(run: Path, width: int) -> str:
     """Return the table of a run's goodput, its steps' time beside the plan's, and stragglers."""
     since, trained = last_batch_size_change(run), read_metrics(run, "train")
     times = [r["dt"] for r in trained if r["step"] > since and r.get("dt") is not None]
-    starts = all_starts(run)
-    if not starts:
-        raise UsageError(f"RUN={run}: no start of it has kept an account; give a newer run")
-    lines = [goodput_table(starts, width)]
+    records = read_goodput(run)
+    if not records:
+        raise UsageError(f"RUN={run}: its metrics.jsonl has no goodput records; give a newer run")
+    lines = [goodput_table(records, width)]
     if times:
         which = f"{len(times)} records" + (f" after step {since}" if since else "")
         measured = f"step: {1000 * median(times):.1f} ms measured (median of {which})"

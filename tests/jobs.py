@@ -20,11 +20,10 @@ from jaxgpt.data.dataset import open_dataset
 from jaxgpt.data.loader import Loader
 from jaxgpt.optim.schedule import learning_rate
 from jaxgpt.parallel.mesh import make_mesh
-from jaxgpt.perf.startup import Startup
+from jaxgpt.perf.clock import Clock
 from jaxgpt.runtime.initialize import end_job, initialize_jax
 from jaxgpt.runtime.xla_flags import VARIABLE as XLA_FLAGS
 from jaxgpt.train.functions import make_steps
-from jaxgpt.train.reporting.goodput import Goodput
 from jaxgpt.train.run.directory import prepare_run
 from jaxgpt.train.run.resume import initial_model, saved_settings
 
@@ -141,9 +140,8 @@ def train_here(*args, stop_at=None):
         heartbeats.connect(cluster)
         minutes, directory = prepared.config.train.hang_timeout, prepared.directory
         watchdog = Watchdog(minutes, directory, 0, end_job, heartbeats)
-        goodput = Goodput(time.time(), directory)
-        with cluster, contextlib.closing(watchdog), contextlib.closing(goodput):
-            return train(prepared, cluster, facts, Stop(), Startup(), watchdog, goodput)
+        with cluster, contextlib.closing(watchdog):
+            return train(prepared, cluster, facts, Stop(), Clock(time.time()), watchdog)
 
 
 def records(directory, kind="train"):

@@ -79,7 +79,7 @@ def test_spikes_are_listed_and_drawn(tmp_path):
     assert job.returncode == 2 and f"RUN={tmp_path}/no" in job.stdout
     job = run("report", "goodput", tmp_path)
     assert job.returncode == 2 and job.stdout.count("\n") == 1
-    assert f"RUN={tmp_path}: no start of it has kept an account" in job.stdout
+    assert f"RUN={tmp_path}: its metrics.jsonl has no goodput records" in job.stdout
 
 
 def test_pictures_without_matplotlib_are_refused_in_a_sentence(tmp_path, monkeypatch):

@@ -18,13 +18,12 @@ from jaxgpt.cluster.health.watchdog import Watchdog
 from jaxgpt.config import Config, DataConfig, UsageError, mesh_shape
 from jaxgpt.data.dataset import dataset_directory, vocabulary_size, with_vocabulary
 from jaxgpt.optim.schedule import learning_rate
+from jaxgpt.perf.clock import Clock
 from jaxgpt.perf.profile import Tracing
-from jaxgpt.perf.startup import Startup
 from jaxgpt.runtime.compile_cache import use_compile_cache
 from jaxgpt.runtime.dispatch import DispatchLimiter
 from jaxgpt.runtime.initialize import end_job, initialize_jax
 from jaxgpt.train.loop import run_steps
-from jaxgpt.train.reporting.goodput import Goodput
 from jaxgpt.train.run.directory import prepare_run
 from jaxgpt.train.setup import set_up
 from jaxgpt.train.state import state_from_checkpoint
@@ -46,20 +45,18 @@ class Rounds:
         facts = initialize_jax(cluster, mesh_shape(self.run.config))
         use_compile_cache(str(job.folder / "compiled"), cluster)
         job.log("compiling the step")
-        startup, peers = Startup(), Heartbeats(None, end_job)
+        clock, peers = Clock(), Heartbeats(None, end_job)
         peers.connect(cluster)
         cluster.on_close.callback(peers.close)
         watchdog = Watchdog(None, self.run.directory, cluster.rank, end_job, peers)
         never = SimpleNamespace(reached=lambda tick: False)
         self._quiet = contextlib.redirect_stdout(io.StringIO())
         with self._quiet:
-            _, trainer, self.state = set_up(
-                self.run, cluster, facts, never, startup, watchdog, self, Goodput(startup.began)
-            )
+            _, trainer, self.state = set_up(self.run, cluster, facts, never, clock, watchdog, self)
             trainer.job.report.start(trainer.loader, peers)
         self.trainer = trainer._replace(evaluate=lambda *_: None, sample=lambda *_: None)
         self.steps, self.mesh = trainer.job.steps, trainer.job.steps.mesh
-        self.compile_seconds = startup.seconds["compile"]
+        self.compile_seconds = clock.spent("compile")
         self.run = dataclasses.replace(self.run, resume_step=0)
         # The compiled step alone gets the same arguments each time, which are on the device.
         scalars = np.int32(1), learning_rate(config.optimizer, 1)
@@ -99,8 +96,8 @@ class Rounds:
 
     def loader_seconds(self) -> float:
         """Return the CPU seconds of the loader's thread for a batch, while nothing else runs."""
-        found = []
-        for step in range(1, 12):
+        found, last = [], self.run.resume_step
+        for step in range(last + 1, last + 12):
             began = time.thread_time()
             self.trainer.loader.batch(step).block_until_ready()
             found.append(time.thread_time() - began)

@@ -3,13 +3,11 @@
 import contextlib
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
-
-import jax
+from typing import NamedTuple
 
 from jaxgpt.config import ModelConfig
+from jaxgpt.perf.clock import Clock
 from jaxgpt.perf.hardware import find_device
 
 MFU_FORMULA = "mfu = tokens/s/device x (6N + 12 L H K T) / peak FLOP/s (PaLM, arXiv 2204.02311, B)"
@@ -34,77 +32,52 @@ def flops_per_token(model: ModelConfig, n_parameters: int) -> int:
 
 
 class HostTimes(NamedTuple):
-    """What a process has done in its steps until now, in seconds, but for `steps`."""
+    """What a process has done in its steps so far, in seconds except for `steps`."""
 
     steps: int
-    seconds: float  # all, without what is excluded
-    own: float  # of these: not waiting for devices, or not run while it waited
-    data: float  # of these: waiting for data
+    seconds: float  # spent on steps
+    own: float  # of `seconds`: not waiting for devices, or suspended while it waited
+    data: float  # of `seconds`: waiting for data
 
 
 class StepTimer:
-    """Seconds per training step, without what a run does between steps."""
+    """Seconds per training step: what the clock of the run has counted as steps."""
 
-    def __init__(
-        self,
-        within: Callable[[str], AbstractContextManager[None]],
-        stalled: Callable[[], float] = lambda: 0.0,
-    ):
-        """Begin.
-
-        Args:
-            within: counts a block as a phase of the run, see `excluded`.
-            stalled: returns the seconds in which this process was not run, see `Stalls`.
-        """
-        self._within, self._stalled = within, stalled
-        self._began = self._all_began = time.perf_counter()  # moved on by what does not count
-        self._steps = self._all_steps = 0
-        self._waited_for_data = self._all_data = self._all_idle = 0.0
+    def __init__(self, clock: Clock, stalled: Callable[[], float] = lambda: 0.0):
+        """Begin; `stalled` returns the seconds in which this process was suspended (`Stalls`)."""
+        self._clock, self._stalled = clock, stalled
+        self._steps, self._waited_for_device = 0, 0.0
+        self._start = self._last_lap = self._read()
 
     def count(self) -> None:
         """Count one more step that is under way."""
         self._steps += 1
-        self._all_steps += 1
 
     @contextlib.contextmanager
-    def excluded(self, pending: Any, phase: str) -> Iterator[None]:
-        """Leave out the work in this block, which is of that phase of the run.
-
-        Waits first for `pending` results of steps.
-        """
-        jax.block_until_ready(pending)
-        start = time.perf_counter()
-        with self._within(phase):
-            yield
-        seconds = time.perf_counter() - start
-        self._began += seconds
-        self._all_began += seconds
-
-    @contextlib.contextmanager
-    def waiting(self, what: str) -> Iterator[None]:
-        """Count the time in this block as waiting for `data` or for a `device`."""
+    def waiting_for_device(self) -> Iterator[None]:
+        """Count the time in this block as waiting for a device."""
         start, stalled = time.perf_counter(), self._stalled()
-        with self._within("data") if what == "data" else contextlib.nullcontext():
-            yield
-        seconds = time.perf_counter() - start
-        if what == "data":
-            self._waited_for_data += seconds
-            self._all_data += seconds
-        else:
-            self._all_idle += max(0.0, seconds - (self._stalled() - stalled))
+        yield
+        seconds = time.perf_counter() - start - (self._stalled() - stalled)
+        self._waited_for_device += max(0.0, seconds)
 
     def host_times(self) -> HostTimes:
-        """Return what this process has done until now, without waiting for devices."""
-        seconds = time.perf_counter() - self._all_began
-        return HostTimes(self._all_steps, seconds, seconds - self._all_idle, self._all_data)
+        """Return what this process has done since the timer began, without waiting for devices."""
+        steps, seconds, data = _difference(self._read(), self._start)
+        return HostTimes(steps, seconds, seconds - self._waited_for_device, data)
 
     def lap(self) -> tuple[float, float] | tuple[None, None]:
         """Return seconds per step since the last lap, and the share that waited for data."""
-        now = time.perf_counter()
-        seconds, steps = now - self._began, self._steps
-        share = self._waited_for_data / seconds if seconds > 0 else 0.0
-        self._began, self._steps, self._waited_for_data = now, 0, 0.0
-        return (seconds / steps, share) if steps else (None, None)
+        before, self._last_lap = self._last_lap, self._read()
+        steps, seconds, data = _difference(self._last_lap, before)
+        return (seconds / steps, data / seconds) if steps else (None, None)
+
+    def _read(self) -> tuple[int, float, float]:
+        return self._steps, self._clock.spent("step", "data"), self._clock.spent("data")
+
+
+def _difference(now: tuple[int, float, float], then: tuple[int, float, float]) -> tuple:
+    return tuple(a - b for a, b in zip(now, then, strict=True))
 
 
 @dataclass(frozen=True)

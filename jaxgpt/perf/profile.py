@@ -84,7 +84,8 @@ class StepProfile:
         if step not in self._todo:
             return
         if self._tracing is None:
-            with self._log.timer.excluded(state, "profile"):
+            jax.block_until_ready(state)  # the steps under way count as steps
+            with self._log.clock.within("profile"):
                 self._tracing = Tracing(self._directory, self._cluster, state)
         self._traced.append(step)
 
@@ -97,7 +98,8 @@ class StepProfile:
         """End a trace that has begun, and log what is in it; there is no other after it."""
         if self._tracing is None:
             return
-        with self._log.timer.excluded(state, "profile"):
+        jax.block_until_ready(state)  # the steps under way count as steps
+        with self._log.clock.within("profile"):
             found = self._tracing.stop(state, len(self._traced), self._train_step.as_text())
         first, last = self._traced[0], self._traced[-1]
         skipped = last - first + 1 - len(self._traced)

@@ -2,55 +2,33 @@
 
 import contextlib
 import os
-import time
 from collections.abc import Sequence
 from statistics import fmean
 from typing import Any
 
+from jaxgpt.perf.clock import Clock
+
 JOB_START = "JAXGPT_JOB_START"  # Unix seconds; set by the scripts in launch/ and by jaxgpt.launch
 
 
-def process_start_time() -> float:
-    """Return the Unix time at which this process started; now, where /proc does not tell."""
-    try:
-        with open("/proc/self/stat") as f:
-            ticks = int(f.read().rpartition(")")[2].split()[19])
-        uptime = time.clock_gettime(time.CLOCK_BOOTTIME)  # /proc/uptime is a container's own
-        return time.time() - uptime + ticks / os.sysconf("SC_CLK_TCK")
-    except (OSError, AttributeError):  # not Linux
-        return time.time()
+def startup_report(clock: Clock, compile_cache: str) -> dict[str, Any]:
+    """Return this process's start-up phases at the end of its first step, for `summary`.
 
-
-class Startup:
-    """Seconds of each phase of a start on this process; imports are spread over it."""
-
-    def __init__(self):
-        self.seconds: dict[str, float] = {}
-        self.compile_cache = "not used"  # or `hit`, if all programs came from it, or `miss`
-        self.began = self._last = process_start_time()
-        with contextlib.suppress(KeyError, ValueError):
-            waited = self.began - float(os.environ[JOB_START])
-            if -10 < waited < 30 * 86_400:  # else it is no time of this job; clocks differ a little
-                self.seconds["job start"] = max(0.0, waited)
-
-    def mark(self, phase: str) -> None:
-        """End a phase, or one more part of it; it began where the last one ended."""
-        now = time.time()
-        self.seconds[phase] = self.seconds.get(phase, 0.0) + now - self._last
-        self._last = now
-
-    def elapsed(self) -> float:
-        """Return the seconds since this process started."""
-        return time.time() - self.began
-
-    def report(self) -> dict[str, Any]:
-        """Return this process's numbers, for `summary`."""
-        return {
-            "seconds": self.seconds,
-            "process_start": self.began,
-            "total": self._last - self.began,
-            "compile_cache": self.compile_cache,
-        }
+    `compile_cache` is `not used`, `hit` (all programs came from the cache) or `miss`.
+    """
+    phases, total = clock.seconds(), clock.elapsed()
+    phases["first step"] = phases.pop("step", 0.0) + phases.pop("data", 0.0)
+    # Without a valid time in the environment, the start of the job is unknown.
+    with contextlib.suppress(KeyError, ValueError):
+        waited = clock.began - float(os.environ[JOB_START])
+        if -10 < waited < 30 * 86_400:  # the clocks of two hosts differ a little
+            phases = {"job start": max(0.0, waited), **phases}
+    return {
+        "seconds": phases,
+        "process_start": clock.began,
+        "total": total,
+        "compile_cache": compile_cache,
+    }
 
 
 def summary(reports: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -50,12 +50,13 @@ def initialize_jax(
 ) -> dict[str, Any]:
     """Start JAX on this process and, in a job of several, `jax.distributed`; return what is found.
 
-    `on_phase` is called with the name of each phase of the start when it ends. `preemption` catches
+    `on_phase` is called with the name of each phase of the start as it begins. `preemption` catches
     SIGTERM for `preemption_sync_point`. With `allow_cpu` CPUs are taken also where accelerators are
     expected, for the doctor to say so.
 
     Raises `PeerLost` if the coordinator cannot be reached, `UsageError` if devices do not fit.
     """
+    on_phase("imports")
     add_xla_flags(*CPU_COLLECTIVES)
     notes = list(cluster.notes)
     cpu_devices = None
@@ -69,16 +70,15 @@ def initialize_jax(
     import jax
 
     notes += pin_settings()
-    on_phase("imports")
+    on_phase("distributed init")
     if cpu_devices is not None:
         # JAX refuses once it has started (in a notebook): then the devices are what they are.
         with contextlib.suppress(RuntimeError):
             jax.config.update("jax_num_cpu_devices", cpu_devices)
     coordinator = _start_distributed(cluster, preemption) if cluster.size > 1 else None
-    on_phase("distributed init")
+    on_phase("devices")
     allow_cpu = allow_cpu or cpu_devices is not None or bool(os.environ.get("JAX_PLATFORMS"))
     devices = _start_devices(allow_cpu)
-    on_phase("devices")
     return _facts(cluster, devices) | {"coordinator": coordinator, "notes": notes}
 
 

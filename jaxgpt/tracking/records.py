@@ -112,13 +112,18 @@ class CheckpointRecord(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class GoodputRecord(Record):
-    """Seconds of each phase of a start, see `train/reporting/goodput.py`; `step` is its last."""
+    """How a start spent its time since its previous record, see `train/reporting/goodput.py`.
+
+    The steps after `after`, up to `step`, were run in that time.
+    """
 
     kind = "goodput"
-    began: float  # Unix time
+    after: int
+    start: float  # Unix time at which the process started
+    began: float  # Unix time at which the previous record ended, or `start`
     ended: float
-    seconds: Mapping[str, float]
-    stretches: list[list[float]]  # of consecutive steps: from step, to step, seconds
+    seconds: Mapping[str, float]  # of each activity; they add up to `ended - began`
+    is_last: bool  # whether the run then ended by itself: done, or stopped with a checkpoint
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,8 +162,8 @@ ROW_SHAPE = {"row": int, "corpus": str, "offset": int}
 SPIKE_SHAPE = {"cause": str, "loss": NUMBER, "grad_norm": NUMBER, "limit?": NUMBER}
 SPIKE_SHAPE |= {"rows": [ROW_SHAPE]}
 REWIND_SHAPE = SPIKE_SHAPE | {"spike": int, "skip": (int, int), "dropped": (int, int)}
-GOODPUT_SHAPE = {"step": int, "began": float, "ended": float, "seconds": {str: float}}
-GOODPUT_SHAPE |= {"stretches": [(float, float, float)]}
+GOODPUT_SHAPE = {"step": int, "after": int, "start": float, "began": float, "ended": float}
+GOODPUT_SHAPE |= {"seconds": {str: float}, "is_last": bool}
 STRAGGLER_SECONDS = ("own", "median", "data", "seconds")
 SHAPES: dict[str, Any] = {
     "train": {"loss": NUMBER, "grad_norm?": NUMBER, "skipped": bool},

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from jaxgpt.tracking.jsonl import METRICS, read_records
-from jaxgpt.tracking.records import Record
+from jaxgpt.tracking.records import GoodputRecord, Record
 
 TEXTS = {"sample": "text", "spike": "cause", "rewind": "cause"}  # kind -> field shown as text
 
@@ -41,6 +41,8 @@ class TensorBoard:
                 self._log(rewind)
 
     def log(self, record: Record) -> None:
+        if isinstance(record, GoodputRecord):  # `report goodput` adds them up; they make no curve
+            return
         try:
             if self._writer is None:
                 self._open()

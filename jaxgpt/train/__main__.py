@@ -4,7 +4,6 @@ Under `mpiexec -n N` the N processes are one job. With no argument a small GPT i
 source of Python's standard library. `--help` lists every key.
 """
 
-import atexit
 import contextlib
 import functools
 import gc
@@ -20,12 +19,11 @@ from jaxgpt.cluster.process_group import INIT_TIMEOUT, catch_usage_error, join_p
 from jaxgpt.cluster.shutdown import job_exit_handler
 from jaxgpt.config import Config, is_help, mesh_shape, parse_args
 from jaxgpt.optim import CHOICES
-from jaxgpt.perf.startup import Startup
+from jaxgpt.perf.clock import Clock
 from jaxgpt.runtime.compile_cache import use_compile_cache
 from jaxgpt.runtime.initialize import end_job, initialize_jax, preemption_sync_point
 from jaxgpt.runtime.jax_internals import failure_board
 from jaxgpt.tracking.jsonl import METRICS, read_records
-from jaxgpt.train.reporting.goodput import Goodput
 from jaxgpt.train.run.directory import Run, prepare_run
 from jaxgpt.train.run.resume import initial_model, saved_settings
 
@@ -33,7 +31,7 @@ START_SECONDS = 45.0  # in which processes that nothing stops begin within each 
 
 
 def main(argv: list[str] | None = None) -> None:
-    startup = Startup()
+    clock = Clock()
     argv = sys.argv[1:] if argv is None else argv
     parse = functools.partial(
         parse_args, initial_model=initial_model, saved_settings=saved_settings, choices=CHOICES
@@ -44,32 +42,29 @@ def main(argv: list[str] | None = None) -> None:
                 parse(argv)
             return
         config, error = catch_usage_error(parse, argv)
-        startup.mark("imports")
+        clock.enter("distributed init")
         minutes = config.train.hang_timeout if config else None
         heartbeats = Heartbeats(minutes, end_job)
         cluster = join_process_group(arrival_seconds(config), on_arrival=heartbeats.connect)
         cluster.raise_if_any(error)
-        startup.mark("distributed init")
+        clock.enter("prepare")
         run = prepare_run(config, cluster)
-        goodput = Goodput(startup.began, run.directory if cluster.is_main else None)
-        atexit.register(goodput.close)
-        startup.mark("data")
         limit = None
         if cluster.is_main:
-            limit = time_limit(config.train.time_limit, startup.elapsed())
+            limit = time_limit(config.train.time_limit, clock.elapsed())
         stop = StopSignal(limit, preemption_sync_point, end_job)
         for record in earlier_saves(run) if cluster.is_main else ():
             stop.allow_for_save(record["seconds"])
         watchdog = Watchdog(minutes, run.directory, cluster.rank, end_job, heartbeats)
         with contextlib.closing(watchdog):
             watchdog.heartbeat("the start of JAX and of its devices", START_MINUTES)
-            facts = initialize_jax(cluster, mesh_shape(run.config), startup.mark, preemption=True)
+            facts = initialize_jax(cluster, mesh_shape(run.config), clock.enter, preemption=True)
             facts["notes"] += [use_compile_cache(config.compile_cache, cluster), stop.describe()]
+            clock.enter("imports")
             from jaxgpt.train.loop import train  # imports JAX: after initialize_jax
 
-            startup.mark("imports")
             with cluster.name_lost_peers():
-                status = train(run, cluster, facts, stop, startup, watchdog, goodput)
+                status = train(run, cluster, facts, stop, clock, watchdog)
         gc.freeze()  # the last collection takes 0.4 to 1.3 s (2026-11, two busy cores, JAX 0.10.2)
     sys.exit(status)
 

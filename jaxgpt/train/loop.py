@@ -15,11 +15,10 @@ from jaxgpt.cluster.process_group import ProcessGroup
 from jaxgpt.config import UsageError, should_evaluate, should_run_every, skip_ranges
 from jaxgpt.optim.schedule import learning_rate
 from jaxgpt.parallel.mesh import describe
-from jaxgpt.perf.startup import Startup
+from jaxgpt.perf.clock import Clock
 from jaxgpt.runtime.dispatch import DispatchLimiter
 from jaxgpt.spikes.policy import NoRewind
 from jaxgpt.spikes.skip import SkipRanges
-from jaxgpt.train.reporting.goodput import Goodput
 from jaxgpt.train.reporting.metrics import MetricsBuffer, StepMetrics
 from jaxgpt.train.restart import DeviceFailed, after_corruption, before_spike, restart_from
 from jaxgpt.train.run.directory import Run
@@ -43,9 +42,8 @@ def train(
     cluster: ProcessGroup,
     facts: dict[str, Any],
     stop: StopSignal,
-    startup: Startup,
+    clock: Clock,
     watchdog: Watchdog,
-    goodput: Goodput,
 ) -> int:
     """Train until train.max_iters, or until `stop` says so; return the exit status.
 
@@ -53,7 +51,7 @@ def train(
     steps that are not finite cannot be got over. `facts` are what `initialize_jax` returned.
     """
     checkpoints = Checkpoints(run.directory, run.config, cluster, stop.allow_for_save)
-    ready = set_up(run, cluster, facts, stop, startup, watchdog, checkpoints, goodput)
+    ready = set_up(run, cluster, facts, stop, clock, watchdog, checkpoints)
     if ready is None:
         return exits.DONE
     run, trainer, state = ready
@@ -61,7 +59,6 @@ def train(
     try:
         if run.missing_records:
             evaluate_and_sample(trainer, run.resume_step or 0, state, run.missing_records)
-            startup.mark("evaluation")
         result = run_with_restarts(run, state, trainer)
     except UsageError:  # the data has gone: finish the checkpoint that is being saved
         if cluster.size == 1:  # it takes all processes, and the others may not come
@@ -74,7 +71,7 @@ def close_run(run: Run, trainer: Trainer, result: StepsResult) -> int:
     """Say how a run ended, close its logs, and return its exit status."""
     step, close = result.step, trainer.job.report.close
     if result.failure:
-        close(result.failure)
+        close(result.failure, has_failed=True)
         return exits.FAILED
     if step >= run.config.train.max_iters:
         close(f"done after step {step}", step)
@@ -103,7 +100,7 @@ def run_with_restarts(run: Run, state: TrainState, trainer: Trainer) -> StepsRes
                 checkpoint, cause = before_spike(run, job, result.spike, result.step)
         except (NoRewind, DeviceFailed) as why:
             return StepsResult(result.step, failure=str(why))
-        with job.report.goodput.within("restore"):
+        with job.report.clock.within("state"):
             run, state = restart_from(checkpoint, cause, run, job)
             jax.block_until_ready(state)
         if result.stopping:
@@ -129,12 +126,12 @@ def run_steps(run: Run, state: TrainState, trainer: Trainer) -> StepsResult:
         metrics = None
         if step not in skips:
             profile.before(step, state)
-            with report.timer.waiting("data"):
+            with report.clock.within("data"):
                 batch = next(batches)
             watchdog.heartbeat(f"step {step}")
             lr = learning_rate(config.optimizer, step)
             state, metrics = trainer.train_step(state, np.int32(step), lr, batch)
-            with report.timer.waiting("device"):
+            with report.timer.waiting_for_device():
                 dispatched.add(metrics.loss)
             unsaved += 1
         is_last = step == config.train.max_iters
@@ -143,7 +140,7 @@ def run_steps(run: Run, state: TrainState, trainer: Trainer) -> StepsResult:
         saving = checkpoints.is_due(step) or is_last or stopping
 
         report.gather_host_times(step)
-        with report.timer.waiting("device"):
+        with report.timer.waiting_for_device():
             known = buffer.read(step, metrics, everything=evaluating or saving)
         report.step(step, metrics, known)
         profile.after(step, state)
@@ -171,7 +168,7 @@ def run_steps(run: Run, state: TrainState, trainer: Trainer) -> StepsResult:
     watchdog.heartbeat("the end of the steps", START_MINUTES)
     profile.close(state)
     batches.close()
-    with report.goodput.within("save"):
+    with report.clock.within("save"):
         checkpoints.close(is_final=result.spike is None and not result.differ)
     return result
 
@@ -191,7 +188,8 @@ def evaluate_and_sample(
     trainer: Trainer, step: int, state: TrainState, at: Sequence[str] = EVAL_RECORDS
 ) -> None:
     """Evaluate and write a sample after a step, or only the kinds of records in `at`."""
-    with trainer.job.report.timer.excluded(state, "evaluation"):
+    jax.block_until_ready(state)  # the steps under way count as steps
+    with trainer.job.report.clock.within("evaluation"):
         if "eval" in at:
             trainer.watchdog.heartbeat(f"the evaluation after step {step}")
             trainer.job.report.log(trainer.evaluate(step, state.params))
@@ -202,7 +200,8 @@ def evaluate_and_sample(
 
 def save_checkpoint(run: Run, trainer: Trainer, step: int, state: TrainState) -> None:
     """Start writing the checkpoint of a step; the state may be donated when this returns."""
-    with trainer.job.report.timer.excluded(state, "save"):
+    jax.block_until_ready(state)  # the steps under way count as steps
+    with trainer.job.report.clock.within("save"):
         meta = {
             **run.checkpoint_meta(trainer.loader, step),
             "mesh": describe(trainer.job.steps.mesh),

@@ -13,15 +13,14 @@ from jaxgpt.config import Config, MeshShape, UsageError
 from jaxgpt.data.loader import Loader
 from jaxgpt.parallel.mesh import describe, device_hosts, job_mesh, tensor_crosses_hosts_warning
 from jaxgpt.parallel.sharding import Params
+from jaxgpt.perf.clock import Clock
 from jaxgpt.perf.memory import check_memory
 from jaxgpt.perf.profile import StepProfile
-from jaxgpt.perf.startup import Startup
 from jaxgpt.runtime.compile_cache import CacheUse
 from jaxgpt.spikes.faults import check_faults, with_bit_flip
 from jaxgpt.tracking.records import EvalRecord, SampleRecord
 from jaxgpt.train.evaluate import make_evaluator, make_sampler
 from jaxgpt.train.functions import StepFunctions, make_steps
-from jaxgpt.train.reporting.goodput import Goodput
 from jaxgpt.train.reporting.reporter import Reporter
 from jaxgpt.train.restart import Cause, Job, restart_from
 from jaxgpt.train.run.directory import Run
@@ -50,10 +49,9 @@ def set_up(
     cluster: ProcessGroup,
     facts: dict[str, Any],
     stop: StopSignal,
-    startup: Startup,
+    clock: Clock,
     watchdog: Watchdog,
     checkpoints: Checkpoints,
-    goodput: Goodput,
 ) -> tuple[Run, Trainer, TrainState] | None:
     """Build what a run needs, and the state to begin with; None if there is nothing left to do.
 
@@ -61,13 +59,14 @@ def set_up(
     what `initialize_jax` returned. Raises `UsageError` if the configuration does not fit the
     devices, or there is no room.
     """
+    clock.enter("setup")
     config = run.config
     mesh = job_mesh(config, cluster.hosts)
     check_memory(config, MeshShape(**mesh.shape), cluster.local_size)
     check_faults(config, mesh.size)
     cache_use, steps = CacheUse(), make_steps(config, mesh)
     check_copies(config, steps)
-    report = Reporter(run, steps, startup, cluster, goodput)
+    report = Reporter(run, steps, clock, cluster)
     report.log_header(facts, layout_warnings(steps, cluster))
     stop.say, checkpoints.log = report.info, report.log
     if (run.resume_step or 0) < config.train.max_iters:
@@ -80,17 +79,16 @@ def set_up(
         return None
 
     watchdog.heartbeat("the state to begin with", START_MINUTES)
+    clock.enter("state")
     job = Job(cluster, steps, checkpoints, report)
-    with report.goodput.within("restore"):
-        run, state = restart_from(run.resume_step, Cause(), run, job)
+    run, state = restart_from(run.resume_step, Cause(), run, job)
     report.log_resume()
-    startup.mark("state")
     watchdog.heartbeat("the compilation of the step", START_MINUTES)
-    goodput.enter("compile")
+    clock.enter("compile")
     train_step = steps.lower_train_step().compile()
     cluster.barrier()
-    startup.compile_cache = str(cache_use)
-    startup.mark("compile")
+    report.compile_cache = str(cache_use)
+    clock.enter("setup")
     trainer = Trainer(
         job=job,
         train_step=with_bit_flip(train_step, config),

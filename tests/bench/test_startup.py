@@ -19,7 +19,8 @@ def test_a_warm_start_compiles_nothing(tmp_path):
     for start in (cold, warm):
         # From the start of the process; nothing is evaluated, and no launcher's wait is counted.
         assert set(start["phases"]) == {
-            "imports", "distributed init", "devices", "data", "state", "compile", "first step",
+            "imports", "distributed init", "prepare", "devices", "setup", "state", "compile",
+                "first step",
         }  # fmt: skip
         assert all(0 <= seconds < math.inf for seconds in start["phases"].values())
     assert found["imports_seconds"] > 0 and found["warm_per_imports"] > 0

@@ -1,4 +1,3 @@
-import contextlib
 import dataclasses
 import time
 
@@ -6,6 +5,7 @@ import jax
 import pytest
 
 from jaxgpt.config import load_config
+from jaxgpt.perf.clock import Clock
 from jaxgpt.perf.flops import Rates, StepTimer, flops_per_token, peak_flops
 
 
@@ -40,19 +40,22 @@ def test_an_unknown_device_has_no_mfu():
 def test_time_between_steps_is_not_counted_and_waiting_is(monkeypatch):
     now = [0.0]
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
 
     def passes(seconds):
         now[0] += seconds
 
-    timer = StepTimer(lambda phase: contextlib.nullcontext())
+    clock = Clock(time.time())
+    clock.enter("step")
+    timer = StepTimer(clock)
     for _ in range(4):
-        with timer.waiting("data"):
+        with clock.within("data"):
             passes(1)
-        with timer.waiting("device"):
+        with timer.waiting_for_device():
             passes(6)
         passes(3)
         timer.count()
-    with timer.excluded(None, "save"):
+    with clock.within("save"):
         passes(1000)
     # Its own are all but the waiting for devices.
     assert timer.host_times() == pytest.approx((4, 40, 16, 4))

@@ -2,7 +2,8 @@ import time
 
 import pytest
 
-from jaxgpt.perf.startup import Startup, startup_line, startup_values, summary
+from jaxgpt.perf.clock import Clock
+from jaxgpt.perf.startup import startup_line, startup_report, startup_values, summary
 
 
 def report(total, **seconds):
@@ -44,19 +45,19 @@ def test_an_unknown_start_of_the_job_is_none():
 
 
 def test_phases_add_up_to_the_time_since_the_process_began(monkeypatch):
-    launched = time.time() - 100_000  # before this process
+    clock = Clock()
+    launched = clock.began - 100_000
     monkeypatch.setenv("JAXGPT_JOB_START", str(launched))
-    startup = Startup()
-    startup.mark("imports")
-    startup.mark("data")
-    startup.mark("imports")
-    assert list(startup.seconds) == ["job start", "imports", "data"]
-    found = startup.report()
-    within = sum(s for phase, s in startup.seconds.items() if phase != "job start")
-    assert found["total"] == pytest.approx(within)
-    assert launched + startup.seconds["job start"] == pytest.approx(found["process_start"])
+    for activity in ("prepare", "imports", "step", "data", "step"):
+        clock.enter(activity)
+    found = startup_report(clock, "hit")
+    phases = dict(found["seconds"])
+    assert list(phases) == ["job start", "imports", "prepare", "first step"]
+    assert phases.pop("job start") == pytest.approx(found["process_start"] - launched)
+    assert found["total"] == pytest.approx(sum(phases.values()), abs=0.1)
+    assert found["total"] == pytest.approx(time.time() - found["process_start"], abs=0.1)
 
 
 def test_a_start_of_the_job_that_is_no_number_is_ignored(monkeypatch):
     monkeypatch.setenv("JAXGPT_JOB_START", "yesterday")
-    assert "job start" not in Startup().seconds
+    assert "job start" not in startup_report(Clock(), "hit")["seconds"]

@@ -59,8 +59,8 @@ REWINDS = [
     {"cause": "loss", **NUMBERS, "spike": 18, "to": 10, "skip": [16, 19], "dropped": [11, 20],
      "done": False},
 ]  # fmt: skip
-GOODPUT = {"kind": "goodput", "step": 9, "began": 1.0, "ended": 9.0,
-           "seconds": {"start": 5.0, "step": 3.0}, "stretches": [[0, 9, 3.0]]}  # fmt: skip
+GOODPUT = {"kind": "goodput", "step": 9, "after": 0, "start": 1.0, "began": 1.0, "ended": 9.0,
+           "seconds": {"compile": 5.0, "step": 3.0}, "is_last": False}  # fmt: skip
 RECORDS = [
     {"kind": "start", "step": 0, "mesh": "data=1", "processes": 1, "devices": "cpu", "jax": "0",
      "batch_size": 2, "consumed_sequences": 0},
@@ -96,7 +96,6 @@ def home(tmp_path_factory):
     with (home / "run" / "metrics.jsonl").open("a") as file:
         file.writelines(json.dumps(record) + "\n" for record in RECORDS)
     (home / "run" / "rewinds.json").write_text(json.dumps(REWINDS))
-    (home / "run" / "goodput.json").write_text(json.dumps([GOODPUT]))
     (home / "text.txt").write_text("Now is the winter of our discontent. " * 400)
     prepare_text(home / "data", [home / "text.txt"], "char")
     tokens = np.arange(4000, dtype=np.uint16) % 97
@@ -236,7 +235,6 @@ READERS = {
         "run/metrics.jsonl", lambda home: spikes_report(home / "run", home / "x.png")),
     "report startup": ("run/startup.json", lambda home: read_startup(home / "run")),
     "report goodput": ("run/metrics.jsonl", lambda home: goodput_report(home / "run", 80)),
-    "goodput.json": ("run/goodput.json", lambda home: goodput_report(home / "run", 80)),
     "cluster.json": ("run/cluster.json", lambda home: goodput_report(home / "run", 80)),
     "records of a resumed run": ("run/metrics.jsonl", go_on),
     "rewinds.json": ("run/rewinds.json", read_all_rewinds),

@@ -1,6 +1,7 @@
 """Rewinds in this process, on four simulated devices: a tiny model, and a poisoned stretch."""
 
 import gc
+import itertools
 import shutil
 import time
 
@@ -12,7 +13,7 @@ from jaxgpt.config import UsageError
 from jaxgpt.spikes import policy as rewinds
 from jaxgpt.tracking.jsonl import read_records
 from jaxgpt.train import loop, restart, setup
-from jaxgpt.train.reporting.goodput import account, all_starts
+from jaxgpt.train.reporting.goodput import account, read_goodput
 from jobs import SMALL, checkpoint_arrays, losses, records, run, train_here
 
 # It has learned enough by step 36 for random tokens, of loss 8, to stand out.
@@ -92,11 +93,17 @@ def test_going_back_is_not_in_the_time_of_the_next_step(rewound):
 
 
 def test_what_was_dropped_counts_as_lost_and_going_back_as_restoring(rewound):
-    (start,) = all_starts(rewound)
-    assert [stretch[:2] for stretch in start.stretches] == [[0, 36], [TO, 60]]
-    total = account([start])
-    assert total["lost"] == pytest.approx(start.stretches[0][2] * (36 - TO) / 36)
-    assert total["restore"] > RESTORED_AFTER
+    found = read_goodput(rewound)
+    jumps = [(a.step, b.after) for a, b in itertools.pairwise(found) if a.step != b.after]
+    assert jumps == [(36, TO)] and found[-1].step == 60
+    dropped = 0.0
+    for record in found[: [r.after for r in found].index(TO)]:
+        n_dropped = record.step - max(record.after, TO)
+        if n_dropped > 0:
+            dropped += record.seconds["step"] * n_dropped / (record.step - record.after)
+    total = account(found)
+    assert total["lost"] == pytest.approx(dropped) and dropped > 0
+    assert total["state"] > RESTORED_AFTER
 
 
 def test_tensorboard_shows_no_step_twice_after_a_rewind(rewound):

@@ -8,58 +8,75 @@ import time
 
 import pytest
 
+from jaxgpt.perf.clock import Clock
 from jaxgpt.tracking.records import GoodputRecord
-from jaxgpt.train.reporting.goodput import Goodput, account, all_starts, read_starts
+from jaxgpt.train.reporting.goodput import Goodput, account, goodput_line, read_goodput
 from jobs import SMALL, command, environment, records, run, train_here, wait_for_step
 
 
-def start(began, ended, *stretches, **seconds):
-    seconds = seconds | {"step": sum(stretch[2] for stretch in stretches)}
-    return GoodputRecord(step=0, began=began, ended=ended, seconds=seconds, stretches=stretches)
+def record(began, ended, after, last, is_last=False, start=None, **seconds):
+    return GoodputRecord(
+        step=last, after=after, start=began if start is None else start, began=began, ended=ended,
+        seconds=seconds, is_last=is_last,
+    )  # fmt: skip
 
 
-def test_steps_that_a_later_stretch_begins_before_are_lost():
-    starts = [
-        start(0, 130, [0, 100, 100.0], start=30),  # saved at 80: 20 of 100 steps are lost, and then
-        start(150, 250, [80, 130, 50.0], [90, 140, 50.0]),  # a rewind from 130 to 90: 40 of 50
-        start(
-            250, 275, [90, 90, 0.0], [70, 90, 20.0], restore=5
-        ),  # 90 and 80 were damaged: 10 more
-        start(275, 280, start=5),  # killed before a step
-    ]
-    found = account(starts)
+def test_steps_that_a_later_record_begins_before_are_lost():
+    found = account(
+        [
+            record(0, 130, 0, 100, compile=30, step=100),  # saved at 80: 20 of 100 steps are lost
+            record(150, 200, 80, 130, step=50),
+            record(200, 250, 90, 140, start=150, step=50),  # a rewind from 130 to 90: 40 of 50
+            # Checkpoints 90 and 80 were damaged: 10 steps more.
+            record(250, 275, 70, 90, start=150, step=20, state=5),
+            record(275, 280, 90, 90, imports=5),  # killed before a step
+        ]
+    )
     assert found["lost"] == pytest.approx(30 + 50 + 50)
     assert found["step"] == pytest.approx(70 + 20)
     assert found["down"] == 20
     assert sum(found.values()) == pytest.approx(280)
 
 
-def test_starts_that_were_killed_before_they_could_log_are_passed_on(tmp_path):
-    (tmp_path / "metrics.jsonl").touch()
-    for began in (100.0, 200.0, 300.0):
-        Goodput(began, tmp_path).close()
-    assert [one.began for one in all_starts(tmp_path)] == [100.0, 200.0, 300.0]
-    for spoiled in ("", "{}", "[1]", '[{"began": 1}]'):
-        (tmp_path / "goodput.json").write_text(spoiled)
-        assert read_starts(tmp_path / "goodput.json") == []
+def test_the_time_after_a_kill_is_lost_and_the_pause_after_a_clean_stop_is_not():
+    starts = [
+        record(0, 50, 0, 40, imports=10, step=40),
+        record(50, 60, 40, 50, start=0, step=10),  # then killed
+        record(100, 130, 50, 80, step=30, is_last=True),  # then stopped, and started the next day
+        record(90_000, 90_010, 80, 90, step=10, is_last=True),
+    ]
+    found = account(starts)
+    assert found["down"] == 40 and found["lost"] == 0 and found["step"] == 90
+    assert sum(found.values()) == 60 + 40 + 30 + 10
+    assert goodput_line(starts).startswith("goodput 64.3 % over 3 starts: step 90.0 s, down 40.0 s")
 
 
-def test_every_moment_is_in_one_phase(monkeypatch):
-    now = [0.0]
+def test_records_follow_each_other_without_a_gap_and_rarely(monkeypatch):
+    now, found = [0.0], []
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(time, "time", lambda: 1000 + now[0])
-    goodput = Goodput(995.0)  # five seconds ago
-    goodput.go_on_from(10)
-    for phase, seconds in (("step", 1), ("data", 2), ("step", 4), ("end", 8)):
-        goodput.enter(phase)
-        with goodput.within("save"):
-            now[0] += 16
-        now[0] += seconds
-    goodput.reach(15)
-    found = goodput.record()
-    assert found.seconds == {"start": 5, "step": 5, "data": 2, "end": 8, "save": 64}
-    assert found.stretches == [[10, 15, 5]]
-    assert (found.began, found.ended) == (995, 1000 + now[0])
+    clock = Clock(time.time() - 2)
+    goodput = Goodput(clock, 40, found.append)
+    goodput.go_on_from(10)  # checkpoint 40 was damaged
+    clock.enter("step")
+    for step in range(11, 30_011):
+        now[0] += 1
+        goodput.reach(step)
+    goodput.go_on_from(20_000)
+    with clock.within("save"):
+        now[0] += 1
+    goodput.write(is_last=True)
+    assert [(r.after, r.step) for r in found[:3]] == [(40, 40), (10, 16), (16, 22)]
+    assert [(r.after, r.step) for r in found[-2:]] == [(found[-3].step, 30_010), (20_000, 20_000)]
+    assert found[0].began == clock.began and found[0].seconds == {
+        "imports": pytest.approx(2, abs=0.1)
+    }
+    assert found[-1].seconds == {"save": pytest.approx(1)}
+    assert all(before.ended == after.began for before, after in itertools.pairwise(found))
+    assert all(sum(r.seconds.values()) == pytest.approx(r.ended - r.began) for r in found)
+    # Every 5 s, or every thousandth of the start: 5,000 / 6 + 1,000 log(30,000 / 5,000).
+    assert len(found) == pytest.approx(2_600, rel=0.1)
+    assert max(r.ended - r.began for r in found) < 32
+    assert [r.is_last for r in found[-2:]] == [False, True]
 
 
 def end_of_start(out, how):
@@ -81,17 +98,18 @@ def end_of_start(out, how):
 @pytest.mark.parametrize("n_starts", [2, 10])
 def test_the_parts_add_up_to_the_time_on_the_wall(tmp_path, n_starts):
     ends = itertools.islice(itertools.cycle([signal.SIGKILL, signal.SIGTERM, None]), n_starts - 1)
-    began = time.time()
+    began, paused = time.time(), 0.0
     for how in (*ends, None):
         end_of_start(tmp_path, how)
-    wall = time.time() - began
-    starts = all_starts(tmp_path)
-    assert len(starts) == n_starts
-    whole = sum(account(starts).values())
-    # A busy machine may let the last process go late: it matters where the whole is short.
-    assert whole == pytest.approx(wall, rel=0.01, abs=1 if n_starts < 10 else 0)
-    # metrics.jsonl alone tells it, too, but for what the last process did after its last line.
-    assert [r["began"] for r in records(tmp_path, "goodput")] == [one.began for one in starts]
+        time.sleep(1)
+        if how != signal.SIGKILL:
+            paused += time.time() - read_goodput(tmp_path)[-1].ended
+    wall = time.time() - began - paused
+    found = read_goodput(tmp_path)
+    total = account(found)
+    whole = sum(total.values())
+    assert whole == pytest.approx(wall, rel=0.01)
+    assert total["down"] > len(range(0, n_starts - 1, 3))  # a second after each kill
     log = (tmp_path / "train.log").read_text()
     assert f" % over {n_starts} starts: " in log
     table = run("report", "goodput", tmp_path).stdout

@@ -58,7 +58,7 @@ def test_the_run_directory_holds_what_a_user_expects(forty):
     names = {p.name for p in forty.iterdir()}
     assert names == {
         "config.yaml", "train.log", "metrics.jsonl", "startup.json", "cluster.json",
-        "samples.txt", "tensorboard", "checkpoints", ".lock", "goodput.json",
+        "samples.txt", "tensorboard", "checkpoints", ".lock",
     }  # fmt: skip
     assert sorted(p.name for p in (forty / "checkpoints").iterdir()) == ["10", "20", "30", "40"]
     assert yaml.safe_load((forty / "config.yaml").read_text())["train"]["max_iters"] == 40

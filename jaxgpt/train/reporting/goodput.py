@@ -1,184 +1,117 @@
 """Goodput: the share of a run's wall time, over all its starts, that went into steps that count.
 
-Every moment of a start is in one phase, and every moment between two starts is `down`, so that the
-parts add up to the whole. A start that is killed leaves goodput.json, from which the next one takes
-its record; what it had not written, `WRITE_SECONDS` at most, is `down`, too.
+While a start runs, it appends records to metrics.jsonl that say how it spent the time since the
+previous record. The time after the last record of a start that was killed is `down`. The time
+between a start that ended by itself and the next one is not part of the run. A start that is killed
+before it has restored the state leaves no record.
 """
 
-import contextlib
-import json
-import threading
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
-from jaxgpt.config import read_json
+from jaxgpt.perf.clock import ACTIVITIES, Clock
+from jaxgpt.perf.units import count
 from jaxgpt.tracking.console import table_text
-from jaxgpt.tracking.jsonl import METRICS, atomic_write_text, read_records
+from jaxgpt.tracking.jsonl import METRICS, read_records
 from jaxgpt.tracking.records import GOODPUT_SHAPE, GoodputRecord
 
-FILE = "goodput.json"
-WRITE_SECONDS = 5.0
-PHASES = {  # in the order of a report
-    "step": "steps that count",
-    "lost": "steps that were trained again later, or left out by a rewind",
-    "data": "steps waiting for data",
-    "start": "processes, imports, devices, opening data and logs",
-    "compile": "compiling the step",
-    "restore": "the state to begin with, or to go back to",
-    "evaluation": "evaluations and samples",
-    "save": "steps waiting for checkpoints",
-    "profile": "beginning and reading a trace",
-    "end": "after the last step",
-    "down": "between starts: the scheduler, a restart, what a killed start had not written",
+WRITE_SECONDS = 5.0  # between two records; a thousandth of the start, once that is longer
+TIMES = ACTIVITIES | {
+    "lost": "steps that were trained again later, or dropped by a rewind",
+    "down": "from the last record of a start that was killed to the next start",
 }
 
 
 class Goodput:
-    """The clock of a start: seconds of each phase, and of each stretch of consecutive steps."""
+    """The account of this start: what its clock counted, and for which steps."""
 
-    def __init__(self, began: float, directory: Path | None = None):
-        """Go on from `began`, a Unix time, in the phase `start`.
-
-        `directory` is that of the run, on process 0; elsewhere nothing is written.
-        """
-        self._began = self._since = began
-        self._offset = time.time() - time.monotonic()  # a clock that is set must not move a phase
-        self._phase = "start"
-        self._seconds: dict[str, float] = {}
-        self._stretches: list[list[float]] = []  # of each: from step, to step, seconds
-        self._lock = threading.Lock()
-        self._closed = threading.Event()
-        self._path = directory and directory / FILE
-        self.earlier: list[GoodputRecord] = []  # starts that may not be in metrics.jsonl yet
-        if self._path is not None:
-            self.earlier = read_starts(self._path)
-            self._thread = threading.Thread(target=self._keep_writing, name="goodput", daemon=True)
-            self._thread.start()
-
-    def enter(self, phase: str) -> None:
-        """End the phase that is under way, and begin another."""
-        with self._lock:
-            self._add_up()
-            self._phase = phase
-
-    @contextlib.contextmanager
-    def within(self, phase: str) -> Iterator[None]:
-        """Count the block as a phase, then go on with the one before it."""
-        before = self._phase
-        self.enter(phase)
-        try:
-            yield
-        finally:
-            self.enter(before)
+    def __init__(self, clock: Clock, step: int, log: Callable[[GoodputRecord], None]):
+        """Begin an account of a start that continues after `step`; give its records to `log`."""
+        self._clock, self._log = clock, log
+        self._first = self._last = step  # the steps since the last record
+        self._logged: dict[str, float] = {}  # the seconds of the clock at the last record
 
     def go_on_from(self, step: int) -> None:
-        """Begin a stretch of steps after `step`."""
-        with self._lock:
-            self._add_up()
-            self._stretches.append([step, step, 0.0])
+        """Write a record, and expect the steps after `step` next."""
+        self.write()
+        self._first = self._last = step
 
     def reach(self, step: int) -> None:
-        """Count the steps up to `step` as trained."""
-        self._stretches[-1][1] = step
+        """Count the steps up to `step` as trained, and write a record if it is due."""
+        self._last = step
+        elapsed = self._clock.elapsed()
+        if elapsed - sum(self._logged.values()) > max(WRITE_SECONDS, elapsed / 1000):
+            self.write()
 
-    def record(self) -> GoodputRecord:
-        """Return the account of this start until now."""
-        with self._lock:
-            self._add_up()
-            return GoodputRecord(
-                step=int(self._stretches[-1][1]) if self._stretches else 0,
-                began=self._began,
-                ended=self._since,
-                seconds=dict(self._seconds),
-                stretches=[list(stretch) for stretch in self._stretches],
+    def write(self, is_last: bool = False) -> None:
+        """Write a record; `is_last` if the run is done, or stopped with a checkpoint."""
+        before, now = self._logged, self._clock.seconds()
+        spent = {name: seconds - before.get(name, 0.0) for name, seconds in now.items()}
+        self._log(
+            GoodputRecord(
+                step=self._last,
+                after=self._first,
+                start=self._clock.began,
+                began=self._clock.began + sum(before.values()),
+                ended=self._clock.began + sum(now.values()),
+                seconds={name: seconds for name, seconds in spent.items() if seconds > 0},
+                is_last=is_last,
             )
-
-    def _add_up(self) -> None:
-        now = time.monotonic() + self._offset
-        passed, self._since = now - self._since, now
-        self._seconds[self._phase] = self._seconds.get(self._phase, 0.0) + passed
-        if self._phase == "step":
-            self._stretches[-1][2] += passed
-
-    def _keep_writing(self) -> None:
-        self._write()  # a start that is killed at once is one, too
-        while not self._closed.wait(WRITE_SECONDS):
-            self._write()
-
-    def _write(self) -> None:
-        starts = [one.to_dict() for one in (*self.earlier, self.record())]
-        with contextlib.suppress(Exception):  # a disk without room is not worth a run
-            atomic_write_text(self._path, json.dumps(starts) + "\n")
-
-    def close(self) -> None:
-        """Write goodput.json for the last time."""
-        if self._path is not None and not self._closed.is_set():
-            self._closed.set()
-            self._thread.join()
-            self._write()
+        )
+        self._first, self._logged = self._last, now
 
 
-def read_starts(path: Path) -> list[GoodputRecord]:
-    """Return the starts in a goodput.json, none if it is not there or damaged."""
-    try:
-        return [_start(one) for one in read_json(path, [GOODPUT_SHAPE])]
-    except (OSError, ValueError):
-        return []
+def read_goodput(directory: Path) -> list[GoodputRecord]:
+    """Return the goodput records of all starts of a run, oldest first."""
+    found = read_records(directory / METRICS, GoodputRecord.kind)
+    return [GoodputRecord(**{key: record[key] for key in GOODPUT_SHAPE}) for record in found]
 
 
-def all_starts(directory: Path) -> list[GoodputRecord]:
-    """Return the starts of a run, oldest first, with the one that is under way."""
-    metrics = directory / METRICS
-    found = [_start(r) for r in read_records(metrics, GoodputRecord.kind)]
-    found += read_starts(directory / FILE)
-    newest = {one.began: one for one in sorted(found, key=lambda one: one.ended)}
-    return [newest[began] for began in sorted(newest)]
+def account(records: Sequence[GoodputRecord]) -> dict[str, float]:
+    """Return the seconds of each activity over all starts, and those that were lost or down.
 
-
-def _start(record: dict[str, Any]) -> GoodputRecord:
-    return GoodputRecord(**{key: record[key] for key in GOODPUT_SHAPE})
-
-
-def account(starts: Sequence[GoodputRecord]) -> dict[str, float]:
-    """Return the seconds of each phase over all starts, oldest first, with those between them.
-
-    Steps are lost if a later stretch begins before them. All steps of a stretch count alike.
+    Steps are lost if a later record begins before them. All steps of a record count alike.
     """
-    total = dict.fromkeys(PHASES, 0.0)
-    for start in starts:
-        for phase, seconds in start.seconds.items():
-            total[phase] = total.get(phase, 0.0) + seconds
-    for before, after in zip(starts, starts[1:], strict=False):
-        total["down"] += max(0.0, after.began - before.ended)
-    kept = float("inf")  # steps up to here are not trained again
-    for first, last, seconds in reversed([s for start in starts for s in start.stretches]):
-        left = max(first, kept)
-        if last > left:
-            lost = seconds * (last - left) / (last - first)
+    total = dict.fromkeys(TIMES, 0.0)
+    for record in records:
+        for activity, seconds in record.seconds.items():
+            total[activity] = total.get(activity, 0.0) + seconds
+    for before, after in zip(records, records[1:], strict=False):
+        if not before.is_last:
+            total["down"] += max(0.0, after.began - before.ended)
+    kept = float("inf")  # steps up to this one are not trained again
+    for record in reversed(records):
+        first = max(record.after, kept)
+        if record.step > first:
+            share = (record.step - first) / (record.step - record.after)
+            lost = record.seconds.get("step", 0.0) * share
             total["lost"] += lost
             total["step"] -= lost
-        kept = min(kept, first)
+        kept = min(kept, record.after)
     return total
 
 
-def goodput_line(starts: Sequence[GoodputRecord]) -> str:
-    """Return the account of a run in a line for the log, the longest phases first."""
-    total, n = account(starts), len(starts)
+def goodput_line(records: Sequence[GoodputRecord]) -> str:
+    """Return the account of a run in a line for the log, the longest times first."""
+    total, n = account(records), n_starts(records)
     parts = sorted(total.items(), key=lambda part: -part[1])
-    text = ", ".join(f"{phase} {seconds:,.1f} s" for phase, seconds in parts if seconds >= 0.05)
+    text = ", ".join(f"{name} {seconds:,.1f} s" for name, seconds in parts if seconds >= 0.05)
     share = total["step"] / max(sum(total.values()), 1e-9)
-    return f"goodput {100 * share:.1f} % over {n} start{'s' * (n > 1)}: {text}"
+    return f"goodput {100 * share:.1f} % over {count(n, 'start')}: {text}"
 
 
-def goodput_table(starts: Sequence[GoodputRecord], width: int) -> str:
-    """Return the account of a run as a table: phase, seconds, share."""
-    total = account(starts)
-    whole = sum(total.values())
+def goodput_table(records: Sequence[GoodputRecord], width: int) -> str:
+    """Return the account of a run as a table: seconds and share of each activity."""
+    total = account(records)
+    whole = max(sum(total.values()), 1e-9)
     rows = [
-        (phase, meaning, f"{total[phase]:,.1f}", f"{100 * total[phase] / whole:.1f} %")
-        for phase, meaning in PHASES.items()
+        (name, meaning, f"{total[name]:,.1f}", f"{100 * total[name] / whole:.1f} %")
+        for name, meaning in TIMES.items()
     ]
-    rows.append(("all", f"starts: {len(starts)}", f"{whole:,.1f}", "100.0 %"))
-    return table_text(("phase", "what", "seconds", "share"), rows, width, title="Goodput")
+    rows.append(("all", f"starts: {n_starts(records)}", f"{whole:,.1f}", "100.0 %"))
+    return table_text(("activity", "what", "seconds", "share"), rows, width, title="Goodput")
+
+
+def n_starts(records: Sequence[GoodputRecord]) -> int:
+    """Return the number of starts that wrote some records."""
+    return len({record.start for record in records})

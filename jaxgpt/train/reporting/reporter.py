@@ -3,7 +3,6 @@
 import contextlib
 import functools
 import json
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,10 +14,11 @@ from jaxgpt.data.batch_sizes import BatchSizes
 from jaxgpt.data.loader import Loader
 from jaxgpt.optim.schedule import learning_rate
 from jaxgpt.parallel.mesh import describe
+from jaxgpt.perf.clock import Clock
 from jaxgpt.perf.flops import Rates, StepTimer, flops_per_token, peak_flops
 from jaxgpt.perf.memory import memory_in_use
 from jaxgpt.perf.stalls import Stalls
-from jaxgpt.perf.startup import Startup, startup_line, startup_values, summary
+from jaxgpt.perf.startup import startup_line, startup_report, startup_values, summary
 from jaxgpt.perf.units import count
 from jaxgpt.spikes.detector import CAUSES
 from jaxgpt.spikes.policy import read_rewinds
@@ -29,6 +29,7 @@ from jaxgpt.tracking.console import Console
 from jaxgpt.tracking.figures import HOST_FIGURES, legend, train_line
 from jaxgpt.tracking.jsonl import METRICS, atomic_write_text, read_records
 from jaxgpt.tracking.records import (
+    GoodputRecord,
     Record,
     SpikeRecord,
     StartRecord,
@@ -36,7 +37,7 @@ from jaxgpt.tracking.records import (
     TrainRecord,
 )
 from jaxgpt.train.functions import StepFunctions
-from jaxgpt.train.reporting.goodput import Goodput, all_starts, goodput_line
+from jaxgpt.train.reporting.goodput import Goodput, goodput_line, read_goodput
 from jaxgpt.train.reporting.header import header_lines
 from jaxgpt.train.reporting.metrics import StepMetrics, corpus_means
 from jaxgpt.train.reporting.stragglers import Stragglers, straggler_line
@@ -45,19 +46,12 @@ from jaxgpt.train.step import STEP_METRICS, Metrics
 
 
 class Reporter:
-    """The console and the trackers of a run, and the clock of its steps."""
+    """The console and the trackers of a run, and what its clock says about steps and starts."""
 
-    def __init__(
-        self,
-        run: Run,
-        steps: StepFunctions,
-        startup: Startup,
-        cluster: ProcessGroup,
-        goodput: Goodput,
-    ):
+    def __init__(self, run: Run, steps: StepFunctions, clock: Clock, cluster: ProcessGroup):
         """Open the logs of a run that starts after `run.resume_step`."""
-        self.goodput = goodput
-        self._cluster, self._startup = cluster, startup
+        self.clock, self._cluster = clock, cluster
+        self.compile_cache = "not used"  # what `startup_report` says about it
         self._config, self._run, self._steps = run.config, run, steps
         self._enabled = cluster.is_main
         self._figures = {name: m.figure for name, m in STEP_METRICS.items()} | HOST_FIGURES
@@ -65,7 +59,8 @@ class Reporter:
         self.info, self.progress = self._console.info, self._console.progress
         self._trackers: Trackers | None = None  # on process 0, from `restart` on
         self._losses: dict[int, str] = {}  # of the last evaluation, by its step
-        self._has_started = False
+        self._goodput = Goodput(clock, run.resume_step or 0, self._log_goodput)
+        self._has_started = self._has_stepped = False
         self._skipped = self._nonfinite = 0
         self._stalls = Stalls() if cluster.size > 1 else None
         self._stragglers = Stragglers(cluster.host_names)
@@ -111,22 +106,18 @@ class Reporter:
         self._loader, self._has_started = loader, True
         self._begin()
         self._log_start()
-        self.goodput.enter("step")
+        self.clock.enter("step")
 
     def _keep_config(self) -> None:
         atomic_write_text(self._run.directory / "config.yaml", self._config.to_yaml())
 
-    def _log_earlier_starts(self) -> None:
-        """Log the starts that were killed before they could."""
-        logged = {r["began"] for r in read_records(self._run.directory / METRICS, "goodput")}
-        for start in self.goodput.earlier:
-            if start.began not in logged:
-                self._trackers.log(start)
-        self.goodput.earlier = []
+    def _log_goodput(self, record: GoodputRecord) -> None:
+        if self._trackers is not None:
+            self._trackers.log(record)
 
     def _begin(self) -> None:
         self.timer = self._new_timer()
-        self._began = time.perf_counter(), self._run.resume_step or 0
+        self._began = self.clock.elapsed(), self._run.resume_step or 0
         self._corpora: dict[int, Any] = {}  # of steps whose losses are not known yet
         self._corpus_rows: list[tuple[Any, Any]] = []  # corpus and loss of rows since the last line
 
@@ -148,7 +139,7 @@ class Reporter:
 
     def _new_timer(self) -> StepTimer:
         stalls = self._stalls
-        return StepTimer(self.goodput.within, (lambda: stalls.seconds) if stalls else float)
+        return StepTimer(self.clock, (lambda: stalls.seconds) if stalls else float)
 
     def gather_host_times(self, step: int) -> None:
         """Tell process 0 this one's times, where `step` is logged; it names those that are slow.
@@ -165,16 +156,17 @@ class Reporter:
     def step(self, step: int, metrics: Metrics | None, known: list[StepMetrics]) -> None:
         """Report that a step is under way or skipped (None), and `known` metrics of some steps."""
         train = self._config.train
-        is_first = metrics is not None and "first step" not in self._startup.seconds
+        is_first = metrics is not None and not self._has_stepped
         if is_first:
+            self._has_stepped = True
             jax.block_until_ready(metrics)
             self._first_step_done(step)
             # The first step warms up: it does not count in rates.
             self.timer = self._new_timer()
-            self._began = time.perf_counter(), step
+            self._began = self.clock.elapsed(), step
         elif metrics is not None:
             self.timer.count()
-        self.goodput.reach(step)
+        self._goodput.reach(step)
         if not self._enabled:
             return
         if metrics is not None and len(self._loader.names) > 1:
@@ -209,7 +201,7 @@ class Reporter:
         began, first = self._began
         left, slowest, hosts = None, {}, self._stragglers.own
         if step > first:
-            pace = (time.perf_counter() - began) / (step - first)
+            pace = (self.clock.elapsed() - began) / (step - first)
             left = pace * (self._config.train.max_iters - step)
         if hosts and (mean := sum(hosts) / len(hosts)) > 0:
             most = max(hosts)
@@ -243,18 +235,15 @@ class Reporter:
         At the start of a run this opens the trackers.
         """
         self._run, self._config, self._losses = run, run.config, {}
-        self.goodput.go_on_from(run.resume_step or 0)
         if self._has_started:
             self._begin()
             self._console.progress(run.resume_step or 0)
-        if not self._enabled:
-            return
-        if self._trackers is None:
-            self._trackers = Trackers(run, run.resume_step, say=self._console.info)
-            self._log_earlier_starts()
-        else:
+        if self._trackers is not None:
             self._keep_config()
             self._trackers.rewind(run.resume_step or 0)
+        elif self._enabled:
+            self._trackers = Trackers(run, run.resume_step, say=self._console.info)
+        self._goodput.go_on_from(run.resume_step or 0)
         for record in records:
             self.log(record)
         if self._has_started:
@@ -289,29 +278,29 @@ class Reporter:
         if self._enabled:
             self.info(spikes_table(read_records(self._run.directory / METRICS)))
 
-    def close(self, last_line: str, step: int | None = None) -> None:
+    def close(self, last_line: str, step: int | None = None, has_failed: bool = False) -> None:
         """Log how the run ended, with the losses of the evaluation after `step`; close every log.
 
-        The line is without losses if there was no evaluation after that step.
+        The line is without losses if there was no evaluation after that step. `has_failed` says
+        that the run neither is done nor was stopped with a checkpoint.
         """
         self._console.end_progress()
         losses = self._losses.get(step)
         self.info(f"{last_line}: {losses}" if losses else last_line)
-        self.goodput.enter("end")
         if self._stalls:
             self._stalls.close()
+        self._goodput.write(is_last=not has_failed)
         if self._trackers is not None:
-            self._trackers.log(self.goodput.record())
-            with contextlib.suppress(OSError):  # out of reach, when all that matters is saved
-                self.info(goodput_line(all_starts(self._run.directory)))
+            # The file system may be unreachable, which must not fail a run that is saved.
+            with contextlib.suppress(OSError):
+                self.info(goodput_line(read_goodput(self._run.directory)))
         self.info(f"run directory: {self._run.directory}")
         if self._trackers is not None:
             self._trackers.close()
         self._console.close()
 
     def _first_step_done(self, step: int) -> None:
-        self._startup.mark("first step")
-        reports = self._cluster.allgather(self._startup.report())
+        reports = self._cluster.allgather(startup_report(self.clock, self.compile_cache))
         if self._enabled:
             found = {"model": self._model, **summary(reports)}
             self._trackers.log(StartupRecord(step=step, values=startup_values(found)))
