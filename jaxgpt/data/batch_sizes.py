@@ -30,6 +30,13 @@ class BatchSizes:
             for (first, size), end in zip(self.changes, ends, strict=True)
         )
 
+    def step_of(self, sequence: int) -> int:
+        """Return the step that consumes a sequence."""
+        first, size = next(
+            change for change in reversed(self.changes) if self.consumed(change[0] - 1) <= sequence
+        )
+        return first + (sequence - self.consumed(first - 1)) // size
+
     def change_after(self, step: int, size: int) -> "BatchSizes":
         """Return the same batch sizes up to `step`, and `size` for all steps after it."""
         kept = [change for change in self.changes if change[0] <= step]

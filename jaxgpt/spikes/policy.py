@@ -12,6 +12,7 @@ from typing import Any
 
 from jaxgpt.checkpoint.metadata import list_checkpoints
 from jaxgpt.config import Config, UsageError, in_words, read_json
+from jaxgpt.data.batch_sizes import BatchSizes
 from jaxgpt.tracking.jsonl import METRICS, atomic_write_text, read_records, truncate_metrics
 from jaxgpt.tracking.records import REWIND_SHAPE
 
@@ -50,7 +51,12 @@ def skipped_by_rewinds(directory: Path) -> list[tuple[int, int]]:
 
 
 def decide_rewind(
-    config: Config, directory: Path, saved: list[int], spike: dict[str, Any], last: int
+    config: Config,
+    directory: Path,
+    saved: list[int],
+    spike: dict[str, Any],
+    last: int,
+    sizes: BatchSizes,
 ) -> dict[str, Any]:
     """Return the rewind that a spike calls for, as `read_rewinds` describes it.
 
@@ -58,6 +64,7 @@ def decide_rewind(
         saved: the steps of undamaged checkpoints.
         spike: its record.
         last: the step that the run has reached.
+        sizes: the batch size of each step until now.
 
     Raises:
         NoRewind: there have been too many rewinds, or there is no checkpoint to go back to.
@@ -77,11 +84,15 @@ def decide_rewind(
             f"spike.rewind_margin={settings.rewind_margin}: no checkpoint up to step {latest} is "
             f"left to go back to from the spike at step {step}"
         )
+    # If the batch size changed after `to`, other steps will consume the sequences to skip.
+    first = sizes.consumed(max(to, step - settings.skip_before - 1))
+    end = sizes.consumed(step + settings.skip_after)
+    sizes = sizes.change_after(to, config.train.batch_size)
     return {
         **{key: value for key, value in spike.items() if key not in ("kind", "step", "action")},
         "spike": step,
         "to": to,
-        "skip": [max(to + 1, step - settings.skip_before), step + settings.skip_after],
+        "skip": [sizes.step_of(first), sizes.step_of(end - 1)],
         "dropped": [to + 1, last],
         "done": False,
     }

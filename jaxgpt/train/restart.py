@@ -201,7 +201,8 @@ def before_spike(run: Run, job: Job, spike: StepMetrics, last: int) -> tuple[int
             return []
         try:
             saved = list(valid_checkpoints(run.directory))
-            return [decide_rewind(run.config, run.directory, saved, record.to_dict(), last), ""]
+            found, sizes = record.to_dict(), run.batch_sizes
+            return [decide_rewind(run.config, run.directory, saved, found, last, sizes), ""]
         except NoRewind as why:
             return [None, str(why)]
 

@@ -16,6 +16,8 @@ def test_steps_consume_what_their_batches_hold():
         assert [sizes.consumed(step) for step in range(61)] == [
             sum(per_step[:n]) for n in range(61)
         ]
+        steps = [step for step, size in enumerate(per_step, 1) for _ in range(size)]
+        assert [sizes.step_of(sequence) for sequence in range(len(steps))] == steps
         assert BatchSizes(sizes.changes).changes == sizes.changes
 
 
