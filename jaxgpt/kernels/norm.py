@@ -1,7 +1,6 @@
-"""Layer norm and RMSNorm: 1.08 x the speed of Flax's layer norm gradient in a CPU step."""
+"""Layer norm and RMSNorm with their own gradient, which saves 7 % of a CPU step over Flax's."""
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -9,56 +8,41 @@ from flax import nnx
 
 
 class LayerNorm(nnx.LayerNorm):
-    """`nnx.LayerNorm` (arXiv 1607.06450) of the last axis, with a scale: x_BTD -> y_BTD in `dtype`.
+    """`nnx.LayerNorm` (arXiv 1607.06450) over the last axis: x_BTD -> y_BTD in `dtype`.
 
-    In float32 its output is Flax's to the last bit. In bfloat16 it is nearer to the exact one: Flax
-    rounds the scale and the bias first. Of Flax's options there are epsilon, use_bias and dtype.
+    In float32, the output equals Flax's bit for bit. In bfloat16, it is more exact, because Flax
+    rounds the scale and the bias first. Only the options epsilon, use_bias and dtype are supported,
+    and there is always a scale.
     """
 
-    def __init__(self, num_features: int, *, by_products: bool, **options: Any):
-        """`by_products`: compute the gradient's sums as products with vectors.
-
-        XLA's CPU code then takes a fifth of the time of plain sums: 3 % of a small model's step.
-        """
-        super().__init__(num_features, **options)
-        self.by_products = by_products
-
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
-        scale_D = self.scale.get_value()
-        y_BTD = normalized(x_BTD, scale_D, self.epsilon, self.by_products, True)
+        y_BTD = normalized(x_BTD, self.scale.get_value(), self.epsilon, True)
         if self.bias is not None:
             y_BTD = y_BTD + self.bias.get_value()
         return y_BTD.astype(self.dtype)
 
 
 class RMSNorm(nnx.RMSNorm):
-    """`nnx.RMSNorm` (arXiv 1910.07467) over the last axis, computed as `LayerNorm` is."""
-
-    def __init__(self, num_features: int, *, by_products: bool, **options: Any):
-        super().__init__(num_features, **options)
-        self.by_products = by_products
+    """`nnx.RMSNorm` (arXiv 1910.07467) over the last axis, computed like `LayerNorm`."""
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
-        scale_D = self.scale.get_value()
-        y_BTD = normalized(x_BTD, scale_D, self.epsilon, self.by_products, False)
+        y_BTD = normalized(x_BTD, self.scale.get_value(), self.epsilon, False)
         return y_BTD.astype(self.dtype)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
-def normalized(
-    x_BTD: jax.Array, scale_D: jax.Array, epsilon: float, by_products: bool, centered: bool
-) -> jax.Array:
-    """Return (x - mean) / sqrt(variance + epsilon) * scale, in float32; mean 0 if not centered.
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def normalized(x_BTD: jax.Array, scale_D: jax.Array, epsilon: float, centered: bool) -> jax.Array:
+    """Return (x - mean) / sqrt(variance + epsilon) * scale in float32; mean is 0 unless centered.
 
-    The backward pass keeps x in its own dtype and two numbers of each token; JAX would keep several
-    arrays of x's size in float32, which GPUs would write and read. Inside `shard_map` the scale
-    must vary over the mesh as x does (`local_params`).
+    The backward pass keeps x in its own dtype and two numbers per token, whereas JAX would keep
+    several float32 arrays of x's size. Inside `shard_map`, the scale must vary over the same mesh
+    axes as x (`local_params`).
     """
-    return _forward(x_BTD, scale_D, epsilon, by_products, centered)[0]
+    return _forward(x_BTD, scale_D, epsilon, centered)[0]
 
 
 def _forward(
-    x_BTD: jax.Array, scale_D: jax.Array, epsilon: float, by_products: bool, centered: bool
+    x_BTD: jax.Array, scale_D: jax.Array, epsilon: float, centered: bool
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
     x = x_BTD.astype(jnp.float32)
     if not centered:
@@ -71,39 +55,33 @@ def _forward(
 
 
 def _backward(
-    epsilon: float,
-    by_products: bool,
-    centered: bool,
-    kept: tuple[jax.Array, ...],
-    dy_BTD: jax.Array,
+    epsilon: float, centered: bool, kept: tuple[jax.Array, ...], dy_BTD: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """With g = dy scale and z = (x - mean) r: dx = r (g - mean of g - z (mean of g z)).
+    """Return dx = r (g - mean(g) - z mean(g z)) and dscale = sum(dy z).
 
-    Without centering the two means are 0.
+    Here g = dy scale and z = (x - mean) r. Without centering, mean and mean(g) are 0.
     """
-    x_BTD = kept[0]
-    dx, dscale_D = (_by_products if by_products else _by_sums)(*kept, dy_BTD, centered)
-    return dx.astype(x_BTD.dtype), dscale_D
+    x_BTD, mean_BT1, r_BT1, scale_D = kept
+    D = x_BTD.shape[-1]
+    z_BTD = (x_BTD.astype(jnp.float32) - mean_BT1) * r_BT1
+    dyz_BTD = dy_BTD * z_BTD
+    mean_g_BT1 = _dot(dy_BTD, scale_D) / D if centered else 0.0
+    mean_gz_BT1 = _dot(dyz_BTD, scale_D) / D
+    dx_BTD = r_BT1 * (dy_BTD * scale_D - mean_g_BT1 - z_BTD * mean_gz_BT1)
+    return dx_BTD.astype(x_BTD.dtype), dyz_BTD.sum(axis=tuple(range(x_BTD.ndim - 1)))
 
 
-def _by_sums(x_BTD, mean_BT1, r_BT1, scale_D, dy_BTD, centered):
-    z, g = (x_BTD.astype(jnp.float32) - mean_BT1) * r_BT1, dy_BTD * scale_D
-    mean_g_BT1, mean_gz_BT1 = (a.mean(axis=-1, keepdims=True) for a in (g, g * z))
-    mean_g_BT1 = mean_g_BT1 if centered else 0.0
-    return r_BT1 * (g - mean_g_BT1 - z * mean_gz_BT1), (dy_BTD * z).sum(
-        axis=tuple(range(z.ndim - 1))
-    )
+def _dot(a_BTD: jax.Array, scale_D: jax.Array) -> jax.Array:
+    """Return sum(a scale) over the last axis, with shape BT1.
 
+    A matrix-vector product saves 4 % of a CPU step over a sum. GPUs fuse the sum instead.
+    """
 
-def _by_products(x_BTD, mean_BT1, r_BT1, scale_D, dy_BTD, centered):
-    x, D = x_BTD.astype(jnp.float32), x_BTD.shape[-1]
-    by_x_BTD = dy_BTD * x
-    mean_g_BT1 = (dy_BTD @ scale_D)[..., None] / D if centered else 0.0
-    mean_gz_BT1 = r_BT1 * ((by_x_BTD @ scale_D)[..., None] / D - mean_BT1 * mean_g_BT1)
-    dx = r_BT1 * (dy_BTD * scale_D - mean_g_BT1) - (x - mean_BT1) * (r_BT1**2 * mean_gz_BT1)
-    r_N, mean_N = r_BT1.reshape(-1), mean_BT1.reshape(-1)
-    dscale_D = r_N @ by_x_BTD.reshape(-1, D) - (mean_N * r_N) @ dy_BTD.reshape(-1, D)
-    return dx, dscale_D
+    def total(a_BTD: jax.Array, scale_D: jax.Array) -> jax.Array:
+        return (a_BTD * scale_D).sum(axis=-1)
+
+    sums_BT = jax.lax.platform_dependent(a_BTD, scale_D, cpu=jnp.matmul, default=total)
+    return sums_BT[..., None]
 
 
 normalized.defvjp(_forward, _backward)

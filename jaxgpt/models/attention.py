@@ -1,4 +1,4 @@
-"""Causal self-attention: which kernel runs, and that of NVIDIA GPUs."""
+"""Causal self-attention: the choice of a kernel, and the kernels."""
 
 import functools
 import itertools
@@ -9,39 +9,42 @@ import jax
 import jax.numpy as jnp
 
 from jaxgpt.config import ModelConfig, UsageError
-from jaxgpt.models.xla_attention import causal_attention, visible_keys, xla_attention
+from jaxgpt.kernels.dropout import drop_elements
 
-BLOCK = 128  # positions, of `blockwise_attention`
-# (q_BTHK, k_BTGK, v_BTGK, dropout keys_BH or None, starts_BT or None) -> out_BTHK. Head h reads
-# the keys and values of head h G // H. starts_BT, with data.document_mask, has the position where
-# each token's document begins: what is before is not attended to.
+# `causal_attention` splits the queries into two blocks from 64 positions on, and into three or four
+# if each has at least 128. With more or shorter blocks, CPUs lose more time than they save.
+MOST_BLOCKS, LEAST_POSITIONS, LEAST_POSITIONS_OF_TWO = 4, 128, 32
+BLOCK = 128  # number of queries that `blockwise_attention` processes at a time
+# (q_BTHK, k_BTGK, v_BTGK, dropout keys_BH or None, starts_BT or None) -> out_BTHK. Query head h
+# uses key-value head h G // H. starts_BT is set with data.document_mask: it holds the position at
+# which each token's document begins, and tokens before that position are masked.
 Attention = Callable[
     [jax.Array, jax.Array, jax.Array, jax.Array | None, jax.Array | None], jax.Array
 ]
 
 
 def cuda_capability(device: jax.Device) -> float:
-    """Return the compute capability of an NVIDIA GPU, such as 9.0; 0 of any other device."""
+    """Return the compute capability of an NVIDIA GPU, such as 9.0; 0 for any other device."""
     try:
         return float(getattr(device, "compute_capability", 0))
-    except ValueError:  # AMD's are words: gfx90a
+    except ValueError:  # AMD uses words, such as gfx90a
         return 0.0
 
 
 def choose_attention(
     config: ModelConfig, dtype: str, capability: float, document_mask: bool = False
 ) -> tuple[str, str]:
-    """Return the kernel that runs, `xla` or `cudnn`, and why.
+    """Return the name of the kernel to run, `xla` or `cudnn`, and the reason for the choice.
 
     Args:
-        capability: of the devices, by `cuda_capability`.
+        capability: the devices' `cuda_capability`.
         document_mask: data.document_mask.
 
     Raises:
         UsageError: if model.attention=cudnn cannot run.
     """
     K, T = config.head_size, config.block_size
-    largest = 256 if capability >= 9 else 128  # of a head: Hopper's kernels take more
+    largest = 256 if capability >= 9 else 128  # head size: Hopper's kernels support larger heads
     obstacle = None
     if capability < 8:
         obstacle = "cuDNN attention needs an NVIDIA GPU, A100 or newer"
@@ -66,14 +69,14 @@ def choose_attention(
 def fallback_warnings(
     config: ModelConfig, kernel: str, reason: str, capability: float
 ) -> list[str]:
-    """Return a warning where an NVIDIA GPU could have cuDNN's kernel, and this run does without."""
+    """Return a warning if the NVIDIA GPU supports cuDNN attention but this run cannot use it."""
     if kernel == "cudnn" or config.attention != "auto" or capability < 8:
         return []
     return [f"attention runs without cuDNN, in O(T^2) memory and slower: {reason}"]
 
 
 def make_attention(kernel: str, config: ModelConfig, deterministic: bool = False) -> Attention:
-    """Return the attention function of a kernel that `choose_attention` named.
+    """Return the attention function for a kernel name from `choose_attention`.
 
     Args:
         deterministic: train.deterministic.
@@ -84,11 +87,152 @@ def make_attention(kernel: str, config: ModelConfig, deterministic: bool = False
     return functools.partial(causal_attention, dropout=config.dropout, window=config.sliding_window)
 
 
-def distinct_scales(head_size: int) -> Iterator[float]:
-    """Yield 1 / sqrt(head_size) again and again, no two alike, though alike in float32.
+def causal_attention(
+    q_BTHK: jax.Array,
+    k_BTGK: jax.Array,
+    v_BTGK: jax.Array,
+    keys_BH: jax.Array | None = None,
+    starts_BT: jax.Array | None = None,
+    dropout: float = 0.0,
+    window: int | None = None,
+) -> jax.Array:
+    """Compute attention in a few blocks of queries, and skip the keys after each block's end.
 
-    Asked for deterministic kernels, XLA finds only one of several calls that are alike, such as
-    those of layers (github.com/openxla/xla/pull/46500); a call with its own scale is found.
+    n blocks compute (n + 1) / 2n of the T x T scores, or less with a window. Which attention
+    weights are dropped depends on the blocks. The blocks save 6 % of a `shakespeare_char` step on a
+    CPU.
+    """
+    T = q_BTHK.shape[1]
+    n = max(1, min(2, T // LEAST_POSITIONS_OF_TWO), min(MOST_BLOCKS, T // LEAST_POSITIONS))
+    cuts = [T * i // n for i in range(1, n)]
+    offsets = [0, *cuts]
+    q_blocks, k_blocks, v_blocks = (jnp.split(x, cuts, axis=1) for x in (q_BTHK, k_BTGK, v_BTGK))
+    starts = [None] * n if starts_BT is None else jnp.split(starts_BT, cuts, axis=1)
+    out = []
+    for i, (offset, q_BtHK) in enumerate(zip(offsets, q_blocks, strict=True)):
+        oldest = 0 if window is None else max(0, offset - window + 1)
+        first = max(j for j in range(i + 1) if offsets[j] <= oldest)  # first visible block of keys
+        k_BsGK, v_BsGK = (jnp.concatenate(x[first : i + 1], axis=1) for x in (k_blocks, v_blocks))
+        out.append(
+            xla_attention(
+                q_BtHK,
+                k_BsGK,
+                v_BsGK,
+                keys_BH,
+                starts[i],
+                dropout=dropout,
+                window=window,
+                position_offset=offset,
+                key_positions_S=offsets[first] + jnp.arange(k_BsGK.shape[1]),
+            )
+        )
+    return jnp.concatenate(out, axis=1)
+
+
+def xla_attention(
+    q_BTHK: jax.Array,
+    k_BSGK: jax.Array,
+    v_BSGK: jax.Array,
+    keys_BH: jax.Array | None = None,
+    starts_BT: jax.Array | None = None,
+    *,
+    dropout: float = 0.0,
+    window: int | None = None,
+    position_offset: int | jax.Array = 0,
+    key_positions_S: jax.Array | None = None,
+) -> jax.Array:
+    """Return softmax(q k^T / sqrt(K)) v with a causal mask, in q's dtype; the softmax is float32.
+
+    Args:
+        dropout: rate at which attention weights are dropped if `keys_BH` is given.
+        window: number of positions that a query attends to, including its own.
+        position_offset: position of the first query.
+        key_positions_S: positions of the keys; None means 0, 1, ...
+    """
+    T, H, K = q_BTHK.shape[1:]
+    k_BSHK = repeat_heads(k_BSGK, H)
+    if q_BTHK.dtype == jnp.float32:
+        scores_BHTS = inner_products(q_BTHK * K**-0.5, k_BSHK)
+    else:  # scaling the queries first would round them
+        scores_BHTS = inner_products(q_BTHK, k_BSHK) * K**-0.5
+    if key_positions_S is None:
+        key_positions_S = jnp.arange(k_BSGK.shape[1])
+    is_seen = visible_keys(position_offset + jnp.arange(T), key_positions_S, window, starts_BT)
+    weights_BHTS = jax.nn.softmax(jnp.where(is_seen, scores_BHTS, -jnp.inf), axis=-1)
+    if keys_BH is not None and dropout > 0:
+
+        def drop(weights_TS: jax.Array, key: jax.Array) -> jax.Array:
+            return drop_elements(weights_TS, dropout, jax.random.fold_in(key, position_offset))
+
+        weights_BHTS = jax.vmap(jax.vmap(drop))(weights_BHTS, keys_BH)
+    v_BSHK = repeat_heads(v_BSGK, H)
+    return jnp.einsum("BHTS,BSHK->BTHK", weights_BHTS.astype(v_BSHK.dtype), v_BSHK)
+
+
+@jax.custom_vjp
+def inner_products(q_BTHK: jax.Array, k_BSHK: jax.Array) -> jax.Array:
+    """Return q k^T for each head in float32, with gradients computed in the operands' dtype.
+
+    From bfloat16 operands, JAX would derive gradients that are float32 products. On an H100, a step
+    of `gpt2` with model.attention=xla would then move 7 % more bytes.
+    """
+    return jnp.einsum("BTHK,BSHK->BHTS", q_BTHK, k_BSHK, preferred_element_type=jnp.float32)
+
+
+def _inner_products_forward(
+    q_BTHK: jax.Array, k_BSHK: jax.Array
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    return inner_products(q_BTHK, k_BSHK), (q_BTHK, k_BSHK)
+
+
+def _inner_products_backward(
+    operands: tuple[jax.Array, jax.Array], d_BHTS: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    q_BTHK, k_BSHK = operands
+    d_BHTS = d_BHTS.astype(q_BTHK.dtype)
+    dq_BTHK = jnp.einsum("BHTS,BSHK->BTHK", d_BHTS, k_BSHK)
+    return dq_BTHK, jnp.einsum("BHTS,BTHK->BSHK", d_BHTS, q_BTHK)
+
+
+inner_products.defvjp(_inner_products_forward, _inner_products_backward)
+
+
+def visible_keys(
+    positions_T: jax.Array,
+    key_positions_S: jax.Array,
+    window: int | None,
+    starts_BT: jax.Array | None,
+) -> jax.Array:
+    """Return which keys each query attends to: booleans (T, S), or (B, 1, T, S) with documents."""
+    is_seen = positions_T[:, None] >= key_positions_S[None, :]
+    if window is not None:
+        is_seen &= positions_T[:, None] - key_positions_S[None, :] < window
+    if starts_BT is not None:
+        is_seen = is_seen & (key_positions_S >= starts_BT[:, None, :, None])
+    return is_seen
+
+
+def document_starts(tokens_BT: jax.Array, end_of_text: int) -> jax.Array:
+    """Return starts_BT: the position in the row at which each token's document begins.
+
+    A document ends with its end-of-text token. The first document of a row begins at 0.
+    """
+    is_end_BT = tokens_BT[:, :-1] == end_of_text
+    begins_BT = jnp.where(is_end_BT, jnp.arange(1, tokens_BT.shape[1]), 0)
+    return jax.lax.cummax(jnp.pad(begins_BT, ((0, 0), (1, 0))), axis=1)
+
+
+def repeat_heads(x_BSGK: jax.Array, H: int) -> jax.Array:
+    """Return x_BSHK: the keys or values of G heads, repeated for the H query heads."""
+    G = x_BSGK.shape[2]
+    return x_BSGK if G == H else jnp.repeat(x_BSGK, H // G, axis=2)
+
+
+def distinct_scales(head_size: int) -> Iterator[float]:
+    """Yield 1 / sqrt(head_size) repeatedly, as values that differ, but are equal in float32.
+
+    With deterministic kernels, XLA handles only one of several identical calls, such as those of
+    the layers (github.com/openxla/xla/pull/46500). Calls with distinct scales are all handled.
     """
     return (head_size**-0.5 * (1 + n * 2**-40) for n in itertools.count())
 
@@ -102,11 +246,11 @@ def cudnn_attention(
     window: int | None = None,
     scales: Iterator[float] | None = None,
 ) -> jax.Array:
-    """Attend by cuDNN's fused flash kernel, which never holds the scores of all heads.
+    """Compute attention with cuDNN's fused flash kernel, which never stores the scores.
 
-    For documents it takes a mask that all heads share.
+    With documents, the kernel takes one mask for all heads.
     """
-    del keys_BH  # choose_attention does not pick this kernel with dropout
+    del keys_BH  # choose_attention never picks this kernel with dropout
     attend = functools.partial(
         jax.nn.dot_product_attention,
         q_BTHK,
@@ -129,9 +273,9 @@ def blockwise_attention(
     starts_BT: jax.Array | None = None,
     window: int | None = None,
 ) -> jax.Array:
-    """Attend a block of positions after the other, in memory that grows with T and not T^2.
+    """Compute attention one block of queries at a time, in O(T) memory.
 
-    It stands for cuDNN's kernel where `jaxgpt.plan` compiles without an NVIDIA GPU.
+    `jaxgpt.plan` uses it in place of cuDNN's kernel when it compiles without an NVIDIA GPU.
     """
     del keys_BH
     B, T, H, K = q_BTHK.shape
@@ -154,9 +298,9 @@ def blockwise_attention(
 
 
 def without_scores(attend: Attention) -> Attention:
-    """Return attention that computes its T x T scores again for the backward pass.
+    """Return attention that recomputes its T x T scores in the backward pass.
 
-    The selective recomputation of arXiv 2205.05198, section 5.
+    This is the selective recomputation of arXiv 2205.05198, section 5.
     """
 
     @jax.custom_vjp
@@ -167,7 +311,7 @@ def without_scores(attend: Attention) -> Attention:
         return attend(*operands), operands
 
     def backward(operands, d_out_BTHK):
-        # The barrier keeps XLA from computing the scores before their turn, and keeping them.
+        # Without the barrier, XLA would recompute the scores too early and keep them in memory.
         operands, d_out_BTHK = jax.lax.optimization_barrier((operands, d_out_BTHK))
         *qkv, keys_BH, starts_BT = operands
         d_qkv = jax.vjp(lambda *qkv: attend(*qkv, keys_BH, starts_BT), *qkv)[1](d_out_BTHK)

@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxgpt.config import ModelConfig
+from jaxgpt.models.attention import xla_attention
 from jaxgpt.models.layers import Positions
 from jaxgpt.models.transformer import GPT, logits
-from jaxgpt.models.xla_attention import xla_attention
 from jaxgpt.parallel.sharding import Params
 
 

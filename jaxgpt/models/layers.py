@@ -74,7 +74,6 @@ class LayerBuilder:
             return self.rms_norm(self.config.n_embd, None)
         return LayerNorm(
             self.config.n_embd,
-            by_products=self.parallel.on_cpu,
             epsilon=self.config.norm_eps,
             use_bias=self.config.bias,
             dtype=self.dtype,
@@ -87,7 +86,6 @@ class LayerBuilder:
         """Return an RMSNorm over the last dim, of `size`, whose scale has this logical axis."""
         return RMSNorm(
             size,
-            by_products=self.parallel.on_cpu,
             epsilon=self.config.norm_eps,
             dtype=self.dtype,
             scale_metadata={"logical_axes": (axis,), "role": "scale"},
@@ -192,19 +190,6 @@ class SelfAttention(nnx.Module):
     def local_heads(self, n: int) -> jax.Array:
         """Return the numbers of this device's n query heads."""
         return self.parallel.tensor_offset(n) + jnp.arange(n)
-
-
-class MLP(nnx.Module):
-    """down(activation(up(x))), F wide inside."""
-
-    def __init__(self, activation: Callable[[jax.Array], jax.Array], build: LayerBuilder):
-        D, F = build.config.n_embd, build.config.mlp_width
-        self.activation = activation
-        self.up = build.column_parallel((D,), (F,), ("embed", "mlp"))
-        self.down = build.row_parallel((F,), (D,), ("mlp", "embed"))
-
-    def __call__(self, x_BTD: jax.Array) -> jax.Array:
-        return self.down(self.activation(self.up(x_BTD)))
 
 
 def embedding(

@@ -1,6 +1,7 @@
-"""The kinds of MLP: what `model.mlp` may name."""
+"""The MLPs that `model.mlp` selects, and their activations."""
 
 import functools
+import math
 from collections.abc import Callable
 
 import jax
@@ -8,8 +9,20 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxgpt.config import UsageError
-from jaxgpt.kernels.gelu import gelu, gelu_tanh
-from jaxgpt.models.layers import MLP, LayerBuilder
+from jaxgpt.models.layers import LayerBuilder
+
+
+class MLP(nnx.Module):
+    """down(activation(up(x))), with F hidden units."""
+
+    def __init__(self, activation: Callable[[jax.Array], jax.Array], build: LayerBuilder):
+        D, F = build.config.n_embd, build.config.mlp_width
+        self.activation = activation
+        self.up = build.column_parallel((D,), (F,), ("embed", "mlp"))
+        self.down = build.row_parallel((F,), (D,), ("mlp", "embed"))
+
+    def __call__(self, x_BTD: jax.Array) -> jax.Array:
+        return self.down(self.activation(self.up(x_BTD)))
 
 
 class SwiGLU(nnx.Module):
@@ -22,8 +35,24 @@ class SwiGLU(nnx.Module):
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
         gate_BTF, up_BTF = (x.squeeze(2) for x in jnp.split(self.gate_up(x_BTD), 2, axis=2))
-        gate_BTF = jax.nn.silu(gate_BTF.astype(jnp.float32))  # as GELU, rounded once
+        gate_BTF = jax.nn.silu(gate_BTF.astype(jnp.float32))  # rounded once, as in `gelu`
         return self.down((gate_BTF * up_BTF).astype(up_BTF.dtype))
+
+
+def gelu(x: jax.Array) -> jax.Array:
+    """Return x Phi(x), elementwise (arXiv 1606.08415), where Phi is the normal distribution.
+
+    Computed in float32 and rounded once: in bfloat16, 1 + erf is 0 below x = -3.1.
+    `jax.nn.gelu(x, approximate=False)` uses erfc instead of erf. With it, a step of
+    `shakespeare_char_cpu` takes 8 % longer, and a step of `gpt2` on an H100 moves 9 % more bytes.
+    """
+    x_float32 = x.astype(jnp.float32)
+    return (0.5 * x_float32 * (1 + jax.lax.erf(x_float32 * math.sqrt(0.5)))).astype(x.dtype)
+
+
+def gelu_tanh(x: jax.Array) -> jax.Array:
+    """Return the tanh approximation of `gelu`, which GPT-2 uses, computed in float32."""
+    return jax.nn.gelu(x.astype(jnp.float32), approximate=True).astype(x.dtype)
 
 
 def squared_relu(x: jax.Array) -> jax.Array:
@@ -31,7 +60,7 @@ def squared_relu(x: jax.Array) -> jax.Array:
     return jnp.square(jax.nn.relu(x))
 
 
-# model.mlp: LayerBuilder -> a module x_BTD -> y_BTD.
+# model.mlp -> (LayerBuilder -> a module x_BTD -> y_BTD)
 MLPS: dict[str, Callable[[LayerBuilder], nnx.Module]] = {
     "gelu": functools.partial(MLP, gelu),
     "gelu_tanh": functools.partial(MLP, gelu_tanh),
@@ -41,7 +70,7 @@ MLPS: dict[str, Callable[[LayerBuilder], nnx.Module]] = {
 
 
 def make_mlp(build: LayerBuilder) -> nnx.Module:
-    """Return the MLP that `model.mlp` asks for; `UsageError` if there is none of that name."""
+    """Return the MLP that `model.mlp` names. Raise `UsageError` for an unknown name."""
     name = build.config.mlp
     if name not in MLPS:
         raise UsageError(f"model.mlp={name}: must be one of {', '.join(MLPS)}")

@@ -15,7 +15,7 @@ from flax import nnx
 from jax.experimental.layout import Layout, with_layout_constraint
 
 from jaxgpt.config import ModelConfig
-from jaxgpt.models.attention import Attention, make_attention
+from jaxgpt.models.attention import Attention, document_starts, make_attention
 from jaxgpt.models.layers import (
     LayerBuilder,
     Positions,
@@ -26,7 +26,6 @@ from jaxgpt.models.layers import (
 )
 from jaxgpt.models.mlp import make_mlp
 from jaxgpt.models.rope import Rotation, make_rotation
-from jaxgpt.models.xla_attention import document_starts
 from jaxgpt.parallel.remat import rematerialized
 from jaxgpt.parallel.tensor import NO_PARALLELISM, ParallelContext
 

@@ -30,7 +30,7 @@ class ParallelContext:
     regather_in_backward: bool = False
     """Gather a layer's weights and activations again for its backward pass; else all layers keep
     them until then."""
-    on_cpu: bool = False  # use the CPU kernels
+    on_cpu: bool = False  # CPUs need no layout constraints
 
     def param(self, param: jax.Array | ShardedParam) -> jax.Array:
         """Return a parameter ready for use, gathered over `fsdp`."""

@@ -180,9 +180,7 @@ def _in_attention(instruction: Instruction, program: Program) -> bool:
     stack = program.stack(instruction)
     if not stack and "lhs_batch_dims=" in instruction.arguments:
         return True  # XLA forgets its source, and in this model only attention has batched products
-    return any(
-        file.endswith(("models/attention.py", "models/xla_attention.py")) for file, _, _ in stack
-    )
+    return any(file.endswith("models/attention.py") for file, _, _ in stack)
 
 
 def _source(instruction: Instruction, program: Program) -> str:

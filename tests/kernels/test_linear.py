@@ -1,42 +1,34 @@
-"""Products that are used in float32, of operands that may be shorter, and their gradients."""
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxgpt.config import ModelConfig
-from jaxgpt.models.transformer import logits
-from jaxgpt.models.xla_attention import inner_products
+from jaxgpt.kernels.linear import matmul
 
 
-def of_seven_tokens(x_BTD, w_VD):
-    return logits(x_BTD, w_VD, 0, ModelConfig(vocab_size=7))
+@pytest.mark.parametrize(("w_shape", "n"), [((4, 3, 2, 5), 1), ((2, 4, 6), 2)])
+def test_a_product_and_its_gradients_are_those_of_tensordot(w_shape, n):
+    keys = jax.random.split(jax.random.key(0), 3)
+    x = jax.random.normal(keys[0], (3, 7, *w_shape[:n]))
+    w = jax.random.normal(keys[1], w_shape)
+    y, gradients = jax.vjp(lambda x, w: matmul(x, w, n), x, w)
+    expected, expected_gradients = jax.vjp(lambda x, w: jnp.tensordot(x, w, n), x, w)
+    np.testing.assert_array_equal(y, expected)
+    dy = jax.random.normal(keys[2], y.shape)
+    for found, wanted in zip(gradients(dy), expected_gradients(dy), strict=True):
+        assert found.shape == wanted.shape
+        np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize(
-    ("product", "subscripts", "shapes"),
-    [
-        (of_seven_tokens, "...D,VD->...V", [(3, 5, 8), (7, 8), (3, 5, 7)]),
-        (inner_products, "BTHK,BSHK->BHTS", [(3, 5, 2, 4), (3, 10, 2, 4), (3, 2, 5, 10)]),
-    ],
-)
-def test_gradients_are_those_that_jax_derives(product, subscripts, shapes, dtype):
-    """From what arrives in the operands' dtype: JAX would multiply it in float32."""
-    x, y = (jax.random.normal(jax.random.key(i), shapes[i], dtype) for i in range(2))
-    d = jax.random.normal(jax.random.key(2), shapes[2])
+def test_gradients_of_weights_transpose_no_activations():
+    """XLA is asked for what it need not rearrange on a CPU, here in the middle of an MLP."""
 
-    def jaxs(x, y):
-        return jnp.einsum(subscripts, x, y, preferred_element_type=jnp.float32)
+    def compiled(multiply):
+        def loss(v, w, x):
+            return (multiply(jnp.sin(multiply(x, v, 1)), w, 1) ** 2).sum()
 
-    (found, d_found), (expected, d_expected) = (jax.vjp(f, x, y) for f in (product, jaxs))
-    if product == of_seven_tokens:
-        expected = expected.astype(dtype)
-    np.testing.assert_array_equal(found, np.float32(expected))
-    assert found.dtype == "float32"
-    rounded = d.astype(dtype).astype(jnp.float32)
-    for ours, theirs in zip(d_found(d), d_expected(rounded), strict=True):
-        assert ours.dtype == theirs.dtype == x.dtype
-        rtol = 1e-6 if dtype == "float32" else 2**-7  # one step of bfloat16
-        np.testing.assert_allclose(np.float32(ours), np.float32(theirs), rtol=rtol, atol=1e-6)
+        x, v, w = jnp.ones((4, 64, 64)), jnp.ones((64, 256)), jnp.ones((256, 64))
+        return jax.jit(jax.grad(loss, (0, 1, 2))).lower(v, w, x).compile().as_text()
+
+    assert " copy(" in compiled(jnp.tensordot)  # else jnp.tensordot would do
+    assert " copy(" not in compiled(matmul)

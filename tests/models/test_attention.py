@@ -1,4 +1,3 @@
-import re
 import types
 
 import jax
@@ -7,8 +6,14 @@ import numpy as np
 import pytest
 
 from jaxgpt.config import ModelConfig, UsageError
-from jaxgpt.models.attention import choose_attention, cuda_capability, fallback_warnings
-from jaxgpt.models.xla_attention import causal_attention, xla_attention
+from jaxgpt.models.attention import (
+    causal_attention,
+    choose_attention,
+    cuda_capability,
+    fallback_warnings,
+    inner_products,
+    xla_attention,
+)
 
 pytestmark = pytest.mark.usefixtures("exact_products")
 
@@ -100,14 +105,24 @@ def with_gradients(attend, qkv):
     return attend(*qkv), *jax.grad(lambda qkv: (attend(*qkv) ** 2).sum())(qkv)
 
 
-def test_no_gradient_is_a_product_that_cpus_compute_slowly():
-    """Sums over the rows of both operands, for which XLA has only a plain loop there."""
-    qkv = jnp.ones((3, 2, 64, 2, 8))
-    gradients = jax.jit(jax.grad(lambda qkv: (causal_attention(*qkv) ** 2).sum()))
-    products = re.findall(r" dot\(.*", gradients.lower(qkv).compile().as_text())
-    slow = [p for p in products if "lhs_contracting_dims={2}" in p]
-    assert len(products) == 2 * 6
-    assert slow == []
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_gradients_of_the_scores_are_products_in_the_operands_dtype(dtype):
+    def jaxs(q, k):
+        return jnp.einsum("BTHK,BSHK->BHTS", q, k, preferred_element_type=jnp.float32)
+
+    q, k = (jax.random.normal(jax.random.key(T), (3, T, 2, 4), dtype) for T in (5, 10))
+    (found, backward), (expected, jaxs_backward) = (
+        jax.vjp(f, q, k) for f in (inner_products, jaxs)
+    )
+    np.testing.assert_array_equal(found, expected)
+    d = jax.random.normal(jax.random.key(2), found.shape)
+    rounded = d.astype(dtype).astype(jnp.float32)
+    for ours, theirs in zip(backward(d), jaxs_backward(rounded), strict=True):
+        assert ours.dtype == theirs.dtype == dtype
+        rtol = 1e-6 if dtype == "float32" else 2**-7  # one unit in the last place of bfloat16
+        np.testing.assert_allclose(np.float32(ours), np.float32(theirs), rtol=rtol, atol=1e-6)
+    dots = [e for e in jax.make_jaxpr(backward)(d).eqns if e.primitive.name == "dot_general"]
+    assert len(dots) == 2 and all(v.aval.dtype == dtype for e in dots for v in e.invars)
 
 
 @pytest.mark.long

@@ -10,12 +10,17 @@ import pytest
 from flax import nnx
 
 from jaxgpt.config import ModelConfig, UsageError, load_config
-from jaxgpt.models.attention import blockwise_attention, choose_attention
+from jaxgpt.models.attention import (
+    blockwise_attention,
+    causal_attention,
+    choose_attention,
+    document_starts,
+    xla_attention,
+)
 from jaxgpt.models.mlp import MLPS
 from jaxgpt.models.rope import rope_frequencies
 from jaxgpt.models.transformer import GPT
 from jaxgpt.models.weights import count_parameters
-from jaxgpt.models.xla_attention import causal_attention, document_starts, xla_attention
 
 SMALL = {"n_layer": 2, "n_embd": 24, "block_size": 20, "vocab_size": 37}
 LLAMA = SMALL | {"norm": "rmsnorm", "position": "rope", "mlp": "swiglu", "mlp_hidden": 40}

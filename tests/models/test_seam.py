@@ -1,4 +1,4 @@
-"""The MLP that the room's README adds."""
+"""The MLP that the folder's README adds."""
 
 import pytest
 from flax import nnx
@@ -13,21 +13,21 @@ from readme_code import load_block, train_and_move
 
 
 @pytest.fixture
-def silu(monkeypatch, tmp_path):
-    module = load_block("jaxgpt/models/README.md", "silu", tmp_path)
-    monkeypatch.setitem(mlp.MLPS, "silu", module.silu)
+def geglu(monkeypatch, tmp_path):
+    module = load_block("jaxgpt/models/README.md", "geglu", tmp_path)
+    monkeypatch.setitem(mlp.MLPS, "geglu", module.GEGLU)
     weights.cache_clear()
     yield module
     weights.cache_clear()
 
 
-def test_it_trains_saves_and_moves_to_another_mesh(silu, tmp_path):
+def test_it_trains_saves_and_moves_to_another_mesh(geglu, tmp_path):
     assert train_here(*SMALL, "train.max_iters=1", "--out", tmp_path / "gelu") == 0
-    losses = train_and_move(train_here, records, tmp_path / "silu", *SMALL, "model.mlp=silu")
+    losses = train_and_move(train_here, records, tmp_path / "geglu", *SMALL, "model.mlp=geglu")
     assert sorted(losses) == [1, 2, 3, 4, 5, 6] and losses[6] < losses[1]
     assert losses[1] != records(tmp_path / "gelu")[0]["loss"]
-    saved = checkpoint_arrays(tmp_path / "silu", 6)
-    assert any("['mlp']['up']['kernel']" in path for path in saved)
+    saved = checkpoint_arrays(tmp_path / "geglu", 6)
+    assert any("['mlp']['gate']['kernel']" in path for path in saved)
 
 
 def test_an_unknown_mlp_is_one_sentence():

@@ -11,7 +11,7 @@ from flax import nnx
 
 from jaxgpt.config import ModelConfig, load_config
 from jaxgpt.models.layers import padded_vocab_size
-from jaxgpt.models.transformer import GPT
+from jaxgpt.models.transformer import GPT, logits
 from jaxgpt.models.weights import count_parameters, weights
 
 SMALL = ModelConfig(n_layer=2, n_head=2, n_embd=16, block_size=12, vocab_size=37, bias=True)
@@ -159,10 +159,14 @@ def test_computing_in_bfloat16_keeps_parameters_and_logits_in_float32():
 
 
 def products(jaxpr):
-    """The dtypes of the operands of every matrix product, also of inner functions."""
+    """The dtypes of the operands of every matrix product, also of inner functions.
+
+    Norms, which compute in float32, multiply by a vector.
+    """
     for equation in jaxpr.eqns:
-        if equation.primitive.name == "dot_general":
-            yield tuple(operand.aval.dtype.name for operand in equation.invars)
+        operands = [operand.aval for operand in equation.invars]
+        if equation.primitive.name == "dot_general" and all(a.ndim > 1 for a in operands):
+            yield tuple(a.dtype.name for a in operands)
         for inner in jax.extend.core.jaxprs_in_params(equation.params):
             yield from products(inner)
 
@@ -214,3 +218,25 @@ def test_the_dims_of_a_matrix_are_stacked_inputs_or_outputs():
     assert layers["attention"]["out"]["kernel"].matrix_dims == ((0,), (1, 2), (3,))
     assert layers["norm_1"]["scale"].matrix_dims == ((0,), (), (1,))
     assert weights(SMALL)["token_embedding"]["embedding"].matrix_dims == ((), (0,), (1,))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_logits_and_their_gradients_are_products_in_the_operands_dtype(dtype):
+    x, w = (
+        jax.random.normal(jax.random.key(i), s, dtype) for i, s in enumerate([(3, 5, 8), (7, 8)])
+    )
+    d = jax.random.normal(jax.random.key(2), (3, 5, 7))
+
+    def exact(x, w):
+        return jnp.einsum("...D,VD->...V", x, w, preferred_element_type=jnp.float32)
+
+    config = ModelConfig(vocab_size=7)
+    found, d_found = jax.vjp(lambda x, w: logits(x, w, 0, config), x, w)
+    expected, d_expected = jax.vjp(exact, x, w)
+    np.testing.assert_array_equal(found, np.float32(expected.astype(dtype)))
+    assert found.dtype == "float32"
+    rounded = d.astype(dtype).astype(jnp.float32)
+    for ours, theirs in zip(d_found(d), d_expected(rounded), strict=True):
+        assert ours.dtype == theirs.dtype == x.dtype
+        rtol = 1e-6 if dtype == "float32" else 2**-7  # one unit in the last place of bfloat16
+        np.testing.assert_allclose(np.float32(ours), np.float32(theirs), rtol=rtol, atol=1e-6)

@@ -7,7 +7,7 @@ from jax.sharding import AxisType, PartitionSpec
 
 from jaxgpt.cluster.process_group import ProcessGroup
 from jaxgpt.config import MeshShape
-from jaxgpt.models.xla_attention import xla_attention
+from jaxgpt.models.attention import xla_attention
 from jaxgpt.perf.hlo import Operation, parse_hlo, read_operations
 from jaxgpt.perf.profile import Event, Tracing, describe, report, summary
 
@@ -72,7 +72,7 @@ def test_a_model_s_operations_are_found_in_its_source():
     sources = {}
     for op in operations.values():
         sources.setdefault(op.category, set()).add(op.source.partition(":")[0])
-    assert "models/xla_attention.py" in sources["attention"]
+    assert "models/attention.py" in sources["attention"]
     assert "models/layers.py" not in sources["attention"]  # products with weights are matmul
     assert any(source.startswith("models/") for source in sources["matmul"])
     assert "train/step.py" in sources["elementwise"]

@@ -9,8 +9,7 @@ import optax
 import pytest
 
 from jaxgpt.config import MeshShape, load_config, mesh_shape
-from jaxgpt.models.attention import make_attention
-from jaxgpt.models.xla_attention import xla_attention
+from jaxgpt.models.attention import make_attention, xla_attention
 from jaxgpt.optim import update as update_module
 from jaxgpt.optim.update import clip_by_norm
 from jaxgpt.parallel.mesh import make_mesh

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxgpt.kernels.gelu import gelu
+from jaxgpt.models.mlp import gelu
 
 X = np.linspace(-12, 12, 4801)
 PHI = np.array([0.5 * math.erfc(-x / math.sqrt(2)) for x in X])
