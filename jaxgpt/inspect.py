@@ -32,7 +32,6 @@ from jaxgpt.config import (
 )
 from jaxgpt.data.dataset import Dataset, open_dataset, with_vocabulary
 from jaxgpt.data.loader import Loader
-from jaxgpt.runtime.jax_internals import failure_board
 from jaxgpt.spikes.policy import skipped_by_rewinds
 from jaxgpt.spikes.skip import SkipRanges
 from jaxgpt.train.run.resume import batch_sizes, saved_settings, source_hashes
@@ -57,28 +56,28 @@ def parser() -> CommandParser:
 
 
 def main(argv: list[str] | None = None) -> None:
-    with job_exit_handler(failure_board):
+    with job_exit_handler():
         arguments = parser().parse_args(argv)
         base = ["--out", str(arguments.run)] if arguments.run else ["--config", arguments.config]
         run = arguments.run
         if run and not (run / "config.yaml").is_file() and saved_settings(run) is None:
             raise UsageError(f"--run {run}: has no config.yaml; give a run directory")
         config = parse_args([*base, *arguments.settings], saved_settings=saved_settings)
-        cluster = join_process_group()
-        dataset, found, tokens, notes = cluster.run_on_all(
-            look_up, config, arguments.run, arguments.step, arguments.rows
-        )
-        if arguments.worst:
-            config = with_vocabulary(config, dataset).replace(parallel__mesh=arguments.mesh)
-            at = checkpoint_before(arguments.run, arguments.step, arguments.checkpoint)
-            notes.append(f"losses are those of checkpoint {at}")
-            losses = row_losses(config, arguments.run, at, tokens, cluster)
-            for record in found:
-                record["loss"] = float(losses[record["row"]])
-            found.sort(key=lambda record: -record["loss"])
-        if cluster.is_main:
-            print("".join(f"{note}\n" for note in notes), end="", file=sys.stderr)
-            show(found, tokens, dataset, arguments.json)
+        with join_process_group() as cluster:
+            dataset, found, tokens, notes = cluster.run_on_all(
+                look_up, config, arguments.run, arguments.step, arguments.rows
+            )
+            if arguments.worst:
+                config = with_vocabulary(config, dataset).replace(parallel__mesh=arguments.mesh)
+                at = checkpoint_before(arguments.run, arguments.step, arguments.checkpoint)
+                notes.append(f"losses are those of checkpoint {at}")
+                losses = row_losses(config, arguments.run, at, tokens, cluster)
+                for record in found:
+                    record["loss"] = float(losses[record["row"]])
+                found.sort(key=lambda record: -record["loss"])
+            if cluster.is_main:
+                print("".join(f"{note}\n" for note in notes), end="", file=sys.stderr)
+                show(found, tokens, dataset, arguments.json)
 
 
 def look_up(

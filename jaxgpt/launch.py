@@ -11,10 +11,10 @@ import sys
 import time
 
 from jaxgpt.cluster.environment import find_launch
-from jaxgpt.cluster.health.supervisor import Supervisor
 from jaxgpt.cluster.launchers import ProcessLayout, launch_command, place_processes
 from jaxgpt.cluster.shutdown import job_exit_handler
 from jaxgpt.cluster.staging import pack, unpack
+from jaxgpt.cluster.supervisor import Supervisor
 from jaxgpt.config import CommandParser, UsageError, is_help, whole_number
 from jaxgpt.perf.startup import JOB_START
 
@@ -22,8 +22,9 @@ from jaxgpt.perf.startup import JOB_START
 def parser() -> CommandParser:
     out = CommandParser(
         prog="python -m jaxgpt.launch",
-        usage="%(prog)s [-n N] [--ppn P] [--hosts FILE] [--restarts R [--spare-nodes K]] "
-        "[--stage-env DIR] [--print] [--] COMMAND ...\n"
+        usage="%(prog)s [-n N] [--ppn P] [--hosts FILE] "
+        "[--restarts R [--give-up-after N] [--spare-nodes K]] [--stage-env DIR] [--print] [--] "
+        "COMMAND ...\n"
         "       %(prog)s [-n N] [--ppn P] [--hosts FILE] --export",
         description=__doc__,
     )
@@ -45,6 +46,13 @@ def parser() -> CommandParser:
         metavar="R",
         default=0,
         help="start COMMAND again, at most R times, when processes die, hang, or lose their host",
+    )
+    out.add_argument(
+        "--give-up-after",
+        type=whole_number(0),
+        metavar="N",
+        default=3,
+        help="end after N tries in a row without a new checkpoint; 0 is never; default 3",
     )
     out.add_argument(
         "--spare-nodes",
@@ -90,7 +98,8 @@ def main(argv: list[str] | None = None) -> None:
             command = [python[-1], *command[1:]]
         if arguments.restarts and not arguments.print:
             print(f"launch: {layout}", file=sys.stderr, flush=True)
-            sys.exit(Supervisor(layout, command, arguments.restarts, python).run())
+            limits = arguments.restarts, arguments.give_up_after
+            sys.exit(Supervisor(layout, command, *limits, python).run())
         line = show(arguments, layout, command)
     if line is not None:
         os.execvp(line[0], line)

@@ -32,7 +32,6 @@ from jaxgpt.data.dataset import open_dataset
 from jaxgpt.data.loader import Loader
 from jaxgpt.optim.schedule import learning_rate
 from jaxgpt.runtime.initialize import initialize_jax
-from jaxgpt.runtime.jax_internals import failure_board
 from jaxgpt.spikes.skip import SkipRanges
 from jaxgpt.tracking.jsonl import METRICS, read_records
 from jaxgpt.train.run.resume import source_hashes
@@ -89,10 +88,10 @@ def parser() -> CommandParser:
 
 
 def main(argv: list[str] | None = None) -> None:
-    with job_exit_handler(failure_board):
+    with job_exit_handler():
         arguments = parser().parse_args(argv)
-        cluster = join_process_group()
-        differs = replay(arguments.run, arguments.step, arguments.mesh, cluster)
+        with join_process_group() as cluster:
+            differs = replay(arguments.run, arguments.step, arguments.mesh, cluster)
     if differs:
         sys.exit(FAILED)
 

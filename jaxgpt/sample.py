@@ -22,7 +22,6 @@ from jaxgpt.config import (
 )
 from jaxgpt.data.tokenizers import Tokenizer, continue_prompt, tokenizer_from_meta
 from jaxgpt.runtime.initialize import initialize_jax
-from jaxgpt.runtime.jax_internals import failure_board
 
 MOST = 10**6  # how far from 1 a temperature may be
 
@@ -46,7 +45,7 @@ def parser() -> CommandParser:
 
 
 def main(argv: list[str] | None = None) -> None:
-    with job_exit_handler(failure_board):
+    with job_exit_handler():
         write(parser().parse_args(argv))
 
 
@@ -55,10 +54,10 @@ def write(arguments: argparse.Namespace) -> None:
     check_options(arguments)
     config, step, tokenizer = open_run(arguments)
     prompt = read_prompt(arguments.prompt, tokenizer)
-    cluster = join_process_group()
-    for number, text in enumerate(samples(config, step, tokenizer, prompt, arguments, cluster)):
-        if cluster.is_main:
-            sys.stdout.write("---\n" * (number > 0) + text + "\n")
+    with join_process_group() as cluster:
+        for number, text in enumerate(samples(config, step, tokenizer, prompt, arguments, cluster)):
+            if cluster.is_main:
+                sys.stdout.write("---\n" * (number > 0) + text + "\n")
 
 
 def check_options(arguments: argparse.Namespace) -> None:

@@ -12,8 +12,6 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from jaxgpt.cluster.health.heartbeat import Heartbeats
-from jaxgpt.cluster.health.watchdog import Watchdog
 from jaxgpt.cluster.process_group import ProcessGroup
 from jaxgpt.config import load_config, mesh_shape, parse_args
 from jaxgpt.data.dataset import open_dataset
@@ -21,7 +19,7 @@ from jaxgpt.data.loader import Loader
 from jaxgpt.optim.schedule import learning_rate
 from jaxgpt.parallel.mesh import make_mesh
 from jaxgpt.perf.clock import Clock
-from jaxgpt.runtime.initialize import end_job, initialize_jax
+from jaxgpt.runtime.initialize import initialize_jax
 from jaxgpt.runtime.xla_flags import VARIABLE as XLA_FLAGS
 from jaxgpt.train.functions import make_steps
 from jaxgpt.train.run.directory import prepare_run
@@ -136,12 +134,8 @@ def train_here(*args, stop_at=None):
     sizes = mesh_shape(prepared.config)
     with limited_devices(sizes.n_devices if sizes.is_filled else 2):
         facts = initialize_jax(cluster, sizes)
-        heartbeats = Heartbeats(None, print)
-        heartbeats.connect(cluster)
-        minutes, directory = prepared.config.train.hang_timeout, prepared.directory
-        watchdog = Watchdog(minutes, directory, 0, end_job, heartbeats)
-        with cluster, contextlib.closing(watchdog):
-            return train(prepared, cluster, facts, Stop(), Clock(time.time()), watchdog)
+        with cluster:
+            return train(prepared, cluster, facts, Stop(), Clock(time.time()))
 
 
 def records(directory, kind="train"):

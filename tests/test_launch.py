@@ -270,6 +270,39 @@ def test_under_srun_every_signal_stops_the_run_with_a_checkpoint(number, tmp_pat
     assert job.wait(60) == 75
 
 
+QUICKLY = """
+from jaxgpt.cluster import supervisor
+from jaxgpt.launch import main
+
+supervisor.RETRY = 0.01
+main()
+"""
+
+
+@pytest.mark.parametrize(
+    ("give_up_after", "tries", "reason"),
+    [
+        (2, 2, "--give-up-after 2: no new checkpoint in so many tries"),
+        (0, 5, "--restarts 4: no more tries"),  # it would be the third by default
+    ],
+)
+def test_it_gives_up_after_so_many_tries_without_a_checkpoint(
+    give_up_after, tries, reason, tmp_path
+):
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\n")  # a probe that finds nothing wrong
+    python.chmod(0o755)
+    options = ("--restarts", "4", "--give-up-after", str(give_up_after), "--", "false")
+    script = f"import sys; sys.executable = {str(python)!r}\n{QUICKLY}"
+    job = subprocess.run(
+        [sys.executable, "-c", script, *options],
+        capture_output=True, text=True, env=environment(), timeout=120,
+    )  # fmt: skip
+    assert job.returncode == 1
+    assert job.stderr.count(" ended with status 1") == tries
+    assert f"launch: {reason}" in job.stderr.splitlines()[-1]
+
+
 def test_the_job_start_of_a_script_is_kept():
     script = "import os; print(os.environ['JAXGPT_JOB_START'])"
     job = run("launch", "-n", "1", "--", "python", "-c", script, JAXGPT_JOB_START="12.5")

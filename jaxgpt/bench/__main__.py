@@ -12,7 +12,6 @@ from jaxgpt.bench.harness import as_json, as_table
 from jaxgpt.cluster.environment import rank_from_env
 from jaxgpt.cluster.shutdown import job_exit_handler
 from jaxgpt.config import CommandParser, file_path, is_help, whole_number
-from jaxgpt.runtime.jax_internals import failure_board
 
 PROG = "python -m jaxgpt.bench"
 
@@ -56,7 +55,7 @@ def parser() -> CommandParser:
 
 def main(argv: list[str] | None = None) -> None:
     argv = sys.argv[1:] if argv is None else argv
-    with job_exit_handler(failure_board):
+    with job_exit_handler():
         if is_help(argv) and rank_from_env() > 0:
             return  # once is enough
         arguments, settings = parser().parse_known_args(argv)

@@ -164,7 +164,8 @@ def open_job(config: Config, alone: bool = False, out: Path | None = None) -> It
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, end)
     try:
-        yield Job(cluster, folder)
+        with cluster:
+            yield Job(cluster, folder)
     finally:
         if cluster.local_rank == 0:
             shutil.rmtree(folder, ignore_errors=True)

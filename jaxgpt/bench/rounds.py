@@ -13,8 +13,6 @@ import jax
 import numpy as np
 
 from jaxgpt.bench.harness import Job
-from jaxgpt.cluster.health.heartbeat import Heartbeats
-from jaxgpt.cluster.health.watchdog import Watchdog
 from jaxgpt.config import Config, DataConfig, UsageError, mesh_shape
 from jaxgpt.data.dataset import dataset_directory, vocabulary_size, with_vocabulary
 from jaxgpt.optim.schedule import learning_rate
@@ -22,7 +20,7 @@ from jaxgpt.perf.clock import Clock
 from jaxgpt.perf.profile import Tracing
 from jaxgpt.runtime.compile_cache import use_compile_cache
 from jaxgpt.runtime.dispatch import DispatchLimiter
-from jaxgpt.runtime.initialize import end_job, initialize_jax
+from jaxgpt.runtime.initialize import initialize_jax
 from jaxgpt.train.loop import run_steps
 from jaxgpt.train.run.directory import prepare_run
 from jaxgpt.train.setup import set_up
@@ -45,15 +43,12 @@ class Rounds:
         facts = initialize_jax(cluster, mesh_shape(self.run.config))
         use_compile_cache(str(job.folder / "compiled"), cluster)
         job.log("compiling the step")
-        clock, peers = Clock(), Heartbeats(None, end_job)
-        peers.connect(cluster)
-        cluster.on_close.callback(peers.close)
-        watchdog = Watchdog(None, self.run.directory, cluster.rank, end_job, peers)
+        clock = Clock()
         never = SimpleNamespace(reached=lambda tick: False)
         self._quiet = contextlib.redirect_stdout(io.StringIO())
         with self._quiet:
-            _, trainer, self.state = set_up(self.run, cluster, facts, never, clock, watchdog, self)
-            trainer.job.report.start(trainer.loader, peers)
+            _, trainer, self.state = set_up(self.run, cluster, facts, never, clock, self)
+            trainer.job.report.start(trainer.loader)
         self.trainer = trainer._replace(evaluate=lambda *_: None, sample=lambda *_: None)
         self.steps, self.mesh = trainer.job.steps, trainer.job.steps.mesh
         self.compile_seconds = clock.spent("compile")

@@ -1,9 +1,11 @@
 """A process as its launcher describes it: environment variables, read without side effects."""
 
 import os
+import socket
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Literal
 
 from jaxgpt.cluster.hosts import expand_node_list
@@ -21,6 +23,7 @@ MPI_LAUNCHERS = (
     ("PMIX_RANK", None, "PMIx"),
     ("MPI_LOCALRANKID", "MPI_LOCALNRANKS", "Hydra"),
 )
+JOB_NAMES = ("PALS_APID", "PMIX_NAMESPACE", "PMI_JOBID", "SLURM_JOB_ID", "PBS_JOBID")
 SLURM_WITH_PMI = "Slurm with PMI"
 # Set by `jaxgpt.launch --restarts`:
 SUPERVISOR = "JAXGPT_SUPERVISOR"  # host:port at which process 0 says how far the job has come
@@ -110,6 +113,15 @@ def slurm_step(environ: Mapping[str, str]) -> Launch:
         step = f"{environ.get('SLURM_JOB_ID', '')}.{environ.get('SLURM_STEP_ID', '')}"
         address = f"{host or '127.0.0.1'}:{16384 + zlib.crc32(step.encode()) % 16000}"
     return _over_tcp(environ, "Slurm", "SLURM_PROCID", size, address)
+
+
+def job_name(environ: Mapping[str, str]) -> str:
+    """Return a name that the processes of this job share, and no other job at the same time."""
+    job = next((environ[name] for name in JOB_NAMES if environ.get(name)), None)
+    stat = Path(f"/proc/{os.getsid(0)}/stat")
+    if job is None and stat.exists():  # Hydra starts each process in a session of its own
+        job = f"{socket.gethostname()}-{stat.read_text().rpartition(')')[2].split()[1]}"
+    return f"{job}.{environ.get('SLURM_STEP_ID', '')}".replace("/", "_")
 
 
 def _torchrun(environ: Mapping[str, str]) -> Launch:

@@ -116,6 +116,7 @@ def _numbers(ranges: str) -> list[str]:
 def address_towards(host: str) -> str:
     """Return this host's own address on the way to `host`; `OSError` if there is no way."""
     for family, kind, _, _, address in socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM):
+        # A host may have an address of a family that this host has no route for.
         with contextlib.suppress(OSError), socket.socket(family, kind) as s:
             s.connect(address)  # sends nothing, but chooses the interface
             return s.getsockname()[0]
@@ -125,10 +126,13 @@ def address_towards(host: str) -> str:
 def reachable_name() -> str:
     """Return this host's name, or its address where it takes its own name for loopback."""
     name = socket.getfqdn()
-    with contextlib.suppress(OSError):  # a name that stands for nothing
+    try:
         addresses = [entry[4][0] for entry in socket.getaddrinfo(name, None)]
         if not any(address.startswith(("127.", "::1")) for address in addresses):
             return name
-    with contextlib.suppress(OSError):
+    except OSError:
+        pass  # the name stands for nothing
+    try:
         return address_towards("10.255.255.255")  # any address outside: the default route
-    return name
+    except OSError:  # no network
+        return name

@@ -12,6 +12,7 @@ from pathlib import Path
 from jaxgpt.cluster.hardware import VISIBLE_VARIABLES, count_accelerators, own_cpus
 from jaxgpt.cluster.hosts import HOST_FILES, job_hosts
 from jaxgpt.cluster.machines import Machine, find_machine
+from jaxgpt.cluster.timeouts import SLOW_DISK
 from jaxgpt.config import UsageError
 
 # Open MPI hands variables to other hosts by name only.
@@ -153,7 +154,11 @@ def launch_command(layout: ProcessLayout, environ: Mapping[str, str]) -> list[st
     mpiexec = find_mpiexec()
     try:
         ran = subprocess.run(
-            [mpiexec, "--version"], capture_output=True, text=True, errors="replace", timeout=60
+            [mpiexec, "--version"],
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=SLOW_DISK,
         )
         version = (ran.stdout + ran.stderr).strip()
     except (OSError, subprocess.TimeoutExpired) as error:

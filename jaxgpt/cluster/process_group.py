@@ -1,12 +1,14 @@
 """The processes of a job: who they are, and how they agree on something before JAX is up."""
 
+import atexit
 import contextlib
+import ctypes
 import json
 import os
 import platform
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -14,30 +16,30 @@ from typing import Any, TypeVar
 from jaxgpt.cluster.environment import (
     COORDINATOR,
     Launch,
+    SingleRankUsageError,
     find_launch,
     slurm_step,
     started_by_srun,
 )
+from jaxgpt.cluster.hardware import raise_open_file_limit
 from jaxgpt.cluster.hosts import reachable_name
 from jaxgpt.cluster.machines import Machine, find_machine, high_speed_name
-from jaxgpt.cluster.shutdown import PeerLost
-from jaxgpt.cluster.transport import (
-    MpiTransport,
-    TcpTransport,
-    Transport,
-    arrival_limit,
-    lost_sentence,
-)
-from jaxgpt.config import UsageError
+from jaxgpt.cluster.monitor import HangLimit, Monitor
+from jaxgpt.cluster.shutdown import PeerLost, report_of
+from jaxgpt.cluster.timeouts import ANSWER, SETTLE
+from jaxgpt.config import Config, UsageError
 
 T = TypeVar("T")
 
-INIT_TIMEOUT = 300.0  # seconds for all processes to arrive
+INIT_TIMEOUT: float = Config.init_timeout  # of commands that have no such setting
 
 
 @dataclass(frozen=True)
 class ProcessGroup:
-    """Processes of one job, as one of them sees it."""
+    """Processes of one job, as one of them sees it.
+
+    Its `with` block is the job: an exception that leaves it on one process ends all processes.
+    """
 
     launcher: str
     rank: int = 0
@@ -50,15 +52,18 @@ class ProcessGroup:
     mpi_library: str | None = None
     timeout: float = INIT_TIMEOUT  # seconds that processes wait for each other when the job starts
     notes: tuple[str, ...] = ()  # lines for the log about problems that were worked around
-    transport: Transport | None = None  # None if there is but one process
+    monitor: Monitor = field(default_factory=Monitor, compare=False)
     # Connections, locks and the like, given up at the end of the group's `with`.
     on_close: contextlib.ExitStack = field(default_factory=contextlib.ExitStack, compare=False)
 
     def __enter__(self) -> "ProcessGroup":
         return self
 
-    def __exit__(self, *error: object) -> None:
-        self.on_close.close()  # the group can be joined again; MPI stays, as it starts only once
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if error is not None and self.size > 1 and not isinstance(error, SystemExit):
+            self.monitor.end_job(*report_of(error))
+        self.on_close.close()
+        self.monitor.close()  # the group can be joined again; MPI stays, as it starts only once
 
     @property
     def is_main(self) -> bool:
@@ -71,27 +76,11 @@ class ProcessGroup:
 
     def allgather(self, value: Any) -> list[Any]:
         """Return every process's `value` (anything that JSON holds) by rank, on every process."""
-        if self.transport is None:
-            return [value]
-        return [json.loads(m) for m in self.transport.allgather(json.dumps(value).encode())]
+        return self.monitor.allgather(value)
 
     def barrier(self) -> None:
         """Wait for all, as before the first collective: Gloo gives up on one that is 30 s late."""
         self.allgather(None)
-
-    @contextlib.contextmanager
-    def name_lost_peers(self) -> Iterator[None]:
-        """Turn what a collective raises at another process's end into `PeerLost`."""
-        try:
-            yield
-        except (UsageError, PeerLost):
-            raise
-        except Exception as error:  # of XLA, Gloo or a socket: it may be the end of another process
-            time.sleep(0.5)  # for the connections of a dying process to close
-            lost = self.transport.lost_peers() if self.transport else []
-            if not lost:
-                raise
-            raise PeerLost(*([lost_sentence(lost[0])] if self.is_main else [])) from error
 
     def raise_if_any(self, error: str | None) -> None:
         """Raise on every process the error of the first one that has one, as a `UsageError`."""
@@ -115,75 +104,160 @@ def catch_usage_error(function: Callable[..., T], *arguments: Any) -> tuple[T | 
 
 def own_host(group: ProcessGroup) -> str:
     """Return a name of this host at which all processes reach it."""
-    if group.local_size == group.size:
-        return "127.0.0.1"
+    return "127.0.0.1" if group.local_size == group.size else _outside_name(group.machine)
+
+
+def _outside_name(machine: Machine | None) -> str:
     if given := os.environ.get(COORDINATOR):
         return given.rpartition(":")[0].strip("[]")
-    if group.machine:
-        return high_speed_name(group.machine, platform.node())
-    return reachable_name()
+    return high_speed_name(machine, platform.node()) if machine else reachable_name()
 
 
 def join_process_group(
-    timeout: float = INIT_TIMEOUT,
-    launch: Launch | None = None,
-    on_arrival: Callable[[ProcessGroup], None] = lambda group: None,
+    timeout: float = INIT_TIMEOUT, limit: HangLimit | None = None, launch: Launch | None = None
 ) -> ProcessGroup:
     """Wait, without JAX, until all processes of a job are there; by default the environment's.
 
-    `on_arrival` is called with the group, and is within the limit.
+    From then on the job is ended, with status 70, if a process is silent for longer than `limit`.
 
     Raises `UsageError` if the launcher's environment or the MPI library does not fit, `PeerLost`
-    if processes, which it names, do not come within `timeout` seconds.
+    if process 0 cannot be reached within `timeout` seconds. If others do not come, process 0 names
+    them, and the job ends.
     """
     launch = launch or find_launch(os.environ)
-    with arrival_limit(launch, timeout) if launch.through == "mpi" else contextlib.nullcontext():
-        group = _join(launch, timeout)
-        on_arrival(group)
-    if group.transport:
-        group.transport.all_are_here()
-    return group
-
-
-def _join(launch: Launch, timeout: float) -> ProcessGroup:
+    monitor, machine = Monitor(limit), find_machine(socket.gethostname(), os.environ)
     notes: tuple[str, ...] = ()
-    transport = library = None
+    library = connection = None
     if launch.through == "mpi":
         try:
-            transport = MpiTransport(launch, timeout)
-            library = transport.library
+            with monitor.arrival_limit(launch, timeout):
+                library = start_mpi(launch)
+            launch, connection = connect_over_mpi(launch, machine)
         except UsageError as error:
             if not started_by_srun(os.environ):
                 raise
             # srun tells all that is needed, whatever MPI mpi4py was built with.
             launch = slurm_step(os.environ)
             notes = (f"going on without MPI, by Slurm's variables: {error}",)
+    rank, size = launch.rank, launch.size or 1
     if launch.through == "tcp":
-        transport = TcpTransport(launch, timeout)
+        at = launch.address
+        connection = connect_to_rank0(at, rank, timeout) if rank else listen(at)
+    if connection is not None:
+        raise_open_file_limit(size + 100)  # process 0 has one connection for each process
+        monitor.connect(rank, size, connection, timeout)
+    places = [tuple(place) for place in monitor.allgather(this_host())]
+    first = {place: rank for rank, place in reversed(list(enumerate(places)))}
+    hosts = tuple(first[place] for place in places)
+    monitor.host_names = tuple(name for name, _ in places)
     told = "; ".join(words for words in (launch.variable, library) if words)
-    host = socket.gethostname()
-    group = ProcessGroup(
+    return ProcessGroup(
         launcher=f"{launch.launcher} ({told})" if told else launch.launcher,
-        rank=transport.rank if transport else 0,
-        size=transport.size if transport else 1,
-        machine=find_machine(host, os.environ),
+        rank=rank,
+        size=size,
+        local_rank=hosts[:rank].count(hosts[rank]),
+        local_size=hosts.count(hosts[rank]),
+        hosts=hosts,
+        host_names=monitor.host_names,
+        machine=machine,
         mpi_library=library,
         timeout=timeout,
         notes=notes,
-        transport=transport,
+        monitor=monitor,
     )
-    if transport:
-        group.on_close.callback(transport.close)
-    boot_id = Path("/proc/sys/kernel/random/boot_id")  # tells apart hosts of the same name
-    place = [host, boot_id.read_text() if boot_id.exists() else ""]
-    places = [tuple(place) for place in group.allgather(place)]
-    first = {place: rank for rank, place in reversed(list(enumerate(places)))}
-    hosts = tuple(first[place] for place in places)
-    here = hosts[group.rank]
-    return replace(
-        group,
-        local_rank=hosts[: group.rank].count(here),
-        local_size=hosts.count(here),
-        hosts=hosts,
-        host_names=tuple(name for name, _ in places),
-    )
+
+
+def this_host() -> list[str]:
+    """Return the name of this host, and what tells it from another host of this name."""
+    boot_id = Path("/proc/sys/kernel/random/boot_id")
+    return [socket.gethostname(), boot_id.read_text() if boot_id.exists() else ""]
+
+
+def start_mpi(launch: Launch) -> str:
+    """Start MPI, which waits for all processes, and return the library's name.
+
+    Raises `UsageError` if MPI cannot be loaded, or makes each process a job of its own.
+    """
+    try:
+        import mpi4py
+
+        mpi4py.rc.initialize = False
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:
+        raise SingleRankUsageError(
+            f"{launch.variable}: an MPI launcher started this process but mpi4py cannot load "
+            f"an MPI library ({error}); pip install 'jaxgpt[mpi]' brings MPICH"
+        ) from None
+    library = MPI.Get_library_version().split("\n")[0].replace("\x00", "").strip()
+    # MPICH would abort in a job of Open MPI's, which makes each process a job of its own.
+    fits = launch.launcher != "Open MPI" or not library.startswith(("MPICH", "Intel"))
+    if fits:
+        if not MPI.Is_initialized():
+            # mpi4py's own call would keep Python's lock, and the monitor could not run
+            ctypes.CDLL(MPI.__file__).MPI_Init(None, None)
+            atexit.register(lambda: MPI.Is_finalized() or MPI.Finalize())
+        fits = MPI.COMM_WORLD.size > 1 or (launch.rank == 0 and (launch.size or 1) == 1)
+    if not fits:
+        # Where the launcher does not say how many there are, process 0 sees nothing wrong.
+        raise (UsageError if launch.size else SingleRankUsageError)(
+            f"{launch.variable}: the launcher ({launch.launcher}) started "
+            f"{launch.size or 'several'} processes, but mpi4py uses {library}, in which "
+            "each is a job of its own; start them with that MPI's mpiexec, or install mpi4py "
+            "for the launcher's MPI (pip install --no-binary mpi4py mpi4py)"
+        )
+    return library
+
+
+def connect_over_mpi(
+    launch: Launch, machine: Machine | None
+) -> tuple[Launch, socket.socket | None]:
+    """Return the launch with MPI's rank and size, and a socket for `Monitor.connect`, if needed."""
+    from mpi4py import MPI
+
+    world = MPI.COMM_WORLD
+    launch = replace(launch, rank=world.rank, size=world.size)
+    if world.size == 1:
+        return launch, None
+    message = bytearray(1024)
+    if world.rank == 0:
+        server = listen(":0")
+        address = [*this_host(), _outside_name(machine), server.getsockname()[1]]
+        message[:] = json.dumps(address).encode().ljust(len(message))
+    world.Bcast(message, root=0)
+    *host, name, port = json.loads(bytes(message))
+    name = "127.0.0.1" if host == this_host() else name
+    if world.rank == 0:
+        return launch, server
+    return launch, connect_to_rank0(f"{name}:{port}", world.rank, ANSWER)
+
+
+def listen(address: str) -> socket.socket:
+    """Listen on process 0 at the port of an address; 0 is any."""
+    v6 = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if v6 else socket.AF_INET
+    port = int(address.rpartition(":")[2])
+    try:
+        return socket.create_server(("", port), family=family, dualstack_ipv6=v6, backlog=1024)
+    except OSError as error:
+        raise PeerLost(
+            f"{address}: process 0 cannot listen at this port ({error.strerror}); set "
+            "JAXGPT_COORDINATOR to another host:port for all processes"
+        ) from None
+
+
+def connect_to_rank0(address: str, rank: int, timeout: float) -> socket.socket:
+    """Connect to host:port of process 0, which may not listen yet; `PeerLost` after `timeout` s."""
+    host, _, port = address.rpartition(":")
+    deadline = time.monotonic() + timeout
+    while True:
+        try:
+            return socket.create_connection((host.strip("[]"), int(port)), timeout=ANSWER)
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise PeerLost(
+                    f"process {rank} on host {socket.gethostname()} cannot reach process 0 at "
+                    f"{address} ({error}) within {timeout:.0f} s (--init-timeout); if it has "
+                    "started, set JAXGPT_COORDINATOR=host:port to a name of its host that all "
+                    "hosts can reach"
+                ) from None
+            time.sleep(SETTLE / 5)

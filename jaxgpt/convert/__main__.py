@@ -10,7 +10,6 @@ import sys
 
 from jaxgpt.cluster.shutdown import job_exit_handler
 from jaxgpt.config import CommandParser, UsageError, file_path, whole_number
-from jaxgpt.runtime.jax_internals import failure_board
 
 SIZES = {"GB": 10**9, "MB": 10**6, "KB": 10**3}
 # KIND -> (module of this room, what --help says)
@@ -68,7 +67,7 @@ def n_bytes(given: str) -> int:
 
 
 def main(argv: list[str] | None = None) -> None:
-    with job_exit_handler(failure_board):
+    with job_exit_handler():
         options = vars(parser().parse_args(sys.argv[1:] if argv is None else argv))
         kind = options.pop("kind")
         module = importlib.import_module(f"jaxgpt.convert.{KINDS[kind][0]}")

@@ -2,7 +2,7 @@
 
 It looks at versions, the launcher, hosts, devices, the run directory and clocks, checks and times
 every collective on each mesh axis, and trains a small model for ten steps. Every line says OK,
-WARN or FAIL, and what to do. Exit status: 0, or 1 if anything failed.
+WARN or FAIL, and what to do. Exit status: 0; 1 if anything failed; 70 if a process hangs.
 """
 
 import argparse
@@ -12,6 +12,7 @@ from pathlib import Path
 
 from jaxgpt.cluster import shutdown
 from jaxgpt.cluster.environment import rank_from_env
+from jaxgpt.cluster.monitor import HangLimit
 from jaxgpt.cluster.process_group import INIT_TIMEOUT, catch_usage_error, join_process_group
 from jaxgpt.config import (
     CommandParser,
@@ -24,7 +25,6 @@ from jaxgpt.config import (
 )
 from jaxgpt.doctor.directory import check_writable
 from jaxgpt.runtime.initialize import initialize_jax
-from jaxgpt.runtime.jax_internals import failure_board
 
 OUT = Path("runs")  # where runs without --out are written
 
@@ -72,21 +72,23 @@ def main(argv: list[str] | None = None) -> None:
         from jaxgpt.doctor.prove.command import main as prove
 
         prove(argv[1:])
-    with shutdown.job_exit_handler(failure_board):
+    with shutdown.job_exit_handler():
         if is_help(argv):
             if rank_from_env() == 0:
                 parser().print_help()
             return
         arguments, error = catch_usage_error(parse, argv)
-        cluster = join_process_group(arguments.init_timeout if arguments else INIT_TIMEOUT)
-        cluster.raise_if_any(error)
-        config = arguments.mesh
-        simulated = mesh_shape(config) if config else MeshShape(4 if cluster.size == 1 else -1)
-        found = initialize_jax(cluster, simulated, allow_cpu=True)
-        shape = mesh_shape(config, found["devices"]) if config else None
-        from jaxgpt.doctor.report import run_checks  # imports JAX
+        timeout = arguments.init_timeout if arguments else INIT_TIMEOUT
+        limit = HangLimit(timeout, f"--init-timeout={timeout:.0f}")
+        with join_process_group(timeout, limit) as cluster:
+            cluster.raise_if_any(error)
+            config = arguments.mesh
+            simulated = mesh_shape(config) if config else MeshShape(4 if cluster.size == 1 else -1)
+            found = initialize_jax(cluster, simulated, allow_cpu=True)
+            shape = mesh_shape(config, found["devices"]) if config else None
+            from jaxgpt.doctor.report import run_checks  # imports JAX
 
-        status = run_checks(cluster, found, shape, arguments.out or OUT, arguments.json)
+            status = run_checks(cluster, found, shape, arguments.out or OUT, arguments.json)
     sys.exit(status)
 
 

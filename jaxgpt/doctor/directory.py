@@ -10,12 +10,12 @@ from dataclasses import asdict
 from pathlib import Path
 
 from jaxgpt.cluster.process_group import ProcessGroup, catch_usage_error
+from jaxgpt.cluster.timeouts import ANSWER
 from jaxgpt.config import UsageError
 from jaxgpt.doctor.checks import Check
 from jaxgpt.perf.units import GIB, format_bytes
 
 LITTLE_SPACE = GIB
-PATIENCE = 10  # seconds for a network file system to show one host what another wrote
 IN_MEMORY = ("tmpfs", "ramfs")
 
 
@@ -66,7 +66,7 @@ def scratch_file(directory: Path, option: str = "--out") -> Iterator[str]:
 def host_checks(path: str, cluster: ProcessGroup) -> list[Check]:
     """Check that this host sees a file that process 0 made, and can write beside it."""
     directory, host = Path(path).parent, cluster.host_names[cluster.rank]
-    deadline = time.monotonic() + PATIENCE
+    deadline = time.monotonic() + ANSWER
     while not os.path.exists(path):
         if time.monotonic() > deadline:
             finding = f"{host} does not see in {directory} what {cluster.host_names[0]} wrote"

@@ -15,9 +15,8 @@ from pathlib import Path
 from jaxgpt.cluster.environment import JOB
 from jaxgpt.cluster.hardware import accelerator_expected
 from jaxgpt.cluster.shutdown import job_exit_handler
+from jaxgpt.cluster.timeouts import ANSWER
 from jaxgpt.config import UsageError
-
-KILL_SECONDS = 10.0  # for the kernel to end a process
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -30,7 +29,7 @@ def main(argv: list[str] | None = None) -> None:
 
 def end_leftovers(job: str) -> None:
     """Kill the processes of a try; `UsageError` if one does not end."""
-    deadline = time.monotonic() + KILL_SECONDS
+    deadline = time.monotonic() + ANSWER
     while left := processes_of(job):
         for pid in left:
             with contextlib.suppress(ProcessLookupError):

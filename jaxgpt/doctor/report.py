@@ -3,9 +3,7 @@
 It imports JAX: import it after `initialize_jax`.
 """
 
-import contextlib
 import json
-import threading
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -15,7 +13,7 @@ from typing import Any
 from jax.sharding import Mesh
 
 from jaxgpt.cluster.process_group import ProcessGroup
-from jaxgpt.cluster.shutdown import DONE, FAILED, terminate_job
+from jaxgpt.cluster.shutdown import DONE, FAILED
 from jaxgpt.config import MeshShape
 from jaxgpt.doctor.checks import Check, machine_checks
 from jaxgpt.doctor.collectives import (
@@ -29,10 +27,8 @@ from jaxgpt.doctor.directory import directory_checks
 from jaxgpt.doctor.facts import collect_facts
 from jaxgpt.doctor.training import training_check
 from jaxgpt.parallel.mesh import describe, make_mesh
-from jaxgpt.runtime.jax_internals import failure_board
 
 COLLECTIVES_SECONDS = 25.0  # for all axes together
-REPORT_SECONDS = 5  # for process 0 to print its report, before the others give up, too
 
 
 def run_checks(
@@ -46,24 +42,24 @@ def run_checks(
 
     `found` is what `initialize_jax` returned; without a `shape` `default_sizes` chooses it.
     """
-    with contextlib.closing(Report(cluster, found, as_json)) as report:
-        report.begin("the machine")
-        facts = collect_facts(cluster, found["coordinator"])
-        job = [SimpleNamespace(**f) for f in cluster.allgather(facts)]
-        report.section("machine", machine_checks(job, cluster, found))
-        report.begin("the run directory")
-        report.section("run directory", directory_checks(cluster, directory))
-        mesh = make_mesh(shape or default_sizes(cluster), cluster.hosts)
-        check_collectives(cluster, mesh, report)
-        report.begin("training")
-        broken = [c.name for c in report.checks if c.status == "FAIL" and " over " in c.name]
-        if broken:  # training would wait for it
-            finding = f"not tried, since {broken[0]} fails"
-            trained = Check("training", "FAIL", finding, "repair that one first")
-        else:
-            trained = training_check(cluster)
-        report.section("ten data-parallel steps of a small model", [trained])
-        report.summarize()
+    report = Report(cluster, found, as_json)
+    report.begin("the machine")
+    facts = collect_facts(cluster, found["coordinator"])
+    job = [SimpleNamespace(**f) for f in cluster.allgather(facts)]
+    report.section("machine", machine_checks(job, cluster, found))
+    report.begin("the run directory")
+    report.section("run directory", directory_checks(cluster, directory))
+    mesh = make_mesh(shape or default_sizes(cluster), cluster.hosts)
+    check_collectives(cluster, mesh, report)
+    report.begin("training")
+    broken = [c.name for c in report.checks if c.status == "FAIL" and " over " in c.name]
+    if broken:  # training would wait for it
+        finding = f"not tried, since {broken[0]} fails"
+        trained = Check("training", "FAIL", finding, "repair that one first")
+    else:
+        trained = training_check(cluster)
+    report.section("ten data-parallel steps of a small model", [trained])
+    report.summarize()
     return FAILED if any(check.status == "FAIL" for check in report.checks) else DONE
 
 
@@ -93,25 +89,21 @@ class Report:
         self.checks: list[Check] = []
         self.measurements: list[Measurement] = []
         self._cluster, self._job, self._as_json = cluster, job, as_json
-        self._timer = threading.Timer(0, self._give_up)
+        self._activity = ""
+        cluster.monitor.on_hang = self._give_up
+        cluster.monitor.start()
 
     def begin(self, activity: str) -> None:
         """Give the next activity its time."""
-        self._timer.cancel()
-        limit = self._cluster.timeout + (0 if self._cluster.is_main else REPORT_SECONDS)
-        self._timer = threading.Timer(limit, self._give_up, [activity])
-        self._timer.daemon = True
-        self._timer.start()
+        self._activity = activity
+        self._cluster.monitor.heartbeat(activity)
 
-    def _give_up(self, activity: str) -> None:
+    def _give_up(self) -> None:
+        """Report what was found until the job hung; the monitor then ends it, and names who."""
         finding = f"no answer within {self._cluster.timeout:.0f} s (--init-timeout)"
         remedy = "look for a host that hangs, or a firewall; NCCL_SOCKET_IFNAME names an interface"
-        if self._cluster.is_main:
-            self.section("stopped here", [Check(activity, "FAIL", finding, remedy)])
-            self.summarize()
-            terminate_job("", FAILED, failure_board(), REPORT_SECONDS + 2)
-        text = f"error: {activity}: {finding}, nor from process 0; {remedy}\n"
-        terminate_job(text, FAILED, failure_board())
+        self.section("stopped here", [Check(self._activity, "FAIL", finding, remedy)])
+        self.summarize()
 
     def section(self, title: str, checks: Sequence[Check]) -> None:
         """Add checks, and print them unless the report is JSON."""
@@ -124,10 +116,6 @@ class Report:
             if check.remedy:
                 print(f"     remedy: {check.remedy}")
         print(flush=True)
-
-    def close(self) -> None:
-        """Stop the clock."""
-        self._timer.cancel()
 
     def summarize(self) -> None:
         """Print the number of checks by status, or the JSON object."""

@@ -19,7 +19,6 @@ from jaxgpt.config import CommandParser, UsageError, is_help, whole_number
 from jaxgpt.data.source import SPLITS
 from jaxgpt.evaluate.model import Model, find_trained, run_folder
 from jaxgpt.evaluate.split import Loss, Split, corpus_losses, open_split, sum_losses
-from jaxgpt.runtime.jax_internals import failure_board
 from jaxgpt.tracking.jsonl import json_line
 
 LM_EVAL = "lm-eval"
@@ -58,7 +57,7 @@ def parser() -> CommandParser:
 
 def main(argv: list[str] | None = None) -> None:
     argv = sys.argv[1:] if argv is None else argv
-    with job_exit_handler(failure_board):
+    with job_exit_handler():
         if argv[:1] == [LM_EVAL]:
             run_lm_eval(argv[1:])
             return
@@ -67,11 +66,11 @@ def main(argv: list[str] | None = None) -> None:
         arguments, settings = parser().parse_known_args(argv)
         if arguments.dataset is not None:
             settings.append(f"data.dataset={arguments.dataset}")
-        cluster = join_process_group()
-        with run_folder(arguments.run, cluster) as folder:
-            record = evaluate(folder, arguments, settings, cluster) | {"run": arguments.run}
-        if cluster.is_main:
-            print(json_line(record).rstrip() if arguments.json else as_table(record))
+        with join_process_group() as cluster:
+            with run_folder(arguments.run, cluster) as folder:
+                record = evaluate(folder, arguments, settings, cluster) | {"run": arguments.run}
+            if cluster.is_main:
+                print(json_line(record).rstrip() if arguments.json else as_table(record))
 
 
 def run_lm_eval(argv: list[str]) -> None:

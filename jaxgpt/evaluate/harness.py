@@ -103,18 +103,19 @@ TEAM: ContextVar[Team | None] = ContextVar("team", default=None)  # within `run_
 
 def run_command(argv: list[str]) -> None:
     """Run lm_eval's command line on process 0, which the others follow."""
-    team = Team(join_process_group())
-    if not team.cluster.is_main:
-        team.follow()
-        return
-    before, sys.argv = sys.argv, ["lm-eval", *argv]  # lm_eval reads no other
-    reset = TEAM.set(team)
-    try:
-        with team.lead():
-            cli_evaluate()
-    finally:
-        sys.argv = before
-        TEAM.reset(reset)
+    with join_process_group() as cluster:
+        team = Team(cluster)
+        if not cluster.is_main:
+            team.follow()
+            return
+        before, sys.argv = sys.argv, ["lm-eval", *argv]  # lm_eval reads no other
+        reset = TEAM.set(team)
+        try:
+            with team.lead():
+                cli_evaluate()
+        finally:
+            sys.argv = before
+            TEAM.reset(reset)
 
 
 @register_model("jaxgpt")

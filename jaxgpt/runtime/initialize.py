@@ -10,18 +10,17 @@ import signal
 import socket
 import sys
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any
 
 from jaxgpt.cluster.environment import COORDINATOR, check_address
 from jaxgpt.cluster.hardware import accelerator_expected
 from jaxgpt.cluster.hosts import HOST_FILES, address_towards
-from jaxgpt.cluster.process_group import ProcessGroup, own_host
-from jaxgpt.cluster.shutdown import terminate_job, watch_for_peer_failure
-from jaxgpt.cluster.transport import TcpTransport, connect_to_rank0
+from jaxgpt.cluster.process_group import ProcessGroup, connect_to_rank0, own_host
+from jaxgpt.cluster.timeouts import LOST_HOST
 from jaxgpt.config import MeshShape, UsageError
 from jaxgpt.runtime.allocator import keep_freed_memory, reserve_gpu_memory
 from jaxgpt.runtime.devices import cpu_devices_per_process, local_device_ids
-from jaxgpt.runtime.jax_internals import failure_board, set_gloo_hostname
+from jaxgpt.runtime.jax_internals import set_gloo_hostname
 from jaxgpt.runtime.xla_flags import CPU_COLLECTIVES, add_xla_flags
 
 JOBS = (("PBS", "PBS_JOBID"), ("Slurm", "SLURM_JOB_ID"), ("Cobalt", "COBALT_JOBID"))
@@ -38,7 +37,6 @@ CHECK_DRIVER = (
     "check the driver and the plugin (for NVIDIA GPUs pip install 'jaxgpt[cuda]', or "
     "'jaxgpt[cuda12]' for its older drivers), or set JAX_PLATFORMS=cpu"
 )
-HEARTBEAT_TIMEOUT = 100  # seconds after which a silent process counts as dead
 
 
 def initialize_jax(
@@ -100,12 +98,9 @@ def _start_distributed(cluster: ProcessGroup, preemption: bool) -> str:
         local_device_ids=devices,
         cluster_detection_method="deactivate",  # or JAX picks devices by SLURM_LOCALID
         initialization_timeout=math.ceil(cluster.timeout),
-        heartbeat_timeout_seconds=HEARTBEAT_TIMEOUT,
+        heartbeat_timeout_seconds=int(2 * LOST_HOST),  # the monitor is first
     )
     set_gloo_hostname(_outward_address(cluster, coordinator.rpartition(":")[0].strip("[]")))
-    board = failure_board()
-    if board is not None and isinstance(cluster.transport, TcpTransport):
-        watch_for_peer_failure(board)
     return coordinator
 
 
@@ -161,11 +156,6 @@ def preemption_sync_point(step: int, requested: bool) -> bool | None:
     if requested:  # the service listens for SIGTERM, in C++ in place of Python's handler
         os.kill(os.getpid(), signal.SIGTERM)
     return multihost_utils.reached_preemption_sync_point(step)
-
-
-def end_job(report: str, status: int) -> NoReturn:
-    """Print an error message and end all processes of the job that `initialize_jax` connected."""
-    terminate_job(report, status, failure_board())
 
 
 def pin_settings() -> list[str]:

@@ -4,47 +4,10 @@ Each function gives the reason, and what happens with a version of JAX that no l
 tests/runtime/test_jax_internals.py fails for such a version, by the name of the function.
 """
 
-import contextlib
 import functools
-import sys
 from typing import Any
 
 WAIT_MILLISECONDS = 60_000  # for a key; then it is asked for again
-FAILURE_KEY = "jaxgpt/first_to_fail"  # in JAX's key-value store: rank and exit status
-
-
-class JaxFailureBoard:
-    """A `cluster.shutdown.FailureBoard` in the key-value store of `jax.distributed`."""
-
-    def __init__(self, client: Any, rank: int):
-        self._client = client
-        self.rank = rank
-
-    def post(self, status: int) -> bool:
-        with contextlib.suppress(Exception):  # process 0 is gone, or the store has this key
-            self._client.key_value_set(FAILURE_KEY, f"{self.rank} {status}")
-            return True
-        return False
-
-    def read(self) -> tuple[int, int] | None:
-        with contextlib.suppress(Exception):  # nobody has failed, or process 0 is gone
-            rank, status = map(int, self._client.key_value_try_get(FAILURE_KEY).split())
-            return rank, status
-        return None
-
-
-def failure_board() -> JaxFailureBoard | None:
-    """Return the board of this job; None unless `jax.distributed` connects its processes.
-
-    Without the store of `key_value_store` it is None, too; each process prints its own error.
-    """
-    jax = sys.modules.get("jax")
-    if jax is None or not jax.distributed.is_initialized():
-        return None
-    try:
-        return JaxFailureBoard(*_connection())
-    except (ImportError, AttributeError):
-        return None
 
 
 class KeyValueStore:
@@ -80,14 +43,9 @@ def key_value_store() -> KeyValueStore | None:
 
     if not jax.distributed.is_initialized():
         return None
-    return KeyValueStore(_connection()[0])
-
-
-def _connection() -> tuple[Any, int]:
-    """Return the client of `jax.distributed`, and this process's number."""
     from jax._src.distributed import global_state
 
-    return global_state.client, global_state.process_id
+    return KeyValueStore(global_state.client)
 
 
 def set_gloo_hostname(address: str) -> bool:

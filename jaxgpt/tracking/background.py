@@ -4,10 +4,10 @@ import queue
 import threading
 from typing import Any
 
+from jaxgpt.cluster.timeouts import ANSWER
 from jaxgpt.tracking.records import Record
 
 LIMIT = 1000  # records that a tracker may fall behind
-CLOSE_SECONDS = 10.0  # that a run waits for a tracker at its end
 
 
 class BackgroundTracker:
@@ -36,7 +36,7 @@ class BackgroundTracker:
         self._put("rewind", step)
         self._check()
 
-    def close(self, seconds: float = CLOSE_SECONDS) -> None:
+    def close(self, seconds: float = ANSWER) -> None:
         """Write what is left, waiting at most so many seconds."""
         self._put("close")
         self._thread.join(seconds)

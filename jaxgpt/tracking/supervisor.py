@@ -6,9 +6,8 @@ import socket
 from typing import Any
 
 from jaxgpt.cluster.environment import JOB, SUPERVISOR
+from jaxgpt.cluster.timeouts import ANSWER
 from jaxgpt.tracking.records import Record
-
-CONNECT_SECONDS = 10.0
 
 
 class SupervisorLink:
@@ -39,7 +38,7 @@ class SupervisorLink:
         message = self._facts | {"step": step, "ending": ending}
         if self._connection is None:
             host, _, port = os.environ[SUPERVISOR].rpartition(":")
-            self._connection = socket.create_connection((host, int(port)), CONNECT_SECONDS)
+            self._connection = socket.create_connection((host, int(port)), ANSWER)
         try:
             self._connection.sendall(json.dumps(message).encode() + b"\n")
         except OSError:

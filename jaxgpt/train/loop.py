@@ -9,9 +9,9 @@ import numpy as np
 from jaxgpt.checkpoint.checkpointer import Checkpoints
 from jaxgpt.checkpoint.replicas import devices_that_differ
 from jaxgpt.cluster import shutdown as exits
-from jaxgpt.cluster.health.preemption import StopSignal
-from jaxgpt.cluster.health.watchdog import START_MINUTES, Watchdog
 from jaxgpt.cluster.process_group import ProcessGroup
+from jaxgpt.cluster.stopping import StopSignal
+from jaxgpt.cluster.timeouts import SLOW_PHASE
 from jaxgpt.config import UsageError, should_evaluate, should_run_every, skip_ranges
 from jaxgpt.optim.schedule import learning_rate
 from jaxgpt.parallel.mesh import describe
@@ -43,7 +43,6 @@ def train(
     facts: dict[str, Any],
     stop: StopSignal,
     clock: Clock,
-    watchdog: Watchdog,
 ) -> int:
     """Train until train.max_iters, or until `stop` says so; return the exit status.
 
@@ -51,11 +50,11 @@ def train(
     steps that are not finite cannot be got over. `facts` are what `initialize_jax` returned.
     """
     checkpoints = Checkpoints(run.directory, run.config, cluster, stop.allow_for_save)
-    ready = set_up(run, cluster, facts, stop, clock, watchdog, checkpoints)
+    ready = set_up(run, cluster, facts, stop, clock, checkpoints)
     if ready is None:
         return exits.DONE
     run, trainer, state = ready
-    trainer.job.report.start(trainer.loader, watchdog.peers)
+    trainer.job.report.start(trainer.loader)
     try:
         if run.missing_records:
             evaluate_and_sample(trainer, run.resume_step or 0, state, run.missing_records)
@@ -90,7 +89,7 @@ def run_with_restarts(run: Run, state: TrainState, trainer: Trainer) -> StepsRes
     each corruption."""
     result, corrupted = run_steps(run, state, trainer), []
     while result.spike is not None or result.differ:
-        trainer.watchdog.heartbeat(f"the restart after step {result.step}", START_MINUTES)
+        trainer.job.cluster.monitor.heartbeat(f"the restart after step {result.step}", SLOW_PHASE)
         job = trainer.job
         try:
             if result.differ:
@@ -112,7 +111,7 @@ def run_with_restarts(run: Run, state: TrainState, trainer: Trainer) -> StepsRes
 def run_steps(run: Run, state: TrainState, trainer: Trainer) -> StepsResult:
     """Train from `run.resume_step` until something ends it; then all that was saved is on disk."""
     config, report, checkpoints = run.config, trainer.job.report, trainer.job.checkpoints
-    watchdog, profile = trainer.watchdog, trainer.profile
+    monitor, profile = trainer.job.cluster.monitor, trainer.profile
     buffer, dispatched = MetricsBuffer(config), DispatchLimiter()
     skips = SkipRanges(skip_ranges(config))
     trainer.loader.batch_sizes = run.batch_sizes  # the run may have gone back to before a change
@@ -121,14 +120,14 @@ def run_steps(run: Run, state: TrainState, trainer: Trainer) -> StepsResult:
     result, unsaved = StepsResult(run.resume_step or 0), 0  # steps, without those that were skipped
 
     for step in todo:
-        watchdog.heartbeat(f"the batch of step {step}")
+        monitor.heartbeat(f"the batch of step {step}")
         checkpoints.check()
         metrics = None
         if step not in skips:
             profile.before(step, state)
             with report.clock.within("data"):
                 batch = next(batches)
-            watchdog.heartbeat(f"step {step}")
+            monitor.heartbeat(f"step {step}")
             lr = learning_rate(config.optimizer, step)
             state, metrics = trainer.train_step(state, np.int32(step), lr, batch)
             with report.timer.waiting_for_device():
@@ -153,7 +152,7 @@ def run_steps(run: Run, state: TrainState, trainer: Trainer) -> StepsResult:
             break
 
         if saving:
-            watchdog.heartbeat(f"the checkpoint of step {step}", START_MINUTES)
+            monitor.heartbeat(f"the checkpoint of step {step}", SLOW_PHASE)
             save_checkpoint(run, trainer, step, state)
             unsaved = 0
 
@@ -165,7 +164,7 @@ def run_steps(run: Run, state: TrainState, trainer: Trainer) -> StepsResult:
             result = StepsResult(step, stopping, failure=failure)
             break
 
-    watchdog.heartbeat("the end of the steps", START_MINUTES)
+    monitor.heartbeat("the end of the steps", SLOW_PHASE)
     profile.close(state)
     batches.close()
     with report.clock.within("save"):
@@ -180,7 +179,7 @@ def find_corruption(
     every = run.config.train.verify_interval
     if not every or not (saving or should_run_every(step, every)):
         return ()
-    trainer.watchdog.heartbeat(f"the comparison of devices after step {step}")
+    trainer.job.cluster.monitor.heartbeat(f"the comparison of devices after step {step}")
     return tuple(devices_that_differ(state.params))
 
 
@@ -191,10 +190,10 @@ def evaluate_and_sample(
     jax.block_until_ready(state)  # the steps under way count as steps
     with trainer.job.report.clock.within("evaluation"):
         if "eval" in at:
-            trainer.watchdog.heartbeat(f"the evaluation after step {step}")
+            trainer.job.cluster.monitor.heartbeat(f"the evaluation after step {step}")
             trainer.job.report.log(trainer.evaluate(step, state.params))
         if "sample" in at:
-            trainer.watchdog.heartbeat(f"the sample after step {step}")
+            trainer.job.cluster.monitor.heartbeat(f"the sample after step {step}")
             trainer.job.report.log(trainer.sample(step, state.params))
 
 

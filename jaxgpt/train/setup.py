@@ -6,9 +6,9 @@ from typing import Any, NamedTuple
 
 from jaxgpt.checkpoint.checkpointer import Checkpoints
 from jaxgpt.checkpoint.replicas import has_copies
-from jaxgpt.cluster.health.preemption import StopSignal
-from jaxgpt.cluster.health.watchdog import START_MINUTES, Watchdog
 from jaxgpt.cluster.process_group import ProcessGroup
+from jaxgpt.cluster.stopping import StopSignal
+from jaxgpt.cluster.timeouts import SLOW_PHASE
 from jaxgpt.config import Config, MeshShape, UsageError
 from jaxgpt.data.loader import Loader
 from jaxgpt.parallel.mesh import describe, device_hosts, job_mesh, tensor_crosses_hosts_warning
@@ -37,7 +37,6 @@ class Trainer(NamedTuple):
     evaluate: Callable[[int, Params], EvalRecord]
     sample: Callable[[int, Params], SampleRecord | None]
     stop: StopSignal
-    watchdog: Watchdog
     profile: StepProfile
     # Counts steps that were begun, for `StopSignal`: never goes back, as a step's number may, and
     # begins at 1, the tick after which JAX stops a job that was signalled before its first step.
@@ -50,7 +49,6 @@ def set_up(
     facts: dict[str, Any],
     stop: StopSignal,
     clock: Clock,
-    watchdog: Watchdog,
     checkpoints: Checkpoints,
 ) -> tuple[Run, Trainer, TrainState] | None:
     """Build what a run needs, and the state to begin with; None if there is nothing left to do.
@@ -78,12 +76,12 @@ def set_up(
         )
         return None
 
-    watchdog.heartbeat("the state to begin with", START_MINUTES)
+    cluster.monitor.heartbeat("the state to begin with", SLOW_PHASE)
     clock.enter("state")
     job = Job(cluster, steps, checkpoints, report)
     run, state = restart_from(run.resume_step, Cause(), run, job)
     report.log_resume()
-    watchdog.heartbeat("the compilation of the step", START_MINUTES)
+    cluster.monitor.heartbeat("the compilation of the step", SLOW_PHASE)
     clock.enter("compile")
     train_step = steps.lower_train_step().compile()
     cluster.barrier()
@@ -93,10 +91,9 @@ def set_up(
         job=job,
         train_step=with_bit_flip(train_step, config),
         loader=Loader.for_training(run.dataset, config, steps.batch_shape.sharding),
-        evaluate=make_evaluator(run.dataset, config, steps, watchdog.heartbeat),
+        evaluate=make_evaluator(run.dataset, config, steps, cluster.monitor.heartbeat),
         sample=make_sampler(run.dataset, config, steps),
         stop=stop,
-        watchdog=watchdog,
         profile=StepProfile(run, cluster, train_step, report),
         ticks=itertools.count(1),
     )

@@ -7,9 +7,8 @@ import pytest
 
 from jaxgpt.cluster.environment import MPI_LAUNCHERS, Launch
 from jaxgpt.cluster.hosts import reachable_name
+from jaxgpt.cluster.monitor import Monitor
 from jaxgpt.cluster.process_group import ProcessGroup, join_process_group
-from jaxgpt.cluster.shutdown import PeerLost
-from jaxgpt.cluster.transport import TcpTransport, accept_peers
 from jaxgpt.config import UsageError
 from readme_code import load_block
 
@@ -36,21 +35,6 @@ def test_a_missing_mpi_library_is_explained(monkeypatch):
         join_process_group()
 
 
-def meet(size, present, timeout=20.0):
-    """What `exchange` gives to each of `present`, threads in place of processes."""
-    address, found = free_address(), {}
-
-    def take_part(rank):
-        try:
-            talk = TcpTransport(Launch("test", rank=rank, size=size, address=address), timeout)
-            found[rank] = [talk.allgather(f"{i}:{rank}".encode() * i) for i in range(3)]
-        except PeerLost as error:
-            found[rank] = error
-
-    at_once(take_part, present)
-    return found
-
-
 def free_address():
     with socket.socket() as s:
         s.bind(("", 0))
@@ -70,63 +54,49 @@ def test_no_two_processes_of_a_host_have_the_same_place():
 
     def take_part(rank):
         launch = Launch("test", rank=rank, size=4, address=address, through="tcp")
-        found[rank] = join_process_group(20.0, launch)
+        found[rank] = join_process_group(20.0, launch=launch)
 
     at_once(take_part, range(4))
     assert [found[rank].local_rank for rank in range(4)] == [0, 1, 2, 3]
     assert {found[rank].local_size for rank in range(4)} == {4}
 
 
-def test_all_get_every_message_in_order_of_rank():
-    found = meet(5, [3, 0, 4, 1, 2])
-    expected = [[f"{i}:{rank}".encode() * i for rank in range(5)] for i in range(3)]
-    assert found == dict.fromkeys(range(5), expected)
+def test_all_get_every_value_in_order_of_rank():
+    address, found = free_address(), {}
 
+    def take_part(rank):
+        launch = Launch("test", rank=rank, size=5, address=address, through="tcp")
+        with join_process_group(20.0, launch=launch) as group:
+            values = [f"{i}:{rank}" * 10 ** (2 * i) for i in range(4)]
+            found[rank] = [group.allgather(value) for value in values], group.broadcast(rank)
 
-def test_who_does_not_come_is_named():
-    found = meet(4, [0, 1], timeout=1)
-    assert all(isinstance(error, PeerLost) for error in found.values())
-    assert "2 of 4 processes arrived within 1 s (--init-timeout); missing: rank 2, 3" in (
-        str(found[0])
-    )
-    assert not found[1].args  # said once
-
-
-def test_ranks_that_do_not_fit_are_refused_at_once():
-    found = meet(3, [0, 1, 1])
-    assert isinstance(found[0], PeerLost)  # and nobody was waited for
-    assert "a process came as rank 1 of 3" in str(found[0])
+    at_once(take_part, [3, 0, 4, 1, 2])
+    expected = [[f"{i}:{rank}" * 10 ** (2 * i) for rank in range(5)] for i in range(4)]
+    assert found == dict.fromkeys(range(5), (expected, 0))
 
 
 def test_strangers_at_the_door_are_sent_away():
-    with socket.socket() as s:
-        s.bind(("", 0))
-        port = s.getsockname()[1]
-    launch = Launch("test", rank=0, size=2, address=f"127.0.0.1:{port}")
-    found = []
-    process_0 = threading.Thread(
-        target=lambda: found.append(TcpTransport(launch, 20).allgather(b"a"))
-    )
+    address, found = free_address(), {}
+
+    def take_part(rank):
+        launch = Launch("test", rank=rank, size=2, address=address, through="tcp")
+        with join_process_group(20.0, launch=launch) as group:
+            found[rank] = group.allgather(rank)
+
+    process_0 = threading.Thread(target=take_part, args=(0,))
     process_0.start()
-    for noise in (b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 8, b""):
-        connect_to(port).sendall(noise)
-    TcpTransport(Launch("test", rank=1, size=2, address=launch.address), 20).allgather(b"b")
+    for noise in (b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 8, b"[1]\n", b""):
+        connect_to(address).sendall(noise)
+    take_part(1)
     process_0.join()
-    assert found == [[b"a", b"b"]]
+    assert found == {0: [0, 1], 1: [0, 1]}
 
 
-def test_what_follows_a_rank_is_left_for_its_reader():
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        connect_to(server.getsockname()[1]).sendall(b"[1, 2]\nand more")
-        [(rank, peer)] = accept_peers(server, 2, 20)
-    with peer:
-        assert (rank, peer.recv(100)) == (1, b"and more")
-
-
-def connect_to(port):
+def connect_to(address):
+    host, port = address.split(":")
     for _ in range(100):
         try:
-            return socket.create_connection(("127.0.0.1", port))
+            return socket.create_connection((host, int(port)))
         except OSError:
             time.sleep(0.05)
     raise TimeoutError
@@ -148,7 +118,7 @@ def test_a_job_can_be_left_and_joined_again(monkeypatch):
     def take_part(rank):
         launch = Launch("test", rank=rank, size=2, address=address, through="tcp")
         for number in range(3):
-            with join_process_group(20.0, launch) as group:
+            with join_process_group(20.0, launch=launch) as group:
                 found[rank].append(group.allgather([number, rank]))
 
     at_once(take_part, range(2))
@@ -167,12 +137,12 @@ def test_a_closed_group_gives_up_what_it_held():
 
 
 def test_what_one_process_finds_wrong_stops_all():
-    class Transport:
-        def allgather(self, message):
-            return [b"null", b'"second"', b'"third"']
+    class Three(Monitor):
+        def allgather(self, value):
+            return [value, "second", "third"]
 
     with pytest.raises(UsageError, match="second"):
-        ProcessGroup("test", size=3, transport=Transport()).raise_if_any(None)
+        ProcessGroup("test", size=3, monitor=Three()).raise_if_any(None)
 
 
 def test_the_example_in_the_readme(tmp_path):

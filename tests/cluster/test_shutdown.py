@@ -22,14 +22,15 @@ def test_nobody_hears_of_a_reader_that_has_seen_enough(words, tmp_path):
 
 LATE = """
 import os, signal
-from jaxgpt.cluster.health.preemption import StopSignal
+from jaxgpt.cluster.monitor import Monitor
+from jaxgpt.cluster.stopping import StopSignal
 
 class Last:
     def __del__(self):  # when Python has given up its handlers
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGALRM):
             kill(os_getpid(), number)
 
-stop, last, kill, os_getpid = StopSignal(), Last(), os.kill, os.getpid
+stop, last, kill, os_getpid = StopSignal(Monitor()), Last(), os.kill, os.getpid
 """
 
 
@@ -57,49 +58,16 @@ def test_closed_streams_do_not_end_a_command(closed, tmp_path):
     assert sorted(losses(tmp_path)) == [1, 2]
 
 
-ENDED = """
-import atexit, os, sys
-from jaxgpt.cluster import shutdown
+INTERRUPTED = """
+import atexit, os
+from jaxgpt.cluster.shutdown import job_exit_handler
 
-class Board:
-    rank = 1
-
-    def post(self, status):
-        print("posted", status, flush=True)
-        return sys.argv[1] == "first"
-
-    def read(self):
-        return (0, 1) if sys.argv[1] == "second" else None
-
-shutdown.PROPAGATION_SECONDS = 0
-with shutdown.job_exit_handler(lambda: None if sys.argv[1] == "alone" else Board()):
+with job_exit_handler():
     atexit.register(os.abort)  # as XLA may, if it is interrupted in compiling
-    raise eval(sys.argv[2])
+    raise KeyboardInterrupt
 """
 
 
-def ended(board, error):
-    """The status of a process that raises `error`, what it posted, and what it said."""
-    variables = {"JAXGPT_RANK": "1", "JAXGPT_SIZE": "2", "JAXGPT_COORDINATOR": "localhost:29500"}
-    job = subprocess.run(
-        [sys.executable, "-c", ENDED, board, error], capture_output=True, text=True,
-        env=environment(**variables if board != "alone" else {}),
-    )  # fmt: skip
-    return job.returncode, job.stdout, job.stderr
-
-
 def test_an_interrupted_command_does_not_crash_at_its_exit():
-    assert ended("alone", "KeyboardInterrupt") == (128 + signal.SIGINT, "", "")
-
-
-def test_an_interrupted_process_ends_its_job():
-    assert ended("first", "KeyboardInterrupt") == (128 + signal.SIGINT, "posted 130\n", "")
-
-
-def test_a_process_that_fails_says_so_unless_another_has():
-    status, posted, said = ended("first", "ValueError('bad')")
-    assert (status, posted) == (1, "posted 1\n") and said.startswith("Traceback")
-    assert ended("second", "ValueError('bad')") == (1, posted, "")
-    assert ended("unreachable", "ValueError('bad')") == (
-        1, posted, "process 1 cannot reach process 0, and ends by itself: ValueError: bad\n"
-    )  # fmt: skip
+    job = subprocess.run([sys.executable, "-c", INTERRUPTED], capture_output=True, text=True)
+    assert (job.returncode, job.stdout, job.stderr) == (128 + signal.SIGINT, "", "")

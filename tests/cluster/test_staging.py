@@ -4,6 +4,7 @@ The environment is a small one: what is started needs no JAX, and the interprete
 system's, but in the long form.
 """
 
+import asyncio
 import importlib.util
 import os
 import platform
@@ -16,9 +17,9 @@ from pathlib import Path
 
 import pytest
 
-from jaxgpt.cluster.health.supervisor import check_hosts
 from jaxgpt.cluster.launchers import place_processes
 from jaxgpt.cluster.staging import UNPACK
+from jaxgpt.cluster.supervisor import check_hosts
 from jobs import environment
 
 ROOT = Path(__file__).parents[2]
@@ -146,7 +147,8 @@ def test_a_host_that_takes_a_lost_ones_place_gets_a_copy_when_it_is_checked(tmp_
     def check(disk):
         words = ("sh", "-c", UNPACK, "sh", str(disk), str(tmp_path / "small.tar"), "--")
         staged = f"{disk}/small/env/bin/python"
-        return check_hosts(layout, ["this"], "job", "directory", [*words, staged])["this"]
+        found = check_hosts(layout, ["this"], "job", "directory", [*words, staged])
+        return asyncio.run(found)["this"]
 
     assert check(tmp_path / "disk") is None
     assert (tmp_path / "disk" / "small" / "env" / "bin" / "python").exists()

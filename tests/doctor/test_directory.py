@@ -26,7 +26,7 @@ def test_a_shared_directory(tmp_path):
 
 
 def test_what_another_host_misses(tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "PATIENCE", 0)
+    monkeypatch.setattr(module, "ANSWER", 0)
     (check,) = host_checks(f"{tmp_path}/missing", TWO_HOSTS)
     assert (check.status, "all hosts share" in check.remedy) == ("FAIL", True)
     assert "node1 does not see" in check.finding

@@ -30,9 +30,9 @@ def plant() -> None:
 
         setup.make_evaluator = lambda *arguments: fail
     elif where == "signalled":
-        from jaxgpt.cluster.health.watchdog import Watchdog
+        from jaxgpt.cluster.monitor import Monitor
 
-        heartbeat = Watchdog.heartbeat
+        heartbeat = Monitor.heartbeat
 
         def compile_signalled(self, activity, *rest):
             heartbeat(self, activity, *rest)
@@ -40,7 +40,7 @@ def plant() -> None:
                 os.kill(os.getpid(), signal.SIGTERM)
                 time.sleep(2)  # for all to have heard of it: they wait for this process
 
-        Watchdog.heartbeat = compile_signalled
+        Monitor.heartbeat = compile_signalled
     elif where == "restore":
         from jaxgpt.checkpoint.checkpointer import Checkpoints
 
@@ -77,7 +77,7 @@ def plant() -> None:
 
 where, rank = sys.argv[1], int(sys.argv[2])
 if where == "devices":
-    train.START_MINUTES = 0  # or the test takes half an hour
+    train.SLOW_PHASE = 0  # or the test takes half an hour
 if rank_from_env() == rank:
     # Training code imports JAX, which must not happen before jaxgpt.train has set it up.
     if where in ("prepare", "devices"):

@@ -1,6 +1,6 @@
 """A training run of which one process stops once: `stopped.py PHASE RANK MARK [train arguments]`.
 
-It stops itself in the middle of what the watchdog calls PHASE, and in "start" before it has come to
+It stops itself in the middle of what the monitor calls PHASE, and in "start" before it has come to
 the others. The file MARK says that it has.
 """
 
@@ -12,11 +12,11 @@ import time
 from pathlib import Path
 
 from jaxgpt.cluster.environment import rank_from_env
-from jaxgpt.cluster.health.watchdog import Watchdog
+from jaxgpt.cluster.monitor import Monitor
 from jaxgpt.train import __main__ as train
 
 phase, rank, mark = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])
-heartbeat = Watchdog.heartbeat
+heartbeat = Monitor.heartbeat
 
 
 def stop():
@@ -32,7 +32,7 @@ def watched(self, activity, *rest):
 
 
 if rank_from_env() == rank:
-    Watchdog.heartbeat = watched
+    Monitor.heartbeat = watched
     if phase == "start":
         stop()
 train.main(sys.argv[4:])

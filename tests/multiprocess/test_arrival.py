@@ -54,8 +54,10 @@ def test_a_rank_that_does_not_come_is_named(tmp_path):
     ]
     for status, output in ended(jobs):
         assert status != 0
-        assert f"error: 3 of 4 processes arrived within {SECONDS} s (--init-timeout)" in output
-        assert "missing: rank 2;" in output
+        assert (
+            f"error: 1 of 4 processes did not start within {SECONDS} s (--init-timeout); missing: "
+            "rank 2; look at "
+        ) in output
         assert "Traceback" not in output
 
 
@@ -74,7 +76,9 @@ def test_without_mpi_a_rank_that_does_not_come_is_named(tmp_path):
     ]
     found = ended(jobs)
     assert [status for status, _ in found] == [1, 1, 1]
-    assert "3 of 4 processes arrived" in found[0][1] and "missing: rank 2;" in found[0][1]
+    assert "1 of 4 processes did not start" in found[0][1]
+    assert "missing: rank 2;" in found[0][1]
+    assert [output for _, output in found[1:]] == ["", ""]
 
 
 def test_another_mpi_than_the_launchers_is_explained(tmp_path):

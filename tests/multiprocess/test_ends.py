@@ -200,7 +200,8 @@ def test_a_process_that_is_killed_or_interrupted_takes_all_with_it(tmp_path, how
         (
             "killed",
             [1, -signal.SIGKILL],
-            "\nerror: process 1 has ended; its own output may say why\n",
+            f"\nerror: process 1 on host {socket.gethostname()} has ended; its own output may say "
+            "why\n",
         ),
         ("interrupted", [130, 130], ""),
     ],

@@ -131,7 +131,7 @@ def test_it_gives_up_where_no_step_is_gained(tmp_path):
     job = subprocess.run(words, capture_output=True, text=True, env=environment(), timeout=200)
     assert job.returncode == 1, job.stderr
     assert job.stderr.count("ended with status 1") == 3
-    assert "3 tries in a row gained no step" in job.stderr
+    assert "--give-up-after 3: no new checkpoint" in job.stderr
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,6 @@ from jaxgpt.cluster.shutdown import job_exit_handler
 from jaxgpt.config import ModelConfig
 from jaxgpt.convert.families import table_of, write_config
 from jaxgpt.convert.names import Table
-from jaxgpt.runtime.jax_internals import failure_board
 from side_by_side import Peer, compare, parser
 
 
@@ -23,7 +22,7 @@ def describe(model: ModelConfig) -> tuple[dict[str, Any], Table]:
 
 
 def main() -> None:
-    with job_exit_handler(failure_board):
+    with job_exit_handler():
         options, settings = parser(__file__, __doc__).parse_known_args()
         compare(Peer("transformers", "transformers", describe), options, settings)
 

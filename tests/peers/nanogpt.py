@@ -8,7 +8,6 @@ from typing import Any
 from jaxgpt.cluster.shutdown import job_exit_handler
 from jaxgpt.config import ModelConfig, UsageError, file_path, is_changed
 from jaxgpt.convert.names import NANOGPT, Table
-from jaxgpt.runtime.jax_internals import failure_board
 from side_by_side import Peer, compare, parser
 
 OPTIONS = ("n_layer", "n_head", "n_embd", "block_size", "bias", "dropout")
@@ -27,7 +26,7 @@ def describe(model: ModelConfig) -> tuple[dict[str, Any], Table]:
 def main() -> None:
     command = parser(__file__, __doc__)
     command.add_argument("--repo", type=file_path, required=True, help="a clone of nanoGPT")
-    with job_exit_handler(failure_board):
+    with job_exit_handler():
         options, settings = command.parse_known_args()
         if not (options.repo / "model.py").is_file():
             raise UsageError(f"--repo={options.repo}: has no model.py; give a clone of nanoGPT")

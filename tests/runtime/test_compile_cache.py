@@ -3,6 +3,7 @@ import threading
 import jax
 import pytest
 
+from jaxgpt.cluster.monitor import Monitor
 from jaxgpt.cluster.process_group import ProcessGroup
 from jaxgpt.runtime.compile_cache import _is_shared, use_compile_cache
 
@@ -41,23 +42,22 @@ def test_a_cache_is_shared_if_each_process_has_the_file_in_its_own_folder(
     folders, shared, tmp_path
 ):
     """Hosts of other processors have a folder each, which the other one may see, too."""
-    barrier, messages, found = threading.Barrier(2), [b"", b""], [None, None]
+    barrier, values, found = threading.Barrier(2), [None, None], [None, None]
 
-    class Transport:
-        def __init__(self, rank):
-            self.rank = rank
-
-        def allgather(self, message):
-            messages[self.rank] = message
+    class Together(Monitor):
+        def allgather(self, value):
+            values[self.rank] = value
             barrier.wait(10)
-            given = list(messages)
+            given = list(values)
             barrier.wait(10)
             return given
 
     def process(rank):
         folder = tmp_path / folders[rank]
         folder.mkdir(exist_ok=True)
-        cluster = ProcessGroup("test", rank=rank, size=2, transport=Transport(rank))
+        monitor = Together()
+        monitor.rank = rank
+        cluster = ProcessGroup("test", rank=rank, size=2, monitor=monitor)
         found[rank] = _is_shared(folder, cluster)
 
     threads = [threading.Thread(target=process, args=(rank,)) for rank in range(2)]

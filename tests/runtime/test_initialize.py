@@ -4,6 +4,7 @@ import jax
 import pytest
 
 from jaxgpt.cluster.machines import find_machine
+from jaxgpt.cluster.monitor import Monitor
 from jaxgpt.cluster.process_group import ProcessGroup
 from jaxgpt.config import MeshShape, UsageError
 from jaxgpt.runtime import devices as own
@@ -54,15 +55,16 @@ def test_more_devices_than_a_cpu_simulates_are_refused(mesh):
     assert cpu_devices_per_process(MeshShape(4096), ProcessGroup("test", size=2)) == 2048
 
 
-class Mates:
+class Mates(Monitor):
     """A talk in which all processes say the same, but for what the others say first."""
 
     def __init__(self, size, others=None):
+        super().__init__()
         self.size, self.others = size, others
 
-    def allgather(self, message):
-        others, self.others = self.others or message, None
-        return [message] + [others] * (self.size - 1)
+    def allgather(self, value):
+        others, self.others = self.others or value, None
+        return [value] + [others] * (self.size - 1)
 
 
 def cluster_of(local_rank, local_size, others=None):
@@ -72,7 +74,7 @@ def cluster_of(local_rank, local_size, others=None):
         local_rank=local_rank,
         local_size=local_size,
         hosts=(0,) * local_size,
-        transport=Mates(local_size, others),
+        monitor=Mates(local_size, others),
     )
 
 
@@ -97,7 +99,7 @@ def test_processes_of_a_host_share_its_devices(
 def test_devices_that_a_launcher_gave_out_are_not_shared_again(monkeypatch):
     monkeypatch.setattr(own, "accelerator_expected", lambda: True)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
-    assert local_device_ids(cluster_of(1, 2, others=b'"0,1"')) is None
+    assert local_device_ids(cluster_of(1, 2, others="0,1")) is None
 
 
 @pytest.mark.parametrize(("local_rank", "devices"), [(0, [0]), (1, [1]), (2, [0]), (3, [1])])

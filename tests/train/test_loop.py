@@ -15,7 +15,7 @@ import yaml
 
 from jaxgpt import sample
 from jaxgpt.cluster import shutdown as exits
-from jaxgpt.cluster.health.watchdog import Watchdog
+from jaxgpt.cluster.monitor import Monitor
 from jaxgpt.config import MeshShape, OptimizerConfig, UsageError
 from jaxgpt.data.loader import Loader
 from jaxgpt.data.tokenizers import ByteTokenizer
@@ -272,7 +272,7 @@ def test_an_evaluation_that_a_run_did_not_come_to_is_made_up_for(
 ):
     """As of a run that was killed after it had saved: also where no step is left to be done."""
     beats = []
-    monkeypatch.setattr(Watchdog, "heartbeat", lambda self, doing, least=0: beats.append(doing))
+    monkeypatch.setattr(Monitor, "heartbeat", lambda self, doing, least=0: beats.append(doing))
     if step == 40:  # no room for a checkpoint, and none to be written
         monkeypatch.setattr(shutil, "disk_usage", lambda path: types.SimpleNamespace(free=2**17))
     out = tmp_path / "again"

@@ -8,7 +8,6 @@ from typing import Any
 
 import jax
 
-from jaxgpt.cluster.health.heartbeat import Heartbeats
 from jaxgpt.cluster.process_group import ProcessGroup
 from jaxgpt.data.batch_sizes import BatchSizes
 from jaxgpt.data.loader import Loader
@@ -17,7 +16,6 @@ from jaxgpt.parallel.mesh import describe
 from jaxgpt.perf.clock import Clock
 from jaxgpt.perf.flops import Rates, StepTimer, flops_per_token, peak_flops
 from jaxgpt.perf.memory import memory_in_use
-from jaxgpt.perf.stalls import Stalls
 from jaxgpt.perf.startup import startup_line, startup_report, startup_values, summary
 from jaxgpt.perf.units import count
 from jaxgpt.spikes.detector import CAUSES
@@ -62,7 +60,6 @@ class Reporter:
         self._goodput = Goodput(clock, run.resume_step or 0, self._log_goodput)
         self._has_started = self._has_stepped = False
         self._skipped = self._nonfinite = 0
-        self._stalls = Stalls() if cluster.size > 1 else None
         self._stragglers = Stragglers(cluster.host_names)
 
     def log_header(self, facts: dict[str, Any], warnings: Sequence[str]) -> None:
@@ -96,9 +93,8 @@ class Reporter:
                 f"{count(then['processes'], 'process', 'es')} -> {now} on {self._cluster.size}"
             )
 
-    def start(self, loader: Loader, heartbeats: Heartbeats) -> None:
+    def start(self, loader: Loader) -> None:
         """Keep the configuration and start the clock: the first step is next."""
-        self._heartbeats = heartbeats
         if self._enabled:
             self._keep_config()
         done = self._run.resume_step or 0
@@ -138,19 +134,18 @@ class Reporter:
                 self.info(data_line(sizes, step))
 
     def _new_timer(self) -> StepTimer:
-        stalls = self._stalls
-        return StepTimer(self.clock, (lambda: stalls.seconds) if stalls else float)
+        return StepTimer(self.clock, lambda: self._cluster.monitor.stalled)
 
     def gather_host_times(self, step: int) -> None:
         """Tell process 0 this one's times, where `step` is logged; it names those that are slow.
 
-        They travel with the signs of life of another thread: nothing waits for them.
+        They go with the next heartbeat: nothing waits for them.
         """
-        if self._stalls is None or step % self._config.train.log_interval:
+        if self._cluster.size == 1 or step % self._config.train.log_interval:
             return
-        self._heartbeats.tell(json.dumps(self.timer.host_times()))
+        self._cluster.monitor.tell(json.dumps(self.timer.host_times()))
         if self._enabled:
-            for straggler in self._stragglers.compare(step, self._heartbeats.heard):
+            for straggler in self._stragglers.compare(step, self._cluster.monitor.heard):
                 self.log(straggler)
 
     def step(self, step: int, metrics: Metrics | None, known: list[StepMetrics]) -> None:
@@ -262,7 +257,7 @@ class Reporter:
         values = record.to_dict()
         if record.kind == "train":
             if not values["skipped"]:
-                with_slowest = self._stalls is not None
+                with_slowest = self._cluster.size > 1
                 self._console.legend(legend(values, self._figures, with_slowest))
             line = functools.partial(
                 train_line, values, self._figures, self._config.train.max_iters
@@ -287,8 +282,6 @@ class Reporter:
         self._console.end_progress()
         losses = self._losses.get(step)
         self.info(f"{last_line}: {losses}" if losses else last_line)
-        if self._stalls:
-            self._stalls.close()
         self._goodput.write(is_last=not has_failed)
         if self._trackers is not None:
             # The file system may be unreachable, which must not fail a run that is saved.

@@ -1,22 +1,29 @@
-"""Stopping a run between two steps: on a signal, or before a time limit."""
+"""When does a run stop? After a step, on a signal, or before a time limit."""
 
 import atexit
 import os
+import re
 import signal
+import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable
-from types import FrameType
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
-from jaxgpt.cluster.health.walltime import TimeLimit
-from jaxgpt.cluster.shutdown import end_process
+from jaxgpt.cluster.monitor import Monitor
+from jaxgpt.cluster.timeouts import COMMAND, DEBOUNCE, SAVE_MARGIN
 
-# That stop a run after a step. Slurm sends USR1 or USR2 where sbatch was given --signal.
+# Signals that stop a run after a step. Slurm sends USR1 or USR2 if sbatch was given --signal; ALRM
+# is the time limit's own.
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM)
-LEAST_MARGIN = 120.0  # seconds to save in, before a job is ended
-DEBOUNCE = 2.0  # seconds in which a Ctrl-C may come twice: from the terminal and from a launcher
+
+
+class TimeLimit(NamedTuple):
+    """The seconds that are left, None without a limit, and a line for the log."""
+
+    seconds: float | None = None
+    line: str = ""
+    ends_job: bool = False  # what is not on disk by then is lost
 
 
 def margin(seconds: float, save: float, step: float) -> float:
@@ -30,7 +37,7 @@ def margin(seconds: float, save: float, step: float) -> float:
         save: the longest checkpoint so far, from the start of saving to its last file.
         step: the longest step so far, with what was due at it.
     """
-    return min(max(LEAST_MARGIN, 3 * save, save + 2 * step), max(seconds / 4, 1.5 * save))
+    return min(max(SAVE_MARGIN, 3 * save, save + 2 * step), max(seconds / 4, 1.5 * save))
 
 
 class StopSignal:
@@ -38,33 +45,32 @@ class StopSignal:
 
     def __init__(
         self,
+        monitor: Monitor,
         limit: TimeLimit | None = None,
         sync_point: Callable[[int, bool], bool | None] = lambda step, requested: None,
-        leave: Callable[[str, int], Any] = lambda report, status: end_process(status),
     ):
         """Catch signals from now on.
 
         Args:
+            monitor: its thread hears of signals at once; Python's own handlers would wait until the
+                main thread returns from compiling.
             limit: that of the run; None on other processes than 0, which say nothing.
             sync_point: takes a step and whether this process was first asked to stop before it,
                 and returns whether all processes stop after it; None where this is the only one.
-            leave: ends the job without a checkpoint, given a message and a status.
         """
         self.reason: str | None = None
         # Replaced once there is a log.
         self.say = lambda line: print(line, file=sys.stderr, flush=True)
-        self._limit, self._sync_point, self._leave = limit, sync_point, leave
+        self._monitor, self._limit, self._sync_point = monitor, limit, sync_point
         self._forwarded, self._interrupted = False, 0.0
         self._began, self._step_began = time.monotonic(), None
         self._save_seconds = self._step_seconds = 0.0  # the longest so far
-        read, write = os.pipe()
+        self._pipe, write = os.pipe()
         os.set_blocking(write, False)
-        # A signal's number is written to the pipe at once. Python itself would wait for what runs
-        # outside of it, such as an hour of compiling.
         signal.set_wakeup_fd(write, warn_on_full_buffer=False)
-        threading.Thread(target=self._listen, args=(read,), name="signals", daemon=True).start()
+        monitor.watch_pipe(self._pipe, self._listen)
         for number in SIGNALS:
-            signal.signal(number, self._ignore)
+            signal.signal(number, lambda number, frame: None)
             # Ignore what comes when all is done: Python would go back to being killed.
             atexit.register(signal.signal, number, signal.SIG_IGN)
         self._set_alarm()
@@ -108,20 +114,16 @@ class StopSignal:
             at = self._began + self._limit.seconds - self._margin()
             signal.setitimer(signal.ITIMER_REAL, max(0.01, at - time.monotonic()))
 
-    def _ignore(self, number: int, frame: FrameType | None) -> None:
-        """Take the place of a handler that would end the process."""
-
-    def _listen(self, pipe: int) -> None:
-        while True:
-            for number in os.read(pipe, 64):
-                if number in SIGNALS:
-                    self._receive(number)
+    def _listen(self) -> None:
+        for number in os.read(self._pipe, 64):
+            if number in SIGNALS:
+                self._receive(number)
 
     def _receive(self, number: int) -> None:
         now, again = time.monotonic(), self.reason is not None
         if number == signal.SIGINT:
             if self._interrupted and now - self._interrupted > DEBOUNCE:
-                self._leave("", 128 + signal.SIGINT)
+                self._monitor.end_job("", 128 + signal.SIGINT)
             self._interrupted = self._interrupted or now
         if again:
             return
@@ -143,3 +145,72 @@ class StopSignal:
             return self.reason is not None
         self._forwarded |= requested
         return agreed
+
+
+def time_limit(
+    setting: float | str | None, passed: float, environ: Mapping[str, str] = os.environ
+) -> TimeLimit:
+    """Return the limit that train.time_limit sets, `passed` seconds after the process began."""
+    if setting != "auto":
+        seconds = None if setting is None else 60.0 * setting - passed
+        return TimeLimit(seconds, f"train.time_limit={setting}")
+    if job := environ.get("SLURM_JOB_ID"):
+        if (end := environ.get("SLURM_JOB_END_TIME", "")).isdecimal():  # Slurm 22.05 and later
+            return TimeLimit(int(end) - time.time(), "SLURM_JOB_END_TIME", ends_job=True)
+        source, (answer, problem) = f"squeue -j {job}", ask("squeue", "-h", "-j", job, "-o", "%L")
+        seconds = slurm_seconds(answer.strip())
+        if answer.strip() == "UNLIMITED":
+            return TimeLimit(None, f"none, {source} says UNLIMITED")
+    elif job := environ.get("PBS_JOBID"):
+        source, (answer, problem) = f"qstat -f {job}", ask("qstat", "-f", job)
+        seconds, answer = pbs_seconds(answer, time.time()), "no walltime"
+    else:
+        return TimeLimit(None, "none, as this is no job of PBS or Slurm")
+    if seconds is not None:
+        return TimeLimit(seconds, source, ends_job=True)
+    return TimeLimit(
+        None,
+        f"not known, as {source} does not tell ({problem or answer.strip()}); to save before the "
+        "job is ended, give train.time_limit=MINUTES",
+    )
+
+
+def slurm_seconds(text: str) -> float | None:
+    """Read squeue's [days-][[hours:]minutes:]seconds; None for UNLIMITED and such."""
+    if not re.fullmatch(r"(\d+-)?\d+(:\d+){0,2}", text):
+        return None
+    days, _, clock = text.rpartition("-")
+    seconds = 0
+    for part in clock.split(":"):
+        seconds = 60 * seconds + int(part)
+    return 86_400.0 * int(days or 0) + seconds
+
+
+def pbs_seconds(text: str, now: float) -> float | None:
+    """Read `qstat -f`: what is left of the walltime at `now`, in Unix seconds.
+
+    The job started at `stime` (PBS Professional and OpenPBS) or `start_time` (Torque), local time.
+    """
+    limit = re.search(r"^\s*Resource_List\.walltime = (\d+):(\d\d):(\d\d)\s*$", text, re.MULTILINE)
+    start = re.search(r"^\s*(?:stime|start_time) = (.+?)\s*$", text, re.MULTILINE)
+    if limit is None or start is None:
+        return None
+    try:
+        began = time.mktime(time.strptime(start[1]))  # as ctime writes it
+    except ValueError:
+        return None
+    hours, minutes, seconds = map(int, limit.groups())
+    return began + 3600 * hours + 60 * minutes + seconds - now
+
+
+def ask(*command: str) -> tuple[str, str]:
+    """Return what a scheduler's command prints, or nothing and the problem."""
+    try:
+        ran = subprocess.run(
+            command, capture_output=True, text=True, errors="replace", timeout=COMMAND
+        )
+    except subprocess.TimeoutExpired:
+        return "", f"no answer within {COMMAND:.0f} s"
+    except OSError as error:
+        return "", f"{command[0]}: {error.strerror}"
+    return ("", ran.stderr.strip()[:200] or "status 1") if ran.returncode else (ran.stdout, "")

@@ -1,0 +1,497 @@
+"""One thread per process that keeps the job together: its connection, heartbeats, and failures.
+
+Every process other than 0 has one TCP connection to process 0. A thread serves it, so that a
+process answers while its main thread compiles for an hour. Each message is a line of JSON:
+
+    ["beat", number, activity, overdue, words]  both ways: I am alive, and this is where I am
+    ["gather", value]     to process 0: my value of a collective
+    ["gathered", values]  from process 0: the values of all processes
+    ["failed", status]    to process 0: I have an error to report
+    ["report"]            from process 0: yours is the first error; print it and end
+    ["end", status]       from process 0: the job has failed, and that has been reported; end
+    ["stacks"]            the job hangs: write down where your threads are
+    ["bye"]               I leave the job without an error
+
+Process 0 decides when the job has failed: a process reports an error, its connection breaks, it is
+silent for too long, or it makes no progress. The others decide only whether process 0 is well.
+"""
+
+import asyncio
+import atexit
+import contextlib
+import faulthandler
+import json
+import os
+import queue
+import shutil
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Collection, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from jaxgpt.cluster.environment import Launch, job_name
+from jaxgpt.cluster.shutdown import (
+    FAILED,
+    HUNG,
+    abort_mpi,
+    end_process,
+    flush_stdout,
+    report_and_end,
+)
+from jaxgpt.cluster.timeouts import ANSWER, HEARTBEAT, LOST_HOST, SETTLE, TICK
+
+MAX_LINE = 2**30  # bytes of a message
+
+
+class HangLimit(NamedTuple):
+    """How long a process may be silent, or an activity may take, before the job is ended."""
+
+    seconds: float
+    setting: str  # where a user sets it, such as `train.hang_timeout=30`
+
+
+class Progress(NamedTuple):
+    """How far a process is. All run the same program: the lowest number is furthest behind."""
+
+    number: int = 0  # of the activity, counted from the start
+    activity: str = "the start"
+    is_overdue: bool = False  # whether the activity takes longer than it may
+
+
+class Peer:
+    """A process at the other end of a connection."""
+
+    def __init__(self, writer: asyncio.StreamWriter):
+        self.writer = writer
+        self.progress = Progress()
+        self.silence = 0.0  # seconds since it was heard
+
+    def send(self, *message: Any) -> None:
+        self.writer.write(encode(*message))
+
+
+class Monitor:
+    """What one process knows of its job; ends the job when a process fails or hangs.
+
+    A process that is alone needs no `connect`; the thread, if started, watches its progress.
+    """
+
+    def __init__(self, limit: HangLimit | None = None):
+        """Start nothing yet. Without a limit, hangs are waited for, however long."""
+        self.rank, self.size = 0, 1
+        self.host_names: tuple[str, ...] = ()  # by rank, once they are known
+        self.heard: dict[int, str] = {}  # on process 0: what each process told it last
+        self.stalled = 0.0  # seconds in which this process was not run at all
+        self.on_hang: Callable[[], None] = lambda: None  # called before a hang ends the job
+        self.advice = ""  # ends the report of a hang
+        self._limit = limit
+        self._interval = min(HEARTBEAT, limit.seconds / 4) if limit else HEARTBEAT
+        self._progress, self._words = Progress(), ""
+        self._allowed = self._spent = 0.0  # seconds of the current activity
+        self._peers: dict[int, Peer] = {}
+        self._parts: dict[int, Any] = {}  # on process 0: of the collective that is under way
+        self._gathered: queue.SimpleQueue[list[Any]] = queue.SimpleQueue()
+        self._report = "", FAILED  # what this process prints, if it is the one to report
+        self._is_failing = self._is_decided = False
+        self._thread: threading.Thread | None = None
+
+    # For the main thread.
+
+    def start(self) -> None:
+        """Start the thread, unless it runs."""
+        if self._thread is None:
+            is_up = threading.Event()
+            self._thread = threading.Thread(target=self._run, args=(is_up,), daemon=True)
+            self._thread.start()
+            is_up.wait()
+            atexit.register(self.close)
+
+    def connect(self, rank: int, size: int, connection: socket.socket, timeout: float) -> None:
+        """Connect all processes: process 0 listens at its socket, and the others' lead there.
+
+        If they do not all come within `timeout` seconds, process 0 says who is missing, and ends.
+        """
+        self.rank, self.size = rank, size
+        self.start()
+        meeting = self._accept(connection, timeout) if rank == 0 else self._join(connection)
+        asyncio.run_coroutine_threadsafe(meeting, self._loop).result()
+
+    def allgather(self, value: Any) -> list[Any]:
+        """Return every process's `value` (anything that JSON holds) by rank, on every process."""
+        if self.size == 1:
+            return [value]
+        if self.rank == 0:
+            self._loop.call_soon_threadsafe(self._contribute, 0, value)
+        else:
+            self._loop.call_soon_threadsafe(self._peers[0].send, "gather", value)
+        return self._gathered.get()
+
+    def heartbeat(self, activity: str, min_seconds: float = 0.0) -> None:
+        """Say that `activity` begins; it may take `min_seconds` even if the limit is less."""
+        self._allowed = max(min_seconds, self._limit.seconds if self._limit else 0.0)
+        self._progress, self._spent = Progress(self._progress.number + 1, activity), 0.0
+
+    def tell(self, words: str) -> None:
+        """Send words to process 0 with the next heartbeat, which costs this thread nothing."""
+        self._words = words
+        if self.rank == 0:
+            self.heard[0] = words
+
+    def watch_pipe(self, pipe: int, receive: Callable[[], None]) -> None:
+        """Call `receive` in the monitor's thread whenever a pipe can be read."""
+        self.start()
+        self._loop.call_soon_threadsafe(self._loop.add_reader, pipe, receive)
+
+    def write_stacks_to(self, directory: Path) -> None:
+        """If the job hangs, write where each thread of this process is to a file."""
+        self.on_hang = lambda: write_stacks(directory / f"hang-{self.rank}.txt")
+        self.advice = f"; {directory}/hang-<process>.txt has the stacks of each process; start "
+        self.advice += "again with the same --out"
+
+    def end_job(self, report: str, status: int) -> None:
+        """End all processes with `status`; print `report` unless another process failed first.
+
+        It returns only to the monitor's own thread, which then does it.
+        """
+        flush_stdout()
+        if self._thread is None:
+            report_and_end(report, status)
+        self._loop.call_soon_threadsafe(self._fail, report, status)
+        if threading.current_thread() is not self._thread:
+            threading.Event().wait()
+
+    @contextlib.contextmanager
+    def arrival_limit(self, launch: Launch, timeout: float) -> Iterator[None]:
+        """End this process if the block, in which MPI waits for all processes, takes too long."""
+        self.start()
+        waiting = asyncio.run_coroutine_threadsafe(self._limit_arrival(launch, timeout), self._loop)
+        try:
+            yield
+        finally:
+            waiting.cancel()
+
+    def close(self) -> None:
+        """Leave the job, and end the thread."""
+        if self._thread is not None:
+            self._loop.call_soon_threadsafe(self._closing.set)
+            self._thread.join()
+            self._thread = None
+            atexit.unregister(self.close)
+
+    # The thread, and its connections.
+
+    def _run(self, is_up: threading.Event) -> None:
+        try:
+            asyncio.run(self._main(is_up))
+        except BaseException:  # a defect here must not leave a job without its monitor
+            report_and_end(traceback.format_exc(), FAILED)
+
+    async def _main(self, is_up: threading.Event) -> None:
+        self._loop, self._closing = asyncio.get_running_loop(), asyncio.Event()
+        self._loop.set_exception_handler(self._on_defect)
+        async with asyncio.TaskGroup() as self._tasks:
+            self._tasks.create_task(self._beat())
+            is_up.set()
+            await self._closing.wait()
+            if self._is_failing:  # the job is about to be ended
+                await asyncio.Event().wait()
+            for peer in self._peers.values():
+                peer.send("bye")
+                peer.writer.write_eof()
+            # The other side closes first. If this side did so with data unread, the kernel would
+            # reset the connection, and "bye" could be lost.
+            await self._until_gone(self._peers.keys(), SETTLE)
+            for task in asyncio.all_tasks() - {asyncio.current_task()}:
+                task.cancel()
+
+    def _on_defect(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        error = context.get("exception") or RuntimeError(context["message"])
+        self._fail("".join(traceback.format_exception(error)), FAILED)
+
+    async def _accept(self, server: socket.socket, timeout: float) -> None:
+        self._all_here = asyncio.Event()
+        listening = await asyncio.start_server(self._greet, sock=server, limit=MAX_LINE)
+        try:
+            await asyncio.wait_for(self._all_here.wait(), timeout)
+        except TimeoutError:
+            missing = set(range(1, self.size)) - self._peers.keys()
+            self._fail(missing_sentence(missing, self.size, timeout), FAILED)
+        listening.close()
+        self._tasks.create_task(self._measure_stalls())
+
+    async def _greet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Let a process in; programs that are none of ours are sent away."""
+        try:
+            rank, size = json.loads(await asyncio.wait_for(reader.readline(), ANSWER))
+            fits = size == self.size and 0 < rank < size and rank not in self._peers
+        except (OSError, ValueError, TypeError):
+            writer.close()
+            return
+        if not fits:
+            error = (
+                f"error: a process came as rank {rank} of {size}, but this is a job of {self.size} "
+                f"processes, {1 + len(self._peers)} of which are here; each needs a rank of its "
+                "own and the same size\n"
+            )
+            self._fail(error, FAILED)
+            return
+        self._add_peer(rank, reader, writer)
+        if len(self._peers) == self.size - 1:
+            self._all_here.set()
+
+    async def _join(self, connection: socket.socket) -> None:
+        reader, writer = await asyncio.open_connection(sock=connection, limit=MAX_LINE)
+        writer.write(encode(self.rank, self.size))
+        self._add_peer(0, reader, writer)
+        self._tasks.create_task(self._measure_stalls())
+
+    def _add_peer(
+        self, rank: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        keep_alive(writer)
+        self._peers[rank] = Peer(writer)
+        self._tasks.create_task(self._listen(rank, self._peers[rank], reader))
+
+    async def _listen(self, rank: int, peer: Peer, reader: asyncio.StreamReader) -> None:
+        message, loss = None, "has ended; its own output may say why"
+        try:
+            while message != ["bye"] and (line := await reader.readline()).endswith(b"\n"):
+                message, peer.silence = json.loads(line), 0.0
+                self._receive(rank, peer, message)
+        except OSError as error:
+            if not isinstance(error, ConnectionResetError | BrokenPipeError):  # it was not killed
+                loss = f"is lost: {error.strerror}"  # its host acknowledges nothing
+        del self._peers[rank]
+        peer.writer.close()
+        if message != ["bye"] and not self._closing.is_set():
+            name = process_names([rank], self.host_names)
+            self._fail(f"error: {name} {loss}\n", FAILED, delay=0.0)
+
+    def _receive(self, rank: int, peer: Peer, message: list[Any]) -> None:
+        match message:
+            case ["beat", *progress, words]:
+                peer.progress = Progress(*progress)
+                self.heard |= {rank: words} if words else {}
+            case ["gather", value]:
+                self._contribute(rank, value)
+            case ["gathered", values]:
+                self._gathered.put(values)
+            case ["failed", status]:
+                self._tasks.create_task(self._end_all(rank, status, SETTLE))
+            case ["report"]:
+                report_and_end(*self._report)
+            case ["end", status]:
+                end_process(status)
+            case ["stacks"]:
+                self._note_hang()
+
+    def _contribute(self, rank: int, value: Any) -> None:
+        """On process 0, add a process's part to a collective; answer all if it was the last."""
+        self._parts[rank] = value
+        if len(self._parts) == self.size:
+            answer = encode("gathered", [value for _, value in sorted(self._parts.items())])
+            self._parts.clear()
+            for peer in self._peers.values():
+                peer.writer.write(answer)
+            self._gathered.put(json.loads(answer)[1])
+
+    # Hangs. Clocks go on with the heartbeats only, and so not while this process is stopped.
+
+    async def _beat(self) -> None:
+        while True:
+            for peer in self._peers.values():
+                peer.send("beat", *self._known()[self.rank], self._words)
+            await asyncio.sleep(self._interval)
+            self._spent += self._interval
+            for peer in self._peers.values():
+                peer.silence += self._interval
+            if self._limit is not None and not self._is_failing:
+                await self._look_for_hang(self._limit)
+
+    def _known(self) -> dict[int, Progress]:
+        """Return what this process knows of the others' progress, and its own."""
+        is_overdue = self._progress.number > 0 and self._spent > self._allowed
+        known = {rank: peer.progress for rank, peer in self._peers.items()}
+        return known | {self.rank: self._progress._replace(is_overdue=is_overdue)}
+
+    def _silent(self, seconds: float) -> list[int]:
+        return [rank for rank, peer in self._peers.items() if peer.silence > seconds]
+
+    async def _look_for_hang(self, limit: HangLimit) -> None:
+        silent = self._silent(limit.seconds)
+        overdue = self.rank == 0 and any(p.is_overdue for p in self._known().values())
+        # A process that may have been stopped is named, once its silence has been long enough, and
+        # not those that wait for it.
+        if not silent and (not overdue or self._silent(3 * self._interval)):
+            return
+        for peer in self._peers.values():
+            peer.send("stacks")
+        self._note_hang()
+        await asyncio.sleep(self._interval)  # for the stacks, and for the others' progress
+        report = hang_sentence(silent, limit, self._known(), self.host_names)
+        self._fail(f"error: {report}{self.advice}\n", HUNG)
+
+    def _note_hang(self) -> None:
+        # In a thread of its own, as a file system or a pipe may be what hangs.
+        threading.Thread(target=self.on_hang, daemon=True).start()
+
+    async def _measure_stalls(self) -> None:
+        """Add up how late this thread wakes. One that only shares its cores with others is not."""
+        began = time.perf_counter()
+        while True:
+            await asyncio.sleep(TICK)
+            now = time.perf_counter()
+            late, began = now - began - TICK, now
+            if late > TICK / 2:
+                self.stalled += late
+
+    # The end of a job that fails.
+
+    def _fail(self, report: str, status: int, delay: float = SETTLE) -> None:
+        """End the job, with this report unless process 0 knows of an earlier failure."""
+        self._report, self._is_failing = (report, status), True
+        ending = self._ask_to_report() if self.rank else self._end_all(0, status, delay)
+        self._tasks.create_task(ending)
+
+    async def _ask_to_report(self) -> None:
+        if 0 in self._peers and not self._silent(3 * self._interval):
+            self._peers[0].send("failed", self._report[1])
+            await asyncio.sleep(2 * ANSWER)
+        # Process 0 is lost or stopped. Process 1 reports and, as its host may be lost as well, the
+        # first process on another host.
+        elsewhere = (r for r, name in enumerate(self.host_names) if name != self.host_names[0])
+        if self.rank in (1, next(elsewhere, 1)):
+            report_and_end(*self._report)
+        # A loss is seen by all at once. The end of a process makes MPI's launcher end the others.
+        await asyncio.sleep(ANSWER if 0 in self._peers else SETTLE)
+        end_process(self._report[1])
+
+    async def _end_all(self, rank: int, status: int, delay: float) -> None:
+        """On process 0, let a process report its error; end all processes if it is the first.
+
+        Unless it is the loss of a process, it waits: such a loss makes other processes fail.
+        """
+        self._is_failing = True
+        await asyncio.sleep(delay)
+        if self._is_decided:
+            return
+        self._is_decided = True
+        if rank == 0:
+            print(self._report[0], file=sys.stderr, end="", flush=True)
+        elif rank in self._peers:
+            self._peers[rank].send("report")
+            await self._until_gone({rank}, ANSWER)
+        abort_mpi(status)
+        for peer in self._peers.values():
+            peer.send("end", status)
+        # The others first: they would print pages of JAX's if process 0, the coordinator, is gone.
+        await self._until_gone(self._peers.keys() - self._silent(3 * self._interval), ANSWER)
+        end_process(status)
+
+    async def _until_gone(self, ranks: Collection[int], seconds: float) -> None:
+        deadline = self._loop.time() + seconds
+        while self._peers.keys() & ranks and self._loop.time() < deadline:
+            await asyncio.sleep(TICK)
+
+    async def _limit_arrival(self, launch: Launch, timeout: float) -> None:
+        """End this process after `timeout` seconds, and name the processes that have not started.
+
+        MPI cannot say who is missing. After half of the time, each process that waits leaves a file
+        in a folder that all hosts see.
+        """
+        deadline = self._loop.time() + timeout
+        await asyncio.sleep(timeout / 2)
+        own = Path.home() / ".cache/jaxgpt/starting" / job_name(os.environ) / str(launch.rank)
+        try:
+            own.parent.mkdir(parents=True, exist_ok=True)
+            own.touch()
+            await asyncio.sleep(deadline - self._loop.time())
+            oldest = own.stat().st_mtime - timeout  # older ones are of an earlier job
+            files = [file for file in own.parent.iterdir() if file.stat().st_mtime > oldest]
+            missing = set(range(launch.size or 0)) - {int(file.name) for file in files}
+            if launch.rank > min(int(file.name) for file in files):
+                await asyncio.sleep(ANSWER)  # the one with the lowest rank reports, and ends all
+        except OSError:
+            missing = set()  # no folder that all can write
+            await asyncio.sleep(deadline - self._loop.time())
+        finally:
+            shutil.rmtree(own.parent, ignore_errors=True)
+        sys.stderr.write(missing_sentence(missing, launch.size, timeout))
+        end_process(FAILED)
+
+
+def encode(*message: Any) -> bytes:
+    return json.dumps(message).encode() + b"\n"
+
+
+def keep_alive(writer: asyncio.StreamWriter) -> None:
+    """Have the kernel close a connection whose other host acknowledges nothing for `LOST_HOST`."""
+    connection = writer.get_extra_info("socket")
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    options = {
+        "TCP_KEEPIDLE": LOST_HOST / 4, "TCP_KEEPINTVL": LOST_HOST * 3 / 20, "TCP_KEEPCNT": 5,
+        "TCP_USER_TIMEOUT": LOST_HOST * 1000,
+    }  # fmt: skip
+    for name, value in options.items():
+        if hasattr(socket, name):  # Linux has them all, macOS some
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), int(value))
+
+
+def write_stacks(file: Path) -> None:
+    # A disk without room, or out of reach, must not keep a job alive.
+    with contextlib.suppress(OSError), file.open("w") as opened:
+        faulthandler.dump_traceback(opened, all_threads=True)
+
+
+def missing_sentence(missing: Collection[int], size: int | None, timeout: float) -> str:
+    """Return the error about processes that did not come; it names those that are `missing`."""
+    names = ", ".join(map(str, sorted(missing)[:20])) + (" ..." if len(missing) > 20 else "")
+    which = f"{len(missing)} of {size}" if missing else f"some of the {size or ''}".rstrip()
+    return (
+        f"error: {which} processes did not start within {timeout:.0f} s (--init-timeout)"
+        f"{'; missing: rank ' * bool(missing)}{names}; look at their output and their hosts, or "
+        "give a larger --init-timeout\n"
+    )
+
+
+def hang_sentence(
+    silent: list[int], limit: HangLimit, known: dict[int, Progress], hosts: tuple[str, ...]
+) -> str:
+    """Return which processes hang, where, and who waits for them where.
+
+    It is the silent ones or, if there are none, those that are furthest behind.
+    """
+    least = min(progress.number for progress in known.values())
+    ranks = sorted(silent or (rank for rank, p in known.items() if p.number == least))
+    activity = known.get(ranks[0], Progress()).activity
+    what = "not been heard from" if silent else "made no progress"
+    waiting: dict[str, list[int]] = {}
+    for rank, progress in sorted(known.items()):
+        if rank not in ranks:
+            waiting.setdefault(progress.activity, []).append(rank)
+    one = len(ranks) == 1
+    return "; ".join(
+        [
+            f"{limit.setting}: {process_names(ranks, hosts)} at {activity} "
+            f"{'has' if one else 'have'} {what} for {limit.seconds / 60:.3g} minutes",
+            *(
+                f"{process_names(others)} {'is' if len(others) == 1 else 'are'} waiting for "
+                f"{'it' if one else 'them'} at {where}"
+                for where, others in waiting.items()
+            ),
+            *["the process or its host has stopped responding"] * bool(silent),
+        ]
+    )
+
+
+def process_names(ranks: list[int], hosts: tuple[str, ...] = ()) -> str:
+    """Return what to call processes: "process 3 on host a", "processes 0, 1 and 2"."""
+    names = [*map(str, ranks[:8]), *[f"{len(ranks) - 8} more"] * (len(ranks) > 8)]
+    text = " and ".join([", ".join(names[:-1]), names[-1]] if names[1:] else names)
+    on = list(dict.fromkeys(hosts[rank] for rank in ranks[:8])) if hosts else []
+    where = f" on host{'s' * (len(on) > 1)} {', '.join(on)}" if on else ""
+    return f"process{'es' * (len(ranks) > 1)} {text}{where}"
