@@ -52,7 +52,9 @@ class Rounds:
         self.trainer = trainer._replace(evaluate=lambda *_: None, sample=lambda *_: None)
         self.steps, self.mesh = trainer.job.steps, trainer.job.steps.mesh
         self.compile_seconds = clock.spent("compile")
-        self.run = dataclasses.replace(self.run, resume_step=0)
+        # As if every round resumed from a checkpoint: the data goes on where the last round ended.
+        sizes = {"batch_sizes": self.run.batch_sizes.changes}
+        self.run = dataclasses.replace(self.run, resume_step=0, resume_meta=sizes)
         # The compiled step alone gets the same arguments each time, which are on the device.
         scalars = np.int32(1), learning_rate(config.optimizer, 1)
         scalars = jax.device_put(scalars, self.steps.replicated)

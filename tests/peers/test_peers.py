@@ -14,6 +14,8 @@ from flax import nnx
 import hugging_face
 import nanogpt
 from jaxgpt.config import UsageError, load_config
+from jaxgpt.data.dataset import open_dataset
+from jaxgpt.data.loader import Loader
 from jaxgpt.models.transformer import GPT
 from jobs import run
 from side_by_side import check_same_device, peer_weights
@@ -21,11 +23,13 @@ from side_by_side import check_same_device, peer_weights
 HERE = Path(__file__).parent
 TORCH, CLONE = os.environ.get("JAXGPT_TORCH"), os.environ.get("JAXGPT_NANOGPT")
 SMALL = ("model.n_layer=2", "model.n_head=2", "model.n_embd=32", "model.bias=True")
-# Answers like torch_worker.py, for a model that takes 1,000 s per step and whose loss is 0.
+# Answers like torch_worker.py, for a model that takes 1,000 s per step and whose loss is 0, and
+# keeps the batches.
 SLOW = f"""#!{sys.executable}
-import json, sys
+import json, shutil, sys
 print(json.dumps({{"torch": "0", "threads": 3, "device": "abacus"}}), flush=True)
-for line in sys.stdin:
+for number, line in enumerate(sys.stdin):
+    shutil.copy(sys.argv[-1] + "/batches.npy", __file__ + str(number))
     losses = [0.0] * len(json.loads(line))
     print(json.dumps({{"seconds": 1000.0, "losses": losses}}), flush=True)
 """
@@ -133,6 +137,12 @@ def test_times_and_losses_of_both_programs_are_compared_step_by_step(tmp_path):
     assert len(found["ratios"]) == 5 and found["step_seconds"] > 0
     # The peer's loss is 0 and ours is that of an untrained model of bytes.
     assert found["loss_difference"] == pytest.approx(math.log(256), rel=0.02)
+    given = np.concatenate([np.load(f"{slow}{number}") for number in range(6)])
+    config = load_config("tiny")
+    sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    loader = Loader.for_training(open_dataset(config.data, config.model), config, sharding)
+    for step, rows in enumerate(given, 1):
+        np.testing.assert_array_equal(rows, loader.batch(step))
 
 
 @pytest.mark.long
