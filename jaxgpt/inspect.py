@@ -34,7 +34,7 @@ from jaxgpt.data.dataset import Dataset, open_dataset, with_vocabulary
 from jaxgpt.data.loader import Loader
 from jaxgpt.spikes.policy import skipped_by_rewinds
 from jaxgpt.spikes.skip import SkipRanges
-from jaxgpt.train.run.resume import batch_sizes, saved_settings, source_hashes
+from jaxgpt.train.resume import batch_sizes, saved_settings, source_hashes
 
 
 def parser() -> CommandParser:

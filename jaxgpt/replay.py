@@ -34,7 +34,7 @@ from jaxgpt.optim.schedule import learning_rate
 from jaxgpt.runtime.initialize import initialize_jax
 from jaxgpt.spikes.skip import SkipRanges
 from jaxgpt.tracking.jsonl import METRICS, read_records
-from jaxgpt.train.run.resume import source_hashes
+from jaxgpt.train.resume import source_hashes
 
 COMPARED = {"loss": 1e-3, "grad_norm": 1e-2}  # figure -> relative difference that rounding may make
 

@@ -18,7 +18,7 @@ from jaxgpt.config import UsageError, parse_args
 from jaxgpt.data.dataset import open_dataset
 from jaxgpt.data.loader import Loader
 from jaxgpt.parallel.sharding import batch_sharding
-from jaxgpt.train.run.resume import initial_model
+from jaxgpt.train.resume import initial_model
 
 WARM_UP = 5  # batches
 ROUNDS = 5

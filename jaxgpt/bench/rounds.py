@@ -22,7 +22,7 @@ from jaxgpt.runtime.compile_cache import use_compile_cache
 from jaxgpt.runtime.dispatch import DispatchLimiter
 from jaxgpt.runtime.initialize import initialize_jax
 from jaxgpt.train.loop import run_steps
-from jaxgpt.train.run.directory import prepare_run
+from jaxgpt.train.run_directory import prepare_run
 from jaxgpt.train.setup import set_up
 from jaxgpt.train.state import state_from_checkpoint
 

@@ -10,7 +10,7 @@ from jaxgpt.bench.harness import PROG, Result, Value, open_job
 from jaxgpt.config import UsageError, parse_args
 from jaxgpt.train.evaluate import make_generate
 from jaxgpt.train.functions import make_steps
-from jaxgpt.train.run.resume import initial_model
+from jaxgpt.train.resume import initial_model
 
 PROMPT = 16  # random tokens
 TOKENS = 200

@@ -21,8 +21,8 @@ from jaxgpt.perf.clock import Clock
 from jaxgpt.runtime.compile_cache import use_compile_cache
 from jaxgpt.runtime.initialize import initialize_jax, preemption_sync_point
 from jaxgpt.tracking.jsonl import METRICS, read_records
-from jaxgpt.train.run.directory import Run, prepare_run
-from jaxgpt.train.run.resume import initial_model, saved_settings
+from jaxgpt.train.resume import initial_model, saved_settings
+from jaxgpt.train.run_directory import Run, prepare_run
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -21,8 +21,8 @@ from jaxgpt.spikes.policy import NoRewind
 from jaxgpt.spikes.skip import SkipRanges
 from jaxgpt.train.reporting.metrics import MetricsBuffer, StepMetrics
 from jaxgpt.train.restart import DeviceFailed, after_corruption, before_spike, restart_from
-from jaxgpt.train.run.directory import Run
-from jaxgpt.train.run.resume import EVAL_RECORDS
+from jaxgpt.train.resume import EVAL_RECORDS
+from jaxgpt.train.run_directory import Run
 from jaxgpt.train.setup import Trainer, set_up
 from jaxgpt.train.state import TrainState, checkpoint_json, checkpoint_tree
 

@@ -29,8 +29,8 @@ from jaxgpt.tracking.records import CorruptionRecord, DamageRecord, Record
 from jaxgpt.train.functions import StepFunctions
 from jaxgpt.train.reporting.metrics import StepMetrics
 from jaxgpt.train.reporting.reporter import Reporter
-from jaxgpt.train.run.directory import Run
-from jaxgpt.train.run.resume import missing_records, ranges_to_skip
+from jaxgpt.train.resume import missing_records, ranges_to_skip
+from jaxgpt.train.run_directory import Run
 from jaxgpt.train.state import TrainState, restore_state
 
 MAX_CORRUPTIONS = 3  # restarts from one checkpoint: then the device is to blame, not chance

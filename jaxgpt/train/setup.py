@@ -23,7 +23,7 @@ from jaxgpt.train.evaluate import make_evaluator, make_sampler
 from jaxgpt.train.functions import StepFunctions, make_steps
 from jaxgpt.train.reporting.reporter import Reporter
 from jaxgpt.train.restart import Cause, Job, restart_from
-from jaxgpt.train.run.directory import Run
+from jaxgpt.train.run_directory import Run
 from jaxgpt.train.state import TrainState, checkpoint_tree
 from jaxgpt.train.step import Metrics
 

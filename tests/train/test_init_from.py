@@ -14,8 +14,8 @@ from jaxgpt.convert import convert_apart
 from jaxgpt.parallel.mesh import make_mesh
 from jaxgpt.train.functions import make_steps
 from jaxgpt.train.restart import load_weights
-from jaxgpt.train.run.directory import prepare_run
-from jaxgpt.train.run.resume import initial_model
+from jaxgpt.train.resume import initial_model
+from jaxgpt.train.run_directory import prepare_run
 from jobs import SMALL, checkpoint_arrays, limited_devices, losses, records, run, train_here
 
 SHORT = ("train.max_iters=4", "train.batch_size=4", "model.block_size=64")

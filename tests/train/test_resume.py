@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from jaxgpt.config import UsageError, load_config
-from jaxgpt.train.run.resume import check_resume
+from jaxgpt.train.resume import check_resume
 from jobs import SMALL, train_here
 
 DATA = SimpleNamespace(sources=[SimpleNamespace(entry=None)], fingerprints=[], tokenizer_meta=None)

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from jaxgpt.config import UsageError, parse_args
-from jaxgpt.train.run import directory as run_directory
+from jaxgpt.train import run_directory
 from jobs import SMALL, command, environment, run, train_here
 
 

@@ -16,7 +16,7 @@ from jaxgpt.runtime import initialize
 from jaxgpt.spikes.faults import describe_faults
 from jaxgpt.spikes.skip import SkipRanges
 from jaxgpt.train.functions import StepFunctions
-from jaxgpt.train.run.directory import Run
+from jaxgpt.train.run_directory import Run
 
 
 def header_lines(

@@ -39,7 +39,7 @@ from jaxgpt.train.reporting.goodput import Goodput, goodput_line, read_goodput
 from jaxgpt.train.reporting.header import header_lines
 from jaxgpt.train.reporting.metrics import StepMetrics, corpus_means
 from jaxgpt.train.reporting.stragglers import Stragglers, straggler_line
-from jaxgpt.train.run.directory import Run
+from jaxgpt.train.run_directory import Run
 from jaxgpt.train.step import STEP_METRICS, Metrics
 
 

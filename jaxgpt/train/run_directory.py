@@ -44,7 +44,7 @@ from jaxgpt.runtime.devices import cpu_devices_per_process
 from jaxgpt.spikes.policy import pending_rewind, skipped_by_rewinds
 from jaxgpt.tracking import check_trackers
 from jaxgpt.tracking.jsonl import METRICS
-from jaxgpt.train.run.resume import (
+from jaxgpt.train.resume import (
     check_resume,
     missing_records,
     prepare_weights,
