@@ -17,7 +17,8 @@ class MLP(nnx.Module):
 
     def __init__(self, activation: Callable[[jax.Array], jax.Array], build: LayerBuilder):
         D, F = build.config.n_embd, build.config.mlp_width
-        self.activation = activation
+        # The backward pass keeps the activation's input only, and not its float32 steps.
+        self.activation = jax.checkpoint(activation, prevent_cse=False)
         self.up = build.column_parallel((D,), (F,), ("embed", "mlp"))
         self.down = build.row_parallel((F,), (D,), ("mlp", "embed"))
 
