@@ -117,7 +117,7 @@ def valid_checkpoints(directory: Path) -> dict[int, dict[str, Any]]:
     """Return the JSON of each checkpoint in a run directory by step, without damaged ones."""
     found = {}
     for step in list_checkpoints(directory):
-        with contextlib.suppress(UsageError):
+        with contextlib.suppress(UsageError):  # damaged: a restart quarantines it
             found[step] = read_meta(directory, step)
     return found
 

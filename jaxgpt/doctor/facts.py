@@ -1,6 +1,5 @@
 """Facts about a process, its host and its devices, collected without judging them."""
 
-import contextlib
 import glob
 import os
 import platform
@@ -30,10 +29,7 @@ MEMORY_LIMITS = {
 
 def package_versions() -> dict[str, str | None]:
     """Return the version of each package that matters here, None if it is not installed."""
-    found = {}
-    for package in PACKAGES:
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            found[package] = metadata.version(package)
+    found = {name: d.version for d in metadata.distributions() if (name := d.name) in PACKAGES}
     return {package: found.get(package) for package in PACKAGES}
 
 

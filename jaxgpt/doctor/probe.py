@@ -32,7 +32,7 @@ def end_leftovers(job: str) -> None:
     deadline = time.monotonic() + ANSWER
     while left := processes_of(job):
         for pid in left:
-            with contextlib.suppress(ProcessLookupError):
+            with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
                 os.kill(pid, signal.SIGKILL)
         if time.monotonic() > deadline:
             raise UsageError(f"process {left[0]} of the last try cannot be ended")

@@ -44,7 +44,7 @@ class StepTimer:
     """Seconds per training step: what the clock of the run has counted as steps."""
 
     def __init__(self, clock: Clock, stalled: Callable[[], float] = lambda: 0.0):
-        """Begin; `stalled` returns the seconds in which this process was suspended (`Monitor.stalled`)."""
+        """Begin; `stalled` returns the seconds in which this process was not run (`Monitor`)."""
         self._clock, self._stalled = clock, stalled
         self._steps, self._waited_for_device = 0, 0.0
         self._start = self._last_lap = self._read()

@@ -328,7 +328,7 @@ def _new_directory(config: Config) -> Path:
     stem = f"{Path(config.config).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
     for number in itertools.count(1):
         directory = Path("runs") / (stem if number == 1 else f"{stem}-{number}")
-        with contextlib.suppress(FileExistsError):
+        with contextlib.suppress(FileExistsError):  # another run of the same second
             directory.mkdir(parents=True)
             return directory
     raise AssertionError("unreachable")
