@@ -156,6 +156,8 @@ class Checkpoints:
     ) -> tuple[Tree, dict[str, Any]]:
         """Return the arrays of `step`, bitwise, laid out as `shapes` say, and its JSON.
 
+        Waits for saves under way. All processes call this together.
+
         Args:
             shapes: `jax.ShapeDtypeStruct`s with shardings.
             run_on_all: `ProcessGroup.run_on_all`, of a job of several processes.
@@ -163,6 +165,7 @@ class Checkpoints:
         Raises:
             DamagedCheckpoint: on every process, if one of them finds the checkpoint damaged.
         """
+        self._settle_all()
         remedy = "remove it to continue from an older checkpoint, if there is one"
         return _read(self._directory, step, shapes, remedy, run_on_all)
 
@@ -173,8 +176,7 @@ class Checkpoints:
         save is going to follow.
         """
         try:
-            self._settle(is_final)
-            self._settle(is_final)  # a local checkpoint is written first, then copied
+            self._settle_all(is_final)
             self._remove_old()
         finally:
             if self._orbax is not None:
@@ -251,6 +253,11 @@ class Checkpoints:
                 self._copying = writing
                 if self._cluster.is_main and writing.copy is None:
                     self._start_copy(writing)
+
+    def _settle_all(self, is_final: bool = False) -> None:
+        """Wait until no save and no copy is under way."""
+        self._settle(is_final)
+        self._settle(is_final)  # copies the local checkpoint that the first call waited for
 
     def _wait_for_orbax(self, save: Save) -> str:
         error = save.error
