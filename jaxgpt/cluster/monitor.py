@@ -178,7 +178,7 @@ class Monitor:
         """Leave the job, and end the thread."""
         if self._thread is not None:
             self._loop.call_soon_threadsafe(self._closing.set)
-            self._thread.join()
+            self._thread.join(4 * ANSWER)  # a job that is failing ends this process before
             self._thread = None
             atexit.unregister(self.close)
 

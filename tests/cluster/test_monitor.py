@@ -1,5 +1,6 @@
 """Processes of a job that fail, die, stop or hang: all end, with one report."""
 
+import atexit
 import os
 import signal
 import socket
@@ -199,6 +200,7 @@ def test_a_file_system_that_fails_or_hangs_does_not_keep_a_job_alive(
     alone = Monitor(HangLimit(0.12, "train.hang_timeout=0.002"))
     alone.write_stacks_to(directory)
     alone.start()
+    atexit.unregister(alone.close)  # which would wait for the process to be ended
     alone.heartbeat("the state to begin with", 1800)
     assert not has_ended.wait(0.5)
     alone.heartbeat("step 7")
