@@ -85,7 +85,7 @@ def save(job: Job, config: Config, tree: Tree) -> dict[str, float]:
     checkpoints = Checkpoints(empty_folder(job, "checkpoint"), config, job.cluster)
 
     meta = {
-        "config": config.to_dict(), "batch_sizes": [], "consumed_tokens": 0,
+        "config": config.to_dict(), "batch_sizes": [],
         "data_fingerprint": [], "tokenizer": None, "jax": jax.__version__, "mesh": "",
         "processes": job.cluster.size,
     }  # fmt: skip

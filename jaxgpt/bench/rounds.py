@@ -107,7 +107,7 @@ class Rounds:
     def nothing(self, *_: Any, **__: Any) -> None:
         """Write no checkpoint."""
 
-    open = check = is_due = close = nothing
+    open = check = is_due = remove_local_after = close = nothing
 
 
 def with_data(config: Config, synthetic: bool, job: Job) -> tuple[Config, str]:

@@ -4,7 +4,6 @@ import contextlib
 import functools
 import logging
 import os
-import re
 import shutil
 import sys
 import time
@@ -25,7 +24,9 @@ from jaxgpt.checkpoint.metadata import (
     DamagedCheckpoint,
     add_checksum,
     list_checkpoints,
+    os_error,
     read_meta,
+    reason,
     remove_temporary,
 )
 from jaxgpt.checkpoint.schedule import SaveClock, steps_to_remove
@@ -37,6 +38,7 @@ from jaxgpt.tracking.records import CheckpointFailedRecord, CheckpointRecord, Re
 
 Tree = dict[str, Any]  # nested, of arrays or their shapes
 
+TIMED_OUT = "not complete within checkpoint.timeout_minutes"
 # A quota shows up in these errors only, not in the free space that a file system reports.
 NO_ROOM_WORDS = ("are free there", *map(os.strerror, NO_ROOM))
 DATA_FILE_BYTES = (
@@ -103,7 +105,7 @@ class Checkpoints:
         if self._cluster.is_main:
             remove_temporary(self._folder)
         if problem := self._cluster.broadcast(self._room_problem(tree)):
-            raise UsageError(f"{self._folder}: {problem}; make room, and {CONTINUE}")
+            raise UsageError(f"{self._folder}: {problem}; {_remedy(problem)}")
 
     def is_due(self, step: int) -> bool:
         """Return whether checkpoint.interval or interval_minutes asks for a save after this step.
@@ -125,7 +127,7 @@ class Checkpoints:
         self._remove_old()
         self._clock.saved()
         self._writing = save = Save(step, began)
-        if problem := self._cluster.broadcast(self._room_problem(tree)):
+        if problem := self._cluster.broadcast(self._make_room(step, tree)):
             save.error = OSError(problem)
             return
         meta = add_checksum({**meta, "step": step, "checksums": checksums(tree)})
@@ -169,6 +171,13 @@ class Checkpoints:
         remedy = "remove it to continue from an older checkpoint, if there is one"
         return _read(self._directory, step, shapes, remedy, run_on_all)
 
+    def remove_local_after(self, step: int) -> None:
+        """Remove local checkpoints of later steps, which a restart has abandoned; on process 0."""
+        if self._local is not None:
+            for later in list_checkpoints(self._local.directory):
+                if later > step:
+                    self._local.remove(later)
+
     def close(self, is_final: bool = True) -> None:
         """Wait until everything is on the disk. All processes call this together.
 
@@ -196,7 +205,7 @@ class Checkpoints:
                 state=ocp.PyTreeCheckpointHandler(use_compression=False),
                 meta=ocp.JsonCheckpointHandler(),
             )
-            seconds = round(60 * self._config.checkpoint.timeout_minutes)
+            seconds = max(1, round(60 * self._config.checkpoint.timeout_minutes))
             self._orbax = ocp.AsyncCheckpointer(
                 handler, async_options=ocp.AsyncOptions(timeout_secs=seconds)
             )
@@ -204,8 +213,7 @@ class Checkpoints:
             state=ocp.args.PyTreeSave(tree, ocdbt_target_data_file_size=DATA_FILE_BYTES),
             meta=ocp.args.JsonSave(meta),
         )
-        # `force` replaces a damaged checkpoint of the same step.
-        self._orbax.save(self._path(step), args=args, force=True)
+        self._orbax.save(self._path(step), args=args)
 
     def _path(self, step: int) -> Path:
         """Return where Orbax writes a checkpoint."""
@@ -225,6 +233,22 @@ class Checkpoints:
             f"a checkpoint takes {needed / 1e6:,.1f} MB, and {disk.free / 1e6:,.1f} MB are free "
             "there"
         )
+
+    def _make_room(self, step: int, tree: Tree) -> str:
+        """Remove what is in the way of a save, on process 0; return why it cannot be begun."""
+        if not self._cluster.is_main:
+            return ""
+        try:
+            if self._path(step).exists():  # damaged: the run restarted from an older one
+                shutil.rmtree(self._path(step))
+        except OSError as error:
+            return f"{self._path(step)} cannot be removed: {reason(error)}"
+        problem = self._room_problem(tree)
+        if problem and self._background is not None:  # old checkpoints are still being removed
+            self._background.shutdown()
+            self._background = None
+            problem = self._room_problem(tree)
+        return problem
 
     def _settle(self, is_final: bool = False) -> None:
         """Wait for the save and the copy under way; agree with all processes what became of them.
@@ -266,6 +290,8 @@ class Checkpoints:
                 self._orbax.wait_until_finished()
         except Exception as raised:  # Orbax and TensorStore have many, and bare ones
             error = error or raised
+        if isinstance(error, TimeoutError):
+            return f"{TIMED_OUT}={self._config.checkpoint.timeout_minutes:g}"
         return "" if error is None else reason(error)
 
     def _start_copy(self, save: Save) -> None:
@@ -281,6 +307,9 @@ class Checkpoints:
         save.is_logged = True
         seconds = time.perf_counter() - save.began
         if self._cluster.is_main:
+            # An evaluation may have passed since it was complete: its folder knows when that was.
+            age = time.time() - (self._folder / str(save.step)).stat().st_mtime
+            seconds = max(save.stalled, seconds - max(0.0, age))
             self._on_saved(seconds)
         self.log(
             CheckpointRecord(
@@ -293,14 +322,14 @@ class Checkpoints:
         """Log a failed save, or raise `UsageError` if the run cannot continue without it."""
         latest = None
         if self._cluster.is_main:
+            for directory in {self._path(step).parent, self._folder}:
+                shutil.rmtree(directory / f"{step}{TEMPORARY_SUFFIX}", ignore_errors=True)
             with contextlib.suppress(OSError):  # the file system may be gone: then there is none
-                remove_temporary(self._folder)
                 latest = max(list_checkpoints(self._directory), default=None)
         latest = self._cluster.broadcast(latest)
         sentence = f"{self._folder}: checkpoint {step} could not be written ({error})"
         if is_last or latest is None or self._config.checkpoint.on_error == "stop":
-            room = "make room, and " if any(words in error for words in NO_ROOM_WORDS) else ""
-            raise UsageError(f"{sentence}; {room}{CONTINUE}")
+            raise UsageError(f"{sentence}; {_remedy(error)}")
         self.log(CheckpointFailedRecord(step=step, reason=sentence, latest_complete=latest))
 
     def _remove_old(self) -> None:
@@ -316,6 +345,12 @@ class Checkpoints:
                 self._in_background(shutil.rmtree, scratch, True)
 
 
+def _remedy(problem: str) -> str:
+    """Return what a user can do about a checkpoint that cannot be written."""
+    room = "make room, and " if any(words in problem for words in NO_ROOM_WORDS) else ""
+    return f"{room}{CONTINUE}"
+
+
 def _wait_for_copy(save: Save) -> str:
     error = save.copy.exception() if save.copy is not None else None
     return "" if error is None else reason(error)
@@ -327,7 +362,7 @@ def _first_cause(errors: list[str]) -> str:
     The processes that wait for the failed one at Orbax's barriers report a timeout.
     """
     found = [(rank, error) for rank, error in enumerate(errors) if error]
-    causes = [pair for pair in found if "Timed out while waiting" not in pair[1]] or found
+    causes = [pair for pair in found if not pair[1].startswith(TIMED_OUT)] or found
     if not causes:
         return ""
     rank, error = causes[0]
@@ -420,23 +455,6 @@ def _read_arrays(folder: Path, shapes: Tree, partial_restore: bool) -> Tree:
             problem = os.strerror(number)
             raise UsageError(f"{folder}: cannot be read now ({problem}); try again") from error
         raise DamagedCheckpoint(f"{folder}: cannot be restored ({text[:200]})", "") from error
-
-
-def reason(error: BaseException) -> str:
-    """Return an error in a few words: those of the operating system if it has any."""
-    if number := os_error(error):
-        return os.strerror(number)
-    return (" ".join(str(error).split()) or type(error).__name__)[:200]
-
-
-def os_error(error: BaseException) -> int | None:
-    """Return the error number of the operating system; None if there is none.
-
-    TensorStore raises `ValueError`s that end in `[OS error 5: EIO Input/output error]`, or in
-    `[os_error_code='5']`.
-    """
-    found = re.search(r"\[(?:OS error |os_error_code=')(\d+)", str(error))
-    return int(found[1]) if found else getattr(error, "errno", None)
 
 
 @functools.cache

@@ -2,6 +2,7 @@
 
 import contextlib
 import hashlib
+import os
 import shutil
 import uuid
 from pathlib import Path
@@ -11,11 +12,14 @@ from jaxgpt.checkpoint.metadata import (
     DamagedCheckpoint,
     list_checkpoints,
     read_meta,
+    reason,
     remove_temporary,
 )
 from jaxgpt.cluster.process_group import ProcessGroup
 from jaxgpt.config import Config, UsageError, in_words
 from jaxgpt.tracking.jsonl import METRICS, PERSISTENT_KINDS, read_records
+
+BLOCK_BYTES = 2**24  # copied at a time
 
 
 class LocalFolder:
@@ -76,20 +80,28 @@ class LocalFolder:
         records = read_records(metrics) if metrics.exists() else []
         reached = max((r["step"] for r in records if r["kind"] not in PERSISTENT_KINDS), default=0)
         for step in list_checkpoints(self.directory):
-            path, newest = self._path(step), max(list_checkpoints(self._run), default=-1)
+            path = self._path(step)
             try:
-                if newest < step < reached + log_interval:
+                if step in list_checkpoints(self._run):
+                    self.remove(step)
+                elif step < reached + log_interval:
                     read_meta(self.directory, step)
                     self.copy_to_run(step)
                     notes.append(f"checkpoint {step}: copied from checkpoint.local={self._folder}")
                 else:
-                    self.remove(step)
+                    stale = path.with_name(f"{step}.stale")
+                    shutil.rmtree(stale, ignore_errors=True)  # of an earlier start
+                    path.rename(stale)
+                    notes.append(
+                        f"warning: checkpoint {step} is not used, because {METRICS} has reached "
+                        f"step {reached} only; it is now {stale}"
+                    )
             except DamagedCheckpoint as error:
                 notes.append(f"warning: checkpoint {step} is not copied: {error.reason}")
             except OSError as error:
                 raise UsageError(
-                    f"{path}: cannot be copied to {self._run} ({in_words(error)}); make room "
-                    "there, or remove it to continue from an older checkpoint"
+                    f"{path}: cannot be copied to {self._run} ({reason(error)}); make room there, "
+                    "or remove it to continue from an older checkpoint"
                 ) from None
         return notes
 
@@ -100,12 +112,14 @@ class LocalFolder:
         try:
             shutil.rmtree(scratch, ignore_errors=True)  # usually there is none
             final.parent.mkdir(exist_ok=True)
-            shutil.copytree(self._path(step), scratch)
+            shutil.copytree(self._path(step), scratch, copy_function=_copy_to_disk)
             scratch.rename(final)
         except OSError:
             shutil.rmtree(scratch, ignore_errors=True)  # the disk may be full or gone
             raise
-        self.remove(step)
+        for older in list_checkpoints(self.directory):
+            if older <= step:  # an older one is here if its copy failed
+                self.remove(older)
 
     def remove(self, step: int) -> None:
         """Remove the local copy of a checkpoint."""
@@ -114,6 +128,14 @@ class LocalFolder:
 
     def _path(self, step: int) -> Path:
         return self.directory / "checkpoints" / str(step)
+
+
+def _copy_to_disk(source: str, target: str) -> None:
+    """Copy a file, and wait until it is on the disk: its source is removed afterwards."""
+    with open(source, "rb") as read, open(target, "wb") as write:
+        shutil.copyfileobj(read, write, BLOCK_BYTES)
+        write.flush()
+        os.fsync(write.fileno())
 
 
 def local_folder(config: Config, run: Path) -> LocalFolder | None:

@@ -5,6 +5,8 @@ import errno
 import hashlib
 import itertools
 import json
+import os
+import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -114,10 +116,13 @@ def newest_undamaged(
 
 
 def valid_checkpoints(directory: Path) -> dict[int, dict[str, Any]]:
-    """Return the JSON of each checkpoint in a run directory by step, without damaged ones."""
+    """Return the JSON of each checkpoint in a run directory by step, without damaged ones.
+
+    Raises `UsageError` if one cannot be read now.
+    """
     found = {}
     for step in list_checkpoints(directory):
-        with contextlib.suppress(UsageError):  # damaged: a restart quarantines it
+        with contextlib.suppress(DamagedCheckpoint):  # a restart quarantines it
             found[step] = read_meta(directory, step)
     return found
 
@@ -166,3 +171,20 @@ def is_step(name: str) -> bool:
 
 def _hash(meta: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(meta, sort_keys=True).encode()).hexdigest()
+
+
+def reason(error: BaseException) -> str:
+    """Return an error in a few words: those of the operating system if it has any."""
+    if number := os_error(error):
+        return os.strerror(number)
+    return (" ".join(str(error).split()) or type(error).__name__)[:200]
+
+
+def os_error(error: BaseException) -> int | None:
+    """Return the error number of the operating system; None if there is none.
+
+    TensorStore raises `ValueError`s that end in `[OS error 5: EIO Input/output error]`, or in
+    `[os_error_code='5']`, and `shutil.Error` lists one `[Errno 5]` for each file.
+    """
+    found = re.search(r"\[(?:OS error |os_error_code='|Errno )(\d+)", str(error))
+    return int(found[1]) if found else getattr(error, "errno", None)

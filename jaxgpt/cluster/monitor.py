@@ -204,7 +204,7 @@ class Monitor:
                 peer.writer.write_eof()
             # The other side closes first. If this side did so with data unread, the kernel would
             # reset the connection, and "bye" could be lost.
-            await self._until_gone(self._peers.keys(), SETTLE)
+            await self._until_gone(self._peers.keys(), ANSWER)
             for task in asyncio.all_tasks() - {asyncio.current_task()}:
                 task.cancel()
 
@@ -405,7 +405,8 @@ class Monitor:
         """
         deadline = self._loop.time() + timeout
         await asyncio.sleep(timeout / 2)
-        own = Path.home() / ".cache/jaxgpt/starting" / job_name(os.environ) / str(launch.rank)
+        own = Path("~/.cache/jaxgpt/starting", job_name(os.environ), str(launch.rank))
+        own = Path(os.path.expanduser(own))  # without a home, a folder named ~ here
         try:
             own.parent.mkdir(parents=True, exist_ok=True)
             own.touch()

@@ -131,7 +131,10 @@ class StopSignal:
         if self._limit is not None:
             step = "the step under way" if self._step_began is not None else "the first step"
             leave = "; Ctrl-C again leaves at once, without one" if number == signal.SIGINT else ""
-            self.say(f"{self.reason}: stops after {step}, with a checkpoint{leave}")
+            try:
+                self.say(f"{self.reason}: stops after {step}, with a checkpoint{leave}")
+            except BrokenPipeError:  # Ctrl-C also ended the `tee` that the run prints to
+                return
 
     def reached(self, step: int) -> bool:
         """Return whether all processes stop after `step`, the furthest one's when it was asked."""

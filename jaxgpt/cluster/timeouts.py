@@ -1,7 +1,8 @@
 """The time limits of failure handling, in seconds. No other file defines one.
 
-Users set three more in the configuration: `init_timeout` and `train.hang_timeout`, which bound the
-start and each step of a job, and `train.time_limit`.
+Users set four more in the configuration: `init_timeout`, `train.hang_timeout` and
+`checkpoint.timeout_minutes`, which bound the start, each step and each save, and
+`train.time_limit`.
 """
 
 # How often each process tells process 0 where it is, or four times per hang timeout if that is

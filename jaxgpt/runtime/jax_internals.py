@@ -36,8 +36,8 @@ class KeyValueStore:
 def key_value_store() -> KeyValueStore | None:
     """Return the store of this job; None if this is its only process.
 
-    Reason: JAX has no public key-value store; Orbax takes the same one. Fallback: none, as several
-    processes could not agree whether a checkpoint is complete.
+    Reason: JAX has no public key-value store; Orbax takes the same one. Fallback: none, because
+    processes could not agree when checkpoint.interval_minutes is over.
     """
     import jax
 

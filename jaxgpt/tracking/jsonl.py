@@ -40,7 +40,13 @@ class JsonLines:
                 atomic_write_text(free, path.read_text(errors="replace"))
             truncate_metrics(path, -1 if resume_step is None else resume_step)
         self._file = AppendedFile(path)
-        self._file.write()
+        try:
+            self._file.write()
+        except OSError as error:
+            raise UsageError(
+                f"{path}: cannot be written ({error.strerror or error}); make room or give access, "
+                "and start again"
+            ) from None
 
     def log(self, record: Record) -> None:
         self._write(json_line(record.to_dict()))

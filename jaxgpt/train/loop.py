@@ -114,6 +114,7 @@ def run_steps(run: Run, state: TrainState, trainer: Trainer) -> StepsResult:
     monitor, profile = trainer.job.cluster.monitor, trainer.profile
     buffer, dispatched = MetricsBuffer(config), DispatchLimiter()
     skips = SkipRanges(skip_ranges(config))
+    slow_save = max(SLOW_PHASE, 2 * 60 * config.checkpoint.timeout_minutes)  # with the one before
     trainer.loader.batch_sizes = run.batch_sizes  # the run may have gone back to before a change
     todo = range((run.resume_step or 0) + 1, config.train.max_iters + 1)
     batches = trainer.loader.batches(step for step in todo if step not in skips)
@@ -152,7 +153,7 @@ def run_steps(run: Run, state: TrainState, trainer: Trainer) -> StepsResult:
             break
 
         if saving:
-            monitor.heartbeat(f"the checkpoint of step {step}", SLOW_PHASE)
+            monitor.heartbeat(f"the checkpoint of step {step}", slow_save)
             save_checkpoint(run, trainer, step, state)
             unsaved = 0
 
@@ -164,7 +165,7 @@ def run_steps(run: Run, state: TrainState, trainer: Trainer) -> StepsResult:
             result = StepsResult(step, stopping, failure=failure)
             break
 
-    monitor.heartbeat("the end of the steps", SLOW_PHASE)
+    monitor.heartbeat("the end of the steps", slow_save)
     profile.close(state)
     batches.close()
     with report.clock.within("save"):

@@ -11,6 +11,7 @@ from jaxgpt.checkpoint.checkpointer import Checkpoints, restore_params
 from jaxgpt.checkpoint.metadata import (
     DamagedCheckpoint,
     list_checkpoints,
+    newest_undamaged,
     quarantine,
     read_meta,
     valid_checkpoints,
@@ -92,12 +93,15 @@ def restart_from(
         found = [quarantine(run.directory, s, why) for s, why in sorted(damaged.items())]
         if rewind is not None:
             commit_rewind(run.directory, rewind, checkpoint or 0)
+        job.checkpoints.remove_local_after(checkpoint or 0)
         return found
 
     quarantined = job.cluster.run_on_all(commit)
-    records = [DamageRecord(step=checkpoint, **found) for found in quarantined]
+    records: list[Record] = [DamageRecord(step=checkpoint or 0, **one) for one in quarantined]
+    if cause.record is not None:
+        records.append(dataclasses.replace(cause.record, step=checkpoint or 0))
     run = dataclasses.replace(run, damaged=())
-    job.report.restart(run, [*records, *([cause.record] if cause.record else [])])
+    job.report.restart(run, records)
     if rewind is not None and job.cluster.is_main:
         job.report.log_rewind()
         finish_rewind(run.directory)
@@ -222,10 +226,11 @@ def after_corruption(
     restarts for the same cause, to which this one is added. Raises `DeviceFailed` after
     `MAX_CORRUPTIONS` from the same checkpoint.
     """
-    saved = job.cluster.run_on_all(
-        lambda: list(valid_checkpoints(run.directory)) if job.cluster.is_main else []
+    on_damage = run.config.checkpoint.on_damage
+    newest = job.cluster.run_on_all(
+        lambda: newest_undamaged(run.directory, on_damage)[0] if job.cluster.is_main else None
     )
-    checkpoint = job.cluster.broadcast(max(saved, default=None))
+    checkpoint = job.cluster.broadcast(newest)
     names = _device_names(devices, job)
     if earlier.count(checkpoint) == MAX_CORRUPTIONS:
         raise DeviceFailed(

@@ -7,9 +7,7 @@ from typing import Any
 
 from jaxgpt.checkpoint.metadata import (
     WEIGHTS_ONLY,
-    list_checkpoints,
     newest_checkpoint,
-    read_meta,
     valid_checkpoints,
 )
 from jaxgpt.config import (
@@ -143,8 +141,8 @@ def initial_model(init_from: str, out: str | None) -> dict[str, Any]:
     Those of a run with checkpoints are its own: it goes on, and is past its initial weights.
     """
     directory = Path(out) if out else None
-    if directory and (saved := list_checkpoints(directory)):
-        model = read_meta(directory, saved[-1])["config"]["model"]
+    if directory and (saved := valid_checkpoints(directory)):
+        model = saved[max(saved)]["config"]["model"]
     else:
         model = Config(model=_saved_model(init_from)).to_dict()["model"]
     return {key: value for key, value in model.items() if f"model.{key}" not in _FREE_MODEL_KEYS}

@@ -85,7 +85,7 @@ def line(step):
 
 
 def fail_to_copy(error):
-    def copytree(*arguments):
+    def copytree(*arguments, **options):
         raise error
 
     return copytree
@@ -116,8 +116,17 @@ def test_the_next_start_completes_an_interrupted_copy(run, local, interrupted):
 
 def test_a_checkpoint_of_an_abandoned_training_is_not_copied(run, local, interrupted):
     (run / "metrics.jsonl").write_text(line(1))  # the run continued from 1 on another node
-    assert local.recover(log_interval=1) == []
+    (note,) = local.recover(log_interval=1)
+    assert note.startswith("warning: checkpoint 2 is not used, because metrics.jsonl has reached")
     assert list_checkpoints(run) == [1] and list_checkpoints(local.directory) == []
+    assert (local.directory / "checkpoints" / "2.stale" / "meta" / "metadata").exists()
+
+
+def test_a_restart_removes_the_local_checkpoints_that_it_abandons(run, local, interrupted):
+    interrupted.remove_local_after(2)
+    assert list_checkpoints(local.directory) == [2]
+    interrupted.remove_local_after(1)
+    assert list_checkpoints(local.directory) == []
 
 
 def test_a_full_run_directory_and_a_damaged_checkpoint_are_reported(

@@ -78,7 +78,7 @@ def test_a_signal_stops_all_at_the_same_step_with_a_checkpoint(tmp_path, number,
     assert max(losses(out)) == saved + 3
 
 
-@pytest.mark.long  # in short test_preemption.py has it
+@pytest.mark.long  # in short test_stopping.py has it
 def test_a_time_limit_stops_a_single_process(tmp_path):
     job = run("train", *SMALL, "--out", tmp_path, "train.max_iters=100000", "train.time_limit=0.05")
     assert job.returncode == 75, job.stdout
