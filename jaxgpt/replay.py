@@ -261,7 +261,7 @@ class Repeater:
         if step == 0:
             self._cluster.barrier()
             return self._steps.init()
-        return restore_state(self._checkpoints, step, self._steps.state_shapes, self._cluster)
+        return restore_state(self._checkpoints, step, self._steps.state_shapes)
 
 
 def compare(

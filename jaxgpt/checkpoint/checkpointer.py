@@ -41,9 +41,7 @@ Tree = dict[str, Any]  # nested, of arrays or their shapes
 TIMED_OUT = "not complete within checkpoint.timeout_minutes"
 # A quota shows up in these errors only, not in the free space that a file system reports.
 NO_ROOM_WORDS = ("are free there", *map(os.strerror, NO_ROOM))
-DATA_FILE_BYTES = (
-    2**28
-)  # files of this size are written in parallel, one of TensorStore's 2 GiB not
+DATA_FILE_BYTES = 2**28  # several such files are written in parallel; the default is 2 GiB
 CONTINUE = "start again with the same --out to continue from the newest complete one, if any"
 
 
@@ -153,23 +151,20 @@ class Checkpoints:
                 else:
                     self._start_copy(save)
 
-    def restore(
-        self, step: int, shapes: Tree, run_on_all: Callable[..., Any] | None = None
-    ) -> tuple[Tree, dict[str, Any]]:
+    def restore(self, step: int, shapes: Tree) -> tuple[Tree, dict[str, Any]]:
         """Return the arrays of `step`, bitwise, laid out as `shapes` say, and its JSON.
 
         Waits for saves under way. All processes call this together.
 
         Args:
             shapes: `jax.ShapeDtypeStruct`s with shardings.
-            run_on_all: `ProcessGroup.run_on_all`, of a job of several processes.
 
         Raises:
             DamagedCheckpoint: on every process, if one of them finds the checkpoint damaged.
         """
         self._settle_all()
         remedy = "remove it to continue from an older checkpoint, if there is one"
-        return _read(self._directory, step, shapes, remedy, run_on_all)
+        return _read(self._directory, step, shapes, remedy, self._cluster.run_on_all)
 
     def remove_local_after(self, step: int) -> None:
         """Remove local checkpoints of later steps, which a restart has abandoned; on process 0."""
@@ -308,7 +303,10 @@ class Checkpoints:
         seconds = time.perf_counter() - save.began
         if self._cluster.is_main:
             # An evaluation may have passed since it was complete: its folder knows when that was.
-            age = time.time() - (self._folder / str(save.step)).stat().st_mtime
+            try:
+                age = time.time() - (self._folder / str(save.step)).stat().st_mtime
+            except OSError:  # the run directory has just vanished: the next save reports that
+                age = 0.0
             seconds = max(save.stalled, seconds - max(0.0, age))
             self._on_saved(seconds)
         self.log(

@@ -55,7 +55,7 @@ class HangLimit(NamedTuple):
 
 
 class Progress(NamedTuple):
-    """How far a process is. All run the same program: the lowest number is furthest behind."""
+    """The progress of a process. All run the same program: the lowest number is furthest behind."""
 
     number: int = 0  # of the activity, counted from the start
     activity: str = "the start"
@@ -75,7 +75,7 @@ class Peer:
 
 
 class Monitor:
-    """What one process knows of its job; ends the job when a process fails or hangs.
+    """One process's view of its job; ends the job when a process fails or hangs.
 
     A process that is alone needs no `connect`; the thread, if started, watches its progress.
     """
@@ -405,8 +405,8 @@ class Monitor:
         """
         deadline = self._loop.time() + timeout
         await asyncio.sleep(timeout / 2)
-        own = Path("~/.cache/jaxgpt/starting", job_name(os.environ), str(launch.rank))
-        own = Path(os.path.expanduser(own))  # without a home, a folder named ~ here
+        home = os.environ.get("HOME") or "/tmp"  # without a home, the hosts share no folder
+        own = Path(home, ".cache/jaxgpt/starting", job_name(os.environ), str(launch.rank))
         try:
             own.parent.mkdir(parents=True, exist_ok=True)
             own.touch()

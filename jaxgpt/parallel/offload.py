@@ -9,7 +9,6 @@ import jax.numpy as jnp
 from flax import nnx
 
 HOST = jax.memory.Space.Host
-MakeModule = Callable[[jax.Array], nnx.Module]  # from a key
 
 
 @dataclasses.dataclass(frozen=True)

@@ -157,7 +157,7 @@ def _json_damage(directory: Path, step: int) -> str:
 def _read_state(run: Run, job: Job) -> TrainState:
     """Return the state after `run.resume_step`, or before the first step if that is None."""
     if run.resume_step is not None:
-        return restore_state(job.checkpoints, run.resume_step, job.steps.state_shapes, job.cluster)
+        return restore_state(job.checkpoints, run.resume_step, job.steps.state_shapes)
     if run.init_folder is not None:
         return load_weights(Path(run.init_folder), run.init_step, job.steps, job.cluster)
     init = job.steps.init.lower().compile()

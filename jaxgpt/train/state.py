@@ -12,7 +12,6 @@ from jax.sharding import Mesh
 from jax.tree_util import keystr, tree_leaves_with_path, tree_map_with_path
 
 from jaxgpt.checkpoint.checkpointer import Checkpoints
-from jaxgpt.cluster.process_group import ProcessGroup
 from jaxgpt.config import Config
 from jaxgpt.models.transformer import GPT
 from jaxgpt.models.weights import weights
@@ -114,12 +113,9 @@ def state_from_checkpoint(
     return TrainState(tree["params"], opt_state, spike_state)
 
 
-def restore_state(
-    checkpoints: Checkpoints, step: int, shapes: TrainState, cluster: ProcessGroup
-) -> TrainState:
+def restore_state(checkpoints: Checkpoints, step: int, shapes: TrainState) -> TrainState:
     """Return the state that was saved after `step`, with the shapes and shardings of `shapes`."""
-    found = checkpoints.restore(step, checkpoint_tree(shapes), cluster.run_on_all)
-    return state_from_checkpoint(*found, shapes)
+    return state_from_checkpoint(*checkpoints.restore(step, checkpoint_tree(shapes)), shapes)
 
 
 def _path(path: tuple[Any, ...]) -> tuple[str, ...]:

@@ -17,8 +17,8 @@ def connect_and_watch(cluster, *rest, **options):
 
     restore = checkpoint.Checkpoints.restore
 
-    def watched(self, step, shapes, *run_on_all):
-        state, meta = restore(self, step, shapes, *run_on_all)
+    def watched(self, step, shapes):
+        state, meta = restore(self, step, shapes)
         found = sha256(state)
         if cluster.is_main:
             print(f"restored {found}")
