@@ -201,7 +201,6 @@ class Monitor:
                 await asyncio.Event().wait()
             for peer in self._peers.values():
                 peer.send("bye")
-                peer.writer.write_eof()
             # The other side closes first. If this side did so with data unread, the kernel would
             # reset the connection, and "bye" could be lost.
             await self._until_gone(self._peers.keys(), ANSWER)
