@@ -13,7 +13,6 @@ import time
 from jaxgpt.cluster.environment import find_launch
 from jaxgpt.cluster.launchers import ProcessLayout, launch_command, place_processes
 from jaxgpt.cluster.shutdown import job_exit_handler
-from jaxgpt.cluster.staging import pack, unpack
 from jaxgpt.cluster.supervisor import Supervisor
 from jaxgpt.config import CommandParser, UsageError, is_help, whole_number
 from jaxgpt.perf.startup import JOB_START
@@ -23,8 +22,7 @@ def parser() -> CommandParser:
     out = CommandParser(
         prog="python -m jaxgpt.launch",
         usage="%(prog)s [-n N] [--ppn P] [--hosts FILE] "
-        "[--restarts R [--give-up-after N] [--spare-nodes K]] [--stage-env DIR] [--print] [--] "
-        "COMMAND ...\n"
+        "[--restarts R [--give-up-after N] [--spare-nodes K]] [--print] [--] COMMAND ...\n"
         "       %(prog)s [-n N] [--ppn P] [--hosts FILE] --export",
         description=__doc__,
     )
@@ -61,12 +59,6 @@ def parser() -> CommandParser:
         default=0,
         help="keep the last K hosts free, to take the place of hosts that are lost",
     )
-    out.add_argument(
-        "--stage-env",
-        metavar="DIR",
-        help="copy this Python and its packages, in one file, to DIR on each host's own disk, such "
-        "as /tmp/jaxgpt, and start COMMAND's python from there; used again while nothing changes",
-    )
     out.add_argument("--print", action="store_true", help="only print the line, quoted for a shell")
     out.add_argument(
         "--export",
@@ -91,15 +83,12 @@ def main(argv: list[str] | None = None) -> None:
             return
         arguments = parser().parse_args(options)
         layout = place(arguments, command)
-        python = [sys.executable]
-        if arguments.stage_env:
-            python = stage_python(arguments, layout, command)
         if command[:1] in (["python"], ["python3"]):
-            command = [python[-1], *command[1:]]
+            command = [sys.executable, *command[1:]]
         if arguments.restarts and not arguments.print:
             print(f"launch: {layout}", file=sys.stderr, flush=True)
             limits = arguments.restarts, arguments.give_up_after
-            sys.exit(Supervisor(layout, command, *limits, python).run())
+            sys.exit(Supervisor(layout, command, *limits).run())
         line = show(arguments, layout, command)
     if line is not None:
         os.execvp(line[0], line)
@@ -144,25 +133,6 @@ def place(arguments: argparse.Namespace, command: list[str]) -> ProcessLayout:
     if not (arguments.print or arguments.export):
         os.environ.setdefault(JOB_START, f"{time.time():.3f}")  # before a line that passes it on
     return layout
-
-
-def stage_python(
-    arguments: argparse.Namespace, layout: ProcessLayout, command: list[str]
-) -> list[str]:
-    """Copy this Python to the hosts; return the words that start it on one of them."""
-    if arguments.print or arguments.export:
-        raise UsageError("--stage-env: copies files; leave it out with --print and --export")
-    if command[0] not in ("python", "python3"):
-        raise UsageError(
-            f"--stage-env: COMMAND begins with {command[0]}, and only python comes from the copy; "
-            "write python"
-        )
-    staged = pack(arguments.stage_env)
-    unpack(layout, staged, spares=arguments.restarts > 0)
-    os.environ["PYTHONPATH"] = os.pathsep.join(staged.path)
-    if "-m" in command:  # or a module in this directory would come before the copy
-        os.environ["PYTHONSAFEPATH"] = "1"
-    return [*staged.unpack, staged.python]
 
 
 def show(

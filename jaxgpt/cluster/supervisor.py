@@ -33,7 +33,6 @@ class Supervisor:
         command: Sequence[str],
         restarts: int,
         give_up_after: int = 3,
-        python: Sequence[str] = (sys.executable,),
     ):
         """Prepare.
 
@@ -43,9 +42,8 @@ class Supervisor:
             restarts: tries after the first one, at most.
             give_up_after: tries in a row without a new checkpoint, after which no other follows; 0
                 is never.
-            python: words that start Python on a host, to check it.
         """
-        self._layout, self._command, self._python = layout, list(command), python
+        self._layout, self._command = layout, list(command)
         self._restarts, self._give_up_after = restarts, give_up_after
         self._good = [*layout.hosts, *layout.spares]
         self._process: asyncio.subprocess.Process | None = None
@@ -150,7 +148,7 @@ class Supervisor:
     async def _place_again(self, directory: str) -> bool:
         """Choose hosts for the next try: those that are well. False if there are none."""
         before, began = self._layout, time.monotonic()
-        problems = await check_hosts(before, self._good, self._job, directory, self._python)
+        problems = await check_hosts(before, self._good, self._job, directory)
         for host, problem in problems.items():
             if problem is not None:
                 _say(f"host {host} is left out: {problem}")
@@ -176,10 +174,10 @@ class Supervisor:
 
 
 async def check_hosts(
-    layout: ProcessLayout, hosts: Sequence[str], job: str, directory: str, python: Sequence[str]
+    layout: ProcessLayout, hosts: Sequence[str], job: str, directory: str
 ) -> dict[str, str | None]:
     """End what is left of `job` on each host, in parallel; return why one is unfit, or None."""
-    probe = [*python, "-m", "jaxgpt.doctor.probe", job, directory]
+    probe = [sys.executable, "-m", "jaxgpt.doctor.probe", job, directory]
     environ = {k: v for k, v in os.environ.items() if k not in (SUPERVISOR, JOB)}
     lines = []
     for host in hosts:
