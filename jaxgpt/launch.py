@@ -28,16 +28,17 @@ def parser() -> CommandParser:
     )
     count = whole_number()
     out.add_argument(
-        "-n", "-np", type=count, metavar="N", help="processes; default: P on each host"
-    )
+        "-n", "-np", "--np", "--ntasks", dest="n", type=count, metavar="N",
+        help="processes; default: P on each host",
+    )  # fmt: skip
     ppn = "processes on a host; default: N shared out evenly, else one for each device, else one"
-    out.add_argument("--ppn", type=count, metavar="P", help=ppn)
+    same = ("-ppn", "--nproc-per-node", "--ntasks-per-node")  # of mpiexec, torchrun, srun
+    out.add_argument("--ppn", *same, type=count, metavar="P", help=ppn)
     out.add_argument(
-        "--hosts",
-        metavar="FILE",
+        "--hosts", "-f", "-hostfile", "--hostfile", "-machinefile", "--machinefile", metavar="FILE",
         help="hosts, one on each line (host, host:4 or host slots=4); default: those of "
         "PBS_NODEFILE, Slurm's allocation, COBALT_NODEFILE or HOSTFILE, else this host",
-    )
+    )  # fmt: skip
     out.add_argument(
         "--restarts",
         type=whole_number(0),

@@ -28,12 +28,13 @@ MOST = 10**6  # how far from 1 a temperature may be
 
 def parser() -> CommandParser:
     out = CommandParser(prog="python -m jaxgpt.sample", description=__doc__)
-    out.add_argument("--run", "--out", type=file_path, required=True, help="run directory")
+    run = ("--run", "--out", "--out-dir")  # the last is nanoGPT's, as --start
+    out.add_argument(*run, type=file_path, required=True, help="run directory")
     out.add_argument(
         "--step", type=whole_number(least=0), help="checkpoint to read; default the newest"
     )
     prompt, likeliest = "text to continue, or FILE:NAME for a file's", "0 takes the likeliest token"
-    out.add_argument("--prompt", default="", help=f"{prompt}; default none")
+    out.add_argument("--prompt", "--start", default="", help=f"{prompt}; default none")
     count, number = whole_number(bits=20), whole_number(least=0, bits=31)
     out.add_argument("--max-new-tokens", type=count, default=200, help="default 200")
     out.add_argument("--num-samples", type=count, default=1, help="texts to write; default 1")

@@ -63,9 +63,6 @@ _NEEDS_SCALING = (
     "float16 needs loss scaling, which jaxgpt does not have; type train.dtype=bfloat16 or "
     "train.dtype=float32"
 )
-_PLATFORM = "set JAX_PLATFORMS=cpu or cuda in the environment; accelerators are found by themselves"
-_COMPILED = "leave it out: a step is always compiled"
-_LAUNCHED = "leave it out: processes find each other by their launcher's variables"
 
 # A whole word, or what follows its last dot: the line to type instead.
 ANSWERS = {
@@ -80,12 +77,15 @@ ANSWERS = {
     "exit_duration_in_mins": "type train.time_limit=MINUTES",
     "bf16": "type train.dtype=bfloat16",
     _HALVES: _NEEDS_SCALING,
-    "compile": _COMPILED,
-    "device hardware": _PLATFORM,
-    "backend distributed_backend local_rank": _LAUNCHED,
+    "compile": "leave it out: a step is always compiled",
+    "device hardware": (
+        "set JAX_PLATFORMS=cpu or cuda in the environment; accelerators are found by themselves"
+    ),
+    "backend distributed_backend local_rank": (
+        "leave it out: processes find each other by their launcher's variables"
+    ),
     "model model_name preset": "type --config NAME, such as --config gpt2",
     "config_file": "type --config NAME or --config FILE.yaml, or each setting as section.key=value",
-    "use_mcore_models": "leave it out",
     # checkpoints and files
     "resume load run_name base_output_directory checkpoint.folder": (
         "type --out FOLDER: a run is kept in one folder, and started again it goes on from there"
@@ -121,12 +121,6 @@ ANSWERS = {
     "lr_wsd_decay_samples": "type optimizer.wsd_decay_iters=N",
     "min_lr_factor": "type optimizer.min_lr=X",
     "muon_lr": "type optimizer.learning_rate=X, and optimizer.adamw_learning_rate=X for the rest",
-    "muon_num_ns_steps ns_steps": "leave it out: muon takes 5 steps of Newton-Schulz",
-    "muon_use_nesterov muon_nesterov": "leave it out: the momentum of muon is Nesterov's",
-    "muon_scale_mode muon_extra_scale_factor": (
-        "leave it out: muon scales by 0.2 sqrt(max(rows, columns)), Megatron's spectral with 0.2"
-    ),
-    "muon_split_qkv": "leave it out: muon takes queries, keys and values apart",
     "lr_warmup_fraction lr_warmup_samples": "type optimizer.warmup_iters=N",
     "lr_decay_samples": "type optimizer.lr_decay_iters=N",
     # layouts
@@ -160,54 +154,6 @@ VALUE_ANSWERS = {
         "type optimizer.schedule=wsd with optimizer.wsd_decay_iters=N, all steps after warm-up: "
         "optimizer.lr_decay_iters - optimizer.warmup_iters"
     ),
-}
-
-COMMAND_SAME = {
-    "sample": {"--out-dir": "--run", "--start": "--prompt"},  # nanoGPT
-    "evaluate": {"--out-dir": "--run", "--batch-size": "--batch"},  # nanoGPT, lm_eval
-    "launch": {  # mpiexec, ezpz, torchrun, srun
-        "--np --nproc --ntasks": "-n",
-        "-ppn --nproc-per-node --ntasks-per-node": "--ppn",
-        "-f -machinefile --machinefile -hostfile --hostfile": "--hosts",
-    },
-    "prepare": {"--json-keys --json-key": "--jsonl-key"},
-}
-COMMAND_ANSWERS = {
-    "sample": {
-        "--init-from --load": "type --run FOLDER for its newest checkpoint, or --step N",
-        "--device": _PLATFORM,
-        "--compile": _COMPILED,
-        "--dtype": "samples are computed in the dtype of the run",
-        "--num-tokens": "type --max-new-tokens N",
-    },
-    "evaluate": {
-        "--init-from --load": "type --run FOLDER for its newest checkpoint, or --step N",
-        "--device": _PLATFORM,
-        "--compile": _COMPILED,
-        "--eval-only": "leave it out",
-        "--eval-iters": "leave it out: a whole split is read",
-        "--tasks --model --model-args": (
-            "type python -m jaxgpt.evaluate lm-eval --model jaxgpt --model_args run=FOLDER --tasks "
-            "NAME"
-        ),
-    },
-    "launch": {
-        "--nnodes --nodes --nhosts --num-nodes --num-gpus": (
-            "type -n N for processes in all, or --ppn P for processes on each host"
-        ),
-        "--master-addr --master-port": _LAUNCHED,
-    },
-    "prepare": {
-        "openwebtext": "is not downloaded; type python -m jaxgpt.prepare text --input FOLDER "
-        "--tokenizer GPT2_FOLDER --name openwebtext, with its text or JSON lines in FOLDER",
-        "shakespeare": "type python -m jaxgpt.prepare shakespeare_char, or text --input FILE "
-        "--tokenizer GPT2_FOLDER --name shakespeare for tokens of GPT-2",
-        "--output-prefix": "type --out FOLDER, with --format megatron for a .bin and .idx",
-        "--tokenizer-type --vocab-file --merge-file": (
-            "type --tokenizer FOLDER, with encoder.json and vocab.bpe of GPT-2"
-        ),
-        "--append-eod": "leave it out: documents end with the tokenizer's end of text",
-    },
 }
 
 

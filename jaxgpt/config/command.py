@@ -6,36 +6,28 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
-from jaxgpt.config import aliases
 from jaxgpt.config.errors import UsageError, expand_user
 
 
 class CommandParser(argparse.ArgumentParser):
-    """An argument parser whose errors are `UsageError`s, and which takes no abbreviations."""
+    """An argument parser whose errors are `UsageError`s, and which takes no abbreviations.
+
+    An option may have underscores in place of dashes, as in nanoGPT.
+    """
 
     def __init__(self, **options):
         super().__init__(allow_abbrev=False, **options)
 
     def parse_known_args(self, args=None, namespace=None):
-        given = sys.argv[1:] if args is None else args
-        words = [
-            self._translate(word) if i == 0 or word.startswith("-") else word
-            for i, word in enumerate(given)
-        ]
+        words = list(sys.argv[1:] if args is None else args)
+        for i, word in enumerate(words):
+            name, equals, value = word.partition("=")
+            if name.replace("_", "-") in self._option_string_actions:
+                words[i] = f"{name.replace('_', '-')}{equals}{value}"
         if "--mesh" in words[:-1]:  # or -1,1,1 would be taken for an option
             i = words.index("--mesh")
             words[i : i + 2] = [f"--mesh={words[i + 1]}"]
         return super().parse_known_args(words, namespace)
-
-    def _translate(self, word: str) -> str:
-        """Return another program's option as this command spells it."""
-        command = self.prog.removeprefix("python -m jaxgpt.").partition(" ")[0]
-        name, equals, value = word.partition("=")
-        name = name.replace("_", "-") if name.startswith("--") else name
-        if answer := aliases.find(aliases.COMMAND_ANSWERS.get(command, {}), name):
-            raise UsageError(f"{command}: {word}: {answer}")
-        name = aliases.find(aliases.COMMAND_SAME.get(command, {}), name) or name
-        return f"{name}{equals}{value}" if name in self._option_string_actions else word
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{self.prog.removeprefix('python -m ')}: {message}; --help says more")

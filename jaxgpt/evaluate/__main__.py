@@ -33,7 +33,7 @@ def parser() -> CommandParser:
     )
     number = whole_number()
     out.add_argument(
-        "--run", "--out", required=True, metavar="DIR",
+        "--run", "--out", "--out-dir", required=True, metavar="DIR",
         help="run directory, or hf:FOLDER of a model of transformers",
     )  # fmt: skip
     step = whole_number(least=0)
