@@ -5,23 +5,11 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
-
-from jaxgpt.checkpoint.metadata import choose_checkpoint, read_meta
 from jaxgpt.cluster.process_group import ProcessGroup, join_process_group
 from jaxgpt.cluster.shutdown import job_exit_handler
-from jaxgpt.config import (
-    CommandParser,
-    Config,
-    UsageError,
-    config_from_dict,
-    file_path,
-    in_words,
-    mesh_shape,
-    whole_number,
-)
-from jaxgpt.data.tokenizers import Tokenizer, continue_prompt, tokenizer_from_meta
-from jaxgpt.runtime.initialize import initialize_jax
+from jaxgpt.config import CommandParser, UsageError, file_path, in_words, whole_number
+from jaxgpt.data.tokenizers import Tokenizer, continue_prompt
+from jaxgpt.evaluate.model import Model, find_trained, run_folder
 
 MOST = 10**6  # how far from 1 a temperature may be
 
@@ -29,7 +17,8 @@ MOST = 10**6  # how far from 1 a temperature may be
 def parser() -> CommandParser:
     out = CommandParser(prog="python -m jaxgpt.sample", description=__doc__)
     run = ("--run", "--out", "--out-dir")  # the last is nanoGPT's, as --start
-    out.add_argument(*run, type=file_path, required=True, help="run directory")
+    about = "run directory, or hf:FOLDER of a model of transformers"
+    out.add_argument(*run, type=lambda given: str(file_path(given)), required=True, help=about)
     out.add_argument(
         "--step", type=whole_number(least=0), help="checkpoint to read; default the newest"
     )
@@ -53,10 +42,8 @@ def main(argv: list[str] | None = None) -> None:
 def write(arguments: argparse.Namespace) -> None:
     """Print the samples that a command line asks for."""
     check_options(arguments)
-    config, step, tokenizer = open_run(arguments)
-    prompt = read_prompt(arguments.prompt, tokenizer)
     with join_process_group() as cluster:
-        for number, text in enumerate(samples(config, step, tokenizer, prompt, arguments, cluster)):
+        for number, text in enumerate(samples(arguments, cluster)):
             if cluster.is_main:
                 sys.stdout.write("---\n" * (number > 0) + text + "\n")
 
@@ -75,19 +62,6 @@ def check_options(arguments: argparse.Namespace) -> None:
         )
 
 
-def open_run(arguments: argparse.Namespace) -> tuple[Config, int, Tokenizer]:
-    """Return the configuration of a run, the step of the checkpoint to read, and the tokenizer."""
-    run = arguments.run
-    step = choose_checkpoint(run, arguments.step)
-    meta = read_meta(run, step)
-    if meta["tokenizer"] is None:
-        raise UsageError(f"--run {run}: has no tokenizer; its data or weights came without one")
-    config = config_from_dict(meta["config"], str(run))
-    # The devices are not those of the training: any attention kernel that runs here will do.
-    config = config.replace(parallel__mesh=arguments.mesh, model__attention="auto")
-    return config, step, tokenizer_from_meta(meta["tokenizer"], run)
-
-
 def read_prompt(given: str, tokenizer: Tokenizer) -> str:
     """Return the prompt, read from a file where it is `FILE:NAME`, as for nanoGPT."""
     prompt = given
@@ -103,40 +77,26 @@ def read_prompt(given: str, tokenizer: Tokenizer) -> str:
     return prompt
 
 
-def samples(
-    config: Config,
-    step: int,
-    tokenizer: Tokenizer,
-    prompt: str,
-    arguments: argparse.Namespace,
-    cluster: ProcessGroup,
-) -> Iterator[str]:
+def samples(arguments: argparse.Namespace, cluster: ProcessGroup) -> Iterator[str]:
     """Yield texts, each with its prompt; all processes take part in each."""
-    initialize_jax(cluster, mesh_shape(config))
-    import jax
-
-    from jaxgpt.checkpoint.checkpointer import restore_params
-    from jaxgpt.parallel.mesh import make_mesh
-    from jaxgpt.train.evaluate import make_generate, prompt_window
-    from jaxgpt.train.functions import make_steps
-
-    compiled = make_steps(config, make_mesh(mesh_shape(config, jax.device_count()), cluster.hosts))
-    params = restore_params(arguments.run, step, compiled.state_shapes.params)
-    window, length = prompt_window(tokenizer, prompt, config.model.block_size)
-    generate = jax.jit(
-        make_generate(
-            compiled.make_decoder,
-            config.model.n_positions,
-            tokenizer.vocab_size,
+    with run_folder(arguments.run, cluster) as folder:
+        trained = cluster.run_on_all(find_trained, folder, arguments.step, arguments.mesh)
+        tokenizer = trained.tokenizer
+        if tokenizer is None:
+            raise UsageError(
+                f"--run {arguments.run}: has no tokenizer; its data or weights came without one"
+            )
+        prompt = cluster.run_on_all(read_prompt, arguments.prompt, tokenizer)
+        prompt_ids = tokenizer.encode(prompt) if prompt else [tokenizer.end_of_text or 0]
+        model = Model(trained, 1, cluster)
+    for number in range(arguments.num_samples):
+        tokens = model.generate(
+            prompt_ids,
             arguments.max_new_tokens,
             arguments.temperature,
             arguments.top_k or None,
-        ),
-        out_shardings=compiled.replicated,
-    )
-    for number in range(arguments.num_samples):
-        seed = np.int32(arguments.seed + number)
-        tokens = np.asarray(generate(params, window, np.int32(length), seed)).tolist()
+            arguments.seed + number,
+        )
         yield continue_prompt(tokenizer, prompt, tokens)
 
 

@@ -78,7 +78,7 @@ def test_a_text_of_ones_own_is_prepared_trained_on_and_continued(tmp_path, token
         (["--run", "/nowhere", "--top-k", "x"], "--top-k: x: must be a whole number"),
         (["--run", "/nowhere", "--temperature", "1e-320"], "--temperature=1e-320: must be 0, or"),
         (["--run", "/nowhere", "--max-new-tokens", 2**31], "--max-new-tokens: 2147483648: must be"),
-        (["--run", ""], "argument --run/--out: is empty"),
+        (["--run", ""], "argument --run/--out/--out-dir: is empty"),
         ([], "are required: --run"),
     ],
 )

@@ -188,8 +188,8 @@ def test_hosts_of_ones_own_come_before_the_schedulers(job, tmp_path):
 @pytest.mark.parametrize(
     ("options", "environ", "words"),
     [
-        ("-n 0", {}, "-n/-np: 0: must be a whole number"),
-        ("--ppn many", {}, "--ppn: many: must be a whole number"),
+        ("-n 0", {}, "-n/-np/--np/--ntasks: 0: must be a whole number"),
+        ("--ppn many", {}, "--ntasks-per-node: many: must be a whole number"),
         ("-n 3", {"hosts": "a b"}, "-n=3: does not share out evenly over the 2 hosts"),
         ("-n 5 --ppn 2", {"hosts": "a b"}, "-n=5: must be a multiple of --ppn=2 .* at most 4"),
         ("-n 3 --ppn 2", {"hosts": "a b"}, "-n=3: must be a multiple of --ppn=2"),

@@ -28,7 +28,8 @@ ORDER = """
     convert
     spikes
     train
-    plan doctor sample inspect evaluate prepare launch replay
+    evaluate
+    plan doctor sample inspect prepare launch replay
     report
     bench
     __main__

@@ -261,10 +261,10 @@ class Model:
                 make_generate(self.steps.make_decoder, self.config.model.n_positions, known, *key),
                 out_shardings=self.steps.replicated,
             )
-        prompt = np.asarray(tokens[-self.block_size :], np.int32)
-        window = np.zeros(self.config.model.block_size, np.int32)
-        window[: prompt.size] = prompt
-        operands = self.params, window, np.int32(prompt.size), np.int32(seed)
+        prompt = tokens[-self.block_size :]
+        window = np.zeros(self.row_length(len(prompt)), np.int32)
+        window[: len(prompt)] = prompt
+        operands = self.params, window, np.int32(len(prompt)), np.int32(seed)
         return np.asarray(self._generators[key](*operands)).tolist()
 
 

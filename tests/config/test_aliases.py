@@ -1,7 +1,6 @@
 """What users of other programs type works, or is answered with the line to type instead."""
 
 import importlib
-from pathlib import Path
 
 import pytest
 
@@ -146,7 +145,7 @@ ANSWERED = [
 ]
 
 COMMANDS_WORK = [
-    ("sample --out_dir=runs/a", "run", Path("runs/a")),
+    ("sample --out_dir=runs/a", "run", "runs/a"),
     ("sample --out_dir runs/a --start ROMEO", "prompt", "ROMEO"),
     ("sample --run runs/a --num_samples=3", "num_samples", 3),
     ("sample --run runs/a --max_new_tokens 50 --top_k=20", "top_k", 20),

@@ -30,11 +30,11 @@ from jaxgpt.data.dataset import open_dataset
 from jaxgpt.data.prepare.builtin import prepare_text
 from jaxgpt.data.prepare.writer import megatron_writer
 from jaxgpt.data.tokenizers import load_tokenizer
+from jaxgpt.evaluate.model import find_trained
 from jaxgpt.inspect import differences
 from jaxgpt.parallel.mesh import make_mesh
 from jaxgpt.replay import find_stretches
 from jaxgpt.report import goodput_report, read_startup, spikes_report
-from jaxgpt.sample import open_run
 from jaxgpt.spikes.policy import (
     commit_rewind,
     pending_rewind,
@@ -178,7 +178,7 @@ def read_checkpoints(home):
     differences(config, data, run, 12)
     with contextlib.suppress(UsageError):
         initial_model("hf:none", str(run))
-    open_run(SimpleNamespace(run=run, step=None, mesh="1,1,1"))
+    find_trained(run)
 
 
 def read_all_rewinds(home):
