@@ -29,7 +29,7 @@ from jaxgpt.checkpoint.metadata import (
     reason,
     remove_temporary,
 )
-from jaxgpt.checkpoint.schedule import SaveClock, steps_to_remove
+from jaxgpt.checkpoint.retention import steps_to_remove
 from jaxgpt.cluster.process_group import ProcessGroup
 from jaxgpt.config import Config, UsageError, should_run_every
 from jaxgpt.parallel.sharding import Params
@@ -89,7 +89,7 @@ class Checkpoints:
         self._orbax: Any = None  # opened by the first save: importing Orbax takes a second
         # On process 0: removes old checkpoints and copies local ones, one after the other.
         self._background: ThreadPoolExecutor | None = None
-        self._clock = SaveClock(config.checkpoint.interval_minutes)
+        self._last_save = time.monotonic()  # or the start, if there was none yet
         self.log: Callable[[Record], None] = lambda record: None
 
     def open(self, tree: Tree) -> None:
@@ -108,10 +108,16 @@ class Checkpoints:
     def is_due(self, step: int) -> bool:
         """Return whether checkpoint.interval or interval_minutes asks for a save after this step.
 
-        All processes call this once a step, and get the same answer.
+        All processes call this together. Process 0 looks at its clock every train.log_interval
+        steps.
         """
-        by_clock = self._clock.is_due()
-        return by_clock or should_run_every(step, self._config.checkpoint.interval)
+        checkpoint, train = self._config.checkpoint, self._config.train
+        if should_run_every(step, checkpoint.interval):
+            return True
+        if checkpoint.interval_minutes is None or not should_run_every(step, train.log_interval):
+            return False
+        minutes = (time.monotonic() - self._last_save) / 60
+        return self._cluster.broadcast(minutes >= checkpoint.interval_minutes)
 
     def save(self, step: int, tree: Tree, meta: Mapping[str, Any]) -> None:
         """Start writing arrays and JSON; the caller may donate the arrays after this returns.
@@ -123,7 +129,7 @@ class Checkpoints:
         began = time.perf_counter()
         self._settle()
         self._remove_old()
-        self._clock.saved()
+        self._last_save = time.monotonic()
         self._writing = save = Save(step, began)
         if problem := self._cluster.broadcast(self._make_room(step, tree)):
             save.error = OSError(problem)

@@ -3,6 +3,7 @@ and after it is read, so that they see a change by a disk, a file system or a co
 
 import functools
 import math
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
@@ -26,10 +27,30 @@ def checksums(tree: Any) -> dict[str, int]:
     arrays of at most 32 bits an element with `NamedSharding`s over the same mesh.
     """
     leaves = jax.tree_util.tree_leaves_with_path(tree)
-    shardings = tuple(array.sharding for _, array in leaves)
-    found = np.asarray(_compiled(shardings)([array for _, array in leaves]))
-    paths = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in leaves]
-    return dict(zip(paths, found.tolist(), strict=True))
+    sums, found = sums_by_device([array for _, array in leaves]), {}
+    for number, (path, array) in enumerate(leaves):
+        first = [devices[0] for devices in devices_by_part(array.sharding)]
+        total = sums[first, number].sum(dtype=np.uint32)
+        found[jax.tree_util.keystr(path, simple=True, separator="/")] = int(total)
+    return found
+
+
+def sums_by_device(arrays: Sequence[jax.Array]) -> np.ndarray:
+    """Return what each device's part adds to the checksum of each array: uint32 (devices, arrays).
+
+    Devices are in the order of the mesh. All processes call this together.
+    """
+    return np.asarray(_compiled(tuple(array.sharding for array in arrays))(arrays))
+
+
+def devices_by_part(sharding: NamedSharding) -> list[list[int]]:
+    """Return for each part of an array the devices that hold it, by their place in the mesh."""
+    mesh = sharding.mesh
+    splits = [name in jax.tree.leaves(tuple(sharding.spec)) for name in mesh.axis_names]
+    parts = defaultdict(list)
+    for place, index in enumerate(np.ndindex(*mesh.devices.shape)):
+        parts[tuple(i for i, split in zip(index, splits, strict=True) if split)].append(place)
+    return list(parts.values())
 
 
 def part_checksum(part: np.ndarray, first: Sequence[int], shape: tuple[int, ...]) -> int:
@@ -56,27 +77,27 @@ def part_checksum(part: np.ndarray, first: Sequence[int], shape: tuple[int, ...]
 
 @functools.lru_cache(maxsize=4)
 def _compiled(shardings: tuple[NamedSharding, ...]) -> Any:
-    """Return (arrays so sharded) -> uint32 of shape (number of arrays,), on every device."""
+    """Return (arrays so sharded) -> uint32 of shape (devices, arrays), on every device."""
     mesh = shardings[0].mesh
     specs = [sharding.spec for sharding in shardings]
+    by_device = PartitionSpec(mesh.axis_names)
 
-    @jax.jit
     def of_arrays(arrays: list[jax.Array]) -> jax.Array:
-        @jax.shard_map(mesh=mesh, in_specs=(specs,), out_specs=PartitionSpec(), check_vma=False)
+        @jax.shard_map(mesh=mesh, in_specs=(specs,), out_specs=by_device, check_vma=False)
         def of_shards(shards: list[jax.Array]) -> jax.Array:
             sums = [
-                shard_checksum(shard, array.shape, spec) * _is_first(spec, mesh.axis_names)
+                _shard_checksum(shard, array.shape, spec)
                 for shard, array, spec in zip(shards, arrays, specs, strict=True)
             ]
-            return lax.psum(jnp.stack(sums), mesh.axis_names)
+            return jnp.stack(sums)[None]
 
         return of_shards(arrays)
 
-    return of_arrays
+    return jax.jit(of_arrays, out_shardings=NamedSharding(mesh, PartitionSpec()))
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))  # traced once for parameter and moments
-def shard_checksum(shard: jax.Array, shape: tuple[int, ...], spec: PartitionSpec) -> jax.Array:
+def _shard_checksum(shard: jax.Array, shape: tuple[int, ...], spec: PartitionSpec) -> jax.Array:
     """Return the sum of the hashes of one device's part of an array of this shape.
 
     A part in the host's memory comes to the device chunk by chunk.
@@ -104,13 +125,6 @@ def shard_checksum(shard: jax.Array, shape: tuple[int, ...], spec: PartitionSpec
 
     chunks = elements.reshape(-1, at_once, columns.size), rows.reshape(-1, at_once, 1)
     return lax.scan(add, jnp.zeros_like(columns), chunks)[0].sum(dtype=jnp.uint32)
-
-
-def _is_first(spec: PartitionSpec, axis_names: tuple[str, ...]) -> jax.Array:
-    """Return 1 on one of the devices that hold the same part, 0 on the others: uint32."""
-    splitting = jax.tree.leaves(tuple(spec))
-    others = [lax.axis_index(name) for name in axis_names if name not in splitting]
-    return jnp.uint32(sum(others) == 0)
 
 
 def _hash(elements: jax.Array, places: jax.Array) -> jax.Array:

@@ -1,17 +1,12 @@
 """Do all devices hold the same parameters? One that computes wrongly without saying so is found by
 the copies that others hold, along `data` and every other axis that does not split a weight."""
 
-import functools
-from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections import Counter
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxgpt.checkpoint.checksums import shard_checksum
+from jaxgpt.checkpoint.checksums import devices_by_part, sums_by_device
 
 
 def devices_that_differ(params: Any) -> list[int]:
@@ -22,11 +17,10 @@ def devices_that_differ(params: Any) -> list[int]:
     together, and get the same answer.
     """
     arrays = jax.tree.leaves(params)
-    shardings = tuple(array.sharding for array in arrays)
-    sums = np.asarray(_compiled(shardings)(arrays))
+    sums = sums_by_device(arrays)
     found: set[int] = set()
-    for number, sharding in enumerate(shardings):
-        for copies in _copies(sharding):
+    for number, array in enumerate(arrays):
+        for copies in devices_by_part(array.sharding):
             votes = Counter(sums[copies, number].tolist()).most_common(2)
             if len(votes) > 1:
                 tie = votes[0][1] == votes[1][1]
@@ -36,36 +30,6 @@ def devices_that_differ(params: Any) -> list[int]:
 
 def has_copies(params: Any) -> bool:
     """Return whether most parameters (arrays, or their shapes with shardings) have a copy."""
-    with_copy = sum(a.size for a in jax.tree.leaves(params) if len(_copies(a.sharding)[0]) > 1)
-    return 2 * with_copy > sum(a.size for a in jax.tree.leaves(params))
-
-
-def _copies(sharding: NamedSharding) -> Sequence[list[int]]:
-    """Return for each part of an array the devices that hold it, by their place in the mesh."""
-    mesh = sharding.mesh
-    splits = [name in jax.tree.leaves(tuple(sharding.spec)) for name in mesh.axis_names]
-    parts = defaultdict(list)
-    for place, index in enumerate(np.ndindex(*mesh.devices.shape)):
-        parts[tuple(i for i, split in zip(index, splits, strict=True) if split)].append(place)
-    return list(parts.values())
-
-
-@functools.lru_cache(maxsize=4)
-def _compiled(shardings: tuple[NamedSharding, ...]) -> Any:
-    """Return (arrays so sharded) -> uint32 of shape (devices, arrays), on every device."""
-    mesh = shardings[0].mesh
-    specs = [sharding.spec for sharding in shardings]
-    by_device = PartitionSpec(mesh.axis_names)
-
-    def of_arrays(arrays: list[jax.Array]) -> jax.Array:
-        @jax.shard_map(mesh=mesh, in_specs=(specs,), out_specs=by_device, check_vma=False)
-        def of_shards(shards: list[jax.Array]) -> jax.Array:
-            sums = [
-                shard_checksum(shard, array.shape, spec)
-                for shard, array, spec in zip(shards, arrays, specs, strict=True)
-            ]
-            return jnp.stack(sums)[None]
-
-        return of_shards(arrays)
-
-    return jax.jit(of_arrays, out_shardings=NamedSharding(mesh, PartitionSpec()))
+    arrays = jax.tree.leaves(params)
+    with_copy = [a.size for a in arrays if len(devices_by_part(a.sharding)[0]) > 1]
+    return 2 * sum(with_copy) > sum(a.size for a in arrays)

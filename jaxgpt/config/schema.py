@@ -282,7 +282,7 @@ class CheckpointConfig:
     keep_best: CountOrZero = 0
     """Also keep so many checkpoints, those with the lowest validation loss."""
     interval_minutes: Minutes | None = None
-    """Also save when so many minutes have passed since the last save."""
+    """Also save once so many minutes have passed without a save, at a logged step."""
     on_error: Literal["continue", "stop"] = "continue"
     """What to do when a checkpoint cannot be written: continue as long as an older one is complete,
     or stop. The run also stops if no other save would follow."""

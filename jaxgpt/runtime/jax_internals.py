@@ -5,47 +5,6 @@ tests/runtime/test_jax_internals.py fails for such a version, by the name of the
 """
 
 import functools
-from typing import Any
-
-WAIT_MILLISECONDS = 60_000  # for a key; then it is asked for again
-
-
-class KeyValueStore:
-    """Texts of the processes of a job for each other, without a collective; for any thread."""
-
-    def __init__(self, client: Any):
-        self._client = client
-
-    def set(self, key: str, text: str) -> None:
-        self._client.key_value_set(key, text)
-
-    def get(self, key: str) -> str:
-        """Return the text of a key, as soon as a process has set it."""
-        while True:
-            try:
-                return self._client.blocking_key_value_get(key, WAIT_MILLISECONDS)
-            except Exception as error:  # of jaxlib
-                if "DEADLINE_EXCEEDED" not in str(error):
-                    raise
-
-    def delete(self, prefix: str) -> None:
-        """Remove all keys that begin with `prefix` and a slash."""
-        self._client.key_value_delete(f"{prefix}/")
-
-
-def key_value_store() -> KeyValueStore | None:
-    """Return the store of this job; None if this is its only process.
-
-    Reason: JAX has no public key-value store; Orbax takes the same one. Fallback: none, because
-    processes could not agree when checkpoint.interval_minutes is over.
-    """
-    import jax
-
-    if not jax.distributed.is_initialized():
-        return None
-    from jax._src.distributed import global_state
-
-    return KeyValueStore(global_state.client)
 
 
 def set_gloo_hostname(address: str) -> bool:

@@ -12,34 +12,6 @@ from jaxgpt.runtime import jax_internals
 BROKEN = f"jax {jax.__version__} no longer has what jax_internals.{{}} needs"
 
 
-def test_key_value_store_finds_the_methods_of_the_client():
-    from jax._src import distributed
-    from jaxlib import _jax
-
-    assert hasattr(distributed.global_state, "client"), BROKEN.format("key_value_store")
-    methods = "key_value_set", "blocking_key_value_get", "key_value_delete"
-    assert all(hasattr(_jax.DistributedRuntimeClient, name) for name in methods), BROKEN.format(
-        "key_value_store"
-    )
-    assert jax_internals.key_value_store() is None  # one process: nothing is connected
-
-
-def test_a_key_is_waited_for_however_long_it_takes():
-    answers = [RuntimeError("DEADLINE_EXCEEDED: 60 s"), "text"]
-
-    class Client:
-        def blocking_key_value_get(self, key, milliseconds):
-            answer = answers.pop(0)
-            if isinstance(answer, Exception):
-                raise answer
-            return answer
-
-    assert jax_internals.KeyValueStore(Client()).get("key") == "text"
-    answers.append(RuntimeError("UNAVAILABLE"))
-    with pytest.raises(RuntimeError, match="UNAVAILABLE"):
-        jax_internals.KeyValueStore(Client()).get("key")
-
-
 def test_set_gloo_hostname_finds_the_function_that_takes_it(monkeypatch):
     jaxlib = pytest.importorskip("jaxlib")
     seen = []

@@ -1,9 +1,12 @@
 """Which checkpoints a run has at its end, and what its metrics say of them."""
 
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from jaxgpt.checkpoint import checkpointer
 from jaxgpt.checkpoint.checkpointer import Checkpoints
 from jaxgpt.checkpoint.local import LocalFolder
 from jaxgpt.checkpoint.metadata import list_checkpoints
@@ -86,11 +89,22 @@ def test_a_run_whose_last_save_fails_does_not_say_that_it_is_done(tmp_path, monk
     assert list_checkpoints(tmp_path) == [2]
 
 
-def test_a_job_saves_by_the_clock(tmp_path):
-    arguments = (*SMALL, *MESH, "checkpoint.interval_minutes=0.0005", "train.max_iters=40")
-    assert train_here(*arguments, "--out", tmp_path, "checkpoint.keep=50") == exits.DONE
-    saved = list_checkpoints(tmp_path)  # checkpoint.interval=0
-    assert len(saved) > 2 and saved[-1] == 40
+def test_a_job_saves_by_the_clock(tmp_path, monkeypatch):
+    """Steps of 100 s, logged every second one, and 9 minutes: saves after 600, 1,200 … seconds."""
+    now = [0.0]
+    clocks = {"time": time.time, "perf_counter": time.perf_counter, "monotonic": lambda: now[0]}
+    monkeypatch.setattr(checkpointer, "time", SimpleNamespace(**clocks))
+
+    def is_due(self, step):
+        now[0] += 100
+        return original(self, step)
+
+    original = Checkpoints.is_due
+    monkeypatch.setattr(Checkpoints, "is_due", is_due)
+    arguments = "train.log_interval=2", "checkpoint.interval_minutes=9", "train.max_iters=20"
+    arguments = (*SMALL, *MESH, *arguments, "checkpoint.interval=0", "checkpoint.keep=50")
+    assert train_here(*arguments, "--out", tmp_path) == exits.DONE
+    assert list_checkpoints(tmp_path) == [6, 12, 18, 20]
 
 
 def test_a_run_continues_from_a_local_checkpoint_whose_copy_was_interrupted(tmp_path, monkeypatch):

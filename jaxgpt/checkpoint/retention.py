@@ -1,0 +1,40 @@
+"""Which checkpoints stay?"""
+
+import contextlib
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+
+from jaxgpt.config import CheckpointConfig, Config
+from jaxgpt.tracking.jsonl import METRICS, read_records
+
+
+def kept_steps(
+    saved: Sequence[int], checkpoint: CheckpointConfig, rewinds: bool, losses: Mapping[int, float]
+) -> set[int]:
+    """Return which of the saved steps (oldest first) stay, given validation losses by step.
+
+    With `rewinds` so do the newest of those that are checkpoint.interval apart, whatever a signal
+    saved in between.
+    """
+    kept = set(saved[-checkpoint.keep :])
+    if rewinds and checkpoint.interval:
+        on_time = [step for step in saved if step % checkpoint.interval == 0]
+        kept.update(on_time[-checkpoint.keep :])
+    if checkpoint.keep_every is not None:
+        kept.update(step for step in saved if step % checkpoint.keep_every == 0)
+    known = sorted((losses[step], step) for step in saved if step in losses)
+    return kept.union(step for _, step in known[: checkpoint.keep_best])
+
+
+def steps_to_remove(directory: Path, config: Config, saved: Sequence[int]) -> Collection[int]:
+    """Return the steps whose checkpoints do not stay in a run directory.
+
+    Validation losses are read from metrics.jsonl, which a restart goes on with.
+    """
+    checkpoint, losses = config.checkpoint, {}
+    if checkpoint.keep_best:
+        with contextlib.suppress(OSError):  # it has vanished: no loss is known
+            records = read_records(directory / METRICS, "eval")
+            losses = {r["step"]: r["val_loss"] for r in records if r["val_loss"] is not None}
+    rewinds = config.spike.action == "rewind"
+    return set(saved) - kept_steps(saved, checkpoint, rewinds, losses)
