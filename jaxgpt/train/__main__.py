@@ -41,7 +41,9 @@ def main(argv: list[str] | None = None) -> None:
         with join_process_group(*start_limits(config)) as cluster:
             cluster.raise_if_any(error)
             clock.enter("prepare")
-            run, monitor = prepare_run(config, cluster), cluster.monitor
+            monitor = cluster.monitor
+            monitor.heartbeat("the look at the data and the run directory", SLOW_PHASE)
+            run = prepare_run(config, cluster)
             monitor.write_stacks_to(run.directory)
             limit = None
             if cluster.is_main:
