@@ -115,16 +115,14 @@ def origin(dataset: Dataset, rows: Loader, step: int, row: int) -> dict[str, Any
     """Return where a row comes from; offsets are in tokens of the file."""
     location = rows.row_location(step, row)
     tokens = dataset.sources[location.source].tokens["train"]
-    file, offset = tokens.locate(location.offset)
     document = dataset.find_document(location.source, "train", location.offset)
-    before = tokens.first + location.offset - offset  # tokens of the files before this one
     return {
         "sequence": rows.sequence(step, row),
         "corpus": rows.names[location.corpus],
-        "file": str(file),
-        "offset": offset,
+        "file": str(tokens.file.path),
+        "offset": tokens.first + location.offset,
         "document": document.number,
-        "document_start": None if document.start is None else document.start - before,
+        "document_start": document.start,
     }
 
 

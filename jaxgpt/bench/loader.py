@@ -39,7 +39,7 @@ def run(settings: Sequence[str], batches: int = 40, cpus: int | None = None) -> 
         dataset = job.cluster.run_on_all(open_dataset, config.data, config.model)
         config, mesh = job.start_jax(config)
         B, T = config.train.batch_size, config.model.block_size
-        files = [file for source in dataset.sources for file in source.tokens["train"].files]
+        files = [source.tokens["train"].file for source in dataset.sources]
         largest = max(files, key=lambda file: file.size)
         idle = peak_bytes()
         loader = Loader.for_training(dataset, config, batch_sharding(mesh))

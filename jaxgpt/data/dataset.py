@@ -169,7 +169,7 @@ def open_dataset(data: DataConfig, model: ModelConfig) -> Dataset:
     not known or larger than model.vocab_size, or sources have different tokenizers.
     """
     sources = tuple(_open_source(entry, data, model.block_size + 1) for entry in entries(data))
-    files = {file for s in sources for tokens in s.tokens.values() for file in tokens.files}
+    files = {tokens.file for source in sources for tokens in source.tokens.values()}
     allow_open_files(len(files))
     return Dataset(sources, *_find_vocabulary(data, model, [(s.entry, s.meta) for s in sources]))
 
@@ -222,7 +222,7 @@ def _open_source(entry: BlendEntry, data: DataConfig, least: int) -> Source:
         tokens = splits[split]
         if tokens.size < least:
             raise UsageError(
-                f"{entry.key}: {tokens.files[0].path} has {tokens.size} tokens for split {split}"
+                f"{entry.key}: {tokens.file.path} has {tokens.size} tokens for split {split}"
                 f"{note}; model.block_size={least - 1} needs at least {least}: give more data"
                 + (", or another data.val_share" if note else "")
             )

@@ -72,7 +72,7 @@ def open_pair(path: Path) -> OpenSource:
     """Open a pair; its last documents are kept for validation."""
     index = read_index(path)
     file = TokenFile(index.bin_path, index.dtype, index.total_tokens)
-    return OpenSource({"train": Tokens([file])}, index.find)
+    return OpenSource({"train": Tokens(file)}, index.find)
 
 
 def prefix_of(path: Path | str) -> Path:

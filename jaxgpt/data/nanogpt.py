@@ -22,7 +22,7 @@ def is_folder(path: Path) -> bool:
 def open_folder(path: Path) -> OpenSource:
     """Open train.bin and val.bin."""
     meta = read_meta(path)
-    return OpenSource({s: Tokens([_open(path / f"{s}.bin", meta)]) for s in SPLITS}, meta=meta)
+    return OpenSource({s: Tokens(_open(path / f"{s}.bin", meta)) for s in SPLITS}, meta=meta)
 
 
 def is_file(path: Path) -> bool:
@@ -33,7 +33,7 @@ def is_file(path: Path) -> bool:
 def open_file(path: Path) -> OpenSource:
     """Open a lone .bin, of the dtype that a meta.json beside it says."""
     meta = read_meta(path.parent)
-    tokens = Tokens([_open(path, meta)])
+    tokens = Tokens(_open(path, meta))
     meta.pop("fingerprint", None)  # it is of the whole folder
     return OpenSource({"train": tokens}, meta=meta)
 

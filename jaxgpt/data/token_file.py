@@ -4,13 +4,11 @@ They are read with `pread`, not through a memory map: a process does not grow wi
 and a file that becomes shorter is an error with its name, where a map would end it with SIGBUS.
 """
 
-import bisect
 import functools
 import hashlib
-import itertools
 import os
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -77,48 +75,33 @@ class TokenFile:
 
 
 class Tokens:
-    """Token ids of one or more files, one after the other, or a range of them."""
+    """The token ids of a file, or a range of them."""
 
-    def __init__(self, files: Sequence[TokenFile], first: int = 0, size: int | None = None):
-        """Take `size` tokens (by default all) from number `first` on, of files of one dtype."""
-        assert len({file.dtype for file in files}) == 1, files
-        self.files = tuple(files)
-        self.dtype = files[0].dtype
-        self._starts = list(itertools.accumulate((file.size for file in files), initial=0))
+    def __init__(self, file: TokenFile, first: int = 0, size: int | None = None):
+        """Take `size` tokens (by default all) from number `first` on."""
+        self.file = file
+        self.dtype = file.dtype
         self.first = first
-        self.size = self._starts[-1] - first if size is None else size
+        self.size = file.size - first if size is None else size
 
     def part(self, first: int, end: int) -> "Tokens":
-        """Return the tokens from `first` up to `end`, not included, from the same open files."""
-        return Tokens(self.files, self.first + first, end - first)
-
-    def locate(self, token: int) -> tuple[Path, int]:
-        """Return the file of a token of the range, and its number in that file."""
-        number = bisect.bisect_right(self._starts, self.first + token) - 1
-        return self.files[number].path, self.first + token - self._starts[number]
+        """Return the tokens from `first` up to `end`, not included, from the same open file."""
+        return Tokens(self.file, self.first + first, end - first)
 
     def read(self, start: int, count: int) -> np.ndarray:
         """Return `count` token ids from number `start` on: `dtype`, shape (count,)."""
         assert 0 <= start and start + count <= self.size, (start, count, self.size)
-        start += self.first
-        number = bisect.bisect_right(self._starts, start, hi=len(self.files)) - 1
-        parts = []
-        while True:
-            here = min(count, self._starts[number + 1] - start)
-            parts.append(self.files[number].read(start - self._starts[number], here))
-            start, count, number = start + here, count - here, number + 1
-            if not count:
-                return parts[0] if len(parts) == 1 else np.concatenate(parts)
+        return self.file.read(self.first + start, count)
 
     def check_vocab_range(self, tokens: np.ndarray, start: int, vocab_size: int) -> None:
         """Raise `UsageError` unless `tokens`, read from `start` on, are ids below `vocab_size`."""
         if 0 <= tokens.min() and tokens.max() < vocab_size:
             return
         at = int(np.argmax((tokens >= vocab_size) | (tokens < 0)))
-        path, offset = self.locate(start + at)
         raise UsageError(
-            f"model.vocab_size={vocab_size}: {path} holds token {tokens[at]} at offset {offset}; "
-            f"prepare the data again, or give its own vocabulary: more than {tokens[at]}"
+            f"model.vocab_size={vocab_size}: {self.file.path} holds token {tokens[at]} at offset "
+            f"{self.first + start + at}; prepare the data again, or give its own vocabulary: more "
+            f"than {tokens[at]}"
         )
 
     def sampled_pages(self, most: int) -> Iterator[tuple[int, np.ndarray]]:

@@ -13,21 +13,19 @@ from readme_code import load_block, train_and_move
 
 @pytest.fixture
 def corpus(monkeypatch, tmp_path):
-    """The same tokens as a folder of three .npy files and as a lone file of nanoGPT's."""
-    module = load_block("jaxgpt/data/README.md", "npy_folder", tmp_path)
-    made = data.Format(module.is_npy_folder, module.open_npy_folder)
-    monkeypatch.setitem(data.FORMATS, "npy folder", made)
+    """The same tokens as a .npy file and as a lone file of nanoGPT's."""
+    module = load_block("jaxgpt/data/README.md", "npy", tmp_path)
+    made = data.Format(module.is_npy, module.open_npy)
+    monkeypatch.setitem(data.FORMATS, "npy", made)
     tokens = np.random.default_rng(0).integers(0, 256, 30_000).astype(np.uint16)
     tokens.tofile(tmp_path / "flat.bin")
-    (tmp_path / "npy").mkdir()
-    for number, part in enumerate(np.split(tokens, [7_001, 20_000])):
-        np.save(tmp_path / "npy" / f"{number}.npy", part)
+    np.save(tmp_path / "array.npy", tokens)
     return tmp_path
 
 
 def test_batches_and_fingerprint_are_those_of_nanogpts_file(corpus):
     found = []
-    for path in ("npy", "flat.bin"):
+    for path in ("array.npy", "flat.bin"):
         config = load_config("tiny", f"data.path={corpus / path}", "model.vocab_size=256")
         dataset = open_dataset(config.data, config.model)
         dataset.verify()
@@ -39,6 +37,6 @@ def test_batches_and_fingerprint_are_those_of_nanogpts_file(corpus):
 
 
 def test_it_trains_saves_and_moves_to_another_mesh(corpus):
-    settings = (f"data.path={corpus / 'npy'}", "model.vocab_size=256")
+    settings = (f"data.path={corpus / 'array.npy'}", "model.vocab_size=256")
     losses = train_and_move(train_here, records, corpus / "run", *SMALL, *settings)
     assert sorted(losses) == [1, 2, 3, 4, 5, 6]

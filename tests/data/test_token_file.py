@@ -15,7 +15,7 @@ from jaxgpt.data.token_file import (
 
 
 def tokens_of(path, dtype, size):
-    return Tokens([TokenFile(path, np.dtype(dtype), size)])
+    return Tokens(TokenFile(path, np.dtype(dtype), size))
 
 
 @pytest.fixture
@@ -29,22 +29,6 @@ def test_parts_of_a_file_are_read_from_their_place(path):
     assert part.size == 2000
     assert part.read(500, 3).tolist() == [1500, 1501, 1502]
     assert part.part(10, 20).read(0, 2).tolist() == [1010, 1011]
-
-
-def test_several_files_are_one_array(tmp_path):
-    for number, size in enumerate((3, 0, 5, 4)):
-        (np.arange(size, dtype="<u2") + 100 * number).tofile(tmp_path / f"{number}.bin")
-    sizes = (3, 0, 5, 4)
-    whole = Tokens(
-        [TokenFile(tmp_path / f"{n}.bin", np.dtype("<u2"), size) for n, size in enumerate(sizes)]
-    )
-    array = [0, 1, 2, 200, 201, 202, 203, 204, 300, 301, 302, 303]
-    for start in range(13):
-        for end in range(start, 13):
-            assert whole.read(start, end - start).tolist() == array[start:end]
-    part = whole.part(2, 10)
-    assert part.read(0, 8).tolist() == array[2:10]
-    assert part.locate(1) == (tmp_path / "2.bin", 0) and part.locate(7) == (tmp_path / "3.bin", 1)
 
 
 def test_a_file_that_shrinks_while_it_is_read_is_named_with_the_offset(path):

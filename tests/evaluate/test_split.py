@@ -225,7 +225,7 @@ def test_pieces_of_a_text_end_with_a_document(tmp_path, monkeypatch):
     monkeypatch.setattr(split, "PIECE", 10)
     tokens = np.array([*range(1, 8), 0, *range(1, 30), 0, 5], np.uint16)
     tokens.tofile(tmp_path / "a.bin")
-    text = Tokens([TokenFile(tmp_path / "a.bin", np.uint16, tokens.size)])
+    text = Tokens(TokenFile(tmp_path / "a.bin", np.uint16, tokens.size))
     pieces = list(read_pieces(text, 0))
     assert np.concatenate([piece for _, piece in pieces]).tolist() == tokens.tolist()
     assert pieces[0][1].size == 8 and [first for first, _ in pieces] == [0, 8, 18, 28, 38]

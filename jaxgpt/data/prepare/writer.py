@@ -54,7 +54,7 @@ def new_dataset(directory: Path, tokenizer: Tokenizer, source: str) -> Iterator[
         splits = {}
         for split in SPLITS:
             path = scratch / f"{split}.bin"
-            splits[split] = Tokens([TokenFile(path, dtype, path.stat().st_size // dtype.itemsize)])
+            splits[split] = Tokens(TokenFile(path, dtype, path.stat().st_size // dtype.itemsize))
         meta = {
             "format": "jaxgpt tokens 1",
             "source": source,
