@@ -79,9 +79,12 @@ def run_lm_eval(argv: list[str]) -> None:
         import lm_eval  # noqa: F401
     except ImportError:
         raise UsageError(f"{LM_EVAL}: is not installed: pip install 'jaxgpt[eval]'") from None
-    from jaxgpt.evaluate.harness import run_command
+    from lm_eval.__main__ import cli_evaluate
 
-    run_command(argv)
+    import jaxgpt.evaluate.harness  # noqa: F401
+
+    sys.argv = ["lm-eval", *argv]  # lm_eval reads no other
+    cli_evaluate()
 
 
 def evaluate(

@@ -1,121 +1,29 @@
-"""EleutherAI's lm_eval with jaxgpt's models: importing this registers `jaxgpt` there.
+"""EleutherAI's lm_eval with jaxgpt's models: importing this registers `jaxgpt` there."""
 
-lm_eval runs on process 0. The other processes of a job follow it: they take part in whatever it
-asks of the model.
-"""
-
-import contextlib
-import sys
-from collections.abc import Iterator, Sequence
-from contextvars import ContextVar
+from collections.abc import Sequence
 from typing import Any
 
-from lm_eval.__main__ import cli_evaluate
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model
-from lm_eval.utils import get_rolling_token_windows
+from lm_eval.models.utils import normalize_gen_kwargs, postprocess_generated_text
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
-from jaxgpt.cluster.process_group import ProcessGroup, join_process_group
+from jaxgpt.cluster.process_group import join_process_group
 from jaxgpt.config import UsageError
-from jaxgpt.evaluate.encoder import Encoder, encoder_of
-from jaxgpt.evaluate.model import (
-    LogLikelihood,
-    Model,
-    Pair,
-    find_trained,
-    log_likelihoods,
-    run_folder,
-)
+from jaxgpt.evaluate.encoder import encoder_of
+from jaxgpt.evaluate.model import Model, Pair, find_trained, log_likelihoods, run_folder
 
-LENGTH_NAMES = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 DEFAULT_BATCH = 16
-DEFAULT_LENGTH = 256  # tokens to generate: that of lm_eval's Hugging Face models
 GENERATED_AT_ONCE = 32  # tokens, after which a text that has come to its end is not continued
+SUPPORTED = {"until", "max_gen_toks", "do_sample", "temperature", "top_k"}
+NEUTRAL = {"top_p": (None, 1), "num_beams": (None, 1), "min_p": (None, 0)}  # change nothing
 
 
-class Team:
-    """The processes of a job, which call the same functions of a model, as process 0 says."""
-
-    def __init__(self, cluster: ProcessGroup):
-        self.cluster = cluster
-        self.model: Model | None = None
-        self.encoder: Encoder | None = None
-
-    def open(
-        self,
-        run: str,
-        step: int | None,
-        mesh: str,
-        dtype: str | None,
-        batch: int,
-        longest: int | None,
-    ) -> None:
-        """Load a model on all processes; `UsageError` on all if it cannot be."""
-        with run_folder(run, self.cluster) as folder:
-            trained = self.cluster.run_on_all(find_trained, folder, step, mesh, dtype, (), longest)
-            if trained.tokenizer is None:
-                came = "the weights came without a tokenizer.json"
-                came = (
-                    "its data had no meta.json with a tokenizer" if trained.data == "own" else came
-                )
-                raise UsageError(f"run={run}: {came}, which tasks need")
-            self.encoder = self.cluster.run_on_all(encoder_of, folder, trained.tokenizer)
-            self.model = Model(trained, batch, self.cluster)
-
-    def log_likelihoods(self, pairs: Sequence[Sequence[list[int]]]) -> list[LogLikelihood]:
-        """Return those of pairs of token ids."""
-        return log_likelihoods(self.model, [Pair(*pair) for pair in pairs])
-
-    def generate(self, *arguments: Any) -> list[int]:
-        """Return the tokens of `Model.generate`."""
-        return self.model.generate(*arguments)
-
-    def call(self, name: str, *arguments: Any) -> Any:
-        """Call one of these functions on all processes, from process 0; return its result."""
-        self.cluster.broadcast([name, arguments])
-        return getattr(self, name)(*arguments)
-
-    def follow(self) -> None:
-        """Do what process 0 calls, until it ends; raise the `UsageError` that it ends with."""
-        while (call := self.cluster.broadcast(None))[0] != "end":
-            with contextlib.suppress(UsageError):  # process 0 raises the same one and reports it
-                getattr(self, call[0])(*call[1])
-        if call[1] is not None:
-            raise UsageError(call[1])
-
-    @contextlib.contextmanager
-    def lead(self) -> Iterator[None]:
-        """Tell the others at the end that there is nothing more to do."""
-        try:
-            yield
-        except UsageError as error:
-            self.cluster.broadcast(["end", str(error)])
-            raise
-        except SystemExit:  # --help, or an option that lm_eval does not know
-            self.cluster.broadcast(["end", None])
-            raise
-        self.cluster.broadcast(["end", None])
-
-
-TEAM: ContextVar[Team | None] = ContextVar("team", default=None)  # within `run_command`
-
-
-def run_command(argv: list[str]) -> None:
-    """Run lm_eval's command line on process 0, which the others follow."""
-    with join_process_group() as cluster:
-        team = Team(cluster)
-        if not cluster.is_main:
-            team.follow()
-            return
-        before, sys.argv = sys.argv, ["lm-eval", *argv]  # lm_eval reads no other
-        reset = TEAM.set(team)
-        try:
-            with team.lead():
-                cli_evaluate()
-        finally:
-            sys.argv = before
-            TEAM.reset(reset)
+def _number(name: str, given: Any, least: int = 1) -> int:
+    if not str(given).isdecimal() or int(given) < least:
+        raise UsageError(f"--model_args {name}={given}: must be a whole number, at least {least}")
+    return int(given)
 
 
 @register_model("jaxgpt")
@@ -155,27 +63,25 @@ class JaxGPT(TemplateLM):
             )
         if dtype not in (None, "float32", "bfloat16"):
             raise UsageError(f"--model_args dtype={dtype}: must be float32 or bfloat16")
-        if step is not None and not str(step).isdecimal():
-            raise UsageError(f"--model_args step={step}: must be a whole number")
-        longest = None if max_length is None else str(max_length)
-        if longest is not None and not (longest.isdecimal() and int(longest) > 0):
-            raise UsageError(f"--model_args max_length={longest}: must be a number of at least 1")
-        size = DEFAULT_BATCH if str(batch_size).startswith("auto") else batch_size
-        if not str(size).isdecimal() or int(size) < 1:
-            raise UsageError(f"--batch_size={batch_size}: must be a number of at least 1, or auto")
+        step = None if step is None else _number("step", step, least=0)
+        longest = None if max_length is None else _number("max_length", max_length)
+        is_auto = str(batch_size).startswith("auto")
+        size = DEFAULT_BATCH if is_auto else _number("batch_size", batch_size)
         mesh = mesh if isinstance(mesh, str) else ",".join(map(str, mesh))
-        self._team = TEAM.get() or Team(join_process_group())
-        if TEAM.get() is None and self._team.cluster.size > 1:
+        cluster = join_process_group()
+        if cluster.size > 1:
             raise UsageError(
-                "lm_eval: a job of several processes runs python -m jaxgpt.evaluate lm-eval ..."
+                "lm_eval: runs in one process, which uses all devices of its host; start it "
+                "without a launcher"
             )
-        step = None if step is None else int(step)
-        longest = longest and int(longest)
-        self._team.call("open", str(run), step, mesh, dtype, int(size), longest)
-
-    @property
-    def _encoder(self) -> Encoder:
-        return self._team.encoder
+        with run_folder(str(run), cluster) as folder:
+            trained = find_trained(folder, step, mesh, dtype, (), longest)
+            if trained.tokenizer is None:
+                raise UsageError(
+                    f"run={run}: its data or weights came without a tokenizer, which tasks need"
+                )
+            self._encoder = encoder_of(folder, trained.tokenizer)
+            self._model = Model(trained, size, cluster)
 
     @property
     def eot_token_id(self) -> int:
@@ -190,12 +96,12 @@ class JaxGPT(TemplateLM):
     @property
     def max_length(self) -> int:
         """The longest context."""
-        return self._team.model.block_size
+        return self._model.block_size
 
     @property
     def batch_size(self) -> int:
         """Number of rows that are scored at once."""
-        return self._team.model.batch_size
+        return self._model.batch_size
 
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **kwargs: Any
@@ -213,8 +119,8 @@ class JaxGPT(TemplateLM):
                     f"than model.block_size={self.max_length}"
                 )
         before = [self.prefix_token_id]  # of a text that follows nothing but spaces
-        pairs = [(context or before, continuation) for _, context, continuation in requests]
-        answers = [tuple(answer) for answer in self._team.call("log_likelihoods", pairs)]
+        pairs = [Pair(context or before, continuation) for _, context, continuation in requests]
+        answers = [tuple(found) for found in log_likelihoods(self._model, pairs)]
         for (text, *_), answer in zip(requests, answers, strict=True):
             if text is not None:
                 self.cache_hook.add_partial("loglikelihood", text, answer)
@@ -240,8 +146,7 @@ class JaxGPT(TemplateLM):
             max_seq_len=self.max_length,
             context_len=1,
         )
-        # The tokens before the first that is predicted: all others stand in both lists.
-        return [Pair(inputs[: len(inputs) - len(new) + 1], new) for inputs, new in found]
+        return [Pair(*make_disjoint_window(window)) for window in found]
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         """Return a text that follows each context, up to the first of its stop sequences."""
@@ -253,44 +158,29 @@ class JaxGPT(TemplateLM):
         return out
 
     def _generate(self, context: str, options: dict[str, Any]) -> str:
-        length = next((int(options[n]) for n in LENGTH_NAMES if n in options), DEFAULT_LENGTH)
-        temperature, top_k = generation_options(options)
-        until = options.get("until") or []
-        until = [until] if isinstance(until, str) else list(until)
+        options = normalize_gen_kwargs(options)
+        for name, value in options.items():
+            if name not in SUPPORTED and value not in NEUTRAL.get(name, ()):
+                raise UsageError(
+                    f"gen_kwargs: {name}={value} is not known; there are do_sample, temperature, "
+                    "top_k"
+                )
+        length, temperature = options["max_gen_toks"], options.get("temperature") or 0.0
         tokenizer = self._encoder.tokenizer
         end = tokenizer.end_of_text
         prompt = self.tok_encode(context)[-max(1, self.max_length - length) :]
         prompt = prompt or [self.prefix_token_id]
         found, text = [], ""
         while len(found) < length:
-            at_once = min(length, GENERATED_AT_ONCE)
-            found += self._team.call(
-                "generate", prompt + found, at_once, temperature, top_k, len(found)
+            found += self._model.generate(
+                prompt + found,
+                min(length, GENERATED_AT_ONCE),
+                temperature,
+                options.get("top_k") or None,
+                seed=len(found),
             )
-            text = tokenizer.decode(_until_token(found[:length], end))
-            if end in found or any(stop in text for stop in until if stop):
+            tokens = found[: found.index(end)] if end in found[:length] else found[:length]
+            text = tokenizer.decode(tokens)
+            if end in found or any(stop in text for stop in options["until"] if stop):
                 break
-        for stop in until:
-            text = text.split(stop)[0] if stop else text
-        return text
-
-
-def generation_options(options: dict[str, Any]) -> tuple[float, int | None]:
-    """Return the temperature and top_k that a task asks for; greedy unless it asks for more.
-
-    Raises `UsageError` for what jaxgpt cannot do.
-    """
-    neutral = {"top_p": (None, 1, 1.0), "num_beams": (None, 1), "min_p": (None, 0, 0.0)}
-    known = {"until", "do_sample", "temperature", "top_k", *LENGTH_NAMES}
-    for name, value in options.items():
-        if name not in known and value not in neutral.get(name, ()):
-            raise UsageError(
-                f"gen_kwargs: {name}={value} is not known; there are do_sample, temperature, top_k"
-            )
-    temperature, top_k = float(options.get("temperature") or 0.0), options.get("top_k")
-    is_greedy = options.get("do_sample") is False
-    return (0.0 if is_greedy else temperature), (int(top_k) if top_k else None)
-
-
-def _until_token(tokens: list[int], end: int | None) -> list[int]:
-    return tokens[: tokens.index(end)] if end in tokens else tokens
+        return postprocess_generated_text(text, options["until"], None)
