@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Proves a machine, above all one with a GPU: speed, numerics, resumption, memory, spikes, in a table.
-#   bash launch/prove.sh [--minutes 25] [--out DIR] [--nanogpt DIR] [--torch PYTHON] [stage ...]
+# Proves a machine, above all one with a GPU: speed, numerics, resumption, memory, in a table.
+#   bash launch/prove.sh [--minutes 25] [--out DIR] [--nanogpt DIR] [--torch PYTHON] [CHECK ...]
 # Needs no installation: packages that can be imported are enough (PYTHONPATH), and no MPI.
 # PYTHON=... names the interpreter; without it .venv's, if there is one, else python3.
 set -euo pipefail

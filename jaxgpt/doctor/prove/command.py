@@ -1,42 +1,36 @@
 """`python -m jaxgpt.doctor prove`: measure a machine, and write a table of results and goals."""
 
+import json
+import platform
+import shutil
 import signal
+import subprocess
 import sys
 import time
-from argparse import Namespace
-from collections.abc import Sequence
+import traceback
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
+from jaxgpt import __version__
 from jaxgpt.cluster import shutdown
 from jaxgpt.config import CommandParser, UsageError, file_path, whole_number
-from jaxgpt.doctor.prove import machine, memory, numerics, runs, speed
-from jaxgpt.doctor.prove.check import Check
-from jaxgpt.doctor.prove.results import Result, read_results, write_results
+from jaxgpt.doctor.prove.checks import CHECKS
+from jaxgpt.doctor.prove.measure import Commands, Missing, Row
+from jaxgpt.tracking.jsonl import atomic_write_text
 
-CHECKS = {  # name -> (function, time limit in seconds)
-    "facts": (machine.facts, 60),
-    "speed-gpt2": (speed.gpt2, 180),
-    "nanogpt": (speed.nanogpt, 300),
-    "speed-gpt2-xl": (speed.gpt2_xl, 240),
-    "numerics": (numerics.numerics, 180),
-    "resume": (runs.resume, 240),
-    "memory": (memory.memory, 300),
-    "spikes": (runs.spikes, 120),
-    "profile": (speed.profile, 150),
-    "shakespeare": (speed.shakespeare, 300),
-    "tests": (numerics.tests, 300),
-}
 OUT = Path("runs/prove")
-LEAST_SECONDS = 5  # no check begins with less time than this
+MIN_SECONDS = 5  # a check does not start with less time than this
+
+Results = dict[str, dict[str, Any]]
+"""Status, reason, seconds and rows of each check that has run, as prove.json holds them."""
 
 
 def parser() -> CommandParser:
     out = CommandParser(
         prog="python -m jaxgpt.doctor prove",
-        description="Measure a machine, above all one with a GPU: speed, numerics, resumption, "
-        "memory, spikes. Called again with the same --out, it runs only the checks that are not "
-        "done.",
+        description="Measure a machine, above all one with a GPU: speed, numerics, resumption and "
+        "memory. A second call with the same --out runs only the checks that are not done.",
         epilog="Exit status: 0 all checks ran and all goals are met; 1 a check failed or a goal is "
         "missed; 75 the time ran out before all checks had run.",
     )
@@ -45,42 +39,90 @@ def parser() -> CommandParser:
     out.add_argument("--out", type=file_path, default=OUT, metavar="DIR", help=f"default {OUT}")
     out.add_argument("--nanogpt", type=file_path, metavar="DIR", help="a clone of nanoGPT")
     out.add_argument("--torch", metavar="PYTHON", default=sys.executable, help="Python with torch")
-    out.add_argument("--text", type=file_path, metavar="FILE", help="Tiny Shakespeare, for losses")
     return out
 
 
 def main(argv: Sequence[str]) -> NoReturn:
     with shutdown.job_exit_handler():
         given = parser().parse_args(argv)
-        unknown = [name for name in given.only if name not in CHECKS]
-        if unknown:
-            raise UsageError(f"{unknown[0]}: is no check; give some of {', '.join(CHECKS)}")
-        # An exception ends the command of a check, which has a process group of its own.
+        if unknown := [name for name in given.only if name not in CHECKS]:
+            raise UsageError(f"{unknown[0]}: is not a check; give some of {', '.join(CHECKS)}")
+        # The exception makes subprocess.run end the command of the current check.
         signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
-        status = prove(given, given.only or list(CHECKS))
-    sys.exit(status)
+        results = read_results(given.out)
+        deadline = time.monotonic() + 60 * given.minutes
+        only = given.only or list(CHECKS)
+        for name, (function, limit) in CHECKS.items():
+            limit = min(limit, deadline - time.monotonic())
+            is_done = results.get(name, {}).get("status") == "done"
+            if name in only and not is_done and limit > MIN_SECONDS:
+                print(f"{name}: at most {limit:.0f} s", file=sys.stderr, flush=True)
+                commands = Commands(given.out / name, limit, given.nanogpt, given.torch)
+                results[name] = run_check(function, commands)
+                write_results(given.out, results)
+        print(markdown(results))
+    sys.exit(exit_status([results.get(name, {"status": "not run", "rows": []}) for name in only]))
 
 
-def prove(options: Namespace, only: Sequence[str]) -> int:
-    """Run the checks that are not done, print the table, and return an exit status."""
-    deadline = time.monotonic() + 60 * options.minutes
-    results = read_results(options.out, list(CHECKS))
-    for name in (name for name in CHECKS if name in only):
-        function, limit = CHECKS[name]
-        limit = min(limit, deadline - time.monotonic())
-        if results[name].status == "done" or limit < LEAST_SECONDS:
-            continue
-        print(f"{name}: at most {limit:.0f} s", file=sys.stderr, flush=True)
-        results[name] = Result(name)
-        check = Check(results[name], options, limit, lambda: write_results(options.out, results))
-        check.execute(function)
-    print((options.out / "prove.md").read_text())
-    return exit_status([results[name] for name in only])
+def run_check(function: Callable[..., Any], commands: Commands) -> dict[str, Any]:
+    """Run a check in an empty folder; return its rows and how it ended."""
+    began, rows = time.monotonic(), []
+    status, reason = "done", ""
+    try:
+        shutil.rmtree(commands.folder, ignore_errors=True)  # left by an earlier try
+        commands.folder.mkdir()
+        for row in function(commands):
+            rows.append(row._asdict())
+    except Missing as error:
+        status, reason = "missing", str(error)
+    except subprocess.TimeoutExpired:
+        status, reason = "cut off", "its time was over"
+    except Exception as error:  # a defect of one check must not end the others
+        traceback.print_exc()
+        first_line = str(error).partition("\n")[0]
+        status, reason = "failed", f"{type(error).__name__}: {first_line}"
+    seconds = time.monotonic() - began
+    return {"status": status, "reason": reason, "seconds": seconds, "rows": rows}
 
 
-def exit_status(results: Sequence[Result]) -> int:
-    if any(r.status == "failed" or any(row.met is False for row in r.rows) for r in results):
+def read_results(out: Path) -> Results:
+    """Return the results of an earlier call, from the folder's prove.json if there is one."""
+    path = out / "prove.json"
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        return json.loads(path.read_text())["checks"] if path.exists() else {}
+    except OSError as error:
+        raise UsageError(
+            f"--out={out}: cannot be written ({error.strerror or error}); give a folder that can"
+        ) from None
+    except (ValueError, KeyError):
+        raise UsageError(f"{path}: is no result of prove; give another --out") from None
+
+
+def write_results(out: Path, results: Results) -> None:
+    machine = f"jaxgpt {__version__} on {platform.node()}"
+    values = {"machine": machine, "checks": results}
+    atomic_write_text(out / "prove.json", json.dumps(values, indent=1))
+    atomic_write_text(out / "prove.md", f"{machine}\n\n{markdown(results)}")
+
+
+def markdown(results: Results) -> str:
+    """Return the table: a line for each row, and one for each check that is not done."""
+    met = {None: "", True: "yes", False: "**no**"}
+    lines = [["check", "what", "value", "goal", "met"], ["---"] * 5]
+    for name, result in results.items():
+        for row in (Row(**row) for row in result["rows"]):
+            note = f" ({row.note})" if row.note else ""
+            lines.append([name, row.name, row.shown + note, row.goal, met[row.met]])
+        if result["status"] != "done":
+            lines.append([name, f"**{result['status']}**", result["reason"], "", ""])
+    cells = [[cell.replace("|", "/").replace("\n", " ") for cell in line] for line in lines]
+    return "".join(f"| {' | '.join(line)} |\n" for line in cells)
+
+
+def exit_status(results: Sequence[dict[str, Any]]) -> int:
+    if any(r["status"] == "failed" or any(w["met"] is False for w in r["rows"]) for r in results):
         return shutdown.FAILED
-    if any(r.status not in ("done", "missing") for r in results):
+    if any(r["status"] not in ("done", "missing") for r in results):
         return shutdown.STOPPED
     return shutdown.DONE

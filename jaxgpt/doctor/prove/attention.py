@@ -1,0 +1,66 @@
+"""Errors of this device's attention kernels: `python -m jaxgpt.doctor.prove.attention`."""
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxgpt.config import load_config
+from jaxgpt.models.attention import choose_attention, cuda_capability, make_attention
+
+CASES = {  # case -> settings of gpt2
+    "attention": (),
+    "attention with dropout 0.2": ("model.dropout=0.2",),
+    "attention inside documents": ("data.document_mask=True",),
+    "attention of grouped queries in a window": ("model.n_kv_head=4", "model.sliding_window=200"),
+}
+DOCUMENT = 100  # tokens of a document
+
+
+def attention_errors(settings: Sequence[str]) -> tuple[float, float, str]:
+    """Compare the bfloat16 kernel that training would use with XLA's attention in float32.
+
+    Return the largest errors of the output and of the gradients, relative to the largest value,
+    and the kernel.
+    """
+    T = 256 if jax.default_backend() == "cpu" else 1024
+    config = load_config("gpt2", *settings)
+    model, documents = config.model, config.data.document_mask
+    groups = model.n_kv_head or model.n_head
+    heads = (model.n_head, groups, groups, model.n_head)  # of q, k, v and the output's gradient
+    keys = jax.random.split(jax.random.key(0), 4)
+    narrow = [
+        jax.random.normal(key, (2, T, n, 64), jnp.bfloat16)
+        for key, n in zip(keys, heads, strict=True)
+    ]
+    wide = [x.astype(jnp.float32) for x in narrow]
+    capability = cuda_capability(jax.devices()[0])
+    kernel, why = choose_attention(model, "bfloat16", capability, documents)
+    dropped = jax.random.split(jax.random.key(1), (2, 12)) if model.dropout else None
+    begins = jnp.arange(T) // DOCUMENT * DOCUMENT
+    starts = jnp.broadcast_to(begins, (2, T)) if documents else None
+
+    def output_and_gradients(kernel: str, arrays: list[Any]) -> list[Any]:
+        attend = make_attention(kernel, model)
+
+        @jax.jit
+        def compute(q, k, v, d):
+            out, pull = jax.vjp(lambda *qkv: attend(*qkv, dropped, starts), q, k, v)
+            return [out, *pull(d)]
+
+        return compute(*arrays)
+
+    found = output_and_gradients(kernel, narrow)
+    with jax.default_matmul_precision("highest"):
+        exact = output_and_gradients("xla", wide)
+    forward, *gradients = (
+        float(jnp.abs(a.astype(jnp.float32) - b).max() / jnp.abs(b).max())
+        for a, b in zip(found, exact, strict=True)
+    )
+    return forward, max(gradients), f"{kernel}: {why}"
+
+
+if __name__ == "__main__":
+    print(json.dumps({name: attention_errors(words) for name, words in CASES.items()}))

@@ -1,0 +1,118 @@
+"""What a check of `prove` works with: commands that it runs, and rows of the table."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from jaxgpt.cluster.hardware import accelerator_expected
+
+
+class CommandFailed(Exception):
+    """A command failed; the text names it and quotes its error."""
+
+
+class Missing(Exception):
+    """This machine lacks something that the check needs."""
+
+
+class Row(NamedTuple):
+    """One line of the table."""
+
+    name: str
+    value: float | str | None
+    unit: str = ""
+    note: str = ""
+    goal: str = ""  # empty if there is none
+    met: bool | None = None
+
+    @property
+    def shown(self) -> str:
+        """The value with its unit, rounded to four digits."""
+        if isinstance(self.value, str) or self.value is None:
+            return self.value or "-"
+        if self.unit == "%":
+            return f"{self.value:.1%}"
+        number = f"{self.value:,.0f}" if abs(self.value) >= 1000 else f"{self.value:.4g}"
+        return f"{number} {self.unit}".strip()
+
+
+def row(
+    name: str,
+    value: float | None,
+    unit: str = "",
+    note: str = "",
+    *,
+    at_least: float | None = None,
+    at_most: float | None = None,
+    source: str = "",
+) -> Row:
+    """Return a row whose value has a goal, if one is given; `source` says where it comes from."""
+    bound = at_most if at_least is None else at_least
+    if bound is None:
+        return Row(name, value, unit, note)
+    goal = f"at {'most' if at_least is None else 'least'} {Row('', bound, unit).shown}"
+    goal += f" ({source})" if source else ""
+    # Both comparisons are False for NaN.
+    met = value is not None and (value <= bound if at_least is None else value >= bound)
+    return Row(name, value, unit, note, goal, met)
+
+
+class Commands:
+    """The commands of one check, in the check's folder. Their output goes to its file `log`."""
+
+    def __init__(self, folder: Path, seconds: float, nanogpt: Path | None, torch: str):
+        self.folder, self.nanogpt, self.torch = folder, nanogpt, torch
+        self.on_gpu = accelerator_expected()
+        self._deadline = time.monotonic() + seconds
+
+    def run(self, module: str, *words: str, **variables: str) -> str:
+        """Run `python -m MODULE WORDS`, or a script, and return what it printed.
+
+        Raises:
+            CommandFailed: if its exit status is not 0.
+            subprocess.TimeoutExpired: if it does not end within the check's time.
+        """
+        command = command_line(module, words)
+        ended = subprocess.run(
+            command, capture_output=True, text=True, errors="replace", stdin=subprocess.DEVNULL,
+            env={**os.environ, **variables}, timeout=self._deadline - time.monotonic(),
+        )  # fmt: skip
+        printed = ended.stdout + ended.stderr
+        with (self.folder / "log").open("a") as log:
+            log.write(f"$ {' '.join(command)}\n{printed}")
+        if ended.returncode != 0:
+            last_line = printed.strip().rpartition("\n")[2]
+            raise CommandFailed(f"{module} ended with status {ended.returncode}: {last_line}")
+        return ended.stdout
+
+    def json(self, module: str, *words: str) -> dict[str, Any]:
+        """Run a command with --json, and return the object that it prints."""
+        printed = self.run(module, *words, "--json")
+        return json.loads(printed[printed.index("{") :])
+
+    def kill_when(self, reached: Callable[[], bool], module: str, *words: str) -> None:
+        """Start a command, and kill it as soon as `reached` returns True."""
+        command = command_line(module, words)
+        with (
+            (self.folder / "log").open("a") as log,
+            subprocess.Popen(command, stdout=log, stderr=log) as process,
+        ):
+            try:
+                while process.poll() is None and not reached():
+                    if time.monotonic() > self._deadline:
+                        raise subprocess.TimeoutExpired(command, 0)
+                    time.sleep(0.02)
+            finally:
+                process.kill()
+        if process.returncode != -signal.SIGKILL:
+            raise CommandFailed(f"{module} ended with {process.returncode} before it was killed")
+
+
+def command_line(module: str, words: Sequence[str]) -> list[str]:
+    return [sys.executable, *([] if module.endswith(".py") else ["-m"]), module, *words]
