@@ -40,7 +40,6 @@ def parser() -> CommandParser:
     )
     kind = bench("loader", "tokens/s from files to global arrays, beside rows of a memory map")
     number(kind, "--batches", "in each of five rounds; default 40")
-    number(kind, "--cpus", "CPUs to use; default all")
     kind = bench("checkpoint", "time to save and restore a state, beside plain files")
     kind.add_argument(
         "--out", type=file_path, metavar="DIR", help="default where temporary files are"

@@ -4,7 +4,6 @@ The rows are those of nanoGPT's get_batch: at random, with nothing checked and o
 """
 
 import operator
-import os
 import resource
 import statistics
 from collections.abc import Sequence
@@ -13,8 +12,7 @@ import jax
 import numpy as np
 
 from jaxgpt.bench.harness import PROG, Result, Value, open_job, spread
-from jaxgpt.cluster.hardware import own_cpus
-from jaxgpt.config import UsageError, parse_args
+from jaxgpt.config import parse_args
 from jaxgpt.data.dataset import open_dataset
 from jaxgpt.data.loader import Loader
 from jaxgpt.parallel.sharding import batch_sharding
@@ -24,17 +22,12 @@ WARM_UP = 5  # batches
 ROUNDS = 5
 
 
-def run(settings: Sequence[str], batches: int = 40, cpus: int | None = None) -> Result:
+def run(settings: Sequence[str], batches: int = 40) -> Result:
     """Time five rounds of batches, after a warm-up.
 
-    Raises `UsageError` if the data cannot be read, or there are not so many CPUs.
+    Raises `UsageError` if the data cannot be read.
     """
     config = parse_args(settings, PROG, initial_model)
-    if cpus is not None:
-        available = own_cpus()
-        if cpus > len(available):
-            raise UsageError(f"--cpus={cpus}: this process may use {len(available)}")
-        os.sched_setaffinity(0, available[:cpus])
     with open_job(config) as job:
         dataset = job.cluster.run_on_all(open_dataset, config.data, config.model)
         config, mesh = job.start_jax(config)

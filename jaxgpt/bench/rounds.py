@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import io
-import statistics
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -60,19 +59,19 @@ class Rounds:
         scalars = jax.device_put(scalars, self.steps.replicated)
         self._alone = *scalars, trainer.loader.batch(1)
 
-    def train(self, n_steps: int) -> tuple[float, float]:
-        """Run the trainer's loop; return seconds a step, and CPU seconds of its thread."""
+    def train(self, n_steps: int) -> float:
+        """Run the trainer's loop; return seconds a step."""
         last = self.run.resume_step + n_steps
         run = dataclasses.replace(self.run, config=self.run.config.replace(train__max_iters=last))
         self.trainer.job.cluster.barrier()
-        began, cpu_began = time.perf_counter(), time.thread_time()
+        began = time.perf_counter()
         with self._quiet:
             failure = run_steps(run, self.state, self.trainer).failure
-        seconds, cpu_seconds = time.perf_counter() - began, time.thread_time() - cpu_began
+        seconds = time.perf_counter() - began
         if failure:
             raise UsageError(failure)
         self.run = dataclasses.replace(self.run, resume_step=last)
-        return seconds / n_steps, cpu_seconds / n_steps
+        return seconds / n_steps
 
     def alone(self, n_steps: int) -> float:
         """Run the compiled step alone, on the same batch every time; return seconds a step."""
@@ -90,15 +89,6 @@ class Rounds:
         tracing = Tracing(directory, self.trainer.job.cluster, self.state)
         self.alone(n_steps)
         return tracing.stop(self.state, n_steps, self.trainer.train_step.as_text())
-
-    def loader_seconds(self) -> float:
-        """Return the CPU seconds of the loader's thread for a batch, while nothing else runs."""
-        found, last = [], self.run.resume_step
-        for step in range(last + 1, last + 12):
-            began = time.thread_time()
-            self.trainer.loader.batch(step).block_until_ready()
-            found.append(time.thread_time() - began)
-        return statistics.median(found)
 
     def save(self, step: int, tree: dict[str, Any], meta: dict[str, Any]) -> None:
         """Keep the state after the last step of a round."""

@@ -21,7 +21,6 @@ from jaxgpt.cluster.process_group import ProcessGroup
 from jaxgpt.config import parse_args
 from jaxgpt.doctor.directory import check_writable
 from jaxgpt.perf.flops import flops_per_token, peak_flops
-from jaxgpt.perf.hlo import parse_hlo
 from jaxgpt.perf.memory import memory_in_use
 from jaxgpt.perf.profile import describe
 from jaxgpt.train.resume import initial_model
@@ -73,17 +72,12 @@ def measure(rounds: Rounds, job: Job, n_steps: int | None) -> dict[str, Any]:
         for found, run_round in turns if number % 2 else reversed(turns):
             found.append(run_round(n_steps))
         products.append(product())
-    seconds, loop_seconds = zip(*trained, strict=True)
-    loop, loader = statistics.median(loop_seconds), rounds.loader_seconds()
-    longer = statistics.median(s / a - 1 for s, a in zip(seconds, alone, strict=True))
+    longer = statistics.median(s / a - 1 for s, a in zip(trained, alone, strict=True))
     return {
         "processes": job.cluster.size,
         "rounds": ROUNDS,
         "steps_per_round": n_steps,
-        **rates(rounds, seconds, products, size),
-        "host_loop_seconds": Value(loop, "s", "the processor's, of the thread that runs the steps"),
-        "host_loader_seconds": Value(loader, "s", "of the loader's"),
-        "host_share": Value((loop + loader) / statistics.median(seconds), "%", "of a step"),
+        **rates(rounds, trained, products, size),
         "alone_seconds_per_step": Value(spread(alone), "s", "the compiled step alone"),
         "more_than_alone": Value(longer, "%", "that the trainer's loop takes longer"),
         "compile_seconds": Value(rounds.compile_seconds, "s", "with tracing, without a cache"),
@@ -109,7 +103,6 @@ def rates(
         "device_kind": device,
         "dtype": dtype,
         "attention": rounds.steps.attention,
-        "attention_kernels": Value(attention_kernels(rounds), note="calls in the compiled step"),
         "n_parameters": Value(n_parameters, note="without embeddings that are only looked up"),
         "batch_size": config.train.batch_size,
         "block_size": config.model.block_size,
@@ -122,13 +115,6 @@ def rates(
         "matmul_flops_per_sec": Value(spread(products), "FLOP/s", beside),
         "share_of_matmul": Value(statistics.median(shares), "%", "of these products' FLOP/s"),
     }
-
-
-def attention_kernels(rounds: Rounds) -> int:
-    """Return how many calls of fused attention kernels the compiled step has."""
-    program = parse_hlo(rounds.trainer.train_step.as_text())
-    targets = (i.attribute("custom_call_target") for i in program.instructions.values())
-    return sum("fmha" in target for target in targets)
 
 
 def memory(compiled: Any, cluster: ProcessGroup) -> dict[str, Value]:

@@ -31,8 +31,8 @@ def test_steps_are_timed_also_without_the_data_and_profiled(tmp_path):
         found["flops_per_step"] / times["median"] / 2
     )
     assert found["mfu"] is None  # the peak of a CPU is not known
-    for share in (found["share_of_matmul"], found["host_share"], found["compile_seconds"]):
-        assert 0 < share < math.inf
+    for value in (found["share_of_matmul"], found["compile_seconds"]):
+        assert 0 < value < math.inf
     # Parameters and both moments in float32, with the positions.
     assert found["device_compiled_bytes"] > 3 * 4 * (n + T * D)
     assert found["peak_bytes"] > 2**27  # JAX alone takes more
