@@ -1,7 +1,6 @@
 """Tables about runs: time to the first step, where the time went, spikes and rewinds."""
 
 import datetime
-import json
 import shutil
 import sys
 from pathlib import Path
@@ -13,7 +12,6 @@ from rich.table import Column
 from jaxgpt.cluster.environment import rank_from_env
 from jaxgpt.cluster.shutdown import job_exit_handler
 from jaxgpt.config import CommandParser, UsageError, file_path, in_words, read_json
-from jaxgpt.perf.hardware import find_device
 from jaxgpt.spikes.report import draw_spikes, spikes_table
 from jaxgpt.tracking.console import table_text
 from jaxgpt.tracking.jsonl import METRICS, read_records
@@ -88,7 +86,7 @@ def read_metrics(run: Path, kind: str = "") -> list[dict[str, Any]]:
 
 
 def goodput_report(run: Path, width: int) -> str:
-    """Return the table of a run's goodput, its steps' time beside the plan's, and stragglers."""
+    """Return the table of a run's goodput, the time of a step, and its stragglers."""
     since, trained = last_batch_size_change(run), read_metrics(run, "train")
     times = [r["dt"] for r in trained if r["step"] > since and r.get("dt") is not None]
     records = read_goodput(run)
@@ -97,8 +95,7 @@ def goodput_report(run: Path, width: int) -> str:
     lines = [goodput_table(records, width)]
     if times:
         which = f"{len(times)} records" + (f" after step {since}" if since else "")
-        measured = f"step: {1000 * median(times):.1f} ms measured (median of {which})"
-        lines.append(f"{measured}; {planned_step(run)}")
+        lines.append(f"step: {1000 * median(times):.1f} ms (median of {which})")
     lines += [straggler_line(record) for record in read_metrics(run, StragglerRecord.kind)]
     return "\n".join(lines)
 
@@ -110,35 +107,6 @@ def last_batch_size_change(run: Path) -> int:
         if start["batch_size"] != size:
             since, size = start["step"], start["batch_size"]
     return since
-
-
-CLUSTER_SHAPE = {"mesh": {str: int}, "device_kind": str}
-CLUSTER_SHAPE |= {"processes_on_host": int, "devices_per_process": int}
-
-
-def planned_step(run: Path) -> str:
-    """Return what `jaxgpt.plan` says about a step of a run, on the devices of its last start."""
-    try:
-        facts = read_json(run / "cluster.json", CLUSTER_SHAPE)
-    except (OSError, ValueError) as error:
-        return f"plan says nothing: {run / 'cluster.json'} cannot be read ({in_words(error)})"
-    mesh, kind = facts["mesh"], facts["device_kind"]
-    per_host = facts["processes_on_host"] * facts["devices_per_process"]
-    device = find_device(kind)
-    if device is None or not device.peak_flops:
-        return f"plan predicts nothing: the peaks of {kind} are not known"
-    from jaxgpt.plan import __main__ as plan  # imports JAX and compiles, as its command does
-
-    words = ["--device", device.name, "--devices-per-host", str(per_host), "--json"]
-    words += ["--config", str(run / "config.yaml")]
-    words += ["--mesh", ",".join(f"{axis}={size}" for axis, size in mesh.items())]
-    try:
-        estimate = json.loads(plan.run(*plan.parser().parse_known_args(words)))["estimate"]
-    except UsageError as error:
-        return f"plan predicts nothing: {error}"
-    if estimate is None:
-        return f"plan predicts nothing: the peak of {kind} for the run's dtype is not known"
-    return f"plan predicts {1000 * estimate['step']:.1f} ms on {kind}, a bound more than a forecast"
 
 
 def read_startup(run: Path) -> list[str]:

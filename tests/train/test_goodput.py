@@ -1,7 +1,6 @@
 """The account of a run's wall time over its starts, however each of them ended."""
 
 import itertools
-import json
 import signal
 import subprocess
 import time
@@ -11,7 +10,7 @@ import pytest
 from jaxgpt.perf.clock import Clock
 from jaxgpt.tracking.records import GoodputRecord
 from jaxgpt.train.reporting.goodput import Goodput, account, goodput_line, read_goodput
-from jobs import SMALL, command, environment, records, run, train_here, wait_for_step
+from jobs import SMALL, command, environment, records, run, wait_for_step
 
 
 def record(began, ended, after, last, is_last=False, start=None, **seconds):
@@ -114,16 +113,3 @@ def test_the_parts_add_up_to_the_time_on_the_wall(tmp_path, n_starts):
     assert f" % over {n_starts} starts: " in log
     table = run("report", "goodput", tmp_path).stdout
     assert f"starts: {n_starts}" in table and f"{whole:,.1f}" in table
-    assert "the peaks of cpu are not known" in table
-
-
-@pytest.mark.long
-def test_the_time_of_a_step_stands_beside_that_of_its_plan(tmp_path):
-    train_here(*SMALL, "--mesh", "1,2,1", "--out", tmp_path, "train.max_iters=3")
-    facts = json.loads((tmp_path / "cluster.json").read_text())
-    facts |= {"device_kind": "NVIDIA H100 80GB HBM3", "devices_per_process": 2}
-    (tmp_path / "cluster.json").write_text(json.dumps(facts))
-    layout = ("--device", "h100", "--devices-per-host", "2", "--mesh", "1,2,1")
-    plan = run("plan", "--config", tmp_path / "config.yaml", *layout, "--json")
-    step = json.loads(plan.stdout)["estimate"]["step"]
-    assert f"plan predicts {1000 * step:.1f} ms" in run("report", "goodput", tmp_path).stdout
