@@ -145,9 +145,6 @@ class HFTokenizer(Tokenizer):
         return _parse(self._content).decode(ids, skip_special_tokens=False)
 
     def count_bytes(self, tokens: np.ndarray) -> int:
-        sizes = _token_bytes(self._content)
-        if sizes is not None:
-            return int(sizes[tokens[tokens != self.end_of_text]].sum())
         documents = np.split(tokens, np.flatnonzero(tokens == self.end_of_text))
         texts = (self.decode(tokens[tokens != self.end_of_text]) for tokens in documents)
         return sum(len(text.encode()) for text in texts)
@@ -287,25 +284,6 @@ def _parse(content: bytes):
     made.no_truncation()
     made.no_padding()
     return made
-
-
-@functools.lru_cache(maxsize=1)
-def _token_bytes(content: bytes) -> np.ndarray | None:
-    """Return the bytes of each token by its id; None unless every byte is a letter (GPT-2's way).
-
-    A character may lie in several such tokens, none of which has a text of its own.
-    """
-    from tokenizers.decoders import ByteLevel
-    from tokenizers.pre_tokenizers import ByteLevel as Letters
-
-    package = _parse(content)
-    if not isinstance(package.decoder, ByteLevel):
-        return None
-    letters, ids = set(Letters.alphabet()), package.get_vocab(with_added_tokens=True)
-    sizes = np.zeros(max(ids.values()) + 1, np.int64)
-    for token, number in ids.items():
-        sizes[number] = len(token) if letters.issuperset(token) else len(token.encode())
-    return sizes
 
 
 def continue_prompt(tokenizer: Tokenizer, prompt: str, tokens: Sequence[int]) -> str:

@@ -1,4 +1,4 @@
-"""Bytes of text from its tokens, also where these cut a character."""
+"""Bytes of text from its tokens."""
 
 import random
 
@@ -43,6 +43,7 @@ def test_bytes_are_those_of_the_text(tokenizer):
         assert tokenizer.count_bytes(two) == 2 * len(TEXT.encode())
 
 
+@pytest.mark.parametrize("tokenizer", [ByteTokenizer(), CharTokenizer(TEXT)])
 def test_bytes_of_parts_add_up_wherever_they_are_cut(tokenizer):
     tokens = tokenizer.encode(TEXT)
     for at in range(0, tokens.size, 7):
