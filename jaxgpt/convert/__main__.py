@@ -73,8 +73,6 @@ def main(argv: list[str] | None = None) -> None:
         module = importlib.import_module(f"jaxgpt.convert.{KINDS[kind][0]}")
         try:
             lines = getattr(module, kind.replace("-", "_"))(**options)
-        except UsageError as error:  # a name in a file may have several lines
-            raise UsageError(" ".join(str(error).split())) from None
         except OSError as error:
             raise UsageError(f"convert: {error.filename}: {error.strerror}") from None
         print("\n".join(lines))

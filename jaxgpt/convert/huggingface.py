@@ -3,7 +3,6 @@
 import dataclasses
 import itertools
 import json
-import math
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,7 +16,7 @@ from jaxgpt.config import Config, ModelConfig, UsageError, config_from_dict
 from jaxgpt.convert.families import COMPANIONS, CONFIG, read_model, table_of, write_config
 from jaxgpt.convert.layout import Slot, export_tensors, import_tensors, match_tensors, slots
 from jaxgpt.convert.safetensors import open_folder, write_folder
-from jaxgpt.convert.tensors import FLOATS, Tensor, new_folder
+from jaxgpt.convert.tensors import Tensor, new_folder
 from jaxgpt.data.tokenizers import FILE as TOKENIZER
 from jaxgpt.data.tokenizers import HFTokenizer, Tokenizer, load_tokenizer, tokenizer_from_meta
 
@@ -62,7 +61,7 @@ def write_weights(
 
     `companions` are files of `path` that go along. Return lines about the weights.
     """
-    with new_folder(out, converted_bytes(wanted)) as partial:
+    with new_folder(out) as partial:
         writer = WeightsWriter(partial, model)
         import_tensors(found, wanted, writer)
         if tokenizer is not None:
@@ -73,11 +72,6 @@ def write_weights(
         meta = tokenizer and tokenizer.to_meta()
         writer.close(Config(model=model), meta, str(path.absolute()))
     return describe(out, model, tokenizer)
-
-
-def converted_bytes(wanted: Mapping[str, Slot]) -> int:
-    """Return the size of our weights in float32."""
-    return sum(4 * weight.size for weight in {s.weight for s in wanted.values()})
 
 
 def describe(out: Path, model: ModelConfig, tokenizer: Tokenizer | None) -> list[str]:
@@ -119,7 +113,7 @@ def to_hf(run: Path, step: int | None, out: Path, dtype: str, max_bytes: int) ->
     shapes = {name: slot.shape for name, slot in wanted.items()}
     absent = {} if model.bias or not prefix else zero_biases(model)
     reader = WeightsReader(run, step)
-    with new_folder(out, written_bytes(shapes | absent, dtype)) as partial:
+    with new_folder(out) as partial:
         zeros = ((name, np.zeros(shape, np.float32)) for name, shape in absent.items())
         tensors = itertools.chain(export_tensors(reader, wanted), zeros)
         write_folder(partial, tensors, shapes | absent, dtype, max_bytes)
@@ -136,11 +130,6 @@ def zero_biases(model: ModelConfig) -> dict[str, tuple[int, ...]]:
         for name, slot in slots(table_of(model), with_bias).items()
         if slot.weight.role == "bias"
     }
-
-
-def written_bytes(shapes: Mapping[str, tuple[int, ...]], dtype: str) -> int:
-    """Return the size of tensors in a dtype."""
-    return sum(map(math.prod, shapes.values())) * np.dtype(FLOATS[dtype]).itemsize
 
 
 def write_json(path: Path, value: Any) -> None:

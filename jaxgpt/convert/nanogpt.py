@@ -9,11 +9,7 @@ from jaxgpt.checkpoint.weights_only import WeightsReader
 from jaxgpt.config import ModelConfig, UsageError, config_from_dict
 from jaxgpt.convert import torch_file
 from jaxgpt.convert.families import checked_model
-from jaxgpt.convert.huggingface import (
-    read_tokenizer,
-    write_weights,
-    written_bytes,
-)
+from jaxgpt.convert.huggingface import read_tokenizer, write_weights
 from jaxgpt.convert.layout import export_tensors, match_tensors, slots
 from jaxgpt.convert.names import NANOGPT
 from jaxgpt.convert.safetensors import write_folder
@@ -78,7 +74,7 @@ def to_nanogpt(run: Path, step: int | None, out: Path, dtype: str, max_bytes: in
         raise UsageError(f"to-nanogpt: nanoGPT has no {words}; to-hf may have")
     wanted = slots(NANOGPT, model)
     shapes = {name: slot.shape for name, slot in wanted.items()}
-    with new_folder(out, written_bytes(shapes, dtype)) as partial:
+    with new_folder(out) as partial:
         tensors = export_tensors(WeightsReader(run, step), wanted)
         write_folder(partial, tensors, shapes, dtype, max_bytes)
         arguments = {key: getattr(model, key) for key in (*MODEL_KEYS, "dropout")}

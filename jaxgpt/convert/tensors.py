@@ -29,23 +29,17 @@ class Tensor(Protocol):
 
 
 @contextlib.contextmanager
-def new_folder(out: Path, n_bytes: int) -> Iterator[Path]:
+def new_folder(out: Path) -> Iterator[Path]:
     """Yield a folder to write to, which is renamed to `out` once everything is in it.
 
     An error leaves nothing; a kill leaves a folder `<out>.partial-*`. Raises `UsageError` if `out`
-    holds something, cannot be written, or has no room for `n_bytes`.
+    holds something, cannot be written, or has no room.
     """
     remedy, out = OTHER_FOLDER, out.absolute()
     try:
         if out.exists() and (not out.is_dir() or any(out.iterdir())):
             raise UsageError(f"--out {out}: is there, and not an empty folder; {remedy}")
         out.parent.mkdir(parents=True, exist_ok=True)
-        free = shutil.disk_usage(out.parent).free
-        if n_bytes > free:
-            raise UsageError(
-                f"--out {out}: {n_bytes / 1e6:,.1f} MB are to be written and {free / 1e6:,.1f} MB "
-                f"are free there; make room, or {remedy}"
-            )
         holder = Path(tempfile.mkdtemp(prefix=f"{out.name}.partial-", dir=out.parent))
         partial = holder / out.name  # which others may read, unlike its holder
         partial.mkdir()

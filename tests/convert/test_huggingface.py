@@ -1,7 +1,6 @@
 """Folders of transformers, made by hand here: where each tensor goes, and what is refused."""
 
 import json
-import shutil
 
 import ml_dtypes
 import numpy as np
@@ -274,10 +273,6 @@ def test_a_full_disk_leaves_nothing(kind, tmp_path, capsys, monkeypatch):
         patched.setattr(huggingface, "write_folder", full)
         line = refused([*arguments[kind], "--out", tmp_path / "new"], capsys)
         assert f"--out {tmp_path / 'new'}: no room is left" in line
-    usage = shutil.disk_usage(tmp_path)
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=10))
-    line = refused([*arguments[kind], "--out", tmp_path / "new"], capsys)
-    assert "are to be written and 0.0 MB are free there; make room" in line
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "ours"]
 
 
