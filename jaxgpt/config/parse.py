@@ -185,7 +185,12 @@ def _initial_model(model_of: ModelOf, words: Words) -> Words:
 
 
 class _Loader(yaml.SafeLoader):
-    """A YAML loader that refuses duplicate keys, of which PyYAML takes the last."""
+    """A YAML loader that refuses aliases, and duplicate keys, of which PyYAML takes the last."""
+
+    def compose_node(self, parent, index):
+        if self.check_event(yaml.AliasEvent):
+            raise yaml.YAMLError("it has an alias, *NAME; write the value out")
+        return super().compose_node(parent, index)
 
     def construct_mapping(self, node, deep=False):
         keys = [self.construct_object(key, deep=True) for key, _ in node.value]

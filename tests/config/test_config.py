@@ -72,6 +72,12 @@ def test_a_wrong_value_that_nobody_gave_is_named_with_its_file(tmp_path, wrong):
     assert parse_args(["--out", str(tmp_path), "model.n_head=2"]).model.n_head == 2
 
 
+def test_an_alias_in_yaml_is_refused(tmp_path):
+    (tmp_path / "a.yaml").write_text("model: &a {n_layer: 1}\ntrain: *a\n")
+    with pytest.raises(UsageError, match=r"a.yaml: not readable as YAML \(it has an alias, "):
+        load_config(str(tmp_path / "a.yaml"))
+
+
 @pytest.mark.parametrize("again", ["train:\n  seed: 3\n", "seed: 3\n"])
 def test_a_key_that_is_there_twice_is_refused(tmp_path, again):
     file = tmp_path / "mine.yaml"
