@@ -4,7 +4,7 @@ JAX is imported with the first global array: `jaxgpt.inspect` reads rows without
 """
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -136,22 +136,9 @@ class Loader:
         return draw.integers(self._vocab_size, size=self._row_length, dtype=np.int32)
 
     def batch(self, step: int) -> "jax.Array":
-        """Return the global batch of `step`: int32, shape (B, T+1).
-
-        Each process reads only the rows of its own devices.
-        """
-        import jax
-
+        """Return the global batch of `step`: int32, shape (B, T+1)."""
         shape = self.batch_sizes.at(step), self._row_length
-        parts: dict[range, np.ndarray] = {}
-
-        def part(index: tuple[slice, ...]) -> np.ndarray:
-            rows = range(shape[0])[index[0]]
-            if rows not in parts:  # devices along `tensor` hold the same rows
-                parts[rows] = self.read(step, rows)
-            return parts[rows]
-
-        return jax.make_array_from_callback(shape, self._sharding, part)
+        return global_array(shape, self._sharding, lambda rows: self.read(step, rows))
 
     def batches(self, steps: Iterable[int]) -> Iterator["jax.Array"]:
         """Yield the batches of `steps`, with two of them read before they are due."""
@@ -165,3 +152,20 @@ class Loader:
                     yield batch
             finally:
                 thread.shutdown(cancel_futures=True)
+
+
+def global_array(
+    shape: tuple[int, ...], sharding: "NamedSharding", read: Callable[[range], np.ndarray]
+) -> "jax.Array":
+    """Return an array over the mesh; each process reads only the rows of its own devices."""
+    import jax
+
+    parts: dict[range, np.ndarray] = {}
+
+    def part(index: tuple[slice, ...]) -> np.ndarray:
+        rows = range(shape[0])[index[0]]
+        if rows not in parts:  # devices along `tensor` hold the same rows
+            parts[rows] = read(rows)
+        return parts[rows]
+
+    return jax.make_array_from_callback(shape, sharding, part)

@@ -24,6 +24,7 @@ from jaxgpt.config import (
     override_data,
 )
 from jaxgpt.convert import TRANSFORMERS, convert_apart, transformers_folder
+from jaxgpt.data.loader import global_array
 from jaxgpt.data.tokenizers import Tokenizer, tokenizer_from_meta
 from jaxgpt.runtime.initialize import initialize_jax
 
@@ -47,7 +48,6 @@ class Trained:
     tokenizer: Tokenizer | None
     block_size: int  # T of an evaluation, at most the model's
     data: Literal["own", "given", "none"]  # that the configuration names: none came with weights
-    restore: Callable[["Params"], "Params"]  # their shapes and shardings -> the parameters
 
 
 @contextlib.contextmanager
@@ -118,12 +118,7 @@ def find_trained(
     data = "given" if settings else "none" if meta.get(WEIGHTS_ONLY) else "own"
     tokenizer = meta["tokenizer"] and tokenizer_from_meta(meta["tokenizer"], where)
 
-    def restore(shapes: "Params") -> "Params":
-        from jaxgpt.checkpoint.checkpointer import restore_params
-
-        return restore_params(where, step, shapes)
-
-    return Trained(str(where), step, config, tokenizer, block_size or longest, data, restore)
+    return Trained(str(where), step, config, tokenizer, block_size or longest, data)
 
 
 class Rows(NamedTuple):
@@ -146,6 +141,7 @@ class Model:
         initialize_jax(cluster, mesh_shape(trained.config))
         import jax
 
+        from jaxgpt.checkpoint.checkpointer import restore_params
         from jaxgpt.parallel.mesh import make_mesh
         from jaxgpt.train.functions import make_steps
 
@@ -159,7 +155,9 @@ class Model:
         )
         self.trained, self.mesh_shape, self._cluster = trained, shape, cluster
         self.steps = make_steps(self.config, make_mesh(shape, cluster.hosts))
-        self.params = trained.restore(self.steps.state_shapes.params)
+        self.params = restore_params(
+            Path(trained.where), trained.step, self.steps.state_shapes.params
+        )
         self._scorers: dict[tuple[int, bool], Callable[..., Any]] = {}
         self._generators: dict[tuple[Any, ...], Callable[..., jax.Array]] = {}
 
@@ -214,28 +212,19 @@ class Model:
         return self._scorers[key]
 
     def _batch(self, rows: Rows, first: int) -> "jax.Array":
-        """Return rows from `first` on, filled up with `NO_TOKEN`: int32 (batch_size, T+1).
-
-        Each process reads only the rows of its own devices.
-        """
-        import jax
-
+        """Return rows from `first` on, filled up with `NO_TOKEN`: int32 (batch_size, T+1)."""
         from jaxgpt.models.loss import NO_TOKEN
 
+        def read(wanted: range) -> np.ndarray:
+            out = np.full((len(wanted), rows.length + 1), NO_TOKEN, np.int32)
+            for place, row in zip(out, wanted, strict=True):
+                if first + row < rows.size:
+                    tokens = rows.read(first + row)
+                    place[: len(tokens)] = tokens
+            return out
+
         shape = self.batch_size, rows.length + 1
-        parts: dict[range, np.ndarray] = {}
-
-        def part(index: tuple[slice, ...]) -> np.ndarray:
-            wanted = range(first, first + self.batch_size)[index[0]]
-            if wanted not in parts:  # devices along `tensor` hold the same rows
-                parts[wanted] = np.full((len(wanted), shape[1]), NO_TOKEN, np.int32)
-                for place, row in zip(parts[wanted], wanted, strict=True):
-                    if row < rows.size:
-                        tokens = rows.read(row)
-                        place[: len(tokens)] = tokens
-            return parts[wanted]
-
-        return jax.make_array_from_callback(shape, self.steps.batch_shape.sharding, part)
+        return global_array(shape, self.steps.batch_shape.sharding, read)
 
     def generate(
         self,

@@ -159,11 +159,9 @@ def _compare_tokenizers(trained: Trained, dataset: Dataset) -> tuple[str, ...]:
     """Refuse data of another tokenizer than the model's; return a warning where one is unknown."""
     source, ours, theirs = dataset.sources[0].entry, trained.tokenizer, dataset.tokenizer
     if theirs is None or ours is None:
-        if trained.data == "own":
-            return ()
-        if theirs is None:
-            return (f"warning: {source.key} has no tokenizer; its tokens are taken as the model's",)
-        return (f"warning: the model has no tokenizer; {source.key} is taken to have its tokens",)
+        bare = source.key if theirs is None else "the model"
+        warning = f"warning: {bare} has no tokenizer; the data is taken to have the model's tokens"
+        return () if trained.data == "own" else (warning,)
     if same_tokens(ours, theirs):
         return ()
     what = (

@@ -127,7 +127,7 @@ def test_tokenizers_are_compared_by_their_tokens(run, tmp_path):
     (warning,) = open_split(dataclasses.replace(other, tokenizer=None), "val").warnings
     assert "the model has no tokenizer" in warning
     (tmp_path / "indented_data" / "meta.json").unlink()
-    assert "has no tokenizer; its tokens are" in open_split(other, "val").warnings[0]
+    assert "has no tokenizer; the data is" in open_split(other, "val").warnings[0]
 
 
 @pytest.mark.parametrize(
