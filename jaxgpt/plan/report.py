@@ -21,7 +21,7 @@ def _table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def plan_report(plan: Plan) -> str:
-    """Return a plan in four parts: memory, communication, time, and how sure each number is."""
+    """Return a plan in three parts: memory, communication and time."""
     mesh = " ".join(f"{axis}={n}" for axis, n in plan.mesh.items())
     config = plan.config
     lines = [
@@ -38,7 +38,7 @@ def plan_report(plan: Plan) -> str:
             f"parallel.mesh={config.parallel.mesh}: -1 is planned as 1; --mesh gives every size, "
             "--advise N finds a mesh for N devices"
         )
-    parts = ["\n".join(lines), _memory(plan), _communication(plan), _time(plan), _certainty(plan)]
+    parts = ["\n".join(lines), _memory(plan), _communication(plan), _time(plan)]
     return "\n\n".join(parts)
 
 
@@ -112,19 +112,6 @@ def _time(plan: Plan) -> str:
         f"network {device.network_bandwidth / 1e9:.4g}, host {device.host_bandwidth / 1e9:.4g}",
     ]
     return "\n".join(lines)
-
-
-def _certainty(plan: Plan) -> str:
-    dtypes = plan.config.train.dtype, plan.config.parallel.grad_reduce_dtype
-    text = (
-        "exact: parameters and moments; arrays and bytes communicated; FLOPs\n"
-        "a model: gradients and activations are what XLA's CPU compiler needs; others often less"
-    )
-    if plan.device.name == "cpu" and "bfloat16" in dtypes:
-        text += "\non CPUs bfloat16 is computed and communicated as float32: twice the bytes"
-    if plan.device.name != "cpu" and plan.program.update_flops:
-        text += "\nmuon exchanges matrices in bfloat16: half the bytes that are counted for them"
-    return text
 
 
 def advice_report(found: Sequence[Plan]) -> str:
