@@ -45,10 +45,8 @@ def parser() -> CommandParser:
     count = whole_number()
     out.add_argument("--step", type=count, required=True, metavar="N", help="as in the log")
     out.add_argument("--rows", metavar="A:B", help="rows A to B-1, or one row A; default all")
-    out.add_argument("--worst", action="store_true", help="rank rows by their loss, worst first")
-    out.add_argument(
-        "--checkpoint", type=count, metavar="N", help="for --worst; default the last before"
-    )
+    worst = "rank rows by their loss with the last checkpoint before N, worst first"
+    out.add_argument("--worst", action="store_true", help=worst)
     out.add_argument("--mesh", default="1,-1,1", help="for --worst: data,fsdp,tensor")
     out.add_argument("--json", action="store_true", help="a JSON object a line, with the tokens")
     out.add_argument("settings", nargs="*", metavar="section.key=value")
@@ -69,7 +67,7 @@ def main(argv: list[str] | None = None) -> None:
             )
             if arguments.worst:
                 config = with_vocabulary(config, dataset).replace(parallel__mesh=arguments.mesh)
-                at = checkpoint_before(arguments.run, arguments.step, arguments.checkpoint)
+                at = checkpoint_before(arguments.run, arguments.step)
                 notes.append(f"losses are those of checkpoint {at}")
                 losses = row_losses(config, arguments.run, at, tokens, cluster)
                 for record in found:
@@ -144,15 +142,12 @@ def differences(config: Config, dataset: Dataset, run: Path | None, step: int) -
     return notes
 
 
-def checkpoint_before(run: Path | None, step: int, wanted: int | None) -> int:
-    """Return the step of the wanted checkpoint, or of the last one before `step`, else the last."""
+def checkpoint_before(run: Path | None, step: int) -> int:
+    """Return the last checkpoint before `step`, or the last one if there is none."""
     saved = list_checkpoints(run) if run else []
     if not saved:
         raise UsageError("--worst: needs --run with a checkpoint, whose parameters give the losses")
-    at = wanted or max((s for s in saved if s < step), default=saved[-1])
-    if at not in saved:
-        raise UsageError(f"--checkpoint {at}: {run} has {', '.join(map(str, saved))}")
-    return at
+    return max((s for s in saved if s < step), default=saved[-1])
 
 
 def row_losses(

@@ -64,7 +64,7 @@ def test_worst_ranks_rows_by_the_loss_of_a_checkpoint(tmp_path, capsys):
     for end in (6, 7):
         assert train_here(*SMALL, "--out", out, "--mesh", "2,1,1", f"train.max_iters={end}") == 0
     capsys.readouterr()
-    job = run("inspect", "--run", out, "--step", 7, "--worst", "--checkpoint", 6, "--json")
+    job = run("inspect", "--run", out, "--step", 7, "--worst", "--json")
     assert job.returncode == 0, job.stdout
     found = [json.loads(line) for line in job.stdout.splitlines() if line.startswith("{")]
     assert "losses are those of checkpoint 6" in job.stdout
