@@ -4,7 +4,6 @@ import datetime
 import shutil
 import sys
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 from rich.table import Column
@@ -86,27 +85,12 @@ def read_metrics(run: Path, kind: str = "") -> list[dict[str, Any]]:
 
 
 def goodput_report(run: Path, width: int) -> str:
-    """Return the table of a run's goodput, the time of a step, and its stragglers."""
-    since, trained = last_batch_size_change(run), read_metrics(run, "train")
-    times = [r["dt"] for r in trained if r["step"] > since and r.get("dt") is not None]
+    """Return the table of a run's goodput, and its stragglers."""
     records = read_goodput(run)
     if not records:
         raise UsageError(f"RUN={run}: its metrics.jsonl has no goodput records; give a newer run")
-    lines = [goodput_table(records, width)]
-    if times:
-        which = f"{len(times)} records" + (f" after step {since}" if since else "")
-        lines.append(f"step: {1000 * median(times):.1f} ms (median of {which})")
-    lines += [straggler_line(record) for record in read_metrics(run, StragglerRecord.kind)]
-    return "\n".join(lines)
-
-
-def last_batch_size_change(run: Path) -> int:
-    """Return the last step before the run took on its present batch size; 0 if it always had it."""
-    since, size = 0, None
-    for start in read_metrics(run, "start"):
-        if start["batch_size"] != size:
-            since, size = start["step"], start["batch_size"]
-    return since
+    stragglers = read_metrics(run, StragglerRecord.kind)
+    return "\n".join([goodput_table(records, width), *map(straggler_line, stragglers)])
 
 
 def read_startup(run: Path) -> list[str]:
