@@ -18,6 +18,7 @@ from jaxgpt.config import MeshShape
 from jaxgpt.doctor.checks import Check
 from jaxgpt.parallel.collectives import reduce_scatter
 from jaxgpt.parallel.mesh import device_hosts, hosts_spanned
+from jaxgpt.perf.collectives import ring_bytes
 from jaxgpt.perf.hardware import find_device
 from jaxgpt.perf.units import format_bytes
 
@@ -39,9 +40,6 @@ class Collective:
     """(array of one device, mesh axis, n) -> array of one device, inside `jax.shard_map`."""
     source: Callable[[int, int, int, np.ndarray], tuple[Any, np.ndarray]]
     """(device, n, length of a part, position in its result) -> (device, position) it comes from."""
-    bus_factor: Callable[[int], float] = lambda n: (n - 1) / n
-    """n -> bus bandwidth / (bytes / time), as in NVIDIA's nccl-tests (doc/PERFORMANCE.md,
-    src/sendrecv.cu): the traffic on each device's link, independent of n."""
     from_parts: bool = False  # each device puts in only one of n parts
 
 
@@ -51,7 +49,6 @@ COLLECTIVES = (
         "every device gets the sum of the arrays of all (gradients of data parallelism)",
         run=lambda x, axis, n: lax.psum(x, axis),
         source=lambda own, n, part, i: (ALL, i),
-        bus_factor=lambda n: 2 * (n - 1) / n,
     ),
     Collective(
         "all-gather",
@@ -74,11 +71,10 @@ COLLECTIVES = (
         source=lambda own, n, part, i: (i // part, own * part + i % part),
     ),
     Collective(
-        "permute",
+        "collective-permute",
         "device i sends its array to device i + 1, the last one to device 0 (pipelines, rings)",
         run=lambda x, axis, n: lax.ppermute(x, axis, [(i, (i + 1) % n) for i in range(n)]),
         source=lambda own, n, part, i: ((own - 1) % n, i),
-        bus_factor=lambda n: 1,
     ),
 )
 
@@ -92,7 +88,7 @@ class Measurement:
     n: int  # devices of the axis
     bytes: int  # of a device's array before or after: the larger of the two
     seconds: float | None  # from one call to the next, of the slowest process; None if it failed
-    bus_bandwidth: float | None  # bytes/s
+    bus_bandwidth: float | None  # bytes/s on each link, as in nccl-tests
     error: str | None = None  # of the first process that found one
 
 
@@ -135,7 +131,7 @@ def measure_axis(
             set_activity(activity)
             found, error = try_on_all(activity, cluster, measure, mesh, axis, collective, size)
             seconds = None if error else max(found)
-            bandwidth = seconds and size / seconds * collective.bus_factor(n)
+            bandwidth = seconds and ring_bytes(collective.name, size, n) / seconds
             out.append(Measurement(collective.name, axis, n, size, seconds, bandwidth, error))
             if error or seconds > MAX_SECONDS:
                 left.remove(collective)

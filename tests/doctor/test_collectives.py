@@ -21,6 +21,7 @@ from jaxgpt.doctor.collectives import (
     measure_axis,
 )
 from jaxgpt.parallel.mesh import make_mesh
+from jaxgpt.perf.collectives import ring_bytes
 from jobs import limited_devices
 
 BY_NAME = {c.name: c for c in COLLECTIVES}
@@ -36,7 +37,7 @@ def by_numpy(name, x):
         "all-gather": lambda: np.broadcast_to(x.reshape(-1), (n, x.size)),
         "reduce-scatter": lambda: parts.sum(0),
         "all-to-all": lambda: parts.swapaxes(0, 1).reshape(n, -1),
-        "permute": lambda: np.roll(x, 1, axis=0),
+        "collective-permute": lambda: np.roll(x, 1, axis=0),
     }[name]()
 
 
@@ -64,7 +65,7 @@ def test_every_axis_of_a_mesh_is_checked_and_timed(monkeypatch):
         assert {m.bytes for m in found} == {1024}
         assert {(m.axis, m.n, m.error) for m in found} == {(axis, n, None)}
         assert all(m.seconds > 0 for m in found)
-        assert f"permute over {axis}, 1 KiB" in heard
+        assert f"collective-permute over {axis}, 1 KiB" in heard
         checks = collective_checks(found, peak=None)
         assert [c.name for c in checks] == [f"{c.name} over {axis}" for c in COLLECTIVES]
         assert {c.status for c in checks} == {"OK"}
@@ -77,7 +78,7 @@ def test_sizes_grow_to_64_mib_while_there_is_time(monkeypatch):
     assert (SIZES[0], SIZES[-1]) == (1024, 64 * 2**20)
     with limited_devices(2):
         mesh = make_mesh(MeshShape(2, 1, 1))
-    monkeypatch.setattr(module, "COLLECTIVES", [BY_NAME["permute"]])
+    monkeypatch.setattr(module, "COLLECTIVES", [BY_NAME["collective-permute"]])
     monkeypatch.setattr(module, "MAX_SECONDS", 60.0)
     found = measure_axis(mesh, "data", CLUSTER, 60.0, lambda what: None)
     assert [m.bytes for m in found] == list(SIZES)
@@ -95,7 +96,9 @@ BROKEN = {
     "all-gather": lambda x, axis, n: lax.all_gather(x, axis, tiled=True)[::-1],
     "reduce-scatter": lambda x, axis, n: jnp.split(x, n)[0],
     "all-to-all": lambda x, axis, n: x,
-    "permute": lambda x, axis, n: lax.ppermute(x, axis, [(i, (i - 1) % n) for i in range(n)]),
+    "collective-permute": lambda x, axis, n: lax.ppermute(
+        x, axis, [(i, (i - 1) % n) for i in range(n)]
+    ),
 }
 
 
@@ -131,7 +134,7 @@ def test_a_failure_is_reported_and_the_others_go_on(capsys, monkeypatch):
     # Said at once as well, as the other processes may not come to hear it.
     said = "process 0: all-reduce over data, 1 KiB: RuntimeError: NCCL error"
     assert capsys.readouterr().err.strip() == said
-    assert checks["permute over data"].status == "OK"
+    assert checks["collective-permute over data"].status == "OK"
 
 
 def test_a_network_far_below_its_data_sheet_is_noticed():
@@ -149,8 +152,8 @@ def test_a_network_far_below_its_data_sheet_is_noticed():
     ("name", "factor"),
     [
         ("all-reduce", 2 * 7 / 8), ("reduce-scatter", 7 / 8), ("all-gather", 7 / 8),
-        ("all-to-all", 7 / 8), ("permute", 1),
+        ("all-to-all", 7 / 8), ("collective-permute", 1),
     ],
 )  # fmt: skip
 def test_bus_bandwidth_is_that_of_nccl_tests(name, factor):
-    assert BY_NAME[name].bus_factor(8) == pytest.approx(factor)
+    assert ring_bytes(name, 1.0, 8) == pytest.approx(factor)

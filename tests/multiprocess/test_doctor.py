@@ -12,7 +12,7 @@ import pytest
 from jobs import command, environment, process_of, run
 
 HERE = Path(__file__).parent
-COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "permute")
+COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
 MACHINE = (
     "versions", "launcher", "hosts", "devices", "accelerators", "memory", "cores",
     "shared memory", "interface", "clocks", "run directory", "file system",
