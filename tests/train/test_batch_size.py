@@ -95,7 +95,7 @@ def test_up_and_down_twice_over_an_epoch_on_other_meshes(data, tmp_path, capsys,
     # The time of a step is not a median over batch sizes.
     capsys.readouterr()
     report.main(["goodput", str(tmp_path)])
-    assert "records after step 14); plan" in capsys.readouterr().out
+    assert "records after step 14)" in capsys.readouterr().out
 
 
 def test_every_corpus_of_a_blend_is_read_once_and_counted(tmp_path, capsys):
