@@ -11,7 +11,7 @@ from typing import Any
 from jaxgpt.config import Config, DataConfig, ModelConfig, UsageError
 from jaxgpt.data import FORMATS
 from jaxgpt.data.blend import BlendEntry, parse_lines, read_file_list
-from jaxgpt.data.source import SPLITS, Document, OpenSource, find_marked
+from jaxgpt.data.source import SPLITS, Document, OpenSource
 from jaxgpt.data.token_file import SAMPLED_PAGES, allow_open_files, fingerprint
 from jaxgpt.data.tokenizers import Tokenizer, load_tokenizer, tokenizer_from_meta
 
@@ -49,13 +49,9 @@ class Dataset:
         return sum(source.tokens[split].size for source in self.sources)
 
     def find_document(self, source: int, split: str, offset: int) -> Document:
-        """Return the document of a token of a split, with token numbers over the whole source."""
+        """Return the document of a token of a split, if an index names documents."""
         tokens, find = self.sources[source].tokens[split], self.sources[source].find_document
-        if find is not None:
-            return find(tokens.first + offset)
-        if self.tokenizer is None or self.tokenizer.end_of_text is None:
-            return Document()
-        return find_marked(tokens, self.tokenizer.end_of_text, offset)
+        return Document() if find is None else find(tokens.first + offset)
 
     @functools.cached_property
     def fingerprints(self) -> list[list[str]]:

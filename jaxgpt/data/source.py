@@ -5,8 +5,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from jaxgpt.config import UsageError, read_json
 from jaxgpt.data.token_file import Tokens
 
@@ -15,7 +13,6 @@ SHAPE = {  # of meta.json
     "dtype": str, "vocab_size": int, "tokenizer": {"type": str}, "tokens?": {str: int},
     "fingerprint?": str,
 }  # fmt: skip
-LOOK_BACK = 2**20  # tokens that are searched for the end of the document before
 
 
 class Document(NamedTuple):
@@ -30,22 +27,13 @@ class Document(NamedTuple):
 FindDocument = Callable[[int], Document]
 
 
-def find_marked(tokens: Tokens, end_of_text: int, at: int) -> Document:
-    """Return where the document of token `at` of a split starts, if within LOOK_BACK tokens."""
-    searched = max(0, at - LOOK_BACK)
-    ends = np.flatnonzero(tokens.read(searched, at - searched) == end_of_text)
-    if ends.size:
-        return Document(start=tokens.first + searched + int(ends[-1]) + 1)
-    return Document(start=None if searched else tokens.first)
-
-
 @dataclass(frozen=True)
 class OpenSource:
     """What a format's `open` returns."""
 
     # "train" and "val"; or "train" alone, whose last documents are then kept for validation.
     tokens: dict[str, Tokens]
-    find_document: FindDocument | None = None  # None where only end-of-text tokens separate them
+    find_document: FindDocument | None = None  # None where no index names them
     meta: dict[str, Any] = field(default_factory=dict)  # what meta.json holds
 
 
