@@ -35,6 +35,4 @@ def convert_apart(source: Path, out: Path, key: str) -> None:
         reason = (job.stderr.strip().splitlines() or ["it was ended"])[-1].removeprefix("error: ")
         # The user has given no --out.
         reason = reason.replace(f"--out {out.absolute()}", str(out.absolute()))
-        for end in (f"; {OTHER_FOLDER}", f", or {OTHER_FOLDER}"):
-            reason = reason.removesuffix(end)
-        raise UsageError(f"{key}: {reason}")
+        raise UsageError(f"{key}: {reason.removesuffix(f'; {OTHER_FOLDER}')}")

@@ -35,16 +35,18 @@ def new_folder(out: Path) -> Iterator[Path]:
     An error leaves nothing; a kill leaves a folder `<out>.partial-*`. Raises `UsageError` if `out`
     holds something, cannot be written, or has no room.
     """
-    remedy, out = OTHER_FOLDER, out.absolute()
+    out = out.absolute()
     try:
         if out.exists() and (not out.is_dir() or any(out.iterdir())):
-            raise UsageError(f"--out {out}: is there, and not an empty folder; {remedy}")
+            raise UsageError(f"--out {out}: is there, and not an empty folder; {OTHER_FOLDER}")
         out.parent.mkdir(parents=True, exist_ok=True)
         holder = Path(tempfile.mkdtemp(prefix=f"{out.name}.partial-", dir=out.parent))
         partial = holder / out.name  # which others may read, unlike its holder
         partial.mkdir()
     except OSError as error:
-        raise UsageError(f"--out {out}: cannot be written ({error.strerror}); {remedy}") from None
+        raise UsageError(
+            f"--out {out}: cannot be written ({error.strerror}); {OTHER_FOLDER}"
+        ) from None
     try:
         yield partial
         partial.rename(out)

@@ -98,11 +98,6 @@ class JaxGPT(TemplateLM):
         """The longest context."""
         return self._model.block_size
 
-    @property
-    def batch_size(self) -> int:
-        """Number of rows that are scored at once."""
-        return self._model.batch_size
-
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **kwargs: Any
     ) -> list[int]:
