@@ -11,7 +11,7 @@ import sys
 import time
 
 from jaxgpt.cluster.environment import find_launch
-from jaxgpt.cluster.launchers import ProcessLayout, launch_command, place_processes
+from jaxgpt.cluster.launchers import ProcessLayout, find_launcher, place_processes
 from jaxgpt.cluster.shutdown import job_exit_handler
 from jaxgpt.cluster.supervisor import Supervisor
 from jaxgpt.config import CommandParser, UsageError, is_help, whole_number
@@ -140,7 +140,7 @@ def show(
     arguments: argparse.Namespace, layout: ProcessLayout, command: list[str]
 ) -> list[str] | None:
     """Print the line to become, and return it; None if printing is all that is wanted."""
-    launcher = launch_command(layout, os.environ)
+    launcher = find_launcher(layout, os.environ)(layout, os.environ)
     print(f"launch: {layout}", file=sys.stderr, flush=True)
     if arguments.export:
         values = {  # ezpz's names

@@ -13,6 +13,7 @@ import pytest
 
 from jaxgpt import launch
 from jaxgpt.cluster import launchers
+from jaxgpt.cluster.supervisor import Supervisor
 from jaxgpt.launch import main
 from jobs import environment, run
 
@@ -301,6 +302,37 @@ def test_it_gives_up_after_so_many_tries_without_a_checkpoint(
     assert job.returncode == 1
     assert job.stderr.count(" ended with status 1") == tries
     assert f"launch: {reason}" in job.stderr.splitlines()[-1]
+
+
+FAILS = """
+import json, os, socket, sys
+host, port = os.environ["JAXGPT_SUPERVISOR"].split(":")
+message = {"job": os.environ["JAXGPT_JOB"], "run": ".", "step": 9, "ending": False}
+with socket.create_connection((host, int(port))) as link:
+    link.sendall(json.dumps(message | {"saved": int(sys.argv[1])}).encode() + b"\\n")
+sys.exit(1)
+"""
+
+
+@pytest.mark.parametrize(("saved", "status"), [(0, 128 + signal.SIGTERM), (8, 75)])
+def test_a_job_that_is_stopped_between_tries_returns_75_only_with_a_checkpoint(saved, status):
+    words = ["-m", "jaxgpt.launch", "--restarts", "3", "--", "python", "-c", FAILS, str(saved)]
+    job = subprocess.Popen(
+        [sys.executable, *words], stderr=subprocess.PIPE, text=True, env=environment()
+    )
+    while "try 1 ended with status 1" not in job.stderr.readline():
+        assert job.poll() is None
+    job.send_signal(signal.SIGTERM)
+    job.communicate(timeout=60)
+    assert job.returncode == status
+
+
+def test_a_supervisor_asks_for_mpiexecs_version_once(job, tmp_path):
+    layout = launchers.place_processes(1, None, None, {})
+    program(tmp_path / "bin" / "mpiexec", f"echo '{VERSIONS['MPICH']}'")
+    supervisor = Supervisor(layout, ["false"], restarts=1, give_up_after=1)
+    program(tmp_path / "bin" / "mpiexec", "exit 7")  # as after 180 s on a busy file system
+    assert supervisor.run() == 7
 
 
 def test_the_job_start_of_a_script_is_kept():

@@ -1,11 +1,12 @@
 """The command line that starts a job: mpiexec of PALS, MPICH, Intel MPI or Open MPI, or srun."""
 
+import functools
 import os
 import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -47,6 +48,10 @@ class ProcessLayout:
         n, n_hosts = self.n_processes, len(self.hosts)
         counted = "" if self.is_local else f"{n_hosts} host{'s' * (n_hosts > 1)} of "
         return f"{n} process{'es' * (n > 1)} on {counted}{self.named_by} ({self.reason})"
+
+
+# Builds the command line that starts processes as a layout places them, up to their command.
+Launcher = Callable[[ProcessLayout, Mapping[str, str]], list[str]]
 
 
 def place_processes(
@@ -147,10 +152,15 @@ def _number(variable: str, given: str) -> int:
     return int(given)
 
 
-def launch_command(layout: ProcessLayout, environ: Mapping[str, str]) -> list[str]:
-    """Return the launcher's words for `layout`; `UsageError` if no known launcher is here."""
+def find_launcher(layout: ProcessLayout, environ: Mapping[str, str]) -> Launcher:
+    """Find the launcher for `layout`; `UsageError` if there is none that jaxgpt knows."""
     if "SLURM_JOB_ID" in environ and layout.named_by not in HOST_FILES:
-        return _srun(layout, environ)
+        if shutil.which("srun") is None:
+            raise UsageError(
+                f"SLURM_JOB_ID={environ['SLURM_JOB_ID']}: srun is not in PATH; load Slurm's "
+                "commands, or run this outside of the container"
+            )
+        return _srun
     mpiexec = find_mpiexec()
     try:
         ran = subprocess.run(
@@ -164,17 +174,14 @@ def launch_command(layout: ProcessLayout, environ: Mapping[str, str]) -> list[st
     except (OSError, subprocess.TimeoutExpired) as error:
         version = str(error)
     if re.match(r"mpiexec version \d", version):
-        return _pals(mpiexec, layout)
+        return functools.partial(_pals, mpiexec)
     if "Open MPI" in version or "OpenRTE" in version:
-        return _open_mpi(mpiexec, layout, environ)
+        return functools.partial(_open_mpi, mpiexec)
     if "HYDRA" in version or "Intel(R) MPI" in version:
         # Intel MPI would take a scheduler's placement for -ppn's.
         intel = "Intel" in version and "PBS_JOBID" in environ
         prefix = ["env", "I_MPI_JOB_RESPECT_PROCESS_PLACEMENT=0"] if intel else []
-        line = [*prefix, mpiexec, "-n", str(layout.n_processes)]
-        if layout.is_local:
-            return line
-        return [*line, "-ppn", str(layout.per_host), "-hosts", ",".join(layout.hosts)]
+        return functools.partial(_hydra, [*prefix, mpiexec])
     first = version.partition("\n")[0]
     raise UsageError(
         f"mpiexec={mpiexec}: its --version says {first!r}, which is none of Cray PALS, Open MPI, "
@@ -194,7 +201,14 @@ def find_mpiexec() -> str:
     return found
 
 
-def _pals(mpiexec: str, layout: ProcessLayout) -> list[str]:
+def _hydra(mpiexec: list[str], layout: ProcessLayout, environ: Mapping[str, str]) -> list[str]:
+    line = [*mpiexec, "-n", str(layout.n_processes)]
+    if layout.is_local:
+        return line
+    return [*line, "-ppn", str(layout.per_host), "-hosts", ",".join(layout.hosts)]
+
+
+def _pals(mpiexec: str, layout: ProcessLayout, environ: Mapping[str, str]) -> list[str]:
     machine, per_host = layout.machine, layout.per_host
     line = [mpiexec, "--envall", "-n", str(layout.n_processes), "-ppn", str(per_host)]
     if layout.named_by == "PBS_NODEFILE":
@@ -224,11 +238,6 @@ def _open_mpi(mpiexec: str, layout: ProcessLayout, environ: Mapping[str, str]) -
 
 
 def _srun(layout: ProcessLayout, environ: Mapping[str, str]) -> list[str]:
-    if shutil.which("srun") is None:
-        raise UsageError(
-            f"SLURM_JOB_ID={environ['SLURM_JOB_ID']}: srun is not in PATH; load Slurm's commands, "
-            "or run this outside of the container"
-        )
     # srun waits for ever for processes whose peer has died, unless it is told not to.
     line = ["srun", "-u", "--wait=120", "-N", str(len(layout.hosts)), "-n", str(layout.n_processes)]
     line.append(f"--ntasks-per-node={layout.per_host}")

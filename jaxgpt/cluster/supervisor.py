@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 
 from jaxgpt.cluster.environment import JOB, SUPERVISOR
 from jaxgpt.cluster.hosts import reachable_name
-from jaxgpt.cluster.launchers import ProcessLayout, launch_command, place_on
+from jaxgpt.cluster.launchers import Launcher, ProcessLayout, find_launcher, place_on
 from jaxgpt.cluster.monitor import keep_alive
 from jaxgpt.cluster.shutdown import BAD_USAGE, DONE, STOPPED
 from jaxgpt.cluster.timeouts import COMMAND, RETRY, SLOW_DISK
@@ -44,13 +44,14 @@ class Supervisor:
                 is never.
         """
         self._layout, self._command = layout, list(command)
+        self._launcher = find_launcher(layout, os.environ)  # once: it runs mpiexec --version
         self._restarts, self._give_up_after = restarts, give_up_after
         self._good = [*layout.hosts, *layout.spares]
         self._process: asyncio.subprocess.Process | None = None
         self._signal: int | None = None
         # What process 0 of a try says.
         self._job = ""
-        self._progress: dict | None = None  # run directory, step it resumed from, step
+        self._progress: dict | None = None  # run directory, step, step of its newest checkpoint
         self._is_ending = False  # the run is complete, or saved: only its processes end
         self._gone: float | None = None  # when it was seen to end
 
@@ -66,21 +67,20 @@ class Supervisor:
         host = "localhost" if self._layout.is_local else reachable_name()
         self._address = f"{host}:{listener.getsockname()[1]}"
         await asyncio.start_server(self._hear, sock=listener)
-        reached, futile = -1, 0
+        has_trained, saved, futile = False, 0, 0  # saved: step of the newest checkpoint
         for attempt in range(1, self._restarts + 2):
             began = time.monotonic()
             status = await self._try()
             seconds = time.monotonic() - began
-            progress = self._progress
+            progress, before = self._progress, saved
+            if progress is not None:
+                has_trained, saved = True, progress["saved"]
             # Input that was good enough to train with is not what is bad: a disk or a device is.
-            is_final = status in FINAL and not (status == BAD_USAGE and (progress or reached >= 0))
-            if self._signal is not None:
-                return status if status in FINAL or reached < 0 else STOPPED
-            if is_final:
+            if status in FINAL and not (status == BAD_USAGE and has_trained):
                 return status
-            gained = progress is not None and progress["resumed"] > reached
-            reached = progress["resumed"] if progress is not None else reached
-            futile = 0 if gained else futile + 1
+            if self._signal is not None:
+                return STOPPED if saved else status
+            futile = 0 if saved > before else futile + 1
             where = f" at step {progress['step']}" if progress else ", before a step"
             _say(f"try {attempt} ended with status {status} after {seconds:.0f} s{where}")
             if attempt > self._restarts:
@@ -98,7 +98,7 @@ class Supervisor:
             if self._signal is None and not await self._place_again(directory):
                 return status
             if self._signal is not None:
-                return STOPPED if reached >= 0 else 128 + self._signal
+                return STOPPED if saved else 128 + self._signal
         raise AssertionError("unreachable")
 
     async def _try(self) -> int:
@@ -106,7 +106,7 @@ class Supervisor:
         self._job, self._gone = secrets.token_hex(8), None
         self._is_ending, self._progress = False, None
         environ = {**os.environ, SUPERVISOR: self._address, JOB: self._job}
-        line = [*launch_command(self._layout, environ), *self._command]
+        line = [*self._launcher(self._layout, environ), *self._command]
         # A group of its own: a terminal's Ctrl-C comes by `_pass_on` alone, once.
         self._process = await asyncio.create_subprocess_exec(
             *line, stdin=subprocess.DEVNULL, env=environ, process_group=0
@@ -148,7 +148,7 @@ class Supervisor:
     async def _place_again(self, directory: str) -> bool:
         """Choose hosts for the next try: those that are well. False if there are none."""
         before, began = self._layout, time.monotonic()
-        problems = await check_hosts(before, self._good, self._job, directory)
+        problems = await check_hosts(before, self._launcher, self._good, self._job, directory)
         for host, problem in problems.items():
             if problem is not None:
                 _say(f"host {host} is left out: {problem}")
@@ -174,7 +174,7 @@ class Supervisor:
 
 
 async def check_hosts(
-    layout: ProcessLayout, hosts: Sequence[str], job: str, directory: str
+    layout: ProcessLayout, launcher: Launcher, hosts: Sequence[str], job: str, directory: str
 ) -> dict[str, str | None]:
     """End what is left of `job` on each host, in parallel; return why one is unfit, or None."""
     probe = [sys.executable, "-m", "jaxgpt.doctor.probe", job, directory]
@@ -184,7 +184,7 @@ async def check_hosts(
         line = probe
         if not layout.is_local:
             one = dataclasses.replace(place_on(layout, [host]), n_processes=1, per_host=1)
-            line = [*launch_command(one, environ), *probe]
+            line = [*launcher(one, environ), *probe]
             if line[0] == "srun":  # what is left of the last try may hold the host's devices
                 line[1:1] = ["--overlap"]
         lines.append(line)

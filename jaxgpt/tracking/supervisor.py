@@ -19,14 +19,18 @@ class SupervisorLink:
     def open(self, run: Any, resume_step: int | None) -> None:
         step = resume_step or 0
         run = str(run.directory.absolute())
-        self._facts = {"job": os.environ[JOB], "run": run, "resumed": step}
+        self._facts = {"job": os.environ[JOB], "run": run, "saved": step}
         self._tell(step)
 
     def log(self, record: Record) -> None:
-        if record.kind == "train":
+        if record.kind == "checkpoint":  # complete; a later step may be under way
+            self._facts["saved"] = record.step
+            self._tell(self._step)
+        elif record.kind == "train":
             self._tell(record.step)
 
     def rewind(self, step: int) -> None:
+        self._facts["saved"] = min(self._facts["saved"], step)
         self._tell(step)
 
     def close(self) -> None:

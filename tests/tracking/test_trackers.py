@@ -18,7 +18,7 @@ from jaxgpt.tracking.appended_file import AppendedFile
 from jaxgpt.tracking.background import LIMIT, BackgroundTracker
 from jaxgpt.tracking.console import Console
 from jaxgpt.tracking.jsonl import JsonLines, read_records
-from jaxgpt.tracking.records import EvalRecord, SampleRecord, TrainRecord
+from jaxgpt.tracking.records import CheckpointRecord, EvalRecord, SampleRecord, TrainRecord
 from jaxgpt.tracking.supervisor import SupervisorLink
 from jaxgpt.tracking.tensorboard import TensorBoard
 
@@ -336,6 +336,20 @@ def test_the_link_to_the_supervisor_connects_again(tmp_path, monkeypatch):
         with first, second, first.makefile() as a, second.makefile() as b:
             steps = [[json.loads(line)["step"] for line in messages] for messages in (a, b)]
     assert steps == [[0], [2, 2]]
+
+
+def test_the_supervisor_hears_of_the_newest_checkpoint(tmp_path, monkeypatch):
+    with socket.create_server(("localhost", 0)) as server:
+        monkeypatch.setenv(SUPERVISOR, f"localhost:{server.getsockname()[1]}")
+        monkeypatch.setenv(JOB, "job")
+        link = opened(SupervisorLink(), tmp_path, resume_step=2)
+        link.log(trained(5))
+        link.log(CheckpointRecord(step=4, path="run/checkpoints/4", stalled=0.1, seconds=1.0))
+        link.rewind(3)
+        link._connection.close()
+        with server.accept()[0] as connection, connection.makefile() as messages:
+            told = [(m["step"], m["saved"]) for m in map(json.loads, messages)]
+    assert told == [(2, 2), (5, 2), (5, 4), (3, 3)]
 
 
 def test_an_unknown_tracker_is_refused_with_those_that_there_are():
