@@ -37,7 +37,6 @@ from jaxgpt.cluster.environment import Launch, job_name
 from jaxgpt.cluster.shutdown import (
     FAILED,
     HUNG,
-    abort_mpi,
     end_process,
     flush_stdout,
     report_and_end,
@@ -284,7 +283,7 @@ class Monitor:
             case ["report"]:
                 report_and_end(*self._report)
             case ["end", status]:
-                end_process(status)
+                report_and_end("", status)
             case ["stacks"]:
                 self._note_hang()
 
@@ -384,12 +383,11 @@ class Monitor:
         elif rank in self._peers:
             self._peers[rank].send("report")
             await self._until_gone({rank}, ANSWER)
-        abort_mpi(status)
         for peer in self._peers.values():
             peer.send("end", status)
         # The others first: they would print pages of JAX's if process 0, the coordinator, is gone.
         await self._until_gone(self._peers.keys() - self._silent(3 * self._interval), ANSWER)
-        end_process(status)
+        report_and_end("", status)
 
     async def _until_gone(self, ranks: Collection[int], seconds: float) -> None:
         deadline = self._loop.time() + seconds
@@ -402,24 +400,22 @@ class Monitor:
         MPI cannot say who is missing. After half of the time, each process that waits leaves a file
         in a folder that all hosts see.
         """
-        deadline = self._loop.time() + timeout
         await asyncio.sleep(timeout / 2)
         home = os.environ.get("HOME") or "/tmp"  # without a home, the hosts share no folder
-        own = Path(home, ".cache/jaxgpt/starting", job_name(os.environ), str(launch.rank))
+        folder = Path(home, ".cache/jaxgpt/starting", job_name(os.environ))
+        arrived = set()
         try:
-            own.parent.mkdir(parents=True, exist_ok=True)
-            own.touch()
-            await asyncio.sleep(deadline - self._loop.time())
-            oldest = own.stat().st_mtime - timeout  # older ones are of an earlier job
-            files = [file for file in own.parent.iterdir() if file.stat().st_mtime > oldest]
-            missing = set(range(launch.size or 0)) - {int(file.name) for file in files}
-            if launch.rank > min(int(file.name) for file in files):
+            with contextlib.suppress(OSError):  # a folder that cannot be written: none is named
+                folder.mkdir(parents=True, exist_ok=True)
+                (folder / str(launch.rank)).touch()
+            await asyncio.sleep(timeout / 2)
+            with contextlib.suppress(OSError):
+                arrived = {int(file.name) for file in folder.iterdir()}
+            if launch.rank > min(arrived, default=0):
                 await asyncio.sleep(ANSWER)  # the one with the lowest rank reports, and ends all
-        except OSError:
-            missing = set()  # no folder that all can write
-            await asyncio.sleep(deadline - self._loop.time())
         finally:
-            shutil.rmtree(own.parent, ignore_errors=True)
+            shutil.rmtree(folder, ignore_errors=True)
+        missing = set(range(launch.size or 0)) - arrived if arrived else ()
         sys.stderr.write(missing_sentence(missing, launch.size, timeout))
         end_process(FAILED)
 

@@ -60,7 +60,7 @@ class ProcessGroup:
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if error is not None and self.size > 1 and not isinstance(error, SystemExit):
+        if error is not None and self.size > 1:  # also a SystemExit: the others still work
             self.monitor.end_job(*report_of(error))
         self.on_close.close()
         self.monitor.close()  # the group can be joined again; MPI stays, as it starts only once

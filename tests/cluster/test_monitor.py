@@ -74,6 +74,12 @@ def test_the_first_error_is_printed_and_ends_all(rank):
     assert errors.pop(rank).endswith("ValueError: the first\n") and errors == ["", ""]
 
 
+def test_a_process_that_exits_while_the_others_work_ends_them():
+    statuses, errors = ends(start(WAIT, "sys.exit(3)", WAIT))
+    assert statuses == [1, 1, 1]
+    assert errors.pop(1).endswith("SystemExit: 3\n") and errors == ["", ""]
+
+
 def test_a_users_mistake_is_a_line_and_an_interruption_none():
     statuses, errors = ends(start(WAIT, "raise UsageError('model.n_layer=0: too few')", WAIT))
     assert (statuses, errors) == ([2, 2, 2], ["", "error: model.n_layer=0: too few\n", ""])
@@ -189,11 +195,11 @@ def test_a_file_system_that_fails_or_hangs_does_not_keep_a_job_alive(
 ):
     directory, has_ended, statuses = tmp_path / "run", threading.Event(), []
 
-    def end(status):
+    def end(report, status):
         statuses.append(status)
         has_ended.set()
 
-    monkeypatch.setattr(monitor, "end_process", end)
+    monkeypatch.setattr(monitor, "report_and_end", end)
     if file != "none":
         directory.mkdir()
         os.mkfifo(directory / "hang-0.txt")
