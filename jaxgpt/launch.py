@@ -37,7 +37,7 @@ def parser() -> CommandParser:
     out.add_argument(
         "--hosts", "-f", "-hostfile", "--hostfile", "-machinefile", "--machinefile", metavar="FILE",
         help="hosts, one on each line (host, host:4 or host slots=4); default: those of "
-        "PBS_NODEFILE, Slurm's allocation, COBALT_NODEFILE or HOSTFILE, else this host",
+        "PBS_NODEFILE, Slurm's allocation or HOSTFILE, else this host",
     )  # fmt: skip
     out.add_argument(
         "--restarts",

@@ -21,7 +21,6 @@ MPI_LAUNCHERS = (
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "Open MPI"),
     ("PMI_RANK", "PMI_SIZE", "MPICH"),
     ("PMIX_RANK", None, "PMIx"),
-    ("MPI_LOCALRANKID", "MPI_LOCALNRANKS", "Hydra"),
 )
 JOB_NAMES = ("PALS_APID", "PMIX_NAMESPACE", "PMI_JOBID", "SLURM_JOB_ID", "PBS_JOBID")
 SLURM_WITH_PMI = "Slurm with PMI"
@@ -61,9 +60,7 @@ def find_launch(environ: Mapping[str, str]) -> Launch:
     step = environ.get("SLURM_STEP_ID", "")
     in_step = step.isdecimal() and int(step) not in SLURM_PSEUDO_STEPS
     by_srun = started_by_srun(environ)
-    is_arbitrary = environ.get("SLURM_DISTRIBUTION", "").startswith("arbitrary")
-    knows_rank0 = not is_arbitrary and "SLURM_HET_SIZE" not in environ
-    if by_srun and in_step and knows_rank0 and environ.get("SLURM_MPI_TYPE") == "pmi2":
+    if by_srun and in_step and environ.get("SLURM_MPI_TYPE") == "pmi2":
         # Without MPI: Slurm 22.05 reads PMI's lines in pieces of 1,024 bytes, and those of
         # MPICH 5 can be longer, upon which both wait for ever.
         return replace(slurm_step(environ), launcher=SLURM_WITH_PMI)
@@ -159,8 +156,7 @@ def _mpi(environ: Mapping[str, str], variable: str, size: str | None, launcher: 
     elif any(name.startswith("I_MPI_HYDRA") for name in environ):
         launcher = "Intel MPI"
     rank = _number(environ, variable) or 0
-    job_rank = 0 if variable == "MPI_LOCALRANKID" else rank
-    return Launch(launcher, f"{variable}={rank}", "mpi", job_rank, _number(environ, size))
+    return Launch(launcher, f"{variable}={rank}", "mpi", rank, _number(environ, size))
 
 
 def check_address(key: str, address: str) -> None:

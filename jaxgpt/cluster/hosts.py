@@ -11,9 +11,9 @@ from jaxgpt.config import UsageError
 # Host name -> slots, the room for processes by a host file; None where no file counts them.
 Hosts = dict[str, int | None]
 
-HOST_FILES = ("PBS_NODEFILE", "COBALT_NODEFILE", "HOSTFILE")
+HOST_FILES = ("PBS_NODEFILE", "HOSTFILE")
 # A scheduler's own variable before one that a user may have set for another job.
-_VARIABLES = ("PBS_NODEFILE", "SLURM_JOB_NODELIST", "SLURM_NODELIST", "COBALT_NODEFILE", "HOSTFILE")
+_VARIABLES = ("PBS_NODEFILE", "SLURM_JOB_NODELIST", "HOSTFILE")
 
 _HOST = r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?"
 _LINE = re.compile(
@@ -39,8 +39,8 @@ def job_hosts(environ: Mapping[str, str], file: str | None = None) -> tuple[Host
 def read_host_file(path: str, option: str) -> Hosts:
     """Read the hosts of a file with lines `host`, `host:4` or `host slots=4`; `#` begins a comment.
 
-    Lines may repeat, as PBS writes one for each slot: the slots of a host add up. A short name
-    and a full one are the same host; the first spelling is kept. Errors name `option`.
+    Lines may repeat, as PBS writes one for each slot: the slots of a host add up. Errors name
+    `option`.
     """
     try:
         with open(path, errors="replace") as file:
@@ -51,7 +51,6 @@ def read_host_file(path: str, option: str) -> Hosts:
             "can, or unset it where it is left over from another job"
         ) from None
     slots: dict[str, int] = {}
-    by_short_name: dict[str, list[str]] = {}
     counted = False
     for number, line in enumerate(lines, 1):
         if not line:
@@ -63,21 +62,12 @@ def read_host_file(path: str, option: str) -> Hosts:
                 f"{option}={path}: line {number} is {line!r}; a line of a host file is a host, "
                 "host:4 or host slots=4"
             )
-        alike = by_short_name.setdefault(match["host"].partition(".")[0].lower(), [])
-        host = next((h for h in alike if same_host(h, match["host"])), match["host"])
+        host = match["host"]
         counted = counted or count is not None or host in slots
-        if host not in slots:
-            alike.append(host)
         slots[host] = slots.get(host, 0) + int(count or 1)
     if not slots:
         raise UsageError(f"{option}={path}: this host file names no host; write one on each line")
     return {host: n if counted else None for host, n in slots.items()}
-
-
-def same_host(a: str, b: str) -> bool:
-    """Return whether two names are equal, or one is the other's short form."""
-    a, b = a.lower() + ".", b.lower() + "."
-    return a.startswith(b) or b.startswith(a)
 
 
 def expand_node_list(text: str, variable: str = "SLURM_JOB_NODELIST") -> tuple[str, ...]:

@@ -157,36 +157,21 @@ def time_limit(
     if setting != "auto":
         seconds = None if setting is None else 60.0 * setting - passed
         return TimeLimit(seconds, f"train.time_limit={setting}")
-    if job := environ.get("SLURM_JOB_ID"):
-        if (end := environ.get("SLURM_JOB_END_TIME", "")).isdecimal():  # Slurm 22.05 and later
-            return TimeLimit(int(end) - time.time(), "SLURM_JOB_END_TIME", ends_job=True)
-        source, (answer, problem) = f"squeue -j {job}", ask("squeue", "-h", "-j", job, "-o", "%L")
-        seconds = slurm_seconds(answer.strip())
-        if answer.strip() == "UNLIMITED":
-            return TimeLimit(None, f"none, {source} says UNLIMITED")
+    if (end := environ.get("SLURM_JOB_END_TIME", "")).isdecimal():
+        return TimeLimit(int(end) - time.time(), "SLURM_JOB_END_TIME", ends_job=True)
+    if "SLURM_JOB_ID" in environ:
+        problem = "SLURM_JOB_END_TIME is not set (it is since Slurm 22.05)"
     elif job := environ.get("PBS_JOBID"):
-        source, (answer, problem) = f"qstat -f {job}", ask("qstat", "-f", job)
-        seconds, answer = pbs_seconds(answer, time.time()), "no walltime"
+        answer, problem = ask("qstat", "-f", job)
+        if (seconds := pbs_seconds(answer, time.time())) is not None:
+            return TimeLimit(seconds, f"qstat -f {job}", ends_job=True)
+        problem = f"qstat -f {job} does not tell ({problem or 'no walltime'})"
     else:
         return TimeLimit(None, "none, as this is no job of PBS or Slurm")
-    if seconds is not None:
-        return TimeLimit(seconds, source, ends_job=True)
     return TimeLimit(
         None,
-        f"not known, as {source} does not tell ({problem or answer.strip()}); to save before the "
-        "job is ended, give train.time_limit=MINUTES",
+        f"not known, as {problem}; to save before the job is ended, give train.time_limit=MINUTES",
     )
-
-
-def slurm_seconds(text: str) -> float | None:
-    """Read squeue's [days-][[hours:]minutes:]seconds; None for UNLIMITED and such."""
-    if not re.fullmatch(r"(\d+-)?\d+(:\d+){0,2}", text):
-        return None
-    days, _, clock = text.rpartition("-")
-    seconds = 0
-    for part in clock.split(":"):
-        seconds = 60 * seconds + int(part)
-    return 86_400.0 * int(days or 0) + seconds
 
 
 def pbs_seconds(text: str, now: float) -> float | None:

@@ -100,15 +100,9 @@ TORCHRUN = {
         (OPEN_MPI, "Open MPI", "mpi", 1, 2),
         (OPEN_MPI | ALLOCATION, "Open MPI", "mpi", 1, 2),
         (INTEL, "Intel MPI", "mpi", 1, 2),
-        ({"MPI_LOCALRANKID": "3"}, "Hydra", "mpi", 0, None),
-        ({"MPI_LOCALRANKID": "3", "MPI_LOCALNRANKS": "4"}, "Hydra", "mpi", 0, 4),
         (SRUN_PMI2, "Slurm with PMI", "mpi", 2, 3),
         (SRUN_PMI2 | {"SLURM_MPI_TYPE": "pmi2"}, "Slurm with PMI", "tcp", 2, 3),
         (MPICH_IN_SLURM | {"SLURM_MPI_TYPE": "pmi2"}, "MPICH", "mpi", 3, 4),
-        *(  # of which nobody says where process 0 is
-            (SRUN_PMI2 | {"SLURM_MPI_TYPE": "pmi2"} | more, "Slurm with PMI", "mpi", 2, 3)
-            for more in ({"SLURM_DISTRIBUTION": "arbitrary"}, {"SLURM_HET_SIZE": "2"})
-        ),
         (STEP | {"PMIX_RANK": "2"}, "Slurm with PMI", "mpi", 2, 3),
         (STEP, "Slurm", "tcp", 2, 3),
         (STEP | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}, "Slurm", None, 0, 1),

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from jaxgpt.cluster import stopping
-from jaxgpt.cluster.stopping import margin, pbs_seconds, slurm_seconds, time_limit
+from jaxgpt.cluster.stopping import margin, pbs_seconds, time_limit
 
 HOUR = 3600.0
 
@@ -71,7 +71,7 @@ def test_a_limit_stops_after_a_step():
 
 def test_a_long_checkpoint_stops_a_job_earlier():
     """One that took 3000 s, in a job of one hour: at once."""
-    reason, said = run_steps((HOUR, "squeue", True), save=3000.0)
+    reason, said = run_steps((HOUR, "the scheduler", True), save=3000.0)
     assert reason == "time limit\n" and ", 4500 s before, as a checkpoint takes 3000 s\n" in said
     assert run_steps((HOUR, "mine", False), save=3000.0, number=signal.SIGTERM)[0] == "SIGTERM\n"
 
@@ -100,28 +100,6 @@ def test_ctrl_c_is_answered_while_a_step_compiles_and_the_second_one_leaves():
     )
     job.send_signal(signal.SIGINT)
     assert job.wait(60) == 128 + signal.SIGINT
-
-
-# What schedulers' commands print.
-
-
-@pytest.mark.parametrize(
-    ("text", "seconds"),
-    [
-        # squeue's manual, %L: days-hours:minutes:seconds, of which only what is needed is shown.
-        ("2-03:04:05", 2 * 86_400 + 3 * 3_600 + 4 * 60 + 5),
-        ("23:59:59", 86_399),
-        ("59:59", 3_599),
-        ("0:00", 0),
-        ("1-00:00:00", 86_400),
-        ("UNLIMITED", None),
-        ("NOT_SET", None),
-        ("INVALID", None),
-        ("", None),
-    ],
-)
-def test_squeues_forms(text, seconds):
-    assert slurm_seconds(text) == seconds
 
 
 # The lines of `qstat -f` that matter and those that look alike. PBS Professional and OpenPBS as
@@ -182,13 +160,12 @@ def scheduler(tmp_path, monkeypatch):
     return make
 
 
-SLURM, SLURM_NEW = {"SLURM_JOB_ID": "7"}, {"SLURM_JOB_ID": "7", "SLURM_JOB_END_TIME": "4102444800"}
+SLURM = {"SLURM_JOB_ID": "7", "SLURM_JOB_END_TIME": "4102444800"}
+PBS_JOB = {"PBS_JOBID": "1234.pbs01"}
 
 
-def test_slurm_is_asked_only_where_it_has_not_said(scheduler):
-    scheduler("squeue", '[ "$*" = "-h -j 7 -o %L" ] && echo "  1:00:00"')
-    assert time_limit("auto", 5.0, SLURM) == (3_600, "squeue -j 7", True)
-    limit = time_limit("auto", 5.0, SLURM_NEW)  # 2100-01-01
+def test_slurm_says_when_a_job_ends():
+    limit = time_limit("auto", 5.0, SLURM)  # 2100-01-01
     assert limit.seconds == pytest.approx(4_102_444_800 - time.time(), abs=60)
     assert limit.line == "SLURM_JOB_END_TIME" and limit.ends_job
 
@@ -197,7 +174,7 @@ def test_pbs_is_asked_for_this_job(scheduler):
     started = time.ctime(time.time() - 600)
     text = PBS.replace("Thu Nov 26 10:00:00 2026", started)
     scheduler("qstat", f"[ \"$*\" = '-f 1234.pbs01' ] && cat <<'END'\n{text}\nEND")
-    limit = time_limit("auto", 5.0, {"PBS_JOBID": "1234.pbs01"})
+    limit = time_limit("auto", 5.0, PBS_JOB)
     assert limit.seconds == pytest.approx(3_000, abs=60)
     assert limit.line == "qstat -f 1234.pbs01" and limit.ends_job
 
@@ -205,26 +182,31 @@ def test_pbs_is_asked_for_this_job(scheduler):
 @pytest.mark.parametrize(
     ("body", "words"),
     [
-        ("echo UNLIMITED", "none, squeue -j 7 says UNLIMITED"),
-        ("echo NOT_SET", "not known, as squeue -j 7 does not tell (NOT_SET); "),
+        ("echo Job_Name = gpt2", "does not tell (no walltime); "),
         ("echo Socket timed out >&2; exit 1", "does not tell (Socket timed out); "),
         ("exec sleep 20", "does not tell (no answer within 1 s); "),
-        (None, "does not tell (squeue: No such file or directory); "),
+        (None, "does not tell (qstat: No such file or directory); "),
     ],
 )
 def test_a_limit_that_is_not_known_is_said_to_be(scheduler, body, words, monkeypatch):
     monkeypatch.setattr(stopping, "COMMAND", 1.0)
     if body is not None:
-        scheduler("squeue", body)
+        scheduler("qstat", body)
     else:
         monkeypatch.setenv("PATH", "/nowhere")
-    seconds, line, ends_job = time_limit("auto", 0.0, SLURM)
-    assert (seconds, ends_job) == (None, False)
-    assert words in line
-    assert line.endswith("give train.time_limit=MINUTES") == ("not known" in line)
+    assert_not_known(time_limit("auto", 0.0, PBS_JOB), f"qstat -f 1234.pbs01 {words}")
+    assert_not_known(
+        time_limit("auto", 0.0, {"SLURM_JOB_ID": "7"}), "SLURM_JOB_END_TIME is not set"
+    )
+
+
+def assert_not_known(limit, words):
+    assert (limit.seconds, limit.ends_job) == (None, False)
+    assert limit.line.startswith(f"not known, as {words}")
+    assert limit.line.endswith("give train.time_limit=MINUTES")
 
 
 def test_a_users_own_limit_comes_before_the_schedulers():
-    assert time_limit(1.5, 30.0, SLURM_NEW) == (60, "train.time_limit=1.5", False)
-    assert time_limit(None, 30.0, SLURM_NEW).seconds is None
+    assert time_limit(1.5, 30.0, SLURM) == (60, "train.time_limit=1.5", False)
+    assert time_limit(None, 30.0, SLURM).seconds is None
     assert time_limit("auto", 30.0, {}).seconds is None
