@@ -2,9 +2,7 @@
 
 import os
 import re
-import shlex
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -207,7 +205,6 @@ def test_hosts_of_ones_own_come_before_the_schedulers(job, tmp_path):
         ("", {"PATH": "/nowhere"}, r"PATH=/nowhere: has no mpiexec.*pip install 'jaxgpt\[mpi\]'"),
         ("", {"PMI_RANK": "0", "PMI_SIZE": "2"}, "PMI_RANK=0: .*itself started by a launcher"),
         ("", {"SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_NTASKS": "1"}, "SLURM_PROCID=0: "),
-        ("--export", {}, "--export: starts nothing"),
         ("--nonsense", {}, "unrecognized arguments: --nonsense"),
     ],
 )  # fmt: skip
@@ -330,7 +327,8 @@ def test_a_job_that_is_stopped_between_tries_returns_75_only_with_a_checkpoint(s
 def test_a_supervisor_asks_for_mpiexecs_version_once(job, tmp_path):
     layout = launchers.place_processes(1, None, None, {})
     program(tmp_path / "bin" / "mpiexec", f"echo '{VERSIONS['MPICH']}'")
-    supervisor = Supervisor(layout, ["false"], restarts=1, give_up_after=1)
+    launcher = launchers.find_launcher(layout, {})
+    supervisor = Supervisor(layout, launcher, ["false"], restarts=1, give_up_after=1)
     program(tmp_path / "bin" / "mpiexec", "exit 7")  # as after 180 s on a busy file system
     assert supervisor.run() == 7
 
@@ -339,28 +337,6 @@ def test_the_job_start_of_a_script_is_kept():
     script = "import os; print(os.environ['JAXGPT_JOB_START'])"
     job = run("launch", "-n", "1", "--", "python", "-c", script, JAXGPT_JOB_START="12.5")
     assert job.stdout.splitlines()[-1] == "12.5"
-
-
-def test_a_shell_can_eval_what_is_exported(tmp_path):
-    """With a file name that a shell would take apart.
-
-    MPICH's mpiexec dies of SIGPIPE if programs end before it has closed their input: so it waits.
-    """
-    hosts = tmp_path / "the 'hosts'; $HOME"
-    hosts.write_text(f"{socket.gethostname()}\n")
-    launch = f"{shlex.quote(sys.executable)} -m jaxgpt.launch --ppn 2 --export"
-    script = f"""
-        set -eu
-        eval "$({launch} --hosts {shlex.quote(str(hosts))})"
-        printf '%s\\n' "$NHOSTS" "$NGPU_PER_HOST" "$NGPUS" "$HOSTFILE"
-        env | grep -c '^DIST_LAUNCH='
-        $DIST_LAUNCH sh -c 'echo rank; sleep 0.5'
-    """
-    shell = subprocess.run(
-        ["bash", "-c", script], capture_output=True, text=True, env=environment(), timeout=60
-    )
-    assert shell.returncode == 0, shell.stderr
-    assert shell.stdout.splitlines() == ["1", "2", "2", str(hosts), "1", "rank", "rank"]
 
 
 def test_launching_waits_for_no_jax():

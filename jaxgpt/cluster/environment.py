@@ -138,7 +138,7 @@ def _over_tcp(
     address: str,
     address_key: str = COORDINATOR,
 ) -> Launch:
-    rank, size = _number(environ, rank_key), _number(environ, size_key)
+    rank, size = number(environ, rank_key), number(environ, size_key)
     if rank is None or size is None or rank >= size:
         raise UsageError(
             f"{rank_key}={environ.get(rank_key, '')}, {size_key}={environ.get(size_key, '')}: must "
@@ -155,8 +155,8 @@ def _mpi(environ: Mapping[str, str], variable: str, size: str | None, launcher: 
         launcher, size = SLURM_WITH_PMI, "SLURM_STEP_NUM_TASKS"
     elif any(name.startswith("I_MPI_HYDRA") for name in environ):
         launcher = "Intel MPI"
-    rank = _number(environ, variable) or 0
-    return Launch(launcher, f"{variable}={rank}", "mpi", rank, _number(environ, size))
+    rank = number(environ, variable) or 0
+    return Launch(launcher, f"{variable}={rank}", "mpi", rank, number(environ, size))
 
 
 def check_address(key: str, address: str) -> None:
@@ -169,8 +169,8 @@ def check_address(key: str, address: str) -> None:
         )
 
 
-def _number(environ: Mapping[str, str], key: str | None) -> int | None:
+def number(environ: Mapping[str, str], key: str | None) -> int | None:
     value = environ.get(key) if key else None
     if value is not None and not value.isdecimal():
-        raise UsageError(f"{key}={value}: must be a whole number, as a launcher sets it")
+        raise UsageError(f"{key}={value}: must be a whole number, as launchers set it")
     return value and int(value)

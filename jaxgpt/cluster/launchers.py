@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from jaxgpt.cluster.environment import number
 from jaxgpt.cluster.hardware import VISIBLE_VARIABLES, count_accelerators, own_cpus
 from jaxgpt.cluster.hosts import HOST_FILES, job_hosts
 from jaxgpt.cluster.machines import Machine, find_machine
@@ -129,27 +130,21 @@ def _default_per_host(machine: Machine | None, environ: Mapping[str, str]) -> tu
     """Return a number of processes on a host, and the reason."""
     tasks = environ.get("SLURM_TASKS_PER_NODE", "") if "SLURM_NTASKS" in environ else ""
     visible = next((v for v in VISIBLE_VARIABLES if v in environ), None)
-    if asked := environ.get("SLURM_NTASKS_PER_NODE"):
-        return _number("SLURM_NTASKS_PER_NODE", asked), f"SLURM_NTASKS_PER_NODE={asked}"
+    if asked := number(environ, "SLURM_NTASKS_PER_NODE"):
+        return asked, f"SLURM_NTASKS_PER_NODE={asked}"
     if _wants_accelerators(environ):
         if visible:
             devices = [d for d in environ[visible].split(",") if d not in ("", "-1")]
             return max(1, len(devices)), f"{visible}={environ[visible]}"
         if machine:
             return machine.devices_per_host, f"one for each device of a {machine.name} host"
-        if (given := environ.get("SLURM_GPUS_ON_NODE", "0")) != "0":
-            return _number("SLURM_GPUS_ON_NODE", given), f"SLURM_GPUS_ON_NODE={given}"
+        if given := number(environ, "SLURM_GPUS_ON_NODE"):
+            return given, f"SLURM_GPUS_ON_NODE={given}"
         if found := count_accelerators():
             return found, f"one for each of {found} accelerators seen here"
     if n_tasks := _least(tasks):  # of --ntasks
         return n_tasks, f"SLURM_TASKS_PER_NODE={tasks}"
     return 1, NO_ACCELERATORS if _wants_accelerators(environ) else CPUS_ONLY
-
-
-def _number(variable: str, given: str) -> int:
-    if not given.isdecimal() or int(given) < 1:
-        raise UsageError(f"{variable}={given}: must be a whole number, at least 1")
-    return int(given)
 
 
 def find_launcher(layout: ProcessLayout, environ: Mapping[str, str]) -> Launcher:
@@ -257,10 +252,9 @@ def _srun(layout: ProcessLayout, environ: Mapping[str, str]) -> list[str]:
 def _slurm_cpus(per_host: int, environ: Mapping[str, str]) -> int:
     """Return the CPUs of one process, at most an equal share of the allocation; 0 if unknown."""
     share = _least(environ.get("SLURM_JOB_CPUS_PER_NODE", "")) // per_host
-    asked = environ.get("SLURM_CPUS_PER_TASK")  # since Slurm 22.05 srun does not take it over
+    asked = number(environ, "SLURM_CPUS_PER_TASK")  # since Slurm 22.05 srun does not take it over
     if asked and environ.get("SLURM_NTASKS_PER_NODE") in (None, str(per_host)):
-        cpus = _number("SLURM_CPUS_PER_TASK", asked)
-        return min(cpus, share or cpus)
+        return min(asked, share or asked)
     return share
 
 

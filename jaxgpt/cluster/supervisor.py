@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 
 from jaxgpt.cluster.environment import JOB, SUPERVISOR
 from jaxgpt.cluster.hosts import reachable_name
-from jaxgpt.cluster.launchers import Launcher, ProcessLayout, find_launcher, place_on
+from jaxgpt.cluster.launchers import Launcher, ProcessLayout, place_on
 from jaxgpt.cluster.monitor import keep_alive
 from jaxgpt.cluster.shutdown import BAD_USAGE, DONE, STOPPED
 from jaxgpt.cluster.timeouts import COMMAND, RETRY, SLOW_DISK
@@ -30,6 +30,7 @@ class Supervisor:
     def __init__(
         self,
         layout: ProcessLayout,
+        launcher: Launcher,
         command: Sequence[str],
         restarts: int,
         give_up_after: int = 3,
@@ -38,13 +39,13 @@ class Supervisor:
 
         Args:
             layout: where processes go in the first try.
+            launcher: builds the command line that starts them.
             command: what each process runs.
             restarts: tries after the first one, at most.
             give_up_after: tries in a row without a new checkpoint, after which no other follows; 0
                 is never.
         """
-        self._layout, self._command = layout, list(command)
-        self._launcher = find_launcher(layout, os.environ)  # once: it runs mpiexec --version
+        self._layout, self._launcher, self._command = layout, launcher, list(command)
         self._restarts, self._give_up_after = restarts, give_up_after
         self._good = [*layout.hosts, *layout.spares]
         self._process: asyncio.subprocess.Process | None = None
