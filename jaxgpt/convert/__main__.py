@@ -11,7 +11,6 @@ import sys
 from jaxgpt.cluster.shutdown import job_exit_handler
 from jaxgpt.config import CommandParser, UsageError, file_path, whole_number
 
-SIZES = {"GB": 10**9, "MB": 10**6, "KB": 10**3}
 # KIND -> (module of this room, what --help says)
 KINDS = {
     "from-hf": ("huggingface", "a folder of transformers: GPT-2, Llama, Mistral, Qwen2, Qwen3"),
@@ -37,10 +36,6 @@ def parser() -> CommandParser:
             step = whole_number(least=0)
             kind.add_argument("--step", type=step, help="checkpoint to take; default the newest")
             kind.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
-            kind.add_argument(
-                "--max-shard-size", dest="max_bytes", type=n_bytes, default="500MB",
-                help="of a file, which is in memory until it is written; default 500MB",
-            )  # fmt: skip
         else:
             kind.add_argument("path", type=file_path, help="what to read")
         if name == "from-hf":
@@ -56,14 +51,6 @@ def parser() -> CommandParser:
             )  # fmt: skip
         kind.add_argument("--out", type=file_path, required=True, metavar="DIR", help="to make")
     return out
-
-
-def n_bytes(given: str) -> int:
-    """Return the bytes of a size such as 5GB or 500MB."""
-    number, unit = given[:-2], given[-2:].upper()
-    if not number.isdecimal() or int(number) == 0 or unit not in SIZES:
-        raise argparse.ArgumentTypeError(f"{given}: must be a size such as 5GB or 500MB")
-    return int(number) * SIZES[unit]
 
 
 def main(argv: list[str] | None = None) -> None:

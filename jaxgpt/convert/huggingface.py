@@ -15,7 +15,7 @@ from jaxgpt.checkpoint.weights_only import WeightsReader, WeightsWriter
 from jaxgpt.config import Config, ModelConfig, UsageError, config_from_dict
 from jaxgpt.convert.families import COMPANIONS, CONFIG, read_model, table_of, write_config
 from jaxgpt.convert.layout import Slot, export_tensors, import_tensors, match_tensors, slots
-from jaxgpt.convert.safetensors import open_folder, write_folder
+from jaxgpt.convert.safetensors import SHARD_BYTES, open_folder, write_folder
 from jaxgpt.convert.tensors import Tensor, new_folder
 from jaxgpt.data.tokenizers import FILE as TOKENIZER
 from jaxgpt.data.tokenizers import HFTokenizer, Tokenizer, load_tokenizer, tokenizer_from_meta
@@ -101,7 +101,9 @@ def read_tokenizer(path: Path | None, vocab_size: int) -> Tokenizer | None:
     return tokenizer
 
 
-def to_hf(run: Path, step: int | None, out: Path, dtype: str, max_bytes: int) -> list[str]:
+def to_hf(
+    run: Path, step: int | None, out: Path, dtype: str, max_bytes: int = SHARD_BYTES
+) -> list[str]:
     """Write the weights of a run as a folder that transformers reads; return lines about it."""
     step = choose_checkpoint(run, step)
     meta = read_meta(run, step)

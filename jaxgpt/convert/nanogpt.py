@@ -12,7 +12,7 @@ from jaxgpt.convert.families import checked_model
 from jaxgpt.convert.huggingface import read_tokenizer, write_weights
 from jaxgpt.convert.layout import export_tensors, match_tensors, slots
 from jaxgpt.convert.names import NANOGPT
-from jaxgpt.convert.safetensors import write_folder
+from jaxgpt.convert.safetensors import SHARD_BYTES, write_folder
 from jaxgpt.convert.tensors import new_folder
 
 MODEL_KEYS = ("n_layer", "n_head", "n_embd", "block_size", "bias", "vocab_size")
@@ -59,7 +59,9 @@ def tensors_of(path: Path, state: Any) -> dict[str, torch_file.TorchTensor]:
     return {name: torch_file.TorchTensor(path, name, tensor) for name, tensor in names.items()}
 
 
-def to_nanogpt(run: Path, step: int | None, out: Path, dtype: str, max_bytes: int) -> list[str]:
+def to_nanogpt(
+    run: Path, step: int | None, out: Path, dtype: str, max_bytes: int = SHARD_BYTES
+) -> list[str]:
     """Write the weights of a run as safetensors by nanoGPT's names, and its model_args in JSON."""
     step = choose_checkpoint(run, step)
     model = config_from_dict(read_meta(run, step)["config"], str(run)).model

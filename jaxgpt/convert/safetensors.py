@@ -16,6 +16,7 @@ from jaxgpt.config import UsageError, in_words
 from jaxgpt.convert.tensors import FLOATS
 
 FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
+SHARD_BYTES = 500_000_000  # most of one file, which is in memory until it is written
 DTYPES = ("F32", "F16", "BF16")  # the file format's names of `FLOATS`
 
 

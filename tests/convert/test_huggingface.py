@@ -149,10 +149,7 @@ def test_a_llamas_tensors_go_where_its_layers_look_for_them(tmp_path):
 def test_half_precision_is_read_and_bfloat16_written(dtype, tmp_path):
     given = write(tmp_path / "a", given=random_tensors(LLAMA, dtype))
     main(["from-hf", str(tmp_path / "a"), "--out", str(tmp_path / "ours")])
-    main([
-        "to-hf", "--run", str(tmp_path / "ours"), "--out", str(tmp_path / "b"), "--dtype",
-        "bfloat16", "--max-shard-size", "5KB",
-    ])  # fmt: skip
+    huggingface.to_hf(tmp_path / "ours", None, tmp_path / "b", "bfloat16", 5000)
     assert len(list((tmp_path / "b").glob("model-*-of-*.safetensors"))) > 2
     found = huggingface.open_folder(tmp_path / "b")
     for name, array in given.items():
@@ -290,7 +287,6 @@ def test_what_is_there_is_not_written_over(tmp_path, capsys):
         (["from-hf", "/nowhere", "--out", "{tmp}/x"], "/nowhere: is not a folder"),
         (["to-hf", "--run", "/nowhere", "--out", "x"], "--run /nowhere: has no checkpoints"),
         (["to-hf", "--run", "{tmp}/ours", "--step", 3, "--out", "x"], "--step 3: "),
-        (["to-hf", "--run", "a", "--max-shard-size", "5", "--out", "x"], "5: must be a size"),
         (["to-hf", "--run", "a", "--dtype", "int8", "--out", "x"], "invalid choice: 'int8'"),
         (["to-nanogpt", "--run", "{tmp}/ours", "--out", "x"], "nanoGPT has no model.n_kv_head=2"),
         (["from-hf", "{tmp}/a"], "are required: --out"),

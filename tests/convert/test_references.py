@@ -4,6 +4,7 @@ They need torch and transformers. JAXGPT_NANOGPT names a clone of nanoGPT.
 """
 
 import os
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -14,6 +15,7 @@ from jaxgpt.checkpoint.metadata import read_meta
 from jaxgpt.cluster.process_group import ProcessGroup
 from jaxgpt.config import MeshShape, config_from_dict
 from jaxgpt.convert.__main__ import main
+from jaxgpt.convert.huggingface import to_hf
 from jaxgpt.models.attention import make_attention
 from jaxgpt.models.transformer import gpt_graph
 from jaxgpt.parallel.mesh import make_mesh
@@ -150,6 +152,6 @@ def test_a_model_without_biases_is_a_gpt2_with_zeros(nanogpt, reference, tmp_pat
     folder, expected = nanogpt
     ours, back = str(tmp_path / "ours"), tmp_path / "plain"
     main(["from-nanogpt", str(folder / "nanogpt_plain" / "ckpt.pt"), "--out", ours])
-    main(["to-hf", "--run", ours, "--out", str(back), "--max-shard-size", "100KB"])
+    to_hf(Path(ours), None, back, "float32", 100_000)
     assert len(list(back.glob("model-*.safetensors"))) > 1
     assert_same_logits(reference.run_transformers(back)[0], expected["nanogpt_plain"][0])
