@@ -2,7 +2,6 @@
 
 import contextlib
 import itertools
-import shutil
 import tempfile
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
@@ -66,14 +65,8 @@ def run_folder(where: str, cluster: ProcessGroup) -> Iterator[Path]:
         def convert() -> str | None:
             if cluster.local_rank > 0:
                 return None
-            try:
-                folder = tempfile.mkdtemp(prefix="jaxgpt-weights-")
-            except OSError as error:
-                raise UsageError(
-                    f"{where}: no folder for temporary files can be written ({error.strerror}); "
-                    "set TMPDIR to one that can"
-                ) from None
-            at_end.callback(shutil.rmtree, folder, ignore_errors=True)
+            made = tempfile.TemporaryDirectory(prefix="jaxgpt-weights-", ignore_cleanup_errors=True)
+            folder = at_end.enter_context(made)
             convert_apart(source, Path(folder, "weights"), where)
             return folder
 
