@@ -27,7 +27,7 @@ def parser() -> CommandParser:
     )
     count = whole_number()
     out.add_argument(
-        "-n", "-np", "--np", "--ntasks", dest="n", type=count, metavar="N",
+        "-n", "-np", "--np", "--nproc", "--ntasks", dest="n", type=count, metavar="N",
         help="processes; default: P on each host",
     )  # fmt: skip
     ppn = "processes on a host; default: N shared out evenly, else one for each device, else one"

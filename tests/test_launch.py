@@ -187,7 +187,7 @@ def test_hosts_of_ones_own_come_before_the_schedulers(job, tmp_path):
 @pytest.mark.parametrize(
     ("options", "environ", "words"),
     [
-        ("-n 0", {}, "-n/-np/--np/--ntasks: 0: must be a whole number"),
+        ("-n 0", {}, "-n/-np/--np/--nproc/--ntasks: 0: must be a whole number"),
         ("--ppn many", {}, "--ntasks-per-node: many: must be a whole number"),
         ("-n 3", {"hosts": "a b"}, "-n=3: does not share out evenly over the 2 hosts"),
         ("-n 5 --ppn 2", {"hosts": "a b"}, "-n=5: must be a multiple of --ppn=2 .* at most 4"),
@@ -304,11 +304,22 @@ def test_it_gives_up_after_so_many_tries_without_a_checkpoint(
 FAILS = """
 import json, os, socket, sys
 host, port = os.environ["JAXGPT_SUPERVISOR"].split(":")
-message = {"job": os.environ["JAXGPT_JOB"], "run": ".", "step": 9, "ending": False}
+message = {"job": os.environ["JAXGPT_JOB"], "run": ".", "step": 9, "ending": False, "resumed": 0}
 with socket.create_connection((host, int(port))) as link:
     link.sendall(json.dumps(message | {"saved": int(sys.argv[1])}).encode() + b"\\n")
 sys.exit(1)
 """
+
+
+def test_a_continued_run_gives_up_after_tries_without_a_newer_checkpoint():
+    script = FAILS.replace('"resumed": 0', '"resumed": 8')
+    words = ["--restarts", "5", "--give-up-after", "1", "--", "python", "-c", script, "8"]
+    job = subprocess.run(
+        [sys.executable, "-m", "jaxgpt.launch", *words],
+        capture_output=True, text=True, env=environment(), timeout=60,
+    )  # fmt: skip
+    assert job.returncode == 1
+    assert job.stderr.count(" ended with status 1") == 1 and "--give-up-after 1" in job.stderr
 
 
 @pytest.mark.parametrize(("saved", "status"), [(0, 128 + signal.SIGTERM), (8, 75)])

@@ -170,7 +170,7 @@ def check_address(key: str, address: str) -> None:
 
 
 def number(environ: Mapping[str, str], key: str | None) -> int | None:
-    value = environ.get(key) if key else None
+    value = (environ.get(key) if key else None) or None  # an empty one is not set
     if value is not None and not value.isdecimal():
         raise UsageError(f"{key}={value}: must be a whole number, as launchers set it")
-    return value and int(value)
+    return None if value is None else int(value)

@@ -1,6 +1,7 @@
 """End of a job: all processes together, with an exit status that a job script can act on."""
 
 import contextlib
+import faulthandler
 import io
 import os
 import platform
@@ -13,7 +14,7 @@ from collections.abc import Iterator
 from typing import NoReturn
 
 from jaxgpt.cluster.environment import SingleRankUsageError, find_launch, rank_from_env
-from jaxgpt.cluster.timeouts import SETTLE
+from jaxgpt.cluster.timeouts import ANSWER, SETTLE
 from jaxgpt.config import UsageError
 
 DONE = 0
@@ -36,7 +37,8 @@ def end_process(status: int) -> NoReturn:
 
 def report_and_end(report: str, status: int) -> NoReturn:
     """Print the last words of a job, and end it."""
-    print(report, file=sys.stderr, end="", flush=True)
+    if report:
+        print(report, file=sys.stderr, end="", flush=True)
     abort_mpi(status)
     end_process(status)
 
@@ -48,6 +50,7 @@ def abort_mpi(status: int) -> None:
     if with_mpi and mpi.COMM_WORLD.size > 1:  # not alone in a world that was of no use
         time.sleep(SETTLE)  # for the launcher to pass on what was printed
         _redirect_to_null(STDOUT, STDERR)  # MPI would add a line of its own
+        faulthandler.dump_traceback_later(ANSWER, exit=True, file=STDERR)  # if Abort hangs
         mpi.COMM_WORLD.Abort(status)
 
 

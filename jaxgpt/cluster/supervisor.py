@@ -52,7 +52,7 @@ class Supervisor:
         self._signal: int | None = None
         # What process 0 of a try says.
         self._job = ""
-        self._progress: dict | None = None  # run directory, step, step of its newest checkpoint
+        self._progress: dict | None = None  # what `SupervisorLink` says
         self._is_ending = False  # the run is complete, or saved: only its processes end
         self._gone: float | None = None  # when it was seen to end
 
@@ -73,15 +73,16 @@ class Supervisor:
             began = time.monotonic()
             status = await self._try()
             seconds = time.monotonic() - began
-            progress, before = self._progress, saved
+            progress, is_newer = self._progress, False
             if progress is not None:
+                is_newer = progress["saved"] > (saved if has_trained else progress["resumed"])
                 has_trained, saved = True, progress["saved"]
             # Input that was good enough to train with is not what is bad: a disk or a device is.
             if status in FINAL and not (status == BAD_USAGE and has_trained):
                 return status
             if self._signal is not None:
                 return STOPPED if saved else status
-            futile = 0 if saved > before else futile + 1
+            futile = 0 if is_newer else futile + 1
             where = f" at step {progress['step']}" if progress else ", before a step"
             _say(f"try {attempt} ended with status {status} after {seconds:.0f} s{where}")
             if attempt > self._restarts:

@@ -153,7 +153,7 @@ class JaxGPT(TemplateLM):
         return out
 
     def _generate(self, context: str, options: dict[str, Any]) -> str:
-        options = normalize_gen_kwargs(options)
+        options = normalize_gen_kwargs({k: v for k, v in options.items() if v is not None})
         for name, value in options.items():
             if name not in SUPPORTED and value not in NEUTRAL.get(name, ()):
                 raise UsageError(

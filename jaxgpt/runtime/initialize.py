@@ -23,7 +23,7 @@ from jaxgpt.runtime.devices import cpu_devices_per_process, local_device_ids
 from jaxgpt.runtime.jax_internals import set_gloo_hostname
 from jaxgpt.runtime.xla_flags import CPU_COLLECTIVES, add_xla_flags
 
-JOBS = (("PBS", "PBS_JOBID"), ("Slurm", "SLURM_JOB_ID"), ("Cobalt", "COBALT_JOBID"))
+JOBS = (("PBS", "PBS_JOBID"), ("Slurm", "SLURM_JOB_ID"))
 # Settings of JAX that decide about results, which are to be those of the configuration.
 PINNED = {
     "jax_enable_x64": False,

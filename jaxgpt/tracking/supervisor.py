@@ -19,7 +19,7 @@ class SupervisorLink:
     def open(self, run: Any, resume_step: int | None) -> None:
         step = resume_step or 0
         run = str(run.directory.absolute())
-        self._facts = {"job": os.environ[JOB], "run": run, "saved": step}
+        self._facts = {"job": os.environ[JOB], "run": run, "resumed": step, "saved": step}
         self._tell(step)
 
     def log(self, record: Record) -> None:

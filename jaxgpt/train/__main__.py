@@ -42,7 +42,8 @@ def main(argv: list[str] | None = None) -> None:
             cluster.raise_if_any(error)
             clock.enter("prepare")
             monitor = cluster.monitor
-            monitor.heartbeat("the look at the data and the run directory", SLOW_PHASE)
+            # It may convert weights of hundreds of gigabytes.
+            monitor.heartbeat("the preparation of the run directory", 8 * SLOW_PHASE)
             run = prepare_run(config, cluster)
             monitor.write_stacks_to(run.directory)
             limit = None

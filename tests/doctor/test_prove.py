@@ -5,6 +5,7 @@ import math
 import signal
 import subprocess
 import time
+from pathlib import Path
 
 import pytest
 
@@ -49,7 +50,10 @@ def test_a_second_call_runs_only_what_is_not_done(tmp_path):
 
 def test_a_check_ends_its_command_when_its_time_is_over(tmp_path):
     script = tmp_path / "sleep.py"
-    script.write_text("import time; time.sleep(600)")
+    # With a process of its own, as the comparison with nanoGPT has.
+    child = f"import os, time; open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid()))"
+    child += "; time.sleep(600)"
+    script.write_text(f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])")
     began = time.monotonic()
     for use in (
         lambda commands: commands.run(str(script)),
@@ -58,6 +62,8 @@ def test_a_check_ends_its_command_when_its_time_is_over(tmp_path):
         found = run_check(use, Commands(tmp_path / "check", 1.0, None, "python"))
         assert (found["status"], found["reason"]) == ("cut off", "its time was over")
     assert time.monotonic() - began < 60
+    command_line = Path("/proc", (tmp_path / "pid").read_text(), "cmdline")
+    assert not command_line.exists() or not command_line.read_bytes()  # of a zombie
 
 
 def test_a_failed_command_is_quoted(tmp_path):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from blends import write_corpora
-from jaxgpt import inspect, replay, report
+from jaxgpt import inspect, replay
 from jaxgpt.cluster.process_group import ProcessGroup
 from jaxgpt.config import load_config
 from jaxgpt.data.dataset import open_dataset
@@ -92,10 +92,6 @@ def test_up_and_down_twice_over_an_epoch_on_other_meshes(data, tmp_path, capsys,
     assert "data: step 8 begins at sequence 56; train.batch_size=12 (was 8)" in log
     assert "data: step 18 begins at sequence 164; train.batch_size=8\n" in log
     assert "order of the data" not in log
-    # The time of a step is not a median over batch sizes.
-    capsys.readouterr()
-    report.main(["goodput", str(tmp_path)])
-    assert "records after step 14)" in capsys.readouterr().out
 
 
 def test_every_corpus_of_a_blend_is_read_once_and_counted(tmp_path, capsys):

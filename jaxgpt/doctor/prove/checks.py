@@ -57,14 +57,15 @@ MEMORY_ON_CPU = {"tiny": ("--config", "tiny", "model.n_embd=256", "train.batch_s
 
 def machine(commands: Commands) -> Iterator[Row]:
     """Report what the doctor finds, and NVIDIA's driver and clocks."""
-    printed = commands.run("jaxgpt.doctor", "--out", str(commands.folder / "runs"))
-    for line in printed.splitlines():
-        if line.startswith(("OK ", "WARN ")):
-            name, _, finding = line[5:].partition(": ")
-            yield Row(name, finding, note=line[:4].strip())
     if shutil.which("nvidia-smi"):
         query = ["nvidia-smi", f"--query-gpu={NVIDIA}", "--format=csv,noheader"]
         yield Row(NVIDIA, subprocess.run(query, capture_output=True, text=True).stdout)
+    printed = commands.report("jaxgpt.doctor", "--out", str(commands.folder / "runs"))
+    for line in printed.splitlines():
+        if line.startswith(("OK ", "WARN ", "FAIL ")):
+            name, _, finding = line[5:].partition(": ")
+            status = line[:4].strip()
+            yield Row(name, finding, note=status, met=False if status == "FAIL" else None)
 
 
 def gpt2(commands: Commands) -> Iterator[Row]:
@@ -148,7 +149,9 @@ def memory(commands: Commands) -> Iterator[Row]:
         words = ("--mesh", "1,1,1", *words)
         found = commands.json("jaxgpt.bench", "step", "--steps", "1", "--synthetic", *words)
         device = find_device(found["device_kind"])
-        planned = commands.json("jaxgpt.plan", "--device", device.name, *words)["memory"]["total"]
+        name_of_device = device.name if device else "cpu"
+        plan = commands.json("jaxgpt.plan", "--device", name_of_device, *words)
+        planned = plan["memory"]["total"]
         used = found["peak_bytes"]
         note = f"planned {planned / 2**20:,.0f} MiB, in use {used / 2**20:,.0f} MiB"
         goal = 0.10 if commands.on_gpu else None  # a CPU's peak has the whole process in it

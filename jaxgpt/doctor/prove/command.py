@@ -90,12 +90,15 @@ def read_results(out: Path) -> Results:
     path = out / "prove.json"
     try:
         out.mkdir(parents=True, exist_ok=True)
-        return json.loads(path.read_text())["checks"] if path.exists() else {}
+        results = json.loads(path.read_text())["checks"] if path.exists() else {}
+        for result in results.values():
+            [Row(**row) for row in result["rows"]]
+        return results
     except OSError as error:
         raise UsageError(
             f"--out={out}: cannot be written ({error.strerror or error}); give a folder that can"
         ) from None
-    except (ValueError, KeyError):
+    except (ValueError, KeyError, TypeError, AttributeError):
         raise UsageError(f"{path}: is no result of prove; give another --out") from None
 
 

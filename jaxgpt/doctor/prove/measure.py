@@ -1,12 +1,13 @@
 """What a check of `prove` works with: commands that it runs, and rows of the table."""
 
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -78,18 +79,28 @@ class Commands:
             CommandFailed: if its exit status is not 0.
             subprocess.TimeoutExpired: if it does not end within the check's time.
         """
+        stdout, stderr, status = self._run(module, words, variables)
+        if status != 0:
+            last_line = (stdout + stderr).strip().rpartition("\n")[2]
+            raise CommandFailed(f"{module} ended with status {status}: {last_line}")
+        return stdout
+
+    def _run(
+        self, module: str, words: Sequence[str], variables: Mapping[str, str]
+    ) -> tuple[str, str, int]:
         command = command_line(module, words)
-        ended = subprocess.run(
-            command, capture_output=True, text=True, errors="replace", stdin=subprocess.DEVNULL,
-            env={**os.environ, **variables}, timeout=self._deadline - time.monotonic(),
-        )  # fmt: skip
-        printed = ended.stdout + ended.stderr
+        with self._started(command, subprocess.PIPE, subprocess.PIPE, variables) as process:
+            stdout, stderr = process.communicate(timeout=self._deadline - time.monotonic())
         with (self.folder / "log").open("a") as log:
-            log.write(f"$ {' '.join(command)}\n{printed}")
-        if ended.returncode != 0:
-            last_line = printed.strip().rpartition("\n")[2]
-            raise CommandFailed(f"{module} ended with status {ended.returncode}: {last_line}")
-        return ended.stdout
+            log.write(f"$ {' '.join(command)}\n{stdout}{stderr}")
+        return stdout, stderr, process.returncode
+
+    def report(self, module: str, *words: str) -> str:
+        """Return what a command printed that ends with status 1 if it finds a problem."""
+        stdout, stderr, status = self._run(module, words, {})
+        if status not in (0, 1):
+            raise CommandFailed(f"{module} ended with status {status}: {stderr.strip()}")
+        return stdout
 
     def json(self, module: str, *words: str) -> dict[str, Any]:
         """Run a command with --json, and return the object that it prints."""
@@ -101,17 +112,33 @@ class Commands:
         command = command_line(module, words)
         with (
             (self.folder / "log").open("a") as log,
-            subprocess.Popen(command, stdout=log, stderr=log) as process,
+            self._started(command, log, log, {}) as process,
         ):
-            try:
-                while process.poll() is None and not reached():
-                    if time.monotonic() > self._deadline:
-                        raise subprocess.TimeoutExpired(command, 0)
-                    time.sleep(0.02)
-            finally:
-                process.kill()
+            while process.poll() is None and not reached():
+                if time.monotonic() > self._deadline:
+                    raise subprocess.TimeoutExpired(command, 0)
+                time.sleep(0.02)
         if process.returncode != -signal.SIGKILL:
             raise CommandFailed(f"{module} ended with {process.returncode} before it was killed")
+
+    @contextlib.contextmanager
+    def _started(
+        self,
+        command: Sequence[str],
+        stdout: Any,
+        stderr: Any,
+        variables: Mapping[str, str],
+    ) -> Iterator[subprocess.Popen[str]]:
+        """Start a command, and kill it at the end with all processes that it has started."""
+        with subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr, text=True,
+            errors="replace", env={**os.environ, **variables}, start_new_session=True,
+        ) as process:  # fmt: skip
+            try:
+                yield process
+            finally:
+                with contextlib.suppress(ProcessLookupError):  # all have ended
+                    os.killpg(process.pid, signal.SIGKILL)
 
 
 def command_line(module: str, words: Sequence[str]) -> list[str]:
