@@ -83,11 +83,11 @@ def compare(peer: Peer, options: argparse.Namespace, settings: Sequence[str]) ->
             job.log(f"round {number} of {options.rounds}" if number else "warming up")
             steps = range(number * options.steps + 1, (number + 1) * options.steps + 1)
             if number % 2:
-                seconds, _ = rounds.train(options.steps)
+                seconds = rounds.train(options.steps)
                 answer = train_peer(steps)
             else:
                 answer = train_peer(steps)
-                seconds, _ = rounds.train(options.steps)
+                seconds = rounds.train(options.steps)
             ours.append(seconds)
             theirs.append(answer["seconds"])
             losses += answer["losses"]
