@@ -95,7 +95,7 @@ class Monitor:
         self._parts: dict[int, Any] = {}  # on process 0: of the collective that is under way
         self._gathered: queue.SimpleQueue[list[Any]] = queue.SimpleQueue()
         self._report = "", FAILED  # what this process prints, if it is the one to report
-        self._is_failing = self._is_decided = False
+        self._is_announcing = self._is_failing = self._is_decided = False
         self._thread: threading.Thread | None = None
 
     # For the main thread.
@@ -133,6 +133,10 @@ class Monitor:
         """Say that `activity` begins; it may take `min_seconds` even if the limit is less."""
         self._allowed = max(min_seconds, self._limit.seconds if self._limit else 0.0)
         self._progress, self._spent = Progress(self._progress.number + 1, activity), 0.0
+        if self._peers and not self._is_announcing:  # many activities may begin until it is sent
+            self._is_announcing = True
+            delay = TICK / 4 * max(1, self.size / 100)  # process 0 gets at most 10,000 a second
+            self._loop.call_soon_threadsafe(self._loop.call_later, delay, self._announce)
 
     def tell(self, words: str) -> None:
         """Send words to process 0 with the next heartbeat, which costs this thread nothing."""
@@ -299,10 +303,15 @@ class Monitor:
 
     # Hangs. Clocks go on with the heartbeats only, and so not while this process is stopped.
 
+    def _announce(self) -> None:
+        """Send a heartbeat to all peers."""
+        self._is_announcing = False
+        for peer in self._peers.values():
+            peer.send("beat", *self._known()[self.rank], self._words)
+
     async def _beat(self) -> None:
         while True:
-            for peer in self._peers.values():
-                peer.send("beat", *self._known()[self.rank], self._words)
+            self._announce()
             await asyncio.sleep(self._interval)
             self._spent += self._interval
             for peer in self._peers.values():
