@@ -9,10 +9,10 @@ import math
 AXES: dict[str, frozenset[str]] = {
     "data": frozenset({"splits_batch", "reduces_gradients"}),
     "fsdp": frozenset({"splits_batch", "reduces_gradients", "shards_parameters"}),
-    "tensor": frozenset({"splits_layers"}),
+    "tensor": frozenset({"splits_heads"}),
 }
 # splits_batch       devices along it read different rows
-# splits_layers      heads, MLP and vocabulary are split over it (Megatron's tensor parallelism)
+# splits_heads       heads, MLP and vocabulary are split over it (Megatron's tensor parallelism)
 # shards_parameters  parameters, gradients and moments are, as the ZeRO stage says
 # reduces_gradients  each device along it finds a part of every gradient
 

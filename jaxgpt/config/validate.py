@@ -186,7 +186,7 @@ def mesh_shape(config: Config, n_devices: int | None = None) -> MeshShape:
             shape = shape.fill(n_devices)
     except ValueError as error:
         raise UsageError(f"{key}: {error}") from None
-    tensor = shape.split_of("splits_layers")
+    tensor = shape.split_of("splits_heads")
     if model.n_head % tensor:
         divisors = [str(n) for n in range(1, min(model.n_head, 1024) + 1) if model.n_head % n == 0]
         raise UsageError(

@@ -162,7 +162,7 @@ class Model:
     def row_length(self, n: int) -> int:
         """Return the length to which a row of n inputs is filled up: few lengths, few programs."""
         length = max(LEAST_LENGTH, 2 ** (n - 1).bit_length()) if n else LEAST_LENGTH
-        return min(self.block_size, _round_up(length, self.mesh_shape.split_of("splits_layers")))
+        return min(self.block_size, _round_up(length, self.mesh_shape.split_of("splits_heads")))
 
     def score(self, rows: Rows, with_likeliest: bool = False) -> Iterator[tuple[np.ndarray, ...]]:
         """Yield for each row the loss of each token but the first, and the likeliest token there.

@@ -9,8 +9,10 @@ from jax.sharding import Mesh
 
 from jaxgpt.parallel.mesh import mesh_axes_with
 
+MeshAxes = str | tuple[str, ...]  # of one or of several axes of the mesh, the first outermost
 
-def reduce_scatter(x: jax.Array, axis: str, dimension: int) -> jax.Array:
+
+def reduce_scatter(x: jax.Array, axis: MeshAxes, dimension: int) -> jax.Array:
     """Return this device's part, along `dimension`, of the sum of `x` over a mesh axis.
 
     `jax.lax.psum_scatter`, but between the CPUs of several processes an all-to-all and a sum of
@@ -23,13 +25,13 @@ def reduce_scatter(x: jax.Array, axis: str, dimension: int) -> jax.Array:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
-def all_gather(x: jax.Array, axis: str, dimension: int) -> jax.Array:
+def all_gather(x: jax.Array, axis: MeshAxes, dimension: int) -> jax.Array:
     """Return all parts of `x` over a mesh axis; its backward pass is `reduce_scatter`."""
     return jax.lax.all_gather(x, axis, axis=dimension, tiled=True)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
-def _all_to_all_sum(x: jax.Array, axis: str, dimension: int) -> jax.Array:
+def _all_to_all_sum(x: jax.Array, axis: MeshAxes, dimension: int) -> jax.Array:
     n = jax.lax.axis_size(axis)
     before, after = x.shape[:dimension], x.shape[dimension + 1 :]
     parts = x.reshape(*before, n, x.shape[dimension] // n, *after)

@@ -60,11 +60,11 @@ def hosts_spanned(axes: Sequence[str], shape: MeshShape, hosts: Sequence[int]) -
 
 def tensor_crosses_hosts_warning(shape: MeshShape, hosts: Sequence[int]) -> tuple[str, ...]:
     """Return a sentence if groups along `tensor` span hosts; `hosts` as for `hosts_spanned`."""
-    n_hosts = hosts_spanned(axes_with("splits_layers"), shape, hosts)
+    n_hosts = hosts_spanned(axes_with("splits_heads"), shape, hosts)
     if n_hosts == 1:
         return ()
     return (
-        f"parallel.mesh: tensor={shape.split_of('splits_layers')} spans {n_hosts} hosts, and every "
+        f"parallel.mesh: tensor={shape.split_of('splits_heads')} spans {n_hosts} hosts, and every "
         "layer waits for the network between them; a smaller tensor and more fsdp is mostly faster",
     )
 

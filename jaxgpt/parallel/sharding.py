@@ -5,7 +5,7 @@ each meaning lives. A ZeRO stage (arXiv 1910.02054) is a choice of tables.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -17,16 +17,22 @@ Params = dict[str, Any]  # nested, with arrays or what stands for them
 Rules = dict[str, tuple[str, ...]]
 LogicalAxes = tuple[str | None, ...]
 
-(TENSOR,) = axes_with("splits_layers")
-(FSDP,) = axes_with("shards_parameters")
+HEAD_DIMS = ("vocab", "heads", "kv_heads", "mlp")  # logical axes that tensor parallelism splits
 
-TENSOR_RULES: Rules = dict.fromkeys(("vocab", "heads", "kv_heads", "mlp"), (TENSOR,))  # always
-FULLY_SHARDED_RULES: Rules = TENSOR_RULES | {"embed": (FSDP,)}
+
+def tensor_rules() -> Rules:
+    """Return the rules of tensor parallelism alone."""
+    return dict.fromkeys(HEAD_DIMS, axes_with("splits_heads"))
+
+
+def fully_sharded_rules() -> Rules:
+    """Return the rules of tensor parallelism and ZeRO."""
+    return tensor_rules() | {"embed": axes_with("shards_parameters")}
 
 
 def parameter_rules(zero_stage: int) -> Rules:
     """Return where parameters live between steps."""
-    return FULLY_SHARDED_RULES if zero_stage >= 3 else TENSOR_RULES
+    return fully_sharded_rules() if zero_stage >= 3 else tensor_rules()
 
 
 def gradient_rules(zero_stage: int, reduces_once: bool = False, in_host: bool = False) -> Rules:
@@ -38,12 +44,12 @@ def gradient_rules(zero_stage: int, reduces_once: bool = False, in_host: bool = 
     """
     if in_host:
         return opt_state_rules(zero_stage)
-    return FULLY_SHARDED_RULES if zero_stage >= 2 and not reduces_once else TENSOR_RULES
+    return fully_sharded_rules() if zero_stage >= 2 and not reduces_once else tensor_rules()
 
 
 def opt_state_rules(zero_stage: int) -> Rules:
     """Return where the optimizer's state lives, and where it works."""
-    return FULLY_SHARDED_RULES if zero_stage >= 1 else TENSOR_RULES
+    return fully_sharded_rules() if zero_stage >= 1 else tensor_rules()
 
 
 def is_used_in_part(axes: LogicalAxes, spec: PartitionSpec) -> bool:
@@ -52,7 +58,19 @@ def is_used_in_part(axes: LogicalAxes, spec: PartitionSpec) -> bool:
     So it is with a vocabulary or key-value heads that `tensor` does not divide, and with the norms
     of heads (`head_dim`), as the heads are split.
     """
-    return TENSOR not in spec and any(axis in (*TENSOR_RULES, "head_dim") for axis in axes)
+    is_split = split_dim(spec, axes_with("splits_heads")) is not None
+    return not is_split and any(axis in (*HEAD_DIMS, "head_dim") for axis in axes)
+
+
+def split_dim(spec: PartitionSpec, mesh_axes: Sequence[str]) -> int | None:
+    """Return the dim of an array that is split over some of these mesh axes; None without one.
+
+    Dims count from the last, -1, because the array of one layer lacks the first dim of the stack.
+    """
+    for dim in range(-len(spec), 0):
+        if set(jax.tree.leaves(spec[dim])) & set(mesh_axes):
+            return dim
+    return None
 
 
 def partition_spec(

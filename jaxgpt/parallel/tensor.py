@@ -13,7 +13,6 @@ import jax.numpy as jnp
 
 from jaxgpt.kernels.linear import matmul
 from jaxgpt.parallel.collectives import all_gather, reduce_scatter
-from jaxgpt.parallel.sharding import TENSOR
 from jaxgpt.parallel.zero import ShardedParam, all_gather_param
 
 
@@ -25,7 +24,8 @@ class ParallelContext:
     Between these tensor regions, sequence parallelism (arXiv 2205.05198) splits positions.
     """
 
-    tensor: int = 1  # number of devices along `tensor`
+    tensor: int = 1  # number of devices that share a model's heads
+    tensor_axes: tuple[str, ...] = ()  # the mesh axes that they are along
     sequence_parallel: bool = False
     regather_in_backward: bool = False
     """Gather a layer's weights and activations again for its backward pass; else all layers keep
@@ -58,29 +58,29 @@ class ParallelContext:
         if self.tensor == 1:
             return x_BTD
         if self.sequence_parallel:
-            return all_gather(x_BTD, TENSOR, 1)
-        return jax.lax.pcast(x_BTD, TENSOR, to="varying")
+            return all_gather(x_BTD, self.tensor_axes, 1)
+        return jax.lax.pcast(x_BTD, self.tensor_axes, to="varying")
 
     def reduce_from_tensor_region(self, x_BTD: jax.Array) -> jax.Array:
         """Go after weights that are split by rows (`g`): partial results become their sum."""
         if self.tensor == 1:
             return x_BTD
         if self.sequence_parallel:
-            return reduce_scatter(x_BTD, TENSOR, 1)
-        return jax.lax.psum(x_BTD, TENSOR)
+            return reduce_scatter(x_BTD, self.tensor_axes, 1)
+        return jax.lax.psum(x_BTD, self.tensor_axes)
 
     def psum(self, x: Any) -> Any:
         """Return the sum over devices along `tensor`."""
-        return jax.lax.psum(x, TENSOR) if self.tensor > 1 else x
+        return jax.lax.psum(x, self.tensor_axes) if self.tensor > 1 else x
 
     def pmax(self, x: jax.Array) -> jax.Array:
         """Return the maximum over devices along `tensor`; not differentiated."""
         x = jax.lax.stop_gradient(x)
-        return jax.lax.pmax(x, TENSOR) if self.tensor > 1 else x
+        return jax.lax.pmax(x, self.tensor_axes) if self.tensor > 1 else x
 
     def tensor_offset(self, n: int) -> Any:
         """Return the number of the first of this device's n, of what is split over `tensor`."""
-        return jax.lax.axis_index(TENSOR) * n if self.tensor > 1 else 0
+        return jax.lax.axis_index(self.tensor_axes) * n if self.tensor > 1 else 0
 
     def sequence_offset(self, T: int) -> Any:
         """Return the first of this device's T positions, outside of the tensor regions."""

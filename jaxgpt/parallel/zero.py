@@ -8,9 +8,10 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from jaxgpt.config import axes_with
 from jaxgpt.parallel.collectives import reduce_scatter, varying
 from jaxgpt.parallel.offload import HostSum, to_device, to_host
-from jaxgpt.parallel.sharding import FSDP
+from jaxgpt.parallel.sharding import split_dim
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,7 +29,7 @@ class ParamLayout:
     @property
     def mesh_axes(self) -> frozenset[str]:
         """Mesh axes that the parameter is split over between steps."""
-        return frozenset(axis for axis in self.param if axis)
+        return frozenset(jax.tree.leaves(tuple(self.param)))
 
 
 @functools.partial(
@@ -54,7 +55,7 @@ def _all_gather(shard: jax.Array, grad_slot: jax.Array, layout: ParamLayout) -> 
     dim = _fsdp_dim(layout.param)
     if dim is None:
         return shard
-    return jax.lax.all_gather(shard, FSDP, axis=shard.ndim + dim, tiled=True)
+    return jax.lax.all_gather(shard, layout.param[dim], axis=shard.ndim + dim, tiled=True)
 
 
 def _all_gather_forward(
@@ -90,11 +91,11 @@ def local_params(params: Any, layouts: Any) -> tuple[Any, Any]:
     def zeros(param: jax.Array, layout: ParamLayout) -> jax.Array:
         shape = list(param.shape)
         if (dim := _fsdp_dim(layout.param)) is not None:
-            shape[dim] *= jax.lax.axis_size(FSDP)
+            shape[dim] *= jax.lax.axis_size(layout.param[dim])
         if (dim := _fsdp_dim(layout.accum)) is not None:
-            shape[dim] //= jax.lax.axis_size(FSDP)
+            shape[dim] //= jax.lax.axis_size(layout.accum[dim])
         if layout.host_sum is not None:
-            axes = frozenset(axis for axis in layout.accum if axis)
+            axes = frozenset(jax.tree.leaves(tuple(layout.accum)))
             return to_host(varying(jnp.zeros(shape, jnp.float32), axes))
         return varying(jnp.zeros(shape, jnp.float32), layout.partial_axes | layout.mesh_axes)
 
@@ -118,8 +119,8 @@ def reduce_gradients(gradients: Any, layouts: Any) -> Any:
 
 def _reduce(gradient: jax.Array, layout: ParamLayout, is_scattered: bool) -> jax.Array:
     axes = layout.partial_axes
-    if FSDP in axes and _fsdp_dim(layout.grad) is not None:
-        axes = axes - {FSDP}
+    if (dim := _fsdp_dim(layout.grad)) is not None:
+        axes = axes - set(jax.tree.leaves(layout.grad[dim]))
         if not is_scattered:
             gradient = _scatter_sum(gradient, layout.grad, layout.reduce_dtype)
     if not axes:
@@ -130,9 +131,9 @@ def _reduce(gradient: jax.Array, layout: ParamLayout, is_scattered: bool) -> jax
 
 def _scatter_sum(x: jax.Array, spec: PartitionSpec, dtype: str) -> jax.Array:
     """Return this device's part of the sum over `fsdp`, in float32."""
-    return reduce_scatter(x.astype(dtype), FSDP, x.ndim + _fsdp_dim(spec)).astype(jnp.float32)
+    dim = _fsdp_dim(spec)
+    return reduce_scatter(x.astype(dtype), spec[dim], x.ndim + dim).astype(jnp.float32)
 
 
 def _fsdp_dim(spec: PartitionSpec) -> int | None:
-    """Return the dim split over `fsdp`, from the last, -1: one layer's lies as the whole stack."""
-    return spec.index(FSDP) - len(spec) if FSDP in spec else None
+    return split_dim(spec, axes_with("shards_parameters"))

@@ -66,15 +66,16 @@ def refuse_too_much(config: Config, shape: MeshShape, room: int | None, on_cpu: 
 
 def state_bytes(config: Config, shape: MeshShape) -> int:
     """Return bytes of matrices, their gradients and moments on a device, at least."""
-    model, stage, offload = config.model, config.parallel.zero_stage, config.parallel.offload
+    model, zero_stage, offload = config.model, config.parallel.zero_stage, config.parallel.offload
     if offload == "state":
         return 0
     elements = model.matrix_elements + model.n_embd * (model.vocab_size or 0)
-    elements //= shape.split_of("splits_layers")
+    elements //= shape.split_of("splits_heads")
     moments = 0 if offload == "moments" else n_moments(config.optimizer)
     shards = shape.split_of("shards_parameters")
     copies = ((1, 3), (1, 2), (moments, 1))  # and the ZeRO stage from which they are sharded
-    return sum(n * ELEMENT * elements // (shards if stage >= least else 1) for n, least in copies)
+    parts = {least: shards if zero_stage >= least else 1 for _, least in copies}
+    return sum(n * ELEMENT * elements // parts[least] for n, least in copies)
 
 
 def score_bytes(config: Config, shape: MeshShape, on_cpu: bool) -> int:
@@ -83,7 +84,7 @@ def score_bytes(config: Config, shape: MeshShape, on_cpu: bool) -> int:
     XLA's kernel has half of them, in two bytes or more. A CPU may compute its rows one by one.
     """
     model, remat = config.model, config.parallel.remat
-    tensor, fsdp = (shape.split_of(role) for role in ("splits_layers", "shards_parameters"))
+    tensor, fsdp = (shape.split_of(role) for role in ("splits_heads", "shards_parameters"))
     if model.sliding_window or not (on_cpu or model.attention == "xla"):
         return 0
     one_by_one = on_cpu and tensor * fsdp == 1

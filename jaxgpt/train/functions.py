@@ -27,7 +27,7 @@ from jaxgpt.models.weights import Weight, activation_bytes, count_parameters, we
 from jaxgpt.parallel import sharding
 from jaxgpt.parallel.mesh import mesh_axes_with
 from jaxgpt.parallel.offload import HostSum
-from jaxgpt.parallel.sharding import FSDP, TENSOR, Params
+from jaxgpt.parallel.sharding import Params
 from jaxgpt.parallel.tensor import ParallelContext
 from jaxgpt.parallel.zero import ParamLayout
 from jaxgpt.train.inference import DecodeFn, eval_losses, eval_tokens, make_decoder
@@ -150,12 +150,14 @@ def shard_model(
 ) -> ShardedModel:
     """Lay the network out on a mesh; arguments as for `make_steps`."""
     parallel = config.parallel
-    sequence_parallel = parallel.sequence_parallel and mesh.shape[TENSOR] > 1
-    gathers = sequence_parallel or (parallel.zero_stage == 3 and mesh.shape[FSDP] > 1)
-    gathers = gathers or parallel.offload == "state"
+    tensor_axes = mesh_axes_with("splits_heads", mesh)
+    sequence_parallel = parallel.sequence_parallel and bool(tensor_axes)
+    is_sharded = parallel.zero_stage == 3 and bool(mesh_axes_with("shards_parameters", mesh))
+    gathers = sequence_parallel or is_sharded or parallel.offload == "state"
     keeps_all = parallel.remat in ("none", "attention")  # the others do not keep what they gather
     context = ParallelContext(
-        tensor=mesh.shape[TENSOR],
+        tensor=MeshShape(**mesh.shape).split_of("splits_heads"),
+        tensor_axes=tensor_axes,
         sequence_parallel=sequence_parallel,
         regather_in_backward=gathers and keeps_all,
         on_cpu=on_cpu,
@@ -178,21 +180,22 @@ def param_layout(
     config: Config, mesh: Mesh, sequence_parallel: bool, n_slices: int, weight: Weight
 ) -> ParamLayout:
     """Return where a parameter lies between steps, its gradients as they add up, and after it."""
-    stage, train = config.parallel.zero_stage, config.train
+    zero_stage, train = config.parallel.zero_stage, config.train
     in_host = config.parallel.offload == "state"
     param, accum, grad = (
         sharding.partition_spec(weight.axes, weight.shape, rules, mesh.shape)
         for rules in (
-            sharding.parameter_rules(stage),
-            sharding.gradient_rules(stage, config.reduces_once, in_host),
-            sharding.opt_state_rules(stage),
+            sharding.parameter_rules(zero_stage),
+            sharding.gradient_rules(zero_stage, config.reduces_once, in_host),
+            sharding.opt_state_rules(zero_stage),
         )
     )
     partial_axes = mesh_axes_with("reduces_gradients", mesh)
     # With sequence parallelism a device's norms, positions and biases meet its own positions only.
     has_own_part = sequence_parallel or sharding.is_used_in_part(weight.axes, param)
-    if mesh.shape[TENSOR] > 1 and TENSOR not in param and has_own_part:
-        partial_axes = (*partial_axes, TENSOR)
+    tensor_axes = mesh_axes_with("splits_heads", mesh)
+    if has_own_part and sharding.split_dim(param, tensor_axes) is None:
+        partial_axes = (*partial_axes, *tensor_axes)
     return ParamLayout(
         param=param,
         accum=accum,
@@ -217,7 +220,7 @@ def choose_n_slices(config: Config, mesh: Mesh) -> int:
     to gather weights again or talk to other devices, and in a command that does not train.
     """
     shape = MeshShape(**mesh.shape)
-    if shape.split_of("shards_parameters") * shape.split_of("splits_layers") > 1:
+    if shape.split_of("shards_parameters") * shape.split_of("splits_heads") > 1:
         return 1
     rows = config.microbatch_size // shape.split_of("splits_batch")
     gradient_bytes = 4 * count_parameters(config.model)[0]

@@ -16,7 +16,7 @@ from jaxgpt.models.loss import TokenScores, score_tokens
 from jaxgpt.models.transformer import gpt_graph
 from jaxgpt.parallel.collectives import gather_rows
 from jaxgpt.parallel.offload import to_device
-from jaxgpt.parallel.sharding import TENSOR, Params, batch_sharding, replicated
+from jaxgpt.parallel.sharding import Params, batch_sharding, replicated
 from jaxgpt.parallel.tensor import ParallelContext
 from jaxgpt.parallel.zero import ShardedParam, local_params
 from jaxgpt.train.step import (
@@ -107,7 +107,8 @@ def make_decoder(model: ShardedModel, attend: Attention, params: Params) -> tupl
     tensor = model.context.tensor if is_shared else 1
     cache = empty_cache(model.config.model, dtype, not unstacked, tensor)
     if is_shared:
-        context = ParallelContext(tensor=tensor, on_cpu=on_cpu)
+        axes = model.context.tensor_axes
+        context = ParallelContext(tensor=tensor, tensor_axes=axes, on_cpu=on_cpu)
         graph = make_graph(parallel=context, scan_layers=True)
         return functools.partial(_sharded_decode, model, graph, params), cache
     graph = make_graph(scan_layers=not unstacked)
@@ -127,10 +128,11 @@ def _sharded_decode(
         sharded = jax.tree.map(ShardedParam, *local_params(params, model.layouts), model.layouts)
         logits_1V, cache = decode_step(nnx.merge(graph, sharded), *operands)
         if model.context.tensor > 1:
-            logits_1V = jax.lax.all_gather(logits_1V, TENSOR, axis=1, tiled=True)
+            axes = model.context.tensor_axes
+            logits_1V = jax.lax.all_gather(logits_1V, axes, axis=1, tiled=True)
         return logits_1V[:, : padded_vocab_size(model.config.model.vocab_size)], cache
 
-    everywhere, own_heads = PartitionSpec(), PartitionSpec(None, TENSOR)
+    everywhere, own_heads = PartitionSpec(), PartitionSpec(None, model.context.tensor_axes)
     own_cache = Cache(own_heads, own_heads, everywhere)
     return jax.shard_map(
         local,

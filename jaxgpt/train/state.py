@@ -69,13 +69,13 @@ def state_shapes(config: Config, mesh: Mesh) -> TrainState:
     The optimizer's state is sharded as `parallel.zero_stage` says; parallel.offload says what lies
     in the host's memory.
     """
-    stage, described = config.parallel.zero_stage, weights(config.model)
+    zero_stage, described = config.parallel.zero_stage, weights(config.model)
     offload = config.parallel.offload
     params, moments = (
         sharding.weight_shardings(described, rules, mesh, "pinned_host" if in_host else None)
         for rules, in_host in (
-            (sharding.parameter_rules(stage), offload == "state"),
-            (sharding.opt_state_rules(stage), offload != "none"),
+            (sharding.parameter_rules(zero_stage), offload == "state"),
+            (sharding.opt_state_rules(zero_stage), offload != "none"),
         )
     )
     state = jax.eval_shape(functools.partial(init_state, config))

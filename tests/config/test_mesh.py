@@ -42,7 +42,7 @@ def test_the_number_of_devices_fills_minus_one():
 def test_roles_say_over_how_many_devices_something_is_split():
     shape = MeshShape(2, 3, 4)
     assert shape.split_of("splits_batch") == 6
-    assert shape.split_of("splits_layers") == 4
+    assert shape.split_of("splits_heads") == 4
     assert axes_with("reduces_gradients") == ("data", "fsdp")
 
 

@@ -26,3 +26,16 @@ def test_it_trains_saves_and_moves_to_another_mesh(replica, tmp_path):
         out = tmp_path / out
         assert train_here("--out", out, "--mesh", shape, "train.max_iters=6") == 0
     assert losses(tmp_path / "new") == pytest.approx(losses(tmp_path / "data"), rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("axis", "like", "options"),
+    [("heads_2", "tensor", ["parallel.sequence_parallel=True"]), ("shards_2", "fsdp", [])],
+)
+def test_two_axes_may_have_the_same_role(monkeypatch, tmp_path, axis, like, options):
+    """Four devices along two axes compute what four along one do."""
+    monkeypatch.setitem(mesh.AXES, axis, mesh.AXES[like])
+    for out, shape in (("one", f"{like}=4"), ("two", f"{like}=2,{axis}=2")):
+        settings = ("train.max_iters=3", "checkpoint.interval=0", "--mesh", shape)
+        assert train_here(*SMALL, *settings, *options, "--out", tmp_path / out) == 0
+    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-6)

@@ -9,9 +9,10 @@ import jax
 
 from jaxgpt.config import Config, MeshShape, axes_with
 from jaxgpt.models.weights import Weight, layer_matrices, weights
-from jaxgpt.parallel.sharding import FSDP, FULLY_SHARDED_RULES, TENSOR, partition_spec
+from jaxgpt.parallel.sharding import fully_sharded_rules, partition_spec
 
 FLOAT32 = 4  # bytes
+FSDP, TENSOR = "fsdp", "tensor"
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -67,7 +68,7 @@ def expected_traffic(config: Config, mesh: MeshShape) -> tuple[Traffic, ...]:
 
 def _parameters(config: Config, mesh: MeshShape) -> list[_Parameter]:
     def describe(weight: Weight) -> _Parameter:
-        spec = partition_spec(weight.axes, weight.shape, FULLY_SHARDED_RULES, mesh)
+        spec = partition_spec(weight.axes, weight.shape, fully_sharded_rules(), mesh)
         return _Parameter(
             layers=weight.n_layers,
             size=weight.size // (mesh[TENSOR] if TENSOR in spec else 1),
