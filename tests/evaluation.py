@@ -11,6 +11,7 @@ from flax.traverse_util import unflatten_dict
 
 from jaxgpt.cluster.process_group import ProcessGroup
 from jaxgpt.config import MeshShape
+from jaxgpt.data.batch import input_batch
 from jaxgpt.evaluate.__main__ import evaluate, parser
 from jaxgpt.evaluate.model import Model, find_trained
 from jaxgpt.models.transformer import gpt_graph
@@ -63,9 +64,10 @@ def reference_logits(run, config):
         }
     )
     graph, V = gpt_graph(config.model), config.model.vocab_size
-    forward = jax.jit(
-        lambda tokens_BT: nnx.merge(graph, jax.tree.map(jnp.asarray, params))(tokens_BT)
-    )
+
+    @jax.jit
+    def forward(tokens_BT):
+        return nnx.merge(graph, jax.tree.map(jnp.asarray, params))(input_batch(tokens_BT))
 
     def log_probabilities(tokens):
         padded = np.zeros((1, config.model.block_size), np.int32)

@@ -19,6 +19,11 @@ ROPE = {
     "rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0,
     "high_freq_factor": 4.0, "original_max_position_embeddings": 16,
 }  # fmt: skip
+GEMMA3 = LLAMA | {
+    "num_hidden_layers": 5, "num_key_value_heads": 1, "head_dim": 24, "query_pre_attn_scalar": 10,
+    "sliding_window": 6, "rope_theta": 2e4, "rope_local_base_freq": 500.0,
+    "sliding_window_pattern": 3, "tie_word_embeddings": True, "pad_token_id": None,
+}  # fmt: skip
 GPT2 = {"n_layer": 2, "n_head": 4, "n_embd": 64, "n_positions": T, "vocab_size": V}
 NO_DROPOUT = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
 FAMILIES = {
@@ -38,6 +43,34 @@ FAMILIES = {
     "qwen2": (
         transformers.Qwen2Config,
         LLAMA | {"num_key_value_heads": 2, "tie_word_embeddings": True},
+    ),
+    "qwen2_windows": (
+        transformers.Qwen2Config,
+        LLAMA
+        | {
+            "num_hidden_layers": 4,
+            "num_key_value_heads": 2,
+            "use_sliding_window": True,
+            "sliding_window": 7,
+            "max_window_layers": 3,
+        },
+    ),
+    "gemma3": (transformers.Gemma3TextConfig, GEMMA3),
+    "gemma3_scaled": (
+        transformers.Gemma3TextConfig,
+        GEMMA3
+        | {
+            "num_hidden_layers": 7,
+            "num_key_value_heads": 4,
+            "tie_word_embeddings": False,
+            "query_pre_attn_scalar": 24,
+            "final_logit_softcapping": 4.0,
+            "sliding_window": 40,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 5e4},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 3e3},
+            },
+        },
     ),
     "qwen3": (transformers.Qwen3Config, LLAMA | {"num_key_value_heads": 2, "head_dim": 24}),
 }

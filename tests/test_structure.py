@@ -19,9 +19,9 @@ ORDER = """
     runtime
     kernels
     parallel
+    data
     models
     optim
-    data
     perf
     tracking
     checkpoint

@@ -60,8 +60,13 @@ class ModelConfig:
     """Biases of queries, keys and values without `bias`, as in Qwen2."""
     qk_norm: bool = False
     """RMSNorm of each query and key head before positions, as in Qwen3."""
-    norm: Literal["layernorm", "rmsnorm"] = "layernorm"
-    """Norm of the stream: layernorm (GPT-2) or rmsnorm (arXiv 1910.07467)."""
+    query_pre_attn_scalar: Count | None = None
+    """Divide attention's scores by the square root of this number (Gemma); None is head_dim."""
+    norm: Literal["layernorm", "rmsnorm", "rmsnorm_1p"] = "layernorm"
+    """Norm of the residual stream: layernorm (GPT-2), rmsnorm (arXiv 1910.07467), or rmsnorm_1p,
+    which scales by 1 + scale (Gemma)."""
+    post_norm: bool = False
+    """Also normalize the outputs of attention and MLP, before they are added (Gemma 3)."""
     norm_eps: Positive = 1e-5
     """Epsilon of the norms, added to the variance."""
     position: Literal["learned", "rope"] = "learned"
@@ -70,11 +75,14 @@ class ModelConfig:
     rope_theta: Positive = 10000.0
     """Base of the rotary wavelengths."""
     rope_scaling: tuple[float, ...] = ()
-    """Llama 3.1's scaling of the rotary wavelengths: factor, low_freq_factor, high_freq_factor,
-    original_max_position, such as `8 1 4 8192`; none by default."""
+    """Scaling of the rotary wavelengths: one factor, or Llama 3.1's factor, low_freq_factor,
+    high_freq_factor and original_max_position, such as `8 1 4 8192`; none by default."""
+    local_rope_theta: Positive | None = None
+    """Base of the rotary wavelengths in local layers, which then have no rope_scaling (Gemma 3);
+    None gives them those of the other layers."""
     mlp: str = "gelu"
-    """Kind of MLP: gelu, gelu_tanh (GPT-2's own weights), swiglu (arXiv 2002.05202), relu2 (arXiv
-    2109.08668)."""
+    """Kind of MLP: gelu, gelu_tanh (GPT-2's own weights), swiglu (arXiv 2002.05202), geglu_tanh
+    (the same with gelu_tanh, Gemma), relu2 (arXiv 2109.08668)."""
     mlp_hidden: Count | None = None
     """Width of the MLP, F; None is 4 n_embd, for swiglu Llama's rule: 8/3 n_embd, rounded up to a
     multiple of 256."""
@@ -84,11 +92,17 @@ class ModelConfig:
     """Number of tokens, V; None takes it from the data's meta.json."""
     tie_embeddings: bool = True
     """Use the token embedding as output layer too; False gives that weights of its own."""
+    scale_embeddings: bool = False
+    """Multiply the token embeddings by the square root of n_embd (Gemma)."""
+    layers: tuple[str, ...] = ()
+    """Pattern of layers that repeats over the depth of the model: global layers attend to all
+    tokens before, local layers to sliding_window of them, as in `local local global`. By default,
+    all layers are local if there is a sliding_window."""
     sliding_window: Count | None = None
-    """Number of tokens that a token attends to, with itself (Mistral); None is all before it."""
+    """Number of tokens, its own included, that a token attends to in local layers (Mistral)."""
     logit_softcap: Positive | None = None
     """Bound of the logits, c tanh(logits / c) (Gemma 2); None is no bound."""
-    attention: Literal["auto", "xla", "cudnn"] = "auto"
+    attention: Literal["auto", "xla", "blockwise", "cudnn"] = "auto"
     """Attention kernel; auto picks the fastest that can run, and the log says which."""
 
     @property
@@ -116,7 +130,7 @@ class ModelConfig:
     @property
     def matrix_elements(self) -> int:
         """The number of elements of all matrices of the layers."""
-        mlp = (3 if self.mlp == "swiglu" else 2) * self.mlp_width
+        mlp = (3 if self.mlp in ("swiglu", "geglu_tanh") else 2) * self.mlp_width
         attention = 2 * self.head_size * (self.n_head + self.kv_heads)
         return self.n_layer * self.n_embd * (attention + mlp)
 

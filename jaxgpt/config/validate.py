@@ -53,6 +53,11 @@ def validate(config: Config) -> None:
     sources = [f"data.{key}" for key in ("path", "blend", "file_list") if getattr(data, key)]
     _require(len(sources) <= 1, f"{' and '.join(sources)}: are both given; give one of them")
     _require(
+        config.parallel.offload != "state" or len(config.model.layers) < 2,
+        f"parallel.offload=state: fetches layers of one kind only, and model.layers="
+        f"{' '.join(config.model.layers)}; use offload=moments",
+    )
+    _require(
         config.parallel.offload != "state" or config.scans_layers(on_cpu=True),
         "parallel.offload=state: needs parallel.scan_layers=True, whose loop fetches one layer at "
         "a time from the host's memory",
@@ -121,19 +126,38 @@ def _check_model(model: ModelConfig) -> None:
         "be even",
     )
     shown = f"model.rope_scaling={' '.join(map(str, scaling))}"
-    if scaling and len(scaling) != 4:
+    if len(scaling) not in (0, 1, 4):
         raise UsageError(
-            f"{shown}: must be factor, low_freq_factor, high_freq_factor and original_max_position"
+            f"{shown}: must be one factor, or factor, low_freq_factor, high_freq_factor and "
+            "original_max_position"
         )
-    if scaling:
+    _require(not scaling or scaling[0] >= 1, f"{shown}: the factor must be at least 1")
+    if len(scaling) == 4:
         factor, low, high, original = scaling
         _require(
-            factor >= 1 and 0 < low < high and original >= 1,
-            f"{shown}: needs factor >= 1, 0 < low_freq_factor < high_freq_factor and "
-            "original_max_position >= 1, as in 8 1 4 8192",
+            0 < low < high and original >= 1,
+            f"{shown}: needs 0 < low_freq_factor < high_freq_factor and original_max_position >= "
+            "1, as in 8 1 4 8192",
         )
-    changed = [f"model.{key}" for key in ("rope_theta", "rope_scaling") if is_changed(model, key)]
+    rope_keys = ("rope_theta", "rope_scaling", "local_rope_theta")
+    changed = [f"model.{key}" for key in rope_keys if is_changed(model, key)]
     _require(is_rope or not changed, f"{' and '.join(changed)}: need model.position=rope")
+    pattern = f"model.layers={' '.join(model.layers)}"
+    unknown = sorted(set(model.layers) - {"local", "global"})
+    _require(not unknown, f"{pattern}: {', '.join(unknown)} must be local or global")
+    _require(
+        len(model.layers) <= model.n_layer,
+        f"{pattern}: has {len(model.layers)} layers; give at most model.n_layer={model.n_layer}",
+    )
+    _require(
+        "local" not in model.layers or model.sliding_window is not None,
+        f"{pattern}: local layers need model.sliding_window; give it, such as 512",
+    )
+    _require(
+        model.local_rope_theta is None or model.sliding_window is not None,
+        f"model.local_rope_theta={model.local_rope_theta}: needs local layers; give "
+        "model.sliding_window",
+    )
     _require(
         not (model.bias and model.qkv_bias),
         "model.qkv_bias=True: is part of model.bias=True; give one of them",

@@ -1,6 +1,6 @@
 """config.json of transformers' model families, and our options: what each means in the other."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +19,19 @@ COMPANIONS = (
 # activation_function -> model.mlp
 ACTIVATIONS = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu"}
 LLAMA3_ROPE = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+ROPE_TYPES = {"default": (), "linear": ("factor",), "llama3": LLAMA3_ROPE}  # and their numbers
+LAYER_TYPES = {"full_attention": "global", "sliding_attention": "local"}
+WITH_PATTERNS = ("qwen2", "qwen3", "gemma3_text")  # families whose layers may differ
 
 
 def table_of(model: ModelConfig) -> Table:
     """Return the names that transformers gives a model's weights, without GPT-2's prefix."""
     if model.position == "learned":
         return names.GPT2
-    return names.LLAMA_EQUAL_HEADS if model.kv_heads == model.n_head else names.LLAMA
+    has_equal_heads = model.kv_heads == model.n_head
+    if model.post_norm:
+        return names.GEMMA3_EQUAL_HEADS if has_equal_heads else names.GEMMA3
+    return names.LLAMA_EQUAL_HEADS if has_equal_heads else names.LLAMA
 
 
 def read_model(folder: Path, block_size: int | None = None) -> ModelConfig:
@@ -100,15 +106,28 @@ def _gpt2(keys: _Keys) -> dict[str, Any]:
 
 
 def _llama(
-    keys: _Keys, head_dim: int | None = None, layer_type: str = "full_attention"
+    keys: _Keys, head_dim: int | None = None, layer_types: Sequence[str] | None = None
 ) -> dict[str, Any]:
+    """Return the options of Llama and its kin.
+
+    Args:
+        layer_types: of all layers, if config.json does not say; None is full attention in all.
+    """
     keys.only("hidden_act", "silu")
-    kinds = set(keys.get("layer_types", [])) - {layer_type}
-    if kinds:
-        words = ", ".join(sorted(map(str, kinds)))
-        raise UsageError(f"{keys.path}: layer_types {words} are not supported, only {layer_type}")
     keys.only("attention_bias", False)
     keys.only("mlp_bias", False)
+    return _decoder(keys, head_dim, layer_types) | {
+        "norm": "rmsnorm",
+        "mlp": "swiglu",
+        "tie_embeddings": keys.only("tie_word_embeddings", False, True),
+        **_rope(keys, *_rope_parameters(keys)),
+    }
+
+
+def _decoder(
+    keys: _Keys, head_dim: int | None, layer_types: Sequence[str] | None
+) -> dict[str, Any]:
+    """Return the sizes of a model, and its pattern of layers."""
     keys.only("num_experts", 0)
     keys.only("num_local_experts", 0)
     heads, width = keys.count("num_attention_heads"), keys.count("hidden_size")
@@ -122,18 +141,43 @@ def _llama(
         "n_embd": width,
         "block_size": keys.count("max_position_embeddings"),
         "vocab_size": keys.count("vocab_size"),
-        "norm": "rmsnorm",
         "norm_eps": keys.get("rms_norm_eps", 1e-6),
         "position": "rope",
-        "mlp": "swiglu",
         "mlp_hidden": keys.count("intermediate_size"),
-        "tie_embeddings": keys.only("tie_word_embeddings", False, True),
-        **_rope(keys),
+        **_layers(keys, layer_types),
     }
 
 
-def _rope(keys: _Keys) -> dict[str, Any]:
-    """Return the options of rotary positions; transformers 5 keeps them in rope_parameters."""
+def _layers(keys: _Keys, default: Sequence[str] | None) -> dict[str, Any]:
+    """Return model.layers, as short as it repeats, and the window of local layers."""
+    n_layer = keys.count("num_hidden_layers")
+    default = default or ["full_attention"] * n_layer
+    found = keys.get("layer_types", default)
+    # transformers ignores layer_types where a family has layers of one kind.
+    supported = LAYER_TYPES if keys.config["model_type"] in WITH_PATTERNS else set(default)
+    unknown = sorted(map(str, set(found) - set(supported)))
+    if unknown:
+        words = ", ".join(unknown)
+        raise UsageError(
+            f"{keys.path}: layer_types {words} are not supported, only {' or '.join(supported)}"
+        )
+    if len(found) != n_layer:
+        raise UsageError(
+            f"{keys.path}: layer_types has {len(found)} entries for num_hidden_layers={n_layer}; "
+            "give one for each layer"
+        )
+    if "sliding_attention" not in found:
+        return {}
+    window = keys.count("sliding_window")
+    if len(set(found)) == 1:
+        return {"sliding_window": window}
+    kinds = [LAYER_TYPES[kind] for kind in found]
+    period = next(p for p in range(1, n_layer + 1) if kinds[p:] == kinds[:-p])
+    return {"sliding_window": window, "layers": tuple(kinds[:period])}
+
+
+def _rope_parameters(keys: _Keys) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return rope_parameters, where transformers 5 keeps everything, and rope_scaling."""
     new, old = keys.get("rope_parameters", {}), keys.get("rope_scaling", {})
     for name, found in (("rope_parameters", new), ("rope_scaling", old)):
         if not isinstance(found, dict) or any(isinstance(v, dict) for v in found.values()):
@@ -142,41 +186,88 @@ def _rope(keys: _Keys) -> dict[str, Any]:
         raise UsageError(
             f"{keys.path}: rope_parameters and rope_scaling differ; leave out the wrong one"
         )
+    return new, old
+
+
+def _rope(
+    keys: _Keys, new: Mapping[str, Any], old: Mapping[str, Any], default: float = 10000.0
+) -> dict[str, Any]:
+    """Return the options of rotary positions; `default` is the base without one in config.json."""
     scaling = new or old
-    theta = new.get("rope_theta", keys.get("rope_theta", 10000.0))
+    theta = new.get("rope_theta", keys.get("rope_theta", default))
     kind = scaling.get("rope_type", scaling.get("type", "default"))
-    if kind not in ("default", "llama3"):
-        raise UsageError(f"{keys.path}: rope type {kind} is not supported, only default or llama3")
+    if kind not in ROPE_TYPES:
+        words = ", ".join(ROPE_TYPES)
+        raise UsageError(f"{keys.path}: rope type {kind} is not supported, only {words}")
     share = scaling.get("partial_rotary_factor", keys.get("partial_rotary_factor", 1.0))
     if share != 1.0:
         raise UsageError(f"{keys.path}: partial_rotary_factor={share} is not supported, only 1")
-    if kind == "default":
-        return {"rope_theta": theta}
     numbers = _Keys(keys.path, scaling)
-    missing = [name for name in LLAMA3_ROPE if numbers.get(name) is None]
+    missing = [name for name in ROPE_TYPES[kind] if numbers.get(name) is None]
     if missing:
-        raise UsageError(f"{keys.path}: rope type llama3 has no {', '.join(missing)}")
-    return {
-        "rope_theta": theta,
-        "rope_scaling": tuple(scaling[name] for name in LLAMA3_ROPE),
-    }
+        raise UsageError(f"{keys.path}: rope type {kind} has no {', '.join(missing)}")
+    found = tuple(scaling[name] for name in ROPE_TYPES[kind])
+    return {"rope_theta": theta} | ({"rope_scaling": found} if found else {})
 
 
 def _mistral(keys: _Keys) -> dict[str, Any]:
     # transformers has a window of 4096 where config.json has no word of it.
-    window = keys.config.get("sliding_window", 4096)
-    kind = "full_attention" if window is None else "sliding_attention"
-    return _llama(keys, layer_type=kind) | {"sliding_window": window}
+    if keys.config.get("sliding_window", 4096) is None:
+        return _llama(keys)
+    keys = _Keys(keys.path, {"sliding_window": 4096, **keys.config})
+    return _llama(keys, layer_types=["sliding_attention"] * keys.count("num_hidden_layers"))
+
+
+def _qwen_layers(keys: _Keys) -> list[str]:
+    """Return the types of Qwen's layers: the first max_window_layers have no window."""
+    n_layer = n_full = keys.count("num_hidden_layers")
+    if keys.only("use_sliding_window", False, True):
+        n_full = keys.get("max_window_layers", 28)
+    return ["full_attention" if i < n_full else "sliding_attention" for i in range(n_layer)]
 
 
 def _qwen2(keys: _Keys) -> dict[str, Any]:
-    keys.only("use_sliding_window", False)
-    return _llama(keys) | {"qkv_bias": True}
+    return _llama(keys, layer_types=_qwen_layers(keys)) | {"qkv_bias": True}
 
 
 def _qwen3(keys: _Keys) -> dict[str, Any]:
-    keys.only("use_sliding_window", False)
-    return _llama(keys, head_dim=128) | {"qk_norm": True}
+    return _llama(keys, head_dim=128, layer_types=_qwen_layers(keys)) | {"qk_norm": True}
+
+
+def _gemma3(keys: _Keys) -> dict[str, Any]:
+    keys.only("hidden_activation", "gelu_pytorch_tanh")
+    keys.only("attention_bias", False)
+    keys.only("attn_logit_softcapping", None)
+    keys.only("use_bidirectional_attention", False)
+    pattern, n_layer = keys.count("sliding_window_pattern", 6), keys.count("num_hidden_layers")
+    types = ["sliding_attention" if (i + 1) % pattern else "full_attention" for i in range(n_layer)]
+    keys = _Keys(keys.path, {"sliding_window": 4096, **keys.config})
+    new = keys.get("rope_parameters", {})
+    if any(isinstance(v, dict) for v in new.values()):  # transformers 5
+        full, local = new.get("full_attention", {}), new.get("sliding_attention", {})
+        rope = _rope(keys, full, {}, 1e6)
+        if local.get("rope_type", "default") != "default":
+            raise UsageError(f"{keys.path}: rope type of sliding_attention must be default")
+        local_theta = local.get("rope_theta", 10000.0)
+    else:
+        rope = _rope(keys, *_rope_parameters(keys), 1e6)
+        local_theta = keys.get("rope_local_base_freq", 10000.0)
+    size = keys.count("head_dim", 256)
+    scalar = keys.get("query_pre_attn_scalar", 256)
+    layers = _decoder(keys, size, types)
+    return layers | {
+        "head_dim": size,
+        "norm": "rmsnorm_1p",
+        "post_norm": True,
+        "qk_norm": True,
+        "mlp": "geglu_tanh",
+        "tie_embeddings": keys.only("tie_word_embeddings", True, False),
+        "scale_embeddings": True,
+        "query_pre_attn_scalar": None if scalar == size else scalar,
+        "logit_softcap": keys.get("final_logit_softcapping"),
+        **({"local_rope_theta": local_theta} if "sliding_window" in layers else {}),
+        **rope,
+    }
 
 
 FAMILIES: dict[str, Callable[[_Keys], dict[str, Any]]] = {
@@ -185,23 +276,33 @@ FAMILIES: dict[str, Callable[[_Keys], dict[str, Any]]] = {
     "mistral": _mistral,
     "qwen2": _qwen2,
     "qwen3": _qwen3,
+    "gemma3_text": _gemma3,
 }
 
 
-# The options that a family does not leave open.
-_GPT2_OPTIONS = {
-    "norm": "layernorm", "position": "learned", "qkv_bias": False, "qk_norm": False,
-    "tie_embeddings": True, "sliding_window": None, "logit_softcap": None,
-}  # fmt: skip
-_LLAMA_OPTIONS = {
-    "norm": "rmsnorm", "position": "rope", "mlp": "swiglu", "bias": False, "logit_softcap": None,
+# The options that each family does not leave open.
+_COMMON = {"post_norm": False, "scale_embeddings": False, "query_pre_attn_scalar": None}
+_FIXED: dict[str, dict[str, Any]] = {
+    "gpt2": _COMMON | {
+        "norm": "layernorm", "position": "learned", "qkv_bias": False, "qk_norm": False,
+        "tie_embeddings": True, "sliding_window": None, "logit_softcap": None,
+    },
+    "llama": _COMMON | {
+        "norm": "rmsnorm", "position": "rope", "mlp": "swiglu", "bias": False,
+        "logit_softcap": None, "local_rope_theta": None,
+    },
+    "gemma3_text": {
+        "norm": "rmsnorm_1p", "position": "rope", "mlp": "geglu_tanh", "bias": False,
+        "post_norm": True, "scale_embeddings": True, "qk_norm": True, "qkv_bias": False,
+    },
 }  # fmt: skip
 
 
 def write_config(model: ModelConfig, dtype: str, end_of_text: int | None) -> dict[str, Any]:
     """Return the config.json of a model; `UsageError` if transformers has no such family."""
     is_gpt2 = model.position == "learned"
-    wanted = _GPT2_OPTIONS if is_gpt2 else _LLAMA_OPTIONS
+    family = "gpt2" if is_gpt2 else "gemma3_text" if model.post_norm else "llama"
+    wanted = _FIXED[family]
     wrong = [
         f"model.{key}={getattr(model, key)}" for key in wanted if getattr(model, key) != wanted[key]
     ]
@@ -209,19 +310,25 @@ def write_config(model: ModelConfig, dtype: str, end_of_text: int | None) -> dic
         wrong.append(f"model.mlp={model.mlp} model.n_kv_head={model.n_kv_head}")
     if is_gpt2 and model.head_size * model.n_head != model.n_embd:
         wrong.append(f"model.head_dim={model.head_dim}")
-    special = [key for key in ("qk_norm", "qkv_bias", "sliding_window") if getattr(model, key)]
-    if not is_gpt2 and not special and model.n_embd % model.n_head:
-        wrong.append(f"model.n_embd={model.n_embd} (no multiple of model.n_head={model.n_head})")
-    if len(special) > 1:
-        wrong += [f"model.{key}={getattr(model, key)}" for key in special]
+    if family == "llama":
+        own = [key for key in ("qk_norm", "qkv_bias") if getattr(model, key)]
+        is_plain = not own and model.sliding_window is None
+        if is_plain and model.n_embd % model.n_head:
+            wrong.append(f"model.n_embd={model.n_embd} (no multiple of n_head={model.n_head})")
+        if len(own) > 1:
+            wrong += [f"model.{key}={getattr(model, key)}" for key in own]
+        if not own and model.layers and set(model.layers) != {"local"}:
+            wrong.append(f"model.layers={' '.join(model.layers)}")
     if wrong:
         raise UsageError(
             f"to-hf: no family of transformers has {' '.join(wrong)} with "
-            f"model.position={model.position}; GPT-2, Llama, Mistral, Qwen2 and Qwen3 are written"
+            f"model.position={model.position}; GPT-2, Llama, Mistral, Qwen2, Qwen3 and Gemma 3 are "
+            "written"
         )
     tokens = {"bos_token_id": end_of_text if is_gpt2 else None, "eos_token_id": end_of_text}
     common = {"vocab_size": model.vocab_size, "torch_dtype": dtype, "use_cache": True, **tokens}
-    return common | (_to_gpt2(model) if is_gpt2 else _to_llama(model, special))
+    to_family = {"gpt2": _to_gpt2, "llama": _to_llama, "gemma3_text": _to_gemma3}[family]
+    return common | to_family(model)
 
 
 def _to_gpt2(model: ModelConfig) -> dict[str, Any]:
@@ -240,21 +347,61 @@ def _to_gpt2(model: ModelConfig) -> dict[str, Any]:
     }
 
 
-def _to_llama(model: ModelConfig, special: list[str]) -> dict[str, Any]:
-    """Return the keys of Llama or one of its kin, by the one option that is special to each."""
-    family, architecture, own = {
-        "": ("llama", "Llama", {"attention_bias": False, "mlp_bias": False}),
-        "sliding_window": ("mistral", "Mistral", {"sliding_window": model.sliding_window}),
-        "qkv_bias": ("qwen2", "Qwen2", {"use_sliding_window": False}),
-        "qk_norm": ("qwen3", "Qwen3", {"use_sliding_window": False, "attention_bias": False}),
-    }["".join(special)]
-    rope: dict[str, Any] | None = None
-    if model.rope_scaling:
-        rope = {"rope_type": "llama3", **dict(zip(LLAMA3_ROPE, model.rope_scaling, strict=True))}
-        rope[LLAMA3_ROPE[-1]] = int(rope[LLAMA3_ROPE[-1]])
-    return {
+def _to_llama(model: ModelConfig) -> dict[str, Any]:
+    """Return the keys of Llama, Mistral, Qwen2 or Qwen3."""
+    if model.qk_norm or model.qkv_bias:
+        family, architecture = ("qwen3", "Qwen3") if model.qk_norm else ("qwen2", "Qwen2")
+        types = _layer_types(model)
+        own = {"use_sliding_window": model.sliding_window is not None, "layer_types": types}
+        own |= {"sliding_window": model.sliding_window} if own["use_sliding_window"] else {}
+        own |= {"attention_bias": False} if model.qk_norm else {}
+        # What versions of transformers before layer_types read.
+        own |= {"max_window_layers": types.count("full_attention")}
+    elif model.sliding_window is not None:
+        family, architecture = "mistral", "Mistral"
+        own = {"sliding_window": model.sliding_window}
+    else:
+        family, architecture = "llama", "Llama"
+        own = {"attention_bias": False, "mlp_bias": False}
+    return _to_decoder(model) | {
         "model_type": family,
         "architectures": [f"{architecture}ForCausalLM"],
+        "hidden_act": "silu",
+        "rope_theta": model.rope_theta,
+        "rope_scaling": _rope_scaling(model),
+        **own,
+    }
+
+
+def _to_gemma3(model: ModelConfig) -> dict[str, Any]:
+    scaling, local = _rope_scaling(model), model.local_rope_theta or model.rope_theta
+    return _to_decoder(model) | {
+        "model_type": "gemma3_text",
+        "architectures": ["Gemma3ForCausalLM"],
+        "hidden_activation": "gelu_pytorch_tanh",
+        "attention_bias": False,
+        "query_pre_attn_scalar": model.query_pre_attn_scalar or model.head_size,
+        "final_logit_softcapping": model.logit_softcap,
+        "attn_logit_softcapping": None,
+        "sliding_window": model.sliding_window or model.block_size,
+        "layer_types": _layer_types(model),
+        # Of transformers 4 and of transformers 5.
+        "rope_theta": model.rope_theta,
+        "rope_local_base_freq": local,
+        "rope_scaling": scaling,
+        "rope_parameters": {
+            "full_attention": {
+                "rope_theta": model.rope_theta,
+                **(scaling or {"rope_type": "default"}),
+            },
+            "sliding_attention": {"rope_theta": local, "rope_type": "default"},
+        },
+    }
+
+
+def _to_decoder(model: ModelConfig) -> dict[str, Any]:
+    """Return the sizes of a model, as `_decoder` reads them."""
+    return {
         "num_hidden_layers": model.n_layer,
         "num_attention_heads": model.n_head,
         "num_key_value_heads": model.kv_heads,
@@ -262,11 +409,26 @@ def _to_llama(model: ModelConfig, special: list[str]) -> dict[str, Any]:
         "hidden_size": model.n_embd,
         "intermediate_size": model.mlp_width,
         "max_position_embeddings": model.block_size,
-        "hidden_act": "silu",
         "rms_norm_eps": model.norm_eps,
-        "rope_theta": model.rope_theta,
-        "rope_scaling": rope,
         "tie_word_embeddings": model.tie_embeddings,
         "attention_dropout": 0.0,
-        **own,
     }
+
+
+def _rope_scaling(model: ModelConfig) -> dict[str, Any] | None:
+    """Return rope_scaling, as `_rope` reads it; None without."""
+    if not model.rope_scaling:
+        return None
+    kind = next(kind for kind, keys in ROPE_TYPES.items() if len(keys) == len(model.rope_scaling))
+    out = dict(zip(ROPE_TYPES[kind], model.rope_scaling, strict=True))
+    if kind == "llama3":
+        out[LLAMA3_ROPE[-1]] = int(out[LLAMA3_ROPE[-1]])
+    return {"rope_type": kind, **out}
+
+
+def _layer_types(model: ModelConfig) -> list[str]:
+    """Return the type of each layer."""
+    default = "global" if model.sliding_window is None else "local"
+    pattern = model.layers or (default,)
+    ours = {kind: name for name, kind in LAYER_TYPES.items()}
+    return [ours[pattern[i % len(pattern)]] for i in range(model.n_layer)]

@@ -81,6 +81,16 @@ LLAMA_EQUAL_HEADS: Table = LLAMA | {
     for kind, ours, form in (("weight", "kernel", "transposed"), ("bias", "bias", "same"))
 }
 
+# Gemma 3, which also normalizes the outputs of attention and MLP.
+GEMMA3: Table = LLAMA | {
+    "model.layers.{}.post_attention_layernorm.weight": Place("layers/post_norm_1/scale"),
+    "model.layers.{}.pre_feedforward_layernorm.weight": Place("layers/norm_2/scale"),
+    "model.layers.{}.post_feedforward_layernorm.weight": Place("layers/post_norm_2/scale"),
+}
+GEMMA3_EQUAL_HEADS: Table = GEMMA3 | {
+    name: place for name, place in LLAMA_EQUAL_HEADS.items() if ".self_attn." in name
+}
+
 # Megatron-LM's and Megatron-DeepSpeed's GPT, and the dim along which ranks hold parts of it.
 MEGATRON: dict[str, tuple[Place, int | None]] = {
     "embedding.word_embeddings.weight": (Place("token_embedding/embedding"), 0),

@@ -206,7 +206,7 @@ class Model:
 
     def _batch(self, rows: Rows, first: int) -> "jax.Array":
         """Return rows from `first` on, filled up with `NO_TOKEN`: int32 (batch_size, T+1)."""
-        from jaxgpt.models.loss import NO_TOKEN
+        from jaxgpt.data.batch import NO_TOKEN
 
         def read(wanted: range) -> np.ndarray:
             out = np.full((len(wanted), rows.length + 1), NO_TOKEN, np.int32)

@@ -1,6 +1,7 @@
 """Layer norm and RMSNorm with their own gradient, which saves 7 % of a CPU step over Flax's."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +28,17 @@ class RMSNorm(nnx.RMSNorm):
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
         y_BTD = normalized(x_BTD, self.scale.get_value(), self.epsilon, False)
+        return y_BTD.astype(self.dtype)
+
+
+class RMSNorm1p(RMSNorm):
+    """RMSNorm that multiplies by 1 + scale, which begins at 0 (Gemma, arXiv 2408.00118)."""
+
+    def __init__(self, num_features: int, **options: Any):
+        super().__init__(num_features, scale_init=nnx.initializers.zeros_init(), **options)
+
+    def __call__(self, x_BTD: jax.Array) -> jax.Array:
+        y_BTD = normalized(x_BTD, 1 + self.scale.get_value(), self.epsilon, False)
         return y_BTD.astype(self.dtype)
 
 

@@ -1,9 +1,9 @@
-"""Causal self-attention: the choice of a kernel, and the kernels."""
+"""Causal self-attention: the table of kernels, the choice among them, and the kernels."""
 
 import functools
 import itertools
-import math
 from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,11 +15,29 @@ from jaxgpt.kernels.dropout import drop_elements
 # if each has at least 128. With more or shorter blocks, CPUs lose more time than they save.
 MOST_BLOCKS, LEAST_POSITIONS, LEAST_POSITIONS_OF_TWO = 4, 128, 32
 BLOCK = 128  # number of queries that `blockwise_attention` processes at a time
-# (q_BTHK, k_BTGK, v_BTGK, dropout keys_BH or None, starts_BT or None) -> out_BTHK. Query head h
-# uses key-value head h G // H. starts_BT is set with data.document_mask: it holds the position at
-# which each token's document begins, and tokens before that position are masked.
+# From here on `blockwise_attention` is faster on CPUs: at T = 1,024, 2,048 and 4,096 it takes 0.99,
+# 0.93 and 0.62 of the time of `causal_attention`, and a half, a quarter and an eighth of its memory
+# (2026-11, two cores of an AMD EPYC, float32, JAX 0.10.2).
+LEAST_BLOCKWISE_T = 2048
+
+
+class TokenPositions(NamedTuple):
+    """Where tokens stand, as attention needs it."""
+
+    positions: jax.Array  # within the document: int32 (T,) if all rows have the same, or (B, T)
+    segments: jax.Array | None = None  # document number within the row (B, T); None is one document
+
+    def block(self, part: slice) -> "TokenPositions":
+        """Return the places of a slice of the tokens."""
+        return jax.tree.map(lambda x: x[..., part], self)
+
+
+# (q_BTHK, k_BSGK, v_BSGK, places of the queries, places of the keys, window, dropout keys_BH or
+# None) -> out_BTHK. Query head h uses key-value head h G // H. A query attends to the keys of its
+# document at its own position and before it: to `window` of them, or to all if that is None.
 Attention = Callable[
-    [jax.Array, jax.Array, jax.Array, jax.Array | None, jax.Array | None], jax.Array
+    [jax.Array, jax.Array, jax.Array, TokenPositions, TokenPositions, int | None, jax.Array | None],
+    jax.Array,
 ]
 
 
@@ -31,99 +49,139 @@ def cuda_capability(device: jax.Device) -> float:
         return 0.0
 
 
-def choose_attention(
-    config: ModelConfig, dtype: str, capability: float, document_mask: bool = False
-) -> tuple[str, str]:
-    """Return the name of the kernel to run, `xla` or `cudnn`, and the reason for the choice.
+class AttentionSetting(NamedTuple):
+    """What decides whether an attention kernel can run."""
 
-    Args:
-        capability: the devices' `cuda_capability`.
-        document_mask: data.document_mask.
+    config: ModelConfig
+    dtype: str  # train.dtype
+    capability: float = 0.0  # `cuda_capability` of the devices
+    document_mask: bool = False  # data.document_mask
+    deterministic: bool = False  # train.deterministic
+
+
+class Kernel(NamedTuple):
+    """An attention kernel."""
+
+    obstacle: Callable[[AttentionSetting], str | None]  # why it cannot run; None if it can
+    make: Callable[[AttentionSetting], Attention]
+    reason: str  # why it is the best choice if it can run
+    least_T: int = 0  # below this block size, `auto` prefers the next kernel of the table
+
+
+def cudnn_obstacle(setting: AttentionSetting) -> str | None:
+    """Return why cuDNN's kernel cannot run; None if it can."""
+    config, K = setting.config, setting.config.head_size
+    largest = 256 if setting.capability >= 9 else 128  # head size: Hopper supports larger heads
+    if setting.capability < 8:
+        return "cuDNN attention needs an NVIDIA GPU, A100 or newer"
+    if setting.dtype not in ("bfloat16", "float16"):
+        return f"cuDNN needs train.dtype=bfloat16, not {setting.dtype}"
+    if K % 8 or K > largest:
+        return f"cuDNN needs a head size that is a multiple of 8 up to {largest}, not {K}"
+    if config.dropout:
+        return f"this cuDNN path has no dropout, and model.dropout={config.dropout}"
+    if setting.document_mask and config.block_size % 2:
+        return (
+            f"cuDNN needs an even model.block_size for data.document_mask, not {config.block_size}"
+        )
+    return None
+
+
+def make_cudnn(setting: AttentionSetting) -> Attention:
+    """Return cuDNN's kernel."""
+    scales = distinct_scales(setting.config.head_size) if setting.deterministic else None
+    return functools.partial(cudnn_attention, scales=scales)
+
+
+# model.attention -> the kernel. `auto` takes the first one that can run and is worth it.
+KERNELS = {
+    "cudnn": Kernel(
+        cudnn_obstacle,
+        make_cudnn,
+        "flash attention, O(T) memory; bit for bit with train.deterministic=True",
+    ),
+    "blockwise": Kernel(
+        lambda setting: None,
+        lambda setting: functools.partial(blockwise_attention, dropout=setting.config.dropout),
+        "one block of queries at a time, O(T) memory",
+        least_T=LEAST_BLOCKWISE_T,
+    ),
+    "xla": Kernel(
+        lambda setting: None,
+        lambda setting: functools.partial(causal_attention, dropout=setting.config.dropout),
+        "all scores at once, O(T^2) memory",
+    ),
+}
+
+
+def choose_attention(setting: AttentionSetting) -> tuple[str, str]:
+    """Return the name of the kernel to run, and the reason for the choice.
 
     Raises:
-        UsageError: if model.attention=cudnn cannot run.
+        UsageError: if the kernel that model.attention names cannot run.
     """
-    K, T = config.head_size, config.block_size
-    largest = 256 if capability >= 9 else 128  # head size: Hopper's kernels support larger heads
-    obstacle = None
-    if capability < 8:
-        obstacle = "cuDNN attention needs an NVIDIA GPU, A100 or newer"
-    elif dtype not in ("bfloat16", "float16"):
-        obstacle = f"cuDNN needs train.dtype=bfloat16, not {dtype}"
-    elif K % 8 or K > largest:
-        obstacle = f"cuDNN needs a head size that is a multiple of 8 up to {largest}, not {K}"
-    elif config.dropout:
-        obstacle = f"this cuDNN path has no dropout, and model.dropout={config.dropout}"
-    elif document_mask and T % 2:
-        obstacle = f"cuDNN needs an even model.block_size for data.document_mask, not {T}"
-    if config.attention == "cudnn" and obstacle:
-        raise UsageError(f"model.attention=cudnn: {obstacle}; use auto or xla")
-    if config.attention == "xla":
-        return "xla", "model.attention=xla"
-    if obstacle:
-        return "xla", obstacle
-    mask = ", and a mask of documents, 2 T^2 bytes a row" if document_mask else ""
-    return "cudnn", f"flash attention, O(T) memory{mask}; bit for bit with train.deterministic=True"
+    chosen, T = setting.config.attention, setting.config.block_size
+    if chosen != "auto":
+        if obstacle := KERNELS[chosen].obstacle(setting):
+            raise UsageError(f"model.attention={chosen}: {obstacle}; use auto")
+        return chosen, f"model.attention={chosen}"
+    obstacles = [why for kernel in KERNELS.values() if (why := kernel.obstacle(setting))]
+    name, kernel = next(
+        (name, kernel)
+        for name, kernel in KERNELS.items()
+        if kernel.obstacle(setting) is None and T >= kernel.least_T
+    )
+    mask = ", and a mask of documents, 2 T^2 bytes a row" * setting.document_mask
+    reason = kernel.reason + (mask if name == "cudnn" else "")
+    return name, "; ".join([reason, *obstacles])
 
 
-def fallback_warnings(
-    config: ModelConfig, kernel: str, reason: str, capability: float
-) -> list[str]:
+def fallback_warnings(setting: AttentionSetting, kernel: str, reason: str) -> list[str]:
     """Return a warning if the NVIDIA GPU supports cuDNN attention but this run cannot use it."""
-    if kernel == "cudnn" or config.attention != "auto" or capability < 8:
+    if kernel == "cudnn" or setting.config.attention != "auto" or setting.capability < 8:
         return []
-    return [f"attention runs without cuDNN, in O(T^2) memory and slower: {reason}"]
-
-
-def make_attention(kernel: str, config: ModelConfig, deterministic: bool = False) -> Attention:
-    """Return the attention function for a kernel name from `choose_attention`.
-
-    Args:
-        deterministic: train.deterministic.
-    """
-    if kernel == "cudnn":
-        scales = distinct_scales(config.head_size) if deterministic else None
-        return functools.partial(cudnn_attention, window=config.sliding_window, scales=scales)
-    return functools.partial(causal_attention, dropout=config.dropout, window=config.sliding_window)
+    return [f"attention runs without cuDNN, and slower: {reason}"]
 
 
 def causal_attention(
     q_BTHK: jax.Array,
     k_BTGK: jax.Array,
     v_BTGK: jax.Array,
-    keys_BH: jax.Array | None = None,
-    starts_BT: jax.Array | None = None,
+    q_at: TokenPositions,
+    k_at: TokenPositions,
+    window: int | None,
+    keys_BH: jax.Array | None,
     dropout: float = 0.0,
-    window: int | None = None,
+    attend: Callable[..., jax.Array] | None = None,
 ) -> jax.Array:
     """Compute attention in a few blocks of queries, and skip the keys after each block's end.
 
-    n blocks compute (n + 1) / 2n of the T x T scores, or less with a window. Which attention
-    weights are dropped depends on the blocks. The blocks save 6 % of a `shakespeare_char` step on a
-    CPU.
+    The queries and the keys are those of the same tokens, in their order. n blocks compute
+    (n + 1) / 2n of the T x T scores, or less with a window. Which attention weights are dropped
+    depends on the blocks. The blocks save 6 % of a `shakespeare_char` step on a CPU. `attend`
+    computes one block; None is `xla_attention`.
     """
     T = q_BTHK.shape[1]
     n = max(1, min(2, T // LEAST_POSITIONS_OF_TWO), min(MOST_BLOCKS, T // LEAST_POSITIONS))
     cuts = [T * i // n for i in range(1, n)]
-    offsets = [0, *cuts]
+    offsets, ends = [0, *cuts], [*cuts, T]
     q_blocks, k_blocks, v_blocks = (jnp.split(x, cuts, axis=1) for x in (q_BTHK, k_BTGK, v_BTGK))
-    starts = [None] * n if starts_BT is None else jnp.split(starts_BT, cuts, axis=1)
     out = []
-    for i, (offset, q_BtHK) in enumerate(zip(offsets, q_blocks, strict=True)):
+    for i, (offset, end) in enumerate(zip(offsets, ends, strict=True)):
         oldest = 0 if window is None else max(0, offset - window + 1)
         first = max(j for j in range(i + 1) if offsets[j] <= oldest)  # first visible block of keys
         k_BsGK, v_BsGK = (jnp.concatenate(x[first : i + 1], axis=1) for x in (k_blocks, v_blocks))
         out.append(
-            xla_attention(
-                q_BtHK,
+            (attend or xla_attention)(
+                q_blocks[i],
                 k_BsGK,
                 v_BsGK,
+                q_at.block(slice(offset, end)),
+                k_at.block(slice(offsets[first], end)),
+                window,
                 keys_BH,
-                starts[i],
                 dropout=dropout,
-                window=window,
-                position_offset=offset,
-                key_positions_S=offsets[first] + jnp.arange(k_BsGK.shape[1]),
+                block=offset,
             )
         )
     return jnp.concatenate(out, axis=1)
@@ -133,36 +191,32 @@ def xla_attention(
     q_BTHK: jax.Array,
     k_BSGK: jax.Array,
     v_BSGK: jax.Array,
+    q_at: TokenPositions,
+    k_at: TokenPositions,
+    window: int | None = None,
     keys_BH: jax.Array | None = None,
-    starts_BT: jax.Array | None = None,
     *,
     dropout: float = 0.0,
-    window: int | None = None,
-    position_offset: int | jax.Array = 0,
-    key_positions_S: jax.Array | None = None,
+    block: int | jax.Array = 0,
 ) -> jax.Array:
     """Return softmax(q k^T / sqrt(K)) v with a causal mask, in q's dtype; the softmax is float32.
 
     Args:
         dropout: rate at which attention weights are dropped if `keys_BH` is given.
-        window: number of positions that a query attends to, including its own.
-        position_offset: position of the first query.
-        key_positions_S: positions of the keys; None means 0, 1, ...
+        block: number that is different for each block of queries with the same `keys_BH`.
     """
-    T, H, K = q_BTHK.shape[1:]
+    H, K = q_BTHK.shape[2:]
     k_BSHK = repeat_heads(k_BSGK, H)
     if q_BTHK.dtype == jnp.float32:
         scores_BHTS = inner_products(q_BTHK * K**-0.5, k_BSHK)
     else:  # scaling the queries first would round them
         scores_BHTS = inner_products(q_BTHK, k_BSHK) * K**-0.5
-    if key_positions_S is None:
-        key_positions_S = jnp.arange(k_BSGK.shape[1])
-    is_seen = visible_keys(position_offset + jnp.arange(T), key_positions_S, window, starts_BT)
+    is_seen = visible_keys(q_at, k_at, window)
     weights_BHTS = jax.nn.softmax(jnp.where(is_seen, scores_BHTS, -jnp.inf), axis=-1)
     if keys_BH is not None and dropout > 0:
 
         def drop(weights_TS: jax.Array, key: jax.Array) -> jax.Array:
-            return drop_elements(weights_TS, dropout, jax.random.fold_in(key, position_offset))
+            return drop_elements(weights_TS, dropout, jax.random.fold_in(key, block))
 
         weights_BHTS = jax.vmap(jax.vmap(drop))(weights_BHTS, keys_BH)
     v_BSHK = repeat_heads(v_BSGK, H)
@@ -197,29 +251,16 @@ def _inner_products_backward(
 inner_products.defvjp(_inner_products_forward, _inner_products_backward)
 
 
-def visible_keys(
-    positions_T: jax.Array,
-    key_positions_S: jax.Array,
-    window: int | None,
-    starts_BT: jax.Array | None,
-) -> jax.Array:
+def visible_keys(q_at: TokenPositions, k_at: TokenPositions, window: int | None) -> jax.Array:
     """Return which keys each query attends to: booleans (T, S), or (B, 1, T, S) with documents."""
-    is_seen = positions_T[:, None] >= key_positions_S[None, :]
+    distance = q_at.positions[..., :, None] - k_at.positions[..., None, :]
+    is_seen = distance >= 0
     if window is not None:
-        is_seen &= positions_T[:, None] - key_positions_S[None, :] < window
-    if starts_BT is not None:
-        is_seen = is_seen & (key_positions_S >= starts_BT[:, None, :, None])
+        is_seen &= distance < window
+    if q_at.segments is not None:
+        is_seen &= q_at.segments[:, :, None] == k_at.segments[:, None, :]
+        is_seen = is_seen[:, None]
     return is_seen
-
-
-def document_starts(tokens_BT: jax.Array, end_of_text: int) -> jax.Array:
-    """Return starts_BT: the position in the row at which each token's document begins.
-
-    A document ends with its end-of-text token. The first document of a row begins at 0.
-    """
-    is_end_BT = tokens_BT[:, :-1] == end_of_text
-    begins_BT = jnp.where(is_end_BT, jnp.arange(1, tokens_BT.shape[1]), 0)
-    return jax.lax.cummax(jnp.pad(begins_BT, ((0, 0), (1, 0))), axis=1)
 
 
 def repeat_heads(x_BSGK: jax.Array, H: int) -> jax.Array:
@@ -241,14 +282,16 @@ def cudnn_attention(
     q_BTHK: jax.Array,
     k_BTGK: jax.Array,
     v_BTGK: jax.Array,
+    q_at: TokenPositions,
+    k_at: TokenPositions,
+    window: int | None,
     keys_BH: jax.Array | None,
-    starts_BT: jax.Array | None = None,
-    window: int | None = None,
     scales: Iterator[float] | None = None,
 ) -> jax.Array:
     """Compute attention with cuDNN's fused flash kernel, which never stores the scores.
 
-    With documents, the kernel takes one mask for all heads.
+    The queries and the keys are those of the same tokens, in their order. With documents, the
+    kernel takes one mask for all heads.
     """
     del keys_BH  # choose_attention never picks this kernel with dropout
     attend = functools.partial(
@@ -259,42 +302,50 @@ def cudnn_attention(
         scale=None if scales is None else next(scales),
         implementation="cudnn",
     )
-    if starts_BT is not None:
-        positions_T = jnp.arange(q_BTHK.shape[1])
-        return attend(mask=visible_keys(positions_T, positions_T, window, starts_BT))
+    if q_at.segments is not None:
+        return attend(mask=visible_keys(q_at, k_at, window))
     return attend(is_causal=True, local_window_size=None if window is None else (window - 1, 0))
 
 
-def blockwise_attention(
-    q_BTHK: jax.Array,
-    k_BTGK: jax.Array,
-    v_BTGK: jax.Array,
-    keys_BH: jax.Array | None,
-    starts_BT: jax.Array | None = None,
-    window: int | None = None,
-) -> jax.Array:
-    """Compute attention one block of queries at a time, in O(T) memory.
+def blockwise_attention(*operands: Any, dropout: float = 0.0) -> jax.Array:
+    """Compute `causal_attention`, but `BLOCK` queries at a time, in O(T) memory.
 
-    `jaxgpt.plan` uses it in place of cuDNN's kernel when it compiles without an NVIDIA GPU.
+    The backward pass computes the scores again. `jaxgpt.plan` uses it in place of cuDNN's kernel
+    when it compiles without an NVIDIA GPU.
     """
-    del keys_BH
-    B, T, H, K = q_BTHK.shape
-    size = math.gcd(T, BLOCK)
-    starts_BT = jnp.zeros((B, T), jnp.int32) if starts_BT is None else starts_BT
+    return causal_attention(*operands, dropout=dropout, attend=scanned_attention)
+
+
+def scanned_attention(
+    q_BTHK: jax.Array,
+    k_BSGK: jax.Array,
+    v_BSGK: jax.Array,
+    q_at: TokenPositions,
+    k_at: TokenPositions,
+    window: int | None,
+    keys_BH: jax.Array | None,
+    *,
+    dropout: float,
+    block: int,
+) -> jax.Array:
+    """Return `xla_attention`, computed in a loop over blocks of at most `BLOCK` queries."""
+    T = q_BTHK.shape[1]
+    size = max(n for n in range(1, BLOCK + 1) if T % n == 0)
 
     @jax.checkpoint
-    def attend(_, block):
-        q_BtHK, starts_Bt, offset = block
-        return None, xla_attention(
-            q_BtHK, k_BTGK, v_BTGK, None, starts_Bt, window=window, position_offset=offset
-        )
+    def attend(_, part):
+        q_BtHK, at, number = part
+        operands = q_BtHK, k_BSGK, v_BSGK, at, k_at, window, keys_BH
+        return None, xla_attention(*operands, dropout=dropout, block=number)
 
-    def blocks(x: jax.Array) -> jax.Array:
-        return x.reshape(B, T // size, size, *x.shape[2:]).swapaxes(0, 1)
+    def split(x: jax.Array, axis: int) -> jax.Array:
+        shape = *x.shape[:axis], T // size, size, *x.shape[axis + 1 :]
+        return jnp.moveaxis(x.reshape(shape), axis, 0)
 
-    operands = blocks(q_BTHK), blocks(starts_BT), jnp.arange(0, T, size)
+    places = jax.tree.map(lambda x: split(x, x.ndim - 1), q_at)
+    operands = split(q_BTHK, 1), places, block + jnp.arange(0, T, size)
     _, out = jax.lax.scan(attend, None, operands)
-    return out.swapaxes(0, 1).reshape(B, T, H, K)
+    return jnp.moveaxis(out, 0, 1).reshape(q_BTHK.shape)
 
 
 def without_scores(attend: Attention) -> Attention:
@@ -303,19 +354,20 @@ def without_scores(attend: Attention) -> Attention:
     This is the selective recomputation of arXiv 2205.05198, section 5.
     """
 
-    @jax.custom_vjp
-    def forgetful(q_BTHK, k_BTGK, v_BTGK, keys_BH, starts_BT):
-        return attend(q_BTHK, k_BTGK, v_BTGK, keys_BH, starts_BT)
+    @functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
+    def recomputed(q_BTHK, k_BSGK, v_BSGK, q_at, k_at, window, keys_BH):
+        return attend(q_BTHK, k_BSGK, v_BSGK, q_at, k_at, window, keys_BH)
 
-    def forward(*operands):
-        return attend(*operands), operands
+    def forward(q_BTHK, k_BSGK, v_BSGK, q_at, k_at, window, keys_BH):
+        out_BTHK = attend(q_BTHK, k_BSGK, v_BSGK, q_at, k_at, window, keys_BH)
+        return out_BTHK, ((q_BTHK, k_BSGK, v_BSGK), (q_at, k_at, keys_BH))
 
-    def backward(operands, d_out_BTHK):
+    def backward(window, operands, d_out_BTHK):
         # Without the barrier, XLA would recompute the scores too early and keep them in memory.
         operands, d_out_BTHK = jax.lax.optimization_barrier((operands, d_out_BTHK))
-        *qkv, keys_BH, starts_BT = operands
-        d_qkv = jax.vjp(lambda *qkv: attend(*qkv, keys_BH, starts_BT), *qkv)[1](d_out_BTHK)
-        return *d_qkv, None, None
+        qkv, (q_at, k_at, keys_BH) = operands
+        _, pull_back = jax.vjp(lambda *qkv: attend(*qkv, q_at, k_at, window, keys_BH), *qkv)
+        return *pull_back(d_out_BTHK), None, None, None
 
-    forgetful.defvjp(forward, backward)
-    return forgetful
+    recomputed.defvjp(forward, backward)
+    return recomputed

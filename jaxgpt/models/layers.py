@@ -16,8 +16,8 @@ from flax import nnx
 
 from jaxgpt.config import ModelConfig, UsageError
 from jaxgpt.kernels.dropout import drop_elements
-from jaxgpt.kernels.norm import LayerNorm, RMSNorm
-from jaxgpt.models.attention import Attention
+from jaxgpt.kernels.norm import LayerNorm, RMSNorm, RMSNorm1p
+from jaxgpt.models.attention import Attention, TokenPositions
 from jaxgpt.models.rope import Rotation
 from jaxgpt.parallel.sharding import LogicalAxes
 from jaxgpt.parallel.tensor import ParallelContext
@@ -70,7 +70,7 @@ class LayerBuilder:
 
     def norm(self) -> LayerNorm | RMSNorm:
         """Return a norm whose scale every device keeps: gathering it costs more than it saves."""
-        if self.config.norm == "rmsnorm":
+        if self.config.norm != "layernorm":
             return self.rms_norm(self.config.n_embd, None)
         return LayerNorm(
             self.config.n_embd,
@@ -84,7 +84,8 @@ class LayerBuilder:
 
     def rms_norm(self, size: int, axis: str | None) -> RMSNorm:
         """Return an RMSNorm over the last dim, of `size`, whose scale has this logical axis."""
-        return RMSNorm(
+        norm = RMSNorm1p if self.config.norm == "rmsnorm_1p" else RMSNorm
+        return norm(
             size,
             epsilon=self.config.norm_eps,
             dtype=self.dtype,
@@ -132,11 +133,32 @@ class Linear(nnx.Module):
         return y if self.bias is None else (y + self.bias.get_value()).astype(self.dtype)
 
 
-class Positions(NamedTuple):
-    """The positions of a row's tokens as attention needs them; the same in all layers."""
+class LayerKind(NamedTuple):
+    """What attention differs by between the layers of a model."""
 
-    rotation: Rotation | None = None  # with model.position=rope
-    starts_BT: jax.Array | None = None  # with data.document_mask: where each document begins
+    window: int | None  # positions that a query attends to, its own included; None is all
+    rope_theta: float  # base of the rotary wavelengths
+    rope_scaling: tuple[float, ...]  # as model.rope_scaling
+
+
+def layer_pattern(config: ModelConfig) -> tuple[LayerKind, ...]:
+    """Return the kinds of the first layers, which repeat over the depth of the model."""
+    everywhere = LayerKind(None, config.rope_theta, config.rope_scaling)
+    local = everywhere._replace(window=config.sliding_window)
+    if config.local_rope_theta is not None:
+        local = LayerKind(config.sliding_window, config.local_rope_theta, ())
+    kinds = {"global": everywhere, "local": local}
+    default = "local" if config.sliding_window is not None else "global"
+    return tuple(kinds[name] for name in config.layers or (default,))
+
+
+class AttentionInputs(NamedTuple):
+    """What attention needs beside the hidden states; the same for all layers of a kind."""
+
+    attend: Attention
+    at: TokenPositions
+    rotation: Rotation | None  # None without model.position=rope
+    window: int | None
 
 
 class SelfAttention(nnx.Module):
@@ -146,6 +168,8 @@ class SelfAttention(nnx.Module):
         config = build.config
         D, H, G, K = config.n_embd, config.n_head, config.kv_heads, config.head_size
         self.parallel, self.n_head, self.n_kv_head = build.parallel, H, G
+        # The kernels divide the scores by the square root of K.
+        self.query_factor = math.sqrt(K / (config.query_pre_attn_scalar or K))
 
         def project(outputs: tuple[int, ...], axes: LogicalAxes) -> Linear:
             return build.column_parallel((D,), outputs, ("embed", *axes), config.qkv_bias)
@@ -161,15 +185,19 @@ class SelfAttention(nnx.Module):
         self.out = build.row_parallel((H, K), (D,), ("heads", None, "embed"))
 
     def __call__(
-        self, x_BTD: jax.Array, keys_B: jax.Array | None, attend: Attention, positions: Positions
+        self, x_BTD: jax.Array, keys_B: jax.Array | None, inputs: AttentionInputs
     ) -> jax.Array:
-        q_BTHK, k_BTGK, v_BTGK = self.project(x_BTD)
+        q_BTHK, k_BTGK, v_BTGK = self.project(x_BTD)  # T/s -> T: B/b T H/t K, B/b T G/t K
         if self.q_norm is not None:
             q_BTHK, k_BTGK = self.q_norm(q_BTHK), self.k_norm(k_BTGK)
-        if positions.rotation is not None:
-            q_BTHK, k_BTGK = positions.rotation(q_BTHK), positions.rotation(k_BTGK)
+        if inputs.rotation is not None:
+            q_BTHK, k_BTGK = inputs.rotation(q_BTHK), inputs.rotation(k_BTGK)
+        if self.query_factor != 1:
+            q_BTHK = q_BTHK * jnp.asarray(self.query_factor, q_BTHK.dtype)
         keys_BH = keys_for(keys_B, self.local_heads(q_BTHK.shape[2]))
-        return self.out(attend(q_BTHK, k_BTGK, v_BTGK, keys_BH, positions.starts_BT))
+        at, window = inputs.at, inputs.window
+        out_BTHK = inputs.attend(q_BTHK, k_BTGK, v_BTGK, at, at, window, keys_BH)  # B/b T H/t K
+        return self.out(out_BTHK)  # +t -> T/s: B/b T/s D
 
     def project(self, x_BTD: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Return q_BTHK, k_BTGK and v_BTGK of this device's heads."""

@@ -1,17 +1,58 @@
-"""Cross-entropy on a vocabulary that may be sharded over devices, at once or in chunks."""
+"""The output layer and its cross-entropy, at once or in chunks, with a vocabulary that may be split
+over devices."""
 
 import functools
-import math
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from jaxgpt.config import ModelConfig
-from jaxgpt.models.transformer import logits
 from jaxgpt.parallel.tensor import NO_PARALLELISM, ParallelContext
 
-NO_TOKEN = -1  # a target that does not count: padding of the last chunk, row or batch
+
+class LossParts(NamedTuple):
+    """Weighted sums over some targets, in nats. Sums of parts are the parts of a whole batch."""
+
+    loss: jax.Array  # float32 scalar, which is differentiated
+    rows: dict[str, jax.Array]  # auxiliary values of each row, by name: float32 (B,)
+
+
+class TokenScores(NamedTuple):
+    """The loss and the most likely token at each position."""
+
+    losses_BT: jax.Array  # weighted -log p(target) in nats, float32
+    likeliest_BT: jax.Array  # the token with the largest logit, int32; the first of several
+
+
+class OutputLayer(NamedTuple):
+    """The weights that turn hidden states into logits, on one device."""
+
+    w_VD: jax.Array  # this device's shard of the vocabulary
+    vocab_offset: Any  # the first token of the shard
+    config: ModelConfig
+    parallel: ParallelContext = NO_PARALLELISM
+
+    def logits(self, x_BTD: jax.Array) -> jax.Array:
+        """Return the scores of this device's tokens, float32; those that only pad are -inf.
+
+        They are rounded to the operands' dtype, as in nanoGPT and llm.c: to write and read them in
+        float32 would move another 7 % of the bytes of a GPT-2 step on a GPU.
+        """
+        logits_BTV = jnp.einsum("...D,VD->...V", x_BTD, self.w_VD)  # B/b T V/t
+        logits_BTV = logits_BTV.astype(jnp.float32)
+        if (cap := self.config.logit_softcap) is not None:
+            logits_BTV = cap * jnp.tanh(logits_BTV / cap)
+        is_token_V = self.vocab_offset + jnp.arange(self.w_VD.shape[0]) < self.config.vocab_size
+        return jnp.where(is_token_V, logits_BTV, -jnp.inf)
+
+    def losses(
+        self, x_BTD: jax.Array, targets_BT: jax.Array, weights_BT: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """Return the weighted loss of each target, and this device's logits."""
+        logits_BTV = self.logits(x_BTD)
+        losses_BT = cross_entropy(logits_BTV, targets_BT, self.vocab_offset, self.parallel)
+        return jnp.where(weights_BT == 0, 0, weights_BT * losses_BT), logits_BTV
 
 
 def cross_entropy(
@@ -26,127 +67,101 @@ def cross_entropy(
     target's logit, numbers of shape (B, T), are communicated (arXiv 1909.08053, section 3).
     The first of them is that of token `vocab_offset`.
     """
-    largest_BT = parallel.pmax(jax.lax.stop_gradient(logits_BTV).max(axis=-1))
+    largest_BT = parallel.pmax(jax.lax.stop_gradient(logits_BTV).max(axis=-1))  # B/b T
     sums_BT = jnp.exp(logits_BTV - largest_BT[..., None]).sum(axis=-1)
     is_target_BTV = vocab_offset + jnp.arange(logits_BTV.shape[-1]) == targets_BT[..., None]
     target_BT = jnp.where(is_target_BTV, logits_BTV, 0.0).sum(axis=-1)
-    sums_BT, target_BT = parallel.psum((sums_BT, target_BT))
+    sums_BT, target_BT = parallel.psum((sums_BT, target_BT))  # +t -> B/b T
     return jnp.log(sums_BT) + largest_BT - target_BT
 
 
-def cross_entropy_sum(
+def loss_parts(
     x_BTD: jax.Array,
-    w_VD: jax.Array,
     targets_BT: jax.Array,
-    vocab_offset: Any,
-    config: ModelConfig,
-    parallel: ParallelContext,
+    weights_BT: jax.Array,
+    output: OutputLayer,
     chunk: int,
-) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Return the cross-entropy summed over all tokens, from the operands of the output layer.
+) -> LossParts:
+    """Return the weighted cross-entropy of all targets, summed.
 
     Args:
         chunk: number of tokens to compute at a time, so that only their logits are in memory; 0
             computes all tokens at once.
 
     Returns:
-        (sum, auxiliary values of each row by name). The auxiliary values have the shape (B,) and
-        are not differentiated. `loss` is the sum over the row's tokens; metrics of the logits are
-        added here (train/README.md).
+        `rows["loss"]` is each row's part of the sum. Metrics of the logits are added here
+        (train/README.md).
     """
 
-    def loss_of(x_ND, w_VD, targets_N, vocab_offset):
-        _, losses_N = _scores_and_losses(x_ND, w_VD, targets_N, vocab_offset, config, parallel)
+    def loss_of(x_ND, w_VD, targets_N, weights_N, vocab_offset):
+        layer = output._replace(w_VD=w_VD, vocab_offset=vocab_offset)
+        losses_N, _ = layer.losses(x_ND, targets_N, weights_N)
         return losses_N.sum(), {"loss": losses_N}
 
+    operands = x_BTD, targets_BT, weights_BT
     if chunk == 0 or chunk >= targets_BT.size:
-        loss, tokens = loss_of(x_BTD, w_VD, targets_BT, vocab_offset)
+        x, targets, weights = operands
+        loss, tokens = loss_of(x, output.w_VD, targets, weights, output.vocab_offset)
     else:
-        x_PND, targets_PN = split_chunks(x_BTD, targets_BT, chunk)
-        loss, tokens = _chunked_loss(loss_of, x_PND, w_VD, targets_PN, vocab_offset)
-        tokens = jax.tree.map(lambda x_PN: _merge_chunks(x_PN, targets_BT.shape), tokens)
-    return loss, {"loss": tokens["loss"].sum(axis=1)}
-
-
-def _scores_and_losses(
-    x_ND: jax.Array,
-    w_VD: jax.Array,
-    targets_N: jax.Array,
-    vocab_offset: Any,
-    config: ModelConfig,
-    parallel: ParallelContext,
-) -> tuple[jax.Array, jax.Array]:
-    """Return this device's logits, and the loss of each target; 0 where that is `NO_TOKEN`."""
-    scores_NV = logits(x_ND, w_VD, vocab_offset, config)
-    losses_N = cross_entropy(scores_NV, targets_N, vocab_offset, parallel)
-    return scores_NV, jnp.where(targets_N == NO_TOKEN, 0, losses_N)
-
-
-class TokenScores(NamedTuple):
-    """The loss and the likeliest token at each position."""
-
-    losses_BT: jax.Array  # -log p(target) in nats, float32; 0 where the target is `NO_TOKEN`
-    likeliest_BT: jax.Array  # the token with the largest logit, int32; the first of several
+        x, targets, weights = split_chunks(operands, chunk)
+        loss, tokens = _chunked_loss(loss_of, x, output.w_VD, targets, weights, output.vocab_offset)
+        tokens = merge_chunks(tokens, targets_BT.shape)
+    return LossParts(loss, {"loss": tokens["loss"].sum(axis=1)})
 
 
 def score_tokens(
     x_BTD: jax.Array,
-    w_VD: jax.Array,
     targets_BT: jax.Array,
-    vocab_offset: Any,
-    config: ModelConfig,
-    parallel: ParallelContext,
+    weights_BT: jax.Array,
+    output: OutputLayer,
     chunk: int,
 ) -> TokenScores:
-    """Return the scores of all targets; arguments as for `cross_entropy_sum`."""
+    """Return the scores of all targets; arguments as for `loss_parts`."""
 
-    def score(part: tuple[jax.Array, jax.Array]) -> TokenScores:
-        x_ND, targets_N = part
-        scores_NV, losses_N = _scores_and_losses(
-            x_ND, w_VD, targets_N, vocab_offset, config, parallel
-        )
-        return TokenScores(losses_N, likeliest_token(scores_NV, vocab_offset, parallel))
+    def score(part: tuple[jax.Array, jax.Array, jax.Array]) -> TokenScores:
+        losses_N, logits_NV = output.losses(*part)
+        return TokenScores(losses_N, likeliest_token(logits_NV, output))
 
+    operands = x_BTD, targets_BT, weights_BT
     if chunk == 0 or chunk >= targets_BT.size:
-        return score((x_BTD, targets_BT))
-    found = jax.lax.map(score, split_chunks(x_BTD, targets_BT, chunk))
-    return jax.tree.map(lambda x_PN: _merge_chunks(x_PN, targets_BT.shape), found)
+        return score(operands)
+    return merge_chunks(jax.lax.map(score, split_chunks(operands, chunk)), targets_BT.shape)
 
 
-def likeliest_token(
-    logits_BTV: jax.Array, vocab_offset: Any, parallel: ParallelContext
-) -> jax.Array:
+def likeliest_token(logits_BTV: jax.Array, output: OutputLayer) -> jax.Array:
     """Return argmax over a vocabulary that may be split over devices: int32 (B, T)."""
-    largest_BT = parallel.pmax(logits_BTV.max(axis=-1))
-    ids_V = jnp.asarray(vocab_offset + jnp.arange(logits_BTV.shape[-1]), jnp.int32)
+    largest_BT = output.parallel.pmax(logits_BTV.max(axis=-1))
+    ids_V = jnp.asarray(output.vocab_offset + jnp.arange(logits_BTV.shape[-1]), jnp.int32)
     is_largest_BTV = logits_BTV == largest_BT[..., None]
     first_BT = jnp.where(is_largest_BTV, ids_V, jnp.iinfo(jnp.int32).max).min(axis=-1)
-    return -parallel.pmax(-first_BT)
+    return -output.parallel.pmax(-first_BT)
 
 
-def split_chunks(
-    x_BTD: jax.Array, targets_BT: jax.Array, chunk: int
-) -> tuple[jax.Array, jax.Array]:
-    """Return x_PND and targets_PN, in P chunks of at most `chunk` tokens.
+def split_chunks(arrays_BT: Any, chunk: int) -> Any:
+    """Return arrays (B, T, ...) as (P, N, ...): P chunks of at most `chunk` tokens.
 
-    They are as even as they get: what fills up the last one, `NO_TOKEN`, is computed too.
+    Chunks are as equal as possible. The last one is padded with zeros, which have weight 0.
     """
-    n, D = targets_BT.size, x_BTD.shape[-1]
+    n = jax.tree.leaves(arrays_BT)[-1].size
     parts = -(-n // chunk)
-    chunk = -(-n // parts)
-    padding = parts * chunk - n
-    x_PND = jnp.pad(x_BTD.reshape(n, D), ((0, padding), (0, 0))).reshape(parts, chunk, D)
-    targets_PN = jnp.pad(targets_BT.reshape(n), (0, padding), constant_values=NO_TOKEN)
-    return x_PND, targets_PN.reshape(parts, chunk)
+    size = -(-n // parts)
+
+    def split(x_BT: jax.Array) -> jax.Array:
+        x_N = x_BT.reshape(n, *x_BT.shape[2:])
+        x_N = jnp.pad(x_N, ((0, parts * size - n), *((0, 0),) * (x_N.ndim - 1)))
+        return x_N.reshape(parts, size, *x_N.shape[1:])
+
+    return jax.tree.map(split, arrays_BT)
 
 
-def _merge_chunks(x_PN: jax.Array, shape: tuple[int, int]) -> jax.Array:
-    """Return values of tokens in their shape before `split_chunks`, without those of padding."""
-    return x_PN.reshape(-1)[: math.prod(shape)].reshape(shape)
+def merge_chunks(values_PN: Any, shape: tuple[int, int]) -> Any:
+    """Return values of tokens in their shape (B, T) before `split_chunks`, without padding."""
+    B, T = shape
+    return jax.tree.map(lambda x_PN: x_PN.reshape(-1)[: B * T].reshape(B, T), values_PN)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _chunked_loss(loss_of, x_PND, w_VD, targets_PN, vocab_offset):
+def _chunked_loss(loss_of, x_PND, w_VD, targets_PN, weights_PN, vocab_offset):
     """Return the sum of `loss_of` over P chunks, one after the other, and its auxiliary results.
 
     A chunk's gradient is computed along with its loss, while its logits exist: neither do the
@@ -154,29 +169,31 @@ def _chunked_loss(loss_of, x_PND, w_VD, targets_PN, vocab_offset):
     """
 
     def add(total, part):
-        loss, aux = loss_of(part[0], w_VD, part[1], vocab_offset)
+        x_ND, targets_N, weights_N = part
+        loss, aux = loss_of(x_ND, w_VD, targets_N, weights_N, vocab_offset)
         return total + loss, aux
 
     zero = jnp.zeros_like(targets_PN, jnp.float32, shape=())
-    return jax.lax.scan(add, zero, (x_PND, targets_PN))
+    return jax.lax.scan(add, zero, (x_PND, targets_PN, weights_PN))
 
 
-def _chunked_loss_forward(loss_of, x_PND, w_VD, targets_PN, vocab_offset):
+def _chunked_loss_forward(loss_of, x_PND, w_VD, targets_PN, weights_PN, vocab_offset):
     value_and_grad = jax.value_and_grad(loss_of, argnums=(0, 1), has_aux=True)
 
     def add(totals, part):
-        (loss, aux), (dx_ND, dw_VD) = value_and_grad(part[0], w_VD, part[1], vocab_offset)
+        x_ND, targets_N, weights_N = part
+        (loss, aux), (dx_ND, dw_VD) = value_and_grad(x_ND, w_VD, targets_N, weights_N, vocab_offset)
         return (totals[0] + loss, totals[1] + dw_VD.astype(jnp.float32)), (dx_ND, aux)
 
     zeros = jnp.zeros_like(targets_PN, jnp.float32, shape=()), jnp.zeros_like(w_VD, jnp.float32)
-    (loss, dw_VD), (dx_PND, aux) = jax.lax.scan(add, zeros, (x_PND, targets_PN))
+    (loss, dw_VD), (dx_PND, aux) = jax.lax.scan(add, zeros, (x_PND, targets_PN, weights_PN))
     return (loss, aux), (dx_PND, dw_VD.astype(w_VD.dtype))
 
 
 def _chunked_loss_backward(loss_of, gradients, cotangents):
     d_loss, _ = cotangents
-    dx_PND, dw_VD = gradients
-    return (dx_PND * d_loss).astype(dx_PND.dtype), (dw_VD * d_loss).astype(dw_VD.dtype), None, None
+    dx_PND, dw_VD = ((d * d_loss).astype(d.dtype) for d in gradients)
+    return dx_PND, dw_VD, None, None, None
 
 
 _chunked_loss.defvjp(_chunked_loss_forward, _chunked_loss_backward)

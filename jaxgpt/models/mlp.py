@@ -23,21 +23,25 @@ class MLP(nnx.Module):
         self.down = build.row_parallel((F,), (D,), ("mlp", "embed"))
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
-        return self.down(self.activation(self.up(x_BTD)))
+        hidden_BTF = self.activation(self.up(x_BTD))  # T/s -> T: B/b T F/t
+        return self.down(hidden_BTF)  # +t -> T/s: B/b T/s D
 
 
-class SwiGLU(nnx.Module):
-    """down(silu(gate(x)) * up(x)) (arXiv 2002.05202), gate and up in one product."""
+class GatedMLP(nnx.Module):
+    """down(activation(gate(x)) * up(x)) (arXiv 2002.05202), gate and up in one product."""
 
-    def __init__(self, build: LayerBuilder):
+    def __init__(self, activation: Callable[[jax.Array], jax.Array], build: LayerBuilder):
         D, F = build.config.n_embd, build.config.mlp_width
+        self.activation = activation
         self.gate_up = build.column_parallel((D,), (2, F), ("embed", "parts", "mlp"))
         self.down = build.row_parallel((F,), (D,), ("mlp", "embed"))
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
-        gate_BTF, up_BTF = (x.squeeze(2) for x in jnp.split(self.gate_up(x_BTD), 2, axis=2))
-        gate_BTF = jax.nn.silu(gate_BTF.astype(jnp.float32))  # rounded once, as in `gelu`
-        return self.down((gate_BTF * up_BTF).astype(up_BTF.dtype))
+        both_BT2F = self.gate_up(x_BTD)  # T/s -> T: B/b T 2 F/t
+        gate_BTF, up_BTF = (x.squeeze(2) for x in jnp.split(both_BT2F, 2, axis=2))
+        gate_BTF = self.activation(gate_BTF.astype(jnp.float32))  # rounded once, as in `gelu`
+        hidden_BTF = (gate_BTF * up_BTF).astype(up_BTF.dtype)
+        return self.down(hidden_BTF)  # +t -> T/s: B/b T/s D
 
 
 def gelu(x: jax.Array) -> jax.Array:
@@ -76,7 +80,8 @@ MLPS: dict[str, Callable[[LayerBuilder], nnx.Module]] = {
     "gelu": functools.partial(MLP, gelu),
     "gelu_tanh": functools.partial(MLP, gelu_tanh),
     "relu2": functools.partial(MLP, squared_relu),
-    "swiglu": SwiGLU,
+    "swiglu": functools.partial(GatedMLP, jax.nn.silu),
+    "geglu_tanh": functools.partial(GatedMLP, gelu_tanh),
 }
 
 

@@ -3,8 +3,14 @@
 Shapes: B batch, T sequence, D embed, H heads, G key-value heads, K head dim, F mlp, V vocab,
 L layers. The weights of the L blocks are stacked along a leading `layers` axis, one array per kind
 of weight.
+
+Comments of the form `B/b T/s D` say how an activation is split over devices: B over the axes that
+split the batch (b), H, F and V over the axes that split heads (t), T over the same axes (s) with
+sequence parallelism. With it, `T/s -> T` is an all-gather, and `+t -> T/s` a reduce-scatter of
+partial sums. Without it, the first communicates nothing, and the second is an all-reduce.
 """
 
+import functools
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -15,41 +21,53 @@ from flax import nnx
 from jax.experimental.layout import Layout, with_layout_constraint
 
 from jaxgpt.config import ModelConfig
-from jaxgpt.models.attention import Attention, document_starts, make_attention
+from jaxgpt.data.batch import Batch
+from jaxgpt.models.attention import KERNELS, Attention, AttentionSetting, TokenPositions
 from jaxgpt.models.layers import (
+    AttentionInputs,
     LayerBuilder,
-    Positions,
+    LayerKind,
     SelfAttention,
     embedding,
     keys_for,
+    layer_pattern,
     padded_vocab_size,
 )
+from jaxgpt.models.loss import LossParts, OutputLayer, TokenScores, loss_parts, score_tokens
 from jaxgpt.models.mlp import make_mlp
-from jaxgpt.models.rope import Rotation, make_rotation
+from jaxgpt.models.rope import make_rotation
 from jaxgpt.parallel.remat import rematerialized
 from jaxgpt.parallel.tensor import NO_PARALLELISM, ParallelContext
 
 
 class Block(nnx.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x))."""
+    """x + attention(norm(x)), then x + mlp(norm(x)); with model.post_norm, of norms of both."""
 
     def __init__(self, build: LayerBuilder):
         self.dropout = build.dropout
         self.norm_1, self.norm_2 = build.norm(), build.norm()
+        self.post_norm_1 = self.post_norm_2 = nnx.data(None)
+        if build.config.post_norm:
+            self.post_norm_1, self.post_norm_2 = nnx.data(build.norm()), nnx.data(build.norm())
         self.attention, self.mlp = SelfAttention(build), make_mlp(build)
 
     def __call__(
-        self, x_BTD: jax.Array, keys_B: jax.Array | None, attend: Attention, positions: Positions
+        self, x_BTD: jax.Array, keys_B: jax.Array | None, inputs: AttentionInputs
     ) -> jax.Array:
         """Return x_BTD for the next layer; without a key for every row, there is no dropout."""
         keys = (None,) * 3 if keys_B is None else keys_for(keys_B, jnp.arange(3)).T
-        out_BTD = self.attention(self.norm_1(x_BTD), keys[0], attend, positions)
+        out_BTD = self.attention(self.norm_1(x_BTD), keys[0], inputs)  # B/b T/s D
+        if self.post_norm_1 is not None:
+            out_BTD = self.post_norm_1(out_BTD)
         x_BTD = x_BTD + self.dropout(out_BTD, keys[1])
-        return x_BTD + self.dropout(self.mlp(self.norm_2(x_BTD)), keys[2])
+        out_BTD = self.mlp(self.norm_2(x_BTD))  # B/b T/s D
+        if self.post_norm_2 is not None:
+            out_BTD = self.post_norm_2(out_BTD)
+        return x_BTD + self.dropout(out_BTD, keys[2])
 
 
 class GPT(nnx.Module):
-    """tokens_BT -> logits_BTV."""
+    """The network, in three pieces: `embed`, `run_blocks` and `head_loss`."""
 
     def __init__(
         self,
@@ -61,6 +79,7 @@ class GPT(nnx.Module):
         scan_layers: bool = False,
         remat: str = "none",
         end_of_text: int | None = None,
+        loss_chunk: int = 0,
         stacked: Callable[..., Any] = nnx.vmap,
         rngs: nnx.Rngs,
     ):
@@ -69,17 +88,19 @@ class GPT(nnx.Module):
         Args:
             config: with `vocab_size` set.
             dtype: of the computation, to which logits are rounded; they come as float32.
-            attend: made by `attention.make_attention`; None is XLA's.
+            attend: made by `attention.KERNELS`; None is XLA's.
             parallel: how this device and the others share the work.
             scan_layers, remat: as in parallel.scan_layers and parallel.remat.
-            end_of_text: the token that ends a document, to keep attention inside of documents.
+            end_of_text: the token that ends a document, if attention stays inside of documents.
+                Otherwise, all rows of a batch have the same positions.
+            loss_chunk: as in train.loss_chunk.
             stacked: key -> block to the same for many keys.
         """
         assert config.vocab_size is not None
         self.config, self.dtype = config, dtype
-        self.attend = attend or make_attention("xla", config)
+        self.attend = attend or KERNELS["xla"].make(AttentionSetting(config, str(dtype)))
         self.parallel, self.scan_layers, self.remat = parallel, scan_layers, remat
-        self.end_of_text = end_of_text
+        self.end_of_text, self.loss_chunk = end_of_text, loss_chunk
         V, T = config.vocab_size, config.block_size
         self.token_embedding = embedding(V, config, rngs, "token_embedding", "vocab")
         self.position_embedding = self.head = nnx.data(None)
@@ -96,68 +117,71 @@ class GPT(nnx.Module):
         if not config.tie_embeddings:
             self.head = nnx.data(embedding(V, config, rngs, "output_embedding", "vocab"))
 
-    def __call__(self, tokens_BT: jax.Array, keys_B: jax.Array | None = None) -> jax.Array:
-        """Return logits (float32, padded vocabulary, padding at -inf); dropout only with keys.
+    def __call__(self, batch: Batch, key: jax.Array | None = None) -> jax.Array:
+        """Return logits (float32, padded vocabulary, padding at -inf); dropout only with a key.
 
-        Of a vocabulary that is split over devices, this device's shard.
+        If the vocabulary is split over devices, these are the logits of this device's shard.
         """
-        x_BTD, w_VD, vocab_offset = self.hidden_states(tokens_BT, keys_B)
-        return logits(x_BTD, w_VD, vocab_offset, self.config)
+        x_BTD, _ = self.run_blocks(self.embed(batch, key), batch, key)
+        return self.output_layer.logits(self.last_norm(x_BTD))
 
-    def hidden_states(
-        self, tokens_BT: jax.Array, keys_B: jax.Array | None = None
-    ) -> tuple[jax.Array, jax.Array, Any]:
-        """Return the operands of the output layer, x_BTD and this device's w_VD, and its offset."""
-        L = self.config.n_layer
-        layer_keys, own_keys = None, None
-        if keys_B is not None and self.config.dropout > 0:
-            keys = keys_for(keys_B, jnp.arange(L + 1)).T
-            layer_keys, own_keys = keys[:L], keys[L]
-        starts_BT = None
-        if self.end_of_text is not None:
-            starts_BT = document_starts(tokens_BT, self.end_of_text)
-        x_BTD, w_VD, vocab_offset = self.embed(tokens_BT, starts_BT=starts_BT)
-        positions = Positions(self.rotation(tokens_BT.shape[1]), starts_BT)
+    def embed(self, batch: Batch, key: jax.Array | None = None) -> jax.Array:
+        """Return x_BTD for the first layer."""
+        w_VD, vocab_offset = self.token_table  # V/t D
+        x_BTD = embed_tokens(w_VD, batch.tokens - vocab_offset)  # B/b T D +t
+        x_BTD = self.parallel.reduce_from_tensor_region(x_BTD)  # +t -> T/s: B/b T/s D
+        if self.config.scale_embeddings:
+            x_BTD = x_BTD * jnp.asarray(self.config.n_embd**0.5, self.dtype)
+        if self.position_embedding is not None:
+            w_TD = gather_params(self.position_embedding, self.parallel).embedding[...]
+            positions = self.parallel.local_positions(self.positions(batch).positions)
+            if self.end_of_text is not None:
+                x_BTD = x_BTD + w_TD[positions]
+            else:
+                x_BTD = x_BTD + jax.lax.dynamic_slice_in_dim(w_TD, positions[0], positions.size)
+        x_BTD = x_BTD.astype(self.dtype)  # float32, as a layer's bias
         if not self.parallel.on_cpu:
             # Or XLA lays B last, as the gradient of positions sums over it, and on GPUs every layer
             # transposes to and fro: 15 % of what they move in a step of GPT-2.
             x_BTD = with_layout_constraint(x_BTD, Layout(major_to_minor=(0, 1, 2)))
-        x_BTD = self.dropout(x_BTD, own_keys)
-        x_BTD = self.run_layers(
-            lambda block, x_BTD, keys_B: block(x_BTD, keys_B, self.attend, positions),
-            x_BTD,
-            layer_keys,
-        )
-        return self.last_norm(x_BTD), w_VD, vocab_offset
+        keys = self.dropout_keys(batch, key, jnp.array([self.config.n_layer]))
+        return self.dropout(x_BTD, None if keys is None else keys[0])
 
-    def embed(
-        self,
-        tokens_BT: jax.Array,
-        position_offset: Any = 0,
-        starts_BT: jax.Array | int | None = None,
-    ) -> tuple[jax.Array, jax.Array, Any]:
-        """Return x_BTD for the first layer, w_VD of the output layer and its offset.
+    def run_blocks(
+        self, x_BTD: jax.Array, batch: Batch, key: jax.Array | None = None
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """Return x_BTD after the blocks, and sums over them of auxiliary losses, by name."""
+        at = self.positions(batch)
+        inputs = [self.attention_inputs(kind, at) for kind in layer_pattern(self.config)]
 
-        Args:
-            position_offset: position of the first token in its row.
-            starts_BT: where each token's document begins, from which learned positions count.
-        """
-        w_VD, vocab_offset = self.vocab_shard(self.token_embedding)
-        x_BTD = embed_tokens(w_VD, tokens_BT - vocab_offset)
-        x_BTD = self.parallel.reduce_from_tensor_region(x_BTD)
-        if self.position_embedding is not None:
-            w_TD = gather_params(self.position_embedding, self.parallel).embedding[...]
-            T = self.parallel.local_sequence_length(tokens_BT.shape[1])
-            start = position_offset + self.parallel.sequence_offset(T)
-            if starts_BT is None:
-                w_TD = jax.lax.dynamic_slice_in_dim(w_TD, start, T)
-            else:
-                own_BT = jax.lax.dynamic_slice_in_dim(starts_BT, start - position_offset, T, axis=1)
-                w_TD = w_TD[start + jnp.arange(T) - own_BT]
-            x_BTD = x_BTD + w_TD
-        if self.head is not None:
-            w_VD, vocab_offset = self.vocab_shard(self.head)
-        return x_BTD.astype(self.dtype), w_VD, vocab_offset  # float32, as a layer's bias
+        def run(block: Block, place: int, x_BTD: jax.Array, keys_B: Any) -> jax.Array:
+            return block(x_BTD, keys_B, inputs[place])
+
+        layer_keys = self.dropout_keys(batch, key, jnp.arange(self.config.n_layer))
+        return self.scan_blocks(run, x_BTD, layer_keys), {}
+
+    def head_loss(self, x_BTD: jax.Array, batch: Batch) -> LossParts:
+        """Return the weighted loss of the targets, summed."""
+        x_BTD, output = self.last_norm(x_BTD), self.output_layer
+        return loss_parts(x_BTD, batch.targets, batch.weights, output, self.loss_chunk)
+
+    def head_scores(self, x_BTD: jax.Array, batch: Batch) -> TokenScores:
+        """Return the weighted loss of each target, and the most likely token in its place."""
+        x_BTD, output = self.last_norm(x_BTD), self.output_layer
+        return score_tokens(x_BTD, batch.targets, batch.weights, output, self.loss_chunk)
+
+    # What the pieces are made of.
+
+    @functools.cached_property
+    def token_table(self) -> tuple[jax.Array, Any]:
+        """This device's rows of the token embedding, gathered once, and the number of the first."""
+        return self.vocab_shard(self.token_embedding)
+
+    @functools.cached_property
+    def output_layer(self) -> OutputLayer:
+        """The output layer, with the weights of the token embedding if they are tied."""
+        w_VD, vocab_offset = self.token_table if self.head is None else self.vocab_shard(self.head)
+        return OutputLayer(w_VD, vocab_offset, self.config, self.parallel)
 
     def vocab_shard(self, table: nnx.Embed) -> tuple[jax.Array, Any]:
         """Return this device's rows of a table of the vocabulary, and the number of the first."""
@@ -165,31 +189,74 @@ class GPT(nnx.Module):
         V = padded_vocab_size(self.config.vocab_size)
         return self.parallel.local_vocab_shard(w_VD, V)
 
-    def rotation(self, T: int, position_offset: Any = 0) -> Rotation | None:
-        """Return the rotation of queries and keys; None without model.position=rope."""
-        if self.config.position != "rope":
+    def positions(self, batch: Batch) -> TokenPositions:
+        """Return where the tokens of a batch stand."""
+        if self.end_of_text is not None:
+            return TokenPositions(batch.positions, batch.segments)
+        return TokenPositions(batch.positions[0])
+
+    def attention_inputs(self, kind: LayerKind, at: TokenPositions) -> AttentionInputs:
+        """Return what attention needs in layers of a kind."""
+        rotation = None
+        if self.config.position == "rope":
+            size = self.config.head_size
+            rotation = make_rotation(size, at.positions, kind.rope_theta, kind.rope_scaling)
+        return AttentionInputs(self.attend, at, rotation, kind.window)
+
+    def dropout_keys(
+        self, batch: Batch, key: jax.Array | None, numbers_N: jax.Array
+    ) -> jax.Array | None:
+        """Return keys_NB: for each number, a key for every row of the global batch."""
+        if key is None or self.config.dropout == 0:
             return None
-        return make_rotation(self.config, position_offset + jnp.arange(T))
+        keys_B = jax.vmap(lambda row: jax.random.fold_in(key, row))(batch.rows)
+        return keys_for(keys_B, numbers_N).T
 
-    def run_layers(self, run: Callable[..., Any], carry: Any, of_layers: Any) -> Any:
-        """Return the carry after `run(block, carry, x)` for each layer and its x in `of_layers`."""
+    def scan_blocks(self, run: Callable[..., Any], carry: Any, of_layers: Any) -> Any:
+        """Return the carry after `run(block, place, carry, x)` for each layer.
+
+        `place` is the layer's place in `layer_pattern`. `of_layers` has x of each layer along its
+        leading axis.
+        """
         graph, stacked = nnx.split(self.layers)
+        n_places = len(layer_pattern(self.config))
 
-        def layer(carry: Any, own: tuple[Any, Any]) -> tuple[Any, None]:
+        def layer(place: int, carry: Any, own: tuple[Any, Any]) -> Any:
             params, x = own
             block = gather_params(nnx.merge(graph, params), self.parallel)
-            return run(block, carry, x), None
+            return run(block, place, carry, x)
 
-        layer = rematerialized(layer, self.remat, in_loop=self.scan_layers)
-        if self.scan_layers:
-            return jax.lax.scan(layer, carry, (stacked, of_layers))[0]
-        for i in range(self.config.n_layer):
-            carry, _ = layer(carry, jax.tree.map(operator.itemgetter(i), (stacked, of_layers)))
-        return carry
+        layers = [
+            rematerialized(functools.partial(layer, place), self.remat, self.scan_layers)
+            for place in range(n_places)
+        ]
+        operands = stacked, of_layers
+        if n_places == 1 and self.scan_layers:
+            return jax.lax.scan(lambda carry, own: (layers[0](carry, own), None), carry, operands)[
+                0
+            ]
+
+        def run_in_order(carry: Any, operands: Any, n: int) -> Any:
+            for i in range(n):
+                own = jax.tree.map(operator.itemgetter(i), operands)
+                carry = layers[i % n_places](carry, own)
+            return carry
+
+        R, rest = divmod(self.config.n_layer, n_places)
+        if not self.scan_layers or R < 2:
+            return run_in_order(carry, operands, self.config.n_layer)
+        patterns = R * n_places
+        repeated = jax.tree.map(lambda x: x[:patterns].reshape(R, n_places, *x.shape[1:]), operands)
+        carry, _ = jax.lax.scan(
+            lambda carry, own: (run_in_order(carry, own, n_places), None), carry, repeated
+        )
+        after = jax.tree.map(lambda x: x[patterns:], operands)
+        return run_in_order(carry, after, rest)
 
     def last_norm(self, x_BTD: jax.Array) -> jax.Array:
         """Return what the output layer multiplies, given the last layer's output."""
-        return self.parallel.copy_to_tensor_region(gather_params(self.norm, self.parallel)(x_BTD))
+        x_BTD = gather_params(self.norm, self.parallel)(x_BTD)  # B/b T/s D
+        return self.parallel.copy_to_tensor_region(x_BTD)  # T/s -> T: B/b T D
 
 
 def gpt_graph(config: ModelConfig, **options: Any) -> nnx.GraphDef:
@@ -215,16 +282,3 @@ def embed_tokens(w_VD: jax.Array, tokens_BT: jax.Array) -> jax.Array:
     # In float32, since the gradient of a row is the sum over all places where its token stands.
     rows_BTD = w_VD.astype(jnp.float32)[jnp.where(is_here_BT, tokens_BT, 0)]
     return jnp.where(is_here_BT[..., None], rows_BTD, 0).astype(w_VD.dtype)
-
-
-def logits(x_BTD: jax.Array, w_VD: jax.Array, vocab_offset: Any, config: ModelConfig) -> jax.Array:
-    """Return scores of the tokens from `vocab_offset` on; -inf for those that only pad.
-
-    They are rounded to the operands' dtype, as nanoGPT's and llm.c's: of GPT-2's step on GPUs, to
-    write and read them in float32 would take another 7 %.
-    """
-    logits_BTV = jnp.einsum("...D,VD->...V", x_BTD, w_VD).astype(jnp.float32)
-    if (cap := config.logit_softcap) is not None:
-        logits_BTV = cap * jnp.tanh(logits_BTV / cap)
-    is_token_V = vocab_offset + jnp.arange(w_VD.shape[0]) < config.vocab_size
-    return jnp.where(is_token_V, logits_BTV, -jnp.inf)

@@ -1,6 +1,5 @@
 """Offloading: what lies in the host's memory comes to a device one layer at a time."""
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -9,14 +8,6 @@ import jax.numpy as jnp
 from flax import nnx
 
 HOST = jax.memory.Space.Host
-
-
-@dataclasses.dataclass(frozen=True)
-class HostSum:
-    """How gradients add up in the host's memory: reduced, each layer's as soon as it is known."""
-
-    n_tokens: int  # of a step, by which they are divided
-    n_terms: int  # microbatches and slices of them
 
 
 def is_in_host(x: jax.Array) -> bool:

@@ -86,9 +86,12 @@ class ParallelContext:
         """Return the first of this device's T positions, outside of the tensor regions."""
         return self.tensor_offset(T) if self.sequence_parallel else 0
 
-    def local_sequence_length(self, T: int) -> int:
-        """Return how many of T positions this device has outside of the tensor regions."""
-        return T // self.tensor if self.sequence_parallel else T
+    def local_positions(self, positions_T: jax.Array) -> jax.Array:
+        """Return this device's part of the positions (..., T), outside of the tensor regions."""
+        if not self.sequence_parallel:
+            return positions_T
+        T = positions_T.shape[-1] // self.tensor
+        return jax.lax.dynamic_slice_in_dim(positions_T, self.tensor_offset(T), T, axis=-1)
 
     def local_vocab_shard(self, w_VD: jax.Array, V: int) -> tuple[jax.Array, Any]:
         """Return this device's rows of a table of V, and the number of the first of them."""

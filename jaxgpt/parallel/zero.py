@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec
 
 from jaxgpt.config import axes_with
 from jaxgpt.parallel.collectives import reduce_scatter, varying
-from jaxgpt.parallel.offload import HostSum, to_device, to_host
+from jaxgpt.parallel.offload import to_device, to_host
 from jaxgpt.parallel.sharding import split_dim
 
 
@@ -24,7 +24,9 @@ class ParamLayout:
     partial_axes: frozenset[str]  # along which each device finds only a part of the gradient
     gather_dtype: str
     reduce_dtype: str  # of gradients between devices
-    host_sum: HostSum | None = None  # of parameters in the host's memory
+    host_terms: int = 0
+    """Gradients that add up in the host's memory: microbatches and slices of them. Each is reduced
+    as soon as it is known. 0 for parameters on the device."""
 
     @property
     def mesh_axes(self) -> frozenset[str]:
@@ -61,17 +63,16 @@ def _all_gather(shard: jax.Array, grad_slot: jax.Array, layout: ParamLayout) -> 
 def _all_gather_forward(
     shard: jax.Array, grad_slot: jax.Array, layout: ParamLayout
 ) -> tuple[jax.Array, jax.Array | None]:
-    adds_up = layout.host_sum is not None and layout.host_sum.n_terms > 1
+    adds_up = layout.host_terms > 1
     return _all_gather(shard, grad_slot, layout), grad_slot if adds_up else None
 
 
 def _all_gather_backward(
     layout: ParamLayout, in_host: jax.Array | None, gradient: jax.Array
 ) -> tuple[Any, ...]:
-    if layout.host_sum is not None:
-        mean = gradient.astype(jnp.float32) / layout.host_sum.n_tokens
-        mean = _reduce(mean, layout, is_scattered=False)
-        return None, to_host(mean if in_host is None else to_device(in_host) + mean)
+    if layout.host_terms:
+        reduced = _reduce(gradient.astype(jnp.float32), layout, is_scattered=False)
+        return None, to_host(reduced if in_host is None else to_device(in_host) + reduced)
     if _fsdp_dim(layout.accum) is None:
         return None, gradient.astype(jnp.float32)
     return None, _scatter_sum(gradient, layout.accum, layout.reduce_dtype)
@@ -94,7 +95,7 @@ def local_params(params: Any, layouts: Any) -> tuple[Any, Any]:
             shape[dim] *= jax.lax.axis_size(layout.param[dim])
         if (dim := _fsdp_dim(layout.accum)) is not None:
             shape[dim] //= jax.lax.axis_size(layout.accum[dim])
-        if layout.host_sum is not None:
+        if layout.host_terms:
             axes = frozenset(jax.tree.leaves(tuple(layout.accum)))
             return to_host(varying(jnp.zeros(shape, jnp.float32), axes))
         return varying(jnp.zeros(shape, jnp.float32), layout.partial_axes | layout.mesh_axes)

@@ -1,7 +1,6 @@
 """The train step, compiled for devices that are not there: what it holds and what it says."""
 
 import dataclasses
-import functools
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +9,12 @@ import jax
 from jax.tree_util import DictKey
 
 from jaxgpt.config import Config, MeshShape
-from jaxgpt.models.attention import blockwise_attention, choose_attention, without_scores
+from jaxgpt.models.attention import (
+    AttentionSetting,
+    blockwise_attention,
+    choose_attention,
+    without_scores,
+)
 from jaxgpt.models.weights import weights
 from jaxgpt.optim.muon import update_flops
 from jaxgpt.parallel import sharding as partition
@@ -62,7 +66,9 @@ def compile_step(config: Config, shape: MeshShape, device: Device) -> Program:
     has, and `config` has model.vocab_size.
     """
     kernel, reason = choose_attention(
-        config.model, config.train.dtype, device.cuda_capability, config.data.document_mask
+        AttentionSetting(
+            config.model, config.train.dtype, device.cuda_capability, config.data.document_mask
+        )
     )
     stand_in = config
     if device.name != "cpu":
@@ -74,9 +80,8 @@ def compile_step(config: Config, shape: MeshShape, device: Device) -> Program:
         if config.parallel.grad_reduce_dtype == "bfloat16":
             stand_in = stand_in.replace(parallel__grad_reduce_dtype="float16")
     attend = None
-    if kernel != "xla":
-        window = config.model.sliding_window
-        attend = without_scores(functools.partial(blockwise_attention, window=window))
+    if kernel == "cudnn":
+        attend = without_scores(blockwise_attention)
     mesh = make_mesh(shape)
     steps = make_steps(stand_in, mesh, attend, on_cpu=device.name == "cpu")
     compiled = steps.lower_train_step().compile(COMPILE_ONLY)

@@ -12,6 +12,7 @@ from jaxgpt.data.dataset import Dataset
 from jaxgpt.data.loader import Loader
 from jaxgpt.data.source import SPLITS
 from jaxgpt.data.tokenizers import Tokenizer, continue_prompt
+from jaxgpt.models.decode import PREFILL_CHUNK
 from jaxgpt.parallel.sharding import Params
 from jaxgpt.runtime.dispatch import DispatchLimiter
 from jaxgpt.tracking.records import EvalRecord, SampleRecord
@@ -19,7 +20,6 @@ from jaxgpt.train.functions import StepFunctions
 from jaxgpt.train.inference import DecodeFn
 from jaxgpt.train.reporting.metrics import corpus_means
 
-PREFILL_CHUNK = 128  # tokens of a prompt that are decoded at once
 SAMPLE_TEMPERATURE = 0.8
 SAMPLE_TOP_K = 200  # nanoGPT's
 

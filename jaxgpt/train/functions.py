@@ -1,7 +1,6 @@
 """The compiled functions of a run: built from a config and a mesh, nothing is computed yet."""
 
 import functools
-import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,28 +10,24 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from jaxgpt.config import Config, MeshShape
+from jaxgpt.config import Config
 from jaxgpt.models.attention import (
+    KERNELS,
     Attention,
+    AttentionSetting,
     choose_attention,
     cuda_capability,
     fallback_warnings,
-    make_attention,
-    without_scores,
 )
 from jaxgpt.models.decode import Cache
 from jaxgpt.models.loss import TokenScores
-from jaxgpt.models.transformer import gpt_graph
-from jaxgpt.models.weights import Weight, activation_bytes, count_parameters, weights
+from jaxgpt.models.weights import count_parameters, weights
 from jaxgpt.parallel import sharding
-from jaxgpt.parallel.mesh import mesh_axes_with
-from jaxgpt.parallel.offload import HostSum
 from jaxgpt.parallel.sharding import Params
-from jaxgpt.parallel.tensor import ParallelContext
-from jaxgpt.parallel.zero import ParamLayout
 from jaxgpt.train.inference import DecodeFn, eval_losses, eval_tokens, make_decoder
+from jaxgpt.train.sharded_model import ShardedModel, choose_n_slices, shard_model
 from jaxgpt.train.state import TrainState, init_state, state_of, state_shapes
-from jaxgpt.train.step import Metrics, ShardedModel, train_step
+from jaxgpt.train.step import Metrics, train_step
 
 # What a layer computes twice to save memory, XLA's CPU compiler computes once and keeps, unless
 # it leaves in place the barriers that jax.checkpoint puts between the two.
@@ -44,8 +39,6 @@ SEVERAL_GPU_OPTIONS = {"xla_gpu_enable_latency_hiding_scheduler": True}
 # Without it cuDNN attention adds its gradients up in an order that depends on timing. Kernels are
 # still timed and chosen when the program is compiled; the compile cache keeps the choice.
 DETERMINISTIC_GPU_OPTIONS = {"xla_gpu_exclude_nondeterministic_ops": True}
-SLICE_BYTES = 2**29  # of activations; larger slices are slower, much smaller ones are too
-GRADIENTS_PER_SLICE = 4  # at least so many times as large as the gradient that it adds to the sum
 
 
 @dataclass(frozen=True)
@@ -101,11 +94,15 @@ def make_steps(
     """
     device, described = mesh.devices.flat[0], weights(config.model)
     on_cpu = device.platform == "cpu" if on_cpu is None else on_cpu
-    capability = cuda_capability(device)
-    kernel, reason = choose_attention(
-        config.model, config.train.dtype, capability, config.data.document_mask
+    setting = AttentionSetting(
+        config.model,
+        config.train.dtype,
+        cuda_capability(device),
+        config.data.document_mask,
+        config.train.deterministic,
     )
-    attend = attend or make_attention(kernel, config.model, config.train.deterministic)
+    kernel, reason = choose_attention(setting)
+    attend = attend or KERNELS[kernel].make(setting)
     if slices is None:
         slices = choose_n_slices(config, mesh) if on_cpu else 1
     model = shard_model(config, mesh, attend, slices, on_cpu)
@@ -121,7 +118,7 @@ def make_steps(
         attention=f"{kernel} ({reason})",
         n_parameters=count_parameters(config.model),
         warnings=(
-            *fallback_warnings(config.model, kernel, reason, capability),
+            *fallback_warnings(setting, kernel, reason),
             *sharding.undivided_dims_warnings(described, rules, mesh),
         ),
         batch_shape=batch,
@@ -143,94 +140,6 @@ def make_steps(
         eval_tokens=jit_eval(functools.partial(eval_tokens, model)),
         make_decoder=functools.partial(make_decoder, model, attend),
     )
-
-
-def shard_model(
-    config: Config, mesh: Mesh, attend: Attention, n_slices: int = 1, on_cpu: bool = False
-) -> ShardedModel:
-    """Lay the network out on a mesh; arguments as for `make_steps`."""
-    parallel = config.parallel
-    tensor_axes = mesh_axes_with("splits_heads", mesh)
-    sequence_parallel = parallel.sequence_parallel and bool(tensor_axes)
-    is_sharded = parallel.zero_stage == 3 and bool(mesh_axes_with("shards_parameters", mesh))
-    gathers = sequence_parallel or is_sharded or parallel.offload == "state"
-    keeps_all = parallel.remat in ("none", "attention")  # the others do not keep what they gather
-    context = ParallelContext(
-        tensor=MeshShape(**mesh.shape).split_of("splits_heads"),
-        tensor_axes=tensor_axes,
-        sequence_parallel=sequence_parallel,
-        regather_in_backward=gathers and keeps_all,
-        on_cpu=on_cpu,
-    )
-    graph = gpt_graph(
-        config.model,
-        dtype=np.dtype(config.train.dtype),
-        attend=without_scores(attend) if parallel.remat == "attention" else attend,
-        parallel=context,
-        scan_layers=config.scans_layers(on_cpu),
-        remat=parallel.remat,
-        end_of_text=config.document_end,
-    )
-    layout = functools.partial(param_layout, config, mesh, sequence_parallel, n_slices)
-    layouts = jax.tree.map(layout, weights(config.model))
-    return ShardedModel(config, mesh, layouts, context, graph, n_slices)
-
-
-def param_layout(
-    config: Config, mesh: Mesh, sequence_parallel: bool, n_slices: int, weight: Weight
-) -> ParamLayout:
-    """Return where a parameter lies between steps, its gradients as they add up, and after it."""
-    zero_stage, train = config.parallel.zero_stage, config.train
-    in_host = config.parallel.offload == "state"
-    param, accum, grad = (
-        sharding.partition_spec(weight.axes, weight.shape, rules, mesh.shape)
-        for rules in (
-            sharding.parameter_rules(zero_stage),
-            sharding.gradient_rules(zero_stage, config.reduces_once, in_host),
-            sharding.opt_state_rules(zero_stage),
-        )
-    )
-    partial_axes = mesh_axes_with("reduces_gradients", mesh)
-    # With sequence parallelism a device's norms, positions and biases meet its own positions only.
-    has_own_part = sequence_parallel or sharding.is_used_in_part(weight.axes, param)
-    tensor_axes = mesh_axes_with("splits_heads", mesh)
-    if has_own_part and sharding.split_dim(param, tensor_axes) is None:
-        partial_axes = (*partial_axes, *tensor_axes)
-    return ParamLayout(
-        param=param,
-        accum=accum,
-        grad=grad,
-        partial_axes=frozenset(partial_axes),
-        gather_dtype=weight.gather_dtype or train.dtype,
-        reduce_dtype=config.parallel.grad_reduce_dtype,
-        host_sum=HostSum(
-            train.batch_size * config.model.block_size,
-            train.gradient_accumulation_steps * n_slices,
-        )
-        if in_host
-        else None,
-    )
-
-
-def choose_n_slices(config: Config, mesh: Mesh) -> int:
-    """Return the number of equal slices that a CPU cuts its rows into, computed one by one.
-
-    Those that come nearest to `SLICE_BYTES` each: what few rows keep for their backward pass stays
-    in the caches. Gradients of slices add up as microbatches'. It is one where a slice would have
-    to gather weights again or talk to other devices, and in a command that does not train.
-    """
-    shape = MeshShape(**mesh.shape)
-    if shape.split_of("shards_parameters") * shape.split_of("splits_heads") > 1:
-        return 1
-    rows = config.microbatch_size // shape.split_of("splits_batch")
-    gradient_bytes = 4 * count_parameters(config.model)[0]
-    target = max(SLICE_BYTES, GRADIENTS_PER_SLICE * gradient_bytes) / activation_bytes(
-        config.model, with_logits=not config.train.loss_chunk
-    )
-    if rows <= max(1, target):
-        return 1
-    divisors = [n for n in range(1, rows + 1) if rows % n == 0]
-    return min(divisors, key=lambda n: abs(math.log(rows / n / target)))
 
 
 def training_batch(config: Config, where: NamedSharding) -> jax.ShapeDtypeStruct:

@@ -9,23 +9,20 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec
 
+from jaxgpt.data.batch import NO_TOKEN, Batch, batch_specs, make_batch
 from jaxgpt.models.attention import Attention
-from jaxgpt.models.decode import Cache, decode_step, empty_cache, unstack_layers
-from jaxgpt.models.layers import padded_vocab_size
-from jaxgpt.models.loss import TokenScores, score_tokens
-from jaxgpt.models.transformer import gpt_graph
+from jaxgpt.models.decode import Cache, LayerCache, decode_step, empty_cache, unstack_layers
+from jaxgpt.models.layers import layer_pattern, padded_vocab_size
+from jaxgpt.models.loss import TokenScores
+from jaxgpt.models.transformer import GPT, gpt_graph
 from jaxgpt.parallel.collectives import gather_rows
 from jaxgpt.parallel.offload import to_device
-from jaxgpt.parallel.sharding import Params, batch_sharding, replicated
+from jaxgpt.parallel.schedule import forward_loss, merge_microbatches, split_microbatches
+from jaxgpt.parallel.sharding import Params, replicated
 from jaxgpt.parallel.tensor import ParallelContext
-from jaxgpt.parallel.zero import ShardedParam, local_params
-from jaxgpt.train.step import (
-    ShardedModel,
-    hidden_states,
-    local_loss,
-    merge_microbatches,
-    split_microbatches,
-)
+from jaxgpt.parallel.zero import local_params
+from jaxgpt.train.sharded_model import ShardedModel
+from jaxgpt.train.step import weighted_mean
 
 # (cache, tokens_1T, position of the first of them) -> (logits_1V, cache), see `decode_step`.
 DecodeFn = Callable[[Cache, jax.Array, Any], tuple[jax.Array, Cache]]
@@ -33,59 +30,53 @@ DecodeFn = Callable[[Cache, jax.Array, Any], tuple[jax.Array, Cache]]
 SMALL_BYTES = 2**28  # of parameters: up to this size, all devices gather them to write samples
 
 
-def eval_losses(model: ShardedModel, params: Params, rows: jax.Array) -> jax.Array:
-    """Return mean losses of the rows (B,), without dropout, of token ids (B, T+1)."""
+def eval_losses(model: ShardedModel, params: Params, tokens: jax.Array) -> jax.Array:
+    """Return the weighted mean loss of each row (B,), without dropout, of token ids (B, T+1)."""
+    batch = make_batch(tokens, end_of_text=model.config.document_end)
 
-    def row_sums(zeros: Params, params: Params, rows: jax.Array) -> jax.Array:
-        return local_loss(model, zeros, params, rows)[1]["loss"]
+    def row_sums(network: GPT, batch: Batch) -> jax.Array:
+        return forward_loss(network, batch).rows["loss"]
 
-    return _map_rows(model, row_sums, params, rows) / (rows.shape[1] - 1)
+    return weighted_mean(_map_rows(model, row_sums, params, batch), batch.weights.sum(axis=1))
 
 
-def eval_tokens(model: ShardedModel, params: Params, rows: jax.Array) -> TokenScores:
+def eval_tokens(model: ShardedModel, params: Params, tokens: jax.Array) -> TokenScores:
     """Return the scores of each token but the first of rows (B, T+1), without dropout.
 
     Rows may be filled up with `NO_TOKEN`, and be shorter than model.block_size.
     """
-    config = model.config
 
-    def scores(zeros: Params, params: Params, rows: jax.Array) -> TokenScores:
-        x_BTD, w_VD, vocab_offset = hidden_states(model, zeros, params, rows[:, :-1])
-        return score_tokens(
-            x_BTD,
-            w_VD,
-            rows[:, 1:],
-            vocab_offset,
-            config.model,
-            model.context,
-            config.train.loss_chunk,
-        )
+    def scores(network: GPT, batch: Batch) -> TokenScores:
+        x_BTD, _ = network.run_blocks(network.embed(batch), batch)
+        return network.head_scores(x_BTD, batch)
 
-    return _map_rows(model, scores, params, rows)
+    weights = jnp.float32(tokens != NO_TOKEN)
+    batch = make_batch(tokens, weights, end_of_text=model.config.document_end)
+    return _map_rows(model, scores, params, batch)
 
 
 def _map_rows(
-    model: ShardedModel, compute: Callable[..., Any], params: Params, rows: jax.Array
+    model: ShardedModel, compute: Callable[[GPT, Batch], Any], params: Params, batch: Batch
 ) -> Any:
-    """Return `compute(zeros, params, rows)` of all rows, in arrays (B, ...), on every device."""
+    """Return `compute(network, batch)` of all rows, in arrays (B, ...), on every device."""
 
-    def local(params: Params, rows: jax.Array) -> Any:
+    def local(params: Params, batch: Batch) -> Any:
         params, zeros = local_params(params, model.layouts)
-        compute_rows = functools.partial(compute, zeros, params)
         n = model.n_slices
-        if n == 1 or rows.shape[0] % n:  # rows that do not divide stay in one piece
-            found = compute_rows(rows)
+        if n == 1 or batch.rows.shape[0] % n:  # rows that do not divide stay in one piece
+            found = compute(model.network(zeros, params), batch)
         else:
-            parts = jax.lax.map(compute_rows, split_microbatches(rows, n))
-            found = jax.tree.map(merge_microbatches, parts)
+            parts = jax.tree.map(lambda x: split_microbatches(x, n), batch)
+            found = jax.lax.map(lambda part: compute(model.network(zeros, params), part), parts)
+            found = jax.tree.map(merge_microbatches, found)
         return jax.tree.map(lambda own: gather_rows(own, model.mesh), found)
 
     return jax.shard_map(
         local,
         mesh=model.mesh,
-        in_specs=(model.param_specs, batch_sharding(model.mesh).spec),
+        in_specs=(model.param_specs, batch_specs(model.mesh)),
         out_specs=PartitionSpec(),
-    )(params, rows)
+    )(params, batch)
 
 
 def make_decoder(model: ShardedModel, attend: Attention, params: Params) -> tuple[DecodeFn, Cache]:
@@ -125,15 +116,18 @@ def _sharded_decode(
     """Compute `decode_step` where the parameters lie; each device has its own heads' cache."""
 
     def local(params: Params, *operands: Any) -> tuple[jax.Array, Cache]:
-        sharded = jax.tree.map(ShardedParam, *local_params(params, model.layouts), model.layouts)
-        logits_1V, cache = decode_step(nnx.merge(graph, sharded), *operands)
+        params, zeros = local_params(params, model.layouts)
+        logits_1V, cache = decode_step(
+            model._replace(graph=graph).network(zeros, params), *operands
+        )
         if model.context.tensor > 1:
             axes = model.context.tensor_axes
             logits_1V = jax.lax.all_gather(logits_1V, axes, axis=1, tiled=True)
         return logits_1V[:, : padded_vocab_size(model.config.model.vocab_size)], cache
 
     everywhere, own_heads = PartitionSpec(), PartitionSpec(None, model.context.tensor_axes)
-    own_cache = Cache(own_heads, own_heads, everywhere)
+    layer = LayerCache(own_heads, own_heads, everywhere)
+    own_cache = Cache((layer,) * len(layer_pattern(model.config.model)), everywhere)
     return jax.shard_map(
         local,
         mesh=model.mesh,

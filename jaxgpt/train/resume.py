@@ -30,7 +30,10 @@ from jaxgpt.tracking.jsonl import METRICS, read_records
 # What may differ between a checkpoint's model and the model that goes on from it.
 _FREE_MODEL_KEYS = {"model.dropout", "model.attention"}
 # What may differ between weights and the model of a run that starts from them, as it has no arrays.
-_WITHOUT_ARRAYS = {"norm_eps", "rope_theta", "rope_scaling", "sliding_window", "logit_softcap"}
+_WITHOUT_ARRAYS = {
+    "norm_eps", "rope_theta", "rope_scaling", "local_rope_theta", "layers", "sliding_window",
+    "logit_softcap", "scale_embeddings", "query_pre_attn_scalar",
+}  # fmt: skip
 EVAL_RECORDS = ("eval", "sample")  # the kinds of records that train.eval_interval asks for
 # Keys of `data` that change what a step computes.
 _MASK_KEYS = {"document_mask", "end_of_text"}

@@ -24,6 +24,12 @@ LLAMA = {
         "original_max_position_embeddings": 8,
     },
 }  # fmt: skip
+GEMMA3 = LLAMA | {
+    "model_type": "gemma3_text", "head_dim": 10, "query_pre_attn_scalar": 10, "sliding_window": 7,
+    "hidden_activation": "gelu_pytorch_tanh", "tie_word_embeddings": True, "rope_theta": 1e6,
+    "rope_local_base_freq": 1e4, "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+    "sliding_window_pattern": 2,
+}  # fmt: skip
 GPT2 = {
     "model_type": "gpt2",
     "n_layer": L,
@@ -47,12 +53,15 @@ def llama_shapes(config):
             out[f"{at}.self_attn.{name}_proj.weight"] = (rows * size, D)
             if config["model_type"] == "qwen2":
                 out[f"{at}.self_attn.{name}_proj.bias"] = (rows * size,)
-        if config["model_type"] == "qwen3":
+        if config["model_type"] in ("qwen3", "gemma3_text"):
             out |= {f"{at}.self_attn.{name}_norm.weight": (size,) for name in "qk"}
         out[f"{at}.self_attn.o_proj.weight"] = (D, heads * size)
         out |= {f"{at}.mlp.{name}_proj.weight": (F, D) for name in ("gate", "up")}
         out[f"{at}.mlp.down_proj.weight"] = (D, F)
         out[f"{at}.input_layernorm.weight"] = out[f"{at}.post_attention_layernorm.weight"] = (D,)
+        if config["model_type"] == "gemma3_text":
+            for name in ("pre", "post"):
+                out[f"{at}.{name}_feedforward_layernorm.weight"] = (D,)
     return out
 
 
@@ -72,7 +81,23 @@ FAMILIES = {
     "llama of equal heads": LLAMA | {"num_key_value_heads": H, "tie_word_embeddings": True},
     "mistral": LLAMA | {"model_type": "mistral", "rope_scaling": None, "sliding_window": 5},
     "qwen2": LLAMA | {"model_type": "qwen2", "tie_word_embeddings": True, "sliding_window": 7},
+    "qwen2 with windows": LLAMA
+    | {
+        "model_type": "qwen2",
+        "rope_scaling": {"rope_type": "linear", "factor": 4.0},
+        "use_sliding_window": True,
+        "sliding_window": 7,
+        "max_window_layers": 1,
+    },
     "qwen3": LLAMA | {"model_type": "qwen3", "head_dim": 10},
+    "gemma3": GEMMA3,
+    "gemma3 of equal heads": GEMMA3
+    | {
+        "num_key_value_heads": H,
+        "query_pre_attn_scalar": 9,
+        "final_logit_softcapping": 3.0,
+        "layer_types": ["full_attention", "sliding_attention"],
+    },
     "gpt2": GPT2,
 }
 
@@ -189,7 +214,7 @@ def refused(arguments, capsys):
         ({"model_type": "qwen3_moe", "num_experts": 8}, "qwen3_moe (mixture of experts) is not"),
         ({"model_type": None}, "model_type None is not supported"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope type yarn is not supported"),
-        ({"rope_scaling": {"type": "linear", "factor": 4.0}}, "rope type linear is not supported"),
+        ({"rope_scaling": {"type": "linear"}}, "rope type linear has no factor"),
         ({"rope_scaling": {"rope_type": "llama3"}}, "rope type llama3 has no factor, low_freq"),
         ({"rope_scaling": 3}, "rope_scaling is 3; it must be one object of numbers"),
         ({"rope_parameters": {"rope_theta": 1e4}}, "rope_parameters and rope_scaling differ"),
@@ -205,8 +230,10 @@ def refused(arguments, capsys):
         ({"num_hidden_layers": None}, "num_hidden_layers is None; it must be a whole number"),
         ({"num_attention_heads": "six"}, "num_attention_heads is six"),
         ({"num_key_value_heads": 4}, "model.n_kv_head=4: must divide model.n_head=6"),
-        ({"model_type": "qwen2", "use_sliding_window": True}, "use_sliding_window=True is not"),
-        ({"model_type": "qwen3", "layer_types": ["sliding_attention"]}, "layer_types sliding_att"),
+        ({"model_type": "qwen2", "use_sliding_window": True, "max_window_layers": 1},
+            "sliding_window is None; it must be a whole number"),
+        ({"model_type": "qwen3", "layer_types": ["sliding_attention"]},
+            "layer_types has 1 entries for num_hidden_layers=2; give one for each layer"),
         ({"model_type": "gpt2"}, "n_layer is None"),
         ({"intermediate_size": 41}, "mlp.down_proj.weight has shape (24, 40), and its "
             "configuration asks for (24, 41)"),
@@ -319,7 +346,7 @@ def test_a_llama_whose_width_its_heads_do_not_divide_is_refused(tmp_path, capsys
     main(["from-hf", str(tmp_path / "a"), "--out", str(tmp_path / "ours")])
     capsys.readouterr()
     line = refused(["to-hf", "--run", tmp_path / "ours", "--out", tmp_path / "b"], capsys)
-    assert "has model.n_embd=24 (no multiple of model.n_head=5)" in line
+    assert "has model.n_embd=24 (no multiple of n_head=5)" in line
 
 
 def test_a_context_may_be_kept_shorter(tmp_path, capsys):

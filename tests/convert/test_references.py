@@ -16,7 +16,7 @@ from jaxgpt.cluster.process_group import ProcessGroup
 from jaxgpt.config import MeshShape, config_from_dict
 from jaxgpt.convert.__main__ import main
 from jaxgpt.convert.huggingface import to_hf
-from jaxgpt.models.attention import make_attention
+from jaxgpt.data.batch import input_batch
 from jaxgpt.models.transformer import gpt_graph
 from jaxgpt.parallel.mesh import make_mesh
 from jaxgpt.train.evaluate import make_generate
@@ -25,7 +25,10 @@ from jaxgpt.train.restart import load_weights
 from jobs import limited_devices, scalars
 
 pytestmark = pytest.mark.long
-FAMILIES = ("gpt2", "llama3", "tinyllama", "mistral", "qwen2", "qwen3")
+FAMILIES = (
+    "gpt2", "llama3", "tinyllama", "mistral", "qwen2", "qwen2_windows", "qwen3", "gemma3",
+    "gemma3_scaled",
+)  # fmt: skip
 MESHES = ("1,1,1", "2,2,2")
 V, T = 96, 64
 NANOGPT = os.environ.get("JAXGPT_NANOGPT")
@@ -77,10 +80,9 @@ def steps_of(folder, mesh="1,1,1"):
 
 
 def logits_of(config, params, tokens):
-    graph = gpt_graph(config.model, attend=make_attention("xla", config.model))
-    return jax.jit(lambda p, t: nnx.merge(graph, p)(t))(params, tokens)[
-        ..., : config.model.vocab_size
-    ]
+    graph = gpt_graph(config.model)
+    compute = jax.jit(lambda params, tokens: nnx.merge(graph, params)(input_batch(tokens)))
+    return compute(params, tokens)[..., : config.model.vocab_size]
 
 
 def assert_same_logits(found, expected):

@@ -7,6 +7,8 @@ import pytest
 
 from jaxgpt.config import ModelConfig, UsageError
 from jaxgpt.models.attention import (
+    AttentionSetting,
+    TokenPositions,
     causal_attention,
     choose_attention,
     cuda_capability,
@@ -18,6 +20,12 @@ from jaxgpt.models.attention import (
 pytestmark = pytest.mark.usefixtures("exact_products")
 
 GPU_MODEL = ModelConfig(n_head=12, n_embd=768)
+
+
+def full(attend, q, k, v, keys_BH=None, **options):
+    """Attention of one document without a window."""
+    at = TokenPositions(jnp.arange(q.shape[1]))
+    return attend(q, k, v, at, at, None, keys_BH, **options)
 
 
 @pytest.mark.parametrize(
@@ -37,7 +45,7 @@ GPU_MODEL = ModelConfig(n_head=12, n_embd=768)
     ],
 )
 def test_the_kernel_is_chosen_and_the_choice_explained(config, dtype, capability, kernel, reason):
-    chosen, why = choose_attention(config, dtype, capability)
+    chosen, why = choose_attention(AttentionSetting(config, dtype, capability))
     assert chosen == kernel
     assert reason in why
 
@@ -52,14 +60,14 @@ def test_the_kernel_is_chosen_and_the_choice_explained(config, dtype, capability
     ],
 )
 def test_a_gpu_that_does_without_cudnn_is_a_warning(config, capability, n_warnings):
-    chosen, why = choose_attention(config, "bfloat16", capability)
-    warnings = fallback_warnings(config, chosen, why, capability)
+    setting = AttentionSetting(config, "bfloat16", capability)
+    warnings = fallback_warnings(setting, *choose_attention(setting))
     assert len(warnings) == n_warnings and all("dropout" in warning for warning in warnings)
 
 
 def test_asking_for_cudnn_without_a_gpu_is_refused():
-    with pytest.raises(UsageError, match="model.attention=cudnn: .*use auto or xla"):
-        choose_attention(ModelConfig(attention="cudnn"), "bfloat16", 0.0)
+    with pytest.raises(UsageError, match="model.attention=cudnn: .*use auto"):
+        choose_attention(AttentionSetting(ModelConfig(attention="cudnn"), "bfloat16", 0.0))
 
 
 @pytest.mark.parametrize(("told", "expected"), [("9.0", 9.0), ("gfx90a", 0.0), (None, 0.0)])
@@ -72,7 +80,7 @@ def test_only_nvidias_devices_have_a_cuda_capability(told, expected):
 def test_it_is_jaxs_causal_attention():
     q, k, v = jax.random.normal(jax.random.key(0), (3, 2, 9, 4, 8))
     expected = jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="xla")
-    np.testing.assert_allclose(xla_attention(q, k, v), expected, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(full(xla_attention, q, k, v), expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.gpu
@@ -80,7 +88,7 @@ def test_dropout_keeps_the_mean():
     q = k = jnp.zeros((1, 64, 1, 8))
     v = jnp.ones((1, 64, 1, 8))
     keys = jax.random.split(jax.random.key(0), (200, 1, 1))  # for each row and head
-    out = jax.vmap(lambda keys_BH: xla_attention(q, k, v, keys_BH, dropout=0.2))(keys)
+    out = jax.vmap(lambda keys_BH: full(xla_attention, q, k, v, keys_BH, dropout=0.2))(keys)
     assert float(out.mean()) == pytest.approx(1.0, abs=0.01)
     assert float(out[:, :, 0, :].std()) > 0
 
@@ -95,9 +103,10 @@ def test_blocks_of_queries_give_the_same_attention_and_gradients(T):
     def jaxs(q, k, v):
         return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="xla")
 
-    for found, expected in zip(
-        *(with_gradients(f, qkv) for f in (causal_attention, jaxs)), strict=True
-    ):
+    def ours(q, k, v):
+        return full(causal_attention, q, k, v)
+
+    for found, expected in zip(*(with_gradients(f, qkv) for f in (ours, jaxs)), strict=True):
         np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
 
 
@@ -133,7 +142,7 @@ def test_blocks_of_queries_drop_different_weights():
     v = jnp.broadcast_to(jnp.eye(T)[None, :, None], (1, T, 1, T))  # what comes out is the weights
     keys_BH = jax.random.key(3)[None, None]
     same = jnp.zeros((1, T, 1, 4))
-    kept_TS = causal_attention(same, same, v, keys_BH, dropout=rate)[0, :, 0] > 0
+    kept_TS = full(causal_attention, same, same, v, keys_BH, dropout=rate)[0, :, 0] > 0
     past_TS = np.tri(T, dtype=bool)
     assert not (kept_TS & ~past_TS).any()
     assert abs(kept_TS[past_TS].mean() - (1 - rate)) < 0.01

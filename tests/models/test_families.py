@@ -10,11 +10,13 @@ import pytest
 from flax import nnx
 
 from jaxgpt.config import ModelConfig, UsageError, load_config
+from jaxgpt.data.batch import input_batch
 from jaxgpt.models.attention import (
+    AttentionSetting,
+    TokenPositions,
     blockwise_attention,
     causal_attention,
     choose_attention,
-    document_starts,
     xla_attention,
 )
 from jaxgpt.models.mlp import MLPS
@@ -30,6 +32,30 @@ FAMILIES = {
     "mistral": LLAMA | {"n_head": 4, "n_kv_head": 1, "sliding_window": 6},
     "qwen 2": LLAMA | {"n_head": 4, "n_kv_head": 2, "qkv_bias": True, "rope_theta": 1e6},
     "qwen 3": LLAMA | {"n_head": 3, "n_kv_head": 1, "head_dim": 10, "qk_norm": True},
+    "qwen 2, windows": LLAMA
+    | {
+        "n_head": 4,
+        "qkv_bias": True,
+        "layers": ("global", "local"),
+        "sliding_window": 6,
+    },
+    "gemma 3": LLAMA
+    | {
+        "n_layer": 5,
+        "n_head": 4,
+        "n_kv_head": 2,
+        "norm": "rmsnorm_1p",
+        "post_norm": True,
+        "qk_norm": True,
+        "mlp": "geglu_tanh",
+        "scale_embeddings": True,
+        "query_pre_attn_scalar": 11,
+        "layers": ("local", "local", "global"),
+        "sliding_window": 4,
+        "local_rope_theta": 50.0,
+        "rope_theta": 1000.0,
+        "rope_scaling": (4.0,),
+    },
     "others": SMALL | {"mlp": "relu2", "logit_softcap": 3.0, "norm_eps": 0.1, "bias": True},
 }
 END = 5  # the token that ends a document
@@ -45,7 +71,13 @@ def network_of(config, **options):
     params = jax.jit(lambda: nnx.to_pure_dict(nnx.state(make())))()
     params = jax.tree.map(lambda p: p + np.float32(0.1 * draw(size=p.shape)), params)
     graph = nnx.graphdef(nnx.eval_shape(make))
-    return jax.jit(lambda params, tokens: nnx.merge(graph, params)(tokens)), params
+    end_of_text = options.get("end_of_text")
+
+    @jax.jit
+    def compute(params, tokens):
+        return nnx.merge(graph, params)(input_batch(tokens, end_of_text))
+
+    return compute, params
 
 
 def reference_logits(params, tokens_T, config):
@@ -55,20 +87,24 @@ def reference_logits(params, tokens_T, config):
     K = config.head_dim or config.n_embd // H
 
     def rms(x, scale):
+        scale = 1 + scale if config.norm == "rmsnorm_1p" else scale
         return x / np.sqrt((x**2).mean() + config.norm_eps) * scale
 
     def norm(x, w):
-        if config.norm == "rmsnorm":
+        if config.norm != "layernorm":
             return rms(x, w["scale"])
         return (x - x.mean()) / np.sqrt(x.var() + config.norm_eps) * w["scale"] + w["bias"]
 
-    def turn(x, position):
+    def turn(x, position, is_local):
         if config.position != "rope":
             return x
         out = np.empty(K)
+        is_other = is_local and config.local_rope_theta
         for i in range(K // 2):
-            frequency = config.rope_theta ** (-2 * i / K)
-            if config.rope_scaling:
+            frequency = (is_other or config.rope_theta) ** (-2 * i / K)
+            if len(config.rope_scaling) == 1 and not is_other:
+                frequency /= config.rope_scaling[0]
+            elif config.rope_scaling and not is_other:
                 factor, low, high, original = config.rope_scaling
                 wavelength = 2 * math.pi / frequency
                 if wavelength > original / low:
@@ -82,7 +118,7 @@ def reference_logits(params, tokens_T, config):
             out[i + K // 2] = b * math.cos(angle) + a * math.sin(angle)
         return out
 
-    def projected(v, attention, position):
+    def projected(v, attention, position, is_local):
         def linear(module):
             y = np.tensordot(v, module["kernel"], 1)
             return y + module["bias"] if "bias" in module else y
@@ -94,45 +130,61 @@ def reference_logits(params, tokens_T, config):
         if config.qk_norm:
             q = np.array([rms(x, attention["q_norm"]["scale"]) for x in q])
             k = np.array([rms(x, attention["k_norm"]["scale"]) for x in k])
-        return [turn(x, position) for x in q], [turn(x, position) for x in k], w
+        q, k = ([turn(x, position, is_local) for x in heads] for heads in (q, k))
+        return q, k, w
 
     def mlp(v, m):
         def linear(x, module):
             y = np.tensordot(x, module["kernel"], 1)
             return y + module["bias"] if "bias" in module else y
 
-        if config.mlp == "swiglu":
+        if "gate_up" in m:
             gate, up = linear(v, m["gate_up"])
-            return linear(gate / (1 + np.exp(-gate)) * up, m["down"])
+            if config.mlp == "swiglu":
+                return linear(gate / (1 + np.exp(-gate)) * up, m["down"])
+            # arXiv 1606.08415, section 2
+            tanh = np.tanh(np.sqrt(2 / np.pi) * (gate + 0.044715 * gate**3))
+            return linear(0.5 * gate * (1 + tanh) * up, m["down"])
         return linear(np.maximum(linear(v, m["up"]), 0) ** 2, m["down"])
 
     x = [p["token_embedding"]["embedding"][t] for t in tokens_T]
+    if config.scale_embeddings:
+        x = [v * math.sqrt(config.n_embd) for v in x]
     if config.position == "learned":
         x = [v + p["position_embedding"]["embedding"][i] for i, v in enumerate(x)]
     for layer in range(config.n_layer):
         b = jax.tree.map(operator.itemgetter(layer), p["layers"])
-        qkv = [projected(norm(v, b["norm_1"]), b["attention"], i) for i, v in enumerate(x)]
+        kinds = config.layers or ("local" if config.sliding_window else "global",)
+        is_local = kinds[layer % len(kinds)] == "local"
+        window = config.sliding_window if is_local else T
+        qkv = [
+            projected(norm(v, b["norm_1"]), b["attention"], i, is_local) for i, v in enumerate(x)
+        ]
         for i in range(T):
             heads = []
             for h in range(H):
-                seen = range(max(0, i - (config.sliding_window or T) + 1), i + 1)
+                seen = range(max(0, i - window + 1), i + 1)
                 scores = np.array([qkv[i][0][h] @ qkv[j][1][h * G // H] for j in seen])
-                weights = np.exp(scores / math.sqrt(K))
+                weights = np.exp(scores / math.sqrt(config.query_pre_attn_scalar or K))
                 values = np.array([qkv[j][2][h * G // H] for j in seen])
                 heads.append(weights @ values / weights.sum())
             out = b["attention"]["out"]
-            x[i] = x[i] + np.tensordot(np.array(heads), out["kernel"], 2) + out.get("bias", 0)
-        x = [v + mlp(norm(v, b["norm_2"]), b["mlp"]) for v in x]
+            y = np.tensordot(np.array(heads), out["kernel"], 2) + out.get("bias", 0)
+            x[i] = x[i] + (norm(y, b["post_norm_1"]) if config.post_norm else y)
+        for i, v in enumerate(x):
+            y = mlp(norm(v, b["norm_2"]), b["mlp"])
+            x[i] = v + (norm(y, b["post_norm_2"]) if config.post_norm else y)
     table = p["token_embedding" if config.tie_embeddings else "head"]["embedding"]
     logits = np.array([table @ norm(v, p["norm"]) for v in x])[:, : config.vocab_size]
     cap = config.logit_softcap
     return cap * np.tanh(logits / cap) if cap else logits
 
 
+@pytest.mark.parametrize("scan_layers", [False, True])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_logits_are_those_of_the_papers(family):
+def test_logits_are_those_of_the_papers(family, scan_layers):
     config = ModelConfig(**FAMILIES[family])
-    network, params = network_of(config)
+    network, params = network_of(config, scan_layers=scan_layers)
     tokens = np.random.default_rng(0).integers(37, size=20)
     found = network(params, tokens[None])[0, :, :37]
     expected = reference_logits(params, tokens, config)
@@ -141,11 +193,8 @@ def test_logits_are_those_of_the_papers(family):
 
 def test_scaled_frequencies_are_llama_31s():
     """Against the numbers that the formula of Llama's reference code has at three wavelengths."""
-    config = ModelConfig(
-        n_head=1, n_embd=128, position="rope", rope_theta=5e5, rope_scaling=(8, 1, 4, 8192)
-    )
     plain = 5e5 ** -(np.arange(0, 128, 2) / 128)
-    found = rope_frequencies(config)
+    found = rope_frequencies(128, 5e5, (8, 1, 4, 8192))
     wavelengths = 2 * np.pi / plain
     is_short, is_long = wavelengths < 8192 / 4, wavelengths > 8192
     assert is_short.any() and is_long.any() and (~is_short & ~is_long).any()
@@ -165,6 +214,7 @@ def test_scaled_frequencies_are_llama_31s():
         ("tinyllama-1.1b", 1_100_048_384),
         ("smollm2-135m", 134_515_008),
         ("qwen3-0.6b", 596_049_920),
+        ("gemma3-1b", 999_885_952),
     ],
 )
 def test_presets_have_the_published_numbers_of_parameters(preset, parameters):
@@ -193,7 +243,11 @@ def test_the_width_of_the_mlp_is_llamas_rule_for_swiglu(mlp):
 def test_a_document_begins_after_the_end_of_the_one_before():
     tokens = jnp.array([[7, END, 8, 9, END, END, 1], [END, 2, 3, 4, 5 + END, 6, 7]])
     expected = [[0, 0, 2, 2, 2, 5, 6], [0, 1, 1, 1, 1, 1, 1]]
-    assert document_starts(tokens, END).tolist() == expected
+    batch = input_batch(tokens, END)
+    assert (jnp.arange(7) - batch.positions).tolist() == expected
+    is_same = batch.segments[:, :, None] == batch.segments[:, None, :]
+    starts = jnp.array(expected)
+    assert (is_same == (starts[:, :, None] == starts[:, None, :])).all()
 
 
 @pytest.mark.parametrize(
@@ -225,13 +279,16 @@ def test_blocks_are_the_whole(kernel, window, has_documents):
         jax.random.normal(jax.random.key(i), (2, 256, heads, 8))
         for i, heads in enumerate((4, 2, 2))
     )
-    starts = jnp.array([[0] * 100 + [100] * 156, [0] * 256]) if has_documents else None
+    at = TokenPositions(jnp.arange(256))
+    if has_documents:
+        positions = jnp.array([[*range(100), *range(156)], range(256)])
+        at = TokenPositions(positions, jnp.array([[0] * 100 + [1] * 156, [0] * 256]))
 
     def whole(q, k, v):
-        return xla_attention(q, k, v, None, starts, window=window)
+        return xla_attention(q, k, v, at, at, window)
 
     def blocks(q, k, v):
-        return kernel(q, k, v, None, starts, window=window)
+        return kernel(q, k, v, at, at, window, None)
 
     for found, expected in zip(outcome(blocks, q, k, v), outcome(whole, q, k, v), strict=True):
         np.testing.assert_allclose(found, expected, atol=2e-5)
@@ -253,7 +310,7 @@ def outcome(attend, *qkv):
 )
 def test_documents_need_a_mask(options, kernel, reason):
     config = ModelConfig(n_head=12, n_embd=768, **options)
-    chosen, why = choose_attention(config, "bfloat16", 9.0, document_mask=True)
+    chosen, why = choose_attention(AttentionSetting(config, "bfloat16", 9.0, document_mask=True))
     assert chosen == kernel and reason in why
 
 
@@ -264,11 +321,11 @@ def test_documents_need_a_mask(options, kernel, reason):
         (["model.rope_theta=5"], "model.rope_theta: needs? model.position=rope"),
         (
             ["model.position=rope", "--model.rope_scaling", "8", "1"],
-            "model.rope_scaling=8.0 1.0: must be factor",
+            "model.rope_scaling=8.0 1.0: must be one factor",
         ),
         (
             ["model.position=rope", "--model.rope_scaling", "8", "4", "1", "8192"],
-            "needs factor >= 1",
+            "needs 0 < low_freq_factor",
         ),
         (["model.position=rope", "model.head_dim=7"], "model.head_dim=7"),
         (["model.bias=True", "model.qkv_bias=True"], "model.qkv_bias=True"),

@@ -7,9 +7,8 @@ import numpy as np
 import pytest
 
 from jaxgpt.config import ModelConfig, load_config, mesh_shape
-from jaxgpt.models.loss import cross_entropy, cross_entropy_sum
+from jaxgpt.models.loss import OutputLayer, cross_entropy, loss_parts
 from jaxgpt.parallel.mesh import make_mesh
-from jaxgpt.parallel.tensor import NO_PARALLELISM
 from jaxgpt.plan.program import COMPILE_ONLY
 from jaxgpt.train.functions import make_steps
 from jobs import limited_devices
@@ -46,13 +45,11 @@ def test_a_loss_in_chunks_is_the_loss_at_once(chunk):
     x, w = jax.random.normal(keys[0], (B, T, D)), jax.random.normal(keys[1], (128, D))
     targets = jax.random.randint(keys[2], (B, T), 0, V)
 
+    weights = jax.random.uniform(keys[2], (B, T)).at[1, 2:].set(0)
+
     def loss(x, w, chunk):
-        return (
-            3
-            * cross_entropy_sum(x, w, targets, 0, ModelConfig(vocab_size=V), NO_PARALLELISM, chunk)[
-                0
-            ]
-        )
+        output = OutputLayer(w, 0, ModelConfig(vocab_size=V))
+        return 3 * loss_parts(x, targets, weights, output, chunk).loss
 
     whole = jax.value_and_grad(loss, argnums=(0, 1))(x, w, 0)
     found = jax.value_and_grad(loss, argnums=(0, 1))(x, w, chunk)
@@ -64,11 +61,12 @@ def test_a_loss_in_chunks_is_the_loss_at_once(chunk):
 @pytest.mark.parametrize("chunk", [11, 8, 5, 3])
 def test_chunks_are_as_even_as_they_get(chunk):
     x, w, targets = jnp.ones((2, 6, 5)), jnp.ones((128, 5)), jnp.zeros((2, 6), jnp.int32)
-    program = jax.make_jaxpr(
-        lambda x, w: cross_entropy_sum(
-            x, w, targets, 0, ModelConfig(vocab_size=11), NO_PARALLELISM, chunk
-        )[0]
-    )
+
+    def loss(x, w):
+        output = OutputLayer(w, 0, ModelConfig(vocab_size=11))
+        return loss_parts(x, targets, jnp.ones((2, 6)), output, chunk).loss
+
+    program = jax.make_jaxpr(loss)
     parts = -(-12 // chunk)
     assert f"f32[{parts},{12 // parts},5]" in str(program(x, w))
 

@@ -10,22 +10,29 @@ import pytest
 from flax import nnx
 
 from jaxgpt.config import ModelConfig, load_config
+from jaxgpt.data.batch import input_batch
 from jaxgpt.models.layers import padded_vocab_size
-from jaxgpt.models.transformer import GPT, logits
+from jaxgpt.models.loss import OutputLayer
+from jaxgpt.models.transformer import GPT
 from jaxgpt.models.weights import count_parameters, weights
 
 SMALL = ModelConfig(n_layer=2, n_head=2, n_embd=16, block_size=12, vocab_size=37, bias=True)
 
 
 def make(config, **options):
-    """(the network as a function of parameters, tokens and keys, its initial parameters)."""
+    """(the network as a function of parameters, tokens and a key, its initial parameters)."""
 
     def network():
         return GPT(config, rngs=nnx.Rngs(params=0), **options)
 
     graph = nnx.graphdef(nnx.eval_shape(network))
     params = jax.jit(lambda: nnx.to_pure_dict(nnx.state(network())))()
-    return jax.jit(lambda params, *args: nnx.merge(graph, params)(*args)), params
+
+    @jax.jit
+    def compute(params, tokens, key=None):
+        return nnx.merge(graph, params)(input_batch(tokens), key)
+
+    return compute, params
 
 
 def noisy(params):
@@ -140,7 +147,7 @@ def test_dropout_acts_only_with_a_key():
     model, params = make(dataclasses.replace(SMALL, dropout=0.5))
     tokens = jnp.arange(10)[None]
     quiet, again = model(params, tokens), model(params, tokens)
-    keys = jax.random.split(jax.random.key(1), 2)[:, None]  # each for one row
+    keys = jax.random.split(jax.random.key(1), 2)
     noisy_1, noisy_2 = model(params, tokens, keys[0]), model(params, tokens, keys[1])
     assert (quiet == again).all()
     assert (noisy_1 == model(params, tokens, keys[0])).all()
@@ -231,7 +238,7 @@ def test_logits_and_their_gradients_are_products_in_the_operands_dtype(dtype):
         return jnp.einsum("...D,VD->...V", x, w, preferred_element_type=jnp.float32)
 
     config = ModelConfig(vocab_size=7)
-    found, d_found = jax.vjp(lambda x, w: logits(x, w, 0, config), x, w)
+    found, d_found = jax.vjp(lambda x, w: OutputLayer(w, 0, config).logits(x), x, w)
     expected, d_expected = jax.vjp(exact, x, w)
     np.testing.assert_array_equal(found, np.float32(expected.astype(dtype)))
     assert found.dtype == "float32"

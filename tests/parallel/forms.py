@@ -27,19 +27,19 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from jaxgpt.config import load_config, mesh_shape
+from jaxgpt.data.batch import make_batch
 from jaxgpt.models import transformer
-from jaxgpt.models.attention import make_attention
-from jaxgpt.models.loss import cross_entropy_sum
 from jaxgpt.models.transformer import gpt_graph
 from jaxgpt.models.weights import weights as model_weights
 from jaxgpt.optim.schedule import learning_rate
 from jaxgpt.optim.update import clip_by_norm, gate_by_where
 from jaxgpt.parallel import sharding
+from jaxgpt.parallel.schedule import forward_loss, merge_microbatches, split_microbatches
 from jaxgpt.parallel.tensor import ParallelContext
 from jaxgpt.perf.collectives import read_collectives
 from jaxgpt.train.functions import make_steps, step_options, training_batch
 from jaxgpt.train.state import init_state, optimizer_of, state_shapes
-from jaxgpt.train.step import merge_microbatches, split_microbatches
+from jaxgpt.train.step import weighted_mean
 
 LAYOUTS = {
     "ZeRO-0": ("--mesh", "2,4,1", "parallel.zero_stage=0"),
@@ -134,19 +134,18 @@ def make_plain_step(config, mesh, options):
         on_cpu=on_cpu,
     )
     graph = gpt_graph(
-        model, dtype=context.dtype, attend=make_attention("xla", model),
+        model, dtype=context.dtype,
         parallel=context, scan_layers=config.scans_layers(on_cpu), remat=config.parallel.remat,
+        loss_chunk=train.loss_chunk,
     )  # fmt: skip
     optimizer = optimizer_of(config)
     constrain, n = jax.lax.with_sharding_constraint, train.gradient_accumulation_steps
 
     def loss_of(params, rows):
-        weights = jax.tree.map(Placed, params, used)
-        x_BTD, w_VD, offset = nnx.merge(graph, weights).hidden_states(rows[:, :-1])
-        loss, values = cross_entropy_sum(
-            x_BTD, w_VD, rows[:, 1:], offset, model, context, train.loss_chunk
-        )
-        return loss / rows[:, 1:].size, values["loss"] / (rows.shape[1] - 1)
+        network, batch = nnx.merge(graph, jax.tree.map(Placed, params, used)), make_batch(rows)
+        parts = forward_loss(network, batch)
+        losses_B = weighted_mean(parts.rows["loss"], batch.weights.sum(axis=1))
+        return parts.loss / batch.weights.sum(), losses_B
 
     def gradients_of(params, rows):
         (_, losses_B), gradients = jax.value_and_grad(loss_of, has_aux=True)(params, rows)

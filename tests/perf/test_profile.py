@@ -7,7 +7,7 @@ from jax.sharding import AxisType, PartitionSpec
 
 from jaxgpt.cluster.process_group import ProcessGroup
 from jaxgpt.config import MeshShape
-from jaxgpt.models.attention import xla_attention
+from jaxgpt.models.attention import TokenPositions, xla_attention
 from jaxgpt.perf.hlo import Operation, parse_hlo, read_operations
 from jaxgpt.perf.profile import Event, Tracing, describe, report, summary
 
@@ -25,7 +25,8 @@ def profile(tmp_path_factory):
     @functools.partial(jax.shard_map, mesh=mesh, in_specs=(rows, rows), out_specs=(rows, rows))
     def step(a, q):
         total = jax.lax.psum(a[0] @ a[0], "device")
-        return jnp.tanh(total)[None], xla_attention(q, q * 2, q * 3)
+        at = TokenPositions(jnp.arange(64))
+        return jnp.tanh(total)[None], xla_attention(q, q * 2, q * 3, at, at)
 
     arguments = jnp.ones((8, SIZE, SIZE)), jnp.ones((8, 64, 2, 16))
     compiled = step.lower(*arguments).compile()

@@ -8,6 +8,7 @@ import pytest
 from flax import nnx
 
 from jaxgpt.config import MeshShape, UsageError, load_config
+from jaxgpt.data.batch import input_batch
 from jaxgpt.data.tokenizers import CharTokenizer
 from jaxgpt.models.transformer import gpt_graph
 from jaxgpt.parallel.mesh import make_mesh
@@ -134,7 +135,7 @@ def made_steps(mesh, *options):
 def recomputed(config, params, prompts, n):
     """Greedy texts as nanoGPT's `generate` writes them: the last block is read for each token."""
     graph = gpt_graph(config.model, dtype=jnp.dtype(config.train.dtype))
-    logits = jax.jit(lambda params, tokens_BT: nnx.merge(graph, params)(tokens_BT))
+    logits = jax.jit(lambda params, tokens: nnx.merge(graph, params)(input_batch(tokens)))
     params = jax.device_get(params)
     written = []
     for prompt in prompts:
@@ -218,7 +219,9 @@ def test_a_text_goes_on_past_the_block(mesh, options, monkeypatch):
     window = config.model.sliding_window or BLOCK
     longer = config.replace(model__block_size=5 * BLOCK, model__sliding_window=window)
     graph = gpt_graph((longer if is_rope else config).model, end_of_text=config.document_end)
-    logits = jax.jit(lambda params, tokens_BT: nnx.merge(graph, params)(tokens_BT))
+    logits = jax.jit(
+        lambda params, tokens: nnx.merge(graph, params)(input_batch(tokens, config.document_end))
+    )
     whole = jax.device_get(params)
     for size in (2, 9):
         prompt = np.random.default_rng(size).integers(0, CHARACTERS, size)

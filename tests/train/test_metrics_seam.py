@@ -9,6 +9,8 @@ import pytest
 from flax import nnx
 
 from jaxgpt.config import load_config, mesh_shape
+from jaxgpt.data.batch import input_batch
+from jaxgpt.models import transformer
 from jaxgpt.models.transformer import GPT
 from jaxgpt.parallel.mesh import make_mesh
 from jaxgpt.train import step as step_module
@@ -21,7 +23,7 @@ from readme_code import ROOT, load_block, train_and_move
 def largest_logit(monkeypatch, tmp_path):
     module = load_block("jaxgpt/train/README.md", "largest_logit", tmp_path)
     monkeypatch.setitem(step_module.STEP_METRICS, "largest_logit", module.largest_logit)
-    monkeypatch.setattr(step_module, "cross_entropy_sum", changed_loss().cross_entropy_sum)
+    monkeypatch.setattr(transformer, "loss_parts", changed_loss().loss_parts)
 
 
 def changed_loss():
@@ -58,7 +60,7 @@ def test_it_is_the_largest_of_all_logits_on_any_mesh(largest_logit, options):
     state = steps.init()
     network = GPT(config.model, rngs=nnx.Rngs(0))
     nnx.update(network, jax.tree.map(np.asarray, state.params))
-    expected = float(network(tokens[:, :-1]).max())
+    expected = float(network(input_batch(tokens[:, :-1])).max())
     batch = jax.device_put(tokens, steps.batch_shape.sharding)
     _, metrics = steps.train_step(state, *scalars(config, 1), batch)
     assert float(metrics.scalars["largest_logit"]) == pytest.approx(expected, rel=1e-5)

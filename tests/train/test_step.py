@@ -9,11 +9,13 @@ import optax
 import pytest
 
 from jaxgpt.config import MeshShape, load_config, mesh_shape
-from jaxgpt.models.attention import make_attention, xla_attention
+from jaxgpt.data.batch import make_batch
+from jaxgpt.models.attention import KERNELS, AttentionSetting, xla_attention
 from jaxgpt.optim import update as update_module
 from jaxgpt.optim.update import clip_by_norm
 from jaxgpt.parallel.mesh import make_mesh
-from jaxgpt.train.functions import make_steps, shard_model, step_options
+from jaxgpt.train.functions import make_steps, step_options
+from jaxgpt.train.sharded_model import shard_model
 from jaxgpt.train.step import loss_and_gradients
 from jobs import trace
 
@@ -58,7 +60,7 @@ def test_the_gradient_of_a_frequent_token_is_not_rounded_away():
         model = shard_model(config, mesh, xla_attention)
         params = make_steps(config, mesh).init().params
         compute = jax.jit(functools.partial(loss_and_gradients, model))
-        _, gradients = compute(params, np.int32(1), rows)
+        _, gradients = compute(params, np.int32(1), make_batch(rows))
         gradient[dtype] = np.asarray(gradients["token_embedding"]["embedding"])[7]
     difference = np.linalg.norm(gradient["bfloat16"] - gradient["float32"])
     assert difference <= 0.02 * np.linalg.norm(gradient["float32"])
@@ -73,7 +75,7 @@ def test_what_is_written_for_cpus_and_for_gpus_computes_the_same():
     for on_cpu in (True, False):
         model = shard_model(config, mesh, xla_attention, on_cpu=on_cpu)
         compute = jax.jit(functools.partial(loss_and_gradients, model))
-        found.append(compute(params, np.int32(1), rows))
+        found.append(compute(params, np.int32(1), make_batch(rows)))
     for for_cpus, for_gpus in zip(*map(jax.tree.leaves, found), strict=True):
         difference = np.linalg.norm(for_gpus - for_cpus)
         assert difference <= 1e-5 * np.linalg.norm(for_cpus)
@@ -121,7 +123,9 @@ def lowered_for_cuda(monkeypatch, *words):
     monkeypatch.setattr(kernels, "check_compute_capability", lambda capability: True)
     monkeypatch.setattr(kernels, "is_cuda_compute_capability_equal", lambda other: other == "9.0")
     config = load_config(*ARGUMENTS, "model.vocab_size=256", "train.dtype=bfloat16", *words)
-    attend = make_attention("cudnn", config.model, config.train.deterministic)
+    deterministic = config.train.deterministic
+    setting = AttentionSetting(config.model, "bfloat16", 9.0, deterministic=deterministic)
+    attend = KERNELS["cudnn"].make(setting)
     steps = make_steps(config, make_mesh(mesh_shape(config)), attend=attend, on_cpu=False)
     operands = (
         steps.state_shapes,

@@ -8,7 +8,13 @@ import jax
 import jax.numpy as jnp
 
 from jaxgpt.config import load_config
-from jaxgpt.models.attention import choose_attention, cuda_capability, make_attention
+from jaxgpt.models.attention import (
+    KERNELS,
+    AttentionSetting,
+    TokenPositions,
+    choose_attention,
+    cuda_capability,
+)
 
 CASES = {  # case -> settings of gpt2
     "attention": (),
@@ -37,17 +43,21 @@ def attention_errors(settings: Sequence[str]) -> tuple[float, float, str]:
     ]
     wide = [x.astype(jnp.float32) for x in narrow]
     capability = cuda_capability(jax.devices()[0])
-    kernel, why = choose_attention(model, "bfloat16", capability, documents)
+    setting = AttentionSetting(model, "bfloat16", capability, documents)
+    kernel, why = choose_attention(setting)
     dropped = jax.random.split(jax.random.key(1), (2, 12)) if model.dropout else None
-    begins = jnp.arange(T) // DOCUMENT * DOCUMENT
-    starts = jnp.broadcast_to(begins, (2, T)) if documents else None
+    positions_T = jnp.arange(T)
+    at, window = TokenPositions(positions_T), model.sliding_window
+    if documents:
+        segments_BT = jnp.broadcast_to(positions_T // DOCUMENT, (2, T))
+        at = TokenPositions(positions_T % DOCUMENT + jnp.zeros_like(segments_BT), segments_BT)
 
     def output_and_gradients(kernel: str, arrays: list[Any]) -> list[Any]:
-        attend = make_attention(kernel, model)
+        attend = KERNELS[kernel].make(setting)
 
         @jax.jit
         def compute(q, k, v, d):
-            out, pull = jax.vjp(lambda *qkv: attend(*qkv, dropped, starts), q, k, v)
+            out, pull = jax.vjp(lambda *qkv: attend(*qkv, at, at, window, dropped), q, k, v)
             return [out, *pull(d)]
 
         return compute(*arrays)

@@ -1,0 +1,67 @@
+"""What a training step knows about its tokens: a `Batch`, derived on the devices."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, PartitionSpec
+
+from jaxgpt.parallel.mesh import mesh_axes_with
+
+NO_TOKEN = -1  # fills up rows that are shorter than others
+
+
+class Batch(NamedTuple):
+    """A global batch, or one device's part of it."""
+
+    tokens: jax.Array  # int32 (B, T)
+    targets: jax.Array  # int32 (B, T): the next token
+    weights: jax.Array  # float32 (B, T): weight of each target in the loss; 0 masks it
+    positions: jax.Array  # int32 (B, T): position within the document
+    segments: jax.Array  # int32 (B, T): document number within the row, from 0
+    rows: jax.Array  # int32 (B,): row number in the global batch, for dropout keys
+
+
+def make_batch(
+    tokens: jax.Array, weights: jax.Array | None = None, end_of_text: int | None = None
+) -> Batch:
+    """Return the batch of some rows of text.
+
+    Args:
+        tokens: int32 (B, T+1).
+        weights: of each token as a target, float32 (B, T+1); None is 1 for all.
+        end_of_text: the token that ends a document, for data.document_mask; None treats each row as
+            one document.
+    """
+    targets = tokens[:, 1:]
+    weights = jnp.ones(targets.shape) if weights is None else weights[:, 1:]
+    return input_batch(tokens[:, :-1], end_of_text)._replace(targets=targets, weights=weights)
+
+
+def input_batch(tokens: jax.Array, end_of_text: int | None = None) -> Batch:
+    """Return a batch without targets, for logits; arguments as for `make_batch`, tokens (B, T)."""
+    B, T = tokens.shape
+    positions = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32), (B, T))
+    segments = jnp.zeros((B, T), jnp.int32)
+    if end_of_text is not None:
+        # A document ends with its end-of-text token.
+        begins = jnp.pad(tokens[:, :-1] == end_of_text, ((0, 0), (1, 0)))
+        segments = jnp.cumsum(begins, axis=1, dtype=jnp.int32)
+        positions -= jax.lax.cummax(jnp.where(begins, positions, 0), axis=1)
+    return Batch(
+        tokens=tokens,
+        targets=jnp.zeros((B, T), jnp.int32),
+        weights=jnp.zeros((B, T), jnp.float32),
+        positions=positions,
+        segments=segments,
+        rows=jnp.arange(B, dtype=jnp.int32),
+    )
+
+
+def batch_specs(mesh: Mesh) -> Batch:
+    """Return the `PartitionSpec` of each array of a batch, from the roles of the mesh axes."""
+    rows, positions = (
+        mesh_axes_with(role, mesh) or None for role in ("splits_batch", "splits_sequence")
+    )
+    tokens = PartitionSpec(rows, positions)
+    return Batch(tokens, tokens, tokens, tokens, tokens, PartitionSpec(rows))

@@ -1,0 +1,134 @@
+"""The network on a mesh: where each parameter and its gradient live, and how devices share work."""
+
+import functools
+import math
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding
+
+from jaxgpt.config import Config, MeshShape
+from jaxgpt.models.attention import Attention, without_scores
+from jaxgpt.models.transformer import GPT, gpt_graph
+from jaxgpt.models.weights import Weight, activation_bytes, count_parameters, weights
+from jaxgpt.optim.parameters import Parameters
+from jaxgpt.parallel import sharding
+from jaxgpt.parallel.mesh import mesh_axes_with
+from jaxgpt.parallel.sharding import Params
+from jaxgpt.parallel.tensor import ParallelContext
+from jaxgpt.parallel.zero import ParamLayout, ShardedParam
+
+SLICE_BYTES = 2**29  # of activations; larger slices are slower, much smaller ones are too
+GRADIENTS_PER_SLICE = 4  # at least so many times as large as the gradient that it adds to the sum
+
+
+class ShardedModel(NamedTuple):
+    """The network on a mesh, built by `shard_model`."""
+
+    config: Config  # with model.vocab_size set
+    mesh: Mesh
+    layouts: Any  # `ParamLayout` of every parameter: where it and its gradient lie
+    context: ParallelContext
+    graph: nnx.GraphDef  # the network without parameters
+    n_slices: int  # number of slices that each device cuts its rows of a microbatch into
+
+    @property
+    def param_specs(self) -> Any:
+        """The `PartitionSpec` of every parameter between steps."""
+        return jax.tree.map(lambda layout: layout.param, self.layouts)
+
+    @property
+    def parameters(self) -> Parameters:
+        """Weights, and where their gradients lie, for the optimizer."""
+        shardings = jax.tree.map(lambda one: NamedSharding(self.mesh, one.grad), self.layouts)
+        return Parameters(weights(self.config.model), shardings)
+
+    def network(self, zeros: Params, params: Params) -> GPT:
+        """Return the network with this device's parameters; gradients are those of `zeros`."""
+        return nnx.merge(self.graph, jax.tree.map(ShardedParam, params, zeros, self.layouts))
+
+
+def shard_model(
+    config: Config, mesh: Mesh, attend: Attention, n_slices: int = 1, on_cpu: bool = False
+) -> ShardedModel:
+    """Lay the network out on a mesh; arguments as for `make_steps`."""
+    parallel = config.parallel
+    tensor_axes = mesh_axes_with("splits_heads", mesh)
+    sequence_parallel = parallel.sequence_parallel and bool(tensor_axes)
+    is_sharded = parallel.zero_stage == 3 and bool(mesh_axes_with("shards_parameters", mesh))
+    gathers = sequence_parallel or is_sharded or parallel.offload == "state"
+    keeps_all = parallel.remat in ("none", "attention")  # the others do not keep what they gather
+    context = ParallelContext(
+        tensor=MeshShape(**mesh.shape).split_of("splits_heads"),
+        tensor_axes=tensor_axes,
+        sequence_parallel=sequence_parallel,
+        regather_in_backward=gathers and keeps_all,
+        on_cpu=on_cpu,
+    )
+    graph = gpt_graph(
+        config.model,
+        dtype=np.dtype(config.train.dtype),
+        attend=without_scores(attend) if parallel.remat == "attention" else attend,
+        parallel=context,
+        scan_layers=config.scans_layers(on_cpu),
+        remat=parallel.remat,
+        end_of_text=config.document_end,
+        loss_chunk=config.train.loss_chunk,
+    )
+    layout = functools.partial(param_layout, config, mesh, sequence_parallel, n_slices)
+    layouts = jax.tree.map(layout, weights(config.model))
+    return ShardedModel(config, mesh, layouts, context, graph, n_slices)
+
+
+def param_layout(
+    config: Config, mesh: Mesh, sequence_parallel: bool, n_slices: int, weight: Weight
+) -> ParamLayout:
+    """Return where a parameter lies between steps, its gradients as they add up, and after it."""
+    zero_stage, train = config.parallel.zero_stage, config.train
+    in_host = config.parallel.offload == "state"
+    param, accum, grad = (
+        sharding.partition_spec(weight.axes, weight.shape, rules, mesh.shape)
+        for rules in (
+            sharding.parameter_rules(zero_stage),
+            sharding.gradient_rules(zero_stage, config.reduces_once, in_host),
+            sharding.opt_state_rules(zero_stage),
+        )
+    )
+    partial_axes = mesh_axes_with("reduces_gradients", mesh)
+    # With sequence parallelism a device's norms, positions and biases meet its own positions only.
+    has_own_part = sequence_parallel or sharding.is_used_in_part(weight.axes, param)
+    tensor_axes = mesh_axes_with("splits_heads", mesh)
+    if has_own_part and sharding.split_dim(param, tensor_axes) is None:
+        partial_axes = (*partial_axes, *tensor_axes)
+    return ParamLayout(
+        param=param,
+        accum=accum,
+        grad=grad,
+        partial_axes=frozenset(partial_axes),
+        gather_dtype=weight.gather_dtype or train.dtype,
+        reduce_dtype=config.parallel.grad_reduce_dtype,
+        host_terms=train.gradient_accumulation_steps * n_slices if in_host else 0,
+    )
+
+
+def choose_n_slices(config: Config, mesh: Mesh) -> int:
+    """Return the number of equal slices that a CPU cuts its rows into, computed one by one.
+
+    Those that come nearest to `SLICE_BYTES` each: what few rows keep for their backward pass stays
+    in the caches. Gradients of slices add up as microbatches'. It is one where a slice would have
+    to gather weights again or talk to other devices, and in a command that does not train.
+    """
+    shape = MeshShape(**mesh.shape)
+    if shape.split_of("shards_parameters") * shape.split_of("splits_heads") > 1:
+        return 1
+    rows = config.microbatch_size // shape.split_of("splits_batch")
+    gradient_bytes = 4 * count_parameters(config.model)[0]
+    target = max(SLICE_BYTES, GRADIENTS_PER_SLICE * gradient_bytes) / activation_bytes(
+        config.model, with_logits=not config.train.loss_chunk
+    )
+    if rows <= max(1, target):
+        return 1
+    divisors = [n for n in range(1, rows + 1) if rows % n == 0]
+    return min(divisors, key=lambda n: abs(math.log(rows / n / target)))
