@@ -232,10 +232,9 @@ class Repeater:
         self.place = Place(describe(mesh), cluster.size, kind, jax.__version__)
         self._cluster = cluster
         self._checkpoints = Checkpoints(run, config, cluster)
-        self._steps = make_steps(config, mesh)
+        self._steps = make_steps(config, mesh, has_masks=dataset.has_masks)
         self._train_step = self._steps.lower_train_step().compile()
-        sharding = self._steps.batch_shape.sharding
-        self._loader = Loader.for_training(dataset, config, sharding, sizes)
+        self._loader = Loader.for_training(dataset, config, self._steps.batch_sharding, sizes)
         self._skips = SkipRanges(skip_ranges(config))
 
     def repeat(self, state: Any, steps: range) -> tuple[Any, dict[int, dict[str, float | None]]]:

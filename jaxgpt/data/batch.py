@@ -22,20 +22,28 @@ class Batch(NamedTuple):
     rows: jax.Array  # int32 (B,): row number in the global batch, for dropout keys
 
 
-def make_batch(
-    tokens: jax.Array, weights: jax.Array | None = None, end_of_text: int | None = None
-) -> Batch:
+class TokenRows(NamedTuple):
+    """Rows of data with a loss mask."""
+
+    tokens: jax.Array  # int32 (B, T+1)
+    weights: jax.Array  # uint8 (B, T+1): weight of each token as a target; 0 masks it
+
+
+def make_batch(rows: jax.Array | TokenRows, end_of_text: int | None = None) -> Batch:
     """Return the batch of some rows of text.
 
     Args:
-        tokens: int32 (B, T+1).
-        weights: of each token as a target, float32 (B, T+1); None is 1 for all.
+        rows: int32 (B, T+1) if all targets count alike, which makes the weights a constant of the
+            compiled program.
         end_of_text: the token that ends a document, for data.document_mask; None treats each row as
             one document.
     """
-    targets = tokens[:, 1:]
-    weights = jnp.ones(targets.shape) if weights is None else weights[:, 1:]
-    return input_batch(tokens[:, :-1], end_of_text)._replace(targets=targets, weights=weights)
+    if isinstance(rows, TokenRows):
+        tokens, weights = rows.tokens, rows.weights[:, 1:].astype(jnp.float32)
+    else:
+        tokens, weights = rows, jnp.ones(rows[:, 1:].shape)
+    batch = input_batch(tokens[:, :-1], end_of_text)
+    return batch._replace(targets=tokens[:, 1:], weights=weights)
 
 
 def input_batch(tokens: jax.Array, end_of_text: int | None = None) -> Batch:
@@ -56,6 +64,11 @@ def input_batch(tokens: jax.Array, end_of_text: int | None = None) -> Batch:
         segments=segments,
         rows=jnp.arange(B, dtype=jnp.int32),
     )
+
+
+def total_weight(batch: Batch) -> jax.Array:
+    """Return the sum of the weights, at least 1: the loss of a batch without any target is 0."""
+    return jnp.maximum(batch.weights.sum(), 1.0)
 
 
 def batch_specs(mesh: Mesh) -> Batch:

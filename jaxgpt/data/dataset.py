@@ -44,6 +44,12 @@ class Dataset:
         """The names of the corpora, in the order in which they are first named."""
         return tuple(dict.fromkeys(source.entry.corpus for source in self.sources))
 
+    @property
+    def has_masks(self) -> bool:
+        """Return whether a source has a loss mask. The tokens of the others all count."""
+        splits = (tokens for source in self.sources for tokens in source.tokens.values())
+        return any(tokens.mask is not None for tokens in splits)
+
     def size(self, split: str) -> int:
         """Return tokens of a split, over all sources."""
         return sum(source.tokens[split].size for source in self.sources)
@@ -55,7 +61,7 @@ class Dataset:
 
     @functools.cached_property
     def fingerprints(self) -> list[list[str]]:
-        """[path, hash of its sizes, dtype, vocabulary and sampled pages] of every source."""
+        """[path, hash of its sizes, dtype, vocabulary, sampled pages and mask] of every source."""
         pages, out = self._pages_of_each, []
         for source in self.sources:
             vocab_size = source.meta.get("vocab_size", self.vocab_size)
@@ -85,6 +91,12 @@ class Dataset:
                 f"corpus {corpus}: {share:.4%} of all samples, {tokens:,} tokens, "
                 f"sources: {len(members)}"
             )
+        for source in self.sources:
+            tokens = source.tokens["train"]
+            if tokens.mask is not None:
+                counted = source.meta.get("targets", {}).get("train")
+                share = "" if counted is None else f" ({counted:,} of {tokens.size:,})"
+                lines.append(f"loss mask: {tokens.mask.path} says which targets count{share}")
         return lines
 
     def verify(self) -> None:
@@ -165,7 +177,8 @@ def open_dataset(data: DataConfig, model: ModelConfig) -> Dataset:
     not known or larger than model.vocab_size, or sources have different tokenizers.
     """
     sources = tuple(_open_source(entry, data, model.block_size + 1) for entry in entries(data))
-    files = {tokens.file for source in sources for tokens in source.tokens.values()}
+    splits = [tokens for source in sources for tokens in source.tokens.values()]
+    files = {tokens.file for tokens in splits} | {tokens.mask for tokens in splits} - {None}
     allow_open_files(len(files))
     return Dataset(sources, *_find_vocabulary(data, model, [(s.entry, s.meta) for s in sources]))
 

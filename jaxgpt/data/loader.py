@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     import jax
     from jax.sharding import NamedSharding
 
+    from jaxgpt.data.batch import TokenRows
+
 
 class RowLocation(NamedTuple):
     """Where a row comes from."""
@@ -48,6 +50,7 @@ class Loader:
         """
         block_size = config.model.block_size
         self.names = dataset.corpora
+        self.has_masks = dataset.has_masks
         self.batch_sizes = batch_sizes
         self._row_length = block_size + 1
         self._splits = [source.tokens[split] for source in dataset.sources]
@@ -135,12 +138,31 @@ class Loader:
         draw = np.random.default_rng([self._seed, step, row])  # the same on every mesh
         return draw.integers(self._vocab_size, size=self._row_length, dtype=np.int32)
 
-    def batch(self, step: int) -> "jax.Array":
-        """Return the global batch of `step`: int32, shape (B, T+1)."""
-        shape = self.batch_sizes.at(step), self._row_length
-        return global_array(shape, self._sharding, lambda rows: self.read(step, rows))
+    def read_weights(self, step: int, rows: range) -> np.ndarray:
+        """Return the weight of each token of some rows as a target: uint8, shape (rows, T+1).
 
-    def batches(self, steps: Iterable[int]) -> Iterator["jax.Array"]:
+        `UsageError` if a file cannot be read.
+        """
+        first = self.sequence(step, 0)
+        out = np.empty((len(rows), self._row_length), np.uint8)
+        for place, row in zip(out, rows, strict=True):
+            _, source, offset = self._locate(first + row)
+            place[:] = self._splits[source].read_weights(offset, self._row_length)
+        return out
+
+    def batch(self, step: int) -> "jax.Array | TokenRows":
+        """Return the global batch of `step`: int32, shape (B, T+1), or with weights if the data
+        has a loss mask."""
+        shape = self.batch_sizes.at(step), self._row_length
+        tokens = global_array(shape, self._sharding, lambda rows: self.read(step, rows))
+        if not self.has_masks:
+            return tokens
+        from jaxgpt.data.batch import TokenRows
+
+        weights = global_array(shape, self._sharding, lambda rows: self.read_weights(step, rows))
+        return TokenRows(tokens, weights)
+
+    def batches(self, steps: Iterable[int]) -> Iterator["jax.Array | TokenRows"]:
         """Yield the batches of `steps`, with two of them read before they are due."""
         steps = iter(steps)
         with ThreadPoolExecutor(1, thread_name_prefix="loader") as thread:

@@ -11,7 +11,7 @@ from jaxgpt.data.token_file import Tokens
 SPLITS = ("train", "val")
 SHAPE = {  # of meta.json
     "dtype": str, "vocab_size": int, "tokenizer": {"type": str}, "tokens?": {str: int},
-    "fingerprint?": str,
+    "fingerprint?": str, "targets?": {str: int},
 }  # fmt: skip
 
 

@@ -75,23 +75,52 @@ class TokenFile:
 
 
 class Tokens:
-    """The token ids of a file, or a range of them."""
+    """The token ids of a file, or a range of them, and their weights in the loss."""
 
-    def __init__(self, file: TokenFile, first: int = 0, size: int | None = None):
-        """Take `size` tokens (by default all) from number `first` on."""
+    def __init__(
+        self,
+        file: TokenFile,
+        first: int = 0,
+        size: int | None = None,
+        mask: TokenFile | None = None,
+    ):
+        """Take `size` tokens (by default all) from number `first` on.
+
+        The mask has a byte for each token of the file: 1 if it counts in the loss as a target, or
+        0. Without a mask all tokens count.
+        """
         self.file = file
+        self.mask = mask
         self.dtype = file.dtype
         self.first = first
         self.size = file.size - first if size is None else size
 
     def part(self, first: int, end: int) -> "Tokens":
         """Return the tokens from `first` up to `end`, not included, from the same open file."""
-        return Tokens(self.file, self.first + first, end - first)
+        return Tokens(self.file, self.first + first, end - first, self.mask)
 
     def read(self, start: int, count: int) -> np.ndarray:
         """Return `count` token ids from number `start` on: `dtype`, shape (count,)."""
         assert 0 <= start and start + count <= self.size, (start, count, self.size)
         return self.file.read(self.first + start, count)
+
+    def read_weights(self, start: int, count: int) -> np.ndarray:
+        """Return the weights of `count` tokens as targets, 0 or 1: uint8, shape (count,).
+
+        Raises:
+            UsageError: if the mask cannot be read or holds another number.
+        """
+        if self.mask is None:
+            return np.ones(count, np.uint8)
+        assert 0 <= start and start + count <= self.size, (start, count, self.size)
+        weights = self.mask.read(self.first + start, count)
+        if weights.max(initial=0) > 1:
+            at = int(np.argmax(weights > 1))
+            raise UsageError(
+                f"{self.mask.path}: byte {self.first + start + at} is {weights[at]}, but must be 1 "
+                "for a token that counts in the loss, or 0; prepare the data again"
+            )
+        return weights
 
     def check_vocab_range(self, tokens: np.ndarray, start: int, vocab_size: int) -> None:
         """Raise `UsageError` unless `tokens`, read from `start` on, are ids below `vocab_size`."""
@@ -114,10 +143,17 @@ class Tokens:
 
 
 def fingerprint(splits: Mapping[str, Tokens], vocab_size: int, most: int = SAMPLED_PAGES) -> str:
-    """Return a hash of sizes, dtype, vocabulary and at most `most` sampled pages of each split."""
+    """Return a hash of sizes, dtype, vocabulary and at most `most` sampled pages of each split.
+
+    A page is hashed with its part of the mask, if there is one.
+    """
     digest = hashlib.sha256(f"{vocab_size}".encode())
     for split, tokens in splits.items():
         digest.update(f"{split} {tokens.size} {tokens.dtype.name}".encode())
-        for _, page in tokens.sampled_pages(most):
+        if tokens.mask is not None:
+            digest.update(b" mask")
+        for start, page in tokens.sampled_pages(most):
             digest.update(page.tobytes())
+            if tokens.mask is not None:
+                digest.update(tokens.read_weights(start, page.size).tobytes())
     return "sha256:" + digest.hexdigest()

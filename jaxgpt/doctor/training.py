@@ -40,7 +40,7 @@ def train_ten_steps(cluster: ProcessGroup) -> tuple[list[float], list[str]]:
     width = config.model.block_size + 1
     starts = np.arange(2 * n_devices) * 61 % (text.size - width)
     rows = text[starts[:, None] + np.arange(width)]
-    batch = jax.make_array_from_callback(rows.shape, steps.batch_shape.sharding, lambda i: rows[i])
+    batch = jax.make_array_from_callback(rows.shape, steps.batch_sharding, lambda i: rows[i])
     state = steps.init()
     losses = []
     for step in range(1, N_STEPS + 1):

@@ -192,7 +192,7 @@ class Model:
 
         key = length, with_likeliest
         if key not in self._scorers:
-            where = self.steps.batch_shape.sharding
+            where = self.steps.batch_sharding
             batch = jax.ShapeDtypeStruct((self.batch_size, length + 1), np.int32, sharding=where)
 
             def score(params: "Params", batch: jax.Array) -> tuple[jax.Array, ...]:
@@ -217,7 +217,7 @@ class Model:
             return out
 
         shape = self.batch_size, rows.length + 1
-        return global_array(shape, self.steps.batch_shape.sharding, read)
+        return global_array(shape, self.steps.batch_sharding, read)
 
     def generate(
         self,

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxgpt.config import Config
+from jaxgpt.data.batch import TokenRows
 from jaxgpt.data.dataset import Dataset
 from jaxgpt.data.loader import Loader
 from jaxgpt.data.source import SPLITS
@@ -32,10 +33,19 @@ def make_evaluator(
     `heartbeat(activity)` is called before each batch.
     """
     loaders = {
-        split: Loader.for_evaluation(dataset, split, config, steps.batch_shape.sharding)
+        split: Loader.for_evaluation(dataset, split, config, steps.batch_sharding)
         for split in SPLITS
     }
     numbers = range(1, config.train.eval_iters + 1)
+    sum_weights = jax.jit(
+        lambda rows: rows.weights[:, 1:].sum(axis=1, dtype=jnp.float32),
+        out_shardings=steps.replicated,
+    )
+
+    def losses_and_weights(params: Params, batch: jax.Array | TokenRows) -> tuple[Any, Any]:
+        losses = steps.eval_step(params, batch)
+        has_mask = isinstance(batch, TokenRows)
+        return losses, sum_weights(batch) if has_mask else np.ones(losses.shape)
 
     def evaluate(step: int, params: Params) -> EvalRecord:
         mean_losses: dict[str, float] = {}
@@ -44,12 +54,13 @@ def make_evaluator(
             found, in_flight = [], DispatchLimiter()
             for batch in loader.batches(numbers):
                 heartbeat(f"the evaluation after step {step}")
-                found.append(steps.eval_step(params, batch))
-                in_flight.add(found[-1])
-            losses = np.array([np.float64(row_losses) for row_losses in found])
-            mean_losses[f"{split}_loss"] = float(losses.mean())
+                found.append(losses_and_weights(params, batch))
+                in_flight.add(found[-1][0])
+            losses, weights = np.array(jax.device_get(found), np.float64).swapaxes(0, 1)
+            mean = np.average(losses, weights=weights) if weights.any() else np.nan
+            mean_losses[f"{split}_loss"] = float(mean)
             if len(loader.names) > 1:
-                rows = list(zip(map(loader.corpora, numbers), losses, strict=True))
+                rows = list(zip(map(loader.corpora, numbers), losses, weights, strict=True))
                 for name, mean in corpus_means(loader.names, rows).items():
                     by_corpus.setdefault(name, {})[f"{split}_loss"] = mean
         return EvalRecord(step=step, corpora=by_corpus or None, **mean_losses)

@@ -11,6 +11,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from jaxgpt.config import Config
+from jaxgpt.data.batch import TokenRows
 from jaxgpt.models.attention import (
     KERNELS,
     Attention,
@@ -50,15 +51,17 @@ class StepFunctions:
     attention: str  # the attention kernel, and why it was chosen
     n_parameters: tuple[int, int]  # all parameters, and those that multiply: `count_parameters`
     warnings: tuple[str, ...]  # sentences about a layout that is not quite as asked for
-    batch_shape: jax.ShapeDtypeStruct  # of `train_step`: int32 (B, T+1); all batches lie so
+    batch_shape: jax.ShapeDtypeStruct | TokenRows  # of a global batch, as `train_step` takes it
     state_shapes: TrainState  # `jax.ShapeDtypeStruct`s: what a checkpoint is restored into
     init: Callable[[], TrainState]
     init_from: Callable[[Params], TrainState]
     """Parameters -> the state before the first step with them."""
-    train_step: Callable[[TrainState, np.int32, np.float32, jax.Array], tuple[TrainState, Metrics]]
-    """(state, step, learning rate, tokens (B, T+1)) -> (next state, metrics); donates the state."""
-    eval_step: Callable[[Params, jax.Array], jax.Array]
-    """(params, tokens of shape (B, T+1)) -> mean loss of each row, shape (B,)."""
+    train_step: Callable[
+        [TrainState, np.int32, np.float32, jax.Array | TokenRows], tuple[TrainState, Metrics]
+    ]
+    """(state, step, learning rate, global batch) -> (next state, metrics); donates the state."""
+    eval_step: Callable[[Params, jax.Array | TokenRows], jax.Array]
+    """(params, tokens of shape (B, T+1) or `TokenRows`) -> mean loss of each row, shape (B,)."""
     eval_tokens: Callable[[Params, jax.Array], TokenScores]
     """(params, tokens of shape (B, T+1)) -> loss of each token but the first, shape (B, T)."""
     make_decoder: Callable[[Params], tuple[DecodeFn, Cache]]
@@ -68,6 +71,11 @@ class StepFunctions:
     def replicated(self) -> NamedSharding:
         """The sharding of what every device holds whole."""
         return sharding.replicated(self.mesh)
+
+    @property
+    def batch_sharding(self) -> NamedSharding:
+        """The sharding of the arrays of a batch."""
+        return sharding.batch_sharding(self.mesh)
 
     def lower_train_step(self) -> jax.stages.Lowered:
         """Trace the train step without compiling it. Allocates nothing."""
@@ -82,6 +90,7 @@ def make_steps(
     attend: Attention | None = None,
     slices: int | None = None,
     on_cpu: bool | None = None,
+    has_masks: bool = False,
 ) -> StepFunctions:
     """Build the functions of a run from a configuration with model.vocab_size set.
 
@@ -89,6 +98,7 @@ def make_steps(
         attend: the attention function; None takes the best that runs on these devices.
         slices: that a device cuts its rows of a microbatch into; None cuts them on CPUs.
         on_cpu: use the kernels for CPUs; None asks the devices.
+        has_masks: whether batches come with the weights of their targets: `Dataset.has_masks`.
 
     `UsageError` if model.attention or optimizer.name cannot be had.
     """
@@ -107,10 +117,10 @@ def make_steps(
         slices = choose_n_slices(config, mesh) if on_cpu else 1
     model = shard_model(config, mesh, attend, slices, on_cpu)
     rules = sharding.opt_state_rules(config.parallel.zero_stage)  # the most that is split
-    state, batch = state_shapes(config, mesh), training_batch(config, sharding.batch_sharding(mesh))
+    state, batch_at = state_shapes(config, mesh), sharding.batch_sharding(mesh)
     state_at, whole = jax.tree.map(lambda leaf: leaf.sharding, state), sharding.replicated(mesh)
     jit_eval = functools.partial(
-        jax.jit, in_shardings=(state_at.params, batch.sharding), out_shardings=whole
+        jax.jit, in_shardings=(state_at.params, batch_at), out_shardings=whole
     )
     return StepFunctions(
         model=model,
@@ -121,7 +131,7 @@ def make_steps(
             *fallback_warnings(setting, kernel, reason),
             *sharding.undivided_dims_warnings(described, rules, mesh),
         ),
-        batch_shape=batch,
+        batch_shape=training_batch(config, batch_at, has_masks),
         state_shapes=state,
         init=jax.jit(
             functools.partial(init_state, config),
@@ -131,7 +141,7 @@ def make_steps(
         init_from=jax.jit(functools.partial(state_of, config), out_shardings=state_at),
         train_step=jax.jit(
             functools.partial(train_step, model),
-            in_shardings=(state_at, whole, whole, batch.sharding),
+            in_shardings=(state_at, whole, whole, batch_at),
             out_shardings=(state_at, whole),
             donate_argnums=0,
             compiler_options=step_options(config, device.platform, mesh.size),
@@ -142,10 +152,15 @@ def make_steps(
     )
 
 
-def training_batch(config: Config, where: NamedSharding) -> jax.ShapeDtypeStruct:
-    """Return the shape of a global batch of the training split: int32 (B, T+1)."""
+def training_batch(
+    config: Config, where: NamedSharding, has_masks: bool
+) -> jax.ShapeDtypeStruct | TokenRows:
+    """Return the shape of a global batch of the training split."""
     shape = (config.train.batch_size, config.model.block_size + 1)
-    return jax.ShapeDtypeStruct(shape, np.int32, sharding=where)
+    tokens = jax.ShapeDtypeStruct(shape, np.int32, sharding=where)
+    if not has_masks:
+        return tokens
+    return TokenRows(tokens, jax.ShapeDtypeStruct(shape, np.uint8, sharding=where))
 
 
 def step_options(config: Config, platform: str, n_devices: int) -> dict[str, Any] | None:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec
 
-from jaxgpt.data.batch import NO_TOKEN, Batch, batch_specs, make_batch
+from jaxgpt.data.batch import NO_TOKEN, Batch, TokenRows, batch_specs, make_batch
 from jaxgpt.models.attention import Attention
 from jaxgpt.models.decode import Cache, LayerCache, decode_step, empty_cache, unstack_layers
 from jaxgpt.models.layers import layer_pattern, padded_vocab_size
@@ -30,9 +30,11 @@ DecodeFn = Callable[[Cache, jax.Array, Any], tuple[jax.Array, Cache]]
 SMALL_BYTES = 2**28  # of parameters: up to this size, all devices gather them to write samples
 
 
-def eval_losses(model: ShardedModel, params: Params, tokens: jax.Array) -> jax.Array:
-    """Return the weighted mean loss of each row (B,), without dropout, of token ids (B, T+1)."""
-    batch = make_batch(tokens, end_of_text=model.config.document_end)
+def eval_losses(
+    model: ShardedModel, params: Params, token_rows: jax.Array | TokenRows
+) -> jax.Array:
+    """Return the weighted mean loss of each row (B,), without dropout; see `make_batch`."""
+    batch = make_batch(token_rows, end_of_text=model.config.document_end)
 
     def row_sums(network: GPT, batch: Batch) -> jax.Array:
         return forward_loss(network, batch).rows["loss"]
@@ -50,8 +52,8 @@ def eval_tokens(model: ShardedModel, params: Params, tokens: jax.Array) -> Token
         x_BTD, _ = network.run_blocks(network.embed(batch), batch)
         return network.head_scores(x_BTD, batch)
 
-    weights = jnp.float32(tokens != NO_TOKEN)
-    batch = make_batch(tokens, weights, end_of_text=model.config.document_end)
+    rows = TokenRows(tokens, tokens != NO_TOKEN)
+    batch = make_batch(rows, end_of_text=model.config.document_end)
     return _map_rows(model, scores, params, batch)
 
 

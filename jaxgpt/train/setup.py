@@ -62,7 +62,7 @@ def set_up(
     mesh = job_mesh(config, cluster.hosts)
     check_memory(config, MeshShape(**mesh.shape), cluster.local_size)
     check_faults(config, mesh.size)
-    cache_use, steps = CacheUse(), make_steps(config, mesh)
+    cache_use, steps = CacheUse(), make_steps(config, mesh, has_masks=run.dataset.has_masks)
     check_copies(config, steps)
     report = Reporter(run, steps, clock, cluster)
     report.log_header(facts, layout_warnings(steps, cluster))
@@ -90,7 +90,7 @@ def set_up(
     trainer = Trainer(
         job=job,
         train_step=with_bit_flip(train_step, config),
-        loader=Loader.for_training(run.dataset, config, steps.batch_shape.sharding),
+        loader=Loader.for_training(run.dataset, config, steps.batch_sharding),
         evaluate=make_evaluator(run.dataset, config, steps, cluster.monitor.heartbeat),
         sample=make_sampler(run.dataset, config, steps),
         stop=stop,

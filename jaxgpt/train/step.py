@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec
 
-from jaxgpt.data.batch import Batch, batch_specs, make_batch
+from jaxgpt.data.batch import Batch, TokenRows, batch_specs, make_batch, total_weight
 from jaxgpt.models.loss import LossParts
 from jaxgpt.optim import make_optimizer
 from jaxgpt.optim.parameters import Parameters
@@ -62,6 +62,7 @@ class Metrics(NamedTuple):
 
     scalars: dict[str, jax.Array]  # the value of each of `STEP_METRICS`
     row_losses: jax.Array  # weighted mean loss of each row of the global batch: float32 (B,)
+    row_weights: jax.Array | None  # sum of each row's weights: float32 (B,); None if all are alike
     detection: Detection
 
     @property
@@ -71,7 +72,11 @@ class Metrics(NamedTuple):
 
 
 def train_step(
-    model: ShardedModel, state: TrainState, step: jax.Array, lr: jax.Array, tokens: jax.Array
+    model: ShardedModel,
+    state: TrainState,
+    step: jax.Array,
+    lr: jax.Array,
+    token_rows: jax.Array | TokenRows,
 ) -> tuple[TrainState, Metrics]:
     """Return the state after a step, and what the step measured. A pure function.
 
@@ -81,13 +86,14 @@ def train_step(
     Args:
         step: its number, from 1.
         lr: the learning rate of the step: `optim.schedule.learning_rate`.
-        tokens: int32 (B, T+1).
+        token_rows: the global batch, as the loader supplies it; see `make_batch`.
     """
     config = model.config
-    batch = make_batch(tokens, end_of_text=config.document_end)
+    batch = make_batch(token_rows, end_of_text=config.document_end)
     rows, gradients = loss_and_gradients(model, state.params, step, batch)
-    row_losses = weighted_mean(rows["loss"], batch.weights.sum(axis=1))
-    loss, grad_norm = rows["loss"].sum() / batch.weights.sum(), global_norm(gradients)
+    row_weights = batch.weights.sum(axis=1)
+    row_losses = weighted_mean(rows["loss"], row_weights)
+    loss, grad_norm = rows["loss"].sum() / total_weight(batch), global_norm(gradients)
     spike_state, detection, update_is_due = detect_and_gate(
         config.spike, state.spike_state, loss, grad_norm
     )
@@ -106,7 +112,10 @@ def train_step(
     params, opt_state = gate(update, model.parameters, gradients, state.params, state.opt_state)
     values = StepValues(loss, grad_norm, lr, rows, gradients, state.params)
     scalars = {name: metric.compute(values) for name, metric in STEP_METRICS.items()}
-    return TrainState(params, opt_state, spike_state), Metrics(scalars, row_losses, detection)
+    metrics = Metrics(
+        scalars, row_losses, row_weights if isinstance(token_rows, TokenRows) else None, detection
+    )
+    return TrainState(params, opt_state, spike_state), metrics
 
 
 def loss_and_gradients(
@@ -123,7 +132,7 @@ def loss_and_gradients(
         mesh=model.mesh,
         in_specs=(model.param_specs, everywhere, batch_specs(model.mesh), everywhere),
         out_specs=(everywhere, grad_specs),
-    )(params, step, batch, batch.weights.sum())
+    )(params, step, batch, total_weight(batch))
 
 
 def weighted_mean(sums: jax.Array, weights: jax.Array) -> jax.Array:

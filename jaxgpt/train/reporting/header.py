@@ -81,7 +81,7 @@ def batch_line(config: Config, steps: StepFunctions) -> str:
     """Return the batch of a step, of a device, and the tokens."""
     train, block_size = config.train, config.model.block_size
     n = train.gradient_accumulation_steps
-    rows = steps.batch_shape.sharding.shard_shape(steps.batch_shape.shape)[0]
+    rows = steps.batch_sharding.shard_shape((train.batch_size, block_size + 1))[0]
     parts = f", in {n} microbatches of {rows / n:g}" if n > 1 else ""
     return (
         f"batch: {train.batch_size} sequences a step in the whole job, {rows} on each device"

@@ -78,14 +78,20 @@ class MetricsBuffer:
 
 
 def corpus_means(
-    names: Sequence[str], batches: Sequence[tuple[np.ndarray, np.ndarray]]
+    names: Sequence[str], batches: Sequence[tuple[np.ndarray, np.ndarray, np.ndarray | None]]
 ) -> dict[str, float | None]:
-    """Return the mean loss of each corpus over (corpus, loss) of the rows of some batches.
+    """Return the mean loss of each corpus over the targets of some batches.
 
-    It is None for a corpus that no row came from.
+    Args:
+        batches: (corpus, loss, weight) of each row; None for the weights if all are equal.
+
+    The mean is None for a corpus without targets.
     """
     n = len(names)
-    sums = sum(np.bincount(corpora, np.float64(losses), n) for corpora, losses in batches)
-    rows = sum(np.bincount(corpora, minlength=n) for corpora, _ in batches)
-    means = zip(names, sums, rows, strict=True)
-    return {name: float(loss / count) if count else None for name, loss, count in means}
+    sums, totals = np.zeros(n), np.zeros(n)
+    for corpora, losses, weights in batches:
+        weights = np.ones(len(corpora)) if weights is None else np.float64(weights)
+        sums += np.bincount(corpora, weights * losses, n)
+        totals += np.bincount(corpora, weights, n)
+    means = zip(names, sums, totals, strict=True)
+    return {name: float(loss / total) if total else None for name, loss, total in means}

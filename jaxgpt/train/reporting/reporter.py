@@ -187,7 +187,8 @@ class Reporter:
         self.log(self.spike_record(reading))
         if reading.step in self._corpora:
             corpora = self._corpora.pop(reading.step)
-            self._corpus_rows.append((corpora, reading.metrics.row_losses))
+            metrics = reading.metrics
+            self._corpus_rows.append((corpora, metrics.row_losses, metrics.row_weights))
 
     def _measured(self, step: int) -> dict[str, float | None]:
         """Return rates, waiting, memory, counts and the time left, after a logged step."""
