@@ -4,14 +4,19 @@ Prints the text of each row and its file, offset and document. It needs only the
 long for step 10^9 as for step 1. In place of `--run`, `--config NAME` and settings as for
 jaxgpt.train; settings after `--run`, such as data.path=DIR, go before those of the run.
 
+If the data has a loss mask, `targets` is the number of targets of a row that count in the loss, and
+their text is between [[ and ]].
+
 `sequence` is the number of a row in the order of the data, from 0. A run never repeats or leaves
 out a sequence, even if train.batch_size changes: steps up to the newest checkpoint are shown with
 the batch size that they had, and train.batch_size holds for the steps after it.
 """
 
 import contextlib
+import itertools
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -62,26 +67,29 @@ def main(argv: list[str] | None = None) -> None:
             raise UsageError(f"--run {run}: has no config.yaml; give a run directory")
         config = parse_args([*base, *arguments.settings], saved_settings=saved_settings)
         with join_process_group() as cluster:
-            dataset, found, tokens, notes = cluster.run_on_all(
+            dataset, found, tokens, weights, notes = cluster.run_on_all(
                 look_up, config, arguments.run, arguments.step, arguments.rows
             )
             if arguments.worst:
                 config = with_vocabulary(config, dataset).replace(parallel__mesh=arguments.mesh)
                 at = checkpoint_before(arguments.run, arguments.step)
                 notes.append(f"losses are those of checkpoint {at}")
-                losses = row_losses(config, arguments.run, at, tokens, cluster)
+                losses = row_losses(config, arguments.run, at, tokens, weights, cluster)
                 for record in found:
                     record["loss"] = float(losses[record["row"]])
                 found.sort(key=lambda record: -record["loss"])
             if cluster.is_main:
                 print("".join(f"{note}\n" for note in notes), end="", file=sys.stderr)
-                show(found, tokens, dataset, arguments.json)
+                show(found, tokens, weights, dataset, arguments.json)
 
 
 def look_up(
     config: Config, run: Path | None, step: int, wanted: str | None
-) -> tuple[Dataset, list[dict[str, Any]], np.ndarray, list[str]]:
-    """Return the data set, the origin of each wanted row, the tokens of all rows, and notes."""
+) -> tuple[Dataset, list[dict[str, Any]], np.ndarray, np.ndarray | None, list[str]]:
+    """Return the data set, the origin of each wanted row, the tokens of all rows, and notes.
+
+    After the tokens come their weights as targets, or None if the data has no loss mask.
+    """
     dataset = open_dataset(config.data, config.model)
     config = with_vocabulary(config, dataset)
     sizes = batch_sizes(run, config) if run else None
@@ -89,12 +97,16 @@ def look_up(
     size = rows.batch_sizes.at(step)
     chosen = chosen_rows(wanted, size)
     found = [{"step": step, "row": row, **origin(dataset, rows, step, row)} for row in chosen]
+    weights = rows.read_weights(step, range(size)) if rows.has_masks else None
+    if weights is not None:
+        for record in found:
+            record["targets"] = int(weights[record["row"], 1:].sum())
     notes = differences(config, dataset, run, step)
     if rows.is_random(step):
         notes.append(f"step {step} has tokens drawn at random, by faults.random_tokens")
     if size != config.train.batch_size:
         notes.append(f"train.batch_size was {size} at step {step}")
-    return dataset, found, rows.read(step, range(size)), notes
+    return dataset, found, rows.read(step, range(size)), weights, notes
 
 
 def chosen_rows(given: str | None, batch_size: int) -> range:
@@ -151,7 +163,12 @@ def checkpoint_before(run: Path | None, step: int) -> int:
 
 
 def row_losses(
-    config: Config, run: Path, at: int, tokens: np.ndarray, cluster: ProcessGroup
+    config: Config,
+    run: Path,
+    at: int,
+    tokens: np.ndarray,
+    weights: np.ndarray | None,
+    cluster: ProcessGroup,
 ) -> np.ndarray:
     """Return the mean loss of every row, shape (B,), with the parameters of checkpoint `at`."""
     from jaxgpt.runtime.initialize import initialize_jax
@@ -160,6 +177,7 @@ def row_losses(
     import jax
 
     from jaxgpt.checkpoint.checkpointer import restore_params
+    from jaxgpt.data.batch import TokenRows
     from jaxgpt.parallel.mesh import job_mesh
     from jaxgpt.train.functions import make_steps
 
@@ -169,27 +187,53 @@ def row_losses(
         config = config.replace(train__gradient_accumulation_steps=1)
     steps = make_steps(config, job_mesh(config, cluster.hosts))
     params = restore_params(run, at, steps.state_shapes.params)
-    losses = []
+
+    def on_mesh(array: np.ndarray) -> jax.Array:
+        return jax.make_array_from_callback(array.shape, steps.batch_sharding, array.__getitem__)
+
+    losses, rows = [], tokens if weights is None else TokenRows(tokens, weights)
     for first in range(0, len(tokens), config.microbatch_size):
-        part = tokens[first : first + config.microbatch_size]
-        batch = jax.make_array_from_callback(
-            part.shape, steps.batch_shape.sharding, lambda index, part=part: part[index]
-        )
+        part = slice(first, first + config.microbatch_size)
+        batch = jax.tree.map(lambda array, part=part: on_mesh(array[part]), rows)
         losses.append(np.asarray(steps.eval_step(params, batch)))
     return np.concatenate(losses)
 
 
-def show(found: list[dict[str, Any]], tokens: np.ndarray, dataset: Dataset, as_json: bool) -> None:
+def show(
+    found: list[dict[str, Any]],
+    tokens: np.ndarray,
+    weights: np.ndarray | None,
+    dataset: Dataset,
+    as_json: bool,
+) -> None:
     """Print the rows, as text or as JSON."""
+
+    def text_of(ids: list[int]) -> str:
+        return dataset.tokenizer.decode(ids) if dataset.tokenizer else " ".join(map(str, ids))
+
     for record in found:
-        ids = tokens[record["row"]].tolist()
-        text = dataset.tokenizer.decode(ids) if dataset.tokenizer else None
+        row = record["row"]
+        ids = tokens[row].tolist()
         if as_json:
-            print(json.dumps({**record, "text": text, "tokens": ids}))
+            extra = {} if weights is None else {"weights": weights[row].tolist()}
+            text = text_of(ids) if dataset.tokenizer else None
+            print(json.dumps({**record, "text": text, "tokens": ids, **extra}))
             continue
         about = ", ".join(f"{k} {v}" for k, v in record.items() if v is not None)
         print(f"--- {about}")
-        print(" ".join(map(str, ids)) if text is None else text)
+        print(
+            text_of(ids) if weights is None else mark_targets(ids, weights[row].tolist(), text_of)
+        )
+
+
+def mark_targets(ids: list[int], weights: list[int], text_of: Callable[[list[int]], str]) -> str:
+    """Return the text of a row with the targets that count between [[ and ]]."""
+    counts = [False, *map(bool, weights[1:])]  # the first token is no target
+    out = []
+    for is_counted, run in itertools.groupby(zip(ids, counts, strict=True), lambda pair: pair[1]):
+        text = text_of([token for token, _ in run])
+        out.append(f"[[{text}]]" if is_counted else text)
+    return "".join(out)
 
 
 if __name__ == "__main__":

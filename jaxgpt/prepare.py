@@ -56,6 +56,7 @@ def prepare(arguments: argparse.Namespace, directory: Path) -> list[str]:
         arguments.input,
         arguments.tokenizer,
         json_key=arguments.jsonl_key,
+        chat_template=arguments.chat_template,
         val_share=share,
         megatron=is_megatron,
         end_of_text=arguments.eos,
@@ -67,7 +68,8 @@ def check_new(directory: Path, format_: str, overwrite: bool) -> None:
     if directory.exists() and not directory.is_dir():
         raise UsageError(f"--out {directory}: is a file; give a folder")
     pairs = sorted(directory.glob(f"{glob.escape(directory.name)}_*_document.*"))
-    folder = [directory / name for name in ("train.bin", "val.bin", "meta.json")]
+    names = "train.bin", "val.bin", "train.mask.bin", "val.mask.bin", "meta.json"
+    folder = [directory / name for name in names]
     own, other = (pairs, folder) if format_ == "megatron" else (folder, pairs)
     for path in [*other, *own, directory / "tokenizer.json"]:
         if path.exists() and (path in other or not overwrite):
@@ -86,7 +88,14 @@ def parser() -> CommandParser:
     add = text.add_argument
     files = "files, or folders of them: text, a document each, or .jsonl, a document a line; or .gz"
     add("--input", type=file_path, nargs="+", action="extend", required=True, help=files)
-    add("--jsonl-key", default="text", help="key of the text in JSON lines; default text")
+    key = (
+        "what JSON lines have their text under: KEY, also of a list of messages, or two keys "
+        "PROMPT,COMPLETION; default `text`, `messages` or `prompt,completion`, as the first line "
+        "has it. Of the latter two only answers count in the loss"
+    )
+    add("--jsonl-key", metavar="KEY", help=key)
+    template = "a chat template (Jinja) that makes text of messages; default the tokenizer's own"
+    add("--chat-template", type=file_path, metavar="FILE", help=template)
     tokenizers = "char (the default), byte, a tokenizer.json, or a folder with it or GPT-2's files"
     add("--tokenizer", type=lambda given: str(file_path(given)), default="char", help=tokenizers)
     add("--eos", help="token between documents; default the tokenizer's own")

@@ -38,8 +38,11 @@ class Tokenizer:
         """Return token ids of `text`, int64, shape (tokens,); names of special tokens are text."""
         raise NotImplementedError
 
-    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Return the token ids of each text, encoded in parallel if the tokenizer can."""
+    def encode_batch(self, texts: Sequence[str], parse_special: bool = False) -> list[np.ndarray]:
+        """Return the token ids of each text, encoded in parallel if the tokenizer can.
+
+        With `parse_special` the names of special tokens in a text are these tokens.
+        """
         return [self.encode(text) for text in texts]
 
     def decode(self, tokens: Iterable[int]) -> str:
@@ -136,8 +139,13 @@ class HFTokenizer(Tokenizer):
         """Return the id of each token by its name."""
         return _parse(self._content).get_vocab(with_added_tokens=True)
 
-    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        found = _parse(self._content).encode_batch_fast(texts, add_special_tokens=False)
+    def encode_batch(self, texts: Sequence[str], parse_special: bool = False) -> list[np.ndarray]:
+        parsed = _parse(self._content)
+        parsed.encode_special_tokens = not parse_special
+        try:
+            found = parsed.encode_batch_fast(texts, add_special_tokens=False)
+        finally:
+            parsed.encode_special_tokens = True
         return [np.array(encoding.ids, np.int64) for encoding in found]
 
     def decode(self, tokens: Iterable[int]) -> str:

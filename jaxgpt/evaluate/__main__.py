@@ -1,7 +1,8 @@
 """Loss of a trained model on a whole split.
 
 `python -m jaxgpt.evaluate --run DIR` predicts every token of the validation split once: nats a
-token, perplexity, bits a byte. Settings such as data.path=DIR name other data than the run's.
+token, perplexity, bits a byte. If the data has a loss mask, only the tokens that it counts are in
+these figures. Settings such as data.path=DIR name other data than the run's.
 `python -m jaxgpt.evaluate lm-eval --model jaxgpt --model_args run=DIR --tasks ...` is EleutherAI's
 lm_eval, with all its options.
 """
@@ -141,7 +142,7 @@ def as_table(record: dict[str, Any]) -> str:
     corpora = record["corpora"] if len(record["corpora"]) > 1 else {}
     for name, found in {**corpora, "all": record}.items():
         bits = "-" if found["bits_per_byte"] is None else f"{found['bits_per_byte']:.5f}"
-        size = f"{found['perplexity']:,.4f}" if found["perplexity"] < math.inf else "inf"
+        size = f"{found['perplexity']:,.4f}" if found["perplexity"] != math.inf else "inf"
         numbers = f"{found['tokens']:>16,}{found['loss']:>14.6f}{size:>14}{bits:>12}"
         lines.append(f"{name:<20}{numbers}")
     if record["bytes"] is None:

@@ -1,4 +1,7 @@
-"""Loss of a whole split: every token but the first of a source is predicted exactly once."""
+"""Loss of a whole split: every token but the first of a source is predicted exactly once.
+
+If the data has a loss mask, only the tokens that it counts are in the loss, and in its counts.
+"""
 
 import bisect
 import dataclasses
@@ -30,13 +33,13 @@ class Loss:
 
     @property
     def mean(self) -> float:
-        """The loss in nats a token."""
-        return self.nats / self.n_tokens
+        """The loss in nats a token; NaN without any token."""
+        return self.nats / self.n_tokens if self.n_tokens else math.nan
 
     @property
     def perplexity(self) -> float:
         """Return exp(mean loss)."""
-        return math.exp(self.mean) if self.mean < 700 else math.inf
+        return math.inf if self.mean >= 700 else math.exp(self.mean)
 
     @property
     def bits_per_byte(self) -> float | None:
@@ -104,10 +107,11 @@ class Split:
             text.check_vocab_range(piece, first, self.trained.config.model.vocab_size)
             if self.tokenizer is not None:
                 self.check_tokenizer_range(piece)
-                total += self.tokenizer.count_bytes(piece)
+                total += self.tokenizer.count_bytes(_counted(text, first, piece))
         if self.tokenizer is None:
             return None
-        return total - self.tokenizer.count_bytes(text.read(0, 1))  # which is not predicted
+        first = _counted(text, 0, text.read(0, 1))  # which is not predicted
+        return total - self.tokenizer.count_bytes(first)
 
     def check_tokenizer_range(self, tokens: np.ndarray) -> None:
         """Raise `UsageError` for a token that has no text."""
@@ -196,6 +200,11 @@ def read_pieces(text: Tokens, end_of_text: int | None) -> Iterator[tuple[int, np
         first += piece.size
 
 
+def _counted(text: Tokens, first: int, values: np.ndarray) -> np.ndarray:
+    """Return those values of the tokens from number `first` on whose tokens count in the loss."""
+    return values if text.mask is None else values[text.read_weights(first, values.size) > 0]
+
+
 def corpus_losses(model: Model, split: Split, n_bytes: list[int | None]) -> dict[str, Loss]:
     """Return the loss of each corpus, added up in float64 on the host.
 
@@ -204,11 +213,14 @@ def corpus_losses(model: Model, split: Split, n_bytes: list[int | None]) -> dict
     scores = model.score(split.rows())
     found: dict[str, list[Loss]] = defaultdict(list)
     for source, windows, size in zip(split.dataset.sources, split.windows, n_bytes, strict=True):
-        row_sums = []
+        row_sums, n_tokens, text = [], 0, source.tokens[split.name]
         for row in range(len(windows)):
             (losses,) = next(scores)
-            row_sums.append(float(losses[windows.predicted(row)].sum(dtype=np.float64)))
-        total = Loss(math.fsum(row_sums), windows.n_tokens - 1, size)
+            tokens, predicted = windows.tokens(row), windows.predicted(row)
+            counted = _counted(text, tokens.start + 1 + predicted.start, losses[predicted])
+            row_sums.append(float(counted.sum(dtype=np.float64)))
+            n_tokens += counted.size
+        total = Loss(math.fsum(row_sums), n_tokens, size)
         found[source.entry.corpus].append(total)
     assert next(scores, None) is None
     return {name: sum_losses(losses) for name, losses in found.items()}

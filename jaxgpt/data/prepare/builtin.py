@@ -12,6 +12,7 @@ import numpy as np
 
 from jaxgpt.config import UsageError, in_words
 from jaxgpt.data.prepare.writer import write_dataset
+from jaxgpt.data.source import SPLITS
 from jaxgpt.data.tokenizers import ByteTokenizer, CharTokenizer, Tokenizer, load_tokenizer
 
 TRAIN_SHARE = 0.9
@@ -49,7 +50,8 @@ def prepare_text(
     inputs: Sequence[Path],
     tokenizer: str,
     *,
-    json_key: str = "text",
+    json_key: str | None = None,
+    chat_template: Path | None = None,
     val_share: float | None = None,
     megatron: bool = False,
     end_of_text: str | None = None,
@@ -61,37 +63,48 @@ def prepare_text(
 
     Args:
         tokenizer: `char`, or what `load_tokenizer` takes, as for `end_of_text`.
+        json_key: what JSON lines have their text under: `LineFormat.key`.
+        chat_template: a file with a chat template, for conversations; by default the tokenizer's.
         val_share: by default a tenth of texts, a hundredth of JSON lines.
         megatron: write NAME_KEY_document.bin and .idx in place of train.bin and val.bin.
     """
+    from jaxgpt.data.prepare.json_lines import LineFormat
     from jaxgpt.data.prepare.text import Corpus, input_files, write_megatron, write_nanogpt
 
     files, is_json = input_files(inputs)
     encoder = None if tokenizer == "char" else load_tokenizer(tokenizer, end_of_text)
-    key = json_key if is_json else None
+    if chat_template and not is_json:
+        raise UsageError(f"--chat-template {chat_template}: is for JSON lines with messages")
+    lines = LineFormat(json_key, tokenizer, chat_template) if is_json else None
     if megatron:
         if encoder is None or isinstance(encoder, CharTokenizer):
             raise UsageError(
                 f"--tokenizer {tokenizer}: --format megatron keeps no vocabulary of characters; "
                 "give byte or a tokenizer"
             )
-        prefix = directory / f"{directory.name}_{key or 'text'}_document"
-        counts = write_megatron(Corpus(files, key, None), prefix, encoder)
+        key = (is_json and json_key) or "text"
+        prefix = directory / f"{directory.name}_{key}_document"
+        counts = write_megatron(Corpus(files, lines, None), prefix, encoder)
         encoder.save(directory)
         home = "byte" if isinstance(encoder, ByteTokenizer) else directory
-        lines = [
+        said = [
             f"vocab size: {encoder.vocab_size:,}",
             f"{counts['train']:,} tokens; train on them with data.path={prefix} "
             f"data.tokenizer={home}",
         ]
     else:
-        corpus = Corpus(files, key, val_share or (0.01 if is_json else 1 - TRAIN_SHARE))
+        corpus = Corpus(files, lines, val_share or (0.01 if is_json else 1 - TRAIN_SHARE))
         source = ", ".join(path.name for path in inputs)
         encoder, counts = write_nanogpt(corpus, directory, encoder, source)
-        lines = _summary(encoder, counts)
+        said = _summary(encoder, counts)
+        said += [
+            f"{split} has {counts[f'{split} targets']:,} targets that count in the loss"
+            for split in SPLITS
+            if f"{split} targets" in counts
+        ]
     mark = encoder.end_of_text
     between = "nothing" if mark is None else f"token {mark}"
-    return [*lines, f"documents: {counts['documents']:,}, with {between} between them"]
+    return [*said, f"documents: {counts['documents']:,}, with {between} between them"]
 
 
 def prepare_python(directory: Path) -> list[str]:

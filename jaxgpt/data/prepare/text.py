@@ -4,12 +4,11 @@ import codecs
 import contextlib
 import gzip
 import hashlib
-import json
 import sys
 import zlib
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, NamedTuple
 
@@ -17,6 +16,9 @@ import numpy as np
 from tqdm import tqdm
 
 from jaxgpt.config import UsageError, in_words
+from jaxgpt.data.nanogpt import mask_path
+from jaxgpt.data.prepare.answers import encode_answers
+from jaxgpt.data.prepare.json_lines import Document, LineFormat, LineReader
 from jaxgpt.data.prepare.writer import megatron_writer, new_dataset, token_dtype
 from jaxgpt.data.source import SPLITS
 from jaxgpt.data.tokenizers import CharTokenizer, Tokenizer
@@ -35,6 +37,15 @@ class Piece(NamedTuple):
     split: str
     text: str
     ends: bool
+    document: Document | None = None  # what a JSON line says of the text
+
+
+class Encoded(NamedTuple):
+    """A piece in tokens."""
+
+    piece: Piece
+    ids: np.ndarray  # int64 (tokens,)
+    weights: np.ndarray | None  # uint8 (tokens,): 1 for those of answers; None if all count
 
 
 @dataclass(frozen=True)
@@ -42,17 +53,23 @@ class Corpus:
     """The texts of some files, and how they are divided into training and validation."""
 
     files: list[Path]
-    json_key: str | None  # key of the text in JSON lines; None if the files are text
+    lines: LineFormat | None  # of JSON lines; None if the files are text
     val_share: float | None  # of characters of text, or of JSON lines; None for "train" alone
 
     def pieces(self, tokenizer: Tokenizer) -> Iterator[Piece]:
         """Yield all text in order; `UsageError` names the byte or line that cannot be read."""
-        if self.json_key is None:
+        if self.lines is None:
             yield from self._text_pieces(tokenizer)
             return
+        reader = LineReader(self.lines)
         for path in self.files:
-            for text in _json_texts(path, self.json_key):
-                yield Piece(self._split_of(text), text, True)
+            with _open(path) as stream:
+                for number, line in enumerate(stream, 1):
+                    if not line.strip():
+                        continue
+                    document = reader.read(line, f"--input {path}: line {number}")
+                    if document.text:
+                        yield Piece(self._split_of(document.text), document.text, True, document)
 
     def _split_of(self, text: str) -> str:
         """Choose by the text alone, so that a document and its copies are on one side."""
@@ -120,29 +137,38 @@ def write_nanogpt(
 ) -> tuple[Tokenizer, Counter[str]]:
     """Write train.bin, val.bin and meta.json, with end-of-text between documents.
 
-    Without a `tokenizer`, it is one token per character that occurs. Returns the tokenizer, and
-    the tokens of each split and number of "documents".
+    Documents with answers also get a loss mask. Without a `tokenizer`, it is one token per
+    character that occurs. Returns the tokenizer, and the tokens of each split, its "SPLIT targets"
+    if there is a mask, and the number of "documents".
     """
     pipe = next((path for path in corpus.files if not path.is_file()), None)
-    if pipe and (tokenizer is None or corpus.json_key is None):
+    if pipe and (tokenizer is None or corpus.lines is None):
         raise UsageError(
             f"--input {pipe}: is not a regular file, and text, and all by --tokenizer char, is "
             "read twice; write it to a file first"
         )
     tokenizer = tokenizer or _char_tokenizer(corpus)
     dtype = token_dtype(tokenizer.vocab_size)
-    counts, between = Counter(), dict.fromkeys(SPLITS, False)
+    counts = Counter()
     with (
         new_dataset(directory, tokenizer, source) as scratch,
-        open(scratch / "train.bin", "wb") as train,
-        open(scratch / "val.bin", "wb") as val,
+        contextlib.ExitStack() as files,
     ):
-        for piece, ids in encode(corpus, tokenizer):
-            if between[piece.split] and tokenizer.end_of_text is not None:
-                ids = np.concatenate([[tokenizer.end_of_text], ids])
-            (train if piece.split == "train" else val).write(ids.astype(dtype).data)
-            counts.update({piece.split: ids.size, "documents": piece.ends})
-            between[piece.split] = piece.ends
+        tokens = {s: files.enter_context(open(scratch / f"{s}.bin", "wb")) for s in SPLITS}
+        masks: dict[str, IO[bytes]] = {}
+        encoded = encode(corpus, tokenizer)
+        if tokenizer.end_of_text is not None:
+            encoded = join_documents(encoded, tokenizer.end_of_text)
+        for piece, ids, weights in encoded:
+            split = piece.split
+            tokens[split].write(ids.astype(dtype).data)
+            counts.update({split: ids.size, "documents": piece.ends})
+            if weights is not None:
+                if split not in masks:
+                    path = mask_path(scratch / f"{split}.bin")
+                    masks[split] = files.enter_context(open(path, "wb"))
+                masks[split].write(weights.data)
+                counts[f"{split} targets"] += int(weights.sum())
         if min(counts[split] for split in SPLITS) < 2 or tokenizer.vocab_size < 2:
             raise UsageError(
                 f"--input: {counts['train']} tokens to train on and {counts['val']} to "
@@ -152,12 +178,44 @@ def write_nanogpt(
     return tokenizer, counts
 
 
+def join_documents(encoded: Iterable[Encoded], end_of_text: int) -> Iterator[Encoded]:
+    """Put end-of-text between the documents of each split: before all but the first.
+
+    It counts in the loss after an answer. A document with answers that ends with this token does
+    not get another. Raises `UsageError` if the token is elsewhere in such a document.
+    """
+    last: dict[str, Piece] = {}  # the piece before, of each split
+    for piece, ids, weights in encoded:
+        if weights is not None:
+            if ids.size and ids[-1] == end_of_text:
+                ids, weights = ids[:-1], weights[:-1]
+            if end_of_text in ids:
+                raise UsageError(
+                    f"--input: the document {piece.text[:60]!r}... has the end-of-text token, "
+                    f"{end_of_text}, before its end, so that it would be taken for several "
+                    "documents; give --eos another token, such as <|endoftext|>"
+                )
+        before = last.get(piece.split)
+        if before is not None and before.ends:
+            ids = np.concatenate([[end_of_text], ids])
+            if weights is not None:
+                counts = np.uint8(before.document.ends_with_answer)
+                weights = np.concatenate([[counts], weights])
+        last[piece.split] = piece
+        yield Encoded(piece, ids, weights)
+
+
 def write_megatron(corpus: Corpus, prefix: Path, tokenizer: Tokenizer) -> Counter[str]:
     """Write PREFIX.bin and PREFIX.idx, with end-of-text after each document; return counts."""
     counts = Counter()
     dtype = np.uint16 if tokenizer.vocab_size < _MEGATRON_UINT16 else np.int32
     with megatron_writer(prefix, dtype) as add:
-        for piece, ids in encode(corpus, tokenizer):
+        for piece, ids, weights in encode(corpus, tokenizer):
+            if weights is not None:
+                raise UsageError(
+                    "--format megatron: has no loss mask for prompts and messages; use --format "
+                    "nanogpt"
+                )
             if piece.ends and tokenizer.end_of_text is not None:
                 ids = np.append(ids, tokenizer.end_of_text)
             add(ids, piece.ends)
@@ -165,16 +223,26 @@ def write_megatron(corpus: Corpus, prefix: Path, tokenizer: Tokenizer) -> Counte
     return counts
 
 
-def encode(corpus: Corpus, tokenizer: Tokenizer) -> Iterator[tuple[Piece, np.ndarray]]:
-    """Yield each piece and its token ids, with progress on standard error."""
+def encode(corpus: Corpus, tokenizer: Tokenizer) -> Iterator[Encoded]:
+    """Yield each piece in tokens, with progress on standard error."""
     every = 0.5 if sys.stderr.isatty() else 10  # seconds
     options = {"unit_scale": True, "delay": every, "mininterval": every, "leave": False}
     with tqdm(unit=" characters", **options) as bar:
         pieces = corpus.pieces(tokenizer)
         while batch := list(_take(pieces)):
-            encoded = tokenizer.encode_batch([piece.text for piece in batch])
-            yield from zip(batch, encoded, strict=True)
+            yield from _encode_batch(batch, tokenizer)
             bar.update(sum(len(piece.text) for piece in batch))
+
+
+def _encode_batch(pieces: Sequence[Piece], tokenizer: Tokenizer) -> Iterator[Encoded]:
+    documents = [piece.document for piece in pieces]
+    if documents[0] is not None and documents[0].answers is not None:  # so have the others
+        for piece, found in zip(pieces, encode_answers(documents, tokenizer), strict=True):
+            yield Encoded(piece, *found)
+        return
+    encoded = tokenizer.encode_batch([piece.text for piece in pieces])
+    for piece, ids in zip(pieces, encoded, strict=True):
+        yield Encoded(piece, ids, None)
 
 
 def _take(pieces: Iterator[Piece]) -> Iterator[Piece]:
@@ -187,7 +255,7 @@ def _take(pieces: Iterator[Piece]) -> Iterator[Piece]:
 
 def _char_tokenizer(corpus: Corpus) -> CharTokenizer:
     characters = set()
-    for piece in Corpus(corpus.files, corpus.json_key, None).pieces(CharTokenizer("")):
+    for piece in replace(corpus, val_share=None).pieces(CharTokenizer("")):
         characters.update(piece.text)
     return CharTokenizer(characters)
 
@@ -221,21 +289,3 @@ def _text_blocks(path: Path) -> Iterator[str]:
                     f"({error.reason}); convert it with iconv"
                 ) from None
             start += len(block)
-
-
-def _json_texts(path: Path, key: str) -> Iterator[str]:
-    """Yield the text of each line of a file that is not empty."""
-    with _open(path) as stream:
-        for number, line in enumerate(stream, 1):
-            if not line.strip():
-                continue
-            try:
-                text = json.loads(line)[key]
-                text.encode()  # half of a surrogate pair is JSON, but not text
-            except (ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
-                raise UsageError(
-                    f"--input {path}: line {number} must be a document in JSON with UTF-8 text "
-                    f"under {key!r}, not {line[:80]!r} ({type(error).__name__}); see --jsonl-key"
-                ) from None
-            if text:
-                yield text

@@ -12,6 +12,7 @@ import numpy as np
 
 from jaxgpt.config import UsageError
 from jaxgpt.data.megatron import CODES, HEADER, MAGIC, prefix_of
+from jaxgpt.data.nanogpt import mask_path
 from jaxgpt.data.source import SPLITS
 from jaxgpt.data.token_file import TokenFile, Tokens, fingerprint
 from jaxgpt.data.tokenizers import Tokenizer
@@ -46,15 +47,21 @@ def scratch_folder(directory: Path) -> Iterator[Path]:
 def new_dataset(directory: Path, tokenizer: Tokenizer, source: str) -> Iterator[Path]:
     """A folder to write train.bin and val.bin into, of `token_dtype(tokenizer.vocab_size)`.
 
-    When the block ends they are described by a meta.json and move into `directory`.
+    Each of them may have a loss mask, `mask_path`. When the block ends a meta.json describes the
+    files, and they move into `directory`.
     """
     with scratch_folder(directory) as scratch:
         yield scratch
         dtype = token_dtype(tokenizer.vocab_size)
-        splits = {}
+        splits, targets = {}, {}
         for split in SPLITS:
-            path = scratch / f"{split}.bin"
-            splits[split] = Tokens(TokenFile(path, dtype, path.stat().st_size // dtype.itemsize))
+            path, mask = scratch / f"{split}.bin", None
+            size = path.stat().st_size // dtype.itemsize
+            if mask_path(path).exists():
+                mask = TokenFile(mask_path(path), np.dtype(np.uint8), size)
+                weights = np.memmap(mask.path, np.uint8, "r")
+                targets[split] = int(weights.sum(dtype=np.int64))
+            splits[split] = Tokens(TokenFile(path, dtype, size), mask=mask)
         meta = {
             "format": "jaxgpt tokens 1",
             "source": source,
@@ -64,8 +71,12 @@ def new_dataset(directory: Path, tokenizer: Tokenizer, source: str) -> Iterator[
             "tokens": {split: tokens.size for split, tokens in splits.items()},
             "fingerprint": fingerprint(splits, tokenizer.vocab_size),
         }
+        if targets:
+            meta["targets"] = targets  # tokens that the loss mask counts
         tokenizer.save(scratch)
         (scratch / "meta.json").write_text(json.dumps(meta, indent=1) + "\n")
+    for split in {*SPLITS} - targets.keys():  # of a data set that this one has replaced
+        mask_path(directory / f"{split}.bin").unlink(missing_ok=True)
 
 
 def write_dataset(

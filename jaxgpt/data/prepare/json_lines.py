@@ -1,0 +1,132 @@
+"""JSON lines to documents: a text, a prompt and its completion, or a conversation."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from jaxgpt.config import UsageError
+from jaxgpt.data.prepare.chat_template import ChatTemplate, Range, find_template
+
+KINDS = ("text",), ("messages",), ("prompt", "completion")  # the keys that lines may have
+ROLES = ("system", "user", "assistant", "tool")
+
+
+class LineFormat(NamedTuple):
+    """What a user says of JSON lines."""
+
+    key: str | None  # KEY or PROMPT,COMPLETION; None takes those of `KINDS` that the first line has
+    tokenizer: str  # as it was given
+    chat_template: Path | None  # None takes the tokenizer's
+
+
+class Document(NamedTuple):
+    """The text of a line."""
+
+    text: str
+    answers: Sequence[Range] | None = None  # what counts in the loss; None if all of it does
+    has_special: bool = False  # whether names of special tokens in the text are these tokens
+
+    @property
+    def ends_with_answer(self) -> bool:
+        """Return whether end-of-text after this document counts in the loss."""
+        return self.answers is None or self.answers[-1][1] >= len(self.text.rstrip())
+
+
+class LineReader:
+    """Reads all lines of a corpus, which must be of one kind."""
+
+    def __init__(self, format_: LineFormat):
+        self._format = format_
+        self._keys = tuple(format_.key.split(",", 1)) if format_.key else None
+        self._has_messages: bool | None = None  # not known before the first line
+        self._template: ChatTemplate | None = None
+
+    def read(self, line: bytes, where: str) -> Document:
+        """Return the document of a line; `UsageError`, beginning with `where`, if it has none."""
+        try:
+            fields = self._fields(json.loads(line), where)
+            if self._has_messages:
+                return self._conversation(fields[0], where)
+            for text in fields:
+                text.encode()  # half of a surrogate pair is JSON, but not text
+        except (ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
+            keys = " and ".join(map(repr, self._keys or KINDS[0]))
+            raise UsageError(
+                f"{where} must be a document in JSON with UTF-8 text under {keys}, not "
+                f"{line[:80]!r} ({type(error).__name__}); see --jsonl-key"
+            ) from None
+        if len(fields) == 1:
+            return Document(*fields)
+        prompt, completion = fields
+        return Document(prompt + completion, [(len(prompt), len(prompt) + len(completion))])
+
+    def _fields(self, value: Any, where: str) -> list[Any]:
+        """Return the values of a line's keys, which the first line may determine."""
+        if not isinstance(value, dict):
+            raise TypeError
+        if self._keys is None:
+            found = [keys for keys in KINDS if all(key in value for key in keys)]
+            if len(found) > 1:
+                options = " or ".join(f"--jsonl-key {','.join(keys)}" for keys in found)
+                raise UsageError(f"{where}: could be read in several ways; give {options}")
+            self._keys = found[0] if found else None
+        fields = [value[key] for key in self._keys or KINDS[0]]
+        has_messages = len(fields) == 1 and isinstance(fields[0], list)
+        if self._has_messages is None:
+            self._has_messages = has_messages
+            if has_messages:
+                self._template = self._find_template(where)
+            elif self._format.chat_template:
+                raise UsageError(
+                    f"--chat-template {self._format.chat_template}: is for lines with messages, "
+                    f"and {where.removeprefix('--input ')} has none"
+                )
+        if self._has_messages != has_messages:
+            raise UsageError(
+                f"{where}: is of another kind than the lines before it; prepare text and messages "
+                "each by itself, and mix them with data.blend"
+            )
+        return fields
+
+    def _find_template(self, where: str) -> ChatTemplate:
+        tokenizer = self._format.tokenizer
+        found = find_template(tokenizer, self._format.chat_template)
+        if found is None:
+            raise UsageError(
+                f"{where}: has messages, but --tokenizer {tokenizer} has no chat template "
+                "(chat_template.jinja, or chat_template in tokenizer_config.json); give one with "
+                "--chat-template FILE, or lines with prompt and completion"
+            )
+        return found
+
+    def _conversation(self, messages: list[Any], where: str) -> Document:
+        try:
+            _check_messages(messages)
+            text, answers = self._template.render(messages)
+            text.encode()
+            if not answers:
+                raise ValueError(
+                    "has no answer that counts; leave the line out, or give another chat template"
+                )
+        except ValueError as error:
+            raise UsageError(f"{where}: {error}") from None
+        return Document(text, answers, True)
+
+
+def _check_messages(messages: list[Any]) -> None:
+    """Raise a `ValueError` for a message that is not one."""
+    for number, message in enumerate(messages, 1):
+        is_message = isinstance(message, dict) and isinstance(message.get("content"), str)
+        if not is_message or "role" not in message:
+            raise ValueError(
+                f"message {number} must have a `role` and text as its `content`, not "
+                f"{json.dumps(message)[:80]}"
+            )
+        if message["role"] not in ROLES:
+            raise ValueError(
+                f"message {number} has the role {message['role']!r}, which must be one of "
+                f"{', '.join(ROLES)}"
+            )
+    if all(message["role"] != "assistant" for message in messages):
+        raise ValueError("has no message of the assistant, so nothing counts; leave the line out")
