@@ -50,6 +50,8 @@ class LineReader:
                 return self._conversation(fields[0], where)
             for text in fields:
                 text.encode()  # half of a surrogate pair is JSON, but not text
+        except UsageError:
+            raise
         except (ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
             keys = " and ".join(map(repr, self._keys or KINDS[0]))
             raise UsageError(
