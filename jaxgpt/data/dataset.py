@@ -91,12 +91,15 @@ class Dataset:
                 f"corpus {corpus}: {share:.4%} of all samples, {tokens:,} tokens, "
                 f"sources: {len(members)}"
             )
-        for source in self.sources:
-            tokens = source.tokens["train"]
-            if tokens.mask is not None:
-                counted = source.meta.get("targets", {}).get("train")
-                share = "" if counted is None else f" ({counted:,} of {tokens.size:,})"
-                lines.append(f"loss mask: {tokens.mask.path} says which targets count{share}")
+        masked = [s for s in self.sources if s.tokens["train"].mask is not None]
+        if masked:
+            counted = [s.meta.get("targets", {}).get("train") for s in masked]
+            size = sum(s.tokens["train"].size for s in masked)
+            share = "" if None in counted else f": {sum(counted):,} of their {size:,} tokens"
+            lines.append(
+                f"loss mask: {len(masked)} of {len(self.sources)} sources say which tokens count "
+                f"as targets{share}"
+            )
         return lines
 
     def verify(self) -> None:

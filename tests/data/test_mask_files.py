@@ -81,7 +81,11 @@ def test_meta_json_says_whether_there_is_a_mask(tmp_path):
     assert not opened(f"data.path={folder}")[0].has_masks  # of an older data set
     write(folder, targets={"train": 1234, "val": 1})
     dataset, _ = opened(f"data.path={folder}")
-    assert dataset.has_masks and "(1,234 of 5,000)" in "\n".join(dataset.describe())
+    assert (
+        dataset.has_masks
+        and "1 of 1 sources say which tokens count as targets: 1,234 of their 5,000"
+        in "\n".join(dataset.describe())
+    )
     (folder / "val.mask.bin").unlink()
     with pytest.raises(UsageError, match=r"data.path=.*: there is no .*val.mask.bin"):
         opened(f"data.path={folder}")

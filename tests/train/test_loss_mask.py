@@ -17,6 +17,7 @@ from jaxgpt.data.batch import TokenRows, input_batch
 from jaxgpt.data.dataset import open_dataset
 from jaxgpt.data.loader import Loader
 from jaxgpt.evaluate.model import find_trained
+from jaxgpt.evaluate.split import Loss
 from jaxgpt.models.transformer import gpt_graph
 from jaxgpt.parallel.mesh import make_mesh
 from jaxgpt.train.functions import make_steps
@@ -234,6 +235,13 @@ def test_evaluate_counts_the_bytes_of_targets_that_count(run, tmp_path):
     found = evaluated("--run", run, blend, "data.tokenizer=byte")
     assert found["tokens"] == mask[1:].sum()
     assert found["bytes"] == (mask[1:] * (text[1:] != 0)).sum()
+
+
+def test_the_loss_of_no_tokens_is_unknown():
+    nothing = Loss(0.0, 0, 0)
+    assert np.isnan(nothing.mean) and np.isnan(nothing.perplexity)
+    assert nothing.bits_per_byte is None
+    assert (nothing + Loss(6.0, 3, 4)).mean == 2.0
 
 
 def test_inspect_shows_which_targets_count(run, tmp_path, capsys):

@@ -65,9 +65,9 @@ class ChatTemplate:
             after = self._render(messages[: number + 1])
             if not (after.startswith(before) and whole.startswith(after)):
                 raise ValueError(
-                    f"the chat template of {self._name} renders message {number + 1} in another "
-                    "way if other messages follow; give lines that end with their only answer, or "
-                    "a template with {% generation %} around answers"
+                    f"the chat template of {self._name} renders the messages up to number "
+                    f"{number + 1} in another way by themselves than as a part of the whole; give "
+                    "lines with one answer each, or a template with {% generation %} around answers"
                 )
             # A model stops at the token that ends its turn: space after it is not its own.
             end = after.rstrip()

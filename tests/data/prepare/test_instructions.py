@@ -9,6 +9,7 @@ from jaxgpt import prepare
 from jaxgpt.config import UsageError
 from jaxgpt.data.dataset import open_dataset
 from jaxgpt.data.prepare.builtin import prepare_text
+from jaxgpt.data.prepare.chat_template import ChatTemplate
 from jaxgpt.data.tokenizers import load_tokenizer
 from jobs import load_config
 
@@ -203,6 +204,57 @@ def test_special_tokens_of_a_template_are_one_token_each(tmp_path, chat_tokenize
 SHORT = load_config("tiny", "model.block_size=4").model
 
 
+# Templates that models were published with, and the answers that count in `TALK`.
+TALK = [("user", "hi"), ("assistant", " hello "), ("user", "bye"), ("assistant", "ciao")]
+PUBLISHED = {
+    "ChatML": (
+        "{% for message in messages %}{{'<|im_start|>' + message['role'] + '\n' + "
+        "message['content'] + '<|im_end|>' + '\n'}}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}",
+        [" hello <|im_end|>", "ciao<|im_end|>"],
+    ),
+    "Llama 3": (
+        "{% set loop_messages = messages %}{% for message in loop_messages %}"
+        "{% set content = '<|start_header_id|>' + message['role'] + '<|end_header_id|>\n\n'"
+        "+ message['content'] | trim + '<|eot_id|>' %}"
+        "{% if loop.index0 == 0 %}{% set content = bos_token + content %}{% endif %}"
+        "{{ content }}{% endfor %}{% if add_generation_prompt %}"
+        "{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}",
+        ["hello<|eot_id|>", "ciao<|eot_id|>"],
+    ),
+    "Gemma": (
+        "{{ bos_token }}{% if messages[0]['role'] == 'system' %}"
+        "{{ raise_exception('System role not supported') }}{% endif %}"
+        "{% for message in messages %}"
+        "{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}"
+        "{{ raise_exception('Conversation roles must alternate') }}{% endif %}"
+        "{% if (message['role'] == 'assistant') %}{% set role = 'model' %}"
+        "{% else %}{% set role = message['role'] %}{% endif %}"
+        "{{ '<start_of_turn>' + role + '\n' + message['content'] | trim + '<end_of_turn>\n' }}"
+        "{% endfor %}{% if add_generation_prompt %}{{'<start_of_turn>model\n'}}{% endif %}",
+        ["hello<end_of_turn>", "ciao<end_of_turn>"],
+    ),
+    "Mistral": (
+        "{{ bos_token }}{% for message in messages %}{% if message['role'] == 'user' %}"
+        "{{ '[INST] ' + message['content'] + ' [/INST]' }}"
+        "{% elif message['role'] == 'assistant' %}{{ message['content'] + eos_token}}"
+        "{% else %}{{ raise_exception('Only user and assistant roles are supported!') }}"
+        "{% endif %}{% endfor %}",
+        [" hello </s>", "ciao</s>"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_answers_are_found_in_the_text_of_published_templates(name):
+    pytest.importorskip("jinja2")
+    source, expected = PUBLISHED[name]
+    template = ChatTemplate(source, {"bos_token": "<s>", "eos_token": "</s>"}, name)
+    text, answers = template.render([{"role": role, "content": said} for role, said in TALK])
+    assert [text[first:end] for first, end in answers] == expected
+    assert text.startswith("<|im_start|>user" if name == "ChatML" else "<s>")
+
+
 @pytest.mark.parametrize(
     ("lines", "words"),
     [
@@ -228,7 +280,7 @@ SHORT = load_config("tiny", "model.block_size=4").model
         ([conversation("refuse", "b")], "line 1: the chat template .* refuses it: not that"),
         (
             [conversation("a", "b", "c", "changes")],
-            "renders message 2 in another way if other messages follow",
+            "renders the messages up to number 2 in another way by themselves",
         ),
         (
             [conversation("escape", "b")],
