@@ -418,7 +418,7 @@ class Monitor:
                 folder.mkdir(parents=True, exist_ok=True)
                 (folder / str(launch.rank)).touch()
             await asyncio.sleep(timeout / 2)
-            with contextlib.suppress(OSError):
+            if folder.is_dir():
                 arrived = {int(file.name) for file in folder.iterdir()}
             if launch.rank > min(arrived, default=0):
                 await asyncio.sleep(ANSWER)  # the one with the lowest rank reports, and ends all

@@ -106,8 +106,8 @@ def test_logging_waits_for_the_device_only_at_log_interval(
 
     make_steps = setup.make_steps
 
-    def watched_steps(*arguments):
-        steps = make_steps(*arguments)
+    def watched_steps(*arguments, **options):
+        steps = make_steps(*arguments, **options)
         return dataclasses.replace(steps, train_step=Watched(steps.train_step))
 
     monkeypatch.setattr(setup, "make_steps", watched_steps)
