@@ -53,7 +53,7 @@ def validate(config: Config) -> None:
     sources = [f"data.{key}" for key in ("path", "blend", "file_list") if getattr(data, key)]
     _require(len(sources) <= 1, f"{' and '.join(sources)}: are both given; give one of them")
     _require(
-        config.parallel.offload != "state" or len(config.model.layers) < 2,
+        config.parallel.offload != "state" or len(set(config.model.layers)) < 2,
         f"parallel.offload=state: fetches layers of one kind only, and model.layers="
         f"{' '.join(config.model.layers)}; use offload=moments",
     )

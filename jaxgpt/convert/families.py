@@ -310,14 +310,19 @@ def write_config(model: ModelConfig, dtype: str, end_of_text: int | None) -> dic
         wrong.append(f"model.mlp={model.mlp} model.n_kv_head={model.n_kv_head}")
     if is_gpt2 and model.head_size * model.n_head != model.n_embd:
         wrong.append(f"model.head_dim={model.head_dim}")
+    types = _layer_types(model)
+    has_local = "sliding_attention" in types
+    if family == "gemma3_text" and has_local and model.rope_scaling:
+        if model.local_rope_theta is None:
+            wrong.append("model.rope_scaling in local layers (model.local_rope_theta=None)")
     if family == "llama":
         own = [key for key in ("qk_norm", "qkv_bias") if getattr(model, key)]
-        is_plain = not own and model.sliding_window is None
+        is_plain = not own and not has_local
         if is_plain and model.n_embd % model.n_head:
             wrong.append(f"model.n_embd={model.n_embd} (no multiple of n_head={model.n_head})")
         if len(own) > 1:
             wrong += [f"model.{key}={getattr(model, key)}" for key in own]
-        if not own and model.layers and set(model.layers) != {"local"}:
+        if not own and len(set(types)) > 1:
             wrong.append(f"model.layers={' '.join(model.layers)}")
     if wrong:
         raise UsageError(
@@ -352,12 +357,12 @@ def _to_llama(model: ModelConfig) -> dict[str, Any]:
     if model.qk_norm or model.qkv_bias:
         family, architecture = ("qwen3", "Qwen3") if model.qk_norm else ("qwen2", "Qwen2")
         types = _layer_types(model)
-        own = {"use_sliding_window": model.sliding_window is not None, "layer_types": types}
+        own = {"use_sliding_window": "sliding_attention" in types, "layer_types": types}
         own |= {"sliding_window": model.sliding_window} if own["use_sliding_window"] else {}
         own |= {"attention_bias": False} if model.qk_norm else {}
         # What versions of transformers before layer_types read.
         own |= {"max_window_layers": types.count("full_attention")}
-    elif model.sliding_window is not None:
+    elif "sliding_attention" in _layer_types(model):
         family, architecture = "mistral", "Mistral"
         own = {"sliding_window": model.sliding_window}
     else:

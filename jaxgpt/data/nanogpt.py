@@ -62,6 +62,11 @@ def _open_mask(path: Path, n_tokens: int, meta: dict[str, Any]) -> TokenFile | N
     """Open the mask of a file of tokens, if meta.json names one or, without meta.json, is there."""
     mask = mask_path(path)
     if not (path.stem in meta.get("targets", {}) if meta else mask.is_file()):
+        if mask.is_file():
+            raise UsageError(
+                f'{mask}: meta.json does not name it; add "targets": {{"{path.stem}": N}}, where N '
+                "is the number of its ones, or remove the file"
+            )
         return None
     if not mask.is_file():
         raise UsageError(f"there is no {mask}; copy it or prepare the data again")

@@ -136,6 +136,12 @@ def choose_attention(setting: AttentionSetting) -> tuple[str, str]:
     return name, "; ".join([reason, *obstacles])
 
 
+def stores_scores(config: ModelConfig) -> bool:
+    """Return whether all T x T scores are stored where cuDNN's kernel does not run."""
+    is_short = config.block_size < LEAST_BLOCKWISE_T
+    return config.attention == "xla" or (config.attention in ("auto", "cudnn") and is_short)
+
+
 def fallback_warnings(setting: AttentionSetting, kernel: str, reason: str) -> list[str]:
     """Return a warning if the NVIDIA GPU supports cuDNN attention but this run cannot use it."""
     if kernel == "cudnn" or setting.config.attention != "auto" or setting.capability < 8:
@@ -331,6 +337,13 @@ def scanned_attention(
     """Return `xla_attention`, computed in a loop over blocks of at most `BLOCK` queries."""
     T = q_BTHK.shape[1]
     size = max(n for n in range(1, BLOCK + 1) if T % n == 0)
+    if size < BLOCK / 8:  # T has no better divisor: hundreds of short blocks would be slow
+        operands = q_BTHK, k_BSGK, v_BSGK, q_at, k_at, window, keys_BH
+        return jax.checkpoint(
+            lambda *arrays: xla_attention(
+                *arrays[:5], window, arrays[5], dropout=dropout, block=block
+            )
+        )(*operands[:5], keys_BH)
 
     @jax.checkpoint
     def attend(_, part):

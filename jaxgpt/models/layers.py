@@ -149,7 +149,8 @@ def layer_pattern(config: ModelConfig) -> tuple[LayerKind, ...]:
         local = LayerKind(config.sliding_window, config.local_rope_theta, ())
     kinds = {"global": everywhere, "local": local}
     default = "local" if config.sliding_window is not None else "global"
-    return tuple(kinds[name] for name in config.layers or (default,))
+    pattern = tuple(kinds[name] for name in config.layers or (default,))
+    return pattern if len(set(pattern)) > 1 else pattern[:1]
 
 
 class AttentionInputs(NamedTuple):

@@ -80,6 +80,7 @@ class GPT(nnx.Module):
         remat: str = "none",
         end_of_text: int | None = None,
         loss_chunk: int = 0,
+        keeps_tables: bool = False,
         stacked: Callable[..., Any] = nnx.vmap,
         rngs: nnx.Rngs,
     ):
@@ -94,6 +95,8 @@ class GPT(nnx.Module):
             end_of_text: the token that ends a document, if attention stays inside of documents.
                 Otherwise, all rows of a batch have the same positions.
             loss_chunk: as in train.loss_chunk.
+            keeps_tables: gather the tables of the vocabulary once, for all pieces: only for a
+                network that is made, used and dropped within one trace.
             stacked: key -> block to the same for many keys.
         """
         assert config.vocab_size is not None
@@ -101,6 +104,7 @@ class GPT(nnx.Module):
         self.attend = attend or KERNELS["xla"].make(AttentionSetting(config, str(dtype)))
         self.parallel, self.scan_layers, self.remat = parallel, scan_layers, remat
         self.end_of_text, self.loss_chunk = end_of_text, loss_chunk
+        self.keeps_tables = keeps_tables
         V, T = config.vocab_size, config.block_size
         self.token_embedding = embedding(V, config, rngs, "token_embedding", "vocab")
         self.position_embedding = self.head = nnx.data(None)
@@ -172,12 +176,18 @@ class GPT(nnx.Module):
 
     # What the pieces are made of.
 
-    @functools.cached_property
+    @property
     def token_table(self) -> tuple[jax.Array, Any]:
-        """This device's rows of the token embedding, gathered once, and the number of the first."""
+        """This device's rows of the token embedding, and the number of the first."""
+        if self.keeps_tables:
+            return self._kept_token_table
         return self.vocab_shard(self.token_embedding)
 
     @functools.cached_property
+    def _kept_token_table(self) -> tuple[jax.Array, Any]:
+        return self.vocab_shard(self.token_embedding)
+
+    @property
     def output_layer(self) -> OutputLayer:
         """The output layer, with the weights of the token embedding if they are tied."""
         w_VD, vocab_offset = self.token_table if self.head is None else self.vocab_shard(self.head)
@@ -226,8 +236,9 @@ class GPT(nnx.Module):
             block = gather_params(nnx.merge(graph, params), self.parallel)
             return run(block, place, carry, x)
 
+        is_alone_in_loop = self.scan_layers and n_places == 1
         layers = [
-            rematerialized(functools.partial(layer, place), self.remat, self.scan_layers)
+            rematerialized(functools.partial(layer, place), self.remat, is_alone_in_loop)
             for place in range(n_places)
         ]
         operands = stacked, of_layers

@@ -8,6 +8,7 @@ import jax
 from flax import nnx
 
 from jaxgpt.config import ModelConfig
+from jaxgpt.models.attention import stores_scores
 from jaxgpt.models.transformer import GPT
 from jaxgpt.parallel.sharding import LogicalAxes, Params
 
@@ -115,4 +116,5 @@ def activation_bytes(model: ModelConfig, with_logits: bool = True) -> int:
     T, L, D, H = model.block_size, model.n_layer, model.n_embd, model.n_head
     logits = 8 * T * model.vocab_size if with_logits else 0
     products = 2 * sum(w.size for w in layer_matrices(model)) // (L * D)
-    return 2 * T * L * (10 * D + products + 5 * H * T) + logits
+    scores = 5 * H * T if stores_scores(model) else 0
+    return 2 * T * L * (10 * D + products + scores) + logits

@@ -6,6 +6,7 @@ import resource
 import jax
 
 from jaxgpt.config import Config, MeshShape, UsageError
+from jaxgpt.models.attention import stores_scores
 from jaxgpt.optim.state import n_moments
 from jaxgpt.perf.units import format_bytes
 from jaxgpt.runtime.allocator import USABLE
@@ -85,7 +86,8 @@ def score_bytes(config: Config, shape: MeshShape, on_cpu: bool) -> int:
     """
     model, remat = config.model, config.parallel.remat
     tensor, fsdp = (shape.split_of(role) for role in ("splits_heads", "shards_parameters"))
-    if model.sliding_window or not (on_cpu or model.attention == "xla"):
+    runs_xla = model.attention == "xla" or (on_cpu and stores_scores(model))
+    if model.sliding_window or not runs_xla:
         return 0
     one_by_one = on_cpu and tensor * fsdp == 1
     rows = 1 if one_by_one else config.microbatch_size // shape.split_of("splits_batch")

@@ -76,6 +76,7 @@ def shard_model(
         remat=parallel.remat,
         end_of_text=config.document_end,
         loss_chunk=config.train.loss_chunk,
+        keeps_tables=True,
     )
     layout = functools.partial(param_layout, config, mesh, sequence_parallel, n_slices)
     layouts = jax.tree.map(layout, weights(config.model))

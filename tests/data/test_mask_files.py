@@ -78,7 +78,8 @@ def test_all_tokens_of_a_source_without_a_mask_count(tmp_path):
 
 def test_meta_json_says_whether_there_is_a_mask(tmp_path):
     folder = write(tmp_path / "d", tokens={"train": N, "val": N})
-    assert not opened(f"data.path={folder}")[0].has_masks  # of an older data set
+    with pytest.raises(UsageError, match=r"train.mask.bin: meta.json does not name it; add"):
+        opened(f"data.path={folder}")
     write(folder, targets={"train": 1234, "val": 1})
     dataset, _ = opened(f"data.path={folder}")
     assert (

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxgpt.config import ModelConfig, UsageError, load_config
+from jaxgpt.config import ModelConfig, UsageError, load_config, mesh_shape
 from jaxgpt.data.batch import input_batch
 from jaxgpt.models.attention import (
     AttentionSetting,
@@ -23,6 +23,9 @@ from jaxgpt.models.mlp import MLPS
 from jaxgpt.models.rope import rope_frequencies
 from jaxgpt.models.transformer import GPT
 from jaxgpt.models.weights import count_parameters
+from jaxgpt.parallel.mesh import make_mesh
+from jaxgpt.train.functions import make_steps
+from jobs import limited_devices
 
 SMALL = {"n_layer": 2, "n_embd": 24, "block_size": 20, "vocab_size": 37}
 LLAMA = SMALL | {"norm": "rmsnorm", "position": "rope", "mlp": "swiglu", "mlp_hidden": 40}
@@ -340,3 +343,19 @@ def test_options_that_do_not_fit_are_one_sentence(settings, sentence):
         return
     with pytest.raises(UsageError, match=sentence):
         load_config("tiny", *settings)
+
+
+def test_remat_saves_as_much_with_a_pattern_of_layers():
+    """Temporary memory of a step: with remat=full, 12 layers need a few times as much as one."""
+
+    def temporary(*words):
+        config = load_config(
+            "tiny", "model.n_layer=12", "model.vocab_size=256", "model.position=rope",
+            "parallel.scan_layers=True", *words,
+        )  # fmt: skip
+        with limited_devices(1):
+            steps = make_steps(config, make_mesh(mesh_shape(config)), slices=1, on_cpu=False)
+        return steps.lower_train_step().compile().memory_analysis().temp_size_in_bytes
+
+    pattern = ("model.sliding_window=64", "--model.layers", *["local"] * 5, "global")
+    assert temporary(*pattern, "parallel.remat=full") < temporary(*pattern) / 2

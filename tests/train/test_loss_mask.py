@@ -93,11 +93,17 @@ def reference():
         ("2,2,2",),
         ("2,2,2", "train.gradient_accumulation_steps=4", "parallel.sequence_parallel=True"),
         ("1,4,1", "parallel.zero_stage=2", "train.gradient_accumulation_steps=4"),
-        (
-            "1,2,1",
-            "parallel.offload=state",
-            "parallel.scan_layers=True",
-            "train.gradient_accumulation_steps=2",
+        pytest.param(
+            (
+                "1,2,1",
+                "parallel.offload=state",
+                "parallel.scan_layers=True",
+                "train.gradient_accumulation_steps=2",
+            ),
+            marks=pytest.mark.skipif(
+                jax.__version_info__ >= (0, 12),
+                reason="XLA aborts while it compiles this model for CPUs (also without masks)",
+            ),
         ),
     ],
     ids=" ".join,

@@ -71,7 +71,8 @@ class ChatTemplate:
                 )
             # A model stops at the token that ends its turn: space after it is not its own.
             end = after.rstrip()
-            if end.endswith(message["content"].rstrip()):
+            content = message["content"].rstrip()
+            if content and end.endswith(content):
                 end = after
             answers.append((len(before), len(end)))
         return Rendered(whole, answers)

@@ -130,5 +130,11 @@ def _check_messages(messages: list[Any]) -> None:
                 f"message {number} has the role {message['role']!r}, which must be one of "
                 f"{', '.join(ROLES)}"
             )
+        # Chat templates mark answers with them.
+        if any(mark in message["content"] for mark in "\ufdd0\ufdd1"):
+            raise ValueError(
+                f"message {number} has the character U+FDD0 or U+FDD1, which no text may have; "
+                "remove it"
+            )
     if all(message["role"] != "assistant" for message in messages):
         raise ValueError("has no message of the assistant, so nothing counts; leave the line out")
