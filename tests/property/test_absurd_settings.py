@@ -80,7 +80,7 @@ def test_absurd_values_of_several_settings_end_in_a_sentence():
 @pytest.mark.parametrize(
     ("arguments", "key"),
     [
-        (["model.block_size=100000"], "model.block_size=100000"),
+        (["model.block_size=100000", "model.attention=xla"], "model.block_size=100000"),
         (["model.n_embd=1000000"], "model.n_embd=1000000"),
         (["model.n_layer=5000"], "model.n_layer=5000: .*parallel.scan_layers=True"),
         (["--config", "gpt-175b"], "model.n_layer=96"),

@@ -16,7 +16,8 @@ ARGUMENTS = ("shakespeare_char", "model.n_layer=2", "model.block_size=64", "mode
 
 def test_activations_of_a_row_are_those_of_the_paper():
     """GPT-3's layers in arXiv 2205.05198, table 2: a = 96, s = 2048, h = 12288."""
-    config = load_config("gpt-175b", "model.vocab_size=2", "model.n_layer=1", "train.loss_chunk=0")
+    options = "model.vocab_size=2", "model.n_layer=1", "model.attention=xla", "train.loss_chunk=0"
+    config = load_config("gpt-175b", *options)
     model, per_layer_16_bit = config.model, 2048 * 12288 * (34 + 5 * 96 * 2048 / 12288)
     assert (model.n_head, model.block_size, model.n_embd) == (96, 2048, 12288)
     assert activation_bytes(model) == 2 * per_layer_16_bit + 8 * 2 * 2048
