@@ -137,7 +137,7 @@ def list_checkpoints(directory: Path) -> list[int]:
 
 
 def choose_checkpoint(run: Path, step: int | None) -> int:
-    """Return `step`, or that of the newest checkpoint; `UsageError` if the run has none such."""
+    """Return `step`, or that of the newest checkpoint; `UsageError` if the run does not have it."""
     steps = list_checkpoints(run)
     if not steps:
         raise UsageError(f"--run {run}: has no checkpoints yet; give a run directory with one")

@@ -84,7 +84,7 @@ class Monitor:
         self.rank, self.size = 0, 1
         self.host_names: tuple[str, ...] = ()  # by rank, once they are known
         self.heard: dict[int, str] = {}  # on process 0: what each process told it last
-        self.stalled = 0.0  # seconds in which this process was not run at all
+        self.stalled = 0.0  # seconds in which the operating system did not run this process
         self.on_hang: Callable[[], None] = lambda: None  # called before a hang ends the job
         self.advice = ""  # ends the report of a hang
         self._limit = limit
@@ -169,7 +169,7 @@ class Monitor:
 
     @contextlib.contextmanager
     def arrival_limit(self, launch: Launch, timeout: float) -> Iterator[None]:
-        """End this process if the block, in which MPI waits for all processes, takes too long."""
+        """End this process if MPI waits in the block for more than `timeout` seconds."""
         self.start()
         waiting = asyncio.run_coroutine_threadsafe(self._limit_arrival(launch, timeout), self._loop)
         try:

@@ -236,16 +236,15 @@ class GPT(nnx.Module):
             block = gather_params(nnx.merge(graph, params), self.parallel)
             return run(block, place, carry, x)
 
-        is_alone_in_loop = self.scan_layers and n_places == 1
+        scans_one = self.scan_layers and n_places == 1
         layers = [
-            rematerialized(functools.partial(layer, place), self.remat, is_alone_in_loop)
+            rematerialized(functools.partial(layer, place), self.remat, in_loop=scans_one)
             for place in range(n_places)
         ]
         operands = stacked, of_layers
-        if n_places == 1 and self.scan_layers:
-            return jax.lax.scan(lambda carry, own: (layers[0](carry, own), None), carry, operands)[
-                0
-            ]
+        if scans_one:
+            carry, _ = jax.lax.scan(lambda c, own: (layers[0](c, own), None), carry, operands)
+            return carry
 
         def run_in_order(carry: Any, operands: Any, n: int) -> Any:
             for i in range(n):

@@ -75,18 +75,23 @@ def accumulate(
         (_, parts), gradients = value_and_grad(zeros, here, microbatch)
         return jax.tree.map(jnp.add, total, gradients), parts
 
-    microbatches = jax.tree.map(lambda x: split_microbatches(x, n_microbatches), batch)
-    gradients, parts = jax.lax.scan(add, zeros, microbatches)
-    return parts._replace(
-        loss=parts.loss.sum(), rows=jax.tree.map(merge_microbatches, parts.rows)
-    ), gradients
+    gradients, parts = jax.lax.scan(add, zeros, split_microbatches(batch, n_microbatches))
+    parts = parts._replace(loss=parts.loss.sum(), rows=merge_microbatches(parts.rows))
+    return parts, gradients
 
 
-def split_microbatches(x: jax.Array, n_parts: int) -> jax.Array:
-    """Split (B, ...) into (n_parts, B / n_parts, ...): part i holds rows i, i + n_parts, ..."""
-    return x.reshape(x.shape[0] // n_parts, n_parts, *x.shape[1:]).swapaxes(0, 1)
+def split_microbatches(arrays: Any, n_parts: int) -> Any:
+    """Split arrays (B, ...) into (n_parts, B / n_parts, ...).
+
+    Part i holds the rows i, i + n_parts, ...
+    """
+
+    def split(x: jax.Array) -> jax.Array:
+        return x.reshape(x.shape[0] // n_parts, n_parts, *x.shape[1:]).swapaxes(0, 1)
+
+    return jax.tree.map(split, arrays)
 
 
-def merge_microbatches(x: jax.Array) -> jax.Array:
-    """Merge (n_parts, B / n_parts, ...) to (B, ...), in the order before `split_microbatches`."""
-    return x.swapaxes(0, 1).reshape(-1, *x.shape[2:])
+def merge_microbatches(arrays: Any) -> Any:
+    """Merge arrays (n_parts, B / n_parts, ...) to (B, ...), the inverse of `split_microbatches`."""
+    return jax.tree.map(lambda x: x.swapaxes(0, 1).reshape(-1, *x.shape[2:]), arrays)

@@ -68,9 +68,9 @@ def _map_rows(
         if n == 1 or batch.rows.shape[0] % n:  # rows that do not divide stay in one piece
             found = compute(model.network(zeros, params), batch)
         else:
-            parts = jax.tree.map(lambda x: split_microbatches(x, n), batch)
+            parts = split_microbatches(batch, n)
             found = jax.lax.map(lambda part: compute(model.network(zeros, params), part), parts)
-            found = jax.tree.map(merge_microbatches, found)
+            found = merge_microbatches(found)
         return jax.tree.map(lambda own: gather_rows(own, model.mesh), found)
 
     return jax.shard_map(

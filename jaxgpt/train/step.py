@@ -144,15 +144,15 @@ def weighted_mean(sums: jax.Array, weights: jax.Array) -> jax.Array:
 
 
 def _local_loss_and_gradients(
-    model: ShardedModel, params: Params, step: jax.Array, batch: Batch, total_weight: jax.Array
+    model: ShardedModel, params: Params, step: jax.Array, batch: Batch, weight_sum: jax.Array
 ) -> tuple[dict[str, jax.Array], Params]:
-    """Compute `loss_and_gradients`; `total_weight` is that of the global batch."""
+    """Compute `loss_and_gradients`; `weight_sum` is that of the global batch."""
     config, in_host = model.config, model.config.parallel.offload == "state"
     params, zeros = local_params(params, model.layouts)
 
     def objective(parts: LossParts) -> jax.Array:
         loss = inject_nan(config, parts.loss, model.mesh, step)
-        return loss / total_weight if in_host else loss
+        return loss / weight_sum if in_host else loss
 
     parts, gradients = accumulate(
         model.network,
@@ -165,6 +165,6 @@ def _local_loss_and_gradients(
         adds_in_place=in_host,
     )
     if not in_host:  # there, the backward pass has reduced them
-        gradients = jax.tree.map(lambda g: g / total_weight, gradients)
+        gradients = jax.tree.map(lambda g: g / weight_sum, gradients)
         gradients = reduce_gradients(gradients, model.layouts)
     return jax.tree.map(lambda own_B: gather_rows(own_B, model.mesh), parts.rows), gradients
