@@ -301,6 +301,24 @@ def test_it_gives_up_after_so_many_tries_without_a_checkpoint(
     assert f"launch: {reason}" in job.stderr.splitlines()[-1]
 
 
+@pytest.mark.parametrize("is_read", [True, False])
+def test_a_job_that_a_closed_pipe_ends_is_tried_again_only_if_somebody_reads(is_read, tmp_path):
+    """mpiexec itself can die of SIGPIPE, if a job ends at once."""
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\n")  # a probe that finds nothing wrong
+    python.chmod(0o755)
+    script = f"import sys; sys.executable = {str(python)!r}\n{QUICKLY}"
+    reader, writer = os.pipe()
+    if not is_read:
+        os.close(reader)
+    job = subprocess.run(
+        [sys.executable, "-c", script, "--restarts", "1", "--", "sh", "-c", "exit 141"],
+        stdout=writer, stderr=subprocess.PIPE, text=True, env=environment(), timeout=120,
+    )  # fmt: skip
+    assert job.returncode == 141
+    assert job.stderr.count(" ended with status 141") == (2 if is_read else 0)
+
+
 FAILS = """
 import json, os, socket, sys
 host, port = os.environ["JAXGPT_SUPERVISOR"].split(":")

@@ -104,7 +104,7 @@ def job_exit_handler() -> Iterator[None]:
     except Exception as error:
         if find_launch(os.environ).through is not None:  # its end is to end the others
             end_with(error)
-        if not (isinstance(error, BrokenPipeError) and _nobody_reads()):
+        if not (isinstance(error, BrokenPipeError) and nobody_reads()):
             raise
         _redirect_to_null(STDOUT)  # what Python writes at its end
         raise SystemExit(128 + signal.SIGPIPE) from None
@@ -125,7 +125,7 @@ def _redirect_to_null(*descriptors: int) -> None:
             os.dup2(nothing.fileno(), descriptor)
 
 
-def _nobody_reads() -> bool:
+def nobody_reads() -> bool:
     """Return whether stdout is a pipe without a reader."""
     poll = select.poll()
     poll.register(STDOUT, 0)

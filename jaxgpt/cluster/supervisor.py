@@ -16,11 +16,11 @@ from jaxgpt.cluster.environment import JOB, SUPERVISOR
 from jaxgpt.cluster.hosts import reachable_name
 from jaxgpt.cluster.launchers import Launcher, ProcessLayout, place_on
 from jaxgpt.cluster.monitor import keep_alive
-from jaxgpt.cluster.shutdown import BAD_USAGE, DONE, STOPPED
+from jaxgpt.cluster.shutdown import BAD_USAGE, DONE, STOPPED, nobody_reads
 from jaxgpt.cluster.timeouts import COMMAND, RETRY, SLOW_DISK
 
 # Statuses after which another try would end the same way, or nobody wants one.
-FINAL = (DONE, BAD_USAGE, STOPPED, 128 + signal.SIGINT, 128 + signal.SIGPIPE)
+FINAL = (DONE, BAD_USAGE, STOPPED, 128 + signal.SIGINT)
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 
 
@@ -79,6 +79,8 @@ class Supervisor:
                 has_trained, saved = True, progress["saved"]
             # Input that was good enough to train with is not what is bad: a disk or a device is.
             if status in FINAL and not (status == BAD_USAGE and has_trained):
+                return status
+            if status == 128 + signal.SIGPIPE and nobody_reads():  # as after `| head`
                 return status
             if self._signal is not None:
                 return STOPPED if saved else status

@@ -11,17 +11,20 @@ AXES: dict[str, frozenset[str]] = {
     "fsdp": frozenset({"splits_batch", "reduces_gradients", "shards_parameters"}),
     "tensor": frozenset({"splits_heads"}),
 }
-# splits_batch       devices along it read different rows
+# The roles that an axis can have; no axis splits the sequence or the layers yet.
+# splits_batch       devices along it process different rows
+# splits_sequence    devices along it process different positions of the same rows
 # splits_heads       heads, MLP and vocabulary are split over it (Megatron's tensor parallelism)
-# shards_parameters  parameters, gradients and moments are, as the ZeRO stage says
+# splits_layers      the stack of layers is split over it
+# shards_parameters  parameters, gradients and moments are sharded over it, as the ZeRO stage says
 # reduces_gradients  each device along it finds a part of every gradient
 
 SHORT_FORM = ("data", "fsdp", "tensor")  # the axes of `--mesh 2,1,4`; others are given by name
 
 
-def axes_with(role: str) -> tuple[str, ...]:
-    """Return the names of the mesh axes with a role."""
-    return tuple(axis for axis, roles in AXES.items() if role in roles)
+def axes_with(*roles: str) -> tuple[str, ...]:
+    """Return the names of the mesh axes that have one of these roles, outermost first."""
+    return tuple(axis for axis, own in AXES.items() if own.intersection(roles))
 
 
 class MeshShape(dict[str, int]):
@@ -78,9 +81,15 @@ class MeshShape(dict[str, int]):
         """The product of the sizes; one of -1 counts as 1."""
         return math.prod(max(1, n) for n in self.values())
 
-    def split_of(self, role: str) -> int:
-        """Return the number of devices along all axes with a role; -1 counts as 1."""
-        return math.prod(max(1, self[axis]) for axis in axes_with(role))
+    def split_of(self, *roles: str) -> int:
+        """Return the number of devices along all axes with one of these roles; -1 counts as 1."""
+        return math.prod(max(1, self[axis]) for axis in axes_with(*roles))
+
+    @property
+    def splits_only_batch(self) -> bool:
+        """Whether each device holds all parameters and needs no other device for its rows."""
+        shards = self.split_of("shards_parameters")
+        return shards == 1 and self.n_devices == self.split_of("splits_batch")
 
     def __str__(self) -> str:
         """Return what `--mesh` takes."""

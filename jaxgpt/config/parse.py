@@ -314,6 +314,8 @@ def _convert(kind: Any, words: Sequence[str]) -> Any:
     """Return the value of a type that words stand for, else raise `ValueError` or `KeyError`."""
     arguments = typing.get_args(kind)
     if _takes_many(kind):
+        if arguments[0] is not str:  # a text may contain spaces
+            words = " ".join(words).split()
         return tuple(_convert(arguments[0], [word]) for word in words if word)  # `key=` is empty
     (word,) = words
     if types.NoneType in arguments:
@@ -337,6 +339,8 @@ def _describe(kind: Any) -> str:
     """Return what a value of a type must be, in a user's words."""
     arguments = typing.get_args(kind)
     if _takes_many(kind):
+        if typing.get_origin(arguments[0]) is Literal:
+            return f"a list of {' and '.join(typing.get_args(arguments[0]))}, separated by spaces"
         numbers = {int: "whole numbers", float: "numbers, separated by spaces"}
         return numbers.get(arguments[0], "a list of texts")
     if types.NoneType in arguments:

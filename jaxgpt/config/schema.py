@@ -94,7 +94,7 @@ class ModelConfig:
     """Use the token embedding as output layer too; False gives that weights of its own."""
     scale_embeddings: bool = False
     """Multiply the token embeddings by the square root of n_embd (Gemma)."""
-    layers: tuple[str, ...] = ()
+    layers: tuple[Literal["local", "global"], ...] = ()
     """Pattern of layers that repeats over the depth of the model: global layers attend to all
     tokens before, local layers to sliding_window of them, as in `local local global`. By default,
     all layers are local if there is a sliding_window."""
@@ -102,8 +102,9 @@ class ModelConfig:
     """Number of tokens, its own included, that a token attends to in local layers (Mistral)."""
     logit_softcap: Positive | None = None
     """Bound of the logits, c tanh(logits / c) (Gemma 2); None is no bound."""
-    attention: Literal["auto", "xla", "blockwise", "cudnn"] = "auto"
-    """Attention kernel; auto picks the fastest that can run, and the log says which."""
+    attention: str = "auto"
+    """Attention kernel. auto picks the fastest one that can run, and the log says which; the error
+    for an unknown name lists all of them."""
 
     @property
     def kv_heads(self) -> int:

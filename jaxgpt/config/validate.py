@@ -143,8 +143,6 @@ def _check_model(model: ModelConfig) -> None:
     changed = [f"model.{key}" for key in rope_keys if is_changed(model, key)]
     _require(is_rope or not changed, f"{' and '.join(changed)}: need model.position=rope")
     pattern = f"model.layers={' '.join(model.layers)}"
-    unknown = sorted(set(model.layers) - {"local", "global"})
-    _require(not unknown, f"{pattern}: {', '.join(unknown)} must be local or global")
     _require(
         len(model.layers) <= model.n_layer,
         f"{pattern}: has {len(model.layers)} layers; give at most model.n_layer={model.n_layer}",

@@ -162,7 +162,8 @@ class Model:
     def row_length(self, n: int) -> int:
         """Return the length to which a row of n inputs is filled up: few lengths, few programs."""
         length = max(LEAST_LENGTH, 2 ** (n - 1).bit_length()) if n else LEAST_LENGTH
-        return min(self.block_size, _round_up(length, self.mesh_shape.split_of("splits_heads")))
+        n_parts = self.mesh_shape.split_of("splits_sequence", "splits_heads")
+        return min(self.block_size, _round_up(length, n_parts))
 
     def score(self, rows: Rows, with_likeliest: bool = False) -> Iterator[tuple[np.ndarray, ...]]:
         """Yield for each row the loss of each token but the first, and the likeliest token there.

@@ -66,6 +66,9 @@ class Kernel(NamedTuple):
     make: Callable[[AttentionSetting], Attention]
     reason: str  # why it is the best choice if it can run
     least_T: int = 0  # below this block size, `auto` prefers the next kernel of the table
+    stores_scores: bool = False  # whether it keeps T x T scores in memory
+    stand_in: Callable[[], Attention] | None = None
+    """Make a kernel that needs as much memory and compiles on any CPU; None: this one does."""
 
 
 def cudnn_obstacle(setting: AttentionSetting) -> str | None:
@@ -99,6 +102,7 @@ KERNELS = {
         cudnn_obstacle,
         make_cudnn,
         "flash attention, O(T) memory; bit for bit with train.deterministic=True",
+        stand_in=lambda: without_scores(blockwise_attention),
     ),
     "blockwise": Kernel(
         lambda setting: None,
@@ -110,6 +114,7 @@ KERNELS = {
         lambda setting: None,
         lambda setting: functools.partial(causal_attention, dropout=setting.config.dropout),
         "all scores at once, O(T^2) memory",
+        stores_scores=True,
     ),
 }
 
@@ -120,26 +125,38 @@ def choose_attention(setting: AttentionSetting) -> tuple[str, str]:
     Raises:
         UsageError: if the kernel that model.attention names cannot run.
     """
-    chosen, T = setting.config.attention, setting.config.block_size
+    chosen = setting.config.attention
     if chosen != "auto":
-        if obstacle := KERNELS[chosen].obstacle(setting):
+        if obstacle := _kernel(chosen).obstacle(setting):
             raise UsageError(f"model.attention={chosen}: {obstacle}; use auto")
         return chosen, f"model.attention={chosen}"
     obstacles = [why for kernel in KERNELS.values() if (why := kernel.obstacle(setting))]
-    name, kernel = next(
-        (name, kernel)
-        for name, kernel in KERNELS.items()
-        if kernel.obstacle(setting) is None and T >= kernel.least_T
-    )
+    name = _fastest_kernel(setting)
     mask = ", and a mask of documents, 2 T^2 bytes a row" * setting.document_mask
-    reason = kernel.reason + (mask if name == "cudnn" else "")
+    reason = KERNELS[name].reason + (mask if name == "cudnn" else "")
     return name, "; ".join([reason, *obstacles])
 
 
+def _kernel(name: str) -> Kernel:
+    if name not in KERNELS:
+        raise UsageError(f"model.attention={name}: must be one of auto, {', '.join(KERNELS)}")
+    return KERNELS[name]
+
+
+def _fastest_kernel(setting: AttentionSetting) -> str:
+    return next(
+        name
+        for name, kernel in KERNELS.items()
+        if kernel.obstacle(setting) is None and setting.config.block_size >= kernel.least_T
+    )
+
+
 def stores_scores(config: ModelConfig) -> bool:
-    """Return whether all T x T scores are stored where cuDNN's kernel does not run."""
-    is_short = config.block_size < LEAST_BLOCKWISE_T
-    return config.attention == "xla" or (config.attention in ("auto", "cudnn") and is_short)
+    """Return whether attention keeps T x T scores in memory, if `auto` runs on a CPU."""
+    name = config.attention
+    if name == "auto":
+        name = _fastest_kernel(AttentionSetting(config, "float32"))
+    return _kernel(name).stores_scores
 
 
 def fallback_warnings(setting: AttentionSetting, kernel: str, reason: str) -> list[str]:
@@ -316,8 +333,7 @@ def cudnn_attention(
 def blockwise_attention(*operands: Any, dropout: float = 0.0) -> jax.Array:
     """Compute `causal_attention`, but `BLOCK` queries at a time, in O(T) memory.
 
-    The backward pass computes the scores again. `jaxgpt.plan` uses it in place of cuDNN's kernel
-    when it compiles without an NVIDIA GPU.
+    The backward pass computes the scores again.
     """
     return causal_attention(*operands, dropout=dropout, attend=scanned_attention)
 

@@ -154,12 +154,12 @@ def decode_step(
     def run(block: Block, place: int, carry: Any, layer: Any) -> Any:
         x_1TD, layers = carry
         attend = CachedAttention(layers[place], layer // len(pattern), network)
-        x_1TD = block(x_1TD, None, inputs[place]._replace(attend=attend))
-        return x_1TD, (*layers[:place], attend.cache, *layers[place + 1 :])
+        x_1TD, _ = block(x_1TD, None, inputs[place]._replace(attend=attend))
+        return (x_1TD, (*layers[:place], attend.cache, *layers[place + 1 :])), None
 
     layers_L = np.arange(network.config.n_layer, dtype=np.int32)
     carry = network.embed(batch), cache.layers
-    x_1TD, layers = network.scan_blocks(run, carry, layers_L)
+    (x_1TD, layers), _ = network.scan_blocks(run, carry, layers_L)
     logits_1V = network.output_layer.logits(network.last_norm(x_1TD)[:, -1])
     return logits_1V, cache._replace(layers=layers)
 

@@ -15,7 +15,12 @@ class LossParts(NamedTuple):
     """Weighted sums over some targets, in nats. Sums of parts are the parts of a whole batch."""
 
     loss: jax.Array  # float32 scalar, which is differentiated
-    rows: dict[str, jax.Array]  # auxiliary values of each row, by name: float32 (B,)
+    rows: dict[str, jax.Array]  # `loss` (the cross-entropy) and other values of each row (B,)
+
+    def add(self, aux: dict[str, jax.Array]) -> "LossParts":
+        """Add auxiliary losses (B,), such as those that balance experts, which are differentiated
+        too."""
+        return LossParts(self.loss + sum(aux_B.sum() for aux_B in aux.values()), self.rows | aux)
 
 
 class TokenScores(NamedTuple):

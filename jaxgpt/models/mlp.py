@@ -11,6 +11,10 @@ from flax import nnx
 from jaxgpt.config import UsageError
 from jaxgpt.models.layers import LayerBuilder
 
+# Name -> what each row adds to the loss beside its cross-entropy, float32 (B,): the sum over its
+# tokens, as the cross-entropy is. Experts balance their load by such a loss.
+AuxLosses = dict[str, jax.Array]
+
 
 class MLP(nnx.Module):
     """down(activation(up(x))), with F hidden units."""
@@ -22,9 +26,9 @@ class MLP(nnx.Module):
         self.up = build.column_parallel((D,), (F,), ("embed", "mlp"))
         self.down = build.row_parallel((F,), (D,), ("mlp", "embed"))
 
-    def __call__(self, x_BTD: jax.Array) -> jax.Array:
+    def __call__(self, x_BTD: jax.Array) -> tuple[jax.Array, AuxLosses]:
         hidden_BTF = self.activation(self.up(x_BTD))  # T/s -> T: B/b T F/t
-        return self.down(hidden_BTF)  # +t -> T/s: B/b T/s D
+        return self.down(hidden_BTF), {}  # +t -> T/s: B/b T/s D
 
 
 class GatedMLP(nnx.Module):
@@ -36,12 +40,12 @@ class GatedMLP(nnx.Module):
         self.gate_up = build.column_parallel((D,), (2, F), ("embed", "parts", "mlp"))
         self.down = build.row_parallel((F,), (D,), ("mlp", "embed"))
 
-    def __call__(self, x_BTD: jax.Array) -> jax.Array:
+    def __call__(self, x_BTD: jax.Array) -> tuple[jax.Array, AuxLosses]:
         both_BT2F = self.gate_up(x_BTD)  # T/s -> T: B/b T 2 F/t
         gate_BTF, up_BTF = (x.squeeze(2) for x in jnp.split(both_BT2F, 2, axis=2))
         gate_BTF = self.activation(gate_BTF.astype(jnp.float32))  # rounded once, as in `gelu`
         hidden_BTF = (gate_BTF * up_BTF).astype(up_BTF.dtype)
-        return self.down(hidden_BTF)  # +t -> T/s: B/b T/s D
+        return self.down(hidden_BTF), {}  # +t -> T/s: B/b T/s D
 
 
 def gelu(x: jax.Array) -> jax.Array:
@@ -75,7 +79,7 @@ def squared_relu(x: jax.Array) -> jax.Array:
     return jnp.square(jax.nn.relu(x))
 
 
-# model.mlp -> (LayerBuilder -> a module x_BTD -> y_BTD)
+# model.mlp -> (LayerBuilder -> a module x_BTD -> y_BTD, auxiliary losses)
 MLPS: dict[str, Callable[[LayerBuilder], nnx.Module]] = {
     "gelu": functools.partial(MLP, gelu),
     "gelu_tanh": functools.partial(MLP, gelu_tanh),

@@ -53,17 +53,20 @@ class Block(nnx.Module):
 
     def __call__(
         self, x_BTD: jax.Array, keys_B: jax.Array | None, inputs: AttentionInputs
-    ) -> jax.Array:
-        """Return x_BTD for the next layer; without a key for every row, there is no dropout."""
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """Return x_BTD for the next layer, and the auxiliary losses (B,) of the MLP by name.
+
+        Without a key for every row, there is no dropout.
+        """
         keys = (None,) * 3 if keys_B is None else keys_for(keys_B, jnp.arange(3)).T
         out_BTD = self.attention(self.norm_1(x_BTD), keys[0], inputs)  # B/b T/s D
         if self.post_norm_1 is not None:
             out_BTD = self.post_norm_1(out_BTD)
         x_BTD = x_BTD + self.dropout(out_BTD, keys[1])
-        out_BTD = self.mlp(self.norm_2(x_BTD))  # B/b T/s D
+        out_BTD, aux = self.mlp(self.norm_2(x_BTD))  # B/b T/s D
         if self.post_norm_2 is not None:
             out_BTD = self.post_norm_2(out_BTD)
-        return x_BTD + self.dropout(out_BTD, keys[2])
+        return x_BTD + self.dropout(out_BTD, keys[2]), aux
 
 
 class GPT(nnx.Module):
@@ -154,15 +157,17 @@ class GPT(nnx.Module):
     def run_blocks(
         self, x_BTD: jax.Array, batch: Batch, key: jax.Array | None = None
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """Return x_BTD after the blocks, and sums over them of auxiliary losses, by name."""
+        """Return x_BTD after the blocks on this device, and sums of their auxiliary losses (B,)."""
         at = self.positions(batch)
         inputs = [self.attention_inputs(kind, at) for kind in layer_pattern(self.config)]
 
-        def run(block: Block, place: int, x_BTD: jax.Array, keys_B: Any) -> jax.Array:
+        def run(block: Block, place: int, x_BTD: jax.Array, keys_B: Any) -> tuple[jax.Array, Any]:
             return block(x_BTD, keys_B, inputs[place])
 
-        layer_keys = self.dropout_keys(batch, key, jnp.arange(self.config.n_layer))
-        return self.scan_blocks(run, x_BTD, layer_keys), {}
+        numbers_L = self.parallel.layer_offset(self.n_layers) + jnp.arange(self.n_layers)
+        layer_keys = self.dropout_keys(batch, key, numbers_L)
+        x_BTD, aux = self.scan_blocks(run, x_BTD, layer_keys)
+        return x_BTD, jax.tree.map(lambda aux_LB: aux_LB.sum(axis=0), aux)
 
     def head_loss(self, x_BTD: jax.Array, batch: Batch) -> LossParts:
         """Return the weighted loss of the targets, summed."""
@@ -175,6 +180,11 @@ class GPT(nnx.Module):
         return score_tokens(x_BTD, batch.targets, batch.weights, output, self.loss_chunk)
 
     # What the pieces are made of.
+
+    @property
+    def n_layers(self) -> int:
+        """The number of layers on this device."""
+        return len(jax.tree.leaves(nnx.state(self.layers))[0])
 
     @property
     def token_table(self) -> tuple[jax.Array, Any]:
@@ -222,11 +232,14 @@ class GPT(nnx.Module):
         keys_B = jax.vmap(lambda row: jax.random.fold_in(key, row))(batch.rows)
         return keys_for(keys_B, numbers_N).T
 
-    def scan_blocks(self, run: Callable[..., Any], carry: Any, of_layers: Any) -> Any:
-        """Return the carry after `run(block, place, carry, x)` for each layer.
+    def scan_blocks(
+        self, run: Callable[..., tuple[Any, Any]], carry: Any, of_layers: Any
+    ) -> tuple[Any, Any]:
+        """Return the carry after `carry, out = run(block, place, carry, x)` of each layer, and out.
 
-        `place` is the layer's place in `layer_pattern`. `of_layers` has x of each layer along its
-        leading axis.
+        Args:
+            run: `place` is the layer's place in `layer_pattern`.
+            of_layers: x of each layer along the leading axis, as `out` of each layer is returned.
         """
         graph, stacked = nnx.split(self.layers)
         n_places = len(layer_pattern(self.config))
@@ -243,25 +256,30 @@ class GPT(nnx.Module):
         ]
         operands = stacked, of_layers
         if scans_one:
-            carry, _ = jax.lax.scan(lambda c, own: (layers[0](c, own), None), carry, operands)
-            return carry
+            return jax.lax.scan(layers[0], carry, operands)
 
-        def run_in_order(carry: Any, operands: Any, n: int) -> Any:
+        def run_in_order(carry: Any, operands: Any, n: int) -> tuple[Any, Any]:
+            outs = []
             for i in range(n):
                 own = jax.tree.map(operator.itemgetter(i), operands)
-                carry = layers[i % n_places](carry, own)
-            return carry
+                carry, out = layers[i % n_places](carry, own)
+                outs.append(out)
+            return carry, jax.tree.map(lambda *outs: jnp.stack(outs), *outs)
 
-        R, rest = divmod(self.config.n_layer, n_places)
+        R, rest = divmod(self.n_layers, n_places)
         if not self.scan_layers or R < 2:
-            return run_in_order(carry, operands, self.config.n_layer)
+            return run_in_order(carry, operands, self.n_layers)
         patterns = R * n_places
         repeated = jax.tree.map(lambda x: x[:patterns].reshape(R, n_places, *x.shape[1:]), operands)
-        carry, _ = jax.lax.scan(
-            lambda carry, own: (run_in_order(carry, own, n_places), None), carry, repeated
+        carry, outs = jax.lax.scan(
+            lambda carry, own: run_in_order(carry, own, n_places), carry, repeated
         )
+        outs = jax.tree.map(lambda x: x.reshape(patterns, *x.shape[2:]), outs)
+        if rest == 0:
+            return carry, outs
         after = jax.tree.map(lambda x: x[patterns:], operands)
-        return run_in_order(carry, after, rest)
+        carry, last = run_in_order(carry, after, rest)
+        return carry, jax.tree.map(lambda *parts: jnp.concatenate(parts), outs, last)
 
     def last_norm(self, x_BTD: jax.Array) -> jax.Array:
         """Return what the output layer multiplies, given the last layer's output."""

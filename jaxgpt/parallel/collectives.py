@@ -48,17 +48,22 @@ _all_to_all_sum.defvjp(
 )
 
 
-def gather_rows(own: jax.Array, mesh: Mesh) -> jax.Array:
-    """Return an array (B, ...) of all rows of a batch from this device's."""
-    axes = mesh_axes_with("splits_batch", mesh)
-    if not axes:
+def gather_batch(own: jax.Array, mesh: Mesh) -> jax.Array:
+    """Return a value of each row (B,) or token (B, T) of a batch, given this device's values.
+
+    A device's value of a row is the sum over its tokens of the row.
+    """
+    rows, positions = (mesh_axes_with(role, mesh) for role in ("splits_batch", "splits_sequence"))
+    over = (*rows, *positions)
+    if not over:
         return own
-    n = own.shape[0]
-    n_all = n * math.prod(mesh.shape[axis] for axis in axes)
-    zeros = varying(jnp.zeros((n_all, *own.shape[1:]), own.dtype), frozenset(axes))
-    start = (jax.lax.axis_index(axes) * n, *[0] * (own.ndim - 1))
-    # A sum with zeros, which is exact.
-    return jax.lax.psum(jax.lax.dynamic_update_slice(zeros, own, start), axes)
+    shape, start = [], []
+    for n, axes in zip(own.shape, (rows, positions), strict=False):
+        shape.append(n * math.prod(mesh.shape[axis] for axis in axes))
+        start.append(jax.lax.axis_index(axes) * n if axes else 0)
+    zeros = varying(jnp.zeros(shape, own.dtype), frozenset(over))
+    # The sum of one device's value and zeros is exact.
+    return jax.lax.psum(jax.lax.dynamic_update_slice(zeros, own, start), over)
 
 
 def varying(x: jax.Array, axes: frozenset[str]) -> jax.Array:

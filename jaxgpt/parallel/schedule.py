@@ -1,11 +1,11 @@
 """Schedules: the order in which the pieces of a network process the microbatches of a step.
 
-A schedule takes a network in pieces, its parameters and a batch, and returns the parts of the loss
-and the gradients, all summed over this device's rows. It runs inside of `jax.shard_map`.
+A schedule runs inside `jax.shard_map`, on one device's part of everything. `accumulate` is the
+schedule of devices that hold all layers.
 """
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -25,43 +25,60 @@ class Pieces(Protocol):
     def head_loss(self, x_BTD: jax.Array, batch: Any) -> Any: ...
 
 
-def forward_loss(pieces: Pieces, batch: Any, key: jax.Array | None = None) -> Any:
-    """Return the `LossParts` of a batch; dropout only with a key."""
-    x_BTD, _ = pieces.run_blocks(pieces.embed(batch, key), batch, key)
-    return pieces.head_loss(x_BTD, batch)
+class Objective(NamedTuple):
+    """The function of the parameters that a schedule differentiates."""
+
+    make_pieces: Callable[[Params, Params], Pieces]
+    """(gradient accumulators, parameters) -> the network. Its gradient with respect to the
+    accumulators is that of the parameters, reduced and sharded as the accumulators are."""
+    scalar: Callable[[Any], jax.Array]  # `LossParts` -> float32 scalar
+    adds_in_place: bool = False  # whether the backward pass adds to the accumulators it is given
+
+
+class Microbatches(NamedTuple):
+    """This device's part of the global batch, to be processed in n parts.
+
+    Microbatch i consists of the rows i, i + n, ... of each device, and so of the global batch.
+    """
+
+    batch: Any
+    n: int
+    key: jax.Array  # for dropout
+
+
+class Schedule(NamedTuple):
+    """How devices run the blocks of a network: all of them, or each its own."""
+
+    run_all_blocks: Callable[[Pieces, Any, jax.Array | None], tuple[jax.Array, dict[str, Any]]]
+    """(pieces, batch, dropout key) -> x_BTD after the last block of the network, and auxiliary
+    losses (B,), on every device."""
+    gradients: Callable[[Objective, Params, Params, Microbatches], tuple[Any, Params]]
+    """(objective, parameters, gradient accumulators, microbatches) -> `LossParts` and gradients,
+    summed over this device's rows."""
+
+
+def run_all_blocks(
+    pieces: Pieces, batch: Any, key: jax.Array | None = None
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """Run the network up to the head on a device that holds all layers; see `Schedule`."""
+    return pieces.run_blocks(pieces.embed(batch, key), batch, key)
 
 
 def accumulate(
-    make_pieces: Callable[[Params, Params], Pieces],
-    objective: Callable[[Any], jax.Array],
-    zeros: Params,
-    params: Params,
-    batch: Any,
-    key: jax.Array,
-    n_microbatches: int,
-    adds_in_place: bool = False,
+    objective: Objective, params: Params, accumulators: Params, microbatches: Microbatches
 ) -> tuple[Any, Params]:
-    """Process one microbatch after another, and add their gradients up.
+    """Process one microbatch after another, and add up their gradients; see `Schedule`."""
+    batch, n, key = microbatches
 
-    Microbatch i of n consists of the rows i, i + n, ... of each device, and so of the global batch.
-
-    Args:
-        make_pieces: takes gradient accumulators and parameters; gradients are those of the
-            accumulators.
-        objective: the scalar to differentiate, from `LossParts`.
-        zeros: the accumulators.
-        batch: this device's part of the global batch.
-        key: for dropout.
-        adds_in_place: whether the backward pass adds to the accumulators that it is given.
-    """
-
-    def loss(zeros: Params, params: Params, batch: Any) -> tuple[jax.Array, Any]:
-        parts = forward_loss(make_pieces(zeros, params), batch, key)
-        return objective(parts), parts
+    def loss(accumulators: Params, params: Params, batch: Any) -> tuple[jax.Array, Any]:
+        pieces = objective.make_pieces(accumulators, params)
+        x_BTD, aux = run_all_blocks(pieces, batch, key)
+        parts = pieces.head_loss(x_BTD, batch).add(aux)
+        return objective.scalar(parts), parts
 
     value_and_grad = jax.value_and_grad(loss, has_aux=True)
-    if n_microbatches == 1:
-        (_, parts), gradients = value_and_grad(zeros, params, batch)
+    if n == 1:
+        (_, parts), gradients = value_and_grad(accumulators, params, batch)
         return parts, gradients
 
     def add(total: Params, microbatch: Any) -> tuple[Params, Any]:
@@ -69,15 +86,18 @@ def accumulate(
         here = jax.tree.map(
             lambda param: jax.lax.optimization_barrier((param, microbatch.rows))[0], params
         )
-        if adds_in_place:
+        if objective.adds_in_place:
             (_, parts), total = value_and_grad(total, here, microbatch)
             return total, parts
-        (_, parts), gradients = value_and_grad(zeros, here, microbatch)
+        (_, parts), gradients = value_and_grad(accumulators, here, microbatch)
         return jax.tree.map(jnp.add, total, gradients), parts
 
-    gradients, parts = jax.lax.scan(add, zeros, split_microbatches(batch, n_microbatches))
+    gradients, parts = jax.lax.scan(add, accumulators, split_microbatches(batch, n))
     parts = parts._replace(loss=parts.loss.sum(), rows=merge_microbatches(parts.rows))
     return parts, gradients
+
+
+ACCUMULATE = Schedule(run_all_blocks, accumulate)
 
 
 def split_microbatches(arrays: Any, n_parts: int) -> Any:

@@ -21,8 +21,9 @@ HEAD_DIMS = ("vocab", "heads", "kv_heads", "mlp")  # logical axes that tensor pa
 
 
 def tensor_rules() -> Rules:
-    """Return the rules of tensor parallelism alone."""
-    return dict.fromkeys(HEAD_DIMS, axes_with("splits_heads"))
+    """Return the rules without ZeRO: heads are split over `tensor`, and layers over stages."""
+    heads = dict.fromkeys(HEAD_DIMS, axes_with("splits_heads"))
+    return heads | {"layers": axes_with("splits_layers")}
 
 
 def fully_sharded_rules() -> Rules:

@@ -26,6 +26,8 @@ class ParallelContext:
 
     tensor: int = 1  # number of devices that share a model's heads
     tensor_axes: tuple[str, ...] = ()  # the mesh axes that they are along
+    sequence_axes: tuple[str, ...] = ()  # mesh axes that split the positions of a batch
+    layer_axes: tuple[str, ...] = ()  # mesh axes that split the stack of layers
     sequence_parallel: bool = False
     regather_in_backward: bool = False
     """Gather a layer's weights and activations again for its backward pass; else all layers keep
@@ -80,11 +82,16 @@ class ParallelContext:
 
     def tensor_offset(self, n: int) -> Any:
         """Return the number of the first of this device's n, of what is split over `tensor`."""
-        return jax.lax.axis_index(self.tensor_axes) * n if self.tensor > 1 else 0
+        return _offset(self.tensor_axes, n)
 
     def sequence_offset(self, T: int) -> Any:
         """Return the first of this device's T positions, outside of the tensor regions."""
-        return self.tensor_offset(T) if self.sequence_parallel else 0
+        axes = self.sequence_axes
+        return _offset((*axes, *self.tensor_axes) if self.sequence_parallel else axes, T)
+
+    def layer_offset(self, L: int) -> Any:
+        """Return the number of the first of this device's L layers."""
+        return _offset(self.layer_axes, L)
 
     def local_positions(self, positions_T: jax.Array) -> jax.Array:
         """Return this device's part of the positions (..., T), outside of the tensor regions."""
@@ -100,6 +107,11 @@ class ParallelContext:
             w_VD = jnp.pad(w_VD, ((0, rows * self.tensor - V), (0, 0)))
             w_VD = jax.lax.dynamic_slice_in_dim(w_VD, self.tensor_offset(rows), rows)
         return w_VD, self.tensor_offset(w_VD.shape[0])
+
+
+def _offset(axes: tuple[str, ...], n: int) -> Any:
+    """Return the number of this device's first element, if each device along `axes` has n."""
+    return jax.lax.axis_index(axes) * n if axes else 0
 
 
 NO_PARALLELISM = ParallelContext()

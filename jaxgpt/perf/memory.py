@@ -70,7 +70,8 @@ def state_bytes(config: Config, shape: MeshShape) -> int:
     model, zero_stage, offload = config.model, config.parallel.zero_stage, config.parallel.offload
     if offload == "state":
         return 0
-    elements = model.matrix_elements + model.n_embd * (model.vocab_size or 0)
+    elements = model.matrix_elements // shape.split_of("splits_layers")
+    elements += model.n_embd * (model.vocab_size or 0)
     elements //= shape.split_of("splits_heads")
     moments = 0 if offload == "moments" else n_moments(config.optimizer)
     shards = shape.split_of("shards_parameters")
@@ -85,11 +86,11 @@ def score_bytes(config: Config, shape: MeshShape, on_cpu: bool) -> int:
     XLA's kernel has half of them, in two bytes or more. A CPU may compute its rows one by one.
     """
     model, remat = config.model, config.parallel.remat
-    tensor, fsdp = (shape.split_of(role) for role in ("splits_heads", "shards_parameters"))
-    runs_xla = model.attention == "xla" or (on_cpu and stores_scores(model))
-    if model.sliding_window or not runs_xla:
+    is_certain = stores_scores(model) and (on_cpu or model.attention != "auto")
+    if model.sliding_window or not is_certain:
         return 0
-    one_by_one = on_cpu and tensor * fsdp == 1
+    one_by_one = on_cpu and shape.splits_only_batch
     rows = 1 if one_by_one else config.microbatch_size // shape.split_of("splits_batch")
-    layers = model.n_layer if remat == "none" else 1
-    return rows * layers * model.n_head * model.block_size**2 // tensor
+    layers = model.n_layer // shape.split_of("splits_layers") if remat == "none" else 1
+    parts = shape.split_of("splits_heads", "splits_sequence")
+    return rows * layers * model.n_head * model.block_size**2 // parts

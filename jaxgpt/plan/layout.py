@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jaxgpt.config import Config, MeshShape
+from jaxgpt.config import Config, MeshShape, axes_with
 from jaxgpt.models.weights import count_parameters, layer_matrices
 from jaxgpt.parallel.mesh import hosts_spanned, tensor_crosses_hosts_warning
 from jaxgpt.perf.collectives import Collective, ring_bytes
@@ -162,8 +162,9 @@ class Plan:
         fastest = device.peak_flops.get("bfloat16", peak)  # which Muon computes in
         update += self.program.update_flops / (fastest * MATMUL_EFFICIENCY)
         collectives = self.program.collectives
-        tensor = sum(self.seconds(c) for c in collectives if c.axes == ("tensor",))
-        other = sum(self.seconds(c) for c in collectives if c.axes != ("tensor",))
+        exposed = set(axes_with("splits_heads", "splits_sequence", "splits_layers"))
+        tensor = sum(self.seconds(c) for c in collectives if exposed.issuperset(c.axes))
+        other = sum(self.seconds(c) for c in collectives if not exposed.issuperset(c.axes))
         step = max(compute + tensor, other) + update
         return Estimate(
             step=step,

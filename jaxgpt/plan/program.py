@@ -9,12 +9,7 @@ import jax
 from jax.tree_util import DictKey
 
 from jaxgpt.config import Config, MeshShape
-from jaxgpt.models.attention import (
-    AttentionSetting,
-    blockwise_attention,
-    choose_attention,
-    without_scores,
-)
+from jaxgpt.models.attention import KERNELS, AttentionSetting, choose_attention
 from jaxgpt.models.weights import weights
 from jaxgpt.optim.muon import update_flops
 from jaxgpt.parallel import sharding as partition
@@ -79,10 +74,9 @@ def compile_step(config: Config, shape: MeshShape, device: Device) -> Program:
             stand_in = stand_in.replace(train__dtype="float16")
         if config.parallel.grad_reduce_dtype == "bfloat16":
             stand_in = stand_in.replace(parallel__grad_reduce_dtype="float16")
-    attend = None
-    if kernel == "cudnn":
-        attend = without_scores(blockwise_attention)
     mesh = make_mesh(shape)
+    make_kernel = KERNELS[kernel].stand_in
+    attend = None if make_kernel is None else make_kernel()
     steps = make_steps(stand_in, mesh, attend, on_cpu=device.name == "cpu")
     compiled = steps.lower_train_step().compile(COMPILE_ONLY)
     found = compiled.memory_analysis()

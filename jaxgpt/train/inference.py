@@ -15,9 +15,9 @@ from jaxgpt.models.decode import Cache, LayerCache, decode_step, empty_cache, un
 from jaxgpt.models.layers import layer_pattern, padded_vocab_size
 from jaxgpt.models.loss import TokenScores
 from jaxgpt.models.transformer import GPT, gpt_graph
-from jaxgpt.parallel.collectives import gather_rows
+from jaxgpt.parallel.collectives import gather_batch
 from jaxgpt.parallel.offload import to_device
-from jaxgpt.parallel.schedule import forward_loss, merge_microbatches, split_microbatches
+from jaxgpt.parallel.schedule import merge_microbatches, split_microbatches
 from jaxgpt.parallel.sharding import Params, replicated
 from jaxgpt.parallel.tensor import ParallelContext
 from jaxgpt.parallel.zero import local_params
@@ -37,7 +37,8 @@ def eval_losses(
     batch = make_batch(token_rows, end_of_text=model.config.document_end)
 
     def row_sums(network: GPT, batch: Batch) -> jax.Array:
-        return forward_loss(network, batch).rows["loss"]
+        x_BTD, _ = model.schedule.run_all_blocks(network, batch, None)
+        return network.head_loss(x_BTD, batch).rows["loss"]
 
     return weighted_mean(_map_rows(model, row_sums, params, batch), batch.weights.sum(axis=1))
 
@@ -49,7 +50,7 @@ def eval_tokens(model: ShardedModel, params: Params, tokens: jax.Array) -> Token
     """
 
     def scores(network: GPT, batch: Batch) -> TokenScores:
-        x_BTD, _ = network.run_blocks(network.embed(batch), batch)
+        x_BTD, _ = model.schedule.run_all_blocks(network, batch, None)
         return network.head_scores(x_BTD, batch)
 
     rows = TokenRows(tokens, tokens != NO_TOKEN)
@@ -71,7 +72,7 @@ def _map_rows(
             parts = split_microbatches(batch, n)
             found = jax.lax.map(lambda part: compute(model.network(zeros, params), part), parts)
             found = merge_microbatches(found)
-        return jax.tree.map(lambda own: gather_rows(own, model.mesh), found)
+        return jax.tree.map(lambda own: gather_batch(own, model.mesh), found)
 
     return jax.shard_map(
         local,

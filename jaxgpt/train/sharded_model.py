@@ -16,6 +16,7 @@ from jaxgpt.models.weights import Weight, activation_bytes, count_parameters, we
 from jaxgpt.optim.parameters import Parameters
 from jaxgpt.parallel import sharding
 from jaxgpt.parallel.mesh import mesh_axes_with
+from jaxgpt.parallel.schedule import ACCUMULATE, Schedule
 from jaxgpt.parallel.sharding import Params
 from jaxgpt.parallel.tensor import ParallelContext
 from jaxgpt.parallel.zero import ParamLayout, ShardedParam
@@ -33,6 +34,7 @@ class ShardedModel(NamedTuple):
     context: ParallelContext
     graph: nnx.GraphDef  # the network without parameters
     n_slices: int  # number of slices that each device cuts its rows of a microbatch into
+    schedule: Schedule = ACCUMULATE
 
     @property
     def param_specs(self) -> Any:
@@ -63,6 +65,8 @@ def shard_model(
     context = ParallelContext(
         tensor=MeshShape(**mesh.shape).split_of("splits_heads"),
         tensor_axes=tensor_axes,
+        sequence_axes=mesh_axes_with("splits_sequence", mesh),
+        layer_axes=mesh_axes_with("splits_layers", mesh),
         sequence_parallel=sequence_parallel,
         regather_in_backward=gathers and keeps_all,
         on_cpu=on_cpu,
@@ -103,6 +107,8 @@ def param_layout(
     tensor_axes = mesh_axes_with("splits_heads", mesh)
     if has_own_part and sharding.split_dim(param, tensor_axes) is None:
         partial_axes = (*partial_axes, *tensor_axes)
+    if not weight.n_layers:  # used by the first stage or the last one
+        partial_axes = (*partial_axes, *mesh_axes_with("splits_layers", mesh))
     return ParamLayout(
         param=param,
         accum=accum,
@@ -122,7 +128,7 @@ def choose_n_slices(config: Config, mesh: Mesh) -> int:
     to gather weights again or talk to other devices, and in a command that does not train.
     """
     shape = MeshShape(**mesh.shape)
-    if shape.split_of("shards_parameters") * shape.split_of("splits_heads") > 1:
+    if not shape.splits_only_batch:
         return 1
     rows = config.microbatch_size // shape.split_of("splits_batch")
     gradient_bytes = 4 * count_parameters(config.model)[0]

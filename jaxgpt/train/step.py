@@ -14,8 +14,8 @@ from jaxgpt.models.loss import LossParts
 from jaxgpt.optim import make_optimizer
 from jaxgpt.optim.parameters import Parameters
 from jaxgpt.optim.update import clip_by_norm, gated_update, global_norm
-from jaxgpt.parallel.collectives import gather_rows
-from jaxgpt.parallel.schedule import accumulate
+from jaxgpt.parallel.collectives import gather_batch
+from jaxgpt.parallel.schedule import Microbatches, Objective
 from jaxgpt.parallel.sharding import Params
 from jaxgpt.parallel.zero import local_params, reduce_gradients
 from jaxgpt.spikes.detector import Detection, detect_and_gate
@@ -148,23 +148,23 @@ def _local_loss_and_gradients(
 ) -> tuple[dict[str, jax.Array], Params]:
     """Compute `loss_and_gradients`; `weight_sum` is that of the global batch."""
     config, in_host = model.config, model.config.parallel.offload == "state"
-    params, zeros = local_params(params, model.layouts)
+    params, accumulators = local_params(params, model.layouts)
 
-    def objective(parts: LossParts) -> jax.Array:
+    def scalar(parts: LossParts) -> jax.Array:
         loss = inject_nan(config, parts.loss, model.mesh, step)
         return loss / weight_sum if in_host else loss
 
-    parts, gradients = accumulate(
-        model.network,
-        objective,
-        zeros,
+    parts, gradients = model.schedule.gradients(
+        Objective(model.network, scalar, adds_in_place=in_host),
         params,
-        batch,
-        key=jax.random.fold_in(jax.random.key(config.train.seed), step),
-        n_microbatches=config.train.gradient_accumulation_steps * model.n_slices,
-        adds_in_place=in_host,
+        accumulators,
+        Microbatches(
+            batch,
+            config.train.gradient_accumulation_steps * model.n_slices,
+            jax.random.fold_in(jax.random.key(config.train.seed), step),
+        ),
     )
     if not in_host:  # there, the backward pass has reduced them
         gradients = jax.tree.map(lambda g: g / weight_sum, gradients)
         gradients = reduce_gradients(gradients, model.layouts)
-    return jax.tree.map(lambda own_B: gather_rows(own_B, model.mesh), parts.rows), gradients
+    return jax.tree.map(lambda own_B: gather_batch(own_B, model.mesh), parts.rows), gradients

@@ -34,7 +34,7 @@ from jaxgpt.models.weights import weights as model_weights
 from jaxgpt.optim.schedule import learning_rate
 from jaxgpt.optim.update import clip_by_norm, gate_by_where
 from jaxgpt.parallel import sharding
-from jaxgpt.parallel.schedule import forward_loss, merge_microbatches, split_microbatches
+from jaxgpt.parallel.schedule import merge_microbatches, run_all_blocks, split_microbatches
 from jaxgpt.parallel.tensor import ParallelContext
 from jaxgpt.perf.collectives import read_collectives
 from jaxgpt.train.functions import make_steps, step_options, training_batch
@@ -143,7 +143,8 @@ def make_plain_step(config, mesh, options):
 
     def loss_of(params, rows):
         network, batch = nnx.merge(graph, jax.tree.map(Placed, params, used)), make_batch(rows)
-        parts = forward_loss(network, batch)
+        x_BTD, _ = run_all_blocks(network, batch)
+        parts = network.head_loss(x_BTD, batch)
         losses_B = weighted_mean(parts.rows["loss"], batch.weights.sum(axis=1))
         return parts.loss / batch.weights.sum(), losses_B
 

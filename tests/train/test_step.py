@@ -7,10 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 
 from jaxgpt.config import MeshShape, load_config, mesh_shape
 from jaxgpt.data.batch import make_batch
 from jaxgpt.models.attention import KERNELS, AttentionSetting, xla_attention
+from jaxgpt.models.mlp import MLP, MLPS, gelu
+from jaxgpt.models.transformer import gpt_graph
 from jaxgpt.optim import update as update_module
 from jaxgpt.optim.update import clip_by_norm
 from jaxgpt.parallel.mesh import make_mesh
@@ -64,6 +67,48 @@ def test_the_gradient_of_a_frequent_token_is_not_rounded_away():
         gradient[dtype] = np.asarray(gradients["token_embedding"]["embedding"])[7]
     difference = np.linalg.norm(gradient["bfloat16"] - gradient["float32"])
     assert difference <= 0.02 * np.linalg.norm(gradient["float32"])
+
+
+class BalancedMLP(MLP):
+    """An MLP with an auxiliary loss of each row, as experts have one that balances their load."""
+
+    def __init__(self, build):
+        super().__init__(gelu, build)
+
+    def __call__(self, x_BTD):
+        y_BTD, _ = super().__call__(x_BTD)
+        return y_BTD, {"size": jnp.square(y_BTD).sum((1, 2))}
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        (MeshShape(1, 1, 8),),
+        (MeshShape(2, 2, 2), "train.gradient_accumulation_steps=2", "parallel.scan_layers=True"),
+        (MeshShape(4, 2, 1), "model.layers=local global global", "model.sliding_window=8"),
+    ],
+)
+def test_auxiliary_losses_of_the_blocks_are_differentiated(layout, monkeypatch):
+    """Against JAX's gradient of the sum of both losses, on one device."""
+    monkeypatch.setitem(MLPS, "balanced", BalancedMLP)
+    shape, *words = layout
+    words += ["model.mlp=balanced", "model.vocab_size=256", "model.n_head=8", "model.n_layer=5"]
+    config, mesh = load_config(*ARGUMENTS, *words), make_mesh(shape)
+    batch = make_batch(np.random.default_rng(0).integers(256, size=(16, 65), dtype=np.int32))
+    params = make_steps(config, mesh).init().params
+    compute = jax.jit(functools.partial(loss_and_gradients, shard_model(config, mesh, None)))
+    rows, gradients = compute(params, np.int32(1), batch)
+
+    def both_losses(params):
+        network = nnx.merge(gpt_graph(config.model), params)
+        x_BTD, aux = network.run_blocks(network.embed(batch), batch)
+        loss = network.head_loss(x_BTD, batch).loss + aux["size"].sum()
+        return loss / batch.targets.size, aux["size"]
+
+    expected, aux_B = jax.jit(jax.grad(both_losses, has_aux=True))(jax.device_get(params))
+    np.testing.assert_allclose(rows["size"], aux_B, rtol=1e-5)
+    for found, right in zip(jax.tree.leaves(gradients), jax.tree.leaves(expected), strict=True):
+        assert np.linalg.norm(found - right) <= 1e-5 * np.linalg.norm(right)
 
 
 def test_what_is_written_for_cpus_and_for_gpus_computes_the_same():
