@@ -1,15 +1,15 @@
 """Show the rows of a training step: `python -m jaxgpt.inspect --run DIR --step 1234`.
 
-Prints the text of each row and its file, offset and document. It needs only the data, and takes as
-long for step 10^9 as for step 1. In place of `--run`, `--config NAME` and settings as for
-jaxgpt.train; settings after `--run`, such as data.path=DIR, go before those of the run.
+Prints the text of each row with its file, offset and document. This needs only the data, and takes
+as long for step 10^9 as for step 1. Instead of `--run`, you can give `--config NAME` and settings
+as for jaxgpt.train. Settings after `--run`, such as data.path=DIR, override those of the run.
 
-If the data has a loss mask, `targets` is the number of targets of a row that count in the loss, and
-their text is between [[ and ]].
+If the data has a loss mask, `targets` is the number of targets in a row that count in the loss, and
+their text is shown between [[ and ]].
 
-`sequence` is the number of a row in the order of the data, from 0. A run never repeats or leaves
-out a sequence, even if train.batch_size changes: steps up to the newest checkpoint are shown with
-the batch size that they had, and train.batch_size holds for the steps after it.
+`sequence` is the position of a row in the order of the data, from 0. A run never repeats or skips a
+sequence, even if train.batch_size changes. Steps up to the newest checkpoint are shown with the
+batch size that they had; later steps are shown with train.batch_size.
 """
 
 import contextlib
@@ -46,14 +46,14 @@ def parser() -> CommandParser:
     out = CommandParser(prog="python -m jaxgpt.inspect", description=__doc__)
     which = out.add_mutually_exclusive_group(required=True)
     which.add_argument("--run", "--out", type=file_path, metavar="DIR", help="a run directory")
-    which.add_argument("--config", metavar="NAME", help="a preset or YAML file, without a run")
+    which.add_argument("--config", metavar="NAME", help="a preset or YAML file, instead of a run")
     count = whole_number()
-    out.add_argument("--step", type=count, required=True, metavar="N", help="as in the log")
-    out.add_argument("--rows", metavar="A:B", help="rows A to B-1, or one row A; default all")
-    worst = "rank rows by their loss with the last checkpoint before N, worst first"
+    out.add_argument("--step", type=count, required=True, metavar="N", help="step, as in the log")
+    out.add_argument("--rows", metavar="A:B", help="rows A to B-1, or one row A; default: all")
+    worst = "sort rows by their loss with the last checkpoint before N, highest loss first"
     out.add_argument("--worst", action="store_true", help=worst)
-    out.add_argument("--mesh", default="1,-1,1", help="for --worst: data,fsdp,tensor")
-    out.add_argument("--json", action="store_true", help="a JSON object a line, with the tokens")
+    out.add_argument("--mesh", default="1,-1,1", help="mesh for --worst: data,fsdp,tensor")
+    out.add_argument("--json", action="store_true", help="print rows as JSON lines, with tokens")
     out.add_argument("settings", nargs="*", metavar="section.key=value")
     return out
 
@@ -73,7 +73,7 @@ def main(argv: list[str] | None = None) -> None:
             if arguments.worst:
                 config = with_vocabulary(config, dataset).replace(parallel__mesh=arguments.mesh)
                 at = checkpoint_before(arguments.run, arguments.step)
-                notes.append(f"losses are those of checkpoint {at}")
+                notes.append(f"losses are computed with checkpoint {at}")
                 losses = row_losses(config, arguments.run, at, tokens, weights, cluster)
                 for record in found:
                     record["loss"] = float(losses[record["row"]])
@@ -86,9 +86,12 @@ def main(argv: list[str] | None = None) -> None:
 def look_up(
     config: Config, run: Path | None, step: int, wanted: str | None
 ) -> tuple[Dataset, list[dict[str, Any]], np.ndarray, np.ndarray | None, list[str]]:
-    """Return the data set, the origin of each wanted row, the tokens of all rows, and notes.
+    """Return the dataset, the origins of the `wanted` rows, all tokens and weights, and notes.
 
-    After the tokens come their weights as targets, or None if the data has no loss mask.
+    Tokens are int32 (B, T+1). Weights are uint8 (B, T+1), or None if the data has no loss mask.
+
+    Raises:
+        UsageError: if the data cannot be read or `wanted` is not a valid range of rows.
     """
     dataset = open_dataset(config.data, config.model)
     config = with_vocabulary(config, dataset)
@@ -103,16 +106,16 @@ def look_up(
             record["targets"] = int(weights[record["row"], 1:].sum())
     notes = differences(config, dataset, run, step)
     if rows.is_random(step):
-        notes.append(f"step {step} has tokens drawn at random, by faults.random_tokens")
+        notes.append(f"step {step} has random tokens, because of faults.random_tokens")
     if size != config.train.batch_size:
         notes.append(f"train.batch_size was {size} at step {step}")
     return dataset, found, rows.read(step, range(size)), weights, notes
 
 
 def chosen_rows(given: str | None, batch_size: int) -> range:
-    """Return the rows that `--rows` names: all without it."""
+    """Return the rows that `--rows` selects, by default all; raise `UsageError` if invalid."""
     first, colon, end = (given or ":").partition(":")
-    with contextlib.suppress(ValueError):  # not numbers: the error below says what to give
+    with contextlib.suppress(ValueError):  # if these are not numbers, the error below is raised
         start = int(first or 0) if colon else int(first)
         stop = int(end or batch_size) if colon else start + 1
         if 0 <= start < stop <= batch_size:
@@ -122,7 +125,7 @@ def chosen_rows(given: str | None, batch_size: int) -> range:
 
 
 def origin(dataset: Dataset, rows: Loader, step: int, row: int) -> dict[str, Any]:
-    """Return where a row comes from; offsets are in tokens of the file."""
+    """Return the origin of a row. Offsets are in tokens from the start of the file."""
     location = rows.row_location(step, row)
     tokens = dataset.sources[location.source].tokens["train"]
     document = dataset.find_document(location.source, "train", location.offset)
@@ -137,28 +140,32 @@ def origin(dataset: Dataset, rows: Loader, step: int, row: int) -> dict[str, Any
 
 
 def differences(config: Config, dataset: Dataset, run: Path | None, step: int) -> list[str]:
-    """Return notes on why a run may not have trained on these rows."""
+    """Return notes for each reason why a run may not have trained on these rows."""
     notes = []
     if step in SkipRanges([*skip_ranges(config), *(skipped_by_rewinds(run) if run else ())]):
-        notes.append(f"step {step} is skipped: its rows are not trained on")
+        notes.append(f"step {step} is skipped, so the run does not train on its rows")
     saved = valid_checkpoints(run) if run else {}
     if not saved:
         return notes
     _, last = max(saved.items())
     if source_hashes(last["data_fingerprint"]) != source_hashes(dataset.fingerprints):
-        notes.append("warning: this data is not what the run was trained on")
+        notes.append("warning: this data differs from the data that the run was trained on")
     then = next((meta for s, meta in saved.items() if s >= step), last)["config"]["train"]
     if then["seed"] != config.train.seed:
-        was = f"train.seed was {then['seed']} at about this step, and is {config.train.seed} here"
-        notes.append(f"warning: {was}; for its rows give train.seed={then['seed']} after --run")
+        was = f"train.seed was {then['seed']} around this step, but is {config.train.seed} here"
+        notes.append(f"warning: {was}; for the run's rows, add train.seed={then['seed']}")
     return notes
 
 
 def checkpoint_before(run: Path | None, step: int) -> int:
-    """Return the last checkpoint before `step`, or the last one if there is none."""
+    """Return the step of the last checkpoint before `step`, or else of the last checkpoint.
+
+    Raises:
+        UsageError: if there is no checkpoint.
+    """
     saved = list_checkpoints(run) if run else []
     if not saved:
-        raise UsageError("--worst: needs --run with a checkpoint, whose parameters give the losses")
+        raise UsageError("--worst: needs --run with a checkpoint, to compute the losses")
     return max((s for s in saved if s < step), default=saved[-1])
 
 
@@ -170,7 +177,7 @@ def row_losses(
     weights: np.ndarray | None,
     cluster: ProcessGroup,
 ) -> np.ndarray:
-    """Return the mean loss of every row, shape (B,), with the parameters of checkpoint `at`."""
+    """Return the mean loss of each row with the parameters of checkpoint `at`: shape (B,)."""
     from jaxgpt.runtime.initialize import initialize_jax
 
     initialize_jax(cluster, mesh_shape(config))
@@ -181,7 +188,7 @@ def row_losses(
     from jaxgpt.parallel.mesh import job_mesh
     from jaxgpt.train.functions import make_steps
 
-    # The step may have had another batch size, which the microbatches do not have to divide.
+    # The batch size of this step may have been different, and not divisible into microbatches.
     config = config.replace(train__batch_size=len(tokens))
     if len(tokens) % config.train.gradient_accumulation_steps:
         config = config.replace(train__gradient_accumulation_steps=1)
@@ -206,7 +213,7 @@ def show(
     dataset: Dataset,
     as_json: bool,
 ) -> None:
-    """Print the rows, as text or as JSON."""
+    """Print the rows as text or as JSON."""
 
     def text_of(ids: list[int]) -> str:
         return dataset.tokenizer.decode(ids) if dataset.tokenizer else " ".join(map(str, ids))
@@ -227,8 +234,8 @@ def show(
 
 
 def mark_targets(ids: list[int], weights: list[int], text_of: Callable[[list[int]], str]) -> str:
-    """Return the text of a row with the targets that count between [[ and ]]."""
-    counts = [False, *map(bool, weights[1:])]  # the first token is no target
+    """Return the text of a row, with [[ and ]] around the targets that count in the loss."""
+    counts = [False, *map(bool, weights[1:])]  # the first token is not a target
     out = []
     for is_counted, run in itertools.groupby(zip(ids, counts, strict=True), lambda pair: pair[1]):
         text = text_of([token for token, _ in run])

@@ -1,4 +1,4 @@
-"""Turn text into token files: `python -m jaxgpt.prepare shakespeare_char|text|python`."""
+"""Convert text to token files: `python -m jaxgpt.prepare shakespeare_char|text|python`."""
 
 import argparse
 import glob
@@ -15,42 +15,50 @@ from jaxgpt.data.prepare.builtin import prepare_python, prepare_shakespeare_char
 
 
 def main(argv: list[str] | None = None) -> None:
-    # As on Ctrl-C: what is half written is removed.
+    # Exit as on Ctrl-C, so that partly written files are removed.
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     with job_exit_handler():
         arguments = parser().parse_args(argv)
         name = arguments.name if arguments.command == "text" else arguments.command
         directory = arguments.out or dataset_directory(DataConfig(dataset=name))
-        directory = Path(os.path.abspath(directory))  # whose name is its own, also of `.`
+        directory = Path(os.path.abspath(directory))  # so that `.` has a name
         try:
             lines = prepare(arguments, directory)
         except OSError as error:
-            raise UsageError(f"--out {directory}: cannot be written ({in_words(error)})") from None
+            raise UsageError(
+                f"--out {directory}: cannot be written ({in_words(error)}); give another folder"
+            ) from None
         print("\n".join([*lines, f"wrote {directory}"]))
 
 
 def prepare(arguments: argparse.Namespace, directory: Path) -> list[str]:
-    """Check the arguments and write the data set; return lines that say what was written."""
+    """Check the arguments and write the dataset; return lines that describe what was written.
+
+    Raises:
+        UsageError: if an argument or the input is invalid, or data would be overwritten.
+    """
     if arguments.command != "text":
-        if arguments.out is not None:  # elsewhere it replaces its own data set only
+        if arguments.out is not None:  # in its default folder, it replaces only its own dataset
             check_new(directory, "nanogpt", arguments.overwrite)
         if arguments.command == "python":
             return prepare_python(directory)
         return prepare_shakespeare_char(directory, arguments.input)
     if arguments.name in ("", ".", "..") or Path(arguments.name).name != arguments.name:
-        raise UsageError(f"--name {arguments.name}: must be a name; give a folder with --out")
+        raise UsageError(
+            f"--name {arguments.name}: must be a name without a path; give a folder with --out"
+        )
     share, is_megatron = arguments.val_share, arguments.format == "megatron"
     if share is not None and (is_megatron or not 0 < share < 1):
         raise UsageError(
-            f"--val-share {share}: must be between 0 and 1, such as 0.1, and is not for --format "
-            "megatron, which writes all as one: split it with data.val_share or Megatron's --split"
+            f"--val-share {share}: must be between 0 and 1, such as 0.1, and cannot be used with "
+            "--format megatron; split Megatron data later with data.val_share or Megatron's --split"
         )
     if arguments.eos is not None and arguments.tokenizer in ("char", "byte"):
         raise UsageError(
-            f"--eos {arguments.eos}: is for a tokenizer.json, not {arguments.tokenizer}"
+            f"--eos {arguments.eos}: needs a tokenizer.json, not {arguments.tokenizer}; remove one"
         )
     check_new(directory, arguments.format, arguments.overwrite)
-    os.environ["RAYON_NUM_THREADS"] = str(arguments.workers)  # of the `tokenizers` package
+    os.environ["RAYON_NUM_THREADS"] = str(arguments.workers)  # for the `tokenizers` package
     return prepare_text(
         directory,
         arguments.input,
@@ -64,7 +72,10 @@ def prepare(arguments: argparse.Namespace, directory: Path) -> list[str]:
 
 
 def check_new(directory: Path, format_: str, overwrite: bool) -> None:
-    """Raise `UsageError` if data would be lost, which may have taken hours to encode."""
+    """Raise `UsageError` if data would be overwritten, because it may have taken hours to encode.
+
+    With `overwrite`, files of the same format may be replaced.
+    """
     if directory.exists() and not directory.is_dir():
         raise UsageError(f"--out {directory}: is a file; give a folder")
     pairs = sorted(directory.glob(f"{glob.escape(directory.name)}_*_document.*"))
@@ -74,8 +85,8 @@ def check_new(directory: Path, format_: str, overwrite: bool) -> None:
     for path in [*other, *own, directory / "tokenizer.json"]:
         if path.exists() and (path in other or not overwrite):
             raise UsageError(
-                f"--out {directory}: {path} is there already; give another --name or --out, or "
-                "--overwrite to replace a data set of the same --format"
+                f"--out {directory}: {path} already exists; give another --name or --out, or "
+                "--overwrite to replace a dataset of the same --format"
             )
 
 
@@ -83,34 +94,34 @@ def parser() -> CommandParser:
     out = CommandParser(prog="python -m jaxgpt.prepare", description=__doc__)
     commands = out.add_subparsers(dest="command", required=True)
     shakespeare = commands.add_parser("shakespeare_char", help="Tiny Shakespeare by characters")
-    shakespeare.add_argument("--input", type=file_path, help="the text, in place of a download")
-    text = commands.add_parser("text", help="UTF-8 text or JSON lines of your own")
+    shakespeare.add_argument("--input", type=file_path, help="text file to use, without a download")
+    text = commands.add_parser("text", help="your own UTF-8 text or JSON lines")
     add = text.add_argument
-    files = "files, or folders of them: text, a document each, or .jsonl, a document a line; or .gz"
+    files = "files or folders: text (one document per file) or .jsonl (one per line); also .gz"
     add("--input", type=file_path, nargs="+", action="extend", required=True, help=files)
     key = (
-        "what JSON lines have their text under: KEY, also of a list of messages, or two keys "
-        "PROMPT,COMPLETION; default `text`, `messages` or `prompt,completion`, as the first line "
-        "has it. Of the latter two only answers count in the loss"
+        "key of the text or of the list of messages in JSON lines, or two keys PROMPT,COMPLETION; "
+        "default: `text`, `messages` or `prompt,completion`, detected from the first line. With "
+        "messages or PROMPT,COMPLETION, only the answers count in the loss"
     )
     add("--jsonl-key", metavar="KEY", help=key)
-    template = "a chat template (Jinja) that makes text of messages; default the tokenizer's own"
+    template = "Jinja chat template that converts messages to text; default: the tokenizer's own"
     add("--chat-template", type=file_path, metavar="FILE", help=template)
-    tokenizers = "char (the default), byte, a tokenizer.json, or a folder with it or GPT-2's files"
+    tokenizers = "char (default), byte, a tokenizer.json, or a folder with it or with GPT-2's files"
     add("--tokenizer", type=lambda given: str(file_path(given)), default="char", help=tokenizers)
-    add("--eos", help="token between documents; default the tokenizer's own")
-    threads = "threads that encode by a tokenizer.json; default one per CPU, here %(default)s"
+    add("--eos", help="name of the token between documents; default: the tokenizer's own")
+    threads = "threads for encoding with a tokenizer.json; default: one per CPU, here %(default)s"
     add("--workers", type=whole_number(), default=len(own_cpus()), help=threads)
-    share = "validation: the last part of text (default 0.1), or of JSON lines at random (0.01)"
+    share = "share for validation: the end of the text (default 0.1), or random JSON lines (0.01)"
     add("--val-share", type=float, help=share)
-    formats = "train.bin and val.bin, or one .bin and .idx of Megatron-LM"
+    formats = "write train.bin and val.bin, or one .bin and .idx pair for Megatron-LM"
     add("--format", choices=("nanogpt", "megatron"), default="nanogpt", help=formats)
-    add("--name", default="text", help="name under which data.dataset=NAME finds it")
+    add("--name", default="text", help="name of the dataset, for data.dataset=NAME")
     python = commands.add_parser("python", help="the source of Python's standard library")
     for command in (shakespeare, text, python):
-        home = "folder to write; default $JAXGPT_DATA or ~/.cache/jaxgpt"
+        home = "output folder; default: a subfolder of $JAXGPT_DATA or ~/.cache/jaxgpt"
         command.add_argument("--out", type=file_path, help=home)
-        command.add_argument("--overwrite", action="store_true", help="replace what is there")
+        command.add_argument("--overwrite", action="store_true", help="replace an existing dataset")
     return out
 
 

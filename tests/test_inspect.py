@@ -65,7 +65,7 @@ def test_worst_ranks_rows_by_the_loss_of_a_checkpoint(tmp_path, capsys):
     job = run("inspect", "--run", out, "--step", 7, "--worst", "--json")
     assert job.returncode == 0, job.stdout
     found = [json.loads(line) for line in job.stdout.splitlines() if line.startswith("{")]
-    assert "losses are those of checkpoint 6" in job.stdout
+    assert "losses are computed with checkpoint 6" in job.stdout
     assert sorted(record["row"] for record in found) == list(range(16))
     row_losses = [record["loss"] for record in found]
     assert row_losses == sorted(row_losses, reverse=True) and row_losses[0] > row_losses[-1]
@@ -76,17 +76,17 @@ def test_worst_ranks_rows_by_the_loss_of_a_checkpoint(tmp_path, capsys):
     assert "step 2 is skipped" in err
     (out / "checkpoints" / "6" / "meta" / "metadata").unlink()  # no step's rows depend on it
     _, err = shown(capsys, "--run", out, "--step", 2, "--json", "train.seed=5")
-    assert "train.seed was 1337 at about this step, and is 5 here" in err
+    assert "train.seed was 1337 around this step, but is 5 here" in err
     assert train_here("--out", out, "train.batch_size=8", "train.max_iters=8") == 0
     capsys.readouterr()
     _, err = shown(capsys, "--run", out, "--step", 7, "--json")
     assert "train.batch_size was 16 at step 7" in err
     _, err = shown(capsys, "--run", out, "--step", 8, "--json", "faults.random_tokens=8", 9)
-    assert "was 16" not in err and "step 8 has tokens drawn at random" in err
+    assert "was 16" not in err and "step 8 has random tokens" in err
     write_corpora(tmp_path)
     other = f"data.path={tmp_path / 'corpus0'}"
     _, err = shown(capsys, "--run", out, "--step", 2, "--json", other)
-    assert "not what the run was trained on" in err
+    assert "differs from the data that the run was trained on" in err
 
 
 def test_what_cannot_be_shown_is_said(tmp_path, capsys):

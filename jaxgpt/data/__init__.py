@@ -1,4 +1,4 @@
-"""Formats of token data, by name. The first that recognises a path opens it."""
+"""Token data formats by name. The first format that recognises a path opens it."""
 
 from jaxgpt.data import megatron, nanogpt
 from jaxgpt.data.source import Format

@@ -1,4 +1,4 @@
-"""The batch size of every step of a run: the position in the data is a count of sequences."""
+"""Batch size of each step of a run. Positions in the data are counted in sequences."""
 
 from collections.abc import Iterable, Sequence
 
@@ -6,8 +6,8 @@ from collections.abc import Iterable, Sequence
 class BatchSizes:
     """A batch size that may change when a run resumes.
 
-    Step s consumes the sequences from `consumed(s - 1)` up to `consumed(s)`, which are numbered
-    from 0. A change therefore neither repeats nor skips a sequence.
+    Step s consumes the sequences from `consumed(s - 1)` to `consumed(s) - 1`, numbered from 0. A
+    change of the batch size therefore neither repeats nor skips a sequence.
 
     >>> sizes = BatchSizes([(1, 16)]).change_after(20, 32)
     >>> sizes.changes, sizes.at(21), sizes.consumed(21)
@@ -15,7 +15,7 @@ class BatchSizes:
     """
 
     def __init__(self, changes: Iterable[Sequence[int]]):
-        """Take the first step of each batch size, and the batch size, in the order of the steps."""
+        """Take pairs of (first step, batch size from that step on), sorted by step."""
         self.changes = tuple((first, size) for first, size in changes)
 
     def at(self, step: int) -> int:
@@ -23,7 +23,7 @@ class BatchSizes:
         return next(size for first, size in reversed(self.changes) if first <= step)
 
     def consumed(self, step: int) -> int:
-        """Return the number of sequences in the batches of all steps up to `step`."""
+        """Return the number of sequences consumed by all steps up to and including `step`."""
         ends = [first for first, _ in self.changes[1:]] + [step + 1]
         return sum(
             size * max(0, min(end, step + 1) - first)
@@ -38,6 +38,6 @@ class BatchSizes:
         return first + (sequence - self.consumed(first - 1)) // size
 
     def change_after(self, step: int, size: int) -> "BatchSizes":
-        """Return the same batch sizes up to `step`, and `size` for all steps after it."""
+        """Return a copy that uses batch size `size` for all steps after `step`."""
         kept = [change for change in self.changes if change[0] <= step]
         return BatchSizes(kept if kept and kept[-1][1] == size else [*kept, (step + 1, size)])

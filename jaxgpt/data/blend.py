@@ -1,4 +1,4 @@
-"""A blend of sources: lines `WEIGHT PATH [CORPUS]`, and which source sample n comes from."""
+"""Blends of sources: parse lines of `WEIGHT PATH [CORPUS]`, and choose the source of sample n."""
 
 import functools
 import heapq
@@ -14,28 +14,32 @@ from pathlib import Path
 from jaxgpt.config import UsageError, expand_user, in_words
 from jaxgpt.data.megatron import prefix_of
 
-MIN_BLOCK = 4096  # samples from one boundary to the next, about
-MIN_SHARE = Fraction(1, 10**6)  # for which there are 2^21, made in seconds
+MIN_BLOCK = 4096  # approximate minimum number of samples between two boundaries
+MIN_SHARE = Fraction(1, 10**6)  # its blocks have 2^21 samples, and take seconds to compute
 
 
 @dataclass(frozen=True)
 class BlendEntry:
-    """A source as a configuration names it."""
+    """A source that a configuration names."""
 
     weight: Fraction
-    weight_text: str  # as it was given
+    weight_text: str  # as given by the user
     path: Path
-    corpus: str  # without a name the last part of the path, or all of it where others end alike
-    key: str  # the setting that names it, for errors
+    corpus: str  # by default the last part of the path, or the whole path if that is ambiguous
+    key: str  # the setting that names the source, for error messages
 
     @property
     def directory(self) -> Path:
-        """The folder that it is, or is in."""
+        """The source's folder, or the folder that contains its file."""
         return self.path if self.path.is_dir() else self.path.parent
 
 
 def read_file_list(path: Path) -> list[str]:
-    """Return the lines of data.file_list that name a source; `UsageError` if there are none."""
+    """Return the lines of data.file_list that name a source.
+
+    Raises:
+        UsageError: if the file cannot be read or has no such lines.
+    """
     try:
         lines = path.read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -44,12 +48,18 @@ def read_file_list(path: Path) -> list[str]:
         ) from None
     lines = [line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#")]
     if not lines:
-        raise UsageError(f"data.file_list={path}: is empty; give a line `WEIGHT PATH` per source")
+        raise UsageError(
+            f"data.file_list={path}: is empty; write one `WEIGHT PATH` line per source"
+        )
     return lines
 
 
 def parse_lines(lines: Sequence[str], key: str) -> list[BlendEntry]:
-    """Return the sources that a blend names; `UsageError` for a bad line or too small a weight."""
+    """Return the sources that the lines of a blend name.
+
+    Raises:
+        UsageError: if a line is invalid or a weight is too small.
+    """
     parsed = [_parse(line, key) for line in lines]
     paths: dict[str, set[Path]] = defaultdict(set)
     for _, path, corpus in parsed:
@@ -66,14 +76,15 @@ def parse_lines(lines: Sequence[str], key: str) -> list[BlendEntry]:
         corpus = corpora[entry.corpus]
         if min(corpus / whole, entry.weight / corpus) < MIN_SHARE:
             raise UsageError(
-                f"{key}: {entry.path} has the weight {entry.weight_text}, less than a millionth "
-                f"of corpus {entry.corpus} or that of the blend; leave it out or give it more"
+                f"{key}: {entry.path} has weight {entry.weight_text}, but it is less than a "
+                f"millionth of corpus {entry.corpus}, or that corpus is less than a millionth of "
+                "the blend; remove the line or increase the weight"
             )
     return found
 
 
 def _parse(line: str, key: str) -> tuple[str, Path, str | None]:
-    """Return the weight, path and name of a line."""
+    """Return the weight, path and corpus name (or None) in a line."""
     try:
         weight, path, *name = shlex.split(line)
         if Fraction(weight) <= 0 or len(name) > 1:
@@ -81,35 +92,36 @@ def _parse(line: str, key: str) -> tuple[str, Path, str | None]:
     except (ValueError, ZeroDivisionError):
         raise UsageError(
             f"{key}: the line {line!r} must be a weight above 0, a path (in quotes if it has "
-            "spaces) and, if you like, the name of the corpus, such as "
+            "spaces) and, optionally, the name of a corpus, such as "
             "`0.25 /data/wiki_text_document wiki`"
         ) from None
     return weight, Path(expand_user(path, f"{key}: ")), name[0] if name else None
 
 
 def blend_shares(entries: Sequence[BlendEntry]) -> tuple[tuple[Fraction, str], ...]:
-    """Return what decides the order of a blend's data beside its sources: shares and corpora."""
+    """Return the (share, corpus) of each source: with the sources, they determine the order."""
     whole = sum(entry.weight for entry in entries)
     return tuple((entry.weight / whole, entry.corpus) for entry in entries)
 
 
 class WeightedInterleave:
-    """Sample n -> (corpus, number of the sample within it): weights hold after every n.
+    """Maps sample n to (corpus, number of the sample within that corpus).
 
-    After any n samples corpus i, of share w_i, has given within 1 of n * w_i. That a sequence like
-    this exists is known as chairman assignment (R. Tijdeman, "The chairman assignment problem",
-    Discrete Math. 32, 1980), but it is made step by step. To reach sample n without those before
-    it, it is cut at boundaries where the counts are chosen by themselves (`_counts_at`), such that
-    both sides can keep within 1; between two boundaries every corpus's j-th sample has a first and
-    a last place that keep it within 1, and the one that is due first is taken first. Boundaries lie
-    so far apart that every corpus gives at least one sample between them, or counts could not grow.
+    After any n samples, the number of samples from corpus i is within 1 of n * w_i, where w_i is
+    its share. Sequences with this property solve the chairman assignment problem (R. Tijdeman, "The
+    chairman assignment problem", Discrete Math. 32, 1980), but are usually built one sample at a
+    time. To find sample n without building all earlier samples, the sequence is cut into blocks.
+    At a block boundary, `_counts_at` chooses the counts directly, so that both sides can stay
+    within 1. Inside a block, each sample of a corpus has a range of positions that keeps the corpus
+    within 1, and the sample with the earliest deadline comes first. Blocks are long enough to
+    contain at least one sample of every corpus, because otherwise its count would never grow.
 
-    Everything is whole numbers: weights p_i of sum Q, shares p_i / Q. (Grain's mix, which is O(1)
-    as well, strays by more than 1: by 1.3 for five corpora, by 4.4 for twenty.)
+    All arithmetic is in integers: weights p_i with the sum Q, and shares p_i / Q. (Grain's mix is
+    also O(1), but deviates by more than 1: by 1.3 for five corpora and by 4.4 for twenty.)
     """
 
     def __init__(self, weights: Sequence[Fraction]):
-        """Take positive weights, of which none may be below MIN_SHARE of all."""
+        """Take positive weights, each at least MIN_SHARE of their sum."""
         share = min(weights) / sum(weights)
         assert share >= MIN_SHARE, weights
         self.block = max(MIN_BLOCK, 2 ** math.ceil(math.log2(2 / share)))
@@ -119,7 +131,7 @@ class WeightedInterleave:
         self.make_block = functools.lru_cache(maxsize=3)(self._make_block)
 
     def __getitem__(self, n: int) -> tuple[int, int]:
-        """Return the corpus of sample n (from 0), and how many samples that corpus gave before."""
+        """Return the corpus of sample n (from 0), and the number of its earlier samples."""
         if len(self._weights) == 1:
             return 0, n
         first, before, corpora, numbers = self._block_of(n)
@@ -139,16 +151,17 @@ class WeightedInterleave:
         return block if block[0] <= n else self.make_block(n // self.block - 1)
 
     def _make_block(self, number: int) -> tuple[int, list[int], array, array]:
-        """Return the block's first sample, the counts before it, each sample's corpus and number.
+        """Return a block: its first sample, the counts before it, and its corpora and numbers.
 
-        Numbers count a corpus's samples within the block, from 0.
+        These are the corpus of each sample, and its number among the samples of that corpus in the
+        block, from 0.
         """
         first, before = self._boundary(number)
         end, after = self._boundary(number + 1)
         weights, total = self._weights, self._sum
 
         def released(corpus: int) -> tuple[int, int]:
-            """Corpus i may give sample j + 1 as the n-th of all if j < n w_i."""
+            """Return the first n with j < n w_i, at which corpus i may give its sample j + 1."""
             return max(given[corpus] * total // weights[corpus] + 1, first + 1), corpus
 
         given = list(before)
@@ -159,7 +172,7 @@ class WeightedInterleave:
         for n in range(first + 1, end + 1):
             while waiting and waiting[0][0] <= n:
                 corpus = heapq.heappop(waiting)[1]
-                # It has to before n w_i exceeds j + 1, or its count would be more than 1 behind.
+                # Once n w_i exceeds j + 1, the count would be more than 1 behind.
                 deadline = (given[corpus] + 1) * total // weights[corpus] + 1
                 heapq.heappush(due, (min(deadline, end), corpus))
             deadline, corpus = heapq.heappop(due)
@@ -173,7 +186,7 @@ class WeightedInterleave:
         return first, before, corpora, numbers
 
     def _boundary(self, number: int) -> tuple[int, list[int]]:
-        """Return the first n from number * block on that can be a boundary, and the counts."""
+        """Return the first valid boundary at or after number * block, and the counts there."""
         start = number * self.block
         for n in range(start, start + self.block // 2):
             counts = self._counts_at(n)
@@ -182,12 +195,14 @@ class WeightedInterleave:
         raise AssertionError(f"no boundary after {start} for weights {self._weights}")
 
     def _counts_at(self, n: int) -> list[int] | None:
-        """Return n w_i, rounded up for the largest remainders; None if that is no boundary.
+        """Return the counts after n samples, or None if n cannot be a boundary.
 
-        With d_i = n w_i - count_i, the next h samples have to serve floor(d_i + h w_i) times every
-        corpus for which that is positive: those with the earliest deadlines b_i = (1 - d_i) / w_i,
-        A = {b_i <= h}. They can, for all h, if the sums over A say d(A) - 1 < (1 - w(A)) b for the
-        last deadline b in A. The samples before n are the same, backwards, with -d_i.
+        The counts are n w_i, rounded up for the largest remainders and down for the others. Let
+        d_i = n w_i - count_i. The next h samples must contain floor(d_i + h w_i) samples of each
+        corpus i if this is positive. The set of these corpora is A = {i: b_i <= h}, where
+        b_i = (1 - d_i) / w_i is a deadline. There is room for their samples, for all h, if the
+        sums over A satisfy d(A) - 1 < (1 - w(A)) b, where b is the last deadline in A. The samples
+        before n must satisfy the same condition in reverse order, with -d_i.
         """
         weights, total = self._weights, self._sum
         counts = [n * weight // total for weight in weights]
@@ -211,10 +226,13 @@ class WeightedInterleave:
 
 
 class Blend:
-    """Sample n -> (corpus, source, number within it): corpora are mixed, and each one's sources."""
+    """Maps sample n to (corpus, source, number of the sample within that source).
+
+    The corpora are interleaved by weight, and so are the sources within each corpus.
+    """
 
     def __init__(self, weights: Sequence[Fraction], corpora: Sequence[int]):
-        """Take the weight of each source, and the corpus (0, 1, ...) that it belongs to."""
+        """Take the weight of each source, and the number of its corpus (0, 1, ...)."""
         self._members = [
             [source for source, c in enumerate(corpora) if c == corpus]
             for corpus in range(max(corpora) + 1)

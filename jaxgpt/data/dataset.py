@@ -1,4 +1,4 @@
-"""The data of a run: one source of tokens, or a blend of many."""
+"""The dataset of a run: one source of tokens, or a blend of several sources."""
 
 import functools
 import os
@@ -15,53 +15,56 @@ from jaxgpt.data.source import SPLITS, Document, OpenSource
 from jaxgpt.data.token_file import SAMPLED_PAGES, allow_open_files, fingerprint
 from jaxgpt.data.tokenizers import Tokenizer, load_tokenizer, tokenizer_from_meta
 
-BUILT_IN = {"python": 256, "shakespeare_char": 65}  # vocabularies of what prepare makes by name
+BUILT_IN = {"python": 256, "shakespeare_char": 65}  # vocabulary sizes of the built-in datasets
 
 
 @dataclass(frozen=True, kw_only=True)
 class Source(OpenSource):
-    """An opened source of a configuration, with both splits."""
+    """An opened source that a configuration names, with both splits."""
 
     entry: BlendEntry
-    format: str  # its name in `FORMATS`
+    format: str  # key in `FORMATS`
 
 
 @dataclass(frozen=True)
 class Dataset:
-    """An opened data set."""
+    """The opened sources of a run, with their vocabulary size and tokenizer."""
 
     sources: tuple[Source, ...]
     vocab_size: int
-    tokenizer: Tokenizer | None  # None where nothing says how the tokens were made
+    tokenizer: Tokenizer | None  # None if it is unknown
 
     @property
     def tokenizer_meta(self) -> dict[str, Any] | None:
-        """The tokenizer's description in JSON."""
+        """JSON description of the tokenizer, or None if it is unknown."""
         return None if self.tokenizer is None else self.tokenizer.to_meta()
 
     @functools.cached_property
     def corpora(self) -> tuple[str, ...]:
-        """The names of the corpora, in the order in which they are first named."""
+        """The names of the corpora, in order of first appearance."""
         return tuple(dict.fromkeys(source.entry.corpus for source in self.sources))
 
     @property
     def has_masks(self) -> bool:
-        """Return whether a source has a loss mask. The tokens of the others all count."""
+        """True if any source has a loss mask. In sources without a mask, all tokens count."""
         splits = (tokens for source in self.sources for tokens in source.tokens.values())
         return any(tokens.mask is not None for tokens in splits)
 
     def size(self, split: str) -> int:
-        """Return tokens of a split, over all sources."""
+        """Return the number of tokens in a split, summed over all sources."""
         return sum(source.tokens[split].size for source in self.sources)
 
     def find_document(self, source: int, split: str, offset: int) -> Document:
-        """Return the document of a token of a split, if an index names documents."""
+        """Return the document of the token at `offset` in a split of source number `source`.
+
+        Its fields are None if the source has no index of its documents.
+        """
         tokens, find = self.sources[source].tokens[split], self.sources[source].find_document
         return Document() if find is None else find(tokens.first + offset)
 
     @functools.cached_property
     def fingerprints(self) -> list[list[str]]:
-        """[path, hash of its sizes, dtype, vocabulary, sampled pages and mask] of every source."""
+        """[path, hash] of each source. `token_file.fingerprint` computes the hash."""
         pages, out = self._pages_of_each, []
         for source in self.sources:
             vocab_size = source.meta.get("vocab_size", self.vocab_size)
@@ -73,14 +76,14 @@ class Dataset:
         return max(16, SAMPLED_PAGES // len(self.sources))
 
     def describe(self) -> list[str]:
-        """Return lines for the log."""
+        """Return the lines that describe the dataset in the log."""
         kinds = {f"{s.format} {s.tokens['train'].dtype.name}" for s in self.sources}
         place = f"{len(self.sources)} sources of {len(self.corpora)} corpora"
         if len(self.sources) == 1:
             place = self.sources[0].entry.path
         lines = [
-            f"data: {place} ({', '.join(sorted(kinds))}), {self.size('train'):,} tokens to train "
-            f"on, {self.size('val'):,} to validate, vocabulary {self.vocab_size}"
+            f"data: {place} ({', '.join(sorted(kinds))}), {self.size('train'):,} training tokens, "
+            f"{self.size('val'):,} validation tokens, vocabulary size {self.vocab_size}"
         ]
         whole = sum(source.entry.weight for source in self.sources)
         for corpus in self.corpora if len(self.sources) > 1 else ():
@@ -95,29 +98,32 @@ class Dataset:
         if masked:
             counted = [s.meta.get("targets", {}).get("train") for s in masked]
             size = sum(s.tokens["train"].size for s in masked)
-            share = "" if None in counted else f": {sum(counted):,} of their {size:,} tokens"
-            lines.append(
-                f"loss mask: {len(masked)} of {len(self.sources)} sources say which tokens count "
-                f"as targets{share}"
-            )
+            share = "" if None in counted else f"; {sum(counted):,} of their {size:,} tokens count"
+            lines.append(f"loss mask: in {len(masked)} of {len(self.sources)} sources{share}")
         return lines
 
     def verify(self) -> None:
-        """Read up to 64 MiB; `UsageError` for a token >= V, or files not those of meta.json."""
+        """Check sampled pages of each source: up to 64 MiB of each split, shared by all sources.
+
+        Raises:
+            UsageError: if a token is outside the vocabulary, or if a single source does not match
+                the fingerprint in its meta.json.
+        """
         for source, (path, found) in zip(self.sources, self.fingerprints, strict=True):
             for tokens in source.tokens.values():
                 for start, page in tokens.sampled_pages(self._pages_of_each):
                     tokens.check_vocab_range(page, start, self.vocab_size)
             written = source.meta.get("fingerprint", found)
-            if written != found and self._pages_of_each == SAMPLED_PAGES:  # as when it was written
+            # In a blend, fewer pages are hashed than for the fingerprint in meta.json.
+            if written != found and self._pages_of_each == SAMPLED_PAGES:
                 raise UsageError(
-                    f"{path}: the token files are not those that meta.json was written for; "
+                    f"{path}: the token files do not match the fingerprint in meta.json; "
                     "prepare the data again"
                 )
 
 
 def dataset_directory(data: DataConfig) -> Path:
-    """Where the data set of a configuration is, or will be once it is prepared."""
+    """Return the folder of the dataset that a configuration names, even if it does not exist."""
     if data.path is not None:
         return Path(data.path)
     home = os.environ.get("JAXGPT_DATA") or Path.home() / ".cache" / "jaxgpt"
@@ -125,7 +131,11 @@ def dataset_directory(data: DataConfig) -> Path:
 
 
 def entries(data: DataConfig) -> list[BlendEntry]:
-    """Return the sources that a configuration names; `UsageError` for a bad line of a blend."""
+    """Return the sources that a configuration names.
+
+    Raises:
+        UsageError: if a line of a blend is invalid.
+    """
     if data.file_list is not None:
         key, lines = f"data.file_list={data.file_list}", read_file_list(Path(data.file_list))
     elif data.blend:
@@ -138,10 +148,14 @@ def entries(data: DataConfig) -> list[BlendEntry]:
 
 
 def with_vocabulary(config: Config, dataset: Dataset | None = None) -> Config:
-    """Return the configuration with model.vocab_size and, for data.document_mask, its token.
+    """Return the configuration with model.vocab_size and, if it is needed, data.end_of_text set.
 
-    Without an opened data set, for what only plans or times a step, any token ends a document.
-    `UsageError` if the vocabulary or that token is not known.
+    data.document_mask needs the end-of-text token. Without an opened dataset, as for planning or
+    timing a step, its default is 0.
+
+    Raises:
+        UsageError: if the vocabulary size or the end-of-text token is unknown, or if the token is
+            outside the vocabulary.
     """
     vocab_size = dataset.vocab_size if dataset else vocabulary_size(config.data, config.model)
     config = config.replace(model__vocab_size=vocab_size)
@@ -152,8 +166,8 @@ def with_vocabulary(config: Config, dataset: Dataset | None = None) -> Config:
         end = dataset.tokenizer.end_of_text if dataset.tokenizer else None
         if end is None:
             raise UsageError(
-                "data.document_mask=True: the data names no token that ends a document; give its "
-                "id, data.end_of_text=N"
+                "data.document_mask=True: the end-of-text token of the data is unknown; set its "
+                "ID with data.end_of_text=N"
             )
     end = end or 0
     if end >= vocab_size:
@@ -162,7 +176,11 @@ def with_vocabulary(config: Config, dataset: Dataset | None = None) -> Config:
 
 
 def vocabulary_size(data: DataConfig, model: ModelConfig) -> int:
-    """Return V of a configuration, also before its data is prepared; `UsageError` if unknown."""
+    """Return the vocabulary size of a configuration, even if its data is not prepared yet.
+
+    Raises:
+        UsageError: if it is unknown.
+    """
     if model.vocab_size:
         return model.vocab_size
     named = entries(data)
@@ -174,10 +192,12 @@ def vocabulary_size(data: DataConfig, model: ModelConfig) -> int:
 
 
 def open_dataset(data: DataConfig, model: ModelConfig) -> Dataset:
-    """Open the files that a configuration names, without reading tokens.
+    """Open the token files that a configuration names, without reading any tokens.
 
-    Raises `UsageError` if files are missing, damaged or too short for one row, the vocabulary is
-    not known or larger than model.vocab_size, or sources have different tokenizers.
+    Raises:
+        UsageError: if files are missing, damaged or too short for one row, if the vocabulary size
+            is unknown or larger than model.vocab_size, if sources have different tokenizers, or if
+            there are more files than the process may open.
     """
     sources = tuple(_open_source(entry, data, model.block_size + 1) for entry in entries(data))
     splits = [tokens for source in sources for tokens in source.tokens.values()]
@@ -189,7 +209,7 @@ def open_dataset(data: DataConfig, model: ModelConfig) -> Dataset:
 def _find_vocabulary(
     data: DataConfig, model: ModelConfig, metas: Sequence[tuple[BlendEntry, dict[str, Any]]]
 ) -> tuple[int, Tokenizer | None]:
-    """Return V and the tokenizer, by data.tokenizer or what each source's meta.json holds."""
+    """Return the vocabulary size and the tokenizer, from data.tokenizer or each meta.json."""
     tokenizer, name, known = None, None, 0
     key = metas[0][0].key
     if data.tokenizer is not None:
@@ -201,26 +221,26 @@ def _find_vocabulary(
             name, known = entry.path, meta["vocab_size"]
         elif meta and meta["tokenizer"] != tokenizer.to_meta():
             raise UsageError(
-                f"{key}: {entry.path} has another tokenizer than {name}; prepare both with the "
-                "same one"
+                f"{key}: {entry.path} has a different tokenizer from {name}; prepare both with "
+                "the same tokenizer"
             )
     vocab_size = model.vocab_size or known
     if not vocab_size:
         raise UsageError(
-            f"{key}: no meta.json at {metas[0][0].path} says how large the vocabulary is; give "
-            "model.vocab_size=N (50257 for GPT-2's), data.tokenizer=FILE, or write the data with "
-            "python -m jaxgpt.prepare"
+            f"{key}: the vocabulary size is unknown, because {metas[0][0].path} has no meta.json; "
+            "set model.vocab_size=N (50257 for GPT-2) or data.tokenizer=FILE, or prepare the data "
+            "with python -m jaxgpt.prepare"
         )
     if known > vocab_size:
         raise UsageError(
             f"model.vocab_size={vocab_size}: {name} has a vocabulary of {known}; "
-            f"use None or at least {known}"
+            f"set it to None or to at least {known}"
         )
     return vocab_size, tokenizer
 
 
 def _open_source(entry: BlendEntry, data: DataConfig, least: int) -> Source:
-    """Open one source, whose splits need `least` tokens each."""
+    """Open a source and check that each of its splits has at least `least` tokens."""
     name, opened = _open_files(entry, data)
     splits, note = opened.tokens, ""
     if "val" not in splits:
@@ -235,8 +255,8 @@ def _open_source(entry: BlendEntry, data: DataConfig, least: int) -> Source:
         if tokens.size < least:
             raise UsageError(
                 f"{entry.key}: {tokens.file.path} has {tokens.size} tokens for split {split}"
-                f"{note}; model.block_size={least - 1} needs at least {least}: give more data"
-                + (", or another data.val_share" if note else "")
+                f"{note}, but at least {least} are needed; add data or reduce model.block_size"
+                + (", or change data.val_share" if note else "")
             )
     return Source(splits, opened.find_document, opened.meta, entry=entry, format=name)
 
@@ -246,17 +266,17 @@ def _format_of(path: Path) -> str | None:
 
 
 def _open_files(entry: BlendEntry, data: DataConfig) -> tuple[str, OpenSource]:
-    """Return the format of a source, and its files."""
+    """Return the name of a source's format, and its opened files."""
     name = _format_of(entry.path)
     if name is None and entry.path.is_file():
         raise UsageError(
-            f"{entry.key}: {entry.path} is not a file of tokens; of text, python -m jaxgpt.prepare "
-            f"text --input {entry.path} --name NAME makes some, for data.dataset=NAME"
+            f"{entry.key}: {entry.path} is not a token file; if it is text, run python -m "
+            f"jaxgpt.prepare text --input {entry.path} --name NAME, then set data.dataset=NAME"
         )
     if name is None:
         remedy = (
-            "give a folder with train.bin, val.bin and meta.json, a .bin of nanoGPT's or a prefix "
-            "of Megatron's; of text, python -m jaxgpt.prepare text --input FILE makes one"
+            "give a folder with train.bin, val.bin and meta.json, a nanoGPT .bin file or a "
+            "Megatron prefix; python -m jaxgpt.prepare text --input FILE makes a folder from text"
         )
         if entry.key.startswith("data.dataset="):
             is_built_in = data.dataset in BUILT_IN
@@ -269,6 +289,6 @@ def _open_files(entry: BlendEntry, data: DataConfig) -> tuple[str, OpenSource]:
         raise UsageError(f"{entry.key}: {error}") from None
     except OSError as error:
         raise UsageError(
-            f"{entry.key}: {error.filename} cannot be read ({error.strerror}); ask its owner to "
-            "let you, or give another path"
+            f"{entry.key}: {error.filename} cannot be read ({error.strerror}); ask its owner for "
+            "permission, or give another path"
         ) from None

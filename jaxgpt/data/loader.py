@@ -1,6 +1,6 @@
 """The batch of a step: a pure function of (data, seed, batch sizes, step), with O(1) seek.
 
-JAX is imported with the first global array: `jaxgpt.inspect` reads rows without it.
+JAX is imported only when a global array is made, so `jaxgpt.inspect` can read rows without it.
 """
 
 import itertools
@@ -24,15 +24,15 @@ if TYPE_CHECKING:
 
 
 class RowLocation(NamedTuple):
-    """Where a row comes from."""
+    """Location of a row in the data."""
 
     corpus: int
     source: int
-    offset: int  # of its first token in the source's split
+    offset: int  # offset of the row's first token in the source's split
 
 
 class Loader:
-    """Batches of one split, by step: rows as arrays of NumPy, or global arrays over the mesh."""
+    """Batches of one split, by step: rows as NumPy arrays, or global arrays over the mesh."""
 
     def __init__(
         self,
@@ -44,9 +44,11 @@ class Loader:
         sharding: "NamedSharding | None",
         random_steps: Sequence[tuple[int, int]] = (),
     ):
-        """Without a `sharding` of global batches only rows can be read.
+        """Prepare to read a split.
 
-        The tokens of `random_steps`, ranges with both ends, are drawn at random: a rehearsed fault.
+        Args:
+            sharding: sharding of the global batches; without it, only rows can be read.
+            random_steps: inclusive ranges of steps whose tokens are random, to inject faults.
         """
         block_size = config.model.block_size
         self.names = dataset.corpora
@@ -75,9 +77,9 @@ class Loader:
         sharding: "NamedSharding | None" = None,
         batch_sizes: BatchSizes | None = None,
     ) -> "Loader":
-        """Return the global batches that a run trains on.
+        """Return a loader of a run's training batches.
 
-        Without `batch_sizes` all steps have train.batch_size.
+        Without `batch_sizes`, the batch size of every step is train.batch_size.
         """
         sizes = batch_sizes or BatchSizes([(1, config.train.batch_size)])
         random_steps = step_ranges("faults.random_tokens", config.faults.random_tokens)
@@ -87,16 +89,16 @@ class Loader:
     def for_evaluation(
         cls, dataset: Dataset, split: str, config: Config, sharding: "NamedSharding"
     ) -> "Loader":
-        """Return batches of the size of a microbatch, of either split, in another order."""
+        """Return a loader of microbatches of either split, in a different order from training."""
         sizes = BatchSizes([(1, config.microbatch_size)])
         return cls(dataset, split, config, sizes, config.train.seed + 1, sharding)
 
     def sequence(self, step: int, row: int) -> int:
-        """Return the number of a row in the order of the data, from 0."""
+        """Return the sequence number of a row, counted from 0 in the order of the data."""
         return self.batch_sizes.consumed(step - 1) + row
 
     def row_location(self, step: int, row: int) -> RowLocation:
-        """Return where a row of a step's batch comes from."""
+        """Return the location of a row of a step's batch."""
         return self._locate(self.sequence(step, row))
 
     def _locate(self, sequence: int) -> RowLocation:
@@ -104,23 +106,24 @@ class Loader:
         return RowLocation(corpus, source, self._samplers[source].offset(number))
 
     def corpora(self, step: int) -> np.ndarray:
-        """Return the corpus (its number in `names`) of each row of a step: int, shape (B,)."""
+        """Return the corpus of each row of a step, as an index into `names`: int, shape (B,)."""
         first, end = self.batch_sizes.consumed(step - 1), self.batch_sizes.consumed(step)
         return np.array([self._locate(sequence).corpus for sequence in range(first, end)])
 
     def tokens_consumed(self, step: int) -> list[int]:
-        """Return the tokens of each corpus in the batches of all steps up to `step`."""
+        """Return the number of tokens of each corpus that steps 1 to `step` consume."""
         counts = self._blend.counts(self.batch_sizes.consumed(step))
         return [n * (self._row_length - 1) for n in counts]
 
     def is_random(self, step: int) -> bool:
-        """Return whether a step has random tokens, a rehearsed fault."""
+        """Return whether fault injection replaces the tokens of a step with random ones."""
         return any(first <= step <= last for first, last in self._random_steps)
 
     def read(self, step: int, rows: range) -> np.ndarray:
         """Return some rows of a step's batch: int32, shape (rows, T+1).
 
-        `UsageError` if a file cannot be read, or a token is outside the vocabulary.
+        Raises:
+            UsageError: if a file cannot be read or a token is outside the vocabulary.
         """
         first, is_random = self.sequence(step, 0), self.is_random(step)
         out = np.empty((len(rows), self._row_length), np.int32)
@@ -139,9 +142,10 @@ class Loader:
         return draw.integers(self._vocab_size, size=self._row_length, dtype=np.int32)
 
     def read_weights(self, step: int, rows: range) -> np.ndarray:
-        """Return the weight of each token of some rows as a target: uint8, shape (rows, T+1).
+        """Return the loss weight (0 or 1) of each token of some rows: uint8, shape (rows, T+1).
 
-        `UsageError` if a file cannot be read.
+        Raises:
+            UsageError: if a mask cannot be read or holds a byte other than 0 or 1.
         """
         first = self.sequence(step, 0)
         out = np.empty((len(rows), self._row_length), np.uint8)
@@ -151,8 +155,7 @@ class Loader:
         return out
 
     def batch(self, step: int) -> "jax.Array | TokenRows":
-        """Return the global batch of `step`: int32, shape (B, T+1), or with weights if the data
-        has a loss mask."""
+        """Return the global batch of a step: int32, shape (B, T+1), or `TokenRows` with a mask."""
         shape = self.batch_sizes.at(step), self._row_length
         tokens = global_array(shape, self._sharding, lambda rows: self.read(step, rows))
         if not self.has_masks:
@@ -163,7 +166,7 @@ class Loader:
         return TokenRows(tokens, weights)
 
     def batches(self, steps: Iterable[int]) -> Iterator["jax.Array | TokenRows"]:
-        """Yield the batches of `steps`, with two of them read before they are due."""
+        """Yield the batches of `steps`. A thread reads two batches ahead."""
         steps = iter(steps)
         with ThreadPoolExecutor(1, thread_name_prefix="loader") as thread:
             waiting = [thread.submit(self.batch, step) for step in itertools.islice(steps, 2)]
@@ -179,7 +182,11 @@ class Loader:
 def global_array(
     shape: tuple[int, ...], sharding: "NamedSharding", read: Callable[[range], np.ndarray]
 ) -> "jax.Array":
-    """Return an array over the mesh; each process reads only the rows of its own devices."""
+    """Return a global array with this shape and sharding.
+
+    `read` returns the values of a range of rows. Each process reads only the rows of its own
+    devices.
+    """
     import jax
 
     parts: dict[range, np.ndarray] = {}

@@ -1,4 +1,4 @@
-"""An opened source of tokens: its splits, its documents, and what meta.json says of it."""
+"""An opened source of tokens: its splits, its documents and the contents of its meta.json."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -9,52 +9,58 @@ from jaxgpt.config import UsageError, read_json
 from jaxgpt.data.token_file import Tokens
 
 SPLITS = ("train", "val")
-SHAPE = {  # of meta.json
+SHAPE = {  # the shape of meta.json, for `read_json`
     "dtype": str, "vocab_size": int, "tokenizer": {"type": str}, "tokens?": {str: int},
     "fingerprint?": str, "targets?": {str: int},
 }  # fmt: skip
 
 
 class Document(NamedTuple):
-    """A document that a token belongs to; None stands for what is not known."""
+    """The document that a token belongs to. A field is None if it is unknown."""
 
     number: int | None = None
-    start: int | None = None  # of its tokens in the source
-    end: int | None = None  # the token after its last one
+    start: int | None = None  # offset of its first token in the source
+    end: int | None = None  # offset just past its last token
 
 
-# Number of a token in a whole source -> its document, in at most O(log documents) reads.
+# Maps a token's offset in the whole source to its document, in a logarithmic number of reads.
 FindDocument = Callable[[int], Document]
 
 
 @dataclass(frozen=True)
 class OpenSource:
-    """What a format's `open` returns."""
+    """A source of tokens, as opened by a `Format`."""
 
-    # "train" and "val"; or "train" alone, whose last documents are then kept for validation.
+    # Either "train" and "val", or only "train"; its end is then reserved for validation.
     tokens: dict[str, Tokens]
-    find_document: FindDocument | None = None  # None where no index names them
-    meta: dict[str, Any] = field(default_factory=dict)  # what meta.json holds
+    find_document: FindDocument | None = None  # None if no index lists the documents
+    meta: dict[str, Any] = field(default_factory=dict)  # contents of meta.json
 
 
 class Format(NamedTuple):
-    """A way to store tokens."""
+    """A storage format for tokens. Both functions take a path as given in data.path."""
 
-    recognise: Callable[[Path], bool]  # a path as data.path gives it
-    open: Callable[[Path], OpenSource]  # without reading tokens; UsageError for what is damaged
+    recognise: Callable[[Path], bool]
+    open: Callable[[Path], OpenSource]  # reads no tokens; raises UsageError for damaged files
 
 
 def read_meta(directory: Path) -> dict[str, Any]:
-    """Return what `directory`/meta.json holds, or {}; UsageError if `prepare` did not write it."""
+    """Return the contents of meta.json in `directory`, or {} if it does not exist.
+
+    Raises:
+        OSError: if the file cannot be read.
+        UsageError: if its contents are invalid.
+    """
     path = directory / "meta.json"
     if not path.is_file():
         return {}
     try:
         meta = read_json(path, SHAPE)
         if meta["dtype"] not in ("uint16", "uint32"):
-            raise ValueError(f"dtype is {meta['dtype']}")
+            raise ValueError(f"dtype is {meta['dtype']}, not uint16 or uint32")
     except ValueError as error:
         raise UsageError(
-            f"{path} is not what python -m jaxgpt.prepare writes ({error}); prepare the data again"
+            f"{path} is not a valid file of python -m jaxgpt.prepare ({error}); "
+            "prepare the data again"
         ) from None
     return meta

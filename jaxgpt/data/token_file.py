@@ -1,7 +1,8 @@
-"""Token ids on disk, of which only the requested ones are read.
+"""Token IDs on disk, read on demand.
 
-They are read with `pread`, not through a memory map: a process does not grow with what it reads,
-and a file that becomes shorter is an error with its name, where a map would end it with SIGBUS.
+Files are read with `pread` and not through a memory map, so that a process's memory does not grow
+with the amount of data read. A file that has been truncated raises an error with its name, whereas
+a memory map would kill the process with SIGBUS.
 """
 
 import functools
@@ -17,26 +18,30 @@ from jaxgpt.cluster.hardware import raise_open_file_limit
 from jaxgpt.config import UsageError
 
 PAGE = 16384  # bytes
-SAMPLED_PAGES = 4096  # at most this many of all files are hashed and scanned: all of 64 MiB
-OTHER_FILES = 512  # that a process may have open beside its data
+SAMPLED_PAGES = 4096  # pages of each split (64 MiB) that are hashed and checked, in all sources
+OTHER_FILES = 512  # number of files that a process may have open besides its data
 
 
 def allow_open_files(count: int) -> None:
-    """Allow `count` open token files, of which shells mostly allow 1024; else `UsageError`."""
+    """Raise the process's limit on open files, usually 1024, so that `count` token files fit.
+
+    Raises:
+        UsageError: if the hard limit is too low.
+    """
     wanted = count + OTHER_FILES
     limit = raise_open_file_limit(wanted)
     if limit < wanted:
         raise UsageError(
-            f"data: has {count} files, but a process may have no more than {limit} open at once; "
-            f"raise the limit, `ulimit -Hn`, to {wanted}, or join small files"
+            f"data: there are {count} token files, but a process may open only {limit} files; "
+            f"raise the hard limit (`ulimit -Hn`) to {wanted}, or merge small files"
         )
 
 
 class TokenFile:
-    """A file with an array of token ids; it is opened when it is first read, and stays open."""
+    """A file that holds an array of token IDs. It is opened on first read and stays open."""
 
     def __init__(self, path: Path, dtype: np.dtype, size: int, header: int = 0):
-        """Take a file of `size` tokens after `header` bytes."""
+        """Describe a file of `size` little-endian tokens that start after `header` bytes."""
         self.path = path
         self.dtype = np.dtype(dtype).newbyteorder("<")
         self.size = size
@@ -52,10 +57,10 @@ class TokenFile:
         return descriptor
 
     def read(self, start: int, count: int) -> np.ndarray:
-        """Return `count` token ids from number `start` on: the file's dtype, shape (count,).
+        """Return `count` token IDs starting at token `start`: the file's dtype, shape (count,).
 
         Raises:
-            UsageError: if the file cannot be read or ends before them.
+            UsageError: if the file cannot be read or is too short.
         """
         tokens, file = np.empty(count, self.dtype), self._descriptor
         offset = self._header + start * self.dtype.itemsize
@@ -68,14 +73,14 @@ class TokenFile:
         if found < tokens.nbytes:
             raise UsageError(
                 f"{self.path}: ends at byte {os.fstat(file).st_size}, before token "
-                f"{start + count - 1}; it has become shorter since it was opened; "
-                "bring it back, and start again with the same --out"
+                f"{start + count - 1}; the file has been truncated since it was opened; "
+                "restore it and start again with the same --out"
             )
         return tokens
 
 
 class Tokens:
-    """The token ids of a file, or a range of them, and their weights in the loss."""
+    """The token IDs of a file, or of a range in it, and their weights in the loss."""
 
     def __init__(
         self,
@@ -84,10 +89,10 @@ class Tokens:
         size: int | None = None,
         mask: TokenFile | None = None,
     ):
-        """Take `size` tokens (by default all) from number `first` on.
+        """Select `size` tokens from token `first` on; by default all up to the end of the file.
 
-        The mask has a byte for each token of the file: 1 if it counts in the loss as a target, or
-        0. Without a mask all tokens count.
+        The mask has one byte for each token of the file: 1 if the token counts as a target in the
+        loss, 0 if not. Without a mask, all tokens count.
         """
         self.file = file
         self.mask = mask
@@ -96,19 +101,23 @@ class Tokens:
         self.size = file.size - first if size is None else size
 
     def part(self, first: int, end: int) -> "Tokens":
-        """Return the tokens from `first` up to `end`, not included, from the same open file."""
+        """Return the tokens from `first` up to but not including `end`, in the same open file."""
         return Tokens(self.file, self.first + first, end - first, self.mask)
 
     def read(self, start: int, count: int) -> np.ndarray:
-        """Return `count` token ids from number `start` on: `dtype`, shape (count,)."""
+        """Return `count` token IDs starting at token `start`: `dtype`, shape (count,).
+
+        Raises:
+            UsageError: if the file cannot be read or is too short.
+        """
         assert 0 <= start and start + count <= self.size, (start, count, self.size)
         return self.file.read(self.first + start, count)
 
     def read_weights(self, start: int, count: int) -> np.ndarray:
-        """Return the weights of `count` tokens as targets, 0 or 1: uint8, shape (count,).
+        """Return the loss weights (0 or 1) of `count` tokens as targets: uint8, shape (count,).
 
         Raises:
-            UsageError: if the mask cannot be read or holds another number.
+            UsageError: if the mask cannot be read or holds a byte other than 0 or 1.
         """
         if self.mask is None:
             return np.ones(count, np.uint8)
@@ -118,23 +127,29 @@ class Tokens:
             at = int(np.argmax(weights > 1))
             raise UsageError(
                 f"{self.mask.path}: byte {self.first + start + at} is {weights[at]}, but must be 1 "
-                "for a token that counts in the loss, or 0; prepare the data again"
+                "for a token that counts in the loss and 0 otherwise; prepare the data again"
             )
         return weights
 
     def check_vocab_range(self, tokens: np.ndarray, start: int, vocab_size: int) -> None:
-        """Raise `UsageError` unless `tokens`, read from `start` on, are ids below `vocab_size`."""
+        """Raise `UsageError` unless all `tokens` are in the vocabulary.
+
+        The message names the offset of the wrong token: `start` is the offset of `tokens[0]`.
+        """
         if 0 <= tokens.min() and tokens.max() < vocab_size:
             return
         at = int(np.argmax((tokens >= vocab_size) | (tokens < 0)))
         raise UsageError(
             f"model.vocab_size={vocab_size}: {self.file.path} holds token {tokens[at]} at offset "
-            f"{self.first + start + at}; prepare the data again, or give its own vocabulary: more "
-            f"than {tokens[at]}"
+            f"{self.first + start + at}; prepare the data again, or set model.vocab_size to the "
+            f"vocabulary size of the data, which is more than {tokens[at]}"
         )
 
     def sampled_pages(self, most: int) -> Iterator[tuple[int, np.ndarray]]:
-        """Yield (number of the first token, ids) of evenly spaced pages, first and last too."""
+        """Yield (offset of the first token, token IDs) for at most `most` evenly spaced pages.
+
+        They include the first and the last page.
+        """
         per_page = PAGE // self.dtype.itemsize
         pages = -(-self.size // per_page)
         for page in np.unique(np.linspace(0, pages - 1, min(pages, most)).astype(np.int64)):
@@ -143,9 +158,9 @@ class Tokens:
 
 
 def fingerprint(splits: Mapping[str, Tokens], vocab_size: int, most: int = SAMPLED_PAGES) -> str:
-    """Return a hash of sizes, dtype, vocabulary and at most `most` sampled pages of each split.
+    """Return a hash of the vocabulary size, and of each split's size, dtype and sampled pages.
 
-    A page is hashed with its part of the mask, if there is one.
+    At most `most` pages of each split are hashed, together with their part of the loss mask.
     """
     digest = hashlib.sha256(f"{vocab_size}".encode())
     for split, tokens in splits.items():

@@ -1,4 +1,4 @@
-"""Text to token ids and back. A tokenizer is described by JSON in a data set's meta.json."""
+"""Tokenizers: text to token IDs and back. A dataset's meta.json describes its tokenizer."""
 
 import functools
 import hashlib
@@ -14,59 +14,63 @@ from jaxgpt.data.source import read_meta
 
 FILE = "tokenizer.json"
 END_OF_TEXT = "<|endoftext|>"
-# Tried if no file names the end of text: GPT-2 and GPT-NeoX, Llama 3, Llama 2, Gemma.
+# Tried in this order if no file names the end-of-text token. They are the names in GPT-2 and
+# GPT-NeoX, Llama 3, Llama 2 and Gemma.
 _ENDS_OF_TEXT = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>")
-SHAPES = {  # of `to_meta`, by type
+SHAPES = {  # the shape of `to_meta` for each type of tokenizer
     "char": {"characters": str},
     "huggingface": {"file": str, "sha256": str, "vocab_size": int, "end_of_text": int | None},
 }
-_CONTEXT = 128  # characters on either side of a split point that are encoded to verify it
-# Splits into tokens in many ways: `same_tokens` compares two tokenizers by it.
+_CONTEXT = 128  # number of characters on each side of a split point that are encoded to verify it
+# Tokenizers split this text in different ways; `same_tokens` uses it to compare two of them.
 _PROBE = "Hello, World! It's 1234567 %\n\n  def f(x):\treturn naïve  \u6f22\u5b57 \U0001f642\r\n"
-# The patterns that divide text into words (GPT-2, GPT-4, Llama 3, Qwen, DeepSeek) never join a
-# letter or digit with the space or newline after it, nor look back.
+# The pre-tokenizers of GPT-2, GPT-4, Llama 3, Qwen and DeepSeek never join a letter or digit with a
+# following space or newline, and their patterns have no lookbehind.
 _SPLIT_POINT = re.compile(r"[^\W_](?=[ \n])")
 
 
 class Tokenizer:
-    """Base class of all tokenizers, each of which defines what is not implemented here."""
+    """Base class of all tokenizers. Subclasses define the methods that it does not implement."""
 
     vocab_size: int
-    end_of_text: int | None = None  # the token between documents, if there is one
+    end_of_text: int | None = None  # ID of the token between documents, if there is one
 
     def encode(self, text: str) -> np.ndarray:
-        """Return token ids of `text`, int64, shape (tokens,); names of special tokens are text."""
+        """Return the token IDs of `text`: int64, shape (tokens,).
+
+        Names of special tokens are encoded as plain text.
+        """
         raise NotImplementedError
 
     def encode_batch(self, texts: Sequence[str], parse_special: bool = False) -> list[np.ndarray]:
-        """Return the token ids of each text, encoded in parallel if the tokenizer can.
+        """Return the token IDs of each text, int64; encode in parallel if the tokenizer can.
 
-        With `parse_special` the names of special tokens in a text are these tokens.
+        With `parse_special`, the name of a special token is encoded as that token.
         """
         return [self.encode(text) for text in texts]
 
     def decode(self, tokens: Iterable[int]) -> str:
-        """Return the text of token ids."""
+        """Return the text of some token IDs."""
         raise NotImplementedError
 
     def count_bytes(self, tokens: np.ndarray) -> int:
-        """Return the number of UTF-8 bytes in the text of token ids; ends of text have none."""
+        """Return the number of UTF-8 bytes in the tokens' text, without end-of-text tokens."""
         raise NotImplementedError
 
     def split_point(self, text: str) -> int:
-        """Return the last place at which splitting `text` changes no token; 0 if none is found."""
+        """Return the last position where splitting `text` changes no token; 0 if none is found."""
         return len(text)
 
     def to_meta(self) -> dict[str, Any]:
-        """Return a JSON description from which `tokenizer_from_meta` makes the same tokenizer."""
+        """Return a JSON description that `tokenizer_from_meta` turns back into the tokenizer."""
         raise NotImplementedError
 
     def save(self, directory: Path) -> None:
-        """Write the files that the description refers to into its folder."""
+        """Write the files that the JSON description refers to."""
 
 
 class CharTokenizer(Tokenizer):
-    """One token per distinct character, numbered in the order of their code points."""
+    """Tokenizer with one token per distinct character, numbered in code-point order."""
 
     def __init__(self, characters: Iterable[str]):
         self.characters = sorted(set(characters))
@@ -79,9 +83,8 @@ class CharTokenizer(Tokenizer):
         unknown = np.flatnonzero(self._codes[tokens] != codes)
         if unknown.size:
             raise UsageError(
-                f"character {text[unknown[0]]!r} (position {unknown[0]}): not among the "
-                f"{self.vocab_size} characters of the vocabulary; use the characters of the "
-                "training text"
+                f"character {text[unknown[0]]!r} (position {unknown[0]}): is not in the vocabulary "
+                f"of {self.vocab_size} characters; use only characters of the training text"
             )
         return tokens
 
@@ -97,7 +100,7 @@ class CharTokenizer(Tokenizer):
 
 
 class ByteTokenizer(Tokenizer):
-    """The 256 bytes of UTF-8. Byte 0, which no text has, separates documents."""
+    """Tokenizer with one token per byte of UTF-8. Byte 0, unused in text, separates documents."""
 
     vocab_size = 256
     end_of_text = 0
@@ -106,7 +109,7 @@ class ByteTokenizer(Tokenizer):
         return np.frombuffer(text.encode(), np.uint8).astype(np.int64)
 
     def decode(self, tokens: Iterable[int]) -> str:
-        values = bytes(min(int(t), 255) for t in tokens)  # above: of a padded vocabulary
+        values = bytes(min(int(t), 255) for t in tokens)  # a padded vocabulary has larger IDs
         return values.decode(errors="replace").replace("\0", END_OF_TEXT)
 
     def count_bytes(self, tokens: np.ndarray) -> int:
@@ -117,7 +120,7 @@ class ByteTokenizer(Tokenizer):
 
 
 class HFTokenizer(Tokenizer):
-    """A tokenizer.json, parsed by Hugging Face's `tokenizers` package when first needed."""
+    """A tokenizer.json, which Hugging Face's `tokenizers` package parses on first use."""
 
     def __init__(self, content: bytes, vocab_size: int, end_of_text: int | None):
         self.vocab_size = vocab_size
@@ -129,14 +132,14 @@ class HFTokenizer(Tokenizer):
         return np.array(ids, np.int64)
 
     def tokens_around(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return the tokens that the file's post-processor puts before and after a text."""
+        """Return the token IDs that the post-processor adds before and after a text."""
         marks = _parse(self._content).encode("a", add_special_tokens=True)
         kept = [i for i, is_added in enumerate(marks.special_tokens_mask) if not is_added]
         start, stop = (kept[0], kept[-1] + 1) if kept else (len(marks.ids), len(marks.ids))
         return tuple(marks.ids[:start]), tuple(marks.ids[stop:])
 
     def vocabulary(self) -> dict[str, int]:
-        """Return the id of each token by its name."""
+        """Return the mapping from token names to IDs."""
         return _parse(self._content).get_vocab(with_added_tokens=True)
 
     def encode_batch(self, texts: Sequence[str], parse_special: bool = False) -> list[np.ndarray]:
@@ -159,14 +162,14 @@ class HFTokenizer(Tokenizer):
 
     def split_point(self, text: str) -> int:
         if _parse(self._content).pre_tokenizer is None:
-            return 0  # any token may reach over any place
+            return 0  # without a pre-tokenizer, a token may span any position
         tail = max(0, len(text) - 16 * _CONTEXT)
         places = [m.end() for m in _SPLIT_POINT.finditer(text, tail, len(text) - _CONTEXT)]
         if not places:
             return 0
         at = places[-1]
         before, after = text[max(0, at - _CONTEXT) : at], text[at : at + _CONTEXT]
-        # They differ for tokenizers that put something before every text.
+        # The tokens differ for tokenizers that add a prefix to each text.
         parts = np.concatenate([self.encode(before), self.encode(after)])
         return at if np.array_equal(parts, self.encode(before + after)) else 0
 
@@ -181,12 +184,16 @@ class HFTokenizer(Tokenizer):
 
     def save(self, directory: Path) -> None:
         path = directory / FILE
-        if not path.exists() or path.read_bytes() != self._content:  # it may be its only copy
+        # Do not overwrite an identical file, because it may be the only copy.
+        if not path.exists() or path.read_bytes() != self._content:
             path.write_bytes(self._content)
 
 
 def same_tokens(one: Tokenizer, other: Tokenizer) -> bool:
-    """Return whether two tokenizers make the same tokens, though their files may differ."""
+    """Return whether two tokenizers produce the same tokens, even if their files differ.
+
+    Files that differ are compared by their vocabularies and by the tokens of a test text.
+    """
     if one.to_meta() == other.to_meta():
         return True
     if not (isinstance(one, HFTokenizer) and isinstance(other, HFTokenizer)):
@@ -196,15 +203,19 @@ def same_tokens(one: Tokenizer, other: Tokenizer) -> bool:
 
 
 def tokenizer_from_meta(meta: dict[str, Any], directory: Path) -> Tokenizer:
-    """Return the tokenizer that `to_meta` described and `save` wrote; `UsageError` if changed."""
+    """Return the tokenizer that `to_meta` described and `save` wrote into `directory`.
+
+    Raises:
+        UsageError: if the description is invalid, or its file is missing or has changed.
+    """
     kind = meta.get("type")
     try:
         check_shape(meta, SHAPES.get(kind, dict))
         if kind == "char" and not meta["characters"]:
-            raise ValueError("characters are none")
+            raise ValueError("characters is empty")
     except ValueError as error:
         raise UsageError(
-            f"{directory}: its meta.json has a tokenizer whose {error}; prepare the data again"
+            f"{directory}: the tokenizer in meta.json is invalid ({error}); prepare the data again"
         ) from None
     match kind:
         case "char":
@@ -216,21 +227,24 @@ def tokenizer_from_meta(meta: dict[str, Any], directory: Path) -> Tokenizer:
             content = path.read_bytes() if path.is_file() else b""
             if hashlib.sha256(content).hexdigest() != meta["sha256"]:
                 raise UsageError(
-                    f"{path}: is missing or not the tokenizer that the data was made with (its "
-                    f"SHA-256 is {meta['sha256']}); copy it from where the data was prepared"
+                    f"{path}: is missing, or is not the tokenizer that the data was made with "
+                    f"(SHA-256 {meta['sha256']}); copy it from where the data was prepared"
                 )
             return HFTokenizer(content, meta["vocab_size"], meta["end_of_text"])
-    raise UsageError(f"tokenizer.type={kind}: in meta.json must be char, byte or huggingface")
+    raise UsageError(f"tokenizer.type={kind} in meta.json: must be char, byte or huggingface")
 
 
 def load_tokenizer(path: Path | str, end_of_text: str | None = None) -> Tokenizer:
-    """Return the tokenizer that a user names; `UsageError` if there is none.
+    """Return the tokenizer that a user names.
 
     Args:
-        path: `byte`; the folder of a prepared data set; a tokenizer.json or a folder with it; or
-            a folder with GPT-2's encoder.json and vocab.bpe, also named vocab.json and merges.txt.
-        end_of_text: the name of the token between documents; by default the `eos_token` of a
-            tokenizer_config.json beside the file, or a usual name of such tokens.
+        path: `byte`; the folder of a prepared dataset; a tokenizer.json or a folder that contains
+            one; or a folder with GPT-2's encoder.json and vocab.bpe (or vocab.json and merges.txt).
+        end_of_text: the name of the token between documents. The default is the `eos_token` in a
+            tokenizer_config.json in the same folder, or else a common name for this token.
+
+    Raises:
+        UsageError: if there is no valid tokenizer at `path`, or it has no token `end_of_text`.
     """
     path = Path(path)
     if str(path) == "byte":
@@ -251,17 +265,17 @@ def load_tokenizer(path: Path | str, end_of_text: str | None = None) -> Tokenize
         raise
     except Exception as error:  # the package raises nothing narrower
         raise UsageError(
-            f"tokenizer {path}: cannot be read ({in_words(error)}); give the path of a {FILE}, a "
-            "folder with it or with encoder.json and vocab.bpe, or `byte`"
+            f"tokenizer {path}: cannot be read ({in_words(error)}); give the path of a {FILE}, of "
+            "a folder with this file or with encoder.json and vocab.bpe, or `byte`"
         ) from None
     if end_of_text is not None and end_of_text not in ids:
-        raise UsageError(f"--eos {eos}: is not a token of {path}; give the name of one that is")
+        raise UsageError(f"--eos {eos}: is not a token of {path}; give the name of a special token")
     mark = next((ids[name] for name in (eos, *_ENDS_OF_TEXT) if name in ids), None)
     return HFTokenizer(content, size, mark)
 
 
 def _from_gpt2_files(folder: Path) -> bytes:
-    """Return GPT-2's encoder.json and vocab.bpe as a tokenizer.json."""
+    """Convert GPT-2's encoder.json and vocab.bpe to the content of a tokenizer.json."""
     package = _import_tokenizers()
     is_openai = (folder / "encoder.json").is_file()
     names = ("encoder.json", "vocab.bpe") if is_openai else ("vocab.json", "merges.txt")
@@ -278,25 +292,25 @@ def _import_tokenizers():
         import tokenizers
     except ImportError:
         raise UsageError(
-            "the package that reads tokenizer.json is not installed: pip install 'jaxgpt[hf]', or "
-            "pip install tokenizers"
+            "the `tokenizers` package, which reads tokenizer.json, is not installed; run "
+            "pip install 'jaxgpt[hf]' or pip install tokenizers"
         ) from None
     return tokenizers
 
 
 @functools.lru_cache(maxsize=1)
 def _parse(content: bytes):
-    """Return the `tokenizers` package's object of a tokenizer.json."""
+    """Parse the content of a tokenizer.json with the `tokenizers` package."""
     made = _import_tokenizers().Tokenizer.from_str(content.decode())
-    made.encode_special_tokens = True  # the names of special tokens in a text are text
+    made.encode_special_tokens = True  # encode the names of special tokens as plain text
     made.no_truncation()
     made.no_padding()
     return made
 
 
 def continue_prompt(tokenizer: Tokenizer, prompt: str, tokens: Sequence[int]) -> str:
-    """Return a prompt and the text of the tokens that follow it."""
-    # Decoded together: some decoders leave out a space before their first token.
+    """Return a prompt followed by the text of the tokens that continue it."""
+    # Decode both together, because some decoders drop the space before the first token.
     before = tokenizer.encode(prompt).tolist()
     start, whole = tokenizer.decode(before), tokenizer.decode([*before, *tokens])
     if not before or not whole.startswith(start):

@@ -121,11 +121,11 @@ def test_sources_without_a_name_are_corpora_of_their_own(tmp_path):
         (lambda lines: ["x /data/a"], r"data.blend: the line 'x /data/a' must be a weight above"),
         (lambda lines: ["0 /data/a"], "must be a weight above 0"),
         (lambda lines: ["1"], "must be a weight above 0, a path"),
-        (lambda lines: ["1 a b c"], r"in quotes if it has spaces\) and, if you like, the name of"),
+        (lambda lines: ["1 a b c"], r"in quotes if it has spaces\) and, optionally, the name of"),
         (lambda lines: ["1 'a"], "must be a weight above 0, a path"),
         (
             lambda lines: [lines[1].replace(".bin", "")],
-            r"corpus1.idx: cannot be read .*a .bin of nanoGPT's is given with its suffix",
+            r"corpus1.idx: cannot be read .*for a nanoGPT file, include the suffix .bin",
         ),
         (
             lambda lines: ["1 /nowhere/a"],
@@ -142,7 +142,7 @@ def test_what_is_wrong_with_a_blend_is_said(lines, change, words):
 def test_a_truncated_corpus_is_named(lines, tmp_path):
     os.truncate(tmp_path / "corpus1.bin", 3001)
     with pytest.raises(
-        UsageError, match=r"corpus1.bin has 3001 bytes, but 1500 tokens of uint16 have 3000"
+        UsageError, match=r"corpus1.bin has 3001 bytes, but 1500 tokens of uint16 take 3000"
     ):
         opened(lines)
 
@@ -154,7 +154,7 @@ def test_a_copy_that_is_cut_off_is_named(lines, tmp_path):
     opened(lines)
     os.truncate(tmp_path / "corpus3" / "train.bin", 3000)
     with pytest.raises(
-        UsageError, match=r"train.bin has 3000 bytes, but 2500 tokens of uint16 have 5000"
+        UsageError, match=r"train.bin has 3000 bytes, but 2500 tokens of uint16 take 5000"
     ):
         opened(lines)
 
@@ -166,7 +166,9 @@ def test_a_split_that_is_too_short_for_a_row_is_named(lines, documents, tmp_path
     with megatron_writer(tmp_path / "small", np.uint16) as add:
         for size in documents:
             add(np.arange(size) % 97)
-    with pytest.raises(UsageError, match=r"small.bin has 0 tokens for split train .* another"):
+    with pytest.raises(
+        UsageError, match=r"small.bin has 0 tokens for split train .* data.val_share"
+    ):
         opened([f"1 {tmp_path / 'small'}"], "data.val_share=0.01")
 
 
@@ -214,7 +216,7 @@ def test_the_vocabulary_comes_from_the_sources(lines):
 def test_sources_with_different_tokenizers_are_refused(lines, tmp_path):
     meta = tmp_path / "corpus3" / "meta.json"
     meta.write_text(meta.read_text().replace('"byte"', '"char", "characters": "ab"'))
-    with pytest.raises(UsageError, match=r"corpus3 has another tokenizer than .*corpus0"):
+    with pytest.raises(UsageError, match=r"corpus3 has a different tokenizer from .*corpus0"):
         opened(lines)
 
 

@@ -54,7 +54,7 @@ def test_documents_end_with_the_tokenizers_token_or_the_one_given(tmp_path):
     assert found("bytes") is None
     assert found("bytes", "data.document_mask=True") == 0
     assert found("chars", "data.document_mask=True", "data.end_of_text=2") == 2
-    with pytest.raises(UsageError, match="data.document_mask=True: .*give its id, data.end_of_te"):
+    with pytest.raises(UsageError, match="data.document_mask=True: .*its ID with data.end_of_te"):
         found("chars", "data.document_mask=True")
     with pytest.raises(UsageError, match="data.end_of_text=99: must be less than .*vocab_size=28"):
         found("chars", "data.document_mask=True", "data.end_of_text=99")
@@ -105,14 +105,14 @@ def swap(tokens):
             "train.bin has 128 bytes, but",
         ),
         (lambda d: rewrite(d, poison), [], "holds token 70 at offset 1234"),
-        (lambda d: rewrite(d, swap), [], "not those that meta.json was written for"),
+        (lambda d: rewrite(d, swap), [], "do not match the fingerprint in meta.json"),
         (
             lambda d: (d / "meta.json").write_text("{"),
             [],
-            "is not what python -m jaxgpt.prepare writes",
+            "is not a valid file of python -m jaxgpt.prepare",
         ),
-        (lambda d: (d / "meta.json").write_text("[]"), [], "is not what"),
-        (lambda d: (d / "meta.json").write_text('{"dtype": "f4"}'), [], "is not what"),
+        (lambda d: (d / "meta.json").write_text("[]"), [], "is not a valid"),
+        (lambda d: (d / "meta.json").write_text('{"dtype": "f4"}'), [], "is not a valid"),
         (lambda d: None, ["model.vocab_size=5"], "model.vocab_size=5"),
         (lambda d: None, ["data.path=None", "data.dataset=nope"], "prepare text --name nope"),
     ],

@@ -78,7 +78,7 @@ def test_all_tokens_of_a_source_without_a_mask_count(tmp_path):
 
 def test_meta_json_says_whether_there_is_a_mask(tmp_path):
     folder = write(tmp_path / "d", tokens={"train": N, "val": N})
-    with pytest.raises(UsageError, match=r"train.mask.bin: meta.json does not name it; add"):
+    with pytest.raises(UsageError, match=r"train.mask.bin: meta.json does not list .*; add"):
         opened(f"data.path={folder}")
     write(folder, targets={"train": 1234, "val": 1})
     dataset, _ = opened(f"data.path={folder}")
@@ -88,7 +88,7 @@ def test_meta_json_says_whether_there_is_a_mask(tmp_path):
         in "\n".join(dataset.describe())
     )
     (folder / "val.mask.bin").unlink()
-    with pytest.raises(UsageError, match=r"data.path=.*: there is no .*val.mask.bin"):
+    with pytest.raises(UsageError, match=r"data.path=.*: .*val.mask.bin is missing; copy it"):
         opened(f"data.path={folder}")
 
 

@@ -1,4 +1,4 @@
-"""Tokens of documents of which only answers count in the loss, and the mask that says so."""
+"""Tokenize documents whose loss counts only the answers, and make the loss masks."""
 
 import itertools
 from collections.abc import Iterator, Sequence
@@ -12,10 +12,11 @@ from jaxgpt.data.tokenizers import Tokenizer
 def encode_answers(
     documents: Sequence[Document], tokenizer: Tokenizer
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yield the token ids of each document, and their weights: uint8, 1 for tokens of answers.
+    """Yield the token IDs of each document, and their weights: uint8, 1 for tokens of answers.
 
-    What comes before an answer has the tokens that it has alone, as when a model is asked. Tokens
-    are those of the whole text unless one of them would reach into an answer or out of it.
+    A prompt gets the same tokens as it does alone, because at inference the model sees only the
+    prompt. The tokens are those of the whole text, unless a token would cross the start or end of
+    an answer; the text is then split there.
     """
     cuts = [_cuts(document) for document in documents]
     has_special = documents[0].has_special
@@ -32,19 +33,19 @@ def encode_answers(
 
 
 def _cuts(document: Document) -> list[int]:
-    """Return the ends of the parts that a text has: answers and what is between them."""
+    """Return the end positions of the parts of a text: the answers and the text between them."""
     return sorted({*itertools.chain(*document.answers), len(document.text)} - {0})
 
 
 def _parts(
     document: Document, ends: list[int], encoded: list[np.ndarray], tokenizer: Tokenizer
 ) -> list[np.ndarray]:
-    """Return the token ids of each part, from those of the text up to each part's end."""
+    """Return the token IDs of each part, given those of the text up to each part's end."""
     out, start, cut, before = [], 0, 0, np.empty(0, np.int64)
     for end, ids in zip(ends, encoded, strict=True):
         if start:
             (ids,) = tokenizer.encode_batch([document.text[start:end]], document.has_special)
-        if not np.array_equal(ids[: before.size], before):  # a token reaches over the cut
+        if not np.array_equal(ids[: before.size], before):  # a token crosses the cut
             start, before = cut, before[:0]
             (ids,) = tokenizer.encode_batch([document.text[start:end]], document.has_special)
         out.append(ids[before.size :])

@@ -1,4 +1,4 @@
-"""Data sets that jaxgpt makes itself, and the way from text to token files."""
+"""Prepare the built-in datasets, and datasets from the user's text."""
 
 import hashlib
 import platform
@@ -23,13 +23,16 @@ SHAKESPEARE_URL = (
 SHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
 DOWNLOAD_TIMEOUT = 20  # seconds
 
-# Of the standard library: not installed packages, nor tests (half of it, and repetitive).
+# Folders to leave out of the standard library. Tests are half of the library, and repetitive.
 _NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idlelib", "__pycache__"}
 
 
 def prepare_shakespeare_char(directory: Path, input_file: Path | None) -> list[str]:
-    """Prepare Tiny Shakespeare by characters, as nanoGPT does; return what nanoGPT prints of it."""
-    # Imported here, as a training run needs only `prepare_python` of this file.
+    """Prepare Tiny Shakespeare by characters, as nanoGPT does; return the lines that it prints.
+
+    The text is downloaded if `input_file` is None. Raises `UsageError` if that fails.
+    """
+    # Imported here, because a training run needs only `prepare_python` from this file.
     from jaxgpt.data.prepare.text import Corpus, write_nanogpt
 
     with tempfile.TemporaryDirectory() as folder:
@@ -56,17 +59,21 @@ def prepare_text(
     megatron: bool = False,
     end_of_text: str | None = None,
 ) -> list[str]:
-    """Prepare UTF-8 text files or JSON lines; return lines that say what was written.
+    """Prepare UTF-8 text files or JSON lines; return lines that describe what was written.
 
-    The last `val_share` of the characters of text files is for validation, as in nanoGPT; of JSON
-    lines it is a share of the documents, drawn by a hash of their text.
+    The validation data of text files is the last `val_share` of their characters, as in nanoGPT.
+    That of JSON lines is a share of the documents, chosen by a hash of their text.
 
     Args:
-        tokenizer: `char`, or what `load_tokenizer` takes, as for `end_of_text`.
-        json_key: what JSON lines have their text under: `LineFormat.key`.
-        chat_template: a file with a chat template, for conversations; by default the tokenizer's.
-        val_share: by default a tenth of texts, a hundredth of JSON lines.
-        megatron: write NAME_KEY_document.bin and .idx in place of train.bin and val.bin.
+        tokenizer: `char`, or a tokenizer for `load_tokenizer`.
+        json_key: the keys of the text in JSON lines; see `LineFormat.key`.
+        chat_template: a file with the chat template for conversations; by default the tokenizer's.
+        val_share: by default 0.1 for text files and 0.01 for JSON lines.
+        megatron: write NAME_KEY_document.bin and .idx instead of train.bin and val.bin.
+        end_of_text: the name of the token between documents, for `load_tokenizer`.
+
+    Raises:
+        UsageError: if an option or the input is invalid.
     """
     from jaxgpt.data.prepare.json_lines import LineFormat
     from jaxgpt.data.prepare.text import Corpus, input_files, write_megatron, write_nanogpt
@@ -74,13 +81,15 @@ def prepare_text(
     files, is_json = input_files(inputs)
     encoder = None if tokenizer == "char" else load_tokenizer(tokenizer, end_of_text)
     if chat_template and not is_json:
-        raise UsageError(f"--chat-template {chat_template}: is for JSON lines with messages")
+        raise UsageError(
+            f"--chat-template {chat_template}: is only for JSON lines with messages; leave it out"
+        )
     lines = LineFormat(json_key, tokenizer, chat_template) if is_json else None
     if megatron:
         if encoder is None or isinstance(encoder, CharTokenizer):
             raise UsageError(
-                f"--tokenizer {tokenizer}: --format megatron keeps no vocabulary of characters; "
-                "give byte or a tokenizer"
+                f"--tokenizer {tokenizer}: --format megatron cannot store the vocabulary of char; "
+                "give byte or a tokenizer.json"
             )
         key = (is_json and json_key) or "text"
         prefix = directory / f"{directory.name}_{key}_document"
@@ -108,9 +117,10 @@ def prepare_text(
 
 
 def prepare_python(directory: Path) -> list[str]:
-    """Prepare the source of the standard library, by bytes: text without a download.
+    """Prepare the source of Python's standard library by bytes, which needs no download.
 
-    Files are ordered by hash, so that the last tenth, for validation, is like the rest.
+    Files are ordered by a hash of their paths, so that the last tenth, which is used for
+    validation, resembles the rest. Raises `UsageError` if there are no source files.
     """
     library = Path(sysconfig.get_paths()["stdlib"])
     files = [
@@ -121,7 +131,7 @@ def prepare_python(directory: Path) -> list[str]:
     files.sort(key=lambda f: hashlib.sha256(f.relative_to(library).as_posix().encode()).digest())
     content = b"\0".join(f.read_bytes().replace(b"\0", b"") for f in files)
     if not content:
-        raise UsageError(f"{library}: holds no Python source; give data.path=DIR instead")
+        raise UsageError(f"{library}: contains no Python source; give data.path=DIR instead")
     tokenizer = ByteTokenizer()
     tokens = np.frombuffer(content, np.uint8)
     n_train = int(tokens.size * TRAIN_SHARE)
@@ -148,7 +158,7 @@ def _download_shakespeare() -> bytes:
             raise OSError(f"its SHA-256 is {found}, not {SHAKESPEARE_SHA256}")
     except OSError as error:
         raise UsageError(
-            f"cannot download Tiny Shakespeare ({in_words(error)}); get {SHAKESPEARE_URL} by other "
-            "means and pass it with --input FILE"
+            f"cannot download Tiny Shakespeare ({in_words(error)}); get {SHAKESPEARE_URL} in "
+            "another way and pass it with --input FILE"
         ) from None
     return content

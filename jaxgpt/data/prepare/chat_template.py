@@ -1,8 +1,8 @@
-"""Conversations to text: a chat template of Hugging Face's, rendered in a sandbox.
+"""Convert conversations to text with a Hugging Face chat template, rendered in a sandbox.
 
-A template is a Jinja program that comes with a tokenizer, so it is foreign code. It is rendered by
-`ImmutableSandboxedEnvironment`, as transformers does: it sees strings and lists, changes nothing,
-and reaches neither files nor Python.
+A template is a Jinja program that comes with a tokenizer, so it is untrusted code. Like
+transformers, jaxgpt renders it in an `ImmutableSandboxedEnvironment`: the template sees strings and
+lists, cannot change them, and has no access to files or Python internals.
 """
 
 import json
@@ -15,29 +15,32 @@ from typing import Any, NamedTuple
 from jaxgpt.config import UsageError, in_words, read_json
 
 FILE = "chat_template.jinja"
-OLDEST = (3, 1, 6)  # templates can leave the sandbox of older versions of jinja2 (CVE-2025-27516)
-# Noncharacters of Unicode around what a template marks by {% generation %}.
+OLDEST = (3, 1, 6)  # templates can escape the sandbox of older jinja2 versions (CVE-2025-27516)
+# Unicode noncharacters that mark the start and end of a {% generation %} block.
 _BEGIN, _END = "\ufdd0", "\ufdd1"
 
 Range = tuple[int, int]  # the first character, and the one after the last
 
 
 class Rendered(NamedTuple):
-    """A conversation as text."""
+    """A conversation rendered as text."""
 
     text: str
-    answers: list[Range]  # what the assistant says, with what ends its turn
+    answers: list[Range]  # the assistant's messages, including their end-of-turn tokens
 
 
 class ChatTemplate:
-    """A compiled template."""
+    """A compiled chat template."""
 
     def __init__(self, source: str, special_tokens: dict[str, str], name: str):
         """Compile a template.
 
         Args:
             special_tokens: variables of the template, such as `bos_token`.
-            name: where the template comes from, for errors.
+            name: the origin of the template, for error messages.
+
+        Raises:
+            UsageError: if `source` is not a valid template, or jinja2 is missing or too old.
         """
         self._name, self._special_tokens = name, special_tokens
         self._marks_answers = re.search(r"{%-?\s*generation\b", source) is not None
@@ -45,14 +48,17 @@ class ChatTemplate:
             self._template = _environment().from_string(source)
         except UsageError:
             raise
-        except Exception as error:  # a foreign program: jinja2 raises nothing narrower
-            raise UsageError(f"{name}: is no chat template ({in_words(error)})") from None
+        except Exception as error:  # compiling untrusted code can raise anything
+            raise UsageError(f"{name}: is not a valid chat template ({in_words(error)})") from None
 
     def render(self, messages: Sequence[dict[str, str]]) -> Rendered:
-        """Return a conversation as text; `ValueError` if the template refuses it.
+        """Render a conversation.
 
-        Answers are what the template marks by {% generation %}. If it marks none, they are found
-        by rendering the conversation up to before and after each of them.
+        Answers are the {% generation %} blocks of the template. Without such blocks, each answer is
+        found by rendering the conversation up to the start and up to the end of the answer.
+
+        Raises:
+            ValueError: if the template rejects the conversation, or the answers cannot be found.
         """
         whole = self._render(messages)
         if self._marks_answers:
@@ -66,10 +72,11 @@ class ChatTemplate:
             if not (after.startswith(before) and whole.startswith(after)):
                 raise ValueError(
                     f"the chat template of {self._name} renders the messages up to number "
-                    f"{number + 1} in another way by themselves than as a part of the whole; give "
-                    "lines with one answer each, or a template with {% generation %} around answers"
+                    f"{number + 1} differently if more messages follow; use lines with one answer "
+                    "each, or a template with {% generation %} around answers"
                 )
-            # A model stops at the token that ends its turn: space after it is not its own.
+            # A model stops at the end-of-turn token, so whitespace after this token is not part of
+            # the answer. If the template adds no such token, the whitespace ends the turn.
             end = after.rstrip()
             content = message["content"].rstrip()
             if content and end.endswith(content):
@@ -81,16 +88,21 @@ class ChatTemplate:
         variables = {"add_generation_prompt": False, "tools": None, "documents": None} | variables
         try:
             return self._template.render(messages=messages, **variables, **self._special_tokens)
-        except Exception as error:  # a foreign program: it can raise anything
+        except Exception as error:  # untrusted code can raise anything
             raise ValueError(
-                f"the chat template of {self._name} refuses it: {in_words(error)}"
+                f"the chat template of {self._name} rejects the conversation ({in_words(error)}); "
+                "change the line or the template"
             ) from None
 
 
 def find_template(tokenizer: str, given: Path | None) -> ChatTemplate | None:
-    """Return the template of a tokenizer, or the one in a file that is `given`; None without any.
+    """Return the chat template in the file `given`, or else the tokenizer's, or else None.
 
-    That is chat_template.jinja beside tokenizer.json, or `chat_template` of tokenizer_config.json.
+    A tokenizer's template is in chat_template.jinja next to tokenizer.json, or in the field
+    `chat_template` of tokenizer_config.json.
+
+    Raises:
+        UsageError: if the template cannot be read.
     """
     folder = Path(tokenizer) if Path(tokenizer).is_dir() else Path(tokenizer).parent
     has_files = tokenizer not in ("char", "byte")
@@ -98,16 +110,16 @@ def find_template(tokenizer: str, given: Path | None) -> ChatTemplate | None:
     try:
         config = read_json(config_path, {}) if has_files and config_path.is_file() else {}
         source, name = config.get("chat_template"), str(config_path)
-        if isinstance(source, list):  # several templates by name
+        if isinstance(source, list):  # several named templates
             source = {t.get("name"): t.get("template") for t in source}.get("default")
         if given or (has_files and file.is_file()):
             source, name = file.read_text(), str(file)
         if source is not None and not isinstance(source, str):
-            raise ValueError("chat_template is no text")
+            raise ValueError("chat_template is not a string")
     except (OSError, ValueError, AttributeError) as error:
         raise UsageError(
-            f"--tokenizer {tokenizer}: its chat template, or {given or file}, cannot be read "
-            f"({in_words(error)})"
+            f"--tokenizer {tokenizer}: cannot read {given or file} or tokenizer_config.json "
+            f"({in_words(error)}); give another template with --chat-template FILE"
         ) from None
     tokens = {key: _content(value) for key, value in config.items() if key.endswith("_token")}
     tokens = {key: value for key, value in tokens.items() if isinstance(value, str)}
@@ -115,12 +127,12 @@ def find_template(tokenizer: str, given: Path | None) -> ChatTemplate | None:
 
 
 def _content(token: Any) -> Any:
-    """Return a special token's text, which may be stored with options."""
+    """Return the text of a special token, which may be stored in a dictionary with options."""
     return token.get("content") if isinstance(token, dict) else token
 
 
 def _unmarked(marked: str) -> Rendered:
-    """Return a text without the marks of {% generation %}, and what was between them."""
+    """Remove the marks of {% generation %} blocks, and return the text and its answers."""
     text, answers = "", []
     for part in marked.split(_BEGIN):
         answer, mark, rest = part.partition(_END)
@@ -131,9 +143,10 @@ def _unmarked(marked: str) -> Rendered:
 
 
 def _environment():
-    """Return a Jinja environment like that of transformers, but without the date.
+    """Return a Jinja environment like that of transformers, but without the current date.
 
-    Prepared data depends on its input alone; templates that ask for `strftime_now` have a default.
+    The output must depend only on the input. `strftime_now` is undefined, so templates use their
+    default date.
     """
     try:
         import jinja2
@@ -142,18 +155,18 @@ def _environment():
         import jinja2.sandbox
     except ImportError:
         raise UsageError(
-            "the package that renders chat templates is not installed: pip install 'jaxgpt[hf]', "
-            "or pip install jinja2"
+            "the `jinja2` package, which renders chat templates, is not installed; run "
+            "pip install 'jaxgpt[hf]' or pip install jinja2"
         ) from None
     installed = version("jinja2")
     if tuple(map(int, re.findall(r"\d+", installed)[:3])) < OLDEST:
         raise UsageError(
-            f"jinja2 {installed} can run code that is in a chat template (CVE-2025-27516): pip "
+            f"jinja2 {installed}: a chat template can run arbitrary code (CVE-2025-27516); run pip "
             f"install 'jinja2>={'.'.join(map(str, OLDEST))}'"
         )
 
     class Generation(jinja2.ext.Extension):
-        """{% generation %} ... {% endgeneration %}, around what the assistant says."""
+        """The tags {% generation %} ... {% endgeneration %} around the assistant's messages."""
 
         tags = {"generation"}
 

@@ -1,4 +1,4 @@
-"""JSON lines to documents: a text, a prompt and its completion, or a conversation."""
+"""Parse JSON lines: each line holds a text, a prompt and its completion, or a conversation."""
 
 import json
 from collections.abc import Sequence
@@ -8,55 +8,59 @@ from typing import Any, NamedTuple
 from jaxgpt.config import UsageError
 from jaxgpt.data.prepare.chat_template import ChatTemplate, Range, find_template
 
-KINDS = ("text",), ("messages",), ("prompt", "completion")  # the keys that lines may have
+KINDS = ("text",), ("messages",), ("prompt", "completion")  # the keys of each kind of line
 ROLES = ("system", "user", "assistant", "tool")
 
 
 class LineFormat(NamedTuple):
-    """What a user says of JSON lines."""
+    """The user's settings for JSON lines."""
 
-    key: str | None  # KEY or PROMPT,COMPLETION; None takes those of `KINDS` that the first line has
-    tokenizer: str  # as it was given
-    chat_template: Path | None  # None takes the tokenizer's
+    key: str | None  # KEY or PROMPT,COMPLETION; None detects one of `KINDS` in the first line
+    tokenizer: str  # as given by the user
+    chat_template: Path | None  # None uses the tokenizer's own template
 
 
 class Document(NamedTuple):
-    """The text of a line."""
+    """The text of a line, and the parts of it that count in the loss."""
 
     text: str
-    answers: Sequence[Range] | None = None  # what counts in the loss; None if all of it does
-    has_special: bool = False  # whether names of special tokens in the text are these tokens
+    answers: Sequence[Range] | None = None  # the parts that count; None if all text counts
+    has_special: bool = False  # whether names of special tokens are encoded as these tokens
 
     @property
     def ends_with_answer(self) -> bool:
-        """Return whether end-of-text after this document counts in the loss."""
+        """True if an end-of-text token after this document counts in the loss."""
         return self.answers is None or self.answers[-1][1] >= len(self.text.rstrip())
 
 
 class LineReader:
-    """Reads all lines of a corpus, which must be of one kind."""
+    """Reads the lines of a corpus, which must all be of the same kind."""
 
     def __init__(self, format_: LineFormat):
         self._format = format_
         self._keys = tuple(format_.key.split(",", 1)) if format_.key else None
-        self._has_messages: bool | None = None  # not known before the first line
+        self._has_messages: bool | None = None  # set by the first line
         self._template: ChatTemplate | None = None
 
     def read(self, line: bytes, where: str) -> Document:
-        """Return the document of a line; `UsageError`, beginning with `where`, if it has none."""
+        """Return the document in a line.
+
+        Raises:
+            UsageError: if the line is not a valid document; the message starts with `where`.
+        """
         try:
             fields = self._fields(json.loads(line), where)
             if self._has_messages:
                 return self._conversation(fields[0], where)
             for text in fields:
-                text.encode()  # half of a surrogate pair is JSON, but not text
+                text.encode()  # raises for a lone surrogate, which JSON allows but UTF-8 does not
         except UsageError:
             raise
         except (ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
             keys = " and ".join(map(repr, self._keys or KINDS[0]))
             raise UsageError(
-                f"{where} must be a document in JSON with UTF-8 text under {keys}, not "
-                f"{line[:80]!r} ({type(error).__name__}); see --jsonl-key"
+                f"{where} must be a JSON object with UTF-8 text under {keys}, not "
+                f"{line[:80]!r} ({type(error).__name__}); choose keys with --jsonl-key"
             ) from None
         if len(fields) == 1:
             return Document(*fields)
@@ -64,14 +68,14 @@ class LineReader:
         return Document(prompt + completion, [(len(prompt), len(prompt) + len(completion))])
 
     def _fields(self, value: Any, where: str) -> list[Any]:
-        """Return the values of a line's keys, which the first line may determine."""
+        """Return the values of the chosen keys in a line. The first line may choose the keys."""
         if not isinstance(value, dict):
             raise TypeError
         if self._keys is None:
             found = [keys for keys in KINDS if all(key in value for key in keys)]
             if len(found) > 1:
                 options = " or ".join(f"--jsonl-key {','.join(keys)}" for keys in found)
-                raise UsageError(f"{where}: could be read in several ways; give {options}")
+                raise UsageError(f"{where}: matches several kinds of lines; give {options}")
             self._keys = found[0] if found else None
         fields = [value[key] for key in self._keys or KINDS[0]]
         has_messages = len(fields) == 1 and isinstance(fields[0], list)
@@ -81,13 +85,13 @@ class LineReader:
                 self._template = self._find_template(where)
             elif self._format.chat_template:
                 raise UsageError(
-                    f"--chat-template {self._format.chat_template}: is for lines with messages, "
-                    f"and {where.removeprefix('--input ')} has none"
+                    f"--chat-template {self._format.chat_template}: is only for lines with "
+                    f"messages, but {where.removeprefix('--input ')} has no messages; leave it out"
                 )
         if self._has_messages != has_messages:
             raise UsageError(
-                f"{where}: is of another kind than the lines before it; prepare text and messages "
-                "each by itself, and mix them with data.blend"
+                f"{where}: is of a different kind from the previous lines; prepare text and "
+                "messages separately and mix them with data.blend"
             )
         return fields
 
@@ -97,8 +101,8 @@ class LineReader:
         if found is None:
             raise UsageError(
                 f"{where}: has messages, but --tokenizer {tokenizer} has no chat template "
-                "(chat_template.jinja, or chat_template in tokenizer_config.json); give one with "
-                "--chat-template FILE, or lines with prompt and completion"
+                "(chat_template.jinja, or chat_template in tokenizer_config.json); give a template "
+                "with --chat-template FILE, or use lines with prompt and completion"
             )
         return found
 
@@ -109,7 +113,8 @@ class LineReader:
             text.encode()
             if not answers:
                 raise ValueError(
-                    "has no answer that counts; leave the line out, or give another chat template"
+                    "has no answer that counts in the loss; remove the line or give another chat "
+                    "template"
                 )
         except ValueError as error:
             raise UsageError(f"{where}: {error}") from None
@@ -117,24 +122,24 @@ class LineReader:
 
 
 def _check_messages(messages: list[Any]) -> None:
-    """Raise a `ValueError` for a message that is not one."""
+    """Raise a `ValueError` if a message is invalid or no message is the assistant's."""
     for number, message in enumerate(messages, 1):
         is_message = isinstance(message, dict) and isinstance(message.get("content"), str)
         if not is_message or "role" not in message:
             raise ValueError(
-                f"message {number} must have a `role` and text as its `content`, not "
+                f"message {number} must have a `role` and a string as `content`, not "
                 f"{json.dumps(message)[:80]}"
             )
         if message["role"] not in ROLES:
             raise ValueError(
-                f"message {number} has the role {message['role']!r}, which must be one of "
+                f"message {number} has the role {message['role']!r}, but it must be one of "
                 f"{', '.join(ROLES)}"
             )
-        # Chat templates mark answers with them.
+        # `ChatTemplate` uses these characters to mark answers.
         if any(mark in message["content"] for mark in "\ufdd0\ufdd1"):
             raise ValueError(
-                f"message {number} has the character U+FDD0 or U+FDD1, which no text may have; "
-                "remove it"
+                f"message {number} contains U+FDD0 or U+FDD1, which are not valid in text; remove "
+                "these characters"
             )
     if all(message["role"] != "assistant" for message in messages):
-        raise ValueError("has no message of the assistant, so nothing counts; leave the line out")
+        raise ValueError("has no assistant message, so nothing counts in the loss; remove the line")

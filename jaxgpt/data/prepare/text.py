@@ -1,4 +1,4 @@
-"""Text files and JSON lines to token files, read and encoded in flat memory."""
+"""Convert text files and JSON lines to token files, with constant memory use."""
 
 import codecs
 import contextlib
@@ -25,39 +25,43 @@ from jaxgpt.data.tokenizers import CharTokenizer, Tokenizer
 
 _TEXT = (".txt", ".text", ".md")
 _JSON = (".jsonl", ".ndjson", ".json")
-_BLOCK = 1 << 16  # bytes of a text file that are read, and mostly encoded, at once
-_BATCH = 1 << 21  # characters that are encoded in parallel
-_LARGEST = 1 << 26  # characters of text without a place at which it can be split
-_MEGATRON_UINT16 = 65500  # smallest vocabulary that Megatron-LM writes as int32
+_BLOCK = 1 << 16  # number of bytes of a text file that are read, and usually encoded, at once
+_BATCH = 1 << 21  # number of characters that are encoded in parallel
+_LARGEST = 1 << 26  # maximum number of characters without a position where the text can be split
+_MEGATRON_UINT16 = 65500  # smallest vocabulary that Megatron-LM stores as int32
 
 
 class Piece(NamedTuple):
-    """Text that can be encoded by itself; a document ends with it if `ends`."""
+    """Text that can be encoded independently of the text around it."""
 
     split: str
     text: str
-    ends: bool
-    document: Document | None = None  # what a JSON line says of the text
+    ends: bool  # whether a document ends here
+    document: Document | None = None  # None for text files
 
 
 class Encoded(NamedTuple):
-    """A piece in tokens."""
+    """A tokenized piece."""
 
     piece: Piece
     ids: np.ndarray  # int64 (tokens,)
-    weights: np.ndarray | None  # uint8 (tokens,): 1 for those of answers; None if all count
+    weights: np.ndarray | None  # uint8 (tokens,): 1 for tokens of answers; None if all count
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """The texts of some files, and how they are divided into training and validation."""
+    """The texts of some files, and their division into training and validation data."""
 
     files: list[Path]
-    lines: LineFormat | None  # of JSON lines; None if the files are text
-    val_share: float | None  # of characters of text, or of JSON lines; None for "train" alone
+    lines: LineFormat | None  # the format of JSON lines; None for text files
+    val_share: float | None  # share of the characters or JSON lines; None puts all in "train"
 
     def pieces(self, tokenizer: Tokenizer) -> Iterator[Piece]:
-        """Yield all text in order; `UsageError` names the byte or line that cannot be read."""
+        """Yield all text in order.
+
+        Raises:
+            UsageError: if a file, byte or line cannot be read.
+        """
         if self.lines is None:
             yield from self._text_pieces(tokenizer)
             return
@@ -72,12 +76,12 @@ class Corpus:
                         yield Piece(self._split_of(document.text), document.text, True, document)
 
     def _split_of(self, text: str) -> str:
-        """Choose by the text alone, so that a document and its copies are on one side."""
+        """Choose a split by a hash of the text, so that copies of a document stay together."""
         drawn = hashlib.blake2b(text.encode(), digest_size=8).digest()
         return "val" if int.from_bytes(drawn) < (self.val_share or 0) * 2**64 else "train"
 
     def _text_pieces(self, tokenizer: Tokenizer) -> Iterator[Piece]:
-        """Keep the last `val_share` of all characters for validation, as nanoGPT does."""
+        """Yield text files; the last `val_share` of all characters is "val", as in nanoGPT."""
         n_train = sys.maxsize
         if self.val_share is not None:
             total = sum(len(block) for path in self.files for block in _text_blocks(path))
@@ -97,9 +101,9 @@ class Corpus:
                         text = text[size:]
                     elif len(text) > _LARGEST:
                         raise UsageError(
-                            f"--input {path}: {len(text)} characters have no place at which this "
-                            "tokenizer's tokens do not depend on what follows; give the text as "
-                            "JSON lines, one document each"
+                            f"--input {path}: cannot split {len(text)} characters of text without "
+                            "changing the tokens of this tokenizer; give the text as JSON lines, "
+                            "one document per line"
                         )
                 n_train = max(0, n_train - len(block))
             if split is not None:
@@ -107,11 +111,16 @@ class Corpus:
 
 
 def input_files(inputs: Iterable[Path]) -> tuple[list[Path], bool]:
-    """Return the files to read, those of a folder sorted, and whether they are JSON lines."""
+    """Return the files to read, with folders expanded, and whether they are JSON lines.
+
+    Raises:
+        UsageError: if a path does not exist, a file has a format that cannot be read, or the files
+            are not all text or all JSON lines.
+    """
     files = []
     for path in inputs:
         if path.is_dir():
-            # A .json that is not packed is more often a description than lines of documents.
+            # An uncompressed .json file is more likely to hold metadata than lines of documents.
             found = [
                 p for p in path.rglob("*") if _kind(p) in (*_TEXT, *_JSON, ".zst") and p.is_file()
             ]
@@ -121,13 +130,13 @@ def input_files(inputs: Iterable[Path]) -> tuple[list[Path], bool]:
         else:
             raise UsageError(f"--input {path}: cannot be read (no such file)")
     if packed := [path for path in files if path.suffix == ".zst"]:
-        raise UsageError(f"--input {packed[0]}: cannot be read packed; unpack it with zstd -d")
+        raise UsageError(f"--input {packed[0]}: zstd is not supported; decompress it with zstd -d")
     are_json = {_kind(path) in _JSON for path in files}
     if len(are_json) != 1:
         raise UsageError(
-            f"--input {' '.join(map(str, inputs))}: must be text files ({', '.join(_TEXT)}), or "
-            f"JSON lines ({', '.join(_JSON)}), or folders of one kind, also with .gz; prepare each "
-            "kind by itself, and mix them with data.blend"
+            f"--input {' '.join(map(str, inputs))}: must be text files ({', '.join(_TEXT)}) or "
+            f"JSON lines ({', '.join(_JSON)}), compressed with .gz or not, but not both; prepare "
+            "text and JSON lines separately and mix them with data.blend"
         )
     return files, are_json.pop()
 
@@ -135,17 +144,24 @@ def input_files(inputs: Iterable[Path]) -> tuple[list[Path], bool]:
 def write_nanogpt(
     corpus: Corpus, directory: Path, tokenizer: Tokenizer | None, source: str
 ) -> tuple[Tokenizer, Counter[str]]:
-    """Write train.bin, val.bin and meta.json, with end-of-text between documents.
+    """Write train.bin, val.bin and meta.json, with an end-of-text token between documents.
 
-    Documents with answers also get a loss mask. Without a `tokenizer`, it is one token per
-    character that occurs. Returns the tokenizer, and the tokens of each split, its "SPLIT targets"
-    if there is a mask, and the number of "documents".
+    Documents with answers also get a loss mask. If `tokenizer` is None, each distinct character
+    becomes a token.
+
+    Returns:
+        The tokenizer, and the counts of tokens in each split ("train" and "val"), of targets that
+        count in the loss if there is a mask ("train targets" and "val targets"), and of
+        "documents".
+
+    Raises:
+        UsageError: if the input cannot be read or encoded, or has too few tokens.
     """
     pipe = next((path for path in corpus.files if not path.is_file()), None)
     if pipe and (tokenizer is None or corpus.lines is None):
         raise UsageError(
-            f"--input {pipe}: is not a regular file, and text, and all by --tokenizer char, is "
-            "read twice; write it to a file first"
+            f"--input {pipe}: is not a regular file, but text files, and all files with "
+            "--tokenizer char, are read twice; write it to a regular file first"
         )
     tokenizer = tokenizer or _char_tokenizer(corpus)
     dtype = token_dtype(tokenizer.vocab_size)
@@ -171,29 +187,32 @@ def write_nanogpt(
                 counts[f"{split} targets"] += int(weights.sum())
         if min(counts[split] for split in SPLITS) < 2 or tokenizer.vocab_size < 2:
             raise UsageError(
-                f"--input: {counts['train']} tokens to train on and {counts['val']} to "
-                f"validate with (--val-share {corpus.val_share:g}), of a vocabulary of "
-                f"{tokenizer.vocab_size}, are too few; give more text, or another --val-share"
+                f"--input: {counts['train']} training tokens and {counts['val']} validation tokens "
+                f"(--val-share {corpus.val_share:g}) with a vocabulary of {tokenizer.vocab_size} "
+                "are too few; give more text or change --val-share"
             )
     return tokenizer, counts
 
 
 def join_documents(encoded: Iterable[Encoded], end_of_text: int) -> Iterator[Encoded]:
-    """Put end-of-text between the documents of each split: before all but the first.
+    """Insert an end-of-text token before every document of a split except the first.
 
-    It counts in the loss after an answer. A document with answers that ends with this token does
-    not get another. Raises `UsageError` if the token is elsewhere in such a document.
+    The token counts in the loss if it follows an answer. A document with answers may already end
+    with this token; it does not get a second one.
+
+    Raises:
+        UsageError: if a document with answers contains the token before its end.
     """
-    last: dict[str, Piece] = {}  # the piece before, of each split
+    last: dict[str, Piece] = {}  # the previous piece of each split
     for piece, ids, weights in encoded:
         if weights is not None:
             if ids.size and ids[-1] == end_of_text:
                 ids, weights = ids[:-1], weights[:-1]
             if end_of_text in ids:
                 raise UsageError(
-                    f"--input: the document {piece.text[:60]!r}... has the end-of-text token, "
-                    f"{end_of_text}, before its end, so that it would be taken for several "
-                    "documents; give --eos another token, such as <|endoftext|>"
+                    f"--input: the document {piece.text[:60]!r}... contains the end-of-text token, "
+                    f"{end_of_text}, before its end, so it would be read as several documents; "
+                    "choose another token with --eos, such as <|endoftext|>"
                 )
         before = last.get(piece.split)
         if before is not None and before.ends:
@@ -206,15 +225,21 @@ def join_documents(encoded: Iterable[Encoded], end_of_text: int) -> Iterator[Enc
 
 
 def write_megatron(corpus: Corpus, prefix: Path, tokenizer: Tokenizer) -> Counter[str]:
-    """Write PREFIX.bin and PREFIX.idx, with end-of-text after each document; return counts."""
+    """Write PREFIX.bin and PREFIX.idx, with an end-of-text token after each document.
+
+    Return the counts of tokens ("train") and of "documents".
+
+    Raises:
+        UsageError: if the input cannot be read or needs a loss mask.
+    """
     counts = Counter()
     dtype = np.uint16 if tokenizer.vocab_size < _MEGATRON_UINT16 else np.int32
     with megatron_writer(prefix, dtype) as add:
         for piece, ids, weights in encode(corpus, tokenizer):
             if weights is not None:
                 raise UsageError(
-                    "--format megatron: has no loss mask for prompts and messages; use --format "
-                    "nanogpt"
+                    "--format megatron: cannot store the loss mask of prompts and messages; use "
+                    "--format nanogpt"
                 )
             if piece.ends and tokenizer.end_of_text is not None:
                 ids = np.append(ids, tokenizer.end_of_text)
@@ -224,7 +249,7 @@ def write_megatron(corpus: Corpus, prefix: Path, tokenizer: Tokenizer) -> Counte
 
 
 def encode(corpus: Corpus, tokenizer: Tokenizer) -> Iterator[Encoded]:
-    """Yield each piece in tokens, with progress on standard error."""
+    """Yield each piece with its tokens, and show the progress on standard error."""
     every = 0.5 if sys.stderr.isatty() else 10  # seconds
     options = {"unit_scale": True, "delay": every, "mininterval": every, "leave": False}
     with tqdm(unit=" characters", **options) as bar:
@@ -236,7 +261,8 @@ def encode(corpus: Corpus, tokenizer: Tokenizer) -> Iterator[Encoded]:
 
 def _encode_batch(pieces: Sequence[Piece], tokenizer: Tokenizer) -> Iterator[Encoded]:
     documents = [piece.document for piece in pieces]
-    if documents[0] is not None and documents[0].answers is not None:  # so have the others
+    # A corpus has only one kind of documents, so either all of them have answers or none.
+    if documents[0] is not None and documents[0].answers is not None:
         for piece, found in zip(pieces, encode_answers(documents, tokenizer), strict=True):
             yield Encoded(piece, *found)
         return
@@ -246,7 +272,7 @@ def _encode_batch(pieces: Sequence[Piece], tokenizer: Tokenizer) -> Iterator[Enc
 
 
 def _take(pieces: Iterator[Piece]) -> Iterator[Piece]:
-    """Yield the next pieces of _BATCH characters together."""
+    """Yield the next pieces until they have at least _BATCH characters in total."""
     size = 0
     while size < _BATCH and (piece := next(pieces, None)):
         yield piece
@@ -266,7 +292,7 @@ def _kind(path: Path) -> str:
 
 @contextlib.contextmanager
 def _open(path: Path) -> Iterator[IO[bytes]]:
-    """Open a file, decompressed."""
+    """Open a file for reading, and decompress it if its name ends in .gz."""
     try:
         with (gzip.open if path.suffix.lower() == ".gz" else open)(path, "rb") as file:
             yield file
@@ -275,12 +301,12 @@ def _open(path: Path) -> Iterator[IO[bytes]]:
 
 
 def _text_blocks(path: Path) -> Iterator[str]:
-    """Yield a text file in blocks of whole characters."""
+    """Yield the text of a file in blocks, without splitting a character."""
     decoder, start, block = codecs.getincrementaldecoder("utf-8")(), 0, b"."
     with _open(path) as stream:
         while block:
             block = stream.read(_BLOCK)
-            waiting = len(decoder.getstate()[0])  # bytes of a character that goes on
+            waiting = len(decoder.getstate()[0])  # bytes of an incomplete character
             try:
                 yield decoder.decode(block, final=not block)
             except UnicodeDecodeError as error:

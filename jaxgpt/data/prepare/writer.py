@@ -19,15 +19,16 @@ from jaxgpt.data.tokenizers import Tokenizer
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
-    """Return the smallest type of nanoGPT's files that holds every id."""
+    """Return the dtype for a nanoGPT file: uint16 if it can hold every token ID, or else uint32."""
     return np.dtype("<u2" if vocab_size <= 2**16 else "<u4")
 
 
 @contextlib.contextmanager
 def scratch_folder(directory: Path) -> Iterator[Path]:
-    """A folder whose files move into `directory` when the block ends, by name but meta.json last.
+    """Create a temporary folder whose files move into `directory` when the block ends.
 
-    If the block fails nothing is left of it, nor of a directory that was made for it.
+    The files move in order of their names, except that meta.json moves last. If the block fails,
+    its files are deleted, and so is `directory` if it was new.
     """
     is_new = not directory.exists()
     directory.mkdir(parents=True, exist_ok=True)
@@ -38,17 +39,17 @@ def scratch_folder(directory: Path) -> Iterator[Path]:
                 os.replace(Path(scratch) / name, directory / name)
     except BaseException:
         if is_new:
-            with contextlib.suppress(OSError):  # not empty: someone else has put a file there
+            with contextlib.suppress(OSError):  # not empty, because someone else put a file there
                 directory.rmdir()
         raise
 
 
 @contextlib.contextmanager
 def new_dataset(directory: Path, tokenizer: Tokenizer, source: str) -> Iterator[Path]:
-    """A folder to write train.bin and val.bin into, of `token_dtype(tokenizer.vocab_size)`.
+    """Create a temporary folder for train.bin and val.bin, in `token_dtype(tokenizer.vocab_size)`.
 
-    Each of them may have a loss mask, `mask_path`. When the block ends a meta.json describes the
-    files, and they move into `directory`.
+    Each of the files may have a loss mask at its `mask_path`. When the block ends, meta.json is
+    written, and all files move into `directory`.
     """
     with scratch_folder(directory) as scratch:
         yield scratch
@@ -72,17 +73,17 @@ def new_dataset(directory: Path, tokenizer: Tokenizer, source: str) -> Iterator[
             "fingerprint": fingerprint(splits, tokenizer.vocab_size),
         }
         if targets:
-            meta["targets"] = targets  # tokens that the loss mask counts
+            meta["targets"] = targets  # number of tokens in each split that count in the loss
         tokenizer.save(scratch)
         (scratch / "meta.json").write_text(json.dumps(meta, indent=1) + "\n")
-    for split in {*SPLITS} - targets.keys():  # of a data set that this one has replaced
+    for split in {*SPLITS} - targets.keys():  # masks of the dataset that this one replaces
         mask_path(directory / f"{split}.bin").unlink(missing_ok=True)
 
 
 def write_dataset(
     directory: Path, tokens: Mapping[str, np.ndarray], tokenizer: Tokenizer, source: str
 ) -> None:
-    """Write a data set that fits in memory from the token ids of each split."""
+    """Write a dataset from the token IDs of each split, all held in memory."""
     with new_dataset(directory, tokenizer, source) as scratch:
         for split in SPLITS:
             ids = tokens[split].astype(token_dtype(tokenizer.vocab_size))
@@ -93,16 +94,19 @@ def write_dataset(
 def megatron_writer(
     prefix: Path | str, dtype: np.dtype | type
 ) -> Iterator[Callable[[np.ndarray, bool], None]]:
-    """Write PREFIX.bin and PREFIX.idx, a sequence per document, when the block ends.
+    """Provide a function that adds tokens to PREFIX.bin and PREFIX.idx, one sequence per document.
+
+    Both files appear when the block ends. The function raises `UsageError` if a token ID does not
+    fit into `dtype`.
 
     >>> with megatron_writer("corpus", np.uint16) as add:
     ...     add([5, 6, 7])  # a document
-    ...     add([8, 9], ends=False)  # the beginning of the next one
+    ...     add([8, 9], ends=False)  # the start of the next document
     ...     add([10])
     """
     prefix, dtype = prefix_of(prefix), np.dtype(dtype).newbyteorder("<")
     code = next(code for code, name in CODES.items() if np.dtype(name) == dtype)
-    lengths, unfinished = array("i"), 0  # tokens of each document, and of one that goes on
+    lengths, unfinished = array("i"), 0  # tokens in each document, and in the unfinished one
 
     with scratch_folder(prefix.parent) as scratch:
         with open(scratch / f"{prefix.name}.bin", "wb") as file:
@@ -111,7 +115,7 @@ def megatron_writer(
                 nonlocal unfinished
                 ids = np.asarray(tokens).astype(dtype)
                 if not np.array_equal(ids, tokens):
-                    raise UsageError(f"{prefix}.bin: token ids do not fit {dtype.name}")
+                    raise UsageError(f"{prefix}.bin: token IDs do not fit into {dtype.name}")
                 file.write(ids.data)
                 unfinished += ids.size
                 if ends:
@@ -126,4 +130,4 @@ def megatron_writer(
             file.write(np.array(lengths, "<i4").data)
             file.write(np.concatenate([[0], ends[:-1]]).astype("<i8")[: len(lengths)].data)
             file.write(np.arange(len(lengths) + 1, dtype="<i8").data)
-        Path(f"{prefix}.idx").unlink(missing_ok=True)  # the old one must not meet the new tokens
+        Path(f"{prefix}.idx").unlink(missing_ok=True)  # never pair the old index with new tokens

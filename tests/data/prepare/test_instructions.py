@@ -267,24 +267,27 @@ def test_answers_are_found_in_the_text_of_published_templates(name):
         ([PAIRS[0], {"prompt": "a", "completion": 1}], "line 2 must be .*; see --jsonl-key"),
         ([PAIRS[0], conversation("a", "b")], "line 2 must be .* 'prompt' and 'completion'"),
         ([{"text": "a"}, PAIRS[0]], "line 2 must be .* under 'text'"),
-        ([{"text": "a", **PAIRS[0]}], "line 1: could be read in several ways; give --jsonl-key te"),
-        ([conversation("a", "b"), {"messages": "a"}], "line 2: is of another kind than the lines"),
+        ([{"text": "a", **PAIRS[0]}], "line 1: matches several kinds of lines; give --jsonl-key t"),
+        ([conversation("a", "b"), {"messages": "a"}], "line 2: is of a different kind from the p"),
         ([conversation("a", "b"), {"messages": [1]}], "line 2: message 1 must have a `role`"),
         ([{"messages": [{"from": "human", "value": "a"}]}], "message 1 must have a `role` and"),
         (
             [{"messages": [{"role": "human", "content": "a"}]}],
-            "line 1: message 1 has the role 'human', which must be one of system, user, assistant",
+            "line 1: message 1 has the role 'human', but it must be one of system, user, assistant",
         ),
-        ([conversation("a")], "line 1: has no message of the assistant"),
-        ([conversation("a", "b\0")], "has the end-of-text token, 0, before its end.*--eos"),
-        ([conversation("refuse", "b")], "line 1: the chat template .* refuses it: not that"),
+        ([conversation("a")], "line 1: has no assistant message"),
+        ([conversation("a", "b\0")], "contains the end-of-text token, 0, before its end.*--eos"),
+        (
+            [conversation("refuse", "b")],
+            r"line 1: the chat template .* rejects the conversation \(not that\)",
+        ),
         (
             [conversation("a", "b", "c", "changes")],
-            "renders the messages up to number 2 in another way by themselves",
+            "renders the messages up to number 2 differently if more messages follow",
         ),
         (
             [conversation("escape", "b")],
-            "line 1: the chat template .* refuses it: access to attribute '__class__'",
+            r"line 1: the chat template .* rejects .* \(access to attribute '__class__'",
         ),
     ],
     ids=str,
@@ -306,12 +309,12 @@ def test_what_is_wrong_with_a_line_is_named(tmp_path, lines, words):
 def test_a_template_reaches_no_files_and_does_not_even_have_the_date(tmp_path):
     pytest.importorskip("jinja2")
     for source, words in (
-        ("{% include 'a.jsonl' %}", "refuses it"),
-        ("{{ messages.append(1) }}", "refuses it: .*unsafe"),
-        ("{{ ''.__init__.__globals__ }}", "refuses it"),
-        ("{{ cycler.__init__.__globals__.os.system('true') }}", "refuses it"),
-        ("{{ (messages|attr('__class__')) }}{{ x.y }}", "refuses it"),
-        ("{% for %}", "is no chat template"),
+        ("{% include 'a.jsonl' %}", "rejects the conversation"),
+        ("{{ messages.append(1) }}", r"rejects the conversation \(.*unsafe"),
+        ("{{ ''.__init__.__globals__ }}", "rejects the conversation"),
+        ("{{ cycler.__init__.__globals__.os.system('true') }}", "rejects the conversation"),
+        ("{{ (messages|attr('__class__')) }}{{ x.y }}", "rejects the conversation"),
+        ("{% for %}", "is not a valid chat template"),
     ):
         (tmp_path / "t.jinja").write_text(source)
         with pytest.raises(UsageError, match=words):
@@ -330,14 +333,16 @@ def test_options_that_do_not_fit_the_lines_are_refused(tmp_path, gpt2_folder):
     with pytest.raises(UsageError, match="gpt2 has no chat template"):
         prepared(tmp_path, [conversation("a", "b")], gpt2_folder)
     (tmp_path / "t.jinja").write_text(TEMPLATE)
-    with pytest.raises(UsageError, match="t.jinja: is for lines with messages, and .* has none"):
+    with pytest.raises(UsageError, match="t.jinja: is only for lines with messages, but .* has no"):
         prepared(tmp_path, PAIRS, chat_template=tmp_path / "t.jinja")
-    with pytest.raises(UsageError, match="--format megatron: has no loss mask .*--format nanogpt"):
+    with pytest.raises(UsageError, match="--format megatron: cannot .*mask .*--format nanogpt"):
         prepared(tmp_path, PAIRS, megatron=True, val_share=None)
     (tmp_path / "a.txt").write_text("text")
-    with pytest.raises(UsageError, match="--chat-template .*: is for JSON lines with messages"):
+    with pytest.raises(
+        UsageError, match="--chat-template .*: is only for JSON lines with messages"
+    ):
         prepare_text(tmp_path / "d", [tmp_path / "a.txt"], "byte", chat_template=tmp_path / "t.jin")
-    with pytest.raises(UsageError, match="no.jinja, cannot be read"):
+    with pytest.raises(UsageError, match=r"cannot read .*no.jinja .*--chat-template FILE"):
         prepared(tmp_path, [conversation("a", "b")], chat_template=tmp_path / "no.jinja")
 
 

@@ -147,21 +147,21 @@ def test_megatrons_format_has_every_document_with_its_mark(tmp_path, small_block
         (
             "a.jsonl",
             b'{"text": "a"}\n\n' * 400 + b"{text}\n",
-            "a.jsonl: line 801 must be a document in JSON",
+            "a.jsonl: line 801 must be a JSON object",
         ),
         ("a.jsonl", b'{"text": "\xff"}', "line 1 must .* with UTF-8 text under 'text'"),
         ("a.jsonl", b'{"text": "\\ud800"}', "line 1 must .* with UTF-8 text under 'text'"),
         (
             "a.jsonl",
             b'{"id": 1, "body": "b"}',
-            "line 1 must .* under 'text', not .*id.*body.*; see --jsonl-key",
+            "line 1 must .* under 'text', not .*id.*body.*; choose keys with --jsonl-key",
         ),
         ("a.jsonl", b'{"text": null}', "line 1 must .* under 'text', not .*null"),
         ("a.jsonl", b'["text"]', "line 1 must .* under 'text', not .*text"),
         ("a.jsonl.gz", gzip.compress(b"{}" * 99)[:-9], "a.jsonl.gz: cannot be read"),
         ("a.jsonl.gz", b"{}", "a.jsonl.gz: cannot be read"),
-        ("a.jsonl", b"", "0 tokens to train on"),
-        ("a.txt", b"x" * 19, "17 tokens to train on and 2 to validate.*vocabulary of 1"),
+        ("a.jsonl", b"", "0 training tokens"),
+        ("a.txt", b"x" * 19, "17 training tokens and 2 validation tokens.*vocabulary of 1"),
     ],
     ids=lambda x: None if isinstance(x, str) else "",
 )
@@ -180,12 +180,12 @@ def test_inputs_that_cannot_be_are_refused(tmp_path):
     with pytest.raises(UsageError, match="empty: must be text files .* or JSON lines"):
         prepare_text(tmp_path / "d", [tmp_path / "empty"], "char")
     (tmp_path / "b.jsonl").write_text("{}")
-    with pytest.raises(UsageError, match="prepare each kind by itself"):
+    with pytest.raises(UsageError, match="prepare text and JSON lines separately"):
         prepare_text(tmp_path / "d", [tmp_path], "char")
     for name, tokenizer in (("pipe.txt", "byte"), ("pipe.jsonl", "char")):
         os.mkfifo(tmp_path / name)
         with pytest.raises(
-            UsageError, match=f"{name}: is not a regular file, and .* is read twice"
+            UsageError, match=f"{name}: is not a regular file, but .* are read twice"
         ):
             prepare_text(tmp_path / "d", [tmp_path / name], tokenizer)
 
@@ -197,9 +197,9 @@ def test_inputs_that_cannot_be_are_refused(tmp_path):
         (["--val-share", "1"], "--val-share 1.0: must be between 0 and 1"),
         (
             ["--val-share", "0.1", "--format", "megatron"],
-            "--val-share 0.1: .*not for --format",
+            "--val-share 0.1: .*cannot be used with --format megatron",
         ),
-        (["--eos", "</s>", "--tokenizer", "byte"], "--eos </s>: is for a tokenizer.json, not byte"),
+        (["--eos", "</s>", "--tokenizer", "byte"], "--eos </s>: needs a tokenizer.json, not byte"),
     ],
 )
 def test_options_that_cannot_be_are_refused(options, words, tmp_path):
@@ -225,10 +225,10 @@ def test_a_data_set_is_replaced_only_where_that_is_asked_for(kind, tmp_path, cap
     with pytest.raises(SystemExit):
         prepared()
     file = out / {"nanogpt": "train.bin", "megatron": "d[1]_text_document.bin"}[kind]
-    assert f"error: --out {out}: {file} is there already; " in capsys.readouterr().err
+    assert f"error: --out {out}: {file} already exists; " in capsys.readouterr().err
     with pytest.raises(SystemExit):  # training would find one of the two
         prepared("--overwrite", "--format", "megatron" if kind == "nanogpt" else "nanogpt")
-    assert f"{file} is there already; give another" in capsys.readouterr().err
+    assert f"{file} already exists; give another" in capsys.readouterr().err
     second = prepared("--overwrite")
     assert first.keys() == second.keys() and first != second
 
@@ -253,7 +253,7 @@ def test_no_file_of_anothers_is_replaced(words, there, tmp_path, tiny_shakespear
     with pytest.raises(SystemExit) as end:
         prepare.main([*words, "--out", str(tmp_path / "d")])
     assert end.value.code == 2
-    assert f"--out {tmp_path}/d: {file} is there already" in capsys.readouterr().err
+    assert f"--out {tmp_path}/d: {file} already exists" in capsys.readouterr().err
     assert file.read_text() == "precious" and list(file.parent.iterdir()) == [file]
 
 
