@@ -151,10 +151,9 @@ class WeightedInterleave:
         return block if block[0] <= n else self.make_block(n // self.block - 1)
 
     def _make_block(self, number: int) -> tuple[int, list[int], array, array]:
-        """Return a block: its first sample, the counts before it, and its corpora and numbers.
+        """Return the first sample of a block, the counts before it, and each corpus and number.
 
-        These are the corpus of each sample, and its number among the samples of that corpus in the
-        block, from 0.
+        The number of a sample counts the samples of its corpus in the block, from 0.
         """
         first, before = self._boundary(number)
         end, after = self._boundary(number + 1)

@@ -103,7 +103,10 @@ class Dataset:
         return lines
 
     def verify(self) -> None:
-        """Check sampled pages of each source: up to 64 MiB of each split, shared by all sources.
+        """Check sampled pages of each source.
+
+        This reads up to 64 MiB of each split, divided among the sources, but at least 16 pages of
+        each source.
 
         Raises:
             UsageError: if a token is outside the vocabulary, or if a single source does not match

@@ -38,7 +38,7 @@ class Index:
     dtype: np.dtype  # dtype of the tokens, little-endian
     lengths: np.ndarray  # number of tokens in each sequence: int32, shape (sequences,)
     pointers: np.ndarray  # byte offset of each sequence: int64, shape (sequences,)
-    documents: np.ndarray  # first sequence of each, then the count: int64, shape (documents + 1,)
+    documents: np.ndarray  # first sequence of each document, then S: int64, (documents + 1,)
 
     @property
     def total_tokens(self) -> int:
@@ -58,7 +58,7 @@ class Index:
     def find(self, token: int) -> Document:
         """Return the document that contains the token at offset `token`: O(log sequences) reads."""
         assert 0 <= token < self.total_tokens, token
-        # An empty sequence and the next one have the same start: the last of them has the token.
+        # An empty sequence has the same start as the next one, so the last match has the token.
         sequence = bisect.bisect_right(self.pointers, token * self.dtype.itemsize) - 1
         number = bisect.bisect_right(self.documents, sequence) - 1
         return Document(number, self.document_start(number), self.document_start(number + 1))

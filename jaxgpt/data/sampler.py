@@ -5,9 +5,9 @@ apart, and visits the windows in random order. The phase of the windows and thei
 anew for each epoch. The first and last windows are shifted to fit into the file, so that every
 epoch covers every token.
 
-`permute` gives the same order as `grain.MapDataset.range(n).shuffle(seed)`. It permutes a whole
-block of windows at a time, and avoids importing Grain, which takes as long as the rest of a warm
-start.
+`permute` gives the same order as `grain.MapDataset.range(n).shuffle(seed)`, except for some n, such
+as 4^8 + 1, for which Grain visits a window twice. It permutes a whole block of windows at a time,
+and avoids importing Grain, which takes as long as the rest of a warm start.
 """
 
 import functools

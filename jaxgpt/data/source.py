@@ -60,7 +60,6 @@ def read_meta(directory: Path) -> dict[str, Any]:
             raise ValueError(f"dtype is {meta['dtype']}, not uint16 or uint32")
     except ValueError as error:
         raise UsageError(
-            f"{path} is not a valid file of python -m jaxgpt.prepare ({error}); "
-            "prepare the data again"
+            f"{path} is not valid ({error}); prepare the data again with python -m jaxgpt.prepare"
         ) from None
     return meta

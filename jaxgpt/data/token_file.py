@@ -18,7 +18,8 @@ from jaxgpt.cluster.hardware import raise_open_file_limit
 from jaxgpt.config import UsageError
 
 PAGE = 16384  # bytes
-SAMPLED_PAGES = 4096  # pages of each split (64 MiB) that are hashed and checked, in all sources
+# Number of pages of each split (64 MiB) that are hashed and checked, divided among the sources.
+SAMPLED_PAGES = 4096
 OTHER_FILES = 512  # number of files that a process may have open besides its data
 
 

@@ -263,7 +263,7 @@ def load_tokenizer(path: Path | str, end_of_text: str | None = None) -> Tokenize
         size = max(ids.values()) + 1
     except UsageError:
         raise
-    except Exception as error:  # the package raises nothing narrower
+    except Exception as error:  # `tokenizers` raises plain `Exception`
         raise UsageError(
             f"tokenizer {path}: cannot be read ({in_words(error)}); give the path of a {FILE}, of "
             "a folder with this file or with encoder.json and vocab.bpe, or `byte`"

@@ -109,10 +109,10 @@ def swap(tokens):
         (
             lambda d: (d / "meta.json").write_text("{"),
             [],
-            "is not a valid file of python -m jaxgpt.prepare",
+            "meta.json is not valid .* again with python -m jaxgpt.prepare",
         ),
-        (lambda d: (d / "meta.json").write_text("[]"), [], "is not a valid"),
-        (lambda d: (d / "meta.json").write_text('{"dtype": "f4"}'), [], "is not a valid"),
+        (lambda d: (d / "meta.json").write_text("[]"), [], "meta.json is not valid"),
+        (lambda d: (d / "meta.json").write_text('{"dtype": "f4"}'), [], "meta.json is not valid"),
         (lambda d: None, ["model.vocab_size=5"], "model.vocab_size=5"),
         (lambda d: None, ["data.path=None", "data.dataset=nope"], "prepare text --name nope"),
     ],

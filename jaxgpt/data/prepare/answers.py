@@ -1,4 +1,4 @@
-"""Tokenize documents whose loss counts only the answers, and make the loss masks."""
+"""Tokenize prompts with their answers, and build loss masks that count only the answers."""
 
 import itertools
 from collections.abc import Iterator, Sequence
@@ -14,9 +14,9 @@ def encode_answers(
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Yield the token IDs of each document, and their weights: uint8, 1 for tokens of answers.
 
-    A prompt gets the same tokens as it does alone, because at inference the model sees only the
-    prompt. The tokens are those of the whole text, unless a token would cross the start or end of
-    an answer; the text is then split there.
+    A prompt is tokenized as if it were alone, because at inference the model sees only the prompt.
+    The tokens are those of the whole text, unless a token would cross the start or end of an
+    answer. In this case, the text is split there before it is tokenized.
     """
     cuts = [_cuts(document) for document in documents]
     has_special = documents[0].has_special

@@ -61,13 +61,13 @@ def prepare_text(
 ) -> list[str]:
     """Prepare UTF-8 text files or JSON lines; return lines that describe what was written.
 
-    The validation data of text files is the last `val_share` of their characters, as in nanoGPT.
-    That of JSON lines is a share of the documents, chosen by a hash of their text.
+    For text files, the last `val_share` of the characters is used for validation, as in nanoGPT.
+    For JSON lines, validation uses a share of the documents, chosen by a hash of their text.
 
     Args:
         tokenizer: `char`, or a tokenizer for `load_tokenizer`.
         json_key: the keys of the text in JSON lines; see `LineFormat.key`.
-        chat_template: a file with the chat template for conversations; by default the tokenizer's.
+        chat_template: a file with a chat template; the default is the tokenizer's own template.
         val_share: by default 0.1 for text files and 0.01 for JSON lines.
         megatron: write NAME_KEY_document.bin and .idx instead of train.bin and val.bin.
         end_of_text: the name of the token between documents, for `load_tokenizer`.
@@ -88,7 +88,7 @@ def prepare_text(
     if megatron:
         if encoder is None or isinstance(encoder, CharTokenizer):
             raise UsageError(
-                f"--tokenizer {tokenizer}: --format megatron cannot store the vocabulary of char; "
+                f"--tokenizer {tokenizer}: --format megatron cannot store a character vocabulary; "
                 "give byte or a tokenizer.json"
             )
         key = (is_json and json_key) or "text"
@@ -117,7 +117,7 @@ def prepare_text(
 
 
 def prepare_python(directory: Path) -> list[str]:
-    """Prepare the source of Python's standard library by bytes, which needs no download.
+    """Prepare the source of Python's standard library as bytes, which needs no download.
 
     Files are ordered by a hash of their paths, so that the last tenth, which is used for
     validation, resembles the rest. Raises `UsageError` if there are no source files.

@@ -134,9 +134,9 @@ def input_files(inputs: Iterable[Path]) -> tuple[list[Path], bool]:
     are_json = {_kind(path) in _JSON for path in files}
     if len(are_json) != 1:
         raise UsageError(
-            f"--input {' '.join(map(str, inputs))}: must be text files ({', '.join(_TEXT)}) or "
-            f"JSON lines ({', '.join(_JSON)}), compressed with .gz or not, but not both; prepare "
-            "text and JSON lines separately and mix them with data.blend"
+            f"--input {' '.join(map(str, inputs))}: must be only text files ({', '.join(_TEXT)}) "
+            f"or only JSON lines ({', '.join(_JSON)}), which may be compressed (.gz); prepare text "
+            "and JSON lines separately and mix them with data.blend"
         )
     return files, are_json.pop()
 

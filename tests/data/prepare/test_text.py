@@ -177,7 +177,7 @@ def test_inputs_that_cannot_be_are_refused(tmp_path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(UsageError, match="--input .*no.txt: cannot be read"):
         prepare_text(tmp_path / "d", [tmp_path / "no.txt"], "char")
-    with pytest.raises(UsageError, match="empty: must be text files .* or JSON lines"):
+    with pytest.raises(UsageError, match="empty: must be only text files .* or only JSON"):
         prepare_text(tmp_path / "d", [tmp_path / "empty"], "char")
     (tmp_path / "b.jsonl").write_text("{}")
     with pytest.raises(UsageError, match="prepare text and JSON lines separately"):
