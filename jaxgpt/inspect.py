@@ -1,8 +1,9 @@
 """Show the rows of a training step: `python -m jaxgpt.inspect --run DIR --step 1234`.
 
-Prints the text of each row with its file, offset and document. This needs only the data, and takes
-as long for step 10^9 as for step 1. Instead of `--run`, you can give `--config NAME` and settings
-as for jaxgpt.train. Settings after `--run`, such as data.path=DIR, override those of the run.
+Prints the text of each row with its file and offset, and its document if the data has an index.
+This needs only the data, and takes as long for step 10^9 as for step 1. Instead of `--run`, you can
+give `--config NAME` and settings as for jaxgpt.train. Settings after `--run`, such as
+data.path=DIR, override those of the run.
 
 If the data has a loss mask, `targets` is the number of targets in a row that count in the loss, and
 their text is shown between [[ and ]].

@@ -1,4 +1,4 @@
-"""Bytes of text from its tokens."""
+"""The number of bytes in the text of some tokens."""
 
 import random
 

@@ -1,4 +1,4 @@
-"""Subword tokenizers: GPT-2's, against tiktoken's ids, and a tokenizer.json of any kind."""
+"""Subword tokenizers: GPT-2's, compared with tiktoken's IDs, and other kinds of tokenizer.json."""
 
 import hashlib
 import json
@@ -24,7 +24,7 @@ tokenizers = pytest.importorskip("tokenizers")
 NASTY = (
     "a<|endoftext|>b  \n\n\n  don't 123 \u00a0\u3000x \r\n\t\tfoo\t\n 日本語 😀\u200d \x00 e\u0301 "
 )
-# The pattern of GPT-4 and Llama 3, by which punctuation takes the newlines after it.
+# The pattern of GPT-4 and Llama 3, in which punctuation includes the newlines that follow it.
 LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -43,7 +43,7 @@ def nasty_texts(count, length):
 
 def test_gpt2_as_openai_and_nanogpt_have_it(gpt2):
     assert (gpt2.vocab_size, gpt2.end_of_text) == (50257, 50256)
-    # The example of tiktoken's README, and the ids that nanoGPT's sample.py starts from.
+    # The example in tiktoken's README, and the IDs that nanoGPT's sample.py starts with.
     assert gpt2.encode("hello world").tolist() == [31373, 995]
     assert gpt2.encode("\n").tolist() == [198]
     assert gpt2.decode([31373, 995, 50256]) == "hello world<|endoftext|>"
@@ -68,7 +68,7 @@ def test_ids_are_those_of_tiktoken(gpt2, gpt2_folder, tiny_shakespeare):
 
 
 def split_by(pattern, gpt2_folder, folder):
-    """GPT-2's vocabulary behind another pattern that parts text into words."""
+    """GPT-2's vocabulary with a different pre-tokenization pattern."""
     load_tokenizer(gpt2_folder).save(folder)
     content = json.loads((folder / "tokenizer.json").read_bytes())
     split = {
@@ -89,7 +89,7 @@ def test_a_text_in_pieces_has_the_tokens_of_the_whole(gpt2, gpt2_folder, kind, t
         content["pre_tokenizer"] = content["pre_tokenizer"]["pretokenizers"][1] | {
             "use_regex": True
         }
-    elif kind == "no words":  # the whole text is one word, as for Llama 2
+    elif kind == "no words":  # the whole text is one word, as in Llama 2
         content["pre_tokenizer"] = None
     elif kind == "prefix":
         content["normalizer"] = {"type": "Prepend", "prepend": "\u2581"}
@@ -136,7 +136,7 @@ def test_a_tokenizer_is_found_under_all_its_names(gpt2, gpt2_folder, tmp_path):
 
 @pytest.mark.parametrize("kind", ["Metaspace", "WordPiece", "ByteLevel", "bytes"])
 def test_what_continues_a_prompt_keeps_its_first_space(gpt2, tmp_path, kind):
-    """The decoders of SentencePiece and WordPiece leave out what stands before the first token."""
+    """The decoders of SentencePiece and WordPiece drop the prefix of the first token."""
     if kind in ("Metaspace", "WordPiece"):
         mark = "\u2581" if kind == "Metaspace" else ""
         words = {f"{mark}{word}": n for n, word in enumerate(["the", "mesh", "says", "how", "?"])}

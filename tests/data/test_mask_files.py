@@ -1,4 +1,4 @@
-"""Loss masks on disk: read beside the tokens, checked, fingerprinted, blended."""
+"""Loss masks on disk are read with the tokens, checked, fingerprinted and blended."""
 
 import json
 
@@ -13,7 +13,7 @@ N = 5000
 
 
 def write(folder, mask=True, **meta):
-    """Random tokens, and a mask by a rule of their number."""
+    """Random tokens, and a mask that depends on each token's position."""
     folder.mkdir(exist_ok=True)
     for seed, split in enumerate(("train", "val")):
         tokens = np.random.default_rng(seed).integers(97, size=N).astype(np.uint16)

@@ -1,4 +1,4 @@
-"""Indexed data sets, against the format as Megatron-LM documents it and against its own code."""
+"""Indexed datasets, compared with the format that Megatron-LM documents and with its own code."""
 
 import struct
 
@@ -9,7 +9,7 @@ from jaxgpt.config import UsageError
 from jaxgpt.data.megatron import read_index
 from jaxgpt.data.prepare.writer import megatron_writer
 
-# Four documents of uint16 tokens: two sequences, none, one of no tokens, one.
+# Four documents of uint16 tokens, with 2, 0, 1 (empty) and 1 sequences.
 TOKENS = [7, 8, 9, 10, 11, 12]
 IDX = (
     b"MMIDIDX\x00\x00"
@@ -19,7 +19,7 @@ IDX = (
     + struct.pack("<5q", 0, 2, 2, 3, 4)
 )
 POINTERS, DOCUMENTS = 34 + 16, 34 + 16 + 32
-# code of Megatron's DType -> the types of NumPy that hold token ids
+# Megatron's DType code -> the NumPy dtype that can hold token IDs
 CODES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}
 
 

@@ -1,4 +1,4 @@
-"""The data format that the room's README adds."""
+"""The data format that the folder's README adds."""
 
 import numpy as np
 import pytest
@@ -13,7 +13,7 @@ from readme_code import load_block, train_and_move
 
 @pytest.fixture
 def corpus(monkeypatch, tmp_path):
-    """The same tokens as a .npy file and as a lone file of nanoGPT's."""
+    """The same tokens as a .npy file and as a single nanoGPT file."""
     module = load_block("jaxgpt/data/README.md", "npy", tmp_path)
     made = data.Format(module.is_npy, module.open_npy)
     monkeypatch.setitem(data.FORMATS, "npy", made)

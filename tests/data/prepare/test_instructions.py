@@ -1,4 +1,4 @@
-"""Prompts and conversations: their tokens, and which of them count in the loss."""
+"""Prompts and conversations: their tokens, and which tokens count in the loss."""
 
 import json
 
@@ -51,7 +51,7 @@ def write(folder, lines, name="a.jsonl"):
 
 
 def prepared(folder, lines, tokenizer="byte", **options):
-    """split -> (token ids, mask)."""
+    """Return a dictionary: split -> (token IDs, mask)."""
     prepare_text(
         folder / "d", [write(folder, lines)], str(tokenizer), **({"val_share": 0.3} | options)
     )
@@ -70,7 +70,7 @@ def conversation(*texts):
 
 
 def rendered(document):
-    """What `TEMPLATE` makes of a conversation: [(text, whether it counts)]."""
+    """Return a conversation as `TEMPLATE` renders it: [(text, whether it counts)]."""
     parts = []
     for message in document["messages"]:
         is_answer = message["role"] == "assistant"
@@ -81,7 +81,7 @@ def rendered(document):
 
 @pytest.fixture(scope="module")
 def chat_tokenizer(tmp_path_factory):
-    """A folder with a BPE tokenizer of bytes, special tokens and `TEMPLATE`, as on the Hub."""
+    """A folder with a byte-level BPE tokenizer, special tokens and `TEMPLATE`, as on the Hub."""
     tokenizers = pytest.importorskip("tokenizers")
     pytest.importorskip("jinja2")
     folder = tmp_path_factory.mktemp("chat")
@@ -122,7 +122,7 @@ def test_completions_and_the_end_of_text_after_them_count(tmp_path):
 
 
 def test_a_prompt_has_the_tokens_that_it_has_alone(tmp_path, gpt2_folder):
-    """GPT-2 has tokens for "Nameless" and "Name", and " Paris" is one."""
+    """GPT-2 has tokens for "Nameless" and "Name", and " Paris" is one token."""
     lines = [
         {"prompt": "Name", "completion": "less"},
         {"prompt": "The capital of France is", "completion": " Paris"},

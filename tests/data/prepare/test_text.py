@@ -1,4 +1,4 @@
-"""From text and JSON lines to token files."""
+"""Conversion of text and JSON lines to token files."""
 
 import gzip
 import json
@@ -24,7 +24,7 @@ from odd_texts import odd_text
 
 @pytest.fixture
 def small_blocks(monkeypatch):
-    """Files of some KB are read in many blocks, and encoded in many batches."""
+    """Small blocks and batches, so that files of a few KB need many of them."""
     monkeypatch.setattr(text, "_BLOCK", 3000)
     monkeypatch.setattr(text, "_BATCH", 9000)
 
@@ -38,7 +38,7 @@ def json_lines(texts, **more):
 
 
 def stories(count, seed=0):
-    """Texts of some length that differ from one another."""
+    """Different texts of various lengths."""
     draw = random.Random(seed)
     return [f"story {seed} {n}\n\n" + "fjord æ " * draw.randrange(40) for n in range(count)]
 
@@ -226,7 +226,7 @@ def test_a_data_set_is_replaced_only_where_that_is_asked_for(kind, tmp_path, cap
         prepared()
     file = out / {"nanogpt": "train.bin", "megatron": "d[1]_text_document.bin"}[kind]
     assert f"error: --out {out}: {file} already exists; " in capsys.readouterr().err
-    with pytest.raises(SystemExit):  # training would find one of the two
+    with pytest.raises(SystemExit):  # training would find only one of the two datasets
         prepared("--overwrite", "--format", "megatron" if kind == "nanogpt" else "nanogpt")
     assert f"{file} already exists; give another" in capsys.readouterr().err
     second = prepared("--overwrite")
@@ -270,7 +270,7 @@ def test_a_data_set_of_a_command_is_replaced_in_its_own_place(
 
 
 def test_an_existing_folder_is_written_from_within(tmp_path, monkeypatch):
-    """Its parent may be another's, or another file system."""
+    """The parent folder may belong to someone else or be on another file system."""
     homes, make = [], publishing.tempfile.mkdtemp
     monkeypatch.setattr(
         publishing.tempfile,
