@@ -98,7 +98,11 @@ class Dataset:
         if masked:
             counted = [s.meta.get("targets", {}).get("train") for s in masked]
             size = sum(s.tokens["train"].size for s in masked)
-            share = "" if None in counted else f"; {sum(counted):,} of their {size:,} tokens count"
+            share = (
+                ""
+                if None in counted
+                else f"; {sum(counted):,} of their {size:,} tokens count as targets"
+            )
             lines.append(f"loss mask: in {len(masked)} of {len(self.sources)} sources{share}")
         return lines
 

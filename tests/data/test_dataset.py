@@ -96,7 +96,7 @@ def swap(tokens):
 @pytest.mark.parametrize(
     ("damage", "overrides", "words"),
     [
-        (lambda d: (d / "train.bin").unlink(), [], "there is no"),
+        (lambda d: (d / "train.bin").unlink(), [], "train.bin is missing; copy it"),
         (lambda d: (d / "val.bin").write_bytes(b""), [], "val.bin has 0 bytes, but"),
         (lambda d: os.truncate(d / "train.bin", 101), [], "train.bin has 101 bytes"),
         (

@@ -84,7 +84,7 @@ def test_meta_json_says_whether_there_is_a_mask(tmp_path):
     dataset, _ = opened(f"data.path={folder}")
     assert (
         dataset.has_masks
-        and "1 of 1 sources say which tokens count as targets: 1,234 of their 5,000"
+        and "in 1 of 1 sources; 1,234 of their 5,000 tokens count as targets"
         in "\n".join(dataset.describe())
     )
     (folder / "val.mask.bin").unlink()
