@@ -5,12 +5,12 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from jaxgpt.data.prepare.json_lines import Document
+from jaxgpt.data.prepare.json_lines import LineDocument
 from jaxgpt.data.tokenizers import Tokenizer
 
 
 def encode_answers(
-    documents: Sequence[Document], tokenizer: Tokenizer
+    documents: Sequence[LineDocument], tokenizer: Tokenizer
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Yield the token IDs of each document, and their weights: uint8, 1 for tokens of answers.
 
@@ -32,13 +32,13 @@ def encode_answers(
         yield np.concatenate(parts), np.repeat(np.uint8(weights), [part.size for part in parts])
 
 
-def _cuts(document: Document) -> list[int]:
+def _cuts(document: LineDocument) -> list[int]:
     """Return the end positions of the parts of a text: the answers and the text between them."""
     return sorted({*itertools.chain(*document.answers), len(document.text)} - {0})
 
 
 def _parts(
-    document: Document, ends: list[int], encoded: list[np.ndarray], tokenizer: Tokenizer
+    document: LineDocument, ends: list[int], encoded: list[np.ndarray], tokenizer: Tokenizer
 ) -> list[np.ndarray]:
     """Return the token IDs of each part, given those of the text up to each part's end."""
     out, start, cut, before = [], 0, 0, np.empty(0, np.int64)

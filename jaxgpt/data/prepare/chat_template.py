@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 from jaxgpt.config import UsageError, in_words, read_json
 
 FILE = "chat_template.jinja"
-OLDEST = (3, 1, 6)  # templates can escape the sandbox of older jinja2 versions (CVE-2025-27516)
+# Templates can escape the sandbox of older versions (CVE-2025-27516).
+MIN_JINJA2_VERSION = (3, 1, 6)
 # Unicode noncharacters that mark the start and end of a {% generation %} block.
 _BEGIN, _END = "\ufdd0", "\ufdd1"
 
@@ -159,10 +160,10 @@ def _environment():
             "pip install 'jaxgpt[hf]' or pip install jinja2"
         ) from None
     installed = version("jinja2")
-    if tuple(map(int, re.findall(r"\d+", installed)[:3])) < OLDEST:
+    if tuple(map(int, re.findall(r"\d+", installed)[:3])) < MIN_JINJA2_VERSION:
         raise UsageError(
             f"jinja2 {installed}: a chat template can run arbitrary code (CVE-2025-27516); run pip "
-            f"install 'jinja2>={'.'.join(map(str, OLDEST))}'"
+            f"install 'jinja2>={'.'.join(map(str, MIN_JINJA2_VERSION))}'"
         )
 
     class Generation(jinja2.ext.Extension):

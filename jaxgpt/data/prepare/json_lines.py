@@ -20,7 +20,7 @@ class LineFormat(NamedTuple):
     chat_template: Path | None  # None uses the tokenizer's own template
 
 
-class Document(NamedTuple):
+class LineDocument(NamedTuple):
     """The text of a line, and the parts of it that count in the loss."""
 
     text: str
@@ -42,7 +42,7 @@ class LineReader:
         self._has_messages: bool | None = None  # set by the first line
         self._template: ChatTemplate | None = None
 
-    def read(self, line: bytes, where: str) -> Document:
+    def read(self, line: bytes, where: str) -> LineDocument:
         """Return the document in a line.
 
         Raises:
@@ -63,9 +63,9 @@ class LineReader:
                 f"{line[:80]!r} ({type(error).__name__}); choose keys with --jsonl-key"
             ) from None
         if len(fields) == 1:
-            return Document(*fields)
+            return LineDocument(*fields)
         prompt, completion = fields
-        return Document(prompt + completion, [(len(prompt), len(prompt) + len(completion))])
+        return LineDocument(prompt + completion, [(len(prompt), len(prompt) + len(completion))])
 
     def _fields(self, value: Any, where: str) -> list[Any]:
         """Return the values of the chosen keys in a line. The first line may choose the keys."""
@@ -106,7 +106,7 @@ class LineReader:
             )
         return found
 
-    def _conversation(self, messages: list[Any], where: str) -> Document:
+    def _conversation(self, messages: list[Any], where: str) -> LineDocument:
         try:
             _check_messages(messages)
             text, answers = self._template.render(messages)
@@ -118,7 +118,7 @@ class LineReader:
                 )
         except ValueError as error:
             raise UsageError(f"{where}: {error}") from None
-        return Document(text, answers, True)
+        return LineDocument(text, answers, True)
 
 
 def _check_messages(messages: list[Any]) -> None:

@@ -18,7 +18,7 @@ from tqdm import tqdm
 from jaxgpt.config import UsageError, in_words
 from jaxgpt.data.nanogpt import mask_path
 from jaxgpt.data.prepare.answers import encode_answers
-from jaxgpt.data.prepare.json_lines import Document, LineFormat, LineReader
+from jaxgpt.data.prepare.json_lines import LineDocument, LineFormat, LineReader
 from jaxgpt.data.prepare.writer import megatron_writer, new_dataset, token_dtype
 from jaxgpt.data.source import SPLITS
 from jaxgpt.data.tokenizers import CharTokenizer, Tokenizer
@@ -31,19 +31,19 @@ _LARGEST = 1 << 26  # maximum number of characters without a position where the 
 _MEGATRON_UINT16 = 65500  # smallest vocabulary that Megatron-LM stores as int32
 
 
-class Piece(NamedTuple):
+class TextChunk(NamedTuple):
     """Text that can be encoded independently of the text around it."""
 
     split: str
     text: str
     ends: bool  # whether a document ends here
-    document: Document | None = None  # None for text files
+    document: LineDocument | None = None  # None for text files
 
 
 class Encoded(NamedTuple):
-    """A tokenized piece."""
+    """A tokenized chunk."""
 
-    piece: Piece
+    chunk: TextChunk
     ids: np.ndarray  # int64 (tokens,)
     weights: np.ndarray | None  # uint8 (tokens,): 1 for tokens of answers; None if all count
 
@@ -56,14 +56,14 @@ class Corpus:
     lines: LineFormat | None  # the format of JSON lines; None for text files
     val_share: float | None  # share of the characters or JSON lines; None puts all in "train"
 
-    def pieces(self, tokenizer: Tokenizer) -> Iterator[Piece]:
+    def chunks(self, tokenizer: Tokenizer) -> Iterator[TextChunk]:
         """Yield all text in order.
 
         Raises:
             UsageError: if a file, byte or line cannot be read.
         """
         if self.lines is None:
-            yield from self._text_pieces(tokenizer)
+            yield from self._text_chunks(tokenizer)
             return
         reader = LineReader(self.lines)
         for path in self.files:
@@ -73,14 +73,16 @@ class Corpus:
                         continue
                     document = reader.read(line, f"--input {path}: line {number}")
                     if document.text:
-                        yield Piece(self._split_of(document.text), document.text, True, document)
+                        yield TextChunk(
+                            self._split_of(document.text), document.text, True, document
+                        )
 
     def _split_of(self, text: str) -> str:
         """Choose a split by a hash of the text, so that copies of a document stay together."""
         drawn = hashlib.blake2b(text.encode(), digest_size=8).digest()
         return "val" if int.from_bytes(drawn) < (self.val_share or 0) * 2**64 else "train"
 
-    def _text_pieces(self, tokenizer: Tokenizer) -> Iterator[Piece]:
+    def _text_chunks(self, tokenizer: Tokenizer) -> Iterator[TextChunk]:
         """Yield text files; the last `val_share` of all characters is "val", as in nanoGPT."""
         n_train = sys.maxsize
         if self.val_share is not None:
@@ -93,11 +95,11 @@ class Corpus:
                     if not part:
                         continue
                     if split not in (None, part_split):
-                        yield Piece(split, text, False)
+                        yield TextChunk(split, text, False)
                         text = ""
                     split, text = part_split, text + part
                     if size := tokenizer.split_point(text):
-                        yield Piece(split, text[:size], False)
+                        yield TextChunk(split, text[:size], False)
                         text = text[size:]
                     elif len(text) > _LARGEST:
                         raise UsageError(
@@ -107,7 +109,7 @@ class Corpus:
                         )
                 n_train = max(0, n_train - len(block))
             if split is not None:
-                yield Piece(split, text, True)
+                yield TextChunk(split, text, True)
 
 
 def input_files(inputs: Iterable[Path]) -> tuple[list[Path], bool]:
@@ -175,10 +177,10 @@ def write_nanogpt(
         encoded = encode(corpus, tokenizer)
         if tokenizer.end_of_text is not None:
             encoded = join_documents(encoded, tokenizer.end_of_text)
-        for piece, ids, weights in encoded:
-            split = piece.split
+        for chunk, ids, weights in encoded:
+            split = chunk.split
             tokens[split].write(ids.astype(dtype).data)
-            counts.update({split: ids.size, "documents": piece.ends})
+            counts.update({split: ids.size, "documents": chunk.ends})
             if weights is not None:
                 if split not in masks:
                     path = mask_path(scratch / f"{split}.bin")
@@ -203,25 +205,25 @@ def join_documents(encoded: Iterable[Encoded], end_of_text: int) -> Iterator[Enc
     Raises:
         UsageError: if a document with answers contains the token before its end.
     """
-    last: dict[str, Piece] = {}  # the previous piece of each split
-    for piece, ids, weights in encoded:
+    last: dict[str, TextChunk] = {}  # the previous chunk of each split
+    for chunk, ids, weights in encoded:
         if weights is not None:
             if ids.size and ids[-1] == end_of_text:
                 ids, weights = ids[:-1], weights[:-1]
             if end_of_text in ids:
                 raise UsageError(
-                    f"--input: the document {piece.text[:60]!r}... contains the end-of-text token, "
+                    f"--input: the document {chunk.text[:60]!r}... contains the end-of-text token, "
                     f"{end_of_text}, before its end, so it would be read as several documents; "
                     "choose another token with --eos, such as <|endoftext|>"
                 )
-        before = last.get(piece.split)
+        before = last.get(chunk.split)
         if before is not None and before.ends:
             ids = np.concatenate([[end_of_text], ids])
             if weights is not None:
                 counts = np.uint8(before.document.ends_with_answer)
                 weights = np.concatenate([[counts], weights])
-        last[piece.split] = piece
-        yield Encoded(piece, ids, weights)
+        last[chunk.split] = chunk
+        yield Encoded(chunk, ids, weights)
 
 
 def write_megatron(corpus: Corpus, prefix: Path, tokenizer: Tokenizer) -> Counter[str]:
@@ -235,54 +237,54 @@ def write_megatron(corpus: Corpus, prefix: Path, tokenizer: Tokenizer) -> Counte
     counts = Counter()
     dtype = np.uint16 if tokenizer.vocab_size < _MEGATRON_UINT16 else np.int32
     with megatron_writer(prefix, dtype) as add:
-        for piece, ids, weights in encode(corpus, tokenizer):
+        for chunk, ids, weights in encode(corpus, tokenizer):
             if weights is not None:
                 raise UsageError(
                     "--format megatron: cannot store the loss mask of prompts and messages; use "
                     "--format nanogpt"
                 )
-            if piece.ends and tokenizer.end_of_text is not None:
+            if chunk.ends and tokenizer.end_of_text is not None:
                 ids = np.append(ids, tokenizer.end_of_text)
-            add(ids, piece.ends)
-            counts.update({"train": ids.size, "documents": piece.ends})
+            add(ids, chunk.ends)
+            counts.update({"train": ids.size, "documents": chunk.ends})
     return counts
 
 
 def encode(corpus: Corpus, tokenizer: Tokenizer) -> Iterator[Encoded]:
-    """Yield each piece with its tokens, and show the progress on standard error."""
+    """Yield each chunk with its tokens, and show the progress on standard error."""
     every = 0.5 if sys.stderr.isatty() else 10  # seconds
     options = {"unit_scale": True, "delay": every, "mininterval": every, "leave": False}
     with tqdm(unit=" characters", **options) as bar:
-        pieces = corpus.pieces(tokenizer)
-        while batch := list(_take(pieces)):
+        chunks = corpus.chunks(tokenizer)
+        while batch := list(_take_batch(chunks)):
             yield from _encode_batch(batch, tokenizer)
-            bar.update(sum(len(piece.text) for piece in batch))
+            bar.update(sum(len(chunk.text) for chunk in batch))
 
 
-def _encode_batch(pieces: Sequence[Piece], tokenizer: Tokenizer) -> Iterator[Encoded]:
-    documents = [piece.document for piece in pieces]
+def _encode_batch(chunks: Sequence[TextChunk], tokenizer: Tokenizer) -> Iterator[Encoded]:
+    documents = [chunk.document for chunk in chunks]
     # A corpus has only one kind of documents, so either all of them have answers or none.
     if documents[0] is not None and documents[0].answers is not None:
-        for piece, found in zip(pieces, encode_answers(documents, tokenizer), strict=True):
-            yield Encoded(piece, *found)
+        for chunk, found in zip(chunks, encode_answers(documents, tokenizer), strict=True):
+            yield Encoded(chunk, *found)
         return
-    encoded = tokenizer.encode_batch([piece.text for piece in pieces])
-    for piece, ids in zip(pieces, encoded, strict=True):
-        yield Encoded(piece, ids, None)
+    encoded = tokenizer.encode_batch([chunk.text for chunk in chunks])
+    for chunk, ids in zip(chunks, encoded, strict=True):
+        yield Encoded(chunk, ids, None)
 
 
-def _take(pieces: Iterator[Piece]) -> Iterator[Piece]:
-    """Yield the next pieces until they have at least _BATCH characters in total."""
+def _take_batch(chunks: Iterator[TextChunk]) -> Iterator[TextChunk]:
+    """Yield the next chunks until they have at least _BATCH characters in total."""
     size = 0
-    while size < _BATCH and (piece := next(pieces, None)):
-        yield piece
-        size += len(piece.text)
+    while size < _BATCH and (chunk := next(chunks, None)):
+        yield chunk
+        size += len(chunk.text)
 
 
 def _char_tokenizer(corpus: Corpus) -> CharTokenizer:
     characters = set()
-    for piece in replace(corpus, val_share=None).pieces(CharTokenizer("")):
-        characters.update(piece.text)
+    for chunk in replace(corpus, val_share=None).chunks(CharTokenizer("")):
+        characters.update(chunk.text)
     return CharTokenizer(characters)
 
 
