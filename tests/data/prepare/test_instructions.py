@@ -258,13 +258,16 @@ def test_answers_are_found_in_the_text_of_published_templates(name):
 @pytest.mark.parametrize(
     ("lines", "words"),
     [
-        ([{"question": "?"}], "line 1 must be .* under 'text', not .*; see --jsonl-key"),
-        ([{"prompt": "a"}], "line 1 must be a document in JSON with UTF-8 text under 'text'"),
+        (
+            [{"question": "?"}],
+            "line 1 must be .* under 'text', not .*; choose keys with --jsonl-key",
+        ),
+        ([{"prompt": "a"}], "line 1 must be a JSON object with UTF-8 text under 'text'"),
         (
             [PAIRS[0], {"text": "a"}],
             "line 2 must be .* under 'prompt' and 'completion', not .*KeyError",
         ),
-        ([PAIRS[0], {"prompt": "a", "completion": 1}], "line 2 must be .*; see --jsonl-key"),
+        ([PAIRS[0], {"prompt": "a", "completion": 1}], "line 2 must be .* with --jsonl-key"),
         ([PAIRS[0], conversation("a", "b")], "line 2 must be .* 'prompt' and 'completion'"),
         ([{"text": "a"}, PAIRS[0]], "line 2 must be .* under 'text'"),
         ([{"text": "a", **PAIRS[0]}], "line 1: matches several kinds of lines; give --jsonl-key t"),
