@@ -1,7 +1,7 @@
 """Measure speed and memory: `python -m jaxgpt.bench KIND [--config NAME] [section.key=value ...]`.
 
-Under `mpiexec -n N` the N processes are one job. All options that are not listed are those of
-jaxgpt.train, such as --mesh 2,1,4 or train.batch_size=512.
+Under `mpiexec -n N`, the N processes form one job. All options of jaxgpt.train also work, such as
+--mesh 2,1,4 or train.batch_size=512.
 """
 
 import argparse
@@ -17,7 +17,7 @@ PROG = "python -m jaxgpt.bench"
 
 
 def parser() -> CommandParser:
-    """Return the parser; the module of a bench's name has a `run(settings, **its options)`."""
+    """Return the parser. KIND names a module of this folder; its `run` takes the kind's options."""
     out = CommandParser(
         prog=PROG, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -25,30 +25,50 @@ def parser() -> CommandParser:
 
     def bench(name: str, about: str) -> CommandParser:
         kind = kinds.add_parser(name, help=about, description=about)
-        kind.add_argument("--json", action="store_true", help="one line of JSON")
-        kind.epilog = "All else is as for jaxgpt.train, whose --help lists every key."
+        kind.add_argument("--json", action="store_true", help="print one line of JSON")
+        kind.epilog = "All options of jaxgpt.train also work; its --help lists every key."
         return kind
 
     def number(kind: CommandParser, option: str, about: str) -> None:
         kind.add_argument(option, type=whole_number(), metavar="N", help=about)
 
-    kind = bench("step", "time, rates and memory of training steps, beside a large matrix product")
-    number(kind, "--steps", "in each of seven rounds; default 1.5 seconds")
-    kind.add_argument("--synthetic", action="store_true", help="random tokens, not the data")
-    kind.add_argument(
-        "--profile", type=file_path, metavar="DIR", help="trace a few steps, list what is expensive"
+    kind = bench(
+        "step", "time, rates and memory of training steps, compared with a large matrix product"
     )
-    kind = bench("loader", "tokens/s from files to global arrays, beside rows of a memory map")
-    number(kind, "--batches", "in each of five rounds; default 40")
-    kind = bench("checkpoint", "time to save and restore a state, beside plain files")
-    kind.add_argument(
-        "--out", type=file_path, metavar="DIR", help="default where temporary files are"
+    number(
+        kind, "--steps", "steps in each of seven rounds; by default a round takes about 1.5 seconds"
     )
-    kind = bench("sample", "time to generate a text, per token")
-    number(kind, "--tokens", "to write; default 200, or what fits")
-    kind = bench("startup", "time to the first step, cold and warm, beside the imports")
-    number(kind, "--runs", "cold and warm; default 3 each")
-    number(kind, "--processes", "started by mpiexec; default without it")
+    kind.add_argument(
+        "--synthetic", action="store_true", help="use random tokens instead of the data"
+    )
+    kind.add_argument(
+        "--profile",
+        type=file_path,
+        metavar="DIR",
+        help="trace a few steps and list the most expensive operations",
+    )
+    kind = bench(
+        "loader", "tokens/s from files to global arrays, compared with rows of a memory map"
+    )
+    number(kind, "--batches", "batches in each of five rounds; default 40")
+    kind = bench("checkpoint", "time to save and restore a checkpoint, compared with plain files")
+    kind.add_argument(
+        "--out",
+        type=file_path,
+        metavar="DIR",
+        help="where to write; default: the folder for temporary files",
+    )
+    kind = bench("sample", "time to generate text, per token")
+    number(kind, "--tokens", "tokens to generate; default 200, or as many as fit")
+    kind = bench(
+        "startup", "time to the first step, cold and warm, compared with the imports alone"
+    )
+    number(kind, "--runs", "number of cold starts, and of warm starts; default 3")
+    number(
+        kind,
+        "--processes",
+        "number of processes that mpiexec starts; by default one process, without mpiexec",
+    )
     return out
 
 
@@ -56,7 +76,7 @@ def main(argv: list[str] | None = None) -> None:
     argv = sys.argv[1:] if argv is None else argv
     with job_exit_handler():
         if is_help(argv) and rank_from_env() > 0:
-            return  # once is enough
+            return  # process 0 alone prints the help
         arguments, settings = parser().parse_known_args(argv)
         options = {name: value for name, value in vars(arguments).items() if value is not None}
         kind, in_json = options.pop("kind"), options.pop("json")

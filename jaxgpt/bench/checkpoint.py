@@ -1,7 +1,7 @@
-"""Time to save and to restore a state, beside plain files of the same number and sizes.
+"""Time to save and restore a checkpoint, compared with plain files of the same number and sizes.
 
-Both sides count as written when they are on the disk: TensorStore syncs every file that holds
-numbers. Before both are read, the page cache forgets them.
+Both are timed until the data is on the disk: TensorStore syncs every file that holds arrays. Before
+either is read, its files are dropped from the page cache.
 """
 
 import os
@@ -23,14 +23,14 @@ from jaxgpt.train.functions import make_steps
 from jaxgpt.train.resume import initial_model
 from jaxgpt.train.state import checkpoint_tree
 
-ROUNDS = 8  # after one to warm up; even, as what comes second in a round may take longer
+ROUNDS = 8  # after one warm-up; an even number, because the order alternates
 ONE_GIGABYTE = ("--config", "gpt2", "model.n_layer=6")
 
 
 def run(settings: Sequence[str], out: Path | None = None) -> Result:
-    """Save and restore a state eight times; without a --config one of 1 GB.
+    """Save and restore a checkpoint eight times, of 1 GB if `settings` do not name a config.
 
-    Raises `UsageError` if there is no room, or the mesh cannot work.
+    Raises `UsageError` if there is not enough disk space, or if the mesh does not work.
     """
     if not any(word.startswith(("--config", "config=")) for word in settings):
         settings = [*ONE_GIGABYTE, *settings]
@@ -42,7 +42,7 @@ def run(settings: Sequence[str], out: Path | None = None) -> Result:
         shapes = checkpoint_tree(steps.state_shapes)
         Checkpoints(job.folder, config, job.cluster).open(shapes)
         state = steps.init()
-        # Not zeros: as after some steps.
+        # Make the moments nonzero, as they are after a few steps.
         state = state._replace(opt_state=jax.tree.map(lambda x: x + 1, state.opt_state))
         tree = checkpoint_tree(state)
         writes = [partial(save, job, config, tree), partial(write_files, job)]
@@ -73,7 +73,7 @@ def run(settings: Sequence[str], out: Path | None = None) -> Result:
 
 
 def medians(rounds: list[dict[str, float]]) -> dict[str, Value]:
-    """Return the medians of the rounds' seconds, and of their ratios to plain files."""
+    """Return the median seconds, and the median speeds relative to plain files."""
     out = {name: Value(statistics.median(r[name] for r in rounds), "s") for name in rounds[0]}
     for ours, plain in (("save", "write"), ("restore", "read")):
         ratios = [r[f"plain_{plain}_seconds"] / r[f"{ours}_seconds"] for r in rounds]
@@ -102,7 +102,7 @@ def save(job: Job, config: Config, tree: Tree) -> dict[str, float]:
 
 
 def restore(job: Job, config: Config, shapes: Tree) -> dict[str, float]:
-    """Restore the checkpoint, which compares its checksums."""
+    """Restore the checkpoint, which includes verifying its checksums."""
     checkpoints = Checkpoints(job.folder / "checkpoint", config, job.cluster)
     drop_cached(job, "checkpoint")
     _, seconds = job.timed(lambda: jax.block_until_ready(checkpoints.restore(1, shapes)))
@@ -111,18 +111,18 @@ def restore(job: Job, config: Config, shapes: Tree) -> dict[str, float]:
 
 
 def file_sizes(job: Job) -> list[int]:
-    """Return the bytes of each file of the checkpoint."""
+    """Return the size in bytes of each file of the checkpoint, in ascending order."""
     files = (job.folder / "checkpoint").rglob("*")
     return job.cluster.broadcast(sorted(f.stat().st_size for f in files if f.is_file()))
 
 
 def write_files(job: Job) -> dict[str, float]:
-    """Write plain files of the checkpoint's sizes from memory, each to the disk (fsync)."""
+    """Write plain files with the same sizes as the checkpoint's, each followed by fsync."""
     folder, sizes = empty_folder(job, "plain"), file_sizes(job)
-    largest = memoryview(np.random.default_rng(0).bytes(max(sizes)))  # not compressible
+    largest = memoryview(np.random.default_rng(0).bytes(max(sizes)))  # incompressible
 
     def write() -> None:
-        # Processes share the files, as Orbax's.
+        # As in Orbax, each process writes a share of the files.
         for number in range(job.cluster.rank, len(sizes), job.cluster.size):
             with (folder / str(number)).open("wb") as file:
                 file.write(largest[: sizes[number]])
@@ -133,7 +133,7 @@ def write_files(job: Job) -> dict[str, float]:
 
 
 def read_files(job: Job) -> dict[str, float]:
-    """Read plain files into new memory, as a restore must."""
+    """Read the plain files into newly allocated memory, as a restore does."""
     drop_cached(job, "plain")
     files = sorted((job.folder / "plain").iterdir())[job.cluster.rank :: job.cluster.size]
     return {"plain_read_seconds": job.timed(lambda: [file.read_bytes() for file in files])[1]}
@@ -149,8 +149,8 @@ def empty_folder(job: Job, name: str) -> Path:
 
 
 def drop_cached(job: Job, name: str) -> None:
-    """Let the page cache drop all files of a folder, so that reading asks the disk."""
-    if hasattr(os, "posix_fadvise") and job.cluster.local_rank == 0:  # macOS has none
+    """Drop all files of a folder from the page cache, so that they are read from the disk."""
+    if hasattr(os, "posix_fadvise") and job.cluster.local_rank == 0:  # macOS lacks it
         for path in filter(Path.is_file, (job.folder / name).rglob("*")):
             with path.open("rb") as file:
                 os.fsync(file.fileno())

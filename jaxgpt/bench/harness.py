@@ -1,4 +1,4 @@
-"""What all benches share: their result, and the job that they run in."""
+"""The result of a bench, and the job that it runs in."""
 
 import contextlib
 import importlib.metadata
@@ -37,26 +37,26 @@ PREFIXES = {1e12: "T", 1e9: "G", 1e6: "M", 1e3: "k", 1.0: "", 1e-3: "m", 1e-6: "
 
 
 class Value(NamedTuple):
-    """A measurement, as JSON holds it, and what a person has to know to read it."""
+    """A measurement: a JSON value, with the unit and note that the table shows."""
 
     value: Any
     unit: str | None = ""
-    """s, FLOP/s, tokens/s ...; "%" of a fraction, "bytes"; None where the note says it all."""
+    """Such as s, FLOP/s, tokens/s, bytes, or % for a fraction; if None, only the note is shown."""
     note: str = ""
 
 
 Result = dict[str, Any]
-"""The measurements of a bench by name, each a `Value` or what needs no unit and no note."""
+"""The measurements of a bench by name: a `Value`, or a plain value without unit and note."""
 
 
 def as_json(result: Result) -> str:
-    """Return the values, with the host and versions that they were measured on."""
+    """Return one JSON object with the values, the host and the versions."""
     bare = {k: v.value if isinstance(v, Value) else v for k, v in result.items()}
     return json.dumps(bare | environment())
 
 
 def as_table(result: Result) -> str:
-    """Return a line for each value: name, value with its unit, and note in brackets."""
+    """Return one line for each value, with its name, its unit, and its note in parentheses."""
     result = result | environment()
     width = max(map(len, result))
     lines = []
@@ -69,7 +69,7 @@ def as_table(result: Result) -> str:
 
 
 def format_value(value: Any, unit: str = "") -> str:
-    """Return a number with its unit and prefix (`74.3 ms`); of dicts and lists, each member so."""
+    """Format a number with its unit and SI prefix (`74.3 ms`), or each member of a dict or list."""
     if isinstance(value, Mapping):
         return ", ".join(f"{name} {format_value(each, unit)}" for name, each in value.items())
     if isinstance(value, Sequence) and not isinstance(value, str):
@@ -89,7 +89,7 @@ def format_value(value: Any, unit: str = "") -> str:
 
 
 def environment() -> dict[str, Any]:
-    """Return this host, its processor (where /proc names it), and versions."""
+    """Return this host's name, its CPU model or architecture, its CPU count, and versions."""
     packages = {name: importlib.metadata.version(name) for name in ("jax", "jaxlib")}
     about = Path("/proc/cpuinfo")
     model = re.search("model name.*: (.*)", about.read_text() if about.exists() else "")
@@ -102,32 +102,35 @@ def environment() -> dict[str, Any]:
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
-    """Return median, least and most."""
+    """Return the median, least and greatest value."""
     return {"median": statistics.median(values), "least": min(values), "most": max(values)}
 
 
 @dataclass(frozen=True)
 class Job:
-    """The processes that a bench runs in, and a folder that goes when it ends."""
+    """The processes that a bench runs in, and a temporary folder."""
 
     cluster: ProcessGroup
     folder: Path
-    """Empty, and of the same name on every host."""
+    """Empty at first, with the same path on every host; removed when the bench ends."""
 
     def start_jax(self, config: Config) -> tuple[Config, Mesh]:
-        """Start JAX without a compile cache; return the config with vocab_size, and the mesh."""
+        """Start JAX without a compile cache; return the config with its vocab_size, and the mesh.
+
+        Raises `UsageError` if the data cannot be read or the mesh does not fit the devices.
+        """
         config = self.cluster.run_on_all(with_vocabulary, config)
         initialize_jax(self.cluster, mesh_shape(config))
         use_compile_cache(OFF, self.cluster)
         return config, job_mesh(config, self.cluster.hosts)
 
     def log(self, message: str) -> None:
-        """Print a line on process 0's standard error, if that is a terminal."""
+        """Print a progress message on process 0's stderr if that is a terminal."""
         if self.cluster.is_main and sys.stderr.isatty():
             print(f"... {message}", file=sys.stderr, flush=True)
 
     def timed(self, function: Callable[[], Any]) -> tuple[Any, float]:
-        """Call a function on all processes; return its result, and the seconds of the slowest."""
+        """Call a function on all processes; return its result and the slowest process's seconds."""
         self.cluster.barrier()
         began = time.perf_counter()
         result = function()
@@ -136,17 +139,22 @@ class Job:
 
 @contextlib.contextmanager
 def open_job(config: Config, alone: bool = False, out: Path | None = None) -> Iterator[Job]:
-    """Join the processes of the job; at the end, also by SIGTERM or Ctrl-C, remove its folder.
+    """Connect the processes of the job, and yield the job with a temporary folder.
 
-    The folder is made in `out`, by default where temporary files are. `alone` refuses several
+    The folder is created in `out`, or in the folder for temporary files by default. It is removed
+    at the end, and also on SIGTERM or Ctrl-C.
+
+    Raises `UsageError` if `out` is not writable, or if `alone` is set and there are several
     processes.
     """
-    # Compilation is timed, and a command that the bench starts is no part of this job's start.
+    # A cache would hide compile times, and JOB_START precedes the commands that a bench starts.
     for variable in ("JAX_COMPILATION_CACHE_DIR", JOB_START):
         os.environ.pop(variable, None)
     cluster = join_process_group(config.init_timeout)
     if alone and cluster.size > 1:
-        raise UsageError(f"bench: {cluster.size} processes, but it runs in one; leave out mpiexec")
+        raise UsageError(
+            f"bench: runs in a single process, not {cluster.size}; start it without mpiexec"
+        )
     if out is not None:
         cluster.run_on_all(check_writable, out)
         out.mkdir(parents=True, exist_ok=True)
@@ -155,7 +163,7 @@ def open_job(config: Config, alone: bool = False, out: Path | None = None) -> It
     folder.mkdir(exist_ok=True)
 
     def end(number: int, frame: object) -> None:
-        for _ in range(5):  # threads of a save that is under way make the folders that they miss
+        for _ in range(5):  # threads of a save in progress create missing folders again
             shutil.rmtree(folder, ignore_errors=True)
             time.sleep(0.1)
         abort_mpi(128 + number)

@@ -1,6 +1,7 @@
-"""Tokens per second from the files to global arrays, beside rows of a memory map.
+"""Tokens per second from files to global arrays, compared with rows of a memory map.
 
-The rows are those of nanoGPT's get_batch: at random, with nothing checked and on no device.
+The rows are read as in nanoGPT's get_batch: from random places, without checks, and without copying
+them to a device.
 """
 
 import operator
@@ -62,7 +63,9 @@ def run(settings: Sequence[str], batches: int = 40) -> Result:
                 sum(t.size * t.dtype.itemsize for s in dataset.sources for t in s.tokens.values()),
                 "bytes",
             ),
-            "grown_bytes": Value(peak_bytes() - idle, "bytes", "of memory, since reading began"),
+            "grown_bytes": Value(
+                peak_bytes() - idle, "bytes", "growth of peak memory while reading"
+            ),
             "tokens_per_sec": Value(spread(loaded), "tokens/s"),
             "memory_map_tokens_per_sec": Value(spread(mapped), "tokens/s"),
             "ratio": Value(statistics.median(map(operator.truediv, loaded, mapped)), "x"),
@@ -70,5 +73,5 @@ def run(settings: Sequence[str], batches: int = 40) -> Result:
 
 
 def peak_bytes() -> int:
-    """Return the most memory that this process has had so far."""
+    """Return the peak memory (RSS) of this process so far, in bytes."""
     return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

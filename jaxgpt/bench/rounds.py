@@ -1,4 +1,4 @@
-"""Training steps in rounds: by the trainer's loop, which is what a run gets, or alone."""
+"""Rounds of training steps, in the trainer's loop or with the compiled step alone."""
 
 import contextlib
 import dataclasses
@@ -29,13 +29,17 @@ SYNTHETIC_TOKENS = 2**20
 
 
 class Rounds:
-    """A run that is set up as for jaxgpt.train. Its state goes on from round to round.
+    """A run that is set up as in jaxgpt.train, and trained in rounds.
 
-    The trainer gets this in place of its `Checkpoints`: `save` takes a round's last state.
+    The state carries over from round to round: the trainer uses this object in place of
+    `Checkpoints`, and `save` receives the last state of a round.
     """
 
     def __init__(self, job: Job, config: Config, synthetic: bool = False):
-        """Start JAX, compile the step and make the initial state; raise what jaxgpt.train does."""
+        """Start JAX, compile the step and initialise the state.
+
+        Raises the errors that jaxgpt.train raises.
+        """
         cluster = job.cluster
         config, self.data = with_data(config, synthetic, job)
         self.run = prepare_run(steps_only(config, job.folder / "run"), cluster)
@@ -51,16 +55,19 @@ class Rounds:
         self.trainer = trainer._replace(evaluate=lambda *_: None, sample=lambda *_: None)
         self.steps, self.mesh = trainer.job.steps, trainer.job.steps.mesh
         self.compile_seconds = clock.spent("compile")
-        # As if every round resumed from a checkpoint: the data goes on where the last round ended.
+        # Each round acts as a resumed run, so that the data continues where the last round ended.
         sizes = {"batch_sizes": self.run.batch_sizes.changes}
         self.run = dataclasses.replace(self.run, resume_step=0, resume_meta=sizes)
-        # The compiled step alone gets the same arguments each time, which are on the device.
+        # The compiled step alone always gets the same arguments, which are already on the devices.
         scalars = np.int32(1), learning_rate(config.optimizer, 1)
         scalars = jax.device_put(scalars, self.steps.replicated)
         self._alone = *scalars, trainer.loader.batch(1)
 
     def train(self, n_steps: int) -> float:
-        """Run the trainer's loop; return seconds a step."""
+        """Run `n_steps` of the trainer's loop; return seconds per step.
+
+        Raises `UsageError` if training fails.
+        """
         last = self.run.resume_step + n_steps
         run = dataclasses.replace(self.run, config=self.run.config.replace(train__max_iters=last))
         self.trainer.job.cluster.barrier()
@@ -74,7 +81,7 @@ class Rounds:
         return seconds / n_steps
 
     def alone(self, n_steps: int) -> float:
-        """Run the compiled step alone, on the same batch every time; return seconds a step."""
+        """Run the compiled step alone, always on the same batch; return seconds per step."""
         in_flight = DispatchLimiter()
         self.trainer.job.cluster.barrier()
         began = time.perf_counter()
@@ -85,13 +92,13 @@ class Rounds:
         return (time.perf_counter() - began) / n_steps
 
     def profile(self, n_steps: int, directory: Path) -> dict[str, Any]:
-        """Trace so many steps alone, and return what `Tracing.stop` found."""
+        """Trace `n_steps` of the compiled step alone; return the result of `Tracing.stop`."""
         tracing = Tracing(directory, self.trainer.job.cluster, self.state)
         self.alone(n_steps)
         return tracing.stop(self.state, n_steps, self.trainer.train_step.as_text())
 
     def save(self, step: int, tree: dict[str, Any], meta: dict[str, Any]) -> None:
-        """Keep the state after the last step of a round."""
+        """Keep the state for the next round."""
         self.state = state_from_checkpoint(tree, meta, self.steps.state_shapes)
 
     def nothing(self, *_: Any, **__: Any) -> None:
@@ -101,7 +108,10 @@ class Rounds:
 
 
 def with_data(config: Config, synthetic: bool, job: Job) -> tuple[Config, str]:
-    """Return a configuration whose data is here, with random tokens if need be; describe it."""
+    """Return a config whose data exists, and a description of that data.
+
+    If the data is missing or `synthetic` is set, the data is random tokens in the job's folder.
+    """
     data = config.data
     given = data.path or data.file_list or " ".join(data.blend)
     home = dataset_directory(data)
@@ -110,7 +120,7 @@ def with_data(config: Config, synthetic: bool, job: Job) -> tuple[Config, str]:
         return config, given or data.dataset
     vocab_size = job.cluster.run_on_all(vocabulary_size, data, config.model)
     least = config.model.block_size + 1
-    if job.cluster.local_rank == 0:  # a folder without meta.json holds two bytes a token
+    if job.cluster.local_rank == 0:  # without meta.json, a token is two bytes
         random = np.random.default_rng(config.train.seed)
         for name, size in (("train.bin", max(least, SYNTHETIC_TOKENS)), ("val.bin", least)):
             tokens = random.integers(min(vocab_size, 2**16), size=size, dtype="<u2")
@@ -124,15 +134,15 @@ def with_data(config: Config, synthetic: bool, job: Job) -> tuple[Config, str]:
 
 
 def steps_only(config: Config, directory: Path) -> Config:
-    """Return a configuration of the same training steps with nothing between them."""
+    """Return a config with the same training steps, but nothing else between them."""
     action = config.spike.action
     return config.replace(
         out=str(directory),
         train_range_to_skip=(),
         profile_steps=None,
-        train__max_iters=2**31 - 1,  # rounds end by themselves
+        train__max_iters=2**31 - 1,  # each round sets its own last step
         train__eval_interval=0,
         train__sample_tokens=0,
         checkpoint__interval=0,
-        spike__action="log" if action == "rewind" else action,  # both compute the same
+        spike__action="log" if action == "rewind" else action,  # both run the same computation
     )

@@ -1,4 +1,4 @@
-"""Time to generate a text with the KV cache: the first token, and each further one."""
+"""Time to generate text with the KV cache: the first token, and the whole text."""
 
 import statistics
 from collections.abc import Sequence
@@ -18,24 +18,27 @@ ROUNDS = 3
 
 
 def run(settings: Sequence[str], tokens: int | None = None) -> Result:
-    """Time texts of one token and of `tokens` from initial weights; the result is the median.
+    """Time the generation of one token and of `tokens` tokens from initial weights.
 
-    Raises `UsageError` if the text does not fit into the context, or for several processes or
-    devices.
+    Each time is the median of three rounds.
+
+    Raises `UsageError` if the text does not fit into the context, or if there are several processes
+    or devices.
     """
     config = parse_args(settings, PROG, initial_model)
     room = config.model.block_size - PROMPT
     n_tokens = tokens or max(1, min(TOKENS, room))
     if n_tokens > room:
         raise UsageError(
-            f"--tokens={n_tokens}: with a prompt of {PROMPT} they must fit into "
-            f"model.block_size={config.model.block_size}; give at least {PROMPT + n_tokens} there"
+            f"--tokens={n_tokens}: with a prompt of {PROMPT} tokens, the text does not fit into "
+            f"model.block_size={config.model.block_size}; set that to at least "
+            f"{PROMPT + n_tokens}, or give fewer tokens"
         )
     with open_job(config, alone=True) as job:
         config, mesh = job.start_jax(config)
         if mesh.size > 1:
             raise UsageError(
-                f"parallel.mesh={config.parallel.mesh}: has {mesh.size} devices, and bench sample "
+                f"parallel.mesh={config.parallel.mesh}: has {mesh.size} devices, but bench sample "
                 "runs on one; give --mesh 1,1,1"
             )
         steps = make_steps(config, mesh)

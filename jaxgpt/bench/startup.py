@@ -1,6 +1,6 @@
-"""Time from the start of a process to the end of its first step, beside Python's imports alone.
+"""Time from the start of a process to the end of its first step, compared with imports alone.
 
-A cold start compiles everything; a warm one finds it in the compile cache that the cold one left.
+A cold start compiles everything. A warm start uses the compile cache that the cold start filled.
 """
 
 import json
@@ -29,21 +29,27 @@ ONE_STEP = (
 
 
 def run(settings: Sequence[str], runs: int = 3, processes: int | None = None) -> Result:
-    """Start training again and again, cold and warm by turns, with mpiexec if `processes` is given.
+    """Start training `runs` times cold and `runs` times warm, alternating.
 
-    Raises `UsageError` if jaxgpt.train does, if step 1 is skipped, or under a launcher.
+    `processes` starts that many processes with mpiexec.
+
+    Raises `UsageError` if jaxgpt.train does, if step 1 is skipped, or if a launcher started this
+    process.
     """
     config = parse_args(settings, PROG, initial_model)
     if any(first == 1 for first, _ in skip_ranges(config)):
         given = " ".join(map(str, config.train_range_to_skip))
         raise UsageError(f"train_range_to_skip={given}: skips step 1, which bench startup times")
     launch = find_launch(os.environ)
-    if launch.through is not None:  # commands would take its variables for their own
-        raise UsageError(f"{launch.variable}: run bench startup without it, with --processes N")
+    if launch.through is not None:  # the commands would inherit its variables
+        raise UsageError(
+            f"{launch.variable}: is set by a launcher; run bench startup without one, and use "
+            "--processes N"
+        )
     launcher = [find_mpiexec(), "-n", str(processes)] if processes else []
     train = [*launcher, sys.executable, "-m", "jaxgpt.train", *settings, *ONE_STEP]
     imports = [sys.executable, "-c", IMPORTS]
-    run_command(imports)  # reads the files from the disk
+    run_command(imports)  # loads the files into the page cache
     alone: list[float] = []
     starts: dict[str, list[dict[str, Any]]] = {"cold": [], "warm": []}
     with open_job(config) as job:
@@ -51,7 +57,7 @@ def run(settings: Sequence[str], runs: int = 3, processes: int | None = None) ->
             job.log(f"run {number + 1} of {runs}, cold and warm")
             alone.append(run_command(imports))
             for kind, found in starts.items():
-                out = job.folder / f"{kind}-{number}"  # a new one: in an old one it would resume
+                out = job.folder / f"{kind}-{number}"  # a new folder, or training would resume
                 cache = str(job.folder / f"compiled-{number}")
                 run_command([*train, "--out", str(out)], JAX_COMPILATION_CACHE_DIR=cache)
                 found.append(json.loads((out / "startup.json").read_text()))
@@ -65,7 +71,7 @@ def run(settings: Sequence[str], runs: int = 3, processes: int | None = None) ->
 
 
 def medians(starts: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the total and the phases in the startup.json of several runs."""
+    """Return the spread of the total, and the median of each phase, over several startup.json."""
     found, first = spread([start["total"]["max"] for start in starts]), starts[0]
     found["phases"] = {
         phase: statistics.median(start["phases"][phase]["max"] for start in starts)
@@ -75,7 +81,10 @@ def medians(starts: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def run_command(command: list[str], **variables: str) -> float:
-    """Run a command to its end; return its seconds, or raise the `UsageError` that it ends with."""
+    """Run a command to the end; return the seconds that it took.
+
+    Raises `UsageError` if the command reports one, or RuntimeError if it fails otherwise.
+    """
     env = os.environ | variables
     began = time.perf_counter()
     ended = subprocess.run(
@@ -85,5 +94,5 @@ def run_command(command: list[str], **variables: str) -> float:
         errors = [e for e in ended.stdout.splitlines() if e.startswith("error: ")]
         if ended.returncode == 2 and errors:
             raise UsageError(errors[0].removeprefix("error: "))
-        raise RuntimeError(f"{' '.join(command)} ended with {ended.returncode}:\n{ended.stdout}")
+        raise RuntimeError(f"{' '.join(command)} exited with {ended.returncode}:\n{ended.stdout}")
     return time.perf_counter() - began

@@ -1,7 +1,7 @@
 """Time, rates and memory of training steps.
 
-Rounds of the trainer's own loop take turns with rounds of the compiled step alone, on one batch
-that stays on the device, and with a large matrix product: all three see the same machine.
+Rounds of the trainer's loop alternate with rounds of the compiled step alone, on one batch that
+stays on the device, and with a large matrix product. All three therefore see the same machine load.
 """
 
 import statistics
@@ -27,11 +27,11 @@ from jaxgpt.train.resume import initial_model
 
 WARM_UP = 3  # steps
 ROUNDS = 7
-ROUND_SECONDS = 1.5  # where the number of steps is not given
-MAX_STEPS = 500  # of such a round
+ROUND_SECONDS = 1.5  # target if the number of steps is not given
+MAX_STEPS = 500  # per round of ROUND_SECONDS
 PROFILED = 5  # steps
-CPU_SIZE, ACCELERATOR_SIZE = 1024, 8192  # of square matrices, whose products are near the peak
-MATMUL_SECONDS = 0.15  # of one measurement, about
+CPU_SIZE, ACCELERATOR_SIZE = 1024, 8192  # of square matrices, large enough for nearly peak speed
+MATMUL_SECONDS = 0.15  # target for one measurement
 
 
 def run(
@@ -40,9 +40,12 @@ def run(
     synthetic: bool = False,
     profile: Path | None = None,
 ) -> Result:
-    """Time seven rounds of training steps; without `steps` each takes about 1.5 seconds.
+    """Time seven rounds of `steps` training steps, or of about 1.5 seconds without `steps`.
 
-    Raises `UsageError` if the steps cannot be run, or `profile` cannot be written.
+    `synthetic` replaces the data with random tokens. `profile` is the folder for a trace of five
+    more steps.
+
+    Raises `UsageError` if training fails, or if `profile` is not writable.
     """
     config = parse_args(settings, PROG, initial_model)
     with open_job(config) as job:
@@ -57,7 +60,7 @@ def run(
 
 
 def measure(rounds: Rounds, job: Job, n_steps: int | None) -> dict[str, Any]:
-    """Return times, rates and memory; arguments as for `run`."""
+    """Return times, rates and memory. `n_steps` is the number of steps per round, if given."""
     rounds.train(WARM_UP)
     fill = round(ROUND_SECONDS / rounds.alone(WARM_UP))
     n_steps = job.cluster.broadcast(n_steps or min(MAX_STEPS, max(1, fill)))
@@ -67,7 +70,7 @@ def measure(rounds: Rounds, job: Job, n_steps: int | None) -> dict[str, Any]:
     product = matmul_rate(size, dtype, job.cluster)
     trained, alone, products = [], [], []
     for number in range(ROUNDS):
-        job.log(f"round {number + 1} of {ROUNDS}, {n_steps} steps each way")
+        job.log(f"round {number + 1} of {ROUNDS}, {n_steps} steps in the loop and alone")
         turns = [(trained, rounds.train), (alone, rounds.alone)]
         for found, run_round in turns if number % 2 else reversed(turns):
             found.append(run_round(n_steps))
@@ -79,8 +82,8 @@ def measure(rounds: Rounds, job: Job, n_steps: int | None) -> dict[str, Any]:
         "steps_per_round": n_steps,
         **rates(rounds, trained, products, size),
         "alone_seconds_per_step": Value(spread(alone), "s", "the compiled step alone"),
-        "more_than_alone": Value(longer, "%", "that the trainer's loop takes longer"),
-        "compile_seconds": Value(rounds.compile_seconds, "s", "with tracing, without a cache"),
+        "more_than_alone": Value(longer, "%", "extra time of the trainer's loop"),
+        "compile_seconds": Value(rounds.compile_seconds, "s", "including tracing, without a cache"),
         **used,
     }
 
@@ -88,7 +91,11 @@ def measure(rounds: Rounds, job: Job, n_steps: int | None) -> dict[str, Any]:
 def rates(
     rounds: Rounds, seconds: Sequence[float], products: Sequence[float], size: int
 ) -> dict[str, Any]:
-    """Return the time of a step, and what it means for the devices."""
+    """Return the time per step, and the rates that follow from it.
+
+    `seconds` per step and `products` in FLOP/s are measured in the same rounds. `size` is that of
+    the multiplied matrices.
+    """
     config, mesh, n_parameters = rounds.run.config, rounds.mesh, rounds.steps.n_parameters[1]
     tokens = config.train.batch_size * config.model.block_size
     flops = tokens * flops_per_token(config.model, n_parameters)
@@ -96,7 +103,7 @@ def rates(
     peak, median = peak_flops(device, dtype), statistics.median(seconds)
     per_device = flops / median / mesh.size
     shares = [flops / s / product for s, product in zip(seconds, products, strict=True)]
-    beside = f"{dtype} products of {size} x {size} matrices on all devices together"
+    beside = f"{dtype} products of {size} x {size} matrices, all devices together"
     return {
         "mesh": dict(mesh.shape),
         "devices": mesh.size,
@@ -110,31 +117,33 @@ def rates(
         "tokens_per_sec": Value(tokens / median, "tokens/s"),
         "flops_per_step": Value(flops, "FLOP"),
         "flops_per_sec_per_device": Value(per_device, "FLOP/s"),
-        "peak_flops_per_device": Value(peak, "FLOP/s", "of the data sheet"),
+        "peak_flops_per_device": Value(peak, "FLOP/s", "from the data sheet"),
         "mfu": Value(per_device / peak if peak else None, "%"),
         "matmul_flops_per_sec": Value(spread(products), "FLOP/s", beside),
-        "share_of_matmul": Value(statistics.median(shares), "%", "of these products' FLOP/s"),
+        "share_of_matmul": Value(statistics.median(shares), "%", "of the FLOP/s of these products"),
     }
 
 
 def memory(compiled: Any, cluster: ProcessGroup) -> dict[str, Value]:
-    """Return the bytes of a compiled step, and the peak so far, each where it is largest."""
+    """Return the bytes that a compiled step needs on a device, and the largest peak so far."""
     planned = compiled.memory_analysis()
     size = planned.argument_size_in_bytes + planned.output_size_in_bytes
     size += planned.temp_size_in_bytes - planned.alias_size_in_bytes
     peaks = cluster.allgather(memory_in_use())
     peak = None if None in peaks else max(peak for _, peak in peaks)
     return {
-        "device_compiled_bytes": Value(size, "bytes", "on a device, by the compiler's account"),
-        "peak_bytes": Value(peak, "bytes", "of the fullest device; on CPUs of the largest process"),
+        "device_compiled_bytes": Value(size, "bytes", "per device, according to the compiler"),
+        "peak_bytes": Value(
+            peak, "bytes", "of the fullest device, or on CPUs of the largest process"
+        ),
     }
 
 
 def matmul_rate(size: int, dtype: str, cluster: ProcessGroup) -> Callable[[], float]:
-    """Return a function that measures the job's FLOP/s in products of size x size matrices.
+    """Return a function that measures the job's total FLOP/s in products of size x size matrices.
 
-    All devices multiply matrices of their own at the same time. CPU devices share the cores: the
-    rate is the machine's, not one device's times n.
+    All devices multiply their own matrices at the same time. CPU devices share the cores, so the
+    rate of one device times their number would be wrong.
     """
     n = jax.device_count()
     mesh = Mesh(np.array(jax.devices()), ("device",), axis_types=(AxisType.Auto,))
@@ -149,7 +158,7 @@ def matmul_rate(size: int, dtype: str, cluster: ProcessGroup) -> Callable[[], fl
         for _ in range(times):
             out = multiply(a, b)
         out.block_until_ready()
-        # The slowest process: the first to end has had more than its share of the cores.
+        # Take the slowest process, because the fastest got more than its share of the cores.
         return max(cluster.allgather(time.perf_counter() - began)) / times
 
     seconds(1)  # compiles

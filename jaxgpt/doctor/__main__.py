@@ -1,8 +1,9 @@
 """Check whether a machine is fit to train on: `python -m jaxgpt.doctor`, alone or under `mpiexec`.
 
-It looks at versions, the launcher, hosts, devices, the run directory and clocks, checks and times
-every collective on each mesh axis, and trains a small model for ten steps. Every line says OK,
-WARN or FAIL, and what to do. Exit status: 0; 1 if anything failed; 70 if a process hangs.
+It checks versions, the launcher, hosts, devices, the run directory and clocks. Then it checks and
+times every collective on each mesh axis, and trains a small model for ten steps. Every line is OK,
+WARN or FAIL, and says what to do about a problem. The exit status is 0 if nothing failed, 1 if a
+check failed, 2 if an argument is wrong, and 70 if a process hangs.
 """
 
 import argparse
@@ -26,7 +27,7 @@ from jaxgpt.config import (
 from jaxgpt.doctor.directory import check_writable
 from jaxgpt.runtime.initialize import initialize_jax
 
-OUT = Path("runs")  # where runs without --out are written
+OUT = Path("runs")  # parent folder of runs without --out
 
 
 def parser() -> CommandParser:
@@ -35,12 +36,13 @@ def parser() -> CommandParser:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    out.add_argument("--json", action="store_true", help="for programs: one object, at the end")
+    out.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     out.add_argument(
         "--mesh",
         metavar="D,F,T",
-        help="measure collectives on this mesh; default: data over hosts and tensor inside, on one "
-        "host all devices along data; alone on a CPU 4,1,1 of simulated devices",
+        help="measure collectives on this mesh. The default has the data axis across hosts and the "
+        "tensor axis within each host. On a single host, all devices are on the data axis. A "
+        "single process on a CPU simulates four devices.",
     )
     out.add_argument("--out", type=file_path, metavar="DIR", help=f"run directory; default: {OUT}")
     out.add_argument(
@@ -48,17 +50,20 @@ def parser() -> CommandParser:
         type=whole_number(bits=17),
         default=int(INIT_TIMEOUT),
         metavar="S",
-        help="seconds to wait for processes that do not come, or do not answer; default "
+        help="seconds to wait for processes that have not connected or do not respond; default "
         f"{INIT_TIMEOUT:.0f}",
     )
     return out
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """Return the options, with `mesh` as a Config of that mesh, or None."""
+    """Return the options, with `mesh` as a `Config` that sets that mesh, or None.
+
+    Raises `UsageError` if the mesh is malformed or the run directory is not writable.
+    """
     arguments = parser().parse_args(argv)
     if arguments.mesh is not None:
-        # No model, whose heads a tensor axis would have to divide.
+        # Zero heads: the mesh need not fit a model.
         arguments.mesh = Config().replace(parallel__mesh=arguments.mesh, model__n_head=0)
         mesh_shape(arguments.mesh)
     if arguments.out is not None and rank_from_env() == 0:

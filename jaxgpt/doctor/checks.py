@@ -1,4 +1,4 @@
-"""Checks of the processes, hosts and devices of a job: what is wrong, and what to do about it."""
+"""Checks of a job's processes, hosts and devices, each with a remedy if it finds a problem."""
 
 import time
 from collections import Counter, defaultdict
@@ -14,17 +14,17 @@ from jaxgpt.cluster.process_group import ProcessGroup
 from jaxgpt.doctor.facts import SHARED_MEMORY
 from jaxgpt.perf.units import GIB, count, format_bytes
 
-MEMORY_PER_PROCESS = GIB  # JAX, Orbax and a small model take about half of it
-SHARED_MEMORY_PER_PROCESS = 2**24  # MPI's and NCCL's buffers
+MEMORY_PER_PROCESS = GIB  # JAX, Orbax and a small model use about half of it
+SHARED_MEMORY_PER_PROCESS = 2**24  # bytes, for MPI and NCCL buffers
 CLOCK_ROUNDS = 5
-CLOCK_TOLERANCE = 1.0  # seconds; processes leave a barrier within much less
+CLOCK_TOLERANCE = 1.0  # seconds; processes leave a barrier much closer together than this
 
-Job = Sequence[SimpleNamespace]  # the facts of all processes, by rank: see `collect_facts`
+Job = Sequence[SimpleNamespace]  # by rank: what `collect_facts` returns
 
 
 @dataclass(frozen=True)
 class Check:
-    """One line of the report; the remedy is empty only if the status is OK."""
+    """One line of the report; `remedy` is empty only if the status is OK."""
 
     name: str
     status: Literal["OK", "WARN", "FAIL"]
@@ -36,7 +36,10 @@ class Check:
 
 
 def machine_checks(job: Job, cluster: ProcessGroup, found: Mapping[str, Any]) -> list[Check]:
-    """Judge the facts of all processes; `found` is what `initialize_jax` returned."""
+    """Check the facts about all processes, and compare the clocks of their hosts.
+
+    Every process must call it. `found` is what `initialize_jax` returned.
+    """
     return [
         check_versions(job),
         check_launcher(job, cluster),
@@ -55,14 +58,14 @@ def check_versions(job: Job) -> Check:
     for name in versions:
         values = [f.versions[name] or "none" for f in job]
         if len(set(values)) > 1:
-            remedy = "start every process from one environment, and MPI module, that all hosts see"
+            remedy = "use the same Python environment and MPI module on all hosts"
             return Check("versions", "FAIL", f"{name} differs: {_who_has(values, job)}", remedy)
     listed = ", ".join(f"{name} {version}" for name, version in versions.items() if version)
     return Check("versions", "OK", listed)
 
 
 def check_launcher(job: Job, cluster: ProcessGroup) -> Check:
-    """Check that a launcher was seen, worked, and started processes on all hosts of the job."""
+    """Check that the launcher was recognised and started processes on every host of the job."""
     n_hosts, allocated = len(set(cluster.hosts)), job[0].allocated_hosts
     machine = f" on {cluster.machine.name}" if cluster.machine else ""
     finding = f"{cluster.launcher}{machine}, {count(cluster.size, 'process', 'es')}"
@@ -74,16 +77,16 @@ def check_launcher(job: Job, cluster: ProcessGroup) -> Check:
         finding += f"; {allocated}"
         remedy = "unset the variable if it is left over from another job"
     elif allocated > n_hosts:
-        finding += f" on {n_hosts} of the {allocated} hosts that this job was given"
-        remedy = "start through mpiexec or srun; python -m jaxgpt.launch --print shows the line"
+        finding += f" on {n_hosts} of the {allocated} hosts allocated to this job"
+        remedy = "start with mpiexec or srun; python -m jaxgpt.launch --print shows the command"
     return _warn_if(remedy, "launcher", finding, remedy)
 
 
 def check_interface(job: Job, cluster: ProcessGroup, found: Mapping[str, Any]) -> Check:
-    """Check that the hosts of a known machine meet over its fast network."""
+    """Check that the hosts of a known machine communicate over its high-speed network."""
     if found["coordinator"] is None:
         return Check("interface", "OK", "not needed: a single process")
-    # Process 0's host may know itself by a loopback address only.
+    # Leave out process 0's host (0): it may reach itself only by a loopback address.
     others = [f"{f.address} ({f.host_name})" for f in job if f.host] or [job[0].address]
     finding = f"coordinator {found['coordinator']}, reached from {_shorten(others)}"
     finding += "".join(f"; {n}" for n in found["notes"] if n.startswith("cleared"))  # proxies
@@ -91,12 +94,12 @@ def check_interface(job: Job, cluster: ProcessGroup, found: Mapping[str, Any]) -
     slow = suffix and len(set(cluster.hosts)) > 1 and suffix not in found["coordinator"]
     if slow:
         finding += f"; this is not {cluster.machine.name}'s high-speed network"
-    remedy = f"unset JAXGPT_COORDINATOR, or let it end in {suffix}"
+    remedy = f"unset JAXGPT_COORDINATOR, or give it a host name that ends in {suffix}"
     return _warn_if(slow, "interface", finding, remedy)
 
 
 def check_hosts(job: Job) -> Check:
-    """Check that all hosts have as many processes."""
+    """Check that all hosts run the same number of processes."""
     sizes = Counter(f.host for f in job)
     names = _shorten([f.host_name for f in job])
     if len(set(sizes.values())) > 1:
@@ -108,20 +111,20 @@ def check_hosts(job: Job) -> Check:
 
 
 def check_devices(job: Job) -> Check:
-    """Check that all processes have as many devices, of one kind."""
+    """Check that all processes have the same number of devices, all of one kind."""
     devices = [f"{len(f.devices)} x {f.device_kind}" for f in job]
     if len(set(devices)) > 1:
-        remedy = "give every process the same number of devices of one kind (CUDA_VISIBLE_DEVICES)"
+        remedy = "give every process the same number and kind of devices (CUDA_VISIBLE_DEVICES)"
         finding = f"processes have different devices: {_who_has(devices, job)}"
         return Check("devices", "FAIL", finding, remedy)
     finding = f"{devices[0]} in each process, {sum(len(f.devices) for f in job)} in all"
     if job[0].device_memory:
-        finding += f", {format_bytes(job[0].device_memory)} for JAX on each"
+        finding += f", JAX may use {format_bytes(job[0].device_memory)} on each"
     return Check("devices", "OK", finding)
 
 
 def check_accelerators(job: Job, machine: Machine | None) -> Check:
-    """Check that JAX uses all accelerators of the hosts, each in one process."""
+    """Check that JAX uses all accelerators of every host, each in only one process."""
     on_cpu = job[0].platform == "cpu"
     for here in _by_host(job):
         host = here[0].host_name
@@ -139,17 +142,17 @@ def check_accelerators(job: Job, machine: Machine | None) -> Check:
             return Check("accelerators", "WARN", finding, remedy)
         if not on_cpu and len(used) < there and not narrowed:
             finding = f"{len(used)} of the {there} devices of {host} are in use"
-            remedy = "start as many processes per host as it has devices, or one for all of them"
+            remedy = "start one process per device, or one process per host that uses all devices"
             return Check("accelerators", "WARN", finding, remedy)
-    finding = "all that the processes may see are in use"
+    finding = "every accelerator visible to the processes is in use"
     if on_cpu:
         kept_off = any(f.accelerators for f in job)
-        finding = "JAX_PLATFORMS=cpu keeps JAX off them" if kept_off else "none on the hosts"
+        finding = "not used, because JAX_PLATFORMS=cpu" if kept_off else "the hosts have none"
     return Check("accelerators", "OK", finding)
 
 
 def check_resources(job: Job) -> list[Check]:
-    """Check that no process is short of memory, cores or shared memory."""
+    """Check that every process has enough memory, cores and shared memory."""
     n = Counter(f.host for f in job)
     cores = {here[0].host: len({c for f in here for c in f.cores}) for here in _by_host(job)}
     f = min(job, key=lambda f: f.memory / n[f.host])
@@ -157,7 +160,7 @@ def check_resources(job: Job) -> list[Check]:
         f.memory / n[f.host] < MEMORY_PER_PROCESS,
         "memory",
         f"{f.memory / n[f.host] / GIB:.1f} GiB of host memory for each process on {f.host_name}",
-        "ask for more memory (Slurm: --mem=0 is all of a host), or start fewer processes per host",
+        "request more memory (all of it in Slurm: --mem=0), or start fewer processes per host",
     )
     f = min(job, key=lambda f: cores[f.host] / min(n[f.host], f.host_cores))
     bound = _warn_if(
@@ -172,13 +175,14 @@ def check_resources(job: Job) -> list[Check]:
         f.shared_memory / n[f.host] < SHARED_MEMORY_PER_PROCESS,
         "shared memory",
         f"{format_bytes(f.shared_memory)} are free in {SHARED_MEMORY} on {f.host_name}",
-        "remove what earlier jobs left there; start a container with --shm-size=8g",
+        "remove files that earlier jobs left there; if this is a container, start it with "
+        "--shm-size=8g",
     )
     return [memory, bound, shared]
 
 
 def check_clocks(cluster: ProcessGroup, clock: Callable[[], float] = time.time) -> Check:
-    """Compare the hosts' clocks, which logs, checkpoints and file times go by."""
+    """Compare the hosts' clocks, which timestamp logs, checkpoints and files."""
     if len(set(cluster.hosts)) == 1:
         return Check("clocks", "OK", "one host, one clock")
     rounds = []
@@ -189,7 +193,7 @@ def check_clocks(cluster: ProcessGroup, clock: Callable[[], float] = time.time) 
     fast, slow = np.argmax(ahead), np.argmin(ahead)
     skew, names = ahead[fast] - ahead[slow], cluster.host_names
     finding = f"{names[fast]} is {skew:.3f} s ahead of {names[slow]}"
-    remedy = "let the hosts follow a time server (chronyc tracking shows whether they do)"
+    remedy = "synchronise the hosts with a time server (chronyc tracking shows their status)"
     return _warn_if(skew > CLOCK_TOLERANCE, "clocks", finding, remedy)
 
 
@@ -202,7 +206,7 @@ def _by_host(job: Job) -> list[Job]:
 
 
 def _who_has(values: Sequence[str], job: Job) -> str:
-    """Return who has which value: `0.11.2 on node1 and 3 more, 0.10.2 on node5`."""
+    """Return each value and its hosts: `0.11.2 on node1, node2, 0.10.2 on node5`."""
     owners: dict[str, list[str]] = defaultdict(list)
     for value, f in zip(values, job, strict=True):
         owners[value].append(f.host_name)
@@ -211,6 +215,6 @@ def _who_has(values: Sequence[str], job: Job) -> str:
 
 
 def _shorten(names: Sequence[str]) -> str:
-    """Return the first four of many names, and how many more there are."""
+    """Return the first four distinct names, and the number of names left out."""
     names = list(dict.fromkeys(names))
     return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")

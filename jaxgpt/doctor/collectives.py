@@ -1,4 +1,7 @@
-"""Collectives over a mesh axis, each explained, checked and timed, in all groups at once."""
+"""Collectives over one mesh axis: explained, checked and timed.
+
+All groups of devices along the axis run at the same time.
+"""
 
 import sys
 import time
@@ -22,12 +25,13 @@ from jaxgpt.perf.collectives import ring_bytes
 from jaxgpt.perf.hardware import find_device
 from jaxgpt.perf.units import format_bytes
 
-REPETITIONS = {2**10: 20, 2**15: 20, 2**20: 10, 2**24: 3, 2**26: 3}  # by bytes of an array
+# Size of an array in bytes -> number of calls that are timed.
+REPETITIONS = {2**10: 20, 2**15: 20, 2**20: 10, 2**24: 3, 2**26: 3}
 SIZES = tuple(REPETITIONS)
-MAX_SECONDS = 0.1  # of a call; larger arrays are left out after it
-LARGE = 2**24  # bytes from which on bandwidth is compared with the data sheet
-CHECKED = 4096  # elements of a result that are compared with what they should be
-ALL = None  # in place of a device: the sum over all devices
+MAX_SECONDS = 0.1  # per call; after a slower call, larger arrays are skipped
+LARGE = 2**24  # bytes; bandwidth is compared with the data sheet only at this size and above
+CHECKED = 4096  # number of elements of each result that are compared with NumPy
+ALL = None  # marks the sum over all devices, in place of one source device
 
 
 @dataclass(frozen=True)
@@ -35,38 +39,38 @@ class Collective:
     """One way for n devices to exchange arrays."""
 
     name: str
-    meaning: str  # for someone who has not met it
+    meaning: str  # explanation for a newcomer
     run: Callable[[jax.Array, str, int], jax.Array]
-    """(array of one device, mesh axis, n) -> array of one device, inside `jax.shard_map`."""
+    """(one device's array, mesh axis, n) -> one device's result; called inside `jax.shard_map`."""
     source: Callable[[int, int, int, np.ndarray], tuple[Any, np.ndarray]]
-    """(device, n, length of a part, position in its result) -> (device, position) it comes from."""
-    from_parts: bool = False  # each device puts in only one of n parts
+    """(device, n, part length, positions in its result) -> (source device, source positions)."""
+    from_parts: bool = False  # each device contributes only one of the n parts
 
 
 COLLECTIVES = (
     Collective(
         "all-reduce",
-        "every device gets the sum of the arrays of all (gradients of data parallelism)",
+        "every device gets the sum of all devices' arrays (gradients in data parallelism)",
         run=lambda x, axis, n: lax.psum(x, axis),
         source=lambda own, n, part, i: (ALL, i),
     ),
     Collective(
         "all-gather",
-        "every device has one part and gets all, in order (weights of ZeRO-3, when used)",
+        "every device has one part and gets all parts in order (weights in ZeRO-3)",
         run=lambda x, axis, n: lax.all_gather(x, axis, tiled=True),
         source=lambda own, n, part, i: (i // part, i % part),
         from_parts=True,
     ),
     Collective(
         "reduce-scatter",
-        "device i gets part i of the sum (gradients of ZeRO-2 and ZeRO-3; here, in CPU jobs, an "
-        "all-to-all and sums)",
+        "device i gets part i of the sum (gradients in ZeRO-2 and ZeRO-3; between CPU processes, "
+        "an all-to-all and local sums)",
         run=lambda x, axis, n: reduce_scatter(x, axis, 0),
         source=lambda own, n, part, i: (ALL, own * part + i),
     ),
     Collective(
         "all-to-all",
-        "device i sends its part j to device j: a transpose over devices (experts, Ulysses)",
+        "device i sends its part j to device j, a transpose across devices (experts, Ulysses)",
         run=lambda x, axis, n: lax.all_to_all(x.reshape(n, -1), axis, 0, 0).reshape(-1),
         source=lambda own, n, part, i: (i // part, own * part + i % part),
     ),
@@ -81,19 +85,22 @@ COLLECTIVES = (
 
 @dataclass(frozen=True)
 class Measurement:
-    """One collective over one mesh axis, with arrays of one size."""
+    """Time and bandwidth of one collective over one mesh axis, for one array size."""
 
     collective: str
     axis: str
-    n: int  # devices of the axis
-    bytes: int  # of a device's array before or after: the larger of the two
-    seconds: float | None  # from one call to the next, of the slowest process; None if it failed
-    bus_bandwidth: float | None  # bytes/s on each link, as in nccl-tests
-    error: str | None = None  # of the first process that found one
+    n: int  # number of devices along the axis
+    bytes: int  # of one device's input or output array, whichever is larger
+    seconds: float | None  # per call, on the slowest process; None if it failed
+    bus_bandwidth: float | None  # bytes/s, as defined by nccl-tests; None if it failed
+    error: str | None = None  # of the lowest rank that reported one
 
 
 def default_sizes(cluster: ProcessGroup) -> MeshShape:
-    """Return data over hosts and tensor inside; one host, or uneven ones, have data alone."""
+    """Return the default mesh: `data` across hosts and `tensor` within each host.
+
+    With one host, or different numbers of devices per host, all devices are on `data`.
+    """
     on_host = Counter(cluster.hosts[device.process_index] for device in jax.devices())
     if len(on_host) == 1 or len(set(on_host.values())) > 1:
         return MeshShape(on_host.total())
@@ -101,7 +108,10 @@ def default_sizes(cluster: ProcessGroup) -> MeshShape:
 
 
 def axis_link(mesh: Mesh, axis: str, cluster: ProcessGroup) -> tuple[bool, float | None]:
-    """Return whether an axis crosses hosts, and a device's bytes/s, None without a data sheet."""
+    """Return whether an axis crosses hosts, and the peak bytes/s of one device along that axis.
+
+    The peak is None if `perf.hardware` does not list it.
+    """
     crosses = hosts_spanned([axis], mesh.shape, device_hosts(mesh, cluster.hosts)) > 1
     device = find_device(mesh.devices.flat[0].device_kind)
     if device is None:
@@ -116,15 +126,17 @@ def measure_axis(
     allowed: float,
     set_activity: Callable[[str], None],
 ) -> list[Measurement]:
-    """Check and time all collectives over one axis, with larger arrays for `allowed` seconds.
+    """Check and time all collectives over one axis.
 
-    `set_activity` is called with a description of each measurement before it begins.
+    Every collective runs with the smallest array. Larger arrays follow until `allowed` seconds have
+    passed. `set_activity` is called with a description of each measurement before it begins. Every
+    process must call this function.
     """
     out: list[Measurement] = []
     n, deadline, left = mesh.shape[axis], time.monotonic() + allowed, list(COLLECTIVES)
     for size in SIZES:
         for collective in tuple(left):
-            # Process 0 decides: the others would wait for one that ends alone.
+            # Process 0 decides for all: a process that stopped alone would deadlock the others.
             if size > SIZES[0] and cluster.broadcast(time.monotonic() > deadline):
                 return out
             activity = f"{collective.name} over {axis}, {format_bytes(size)}"
@@ -141,14 +153,15 @@ def measure_axis(
 def try_on_all(
     activity: str, cluster: ProcessGroup, function: Callable[..., Any], *arguments: Any
 ) -> tuple[list[Any], str | None]:
-    """Return the results of a function by rank, and the first exception.
+    """Call a function on every process; return the results by rank, and the first error or None.
 
-    It is printed at once, too: the other processes may wait for this one for ever.
+    A process also prints its own error immediately, because the other processes may be stuck in a
+    collective and never receive it.
     """
     result = error = None
     try:
         result = function(*arguments)
-    except Exception as e:  # of XLA, NCCL or Gloo: whatever it is, it belongs in the report
+    except Exception as e:  # XLA, NCCL and Gloo raise various types; report any of them
         error = f"{type(e).__name__}: {str(e).partition(chr(10))[0]}"
         print(f"process {cluster.rank}: {activity}: {error}", file=sys.stderr, flush=True)
     found = cluster.allgather([result, error])
@@ -157,9 +170,11 @@ def try_on_all(
 
 
 def measure(mesh: Mesh, axis: str, collective: Collective, size: int) -> float:
-    """Return the seconds of one call on this process; raise ArithmeticError if its result is wrong.
+    """Return the mean seconds per call on this process.
 
-    `size`, in bytes, is rounded up to a multiple of the axis.
+    `size` is in bytes, and is rounded up so that the devices along the axis divide the array.
+
+    Raises ArithmeticError if the result is wrong.
     """
     n = mesh.shape[axis]
     part = -(-size // (4 * n))
@@ -180,21 +195,25 @@ def measure(mesh: Mesh, axis: str, collective: Collective, size: int) -> float:
         result = run(x)
     result.block_until_ready()
     seconds = (time.perf_counter() - began) / REPETITIONS[size]
-    check_result(mesh, axis, collective, part, checked)  # here: the other processes go on anyway
+    # Check only now: if this raises before the timing, the other processes deadlock.
+    check_result(mesh, axis, collective, part, checked)
     return seconds
 
 
 def pattern(device: Any, position: Any) -> Any:
-    """Return a device's input: small whole numbers, whose sums are exact in any order."""
+    """Return a device's input: small integers in float32, whose sums are exact in any order."""
     return ((37 * device + position) % 1009).astype(np.float32)
 
 
 def check_result(
     mesh: Mesh, axis: str, collective: Collective, part: int, result: jax.Array
 ) -> None:
-    """Compare this process's part of a result with NumPy's, at places spread over all of it."""
+    """Compare evenly spaced elements of this process's results with NumPy.
+
+    Raises ArithmeticError at the first device with a wrong element.
+    """
     n = mesh.shape[axis]
-    numbers = np.arange(mesh.size).reshape(mesh.devices.shape)  # as in the first dimension of x
+    numbers = np.arange(mesh.size).reshape(mesh.devices.shape)  # the rows of x
     groups = np.moveaxis(numbers, mesh.axis_names.index(axis), -1).reshape(-1, n)
     for shard in result.addressable_shards:
         found = np.asarray(shard.data)[0]
@@ -215,7 +234,10 @@ def check_result(
 
 
 def collective_checks(measurements: Sequence[Measurement], peak: float | None) -> list[Check]:
-    """Return a line for each collective over an axis; a device can send `peak` bytes/s along it."""
+    """Return one check for each collective over an axis.
+
+    `peak` is the bytes/s that one device can send along the axis, or None if that is unknown.
+    """
     out = []
     for collective in COLLECTIVES:
         found = [m for m in measurements if m.collective == collective.name]
@@ -227,16 +249,16 @@ def collective_checks(measurements: Sequence[Measurement], peak: float | None) -
             out.append(Check(name, "FAIL", finding, remedy))
             continue
         finding = (
-            f"{collective.meaning}; result right, {1000 * first.seconds:.3g} ms at "
+            f"{collective.meaning}; result correct, {1000 * first.seconds:.3g} ms at "
             f"{format_bytes(first.bytes)}, {bandwidth / 1e9:.3g} GB/s at {format_bytes(last.bytes)}"
         )
         remedy = ""
-        # Smaller arrays are limited by latency, and data sheets are about the best collective.
+        # Latency dominates for smaller arrays, and data sheets describe the best collective.
         is_comparable = last.bytes >= LARGE and collective.name == "all-reduce"
         if peak and is_comparable and bandwidth < peak / 10:
-            finding += f": under {peak / 1e10:.3g} GB/s, a tenth of the data sheet"
+            finding += f", less than {peak / 1e10:.3g} GB/s, which is a tenth of the data sheet"
             remedy = (
-                "run again with NCCL_DEBUG=INFO; if NCCL uses sockets, load the machine's network "
+                "run again with NCCL_DEBUG=INFO; if NCCL uses sockets, load this machine's network "
                 "plugin"
             )
         out.append(Check(name, "WARN" if remedy else "OK", finding, remedy))

@@ -1,4 +1,4 @@
-"""Checks of the run directory: can all hosts write to one and the same, and what does it lie on?"""
+"""Checks of the run directory: all hosts can write to it, and its files last and have room."""
 
 import contextlib
 import os
@@ -20,7 +20,10 @@ IN_MEMORY = ("tmpfs", "ramfs")
 
 
 def directory_checks(cluster: ProcessGroup, directory: Path) -> list[Check]:
-    """Let process 0 write a file, and one process of every other host look for it."""
+    """Let process 0 write a file in the run directory, and one process per host look for it.
+
+    Every process must call it. Return the worst result of each check.
+    """
     path = error = None
     mine: list[Check] = []
     with contextlib.ExitStack() as stack:
@@ -41,66 +44,71 @@ def directory_checks(cluster: ProcessGroup, directory: Path) -> list[Check]:
 
 
 def check_writable(directory: Path, option: str = "--out") -> None:
-    """Raise `UsageError` if nothing can be written to the folder that an option names."""
+    """Raise `UsageError` if files cannot be created in `directory`, which `option` sets."""
     with scratch_file(directory, option):
         pass
 
 
 @contextlib.contextmanager
 def scratch_file(directory: Path, option: str = "--out") -> Iterator[str]:
-    """Yield the path of a new file in `directory`, or where it would be made; or `UsageError`."""
+    """Yield the path of a temporary file in `directory`, or in its nearest existing parent.
+
+    Raises `UsageError`, which names `option`, if the file cannot be created.
+    """
     parents = (directory, *directory.absolute().parents)
-    # os.path.exists, which says no where this process may not look; Path.exists raises.
+    # os.path.exists returns False for a folder that is not accessible; Path.exists raises.
     place = next(folder for folder in parents if os.path.exists(folder))
     try:
         file = tempfile.NamedTemporaryFile(prefix=".jaxgpt-doctor-", dir=place)
     except OSError as error:
         raise UsageError(
-            f"{option}={directory}: cannot be written ({error.strerror or error}); give {option} a "
-            "folder that can"
+            f"{option}={directory}: cannot be written to ({error.strerror or error}); give "
+            f"{option} a writable folder"
         ) from None
     with file:
         yield os.path.abspath(file.name)
 
 
 def host_checks(path: str, cluster: ProcessGroup) -> list[Check]:
-    """Check that this host sees a file that process 0 made, and can write beside it."""
+    """Check that this host sees the file that process 0 wrote, and can write to its folder."""
     directory, host = Path(path).parent, cluster.host_names[cluster.rank]
     deadline = time.monotonic() + ANSWER
     while not os.path.exists(path):
         if time.monotonic() > deadline:
-            finding = f"{host} does not see in {directory} what {cluster.host_names[0]} wrote"
+            finding = (
+                f"{host} does not see the file that {cluster.host_names[0]} wrote to {directory}"
+            )
             remedy = "give --out a folder on a file system that all hosts share"
             return [Check("run directory", "FAIL", finding, remedy)]
         time.sleep(0.1)
     try:
         tempfile.TemporaryFile(dir=directory).close()
     except OSError as error:
-        finding = f"{directory} cannot be written on {host} ({error.strerror or error})"
-        remedy = "look at how the file system is mounted there, and at your quota"
+        finding = f"{directory} cannot be written to on {host} ({error.strerror or error})"
+        remedy = "check how the file system is mounted on that host, and check your quota"
         return [Check("run directory", "FAIL", finding, remedy)]
     n_hosts = len(set(cluster.hosts))
     seen = f", the same on all {n_hosts} hosts" if n_hosts > 1 else ""
-    shared = Check("run directory", "OK", f"{directory} can be written{seen}")
+    shared = Check("run directory", "OK", f"{directory} is writable{seen}")
     return [shared, check_file_system(directory)]
 
 
 def check_file_system(directory: Path) -> Check:
-    """Check that files last, and have room."""
+    """Check that files are kept after the job, and that there is enough free space."""
     kind, free = file_system_of(directory), shutil.disk_usage(directory).free
     finding = f"{kind}, {format_bytes(free)} free"
-    remedy = "make room, or give --out a folder on another one" if free < LITTLE_SPACE else ""
+    remedy = "free space, or give --out another file system" if free < LITTLE_SPACE else ""
     if kind in IN_MEMORY:
-        finding += ", in the host's memory: gone when the host restarts or the job ends"
+        finding += ", held in the host's memory, and lost when the host restarts or the job ends"
         remedy = "give --out a folder on a disk or a parallel file system"
     return Check("file system", "WARN" if remedy else "OK", finding, remedy)
 
 
 def file_system_of(path: Path) -> str:
-    """Return the type of file system that a folder lies on, such as `lustre`, or `unknown`."""
+    """Return the type of the file system that contains `path`, such as `lustre`, or `unknown`."""
     table = Path("/proc/mounts")
     mounts = [line.split() for line in table.read_text().splitlines()] if table.exists() else []
-    # Of several mounts on one point the last one counts.
+    # If several file systems are mounted on one point, the last one hides the others.
     kinds = {point.replace("\\040", " "): kind for _, point, kind, *_ in mounts}
     path = path.resolve()
     return next((kinds[str(p)] for p in (path, *path.parents) if str(p) in kinds), "unknown")

@@ -1,4 +1,4 @@
-"""Facts about a process, its host and its devices, collected without judging them."""
+"""Facts about a process, its host and its devices, for `checks.py` to judge."""
 
 import glob
 import os
@@ -18,9 +18,9 @@ from jaxgpt.runtime.devices import local_device_ids
 PACKAGES = (
     "jaxgpt", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "mpi4py", "numpy",
 )  # fmt: skip
-# Where MPI and NCCL keep their buffers; on macOS among other files.
+# MPI and NCCL keep their buffers in /dev/shm, or in temporary files on macOS.
 SHARED_MEMORY = "/dev/shm" if os.path.isdir("/dev/shm") else tempfile.gettempdir()
-# Controllers of a control group, version 2 and 1 -> where its memory's limit stands.
+# cgroup controllers ("" in version 2) -> the root directory, and the file with the memory limit.
 MEMORY_LIMITS = {
     "": (Path("/sys/fs/cgroup"), "memory.max"),
     "memory": (Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes"),
@@ -28,52 +28,57 @@ MEMORY_LIMITS = {
 
 
 def package_versions() -> dict[str, str | None]:
-    """Return the version of each package that matters here, None if it is not installed."""
+    """Return the version of each of `PACKAGES`, or None if it is not installed."""
     found = {name: d.version for d in metadata.distributions() if (name := d.name) in PACKAGES}
     return {package: found.get(package) for package in PACKAGES}
 
 
 def collect_facts(cluster: ProcessGroup, coordinator: str | None) -> dict[str, Any]:
-    """Return the facts of this process; all processes have to call it. JAX has been started."""
+    """Return the facts about this process, as values that JSON can hold.
+
+    Every process must call it, after JAX has started. `coordinator` is `host:port`, or None for a
+    single process.
+    """
     import jax
 
     local = jax.local_devices()
     visible = next((os.environ[v] for v in VISIBLE_VARIABLES if os.environ.get(v)), "")
     hosts, error = catch_usage_error(job_hosts, os.environ)
     return {
-        "host": cluster.hosts[cluster.rank],  # rank of the first process on this one's host
+        "host": cluster.hosts[cluster.rank],  # rank of the first process on this host
         "host_name": cluster.host_names[cluster.rank],
-        # How many the scheduler gave to the job, or why that cannot be told.
+        # The number of hosts allocated to the job, or the error that makes it unknown.
         "allocated_hosts": error or len(hosts[0]),
         "versions": {
             "python": platform.python_version(),
             "MPI": cluster.mpi_library and " ".join(cluster.mpi_library.split()),
             **package_versions(),
         },
-        # Its address as the coordinator sees it.
+        # This host's address on the route to the coordinator.
         "address": coordinator and address_towards(coordinator.rpartition(":")[0].strip("[]")),
         "platform": local[0].platform,  # cpu, gpu, tpu ...
         "device_kind": local[0].device_kind,
-        # By names that no other device of the host has.
+        # Names that are unique on the host.
         "devices": device_names(local_device_ids(cluster) or range(len(local)), visible),
-        "narrowed": bool(visible),  # a variable chooses among the host's devices
+        "narrowed": bool(visible),  # an environment variable selects the visible devices
         "jax_platforms": os.environ.get("JAX_PLATFORMS", ""),
-        "accelerators": count_accelerators(),  # of the host
-        # Bytes that JAX may use on one device; None if it does not say.
+        "accelerators": count_accelerators(),  # on the host
+        # Bytes that JAX may use on one device; None if the device does not report it.
         "device_memory": (local[0].memory_stats() or {}).get("bytes_limit"),
-        # Bytes that are free on the host, or all that the job may have if that is less.
+        # Bytes available on the host, or the job's memory limit if that is less.
         "memory": min([_available_memory(), *_memory_limits()]),
         "shared_memory": shutil.disk_usage(SHARED_MEMORY).free,
-        "cores": list(own_cpus()),  # that this process may run on
+        "cores": list(own_cpus()),  # CPUs that this process may run on
         "host_cores": os.cpu_count() or 1,
     }
 
 
 def device_names(numbers: Sequence[int], visible: str) -> list[str]:
-    """Return names that tell this process's devices from those of other processes of the host.
+    """Return names for this process's devices that are unique on the host.
 
-    A variable's value, `visible`, may choose what the process sees, and a control group which
-    device files it may use: device 0 can be another one for each process.
+    Device numbers alone are not unique: `visible`, the value of an environment variable such as
+    CUDA_VISIBLE_DEVICES, may select the devices that a process sees, and a cgroup may restrict the
+    device files that it can open. Device 0 can then be a different device in every process.
     """
     seen = dict(enumerate(visible.split(","))) if visible else {}
     files = [f for pattern in DEVICE_FILES for f in glob.glob(pattern)]
@@ -90,7 +95,7 @@ def _available_memory() -> int:
 
 
 def _memory_limits() -> list[int]:
-    """Return the limits of the job's control group and those around it, in bytes."""
+    """Return the memory limits, in bytes, of this process's cgroup and all its parents."""
     cgroups = Path("/proc/self/cgroup")
     files = []
     for line in cgroups.read_text().splitlines() if cgroups.exists() else []:

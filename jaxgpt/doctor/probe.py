@@ -1,6 +1,6 @@
-"""Is this host fit for another try? `python -m jaxgpt.doctor.probe JOB DIRECTORY`.
+"""Check whether a host can run another attempt: `python -m jaxgpt.doctor.probe JOB DIRECTORY`.
 
-Ends what is left of the job, then tries the run's file system and each device.
+The probe kills leftover processes of the job, then tests the run's file system and each device.
 """
 
 import contextlib
@@ -28,30 +28,30 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def end_leftovers(job: str) -> None:
-    """Kill the processes of a try; `UsageError` if one does not end."""
+    """Kill the processes of the last attempt; raise `UsageError` if one of them does not die."""
     deadline = time.monotonic() + ANSWER
     while left := processes_of(job):
         for pid in left:
-            with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
+            with contextlib.suppress(ProcessLookupError):  # it has already ended
                 os.kill(pid, signal.SIGKILL)
         if time.monotonic() > deadline:
-            raise UsageError(f"process {left[0]} of the last try cannot be ended")
+            raise UsageError(f"process {left[0]} of the last attempt cannot be killed")
         time.sleep(0.05)
 
 
 def processes_of(job: str) -> list[int]:
-    """Return the ids of this user's processes that have the job's name in their environment."""
+    """Return the IDs of this user's other processes whose environment names the job."""
     marker, found = f"{JOB}={job}".encode(), []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit() and int(entry.name) != os.getpid():
-            with contextlib.suppress(OSError):  # another user's, or gone
+            with contextlib.suppress(OSError):  # another user's process, or one that has ended
                 if marker in (entry / "environ").read_bytes().split(b"\0"):
                     found.append(int(entry.name))
     return found
 
 
 def check_directory(directory: Path) -> None:
-    """Write a file, read it back, remove it."""
+    """Write a file, read it back and remove it; raise `UsageError` if that fails."""
     try:
         with tempfile.NamedTemporaryFile(dir=directory) as file:
             file.write(b"probe")
@@ -59,11 +59,11 @@ def check_directory(directory: Path) -> None:
             os.fsync(file.fileno())
             Path(file.name).read_bytes()
     except OSError as error:
-        raise UsageError(f"{directory}: cannot be written ({error.strerror or error})") from None
+        raise UsageError(f"{directory}: cannot be written to ({error.strerror or error})") from None
 
 
 def check_devices() -> None:
-    """Compute on each device of this host."""
+    """Run a computation on each device of this host; raise `UsageError` if one fails."""
     import jax
     import jax.numpy as jnp
 
@@ -72,9 +72,9 @@ def check_devices() -> None:
             jax.block_until_ready(jax.device_put(jnp.arange(8), device) + 1)
     except RuntimeError as error:
         line = str(error).partition("\n")[0]
-        raise UsageError(f"its devices do not answer on {platform.node()}: {line}") from None
+        raise UsageError(f"the devices of {platform.node()} do not respond: {line}") from None
     if accelerator_expected() and jax.default_backend() == "cpu":
-        raise UsageError(f"JAX finds no accelerator on {platform.node()}, which has some")
+        raise UsageError(f"JAX found none of the accelerators of {platform.node()}")
 
 
 if __name__ == "__main__":

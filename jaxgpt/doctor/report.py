@@ -1,6 +1,6 @@
-"""All checks in turn, and their report: line by line for a person, one JSON object for programs.
+"""Run all checks and print a report, as text or as one JSON object.
 
-It imports JAX: import it after `initialize_jax`.
+This module imports JAX, so import it after `initialize_jax`.
 """
 
 import json
@@ -28,7 +28,7 @@ from jaxgpt.doctor.facts import collect_facts
 from jaxgpt.doctor.training import training_check
 from jaxgpt.parallel.mesh import describe, make_mesh
 
-COLLECTIVES_SECONDS = 25.0  # for all axes together
+COLLECTIVES_SECONDS = 25.0  # time limit for all axes together
 
 
 def run_checks(
@@ -40,7 +40,8 @@ def run_checks(
 ) -> int:
     """Run all checks, print the report, and return an exit status.
 
-    `found` is what `initialize_jax` returned; without a `shape` `default_sizes` chooses it.
+    `found` is what `initialize_jax` returned. If `shape` is None, `default_sizes` chooses the mesh.
+    `directory` is the run directory to check.
     """
     report = Report(cluster, found, as_json)
     report.begin("the machine")
@@ -53,9 +54,9 @@ def run_checks(
     check_collectives(cluster, mesh, report)
     report.begin("training")
     broken = [c.name for c in report.checks if c.status == "FAIL" and " over " in c.name]
-    if broken:  # training would wait for it
-        finding = f"not tried, since {broken[0]} fails"
-        trained = Check("training", "FAIL", finding, "repair that one first")
+    if broken:  # training would hang in it, or fail too
+        finding = f"not tried, because {broken[0]} fails"
+        trained = Check("training", "FAIL", finding, "fix that collective first")
     else:
         trained = training_check(cluster)
     report.section("ten data-parallel steps of a small model", [trained])
@@ -64,7 +65,7 @@ def run_checks(
 
 
 def check_collectives(cluster: ProcessGroup, mesh: Mesh, report: "Report") -> None:
-    """Add a section to the report for each mesh axis."""
+    """Measure collectives over each mesh axis, and add a section to the report for each axis."""
     axes = [axis for axis, n in mesh.shape.items() if n > 1]
     if not axes:
         finding = "nothing to measure with one device: try mpiexec -n 4, or --mesh 4,1,1"
@@ -73,16 +74,16 @@ def check_collectives(cluster: ProcessGroup, mesh: Mesh, report: "Report") -> No
         measured = measure_axis(mesh, axis, cluster, COLLECTIVES_SECONDS / len(axes), report.begin)
         report.measurements += measured
         crosses, peak = axis_link(mesh, axis, cluster)
-        place = "of different hosts" if crosses else "inside a host"
+        place = "on different hosts" if crosses else "within each host"
         where = f"{axis}: {mesh.shape[axis]} devices {place}, mesh {describe(mesh)}"
         report.section(f"collectives over {where}", collective_checks(measured, peak))
 
 
 class Report:
-    """The checks so far; ends the job with them if an activity takes longer than the timeout.
+    """The results of all checks so far, printed section by section on process 0.
 
-    A process that is gone leaves the others in a collective that never returns. Only process 0
-    prints.
+    If an activity exceeds the timeout, the report ends there, and the monitor ends the job. This
+    happens if a process dies, because the others then wait in a collective that never returns.
     """
 
     def __init__(self, cluster: ProcessGroup, job: dict[str, Any], as_json: bool):
@@ -94,19 +95,19 @@ class Report:
         cluster.monitor.start()
 
     def begin(self, activity: str) -> None:
-        """Give the next activity its time."""
+        """Start the next activity, and its time limit."""
         self._activity = activity
         self._cluster.monitor.heartbeat(activity)
 
     def _give_up(self) -> None:
-        """Report what was found until the job hung; the monitor then ends it, and names who."""
-        finding = f"no answer within {self._cluster.timeout:.0f} s (--init-timeout)"
-        remedy = "look for a host that hangs, or a firewall; NCCL_SOCKET_IFNAME names an interface"
+        """Report the checks so far; the monitor then names the hanging process and ends the job."""
+        finding = f"no response within {self._cluster.timeout:.0f} s (--init-timeout)"
+        remedy = "look for a hanging host or a firewall; NCCL_SOCKET_IFNAME sets the interface"
         self.section("stopped here", [Check(self._activity, "FAIL", finding, remedy)])
         self.summarize()
 
     def section(self, title: str, checks: Sequence[Check]) -> None:
-        """Add checks, and print them unless the report is JSON."""
+        """Add a section of checks, and print it unless the report is JSON."""
         self.checks += checks
         if self._as_json or not self._cluster.is_main:
             return
@@ -118,7 +119,7 @@ class Report:
         print(flush=True)
 
     def summarize(self) -> None:
-        """Print the number of checks by status, or the JSON object."""
+        """Print the number of checks with each status, or the whole report as JSON."""
         counts = {s: sum(c.status == s for c in self.checks) for s in ("FAIL", "WARN", "OK")}
         text = ", ".join(f"{n} {status}" for status, n in reversed(counts.items()))
         if self._as_json:

@@ -1,4 +1,4 @@
-"""Ten data-parallel steps of a small model: does all of it work together?"""
+"""End-to-end check: ten data-parallel training steps of a small model."""
 
 import hashlib
 import math
@@ -18,7 +18,7 @@ from jaxgpt.perf.units import count
 from jaxgpt.train.functions import make_steps
 
 N_STEPS = 10
-VOCABULARY = 256  # bytes
+VOCABULARY = 256  # a token is a byte
 MODEL = (
     "model.n_layer=1", "model.n_head=2", "model.n_embd=64", "model.block_size=64",
     f"model.vocab_size={VOCABULARY}", "optimizer.learning_rate=3e-3", "optimizer.warmup_iters=0",
@@ -26,9 +26,10 @@ MODEL = (
 
 
 def train_ten_steps(cluster: ProcessGroup) -> tuple[list[float], list[str]]:
-    """Train with two rows per device, the same in every step, on the text of this file.
+    """Train on the text of this file, with two rows per device, the same in every step.
 
-    Return the losses, and the hashes of the parameters with which this process's devices end.
+    Return the loss of each step, and the distinct SHA-256 hashes of the final parameters on this
+    process's devices.
     """
     n_devices = jax.device_count()
     config = load_config(
@@ -56,27 +57,31 @@ def train_ten_steps(cluster: ProcessGroup) -> tuple[list[float], list[str]]:
 
 
 def training_check(cluster: ProcessGroup) -> Check:
-    """Train ten steps on every process, and compare what they found."""
+    """Train ten steps on every process, and compare losses and parameters."""
     found, error = try_on_all("training", cluster, train_ten_steps, cluster)
     if error:
-        return Check("training", "FAIL", error, "the lines above this report may say more")
+        return Check("training", "FAIL", error, "see the error messages above this report")
     return judge(found, jax.device_count())
 
 
 def judge(found: Sequence[tuple[list[float], list[str]]], n_devices: int) -> Check:
-    """Return the line of the report for what `train_ten_steps` returned on every process."""
+    """Return the check for the results of `train_ten_steps`, by rank.
+
+    The first loss must be near ln(256), the last at least 0.5 lower, and all devices must end with
+    the same parameters.
+    """
     losses, hashes = found[0]
-    # A model that knows nothing is as good as any other guess among 256 bytes.
+    # The loss of a uniform guess among 256 bytes, which is where training should start.
     unlearned = math.log(VOCABULARY)
     right = abs(losses[0] - unlearned) < 0.5 and losses[-1] < losses[0] - 0.5
     differing = [rank for rank, other in enumerate(found) if list(other) != [losses, hashes]]
     finding = f"loss {losses[0]:.3f} to {losses[-1]:.3f} in {len(losses)} steps"
     finding += f" on {count(n_devices, 'device')}; "
-    remedy = "run it again with JAX_PLATFORMS=cpu: if that is right, suspect the driver or a device"
+    remedy = "run again with JAX_PLATFORMS=cpu; if that passes, suspect the driver or a device"
     if not right:
         finding += f"it should fall by 0.5 or more from about {unlearned:.2f}"
     elif differing:
-        finding += f"process {differing[0]} has other losses or parameters than process 0"
+        finding += f"process {differing[0]} differs from process 0 in its losses or parameters"
     elif len(hashes) > 1:
         finding += "devices end with different parameters"
     else:

@@ -1,7 +1,7 @@
-"""Clock of a run: what each process spends its time on, from its start to its end.
+"""Clock of a run: the seconds that each process spends on each activity.
 
 At every moment a process is in exactly one activity, so the seconds of all activities add up to the
-time since the process started. The start-up report (`perf/startup.py`), the time of a step
+time since the process started. The start-up report (`perf/startup.py`), the time per step
 (`StepTimer` in `perf/flops.py`) and goodput (`train/reporting/goodput.py`) all read this clock.
 """
 
@@ -10,7 +10,7 @@ import os
 import time
 from collections.abc import Iterator
 
-ACTIVITIES = {  # in the order of a start
+ACTIVITIES = {  # in start-up order
     "imports": "starting Python and importing packages",
     "distributed init": "connecting the processes",
     "prepare": "opening the run directory and the data",
@@ -31,7 +31,7 @@ def process_start_time() -> float:
     try:
         with open("/proc/self/stat") as f:
             ticks = int(f.read().rpartition(")")[2].split()[19])
-        uptime = time.clock_gettime(time.CLOCK_BOOTTIME)  # /proc/uptime is a container's own
+        uptime = time.clock_gettime(time.CLOCK_BOOTTIME)  # /proc/uptime may be a container's
         return time.time() - uptime + ticks / os.sysconf("SC_CLK_TCK")
     except (OSError, AttributeError):  # not Linux
         return time.time()
@@ -41,11 +41,11 @@ class Clock:
     """Seconds that this process has spent on each of the `ACTIVITIES`."""
 
     def __init__(self, began: float | None = None):
-        """Start in `imports` at the Unix time `began`, by default when the process started."""
+        """Start with `imports` at the Unix time `began`, by default the start of the process."""
         self.began = process_start_time() if began is None else began
         self._activity = "imports"
         self._seconds: dict[str, float] = {}
-        # Monotonic: an adjustment of the system's time must not lengthen an activity.
+        # Use monotonic time, because setting the system clock must not lengthen an activity.
         self._since = time.monotonic() - (time.time() - self.began)
 
     def enter(self, activity: str) -> None:
@@ -56,7 +56,7 @@ class Clock:
 
     @contextlib.contextmanager
     def within(self, activity: str) -> Iterator[None]:
-        """Count the block as an activity, then return to the one before it."""
+        """Count the block as an activity, then return to the previous activity."""
         before = self._activity
         self.enter(activity)
         try:
@@ -65,12 +65,12 @@ class Clock:
             self.enter(before)
 
     def seconds(self) -> dict[str, float]:
-        """Return the seconds of each activity so far, in the order in which they first began."""
+        """Return the seconds of each activity so far, ordered by first occurrence."""
         self._update()
         return dict(self._seconds)
 
     def spent(self, *activities: str) -> float:
-        """Return the seconds spent on some activities so far."""
+        """Return the total seconds spent on the given activities so far."""
         self._update()
         return sum(self._seconds.get(activity, 0.0) for activity in activities)
 

@@ -1,6 +1,7 @@
-"""Collectives of a compiled program: kinds, mesh axes, counts and bytes.
+"""Collectives of a compiled program, with their kinds, mesh axes, counts and bytes.
 
-XLA numbers devices by their row-major positions in the mesh: groups of them tell the mesh axes.
+XLA numbers devices by their row-major position in the mesh, so a group of device numbers reveals
+the mesh axes.
 """
 
 import functools
@@ -27,17 +28,20 @@ class Collective:
 
     kind: str
     axes: tuple[str, ...]  # mesh axes along which the devices of a group differ
-    count: int  # arrays communicated; one operation may combine several
-    bytes: int  # of all arrays on a device; the larger side of all-gather and reduce-scatter
+    count: int  # number of arrays; one operation may communicate several
+    bytes: int  # of all arrays, per device; the input or output, whichever is larger
 
 
 def read_collectives(hlo: str, mesh: Mapping[str, int]) -> tuple[Collective, ...]:
-    """Return the collectives that each device takes part in when `compiled.as_text()` runs once.
+    """Return the collectives that each device takes part in when a program runs once.
 
-    An operation in a loop counts as often as the loop runs it, an asynchronous one once; of a
-    conditional counts the branch that communicates most. A group over a part of an axis, which XLA
-    makes in some changes of layout, is reported as over that axis. `ValueError` if the program is
-    for another number of devices, or does not tell how often a loop with collectives runs.
+    `hlo` is `compiled.as_text()`, and `mesh` maps axis names to sizes. An operation in a loop is
+    counted once per iteration. An asynchronous operation is counted once. A conditional counts as
+    the branch that communicates most. A group over part of an axis, which XLA uses for some layout
+    changes, is reported as a group over the axis.
+
+    Raises ValueError if the program has a different number of devices than the mesh, or if it does
+    not say how often a loop with collectives runs.
     """
     program = parse_hlo(hlo)
     if program.n_devices != math.prod(mesh.values()):
@@ -57,9 +61,10 @@ def read_collectives(hlo: str, mesh: Mapping[str, int]) -> tuple[Collective, ...
 
 
 def ring_bytes(kind: str, bytes: float, n: int) -> float:
-    """Return the bytes that each of n devices sends of `Collective.bytes` around a ring.
+    """Return the bytes that each of n devices sends around a ring for a collective.
 
-    Thakur, Rabenseifner and Gropp 2005, section 4; the factors of nccl-tests' "bus bandwidth".
+    `bytes` is counted as in `Collective.bytes`. The factors are those of Thakur, Rabenseifner and
+    Gropp 2005, section 4, and of the "bus bandwidth" in nccl-tests.
     """
     if kind == "collective-permute":
         return bytes
@@ -67,7 +72,7 @@ def ring_bytes(kind: str, bytes: float, n: int) -> float:
 
 
 def _count_arrays(program: Program, mesh: Mapping[str, int]) -> Counter[Any]:
-    """Count the arrays that a program communicates, by kind, axes and bytes."""
+    """Count the arrays that a program communicates, by (kind, axes, bytes)."""
     axes_and_group_size = functools.cache(functools.partial(_axes_and_group_size, mesh))
 
     @functools.cache
@@ -80,7 +85,7 @@ def _count_arrays(program: Program, mesh: Mapping[str, int]) -> Counter[Any]:
             body, trips = instruction.attribute("body"), _TRIPS.search(instruction.arguments)
             if count(body) and not trips:
                 raise ValueError(
-                    f"loop over {body}: cannot tell how often it runs (XLA gives no "
+                    f"loop over {body}: the number of iterations is unknown (XLA gives no "
                     "known_trip_count); use lax.scan or fori_loop with constant bounds"
                 )
             return Counter({array: n * int(trips[1]) for array, n in count(body).items()})
@@ -89,14 +94,14 @@ def _count_arrays(program: Program, mesh: Mapping[str, int]) -> Counter[Any]:
             return max(branches, key=lambda found: sum(n * size for (*_, size), n in found.items()))
         if opcode in _CALLERS:
             return sum(map(count, instruction.called), Counter())
-        if kind not in COLLECTIVES or opcode.endswith("-start"):  # counted at its end
+        if kind not in COLLECTIVES or opcode.endswith("-start"):  # counted at its -done instruction
             return Counter()
         done = opcode.endswith("-done")
         start = program.instructions[instruction.operands[0]] if done else instruction
         axes, n = axes_and_group_size(_GROUPS.search(start.arguments)[1])
         sizes = instruction.array_bytes
         if kind == "all-to-all" and " dimensions=" not in start.arguments:
-            sizes = [n * size for size in sizes[::n]]  # an array is returned in n pieces
+            sizes = [n * size for size in sizes[::n]]  # each array is returned as n parts
         elif kind == "reduce-scatter":
             sizes = [n * size for size in sizes]
         return Counter((kind, axes, size) for size in sizes if axes)
@@ -105,7 +110,7 @@ def _count_arrays(program: Program, mesh: Mapping[str, int]) -> Counter[Any]:
 
 
 def _axes_and_group_size(mesh: Mapping[str, int], groups: str) -> tuple[tuple[str, ...], int]:
-    """Return the mesh axes along which devices of a group differ, and the devices in a group."""
+    """Return the mesh axes along which the devices of a group differ, and the size of a group."""
     ids = _device_groups(groups, math.prod(mesh.values()))
     coordinates = np.stack(np.unravel_index(ids, tuple(mesh.values())))  # axis, group, member
     differs = (coordinates != coordinates[:, :, :1]).any(axis=(1, 2))
@@ -113,10 +118,13 @@ def _axes_and_group_size(mesh: Mapping[str, int], groups: str) -> tuple[tuple[st
 
 
 def _device_groups(text: str, n_devices: int) -> np.ndarray:
-    """Return the device ids of each group (a row), which XLA writes in one of four forms.
+    """Return the device IDs of each group, as an array of shape (groups, group size).
 
-    {} is all devices together; {{0,1},{2,3}} lists them; [2,4]<=[4,2]T(1,0) is a range that is
-    reshaped, transposed and reshaped; mesh['x'=2,'y'=4] {'y'} is along axes of a mesh of XLA's.
+    XLA writes groups in one of four forms:
+    - {} is one group of all devices.
+    - {{0,1},{2,3}} lists the groups.
+    - [2,4]<=[4,2]T(1,0) is a range that is reshaped to 4 x 2, transposed and reshaped to 2 x 4.
+    - mesh['x'=2,'y'=4] {'y'} forms groups along axes of a mesh that XLA defines.
     """
     if text == "{}":
         return np.arange(n_devices)[None]
@@ -131,8 +139,9 @@ def _device_groups(text: str, n_devices: int) -> np.ndarray:
 def _groups_along_axes(text: str) -> np.ndarray:
     """Return the groups of the form mesh['x'=2,'y'=4] {'y'}.
 
-    In braces may be a part of an axis: 'y':(1)2 is the outer factor 2 of 'y'=4, 'y':(2)2 the inner
-    one. `device_ids=(...)` is the order of the mesh's devices, a list or a transposed range.
+    The braces may contain part of an axis: 'y':(1)2 is the outer factor 2 of 'y'=4, and 'y':(2)2 is
+    the inner factor. `device_ids=(...)` gives the order of the mesh's devices, as a list or as a
+    transposed range.
     """
     axes, order, along = re.fullmatch(
         r"mesh\[(.*?)\](?:, device_ids=\((.*)\))? \{(.*)\}", text
@@ -140,7 +149,7 @@ def _groups_along_axes(text: str) -> np.ndarray:
     mesh = {axis: int(size) for axis, size in re.findall(r"'(.*?)'=(\d+)", axes)}
     shape, n = tuple(mesh.values()), 1
     place = dict(zip(mesh, np.unravel_index(np.arange(math.prod(shape)), shape), strict=True))
-    group = dict(place)  # the place of each group's first device
+    group = dict(place)  # coordinates of the first device of each group
     for axis, outer, part in re.findall(r"'(.*?)'(?::\((\d+)\)(\d+))?", along):
         size = int(part or mesh[axis])
         stride, n = mesh[axis] // (int(outer or 1) * size), n * size
@@ -152,7 +161,7 @@ def _groups_along_axes(text: str) -> np.ndarray:
 
 
 def _range(text: str) -> np.ndarray:
-    """Return 0, 1, ... in the order of [4,2]T(1,0): reshaped to 4 x 2, then transposed."""
+    """Return the range written as, for example, [4,2]T(1,0): reshaped to 4 x 2, then transposed."""
     shape, _, transposition = text.partition("T")
     dims = _numbers(shape)
     return np.arange(math.prod(dims)).reshape(dims).transpose(_numbers(transposition) or None)

@@ -11,63 +11,67 @@ from jaxgpt.perf.clock import Clock
 from jaxgpt.perf.hardware import find_device
 
 MFU_FORMULA = "mfu = tokens/s/device x (6N + 12 L H K T) / peak FLOP/s (PaLM, arXiv 2204.02311, B)"
-CPU_FLOPS = 1e11  # per second: what one CPU device gives, about
-SLOW_FLOPS = 5 * 60 * CPU_FLOPS  # of a step that takes minutes
+CPU_FLOPS = 1e11  # per second: a rough figure for one CPU device
+SLOW_FLOPS = 5 * 60 * CPU_FLOPS  # FLOPs per device of a step that takes five minutes on a CPU
 
 
 def peak_flops(device_kind: str, dtype: str) -> float | None:
-    """Return the dense peak of one device in FLOP/s; None where it is not known."""
+    """Return the dense peak of one device for a dtype in FLOP/s, or None if it is unknown."""
     device = find_device(device_kind)
     return device.peak_flops.get(dtype) if device else None
 
 
 def flops_per_token(model: ModelConfig, n_parameters: int) -> int:
-    """Return forward and backward FLOPs of a token, as `MFU_FORMULA`.
+    """Return the forward and backward FLOPs per token, as in `MFU_FORMULA`.
 
-    `n_parameters`, N, leaves out embeddings that are only looked up. Attention counts as full, also
-    with a window or documents; keys and values of grouped queries are fewer weights in N.
+    `n_parameters` (N) does not count embeddings that are only looked up. Attention is counted over
+    the whole block, even with a sliding window or a document mask. Grouped-query attention lowers
+    the count only through its smaller N.
     """
     heads = model.n_head * model.head_size
     return 6 * n_parameters + 12 * model.n_layer * heads * model.block_size
 
 
 class HostTimes(NamedTuple):
-    """What a process has done in its steps so far, in seconds except for `steps`."""
+    """Steps of a process so far, and the seconds that it spent on them."""
 
     steps: int
     seconds: float  # spent on steps
-    own: float  # of `seconds`: not waiting for devices, or suspended while it waited
+    own: float  # of `seconds`: without waiting for devices, but with suspensions
     data: float  # of `seconds`: waiting for data
 
 
 class StepTimer:
-    """Seconds per training step: what the clock of the run has counted as steps."""
+    """Seconds per training step, from the time that the run's clock has counted as steps."""
 
     def __init__(self, clock: Clock, stalled: Callable[[], float] = lambda: 0.0):
-        """Begin; `stalled` returns the seconds in which this process was not run (`Monitor`)."""
+        """Start the timer. `stalled` returns the seconds of suspension of this process so far."""
         self._clock, self._stalled = clock, stalled
         self._steps, self._waited_for_device = 0, 0.0
         self._start = self._last_lap = self._read()
 
     def count(self) -> None:
-        """Count one more step that is under way."""
+        """Count one more step, which may still be running."""
         self._steps += 1
 
     @contextlib.contextmanager
     def waiting_for_device(self) -> Iterator[None]:
-        """Count the time in this block as waiting for a device."""
+        """Count the time in this block, except suspensions, as waiting for a device."""
         start, stalled = time.perf_counter(), self._stalled()
         yield
         seconds = time.perf_counter() - start - (self._stalled() - stalled)
         self._waited_for_device += max(0.0, seconds)
 
     def host_times(self) -> HostTimes:
-        """Return what this process has done since the timer began, without waiting for devices."""
+        """Return the steps and times since the timer started."""
         steps, seconds, data = _difference(self._read(), self._start)
         return HostTimes(steps, seconds, seconds - self._waited_for_device, data)
 
     def lap(self) -> tuple[float, float] | tuple[None, None]:
-        """Return seconds per step since the last lap, and the share that waited for data."""
+        """Return seconds per step since the last lap, and the fraction spent waiting for data.
+
+        Both are None if no step has been counted since then.
+        """
         before, self._last_lap = self._last_lap, self._read()
         steps, seconds, data = _difference(self._last_lap, before)
         return (seconds / steps, data / seconds) if steps else (None, None)
@@ -82,16 +86,16 @@ def _difference(now: tuple[int, float, float], then: tuple[int, float, float]) -
 
 @dataclass(frozen=True)
 class Rates:
-    """Rates of a training line from seconds per step."""
+    """Computes the rates in a training log line from seconds per step."""
 
-    batch_size: int  # sequences per step, whole job
+    batch_size: int  # sequences per step of the whole job
     block_size: int
     flops_per_token: int
     n_devices: int
     peak: float | None  # FLOP/s of one device, if known
 
     def of(self, dt: float | None) -> dict[str, float | None]:
-        """Return the fields for `dt` seconds per step; all None where that was not measured."""
+        """Return all rates for `dt` seconds per step; if `dt` is None, all rates are None."""
         if dt is None:
             return dict.fromkeys(self.of(1.0))
         tokens_per_sec = self.batch_size * self.block_size / dt
@@ -106,12 +110,12 @@ class Rates:
         }
 
     def slow_step_warnings(self) -> tuple[str, ...]:
-        """Return a sentence if a step of a CPU, whose peak is not known, takes minutes."""
+        """Return a warning if a step would take minutes on a device with unknown peak (a CPU)."""
         flops = self.batch_size * self.block_size * self.flops_per_token / self.n_devices
         if self.peak is not None or flops < SLOW_FLOPS:
             return ()
         return (
-            f"train.batch_size={self.batch_size}: a step is {flops:.1e} FLOPs on each device, "
-            f"{flops / CPU_FLOPS / 60:,.0f} minutes at {CPU_FLOPS:.0e} FLOP/s, and nothing is "
-            "logged before the first has ended; give fewer rows",
+            f"train.batch_size={self.batch_size}: a step needs {flops:.1e} FLOPs per device, or "
+            f"{flops / CPU_FLOPS / 60:,.0f} minutes at {CPU_FLOPS:.0e} FLOP/s; nothing is logged "
+            "before the first step ends; reduce train.batch_size",
         )

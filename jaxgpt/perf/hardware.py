@@ -1,4 +1,4 @@
-"""Accelerators as data: what one device can hold, compute and send."""
+"""Table of accelerators: memory, peak FLOP/s and bandwidths of one device."""
 
 import re
 from collections.abc import Mapping
@@ -9,29 +9,30 @@ from jaxgpt.perf.units import GIB
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
-    """One device as JAX counts them: a GPU, a GCD of an MI250X, a tile of a PVC.
+    """One device as JAX counts them, such as a GPU, a GCD of an MI250X or a tile of a PVC.
 
-    Bytes, dense FLOP/s by dtype, bytes/s in each direction: peaks of data sheets, except where the
-    table below says that a number was measured. None is a number that the name does not tell.
+    The units are bytes, dense FLOP/s by dtype, and bytes/s in each direction. Numbers are peaks
+    from data sheets, unless the table below says that one was measured. None means that the
+    device's name does not determine the number.
     """
 
     name: str
-    match: str  # a regular expression found in JAX's device_kind
-    memory: int | None = None  # data sheets write GB and mean GiB; the driver keeps about 1 %
-    peak_flops: Mapping[str, float] = field(default_factory=dict)  # matmul, float32: TF32 on NVIDIA
+    match: str  # a regular expression to search for in JAX's device_kind
+    memory: int | None = None  # data sheets write GB for GiB; the driver reserves about 1%
+    peak_flops: Mapping[str, float] = field(default_factory=dict)  # float32 is TF32 on NVIDIA
     memory_bandwidth: float | None = None  # of the device's own memory
-    link_bandwidth: float | None = None  # to the other devices of the host
-    network_bandwidth: float | None = None  # to other hosts: the host's share for one device
-    host_bandwidth: float | None = None  # to the host's memory: PCIe 4.0 x16 has 32 GB/s, 5.0 twice
-    devices_per_host: int = 1  # on the machine that `network_bandwidth` is of
-    cuda_capability: float = 0.0  # NVIDIA's; 0 for others
+    link_bandwidth: float | None = None  # to the other devices on the host
+    network_bandwidth: float | None = None  # to other hosts: one device's share of the host's
+    host_bandwidth: float | None = None  # to host memory: PCIe 4.0 x16 has 32 GB/s, 5.0 has 64
+    devices_per_host: int = 1  # on the machine that `network_bandwidth` describes
+    cuda_capability: float = 0.0  # 0 if the device is not from NVIDIA
 
 
-# Each `match` goes to the end of the name: a part of a card (MIG) has the card's name and more.
+# NVIDIA's patterns end with $, because the name of a MIG slice is the card's name and a suffix.
 
-# NVIDIA's H100 data sheet, SXM: dense is half of what it prints "with sparsity"; NVLink 4 of
-# 900 GB/s in both directions. DGX H100 user guide: eight 400 Gb/s InfiniBand ports for eight
-# GPUs. The PCIe and NVL cards are slower and have other names.
+# From NVIDIA's H100 data sheet (SXM): dense FLOP/s are half of those printed "with sparsity", and
+# NVLink 4 has 900 GB/s in both directions together. From the DGX H100 user guide: eight 400 Gb/s
+# InfiniBand ports for eight GPUs. The PCIe and NVL cards are slower and have different names.
 _H100 = Device(
     name="h100",
     match="H100 80GB HBM3$",
@@ -44,8 +45,8 @@ _H100 = Device(
     devices_per_host=8,
     cuda_capability=9.0,
 )
-# NVIDIA's A100 data sheet, 80 GB SXM: NVLink 3 of 600 GB/s in both directions. DGX A100 user
-# guide: eight 200 Gb/s InfiniBand ports for eight GPUs.
+# From NVIDIA's A100 data sheet (80 GB SXM): NVLink 3 has 600 GB/s in both directions together. From
+# the DGX A100 user guide: eight 200 Gb/s InfiniBand ports for eight GPUs.
 _A100_80GB = Device(
     name="a100-80gb",
     match=r"A100(-SXM\d?|-PCIE)?[- ]80GB( PCIe)?$",
@@ -61,12 +62,12 @@ _A100_80GB = Device(
 
 _TABLE = (
     _H100,
-    # NVIDIA's H200 data sheet, SXM: the H100's chip and NVLink with more memory. DGX H200 user
-    # guide: network as in DGX H100. The whole name, since GH200 has other memory and network.
+    # From NVIDIA's H200 data sheet (SXM): an H100 with more and faster memory. From the DGX H200
+    # user guide: the network of the DGX H100. The whole name must match, to exclude the GH200.
     replace(_H100, name="h200", match="^NVIDIA H200$", memory=141 * GIB, memory_bandwidth=4.8e12),
     _A100_80GB,
-    # NVIDIA's A100 data sheet, 40 GB SXM. ALCF's Polaris machine overview: four A100 with NVLink
-    # between all of them, two Slingshot 11 adapters of 200 Gb/s.
+    # From NVIDIA's A100 data sheet (40 GB SXM). From ALCF's overview of Polaris: four A100s, all
+    # connected by NVLink, and two Slingshot 11 adapters of 200 Gb/s.
     replace(
         _A100_80GB,
         name="a100",
@@ -76,10 +77,10 @@ _TABLE = (
         network_bandwidth=2 * 25e9 / 4,
         devices_per_host=4,
     ),
-    # AMD's MI250X data sheet (383, 95.7 and 3.2 T for the module), halved for one GCD. OLCF's
-    # Frontier user guide: Infinity Fabric of 200 GB/s to the other GCD of the module, 50 to 100
-    # GB/s to GCDs of other modules, which a ring through the host has to cross, 36 GB/s to the
-    # processor; four Slingshot adapters of 25 GB/s for eight GCDs.
+    # From AMD's MI250X data sheet: 383 and 95.7 TFLOP/s and 3.2 TB/s per module, halved for one
+    # GCD. From OLCF's Frontier user guide: Infinity Fabric has 200 GB/s to the other GCD of the
+    # module, 50 to 100 GB/s to GCDs of other modules (a ring over the host must cross these), and
+    # 36 GB/s to the CPU. A host has four Slingshot adapters of 25 GB/s for eight GCDs.
     Device(
         name="mi250x",
         match="MI250X",
@@ -91,12 +92,13 @@ _TABLE = (
         host_bandwidth=36e9,
         devices_per_host=8,
     ),
-    # Intel's Xe HPC: 4096 bfloat16 and 256 float32 operations a clock in each Xe core (oneDNN
-    # uses TF32 only where told), 1.6 GHz, 3.28 TB/s of memory for two tiles. ALCF's Aurora machine
-    # overview: 448 active engines = 56 Xe cores a tile, 128 GiB for two tiles, GPUs connected all
-    # to all, eight Slingshot 11 adapters of 25 GB/s for six GPUs. Links are as measured: 15 GB/s
-    # from a tile to one of another GPU (ALCF's Aurora node performance overview), times the five
-    # other GPUs. The same page measures 273 TFLOP/s in large bfloat16 products.
+    # From Intel's documents on Xe HPC: each Xe core does 4096 bfloat16 and 256 float32 operations
+    # per clock (oneDNN uses TF32 only on request) at 1.6 GHz, and two tiles have 3.28 TB/s of
+    # memory bandwidth. From ALCF's overview of Aurora: 448 active engines make 56 Xe cores per
+    # tile, two tiles have 128 GiB, all GPUs are connected to each other, and six GPUs share eight
+    # Slingshot 11 adapters of 25 GB/s. The link bandwidth was measured: 15 GB/s from a tile to a
+    # tile of another GPU (ALCF's Aurora node performance overview), times the five other GPUs. The
+    # same page reports 273 TFLOP/s in large bfloat16 products.
     Device(
         name="pvc",
         match="Data Center GPU Max 1550",
@@ -108,7 +110,7 @@ _TABLE = (
         host_bandwidth=64e9 / 2,
         devices_per_host=12,
     ),
-    # A simulated device is a share of some CPU: nothing about it is fixed; ask the machine.
+    # A simulated device is a share of an unknown CPU, so it has no fixed numbers.
     Device(name="cpu", match="^cpu$"),
 )
 
@@ -116,7 +118,7 @@ DEVICES: Mapping[str, Device] = {device.name: device for device in _TABLE}
 
 
 def find_device(device_kind: str) -> Device | None:
-    """Return the device that JAX calls `device_kind`; None for one that is not in the table.
+    """Return the device that JAX calls `device_kind`, or None if the table lacks it.
 
     >>> find_device("NVIDIA A100-SXM4-40GB").name
     'a100'

@@ -1,4 +1,4 @@
-"""Compiled programs: XLA's optimized HLO text as instructions, their category and their source."""
+"""Compiled programs: instructions in XLA's optimized HLO, with their categories and sources."""
 
 import functools
 import math
@@ -9,20 +9,20 @@ from typing import NamedTuple
 
 CATEGORIES = ("matmul", "attention", "elementwise", "collective", "copy", "other")
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
-# What XLA may make of them.
+# Other communication that XLA may substitute for these collectives.
 _SENDS = ("send", "recv", "collective-broadcast", "ragged-all-to-all")
 
 _PACKAGE = Path(__file__).parents[1]
 _PRODUCTS = {"dot", "convolution", "ragged-dot", "scaled-dot"}
-# Custom calls into the vendors' libraries: cuBLAS, cuDNN, oneDNN, ROCm's.
+# Custom calls to vendor libraries: cuBLAS, cuDNN, oneDNN and those of ROCm.
 _PRODUCT_TARGET = re.compile(r"gemm|matmul|conv|\$lt\$", re.IGNORECASE)
 _ATTENTION_TARGET = re.compile(r"fmha|attention", re.IGNORECASE)
 _MOVES = {"copy", "transpose", "slice", "dynamic-slice", "dynamic-update-slice", "concatenate"}
 _MOVES |= {"pad", "reverse", "gather"}
-# They become part of others, or take no time.
+# These are fused into other operations or take no time.
 FREE = {"parameter", "constant", "iota", "bitcast", "broadcast", "reshape", "tuple"}
 FREE |= {"get-tuple-element", "after-all"}
-# Their time is that of the instructions in them, which have events of their own.
+# Their time is spent in the instructions that they contain, which have their own events.
 _CONTAINERS = {"while", "conditional", "call"}
 
 _INSTRUCTION = re.compile(r"^ +(?:ROOT )?%?([\w.-]+) = (.*?) ([a-z][a-z0-9-]*)\((.*)$")
@@ -39,11 +39,11 @@ class Instruction(NamedTuple):
     name: str
     shape: str
     opcode: str
-    arguments: str  # all after the opcode's parenthesis: operands, attributes, metadata
+    arguments: str  # everything after the opening parenthesis
 
     @property
     def kind(self) -> str:
-        """The opcode, the same for the start and the end of an asynchronous operation."""
+        """The opcode without the suffix -start or -done of an asynchronous operation."""
         return self.opcode.removesuffix("-start").removesuffix("-done")
 
     @property
@@ -52,23 +52,23 @@ class Instruction(NamedTuple):
 
     @property
     def called(self) -> list[str]:
-        """Names of the computations that it calls, but for those of a loop."""
+        """Names of the computations that it calls, except the body and condition of a loop."""
         found = (name or several for name, several in _CALLED.findall(self.arguments))
         return re.findall(r"[\w.-]+", " ".join(found))
 
     @property
     def array_bytes(self) -> list[int]:
         """Bytes of each array that it returns."""
-        arrays = _ARRAY.findall(self.shape)  # a pred takes a byte
+        arrays = _ARRAY.findall(self.shape)  # a pred has no bit width in its name, and takes 8 bits
         return [-(-math.prod(_dims(dims)) * int(bits or 8) // 8) for bits, dims in arrays]
 
     @property
     def dims(self) -> list[int]:
-        """Sizes of the dims of the first array that it returns."""
+        """Shape of the first array that it returns."""
         return _dims(_ARRAY.search(self.shape)[2])
 
     def attribute(self, name: str) -> str:
-        """Return the word after `name=`, without quotes; "" if there is none."""
+        """Return the value of the attribute `name` without quotes, or "" if it is not set."""
         found = re.search(rf'\b{name}=["%]?([\w.$-]+)', self.arguments)
         return found[1] if found else ""
 
@@ -81,18 +81,18 @@ def _dims(text: str) -> list[int]:
 class Program:
     """A compiled program."""
 
-    name: str  # as traces have it
+    name: str  # as in traces
     n_devices: int
     entry: str = ""
     computations: dict[str, list[Instruction]] = field(default_factory=dict)
     instructions: dict[str, Instruction] = field(default_factory=dict)
-    tables: dict[str, dict[int, str]] = field(default_factory=dict)  # FileNames ...: lines
+    tables: dict[str, dict[int, str]] = field(default_factory=dict)  # FileNames etc. by ID
 
     def stack(self, instruction: Instruction) -> list[tuple[str, int, str]]:
-        """Return file, line and function that an instruction comes from, and their callers'."""
+        """Return (file, line, function) of an instruction and of its callers, innermost first."""
         frames = self.tables.get("StackFrames", {})
         number = int(instruction.attribute("stack_frame_id") or 0)
-        # Of the outermost frame, which nothing called, XLA 0.10 lists 1 as the caller and not 0.
+        # With JAX 0.10, XLA writes caller IDs one too high: the outermost frame has 1 instead of 0.
         shift = _numbers(frames[1])[1] if 1 in frames else 0
         out = []
         while number in frames:
@@ -110,7 +110,7 @@ def _numbers(attributes: str) -> list[int]:
 
 
 def parse_hlo(text: str) -> Program:
-    """Return the program of `compiled.as_text()`."""
+    """Parse the text that `compiled.as_text()` returns."""
     name, partitions = re.search(
         r"^HloModule ([\w.-]+)(?:.*num_partitions=(\d+))?", text, re.MULTILINE
     ).groups()
@@ -138,11 +138,11 @@ class Operation(NamedTuple):
     """An instruction that a device runs."""
 
     category: str  # one of CATEGORIES
-    source: str  # file, line and function of this package; empty where not known
+    source: str  # "FILE:LINE FUNCTION" in this package, or empty if unknown
 
 
 def read_operations(program: Program) -> dict[str, Operation]:
-    """Return the instructions of a program by name, without loops, whose content is listed."""
+    """Return the operations of a program by name, with the contents of loops in place of loops."""
     return {
         name: Operation(_category(instruction, program), _source(instruction, program))
         for name, instruction in program.instructions.items()
@@ -151,13 +151,13 @@ def read_operations(program: Program) -> dict[str, Operation]:
 
 
 def is_product(instruction: Instruction) -> bool:
-    """Return whether it is a product of matrices, XLA's own or a vendor library's."""
+    """Return whether an instruction is a matrix product, by XLA or by a vendor library."""
     target = instruction.attribute("custom_call_target")
     return instruction.opcode in _PRODUCTS or bool(_PRODUCT_TARGET.search(target))
 
 
 def _category(instruction: Instruction, program: Program) -> str:
-    """A fusion with a product in it is a product; one that only moves data is a copy."""
+    """Return the category. One matrix product makes a whole fusion a matmul or attention."""
     fused = instruction.called if instruction.opcode.startswith(("fusion", "async")) else []
     parts = [part for name in fused for part in program.computations.get(name, [])]
     parts = [part for part in parts or [instruction] if part.opcode not in FREE]
@@ -179,15 +179,15 @@ def _category(instruction: Instruction, program: Program) -> str:
 def _in_attention(instruction: Instruction, program: Program) -> bool:
     stack = program.stack(instruction)
     if not stack and "lhs_batch_dims=" in instruction.arguments:
-        return True  # XLA forgets its source, and in this model only attention has batched products
+        return True  # XLA dropped its source; in this model, only attention has batched products
     return any(file.endswith("models/attention.py") for file, _, _ in stack)
 
 
 def _source(instruction: Instruction, program: Program) -> str:
-    """Return the innermost line of this package, if possible outside of `parallel/`."""
+    """Return the innermost source line in this package, outside `parallel/` if possible."""
     own = []
     for file, line, function in program.stack(instruction):
         _, found, within = file.rpartition("/jaxgpt/")
-        if found and (_PACKAGE / within).is_file():  # not of an environment in a folder jaxgpt/
+        if found and (_PACKAGE / within).is_file():  # not a library in an environment in jaxgpt/
             own.append(f"{within}:{line} {function.replace('<locals>.', '')}")
     return next((line for line in own if not line.startswith("parallel/")), (own or [""])[0])

@@ -1,4 +1,4 @@
-"""Memory in use, of devices or of the process, and the least that a step needs."""
+"""Memory in use by the devices or the process, and a lower bound on what a step needs."""
 
 import os
 import resource
@@ -15,9 +15,9 @@ ELEMENT = 4  # bytes: parameters, gradients and moments are float32
 
 
 def memory_in_use() -> tuple[int, int] | None:
-    """Return bytes in use and their peak: of the fullest local device, or the RSS on CPUs.
+    """Return the bytes in use and their peak on the fullest local device, or the RSS on CPUs.
 
-    None where the devices keep no account.
+    Return None if the devices do not report them.
     """
     if jax.default_backend() == "cpu":
         try:
@@ -26,7 +26,7 @@ def memory_in_use() -> tuple[int, int] | None:
         except OSError:  # not Linux
             return None
         peak = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        return now, max(now, peak)  # the kernel adds up the two at different times
+        return now, max(now, peak)  # the kernel updates the two at different times
     stats = [device.memory_stats() or {} for device in jax.local_devices()]
     if not all("bytes_in_use" in one and "peak_bytes_in_use" in one for one in stats):
         return None
@@ -34,12 +34,12 @@ def memory_in_use() -> tuple[int, int] | None:
 
 
 def host_memory() -> int:
-    """Return the bytes of this machine's memory that a job may use."""
+    """Return the bytes of this host's memory that a job may use."""
     return int(USABLE * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
 
 
 def check_memory(config: Config, shape: MeshShape, processes_on_host: int) -> None:
-    """Raise `UsageError` if a step cannot fit the memory of its devices; nothing is allocated."""
+    """Raise `UsageError` if a step cannot fit into device memory, without allocating anything."""
     device = jax.local_devices()[0]
     on_cpu = device.platform == "cpu"
     if on_cpu:
@@ -50,7 +50,7 @@ def check_memory(config: Config, shape: MeshShape, processes_on_host: int) -> No
 
 
 def refuse_too_much(config: Config, shape: MeshShape, room: int | None, on_cpu: bool) -> None:
-    """Raise `UsageError` if a step needs more than `room` bytes of a device; None is unknown."""
+    """Raise `UsageError` if a step needs more than `room` bytes per device, unless it is None."""
     state, scores = state_bytes(config, shape), score_bytes(config, shape, on_cpu)
     if room is None or state + scores <= room:
         return
@@ -60,8 +60,8 @@ def refuse_too_much(config: Config, shape: MeshShape, room: int | None, on_cpu: 
         keys = {"train.batch_size": train.batch_size, "model.block_size": model.block_size}
     raise UsageError(
         f"{' '.join(f'{key}={value}' for key, value in keys.items())}: a step needs at least "
-        f"{format_bytes(state + scores)} on each device, which may use {format_bytes(room)}; give "
-        "less or more devices; python -m jaxgpt.plan says what takes it"
+        f"{format_bytes(state + scores)} on each device, which may use {format_bytes(room)}; lower "
+        "these settings or use more devices; python -m jaxgpt.plan shows what needs the memory"
     )
 
 

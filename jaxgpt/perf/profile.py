@@ -1,4 +1,4 @@
-"""Profile of training steps: JAX's own trace of a few, and a table of operations from it."""
+"""Profile of training steps: a trace by JAX's profiler, and a table of operations from it."""
 
 import shutil
 import tempfile
@@ -17,14 +17,15 @@ from jaxgpt.perf.roofline import read_work
 
 ROWS = 10  # of the table
 MAY_LACK = (
-    "  the step takes more than twice as long. The trace lacks CUDA graphs unless "
-    "XLA_FLAGS=--xla_gpu_enable_command_buffer= turns them off, and everything if NVIDIA's driver "
-    "lets administrators alone profile (NVreg_RestrictProfilingToAdminUsers)"
+    "  the step takes more than twice as long as these operations, so some may be missing. The "
+    "trace lacks CUDA graphs unless XLA_FLAGS=--xla_gpu_enable_command_buffer= disables them. It "
+    "lacks all operations if NVIDIA's driver lets only administrators profile "
+    "(NVreg_RestrictProfilingToAdminUsers)"
 )
 
 
 class Event(NamedTuple):
-    """An instruction that ran on a device."""
+    """One execution of an instruction on a device; times are in seconds."""
 
     name: str
     device: str
@@ -33,22 +34,24 @@ class Event(NamedTuple):
 
 
 class Tracing:
-    """A trace of steps on every process, begun once `pending` is there; process 0's is kept."""
+    """A trace of steps on every process; only process 0 keeps its files."""
 
     def __init__(self, directory: Path, cluster: ProcessGroup, pending: Any):
+        """Wait for the arrays in `pending`, then start the trace on every process."""
         self._cluster = cluster
         self._directory = directory if cluster.is_main else Path(tempfile.mkdtemp("-jaxgpt"))
         jax.block_until_ready(pending)
         options = jax.profiler.ProfileOptions()
-        options.python_tracer_level = 0  # it would slow down what it measures
+        options.python_tracer_level = 0  # the Python tracer would slow down the steps
         cluster.barrier()
         jax.profiler.start_trace(self._directory, profiler_options=options)
         self._began = time.perf_counter()
 
     def stop(self, pending: Any, n_steps: int, hlo: str) -> dict[str, Any]:
-        """End the trace of so many steps, once `pending` results are there; return its `summary`.
+        """Wait for the arrays in `pending`, end the trace of `n_steps` steps, and summarise it.
 
-        `hlo` is `compiled.as_text()` of the step. `may_lack`: operations may be missing.
+        `hlo` is `compiled.as_text()` of the step. Return what `summary` returns. In addition, each
+        operation has its `work`, and `may_lack` says whether operations seem to be missing.
         """
         jax.block_until_ready(pending)
         seconds = (time.perf_counter() - self._began) / n_steps
@@ -70,7 +73,7 @@ class Tracing:
 
 
 class StepProfile:
-    """A trace of the steps of `profile_steps`, once, told to `log`, a reporter."""
+    """The trace of the steps in `profile_steps`; the reporter `log` logs its summary."""
 
     def __init__(self, run: Any, cluster: ProcessGroup, train_step: Any, log: Any):
         self._todo = profile_range(run.config)
@@ -80,44 +83,44 @@ class StepProfile:
         self._traced: list[int] = []
 
     def before(self, step: int, state: Any) -> None:
-        """Begin the trace if `step`, which is about to run on `state`, is the first of it."""
+        """Start the trace if `step`, which is about to run on `state`, is its first step."""
         if step not in self._todo:
             return
         if self._tracing is None:
-            jax.block_until_ready(state)  # the steps under way count as steps
+            jax.block_until_ready(state)  # or running steps would count as profiling
             with self._log.clock.within("profile"):
                 self._tracing = Tracing(self._directory, self._cluster, state)
         self._traced.append(step)
 
     def after(self, step: int, state: Any) -> None:
-        """End the trace if `step`, which is under way or skipped, is the last of it."""
+        """End the trace if `step`, which has been dispatched or skipped, is its last step."""
         if self._todo and step >= self._todo[-1]:
             self.close(state)
 
     def close(self, state: Any) -> None:
-        """End a trace that has begun, and log what is in it; there is no other after it."""
+        """End the trace if it is running, and log its summary; the trace never starts again."""
         if self._tracing is None:
             return
-        jax.block_until_ready(state)  # the steps under way count as steps
+        jax.block_until_ready(state)  # or running steps would count as profiling
         with self._log.clock.within("profile"):
             found = self._tracing.stop(state, len(self._traced), self._train_step.as_text())
         first, last = self._traced[0], self._traced[-1]
         skipped = last - first + 1 - len(self._traced)
         self._log.info(
-            f"traced steps {first} to {last} into {self._directory}, which slows them a little"
-            + (f"; {skipped} of them skipped" if skipped else "")
+            f"traced steps {first} to {last} into {self._directory}; tracing slows them slightly"
+            + (f"; {skipped} of them were skipped" if skipped else "")
             + f"\n{describe(found)}"
         )
         self._tracing, self._todo = None, range(0)
 
 
 def read_events(trace: Path, module: str) -> Iterator[Event]:
-    """Yield the instructions of the program `module` that devices ran, from an .xplane.pb file."""
+    """Yield the executed instructions of the program `module` from an .xplane.pb file."""
     planes = list(jax.profiler.ProfileData.from_file(str(trace)).planes)
-    # Accelerators have planes of their own; CPU devices run in threads of the host.
+    # Each accelerator has its own plane; CPU devices run in host threads.
     for plane in [p for p in planes if p.name.startswith("/device:")] or planes:
         lines = list(plane.lines)
-        # What is on a GPU's streams TensorBoard may show again in other lines.
+        # Other lines may repeat the events of a GPU's streams.
         streams = [line for line in lines if line.name.startswith("Stream")]
         for line in streams or [line for line in lines if line.name == "XLA Ops"] or lines:
             for event in line.events:
@@ -129,7 +132,7 @@ def read_events(trace: Path, module: str) -> Iterator[Event]:
 
 
 def report(events: Sequence[Event], operations: Mapping[str, Operation]) -> dict[str, Any]:
-    """Return one process's events, for `summary`: JSON."""
+    """Return the totals of one process's events as JSON values, for `summary`."""
     seconds: Counter[str] = Counter()
     collectives: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for event in sorted(events, key=lambda event: event.began):
@@ -150,10 +153,10 @@ def summary(
     n_steps: int,
     seconds: float,
 ) -> dict[str, Any]:
-    """Return seconds per step: in all, by category, of the most expensive operations.
+    """Return the seconds per step in total, by category, and of the most expensive operations.
 
-    Numbers are means over the devices of the job; `seconds` is a step by process 0's clock. What
-    others take longer over a collective than the device that is quickest counts as waiting.
+    The numbers are means over the job's devices. `seconds` is the time per step on process 0's
+    clock. In each collective, the time by which a device exceeds the fastest one counts as waiting.
     """
     scale = 1 / n_steps / max(1, sum(one["devices"] for one in reports))
     totals = sum((Counter(one["seconds"]) for one in reports), Counter())
@@ -186,7 +189,7 @@ def summary(
 
 
 def describe(found: dict[str, Any]) -> str:
-    """Return what `Tracing.stop` found as two tables."""
+    """Return the result of `Tracing.stop` as two text tables."""
     busy = found["device_seconds"]
 
     def row(name: str, seconds: float) -> str:
@@ -194,13 +197,13 @@ def describe(found: dict[str, Any]) -> str:
 
     lines = [
         f"profile of {found['steps']} steps, {1e3 * found['seconds_per_step']:.2f} ms each; "
-        f"operations take {1e3 * busy:.2f} ms on a device (mean; some overlap), by category"
+        f"operations take {1e3 * busy:.2f} ms per device (mean; some overlap), by category"
     ]
     for name, seconds in Counter(found["categories"]).most_common():
         if seconds > 0:
             lines.append(row(name, seconds))
             if name == "collective":
-                lines.append(row("- of it waiting", found["collective_waiting"]))
+                lines.append(row("- spent waiting", found["collective_waiting"]))
     if found["may_lack"]:
         lines.append(MAY_LACK)
     lines.append(f"the {len(found['operations'])} most expensive operations of a step")

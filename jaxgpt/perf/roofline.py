@@ -1,4 +1,4 @@
-"""What each operation of a compiled step must cost at least: the roofline of bytes and FLOPs.
+"""Roofline of each operation of a compiled step: the least time that its bytes and FLOPs allow.
 
 Williams, Waterman and Patterson, Communications of the ACM 52, 4 (2009).
 """
@@ -11,33 +11,34 @@ from typing import NamedTuple
 from jaxgpt.perf.hlo import FREE, Instruction, Program, is_product
 
 _SLICES = ("dynamic-slice", "slice", "gather")
-# Of an HLO dot (`lhs_batch_dims={0,1}`), or of a call of cuBLAS (`lhs_batch_dimensions":["0"]`).
+# In an HLO dot: `lhs_batch_dims={0,1}`. In a cuBLAS call: `lhs_batch_dimensions":["0"]`.
 _BATCH_DIMS = re.compile(r'lhs_batch_dim(?:s=\{|ensions":\[)([\d,"]*)')
 
 
 class Work(NamedTuple):
-    """What one operation does in a step, on one device."""
+    """Work of one operation in one step on one device."""
 
-    times: int  # that it runs
-    read: int  # bytes, each time
-    written: int  # bytes, each time
-    flops: int  # of matrix products, each time; 0 for the vendors' attention kernels
+    times: int  # executions per step
+    read: int  # bytes per execution
+    written: int  # bytes per execution
+    flops: int  # of matrix products, per execution; 0 for vendor attention kernels
 
     @property
     def moved(self) -> int:
-        """Bytes in all."""
+        """Bytes read and written per step."""
         return self.times * (self.read + self.written)
 
     def least_seconds(self, bandwidth: float, peak: float) -> float:
-        """Return the least time, in all, at so many bytes/s and FLOP/s."""
+        """Return the least seconds per step, at `bandwidth` bytes/s and `peak` FLOP/s."""
         return self.times * max((self.read + self.written) / bandwidth, self.flops / peak)
 
 
 def read_work(program: Program) -> dict[str, Work]:
-    """Return the work of each operation of a step by its name.
+    """Return the work of each operation of a step, by name.
 
-    An operation reads its operands once and writes its result once. Of an array that it only
-    slices, or writes a slice of, it touches the slice alone. What caches save is not known here.
+    An operation is assumed to read its operands once and to write its result once. If it only reads
+    or writes a slice of an array, only the slice counts. Caches are ignored. All branches of a
+    conditional count, and a loop with an unknown number of iterations counts once.
     """
     out: dict[str, Work] = {}
 
@@ -57,7 +58,7 @@ def read_work(program: Program) -> dict[str, Work]:
 
 
 def _moves(one: Instruction, program: Program) -> tuple[int, int]:
-    """Bytes that an operation reads and writes when it runs once."""
+    """Return the bytes that one execution of an operation reads and writes."""
     if one.opcode == "fusion":
         return _fusion(program.computations[one.called[0]], program)
     sizes = [_size(program.instructions[name]) for name in one.operands]
@@ -67,7 +68,7 @@ def _moves(one: Instruction, program: Program) -> tuple[int, int]:
 
 
 def _flops(one: Instruction, program: Program) -> int:
-    """FLOPs of products: 2 B M K N, from the sizes B M K, B K N and B M N of three arrays."""
+    """Return the FLOPs of matrix products: 2 B M K N, for arrays of B M K, B K N and B M N."""
     if one.opcode == "fusion":
         return sum(_flops(part, program) for part in program.computations[one.called[0]])
     if not is_product(one):
@@ -80,7 +81,7 @@ def _flops(one: Instruction, program: Program) -> int:
 
 
 def _fusion(body: list[Instruction], program: Program) -> tuple[int, int]:
-    """Bytes that a fusion reads from its parameters and writes with its root."""
+    """Return the bytes that a fusion reads from its parameters and writes with its root."""
     users = defaultdict(list)
     for one in body:
         for operand in one.operands:

@@ -1,4 +1,4 @@
-"""Start-up phases: seconds from the start of a job to the end of its first step, by process."""
+"""Start-up phases of each process, from the start of the job to the end of the first step."""
 
 import contextlib
 import os
@@ -18,10 +18,10 @@ def startup_report(clock: Clock, compile_cache: str) -> dict[str, Any]:
     """
     phases, total = clock.seconds(), clock.elapsed()
     phases["first step"] = phases.pop("step", 0.0) + phases.pop("data", 0.0)
-    # Without a valid time in the environment, the start of the job is unknown.
+    # If the environment has no valid time, the start of the job is unknown.
     with contextlib.suppress(KeyError, ValueError):
         waited = clock.began - float(os.environ[JOB_START])
-        if -10 < waited < 30 * 86_400:  # the clocks of two hosts differ a little
+        if -10 < waited < 30 * 86_400:  # negative if the clocks of two hosts differ
             phases = {"job start": max(0.0, waited), **phases}
     return {
         "seconds": phases,
@@ -32,9 +32,9 @@ def startup_report(clock: Clock, compile_cache: str) -> dict[str, Any]:
 
 
 def summary(reports: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return the content of startup.json, from the reports of all processes by rank.
+    """Return the content of startup.json from the reports of all processes, ordered by rank.
 
-    `job_start_to_first_step` is None where nobody said when the job began.
+    Times are in seconds. `job_start_to_first_step` is None if the start of the job is unknown.
     """
 
     def spread(seconds: list[float]) -> dict[str, float]:
@@ -61,7 +61,7 @@ def summary(reports: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def startup_line(found: dict[str, Any]) -> str:
-    """Return one line for the log."""
+    """Return one log line that summarises startup.json."""
     several, from_job = found["processes"] > 1, found["job_start_to_first_step"]
     text = "{min:.1f}/{mean:.1f}/{max:.1f} (rank {slowest_rank})" if several else "{mean:.1f}"
     parts = [f"{phase} {text.format(**s)}" for phase, s in found["phases"].items()]
@@ -74,7 +74,7 @@ def startup_line(found: dict[str, Any]) -> str:
 
 
 def startup_values(found: dict[str, Any]) -> dict[str, float]:
-    """Return flat values for metrics.jsonl and other trackers, in seconds."""
+    """Return the values of startup.json as a flat dict for the trackers, in seconds."""
     record: dict[str, float] = {"processes": found["processes"]}
     for phase, spread in (found["phases"] | {"total": found["total"]}).items():
         record |= {f"{phase}_{name}".replace(" ", "_"): value for name, value in spread.items()}

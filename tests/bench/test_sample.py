@@ -20,4 +20,7 @@ def test_the_first_and_the_further_tokens_are_timed():
 def test_what_cannot_be_written_is_said():
     job = run("bench", "sample", *SMALL, "model.block_size=90", "--tokens", 75)
     assert job.returncode == 2 and job.stdout.count("\n") == 1
-    assert "--tokens=75: with a prompt of 16 they must fit into model.block_size=90" in job.stdout
+    assert (
+        "--tokens=75: with a prompt of 16 tokens, the text does not fit into "
+        "model.block_size=90; set that to at least 91"
+    ) in job.stdout

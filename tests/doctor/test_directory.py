@@ -38,7 +38,7 @@ def test_what_another_host_misses(tmp_path, monkeypatch):
         monkeypatch.setattr(module.tempfile, "TemporaryFile", refuse)
         (check,) = host_checks(path, TWO_HOSTS)
     assert (check.status, "quota" in check.remedy) == ("FAIL", True)
-    assert "cannot be written on node1 (Read-only" in check.finding
+    assert "cannot be written to on node1 (Read-only" in check.finding
 
 
 @pytest.mark.parametrize(("kind", "free"), [("lustre", 2**20), ("tmpfs", 2**40)])

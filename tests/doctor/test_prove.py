@@ -43,7 +43,8 @@ def test_a_second_call_runs_only_what_is_not_done(tmp_path):
     assert "machine: at most" not in again.stdout
     assert "| speed-gpt2 | **failed** | FileExistsError" in again.stdout
     assert (
-        "| nanogpt | **missing** | a clone of nanoGPT: give it with --nanogpt DIR" in again.stdout
+        "| nanogpt | **missing** | a clone of nanoGPT; pass its path as --nanogpt DIR"
+        in again.stdout
     )
     assert (out / "prove.md").read_text().endswith(markdown(results(out)))
 
@@ -60,7 +61,7 @@ def test_a_check_ends_its_command_when_its_time_is_over(tmp_path):
         lambda commands: commands.kill_when(lambda: False, str(script)),
     ):
         found = run_check(use, Commands(tmp_path / "check", 1.0, None, "python"))
-        assert (found["status"], found["reason"]) == ("cut off", "its time was over")
+        assert (found["status"], found["reason"]) == ("cut off", "it reached its time limit")
     assert time.monotonic() - began < 60
     child_status = Path("/proc", (tmp_path / "pid").read_text(), "status")
     deadline = time.monotonic() + 30  # the kernel ends a process some time after the signal
@@ -84,7 +85,7 @@ def test_a_failed_command_is_quoted(tmp_path):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("memroy",), "memroy: is not a check; give some of machine, speed-gpt2"),
+        (("memroy",), "memroy: is not a check; choose from machine, speed-gpt2"),
         (("--minutes", "0"), "--minutes: 0: must be a whole number, at least 1"),
         (("--out", "/proc/x"), "--out=/proc/x: cannot be written"),
     ],

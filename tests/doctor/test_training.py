@@ -16,8 +16,8 @@ FALLING = [LN_256 - 0.1 * i for i in range(N_STEPS)]
         ([(FALLING[::-1], ["a"])] * 2, "from about 5.55"),
         ([([LN_256] * N_STEPS, ["a"])] * 2, "it should fall by 0.5"),
         ([([LN_256, math.nan], ["a"])] * 2, "to nan"),
-        ([(FALLING, ["a"]), ([*FALLING[:-1], 4.9], ["a"])], "process 1 has other"),
-        ([(FALLING, ["a"]), (FALLING, ["b"])], "other losses or parameters"),
+        ([(FALLING, ["a"]), ([*FALLING[:-1], 4.9], ["a"])], "process 1 differs from process 0"),
+        ([(FALLING, ["a"]), (FALLING, ["b"])], "in its losses or parameters"),
         ([(FALLING, ["a", "b"])], "different parameters"),
     ],
 )

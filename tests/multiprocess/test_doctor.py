@@ -86,7 +86,7 @@ def test_a_process_that_hangs_is_reported_and_the_job_ends(tmp_path, rank, waiti
     assert job.wait(60) == 70, output
     assert "OK   versions" in output
     if rank > 0:
-        assert "no answer within 15 s (--init-timeout)" in output
+        assert "no response within 15 s (--init-timeout)" in output
         assert re.search(r"^\d+ OK, \d+ WARN, 1 FAIL$", output, re.MULTILINE), output
     ours = output.partition("\n=====")[0].rstrip()  # MPICH may tell of the killed process
     last = (

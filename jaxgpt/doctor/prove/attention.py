@@ -1,4 +1,7 @@
-"""Errors of this device's attention kernels: `python -m jaxgpt.doctor.prove.attention`."""
+"""Measure errors of this device's attention kernels: `python -m jaxgpt.doctor.prove.attention`.
+
+The output is one JSON object: case -> what `attention_errors` returns.
+"""
 
 import json
 from collections.abc import Sequence
@@ -16,26 +19,27 @@ from jaxgpt.models.attention import (
     cuda_capability,
 )
 
-CASES = {  # case -> settings of gpt2
+CASES = {  # case -> settings added to those of gpt2
     "attention": (),
     "attention with dropout 0.2": ("model.dropout=0.2",),
-    "attention inside documents": ("data.document_mask=True",),
-    "attention of grouped queries in a window": ("model.n_kv_head=4", "model.sliding_window=200"),
+    "attention within documents": ("data.document_mask=True",),
+    "grouped-query attention in a window": ("model.n_kv_head=4", "model.sliding_window=200"),
 }
-DOCUMENT = 100  # tokens of a document
+DOCUMENT = 100  # tokens per document
 
 
 def attention_errors(settings: Sequence[str]) -> tuple[float, float, str]:
-    """Compare the bfloat16 kernel that training would use with XLA's attention in float32.
+    """Compare the bfloat16 kernel that training would choose with XLA's attention in float32.
 
-    Return the largest errors of the output and of the gradients, relative to the largest value,
-    and the kernel.
+    Return the largest error of the output, the largest error of the gradients, and a text that
+    names the kernel and why it was chosen. Each array's error is its largest absolute difference
+    divided by its largest absolute value.
     """
     T = 256 if jax.default_backend() == "cpu" else 1024
     config = load_config("gpt2", *settings)
     model, documents = config.model, config.data.document_mask
     groups = model.n_kv_head or model.n_head
-    heads = (model.n_head, groups, groups, model.n_head)  # of q, k, v and the output's gradient
+    heads = (model.n_head, groups, groups, model.n_head)  # of q, k, v and d(output)
     keys = jax.random.split(jax.random.key(0), 4)
     narrow = [
         jax.random.normal(key, (2, T, n, 64), jnp.bfloat16)

@@ -1,4 +1,4 @@
-"""What `prove` measures: each check runs commands, and yields a row for each measurement."""
+"""The checks of `prove`: each runs commands and yields a row for each measurement."""
 
 import shutil
 import subprocess
@@ -38,7 +38,7 @@ NUMERICS = (
     "train.batch_size=8", "optimizer.warmup_iters=10", "checkpoint.interval=0", *QUIET,
 )  # fmt: skip
 SMALL = ("model.n_layer=2", "model.n_embd=128", "model.n_head=4")
-TOLERANCE = 0.02  # relative, for bfloat16
+TOLERANCE = 0.02  # largest relative difference that is acceptable for bfloat16
 RESUME_STEPS = 40
 KILL_STEP = 30
 RESUME = ("checkpoint.interval=8", f"optimizer.lr_decay_iters={RESUME_STEPS}", *QUIET)
@@ -56,7 +56,7 @@ MEMORY_ON_CPU = {"tiny": ("--config", "tiny", "model.n_embd=256", "train.batch_s
 
 
 def machine(commands: Commands) -> Iterator[Row]:
-    """Report what the doctor finds, and NVIDIA's driver and clocks."""
+    """Report the doctor's findings and, on NVIDIA GPUs, the driver, clocks and power limit."""
     if shutil.which("nvidia-smi"):
         query = ["nvidia-smi", f"--query-gpu={NVIDIA}", "--format=csv,noheader"]
         yield Row(NVIDIA, subprocess.run(query, capture_output=True, text=True).stdout)
@@ -81,13 +81,13 @@ def gpt2_xl(commands: Commands) -> Iterator[Row]:
 def speed(
     commands: Commands, config: str, words: Sequence[str], goals: dict[str, float], source: str
 ) -> Iterator[Row]:
-    """Report the result of `bench step`; the goals apply to a GPU."""
+    """Report the result of `bench step`. The goals, by row name, apply only on a GPU."""
     found = commands.json("jaxgpt.bench", "step", "--config", config, *words)
     for name, value, unit, note in (
         ("tokens/s", found["tokens_per_sec"], "", found["data"]),
-        ("time of a step", 1e3 * found["seconds_per_step"]["median"], "ms", ""),
-        ("MFU", found["mfu"], "%", "" if found["mfu"] else "the peak is not known"),
-        ("share of the largest matrix product's rate", found["share_of_matmul"], "%", ""),
+        ("time per step", 1e3 * found["seconds_per_step"]["median"], "ms", ""),
+        ("MFU", found["mfu"], "%", "" if found["mfu"] else "peak FLOP/s unknown"),
+        ("FLOP/s relative to a large matrix product", found["share_of_matmul"], "%", ""),
         ("attention", found["attention"], "", ""),
     ):
         goal = goals.get(name) if commands.on_gpu else None
@@ -95,12 +95,12 @@ def speed(
 
 
 def nanogpt(commands: Commands) -> Iterator[Row]:
-    """Compare with nanoGPT, in turns, from the same weights on the same batches."""
+    """Compare speed with nanoGPT: the two alternate, with the same initial weights and batches."""
     script, clone = ROOT / "tests/peers/nanogpt.py", commands.nanogpt
     if not script.exists():
-        raise Missing("the comparison scripts: run from a clone of jaxgpt")
+        raise Missing("the comparison scripts; run from a clone of jaxgpt")
     if clone is None or not (clone / "model.py").exists():
-        raise Missing("a clone of nanoGPT: give it with --nanogpt DIR")
+        raise Missing("a clone of nanoGPT; pass its path as --nanogpt DIR")
     peer = ("--repo", str(clone), "--torch", commands.torch)
     for config, words in (NANOGPT_ON_GPU if commands.on_gpu else NANOGPT_ON_CPU).items():
         found = commands.json(str(script), *peer, "--config", config, *words)
@@ -110,7 +110,7 @@ def nanogpt(commands: Commands) -> Iterator[Row]:
 
 
 def numerics(commands: Commands) -> Iterator[Row]:
-    """Compare bfloat16 with float32, a GPU with the CPU, and attention kernels with XLA's."""
+    """Compare bfloat16 with float32, the GPU with the CPU, and attention kernels with XLA's."""
     words = NUMERICS if commands.on_gpu else (*NUMERICS, *SMALL)
     single, lower = (
         history(train(commands, dtype, *words, f"train.dtype={dtype}"))
@@ -118,10 +118,10 @@ def numerics(commands: Commands) -> Iterator[Row]:
     )
     note = f"{NUMERICS_STEPS} steps"
     error = relative_difference(lower, single)
-    yield row("bfloat16 against float32, losses", error, note=note, at_most=TOLERANCE)
+    yield row("losses in bfloat16 against float32", error, note=note, at_most=TOLERANCE)
     if commands.on_gpu:
         out = train(commands, "cpu", *words, "train.dtype=float32", JAX_PLATFORMS="cpu")
-        yield Row("float32 against the CPU, losses", relative_difference(single, history(out)))
+        yield Row("losses in float32 against the CPU", relative_difference(single, history(out)))
     for name, found in commands.json("jaxgpt.doctor.prove.attention").items():
         forward, gradient, kernel = found
         yield row(f"{name}, forward", forward, note=kernel, at_most=TOLERANCE)
@@ -129,7 +129,7 @@ def numerics(commands: Commands) -> Iterator[Row]:
 
 
 def resume(commands: Commands) -> Iterator[Row]:
-    """Compare an uninterrupted run with one that stops, continues, is killed and continues."""
+    """Compare an uninterrupted run with a run that is stopped, resumed, killed and resumed."""
     words = RESUME_ON_GPU if commands.on_gpu else RESUME_ON_CPU
     end, middle = (f"train.max_iters={n}" for n in (RESUME_STEPS, RESUME_STEPS // 2))
     whole = history(train(commands, "whole", *words, end))
@@ -139,7 +139,7 @@ def resume(commands: Commands) -> Iterator[Row]:
     )
     parts = history(train(commands, "parts", *words, end))
     differing = sum(a != b for a, b in zip(whole, parts, strict=True))
-    name = f"steps that differ from those of an uninterrupted run, of {RESUME_STEPS}"
+    name = f"steps (of {RESUME_STEPS}) that differ from an uninterrupted run"
     yield row(name, differing, note="loss and gradient norm", at_most=0, source="bitwise")
 
 
@@ -154,12 +154,12 @@ def memory(commands: Commands) -> Iterator[Row]:
         planned = plan["memory"]["total"]
         used = found["peak_bytes"]
         note = f"planned {planned / 2**20:,.0f} MiB, in use {used / 2**20:,.0f} MiB"
-        goal = 0.10 if commands.on_gpu else None  # a CPU's peak has the whole process in it
+        goal = 0.10 if commands.on_gpu else None  # on a CPU, the peak is that of the whole process
         yield row(f"error of the plan for {name}", abs(planned / used - 1), "%", note, at_most=goal)
 
 
 def profile(commands: Commands) -> Iterator[Row]:
-    """List the most expensive operations of a gpt2 step, beside their rooflines."""
+    """List the most expensive operations of a gpt2 step, each with its roofline time."""
     words = ("--steps", "3") if commands.on_gpu else GPT2_ON_CPU
     trace = ("--profile", str(commands.folder / "trace"))
     step = commands.json("jaxgpt.bench", "step", "--config", "gpt2", *words, *trace)
@@ -171,14 +171,14 @@ def profile(commands: Commands) -> Iterator[Row]:
         if operation["work"] and device and device.memory_bandwidth:
             peak = step["matmul_flops_per_sec"]["median"]
             least = Work(**operation["work"]).least_seconds(device.memory_bandwidth, peak)
-            note += f"; at least {1e3 * least:.3g} ms by its bytes and FLOPs"
+            note += f"; roofline {1e3 * least:.3g} ms"
         yield Row(operation["name"], 1e3 * operation["seconds"], "ms", note)
 
 
 def shakespeare(commands: Commands) -> Iterator[Row]:
-    """Train a small preset to its end on a GPU, and for 250 steps on a CPU."""
+    """Train a small preset: to the end on a GPU, or for 250 steps on a CPU."""
     if not (dataset_directory(DataConfig(dataset="shakespeare_char")) / "train.bin").exists():
-        raise Missing("Tiny Shakespeare: python -m jaxgpt.prepare shakespeare_char")
+        raise Missing("Tiny Shakespeare; run python -m jaxgpt.prepare shakespeare_char")
     gpu = ("--config", "shakespeare_char", "train.dtype=bfloat16")
     cpu = ("--config", "shakespeare_char_cpu", "train.max_iters=250", "train.eval_iters=5")
     out = train(commands, "run", *(gpu if commands.on_gpu else cpu), "train.sample_tokens=0")
@@ -202,7 +202,7 @@ CHECKS = {  # name -> (function, time limit in seconds)
 
 
 def train(commands: Commands, name: str, *words: str, **variables: str) -> Path:
-    """Train to the end; return the run directory."""
+    """Run training to the end; return the run directory."""
     out = commands.folder / name
     commands.run("jaxgpt.train", *words, "--out", str(out), **variables)
     return out
@@ -216,5 +216,5 @@ def history(out: Path) -> list[tuple[float, float]]:
 def relative_difference(
     found: Sequence[tuple[float, float]], expected: Sequence[tuple[float, float]]
 ) -> float:
-    """Return the largest relative difference between losses of the same steps."""
+    """Return the largest relative difference between the losses of corresponding steps."""
     return max(abs(x - y) / abs(y) for (x, _), (y, _) in zip(found, expected, strict=True))

@@ -20,25 +20,32 @@ from jaxgpt.doctor.prove.measure import Commands, Missing, Row
 from jaxgpt.tracking.jsonl import atomic_write_text
 
 OUT = Path("runs/prove")
-MIN_SECONDS = 5  # a check does not start with less time than this
+MIN_SECONDS = 5  # a check starts only if it has at least this much time
 
 Results = dict[str, dict[str, Any]]
-"""Status, reason, seconds and rows of each check that has run, as prove.json holds them."""
+"""Check name -> status, reason, seconds and rows, for each check that has run."""
 
 
 def parser() -> CommandParser:
     out = CommandParser(
         prog="python -m jaxgpt.doctor prove",
-        description="Measure a machine, above all one with a GPU: speed, numerics, resumption and "
-        "memory. A second call with the same --out runs only the checks that are not done.",
-        epilog="Exit status: 0 all checks ran and all goals are met; 1 a check failed or a goal is "
-        "missed; 75 the time ran out before all checks had run.",
+        description="Measure the speed, numerics, resuming and memory of a machine, especially one "
+        "with a GPU. A second call with the same --out runs only the checks that are not done.",
+        epilog="The exit status is 0 if all goals are met, 1 if a check failed or missed a goal, 2 "
+        "if an argument is wrong, and 75 if the time ran out. A check that needs something that "
+        "is missing does not count.",
     )
-    out.add_argument("only", nargs="*", metavar="CHECK", help=f"of {', '.join(CHECKS)}")
-    out.add_argument("--minutes", type=whole_number(), default=25, help="default 25")
-    out.add_argument("--out", type=file_path, default=OUT, metavar="DIR", help=f"default {OUT}")
-    out.add_argument("--nanogpt", type=file_path, metavar="DIR", help="a clone of nanoGPT")
-    out.add_argument("--torch", metavar="PYTHON", default=sys.executable, help="Python with torch")
+    out.add_argument(
+        "only", nargs="*", metavar="CHECK", help=f"checks to run; default {', '.join(CHECKS)}"
+    )
+    out.add_argument("--minutes", type=whole_number(), default=25, help="time limit; default 25")
+    out.add_argument(
+        "--out", type=file_path, default=OUT, metavar="DIR", help=f"results; default {OUT}"
+    )
+    out.add_argument("--nanogpt", type=file_path, metavar="DIR", help="path of a clone of nanoGPT")
+    out.add_argument(
+        "--torch", metavar="PYTHON", default=sys.executable, help="Python with PyTorch"
+    )
     return out
 
 
@@ -46,8 +53,8 @@ def main(argv: Sequence[str]) -> NoReturn:
     with shutdown.job_exit_handler():
         given = parser().parse_args(argv)
         if unknown := [name for name in given.only if name not in CHECKS]:
-            raise UsageError(f"{unknown[0]}: is not a check; give some of {', '.join(CHECKS)}")
-        # The exception makes subprocess.run end the command of the current check.
+            raise UsageError(f"{unknown[0]}: is not a check; choose from {', '.join(CHECKS)}")
+        # The exception makes `Commands` kill the command of the current check.
         signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
         results = read_results(given.out)
         deadline = time.monotonic() + 60 * given.minutes
@@ -65,19 +72,19 @@ def main(argv: Sequence[str]) -> NoReturn:
 
 
 def run_check(function: Callable[..., Any], commands: Commands) -> dict[str, Any]:
-    """Run a check in an empty folder; return its rows and how it ended."""
+    """Run a check in an empty folder; return its status, reason, seconds and rows."""
     began, rows = time.monotonic(), []
     status, reason = "done", ""
     try:
-        shutil.rmtree(commands.folder, ignore_errors=True)  # left by an earlier try
+        shutil.rmtree(commands.folder, ignore_errors=True)  # left by an earlier attempt
         commands.folder.mkdir()
         for row in function(commands):
             rows.append(row._asdict())
     except Missing as error:
         status, reason = "missing", str(error)
     except subprocess.TimeoutExpired:
-        status, reason = "cut off", "its time was over"
-    except Exception as error:  # a defect of one check must not end the others
+        status, reason = "cut off", "it reached its time limit"
+    except Exception as error:  # one broken check must not stop the others
         traceback.print_exc()
         first_line = str(error).partition("\n")[0]
         status, reason = "failed", f"{type(error).__name__}: {first_line}"
@@ -86,7 +93,10 @@ def run_check(function: Callable[..., Any], commands: Commands) -> dict[str, Any
 
 
 def read_results(out: Path) -> Results:
-    """Return the results of an earlier call, from the folder's prove.json if there is one."""
+    """Return the results of an earlier call from prove.json in the folder `out`, if it exists.
+
+    Raises `UsageError` if `out` is not writable or its prove.json is malformed.
+    """
     path = out / "prove.json"
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -96,10 +106,10 @@ def read_results(out: Path) -> Results:
         return results
     except OSError as error:
         raise UsageError(
-            f"--out={out}: cannot be written ({error.strerror or error}); give a folder that can"
+            f"--out={out}: cannot be written to ({error.strerror or error}); give a writable folder"
         ) from None
     except (ValueError, KeyError, TypeError, AttributeError):
-        raise UsageError(f"{path}: is no result of prove; give another --out") from None
+        raise UsageError(f"{path}: does not contain results of prove; give another --out") from None
 
 
 def write_results(out: Path, results: Results) -> None:
@@ -110,7 +120,7 @@ def write_results(out: Path, results: Results) -> None:
 
 
 def markdown(results: Results) -> str:
-    """Return the table: a line for each row, and one for each check that is not done."""
+    """Return a Markdown table with a line for each row and for each check that is not done."""
     met = {None: "", True: "yes", False: "**no**"}
     lines = [["check", "what", "value", "goal", "met"], ["---"] * 5]
     for name, result in results.items():

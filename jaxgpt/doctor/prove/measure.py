@@ -1,4 +1,4 @@
-"""What a check of `prove` works with: commands that it runs, and rows of the table."""
+"""Tools for the checks of `prove`: running commands, and rows of the result table."""
 
 import contextlib
 import json
@@ -15,21 +15,21 @@ from jaxgpt.cluster.hardware import accelerator_expected
 
 
 class CommandFailed(Exception):
-    """A command failed; the text names it and quotes its error."""
+    """A command failed; the message names the command and quotes its error."""
 
 
 class Missing(Exception):
-    """This machine lacks something that the check needs."""
+    """This machine lacks something that the check needs; the message says what."""
 
 
 class Row(NamedTuple):
-    """One line of the table."""
+    """One line of the result table."""
 
     name: str
     value: float | str | None
     unit: str = ""
     note: str = ""
-    goal: str = ""  # empty if there is none
+    goal: str = ""  # empty if the row has no goal
     met: bool | None = None
 
     @property
@@ -53,7 +53,7 @@ def row(
     at_most: float | None = None,
     source: str = "",
 ) -> Row:
-    """Return a row whose value has a goal, if one is given; `source` says where it comes from."""
+    """Return a row, with a goal if a bound is given; `source` says where the goal comes from."""
     bound = at_most if at_least is None else at_least
     if bound is None:
         return Row(name, value, unit, note)
@@ -65,7 +65,7 @@ def row(
 
 
 class Commands:
-    """The commands of one check, in the check's folder. Their output goes to its file `log`."""
+    """Runs the commands of one check, and appends their output to `log` in the check's folder."""
 
     def __init__(self, folder: Path, seconds: float, nanogpt: Path | None, torch: str):
         self.folder, self.nanogpt, self.torch = folder, nanogpt, torch
@@ -73,7 +73,7 @@ class Commands:
         self._deadline = time.monotonic() + seconds
 
     def run(self, module: str, *words: str, **variables: str) -> str:
-        """Run `python -m MODULE WORDS`, or a script, and return what it printed.
+        """Run `python -m MODULE WORDS`, or a script if `module` ends in .py; return its stdout.
 
         Raises:
             CommandFailed: if its exit status is not 0.
@@ -96,7 +96,7 @@ class Commands:
         return stdout, stderr, process.returncode
 
     def report(self, module: str, *words: str) -> str:
-        """Return what a command printed that ends with status 1 if it finds a problem."""
+        """Like `run`, for a command that exits with status 1 if it finds a problem."""
         stdout, stderr, status = self._run(module, words, {})
         if status not in (0, 1):
             raise CommandFailed(f"{module} ended with status {status}: {stderr.strip()}")
@@ -108,7 +108,12 @@ class Commands:
         return json.loads(printed[printed.index("{") :])
 
     def kill_when(self, reached: Callable[[], bool], module: str, *words: str) -> None:
-        """Start a command, and kill it as soon as `reached` returns True."""
+        """Start a command, and kill it as soon as `reached` returns True.
+
+        Raises:
+            CommandFailed: if it ends earlier.
+            subprocess.TimeoutExpired: if `reached` is still False when the check's time is over.
+        """
         command = command_line(module, words)
         with (
             (self.folder / "log").open("a") as log,
@@ -119,7 +124,7 @@ class Commands:
                     raise subprocess.TimeoutExpired(command, 0)
                 time.sleep(0.02)
         if process.returncode != -signal.SIGKILL:
-            raise CommandFailed(f"{module} ended with {process.returncode} before it was killed")
+            raise CommandFailed(f"{module} ended too early, with status {process.returncode}")
 
     @contextlib.contextmanager
     def _started(
@@ -129,7 +134,7 @@ class Commands:
         stderr: Any,
         variables: Mapping[str, str],
     ) -> Iterator[subprocess.Popen[str]]:
-        """Start a command, and kill it at the end with all processes that it has started."""
+        """Start a command; on exit, kill it and all processes that it has started."""
         with subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr, text=True,
             errors="replace", env={**os.environ, **variables}, start_new_session=True,
