@@ -58,7 +58,7 @@ def check_versions(job: Job) -> Check:
     for name in versions:
         values = [f.versions[name] or "none" for f in job]
         if len(set(values)) > 1:
-            remedy = "use the same Python environment and MPI module on all hosts"
+            remedy = "use one environment and one MPI module on all hosts"
             return Check("versions", "FAIL", f"{name} differs: {_who_has(values, job)}", remedy)
     listed = ", ".join(f"{name} {version}" for name, version in versions.items() if version)
     return Check("versions", "OK", listed)
@@ -114,7 +114,7 @@ def check_devices(job: Job) -> Check:
     """Check that all processes have the same number of devices, all of one kind."""
     devices = [f"{len(f.devices)} x {f.device_kind}" for f in job]
     if len(set(devices)) > 1:
-        remedy = "give every process the same number and kind of devices (CUDA_VISIBLE_DEVICES)"
+        remedy = "give every process the same number of devices, of one kind (CUDA_VISIBLE_DEVICES)"
         finding = f"processes have different devices: {_who_has(devices, job)}"
         return Check("devices", "FAIL", finding, remedy)
     finding = f"{devices[0]} in each process, {sum(len(f.devices) for f in job)} in all"

@@ -74,7 +74,7 @@ def check_collectives(cluster: ProcessGroup, mesh: Mesh, report: "Report") -> No
         measured = measure_axis(mesh, axis, cluster, COLLECTIVES_SECONDS / len(axes), report.begin)
         report.measurements += measured
         crosses, peak = axis_link(mesh, axis, cluster)
-        place = "on different hosts" if crosses else "within each host"
+        place = "on different hosts" if crosses else "on the same host"
         where = f"{axis}: {mesh.shape[axis]} devices {place}, mesh {describe(mesh)}"
         report.section(f"collectives over {where}", collective_checks(measured, peak))
 

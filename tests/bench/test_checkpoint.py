@@ -14,11 +14,11 @@ def test_a_checkpoint_of_several_processes_is_timed_beside_plain_files(tmp_path)
         "bench", "checkpoint", *TINY, "--mesh", "1,2,1", "--out", tmp_path, "--json", processes=2
     )
     assert job.returncode == 0, job.stdout
-    found = json.loads(job.stdout)  # process 0 alone prints
+    found = json.loads(job.stdout)  # only process 0 prints
     assert found["processes"] == 2 and found["mesh"]["fsdp"] == 2
-    # Whole layers of 12 D^2 parameters and two moments, float32: tiny's D is 128.
+    # A layer has 12 D^2 parameters and two moments in float32; tiny's D is 128.
     assert 0 < found["state_bytes"] - 2 * 3 * 4 * 12 * 128**2 < 2e6
-    # Not compressed: the numbers, and little beside them.
+    # The arrays are not compressed, and little else is stored.
     assert found["state_bytes"] < found["file_bytes"] < 1.1 * found["state_bytes"]
     assert found["files"] > 2
     for name in ("save_blocks_seconds", "save_seconds", "restore_seconds", "save_ratio",

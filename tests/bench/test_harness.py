@@ -1,4 +1,4 @@
-"""A bench leaves no folder behind, however it ends; its result is a table and a dict."""
+"""A bench leaves no folder behind, however it ends. Its result is a table or JSON."""
 
 import json
 import os
@@ -31,7 +31,7 @@ def test_nothing_is_left_by_a_bench_that_a_signal_ends(number, processes, tmp_pa
     while not list(tmp_path.glob("*/checkpoint/checkpoints/1*")) and time.monotonic() < deadline:
         time.sleep(0.02)
     assert job.poll() is None and os.listdir(tmp_path)
-    if processes:  # as Slurm and PBS do, which ask all processes
+    if processes:  # Slurm and PBS send the signal to all processes
         for rank in range(processes):
             os.kill(process_of(tmp_path, rank), number)
     else:

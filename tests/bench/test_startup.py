@@ -1,4 +1,4 @@
-"""`bench startup`: the second start finds what the first has compiled."""
+"""`bench startup`: the warm start finds what the cold start compiled."""
 
 import json
 import math
@@ -10,14 +10,14 @@ from jobs import SMALL, run
 
 @pytest.mark.long
 def test_a_warm_start_compiles_nothing(tmp_path):
-    inside = {"JAXGPT_JOB_START": "1000000000"}  # of another job than those that are timed
+    inside = {"JAXGPT_JOB_START": "1000000000"}  # of a job that is not timed
     job = run("bench", "startup", "--runs", 1, "--json", *SMALL, TMPDIR=str(tmp_path), **inside)
     assert job.returncode == 0, job.stdout
     found = json.loads(job.stdout)
     cold, warm = found["cold"], found["warm"]
     assert (cold["compile_cache"], warm["compile_cache"]) == ("miss", "hit")
     for start in (cold, warm):
-        # From the start of the process; nothing is evaluated, and no launcher's wait is counted.
+        # Phases start with the process: no launcher's wait is counted, and nothing is evaluated.
         assert set(start["phases"]) == {
             "imports", "distributed init", "prepare", "devices", "setup", "state", "compile",
                 "first step",

@@ -6,7 +6,7 @@ import pytest
 from jobs import run
 
 
-@pytest.mark.long  # in short, test_nanogpt.py times steps
+@pytest.mark.long  # the short tests time steps in tests/peers/test_peers.py
 def test_steps_are_timed_also_without_the_data_and_profiled(tmp_path):
     L, D, T, V, B = 2, 32, 64, 64, 8
     job = run(
@@ -16,7 +16,7 @@ def test_steps_are_timed_also_without_the_data_and_profiled(tmp_path):
         "--steps", 3, "train.max_iters=8", "--profile", tmp_path, "--json", processes=2,
     )  # fmt: skip
     assert job.returncode == 0, job.stdout
-    found = json.loads(job.stdout)  # process 0 alone prints
+    found = json.loads(job.stdout)  # only process 0 prints
     assert found["processes"] == found["devices"] == 2 and found["steps_per_round"] == 3
     assert "random tokens, because there is no" in found["data"]
 
@@ -30,10 +30,10 @@ def test_steps_are_timed_also_without_the_data_and_profiled(tmp_path):
     assert found["flops_per_sec_per_device"] == pytest.approx(
         found["flops_per_step"] / times["median"] / 2
     )
-    assert found["mfu"] is None  # the peak of a CPU is not known
+    assert found["mfu"] is None  # the peak of a CPU is unknown
     for value in (found["share_of_matmul"], found["compile_seconds"]):
         assert 0 < value < math.inf
-    # Parameters and both moments in float32, with the positions.
+    # Parameters and both moments in float32, including the position embeddings.
     assert found["device_compiled_bytes"] > 3 * 4 * (n + T * D)
     assert found["peak_bytes"] > 2**27  # JAX alone takes more
 

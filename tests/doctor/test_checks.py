@@ -1,4 +1,4 @@
-"""Every check, on facts in which something is wrong."""
+"""Each check finds its fault in the facts of an otherwise healthy job."""
 
 import dataclasses
 import json
@@ -37,7 +37,7 @@ GPU = SimpleNamespace(
     cores=list(range(16)),
     host_cores=32,
 )
-# Two hosts with two processes, each with a GPU of its own.
+# Two hosts with two processes each. Every process has its own GPU.
 HEALTHY = [
     SimpleNamespace(
         **vars(GPU)
@@ -57,14 +57,14 @@ def one_clock(monkeypatch):
 
 
 def report(job=HEALTHY, cluster=CLUSTER, found=FOUND):
-    """name -> check."""
+    """Run all checks; return name -> check."""
     checks = machine_checks(job, cluster, found)
     assert len({c.name for c in checks}) == len(checks)
     return {c.name: c for c in checks}
 
 
 def changed(rank, **facts):
-    """A job in which one process differs."""
+    """Return a job in which one process differs."""
     return [SimpleNamespace(**vars(f) | facts) if r == rank else f for r, f in enumerate(HEALTHY)]
 
 
@@ -103,7 +103,7 @@ CPU = {"platform": "cpu", "device_kind": "cpu", "device_memory": None}
         ("accelerators", "FAIL", everywhere(**CPU), "node0 has 2 accelerators", "jaxgpt[cuda]"),
         ("accelerators", "FAIL", everywhere(**CPU), "JAX uses the CPU", "JAX plugin"),
         ("accelerators", "WARN", everywhere(accelerators=4), "2 of the 4 devices",
-         "as many processes"),
+         "one process per device"),
         ("memory", "WARN", changed(2, memory=GIB), "0.5 GiB of host memory for each process "
          "on node1", "--mem=0"),
         ("cores", "WARN", everywhere(cores=[5]), "2 processes may run on 1 of 32 cores on node0",
@@ -160,7 +160,7 @@ def test_a_fault_without_a_remedy_cannot_be_reported():
 
 
 def test_devices_are_told_apart(monkeypatch):
-    """Processes of a host see its devices in four ways."""
+    """There are four ways in which the processes of a host see its devices."""
 
     def names(n, chosen, visible, usable):
         monkeypatch.setattr(facts_module.glob, "glob", lambda p: usable if "nvidia" in p else [])

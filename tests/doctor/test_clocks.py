@@ -8,7 +8,7 @@ from jaxgpt.doctor.checks import check_clocks
 
 @pytest.mark.parametrize(("ahead", "status"), [((0.0, 3.0, -0.5), "WARN"), ((0.0, 0.9, 0.1), "OK")])
 def test_clocks_that_are_apart_are_named(monkeypatch, ahead, status):
-    """In one round a process leaves the barrier late, which its clock is not to blame for."""
+    """A process that leaves one barrier late has a correct clock nevertheless."""
     late = itertools.chain([5.0], itertools.repeat(0.0))
 
     def allgather(self, value):

@@ -1,4 +1,4 @@
-"""The collectives that the doctor runs, on eight devices, beside the same in NumPy."""
+"""The doctor's collectives on eight devices, compared with NumPy."""
 
 import dataclasses
 
@@ -29,7 +29,7 @@ CLUSTER = ProcessGroup("test")
 
 
 def by_numpy(name, x):
-    """What n devices get; x[i] is the array of device i."""
+    """Return the expected results of n devices; x[i] is the input of device i."""
     n = len(x)
     parts = x.reshape(n, n, -1)
     return {
@@ -131,7 +131,7 @@ def test_a_failure_is_reported_and_the_others_go_on(capsys, monkeypatch):
     assert failed.status == "FAIL"
     assert failed.finding == "at 1 KiB, process 0: RuntimeError: NCCL error"
     assert "NCCL_DEBUG" in failed.remedy
-    # Said at once as well, as the other processes may not come to hear it.
+    # The error is also printed immediately, because other processes may never receive it.
     said = "process 0: all-reduce over data, 1 KiB: RuntimeError: NCCL error"
     assert capsys.readouterr().err.strip() == said
     assert checks["collective-permute over data"].status == "OK"
@@ -144,10 +144,10 @@ def test_a_network_far_below_its_data_sheet_is_noticed():
 
     assert checks(0.9e9)["all-reduce over data"] == "WARN"
     assert checks(1.1e9)["all-reduce over data"] == "OK"
-    assert checks(0.9e9, n_bytes=2**10)["all-reduce over data"] == "OK"  # that is latency
+    assert checks(0.9e9, n_bytes=2**10)["all-reduce over data"] == "OK"  # latency-bound
 
 
-# The table at the end of nccl-tests' doc/PERFORMANCE.md, and src/scatter.cu, src/sendrecv.cu.
+# From the last table of nccl-tests' doc/PERFORMANCE.md, src/scatter.cu and src/sendrecv.cu.
 @pytest.mark.parametrize(
     ("name", "factor"),
     [

@@ -1,4 +1,4 @@
-"""Which mesh the doctor takes, and what its links should carry."""
+"""The doctor's default mesh, and the peak bandwidth along each mesh axis."""
 
 import dataclasses
 
@@ -21,7 +21,7 @@ class FakeDevice:
 
 
 class FakeMesh:
-    """A mesh of 2,2,2 over eight processes with a GPU each."""
+    """A mesh of 2,2,2 over eight processes with one GPU each."""
 
     axis_names = ("data", "fsdp", "tensor")
     shape = dict.fromkeys(axis_names, 2)
@@ -40,7 +40,7 @@ def test_without_a_mesh_the_network_is_told_from_the_inside_of_a_host(monkeypatc
 
 def test_an_axis_is_compared_with_its_own_axis_link():
     simulated = make_mesh(MeshShape(2, 2, 2))
-    assert axis_link(simulated, "data", CLUSTER) == (False, None)  # of which there is no data sheet
+    assert axis_link(simulated, "data", CLUSTER) == (False, None)  # no data sheet
     two_hosts = ProcessGroup("test", size=8, hosts=(0, 0, 0, 0, 4, 4, 4, 4))
     a100 = DEVICES["a100"]
     assert axis_link(FakeMesh, "data", two_hosts) == (True, a100.network_bandwidth)

@@ -51,7 +51,7 @@ def test_a_second_call_runs_only_what_is_not_done(tmp_path):
 
 def test_a_check_ends_its_command_when_its_time_is_over(tmp_path):
     script = tmp_path / "sleep.py"
-    # With a process of its own, as the comparison with nanoGPT has.
+    # The script starts a child process, as the comparison with nanoGPT does.
     child = f"import os, time; open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid()))"
     child += "; time.sleep(600)"
     script.write_text(f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])")
@@ -64,7 +64,7 @@ def test_a_check_ends_its_command_when_its_time_is_over(tmp_path):
         assert (found["status"], found["reason"]) == ("cut off", "it reached its time limit")
     assert time.monotonic() - began < 60
     child_status = Path("/proc", (tmp_path / "pid").read_text(), "status")
-    deadline = time.monotonic() + 30  # the kernel ends a process some time after the signal
+    deadline = time.monotonic() + 30  # a process ends some time after the signal
     while child_status.exists() and "zombie" not in child_status.read_text():
         assert time.monotonic() < deadline
         time.sleep(0.05)
@@ -117,7 +117,7 @@ def test_all_checks_run_in_small_on_a_cpu(tmp_path):
     ends = {name: result["status"] for name, result in results(tmp_path).items()}
     assert list(ends) == list(CHECKS)
     assert ends.pop("nanogpt") == "missing"
-    assert ends.pop("shakespeare") in ("done", "missing")  # its data may not be here
+    assert ends.pop("shakespeare") in ("done", "missing")  # its data may be missing
     assert set(ends.values()) == {"done"}
     rows = [row for name in ("numerics", "resume") for row in results(tmp_path)[name]["rows"]]
     assert all(row["met"] for row in rows)

@@ -1,4 +1,4 @@
-"""The report as a whole, in this process, on eight simulated devices."""
+"""The whole report of one process with eight simulated devices."""
 
 import dataclasses
 import json
@@ -20,7 +20,7 @@ FOUND = {"coordinator": None, "notes": []}
 
 @pytest.fixture
 def quick(monkeypatch):
-    """Only the smallest arrays."""
+    """Measure only the smallest arrays."""
     monkeypatch.setattr(doctor, "COLLECTIVES_SECONDS", 0.0)
 
 
@@ -34,7 +34,7 @@ def test_a_person_reads_every_axis_with_what_a_collective_does(quick, tmp_path, 
     assert not any(" over fsdp" in line for line in lines)
     (line,) = [x for x in lines if x.startswith("OK   training: ")]
     first, last = map(float, re.findall(r"\d\.\d{3}", line))
-    assert first == pytest.approx(LN_256, abs=0.05)  # a model that knows nothing
+    assert first == pytest.approx(LN_256, abs=0.05)  # an untrained model
     assert last < first - 0.5
     assert line.endswith("all devices end with the same parameters")
     assert lines[-1].endswith("0 FAIL")
@@ -49,7 +49,7 @@ def test_a_program_gets_one_object_also_when_something_fails(quick, tmp_path, ca
     failed = [c for c in report["checks"] if c["status"] == "FAIL"]
     assert [c["name"] for c in failed] == ["all-reduce over data", "training"]
     assert "wrong result" in failed[0]["finding"]
-    assert "not tried" in failed[1]["finding"]  # it could wait for ever
+    assert "not tried" in failed[1]["finding"]  # it could hang
     assert all(c["remedy"] for c in failed)
 
 

@@ -1,4 +1,4 @@
-"""What counts as wrong in the doctor's ten training steps."""
+"""Faults that the doctor reports in its ten training steps."""
 
 import math
 

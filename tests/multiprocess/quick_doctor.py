@@ -1,4 +1,4 @@
-"""The doctor without large arrays, which it measures for 25 s: `quick_doctor.py [arguments]`."""
+"""The doctor without the large arrays, which take 25 s: `quick_doctor.py [arguments]`."""
 
 from jaxgpt.doctor import __main__ as doctor
 from jaxgpt.doctor import report

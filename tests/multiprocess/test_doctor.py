@@ -1,4 +1,4 @@
-"""`python -m jaxgpt.doctor` as users start it."""
+"""`python -m jaxgpt.doctor`, started as users start it."""
 
 import json
 import os
@@ -62,7 +62,7 @@ def test_bad_input_is_one_line(arguments, words):
 
 
 def test_a_mesh_that_does_not_fit_the_devices():
-    # Known only when JAX is up.
+    # The number of devices is known only after JAX has started.
     job = run("doctor", "--mesh", "-1,2,1", processes=3, JAX_NUM_CPU_DEVICES="1")
     assert job.returncode == 2, job.stdout
     assert "error: parallel.mesh=-1,2,1: 2 does not divide the job's 3 devices" in job.stdout
@@ -71,7 +71,7 @@ def test_a_mesh_that_does_not_fit_the_devices():
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("rank", "waiting"),
-    [(2, "processes 0 and 1 are"), (0, "process 1 is")],  # only process 0 knows of all
+    [(2, "processes 0 and 1 are"), (0, "process 1 is")],  # only process 0 knows about all processes
 )
 def test_a_process_that_hangs_is_reported_and_the_job_ends(tmp_path, rank, waiting):
     job = subprocess.Popen(
@@ -88,7 +88,7 @@ def test_a_process_that_hangs_is_reported_and_the_job_ends(tmp_path, rank, waiti
     if rank > 0:
         assert "no response within 15 s (--init-timeout)" in output
         assert re.search(r"^\d+ OK, \d+ WARN, 1 FAIL$", output, re.MULTILINE), output
-    ours = output.partition("\n=====")[0].rstrip()  # MPICH may tell of the killed process
+    ours = output.partition("\n=====")[0].rstrip()  # MPICH may report the killed process
     last = (
         rf"error: --init-timeout=15: process {rank} on host \S+ at .+ has not been heard from for "
         rf"0.25 minutes; {waiting} waiting for it at all-reduce .*; the process or its host has .*"

@@ -1,7 +1,7 @@
-"""What a gpt2 step moves on one H100, by part: `python tests/perf/h100_bytes.py [key=value ...]`.
+"""Memory traffic of a gpt2 step on one H100: `python tests/perf/h100_bytes.py [key=value ...]`.
 
-Compiled ahead of time: it needs no GPU, but pip install 'jax[cuda12]'. The table goes to
-jaxgpt/perf/README.md.
+The step is compiled ahead of time, which needs `pip install 'jax[cuda12]'` but no GPU. The table in
+jaxgpt/perf/README.md has the result.
 """
 
 import sys
@@ -21,7 +21,7 @@ from jaxgpt.perf.hlo import parse_hlo, read_operations
 from jaxgpt.perf.roofline import read_work
 from jaxgpt.train.functions import make_steps
 
-# 24 rows of 1,024 tokens; cuBLAS and cuDNN can be asked for their fastest kernel on a GPU only.
+# 24 rows of 1,024 tokens. Autotuning is off below, because it needs a GPU.
 STEP = (
     "gpt2", "model.vocab_size=50257", "train.batch_size=24", "train.gradient_accumulation_steps=1",
 )  # fmt: skip

@@ -14,7 +14,7 @@ F32 = 4  # bytes
 
 
 def compiled(function, in_specs, out_specs, *shapes, dtype=jnp.float32, sizes=MESH):
-    """HLO text of a shard_map over eight CPU devices."""
+    """Return the HLO text of a shard_map over eight CPU devices."""
     mesh = make_mesh(sizes)
     mapped = jax.shard_map(
         function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
@@ -29,7 +29,7 @@ def make_mesh(sizes):
 
 
 def program(*lines, partitions=8):
-    """A hand-written program of one computation."""
+    """Return a hand-written program with one computation."""
     body = "\n".join(f"  {line}" for line in lines)
     return f"HloModule m, num_partitions={partitions}\n\nENTRY %main () -> f32[] {{\n{body}\n}}\n"
 
@@ -81,7 +81,7 @@ def test_permute_is_over_the_axis_its_pairs_cross():
 
 
 def test_the_cpu_communicates_bfloat16_as_float32():
-    # Of a plan made on CPUs, bytes of bfloat16 arrays are twice those on an accelerator.
+    # A plan made on CPUs counts twice the bytes of bfloat16 arrays on an accelerator.
     hlo = compiled(
         lambda x: jax.lax.all_gather(x, "fsdp", tiled=True) * 2,
         P("fsdp"),
@@ -187,7 +187,7 @@ def test_equal_operations_are_one_entry_in_the_order_of_the_mesh():
         # A device's quarter of the rows becomes its quarter of the columns.
         (("data", "fsdp"), ("data", "fsdp"), "all-to-all", ("data", "fsdp"), 4),
         (("tensor", "data"), ("tensor", "data"), "all-to-all", ("data", "tensor"), 4),
-        # Each device has its half of the columns in half of the rows, and fetches the others.
+        # Each device has half of its columns, and gathers the other half.
         (("data",), ("tensor",), "all-gather", ("data",), 2),
     ],
 )
@@ -201,7 +201,7 @@ def test_what_xla_inserts_for_a_new_layout(before, after, kind, axes, share):
 
 
 def groups_along(sizes, axes):
-    """The device groups of some axes, found one device at a time."""
+    """Return the device groups along some axes, found one device at a time."""
     groups = {}
     for device, place in enumerate(np.ndindex(*sizes.values())):
         fixed = tuple(i for i, name in zip(place, sizes, strict=True) if name not in axes)
@@ -259,7 +259,7 @@ def test_permutes_are_over_all_axes_that_some_pair_crosses():
     assert axes_of("{{0,0},{1,1}}") == []
 
 
-# The forms that XLA's GPU back end writes: started, then waited for; (count, bytes) of each.
+# Asynchronous forms that XLA's GPU backend writes, each with its count and bytes.
 GROUPS = "replica_groups={{0,1},{2,3},{4,5},{6,7}}, use_global_device_ids=true, to_apply=%add"
 STARTED = [
     ("(bf16[2,4]{1,0}, bf16[4,4]{1,0})", "all-gather", "bf16[4,4]{1,0}", 1, 32),
@@ -308,11 +308,14 @@ def test_a_program_for_another_mesh_is_refused():
 
 
 def ring_all_reduce(inputs):
-    """Sums n arrays around a ring, with what each device sends: half way it has scattered."""
+    """Sum n arrays around a ring; return the sums, and the bytes that a device sends per step.
+
+    The first half of the steps is a reduce-scatter, the second an all-gather.
+    """
     n, sent = len(inputs), []
     held = [np.split(array, n) for array in inputs]
     for step in range(2 * (n - 1)):
-        moving = [held[d][(d - step) % n] for d in range(n)]  # from each device to the next
+        moving = [held[d][(d - step) % n] for d in range(n)]  # what each device sends to the next
         for d in range(n):
             chunk = (d - 1 - step) % n
             old = held[d][chunk] if step < n - 1 else 0
@@ -332,6 +335,6 @@ def test_ring_bytes_are_what_a_ring_sends(n):
 
 
 def test_bytes_of_an_exchange():
-    # A device keeps its own n-th of what it distributes; a permutation sends everything.
+    # In an all-to-all, a device keeps 1/n of its array; a permutation sends everything.
     assert ring_bytes("all-to-all", 1200, 4) == 900
     assert ring_bytes("collective-permute", 1200, 4) == 1200

@@ -57,7 +57,7 @@ def test_time_between_steps_is_not_counted_and_waiting_is(monkeypatch):
         timer.count()
     with clock.within("save"):
         passes(1000)
-    # Its own are all but the waiting for devices.
+    # Own time excludes only waiting for devices.
     assert timer.host_times() == pytest.approx((4, 40, 16, 4))
     assert timer.lap() == pytest.approx((10, 0.1))
     passes(1)
@@ -65,7 +65,7 @@ def test_time_between_steps_is_not_counted_and_waiting_is(monkeypatch):
 
 
 def test_a_step_that_takes_minutes_on_a_cpu_is_said_before_it_begins():
-    """2^27 tokens of 3.6 MFLOP each are 81 minutes at 100 GFLOP/s."""
+    """2^27 tokens of 3.6 MFLOP each take 81 minutes at 100 GFLOP/s."""
     rates = Rates(2**20, 128, 3_600_000, n_devices=1, peak=None)
     (warning,) = rates.slow_step_warnings()
     assert "train.batch_size=1048576" in warning and "81 minutes" in warning

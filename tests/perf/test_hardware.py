@@ -31,7 +31,7 @@ def test_devices_are_found_by_the_name_that_jax_gives(device_kind, name):
         "NVIDIA H100 80GB HBM3 MIG 1g.10gb",  # a seventh
         "NVIDIA A100-SXM4-40GB MIG 1g.5gb",
         "NVIDIA A100-SXM4-80GB MIG 3g.40gb",
-        "NVIDIA A100-SXM-64GB",  # Leonardo's own
+        "NVIDIA A100-SXM-64GB",  # made for Leonardo
         "NVIDIA A100X",
         "GRID A100-10C",
         "NVIDIA GH200 480GB",  # 96 GB
@@ -64,7 +64,7 @@ def test_units_are_bytes_and_flops(name):
 @pytest.mark.parametrize(
     ("name", "node_flops", "node_network"),
     [
-        # Nodes as their machines state them: bfloat16 FLOP/s, and Gb/s of all adapters.
+        # From the machines' documentation: bfloat16 FLOP/s of a node, and Gb/s of its adapters.
         ("a100", 1.3e15, 2 * 200),  # Polaris, ALCF: "1.3 PF", two Slingshot 11
         ("mi250x", 4 * 383e12, 4 * 200),  # Frontier, OLCF: four MI250X, four Slingshot 11
         ("h100", 7.9e15, 8 * 400),  # DGX H100: 32 PFLOP/s of sparse FP8, four times dense bf16

@@ -17,7 +17,7 @@ SIZE = 512
 
 @pytest.fixture(scope="module")
 def profile(tmp_path_factory):
-    """The profile of a program that has one product, one sum over devices, and attention."""
+    """The profile of a program with one matmul, one all-reduce, and attention."""
     mesh = jax.make_mesh((8,), ("device",), axis_types=(AxisType.Auto,))
     rows = PartitionSpec("device")
 
@@ -36,7 +36,7 @@ def profile(tmp_path_factory):
     for _ in range(N_STEPS):
         out = compiled(*arguments)
     found = tracing.stop(out, N_STEPS, compiled.as_text())
-    assert list(directory.glob("plugins/profile/*/*.xplane.pb"))  # what TensorBoard looks for
+    assert list(directory.glob("plugins/profile/*/*.xplane.pb"))  # where TensorBoard looks
     return found
 
 
@@ -74,7 +74,7 @@ def test_a_model_s_operations_are_found_in_its_source():
     for op in operations.values():
         sources.setdefault(op.category, set()).add(op.source.partition(":")[0])
     assert "models/attention.py" in sources["attention"]
-    assert "models/layers.py" not in sources["attention"]  # products with weights are matmul
+    assert "models/layers.py" not in sources["attention"]  # products with weights count as matmul
     assert any(source.startswith("models/") for source in sources["matmul"])
     assert "train/step.py" in sources["elementwise"]
     kinds = ("all-reduce(", "all-gather(", "reduce-scatter(", "all-to-all(")
@@ -100,7 +100,7 @@ def test_waiting_in_a_collective_is_what_others_take_longer_than_the_last_to_com
 
 
 def test_a_library_in_a_folder_that_is_named_like_the_package_is_none_of_it():
-    """Such as that of an environment inside a clone; a frame names its parent's number + 1."""
+    """Here, the library is in an environment inside a clone. A frame names its parent's ID + 1."""
     text = """HloModule jit_train_step
 
 FileNames
@@ -137,7 +137,7 @@ def test_a_gpu_s_trace_that_lacks_most_of_a_step_says_why():
     assert "xla_gpu_enable_command_buffer=" in describe(nothing | {"may_lack": True})
 
 
-# As XLA writes it: the targets of xla/service/gpu/cublas_cudnn.h, docs/async_ops.md.
+# HLO as XLA writes it, after xla/service/gpu/cublas_cudnn.h and docs/async_ops.md.
 GPU = """
 HloModule jit_train_step, is_scheduled=true
 

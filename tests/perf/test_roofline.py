@@ -1,4 +1,4 @@
-"""Work of an operation: expected numbers are counted by hand from the shapes."""
+"""Work of an operation; the expected numbers are counted by hand from the shapes."""
 
 import importlib.util
 import os
