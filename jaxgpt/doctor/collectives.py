@@ -35,7 +35,7 @@ ALL = None  # marks the sum over all devices, in place of one source device
 
 
 @dataclass(frozen=True)
-class Collective:
+class CollectiveTest:
     """One way for n devices to exchange arrays."""
 
     name: str
@@ -47,34 +47,34 @@ class Collective:
     from_parts: bool = False  # each device contributes only one of the n parts
 
 
-COLLECTIVES = (
-    Collective(
+COLLECTIVE_TESTS = (
+    CollectiveTest(
         "all-reduce",
         "every device gets the sum of all devices' arrays (gradients in data parallelism)",
         run=lambda x, axis, n: lax.psum(x, axis),
         source=lambda own, n, part, i: (ALL, i),
     ),
-    Collective(
+    CollectiveTest(
         "all-gather",
         "every device has one part and gets all parts in order (weights in ZeRO-3)",
         run=lambda x, axis, n: lax.all_gather(x, axis, tiled=True),
         source=lambda own, n, part, i: (i // part, i % part),
         from_parts=True,
     ),
-    Collective(
+    CollectiveTest(
         "reduce-scatter",
         "device i gets part i of the sum (gradients in ZeRO-2 and ZeRO-3; between CPU processes, "
         "an all-to-all and local sums)",
         run=lambda x, axis, n: reduce_scatter(x, axis, 0),
         source=lambda own, n, part, i: (ALL, own * part + i),
     ),
-    Collective(
+    CollectiveTest(
         "all-to-all",
         "device i sends its part j to device j, a transpose across devices (experts, Ulysses)",
         run=lambda x, axis, n: lax.all_to_all(x.reshape(n, -1), axis, 0, 0).reshape(-1),
         source=lambda own, n, part, i: (i // part, own * part + i % part),
     ),
-    Collective(
+    CollectiveTest(
         "collective-permute",
         "device i sends its array to device i + 1, the last one to device 0 (pipelines, rings)",
         run=lambda x, axis, n: lax.ppermute(x, axis, [(i, (i + 1) % n) for i in range(n)]),
@@ -133,7 +133,7 @@ def measure_axis(
     process must call this function.
     """
     out: list[Measurement] = []
-    n, deadline, left = mesh.shape[axis], time.monotonic() + allowed, list(COLLECTIVES)
+    n, deadline, left = mesh.shape[axis], time.monotonic() + allowed, list(COLLECTIVE_TESTS)
     for size in SIZES:
         for collective in tuple(left):
             # Process 0 decides for all: a process that stopped alone would deadlock the others.
@@ -169,7 +169,7 @@ def try_on_all(
     return [result for result, _ in found], errors[0] if errors else None
 
 
-def measure(mesh: Mesh, axis: str, collective: Collective, size: int) -> float:
+def measure(mesh: Mesh, axis: str, collective: CollectiveTest, size: int) -> float:
     """Return the mean seconds per call on this process.
 
     `size` is in bytes, and is rounded up so that the devices along the axis divide the array.
@@ -206,7 +206,7 @@ def pattern(device: Any, position: Any) -> Any:
 
 
 def check_result(
-    mesh: Mesh, axis: str, collective: Collective, part: int, result: jax.Array
+    mesh: Mesh, axis: str, collective: CollectiveTest, part: int, result: jax.Array
 ) -> None:
     """Compare evenly spaced elements of this process's results with NumPy.
 
@@ -239,7 +239,7 @@ def collective_checks(measurements: Sequence[Measurement], peak: float | None) -
     `peak` is the bytes/s that one device can send along the axis, or None if that is unknown.
     """
     out = []
-    for collective in COLLECTIVES:
+    for collective in COLLECTIVE_TESTS:
         found = [m for m in measurements if m.collective == collective.name]
         first, last = found[0], found[-1]
         name, bandwidth = f"{collective.name} over {last.axis}", last.bus_bandwidth

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxgpt.perf.hlo import COLLECTIVES, Instruction, Program, parse_hlo
+from jaxgpt.perf.hlo import COLLECTIVES, HloProgram, Instruction, parse_hlo
 
 _CALLERS = ("call", "fusion", "async-start")
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
@@ -71,7 +71,7 @@ def ring_bytes(kind: str, bytes: float, n: int) -> float:
     return bytes * (n - 1) / n * (2 if kind == "all-reduce" else 1)
 
 
-def _count_arrays(program: Program, mesh: Mapping[str, int]) -> Counter[Any]:
+def _count_arrays(program: HloProgram, mesh: Mapping[str, int]) -> Counter[Any]:
     """Count the arrays that a program communicates, by (kind, axes, bytes)."""
     axes_and_group_size = functools.cache(functools.partial(_axes_and_group_size, mesh))
 

@@ -78,7 +78,7 @@ def _dims(text: str) -> list[int]:
 
 
 @dataclass
-class Program:
+class HloProgram:
     """A compiled program."""
 
     name: str  # as in traces
@@ -109,12 +109,12 @@ def _numbers(attributes: str) -> list[int]:
     return [int(number) for number in re.findall(r"=(\d+)", attributes)]
 
 
-def parse_hlo(text: str) -> Program:
+def parse_hlo(text: str) -> HloProgram:
     """Parse the text that `compiled.as_text()` returns."""
     name, partitions = re.search(
         r"^HloModule ([\w.-]+)(?:.*num_partitions=(\d+))?", text, re.MULTILINE
     ).groups()
-    out = Program(name, int(partitions or 1))
+    out = HloProgram(name, int(partitions or 1))
     computation: list[Instruction] = []
     table: dict[int, str] = {}
     for line in text.split("\n"):
@@ -141,7 +141,7 @@ class Operation(NamedTuple):
     source: str  # "FILE:LINE FUNCTION" in this package, or empty if unknown
 
 
-def read_operations(program: Program) -> dict[str, Operation]:
+def read_operations(program: HloProgram) -> dict[str, Operation]:
     """Return the operations of a program by name, with the contents of loops in place of loops."""
     return {
         name: Operation(_category(instruction, program), _source(instruction, program))
@@ -156,7 +156,7 @@ def is_product(instruction: Instruction) -> bool:
     return instruction.opcode in _PRODUCTS or bool(_PRODUCT_TARGET.search(target))
 
 
-def _category(instruction: Instruction, program: Program) -> str:
+def _category(instruction: Instruction, program: HloProgram) -> str:
     """Return the category. One matrix product makes a whole fusion a matmul or attention."""
     fused = instruction.called if instruction.opcode.startswith(("fusion", "async")) else []
     parts = [part for name in fused for part in program.computations.get(name, [])]
@@ -176,14 +176,14 @@ def _category(instruction: Instruction, program: Program) -> str:
     return "other" if "custom-call" in kinds else "elementwise"
 
 
-def _in_attention(instruction: Instruction, program: Program) -> bool:
+def _in_attention(instruction: Instruction, program: HloProgram) -> bool:
     stack = program.stack(instruction)
     if not stack and "lhs_batch_dims=" in instruction.arguments:
         return True  # XLA dropped its source; in this model, only attention has batched products
     return any(file.endswith("models/attention.py") for file, _, _ in stack)
 
 
-def _source(instruction: Instruction, program: Program) -> str:
+def _source(instruction: Instruction, program: HloProgram) -> str:
     """Return the innermost source line in this package, outside `parallel/` if possible."""
     own = []
     for file, line, function in program.stack(instruction):

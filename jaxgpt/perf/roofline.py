@@ -8,7 +8,7 @@ import re
 from collections import defaultdict
 from typing import NamedTuple
 
-from jaxgpt.perf.hlo import FREE, Instruction, Program, is_product
+from jaxgpt.perf.hlo import FREE, HloProgram, Instruction, is_product
 
 _SLICES = ("dynamic-slice", "slice", "gather")
 # In an HLO dot: `lhs_batch_dims={0,1}`. In a cuBLAS call: `lhs_batch_dimensions":["0"]`.
@@ -33,7 +33,7 @@ class Work(NamedTuple):
         return self.times * max((self.read + self.written) / bandwidth, self.flops / peak)
 
 
-def read_work(program: Program) -> dict[str, Work]:
+def read_work(program: HloProgram) -> dict[str, Work]:
     """Return the work of each operation of a step, by name.
 
     An operation is assumed to read its operands once and to write its result once. If it only reads
@@ -57,7 +57,7 @@ def read_work(program: Program) -> dict[str, Work]:
     return out
 
 
-def _moves(one: Instruction, program: Program) -> tuple[int, int]:
+def _moves(one: Instruction, program: HloProgram) -> tuple[int, int]:
     """Return the bytes that one execution of an operation reads and writes."""
     if one.opcode == "fusion":
         return _fusion(program.computations[one.called[0]], program)
@@ -67,7 +67,7 @@ def _moves(one: Instruction, program: Program) -> tuple[int, int]:
     return (_size(one) if one.opcode in _SLICES else sum(sizes)), _size(one)
 
 
-def _flops(one: Instruction, program: Program) -> int:
+def _flops(one: Instruction, program: HloProgram) -> int:
     """Return the FLOPs of matrix products: 2 B M K N, for arrays of B M K, B K N and B M N."""
     if one.opcode == "fusion":
         return sum(_flops(part, program) for part in program.computations[one.called[0]])
@@ -80,7 +80,7 @@ def _flops(one: Instruction, program: Program) -> int:
     return 2 * math.isqrt(math.prod(math.prod(array.dims) for array in arrays) // batch)
 
 
-def _fusion(body: list[Instruction], program: Program) -> tuple[int, int]:
+def _fusion(body: list[Instruction], program: HloProgram) -> tuple[int, int]:
     """Return the bytes that a fusion reads from its parameters and writes with its root."""
     users = defaultdict(list)
     for one in body:

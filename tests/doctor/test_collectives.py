@@ -13,7 +13,7 @@ from jaxgpt.cluster.process_group import ProcessGroup
 from jaxgpt.config import MeshShape
 from jaxgpt.doctor import collectives as module
 from jaxgpt.doctor.collectives import (
-    COLLECTIVES,
+    COLLECTIVE_TESTS,
     SIZES,
     Measurement,
     collective_checks,
@@ -24,7 +24,7 @@ from jaxgpt.parallel.mesh import make_mesh
 from jaxgpt.perf.collectives import ring_bytes
 from jobs import limited_devices
 
-BY_NAME = {c.name: c for c in COLLECTIVES}
+BY_NAME = {c.name: c for c in COLLECTIVE_TESTS}
 CLUSTER = ProcessGroup("test")
 
 
@@ -41,7 +41,7 @@ def by_numpy(name, x):
     }[name]()
 
 
-@pytest.mark.parametrize("collective", COLLECTIVES, ids=lambda c: c.name)
+@pytest.mark.parametrize("collective", COLLECTIVE_TESTS, ids=lambda c: c.name)
 def test_a_collective_does_what_its_name_says(collective):
     x = np.random.default_rng(0).integers(0, 100, (8, 16)).astype(np.float32)
     mesh = make_mesh(MeshShape(8))
@@ -67,9 +67,9 @@ def test_every_axis_of_a_mesh_is_checked_and_timed(monkeypatch):
         assert all(m.seconds > 0 for m in found)
         assert f"collective-permute over {axis}, 1 KiB" in heard
         checks = collective_checks(found, peak=None)
-        assert [c.name for c in checks] == [f"{c.name} over {axis}" for c in COLLECTIVES]
+        assert [c.name for c in checks] == [f"{c.name} over {axis}" for c in COLLECTIVE_TESTS]
         assert {c.status for c in checks} == {"OK"}
-        for check, collective in zip(checks, COLLECTIVES, strict=True):
+        for check, collective in zip(checks, COLLECTIVE_TESTS, strict=True):
             assert collective.meaning in check.finding
 
 
@@ -78,7 +78,7 @@ def test_sizes_grow_to_64_mib_while_there_is_time(monkeypatch):
     assert (SIZES[0], SIZES[-1]) == (1024, 64 * 2**20)
     with limited_devices(2):
         mesh = make_mesh(MeshShape(2, 1, 1))
-    monkeypatch.setattr(module, "COLLECTIVES", [BY_NAME["collective-permute"]])
+    monkeypatch.setattr(module, "COLLECTIVE_TESTS", [BY_NAME["collective-permute"]])
     monkeypatch.setattr(module, "MAX_SECONDS", 60.0)
     found = measure_axis(mesh, "data", CLUSTER, 60.0, lambda what: None)
     assert [m.bytes for m in found] == list(SIZES)
@@ -123,8 +123,8 @@ def test_a_failure_is_reported_and_the_others_go_on(capsys, monkeypatch):
         raise RuntimeError("NCCL error\nwith a long story")
 
     broken = dataclasses.replace(BY_NAME["all-reduce"], run=refuse)
-    some = [broken if c.name == broken.name else c for c in COLLECTIVES]
-    monkeypatch.setattr(module, "COLLECTIVES", some)
+    some = [broken if c.name == broken.name else c for c in COLLECTIVE_TESTS]
+    monkeypatch.setattr(module, "COLLECTIVE_TESTS", some)
     found = measure_axis(make_mesh(MeshShape(8)), "data", CLUSTER, 0.0, lambda what: None)
     checks = {c.name: c for c in collective_checks(found, peak=None)}
     failed = checks["all-reduce over data"]
@@ -139,7 +139,9 @@ def test_a_failure_is_reported_and_the_others_go_on(capsys, monkeypatch):
 
 def test_a_network_far_below_its_data_sheet_is_noticed():
     def checks(bandwidth, n_bytes=2**26):
-        everything = [Measurement(c.name, "data", 8, n_bytes, 0.1, bandwidth) for c in COLLECTIVES]
+        everything = [
+            Measurement(c.name, "data", 8, n_bytes, 0.1, bandwidth) for c in COLLECTIVE_TESTS
+        ]
         return {c.name: c.status for c in collective_checks(everything, peak=1e10)}
 
     assert checks(0.9e9)["all-reduce over data"] == "WARN"

@@ -28,7 +28,7 @@ def test_a_person_reads_every_axis_with_what_a_collective_does(quick, tmp_path, 
     assert run_checks(CLUSTER, FOUND, MeshShape(2, 1, 4), tmp_path / "runs", as_json=False) == 0
     lines = capsys.readouterr().out.splitlines()
     for axis in ("data", "tensor"):
-        for collective in collectives.COLLECTIVES:
+        for collective in collectives.COLLECTIVE_TESTS:
             (line,) = [x for x in lines if x.startswith(f"OK   {collective.name} over {axis}: ")]
             assert collective.meaning in line
     assert not any(" over fsdp" in line for line in lines)
@@ -41,8 +41,8 @@ def test_a_person_reads_every_axis_with_what_a_collective_does(quick, tmp_path, 
 
 
 def test_a_program_gets_one_object_also_when_something_fails(quick, tmp_path, capsys, monkeypatch):
-    wrong = dataclasses.replace(collectives.COLLECTIVES[0], run=lambda x, axis, n: x)
-    monkeypatch.setattr(collectives, "COLLECTIVES", (wrong, *collectives.COLLECTIVES[1:]))
+    wrong = dataclasses.replace(collectives.COLLECTIVE_TESTS[0], run=lambda x, axis, n: x)
+    monkeypatch.setattr(collectives, "COLLECTIVE_TESTS", (wrong, *collectives.COLLECTIVE_TESTS[1:]))
     assert run_checks(CLUSTER, FOUND, None, tmp_path, as_json=True) == 1
     report = json.loads(capsys.readouterr().out)
     assert report["status"] == "FAIL"
