@@ -138,20 +138,22 @@ class Job:
 
 
 @contextlib.contextmanager
-def open_job(config: Config, alone: bool = False, out: Path | None = None) -> Iterator[Job]:
+def open_job(
+    config: Config, single_process: bool = False, out: Path | None = None
+) -> Iterator[Job]:
     """Connect the processes of the job, and yield the job with a temporary folder.
 
     The folder is created in `out`, or in the folder for temporary files by default. It is removed
     at the end, and also on SIGTERM or Ctrl-C.
 
-    Raises `UsageError` if `out` is not writable, or if `alone` is set and there are several
-    processes.
+    Raises `UsageError` if `out` is not writable, or if there are several processes and
+    `single_process` is set.
     """
     # A cache would hide compile times, and JOB_START precedes the commands that a bench starts.
     for variable in ("JAX_COMPILATION_CACHE_DIR", JOB_START):
         os.environ.pop(variable, None)
     cluster = join_process_group(config.init_timeout)
-    if alone and cluster.size > 1:
+    if single_process and cluster.size > 1:
         raise UsageError(
             f"bench: runs in a single process, not {cluster.size}; start it without mpiexec"
         )

@@ -61,7 +61,7 @@ class Rounds:
         # The compiled step alone always gets the same arguments, which are already on the devices.
         scalars = np.int32(1), learning_rate(config.optimizer, 1)
         scalars = jax.device_put(scalars, self.steps.replicated)
-        self._alone = *scalars, trainer.loader.batch(1)
+        self._step_arguments = *scalars, trainer.loader.batch(1)
 
     def train(self, n_steps: int) -> float:
         """Run `n_steps` of the trainer's loop; return seconds per step.
@@ -80,13 +80,13 @@ class Rounds:
         self.run = dataclasses.replace(self.run, resume_step=last)
         return seconds / n_steps
 
-    def alone(self, n_steps: int) -> float:
+    def run_compiled_step(self, n_steps: int) -> float:
         """Run the compiled step alone, always on the same batch; return seconds per step."""
         in_flight = DispatchLimiter()
         self.trainer.job.cluster.barrier()
         began = time.perf_counter()
         for _ in range(n_steps):
-            self.state, metrics = self.trainer.train_step(self.state, *self._alone)
+            self.state, metrics = self.trainer.train_step(self.state, *self._step_arguments)
             in_flight.add(metrics.loss)
         jax.block_until_ready(metrics)
         return (time.perf_counter() - began) / n_steps
@@ -94,7 +94,7 @@ class Rounds:
     def profile(self, n_steps: int, directory: Path) -> dict[str, Any]:
         """Trace `n_steps` of the compiled step alone; return the result of `Tracing.stop`."""
         tracing = Tracing(directory, self.trainer.job.cluster, self.state)
-        self.alone(n_steps)
+        self.run_compiled_step(n_steps)
         return tracing.stop(self.state, n_steps, self.trainer.train_step.as_text())
 
     def save(self, step: int, tree: dict[str, Any], meta: dict[str, Any]) -> None:

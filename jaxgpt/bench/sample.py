@@ -34,7 +34,7 @@ def run(settings: Sequence[str], tokens: int | None = None) -> Result:
             f"model.block_size={config.model.block_size}; set that to at least "
             f"{PROMPT + n_tokens}, or give fewer tokens"
         )
-    with open_job(config, alone=True) as job:
+    with open_job(config, single_process=True) as job:
         config, mesh = job.start_jax(config)
         if mesh.size > 1:
             raise UsageError(

@@ -62,7 +62,7 @@ def run(
 def measure(rounds: Rounds, job: Job, n_steps: int | None) -> dict[str, Any]:
     """Return times, rates and memory. `n_steps` is the number of steps per round, if given."""
     rounds.train(WARM_UP)
-    fill = round(ROUND_SECONDS / rounds.alone(WARM_UP))
+    fill = round(ROUND_SECONDS / rounds.run_compiled_step(WARM_UP))
     n_steps = job.cluster.broadcast(n_steps or min(MAX_STEPS, max(1, fill)))
     used = memory(rounds.trainer.train_step, job.cluster)
     dtype = rounds.run.config.train.dtype
@@ -71,7 +71,7 @@ def measure(rounds: Rounds, job: Job, n_steps: int | None) -> dict[str, Any]:
     trained, alone, products = [], [], []
     for number in range(ROUNDS):
         job.log(f"round {number + 1} of {ROUNDS}, {n_steps} steps in the loop and alone")
-        turns = [(trained, rounds.train), (alone, rounds.alone)]
+        turns = [(trained, rounds.train), (alone, rounds.run_compiled_step)]
         for found, run_round in turns if number % 2 else reversed(turns):
             found.append(run_round(n_steps))
         products.append(product())

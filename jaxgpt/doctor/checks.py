@@ -59,7 +59,7 @@ def check_versions(job: Job) -> Check:
         values = [f.versions[name] or "none" for f in job]
         if len(set(values)) > 1:
             remedy = "use one environment and one MPI module on all hosts"
-            return Check("versions", "FAIL", f"{name} differs: {_who_has(values, job)}", remedy)
+            return Check("versions", "FAIL", f"{name} differs: {_by_value(values, job)}", remedy)
     listed = ", ".join(f"{name} {version}" for name, version in versions.items() if version)
     return Check("versions", "OK", listed)
 
@@ -103,7 +103,7 @@ def check_hosts(job: Job) -> Check:
     sizes = Counter(f.host for f in job)
     names = _shorten([f.host_name for f in job])
     if len(set(sizes.values())) > 1:
-        uneven = _who_has([str(sizes[f.host]) for f in job], job)
+        uneven = _by_value([str(sizes[f.host]) for f in job], job)
         remedy = "give the launcher a number of processes per host (-ppn, --ntasks-per-node)"
         return Check("hosts", "WARN", f"the number of processes differs: {uneven}", remedy)
     each = f"{count(sizes[job[0].host], 'process', 'es')} on {'each' if len(sizes) > 1 else 'it'}"
@@ -115,7 +115,7 @@ def check_devices(job: Job) -> Check:
     devices = [f"{len(f.devices)} x {f.device_kind}" for f in job]
     if len(set(devices)) > 1:
         remedy = "give every process the same number of devices, of one kind (CUDA_VISIBLE_DEVICES)"
-        finding = f"processes have different devices: {_who_has(devices, job)}"
+        finding = f"processes have different devices: {_by_value(devices, job)}"
         return Check("devices", "FAIL", finding, remedy)
     finding = f"{devices[0]} in each process, {sum(len(f.devices) for f in job)} in all"
     if job[0].device_memory:
@@ -205,7 +205,7 @@ def _by_host(job: Job) -> list[Job]:
     return [[f for f in job if f.host == host] for host in dict.fromkeys(f.host for f in job)]
 
 
-def _who_has(values: Sequence[str], job: Job) -> str:
+def _by_value(values: Sequence[str], job: Job) -> str:
     """Return each value and its hosts: `0.11.2 on node1, node2, 0.10.2 on node5`."""
     owners: dict[str, list[str]] = defaultdict(list)
     for value, f in zip(values, job, strict=True):

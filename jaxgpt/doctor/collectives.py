@@ -96,7 +96,7 @@ class Measurement:
     error: str | None = None  # of the lowest rank that reported one
 
 
-def default_sizes(cluster: ProcessGroup) -> MeshShape:
+def default_mesh_shape(cluster: ProcessGroup) -> MeshShape:
     """Return the default mesh: `data` across hosts and `tensor` within each host.
 
     With one host, or different numbers of devices per host, all devices are on `data`.
@@ -178,13 +178,13 @@ def measure(mesh: Mesh, axis: str, collective: CollectiveTest, size: int) -> flo
     """
     n = mesh.shape[axis]
     part = -(-size // (4 * n))
-    place = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
+    sharding = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
     length = part if collective.from_parts else part * n
     devices, positions = jnp.arange(mesh.size)[:, None], jnp.arange(length)
-    x = jax.jit(lambda: pattern(devices, positions), out_shardings=place)()
+    x = jax.jit(lambda: pattern(devices, positions), out_shardings=sharding)()
 
     @jax.jit
-    @jax.shard_map(mesh=mesh, in_specs=place.spec, out_specs=place.spec, check_vma=False)
+    @jax.shard_map(mesh=mesh, in_specs=sharding.spec, out_specs=sharding.spec, check_vma=False)
     def run(x: jax.Array) -> jax.Array:
         return collective.run(x[0], axis, n)[None]
 

@@ -15,7 +15,7 @@ from jaxgpt.config import UsageError
 from jaxgpt.doctor.checks import Check
 from jaxgpt.perf.units import GIB, format_bytes
 
-LITTLE_SPACE = GIB
+MIN_FREE_BYTES = GIB
 IN_MEMORY = ("tmpfs", "ramfs")
 
 
@@ -97,7 +97,7 @@ def check_file_system(directory: Path) -> Check:
     """Check that files are kept after the job, and that there is enough free space."""
     kind, free = file_system_of(directory), shutil.disk_usage(directory).free
     finding = f"{kind}, {format_bytes(free)} free"
-    remedy = "free space, or give --out another file system" if free < LITTLE_SPACE else ""
+    remedy = "free space, or give --out another file system" if free < MIN_FREE_BYTES else ""
     if kind in IN_MEMORY:
         finding += ", held in the host's memory, and lost when the host restarts or the job ends"
         remedy = "give --out a folder on a disk or a parallel file system"

@@ -20,7 +20,7 @@ from jaxgpt.doctor.collectives import (
     Measurement,
     axis_link,
     collective_checks,
-    default_sizes,
+    default_mesh_shape,
     measure_axis,
 )
 from jaxgpt.doctor.directory import directory_checks
@@ -40,8 +40,8 @@ def run_checks(
 ) -> int:
     """Run all checks, print the report, and return an exit status.
 
-    `found` is what `initialize_jax` returned. If `shape` is None, `default_sizes` chooses the mesh.
-    `directory` is the run directory to check.
+    `found` is what `initialize_jax` returned. If `shape` is None, the mesh is that of
+    `default_mesh_shape`. `directory` is the run directory to check.
     """
     report = Report(cluster, found, as_json)
     report.begin("the machine")
@@ -50,7 +50,7 @@ def run_checks(
     report.section("machine", machine_checks(job, cluster, found))
     report.begin("the run directory")
     report.section("run directory", directory_checks(cluster, directory))
-    mesh = make_mesh(shape or default_sizes(cluster), cluster.hosts)
+    mesh = make_mesh(shape or default_mesh_shape(cluster), cluster.hosts)
     check_collectives(cluster, mesh, report)
     report.begin("training")
     broken = [c.name for c in report.checks if c.status == "FAIL" and " over " in c.name]

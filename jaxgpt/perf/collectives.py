@@ -54,10 +54,10 @@ def read_collectives(hlo: str, mesh: Mapping[str, int]) -> tuple[Collective, ...
 
     order = list(mesh)
 
-    def place(c: Collective) -> tuple[Any, ...]:
+    def sort_key(c: Collective) -> tuple[Any, ...]:
         return len(c.axes), [order.index(axis) for axis in c.axes], COLLECTIVES.index(c.kind)
 
-    return tuple(sorted((Collective(*k, counts[k], total_bytes[k]) for k in counts), key=place))
+    return tuple(sorted((Collective(*k, counts[k], total_bytes[k]) for k in counts), key=sort_key))
 
 
 def ring_bytes(kind: str, bytes: float, n: int) -> float:
@@ -148,12 +148,12 @@ def _groups_along_axes(text: str) -> np.ndarray:
     ).groups()
     mesh = {axis: int(size) for axis, size in re.findall(r"'(.*?)'=(\d+)", axes)}
     shape, n = tuple(mesh.values()), 1
-    place = dict(zip(mesh, np.unravel_index(np.arange(math.prod(shape)), shape), strict=True))
-    group = dict(place)  # coordinates of the first device of each group
+    coordinates = dict(zip(mesh, np.unravel_index(np.arange(math.prod(shape)), shape), strict=True))
+    group = dict(coordinates)  # those of the first device of each group
     for axis, outer, part in re.findall(r"'(.*?)'(?::\((\d+)\)(\d+))?", along):
         size = int(part or mesh[axis])
         stride, n = mesh[axis] // (int(outer or 1) * size), n * size
-        group[axis] = group[axis] - place[axis] // stride % size * stride
+        group[axis] = group[axis] - coordinates[axis] // stride % size * stride
     members = np.ravel_multi_index(tuple(group.values()), shape).argsort(kind="stable")
     if order:
         members = (_range(order).ravel() if "T(" in order else np.array(_numbers(order)))[members]

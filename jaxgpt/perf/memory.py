@@ -46,10 +46,10 @@ def check_memory(config: Config, shape: MeshShape, processes_on_host: int) -> No
         room = host_memory() // (jax.local_device_count() * processes_on_host)
     else:
         room = (device.memory_stats() or {}).get("bytes_limit")
-    refuse_too_much(config, shape, room, on_cpu)
+    require_memory(config, shape, room, on_cpu)
 
 
-def refuse_too_much(config: Config, shape: MeshShape, room: int | None, on_cpu: bool) -> None:
+def require_memory(config: Config, shape: MeshShape, room: int | None, on_cpu: bool) -> None:
     """Raise `UsageError` if a step needs more than `room` bytes per device, unless it is None."""
     state, scores = state_bytes(config, shape), score_bytes(config, shape, on_cpu)
     if room is None or state + scores <= room:

@@ -16,7 +16,7 @@ from jaxgpt.perf.hlo import CATEGORIES, Operation, parse_hlo, read_operations
 from jaxgpt.perf.roofline import read_work
 
 ROWS = 10  # of the table
-MAY_LACK = (
+MAY_BE_INCOMPLETE = (
     "  the step takes more than twice as long as these operations, so some may be missing. The "
     "trace lacks CUDA graphs unless XLA_FLAGS=--xla_gpu_enable_command_buffer= disables them. It "
     "lacks all operations if NVIDIA's driver lets only administrators profile "
@@ -51,7 +51,7 @@ class Tracing:
         """Wait for the arrays in `pending`, end the trace of `n_steps` steps, and summarise it.
 
         `hlo` is `compiled.as_text()` of the step. Return what `summary` returns. In addition, each
-        operation has its `work`, and `may_lack` says whether operations seem to be missing.
+        operation has its `work`, and `may_be_incomplete` says whether operations may be missing.
         """
         jax.block_until_ready(pending)
         seconds = (time.perf_counter() - self._began) / n_steps
@@ -68,8 +68,8 @@ class Tracing:
         work = read_work(program)
         for row in found["operations"]:
             row["work"] = work[row["name"]]._asdict() if row["name"] in work else None
-        may_lack = jax.default_backend() == "gpu" and found["device_seconds"] < seconds / 2
-        return found | {"may_lack": may_lack}
+        may_be_incomplete = jax.default_backend() == "gpu" and found["device_seconds"] < seconds / 2
+        return found | {"may_be_incomplete": may_be_incomplete}
 
 
 class StepProfile:
@@ -204,8 +204,8 @@ def describe(found: dict[str, Any]) -> str:
             lines.append(row(name, seconds))
             if name == "collective":
                 lines.append(row("- spent waiting", found["collective_waiting"]))
-    if found["may_lack"]:
-        lines.append(MAY_LACK)
+    if found["may_be_incomplete"]:
+        lines.append(MAY_BE_INCOMPLETE)
     lines.append(f"the {len(found['operations'])} most expensive operations of a step")
     lines += [
         f"  {1e3 * op['seconds']:9.3f} ms  {op['share']:6.1%}  {op['count']:5.4g} x  "

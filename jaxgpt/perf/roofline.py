@@ -51,16 +51,16 @@ def read_work(program: HloProgram) -> dict[str, Work]:
                 for name in one.called:
                     walk(name, times)
             elif one.opcode not in FREE and not one.opcode.endswith("-done"):
-                out[one.name] = Work(times, *_moves(one, program), _flops(one, program))
+                out[one.name] = Work(times, *_bytes_moved(one, program), _flops(one, program))
 
     walk(program.entry, 1)
     return out
 
 
-def _moves(one: Instruction, program: HloProgram) -> tuple[int, int]:
+def _bytes_moved(one: Instruction, program: HloProgram) -> tuple[int, int]:
     """Return the bytes that one execution of an operation reads and writes."""
     if one.opcode == "fusion":
-        return _fusion(program.computations[one.called[0]], program)
+        return _fusion_bytes(program.computations[one.called[0]], program)
     sizes = [_size(program.instructions[name]) for name in one.operands]
     if one.opcode == "dynamic-update-slice":
         return sizes[1], sizes[1]
@@ -80,7 +80,7 @@ def _flops(one: Instruction, program: HloProgram) -> int:
     return 2 * math.isqrt(math.prod(math.prod(array.dims) for array in arrays) // batch)
 
 
-def _fusion(body: list[Instruction], program: HloProgram) -> tuple[int, int]:
+def _fusion_bytes(body: list[Instruction], program: HloProgram) -> tuple[int, int]:
     """Return the bytes that a fusion reads from its parameters and writes with its root."""
     users = defaultdict(list)
     for one in body:

@@ -7,7 +7,7 @@ import numpy as np
 
 from jaxgpt.cluster.process_group import ProcessGroup
 from jaxgpt.config import MeshShape
-from jaxgpt.doctor.collectives import axis_link, default_sizes
+from jaxgpt.doctor.collectives import axis_link, default_mesh_shape
 from jaxgpt.parallel.mesh import make_mesh
 from jaxgpt.perf.hardware import DEVICES
 
@@ -29,13 +29,13 @@ class FakeMesh:
 
 
 def test_without_a_mesh_the_network_is_told_from_the_inside_of_a_host(monkeypatch):
-    assert default_sizes(CLUSTER) == MeshShape(8)
+    assert default_mesh_shape(CLUSTER) == MeshShape(8)
     two_hosts = ProcessGroup("test", size=4, hosts=(0, 0, 2, 2))
     devices = [FakeDevice(i // 2) for i in range(8)]
     monkeypatch.setattr(jax, "devices", lambda: devices)
-    assert default_sizes(two_hosts) == MeshShape(2, 1, 4)
+    assert default_mesh_shape(two_hosts) == MeshShape(2, 1, 4)
     uneven = ProcessGroup("test", size=4, hosts=(0, 0, 0, 3))
-    assert default_sizes(uneven) == MeshShape(8)
+    assert default_mesh_shape(uneven) == MeshShape(8)
 
 
 def test_an_axis_is_compared_with_its_own_axis_link():

@@ -65,7 +65,7 @@ def compare(peer: Peer, options: argparse.Namespace, settings: Sequence[str]) ->
     # JAX would otherwise reserve three quarters of a GPU that it shares with PyTorch.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     with (
-        open_job(config, alone=True) as job,
+        open_job(config, single_process=True) as job,
         start_worker(peer, options.torch, job.folder) as (about, ask),
     ):
         rounds = Rounds(job, config)

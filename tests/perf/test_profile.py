@@ -94,7 +94,7 @@ def test_waiting_in_a_collective_is_what_others_take_longer_than_the_last_to_com
     assert found["categories"]["collective"] == (5 + 2) / 2
     assert found["collective_waiting"] == (3 + 0) / 2
     assert found["device_seconds"] == 6
-    words = describe(found | {"may_lack": False})
+    words = describe(found | {"may_be_incomplete": False})
     assert "collective " in words and "CUDA graphs" not in words
     assert "waiting    1500.000 ms   25.0%" in words
 
@@ -131,10 +131,10 @@ def test_a_gpu_s_trace_that_lacks_most_of_a_step_says_why():
     operations = {"dot": Operation("matmul", "models/transformer.py:67")}
     events = [Event("dot", "gpu 0", 0.0, 1.0)]
     found = summary([report(events, operations)], operations, n_steps=1, seconds=100.0)
-    words = describe(found | {"may_lack": True})
+    words = describe(found | {"may_be_incomplete": True})
     assert "XLA_FLAGS=--xla_gpu_enable_command_buffer=" in words and "matmul" in words
     nothing = summary([report([], operations)], operations, n_steps=1, seconds=100.0)
-    assert "xla_gpu_enable_command_buffer=" in describe(nothing | {"may_lack": True})
+    assert "xla_gpu_enable_command_buffer=" in describe(nothing | {"may_be_incomplete": True})
 
 
 # HLO as XLA writes it, after xla/service/gpu/cublas_cudnn.h and docs/async_ops.md.

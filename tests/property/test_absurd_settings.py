@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from jaxgpt.config import Config, UsageError, mesh_shape, parse_args
 from jaxgpt.config.parse import settings
-from jaxgpt.perf.memory import refuse_too_much
+from jaxgpt.perf.memory import require_memory
 from jaxgpt.perf.units import GIB
 from time_limit import time_limit
 
@@ -33,7 +33,7 @@ def outcome(arguments):
     try:
         config = parse_args(arguments)
         shape = mesh_shape(config, mesh_shape(config).n_devices)
-        refuse_too_much(config, shape, ROOM, on_cpu=True)
+        require_memory(config, shape, ROOM, on_cpu=True)
     except UsageError as error:
         return str(error)
     return config
