@@ -28,7 +28,7 @@ ONE_GIGABYTE = ("--config", "gpt2", "model.n_layer=6")
 
 
 def run(settings: Sequence[str], out: Path | None = None) -> Result:
-    """Save and restore a checkpoint eight times, of 1 GB if `settings` do not name a config.
+    """Save and restore a checkpoint eight times; it has 1 GB unless `settings` name a config.
 
     Raises `UsageError` if there is not enough disk space, or if the mesh does not work.
     """

@@ -71,7 +71,7 @@ def run(settings: Sequence[str], runs: int = 3, processes: int | None = None) ->
 
 
 def medians(starts: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the spread of the total, and the median of each phase, over several startup.json."""
+    """Return the spread of the total, and the median of each phase, over startup.json files."""
     found, first = spread([start["total"]["max"] for start in starts]), starts[0]
     found["phases"] = {
         phase: statistics.median(start["phases"][phase]["max"] for start in starts)

@@ -93,8 +93,8 @@ def rates(
 ) -> dict[str, Any]:
     """Return the time per step, and the rates that follow from it.
 
-    `seconds` per step and `products` in FLOP/s are measured in the same rounds. `size` is that of
-    the multiplied matrices.
+    `seconds` per step and `products` in FLOP/s are measured in the same rounds. The
+    multiplied matrices are size x size.
     """
     config, mesh, n_parameters = rounds.run.config, rounds.mesh, rounds.steps.n_parameters[1]
     tokens = config.train.batch_size * config.model.block_size

@@ -85,7 +85,7 @@ def check_launcher(job: Job, cluster: ProcessGroup) -> Check:
 def check_interface(job: Job, cluster: ProcessGroup, found: Mapping[str, Any]) -> Check:
     """Check that the hosts of a known machine communicate over its high-speed network."""
     if found["coordinator"] is None:
-        return Check("interface", "OK", "not needed: a single process")
+        return Check("interface", "OK", "not needed for a single process")
     # Leave out process 0's host (0): it may reach itself only by a loopback address.
     others = [f"{f.address} ({f.host_name})" for f in job if f.host] or [job[0].address]
     finding = f"coordinator {found['coordinator']}, reached from {_shorten(others)}"
@@ -184,7 +184,7 @@ def check_resources(job: Job) -> list[Check]:
 def check_clocks(cluster: ProcessGroup, clock: Callable[[], float] = time.time) -> Check:
     """Compare the hosts' clocks, which timestamp logs, checkpoints and files."""
     if len(set(cluster.hosts)) == 1:
-        return Check("clocks", "OK", "one host, one clock")
+        return Check("clocks", "OK", "not needed on a single host")
     rounds = []
     for _ in range(CLOCK_ROUNDS):
         cluster.barrier()

@@ -1,4 +1,4 @@
-"""Checks of the run directory: all hosts can write to it, and its files last and have room."""
+"""Checks that every host can write to the run directory, and that its storage is suitable."""
 
 import contextlib
 import os

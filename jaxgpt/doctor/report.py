@@ -68,7 +68,7 @@ def check_collectives(cluster: ProcessGroup, mesh: Mesh, report: "Report") -> No
     """Measure collectives over each mesh axis, and add a section to the report for each axis."""
     axes = [axis for axis, n in mesh.shape.items() if n > 1]
     if not axes:
-        finding = "nothing to measure with one device: try mpiexec -n 4, or --mesh 4,1,1"
+        finding = "nothing to measure with one device; try mpiexec -n 4, or --mesh 4,1,1"
         report.section("collectives", [Check("collectives", "OK", finding)])
     for axis in axes:
         measured = measure_axis(mesh, axis, cluster, COLLECTIVES_SECONDS / len(axes), report.begin)

@@ -37,15 +37,15 @@ class HostTimes(NamedTuple):
 
     steps: int
     seconds: float  # spent on steps
-    own: float  # of `seconds`: without waiting for devices, but with suspensions
-    data: float  # of `seconds`: waiting for data
+    own: float  # part of `seconds`: excludes waiting for devices, includes suspensions
+    data: float  # part of `seconds`: waiting for data
 
 
 class StepTimer:
     """Seconds per training step, from the time that the run's clock has counted as steps."""
 
     def __init__(self, clock: Clock, stalled: Callable[[], float] = lambda: 0.0):
-        """Start the timer. `stalled` returns the seconds of suspension of this process so far."""
+        """Start the timer. `stalled` returns the seconds that this process has been suspended."""
         self._clock, self._stalled = clock, stalled
         self._steps, self._waited_for_device = 0, 0.0
         self._start = self._last_lap = self._read()

@@ -142,7 +142,7 @@ class Operation(NamedTuple):
 
 
 def read_operations(program: HloProgram) -> dict[str, Operation]:
-    """Return the operations of a program by name, with the contents of loops in place of loops."""
+    """Return the operations of a program by name; loops are replaced by their contents."""
     return {
         name: Operation(_category(instruction, program), _source(instruction, program))
         for name, instruction in program.instructions.items()

@@ -38,9 +38,15 @@ def parser() -> CommandParser:
     out.add_argument(
         "only", nargs="*", metavar="CHECK", help=f"checks to run; default {', '.join(CHECKS)}"
     )
-    out.add_argument("--minutes", type=whole_number(), default=25, help="time limit; default 25")
     out.add_argument(
-        "--out", type=file_path, default=OUT, metavar="DIR", help=f"results; default {OUT}"
+        "--minutes", type=whole_number(), default=25, help="time limit in minutes; default 25"
+    )
+    out.add_argument(
+        "--out",
+        type=file_path,
+        default=OUT,
+        metavar="DIR",
+        help=f"folder for results; default {OUT}",
     )
     out.add_argument("--nanogpt", type=file_path, metavar="DIR", help="path of a clone of nanoGPT")
     out.add_argument(
