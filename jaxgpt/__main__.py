@@ -4,18 +4,18 @@ import runpy
 import sys
 
 COMMANDS = {
-    "train": "train a GPT, or go on with a run",
-    "prepare": "make token files of texts",
-    "sample": "write text with a trained model",
-    "evaluate": "measure the loss of a whole split, or run lm_eval's tasks",
-    "convert": "take weights from Hugging Face, nanoGPT, Megatron, and back",
+    "train": "train a GPT, or resume a run",
+    "prepare": "turn text into token files",
+    "sample": "generate text with a trained model",
+    "evaluate": "compute the loss on a whole split, or run lm_eval tasks",
+    "convert": "import weights from Hugging Face, nanoGPT or Megatron, or export them",
     "inspect": "show the text that a step trained on",
-    "replay": "repeat steps of a run, and compare them with what it logged",
-    "plan": "say what a layout needs, or which one fits, without the devices",
+    "replay": "repeat steps of a run and compare them with the records",
+    "plan": "estimate memory, communication and time on devices that you do not have",
     "doctor": "check a machine: devices, network, collectives, file system",
     "launch": "start a job with the machine's own launcher",
-    "report": "show start-up times or spikes of runs",
-    "bench": "measure how fast jaxgpt is here",
+    "report": "show start-up time, goodput or spikes of runs",
+    "bench": "measure how fast jaxgpt is on this machine",
 }
 
 
@@ -27,7 +27,7 @@ def main() -> None:
             print(f"  {command:<9}{what}")
         return
     if name not in COMMANDS:
-        print(f"error: {name}: is no command; take {', '.join(COMMANDS)}", file=sys.stderr)
+        print(f"error: {name}: unknown command; choose from {', '.join(COMMANDS)}", file=sys.stderr)
         sys.exit(2)
     sys.argv = [f"jaxgpt {name}", *sys.argv[2:]]
     runpy.run_module(f"jaxgpt.{name}", run_name="__main__", alter_sys=True)

@@ -1,9 +1,10 @@
-"""Repeat steps of a run, and compare: `python -m jaxgpt.replay --run DIR --step S [S ...]`.
+"""Repeat steps of a run and compare them: `python -m jaxgpt.replay --run DIR --step S [S ...]`.
 
-The steps from the newest checkpoint before each up to it are trained once more, and their loss and
-gradient norm compared with metrics.jsonl: bit for bit on the mesh and the processes that the run
-had there, elsewhere to rounding. Nothing is written. Status 1 if a step differs, the first of which
-is named.
+For each S, this restores the newest checkpoint before step S, trains up to S again, and compares
+the loss and the gradient norm of each logged step with metrics.jsonl. They must be bitwise equal on
+the mesh, processes, devices and JAX version of the run; otherwise, they may differ by rounding
+errors. There is one line for each S, with the first difference. The exit status is 1 if anything
+differs. Nothing is written to the run directory.
 """
 
 import argparse
@@ -36,11 +37,11 @@ from jaxgpt.spikes.skip import SkipRanges
 from jaxgpt.tracking.jsonl import METRICS, read_records
 from jaxgpt.train.resume import source_hashes
 
-COMPARED = {"loss": 1e-3, "grad_norm": 1e-2}  # figure -> relative difference that rounding may make
+COMPARED = {"loss": 1e-3, "grad_norm": 1e-2}  # figure -> relative tolerance for rounding
 
 
 class Place(NamedTuple):
-    """What steps ran on, as a `StartRecord` has it."""
+    """The mesh, processes, devices and JAX version that steps ran on, as in `StartRecord`."""
 
     mesh: str
     processes: int
@@ -48,20 +49,20 @@ class Place(NamedTuple):
     jax: str
 
     def __str__(self) -> str:
-        return f"mesh {self.mesh} on {self.processes} processes, {self.devices}, jax {self.jax}"
+        return f"mesh {self.mesh}, processes={self.processes}, {self.devices}, jax {self.jax}"
 
 
 class Stretch(NamedTuple):
-    """Steps to repeat, one after another."""
+    """Consecutive steps to repeat."""
 
-    checkpoint: int  # the step to begin after; 0 is the initial state
+    checkpoint: int  # the step to start after; 0 is the initial state
     last: int
-    places: list[list[Any]]  # what the run had there, one after another; each a `Place`
-    parts: list[list[Any]]  # of each batch size: its last step, and its configuration
+    places: list[list[Any]]  # what the run used for these steps, in order; each has `Place`'s items
+    parts: list[list[Any]]  # for each batch size in order: its last step and its configuration
 
 
 class Difference(NamedTuple):
-    """A figure of a step that is not what it was."""
+    """A figure of a repeated step that differs from the record."""
 
     step: int
     name: str
@@ -81,9 +82,9 @@ def parser() -> CommandParser:
     out.add_argument("--run", "--out", type=file_path, required=True, help="run directory")
     out.add_argument(
         "--step", type=whole_number(), nargs="+", required=True, metavar="S",
-        help="steps to repeat, each with those between it and the checkpoint before it",
+        help="steps to repeat, starting from the newest checkpoint before each",
     )  # fmt: skip
-    out.add_argument("--mesh", help="default: the one that the run had at the first of the steps")
+    out.add_argument("--mesh", help="default: the mesh of the run at the first of the steps")
     return out
 
 
@@ -97,7 +98,10 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def replay(run: Path, steps: Sequence[int], mesh: str | None, cluster: ProcessGroup) -> bool:
-    """Repeat each stretch and print what comes of it; return whether anything differs."""
+    """Repeat the steps and print the results; return whether anything differs.
+
+    All processes call this together. Raises `UsageError` if a step cannot be repeated.
+    """
     found = cluster.broadcast(
         cluster.run_on_all(lambda: find_stretches(run, steps) if cluster.is_main else None)
     )
@@ -124,15 +128,18 @@ def replay(run: Path, steps: Sequence[int], mesh: str | None, cluster: ProcessGr
 
 
 def find_stretches(run: Path, steps: Sequence[int]) -> dict[str, Any]:
-    """Return, as JSON, what to repeat and what to compare it with.
+    """Return, as JSON, the stretches to repeat and the records to compare them with.
 
-    Raises `UsageError` for a step that the run has not come to, or cannot be repeated.
+    Raises `UsageError` for a step that was not logged or cannot be repeated.
     """
     if not (run / METRICS).exists():
         raise UsageError(f"--run {run}: has no {METRICS}; give a run directory")
     saved = valid_checkpoints(run)
     if not saved:
-        raise UsageError(f"--run {run}: has no checkpoint; its data and settings are not known")
+        raise UsageError(
+            f"--run {run}: has no checkpoint, which is needed for the settings and the data; give "
+            "a run that has one"
+        )
     records = {str(r["step"]): r for r in read_records(run / METRICS, "train")}
     starts = read_records(run / METRICS, "start")
     last, newest = max(map(int, records), default=0), max(saved)
@@ -142,19 +149,19 @@ def find_stretches(run: Path, steps: Sequence[int]) -> dict[str, Any]:
     stretches = []
     for step in sorted(set(steps)):
         if step > last:
-            raise UsageError(f"--step {step}: the run has come to step {last}")
+            raise UsageError(f"--step {step}: the run ends at step {last}; choose an earlier step")
         if str(step) not in records:
             near = sorted(sorted(map(int, records), key=lambda s: abs(s - step))[:2])
             raise UsageError(
-                f"--step {step}: was not logged (train.log_interval); take "
+                f"--step {step}: was not logged (train.log_interval); choose "
                 f"{' or '.join(map(str, near))}"
             )
         before = max((s for s in saved if s < step), default=0)
         parts = _parts(saved, sizes, before, step)
         if before == 0 and parts[-1][1]["train"]["init_from"] is not None:
             raise UsageError(
-                f"--step {step}: no checkpoint before it is left, and the run did not begin with "
-                "random weights"
+                f"--step {step}: no checkpoint before it is left, and the run did not start from "
+                "random weights; choose a later step"
             )
         stretches.append(Stretch(before, step, _places(starts, before, step), parts))
     return {
@@ -168,13 +175,16 @@ def find_stretches(run: Path, steps: Sequence[int]) -> dict[str, Any]:
 def _parts(
     saved: dict[int, dict[str, Any]], sizes: BatchSizes, before: int, last: int
 ) -> list[list[Any]]:
-    """Return the last step and the configuration of each batch size after `before` up to `last`."""
+    """Return the last step and the configuration for each batch size after `before` up to `last`.
+
+    The last step of the last batch size is `last`.
+    """
 
     def config_of(step: int) -> dict[str, Any]:
-        """Return the configuration of the nearest checkpoint that has the batch size of a step.
+        """Return the configuration of the nearest checkpoint with the batch size of a step.
 
-        Checkpoints after the step come first. If none has that batch size, it is replaced in the
-        nearest one.
+        Checkpoints after the step are preferred. If no checkpoint has that batch size, it is set in
+        the configuration of the nearest one.
         """
         near = sorted(saved, key=lambda s: (s < step, abs(s - step)))
         configs, size = [saved[s]["config"] for s in near], sizes.at(step)
@@ -186,17 +196,23 @@ def _parts(
             train["gradient_accumulation_steps"] = 1
         return {**configs[0], "train": train}
 
-    # All parts have the same layout, and the last configuration has the skip ranges of all steps.
+    # All parts use the same parallelism. The last configuration has the skip ranges of all steps.
     shared = {key: config_of(last)[key] for key in ("parallel", "train_range_to_skip")}
     ends = [first - 1 for first, _ in sizes.changes if before + 1 < first <= last] + [last]
     return [[end, config_of(end) | shared] for end in ends]
 
 
 def _places(starts: Sequence[dict[str, Any]], before: int, last: int) -> list[list[Any]]:
-    """Return where the steps after `before` up to `last` ran, by the starts in their order."""
+    """Return each distinct `Place` of the steps after `before` up to `last`, in order.
+
+    `starts` are the run's records of kind start, oldest first.
+    """
     by_step = {}
     if not starts or starts[0]["step"] > before:
-        raise UsageError(f"--step {last}: {METRICS} does not say what it ran on")
+        raise UsageError(
+            f"--step {last}: {METRICS} does not have the mesh and the devices of the steps after "
+            f"{before}; choose a later step"
+        )
     for step in range(before + 1, last + 1):
         start = [s for s in starts if s["step"] < step][-1]
         by_step[step] = [start[name] for name in Place._fields]
@@ -204,7 +220,7 @@ def _places(starts: Sequence[dict[str, Any]], before: int, last: int) -> list[li
 
 
 class Repeater:
-    """The functions of a run, on the mesh that it is repeated on."""
+    """The train step and the data of a run, on the mesh that its steps are repeated on."""
 
     def __init__(
         self,
@@ -214,12 +230,16 @@ class Repeater:
         fingerprints: Sequence[Any],
         cluster: ProcessGroup,
     ):
-        """Raise `UsageError` where the data is not what `fingerprints` say."""
+        """Open the data and compile the train step; all processes call this together.
+
+        Raises `UsageError` if the data does not match `fingerprints`.
+        """
         self.config = config
         dataset = cluster.run_on_all(open_dataset, config.data, config.model)
         if source_hashes(dataset.fingerprints) != source_hashes(fingerprints):
             raise UsageError(
-                f"--run {run}: its data is not what it was trained on; bring that back"
+                f"--run {run}: the data has changed since the run was trained; restore the "
+                "original data"
             )
         import jax  # initialized by the caller
 
@@ -238,7 +258,7 @@ class Repeater:
         self._skips = SkipRanges(skip_ranges(config))
 
     def repeat(self, state: Any, steps: range) -> tuple[Any, dict[int, dict[str, float | None]]]:
-        """Train some steps once more; return the new state, and the figures of each step."""
+        """Train the steps again; return the new state and the figures of each step."""
         import jax
 
         batches = self._loader.batches(step for step in steps if step not in self._skips)
@@ -254,7 +274,7 @@ class Repeater:
         return state, jax.device_get(found)
 
     def begin(self, step: int) -> Any:
-        """Return the state of a checkpoint, or the initial one for step 0."""
+        """Return the state after `step`, from its checkpoint; for step 0, the initial state."""
         from jaxgpt.train.state import restore_state
 
         if step == 0:
@@ -266,12 +286,16 @@ class Repeater:
 def compare(
     found: dict[int, dict[str, float | None]], records: dict[str, Any], exact: bool
 ) -> list[Difference]:
-    """Return the figures of steps that differ from `records`, by step."""
+    """Return the figures in `found` that differ from `records`, in order of step.
+
+    If `exact`, they must be bitwise equal. Otherwise, they may differ by the tolerances in
+    `COMPARED`.
+    """
     out = []
     for step, scalars in found.items():
         for name, tolerance in COMPARED.items():
             value = None if scalars[name] is None else float(scalars[name])
-            value = value if value is None or np.isfinite(value) else None  # as in the file
+            value = value if value is None or np.isfinite(value) else None  # as in metrics.jsonl
             was = records.get(str(step), {name: value})[name]
             if not agree(was, value, 0 if exact else tolerance):
                 out.append(Difference(step, name, was, value))
@@ -279,14 +303,14 @@ def compare(
 
 
 def agree(was: float | None, found: float | None, tolerance: float) -> bool:
-    """Return whether two figures are equal, up to a relative difference."""
+    """Return whether two figures are equal up to a relative tolerance; None equals only None."""
     if was is None or found is None:
         return was is found
     return abs(was - found) <= tolerance * abs(was)
 
 
 def verdict(stretch: Stretch, place: Place, differences: list[Difference], exact: bool) -> str:
-    """Return the line about a stretch that was repeated."""
+    """Return the line that reports the result of a repeated stretch."""
     begin = f"checkpoint {stretch.checkpoint}" if stretch.checkpoint else "the initial state"
     what = f"step {stretch.last} from {begin}, on {place}"
     if differences:
@@ -294,7 +318,7 @@ def verdict(stretch: Stretch, place: Place, differences: list[Difference], exact
     how = "bit for bit"
     if not exact:
         ran = " and ".join(str(Place(*place)) for place in stretch.places)
-        how = f"to rounding (the run had {ran})"
+        how = f"up to rounding (the run had {ran})"
     return f"agrees {how}: {what}"
 
 

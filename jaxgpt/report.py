@@ -1,4 +1,4 @@
-"""Tables about runs: time to the first step, where the time went, spikes and rewinds."""
+"""Print tables about runs: start-up time, goodput, and spikes with their rewinds."""
 
 import datetime
 import shutil
@@ -28,25 +28,25 @@ SHAPE = {  # of startup.json
     "job_start_to_first_step": float | None, "total": SPREAD, "phases": {str: SPREAD},
     "slowest_phase": str,
 }  # fmt: skip
-LOG_WIDTH = 200  # columns: rows of a log file are not folded
+LOG_WIDTH = 200  # columns of a table in a file, so that long rows are not folded
 
 
 def parser() -> CommandParser:
     out = CommandParser(prog="python -m jaxgpt.report", description=__doc__)
     kinds = out.add_subparsers(dest="kind", required=True, metavar="{startup,goodput,spikes}")
-    startup = kinds.add_parser("startup", help="from the start of the job to the first step")
+    startup = kinds.add_parser("startup", help="time from the start of a job to the first step")
     startup.add_argument("runs", nargs="+", type=file_path, metavar="RUN", help="a run directory")
-    goodput = kinds.add_parser("goodput", help="where the time of a run went, over all its starts")
+    goodput = kinds.add_parser("goodput", help="how a run spent its time, over all its starts")
     goodput.add_argument("run", type=file_path, metavar="RUN", help="a run directory")
     spikes = kinds.add_parser("spikes", help="spikes, skips and rewinds of a run")
     spikes.add_argument("run", type=file_path, metavar="RUN", help="a run directory")
-    spikes.add_argument("--png", type=file_path, metavar="FILE", help="also draw the loss curve")
+    spikes.add_argument("--png", type=file_path, metavar="FILE", help="also plot the loss curve")
     return out
 
 
 def main(argv: list[str] | None = None) -> None:
     with job_exit_handler():
-        if rank_from_env() != 0:  # under a launcher once is enough
+        if rank_from_env() != 0:  # under a launcher, only process 0 prints
             return
         arguments = parser().parse_args(argv)
         width = shutil.get_terminal_size().columns if sys.stdout.isatty() else LOG_WIDTH
@@ -61,20 +61,26 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def spikes_report(run: Path, png: Path | None) -> None:
-    """Print the table of a run's spikes, and draw its losses."""
+    """Print the table of a run's spikes; if `png` is given, also plot the loss curve to it.
+
+    Raises `UsageError` if metrics.jsonl cannot be read or the plot cannot be written.
+    """
     records, path = read_metrics(run), run / METRICS
     lost = len(path.read_bytes().splitlines()) - len(records)
-    if png is not None:  # first: it is what can fail
+    if png is not None:  # plot first, because this can fail
         draw_spikes(records, str(run), png)
     print(spikes_table(records))
     if lost:
-        print(f"warning: {lost} lines of {path} are damaged, and left out")
+        print(f"warning: {lost} lines of {path} are damaged and were ignored")
     if png is not None:
         print(f"loss curve: {png}")
 
 
 def read_metrics(run: Path, kind: str = "") -> list[dict[str, Any]]:
-    """Return records of a run; raise `UsageError` if its metrics.jsonl cannot be read."""
+    """Return the records of a run, or only those of one kind.
+
+    Raises `UsageError` if its metrics.jsonl cannot be read.
+    """
     path = run / METRICS
     try:
         return read_records(path, kind)
@@ -85,23 +91,29 @@ def read_metrics(run: Path, kind: str = "") -> list[dict[str, Any]]:
 
 
 def goodput_report(run: Path, width: int) -> str:
-    """Return the table of a run's goodput, and its stragglers."""
+    """Return the table of a run's goodput, followed by a line for each straggler.
+
+    Raises `UsageError` if the run has no goodput records, and `OSError` if it has no metrics.jsonl.
+    """
     records = read_goodput(run)
     if not records:
-        raise UsageError(f"RUN={run}: its metrics.jsonl has no goodput records; give a newer run")
+        raise UsageError(
+            f"RUN={run}: its metrics.jsonl has no goodput records; give a run that has trained a "
+            "step"
+        )
     stragglers = read_metrics(run, StragglerRecord.kind)
     return "\n".join([goodput_table(records, width), *map(straggler_line, stragglers)])
 
 
 def read_startup(run: Path) -> list[str]:
-    """Return the row of a run directory; raise `UsageError` if its startup.json cannot be read."""
+    """Return a run's row of the table; raise `UsageError` if its startup.json cannot be read."""
     path = run / "startup.json"
     try:
         return startup_row(run, read_json(path, SHAPE))
     except (OSError, ValueError, KeyError, OverflowError) as error:
         raise UsageError(
-            f"RUN={run}: {path} cannot be read ({in_words(error)}); give a run directory whose "
-            "first step is done"
+            f"RUN={run}: {path} cannot be read ({in_words(error)}); give the directory of a run "
+            "that has completed its first step"
         ) from None
 
 

@@ -53,7 +53,7 @@ def test_twenty_steps_drawn_at_random_agree(finished):
 
 def test_on_another_mesh_they_agree_to_rounding(finished):
     status, said = replayed(finished, 9, "--mesh", "4,1,1")
-    assert status == 0 and "agrees to rounding (the run had mesh data=2" in said, said
+    assert status == 0 and "agrees up to rounding (the run had mesh data=2" in said, said
 
 
 def test_a_line_that_was_changed_is_found(finished, tmp_path):
@@ -76,7 +76,7 @@ def test_a_line_that_was_changed_is_found(finished, tmp_path):
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
-    [(["99"], "--step 99: the run has come to step 40"), (["0"], "at least 1")],
+    [(["99"], "--step 99: the run ends at step 40; choose"), (["0"], "at least 1")],
 )
 def test_bad_input_is_one_sentence(finished, arguments, words):
     status, said = replayed(finished, *arguments)

@@ -1,4 +1,4 @@
-"""The checkpoints of a run: sharded, saved by Orbax in the background, complete or absent."""
+"""Checkpoints of a run: sharded, written by Orbax in the background, either complete or absent."""
 
 import contextlib
 import functools
@@ -36,33 +36,38 @@ from jaxgpt.parallel.sharding import Params
 from jaxgpt.tracking.jsonl import NO_ROOM
 from jaxgpt.tracking.records import CheckpointFailedRecord, CheckpointRecord, Record
 
-Tree = dict[str, Any]  # nested, of arrays or their shapes
+Tree = dict[str, Any]  # nested dicts of arrays, or of `jax.ShapeDtypeStruct`s
 
 TIMED_OUT = "not complete within checkpoint.timeout_minutes"
-# A quota shows up in these errors only, not in the free space that a file system reports.
+# Phrases in errors about a full disk. File systems do not subtract a user's quota from the free
+# space that they report, so an exhausted quota shows up only in these errors.
 NO_ROOM_WORDS = ("are free there", *map(os.strerror, NO_ROOM))
-DATA_FILE_BYTES = 2**28  # several such files are written in parallel; the default is 2 GiB
-CONTINUE = "start again with the same --out to continue from the newest complete one, if any"
+DATA_FILE_BYTES = 2**28  # Orbax writes several such files in parallel; its default is 2 GiB
+CONTINUE = (
+    "start again with the same --out to continue from the newest complete checkpoint, if there is "
+    "one"
+)
 
 
 @dataclass
 class Save:
-    """A checkpoint on its way to the run directory."""
+    """A checkpoint that is being written or copied."""
 
     step: int
-    began: float  # `time.perf_counter()` when training was interrupted for it
-    stalled: float = 0.0  # seconds that training waited for it
-    error: Exception | None = None  # why it was not begun on this process
-    copy: Future[None] | None = None  # on process 0, with checkpoint.local: copies it to the run
+    began: float  # `time.perf_counter()` when training was interrupted by the save
+    stalled: float = 0.0  # seconds that training waited before it could continue
+    error: Exception | None = None  # why this process could not start the save
+    copy: Future[None] | None = None  # to the run directory, on process 0 with checkpoint.local
     is_logged: bool = False
 
 
 class Checkpoints:
     """Saves and restores the state of one run, in `directory`/checkpoints.
 
-    Orbax writes in a thread of each process, and its processes meet at barriers. If a process
-    fails, the others wait there for checkpoint.timeout_minutes at most. The next `save` or `close`
-    waits for all of them, and they agree on what became of the checkpoint.
+    Orbax writes in a background thread of each process and synchronizes the processes with
+    barriers. If one process fails, the others wait at a barrier for at most
+    checkpoint.timeout_minutes. The next `save` or `close` waits for all processes, which then agree
+    on whether the checkpoint is complete.
     """
 
     def __init__(
@@ -72,11 +77,11 @@ class Checkpoints:
         cluster: ProcessGroup | None = None,
         on_saved: Callable[[float], None] = lambda seconds: None,
     ):
-        """Prepare; nothing is read or written yet.
+        """Set up without reading or writing anything.
 
         Args:
             directory: the run directory, which all processes share.
-            cluster: the processes that save together; None is this process alone.
+            cluster: the processes that save together; None means only this process.
             on_saved: called on process 0 with the seconds that each checkpoint took.
         """
         self._directory, self._config = directory.absolute(), config
@@ -84,19 +89,19 @@ class Checkpoints:
         self._on_saved = on_saved
         self._folder = self._directory / "checkpoints"
         self._local = local_folder(config, directory)
-        self._writing: Save | None = None  # by Orbax
-        self._copying: Save | None = None  # from checkpoint.local
-        self._orbax: Any = None  # opened by the first save: importing Orbax takes a second
-        # On process 0: removes old checkpoints and copies local ones, one after the other.
+        self._writing: Save | None = None  # being written by Orbax
+        self._copying: Save | None = None  # being copied from checkpoint.local
+        self._orbax: Any = None  # opened by the first save, because importing Orbax takes a second
+        # On process 0, one thread removes old checkpoints and copies local ones.
         self._background: ThreadPoolExecutor | None = None
-        self._last_save = time.monotonic()  # or the start, if there was none yet
+        self._last_save = time.monotonic()  # until the first save, the time of the start
         self.log: Callable[[Record], None] = lambda record: None
 
     def open(self, tree: Tree) -> None:
-        """Prepare to save: remove what an interrupted save left.
+        """Prepare for saving: remove the remains of interrupted saves.
 
-        All processes call this together. Raises `UsageError` if a checkpoint does not fit on the
-        disk, or if checkpoint.local cannot be used.
+        All processes call this together. Raises `UsageError` if a checkpoint of `tree` does not fit
+        on the disk, or if checkpoint.local cannot be used.
         """
         if self._local is not None:
             self._local.open(self._cluster)
@@ -106,10 +111,10 @@ class Checkpoints:
             raise UsageError(f"{self._folder}: {problem}; {_remedy(problem)}")
 
     def is_due(self, step: int) -> bool:
-        """Return whether checkpoint.interval or interval_minutes asks for a save after this step.
+        """Return whether a save is due by checkpoint.interval or checkpoint.interval_minutes.
 
-        All processes call this together. Process 0 looks at its clock every train.log_interval
-        steps.
+        All processes call this together, after each step. Process 0 checks its clock every
+        train.log_interval steps.
         """
         checkpoint, train = self._config.checkpoint, self._config.train
         if should_run_every(step, checkpoint.interval):
@@ -123,8 +128,8 @@ class Checkpoints:
         """Start writing arrays and JSON; the caller may donate the arrays after this returns.
 
         All processes call this together. Raises `UsageError` on all of them if an earlier save has
-        failed and the run cannot continue without it: checkpoint.on_error=stop, or there is no
-        older checkpoint.
+        failed and the run cannot continue without it. That is the case with
+        checkpoint.on_error=stop, or if there is no older checkpoint.
         """
         began = time.perf_counter()
         self._settle()
@@ -137,12 +142,12 @@ class Checkpoints:
         meta = add_checksum({**meta, "step": step, "checksums": checksums(tree)})
         try:
             self._save(step, tree, meta)
-        except Exception as error:  # perhaps on this process alone: see the class
+        except Exception as error:  # this process may be the only one that fails; see `_settle`
             save.error = error
         save.stalled = time.perf_counter() - began
 
     def check(self) -> None:
-        """Log the checkpoints that have become complete; process 0 looks for them on the disk."""
+        """On process 0, log checkpoints that are now complete, and start copying local ones."""
         if not self._cluster.is_main:
             return
         for save in (self._copying, self._writing):
@@ -158,32 +163,34 @@ class Checkpoints:
                     self._start_copy(save)
 
     def restore(self, step: int, shapes: Tree) -> tuple[Tree, dict[str, Any]]:
-        """Return the arrays of `step`, bitwise, laid out as `shapes` say, and its JSON.
+        """Return the arrays of `step`, bitwise as they were saved, and its JSON.
 
-        Waits for saves under way. All processes call this together.
+        Waits for any save in progress. All processes call this together.
 
         Args:
-            shapes: `jax.ShapeDtypeStruct`s with shardings.
+            shapes: `jax.ShapeDtypeStruct`s with the shardings to restore onto.
 
         Raises:
-            DamagedCheckpoint: on every process, if one of them finds the checkpoint damaged.
+            DamagedCheckpoint: on every process, if any process finds damage.
+            UsageError: on every process, if a file cannot be read now, or if a save in progress
+                fails and the run cannot continue without it.
         """
         self._settle_all()
         remedy = "remove it to continue from an older checkpoint, if there is one"
         return _read(self._directory, step, shapes, remedy, self._cluster.run_on_all)
 
     def remove_local_after(self, step: int) -> None:
-        """Remove local checkpoints of later steps, which a restart has abandoned; on process 0."""
+        """Remove local checkpoints of later steps, which a restart abandoned; call on process 0."""
         if self._local is not None:
             for later in list_checkpoints(self._local.directory):
                 if later > step:
                     self._local.remove(later)
 
     def close(self, is_final: bool = True) -> None:
-        """Wait until everything is on the disk. All processes call this together.
+        """Wait until everything is on disk. All processes call this together.
 
-        Raises what `save` does, and `UsageError` if the last save failed and `is_final`: no other
-        save is going to follow.
+        `is_final` means that no other save will follow. Raises `UsageError` under the same
+        conditions as `save`, and also if the final save failed.
         """
         try:
             self._settle_all(is_final)
@@ -202,7 +209,7 @@ class Checkpoints:
         if self._orbax is None:
             silence_orbax()
             handler = ocp.CompositeCheckpointHandler(
-                # Compression takes longer than writing, and saves 8 to 9 % of the size.
+                # Compression would take longer than writing, and reduce the size by only 8 to 9%.
                 state=ocp.PyTreeCheckpointHandler(use_compression=False),
                 meta=ocp.JsonCheckpointHandler(),
             )
@@ -217,44 +224,44 @@ class Checkpoints:
         self._orbax.save(self._path(step), args=args)
 
     def _path(self, step: int) -> Path:
-        """Return where Orbax writes a checkpoint."""
+        """Return the folder that Orbax writes a checkpoint to."""
         directory = self._directory if self._local is None else self._local.directory
         return directory / "checkpoints" / str(step)
 
     def _room_problem(self, tree: Tree) -> str:
-        """Return why a checkpoint does not fit into the run directory; empty if it does."""
+        """Return why a checkpoint does not fit into the run directory, or "" if it does."""
         needed = sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(tree))
         try:
             disk = shutil.disk_usage(self._directory)
         except OSError as error:
             return error.strerror or str(error)
-        if not disk.total or needed <= disk.free:  # some file systems report 0 of 0 bytes
+        if not disk.total or needed <= disk.free:  # some file systems report a size of 0
             return ""
         return (
-            f"a checkpoint takes {needed / 1e6:,.1f} MB, and {disk.free / 1e6:,.1f} MB are free "
-            "there"
+            f"a checkpoint takes {needed / 1e6:,.1f} MB, but only {disk.free / 1e6:,.1f} MB are "
+            "free there"
         )
 
     def _make_room(self, step: int, tree: Tree) -> str:
-        """Remove what is in the way of a save, on process 0; return why it cannot be begun."""
+        """On process 0, make room for a save; return why it cannot start, or "" if it can."""
         if not self._cluster.is_main:
             return ""
         try:
-            if self._path(step).exists():  # damaged: the run restarted from an older one
+            if self._path(step).exists():  # damaged: the run restarted from an older checkpoint
                 shutil.rmtree(self._path(step))
         except OSError as error:
             return f"{self._path(step)} cannot be removed: {reason(error)}"
         problem = self._room_problem(tree)
-        if problem and self._background is not None:  # old checkpoints are still being removed
+        if problem and self._background is not None:  # wait for the removal of old checkpoints
             self._background.shutdown()
             self._background = None
             problem = self._room_problem(tree)
         return problem
 
     def _settle(self, is_final: bool = False) -> None:
-        """Wait for the save and the copy under way; agree with all processes what became of them.
+        """Wait for the save and the copy in progress; agree on their outcome with all processes.
 
-        A local checkpoint that has been written is then being copied.
+        If a local checkpoint has been written, its copy is in progress when this returns.
         """
         writing, copying = self._writing, self._copying
         errors = [
@@ -280,16 +287,16 @@ class Checkpoints:
                     self._start_copy(writing)
 
     def _settle_all(self, is_final: bool = False) -> None:
-        """Wait until no save and no copy is under way."""
+        """Wait until no save and no copy is in progress."""
         self._settle(is_final)
-        self._settle(is_final)  # copies the local checkpoint that the first call waited for
+        self._settle(is_final)  # waits for the copy that the first call started
 
     def _wait_for_orbax(self, save: Save) -> str:
         error = save.error
         try:
             if self._orbax is not None:
                 self._orbax.wait_until_finished()
-        except Exception as raised:  # Orbax and TensorStore have many, and bare ones
+        except Exception as raised:  # Orbax and TensorStore raise many types of exceptions
             error = error or raised
         if isinstance(error, TimeoutError):
             return f"{TIMED_OUT}={self._config.checkpoint.timeout_minutes:g}"
@@ -308,10 +315,11 @@ class Checkpoints:
         save.is_logged = True
         seconds = time.perf_counter() - save.began
         if self._cluster.is_main:
-            # An evaluation may have passed since it was complete: its folder knows when that was.
+            # The checkpoint may have been complete since before an evaluation, so subtract the
+            # time since its folder was last modified.
             try:
                 age = time.time() - (self._folder / str(save.step)).stat().st_mtime
-            except OSError:  # the run directory has just vanished: the next save reports that
+            except OSError:  # the run directory has just vanished; the next save reports that
                 age = 0.0
             seconds = max(save.stalled, seconds - max(0.0, age))
             self._on_saved(seconds)
@@ -328,7 +336,7 @@ class Checkpoints:
         if self._cluster.is_main:
             for directory in {self._path(step).parent, self._folder}:
                 shutil.rmtree(directory / f"{step}{TEMPORARY_SUFFIX}", ignore_errors=True)
-            with contextlib.suppress(OSError):  # the file system may be gone: then there is none
+            with contextlib.suppress(OSError):  # if the file system is gone, there is none
                 latest = max(list_checkpoints(self._directory), default=None)
         latest = self._cluster.broadcast(latest)
         sentence = f"{self._folder}: checkpoint {step} could not be written ({error})"
@@ -340,17 +348,17 @@ class Checkpoints:
         """Start removing the checkpoints that the retention settings do not keep."""
         if not self._cluster.is_main:
             return
-        with contextlib.suppress(OSError):  # a checkpoint that stays is removed after the next one
+        with contextlib.suppress(OSError):  # the next save tries to remove them again
             saved = list_checkpoints(self._directory)
             for step in steps_to_remove(self._directory, self._config, saved):
-                # Renamed first: what is left of a removal that is interrupted is no checkpoint.
+                # Rename it first, so that an interrupted removal does not leave half a checkpoint.
                 path = self._folder / str(step)
                 scratch = path.rename(f"{path}{TEMPORARY_SUFFIX}")
                 self._in_background(shutil.rmtree, scratch, True)
 
 
 def _remedy(problem: str) -> str:
-    """Return what a user can do about a checkpoint that cannot be written."""
+    """Return what the user can do if a checkpoint cannot be written."""
     room = "make room, and " if any(words in problem for words in NO_ROOM_WORDS) else ""
     return f"{room}{CONTINUE}"
 
@@ -361,9 +369,10 @@ def _wait_for_copy(save: Save) -> str:
 
 
 def _first_cause(errors: list[str]) -> str:
-    """Return why a save failed, given each process's error: empty if none has one.
+    """Return the cause of a failed save, given each process's error ("" for no error).
 
-    The processes that wait for the failed one at Orbax's barriers report a timeout.
+    Processes that waited for the failed one at Orbax's barriers report a timeout, which is a
+    consequence and not the cause.
     """
     found = [(rank, error) for rank, error in enumerate(errors) if error]
     causes = [pair for pair in found if not pair[1].startswith(TIMED_OUT)] or found
@@ -379,12 +388,20 @@ def restore_params(
     shapes: Params,
     run_on_all: Callable[..., Any] | None = None,
 ) -> Params:
-    """Return the parameters of `step` alone, laid out as `shapes` say.
+    """Return only the parameters of `step`, laid out as in `shapes`.
 
-    With AdamW they are a third of the bytes. Only reads, so that a run that is training in
-    `directory` is not disturbed. Raises `DamagedCheckpoint` on every process if one finds damage.
+    With AdamW, parameters are a third of the bytes of a checkpoint. A run that is training in
+    `directory` is not disturbed, because this function only reads.
+
+    Args:
+        shapes: `jax.ShapeDtypeStruct`s with the shardings to restore onto.
+        run_on_all: `ProcessGroup.run_on_all` if several processes call this together.
+
+    Raises:
+        DamagedCheckpoint: on every process, if any process finds damage.
+        UsageError: on every process, if a file cannot be read now.
     """
-    wanted, remedy = {"params": shapes}, "take another step"
+    wanted, remedy = {"params": shapes}, "choose another step"
     return _read(directory, step, wanted, remedy, run_on_all, partial_restore=True)[0]["params"]
 
 
@@ -396,7 +413,7 @@ def _read(
     run_on_all: Callable[..., Any] | None = None,
     partial_restore: bool = False,
 ) -> tuple[Tree, dict[str, Any]]:
-    """Return arrays of a checkpoint, verified by their checksums, and its JSON.
+    """Return the arrays of a checkpoint, verified against their checksums, and its JSON.
 
     Raises `DamagedCheckpoint`, or `UsageError` if a disk or a network does not respond.
     """
@@ -432,11 +449,11 @@ def _read(
 
 
 def _read_arrays(folder: Path, shapes: Tree, partial_restore: bool) -> Tree:
-    """Return this process's part of the arrays.
+    """Return this process's shards of the arrays.
 
-    Raises `DamagedCheckpoint` if an array is missing or unreadable, `UsageError` if the disk does
-    not respond. Orbax's handler is called directly, because it waits for no other process: a
-    process that fails can say so.
+    Raises `DamagedCheckpoint` if an array is missing or unreadable, and `UsageError` if the disk
+    does not respond. This function calls Orbax's handler directly, because the handler does not
+    wait for other processes. A process that fails can therefore report its error to the others.
     """
     import orbax.checkpoint as ocp
 
@@ -449,10 +466,10 @@ def _read_arrays(folder: Path, shapes: Tree, partial_restore: bool) -> Tree:
     try:
         with contextlib.closing(ocp.PyTreeCheckpointHandler()) as handler:
             return handler.restore(folder / "state", args=args)
-    except Exception as error:  # Orbax and TensorStore have many, and bare ones
+    except Exception as error:  # Orbax and TensorStore raise many types of exceptions
         cause = error.__cause__ or error
-        if isinstance(cause, MemoryError | jax.errors.JaxRuntimeError):  # of devices, not of files
-            raise RuntimeError(f"{folder}: not restored") from error
+        if isinstance(cause, MemoryError | jax.errors.JaxRuntimeError):  # not the files' fault
+            raise RuntimeError(f"{folder}: could not be restored") from error
         text = " ".join(str(cause).split())
         number = os_error(cause)
         if number not in (None, *ERRORS_OF_THE_FILE):
@@ -463,11 +480,11 @@ def _read_arrays(folder: Path, shapes: Tree, partial_restore: bool) -> Tree:
 
 @functools.cache
 def silence_orbax() -> None:
-    """Silence Orbax, which logs each save, and logs each error besides raising it.
+    """Silence Orbax, which logs every save, and logs every error in addition to raising it.
 
-    When one array fails, Orbax closes the event loop that the others still use, and leaves
-    coroutines that nothing awaits. Their errors reach no caller, and only this hook of Python's can
-    leave out their tracebacks.
+    When one array fails, Orbax closes the event loop that the other arrays still use, and leaves
+    coroutines that are never awaited. No caller receives their errors, and only
+    `sys.unraisablehook` can suppress their tracebacks.
     """
     warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
     for name in ("absl", "asyncio"):

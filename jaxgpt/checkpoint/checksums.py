@@ -1,5 +1,8 @@
-"""Checksums of arrays, the same on any mesh: computed on the devices before a checkpoint is written
-and after it is read, so that they see a change by a disk, a file system or a copy."""
+"""Checksums of arrays, which are the same on any mesh.
+
+The devices compute them before a checkpoint is written and after it is read. A mismatch shows that
+a disk, a file system or a copy has changed the data.
+"""
 
 import functools
 import math
@@ -15,16 +18,16 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxgpt.parallel.offload import to_device
 
-CHUNK_ELEMENTS = 2**19  # whose hashes are in memory at a time
-HOST_CHUNK_ELEMENTS = 2**16  # on the host, where they fit in a core's cache
+CHUNK_ELEMENTS = 2**19  # number of hashes in memory at a time
+HOST_CHUNK_ELEMENTS = 2**16  # the same on the host: as many as fit in a core's cache
 
 
 def checksums(tree: Any) -> dict[str, int]:
-    """Return the checksum of each array by its path (params/norm/scale): a number below 2^32.
+    """Return the checksum of each array, below 2^32, by its path (such as params/norm/scale).
 
-    It is the sum, modulo 2^32, of a hash of each element's bits and place, and so the same for any
-    sharding. A change of a single element always changes it. All processes call this together, on
-    arrays of at most 32 bits an element with `NamedSharding`s over the same mesh.
+    A checksum is the sum, modulo 2^32, of a hash of each element's bits and position, so it does
+    not depend on the sharding. A change to a single element always changes it. All processes call
+    this together. Arrays have at most 32 bits per element and `NamedSharding`s on the same mesh.
     """
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     sums, found = sums_by_device([array for _, array in leaves]), {}
@@ -36,15 +39,16 @@ def checksums(tree: Any) -> dict[str, int]:
 
 
 def sums_by_device(arrays: Sequence[jax.Array]) -> np.ndarray:
-    """Return what each device's part adds to the checksum of each array: uint32 (devices, arrays).
+    """Return the contribution of each device's shard to the checksum of each array.
 
-    Devices are in the order of the mesh. All processes call this together.
+    The result is a uint32 array of shape (devices, arrays), with devices in the order of the
+    flattened mesh. All processes call this together.
     """
     return np.asarray(_compiled(tuple(array.sharding for array in arrays))(arrays))
 
 
 def devices_by_part(sharding: NamedSharding) -> list[list[int]]:
-    """Return for each part of an array the devices that hold it, by their place in the mesh."""
+    """Return the devices that hold each part of an array, by their index in the flattened mesh."""
     mesh = sharding.mesh
     splits = [name in jax.tree.leaves(tuple(sharding.spec)) for name in mesh.axis_names]
     parts = defaultdict(list)
@@ -54,11 +58,12 @@ def devices_by_part(sharding: NamedSharding) -> list[list[int]]:
 
 
 def part_checksum(part: np.ndarray, first: Sequence[int], shape: tuple[int, ...]) -> int:
-    """Return what a part of an array of this shape adds to the array's checksum, on the host.
+    """Return the contribution of a part of an array to the array's checksum, computed on the host.
 
     Args:
-        part: as many dims as the array, elements of 32 bits.
-        first: the place of its first element.
+        part: has as many dimensions as the whole array, and 32 bits per element.
+        first: index of the part's first element in the whole array.
+        shape: shape of the whole array.
     """
     along = [np.zeros(1, np.uint32)]
     for axis, (start, size) in enumerate(zip(first, part.shape, strict=True)):
@@ -77,7 +82,7 @@ def part_checksum(part: np.ndarray, first: Sequence[int], shape: tuple[int, ...]
 
 @functools.lru_cache(maxsize=4)
 def _compiled(shardings: tuple[NamedSharding, ...]) -> Any:
-    """Return (arrays so sharded) -> uint32 of shape (devices, arrays), on every device."""
+    """Return a compiled function: arrays with these shardings -> uint32 (devices, arrays)."""
     mesh = shardings[0].mesh
     specs = [sharding.spec for sharding in shardings]
     by_device = PartitionSpec(mesh.axis_names)
@@ -96,13 +101,13 @@ def _compiled(shardings: tuple[NamedSharding, ...]) -> Any:
     return jax.jit(of_arrays, out_shardings=NamedSharding(mesh, PartitionSpec()))
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2))  # traced once for parameter and moments
+@functools.partial(jax.jit, static_argnums=(1, 2))  # traced once for a parameter and its moments
 def _shard_checksum(shard: jax.Array, shape: tuple[int, ...], spec: PartitionSpec) -> jax.Array:
-    """Return the sum of the hashes of one device's part of an array of this shape.
+    """Return the sum of the hashes of one device's shard of an array of this shape (uint32 scalar).
 
-    A part in the host's memory comes to the device chunk by chunk.
+    A shard in host memory is copied to the device chunk by chunk.
     """
-    along = [jnp.zeros(1, jnp.uint32)]  # by axis: what an index there adds to an element's place
+    along = [jnp.zeros(1, jnp.uint32)]  # for each axis: contribution of an index to the position
     for axis, size in enumerate(shard.shape):
         split = spec[axis] if axis < len(spec) else None
         first = lax.axis_index(split) * size if split else 0
@@ -115,7 +120,7 @@ def _shard_checksum(shard: jax.Array, shape: tuple[int, ...], spec: PartitionSpe
     n, most = rows.size, max(1, CHUNK_ELEMENTS // columns.size)
     at_once = next(k for k in range(min(n, most), 0, -1) if n % k == 0)
     elements, rows = shard.reshape(n, columns.size), rows[:, None]
-    if n == at_once:  # a loop would take longer to compile
+    if n == at_once:  # a scan would take longer to compile
         return _hash(to_device(elements), rows + columns).sum(dtype=jnp.uint32)
 
     def add(sums: jax.Array, chunk: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
@@ -128,13 +133,16 @@ def _shard_checksum(shard: jax.Array, shape: tuple[int, ...], spec: PartitionSpe
 
 
 def _hash(elements: jax.Array, places: jax.Array) -> jax.Array:
-    """Hash one to one at any place: fmix32 of MurmurHash3 (smhasher, src/MurmurHash3.cpp)."""
+    """Return fmix32 (smhasher, src/MurmurHash3.cpp) of each element's bits plus its position.
+
+    At any given position, different elements have different hashes.
+    """
     unsigned = jnp.dtype(f"uint{8 * elements.dtype.itemsize}")
     return _mix(lax.bitcast_convert_type(elements, unsigned).astype(jnp.uint32) + places)
 
 
 def _mix(h: Any) -> Any:
-    """Return the hash of uint32 numbers, of JAX or of NumPy."""
+    """Return fmix32 of each element of a uint32 array (JAX or NumPy)."""
     h = (h ^ (h >> 16)) * h.dtype.type(0x85EBCA6B)
     h = (h ^ (h >> 13)) * h.dtype.type(0xC2B2AE35)
     return h ^ (h >> 16)

@@ -19,14 +19,14 @@ from jaxgpt.cluster.process_group import ProcessGroup
 from jaxgpt.config import Config, UsageError, in_words
 from jaxgpt.tracking.jsonl import METRICS, PERSISTENT_KINDS, read_records
 
-BLOCK_BYTES = 2**24  # copied at a time
+BLOCK_BYTES = 2**24  # number of bytes copied at a time
 
 
 class LocalFolder:
-    """The checkpoints of one run under checkpoint.local, laid out as in its run directory.
+    """The checkpoints of one run under checkpoint.local, laid out as in the run directory.
 
-    All processes share the folder: the disk of the only host, or a burst buffer. A checkpoint stays
-    there until process 0 has copied it.
+    All processes share the folder, which is on the disk of the only host or on a burst buffer. A
+    checkpoint stays there until process 0 has copied it to the run directory.
     """
 
     def __init__(self, folder: str, run: Path):
@@ -38,7 +38,8 @@ class LocalFolder:
     def open(self, cluster: ProcessGroup) -> None:
         """Create the folder and remove interrupted saves; all processes call this together.
 
-        Raises `UsageError` if the folder cannot be written, or a process does not see it.
+        Raises `UsageError` on every process if the folder cannot be written, or is not visible to
+        all of them.
         """
         checkpoints = self.directory / "checkpoints"
         probe = checkpoints / f".{cluster.broadcast(uuid.uuid4().hex)}"
@@ -52,7 +53,7 @@ class LocalFolder:
             except OSError as error:
                 raise UsageError(
                     f"checkpoint.local={self._folder}: cannot be written ({in_words(error)}); give "
-                    "a folder that can, or leave it out"
+                    "a writable folder, or leave the setting out"
                 ) from None
             remove_temporary(checkpoints)
 
@@ -60,8 +61,9 @@ class LocalFolder:
             if not probe.exists():
                 host = cluster.host_names[cluster.rank]
                 raise UsageError(
-                    f"checkpoint.local={self._folder}: host {host} does not see what process 0 "
-                    "writes there; give a folder that all hosts share, or leave it out"
+                    f"checkpoint.local={self._folder}: host {host} does not see the files that "
+                    "process 0 writes there; give a folder that all hosts share, or leave the "
+                    "setting out"
                 )
 
         cluster.run_on_all(create)
@@ -71,10 +73,11 @@ class LocalFolder:
             probe.unlink()
 
     def recover(self, log_interval: int) -> list[str]:
-        """Copy checkpoints whose copy was interrupted, on process 0; return lines for the log.
+        """On process 0, copy the checkpoints whose copy was interrupted; return log lines.
 
-        A checkpoint that the run directory's metrics have not reached is stale: the run has since
-        continued without this folder. Raises `UsageError` if a checkpoint cannot be copied.
+        A checkpoint is stale if metrics.jsonl in the run directory ends before its step, because
+        the run has since continued without this folder. It is renamed to STEP.stale. Raises
+        `UsageError` if a checkpoint cannot be copied.
         """
         notes, metrics = [], self._run / METRICS
         records = read_records(metrics) if metrics.exists() else []
@@ -90,27 +93,27 @@ class LocalFolder:
                     notes.append(f"checkpoint {step}: copied from checkpoint.local={self._folder}")
                 else:
                     stale = path.with_name(f"{step}.stale")
-                    shutil.rmtree(stale, ignore_errors=True)  # of an earlier start
+                    shutil.rmtree(stale, ignore_errors=True)  # left by an earlier start
                     path.rename(stale)
                     notes.append(
-                        f"warning: checkpoint {step} is not used, because {METRICS} has reached "
-                        f"step {reached} only; it is now {stale}"
+                        f"warning: checkpoint {step} is not used, because {METRICS} ends at step "
+                        f"{reached}; the checkpoint was renamed to {stale}"
                     )
             except DamagedCheckpoint as error:
-                notes.append(f"warning: checkpoint {step} is not copied: {error.reason}")
+                notes.append(f"warning: checkpoint {step} was not copied: {error.reason}")
             except OSError as error:
                 raise UsageError(
                     f"{path}: cannot be copied to {self._run} ({reason(error)}); make room there, "
-                    "or remove it to continue from an older checkpoint"
+                    "or remove the checkpoint to continue from an older one"
                 ) from None
         return notes
 
     def copy_to_run(self, step: int) -> None:
-        """Copy a checkpoint to the run directory, where it is complete or absent, and remove it."""
+        """Move a checkpoint to the run directory, where it is either complete or absent."""
         final = self._run / "checkpoints" / str(step)
         scratch = final.with_name(f"{step}{TEMPORARY_SUFFIX}")
         try:
-            shutil.rmtree(scratch, ignore_errors=True)  # usually there is none
+            shutil.rmtree(scratch, ignore_errors=True)  # it usually does not exist
             final.parent.mkdir(exist_ok=True)
             shutil.copytree(self._path(step), scratch, copy_function=_copy_to_disk)
             scratch.rename(final)
@@ -118,7 +121,7 @@ class LocalFolder:
             shutil.rmtree(scratch, ignore_errors=True)  # the disk may be full or gone
             raise
         for older in list_checkpoints(self.directory):
-            if older <= step:  # an older one is here if its copy failed
+            if older <= step:  # an older checkpoint is still here if its copy failed
                 self.remove(older)
 
     def remove(self, step: int) -> None:
@@ -131,7 +134,7 @@ class LocalFolder:
 
 
 def _copy_to_disk(source: str, target: str) -> None:
-    """Copy a file, and wait until it is on the disk: its source is removed afterwards."""
+    """Copy a file and flush it to the disk, because the source is removed afterwards."""
     with open(source, "rb") as read, open(target, "wb") as write:
         shutil.copyfileobj(read, write, BLOCK_BYTES)
         write.flush()
@@ -139,5 +142,5 @@ def _copy_to_disk(source: str, target: str) -> None:
 
 
 def local_folder(config: Config, run: Path) -> LocalFolder | None:
-    """Return the local folder of a run; None without checkpoint.local."""
+    """Return the local folder of a run, or None if checkpoint.local is not set."""
     return None if config.checkpoint.local is None else LocalFolder(config.checkpoint.local, run)

@@ -1,4 +1,4 @@
-"""The JSON beside the state of a checkpoint: what a run needs to go on from it."""
+"""The JSON that is saved with the arrays of a checkpoint, and needed to resume from it."""
 
 import contextlib
 import errno
@@ -14,23 +14,23 @@ from typing import Any
 
 from jaxgpt.config import UsageError, check_shape, in_words, read_json
 
-TEMPORARY_SUFFIX = ".orbax-checkpoint-tmp"  # of a checkpoint that Orbax has not completed
-CHECKSUM_KEY = "sha256"  # the key of the hash of everything else
-# Errors about a file itself, not about the disk or the network that it is on.
+TEMPORARY_SUFFIX = ".orbax-checkpoint-tmp"  # marks checkpoints that Orbax has not completed
+CHECKSUM_KEY = "sha256"  # the hash of all other keys
+# Errors that are due to a file itself, and not to its disk or a network.
 ERRORS_OF_THE_FILE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EINVAL)
-WEIGHTS_ONLY = "weights_only"  # the key that says that there is no state of an optimizer
+WEIGHTS_ONLY = "weights_only"  # marks checkpoints without optimizer state
 SECTIONS = ("model", "train", "optimizer", "data", "parallel", "spike")
 SHAPE = {
     "step": int, "config": dict.fromkeys(SECTIONS, dict), "checksums": {str: int},
     "data_fingerprint": [(str, str)], "tokenizer": dict | None, "jax": str, "source?": str,
     "corpus_tokens?": {str: int}, "spike_state?": dict, "init_from?": (str, int),
 }  # fmt: skip
-# What only a run has. `batch_sizes` are the changes of a `BatchSizes`.
+# Additional keys in the checkpoints of runs. `batch_sizes` holds `BatchSizes.changes`.
 RUN_SHAPE = {"mesh": str, "processes": int, "batch_sizes": [(int, int)]}
 
 
 class DamagedCheckpoint(UsageError):
-    """A checkpoint that cannot be read, or is not what was saved."""
+    """Raised if a checkpoint cannot be read, or differs from what was saved."""
 
     def __init__(self, reason: str, remedy: str):
         super().__init__(f"{reason}; {remedy}")
@@ -38,22 +38,22 @@ class DamagedCheckpoint(UsageError):
 
 
 def add_checksum(meta: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `meta` with a hash of itself, by which `read_meta` sees a change."""
+    """Return `meta` with its own hash, which `read_meta` verifies."""
     return {**meta, CHECKSUM_KEY: _hash(meta)}
 
 
 def read_meta(directory: Path, step: int) -> dict[str, Any]:
-    """Return the JSON that was saved beside the state of `step` in a run directory.
+    """Return the JSON that was saved with the arrays of `step` in a run directory.
 
-    Raises `DamagedCheckpoint` if it is not there or has changed, `UsageError` if it cannot be read
-    now, or is that of another step.
+    Raises `DamagedCheckpoint` if the JSON is missing or has changed. Raises `UsageError` if it
+    cannot be read now, or belongs to another step.
     """
     checkpoint = directory / "checkpoints" / str(step)
     path = checkpoint / "meta" / "metadata"
     try:
         meta = read_json(path, {CHECKSUM_KEY: str})
         if meta.pop(CHECKSUM_KEY) != _hash(meta):
-            raise ValueError(f"its {CHECKSUM_KEY} is not that of its content")
+            raise ValueError(f"its {CHECKSUM_KEY} does not match its content")
         check_shape(meta, SHAPE | ({} if meta.get(WEIGHTS_ONLY) else RUN_SHAPE))
     except (OSError, ValueError) as error:
         if isinstance(error, OSError) and error.errno not in ERRORS_OF_THE_FILE:
@@ -64,8 +64,8 @@ def read_meta(directory: Path, step: int) -> dict[str, Any]:
         ) from None
     if meta["step"] != step:
         raise UsageError(
-            f"{checkpoint}: was saved after step {meta['step']}, says its metadata; give it that "
-            "name, or remove it"
+            f"{checkpoint}: its metadata says that it was saved after step {meta['step']}; rename "
+            "it to that step, or remove it"
         )
     return meta
 
@@ -95,9 +95,13 @@ def newest_undamaged(
 ) -> tuple[int | None, dict[str, Any], dict[int, DamagedCheckpoint]]:
     """Return the step to resume from, its JSON, and the damaged checkpoints after it.
 
-    That is judged by the JSON alone. The step is None if there is no checkpoint. Raises
-    `DamagedCheckpoint` if there are damaged ones only, or one with checkpoint.on_damage=refuse.
-    Checkpoints after the step `last` do not count.
+    This reads and checks only the JSON of each checkpoint. The step is None if there is no
+    checkpoint. Checkpoints after the step `last` are ignored.
+
+    Raises:
+        DamagedCheckpoint: all checkpoints are damaged, or the newest one is and
+            checkpoint.on_damage=refuse.
+        UsageError: the JSON of a checkpoint cannot be read now.
     """
     damaged: dict[int, DamagedCheckpoint] = {}
     steps = list_checkpoints(directory)
@@ -116,13 +120,13 @@ def newest_undamaged(
 
 
 def valid_checkpoints(directory: Path) -> dict[int, dict[str, Any]]:
-    """Return the JSON of each checkpoint in a run directory by step, without damaged ones.
+    """Return the JSON of each undamaged checkpoint in a run directory, by step.
 
-    Raises `UsageError` if one cannot be read now.
+    Raises `UsageError` if the JSON of a checkpoint cannot be read now.
     """
     found = {}
     for step in list_checkpoints(directory):
-        with contextlib.suppress(DamagedCheckpoint):  # a restart quarantines it
+        with contextlib.suppress(DamagedCheckpoint):  # the next restart quarantines it
             found[step] = read_meta(directory, step)
     return found
 
@@ -130,42 +134,52 @@ def valid_checkpoints(directory: Path) -> dict[int, dict[str, Any]]:
 def list_checkpoints(directory: Path) -> list[int]:
     """Return the steps of the checkpoints in a run directory, oldest first.
 
-    Damaged ones are among them, so that reading one reports it; those being written are not.
+    The list includes damaged checkpoints, so that reading one of them reports the damage. It does
+    not include checkpoints that are still being written.
     """
     names = (path.name for path in (directory / "checkpoints").glob("*"))
     return sorted(int(name) for name in names if is_step(name))
 
 
 def choose_checkpoint(run: Path, step: int | None) -> int:
-    """Return `step`, or that of the newest checkpoint; `UsageError` if the run does not have it."""
+    """Return `step`, or the step of the newest checkpoint if `step` is None.
+
+    Raises `UsageError` if the run does not have that checkpoint.
+    """
     steps = list_checkpoints(run)
     if not steps:
-        raise UsageError(f"--run {run}: has no checkpoints yet; give a run directory with one")
+        raise UsageError(f"--run {run}: has no checkpoints yet; give a run directory that has one")
     if step is None:
         return steps[-1]
     if step not in steps:
-        raise UsageError(f"--step {step}: {run} has {', '.join(map(str, steps))}")
+        raise UsageError(
+            f"--step {step}: {run} has no such checkpoint; choose from {', '.join(map(str, steps))}"
+        )
     return step
 
 
 def newest_checkpoint(directory: Path, key: str) -> tuple[int, dict[str, Any]]:
-    """Return the step and the JSON of the newest checkpoint; errors call the folder by `key`."""
+    """Return the step and the JSON of the newest checkpoint.
+
+    Raises `UsageError` if there is no checkpoint, with a message that starts with `key`. Raises
+    `DamagedCheckpoint` if the newest checkpoint is damaged.
+    """
     steps = list_checkpoints(directory)
     if not steps:
         raise UsageError(
-            f"{key}: has no checkpoint; give a run directory, or the --out of jaxgpt.convert"
+            f"{key}: has no checkpoint; give a run directory, or an --out of jaxgpt.convert"
         )
     return steps[-1], read_meta(directory, steps[-1])
 
 
 def remove_temporary(checkpoints: Path) -> None:
-    """Remove what interrupted saves and removals left in a folder of checkpoints."""
+    """Remove the remains of interrupted saves and removals from a folder of checkpoints."""
     for scratch in checkpoints.glob(f"*{TEMPORARY_SUFFIX}"):
-        shutil.rmtree(scratch, ignore_errors=True)  # costs room only, and is tried again
+        shutil.rmtree(scratch, ignore_errors=True)  # it only takes space; the next start retries
 
 
 def is_step(name: str) -> bool:
-    """Return whether a checkpoint may have this name."""
+    """Return whether a name is that of a checkpoint: a step without leading zeros."""
     return name.isdecimal() and str(int(name)) == name
 
 
@@ -174,17 +188,17 @@ def _hash(meta: Mapping[str, Any]) -> str:
 
 
 def reason(error: BaseException) -> str:
-    """Return an error in a few words: those of the operating system if it has any."""
+    """Return a short description of an error: the operating system's if there is one."""
     if number := os_error(error):
         return os.strerror(number)
     return (" ".join(str(error).split()) or type(error).__name__)[:200]
 
 
 def os_error(error: BaseException) -> int | None:
-    """Return the error number of the operating system; None if there is none.
+    """Return the errno that an error contains, or None.
 
-    TensorStore raises `ValueError`s that end in `[OS error 5: EIO Input/output error]`, or in
-    `[os_error_code='5']`, and `shutil.Error` lists one `[Errno 5]` for each file.
+    TensorStore raises `ValueError`s that end in `[OS error 5: EIO Input/output error]` or
+    `[os_error_code='5']`. `shutil.Error` contains `[Errno 5]` once for each file.
     """
     found = re.search(r"\[(?:OS error |os_error_code='|Errno )(\d+)", str(error))
     return int(found[1]) if found else getattr(error, "errno", None)

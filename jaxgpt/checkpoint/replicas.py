@@ -1,5 +1,7 @@
-"""Do all devices hold the same parameters? One that computes wrongly without saying so is found by
-the copies that others hold, along `data` and every other axis that does not split a weight."""
+"""Comparison of the replicas of each parameter, which finds silent data corruption.
+
+A parameter has replicas along `data` and along every other mesh axis that does not shard it.
+"""
 
 from collections import Counter
 from typing import Any
@@ -10,11 +12,12 @@ from jaxgpt.checkpoint.checksums import devices_by_part, sums_by_device
 
 
 def devices_that_differ(params: Any) -> list[int]:
-    """Return the devices, by their place in the mesh, whose part of an array is not its copies'.
+    """Return the devices whose shard of an array differs from its replicas.
 
-    Those outvoted by the other copies of a part; where no value has the most votes, as of two
-    copies, all of them. Nothing is known of a part without a copy. All processes call this
-    together, and get the same answer.
+    Devices are given by their index in the flattened mesh. A device is returned if the other
+    replicas of its shard outvote it. If the vote is tied, for example between two replicas, all
+    devices that hold the shard are returned. A shard without replicas is not checked. All processes
+    call this together, and all get the same result.
     """
     arrays = jax.tree.leaves(params)
     sums = sums_by_device(arrays)
@@ -29,7 +32,10 @@ def devices_that_differ(params: Any) -> list[int]:
 
 
 def has_copies(params: Any) -> bool:
-    """Return whether most parameters (arrays, or their shapes with shardings) have a copy."""
+    """Return whether most parameters, counted by their elements, have a replica.
+
+    `params` is a tree of arrays, or of `jax.ShapeDtypeStruct`s with shardings.
+    """
     arrays = jax.tree.leaves(params)
     with_copy = [a.size for a in arrays if len(devices_by_part(a.sharding)[0]) > 1]
     return 2 * sum(with_copy) > sum(a.size for a in arrays)

@@ -1,4 +1,4 @@
-"""Which checkpoints stay?"""
+"""Retention: which checkpoints of a run are kept."""
 
 import contextlib
 from collections.abc import Collection, Mapping, Sequence
@@ -11,10 +11,14 @@ from jaxgpt.tracking.jsonl import METRICS, read_records
 def kept_steps(
     saved: Sequence[int], checkpoint: CheckpointConfig, rewinds: bool, losses: Mapping[int, float]
 ) -> set[int]:
-    """Return which of the saved steps (oldest first) stay, given validation losses by step.
+    """Return the steps whose checkpoints are kept.
 
-    With `rewinds` so do the newest of those that are checkpoint.interval apart, whatever a signal
-    saved in between.
+    Args:
+        saved: the steps of all checkpoints, oldest first.
+        checkpoint: the retention settings.
+        rewinds: also keep the newest checkpoint.keep checkpoints at multiples of
+            checkpoint.interval. A rewind needs them, and ignores checkpoints that a signal caused.
+        losses: validation losses by step.
     """
     kept = set(saved[-checkpoint.keep :])
     if rewinds and checkpoint.interval:
@@ -27,13 +31,13 @@ def kept_steps(
 
 
 def steps_to_remove(directory: Path, config: Config, saved: Sequence[int]) -> Collection[int]:
-    """Return the steps whose checkpoints do not stay in a run directory.
+    """Return the saved steps whose checkpoints are not kept in a run directory.
 
-    Validation losses are read from metrics.jsonl, which a restart goes on with.
+    Validation losses come from metrics.jsonl, so that they are also known after a restart.
     """
     checkpoint, losses = config.checkpoint, {}
     if checkpoint.keep_best:
-        with contextlib.suppress(OSError):  # it has vanished: no loss is known
+        with contextlib.suppress(OSError):  # if the file has vanished, no losses are known
             records = read_records(directory / METRICS, "eval")
             losses = {r["step"]: r["val_loss"] for r in records if r["val_loss"] is not None}
     rewinds = config.spike.action == "rewind"

@@ -1,7 +1,7 @@
-"""Checkpoints of parameters alone, written and read a part at a time: no process holds them whole.
+"""Checkpoints of parameters only, written and read in parts, so that they need not fit in memory.
 
-`checkpointer.restore_params` lays them out on any mesh. Orbax itself writes arrays that are in
-memory; here it writes the tree of names, and TensorStore then fills in each array.
+`checkpointer.restore_params` restores them onto any mesh. Orbax can only write arrays that are in
+memory, so it writes the tree of names here, and TensorStore then writes each array.
 """
 
 import json
@@ -20,15 +20,15 @@ from jaxgpt.checkpoint.metadata import WEIGHTS_ONLY, add_checksum, read_meta
 from jaxgpt.config import Config, ModelConfig, UsageError
 from jaxgpt.models.weights import Weight, weights
 
-STEP = 0  # the number of such a checkpoint: no step has been taken
-CHUNK_BYTES = 2**25  # at most, of what a device may read alone
-BLOCK_BYTES = 2**26  # about, of what is in memory at a time, unless a layer is larger
+STEP = 0  # weights-only checkpoints have this step number
+CHUNK_BYTES = 2**25  # maximum size of a chunk, the smallest unit that a device can read
+BLOCK_BYTES = 2**26  # approximate number of bytes in memory at a time, unless a layer is larger
 
 Index = tuple[int | slice, ...]
 
 
 class WeightsWriter:
-    """Writes the parameters of a model to `directory`/checkpoints/0, in any order of parts."""
+    """Writes the parameters of a model to `directory`/checkpoints/0, in parts and in any order."""
 
     def __init__(self, directory: Path, model: ModelConfig):
         import orbax.checkpoint as ocp
@@ -44,14 +44,14 @@ class WeightsWriter:
             checkpointer.save(self._folder / "state", args=ocp.args.PyTreeSave(names))
 
     def write(self, name: str, index: Index, array: np.ndarray) -> None:
-        """Write the part of an array at an index of whole numbers and slices, in float32."""
+        """Write `array` as float32 to `index` (integers and slices) of the parameter `name`."""
         weight = self._weights[name]
         index = (*index, *[slice(None)] * (len(weight.shape) - len(index)))
         first = [i if isinstance(i, int) else i.start or 0 for i in index]
         sizes = iter(array.shape)
         part = np.ascontiguousarray(array, np.float32)
         part = part.reshape([1 if isinstance(i, int) else next(sizes) for i in index])
-        if name not in self._stores:  # chunks that no two parts share
+        if name not in self._stores:  # no chunk belongs to two parts
             self._stores[name] = self._create(weight, chunk_shape(part.shape))
         place = tuple(slice(i, i + n) for i, n in zip(first, part.shape, strict=True))
         self._stores[name][place].write(part).result()
@@ -59,7 +59,13 @@ class WeightsWriter:
         self._todo[name] -= part.size
 
     def close(self, config: Config, tokenizer: Mapping[str, Any] | None, source: str) -> None:
-        """Complete the checkpoint with its JSON: what made it, and the tokenizer of its tokens."""
+        """Complete the checkpoint by writing its JSON.
+
+        Args:
+            config: configuration with the options of the model.
+            tokenizer: JSON of the model's tokenizer; None if it is not known.
+            source: the path that the parameters come from.
+        """
         assert not any(self._todo.values()), self._todo
         self._stores.clear()
         meta = {
@@ -93,21 +99,22 @@ class WeightsWriter:
 
 
 class WeightsReader:
-    """Reads the parameters of a checkpoint, comparing each array with its checksum."""
+    """Reads the parameters of a checkpoint and verifies the checksum of each array."""
 
     def __init__(self, directory: Path, step: int):
         self._folder = (directory / "checkpoints" / str(step)).absolute()
         self._checksums = read_meta(directory, step)["checksums"]
 
     def blocks(self, weight: Weight) -> Iterator[tuple[int, np.ndarray]]:
-        """Yield (number, layer) of each layer, and (first row, some rows) of other weights.
+        """Yield (layer number, layer) for weights stacked over layers, otherwise (first row, rows).
 
-        About `BLOCK_BYTES` are in memory; all of the array, if its layers were saved in one piece,
-        as a run saves them. Raises `UsageError` if it cannot be read, or is not what was saved.
+        About `BLOCK_BYTES` are in memory at a time. If all layers were saved as one chunk, which is
+        how runs save them, the whole array is. Raises `UsageError` if the array cannot be read, has
+        another shape, or does not match its checksum, which is verified after the last block.
         """
         import tensorstore
 
-        remedy, total = "take another step", 0
+        remedy, total = "choose another step", 0
         try:
             store = tensorstore.open(_spec(self._folder / "state", weight.name), read=True).result()
             if store.shape != weight.shape:
@@ -122,18 +129,17 @@ class WeightsReader:
                     yield from ((start + i, layer) for i, layer in enumerate(block))
                 else:
                     yield start, block
-        except ValueError as error:  # TensorStore's
+        except ValueError as error:  # raised by TensorStore, or above
             reason = " ".join(str(error).split())[:200]
             raise UsageError(f"{self._folder}: cannot be read ({reason}); {remedy}") from None
         if total % 2**32 != self._checksums.get(f"params/{weight.name}"):
             raise UsageError(
-                f"{self._folder}: params/{weight.name} is not what was saved, by its checksum; "
-                f"{remedy}"
+                f"{self._folder}: params/{weight.name} does not match its checksum; {remedy}"
             )
 
 
 def chunk_shape(part: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the shape of chunks of at most `CHUNK_BYTES`, which divide a part as they can."""
+    """Return chunks of at most `CHUNK_BYTES`, made by halving the largest dimension of a part."""
     chunk = list(part)
     while 4 * math.prod(chunk) > CHUNK_BYTES:
         largest = max(range(len(chunk)), key=chunk.__getitem__)
@@ -142,7 +148,7 @@ def chunk_shape(part: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _spec(state: Path, name: str) -> dict[str, Any]:
-    """Return TensorStore's description of an array, by the name that Orbax gives it."""
+    """Return TensorStore's spec of a parameter, at the path that Orbax gives to its name."""
     path = ".".join(["params", *name.split("/")])
     return {
         "driver": "zarr",

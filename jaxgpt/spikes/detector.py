@@ -1,6 +1,7 @@
-"""Spikes, found on the device from numbers of the whole batch: all processes find the same.
+"""Spike detection, which runs on the devices.
 
-README.md says what a spike is, and what enters the window of `spike.window` steps.
+It uses the loss and gradient norm of the whole batch, so all processes reach the same decision.
+README.md defines a spike and the window of `spike.window` steps that it is compared with.
 """
 
 from typing import Any, NamedTuple
@@ -13,28 +14,31 @@ from jaxgpt.config import SpikeConfig
 
 CAUSES = ("none", "loss", "grad_norm", "nonfinite")
 NONE, LOSS, GRAD_NORM, NONFINITE = range(len(CAUSES))
-DEVIATION_PER_MAD = 1.4826  # of a normal distribution: 1 / (the 3/4 quantile)
-# A deviation is at least this part of the median: where all values are nearly the same, noise is
-# no spike. At the default thresholds a spike is 3 % above the median loss, 10 % above the norm.
+# Standard deviation over median absolute deviation (MAD) of a normal distribution: 1 / (the 3/4
+# quantile).
+DEVIATION_PER_MAD = 1.4826
+# The deviation is at least this fraction of the median, so that noise is not a spike if all values
+# are nearly equal. With the default thresholds, a spike is at least 3% above the median loss or 10%
+# above the median gradient norm.
 LEAST_DEVIATION = 0.005
 
 SpikeState = dict[str, jax.Array]
 
 
 class Detection(NamedTuple):
-    """The findings about a step: device arrays."""
+    """The result of spike detection for one step, as arrays on the devices."""
 
-    cause: jax.Array  # int32, an index of CAUSES
-    medians: jax.Array  # float32 (2,), of the window: of losses, and of gradient norms
-    limits: jax.Array  # float32 (2,); infinite until the window is full
-    nonfinite: jax.Array  # int32: how many steps in a row, up to this one, were not finite
+    cause: jax.Array  # int32 scalar, an index into CAUSES
+    medians: jax.Array  # float32 (2,): of the losses and of the gradient norms in the window
+    limits: jax.Array  # float32 (2,): spike thresholds, which are infinite until the window is full
+    nonfinite: jax.Array  # int32 scalar: number of consecutive non-finite steps up to this one
 
 
 def init_spike_state(spike: SpikeConfig) -> SpikeState:
-    """Return what is remembered before the first step; nothing for spike.action=off.
+    """Return the state of the detector before the first step; empty for spike.action=off.
 
-    `window` are the newest losses and gradient norms, float32 (2, spike.window), the newest last;
-    `filled` how many of them there are; `nonfinite` as in `Detection`.
+    `window` holds the most recent losses and gradient norms, newest last: float32 (2,
+    spike.window). `filled` is the number of steps in it (int32). `nonfinite` is as in `Detection`.
     """
     if spike.action == "off":
         return {}
@@ -48,7 +52,10 @@ def init_spike_state(spike: SpikeConfig) -> SpikeState:
 def update(
     state: SpikeState, loss: jax.Array, grad_norm: jax.Array, spike: SpikeConfig
 ) -> tuple[SpikeState, Detection]:
-    """Judge a step's values, and remember them."""
+    """Check the loss and gradient norm (scalars) of a step, and add them to the window.
+
+    Return the next state and the detection.
+    """
     window, values = state["window"], jnp.stack([loss, grad_norm]).astype(jnp.float32)
     medians, limits = spike_thresholds(window, spike)
     limits = jnp.where(state["filled"] >= spike.window, limits, jnp.inf)
@@ -68,9 +75,10 @@ def update(
 def detect_and_gate(
     spike: SpikeConfig, state: SpikeState, loss: jax.Array, grad_norm: jax.Array
 ) -> tuple[SpikeState, Detection, jax.Array | None]:
-    """Return the next state, what was found of a step, and whether to apply its update.
+    """Return the next state, the detection, and whether to apply the update of this step.
 
-    The last is a boolean scalar, or None where the update is applied in any case.
+    `loss` and `grad_norm` are scalars. The third result is a boolean scalar. With spike.action=off
+    it is None, because every update is applied.
     """
     if spike.action == "off":
         unknown = jnp.full(2, jnp.inf, jnp.float32)
@@ -82,7 +90,10 @@ def detect_and_gate(
 
 
 def spike_thresholds(window: jax.Array, spike: SpikeConfig) -> tuple[jax.Array, jax.Array]:
-    """Return medians of a full window's losses and gradient norms, and what is a spike."""
+    """Return the medians and the spike thresholds of a full window, float32 (2,) each.
+
+    The first element is for losses, and the second is for gradient norms.
+    """
     medians = _medians(window)
     deviations = DEVIATION_PER_MAD * _medians(jnp.abs(window - medians[:, None]))
     deviations = jnp.maximum(deviations, LEAST_DEVIATION * jnp.abs(medians))
@@ -96,15 +107,15 @@ def _medians(x: jax.Array) -> jax.Array:
 
 
 def spike_state_to_json(state: SpikeState) -> dict[str, Any]:
-    """Return it for a checkpoint: JSON holds every float32 exactly."""
+    """Return the state as JSON for a checkpoint; JSON represents every float32 exactly."""
     return {key: np.asarray(value).tolist() for key, value in state.items()}
 
 
 def spike_state_from_json(saved: dict[str, Any] | None, shapes: SpikeState) -> SpikeState:
-    """Return what `spike_state_to_json` made, laid out as `shapes` say.
+    """Return the state that `spike_state_to_json` saved, with the shapes and shardings of `shapes`.
 
-    Nothing is remembered from a checkpoint of a run that did not watch; of another spike.window
-    the newest values are.
+    If spike.window has changed, the newest values are kept. The window is empty if the detector was
+    off in the saved run.
     """
     if not shapes:
         return {}

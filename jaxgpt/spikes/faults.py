@@ -1,4 +1,4 @@
-"""Faults that are put into a training step on purpose."""
+"""Fault injection: NaN gradients and flipped bits, to rehearse how a run handles them."""
 
 from collections.abc import Callable
 from typing import Any
@@ -16,7 +16,8 @@ from jaxgpt.spikes.skip import SkipRanges
 def inject_nan(config: Config, loss: jax.Array, mesh: Mesh, step: jax.Array) -> jax.Array:
     """Return a loss whose gradient is NaN on device faults.nan_device at step faults.nan_step.
 
-    And on those that compute the same rows. Inside `jax.shard_map`.
+    The gradient is also NaN on the devices that compute the same rows of the batch. Call this
+    inside `jax.shard_map`.
     """
     faults = config.faults
     if faults.nan_step is None:
@@ -30,7 +31,10 @@ def inject_nan(config: Config, loss: jax.Array, mesh: Mesh, step: jax.Array) -> 
 
 
 def with_bit_flip(train_step: Callable[..., Any], config: Config) -> Callable[..., Any]:
-    """Return a step after which, at faults.bit_flip_step, a bit of a parameter is wrong, once."""
+    """Return a train step that also flips one bit of a parameter, once, after faults.bit_flip_step.
+
+    If faults.bit_flip_step is not set, return `train_step` itself.
+    """
     faults, flipped = config.faults, []
 
     def step_and_flip(state: Any, step: np.int32, *operands: Any) -> tuple[Any, Any]:
@@ -44,7 +48,10 @@ def with_bit_flip(train_step: Callable[..., Any], config: Config) -> Callable[..
 
 
 def flip_bit(params: Any, device: int) -> Any:
-    """Return parameters of which that device of the mesh holds one with a bit flipped."""
+    """Return the parameters with one bit of the first array flipped on one device.
+
+    `device` is an index into the flattened mesh.
+    """
     paths, tree = jax.tree.flatten(params)
     array = paths[0]
     hit = array.sharding.mesh.devices.flat[device]
@@ -61,27 +68,31 @@ def flip_bit(params: Any, device: int) -> Any:
 
 
 def check_faults(config: Config, n_devices: int) -> None:
-    """Raise a UsageError if the device of a fault is not there."""
+    """Raise a `UsageError` if the device of a fault does not exist."""
     faults = config.faults
     for name in ("nan", "bit_flip"):
         device = getattr(faults, f"{name}_device")
         if getattr(faults, f"{name}_step") is not None and device >= n_devices:
-            raise UsageError(f"faults.{name}_device={device}: the mesh has {n_devices} devices")
+            raise UsageError(
+                f"faults.{name}_device={device}: the mesh has {n_devices} devices; choose from 0 "
+                f"to {n_devices - 1}"
+            )
 
 
 def describe_faults(config: Config) -> list[str]:
-    """Return lines for the log about faults that are put in on purpose."""
+    """Return log lines about the faults that will be injected."""
     faults, lines = config.faults, []
     ranges = SkipRanges(step_ranges("faults.random_tokens", faults.random_tokens))
     if ranges.ranges:
-        lines.append(f"faults.random_tokens: steps {ranges} train on tokens drawn at random")
+        lines.append(f"faults.random_tokens: steps {ranges} train on random tokens")
     if faults.nan_step is not None:
         lines.append(
-            f"faults.nan_step: device {faults.nan_device} has a NaN gradient at {faults.nan_step}"
+            f"faults.nan_step: the gradient of device {faults.nan_device} is NaN at step "
+            f"{faults.nan_step}"
         )
     if faults.bit_flip_step is not None:
         lines.append(
-            f"faults.bit_flip_step: a bit of device {faults.bit_flip_device} is flipped after step "
-            f"{faults.bit_flip_step}"
+            f"faults.bit_flip_step: a bit in the parameters of device {faults.bit_flip_device} is "
+            f"flipped after step {faults.bit_flip_step}"
         )
     return lines

@@ -1,7 +1,7 @@
-"""Rewinds of a run: when a loss spike calls for one, and what the run directory says about it.
+"""Rewinds after loss spikes: the decision to rewind, and its record in the run directory.
 
 A rewind is committed once the state of its checkpoint has been restored (`train/restart.py`). Each
-part of the commit can be repeated: a run that is killed in the middle completes it at its next
+part of the commit is idempotent, so a run that is killed during the commit completes it at the next
 start.
 """
 
@@ -17,36 +17,41 @@ from jaxgpt.tracking.jsonl import METRICS, atomic_write_text, read_records, trun
 from jaxgpt.tracking.records import REWIND_SHAPE
 
 FILE = "rewinds.json"
-# Kinds of records that can be between the record of a rewind and the steps after it.
+# Kinds of records that can follow the record of a rewind before the next step.
 BETWEEN_STEPS = ("damage", "start", "goodput", "straggler", "corruption")
 SHAPE = REWIND_SHAPE | {"to": int, "done": bool}
 
 
 class NoRewind(Exception):
-    """Why a run stops at a spike, in one sentence."""
+    """Raised if a run has to stop at a spike because it cannot rewind; the message says why."""
 
 
 def read_rewinds(directory: Path) -> list[dict[str, Any]]:
     """Return all rewinds of a run, oldest first.
 
-    A rewind is the record of its spike with four more keys: `to`, the step of the checkpoint that
-    the run went back to (0 is the initial state); `skip`, the first and last step whose batches are
-    skipped; `dropped`, the first and last step of the abandoned training; `done`, whether the
-    checkpoints of abandoned steps have been removed.
+    A rewind is the record of its spike with these keys:
+
+    - `spike`: the step of the spike.
+    - `to`: the step of the checkpoint that the run went back to; 0 is the initial state.
+    - `skip`: the first and last step whose batches are skipped.
+    - `dropped`: the first and last of the abandoned steps.
+    - `done`: whether the checkpoints of the abandoned steps have been removed.
+
+    Raises `UsageError` if rewinds.json is damaged.
     """
     path = directory / FILE
     try:
         return read_json(path, [SHAPE]) if path.exists() else []
     except (OSError, ValueError) as error:
         raise UsageError(
-            f"{path}: is damaged ({in_words(error)}); bring it back, or remove it and give the "
-            f"ranges that it skipped, which {METRICS} has in its records of rewinds, to "
-            "--train-range-to-skip"
+            f"{path}: is damaged ({in_words(error)}); restore it, or remove it and give the ranges "
+            f"that it skipped to --train-range-to-skip ({METRICS} has them in its records of kind "
+            "rewind, as skip)"
         ) from None
 
 
 def skipped_by_rewinds(directory: Path) -> list[tuple[int, int]]:
-    """Return the ranges of steps that the rewinds of a run skip."""
+    """Return the (first, last) steps of each range that the rewinds of a run skip."""
     return [tuple(rewind["skip"]) for rewind in read_rewinds(directory)]
 
 
@@ -58,33 +63,35 @@ def decide_rewind(
     last: int,
     sizes: BatchSizes,
 ) -> dict[str, Any]:
-    """Return the rewind that a spike calls for, as `read_rewinds` describes it.
+    """Return the rewind for a spike, in the format of `read_rewinds`.
 
     Args:
-        saved: the steps of undamaged checkpoints.
-        spike: its record.
-        last: the step that the run has reached.
-        sizes: the batch size of each step until now.
+        saved: the steps of the undamaged checkpoints.
+        spike: the record of the spike.
+        last: the last step that the run has completed.
+        sizes: the batch size of each step so far.
 
     Raises:
         NoRewind: there have been too many rewinds, or there is no checkpoint to go back to.
+        UsageError: rewinds.json is damaged.
     """
     step, settings, interval = spike["step"], config.spike, config.checkpoint.interval
     latest = step - settings.rewind_margin
-    # Regular checkpoints only: a checkpoint that a signal caused must not decide about a rewind.
+    # Use regular checkpoints only, so that a save caused by a signal does not change the rewind.
     to = max((s for s in saved if s % interval == 0 and s <= latest), default=0)
     if rewinds_in_a_row(read_rewinds(directory), to) >= settings.max_rewinds:
         raise NoRewind(
             f"spike.max_rewinds={settings.max_rewinds}: step {step} is a spike again; look at its "
             "rows with python -m jaxgpt.inspect, then continue with another spike.action, a lower "
-            "optimizer.learning_rate or more rewinds"
+            "optimizer.learning_rate or a larger spike.max_rewinds"
         )
-    if to == 0 and latest >= interval:  # the checkpoints are lost: too many steps would be, too
+    if to == 0 and latest >= interval:  # restarting from step 0 would lose too many steps
         raise NoRewind(
-            f"spike.rewind_margin={settings.rewind_margin}: no checkpoint up to step {latest} is "
-            f"left to go back to from the spike at step {step}"
+            f"spike.rewind_margin={settings.rewind_margin}: the spike at step {step} needs a "
+            f"checkpoint up to step {latest} to go back to, and none is left; continue with a "
+            "smaller margin or another spike.action"
         )
-    # If the batch size changed after `to`, other steps will consume the sequences to skip.
+    # If the batch size changed after `to`, other steps will now consume the sequences to skip.
     first = sizes.consumed(max(to, step - settings.skip_before - 1))
     end = sizes.consumed(step + settings.skip_after)
     sizes = sizes.change_after(to, config.train.batch_size)
@@ -99,9 +106,9 @@ def decide_rewind(
 
 
 def rewinds_in_a_row(rewinds: list[dict[str, Any]], to: int) -> int:
-    """Return how many of the last rewinds went back to the checkpoint `to`, or to a later one.
+    """Return the number of most recent consecutive rewinds that went back to step `to` or later.
 
-    A rewind to a later checkpoint than all before it shows progress since.
+    A rewind to an earlier step ends the count, because the run has made progress since then.
     """
     count = 0
     for rewind in reversed(rewinds):
@@ -118,10 +125,10 @@ def pending_rewind(directory: Path) -> dict[str, Any] | None:
 
 
 def commit_rewind(directory: Path, rewind: dict[str, Any], to: int) -> None:
-    """Write a rewind to rewinds.json, and replace the abandoned steps of metrics.jsonl by it.
+    """Write a rewind to rewinds.json, and replace the abandoned steps in metrics.jsonl with it.
 
-    `to` is the step of the restored checkpoint, which is older than `rewind["to"]` if that one was
-    damaged. `rewind` may be the pending one.
+    `to` is the step of the restored checkpoint, which is older than `rewind["to"]` if the
+    checkpoint of that step was damaged. `rewind` may be the pending rewind.
     """
     rewinds = [r for r in read_rewinds(directory) if r["done"]]
     rewind = {**rewind, "to": to, "dropped": [to + 1, rewind["dropped"][1]]}
@@ -130,7 +137,7 @@ def commit_rewind(directory: Path, rewind: dict[str, Any], to: int) -> None:
     records = read_records(metrics) if metrics.exists() else []
     if not records:
         return
-    # An interrupted commit of the same rewind may have left its record.
+    # An interrupted commit of the same rewind may have written its record already.
     tail = [r for r in records if r["kind"] not in BETWEEN_STEPS][-1:]
     same = [r for r in tail if (r["kind"], r.get("spike")) == ("rewind", rewind["spike"])]
     before = same[0] if same else None
@@ -148,7 +155,10 @@ def commit_rewind(directory: Path, rewind: dict[str, Any], to: int) -> None:
 
 
 def finish_rewind(directory: Path) -> None:
-    """Remove the checkpoints of abandoned steps, and mark the last rewind as done."""
+    """Remove the checkpoints of abandoned steps, and mark the last rewind as done.
+
+    Raises `OSError` if a checkpoint cannot be removed; the next start then tries again.
+    """
     rewinds = read_rewinds(directory)
     for step in reversed(list_checkpoints(directory)):
         if step > rewinds[-1]["to"]:

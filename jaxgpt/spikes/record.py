@@ -16,7 +16,10 @@ WORST_ROWS = 8
 def spike_record(
     step: int, metrics: Any, config: Config, loader: Loader, dataset: Dataset
 ) -> SpikeRecord | None:
-    """Return the record of a spike, from a step's `Metrics` on the host; None if it is none."""
+    """Return the record of a step if it is a spike, otherwise None.
+
+    `metrics` is the `Metrics` of the step, already on the host.
+    """
     detection = metrics.detection
     cause = int(detection.cause)
     if cause == NONE:
@@ -41,11 +44,12 @@ def spike_record(
 def worst_rows(
     step: int, row_losses: np.ndarray, loader: Loader, dataset: Dataset
 ) -> list[dict[str, Any]]:
-    """Return the rows of a step with the highest losses, the worst first, and where they are from.
+    """Return the `WORST_ROWS` rows of a step with the highest losses and their source, worst first.
 
-    `offset` counts the tokens of the training split of `source`.
+    `row_losses` has shape (B,). `offset` is the row's first token, counted from the start of the
+    training split of `source`.
     """
-    worst = np.argsort(row_losses)[::-1][:WORST_ROWS].tolist()  # nan comes first
+    worst = np.argsort(row_losses)[::-1][:WORST_ROWS].tolist()  # NaN comes first
     places = [loader.row_location(step, row) for row in worst]
     return [
         {

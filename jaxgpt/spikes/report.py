@@ -1,4 +1,4 @@
-"""Spikes, skips and rewinds of a run, from its metrics.jsonl: as lines, a table and a picture."""
+"""Log lines, a table and a plot of the spikes, skips and rewinds in a run's metrics.jsonl."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +14,7 @@ SHOWN_ROWS = 2
 
 
 def spike_line(record: dict[str, Any]) -> str:
-    """Return a spike for the console."""
+    """Return the console line about a spike, given its record."""
     text = (
         f"step={record['step']} spike ({record['cause']}): loss={record['loss']:.4f} "
         f"gnorm={record['grad_norm']:.3f}"
@@ -25,28 +25,28 @@ def spike_line(record: dict[str, Any]) -> str:
 
 
 def rewind_line(rewind: dict[str, Any]) -> str:
-    """Return a rewind of rewinds.json for the console."""
+    """Return the console line about a rewind from rewinds.json."""
     (first, last), (from_, to) = rewind["dropped"], rewind["skip"]
     return (
         f"rewound to step {rewind['to']} because of the spike at step {rewind['spike']}: steps "
-        f"{first}-{last} are dropped, the batches of steps {from_}-{to} are skipped"
+        f"{first}-{last} are dropped, and the batches of steps {from_}-{to} will be skipped"
     )
 
 
 def rows_text(rows: list[dict[str, Any]]) -> str:
-    """Return the worst rows of a step: number, corpus and offset."""
+    """Return the number, corpus and offset of the first `SHOWN_ROWS` rows as text."""
     shown = [f"{r['row']} ({r['corpus']} @{r['offset']})" for r in rows[:SHOWN_ROWS]]
     return ", ".join(shown) + (", ..." if len(rows) > SHOWN_ROWS else "")
 
 
 def skipped_ranges(records: list[dict[str, Any]]) -> list[tuple[int, int]]:
-    """Return first and last steps of the stretches that were skipped."""
+    """Return the (first, last) steps of each range that was skipped."""
     steps = [r["step"] for r in records if r["kind"] == "train" and r["skipped"]]
     return list(SkipRanges((step, step) for step in steps).ranges)
 
 
 def spikes_table(records: list[dict[str, Any]]) -> str:
-    """Return spikes, skips and rewinds of a run, in the order of their steps."""
+    """Return a table of a run's spikes, skips and rewinds, in order of step."""
     rows = sorted(_rows(records), key=lambda row: row[0])
     if not rows:
         return "no spikes, skips or rewinds"
@@ -72,15 +72,15 @@ def _rows(records: list[dict[str, Any]]) -> Iterator[tuple[Any, ...]]:
 
 
 def draw_spikes(records: list[dict[str, Any]], title: str, path: Path) -> None:
-    """Draw a PNG of the loss curve with spikes, skips and rewinds.
+    """Save a PNG of the loss curve with its spikes, skips and rewinds.
 
-    Raises `UsageError` if matplotlib is not installed, or the file cannot be written.
+    Raises `UsageError` if matplotlib is not installed, or if the file cannot be written.
     """
     try:
         from matplotlib.figure import Figure
     except ImportError:
         raise UsageError(
-            f"--png={path}: needs matplotlib; pip install 'jaxgpt[report]' brings it"
+            f"--png={path}: needs matplotlib; pip install 'jaxgpt[report]' installs it"
         ) from None
     train, evals, spikes, rewinds = (
         [r for r in records if r["kind"] == kind] for kind in ("train", "eval", "spike", "rewind")
@@ -92,7 +92,7 @@ def draw_spikes(records: list[dict[str, Any]], title: str, path: Path) -> None:
         axes.plot(*_curve(evals, "val_loss"), "o-", color="C1", label="val loss")
     for first, last in skipped_ranges(records):
         axes.axvspan(first - 0.5, last + 0.5, color="0.85", zorder=0)
-    for r in rewinds:  # what was dropped, and an arrow to where the run went back to
+    for r in rewinds:  # plot the dropped steps, and an arrow to the step that the run went back to
         dropped = dict([*r["dropped_losses"], [r["spike"], r["loss"]]])
         axes.plot(*np.array(sorted(dropped.items()), float).T, ":", color="C3", linewidth=1)
         ends = {"xy": (r["step"], r["loss"]), "xytext": (r["spike"], r["loss"])}
@@ -110,10 +110,11 @@ def draw_spikes(records: list[dict[str, Any]], title: str, path: Path) -> None:
         figure.savefig(path, dpi=120)
     except (OSError, ValueError) as error:
         raise UsageError(
-            f"--png={path}: cannot be written ({in_words(error)}); name a .png in a folder that can"
+            f"--png={path}: cannot be written ({in_words(error)}); give a path that ends in .png, "
+            "in a writable folder"
         ) from None
 
 
 def _curve(records: list[dict[str, Any]], name: str) -> tuple[list[int], np.ndarray]:
-    """Return steps and values; a value of None leaves a gap."""
+    """Return the steps and values of a curve, with NaN (a gap) for a value of None."""
     return [r["step"] for r in records], np.array([r[name] for r in records], float)

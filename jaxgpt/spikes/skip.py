@@ -1,17 +1,17 @@
-"""Steps that are skipped: their batch is consumed unread and nothing is updated."""
+"""Skipped steps: they consume their batch without reading it, and update nothing."""
 
 from collections.abc import Iterable
 
 
 class SkipRanges:
-    """A set of steps, given as ranges with both ends included.
+    """A set of steps, given as inclusive ranges.
 
     >>> 20 in SkipRanges([(10, 20), (25, 30)])
     True
     """
 
     def __init__(self, ranges: Iterable[tuple[int, int]]):
-        """Merge overlapping and adjoining ranges."""
+        """Merge overlapping and adjacent ranges of (first, last) steps."""
         merged: list[tuple[int, int]] = []
         for first, last in sorted(ranges):
             if merged and first <= merged[-1][1] + 1:
@@ -24,7 +24,7 @@ class SkipRanges:
         return any(first <= step <= last for first, last in self.ranges)
 
     def flat(self) -> tuple[int, ...]:
-        """Return the numbers as `--train-range-to-skip` takes them."""
+        """Return the ranges in the format of `--train-range-to-skip`: first, last, first, last."""
         return tuple(step for pair in self.ranges for step in pair)
 
     def __str__(self) -> str:
@@ -34,15 +34,18 @@ class SkipRanges:
 def still_to_come(
     ranges: Iterable[tuple[int, int]], skipped: SkipRanges, step: int
 ) -> tuple[list[tuple[int, int]], list[str]]:
-    """Return the ranges to skip after `step`, and a warning for each that names earlier steps which
-    the checkpoint of `step` has not `skipped`."""
+    """Return the ranges that are still to be skipped after `step`, and warnings.
+
+    There is a warning for each range with steps up to `step` that the checkpoint of `step` did not
+    skip. `skipped` holds the steps that it did.
+    """
     found, warnings = [], []
     for first, last in sorted(set(ranges)):
         before = min(last, step)
         if first <= step and not any(a <= first and before <= b for a, b in skipped.ranges):
             warnings.append(
-                f"warning: train_range_to_skip={first} {last}: steps up to {step} are trained, "
-                "and stay so where they were not skipped then"
+                f"warning: train_range_to_skip={first} {last}: steps of this range were trained "
+                f"before the checkpoint of step {step}; only later steps can still be skipped"
             )
         if last > step:
             found.append((max(first, step + 1), last))

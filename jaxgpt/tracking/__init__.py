@@ -1,4 +1,4 @@
-"""Trackers: where the records of a run go."""
+"""Trackers: the destinations for the records of a run."""
 
 import os
 from collections.abc import Callable, Sequence
@@ -17,41 +17,43 @@ class Tracker(Protocol):
     """A destination for records. All methods run on process 0, in one thread."""
 
     def open(self, run: Any, resume_step: int | None) -> None:
-        """Begin, or go on after the checkpoint of `resume_step`; later steps will come again.
+        """Start, or continue after the checkpoint of `resume_step`; later steps will be repeated.
 
-        A run has a `directory` and a `config`.
+        `run` has a `directory` and a `config`. `resume_step` is None for a new run.
         """
 
     def log(self, record: Record) -> None:
-        """Take one record: `record.to_dict()` has its `kind`, its `step` and its values."""
+        """Write one record: `record.to_dict()` returns its `kind`, its `step` and its values."""
 
     def rewind(self, step: int) -> None:
-        """Drop all steps after `step`: they will come again."""
+        """Drop all steps after `step`, which will be repeated."""
 
     def close(self) -> None:
-        """Write what is not written yet."""
+        """Write everything that is still buffered, and close the destination."""
 
 
-# The values of train.trackers. metrics.jsonl, samples.txt and the console are always there.
+# The choices for train.trackers. metrics.jsonl, samples.txt and the console are always on.
 TRACKERS: dict[str, Callable[[], Tracker]] = {
     "tensorboard": TensorBoard,
 }
 
 
 def check_trackers(names: Sequence[str]) -> None:
-    """Raise a UsageError if a name in train.trackers is unknown."""
+    """Raise a `UsageError` if train.trackers contains an unknown name."""
     for name in names:
         if name not in TRACKERS:
-            raise UsageError(f"train.trackers={name}: unknown; known are {', '.join(TRACKERS)}")
+            raise UsageError(
+                f"train.trackers={name}: unknown tracker; choose from {', '.join(TRACKERS)}"
+            )
 
 
 class Trackers:
-    """All trackers of a run. A call that fails is a warning, and the next call tries again."""
+    """All trackers of a run. A failed call results in a warning, and the next call tries again."""
 
     def __init__(self, run: Any, resume_step: int | None, say: Callable[[str], None]):
-        """Open metrics.jsonl, which a run goes on from, samples.txt and the rest.
+        """Open metrics.jsonl, samples.txt and the trackers in train.trackers.
 
-        Raises `UsageError` if metrics.jsonl cannot be written.
+        `say` prints a warning. Raises `UsageError` if metrics.jsonl cannot be written.
         """
         self._say = say
         self._failing: set[str] = set()
@@ -79,12 +81,12 @@ class Trackers:
         for name, tracker in self._all.items():
             try:
                 getattr(tracker, method)(*arguments)
-            except Exception as error:  # whatever it is, it is not worth a run
+            except Exception as error:  # a tracker's error should not end the run
                 failed = f"warning: {name} failed: {in_words(error)}"
                 if method == "close":
                     self._say(f"{failed}; it is incomplete")
                 elif name not in self._failing:
-                    self._say(f"{failed}; the next record tries again")
+                    self._say(f"{failed}; retrying with the next record")
                 self._failing.add(name)
             else:
                 if name in self._failing:

@@ -1,4 +1,4 @@
-"""Trackers that cannot slow a run: each works in a thread of its own."""
+"""Trackers that cannot slow down a run, because each runs in its own thread."""
 
 import queue
 import threading
@@ -7,14 +7,15 @@ from typing import Any
 from jaxgpt.cluster.timeouts import ANSWER
 from jaxgpt.tracking.records import Record
 
-LIMIT = 1000  # records that a tracker may fall behind
+LIMIT = 1000  # number of records that a tracker may fall behind
 
 
 class BackgroundTracker:
-    """Runs a tracker in a thread of its own.
+    """Runs a tracker in its own thread.
 
-    A call raises the error of the tracker's last call, if that failed. The tracker gets every call,
-    whatever became of the one before; if `open` fails, it is opened again before the next call.
+    Each method raises the error of the tracker's latest call if that call failed, and
+    `TimeoutError` if the tracker is `LIMIT` records behind. The tracker receives further calls even
+    after an error. If `open` fails, it is tried again before the next call.
     """
 
     def __init__(self, tracker: Any):
@@ -37,7 +38,7 @@ class BackgroundTracker:
         self._check()
 
     def close(self, seconds: float = ANSWER) -> None:
-        """Write what is left, waiting at most so many seconds."""
+        """Write the remaining records; wait at most `seconds` for the thread to finish."""
         self._put("close")
         self._thread.join(seconds)
         if self._thread.is_alive():
@@ -67,5 +68,5 @@ class BackgroundTracker:
                 if method != "open":
                     getattr(self._tracker, method)(*arguments)
                 self._error = None
-            except Exception as error:  # of any tracker: the next call raises it to the caller
+            except Exception as error:  # of any type: the next call raises it in the main thread
                 self._error = error

@@ -1,4 +1,4 @@
-"""The console: a legend, lines, a progress bar on a terminal, and the same in train.log."""
+"""The console: a legend, log lines and a progress bar. train.log gets the same lines."""
 
 import os
 import shutil
@@ -15,7 +15,7 @@ from jaxgpt.tracking.appended_file import AppendedFile
 
 
 class Console:
-    """Prints on process 0; silent on the others."""
+    """Prints and writes train.log on process 0; does nothing on the others."""
 
     def __init__(self, enabled: bool, log_file: Path):
         self._enabled = enabled
@@ -26,11 +26,14 @@ class Console:
 
     @property
     def width(self) -> int | None:
-        """Columns of the terminal; None where the output is no terminal."""
+        """Number of columns of the terminal, or None if the output is not a terminal."""
         return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
 
     def info(self, text: str, full: str = "") -> None:
-        """Print text above the progress bar and keep it, or `full`, with the time in train.log."""
+        """Print text above the progress bar, and write it with the time to train.log.
+
+        If `full` is given, train.log gets it instead of the text.
+        """
         if not self._enabled:
             return
         lines = (full or text).splitlines() or [""]
@@ -40,24 +43,24 @@ class Console:
             else:
                 self._bar.write(text)
         except BrokenPipeError:
-            raise  # nobody reads on
-        except OSError as error:  # a full disk behind it: not worth a run
+            raise  # the program that read the output has exited
+        except OSError as error:  # such as a full disk, which should not end the run
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            lines.append(f"warning: the console stopped: {in_words(error)}")
+            lines.append(f"warning: output to the console stopped: {in_words(error)}")
         stamp = time.strftime("%Y-%m-%d %H:%M:%S")
         had_failed = self._log_fails
         try:
             self._log.write(*(f"{stamp} {line}\n" for line in lines))
             self._log_fails = False
-        except OSError as error:  # a full disk: not worth a run
+        except OSError as error:  # such as a full disk, which should not end the run
             self._log_fails = True
             if not had_failed:
                 self.info(
-                    f"warning: train.log failed: {in_words(error)}; the next line tries again"
+                    f"warning: train.log failed: {in_words(error)}; retrying with the next line"
                 )
 
     def legend(self, meanings: Mapping[str, str]) -> None:
-        """Print the table of fields and their meanings, the first time that this is called."""
+        """Print a table of the fields and their meanings, on the first call only."""
         if not self._enabled or self._explained:
             return
         self._explained = True
@@ -65,7 +68,7 @@ class Console:
         self.info(table_text(("field", "meaning"), meanings.items(), width))
 
     def start_progress(self, done: int, total: int) -> None:
-        # Open MPI gives process 0 a terminal even where its output goes to a file.
+        # Open MPI gives process 0 a terminal even if the output goes to a file.
         if self._enabled and sys.stdout.isatty() and find_launch(os.environ).variable is None:
             self._bar = tqdm(total=total, initial=done, unit="step", dynamic_ncols=True)
 
@@ -82,14 +85,14 @@ class Console:
         if self._enabled:
             try:
                 self._log.close()
-            except OSError as error:  # a full disk: not worth a run
+            except OSError as error:  # such as a full disk, which should not fail the run
                 print(f"warning: train.log is incomplete: {in_words(error)}", flush=True)
 
 
 def table_text(
     headings: Sequence[str], rows: Iterable[Sequence[str]], width: int, title: str | None = None
 ) -> str:
-    """Return a table that is at most `width` columns wide."""
+    """Return a table as text, at most `width` columns wide."""
     from rich.console import Console as RichConsole
     from rich.table import Table
 

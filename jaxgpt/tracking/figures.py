@@ -1,4 +1,4 @@
-"""The training line: how each number of a training record is shown."""
+"""The training line, and the format of each number in it."""
 
 import datetime
 from collections.abc import Callable, Mapping
@@ -6,11 +6,11 @@ from typing import Any, NamedTuple
 
 
 class Figure(NamedTuple):
-    """How a number of a training record is shown."""
+    """The legend and the format of one number of a training record."""
 
     legend: str
-    short: str = ""  # name on the console; the name of the number if empty
-    rank: int = 7  # figures of the highest rank are dropped first where a line is too long
+    short: str = ""  # name on the console; if empty, the name of the number
+    rank: int = 7  # if a line is too long, figures with the highest rank are dropped first
     show: Callable[[float], str] = "{:.4g}".format
 
 
@@ -27,23 +27,24 @@ def _clock(seconds: float) -> str:
 
 
 _COUNT, _SHARE = "{:,.0f}".format, "{:.1%}".format
-# Numbers that the host measures between steps. Those of a step are `STEP_METRICS` in train/step.py.
+# Numbers that the host measures between steps. `STEP_METRICS` in train/step.py has the numbers that
+# the devices compute.
 HOST_FIGURES = {
     "dt": Figure("time per step, without compilation, evaluation, checkpoints", "", 1, _seconds),
     "tokens_per_sec": Figure("tokens per second, whole job", "tps", 2, _COUNT),
-    "tokens_per_sec_per_device": Figure("tokens per second and device", "tps/dev", 8, _COUNT),
+    "tokens_per_sec_per_device": Figure("tokens per second per device", "tps/dev", 8, _COUNT),
     "samples_per_sec": Figure("sequences per second, whole job", "sps", 9, "{:.1f}".format),
-    "tflops_per_device": Figure("TFLOP/s per device, as for mfu", "tflops", 10, "{:.3g}".format),
-    "mfu": Figure("share of the peak FLOP/s; not shown if the peak is unknown", "", 4, _SHARE),
-    "memory_bytes": Figure("memory of process 0's fullest device; on CPUs its RSS", "mem", 7, _gib),
-    "memory_peak_bytes": Figure("peak of mem so far", "peak", 11, _gib),
-    "data_wait": Figure("share of the step that process 0 waited for data", "data", 12, _SHARE),
+    "tflops_per_device": Figure("TFLOP/s per device, as in mfu", "tflops", 10, "{:.3g}".format),
+    "mfu": Figure("fraction of peak FLOP/s; not shown if the peak is unknown", "", 4, _SHARE),
+    "memory_bytes": Figure("memory of process 0's fullest device; on CPUs, RSS", "mem", 7, _gib),
+    "memory_peak_bytes": Figure("highest mem so far", "peak", 11, _gib),
+    "data_wait": Figure("fraction of a step that process 0 waits for data", "data", 12, _SHARE),
     "slowest_over_mean": Figure(
-        "a process's own time: slowest over the mean, and its rank", "slow", 13, "{:.2f}".format
+        "host time of the slowest process over the mean, @ its rank", "slow", 13, "{:.2f}".format
     ),
     "skipped_steps": Figure("steps skipped since this start, if any", "skipped", 2, _COUNT),
-    "nonfinite_steps": Figure("steps not finite since this start, if any", "nonfinite", 2, _COUNT),
-    "seconds_left": Figure("time left at the pace so far", "left", 5, _clock),
+    "nonfinite_steps": Figure("non-finite steps since this start, if any", "nonfinite", 2, _COUNT),
+    "seconds_left": Figure("time left at the average speed so far", "left", 5, _clock),
 }
 _SILENT_AT_ZERO = ("skipped_steps", "nonfinite_steps")
 
@@ -56,8 +57,8 @@ def train_line(
 ) -> str:
     """Return `TrainRecord.to_dict()` as `step=100/300 loss=2.4527 ...`.
 
-    Figures are dropped, those of the highest rank first, until the line fits into `width` columns;
-    None keeps all of them.
+    The figures with the highest rank are dropped until the line fits into `width` columns. If
+    `width` is None, all figures are kept.
     """
     start = f"step={record['step']}/{max_iters}"
     if record["skipped"]:
@@ -80,11 +81,11 @@ def train_line(
 def legend(
     record: Mapping[str, Any], figures: Mapping[str, Figure], with_slowest: bool
 ) -> dict[str, str]:
-    """Return short name -> meaning of the figures that training lines of a run can have."""
-    out = {"step": "optimizer step, from 1, and the last one"}
+    """Return short name -> meaning of the figures that can appear in a run's training lines."""
+    out = {"step": "optimizer step, counted from 1 / last step"}
     for name, figure in figures.items():
         if name != "slowest_over_mean" or with_slowest:
             out[figure.short or name] = figure.legend
     if record.get("corpora"):
-        out |= {name: "mean loss of this corpus since the last line" for name in record["corpora"]}
+        out |= {name: "mean loss on this corpus since the last line" for name in record["corpora"]}
     return out

@@ -1,4 +1,7 @@
-"""metrics.jsonl, the source of truth: one JSON object a line, no step twice; and samples.txt."""
+"""metrics.jsonl and samples.txt.
+
+metrics.jsonl is the source of truth about a run: one JSON object per line, and no step twice.
+"""
 
 import errno
 import itertools
@@ -13,21 +16,22 @@ from jaxgpt.tracking.appended_file import AppendedFile
 from jaxgpt.tracking.records import SHAPES, Record, SampleRecord
 
 METRICS = "metrics.jsonl"
-PERSISTENT_KINDS = ("rewind", "goodput", "straggler")  # stay when steps are dropped
+PERSISTENT_KINDS = ("rewind", "goodput", "straggler")  # kept when steps are dropped
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class JsonLines:
-    """Writes metrics.jsonl. Numbers that are not finite become null.
+    """Writes metrics.jsonl. Non-finite numbers become null.
 
-    If a call fails, its record waits for the next call, and a rewind is done then.
+    If a write or a rewind fails, the next call retries it first.
     """
 
     def open(self, run: Any, resume_step: int | None) -> None:
-        """Open the file, without the steps that a resumed run is going to repeat.
+        """Open the file, and drop the steps that a resumed run will repeat.
 
-        The records of an earlier run that left no checkpoint are kept as metrics.jsonl.old, or
-        with a number after that. Records of `PERSISTENT_KINDS` kinds stay.
+        Records of `PERSISTENT_KINDS` are kept. If an earlier run left records but no checkpoint,
+        they are also copied to metrics.jsonl.old (or metrics.jsonl.old.2 and so on). Raises
+        `UsageError` if the file cannot be written.
         """
         self._path = path = run.directory / METRICS
         self._rewind_to: int | None = None
@@ -44,8 +48,8 @@ class JsonLines:
             self._file.write()
         except OSError as error:
             raise UsageError(
-                f"{path}: cannot be written ({error.strerror or error}); make room or give access, "
-                "and start again"
+                f"{path}: cannot be written ({error.strerror or error}); make room or fix the "
+                "permissions, and start again"
             ) from None
 
     def log(self, record: Record) -> None:
@@ -64,7 +68,7 @@ class JsonLines:
         self._file.close()
 
     def _write(self, *lines: str) -> None:
-        """Write lines, after those that wait and a rewind that waits."""
+        """Write lines, after a waiting rewind and the lines that are already waiting."""
         self._file.waiting += lines
         if self._rewind_to is not None:
             truncate_metrics(self._path, self._rewind_to)
@@ -74,7 +78,7 @@ class JsonLines:
 
 
 class Samples:
-    """Writes samples.txt, which begins with the samples that metrics.jsonl holds."""
+    """Writes samples.txt, which starts with the samples from metrics.jsonl."""
 
     def open(self, run: Any, resume_step: int | None) -> None:
         self._run = run
@@ -87,7 +91,7 @@ class Samples:
             self._file.write(_sample_text(record.step, record.text))
 
     def rewind(self, step: int) -> None:
-        """Write the file anew, without the samples that metrics.jsonl has lost."""
+        """Rewrite the file with the samples that are still in metrics.jsonl."""
         self._file.reopen()
         self.open(self._run, step)
 
@@ -100,36 +104,38 @@ def _sample_text(step: int, text: str) -> str:
 
 
 def atomic_write_text(path: Path, text: str) -> None:
-    """Write a file that is the old one or the new one, whenever the run or its host ends.
+    """Write a file atomically: after a crash, it has either its old or its new content.
 
-    Raises `UsageError` if it cannot be written.
+    Raises `UsageError` if the file cannot be written.
     """
     scratch = path.with_name(f".{path.name}.tmp")
     try:
         with scratch.open("w") as file:
             file.write(text)
             file.flush()
-            os.fsync(file.fileno())  # or a host that loses its power may keep the name alone
+            os.fsync(file.fileno())  # otherwise, a power failure could leave an empty file
         os.replace(scratch, path)
     except OSError as error:
         scratch.unlink(missing_ok=True)
         remedy = "; make room" if error.errno in NO_ROOM else ""
         raise UsageError(
-            f"{path}: cannot be written ({error.strerror or error}); it is as it was{remedy}"
+            f"{path}: cannot be written ({error.strerror or error}); its content has not changed"
+            f"{remedy}"
         ) from None
 
 
 def json_line(record: dict[str, Any]) -> str:
-    """Return the line of a record, with null and `nonfinite` for numbers that are not finite."""
+    """Return the line of a record, with null for non-finite numbers and a `nonfinite` flag."""
     nonfinite: list[str] = []
     clean = json.loads(json.dumps(record), parse_constant=nonfinite.append)  # NaN, Infinity -> None
     return json.dumps(clean | ({"nonfinite": True} if nonfinite else {})) + "\n"
 
 
 def read_records(path: Path, kind: str = "") -> list[dict[str, Any]]:
-    """Return the records of a metrics.jsonl, or those of a kind: others are not parsed.
+    """Return the records of a metrics.jsonl, or only those of one kind.
 
-    Lines that a disk has spoilt, or a kill has cut off, are left out.
+    Lines that are damaged, or cut off because the run was killed, are ignored. Raises `OSError` if
+    the file cannot be read.
     """
     found = (record for _, record in _whole_lines(path, kind) if kind in ("", record["kind"]))
     return [record for record in found if _is_whole(record)]
@@ -141,22 +147,23 @@ def truncate_metrics(
     record: dict[str, Any] | None = None,
     replaces: dict[str, Any] | None = None,
 ) -> None:
-    """Drop later steps from a metrics.jsonl, except `PERSISTENT_KINDS`.
+    """Drop the steps after `step` from a metrics.jsonl, except records of `PERSISTENT_KINDS`.
 
-    `record` is appended, in place of the record that it `replaces`, if any.
+    `record` is appended, and the record `replaces` is dropped. Raises `UsageError` if the file
+    cannot be written.
     """
     kept = [line for line, r in _whole_lines(path) if r != replaces and _stays(r, step)]
     atomic_write_text(path, "".join(kept) + (json_line(record) if record else ""))
 
 
 def _stays(record: dict[str, Any], step: int) -> bool:
-    """Return whether a record stays in metrics.jsonl when the steps after `step` are dropped."""
+    """Return whether a record is kept when the steps after `step` are dropped."""
     return record["kind"] in PERSISTENT_KINDS or record["step"] <= step
 
 
 def _whole_lines(path: Path, word: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield lines and their records, of those lines that contain a word."""
-    with path.open(errors="replace") as file:  # a host that went down may leave any bytes
+    """Yield each undamaged line that contains `word`, with its record."""
+    with path.open(errors="replace") as file:  # a host that crashes may leave arbitrary bytes
         for line in file:
             record = _parse(line) if word in line else None
             if record is not None:
@@ -164,7 +171,7 @@ def _whole_lines(path: Path, word: str = "") -> Iterator[tuple[str, dict[str, An
 
 
 def _parse(line: str) -> dict[str, Any] | None:
-    """Return the record of a line; None if a kill has cut it off, or a disk has spoilt it."""
+    """Return the record of a line, or None if the line is damaged or cut off."""
     try:
         record = json.loads(line)
         check_shape(record, {"kind": str, "step": int})

@@ -1,4 +1,4 @@
-"""The kinds of records that a run writes: one line of metrics.jsonl each."""
+"""The kinds of records that a run writes. Each record is one line of metrics.jsonl."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -8,13 +8,13 @@ from typing import Any, ClassVar
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """A record of a run; each kind is a subclass."""
+    """A record of a run. Each kind is a subclass."""
 
     kind: ClassVar[str]
     step: int
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain values for JSON. A mapping called `values` is spread; None defaults go."""
+        """Return the fields for JSON: `values` is flattened, and optional fields may be absent."""
         out: dict[str, Any] = {"kind": self.kind}
         for f in dataclasses.fields(self):
             value = getattr(self, f.name)
@@ -30,16 +30,16 @@ class TrainRecord(Record):
     """A training step, logged every train.log_interval steps and for every skipped step."""
 
     kind = "train"
-    values: Mapping[str, float | None]  # metrics of the step and rates, see `figures.py`
+    values: Mapping[str, float | None]  # metrics of the step, and rates; see `figures.py`
     consumed_tokens: int
     skipped: bool = False
     corpora: Mapping[str, Mapping[str, float | None]] | None = None
-    """Corpus -> tokens so far and mean loss since the last record; None for a single corpus."""
+    """Corpus -> its tokens so far and its mean loss since the last record; None for one corpus."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvalRecord(Record):
-    """An evaluation on both splits."""
+    """Losses of an evaluation on both splits, in nats per token."""
 
     kind = "eval"
     train_loss: float
@@ -49,7 +49,7 @@ class EvalRecord(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class SampleRecord(Record):
-    """Text that the model wrote."""
+    """Text that the model generated."""
 
     kind = "sample"
     text: str
@@ -57,7 +57,7 @@ class SampleRecord(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class SpikeRecord(Record):
-    """A step whose loss or gradient norm is out of line, or not finite."""
+    """A step whose loss or gradient norm is a spike or is not finite."""
 
     kind = "spike"
     loss: float
@@ -66,25 +66,25 @@ class SpikeRecord(Record):
     action: str
     median: float | None = None
     limit: float | None = None
-    rows: list[dict[str, Any]] = field(default_factory=list)  # of the highest losses, worst first
+    rows: list[dict[str, Any]] = field(default_factory=list)  # those with the highest losses
 
 
 @dataclass(frozen=True, kw_only=True)
 class StartRecord(Record):
-    """What the steps after this one run on."""
+    """The mesh, devices and batch size of the steps after this one."""
 
     kind = "start"
-    mesh: str  # as `parallel.mesh.describe` writes it
+    mesh: str  # in the format of `parallel.mesh.describe`
     processes: int
-    devices: str  # their kind
+    devices: str  # the device kind
     jax: str
     batch_size: int
-    consumed_sequences: int  # by the steps up to this one
+    consumed_sequences: int  # total over the steps up to this one
 
 
 @dataclass(frozen=True, kw_only=True)
 class DamageRecord(Record):
-    """A damaged checkpoint in quarantine; `step` is the checkpoint that the run continues from."""
+    """A quarantined checkpoint; `step` is the older checkpoint that the run continues from."""
 
     kind = "damage"
     path: str
@@ -93,28 +93,28 @@ class DamageRecord(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class CorruptionRecord(Record):
-    """Devices whose parameters were not those of their copies; `step` is that gone back to."""
+    """Devices whose parameters differed from their replicas; the run continues from `step`."""
 
     kind = "corruption"
-    found: int  # the step after which they were compared
+    found: int  # the step after which the devices were compared
     devices: list[str]
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointRecord(Record):
-    """A complete checkpoint; seconds that training stalled, and that it took in all."""
+    """A checkpoint that is now complete."""
 
     kind = "checkpoint"
     path: str
-    stalled: float
-    seconds: float
+    stalled: float  # seconds that training was stalled
+    seconds: float  # from the start of the save until it was complete
 
 
 @dataclass(frozen=True, kw_only=True)
 class GoodputRecord(Record):
-    """How a start spent its time since its previous record, see `train/reporting/goodput.py`.
+    """The time that one start of a run spent on each activity since its previous record.
 
-    The steps after `after`, up to `step`, were run in that time.
+    In that time, it ran the steps after `after`, up to `step`. See `train/reporting/goodput.py`.
     """
 
     kind = "goodput"
@@ -122,41 +122,44 @@ class GoodputRecord(Record):
     start: float  # Unix time at which the process started
     began: float  # Unix time at which the previous record ended, or `start`
     ended: float
-    seconds: Mapping[str, float]  # of each activity; they add up to `ended - began`
-    is_last: bool  # whether the run then ended by itself: done, or stopped with a checkpoint
+    seconds: Mapping[str, float]  # by activity; they add up to `ended - began`
+    is_last: bool  # whether the run then ended normally: done, or stopped with a checkpoint
 
 
 @dataclass(frozen=True, kw_only=True)
 class StragglerRecord(Record):
-    """A process that holds up the others, see `train/reporting/stragglers.py`; seconds per step."""
+    """A process that slows down the others; see `train/reporting/stragglers.py`.
+
+    All times are in seconds per step.
+    """
 
     kind = "straggler"
     rank: int
     host: str
-    own: float  # of the process, without waiting for devices
-    median: float  # of all processes' own
-    data: float  # of `own`: waiting for data
-    seconds: float  # that a step takes
+    own: float  # time of the process, without waiting for devices
+    median: float  # of the `own` times of all processes
+    data: float  # part of `own` that was spent waiting for data
+    seconds: float  # total time of a step
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointFailedRecord(Record):
-    """A checkpoint that could not be written, and the step of the newest complete one."""
+    """A checkpoint that could not be written."""
 
     kind = "checkpoint_failed"
     reason: str
-    latest_complete: int
+    latest_complete: int  # step of the newest complete checkpoint
 
 
 @dataclass(frozen=True, kw_only=True)
 class StartupRecord(Record):
-    """Seconds of each start-up phase, over all processes."""
+    """Seconds of each start-up phase on its slowest process, and the rank of that process."""
 
     kind = "startup"
     values: Mapping[str, float]
 
 
-# What the kinds of records that are read again must have, as `check_shape` takes it.
+# Required fields of the kinds of records that are read back, in the format of `check_shape`.
 NUMBER = float | None
 ROW_SHAPE = {"row": int, "corpus": str, "offset": int}
 SPIKE_SHAPE = {"cause": str, "loss": NUMBER, "grad_norm": NUMBER, "limit?": NUMBER}

@@ -1,4 +1,4 @@
-"""What process 0 tells `jaxgpt.launch --restarts`: how far the job has come."""
+"""The connection on which process 0 reports its progress to `jaxgpt.launch --restarts`."""
 
 import json
 import os
@@ -11,7 +11,10 @@ from jaxgpt.tracking.records import Record
 
 
 class SupervisorLink:
-    """A connection that stands as long as process 0 does; a JSON line for each record."""
+    """Sends a JSON line for each training record and each complete checkpoint.
+
+    The connection stays open as long as process 0 runs.
+    """
 
     def __init__(self) -> None:
         self._connection: socket.socket | None = None
@@ -23,7 +26,7 @@ class SupervisorLink:
         self._tell(step)
 
     def log(self, record: Record) -> None:
-        if record.kind == "checkpoint":  # complete; a later step may be under way
+        if record.kind == "checkpoint":  # now complete, while training may be at a later step
             self._facts["saved"] = record.step
             self._tell(self._step)
         elif record.kind == "train":
@@ -34,7 +37,7 @@ class SupervisorLink:
         self._tell(step)
 
     def close(self) -> None:
-        """Say that only the end of the processes is to come."""
+        """Report that the run is over, and that the processes are about to exit."""
         self._tell(self._step, ending=True)
 
     def _tell(self, step: int, ending: bool = False) -> None:

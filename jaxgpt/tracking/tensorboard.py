@@ -1,6 +1,8 @@
-"""TensorBoard event files: a scalar for every number of a record, a text for samples and spikes.
+"""TensorBoard event files: a scalar for each number in a record, and text for samples and spikes.
 
-SummaryWriter keeps all scalars in memory and hangs after a full disk; EventsWriter does neither."""
+tensorboardX's SummaryWriter keeps all scalars in memory, and hangs after the disk was full. This
+file uses its EventsWriter, which does neither.
+"""
 
 import os
 import time
@@ -23,17 +25,18 @@ class TensorBoard:
         self._directory, self._resume_step = run.directory, resume_step
 
     def _open(self) -> None:
-        """Begin a file. Loads tensorboardX, so only once there is something to write."""
+        """Start a new file. This imports tensorboardX, so it waits for the first record."""
         from tensorboardX.event_file_writer import EventsWriter
         from tensorboardX.proto.event_pb2 import SessionLog
 
         folder = self._directory / "tensorboard"
         folder.mkdir(parents=True, exist_ok=True)
-        # TensorBoard reads files in the order of their names: the second, the host, and this.
+        # TensorBoard reads files in the order of their names, which consist of the time in seconds,
+        # the host, and this number.
         number = f".{os.getpid()}.{len(list(folder.iterdir())):06d}"
         self._writer = EventsWriter(str(folder / "events"), number)
         first = 0 if self._resume_step is None else self._resume_step + 1
-        # What other files have of this step and later ones is hidden.
+        # Hides this step and later steps in the other files.
         self._write(first, session_log=SessionLog(status=SessionLog.START))
         metrics = self._directory / METRICS
         for rewind in read_records(metrics, "rewind") if metrics.exists() else ():
@@ -41,13 +44,13 @@ class TensorBoard:
                 self._log(rewind)
 
     def log(self, record: Record) -> None:
-        if isinstance(record, GoodputRecord):  # `report goodput` adds them up; they make no curve
+        if isinstance(record, GoodputRecord):  # for `report goodput`; a curve would be meaningless
             return
         try:
             if self._writer is None:
                 self._open()
             self._log(record.to_dict())
-        except OSError:  # the file may end in half an event: the next record begins another file
+        except OSError:  # the file may end in half an event, so the next record starts a new one
             self._writer, self._resume_step = None, record.step
             raise
 
@@ -62,7 +65,7 @@ class TensorBoard:
             values += text(kind, printable).value
         self._write(record["step"], summary=Summary(value=values))
         if kind != "train":
-            self._writer.flush()  # syncs the disk, which is too slow for every line
+            self._writer.flush()  # also syncs the disk, which is too slow for every record
 
     def _write(self, step: int, **content: Any) -> None:
         from tensorboardX.proto.event_pb2 import Event
@@ -70,7 +73,7 @@ class TensorBoard:
         self._writer.write_event(Event(wall_time=time.time(), step=step, **content))
 
     def rewind(self, step: int) -> None:
-        """Begin another file, which hides the steps after `step`."""
+        """Close the file; the next record starts a new one, which hides the steps after `step`."""
         self._resume_step = step
         self.close()
 
@@ -81,7 +84,7 @@ class TensorBoard:
 
 
 def _numbers(record: dict[str, Any], prefix: str) -> Iterator[tuple[str, float]]:
-    """Yield name and value of every number in a record, however deep."""
+    """Yield the name and value of every number in a record, including nested ones."""
     for name, value in record.items():
         if isinstance(value, dict):
             yield from _numbers(value, f"{prefix}/{name}")

@@ -117,7 +117,7 @@ def test_the_next_start_completes_an_interrupted_copy(run, local, interrupted):
 def test_a_checkpoint_of_an_abandoned_training_is_not_copied(run, local, interrupted):
     (run / "metrics.jsonl").write_text(line(1))  # the run continued from 1 on another node
     (note,) = local.recover(log_interval=1)
-    assert note.startswith("warning: checkpoint 2 is not used, because metrics.jsonl has reached")
+    assert note.startswith("warning: checkpoint 2 is not used, because metrics.jsonl ends at")
     assert list_checkpoints(run) == [1] and list_checkpoints(local.directory) == []
     assert (local.directory / "checkpoints" / "2.stale" / "meta" / "metadata").exists()
 
@@ -144,7 +144,7 @@ def test_a_full_run_directory_and_a_damaged_checkpoint_are_reported(
         meta.read_text().replace('"step":2', '"step":3').replace('"step": 2', '"step": 3')
     )
     (note,) = local.recover(log_interval=1)
-    assert note.startswith("warning: checkpoint 2 is not copied: ")
+    assert note.startswith("warning: checkpoint 2 was not copied: ")
     assert "is damaged" in note and list_checkpoints(run) == [1]
 
 

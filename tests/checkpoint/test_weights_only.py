@@ -90,7 +90,7 @@ def test_a_changed_byte_is_seen(tmp_path):
     path.write_bytes(data)
     by_name = {w.name: w for w in jax.tree.leaves(weights(MODEL))}
     reader = WeightsReader(tmp_path, 0)
-    with pytest.raises(UsageError, match=f"params/{name} is not what was saved"):
+    with pytest.raises(UsageError, match=f"params/{name} does not match its checksum; choose"):
         list(reader.blocks(by_name[name]))
     list(reader.blocks(by_name["norm/scale"]))
 

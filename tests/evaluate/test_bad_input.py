@@ -71,8 +71,14 @@ def refused(capsys, *words):
     [
         ((), "are required: --run"),
         (("--run", "{home}/new_run"), "new_run: has no checkpoints yet; give a run directory"),
-        (("--run", "{home}/run", "--step", 99), "--step 99: {home}/run has 3"),
-        (("--run", "{home}/run", "--step", 0), "--step 0: {home}/run has 3"),
+        (
+            ("--run", "{home}/run", "--step", 99),
+            "--step 99: {home}/run has no such checkpoint; choose from 3",
+        ),
+        (
+            ("--run", "{home}/run", "--step", 0),
+            "--step 0: {home}/run has no such checkpoint; choose from 3",
+        ),
         (("--run", "{home}/weights"), "--dataset: is needed, as these weights came without data"),
         (
             ("--run", "{home}/run", "--block-size", BLOCK + 1),

@@ -214,7 +214,7 @@ def compare(ours, theirs):
         ("run={home}/nothing", "--run {home}/nothing: has no checkpoints"),
         ("pretrained=gpt2", "pretrained is not known; give run"),
         ("run={home}/run,dtype=fp8", "dtype=fp8: must be"),
-        ("run={home}/run,step=7", "--step 7: {home}/run has 60"),
+        ("run={home}/run,step=7", "--step 7: {home}/run has no such checkpoint; choose from 60"),
     ],
 )
 def test_bad_arguments_are_one_sentence(home, given, sentence):

@@ -83,7 +83,7 @@ def test_what_was_dropped_is_on_record(rewound):
     worst = [row["loss"] for row in record["rows"]]
     assert len(worst) == 8 and worst == sorted(worst, reverse=True)
     log = (rewound / "train.log").read_text()
-    assert "warning: faults.random_tokens: steps 36-38 train on tokens drawn at random" in log
+    assert "warning: faults.random_tokens: steps 36-38 train on random tokens" in log
     assert "rewound to step 20 because of the spike at step 36" in log
 
 
@@ -243,7 +243,7 @@ def test_after_so_many_rewinds_it_stops_with_a_report(tmp_path, capsys):
         for step in (10, 20):
             shutil.rmtree(tmp_path / "checkpoints" / str(step) / lost)
         assert train_here(*arguments) == exits.FAILED
-        assert "no checkpoint up to step 27 is left" in capsys.readouterr().out
+        assert "step 27 to go back to, and none is left; continue with" in capsys.readouterr().out
         assert (tmp_path / "checkpoints" / "30" / "meta").exists()
 
 

@@ -37,4 +37,4 @@ def test_a_full_disk_behind_the_console_is_not_the_end(tmp_path):
     assert said.returncode == 0
     one, warning, two = (tmp_path / "train.log").read_text().splitlines()
     assert one.endswith(" one") and two.endswith(" two")
-    assert "warning: the console stopped: No space left" in warning
+    assert "warning: output to the console stopped: No space left" in warning

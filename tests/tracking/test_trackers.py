@@ -83,8 +83,8 @@ def test_train_log_gets_its_lines_once_the_disk_has_room_again(tmp_path, capsys)
     console.info("four")
     console.close()
     printed = capsys.readouterr().out.splitlines()
-    warning = "warning: train.log failed: File too large; 1 line waits to be written; "
-    assert printed == ["one", "two", f"{warning}the next line tries again", "three", "four"]
+    warning = "warning: train.log failed: File too large; 1 line is waiting to be written; "
+    assert printed == ["one", "two", f"{warning}retrying with the next line", "three", "four"]
     written = [line[20:] for line in (tmp_path / "train.log").read_text().splitlines()]
     assert written == printed
 
@@ -194,7 +194,7 @@ def test_a_tracker_that_fails_for_a_while_is_tried_again_with_one_warning(tmp_pa
     trackers.close()
     warning, recovery = said
     assert warning == (
-        "warning: train.trackers=hosted failed: no route to host; the next record tries again"
+        "warning: train.trackers=hosted failed: no route to host; retrying with the next record"
     )
     assert recovery == "train.trackers=hosted works again"
     steps = [step for call, *step in server.heard if call == "log"]
@@ -222,7 +222,7 @@ def test_a_tracker_that_hangs_stops_no_other(tmp_path, monkeypatch):
         trackers.log(trained(step))
     trackers.close()
     reason = f"warning: train.trackers=hosted failed: it is {LIMIT} records behind; "
-    assert said == [f"{reason}the next record tries again", f"{reason}it is incomplete"]
+    assert said == [f"{reason}retrying with the next record", f"{reason}it is incomplete"]
     assert len(lines(tmp_path / "metrics.jsonl")) == n_steps
 
 
@@ -256,8 +256,8 @@ def test_no_record_is_lost_while_the_disk_is_full(tmp_path, rewind_to):
     trackers.close()
     assert [r["step"] for r in lines(path)] == list(range(1, 61))
     assert said[0] == (
-        "warning: metrics.jsonl failed: File too large; 1 line waits to be written; the next "
-        "record tries again"
+        "warning: metrics.jsonl failed: File too large; 1 line is waiting to be written; retrying "
+        "with the next record"
     )
     assert said[1:] == ["metrics.jsonl works again"]
 
@@ -270,7 +270,7 @@ def test_a_disk_that_stays_full_is_named_at_the_end(tmp_path):
         trackers.log(trained(2))
         trackers.close()
     assert said[-1] == (
-        "warning: metrics.jsonl failed: File too large; 2 lines wait to be written; it is "
+        "warning: metrics.jsonl failed: File too large; 2 lines are waiting to be written; it is "
         "incomplete"
     )
     assert (tmp_path / "metrics.jsonl").read_text() == ""
