@@ -1,4 +1,4 @@
-"""A checkpoint saved under any way to lay a step out is restored under any other."""
+"""A checkpoint saved on one mesh or ZeRO stage can be restored on any other."""
 
 import contextlib
 import gc
@@ -39,14 +39,14 @@ def steps():
 
 
 def filled(shapes):
-    """A state of random numbers."""
+    """Return a state of random numbers."""
     draw = np.random.default_rng(0).normal
     return jax.tree.map(
         lambda s: jax.device_put(draw(0, 100, s.shape).astype(s.dtype), s.sharding), shapes
     )
 
 
-@pytest.mark.long  # in short, runs go on from another mesh
+@pytest.mark.long  # shorter tests resume runs on another mesh
 @pytest.mark.parametrize(
     "saved", [pytest.param(i, id=" ".join(s[1:])) for i, s in enumerate(SETTINGS)]
 )
@@ -88,14 +88,14 @@ def test_a_single_flipped_bit_is_noticed(steps, tmp_path):
         match="points/2: opt_state/0/nu/position_embedding/embedding does not match.*1 of",
     ):
         checkpoints.restore(2, checkpoint_tree(shapes))
-    restore_params(tmp_path, 2, shapes.params)  # which are what they were
+    restore_params(tmp_path, 2, shapes.params)  # the parameters are undamaged
     flip_a_bit(state.params["position_embedding"]["embedding"], tmp_path)
     with pytest.raises(UsageError, match="params/position_emb.* does not match its.*1 of.* choose"):
         restore_params(tmp_path, 2, shapes.params)
 
 
 def flip_a_bit(array, folder):
-    """Of one element, in the file that holds it."""
+    """Flip a bit of one element, in the file that contains it."""
     start = np.asarray(array.addressable_shards[0].data).tobytes()[:16]
     files = [path for path in folder.rglob("*") if path.is_file() and start in path.read_bytes()]
     (path,) = files
@@ -136,7 +136,7 @@ def test_a_checkpoint_for_which_there_is_no_room_is_not_begun(steps, tmp_path, m
 
 @contextlib.contextmanager
 def quota():
-    """Files of at most 1 MiB."""
+    """Limit files to 1 MiB."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, limits[1]))
     try:
@@ -147,7 +147,7 @@ def quota():
 
 @contextlib.contextmanager
 def vanished(folder):
-    """No folder to write in, as where a file system is gone."""
+    """Remove the folder that is written to, as if its file system had vanished."""
     folder.rename(folder.with_name("elsewhere"))
     folder.write_text("")
     try:
@@ -175,7 +175,7 @@ def test_a_run_continues_after_a_failed_save_while_an_older_one_is_complete(
         if trouble == "quota":
             checkpoints.save(2, tree, META)
             checkpoints.close(is_final=False)
-        else:  # and the one before it with it
+        else:  # the older checkpoint has vanished with the folder
             with pytest.raises(
                 UsageError, match="2 could not .*(File exists|Not a directory).; start"
             ):
@@ -214,13 +214,13 @@ def test_a_run_that_needs_the_failed_save_ends_with_one_sentence(why, noticed, s
             checkpoints.save(3, tree, META)
     checkpoints.close()
     assert list_checkpoints(tmp_path) == ([] if why == "no other" else [1])
-    # Orbax may still write other arrays after the failure; the next start removes what they leave.
+    # Orbax may still write other arrays after the failure. The next start removes their remains.
     checkpoints.open(tree)
     assert names(tmp_path) == ([] if why == "no other" else ["1"])
 
 
 def names(run):
-    """What is in the folder of checkpoints."""
+    """Return the names in the folder of checkpoints."""
     return sorted(path.name for path in (run / "checkpoints").iterdir())
 
 

@@ -1,4 +1,4 @@
-"""Checksums against the same sums in NumPy, and against what they are to find."""
+"""Checksums equal an independent implementation, and detect the changes that they should."""
 
 import jax
 import ml_dtypes
@@ -14,7 +14,7 @@ from jaxgpt.parallel.mesh import make_mesh
 
 
 def fmix32(h):
-    """Of Python integers, as in smhasher's MurmurHash3.cpp."""
+    """Return the hash of a Python integer, as in smhasher's MurmurHash3.cpp."""
     h ^= h >> 16
     h = h * 0x85EBCA6B % 2**32
     h ^= h >> 13
@@ -28,7 +28,7 @@ def expected(array):
 
 
 def test_the_mixing_is_that_of_murmurhash3():
-    assert fmix32(0) == 0 and fmix32(1) == 0x514E28B7  # MurmurHash3_x86_32 of nothing, seed 1
+    assert fmix32(0) == 0 and fmix32(1) == 0x514E28B7  # MurmurHash3_x86_32 of no bytes with seed 1
 
 
 @pytest.mark.parametrize("mesh", [(8, 1, 1), (2, 2, 2), (1, 4, 2)], ids=str)

@@ -1,4 +1,4 @@
-"""A checkpoint goes to the run directory by way of a faster folder."""
+"""Checkpoints are saved to a faster folder, and then copied to the run directory."""
 
 import shutil
 import threading
@@ -35,7 +35,7 @@ def open_run(run, tmp_path, *settings):
 
 
 def tree(step):
-    """A state with parts on several devices, and a copy on each."""
+    """Return a state with a sharded and a replicated array."""
     mesh = make_mesh(MeshShape(2, 2, 2))
     sharded = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("fsdp", "tensor"))
     copied = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
@@ -80,7 +80,7 @@ def test_a_slow_run_directory_delays_the_save_after_the_next_not_the_next(
 
 
 def line(step):
-    """A line of metrics.jsonl."""
+    """Return a line of metrics.jsonl."""
     return f'{{"kind": "train", "step": {step}, "loss": 1.0, "skipped": false}}\n'
 
 
@@ -93,7 +93,7 @@ def fail_to_copy(error):
 
 @pytest.fixture
 def interrupted(run, tmp_path, monkeypatch):
-    """Checkpoint 1 in the run directory, and checkpoint 2 in the local folder only."""
+    """Save checkpoint 1 to the run directory, and checkpoint 2 only to the local folder."""
     checkpoints = open_run(run, tmp_path)
     checkpoints.save(1, tree(1), META)
     checkpoints.close()

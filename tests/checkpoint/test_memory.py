@@ -1,4 +1,4 @@
-"""A run with many steps does not grow. (A save leaks some 30 kB: README.md.)"""
+"""The memory of a run does not grow with its steps. (A save leaks about 30 kB: README.md.)"""
 
 import subprocess
 import sys
@@ -8,14 +8,14 @@ import pytest
 
 from jobs import environment, records
 
-# A model so small that what steps leave behind is all that can grow.
+# The model is so small that any growth comes from memory that steps leak.
 TOY = (
     "model.n_layer=1 model.n_head=1 model.n_embd=16 model.block_size=8 train.batch_size=2 "
     "train.eval_interval=0 train.eval_iters=1 train.sample_tokens=0 train.log_interval=50 "
     "train.trackers= optimizer.warmup_iters=1 checkpoint.interval=0"
 ).split()
 STEPS = 20_000
-# Pages of 2 MiB would turn a slope into steps.
+# With pages of 2 MiB, slow growth would show up as jumps.
 PROGRAM = """
 import ctypes
 ctypes.CDLL(None).prctl(41, 1, 0, 0, 0)  # PR_SET_THP_DISABLE
@@ -29,7 +29,7 @@ def test_resident_memory_grows_by_less_than_50_kilobytes_in_a_thousand_steps(tmp
     arguments = ("--config", "tiny", "--mesh", "1,1,1", *TOY, f"train.max_iters={STEPS}")
     job = subprocess.run(
         [sys.executable, "-c", PROGRAM, *arguments, "--out", tmp_path],
-        env=environment(MALLOC_ARENA_MAX="1"),  # or `keep_freed_memory` asks for large pages
+        env=environment(MALLOC_ARENA_MAX="1"),  # stops `keep_freed_memory` from using large pages
         stdout=subprocess.DEVNULL,
         timeout=1800,
     )

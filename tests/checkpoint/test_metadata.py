@@ -1,4 +1,4 @@
-"""What a checkpoint keeps beside its state is what was saved, and that of its step."""
+"""The JSON of a checkpoint is read only if it is undamaged and belongs to that step."""
 
 import json
 

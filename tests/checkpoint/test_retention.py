@@ -1,4 +1,4 @@
-"""Which checkpoints stay?"""
+"""Which checkpoints are kept, by the retention settings."""
 
 import json
 import math
@@ -19,7 +19,7 @@ LOSSES = dict(zip(SAVED, (4.0, 2.5, 3.0, 2.0, 2.5, 2.6, 2.7, 2.8, 2.9, 3.1), str
         (("keep=1", "keep_every=30"), {30, 60, 90, 100}),
         (("keep=1", "keep_best=1"), {40, 100}),
         (("keep=1", "keep_best=3"), {20, 40, 50, 100}),  # 20 and 50 have the same loss
-        (("keep=1", "keep_best=2"), {20, 40, 100}),  # of two that are equal the older one
+        (("keep=1", "keep_best=2"), {20, 40, 100}),  # the older one of two with equal losses
         (("keep=2", "keep_every=50", "keep_best=1"), {40, 50, 90, 100}),
         (("keep=20",), set(SAVED)),
     ],
@@ -31,7 +31,7 @@ def test_the_newest_the_regular_and_the_best_stay(settings, stay):
 
 
 def test_what_stays_never_comes_back_and_a_better_one_takes_its_place():
-    """Over a whole run: the best of all so far are there, although most were removed long ago."""
+    """At each save, the best checkpoints so far are kept, even after others have been removed."""
     best = load_config("tiny", "checkpoint.keep=1", "checkpoint.keep_best=2").checkpoint
     losses, there = {}, []
     for step in range(1, 200):
@@ -42,7 +42,7 @@ def test_what_stays_never_comes_back_and_a_better_one_takes_its_place():
 
 def test_losses_are_those_of_the_metrics_that_a_restart_finds(tmp_path):
     config = load_config("tiny", "checkpoint.keep=1", "checkpoint.keep_best=1")
-    assert steps_to_remove(tmp_path, config, [10, 20, 30]) == {10, 20}  # nothing is known
+    assert steps_to_remove(tmp_path, config, [10, 20, 30]) == {10, 20}  # no losses are known
     lines = [
         {"kind": "eval", "step": 10, "train_loss": 1.0, "val_loss": 2.0},
         {"kind": "eval", "step": 20, "train_loss": 0.5, "val_loss": None, "nonfinite": True},

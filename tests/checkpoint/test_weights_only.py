@@ -1,4 +1,4 @@
-"""Parameters that are written a part at a time are a checkpoint as any other."""
+"""Parameters that are written in parts can be restored like any other checkpoint."""
 
 import jax
 import numpy as np
@@ -28,7 +28,7 @@ def random_params():
 
 
 def write(folder, params):
-    """Write it by layers, the last first, and by halves of rows."""
+    """Write the layers in reverse order, and other weights in halves of their rows."""
     writer = WeightsWriter(folder, MODEL)
     for weight, array in zip(jax.tree.leaves(weights(MODEL)), jax.tree.leaves(params), strict=True):
         if not weight.n_layers:
@@ -75,7 +75,7 @@ def test_layers_and_rows_are_read_a_few_at_a_time(tmp_path, monkeypatch):
             np.testing.assert_array_equal(np.stack(list(found.values())), array)
         else:
             np.testing.assert_array_equal(np.concatenate(list(found.values())), array)
-    assert len(found) > 1  # of rows of the last one, the token embedding
+    assert len(found) > 1  # blocks of rows of the last weight, the token embedding
 
 
 def test_a_changed_byte_is_seen(tmp_path):

@@ -1,4 +1,4 @@
-"""Spikes are found on the device: the statistics, and what a step does about them."""
+"""Spike detection on the device: its statistics, and how a step reacts to a spike."""
 
 import json
 
@@ -26,13 +26,13 @@ NOISE = 0.05
 
 
 def normal(n, level=3.0, seed=0):
-    """Losses and gradient norms of steps as they should be."""
+    """Return losses and gradient norms of normal steps."""
     draw = np.random.default_rng(seed).normal
     return np.stack([level + NOISE * draw(size=n), 1 + 0.1 * draw(size=n)], axis=1)
 
 
 def watched(values, spike=SPIKE, watch=None):
-    """The cause found at each step, and what is remembered after the last."""
+    """Return the cause detected at each step, and the state after the last step."""
     seen = jax.jit(lambda watch, loss, norm: update(watch, loss, norm, spike))
     watch, causes = watch or init_spike_state(spike), []
     for loss, grad_norm in np.float32(values):
@@ -61,7 +61,7 @@ def test_a_spike_is_found_and_hides_no_other():
     values[100, 0] = values[103, 0] = 1e6
     values[150] = 3.5, 1.0  # 10 deviations above
     values[160, 1] = 5.0  # 40 deviations above
-    values[170] = 0.5, 0.1  # downward is good
+    values[170] = 0.5, 0.1  # a lower loss is not a spike
     causes, _ = watched(values)
     assert flagged(causes) == [100, 103, 150, 160]
     assert [causes[i] for i in (100, 150, 160)] == ["loss", "loss", "grad_norm"]
@@ -135,7 +135,7 @@ MODEL = (
 
 
 def setup(*options):
-    """The functions of a run on the devices that --mesh says, or eight, and a batch."""
+    """Return a run's compiled functions on the devices of --mesh (or eight), and a batch."""
     config = load_config(*MODEL, "--mesh", "8,1,1", *options)
     sizes = mesh_shape(config)
     with limited_devices(sizes.n_devices):
@@ -145,7 +145,7 @@ def setup(*options):
 
 
 def trained(steps, batch, n):
-    """State and metrics after each of n steps on the same batch, as NumPy arrays."""
+    """Return the state and metrics after each of n steps on the same batch, as NumPy arrays."""
     state, out = steps.init(), []
     for step in range(1, n + 1):
         state, metrics = steps.train_step(state, *scalars(steps.model.config, step), batch)
@@ -159,7 +159,7 @@ def same(a, b):
 
 
 def updates(state):
-    """How many updates AdamW has made."""
+    """Return the number of updates that AdamW has made."""
     return optax.tree_utils.tree_get(state.opt_state, "count")
 
 
@@ -209,7 +209,7 @@ def test_only_skip_update_leaves_out_a_spike(action):
         "--mesh", "1,1,1", f"spike.action={action}", "spike.window=4", "spike.loss_threshold=20"
     )
     state = steps.init()
-    for step in range(1, 60):  # until it knows the batch by heart
+    for step in range(1, 60):  # until the model has memorized the batch
         state, metrics = steps.train_step(state, *scalars(steps.model.config, step), batch)
     other = np.random.default_rng(1).integers(0, 64, (16, 33)).astype(np.int32)
     before = jax.tree.map(np.array, state)

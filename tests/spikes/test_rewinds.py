@@ -1,4 +1,4 @@
-"""Rewinds in this process, on four simulated devices: a tiny model, and a poisoned stretch."""
+"""Rewinds of a tiny model on four simulated devices, after a few steps of random tokens."""
 
 import gc
 import itertools
@@ -16,7 +16,7 @@ from jaxgpt.train import loop, restart, setup
 from jaxgpt.train.reporting.goodput import account, read_goodput
 from jobs import SMALL, checkpoint_arrays, losses, records, run, train_here
 
-# It has learned enough by step 36 for random tokens, of loss 8, to stand out.
+# By step 36, the model has learned enough for random tokens (loss 8) to stand out.
 POISONED = (
     *SMALL, "--mesh", "2,1,2", "model.n_layer=1", "model.n_embd=32", "optimizer.warmup_iters=2",
     "optimizer.learning_rate=0.01", "train.max_iters=60", "checkpoint.interval=10",
@@ -48,7 +48,7 @@ def rewound(tmp_path_factory):
 
 
 def numbers(out):
-    """step -> loss of what metrics.jsonl holds, of which no step may be there twice."""
+    """Return step -> loss from metrics.jsonl, in which no step may occur twice."""
     steps = [r["step"] for r in records(out)]
     assert steps == sorted(set(steps))
     return losses(out)
@@ -132,7 +132,7 @@ def test_skip_update_does_what_a_range_given_by_hand_would(tmp_path):
 
 
 def empty_numbers(state):
-    """Empty the files that hold the numbers of a checkpoint."""
+    """Empty the files that contain the arrays of a checkpoint."""
     for part in state.glob("**/d/*"):
         part.write_bytes(b"")
 
@@ -141,13 +141,13 @@ class Killed(Exception):
     pass
 
 
-@pytest.mark.long  # in short, test_spikes.py has it with several processes
+@pytest.mark.long  # test_spikes.py has a short version with several processes
 @pytest.mark.parametrize(
     "place",
     ["restore_state", "commit_rewind", "truncate_metrics", "finish_rewind", "skip range"],
 )
 def test_killed_in_the_middle_a_run_ends_the_same(rewound, tmp_path, place, monkeypatch):
-    """Before and after the state is restored, between two files of the commit, and later."""
+    """The run is killed before and after the restore, during the commit, and later."""
 
     made = []
 
@@ -174,8 +174,8 @@ def test_killed_in_the_middle_a_run_ends_the_same(rewound, tmp_path, place, monk
             patch.setattr(rewinds if place == "truncate_metrics" else restart, place, killed)
         with pytest.raises(Killed):
             train_here(*POISONED, *REWIND, "--out", tmp_path)
-    made[0].close()  # with a process its threads, too, would have ended
-    gc.collect()  # Orbax's event loop, whose end breaks what Python 3.11 parses meanwhile
+    made[0].close()  # if a process had been killed, its threads would have ended, too
+    gc.collect()  # ends Orbax's event loop now, because that would break parsing in Python 3.11
     is_committed = place not in ("restore_state", "commit_rewind")
     assert (tmp_path / "rewinds.json").exists() == is_committed
     assert train_here("--out", tmp_path, *POISONED, *REWIND) == exits.DONE
@@ -183,7 +183,7 @@ def test_killed_in_the_middle_a_run_ends_the_same(rewound, tmp_path, place, monk
 
 
 def test_a_rewind_to_a_damaged_checkpoint_goes_further_back(rewound, tmp_path, monkeypatch):
-    """What it goes back to is read before newer checkpoints are removed."""
+    """The target of a rewind is read before newer checkpoints are removed."""
     decide, restore, seen = restart.decide_rewind, loop.Checkpoints.restore, []
 
     def rewind_to_damage(config, directory, *rest):
@@ -220,7 +220,7 @@ def test_without_a_checkpoint_so_old_a_run_begins_anew(tmp_path):
     more = ("checkpoint.interval=30", "spike.rewind_margin=20", "train.log_interval=25")
     train_to_the_end(tmp_path, *REWIND, *more)
     (record,) = records(tmp_path, "rewind")
-    # Between two log lines a spike is found when the next step is under way.
+    # Between two log lines, a spike is detected while the next step is running.
     assert record["step"] == 0 and record["dropped"] == [1, 37]
     assert list(numbers(tmp_path)) == [25, *range(34, 43), 50, 60]
     assert not (tmp_path / "metrics.jsonl.old").exists()
@@ -239,7 +239,7 @@ def test_after_so_many_rewinds_it_stops_with_a_report(tmp_path, capsys):
     assert [r["spike"] for r in records(tmp_path, "rewind")] == [36]
     assert [r["step"] for r in records(tmp_path, "spike") if r["cause"] == "loss"] == [37]
     arguments = (*arguments, "spike.max_rewinds=2")
-    for lost in ("meta", "."):  # what is damaged is nothing to go back to, either
+    for lost in ("meta", "."):  # a run cannot go back to a damaged checkpoint, either
         for step in (10, 20):
             shutil.rmtree(tmp_path / "checkpoints" / str(step) / lost)
         assert train_here(*arguments) == exits.FAILED
@@ -302,7 +302,7 @@ def test_spikes_are_recorded_whatever_the_interval_of_the_log(tmp_path):
 
 @pytest.mark.long
 def test_tiny_shakespeare_gets_over_a_poisoned_stretch(tmp_path, shakespeare):
-    """nanoGPT's setting for a CPU, with twenty steps of random tokens in its middle."""
+    """Train nanoGPT's CPU example with twenty steps of random tokens in the middle."""
     poison = ("--faults.random_tokens", "1000", "1019")
     rewind = ("spike.action=rewind",)
     found = {}

@@ -1,4 +1,4 @@
-"""The training line: what it says, and what goes first where it is too long."""
+"""The training line: its content, and what is dropped first if it is too long."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The tracker that the README of the room adds."""
+"""The tracker that the README of jaxgpt/tracking adds."""
 
 import csv
 
@@ -9,7 +9,7 @@ from jobs import SMALL, records, train_here
 from readme_code import load_block, train_and_move
 
 
-@pytest.mark.long  # in short: it drops what a rewind drops, and changes no loss
+@pytest.mark.long  # the next two tests are short versions
 def test_the_readme_s_tracker_follows_a_run_to_another_mesh(tmp_path, monkeypatch):
     module = load_block("jaxgpt/tracking/README.md", "jaxgpt.tracking.csv_file", tmp_path)
     monkeypatch.setitem(tracking.TRACKERS, "csv", module.CsvFile)

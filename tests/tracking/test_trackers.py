@@ -1,4 +1,4 @@
-"""Where records go, and what may go wrong on the way."""
+"""The destinations of records, and how they handle failures."""
 
 import contextlib
 import json
@@ -66,7 +66,7 @@ def test_a_resumed_file_holds_no_step_twice(tmp_path):
         file.log(trained(step))
     file.close()
     with path.open("a") as f:
-        f.write('{"kind": "eval", "step": null}\n')  # another program's
+        f.write('{"kind": "eval", "step": null}\n')  # written by another program
         f.write('{"kind": "train", "st')  # killed while writing
     file = opened(JsonLines(), tmp_path, 4)
     file.log(trained(5))
@@ -137,7 +137,7 @@ def test_rewinds_stay_whatever_is_dropped(tmp_path):
 
 
 class Server:
-    """A tracker whose server can be down; `heard` are the calls that it got."""
+    """A tracker whose server can be down; `heard` has the calls that it received."""
 
     def __init__(self):
         self.is_down, self.heard = False, []
@@ -168,7 +168,7 @@ class Hangs(Server):
 
 
 def trackers_with(server, directory, monkeypatch):
-    """All trackers, with a server as one of them, and the list of what they say."""
+    """Return all trackers of a run, one of them with a server, and the list of their warnings."""
     monkeypatch.setitem(TRACKERS, "hosted", lambda: server)
     said = []
     return Trackers(run_in(directory, "hosted"), None, said.append), said
@@ -209,7 +209,7 @@ def test_a_tracker_that_could_not_be_opened_is_opened_before_its_next_record():
     tracker.open(None, 7)
     wait_until(lambda: tracker._error)
     server.is_down = False
-    with pytest.raises(OSError, match="no route"):  # the error of the call before
+    with pytest.raises(OSError, match="no route"):  # the error of the previous call
         tracker.log(trained(8))
     tracker.close()
     assert server.heard == [("open", 7), ("log", 8), ("close",)]
@@ -228,7 +228,7 @@ def test_a_tracker_that_hangs_stops_no_other(tmp_path, monkeypatch):
 
 @contextlib.contextmanager
 def full_disk(room):
-    """Files cannot grow beyond some bytes, as on a full disk."""
+    """Limit the size of files, as a full disk does."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (room, hard))
     try:
@@ -295,7 +295,7 @@ def test_samples_are_written_once_the_disk_has_room_again(tmp_path):
     trackers.log(SampleRecord(step=2, text="two"))
     trackers.close()
     assert (tmp_path / "samples.txt").read_text() == "--- step 1\none\n--- step 2\ntwo\n"
-    assert len(said) == 4  # of metrics.jsonl and of samples.txt
+    assert len(said) == 4  # two each about metrics.jsonl and samples.txt
 
 
 def test_the_end_of_a_run_waits_for_a_tracker_only_so_long():
@@ -326,7 +326,7 @@ def test_the_link_to_the_supervisor_connects_again(tmp_path, monkeypatch):
         monkeypatch.setenv(SUPERVISOR, f"localhost:{server.getsockname()[1]}")
         monkeypatch.setenv(JOB, "job")
         link = opened(SupervisorLink(), tmp_path)
-        link._connection.shutdown(socket.SHUT_RDWR)  # as after a network that failed
+        link._connection.shutdown(socket.SHUT_RDWR)  # as if the network had failed
         with pytest.raises(OSError, match="."):
             link.log(trained(1))
         link.log(trained(2))
