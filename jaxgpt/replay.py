@@ -40,7 +40,7 @@ from jaxgpt.train.resume import source_hashes
 COMPARED = {"loss": 1e-3, "grad_norm": 1e-2}  # figure -> relative tolerance for rounding
 
 
-class Place(NamedTuple):
+class Conditions(NamedTuple):
     """The mesh, processes, devices and JAX version that steps ran on, as in `StartRecord`."""
 
     mesh: str
@@ -57,7 +57,7 @@ class Stretch(NamedTuple):
 
     checkpoint: int  # the step to start after; 0 is the initial state
     last: int
-    places: list[list[Any]]  # what the run used for these steps, in order; each has `Place`'s items
+    conditions: list[list[Any]]  # the distinct `Conditions` of the steps, in order, as lists
     parts: list[list[Any]]  # for each batch size in order: its last step and its configuration
 
 
@@ -106,7 +106,7 @@ def replay(run: Path, steps: Sequence[int], mesh: str | None, cluster: ProcessGr
         cluster.run_on_all(lambda: find_stretches(run, steps) if cluster.is_main else None)
     )
     stretches = [Stretch(*stretch) for stretch in found["stretches"]]
-    mesh = mesh or Place(*stretches[0].places[0]).mesh.replace(" ", ",")
+    mesh = mesh or Conditions(*stretches[0].conditions[0]).mesh.replace(" ", ",")
     sizes, differs, repeater = BatchSizes(found["batch_sizes"]), False, None
     for stretch in stretches:
         begin, state, scalars = stretch.checkpoint, None, {}
@@ -116,14 +116,14 @@ def replay(run: Path, steps: Sequence[int], mesh: str | None, cluster: ProcessGr
                 initialize_jax(cluster, mesh_shape(config))
             if repeater is None or repeater.config != config:
                 repeater = Repeater(run, config, sizes, found["fingerprints"], cluster)
-            state = repeater.begin(begin) if state is None else state
+            state = repeater.restore_or_init(begin) if state is None else state
             state, more = repeater.repeat(state, range(begin + 1, end + 1))
             begin, scalars = end, scalars | more
-        exact = all(Place(*place) == repeater.place for place in stretch.places)
+        exact = all(Conditions(*item) == repeater.conditions for item in stretch.conditions)
         differences = compare(scalars, found["records"], exact)
         differs = differs or bool(differences)
         if cluster.is_main:
-            print(verdict(stretch, repeater.place, differences, exact), flush=True)
+            print(verdict(stretch, repeater.conditions, differences, exact), flush=True)
     return differs
 
 
@@ -163,7 +163,7 @@ def find_stretches(run: Path, steps: Sequence[int]) -> dict[str, Any]:
                 f"--step {step}: no checkpoint before it is left, and the run did not start from "
                 "random weights; choose a later step"
             )
-        stretches.append(Stretch(before, step, _places(starts, before, step), parts))
+        stretches.append(Stretch(before, step, _conditions(starts, before, step), parts))
     return {
         "stretches": stretches,
         "records": {s: {n: r.get(n) for n in COMPARED} for s, r in records.items()},
@@ -202,8 +202,8 @@ def _parts(
     return [[end, config_of(end) | shared] for end in ends]
 
 
-def _places(starts: Sequence[dict[str, Any]], before: int, last: int) -> list[list[Any]]:
-    """Return each distinct `Place` of the steps after `before` up to `last`, in order.
+def _conditions(starts: Sequence[dict[str, Any]], before: int, last: int) -> list[list[Any]]:
+    """Return each distinct `Conditions` of the steps after `before` up to `last`, in order.
 
     `starts` are the run's records of kind start, oldest first.
     """
@@ -215,8 +215,8 @@ def _places(starts: Sequence[dict[str, Any]], before: int, last: int) -> list[li
         )
     for step in range(before + 1, last + 1):
         start = [s for s in starts if s["step"] < step][-1]
-        by_step[step] = [start[name] for name in Place._fields]
-    return [list(place) for place in dict.fromkeys(map(tuple, by_step.values()))]
+        by_step[step] = [start[name] for name in Conditions._fields]
+    return [list(conditions) for conditions in dict.fromkeys(map(tuple, by_step.values()))]
 
 
 class Repeater:
@@ -249,7 +249,7 @@ class Repeater:
 
         mesh = job_mesh(config, cluster.hosts)
         kind = mesh.devices.flat[0].device_kind
-        self.place = Place(describe(mesh), cluster.size, kind, jax.__version__)
+        self.conditions = Conditions(describe(mesh), cluster.size, kind, jax.__version__)
         self._cluster = cluster
         self._checkpoints = Checkpoints(run, config, cluster)
         self._steps = make_steps(config, mesh, has_masks=dataset.has_masks)
@@ -273,7 +273,7 @@ class Repeater:
         batches.close()
         return state, jax.device_get(found)
 
-    def begin(self, step: int) -> Any:
+    def restore_or_init(self, step: int) -> Any:
         """Return the state after `step`, from its checkpoint; for step 0, the initial state."""
         from jaxgpt.train.state import restore_state
 
@@ -309,15 +309,17 @@ def agree(was: float | None, found: float | None, tolerance: float) -> bool:
     return abs(was - found) <= tolerance * abs(was)
 
 
-def verdict(stretch: Stretch, place: Place, differences: list[Difference], exact: bool) -> str:
+def verdict(
+    stretch: Stretch, conditions: Conditions, differences: list[Difference], exact: bool
+) -> str:
     """Return the line that reports the result of a repeated stretch."""
     begin = f"checkpoint {stretch.checkpoint}" if stretch.checkpoint else "the initial state"
-    what = f"step {stretch.last} from {begin}, on {place}"
+    what = f"step {stretch.last} from {begin}, on {conditions}"
     if differences:
         return f"differs: {what}: {differences[0]}"
     how = "bit for bit"
     if not exact:
-        ran = " and ".join(str(Place(*place)) for place in stretch.places)
+        ran = " and ".join(str(Conditions(*item)) for item in stretch.conditions)
         how = f"up to rounding (the run had {ran})"
     return f"agrees {how}: {what}"
 

@@ -23,10 +23,10 @@ from jaxgpt.checkpoint.metadata import (
     TEMPORARY_SUFFIX,
     DamagedCheckpoint,
     add_checksum,
+    describe_error,
     list_checkpoints,
     os_error,
     read_meta,
-    reason,
     remove_temporary,
 )
 from jaxgpt.checkpoint.retention import steps_to_remove
@@ -250,7 +250,7 @@ class Checkpoints:
             if self._path(step).exists():  # damaged: the run restarted from an older checkpoint
                 shutil.rmtree(self._path(step))
         except OSError as error:
-            return f"{self._path(step)} cannot be removed: {reason(error)}"
+            return f"{self._path(step)} cannot be removed: {describe_error(error)}"
         problem = self._room_problem(tree)
         if problem and self._background is not None:  # wait for the removal of old checkpoints
             self._background.shutdown()
@@ -300,7 +300,7 @@ class Checkpoints:
             error = error or raised
         if isinstance(error, TimeoutError):
             return f"{TIMED_OUT}={self._config.checkpoint.timeout_minutes:g}"
-        return "" if error is None else reason(error)
+        return "" if error is None else describe_error(error)
 
     def _start_copy(self, save: Save) -> None:
         save.copy = self._in_background(self._local.copy_to_run, save.step)
@@ -365,7 +365,7 @@ def _remedy(problem: str) -> str:
 
 def _wait_for_copy(save: Save) -> str:
     error = save.copy.exception() if save.copy is not None else None
-    return "" if error is None else reason(error)
+    return "" if error is None else describe_error(error)
 
 
 def _first_cause(errors: list[str]) -> str:

@@ -10,9 +10,9 @@ from pathlib import Path
 from jaxgpt.checkpoint.metadata import (
     TEMPORARY_SUFFIX,
     DamagedCheckpoint,
+    describe_error,
     list_checkpoints,
     read_meta,
-    reason,
     remove_temporary,
 )
 from jaxgpt.cluster.process_group import ProcessGroup
@@ -103,8 +103,8 @@ class LocalFolder:
                 notes.append(f"warning: checkpoint {step} was not copied: {error.reason}")
             except OSError as error:
                 raise UsageError(
-                    f"{path}: cannot be copied to {self._run} ({reason(error)}); make room there, "
-                    "or remove the checkpoint to continue from an older one"
+                    f"{path}: cannot be copied to {self._run} ({describe_error(error)}); make room "
+                    "there, or remove the checkpoint to continue from an older one"
                 ) from None
         return notes
 

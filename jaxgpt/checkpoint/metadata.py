@@ -187,7 +187,7 @@ def _hash(meta: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(meta, sort_keys=True).encode()).hexdigest()
 
 
-def reason(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
     """Return a short description of an error: the operating system's if there is one."""
     if number := os_error(error):
         return os.strerror(number)

@@ -31,7 +31,7 @@ def devices_that_differ(params: Any) -> list[int]:
     return sorted(found)
 
 
-def has_copies(params: Any) -> bool:
+def has_replicas(params: Any) -> bool:
     """Return whether most parameters, counted by their elements, have a replica.
 
     `params` is a tree of arrays, or of `jax.ShapeDtypeStruct`s with shardings.

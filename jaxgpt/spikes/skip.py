@@ -31,7 +31,7 @@ class SkipRanges:
         return ", ".join(f"{first}-{last}" for first, last in self.ranges) or "none"
 
 
-def still_to_come(
+def remaining_ranges(
     ranges: Iterable[tuple[int, int]], skipped: SkipRanges, step: int
 ) -> tuple[list[tuple[int, int]], list[str]]:
     """Return the ranges that are still to be skipped after `step`, and warnings.

@@ -23,24 +23,24 @@ class SupervisorLink:
         step = resume_step or 0
         run = str(run.directory.absolute())
         self._facts = {"job": os.environ[JOB], "run": run, "resumed": step, "saved": step}
-        self._tell(step)
+        self._send(step)
 
     def log(self, record: Record) -> None:
         if record.kind == "checkpoint":  # now complete, while training may be at a later step
             self._facts["saved"] = record.step
-            self._tell(self._step)
+            self._send(self._step)
         elif record.kind == "train":
-            self._tell(record.step)
+            self._send(record.step)
 
     def rewind(self, step: int) -> None:
         self._facts["saved"] = min(self._facts["saved"], step)
-        self._tell(step)
+        self._send(step)
 
     def close(self) -> None:
         """Report that the run is over, and that the processes are about to exit."""
-        self._tell(self._step, ending=True)
+        self._send(self._step, ending=True)
 
-    def _tell(self, step: int, ending: bool = False) -> None:
+    def _send(self, step: int, ending: bool = False) -> None:
         self._step = step
         message = self._facts | {"step": step, "ending": ending}
         if self._connection is None:

@@ -24,7 +24,7 @@ from jaxgpt.data.batch_sizes import BatchSizes
 from jaxgpt.data.blend import blend_shares, parse_lines
 from jaxgpt.data.dataset import Dataset
 from jaxgpt.data.tokenizers import HFTokenizer, same_tokens, tokenizer_from_meta
-from jaxgpt.spikes.skip import SkipRanges, still_to_come
+from jaxgpt.spikes.skip import SkipRanges, remaining_ranges
 from jaxgpt.tracking.jsonl import METRICS, read_records
 
 # What may differ between a checkpoint's model and the model that goes on from it.
@@ -262,5 +262,5 @@ def ranges_to_skip(
     if step is None:
         return SkipRanges([*asked, *rewound]).flat(), []
     then = skip_ranges(config_from_dict(meta["config"], f"checkpoint {step}"))
-    ranges, warnings = still_to_come(asked, SkipRanges([*then, *rewound]), step)
+    ranges, warnings = remaining_ranges(asked, SkipRanges([*then, *rewound]), step)
     return SkipRanges([*ranges, *then, *rewound]).flat(), warnings

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from jaxgpt.checkpoint.checkpointer import Checkpoints
-from jaxgpt.checkpoint.replicas import has_copies
+from jaxgpt.checkpoint.replicas import has_replicas
 from jaxgpt.cluster.process_group import ProcessGroup
 from jaxgpt.cluster.stopping import StopSignal
 from jaxgpt.cluster.timeouts import SLOW_PHASE
@@ -108,7 +108,7 @@ def layout_warnings(steps: StepFunctions, cluster: ProcessGroup) -> tuple[str, .
 
 def check_copies(config: Config, steps: StepFunctions) -> None:
     """Raise a UsageError if train.verify_interval has nothing to compare."""
-    if config.train.verify_interval and not has_copies(steps.state_shapes.params):
+    if config.train.verify_interval and not has_replicas(steps.state_shapes.params):
         raise UsageError(
             f"train.verify_interval={config.train.verify_interval}: no device of mesh "
             f"{describe(steps.mesh)} has a copy of most parameters to compare them with; it takes "

@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxgpt.checkpoint.replicas import devices_that_differ, has_copies
+from jaxgpt.checkpoint.replicas import devices_that_differ, has_replicas
 from jaxgpt.cluster import shutdown as exits
 from jaxgpt.config import UsageError, load_config, mesh_shape
 from jaxgpt.parallel.mesh import make_mesh
@@ -29,13 +29,13 @@ def params_on(mesh):
 )
 def test_a_flipped_bit_is_found_on_its_device(mesh, device, found):
     params = params_on(mesh)
-    assert has_copies(params) and devices_that_differ(params) == []
+    assert has_replicas(params) and devices_that_differ(params) == []
     assert devices_that_differ(flip_bit(params, device)) == found
 
 
 def test_without_copies_there_is_nothing_to_compare():
     params = params_on("1,8,1")
-    assert not has_copies(params) and devices_that_differ(params) == []
+    assert not has_replicas(params) and devices_that_differ(params) == []
 
 
 def test_a_mesh_without_copies_is_refused(tmp_path):
