@@ -1,7 +1,7 @@
 """Train a GPT: `python -m jaxgpt.train [--config NAME] [--mesh D,F,T] [section.key=value ...]`.
 
-Under `mpiexec -n N` the N processes are one job. With no argument a small GPT is trained on the
-source of Python's standard library. `--help` lists every key.
+Under `mpiexec -n N`, the N processes form one job. Without arguments, the command trains a small
+GPT on the source code of Python's standard library. `--help` lists every key.
 """
 
 import functools
@@ -32,7 +32,7 @@ def main(argv: list[str] | None = None) -> None:
         parse_args, initial_model=initial_model, saved_settings=saved_settings, choices=CHOICES
     )
     with job_exit_handler():
-        if is_help(argv):  # before MPI, and once
+        if is_help(argv):  # before MPI starts; only rank 0 prints
             if rank_from_env() == 0:
                 parse(argv)
             return
@@ -42,7 +42,7 @@ def main(argv: list[str] | None = None) -> None:
             cluster.raise_if_any(error)
             clock.enter("prepare")
             monitor = cluster.monitor
-            # It may convert weights of hundreds of gigabytes.
+            # This may convert hundreds of gigabytes of weights.
             monitor.heartbeat("the preparation of the run directory", 8 * SLOW_PHASE)
             run = prepare_run(config, cluster)
             monitor.write_stacks_to(run.directory)
@@ -52,27 +52,30 @@ def main(argv: list[str] | None = None) -> None:
             stop = StopSignal(monitor, limit, preemption_sync_point)
             for record in earlier_saves(run) if cluster.is_main else ():
                 stop.allow_for_save(record["seconds"])
-            monitor.heartbeat("the start of JAX and of its devices", SLOW_PHASE)
+            monitor.heartbeat("the start of JAX and its devices", SLOW_PHASE)
             facts = initialize_jax(cluster, mesh_shape(run.config), clock.enter, preemption=True)
             facts["notes"] += [use_compile_cache(config.compile_cache, cluster), stop.describe()]
             clock.enter("imports")
-            from jaxgpt.train.loop import train  # imports JAX: after initialize_jax
+            # This imports JAX, so it has to come after initialize_jax.
+            from jaxgpt.train.loop import train
 
             status = train(run, cluster, facts, stop, clock)
-        gc.freeze()  # the last collection takes 0.4 to 1.3 s (2026-11, two busy cores, JAX 0.10.2)
+        # Skip the garbage collection at exit: it takes 0.4 to 1.3 s (2026-11, two busy cores, JAX
+        # 0.10.2).
+        gc.freeze()
     sys.exit(status)
 
 
 def earlier_saves(run: Run) -> list[dict[str, Any]]:
-    """Return the records of the last checkpoints of earlier starts."""
+    """Return the records of the last three checkpoints that earlier starts saved."""
     metrics = run.directory / METRICS
     return read_records(metrics, "checkpoint")[-3:] if metrics.exists() else []
 
 
 def start_limits(config: Config | None) -> tuple[float, HangLimit | None]:
-    """Return the seconds in which all processes are to come, and what counts as a hang after that.
+    """Return how many seconds to wait for all processes to join, and what counts as a hang later.
 
-    None is a configuration that does not fit, which all processes are to hear of.
+    `config` is None if it is invalid. The processes still join, so that all of them report it.
     """
     minutes = config.train.hang_timeout if config else None
     timeout = config.init_timeout if config else INIT_TIMEOUT

@@ -1,4 +1,4 @@
-"""Losses on both splits, and text that the model writes: what a run shows between its steps."""
+"""Evaluation between steps: losses on both splits, and sampled text."""
 
 from collections.abc import Callable
 from typing import Any
@@ -22,15 +22,17 @@ from jaxgpt.train.inference import DecodeFn
 from jaxgpt.train.reporting.metrics import corpus_means
 
 SAMPLE_TEMPERATURE = 0.8
-SAMPLE_TOP_K = 200  # nanoGPT's
+SAMPLE_TOP_K = 200  # as in nanoGPT
 
 
 def make_evaluator(
     dataset: Dataset, config: Config, steps: StepFunctions, heartbeat: Callable[[str], None]
 ) -> Callable[[int, Params], EvalRecord]:
-    """Return (step, params) -> mean losses over the same train.eval_iters batches of each split.
+    """Return a function (step, params) -> `EvalRecord` with the mean loss of each split.
 
-    `heartbeat(activity)` is called before each batch.
+    The losses are in nats per token, weighted by the loss weights of the targets. Every call
+    evaluates the same train.eval_iters batches of each split, and calls `heartbeat(activity)`
+    before each batch.
     """
     loaders = {
         split: Loader.for_evaluation(dataset, split, config, steps.batch_sharding)
@@ -71,7 +73,11 @@ def make_evaluator(
 def make_sampler(
     dataset: Dataset, config: Config, steps: StepFunctions
 ) -> Callable[[int, Params], SampleRecord | None]:
-    """Return (step, params) -> text; None without a tokenizer or with train.sample_tokens=0."""
+    """Return a function (step, params) -> `SampleRecord` with train.sample_tokens generated tokens.
+
+    The function returns None if the data has no tokenizer or train.sample_tokens is 0. Raises
+    `UsageError` if the vocabulary lacks a character of train.sample_prompt.
+    """
     tokenizer, train = dataset.tokenizer, config.train
     if tokenizer is None or train.sample_tokens == 0:
         return lambda step, params: None
@@ -105,25 +111,28 @@ def make_generate(
     temperature: float,
     top_k: int | None,
 ) -> Callable[[Params, jax.Array, jax.Array, jax.Array], jax.Array]:
-    """Return a function that writes `n_tokens` tokens, to be jitted once by the caller.
+    """Return a function that generates `n_tokens` tokens; the caller should jit it once.
 
-    The prompt fills the KV cache in chunks, then each token is decoded alone. A text may be longer
-    than T tokens. With rotary positions each layer then attends to the keys and values of the last
-    T tokens, as they were computed. With learned positions each new token moves the others by one,
-    so that no cache holds any more: as in nanoGPT, the last T tokens are read again for every one.
+    The function maps (params, window, length, seed) to token IDs, int32 (n_tokens,). `window` is
+    int32, with at most T = model.block_size tokens. Its first `length` tokens are the prompt, and
+    the rest is padding.
+
+    The prompt fills the KV cache in chunks. Each new token is then decoded alone. The text may
+    become longer than T tokens. With rotary positions, each layer then attends to the cached keys
+    and values of the last T tokens. With learned positions, each new token shifts the positions of
+    all others, which invalidates the cache. As in nanoGPT, the last T tokens are then recomputed
+    for every new token.
 
     Args:
-        n_positions: `ModelConfig.n_positions`: T where positions are learned.
-        vocab_size: of the tokenizer; a model may have been given room for more.
-        temperature: logits are divided by it; 0 always takes the likeliest token.
-        top_k: draw from so many of the likeliest tokens only; None draws from all.
-
-    Of the function's window of token ids, at most T, the first `length` are the prompt.
+        n_positions: `ModelConfig.n_positions`: T with learned positions, None with RoPE.
+        vocab_size: vocabulary size of the tokenizer; the model's may be larger.
+        temperature: divisor of the logits; 0 always picks the most likely token.
+        top_k: sample from the `top_k` most likely tokens; None samples from all.
     """
 
     def generate(params: Params, window: jax.Array, length: jax.Array, seed: jax.Array):
         end = length + n_tokens
-        T = n_positions or window.size + n_tokens  # up to T tokens, the cache holds
+        T = n_positions or window.size + n_tokens  # the cache is valid for up to T tokens
         keys = jax.random.split(jax.random.key(seed), n_tokens)
         decode, empty_caches = make_decoder(params)
 
@@ -154,28 +163,29 @@ def make_generate(
 
 
 def prefill(decode: DecodeFn, caches: Any, window: jax.Array, length: jax.Array) -> Any:
-    """Return the caches after the first `length` tokens of a window, which are read in chunks.
+    """Return the caches after decoding the first `length` tokens of a window in chunks.
 
-    Tokens after them are decoded too, and overwritten before anything attends to them.
+    The last chunk may include padding. Its cache entries are overwritten before any token attends
+    to them.
     """
     P = min(PREFILL_CHUNK, window.size)
 
     def read_chunk(i: jax.Array, caches: Any) -> Any:
-        first = jnp.minimum(i * P, window.size - P)  # the last may begin in the one before
+        first = jnp.minimum(i * P, window.size - P)  # the last chunk may overlap the one before
         return decode(caches, tokens_1N(window, first, P), first)[1]
 
     return jax.lax.fori_loop(0, -(-length // P), read_chunk, caches)
 
 
 def tokens_1N(text: jax.Array, first: jax.Array, size: int) -> jax.Array:
-    """Return so many tokens of a text from the first one, as a batch of one row."""
+    """Return `size` tokens of a text from index `first` on, as a batch of one row (1, size)."""
     return jax.lax.dynamic_slice(text, (first,), (size,))[None]
 
 
 def draw_token(
     logits_V: jax.Array, key: jax.Array, temperature: float, top_k: int | None
 ) -> jax.Array:
-    """Return a token id drawn by its logits, as an int32 scalar."""
+    """Return a token ID sampled from the logits, as an int32 scalar."""
     if temperature == 0:
         return jnp.argmax(logits_V)
     if top_k is not None:
@@ -185,11 +195,12 @@ def draw_token(
 
 
 def prompt_window(tokenizer: Tokenizer, prompt: str, block_size: int) -> tuple[np.ndarray, int]:
-    """Return a prompt's last `block_size` tokens, padded, and their number.
+    """Return the last `block_size` tokens of a prompt, padded, and their number without padding.
 
-    They are padded to a multiple of 128, so that prompts of similar lengths share a program.
-    An empty prompt is the end of a text, or token 0 where the tokenizer has none. Raises
-    `UsageError` if the prompt has a character that the vocabulary lacks.
+    The tokens are int32. They are padded to a multiple of 128, or to `block_size` if that is
+    shorter, so that prompts of similar lengths share a compiled function. An empty prompt becomes
+    the end-of-text token, or token 0 if the tokenizer has no such token. Raises `UsageError` if the
+    vocabulary lacks a character of the prompt.
     """
     tokens = tokenizer.encode(prompt)[-block_size:] if prompt else [tokenizer.end_of_text or 0]
     padded = -(-len(tokens) // PREFILL_CHUNK) * PREFILL_CHUNK

@@ -1,4 +1,4 @@
-"""A run from its first step to its last: `run_steps` is what happens."""
+"""The training loop; `run_steps` shows what happens in each step."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -28,13 +28,13 @@ from jaxgpt.train.state import TrainState, checkpoint_json, checkpoint_tree
 
 
 class StepsResult(NamedTuple):
-    """How a stretch of steps ended."""
+    """Why `run_steps` returned, and after which step."""
 
     step: int
-    stopping: bool = False  # whether a signal or the time limit did it
-    spike: StepMetrics | None = None  # what calls for a rewind
-    differ: tuple[int, ...] = ()  # devices whose parameters are not those of their copies
-    failure: str = ""  # why the run cannot go on
+    stopping: bool = False  # whether a signal or the time limit stops the run
+    spike: StepMetrics | None = None  # the step that calls for a rewind
+    differ: tuple[int, ...] = ()  # devices of the mesh whose parameters differ from their replicas
+    failure: str = ""  # why the run cannot continue
 
 
 def train(
@@ -44,10 +44,12 @@ def train(
     stop: StopSignal,
     clock: Clock,
 ) -> int:
-    """Train until train.max_iters, or until `stop` says so; return the exit status.
+    """Train until train.max_iters or until `stop` ends the run; return the exit status.
 
-    It is `exits.DONE`; `exits.STOPPED` with a checkpoint saved; or `exits.FAILED` if spikes or
-    steps that are not finite cannot be got over. `facts` are what `initialize_jax` returned.
+    The status is `exits.DONE`, `exits.STOPPED` (the same command can continue the run) or
+    `exits.FAILED` (the run cannot recover from loss spikes, non-finite steps or a faulty device).
+    `facts` is what `initialize_jax` returned. Raises `UsageError` if the configuration does not fit
+    the devices, or if the data cannot be read.
     """
     checkpoints = Checkpoints(run.directory, run.config, cluster, stop.allow_for_save)
     ready = set_up(run, cluster, facts, stop, clock, checkpoints)
@@ -59,15 +61,17 @@ def train(
         if run.missing_records:
             evaluate_and_sample(trainer, run.resume_step or 0, state, run.missing_records)
         result = run_with_restarts(run, state, trainer)
-    except UsageError:  # the data has gone: finish the checkpoint that is being saved
-        if cluster.size == 1:  # it takes all processes, and the others may not come
+    except UsageError:  # the data is gone, for example
+        # Finish the checkpoint that is being saved. With several processes this is a collective
+        # operation, and the other processes may not take part.
+        if cluster.size == 1:
             trainer.job.checkpoints.close(is_final=False)
         raise
     return close_run(run, trainer, result)
 
 
 def close_run(run: Run, trainer: Trainer, result: StepsResult) -> int:
-    """Say how a run ended, close its logs, and return its exit status."""
+    """Log how the run ended, close its logs, and return its exit status."""
     step, close = result.step, trainer.job.report.close
     if result.failure:
         close(result.failure, has_failed=True)
@@ -79,14 +83,14 @@ def close_run(run: Run, trainer: Trainer, result: StepsResult) -> int:
     resume = "" if run.config.checkpoint.resume else " checkpoint.resume=True"
     close(
         f"stopped by {trainer.stop.reason or 'a signal'} {saved}; the same command with "
-        f"--out {run.directory}{resume} goes on from there"
+        f"--out {run.directory}{resume} continues from there"
     )
     return exits.STOPPED
 
 
 def run_with_restarts(run: Run, state: TrainState, trainer: Trainer) -> StepsResult:
-    """Train to the end of the run, with a restart at each spike that calls for a rewind, and at
-    each corruption."""
+    """Train to the end of the run; restart after each corruption and each spike that calls for a
+    rewind."""
     result, corrupted = run_steps(run, state, trainer), []
     while result.spike is not None or result.differ:
         trainer.job.cluster.monitor.heartbeat(f"the restart after step {result.step}", SLOW_PHASE)
@@ -109,16 +113,20 @@ def run_with_restarts(run: Run, state: TrainState, trainer: Trainer) -> StepsRes
 
 
 def run_steps(run: Run, state: TrainState, trainer: Trainer) -> StepsResult:
-    """Train from `run.resume_step` until something ends it; then all that was saved is on disk."""
+    """Train from `run.resume_step` until the run ends, stops, fails or has to restart.
+
+    All saves have finished when this returns. Raises `UsageError` if the data cannot be read.
+    """
     config, report, checkpoints = run.config, trainer.job.report, trainer.job.checkpoints
     monitor, profile = trainer.job.cluster.monitor, trainer.profile
     buffer, dispatched = MetricsBuffer(config), DispatchLimiter()
     skips = SkipRanges(skip_ranges(config))
-    slow_save = max(SLOW_PHASE, 2 * 60 * config.checkpoint.timeout_minutes)  # with the one before
-    trainer.loader.batch_sizes = run.batch_sizes  # the run may have gone back to before a change
+    # Twice the timeout, because a save also waits for the previous one.
+    slow_save = max(SLOW_PHASE, 2 * 60 * config.checkpoint.timeout_minutes)
+    trainer.loader.batch_sizes = run.batch_sizes  # a rewind may have undone a change of batch size
     todo = range((run.resume_step or 0) + 1, config.train.max_iters + 1)
     batches = trainer.loader.batches(step for step in todo if step not in skips)
-    result, unsaved = StepsResult(run.resume_step or 0), 0  # steps, without those that were skipped
+    result, unsaved = StepsResult(run.resume_step or 0), 0  # steps trained since the last save
 
     for step in todo:
         monitor.heartbeat(f"the batch of step {step}")
@@ -145,7 +153,8 @@ def run_steps(run: Run, state: TrainState, trainer: Trainer) -> StepsResult:
         report.step(step, metrics, known)
         profile.after(step, state)
         spike, failure = buffer.calls_for_rewind(known), buffer.failure(known)
-        # Not the same state once more: it would take the place of one that may be better.
+        # After a failure, save only if the state has changed since the last save. A second copy of
+        # the same state could push out an older checkpoint, which may be the better one.
         saving |= bool(failure) and unsaved > int(known[-1].metrics.detection.nonfinite)
         differ = () if spike else find_corruption(run, trainer, step, state, saving)
         if spike or differ:
@@ -157,7 +166,8 @@ def run_steps(run: Run, state: TrainState, trainer: Trainer) -> StepsResult:
             save_checkpoint(run, trainer, step, state)
             unsaved = 0
 
-        # Once the state is safe. A run that is stopped may have no time for it: the next start has.
+        # Evaluate after the save, when the state is safe. A run that is being stopped may not have
+        # time to evaluate, so its next start does.
         if evaluating and (is_last or not stopping):
             evaluate_and_sample(trainer, step, state)
         report.progress(step)
@@ -176,7 +186,10 @@ def run_steps(run: Run, state: TrainState, trainer: Trainer) -> StepsResult:
 def find_corruption(
     run: Run, trainer: Trainer, step: int, state: TrainState, saving: bool
 ) -> tuple[int, ...]:
-    """Return devices whose parameters differ from their copies, if a comparison is due."""
+    """Return the devices whose parameters differ from their replicas, by index in the mesh.
+
+    The result is empty if train.verify_interval does not ask for a comparison after this step.
+    """
     every = run.config.train.verify_interval
     if not every or not (saving or should_run_every(step, every)):
         return ()
@@ -187,8 +200,8 @@ def find_corruption(
 def evaluate_and_sample(
     trainer: Trainer, step: int, state: TrainState, at: Sequence[str] = EVAL_RECORDS
 ) -> None:
-    """Evaluate and write a sample after a step, or only the kinds of records in `at`."""
-    jax.block_until_ready(state)  # the steps under way count as steps
+    """Evaluate and sample after a step; `at` selects which of the two kinds of records to log."""
+    jax.block_until_ready(state)  # so that the clock counts steps in flight as steps
     with trainer.job.report.clock.within("evaluation"):
         if "eval" in at:
             trainer.job.cluster.monitor.heartbeat(f"the evaluation after step {step}")
@@ -199,8 +212,11 @@ def evaluate_and_sample(
 
 
 def save_checkpoint(run: Run, trainer: Trainer, step: int, state: TrainState) -> None:
-    """Start writing the checkpoint of a step; the state may be donated when this returns."""
-    jax.block_until_ready(state)  # the steps under way count as steps
+    """Start writing the checkpoint of a step; the caller may donate the state after this returns.
+
+    All processes call this together. Raises `UsageError` as `Checkpoints.save` does.
+    """
+    jax.block_until_ready(state)  # so that the clock counts steps in flight as steps
     with trainer.job.report.clock.within("save"):
         meta = {
             **run.checkpoint_meta(trainer.loader, step),

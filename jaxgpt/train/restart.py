@@ -1,4 +1,4 @@
-"""Restart: continue a run from a checkpoint, whatever the cause."""
+"""Restarts: continuing a run from a checkpoint, whatever the cause."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -34,15 +34,15 @@ from jaxgpt.train.resume import missing_records, ranges_to_skip
 from jaxgpt.train.run_directory import Run
 from jaxgpt.train.state import TrainState, restore_state
 
-MAX_CORRUPTIONS = 3  # restarts from one checkpoint: then the device is to blame, not chance
+MAX_CORRUPTIONS = 3  # restarts from one checkpoint; more point to a faulty device, not to chance
 
 
 class DeviceFailed(Exception):
-    """Why a run stops: a device computes wrongly again and again."""
+    """The run stops because a device computes wrongly again and again."""
 
 
 class Job(NamedTuple):
-    """The parts of a run that stay the same however often it restarts."""
+    """The parts of a run that stay the same across restarts."""
 
     cluster: ProcessGroup
     steps: StepFunctions
@@ -51,10 +51,10 @@ class Job(NamedTuple):
 
 
 class Cause(NamedTuple):
-    """Why a run restarts: at its start nothing else is known."""
+    """Why a run restarts. Both fields are None when a run starts or resumes."""
 
-    rewind: dict[str, Any] | None = None  # for a loss spike, on process 0: see `read_rewinds`
-    record: Record | None = None  # logged after the restart
+    rewind: dict[str, Any] | None = None  # the rewind after a loss spike; see `read_rewinds`
+    record: Record | None = None  # the record to log after the restart
 
 
 def restart_from(
@@ -62,13 +62,14 @@ def restart_from(
 ) -> tuple[Run, TrainState]:
     """Return the run and its state as of a checkpoint; None is the state before the first step.
 
-    All processes call this together. If the checkpoint is damaged, the one before it takes its
-    place. Nothing is renamed or removed before the state is restored on all processes: then damaged
-    checkpoints are quarantined, a rewind is committed, and the logs drop the abandoned steps.
+    All processes call this together. If the checkpoint is damaged, the newest undamaged one before
+    it is used instead. Nothing is renamed or removed until all processes have restored the state.
+    Only then are damaged checkpoints quarantined, the rewind committed and the abandoned steps
+    dropped from the logs.
 
     Raises:
-        DamagedCheckpoint: there is no undamaged one, or checkpoint.on_damage=refuse.
-        UsageError: a file cannot be read now.
+        DamagedCheckpoint: there is no undamaged checkpoint, or checkpoint.on_damage=refuse.
+        UsageError: a file cannot be read now, or the initial weights are missing.
     """
     damaged = dict(run.damaged)
     while True:
@@ -111,7 +112,7 @@ def restart_from(
 def _as_of(
     checkpoint: int | None, run: Run, cluster: ProcessGroup, rewind: dict[str, Any] | None
 ) -> Run:
-    """Return the run with the JSON of a checkpoint, and with the steps to skip from there on."""
+    """Return the run with the JSON of a checkpoint and the steps to skip after it."""
 
     def on_process_0() -> dict[str, Any] | None:
         if not cluster.is_main:
@@ -134,10 +135,13 @@ def _as_of(
 
 
 def _older_checkpoint(checkpoint: int | None, run: Run, cluster: ProcessGroup) -> int | None:
-    """Return the newest undamaged checkpoint before a damaged one; None if there is none to use."""
+    """Return the newest undamaged checkpoint before a damaged one; None if there is no other.
+
+    It is also None with checkpoint.on_damage=refuse.
+    """
 
     def on_process_0() -> int | None:
-        # A damaged `checkpoint` of None is in the weights of train.init_from.
+        # If `checkpoint` is None, the damage is in the weights of train.init_from.
         if not cluster.is_main or checkpoint is None or run.config.checkpoint.on_damage == "refuse":
             return None
         return max((s for s in valid_checkpoints(run.directory) if s < checkpoint), default=None)
@@ -146,7 +150,7 @@ def _older_checkpoint(checkpoint: int | None, run: Run, cluster: ProcessGroup) -
 
 
 def _json_damage(directory: Path, step: int) -> str:
-    """Return why the JSON of a checkpoint cannot be used."""
+    """Return what is wrong with the JSON of a checkpoint that was passed over."""
     try:
         read_meta(directory, step)
     except DamagedCheckpoint as error:
@@ -170,15 +174,16 @@ def load_weights(
 ) -> TrainState:
     """Return the initial state with the parameters of a run's checkpoint or of converted weights.
 
-    Takes the first model.block_size rows of learned positions. Raises `UsageError` on every process
-    if one of them cannot read the weights.
+    A table of learned positions is truncated to its first model.block_size rows. All processes call
+    this together. Raises `UsageError` on every process if one of them cannot read the weights, and
+    `DamagedCheckpoint` if they are damaged.
     """
 
     def read() -> dict[str, Any]:
         if step not in list_checkpoints(folder):
             raise UsageError(
-                f"{folder}: the weights of step {step}, which the run began with, are not there "
-                "any more; bring them back, as the run goes back to its start"
+                f"{folder}: the weights of step {step}, which the run began with, are missing; "
+                "restore them, because the run has to start again from them"
             )
         return read_meta(folder, step)
 
@@ -193,10 +198,11 @@ def load_weights(
 
 
 def before_spike(run: Run, job: Job, spike: StepMetrics, last: int) -> tuple[int | None, Cause]:
-    """Return the checkpoint before a spike, and the cause of the restart.
+    """Return the checkpoint to rewind to after a loss spike, and the cause of the restart.
 
-    `last` is the step that the run has reached. All processes call this together. Raises `NoRewind`
-    on all of them if the run cannot rewind.
+    The checkpoint is None for the state before the first step. `last` is the step that the run has
+    reached. All processes call this together. Raises `NoRewind` on all of them if the run cannot
+    rewind.
     """
     record = job.report.spike_record(spike)
 
@@ -220,11 +226,19 @@ def before_spike(run: Run, job: Job, spike: StepMetrics, last: int) -> tuple[int
 def after_corruption(
     run: Run, job: Job, devices: Sequence[int], last: int, earlier: list[int | None]
 ) -> tuple[int | None, Cause]:
-    """Return the newest checkpoint, before which all devices agreed, and the cause of the restart.
+    """Return the newest undamaged checkpoint and the cause of the restart.
 
-    `devices` were not equal to their copies after the step `last`. `earlier` are the checkpoints of
-    restarts for the same cause, to which this one is added. Raises `DeviceFailed` after
-    `MAX_CORRUPTIONS` from the same checkpoint.
+    Devices are compared before every save, so they agreed at that checkpoint. It is None for the
+    state before the first step. All processes call this together.
+
+    Args:
+        devices: indices in the mesh of the devices whose parameters differ from their replicas.
+        last: the step after which they were found to differ.
+        earlier: the checkpoints of earlier restarts for this cause; this one is appended.
+
+    Raises:
+        DeviceFailed: the run has already restarted `MAX_CORRUPTIONS` times from this checkpoint.
+        DamagedCheckpoint: there is no undamaged checkpoint, or checkpoint.on_damage=refuse.
     """
     on_damage = run.config.checkpoint.on_damage
     newest = job.cluster.run_on_all(
@@ -234,9 +248,9 @@ def after_corruption(
     names = _device_names(devices, job)
     if earlier.count(checkpoint) == MAX_CORRUPTIONS:
         raise DeviceFailed(
-            f"train.verify_interval={run.config.train.verify_interval}: {', '.join(names)} differs "
-            f"from its copies at step {last}, as in {MAX_CORRUPTIONS} tries before; leave "
-            "out its host"
+            f"train.verify_interval={run.config.train.verify_interval}: parameters of "
+            f"{', '.join(names)} differ from their replicas at step {last}, even after "
+            f"{MAX_CORRUPTIONS} restarts from the same checkpoint; exclude its host"
         )
     earlier.append(checkpoint)
     record = CorruptionRecord(step=checkpoint or 0, found=last, devices=names)
@@ -244,7 +258,7 @@ def after_corruption(
 
 
 def _device_names(devices: Sequence[int], job: Job) -> list[str]:
-    """Return names of devices, given by their place in the mesh, with process and host."""
+    """Return a description of each device; `devices` are indices in the mesh."""
     hosts, flat = job.cluster.host_names, job.steps.mesh.devices.flat
     ranks = [flat[device].process_index for device in devices]
     return [

@@ -1,4 +1,4 @@
-"""Find the checkpoint or the weights that a run begins with, and check what may differ."""
+"""Checks on what a run starts from: a checkpoint of its own, or other weights."""
 
 import shutil
 from collections.abc import Sequence
@@ -27,23 +27,28 @@ from jaxgpt.data.tokenizers import HFTokenizer, same_tokens, tokenizer_from_meta
 from jaxgpt.spikes.skip import SkipRanges, remaining_ranges
 from jaxgpt.tracking.jsonl import METRICS, read_records
 
-# What may differ between a checkpoint's model and the model that goes on from it.
+# Keys of the model that may change when a run resumes.
 _FREE_MODEL_KEYS = {"model.dropout", "model.attention"}
-# What may differ between weights and the model of a run that starts from them, as it has no arrays.
+# Options of the model that may differ from those of the initial weights, because no array depends
+# on them.
 _WITHOUT_ARRAYS = {
     "norm_eps", "rope_theta", "rope_scaling", "local_rope_theta", "layers", "sliding_window",
     "logit_softcap", "scale_embeddings", "query_pre_attn_scalar",
 }  # fmt: skip
-EVAL_RECORDS = ("eval", "sample")  # the kinds of records that train.eval_interval asks for
+EVAL_RECORDS = ("eval", "sample")  # kinds of records that train.eval_interval asks for
 # Keys of `data` that change what a step computes.
 _MASK_KEYS = {"document_mask", "end_of_text"}
-CONVERTED = "init_from"  # the folder of a run in which that is converted
-# The mesh and the batch size have log lines of their own. First weights do not count any more.
+CONVERTED = "init_from"  # folder in the run directory for converted train.init_from=hf:FOLDER
+# Not reported as changes. The mesh and the batch size have log lines of their own, and a resumed
+# run no longer uses its initial weights.
 _NO_CHANGE = ("parallel.mesh", "train.batch_size", "train.init_from")
 
 
 def missing_records(config: Config, dataset: Dataset, step: int | None) -> list[str]:
-    """Return the kinds of `EVAL_RECORDS` that are due after a step and not in metrics.jsonl."""
+    """Return the `EVAL_RECORDS` that are due after `step` but missing from metrics.jsonl.
+
+    `step` is the checkpoint to resume from, or None at the start of a run.
+    """
     metrics = Path(config.out) / METRICS
     due = list(EVAL_RECORDS)
     if config.train.sample_tokens == 0 or dataset.tokenizer is None:
@@ -58,20 +63,25 @@ def missing_records(config: Config, dataset: Dataset, step: int | None) -> list[
 def check_resume(
     config: Config, directory: Path, step: int, meta: dict[str, Any], dataset: Dataset
 ) -> list[str]:
-    """Refuse a checkpoint that the run cannot go on from; return lines about what differs."""
+    """Check that a run can resume from a checkpoint; return log lines about what differs.
+
+    `step` and `meta` are the checkpoint's step and JSON. Raises `UsageError` if the run cannot
+    resume from it.
+    """
     checkpoint = directory / "checkpoints" / str(step)
     if meta.get(WEIGHTS_ONLY):
         raise UsageError(
-            f"out={directory}: has weights of jaxgpt.convert, and no run; give "
-            f"train.init_from={directory} and another --out"
+            f"out={directory}: contains weights written by jaxgpt.convert, not a run; to train "
+            f"from them, give train.init_from={directory} and another --out"
         )
     if not config.checkpoint.resume:
         raise UsageError(
             f"checkpoint.resume=False: {checkpoint} exists; give another --out, "
-            "or checkpoint.resume=True to go on from it"
+            "or checkpoint.resume=True to continue from it"
         )
     saved, notes, changed = meta["config"], [], []
-    defaults = Config().to_dict()  # of keys that there were not yet: they change nothing
+    # For keys that did not exist when the checkpoint was saved: their defaults change nothing.
+    defaults = Config().to_dict()
     for section in ("model", "train", "optimizer", "data", "parallel", "spike"):
         for key, value in config.to_dict()[section].items():
             name, then = f"{section}.{key}", saved[section].get(key, defaults[section][key])
@@ -81,13 +91,13 @@ def check_resume(
                 continue
             if _is_fixed(config, name, (then, value)):
                 raise UsageError(
-                    f"{name}={value}: {checkpoint} was trained with {name}={then}; use that, or "
-                    "another --out"
+                    f"{name}={value}: {checkpoint} was trained with {name}={then}; use that value, "
+                    "or another --out"
                 )
             if name == "train.seed":
                 notes.append(
-                    f"warning: {name} was {then} and is {value} from step {step + 1} on: "
-                    "the order of the data changes"
+                    f"warning: {name} was {then} and is {value} from step {step + 1} on, which "
+                    "changes the order of the data"
                 )
             else:
                 changed.append(f"{name}={value} (was {then})")
@@ -97,7 +107,7 @@ def check_resume(
 
 
 def _is_fixed(config: Config, name: str, values: tuple[Any, ...]) -> bool:
-    """Return whether a run cannot go on with another value of a setting."""
+    """Return whether a run must keep the value of a setting when it resumes."""
     if name == "optimizer.momentum":
         return config.optimizer.name == "sgd" and 0 in values
     is_model = name.startswith("model.") and name not in _FREE_MODEL_KEYS
@@ -107,7 +117,10 @@ def _is_fixed(config: Config, name: str, values: tuple[Any, ...]) -> bool:
 def _check_data(
     config: Config, checkpoint: Path, meta: dict[str, Any], dataset: Dataset
 ) -> list[str]:
-    """Refuse data that is not what a checkpoint was trained on, unless that is accepted."""
+    """Compare the data with the data that a checkpoint was trained on; return log lines.
+
+    Raises `UsageError` if they differ, unless data.accept_changes is set.
+    """
     saved, found = source_hashes(meta["data_fingerprint"]), source_hashes(dataset.fingerprints)
     tokenizers = meta["tokenizer"], dataset.tokenizer_meta
     source = dataset.sources[0].entry
@@ -123,25 +136,27 @@ def _check_data(
         blends = meta["config"]["data"].get("blend", []), config.data.blend
         if len({blend_shares(parse_lines(lines, "data.blend")) for lines in blends}) > 1:
             words = "weights or corpora of data.blend have changed"
-            return [f"warning: the {words}: so does the order of the data"]
+            return [f"warning: the {words}, which changes the order of the data"]
         return []
     if not config.data.accept_changes:
         raise UsageError(
-            f"{source.key}: {what}; bring back what it was, give another --out, or accept it with "
-            "data.accept_changes=True"
+            f"{source.key}: {what}; restore the original, give another --out, or accept the change "
+            "with data.accept_changes=True"
         )
     return [f"warning: {what}; accepted by data.accept_changes"]
 
 
 def source_hashes(fingerprints: list[list[str]]) -> list[str]:
-    """Return the hash of every source, from `Dataset.fingerprints` or a checkpoint."""
+    """Return the hash of every source, from `Dataset.fingerprints` or from a checkpoint."""
     return [hash_ for _, hash_ in fingerprints]
 
 
 def initial_model(init_from: str, out: str | None) -> dict[str, Any]:
-    """Return the options of the model of train.init_from, for `parse_args`.
+    """Return the model options that train.init_from implies, for `parse_args`.
 
-    Those of a run with checkpoints are its own: it goes on, and is past its initial weights.
+    If the run directory `out` has checkpoints, return the options of the newest one instead: a
+    resumed run no longer uses its initial weights. Raises `UsageError` if the weights cannot be
+    read.
     """
     directory = Path(out) if out else None
     if directory and (saved := valid_checkpoints(directory)):
@@ -152,13 +167,13 @@ def initial_model(init_from: str, out: str | None) -> dict[str, Any]:
 
 
 def saved_settings(directory: Path) -> dict[str, Any] | None:
-    """Return the configuration of a run's newest checkpoint, for `parse_args`; None without one."""
+    """Return the configuration in a run's newest checkpoint, for `parse_args`; None without one."""
     saved = valid_checkpoints(directory)
     return saved[max(saved)]["config"] if saved else None
 
 
 def batch_sizes(directory: Path, config: Config) -> BatchSizes:
-    """Return those of a run: of its newest checkpoint and, after it, of its configuration."""
+    """Return a run's batch sizes: its newest checkpoint's, then `config.train.batch_size`."""
     step, meta = max(valid_checkpoints(directory).items(), default=(0, {}))
     before = BatchSizes(meta.get("batch_sizes", ()))
     return before.change_after(step, config.train.batch_size)
@@ -177,10 +192,10 @@ def _saved_model(init_from: str) -> ModelConfig:
 def prepare_weights(
     config: Config, dataset: Dataset, directory: Path
 ) -> tuple[Config, Path, int, list[str]]:
-    """Return the configuration of a run that starts from weights, their folder and step, and lines.
+    """Return the config of a run that starts from weights, their folder and step, and log lines.
 
-    A folder of transformers is converted into the run directory. Raises `UsageError` if the model
-    or the tokenizer is another one than the weights'.
+    A Hugging Face folder is converted into the run directory. Raises `UsageError` if the model or
+    the tokenizer does not match the weights.
     """
     given = str(config.train.init_from)
     key, saved = f"train.init_from={given}", _saved_model(given)
@@ -201,7 +216,10 @@ def prepare_weights(
 
 
 def _check_model(model: ModelConfig, saved: ModelConfig, key: str) -> list[str]:
-    """Return a line about options that differ; refuse those that the weights have arrays for."""
+    """Return a line about options that differ from those of the weights, if any.
+
+    Raises `UsageError` if the arrays of the weights depend on such an option.
+    """
     changed = []
     for name, then in vars(saved).items():
         value = getattr(model, name)
@@ -210,13 +228,13 @@ def _check_model(model: ModelConfig, saved: ModelConfig, key: str) -> list[str]:
         if name == "block_size":
             if saved.n_positions and value > saved.n_positions:
                 raise UsageError(
-                    f"model.block_size={value}: {key} has learned {saved.n_positions} positions; "
-                    "give at most as many"
+                    f"model.block_size={value}: {key} has {saved.n_positions} learned positions; "
+                    "give at most that many"
                 )
         elif name not in _WITHOUT_ARRAYS:
             raise UsageError(
-                f"model.{name}={value}: the weights of {key} have model.{name}={then}; give that, "
-                "or leave it out"
+                f"model.{name}={value}: the weights of {key} have model.{name}={then}; use that "
+                "value, or leave the key out"
             )
         changed.append(f"model.{name}={value} (was {then})")
     return [f"changed from the weights: {', '.join(changed)}"] if changed else []
@@ -225,22 +243,27 @@ def _check_model(model: ModelConfig, saved: ModelConfig, key: str) -> list[str]:
 def _share_tokenizer(
     config: Config, dataset: Dataset, directory: Path, folder: Path, meta: dict[str, Any]
 ) -> tuple[Config, list[str]]:
-    """Compare the tokenizer of the data with that of weights, which goes with them."""
+    """Check that the data and the weights have the same tokenizer; return the config and log lines.
+
+    Hugging Face files that accompany the weights are copied into the run directory. Data without a
+    tokenizer gets that of the weights, if it is a Hugging Face tokenizer. Raises `UsageError` if
+    the tokenizers differ, unless data.accept_changes is set.
+    """
     key, name = f"train.init_from={config.train.init_from}", dataset.sources[0].entry.key
     if meta["tokenizer"] is None:
-        return config, [f"warning: {key} has no tokenizer; {name} is taken to have its tokens"]
+        return config, [f"warning: {key} has no tokenizer; assuming that {name} has its tokens"]
     tokenizer = tokenizer_from_meta(meta["tokenizer"], folder)
     for companion in COMPANIONS:
         if (folder / companion).is_file():
             shutil.copyfile(folder / companion, directory / companion)
     if dataset.tokenizer is None:
         if not isinstance(tokenizer, HFTokenizer):
-            return config, [f"warning: {name} has no tokenizer; it is taken to be that of {key}"]
+            return config, [f"warning: {name} has no tokenizer; assuming the tokenizer of {key}"]
         tokenizer.save(directory)
         return config.replace(data__tokenizer=str(directory.absolute())), []
     if same_tokens(tokenizer, dataset.tokenizer):
         return config, []
-    what = f"{name} has another tokenizer than the weights of {key}"
+    what = f"{name} has a different tokenizer from the weights of {key}"
     if config.data.accept_changes:
         return config, [f"warning: {what}; accepted by data.accept_changes"]
     raise UsageError(
@@ -257,7 +280,13 @@ def ranges_to_skip(
 ) -> tuple[tuple[int, ...], list[str]]:
     """Return all ranges to skip after a checkpoint, and warnings about the ranges `asked` for.
 
-    `rewound` are the ranges that the rewinds of the run skip.
+    Args:
+        asked: the ranges of train_range_to_skip.
+        rewound: the ranges that the rewinds of the run skip.
+        step: the step of the checkpoint; None at the start of a run.
+        meta: the JSON of the checkpoint.
+
+    The ranges are flat, as in train_range_to_skip: first, last, first, last, ...
     """
     if step is None:
         return SkipRanges([*asked, *rewound]).flat(), []

@@ -1,4 +1,4 @@
-"""The run directory: found or made, checked against what is asked for, before JAX starts."""
+"""Preparation of the run directory before JAX starts: create or find it, and check its content."""
 
 import contextlib
 import dataclasses
@@ -52,39 +52,39 @@ from jaxgpt.train.resume import (
     source_hashes,
 )
 
-LEAST_BYTES = 2**16  # that have to be free where a run is to write: its first files
-FILES = (METRICS, "train.log", "samples.txt", "rewinds.json")  # of a run, which it goes on writing
+LEAST_BYTES = 2**16  # free space that the first files of a run need
+FILES = (METRICS, "train.log", "samples.txt", "rewinds.json")  # files that a resumed run updates
 
 
 @dataclass(frozen=True)
 class Run:
-    """A run that is ready to start, the same on every process."""
+    """A run that is ready to start. It is the same on every process."""
 
-    config: Config  # with model.vocab_size, `out` and the skip ranges of earlier starts
+    config: Config  # includes model.vocab_size, `out` and the skip ranges of earlier starts
     directory: Path
     dataset: Dataset
     fingerprints: list[list[str]]  # [path, hash] of every source of the data
-    resume_step: int | None  # the checkpoint to go on from
-    resume_meta: dict[str, Any]
-    asked_to_skip: tuple[int, ...]  # as `train_range_to_skip`: by this start and earlier ones
+    resume_step: int | None  # checkpoint to resume from; None starts from the beginning
+    resume_meta: dict[str, Any]  # JSON of that checkpoint; empty without one
+    asked_to_skip: tuple[int, ...]  # `train_range_to_skip` of this start and earlier ones
     notes: list[str]  # lines for the log
-    damaged: Sequence[tuple[int, str]] = ()  # newer checkpoints that are damaged, and why
-    missing_records: Sequence[str] = ()  # `EVAL_RECORDS` due after `resume_step` and not there
-    init_folder: str | None = None  # the weights that it began with; they may have gone since
-    init_step: int | None = None  # of `init_folder`, which may get newer ones meanwhile
+    damaged: Sequence[tuple[int, str]] = ()  # damaged checkpoints after `resume_step`, and why
+    missing_records: Sequence[str] = ()  # missing `EVAL_RECORDS` that are due after `resume_step`
+    init_folder: str | None = None  # folder of the initial weights; it may no longer exist
+    init_step: int | None = None  # their step; `init_folder` may have newer checkpoints by now
 
     @property
     def batch_sizes(self) -> BatchSizes:
-        """Those of the checkpoint, and train.batch_size for the steps after it."""
+        """Batch sizes up to `resume_step` from the checkpoint, and train.batch_size after it."""
         before = BatchSizes(self.resume_meta.get("batch_sizes", ()))
         return before.change_after(self.resume_step or 0, self.config.train.batch_size)
 
     def consumed_tokens(self, step: int) -> int:
-        """Return tokens of all batches up to `step`, skipped ones included."""
+        """Return the number of tokens in all batches up to `step`, including skipped ones."""
         return self.batch_sizes.consumed(step) * self.config.model.block_size
 
     def checkpoint_meta(self, rows: Loader, step: int) -> dict[str, Any]:
-        """Return the JSON of a checkpoint, without that of the state and of the mesh."""
+        """Return the JSON of the checkpoint of `step`, except for the state and the mesh."""
         return {
             "step": step,
             "batch_sizes": self.batch_sizes.changes,
@@ -96,7 +96,11 @@ class Run:
         } | ({} if self.init_folder is None else {"init_from": [self.init_folder, self.init_step]})
 
     def corpus_tokens(self, rows: Loader, step: int) -> dict[str, int]:
-        """Return those of each corpus; data.blend may have changed at `resume_step`."""
+        """Return the tokens consumed of each corpus up to `step`, by name.
+
+        data.blend may have changed at `resume_step`, so tokens up to there come from the
+        checkpoint.
+        """
         now, then = rows.tokens_consumed(step), rows.tokens_consumed(self.resume_step or 0)
         before = self.resume_meta.get("corpus_tokens", dict(zip(rows.names, then, strict=True)))
         return {
@@ -106,12 +110,13 @@ class Run:
 
 
 def prepare_run(config: Config, cluster: ProcessGroup) -> Run:
-    """Open the data and the run directory, and find the checkpoint to go on from.
+    """Open the data and the run directory, and find the checkpoint to resume from.
 
-    Process 0 looks and decides; the others get its answer, and open the data for themselves.
+    Process 0 decides and broadcasts its decisions. The other processes then open the same data. All
+    processes call this together.
 
     Raises:
-        UsageError: on every process, if anything that the configuration asks for cannot be.
+        UsageError: on every process, if the run cannot do what the configuration asks for.
     """
     decided = cluster.broadcast(
         cluster.run_on_all(lambda: _decide(config, cluster) if cluster.is_main else None)
@@ -128,9 +133,9 @@ def prepare_run(config: Config, cluster: ProcessGroup) -> Run:
 
 
 def _check_same_data(dataset: Dataset, decided: dict[str, Any], is_first_of_host: bool) -> None:
-    """Refuse data or a tokenizer that process 0 does not have."""
+    """Raise `UsageError` if this process has other data or another tokenizer than process 0."""
     differ = dataset.sources[:1] if dataset.tokenizer_meta != decided["tokenizer"] else ()
-    # Of the processes of a host that read the same files, the first one compares them.
+    # If a host's processes read the same files, only the first process compares the hashes.
     if not differ and (is_first_of_host or _paths(dataset) != decided["paths"]):
         hashes = zip(
             dataset.sources,
@@ -141,13 +146,13 @@ def _check_same_data(dataset: Dataset, decided: dict[str, Any], is_first_of_host
         differ = [source for source, found, expected in hashes if found != expected]
     for source in differ:
         raise UsageError(
-            f"{source.entry.key}: {source.entry.path} on host {platform.node()} is not what "
-            "process 0 has there, or its tokenizer is not; all hosts need the same files"
+            f"{source.entry.key}: {source.entry.path} on host {platform.node()} or its tokenizer "
+            "differs from that of process 0; all hosts need the same files"
         )
 
 
 def _decide(config: Config, cluster: ProcessGroup) -> dict[str, Any]:
-    """Return everything that process 0 finds out, as JSON for the others."""
+    """Return everything that process 0 decides for all processes, as JSON."""
     if not accelerator_expected():
         n_devices = cpu_devices_per_process(mesh_shape(config), cluster) * cluster.size
         check_batch(config, mesh_shape(config, n_devices))
@@ -180,7 +185,7 @@ def _decide(config: Config, cluster: ProcessGroup) -> dict[str, Any]:
         init_folder, dataset = str(folder), _open_dataset(config)
         notes += lines
     if dataset.tokenizer is not None:
-        dataset.tokenizer.save(directory)  # for jaxgpt.sample, wherever the data will be
+        dataset.tokenizer.save(directory)  # jaxgpt.sample needs it even if the data moves
     skip, warnings = ranges_to_skip(asked, skipped_by_rewinds(directory), resume_step, meta)
     notes += warnings
     config = config.replace(train_range_to_skip=skip)
@@ -203,12 +208,15 @@ def _decide(config: Config, cluster: ProcessGroup) -> dict[str, Any]:
 
 
 def _asked_to_skip(config: Config, kept: Path) -> tuple[list[tuple[int, int]], list[str]]:
-    """Return the ranges that this start and earlier ones ask for; a note if `kept` is lost."""
+    """Return the ranges that this start and earlier ones ask for, and notes for the log.
+
+    `kept` is the config.yaml of earlier starts. A note says if it is missing or damaged.
+    """
     asked = list(skip_ranges(config))
     try:
         return asked + list(skip_ranges(config_from_file(kept))), []
     except UsageError:
-        return asked, [f"warning: {kept} is lost or damaged, and is written again"]
+        return asked, [f"warning: {kept} is missing or damaged, and is written again"]
 
 
 def _check_prompt(prompt: str, dataset: Dataset) -> None:
@@ -220,7 +228,7 @@ def _check_prompt(prompt: str, dataset: Dataset) -> None:
 
 
 def _open_dataset(config: Config) -> Dataset:
-    """Open the data of a run, whose vocabulary may be that of the weights that it starts from."""
+    """Open the data of a run; if its vocabulary differs from the weights', name train.init_from."""
     try:
         return open_dataset(config.data, config.model)
     except UsageError as error:
@@ -228,16 +236,16 @@ def _open_dataset(config: Config) -> Dataset:
         if config.train.init_from is None or not str(error).startswith(key):
             raise
         raise UsageError(
-            f"train.init_from={config.train.init_from}: has {config.model.vocab_size} tokens; "
-            f"{str(error).removeprefix(key).partition(';')[0]}; prepare the data with the "
-            "tokenizer of the weights"
+            f"train.init_from={config.train.init_from}: has a vocabulary of "
+            f"{config.model.vocab_size}; {str(error).removeprefix(key).partition(';')[0]}; prepare "
+            "the data with the tokenizer of the weights"
         ) from None
 
 
 def _with_tokenizer_of_run(
     config: Config, dataset: Dataset, directory: Path, meta: dict[str, Any]
 ) -> tuple[Config, Dataset]:
-    """Give data without a tokenizer the one that came with the first weights of the run."""
+    """Give data without a tokenizer the one that the run got from its initial weights."""
     has_own = meta["tokenizer"] is not None and (directory / TOKENIZER).exists()
     if dataset.tokenizer is not None or not has_own:
         return config, dataset
@@ -246,7 +254,7 @@ def _with_tokenizer_of_run(
 
 
 def _prepare_default_data(data: DataConfig) -> list[str]:
-    """Prepare the data set `python` if it is wanted and not there; return lines for the log."""
+    """Prepare the default data set `python` if it is needed but missing; return log lines."""
     home = dataset_directory(data)
     is_default = data.dataset == "python" and not (data.path or data.blend or data.file_list)
     if not is_default or (home / "meta.json").exists():
@@ -256,7 +264,7 @@ def _prepare_default_data(data: DataConfig) -> list[str]:
     except OSError as e:
         raise UsageError(
             f"data.dataset=python: {home} cannot be written ({in_words(e)}); "
-            "set JAXGPT_DATA to a folder that can"
+            "set JAXGPT_DATA to a writable folder"
         ) from None
 
 
@@ -265,7 +273,7 @@ def _paths(dataset: Dataset) -> list[str]:
 
 
 def with_absolute_paths(data: DataConfig) -> DataConfig:
-    """Return the same data by names that hold in other folders, without the file list."""
+    """Return the same data with absolute paths, and the lines of a file list as `blend`."""
     if data.path is not None:
         data = dataclasses.replace(data, path=str(Path(data.path).absolute()))
     if data.tokenizer is not None and Path(data.tokenizer).exists():
@@ -279,15 +287,18 @@ def with_absolute_paths(data: DataConfig) -> DataConfig:
 
 
 def _writable_directory(config: Config, cluster: ProcessGroup) -> Path:
-    """Make the run directory, and keep other jobs out of it until this one ends."""
-    # A run removes what it finds among its checkpoints.
+    """Return the run directory: create it, and lock it until this job ends.
+
+    Raises `UsageError` if the directory is in use by another job or cannot be written.
+    """
+    # A run may remove anything from its checkpoints folder, so another run must not write there.
     given = Path(config.out or "").absolute()
     for folder in (given, *given.parents) if config.out else ():
         run = folder.parent
         if folder.name == "checkpoints" and (run / ".lock").exists():
             raise UsageError(
-                f"out={config.out}: is among the checkpoints of a run; give --out {run} to go on "
-                "from the newest of them, or another folder"
+                f"out={config.out}: is inside the checkpoints folder of a run; give --out {run} to "
+                "continue from its newest checkpoint, or another folder"
             )
     if given.exists() and not given.is_dir():
         raise UsageError(f"out={config.out}: is a file, not a folder; give another --out")
@@ -311,24 +322,24 @@ def _writable_directory(config: Config, cluster: ProcessGroup) -> Path:
     except OSError as e:
         raise UsageError(
             f"out={config.out or 'runs'}: cannot be written ({in_words(e)}); "
-            "give --out a folder that can"
+            "give a writable folder as --out"
         ) from None
     for name in ("checkpoints", *FILES):
         path = directory / name
         if path.exists() and path.is_dir() != (name == "checkpoints"):
             kind = "folder" if path.is_dir() else "file"
             raise UsageError(
-                f"out={directory}: its {name} is a {kind}; remove it, or give another --out"
+                f"out={directory}: contains a {kind} named {name}; remove it, or give another --out"
             )
     return directory
 
 
 def _new_directory(config: Config) -> Path:
-    """Return runs/<config>-<time>, which no other run has, not even one of the same second."""
+    """Create and return runs/<config>-<time>, with a suffix if another run has that name."""
     stem = f"{Path(config.config).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
     for number in itertools.count(1):
         directory = Path("runs") / (stem if number == 1 else f"{stem}-{number}")
-        with contextlib.suppress(FileExistsError):  # another run of the same second
+        with contextlib.suppress(FileExistsError):  # another run started in the same second
             directory.mkdir(parents=True)
             return directory
     raise AssertionError("unreachable")

@@ -1,4 +1,4 @@
-"""Make what a run needs before its first step: mesh, functions, state, data, logs."""
+"""Build what a run needs before its first step: mesh, functions, state, data, logs."""
 
 import itertools
 from collections.abc import Callable, Iterator
@@ -29,7 +29,7 @@ from jaxgpt.train.step import Metrics
 
 
 class Trainer(NamedTuple):
-    """What steps are run with, from the first to the last, however often they go back."""
+    """Everything that the training loop uses in every step. Restarts do not change it."""
 
     job: Job
     train_step: Callable[..., tuple[TrainState, Metrics]]  # `StepFunctions.train_step`, compiled
@@ -38,8 +38,8 @@ class Trainer(NamedTuple):
     sample: Callable[[int, Params], SampleRecord | None]
     stop: StopSignal
     profile: StepProfile
-    # Counts steps that were begun, for `StopSignal`: never goes back, as a step's number may, and
-    # begins at 1, the tick after which JAX stops a job that was signalled before its first step.
+    # Number of steps started, for `StopSignal`. Unlike the step number, it never goes back after a
+    # rewind. It starts at 1: after a signal before the first step, JAX stops the job at tick 1.
     ticks: Iterator[int]
 
 
@@ -51,11 +51,15 @@ def set_up(
     clock: Clock,
     checkpoints: Checkpoints,
 ) -> tuple[Run, Trainer, TrainState] | None:
-    """Build what a run needs, and the state to begin with; None if there is nothing left to do.
+    """Build what a run needs and its first state; return None if there is nothing left to do.
 
-    The run that is returned goes on from an older checkpoint if the newest was damaged. `facts` are
-    what `initialize_jax` returned. Raises `UsageError` if the configuration does not fit the
-    devices, or there is no room.
+    The returned run resumes from an older checkpoint if the newest one is damaged. `facts` is what
+    `initialize_jax` returned.
+
+    Raises:
+        UsageError: the configuration does not fit the devices or their memory, a checkpoint does
+            not fit on the disk, or the initial weights cannot be read.
+        DamagedCheckpoint: there is no undamaged checkpoint, or checkpoint.on_damage=refuse.
     """
     clock.enter("setup")
     config = run.config
@@ -72,11 +76,11 @@ def set_up(
     elif not run.missing_records:
         report.close(
             f"nothing to do: step {run.resume_step} is saved, "
-            f"train.max_iters={config.train.max_iters}; give more to go on"
+            f"train.max_iters={config.train.max_iters}; give a larger value to continue"
         )
         return None
 
-    cluster.monitor.heartbeat("the state to begin with", SLOW_PHASE)
+    cluster.monitor.heartbeat("the setup of the state", SLOW_PHASE)
     clock.enter("state")
     job = Job(cluster, steps, checkpoints, report)
     run, state = restart_from(run.resume_step, Cause(), run, job)
@@ -101,16 +105,16 @@ def set_up(
 
 
 def layout_warnings(steps: StepFunctions, cluster: ProcessGroup) -> tuple[str, ...]:
-    """Return what is legal and slow about a layout."""
+    """Return warnings about a layout that is valid, but slow or not quite what was asked for."""
     shape, hosts = MeshShape(**steps.mesh.shape), device_hosts(steps.mesh, cluster.hosts)
     return (*steps.warnings, *tensor_crosses_hosts_warning(shape, hosts))
 
 
 def check_copies(config: Config, steps: StepFunctions) -> None:
-    """Raise a UsageError if train.verify_interval has nothing to compare."""
+    """Raise `UsageError` if train.verify_interval is set but most parameters have no replica."""
     if config.train.verify_interval and not has_replicas(steps.state_shapes.params):
         raise UsageError(
-            f"train.verify_interval={config.train.verify_interval}: no device of mesh "
-            f"{describe(steps.mesh)} has a copy of most parameters to compare them with; it takes "
-            "data > 1 or a parallel.zero_stage below 3"
+            f"train.verify_interval={config.train.verify_interval}: mesh {describe(steps.mesh)} "
+            "has no replicas of most parameters, so there is nothing to compare; use data > 1 or "
+            "a parallel.zero_stage below 3"
         )

@@ -1,4 +1,4 @@
-"""The state of a run, which its steps change, and where each of its arrays lies."""
+"""The training state, the sharding of its arrays, and how a checkpoint stores it."""
 
 import functools
 from collections.abc import Mapping
@@ -39,19 +39,25 @@ class TrainState(NamedTuple):
 
 
 def optimizer_of(config: Config) -> optax.GradientTransformation:
-    """Return the optimizer of a run, without the learning rate, on one device."""
+    """Return a run's optimizer for unsharded parameters; it does not apply the learning rate."""
     return make_optimizer(config.optimizer, Parameters(weights(config.model)))
 
 
 def init_state(config: Config) -> TrainState:
-    """Return the state before the first step, of model.vocab_size, train.seed and the optimizer."""
+    """Return the state before the first step, with parameters initialised from train.seed.
+
+    model.vocab_size must be set.
+    """
     stacked = stacked_in_host if config.parallel.offload == "state" else nnx.vmap
     network = GPT(config.model, stacked=stacked, rngs=nnx.Rngs(params=config.train.seed))
     return state_of(config, nnx.to_pure_dict(nnx.state(network, nnx.Param)))
 
 
 def state_of(config: Config, params: Params) -> TrainState:
-    """Return the state before the first step with these parameters, of some positions or more."""
+    """Return the state before the first step, with the given parameters.
+
+    A table of learned positions is truncated to its first model.block_size rows.
+    """
     if "position_embedding" in params:
         w_TD = to_device(params["position_embedding"]["embedding"])[: config.model.block_size]
         params = params | {"position_embedding": {"embedding": w_TD}}
@@ -64,10 +70,10 @@ def state_of(config: Config, params: Params) -> TrainState:
 
 
 def state_shapes(config: Config, mesh: Mesh) -> TrainState:
-    """Return shape, dtype and sharding of every array of the state, without computing any.
+    """Return the shape, dtype and sharding of every array of the state without computing any.
 
-    The optimizer's state is sharded as `parallel.zero_stage` says; parallel.offload says what lies
-    in the host's memory.
+    parallel.zero_stage determines how parameters and optimizer state are sharded, and
+    parallel.offload which of them are kept in host memory.
     """
     zero_stage, described = config.parallel.zero_stage, weights(config.model)
     offload = config.parallel.offload
@@ -90,23 +96,26 @@ def state_shapes(config: Config, mesh: Mesh) -> TrainState:
 
 
 def checkpoint_tree(state: TrainState) -> dict[str, Any]:
-    """Return the arrays of a checkpoint: `params` and `opt_state`, nested dicts by field name.
+    """Return the arrays of a checkpoint as nested dicts by field name: `params` and `opt_state`.
 
-    Without `opt_state` where an optimizer keeps nothing.
+    `opt_state` is missing if the optimizer is stateless.
     """
     named = {_path(path): leaf for path, leaf in tree_leaves_with_path(state.opt_state)}
     return {"params": state.params} | ({"opt_state": unflatten_dict(named)} if named else {})
 
 
 def checkpoint_json(state: TrainState) -> dict[str, Any]:
-    """Return the rest of the state for the JSON of a checkpoint: arrays whose length may change."""
+    """Return the rest of the state for a checkpoint's JSON: arrays whose length may change."""
     return {"spike_state": spike_state_to_json(state.spike_state)}
 
 
 def state_from_checkpoint(
     tree: Mapping[str, Any], meta: Mapping[str, Any], shapes: TrainState
 ) -> TrainState:
-    """Return the state of `checkpoint_tree` and `checkpoint_json`, in the structure of `shapes`."""
+    """Return the state that `checkpoint_tree` and `checkpoint_json` stored, structured as `shapes`.
+
+    `tree` and `meta` are the arrays and the JSON of a restored checkpoint.
+    """
     leaves = {_path(path): leaf for path, leaf in tree_leaves_with_path(tree.get("opt_state", {}))}
     opt_state = tree_map_with_path(lambda path, _: leaves[_path(path)], shapes.opt_state)
     spike_state = spike_state_from_json(meta.get("spike_state"), shapes.spike_state)
@@ -114,7 +123,11 @@ def state_from_checkpoint(
 
 
 def restore_state(checkpoints: Checkpoints, step: int, shapes: TrainState) -> TrainState:
-    """Return the state that was saved after `step`, with the shapes and shardings of `shapes`."""
+    """Return the state that was saved after `step`, with the shapes and shardings of `shapes`.
+
+    All processes call this together. Raises `DamagedCheckpoint` or `UsageError` as
+    `Checkpoints.restore` does.
+    """
     return state_from_checkpoint(*checkpoints.restore(step, checkpoint_tree(shapes)), shapes)
 
 

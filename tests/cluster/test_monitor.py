@@ -207,7 +207,7 @@ def test_a_file_system_that_fails_or_hangs_does_not_keep_a_job_alive(
     alone.write_stacks_to(directory)
     alone.start()
     atexit.unregister(alone.close)  # which would wait for the process to be ended
-    alone.heartbeat("the state to begin with", 1800)
+    alone.heartbeat("the setup of the state", 1800)
     assert not has_ended.wait(0.5)
     alone.heartbeat("step 7")
     assert has_ended.wait(10)

@@ -21,7 +21,7 @@ PHASES = {  # as the monitor calls them -> whether a run has to be gone on with
     "step 5": False,
     "the checkpoint of step 10": False,
     "the evaluation after step 10": False,
-    "the state to begin with": True,
+    "the setup of the state": True,
 }
 SHORT = {("the compilation", 1)}
 
@@ -93,7 +93,7 @@ def test_a_job_of_which_one_process_stops_ends_with_70_and_says_where(tmp_path):
     ("where", "activity"),
     [
         ("waits", "the batch of step 5"),
-        ("devices", "the start of JAX and of its devices"),
+        ("devices", "the start of JAX and its devices"),
     ],
 )
 def test_a_process_that_waits_for_ever_is_told_from_those_that_wait_for_it(

@@ -134,7 +134,7 @@ def test_traced_steps_are_listed_and_the_run_is_the_same(tmp_path):
     assert train_here("--out", traced, "train.max_iters=10") == exits.DONE  # and nothing to trace
     log = (traced / "train.log").read_text()
     assert log.count("traced steps") == 1
-    assert "steps to trace: none, as profile_steps=4:6 are past or skipped" in log
+    assert "steps to trace: none, because profile_steps=4:6 are past or skipped" in log
 
 
 def test_a_run_that_stops_while_it_traces_tells_what_it_has(tmp_path):

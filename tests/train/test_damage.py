@@ -61,7 +61,7 @@ def test_whichever_file_is_damaged_the_run_ends_as_if_it_were_not(whole, tmp_pat
         assert record["step"] == 10 and "checkpoints/20" in record["reason"]
         assert record["path"] == str(out / "checkpoints" / "20.damaged")
         assert os.path.isdir(record["path"]) and (out / "checkpoints" / "20" / "meta").is_dir()
-        assert f"it is now {record['path']}, and the run continues from step 10" in log
+        assert f"renamed to {record['path']}; the run continues from step 10" in log
         assert "resumed from step 10" in log
 
 

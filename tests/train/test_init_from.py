@@ -172,12 +172,12 @@ def test_a_conversion_on_the_way_says_what_is_wrong(launcher, tmp_path, monkeypa
             ["model.n_layer=3"],
             r"model.n_layer=3: the weights of train.init_from=.* have model.n_layer",
         ),
-        (["model.bias=False"], "have model.bias=True; give that, or leave it out"),
-        (["model.block_size=65"], "has learned 64 positions; give at most as many"),
+        (["model.bias=False"], "have model.bias=True; use that value, or leave the key out"),
+        (["model.block_size=65"], "has 64 learned positions; give at most that many"),
         (["model.vocab_size=300"], "model.vocab_size=300: the weights of"),
         (
             ["--config", "llama-tiny", "data.dataset=python"],
-            "model.n_layer=4: the weights of train.init_from=.* have model.n_layer=1; give that",
+            "model.n_layer=4: the weights of train.init_from=.* have model.n_layer=1; use that",
         ),
     ],
 )
@@ -246,7 +246,7 @@ def test_a_folder_of_transformers_is_converted_on_the_way(tmp_path):
 def test_data_of_another_vocabulary_is_refused(tmp_path):
     llama_folder(tmp_path / "llama", 100)
     given = ("--out", tmp_path / "run", "train.batch_size=4", "--mesh", "1,1,1")
-    with pytest.raises(UsageError, match="has 100 tokens; .* has a vocabulary of 256; prepare the"):
+    with pytest.raises(UsageError, match="of 100; .* has a vocabulary of 256; prepare the"):
         train_here(f"train.init_from=hf:{tmp_path / 'llama'}", *given)
 
 
@@ -260,7 +260,7 @@ def test_data_of_another_tokenizer_is_refused(tmp_path, gpt2_folder):
     job = run("convert", "from-hf", folder, "--out", ours)
     assert job.returncode == 0, job.stdout
     assert read_meta(ours, 0)["tokenizer"]["type"] == "huggingface"
-    with pytest.raises(UsageError, match="another tokenizer than the weights of .*--tokenizer"):
+    with pytest.raises(UsageError, match="different tokenizer from the weights of .*--tok"):
         train_here(f"train.init_from={ours}", *given)
     tokens = np.random.default_rng(0).integers(0, 50257, 9000).astype(np.uint16)
     tokens.tofile(tmp_path / "a.bin")
@@ -281,5 +281,5 @@ def test_converted_weights_are_no_run_to_go_on_with(tmp_path):
     llama_folder(folder, 256)
     job = run("convert", "from-hf", folder, "--out", ours)
     assert job.returncode == 0, job.stdout
-    with pytest.raises(UsageError, match="has weights of jaxgpt.convert, and no run"):
+    with pytest.raises(UsageError, match="weights written by jaxgpt.convert, not a run"):
         train_here("--out", ours, "--mesh", "1,1,1")

@@ -14,7 +14,7 @@ def test_the_weight_decay_line_leaves_out_padding_of_the_vocabulary(tmp_path):
     log = (tmp_path / "train.log").read_text()
     D, T, V = 64, 64, 300
     decayed = 12 * D * D + (V + T) * D  # GPT-2: matrices of a layer, two embeddings
-    assert f"weight decay: {decayed:,} parameters in 6 arrays; not of {3 * D:,} in 3" in log
+    assert f"applied to {decayed:,} parameters in 6 arrays, not to {3 * D:,} in 3 arrays" in log
     assert f"model: {(decayed - T * D + 3 * D) / 1e6:.2f}M parameters" in log
 
 

@@ -90,8 +90,8 @@ def test_a_training_line_has_its_fields(forty):
 def test_a_run_says_what_it_trains_and_its_batch(forty):
     log = (forty / "train.log").read_text()
     for words in (
-        "batch: 16 sequences a step in the whole job",
-        "1,024 tokens a step; gradient accumulation 1",
+        "batch: 16 sequences per step in the whole job",
+        "1,024 tokens per step; gradient accumulation 1",
         "weight decay: ",
     ):
         assert words in log
@@ -258,7 +258,7 @@ def test_a_refusal_to_resume_holds_for_the_start_that_it_was_given_to(tmp_path):
     arguments = ("--out", tmp_path, "checkpoint.resume=False")
     assert train_here(*SMALL, *MESH, *arguments, stop_at=2) == exits.STOPPED
     log = (tmp_path / "train.log").read_text()
-    assert f"--out {tmp_path} checkpoint.resume=True goes on from there" in log
+    assert f"--out {tmp_path} checkpoint.resume=True continues from there" in log
     with pytest.raises(UsageError, match="checkpoint.resume=False"):
         train_here(*arguments)
     assert train_here("--out", tmp_path, "train.max_iters=3") == exits.DONE
@@ -294,7 +294,7 @@ def test_an_evaluation_that_a_run_did_not_come_to_is_made_up_for(
     assert losses(out) == losses(forty)
     assert "nothing to do: step 40 is saved" in (out / "train.log").read_text()
     # A start, and a batch of each split, are not taken for a hang.
-    assert beats[:2] == ["the state to begin with", "the compilation of the step"]
+    assert beats[:2] == ["the setup of the state", "the compilation of the step"]
     assert beats.count(f"the evaluation after step {step}") == (3 if "eval" in kinds else 0)
     if step < 40:
         assert json.loads((out / "startup.json").read_text())["phases"]["evaluation"]["max"] > 0
@@ -369,7 +369,7 @@ def test_a_lost_configuration_is_that_of_the_newest_checkpoint(spoilt, forty, tm
     if spoilt:
         (out / "config.yaml").write_text(spoilt)
     assert train_here("--out", out, "train.max_iters=21") == exits.DONE
-    assert "config.yaml is lost or damaged, and is written again" in (out / "train.log").read_text()
+    assert "config.yaml is missing or damaged, and is written" in (out / "train.log").read_text()
     found, before = yaml.safe_load((out / "config.yaml").read_text()), yaml.safe_load(before)
     assert found["model"] == before["model"] and found["optimizer"] == before["optimizer"]
 

@@ -40,7 +40,7 @@ def test_a_run_directory_that_takes_no_file_or_no_checkpoint_is_refused(tmp_path
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     (tmp_path / "checkpoints").touch()
-    with pytest.raises(UsageError, match=rf"out={tmp_path}: its checkpoints is a file"):
+    with pytest.raises(UsageError, match=rf"out={tmp_path}: contains a file named checkp"):
         train_here(*SMALL, "--out", tmp_path)
 
 

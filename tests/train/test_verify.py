@@ -40,7 +40,7 @@ def test_without_copies_there_is_nothing_to_compare():
 
 def test_a_mesh_without_copies_is_refused(tmp_path):
     with pytest.raises(
-        UsageError, match=r"train.verify_interval=5: no device of mesh data=1 fsdp=8"
+        UsageError, match=r"verify_interval=5: mesh data=1 fsdp=8 .* no replicas .* use data > 1"
     ):
         train_here(*RUN, "--mesh", "1,8,1", "--out", tmp_path)
 
@@ -64,5 +64,5 @@ def test_a_device_that_differs_again_and_again_ends_the_run(tmp_path, monkeypatc
     monkeypatch.setattr(loop, "devices_that_differ", lambda params: [3])
     assert train_here(*RUN, "--mesh", "4,1,2", "--out", tmp_path) == exits.FAILED
     said = capsys.readouterr().out
-    assert "device 3 of the mesh (process 0 on host localhost) differs from its copies" in said
-    assert "as in 3 tries before" in said and len(records(tmp_path, "corruption")) == 3
+    assert "of device 3 of the mesh (process 0 on host localhost) differ from their rep" in said
+    assert "3 restarts from the same" in said and len(records(tmp_path, "corruption")) == 3

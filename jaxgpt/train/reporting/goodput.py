@@ -1,9 +1,9 @@
-"""Goodput: the share of a run's wall time, over all its starts, that went into steps that count.
+"""Goodput: the share of a run's wall time, over all its starts, spent on steps that were kept.
 
-While a start runs, it appends records to metrics.jsonl that say how it spent the time since the
-previous record. The time after the last record of a start that was killed is `down`. The time
-between a start that ended by itself and the next one is not part of the run. A start that is killed
-before it has restored the state leaves no record.
+Each start appends records to metrics.jsonl that say how it spent the time since the previous
+record. If a start is killed, the time from its last record to the next start counts as `down`. If a
+start finishes, or stops with a checkpoint, the time until the next start does not count as part of
+the run. A start that is killed before it has restored the state leaves no record.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,36 +15,36 @@ from jaxgpt.tracking.console import table_text
 from jaxgpt.tracking.jsonl import METRICS, read_records
 from jaxgpt.tracking.records import GOODPUT_SHAPE, GoodputRecord
 
-WRITE_SECONDS = 5.0  # between two records; a thousandth of the start, once that is longer
+WRITE_SECONDS = 5.0  # between records, or 1/1000 of the time since the start if that is longer
 TIMES = ACTIVITIES | {
-    "lost": "steps that were trained again later, or dropped by a rewind",
-    "down": "from the last record of a start that was killed to the next start",
+    "lost": "steps that were trained again later or dropped by a rewind",
+    "down": "time between the last record of a killed start and the next start",
 }
 
 
 class Goodput:
-    """The account of this start: what its clock counted, and for which steps."""
+    """Writer of the goodput records of this start, from its clock."""
 
     def __init__(self, clock: Clock, step: int, log: Callable[[GoodputRecord], None]):
-        """Begin an account of a start that continues after `step`; give its records to `log`."""
+        """Account for a start that continues after `step`, and pass its records to `log`."""
         self._clock, self._log = clock, log
-        self._first = self._last = step  # the steps since the last record
-        self._logged: dict[str, float] = {}  # the seconds of the clock at the last record
+        self._first = self._last = step  # steps at the last record and now
+        self._logged: dict[str, float] = {}  # seconds of the clock at the last record
 
     def go_on_from(self, step: int) -> None:
-        """Write a record, and expect the steps after `step` next."""
+        """Write a record, then continue after `step`."""
         self.write()
         self._first = self._last = step
 
     def reach(self, step: int) -> None:
-        """Count the steps up to `step` as trained, and write a record if it is due."""
+        """Count the steps up to `step` as trained, and write a record if one is due."""
         self._last = step
         elapsed = self._clock.elapsed()
         if elapsed - sum(self._logged.values()) > max(WRITE_SECONDS, elapsed / 1000):
             self.write()
 
     def write(self, is_last: bool = False) -> None:
-        """Write a record; `is_last` if the run is done, or stopped with a checkpoint."""
+        """Write a record; `is_last` means that the run is done or stopped with a checkpoint."""
         before, now = self._logged, self._clock.seconds()
         spent = {name: seconds - before.get(name, 0.0) for name, seconds in now.items()}
         self._log(
@@ -68,9 +68,10 @@ def read_goodput(directory: Path) -> list[GoodputRecord]:
 
 
 def account(records: Sequence[GoodputRecord]) -> dict[str, float]:
-    """Return the seconds of each activity over all starts, and those that were lost or down.
+    """Return the seconds of each activity over all starts, including `lost` and `down`.
 
-    Steps are lost if a later record begins before them. All steps of a record count alike.
+    Steps are lost if a later record starts before them. The time of a record is divided equally
+    among its steps.
     """
     total = dict.fromkeys(TIMES, 0.0)
     for record in records:
@@ -79,7 +80,7 @@ def account(records: Sequence[GoodputRecord]) -> dict[str, float]:
     for before, after in zip(records, records[1:], strict=False):
         if not before.is_last:
             total["down"] += max(0.0, after.began - before.ended)
-    kept = float("inf")  # steps up to this one are not trained again
+    kept = float("inf")  # later records do not repeat the steps up to this one
     for record in reversed(records):
         first = max(record.after, kept)
         if record.step > first:
@@ -92,7 +93,7 @@ def account(records: Sequence[GoodputRecord]) -> dict[str, float]:
 
 
 def goodput_line(records: Sequence[GoodputRecord]) -> str:
-    """Return the account of a run in a line for the log, the longest times first."""
+    """Return a log line with the goodput of a run and its activities, longest first."""
     total, n = account(records), n_starts(records)
     parts = sorted(total.items(), key=lambda part: -part[1])
     text = ", ".join(f"{name} {seconds:,.1f} s" for name, seconds in parts if seconds >= 0.05)
@@ -101,7 +102,7 @@ def goodput_line(records: Sequence[GoodputRecord]) -> str:
 
 
 def goodput_table(records: Sequence[GoodputRecord], width: int) -> str:
-    """Return the account of a run as a table: seconds and share of each activity."""
+    """Return a table of the seconds and share of each activity of a run."""
     total = account(records)
     whole = max(sum(total.values()), 1e-9)
     rows = [
@@ -113,5 +114,5 @@ def goodput_table(records: Sequence[GoodputRecord], width: int) -> str:
 
 
 def n_starts(records: Sequence[GoodputRecord]) -> int:
-    """Return the number of starts that wrote some records."""
+    """Return the number of starts that wrote at least one record."""
     return len({record.start for record in records})

@@ -1,4 +1,4 @@
-"""The header of a run: what is going to be trained, and on what."""
+"""The first lines of a run's log: what it trains, and on which devices and data."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -22,15 +22,15 @@ from jaxgpt.train.run_directory import Run
 def header_lines(
     run: Run, steps: StepFunctions, rates: Rates, facts: dict[str, Any], warnings: Sequence[str]
 ) -> list[str]:
-    """Return the lines that a run begins its log with; `facts` are those of `initialize_jax`."""
+    """Return the first lines of a run's log; `facts` is what `initialize_jax` returned."""
     config, mesh, parallel, spike = run.config, steps.mesh, run.config.parallel, run.config.spike
     total, multiplied = steps.n_parameters
-    what = "positions" if config.model.tie_embeddings else "embeddings that are looked up"
-    looked_up = f" ({total:,} with {what})" if total > multiplied else ""
+    what = "positions" if config.model.tie_embeddings else "all embeddings"
+    looked_up = f" ({total:,} including {what})" if total > multiplied else ""
     found = jax.tree.leaves(weights(config.model))
     decayed = [w.n_parameters for w in found if w.is_decayed]
     kept = [w.n_parameters for w in found if not w.is_decayed]
-    seen = "never" if spike.action == "off" else f"once {spike.window} steps are known"
+    seen = "never" if spike.action == "off" else f"after the first {spike.window} steps"
     skips, traced = SkipRanges(skip_ranges(config)), profile_range(config)
     lines = [
         f"jaxgpt {__version__}, run directory {run.directory}",
@@ -44,8 +44,8 @@ def header_lines(
         f"mesh: {describe(mesh)}; zero_stage={parallel.zero_stage} "
         f"sequence_parallel={parallel.sequence_parallel} remat={parallel.remat}",
         f"model: {multiplied / 1e6:.2f}M parameters{looked_up}",
-        f"weight decay: {sum(decayed):,} parameters in {len(decayed)} arrays; "
-        f"not of {sum(kept):,} in {len(kept)}",
+        f"weight decay: applied to {sum(decayed):,} parameters in {len(decayed)} arrays, "
+        f"not to {sum(kept):,} in {len(kept)} arrays",
         *optimizer_lines(config),
         batch_line(config, steps),
         f"attention: {steps.attention}",
@@ -53,40 +53,43 @@ def header_lines(
         *run.dataset.describe(),
         *vocabulary_lines(run, rates, steps),
         f"steps to skip: {skips}",
-        f"spikes: spike.action={spike.action}, seen {seen} (spike.window)",
-        MFU_FORMULA + ("" if rates.peak else f"; not known for {mesh.devices.flat[0].device_kind}"),
+        f"spikes: spike.action={spike.action}, detected {seen} (spike.window)",
+        MFU_FORMULA
+        + ("" if rates.peak else f"; the peak of {mesh.devices.flat[0].device_kind} is not known"),
     ]
     left = range(max(traced.start, (run.resume_step or 0) + 1), traced.stop)
     if traced and all(step in skips for step in left):
         lines.append(
-            f"steps to trace: none, as profile_steps={config.profile_steps} are past or skipped"
+            f"steps to trace: none, because profile_steps={config.profile_steps} are past or "
+            "skipped"
         )
     return lines
 
 
 def optimizer_lines(config: Config) -> list[str]:
-    """Return a line if the optimizer leaves parameters to AdamW."""
+    """Return a line about the parameters that Muon leaves to AdamW, if the optimizer is Muon."""
     if config.optimizer.name != "muon":
         return []
     found = jax.tree.leaves(weights(config.model))
     hidden = [w.n_parameters for w in found if is_hidden_matrix(w)]
     rest = [w.n_parameters for w in found if not is_hidden_matrix(w)]
     return [
-        f"optimizer: muon updates {sum(hidden):,} parameters in {len(hidden)} arrays; adamw "
-        f"{sum(rest):,} in {len(rest)}, at {adamw_ratio(config.optimizer):g} x the learning rate"
+        f"optimizer: muon updates {sum(hidden):,} parameters in {len(hidden)} arrays; adamw updates"
+        f" {sum(rest):,} in {len(rest)} arrays, at {adamw_ratio(config.optimizer):g} x the learning"
+        " rate"
     ]
 
 
 def batch_line(config: Config, steps: StepFunctions) -> str:
-    """Return the batch of a step, of a device, and the tokens."""
+    """Return a line about the size of the global batch and each device's part of it."""
     train, block_size = config.train, config.model.block_size
     n = train.gradient_accumulation_steps
     rows = steps.batch_sharding.shard_shape((train.batch_size, block_size + 1))[0]
     parts = f", in {n} microbatches of {rows / n:g}" if n > 1 else ""
     return (
-        f"batch: {train.batch_size} sequences a step in the whole job, {rows} on each device"
-        f"{parts}; {train.batch_size * block_size:,} tokens a step; gradient accumulation {n}. "
-        "train.batch_size counts the whole job (global); nanoGPT's and wordplay's is per device"
+        f"batch: {train.batch_size} sequences per step in the whole job, {rows} on each device"
+        f"{parts}; {train.batch_size * block_size:,} tokens per step; gradient accumulation {n}. "
+        "train.batch_size is the global batch size; in nanoGPT and wordplay it is per device"
     )
 
 
@@ -101,6 +104,6 @@ def vocabulary_lines(run: Run, rates: Rates, steps: StepFunctions) -> list[str]:
         f"vocabulary: the data has {tokenizer.vocab_size} tokens, "
         f"model.vocab_size={model.vocab_size}: {tables * unused / 1e6:.1f}M of "
         f"{steps.n_parameters[0] / 1e6:.1f}M parameters and "
-        f"{6 * unused / rates.flops_per_token:.0%} of the FLOPs are for tokens that never occur; "
-        f"model.vocab_size={tokenizer.vocab_size} in a new run saves them"
+        f"{6 * unused / rates.flops_per_token:.0%} of the FLOPs are spent on tokens that never "
+        f"occur; a new run with model.vocab_size={tokenizer.vocab_size} avoids that"
     ]

@@ -1,5 +1,7 @@
-"""Metrics of steps, fetched from the device many at a time, so that it never waits for the host;
-all processes read the same numbers at the same steps, and so decide alike."""
+"""Metrics of steps, fetched from the device in batches so that it never waits for the host.
+
+All processes read the same numbers at the same steps, so they make the same decisions.
+"""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -13,14 +15,14 @@ from jaxgpt.train.step import Metrics
 
 
 class StepMetrics(NamedTuple):
-    """A step's metrics on the host: NumPy arrays."""
+    """Metrics of one step, as NumPy arrays on the host."""
 
     step: int
     metrics: Metrics
 
 
 class MetricsBuffer:
-    """Metrics of steps that are still on the device."""
+    """Buffer of step metrics that are still on the device."""
 
     def __init__(self, config: Config):
         self._config = config
@@ -28,16 +30,18 @@ class MetricsBuffer:
         self._is_first = True
 
     def read(self, step: int, metrics: Metrics | None, everything: bool) -> list[StepMetrics]:
-        """Take a step's metrics (None for one that was skipped), and return those known now.
+        """Add the metrics of a step (None if it was skipped), and return those to report now.
 
-        All are known every train.log_interval steps, after the first step, and if `everything` is
-        asked for; otherwise none, unless the step before this one calls for a rewind.
+        All buffered metrics are returned every train.log_interval steps, after the first step, and
+        if `everything` is set. Otherwise, none are returned, unless the step before this one calls
+        for a rewind.
         """
         if metrics is not None:
             for array in jax.tree.leaves(metrics):
-                array.copy_to_host_async()  # or reading many steps at once would hold up the next
+                # Without this, reading many steps at once would delay the next step.
+                array.copy_to_host_async()
             self._pending.append(StepMetrics(step, metrics))
-        settled = len(self._pending) - (metrics is not None)  # all but the one under way
+        settled = len(self._pending) - (metrics is not None)  # all but the step in flight
         known = 0
         if everything or self._is_first or step % self._config.train.log_interval == 0:
             known = len(self._pending)
@@ -48,44 +52,49 @@ class MetricsBuffer:
         return jax.device_get(taken)
 
     def calls_for_rewind(self, readings: list[StepMetrics]) -> StepMetrics | None:
-        """Return the first step that does. A gradient norm alone, clipped as it is, does not, and a
-        step that was not finite has done no harm."""
+        """Return the first step whose loss calls for a rewind; None if none does.
+
+        A spike of the gradient norm alone does not, because gradients are clipped. Neither does a
+        non-finite step, because its update was not applied.
+        """
         if self._config.spike.action != "rewind":
             return None
         return next((r for r in readings if int(r.metrics.detection.cause) == LOSS), None)
 
     def failure(self, readings: list[StepMetrics]) -> str:
-        """Return why the run has to stop if too many steps in a row were not finite; else empty."""
+        """Return why the run has to stop; empty if it can continue.
+
+        It stops after too many non-finite steps in a row, or if the last step was not finite.
+        """
         limit = self._config.spike.max_consecutive_nonfinite
         reached = [r.step for r in readings if int(r.metrics.detection.nonfinite) >= limit]
         if not reached:
             return self._failure_of_last(readings)
         return (
-            f"spike.max_consecutive_nonfinite={limit}: so many steps in a row, up to step "
-            f"{reached[-1]}, were not finite, and changed nothing; go on from an older checkpoint "
-            "by removing the newer ones, or with a lower optimizer.learning_rate"
+            f"spike.max_consecutive_nonfinite={limit}: that many steps in a row, up to step "
+            f"{reached[-1]}, were not finite and updated nothing; lower optimizer.learning_rate, "
+            "or remove the newest checkpoints to continue from an older one"
         )
 
     def _failure_of_last(self, readings: list[StepMetrics]) -> str:
-        """Return why the run has failed if its last step was not finite; else empty."""
+        """Return why the run has failed if its last step was not finite; otherwise empty."""
         last = self._config.train.max_iters
         if all(r.step != last or np.isfinite(r.metrics.loss) for r in readings):
             return ""
         return (
-            f"train.max_iters={last}: the loss of the last step is not finite; start again with a "
-            f"lower optimizer.learning_rate than {self._config.optimizer.learning_rate:g}"
+            f"train.max_iters={last}: the loss of the last step is not finite; start again with an "
+            f"optimizer.learning_rate below {self._config.optimizer.learning_rate:g}"
         )
 
 
 def corpus_means(
     names: Sequence[str], batches: Sequence[tuple[np.ndarray, np.ndarray, np.ndarray | None]]
 ) -> dict[str, float | None]:
-    """Return the mean loss of each corpus over the targets of some batches.
+    """Return the weighted mean loss of each corpus by name; None for a corpus without targets.
 
     Args:
-        batches: (corpus, loss, weight) of each row; None for the weights if all are equal.
-
-    The mean is None for a corpus without targets.
+        batches: for each batch, arrays of shape (B,) with the corpus index, mean loss and total
+            weight of each row. The weights are None if all rows have the same.
     """
     n = len(names)
     sums, totals = np.zeros(n), np.zeros(n)

@@ -1,4 +1,4 @@
-"""Records and lines of what happens in a run, on process 0."""
+"""Reporting of a run on process 0: the console, the trackers and the files that describe it."""
 
 import contextlib
 import functools
@@ -44,26 +44,29 @@ from jaxgpt.train.step import STEP_METRICS, Metrics
 
 
 class Reporter:
-    """The console and the trackers of a run, and what its clock says about steps and starts."""
+    """Writer of everything that a run reports.
+
+    Every process has a reporter, but only process 0 writes.
+    """
 
     def __init__(self, run: Run, steps: StepFunctions, clock: Clock, cluster: ProcessGroup):
         """Open the logs of a run that starts after `run.resume_step`."""
         self.clock, self._cluster = clock, cluster
-        self.compile_cache = "not used"  # what `startup_report` says about it
+        self.compile_cache = "not used"  # how the compile cache was used, for the start-up report
         self._config, self._run, self._steps = run.config, run, steps
         self._enabled = cluster.is_main
         self._figures = {name: m.figure for name, m in STEP_METRICS.items()} | HOST_FIGURES
         self._console = Console(self._enabled, run.directory / "train.log")
         self.info, self.progress = self._console.info, self._console.progress
         self._trackers: Trackers | None = None  # on process 0, from `restart` on
-        self._losses: dict[int, str] = {}  # of the last evaluation, by its step
+        self._losses: dict[int, str] = {}  # step of the last evaluation -> its losses as text
         self._goodput = Goodput(clock, run.resume_step or 0, self._log_goodput)
         self._has_started = self._has_stepped = False
         self._skipped = self._nonfinite = 0
         self._stragglers = Stragglers(cluster.host_names)
 
     def log_header(self, facts: dict[str, Any], warnings: Sequence[str]) -> None:
-        """Log what is going to run, and on what; write cluster.json."""
+        """Log the header of a run, and write cluster.json."""
         if not self._enabled:
             return
         config, mesh = self._config, self._steps.mesh
@@ -81,11 +84,12 @@ class Reporter:
             self.info(line)
         facts = {**facts, "mesh": dict(mesh.shape)}
         atomic_write_text(self._run.directory / "cluster.json", json.dumps(facts, indent=1) + "\n")
-        if not (self._run.directory / "config.yaml").exists():  # a new run may end in compiling
+        # A new run may fail while compiling, before `start` writes the file.
+        if not (self._run.directory / "config.yaml").exists():
             self._keep_config()
 
     def log_resume(self) -> None:
-        """Log which checkpoint was restored, if any, and on which mesh it was saved."""
+        """Log which checkpoint was restored, if any, and the meshes before and after."""
         then, now = self._run.resume_meta, describe(self._steps.mesh)
         if self._run.resume_step is not None:
             self.info(
@@ -94,7 +98,7 @@ class Reporter:
             )
 
     def start(self, loader: Loader) -> None:
-        """Keep the configuration and start the clock: the first step is next."""
+        """Write config.yaml and start timing steps. Call this right before the first step."""
         if self._enabled:
             self._keep_config()
         done = self._run.resume_step or 0
@@ -114,8 +118,9 @@ class Reporter:
     def _begin(self) -> None:
         self.timer = self._new_timer()
         self._began = self.clock.elapsed(), self._run.resume_step or 0
-        self._corpora: dict[int, Any] = {}  # of steps whose losses are not known yet
-        self._corpus_rows: list[tuple[Any, Any]] = []  # corpus and loss of rows since the last line
+        self._corpora: dict[int, Any] = {}  # step -> corpora of its rows, until its losses arrive
+        # Corpora, losses and weights of the rows of each step since the last log line.
+        self._corpus_rows: list[tuple[Any, Any]] = []
 
     def _log_start(self) -> None:
         if self._enabled:
@@ -137,9 +142,9 @@ class Reporter:
         return StepTimer(self.clock, lambda: self._cluster.monitor.stalled)
 
     def gather_host_times(self, step: int) -> None:
-        """Tell process 0 this one's times, where `step` is logged; it names those that are slow.
+        """Send this process's host times to process 0, which logs stragglers, if `step` is logged.
 
-        They go with the next heartbeat: nothing waits for them.
+        The times are piggybacked on the next heartbeat, so nothing waits for them.
         """
         if self._cluster.size == 1 or step % self._config.train.log_interval:
             return
@@ -149,14 +154,17 @@ class Reporter:
                 self.log(straggler)
 
     def step(self, step: int, metrics: Metrics | None, known: list[StepMetrics]) -> None:
-        """Report that a step is under way or skipped (None), and `known` metrics of some steps."""
+        """Report that a step was dispatched, or skipped if `metrics` is None.
+
+        `known` are metrics that have arrived on the host, of this step and earlier ones.
+        """
         train = self._config.train
         is_first = metrics is not None and not self._has_stepped
         if is_first:
             self._has_stepped = True
             jax.block_until_ready(metrics)
             self._first_step_done(step)
-            # The first step warms up: it does not count in rates.
+            # The first step is a warm-up step, which the rates exclude.
             self.timer = self._new_timer()
             self._began = self.clock.elapsed(), step
         elif metrics is not None:
@@ -165,7 +173,7 @@ class Reporter:
         if not self._enabled:
             return
         if metrics is not None and len(self._loader.names) > 1:
-            self._corpora[step] = self._loader.corpora(step)  # while the device is busy
+            self._corpora[step] = self._loader.corpora(step)  # computed while the device is busy
         for reading in known:
             self._log_known(reading)
         if metrics is None:
@@ -191,7 +199,7 @@ class Reporter:
             self._corpus_rows.append((corpora, metrics.row_losses, metrics.row_weights))
 
     def _measured(self, step: int) -> dict[str, float | None]:
-        """Return rates, waiting, memory, counts and the time left, after a logged step."""
+        """Return the measurements of a logged step: rates, data wait, memory, counts, time left."""
         dt, data_wait = self.timer.lap()
         used, peak = memory_in_use() or (None, None)
         began, first = self._began
@@ -222,13 +230,13 @@ class Reporter:
         return {name: {"tokens": tokens[name], "loss": loss} for name, loss in means.items()}
 
     def spike_record(self, reading: StepMetrics) -> SpikeRecord | None:
-        """Return the record of a step; None if it is no spike."""
+        """Return the spike record of a step; None if the step is not a spike."""
         return spike_record(*reading, self._config, self._loader, self._run.dataset)
 
     def restart(self, run: Run, records: Sequence[Record]) -> None:
-        """Continue from `run.resume_step`: every tracker drops later steps. Log `records` of why.
+        """Continue from `run.resume_step`, drop later steps from every tracker, and log `records`.
 
-        At the start of a run this opens the trackers.
+        The first call opens the trackers instead. `records` say why the run restarts.
         """
         self._run, self._config, self._losses = run, run.config, {}
         if self._has_started:
@@ -246,12 +254,12 @@ class Reporter:
             self._log_start()
 
     def log_rewind(self) -> None:
-        """Say what the last rewind was."""
+        """Log the last rewind."""
         if self._enabled:
             self.info(rewind_line(read_rewinds(self._run.directory)[-1]))
 
     def log(self, record: Record | None) -> None:
-        """Send a record to every tracker, and its line to the console."""
+        """Send a record to every tracker and its line to the console; None logs nothing."""
         if record is None or not self._enabled:
             return
         self._trackers.log(record)
@@ -275,17 +283,17 @@ class Reporter:
             self.info(spikes_table(read_records(self._run.directory / METRICS)))
 
     def close(self, last_line: str, step: int | None = None, has_failed: bool = False) -> None:
-        """Log how the run ended, with the losses of the evaluation after `step`; close every log.
+        """Log how the run ended, and close every log.
 
-        The line is without losses if there was no evaluation after that step. `has_failed` says
-        that the run neither is done nor was stopped with a checkpoint.
+        The losses of the evaluation after `step`, if there was one, are appended to `last_line`.
+        `has_failed` means that the run is neither done nor stopped with a checkpoint.
         """
         self._console.end_progress()
         losses = self._losses.get(step)
         self.info(f"{last_line}: {losses}" if losses else last_line)
         self._goodput.write(is_last=not has_failed)
         if self._trackers is not None:
-            # The file system may be unreachable, which must not fail a run that is saved.
+            # An unreachable file system must not fail a run whose state is saved.
             with contextlib.suppress(OSError):
                 self.info(goodput_line(read_goodput(self._run.directory)))
         self.info(f"run directory: {self._run.directory}")
@@ -304,7 +312,7 @@ class Reporter:
 
 
 def data_line(sizes: BatchSizes, step: int) -> str:
-    """Return where the data goes on after a step, and with which batch size."""
+    """Return a line with the next sequence of the data after `step`, and its batch size."""
     before, now = sizes.at(step), sizes.at(step + 1)
     was = "" if before == now else f" (was {before})"
     return (
@@ -323,12 +331,11 @@ _LINES: dict[str, Callable[[dict[str, Any]], str]] = {
     "sample": lambda r: f"sample at step {r['step']}:\n{r['text']}\n",
     "spike": spike_line,
     "damage": lambda r: (
-        f"warning: {r['reason']}; it is now {r['path']}, and the run continues from step "
-        f"{r['step']}"
+        f"warning: {r['reason']}; renamed to {r['path']}; the run continues from step {r['step']}"
     ),
     "corruption": lambda r: (
-        f"warning: {', '.join(r['devices'])}: parameters at step {r['found']} are not those of "
-        f"their copies; the run goes on from step {r['step']}"
+        f"warning: {', '.join(r['devices'])}: parameters differ from their replicas at step "
+        f"{r['found']}; the run continues from step {r['step']}"
     ),
     "straggler": straggler_line,
     "checkpoint": lambda r: (
@@ -336,7 +343,7 @@ _LINES: dict[str, Callable[[dict[str, Any]], str]] = {
         f"(training stalled {r['stalled']:.2f}s)"
     ),
     "checkpoint_failed": lambda r: (
-        f"warning: {r['reason']}; the run continues, and saves again when the next checkpoint is "
-        f"due; the newest complete one is that of step {r['latest_complete']}"
+        f"warning: {r['reason']}; the run continues and will try again when the next checkpoint is "
+        f"due; the newest complete checkpoint is that of step {r['latest_complete']}"
     ),
 }

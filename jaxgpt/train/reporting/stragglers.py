@@ -1,9 +1,9 @@
-"""Stragglers: processes that hold up all others, found on process 0.
+"""Detection of stragglers, processes that hold up all others, on process 0.
 
-Collectives make all processes equally slow, so that the time of a step tells them apart by nothing
-but what it is made of: the slow one works while the others wait for it. What is compared is a
-process's own time: that of its host, data and dispatch, without waiting for devices, and the time
-in which it was not run at all. A device that computes slowly is not seen.
+Collectives give all processes the same step time: the straggler works while the others wait for it.
+The processes are therefore compared by their own time, which excludes waiting for devices. It
+includes host work, waiting for data, and being suspended or descheduled. A device that computes
+slowly is not detected.
 """
 
 import json
@@ -13,26 +13,29 @@ from statistics import median
 from jaxgpt.perf.flops import HostTimes
 from jaxgpt.tracking.records import StragglerRecord
 
-FACTOR = 1.3  # times the median
-SHARE = 0.1  # of a step that a process needs more than the median: less costs nobody anything
-INTERVALS = 3  # in a row
+# A process is slow if its own time exceeds the median by `FACTOR`, and by at least `SHARE` of the
+# time of a step, because less would not matter. It is a straggler if it is slow in `INTERVALS`
+# consecutive intervals.
+FACTOR = 1.3
+SHARE = 0.1
+INTERVALS = 3
 
 
 class Stragglers:
-    """The processes of a job, compared with each other interval by interval."""
+    """Comparison of a job's processes, interval by interval."""
 
     def __init__(self, host_names: Sequence[str]):
         self._hosts = host_names
-        self._words: dict[int, str] = {}  # of each process, when the last interval ended
-        self._since: list[HostTimes] = []
-        self._slow = [0] * len(host_names)  # intervals in a row
-        self.own: list[float] = []  # own seconds per step of each process, in the last interval
+        self._words: dict[int, str] = {}  # each process's message at the end of the last interval
+        self._since: list[HostTimes] = []  # these messages, decoded
+        self._slow = [0] * len(host_names)  # consecutive slow intervals of each process
+        self.own: list[float] = []  # each process's own seconds per step in the last interval
 
     def compare(self, step: int, words: dict[int, str]) -> list[StragglerRecord]:
-        """Return processes that have just been slow for `INTERVALS`; each is named once.
+        """Return a record of each process that has now been slow for `INTERVALS` intervals.
 
-        `words` are the `HostTimes` of processes by rank, as JSON. An interval ends when there are
-        newer ones of each.
+        Each process is reported once. `words` maps ranks to `HostTimes` as JSON. An interval ends
+        once every process has sent new times.
         """
         ranks = range(len(self._hosts))
         if any(words.get(rank) in (None, self._words.get(rank)) for rank in ranks):
@@ -41,7 +44,7 @@ class Stragglers:
         before, self._since = self._since, [HostTimes(*json.loads(words[r])) for r in ranks]
         pairs = list(zip(before, self._since, strict=False))
         if not pairs or any(then.steps >= now.steps for then, now in pairs):
-            return []  # the first ones, or the clocks began anew
+            return []  # this is the first interval, or the timers were reset
 
         def per_step(name: str) -> list[float]:
             return [
@@ -56,7 +59,7 @@ class Stragglers:
             is_slow = own > max(FACTOR * typical, typical + SHARE * seconds)
             self._slow[rank] = self._slow[rank] + 1 if is_slow else min(self._slow[rank], 0)
             if self._slow[rank] == INTERVALS:
-                self._slow[rank] = -(10**9)  # it has been named
+                self._slow[rank] = -(10**9)  # never reaches `INTERVALS` again
                 out.append(
                     StragglerRecord(
                         step=step, rank=rank, host=self._hosts[rank], own=own, median=typical,
@@ -67,11 +70,11 @@ class Stragglers:
 
 
 def straggler_line(record: dict[str, float | str]) -> str:
-    """Return a straggler for the console."""
+    """Return the console line of a straggler record."""
     own, typical = 1000 * record["own"], 1000 * record["median"]
     return (
         f"warning: process {record['rank']} on host {record['host']} is slow: at step "
-        f"{record['step']} it needs {own:.1f} ms of its own a step, {1000 * record['data']:.1f} ms "
-        f"of it for data; the median of all is {typical:.1f} ms, a step takes "
-        f"{1000 * record['seconds']:.1f} ms"
+        f"{record['step']} its own time is {own:.1f} ms per step, including "
+        f"{1000 * record['data']:.1f} ms of waiting for data; the median of all processes is "
+        f"{typical:.1f} ms, and a step takes {1000 * record['seconds']:.1f} ms"
     )
