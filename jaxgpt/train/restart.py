@@ -228,7 +228,7 @@ def after_corruption(
 ) -> tuple[int | None, Cause]:
     """Return the newest undamaged checkpoint and the cause of the restart.
 
-    Devices are compared before every save, so they agreed at that checkpoint. It is None for the
+    Devices are compared before every save, so they agreed when it was saved. It is None for the
     state before the first step. All processes call this together.
 
     Args:

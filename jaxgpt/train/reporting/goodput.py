@@ -32,7 +32,7 @@ class Goodput:
         self._logged: dict[str, float] = {}  # seconds of the clock at the last record
 
     def go_on_from(self, step: int) -> None:
-        """Write a record, then continue after `step`."""
+        """Write a record, then count steps from `step` on."""
         self.write()
         self._first = self._last = step
 
@@ -70,8 +70,8 @@ def read_goodput(directory: Path) -> list[GoodputRecord]:
 def account(records: Sequence[GoodputRecord]) -> dict[str, float]:
     """Return the seconds of each activity over all starts, including `lost` and `down`.
 
-    Steps are lost if a later record starts before them. The time of a record is divided equally
-    among its steps.
+    Steps are lost if a later record starts before them. The step time of a record is divided
+    equally among its steps.
     """
     total = dict.fromkeys(TIMES, 0.0)
     for record in records:

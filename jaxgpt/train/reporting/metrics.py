@@ -1,4 +1,4 @@
-"""Metrics of steps, fetched from the device in batches so that it never waits for the host.
+"""Metrics of steps, fetched for several steps at once so that the device never waits for the host.
 
 All processes read the same numbers at the same steps, so they make the same decisions.
 """
@@ -52,7 +52,7 @@ class MetricsBuffer:
         return jax.device_get(taken)
 
     def calls_for_rewind(self, readings: list[StepMetrics]) -> StepMetrics | None:
-        """Return the first step whose loss calls for a rewind; None if none does.
+        """Return the first step whose loss calls for a rewind; None if there is no such step.
 
         A spike of the gradient norm alone does not, because gradients are clipped. Neither does a
         non-finite step, because its update was not applied.

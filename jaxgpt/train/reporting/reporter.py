@@ -98,7 +98,7 @@ class Reporter:
             )
 
     def start(self, loader: Loader) -> None:
-        """Write config.yaml and start timing steps. Call this right before the first step."""
+        """Write config.yaml and start timing steps. Call this once, before the first step."""
         if self._enabled:
             self._keep_config()
         done = self._run.resume_step or 0

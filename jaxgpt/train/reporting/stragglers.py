@@ -13,9 +13,9 @@ from statistics import median
 from jaxgpt.perf.flops import HostTimes
 from jaxgpt.tracking.records import StragglerRecord
 
-# A process is slow if its own time exceeds the median by `FACTOR`, and by at least `SHARE` of the
-# time of a step, because less would not matter. It is a straggler if it is slow in `INTERVALS`
-# consecutive intervals.
+# A process is slow if its own time is more than `FACTOR` times the median, and exceeds the median
+# by more than `SHARE` of a step (less would not matter). It is a straggler if it is slow in
+# `INTERVALS` consecutive intervals.
 FACTOR = 1.3
 SHARE = 0.1
 INTERVALS = 3
