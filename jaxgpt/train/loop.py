@@ -33,7 +33,7 @@ class StepsResult(NamedTuple):
     step: int
     stopping: bool = False  # whether a signal or the time limit stops the run
     spike: StepMetrics | None = None  # the step that calls for a rewind
-    differ: tuple[int, ...] = ()  # devices of the mesh whose parameters differ from their replicas
+    corrupted: tuple[int, ...] = ()  # devices whose parameters differ from their replicas
     failure: str = ""  # why the run cannot continue
 
 
@@ -91,14 +91,14 @@ def close_run(run: Run, trainer: Trainer, result: StepsResult) -> int:
 def run_with_restarts(run: Run, state: TrainState, trainer: Trainer) -> StepsResult:
     """Train to the end of the run; restart after each corruption and each spike that calls for a
     rewind."""
-    result, corrupted = run_steps(run, state, trainer), []
-    while result.spike is not None or result.differ:
+    result, earlier = run_steps(run, state, trainer), []
+    while result.spike is not None or result.corrupted:
         trainer.job.cluster.monitor.heartbeat(f"the restart after step {result.step}", SLOW_PHASE)
         job = trainer.job
         try:
-            if result.differ:
-                devices = result.differ
-                checkpoint, cause = after_corruption(run, job, devices, result.step, corrupted)
+            if result.corrupted:
+                devices = result.corrupted
+                checkpoint, cause = after_corruption(run, job, devices, result.step, earlier)
             else:
                 checkpoint, cause = before_spike(run, job, result.spike, result.step)
         except (NoRewind, DeviceFailed) as why:
@@ -156,9 +156,9 @@ def run_steps(run: Run, state: TrainState, trainer: Trainer) -> StepsResult:
         # After a failure, save only if the state has changed since the last save. A second copy of
         # the same state could push out an older checkpoint, which may be the better one.
         saving |= bool(failure) and unsaved > int(known[-1].metrics.detection.nonfinite)
-        differ = () if spike else find_corruption(run, trainer, step, state, saving)
-        if spike or differ:
-            result = StepsResult(step, stopping, spike, differ)
+        corrupted = () if spike else find_corruption(run, trainer, step, state, saving)
+        if spike or corrupted:
+            result = StepsResult(step, stopping, spike, corrupted)
             break
 
         if saving:
@@ -179,7 +179,7 @@ def run_steps(run: Run, state: TrainState, trainer: Trainer) -> StepsResult:
     profile.close(state)
     batches.close()
     with report.clock.within("save"):
-        checkpoints.close(is_final=result.spike is None and not result.differ)
+        checkpoints.close(is_final=result.spike is None and not result.corrupted)
     return result
 
 
@@ -198,15 +198,15 @@ def find_corruption(
 
 
 def evaluate_and_sample(
-    trainer: Trainer, step: int, state: TrainState, at: Sequence[str] = EVAL_RECORDS
+    trainer: Trainer, step: int, state: TrainState, kinds: Sequence[str] = EVAL_RECORDS
 ) -> None:
-    """Evaluate and sample after a step; `at` selects which of the two kinds of records to log."""
+    """Evaluate and sample after a step; `kinds` selects which of the two records to log."""
     jax.block_until_ready(state)  # so that the clock counts steps in flight as steps
     with trainer.job.report.clock.within("evaluation"):
-        if "eval" in at:
+        if "eval" in kinds:
             trainer.job.cluster.monitor.heartbeat(f"the evaluation after step {step}")
             trainer.job.report.log(trainer.evaluate(step, state.params))
-        if "sample" in at:
+        if "sample" in kinds:
             trainer.job.cluster.monitor.heartbeat(f"the sample after step {step}")
             trainer.job.report.log(trainer.sample(step, state.params))
 

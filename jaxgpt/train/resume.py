@@ -38,10 +38,10 @@ _WITHOUT_ARRAYS = {
 EVAL_RECORDS = ("eval", "sample")  # kinds of records that train.eval_interval asks for
 # Keys of `data` that change what a step computes.
 _MASK_KEYS = {"document_mask", "end_of_text"}
-CONVERTED = "init_from"  # folder in the run directory for converted train.init_from=hf:FOLDER
+CONVERTED_FOLDER = "init_from"  # in the run directory: the converted weights of hf:FOLDER
 # Not reported as changes. The mesh and the batch size have log lines of their own, and a resumed
 # run no longer uses its initial weights.
-_NO_CHANGE = ("parallel.mesh", "train.batch_size", "train.init_from")
+_NOT_REPORTED = ("parallel.mesh", "train.batch_size", "train.init_from")
 
 
 def missing_records(config: Config, dataset: Dataset, step: int | None) -> list[str]:
@@ -85,7 +85,7 @@ def check_resume(
     for section in ("model", "train", "optimizer", "data", "parallel", "spike"):
         for key, value in config.to_dict()[section].items():
             name, then = f"{section}.{key}", saved[section].get(key, defaults[section][key])
-            if then == value or name in _NO_CHANGE:
+            if then == value or name in _NOT_REPORTED:
                 continue
             if section == "data" and key not in _MASK_KEYS:
                 continue
@@ -203,7 +203,7 @@ def prepare_weights(
     if given.startswith(TRANSFORMERS):
         source = transformers_folder(given, "train.init_from=").absolute()
         config = config.replace(train__init_from=f"{TRANSFORMERS}{source}")
-        folder = directory / CONVERTED
+        folder = directory / CONVERTED_FOLDER
         convert_apart(source, folder, key)
     else:
         folder = Path(given).absolute()

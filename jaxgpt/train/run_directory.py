@@ -52,7 +52,7 @@ from jaxgpt.train.resume import (
     source_hashes,
 )
 
-LEAST_BYTES = 2**16  # free space that the first files of a run need
+MIN_FREE_BYTES = 2**16  # free space that the first files of a run need
 FILES = (METRICS, "train.log", "samples.txt", "rewinds.json")  # files that a resumed run updates
 
 
@@ -306,7 +306,7 @@ def _writable_directory(config: Config, cluster: ProcessGroup) -> Path:
         directory = Path(config.out) if config.out else _new_directory(config)
         directory.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=directory) as file:
-            file.write(bytes(LEAST_BYTES))
+            file.write(bytes(MIN_FREE_BYTES))
         lock = cluster.on_close.enter_context((directory / ".lock").open("a+"))
         found = lock_file(lock)
         if found == "taken":

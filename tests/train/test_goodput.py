@@ -55,12 +55,12 @@ def test_records_follow_each_other_without_a_gap_and_rarely(monkeypatch):
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     clock = Clock(time.time() - 2)
     goodput = Goodput(clock, 40, found.append)
-    goodput.go_on_from(10)  # checkpoint 40 was damaged
+    goodput.continue_from(10)  # checkpoint 40 was damaged
     clock.enter("step")
     for step in range(11, 30_011):
         now[0] += 1
         goodput.reach(step)
-    goodput.go_on_from(20_000)
+    goodput.continue_from(20_000)
     with clock.within("save"):
         now[0] += 1
     goodput.write(is_last=True)

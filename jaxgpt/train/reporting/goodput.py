@@ -31,7 +31,7 @@ class Goodput:
         self._first = self._last = step  # steps at the last record and now
         self._logged: dict[str, float] = {}  # seconds of the clock at the last record
 
-    def go_on_from(self, step: int) -> None:
+    def continue_from(self, step: int) -> None:
         """Write a record, then count steps from `step` on."""
         self.write()
         self._first = self._last = step

@@ -30,7 +30,7 @@ def header_lines(
     found = jax.tree.leaves(weights(config.model))
     decayed = [w.n_parameters for w in found if w.is_decayed]
     kept = [w.n_parameters for w in found if not w.is_decayed]
-    seen = "never" if spike.action == "off" else f"after the first {spike.window} steps"
+    detected = "never" if spike.action == "off" else f"after the first {spike.window} steps"
     skips, traced = SkipRanges(skip_ranges(config)), profile_range(config)
     lines = [
         f"jaxgpt {__version__}, run directory {run.directory}",
@@ -53,7 +53,7 @@ def header_lines(
         *run.dataset.describe(),
         *vocabulary_lines(run, rates, steps),
         f"steps to skip: {skips}",
-        f"spikes: spike.action={spike.action}, detected {seen} (spike.window)",
+        f"spikes: spike.action={spike.action}, detected {detected} (spike.window)",
         MFU_FORMULA
         + ("" if rates.peak else f"; the peak of {mesh.devices.flat[0].device_kind} is not known"),
     ]

@@ -247,7 +247,7 @@ class Reporter:
             self._trackers.rewind(run.resume_step or 0)
         elif self._enabled:
             self._trackers = Trackers(run, run.resume_step, say=self._console.info)
-        self._goodput.go_on_from(run.resume_step or 0)
+        self._goodput.continue_from(run.resume_step or 0)
         for record in records:
             self.log(record)
         if self._has_started:

@@ -26,23 +26,23 @@ class Stragglers:
 
     def __init__(self, host_names: Sequence[str]):
         self._hosts = host_names
-        self._words: dict[int, str] = {}  # each process's message at the end of the last interval
-        self._since: list[HostTimes] = []  # these messages, decoded
+        self._messages: dict[int, str] = {}  # by rank, at the end of the last interval
+        self._times: list[HostTimes] = []  # these messages, decoded
         self._slow = [0] * len(host_names)  # consecutive slow intervals of each process
         self.own: list[float] = []  # each process's own seconds per step in the last interval
 
-    def compare(self, step: int, words: dict[int, str]) -> list[StragglerRecord]:
+    def compare(self, step: int, messages: dict[int, str]) -> list[StragglerRecord]:
         """Return a record of each process that has now been slow for `INTERVALS` intervals.
 
-        Each process is reported once. `words` maps ranks to `HostTimes` as JSON. An interval ends
-        once every process has sent new times.
+        Each process is reported once. `messages` are the `HostTimes` of each rank as JSON. An
+        interval ends once every process has sent new times.
         """
         ranks = range(len(self._hosts))
-        if any(words.get(rank) in (None, self._words.get(rank)) for rank in ranks):
+        if any(messages.get(rank) in (None, self._messages.get(rank)) for rank in ranks):
             return []
-        self._words = dict(words)
-        before, self._since = self._since, [HostTimes(*json.loads(words[r])) for r in ranks]
-        pairs = list(zip(before, self._since, strict=False))
+        self._messages = dict(messages)
+        before, self._times = self._times, [HostTimes(*json.loads(messages[r])) for r in ranks]
+        pairs = list(zip(before, self._times, strict=False))
         if not pairs or any(then.steps >= now.steps for then, now in pairs):
             return []  # this is the first interval, or the timers were reset
 
