@@ -26,7 +26,7 @@ MESH = ("--mesh", "2,1,1")
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
-    """Tokens whose offset is known from any 3 of them in a row."""
+    """Random tokens in which any 3 consecutive ones identify their offset."""
     home = tmp_path_factory.mktemp("data")
     for split in ("train", "val"):
         np.random.default_rng(0).integers(97, size=N_TOKENS).astype(np.uint16).tofile(
@@ -41,7 +41,7 @@ def train(out, end, size, *settings, mesh=MESH):
 
 
 def rows_of(capsys, run, steps, *settings):
-    """What `inspect` shows of the rows of some steps."""
+    """Return what `inspect` reports about the rows of some steps."""
     capsys.readouterr()
     for step in steps:
         inspect.main(["--run", str(run), "--step", str(step), "--json", *settings])
@@ -49,7 +49,7 @@ def rows_of(capsys, run, steps, *settings):
 
 
 def assert_read_once(rows):
-    """No sequence is repeated or left out, nor is a row within an epoch."""
+    """Check that no sequence, and no row within an epoch, is repeated or left out."""
     assert [row["sequence"] for row in rows] == list(range(len(rows)))
     for first in range(0, len(rows), PER_EPOCH):
         offsets = [row["offset"] for row in rows[first : first + PER_EPOCH]]
@@ -62,7 +62,7 @@ def assert_read_once(rows):
 
 
 def steps_read(out):
-    """step -> sequences consumed up to it, from the lines of training steps."""
+    """Return step -> sequences consumed up to that step, from metrics.jsonl."""
     return {r["step"]: r["consumed_tokens"] / T for r in records(out)}
 
 
@@ -124,7 +124,7 @@ def test_skipped_steps_consume_batches_of_their_size(data, tmp_path, capsys):
 
 
 def test_a_start_that_saved_nothing_does_not_count(data, tmp_path, capsys):
-    """A checkpoint knows the batch sizes before it, and nothing else does."""
+    """Only checkpoints record earlier batch sizes."""
     train(tmp_path / "a", 5, 8, data)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loop, "save_checkpoint", lambda *_: None)
@@ -143,7 +143,7 @@ def test_a_start_that_saved_nothing_does_not_count(data, tmp_path, capsys):
 def test_a_rewind_to_before_the_change_skips_the_sequences_of_the_spike(
     tmp_path, capsys, monkeypatch
 ):
-    """With text of which enough is learned by step 36 for random tokens to stand out."""
+    """By step 36, the model has learned enough for random tokens to cause a spike."""
     row = Loader._row
     random = np.random.default_rng(0).integers(256, size=T + 1)
     monkeypatch.setattr(Loader, "_row", lambda self, n: random if 576 <= n < 600 else row(self, n))

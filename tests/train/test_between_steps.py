@@ -1,4 +1,4 @@
-"""What a run does between its steps: it compiles nothing anew, and lets the device work."""
+"""Between steps, a run does not recompile anything and does not stall the device."""
 
 import dataclasses
 import functools
@@ -19,7 +19,7 @@ RUN = (*SMALL, "--mesh", "2,1,2", "train.log_interval=5")
 
 @pytest.fixture
 def compilations(monkeypatch):
-    """Step -> programs compiled in this process until its metrics were read."""
+    """(step -> programs compiled before its metrics were read, all compilation events)."""
     events, until = [], {}
 
     def listen(event, seconds, **_):
@@ -52,7 +52,7 @@ def test_nothing_is_compiled_after_the_first_evaluation(compilations, tmp_path):
 
 
 class OnDevice:
-    """An array of a step that remembers when it was first waited for."""
+    """An array of a step that reports when it is waited for."""
 
     def __init__(self, array, waited):
         self._array, self._waited = array, waited
@@ -87,7 +87,7 @@ def test_logging_waits_for_the_device_only_at_log_interval(
             waited.add(begun[-1])
 
     class Watched:
-        """The compiled step, returning metrics that are watched."""
+        """A train step whose metrics are `OnDevice`."""
 
         def __init__(self, step):
             self._step = step

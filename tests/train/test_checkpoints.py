@@ -1,4 +1,4 @@
-"""Which checkpoints a run has at its end, and what its metrics say of them."""
+"""The checkpoints that a run leaves, and the records about them."""
 
 import time
 from pathlib import Path
@@ -90,7 +90,7 @@ def test_a_run_whose_last_save_fails_does_not_say_that_it_is_done(tmp_path, monk
 
 
 def test_a_job_saves_by_the_clock(tmp_path, monkeypatch):
-    """Steps of 100 s, logged every second one, and 9 minutes: saves after 600, 1,200 … seconds."""
+    """With 100 s per step, a log line every 2 steps and 9 minutes, it saves every 600 s."""
     now = [0.0]
     clocks = {"time": time.time, "perf_counter": time.perf_counter, "monotonic": lambda: now[0]}
     monkeypatch.setattr(checkpointer, "time", SimpleNamespace(**clocks))

@@ -1,4 +1,4 @@
-"""Damaged checkpoints: the run goes on from the one before."""
+"""A run with a damaged checkpoint continues from the checkpoint before it."""
 
 import os
 import shutil
@@ -22,21 +22,21 @@ def truncate(file):
     os.truncate(file, file.stat().st_size // 2)
 
 
-# Of Orbax's files; without some of the others, restoring does.
+# Files that a restore needs; Orbax can restore without some of the others.
 NEEDED = ("meta/metadata", "state/manifest.ocdbt", "state/d/")
 DAMAGES = {"flip": flip, "truncate": truncate, "delete": os.remove}
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """A run of 24 steps, with checkpoints of 10, 20 and 24."""
+    """A run of 24 steps with checkpoints of steps 10, 20 and 24."""
     out = tmp_path_factory.mktemp("runs") / "whole"
     assert train_here(*SETTINGS, "--mesh", "2,1,2", "--out", out) == exits.DONE
     return out
 
 
 def copied(whole, out):
-    """The run as it was when step 20 was the last that had been saved."""
+    """Copy the run without its last checkpoint; return the files of the checkpoint of step 20."""
     shutil.copytree(whole, out)
     shutil.rmtree(out / "checkpoints" / "24")
     return out, sorted(path for path in (out / "checkpoints/20").rglob("*") if path.is_file())
@@ -95,7 +95,7 @@ def test_damaged_weights_to_start_from_stay_where_they_are(whole, tmp_path):
 
 @pytest.mark.long
 def test_all_processes_go_back_together(tmp_path):
-    """Of four processes, those whose part can be read wait for no one."""
+    """Only one of four processes has damaged files; the others do not wait for it forever."""
     arguments = (*SETTINGS, "--mesh", "1,4,1", "--out", tmp_path)
     assert run("train", *arguments, processes=4).returncode == exits.DONE
     expected = losses(tmp_path)
@@ -104,5 +104,5 @@ def test_all_processes_go_back_together(tmp_path):
         truncate(part)
     job = run("train", "--out", tmp_path, processes=4)
     assert job.returncode == exits.DONE, job.stdout
-    assert "checkpoints/20.damaged, and the run continues from step 10" in job.stdout
+    assert "checkpoints/20.damaged; the run continues from step 10" in job.stdout
     assert losses(tmp_path) == expected

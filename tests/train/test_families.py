@@ -1,4 +1,4 @@
-"""Every family on every layout: the losses of one device."""
+"""Every model family has the losses of one device on every layout."""
 
 import itertools
 
@@ -31,7 +31,7 @@ SHORT = ("llama", (3, 4, True, True))
 
 
 def losses_of(family, mesh, *settings):
-    """Losses of 20 steps on random rows, from the same initial weights on any mesh."""
+    """Return the losses of 20 steps on random rows; every mesh has the same initial weights."""
     sizes = MeshShape.parse(mesh)
     config = load_config("tiny", *SHAPE, *FAMILIES[family], "--mesh", mesh, *settings)
     rows = np.random.default_rng(0).integers(0, 61, (STEPS, 8, 65)).astype(np.int32)

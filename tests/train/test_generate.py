@@ -23,11 +23,11 @@ T = 6
 
 
 def reader(next_logits, reads=None):
-    """A model that remembers what it has read, in place of keys and values.
+    """Return a fake decoder whose cache is the text that it has read.
 
     Args:
         next_logits: (parameters, the last token, the one before) -> logits_V.
-        reads: collects how many tokens were read at a time.
+        reads: list that collects the number of tokens in each call.
     """
 
     def read(params, text_T, tokens_1T, first):
@@ -42,7 +42,7 @@ def reader(next_logits, reads=None):
 
 
 def counting_logits(sharpness, last, before):
-    """A model that is sure that the next token is the sum of the last two, modulo V."""
+    """Logits that predict the sum of the last two tokens, modulo V."""
     return sharpness * jax.nn.one_hot((last + before) % V, V)
 
 
@@ -66,7 +66,7 @@ def test_each_token_follows_from_those_before_it():
 
 
 def test_a_token_is_read_once_until_the_block_is_full():
-    """From then on positions change with every token, and with them all keys and values."""
+    """After that, every new token changes all positions, and so all keys and values."""
     reads = []
     generate([1, 1], 8, reads=reads)
     jax.effects_barrier()
@@ -95,7 +95,7 @@ def test_an_indifferent_model_draws_all_tokens_alike():
 
 
 def ranked_logits(params, last, before):
-    """A model that prefers larger tokens a little, whatever came before."""
+    """Logits that slightly prefer larger tokens, whatever the text."""
     return jnp.arange(V) / 10
 
 
@@ -117,7 +117,7 @@ SHAPE = (f"model.block_size={BLOCK}", f"model.vocab_size={CHARACTERS}", "model.n
 
 
 def made_steps(mesh, *options):
-    """(functions of a run of few devices, parameters that make a text varied)."""
+    """Return the config, the compiled functions, and parameters that generate varied text."""
     sizes = MeshShape.parse(mesh)
     config = load_config("tiny", *SHAPE, "--mesh", mesh, *options)
     with limited_devices(sizes.n_devices):
@@ -133,7 +133,7 @@ def made_steps(mesh, *options):
 
 
 def recomputed(config, params, prompts, n):
-    """Greedy texts as nanoGPT's `generate` writes them: the last block is read for each token."""
+    """Generate greedily like nanoGPT, which recomputes the last block for each token."""
     graph = gpt_graph(config.model, dtype=jnp.dtype(config.train.dtype))
     logits = jax.jit(lambda params, tokens: nnx.merge(graph, params)(input_batch(tokens)))
     params = jax.device_get(params)
@@ -163,7 +163,7 @@ def recomputed(config, params, prompts, n):
     ],
 )
 def test_a_text_is_the_one_that_recomputing_its_prefix_gives(mesh, options, monkeypatch):
-    """With a mesh, the model counts as large: on several devices it stays where it lies."""
+    """With a mesh, the model counts as large, so its parameters stay sharded."""
     if mesh is None:
         _, mesh, *options = options
     else:
@@ -204,9 +204,10 @@ DOCUMENTS = ("data.document_mask=True", "data.end_of_text=3")
     ],
 )
 def test_a_text_goes_on_past_the_block(mesh, options, monkeypatch):
-    """With rotary positions as a model with a longer block and a window of this one would.
+    """With rotary positions, the text equals that of a model with a longer block.
 
-    Each layer attends to the last BLOCK positions. With learned positions, up to BLOCK.
+    That model has a sliding window of this model's block. With learned positions, the text ends
+    at BLOCK.
     """
     monkeypatch.setattr(inference, "SMALL_BYTES", 0)
     monkeypatch.setattr(sampling, "PREFILL_CHUNK", 7)
@@ -240,7 +241,7 @@ def test_a_text_goes_on_past_the_block(mesh, options, monkeypatch):
 
 @pytest.mark.parametrize("small_bytes", [0, 2**28])
 def test_a_token_costs_what_its_own_position_does(small_bytes, monkeypatch):
-    """Two operations for each weight of a matrix, and four for each number of a key in reach."""
+    """Two FLOPs per weight of each matrix, and four per element of each visible key."""
     monkeypatch.setattr(inference, "SMALL_BYTES", small_bytes)
     _, steps, params = made_steps("1,1,1", "model.n_layer=1", "model.n_embd=128")
 

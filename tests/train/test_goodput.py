@@ -1,4 +1,4 @@
-"""The account of a run's wall time over its starts, however each of them ended."""
+"""Goodput accounts for a run's wall time over all its starts, however each of them ended."""
 
 import itertools
 import signal
@@ -79,7 +79,7 @@ def test_records_follow_each_other_without_a_gap_and_rarely(monkeypatch):
 
 
 def end_of_start(out, how):
-    """Start a run, and end it by a signal after some steps, or let it come to its end."""
+    """Start a run, then stop it with the signal `how` after 20 steps, or let it finish."""
     known = records(out) if (out / "metrics.jsonl").exists() else []
     steps = 20 + max((r["step"] for r in known), default=0)
     words = (*SMALL, "--out", out, "--mesh", "1,1,1", "checkpoint.interval=7")

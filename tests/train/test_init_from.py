@@ -1,4 +1,4 @@
-"""`train.init_from`: a new run that starts from the weights of another, or from converted ones."""
+"""`train.init_from`: a new run starts from another run's weights or from converted weights."""
 
 import json
 import shutil
@@ -99,7 +99,7 @@ def test_a_run_that_has_checkpoints_goes_on_without_its_first_weights(first_run,
 
 @pytest.mark.long
 def test_a_resumed_run_that_goes_back_to_its_start_has_its_first_weights(first_run, tmp_path):
-    """The run they come from has gone on since; later it is not there at all."""
+    """The source of the weights has newer checkpoints by then, and is later removed."""
     weights, out = tmp_path / "weights", tmp_path / "run"
     shutil.copytree(first_run, weights)
     given = (*OTHERS, f"train.init_from={weights}", "--out", out, "checkpoint.interval=50")
@@ -122,7 +122,7 @@ def test_a_resumed_run_that_goes_back_to_its_start_has_its_first_weights(first_r
 
 
 def test_all_processes_start_from_the_step_that_process_0_found(first_run, tmp_path):
-    """The run that weights come from may go on, and save newer ones meanwhile."""
+    """The source of the weights may save newer checkpoints in the meantime."""
     weights = tmp_path / "weights"
     shutil.copytree(first_run, weights)
     given = (*OTHERS, f"train.init_from={weights}", "--out", str(tmp_path / "run"))
@@ -205,7 +205,7 @@ def test_weights_that_are_not_there_are_one_sentence(value, words):
 
 
 def llama_folder(folder, vocab_size):
-    """A folder of transformers with random weights."""
+    """Write a Hugging Face folder with random weights."""
     package = pytest.importorskip("safetensors.numpy")
     folder.mkdir()
     D, H, F, L = 32, 4, 48, 2

@@ -1,4 +1,4 @@
-"""Lines of the log that a user reads at the start and at the end of a run."""
+"""Log lines at the start and at the end of a run."""
 
 import shutil
 

@@ -1,4 +1,4 @@
-"""Runs in this process, on simulated devices."""
+"""Training runs in this process, on simulated devices."""
 
 import functools
 import gc
@@ -47,7 +47,7 @@ def forty(tmp_path_factory):
 
 
 def restarted_after_twenty(forty, out):
-    """A copy of the run in which step 20 is the last that was saved."""
+    """Return a copy of the run without the checkpoints after step 20."""
     shutil.copytree(forty, out)
     for step in (30, 40):
         shutil.rmtree(out / "checkpoints" / str(step))
@@ -270,7 +270,7 @@ def test_a_refusal_to_resume_holds_for_the_start_that_it_was_given_to(tmp_path):
 def test_an_evaluation_that_a_run_did_not_come_to_is_made_up_for(
     forty, tmp_path, step, kinds, monkeypatch
 ):
-    """As of a run that was killed after it had saved: also where no step is left to be done."""
+    """The run was killed between the save and the evaluation, perhaps at its last step."""
     beats = []
     monkeypatch.setattr(Monitor, "heartbeat", lambda self, doing, least=0: beats.append(doing))
     if step == 40:  # no room for a checkpoint, and none to be written
@@ -354,9 +354,9 @@ def test_a_damaged_checkpoint_is_named_with_the_way_out(forty, tmp_path, damage)
 
 
 def test_a_run_among_the_checkpoints_of_another_is_refused(forty):
-    """Which would remove it, as it does its own old ones."""
+    """That run might remove it, as it removes its own old checkpoints."""
     for out in (forty / "checkpoints", forty / "checkpoints" / "40", forty / "checkpoints" / "new"):
-        with pytest.raises(UsageError, match=rf"out={out}: .* give --out {forty} to go on"):
+        with pytest.raises(UsageError, match=rf"out={out}: .* give --out {forty} to cont"):
             train_here(*SMALL, "--out", out)
     assert not (forty / "checkpoints" / "new").exists()
 

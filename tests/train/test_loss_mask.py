@@ -1,4 +1,4 @@
-"""Training on rows of which only some targets count."""
+"""Training on rows with masked targets."""
 
 import functools
 import json
@@ -32,7 +32,7 @@ B, T = 16, 64
 
 
 def masked_rows():
-    """Rows with very different numbers of targets that count; four of them have none."""
+    """Return rows with very different numbers of unmasked targets; four rows have none."""
     draw = np.random.default_rng(0)
     tokens = draw.integers(97, size=(B, T + 1), dtype=np.int32)
     weights = (draw.random((B, T + 1)) < np.linspace(0, 1, B)[:, None] ** 3).astype(np.uint8)
@@ -43,7 +43,7 @@ def masked_rows():
 
 @functools.cache
 def step_on(*layout, rows=masked_rows):
-    """(metrics of a step on masked rows, parameters before, and after)."""
+    """Return the metrics of a step, the parameters before and after it, and evaluation losses."""
     config = load_config(*ARGUMENTS, *layout)
     shape = mesh_shape(config)
     with limited_devices(shape.n_devices):
@@ -60,7 +60,7 @@ def step_on(*layout, rows=masked_rows):
 
 @functools.cache
 def reference():
-    """(loss, row losses, norm of the gradient) by the plain network, optax and NumPy."""
+    """Return the loss, row losses and gradient norm from the plain network, optax and NumPy."""
     rows, config = masked_rows(), load_config(*ARGUMENTS)
     _, params, _, _ = step_on("--mesh", "1,1,1")
     graph, targets = gpt_graph(config.model), rows.tokens[:, 1:]
@@ -120,7 +120,7 @@ def test_the_loss_is_the_mean_over_the_targets_that_count(layout):
 
 
 def test_masked_targets_change_nothing():
-    """Whatever the tokens that are only targets that do not count are."""
+    """The values of tokens that are only masked targets do not matter."""
 
     def with_other_ends():
         rows = masked_rows()
@@ -231,7 +231,7 @@ def test_evaluate_counts_the_targets_that_count(run, words):
 
 
 def test_evaluate_counts_the_bytes_of_targets_that_count(run, tmp_path):
-    """In one byte a token, but for the end of text, 0, that has none."""
+    """Each token is one byte, except the end-of-text token 0, which has no bytes."""
     text = np.frombuffer("né 0\0? ja".encode() * 20, np.uint8).astype(np.uint16) % 97
     mask = (np.arange(text.size) % 3 == 0).astype(np.uint8)
     for split in ("train", "val"):

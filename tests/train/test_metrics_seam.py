@@ -1,4 +1,4 @@
-"""The metric that the folder's README adds."""
+"""The metric that the README of train/ adds."""
 
 import re
 from types import ModuleType
@@ -27,7 +27,7 @@ def largest_logit(monkeypatch, tmp_path):
 
 
 def changed_loss():
-    """jaxgpt.models.loss with the changes that the README shows."""
+    """Return jaxgpt.models.loss with the changes that the README shows."""
     (diff,) = re.findall(r"```diff\n(.*?)```", (ROOT / "jaxgpt/train/README.md").read_text(), re.S)
     text = (ROOT / "jaxgpt/models/loss.py").read_text()
     for hunk in diff.split("...\n"):

@@ -1,4 +1,4 @@
-"""What a run on several corpora says about each of them."""
+"""Reports about each corpus of a run on several corpora."""
 
 import numpy as np
 import pytest

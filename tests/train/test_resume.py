@@ -1,4 +1,4 @@
-"""Changes of the optimizer between a checkpoint and the run that goes on from it."""
+"""Optimizer settings that change when a run resumes."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +13,7 @@ DATA = SimpleNamespace(sources=[SimpleNamespace(entry=None)], fingerprints=[], t
 
 
 def notes(before, after, forget=()):
-    """Return what `check_resume` says of a checkpoint that was saved with other settings."""
+    """Return the lines of `check_resume` for a checkpoint that was saved with other settings."""
     saved = load_config("tiny", *before).to_dict()
     for key in forget:
         del saved["optimizer"][key]

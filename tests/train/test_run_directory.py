@@ -1,4 +1,4 @@
-"""Folders that a run cannot have, or must share with no other."""
+"""Folders that cannot be a run directory, and the lock on those that are."""
 
 import resource
 import subprocess

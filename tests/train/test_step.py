@@ -35,7 +35,7 @@ ARGUMENTS = (
 
 @pytest.fixture(scope="module")
 def with_dropout():
-    """What one device finds."""
+    """The trace of a run on one device."""
     return trace(3, *ARGUMENTS, "model.dropout=0.3", "--mesh", "1,1,1", devices=1)
 
 
@@ -55,7 +55,7 @@ def test_dropout_is_the_same_on_every_mesh(layout, with_dropout):
 
 
 def test_the_gradient_of_a_frequent_token_is_not_rounded_away():
-    """Of 2048 places where one token stands; in bfloat16, 256 + 1 is 256."""
+    """One token occurs 2,048 times; in bfloat16, 256 + 1 is 256."""
     rows, gradient = np.full((32, 65), 7, np.int32), {}
     for dtype in ("float32", "bfloat16"):
         config = load_config(*ARGUMENTS, "model.vocab_size=256", f"train.dtype={dtype}")
@@ -154,7 +154,7 @@ def test_a_step_with_cudnn_s_attention_is_lowered_for_nvidias_gpus(layout, monke
 
 
 def test_deterministic_kernels_have_scales_of_their_own(monkeypatch):
-    """XLA finds one of several kernels that are alike; float32 does not tell these scales apart."""
+    """XLA may merge identical calls; the scales differ, but not after rounding to float32."""
     text = lowered_for_cuda(monkeypatch, "--mesh", "2,2,2", "train.deterministic=True")
     calls = [line for line in text.splitlines() if "@__cudnn$fmhaSoftmaxBackward(" in line]
     scales = [float(s) for line in calls for s in re.findall(r"fmha_scale\\22: ([\d.]+)", line)]
@@ -163,7 +163,7 @@ def test_deterministic_kernels_have_scales_of_their_own(monkeypatch):
 
 
 def lowered_for_cuda(monkeypatch, *words):
-    """The train step as far as it goes without a GPU: JAX asks for one, and is told of it."""
+    """Lower the train step for CUDA without a GPU, by patching what JAX asks of the device."""
     monkeypatch.setattr(kernels, "check_cudnn_version", lambda: 91000)
     monkeypatch.setattr(kernels, "check_compute_capability", lambda capability: True)
     monkeypatch.setattr(kernels, "is_cuda_compute_capability_equal", lambda other: other == "9.0")
@@ -185,7 +185,7 @@ def lowered_for_cuda(monkeypatch, *words):
     ("platform", "n_devices"), [("gpu", 8), ("gpu", 1), ("cpu", 1), ("tpu", 4)]
 )
 def test_xla_knows_the_options_of_a_step(platform, n_devices):
-    """It refuses names that it does not know, whatever it compiles for."""
+    """XLA rejects unknown option names on every platform."""
     options = step_options(load_config("tiny"), platform, n_devices)
     compiled = jax.jit(lambda x: x + 1, compiler_options=options).lower(1.0).compile()
     assert float(compiled(1.0)) == 2.0
@@ -214,7 +214,7 @@ def test_clipping_is_optaxs(scale, limit):
 
 
 def test_leaving_an_update_out_takes_no_copy_of_the_state(monkeypatch):
-    """Beside a step that always updates, which could not keep the state of a step that is NaN."""
+    """Compare with a step that always updates, and so could not reject a NaN update."""
     mesh = make_mesh(MeshShape(1, 8, 1))
     config = load_config(*ARGUMENTS, "model.vocab_size=256", "spike.action=skip_update")
 

@@ -1,4 +1,4 @@
-"""Which processes of a job are named as slow."""
+"""Processes of a job that are reported as stragglers."""
 
 import json
 
@@ -9,7 +9,7 @@ STEP = 0.1  # seconds
 
 
 def named(own, n_intervals=2 * INTERVALS):
-    """The ranks that are named, one after the other; `own` returns the own seconds per step."""
+    """Return the reported stragglers; `own(rank, interval)` is their own seconds per step."""
     slow, out, totals = Stragglers([f"host{rank}" for rank in range(4)]), [], [0.0] * 4
     for number in range(n_intervals + 1):
         totals = [total + 10 * own(rank, number) for rank, total in enumerate(totals)]
@@ -47,5 +47,5 @@ def test_a_clock_that_begins_anew_starts_a_new_interval():
 def test_the_line_says_who_and_how_much():
     record = {"rank": 3, "host": "n7", "step": 40, "own": 0.1, "data": 0.06, "median": 0.01,
               "seconds": 0.2}  # fmt: skip
-    for words in ("process 3 on host n7", "step 40", "100.0 ms of its own", "60.0 ms of it for"):
+    for words in ("process 3 on host n7", "step 40", "own time is 100.0 ms", "60.0 ms of waiting"):
         assert words in straggler_line(record)

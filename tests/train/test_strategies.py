@@ -1,4 +1,4 @@
-"""Every way to lay a step out over devices gives the same losses and the same parameters."""
+"""Every layout of a step over devices gives the same losses and the same parameters."""
 
 import functools
 import itertools
@@ -44,7 +44,7 @@ ALL = [
 
 
 def pairwise(rows):
-    """Few of the rows, in which every two values that are together in a row still are."""
+    """Return a few of the rows that still contain every pair of values."""
 
     def pairs(row):
         return set(itertools.combinations(enumerate(row), 2))
@@ -62,19 +62,19 @@ def reference(n_steps):
 
 
 def options_rows(options):
-    """Rows of a batch that is evaluated: those of a microbatch."""
+    """Return the number of rows in an evaluation batch, which is that of a microbatch."""
     return load_config(*ARGUMENTS, *options).microbatch_size
 
 
 @functools.cache
 def evaluated(rows):
-    """Initial loss of so many rows, on one device."""
+    """Return the initial loss of `rows` rows on one device."""
     options = ("--mesh", "1,1,1", f"train.batch_size={rows}")
     return trace(0, *ARGUMENTS, *options, devices=1)["evaluated"]
 
 
 def check(*options, n_steps=8, loss=1e-4, parameters=1e-4):
-    """Compares with one device. Returns the largest relative difference of a parameter."""
+    """Compare with one device; return the largest relative difference of a parameter."""
     expected = reference(n_steps)
     found = trace(n_steps, *ARGUMENTS, *options, with_final=True)
     assert found["params"] == expected["params"]
@@ -208,7 +208,7 @@ def test_twenty_steps_are_the_same_with_their_state_in_the_hosts_memory(options)
 
 
 def test_a_layout_that_xla_fights_is_noticed(capfd):
-    """What `layouts_fit` looks for does appear, and where these tests look."""
+    """The warning that `layouts_fit` looks for does appear, and on stderr."""
     mesh = make_mesh(MeshShape(2, 4, 1))
 
     def fight(x):

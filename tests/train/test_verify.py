@@ -1,4 +1,4 @@
-"""`train.verify_interval`: copies of parameters on several devices are compared."""
+"""`train.verify_interval` compares the replicas of parameters on several devices."""
 
 import pytest
 
