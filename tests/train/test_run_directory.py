@@ -13,7 +13,7 @@ from jobs import SMALL, command, environment, run, train_here
 
 def test_a_folder_in_the_place_of_a_file_of_the_run_is_one_sentence(tmp_path):
     (tmp_path / "metrics.jsonl").mkdir()
-    with pytest.raises(UsageError, match=rf"out={tmp_path}: its metrics.jsonl is a folder"):
+    with pytest.raises(UsageError, match=rf"out={tmp_path}: contains a folder named metr"):
         train_here(*SMALL, "--out", tmp_path)
 
 
