@@ -155,7 +155,7 @@ def test_a_conversion_on_the_way_says_what_is_wrong(launcher, tmp_path, monkeypa
     out = tmp_path / "weights"
     for left in ("weights", "weights.partial-1", "weights.partial-x/weights"):
         (tmp_path / left).mkdir(parents=True)
-    with pytest.raises(UsageError, match=f"^key: {tmp_path}/none: is no folder"):
+    with pytest.raises(UsageError, match=f"^key: {tmp_path}/none: is not a folder; give one"):
         convert_apart(tmp_path / "none", out, "key")
     assert list(tmp_path.iterdir()) == []
     llama_folder(tmp_path / "llama", 256)
