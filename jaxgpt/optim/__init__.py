@@ -1,4 +1,4 @@
-"""The optimizers by name, which are checked when the command line is read."""
+"""Table of optimizers. `optimizer.name` and its keys are checked against it before JAX starts."""
 
 import importlib
 from typing import TYPE_CHECKING
@@ -10,8 +10,8 @@ if TYPE_CHECKING:
 
     from jaxgpt.optim.parameters import Parameters
 
-# Each optimizer is the function NAME of the file NAME.py. Beside its name are the keys of
-# `optimizer` that it uses, except weight_decay, grad_clip and the keys of the learning rate.
+# Optimizer NAME is the function NAME in NAME.py. The table maps it to the keys of `optimizer` that
+# it uses. All optimizers also use weight_decay, grad_clip and the learning-rate keys.
 OPTIMIZERS: dict[str, tuple[str, ...]] = {
     "adamw": ("beta1", "beta2"),
     "lion": ("beta1", "beta2"),
@@ -25,11 +25,13 @@ CHOICES = {"optimizer.name": OPTIMIZERS}  # for `parse_args`
 def make_optimizer(
     config: OptimizerConfig, parameters: "Parameters"
 ) -> "optax.GradientTransformation":
-    """Return the optimizer `optimizer.name`: gradients -> direction that the step subtracts.
+    """Return the optimizer named by `optimizer.name`, without the learning rate.
 
-    The learning rate, which multiplies the direction, is not part of it: it follows the number of
-    the step, which a skipped step advances, and not the number of updates. `UsageError` if there
-    is no optimizer of that name.
+    Its `update` turns gradients into a direction. The training step multiplies the direction by the
+    learning rate and subtracts it from the parameters. The learning rate is kept out because it
+    depends on the step number, which skipped steps advance, and not on the number of updates.
+
+    Raises `UsageError` if there is no optimizer of that name.
     """
     if config.name not in OPTIMIZERS:
         raise UsageError(f"optimizer.name={config.name}: must be one of {', '.join(OPTIMIZERS)}")

@@ -12,29 +12,30 @@ from jaxgpt.models.weights import Weight
 from jaxgpt.optim.parameters import Parameters, merge, take
 from jaxgpt.parallel.sharding import Params
 
-# The paper's section 9, and optax.adafactor's defaults.
-DECAY_EXPONENT = 0.8  # update t has the decay rate 1 - t^-0.8
-SQUARES_EPSILON = 1e-30  # added to squares of gradients
-CLIPPING_THRESHOLD = 1.0  # largest RMS of a matrix' update
-LEAST_SCALE = 1e-3  # an update is relative to the RMS of its matrix, or to this if that is less
+# Defaults of the paper (section 9) and of optax.adafactor.
+DECAY_EXPONENT = 0.8  # the decay rate of update t is 1 - t^-0.8
+SQUARES_EPSILON = 1e-30  # added to squared gradients
+CLIPPING_THRESHOLD = 1.0  # largest RMS of the update of a matrix
+LEAST_SCALE = 1e-3  # lower bound of the RMS of a matrix, which scales its update
 LEAST_FACTORED = 128  # matrices with fewer rows or columns are not factored
 
 
 class AdafactorState(NamedTuple):
-    """Averages of squared gradients. A dim over which a mean was taken has size 1."""
+    """Moving averages of squared gradients. Dimensions that were averaged over have size 1."""
 
     count: jax.Array  # number of updates
-    rows: Params  # of factored matrices: means over the outputs
-    columns: Params  # of factored matrices: means over the inputs
-    squares: Params  # of all other parameters
+    rows: Params  # means over the outputs, for factored matrices
+    columns: Params  # means over the inputs, for factored matrices
+    squares: Params  # unfactored averages, for all other parameters
 
 
 def adafactor(config: OptimizerConfig, parameters: Parameters) -> optax.GradientTransformation:
-    """Return Adafactor without the learning rate, which is relative: 1e-2 in the paper.
+    """Return Adafactor without the learning rate.
 
-    Each matrix of a stack is factored, clipped and scaled by itself: of `qkv`, three a layer.
-    Embeddings are factored too; vectors, and matrices with less than 128 rows or columns, are not.
-    optax.adafactor does the same for arrays of two dims, but takes a stack for one array.
+    The learning rate is relative to the RMS of each matrix; the paper uses 1e-2. Each matrix in a
+    stack is factored, clipped and scaled separately; `qkv` holds three matrices per layer.
+    Embeddings are factored too. Vectors and matrices with fewer than 128 rows or columns are not.
+    optax.adafactor gives the same result for 2D arrays, but treats a stack as a single array.
     """
     factored = parameters.where(is_factored).weights
     others = parameters.where(lambda w: not is_factored(w)).weights
@@ -88,7 +89,7 @@ def adafactor(config: OptimizerConfig, parameters: Parameters) -> optax.Gradient
 
 
 def is_factored(weight: Weight) -> bool:
-    """Return whether Adafactor keeps only means of rows and columns for a weight."""
+    """Return whether Adafactor keeps only row and column means for a weight."""
     _, *sides = weight.matrix_dims
     return all(math.prod(weight.shape[i] for i in dims) >= LEAST_FACTORED for dims in sides)
 
@@ -96,18 +97,18 @@ def is_factored(weight: Weight) -> bool:
 def _divide_factored(
     weight: Weight, gradient: jax.Array, rows: jax.Array, columns: jax.Array
 ) -> jax.Array:
-    """Return the gradient over the root of `rows` x `columns` / mean: algorithm 4.
+    """Return the gradient divided by the square root of `rows` x `columns` / mean (algorithm 4).
 
-    Root by root: the product of two averages can be less than float32 holds.
+    The roots are applied one at a time, because `rows` x `columns` can underflow in float32.
     """
     relative = rows / rows.mean(weight.matrix_dims[1], keepdims=True)
     return gradient * relative**-0.5 * columns**-0.5
 
 
 def _clip_and_scale(weight: Weight, direction: jax.Array, param: jax.Array) -> jax.Array:
-    """Return a direction of at most `CLIPPING_THRESHOLD`, times the RMS of each matrix."""
+    """Clip the RMS of each matrix's direction, then scale it by the RMS of the parameters."""
     _, inputs, outputs = weight.matrix_dims
-    real = weight.shape[0] / (weight.shape[0] - weight.n_padding)  # zeros would make it smaller
+    real = weight.shape[0] / (weight.shape[0] - weight.n_padding)  # excludes padding from means
 
     def rms(x: jax.Array) -> jax.Array:
         return jnp.sqrt(real * jnp.square(x).mean(inputs + outputs, keepdims=True))

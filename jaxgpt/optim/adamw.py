@@ -5,11 +5,11 @@ import optax
 from jaxgpt.config import OptimizerConfig
 from jaxgpt.optim.parameters import Parameters
 
-EPSILON = 1e-8  # PyTorch's and nanoGPT's
+EPSILON = 1e-8  # as in PyTorch and nanoGPT
 
 
 def adamw(config: OptimizerConfig, parameters: Parameters) -> optax.GradientTransformation:
-    """Return AdamW without the learning rate, as every optimizer in `jaxgpt.optim`."""
+    """Return AdamW with decoupled weight decay and without the learning rate."""
     return optax.chain(
         optax.scale_by_adam(config.beta1, config.beta2, EPSILON),
         optax.add_decayed_weights(config.weight_decay, parameters.is_decayed),

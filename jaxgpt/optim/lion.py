@@ -7,10 +7,10 @@ from jaxgpt.optim.parameters import Parameters
 
 
 def lion(config: OptimizerConfig, parameters: Parameters) -> optax.GradientTransformation:
-    """Return Lion without the learning rate: the sign of an average of gradients, and decay.
+    """Return Lion without the learning rate: the sign of a moving average, plus weight decay.
 
-    The paper takes a third to a tenth of AdamW's learning rate, and as many times its weight decay
-    (section 5); beta1=0.9, beta2=0.99 are its defaults.
+    The paper (section 5) recommends a third to a tenth of AdamW's learning rate and 3 to 10 times
+    its weight decay. Its defaults are beta1=0.9 and beta2=0.99.
     """
     return optax.chain(
         optax.scale_by_lion(config.beta1, config.beta2),

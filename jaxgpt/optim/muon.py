@@ -1,4 +1,4 @@
-"""Muon (kellerjordan.github.io/posts/muon) for hidden matrices, AdamW for all else."""
+"""Muon (kellerjordan.github.io/posts/muon) for hidden matrices, AdamW for everything else."""
 
 import math
 from typing import NamedTuple
@@ -14,22 +14,23 @@ from jaxgpt.optim.newton_schulz import newton_schulz_flops, orthogonalize
 from jaxgpt.optim.parameters import Parameters, merge, take
 from jaxgpt.parallel.sharding import Params
 
-# Of the elements of an update, about AdamW's (Moonlight, arXiv 2502.16982, section 2.2).
+# RMS of the elements of an update, about the same as AdamW's (arXiv 2502.16982, section 2.2).
 UPDATE_RMS = 0.2
 
 
 class MuonState(NamedTuple):
-    momentum: Params  # of hidden matrices
-    adamw: optax.OptState  # of all other parameters
+    momentum: Params  # moving average of gradients, for hidden matrices
+    adamw: optax.OptState  # for all other parameters
 
 
 def muon(config: OptimizerConfig, parameters: Parameters) -> optax.GradientTransformation:
     """Return Muon without the learning rate.
 
-    The momentum of each hidden matrix, of which a stack of layers has many and `qkv` three a layer,
-    is orthogonalised and scaled by 0.2 sqrt(max(rows, columns)), as Moonlight does: AdamW's
-    learning rate and weight decay then suit it. Embeddings, the output layer, norms and biases are
-    AdamW's, at optimizer.adamw_learning_rate.
+    The Nesterov momentum of each hidden matrix is orthogonalised and scaled by
+    0.2 sqrt(max(rows, columns)), as in Moonlight (arXiv 2502.16982), so AdamW's learning rate and
+    weight decay work unchanged. `qkv` holds three matrices per layer, which are orthogonalised
+    separately. AdamW updates embeddings, the output layer, norms and biases with
+    `optimizer.adamw_learning_rate`.
     """
     hidden = parameters.where(is_hidden_matrix)
     others = parameters.where(lambda w: not is_hidden_matrix(w))
@@ -65,19 +66,22 @@ def muon(config: OptimizerConfig, parameters: Parameters) -> optax.GradientTrans
 
 
 def is_hidden_matrix(weight: Weight) -> bool:
-    """Return whether Muon updates a weight: the matrices of the layers."""
+    """Return whether Muon updates a weight, which it does for all matrices in layers."""
     return weight.role == "matrix" and weight.n_layers > 0
 
 
 def adamw_ratio(config: OptimizerConfig) -> float:
-    """Return optimizer.adamw_learning_rate over optimizer.learning_rate, in every step."""
+    """Return adamw_learning_rate / learning_rate, or 1 if adamw_learning_rate is not set."""
     if config.adamw_learning_rate is None:
         return 1.0
     return config.adamw_learning_rate / config.learning_rate
 
 
 def update_flops(config: OptimizerConfig, parameters: Parameters) -> int:
-    """Return the FLOPs of matrix products in an update on each device; only Muon has any."""
+    """Return the FLOPs that each device spends on matrix products in one update.
+
+    The result is 0 for every optimizer except Muon.
+    """
     if config.name != "muon":
         return 0
     return newton_schulz_flops(parameters.where(is_hidden_matrix))

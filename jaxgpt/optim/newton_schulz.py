@@ -1,4 +1,4 @@
-"""Newton-Schulz orthogonalisation of many matrices, shared out over the devices of a mesh."""
+"""Newton-Schulz orthogonalisation of many matrices, distributed over the devices of a mesh."""
 
 import functools
 import itertools
@@ -15,48 +15,49 @@ from jaxgpt.models.weights import Weight
 from jaxgpt.optim.parameters import Parameters
 from jaxgpt.parallel.sharding import Params
 
-# Keller Jordan's, github.com/KellerJordan/Muon: a quintic that is steep at 0.
+# From github.com/KellerJordan/Muon: a quintic polynomial that is steep at 0.
 STEPS = 5
 COEFFICIENTS = 3.4445, -4.7750, 2.0315
 EPSILON = 1e-7
 
 
 class Form(NamedTuple):
-    """Size and sharding of matrices that can be stacked. The first side is the shorter one."""
+    """Size and sharding that matrices must share to be stacked. The first side is the shorter."""
 
-    sizes: tuple[int, int]  # of the sides of a whole matrix
-    axes: tuple[tuple[str, ...], tuple[str, ...]]  # mesh axes that each side is split over
-    stack_axes: tuple[str, ...]  # mesh axes that the stack is split over
+    sizes: tuple[int, int]  # of the two sides of a full matrix
+    axes: tuple[tuple[str, ...], tuple[str, ...]]  # mesh axes that each side is sharded over
+    stack_axes: tuple[str, ...]  # mesh axes that the stack is sharded over
 
 
 class View(NamedTuple):
     """A weight as a stack of matrices."""
 
     form: Form
-    order: tuple[int, ...]  # its dims: those of the stack, of the first side, of the second
-    n_stacked: int  # how many of these are the stack's
-    n_first: int  # and the first side's
-    n_matrices: int  # of the whole weight
+    order: tuple[int, ...]  # the weight's dimensions: stacked ones, first side, second side
+    n_stacked: int  # number of stacked dimensions
+    n_first: int  # number of dimensions of the first side
+    n_matrices: int  # in the full weight
 
     def stack(self, x: jax.Array) -> jax.Array:
-        """Return this device's part of a weight as (matrices, first side, second side)."""
+        """Return this device's shard of a weight in the shape (matrices, first, second side)."""
         x = x.transpose(self.order)
         n, m = self.n_stacked, self.n_stacked + self.n_first
         return x.reshape(*(math.prod(s) for s in (x.shape[:n], x.shape[n:m], x.shape[m:])))
 
     def unstack(self, stacked: jax.Array, like: jax.Array) -> jax.Array:
-        """Return what `stack` made as it was, in the shape of `like`."""
+        """Undo `stack`: return the stacked matrices in the shape of `like`."""
         x = stacked.reshape([like.shape[i] for i in self.order])
         return x.transpose([self.order.index(i) for i in range(like.ndim)])
 
 
 def orthogonalize(updates: Params, parameters: Parameters) -> Params:
-    """Return the matrices of each weight with their singular values brought to about 1.
+    """Return the matrices of each weight with their singular values moved close to 1.
 
-    Matrices of one form are stacked, over weights and layers, and each device of the mesh computes
-    an equal share of the stack. An all-to-all before it exchanges pieces of all matrices for whole
-    ones, another one after it undoes that. The stack is padded to a multiple of the number of
-    devices. Accelerators compute in bfloat16, as Keller Jordan does, CPUs in float32.
+    Matrices of the same `Form` are stacked across weights and layers, and each device of the mesh
+    computes an equal share of the stack. An all-to-all before the computation exchanges shards of
+    all matrices for full matrices, and a second all-to-all reverses that. The stack is padded to a
+    multiple of the number of devices. Accelerators compute in bfloat16, like Keller Jordan's code,
+    and CPUs in float32.
     """
     arrays, tree = jax.tree.flatten(updates)
     mesh, (views, mesh_shape) = parameters.mesh, _views(parameters)
@@ -67,7 +68,7 @@ def orthogonalize(updates: Params, parameters: Parameters) -> Params:
         mesh_shape,
         jnp.float32 if on_cpu else jnp.bfloat16,
     )
-    if mesh_shape:  # check_vma does not see that an all-gather's results are equal
+    if mesh_shape:  # check_vma cannot infer that the result of an all-gather is replicated
         specs = [sharding.spec for sharding in jax.tree.leaves(parameters.shardings)]
         compute = jax.shard_map(
             compute, mesh=mesh, in_specs=(specs,), out_specs=specs, check_vma=False
@@ -76,10 +77,10 @@ def orthogonalize(updates: Params, parameters: Parameters) -> Params:
 
 
 def view(weight: Weight, spec: PartitionSpec) -> View:
-    """Return the view of a weight that is split as `spec` says.
+    """Return the view of a weight that is sharded by `spec`.
 
-    A matrix may be transposed, and its rows and columns reordered: its orthogonal factor then is,
-    too, and `View.unstack` undoes both.
+    The view may transpose a matrix and permute its rows and columns. The orthogonal factor is then
+    transposed and permuted in the same way, and `View.unstack` undoes both.
     """
     spec = (*spec, *[None] * (len(weight.shape) - len(spec)))
 
@@ -95,7 +96,10 @@ def view(weight: Weight, spec: PartitionSpec) -> View:
 
 
 def newton_schulz(x_NRC: jax.Array) -> jax.Array:
-    """Return N matrices, R <= C, with their singular values brought to between 0.7 and 1.2."""
+    """Return matrices with their singular values moved to between 0.7 and 1.2.
+
+    The shape is (N, R, C) with R <= C.
+    """
     a, b, c = COEFFICIENTS
     norm = jnp.sqrt(jnp.square(x_NRC.astype(jnp.float32)).sum((1, 2), keepdims=True))
     x_NRC = (x_NRC / (norm + EPSILON)).astype(x_NRC.dtype)
@@ -106,7 +110,7 @@ def newton_schulz(x_NRC: jax.Array) -> jax.Array:
 
 
 def newton_schulz_flops(parameters: Parameters) -> int:
-    """Return the FLOPs of the matrix products that `orthogonalize` takes on each device."""
+    """Return the FLOPs that `orthogonalize` spends on matrix products on each device."""
     views, mesh_shape = _views(parameters)
     flops = 0
     for form, members in _by_form(views).items():
@@ -119,7 +123,7 @@ def newton_schulz_flops(parameters: Parameters) -> int:
 
 
 def _views(parameters: Parameters) -> tuple[list[View], dict[str, int]]:
-    """Return the view of each weight, and the mesh axes with several devices."""
+    """Return the view of each weight, and the sizes of the mesh axes that are larger than 1."""
     weights = jax.tree.leaves(parameters.weights)
     if parameters.mesh is None:
         return [view(weight, PartitionSpec()) for weight in weights], {}
@@ -129,7 +133,7 @@ def _views(parameters: Parameters) -> tuple[list[View], dict[str, int]]:
 
 
 def _by_form(views: list[View]) -> dict[Form, list[int]]:
-    """Return the numbers of the views of each form."""
+    """Return the indices of the views that share each form."""
     members = defaultdict(list)
     for i, one in enumerate(views):
         members[one.form].append(i)
@@ -140,13 +144,13 @@ def _n_devices(axes: tuple[str, ...], mesh_shape: Mapping[str, int]) -> int:
     return math.prod(mesh_shape[axis] for axis in axes)
 
 
-# Computed by each device, inside `jax.shard_map`.
+# The functions below run on each device, inside `jax.shard_map`.
 
 
 def _on_a_device(
     views: list[View], mesh_shape: Mapping[str, int], dtype: jnp.dtype, arrays: list[jax.Array]
 ) -> list[jax.Array]:
-    """Compute `orthogonalize` from this device's part of each weight, for the same part."""
+    """Orthogonalise this device's shard of each weight."""
     out = list(arrays)
     for form, numbers in _by_form(views).items():
         stacks = [views[i].stack(arrays[i]) for i in numbers]
@@ -158,7 +162,7 @@ def _on_a_device(
 
 
 def _share_out(pieces_NRC: jax.Array, form: Form, mesh_shape: Mapping[str, int]) -> jax.Array:
-    """Orthogonalise N matrices of which this device has pieces, and return the same pieces."""
+    """Orthogonalise N matrices. Takes and returns this device's shard of each, of R x C."""
     split_over = sum(form.axes, ())
     copied_over = tuple(a for a in mesh_shape if a not in split_over + form.stack_axes)
     n_pieces, n_copies = (_n_devices(axes, mesh_shape) for axes in (split_over, copied_over))

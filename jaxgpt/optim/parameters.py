@@ -1,4 +1,4 @@
-"""Descriptions of the parameters, for optimizers."""
+"""Descriptions of the parameters that an optimizer receives."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,35 +13,35 @@ from jaxgpt.parallel.sharding import Params
 
 @dataclass(frozen=True)
 class Parameters:
-    """The parameters that an optimizer updates, in trees like theirs."""
+    """The parameters that an optimizer updates, described by trees of the same structure."""
 
-    weights: Params  # a `Weight` each
+    weights: Params  # a `Weight` for each parameter
     shardings: Params | None = None
-    """`NamedSharding` of each one's gradient and moments; None: all arrays are on one device."""
+    """`NamedSharding` of each parameter's gradient and moments; None if there is one device."""
 
     @property
     def is_decayed(self) -> Params:
-        """Booleans: which ones weight decay applies to."""
+        """Boolean for each parameter: whether weight decay applies to it."""
         return jax.tree.map(lambda w: w.is_decayed, self.weights)
 
     @property
     def mesh(self) -> Mesh | None:
-        """The mesh of the shardings."""
+        """The mesh of the shardings; None without shardings."""
         return next((one.mesh for one in jax.tree.leaves(self.shardings)), None)
 
     def where(self, is_chosen: Callable[[Weight], bool]) -> "Parameters":
-        """Return those whose `Weight` is chosen."""
+        """Return only the parameters for whose `Weight` `is_chosen` returns True."""
         flat = flatten_dict(self.weights)
         chosen = unflatten_dict({path: w for path, w in flat.items() if is_chosen(w)})
         return Parameters(chosen, self.shardings and take(self.shardings, chosen))
 
 
 def take(tree: Params, part: Params) -> Params:
-    """Return the leaves of a nested dict at the paths that `part`, another one, has."""
+    """Return the leaves of a nested dict at the paths of another nested dict, `part`."""
     flat = flatten_dict(tree)
     return unflatten_dict({path: flat[path] for path in flatten_dict(part)})
 
 
 def merge(*parts: Params) -> Params:
-    """Return one nested dict of the leaves of several that have no path in common."""
+    """Merge nested dicts that have no path in common."""
     return unflatten_dict({path: x for part in parts for path, x in flatten_dict(part).items()})

@@ -1,4 +1,4 @@
-"""The learning rate of a step: one function, computed on the host in float64."""
+"""Learning-rate schedules, computed on the host in float64."""
 
 import math
 
@@ -10,9 +10,10 @@ from jaxgpt.config import OptimizerConfig
 def learning_rate(config: OptimizerConfig, step: int) -> np.float32:
     """Return the learning rate of a step, counted from 1: linear warm-up, then `schedule`.
 
-    Step `warmup_iters` has the peak. With cosine and wsd, step `lr_decay_iters` and all later steps
-    have `min_lr`. The result is the exact value rounded to float32, to one unit in the last place.
-    Trained steps get it as an argument and skipped steps report it, so both log the same digits.
+    The learning rate reaches its peak at step `warmup_iters`. With cosine and wsd, it is `min_lr`
+    (by default a tenth of the peak) from step `lr_decay_iters` on. The float32 result is within one
+    unit in the last place of the exact value. Trained steps receive this number and skipped steps
+    report it, so both log the same digits.
     """
     peak = config.learning_rate
     floor = peak / 10 if config.min_lr is None else config.min_lr
@@ -22,12 +23,13 @@ def learning_rate(config: OptimizerConfig, step: int) -> np.float32:
     return np.float32(peak * height + floor * (1 - height))
 
 
-# Schedules after warm-up: the height of the learning rate above its floor, from 1 down to 0. Each
-# is computed from the steps that are left, because 1 + cos(pi x) and 1 - sqrt(x) cancel near x = 1.
+# Schedules after warm-up return the height of the learning rate above its floor, from 1 down to 0.
+# They are computed from the number of steps left, because 1 + cos(pi x) and 1 - sqrt(x) suffer from
+# cancellation near x = 1.
 
 
 def _cosine(config: OptimizerConfig, step: int) -> float:
-    """Return (1 + cos(pi x)) / 2 for x from 0 to 1, which is sin^2(pi (1 - x) / 2)."""
+    """Return (1 + cos(pi x)) / 2 = sin^2(pi (1 - x) / 2) for x from 0 to 1."""
     length = max(1, config.lr_decay_iters - config.warmup_iters)
     return math.sin(math.pi / 2 * _left(step, config.warmup_iters + length, length)) ** 2
 
@@ -43,7 +45,7 @@ def _constant(config: OptimizerConfig, step: int) -> float:
 
 
 def _left(step: int, end: int, length: int) -> float:
-    """Return the share of the last `length` steps before `end` that is left after a step."""
+    """Return the fraction of the last `length` steps before `end` that is left after a step."""
     return min(max(end - step, 0), length) / length
 
 

@@ -1,4 +1,4 @@
-"""SGD with momentum and decoupled weight decay: SGDW (arXiv 1711.05101, algorithm 1)."""
+"""SGDW: SGD with momentum and decoupled weight decay (arXiv 1711.05101, algorithm 1)."""
 
 import optax
 
@@ -7,9 +7,10 @@ from jaxgpt.optim.parameters import Parameters
 
 
 def sgd(config: OptimizerConfig, parameters: Parameters) -> optax.GradientTransformation:
-    """Return SGD without the learning rate: m <- momentum m + g; without momentum, no state.
+    """Return SGD without the learning rate, where m <- momentum * m + g is the direction.
 
-    As torch.optim.SGD without Nesterov, but that weight decay stays out of the momentum.
+    It keeps no state if the momentum is 0. It equals torch.optim.SGD with nesterov=False, except
+    that weight decay is not part of the momentum.
     """
     return optax.chain(
         optax.trace(config.momentum) if config.momentum else optax.identity(),

@@ -1,4 +1,4 @@
-"""The size of an optimizer's state, and the shardings of its arrays."""
+"""Size and shardings of the optimizer state."""
 
 from typing import Any
 
@@ -15,7 +15,10 @@ from jaxgpt.parallel.sharding import Params, replicated
 
 
 def n_moments(config: OptimizerConfig) -> int:
-    """Return how many arrays of a matrix's size the optimizer keeps for each matrix of a layer."""
+    """Return the number of moments that the optimizer keeps for each matrix of a layer.
+
+    A moment is an array of the matrix's size; Adafactor's row and column means do not count.
+    """
     matrix = Weight("layers/matrix", (1, 256, 256), ("layers", "embed", "mlp"), "matrix", 1)
     optimizer = make_optimizer(config, Parameters({"layers": {"matrix": matrix}}))
     shape = jax.ShapeDtypeStruct(matrix.shape, "float32")
@@ -26,11 +29,15 @@ def n_moments(config: OptimizerConfig) -> int:
 def opt_state_shardings(
     optimizer: optax.GradientTransformation, params: Params, shardings: Params, mesh: Mesh
 ) -> Any:
-    """Return the `NamedSharding` of every array of the optimizer's state.
+    """Return the `NamedSharding` of every array in the optimizer state.
 
-    An array under the path of a parameter, of which `params` has the shapes, lies as `shardings`
-    has it for that parameter, and whole in a dim that has another size; all else, such as a count,
-    is on every device.
+    An array whose path ends with a parameter's path gets the sharding of that parameter, except
+    that a dimension of a different size is not sharded. All other arrays, such as an update count,
+    are replicated.
+
+    Args:
+        params: the parameters, or their shapes.
+        shardings: `NamedSharding` of each parameter's moments.
     """
     whole = replicated(mesh)
     leaves = tree_leaves_with_path(params)

@@ -1,4 +1,4 @@
-"""What becomes of an update: left out where it is not due, its gradients clipped."""
+"""Gradient clipping and conditional updates."""
 
 import dataclasses
 import functools
@@ -20,13 +20,13 @@ from jaxgpt.parallel.offload import (
 )
 from jaxgpt.parallel.sharding import Params
 
-# (params, opt_state) -> the same after an update.
+# Maps (params, opt_state) to their values after an update.
 Update = Callable[[Params, Any], tuple[Params, Any]]
 
-# Each is taken where XLA makes no other copy of the state for it. Temporaries of a step of gpt2
-# with 4 layers on one device, beside a step without a gate (JAX 0.10.2, 2026-11): for a CPU
-# `gate_by_where` takes 216 MB more and `gate_in_turn` none; for an H100 they take 0.1 and 53 MB
-# more (`jax.lax.cond` 782 MB).
+# Each gate is used on the platform where XLA makes no extra copy of the state for it. Temporary
+# memory beyond that of a step without a gate, for gpt2 with 4 layers on one device (JAX 0.10.2,
+# 2026-11): on a CPU, `gate_by_where` takes 216 MB and `gate_in_turn` takes none; on an H100, they
+# take 0.1 MB and 53 MB, and `jax.lax.cond` takes 782 MB.
 
 
 def gated_update(
@@ -40,9 +40,12 @@ def gated_update(
 ) -> tuple[Params, Any]:
     """Return `update(parameters, gradients, *old)` if it is due, else `old`, bit for bit.
 
-    `is_due`: boolean scalar, from `detect_and_gate` in spikes/detector.py: False where loss or
-    gradient is NaN, or a spike is to be left out. None is always due. `by_layer` updates one layer
-    after the other, see `update_in_turn`.
+    Args:
+        is_due: boolean scalar from `detect_and_gate` in spikes/detector.py. It is False if the loss
+            or the gradient norm is not finite, or if `spike.action` rejects the update as a spike.
+            None means that every update is due.
+        old: the parameters and the optimizer state.
+        by_layer: update one layer at a time, with `update_in_turn`.
     """
     if by_layer:
         return update_in_turn(is_due, update, parameters, gradients, *old)
@@ -51,14 +54,17 @@ def gated_update(
 
 
 def gate_by_where(is_due: jax.Array | None, update: Update, *old: Any) -> tuple[Params, Any]:
-    """Return `update(*old)` if it is due, else `old`, bit for bit; None is always due."""
+    """Return `update(*old)` if it is due or `is_due` is None, else `old`, bit for bit."""
     new = update(*old)
-    # Chosen, never multiplied by zero: 0 x NaN is NaN.
+    # Select the values instead of multiplying the update by 0, because 0 * NaN is NaN.
     return new if is_due is None else jax.tree.map(functools.partial(jnp.where, is_due), new, old)
 
 
 def gate_in_turn(is_due: jax.Array | None, update: Update, *old: Any) -> tuple[Params, Any]:
-    """Do the same, the parameters before the optimizer's state, which is computed twice."""
+    """Like `gate_by_where`, but gate the parameters before the optimizer state.
+
+    The update is computed twice, once for each.
+    """
     if is_due is None:
         return update(*old)
     choose, (params, opt_state) = functools.partial(jnp.where, is_due), old
@@ -74,10 +80,11 @@ def update_in_turn(
     gradients: Params,
     *old: Any,
 ) -> tuple[Params, Any]:
-    """Do the same one layer after the other, each array where it lies.
+    """Update one layer at a time; each array stays in device or host memory, where it is.
 
-    `update` takes `Parameters`, their gradients and `old`: of one layer, or of all weights outside
-    of layers. The state that has no layers, such as a count, it changes alike.
+    `update` is called once with the `Parameters`, gradients, parameters and optimizer state of one
+    layer (for all layers, in a scan), and once with those of all weights outside the layers. State
+    without a layer dimension, such as an update count, is taken from the second call.
     """
 
     def gated(parameters: Parameters, gradients: Params, old: Any) -> Any:
@@ -104,7 +111,7 @@ def init_in_turn(
     parameters: Parameters,
     params: Params,
 ) -> optax.OptState:
-    """Return the optimizer's first state, made one layer after the other, in the host's memory."""
+    """Return the initial optimizer state in host memory, computed one layer at a time."""
     of_layer, outside = _parts(parameters)
     layers = _part(params, True)
 
@@ -123,14 +130,14 @@ def init_in_turn(
 
 
 def _parts(parameters: Parameters) -> tuple[Parameters, Parameters]:
-    """Return stacks of one layer, and what is outside of layers."""
+    """Return the parameters of one layer, as stacks of size 1, and those outside the layers."""
     stacked = parameters.where(lambda w: w.n_layers > 0)
     one = jax.tree.map(lambda w: dataclasses.replace(w, shape=(1, *w.shape[1:])), stacked.weights)
     return Parameters(one, stacked.shardings), parameters.where(lambda w: not w.n_layers)
 
 
 def _part(tree: Any, in_layers: bool) -> Any:
-    """Return what a tree has of the layers, or of all else: in each of its dicts of weights."""
+    """Keep only the weights in the layers, or only all others, in each dict of weights."""
 
     def choose(part: Any) -> Any:
         if not _is_dict(part):
@@ -149,10 +156,10 @@ def _is_dict(x: Any) -> bool:
 
 
 def global_norm(gradients: Params) -> jax.Array:
-    """Return the L2 norm over all arrays: float32 scalar.
+    """Return the L2 norm over all arrays, a float32 scalar.
 
-    They are added in the order of the stack they are in and their own two names, so that to group
-    layers into modules changes no bit of it, nor of what is clipped by it.
+    The arrays are summed in the order of the first and the last two components of their paths.
+    Grouping layers into modules therefore changes neither the norm nor the clipped gradients.
     """
     if any(map(is_in_host, jax.tree.leaves(gradients))):
         return _norm_in_turn(gradients)
@@ -166,7 +173,7 @@ def global_norm(gradients: Params) -> jax.Array:
 
 
 def _norm_in_turn(gradients: Params) -> jax.Array:
-    """Return the L2 norm over all arrays, of which a device has one layer's at a time."""
+    """Return the L2 norm over all arrays, with one layer at a time in device memory."""
 
     def add(total: jax.Array, i: jax.Array) -> tuple[jax.Array, None]:
         return total + optax.tree.norm(layer(gradients["layers"], i), squared=True), None
@@ -178,9 +185,10 @@ def _norm_in_turn(gradients: Params) -> jax.Array:
 
 
 def clip_by_norm(gradients: Params, norm: jax.Array, limit: float) -> Params:
-    """Return gradients scaled down to the global norm `limit` if `norm` is above it; 0 is no limit.
+    """Return gradients scaled down to the global norm `limit` if `norm` is larger.
 
-    As optax.clip_by_global_norm, which would compute the norm over all devices once more.
+    A limit of 0 disables clipping. The result equals that of optax.clip_by_global_norm, which would
+    compute the norm over all devices a second time.
     """
     if limit == 0:
         return gradients
