@@ -1,4 +1,4 @@
-"""Weights of other programs; here, what a run needs of it before JAX is started."""
+"""Conversion of weights from and to other programs. This file is imported before JAX starts."""
 
 import glob
 import os
@@ -10,29 +10,29 @@ from pathlib import Path
 from jaxgpt.cluster.environment import RANK, SIZE
 from jaxgpt.config import UsageError, expand_user
 
-OTHER_FOLDER = "give --out another folder"  # ends an error of a command with --out
-TRANSFORMERS = "hf:"  # before a folder of transformers, where a run or weights can be given too
+OTHER_FOLDER = "choose another folder with --out"  # the end of an error about --out
+TRANSFORMERS = "hf:"  # prefix of a transformers folder, where run directories are also accepted
 
 
 def transformers_folder(given: str, key: str = "") -> Path:
-    """Return the folder of `hf:FOLDER`; `key` stands before it in errors."""
+    """Return FOLDER, from `hf:FOLDER`. Errors begin with `key`."""
     return Path(expand_user(given.removeprefix(TRANSFORMERS), f"{key}{TRANSFORMERS}"))
 
 
 def convert_apart(source: Path, out: Path, key: str) -> None:
-    """Convert a folder of transformers in a process of its own, which may start JAX.
+    """Convert a transformers folder in a subprocess, because the conversion starts JAX.
 
-    What an earlier conversion left is removed. Raises `UsageError`, which begins with `key`, if it
-    fails.
+    `out` and the leftovers of earlier conversions are deleted first. If the conversion fails,
+    raises a `UsageError` that begins with `key`.
     """
     for left in (out, *out.parent.glob(f"{glob.escape(out.name)}.partial-*")):
         shutil.rmtree(left, ignore_errors=True)
     words = [sys.executable, "-m", "jaxgpt.convert", "from-hf", str(source), "--out", str(out)]
-    # Not a process of this job: as one of another rank than 0 it would not say what is wrong.
+    # Run outside this job as rank 0, because other ranks do not print errors.
     environ = {**os.environ, "JAX_PLATFORMS": "cpu", RANK: "0", SIZE: "1"}
     job = subprocess.run(words, capture_output=True, text=True, env=environ)
     if job.returncode:
-        reason = (job.stderr.strip().splitlines() or ["it was ended"])[-1].removeprefix("error: ")
-        # The user has given no --out.
+        reason = (job.stderr.strip().splitlines() or ["it was killed"])[-1].removeprefix("error: ")
+        # Leave --out out of the error, because the user did not give it.
         reason = reason.replace(f"--out {out.absolute()}", str(out.absolute()))
         raise UsageError(f"{key}: {reason.removesuffix(f'; {OTHER_FOLDER}')}")

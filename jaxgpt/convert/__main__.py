@@ -1,7 +1,7 @@
-"""Weights from and to other programs: `python -m jaxgpt.convert KIND ... --out DIR`.
+"""Convert weights from and to other programs: `python -m jaxgpt.convert KIND ... --out DIR`.
 
-What comes from elsewhere becomes a checkpoint of step 0: `train.init_from=DIR` starts a run from
-it, and `python -m jaxgpt.sample --run DIR` writes text with it.
+Imported weights become a checkpoint of step 0. Start a run from it with `train.init_from=DIR`, or
+generate text with `python -m jaxgpt.sample --run DIR`.
 """
 
 import argparse
@@ -11,18 +11,21 @@ import sys
 from jaxgpt.cluster.shutdown import job_exit_handler
 from jaxgpt.config import CommandParser, UsageError, file_path, whole_number
 
-# KIND -> (module of this room, what --help says)
+# KIND -> (module in this folder, help text)
 KINDS = {
-    "from-hf": ("huggingface", "a folder of transformers: GPT-2, Llama, Mistral, Qwen2, Qwen3"),
-    "to-hf": ("huggingface", "a folder that transformers reads, from a run"),
-    "from-nanogpt": ("nanogpt", "nanoGPT's ckpt.pt"),
-    "to-nanogpt": ("nanogpt", "safetensors by nanoGPT's names, and model_args.json, from a run"),
-    "from-megatron": ("megatron", "GPT checkpoints of Megatron-LM and Megatron-DeepSpeed"),
+    "from-hf": (
+        "huggingface",
+        "import a transformers folder: GPT-2, Llama, Mistral, Qwen2, Qwen3 or Gemma 3",
+    ),
+    "to-hf": ("huggingface", "export a run as a transformers folder"),
+    "from-nanogpt": ("nanogpt", "import a nanoGPT ckpt.pt"),
+    "to-nanogpt": ("nanogpt", "export a run as safetensors with nanoGPT's tensor names"),
+    "from-megatron": ("megatron", "import a Megatron-LM or Megatron-DeepSpeed GPT checkpoint"),
 }
 
 
 def parser() -> CommandParser:
-    """Return the parser; a kind's function has its options as arguments."""
+    """Return the parser. The options of a KIND are the arguments of the KIND's function."""
     out = CommandParser(
         prog="python -m jaxgpt.convert",
         description=__doc__,
@@ -34,22 +37,22 @@ def parser() -> CommandParser:
         if name.startswith("to-"):
             kind.add_argument("--run", type=file_path, required=True, help="run directory")
             step = whole_number(least=0)
-            kind.add_argument("--step", type=step, help="checkpoint to take; default the newest")
+            kind.add_argument("--step", type=step, help="checkpoint to export; default the newest")
             kind.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
         else:
-            kind.add_argument("path", type=file_path, help="what to read")
+            kind.add_argument("path", type=file_path, help="file or folder to import")
         if name == "from-hf":
             kind.add_argument(
                 "--block-size", type=whole_number(bits=31), metavar="N",
-                help="context length to keep, of models with rotary positions",
+                help="shorten the context of a model with rotary positions to N tokens",
             )  # fmt: skip
         if name.startswith("from-"):
-            own = "; default the folder's own" * (name == "from-hf")
+            own = "; default the tokenizer in PATH" * (name == "from-hf")
             kind.add_argument(
                 "--tokenizer", type=file_path, metavar="PATH",
-                help="of its tokens: a folder of prepared data, or a tokenizer.json" + own,
+                help="the model's tokenizer: a folder of prepared data or a tokenizer.json" + own,
             )  # fmt: skip
-        kind.add_argument("--out", type=file_path, required=True, metavar="DIR", help="to make")
+        kind.add_argument("--out", type=file_path, required=True, metavar="DIR", help="new folder")
     return out
 
 

@@ -1,4 +1,4 @@
-"""config.json of transformers' model families, and our options: what each means in the other."""
+"""Translation between the config.json of transformers model families and jaxgpt's options."""
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -11,7 +11,7 @@ from jaxgpt.convert.names import Table
 from jaxgpt.convert.safetensors import read_json
 
 CONFIG = "config.json"
-# Kept beside the weights as they are, for who takes them back to transformers.
+# Files that are copied along with the weights, so that they can be exported to transformers again.
 COMPANIONS = (
     "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tokenizer.model",
     "chat_template.jinja", "generation_config.json",
@@ -19,13 +19,13 @@ COMPANIONS = (
 # activation_function -> model.mlp
 ACTIVATIONS = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu"}
 LLAMA3_ROPE = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-ROPE_TYPES = {"default": (), "linear": ("factor",), "llama3": LLAMA3_ROPE}  # and their numbers
+ROPE_TYPES = {"default": (), "linear": ("factor",), "llama3": LLAMA3_ROPE}  # type -> its parameters
 LAYER_TYPES = {"full_attention": "global", "sliding_attention": "local"}
-WITH_PATTERNS = ("qwen2", "qwen3", "gemma3_text")  # families whose layers may differ
+WITH_PATTERNS = ("qwen2", "qwen3", "gemma3_text")  # families that may mix layer types
 
 
 def table_of(model: ModelConfig) -> Table:
-    """Return the names that transformers gives a model's weights, without GPT-2's prefix."""
+    """Return the table of transformers' tensor names for a model, without GPT-2's prefix."""
     if model.position == "learned":
         return names.GPT2
     has_equal_heads = model.kv_heads == model.n_head
@@ -35,24 +35,28 @@ def table_of(model: ModelConfig) -> Table:
 
 
 def read_model(folder: Path, block_size: int | None = None) -> ModelConfig:
-    """Return the model that a config.json describes; `UsageError` names what is not supported."""
+    """Return the model that a folder's config.json describes.
+
+    `block_size` replaces the context length. Raises `UsageError` with the name of any family or
+    option that is not supported.
+    """
     path = folder / CONFIG
     config = read_json(path)
     family = config.get("model_type")
     if not isinstance(family, str) or family not in FAMILIES:
         moe = " (mixture of experts)" if "num_experts" in config or "moe" in str(family) else ""
         raise UsageError(
-            f"{path}: model_type {family}{moe} is not supported; {', '.join(FAMILIES)} are"
+            f"{path}: model_type {family}{moe} is not supported, only {', '.join(FAMILIES)}"
         )
     try:
         options = FAMILIES[family](_Keys(path, config))
     except (TypeError, AttributeError, ArithmeticError) as error:
-        raise UsageError(f"{path}: makes no sense ({error})") from None
+        raise UsageError(f"{path}: is not a valid model configuration ({error})") from None
     return checked_model(options | ({"block_size": block_size} if block_size else {}), path)
 
 
 def checked_model(options: Mapping[str, Any], where: Path) -> ModelConfig:
-    """Return the model of options from elsewhere, each within its bounds; else `UsageError`."""
+    """Return a model with the given options; `UsageError` if an option is out of bounds."""
     given = {"model": {k: list(v) if isinstance(v, tuple) else v for k, v in options.items()}}
     try:
         config = config_from_dict(given, str(where))
@@ -63,7 +67,7 @@ def checked_model(options: Mapping[str, Any], where: Path) -> ModelConfig:
 
 
 class _Keys:
-    """The keys of a config.json, with sentences for what is missing or not supported."""
+    """The keys of a config.json; raises `UsageError` for missing or unsupported values."""
 
     def __init__(self, path: Path, config: Mapping[str, Any]):
         self.path, self.config = path, config
@@ -75,11 +79,11 @@ class _Keys:
     def count(self, key: str, default: int | None = None) -> int:
         value = self.get(key, default)
         if type(value) is not int or value < 1:
-            raise UsageError(f"{self.path}: {key} is {value}; it must be a whole number")
+            raise UsageError(f"{self.path}: {key} is {value}; it must be a whole number above 0")
         return value
 
     def only(self, key: str, *supported: Any) -> Any:
-        """Return a value; refuse one that is not supported. The first is the default."""
+        """Return a value, which must be one of `supported`. The first of these is the default."""
         value = self.get(key, supported[0])
         if value not in supported:
             words = " or ".join(map(str, supported))
@@ -108,10 +112,10 @@ def _gpt2(keys: _Keys) -> dict[str, Any]:
 def _llama(
     keys: _Keys, head_dim: int | None = None, layer_types: Sequence[str] | None = None
 ) -> dict[str, Any]:
-    """Return the options of Llama and its kin.
+    """Return the options of Llama and models derived from it.
 
     Args:
-        layer_types: of all layers, if config.json does not say; None is full attention in all.
+        layer_types: type of each layer if config.json does not say; None means full attention.
     """
     keys.only("hidden_act", "silu")
     keys.only("attention_bias", False)
@@ -127,7 +131,7 @@ def _llama(
 def _decoder(
     keys: _Keys, head_dim: int | None, layer_types: Sequence[str] | None
 ) -> dict[str, Any]:
-    """Return the sizes of a model, and its pattern of layers."""
+    """Return the sizes of a model and its layer pattern."""
     keys.only("num_experts", 0)
     keys.only("num_local_experts", 0)
     heads, width = keys.count("num_attention_heads"), keys.count("hidden_size")
@@ -149,11 +153,11 @@ def _decoder(
 
 
 def _layers(keys: _Keys, default: Sequence[str] | None) -> dict[str, Any]:
-    """Return model.layers, as short as it repeats, and the window of local layers."""
+    """Return model.layers, as the shortest repeating pattern, and the window of local layers."""
     n_layer = keys.count("num_hidden_layers")
     default = default or ["full_attention"] * n_layer
     found = keys.get("layer_types", default)
-    # transformers ignores layer_types where a family has layers of one kind.
+    # transformers ignores layer_types for families whose layers all have the same type.
     supported = LAYER_TYPES if keys.config["model_type"] in WITH_PATTERNS else set(default)
     unknown = sorted(map(str, set(found) - set(supported)))
     if unknown:
@@ -177,14 +181,14 @@ def _layers(keys: _Keys, default: Sequence[str] | None) -> dict[str, Any]:
 
 
 def _rope_parameters(keys: _Keys) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return rope_parameters, where transformers 5 keeps everything, and rope_scaling."""
+    """Return rope_parameters (transformers 5) and rope_scaling (earlier versions)."""
     new, old = keys.get("rope_parameters", {}), keys.get("rope_scaling", {})
     for name, found in (("rope_parameters", new), ("rope_scaling", old)):
         if not isinstance(found, dict) or any(isinstance(v, dict) for v in found.values()):
-            raise UsageError(f"{keys.path}: {name} is {found}; it must be one object of numbers")
+            raise UsageError(f"{keys.path}: {name} is {found}; it must be a single flat object")
     if new and old and new != old:
         raise UsageError(
-            f"{keys.path}: rope_parameters and rope_scaling differ; leave out the wrong one"
+            f"{keys.path}: rope_parameters and rope_scaling differ; remove the wrong one"
         )
     return new, old
 
@@ -192,7 +196,7 @@ def _rope_parameters(keys: _Keys) -> tuple[dict[str, Any], dict[str, Any]]:
 def _rope(
     keys: _Keys, new: Mapping[str, Any], old: Mapping[str, Any], default: float = 10000.0
 ) -> dict[str, Any]:
-    """Return the options of rotary positions; `default` is the base without one in config.json."""
+    """Return the options of rotary positions. `default` is the base if config.json sets no base."""
     scaling = new or old
     theta = new.get("rope_theta", keys.get("rope_theta", default))
     kind = scaling.get("rope_type", scaling.get("type", "default"))
@@ -211,7 +215,7 @@ def _rope(
 
 
 def _mistral(keys: _Keys) -> dict[str, Any]:
-    # transformers has a window of 4096 where config.json has no word of it.
+    # transformers uses a window of 4096 if config.json does not set one.
     if keys.config.get("sliding_window", 4096) is None:
         return _llama(keys)
     keys = _Keys(keys.path, {"sliding_window": 4096, **keys.config})
@@ -219,7 +223,7 @@ def _mistral(keys: _Keys) -> dict[str, Any]:
 
 
 def _qwen_layers(keys: _Keys) -> list[str]:
-    """Return the types of Qwen's layers: the first max_window_layers have no window."""
+    """Return the types of Qwen's layers; the first `max_window_layers` have full attention."""
     n_layer = n_full = keys.count("num_hidden_layers")
     if keys.only("use_sliding_window", False, True):
         n_full = keys.get("max_window_layers", 28)
@@ -247,7 +251,10 @@ def _gemma3(keys: _Keys) -> dict[str, Any]:
         full, local = new.get("full_attention", {}), new.get("sliding_attention", {})
         rope = _rope(keys, full, {}, 1e6)
         if local.get("rope_type", "default") != "default":
-            raise UsageError(f"{keys.path}: rope type of sliding_attention must be default")
+            raise UsageError(
+                f"{keys.path}: rope type {local['rope_type']} of sliding_attention is not "
+                "supported, only default"
+            )
         local_theta = local.get("rope_theta", 10000.0)
     else:
         rope = _rope(keys, *_rope_parameters(keys), 1e6)
@@ -280,7 +287,7 @@ FAMILIES: dict[str, Callable[[_Keys], dict[str, Any]]] = {
 }
 
 
-# The options that each family does not leave open.
+# Option values that a model must have to be exported as each family.
 _COMMON = {"post_norm": False, "scale_embeddings": False, "query_pre_attn_scalar": None}
 _FIXED: dict[str, dict[str, Any]] = {
     "gpt2": _COMMON | {
@@ -299,7 +306,10 @@ _FIXED: dict[str, dict[str, Any]] = {
 
 
 def write_config(model: ModelConfig, dtype: str, end_of_text: int | None) -> dict[str, Any]:
-    """Return the config.json of a model; `UsageError` if transformers has no such family."""
+    """Return the config.json of a model; `UsageError` if no transformers family fits it.
+
+    `end_of_text` is the ID of the token that ends a document; None if there is none.
+    """
     is_gpt2 = model.position == "learned"
     family = "gpt2" if is_gpt2 else "gemma3_text" if model.post_norm else "llama"
     wanted = _FIXED[family]
@@ -319,16 +329,16 @@ def write_config(model: ModelConfig, dtype: str, end_of_text: int | None) -> dic
         own = [key for key in ("qk_norm", "qkv_bias") if getattr(model, key)]
         is_plain = not own and not has_local
         if is_plain and model.n_embd % model.n_head:
-            wrong.append(f"model.n_embd={model.n_embd} (no multiple of n_head={model.n_head})")
+            wrong.append(f"model.n_embd={model.n_embd} (not a multiple of n_head={model.n_head})")
         if len(own) > 1:
             wrong += [f"model.{key}={getattr(model, key)}" for key in own]
         if not own and len(set(types)) > 1:
             wrong.append(f"model.layers={' '.join(model.layers)}")
     if wrong:
         raise UsageError(
-            f"to-hf: no family of transformers has {' '.join(wrong)} with "
-            f"model.position={model.position}; GPT-2, Llama, Mistral, Qwen2, Qwen3 and Gemma 3 are "
-            "written"
+            f"to-hf: no transformers family has {' '.join(wrong)} with "
+            f"model.position={model.position}; train a model that fits GPT-2, Llama, Mistral, "
+            "Qwen2, Qwen3 or Gemma 3"
         )
     tokens = {"bos_token_id": end_of_text if is_gpt2 else None, "eos_token_id": end_of_text}
     common = {"vocab_size": model.vocab_size, "torch_dtype": dtype, "use_cache": True, **tokens}
@@ -360,7 +370,7 @@ def _to_llama(model: ModelConfig) -> dict[str, Any]:
         own = {"use_sliding_window": "sliding_attention" in types, "layer_types": types}
         own |= {"sliding_window": model.sliding_window} if own["use_sliding_window"] else {}
         own |= {"attention_bias": False} if model.qk_norm else {}
-        # What versions of transformers before layer_types read.
+        # Versions of transformers without layer_types read this key instead.
         own |= {"max_window_layers": types.count("full_attention")}
     elif "sliding_attention" in _layer_types(model):
         family, architecture = "mistral", "Mistral"
@@ -390,7 +400,7 @@ def _to_gemma3(model: ModelConfig) -> dict[str, Any]:
         "attn_logit_softcapping": None,
         "sliding_window": model.sliding_window or model.block_size,
         "layer_types": _layer_types(model),
-        # Of transformers 4 and of transformers 5.
+        # transformers 4 reads the first three keys, transformers 5 reads rope_parameters.
         "rope_theta": model.rope_theta,
         "rope_local_base_freq": local,
         "rope_scaling": scaling,
@@ -405,7 +415,7 @@ def _to_gemma3(model: ModelConfig) -> dict[str, Any]:
 
 
 def _to_decoder(model: ModelConfig) -> dict[str, Any]:
-    """Return the sizes of a model, as `_decoder` reads them."""
+    """Return the keys that `_decoder` reads."""
     return {
         "num_hidden_layers": model.n_layer,
         "num_attention_heads": model.n_head,
@@ -421,7 +431,7 @@ def _to_decoder(model: ModelConfig) -> dict[str, Any]:
 
 
 def _rope_scaling(model: ModelConfig) -> dict[str, Any] | None:
-    """Return rope_scaling, as `_rope` reads it; None without."""
+    """Return rope_scaling in the format that `_rope` reads; None without scaling."""
     if not model.rope_scaling:
         return None
     kind = next(kind for kind, keys in ROPE_TYPES.items() if len(keys) == len(model.rope_scaling))
@@ -432,7 +442,7 @@ def _rope_scaling(model: ModelConfig) -> dict[str, Any] | None:
 
 
 def _layer_types(model: ModelConfig) -> list[str]:
-    """Return the type of each layer."""
+    """Return transformers' name for the type of each layer."""
     default = "global" if model.sliding_window is None else "local"
     pattern = model.layers or (default,)
     ours = {kind: name for name, kind in LAYER_TYPES.items()}

@@ -1,4 +1,4 @@
-"""Models of Hugging Face's transformers: config.json, safetensors and tokenizer files."""
+"""Import and export of Hugging Face transformers folders: config, safetensors and tokenizer."""
 
 import dataclasses
 import itertools
@@ -20,16 +20,20 @@ from jaxgpt.convert.tensors import Tensor, new_folder
 from jaxgpt.data.tokenizers import FILE as TOKENIZER
 from jaxgpt.data.tokenizers import HFTokenizer, Tokenizer, load_tokenizer, tokenizer_from_meta
 
-BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")  # no weights
-GPT2_PREFIX = "transformer."  # of names in files that GPT2LMHeadModel saved
+BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")  # not weights
+GPT2_PREFIX = "transformer."  # in files saved by GPT2LMHeadModel
 
 
 def from_hf(
     path: Path, out: Path, block_size: int | None = None, tokenizer: Path | None = None
 ) -> list[str]:
-    """Convert a folder into weights that a run starts from; return lines about them.
+    """Import a transformers folder as weights that a run can start from; return lines to print.
 
-    `tokenizer`, as `read_tokenizer` takes it, stands in for the folder's own.
+    Args:
+        block_size: context length that replaces the model's; None keeps it.
+        tokenizer: path that `read_tokenizer` accepts; None uses the folder's tokenizer, if any.
+
+    Raises `UsageError` if something in the folder is missing, damaged or not supported.
     """
     found, model = open_folder(path), read_model(path, block_size)
     found = {name.removeprefix(GPT2_PREFIX): tensor for name, tensor in found.items()}
@@ -40,7 +44,7 @@ def from_hf(
         if not (name.endswith(BUFFERS) or name in tied)
     }
     if block_size and "wpe.weight" in found:
-        raise UsageError("--block-size: is for rotary positions; give model.block_size to train")
+        raise UsageError("--block-size: needs rotary positions; set model.block_size in training")
     wanted = match_tensors(found, table_of(model), model, str(path))
     has_tokenizer = any((path / name).is_file() for name in (TOKENIZER, "merges.txt", "vocab.bpe"))
     own = path if has_tokenizer else None
@@ -57,9 +61,14 @@ def write_weights(
     tokenizer: Tokenizer | None,
     companions: Sequence[str] = (),
 ) -> list[str]:
-    """Write the matched tensors of `path` as weights that a run starts from, with the tokenizer.
+    """Write matched tensors as weights that a run can start from; return lines to print.
 
-    `companions` are files of `path` that go along. Return lines about the weights.
+    Args:
+        path: imported file or folder.
+        out: folder to create.
+        found: imported tensors by name.
+        wanted: slot of each tensor, from `match_tensors`.
+        companions: names of files in `path` that are copied to `out` if they exist.
     """
     with new_folder(out) as partial:
         writer = WeightsWriter(partial, model)
@@ -75,28 +84,30 @@ def write_weights(
 
 
 def describe(out: Path, model: ModelConfig, tokenizer: Tokenizer | None) -> list[str]:
-    """Return lines about converted weights."""
+    """Return lines that describe imported weights."""
     changed = [
         f"{field.name}={getattr(model, field.name)}"
         for field in dataclasses.fields(model)
         if getattr(model, field.name) != field.default
     ]
-    lines = [f"model: {' '.join(changed)}", f"weights: {out}, to start with train.init_from={out}"]
+    lines = [f"model: {' '.join(changed)}", f"weights: {out}; train with train.init_from={out}"]
     if tokenizer is None:
-        lines.append("tokenizer: none came with them; a run takes its data's word for its tokens")
+        lines.append("tokenizer: none found; make sure that you train on data with the same tokens")
     return lines
 
 
 def read_tokenizer(path: Path | None, vocab_size: int) -> Tokenizer | None:
-    """Return the tokenizer that a user names, as `load_tokenizer` does; `UsageError` if it is of
-    more tokens than the model."""
+    """Return the tokenizer at a path that `load_tokenizer` accepts; None without a path.
+
+    Raises `UsageError` if it has more tokens than the model.
+    """
     if path is None:
         return None
     tokenizer = load_tokenizer(path)
     if tokenizer.vocab_size > vocab_size:
         raise UsageError(
-            f"{path}: its tokenizer has {tokenizer.vocab_size} tokens, and the model {vocab_size}; "
-            "give the tokenizer that the model was trained with"
+            f"{path}: the tokenizer has {tokenizer.vocab_size} tokens, but the model has "
+            f"{vocab_size}; give the tokenizer that the model was trained with"
         )
     return tokenizer
 
@@ -104,7 +115,15 @@ def read_tokenizer(path: Path | None, vocab_size: int) -> Tokenizer | None:
 def to_hf(
     run: Path, step: int | None, out: Path, dtype: str, max_bytes: int = SHARD_BYTES
 ) -> list[str]:
-    """Write the weights of a run as a folder that transformers reads; return lines about it."""
+    """Export the weights of a run as a transformers folder; return lines to print.
+
+    Args:
+        step: checkpoint to export; None takes the newest.
+        dtype: of the exported weights, "float32" or "bfloat16".
+        max_bytes: largest size of one safetensors file.
+
+    Raises `UsageError` if there is no such checkpoint, or no transformers family fits the model.
+    """
     step = choose_checkpoint(run, step)
     meta = read_meta(run, step)
     model = config_from_dict(meta["config"], str(run)).model
@@ -125,7 +144,10 @@ def to_hf(
 
 
 def zero_biases(model: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of GPT-2's biases, for a model without: zeros are the same function."""
+    """Return the shapes of GPT-2's biases, for exporting a model without biases.
+
+    GPT-2 always has biases. Zero biases compute the same function.
+    """
     with_bias = dataclasses.replace(model, bias=True)
     return {
         f"{GPT2_PREFIX}{name}": slot.shape
@@ -141,9 +163,9 @@ def write_json(path: Path, value: Any) -> None:
 def write_tokenizer(
     tokenizer: Tokenizer | None, run: Path, folder: Path, model: ModelConfig
 ) -> list[str]:
-    """Write a tokenizer's files and what came with it; return a line if there is none."""
+    """Write a tokenizer and its companion files; return a line to print if there is none."""
     if not isinstance(tokenizer, HFTokenizer):
-        return ["tokenizer: none written; the tokens of this run are not those of a tokenizer.json"]
+        return ["tokenizer: not exported, because this run does not use a tokenizer.json"]
     tokenizer.save(folder)
     for name in COMPANIONS:
         if (run / name).is_file():
@@ -154,7 +176,7 @@ def write_tokenizer(
             "tokenizer_class": "PreTrainedTokenizerFast",
             "model_max_length": model.block_size,
             "clean_up_tokenization_spaces": False,
-            # A run's texts have none, whatever tokenizer.json would add.
+            # Training texts have no special tokens, even if tokenizer.json would add some.
             "add_bos_token": False,
             "add_eos_token": False,
         }

@@ -1,4 +1,4 @@
-"""The place of each tensor of another program in our arrays, and both ways between them."""
+"""Mapping between the tensors of another program and slices of jaxgpt's arrays."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -18,16 +18,16 @@ from jaxgpt.models.weights import Weight, weights
 
 @dataclass(frozen=True)
 class Slot:
-    """The place of one tensor of another program in one of our arrays, which may be stacked."""
+    """Location of an external tensor in a jaxgpt array, which may be stacked over layers."""
 
     weight: Weight
     layer: int | None
     place: Place
-    shape: tuple[int, ...]  # theirs
+    shape: tuple[int, ...]  # of the external tensor
 
     @property
     def index(self) -> tuple[int | slice, ...]:
-        """The index into our array."""
+        """The index into the jaxgpt array."""
         return (() if self.layer is None else (self.layer,)) + self.index_in_layer
 
     @property
@@ -38,26 +38,26 @@ class Slot:
         return (*before, self.place.part)
 
     def ours(self, theirs: np.ndarray) -> np.ndarray:
-        """Return a whole tensor of theirs as ours."""
+        """Convert a full external tensor to jaxgpt's shape at `index`."""
         shape = _part_shape(self.weight, self.place)
-        if self.place.form == "interleaved":  # (H, 3, K) of each column
+        if self.place.form == "interleaved":  # rows are (H, 3, K)
             *inputs, _, H, K = shape
             found = theirs.reshape(H, 3, K, *inputs)
             return found.transpose(*([3] if inputs else []), 1, 0, 2)
         return (theirs.T if self.place.form == "transposed" else theirs).reshape(shape)
 
     def theirs(self, ours: np.ndarray) -> np.ndarray:
-        """Return an array of ours, at `index`, as theirs."""
+        """Convert the jaxgpt array at `index` to the shape of the external tensor."""
         if self.place.form == "transposed":
             return ours.reshape(self.shape[::-1]).T
-        assert self.place.form == "same"  # nothing is written for Megatron
+        assert self.place.form == "same"  # there is no export to Megatron
         return ours.reshape(self.shape)
 
 
 def slots(table: Table, model: ModelConfig) -> dict[str, Slot]:
-    """Return the slot of each tensor that a model has, by their name.
+    """Return the slot of each tensor of a model, by external name.
 
-    Their names stand in the order of our arrays, layer by layer.
+    The names are in the order of jaxgpt's arrays and, within an array, in the order of layers.
     """
     ours: dict[str, list[tuple[str, Place]]] = {}
     for name, place in table.items():
@@ -72,7 +72,7 @@ def slots(table: Table, model: ModelConfig) -> dict[str, Slot]:
 
 
 def _part_shape(weight: Weight, place: Place) -> tuple[int, ...]:
-    """Return the shape of ours at a slot's index."""
+    """Return the shape of a jaxgpt array at a slot's index."""
     shape = weight.shape[1:] if weight.n_layers else weight.shape
     if place.part is None:
         return shape
@@ -86,7 +86,7 @@ def _their_shape(weight: Weight, place: Place, model: ModelConfig) -> tuple[int,
         if weight.axes[0] == "vocab":
             return (model.vocab_size, *shape[1:])  # without padding
         return shape if len(shape) == 2 and not weight.n_layers else (math.prod(shape),)
-    # Either the inputs are one dim, D, or the outputs are.
+    # Either the inputs or the outputs are a single dimension, D.
     inputs = shape[0] if weight.axes[1] == "embed" else math.prod(shape[:-1])
     matrix = (inputs, math.prod(shape) // inputs)
     return matrix if place.form == "same" else matrix[::-1]
@@ -95,25 +95,27 @@ def _their_shape(weight: Weight, place: Place, model: ModelConfig) -> tuple[int,
 def match_tensors(
     found: Mapping[str, Tensor], table: Table, model: ModelConfig, where: str
 ) -> dict[str, Slot]:
-    """Return the slots of a model; `UsageError` for tensors that are missing, not known, or of
-    another shape."""
+    """Return the slots of a model; `UsageError` if a tensor is missing, unknown or misshapen.
+
+    Errors begin with `where`.
+    """
     if model.n_layer > len(found):
         raise UsageError(f"{where}: has {len(found)} tensors, too few for {model.n_layer} layers")
     try:
         wanted = slots(table, model)
-    except (OverflowError, TypeError) as error:  # JAX's, of numbers beyond its own
-        raise UsageError(f"{where}: its sizes make no sense ({error})") from None
+    except (OverflowError, TypeError) as error:  # raised by JAX for sizes that overflow
+        raise UsageError(f"{where}: the sizes of the model are invalid ({error})") from None
     for names, what in (
         ([name for name in wanted if name not in found], "has no"),
-        ([name for name in found if name not in wanted], "has tensors that this model does not:"),
+        ([name for name in found if name not in wanted], "has tensors that do not fit the model:"),
     ):
         if names:
             raise UsageError(f"{where}: {what} {listed(names)}")
     for name, slot in wanted.items():
         if tuple(found[name].shape) != slot.shape:
             raise UsageError(
-                f"{where}: {name} has shape {tuple(found[name].shape)}, and its configuration asks "
-                f"for {slot.shape}"
+                f"{where}: {name} has shape {tuple(found[name].shape)}, but the configuration "
+                f"requires {slot.shape}"
             )
     return wanted
 
@@ -121,7 +123,7 @@ def match_tensors(
 def import_tensors(
     found: Mapping[str, Tensor], wanted: Mapping[str, Slot], writer: WeightsWriter
 ) -> None:
-    """Write tensors that `match_tensors` has checked into our arrays, one at a time."""
+    """Write tensors that `match_tensors` has checked into jaxgpt's arrays, one at a time."""
     for name, slot in wanted.items():
         if slot.weight.axes[0] != "vocab":
             array = slot.ours(found[name].read())
@@ -142,7 +144,10 @@ def import_tensors(
 def export_tensors(
     reader: WeightsReader, wanted: Mapping[str, Slot]
 ) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield their tensors in the order of `wanted`; of large tables, some rows at a time."""
+    """Yield (name, tensor) in the order of `wanted`.
+
+    Tensors that are not stacked over layers may come in several blocks of rows, in order.
+    """
     by_layer: dict[tuple[str, int | None], list[tuple[str, Slot]]] = {}
     for name, slot in wanted.items():
         by_layer.setdefault((slot.weight.name, slot.layer), []).append((name, slot))
@@ -153,5 +158,5 @@ def export_tensors(
                     yield name, slot.theirs(array[slot.index_in_layer])
                 continue
             for name, slot in by_layer[weight.name, None]:
-                if number < slot.shape[0]:  # rows after it pad a vocabulary
+                if number < slot.shape[0]:  # later rows are padding of the vocabulary
                     yield name, array[: slot.shape[0] - number]

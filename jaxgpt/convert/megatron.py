@@ -1,7 +1,8 @@
-"""GPT checkpoints of Megatron-LM and Megatron-DeepSpeed, whose ranks are merged.
+"""Import of GPT checkpoints from Megatron-LM and Megatron-DeepSpeed, with all ranks merged.
 
-A folder `iter_0001000` has `mp_rank_TT[_PPP]/model_optim_rng.pt`, one file for each rank of tensor
-(TT) and pipeline (PPP) parallelism; DeepSpeed's `global_step1000` has `mp_rank_TT_model_states.pt`.
+A Megatron-LM folder `iter_0001000` has one file `mp_rank_TT[_PPP]/model_optim_rng.pt` for each rank
+of tensor (TT) and pipeline (PPP) parallelism. A Megatron-DeepSpeed folder `global_step1000` has
+`mp_rank_TT_model_states.pt`.
 """
 
 import re
@@ -24,10 +25,10 @@ from jaxgpt.convert.torch_file import Inert, TorchTensor
 RANK = re.compile(r"mp_rank_(\d+)(?:_(\d+))?(?:_model_states\.pt)?")
 MOST_NESTED = 20
 MAX_NAME = 200  # characters of a key
-# Names that the last stage of a pipeline has for the embedding of the first.
+# Names on the last pipeline stage for a copy of the first stage's embedding.
 HEADS = ("word_embeddings_for_head.", "output_layer.")
 FILES = ("model_optim_rng.pt", "model_rng.pt")
-# Besides tensors, a file may hold objects of these packages and classes, which become `Inert`.
+# Besides tensors, a file may hold objects from these packages and classes, which become `Inert`.
 HARMLESS_PACKAGES = ("megatron", "deepspeed", "transformer_engine")
 HARMLESS_NAMES = {
     "argparse.Namespace",
@@ -44,9 +45,9 @@ HARMLESS_NAMES = {
     "numpy._core.multiarray.scalar",
     "torch.torch_version.TorchVersion",
 }
-# Arguments that must have these values, where they are given at all.
+# Arguments that must have one of these values if they are present.
 SUPPORTED: dict[str, tuple[Any, ...]] = {
-    "normalization": ("LayerNorm", "layernorm"),  # of Megatron-LM, of Megatron-DeepSpeed
+    "normalization": ("LayerNorm", "layernorm"),  # Megatron-LM, Megatron-DeepSpeed
     "swiglu": (False,),
     "squared_relu": (False,),
     "quick_geglu": (False,),
@@ -66,11 +67,11 @@ SUPPORTED: dict[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True)
 class Merged:
-    """A tensor whose parts lie on several ranks, side by side along a dim."""
+    """A tensor that is sharded over tensor-parallel ranks along one dimension, or replicated."""
 
-    parts: tuple[Tensor, ...]
-    axis: int | None  # None where every rank has all of it
-    most_rows: int | None = None  # of a vocabulary: the rest is padding
+    parts: tuple[Tensor, ...]  # one for each rank
+    axis: int | None  # sharded dimension; None if the tensor is replicated
+    most_rows: int | None = None  # number of rows without padding of the vocabulary
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -99,9 +100,13 @@ class Merged:
 
 
 def from_megatron(path: Path, out: Path, tokenizer: Path | None = None) -> list[str]:
-    """Convert a checkpoint into weights that a run starts from; return lines about them.
+    """Import a checkpoint as weights that a run can start from; return lines to print.
 
-    With a `tokenizer`, as `read_tokenizer` takes it, the rows that pad its vocabulary are left out.
+    Args:
+        tokenizer: path that `read_tokenizer` accepts. If it is given, the rows that pad its
+            vocabulary are dropped.
+
+    Raises `UsageError` if a file is missing or damaged, or the model is not supported.
     """
     files = rank_files(path)
     loaded = {rank: load(file) for rank, file in files.items()}
@@ -120,17 +125,21 @@ def from_megatron(path: Path, out: Path, tokenizer: Path | None = None) -> list[
 
 
 def rank_files(path: Path) -> dict[tuple[int, int], Path]:
-    """Return the file of each (tensor rank, pipeline rank) of a checkpoint, or the newest."""
+    """Return the file of each (tensor rank, pipeline rank).
+
+    `path` is the folder of one checkpoint, or a folder whose latest checkpoint is used. Raises
+    `UsageError` if the file of any rank is missing.
+    """
     for name, form in (("latest_checkpointed_iteration.txt", "iter_{:0>7}"), ("latest", "{}")):
         if (path / name).is_file():
             newest = (path / name).read_text(errors="replace").strip()
             folder = newest if newest == "release" else form.format(newest)
             if Path(folder).name != folder or not (path / folder).is_dir():
-                raise UsageError(f"{path / name}: names {folder}, which is no folder beside it")
+                raise UsageError(f"{path / name}: names {folder}, which is not a folder next to it")
             path = path / folder
             break
     if not path.is_dir():
-        raise UsageError(f"{path}: is no folder; give one with mp_rank_00 or mp_rank_00_000")
+        raise UsageError(f"{path}: is not a folder; give one with mp_rank_00 or mp_rank_00_000")
     files = {}
     for entry in sorted(path.glob("mp_rank_*")):
         match = RANK.fullmatch(entry.name)
@@ -140,9 +149,9 @@ def rank_files(path: Path) -> dict[tuple[int, int], Path]:
     if not files:
         hint = ""
         if next(path.glob("*.distcp"), None) or (path / ".metadata").exists():
-            hint = "; it is a distributed checkpoint: save it with --ckpt-format torch"
+            hint = "; this is a distributed checkpoint: save it with --ckpt-format torch"
         elif next(path.glob("layer_*-model_states.pt"), None):
-            hint = "; it is of DeepSpeed's pipeline: save it with --no-pipeline-parallel"
+            hint = "; this is a DeepSpeed pipeline checkpoint: save with --no-pipeline-parallel"
         raise UsageError(f"{path}: has no mp_rank_*/{FILES[0]} or mp_rank_*_model_states.pt{hint}")
     tensor, pipeline = (1 + max(rank[i] for rank in files) for i in (0, 1))
     missing = [
@@ -157,61 +166,64 @@ def rank_files(path: Path) -> dict[tuple[int, int], Path]:
 
 
 def is_harmless(name: str) -> bool:
-    """Return whether objects of the class with this full name become `Inert`."""
+    """Return whether objects of the class with this fully qualified name become `Inert`."""
     return name in HARMLESS_NAMES or name.partition(".")[0] in HARMLESS_PACKAGES
 
 
 def load(file: Path) -> tuple[dict[str, Any], dict[str, TorchTensor]]:
-    """Return the arguments and the tensors of one rank, by the names of the table."""
+    """Return the arguments and the tensors of one rank; tensors have the names in `MEGATRON`.
+
+    Raises `UsageError` if the file is not a supported checkpoint.
+    """
     state = torch_file.load(file, is_harmless)
     if not isinstance(state, dict):
-        raise UsageError(f"{file}: holds no dictionary; give a checkpoint of Megatron's")
+        raise UsageError(f"{file}: does not hold a dictionary; give a Megatron checkpoint")
     version = _plain(state.get("checkpoint_version", 0))
     model = state.get("model", state.get("module"))
     arguments = state.get("args")
     if "model0" in state:
         raise UsageError(f"{file}: has an interleaved pipeline; save it without virtual stages")
     if not isinstance(model, dict) or not isinstance(arguments, Inert):
-        raise UsageError(f"{file}: has no model and args; give a checkpoint of Megatron's")
+        raise UsageError(f"{file}: has no model and args; give a Megatron checkpoint")
     if not isinstance(version, int | float) or version < 2:
-        raise UsageError(f"{file}: has checkpoint_version {version}; 2 and 3 are read")
+        raise UsageError(f"{file}: has checkpoint_version {version}; it must be 2 or later")
     values = {key: _argument(value) for key, value in arguments.fields.items()}
     return values, flat(model, file)
 
 
 def _argument(value: Any) -> Any:
-    """Return a number, a text, or a list of these; None of anything else."""
+    """Return a value that is a number, a string, or a list of these; None for other values."""
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
     return _plain(value)
 
 
 def _plain(value: Any) -> Any:
-    """Return a number or text, also of a member of an enumeration; None of anything else."""
+    """Return a number, a string, or the value of an enum member; None for other values."""
     if isinstance(value, Inert) and value.arguments:
         value = value.arguments[0]
     return value if isinstance(value, str | int | float) else None
 
 
 def flat(tree: Mapping[Any, Any], file: Path) -> dict[str, TorchTensor]:
-    """Return the tensors of nested dictionaries, by the names of the table.
+    """Return the tensors of nested dictionaries, by their names in `MEGATRON`.
 
-    A dictionary that stands in two places is refused: a few that share others, level by level,
-    would have endlessly many tensors.
+    A dictionary that appears twice is an error. Otherwise, a small file with shared dictionaries on
+    each level could expand to an exponential number of tensors.
     """
     out: dict[str, TorchTensor] = {}
     seen: set[int] = set()
 
     def add(tree: Mapping[Any, Any], prefix: str, depth: int) -> None:
         if depth > MOST_NESTED or id(tree) in seen:
-            fault = "stands in two places" if id(tree) in seen else "is nested too deep"
-            raise UsageError(f"{file}: its dictionary {prefix[:50]} {fault}; save the model again")
+            fault = "appears twice" if id(tree) in seen else "is nested too deeply"
+            raise UsageError(f"{file}: the dictionary {prefix[:50]} {fault}; save the model again")
         seen.add(id(tree))
         for key, value in tree.items():
             if not (isinstance(value, dict) or torch_file.is_tensor(value)):
                 continue
             if type(key) is not str or len(key) > MAX_NAME:
-                raise UsageError(f"{file}: holds a tensor by no name of Megatron's")
+                raise UsageError(f"{file}: holds a tensor with a name that Megatron does not use")
             name = f"{prefix}{key}"
             if isinstance(value, dict):
                 add(value, f"{name}.", depth + 1)
@@ -229,18 +241,26 @@ def merged(
     ranks: Mapping[tuple[int, int], Mapping[str, TorchTensor]],
     arguments: Mapping[str, Any],
 ) -> dict[str, Merged]:
-    """Return the tensors of the whole model, layers numbered over the stages of the pipeline."""
+    """Return the tensors of the full model, with layers numbered across pipeline stages.
+
+    Args:
+        files: file of each (tensor rank, pipeline rank), for errors.
+        ranks: tensors of each rank, by name.
+        arguments: Megatron's arguments.
+    """
     n_tensor, n_pipeline = (1 + max(rank[i] for rank in ranks) for i in (0, 1))
     n_layer = arguments.get("num_layers")
     if type(n_layer) is not int or n_layer % n_pipeline:
-        raise UsageError(f"{files[0, 0]}: num_layers={n_layer} in {n_pipeline} stages")
+        raise UsageError(
+            f"{files[0, 0]}: num_layers={n_layer} cannot be split into {n_pipeline} equal stages"
+        )
     is_tied = not arguments.get("untie_embeddings_and_output_weights")
     axes = {re.sub(r"\{\}", "#", name): axis for name, (_, axis) in MEGATRON.items()}
     out: dict[str, Merged] = {}
     for stage in range(n_pipeline):
         for name in ranks[0, stage]:
             if stage and is_tied and name.startswith(HEADS):
-                continue  # the first stage's embedding once more
+                continue  # a copy of the first stage's embedding
             parts = [ranks[t, stage].get(name) for t in range(n_tensor)]
             if None in parts:
                 rank = parts.index(None)
@@ -251,18 +271,23 @@ def merged(
 
             axis = axes.get(re.sub(r"layers\.\d+\.", "layers.#.", name))
             if axis is not None and any(len(part.shape) <= axis for part in parts):
-                raise UsageError(f"{files[0, stage]}: {name} has shape {parts[0].shape}")
+                raise UsageError(
+                    f"{files[0, stage]}: {name} has shape {parts[0].shape}, without dim {axis}"
+                )
             out[re.sub(r"layers\.(\d+)\.", renumbered, name)] = Merged(tuple(parts), axis)
     return out
 
 
 def model_of(path: Path, arguments: Mapping[str, Any], found: Mapping[str, Tensor]) -> ModelConfig:
-    """Return the model that a checkpoint's arguments describe; `UsageError` if not supported."""
+    """Return the model that a checkpoint's arguments describe.
+
+    Raises `UsageError` if an argument is missing or not supported.
+    """
     for key, values in SUPPORTED.items():
         value = arguments.get(key, values[0])
         if value not in values:
             raise UsageError(f"{path}: {key}={value} is not supported, only {values[0]}")
-    experts = arguments.get("num_experts") or 0  # of Megatron-DeepSpeed a list, [1] without any
+    experts = arguments.get("num_experts") or 0  # a list in Megatron-DeepSpeed; [1] means none
     if (set(experts) - {1}) if isinstance(experts, list) else experts:
         raise UsageError(f"{path}: num_experts={experts} is not supported (mixture of experts)")
     words = found.get("embedding.word_embeddings.weight")

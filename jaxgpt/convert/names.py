@@ -1,6 +1,7 @@
-"""Tables of names: a weight of another program, and its place among ours.
+"""Tables that map the tensor names of other programs to jaxgpt's weights.
 
-`{}` is the number of a layer. A table may name more than a model has: biases, an output layer.
+`{}` stands for the layer number. A table may list tensors that a model does not have, such as
+biases or an output layer.
 """
 
 from typing import Literal, NamedTuple
@@ -9,24 +10,25 @@ Form = Literal["same", "transposed", "interleaved"]
 
 
 class Place(NamedTuple):
-    """A weight of ours, or a part of it."""
+    """A jaxgpt weight, or a part of one, that corresponds to an external tensor."""
 
     ours: str
     form: Form = "same"
-    """transposed: as torch's Linear, (outputs, inputs); interleaved: so, and q, k, v of a head
-    follow each other (Megatron)."""
+    """Layout of the external tensor. "transposed" is (outputs, inputs), as in torch's Linear.
+    "interleaved" is also transposed, with q, k and v of each head next to each other (Megatron)."""
     part: int | None = None
-    """Number in an array of several matrices: 0, 1, 2 of q, k, v; 0, 1 of k, v or gate, up."""
+    """Index in a weight that combines several matrices: 0, 1, 2 for q, k, v; 0, 1 for k, v or for
+    gate, up."""
 
 
 def linear(ours: str, part: int | None = None) -> Place:
-    """Return the place of a kernel that torch's Linear holds transposed."""
+    """Return the place of a kernel that torch's Linear stores transposed."""
     return Place(f"{ours}/kernel", "transposed", part)
 
 
 Table = dict[str, Place]
 
-# Hugging Face's GPT-2, whose Conv1D holds kernels as (inputs, outputs).
+# Hugging Face's GPT-2, whose Conv1D stores kernels as (inputs, outputs).
 GPT2: Table = {
     "wte.weight": Place("token_embedding/embedding"),
     "wpe.weight": Place("position_embedding/embedding"),
@@ -51,7 +53,7 @@ NANOGPT: Table = {
     for name, place in GPT2.items()
 }
 
-# Llama, Mistral, Qwen2 (biases of q, k, v) and Qwen3 (norms of q and k).
+# Llama, Mistral, Qwen2 (with biases for q, k, v) and Qwen3 (with norms of q and k).
 LLAMA: Table = {
     "model.embed_tokens.weight": Place("token_embedding/embedding"),
     "model.layers.{}.input_layernorm.weight": Place("layers/norm_1/scale"),
@@ -72,7 +74,7 @@ LLAMA: Table = {
     "lm_head.weight": Place("head/embedding"),
 }
 
-# The same with as many key-value heads as heads: q, k and v are one weight of ours.
+# With as many key-value heads as heads, q, k and v are one weight in jaxgpt.
 LLAMA_EQUAL_HEADS: Table = LLAMA | {
     f"model.layers.{{}}.self_attn.{name}_proj.{kind}": Place(
         f"layers/attention/qkv/{ours}", form, part
@@ -91,7 +93,8 @@ GEMMA3_EQUAL_HEADS: Table = GEMMA3 | {
     name: place for name, place in LLAMA_EQUAL_HEADS.items() if ".self_attn." in name
 }
 
-# Megatron-LM's and Megatron-DeepSpeed's GPT, and the dim along which ranks hold parts of it.
+# GPT in Megatron-LM and Megatron-DeepSpeed. The number is the dimension that is sharded over
+# tensor-parallel ranks; None means that the tensor is replicated.
 MEGATRON: dict[str, tuple[Place, int | None]] = {
     "embedding.word_embeddings.weight": (Place("token_embedding/embedding"), 0),
     "embedding.position_embeddings.weight": (Place("position_embedding/embedding"), None),
@@ -118,7 +121,7 @@ MEGATRON: dict[str, tuple[Place, int | None]] = {
     "output_layer.weight": (Place("head/embedding"), 0),
 }
 
-# Other spellings of Megatron's names, over its versions: found -> as in the table.
+# Tensor names in other Megatron versions: part of a name -> its spelling in the table above.
 MEGATRON_SPELLINGS = {
     "language_model.": "",
     "transformer.layers.": "encoder.layers.",

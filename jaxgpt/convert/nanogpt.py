@@ -1,4 +1,4 @@
-"""nanoGPT's ckpt.pt, and its names for a model's weights."""
+"""Import of nanoGPT's ckpt.pt, and export as safetensors with nanoGPT's tensor names."""
 
 import json
 from pathlib import Path
@@ -16,26 +16,27 @@ from jaxgpt.convert.safetensors import SHARD_BYTES, write_folder
 from jaxgpt.convert.tensors import new_folder
 
 MODEL_KEYS = ("n_layer", "n_head", "n_embd", "block_size", "bias", "vocab_size")
-COMPILED_PREFIX = "_orig_mod."  # of names in what torch.compile has wrapped
-HEAD = "lm_head.weight"  # the token embedding once more
+COMPILED_PREFIX = "_orig_mod."  # added to tensor names by torch.compile
+HEAD = "lm_head.weight"  # tied to the token embedding
 
 
 def from_nanogpt(path: Path, out: Path, tokenizer: Path | None = None) -> list[str]:
-    """Convert a ckpt.pt into weights that a run starts from; return lines about them.
+    """Import a ckpt.pt as weights that a run can start from; return lines to print.
 
-    `tokenizer` is what `load_tokenizer` takes: a ckpt.pt has none.
+    `tokenizer` is a path that `read_tokenizer` accepts, because a ckpt.pt does not include one.
+    Raises `UsageError` if the file is damaged or was not saved by nanoGPT.
     """
     checkpoint = torch_file.load(path)
     if not isinstance(checkpoint, dict) or not {"model", "model_args"} <= checkpoint.keys():
         raise UsageError(
-            f"{path}: has no model and model_args; give a ckpt.pt of nanoGPT's train.py"
+            f"{path}: has no model and model_args; give a ckpt.pt from nanoGPT's train.py"
         )
     model = model_of(path, checkpoint["model_args"])
     found = tensors_of(path, checkpoint["model"])
     found = {
         name: tensor
         for name, tensor in found.items()
-        if name != HEAD and not name.endswith(".attn.bias")  # a mask
+        if name != HEAD and not name.endswith(".attn.bias")  # the causal mask
     }
     wanted = match_tensors(found, NANOGPT, model, str(path))
     made = read_tokenizer(tokenizer, model.vocab_size)
@@ -43,7 +44,7 @@ def from_nanogpt(path: Path, out: Path, tokenizer: Path | None = None) -> list[s
 
 
 def model_of(path: Path, arguments: Any) -> ModelConfig:
-    """Return the model of a checkpoint's model_args."""
+    """Return the model that a checkpoint's model_args describe; `UsageError` if any is missing."""
     values = arguments if isinstance(arguments, dict) else {}
     missing = [key for key in MODEL_KEYS if type(values.get(key)) not in (int, bool)]
     if missing:
@@ -52,9 +53,9 @@ def model_of(path: Path, arguments: Any) -> ModelConfig:
 
 
 def tensors_of(path: Path, state: Any) -> dict[str, torch_file.TorchTensor]:
-    """Return the tensors of a state_dict by name, without the prefix of torch.compile."""
+    """Return the tensors of a state_dict by name, without torch.compile's prefix."""
     if not isinstance(state, dict) or not all(map(torch_file.is_tensor, state.values())):
-        raise UsageError(f"{path}: its model is no state_dict of tensors")
+        raise UsageError(f"{path}: its model is not a state_dict of tensors")
     names = {str(key).removeprefix(COMPILED_PREFIX): tensor for key, tensor in state.items()}
     return {name: torch_file.TorchTensor(path, name, tensor) for name, tensor in names.items()}
 
@@ -62,7 +63,15 @@ def tensors_of(path: Path, state: Any) -> dict[str, torch_file.TorchTensor]:
 def to_nanogpt(
     run: Path, step: int | None, out: Path, dtype: str, max_bytes: int = SHARD_BYTES
 ) -> list[str]:
-    """Write the weights of a run as safetensors by nanoGPT's names, and its model_args in JSON."""
+    """Export the weights of a run as safetensors, with nanoGPT's model_args in model_args.json.
+
+    Args:
+        step: checkpoint to export; None takes the newest.
+        dtype: of the exported weights, "float32" or "bfloat16".
+        max_bytes: largest size of one safetensors file.
+
+    Returns lines to print. Raises `UsageError` if nanoGPT does not support an option of the model.
+    """
     step = choose_checkpoint(run, step)
     model = config_from_dict(read_meta(run, step)["config"], str(run)).model
     expected = ModelConfig(
@@ -73,7 +82,7 @@ def to_nanogpt(
     differ = [key for key in vars(model) if getattr(model, key) != getattr(expected, key)]
     if differ:
         words = " ".join(f"model.{key}={getattr(model, key)}" for key in differ)
-        raise UsageError(f"to-nanogpt: nanoGPT has no {words}; to-hf may have")
+        raise UsageError(f"to-nanogpt: nanoGPT does not support {words}; try to-hf")
     wanted = slots(NANOGPT, model)
     shapes = {name: slot.shape for name, slot in wanted.items()}
     with new_folder(out) as partial:
@@ -82,6 +91,6 @@ def to_nanogpt(
         arguments = {key: getattr(model, key) for key in (*MODEL_KEYS, "dropout")}
         (partial / "model_args.json").write_text(json.dumps(arguments, indent=2) + "\n")
     return [
-        f"wrote {out}: step {step}, {dtype}; load_state_dict(..., strict=False) takes them, with "
-        f"{HEAD} tied"
+        f"wrote {out}: step {step}, {dtype}; load it with load_state_dict(..., strict=False), "
+        f"which keeps {HEAD} tied"
     ]

@@ -1,4 +1,4 @@
-"""Reads and writes safetensors with Hugging Face's package, one tensor or shard at a time."""
+"""Reading and writing of safetensors with Hugging Face's package, one tensor or shard at a time."""
 
 import contextlib
 import json
@@ -16,13 +16,13 @@ from jaxgpt.config import UsageError, in_words
 from jaxgpt.convert.tensors import FLOATS
 
 FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
-SHARD_BYTES = 500_000_000  # most of one file, which is in memory until it is written
-DTYPES = ("F32", "F16", "BF16")  # the file format's names of `FLOATS`
+SHARD_BYTES = 500_000_000  # largest size of one file, which is in memory until it is written
+DTYPES = ("F32", "F16", "BF16")  # names of `FLOATS` in the file format
 
 
 @dataclass(frozen=True)
 class SafeTensor:
-    """A tensor in a safetensors file, on disk until it is read."""
+    """A tensor in a safetensors file, which stays on disk until it is read."""
 
     path: Path
     name: str
@@ -33,10 +33,10 @@ class SafeTensor:
         """Return the rows [start, stop) in float32."""
         if self.dtype not in DTYPES:
             raise UsageError(
-                f"{self.path}: {self.name} has dtype {self.dtype}; weights are read from "
+                f"{self.path}: {self.name} has dtype {self.dtype}; weights must be one of "
                 f"{', '.join(DTYPES)}"
             )
-        # The package maps the file, and pages stay in memory until the file is closed.
+        # Open the file for each read, because its mapped pages stay in memory until it is closed.
         with _opened(self.path) as file:
             is_whole = start == 0 and stop is None
             array = (
@@ -48,7 +48,8 @@ class SafeTensor:
 def open_folder(folder: Path) -> dict[str, SafeTensor]:
     """Return the tensors of a folder by name, without reading their data.
 
-    They are in one file, or in the files that an index names.
+    The folder has either one file or an index of several files. Raises `UsageError` if a file or a
+    tensor is missing.
     """
     if not folder.is_dir():
         raise UsageError(f"{folder}: is not a folder; give one with config.json and {FILE}")
@@ -65,25 +66,30 @@ def open_folder(folder: Path) -> dict[str, SafeTensor]:
     missing = [tensor for tensor, name in files.items() if tensor not in opened[name]]
     if missing:
         where = folder / files[missing[0]]
-        raise UsageError(f"{where}: {INDEX} says that it has {listed(missing)}, but it does not")
+        raise UsageError(
+            f"{where}: has no {listed(missing)}, which {INDEX} lists; download both files again"
+        )
     return {tensor: opened[name][tensor] for tensor, name in files.items()}
 
 
 def _read_index(path: Path) -> dict[str, str]:
-    """Return the file of each tensor; `UsageError` unless all files are in the index's folder."""
+    """Return the file of each tensor; `UsageError` if a file is not in the index's folder."""
     files = read_json(path).get("weight_map")
     if not isinstance(files, dict) or not all(isinstance(name, str) for name in files.values()):
-        raise UsageError(f"{path}: has no weight_map of tensors to file names")
+        raise UsageError(f"{path}: has no weight_map from tensors to file names")
     for name in sorted(set(files.values())):
         if Path(name).name != name or name in ("", ".", ".."):
-            raise UsageError(f"{path}: names {name!r}, which is not a file of its folder")
+            raise UsageError(f"{path}: names {name!r}, which is not a file in the same folder")
         if not (path.parent / name).is_file():
-            raise UsageError(f"{path}: names {name}, which is missing; copy it, too")
+            raise UsageError(f"{path}: names {name}, which is missing; copy that file too")
     return files
 
 
 def open_file(path: Path) -> dict[str, SafeTensor]:
-    """Return the tensors of one file by name, without reading their data."""
+    """Return the tensors of one file by name, without reading their data.
+
+    Raises `UsageError` if the file cannot be read or is damaged.
+    """
     with _opened(path) as file:
         slices = {name: file.get_slice(name) for name in file.keys()}
         return {
@@ -113,14 +119,14 @@ def _package() -> ModuleType:
         import safetensors
     except ImportError:
         raise UsageError(
-            "the package that reads and writes safetensors is not installed: pip install "
-            "'jaxgpt[hf]', or pip install safetensors"
+            "the package safetensors is not installed: run pip install 'jaxgpt[hf]' or "
+            "pip install safetensors"
         ) from None
     return safetensors
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return a JSON object; `UsageError` if the file is missing or holds something else."""
+    """Return the JSON object in a file; `UsageError` if there is none."""
     try:
         return config.read_json(path, {})
     except (OSError, ValueError) as error:
@@ -128,7 +134,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def listed(names: Sequence[str], most: int = 5) -> str:
-    """Return names for a sentence, the first few of many."""
+    """Join names for an error message, at most `most` of them."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more
 
@@ -140,13 +146,14 @@ def write_folder(
     dtype: str,
     max_bytes: int,
 ) -> None:
-    """Write tensors into one file, or into shards of at most `max_bytes` with an index.
+    """Write tensors to one file, or to shards of at most `max_bytes` with an index.
 
-    Each shard is in memory until it is written, because the package writes whole files. A tensor
-    that is larger than `max_bytes` has a shard of its own.
+    Each shard is in memory until it is written, because the package writes complete files. A tensor
+    that is larger than `max_bytes` gets its own shard.
 
     Args:
         tensors: (name, rows) in the order of `shapes`; a tensor may come in several parts.
+        dtype: key of `FLOATS`.
     """
     _package()
     from safetensors.numpy import save_file

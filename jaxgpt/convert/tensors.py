@@ -1,4 +1,4 @@
-"""The interface of tensors that stay in their files, and output folders that are made whole."""
+"""Interface of tensors that stay on disk until they are read, and atomic output folders."""
 
 import contextlib
 import os
@@ -19,7 +19,7 @@ FLOATS = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bf
 
 
 class Tensor(Protocol):
-    """A tensor of another program."""
+    """A tensor in a file of another program."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...
@@ -30,18 +30,18 @@ class Tensor(Protocol):
 
 @contextlib.contextmanager
 def new_folder(out: Path) -> Iterator[Path]:
-    """Yield a folder to write to, which is renamed to `out` once everything is in it.
+    """Yield a temporary folder that is renamed to `out` when the block ends without an error.
 
-    An error leaves nothing; a kill leaves a folder `<out>.partial-*`. Raises `UsageError` if `out`
-    holds something, cannot be written, or has no room.
+    After an error, nothing is left. If the process is killed, a folder `<out>.partial-*` is left.
+    Raises `UsageError` if `out` is not empty, cannot be written, or its disk is full.
     """
     out = out.absolute()
     try:
         if out.exists() and (not out.is_dir() or any(out.iterdir())):
-            raise UsageError(f"--out {out}: is there, and not an empty folder; {OTHER_FOLDER}")
+            raise UsageError(f"--out {out}: exists and is not an empty folder; {OTHER_FOLDER}")
         out.parent.mkdir(parents=True, exist_ok=True)
         holder = Path(tempfile.mkdtemp(prefix=f"{out.name}.partial-", dir=out.parent))
-        partial = holder / out.name  # which others may read, unlike its holder
+        partial = holder / out.name  # has default permissions, unlike the folder from mkdtemp
         partial.mkdir()
     except OSError as error:
         raise UsageError(
@@ -50,15 +50,18 @@ def new_folder(out: Path) -> Iterator[Path]:
     try:
         yield partial
         partial.rename(out)
-    except Exception as error:  # of the file system or of TensorStore, which has many
+    except Exception as error:  # the file system and TensorStore raise various types
         if is_no_room(error):
-            raise UsageError(f"--out {out}: no room is left on its disk; make room") from None
+            raise UsageError(f"--out {out}: the disk is full; free some space") from None
         raise
     finally:
         shutil.rmtree(holder, ignore_errors=True)
 
 
 def is_no_room(error: Exception) -> bool:
-    """Return whether a disk or a quota is full; TensorStore's errors say so in words only."""
+    """Return whether an error means that a disk or a quota is full.
+
+    TensorStore's errors have no errno, so their text is searched.
+    """
     words = map(os.strerror, NO_ROOM)
     return getattr(error, "errno", None) in NO_ROOM or any(word in str(error) for word in words)

@@ -1,8 +1,8 @@
-"""Loads files of torch.save with torch, without running any code in them.
+"""Loading of torch.save files with torch, without running any code that they contain.
 
-Such a file is a pickle, which is a program. `torch.load(weights_only=True)` builds containers and
-tensors and refuses every other class. It maps the file into memory, so reading a tensor takes no
-memory that the system cannot reclaim.
+Such a file is a pickle, which can run code. `torch.load(weights_only=True)` builds containers and
+tensors and rejects every other class. `mmap=True` maps the file into memory, so the system can
+reclaim the pages that were read.
 """
 
 from collections.abc import Callable
@@ -16,11 +16,11 @@ import numpy as np
 from jaxgpt.config import UsageError, in_words
 from jaxgpt.convert.tensors import FLOATS
 
-OLDEST = "2.10"  # the weights_only=True of older versions can execute code (CVE-2026-24747)
+OLDEST = "2.10"  # older versions can run code even with weights_only=True (CVE-2026-24747)
 
 
 class Inert:
-    """Stand-in for an object of another program's class: constructor arguments and fields."""
+    """Stand-in for an object of an external class; keeps constructor arguments and fields."""
 
     def __new__(cls, *arguments: Any) -> "Inert":
         made = super().__new__(cls)
@@ -37,7 +37,7 @@ class Inert:
 
 @dataclass(frozen=True)
 class TorchTensor:
-    """A tensor of torch, in the mapped file until it is read."""
+    """A torch tensor, which stays in the mapped file until it is read."""
 
     path: Path
     name: str
@@ -52,7 +52,7 @@ class TorchTensor:
         dtype = str(self.tensor.dtype).removeprefix("torch.")
         if dtype not in FLOATS:
             raise UsageError(
-                f"{self.path}: {self.name} has dtype {dtype}; weights are read from "
+                f"{self.path}: {self.name} has dtype {dtype}; weights must be one of "
                 f"{', '.join(FLOATS)}"
             )
         try:
@@ -63,11 +63,13 @@ class TorchTensor:
 
 
 def load(path: Path, is_harmless: Callable[[str], bool] = lambda _: False) -> Any:
-    """Return the object of a torch.save file, with tensors that stay in the file.
+    """Return the object in a torch.save file, with tensors that stay in the mapped file.
 
     Args:
-        is_harmless: whether objects of the class with this full name become `Inert`; a file with
-            any other class is refused.
+        is_harmless: whether to replace objects of the class with this fully qualified name with
+            `Inert`. Any other class is an error.
+
+    Raises `UsageError` if the file is missing, damaged or contains a class that is not harmless.
     """
     torch = _torch()
     try:
@@ -76,7 +78,7 @@ def load(path: Path, is_harmless: Callable[[str], bool] = lambda _: False) -> An
         if refused:
             raise UsageError(
                 f"{path}: contains {refused[0]}, which is not a tensor or a container and could "
-                "run code; nothing was run or read: save the weights alone"
+                "run code, so the file was not loaded; save only the weights"
             )
         with torch.serialization.safe_globals([(Inert, name) for name in names]):
             return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
@@ -84,15 +86,15 @@ def load(path: Path, is_harmless: Callable[[str], bool] = lambda _: False) -> An
         raise
     except OSError as error:
         raise UsageError(f"{path}: cannot be read ({in_words(error)})") from None
-    except Exception as error:  # torch documents none, and a damaged file raises a dozen kinds
+    except Exception as error:  # a damaged file raises a dozen types, none of them documented
         raise UsageError(
-            f"{path}: is not a complete file of torch.save ({_line(error)}); copy it again, or "
-            "save it again with a newer torch"
+            f"{path}: is not a complete torch.save file ({_line(error)}); copy it again, or save "
+            "it again with a newer torch"
         ) from None
 
 
 def is_tensor(value: Any) -> bool:
-    """Return whether part of a loaded object is a tensor."""
+    """Return whether a part of a loaded object is a torch tensor."""
     return isinstance(value, _torch().Tensor)
 
 
@@ -101,16 +103,16 @@ def _torch() -> ModuleType:
         import torch
     except ImportError:
         raise UsageError(
-            "torch reads files of torch.save, and is not installed: pip install 'jaxgpt[torch]'"
+            "torch, which reads torch.save files, is not installed: run pip install 'jaxgpt[torch]'"
         ) from None
     if torch.__version__ < OLDEST:
         raise UsageError(
-            f"torch {torch.__version__} can run code that is in a file (CVE-2026-24747): pip "
-            f"install 'torch>={OLDEST}'"
+            f"torch {torch.__version__} can run code from the file that it loads (CVE-2026-24747): "
+            f"run pip install 'torch>={OLDEST}'"
         )
     return torch
 
 
 def _line(error: Exception) -> str:
-    """Return the reason in an error of torch, without its advice to load the file unsafely."""
+    """Return the reason in a torch error, without torch's advice to load the file unsafely."""
     return in_words(error).split("WeightsUnpickler error: ")[-1].partition("\n")[0][:120]

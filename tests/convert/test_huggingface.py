@@ -209,14 +209,14 @@ def refused(arguments, capsys):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"model_type": "gemma2"}, "model_type gemma2 is not supported; gpt2, llama, mistral"),
+        ({"model_type": "gemma2"}, "model_type gemma2 is not supported, only gpt2, llama, mistral"),
         ({"model_type": "mixtral"}, "model_type mixtral is not supported"),
         ({"model_type": "qwen3_moe", "num_experts": 8}, "qwen3_moe (mixture of experts) is not"),
         ({"model_type": None}, "model_type None is not supported"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope type yarn is not supported"),
         ({"rope_scaling": {"type": "linear"}}, "rope type linear has no factor"),
         ({"rope_scaling": {"rope_type": "llama3"}}, "rope type llama3 has no factor, low_freq"),
-        ({"rope_scaling": 3}, "rope_scaling is 3; it must be one object of numbers"),
+        ({"rope_scaling": 3}, "rope_scaling is 3; it must be a single flat object"),
         ({"rope_parameters": {"rope_theta": 1e4}}, "rope_parameters and rope_scaling differ"),
         ({"rope_scaling": None, "rope_parameters": {"full_attention": {"rope_theta": 1e4}}},
             "rope_parameters is {'full_attention'"),
@@ -227,7 +227,7 @@ def refused(arguments, capsys):
         ({"attention_bias": True}, "attention_bias=True is not supported"),
         ({"mlp_bias": True}, "mlp_bias=True is not supported"),
         ({"hidden_act": "gelu"}, "hidden_act=gelu is not supported, only silu"),
-        ({"num_hidden_layers": None}, "num_hidden_layers is None; it must be a whole number"),
+        ({"num_hidden_layers": None}, "num_hidden_layers is None; it must be a whole number above"),
         ({"num_attention_heads": "six"}, "num_attention_heads is six"),
         ({"num_key_value_heads": 4}, "model.n_kv_head=4: must divide model.n_head=6"),
         ({"model_type": "qwen2", "use_sliding_window": True, "max_window_layers": 1},
@@ -235,10 +235,10 @@ def refused(arguments, capsys):
         ({"model_type": "qwen3", "layer_types": ["sliding_attention"]},
             "layer_types has 1 entries for num_hidden_layers=2; give one for each layer"),
         ({"model_type": "gpt2"}, "n_layer is None"),
-        ({"intermediate_size": 41}, "mlp.down_proj.weight has shape (24, 40), and its "
-            "configuration asks for (24, 41)"),
+        ({"intermediate_size": 41}, "mlp.down_proj.weight has shape (24, 40), but the "
+            "configuration requires (24, 41)"),
         ({"num_hidden_layers": 3}, "has no model.layers.2."),
-        ({"num_hidden_layers": 1}, "has tensors that this model does not: model.layers.1."),
+        ({"num_hidden_layers": 1}, "has tensors that do not fit the model: model.layers.1."),
         ({"num_hidden_layers": 500}, "has 21 tensors, too few for 500 layers"),
         ({"hidden_size": 6 * 10**29}, "model.n_embd=600000000000000000000000000000: must be"),
         ({"vocab_size": 2**40}, "model.vocab_size=1099511627776: must be"),
@@ -296,14 +296,14 @@ def test_a_full_disk_leaves_nothing(kind, tmp_path, capsys, monkeypatch):
         patched.setattr(huggingface.WeightsWriter, "write", full)
         patched.setattr(huggingface, "write_folder", full)
         line = refused([*arguments[kind], "--out", tmp_path / "new"], capsys)
-        assert f"--out {tmp_path / 'new'}: no room is left" in line
+        assert f"--out {tmp_path / 'new'}: the disk is full; free some space" in line
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "ours"]
 
 
 def test_what_is_there_is_not_written_over(tmp_path, capsys):
     write(tmp_path / "a")
     line = refused(["from-hf", tmp_path / "a", "--out", tmp_path / "a"], capsys)
-    assert "is there, and not an empty folder; give --out another folder" in line
+    assert "exists and is not an empty folder; choose another folder with --out" in line
     (tmp_path / "empty").mkdir()
     main(["from-hf", str(tmp_path / "a"), "--out", str(tmp_path / "empty")])
 
@@ -315,7 +315,7 @@ def test_what_is_there_is_not_written_over(tmp_path, capsys):
         (["to-hf", "--run", "/nowhere", "--out", "x"], "--run /nowhere: has no checkpoints"),
         (["to-hf", "--run", "{tmp}/ours", "--step", 3, "--out", "x"], "--step 3: "),
         (["to-hf", "--run", "a", "--dtype", "int8", "--out", "x"], "invalid choice: 'int8'"),
-        (["to-nanogpt", "--run", "{tmp}/ours", "--out", "x"], "nanoGPT has no model.n_kv_head=2"),
+        (["to-nanogpt", "--run", "{tmp}/ours", "--out", "x"], "does not support model.n_kv_head=2"),
         (["from-hf", "{tmp}/a"], "are required: --out"),
         ([], "are required: KIND"),
     ],
@@ -337,7 +337,7 @@ def test_a_folder_without_a_tokenizer_json_gets_one(tmp_path, data_home, capsys)
     write(tmp_path / "b")
     capsys.readouterr()
     words[1] = tmp_path / "b"
-    assert "has 256 tokens, and the model 50" in refused([*words, "--out", "x"], capsys)
+    assert "has 256 tokens, but the model has 50" in refused([*words, "--out", "x"], capsys)
 
 
 def test_a_llama_whose_width_its_heads_do_not_divide_is_refused(tmp_path, capsys):
@@ -346,7 +346,7 @@ def test_a_llama_whose_width_its_heads_do_not_divide_is_refused(tmp_path, capsys
     main(["from-hf", str(tmp_path / "a"), "--out", str(tmp_path / "ours")])
     capsys.readouterr()
     line = refused(["to-hf", "--run", tmp_path / "ours", "--out", tmp_path / "b"], capsys)
-    assert "has model.n_embd=24 (no multiple of n_head=5)" in line
+    assert "has model.n_embd=24 (not a multiple of n_head=5)" in line
 
 
 def test_a_context_may_be_kept_shorter(tmp_path, capsys):
@@ -355,4 +355,4 @@ def test_a_context_may_be_kept_shorter(tmp_path, capsys):
     assert read_meta(tmp_path / "ours", 0)["config"]["model"]["block_size"] == 8
     write(tmp_path / "b", GPT2)
     line = refused(["from-hf", tmp_path / "b", "--block-size", 8, "--out", tmp_path / "x"], capsys)
-    assert "--block-size: is for rotary positions" in line
+    assert "--block-size: needs rotary positions; set model.block_size" in line

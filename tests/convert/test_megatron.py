@@ -258,9 +258,9 @@ def contains_itself():
 @pytest.mark.parametrize(
     ("model", "words"),
     [
-        (contains_itself(), "stands in two places"),
-        (nested(18), "stands in two places"),
-        ({"a" * 10**4: {"w": torch.ones(1)}}, "by no name of Megatron's"),
+        (contains_itself(), "appears twice"),
+        (nested(18), "appears twice"),
+        ({"a" * 10**4: {"w": torch.ones(1)}}, "with a name that Megatron does not use"),
     ],
 )
 def test_a_file_of_endless_names_is_refused(model, words, tmp_path):
@@ -277,14 +277,14 @@ def test_rows_that_pad_the_vocabulary_are_left_out_with_a_tokenizer(tmp_path, da
     from_megatron(tmp_path / "iter_0000001", tmp_path / "ours", data_home / "python")
     embedding = arrays_of(tmp_path / "ours")["token_embedding/embedding"]
     assert embedding.shape == (256, D) and embedding.all()
-    with pytest.raises(UsageError, match="has 256 tokens, and the model 64"):
+    with pytest.raises(UsageError, match="has 256 tokens, but the model has 64"):
         save(tmp_path / "small", whole_model())
         from_megatron(tmp_path / "small", tmp_path / "no", data_home / "python")
 
 
 def test_folders_that_are_not_whole_are_refused(tmp_path):
     folder = tmp_path / "iter_0000001"
-    with pytest.raises(UsageError, match="is no folder"):
+    with pytest.raises(UsageError, match="is not a folder; give one with mp_rank_00"):
         from_megatron(folder, tmp_path / "ours")
     folder.mkdir()
     with pytest.raises(UsageError, match="has no mp_rank_"):
@@ -297,8 +297,8 @@ def test_folders_that_are_not_whole_are_refused(tmp_path):
     with pytest.raises(UsageError, match="has no mp_rank_00_000; all ranks are needed"):
         from_megatron(folder, tmp_path / "ours")
     save(folder, whole_model(), 2, checkpoint_version=1.0)
-    with pytest.raises(UsageError, match="has checkpoint_version 1.0; 2 and 3 are read"):
+    with pytest.raises(UsageError, match="has checkpoint_version 1.0; it must be 2 or later"):
         from_megatron(folder, tmp_path / "ours")
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("../../etc")
-    with pytest.raises(UsageError, match="which is no folder beside it"):
+    with pytest.raises(UsageError, match="which is not a folder next to it"):
         from_megatron(tmp_path, tmp_path / "ours")

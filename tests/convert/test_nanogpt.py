@@ -70,7 +70,7 @@ def test_weights_come_back_as_they_went(prefix, bias, tmp_path):
 
 def test_a_tokenizer_may_be_given_to_it(tmp_path, data_home):
     save(tmp_path / "ckpt.pt", random_state())
-    with pytest.raises(UsageError, match="has 256 tokens, and the model 50"):
+    with pytest.raises(UsageError, match="has 256 tokens, but the model has 50"):
         from_nanogpt(tmp_path / "ckpt.pt", tmp_path / "ours", data_home / "python")
     state = random_state()
     state["transformer.wte.weight"] = np.ones((300, D), np.float32)
@@ -85,19 +85,19 @@ def test_a_tokenizer_may_be_given_to_it(tmp_path, data_home):
         ({"weights": {}}, "has no model and model_args"),
         ([1], "has no model and model_args"),
         ({"model": {}, "model_args": {"n_layer": 2}}, "its model_args have no n_head, n_embd"),
-        ({"model": [1], "model_args": ARGUMENTS}, "its model is no state_dict of tensors"),
-        ({"model": {"x": 1}, "model_args": ARGUMENTS}, "its model is no state_dict of tensors"),
+        ({"model": [1], "model_args": ARGUMENTS}, "its model is not a state_dict of tensors"),
+        ({"model": {"x": 1}, "model_args": ARGUMENTS}, "its model is not a state_dict of tensors"),
         (
             {"model": {}, "model_args": ARGUMENTS},
             "has 0 tensors, too few for 2 layers",
         ),
         (
             {"model": random_state() | {"more": np.ones(1, np.float32)}, "model_args": ARGUMENTS},
-            "has tensors that this model does not: more",
+            "has tensors that do not fit the model: more",
         ),
         (
             {"model": random_state(), "model_args": ARGUMENTS | {"n_embd": 48}},
-            r"has shape \(24,\), and its configuration asks for \(48,\)",
+            r"has shape \(24,\), but the configuration requires \(48,\)",
         ),
     ],
 )

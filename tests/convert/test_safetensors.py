@@ -121,11 +121,11 @@ def test_a_header_that_makes_no_sense_is_refused(entry, tmp_path):
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("../x.safetensors", "names '../x.safetensors', which is not a file of its folder"),
+        ("../x.safetensors", "names '../x.safetensors', which is not a file in the same folder"),
         ("/etc/passwd", "names '/etc/passwd'"),
         ("a/b.safetensors", "names 'a/b.safetensors'"),
         ("..", "names '..'"),
-        ("other.safetensors", "names other.safetensors, which is missing"),
+        ("other.safetensors", "names other.safetensors, which is missing; copy that file too"),
     ],
 )
 def test_an_index_names_files_of_its_folder_only(name, words, tmp_path):
@@ -144,7 +144,7 @@ def test_an_index_that_is_wrong_is_refused(tmp_path):
         ("[]", "cannot be read as a JSON object"),
         ("{", "cannot be read as a JSON object"),
         ('{"weight_map": []}', "has no weight_map"),
-        ('{"weight_map": {"z": "x.safetensors"}}', "says that it has z"),
+        ('{"weight_map": {"z": "x.safetensors"}}', f"x.safetensors: has no z, which {INDEX} lists"),
     ):
         (tmp_path / INDEX).write_text(content)
         with pytest.raises(UsageError, match=words):
@@ -163,5 +163,5 @@ def test_other_folders_are_told_what_is_missing(tmp_path):
 
 def test_other_dtypes_are_named_when_they_are_read(tmp_path):
     package.save_file({"mask": np.ones(3, np.uint8)}, tmp_path / FILE)
-    with pytest.raises(UsageError, match="mask has dtype U8; weights are read from F32"):
+    with pytest.raises(UsageError, match="mask has dtype U8; weights must be one of F32"):
         open_folder(tmp_path)["mask"].read()

@@ -62,7 +62,7 @@ def test_rows_are_read_alone(tmp_path):
 @pytest.mark.parametrize(
     ("tensor", "words"),
     [
-        (torch.ones(3, dtype=torch.int64), "x has dtype int64; weights are read from float32"),
+        (torch.ones(3, dtype=torch.int64), "x has dtype int64; weights must be one of float32"),
         (torch.ones(3).to_sparse(), "x cannot be read"),
         (torch.ones(3, device="meta"), "x cannot be read"),
     ],
@@ -182,7 +182,7 @@ def test_a_tensor_beyond_its_storage_is_refused(n_elements, shape, strides, tmp_
     torch_files.save_pickle(tmp_path / "a.pt", rebuilt(4, (2, 2), (2, 1)))
     assert load(tmp_path / "a.pt").shape == (2, 2)
     torch_files.save_pickle(tmp_path / "a.pt", rebuilt(n_elements, shape, strides))
-    with pytest.raises(UsageError, match="is not a complete file of torch.save"):
+    with pytest.raises(UsageError, match="is not a complete torch.save file"):
         load(tmp_path / "a.pt")
 
 
@@ -191,7 +191,7 @@ def test_other_files_are_named(tmp_path):
     (tmp_path / "text.pt").write_text("no tensors")
     (tmp_path / "empty.pt").touch()
     for name in ("old.pt", "text.pt", "empty.pt"):
-        with pytest.raises(UsageError, match=f"{name}: is not a complete file of torch.save"):
+        with pytest.raises(UsageError, match=f"{name}: is not a complete torch.save file"):
             load(tmp_path / name)
     for name in ("none.pt", ""):
         with pytest.raises(UsageError, match="cannot be read"):
