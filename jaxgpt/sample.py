@@ -1,4 +1,4 @@
-"""Write text with a trained model: `python -m jaxgpt.sample --run DIR --prompt "..."`."""
+"""Generate text with a trained model: `python -m jaxgpt.sample --run DIR --prompt "..."`."""
 
 import argparse
 import sys
@@ -11,25 +11,25 @@ from jaxgpt.config import CommandParser, UsageError, file_path, in_words, whole_
 from jaxgpt.data.tokenizers import Tokenizer, continue_prompt
 from jaxgpt.evaluate.model import Model, find_trained, run_folder
 
-MOST = 10**6  # how far from 1 a temperature may be
+MOST = 10**6  # temperatures are 0 or between 1 / MOST and MOST
 
 
 def parser() -> CommandParser:
     out = CommandParser(prog="python -m jaxgpt.sample", description=__doc__)
-    run = ("--run", "--out", "--out-dir")  # the last is nanoGPT's, as --start
-    about = "run directory, or hf:FOLDER of a model of transformers"
+    run = ("--run", "--out", "--out-dir")  # --out-dir and --start are nanoGPT's names
+    about = "run directory, or hf:FOLDER for a transformers model"
     out.add_argument(*run, type=lambda given: str(file_path(given)), required=True, help=about)
     out.add_argument(
         "--step", type=whole_number(least=0), help="checkpoint to read; default the newest"
     )
-    prompt, likeliest = "text to continue, or FILE:NAME for a file's", "0 takes the likeliest token"
+    prompt, likeliest = "text to continue, or FILE:NAME to read it", "0 takes the likeliest token"
     out.add_argument("--prompt", "--start", default="", help=f"{prompt}; default none")
     count, number = whole_number(bits=20), whole_number(least=0, bits=31)
     out.add_argument("--max-new-tokens", type=count, default=200, help="default 200")
-    out.add_argument("--num-samples", type=count, default=1, help="texts to write; default 1")
+    out.add_argument("--num-samples", type=count, default=1, help="number of texts; default 1")
     out.add_argument("--temperature", type=float, default=0.8, help=f"{likeliest}; default 0.8")
-    out.add_argument("--top-k", type=number, default=200, help="0 draws from all; default 200")
-    out.add_argument("--seed", type=number, default=1337, help="of the draws; default 1337")
+    out.add_argument("--top-k", type=number, default=200, help="0 samples from all; default 200")
+    out.add_argument("--seed", type=number, default=1337, help="random seed; default 1337")
     out.add_argument("--mesh", default="1,-1,1", help="mesh to load the model on")
     return out
 
@@ -40,7 +40,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def write(arguments: argparse.Namespace) -> None:
-    """Print the samples that a command line asks for."""
+    """Generate samples and print them, separated by lines of ---."""
     check_options(arguments)
     with join_process_group() as cluster:
         for number, text in enumerate(samples(arguments, cluster)):
@@ -49,7 +49,7 @@ def write(arguments: argparse.Namespace) -> None:
 
 
 def check_options(arguments: argparse.Namespace) -> None:
-    """Raise `UsageError` if a number cannot work."""
+    """Raise `UsageError` if the temperature or the seed is out of range."""
     temperature = arguments.temperature
     if temperature != 0 and not 1 / MOST <= temperature <= MOST:
         raise UsageError(
@@ -57,13 +57,16 @@ def check_options(arguments: argparse.Namespace) -> None:
         )
     if arguments.seed + arguments.num_samples > 2**31:
         raise UsageError(
-            f"--seed={arguments.seed}: the seeds of --num-samples={arguments.num_samples} go on "
-            "from it and must be less than 2^31"
+            f"--seed={arguments.seed}: must be at most {2**31 - arguments.num_samples}, because "
+            f"sample i of --num-samples={arguments.num_samples} uses seed + i"
         )
 
 
 def read_prompt(given: str, tokenizer: Tokenizer) -> str:
-    """Return the prompt, read from a file where it is `FILE:NAME`, as for nanoGPT."""
+    """Return the prompt; read it from a file if it is `FILE:NAME`, as in nanoGPT.
+
+    Raises `UsageError` if the file cannot be read or the tokenizer cannot encode the prompt.
+    """
     prompt = given
     if given.startswith("FILE:"):
         try:
@@ -78,13 +81,14 @@ def read_prompt(given: str, tokenizer: Tokenizer) -> str:
 
 
 def samples(arguments: argparse.Namespace, cluster: ProcessGroup) -> Iterator[str]:
-    """Yield texts, each with its prompt; all processes take part in each."""
+    """Yield generated texts, each with its prompt. All processes must consume all of them."""
     with run_folder(arguments.run, cluster) as folder:
         trained = cluster.run_on_all(find_trained, folder, arguments.step, arguments.mesh)
         tokenizer = trained.tokenizer
         if tokenizer is None:
             raise UsageError(
-                f"--run {arguments.run}: has no tokenizer; its data or weights came without one"
+                f"--run {arguments.run}: has no tokenizer; set data.tokenizer in training, or "
+                "import the weights with --tokenizer"
             )
         prompt = cluster.run_on_all(read_prompt, arguments.prompt, tokenizer)
         prompt_ids = tokenizer.encode(prompt) if prompt else [tokenizer.end_of_text or 0]

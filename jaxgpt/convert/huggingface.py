@@ -92,7 +92,7 @@ def describe(out: Path, model: ModelConfig, tokenizer: Tokenizer | None) -> list
     ]
     lines = [f"model: {' '.join(changed)}", f"weights: {out}; train with train.init_from={out}"]
     if tokenizer is None:
-        lines.append("tokenizer: none found; make sure that you train on data with the same tokens")
+        lines.append("tokenizer: none found; give --tokenizer, or train on data with these tokens")
     return lines
 
 

@@ -1,10 +1,11 @@
-"""Loss of a trained model on a whole split.
+"""Evaluate a trained model on a full split of a data set.
 
-`python -m jaxgpt.evaluate --run DIR` predicts every token of the validation split once: nats a
-token, perplexity, bits a byte. If the data has a loss mask, only the tokens that it counts are in
-these figures. Settings such as data.path=DIR name other data than the run's.
-`python -m jaxgpt.evaluate lm-eval --model jaxgpt --model_args run=DIR --tasks ...` is EleutherAI's
-lm_eval, with all its options.
+`python -m jaxgpt.evaluate --run DIR` predicts every token of the validation split once and prints
+nats per token, perplexity and bits per byte. If the data has a loss mask, only tokens with a weight
+above 0 count. Settings such as data.path=DIR select data other than the run's.
+
+`python -m jaxgpt.evaluate lm-eval --model jaxgpt --model_args run=DIR --tasks ...` runs
+EleutherAI's lm_eval with all its options.
 """
 
 import argparse
@@ -35,7 +36,7 @@ def parser() -> CommandParser:
     number = whole_number()
     out.add_argument(
         "--run", "--out", "--out-dir", required=True, metavar="DIR",
-        help="run directory, or hf:FOLDER of a model of transformers",
+        help="run directory, or hf:FOLDER for a transformers model",
     )  # fmt: skip
     step = whole_number(least=0)
     out.add_argument("--step", type=step, metavar="N", help="checkpoint; default the newest")
@@ -43,16 +44,16 @@ def parser() -> CommandParser:
     out.add_argument("--dataset", metavar="NAME", help="a prepared data set; default the run's")
     out.add_argument(
         "--stride", type=number, metavar="N",
-        help="tokens between rows; less than the default, --block-size, gives more context",
+        help="tokens between rows; a value below --block-size, the default, gives more context",
     )  # fmt: skip
-    about = "tokens of a row, and the longest context; default model.block_size"
+    about = "tokens per row, and the longest context; default model.block_size"
     out.add_argument("--block-size", type=whole_number(bits=31), metavar="N", help=about)
-    about = "rows that are scored at once; never changes the result; default 16"
+    about = "rows to score at once; does not change the result; default 16"
     out.add_argument("--batch", type=whole_number(bits=20), default=16, metavar="N", help=about)
     out.add_argument("--mesh", default="1,-1,1", help="mesh to load the model on")
-    out.add_argument("--dtype", choices=DTYPES, help="of the computation; default the run's")
-    out.add_argument("--json", action="store_true", help="one line of JSON")
-    out.epilog = "Settings of data, section.key=value, are those of jaxgpt.train."
+    out.add_argument("--dtype", choices=DTYPES, help="dtype of the computation; default the run's")
+    out.add_argument("--json", action="store_true", help="print one line of JSON")
+    out.epilog = "Data settings (data.KEY=VALUE) are the same as in jaxgpt.train."
     return out
 
 
@@ -63,7 +64,7 @@ def main(argv: list[str] | None = None) -> None:
             run_lm_eval(argv[1:])
             return
         if is_help(argv) and rank_from_env() > 0:
-            return  # once is enough
+            return  # only rank 0 prints the help
         arguments, settings = parser().parse_known_args(argv)
         if arguments.dataset is not None:
             settings.append(f"data.dataset={arguments.dataset}")
@@ -75,23 +76,26 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def run_lm_eval(argv: list[str]) -> None:
-    """Run EleutherAI's command with jaxgpt's models among its own; `UsageError` without it."""
+    """Run EleutherAI's lm_eval with jaxgpt as a model; `UsageError` if it is not installed."""
     try:
         import lm_eval  # noqa: F401
     except ImportError:
-        raise UsageError(f"{LM_EVAL}: is not installed: pip install 'jaxgpt[eval]'") from None
+        raise UsageError(f"{LM_EVAL}: is not installed; run pip install 'jaxgpt[eval]'") from None
     from lm_eval.__main__ import cli_evaluate
 
     import jaxgpt.evaluate.harness  # noqa: F401
 
-    sys.argv = ["lm-eval", *argv]  # lm_eval reads no other
+    sys.argv = ["lm-eval", *argv]  # lm_eval only reads sys.argv
     cli_evaluate()
 
 
 def evaluate(
     folder: Path, arguments: argparse.Namespace, settings: list[str], cluster: ProcessGroup
 ) -> dict[str, Any]:
-    """Return the losses that a command line asks for, as in --json. All processes take part."""
+    """Return the record that --json prints. All processes must call this.
+
+    Raises `UsageError` if the run, the checkpoint or the data cannot be used.
+    """
     trained = cluster.run_on_all(
         find_trained, folder, arguments.step, arguments.mesh, arguments.dtype, settings,
         arguments.block_size,
@@ -107,7 +111,7 @@ def evaluate(
 
 
 def loss_record(model: Model, split: Split, losses: dict[str, Loss]) -> dict[str, Any]:
-    """Return what was evaluated, and the losses of the split and of each corpus in it."""
+    """Return the settings of the evaluation, and the losses of the split and of each corpus."""
 
     def figures(loss: Loss) -> dict[str, Any]:
         return {
@@ -133,7 +137,7 @@ def loss_record(model: Model, split: Split, losses: dict[str, Loss]) -> dict[str
 
 
 def as_table(record: dict[str, Any]) -> str:
-    """Return a headline and a table of a `loss_record`."""
+    """Format a `loss_record` as a headline and a table."""
     lines = [
         f"{record['run']}, step {record['step']}: split {record['split']}, rows of "
         f"{record['block_size']} tokens, {record['stride']} apart",
@@ -146,7 +150,7 @@ def as_table(record: dict[str, Any]) -> str:
         numbers = f"{found['tokens']:>16,}{found['loss']:>14.6f}{size:>14}{bits:>12}"
         lines.append(f"{name:<20}{numbers}")
     if record["bytes"] is None:
-        lines.append("bits/byte: no tokenizer is known; give data.tokenizer=FOLDER")
+        lines.append("bits/byte: the tokenizer is unknown; set data.tokenizer=FOLDER")
     return "\n".join(lines)
 
 

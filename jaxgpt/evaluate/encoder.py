@@ -1,4 +1,4 @@
-"""Texts as tokens of lm_eval's tasks, with the tokens that transformers puts around them."""
+"""Tokenization of texts for lm_eval, with the special tokens that transformers adds."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -7,31 +7,31 @@ from typing import Any, NamedTuple
 from jaxgpt.convert.safetensors import read_json
 from jaxgpt.data.tokenizers import HFTokenizer, Tokenizer
 
-# Beside weights that came from transformers; the first one counts.
+# Tokenizer settings saved with weights from transformers. The first file takes precedence.
 SETTINGS = ("tokenizer_config.json", "special_tokens_map.json")
 
 
 class Encoder(NamedTuple):
-    """A tokenizer, and the tokens that stand around a text."""
+    """A tokenizer and the special tokens around each text."""
 
     tokenizer: Tokenizer
     prefix: int
-    """The context of a text without one: its beginning (BOS), else the end of another, else 0."""
+    """ID of the token that precedes a text without context: BOS, or else EOS or end_of_text or 0."""
     before: tuple[int, ...] = ()
     after: tuple[int, ...] = ()
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Return the token ids of a text."""
+        """Return the token IDs of a text."""
         tokens = self.tokenizer.encode(text).tolist()
         return [*self.before, *tokens, *self.after] if add_special_tokens else tokens
 
 
 def encoder_of(folder: Path, tokenizer: Tokenizer) -> Encoder:
-    """Return the encoder of the weights in a folder.
+    """Return the encoder for the weights in a folder.
 
-    Weights from transformers keep its settings of the tokenizer, and their texts are encoded as
-    transformers 5 does by default: BOS and EOS as add_bos_token and add_eos_token say, where one of
-    them is set, else as tokenizer.json says. A run's own texts have no special tokens.
+    For weights from transformers, texts are encoded as transformers 5 does by default. If the
+    tokenizer settings contain add_bos_token or add_eos_token, these decide whether BOS and EOS are
+    added. Otherwise, tokenizer.json decides. For other weights, no special tokens are added.
     """
     end = tokenizer.end_of_text
     plain = Encoder(tokenizer, end or 0)
@@ -46,7 +46,7 @@ def encoder_of(folder: Path, tokenizer: Tokenizer) -> Encoder:
 
 
 def _token(given: Any, tokenizer: HFTokenizer) -> int | None:
-    """Return the id of a token by its name, or by an object with its name."""
+    """Return the ID of a token, given as its name or as an object with its name."""
     name = given.get("content") if isinstance(given, dict) else given
     return tokenizer.vocabulary().get(name) if isinstance(name, str) else None
 
@@ -54,7 +54,7 @@ def _token(given: Any, tokenizer: HFTokenizer) -> int | None:
 def _added(
     settings: Mapping[str, Any], tokenizer: HFTokenizer, bos: int | None, eos: int | None
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the tokens before and after every text."""
+    """Return the IDs of the tokens that are added before and after every text."""
     flags = {"add_bos_token": bos, "add_eos_token": eos}
     if not flags.keys() & settings.keys():
         return tokenizer.tokens_around()

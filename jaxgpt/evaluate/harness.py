@@ -1,4 +1,4 @@
-"""EleutherAI's lm_eval with jaxgpt's models: importing this registers `jaxgpt` there."""
+"""jaxgpt models in EleutherAI's lm_eval. Importing this file registers the model `jaxgpt`."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -15,9 +15,9 @@ from jaxgpt.evaluate.encoder import encoder_of
 from jaxgpt.evaluate.model import Model, Pair, find_trained, log_likelihoods, run_folder
 
 DEFAULT_BATCH = 16
-GENERATED_AT_ONCE = 32  # tokens, after which a text that has come to its end is not continued
+GENERATED_AT_ONCE = 32  # tokens between two checks for the end of the text
 SUPPORTED = {"until", "max_gen_toks", "do_sample", "temperature", "top_k"}
-NEUTRAL = {"top_p": (None, 1), "num_beams": (None, 1), "min_p": (None, 0)}  # change nothing
+NEUTRAL = {"top_p": (None, 1), "num_beams": (None, 1), "min_p": (None, 0)}  # values without effect
 
 
 def _number(name: str, given: Any, least: int = 1) -> int:
@@ -28,7 +28,7 @@ def _number(name: str, given: Any, least: int = 1) -> int:
 
 @register_model("jaxgpt")
 class JaxGPT(TemplateLM):
-    """A run of jaxgpt as lm_eval's model: `--model jaxgpt --model_args run=DIR,mesh=[1,1,2]`."""
+    """A jaxgpt run as an lm_eval model: `--model jaxgpt --model_args run=DIR,mesh=[1,1,2]`."""
 
     def __init__(
         self,
@@ -45,21 +45,23 @@ class JaxGPT(TemplateLM):
         """Load a model.
 
         Args:
-            run: the run directory.
-            step: of the checkpoint; default the newest.
-            mesh: sizes of data, fsdp and tensor.
+            run: the run directory, or hf:FOLDER for a transformers model.
+            step: checkpoint to load; default the newest.
+            mesh: sizes of the data, fsdp and tensor axes.
             dtype: of the computation, float32 or bfloat16; default the run's.
-            max_length: of a context, in tokens; default the model's.
-            batch_size: rows that are scored at once; `auto` is 16.
-            max_batch_size, device: as lm_eval gives them to every model; devices are JAX's.
-            others: refused.
+            max_length: longest context in tokens; default the model's.
+            batch_size: rows to score at once; `auto` means 16.
+            max_batch_size, device: accepted because lm_eval passes them to every model, but unused.
+            others: any other argument is an error.
+
+        Raises `UsageError` for invalid arguments, a run without a tokenizer, or several processes.
         """
         super().__init__()
         del max_batch_size, device
         if others or run is None:
-            wrong = f"{next(iter(others))} is not known" if others else "there is no run=DIR"
+            wrong = f"{next(iter(others))} is unknown" if others else "run=DIR is missing"
             raise UsageError(
-                f"--model_args: {wrong}; give run=DIR, and step, mesh, dtype, max_length if needed"
+                f"--model_args: {wrong}; give run=DIR and optionally step, mesh, dtype, max_length"
             )
         if dtype not in (None, "float32", "bfloat16"):
             raise UsageError(f"--model_args dtype={dtype}: must be float32 or bfloat16")
@@ -71,37 +73,38 @@ class JaxGPT(TemplateLM):
         cluster = join_process_group()
         if cluster.size > 1:
             raise UsageError(
-                "lm_eval: runs in one process, which uses all devices of its host; start it "
-                "without a launcher"
+                "lm_eval: runs in one process, which uses all devices of its host; run it without "
+                "a launcher"
             )
         with run_folder(str(run), cluster) as folder:
             trained = find_trained(folder, step, mesh, dtype, (), longest)
             if trained.tokenizer is None:
                 raise UsageError(
-                    f"run={run}: its data or weights came without a tokenizer, which tasks need"
+                    f"run={run}: has no tokenizer, which lm_eval tasks need; set data.tokenizer in "
+                    "training, or import the weights with --tokenizer"
                 )
             self._encoder = encoder_of(folder, trained.tokenizer)
             self._model = Model(trained, size, cluster)
 
     @property
     def eot_token_id(self) -> int:
-        """The token that ends a text; 0 if there is none."""
+        """ID of the token that ends a document; 0 if there is none."""
         return self._encoder.tokenizer.end_of_text or 0
 
     @property
     def prefix_token_id(self) -> int:
-        """The token that stands before a text without a context."""
+        """ID of the token that precedes a text without context."""
         return self._encoder.prefix
 
     @property
     def max_length(self) -> int:
-        """The longest context."""
+        """The longest context in tokens."""
         return self._model.block_size
 
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **kwargs: Any
     ) -> list[int]:
-        """Return the tokens of a text, with those that its tokenizer adds unless told not to."""
+        """Return the token IDs of a text, with special tokens unless add_special_tokens=False."""
         return self._encoder.encode(string, add_special_tokens is not False)
 
     def _loglikelihood_tokens(
@@ -113,7 +116,7 @@ class JaxGPT(TemplateLM):
                     f"lm_eval: {str(text)[:80]!r} has {len(continuation)} tokens to predict, more "
                     f"than model.block_size={self.max_length}"
                 )
-        before = [self.prefix_token_id]  # of a text that follows nothing but spaces
+        before = [self.prefix_token_id]  # replaces a context that has no tokens
         pairs = [Pair(context or before, continuation) for _, context, continuation in requests]
         answers = [tuple(found) for found in log_likelihoods(self._model, pairs)]
         for (text, *_), answer in zip(requests, answers, strict=True):
@@ -124,7 +127,7 @@ class JaxGPT(TemplateLM):
     def loglikelihood_rolling(
         self, requests: list[Instance], disable_tqdm: bool = False
     ) -> list[float]:
-        """Return the log-likelihood of each whole text, each token predicted once."""
+        """Return the log-likelihood of each text in nats, predicting each of its tokens once."""
         windows = [self._windows(request.args[0]) for request in requests]
         flat = [(None, *pair) for pairs in windows for pair in pairs]
         scored = iter(self._loglikelihood_tokens(flat) if flat else [])
@@ -144,7 +147,7 @@ class JaxGPT(TemplateLM):
         return [Pair(*make_disjoint_window(window)) for window in found]
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """Return a text that follows each context, up to the first of its stop sequences."""
+        """Generate text after each context, up to the first stop sequence."""
         out = []
         for request in requests:
             context, options = request.args
@@ -157,7 +160,7 @@ class JaxGPT(TemplateLM):
         for name, value in options.items():
             if name not in SUPPORTED and value not in NEUTRAL.get(name, ()):
                 raise UsageError(
-                    f"gen_kwargs: {name}={value} is not known; there are do_sample, temperature, "
+                    f"gen_kwargs: {name}={value} is not supported; use do_sample, temperature or "
                     "top_k"
                 )
         length, temperature = options["max_gen_toks"], options.get("temperature") or 0.0

@@ -1,4 +1,4 @@
-"""A trained model: found before JAX starts, then its parameters on a mesh."""
+"""A trained model: finding its checkpoint before JAX starts, then loading and running it."""
 
 import contextlib
 import itertools
@@ -32,29 +32,30 @@ if TYPE_CHECKING:
 
     from jaxgpt.parallel.sharding import Params
 
-MAX_LOGITS = 2**27  # numbers that each device has in memory at a time, about: 0.5 GB
-LEAST_LENGTH = 64  # tokens of a row: so few take no time, and each length is compiled
+MAX_LOGITS = 2**27  # approximate number of logits in each device's memory at a time: 0.5 GB
+LEAST_LENGTH = 64  # tokens; shorter rows are padded, because each length needs a compilation
 IN_FLIGHT = 2  # batches that the devices compute while the host reads results
 
 
 @dataclass(frozen=True)
 class Trained:
-    """Trained parameters that have been found, and not read yet."""
+    """A checkpoint whose metadata has been read, but not its parameters."""
 
-    where: str  # as it was given
+    where: str  # run directory
     step: int
-    config: Config  # of the training, on the mesh of the evaluation and without dropout
+    config: Config  # of the run, with the evaluation's mesh and without dropout
     tokenizer: Tokenizer | None
-    block_size: int  # T of an evaluation, at most the model's
-    data: Literal["own", "given", "none"]  # that the configuration names: none came with weights
+    block_size: int  # T in the evaluation, at most the model's
+    data: Literal["own", "given", "none"]
+    """Data in `config`: the run's, from the command line, or none (weights without a run)."""
 
 
 @contextlib.contextmanager
 def run_folder(where: str, cluster: ProcessGroup) -> Iterator[Path]:
-    """Yield a run directory; of hf:FOLDER one with its weights, which goes at the end.
+    """Yield a run directory. For hf:FOLDER, yield a temporary one with the converted weights.
 
-    All processes call it, and each host converts for itself. Raises `UsageError` if a folder of
-    transformers cannot be converted.
+    All processes must call this. The first process of each host converts the weights. Raises
+    `UsageError` if the transformers folder cannot be converted.
     """
     if not where.startswith(TRANSFORMERS):
         yield Path(expand_user(where))
@@ -70,7 +71,7 @@ def run_folder(where: str, cluster: ProcessGroup) -> Iterator[Path]:
             convert_apart(source, Path(folder, "weights"), where)
             return folder
 
-        # A folder for each host, made by its first process: they may not see each other's.
+        # One folder for each host, because hosts may not share temporary folders.
         folders = cluster.allgather(cluster.run_on_all(convert))
         yield Path(folders[cluster.hosts[cluster.rank]], "weights")
 
@@ -83,21 +84,23 @@ def find_trained(
     settings: Sequence[str] = (),
     block_size: int | None = None,
 ) -> Trained:
-    """Find the parameters of a run directory.
+    """Find a checkpoint in a run directory, without reading its parameters.
 
     Args:
+        where: run directory.
         step: of the checkpoint; None takes the newest.
+        mesh: value of `parallel.mesh` for the evaluation.
         dtype: of the computation; None takes the run's.
-        settings: of data, that replace the run's.
-        block_size: tokens of the longest row; None takes the model's.
+        settings: data settings, "data.KEY=VALUE", that replace the run's.
+        block_size: length T of the longest row; None takes the model's.
 
-    Raises `UsageError` for a run without such a checkpoint, a mesh that does not fit the model,
-    settings that are not of data, or more tokens than the model's.
+    Raises `UsageError` if there is no such checkpoint, the mesh does not fit the model, a setting
+    is not a data setting, or block_size is larger than the model's.
     """
     step = choose_checkpoint(where, step)
     meta = read_meta(where, step)
     config = override_data(config_from_dict(meta["config"], str(where)), settings)
-    # The devices are not those of the training: any attention kernel that runs here will do.
+    # Use any attention kernel that runs here, because the devices may differ from the training's.
     config = config.replace(
         parallel__mesh=mesh, model__attention="auto", model__dropout=0.0,
         train__gradient_accumulation_steps=1, train__dtype=dtype or config.train.dtype,
@@ -107,7 +110,7 @@ def find_trained(
     if block_size is not None and block_size > longest:
         raise UsageError(f"--block-size={block_size}: must be at most model.block_size={longest}")
     if block_size is not None and config.model.position == "rope":
-        config = config.replace(model__block_size=block_size)  # learned positions keep their array
+        config = config.replace(model__block_size=block_size)  # a learned table keeps its size
     data = "given" if settings else "none" if meta.get(WEIGHTS_ONLY) else "own"
     tokenizer = meta["tokenizer"] and tokenizer_from_meta(meta["tokenizer"], where)
 
@@ -115,21 +118,22 @@ def find_trained(
 
 
 class Rows(NamedTuple):
-    """Rows of tokens to be scored."""
+    """Rows of tokens to score."""
 
-    size: int
-    length: int  # T: a row has up to T+1 tokens
-    read: Callable[[int], np.ndarray]  # number of a row -> its token ids
+    size: int  # number of rows
+    length: int  # T; a row has up to T+1 tokens
+    read: Callable[[int], np.ndarray]  # index of a row -> its token IDs
 
 
 class Model:
-    """Parameters on a mesh. All processes of the job call its methods, with the same arguments."""
+    """A model on a mesh. All processes must call its methods with the same arguments."""
 
     def __init__(self, trained: Trained, batch_size: int, cluster: ProcessGroup):
-        """Start JAX and read the parameters.
+        """Start JAX and load the parameters.
 
-        Rows are scored `batch_size` at a time, or a few more where the mesh asks for it. Raises
-        `UsageError` if the mesh does not fit the devices, or the checkpoint is damaged.
+        `batch_size` is the number of rows to score at once. It is rounded up to a multiple of the
+        number of devices that split the batch. Raises `UsageError` if the mesh does not fit the
+        devices or the checkpoint is damaged.
         """
         initialize_jax(cluster, mesh_shape(trained.config))
         import jax
@@ -156,23 +160,28 @@ class Model:
 
     @property
     def block_size(self) -> int:
-        """The longest row, T."""
+        """Length T of the longest row."""
         return self.trained.block_size
 
     def row_length(self, n: int) -> int:
-        """Return the length to which a row of n inputs is filled up: few lengths, few programs."""
+        """Return the padded length for a row of n inputs.
+
+        Lengths are powers of 2 to limit the number of compilations. They are rounded up to a
+        multiple of the number of devices that split heads, and are at most `block_size`.
+        """
         length = max(LEAST_LENGTH, 2 ** (n - 1).bit_length()) if n else LEAST_LENGTH
         n_parts = self.mesh_shape.split_of("splits_sequence", "splits_heads")
         return min(self.block_size, _round_up(length, n_parts))
 
     def score(self, rows: Rows, with_likeliest: bool = False) -> Iterator[tuple[np.ndarray, ...]]:
-        """Yield for each row the loss of each token but the first, and the likeliest token there.
+        """Yield the losses of each row in nats, and its most likely tokens if `with_likeliest`.
 
-        The second comes only if it is asked for: on a CPU with GPT-2's vocabulary it takes 28 %
-        more time (JAX 0.10.2, 2026-11). Both have the shape (T,); beyond a row's end the loss is 0.
+        Both have the shape (T,), for all tokens except the first. Past the end of a row, losses are
+        0. On a CPU with GPT-2's vocabulary, `with_likeliest` takes 28 % more time (JAX 0.10.2,
+        2026-11).
         """
         in_flight: deque[tuple[int, Any]] = deque()
-        show = None if self._cluster.is_main else True  # on a terminal, of process 0
+        show = None if self._cluster.is_main else True  # None: only show progress on a terminal
         score = self._compile_scorer(rows.length, with_likeliest)
         with tqdm(total=rows.size, unit=" rows", leave=False, disable=show) as progress:
             for first in itertools.count(0, self.batch_size):
@@ -188,7 +197,7 @@ class Model:
                 progress.update(size)
 
     def _compile_scorer(self, length: int, with_likeliest: bool) -> Callable[..., Any]:
-        """Return the compiled `eval_tokens` of rows of a length, once all processes have it."""
+        """Compile `eval_tokens` for rows of a length; wait until all processes have compiled it."""
         import jax
 
         key = length, with_likeliest
@@ -206,7 +215,10 @@ class Model:
         return self._scorers[key]
 
     def _batch(self, rows: Rows, first: int) -> "jax.Array":
-        """Return rows from `first` on, filled up with `NO_TOKEN`: int32 (batch_size, T+1)."""
+        """Return a batch of rows from `first` on, padded with `NO_TOKEN`: int32 (batch_size, T+1).
+
+        Each process reads only the rows that its devices need.
+        """
         from jaxgpt.data.batch import NO_TOKEN
 
         def read(wanted: range) -> np.ndarray:
@@ -228,9 +240,13 @@ class Model:
         top_k: int | None = None,
         seed: int = 0,
     ) -> list[int]:
-        """Return `n_tokens` tokens that follow some, which must not be none.
+        """Return the IDs of `n_tokens` generated tokens that continue a prompt.
 
-        A temperature of 0 takes the likeliest; `top_k` draws from so many of the likeliest only.
+        Args:
+            tokens: IDs of the prompt, at least one. Only the last `block_size` are used.
+            temperature: of sampling; 0 always takes the most likely token.
+            top_k: sample only from this number of most likely tokens; None samples from all.
+            seed: of the random numbers.
         """
         import jax
 
@@ -252,23 +268,23 @@ class Model:
 
 
 class Pair(NamedTuple):
-    """Token ids of a context and of the text that follows it."""
+    """Token IDs of a context and of the text that follows it."""
 
     context: list[int]
     continuation: list[int]
 
 
 class LogLikelihood(NamedTuple):
-    """Log-likelihood of a text after its context."""
+    """Log-likelihood of a text given its context."""
 
     nats: float
-    is_greedy: bool  # whether each of its tokens is the likeliest one
+    is_greedy: bool  # whether greedy decoding would generate the text
 
 
 def log_likelihoods(model: Model, pairs: Sequence[Pair]) -> list[LogLikelihood]:
-    """Return the log-likelihood of each pair's continuation, of at most model.block_size tokens.
+    """Return the log-likelihood of each continuation, of at most `model.block_size` tokens.
 
-    Long contexts lose their beginning. All processes of the job take part.
+    Contexts that are too long are truncated on the left. All processes must call this.
     """
     rows = [(p.context + p.continuation)[-(model.block_size + 1) :] for p in pairs]
     by_length = defaultdict(list)

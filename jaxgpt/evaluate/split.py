@@ -1,6 +1,7 @@
-"""Loss of a whole split: every token but the first of a source is predicted exactly once.
+"""Loss on a full split, which predicts every token of a source except the first exactly once.
 
-If the data has a loss mask, only the tokens that it counts are in the loss, and in its counts.
+If the data has a loss mask, the loss and the numbers of tokens and bytes include only tokens with a
+weight above 0.
 """
 
 import bisect
@@ -19,31 +20,34 @@ from jaxgpt.data.token_file import Tokens
 from jaxgpt.data.tokenizers import Tokenizer, same_tokens
 from jaxgpt.evaluate.model import Model, Rows, Trained
 
-ANY_VOCABULARY = 2**31 - 1  # data of any vocabulary is opened, and then compared with the model's
-PIECE = 2**20  # tokens that are read at a time to check them
+ANY_VOCABULARY = 2**31 - 1  # opens data with any vocabulary, to compare it with the model's later
+PIECE = 2**20  # tokens to read and check at a time
 
 
 @dataclass(frozen=True)
 class Loss:
-    """The loss of some tokens."""
+    """The total loss of a number of tokens."""
 
-    nats: float  # -log p of all of them
+    nats: float  # sum of -log p
     n_tokens: int
-    n_bytes: int | None  # in the UTF-8 text of these tokens; None without a tokenizer
+    n_bytes: int | None  # size of the tokens' UTF-8 text; None without a tokenizer
 
     @property
     def mean(self) -> float:
-        """The loss in nats a token; NaN without any token."""
+        """The loss in nats per token; NaN if there are no tokens."""
         return self.nats / self.n_tokens if self.n_tokens else math.nan
 
     @property
     def perplexity(self) -> float:
-        """Return exp(mean loss)."""
+        """exp(mean loss); infinite for a mean loss of 700 or more."""
         return math.inf if self.mean >= 700 else math.exp(self.mean)
 
     @property
     def bits_per_byte(self) -> float | None:
-        """The loss in bits a byte of text (arXiv 2101.00027, section 3.1): of any tokenizer."""
+        """The loss in bits per byte of text (arXiv 2101.00027, section 3.1).
+
+        It can be compared across tokenizers. None without a tokenizer or if there are no bytes.
+        """
         return self.nats / math.log(2) / self.n_bytes if self.n_bytes else None
 
     def __add__(self, other: "Loss") -> "Loss":
@@ -54,10 +58,10 @@ class Loss:
 
 @dataclass(frozen=True)
 class Windows:
-    """Rows that predict each token of a text but the first once.
+    """Rows that predict each token of a text, except the first, exactly once.
 
-    They begin `stride` tokens apart. A token that two rows could predict is predicted by the first
-    of them; all but those of the first row follow at least block_size - stride others.
+    Rows start `stride` tokens apart. The first row that contains a token predicts it. Outside the
+    first row, every predicted token has a context of at least block_size - stride tokens.
     """
 
     n_tokens: int
@@ -68,24 +72,24 @@ class Windows:
         return 1 + max(0, -(-(self.n_tokens - 1 - self.block_size) // self.stride))
 
     def tokens(self, row: int) -> range:
-        """Return which tokens a row holds: at most block_size + 1."""
+        """Return the indices of the tokens in a row, at most block_size + 1."""
         first = row * self.stride
         return range(first, min(first + self.block_size + 1, self.n_tokens))
 
     def predicted(self, row: int) -> slice:
-        """Return which of a row's predictions count: of token i + 1 of the row, prediction i."""
+        """Return the slice of a row's predictions that count. Prediction i is of token i + 1."""
         return slice(self.block_size - self.stride if row else 0, len(self.tokens(row)) - 1)
 
 
 @dataclass(frozen=True)
 class Split:
-    """An opened split of a data set, and the rows that it is read in."""
+    """An open split of a data set, and its division into rows."""
 
     dataset: Dataset
     name: str
-    trained: Trained  # with the token that ends a document of this data, for data.document_mask
+    trained: Trained  # its config has this data's end-of-document token, for data.document_mask
     tokenizer: Tokenizer | None
-    windows: tuple[Windows, ...]  # of each source
+    windows: tuple[Windows, ...]  # one for each source
     warnings: tuple[str, ...] = ()
 
     @property
@@ -94,9 +98,10 @@ class Split:
         return [source.tokens[self.name] for source in self.dataset.sources]
 
     def count_bytes(self) -> list[int | None]:
-        """Return the bytes of each source's predicted tokens, None without a tokenizer.
+        """Return the number of bytes in each source's predicted tokens, or None.
 
-        Raises `UsageError` if there is a token that the model does not know. Reads all tokens.
+        It is None without a tokenizer. Reads and checks all tokens. Raises `UsageError` if a token
+        is not in the vocabulary of the model or of the tokenizer.
         """
         return [self._count_bytes(text) for text in self.texts]
 
@@ -110,19 +115,19 @@ class Split:
                 total += self.tokenizer.count_bytes(_counted(text, first, piece))
         if self.tokenizer is None:
             return None
-        first = _counted(text, 0, text.read(0, 1))  # which is not predicted
+        first = _counted(text, 0, text.read(0, 1))  # the first token is not predicted
         return total - self.tokenizer.count_bytes(first)
 
     def check_tokenizer_range(self, tokens: np.ndarray) -> None:
-        """Raise `UsageError` for a token that has no text."""
+        """Raise `UsageError` for a token that is not in the tokenizer's vocabulary."""
         if tokens.max() >= self.tokenizer.vocab_size:
             raise UsageError(
-                f"{self.dataset.sources[0].entry.key}: holds token {tokens.max()}, but its "
-                f"tokenizer has {self.tokenizer.vocab_size}; prepare the data again"
+                f"{self.dataset.sources[0].entry.key}: contains token {tokens.max()}, but the "
+                f"tokenizer has only {self.tokenizer.vocab_size} tokens; prepare the data again"
             )
 
     def rows(self) -> Rows:
-        """Return the rows of all sources, one source after the other."""
+        """Return the rows of all sources, one source after another."""
         firsts = list(itertools.accumulate(map(len, self.windows), initial=0))
         texts = self.texts
 
@@ -135,18 +140,19 @@ class Split:
 
 
 def open_split(trained: Trained, name: str, stride: int | None = None) -> Split:
-    """Open a split of the data that the configuration names.
+    """Open a split of the data in `trained.config`.
 
-    Raises `UsageError` if it is not there, is of another tokenizer than the model's, or if the
+    `stride` is the number of tokens between the starts of rows; None means `trained.block_size`.
+    Raises `UsageError` if there is no such data, its tokenizer differs from the model's, or the
     stride is larger than a row.
     """
     config, T = trained.config, trained.block_size
     if stride is not None and stride > T:
-        raise UsageError(f"--stride={stride}: must be at most {T}, the tokens of a row")
+        raise UsageError(f"--stride={stride}: must be at most {T}, the length of a row")
     if trained.data == "none":
         raise UsageError(
-            "--dataset: is needed, as these weights came without data; give --dataset NAME, or "
-            "data.path=DIR"
+            "--dataset: is required, because imported weights have no data; give --dataset NAME "
+            "or data.path=DIR"
         )
     any_model = dataclasses.replace(config.model, vocab_size=ANY_VOCABULARY, block_size=1)
     dataset = open_dataset(config.data, any_model)
@@ -160,23 +166,26 @@ def open_split(trained: Trained, name: str, stride: int | None = None) -> Split:
 
 
 def _compare_tokenizers(trained: Trained, dataset: Dataset) -> tuple[str, ...]:
-    """Refuse data of another tokenizer than the model's; return a warning where one is unknown."""
+    """Raise `UsageError` if the tokenizers of data and model differ; return warnings.
+
+    A warning is returned if one of the tokenizers is unknown, or data.accept_changes is set.
+    """
     source, ours, theirs = dataset.sources[0].entry, trained.tokenizer, dataset.tokenizer
     if theirs is None or ours is None:
         bare = source.key if theirs is None else "the model"
-        warning = f"warning: {bare} has no tokenizer; the data is taken to have the model's tokens"
+        warning = f"warning: {bare} has no tokenizer; assuming that data and model use the same one"
         return () if trained.data == "own" else (warning,)
     if same_tokens(ours, theirs):
         return ()
     what = (
-        f"{source.key}: {source.path} has another tokenizer ({_describe(theirs)}) than "
+        f"{source.key}: {source.path} has a different tokenizer ({_describe(theirs)}) from "
         f"{trained.where} ({_describe(ours)})"
     )
     if trained.config.data.accept_changes:
         return (f"warning: {what}; accepted by data.accept_changes",)
     raise UsageError(
-        f"{what}; prepare its text with the model's, or if the tokens are the same give "
-        "data.accept_changes=True"
+        f"{what}; prepare the data with the model's tokenizer, or set data.accept_changes=True if "
+        "the tokens are the same"
     )
 
 
@@ -185,9 +194,10 @@ def _describe(tokenizer: Tokenizer) -> str:
 
 
 def read_pieces(text: Tokens, end_of_text: int | None) -> Iterator[tuple[int, np.ndarray]]:
-    """Yield (number of the first token, ids) of all tokens, cut at the end of a text if possible.
+    """Yield all tokens in pieces of at most `PIECE`, as (index of the first token, token IDs).
 
-    Some tokenizers decode a text only as a whole.
+    Pieces end at the end of a document where possible, because some tokenizers can only decode
+    complete texts.
     """
     first = 0
     while first < text.size:
@@ -201,14 +211,15 @@ def read_pieces(text: Tokens, end_of_text: int | None) -> Iterator[tuple[int, np
 
 
 def _counted(text: Tokens, first: int, values: np.ndarray) -> np.ndarray:
-    """Return those values of the tokens from number `first` on whose tokens count in the loss."""
+    """Return the values whose tokens count in the loss; `values` start at token `first`."""
     return values if text.mask is None else values[text.read_weights(first, values.size) > 0]
 
 
 def corpus_losses(model: Model, split: Split, n_bytes: list[int | None]) -> dict[str, Loss]:
-    """Return the loss of each corpus, added up in float64 on the host.
+    """Return the loss of each corpus, summed in float64 on the host.
 
-    In the order of the text, whatever the batch and mesh. All processes take part.
+    Losses are summed in the order of the text, for any batch size and mesh. `n_bytes` is the result
+    of `Split.count_bytes`. All processes must call this.
     """
     scores = model.score(split.rows())
     found: dict[str, list[Loss]] = defaultdict(list)
@@ -227,6 +238,6 @@ def corpus_losses(model: Model, split: Split, n_bytes: list[int | None]) -> dict
 
 
 def sum_losses(losses: list[Loss]) -> Loss:
-    """Return the loss of all tokens of several."""
+    """Return the total of one or more losses."""
     first, *others = losses
     return sum(others, start=first)

@@ -212,7 +212,7 @@ def compare(ours, theirs):
     ("given", "sentence"),
     [
         ("run={home}/nothing", "--run {home}/nothing: has no checkpoints"),
-        ("pretrained=gpt2", "pretrained is not known; give run"),
+        ("pretrained=gpt2", "pretrained is unknown; give run"),
         ("run={home}/run,dtype=fp8", "dtype=fp8: must be"),
         ("run={home}/run,step=7", "--step 7: {home}/run has no such checkpoint; choose from 60"),
     ],

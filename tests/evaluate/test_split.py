@@ -120,14 +120,14 @@ def test_tokenizers_are_compared_by_their_tokens(run, tmp_path):
     trained = dataclasses.replace(find_trained(run, settings=settings), tokenizer=found[0])
     assert open_split(trained, "val").warnings == ()
     other = find_trained(run, settings=settings)
-    with pytest.raises(UsageError, match="has another tokenizer"):
+    with pytest.raises(UsageError, match="has a different tokenizer"):
         open_split(other, "val")
     accepted = find_trained(run, settings=[*settings, "data.accept_changes=True"])
     assert "accepted by data.accept_changes" in open_split(accepted, "val").warnings[0]
     (warning,) = open_split(dataclasses.replace(other, tokenizer=None), "val").warnings
     assert "the model has no tokenizer" in warning
     (tmp_path / "indented_data" / "meta.json").unlink()
-    assert "has no tokenizer; the data is" in open_split(other, "val").warnings[0]
+    assert "has no tokenizer; assuming that data" in open_split(other, "val").warnings[0]
 
 
 @pytest.mark.parametrize(
@@ -204,7 +204,7 @@ def test_without_a_tokenizer_bits_per_byte_are_left_out(run, tmp_path):
     assert (unknown + Loss(1.0, 1, 4)).bits_per_byte is unknown.bits_per_byte is None
     found = evaluated("--run", run) | {"bytes": None, "bits_per_byte": None}
     assert json.loads(json_line(found))["bits_per_byte"] is None
-    assert "no tokenizer is known" in as_table(found)
+    assert "bits/byte: the tokenizer is unknown; set data.tokenizer=FOLDER" in as_table(found)
 
 
 @pytest.mark.parametrize(("n", "T", "stride"), [(2, 8, 8), (9, 8, 3), (10, 8, 8), (500, 8, 3)])
