@@ -81,7 +81,7 @@ def read_prompt(given: str, tokenizer: Tokenizer) -> str:
 
 
 def samples(arguments: argparse.Namespace, cluster: ProcessGroup) -> Iterator[str]:
-    """Yield generated texts, each with its prompt. All processes must consume all of them."""
+    """Yield generated texts, each with its prompt. All processes must iterate over all texts."""
     with run_folder(arguments.run, cluster) as folder:
         trained = cluster.run_on_all(find_trained, folder, arguments.step, arguments.mesh)
         tokenizer = trained.tokenizer

@@ -10,12 +10,12 @@ from pathlib import Path
 from jaxgpt.cluster.environment import RANK, SIZE
 from jaxgpt.config import UsageError, expand_user
 
-OTHER_FOLDER = "choose another folder with --out"  # the end of an error about --out
-TRANSFORMERS = "hf:"  # prefix of a transformers folder, where run directories are also accepted
+OTHER_FOLDER = "choose another folder with --out"  # appended to errors about --out
+TRANSFORMERS = "hf:"  # prefix that marks a transformers folder instead of a run directory
 
 
 def transformers_folder(given: str, key: str = "") -> Path:
-    """Return FOLDER, from `hf:FOLDER`. Errors begin with `key`."""
+    """Return the path of FOLDER in `hf:FOLDER`. Errors begin with `key`."""
     return Path(expand_user(given.removeprefix(TRANSFORMERS), f"{key}{TRANSFORMERS}"))
 
 
@@ -33,6 +33,6 @@ def convert_apart(source: Path, out: Path, key: str) -> None:
     job = subprocess.run(words, capture_output=True, text=True, env=environ)
     if job.returncode:
         reason = (job.stderr.strip().splitlines() or ["it was killed"])[-1].removeprefix("error: ")
-        # Leave --out out of the error, because the user did not give it.
+        # Remove --out from the error, because the user did not set it.
         reason = reason.replace(f"--out {out.absolute()}", str(out.absolute()))
         raise UsageError(f"{key}: {reason.removesuffix(f'; {OTHER_FOLDER}')}")

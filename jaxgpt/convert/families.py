@@ -83,7 +83,7 @@ class _Keys:
         return value
 
     def only(self, key: str, *supported: Any) -> Any:
-        """Return a value, which must be one of `supported`. The first of these is the default."""
+        """Return a value; `UsageError` if it is not in `supported`. The first is the default."""
         value = self.get(key, supported[0])
         if value not in supported:
             words = " or ".join(map(str, supported))
@@ -287,7 +287,7 @@ FAMILIES: dict[str, Callable[[_Keys], dict[str, Any]]] = {
 }
 
 
-# Option values that a model must have to be exported as each family.
+# Option values that a model needs to be exported as a family.
 _COMMON = {"post_norm": False, "scale_embeddings": False, "query_pre_attn_scalar": None}
 _FIXED: dict[str, dict[str, Any]] = {
     "gpt2": _COMMON | {

@@ -144,9 +144,9 @@ def to_hf(
 
 
 def zero_biases(model: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of GPT-2's biases, for exporting a model without biases.
+    """Return the shapes of the zero biases that are exported for a model without biases.
 
-    GPT-2 always has biases. Zero biases compute the same function.
+    GPT-2 in transformers always has biases.
     """
     with_bias = dataclasses.replace(model, bias=True)
     return {

@@ -158,5 +158,5 @@ def export_tensors(
                     yield name, slot.theirs(array[slot.index_in_layer])
                 continue
             for name, slot in by_layer[weight.name, None]:
-                if number < slot.shape[0]:  # later rows are padding of the vocabulary
+                if number < slot.shape[0]:  # later rows are vocabulary padding
                     yield name, array[: slot.shape[0] - number]

@@ -71,7 +71,7 @@ class Merged:
 
     parts: tuple[Tensor, ...]  # one for each rank
     axis: int | None  # sharded dimension; None if the tensor is replicated
-    most_rows: int | None = None  # number of rows without padding of the vocabulary
+    most_rows: int | None = None  # number of rows without vocabulary padding
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -272,7 +272,7 @@ def merged(
             axis = axes.get(re.sub(r"layers\.\d+\.", "layers.#.", name))
             if axis is not None and any(len(part.shape) <= axis for part in parts):
                 raise UsageError(
-                    f"{files[0, stage]}: {name} has shape {parts[0].shape}, without dim {axis}"
+                    f"{files[0, stage]}: {name} has shape {parts[0].shape}, but needs dim {axis}"
                 )
             out[re.sub(r"layers\.(\d+)\.", renumbered, name)] = Merged(tuple(parts), axis)
     return out

@@ -74,7 +74,7 @@ LLAMA: Table = {
     "lm_head.weight": Place("head/embedding"),
 }
 
-# With as many key-value heads as heads, q, k and v are one weight in jaxgpt.
+# If the model has as many key-value heads as heads, jaxgpt stores q, k and v as one weight.
 LLAMA_EQUAL_HEADS: Table = LLAMA | {
     f"model.layers.{{}}.self_attn.{name}_proj.{kind}": Place(
         f"layers/attention/qkv/{ours}", form, part

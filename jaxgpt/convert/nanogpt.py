@@ -23,7 +23,7 @@ HEAD = "lm_head.weight"  # tied to the token embedding
 def from_nanogpt(path: Path, out: Path, tokenizer: Path | None = None) -> list[str]:
     """Import a ckpt.pt as weights that a run can start from; return lines to print.
 
-    `tokenizer` is a path that `read_tokenizer` accepts, because a ckpt.pt does not include one.
+    `tokenizer` is a path that `read_tokenizer` accepts; a ckpt.pt does not contain a tokenizer.
     Raises `UsageError` if the file is damaged or was not saved by nanoGPT.
     """
     checkpoint = torch_file.load(path)

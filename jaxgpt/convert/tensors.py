@@ -50,7 +50,7 @@ def new_folder(out: Path) -> Iterator[Path]:
     try:
         yield partial
         partial.rename(out)
-    except Exception as error:  # the file system and TensorStore raise various types
+    except Exception as error:  # the file system and TensorStore raise many types of exceptions
         if is_no_room(error):
             raise UsageError(f"--out {out}: the disk is full; free some space") from None
         raise

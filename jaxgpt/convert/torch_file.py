@@ -94,7 +94,7 @@ def load(path: Path, is_harmless: Callable[[str], bool] = lambda _: False) -> An
 
 
 def is_tensor(value: Any) -> bool:
-    """Return whether a part of a loaded object is a torch tensor."""
+    """Return whether a value from a loaded file is a torch tensor."""
     return isinstance(value, _torch().Tensor)
 
 

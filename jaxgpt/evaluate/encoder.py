@@ -16,7 +16,7 @@ class Encoder(NamedTuple):
 
     tokenizer: Tokenizer
     prefix: int
-    """ID of the token that precedes a text without context: BOS, or else EOS or end_of_text or 0."""
+    """ID of the token before a text without context: BOS, EOS, end of text or 0, in this order."""
     before: tuple[int, ...] = ()
     after: tuple[int, ...] = ()
 

@@ -1,4 +1,4 @@
-"""A trained model: finding its checkpoint before JAX starts, then loading and running it."""
+"""Trained models: finding a checkpoint before JAX starts, then loading and running the model."""
 
 import contextlib
 import itertools
@@ -39,7 +39,7 @@ IN_FLIGHT = 2  # batches that the devices compute while the host reads results
 
 @dataclass(frozen=True)
 class Trained:
-    """A checkpoint whose metadata has been read, but not its parameters."""
+    """A checkpoint whose metadata has been read. Its parameters are not loaded yet."""
 
     where: str  # run directory
     step: int
@@ -52,7 +52,7 @@ class Trained:
 
 @contextlib.contextmanager
 def run_folder(where: str, cluster: ProcessGroup) -> Iterator[Path]:
-    """Yield a run directory. For hf:FOLDER, yield a temporary one with the converted weights.
+    """Yield a run directory: for hf:FOLDER, a temporary one with the converted weights.
 
     All processes must call this. The first process of each host converts the weights. Raises
     `UsageError` if the transformers folder cannot be converted.
@@ -174,7 +174,7 @@ class Model:
         return min(self.block_size, _round_up(length, n_parts))
 
     def score(self, rows: Rows, with_likeliest: bool = False) -> Iterator[tuple[np.ndarray, ...]]:
-        """Yield the losses of each row in nats, and its most likely tokens if `with_likeliest`.
+        """Yield the losses of each row in nats and, with `with_likeliest`, the most likely tokens.
 
         Both have the shape (T,), for all tokens except the first. Past the end of a row, losses are
         0. On a CPU with GPT-2's vocabulary, `with_likeliest` takes 28 % more time (JAX 0.10.2,
@@ -246,7 +246,7 @@ class Model:
             tokens: IDs of the prompt, at least one. Only the last `block_size` are used.
             temperature: of sampling; 0 always takes the most likely token.
             top_k: sample only from this number of most likely tokens; None samples from all.
-            seed: of the random numbers.
+            seed: random seed.
         """
         import jax
 

@@ -20,7 +20,7 @@ from jaxgpt.data.token_file import Tokens
 from jaxgpt.data.tokenizers import Tokenizer, same_tokens
 from jaxgpt.evaluate.model import Model, Rows, Trained
 
-ANY_VOCABULARY = 2**31 - 1  # opens data with any vocabulary, to compare it with the model's later
+ANY_VOCABULARY = 2**31 - 1  # accepts data with any vocabulary; its tokenizer is compared later
 PIECE = 2**20  # tokens to read and check at a time
 
 
@@ -77,7 +77,7 @@ class Windows:
         return range(first, min(first + self.block_size + 1, self.n_tokens))
 
     def predicted(self, row: int) -> slice:
-        """Return the slice of a row's predictions that count. Prediction i is of token i + 1."""
+        """Return the slice of a row's predictions that count; prediction i is for token i + 1."""
         return slice(self.block_size - self.stride if row else 0, len(self.tokens(row)) - 1)
 
 
@@ -98,10 +98,10 @@ class Split:
         return [source.tokens[self.name] for source in self.dataset.sources]
 
     def count_bytes(self) -> list[int | None]:
-        """Return the number of bytes in each source's predicted tokens, or None.
+        """Return the number of bytes in the predicted tokens of each source.
 
-        It is None without a tokenizer. Reads and checks all tokens. Raises `UsageError` if a token
-        is not in the vocabulary of the model or of the tokenizer.
+        The number is None if the tokenizer is unknown. All tokens are read and checked. Raises
+        `UsageError` if a token is not in the vocabulary of the model or of the tokenizer.
         """
         return [self._count_bytes(text) for text in self.texts]
 

@@ -66,7 +66,7 @@ def muon(config: OptimizerConfig, parameters: Parameters) -> optax.GradientTrans
 
 
 def is_hidden_matrix(weight: Weight) -> bool:
-    """Return whether Muon updates a weight, which it does for all matrices in layers."""
+    """Return whether a weight is a matrix in a layer, and therefore updated by Muon."""
     return weight.role == "matrix" and weight.n_layers > 0
 
 

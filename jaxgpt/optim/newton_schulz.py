@@ -22,7 +22,7 @@ EPSILON = 1e-7
 
 
 class Form(NamedTuple):
-    """Size and sharding that matrices must share to be stacked. The first side is the shorter."""
+    """Size and sharding that all matrices in a stack share. The first side is the shorter one."""
 
     sizes: tuple[int, int]  # of the two sides of a full matrix
     axes: tuple[tuple[str, ...], tuple[str, ...]]  # mesh axes that each side is sharded over
@@ -39,7 +39,7 @@ class View(NamedTuple):
     n_matrices: int  # in the full weight
 
     def stack(self, x: jax.Array) -> jax.Array:
-        """Return this device's shard of a weight in the shape (matrices, first, second side)."""
+        """Reshape this device's shard of a weight to (matrices, first side, second side)."""
         x = x.transpose(self.order)
         n, m = self.n_stacked, self.n_stacked + self.n_first
         return x.reshape(*(math.prod(s) for s in (x.shape[:n], x.shape[n:m], x.shape[m:])))
@@ -51,7 +51,7 @@ class View(NamedTuple):
 
 
 def orthogonalize(updates: Params, parameters: Parameters) -> Params:
-    """Return the matrices of each weight with their singular values moved close to 1.
+    """Return the matrices of each weight with their singular values pushed close to 1.
 
     Matrices of the same `Form` are stacked across weights and layers, and each device of the mesh
     computes an equal share of the stack. An all-to-all before the computation exchanges shards of
@@ -96,7 +96,7 @@ def view(weight: Weight, spec: PartitionSpec) -> View:
 
 
 def newton_schulz(x_NRC: jax.Array) -> jax.Array:
-    """Return matrices with their singular values moved to between 0.7 and 1.2.
+    """Return matrices with their singular values pushed into the range 0.7 to 1.2.
 
     The shape is (N, R, C) with R <= C.
     """
@@ -162,7 +162,7 @@ def _on_a_device(
 
 
 def _share_out(pieces_NRC: jax.Array, form: Form, mesh_shape: Mapping[str, int]) -> jax.Array:
-    """Orthogonalise N matrices. Takes and returns this device's shard of each, of R x C."""
+    """Orthogonalise N matrices, given this device's R x C shard of each; return the same shards."""
     split_over = sum(form.axes, ())
     copied_over = tuple(a for a in mesh_shape if a not in split_over + form.stack_axes)
     n_pieces, n_copies = (_n_devices(axes, mesh_shape) for axes in (split_over, copied_over))

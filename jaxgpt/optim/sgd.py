@@ -7,10 +7,10 @@ from jaxgpt.optim.parameters import Parameters
 
 
 def sgd(config: OptimizerConfig, parameters: Parameters) -> optax.GradientTransformation:
-    """Return SGD without the learning rate, where m <- momentum * m + g is the direction.
+    """Return SGD without the learning rate. The direction is m <- momentum * m + g.
 
-    It keeps no state if the momentum is 0. It equals torch.optim.SGD with nesterov=False, except
-    that weight decay is not part of the momentum.
+    There is no state if the momentum is 0. The updates equal those of torch.optim.SGD with
+    nesterov=False, except that weight decay is not part of the momentum.
     """
     return optax.chain(
         optax.trace(config.momentum) if config.momentum else optax.identity(),

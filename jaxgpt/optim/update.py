@@ -80,11 +80,11 @@ def update_in_turn(
     gradients: Params,
     *old: Any,
 ) -> tuple[Params, Any]:
-    """Update one layer at a time; each array stays in device or host memory, where it is.
+    """Update one layer at a time. Each array stays in the memory (device or host) that it is in.
 
-    `update` is called once with the `Parameters`, gradients, parameters and optimizer state of one
-    layer (for all layers, in a scan), and once with those of all weights outside the layers. State
-    without a layer dimension, such as an update count, is taken from the second call.
+    A scan over the layers calls `update` with the `Parameters`, gradients, parameters and optimizer
+    state of one layer. A separate call updates the weights outside the layers and any state without
+    a layer dimension, such as an update count.
     """
 
     def gated(parameters: Parameters, gradients: Params, old: Any) -> Any:
@@ -137,7 +137,7 @@ def _parts(parameters: Parameters) -> tuple[Parameters, Parameters]:
 
 
 def _part(tree: Any, in_layers: bool) -> Any:
-    """Keep only the weights in the layers, or only all others, in each dict of weights."""
+    """Filter each dict of weights in a tree: keep only the layers, or everything except them."""
 
     def choose(part: Any) -> Any:
         if not _is_dict(part):
