@@ -19,7 +19,7 @@ def transformers_folder(given: str, key: str = "") -> Path:
     return Path(expand_user(given.removeprefix(TRANSFORMERS), f"{key}{TRANSFORMERS}"))
 
 
-def convert_apart(source: Path, out: Path, key: str) -> None:
+def convert_in_subprocess(source: Path, out: Path, key: str) -> None:
     """Convert a transformers folder in a subprocess, because the conversion starts JAX.
 
     `out` and the leftovers of earlier conversions are deleted first. If the conversion fails,

@@ -355,7 +355,7 @@ def _to_gpt2(model: ModelConfig) -> dict[str, Any]:
         "n_embd": model.n_embd,
         "n_positions": model.block_size,
         "n_inner": model.mlp_hidden,
-        "activation_function": {ours: theirs for theirs, ours in ACTIVATIONS.items()}[model.mlp],
+        "activation_function": {mlp: name for name, mlp in ACTIVATIONS.items()}[model.mlp],
         "layer_norm_epsilon": model.norm_eps,
         "tie_word_embeddings": True,
         **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), model.dropout),
@@ -445,5 +445,5 @@ def _layer_types(model: ModelConfig) -> list[str]:
     """Return transformers' name for the type of each layer."""
     default = "global" if model.sliding_window is None else "local"
     pattern = model.layers or (default,)
-    ours = {kind: name for name, kind in LAYER_TYPES.items()}
-    return [ours[pattern[i % len(pattern)]] for i in range(model.n_layer)]
+    names_of = {kind: name for name, kind in LAYER_TYPES.items()}
+    return [names_of[pattern[i % len(pattern)]] for i in range(model.n_layer)]

@@ -9,7 +9,7 @@ import numpy as np
 
 from jaxgpt.checkpoint.weights_only import BLOCK_BYTES, WeightsReader, WeightsWriter
 from jaxgpt.config import ModelConfig, UsageError
-from jaxgpt.convert.names import Place, Table
+from jaxgpt.convert.names import Table, WeightRef
 from jaxgpt.convert.safetensors import listed
 from jaxgpt.convert.tensors import Tensor
 from jaxgpt.models.layers import VOCAB_MULTIPLE
@@ -22,7 +22,7 @@ class Slot:
 
     weight: Weight
     layer: int | None
-    place: Place
+    ref: WeightRef
     shape: tuple[int, ...]  # of the external tensor
 
     @property
@@ -32,26 +32,26 @@ class Slot:
 
     @property
     def index_in_layer(self) -> tuple[int | slice, ...]:
-        if self.place.part is None:
+        if self.ref.part is None:
             return ()
         before = (slice(None),) if self.weight.role == "matrix" else ()
-        return (*before, self.place.part)
+        return (*before, self.ref.part)
 
-    def ours(self, theirs: np.ndarray) -> np.ndarray:
+    def to_jaxgpt(self, tensor: np.ndarray) -> np.ndarray:
         """Convert a full external tensor to jaxgpt's shape at `index`."""
-        shape = _part_shape(self.weight, self.place)
-        if self.place.form == "interleaved":  # rows are (H, 3, K)
+        shape = _part_shape(self.weight, self.ref)
+        if self.ref.form == "interleaved":  # rows are (H, 3, K)
             *inputs, _, H, K = shape
-            found = theirs.reshape(H, 3, K, *inputs)
+            found = tensor.reshape(H, 3, K, *inputs)
             return found.transpose(*([3] if inputs else []), 1, 0, 2)
-        return (theirs.T if self.place.form == "transposed" else theirs).reshape(shape)
+        return (tensor.T if self.ref.form == "transposed" else tensor).reshape(shape)
 
-    def theirs(self, ours: np.ndarray) -> np.ndarray:
+    def to_external(self, array: np.ndarray) -> np.ndarray:
         """Convert the jaxgpt array at `index` to the shape of the external tensor."""
-        if self.place.form == "transposed":
-            return ours.reshape(self.shape[::-1]).T
-        assert self.place.form == "same"  # there is no export to Megatron
-        return ours.reshape(self.shape)
+        if self.ref.form == "transposed":
+            return array.reshape(self.shape[::-1]).T
+        assert self.ref.form == "same"  # there is no export to Megatron
+        return array.reshape(self.shape)
 
 
 def slots(table: Table, model: ModelConfig) -> dict[str, Slot]:
@@ -59,29 +59,29 @@ def slots(table: Table, model: ModelConfig) -> dict[str, Slot]:
 
     The names are in the order of jaxgpt's arrays and, within an array, in the order of layers.
     """
-    ours: dict[str, list[tuple[str, Place]]] = {}
-    for name, place in table.items():
-        ours.setdefault(place.ours, []).append((name, place))
+    by_weight: dict[str, list[tuple[str, WeightRef]]] = {}
+    for name, ref in table.items():
+        by_weight.setdefault(ref.name, []).append((name, ref))
     out = {}
     for weight in jax.tree.leaves(weights(model)):
         for layer in range(weight.n_layers) if weight.n_layers else (None,):
-            for name, place in ours.get(weight.name, ()):
-                shape = _their_shape(weight, place, model)
-                out[name.format(layer)] = Slot(weight, layer, place, shape)
+            for name, ref in by_weight.get(weight.name, ()):
+                shape = _external_shape(weight, ref, model)
+                out[name.format(layer)] = Slot(weight, layer, ref, shape)
     return out
 
 
-def _part_shape(weight: Weight, place: Place) -> tuple[int, ...]:
+def _part_shape(weight: Weight, ref: WeightRef) -> tuple[int, ...]:
     """Return the shape of a jaxgpt array at a slot's index."""
     shape = weight.shape[1:] if weight.n_layers else weight.shape
-    if place.part is None:
+    if ref.part is None:
         return shape
     axis = 1 if weight.role == "matrix" else 0
     return shape[:axis] + shape[axis + 1 :]
 
 
-def _their_shape(weight: Weight, place: Place, model: ModelConfig) -> tuple[int, ...]:
-    shape = _part_shape(weight, place)
+def _external_shape(weight: Weight, ref: WeightRef, model: ModelConfig) -> tuple[int, ...]:
+    shape = _part_shape(weight, ref)
     if weight.role != "matrix":
         if weight.axes[0] == "vocab":
             return (model.vocab_size, *shape[1:])  # without padding
@@ -89,7 +89,7 @@ def _their_shape(weight: Weight, place: Place, model: ModelConfig) -> tuple[int,
     # Either the inputs or the outputs are a single dimension, D.
     inputs = shape[0] if weight.axes[1] == "embed" else math.prod(shape[:-1])
     matrix = (inputs, math.prod(shape) // inputs)
-    return matrix if place.form == "same" else matrix[::-1]
+    return matrix if ref.form == "same" else matrix[::-1]
 
 
 def match_tensors(
@@ -126,7 +126,7 @@ def import_tensors(
     """Write tensors that `match_tensors` has checked into jaxgpt's arrays, one at a time."""
     for name, slot in wanted.items():
         if slot.weight.axes[0] != "vocab":
-            array = slot.ours(found[name].read())
+            array = slot.to_jaxgpt(found[name].read())
             writer.write(slot.weight.name, slot.index, array)
             continue
         rows, width = slot.weight.shape
@@ -155,7 +155,7 @@ def export_tensors(
         for number, array in reader.blocks(weight):
             if weight.n_layers:
                 for name, slot in by_layer[weight.name, number]:
-                    yield name, slot.theirs(array[slot.index_in_layer])
+                    yield name, slot.to_external(array[slot.index_in_layer])
                 continue
             for name, slot in by_layer[weight.name, None]:
                 if number < slot.shape[0]:  # later rows are vocabulary padding

@@ -23,7 +23,7 @@ from jaxgpt.convert.tensors import Tensor
 from jaxgpt.convert.torch_file import Inert, TorchTensor
 
 RANK = re.compile(r"mp_rank_(\d+)(?:_(\d+))?(?:_model_states\.pt)?")
-MOST_NESTED = 20
+MAX_DEPTH = 20
 MAX_NAME = 200  # characters of a key
 # Names on the last pipeline stage for a copy of the first stage's embedding.
 HEADS = ("word_embeddings_for_head.", "output_layer.")
@@ -119,7 +119,7 @@ def from_megatron(path: Path, out: Path, tokenizer: Path | None = None) -> list[
     for name in ("embedding.word_embeddings.weight", "output_layer.weight"):
         if name in found:
             found[name] = replace(found[name], most_rows=model.vocab_size)
-    table = {name: place for name, (place, _) in MEGATRON.items()}
+    table = {name: ref for name, (ref, _) in MEGATRON.items()}
     wanted = match_tensors(found, table, model, str(path))
     return write_weights(path, out, found, wanted, model, made)
 
@@ -215,7 +215,7 @@ def flat(tree: Mapping[Any, Any], file: Path) -> dict[str, TorchTensor]:
     seen: set[int] = set()
 
     def add(tree: Mapping[Any, Any], prefix: str, depth: int) -> None:
-        if depth > MOST_NESTED or id(tree) in seen:
+        if depth > MAX_DEPTH or id(tree) in seen:
             fault = "appears twice" if id(tree) in seen else "is nested too deeply"
             raise UsageError(f"{file}: the dictionary {prefix[:50]} {fault}; save the model again")
         seen.add(id(tree))
@@ -228,8 +228,8 @@ def flat(tree: Mapping[Any, Any], file: Path) -> dict[str, TorchTensor]:
             if isinstance(value, dict):
                 add(value, f"{name}.", depth + 1)
             elif not name.endswith("_extra_state"):
-                for found, ours in MEGATRON_SPELLINGS.items():
-                    name = name.replace(found, ours)
+                for found, spelling in MEGATRON_SPELLINGS.items():
+                    name = name.replace(found, spelling)
                 out[name] = TorchTensor(file, name, value)
 
     add(tree, "", 0)

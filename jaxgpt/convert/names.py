@@ -9,10 +9,10 @@ from typing import Literal, NamedTuple
 Form = Literal["same", "transposed", "interleaved"]
 
 
-class Place(NamedTuple):
+class WeightRef(NamedTuple):
     """A jaxgpt weight, or a part of one, that corresponds to an external tensor."""
 
-    ours: str
+    name: str
     form: Form = "same"
     """Layout of the external tensor. "transposed" is (outputs, inputs), as in torch's Linear.
     "interleaved" is also transposed, with q, k and v of each head next to each other (Megatron)."""
@@ -21,104 +21,104 @@ class Place(NamedTuple):
     gate, up."""
 
 
-def linear(ours: str, part: int | None = None) -> Place:
-    """Return the place of a kernel that torch's Linear stores transposed."""
-    return Place(f"{ours}/kernel", "transposed", part)
+def linear(name: str, part: int | None = None) -> WeightRef:
+    """Return a reference to a kernel that torch's Linear stores transposed."""
+    return WeightRef(f"{name}/kernel", "transposed", part)
 
 
-Table = dict[str, Place]
+Table = dict[str, WeightRef]
 
 # Hugging Face's GPT-2, whose Conv1D stores kernels as (inputs, outputs).
 GPT2: Table = {
-    "wte.weight": Place("token_embedding/embedding"),
-    "wpe.weight": Place("position_embedding/embedding"),
-    "h.{}.ln_1.weight": Place("layers/norm_1/scale"),
-    "h.{}.ln_1.bias": Place("layers/norm_1/bias"),
-    "h.{}.attn.c_attn.weight": Place("layers/attention/qkv/kernel"),
-    "h.{}.attn.c_attn.bias": Place("layers/attention/qkv/bias"),
-    "h.{}.attn.c_proj.weight": Place("layers/attention/out/kernel"),
-    "h.{}.attn.c_proj.bias": Place("layers/attention/out/bias"),
-    "h.{}.ln_2.weight": Place("layers/norm_2/scale"),
-    "h.{}.ln_2.bias": Place("layers/norm_2/bias"),
-    "h.{}.mlp.c_fc.weight": Place("layers/mlp/up/kernel"),
-    "h.{}.mlp.c_fc.bias": Place("layers/mlp/up/bias"),
-    "h.{}.mlp.c_proj.weight": Place("layers/mlp/down/kernel"),
-    "h.{}.mlp.c_proj.bias": Place("layers/mlp/down/bias"),
-    "ln_f.weight": Place("norm/scale"),
-    "ln_f.bias": Place("norm/bias"),
+    "wte.weight": WeightRef("token_embedding/embedding"),
+    "wpe.weight": WeightRef("position_embedding/embedding"),
+    "h.{}.ln_1.weight": WeightRef("layers/norm_1/scale"),
+    "h.{}.ln_1.bias": WeightRef("layers/norm_1/bias"),
+    "h.{}.attn.c_attn.weight": WeightRef("layers/attention/qkv/kernel"),
+    "h.{}.attn.c_attn.bias": WeightRef("layers/attention/qkv/bias"),
+    "h.{}.attn.c_proj.weight": WeightRef("layers/attention/out/kernel"),
+    "h.{}.attn.c_proj.bias": WeightRef("layers/attention/out/bias"),
+    "h.{}.ln_2.weight": WeightRef("layers/norm_2/scale"),
+    "h.{}.ln_2.bias": WeightRef("layers/norm_2/bias"),
+    "h.{}.mlp.c_fc.weight": WeightRef("layers/mlp/up/kernel"),
+    "h.{}.mlp.c_fc.bias": WeightRef("layers/mlp/up/bias"),
+    "h.{}.mlp.c_proj.weight": WeightRef("layers/mlp/down/kernel"),
+    "h.{}.mlp.c_proj.bias": WeightRef("layers/mlp/down/bias"),
+    "ln_f.weight": WeightRef("norm/scale"),
+    "ln_f.bias": WeightRef("norm/bias"),
 }
 
 NANOGPT: Table = {
-    f"transformer.{name}": place._replace(form="transposed") if "kernel" in place.ours else place
-    for name, place in GPT2.items()
+    f"transformer.{name}": ref._replace(form="transposed") if "kernel" in ref.name else ref
+    for name, ref in GPT2.items()
 }
 
 # Llama, Mistral, Qwen2 (with biases for q, k, v) and Qwen3 (with norms of q and k).
 LLAMA: Table = {
-    "model.embed_tokens.weight": Place("token_embedding/embedding"),
-    "model.layers.{}.input_layernorm.weight": Place("layers/norm_1/scale"),
+    "model.embed_tokens.weight": WeightRef("token_embedding/embedding"),
+    "model.layers.{}.input_layernorm.weight": WeightRef("layers/norm_1/scale"),
     "model.layers.{}.self_attn.q_proj.weight": linear("layers/attention/q"),
-    "model.layers.{}.self_attn.q_proj.bias": Place("layers/attention/q/bias"),
+    "model.layers.{}.self_attn.q_proj.bias": WeightRef("layers/attention/q/bias"),
     "model.layers.{}.self_attn.k_proj.weight": linear("layers/attention/kv", 0),
-    "model.layers.{}.self_attn.k_proj.bias": Place("layers/attention/kv/bias", part=0),
+    "model.layers.{}.self_attn.k_proj.bias": WeightRef("layers/attention/kv/bias", part=0),
     "model.layers.{}.self_attn.v_proj.weight": linear("layers/attention/kv", 1),
-    "model.layers.{}.self_attn.v_proj.bias": Place("layers/attention/kv/bias", part=1),
-    "model.layers.{}.self_attn.q_norm.weight": Place("layers/attention/q_norm/scale"),
-    "model.layers.{}.self_attn.k_norm.weight": Place("layers/attention/k_norm/scale"),
+    "model.layers.{}.self_attn.v_proj.bias": WeightRef("layers/attention/kv/bias", part=1),
+    "model.layers.{}.self_attn.q_norm.weight": WeightRef("layers/attention/q_norm/scale"),
+    "model.layers.{}.self_attn.k_norm.weight": WeightRef("layers/attention/k_norm/scale"),
     "model.layers.{}.self_attn.o_proj.weight": linear("layers/attention/out"),
-    "model.layers.{}.post_attention_layernorm.weight": Place("layers/norm_2/scale"),
+    "model.layers.{}.post_attention_layernorm.weight": WeightRef("layers/norm_2/scale"),
     "model.layers.{}.mlp.gate_proj.weight": linear("layers/mlp/gate_up", 0),
     "model.layers.{}.mlp.up_proj.weight": linear("layers/mlp/gate_up", 1),
     "model.layers.{}.mlp.down_proj.weight": linear("layers/mlp/down"),
-    "model.norm.weight": Place("norm/scale"),
-    "lm_head.weight": Place("head/embedding"),
+    "model.norm.weight": WeightRef("norm/scale"),
+    "lm_head.weight": WeightRef("head/embedding"),
 }
 
 # If the model has as many key-value heads as heads, jaxgpt stores q, k and v as one weight.
 LLAMA_EQUAL_HEADS: Table = LLAMA | {
-    f"model.layers.{{}}.self_attn.{name}_proj.{kind}": Place(
-        f"layers/attention/qkv/{ours}", form, part
+    f"model.layers.{{}}.self_attn.{name}_proj.{kind}": WeightRef(
+        f"layers/attention/qkv/{suffix}", form, part
     )
     for part, name in enumerate("qkv")
-    for kind, ours, form in (("weight", "kernel", "transposed"), ("bias", "bias", "same"))
+    for kind, suffix, form in (("weight", "kernel", "transposed"), ("bias", "bias", "same"))
 }
 
 # Gemma 3, which also normalizes the outputs of attention and MLP.
 GEMMA3: Table = LLAMA | {
-    "model.layers.{}.post_attention_layernorm.weight": Place("layers/post_norm_1/scale"),
-    "model.layers.{}.pre_feedforward_layernorm.weight": Place("layers/norm_2/scale"),
-    "model.layers.{}.post_feedforward_layernorm.weight": Place("layers/post_norm_2/scale"),
+    "model.layers.{}.post_attention_layernorm.weight": WeightRef("layers/post_norm_1/scale"),
+    "model.layers.{}.pre_feedforward_layernorm.weight": WeightRef("layers/norm_2/scale"),
+    "model.layers.{}.post_feedforward_layernorm.weight": WeightRef("layers/post_norm_2/scale"),
 }
 GEMMA3_EQUAL_HEADS: Table = GEMMA3 | {
-    name: place for name, place in LLAMA_EQUAL_HEADS.items() if ".self_attn." in name
+    name: ref for name, ref in LLAMA_EQUAL_HEADS.items() if ".self_attn." in name
 }
 
 # GPT in Megatron-LM and Megatron-DeepSpeed. The number is the dimension that is sharded over
 # tensor-parallel ranks; None means that the tensor is replicated.
-MEGATRON: dict[str, tuple[Place, int | None]] = {
-    "embedding.word_embeddings.weight": (Place("token_embedding/embedding"), 0),
-    "embedding.position_embeddings.weight": (Place("position_embedding/embedding"), None),
-    "encoder.layers.{}.input_layernorm.weight": (Place("layers/norm_1/scale"), None),
-    "encoder.layers.{}.input_layernorm.bias": (Place("layers/norm_1/bias"), None),
+MEGATRON: dict[str, tuple[WeightRef, int | None]] = {
+    "embedding.word_embeddings.weight": (WeightRef("token_embedding/embedding"), 0),
+    "embedding.position_embeddings.weight": (WeightRef("position_embedding/embedding"), None),
+    "encoder.layers.{}.input_layernorm.weight": (WeightRef("layers/norm_1/scale"), None),
+    "encoder.layers.{}.input_layernorm.bias": (WeightRef("layers/norm_1/bias"), None),
     "encoder.layers.{}.self_attention.query_key_value.weight": (
-        Place("layers/attention/qkv/kernel", "interleaved"),
+        WeightRef("layers/attention/qkv/kernel", "interleaved"),
         0,
     ),
     "encoder.layers.{}.self_attention.query_key_value.bias": (
-        Place("layers/attention/qkv/bias", "interleaved"),
+        WeightRef("layers/attention/qkv/bias", "interleaved"),
         0,
     ),
     "encoder.layers.{}.self_attention.dense.weight": (linear("layers/attention/out"), 1),
-    "encoder.layers.{}.self_attention.dense.bias": (Place("layers/attention/out/bias"), None),
-    "encoder.layers.{}.post_attention_layernorm.weight": (Place("layers/norm_2/scale"), None),
-    "encoder.layers.{}.post_attention_layernorm.bias": (Place("layers/norm_2/bias"), None),
+    "encoder.layers.{}.self_attention.dense.bias": (WeightRef("layers/attention/out/bias"), None),
+    "encoder.layers.{}.post_attention_layernorm.weight": (WeightRef("layers/norm_2/scale"), None),
+    "encoder.layers.{}.post_attention_layernorm.bias": (WeightRef("layers/norm_2/bias"), None),
     "encoder.layers.{}.mlp.dense_h_to_4h.weight": (linear("layers/mlp/up"), 0),
-    "encoder.layers.{}.mlp.dense_h_to_4h.bias": (Place("layers/mlp/up/bias"), 0),
+    "encoder.layers.{}.mlp.dense_h_to_4h.bias": (WeightRef("layers/mlp/up/bias"), 0),
     "encoder.layers.{}.mlp.dense_4h_to_h.weight": (linear("layers/mlp/down"), 1),
-    "encoder.layers.{}.mlp.dense_4h_to_h.bias": (Place("layers/mlp/down/bias"), None),
-    "encoder.final_layernorm.weight": (Place("norm/scale"), None),
-    "encoder.final_layernorm.bias": (Place("norm/bias"), None),
-    "output_layer.weight": (Place("head/embedding"), 0),
+    "encoder.layers.{}.mlp.dense_4h_to_h.bias": (WeightRef("layers/mlp/down/bias"), None),
+    "encoder.final_layernorm.weight": (WeightRef("norm/scale"), None),
+    "encoder.final_layernorm.bias": (WeightRef("norm/bias"), None),
+    "output_layer.weight": (WeightRef("head/embedding"), 0),
 }
 
 # Tensor names in other Megatron versions: part of a name -> its spelling in the table above.

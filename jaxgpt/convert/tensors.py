@@ -51,14 +51,14 @@ def new_folder(out: Path) -> Iterator[Path]:
         yield partial
         partial.rename(out)
     except Exception as error:  # the file system and TensorStore raise many types of exceptions
-        if is_no_room(error):
+        if is_disk_full(error):
             raise UsageError(f"--out {out}: the disk is full; free some space") from None
         raise
     finally:
         shutil.rmtree(holder, ignore_errors=True)
 
 
-def is_no_room(error: Exception) -> bool:
+def is_disk_full(error: Exception) -> bool:
     """Return whether an error means that a disk or a quota is full.
 
     TensorStore's errors have no errno, so their text is searched.

@@ -22,7 +22,7 @@ from jaxgpt.config import (
     mesh_shape,
     override_data,
 )
-from jaxgpt.convert import TRANSFORMERS, convert_apart, transformers_folder
+from jaxgpt.convert import TRANSFORMERS, convert_in_subprocess, transformers_folder
 from jaxgpt.data.loader import global_array
 from jaxgpt.data.tokenizers import Tokenizer, tokenizer_from_meta
 from jaxgpt.runtime.initialize import initialize_jax
@@ -68,7 +68,7 @@ def run_folder(where: str, cluster: ProcessGroup) -> Iterator[Path]:
                 return None
             made = tempfile.TemporaryDirectory(prefix="jaxgpt-weights-", ignore_cleanup_errors=True)
             folder = at_end.enter_context(made)
-            convert_apart(source, Path(folder, "weights"), where)
+            convert_in_subprocess(source, Path(folder, "weights"), where)
             return folder
 
         # One folder for each host, because hosts may not share temporary folders.

@@ -18,7 +18,7 @@ from jaxgpt.config import (
     should_evaluate,
     skip_ranges,
 )
-from jaxgpt.convert import TRANSFORMERS, convert_apart, transformers_folder
+from jaxgpt.convert import TRANSFORMERS, convert_in_subprocess, transformers_folder
 from jaxgpt.convert.families import COMPANIONS, read_model
 from jaxgpt.data.batch_sizes import BatchSizes
 from jaxgpt.data.blend import blend_shares, parse_lines
@@ -204,7 +204,7 @@ def prepare_weights(
         source = transformers_folder(given, "train.init_from=").absolute()
         config = config.replace(train__init_from=f"{TRANSFORMERS}{source}")
         folder = directory / CONVERTED_FOLDER
-        convert_apart(source, folder, key)
+        convert_in_subprocess(source, folder, key)
     else:
         folder = Path(given).absolute()
         config = config.replace(train__init_from=str(folder))

@@ -49,7 +49,7 @@ def test_each_host_converts_for_itself_and_leaves_nothing(fails, monkeypatch, tm
         if fails:
             raise UsageError(f"{key}: {source}")
 
-    monkeypatch.setattr(model, "convert_apart", convert)
+    monkeypatch.setattr(model, "convert_in_subprocess", convert)
     expected = pytest.raises(UsageError) if fails else contextlib.nullcontext()
     with expected, model.run_folder("hf:/llama", Cluster()) as folder:
         assert folder.parent.parent == tmp_path and folder.is_dir()

@@ -152,7 +152,7 @@ def peer_weights(params: Any, model: ModelConfig, table: Table) -> dict[str, np.
         array = ours[slot.weight.name][slot.index]
         if slot.weight.axes[0] == "vocab":
             array = array[: model.vocab_size]  # without the rows that pad the vocabulary
-        out[name] = slot.theirs(array)
+        out[name] = slot.to_external(array)
     return out
 
 

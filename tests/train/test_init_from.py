@@ -10,7 +10,7 @@ import pytest
 from jaxgpt.checkpoint.metadata import read_meta
 from jaxgpt.cluster.process_group import ProcessGroup
 from jaxgpt.config import MeshShape, UsageError, config_from_file, parse_args
-from jaxgpt.convert import convert_apart
+from jaxgpt.convert import convert_in_subprocess
 from jaxgpt.parallel.mesh import make_mesh
 from jaxgpt.train.functions import make_steps
 from jaxgpt.train.restart import load_weights
@@ -156,12 +156,12 @@ def test_a_conversion_on_the_way_says_what_is_wrong(launcher, tmp_path, monkeypa
     for left in ("weights", "weights.partial-1", "weights.partial-x/weights"):
         (tmp_path / left).mkdir(parents=True)
     with pytest.raises(UsageError, match=f"^key: {tmp_path}/none: is not a folder; give one"):
-        convert_apart(tmp_path / "none", out, "key")
+        convert_in_subprocess(tmp_path / "none", out, "key")
     assert list(tmp_path.iterdir()) == []
     llama_folder(tmp_path / "llama", 256)
     (tmp_path / "file").touch()
     with pytest.raises(UsageError) as raised:  # without a word of --out, which nobody gave
-        convert_apart(tmp_path / "llama", tmp_path / "file" / "weights", "key")
+        convert_in_subprocess(tmp_path / "llama", tmp_path / "file" / "weights", "key")
     assert str(raised.value) == f"key: {tmp_path}/file/weights: cannot be written (File exists)"
 
 
