@@ -9,15 +9,15 @@ import optax
 
 from jaxgpt.config import OptimizerConfig
 from jaxgpt.models.weights import Weight
-from jaxgpt.optim.parameters import Parameters, merge, take
+from jaxgpt.optim.parameters import Parameters, merge, select
 from jaxgpt.parallel.sharding import Params
 
 # Defaults of the paper (section 9) and of optax.adafactor.
 DECAY_EXPONENT = 0.8  # the decay rate of update t is 1 - t^-0.8
 SQUARES_EPSILON = 1e-30  # added to squared gradients
 CLIPPING_THRESHOLD = 1.0  # largest RMS of the update of a matrix
-LEAST_SCALE = 1e-3  # lower bound of the RMS of a matrix, which scales its update
-LEAST_FACTORED = 128  # matrices with fewer rows or columns are not factored
+MIN_SCALE = 1e-3  # lower bound of the RMS of a matrix, which scales its update
+MIN_FACTORED = 128  # matrices with fewer rows or columns are not factored
 
 
 class AdafactorState(NamedTuple):
@@ -49,7 +49,7 @@ def adafactor(config: OptimizerConfig, parameters: Parameters) -> optax.Gradient
             jnp.zeros([], jnp.int32),
             jax.tree.map(lambda w: zeros(w, 2), factored),
             jax.tree.map(lambda w: zeros(w, 1), factored),
-            jax.tree.map(jnp.zeros_like, take(params, others)),
+            jax.tree.map(jnp.zeros_like, select(params, others)),
         )
 
     def update(
@@ -65,7 +65,7 @@ def adafactor(config: OptimizerConfig, parameters: Parameters) -> optax.Gradient
                 lambda w, a, new: average(a, new.mean(w.matrix_dims[side], keepdims=True)),
                 factored,
                 old,
-                take(squares, factored),
+                select(squares, factored),
             )
 
         squares = jax.tree.map(lambda g: jnp.square(g) + SQUARES_EPSILON, gradients)
@@ -74,11 +74,11 @@ def adafactor(config: OptimizerConfig, parameters: Parameters) -> optax.Gradient
             state.count + 1,
             rows,
             columns,
-            jax.tree.map(average, state.squares, take(squares, others)),
+            jax.tree.map(average, state.squares, select(squares, others)),
         )
         directions = merge(
-            jax.tree.map(_divide_factored, factored, take(gradients, factored), rows, columns),
-            jax.tree.map(lambda g, s: g * s**-0.5, take(gradients, others), new.squares),
+            jax.tree.map(_divide_factored, factored, select(gradients, factored), rows, columns),
+            jax.tree.map(lambda g, s: g * s**-0.5, select(gradients, others), new.squares),
         )
         return jax.tree.map(_clip_and_scale, parameters.weights, directions, params), new
 
@@ -91,7 +91,7 @@ def adafactor(config: OptimizerConfig, parameters: Parameters) -> optax.Gradient
 def is_factored(weight: Weight) -> bool:
     """Return whether Adafactor keeps only row and column means for a weight."""
     _, *sides = weight.matrix_dims
-    return all(math.prod(weight.shape[i] for i in dims) >= LEAST_FACTORED for dims in sides)
+    return all(math.prod(weight.shape[i] for i in dims) >= MIN_FACTORED for dims in sides)
 
 
 def _divide_factored(
@@ -114,4 +114,4 @@ def _clip_and_scale(weight: Weight, direction: jax.Array, param: jax.Array) -> j
         return jnp.sqrt(real * jnp.square(x).mean(inputs + outputs, keepdims=True))
 
     clipped = direction / jnp.maximum(1.0, rms(direction) / CLIPPING_THRESHOLD)
-    return clipped * jnp.maximum(rms(param), LEAST_SCALE)
+    return clipped * jnp.maximum(rms(param), MIN_SCALE)

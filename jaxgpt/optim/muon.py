@@ -11,7 +11,7 @@ from jaxgpt.config import OptimizerConfig
 from jaxgpt.models.weights import Weight
 from jaxgpt.optim.adamw import adamw
 from jaxgpt.optim.newton_schulz import newton_schulz_flops, orthogonalize
-from jaxgpt.optim.parameters import Parameters, merge, take
+from jaxgpt.optim.parameters import Parameters, merge, select
 from jaxgpt.parallel.sharding import Params
 
 # RMS of the elements of an update, about the same as AdamW's (arXiv 2502.16982, section 2.2).
@@ -38,8 +38,8 @@ def muon(config: OptimizerConfig, parameters: Parameters) -> optax.GradientTrans
     ratio = adamw_ratio(config)
 
     def init(params: Params) -> MuonState:
-        momentum = jax.tree.map(jnp.zeros_like, take(params, hidden.weights))
-        return MuonState(momentum, adam.init(take(params, others.weights)))
+        momentum = jax.tree.map(jnp.zeros_like, select(params, hidden.weights))
+        return MuonState(momentum, adam.init(select(params, others.weights)))
 
     def average(old: Params, new: Params) -> Params:
         return jax.tree.map(lambda m, g: beta * m + (1 - beta) * g, old, new)
@@ -50,14 +50,14 @@ def muon(config: OptimizerConfig, parameters: Parameters) -> optax.GradientTrans
         return UPDATE_RMS * math.sqrt(size) * orthogonal + config.weight_decay * param
 
     def update(gradients: Params, state: MuonState, params: Params) -> tuple[Params, MuonState]:
-        own = take(gradients, hidden.weights)
+        own = select(gradients, hidden.weights)
         momentum = average(state.momentum, own)
         orthogonal = orthogonalize(average(momentum, own), hidden)  # Nesterov's momentum
         directions = jax.tree.map(
-            direction, hidden.weights, orthogonal, take(params, hidden.weights)
+            direction, hidden.weights, orthogonal, select(params, hidden.weights)
         )
         rest, adam_state = adam.update(
-            take(gradients, others.weights), state.adamw, take(params, others.weights)
+            select(gradients, others.weights), state.adamw, select(params, others.weights)
         )
         rest = jax.tree.map(lambda x: ratio * x, rest)
         return merge(directions, rest), MuonState(momentum, adam_state)

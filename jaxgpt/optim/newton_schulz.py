@@ -21,7 +21,7 @@ COEFFICIENTS = 3.4445, -4.7750, 2.0315
 EPSILON = 1e-7
 
 
-class Form(NamedTuple):
+class StackSpec(NamedTuple):
     """Size and sharding that all matrices in a stack share. The first side is the shorter one."""
 
     sizes: tuple[int, int]  # of the two sides of a full matrix
@@ -32,7 +32,7 @@ class Form(NamedTuple):
 class View(NamedTuple):
     """A weight as a stack of matrices."""
 
-    form: Form
+    stack_spec: StackSpec
     order: tuple[int, ...]  # the weight's dimensions: stacked ones, first side, second side
     n_stacked: int  # number of stacked dimensions
     n_first: int  # number of dimensions of the first side
@@ -53,17 +53,17 @@ class View(NamedTuple):
 def orthogonalize(updates: Params, parameters: Parameters) -> Params:
     """Return the matrices of each weight with their singular values pushed close to 1.
 
-    Matrices of the same `Form` are stacked across weights and layers, and each device of the mesh
-    computes an equal share of the stack. An all-to-all before the computation exchanges shards of
-    all matrices for full matrices, and a second all-to-all reverses that. The stack is padded to a
-    multiple of the number of devices. Accelerators compute in bfloat16, like Keller Jordan's code,
-    and CPUs in float32.
+    Matrices with the same `StackSpec` are stacked across weights and layers, and each device of the
+    mesh computes an equal share of the stack. An all-to-all before the computation exchanges shards
+    of all matrices for full matrices, and a second all-to-all reverses that. The stack is padded to
+    a multiple of the number of devices. Accelerators compute in bfloat16, like Keller Jordan's
+    code, and CPUs in float32.
     """
     arrays, tree = jax.tree.flatten(updates)
     mesh, (views, mesh_shape) = parameters.mesh, _views(parameters)
     on_cpu = mesh is None or mesh.devices.flat[0].platform == "cpu"
     compute = functools.partial(
-        _on_a_device,
+        _orthogonalize_shards,
         views,
         mesh_shape,
         jnp.float32 if on_cpu else jnp.bfloat16,
@@ -90,9 +90,9 @@ def view(weight: Weight, spec: PartitionSpec) -> View:
 
     stacked, *sides = map(side, weight.matrix_dims)
     first, second = sorted(sides, key=lambda side: side[:2])
-    form = Form((first[0], second[0]), (first[1], second[1]), stacked[1])
+    stack_spec = StackSpec((first[0], second[0]), (first[1], second[1]), stacked[1])
     order = stacked[2] + first[2] + second[2]
-    return View(form, order, len(stacked[2]), len(first[2]), stacked[0])
+    return View(stack_spec, order, len(stacked[2]), len(first[2]), stacked[0])
 
 
 def newton_schulz(x_NRC: jax.Array) -> jax.Array:
@@ -113,9 +113,9 @@ def newton_schulz_flops(parameters: Parameters) -> int:
     """Return the FLOPs that `orthogonalize` spends on matrix products on each device."""
     views, mesh_shape = _views(parameters)
     flops = 0
-    for form, members in _by_form(views).items():
-        R, C = form.sizes
-        n_split = _n_devices(form.stack_axes, mesh_shape)
+    for stack_spec, members in _group_by_spec(views).items():
+        R, C = stack_spec.sizes
+        n_split = _n_devices(stack_spec.stack_axes, mesh_shape)
         N = sum(views[i].n_matrices for i in members) // n_split
         n_own = -(-N // (math.prod(mesh_shape.values()) // n_split))
         flops += n_own * STEPS * (4 * R**2 * C + 2 * R**3)
@@ -132,11 +132,11 @@ def _views(parameters: Parameters) -> tuple[list[View], dict[str, int]]:
     return list(map(view, weights, specs)), mesh_shape
 
 
-def _by_form(views: list[View]) -> dict[Form, list[int]]:
-    """Return the indices of the views that share each form."""
+def _group_by_spec(views: list[View]) -> dict[StackSpec, list[int]]:
+    """Return the indices of the views that share each `StackSpec`."""
     members = defaultdict(list)
     for i, one in enumerate(views):
-        members[one.form].append(i)
+        members[one.stack_spec].append(i)
     return members
 
 
@@ -147,40 +147,42 @@ def _n_devices(axes: tuple[str, ...], mesh_shape: Mapping[str, int]) -> int:
 # The functions below run on each device, inside `jax.shard_map`.
 
 
-def _on_a_device(
+def _orthogonalize_shards(
     views: list[View], mesh_shape: Mapping[str, int], dtype: jnp.dtype, arrays: list[jax.Array]
 ) -> list[jax.Array]:
     """Orthogonalise this device's shard of each weight."""
     out = list(arrays)
-    for form, numbers in _by_form(views).items():
+    for stack_spec, numbers in _group_by_spec(views).items():
         stacks = [views[i].stack(arrays[i]) for i in numbers]
-        done = _share_out(jnp.concatenate(stacks).astype(dtype), form, mesh_shape)
+        done = _distribute(jnp.concatenate(stacks).astype(dtype), stack_spec, mesh_shape)
         ends = list(itertools.accumulate(len(stack) for stack in stacks))
         for i, part in zip(numbers, jnp.split(done, ends[:-1]), strict=True):
             out[i] = views[i].unstack(part.astype(arrays[i].dtype), arrays[i])
     return out
 
 
-def _share_out(pieces_NRC: jax.Array, form: Form, mesh_shape: Mapping[str, int]) -> jax.Array:
+def _distribute(
+    shards_NRC: jax.Array, stack_spec: StackSpec, mesh_shape: Mapping[str, int]
+) -> jax.Array:
     """Orthogonalise N matrices, given this device's R x C shard of each; return the same shards."""
-    split_over = sum(form.axes, ())
-    copied_over = tuple(a for a in mesh_shape if a not in split_over + form.stack_axes)
-    n_pieces, n_copies = (_n_devices(axes, mesh_shape) for axes in (split_over, copied_over))
-    N, R, C = pieces_NRC.shape
-    n_own = -(-N // (n_pieces * n_copies))
-    x = jnp.pad(pieces_NRC, ((0, n_own * n_pieces * n_copies - N), (0, 0), (0, 0)))
+    split_over = sum(stack_spec.axes, ())
+    copied_over = tuple(a for a in mesh_shape if a not in split_over + stack_spec.stack_axes)
+    n_shards, n_copies = (_n_devices(axes, mesh_shape) for axes in (split_over, copied_over))
+    N, R, C = shards_NRC.shape
+    n_own = -(-N // (n_shards * n_copies))
+    x = jnp.pad(shards_NRC, ((0, n_own * n_shards * n_copies - N), (0, 0), (0, 0)))
     if copied_over:
-        start = jax.lax.axis_index(copied_over) * n_own * n_pieces
-        x = jax.lax.dynamic_slice_in_dim(x, start, n_own * n_pieces)
-    first, second = (_n_devices(axes, mesh_shape) for axes in form.axes)
+        start = jax.lax.axis_index(copied_over) * n_own * n_shards
+        x = jax.lax.dynamic_slice_in_dim(x, start, n_own * n_shards)
+    first, second = (_n_devices(axes, mesh_shape) for axes in stack_spec.axes)
     if split_over:
-        x = jax.lax.all_to_all(x.reshape(n_pieces, n_own, R, C), split_over, 0, 0)
+        x = jax.lax.all_to_all(x.reshape(n_shards, n_own, R, C), split_over, 0, 0)
         x = x.reshape(first, second, n_own, R, C).transpose(2, 0, 3, 1, 4)
     x = newton_schulz(x.reshape(n_own, first * R, second * C))
     if split_over:
         x = x.reshape(n_own, first, R, second, C).transpose(1, 3, 0, 2, 4)
-        x = jax.lax.all_to_all(x.reshape(n_pieces, n_own, R, C), split_over, 0, 0)
-    x = x.reshape(n_pieces * n_own, R, C)
+        x = jax.lax.all_to_all(x.reshape(n_shards, n_own, R, C), split_over, 0, 0)
+    x = x.reshape(n_shards * n_own, R, C)
     if copied_over:
         x = jax.lax.all_gather(x, copied_over, tiled=True)
     return x[:N]

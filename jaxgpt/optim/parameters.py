@@ -33,10 +33,10 @@ class Parameters:
         """Return the parameters that `is_chosen` selects by their `Weight`."""
         flat = flatten_dict(self.weights)
         chosen = unflatten_dict({path: w for path, w in flat.items() if is_chosen(w)})
-        return Parameters(chosen, self.shardings and take(self.shardings, chosen))
+        return Parameters(chosen, self.shardings and select(self.shardings, chosen))
 
 
-def take(tree: Params, part: Params) -> Params:
+def select(tree: Params, part: Params) -> Params:
     """Return the leaves of a nested dict at the paths of another nested dict, `part`."""
     flat = flatten_dict(tree)
     return unflatten_dict({path: flat[path] for path in flatten_dict(part)})

@@ -25,8 +25,8 @@ Update = Callable[[Params, Any], tuple[Params, Any]]
 
 # Each gate is used on the platform where XLA makes no extra copy of the state for it. Temporary
 # memory beyond that of a step without a gate, for gpt2 with 4 layers on one device (JAX 0.10.2,
-# 2026-11): on a CPU, `gate_by_where` takes 216 MB and `gate_in_turn` takes none; on an H100, they
-# take 0.1 MB and 53 MB, and `jax.lax.cond` takes 782 MB.
+# 2026-11): on a CPU, `gate_by_where` takes 216 MB and `gate_sequentially` takes none; on an H100,
+# they take 0.1 MB and 53 MB, and `jax.lax.cond` takes 782 MB.
 
 
 def gated_update(
@@ -45,11 +45,11 @@ def gated_update(
             or the gradient norm is not finite, or if `spike.action` rejects the update as a spike.
             None means that every update is due.
         old: the parameters and the optimizer state.
-        by_layer: update one layer at a time, with `update_in_turn`.
+        by_layer: update one layer at a time, with `layerwise_update`.
     """
     if by_layer:
-        return update_in_turn(is_due, update, parameters, gradients, *old)
-    gate = gate_in_turn if on_cpu else gate_by_where
+        return layerwise_update(is_due, update, parameters, gradients, *old)
+    gate = gate_sequentially if on_cpu else gate_by_where
     return gate(is_due, functools.partial(update, parameters, gradients), *old)
 
 
@@ -60,7 +60,7 @@ def gate_by_where(is_due: jax.Array | None, update: Update, *old: Any) -> tuple[
     return new if is_due is None else jax.tree.map(functools.partial(jnp.where, is_due), new, old)
 
 
-def gate_in_turn(is_due: jax.Array | None, update: Update, *old: Any) -> tuple[Params, Any]:
+def gate_sequentially(is_due: jax.Array | None, update: Update, *old: Any) -> tuple[Params, Any]:
     """Like `gate_by_where`, but gate the parameters before the optimizer state.
 
     The update is computed twice, once for each.
@@ -73,7 +73,7 @@ def gate_in_turn(is_due: jax.Array | None, update: Update, *old: Any) -> tuple[P
     return new_params, jax.tree.map(choose, update(params, opt_state)[1], opt_state)
 
 
-def update_in_turn(
+def layerwise_update(
     is_due: jax.Array | None,
     update: Callable[..., tuple[Params, Any]],
     parameters: Parameters,
@@ -106,7 +106,7 @@ def update_in_turn(
     )
 
 
-def init_in_turn(
+def layerwise_init(
     make_optimizer: Callable[[Parameters], optax.GradientTransformation],
     parameters: Parameters,
     params: Params,
@@ -162,7 +162,7 @@ def global_norm(gradients: Params) -> jax.Array:
     Grouping layers into modules therefore changes neither the norm nor the clipped gradients.
     """
     if any(map(is_in_host, jax.tree.leaves(gradients))):
-        return _norm_in_turn(gradients)
+        return _layerwise_norm(gradients)
 
     def names(item: tuple[Any, jax.Array]) -> tuple[str, ...]:
         path = [key.key for key in item[0]]
@@ -172,7 +172,7 @@ def global_norm(gradients: Params) -> jax.Array:
     return optax.tree.norm([leaf for _, leaf in leaves])
 
 
-def _norm_in_turn(gradients: Params) -> jax.Array:
+def _layerwise_norm(gradients: Params) -> jax.Array:
     """Return the L2 norm over all arrays, with one layer at a time in device memory."""
 
     def add(total: jax.Array, i: jax.Array) -> tuple[jax.Array, None]:

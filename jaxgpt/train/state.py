@@ -18,7 +18,7 @@ from jaxgpt.models.weights import weights
 from jaxgpt.optim import make_optimizer
 from jaxgpt.optim.parameters import Parameters
 from jaxgpt.optim.state import opt_state_shardings
-from jaxgpt.optim.update import init_in_turn
+from jaxgpt.optim.update import layerwise_init
 from jaxgpt.parallel import sharding
 from jaxgpt.parallel.offload import stacked_in_host, to_device
 from jaxgpt.parallel.sharding import Params
@@ -65,7 +65,7 @@ def state_of(config: Config, params: Params) -> TrainState:
         opt_state = optimizer_of(config).init(params)
     else:
         make = functools.partial(make_optimizer, config.optimizer)
-        opt_state = init_in_turn(make, Parameters(weights(config.model)), params)
+        opt_state = layerwise_init(make, Parameters(weights(config.model)), params)
     return TrainState(params, opt_state, init_spike_state(config.spike))
 
 

@@ -223,5 +223,7 @@ def test_leaving_an_update_out_takes_no_copy_of_the_state(monkeypatch):
         return compiled.memory_analysis().temp_size_in_bytes
 
     gated = temporaries()
-    monkeypatch.setattr(update_module, "gate_in_turn", lambda is_due, update, *old: update(*old))
+    monkeypatch.setattr(
+        update_module, "gate_sequentially", lambda is_due, update, *old: update(*old)
+    )
     assert gated <= temporaries() + 10_000
