@@ -11,7 +11,7 @@ from jaxgpt.config import CommandParser, UsageError, file_path, in_words, whole_
 from jaxgpt.data.tokenizers import Tokenizer, continue_prompt
 from jaxgpt.evaluate.model import Model, find_trained, run_folder
 
-MOST = 10**6  # temperatures are 0 or between 1 / MOST and MOST
+MAX_TEMPERATURE = 10**6  # the smallest one, except for 0, is 1 / MAX_TEMPERATURE
 
 
 def parser() -> CommandParser:
@@ -51,9 +51,10 @@ def write(arguments: argparse.Namespace) -> None:
 def check_options(arguments: argparse.Namespace) -> None:
     """Raise `UsageError` if the temperature or the seed is out of range."""
     temperature = arguments.temperature
-    if temperature != 0 and not 1 / MOST <= temperature <= MOST:
+    if temperature != 0 and not 1 / MAX_TEMPERATURE <= temperature <= MAX_TEMPERATURE:
         raise UsageError(
-            f"--temperature={temperature}: must be 0, or between {1 / MOST} and {MOST}"
+            f"--temperature={temperature}: must be 0, or between {1 / MAX_TEMPERATURE} and "
+            f"{MAX_TEMPERATURE}"
         )
     if arguments.seed + arguments.num_samples > 2**31:
         raise UsageError(

@@ -21,7 +21,7 @@ from jaxgpt.data.tokenizers import Tokenizer, same_tokens
 from jaxgpt.evaluate.model import Model, Rows, Trained
 
 ANY_VOCABULARY = 2**31 - 1  # accepts data with any vocabulary; its tokenizer is compared later
-PIECE = 2**20  # tokens to read and check at a time
+CHUNK_TOKENS = 2**20  # tokens to read and check at a time
 
 
 @dataclass(frozen=True)
@@ -108,11 +108,11 @@ class Split:
     def _count_bytes(self, text: Tokens) -> int | None:
         end = None if self.tokenizer is None else self.tokenizer.end_of_text
         total = 0
-        for first, piece in read_pieces(text, end):
-            text.check_vocab_range(piece, first, self.trained.config.model.vocab_size)
+        for first, chunk in read_chunks(text, end):
+            text.check_vocab_range(chunk, first, self.trained.config.model.vocab_size)
             if self.tokenizer is not None:
-                self.check_tokenizer_range(piece)
-                total += self.tokenizer.count_bytes(_counted(text, first, piece))
+                self.check_tokenizer_range(chunk)
+                total += self.tokenizer.count_bytes(_counted(text, first, chunk))
         if self.tokenizer is None:
             return None
         first = _counted(text, 0, text.read(0, 1))  # the first token is not predicted
@@ -193,21 +193,21 @@ def _describe(tokenizer: Tokenizer) -> str:
     return f"{tokenizer.to_meta()['type']}, {tokenizer.vocab_size} tokens"
 
 
-def read_pieces(text: Tokens, end_of_text: int | None) -> Iterator[tuple[int, np.ndarray]]:
-    """Yield all tokens in pieces of at most `PIECE`, as (index of the first token, token IDs).
+def read_chunks(text: Tokens, end_of_text: int | None) -> Iterator[tuple[int, np.ndarray]]:
+    """Yield (index of the first token, token IDs) of chunks of at most `CHUNK_TOKENS` tokens.
 
-    Pieces end at the end of a document where possible, because some tokenizers can only decode
+    Chunks end at the end of a document where possible, because some tokenizers can only decode
     complete texts.
     """
     first = 0
     while first < text.size:
-        piece = text.read(first, min(PIECE, text.size - first))
-        if end_of_text is not None and first + piece.size < text.size:
-            ends = np.flatnonzero(piece == end_of_text)
+        chunk = text.read(first, min(CHUNK_TOKENS, text.size - first))
+        if end_of_text is not None and first + chunk.size < text.size:
+            ends = np.flatnonzero(chunk == end_of_text)
             if ends.size:
-                piece = piece[: ends[-1] + 1]
-        yield first, piece
-        first += piece.size
+                chunk = chunk[: ends[-1] + 1]
+        yield first, chunk
+        first += chunk.size
 
 
 def _counted(text: Tokens, first: int, values: np.ndarray) -> np.ndarray:

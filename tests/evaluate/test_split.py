@@ -15,7 +15,7 @@ from jaxgpt.data.token_file import TokenFile, Tokens
 from jaxgpt.data.tokenizers import load_tokenizer
 from jaxgpt.evaluate.__main__ import as_table
 from jaxgpt.evaluate.model import find_trained
-from jaxgpt.evaluate.split import Loss, Windows, open_split, read_pieces
+from jaxgpt.evaluate.split import Loss, Windows, open_split, read_chunks
 from jaxgpt.tracking.jsonl import json_line
 
 
@@ -219,16 +219,16 @@ def test_windows_predict_each_token_once(n, T, stride):
     assert seen == list(range(1, n))
 
 
-def test_pieces_of_a_text_end_with_a_document(tmp_path, monkeypatch):
+def test_chunks_of_a_text_end_with_a_document(tmp_path, monkeypatch):
     from jaxgpt.evaluate import split
 
-    monkeypatch.setattr(split, "PIECE", 10)
+    monkeypatch.setattr(split, "CHUNK_TOKENS", 10)
     tokens = np.array([*range(1, 8), 0, *range(1, 30), 0, 5], np.uint16)
     tokens.tofile(tmp_path / "a.bin")
     text = Tokens(TokenFile(tmp_path / "a.bin", np.uint16, tokens.size))
-    pieces = list(read_pieces(text, 0))
-    assert np.concatenate([piece for _, piece in pieces]).tolist() == tokens.tolist()
-    assert pieces[0][1].size == 8 and [first for first, _ in pieces] == [0, 8, 18, 28, 38]
+    chunks = list(read_chunks(text, 0))
+    assert np.concatenate([chunk for _, chunk in chunks]).tolist() == tokens.tolist()
+    assert chunks[0][1].size == 8 and [first for first, _ in chunks] == [0, 8, 18, 28, 38]
 
 
 def test_the_run_s_own_settings_of_data_can_be_changed(run, data):
