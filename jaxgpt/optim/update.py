@@ -63,7 +63,7 @@ def gate_by_where(is_due: jax.Array | None, update: Update, *old: Any) -> tuple[
 def gate_sequentially(is_due: jax.Array | None, update: Update, *old: Any) -> tuple[Params, Any]:
     """Like `gate_by_where`, but gate the parameters before the optimizer state.
 
-    The update is computed twice, once for each.
+    `update` is called twice, and XLA removes the computations whose results are not used.
     """
     if is_due is None:
         return update(*old)

@@ -1,4 +1,4 @@
-"""Folders of transformers, made by hand here: where each tensor goes, and what is refused."""
+"""Hand-made transformers folders: where each tensor goes, and which folders are rejected."""
 
 import json
 
@@ -41,7 +41,7 @@ GPT2 = {
 
 
 def llama_shapes(config):
-    """The tensors that transformers has for a Llama, Mistral or Qwen."""
+    """Return the shapes of the tensors of a Llama, Mistral or Qwen model in transformers."""
     heads, groups = config["num_attention_heads"], config["num_key_value_heads"]
     size = config.get("head_dim", D // heads)
     out = {"model.embed_tokens.weight": (V, D), "model.norm.weight": (D,)}
@@ -126,14 +126,14 @@ def test_weights_come_back_as_they_went(family, tmp_path):
     assert found.keys() == {prefix + name for name in given}
     for name, array in given.items():
         np.testing.assert_array_equal(found[prefix + name], array)
-    # and once more, from what was written: config.json says the same
+    # Import the export again: config.json describes the same model.
     main(["from-hf", str(tmp_path / "b"), "--out", str(tmp_path / "again")])
     first, second = (read_meta(tmp_path / name, 0) for name in ("ours", "again"))
     assert first["config"] == second["config"] and first["checksums"] == second["checksums"]
 
 
 def test_a_llamas_tensors_go_where_its_layers_look_for_them(tmp_path):
-    """Each against a formula: x W^T of torch's Linear, split into heads."""
+    """Compare each weight with the formula of torch's Linear, x W^T, split into heads."""
     given = write(tmp_path / "a")
     main(["from-hf", str(tmp_path / "a"), "--out", str(tmp_path / "ours")])
     found = {
@@ -198,7 +198,7 @@ def test_tensors_that_are_no_weights_are_left_out(tmp_path):
 
 
 def refused(arguments, capsys):
-    """The one line that a command ends with, status 2."""
+    """Return the one-line error of a command that exits with status 2."""
     with pytest.raises(SystemExit) as end:
         main(list(map(str, arguments)))
     assert end.value.code == 2

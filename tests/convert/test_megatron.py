@@ -46,7 +46,7 @@ SAVED_BY = {
         "data_path": ["/data/a"], "deepspeed": True, "zero_stage": 1,
     },
 }  # fmt: skip
-# How its ranks hold a layer: shape, and the dim along which they have parts.
+# Shape of each tensor in a layer, and the dimension that is sharded over ranks.
 LAYER = {
     "input_layernorm.weight": ((D,), None),
     "input_layernorm.bias": ((D,), None),
@@ -242,7 +242,7 @@ def test_what_is_not_supported_is_named(arguments, words, tmp_path):
 
 
 def nested(depth):
-    """Dictionaries of twice the same one, `depth` levels deep: few bytes, 2^depth names."""
+    """Return nested dictionaries that share their children: few bytes, but 2^depth names."""
     found = {"w": torch.ones(1)}
     for _ in range(depth):
         found = {"a": found, "b": found}

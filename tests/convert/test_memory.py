@@ -1,4 +1,4 @@
-"""A model of 2.2 GB in bfloat16 is converted without ever being in memory."""
+"""A 2.2 GB model in bfloat16 is converted without holding all of it in memory."""
 
 import json
 import math
@@ -51,7 +51,7 @@ print("above idle:", (peak - idle) * 1024, (max(peaks) - idle_private) * 1024)
 
 
 def peaks_above_idle(*arguments):
-    """Return the peak of a conversion's memory, and of its memory without pages of files."""
+    """Return the peak memory of a conversion, with and without mapped pages of files."""
     job = subprocess.run(
         [sys.executable, "-c", MEASURE, *map(str, arguments)],
         capture_output=True, text=True, env=environment(), timeout=1800,
@@ -83,7 +83,7 @@ def test_two_gigabytes_are_converted_in_little_memory(tmp_path):
 
 @pytest.mark.long
 def test_a_file_of_torch_is_mapped_not_loaded(tmp_path):
-    """Pages of the mapped file count as resident, but the system takes them back when it must."""
+    """Pages of the mapped file count as resident memory, but the system can reclaim them."""
     torch = pytest.importorskip("torch")
     model = model_of(tmp_path, NANOGPT)
     shapes = {name: slot.shape for name, slot in slots(names.NANOGPT, model).items()}

@@ -1,4 +1,4 @@
-"""Packages of extras that are not installed are named in a sentence."""
+"""If a package of an extra is not installed, the error names it."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Files with nanoGPT's names and shapes; `test_references` has those of nanoGPT's own code."""
+"""Files with nanoGPT's names and shapes. `test_references` uses files from nanoGPT's own code."""
 
 import json
 

@@ -1,6 +1,6 @@
-"""Converted weights against the programs that they come from.
+"""Converted weights give the same results as in the programs that they come from.
 
-They need torch and transformers. JAXGPT_NANOGPT names a clone of nanoGPT.
+The tests need torch and transformers. JAXGPT_NANOGPT names a clone of nanoGPT.
 """
 
 import os
@@ -36,7 +36,7 @@ NANOGPT = os.environ.get("JAXGPT_NANOGPT")
 
 @pytest.fixture(scope="module")
 def reference():
-    """The module with the reference models, or a skip without torch and transformers."""
+    """Return the module with the reference models; skip without torch or transformers."""
     import reference_models  # importing transformers takes seconds
 
     return reference_models
@@ -44,7 +44,7 @@ def reference():
 
 @pytest.fixture(scope="module")
 def models(reference, tmp_path_factory):
-    """A folder of models of transformers and ours, and what transformers computes by family."""
+    """A folder with transformers models and their conversions, and transformers' results."""
     folder = tmp_path_factory.mktemp("models")
     expected = reference.save_transformers(folder)
     for family in FAMILIES:
@@ -56,7 +56,7 @@ def models(reference, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def nanogpt(reference, tmp_path_factory):
-    """A folder of nanoGPT's checkpoints and Megatron's layouts, and what nanoGPT computes."""
+    """A folder with nanoGPT checkpoints and Megatron layouts, and nanoGPT's results."""
     if NANOGPT is None:
         pytest.skip("JAXGPT_NANOGPT names no clone of nanoGPT")
     folder = tmp_path_factory.mktemp("nanogpt")
@@ -68,7 +68,7 @@ def batches():
 
 
 def steps_of(folder, mesh="1,1,1"):
-    """The functions and the state of a run from weights, on a mesh."""
+    """Return the compiled functions and the state of a run that starts from weights, on a mesh."""
     sizes = MeshShape.parse(mesh)
     config = config_from_dict(read_meta(folder, 0)["config"], str(folder)).replace(
         parallel__mesh=mesh, train__batch_size=8, optimizer__learning_rate=1e-3,
@@ -86,7 +86,7 @@ def logits_of(config, params, tokens):
 
 
 def assert_same_logits(found, expected):
-    """Within 2e-4 of the spread of the logits."""
+    """Assert that two arrays of logits agree to 2e-4 of their spread."""
     assert expected.std() > 0.3
     difference = abs(np.asarray(found) - expected).max() / expected.std()
     print(f"logits differ by {difference:.1e} of their spread")

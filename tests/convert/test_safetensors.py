@@ -1,4 +1,4 @@
-"""Folders of safetensors, against what Hugging Face's package reads and writes."""
+"""Safetensors folders, compared with what Hugging Face's package reads and writes."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Files of torch.save: tensors and containers are read, and no code in a file runs."""
+"""Loading torch.save files reads tensors and containers, and never runs code."""
 
 import argparse
 import functools
@@ -83,7 +83,7 @@ class Runs:
 
 
 def programs(marker):
-    """Yield pickles that create the marker, or could with a little more."""
+    """Yield pickles that create the marker file, or could with a small change."""
     touch = f"touch {marker}"
     code = f"open({str(marker)!r}, 'w')"
     yield pickle.dumps({"model": Runs(os.system, touch)}, protocol=2)
@@ -93,12 +93,12 @@ def programs(marker):
     yield pickle.dumps(Runs(functools.partial, os.system, touch), protocol=2)
     yield pickle.dumps(Runs(getattr, "x", "upper"), protocol=2)
     yield pickle.dumps(Runs(Path.touch, marker), protocol=4)
-    # by INST, by a name on the stack, by the object of another call, by OBJ
+    # With INST, with a name on the stack, with the result of another call, with OBJ.
     yield f"(S'{touch}'\nios\nsystem\n.".encode()
     yield b"\x80\x04\x8c\x02os\x8c\x06system\x93" + pickle.dumps((touch,))[:-1] + b"R."
     yield b"\x80\x02ccollections\nOrderedDict\n)R)R."
     yield f"(cos\nsystem\nS'{touch}'\no.".encode()
-    # A harmless class with a module of the same package in its name
+    # A name in a harmless package that refers to another module.
     yield f"\x80\x02cmegatron.os\nsystem\nX\x01\0\0\0x\x85Rcos\nsystem\nV{touch}\n\x85R.".encode(
         "latin-1"
     )
@@ -166,7 +166,7 @@ def test_a_file_that_is_cut_or_spoiled_is_one_sentence(tmp_path):
 
 
 def rebuilt(n_elements, shape, strides):
-    """Return a pickle of a tensor, with any numbers."""
+    """Return the pickle of a tensor with the given sizes, which may be inconsistent."""
     storage = b"(X\7\0\0\0storagectorch\nFloatStorage\nX\1\0\0\x000X\3\0\0\0cpu%stQ"
     numbers = [pickle.dumps(value, protocol=2)[2:-1] for value in (n_elements, shape, strides)]
     return b"\x80\x02ctorch._utils\n_rebuild_tensor_v2\n(%sK\0%s%s\x89}tR." % (

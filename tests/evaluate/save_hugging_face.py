@@ -30,7 +30,7 @@ model = transformers.GPT2LMHeadModel(
 with torch.no_grad():
     for name, parameter in model.named_parameters():
         value = weights[name]
-        is_conv1d = ".c_" in name and name.endswith("weight")  # which keeps (in, out)
+        is_conv1d = ".c_" in name and name.endswith("weight")  # Conv1D stores (in, out)
         parameter.copy_(torch.from_numpy(np.ascontiguousarray(value.T if is_conv1d else value)))
 model.save_pretrained(folder)
 end = "<|endoftext|>"

@@ -1,4 +1,4 @@
-"""What cannot be evaluated is said in one sentence, before JAX is started."""
+"""Bad input to the evaluation is a one-line error before JAX starts."""
 
 import json
 import shutil
@@ -15,7 +15,7 @@ from jaxgpt.evaluate import __main__ as command
 
 
 def save(run, *settings, **more):
-    """Write the JSON of a checkpoint: its arrays are not read."""
+    """Write a checkpoint's metadata without its arrays, which are not read."""
     config = load_config(*SHAPE[1:], *settings)
     dataset = open_dataset(config.data, config.model)
     config = config.replace(model__vocab_size=dataset.vocab_size)
@@ -29,7 +29,7 @@ def save(run, *settings, **more):
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory):
-    """A run on bytes, one on tokens without a tokenizer, and other data."""
+    """A run on bytes, a run on tokens without a tokenizer, and other data."""
     home = tmp_path_factory.mktemp("home")
     (home / "a.txt").write_text(TEXT)
     for kind in ("byte", "char"):
@@ -43,7 +43,7 @@ def home(tmp_path_factory):
     save(home / "weights", f"data.path={home}/byte", weights_only=True)
     shutil.copytree(home / "byte", home / "spoiled")
     tokens = np.fromfile(home / "byte" / "val.bin", np.uint16)
-    tokens[-1] = 256  # the last token, which nothing but the whole split shows
+    tokens[-1] = 256  # the last token, which only a check of the full split finds
     tokens.tofile(home / "spoiled" / "val.bin")
     (home / "new_run").mkdir()
     return home

@@ -1,4 +1,4 @@
-"""Special tokens around a text are those of transformers, for weights that came from there."""
+"""For weights from transformers, texts get the same special tokens as in transformers."""
 
 import json
 
@@ -11,7 +11,7 @@ BOS, EOS = 0, 1  # of `llama_tokenizer`
 
 
 def llama_tokenizer(folder, adds=True):
-    """A tokenizer.json that puts <s> before a text, as Llama's do, and its bytes as letters."""
+    """Write a byte-level tokenizer.json, which puts <s> before a text like Llama's if `adds`."""
     tokenizers = pytest.importorskip("tokenizers")
     made = tokenizers.Tokenizer(tokenizers.models.BPE())
     made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)

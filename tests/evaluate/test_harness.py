@@ -1,4 +1,4 @@
-"""lm_eval's scores of a run, beside those of its Hugging Face models with the same weights.
+"""lm_eval's scores of a run equal those of its Hugging Face models with the same weights.
 
 $JAXGPT_EVAL is a Python with lm_eval, torch, transformers and what jaxgpt needs.
 """
@@ -53,7 +53,7 @@ TASKS = {
 
 
 def tokenizer_file(folder, special=("<|endoftext|>",)):
-    """A tokenizer.json; with two special tokens the first stands before every text, as Llama's."""
+    """Write a tokenizer.json. Of two special tokens, the first precedes each text, as in Llama."""
     tokenizers = pytest.importorskip("tokenizers")
     made = tokenizers.Tokenizer(tokenizers.models.BPE())
     made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -71,7 +71,7 @@ def tokenizer_file(folder, special=("<|endoftext|>",)):
 
 
 def questions(n=60):
-    """Some longer than the context, and some that end with a space."""
+    """Yield questions, some longer than the context and some ending with a space."""
     draw, words = random.Random(5), TEXT.split()
     for i in range(n):
         size = 60 if i % 5 == 0 else draw.randint(3, 20)
@@ -84,7 +84,7 @@ def questions(n=60):
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory):
-    """A run, the same weights as Hugging Face keeps them, questions, and tasks of lm_eval."""
+    """A run, its weights in Hugging Face's format, questions, and lm_eval tasks."""
     home = tmp_path_factory.mktemp("harness")
     for name in ("hf", "tasks"):
         (home / name).mkdir()
@@ -110,7 +110,7 @@ def home(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory):
-    """A Llama as Hugging Face keeps it, whose tokenizer puts <s> before every text, and tasks."""
+    """A Llama in Hugging Face's format, whose tokenizer puts <s> before each text, and tasks."""
     home = tmp_path_factory.mktemp("llama")
     for name in ("tokens", "tasks"):
         (home / name).mkdir()
@@ -139,7 +139,7 @@ def write_tasks(home):
 
 
 def python(*words):
-    """Run the Python of lm_eval to its end, without a network."""
+    """Run Python code with lm_eval and without network access."""
     offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
     job = subprocess.run(
         [PYTHON, *map(str, words)],

@@ -1,4 +1,4 @@
-"""Log-likelihoods of texts, against the plain network on one device."""
+"""Log-likelihoods of texts equal those of the plain network on one device."""
 
 import random
 

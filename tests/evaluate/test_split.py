@@ -1,4 +1,4 @@
-"""The loss of a whole split, beside a plain loop over its windows."""
+"""The loss on a full split equals that of a plain loop over its windows."""
 
 import dataclasses
 import json
@@ -21,7 +21,7 @@ from jaxgpt.tracking.jsonl import json_line
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
-    """A text of many bytes a character, in bytes."""
+    """A text with several bytes per character, prepared as bytes."""
     folder = tmp_path_factory.mktemp("text")
     (folder / "a.txt").write_text(TEXT)
     prepare_text(folder / "data", [folder / "a.txt"], "byte")
@@ -100,7 +100,7 @@ def test_a_document_mask_keeps_attention_inside_documents(run, tmp_path):
 
 
 def test_tokenizers_are_compared_by_their_tokens(run, tmp_path):
-    """Two files of the same tokenizer may differ: an indent, an order, an option of padding."""
+    """Files of the same tokenizer may differ in indentation, key order or padding options."""
     tokenizers = pytest.importorskip("tokenizers")
     made = tokenizers.Tokenizer(tokenizers.models.BPE())
     made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -1,4 +1,4 @@
-"""A folder of transformers is evaluated as the run that it came from."""
+"""A transformers folder evaluates to the same loss as the run that it was exported from."""
 
 import contextlib
 import json
@@ -29,7 +29,7 @@ def test_a_folder_of_transformers_has_the_loss_of_its_run(tmp_path):
 
 
 class Cluster:
-    """The first process of the second of two hosts, whose folders are not the first host's."""
+    """The first process on the second of two hosts, which do not share folders."""
 
     local_rank, rank, hosts = 0, 1, (0, 1)
 

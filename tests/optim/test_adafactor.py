@@ -16,7 +16,7 @@ CONFIG = OptimizerConfig(name="adafactor", weight_decay=0.0)
 
 
 def single_arrays(tree):
-    """Return the arrays of a stack by name and number, each matrix in two dims."""
+    """Return the arrays of a stack by name and index, each matrix as a 2D array."""
     out = {}
     for path, x in jax.tree.leaves_with_path(tree):
         name, x = jax.tree_util.keystr(path, simple=True, separator="/"), np.asarray(x)
@@ -62,7 +62,7 @@ def test_embeddings_and_matrices_that_are_large_enough_are_factored():
 
 @pytest.mark.parametrize("gradient", [0.0, 1e-25, 1e4])
 def test_a_gradient_of_any_size_has_a_finite_direction(gradient):
-    """Rows of tokens that are in no batch have none at all."""
+    """Embedding rows of tokens that are in no batch have zero gradients."""
     parameters = Parameters(weights(MODEL))
     optimizer = make_optimizer(CONFIG, parameters)
     params = random_like(parameters.weights, 0)
@@ -74,7 +74,7 @@ def test_a_gradient_of_any_size_has_a_finite_direction(gradient):
 
 
 def test_what_fills_up_a_vocabulary_changes_nothing():
-    """Its rows of zeros are no part of the RMS that an update is relative to."""
+    """Padding rows do not count in the RMS that scales an update."""
     config = OptimizerConfig(name="adafactor", weight_decay=0.0)
     draw = np.random.default_rng(0).normal
     table, gradient = draw(size=(2, 129, 8)).astype(np.float32)

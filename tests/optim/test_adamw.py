@@ -20,7 +20,7 @@ PARAMETERS = Parameters(
 
 
 def test_updates_are_adamws():
-    """Against the algorithm in Loshchilov & Hutter (arXiv 1711.05101) with clipping in front."""
+    """Compare with the algorithm in Loshchilov & Hutter (arXiv 1711.05101), after clipping."""
     config = OptimizerConfig(weight_decay=0.1, beta1=0.9, beta2=0.95, grad_clip=1.0)
     rng = np.random.default_rng(0)
     params = {"a": {"kernel": rng.normal(size=(3, 2))}, "b": {"bias": rng.normal(size=3)}}

@@ -1,4 +1,4 @@
-"""The names of the optimizers: `OPTIMIZERS` is their only list."""
+"""`OPTIMIZERS` is the only list of optimizer names."""
 
 import re
 

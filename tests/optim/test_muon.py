@@ -1,4 +1,4 @@
-"""Muon against Keller Jordan's reference, written again in NumPy, and AdamW against optax."""
+"""Muon equals a NumPy version of Keller Jordan's reference, and its AdamW part equals optax."""
 
 import jax
 import numpy as np
@@ -34,7 +34,7 @@ def update_of(g, momentum, beta):
 
 
 def hidden_matrices(params):
-    """Yield views of each matrix of the layers, as PyTorch has it: outputs x inputs."""
+    """Yield a view of each matrix in the layers in PyTorch's layout, outputs x inputs."""
     layers = params["layers"]
     for layer in range(2):
         for part in range(3):
@@ -91,7 +91,7 @@ def test_it_takes_the_matrices_of_the_layers_and_no_others():
 
 
 def test_an_update_is_as_large_as_adamws():
-    """Moonlight's scale: elements of about 0.2, whatever the shape of the matrix."""
+    """With Moonlight's scale, elements have an RMS of about 0.2 for any shape of the matrix."""
     parameters = Parameters(weights(ModelConfig(vocab_size=65, n_embd=128, n_layer=1)))
     optimizer = make_optimizer(OptimizerConfig(name="muon", weight_decay=0.0), parameters)
     gradients = random_like(parameters.weights, 0, scale=1e-4)

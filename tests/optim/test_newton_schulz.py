@@ -28,7 +28,7 @@ LAYOUTS = [("8,1,1", 3), ("1,8,1", 3), ("2,4,1", 0), ("2,4,1", 1), ("2,2,2", 2),
 
 
 def product_flops(matrices):
-    """Five times X X^T, (X X^T)^2 and their product with X, each 2 m n k."""
+    """Count 2 m n k FLOPs for each product in five steps: X X^T, (X X^T)^2 and times X."""
     return 5 * sum(2 * r * r * c + 2 * r**3 + 2 * r * r * c for r, c in matrices)
 
 
@@ -100,7 +100,7 @@ def test_each_part_of_a_weight_is_a_matrix_of_its_own(weight):
 
 
 def test_matrices_that_devices_do_not_divide_are_padded():
-    """Three layers: 12 and 6 matrices for 8 devices, 2 and 1 each."""
+    """Three layers have 12 and 6 matrices of two sizes: 2 and 1 for each of 8 devices."""
     mesh = make_mesh(MeshShape(2, 2, 2))
     model = ModelConfig(vocab_size=65, n_embd=64, n_layer=3, n_head=4, block_size=8)
     hidden = hidden_weights(mesh, 3, model)
@@ -118,7 +118,7 @@ def test_matrices_that_devices_do_not_divide_are_padded():
 @pytest.mark.long
 @pytest.mark.parametrize("mesh", ["2,2,2", "1,1,1"])
 def test_leaving_an_update_out_does_not_compute_it_twice(mesh):
-    """The state is chosen in turn, which computes the update for each part of it."""
+    """`gate_sequentially` calls the update twice, but its matrix products are computed once."""
     flops = {}
     for name in ("adamw", "muon"):
         config = load_config(

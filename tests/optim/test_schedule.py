@@ -42,7 +42,10 @@ def cosine(x):
 
 
 def exact(config, step):
-    """Warm-up; then nanoGPT's cosine, wsd (arXiv 2404.06395, 2405.18392) or the peak."""
+    """Return the exact learning rate: warm-up, then nanoGPT's cosine, wsd or the peak.
+
+    The formulas of wsd are in arXiv 2404.06395 and 2405.18392.
+    """
     peak = Decimal(config.learning_rate)
     floor = peak / 10 if config.min_lr is None else Decimal(config.min_lr)
     warmup, end = config.warmup_iters, config.lr_decay_iters
@@ -59,7 +62,7 @@ def exact(config, step):
 
 
 def steps_of(config):
-    """Steps at both ends of each part of the schedule, and 500 at random."""
+    """Return the steps at both ends of each part of the schedule, and 500 random steps."""
     end = config.lr_decay_iters
     ends = [1, config.warmup_iters, config.wsd_decay_start, end]
     near = {step + i for step in ends for i in range(-20, 21)}
@@ -91,7 +94,7 @@ def test_the_last_step_of_warm_up_has_the_peak():
 
 
 def test_trained_and_skipped_steps_log_the_same_digits(tmp_path):
-    """On AuroraGPT's schedule, whose warm-up takes 31,789 steps."""
+    """AuroraGPT's schedule has a warm-up of 31,789 steps."""
     c = load_config("auroragpt-7b").optimizer
     schedule = [
         f"optimizer.{key}={getattr(c, key)}"

@@ -1,4 +1,4 @@
-"""The optimizer that the room's README adds."""
+"""The optimizer that the README adds as an example works."""
 
 import jax
 import numpy as np

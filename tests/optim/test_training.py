@@ -1,4 +1,4 @@
-"""Promises of every optimizer: the same on every mesh, nothing lost, nothing half done."""
+"""Every optimizer works the same on every mesh, resumes exactly, and updates all or nothing."""
 
 import functools
 
@@ -45,7 +45,7 @@ LAYOUTS = [
     ("2,1,4", 3, False),
     ("4,1,2", 3, True),
 ]
-# In short, the one whose state is least like AdamW's.
+# The short form of the tests uses the optimizer whose state differs most from AdamW's.
 OWN_STATES = [pytest.param(c, marks=() if c == "muon" else pytest.mark.long) for c in CHOICES]
 
 
@@ -87,7 +87,7 @@ def same(a, b):
 
 @functools.cache
 def four_steps(choice):
-    """Return the functions of a run, its batch, and its states; the third gradient is NaN."""
+    """Return a run's functions, batch and states, of which the third has a NaN gradient."""
     config = load_config(*arguments(choice), "faults.nan_step=3", "faults.nan_device=5",
                          "model.vocab_size=256", "--mesh", "2,2,2")  # fmt: skip
     steps = make_steps(config, make_mesh(mesh_shape(config)))
