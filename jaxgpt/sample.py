@@ -22,13 +22,13 @@ def parser() -> CommandParser:
     out.add_argument(
         "--step", type=whole_number(least=0), help="checkpoint to read; default the newest"
     )
-    prompt, likeliest = "text to continue, or FILE:NAME to read it", "0 takes the likeliest token"
+    prompt, likeliest = "text to continue, or FILE:NAME", "0 takes the most likely token"
     out.add_argument("--prompt", "--start", default="", help=f"{prompt}; default none")
     count, number = whole_number(bits=20), whole_number(least=0, bits=31)
-    out.add_argument("--max-new-tokens", type=count, default=200, help="default 200")
+    out.add_argument("--max-new-tokens", type=count, default=200, help="text length; default 200")
     out.add_argument("--num-samples", type=count, default=1, help="number of texts; default 1")
     out.add_argument("--temperature", type=float, default=0.8, help=f"{likeliest}; default 0.8")
-    out.add_argument("--top-k", type=number, default=200, help="0 samples from all; default 200")
+    out.add_argument("--top-k", type=number, default=200, help="0 uses all tokens; default 200")
     out.add_argument("--seed", type=number, default=1337, help="random seed; default 1337")
     out.add_argument("--mesh", default="1,-1,1", help="mesh to load the model on")
     return out

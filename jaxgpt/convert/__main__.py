@@ -47,7 +47,7 @@ def parser() -> CommandParser:
                 help="shorten the context of a model with rotary positions to N tokens",
             )  # fmt: skip
         if name.startswith("from-"):
-            own = "; default the tokenizer in PATH" * (name == "from-hf")
+            own = "; default the imported folder's" * (name == "from-hf")
             kind.add_argument(
                 "--tokenizer", type=file_path, metavar="PATH",
                 help="the model's tokenizer: a folder of prepared data or a tokenizer.json" + own,

@@ -40,11 +40,11 @@ def parser() -> CommandParser:
     )  # fmt: skip
     step = whole_number(least=0)
     out.add_argument("--step", type=step, metavar="N", help="checkpoint; default the newest")
-    out.add_argument("--split", choices=SPLITS, default="val", help="default val")
+    out.add_argument("--split", choices=SPLITS, default="val", help="split to use; default val")
     out.add_argument("--dataset", metavar="NAME", help="a prepared data set; default the run's")
     out.add_argument(
         "--stride", type=number, metavar="N",
-        help="tokens between rows; a value below --block-size, the default, gives more context",
+        help="tokens between the starts of rows; default --block-size; less gives more context",
     )  # fmt: skip
     about = "tokens per row, and the longest context; default model.block_size"
     out.add_argument("--block-size", type=whole_number(bits=31), metavar="N", help=about)
