@@ -167,7 +167,7 @@ class Model:
         """Return the padded length for a row of n inputs.
 
         Lengths are powers of 2 to limit the number of compilations. They are rounded up to a
-        multiple of the number of devices that split heads, and are at most `block_size`.
+        multiple of the number of devices that split a sequence or the heads, and are at most T.
         """
         length = max(LEAST_LENGTH, 2 ** (n - 1).bit_length()) if n else LEAST_LENGTH
         n_parts = self.mesh_shape.split_of("splits_sequence", "splits_heads")
