@@ -1,7 +1,7 @@
-"""Start a command on all hosts of the job: with mpiexec, or with srun under Slurm.
+"""Start a command on all hosts of the job with mpiexec or, under Slurm, with srun.
 
-`python -m jaxgpt.launch -- python -m jaxgpt.train ...` finds the hosts of its PBS or Slurm job (or
-takes this one), the machine and its launcher, prints the line that it has built, and becomes it.
+`python -m jaxgpt.launch -- python -m jaxgpt.train ...` finds the hosts of the PBS or Slurm job (or
+uses this host), detects the machine and its launcher, prints the command line and executes it.
 """
 
 import argparse
@@ -28,14 +28,14 @@ def parser() -> CommandParser:
     count = whole_number()
     out.add_argument(
         "-n", "-np", "--np", "--nproc", "--ntasks", dest="n", type=count, metavar="N",
-        help="processes; default: P on each host",
+        help="total number of processes; default: P per host",
     )  # fmt: skip
-    ppn = "processes on a host; default: N shared out evenly, else one for each device, else one"
-    same = ("-ppn", "--nproc-per-node", "--ntasks-per-node")  # of mpiexec, torchrun, srun
+    ppn = "processes per host; default: N divided evenly, else one per device, else one"
+    same = ("-ppn", "--nproc-per-node", "--ntasks-per-node")  # for mpiexec, torchrun, srun
     out.add_argument("--ppn", *same, type=count, metavar="P", help=ppn)
     out.add_argument(
         "--hosts", "-f", "-hostfile", "--hostfile", "-machinefile", "--machinefile", metavar="FILE",
-        help="hosts, one on each line (host, host:4 or host slots=4); default: those of "
+        help="file with one host per line (host, host:4 or host slots=4); default: the hosts in "
         "PBS_NODEFILE, Slurm's allocation or HOSTFILE, else this host",
     )  # fmt: skip
     out.add_argument(
@@ -43,27 +43,27 @@ def parser() -> CommandParser:
         type=whole_number(0),
         metavar="R",
         default=0,
-        help="start COMMAND again, at most R times, when processes die, hang, or lose their host",
+        help="restart COMMAND, at most R times, if processes die or hang or a host is lost",
     )
     out.add_argument(
         "--give-up-after",
         type=whole_number(0),
         metavar="N",
         default=3,
-        help="end after N tries in a row without a new checkpoint; 0 is never; default 3",
+        help="give up after N attempts in a row without a new checkpoint; 0: never; default: 3",
     )
     out.add_argument(
         "--spare-nodes",
         type=whole_number(0),
         metavar="K",
         default=0,
-        help="keep the last K hosts free, to take the place of hosts that are lost",
+        help="keep the last K hosts free, as replacements for hosts that are lost",
     )
     out.add_argument("--print", action="store_true", help="only print the line, quoted for a shell")
     out.epilog = (
-        "COMMAND's first word python or python3 means the Python that runs this, on all hosts; a "
-        f"path means itself. {JOB_START}, where a job script has not set it, is the time of this "
-        "launch."
+        "If COMMAND starts with python or python3, all hosts use the Python that runs "
+        f"jaxgpt.launch; a path is used as it is. {JOB_START} is set to the current time if the "
+        "job script has not set it."
     )
     return out
 
@@ -73,7 +73,7 @@ def main(argv: list[str] | None = None) -> None:
         options, command = split(sys.argv[1:] if argv is None else argv)
         arguments = parser().parse_args(options)
         layout = place(arguments, command)
-        if not arguments.print:  # before the line: Open MPI's names the variables to pass on
+        if not arguments.print:  # now, as Open MPI's line names the variables to pass
             os.environ.setdefault(JOB_START, f"{time.time():.3f}")
         launcher = find_launcher(layout, os.environ)
         if command[0] in ("python", "python3"):
@@ -91,7 +91,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def split(argv: list[str]) -> tuple[list[str], list[str]]:
-    """Return the options, and the command: behind `--`, or from the first other word on."""
+    """Return the options and the command, which starts after `--` or at the first non-option."""
     if "--" in argv:
         place = argv.index("--")
         return argv[:place], argv[place + 1 :]
@@ -103,23 +103,23 @@ def split(argv: list[str]) -> tuple[list[str], list[str]]:
 
 
 def place(arguments: argparse.Namespace, command: list[str]) -> ProcessLayout:
-    """Return where the processes go; `UsageError` if the options do not fit the job."""
+    """Return the layout of the processes; raise `UsageError` if the options do not fit the job."""
     launch = find_launch(os.environ)
     if launch.variable is not None:
         raise UsageError(
             f"{launch.variable}: this process was itself started by a launcher "
-            f"({launch.launcher}); run jaxgpt.launch once, from the job script or a shell (in "
-            "Slurm one of salloc's, not of srun's)"
+            f"({launch.launcher}); run jaxgpt.launch once, from the job script or a shell (under "
+            "Slurm, a shell of salloc, not of srun)"
         )
     if not command:
         raise UsageError(
-            "COMMAND: nothing to start; put it behind --, such as: python -m jaxgpt.launch -- "
+            "COMMAND: is missing; put it after --, as in: python -m jaxgpt.launch -- "
             "python -m jaxgpt.train"
         )
     if arguments.spare_nodes and not arguments.restarts:
         raise UsageError(
-            f"--spare-nodes={arguments.spare_nodes}: nothing takes a spare host's turn without "
-            "--restarts R; give it too"
+            f"--spare-nodes={arguments.spare_nodes}: spare hosts are used only by restarts; give "
+            "--restarts R too"
         )
     return place_processes(
         arguments.n, arguments.ppn, arguments.hosts, os.environ, arguments.spare_nodes

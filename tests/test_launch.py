@@ -189,20 +189,20 @@ def test_hosts_of_ones_own_come_before_the_schedulers(job, tmp_path):
     [
         ("-n 0", {}, "-n/-np/--np/--nproc/--ntasks: 0: must be a whole number"),
         ("--ppn many", {}, "--ntasks-per-node: many: must be a whole number"),
-        ("-n 3", {"hosts": "a b"}, "-n=3: does not share out evenly over the 2 hosts"),
+        ("-n 3", {"hosts": "a b"}, "-n=3: cannot be divided evenly among the 2 hosts"),
         ("-n 5 --ppn 2", {"hosts": "a b"}, "-n=5: must be a multiple of --ppn=2 .* at most 4"),
         ("-n 3 --ppn 2", {"hosts": "a b"}, "-n=3: must be a multiple of --ppn=2"),
-        ("--ppn 3", {"hosts": "a a b b"}, "--ppn=3: .*PBS_NODEFILE has room for 2; .*mpiprocs"),
-        ("-n 6", {"hosts": "a a b b"}, "-n=6: 3 processes on a host, and PBS_NODEFILE has room"),
+        ("--ppn 3", {"hosts": "a a b b"}, "--ppn=3: .*PBS_NODEFILE has 2 slots; .*mpiprocs"),
+        ("-n 6", {"hosts": "a a b b"}, "-n=6: 3 processes per host, but PBS_NODEFILE has 2"),
         ("--ppn 8", {"hosts": POLARIS}, "--ppn=8: .*a Polaris host has 4 devices; .*JAX_PLATFORMS"),
         ("", {"hosts": POLARIS, "CUDA_VISIBLE_DEVICES": "0,1,2,3,4,5"},
-         "CUDA_VISIBLE_DEVICES=0,1,2,3,4,5: 6 processes on a host, and a Polaris host has 4"),
+         "CUDA_VISIBLE_DEVICES=0,1,2,3,4,5: 6 processes per host, but a Polaris host has 4"),
         ("", {"PBS_NODEFILE": "/nowhere"}, "PBS_NODEFILE=/nowhere: .*cannot be read"),
         ("--hosts /nowhere", {}, "--hosts=/nowhere: .*cannot be read"),
         ("", {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "a[1"}, r"SLURM_JOB_NODELIST=a\[1: "),
         ("", {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "a"}, "SLURM_JOB_ID=7: srun is not in"),
-        ("", {"mpi": "mpiexec_mpt 2.25"}, "mpiexec=.*'mpiexec_mpt 2.25', which is none of"),
-        ("", {"PATH": "/nowhere"}, r"PATH=/nowhere: has no mpiexec.*pip install 'jaxgpt\[mpi\]'"),
+        ("", {"mpi": "mpiexec_mpt 2.25"}, "mpiexec=.*'mpiexec_mpt 2.25', which is not"),
+        ("", {"PATH": "/nowhere"}, r"PATH=/nowhere: .*no mpiexec.*pip install 'jaxgpt\[mpi\]'"),
         ("", {"PMI_RANK": "0", "PMI_SIZE": "2"}, "PMI_RANK=0: .*itself started by a launcher"),
         ("", {"SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_NTASKS": "1"}, "SLURM_PROCID=0: "),
         ("--nonsense", {}, "unrecognized arguments: --nonsense"),
@@ -219,7 +219,7 @@ def test_nothing_to_start_is_refused(capsys):
     for argv in ([], ["-n", "2"], ["-n", "2", "--"]):
         with pytest.raises(SystemExit, match="2"):
             main(argv)
-        assert "put it behind --" in capsys.readouterr().err
+        assert "put it after --" in capsys.readouterr().err
 
 
 REPORT = """
@@ -280,8 +280,8 @@ main()
 @pytest.mark.parametrize(
     ("give_up_after", "tries", "reason"),
     [
-        (2, 2, "--give-up-after 2: no new checkpoint in so many tries"),
-        (0, 5, "--restarts 4: no more tries"),  # it would be the third by default
+        (2, 2, "--give-up-after 2: no new checkpoint in 2 attempts"),
+        (0, 5, "--restarts 4: no attempts left"),  # it would be the third by default
     ],
 )
 def test_it_gives_up_after_so_many_tries_without_a_checkpoint(
@@ -346,7 +346,7 @@ def test_a_job_that_is_stopped_between_tries_returns_75_only_with_a_checkpoint(s
     job = subprocess.Popen(
         [sys.executable, *words], stderr=subprocess.PIPE, text=True, env=environment()
     )
-    while "try 1 ended with status 1" not in job.stderr.readline():
+    while "attempt 1 ended with status 1" not in job.stderr.readline():
         assert job.poll() is None
     job.send_signal(signal.SIGTERM)
     job.communicate(timeout=60)

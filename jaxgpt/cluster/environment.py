@@ -1,4 +1,4 @@
-"""A process as its launcher describes it: environment variables, read without side effects."""
+"""This process's rank, job size and launcher, read from environment variables."""
 
 import os
 import socket
@@ -14,8 +14,8 @@ from jaxgpt.config import UsageError
 
 COORDINATOR, RANK, SIZE = "JAXGPT_COORDINATOR", "JAXGPT_RANK", "JAXGPT_SIZE"
 
-# (variable with the rank, variable with the size, launcher's name), the surest first.
-# Without one of them mpi4py is not imported: it can abort on login nodes.
+# (rank variable, size variable, launcher name), most reliable first. Without one of these
+# variables, mpi4py is not imported, because MPI can abort on login nodes.
 MPI_LAUNCHERS = (
     ("PALS_RANKID", "PMI_SIZE", "Cray PALS"),
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "Open MPI"),
@@ -25,33 +25,34 @@ MPI_LAUNCHERS = (
 JOB_NAMES = ("PALS_APID", "PMIX_NAMESPACE", "PMI_JOBID", "SLURM_JOB_ID", "PBS_JOBID")
 SLURM_WITH_PMI = "Slurm with PMI"
 # Set by `jaxgpt.launch --restarts`:
-SUPERVISOR = "JAXGPT_SUPERVISOR"  # host:port at which process 0 says how far the job has come
-JOB = "JAXGPT_JOB"  # the name of one try, in the environment of each of its processes
-# Slurm steps that are not ours: a shell on a node, a batch script, its surroundings.
+SUPERVISOR = "JAXGPT_SUPERVISOR"  # host:port that process 0 sends its progress to
+JOB = "JAXGPT_JOB"  # name of one attempt, set in the environment of each of its processes
+# Slurm's reserved step IDs: interactive shells, batch scripts and the extern step.
 SLURM_PSEUDO_STEPS = range(4294967290, 4294967296)
 
 
 class SingleRankUsageError(UsageError):
-    """A user's mistake that perhaps only this process sees: it prints the error itself."""
+    """A `UsageError` that other processes may not raise, so the process must print it itself."""
 
 
 @dataclass(frozen=True)
 class Launch:
-    """Description of one process by its launcher."""
+    """Identity of this process according to its launcher."""
 
     launcher: str
-    variable: str | None = None  # the variable that told it, `NAME=value`
-    through: Literal["mpi", "tcp", None] = None  # None for a job of one process
+    variable: str | None = None  # the variable that identified it, as `NAME=value`
+    through: Literal["mpi", "tcp", None] = None  # None for a single-process job
     rank: int = 0
-    size: int | None = 1  # None where only MPI knows
-    address: str | None = None  # host:port at which process 0 can be found, where it is known
+    size: int | None = 1  # None if only MPI knows it
+    address: str | None = None  # host:port of process 0, if known
 
 
 def find_launch(environ: Mapping[str, str]) -> Launch:
-    """Find this process by the first launcher in its environment; `UsageError` if it is wrong.
+    """Identify this process from the first launcher found in its environment.
 
-    In this order: jaxgpt's own variables, torchrun, srun with a PMI that MPICH cannot use, MPI's
-    launchers (also below srun), srun, torch's variables; otherwise it is a single process.
+    The order is: jaxgpt's own variables, torchrun, srun with a PMI version that MPICH cannot use,
+    MPI launchers (including MPI under srun), plain srun, torch's RANK and WORLD_SIZE. Otherwise,
+    it is a single process. Raises `UsageError` if the variables are malformed or inconsistent.
     """
     if RANK in environ or SIZE in environ:
         return _over_tcp(environ, "by hand", RANK, SIZE, environ.get(COORDINATOR, ""))
@@ -61,10 +62,10 @@ def find_launch(environ: Mapping[str, str]) -> Launch:
     in_step = step.isdecimal() and int(step) not in SLURM_PSEUDO_STEPS
     by_srun = started_by_srun(environ)
     if by_srun and in_step and environ.get("SLURM_MPI_TYPE") == "pmi2":
-        # Without MPI: Slurm 22.05 reads PMI's lines in pieces of 1,024 bytes, and those of
-        # MPICH 5 can be longer, upon which both wait for ever.
+        # Do not use MPI: Slurm 22.05 reads PMI messages in 1,024-byte chunks, and MPICH 5 can
+        # send longer ones. Then both sides deadlock.
         return replace(slurm_step(environ), launcher=SLURM_WITH_PMI)
-    if in_step or not by_srun:  # some sites give a shell on a node MPI's variables
+    if in_step or not by_srun:  # some sites set MPI variables in interactive shells
         for variable, size, launcher in MPI_LAUNCHERS:
             if variable in environ:
                 return _mpi(environ, variable, size, launcher)
@@ -76,7 +77,7 @@ def find_launch(environ: Mapping[str, str]) -> Launch:
 
 
 def rank_from_env() -> int:
-    """Return this process's rank by its environment alone, before the job is up."""
+    """Return this process's rank from its environment alone; 0 if the environment is invalid."""
     try:
         return find_launch(os.environ).rank
     except UsageError:
@@ -84,7 +85,7 @@ def rank_from_env() -> int:
 
 
 def started_by_srun(environ: Mapping[str, str]) -> bool:
-    """Return whether srun started this process itself, and not an mpiexec that srun started."""
+    """Return whether srun started this process directly, rather than through an mpiexec."""
     names = ("PMI_RANK", "PMIX_RANK", "PALS_RANKID")
     rank = next((environ[name] for name in names if name in environ), None)
     size = environ.get("PMI_SIZE", environ.get("SLURM_STEP_NUM_TASKS"))
@@ -96,10 +97,11 @@ def started_by_srun(environ: Mapping[str, str]) -> bool:
 
 
 def slurm_step(environ: Mapping[str, str]) -> Launch:
-    """Describe a process that srun started, by Slurm's variables alone.
+    """Identify a process that srun started, from Slurm's variables alone.
 
-    Process 0 runs on the step's first host, unless the step has several components or an arbitrary
-    distribution (then set JAXGPT_COORDINATOR); the port is below those that systems hand out.
+    Process 0 is assumed to run on the step's first host. Set JAXGPT_COORDINATOR if the step has
+    several components or an arbitrary distribution. The port is derived from the job and step IDs,
+    and lies below the range of ephemeral ports. Raises `UsageError` if a variable is invalid.
     """
     size = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environ else "SLURM_NTASKS"
     address = environ.get(COORDINATOR)
@@ -113,10 +115,10 @@ def slurm_step(environ: Mapping[str, str]) -> Launch:
 
 
 def job_name(environ: Mapping[str, str]) -> str:
-    """Return a name that the processes of this job share, and no other job at the same time."""
+    """Return a name that is the same for all processes of this job, and for no concurrent job."""
     job = next((environ[name] for name in JOB_NAMES if environ.get(name)), None)
     stat = Path(f"/proc/{os.getsid(0)}/stat")
-    if job is None and stat.exists():  # Hydra starts each process in a session of its own
+    if job is None and stat.exists():  # Hydra gives each process its own session
         job = f"{socket.gethostname()}-{stat.read_text().rpartition(')')[2].split()[1]}"
     return f"{job}.{environ.get('SLURM_STEP_ID', '')}".replace("/", "_")
 
@@ -126,7 +128,7 @@ def _torchrun(environ: Mapping[str, str]) -> Launch:
     key = "MASTER_ADDR:MASTER_PORT"
     launch = _over_tcp(environ, "RANK and WORLD_SIZE", "RANK", "WORLD_SIZE", f"{host}:{port}", key)
     if launch.through and environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        return replace(launch, address=f"{host}:{int(port) + 1}")  # torchrun listens at the port
+        return replace(launch, address=f"{host}:{int(port) + 1}")  # torchrun itself uses the port
     return launch
 
 
@@ -141,8 +143,8 @@ def _over_tcp(
     rank, size = number(environ, rank_key), number(environ, size_key)
     if rank is None or size is None or rank >= size:
         raise UsageError(
-            f"{rank_key}={environ.get(rank_key, '')}, {size_key}={environ.get(size_key, '')}: must "
-            "be a rank and a number of processes that is larger; set both, or neither"
+            f"{rank_key}={environ.get(rank_key, '')}, {size_key}={environ.get(size_key, '')}: the "
+            "rank must be less than the number of processes; set both variables or neither"
         )
     if size > 1:
         check_address(address_key, address)
@@ -160,17 +162,17 @@ def _mpi(environ: Mapping[str, str], variable: str, size: str | None, launcher: 
 
 
 def check_address(key: str, address: str) -> None:
-    """Raise `UsageError`, naming `key`, unless an address is host:port."""
+    """Raise a `UsageError` that names `key`, unless `address` is host:port."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 65536:
         raise UsageError(
-            f"{key}={address}: must be host:port, such as node001:29500, at which processes meet; "
-            "a single process needs no rank and size"
+            f"{key}={address}: must be host:port of process 0, such as node001:29500; a "
+            "single-process job needs no rank and size"
         )
 
 
 def number(environ: Mapping[str, str], key: str | None) -> int | None:
-    value = (environ.get(key) if key else None) or None  # an empty one is not set
+    value = (environ.get(key) if key else None) or None  # treat an empty value as unset
     if value is not None and not value.isdecimal():
-        raise UsageError(f"{key}={value}: must be a whole number, as launchers set it")
+        raise UsageError(f"{key}={value}: must be a whole number; correct or unset it")
     return None if value is None else int(value)

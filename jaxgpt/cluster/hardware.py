@@ -1,4 +1,4 @@
-"""This host: its accelerators, found without starting JAX, its CPUs, open files and file locks."""
+"""This host's accelerators (found without starting JAX), CPUs, open-file limit and file locks."""
 
 import errno
 import fcntl
@@ -8,17 +8,17 @@ import resource
 from importlib import metadata
 from typing import Literal, TextIO
 
-# NVIDIA, AMD, Intel and Google devices, where a process can see them.
+# Device files of NVIDIA, AMD, Intel and Google accelerators.
 DEVICE_FILES = ("/dev/nvidia[0-9]*", "/dev/kfd", "/dev/dri/renderD*", "/dev/accel[0-9]*")
-# Variables that narrow the devices which a process sees; set by users and some launchers.
+# Variables that restrict the devices that a process sees. Users and some launchers set them.
 VISIBLE_VARIABLES = (
     "CUDA_VISIBLE_DEVICES",
     "ROCR_VISIBLE_DEVICES",
     "HIP_VISIBLE_DEVICES",
     "ZE_AFFINITY_MASK",
 )
-# Part of a JAX plugin's name -> the device files that it uses (a laptop's own graphics are a
-# renderD, too), and the variables that hide its devices, with the values that do.
+# Part of a JAX plugin's name -> its device files (without renderD, which a laptop's integrated
+# graphics also have), and the variables and values that hide its devices.
 ROCM_HIDES = {"ROCR_VISIBLE_DEVICES": ("", "-1"), "HIP_VISIBLE_DEVICES": ("-1",)}
 PLUGINS = {
     "cuda": (DEVICE_FILES[:1], {"CUDA_VISIBLE_DEVICES": ("", "-1")}),
@@ -27,7 +27,7 @@ PLUGINS = {
 
 
 def accelerator_expected() -> bool:
-    """Return whether JAX will find something other than CPUs here, without importing JAX."""
+    """Return whether JAX should find an accelerator on this host, without importing JAX."""
     if platforms := os.environ.get("JAX_PLATFORMS"):
         return platforms != "cpu"
     for plugin in metadata.entry_points(group="jax_plugins"):
@@ -40,20 +40,24 @@ def accelerator_expected() -> bool:
 
 
 def count_accelerators() -> int:
-    """Count this host's accelerators by their device files: NVIDIA's, else AMD's, else Google's."""
+    """Count NVIDIA's device files on this host; if there are none, count AMD's or else Google's."""
     amd = glob.glob("/dev/dri/renderD*") if os.path.exists("/dev/kfd") else []
     return len(glob.glob("/dev/nvidia[0-9]*") or amd or glob.glob("/dev/accel[0-9]*"))
 
 
 def own_cpus() -> tuple[int, ...]:
-    """Return the numbers of the CPUs that this process may use; all, where no list is kept."""
+    """Return the IDs of the CPUs that this process may use (on macOS, of all CPUs)."""
     if hasattr(os, "sched_getaffinity"):
         return tuple(sorted(os.sched_getaffinity(0)))
     return tuple(range(os.cpu_count() or 1))  # macOS
 
 
 def lock_file(file: TextIO) -> Literal["locked", "taken", "unsupported"]:
-    """Lock an open, writable file until it is closed, unless another process has the lock."""
+    """Try to lock an open, writable file until it is closed, without waiting for the lock.
+
+    Returns "taken" if another process holds the lock, and "unsupported" if locking fails for
+    another reason.
+    """
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
@@ -62,7 +66,10 @@ def lock_file(file: TextIO) -> Literal["locked", "taken", "unsupported"]:
 
 
 def raise_open_file_limit(wanted: int) -> int:
-    """Let this process open `wanted` files, or as many as the system permits; return how many."""
+    """Let this process open `wanted` files, or as many as the hard limit allows; return how many.
+
+    A soft limit that is already higher stays unchanged.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= wanted:
         return wanted

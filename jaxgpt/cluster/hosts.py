@@ -1,4 +1,4 @@
-"""The hosts of a job: host files, Slurm's node lists, and addresses that reach them."""
+"""The hosts of a job: host files, Slurm node lists, and addresses that other hosts can reach."""
 
 import contextlib
 import itertools
@@ -8,11 +8,11 @@ from collections.abc import Mapping
 
 from jaxgpt.config import UsageError
 
-# Host name -> slots, the room for processes by a host file; None where no file counts them.
+# Host name -> slots, the maximum number of processes; None if no host file sets it.
 Hosts = dict[str, int | None]
 
 HOST_FILES = ("PBS_NODEFILE", "HOSTFILE")
-# A scheduler's own variable before one that a user may have set for another job.
+# The scheduler's variables come before HOSTFILE, which may be left over from another job.
 _VARIABLES = ("PBS_NODEFILE", "SLURM_JOB_NODELIST", "HOSTFILE")
 
 _HOST = r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?"
@@ -22,9 +22,10 @@ _LINE = re.compile(
 
 
 def job_hosts(environ: Mapping[str, str], file: str | None = None) -> tuple[Hosts, str]:
-    """Find the hosts of this job, and the variable that named them, or `--hosts`, or `this host`.
+    """Return the hosts of this job and their source: a variable, `--hosts` or `this host`.
 
-    A PBS node file is often only on the job's first host: in a running job, ask on process 0.
+    A PBS node file often exists only on the job's first host, so in a running job, call this on
+    process 0. Raises `UsageError` if the file or the node list is invalid.
     """
     if file is not None:
         return read_host_file(file, "--hosts"), "--hosts"
@@ -37,18 +38,18 @@ def job_hosts(environ: Mapping[str, str], file: str | None = None) -> tuple[Host
 
 
 def read_host_file(path: str, option: str) -> Hosts:
-    """Read the hosts of a file with lines `host`, `host:4` or `host slots=4`; `#` begins a comment.
+    """Read a host file with lines `host`, `host:4` or `host slots=4`; `#` starts a comment.
 
-    Lines may repeat, as PBS writes one for each slot: the slots of a host add up. Errors name
-    `option`.
+    A host may be listed several times, since PBS writes one line per slot; its slots are added up.
+    Raises a `UsageError` that names `option` if the file is unreadable, malformed or empty.
     """
     try:
         with open(path, errors="replace") as file:
             lines = [line.partition("#")[0].strip() for line in file]
     except OSError as error:
         raise UsageError(
-            f"{option}={path}: this host file cannot be read ({error.strerror}); give one that "
-            "can, or unset it where it is left over from another job"
+            f"{option}={path}: this host file cannot be read ({error.strerror}); give another "
+            "file, or unset it if it is left over from another job"
         ) from None
     slots: dict[str, int] = {}
     counted = False
@@ -59,40 +60,42 @@ def read_host_file(path: str, option: str) -> Hosts:
         count = match and (match["slots"] or match["words"])
         if match is None or count and int(count) < 1:
             raise UsageError(
-                f"{option}={path}: line {number} is {line!r}; a line of a host file is a host, "
-                "host:4 or host slots=4"
+                f"{option}={path}: line {number} is {line!r}; write each line of a host file as "
+                "host, host:4 or host slots=4"
             )
         host = match["host"]
         counted = counted or count is not None or host in slots
         slots[host] = slots.get(host, 0) + int(count or 1)
     if not slots:
-        raise UsageError(f"{option}={path}: this host file names no host; write one on each line")
+        raise UsageError(f"{option}={path}: this host file lists no hosts; write one per line")
     return {host: n if counted else None for host, n in slots.items()}
 
 
 def expand_node_list(text: str, variable: str = "SLURM_JOB_NODELIST") -> tuple[str, ...]:
-    """Expand a Slurm node list to names, in Slurm's order, each once; errors name `variable`.
+    """Expand a Slurm node list into unique host names, in Slurm's order.
+
+    Raises a `UsageError` that names `variable` if the list is malformed.
 
     >>> expand_node_list("nid[001-003,007],x[1-2]c[0-1]")
     ('nid001', 'nid002', 'nid003', 'nid007', 'x1c0', 'x1c1', 'x2c0', 'x2c1')
     """
     names: list[str] = []
     for word in re.split(r",(?![^\[]*\])", text.strip()):
-        # Outside of brackets at the even places, inside at the odd ones.
+        # Even indices hold text outside brackets; odd indices hold the ranges inside.
         parts = re.split(r"\[([^\[\]]*)\]", word)
         choices = [_numbers(p) if i % 2 else [p] for i, p in enumerate(parts)]
         expanded = ["".join(choice) for choice in itertools.product(*choices)]
         if not expanded or not all(re.fullmatch(_HOST, name) for name in expanded):
             raise UsageError(
-                f"{variable}={text}: {word!r} in it is not a node list of Slurm's, such as "
-                "nid[001-003,007],login1; unset it where it is left over from another job"
+                f"{variable}={text}: {word!r} is not a Slurm node list such as "
+                "nid[001-003,007],login1; unset it if it is left over from another job"
             )
         names += expanded
     return tuple(dict.fromkeys(names))
 
 
 def _numbers(ranges: str) -> list[str]:
-    """Expand `001-003,007`, keeping the width; return nothing if it is malformed."""
+    """Expand `001-003,007`, keeping leading zeros; return an empty list if it is malformed."""
     out: list[str] = []
     for word in ranges.split(","):
         match = re.fullmatch(r"(\d+)(?:-(\d+))?", word)
@@ -104,25 +107,25 @@ def _numbers(ranges: str) -> list[str]:
 
 
 def address_towards(host: str) -> str:
-    """Return this host's own address on the way to `host`; `OSError` if there is no way."""
+    """Return this host's address on its route to `host`; raise `OSError` if there is no route."""
     for family, kind, _, _, address in socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM):
-        # A host may have an address of a family that this host has no route for.
+        # This host may have no route for one of the address families (IPv4, IPv6).
         with contextlib.suppress(OSError), socket.socket(family, kind) as s:
-            s.connect(address)  # sends nothing, but chooses the interface
+            s.connect(address)  # selects the interface without sending a packet
             return s.getsockname()[0]
-    raise OSError(f"{host}: no network of this host leads there")
+    raise OSError(f"{host}: this host has no route to it")
 
 
 def reachable_name() -> str:
-    """Return this host's name, or its address where it takes its own name for loopback."""
+    """Return this host's name, or its address if the name resolves to loopback or not at all."""
     name = socket.getfqdn()
     try:
         addresses = [entry[4][0] for entry in socket.getaddrinfo(name, None)]
         if not any(address.startswith(("127.", "::1")) for address in addresses):
             return name
     except OSError:
-        pass  # the name stands for nothing
+        pass  # the name does not resolve
     try:
-        return address_towards("10.255.255.255")  # any address outside: the default route
+        return address_towards("10.255.255.255")  # any external address, to use the default route
     except OSError:  # no network
         return name

@@ -1,4 +1,4 @@
-"""The command line that starts a job: mpiexec of PALS, MPICH, Intel MPI or Open MPI, or srun."""
+"""The command line that starts a job: srun, or mpiexec from PALS, MPICH, Intel MPI or Open MPI."""
 
 import functools
 import os
@@ -17,32 +17,32 @@ from jaxgpt.cluster.machines import Machine, find_machine
 from jaxgpt.cluster.timeouts import SLOW_DISK
 from jaxgpt.config import UsageError
 
-# Open MPI hands variables to other hosts by name only.
+# Open MPI passes an environment variable to other hosts only if -x names it.
 PASSED_ON = re.compile(
     r"(JAX|XLA_|NCCL_|RCCL_|FI_|CUDA_|ROCR_|HIP_|ZE_|OMP_|HF_|WANDB_)\w*|PATH|LD_LIBRARY_PATH"
     r"|GLIBC_TUNABLES|MALLOC_\w*|LD_PRELOAD|(TF|UCX)_\w*"
     r"|PYTHON\w*|VIRTUAL_ENV|CONDA_PREFIX|(?i:\w+_proxy)|PBS_JOBID|PBS_O_HOST"
 )
-NO_ACCELERATORS = "no accelerator seen here: 1 on each host, --ppn P for more"
-CPUS_ONLY = "JAX_PLATFORMS=cpu: 1 on each host, --ppn P for more"
+NO_ACCELERATORS = "no accelerators found on this host: 1 per host, --ppn P for more"
+CPUS_ONLY = "JAX_PLATFORMS=cpu: 1 per host, --ppn P for more"
 
 
 @dataclass(frozen=True)
 class ProcessLayout:
-    """Placement of a job's processes on hosts."""
+    """Assignment of a job's processes to hosts."""
 
-    hosts: tuple[str, ...]  # those that get processes
-    named_by: str  # `--hosts`, a variable, or `this host`
-    host_file: str | None  # the file that names them; None for a node list and for this host
+    hosts: tuple[str, ...]  # hosts that run processes
+    named_by: str  # source of the host names: `--hosts`, a variable, or `this host`
+    host_file: str | None  # path of the host file; None for a node list and for this host
     n_processes: int
     per_host: int
-    reason: str  # why so many on a host, in words
+    reason: str  # why this many processes per host, for the log
     machine: Machine | None
-    spares: tuple[str, ...] = ()  # hosts of the job that get none
+    spares: tuple[str, ...] = ()  # hosts of the job that run no processes
 
     @property
     def is_local(self) -> bool:
-        """True if no scheduler and no file named the hosts: the processes are on this one."""
+        """True if neither a scheduler nor a file names the hosts, so all processes run here."""
         return self.named_by == "this host"
 
     def __str__(self) -> str:
@@ -51,7 +51,7 @@ class ProcessLayout:
         return f"{n} process{'es' * (n > 1)} on {counted}{self.named_by} ({self.reason})"
 
 
-# Builds the command line that starts processes as a layout places them, up to their command.
+# Builds the launch command for a layout, without the command that each process runs.
 Launcher = Callable[[ProcessLayout, Mapping[str, str]], list[str]]
 
 
@@ -62,16 +62,24 @@ def place_processes(
     environ: Mapping[str, str],
     spare: int = 0,
 ) -> ProcessLayout:
-    """Place `n` processes of a job on its hosts; `UsageError` if the numbers do not fit them.
+    """Assign the processes of a job to its hosts.
 
-    None stands for `per_host` processes on each host; for `n` shared out evenly, or one on each
-    device; and for the hosts of the scheduler's job. The last `spare` hosts get none.
+    Args:
+        n: total number of processes; None starts `per_host` on each host.
+        per_host: processes per host; None divides `n` evenly or, without `n`, starts one per
+            device.
+        host_file: file that lists the hosts; None uses the hosts of the scheduler's job.
+        environ: environment variables.
+        spare: number of hosts, taken from the end of the list, that run no processes.
+
+    Raises:
+        UsageError: if the numbers do not fit the hosts, their slots or their devices.
     """
     all_hosts, named_by = job_hosts(environ, host_file)
     if spare >= len(all_hosts):
         raise UsageError(
             f"--spare-nodes={spare}: {named_by} has {len(all_hosts)} host"
-            f"{'s' * (len(all_hosts) > 1)}, and one at least has to work; give fewer"
+            f"{'s' * (len(all_hosts) > 1)}, and at least one must run processes; give fewer"
         )
     hosts = dict(list(all_hosts.items())[: len(all_hosts) - spare])
     machine = find_machine(next(iter(hosts)), environ)
@@ -82,30 +90,30 @@ def place_processes(
         per_host, rest = divmod(n, len(hosts))
         if rest:
             raise UsageError(
-                f"-n={n}: does not share out evenly over the {len(hosts)} hosts of {named_by}; "
-                f"give a multiple of {len(hosts)}, or --ppn too"
+                f"-n={n}: cannot be divided evenly among the {len(hosts)} hosts of {named_by}; "
+                f"give a multiple of {len(hosts)}, or also give --ppn"
             )
         option, reason = f"-n={n}", "-n"
     else:
         per_host, reason = _default_per_host(machine, environ)
         if slots is not None and (slots < per_host or reason == NO_ACCELERATORS):
-            per_host, reason = slots, f"{named_by} has room for {slots} on a host"
+            per_host, reason = slots, f"{named_by} has {slots} slots per host"
         option = reason
     if slots is not None and per_host > slots:
         raise UsageError(
-            f"{option}: {per_host} processes on a host, and {named_by} has room for {slots}; give "
-            "fewer, or ask the scheduler for more (PBS: mpiprocs)"
+            f"{option}: {per_host} processes per host, but {named_by} has {slots} slots; give "
+            "fewer, or request more slots from the scheduler (PBS: mpiprocs)"
         )
     if machine and per_host > machine.devices_per_host and _wants_accelerators(environ):
         raise UsageError(
-            f"{option}: {per_host} processes on a host, and a {machine.name} host has "
+            f"{option}: {per_host} processes per host, but a {machine.name} host has "
             f"{machine.devices_per_host} devices; give at most that many, or set JAX_PLATFORMS=cpu"
         )
     n = n or per_host * len(hosts)
     if n > per_host * len(hosts) or (n > per_host and n % per_host):
         raise UsageError(
-            f"-n={n}: must be a multiple of --ppn={per_host} and, on the {len(hosts)} hosts of "
-            f"{named_by}, at most {per_host * len(hosts)}"
+            f"-n={n}: must be a multiple of --ppn={per_host}, and at most "
+            f"{per_host * len(hosts)} on the {len(hosts)} hosts of {named_by}"
         )
     per_host = min(n, per_host)
     used = tuple(hosts)[: n // per_host]
@@ -115,7 +123,7 @@ def place_processes(
 
 
 def place_on(layout: ProcessLayout, hosts: Sequence[str]) -> ProcessLayout:
-    """Return the layout with as many processes on each host, on these hosts of its job."""
+    """Move a layout to other hosts of its job, with the same number of processes per host."""
     if tuple(hosts) == layout.hosts:
         return layout
     n = layout.per_host * len(hosts)
@@ -127,7 +135,7 @@ def _wants_accelerators(environ: Mapping[str, str]) -> bool:
 
 
 def _default_per_host(machine: Machine | None, environ: Mapping[str, str]) -> tuple[int, str]:
-    """Return a number of processes on a host, and the reason."""
+    """Return the default number of processes per host, and the reason for it."""
     tasks = environ.get("SLURM_TASKS_PER_NODE", "") if "SLURM_NTASKS" in environ else ""
     visible = next((v for v in VISIBLE_VARIABLES if v in environ), None)
     if asked := number(environ, "SLURM_NTASKS_PER_NODE"):
@@ -137,23 +145,23 @@ def _default_per_host(machine: Machine | None, environ: Mapping[str, str]) -> tu
             devices = [d for d in environ[visible].split(",") if d not in ("", "-1")]
             return max(1, len(devices)), f"{visible}={environ[visible]}"
         if machine:
-            return machine.devices_per_host, f"one for each device of a {machine.name} host"
+            return machine.devices_per_host, f"one per device of a {machine.name} host"
         if given := number(environ, "SLURM_GPUS_ON_NODE"):
             return given, f"SLURM_GPUS_ON_NODE={given}"
         if found := count_accelerators():
-            return found, f"one for each of {found} accelerators seen here"
-    if n_tasks := _least(tasks):  # of --ntasks
+            return found, f"one for each of the {found} accelerators on this host"
+    if n_tasks := _least(tasks):  # from --ntasks
         return n_tasks, f"SLURM_TASKS_PER_NODE={tasks}"
     return 1, NO_ACCELERATORS if _wants_accelerators(environ) else CPUS_ONLY
 
 
 def find_launcher(layout: ProcessLayout, environ: Mapping[str, str]) -> Launcher:
-    """Find the launcher for `layout`; `UsageError` if there is none that jaxgpt knows."""
+    """Return the launcher for `layout`; raise `UsageError` if no supported launcher is found."""
     if "SLURM_JOB_ID" in environ and layout.named_by not in HOST_FILES:
         if shutil.which("srun") is None:
             raise UsageError(
                 f"SLURM_JOB_ID={environ['SLURM_JOB_ID']}: srun is not in PATH; load Slurm's "
-                "commands, or run this outside of the container"
+                "commands, or run this outside the container"
             )
         return _srun
     mpiexec = find_mpiexec()
@@ -173,24 +181,27 @@ def find_launcher(layout: ProcessLayout, environ: Mapping[str, str]) -> Launcher
     if "Open MPI" in version or "OpenRTE" in version:
         return functools.partial(_open_mpi, mpiexec)
     if "HYDRA" in version or "Intel(R) MPI" in version:
-        # Intel MPI would take a scheduler's placement for -ppn's.
+        # By default, Intel MPI follows the scheduler's placement and ignores -ppn.
         intel = "Intel" in version and "PBS_JOBID" in environ
         prefix = ["env", "I_MPI_JOB_RESPECT_PROCESS_PLACEMENT=0"] if intel else []
         return functools.partial(_hydra, [*prefix, mpiexec])
     first = version.partition("\n")[0]
     raise UsageError(
-        f"mpiexec={mpiexec}: its --version says {first!r}, which is none of Cray PALS, Open MPI, "
-        "MPICH and Intel MPI; put one of those first in PATH"
+        f"mpiexec={mpiexec}: its --version prints {first!r}, which is not Cray PALS, Open MPI, "
+        "MPICH or Intel MPI; put one of these first in PATH"
     )
 
 
 def find_mpiexec() -> str:
-    """Find mpiexec: the one that was installed with this Python, else the first in PATH."""
+    """Return the path of the mpiexec installed with this Python, or else of the first in PATH.
+
+    Raises `UsageError` if there is none.
+    """
     beside = Path(sys.executable).parent / "mpiexec"
     found = str(beside) if os.access(beside, os.X_OK) else shutil.which("mpiexec")
     if found is None:
         raise UsageError(
-            f"PATH={os.environ.get('PATH', '')}: has no mpiexec, and there is none beside "
+            f"PATH={os.environ.get('PATH', '')}: contains no mpiexec, and there is none next to "
             f"{sys.executable}; load the machine's MPI, or pip install 'jaxgpt[mpi]' for MPICH"
         )
     return found
@@ -208,10 +219,10 @@ def _pals(mpiexec: str, layout: ProcessLayout, environ: Mapping[str, str]) -> li
     line = [mpiexec, "--envall", "-n", str(layout.n_processes), "-ppn", str(per_host)]
     if layout.named_by == "PBS_NODEFILE":
         line += ["--hostfile", layout.host_file]
-    elif not layout.is_local:  # a user's file may have slots, which PALS has not
+    elif not layout.is_local:  # a user's file may have slots, which PALS does not support
         line += ["--hosts", ",".join(layout.hosts)]
     if machine and machine.cpu_bind and machine.devices_per_host % per_host == 0:
-        # A process with several devices has the cores of all of them.
+        # Bind a process with several devices to the cores of all of them.
         cores = machine.cpu_bind.removeprefix("list:").split(":")
         each = machine.devices_per_host // per_host
         shares = [",".join(cores[i : i + each]) for i in range(0, len(cores), each)]
@@ -221,8 +232,8 @@ def _pals(mpiexec: str, layout: ProcessLayout, environ: Mapping[str, str]) -> li
 
 
 def _open_mpi(mpiexec: str, layout: ProcessLayout, environ: Mapping[str, str]) -> list[str]:
-    # A slot is no limit here, and a process of JAX's uses many cores: Open MPI would bind one of
-    # two to a single core.
+    # Ignore slots, and do not bind: a JAX process uses many cores, but Open MPI binds each process
+    # of a two-process job to a single core.
     line = [mpiexec, "-n", str(layout.n_processes), "--bind-to", "none", "--map-by"]
     if layout.is_local:
         return [*line, ":OVERSUBSCRIBE"]
@@ -233,7 +244,7 @@ def _open_mpi(mpiexec: str, layout: ProcessLayout, environ: Mapping[str, str]) -
 
 
 def _srun(layout: ProcessLayout, environ: Mapping[str, str]) -> list[str]:
-    # srun waits for ever for processes whose peer has died, unless it is told not to.
+    # Without --wait, srun waits forever for the other processes after one has died.
     line = ["srun", "-u", "--wait=120", "-N", str(len(layout.hosts)), "-n", str(layout.n_processes)]
     line.append(f"--ntasks-per-node={layout.per_host}")
     if layout.named_by == "--hosts":
@@ -250,14 +261,14 @@ def _srun(layout: ProcessLayout, environ: Mapping[str, str]) -> list[str]:
 
 
 def _slurm_cpus(per_host: int, environ: Mapping[str, str]) -> int:
-    """Return the CPUs of one process, at most an equal share of the allocation; 0 if unknown."""
+    """Return the CPUs per process, at most an equal share of the allocation; 0 if unknown."""
     share = _least(environ.get("SLURM_JOB_CPUS_PER_NODE", "")) // per_host
-    asked = number(environ, "SLURM_CPUS_PER_TASK")  # since Slurm 22.05 srun does not take it over
+    asked = number(environ, "SLURM_CPUS_PER_TASK")  # since Slurm 22.05, srun ignores it
     if asked and environ.get("SLURM_NTASKS_PER_NODE") in (None, str(per_host)):
         return min(asked, share or asked)
     return share
 
 
 def _least(counts: str) -> int:
-    """Return the least of Slurm's counts per host, such as `16,8(x2)`; 0 if there are none."""
+    """Return the smallest of Slurm's counts per host, as in `16,8(x2)`; 0 if there are none."""
     return min(map(int, re.findall(r"(\d+)(?:\(x\d+\))?", counts)), default=0)

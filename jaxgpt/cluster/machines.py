@@ -1,4 +1,4 @@
-"""Supercomputers as data: names, devices, binding, networks, and the source of each fact.
+"""Supercomputers as data: names, devices, CPU binding, networks, and the source of each fact.
 
 Sources, all read in 2026:
     [ALCF]  docs.alcf.anl.gov: "Running Jobs", "Machine Overview" and "PyTorch" of each machine
@@ -16,26 +16,30 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """Facts about a machine that a job on it needs."""
+    """Facts about a machine that are needed to run jobs on it."""
 
     name: str
-    # Regular expression of whole host names, short or full, in lower case; None where other
-    # machines have such names too.
+    # Regular expression that matches whole host names, short or full, in lower case. None if
+    # other machines use such names too.
     host_names: str | None = None
-    # Environment variable -> regular expression in its value. Any one decides before host names.
+    # Environment variable -> regular expression to search for in its value. A match with any
+    # variable takes precedence over host names.
     variables: Mapping[str, str]
     device: str  # key of `jaxgpt.perf.hardware.DEVICES`
     devices_per_host: int
-    high_speed_suffix: str | None = None  # makes a short name the host's on the fast network
-    cpu_bind: str | None = None  # of PALS's mpiexec: `list:` and the cores of each device
-    cpus_per_host: int | None = None  # logical processors that Slurm gives out on a host
-    srun_options: str = ""  # with {cpus} and {devices} of one process to fill in
+    high_speed_suffix: str | None = None  # turns a short name into one on the fast network
+    cpu_bind: str | None = None  # for PALS's mpiexec: `list:` and the cores of each device
+    cpus_per_host: int | None = None  # logical CPUs that Slurm allocates on a host
+    srun_options: str = ""  # placeholders: {cpus} and {devices} per process
 
 
 def _alcf(
     name: str, nodes: str, device: str, devices_per_host: int, suffix: str | None, **facts: str
 ) -> Machine:
-    """Return a machine at ALCF: PBS_JOBID is 123.aurora-pbs-0001..., PBS_O_HOST a login host."""
+    """Return an ALCF machine.
+
+    PBS_JOBID looks like 123.aurora-pbs-0001..., and PBS_O_HOST is the name of a login host.
+    """
     prefix = name.lower()
     return Machine(
         name=name,
@@ -51,26 +55,26 @@ def _alcf(
 # [ALCF] racks x3001 to x3016, x3101 to x3112, x3201 to x3212 with nodes such as x3005c0s37b0n0.
 _POLARIS_NODES = r"x3(00[1-9]|01[0-6]|[12]0[1-9]|[12]1[0-2])c0s\d+b[01]n0"
 _AURORA_NODES = r"x4\d{3}c\ds\db\dn\d"  # [ALCF] such as x4407c6s2b0n0
-# [ALCF] Aurora: twelve processes, six on each socket; cores 0 and 52 are the system's.
+# [ALCF] Aurora: 12 processes, 6 per socket; cores 0 and 52 are reserved for the system.
 _AURORA_CPUS = "list:1-8:9-16:17-24:25-32:33-40:41-48:53-60:61-68:69-76:77-84:85-92:93-100"
 _AURORA_SUFFIX = ".hsn.cm.aurora.alcf.anl.gov"
 
 MACHINES = (
-    # [ALCF] 4 A100 of 40 GB. Suffix: [ezpz].
+    # [ALCF] 4 A100 GPUs with 40 GB each. Suffix: [ezpz].
     _alcf("Polaris", _POLARIS_NODES, "a100", 4, ".hsn.cm.polaris.alcf.anl.gov"),
-    # Polaris's test rack x3200 [ALCF], of the same nodes [ezpz]; users' logs show hosts such as
-    # x3200c0s19b1n0.hsn.cm.sirius.alcf.anl.gov.
+    # Test rack x3200 of Polaris [ALCF], with the same nodes [ezpz]; user logs show host names such
+    # as x3200c0s19b1n0.hsn.cm.sirius.alcf.anl.gov.
     _alcf("Sirius", r"x3200c0s\d+b[01]n0", "a100", 4, ".hsn.cm.sirius.alcf.anl.gov"),
-    # [ALCF] 6 PVC of 2 tiles; "PyTorch": MASTER_ADDR with this suffix; "Running Jobs", example 4:
-    # this binding.
+    # [ALCF] 6 PVC GPUs with 2 tiles each. "PyTorch" uses this suffix for MASTER_ADDR; "Running
+    # Jobs", example 4, uses this binding.
     _alcf("Aurora", _AURORA_NODES, "pvc", 12, _AURORA_SUFFIX, cpu_bind=_AURORA_CPUS),
-    # Aurora's test machine, of the same nodes: [ezpz] binds both alike; its recorded jobs and
-    # [ALCF] "Known Issues" name racks x1921 and x1922. (ALCF's Crux has x1000.)
+    # Test machine for Aurora, with the same nodes. [ezpz] uses the same binding for both. Its
+    # recorded jobs and [ALCF] "Known Issues" name racks x1921 and x1922. (ALCF's Crux is x1000.)
     _alcf("Sunspot", r"x192[12]c\ds\db\dn\d", "pvc", 12, None, cpu_bind=_AURORA_CPUS),
-    # [ALCF] 24 DGX A100, 22 of them with GPUs of 40 GB; Open MPI. Suffix: [ezpz].
+    # [ALCF] 24 DGX A100 nodes, 22 of them with 40 GB GPUs; Open MPI. Suffix: [ezpz].
     _alcf("Sophia", r"sophia-[\w-]+", "a100", 8, ".lab.alcf.anl.gov"),
-    # [OLCF] nodes such as frontier00144, 4 MI250X of 2 GCDs; 64 cores, of which one in eight is
-    # the system's; the common use is -c7 --gpus-per-task=1 --gpu-bind=closest.
+    # [OLCF] Nodes such as frontier00144 have 4 MI250X with 2 GCDs each and 64 cores, 8 of them
+    # reserved for the system. The usual options are -c7 --gpus-per-task=1 --gpu-bind=closest.
     Machine(
         name="Frontier",
         host_names=r"frontier\d+(\..*)?",
@@ -80,9 +84,9 @@ MACHINES = (
         cpus_per_host=56,
         srun_options="--cpus-per-task={cpus} --gpus-per-task={devices} --gpu-bind=closest",
     ),
-    # [NERSC] nodes nid001234, as on other Cray machines; 4 A100, on most of 40 GB, and 64 cores
-    # with 128 threads. [WarpX] -c 32 for four tasks, and no binding of GPUs: Slurm would hide
-    # those of the other processes, and data could no longer go over NVLink.
+    # [NERSC] Nodes are named nid001234, as on other Cray machines. They have 4 A100 GPUs (40 GB on
+    # most nodes) and 64 cores with 128 threads. [WarpX] uses -c 32 for four tasks, and no GPU
+    # binding: Slurm would hide the other processes' GPUs, which prevents transfers over NVLink.
     Machine(
         name="Perlmutter",
         variables={"NERSC_HOST": "^perlmutter$", "SLURM_CLUSTER_NAME": "^perlmutter$"},
@@ -95,7 +99,7 @@ MACHINES = (
 
 
 def find_machine(host_name: str, environ: Mapping[str, str]) -> Machine | None:
-    """Find the machine that this host belongs to; None if it is not in the table."""
+    """Return the machine that this host belongs to, or None if it is not in `MACHINES`."""
     for machine in MACHINES:
         for variable, pattern in machine.variables.items():
             if re.search(pattern, environ.get(variable, "")):
@@ -107,7 +111,7 @@ def find_machine(host_name: str, environ: Mapping[str, str]) -> Machine | None:
 
 
 def high_speed_name(machine: Machine | None, host: str) -> str:
-    """Return a host's name on the machine's high-speed network, from its short or full name."""
+    """Return the name of a host (given by its short or full name) on the high-speed network."""
     if machine is None or machine.high_speed_suffix is None:
         return host
     return host.partition(".")[0] + machine.high_speed_suffix

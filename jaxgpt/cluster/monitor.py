@@ -1,19 +1,19 @@
-"""One thread per process that keeps the job together: its connection, heartbeats, and failures.
+"""One thread per process that connects it to the job and detects failures and hangs.
 
-Every process other than 0 has one TCP connection to process 0. A thread serves it, so that a
-process answers while its main thread compiles for an hour. Each message is a line of JSON:
+Every process other than 0 has one TCP connection to process 0. The thread serves it, so a process
+still answers while its main thread compiles for an hour. Each message is one line of JSON:
 
-    ["beat", number, activity, overdue, words]  both ways: I am alive, and this is where I am
-    ["gather", value]     to process 0: my value of a collective
+    ["beat", number, activity, overdue, words]  both ways: I am alive, with this progress
+    ["gather", value]     to process 0: my value for a collective
     ["gathered", values]  from process 0: the values of all processes
     ["failed", status]    to process 0: I have an error to report
-    ["report"]            from process 0: yours is the first error; print it and end
-    ["end", status]       from process 0: the job has failed, and that has been reported; end
-    ["stacks"]            the job hangs: write down where your threads are
-    ["bye"]               I leave the job without an error
+    ["report"]            from process 0: your error came first; print it and exit
+    ["end", status]       from process 0: the job's failure has been reported; exit
+    ["stacks"]            both ways: the job hangs; write the stacks of your threads to a file
+    ["bye"]               both ways: I am leaving the job without an error
 
-Process 0 decides when the job has failed: a process reports an error, its connection breaks, it is
-silent for too long, or it makes no progress. The others decide only whether process 0 is well.
+Process 0 decides that the job has failed if a process reports an error, loses its connection, is
+silent for too long, or makes no progress. The other processes only watch process 0.
 """
 
 import asyncio
@@ -43,22 +43,22 @@ from jaxgpt.cluster.shutdown import (
 )
 from jaxgpt.cluster.timeouts import ANSWER, HEARTBEAT, LOST_HOST, SETTLE, TICK
 
-MAX_LINE = 2**30  # bytes of a message
+MAX_LINE = 2**30  # bytes per message
 
 
 class HangLimit(NamedTuple):
-    """How long a process may be silent, or an activity may take, before the job is ended."""
+    """Maximum time for which a process may be silent or an activity may last."""
 
     seconds: float
-    setting: str  # where a user sets it, such as `train.hang_timeout=30`
+    setting: str  # the user's setting, such as `train.hang_timeout=30`
 
 
 class Progress(NamedTuple):
-    """The progress of a process. All run the same program: the lowest number is furthest behind."""
+    """Progress of a process. All run the same program, so the lowest number is furthest behind."""
 
-    number: int = 0  # of the activity, counted from the start
+    number: int = 0  # index of the activity, counted from the start
     activity: str = "the start"
-    is_overdue: bool = False  # whether the activity takes longer than it may
+    is_overdue: bool = False  # whether the activity has exceeded its time limit
 
 
 class Peer:
@@ -67,41 +67,41 @@ class Peer:
     def __init__(self, writer: asyncio.StreamWriter):
         self.writer = writer
         self.progress = Progress()
-        self.silence = 0.0  # seconds since it was heard
+        self.silence = 0.0  # seconds since its last message
 
     def send(self, *message: Any) -> None:
         self.writer.write(encode(*message))
 
 
 class Monitor:
-    """One process's view of its job; ends the job when a process fails or hangs.
+    """One process's view of its job; ends the job if a process fails or hangs.
 
-    A process that is alone needs no `connect`; the thread, if started, watches its progress.
+    A single-process job does not call `connect`. Its thread, if started, watches for hangs.
     """
 
     def __init__(self, limit: HangLimit | None = None):
-        """Start nothing yet. Without a limit, hangs are waited for, however long."""
+        """Create a monitor without starting it. Without a limit, it does not detect hangs."""
         self.rank, self.size = 0, 1
-        self.host_names: tuple[str, ...] = ()  # by rank, once they are known
-        self.heard: dict[int, str] = {}  # on process 0: what each process told it last
-        self.stalled = 0.0  # seconds in which the operating system did not run this process
+        self.host_names: tuple[str, ...] = ()  # by rank; empty until they are known
+        self.heard: dict[int, str] = {}  # on process 0: the last words from each process
+        self.stalled = 0.0  # seconds during which the OS did not run this process
         self.on_hang: Callable[[], None] = lambda: None  # called before a hang ends the job
-        self.advice = ""  # ends the report of a hang
+        self.advice = ""  # appended to the report of a hang
         self._limit = limit
         self._interval = min(HEARTBEAT, limit.seconds / 4) if limit else HEARTBEAT
         self._progress, self._words = Progress(), ""
-        self._allowed = self._spent = 0.0  # seconds of the current activity
+        self._allowed = self._spent = 0.0  # seconds, for the current activity
         self._peers: dict[int, Peer] = {}
-        self._parts: dict[int, Any] = {}  # on process 0: of the collective that is under way
+        self._parts: dict[int, Any] = {}  # on process 0: values of the current collective
         self._gathered: queue.SimpleQueue[list[Any]] = queue.SimpleQueue()
-        self._report = "", FAILED  # what this process prints, if it is the one to report
+        self._report = "", FAILED  # printed if this process is chosen to report
         self._is_announcing = self._is_failing = self._is_decided = False
         self._thread: threading.Thread | None = None
 
-    # For the main thread.
+    # Called from the main thread.
 
     def start(self) -> None:
-        """Start the thread, unless it runs."""
+        """Start the thread unless it is already running."""
         if self._thread is None:
             is_up = threading.Event()
             self._thread = threading.Thread(target=self._run, args=(is_up,), daemon=True)
@@ -110,9 +110,11 @@ class Monitor:
             atexit.register(self.close)
 
     def connect(self, rank: int, size: int, connection: socket.socket, timeout: float) -> None:
-        """Connect all processes: process 0 listens at its socket, and the others' lead there.
+        """Connect all processes to process 0.
 
-        If they do not all come within `timeout` seconds, process 0 says who is missing, and ends.
+        `connection` is a listening socket on process 0, and a socket connected to it on the others.
+        If some processes do not connect within `timeout` seconds, process 0 names them and ends
+        the job.
         """
         self.rank, self.size = rank, size
         self.start()
@@ -120,7 +122,7 @@ class Monitor:
         asyncio.run_coroutine_threadsafe(meeting, self._loop).result()
 
     def allgather(self, value: Any) -> list[Any]:
-        """Return every process's `value` (anything that JSON holds) by rank, on every process."""
+        """Return the `value` (any JSON value) of each process, in rank order, on every process."""
         if self.size == 1:
             return [value]
         if self.rank == 0:
@@ -130,35 +132,35 @@ class Monitor:
         return self._gathered.get()
 
     def heartbeat(self, activity: str, min_seconds: float = 0.0) -> None:
-        """Say that `activity` begins; it may take `min_seconds` even if the limit is less."""
+        """Report that `activity` begins. It may take `min_seconds` even if the limit is shorter."""
         self._allowed = max(min_seconds, self._limit.seconds if self._limit else 0.0)
         self._progress, self._spent = Progress(self._progress.number + 1, activity), 0.0
-        if self._peers and not self._is_announcing:  # many activities may begin until it is sent
+        if self._peers and not self._is_announcing:  # one heartbeat covers many activities
             self._is_announcing = True
-            delay = TICK / 4 * max(1, self.size / 100)  # process 0 gets at most 10,000 a second
+            delay = TICK / 4 * max(1, self.size / 100)  # process 0 gets at most 10,000/s
             self._loop.call_soon_threadsafe(self._loop.call_later, delay, self._announce)
 
     def tell(self, words: str) -> None:
-        """Send words to process 0 with the next heartbeat, which costs this thread nothing."""
+        """Piggyback `words` on the heartbeats to process 0, at no cost to the calling thread."""
         self._words = words
         if self.rank == 0:
             self.heard[0] = words
 
     def watch_pipe(self, pipe: int, receive: Callable[[], None]) -> None:
-        """Call `receive` in the monitor's thread whenever a pipe can be read."""
+        """Call `receive` in the monitor's thread whenever the pipe is readable."""
         self.start()
         self._loop.call_soon_threadsafe(self._loop.add_reader, pipe, receive)
 
     def write_stacks_to(self, directory: Path) -> None:
-        """If the job hangs, write where each thread of this process is to a file."""
+        """If the job hangs, write the stacks of this process's threads to hang-<process>.txt."""
         self.on_hang = lambda: write_stacks(directory / f"hang-{self.rank}.txt")
-        self.advice = f"; {directory}/hang-<process>.txt has the stacks of each process; start "
-        self.advice += "again with the same --out"
+        self.advice = f"; {directory}/hang-<process>.txt has the stacks of each process; to "
+        self.advice += "resume, start again with the same --out"
 
     def end_job(self, report: str, status: int) -> None:
         """End all processes with `status`; print `report` unless another process failed first.
 
-        It returns only to the monitor's own thread, which then does it.
+        Returns only in the monitor's own thread, which then ends the job.
         """
         flush_stdout()
         if self._thread is None:
@@ -169,7 +171,7 @@ class Monitor:
 
     @contextlib.contextmanager
     def arrival_limit(self, launch: Launch, timeout: float) -> Iterator[None]:
-        """End this process if MPI waits in the block for more than `timeout` seconds."""
+        """End this process if starting MPI in the block takes longer than `timeout` seconds."""
         self.start()
         waiting = asyncio.run_coroutine_threadsafe(self._limit_arrival(launch, timeout), self._loop)
         try:
@@ -178,19 +180,19 @@ class Monitor:
             waiting.cancel()
 
     def close(self) -> None:
-        """Leave the job, and end the thread."""
+        """Leave the job and stop the thread."""
         if self._thread is not None:
             self._loop.call_soon_threadsafe(self._closing.set)
-            self._thread.join(4 * ANSWER)  # a job that is failing ends this process before
+            self._thread.join(4 * ANSWER)  # a failing job ends this process earlier
             self._thread = None
             atexit.unregister(self.close)
 
-    # The thread, and its connections.
+    # The thread and its connections.
 
     def _run(self, is_up: threading.Event) -> None:
         try:
             asyncio.run(self._main(is_up))
-        except BaseException:  # a defect here must not leave a job without its monitor
+        except BaseException:  # a bug here must not leave the job without a monitor
             report_and_end(traceback.format_exc(), FAILED)
 
     async def _main(self, is_up: threading.Event) -> None:
@@ -200,11 +202,11 @@ class Monitor:
             self._tasks.create_task(self._beat())
             is_up.set()
             await self._closing.wait()
-            if self._is_failing:  # the job is about to be ended
+            if self._is_failing:  # wait for the job to be ended
                 await asyncio.Event().wait()
             for peer in self._peers.values():
                 peer.send("bye")
-            # The other side closes first. If this side did so with data unread, the kernel would
+            # Let the other side close first. If this side closed with unread data, the kernel would
             # reset the connection, and "bye" could be lost.
             await self._until_gone(self._peers.keys(), ANSWER)
             for task in asyncio.all_tasks() - {asyncio.current_task()}:
@@ -226,7 +228,7 @@ class Monitor:
         self._tasks.create_task(self._measure_stalls())
 
     async def _greet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Let a process in; programs that are none of ours are sent away."""
+        """Accept a process of this job; disconnect unrelated programs."""
         try:
             rank, size = json.loads(await asyncio.wait_for(reader.readline(), ANSWER))
             fits = size == self.size and 0 < rank < size and rank not in self._peers
@@ -235,9 +237,9 @@ class Monitor:
             return
         if not fits:
             error = (
-                f"error: a process came as rank {rank} of {size}, but this is a job of {self.size} "
-                f"processes, {1 + len(self._peers)} of which are here; each needs a rank of its "
-                "own and the same size\n"
+                f"error: a process connected as rank {rank} of {size}, but this job has "
+                f"{self.size} processes, and {1 + len(self._peers)} are connected; give each "
+                "process a different rank and the same size\n"
             )
             self._fail(error, FAILED)
             return
@@ -259,14 +261,14 @@ class Monitor:
         self._tasks.create_task(self._listen(rank, self._peers[rank], reader))
 
     async def _listen(self, rank: int, peer: Peer, reader: asyncio.StreamReader) -> None:
-        message, loss = None, "has ended; its own output may say why"
+        message, loss = None, "exited unexpectedly; its output may say why"
         try:
             while message != ["bye"] and (line := await reader.readline()).endswith(b"\n"):
                 message, peer.silence = json.loads(line), 0.0
                 self._receive(rank, peer, message)
         except OSError as error:
-            if not isinstance(error, ConnectionResetError | BrokenPipeError):  # it was not killed
-                loss = f"is lost: {error.strerror}"  # its host acknowledges nothing
+            if not isinstance(error, ConnectionResetError | BrokenPipeError):  # not killed
+                loss = f"is unreachable: {error.strerror}"  # its host does not respond
         del self._peers[rank]
         peer.writer.close()
         if message != ["bye"] and not self._closing.is_set():
@@ -292,7 +294,7 @@ class Monitor:
                 self._note_hang()
 
     def _contribute(self, rank: int, value: Any) -> None:
-        """On process 0, add a process's part to a collective; answer all if it was the last."""
+        """On process 0, add one process's value to a collective; reply to all if it is the last."""
         self._parts[rank] = value
         if len(self._parts) == self.size:
             answer = encode("gathered", [value for _, value in sorted(self._parts.items())])
@@ -301,7 +303,7 @@ class Monitor:
                 peer.writer.write(answer)
             self._gathered.put(json.loads(answer)[1])
 
-    # Hangs. Clocks go on with the heartbeats only, and so not while this process is stopped.
+    # Hangs. Only heartbeats advance the clocks, so the clocks stop while this process is stopped.
 
     def _announce(self) -> None:
         """Send a heartbeat to all peers."""
@@ -320,7 +322,7 @@ class Monitor:
                 await self._look_for_hang(self._limit)
 
     def _known(self) -> dict[int, Progress]:
-        """Return what this process knows of the others' progress, and its own."""
+        """Return the progress of this process and the last known progress of its peers."""
         is_overdue = self._progress.number > 0 and self._spent > self._allowed
         known = {rank: peer.progress for rank, peer in self._peers.items()}
         return known | {self.rank: self._progress._replace(is_overdue=is_overdue)}
@@ -331,23 +333,23 @@ class Monitor:
     async def _look_for_hang(self, limit: HangLimit) -> None:
         silent = self._silent(limit.seconds)
         overdue = self.rank == 0 and any(p.is_overdue for p in self._known().values())
-        # A process that may have been stopped is named, once its silence has been long enough, and
-        # not those that wait for it.
+        # If a process may have been stopped, wait until it has been silent for long enough. Then
+        # the report names that process, and not the ones waiting for it.
         if not silent and (not overdue or self._silent(3 * self._interval)):
             return
         for peer in self._peers.values():
             peer.send("stacks")
         self._note_hang()
-        await asyncio.sleep(self._interval)  # for the stacks, and for the others' progress
+        await asyncio.sleep(self._interval)  # for stacks and progress to arrive
         report = hang_sentence(silent, limit, self._known(), self.host_names)
         self._fail(f"error: {report}{self.advice}\n", HUNG)
 
     def _note_hang(self) -> None:
-        # In a thread of its own, as a file system or a pipe may be what hangs.
+        # Use another thread, because a file system or a pipe may be what hangs.
         threading.Thread(target=self.on_hang, daemon=True).start()
 
     async def _measure_stalls(self) -> None:
-        """Add up how late this thread wakes. One that only shares its cores with others is not."""
+        """Add up how late this thread wakes up. Sharing cores with others does not make it late."""
         began = time.perf_counter()
         while True:
             await asyncio.sleep(TICK)
@@ -356,10 +358,10 @@ class Monitor:
             if late > TICK / 2:
                 self.stalled += late
 
-    # The end of a job that fails.
+    # Ending a job that fails.
 
     def _fail(self, report: str, status: int, delay: float = SETTLE) -> None:
-        """End the job, with this report unless process 0 knows of an earlier failure."""
+        """End the job. Print `report`, unless process 0 knows of an earlier failure."""
         self._report, self._is_failing = (report, status), True
         ending = self._ask_to_report() if self.rank else self._end_all(0, status, delay)
         self._tasks.create_task(ending)
@@ -368,19 +370,21 @@ class Monitor:
         if 0 in self._peers and not self._silent(3 * self._interval):
             self._peers[0].send("failed", self._report[1])
             await asyncio.sleep(2 * ANSWER)
-        # Process 0 is lost or stopped. Process 1 reports and, as its host may be lost as well, the
-        # first process on another host.
+        # Process 0 is lost or stopped. Process 1 reports the error, and so does the first process
+        # on another host, because the host of processes 0 and 1 may be lost.
         elsewhere = (r for r, name in enumerate(self.host_names) if name != self.host_names[0])
         if self.rank in (1, next(elsewhere, 1)):
             report_and_end(*self._report)
-        # A loss is seen by all at once. The end of a process makes MPI's launcher end the others.
+        # Let those processes report first: when one process exits, MPI's launcher kills the others.
+        # The wait can be short if process 0 is lost, because all processes notice that at once.
         await asyncio.sleep(ANSWER if 0 in self._peers else SETTLE)
         end_process(self._report[1])
 
     async def _end_all(self, rank: int, status: int, delay: float) -> None:
-        """On process 0, let a process report its error; end all processes if it is the first.
+        """On process 0, let `rank` report the job's first error, then end all processes.
 
-        Unless it is the loss of a process, it waits: such a loss makes other processes fail.
+        Later errors are ignored. The loss of a process makes others fail, so any other error first
+        waits `delay` seconds. A loss that is noticed during this time takes precedence.
         """
         self._is_failing = True
         await asyncio.sleep(delay)
@@ -394,7 +398,8 @@ class Monitor:
             await self._until_gone({rank}, ANSWER)
         for peer in self._peers.values():
             peer.send("end", status)
-        # The others first: they would print pages of JAX's if process 0, the coordinator, is gone.
+        # End the others first. They would print pages of JAX errors if process 0, which runs JAX's
+        # coordinator, exited before them.
         await self._until_gone(self._peers.keys() - self._silent(3 * self._interval), ANSWER)
         report_and_end("", status)
 
@@ -404,24 +409,24 @@ class Monitor:
             await asyncio.sleep(TICK)
 
     async def _limit_arrival(self, launch: Launch, timeout: float) -> None:
-        """End this process after `timeout` seconds, and name the processes that have not started.
+        """End this process after `timeout` seconds and name the processes that have not started.
 
-        MPI cannot say who is missing. After half of the time, each process that waits leaves a file
-        in a folder that all hosts see.
+        MPI cannot say which processes are missing. Instead, after half of the time, each waiting
+        process creates a file in a folder that all hosts share.
         """
         await asyncio.sleep(timeout / 2)
-        home = os.environ.get("HOME") or "/tmp"  # without a home, the hosts share no folder
+        home = os.environ.get("HOME") or "/tmp"  # without $HOME, no shared folder is known
         folder = Path(home, ".cache/jaxgpt/starting", job_name(os.environ))
         arrived = set()
         try:
-            with contextlib.suppress(OSError):  # a folder that cannot be written: none is named
+            with contextlib.suppress(OSError):  # not writable: no process is named
                 folder.mkdir(parents=True, exist_ok=True)
                 (folder / str(launch.rank)).touch()
             await asyncio.sleep(timeout / 2)
             if folder.is_dir():
                 arrived = {int(file.name) for file in folder.iterdir()}
             if launch.rank > min(arrived, default=0):
-                await asyncio.sleep(ANSWER)  # the one with the lowest rank reports, and ends all
+                await asyncio.sleep(ANSWER)  # the lowest rank reports, and its exit ends the job
         finally:
             shutil.rmtree(folder, ignore_errors=True)
         missing = set(range(launch.size or 0)) - arrived if arrived else ()
@@ -434,7 +439,7 @@ def encode(*message: Any) -> bytes:
 
 
 def keep_alive(writer: asyncio.StreamWriter) -> None:
-    """Have the kernel close a connection whose other host acknowledges nothing for `LOST_HOST`."""
+    """Make the kernel close the connection if the peer acknowledges nothing for `LOST_HOST` s."""
     connection = writer.get_extra_info("socket")
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     options = {
@@ -442,33 +447,33 @@ def keep_alive(writer: asyncio.StreamWriter) -> None:
         "TCP_USER_TIMEOUT": LOST_HOST * 1000,
     }  # fmt: skip
     for name, value in options.items():
-        if hasattr(socket, name):  # Linux has them all, macOS some
+        if hasattr(socket, name):  # Linux has all of them, macOS only some
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), int(value))
 
 
 def write_stacks(file: Path) -> None:
-    # A disk without room, or out of reach, must not keep a job alive.
+    # A full or unreachable disk must not keep the job alive.
     with contextlib.suppress(OSError), file.open("w") as opened:
         faulthandler.dump_traceback(opened, all_threads=True)
 
 
 def missing_sentence(missing: Collection[int], size: int | None, timeout: float) -> str:
-    """Return the error about processes that did not come; it names those that are `missing`."""
+    """Return the error for processes that did not start; it names the `missing` ranks, if known."""
     names = ", ".join(map(str, sorted(missing)[:20])) + (" ..." if len(missing) > 20 else "")
     which = f"{len(missing)} of {size}" if missing else f"some of the {size or ''}".rstrip()
     return (
         f"error: {which} processes did not start within {timeout:.0f} s (--init-timeout)"
-        f"{'; missing: rank ' * bool(missing)}{names}; look at their output and their hosts, or "
-        "give a larger --init-timeout\n"
+        f"{'; missing ranks: ' * bool(missing)}{names}; check their output and their hosts, or "
+        "set a larger --init-timeout\n"
     )
 
 
 def hang_sentence(
     silent: list[int], limit: HangLimit, known: dict[int, Progress], hosts: tuple[str, ...]
 ) -> str:
-    """Return which processes hang, where, and who waits for them where.
+    """Return a sentence that names the hanging processes, their activity, and who waits for them.
 
-    It is the silent ones or, if there are none, those that are furthest behind.
+    The hanging processes are the silent ones or, if there are none, those furthest behind.
     """
     least = min(progress.number for progress in known.values())
     ranks = sorted(silent or (rank for rank, p in known.items() if p.number == least))
@@ -494,7 +499,7 @@ def hang_sentence(
 
 
 def process_names(ranks: list[int], hosts: tuple[str, ...] = ()) -> str:
-    """Return what to call processes: "process 3 on host a", "processes 0, 1 and 2"."""
+    """Return a phrase for these ranks: "process 3 on host a", "processes 0, 1 and 2"."""
     names = [*map(str, ranks[:8]), *[f"{len(ranks) - 8} more"] * (len(ranks) > 8)]
     text = " and ".join([", ".join(names[:-1]), names[-1]] if names[1:] else names)
     on = list(dict.fromkeys(hosts[rank] for rank in ranks[:8])) if hosts else []

@@ -1,4 +1,4 @@
-"""The processes of a job: who they are, and how they agree on something before JAX is up."""
+"""The processes of a job: their ranks and hosts, and collectives that work before JAX starts."""
 
 import atexit
 import contextlib
@@ -31,71 +31,75 @@ from jaxgpt.config import Config, UsageError
 
 T = TypeVar("T")
 
-INIT_TIMEOUT: float = Config.init_timeout  # of commands that have no such setting
+INIT_TIMEOUT: float = Config.init_timeout  # seconds, for commands without this setting
 
 
 @dataclass(frozen=True)
 class ProcessGroup:
-    """Processes of one job, as one of them sees it.
+    """The processes of one job, as seen by one of them.
 
-    Its `with` block is the job: an exception that leaves it on one process ends all processes.
+    The job lasts as long as the group's `with` block. An exception that leaves the block on one
+    process ends all processes.
     """
 
     launcher: str
     rank: int = 0
     size: int = 1
-    local_rank: int = 0  # this process among those of its host, from 0
-    local_size: int = 1
+    local_rank: int = 0  # index of this process on its host, from 0
+    local_size: int = 1  # number of processes on this host
     hosts: tuple[int, ...] = (0,)  # for each process, the rank of the first process on its host
     host_names: tuple[str, ...] = ("localhost",)  # for each process, the name of its host
-    machine: Machine | None = None  # None if it is not in MACHINES
+    machine: Machine | None = None  # None if not in MACHINES
     mpi_library: str | None = None
     timeout: float = INIT_TIMEOUT  # seconds that processes wait for each other when the job starts
-    notes: tuple[str, ...] = ()  # lines for the log about problems that were worked around
+    notes: tuple[str, ...] = ()  # log lines about problems that were worked around
     monitor: Monitor = field(default_factory=Monitor, compare=False)
-    # Connections, locks and the like, given up at the end of the group's `with`.
+    # Connections, locks and other resources, released at the end of the group's `with` block.
     on_close: contextlib.ExitStack = field(default_factory=contextlib.ExitStack, compare=False)
 
     def __enter__(self) -> "ProcessGroup":
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if error is not None and self.size > 1:  # also a SystemExit: the others still work
+        if error is not None and self.size > 1:  # including SystemExit: others still run
             self.monitor.end_job(*report_of(error))
         self.on_close.close()
-        self.monitor.close()  # the group can be joined again; MPI stays, as it starts only once
+        self.monitor.close()  # the job can be joined again; MPI stays up, as it starts only once
 
     @property
     def is_main(self) -> bool:
-        """True on process 0, the one that prints and writes metrics."""
+        """True on process 0, which prints and writes metrics."""
         return self.rank == 0
 
     def broadcast(self, value: Any) -> Any:
-        """Return process 0's `value` (anything that JSON holds) on every process."""
+        """Return process 0's `value` (any JSON value) on every process."""
         return self.allgather(value if self.is_main else None)[0]
 
     def allgather(self, value: Any) -> list[Any]:
-        """Return every process's `value` (anything that JSON holds) by rank, on every process."""
+        """Return the `value` (any JSON value) of each process, in rank order, on every process."""
         return self.monitor.allgather(value)
 
     def barrier(self) -> None:
-        """Wait for all, as before the first collective: Gloo gives up on one that is 30 s late."""
+        """Wait for all processes, for example before the first collective: Gloo waits only 30 s."""
         self.allgather(None)
 
     def raise_if_any(self, error: str | None) -> None:
-        """Raise on every process the error of the first one that has one, as a `UsageError`."""
+        """Raise a `UsageError` on all processes if any has an error; use the lowest rank's text."""
         if found := [e for e in self.allgather(error) if e]:
             raise UsageError(found[0])
 
     def run_on_all(self, function: Callable[..., T], *arguments: Any) -> T:
-        """Call `function` on every process; a `UsageError` on any of them is raised on all."""
+        """Call `function` on this process; raise a `UsageError` on all processes if any raises one.
+
+        All processes must call this.
+        """
         result, error = catch_usage_error(function, *arguments)
         self.raise_if_any(error)
         return result
 
 
 def catch_usage_error(function: Callable[..., T], *arguments: Any) -> tuple[T | None, str | None]:
-    """Return the function's result, or its `UsageError` as a text for `raise_if_any`."""
+    """Return (result, None) or, if `function` raises a `UsageError`, (None, its message)."""
     try:
         return function(*arguments), None
     except UsageError as error:
@@ -103,7 +107,7 @@ def catch_usage_error(function: Callable[..., T], *arguments: Any) -> tuple[T | 
 
 
 def own_host(group: ProcessGroup) -> str:
-    """Return a name of this host at which all processes reach it."""
+    """Return a name or address at which all processes can reach this host."""
     return "127.0.0.1" if group.local_size == group.size else _outside_name(group.machine)
 
 
@@ -116,13 +120,19 @@ def _outside_name(machine: Machine | None) -> str:
 def join_process_group(
     timeout: float = INIT_TIMEOUT, limit: HangLimit | None = None, launch: Launch | None = None
 ) -> ProcessGroup:
-    """Wait, without JAX, until all processes of a job are there; by default the environment's.
+    """Wait until all processes of the job have started, and connect them. Does not use JAX.
 
-    From then on the job is ended, with status 70, if a process is silent for longer than `limit`.
+    If some do not start in time, the missing processes are named and the job ends.
 
-    Raises `UsageError` if the launcher's environment or the MPI library does not fit, `PeerLost`
-    if process 0 cannot be reached within `timeout` seconds. If others do not come, process 0 names
-    them, and the job ends.
+    Args:
+        timeout: seconds to wait for the other processes.
+        limit: how long a process may be silent or make no progress before the job ends with
+            status 70; None is no limit.
+        launch: rank and size of this process; by default, read from the environment.
+
+    Raises:
+        UsageError: if the launcher's environment or the MPI library is unsuitable.
+        PeerLost: if process 0 cannot be reached within `timeout` seconds.
     """
     launch = launch or find_launch(os.environ)
     monitor, machine = Monitor(limit), find_machine(socket.gethostname(), os.environ)
@@ -136,9 +146,9 @@ def join_process_group(
         except UsageError as error:
             if not started_by_srun(os.environ):
                 raise
-            # srun tells all that is needed, whatever MPI mpi4py was built with.
+            # Slurm's variables are sufficient, whichever MPI mpi4py was built with.
             launch = slurm_step(os.environ)
-            notes = (f"going on without MPI, by Slurm's variables: {error}",)
+            notes = (f"continuing without MPI, using Slurm's variables: {error}",)
     rank, size = launch.rank, launch.size or 1
     if launch.through == "tcp":
         at = launch.address
@@ -168,15 +178,15 @@ def join_process_group(
 
 
 def this_host() -> list[str]:
-    """Return the name of this host, and what tells it from another host of this name."""
+    """Return this host's name and its boot ID, which distinguishes hosts of the same name."""
     boot_id = Path("/proc/sys/kernel/random/boot_id")
     return [socket.gethostname(), boot_id.read_text() if boot_id.exists() else ""]
 
 
 def start_mpi(launch: Launch) -> str:
-    """Start MPI, which waits for all processes, and return the library's name.
+    """Initialise MPI, which waits for all processes, and return the name of the MPI library.
 
-    Raises `UsageError` if MPI cannot be loaded, or makes each process a job of its own.
+    Raises `UsageError` if MPI cannot be loaded or treats each process as a separate job.
     """
     try:
         import mpi4py
@@ -185,25 +195,25 @@ def start_mpi(launch: Launch) -> str:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
         raise SingleRankUsageError(
-            f"{launch.variable}: an MPI launcher started this process but mpi4py cannot load "
-            f"an MPI library ({error}); pip install 'jaxgpt[mpi]' brings MPICH"
+            f"{launch.variable}: an MPI launcher started this process, but mpi4py cannot load "
+            f"an MPI library ({error}); to install MPICH, run: pip install 'jaxgpt[mpi]'"
         ) from None
     library = MPI.Get_library_version().split("\n")[0].replace("\x00", "").strip()
-    # MPICH would abort in a job of Open MPI's, which makes each process a job of its own.
+    # MPICH treats each process that Open MPI's launcher starts as a separate job, and would abort.
     fits = launch.launcher != "Open MPI" or not library.startswith(("MPICH", "Intel"))
     if fits:
         if not MPI.Is_initialized():
-            # mpi4py's own call would keep Python's lock, and the monitor could not run
+            # mpi4py's own call would hold the GIL and block the monitor's thread
             ctypes.CDLL(MPI.__file__).MPI_Init(None, None)
             atexit.register(lambda: MPI.Is_finalized() or MPI.Finalize())
         fits = MPI.COMM_WORLD.size > 1 or (launch.rank == 0 and (launch.size or 1) == 1)
     if not fits:
-        # Where the launcher does not say how many there are, process 0 sees nothing wrong.
+        # If the launcher does not give the number of processes, process 0 cannot see the problem.
         raise (UsageError if launch.size else SingleRankUsageError)(
             f"{launch.variable}: the launcher ({launch.launcher}) started "
-            f"{launch.size or 'several'} processes, but mpi4py uses {library}, in which "
-            "each is a job of its own; start them with that MPI's mpiexec, or install mpi4py "
-            "for the launcher's MPI (pip install --no-binary mpi4py mpi4py)"
+            f"{launch.size or 'several'} processes, but mpi4py uses {library}, which "
+            "treats each one as a separate job; start them with that MPI's mpiexec, or build "
+            "mpi4py for the launcher's MPI (pip install --no-binary mpi4py mpi4py)"
         )
     return library
 
@@ -211,7 +221,10 @@ def start_mpi(launch: Launch) -> str:
 def connect_over_mpi(
     launch: Launch, machine: Machine | None
 ) -> tuple[Launch, socket.socket | None]:
-    """Return the launch with MPI's rank and size, and a socket for `Monitor.connect`, if needed."""
+    """Return the launch with MPI's rank and size, and the socket for `Monitor.connect` (or None).
+
+    The socket is None for a single process. Raises `PeerLost` if process 0 cannot be reached.
+    """
     from mpi4py import MPI
 
     world = MPI.COMM_WORLD
@@ -232,7 +245,10 @@ def connect_over_mpi(
 
 
 def listen(address: str) -> socket.socket:
-    """Listen on process 0 at the port of an address; 0 is any."""
+    """Open a listening socket on the port of `address` (0 for any port), for process 0.
+
+    Raises `PeerLost` if the port cannot be used.
+    """
     v6 = socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if v6 else socket.AF_INET
     port = int(address.rpartition(":")[2])
@@ -240,13 +256,16 @@ def listen(address: str) -> socket.socket:
         return socket.create_server(("", port), family=family, dualstack_ipv6=v6, backlog=1024)
     except OSError as error:
         raise PeerLost(
-            f"{address}: process 0 cannot listen at this port ({error.strerror}); set "
-            "JAXGPT_COORDINATOR to another host:port for all processes"
+            f"{address}: process 0 cannot listen on this port ({error.strerror}); set "
+            "JAXGPT_COORDINATOR to another host:port on all processes"
         ) from None
 
 
 def connect_to_rank0(address: str, rank: int, timeout: float) -> socket.socket:
-    """Connect to host:port of process 0, which may not listen yet; `PeerLost` after `timeout` s."""
+    """Connect to process 0 at host:port, retrying until it listens.
+
+    Raises `PeerLost` after `timeout` seconds.
+    """
     host, _, port = address.rpartition(":")
     deadline = time.monotonic() + timeout
     while True:
@@ -256,8 +275,8 @@ def connect_to_rank0(address: str, rank: int, timeout: float) -> socket.socket:
             if time.monotonic() > deadline:
                 raise PeerLost(
                     f"process {rank} on host {socket.gethostname()} cannot reach process 0 at "
-                    f"{address} ({error}) within {timeout:.0f} s (--init-timeout); if it has "
-                    "started, set JAXGPT_COORDINATOR=host:port to a name of its host that all "
-                    "hosts can reach"
+                    f"{address} ({error}) within {timeout:.0f} s (--init-timeout); if process 0 "
+                    "has started, set JAXGPT_COORDINATOR=host:port to a name of its host that "
+                    "all hosts can reach"
                 ) from None
             time.sleep(SETTLE / 5)

@@ -1,4 +1,4 @@
-"""End of a job: all processes together, with an exit status that a job script can act on."""
+"""Ending a job: all processes together, with an exit status that a job script can act on."""
 
 import contextlib
 import faulthandler
@@ -20,8 +20,8 @@ from jaxgpt.config import UsageError
 DONE = 0
 FAILED = 1
 BAD_USAGE = 2
-HUNG = 70  # a process hangs (EX_SOFTWARE in sysexits.h)
-STOPPED = 75  # on a signal or a time limit, with a checkpoint saved (EX_TEMPFAIL in sysexits.h)
+HUNG = 70  # a process hung (EX_SOFTWARE in sysexits.h)
+STOPPED = 75  # by a signal or a time limit, with a checkpoint saved (EX_TEMPFAIL in sysexits.h)
 
 STDOUT, STDERR = 1, 2  # file descriptors
 
@@ -31,12 +31,12 @@ class PeerLost(Exception):
 
 
 def end_process(status: int) -> NoReturn:
-    """End this process at once: what runs at exit would wait for processes that are gone."""
+    """Exit immediately, without exit handlers, which would wait for processes that are gone."""
     os._exit(status)
 
 
 def report_and_end(report: str, status: int) -> NoReturn:
-    """Print the last words of a job, and end it."""
+    """Print the job's error report, then end this process and, under MPI, the whole job."""
     if report:
         print(report, file=sys.stderr, end="", flush=True)
     abort_mpi(status)
@@ -44,74 +44,74 @@ def report_and_end(report: str, status: int) -> NoReturn:
 
 
 def abort_mpi(status: int) -> None:
-    """End the job with `status` if MPI runs it: the launcher ends stopped processes, too."""
+    """If MPI runs the job, have its launcher end all processes, including stopped ones."""
     mpi = sys.modules.get("mpi4py.MPI")
     with_mpi = mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized()
-    if with_mpi and mpi.COMM_WORLD.size > 1:  # not alone in a world that was of no use
-        time.sleep(SETTLE)  # for the launcher to pass on what was printed
-        _redirect_to_null(STDOUT, STDERR)  # MPI would add a line of its own
-        faulthandler.dump_traceback_later(ANSWER, exit=True, file=STDERR)  # if Abort hangs
+    if with_mpi and mpi.COMM_WORLD.size > 1:  # otherwise, MPI has no others to end
+        time.sleep(SETTLE)  # give the launcher time to forward the output
+        _redirect_to_null(STDOUT, STDERR)  # hide MPI_Abort's own message
+        faulthandler.dump_traceback_later(ANSWER, exit=True, file=STDERR)  # in case Abort hangs
         mpi.COMM_WORLD.Abort(status)
 
 
 def end_with(error: BaseException) -> NoReturn:
-    """End a process that is not connected to others because of an error."""
+    """Report an error and end this process, which is not connected to others."""
     flush_stdout()
     report_and_end(*report_of(error))
 
 
 def flush_stdout() -> None:
-    with contextlib.suppress(BrokenPipeError):  # nobody reads it, which may be the error itself
+    with contextlib.suppress(BrokenPipeError):  # the reader of stdout is gone
         sys.stdout.flush()
 
 
 def report_of(error: BaseException) -> tuple[str, int]:
-    """Return what to print about an exception that ends a job, and the exit status."""
+    """Return the text to print for an exception that ends the job, and the exit status."""
     if isinstance(error, UsageError | PeerLost):
         return f"error: {error}\n", BAD_USAGE if isinstance(error, UsageError) else FAILED
-    if isinstance(error, KeyboardInterrupt):  # before training, or the second one
+    if isinstance(error, KeyboardInterrupt):  # before training, or a second Ctrl-C
         return "", 128 + signal.SIGINT
     return "".join(traceback.format_exception(error)), FAILED
 
 
 @contextlib.contextmanager
 def job_exit_handler() -> Iterator[None]:
-    """Turn an exception into the end of this process, as job scripts and launchers expect it.
+    """Turn exceptions into the messages and exit statuses that job scripts and launchers expect.
 
-    A `UsageError` is one line and status 2; another exception is a traceback and status 1. Once the
-    processes are connected, the `with` block of their `ProcessGroup` does the same for all of them,
-    and only the first error is printed. If nobody reads the output any more, as after `| head`, a
-    lone process ends as if by SIGPIPE.
+    A `UsageError` prints one line and exits with status 2. Another exception prints a traceback and
+    exits with status 1. Once the processes are connected, the `with` block of their `ProcessGroup`
+    does the same for all of them, and prints only the first error. If the reader of stdout is gone,
+    as with `| head`, a single process exits with 141, as if killed by SIGPIPE.
     """
     _open_closed_streams()
-    if isinstance(sys.stdout, io.TextIOWrapper):  # print "?" where a terminal lacks a character
+    if isinstance(sys.stdout, io.TextIOWrapper):  # do not crash on unsupported characters
         sys.stdout.reconfigure(errors="replace")
     try:
         for word in sys.argv:
             if word != word.encode(errors="replace").decode():
-                raise UsageError(f"{word!r}: is not UTF-8; give it in that encoding")
+                raise UsageError(f"{word!r}: is not valid UTF-8; encode this argument as UTF-8")
         yield
         sys.stdout.flush()
     except SingleRankUsageError as error:
         where = f"process {rank_from_env()} on host {platform.node()}"
         report_and_end(f"error: {where}: {error}\n", BAD_USAGE)
-    except UsageError as error:  # all processes raise the same one
+    except UsageError as error:  # all processes raise the same error
         if rank_from_env() == 0:
             print(f"error: {error}", file=sys.stderr, flush=True)
         raise SystemExit(BAD_USAGE) from None
     except (KeyboardInterrupt, PeerLost) as error:
         end_with(error)
     except Exception as error:
-        if find_launch(os.environ).through is not None:  # its end is to end the others
+        if find_launch(os.environ).through is not None:  # exit, so that the others end too
             end_with(error)
         if not (isinstance(error, BrokenPipeError) and nobody_reads()):
             raise
-        _redirect_to_null(STDOUT)  # what Python writes at its end
+        _redirect_to_null(STDOUT)  # Python flushes stdout at exit
         raise SystemExit(128 + signal.SIGPIPE) from None
 
 
 def _open_closed_streams() -> None:
-    """Point closed stdout and stderr (`>&-`) at /dev/null, or the next file gets their numbers."""
+    """Open /dev/null for closed stdout and stderr (`>&-`). Other files would get their numbers."""
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= STDERR:
         os.set_inheritable(descriptor, True)
     os.close(descriptor)
@@ -126,7 +126,7 @@ def _redirect_to_null(*descriptors: int) -> None:
 
 
 def nobody_reads() -> bool:
-    """Return whether stdout is a pipe without a reader."""
+    """Return whether stdout is a pipe whose reader is gone."""
     poll = select.poll()
     poll.register(STDOUT, 0)
     return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))

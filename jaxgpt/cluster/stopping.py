@@ -1,4 +1,4 @@
-"""When does a run stop? After a step, on a signal, or before a time limit."""
+"""Stopping a run after a step, because of a signal or a time limit."""
 
 import atexit
 import os
@@ -13,35 +13,36 @@ from typing import NamedTuple
 from jaxgpt.cluster.monitor import Monitor
 from jaxgpt.cluster.timeouts import COMMAND, DEBOUNCE, SAVE_MARGIN
 
-# Signals that stop a run after a step. Slurm sends USR1 or USR2 if sbatch was given --signal; ALRM
-# is the time limit's own.
+# Signals that stop a run after a step. Slurm sends USR1 or USR2 if sbatch was given --signal. The
+# time limit sends ALRM.
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM)
 
 
 class TimeLimit(NamedTuple):
-    """The seconds that are left, None without a limit, and a line for the log."""
+    """Time that a run has left, and the source of the limit."""
 
-    seconds: float | None = None
-    line: str = ""
-    ends_job: bool = False  # what is not on disk by then is lost
+    seconds: float | None = None  # None for no limit
+    line: str = ""  # source of the limit, for the log
+    ends_job: bool = False  # whether the scheduler ends the job then, so that unsaved work is lost
 
 
 def margin(seconds: float, save: float, step: float) -> float:
-    """Return how long before the end of a job to stop, so that a checkpoint is saved in time.
+    """Return how many seconds before the end of a job to stop, so that a checkpoint can be saved.
 
-    A stop waits for the step under way, and for one more on which the processes agree. A short
-    job keeps three quarters of its time to train, if a checkpoint fits into the rest.
+    Stopping waits for the current step and the next one, because the processes must agree on a
+    step. A short job still trains for three quarters of its time, if a checkpoint fits into the
+    rest.
 
     Args:
-        seconds: until the job is ended, from the start of the run.
-        save: the longest checkpoint so far, from the start of saving to its last file.
-        step: the longest step so far, with what was due at it.
+        seconds: time from the start of the run to the end of the job.
+        save: longest time to save a checkpoint so far, until its last file is written, in seconds.
+        step: duration of the longest step so far in seconds, including evaluation and the like.
     """
     return min(max(SAVE_MARGIN, 3 * save, save + 2 * step), max(seconds / 4, 1.5 * save))
 
 
 class StopSignal:
-    """A signal or a time limit, turned into a step at which all processes stop."""
+    """Makes all processes stop after the same step, on a signal or at a time limit."""
 
     def __init__(
         self,
@@ -49,17 +50,17 @@ class StopSignal:
         limit: TimeLimit | None = None,
         sync_point: Callable[[int, bool], bool | None] = lambda step, requested: None,
     ):
-        """Catch signals from now on.
+        """Start catching signals.
 
         Args:
-            monitor: its thread hears of signals at once; Python's own handlers would wait until the
-                main thread returns from compiling.
-            limit: that of the run; None on other processes than 0, which say nothing.
-            sync_point: takes a step and whether this process was first asked to stop before it,
-                and returns whether all processes stop after it; None where this is the only one.
+            monitor: its thread receives signals at once. Python's own handlers would wait until
+                the main thread has finished compiling.
+            limit: time limit of the run on process 0; None on other processes, which log nothing.
+            sync_point: takes a step and whether this process has just been asked to stop. Returns
+                whether all processes stop after the step, or None if this is the only process.
         """
         self.reason: str | None = None
-        # Replaced once there is a log.
+        # Replaced once the log is open.
         self.say = lambda line: print(line, file=sys.stderr, flush=True)
         self._monitor, self._limit, self._sync_point = monitor, limit, sync_point
         self._forwarded, self._interrupted = False, 0.0
@@ -71,20 +72,21 @@ class StopSignal:
         monitor.watch_pipe(self._pipe, self._listen)
         for number in SIGNALS:
             signal.signal(number, lambda number, frame: None)
-            # Ignore what comes when all is done: Python would go back to being killed.
+            # Ignore late signals. At exit, Python restores the default handlers, which would kill
+            # the process.
             atexit.register(signal.signal, number, signal.SIG_IGN)
         self._set_alarm()
 
     def describe(self) -> str:
-        """Return a line about the time limit."""
+        """Return a log line about the time limit."""
         seconds, source, ends_job = self._limit or TimeLimit()
         if seconds is None:
             return f"time limit: {source}"
         if not ends_job:
-            return f"time limit: {source}: stops at {self._clock(seconds)}"
+            return f"time limit: {source}: stopping at {self._clock(seconds)}"
         return (
-            f"time limit: the job ends at {self._clock(seconds)}, by {source}; stops at "
-            f"{self._clock(seconds - self._margin())}, {self._margin():.0f} s before"
+            f"time limit: the job ends at {self._clock(seconds)} ({source}); stopping at "
+            f"{self._clock(seconds - self._margin())}, {self._margin():.0f} s earlier"
         )
 
     def _clock(self, seconds: float) -> str:
@@ -97,7 +99,7 @@ class StopSignal:
         return margin(self._limit.seconds, self._save_seconds, self._step_seconds)
 
     def allow_for_save(self, seconds: float) -> None:
-        """Leave time for a checkpoint that takes as long as one that took `seconds` in all."""
+        """Leave enough time before the end of the job for a checkpoint that takes `seconds`."""
         self._learn(save=seconds)
 
     def _learn(self, save: float = 0.0, step: float = 0.0) -> None:
@@ -107,7 +109,7 @@ class StopSignal:
         if self._margin() > before and self.reason is None:
             self._set_alarm()
             what = f"a checkpoint takes {save:.0f} s" if save else f"a step takes {step:.0f} s"
-            self.say(f"{self.describe()}, as {what}")
+            self.say(f"{self.describe()}, because {what}")
 
     def _set_alarm(self) -> None:
         if self._limit is not None and self._limit.seconds is not None:
@@ -129,15 +131,15 @@ class StopSignal:
             return
         self.reason = "time limit" if number == signal.SIGALRM else signal.Signals(number).name
         if self._limit is not None:
-            step = "the step under way" if self._step_began is not None else "the first step"
-            leave = "; Ctrl-C again leaves at once, without one" if number == signal.SIGINT else ""
+            step = "the current step" if self._step_began is not None else "the first step"
+            leave = "; Ctrl-C again exits at once, without one" if number == signal.SIGINT else ""
             try:
-                self.say(f"{self.reason}: stops after {step}, with a checkpoint{leave}")
-            except BrokenPipeError:  # Ctrl-C also ended the `tee` that the run prints to
+                self.say(f"{self.reason}: stopping after {step}, with a checkpoint{leave}")
+            except BrokenPipeError:  # Ctrl-C also killed the `tee` that the run prints to
                 return
 
     def reached(self, step: int) -> bool:
-        """Return whether all processes stop after `step`, the furthest one's when it was asked."""
+        """Return whether all processes have agreed to stop after `step`."""
         now = time.monotonic()
         if self._step_began is not None:
             self._learn(step=now - self._step_began)
@@ -153,29 +155,32 @@ class StopSignal:
 def time_limit(
     setting: float | str | None, passed: float, environ: Mapping[str, str] = os.environ
 ) -> TimeLimit:
-    """Return the limit that train.time_limit sets, `passed` seconds after the process began."""
+    """Return the time limit, `passed` seconds after the process started.
+
+    `setting` is train.time_limit: minutes, "auto" for the end of the scheduler's job, or None.
+    """
     if setting != "auto":
         seconds = None if setting is None else 60.0 * setting - passed
         return TimeLimit(seconds, f"train.time_limit={setting}")
     if (end := environ.get("SLURM_JOB_END_TIME", "")).isdecimal():
         return TimeLimit(int(end) - time.time(), "SLURM_JOB_END_TIME", ends_job=True)
     if "SLURM_JOB_ID" in environ:
-        problem = "SLURM_JOB_END_TIME is not set (it is since Slurm 22.05)"
+        problem = "SLURM_JOB_END_TIME is not set (Slurm 22.05 and later set it)"
     elif job := environ.get("PBS_JOBID"):
         answer, problem = ask("qstat", "-f", job)
         if (seconds := pbs_seconds(answer, time.time())) is not None:
             return TimeLimit(seconds, f"qstat -f {job}", ends_job=True)
-        problem = f"qstat -f {job} does not tell ({problem or 'no walltime'})"
+        problem = f"qstat -f {job} does not report it ({problem or 'no walltime'})"
     else:
-        return TimeLimit(None, "none, as this is no job of PBS or Slurm")
+        return TimeLimit(None, "none, because this is not a PBS or Slurm job")
     return TimeLimit(
         None,
-        f"not known, as {problem}; to save before the job is ended, give train.time_limit=MINUTES",
+        f"unknown, because {problem}; set train.time_limit=MINUTES to save before the job ends",
     )
 
 
 def pbs_seconds(text: str, now: float) -> float | None:
-    """Read `qstat -f`: what is left of the walltime at `now`, in Unix seconds.
+    """Parse `qstat -f`: return the walltime left at `now` (Unix time) in seconds, or None.
 
     The job started at `stime` (PBS Professional and OpenPBS) or `start_time` (Torque), local time.
     """
@@ -184,7 +189,7 @@ def pbs_seconds(text: str, now: float) -> float | None:
     if limit is None or start is None:
         return None
     try:
-        began = time.mktime(time.strptime(start[1]))  # as ctime writes it
+        began = time.mktime(time.strptime(start[1]))  # the format of ctime
     except ValueError:
         return None
     hours, minutes, seconds = map(int, limit.groups())
@@ -192,7 +197,7 @@ def pbs_seconds(text: str, now: float) -> float | None:
 
 
 def ask(*command: str) -> tuple[str, str]:
-    """Return what a scheduler's command prints, or nothing and the problem."""
+    """Run a scheduler's command; return (its output, "") or, if it fails, ("", the problem)."""
     try:
         ran = subprocess.run(
             command, capture_output=True, text=True, errors="replace", timeout=COMMAND

@@ -1,4 +1,4 @@
-"""Starting a job again, inside its allocation, until it is done: `jaxgpt.launch --restarts`."""
+"""Restarting a job within its allocation until it is done: `jaxgpt.launch --restarts`."""
 
 import asyncio
 import dataclasses
@@ -19,13 +19,13 @@ from jaxgpt.cluster.monitor import keep_alive
 from jaxgpt.cluster.shutdown import BAD_USAGE, DONE, STOPPED, nobody_reads
 from jaxgpt.cluster.timeouts import COMMAND, RETRY, SLOW_DISK
 
-# Statuses after which another try would end the same way, or nobody wants one.
+# Exit statuses after which a restart would fail in the same way or is not wanted.
 FINAL = (DONE, BAD_USAGE, STOPPED, 128 + signal.SIGINT)
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 
 
 class Supervisor:
-    """One command, started on a layout's hosts again and again."""
+    """Runs a command on a job's hosts, and restarts it until it is done."""
 
     def __init__(
         self,
@@ -35,29 +35,29 @@ class Supervisor:
         restarts: int,
         give_up_after: int = 3,
     ):
-        """Prepare.
+        """Create a supervisor without starting the command.
 
         Args:
-            layout: where processes go in the first try.
-            launcher: builds the command line that starts them.
-            command: what each process runs.
-            restarts: tries after the first one, at most.
-            give_up_after: tries in a row without a new checkpoint, after which no other follows; 0
-                is never.
+            layout: hosts and processes of the first attempt.
+            launcher: builds the command line that starts the processes.
+            command: command that each process runs.
+            restarts: maximum number of attempts after the first one.
+            give_up_after: give up after this many attempts in a row without a new checkpoint; 0
+                never gives up.
         """
         self._layout, self._launcher, self._command = layout, launcher, list(command)
         self._restarts, self._give_up_after = restarts, give_up_after
         self._good = [*layout.hosts, *layout.spares]
         self._process: asyncio.subprocess.Process | None = None
         self._signal: int | None = None
-        # What process 0 of a try says.
+        # Reported by process 0 of the current attempt.
         self._job = ""
-        self._progress: dict | None = None  # what `SupervisorLink` says
-        self._is_ending = False  # the run is complete, or saved: only its processes end
-        self._gone: float | None = None  # when it was seen to end
+        self._progress: dict | None = None  # last message from `SupervisorLink`
+        self._is_ending = False  # whether the run is done or saved, and its processes are exiting
+        self._gone: float | None = None  # when process 0 disconnected
 
     def run(self) -> int:
-        """Return the exit status of the last try."""
+        """Run the command until it is done, and return the exit status of the last attempt."""
         return asyncio.run(self._run())
 
     async def _run(self) -> int:
@@ -77,7 +77,7 @@ class Supervisor:
             if progress is not None:
                 is_newer = progress["saved"] > (saved if has_trained else progress["resumed"])
                 has_trained, saved = True, progress["saved"]
-            # Input that was good enough to train with is not what is bad: a disk or a device is.
+            # If training had started, BAD_USAGE means a bad disk or device and not bad input.
             if status in FINAL and not (status == BAD_USAGE and has_trained):
                 return status
             if status == 128 + signal.SIGPIPE and nobody_reads():  # as after `| head`
@@ -85,15 +85,15 @@ class Supervisor:
             if self._signal is not None:
                 return STOPPED if saved else status
             futile = 0 if is_newer else futile + 1
-            where = f" at step {progress['step']}" if progress else ", before a step"
-            _say(f"try {attempt} ended with status {status} after {seconds:.0f} s{where}")
+            where = f" at step {progress['step']}" if progress else ", before the first step"
+            _say(f"attempt {attempt} ended with status {status} after {seconds:.0f} s{where}")
             if attempt > self._restarts:
-                _say(f"--restarts {self._restarts}: no more tries")
+                _say(f"--restarts {self._restarts}: no attempts left")
                 return status
             if futile and futile == self._give_up_after:
                 _say(
-                    f"--give-up-after {futile}: no new checkpoint in so many tries; read what they "
-                    "printed, or give a smaller checkpoint.interval"
+                    f"--give-up-after {futile}: no new checkpoint in {futile} attempts; read their "
+                    "output, or set a smaller checkpoint.interval"
                 )
                 return status
             if futile:
@@ -106,29 +106,29 @@ class Supervisor:
         raise AssertionError("unreachable")
 
     async def _try(self) -> int:
-        """Start the command, and wait until all of it has ended."""
+        """Start the command, wait until its launcher has exited, and return the exit status."""
         self._job, self._gone = secrets.token_hex(8), None
         self._is_ending, self._progress = False, None
         environ = {**os.environ, SUPERVISOR: self._address, JOB: self._job}
         line = [*self._launcher(self._layout, environ), *self._command]
-        # A group of its own: a terminal's Ctrl-C comes by `_pass_on` alone, once.
+        # Use a new process group, so that Ctrl-C reaches the job once, through `_pass_on`.
         self._process = await asyncio.create_subprocess_exec(
             *line, stdin=subprocess.DEVNULL, env=environ, process_group=0
         )
-        if self._signal is not None:  # while the line was made
+        if self._signal is not None:  # while the line was built
             self._process.send_signal(signal.SIGUSR1)
         ended = asyncio.create_task(self._process.wait())
         while not (await asyncio.wait([ended], timeout=1))[0]:
             patience = SLOW_DISK if self._is_ending else COMMAND
             if self._gone is not None and time.monotonic() - self._gone > patience:
-                _say("process 0 has ended, and its launcher does not; ended")
-                os.killpg(self._process.pid, signal.SIGTERM)  # srun ends its step, given time
+                _say("process 0 has exited, but its launcher has not; killing the launcher")
+                os.killpg(self._process.pid, signal.SIGTERM)  # lets srun end its step
                 if not (await asyncio.wait([ended], timeout=COMMAND))[0]:
                     os.killpg(self._process.pid, signal.SIGKILL)
         return ended.result() if ended.result() >= 0 else 128 - ended.result()
 
     async def _hear(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Note how far process 0 of a try has come, until it ends."""
+        """Record the progress that process 0 of an attempt reports, until it disconnects."""
         keep_alive(writer)
         job = None
         try:
@@ -140,31 +140,31 @@ class Supervisor:
                 self._gone, self._is_ending = None, message.pop("ending")
                 self._progress = message
         except (OSError, ValueError, TypeError, KeyError, AttributeError):
-            pass  # its host is lost, or it is none of ours
+            pass  # its host is lost, or it is an unrelated program
         writer.close()
         if job is not None and job == self._job:
             self._gone = time.monotonic()
 
     async def _wait(self, seconds: float) -> None:
-        """Wait, unless the job is asked to stop."""
+        """Wait for `seconds`, or until the job is asked to stop."""
         await asyncio.wait([asyncio.create_task(self._asked_to_stop.wait())], timeout=seconds)
 
     async def _place_again(self, directory: str) -> bool:
-        """Choose hosts for the next try: those that are well. False if there are none."""
+        """Choose healthy hosts for the next attempt; return False if there are none."""
         before, began = self._layout, time.monotonic()
         problems = await check_hosts(before, self._launcher, self._good, self._job, directory)
         for host, problem in problems.items():
             if problem is not None:
-                _say(f"host {host} is left out: {problem}")
+                _say(f"excluding host {host}: {problem}")
         self._good = [host for host, problem in problems.items() if problem is None]
         checked = f"{len(problems)} host{'s' * (len(problems) > 1)} checked in"
-        _say(f"{checked} {time.monotonic() - began:.1f} s, {len(self._good)} well")
+        _say(f"{checked} {time.monotonic() - began:.1f} s, {len(self._good)} healthy")
         if not self._good:
-            _say("no host is well enough to go on")
+            _say("no healthy host is left")
             return False
         self._layout = place_on(before, self._good[: len(before.hosts)])
         if len(self._layout.hosts) < len(before.hosts):
-            _say(f"no spare host is left; going on with {self._layout}")
+            _say(f"no spare host is left; continuing with {self._layout}")
         return True
 
     def _pass_on(self, number: int) -> None:
@@ -172,15 +172,18 @@ class Supervisor:
         self._signal = number
         self._asked_to_stop.set()
         if self._process is not None and self._process.returncode is None:
-            # All launchers pass SIGUSR1 on. MPICH's dies of SIGUSR2; srun and Open MPI's mpirun end
-            # all processes on SIGTERM, which is what a second Ctrl-C is for.
+            # All launchers forward SIGUSR1. SIGUSR2 kills MPICH's mpiexec. On SIGTERM, srun and
+            # Open MPI's mpirun end all processes, as a second Ctrl-C should.
             self._process.send_signal(signal.SIGTERM if again else signal.SIGUSR1)
 
 
 async def check_hosts(
     layout: ProcessLayout, launcher: Launcher, hosts: Sequence[str], job: str, directory: str
 ) -> dict[str, str | None]:
-    """End what is left of `job` on each host, in parallel; return why one is unfit, or None."""
+    """Kill leftover processes of `job` and probe each host, in parallel.
+
+    Returns, for each host, the reason that it cannot be used, or None if it is healthy.
+    """
     probe = [sys.executable, "-m", "jaxgpt.doctor.probe", job, directory]
     environ = {k: v for k, v in os.environ.items() if k not in (SUPERVISOR, JOB)}
     lines = []
@@ -189,7 +192,7 @@ async def check_hosts(
         if not layout.is_local:
             one = dataclasses.replace(place_on(layout, [host]), n_processes=1, per_host=1)
             line = [*launcher(one, environ), *probe]
-            if line[0] == "srun":  # what is left of the last try may hold the host's devices
+            if line[0] == "srun":  # leftover processes may still hold the devices
                 line[1:1] = ["--overlap"]
         lines.append(line)
     found = await asyncio.gather(*(probed(line, environ) for line in lines))
@@ -197,7 +200,7 @@ async def check_hosts(
 
 
 async def probed(line: Sequence[str], environ: Mapping[str, str]) -> str | None:
-    """Run a probe's command line; return the problem that it found, or its own."""
+    """Run a probe's command line; return the problem that it finds, its own failure, or None."""
     process = await asyncio.create_subprocess_exec(
         *line, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         env=environ, start_new_session=True,
@@ -209,7 +212,7 @@ async def probed(line: Sequence[str], environ: Mapping[str, str]) -> str | None:
         return f"no answer within {SLOW_DISK:.0f} s"
     if process.returncode == 0:
         return None
-    # The probe's own reason, or the first words of a launcher, or a remote shell, that failed.
+    # Return the probe's own error or else the first line, from a launcher or remote shell.
     printed = output.decode(errors="replace").splitlines()
     lines = [line for line in printed if line.strip()] or [f"status {process.returncode}"]
     own = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]

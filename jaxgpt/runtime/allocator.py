@@ -1,4 +1,4 @@
-"""Memory allocators: glibc's malloc for jobs on CPUs, and XLA's share of a GPU's memory."""
+"""Memory allocation: glibc's malloc for CPU jobs, and XLA's share of GPU memory."""
 
 import contextlib
 import ctypes
@@ -9,22 +9,22 @@ from pathlib import Path
 
 from jaxgpt.cluster.hardware import DEVICE_FILES
 
-# Blocks up to this size, and as much free memory, stay with the process; larger ones leave holes.
+# malloc keeps freed blocks up to this size. Keeping larger blocks would fragment the heap.
 KEPT_BYTES = 2**29
-# Numbers from glibc's malloc.h: M_ARENA_MAX (other arenas never keep more than 64 MiB),
-# M_MMAP_THRESHOLD, M_TRIM_THRESHOLD, and M_TOP_PAD, the address space that the heap grows by.
+# Option numbers from glibc's malloc.h: M_ARENA_MAX (other arenas never keep more than 64 MiB),
+# M_MMAP_THRESHOLD, M_TRIM_THRESHOLD, and M_TOP_PAD, the address space added when the heap grows.
 MALLOC_OPTIONS = ((-8, 1), (-3, KEPT_BYTES), (-1, KEPT_BYTES), (-2, 2**31 - 2**21))
-MADV_HUGEPAGE = 14  # of madvise: the kernel gives the heap pages of 2 MiB
+MADV_HUGEPAGE = 14  # for madvise: back the heap with 2 MiB pages
 
-USABLE = 0.9  # of a GPU's memory; the rest goes to the driver, NCCL and fragmentation
-# XLA's share of a GPU's memory; the second name is the older one.
+USABLE = 0.9  # share of a GPU's memory; the driver, NCCL and fragmentation take the rest
+# Variables that set XLA's share of GPU memory: the current name and the old one.
 MEMORY_VARIABLES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 
 
 def keep_freed_memory() -> list[str]:
-    """Make malloc keep freed blocks, unless the user has chosen; return lines for the log.
+    """Make malloc keep freed blocks, unless the user has configured malloc; return log lines.
 
-    Call it before XLA starts its threads.
+    Call this before XLA starts its threads.
     """
     for name, value in os.environ.items():
         if (
@@ -32,13 +32,13 @@ def keep_freed_memory() -> list[str]:
             or (name == "GLIBC_TUNABLES" and "glibc.malloc." in value)
             or (name == "LD_PRELOAD" and "malloc" in value)
         ):
-            return [f"malloc: left as {name}={value} has it"]
+            return [f"malloc: unchanged, because the environment has {name}={value}"]
     with contextlib.suppress(AttributeError, OSError):  # not glibc
         libc = ctypes.CDLL(None)
         libc.malloc.restype = ctypes.c_void_p
         for option, value in MALLOC_OPTIONS:
             libc.mallopt(option, value)
-        libc.free(ctypes.c_void_p(libc.malloc(2**20)))  # the heap grows by M_TOP_PAD
+        libc.free(ctypes.c_void_p(libc.malloc(2**20)))  # grow the heap by M_TOP_PAD
         heap = re.search(r"^(\w+)-(\w+) .*\[heap\]$", Path("/proc/self/maps").read_text(), re.M)
         start, end = (int(address, 16) for address in heap.groups())
         libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), MADV_HUGEPAGE)
@@ -46,12 +46,12 @@ def keep_freed_memory() -> list[str]:
 
 
 def reserve_gpu_memory() -> list[str]:
-    """Let XLA take `USABLE` of each GPU's memory unless the user has chosen; return log lines."""
+    """Let XLA reserve `USABLE` of GPU memory unless the user has set a share; return log lines."""
     has_gpu = any(glob.glob(pattern) for pattern in DEVICE_FILES[:2])
     if not has_gpu or any(os.environ.get(name) for name in MEMORY_VARIABLES):
         return []
     os.environ[MEMORY_VARIABLES[0]] = str(USABLE)
     return [
         f"GPU memory: each process reserves {USABLE:.0%} of its GPUs' memory (XLA's default is "
-        f"75%); set {MEMORY_VARIABLES[0]} for another share"
+        f"75%); set {MEMORY_VARIABLES[0]} to change the share"
     ]

@@ -1,4 +1,4 @@
-"""Persistent compilation cache: compiled programs are read from a folder at the next start."""
+"""Persistent compilation cache: later runs read compiled programs from a folder."""
 
 import contextlib
 import hashlib
@@ -15,11 +15,11 @@ OFF = "off"
 
 
 def use_compile_cache(directory: str, cluster: ProcessGroup) -> str:
-    """Let JAX, which must have been started, read and write compiled programs; return a log line.
+    """Set up JAX's persistent compilation cache in `directory`; return a log line.
 
-    On CPUs the processes of one host also share what they compile: process 0 does it for all.
-    Of several such jobs at a time only the first one writes. JAX_COMPILATION_CACHE_DIR, where
-    set, is the folder in place of `directory`; `off` is none.
+    Call this after JAX has started. JAX_COMPILATION_CACHE_DIR overrides `directory`, and `off`
+    disables the cache. In a CPU job on one host, process 0 compiles for all processes. If several
+    multi-process CPU jobs run at the same time, only the first one writes to the cache.
     """
     import jax
 
@@ -31,35 +31,36 @@ def use_compile_cache(directory: str, cluster: ProcessGroup) -> str:
         source, directory = "JAX_COMPILATION_CACHE_DIR", chosen
     folder = Path(os.path.expanduser(directory)) / cpu_signature()
     on_cpu = jax.default_backend() == "cpu"
-    # XLA tries kernels for GPUs together: a process that has not found a program would wait for
-    # one that has.
+    # On GPUs, all processes take part in autotuning. After a cache miss, a process would wait for
+    # one with a cache hit.
     writable = all(cluster.allgather(_is_writable(folder)))
     if not writable or not (on_cpu or _is_shared(folder, cluster)):
-        problem = "is not one folder that all hosts can write to, or they have other processors"
+        problem = "is not one folder that all hosts share, or the hosts have different processors"
         problem = problem if writable else "cannot be written"
         return f"warning: {source}={directory}: {problem}; compiling without a cache"
     if on_cpu and cluster.size > 1 and not use_one_cache_key():
-        return "warning: compile cache: off, as this version of JAX has a key for each process"
+        return "warning: compile cache: off, because this JAX version has a key for each process"
     jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     if on_cpu:
-        jax.config.update("jax_persistent_cache_enable_xla_caches", "none")  # those are for GPUs
+        jax.config.update("jax_persistent_cache_enable_xla_caches", "none")  # these are for GPUs
     line = f"compile cache: {folder}"
     if not on_cpu or cluster.size == 1:
         return line
-    # A process that finds no program waits for process 0 to compile it, which process 0 does not
-    # do if it has found it. So all must see the same files, and no other job may add to them.
+    # After a cache miss, a process waits for process 0 to compile, but after a cache hit, process 0
+    # does not compile. Therefore, all processes must see the same files, and only this job may add
+    # any.
     problem = cluster.broadcast(_lock(folder, cluster) if cluster.is_main else None)
     if problem:
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 1e9)  # so none is written
-        return f"{line}, only read, because {problem}"
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 1e9)  # writes nothing
+        return f"{line}, read-only because {problem}"
     jax.config.update("jax_share_binary_between_hosts", cluster.local_size == cluster.size)
     return line
 
 
 class CacheUse:
-    """Counts, from now on, of the programs asked of the cache and found in it."""
+    """Counts compile-cache requests and hits from now on."""
 
     def __init__(self):
         import jax
@@ -82,7 +83,7 @@ class CacheUse:
 
 
 def cpu_signature() -> str:
-    """Return a hash that differs for processors for which XLA compiles different code."""
+    """Return a hash of the processor type. XLA may compile different code for another type."""
     found = [platform.machine()]
     info = Path("/proc/cpuinfo")
     if info.exists():  # Linux
@@ -93,7 +94,7 @@ def cpu_signature() -> str:
 
 
 def _is_writable(folder: Path) -> bool:
-    if str(folder).startswith("~"):  # the home directory of this user is not known
+    if str(folder).startswith("~"):  # the user's home directory is unknown
         return False
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -103,7 +104,7 @@ def _is_writable(folder: Path) -> bool:
 
 
 def _is_shared(folder: Path, cluster: ProcessGroup) -> bool:
-    """Return whether all processes see the same folder: process 0 makes a file in it."""
+    """Return whether all processes see the same folder, by creating a file in it on process 0."""
     with contextlib.ExitStack() as stack:
         name = "no such file"
         if cluster.is_main:
@@ -113,10 +114,10 @@ def _is_shared(folder: Path, cluster: ProcessGroup) -> bool:
 
 
 def _lock(folder: Path, cluster: ProcessGroup) -> str:
-    """Lock the folder until the group is closed; return why that is impossible, or nothing."""
+    """Lock the folder until the group closes; return "" or the reason why this is impossible."""
     try:
         file = cluster.on_close.enter_context((folder / ".lock").open("a"))
     except OSError as error:
-        return f"its .lock cannot be written ({error.strerror})"  # another user's
+        return f"its .lock cannot be written ({error.strerror})"  # such as another user's file
     reasons = {"taken": "another job is writing to it", "unsupported": "it cannot be locked"}
     return reasons.get(lock_file(file), "")

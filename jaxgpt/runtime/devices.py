@@ -1,4 +1,4 @@
-"""Devices of one process: simulated ones on CPUs, or its share of the host's accelerators."""
+"""The devices of a process: simulated CPU devices, or its share of the host's accelerators."""
 
 import math
 import os
@@ -8,14 +8,15 @@ from jaxgpt.cluster.hardware import VISIBLE_VARIABLES, accelerator_expected, cou
 from jaxgpt.cluster.process_group import ProcessGroup
 from jaxgpt.config import MeshShape, UsageError
 
-MAX_CPU_DEVICES = 2048  # XLA simulates no more in one process
+MAX_CPU_DEVICES = 2048  # XLA's limit per process
 
 
 def cpu_devices_per_process(shape: MeshShape, cluster: ProcessGroup) -> int:
     """Return how many devices each process of a CPU job simulates: mesh product / processes.
 
-    `JAX_NUM_CPU_DEVICES`, where set, wins. A mesh with -1 takes one device per process, or as
-    many as its known sizes need. `UsageError` if the processes do not divide the mesh.
+    `JAX_NUM_CPU_DEVICES` overrides this. A mesh with -1 gets one device per process, or as many as
+    its known sizes need. Raises `UsageError` if the number of processes does not divide the mesh
+    product, or if there would be more than `MAX_CPU_DEVICES` devices per process.
     """
     wanted = os.environ.get("JAX_NUM_CPU_DEVICES")
     if wanted is not None:
@@ -27,35 +28,35 @@ def cpu_devices_per_process(shape: MeshShape, cluster: ProcessGroup) -> int:
     known = shape.n_devices
     if known > MAX_CPU_DEVICES * cluster.size:
         raise UsageError(
-            f"parallel.mesh={shape}: its {known} devices are too many; on a CPU a process can "
-            f"simulate {MAX_CPU_DEVICES}"
+            f"parallel.mesh={shape}: its {known} devices are too many; on CPUs, a process can "
+            f"simulate {MAX_CPU_DEVICES}; set a smaller mesh or start more processes"
         )
-    if not shape.is_filled:  # the open axis takes what the processes have too many
+    if not shape.is_filled:  # the axis of size -1 takes the surplus processes
         return math.lcm(known, cluster.size) // cluster.size
     if known % cluster.size:
         raise UsageError(
-            f"parallel.mesh={shape}: its {known} devices cannot be shared out over "
+            f"parallel.mesh={shape}: its {known} devices cannot be divided evenly among "
             f"{cluster.size} processes; the number of processes must divide the mesh's product"
         )
     return known // cluster.size
 
 
 def local_device_ids(cluster: ProcessGroup) -> list[int] | None:
-    """Return the indices of this process's accelerators; None takes all that it sees.
+    """Return the indices of this process's accelerators, or None to use all that it sees.
 
-    Processes of one host that see the same ones share them out evenly. One that sees a single
-    device has been given it by the launcher, and so has one that sees others than its mates do.
-    `UsageError` on every process if a host has more processes than devices.
+    Processes on one host that see the same accelerators divide them evenly. If a process sees only
+    one, or not the same ones as the other processes, then the launcher has already assigned them.
+    Raises `UsageError` on every process if processes outnumber the accelerators that they share.
     """
     visible = next((os.environ[v] for v in VISIBLE_VARIABLES if os.environ.get(v)), None)
     everyone = zip(cluster.allgather(visible), cluster.hosts, strict=True)
     mates = [theirs for theirs, host in everyone if host == cluster.hosts[cluster.rank]]
     machine = cluster.machine
-    # Intel's files do not tell tiles apart: there the machine does.
+    # Intel's device files do not distinguish tiles, so use the machine's number of devices.
     n_seen = count_accelerators() or (machine.devices_per_host if machine else 0)
     seen = visible.split(",") if visible else [str(i) for i in range(n_seen)]
     n_sharing, place = mates.count(visible), mates[: cluster.local_rank].count(visible)
-    # A single one may be of a kind whose files do not tell how many there are.
+    # If only one is seen, its device files may not show how many there are.
     shares = n_sharing > 1 and len(seen) > 1 and accelerator_expected()
     each = len(seen) // n_sharing
     cluster.raise_if_any(
@@ -67,6 +68,6 @@ def local_device_ids(cluster: ProcessGroup) -> list[int] | None:
     if not shares:
         return None
     chosen = list(range(place * each, (place + 1) * each))
-    if machine and machine.device == "pvc":  # JAX's own setting is for CUDA and ROCm
+    if machine and machine.device == "pvc":  # JAX's own setting supports only CUDA and ROCm
         os.environ["ZE_AFFINITY_MASK"] = ",".join(seen[i] for i in chosen)
     return chosen

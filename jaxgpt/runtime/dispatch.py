@@ -1,25 +1,26 @@
-"""A bound on how far a process runs ahead of its devices."""
+"""Limit on how far a process runs ahead of its devices."""
 
 from collections import deque
 from typing import Any
 
 import jax
 
-LIMIT = 16  # programs; more than enough for a device never to wait for the host
+LIMIT = 16  # programs; enough that a device never waits for the host
 
 
 class DispatchLimiter:
-    """Keeps the number of dispatched, unfinished programs within `LIMIT`.
+    """Limits the number of dispatched but unfinished programs to `LIMIT`.
 
-    XLA lets 32 be under way on a CPU device; the thread that waits to dispatch the next one can
-    be the one that has to begin what the first waits for, on another device, for ever.
+    XLA allows 32 such programs on a CPU device, and then blocks the dispatching thread. If the
+    oldest program waits for a program on another device that this thread has not dispatched yet,
+    the job deadlocks.
     """
 
     def __init__(self):
         self._results: deque[Any] = deque()
 
     def add(self, result: Any) -> None:
-        """Take what a program that was just dispatched returns; may wait for an older one."""
+        """Register the result of a newly dispatched program. May wait for an older program."""
         self._results.append(result)
         if len(self._results) > LIMIT:
             jax.block_until_ready(self._results.popleft())

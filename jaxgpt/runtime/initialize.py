@@ -1,4 +1,4 @@
-"""Start of JAX on the processes of a job: its devices, and `jax.distributed` among them."""
+"""Starting JAX on the processes of a job: its devices and `jax.distributed`."""
 
 import contextlib
 import ipaddress
@@ -24,7 +24,7 @@ from jaxgpt.runtime.jax_internals import set_gloo_hostname
 from jaxgpt.runtime.xla_flags import CPU_COLLECTIVES, add_xla_flags
 
 JOBS = (("PBS", "PBS_JOBID"), ("Slurm", "SLURM_JOB_ID"))
-# Settings of JAX that decide about results, which are to be those of the configuration.
+# JAX settings that affect results. Only the configuration may change results.
 PINNED = {
     "jax_enable_x64": False,
     "jax_disable_jit": False,
@@ -34,8 +34,8 @@ PINNED = {
     "jax_numpy_dtype_promotion": "standard",
 }
 CHECK_DRIVER = (
-    "check the driver and the plugin (for NVIDIA GPUs pip install 'jaxgpt[cuda]', or "
-    "'jaxgpt[cuda12]' for its older drivers), or set JAX_PLATFORMS=cpu"
+    "check the driver and the plugin (for NVIDIA GPUs, pip install 'jaxgpt[cuda]', or "
+    "'jaxgpt[cuda12]' for older drivers), or set JAX_PLATFORMS=cpu"
 )
 
 
@@ -46,13 +46,22 @@ def initialize_jax(
     preemption: bool = False,
     allow_cpu: bool = False,
 ) -> dict[str, Any]:
-    """Start JAX on this process and, in a job of several, `jax.distributed`; return what is found.
+    """Start JAX on this process and, if the job has several, connect them.
 
-    `on_phase` is called with the name of each phase of the start as it begins. `preemption` catches
-    SIGTERM for `preemption_sync_point`. With `allow_cpu` CPUs are taken also where accelerators are
-    expected, for the doctor to say so.
+    Args:
+        cluster: the processes of the job.
+        shape: mesh shape, which determines the number of simulated devices on CPUs.
+        on_phase: called with the name of each startup phase when it begins.
+        preemption: whether JAX catches SIGTERM for `preemption_sync_point`.
+        allow_cpu: accept CPUs even if accelerators are expected (the doctor then reports it).
 
-    Raises `PeerLost` if the coordinator cannot be reached, `UsageError` if devices do not fit.
+    Returns:
+        Facts about the job, its devices and JAX for the log and `cluster.json`; see `describe`.
+
+    Raises:
+        PeerLost: if the coordinator cannot be reached.
+        UsageError: if the devices do not fit the mesh or the processes, or an environment variable
+            is invalid.
     """
     on_phase("imports")
     add_xla_flags(*CPU_COLLECTIVES)
@@ -70,7 +79,7 @@ def initialize_jax(
     notes += pin_settings()
     on_phase("distributed init")
     if cpu_devices is not None:
-        # JAX refuses once it has started (in a notebook): then the devices are what they are.
+        # JAX refuses this if it has already started, as in a notebook. Then keep its devices.
         with contextlib.suppress(RuntimeError):
             jax.config.update("jax_num_cpu_devices", cpu_devices)
     coordinator = _start_distributed(cluster, preemption) if cluster.size > 1 else None
@@ -89,16 +98,16 @@ def _start_distributed(cluster: ProcessGroup, preemption: bool) -> str:
     coordinator = cluster.broadcast(cluster.run_on_all(_free_address, cluster))
     devices = local_device_ids(cluster)
     if cluster.rank:
-        # JAX would abort with a stack trace if it cannot be reached.
+        # Try to connect first. JAX would abort with a stack trace if this failed.
         connect_to_rank0(coordinator, cluster.rank, cluster.timeout).close()
     jax.distributed.initialize(
         coordinator,
         num_processes=cluster.size,
         process_id=cluster.rank,
         local_device_ids=devices,
-        cluster_detection_method="deactivate",  # or JAX picks devices by SLURM_LOCALID
+        cluster_detection_method="deactivate",  # else JAX selects devices by SLURM_LOCALID
         initialization_timeout=math.ceil(cluster.timeout),
-        heartbeat_timeout_seconds=int(2 * LOST_HOST),  # the monitor is first
+        heartbeat_timeout_seconds=int(2 * LOST_HOST),  # the monitor acts first
     )
     set_gloo_hostname(_outward_address(cluster, coordinator.rpartition(":")[0].strip("[]")))
     return coordinator
@@ -109,16 +118,16 @@ def _start_devices(allow_cpu: bool) -> list[Any]:
 
     try:
         devices = jax.devices()
-    except (RuntimeError, AssertionError) as error:  # an AssertionError says nothing more
+    except (RuntimeError, AssertionError) as error:  # an AssertionError has no message
         reason = " ".join(str(error).split()) or "no such devices"
         raise UsageError(
-            f"JAX_PLATFORMS={os.environ.get('JAX_PLATFORMS', '')}: JAX cannot start their devices "
+            f"JAX_PLATFORMS={os.environ.get('JAX_PLATFORMS', '')}: JAX cannot start these devices "
             f"({reason}); {CHECK_DRIVER}"
         ) from None
     if devices[0].platform == "cpu" and not allow_cpu:
         raise UsageError(
-            "devices: this host has accelerators, and their plugin has given JAX none; its words "
-            f"are above: {CHECK_DRIVER}"
+            "devices: this host has accelerators, but the JAX plugin found none (see its messages "
+            f"above); {CHECK_DRIVER}"
         )
     return devices
 
@@ -146,32 +155,35 @@ def _facts(cluster: ProcessGroup, devices: list[Any]) -> dict[str, Any]:
 
 
 def preemption_sync_point(step: int, requested: bool) -> bool | None:
-    """Return whether all processes stop after `step`, as one was asked to; None if alone."""
+    """Return whether all processes stop after `step`, or None if this is the only process.
+
+    `requested` says that this process was asked to stop.
+    """
     import jax
 
     if not jax.distributed.is_initialized():
         return None
     from jax.experimental import multihost_utils
 
-    if requested:  # the service listens for SIGTERM, in C++ in place of Python's handler
+    if requested:  # JAX's service catches SIGTERM in C++, instead of Python's handler
         os.kill(os.getpid(), signal.SIGTERM)
     return multihost_utils.reached_preemption_sync_point(step)
 
 
 def pin_settings() -> list[str]:
-    """Set what `PINNED` says; return lines for the log about what the environment had chosen."""
+    """Apply the settings in `PINNED`; return warnings about those that the environment changed."""
     import jax
 
     notes = []
     for name, value in PINNED.items():
         if (found := getattr(jax.config, name)) != value:
             jax.config.update(name, value)
-            notes.append(f"warning: {name.upper()}={found}: is {value} here, as it decides results")
+            notes.append(f"warning: {name.upper()}={found}: set to {value}, as it affects results")
     return notes
 
 
 def describe(facts: dict[str, Any]) -> list[str]:
-    """Return lines for the log about what `initialize_jax` found."""
+    """Return log lines about the facts that `initialize_jax` returned."""
     simulated = " simulated" if facts["simulated"] else ""
     machine = f", {facts['machine']}" if facts["machine"] else ""
     n_hosts = len(facts["hosts"])
@@ -187,8 +199,9 @@ def describe(facts: dict[str, Any]) -> list[str]:
 
 
 def _outward_address(cluster: ProcessGroup, coordinator: str) -> str:
-    """Return the address at which the others reach this host; loopback if there are none."""
-    # The coordinator's own host may know itself by loopback only: it takes the way to another.
+    """Return this host's address for processes on other hosts; loopback if there are none."""
+    # On the coordinator's host, its name may resolve to loopback. In this case, use the address on
+    # the route to another host.
     everyone = cluster.allgather(address_towards(coordinator))
     mine = everyone[cluster.rank]
     outward = [a for a in everyone if not ipaddress.ip_address(a).is_loopback]
@@ -196,16 +209,16 @@ def _outward_address(cluster: ProcessGroup, coordinator: str) -> str:
 
 
 def clear_proxies() -> list[str]:
-    """Take *_proxy out of the environment: gRPC would send them what is for another host."""
+    """Remove *_proxy variables. gRPC would send messages for other hosts to the proxy."""
     found = sorted(v for v in os.environ if re.fullmatch(r"(?!no_proxy)\w+_proxy", v, re.I))
     for name in found:
         del os.environ[name]
-    line = f"cleared {', '.join(found)}: the processes speak to each other without a proxy"
+    line = f"cleared {', '.join(found)}: the processes connect to each other without a proxy"
     return [line] if found else []
 
 
 def _keep_stdout_for_python() -> None:
-    """Give Gloo another stdout: from C++ it prints a line per process and group."""
+    """Redirect stdout to /dev/null for C++, where Gloo prints a line per process and group."""
     sys.stdout.flush()
     ours = os.dup(1)
     with open(os.devnull, "w") as nothing:
@@ -214,7 +227,7 @@ def _keep_stdout_for_python() -> None:
 
 
 def _free_address(cluster: ProcessGroup) -> str | None:
-    """Return host:port on process 0 that the others can connect to; None on the others."""
+    """Return a host:port of process 0 that the others can connect to; None on the others."""
     if not cluster.is_main:
         return None
     if given := os.environ.get(COORDINATOR):

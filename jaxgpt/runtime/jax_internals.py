@@ -1,18 +1,19 @@
-"""Private names of JAX: the only file that may use them.
+"""Uses of JAX's private APIs. No other file may use them.
 
-Each function gives the reason, and what happens with a version of JAX that no longer has the name.
-tests/runtime/test_jax_internals.py fails for such a version, by the name of the function.
+Each function states why it needs the private name, and its fallback for a version of JAX that no
+longer has the name. For such a version, tests/runtime/test_jax_internals.py fails and names the
+function.
 """
 
 import functools
 
 
 def set_gloo_hostname(address: str) -> bool:
-    """Let Gloo, the collective library between CPUs, listen at this address of the host.
+    """Make Gloo, the collectives library for CPUs, listen on this address of the host.
 
-    Call it before JAX makes its first device. Reason: Gloo takes what the host's own name stands
-    for (on Debian 127.0.1.1, which no other host can reach), and JAX has no setting for it.
-    Fallback: False, and Gloo chooses.
+    Call this before JAX creates its first device. Reason: Gloo listens on the address that the
+    host name resolves to (on Debian 127.0.1.1, which no other host can reach), and JAX has no
+    setting for it. Fallback: return False and let Gloo choose.
     """
     try:
         from jaxlib import _jax
@@ -20,17 +21,17 @@ def set_gloo_hostname(address: str) -> bool:
         make = _jax.make_gloo_tcp_collectives
     except (ImportError, AttributeError):
         return False
-    make = getattr(make, "func", make)  # in a process that connects again
+    make = getattr(make, "func", make)  # already wrapped if this process has connected before
     _jax.make_gloo_tcp_collectives = functools.partial(make, hostname=address)
     return True
 
 
 def use_one_cache_key() -> bool:
-    """Give a program the same key in the compile cache on all processes of a CPU job.
+    """Use the same compile-cache key for a program on all processes of a CPU job.
 
-    Reason: JAX's key contains the topology, which looks different from every process on CPUs; only
-    process 0 would find what it wrote. Where JAX cannot describe a topology it takes the kinds of
-    devices instead, and so does this. Fallback: False, and the job compiles without a cache.
+    Reason: JAX's key includes the topology, which differs between the processes of a CPU job, so
+    only process 0 would find the entries that it wrote. If JAX cannot describe a topology, it uses
+    the device kinds instead, and so does this. Fallback: return False and compile without a cache.
     """
     try:
         from jax._src import cache_key

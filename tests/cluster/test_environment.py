@@ -169,7 +169,7 @@ def test_torchruns_own_port_is_left_to_it():
         ({"JAXGPT_RANK": "0"}, "JAXGPT_RANK=0, JAXGPT_SIZE=: .*set both"),
         ({"JAXGPT_SIZE": "2"}, "JAXGPT_RANK=, JAXGPT_SIZE=2: .*set both"),
         ({"JAXGPT_RANK": "x", "JAXGPT_SIZE": "2"}, "JAXGPT_RANK=x: must be a whole number"),
-        ({"JAXGPT_RANK": "2", "JAXGPT_SIZE": "2"}, "JAXGPT_RANK=2, JAXGPT_SIZE=2: .*larger"),
+        ({"JAXGPT_RANK": "2", "JAXGPT_SIZE": "2"}, "JAXGPT_RANK=2, JAXGPT_SIZE=2: .*less than"),
         ({"JAXGPT_RANK": "0", "JAXGPT_SIZE": "2"}, "JAXGPT_COORDINATOR=: must be host:port"),
         (
             {"JAXGPT_RANK": "0", "JAXGPT_SIZE": "2", "JAXGPT_COORDINATOR": "node1"},

@@ -96,7 +96,10 @@ def test_a_process_that_is_killed_is_named_at_once_and_ends_all(rank):
     speaks = 1 if rank == 0 else 0
     statuses, errors = ends(jobs)
     assert statuses.pop(rank) == -signal.SIGKILL and statuses == [1, 1]
-    assert errors[speaks] == f"error: process {rank} {HERE} has ended; its own output may say why\n"
+    assert (
+        errors[speaks]
+        == f"error: process {rank} {HERE} exited unexpectedly; its output may say why\n"
+    )
     assert sum(map(bool, errors)) == 1
 
 
@@ -157,11 +160,11 @@ def test_processes_that_do_not_come_and_ranks_that_do_not_fit_end_the_others():
     statuses, (error, nothing) = meet((0, 4), (1, 4))
     assert (statuses, nothing) == ([1, 1], "")
     assert error.startswith(
-        "error: 2 of 4 processes did not start within 2 s (--init-timeout); missing: rank 2, 3; "
+        "error: 2 of 4 processes did not start within 2 s (--init-timeout); missing ranks: 2, 3; "
     )
     statuses, errors = meet((0, 3), (1, 3), (1, 3), seconds=30)
     assert statuses == [1, 1, 1]
-    assert errors[0].startswith("error: a process came as rank 1 of 3, but this is a job of 3 ")
+    assert errors[0].startswith("error: a process connected as rank 1 of 3, but this job has 3 ")
 
 
 def test_process_0_hears_the_last_words_of_each_process(monkeypatch):

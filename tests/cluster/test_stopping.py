@@ -61,7 +61,7 @@ def run_steps(limit, save=0.0, number=None):
 def test_a_signal_stops_after_a_step(name):
     reason, said = run_steps((), number=signal.Signals[name])
     assert reason == f"{name}\n"
-    assert said.startswith(f"{name}: stops after the ") and ", with a checkpoint" in said
+    assert said.startswith(f"{name}: stopping after the ") and ", with a checkpoint" in said
 
 
 def test_a_limit_stops_after_a_step():
@@ -72,7 +72,7 @@ def test_a_limit_stops_after_a_step():
 def test_a_long_checkpoint_stops_a_job_earlier():
     """One that took 3000 s, in a job of one hour: at once."""
     reason, said = run_steps((HOUR, "the scheduler", True), save=3000.0)
-    assert reason == "time limit\n" and ", 4500 s before, as a checkpoint takes 3000 s\n" in said
+    assert reason == "time limit\n" and " 4500 s earlier, because a checkpoint takes 3000 s" in said
     assert run_steps((HOUR, "mine", False), save=3000.0, number=signal.SIGTERM)[0] == "SIGTERM\n"
 
 
@@ -95,7 +95,7 @@ def test_ctrl_c_is_answered_while_a_step_compiles_and_the_second_one_leaves():
     assert job.stdout.readline() == "ready\n"
     job.send_signal(signal.SIGINT)
     assert job.stderr.readline() == (
-        "SIGINT: stops after the first step, with a checkpoint; Ctrl-C again leaves at once, "
+        "SIGINT: stopping after the first step, with a checkpoint; Ctrl-C again exits at once, "
         "without one\n"
     )
     job.send_signal(signal.SIGINT)
@@ -182,10 +182,10 @@ def test_pbs_is_asked_for_this_job(scheduler):
 @pytest.mark.parametrize(
     ("body", "words"),
     [
-        ("echo Job_Name = gpt2", "does not tell (no walltime); "),
-        ("echo Socket timed out >&2; exit 1", "does not tell (Socket timed out); "),
-        ("exec sleep 20", "does not tell (no answer within 1 s); "),
-        (None, "does not tell (qstat: No such file or directory); "),
+        ("echo Job_Name = gpt2", "does not report it (no walltime); "),
+        ("echo Socket timed out >&2; exit 1", "does not report it (Socket timed out); "),
+        ("exec sleep 20", "does not report it (no answer within 1 s); "),
+        (None, "does not report it (qstat: No such file or directory); "),
     ],
 )
 def test_a_limit_that_is_not_known_is_said_to_be(scheduler, body, words, monkeypatch):
@@ -202,8 +202,8 @@ def test_a_limit_that_is_not_known_is_said_to_be(scheduler, body, words, monkeyp
 
 def assert_not_known(limit, words):
     assert (limit.seconds, limit.ends_job) == (None, False)
-    assert limit.line.startswith(f"not known, as {words}")
-    assert limit.line.endswith("give train.time_limit=MINUTES")
+    assert limit.line.startswith(f"unknown, because {words}")
+    assert limit.line.endswith("; set train.time_limit=MINUTES to save before the job ends")
 
 
 def test_a_users_own_limit_comes_before_the_schedulers():

@@ -55,8 +55,8 @@ def test_a_rank_that_does_not_come_is_named(tmp_path):
     for status, output in ended(jobs):
         assert status != 0
         assert (
-            f"error: 1 of 4 processes did not start within {SECONDS} s (--init-timeout); missing: "
-            "rank 2; look at "
+            f"error: 1 of 4 processes did not start within {SECONDS} s (--init-timeout); missing "
+            "ranks: 2; check "
         ) in output
         assert "Traceback" not in output
 
@@ -77,7 +77,7 @@ def test_without_mpi_a_rank_that_does_not_come_is_named(tmp_path):
     found = ended(jobs)
     assert [status for status, _ in found] == [1, 1, 1]
     assert "1 of 4 processes did not start" in found[0][1]
-    assert "missing: rank 2;" in found[0][1]
+    assert "missing ranks: 2;" in found[0][1]
     assert [output for _, output in found[1:]] == ["", ""]
 
 

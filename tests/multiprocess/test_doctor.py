@@ -48,7 +48,7 @@ def test_four_processes(tmp_path, program):
     ("arguments", "words"),
     [
         (["--mesh", "2,1"], "parallel.mesh=2,1: must be sizes data,fsdp,tensor"),
-        (["--mesh", "2,1,1"], "2 devices cannot be shared out over 3 processes"),
+        (["--mesh", "2,1,1"], "2 devices cannot be divided evenly among 3 processes"),
         (["--out", "/proc/nowhere"], "out=/proc/nowhere: cannot be written"),
         (["--init-timeout", "0"], "--init-timeout: 0: must be a whole number, at least 1"),
         (["--jsn"], "unrecognized arguments: --jsn"),

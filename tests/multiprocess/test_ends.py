@@ -97,7 +97,7 @@ def test_the_walltime_of_a_pbs_job_stops_it_with_a_checkpoint(tmp_path):
     arguments = (*SMALL, "--out", tmp_path / "run", "train.max_iters=100000")
     job = run("train", *arguments, PATH=path, PBS_JOBID="7.server")
     assert job.returncode == 75, job.stdout
-    line = r"^time limit: the job ends at [\d :-]+, by qstat -f 7.server; stops at [\d :-]+, \d s"
+    line = r"^time limit: the job ends at [\d :-]+ \(qstat -f 7.server\); stopping at [\d :-]+, \d "
     assert re.search(line, job.stdout, re.MULTILINE), job.stdout
     assert "stopped by time limit after step" in job.stdout
 
@@ -200,8 +200,8 @@ def test_a_process_that_is_killed_or_interrupted_takes_all_with_it(tmp_path, how
         (
             "killed",
             [1, -signal.SIGKILL],
-            f"\nerror: process 1 on host {socket.gethostname()} has ended; its own output may say "
-            "why\n",
+            f"\nerror: process 1 on host {socket.gethostname()} exited unexpectedly; its output "
+            "may say why\n",
         ),
         ("interrupted", [130, 130], ""),
     ],
@@ -234,7 +234,7 @@ def test_over_tcp_a_process_that_is_killed_or_interrupted_takes_the_other_with_i
         (["train.max_iters=x"], "train.max_iters=x: must be a whole number"),
         (["--mesh", "2,1,3"], "parallel.mesh=2,1,3: tensor=3 does not divide model.n_head=4"),
         (["--mesh", "3,1,2"], "must be a multiple of data x fsdp = 3"),
-        (["--mesh", "2,1,1"], "2 devices cannot be shared out over 4 processes"),
+        (["--mesh", "2,1,1"], "2 devices cannot be divided evenly among 4 processes"),
         (["data.path=/nowhere"], "data.path=/nowhere: there is no token data at /nowhere"),
         (["model.vocab_size=32"], "model.vocab_size=32"),
         (["--train-range-to-skip", "9", "5"], "9 5"),

@@ -50,7 +50,7 @@ def test_a_process_that_stops_is_named_and_the_job_started_again(
     job = run("launch", "-n", 3, "--restarts", 1, "--", *script)
     assert (tmp_path / "mark").read_text() == phase
     assert job.returncode == 0, job.stdout
-    said, again = job.stdout.split("launch: try 1 ended with status ")
+    said, again = job.stdout.split("launch: attempt 1 ended with status ")
     print(f"{phase}, process {rank}: ended {again.splitlines()[0]}")
     errors = [line for line in said.splitlines() if line.startswith("error:")]
     assert len(errors) == 1, said

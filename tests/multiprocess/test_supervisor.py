@@ -67,7 +67,7 @@ def test_a_job_whose_processes_are_killed_ends_as_if_they_were_not(tmp_path):
         os.kill(ranks(killed, 2)[rank], signal.SIGKILL)
     assert job.wait(300) == 0
     output = (tmp_path / "said").read_text()
-    assert "try 2 ended with status" in output and "try 3 ended" not in output
+    assert "attempt 2 ended with status" in output and "attempt 3 ended" not in output
     assert_same(killed, whole, steps)
 
 
@@ -178,7 +178,7 @@ def test_a_host_that_is_lost_is_left_out(spare, tmp_path):
         job.wait(60)
     output = said.read_text()
     assert job.returncode == 75, output
-    assert "launch: host beta is left out: " in output
+    assert "launch: excluding host beta: " in output
     assert ("no spare host is left" in output) == (spare == 0)
     facts = json.loads((out / "cluster.json").read_text())
     assert facts["hosts"] == (["alpha", "gamma"] if spare else ["alpha"])

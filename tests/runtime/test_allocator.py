@@ -70,7 +70,7 @@ def test_what_a_user_has_chosen_is_left_alone_and_said(name, value, monkeypatch)
 
     monkeypatch.setattr(allocator.ctypes, "CDLL", refuse)
     monkeypatch.setenv(name, value)
-    assert keep_freed_memory() == [f"malloc: left as {name}={value} has it"]
+    assert keep_freed_memory() == [f"malloc: unchanged, because the environment has {name}={value}"]
 
 
 def test_a_gpu_gives_nine_tenths_of_its_memory_unless_the_user_has_chosen(monkeypatch):

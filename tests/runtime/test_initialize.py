@@ -168,7 +168,7 @@ def test_settings_of_jax_do_not_change_results(name, value):
     finally:
         jax.config.update(name, before)
     assert facts["notes"] == [
-        f"warning: {name.upper()}={value}: is {before} here, as it decides results"
+        f"warning: {name.upper()}={value}: set to {before}, as it affects results"
     ]
 
 
