@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Makes .venv in the project's folder with the package and one extra, in pinned versions.
+# Creates .venv in the project folder and installs jaxgpt with one extra, with pinned versions.
 #   bash launch/install.sh mpi|dev
-# PYTHON=... names the interpreter; without it the first of these that is 3.11 or newer.
+# PYTHON=... selects the interpreter. The default is the first Python found that is new enough.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 extra=${1:?usage: bash launch/install.sh mpi|dev}
@@ -15,24 +15,25 @@ if [ ! -x .venv/bin/python ]; then
         python=
     done
     if [ -z "${python:-}" ]; then
-        echo "jaxgpt needs Python 3.11 or newer: set PYTHON to one" >&2
+        echo "jaxgpt needs Python 3.11 or newer: set PYTHON to such an interpreter" >&2
         exit 2
     fi
     if ! "$python" -m venv .venv; then
         rm -rf .venv
-        echo "$python cannot make virtual environments (Debian: apt-get install python3-venv)" >&2
+        echo "$python cannot create virtual environments (Debian: apt-get install python3-venv)" >&2
         exit 2
     fi
 fi
 
-# Installed already, from the same pins? Then there is nothing to do.
+# Do nothing if this extra is already installed with the same versions.
 wanted="$extra $(cat pyproject.toml launch/pins.txt | cksum)"
 stamp=.venv/jaxgpt-$extra
 if [ "$(cat "$stamp" 2>/dev/null)" != "$wanted" ]; then
     echo "installing jaxgpt[$extra] into .venv"
     .venv/bin/python -m pip install --quiet --disable-pip-version-check --no-compile \
         --constraint launch/pins.txt --editable ".[$extra]"
-    # What pip does with one core. Some files of other packages are for other versions of Python.
+    # pip would compile on one core. Errors are ignored: some packages contain files for other
+    # versions of Python.
     .venv/bin/python -m compileall -q -j 0 .venv/lib >/dev/null 2>&1 || true
     echo "$wanted" >"$stamp"
 fi

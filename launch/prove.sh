@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Proves a machine, above all one with a GPU: speed, numerics, resumption, memory, in a table.
+# Checks a machine, especially one with a GPU: speed, numerics, resuming and memory, in a table.
 #   bash launch/prove.sh [--minutes 25] [--out DIR] [--nanogpt DIR] [--torch PYTHON] [CHECK ...]
-# Needs no installation: packages that can be imported are enough (PYTHONPATH), and no MPI.
-# PYTHON=... names the interpreter; without it .venv's, if there is one, else python3.
+# Needs neither an installation nor MPI; the packages must only be importable (PYTHONPATH).
+# PYTHON=... selects the interpreter. The default is the one in .venv if there is one, else python3.
 set -euo pipefail
 root=$(cd "$(dirname "$0")/.." && pwd)
 python=${PYTHON:-python3}

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Installs jaxgpt into .venv and trains a small GPT with 8 processes, as data parallelism over 2
-# groups of 4 tensor-parallel devices. Arguments go to the trainer:
+# Installs jaxgpt into .venv and trains a small GPT with 8 processes: data parallelism over 2 groups
+# of 4 tensor-parallel devices. Arguments are passed to the trainer:
 #   bash launch/quickstart.sh train.max_iters=100
 set -euo pipefail
 root=$(cd "$(dirname "$0")/.." && pwd)

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# Installs what the tests need into .venv and runs them. Arguments go to pytest:
-#   bash launch/test.sh --long      # also the long forms of the checks (an hour or more)
+# Installs the tests' dependencies into .venv and runs the tests. Arguments are passed to pytest:
+#   bash launch/test.sh --long      # also run the long checks (an hour or more)
 #   bash launch/test.sh -k mesh
-# Tests that read files of torch.save are skipped without torch: .venv/bin/pip install torch
-# Four files are tested at a time, as two leave a core idle for a quarter of the time, in which jobs
-# wait for something; -n 0 tests one, with what it prints (-s) and debuggers.
+# Tests that read files written by torch.save need torch: .venv/bin/pip install torch
+# Four files are tested in parallel. With two, jobs that wait leave a core idle for a quarter of the
+# time. -n 0 tests one file at a time, so that debuggers and -s work.
 set -euo pipefail
 root=$(cd "$(dirname "$0")/.." && pwd)
 bash "$root/launch/install.sh" dev

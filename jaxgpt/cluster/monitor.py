@@ -47,7 +47,7 @@ MAX_LINE = 2**30  # bytes per message
 
 
 class HangLimit(NamedTuple):
-    """Maximum time for which a process may be silent or an activity may last."""
+    """Time after which a silent process or a slow activity counts as a hang."""
 
     seconds: float
     setting: str  # the user's setting, such as `train.hang_timeout=30`
