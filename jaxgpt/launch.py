@@ -73,7 +73,7 @@ def main(argv: list[str] | None = None) -> None:
         options, command = split(sys.argv[1:] if argv is None else argv)
         arguments = parser().parse_args(options)
         layout = place(arguments, command)
-        if not arguments.print:  # now, as Open MPI's line names the variables to pass
+        if not arguments.print:  # before Open MPI's line lists the variables to pass
             os.environ.setdefault(JOB_START, f"{time.time():.3f}")
         launcher = find_launcher(layout, os.environ)
         if command[0] in ("python", "python3"):
@@ -109,7 +109,7 @@ def place(arguments: argparse.Namespace, command: list[str]) -> ProcessLayout:
         raise UsageError(
             f"{launch.variable}: this process was itself started by a launcher "
             f"({launch.launcher}); run jaxgpt.launch once, from the job script or a shell (under "
-            "Slurm, a shell of salloc, not of srun)"
+            "Slurm, one that salloc started, not srun)"
         )
     if not command:
         raise UsageError(

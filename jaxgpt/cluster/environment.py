@@ -63,7 +63,7 @@ def find_launch(environ: Mapping[str, str]) -> Launch:
     by_srun = started_by_srun(environ)
     if by_srun and in_step and environ.get("SLURM_MPI_TYPE") == "pmi2":
         # Do not use MPI: Slurm 22.05 reads PMI messages in 1,024-byte chunks, and MPICH 5 can
-        # send longer ones. Then both sides deadlock.
+        # send longer ones, which deadlocks both sides.
         return replace(slurm_step(environ), launcher=SLURM_WITH_PMI)
     if in_step or not by_srun:  # some sites set MPI variables in interactive shells
         for variable, size, launcher in MPI_LAUNCHERS:

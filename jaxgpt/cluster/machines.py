@@ -27,7 +27,7 @@ class Machine:
     variables: Mapping[str, str]
     device: str  # key of `jaxgpt.perf.hardware.DEVICES`
     devices_per_host: int
-    high_speed_suffix: str | None = None  # turns a short name into one on the fast network
+    high_speed_suffix: str | None = None  # appended to a short name for the fast network
     cpu_bind: str | None = None  # for PALS's mpiexec: `list:` and the cores of each device
     cpus_per_host: int | None = None  # logical CPUs that Slurm allocates on a host
     srun_options: str = ""  # placeholders: {cpus} and {devices} per process

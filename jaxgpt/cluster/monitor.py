@@ -340,7 +340,7 @@ class Monitor:
         for peer in self._peers.values():
             peer.send("stacks")
         self._note_hang()
-        await asyncio.sleep(self._interval)  # for stacks and progress to arrive
+        await asyncio.sleep(self._interval)  # wait for stacks and progress
         report = hang_sentence(silent, limit, self._known(), self.host_names)
         self._fail(f"error: {report}{self.advice}\n", HUNG)
 
@@ -419,7 +419,7 @@ class Monitor:
         folder = Path(home, ".cache/jaxgpt/starting", job_name(os.environ))
         arrived = set()
         try:
-            with contextlib.suppress(OSError):  # not writable: no process is named
+            with contextlib.suppress(OSError):  # if not writable, no process is named
                 folder.mkdir(parents=True, exist_ok=True)
                 (folder / str(launch.rank)).touch()
             await asyncio.sleep(timeout / 2)
@@ -471,7 +471,7 @@ def missing_sentence(missing: Collection[int], size: int | None, timeout: float)
 def hang_sentence(
     silent: list[int], limit: HangLimit, known: dict[int, Progress], hosts: tuple[str, ...]
 ) -> str:
-    """Return a sentence that names the hanging processes, their activity, and who waits for them.
+    """Return a sentence that names the hanging processes, their activity and the waiting processes.
 
     The hanging processes are the silent ones or, if there are none, those furthest behind.
     """

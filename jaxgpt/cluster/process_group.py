@@ -84,7 +84,7 @@ class ProcessGroup:
         self.allgather(None)
 
     def raise_if_any(self, error: str | None) -> None:
-        """Raise a `UsageError` on all processes if any has an error; use the lowest rank's text."""
+        """Raise a `UsageError` on all processes if any has an error (that of the lowest rank)."""
         if found := [e for e in self.allgather(error) if e]:
             raise UsageError(found[0])
 
@@ -127,7 +127,7 @@ def join_process_group(
     Args:
         timeout: seconds to wait for the other processes.
         limit: how long a process may be silent or make no progress before the job ends with
-            status 70; None is no limit.
+            status 70; None means no limit.
         launch: rank and size of this process; by default, read from the environment.
 
     Raises:

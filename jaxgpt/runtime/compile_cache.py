@@ -83,7 +83,7 @@ class CacheUse:
 
 
 def cpu_signature() -> str:
-    """Return a hash of the processor type. XLA may compile different code for another type."""
+    """Return a hash of the processor type. XLA may compile different code for other types."""
     found = [platform.machine()]
     info = Path("/proc/cpuinfo")
     if info.exists():  # Linux

@@ -56,7 +56,7 @@ def local_device_ids(cluster: ProcessGroup) -> list[int] | None:
     n_seen = count_accelerators() or (machine.devices_per_host if machine else 0)
     seen = visible.split(",") if visible else [str(i) for i in range(n_seen)]
     n_sharing, place = mates.count(visible), mates[: cluster.local_rank].count(visible)
-    # If only one is seen, its device files may not show how many there are.
+    # If only one device is seen, its device files may not show how many there are.
     shares = n_sharing > 1 and len(seen) > 1 and accelerator_expected()
     each = len(seen) // n_sharing
     cluster.raise_if_any(

@@ -79,7 +79,8 @@ def initialize_jax(
     notes += pin_settings()
     on_phase("distributed init")
     if cpu_devices is not None:
-        # JAX refuses this if it has already started, as in a notebook. Then keep its devices.
+        # JAX refuses this if it has already started, as in a notebook. In that case, keep its
+        # devices.
         with contextlib.suppress(RuntimeError):
             jax.config.update("jax_num_cpu_devices", cpu_devices)
     coordinator = _start_distributed(cluster, preemption) if cluster.size > 1 else None
@@ -157,7 +158,7 @@ def _facts(cluster: ProcessGroup, devices: list[Any]) -> dict[str, Any]:
 def preemption_sync_point(step: int, requested: bool) -> bool | None:
     """Return whether all processes stop after `step`, or None if this is the only process.
 
-    `requested` says that this process was asked to stop.
+    `requested` tells whether this process was asked to stop.
     """
     import jax
 
@@ -218,7 +219,7 @@ def clear_proxies() -> list[str]:
 
 
 def _keep_stdout_for_python() -> None:
-    """Redirect stdout to /dev/null for C++, where Gloo prints a line per process and group."""
+    """Redirect the stdout of C++ to /dev/null: Gloo prints a line per process and group."""
     sys.stdout.flush()
     ours = os.dup(1)
     with open(os.devnull, "w") as nothing:

@@ -5,7 +5,8 @@ import os
 from jaxgpt.config import UsageError
 
 VARIABLE = "XLA_FLAGS"
-# In a CPU job, a process may wait long for others that share its cores. XLA's default is 40 s.
+# In a CPU job, a process may wait a long time for others that share its cores. XLA's default is
+# 40 s.
 CPU_COLLECTIVES = (
     "--xla_cpu_collective_call_warn_stuck_timeout_seconds=120",
     "--xla_cpu_collective_call_terminate_timeout_seconds=600",
