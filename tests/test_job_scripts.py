@@ -1,4 +1,4 @@
-"""The job scripts of launch/, run as PBS and Slurm run them: a copy of the file, somewhere else."""
+"""Run the job scripts of launch/ as PBS and Slurm do: as a copy in another folder."""
 
 import os
 import re
@@ -85,7 +85,7 @@ def test_a_stopped_run_is_submitted_again(run_job, script):
 def test_a_script_of_slurms_passes_a_signal_on_and_waits_for_what_becomes_of_it(
     run_job, script, status
 ):
-    """Also where it comes twice; and Slurm is told to send it."""
+    """This also holds if the signal arrives twice. The script tells Slurm to send it."""
     assert "#SBATCH --signal=B:USR1@" in text(script)
     found, _, rest = run_job(script, train=status, signalled="yes")
     assert found == status

@@ -1,4 +1,4 @@
-"""`python -m jaxgpt.launch`: the line that it builds, and that it becomes that line."""
+"""`python -m jaxgpt.launch` builds the right command line and executes it."""
 
 import os
 import re
@@ -28,7 +28,7 @@ AURORA_CPUS = "list:1-8:9-16:17-24:25-32:33-40:41-48:53-60:61-68:69-76:77-84:85-
 
 @pytest.fixture
 def job(monkeypatch, tmp_path, capsys):
-    """What --print prints in a job with the given environment, under a launcher of that name."""
+    """Returns the output of --print in a job with this environment and a launcher of this name."""
     for variable in list(os.environ):
         monkeypatch.delenv(variable)
     monkeypatch.setattr(launchers, "count_accelerators", lambda: 0)
@@ -146,7 +146,7 @@ def test_an_allocation_of_slurms_is_launched_with_srun(job, environ, options, li
 
 
 def test_a_batch_script_of_slurms_is_no_launched_process(job):
-    """Its environment has a task's variables; a shell of salloc's even has a step."""
+    """A batch script has a task's variables, and a shell of salloc even has a step."""
     variables = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n1", "SLURM_PROCID": "0"}
     assert job(srun=True, **variables).startswith("srun")
     assert job(srun=True, SLURM_STEP_ID="4294967290", **variables).startswith("srun")
@@ -281,7 +281,7 @@ main()
     ("give_up_after", "tries", "reason"),
     [
         (2, 2, "--give-up-after 2: no new checkpoint in 2 attempts"),
-        (0, 5, "--restarts 4: no attempts left"),  # it would be the third by default
+        (0, 5, "--restarts 4: no attempts left"),  # three attempts by default
     ],
 )
 def test_it_gives_up_after_so_many_tries_without_a_checkpoint(

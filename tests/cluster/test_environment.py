@@ -1,4 +1,4 @@
-"""Recorded environments of launchers, and what each is."""
+"""Recorded environments of launchers, and the launch that each describes."""
 
 import pytest
 

@@ -61,7 +61,7 @@ def test_a_variable_tells_where_a_name_does_not(variable, value, machine):
 
 
 def test_a_job_of_sirius_is_not_one_of_polaris():
-    """A job that was submitted from a job has one of its hosts as PBS_O_HOST."""
+    """If a job submits another job, PBS_O_HOST is a host of the first one."""
     assert name("x3005c0s37b0n0", PBS_O_HOST="sirius-login-01") == "Sirius"
     job = "77.sirius-pbs-01.hsn.cm.sirius.alcf.anl.gov"
     assert name("x3005c0s37b0n0", PBS_JOBID=job, PBS_O_HOST="x3005c0s37b0n0") == "Sirius"
@@ -96,7 +96,7 @@ def test_the_table_counts_devices_as_the_machines_documents_do():
 
 @pytest.mark.parametrize("machine", [m for m in MACHINES if (m.cpu_bind or "").startswith("list")])
 def test_a_binding_gives_each_device_cores_of_one_socket(machine):
-    """A node of Aurora has 52 cores on each socket, of which 0 and 52 are the system's [ALCF]."""
+    """Aurora has 52 cores per socket; cores 0 and 52 are reserved for the system [ALCF]."""
     groups = [tuple(map(int, g.split("-"))) for g in machine.cpu_bind.split(":")[1:]]
     assert len(groups) == machine.devices_per_host
     cores = [c for first, last in groups for c in range(first, last + 1)]

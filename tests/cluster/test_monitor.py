@@ -1,4 +1,4 @@
-"""Processes of a job that fail, die, stop or hang: all end, with one report."""
+"""If a process of a job fails, dies, stops or hangs, all processes end, with one report."""
 
 import atexit
 import os
@@ -44,7 +44,7 @@ def free_address():
 
 
 def start(*what):
-    """Processes of a job over TCP that run Python's lines; returns when all are connected."""
+    """Start a job over TCP whose processes run these Python lines; wait until all are connected."""
     address, jobs = free_address(), []
     for rank, lines in enumerate(what):
         variables = {"JAXGPT_COORDINATOR": address, "JAXGPT_SIZE": "3", "JAXGPT_RANK": str(rank)}
@@ -59,14 +59,14 @@ def start(*what):
 
 
 def ends(jobs, seconds=15):
-    """Statuses and errors of the processes, which all end in time."""
+    """Return the exit statuses and errors of all processes, which must end in time."""
     errors = [job.communicate(timeout=seconds)[1] for job in jobs]
     return [job.returncode for job in jobs], errors
 
 
 @pytest.mark.parametrize("rank", range(3))
 def test_the_first_error_is_printed_and_ends_all(rank):
-    """Those that wait for the process that fails, and those that fail a little later."""
+    """One process waits for the failing one; another fails a little later."""
     what = ["group.barrier()", "time.sleep(0.2); 1 / 0", WAIT]
     what[rank] = "raise ValueError('the first')"
     statuses, errors = ends(start(*what))
@@ -89,7 +89,7 @@ def test_a_users_mistake_is_a_line_and_an_interruption_none():
 
 @pytest.mark.parametrize("rank", range(3))
 def test_a_process_that_is_killed_is_named_at_once_and_ends_all(rank):
-    """Also if the others fail because of it, as in a collective."""
+    """This also holds if the other processes fail as a consequence, as in a collective."""
     what = ["time.sleep(1.2); 1 / 0"] * 3
     what[rank] = "time.sleep(1); import os; os.kill(os.getpid(), 9)"
     jobs = start(*what)

@@ -1,4 +1,4 @@
-"""How a lone process ends."""
+"""How a single process ends."""
 
 import signal
 import subprocess
@@ -48,7 +48,7 @@ def test_a_signal_after_the_end_does_not_change_the_status():
     ],
 )
 def test_closed_streams_do_not_end_a_command(closed, tmp_path):
-    """And no file of the run gets their descriptors, on which libraries print."""
+    """No file of the run gets their descriptors, to which libraries print."""
     words = command("train", *SMALL, "train.max_iters=2", "--out", tmp_path)
     job = subprocess.run(
         ["sh", "-c", f"exec \"$@\" {closed}", "sh", *map(str, words)],

@@ -1,4 +1,4 @@
-"""A signal or a time limit becomes a step to stop at; when a scheduler ends a job."""
+"""Signals and time limits stop a run after a step; schedulers tell when a job ends."""
 
 import signal
 import subprocess
@@ -46,7 +46,7 @@ print(stop.reason)
 
 
 def run_steps(limit, save=0.0, number=None):
-    """What a process says on stdout and stderr that a signal or a limit stops."""
+    """Return stdout and stderr of a process that a signal or a time limit stops."""
     words = [sys.executable, "-c", STEPS, repr(limit), str(save)]
     job = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert job.stdout.readline() == "ready\n"
@@ -70,13 +70,13 @@ def test_a_limit_stops_after_a_step():
 
 
 def test_a_long_checkpoint_stops_a_job_earlier():
-    """One that took 3000 s, in a job of one hour: at once."""
+    """A checkpoint that takes 3000 s stops a one-hour job at once."""
     reason, said = run_steps((HOUR, "the scheduler", True), save=3000.0)
     assert reason == "time limit\n" and " 4500 s earlier, because a checkpoint takes 3000 s" in said
     assert run_steps((HOUR, "mine", False), save=3000.0, number=signal.SIGTERM)[0] == "SIGTERM\n"
 
 
-# Outside of Python's interpreter, as the compiler is: Python's own handlers wait for it to return.
+# Like the compiler, this runs outside the interpreter, and Python's own handlers wait for it.
 COMPILES = """
 import hashlib
 from jaxgpt.cluster import stopping
@@ -150,7 +150,7 @@ def test_qstats_forms(text, seconds):
 
 @pytest.fixture
 def scheduler(tmp_path, monkeypatch):
-    """Makes a command of a scheduler's that runs a shell's line."""
+    """Creates a scheduler command that runs a line of shell."""
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
 
     def make(name, body):

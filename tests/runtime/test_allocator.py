@@ -7,7 +7,7 @@ from jaxgpt.runtime import allocator
 from jaxgpt.runtime.allocator import MEMORY_VARIABLES, keep_freed_memory, reserve_gpu_memory
 from jobs import environment
 
-# Memory as XLA takes it: from a thread, filled, and given back, again and again.
+# Use memory as XLA does: a thread repeatedly allocates, fills and frees it.
 CHURN = """
 import ctypes, resource, sys, threading
 from jaxgpt.runtime.allocator import keep_freed_memory
@@ -45,7 +45,7 @@ def test_freed_memory_is_kept_and_not_taken_page_by_page_again():
 
 @pytest.mark.skipif(sys.platform != "linux", reason="huge pages are asked for on Linux")
 def test_the_heap_asks_for_large_pages():
-    """`hg` among the kernel's flags of the heap (proc(5)): MADV_HUGEPAGE was given."""
+    """The kernel shows `hg` among the heap's flags (proc(5)) after MADV_HUGEPAGE."""
     script = (
         "from jaxgpt.runtime.allocator import keep_freed_memory; keep_freed_memory()\n"
         "print(open('/proc/self/smaps').read().split('[heap]')[1].split('VmFlags:')[1].split('\\n')[0])"

@@ -10,7 +10,7 @@ from jaxgpt.runtime.compile_cache import _is_shared, use_compile_cache
 
 @pytest.fixture
 def on_a_gpu(monkeypatch):
-    """JAX says so; its settings are what they were afterwards."""
+    """JAX reports a GPU; its settings are restored afterwards."""
     names = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs",
              "jax_persistent_cache_min_entry_size_bytes")  # fmt: skip
     before = {name: getattr(jax.config, name) for name in names}
@@ -24,13 +24,13 @@ def on_a_gpu(monkeypatch):
 def test_gpus_of_several_hosts_use_no_cache_that_not_all_of_them_see(
     on_a_gpu, tmp_path, monkeypatch
 ):
-    """A process that lacks a program would wait in vain for one that has it to try kernels."""
+    """A process with a cache miss would wait forever for one with a hit to start autotuning."""
     assert use_compile_cache(str(tmp_path), ProcessGroup("test")).startswith(
         f"compile cache: {tmp_path}"
     )
     assert jax.config.jax_compilation_cache_dir.startswith(str(tmp_path))
     assert not [file for file in tmp_path.rglob("*") if file.is_file()]
-    # As on another host, whose folder of that name does not have what process 0 wrote.
+    # As on another host, where the folder of this name lacks the file that process 0 wrote.
     monkeypatch.setattr(ProcessGroup, "broadcast", lambda self, name: f"{name}-of-another-host")
     line = use_compile_cache(str(tmp_path), ProcessGroup("test"))
     assert line.startswith(f"warning: compile_cache={tmp_path}: is not one folder that all hosts")
@@ -41,7 +41,7 @@ def test_gpus_of_several_hosts_use_no_cache_that_not_all_of_them_see(
 def test_a_cache_is_shared_if_each_process_has_the_file_in_its_own_folder(
     folders, shared, tmp_path
 ):
-    """Hosts of other processors have a folder each, which the other one may see, too."""
+    """Hosts with different processors use different folders, even if both can see both."""
     barrier, values, found = threading.Barrier(2), [None, None], [None, None]
 
     class Together(Monitor):

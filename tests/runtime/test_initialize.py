@@ -56,7 +56,7 @@ def test_more_devices_than_a_cpu_simulates_are_refused(mesh):
 
 
 class Mates(Monitor):
-    """A talk in which all processes say the same, but for what the others say first."""
+    """A fake in which the other processes contribute `others` once, and then this one's value."""
 
     def __init__(self, size, others=None):
         super().__init__()
@@ -104,7 +104,7 @@ def test_devices_that_a_launcher_gave_out_are_not_shared_again(monkeypatch):
 
 @pytest.mark.parametrize(("local_rank", "devices"), [(0, [0]), (1, [1]), (2, [0]), (3, [1])])
 def test_processes_that_see_the_same_devices_share_them(monkeypatch, local_rank, devices):
-    """As of two launchers on one host, each with two devices for its two processes."""
+    """Two launchers on one host each give two devices to their two processes."""
     monkeypatch.setattr(own, "accelerator_expected", lambda: True)
     visible = ["0,1", "0,1", "2,3", "2,3"]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible[local_rank])
@@ -126,7 +126,7 @@ def test_on_aurora_each_process_sees_its_own_tile(monkeypatch):
 
 
 def test_a_plugin_that_gives_no_devices_is_not_passed_over(monkeypatch):
-    """JAX logs why it cannot start a plugin, and goes on with CPUs."""
+    """JAX logs why it cannot start a plugin and continues with CPUs."""
     monkeypatch.setattr(backend, "accelerator_expected", lambda: True)
     monkeypatch.delenv("JAX_PLATFORMS", raising=False)
     monkeypatch.setenv("XLA_FLAGS", "")

@@ -1,4 +1,4 @@
-"""Each private name of JAX is still there: a failure names the function and JAX's version."""
+"""JAX still has each private name. A failure names the function and the version of JAX."""
 
 import inspect
 import sys
