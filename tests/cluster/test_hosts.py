@@ -39,8 +39,8 @@ def test_a_host_file_gives_each_host_once_with_its_slots(tmp_path, text, hosts):
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("", "names no host"),
-        ("# nothing\n\n", "names no host"),
+        ("", "lists no hosts"),
+        ("# nothing\n\n", "lists no hosts"),
         ("a\nb c\n", "line 2 is 'b c'"),
         ("a:many\n", "line 1 is 'a:many'"),
         ("a:0\n", "line 1 is 'a:0'"),
