@@ -72,7 +72,7 @@ def main(argv: list[str] | None = None) -> None:
     with job_exit_handler():
         options, command = split(sys.argv[1:] if argv is None else argv)
         arguments = parser().parse_args(options)
-        layout = place(arguments, command)
+        layout = make_layout(arguments, command)
         if not arguments.print:  # before Open MPI's line lists the variables to pass
             os.environ.setdefault(JOB_START, f"{time.time():.3f}")
         launcher = find_launcher(layout, os.environ)
@@ -93,16 +93,16 @@ def main(argv: list[str] | None = None) -> None:
 def split(argv: list[str]) -> tuple[list[str], list[str]]:
     """Return the options and the command, which starts after `--` or at the first non-option."""
     if "--" in argv:
-        place = argv.index("--")
-        return argv[:place], argv[place + 1 :]
-    place = 0
-    while place < len(argv) and argv[place].startswith("-"):
-        alone = argv[place] in ("--print", "-h", "--help") or "=" in argv[place]
-        place += 1 if alone else 2
-    return argv[:place], argv[place:]
+        end = argv.index("--")
+        return argv[:end], argv[end + 1 :]
+    end = 0
+    while end < len(argv) and argv[end].startswith("-"):
+        alone = argv[end] in ("--print", "-h", "--help") or "=" in argv[end]
+        end += 1 if alone else 2
+    return argv[:end], argv[end:]
 
 
-def place(arguments: argparse.Namespace, command: list[str]) -> ProcessLayout:
+def make_layout(arguments: argparse.Namespace, command: list[str]) -> ProcessLayout:
     """Return the layout of the processes; raise `UsageError` if the options do not fit the job."""
     launch = find_launch(os.environ)
     if launch.variable is not None:

@@ -140,7 +140,7 @@ def _over_tcp(
     address: str,
     address_key: str = COORDINATOR,
 ) -> Launch:
-    rank, size = number(environ, rank_key), number(environ, size_key)
+    rank, size = read_int(environ, rank_key), read_int(environ, size_key)
     if rank is None or size is None or rank >= size:
         raise UsageError(
             f"{rank_key}={environ.get(rank_key, '')}, {size_key}={environ.get(size_key, '')}: the "
@@ -157,8 +157,8 @@ def _mpi(environ: Mapping[str, str], variable: str, size: str | None, launcher: 
         launcher, size = SLURM_WITH_PMI, "SLURM_STEP_NUM_TASKS"
     elif any(name.startswith("I_MPI_HYDRA") for name in environ):
         launcher = "Intel MPI"
-    rank = number(environ, variable) or 0
-    return Launch(launcher, f"{variable}={rank}", "mpi", rank, number(environ, size))
+    rank = read_int(environ, variable) or 0
+    return Launch(launcher, f"{variable}={rank}", "mpi", rank, read_int(environ, size))
 
 
 def check_address(key: str, address: str) -> None:
@@ -171,7 +171,7 @@ def check_address(key: str, address: str) -> None:
         )
 
 
-def number(environ: Mapping[str, str], key: str | None) -> int | None:
+def read_int(environ: Mapping[str, str], key: str | None) -> int | None:
     value = (environ.get(key) if key else None) or None  # treat an empty value as unset
     if value is not None and not value.isdecimal():
         raise UsageError(f"{key}={value}: must be a whole number; correct or unset it")

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from jaxgpt.cluster.environment import number
+from jaxgpt.cluster.environment import read_int
 from jaxgpt.cluster.hardware import VISIBLE_VARIABLES, count_accelerators, own_cpus
 from jaxgpt.cluster.hosts import HOST_FILES, job_hosts
 from jaxgpt.cluster.machines import Machine, find_machine
@@ -138,7 +138,7 @@ def _default_per_host(machine: Machine | None, environ: Mapping[str, str]) -> tu
     """Return the default number of processes per host, and the reason for it."""
     tasks = environ.get("SLURM_TASKS_PER_NODE", "") if "SLURM_NTASKS" in environ else ""
     visible = next((v for v in VISIBLE_VARIABLES if v in environ), None)
-    if asked := number(environ, "SLURM_NTASKS_PER_NODE"):
+    if asked := read_int(environ, "SLURM_NTASKS_PER_NODE"):
         return asked, f"SLURM_NTASKS_PER_NODE={asked}"
     if _wants_accelerators(environ):
         if visible:
@@ -146,7 +146,7 @@ def _default_per_host(machine: Machine | None, environ: Mapping[str, str]) -> tu
             return max(1, len(devices)), f"{visible}={environ[visible]}"
         if machine:
             return machine.devices_per_host, f"one per device of a {machine.name} host"
-        if given := number(environ, "SLURM_GPUS_ON_NODE"):
+        if given := read_int(environ, "SLURM_GPUS_ON_NODE"):
             return given, f"SLURM_GPUS_ON_NODE={given}"
         if found := count_accelerators():
             return found, f"one for each of the {found} accelerators on this host"
@@ -263,7 +263,7 @@ def _srun(layout: ProcessLayout, environ: Mapping[str, str]) -> list[str]:
 def _slurm_cpus(per_host: int, environ: Mapping[str, str]) -> int:
     """Return the CPUs per process, at most an equal share of the allocation; 0 if unknown."""
     share = _least(environ.get("SLURM_JOB_CPUS_PER_NODE", "")) // per_host
-    asked = number(environ, "SLURM_CPUS_PER_TASK")  # since Slurm 22.05, srun ignores it
+    asked = read_int(environ, "SLURM_CPUS_PER_TASK")  # since Slurm 22.05, srun ignores it
     if asked and environ.get("SLURM_NTASKS_PER_NODE") in (None, str(per_host)):
         return min(asked, share or asked)
     return share

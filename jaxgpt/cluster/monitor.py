@@ -83,7 +83,7 @@ class Monitor:
         """Create a monitor without starting it. Without a limit, it does not detect hangs."""
         self.rank, self.size = 0, 1
         self.host_names: tuple[str, ...] = ()  # by rank; empty until they are known
-        self.heard: dict[int, str] = {}  # on process 0: the last words from each process
+        self.received: dict[int, str] = {}  # on process 0: the last words from each process
         self.stalled = 0.0  # seconds during which the OS did not run this process
         self.on_hang: Callable[[], None] = lambda: None  # called before a hang ends the job
         self.advice = ""  # appended to the report of a hang
@@ -140,11 +140,11 @@ class Monitor:
             delay = TICK / 4 * max(1, self.size / 100)  # process 0 gets at most 10,000/s
             self._loop.call_soon_threadsafe(self._loop.call_later, delay, self._announce)
 
-    def tell(self, words: str) -> None:
+    def send(self, words: str) -> None:
         """Piggyback `words` on the heartbeats to process 0, at no cost to the calling thread."""
         self._words = words
         if self.rank == 0:
-            self.heard[0] = words
+            self.received[0] = words
 
     def watch_pipe(self, pipe: int, receive: Callable[[], None]) -> None:
         """Call `receive` in the monitor's thread whenever the pipe is readable."""
@@ -279,7 +279,7 @@ class Monitor:
         match message:
             case ["beat", *progress, words]:
                 peer.progress = Progress(*progress)
-                self.heard |= {rank: words} if words else {}
+                self.received |= {rank: words} if words else {}
             case ["gather", value]:
                 self._contribute(rank, value)
             case ["gathered", values]:

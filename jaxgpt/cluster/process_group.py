@@ -156,7 +156,7 @@ def join_process_group(
     if connection is not None:
         raise_open_file_limit(size + 100)  # process 0 has one connection for each process
         monitor.connect(rank, size, connection, timeout)
-    places = [tuple(place) for place in monitor.allgather(this_host())]
+    places = [tuple(place) for place in monitor.allgather(host_identity())]
     first = {place: rank for rank, place in reversed(list(enumerate(places)))}
     hosts = tuple(first[place] for place in places)
     monitor.host_names = tuple(name for name, _ in places)
@@ -177,7 +177,7 @@ def join_process_group(
     )
 
 
-def this_host() -> list[str]:
+def host_identity() -> list[str]:
     """Return this host's name and its boot ID, which distinguishes hosts of the same name."""
     boot_id = Path("/proc/sys/kernel/random/boot_id")
     return [socket.gethostname(), boot_id.read_text() if boot_id.exists() else ""]
@@ -234,11 +234,11 @@ def connect_over_mpi(
     message = bytearray(1024)
     if world.rank == 0:
         server = listen(":0")
-        address = [*this_host(), _outside_name(machine), server.getsockname()[1]]
+        address = [*host_identity(), _outside_name(machine), server.getsockname()[1]]
         message[:] = json.dumps(address).encode().ljust(len(message))
     world.Bcast(message, root=0)
     *host, name, port = json.loads(bytes(message))
-    name = "127.0.0.1" if host == this_host() else name
+    name = "127.0.0.1" if host == host_identity() else name
     if world.rank == 0:
         return launch, server
     return launch, connect_to_rank0(f"{name}:{port}", world.rank, ANSWER)

@@ -63,15 +63,15 @@ class Supervisor:
     async def _run(self) -> int:
         self._asked_to_stop = asyncio.Event()
         for number in SIGNALS:
-            asyncio.get_running_loop().add_signal_handler(number, self._pass_on, number)
+            asyncio.get_running_loop().add_signal_handler(number, self._forward_signal, number)
         listener = socket.create_server(("", 0))
         host = "localhost" if self._layout.is_local else reachable_name()
         self._address = f"{host}:{listener.getsockname()[1]}"
-        await asyncio.start_server(self._hear, sock=listener)
+        await asyncio.start_server(self._receive_progress, sock=listener)
         has_trained, saved, futile = False, 0, 0  # saved: step of the newest checkpoint
         for attempt in range(1, self._restarts + 2):
             began = time.monotonic()
-            status = await self._try()
+            status = await self._run_attempt()
             seconds = time.monotonic() - began
             progress, is_newer = self._progress, False
             if progress is not None:
@@ -99,19 +99,19 @@ class Supervisor:
             if futile:
                 await self._wait(RETRY * 2 ** (min(futile, 6) - 1))
             directory = progress["run"] if progress else os.getcwd()
-            if self._signal is None and not await self._place_again(directory):
+            if self._signal is None and not await self._choose_hosts(directory):
                 return status
             if self._signal is not None:
                 return STOPPED if saved else 128 + self._signal
         raise AssertionError("unreachable")
 
-    async def _try(self) -> int:
+    async def _run_attempt(self) -> int:
         """Start the command, wait until its launcher has exited, and return the exit status."""
         self._job, self._gone = secrets.token_hex(8), None
         self._is_ending, self._progress = False, None
         environ = {**os.environ, SUPERVISOR: self._address, JOB: self._job}
         line = [*self._launcher(self._layout, environ), *self._command]
-        # Use a new process group, so that Ctrl-C reaches the job once, through `_pass_on`.
+        # Use a new process group, so that Ctrl-C reaches the job once, through `_forward_signal`.
         self._process = await asyncio.create_subprocess_exec(
             *line, stdin=subprocess.DEVNULL, env=environ, process_group=0
         )
@@ -127,7 +127,9 @@ class Supervisor:
                     os.killpg(self._process.pid, signal.SIGKILL)
         return ended.result() if ended.result() >= 0 else 128 - ended.result()
 
-    async def _hear(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _receive_progress(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
         """Record the progress that process 0 of an attempt reports, until it disconnects."""
         keep_alive(writer)
         job = None
@@ -149,7 +151,7 @@ class Supervisor:
         """Wait for `seconds`, or until the job is asked to stop."""
         await asyncio.wait([asyncio.create_task(self._asked_to_stop.wait())], timeout=seconds)
 
-    async def _place_again(self, directory: str) -> bool:
+    async def _choose_hosts(self, directory: str) -> bool:
         """Choose healthy hosts for the next attempt; return False if there are none."""
         before, began = self._layout, time.monotonic()
         problems = await check_hosts(before, self._launcher, self._good, self._job, directory)
@@ -167,7 +169,7 @@ class Supervisor:
             _say(f"no spare host is left; continuing with {self._layout}")
         return True
 
-    def _pass_on(self, number: int) -> None:
+    def _forward_signal(self, number: int) -> None:
         again = number == signal.SIGINT and self._signal is not None
         self._signal = number
         self._asked_to_stop.set()
@@ -195,11 +197,11 @@ async def check_hosts(
             if line[0] == "srun":  # leftover processes may still hold the devices
                 line[1:1] = ["--overlap"]
         lines.append(line)
-    found = await asyncio.gather(*(probed(line, environ) for line in lines))
+    found = await asyncio.gather(*(run_probe(line, environ) for line in lines))
     return dict(zip(hosts, found, strict=True))
 
 
-async def probed(line: Sequence[str], environ: Mapping[str, str]) -> str | None:
+async def run_probe(line: Sequence[str], environ: Mapping[str, str]) -> str | None:
     """Run a probe's command line; return the problem that it finds, its own failure, or None."""
     process = await asyncio.create_subprocess_exec(
         *line, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,

@@ -50,12 +50,13 @@ def local_device_ids(cluster: ProcessGroup) -> list[int] | None:
     """
     visible = next((os.environ[v] for v in VISIBLE_VARIABLES if os.environ.get(v)), None)
     everyone = zip(cluster.allgather(visible), cluster.hosts, strict=True)
-    mates = [theirs for theirs, host in everyone if host == cluster.hosts[cluster.rank]]
+    visible_on_host = [theirs for theirs, host in everyone if host == cluster.hosts[cluster.rank]]
     machine = cluster.machine
     # Intel's device files do not distinguish tiles, so use the machine's number of devices.
     n_seen = count_accelerators() or (machine.devices_per_host if machine else 0)
     seen = visible.split(",") if visible else [str(i) for i in range(n_seen)]
-    n_sharing, place = mates.count(visible), mates[: cluster.local_rank].count(visible)
+    n_sharing = visible_on_host.count(visible)
+    position = visible_on_host[: cluster.local_rank].count(visible)
     # If only one device is seen, its device files may not show how many there are.
     shares = n_sharing > 1 and len(seen) > 1 and accelerator_expected()
     each = len(seen) // n_sharing
@@ -67,7 +68,7 @@ def local_device_ids(cluster: ProcessGroup) -> list[int] | None:
     )
     if not shares:
         return None
-    chosen = list(range(place * each, (place + 1) * each))
+    chosen = list(range(position * each, (position + 1) * each))
     if machine and machine.device == "pvc":  # JAX's own setting supports only CUDA and ROCm
         os.environ["ZE_AFFINITY_MASK"] = ",".join(seen[i] for i in chosen)
     return chosen

@@ -183,11 +183,11 @@ def test_process_0_hears_the_last_words_of_each_process(monkeypatch):
     wanted = {rank: f"[{rank}, 4, {'9' * 5000}]" for rank in range(3)}
     for number in range(5):  # faster than the heartbeats: what was not sent is replaced
         for rank, group in groups.items():
-            group.monitor.tell(wanted[rank].replace(" 4,", f" {number},"))
+            group.monitor.send(wanted[rank].replace(" 4,", f" {number},"))
     deadline = time.monotonic() + 30
-    while groups[0].monitor.heard != wanted and time.monotonic() < deadline:
+    while groups[0].monitor.received != wanted and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert groups[0].monitor.heard == wanted
+    assert groups[0].monitor.received == wanted
     for group in groups.values():
         group.monitor.close()
 

@@ -148,9 +148,9 @@ class Reporter:
         """
         if self._cluster.size == 1 or step % self._config.train.log_interval:
             return
-        self._cluster.monitor.tell(json.dumps(self.timer.host_times()))
+        self._cluster.monitor.send(json.dumps(self.timer.host_times()))
         if self._enabled:
-            for straggler in self._stragglers.compare(step, self._cluster.monitor.heard):
+            for straggler in self._stragglers.compare(step, self._cluster.monitor.received):
                 self.log(straggler)
 
     def step(self, step: int, metrics: Metrics | None, known: list[StepMetrics]) -> None:
