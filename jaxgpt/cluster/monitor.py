@@ -411,7 +411,7 @@ class Monitor:
     async def _limit_arrival(self, launch: Launch, timeout: float) -> None:
         """End this process after `timeout` seconds and name the processes that have not started.
 
-        MPI cannot say which processes are missing. Instead, after half of the time, each waiting
+        MPI cannot say which processes are missing. Instead, after half of the timeout, each waiting
         process creates a file in a folder that all hosts share.
         """
         await asyncio.sleep(timeout / 2)
