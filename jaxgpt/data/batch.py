@@ -1,4 +1,4 @@
-"""What a training step knows about its tokens: a `Batch`, derived on the devices."""
+"""The `Batch`: everything that a training step knows about its tokens, derived on the devices."""
 
 from typing import NamedTuple
 
@@ -8,13 +8,13 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jaxgpt.parallel.mesh import mesh_axes_with
 
-NO_TOKEN = -1  # fills up rows that are shorter than others
+NO_TOKEN = -1  # pads rows that are shorter than others
 
 
 class Batch(NamedTuple):
     """A global batch, or one device's part of it."""
 
-    tokens: jax.Array  # int32 (B, T)
+    tokens: jax.Array  # int32 (B, T): token IDs
     targets: jax.Array  # int32 (B, T): the next token
     weights: jax.Array  # float32 (B, T): weight of each target in the loss; 0 masks it
     positions: jax.Array  # int32 (B, T): position within the document
@@ -30,13 +30,13 @@ class TokenRows(NamedTuple):
 
 
 def make_batch(rows: jax.Array | TokenRows, end_of_text: int | None = None) -> Batch:
-    """Return the batch of some rows of text.
+    """Return the batch for rows of token IDs.
 
     Args:
-        rows: int32 (B, T+1) if all targets count alike, which makes the weights a constant of the
-            compiled program.
-        end_of_text: the token that ends a document, for data.document_mask; None treats each row as
-            one document.
+        rows: int32 (B, T+1), or `TokenRows` with a weight for each target. Without weights, all
+            targets have weight 1, which is a constant in the compiled program.
+        end_of_text: token that ends a document, for data.document_mask. None treats each row as one
+            document.
     """
     if isinstance(rows, TokenRows):
         tokens, weights = rows.tokens, rows.weights[:, 1:].astype(jnp.float32)
@@ -47,12 +47,19 @@ def make_batch(rows: jax.Array | TokenRows, end_of_text: int | None = None) -> B
 
 
 def input_batch(tokens: jax.Array, end_of_text: int | None = None) -> Batch:
-    """Return a batch without targets, for logits; arguments as for `make_batch`, tokens (B, T)."""
+    """Return a batch without targets, for computing logits.
+
+    This is where document boundaries become `segments` and `positions`.
+
+    Args:
+        tokens: int32 (B, T).
+        end_of_text: as for `make_batch`.
+    """
     B, T = tokens.shape
     positions = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32), (B, T))
     segments = jnp.zeros((B, T), jnp.int32)
     if end_of_text is not None:
-        # A document ends with its end-of-text token.
+        # The end-of-text token is the last token of its document.
         begins = jnp.pad(tokens[:, :-1] == end_of_text, ((0, 0), (1, 0)))
         segments = jnp.cumsum(begins, axis=1, dtype=jnp.int32)
         positions -= jax.lax.cummax(jnp.where(begins, positions, 0), axis=1)
@@ -67,7 +74,7 @@ def input_batch(tokens: jax.Array, end_of_text: int | None = None) -> Batch:
 
 
 def total_weight(batch: Batch) -> jax.Array:
-    """Return the sum of the weights, at least 1: the loss of a batch without any target is 0."""
+    """Return the sum of the weights, but at least 1, so that a batch without targets has loss 0."""
     return jnp.maximum(batch.weights.sum(), 1.0)
 
 

@@ -1,4 +1,7 @@
-"""Matmul of activations and weights: 1.66 x the speed of jnp.tensordot's gradient in a CPU step."""
+"""Matmul of activations and weights, with a gradient that is faster on CPUs than JAX's own.
+
+A step of `shakespeare_char_cpu` takes 1.66 times as long with `jnp.tensordot` and its gradient.
+"""
 
 import functools
 import math
@@ -9,16 +12,17 @@ import jax.numpy as jnp
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def matmul(x: jax.Array, w: jax.Array, n: int) -> jax.Array:
-    """Return x W, contracted over the last n dims of x and the first n of W.
+    """Return x W, contracted over the last n dims of x and the first n dims of W.
 
-    The gradient of W is one product of two matrices, in W's own order of dims. JAX derives its
-    transpose from jnp.tensordot, for which XLA's CPU compiler transposes the activations.
+    The gradient of W is a single matmul that yields W's own order of dims. JAX derives the
+    transposed gradient from jnp.tensordot, and XLA's CPU compiler then transposes the activations.
     """
     return _forward(x, w, n)[0]
 
 
 def _forward(x: jax.Array, w: jax.Array, n: int) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    # Not by `matmul`: jax.checkpoint, which may be asked to keep products, does not look into it.
+    # Call tensordot and not `matmul`: the policies of jax.checkpoint that save the results of
+    # matmuls do not look inside a custom_vjp.
     return jnp.tensordot(x, w, n), (x, w)
 
 

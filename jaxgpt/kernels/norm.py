@@ -1,4 +1,4 @@
-"""Layer norm and RMSNorm with their own gradient, which saves 7 % of a CPU step over Flax's."""
+"""LayerNorm and RMSNorm with a hand-written gradient; saves 7 % of a CPU step over Flax's."""
 
 import functools
 from typing import Any
@@ -11,9 +11,9 @@ from flax import nnx
 class LayerNorm(nnx.LayerNorm):
     """`nnx.LayerNorm` (arXiv 1607.06450) over the last axis: x_BTD -> y_BTD in `dtype`.
 
-    In float32, the output equals Flax's bit for bit. In bfloat16, it is more exact, because Flax
-    rounds the scale and the bias first. Only the options epsilon, use_bias and dtype are supported,
-    and there is always a scale.
+    In float32, the output is bitwise equal to Flax's. In bfloat16, it is more accurate, because
+    Flax rounds the scale and the bias first. Only the options epsilon, use_bias and dtype are
+    supported, and there is always a scale.
     """
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
@@ -32,7 +32,7 @@ class RMSNorm(nnx.RMSNorm):
 
 
 class RMSNorm1p(RMSNorm):
-    """RMSNorm that multiplies by 1 + scale, which begins at 0 (Gemma, arXiv 2408.00118)."""
+    """RMSNorm that multiplies by 1 + scale; scale is initialized to 0 (Gemma, arXiv 2408.00118)."""
 
     def __init__(self, num_features: int, **options: Any):
         super().__init__(num_features, scale_init=nnx.initializers.zeros_init(), **options)
@@ -44,11 +44,13 @@ class RMSNorm1p(RMSNorm):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def normalized(x_BTD: jax.Array, scale_D: jax.Array, epsilon: float, centered: bool) -> jax.Array:
-    """Return (x - mean) / sqrt(variance + epsilon) * scale in float32; mean is 0 unless centered.
+    """Return (x - mean) / sqrt(variance + epsilon) * scale in float32.
+
+    Unless `centered`, the mean is taken to be 0, and the variance is the mean of x^2.
 
     The backward pass keeps x in its own dtype and two numbers per token, whereas JAX would keep
-    several float32 arrays of x's size. Inside `shard_map`, the scale must vary over the same mesh
-    axes as x (`local_params`).
+    several float32 arrays of x's size. Inside `shard_map`, the scale must be marked as varying over
+    the same mesh axes as x, which `parallel.zero.local_params` does.
     """
     return _forward(x_BTD, scale_D, epsilon, centered)[0]
 

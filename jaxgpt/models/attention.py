@@ -1,4 +1,4 @@
-"""Causal self-attention: the table of kernels, the choice among them, and the kernels."""
+"""Causal self-attention: the table of kernels, how one is chosen, and their implementations."""
 
 import functools
 import itertools
@@ -11,30 +11,30 @@ import jax.numpy as jnp
 from jaxgpt.config import ModelConfig, UsageError
 from jaxgpt.kernels.dropout import drop_elements
 
-# `causal_attention` splits the queries into two blocks from 64 positions on, and into three or four
-# if each has at least 128. With more or shorter blocks, CPUs lose more time than they save.
+# `causal_attention` splits the queries into two blocks if T >= 64, and into three or four blocks if
+# each has at least 128 queries. More or shorter blocks cost more time on CPUs than they save.
 MOST_BLOCKS, LEAST_POSITIONS, LEAST_POSITIONS_OF_TWO = 4, 128, 32
 BLOCK = 128  # number of queries that `blockwise_attention` processes at a time
-# From here on `blockwise_attention` is faster on CPUs: at T = 1,024, 2,048 and 4,096 it takes 0.99,
-# 0.93 and 0.62 of the time of `causal_attention`, and a half, a quarter and an eighth of its memory
+# `blockwise_attention` is faster on CPUs from this block size on. At T = 1,024, 2,048 and 4,096 it
+# takes 0.99, 0.93 and 0.62 of the time of `causal_attention`, and 1/2, 1/4 and 1/8 of its memory
 # (2026-11, two cores of an AMD EPYC, float32, JAX 0.10.2).
 LEAST_BLOCKWISE_T = 2048
 
 
 class TokenPositions(NamedTuple):
-    """Where tokens stand, as attention needs it."""
+    """Positions and document numbers of tokens."""
 
-    positions: jax.Array  # within the document: int32 (T,) if all rows have the same, or (B, T)
-    segments: jax.Array | None = None  # document number within the row (B, T); None is one document
+    positions: jax.Array  # within the document: int32 (T,) if equal in all rows, else (B, T)
+    segments: jax.Array | None = None  # document number within the row, (B, T); None: one document
 
     def block(self, part: slice) -> "TokenPositions":
-        """Return the places of a slice of the tokens."""
+        """Return the positions and segments of a slice of the tokens."""
         return jax.tree.map(lambda x: x[..., part], self)
 
 
-# (q_BTHK, k_BSGK, v_BSGK, places of the queries, places of the keys, window, dropout keys_BH or
-# None) -> out_BTHK. Query head h uses key-value head h G // H. A query attends to the keys of its
-# document at its own position and before it: to `window` of them, or to all if that is None.
+# (q_BTHK, k_BSGK, v_BSGK, query positions, key positions, window, dropout keys_BH or None) ->
+# out_BTHK. Query head h uses key-value head h G // H. A query attends to the keys of its own
+# document at its own position or earlier: the last `window` of them, or all if `window` is None.
 Attention = Callable[
     [jax.Array, jax.Array, jax.Array, TokenPositions, TokenPositions, int | None, jax.Array | None],
     jax.Array,
@@ -50,7 +50,7 @@ def cuda_capability(device: jax.Device) -> float:
 
 
 class AttentionSetting(NamedTuple):
-    """What decides whether an attention kernel can run."""
+    """The settings that determine which attention kernels can run."""
 
     config: ModelConfig
     dtype: str  # train.dtype
@@ -60,19 +60,20 @@ class AttentionSetting(NamedTuple):
 
 
 class Kernel(NamedTuple):
-    """An attention kernel."""
+    """One entry of the table of attention kernels."""
 
     obstacle: Callable[[AttentionSetting], str | None]  # why it cannot run; None if it can
     make: Callable[[AttentionSetting], Attention]
-    reason: str  # why it is the best choice if it can run
-    least_T: int = 0  # below this block size, `auto` prefers the next kernel of the table
+    reason: str  # the kernel's advantage, for the log line
+    least_T: int = 0  # below this block size, `auto` skips the kernel
     stores_scores: bool = False  # whether it keeps T x T scores in memory
     stand_in: Callable[[], Attention] | None = None
-    """Make a kernel that needs as much memory and compiles on any CPU; None: this one does."""
+    """Makes a kernel for `jaxgpt.plan` to compile on a CPU, with the same memory use. None: use
+    this kernel itself."""
 
 
 def cudnn_obstacle(setting: AttentionSetting) -> str | None:
-    """Return why cuDNN's kernel cannot run; None if it can."""
+    """Return why the cuDNN kernel cannot run, or None if it can."""
     config, K = setting.config, setting.config.head_size
     largest = 256 if setting.capability >= 9 else 128  # head size: Hopper supports larger heads
     if setting.capability < 8:
@@ -82,7 +83,7 @@ def cudnn_obstacle(setting: AttentionSetting) -> str | None:
     if K % 8 or K > largest:
         return f"cuDNN needs a head size that is a multiple of 8 up to {largest}, not {K}"
     if config.dropout:
-        return f"this cuDNN path has no dropout, and model.dropout={config.dropout}"
+        return f"the cuDNN kernel does not support dropout, and model.dropout={config.dropout}"
     if setting.document_mask and config.block_size % 2:
         return (
             f"cuDNN needs an even model.block_size for data.document_mask, not {config.block_size}"
@@ -91,17 +92,18 @@ def cudnn_obstacle(setting: AttentionSetting) -> str | None:
 
 
 def make_cudnn(setting: AttentionSetting) -> Attention:
-    """Return cuDNN's kernel."""
+    """Return the cuDNN kernel."""
     scales = distinct_scales(setting.config.head_size) if setting.deterministic else None
     return functools.partial(cudnn_attention, scales=scales)
 
 
-# model.attention -> the kernel. `auto` takes the first one that can run and is worth it.
+# model.attention -> kernel. `auto` picks the first kernel that can run and whose least_T is at most
+# model.block_size.
 KERNELS = {
     "cudnn": Kernel(
         cudnn_obstacle,
         make_cudnn,
-        "flash attention, O(T) memory; bit for bit with train.deterministic=True",
+        "flash attention, O(T) memory; bitwise reproducible with train.deterministic=True",
         stand_in=lambda: without_scores(blockwise_attention),
     ),
     "blockwise": Kernel(
@@ -132,7 +134,7 @@ def choose_attention(setting: AttentionSetting) -> tuple[str, str]:
         return chosen, f"model.attention={chosen}"
     obstacles = [why for kernel in KERNELS.values() if (why := kernel.obstacle(setting))]
     name = _fastest_kernel(setting)
-    mask = ", and a mask of documents, 2 T^2 bytes a row" * setting.document_mask
+    mask = ", plus a document mask of 2 T^2 bytes per row" * setting.document_mask
     reason = KERNELS[name].reason + (mask if name == "cudnn" else "")
     return name, "; ".join([reason, *obstacles])
 
@@ -152,7 +154,7 @@ def _fastest_kernel(setting: AttentionSetting) -> str:
 
 
 def stores_scores(config: ModelConfig) -> bool:
-    """Return whether attention keeps T x T scores in memory, if `auto` runs on a CPU."""
+    """Return whether attention keeps T x T scores in memory; `auto` is resolved as on a CPU."""
     name = config.attention
     if name == "auto":
         name = _fastest_kernel(AttentionSetting(config, "float32"))
@@ -163,7 +165,7 @@ def fallback_warnings(setting: AttentionSetting, kernel: str, reason: str) -> li
     """Return a warning if the NVIDIA GPU supports cuDNN attention but this run cannot use it."""
     if kernel == "cudnn" or setting.config.attention != "auto" or setting.capability < 8:
         return []
-    return [f"attention runs without cuDNN, and slower: {reason}"]
+    return [f"attention runs without cuDNN, which is slower: {reason}"]
 
 
 def causal_attention(
@@ -177,12 +179,14 @@ def causal_attention(
     dropout: float = 0.0,
     attend: Callable[..., jax.Array] | None = None,
 ) -> jax.Array:
-    """Compute attention in a few blocks of queries, and skip the keys after each block's end.
+    """Compute attention in up to four blocks of queries, skipping the keys after each block.
 
-    The queries and the keys are those of the same tokens, in their order. n blocks compute
-    (n + 1) / 2n of the T x T scores, or less with a window. Which attention weights are dropped
-    depends on the blocks. The blocks save 6 % of a `shakespeare_char` step on a CPU. `attend`
-    computes one block; None is `xla_attention`.
+    Queries and keys must belong to the same tokens, in order. With n blocks, only (n + 1) / 2n of
+    the T x T scores are computed, or fewer with a window. This saves 6 % of a `shakespeare_char`
+    step on a CPU. Dropout masks depend on the block boundaries.
+
+    Args:
+        attend: computes the attention of one block; None is `xla_attention`.
     """
     T = q_BTHK.shape[1]
     n = max(1, min(2, T // LEAST_POSITIONS_OF_TWO), min(MOST_BLOCKS, T // LEAST_POSITIONS))
@@ -225,14 +229,16 @@ def xla_attention(
     """Return softmax(q k^T / sqrt(K)) v with a causal mask, in q's dtype; the softmax is float32.
 
     Args:
+        keys_BH: a dropout key for each row and head; None disables dropout.
         dropout: rate at which attention weights are dropped if `keys_BH` is given.
-        block: number that is different for each block of queries with the same `keys_BH`.
+        block: a number that distinguishes blocks of queries with the same `keys_BH`, so that they
+            get different dropout masks.
     """
     H, K = q_BTHK.shape[2:]
     k_BSHK = repeat_heads(k_BSGK, H)
     if q_BTHK.dtype == jnp.float32:
         scores_BHTS = inner_products(q_BTHK * K**-0.5, k_BSHK)
-    else:  # scaling the queries first would round them
+    else:  # scaling the queries first would add a rounding
         scores_BHTS = inner_products(q_BTHK, k_BSHK) * K**-0.5
     is_seen = visible_keys(q_at, k_at, window)
     weights_BHTS = jax.nn.softmax(jnp.where(is_seen, scores_BHTS, -jnp.inf), axis=-1)
@@ -248,10 +254,10 @@ def xla_attention(
 
 @jax.custom_vjp
 def inner_products(q_BTHK: jax.Array, k_BSHK: jax.Array) -> jax.Array:
-    """Return q k^T for each head in float32, with gradients computed in the operands' dtype.
+    """Return scores_BHTS = q k^T in float32, with gradients computed in the operands' dtype.
 
-    From bfloat16 operands, JAX would derive gradients that are float32 products. On an H100, a step
-    of `gpt2` with model.attention=xla would then move 7 % more bytes.
+    For bfloat16 operands, the gradients that JAX derives are float32 matmuls. With those, a step of
+    `gpt2` with model.attention=xla would move 7 % more bytes on an H100.
     """
     return jnp.einsum("BTHK,BSHK->BHTS", q_BTHK, k_BSHK, preferred_element_type=jnp.float32)
 
@@ -275,7 +281,10 @@ inner_products.defvjp(_inner_products_forward, _inner_products_backward)
 
 
 def visible_keys(q_at: TokenPositions, k_at: TokenPositions, window: int | None) -> jax.Array:
-    """Return which keys each query attends to: booleans (T, S), or (B, 1, T, S) with documents."""
+    """Return the attention mask: booleans (T, S), or (B, 1, T, S) with a document mask.
+
+    A query sees a key if the key is not later, is within `window`, and is in the same segment.
+    """
     distance = q_at.positions[..., :, None] - k_at.positions[..., None, :]
     is_seen = distance >= 0
     if window is not None:
@@ -287,16 +296,16 @@ def visible_keys(q_at: TokenPositions, k_at: TokenPositions, window: int | None)
 
 
 def repeat_heads(x_BSGK: jax.Array, H: int) -> jax.Array:
-    """Return x_BSHK: the keys or values of G heads, repeated for the H query heads."""
+    """Return x_BSHK: the keys or values of G heads, repeated for H query heads."""
     G = x_BSGK.shape[2]
     return x_BSGK if G == H else jnp.repeat(x_BSGK, H // G, axis=2)
 
 
 def distinct_scales(head_size: int) -> Iterator[float]:
-    """Yield 1 / sqrt(head_size) repeatedly, as values that differ, but are equal in float32.
+    """Yield 1 / sqrt(head_size) as different Python floats that are all equal in float32.
 
     With deterministic kernels, XLA handles only one of several identical calls, such as those of
-    the layers (github.com/openxla/xla/pull/46500). Calls with distinct scales are all handled.
+    different layers (github.com/openxla/xla/pull/46500). Distinct scales make the calls differ.
     """
     return (head_size**-0.5 * (1 + n * 2**-40) for n in itertools.count())
 
@@ -311,10 +320,10 @@ def cudnn_attention(
     keys_BH: jax.Array | None,
     scales: Iterator[float] | None = None,
 ) -> jax.Array:
-    """Compute attention with cuDNN's fused flash kernel, which never stores the scores.
+    """Compute attention with cuDNN's fused flash attention kernel, which never stores the scores.
 
-    The queries and the keys are those of the same tokens, in their order. With documents, the
-    kernel takes one mask for all heads.
+    Queries and keys must belong to the same tokens, in order. With a document mask, the kernel gets
+    one mask (B, 1, T, S) for all heads.
     """
     del keys_BH  # choose_attention never picks this kernel with dropout
     attend = functools.partial(
@@ -331,9 +340,9 @@ def cudnn_attention(
 
 
 def blockwise_attention(*operands: Any, dropout: float = 0.0) -> jax.Array:
-    """Compute `causal_attention`, but `BLOCK` queries at a time, in O(T) memory.
+    """Compute `causal_attention` with at most `BLOCK` queries at a time, in O(T) memory.
 
-    The backward pass computes the scores again.
+    The backward pass recomputes the scores.
     """
     return causal_attention(*operands, dropout=dropout, attend=scanned_attention)
 
@@ -350,10 +359,10 @@ def scanned_attention(
     dropout: float,
     block: int,
 ) -> jax.Array:
-    """Return `xla_attention`, computed in a loop over blocks of at most `BLOCK` queries."""
+    """Compute `xla_attention` in a loop over blocks of at most `BLOCK` queries."""
     T = q_BTHK.shape[1]
     size = max(n for n in range(1, BLOCK + 1) if T % n == 0)
-    if size < BLOCK / 8:  # T has no better divisor: hundreds of short blocks would be slow
+    if size < BLOCK / 8:  # T has no suitable divisor, and many short blocks would be slow
         operands = q_BTHK, k_BSGK, v_BSGK, q_at, k_at, window, keys_BH
         return jax.checkpoint(
             lambda *arrays: xla_attention(
@@ -378,7 +387,7 @@ def scanned_attention(
 
 
 def without_scores(attend: Attention) -> Attention:
-    """Return attention that recomputes its T x T scores in the backward pass.
+    """Return an attention function that recomputes its T x T scores in the backward pass.
 
     This is the selective recomputation of arXiv 2205.05198, section 5.
     """

@@ -1,4 +1,4 @@
-"""Autoregressive decoding of one row with a KV cache: nothing here is part of a training step."""
+"""Autoregressive decoding of one row with a KV cache; training does not use this file."""
 
 from typing import Any, NamedTuple
 
@@ -13,29 +13,29 @@ from jaxgpt.models.layers import layer_pattern
 from jaxgpt.models.transformer import GPT, Block
 from jaxgpt.parallel.sharding import Params
 
-PREFILL_CHUNK = 128  # tokens of a prompt that are decoded at once
+PREFILL_CHUNK = 128  # number of prompt tokens that are processed at a time
 
 
 class LayerCache(NamedTuple):
-    """Keys and values of the last S positions, in the layers at one place of `layer_pattern`.
+    """Keys and values of the last S positions, for the layers of one entry of `layer_pattern`.
 
-    Position n of the text is in slot n mod S: with rotary positions, a text may be longer than S.
-    The dims are in the order in which attention's products need them, because another order would
-    be copied for every token. Layers that are not scanned have a tuple of arrays (G, K, S) instead
-    of one with a leading axis, or each would be copied out of the whole.
+    Position n of the text is in slot n mod S, so with rotary positions a text may be longer than S.
+    The order of the dims is the one that attention's matmuls need; any other order would cause a
+    copy for every token. Layers that are not scanned have a tuple of arrays (G, K, S) instead of
+    one stacked array, because each layer would be copied out of the stack.
     """
 
     k_LGKS: jax.Array | tuple[jax.Array, ...]
     v_LGKS: jax.Array | tuple[jax.Array, ...]
-    starts_S: jax.Array  # position at which the document of each token begins: int32 (S,)
+    starts_S: jax.Array  # position at which each token's document begins: int32 (S,)
 
 
 class Cache(NamedTuple):
-    """What decoding keeps of a text."""
+    """The KV cache of one text."""
 
-    layers: tuple[LayerCache, ...]  # by place in `layer_pattern`
-    # For each of the last block_size positions, in the same order of slots: the position at which
-    # the document of the token after it begins.
+    layers: tuple[LayerCache, ...]  # one for each entry of `layer_pattern`
+    # For each of the last block_size positions, in the same slot order: the position at which the
+    # document of the next token begins. int32 (block_size,).
     next_starts_S: jax.Array
 
 
@@ -43,15 +43,17 @@ def empty_cache(config: ModelConfig, dtype: jnp.dtype, scan_layers: bool, tensor
     """Return the cache of an empty text.
 
     Args:
-        tensor: number of devices that share the heads. If it does not divide the key-value heads,
-            there is one for each query head.
+        dtype: dtype of the keys and values.
+        scan_layers: whether the layers are scanned; see `LayerCache`.
+        tensor: number of devices that share the heads. If it does not divide the number of
+            key-value heads, the cache has a key-value head for each query head.
     """
     G = config.kv_heads if config.kv_heads % tensor == 0 else config.n_head
     pattern, layers = layer_pattern(config), []
     for place, kind in enumerate(pattern):
         L = len(range(place, config.n_layer, len(pattern)))
         S = config.block_size
-        if kind.window is not None:  # the first query of a chunk attends to the window before it
+        if kind.window is not None:  # a chunk's first query attends to the window before the chunk
             S = min(S, kind.window + PREFILL_CHUNK)
         zeros_GKS = jnp.zeros((G, config.head_size, S), dtype)
         zeros_LGKS = jnp.stack([zeros_GKS] * L) if scan_layers else (zeros_GKS,) * L
@@ -60,7 +62,7 @@ def empty_cache(config: ModelConfig, dtype: jnp.dtype, scan_layers: bool, tensor
 
 
 class CachedAttention:
-    """Attention of one layer over the cached positions and new ones, which it adds to `cache`."""
+    """Attention of one layer over cached and new positions; it adds the new ones to `cache`."""
 
     def __init__(self, cache: LayerCache, layer: Any, network: GPT):
         self.cache, self.layer, self.network = cache, layer, network
@@ -75,7 +77,7 @@ class CachedAttention:
         window: int | None,
         keys_BH: None,
     ) -> jax.Array:
-        """Return out_1THK."""
+        """Return out_1THK for the new positions."""
         layer, T, S = self.layer, q_1THK.shape[1], self.cache.starts_S.size
         position = q_at.positions[0]
 
@@ -88,7 +90,7 @@ class CachedAttention:
 
         k_LGKS, v_LGKS = write(self.cache.k_LGKS, k_1TGK), write(self.cache.v_LGKS, v_1TGK)
         self.cache = self.cache._replace(k_LGKS=k_LGKS, v_LGKS=v_LGKS)
-        if T == self.network.config.block_size:  # all positions at once, as in training
+        if T == self.network.config.block_size:  # a full block of tokens, as in training
             return self.network.attend(q_1THK, k_1TGK, v_1TGK, q_at, k_at, window, keys_BH)
         k_1SGK, v_1SGK = (x[layer].transpose(2, 0, 1)[None] for x in (k_LGKS, v_LGKS))
         starts_1S = None if q_at.segments is None else self.cache.starts_S[None]
@@ -97,11 +99,16 @@ class CachedAttention:
 
 
 def write_slots(x_S: jax.Array, new_T: jax.Array, position: Any, layer: Any = None) -> jax.Array:
-    """Return an array whose last axis is that of slots, with new values from a position on.
+    """Write new values into the slots of their positions, along the last axis of `x_S`.
 
     Args:
-        x_S: (..., S), or (L, ..., S) with a `layer`.
-        new_T: (..., T), or (1, ..., T) with a `layer`; of more than S values the last S stay.
+        x_S: array (..., S), or (L, ..., S) with `layer`.
+        new_T: array (..., T), or (1, ..., T) with `layer`. If T > S, only the last S are written.
+        position: position of the first new value.
+        layer: index of the layer to write, if `x_S` is stacked over layers.
+
+    Returns:
+        The updated array, of the shape of `x_S`.
     """
     S = x_S.shape[-1]
     if (surplus := new_T.shape[-1] - S) > 0:
@@ -120,9 +127,9 @@ def write_slots(x_S: jax.Array, new_T: jax.Array, position: Any, layer: Any = No
 
 
 def slot_positions(S: int, n_read: Any) -> jax.Array:
-    """Return the position that each slot holds after `n_read` tokens.
+    """Return the position that each slot holds after `n_read` tokens: int32 (S,).
 
-    If a slot holds none yet, it is a position that no query sees.
+    An empty slot gets the largest int32, a position that no query sees.
     """
     newest = n_read - 1
     positions_S = newest - (newest - jnp.arange(S)) % S
@@ -132,20 +139,23 @@ def slot_positions(S: int, n_read: Any) -> jax.Array:
 def decode_step(
     network: GPT, cache: Cache, tokens_1T: jax.Array, position: Any
 ) -> tuple[jax.Array, Cache]:
-    """Return logits_1V of the token after these, and the cache with these; no dropout.
+    """Process T new tokens, without dropout.
 
     Args:
-        cache: of the tokens before.
-        tokens_1T: tokens from `position` on; several tokens must be before block_size.
-        position: of the first token in the text. With learned positions, all must be below
-            block_size.
+        cache: cache of the preceding tokens.
+        tokens_1T: the new tokens. If T > 1, their positions must be below block_size.
+        position: position of the first new token. With learned positions, all positions must be
+            below block_size.
+
+    Returns:
+        logits_1V for the token after the new ones, and the cache with the new tokens.
     """
     positions_T = jnp.asarray(position, jnp.int32) + jnp.arange(tokens_1T.shape[1])
     at, batch = TokenPositions(positions_T), input_batch(tokens_1T)
     batch = batch._replace(positions=positions_T[None])
     if network.end_of_text is not None:
         cache, starts_T = read_documents(cache, tokens_1T[0] == network.end_of_text, positions_T)
-        # A document is known by its start.
+        # A document is identified by the position at which it begins.
         at = TokenPositions(positions_T, starts_T[None])
         batch = batch._replace(positions=(positions_T - starts_T)[None])
     pattern = layer_pattern(network.config)
@@ -167,16 +177,19 @@ def decode_step(
 def read_documents(
     cache: Cache, is_end_T: jax.Array, positions_T: jax.Array
 ) -> tuple[Cache, jax.Array]:
-    """Return the cache with the documents of new tokens, and where these documents begin.
+    """Find the document that each new token belongs to, and record it in the cache.
 
     Args:
-        is_end_T: whether a new token ends its document.
-        positions_T: of the new tokens in the text.
+        is_end_T: whether each new token ends its document.
+        positions_T: positions of the new tokens in the text.
+
+    Returns:
+        The updated cache, and the position at which each new token's document begins, (T,).
     """
     position, S = positions_T[0], cache.next_starts_S.size
     first = jnp.where(position == 0, 0, cache.next_starts_S[(position - 1) % S])
     begins = jnp.concatenate([first[None], jnp.where(is_end_T, positions_T + 1, 0)])
-    starts = jax.lax.cummax(begins)  # of the new tokens and the one after them
+    starts = jax.lax.cummax(begins)  # for the new tokens and the token after them
     starts_T, next_starts_T = starts[:-1], starts[1:]
     layers = [
         one._replace(starts_S=write_slots(one.starts_S, starts_T, position)) for one in cache.layers
@@ -185,16 +198,17 @@ def read_documents(
 
 
 class PerLayer(tuple):
-    """An array for each layer, in place of one with a leading axis L.
+    """One array for each layer, instead of one array with a leading axis L.
 
-    JAX does not look into subclasses of tuple: to `jax.tree.map` it is a leaf, as the one array is.
+    `jax.tree.map` treats it as a leaf, like the stacked array, because JAX does not traverse
+    subclasses of tuple.
     """
 
 
 def unstack_layers(params: Params) -> Params:
-    """Return the parameters with arrays for each layer, for layers that are not scanned.
+    """Return the parameters with a separate array for each layer, for layers that are not scanned.
 
-    Where they are read again and again, in a loop, XLA would otherwise copy each layer's out of
-    the whole every time. They take as much memory once more.
+    A decoding loop reads the weights in every iteration. With stacked arrays, XLA would copy each
+    layer's weights out of the stack each time. The separate arrays double the memory of the layers.
     """
     return params | {"layers": jax.tree.map(PerLayer, params["layers"])}

@@ -1,8 +1,8 @@
-"""The layers of a transformer. They name logical axes and know no mesh.
+"""The layers of a transformer. They name logical axes and do not know the mesh.
 
-Every weight says what its dims mean (`logical_axes`), what it is (`role`), and a matrix how many of
-its dims are inputs (`n_inputs`); `models.weights` lists them all, and `parallel` says where they
-live.
+Each weight carries metadata: the meaning of its dims (`logical_axes`), what it is (`role`) and, for
+a matrix, how many of its dims are inputs (`n_inputs`). `models.weights` lists all weights, and
+`parallel.sharding` maps their logical axes to mesh axes.
 """
 
 import math
@@ -22,16 +22,16 @@ from jaxgpt.models.rope import Rotation
 from jaxgpt.parallel.sharding import LogicalAxes
 from jaxgpt.parallel.tensor import ParallelContext
 
-INIT_STD = 0.02  # GPT-2's, for every matrix and embedding
-VOCAB_MULTIPLE = 128  # the embedding's rows are padded to this, which most meshes divide
+INIT_STD = 0.02  # GPT-2's value, for every matrix and embedding
+VOCAB_MULTIPLE = 128  # embeddings are padded to a multiple of this, so that most meshes divide them
 
-# x, W, number of dims that are summed over -> x W
+# (x, W, number of dims to contract) -> x W
 Multiply = Callable[[jax.Array, Any, int], jax.Array]
 
 
 @dataclass(frozen=True)
 class LayerBuilder:
-    """Options and constructors that the layers of a block share."""
+    """Options and constructors shared by the layers of a block."""
 
     config: ModelConfig
     dtype: jnp.dtype  # of the computation; parameters are float32
@@ -45,9 +45,13 @@ class LayerBuilder:
         axes: LogicalAxes,
         use_bias: bool = False,
     ) -> "Linear":
-        """Return a linear layer whose outputs are split over `tensor`, as `axes` say.
+        """Return a column-parallel linear layer: its outputs are split over `tensor`.
 
-        `use_bias` gives it a bias also where model.bias does not.
+        Args:
+            inputs: sizes of the input dims.
+            outputs: sizes of the output dims.
+            axes: logical axes of all dims of the weight, inputs first.
+            use_bias: add a bias even if model.bias=False.
         """
         multiply = self.parallel.column_parallel_matmul
         return Linear(self, inputs, outputs, axes, INIT_STD, multiply, use_bias)
@@ -55,21 +59,28 @@ class LayerBuilder:
     def row_parallel(
         self, inputs: tuple[int, ...], outputs: tuple[int, ...], axes: LogicalAxes
     ) -> "Linear":
-        """Return a linear layer whose inputs are split, and whose result is added to the stream.
+        """Return a row-parallel linear layer: its inputs are split over `tensor`.
 
-        2L of them add up in the residual stream: scaling them keeps its variance at 1. Raises
-        `UsageError` if `tensor` does not divide the inputs: every device would add all of them up.
+        Its output is added to the residual stream, which sums 2L such outputs. GPT-2 therefore
+        scales the initial weights by 1 / sqrt(2L).
+
+        Raises:
+            UsageError: if `tensor` does not divide the first input dim. Each device would then hold
+                all inputs, and the sum over devices would count them several times.
         """
         if inputs[0] % self.parallel.tensor:
             raise UsageError(
                 f"parallel.mesh: tensor={self.parallel.tensor} does not divide the {inputs[0]} "
-                f"inputs ({axes[0]}) of a layer that is split by rows; give one that does"
+                f"inputs ({axes[0]}) of a row-parallel layer; choose a size that does"
             )
         std = INIT_STD / math.sqrt(2 * self.config.n_layer)
         return Linear(self, inputs, outputs, axes, std, self.parallel.row_parallel_matmul)
 
     def norm(self) -> LayerNorm | RMSNorm:
-        """Return a norm whose scale every device keeps: gathering it costs more than it saves."""
+        """Return the norm over D that model.norm selects.
+
+        Its scale is replicated, because gathering it would cost more than sharding it saves.
+        """
         if self.config.norm != "layernorm":
             return self.rms_norm(self.config.n_embd, None)
         return LayerNorm(
@@ -83,7 +94,11 @@ class LayerBuilder:
         )
 
     def rms_norm(self, size: int, axis: str | None) -> RMSNorm:
-        """Return an RMSNorm over the last dim, of `size`, whose scale has this logical axis."""
+        """Return an RMSNorm over the last dim, of the given size.
+
+        Args:
+            axis: logical axis of its scale.
+        """
         norm = RMSNorm1p if self.config.norm == "rmsnorm_1p" else RMSNorm
         return norm(
             size,
@@ -94,18 +109,23 @@ class LayerBuilder:
         )
 
     def dropout(self, x_BTD: jax.Array, keys_B: jax.Array | None) -> jax.Array:
-        """Drop elements by a row's key and the position, the same on whichever device they are."""
+        """Apply dropout. The mask depends on the row's key and the position, not on the device.
+
+        Args:
+            keys_B: a key for each row; None disables dropout.
+        """
         if keys_B is None:
             return x_BTD
         B, T, D = x_BTD.shape
         keys_BT = keys_for(keys_B, self.parallel.sequence_offset(T) + jnp.arange(T))
-        # N = B T: with two axes XLA puts B last on GPUs, and transposes activations to and fro.
+        # Flatten B and T: otherwise XLA makes B the minor dimension on GPUs and transposes
+        # activations back and forth.
         drop = jax.vmap(lambda x_D, key: drop_elements(x_D, self.config.dropout, key))
         return drop(x_BTD.reshape(B * T, D), keys_BT.reshape(B * T)).reshape(x_BTD.shape)
 
 
 class Linear(nnx.Module):
-    """x W + b, where W, of shape (*inputs, *outputs), may be split over devices as its `axes`."""
+    """x W + b, where W has shape (*inputs, *outputs) and may be sharded as its `axes` say."""
 
     def __init__(
         self,
@@ -121,28 +141,29 @@ class Linear(nnx.Module):
         draw = nnx.initializers.normal(std)
         kernel = draw(build.rngs.params(), (*inputs, *outputs), jnp.float32)
         self.kernel = nnx.Param(kernel, logical_axes=axes, role="matrix", n_inputs=self.n_inputs)
-        # What is added after a sum over devices is small: every device keeps it whole.
+        # A row-parallel layer adds its bias after the sum over devices. Such a bias is small, so it
+        # is replicated.
         own = tuple(axis if axis != "embed" else None for axis in axes[self.n_inputs :])
         bias = nnx.Param(jnp.zeros(outputs), logical_axes=own, role="bias")
         self.bias = nnx.data(bias if build.config.bias or use_bias else None)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         y = self.multiply(x.astype(self.dtype), self.kernel.get_value(), self.n_inputs)
-        # In float32, as then its gradient is, which sums over all tokens: see `embed_tokens` in
-        # transformer.py.
+        # The bias is added in float32, so that its gradient, a sum over all tokens, is computed in
+        # float32 too.
         return y if self.bias is None else (y + self.bias.get_value()).astype(self.dtype)
 
 
 class LayerKind(NamedTuple):
-    """What attention differs by between the layers of a model."""
+    """The attention options that may differ between the layers of a model."""
 
-    window: int | None  # positions that a query attends to, its own included; None is all
+    window: int | None  # number of positions a query attends to, including its own; None is all
     rope_theta: float  # base of the rotary wavelengths
     rope_scaling: tuple[float, ...]  # as model.rope_scaling
 
 
 def layer_pattern(config: ModelConfig) -> tuple[LayerKind, ...]:
-    """Return the kinds of the first layers, which repeat over the depth of the model."""
+    """Return the shortest pattern of layer kinds that repeats over the depth of the model."""
     everywhere = LayerKind(None, config.rope_theta, config.rope_scaling)
     local = everywhere._replace(window=config.sliding_window)
     if config.local_rope_theta is not None:
@@ -154,22 +175,22 @@ def layer_pattern(config: ModelConfig) -> tuple[LayerKind, ...]:
 
 
 class AttentionInputs(NamedTuple):
-    """What attention needs beside the hidden states; the same for all layers of a kind."""
+    """The inputs of attention besides the hidden states; equal for all layers of one kind."""
 
     attend: Attention
     at: TokenPositions
-    rotation: Rotation | None  # None without model.position=rope
+    rotation: Rotation | None  # None unless model.position=rope
     window: int | None
 
 
 class SelfAttention(nnx.Module):
-    """Causal attention of H heads of size K, with keys and values of G heads."""
+    """Causal attention with H query heads and G key-value heads of size K."""
 
     def __init__(self, build: LayerBuilder):
         config = build.config
         D, H, G, K = config.n_embd, config.n_head, config.kv_heads, config.head_size
         self.parallel, self.n_head, self.n_kv_head = build.parallel, H, G
-        # The kernels divide the scores by the square root of K.
+        # The kernels divide the scores by sqrt(K); this factor corrects for query_pre_attn_scalar.
         self.query_factor = math.sqrt(K / (config.query_pre_attn_scalar or K))
 
         def project(outputs: tuple[int, ...], axes: LogicalAxes) -> Linear:
@@ -202,7 +223,7 @@ class SelfAttention(nnx.Module):
 
     def project(self, x_BTD: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Return q_BTHK, k_BTGK and v_BTGK of this device's heads."""
-        # Not by indexing, whose gradient is a sum of arrays that are zero elsewhere.
+        # Split instead of indexing: the gradient of indexing is a sum of zero-padded arrays.
         if self.qkv is not None:
             qkv_BTCHK = self.qkv(x_BTD)
             q_BTHK, k_BTHK, v_BTHK = (x.squeeze(2) for x in jnp.split(qkv_BTCHK, 3, axis=2))
@@ -211,20 +232,21 @@ class SelfAttention(nnx.Module):
         k_BTGK, v_BTGK = (x.squeeze(2) for x in jnp.split(self.kv(x_BTD), 2, axis=2))
         H, G = q_BTHK.shape[2], k_BTGK.shape[2]
         if H < self.n_head and G == self.n_kv_head:
-            # `tensor` does not divide them: every device has all, and takes those of its queries.
+            # `tensor` does not divide G: each device computes all key-value heads and selects the
+            # ones that its query heads use.
             own_H = self.local_heads(H) * G // self.n_head
             k_BTGK, v_BTGK = jnp.take(k_BTGK, own_H, axis=2), jnp.take(v_BTGK, own_H, axis=2)
         return q_BTHK, k_BTGK, v_BTGK
 
     def local_heads(self, n: int) -> jax.Array:
-        """Return the numbers of this device's n query heads."""
+        """Return the indices of this device's n query heads."""
         return self.parallel.tensor_offset(n) + jnp.arange(n)
 
 
 def embedding(
     n_rows: int, config: ModelConfig, rngs: nnx.Rngs, role: str, axis: str | None
 ) -> nnx.Embed:
-    """Return a table of `n_rows`; those of a vocabulary are padded with rows of zeros."""
+    """Return an embedding table with `n_rows` rows; vocabularies are padded with rows of zeros."""
     n_padded = padded_vocab_size(n_rows) if axis == "vocab" else n_rows
 
     def padded_normal(key, shape, dtype):
@@ -241,12 +263,12 @@ def embedding(
 
 
 def padded_vocab_size(vocab_size: int) -> int:
-    """Return the rows of the embedding: `vocab_size` rounded up to a multiple of 128."""
+    """Return the number of rows of an embedding: `vocab_size` rounded up to a multiple of 128."""
     return -(-vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
 
 
 def keys_for(keys_B: jax.Array | None, numbers_N: jax.Array) -> jax.Array | None:
-    """Return keys_BN: for every row a key of each number, the same on whichever device."""
+    """Return keys_BN: each row's key folded with each number; None without keys."""
     if keys_B is None:
         return None
     fold_in = jax.random.fold_in

@@ -1,5 +1,7 @@
-"""The output layer and its cross-entropy, at once or in chunks, with a vocabulary that may be split
-over devices."""
+"""The output layer and the cross-entropy loss, computed at once or in chunks of tokens.
+
+The vocabulary may be split over devices.
+"""
 
 import functools
 from typing import Any, NamedTuple
@@ -12,14 +14,13 @@ from jaxgpt.parallel.tensor import NO_PARALLELISM, ParallelContext
 
 
 class LossParts(NamedTuple):
-    """Weighted sums over some targets, in nats. Sums of parts are the parts of a whole batch."""
+    """Weighted sums of losses in nats, so that parts of a batch can be added."""
 
-    loss: jax.Array  # float32 scalar, which is differentiated
-    rows: dict[str, jax.Array]  # `loss` (the cross-entropy) and other values of each row (B,)
+    loss: jax.Array  # float32 scalar: the value to differentiate
+    rows: dict[str, jax.Array]  # float32 (B,) by name: `loss` (cross-entropy) and other row values
 
     def add(self, aux: dict[str, jax.Array]) -> "LossParts":
-        """Add auxiliary losses (B,), such as those that balance experts, which are differentiated
-        too."""
+        """Add auxiliary losses (B,), such as load-balancing losses of experts, to both fields."""
         return LossParts(self.loss + sum(aux_B.sum() for aux_B in aux.values()), self.rows | aux)
 
 
@@ -27,22 +28,22 @@ class TokenScores(NamedTuple):
     """The loss and the most likely token at each position."""
 
     losses_BT: jax.Array  # weighted -log p(target) in nats, float32
-    likeliest_BT: jax.Array  # the token with the largest logit, int32; the first of several
+    likeliest_BT: jax.Array  # the token with the largest logit, int32; the lowest ID if tied
 
 
 class OutputLayer(NamedTuple):
-    """The weights that turn hidden states into logits, on one device."""
+    """One device's shard of the layer that turns hidden states into logits."""
 
     w_VD: jax.Array  # this device's shard of the vocabulary
-    vocab_offset: Any  # the first token of the shard
+    vocab_offset: Any  # token ID of the shard's first row
     config: ModelConfig
     parallel: ParallelContext = NO_PARALLELISM
 
     def logits(self, x_BTD: jax.Array) -> jax.Array:
-        """Return the scores of this device's tokens, float32; those that only pad are -inf.
+        """Return logits_BTV in float32 for this device's vocabulary shard; padding is -inf.
 
-        They are rounded to the operands' dtype, as in nanoGPT and llm.c: to write and read them in
-        float32 would move another 7 % of the bytes of a GPT-2 step on a GPU.
+        Logits are rounded to the operands' dtype, as in nanoGPT and llm.c. Writing and reading them
+        in float32 would move 7 % more bytes in a GPT-2 step on a GPU.
         """
         logits_BTV = jnp.einsum("...D,VD->...V", x_BTD, self.w_VD)  # B/b T V/t
         logits_BTV = logits_BTV.astype(jnp.float32)
@@ -54,7 +55,11 @@ class OutputLayer(NamedTuple):
     def losses(
         self, x_BTD: jax.Array, targets_BT: jax.Array, weights_BT: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-        """Return the weighted loss of each target, and this device's logits."""
+        """Return the weighted loss of each target (B, T), and this device's logits_BTV.
+
+        This is where the targets' weights enter the loss. A target with weight 0 has a loss of 0,
+        even if its cross-entropy is not finite.
+        """
         logits_BTV = self.logits(x_BTD)
         losses_BT = cross_entropy(logits_BTV, targets_BT, self.vocab_offset, self.parallel)
         return jnp.where(weights_BT == 0, 0, weights_BT * losses_BT), logits_BTV
@@ -68,9 +73,13 @@ def cross_entropy(
 ) -> jax.Array:
     """Return -log softmax(logits)[target] in nats, shape (B, T).
 
-    The logits stay where they are: only their maximum, the sum of their exponentials and the
-    target's logit, numbers of shape (B, T), are communicated (arXiv 1909.08053, section 3).
-    The first of them is that of token `vocab_offset`.
+    With a vocabulary that is split over devices, only three arrays of shape (B, T) are
+    communicated: the maximum of the logits, the sum of their exponentials, and the target's logit
+    (arXiv 1909.08053, section 3).
+
+    Args:
+        logits_BTV: the logits of this device's vocabulary shard.
+        vocab_offset: token ID of the shard's first logit.
     """
     largest_BT = parallel.pmax(jax.lax.stop_gradient(logits_BTV).max(axis=-1))  # B/b T
     sums_BT = jnp.exp(logits_BTV - largest_BT[..., None]).sum(axis=-1)
@@ -87,15 +96,15 @@ def loss_parts(
     output: OutputLayer,
     chunk: int,
 ) -> LossParts:
-    """Return the weighted cross-entropy of all targets, summed.
+    """Return the weighted cross-entropy, summed over all targets.
 
     Args:
-        chunk: number of tokens to compute at a time, so that only their logits are in memory; 0
-            computes all tokens at once.
+        chunk: number of tokens to process at a time, so that only their logits are in memory. 0
+            processes all tokens at once.
 
     Returns:
-        `rows["loss"]` is each row's part of the sum. Metrics of the logits are added here
-        (train/README.md).
+        `LossParts`, whose `rows["loss"]` is the sum over each row. This function is also the place
+        to add metrics of the logits (train/README.md).
     """
 
     def loss_of(x_ND, w_VD, targets_N, weights_N, vocab_offset):
@@ -134,7 +143,7 @@ def score_tokens(
 
 
 def likeliest_token(logits_BTV: jax.Array, output: OutputLayer) -> jax.Array:
-    """Return argmax over a vocabulary that may be split over devices: int32 (B, T)."""
+    """Return the argmax over a vocabulary that may be split over devices: int32 (B, T)."""
     largest_BT = output.parallel.pmax(logits_BTV.max(axis=-1))
     ids_V = jnp.asarray(output.vocab_offset + jnp.arange(logits_BTV.shape[-1]), jnp.int32)
     is_largest_BTV = logits_BTV == largest_BT[..., None]
@@ -143,9 +152,9 @@ def likeliest_token(logits_BTV: jax.Array, output: OutputLayer) -> jax.Array:
 
 
 def split_chunks(arrays_BT: Any, chunk: int) -> Any:
-    """Return arrays (B, T, ...) as (P, N, ...): P chunks of at most `chunk` tokens.
+    """Reshape arrays (B, T, ...) to (P, N, ...): as few equal chunks of at most `chunk` tokens.
 
-    Chunks are as equal as possible. The last one is padded with zeros, which have weight 0.
+    The last chunk is padded with zeros, so padding tokens have weight 0.
     """
     n = jax.tree.leaves(arrays_BT)[-1].size
     parts = -(-n // chunk)
@@ -160,17 +169,17 @@ def split_chunks(arrays_BT: Any, chunk: int) -> Any:
 
 
 def merge_chunks(values_PN: Any, shape: tuple[int, int]) -> Any:
-    """Return values of tokens in their shape (B, T) before `split_chunks`, without padding."""
+    """Undo `split_chunks` for values of tokens: reshape (P, N) to (B, T), without the padding."""
     B, T = shape
     return jax.tree.map(lambda x_PN: x_PN.reshape(-1)[: B * T].reshape(B, T), values_PN)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _chunked_loss(loss_of, x_PND, w_VD, targets_PN, weights_PN, vocab_offset):
-    """Return the sum of `loss_of` over P chunks, one after the other, and its auxiliary results.
+    """Return the sum of `loss_of` over P chunks, one after another, and the auxiliary results.
 
-    A chunk's gradient is computed along with its loss, while its logits exist: neither do the
-    logits of all chunks ever exist, nor are any computed twice.
+    Each chunk's gradient is computed together with its loss. The logits of only one chunk exist at
+    a time, and none are computed twice.
     """
 
     def add(total, part):

@@ -11,8 +11,8 @@ from flax import nnx
 from jaxgpt.config import UsageError
 from jaxgpt.models.layers import LayerBuilder
 
-# Name -> what each row adds to the loss beside its cross-entropy, float32 (B,): the sum over its
-# tokens, as the cross-entropy is. Experts balance their load by such a loss.
+# Name -> auxiliary loss of each row, float32 (B,), such as the load-balancing loss of experts. Like
+# the cross-entropy that it is added to, it is summed over the row's tokens.
 AuxLosses = dict[str, jax.Array]
 
 
@@ -21,7 +21,7 @@ class MLP(nnx.Module):
 
     def __init__(self, activation: Callable[[jax.Array], jax.Array], build: LayerBuilder):
         D, F = build.config.n_embd, build.config.mlp_width
-        # The backward pass keeps the activation's input only, and not its float32 steps.
+        # Save only the activation's input for the backward pass, not its float32 intermediates.
         self.activation = jax.checkpoint(activation, prevent_cse=False)
         self.up = build.column_parallel((D,), (F,), ("embed", "mlp"))
         self.down = build.row_parallel((F,), (D,), ("mlp", "embed"))
@@ -32,7 +32,7 @@ class MLP(nnx.Module):
 
 
 class GatedMLP(nnx.Module):
-    """down(activation(gate(x)) * up(x)) (arXiv 2002.05202), gate and up in one product."""
+    """down(activation(gate(x)) * up(x)) (arXiv 2002.05202), with gate and up in one matmul."""
 
     def __init__(self, activation: Callable[[jax.Array], jax.Array], build: LayerBuilder):
         D, F = build.config.n_embd, build.config.mlp_width
@@ -49,9 +49,9 @@ class GatedMLP(nnx.Module):
 
 
 def gelu(x: jax.Array) -> jax.Array:
-    """Return x Phi(x), elementwise (arXiv 1606.08415), where Phi is the normal distribution.
+    """Return x Phi(x), elementwise (arXiv 1606.08415), where Phi is the standard normal CDF.
 
-    Computed in float32 and rounded once: in bfloat16, 1 + erf is 0 below x = -3.1.
+    It is computed in float32 and rounded once, because in bfloat16 1 + erf is 0 below x = -3.1.
     `jax.nn.gelu(x, approximate=False)` uses erfc instead of erf. With it, a step of
     `shakespeare_char_cpu` takes 8 % longer, and a step of `gpt2` on an H100 moves 9 % more bytes.
     """
@@ -61,8 +61,11 @@ def gelu(x: jax.Array) -> jax.Array:
 
 @jax.custom_jvp
 def erf(x: jax.Array) -> jax.Array:
-    """Return the error function. The derivative of `jax.lax.erf` is an error in `shard_map` of
-    JAX 0.12.0."""
+    """Return the error function, elementwise.
+
+    It has its own derivative because differentiating `jax.lax.erf` inside `shard_map` raises an
+    error in JAX 0.12.0.
+    """
     return jax.lax.erf(x)
 
 
@@ -70,7 +73,7 @@ erf.defjvps(lambda dx, _, x: 2 / math.sqrt(math.pi) * (dx * jnp.exp(-jnp.square(
 
 
 def gelu_tanh(x: jax.Array) -> jax.Array:
-    """Return the tanh approximation of `gelu`, which GPT-2 uses, computed in float32."""
+    """Return the tanh approximation of `gelu`, as in OpenAI's GPT-2, computed in float32."""
     return jax.nn.gelu(x.astype(jnp.float32), approximate=True).astype(x.dtype)
 
 
@@ -79,7 +82,7 @@ def squared_relu(x: jax.Array) -> jax.Array:
     return jnp.square(jax.nn.relu(x))
 
 
-# model.mlp -> (LayerBuilder -> a module x_BTD -> y_BTD, auxiliary losses)
+# model.mlp -> function that builds a module: x_BTD -> (y_BTD, auxiliary losses)
 MLPS: dict[str, Callable[[LayerBuilder], nnx.Module]] = {
     "gelu": functools.partial(MLP, gelu),
     "gelu_tanh": functools.partial(MLP, gelu_tanh),
@@ -90,7 +93,7 @@ MLPS: dict[str, Callable[[LayerBuilder], nnx.Module]] = {
 
 
 def make_mlp(build: LayerBuilder) -> nnx.Module:
-    """Return the MLP that `model.mlp` names. Raise `UsageError` for an unknown name."""
+    """Return the MLP that `model.mlp` selects; raise `UsageError` for an unknown name."""
     name = build.config.mlp
     if name not in MLPS:
         raise UsageError(f"model.mlp={name}: must be one of {', '.join(MLPS)}")

@@ -9,17 +9,17 @@ import numpy as np
 
 
 class Rotation(NamedTuple):
-    """Cosines and sines of the angles at some positions, float32, for F = K/2 pairs."""
+    """Cosines and sines of the rotation angles of F = K/2 pairs at each position, in float32."""
 
-    cos_TF: jax.Array  # (T, F), or (B, T, F) if each row has positions of its own
+    cos_TF: jax.Array  # (T, F), or (B, T, F) if positions differ between rows
     sin_TF: jax.Array
 
     def __call__(self, x_BTHK: jax.Array) -> jax.Array:
-        """Return x with number i of every head turned against number i + K/2, in x's dtype.
+        """Rotate the pairs (i, i + K/2) of each head, in float32; return the result in x's dtype.
 
-        Hugging Face's order of pairs; the original code of Llama turns 2i against 2i + 1.
+        Hugging Face pairs elements in the same way. Llama's original code pairs 2i with 2i + 1.
         """
-        # By halves: with [-second, first] in one array XLA's CPU step takes 7 % longer.
+        # Building the array [-second, first] instead makes a CPU step 7 % longer.
         first, second = jnp.split(x_BTHK.astype(jnp.float32), 2, axis=-1)
         cos_T1F, sin_T1F = self.cos_TF[..., None, :], self.sin_TF[..., None, :]
         turned = first * cos_T1F - second * sin_T1F, second * cos_T1F + first * sin_T1F
@@ -29,21 +29,22 @@ class Rotation(NamedTuple):
 def make_rotation(
     head_size: int, positions_T: jax.Array, theta: float, scaling: tuple[float, ...]
 ) -> Rotation:
-    """Return the rotation of queries and keys at these positions, (T,) or (B, T)."""
+    """Return the rotation for queries and keys at `positions_T`, of shape (T,) or (B, T)."""
     frequencies_F = rope_frequencies(head_size, theta, scaling)
     angles_TF = positions_T.astype(jnp.float32)[..., None] * frequencies_F
     return Rotation(jnp.cos(angles_TF), jnp.sin(angles_TF))
 
 
 def rope_frequencies(head_size: int, theta: float, scaling: tuple[float, ...] = ()) -> np.ndarray:
-    """Return the angles per position of the K/2 pairs, float32.
+    """Return the angle per position, in radians, of each of the K/2 pairs: float32 (K/2,).
 
     Args:
         theta: base of the wavelengths.
-        scaling: as model.rope_scaling. One factor divides all frequencies. Llama 3.1's scaling
-            divides those of wavelengths longer than original_max_position / low_freq_factor by its
-            factor, keeps those shorter than original_max_position / high_freq_factor, and goes from
-            one to the other in between.
+        scaling: as model.rope_scaling. A single factor divides all frequencies. Four values are
+            Llama 3.1's factor, low_freq_factor, high_freq_factor and original_max_position.
+            Frequencies are divided by the factor if their wavelength is longer than
+            original_max_position / low_freq_factor, and kept if it is shorter than
+            original_max_position / high_freq_factor. Frequencies in between are interpolated.
     """
     frequencies = theta ** -(np.arange(0, head_size, 2, dtype=np.float64) / head_size)
     if len(scaling) == 1:

@@ -1,13 +1,14 @@
-"""A transformer in flax.nnx: the network as equations; `ParallelContext` has what devices share.
+"""A transformer in flax.nnx, written as equations; `ParallelContext` does the communication.
 
 Shapes: B batch, T sequence, D embed, H heads, G key-value heads, K head dim, F mlp, V vocab,
-L layers. The weights of the L blocks are stacked along a leading `layers` axis, one array per kind
-of weight.
+L layers. The weights of the L blocks are stacked along a leading `layers` axis, so that each kind
+of weight is one array.
 
-Comments of the form `B/b T/s D` say how an activation is split over devices: B over the axes that
-split the batch (b), H, F and V over the axes that split heads (t), T over the same axes (s) with
-sequence parallelism. With it, `T/s -> T` is an all-gather, and `+t -> T/s` a reduce-scatter of
-partial sums. Without it, the first communicates nothing, and the second is an all-reduce.
+Comments such as `B/b T/s D` give the sharding of an activation: B is split over the mesh axes that
+split the batch (b); H, F and V over those that split heads (t); and, with sequence parallelism, T
+over the latter too (s). `+t` marks partial sums over t. With sequence parallelism, `T/s -> T` is an
+all-gather and `+t -> T/s` is a reduce-scatter. Without it, the former communicates nothing and the
+latter is an all-reduce.
 """
 
 import functools
@@ -41,7 +42,10 @@ from jaxgpt.parallel.tensor import NO_PARALLELISM, ParallelContext
 
 
 class Block(nnx.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)); with model.post_norm, of norms of both."""
+    """x + attention(norm(x)), then x + mlp(norm(x)).
+
+    With model.post_norm, the outputs of attention and the MLP are normalized before they are added.
+    """
 
     def __init__(self, build: LayerBuilder):
         self.dropout = build.dropout
@@ -54,9 +58,10 @@ class Block(nnx.Module):
     def __call__(
         self, x_BTD: jax.Array, keys_B: jax.Array | None, inputs: AttentionInputs
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """Return x_BTD for the next layer, and the auxiliary losses (B,) of the MLP by name.
+        """Return x_BTD for the next layer, and the MLP's auxiliary losses (B,) by name.
 
-        Without a key for every row, there is no dropout.
+        Args:
+            keys_B: a dropout key for each row; None disables dropout.
         """
         keys = (None,) * 3 if keys_B is None else keys_for(keys_B, jnp.arange(3)).T
         out_BTD = self.attention(self.norm_1(x_BTD), keys[0], inputs)  # B/b T/s D
@@ -87,20 +92,22 @@ class GPT(nnx.Module):
         stacked: Callable[..., Any] = nnx.vmap,
         rngs: nnx.Rngs,
     ):
-        """Initialize float32 parameters.
+        """Initialize the parameters in float32.
 
         Args:
-            config: with `vocab_size` set.
-            dtype: of the computation, to which logits are rounded; they come as float32.
-            attend: made by `attention.KERNELS`; None is XLA's.
-            parallel: how this device and the others share the work.
-            scan_layers, remat: as in parallel.scan_layers and parallel.remat.
-            end_of_text: the token that ends a document, if attention stays inside of documents.
-                Otherwise, all rows of a batch have the same positions.
+            config: the model options, with `vocab_size` set.
+            dtype: dtype of the computation. Logits are rounded to it and returned as float32.
+            attend: attention function from `attention.KERNELS`; None is the `xla` kernel.
+            parallel: how this device shares the work with the other devices.
+            scan_layers: as in parallel.scan_layers.
+            remat: as in parallel.remat.
+            end_of_text: token that ends a document. With it, attention stays within documents.
+                None treats each row as one document, so all rows have the same positions.
             loss_chunk: as in train.loss_chunk.
-            keeps_tables: gather the tables of the vocabulary once, for all pieces: only for a
-                network that is made, used and dropped within one trace.
-            stacked: key -> block to the same for many keys.
+            keeps_tables: gather the vocabulary tables once and reuse them in all three pieces.
+                This is valid only if the network is created, used and dropped within one trace.
+            stacked: turns a function of one key that makes a block into a function of L keys that
+                makes the stacked blocks.
         """
         assert config.vocab_size is not None
         self.config, self.dtype = config, dtype
@@ -125,15 +132,18 @@ class GPT(nnx.Module):
             self.head = nnx.data(embedding(V, config, rngs, "output_embedding", "vocab"))
 
     def __call__(self, batch: Batch, key: jax.Array | None = None) -> jax.Array:
-        """Return logits (float32, padded vocabulary, padding at -inf); dropout only with a key.
+        """Return logits_BTV in float32, over the padded vocabulary; padding has logits of -inf.
 
         If the vocabulary is split over devices, these are the logits of this device's shard.
+
+        Args:
+            key: dropout key; None disables dropout.
         """
         x_BTD, _ = self.run_blocks(self.embed(batch, key), batch, key)
         return self.output_layer.logits(self.last_norm(x_BTD))
 
     def embed(self, batch: Batch, key: jax.Array | None = None) -> jax.Array:
-        """Return x_BTD for the first layer."""
+        """Return x_BTD, the input of the first layer: embeddings of the tokens and positions."""
         w_VD, vocab_offset = self.token_table  # V/t D
         x_BTD = embed_tokens(w_VD, batch.tokens - vocab_offset)  # B/b T D +t
         x_BTD = self.parallel.reduce_from_tensor_region(x_BTD)  # +t -> T/s: B/b T/s D
@@ -146,10 +156,11 @@ class GPT(nnx.Module):
                 x_BTD = x_BTD + w_TD[positions]
             else:
                 x_BTD = x_BTD + jax.lax.dynamic_slice_in_dim(w_TD, positions[0], positions.size)
-        x_BTD = x_BTD.astype(self.dtype)  # float32, as a layer's bias
+        x_BTD = x_BTD.astype(self.dtype)  # position embeddings were added in float32
         if not self.parallel.on_cpu:
-            # Or XLA lays B last, as the gradient of positions sums over it, and on GPUs every layer
-            # transposes to and fro: 15 % of what they move in a step of GPT-2.
+            # Keep D minor. The gradient of the position embeddings sums over B, so XLA would make B
+            # the minor dimension, and every layer on a GPU would transpose activations back and
+            # forth. In a GPT-2 step, these transposes account for 15 % of the bytes moved.
             x_BTD = with_layout_constraint(x_BTD, Layout(major_to_minor=(0, 1, 2)))
         keys = self.dropout_keys(batch, key, jnp.array([self.config.n_layer]))
         return self.dropout(x_BTD, None if keys is None else keys[0])
@@ -157,7 +168,11 @@ class GPT(nnx.Module):
     def run_blocks(
         self, x_BTD: jax.Array, batch: Batch, key: jax.Array | None = None
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """Return x_BTD after the blocks on this device, and sums of their auxiliary losses (B,)."""
+        """Run the blocks on this device.
+
+        Returns:
+            x_BTD, and the auxiliary losses (B,) by name, summed over the blocks.
+        """
         at = self.positions(batch)
         inputs = [self.attention_inputs(kind, at) for kind in layer_pattern(self.config)]
 
@@ -170,25 +185,25 @@ class GPT(nnx.Module):
         return x_BTD, jax.tree.map(lambda aux_LB: aux_LB.sum(axis=0), aux)
 
     def head_loss(self, x_BTD: jax.Array, batch: Batch) -> LossParts:
-        """Return the weighted loss of the targets, summed."""
+        """Return the weighted loss, summed over the targets of this device's part of the batch."""
         x_BTD, output = self.last_norm(x_BTD), self.output_layer
         return loss_parts(x_BTD, batch.targets, batch.weights, output, self.loss_chunk)
 
     def head_scores(self, x_BTD: jax.Array, batch: Batch) -> TokenScores:
-        """Return the weighted loss of each target, and the most likely token in its place."""
+        """Return the weighted loss of each target, and the most likely token at its position."""
         x_BTD, output = self.last_norm(x_BTD), self.output_layer
         return score_tokens(x_BTD, batch.targets, batch.weights, output, self.loss_chunk)
 
-    # What the pieces are made of.
+    # Building blocks of the three pieces.
 
     @property
     def n_layers(self) -> int:
-        """The number of layers on this device."""
+        """Number of layers on this device."""
         return len(jax.tree.leaves(nnx.state(self.layers))[0])
 
     @property
     def token_table(self) -> tuple[jax.Array, Any]:
-        """This device's rows of the token embedding, and the number of the first."""
+        """This device's rows of the token embedding, and the token ID of the first row."""
         if self.keeps_tables:
             return self._kept_token_table
         return self.vocab_shard(self.token_embedding)
@@ -199,24 +214,24 @@ class GPT(nnx.Module):
 
     @property
     def output_layer(self) -> OutputLayer:
-        """The output layer, with the weights of the token embedding if they are tied."""
+        """The output layer, which uses the token embedding if the weights are tied."""
         w_VD, vocab_offset = self.token_table if self.head is None else self.vocab_shard(self.head)
         return OutputLayer(w_VD, vocab_offset, self.config, self.parallel)
 
     def vocab_shard(self, table: nnx.Embed) -> tuple[jax.Array, Any]:
-        """Return this device's rows of a table of the vocabulary, and the number of the first."""
+        """Return this device's rows of a vocabulary table, and the token ID of the first row."""
         w_VD = gather_params(table, self.parallel).embedding[...].astype(self.dtype)
         V = padded_vocab_size(self.config.vocab_size)
         return self.parallel.local_vocab_shard(w_VD, V)
 
     def positions(self, batch: Batch) -> TokenPositions:
-        """Return where the tokens of a batch stand."""
+        """Return the tokens' positions and, with a document mask, their segments."""
         if self.end_of_text is not None:
             return TokenPositions(batch.positions, batch.segments)
         return TokenPositions(batch.positions[0])
 
     def attention_inputs(self, kind: LayerKind, at: TokenPositions) -> AttentionInputs:
-        """Return what attention needs in layers of a kind."""
+        """Return the inputs that attention shares across layers of one kind."""
         rotation = None
         if self.config.position == "rope":
             size = self.config.head_size
@@ -226,7 +241,10 @@ class GPT(nnx.Module):
     def dropout_keys(
         self, batch: Batch, key: jax.Array | None, numbers_N: jax.Array
     ) -> jax.Array | None:
-        """Return keys_NB: for each number, a key for every row of the global batch."""
+        """Return keys_NB, a dropout key for each number and row; None if there is no dropout.
+
+        Keys depend on the row number in the global batch, and not on the device.
+        """
         if key is None or self.config.dropout == 0:
             return None
         keys_B = jax.vmap(lambda row: jax.random.fold_in(key, row))(batch.rows)
@@ -235,11 +253,15 @@ class GPT(nnx.Module):
     def scan_blocks(
         self, run: Callable[..., tuple[Any, Any]], carry: Any, of_layers: Any
     ) -> tuple[Any, Any]:
-        """Return the carry after `carry, out = run(block, place, carry, x)` of each layer, and out.
+        """Apply `carry, out = run(block, place, carry, x)` to each layer on this device, in order.
 
         Args:
-            run: `place` is the layer's place in `layer_pattern`.
-            of_layers: x of each layer along the leading axis, as `out` of each layer is returned.
+            run: called with the block and its layer's index in `layer_pattern` (`place`).
+            carry: input of the first layer.
+            of_layers: arrays that stack x of each layer along the leading axis.
+
+        Returns:
+            The last carry, and `out` of all layers, stacked along the leading axis.
         """
         graph, stacked = nnx.split(self.layers)
         n_places = len(layer_pattern(self.config))
@@ -282,18 +304,21 @@ class GPT(nnx.Module):
         return carry, jax.tree.map(lambda *parts: jnp.concatenate(parts), outs, last)
 
     def last_norm(self, x_BTD: jax.Array) -> jax.Array:
-        """Return what the output layer multiplies, given the last layer's output."""
+        """Apply the final norm to the last layer's output, giving the output layer's input."""
         x_BTD = gather_params(self.norm, self.parallel)(x_BTD)  # B/b T/s D
         return self.parallel.copy_to_tensor_region(x_BTD)  # T/s -> T: B/b T D
 
 
 def gpt_graph(config: ModelConfig, **options: Any) -> nnx.GraphDef:
-    """Return the network without parameters, to be merged with some; options as for `GPT`."""
+    """Return the network without parameters, for `nnx.merge`; `options` as for `GPT`."""
     return nnx.graphdef(nnx.eval_shape(lambda: GPT(config, rngs=nnx.Rngs(0), **options)))
 
 
 def gather_params(module: nnx.Module, parallel: ParallelContext) -> Any:
-    """Return the module with its parameters ready for use, but for matrices of `Linear` layers."""
+    """Return the module with its parameters all-gathered, except the matrices of `Linear` layers.
+
+    The matmuls of `ParallelContext` gather the matrices, just before they use them.
+    """
     graph, params = nnx.split(module)
 
     def ready(_: tuple[Any, ...], param: nnx.Param) -> nnx.Param:
@@ -305,8 +330,8 @@ def gather_params(module: nnx.Module, parallel: ParallelContext) -> Any:
 
 
 def embed_tokens(w_VD: jax.Array, tokens_BT: jax.Array) -> jax.Array:
-    """Return rows of w_VD; zeros for tokens that are not among them, but on another device."""
+    """Look up rows of w_VD, this device's shard; tokens outside the shard yield zeros."""
     is_here_BT = (tokens_BT >= 0) & (tokens_BT < w_VD.shape[0])
-    # In float32, since the gradient of a row is the sum over all places where its token stands.
+    # In float32, because a row's gradient is a sum over all occurrences of its token.
     rows_BTD = w_VD.astype(jnp.float32)[jnp.where(is_here_BT, tokens_BT, 0)]
     return jnp.where(is_here_BT[..., None], rows_BTD, 0).astype(w_VD.dtype)

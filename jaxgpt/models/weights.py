@@ -1,4 +1,4 @@
-"""A name, a shape and a role for every weight, from which all others read what they need."""
+"""The name, shape, logical axes and role of every weight; the only list of weights."""
 
 import functools
 import math
@@ -14,19 +14,20 @@ from jaxgpt.parallel.sharding import LogicalAxes, Params
 
 STACKED_AXES = ("layers", "parts")  # logical axes along which separate matrices are stacked
 VECTOR_ROLES = ("bias", "scale")
-LOOKED_UP_ROLES = ("token_embedding", "position_embedding")  # unless the first is the output layer
+# Embeddings that are only looked up. With tied weights, the token embedding is also multiplied.
+LOOKED_UP_ROLES = ("token_embedding", "position_embedding")
 
 
 @dataclass(frozen=True)
 class Weight:
-    """One array of parameters, in float32."""
+    """Description of one float32 parameter array."""
 
-    name: str  # its path in checkpoints and states: `layers/attention/qkv/kernel`
+    name: str  # path in states and checkpoints, such as `layers/attention/qkv/kernel`
     shape: tuple[int, ...]
-    axes: LogicalAxes  # what each dim means; `layers` comes first in those stacked over layers
+    axes: LogicalAxes  # meaning of each dim; weights stacked over layers begin with `layers`
     role: str  # matrix, bias, scale, token_embedding, position_embedding or output_embedding
-    n_inputs: int = 0  # dims of a matrix, after `layers`, that a product sums over; 0 for a vector
-    n_padding: int = 0  # rows of zeros at the end, which fill up a vocabulary
+    n_inputs: int = 0  # number of input dims, which a matmul contracts; 0 for a vector
+    n_padding: int = 0  # rows of zeros that pad a vocabulary, at the end
 
     @property
     def size(self) -> int:
@@ -39,15 +40,15 @@ class Weight:
 
     @property
     def n_layers(self) -> int:
-        """Return how many layers are stacked in it; 0 for one outside of the layers."""
+        """Number of layers that are stacked in it; 0 if it is outside the layers."""
         return self.shape[0] if self.axes[0] == "layers" else 0
 
     @property
     def matrix_dims(self) -> tuple[tuple[int, ...], ...]:
-        """Return the (stacked, input, output) dims.
+        """The (stacked, input, output) dims.
 
-        Each index of the stacked dims is a matrix of its own: of a layer, and in `qkv` of one of
-        its parts, queries, keys or values.
+        Each index of the stacked dims selects a separate matrix: one per layer and, in `qkv`, one
+        per part (queries, keys or values).
         """
         stacked = tuple(i for i, axis in enumerate(self.axes) if axis in STACKED_AXES)
         others = tuple(i for i in range(len(self.shape)) if i not in stacked)
@@ -55,20 +56,26 @@ class Weight:
 
     @property
     def is_decayed(self) -> bool:
-        """Return whether weight decay applies to it: to matrices and embeddings, as in nanoGPT."""
+        """True if weight decay applies, which it does to matrices and embeddings, as in nanoGPT."""
         return self.role not in VECTOR_ROLES
 
     @property
     def gather_dtype(self) -> str | None:
-        """The dtype of what is added or scales, float32; None is that of the computation."""
+        """Dtype of the weight when it is gathered and used; None is the dtype of the computation.
+
+        Biases, norm scales and position embeddings stay in float32.
+        """
         return "float32" if self.role in (*VECTOR_ROLES, "position_embedding") else None
 
 
 @functools.cache
 def weights(config: ModelConfig) -> Params:
-    """Return the `Weight` of every parameter, in a nested dict as the parameters', without any.
+    """Return the `Weight` of every parameter, in a nested dict that mirrors the parameters.
 
-    `config` has its `vocab_size`. Raises `UsageError` if an option names a layer that there is not.
+    No parameter is allocated. `config.vocab_size` must be set.
+
+    Raises:
+        UsageError: if an option names an unknown layer, such as an unknown model.mlp.
     """
     model = nnx.eval_shape(lambda: GPT(config, rngs=nnx.Rngs(0)))
     described = {}
@@ -88,17 +95,17 @@ def weights(config: ModelConfig) -> Params:
 
 
 def layer_matrices(config: ModelConfig) -> list[Weight]:
-    """Return the matrices of the layers, each stacked over all of them."""
+    """Return the matrices inside the layers; each is stacked over all layers."""
     return [w for w in jax.tree.leaves(weights(config)) if w.role == "matrix" and w.n_layers]
 
 
 def count_parameters(config: ModelConfig) -> tuple[int, int]:
-    """Return the number of parameters, without padding of the vocabulary.
+    """Count the parameters, without the padding of the vocabulary.
 
     Returns:
-        (all, all that multiply): the second leaves out embeddings that are only looked up, of
-        positions and, where the output layer has weights of its own, of tokens. Of GPT-2 it is how
-        nanoGPT reports a model.
+        (total, non-embedding): the second number excludes embeddings that are only looked up,
+        namely the position embeddings and, with untied weights, the token embeddings. For GPT-2 it
+        equals the number that nanoGPT reports.
     """
     found = jax.tree.leaves(weights(config))
     looked_up = LOOKED_UP_ROLES[1:] if config.tie_embeddings else LOOKED_UP_ROLES
@@ -107,11 +114,12 @@ def count_parameters(config: ModelConfig) -> tuple[int, int]:
 
 
 def activation_bytes(model: ModelConfig, with_logits: bool = True) -> int:
-    """Return the float32 bytes that one row leaves for the backward pass without remat.
+    """Estimate the bytes of float32 activations that one row keeps for the backward pass.
 
-    A layer's are those of arXiv 2205.05198, equation 1, twice, since they are of 16 bits there: 10
-    D of the stream, two for each column of the matrices, 24 D in GPT-2, and 5 H T. The output
-    layer's are logits and their gradient.
+    Without remat, a layer keeps 2 T (10 D + P + S) bytes. This is equation 1 of arXiv 2205.05198,
+    doubled because its activations are 16-bit. P, for the matmuls, is twice the number of elements
+    in the layer's matrices divided by D (24 D in GPT-2). S, for the attention scores, is 5 H T if
+    they are stored. The output layer keeps the logits and their gradient.
     """
     T, L, D, H = model.block_size, model.n_layer, model.n_embd, model.n_head
     logits = 8 * T * model.vocab_size if with_logits else 0

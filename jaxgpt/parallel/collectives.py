@@ -1,4 +1,4 @@
-"""Reduce-scatter and all-gather, each the backward pass of the other, with or without Gloo."""
+"""Reduce-scatter and all-gather, each the transpose of the other, and a workaround for Gloo."""
 
 import functools
 import math
@@ -9,15 +9,16 @@ from jax.sharding import Mesh
 
 from jaxgpt.parallel.mesh import mesh_axes_with
 
-MeshAxes = str | tuple[str, ...]  # of one or of several axes of the mesh, the first outermost
+MeshAxes = str | tuple[str, ...]  # one or several mesh axes, outermost first
 
 
 def reduce_scatter(x: jax.Array, axis: MeshAxes, dimension: int) -> jax.Array:
-    """Return this device's part, along `dimension`, of the sum of `x` over a mesh axis.
+    """Sum `x` over the mesh axis, and return this device's shard of the sum along `dimension`.
 
-    `jax.lax.psum_scatter`, but between the CPUs of several processes an all-to-all and a sum of
-    what arrives, the same traffic: with JAX 0.10 and 0.11 Gloo's own reduce-scatter mixes up large
-    arrays without a word (jax-ml/jax issue 40830), and gives up after 30 s (40831).
+    This is `jax.lax.psum_scatter`, except between CPUs of several processes. There it is an
+    all-to-all followed by a local sum, which sends the same number of bytes. With JAX 0.10 and
+    0.11, Gloo's reduce-scatter silently corrupts large arrays (jax-ml/jax issue 40830) and times
+    out after 30 s (issue 40831).
     """
     if jax.default_backend() != "cpu" or not jax.distributed.is_initialized():
         return jax.lax.psum_scatter(x, axis, scatter_dimension=dimension, tiled=True)
@@ -26,7 +27,7 @@ def reduce_scatter(x: jax.Array, axis: MeshAxes, dimension: int) -> jax.Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
 def all_gather(x: jax.Array, axis: MeshAxes, dimension: int) -> jax.Array:
-    """Return all parts of `x` over a mesh axis; its backward pass is `reduce_scatter`."""
+    """Concatenate the shards of `x` along `dimension`; the backward pass is `reduce_scatter`."""
     return jax.lax.all_gather(x, axis, axis=dimension, tiled=True)
 
 
@@ -49,9 +50,11 @@ _all_to_all_sum.defvjp(
 
 
 def gather_batch(own: jax.Array, mesh: Mesh) -> jax.Array:
-    """Return a value of each row (B,) or token (B, T) of a batch, given this device's values.
+    """Return values (B,) of rows or (B, T) of tokens for the global batch, on every device.
 
-    A device's value of a row is the sum over its tokens of the row.
+    Args:
+        own: this device's values. If the sequence is split, a row's value is the sum over this
+            device's tokens of the row, and the results are added up.
     """
     rows, positions = (mesh_axes_with(role, mesh) for role in ("splits_batch", "splits_sequence"))
     over = (*rows, *positions)
@@ -62,10 +65,10 @@ def gather_batch(own: jax.Array, mesh: Mesh) -> jax.Array:
         shape.append(n * math.prod(mesh.shape[axis] for axis in axes))
         start.append(jax.lax.axis_index(axes) * n if axes else 0)
     zeros = varying(jnp.zeros(shape, own.dtype), frozenset(over))
-    # The sum of one device's value and zeros is exact.
+    # This sum is exact: only one device contributes a value, and the others contribute zeros.
     return jax.lax.psum(jax.lax.dynamic_update_slice(zeros, own, start), over)
 
 
 def varying(x: jax.Array, axes: frozenset[str]) -> jax.Array:
-    """Return `x`, the same along `axes` so far, as something that may differ there."""
+    """Mark `x`, which is replicated along `axes`, as varying along them (for `shard_map`)."""
     return jax.lax.pcast(x, tuple(sorted(axes)), to="varying") if axes else x

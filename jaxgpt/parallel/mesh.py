@@ -11,12 +11,15 @@ from jaxgpt.config import Config, MeshShape, axes_with, check_batch, mesh_shape
 
 
 def make_mesh(shape: MeshShape, hosts: Sequence[int] | None = None) -> Mesh:
-    """Return a mesh of all devices of the job, of which `shape` has as many.
+    """Return a mesh of all devices of the job; their number must equal `shape.n_devices`.
 
-    Devices are taken host by host and process by process, so `tensor`, the last axis, stays
-    inside a host, and `data`, the first, crosses hosts. That is what jax.make_mesh gives on one
-    host, and mesh_utils.create_hybrid_device_mesh across hosts; the first can refuse there.
-    `hosts` numbers the host of each process; without it, ranks follow the hosts.
+    Devices are ordered by host, then by process, so that `tensor`, the last axis, stays inside a
+    host if it can, and `data`, the first axis, crosses hosts. `jax.make_mesh` gives the same order
+    on one host, and `mesh_utils.create_hybrid_device_mesh` gives it across hosts, where
+    `jax.make_mesh` can fail.
+
+    Args:
+        hosts: the host number of each process. None assumes that ranks are ordered by host.
     """
 
     def place(device: jax.Device) -> tuple[int, int, int]:
@@ -30,26 +33,31 @@ def make_mesh(shape: MeshShape, hosts: Sequence[int] | None = None) -> Mesh:
 
 
 def job_mesh(config: Config, hosts: Sequence[int] | None = None) -> Mesh:
-    """Return the mesh that a config asks for; `UsageError` if devices, model or batch are unfit."""
+    """Return the mesh that a config asks for; `hosts` as for `make_mesh`.
+
+    Raises:
+        UsageError: if the mesh does not match the devices, the model or the batch size.
+    """
     shape = mesh_shape(config, jax.device_count())
     check_batch(config, shape)
     return make_mesh(shape, hosts)
 
 
 def mesh_axes_with(role: str, mesh: Mesh) -> tuple[str, ...]:
-    """Return the axes of a mesh that have a role and more than one device."""
+    """Return the axes of a mesh that have a role and a size above 1."""
     return tuple(axis for axis in axes_with(role) if mesh.shape[axis] > 1)
 
 
 def device_hosts(mesh: Mesh, hosts: Sequence[int]) -> list[int]:
-    """Return the host of each device, in the mesh's order, from those of the processes."""
+    """Return the host number of each device, in mesh order, given that of each process."""
     return [hosts[device.process_index] for device in mesh.devices.flat]
 
 
 def hosts_spanned(axes: Sequence[str], shape: MeshShape, hosts: Sequence[int]) -> int:
-    """Return on how many hosts the devices of one group along some axes are, at most.
+    """Return the largest number of hosts that a group of devices along `axes` spans.
 
-    `hosts` numbers the host of each device, in the mesh's order.
+    Args:
+        hosts: the host number of each device, in mesh order.
     """
     places = np.reshape(hosts, tuple(shape.values()))
     last = [list(shape).index(axis) for axis in axes]
@@ -59,16 +67,17 @@ def hosts_spanned(axes: Sequence[str], shape: MeshShape, hosts: Sequence[int]) -
 
 
 def tensor_crosses_hosts_warning(shape: MeshShape, hosts: Sequence[int]) -> tuple[str, ...]:
-    """Return a sentence if groups along `tensor` span hosts; `hosts` as for `hosts_spanned`."""
+    """Return a warning if `tensor` groups span hosts; `hosts` as for `hosts_spanned`."""
     n_hosts = hosts_spanned(axes_with("splits_heads"), shape, hosts)
     if n_hosts == 1:
         return ()
     return (
-        f"parallel.mesh: tensor={shape.split_of('splits_heads')} spans {n_hosts} hosts, and every "
-        "layer waits for the network between them; a smaller tensor and more fsdp is mostly faster",
+        f"parallel.mesh: tensor={shape.split_of('splits_heads')} spans {n_hosts} hosts, so "
+        "every layer waits for the network between them; a smaller tensor and a larger fsdp are "
+        "usually faster",
     )
 
 
 def describe(mesh: Mesh) -> str:
-    """Return the mesh for a log line: `data=2 fsdp=1 tensor=4`."""
+    """Return the mesh as text for a log line: `data=2 fsdp=1 tensor=4`."""
     return " ".join(f"{axis}={size}" for axis, size in mesh.shape.items())

@@ -1,4 +1,4 @@
-"""Offloading: what lies in the host's memory comes to a device one layer at a time."""
+"""Offloading: arrays in host memory are moved to the device one layer at a time."""
 
 from collections.abc import Callable
 from typing import Any
@@ -15,23 +15,28 @@ def is_in_host(x: jax.Array) -> bool:
 
 
 def to_device(x: jax.Array) -> jax.Array:
-    """Return an array in the device's memory."""
+    """Move an array to device memory, if it is in host memory."""
     return jax.device_put(x, jax.memory.Space.Device) if is_in_host(x) else x
 
 
 def to_host(tree: Any) -> Any:
-    """Return arrays in the host's memory."""
+    """Move arrays to host memory."""
     return jax.device_put(tree, HOST)
 
 
 def replace_in_turn(change: Callable[..., Any], old: Any, given: Any) -> Any:
-    """Return `change(old, given)`, computed one layer after the other, where `old` lies.
+    """Return `change(old, given)`, computed one layer at a time.
 
-    All arrays are stacked over layers; `change` gets stacks of one layer, on the device.
+    Args:
+        change: function of the arrays of one layer. They are on the device, and their leading axis
+            has size 1.
+        old: arrays (L, ...) to replace. The results have their shapes and memory kinds.
+        given: further arrays (L, ...).
     """
 
     def one(stacks: Any, i: jax.Array) -> tuple[Any, None]:
-        # Barriers: or XLA reads old stacks again for each new one, and copies them all to do so.
+        # Without the barriers, XLA would read the old arrays again for each new array, and copy all
+        # of them to do so.
         own = jax.lax.optimization_barrier((layer(stacks, i), layer(given, i)))
         new = jax.lax.optimization_barrier(change(*own))
 
@@ -44,19 +49,23 @@ def replace_in_turn(change: Callable[..., Any], old: Any, given: Any) -> Any:
 
 
 def layer(stacks: Any, i: jax.Array) -> Any:
-    """Return the stacks of layer `i` alone, on the device."""
+    """Return the slices (1, ...) of layer `i`, on the device."""
     return jax.tree.map(lambda stack: to_device(jax.lax.dynamic_slice_in_dim(stack, i, 1)), stacks)
 
 
 def placed_as(x: jax.Array, like: jax.Array) -> jax.Array:
-    """Return an array in the memory that another one is in."""
+    """Move `x` to host memory if `like` is there."""
     return to_host(x) if is_in_host(like) else x
 
 
 def stacked_in_host(
     make_block: Callable[[jax.Array], nnx.Module],
 ) -> Callable[[jax.Array], nnx.Module]:
-    """Return the same for many keys: each block goes to the host's memory before the next."""
+    """Return a function that makes stacked blocks, moving each to host memory before the next.
+
+    Args:
+        make_block: makes one block from one key; the returned function takes L keys.
+    """
 
     def make_blocks(keys: jax.Array) -> nnx.Module:
         graph = nnx.graphdef(nnx.eval_shape(make_block, keys[0]))

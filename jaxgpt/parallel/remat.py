@@ -1,19 +1,22 @@
-"""Rematerialization: what of a layer is kept for its backward pass, and what is computed again."""
+"""Rematerialization: which results of a layer are saved, and which are recomputed."""
 
 from collections.abc import Callable
 from typing import Any
 
 import jax
 
-COMMUNICATED = ("psum", "psum_invariant", "reduce_scatter")  # sums over devices along `tensor`
+COMMUNICATED = ("psum", "psum_invariant", "reduce_scatter")  # primitives that sum over `tensor`
 
 
 def rematerialized(layer: Callable[..., Any], remat: str, in_loop: bool) -> Callable[..., Any]:
-    """Return the same layer, which keeps less for its backward pass.
+    """Wrap a layer so that it saves fewer results for its backward pass.
 
-    Of parallel.remat's values, `none` keeps everything, and so does `attention` here, which
-    `without_scores` takes care of; `dots` keeps the results of the linear layers and of sums over
-    devices; `full` nothing but the layer's input. In a loop XLA cannot merge the two computations.
+    Args:
+        remat: value of parallel.remat. `full` saves only the layer's input. `dots` saves the
+            results of linear layers and of sums over devices. `none` and `attention` return the
+            layer unchanged: `models.attention.without_scores` implements `attention`.
+        in_loop: whether the layer runs inside `jax.lax.scan`. There, XLA cannot merge the
+            recomputation with the original computation, so no barrier is needed to prevent it.
     """
 
     def keep(primitive: Any, *args: Any, **params: Any) -> bool:

@@ -1,7 +1,7 @@
 """Schedules: the order in which the pieces of a network process the microbatches of a step.
 
-A schedule runs inside `jax.shard_map`, on one device's part of everything. `accumulate` is the
-schedule of devices that hold all layers.
+A schedule runs inside `jax.shard_map`, so it sees only this device's shards. `accumulate` is the
+schedule for devices that hold all layers. A pipeline would be another schedule.
 """
 
 from collections.abc import Callable
@@ -26,48 +26,49 @@ class Pieces(Protocol):
 
 
 class Objective(NamedTuple):
-    """The function of the parameters that a schedule differentiates."""
+    """The function that a schedule differentiates."""
 
     make_pieces: Callable[[Params, Params], Pieces]
-    """(gradient accumulators, parameters) -> the network. Its gradient with respect to the
-    accumulators is that of the parameters, reduced and sharded as the accumulators are."""
+    """(gradient accumulators, parameters) -> network. Differentiate with respect to the
+    accumulators: the result is the gradient of the parameters, reduced and sharded like them."""
     scalar: Callable[[Any], jax.Array]  # `LossParts` -> float32 scalar
-    adds_in_place: bool = False  # whether the backward pass adds to the accumulators it is given
+    adds_in_place: bool = False  # whether the backward pass returns accumulators plus gradients
 
 
 class Microbatches(NamedTuple):
-    """This device's part of the global batch, to be processed in n parts.
+    """This device's part of the global batch, to be processed as n microbatches.
 
-    Microbatch i consists of the rows i, i + n, ... of each device, and so of the global batch.
+    Microbatch i consists of each device's rows i, i + n, ..., and therefore of the global batch's
+    rows i, i + n, ....
     """
 
     batch: Any
     n: int
-    key: jax.Array  # for dropout
+    key: jax.Array  # dropout key of the step
 
 
 class Schedule(NamedTuple):
-    """How devices run the blocks of a network: all of them, or each its own."""
+    """The two functions that run a network, whether a device holds all layers or only its own."""
 
     run_all_blocks: Callable[[Pieces, Any, jax.Array | None], tuple[jax.Array, dict[str, Any]]]
-    """(pieces, batch, dropout key) -> x_BTD after the last block of the network, and auxiliary
-    losses (B,), on every device."""
+    """The forward pass, for evaluation: (pieces, batch, dropout key) -> (x_BTD after the network's
+    last block, auxiliary losses (B,) by name), on every device."""
     gradients: Callable[[Objective, Params, Params, Microbatches], tuple[Any, Params]]
-    """(objective, parameters, gradient accumulators, microbatches) -> `LossParts` and gradients,
-    summed over this device's rows."""
+    """The forward and backward passes, for training: (objective, parameters, gradient accumulators,
+    microbatches) -> (`LossParts`, gradients), summed over this device's rows."""
 
 
 def run_all_blocks(
     pieces: Pieces, batch: Any, key: jax.Array | None = None
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Run the network up to the head on a device that holds all layers; see `Schedule`."""
+    """Run the embedding and all blocks on a device that holds all layers; see `Schedule`."""
     return pieces.run_blocks(pieces.embed(batch, key), batch, key)
 
 
 def accumulate(
     objective: Objective, params: Params, accumulators: Params, microbatches: Microbatches
 ) -> tuple[Any, Params]:
-    """Process one microbatch after another, and add up their gradients; see `Schedule`."""
+    """Process one microbatch after another, and sum their gradients; see `Schedule`."""
     batch, n, key = microbatches
 
     def loss(accumulators: Params, params: Params, batch: Any) -> tuple[jax.Array, Any]:
@@ -82,7 +83,7 @@ def accumulate(
         return parts, gradients
 
     def add(total: Params, microbatch: Any) -> tuple[Params, Any]:
-        # The barrier keeps XLA from gathering all weights of ZeRO-3 once, before the loop.
+        # Without the barrier, XLA would gather all ZeRO-3 weights once, before the loop.
         here = jax.tree.map(
             lambda param: jax.lax.optimization_barrier((param, microbatch.rows))[0], params
         )
@@ -103,7 +104,7 @@ ACCUMULATE = Schedule(run_all_blocks, accumulate)
 def split_microbatches(arrays: Any, n_parts: int) -> Any:
     """Split arrays (B, ...) into (n_parts, B / n_parts, ...).
 
-    Part i holds the rows i, i + n_parts, ...
+    Part i holds the rows i, i + n_parts, and so on.
     """
 
     def split(x: jax.Array) -> jax.Array:
@@ -113,5 +114,5 @@ def split_microbatches(arrays: Any, n_parts: int) -> Any:
 
 
 def merge_microbatches(arrays: Any) -> Any:
-    """Merge arrays (n_parts, B / n_parts, ...) to (B, ...), the inverse of `split_microbatches`."""
+    """Merge arrays (n_parts, B / n_parts, ...) into (B, ...): undo `split_microbatches`."""
     return jax.tree.map(lambda x: x.swapaxes(0, 1).reshape(-1, *x.shape[2:]), arrays)

@@ -1,7 +1,8 @@
 """Partition rules: which mesh axes each logical axis of the model is split over.
 
-The model names what its dimensions mean (`embed`, `heads`, `mlp`, ...); the tables below say where
-each meaning lives. A ZeRO stage (arXiv 1910.02054) is a choice of tables.
+The model names the meaning of its dimensions (`embed`, `heads`, `mlp`, ...). The rules below map
+these logical axes to mesh axes. A ZeRO stage (arXiv 1910.02054) is a choice of rules for the
+parameters, the gradients and the optimizer state.
 """
 
 import math
@@ -13,9 +14,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxgpt.config import axes_with
 
-Params = dict[str, Any]  # nested, with arrays or what stands for them
-Rules = dict[str, tuple[str, ...]]
-LogicalAxes = tuple[str | None, ...]
+Params = dict[str, Any]  # nested dict of arrays, or of values that describe them
+Rules = dict[str, tuple[str, ...]]  # logical axis -> mesh axes
+LogicalAxes = tuple[str | None, ...]  # one for each dim; None is a dim that is never split
 
 HEAD_DIMS = ("vocab", "heads", "kv_heads", "mlp")  # logical axes that tensor parallelism splits
 
@@ -27,21 +28,26 @@ def tensor_rules() -> Rules:
 
 
 def fully_sharded_rules() -> Rules:
-    """Return the rules of tensor parallelism and ZeRO."""
+    """Return the rules with ZeRO: as `tensor_rules`, and `embed` is split over `fsdp`."""
     return tensor_rules() | {"embed": axes_with("shards_parameters")}
 
 
 def parameter_rules(zero_stage: int) -> Rules:
-    """Return where parameters live between steps."""
+    """Return the rules for the parameters between steps."""
     return fully_sharded_rules() if zero_stage >= 3 else tensor_rules()
 
 
 def gradient_rules(zero_stage: int, reduces_once: bool = False, in_host: bool = False) -> Rules:
-    """Return where gradients add up during the backward pass, of one microbatch or of all.
+    """Return the rules for the gradient accumulators, which sum over microbatches.
 
-    `reduces_once` is parallel.reduce_every=step with accumulation: whole until the last microbatch.
-    Before the update they are reduced to what the optimizer wants (`opt_state_rules`), at stage 1
-    as well; in the host's memory they have been already.
+    At stages 2 and 3, each microbatch's gradient is reduce-scattered, and the accumulators are
+    sharded. At stages 0 and 1, or with `reduces_once`, they are whole. After the last microbatch,
+    `zero.reduce_gradients` reduces them to the sharding of the optimizer state (`opt_state_rules`).
+
+    Args:
+        reduces_once: gradient accumulation with parallel.reduce_every=step.
+        in_host: parallel.offload=state. Accumulators in host memory always have the sharding of the
+            optimizer state, because each gradient is reduced before it is added.
     """
     if in_host:
         return opt_state_rules(zero_stage)
@@ -49,24 +55,25 @@ def gradient_rules(zero_stage: int, reduces_once: bool = False, in_host: bool = 
 
 
 def opt_state_rules(zero_stage: int) -> Rules:
-    """Return where the optimizer's state lives, and where it works."""
+    """Return the rules for the optimizer state, and for the gradients that the optimizer gets."""
     return fully_sharded_rules() if zero_stage >= 1 else tensor_rules()
 
 
 def is_used_in_part(axes: LogicalAxes, spec: PartitionSpec) -> bool:
-    """Return whether each device along `tensor` uses its part only of a weight stored whole.
+    """Return whether a replicated weight receives a partial gradient on each `tensor` rank.
 
-    So it is with a vocabulary or key-value heads that `tensor` does not divide, and with the norms
-    of heads (`head_dim`), as the heads are split.
+    This holds for a vocabulary or key-value heads that `tensor` does not divide, and for the norms
+    of heads (`head_dim`), because each rank applies them only to its own heads.
     """
     is_split = split_dim(spec, axes_with("splits_heads")) is not None
     return not is_split and any(axis in (*HEAD_DIMS, "head_dim") for axis in axes)
 
 
 def split_dim(spec: PartitionSpec, mesh_axes: Sequence[str]) -> int | None:
-    """Return the dim of an array that is split over some of these mesh axes; None without one.
+    """Return the dim that is split over any of these mesh axes, or None.
 
-    Dims count from the last, -1, because the array of one layer lacks the first dim of the stack.
+    The dim is negative (the last one is -1), so that it is valid for a stack of layers and for one
+    layer, which lacks the leading dim.
     """
     for dim in range(-len(spec), 0):
         if set(jax.tree.leaves(spec[dim])) & set(mesh_axes):
@@ -77,7 +84,7 @@ def split_dim(spec: PartitionSpec, mesh_axes: Sequence[str]) -> int | None:
 def partition_spec(
     axes: LogicalAxes, shape: tuple[int, ...], rules: Rules, mesh_shape: Mapping[str, int]
 ) -> PartitionSpec:
-    """Return the spec of one array. A dimension that its mesh axes do not divide stays whole.
+    """Return the spec of one array. Dims that are not divisible by their mesh axes are replicated.
 
     >>> partition_spec(("embed", "mlp"), (128, 512), parameter_rules(3), mesh.shape)
     PartitionSpec('fsdp', 'tensor')
@@ -91,7 +98,12 @@ def partition_spec(
 
 
 def weight_shardings(weights: Any, rules: Rules, mesh: Mesh, memory_kind: str | None = None) -> Any:
-    """Return a `NamedSharding` for every weight of a tree: what has `axes` and a `shape`."""
+    """Return a `NamedSharding` for every weight of a tree.
+
+    Args:
+        weights: tree whose leaves have `axes` and a `shape`, such as `models.weights.Weight`.
+        memory_kind: such as `pinned_host`; None is the device's default.
+    """
 
     def sharding(weight: Any) -> NamedSharding:
         spec = partition_spec(weight.axes, weight.shape, rules, mesh.shape)
@@ -101,24 +113,24 @@ def weight_shardings(weights: Any, rules: Rules, mesh: Mesh, memory_kind: str | 
 
 
 def undivided_dims_warnings(weights: Any, rules: Rules, mesh: Mesh) -> tuple[str, ...]:
-    """Return a sentence for every kind of dim that stays whole because it cannot be divided."""
+    """Return a warning for each kind of dim that is replicated because it is not divisible."""
     found = set()
     for w in jax.tree.leaves(weights):
         spec = partition_spec(w.axes, w.shape, rules, mesh.shape)
         for axis, size, over in zip(w.axes, w.shape, spec, strict=True):
             parts = math.prod(mesh.shape[a] for a in rules.get(axis, ()))
             if parts > 1 and over is None:
-                found.add(f"{axis}={size} stays whole on every device: {parts} does not divide it")
+                found.add(f"{axis}={size} is replicated, because {parts} does not divide it")
     return tuple(sorted(found))
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
-    """Return the sharding of token ids (B, T+1): rows over the axes that split the batch."""
+    """Return the sharding of token IDs (B, T+1): rows are split over the batch axes."""
     axes = axes_with("splits_batch")
     n = math.prod(mesh.shape[axis] for axis in axes)
     return NamedSharding(mesh, partition_spec(("batch", None), (n, 1), {"batch": axes}, mesh.shape))
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
-    """Return the sharding of an array that every device holds whole."""
+    """Return the sharding of an array that is replicated on every device."""
     return NamedSharding(mesh, PartitionSpec())

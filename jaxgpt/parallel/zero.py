@@ -1,4 +1,9 @@
-"""The ZeRO stages (arXiv 1910.02054), written out: where weights and gradients lie in a step."""
+"""ZeRO (arXiv 1910.02054) with explicit collectives: gathers weights and reduces gradients.
+
+`all_gather_param` gathers a weight where a layer uses it. Its backward pass reduce-scatters the
+gradient into the weight's gradient accumulator, if that is sharded. `reduce_gradients` does the
+remaining reduction, once per step.
+"""
 
 import dataclasses
 import functools
@@ -16,21 +21,21 @@ from jaxgpt.parallel.sharding import split_dim
 
 @dataclasses.dataclass(frozen=True)
 class ParamLayout:
-    """Where a parameter and its gradient lie during a step. Specs do not name axes of size 1."""
+    """The sharding of a parameter and its gradient. Specs do not name mesh axes of size 1."""
 
-    param: PartitionSpec  # of the parameter between steps
-    accum: PartitionSpec  # of its gradient while microbatches add up
-    grad: PartitionSpec  # of the gradient that the optimizer gets
-    partial_axes: frozenset[str]  # along which each device finds only a part of the gradient
-    gather_dtype: str
-    reduce_dtype: str  # of gradients between devices
+    param: PartitionSpec  # the parameter between steps
+    accum: PartitionSpec  # its gradient accumulator
+    grad: PartitionSpec  # the gradient that the optimizer gets
+    partial_axes: frozenset[str]  # mesh axes along which each device has only a partial gradient
+    gather_dtype: str  # the parameter is cast to it before it is gathered and used
+    reduce_dtype: str  # gradients are cast to it before they are communicated
     host_terms: int = 0
-    """Gradients that add up in the host's memory: microbatches and slices of them. Each is reduced
-    as soon as it is known. 0 for parameters on the device."""
+    """Number of gradients that are added in host memory: microbatches times slices. Each is reduced
+    over devices before it is added. 0 if the parameter is in device memory."""
 
     @property
     def mesh_axes(self) -> frozenset[str]:
-        """Mesh axes that the parameter is split over between steps."""
+        """Mesh axes that shard the parameter between steps."""
         return frozenset(jax.tree.leaves(tuple(self.param)))
 
 
@@ -39,15 +44,19 @@ class ParamLayout:
 )
 @dataclasses.dataclass(frozen=True)
 class ShardedParam:
-    """A parameter inside a step."""
+    """A parameter during a step."""
 
-    shard: jax.Array  # this device's part, as it lies between steps
-    grad_slot: jax.Array  # zeros that stand for it in the gradient, sharded as `layout.accum`
+    shard: jax.Array  # this device's shard, as between steps (`layout.param`)
+    grad_slot: jax.Array  # gradient accumulator: receives the gradient, sharded as `layout.accum`
     layout: ParamLayout
 
 
 def all_gather_param(param: ShardedParam) -> jax.Array:
-    """All-gather a parameter over `fsdp`; its gradient goes to `grad_slot`, scattered or not."""
+    """Cast a parameter to `gather_dtype` and all-gather it over `fsdp`.
+
+    The backward pass yields the gradient of `grad_slot`, reduce-scattered if `layout.accum` is
+    sharded, and no gradient of `shard`.
+    """
     return _all_gather(param.shard, param.grad_slot, param.layout)
 
 
@@ -82,11 +91,13 @@ _all_gather.defvjp(_all_gather_forward, _all_gather_backward)
 
 
 def local_params(params: Any, layouts: Any) -> tuple[Any, Any]:
-    """Return this device's parameters, and zeros like the gradients that it sums up.
+    """Return this device's parameter shards and zero-initialised gradient accumulators.
 
-    Those in the host's memory are the first of its sums, to which gradients are added.
+    The accumulators are float32 and sharded as `layout.accum`. With parallel.offload=state, they
+    are in host memory, and the backward pass adds to them.
 
-    The parameters are marked as its own: `shard_map` does not sum their gradients by itself.
+    The parameters are marked as varying over the mesh axes along which their gradients are partial.
+    Otherwise, `shard_map` would sum the gradients over these axes in every backward pass.
     """
 
     def zeros(param: jax.Array, layout: ParamLayout) -> jax.Array:
@@ -107,9 +118,10 @@ def local_params(params: Any, layouts: Any) -> tuple[Any, Any]:
 
 
 def reduce_gradients(gradients: Any, layouts: Any) -> Any:
-    """Return gradients of the whole batch, where the optimizer wants them: one reduction a step.
+    """Reduce accumulated gradients over devices, once per step, to the shardings `layout.grad`.
 
-    Over `fsdp` first, after which what is sent over `data` is that much less.
+    They are reduce-scattered over `fsdp` first, unless the backward pass has done so already. The
+    all-reduce over the other axes then sends only a shard.
     """
     return jax.tree.map(
         lambda g, layout: _reduce(g, layout, _fsdp_dim(layout.accum) is not None),
@@ -131,7 +143,7 @@ def _reduce(gradient: jax.Array, layout: ParamLayout, is_scattered: bool) -> jax
 
 
 def _scatter_sum(x: jax.Array, spec: PartitionSpec, dtype: str) -> jax.Array:
-    """Return this device's part of the sum over `fsdp`, in float32."""
+    """Return this device's shard of the sum over `fsdp`, in float32."""
     dim = _fsdp_dim(spec)
     return reduce_scatter(x.astype(dtype), spec[dim], x.ndim + dim).astype(jnp.float32)
 

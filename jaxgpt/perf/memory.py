@@ -11,13 +11,13 @@ from jaxgpt.optim.state import n_moments
 from jaxgpt.perf.units import format_bytes
 from jaxgpt.runtime.allocator import USABLE
 
-ELEMENT = 4  # bytes: parameters, gradients and moments are float32
+ELEMENT = 4  # bytes per element: parameters, gradients and moments are float32
 
 
 def memory_in_use() -> tuple[int, int] | None:
-    """Return the bytes in use and their peak on the fullest local device, or the RSS on CPUs.
+    """Return (bytes in use, peak bytes in use), or None if the devices do not report them.
 
-    Return None if the devices do not report them.
+    On accelerators, each is the maximum over local devices. On CPUs, it is the RSS of the process.
     """
     if jax.default_backend() == "cpu":
         try:
@@ -66,7 +66,10 @@ def require_memory(config: Config, shape: MeshShape, room: int | None, on_cpu: b
 
 
 def state_bytes(config: Config, shape: MeshShape) -> int:
-    """Return bytes of matrices, their gradients and moments on a device, at least."""
+    """Return a lower bound for the bytes of parameters, gradients and moments on a device.
+
+    It counts the matrices and the token embedding.
+    """
     model, zero_stage, offload = config.model, config.parallel.zero_stage, config.parallel.offload
     if offload == "state":
         return 0
@@ -75,15 +78,17 @@ def state_bytes(config: Config, shape: MeshShape) -> int:
     elements //= shape.split_of("splits_heads")
     moments = 0 if offload == "moments" else n_moments(config.optimizer)
     shards = shape.split_of("shards_parameters")
-    copies = ((1, 3), (1, 2), (moments, 1))  # and the ZeRO stage from which they are sharded
+    # Parameters, gradients, moments: (number of copies, lowest ZeRO stage that shards them).
+    copies = ((1, 3), (1, 2), (moments, 1))
     parts = {least: shards if zero_stage >= least else 1 for _, least in copies}
     return sum(n * ELEMENT * elements // parts[least] for n, least in copies)
 
 
 def score_bytes(config: Config, shape: MeshShape, on_cpu: bool) -> int:
-    """Return bytes of attention's scores on a device, at least: a byte for each of the T x T.
+    """Return a lower bound for the bytes of attention scores on a device: T x T bytes per head.
 
-    XLA's kernel has half of them, in two bytes or more. A CPU may compute its rows one by one.
+    The `xla` kernel stores at least half of the scores, in two bytes or more. A CPU may process its
+    rows one at a time.
     """
     model, remat = config.model, config.parallel.remat
     is_certain = stores_scores(model) and (on_cpu or model.attention != "auto")

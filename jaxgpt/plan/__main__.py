@@ -1,8 +1,8 @@
-"""Memory, communication and time of a layout, before a node hour is spent on it.
+"""Plan the memory, communication and time of a layout before spending node hours on it.
 
 `python -m jaxgpt.plan --config NAME --mesh D,F,T [--device NAME] [section.key=value ...]` compiles
-the train step for as many simulated devices and says what each of them holds and sends.
-`--advise N` ranks the meshes of N devices.
+the train step for simulated devices, and prints what each device stores and sends.
+`--advise N` ranks the meshes for N devices.
 """
 
 import argparse
@@ -32,14 +32,14 @@ from jaxgpt.train.resume import initial_model
 
 def parser() -> CommandParser:
     out = CommandParser(prog="python -m jaxgpt.plan", description=__doc__)
-    about = "what to plan for; default cpu, this machine"
+    about = "device to plan for (default: cpu, this machine)"
     out.add_argument("--device", default="cpu", choices=DEVICES, help=about)
     hosts = ", ".join(f"{d.name} {d.devices_per_host}" for d in DEVICES.values() if d.memory)
     n = whole_number()
     out.add_argument("--devices-per-host", type=n, metavar="N", help=f"default: {hosts}")
-    out.add_argument("--advise", type=n, metavar="N", help="rank the meshes of N devices")
-    out.add_argument("--json", action="store_true", help="for programs: bytes, seconds, FLOPs")
-    out.epilog = "All else is as for jaxgpt.train, whose --help lists every key."
+    out.add_argument("--advise", type=n, metavar="N", help="rank the meshes for N devices")
+    out.add_argument("--json", action="store_true", help="print JSON: bytes, seconds, FLOPs")
+    out.epilog = "Other arguments are as for jaxgpt.train, whose --help lists every key."
     return out
 
 
@@ -49,12 +49,12 @@ def main(argv: list[str] | None = None) -> None:
         if is_help(argv):
             parser().print_help()
             return
-        if rank_from_env() == 0:  # under a launcher once is enough
+        if rank_from_env() == 0:  # under a launcher, one process prints the plan
             print(run(*parser().parse_known_args(argv)))
 
 
 def run(arguments: argparse.Namespace, rest: list[str]) -> str:
-    """Return what the command prints. JAX is started to simulate the devices of the job."""
+    """Return what the command prints. Starts JAX with simulated CPU devices."""
     device = DEVICES[arguments.device]
     config = parse_args(rest, "python -m jaxgpt.plan", initial_model, choices=CHOICES)
     config = with_vocabulary(config)
@@ -89,9 +89,11 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> str:
 
 
 def number_of_devices(config: Config, advise: int | None, rest: list[str]) -> int:
-    """Return the number that --advise or the mesh says, whose -1 counts as 1.
+    """Return the number of devices to plan for, from --advise or the mesh, where -1 counts as 1.
 
-    Raises `UsageError` if it is too large, or if --advise is given what it chooses.
+    Raises:
+        UsageError: if there are more than MAX_CPU_DEVICES, or if --advise is combined with an
+            option that it chooses.
     """
     shape = mesh_shape(config)
     option, n = f"parallel.mesh={shape}", shape.n_devices
@@ -100,21 +102,21 @@ def number_of_devices(config: Config, advise: int | None, rest: list[str]) -> in
         chosen = ("mesh", "parallel.mesh", "parallel.remat", "parallel.sequence_parallel")
         for word in rest:
             if word.removeprefix("--").partition("=")[0].replace("-", "_") in chosen:
-                raise UsageError(f"{word}: --advise chooses this; give one of them")
+                raise UsageError(f"{word}: --advise chooses this option; remove one of the two")
     if n > MAX_CPU_DEVICES:
         raise UsageError(
-            f"{option}: a plan is for at most {MAX_CPU_DEVICES} devices; give a smaller number"
+            f"{option}: can plan for at most {MAX_CPU_DEVICES} devices; choose a smaller number"
         )
     return n
 
 
 def devices_per_host(given: int | None, device: Device, n_devices: int) -> int:
-    """Return how many devices share a host; `UsageError` if one would be partly empty."""
+    """Return the number of devices per host; `UsageError` if it does not divide `n_devices`."""
     per_host = given or (n_devices if device.memory is None else device.devices_per_host)
     if n_devices > per_host and n_devices % per_host:
         raise UsageError(
             f"--devices-per-host={per_host} ({device.name}): does not divide the {n_devices} "
-            "devices of the job; give one that does"
+            "devices of the job; choose a number that does"
         )
     return min(per_host, n_devices)
 

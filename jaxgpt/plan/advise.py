@@ -9,18 +9,21 @@ from jaxgpt.perf.units import count
 from jaxgpt.plan.layout import Plan, plan_layout
 from jaxgpt.plan.program import Program, state_memory
 
-REMATS = ("none", "attention", "dots", "full")  # each keeps less than the one before
-WORTH = 0.9  # a layout has to be this much faster than a simpler one to stand before it
+REMATS = ("none", "attention", "dots", "full")  # in order of decreasing memory
+WORTH = 0.9  # a layout ranks before a simpler one only if it takes less than this share of the time
 
 
 def search_meshes(
     config: Config, n_devices: int, device: Device, devices_per_host: int
 ) -> list[Plan]:
-    """Return the layouts that the model and the batch allow, the best first; else `UsageError`.
+    """Return the layouts that the model and the batch allow, best first.
 
-    Each comes with the least rematerialization that makes it fit. What fits stands before what
-    does not; then the faster one, where a simpler layout wins near ties. Before all comes data
-    parallelism, where it fits as it is: nothing is simpler to scale.
+    Each layout uses the least rematerialization that makes it fit. Layouts that fit rank first,
+    then faster ones, and simpler ones if the times are close (`WORTH`). Pure data parallelism
+    always ranks first if it fits without remat, because it is the simplest to scale.
+
+    Raises:
+        UsageError: if no mesh divides the batch.
     """
     plans = []
     for tensor in range(1, devices_per_host + 1):
@@ -31,7 +34,7 @@ def search_meshes(
         chosen = config.replace(parallel__sequence_parallel=sequence_parallel)
         remat = REMATS[0]
         for mesh in _meshes(chosen, n_devices, tensor):
-            # The next mesh has more state on a device: it needs as much remat, or more.
+            # The next mesh has more state per device, so it needs at least as much remat.
             remat = remat if mesh["fsdp"] > 1 else REMATS[0]
             chosen = chosen.replace(parallel__mesh=str(mesh), parallel__remat=remat)
             plan = _plan_with_least_remat(chosen, mesh, device, devices_per_host)
@@ -40,14 +43,14 @@ def search_meshes(
     if not plans:
         multiple = n_devices * config.train.gradient_accumulation_steps
         raise UsageError(
-            f"--advise={n_devices}: no mesh of so many devices shares out "
+            f"--advise={n_devices}: no mesh of {n_devices} devices divides "
             f"train.batch_size={config.train.batch_size}; make it a multiple of {multiple}"
         )
     return list(_ranked(plans))
 
 
 def _meshes(config: Config, n_devices: int, tensor: int) -> Iterator[MeshShape]:
-    """Yield the meshes with so many devices along `tensor`, those with the largest `fsdp` first."""
+    """Yield the meshes with this `tensor` size, the largest `fsdp` first."""
     for fsdp in range(n_devices // tensor, 0, -1):
         if n_devices // tensor % fsdp or config.model.n_embd % fsdp:
             continue
@@ -62,7 +65,7 @@ def _meshes(config: Config, n_devices: int, tensor: int) -> Iterator[MeshShape]:
 def _plan_with_least_remat(
     config: Config, mesh: MeshShape, device: Device, devices_per_host: int
 ) -> Plan:
-    """Plan a layout with `config.parallel.remat`, or more of it until it fits."""
+    """Plan a layout, starting with `config.parallel.remat` and increasing remat until it fits."""
     state = Program(state_memory(config, mesh, device))
     plan = Plan(config.replace(parallel__remat=REMATS[0]), mesh, device, devices_per_host, state)
     if not plan.fits:
@@ -96,7 +99,7 @@ def _ranked(plans: list[Plan]) -> Iterator[Plan]:
 
 
 def train_options(plan: Plan) -> str:
-    """Return what to give `jaxgpt.train` for a layout."""
+    """Return the options that make `jaxgpt.train` use a layout."""
     parallel = plan.config.parallel
     words = [f"--mesh {plan.mesh}"]
     if parallel.sequence_parallel:
@@ -107,23 +110,23 @@ def train_options(plan: Plan) -> str:
 
 
 def reason(plan: Plan) -> str:
-    """Return why a layout is what it is, in a user's words."""
+    """Return a one-line explanation of a layout."""
     mesh, parallel = plan.mesh, plan.config.parallel
     data, fsdp, tensor = mesh["data"], mesh["fsdp"], mesh["tensor"]
     if not plan.fits:
         return (
-            f"{'all of it with remat=full' if plan.is_compiled else 'its state alone'} does not fit"
+            f"{'even with remat=full, it' if plan.is_compiled else 'its state alone'} does not fit"
         )
     words = []
     if fsdp * tensor == 1:
-        words.append("the whole state fits on a device")
+        words.append("the whole state fits on one device")
     if tensor > 1:
-        words.append(f"every layer is split over {tensor} devices of a host")
+        words.append(f"every layer is split over {tensor} devices in a host")
     if fsdp > 1:
         where = count(plan.hosts_spanned(["fsdp"]), "host")
         words.append(f"ZeRO-{parallel.zero_stage} over {fsdp} devices of {where}")
     if data > 1:
-        words.append(f"only gradients travel over data={data}")
+        words.append(f"only gradients are sent over data={data}")
     if parallel.remat != "none":
         words.append(f"activations need remat={parallel.remat}")
     return "; ".join(words)

@@ -1,4 +1,4 @@
-"""The plan of one layout: what each device holds and sends, and a bound on a step's time."""
+"""The plan of one layout: what each device stores and sends, and an estimate of the step time."""
 
 import dataclasses
 import functools
@@ -17,23 +17,23 @@ from jaxgpt.perf.memory import host_memory
 from jaxgpt.plan.program import Memory, Program, compile_step
 from jaxgpt.runtime.allocator import USABLE
 
-MATMUL_EFFICIENCY = 0.6  # of the dense peak; Megatron-LM and llm.c train at 0.41-0.49 in all
-LATENCY = {"link": 10e-6, "network": 30e-6}  # seconds before an operation's first byte arrives
+MATMUL_EFFICIENCY = 0.6  # of the dense peak; whole steps of Megatron-LM and llm.c reach 0.41-0.49
+LATENCY = {"link": 10e-6, "network": 30e-6}  # seconds until a collective's first byte arrives
 
 ASSUMPTIONS = (
-    f"matrix products reach {MATMUL_EFFICIENCY:.0%} of the dense peak",
-    "collectives go around a ring, at the peak of its slowest link, "
-    f"after {LATENCY['link'] * 1e6:.0f} us in a host and {LATENCY['network'] * 1e6:.0f} us across",
-    "what travels over data and fsdp hides behind computation as far as that lasts; "
-    "what travels over tensor does not",
+    f"matmuls reach {MATMUL_EFFICIENCY:.0%} of the dense peak",
+    "collectives use a ring at the peak rate of its slowest link, with a latency of "
+    f"{LATENCY['link'] * 1e6:.0f} us in a host and {LATENCY['network'] * 1e6:.0f} us between hosts",
+    "communication over data and fsdp overlaps with computation; "
+    "communication over tensor does not",
     "the update reads and writes parameters, gradients and moments once",
-    "computation waits for what comes from the host's memory, over the link of the device",
+    "computation waits for transfers from host memory, which use the device's host link",
 )
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """Times of one step in seconds, and the rates that follow: an upper bound, more or less."""
+    """Times of one step in seconds, and the rates that follow from them: a best case."""
 
     step: float
     compute: float
@@ -47,7 +47,7 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Plan:
-    """All that is known of a layout without running it."""
+    """Everything that is known about a layout without running it."""
 
     config: Config
     mesh: MeshShape
@@ -61,20 +61,20 @@ class Plan:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """Sentences about what works, but is hardly ever wanted."""
+        """Warnings about a layout that works but is probably not intended."""
         crossing = tensor_crosses_hosts_warning(self.mesh, self.hosts)
         return (*self.program.warnings, *crossing)
 
     @property
     def capacity(self) -> int:
-        """Bytes of a device that a program may use; simulated devices share this machine's."""
+        """Bytes that a program may use on a device. Simulated devices share this machine's RAM."""
         if self.device.memory is not None:
             return int(USABLE * self.device.memory)
         return host_memory() // self.mesh.n_devices
 
     @property
     def is_compiled(self) -> bool:
-        """Whether its activations are known, or only its state."""
+        """True if the step was compiled; otherwise, only the size of the state is known."""
         return self.memory.activations_and_temporaries > 0
 
     @property
@@ -83,12 +83,12 @@ class Plan:
 
     @property
     def tokens(self) -> int:
-        """Tokens of a step, whole job."""
+        """Number of tokens of a global batch."""
         return self.config.train.batch_size * self.config.model.block_size
 
     @property
     def n_parameters(self) -> int:
-        """The number of the model's parameters, without padding of the vocabulary."""
+        """Number of parameters of the model, without the padding of the vocabulary."""
         return count_parameters(self.config.model)[0]
 
     @property
@@ -97,7 +97,7 @@ class Plan:
 
     @property
     def recomputed_flops_per_token(self) -> int:
-        """FLOPs that parallel.remat adds: of attention's products, or of a forward pass."""
+        """FLOPs per token that parallel.remat adds: attention's matmuls, or the forward pass."""
         model, remat = self.config.model, self.config.parallel.remat
         if remat == "none":
             return 0
@@ -106,15 +106,15 @@ class Plan:
 
     @property
     def hosts(self) -> list[int]:
-        """The host of each device."""
+        """The host number of each device."""
         return [i // self.devices_per_host for i in range(self.mesh.n_devices)]
 
     def hosts_spanned(self, axes: Sequence[str]) -> int:
-        """Return on how many hosts one group of devices along these axes is, at most."""
+        """Return the largest number of hosts that a group of devices along these axes spans."""
         return hosts_spanned(axes, self.mesh, self.hosts)
 
     def bytes_sent(self, c: Collective) -> float:
-        """Return the bytes that each device sends around a ring."""
+        """Return the bytes that each device sends in a ring collective."""
         return ring_bytes(c.kind, c.bytes, math.prod(self.mesh[axis] for axis in c.axes))
 
     def link(self, axes: Sequence[str]) -> str:
@@ -122,21 +122,23 @@ class Plan:
         return "link" if self.hosts_spanned(axes) == 1 else "network"
 
     def seconds(self, c: Collective) -> float:
-        """Return the time that a collective takes by itself."""
+        """Return the time of a collective without overlap, in seconds."""
         bandwidth, n_hosts = self.device.link_bandwidth, self.hosts_spanned(c.axes)
-        if n_hosts > 1:  # members on one host use their shares of its network together
+        if n_hosts > 1:  # members on one host pool their shares of its network bandwidth
             members = max(1, math.prod(self.mesh[axis] for axis in c.axes) // n_hosts)
             bandwidth = min(bandwidth, members * self.device.network_bandwidth)
-        operations = c.count if c.bytes / c.count > 1024 else 1  # scalars travel together
+        operations = c.count if c.bytes / c.count > 1024 else 1  # XLA combines small arrays
         return self.bytes_sent(c) / bandwidth + operations * LATENCY[self.link(c.axes)]
 
     @property
     def host_traffic(self) -> int:
-        """Bytes of a step between a device and the host's memory.
+        """Bytes that are copied between a device and host memory in a step.
 
-        The update reads and writes moments. Parameters come for each forward, backward pass and
-        the update, which writes them; gradients go once and come back for their norm and the
-        update, and several microbatches (with two sums, the last and the next) add to them.
+        With offload=moments, the update reads and writes the moments. With offload=state, each
+        forward pass, each backward pass and the update also read the parameters, and the update
+        writes them. Gradients are written once, and read for their norm and for the update. With
+        n > 1 microbatches, each one reads and writes the accumulators. `memory.gradients` then
+        includes two sets of accumulators.
         """
         memory, n = self.memory, self.config.train.gradient_accumulation_steps
         if not memory.in_host:
@@ -148,7 +150,7 @@ class Plan:
 
     @functools.cached_property
     def estimate(self) -> Estimate | None:
-        """The time of a step; None if rates of the device are not known, or nothing is compiled."""
+        """Estimated times; None if the device's speed is unknown or the step was not compiled."""
         device, memory, n_devices = self.device, self.memory, self.mesh.n_devices
         peak = device.peak_flops.get(self.config.train.dtype)
         if peak is None or not self.is_compiled:
@@ -159,7 +161,7 @@ class Plan:
         state = memory.parameters + memory.moments + memory.gradients
         update = 2 * state / device.memory_bandwidth
         update += self.host_traffic / device.host_bandwidth
-        fastest = device.peak_flops.get("bfloat16", peak)  # which Muon computes in
+        fastest = device.peak_flops.get("bfloat16", peak)  # Muon's matmuls use bfloat16
         update += self.program.update_flops / (fastest * MATMUL_EFFICIENCY)
         collectives = self.program.collectives
         exposed = set(axes_with("splits_heads", "splits_sequence", "splits_layers"))
@@ -178,7 +180,7 @@ class Plan:
         )
 
     def summary(self) -> dict[str, Any]:
-        """Return mesh, memory, fit and time for JSON: bytes and seconds."""
+        """Return the mesh, memory, fit and estimate for JSON, in bytes and seconds."""
         sizes = {"total": self.memory.total, "capacity": self.capacity}
         return {
             "mesh": self.mesh,
@@ -188,7 +190,7 @@ class Plan:
         }
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all of it for JSON: bytes, seconds and FLOPs."""
+        """Return the whole plan for JSON, in bytes, seconds and FLOPs."""
         collectives = [
             dataclasses.asdict(c)
             | {"bytes_sent": round(self.bytes_sent(c)), "over": self.link(c.axes)}
@@ -209,5 +211,5 @@ class Plan:
 
 
 def plan_layout(config: Config, mesh: MeshShape, device: Device, devices_per_host: int) -> Plan:
-    """Compile the step for a layout; arguments as for `compile_step`."""
+    """Compile the step for a layout and return its plan; arguments as for `compile_step`."""
     return Plan(config, mesh, device, devices_per_host, compile_step(config, mesh, device))

@@ -1,4 +1,4 @@
-"""The train step, compiled for devices that are not there: what it holds and what it says."""
+"""The train step, compiled for simulated devices: its memory use and its collectives."""
 
 import dataclasses
 import math
@@ -19,24 +19,24 @@ from jaxgpt.perf.hardware import Device
 from jaxgpt.train.functions import make_steps
 from jaxgpt.train.state import state_shapes
 
-# For programs that nobody will run: buffers and collectives are settled before LLVM's turn.
+# For programs that are never run. XLA assigns buffers and collectives before LLVM starts.
 COMPILE_ONLY = {"xla_backend_optimization_level": 0}
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on one device."""
+    """Memory of one device and its share of host memory, in bytes."""
 
     parameters: int
     gradients: int
     moments: int
-    activations_and_temporaries: int = 0  # all else at the step's worst moment, and its batch
-    in_host: int = 0  # of the three, what is in the host's memory in place of the device's
-    host_at_once: int = 0  # of that, what a device gets at once for the update
+    activations_and_temporaries: int = 0  # everything else at the step's peak, with the batch
+    in_host: int = 0  # the part of parameters, gradients and moments that is in host memory
+    host_at_once: int = 0  # the part of in_host that is copied to the device at once
 
     @property
     def total(self) -> int:
-        """On the device itself. The host's come to where activations have been."""
+        """Peak on the device. Arrays from host memory reuse the space of the activations."""
         at_rest = self.parameters + self.gradients + self.moments - self.in_host
         return at_rest + max(self.activations_and_temporaries, self.host_at_once)
 
@@ -48,17 +48,19 @@ class Program:
     memory: Memory
     collectives: tuple[Collective, ...] = ()
     attention: str = ""
-    warnings: tuple[str, ...] = ()  # where the layout is not as asked for
-    update_flops: int = 0  # of matrix products in the optimizer, on each device
+    warnings: tuple[str, ...] = ()  # deviations from the requested layout
+    update_flops: int = 0  # FLOPs of the optimizer's matmuls on each device
 
 
 def compile_step(config: Config, shape: MeshShape, device: Device) -> Program:
-    """Compile the train step as it would run on `device`; no array is allocated.
+    """Compile the train step as it would run on `device`, without allocating arrays.
 
-    A CPU compiler stands in for the device's. It computes bfloat16 in float32, so float16, of the
-    same size, stands in for that; a flash kernel is replaced by another in O(T) memory. For
-    `cpu` the step is compiled as it is. JAX has been told to simulate as many devices as the mesh
-    has, and `config` has model.vocab_size.
+    XLA's CPU compiler replaces the device's compiler. It would compute bfloat16 in float32, so
+    float16, which has the same size, replaces bfloat16. A flash attention kernel is replaced by
+    another kernel that needs O(T) memory. For `cpu`, the step is compiled unchanged.
+
+    JAX must already simulate as many devices as the mesh has, and config.model.vocab_size must be
+    set.
     """
     kernel, reason = choose_attention(
         AttentionSetting(
@@ -67,8 +69,8 @@ def compile_step(config: Config, shape: MeshShape, device: Device) -> Program:
     )
     stand_in = config
     if device.name != "cpu":
-        # Of GPT-2 XL an H100's compiler needs as much for layers apart as a CPU's for a loop over
-        # them, and half of what a CPU's needs for layers apart.
+        # For GPT-2 XL, unrolled layers compiled for an H100 need as much memory as scanned layers
+        # compiled for a CPU. Unrolled layers compiled for a CPU need twice as much.
         stand_in = config.replace(parallel__scan_layers=True)
         if config.train.dtype == "bfloat16":
             stand_in = stand_in.replace(train__dtype="float16")
@@ -101,7 +103,7 @@ def compile_step(config: Config, shape: MeshShape, device: Device) -> Program:
 
 
 def state_memory(config: Config, shape: MeshShape, device: Device) -> Memory:
-    """Return bytes of parameters, gradients and moments, exact, without compiling anything."""
+    """Return the exact bytes of parameters, gradients and moments, without compiling anything."""
     mesh = make_mesh(shape)
     state, is_away = state_shapes(config, mesh), config.parallel.offload == "state"
     rules = partition.gradient_rules(config.parallel.zero_stage, config.reduces_once, is_away)
@@ -112,7 +114,7 @@ def state_memory(config: Config, shape: MeshShape, device: Device) -> Memory:
         lambda s, where: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=where), state.params, where
     )
     if is_away and config.train.gradient_accumulation_steps > 1:
-        gradients = [gradients] * 2  # the sum so far, and the next
+        gradients = [gradients] * 2  # the old and the new accumulators
     all_of_it = jax.tree.leaves_with_path((state.params, gradients, state.opt_state))
     in_host = [(path, a) for path, a in all_of_it if a.sharding.memory_kind == "pinned_host"]
     outside = [a for path, a in in_host if DictKey("layers") not in path]
@@ -132,7 +134,7 @@ def state_memory(config: Config, shape: MeshShape, device: Device) -> Memory:
 
 
 def bytes_on_a_device(shapes: Any) -> int:
-    """Return the bytes that one device holds of arrays with these shapes and shardings."""
+    """Return the bytes that arrays with these shapes and shardings occupy on one device."""
     return sum(
         math.prod(s.sharding.shard_shape(s.shape)) * s.dtype.itemsize
         for s in jax.tree.leaves(shapes)

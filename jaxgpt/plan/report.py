@@ -1,4 +1,4 @@
-"""Plans and advice as a person reads them."""
+"""Plans and advice as text for the terminal."""
 
 from collections.abc import Iterable, Sequence
 
@@ -12,7 +12,7 @@ from jaxgpt.plan.layout import ASSUMPTIONS, USABLE, Plan
 from jaxgpt.tracking.console import table_text
 
 WIDTH = 112
-SHOWN = 12  # of the layouts that --advise ranks
+SHOWN = 12  # number of layouts that --advise prints
 
 
 def _table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -21,12 +21,12 @@ def _table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def plan_report(plan: Plan) -> str:
-    """Return a plan in three parts: memory, communication and time."""
+    """Return a plan as text: a summary, then memory, communication and time."""
     mesh = " ".join(f"{axis}={n}" for axis, n in plan.mesh.items())
     config = plan.config
     lines = [
         f"{config.config}, {plan.n_parameters:,} parameters, on {plan.mesh.n_devices} x "
-        f"{plan.device.name}, {mesh}, {plan.devices_per_host} on each host",
+        f"{plan.device.name}, {mesh}, {plan.devices_per_host} per host",
         f"zero_stage={config.parallel.zero_stage} "
         f"sequence_parallel={config.parallel.sequence_parallel} "
         f"remat={config.parallel.remat} dtype={config.train.dtype}",
@@ -35,8 +35,8 @@ def plan_report(plan: Plan) -> str:
     ]
     if not mesh_shape(config).is_filled:
         lines.append(
-            f"parallel.mesh={config.parallel.mesh}: -1 is planned as 1; --mesh gives every size, "
-            "--advise N finds a mesh for N devices"
+            f"parallel.mesh={config.parallel.mesh}: -1 is planned as 1; give every size with "
+            "--mesh, or let --advise N find a mesh for N devices"
         )
     parts = ["\n".join(lines), _memory(plan), _communication(plan), _time(plan)]
     return "\n\n".join(parts)
@@ -48,7 +48,7 @@ def _memory(plan: Plan) -> str:
         ("parameters", memory.parameters),
         ("gradients", memory.gradients),
         ("moments", memory.moments),
-        ("  of these in the host's memory", memory.in_host),
+        ("  of these, in host memory", memory.in_host),
         ("activations and temporaries", memory.activations_and_temporaries),
         ("total on the device", memory.total),
     ]
@@ -63,13 +63,13 @@ def _memory(plan: Plan) -> str:
     if memory.in_host:
         n = plan.devices_per_host
         held = format_bytes(n * memory.in_host)
-        lines.append(f"the memory of a host holds {held} of {n} devices")
+        lines.append(f"host memory holds {held} for {n} devices")
     if device.memory is None:
         state = memory.total - memory.activations_and_temporaries
         large = [d.name for d in DEVICES.values() if d.memory and state <= USABLE * d.memory]
         lines.append(
-            f"parameters, gradients and moments alone, {format_bytes(state)}, would fit "
-            f"{', '.join(large) or 'no device of the table'}; --device NAME plans for one"
+            f"parameters, gradients and moments ({format_bytes(state)}) would fit on: "
+            f"{', '.join(large) or 'none of the known devices'}; plan for one with --device NAME"
         )
     return "\n".join(lines)
 
@@ -94,18 +94,19 @@ def _time(plan: Plan) -> str:
     flops = (
         f"FLOPs: {plan.flops_per_token:.4g} per token, "
         f"{plan.flops_per_token * plan.tokens:.4g} per step of {plan.tokens:,} tokens"
-        + (f"; {again * plan.tokens:.4g} more are computed again (remat)" if again else "")
+        + (f"; {again * plan.tokens:.4g} more are recomputed (remat)" if again else "")
     )
     e, device = plan.estimate, plan.device
     if e is None:
-        return f"{flops}\ntime: no estimate, since the speed of {device.name} is not known"
+        return f"{flops}\ntime: no estimate, because the speed of {device.name} is unknown"
     lines = [
         flops,
-        f"ESTIMATE, a bound more than a forecast: step {e.step:.3g} s, "
+        f"ESTIMATE (best case): step {e.step:.3g} s, "
         f"{e.tokens_per_sec:,.0f} tokens/s, {e.tokens_per_sec_per_device:,.0f} per device, "
         f"MFU {e.mfu:.0%}",
         f"  compute {e.compute:.3g} s, update {e.update:.2g} s, communication over tensor "
-        f"{e.tensor_communication:.3g} s, over the other axes {e.other_communication:.3g} s",
+        f"{e.tensor_communication:.3g} s, communication over other axes "
+        f"{e.other_communication:.3g} s",
         *(f"  assuming that {assumption}" for assumption in ASSUMPTIONS),
         f"  {device.name}: {device.peak_flops[plan.config.train.dtype] / 1e12:.4g} TFLOP/s; GB/s: "
         f"memory {device.memory_bandwidth / 1e9:.4g}, link {device.link_bandwidth / 1e9:.4g}, "
@@ -115,7 +116,7 @@ def _time(plan: Plan) -> str:
 
 
 def advice_report(found: Sequence[Plan]) -> str:
-    """Return the best layouts in a table, and the first in a sentence."""
+    """Return a table of the best layouts, and the options to use for the first one."""
     rows = []
     for plan in found[:SHOWN]:
         parallel, estimate = plan.config.parallel, plan.estimate
@@ -130,22 +131,22 @@ def advice_report(found: Sequence[Plan]) -> str:
                 f"{estimate.mfu:.0%}" if estimate else "-",
             )
         )
-    columns = ("mesh", "sequence_parallel", "remat", "memory", "fits", "step", "MFU at most")
+    columns = ("mesh", "sequence_parallel", "remat", "memory", "fits", "step", "MFU (max)")
     lines = [_table(columns, rows)]
     if len(found) > SHOWN:
-        lines.append(f"{len(found) - SHOWN} more were looked at")
+        lines.append(f"{len(found) - SHOWN} more layouts were considered")
     best = found[0]
     if best.fits:
-        lines.append(f"take {train_options(best)}: {reason(best)}")
+        lines.append(f"use {train_options(best)}: {reason(best)}")
     else:
         lines.append(
-            f"nothing fits {best.mesh.n_devices} x {best.device.name} with "
-            f"{format_bytes(best.device.memory)} each; the least is {train_options(best)}: "
-            f"{reason(best)}; take more devices"
+            f"no layout fits on {best.mesh.n_devices} x {best.device.name} with "
+            f"{format_bytes(best.device.memory)} each; the smallest is {train_options(best)}: "
+            f"{reason(best)}; use more devices"
         )
     if best.config.parallel.remat != "none":
         lines.append(
-            "more train.gradient_accumulation_steps, with parallel.reduce_every=microbatch, leave "
-            "room for less remat"
+            "a larger train.gradient_accumulation_steps, with parallel.reduce_every=microbatch, "
+            "leaves room for less remat"
         )
     return "\n".join(lines)

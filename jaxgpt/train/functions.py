@@ -1,4 +1,4 @@
-"""The compiled functions of a run: built from a config and a mesh, nothing is computed yet."""
+"""The jitted functions of a run, built from a config and a mesh without computing anything."""
 
 import functools
 import os
@@ -30,32 +30,32 @@ from jaxgpt.train.sharded_model import ShardedModel, choose_n_slices, shard_mode
 from jaxgpt.train.state import TrainState, init_state, state_of, state_shapes
 from jaxgpt.train.step import Metrics, train_step
 
-# What a layer computes twice to save memory, XLA's CPU compiler computes once and keeps, unless
-# it leaves in place the barriers that jax.checkpoint puts between the two.
+# By default, XLA's CPU compiler removes the barriers that jax.checkpoint inserts. It then merges a
+# recomputation with the original computation, which keeps the results in memory.
 CPU_STEP_OPTIONS = {"xla_disable_hlo_passes": "cse_barrier_expander"}
-# It runs once: on a CPU, LLVM's costlier passes take longer than they save.
+# Initialization runs once, so on a CPU LLVM's expensive passes take longer than they save.
 CPU_INIT_OPTIONS = {"xla_backend_optimization_level": 1}
-# Collectives run while what does not need them is computed; a single GPU has none.
+# Overlap collectives with computation. A single GPU has no collectives.
 SEVERAL_GPU_OPTIONS = {"xla_gpu_enable_latency_hiding_scheduler": True}
-# Without it cuDNN attention adds its gradients up in an order that depends on timing. Kernels are
-# still timed and chosen when the program is compiled; the compile cache keeps the choice.
+# Without this option, cuDNN attention sums its gradients in an order that depends on timing. XLA
+# still chooses kernels by timing them when it compiles; the compile cache keeps the choice.
 DETERMINISTIC_GPU_OPTIONS = {"xla_gpu_exclude_nondeterministic_ops": True}
 
 
 @dataclass(frozen=True)
 class StepFunctions:
-    """The compiled functions of a run, and where their state lies."""
+    """The jitted functions of a run, and the shapes and shardings of their arguments."""
 
     model: ShardedModel
     mesh: Mesh
     attention: str  # the attention kernel, and why it was chosen
-    n_parameters: tuple[int, int]  # all parameters, and those that multiply: `count_parameters`
-    warnings: tuple[str, ...]  # sentences about a layout that is not quite as asked for
-    batch_shape: jax.ShapeDtypeStruct | TokenRows  # of a global batch, as `train_step` takes it
-    state_shapes: TrainState  # `jax.ShapeDtypeStruct`s: what a checkpoint is restored into
+    n_parameters: tuple[int, int]  # (total, non-embedding), from `count_parameters`
+    warnings: tuple[str, ...]  # deviations from the requested layout or attention kernel
+    batch_shape: jax.ShapeDtypeStruct | TokenRows  # global batch, as passed to `train_step`
+    state_shapes: TrainState  # `jax.ShapeDtypeStruct`s with shardings, to restore checkpoints into
     init: Callable[[], TrainState]
     init_from: Callable[[Params], TrainState]
-    """Parameters -> the state before the first step with them."""
+    """parameters -> the state before the first step."""
     train_step: Callable[
         [TrainState, np.int32, np.float32, jax.Array | TokenRows], tuple[TrainState, Metrics]
     ]
@@ -63,13 +63,13 @@ class StepFunctions:
     eval_step: Callable[[Params, jax.Array | TokenRows], jax.Array]
     """(params, tokens of shape (B, T+1) or `TokenRows`) -> mean loss of each row, shape (B,)."""
     eval_tokens: Callable[[Params, jax.Array], TokenScores]
-    """(params, tokens of shape (B, T+1)) -> loss of each token but the first, shape (B, T)."""
+    """(params, tokens of shape (B, T+1)) -> scores (B, T) of all tokens but each row's first."""
     make_decoder: Callable[[Params], tuple[DecodeFn, Cache]]
-    """Parameters -> (decode function of one text at a time, empty KV cache)."""
+    """params -> (function that decodes one text, empty KV cache)."""
 
     @property
     def replicated(self) -> NamedSharding:
-        """The sharding of what every device holds whole."""
+        """The sharding of arrays that are replicated on every device."""
         return sharding.replicated(self.mesh)
 
     @property
@@ -95,12 +95,15 @@ def make_steps(
     """Build the functions of a run from a configuration with model.vocab_size set.
 
     Args:
-        attend: the attention function; None takes the best that runs on these devices.
-        slices: that a device cuts its rows of a microbatch into; None cuts them on CPUs.
-        on_cpu: use the kernels for CPUs; None asks the devices.
-        has_masks: whether batches come with the weights of their targets: `Dataset.has_masks`.
+        attend: the attention function; None chooses the kernel by model.attention.
+        slices: number of slices that a device splits its rows of a microbatch into; None chooses it
+            with `choose_n_slices` on CPUs, and is 1 elsewhere.
+        on_cpu: whether to compile for CPUs; None asks the devices.
+        has_masks: whether batches have a weight for each target (`Dataset.has_masks`).
 
-    `UsageError` if model.attention or optimizer.name cannot be had.
+    Raises:
+        UsageError: if the kernel that model.attention names cannot run, or optimizer.name is
+            unknown.
     """
     device, described = mesh.devices.flat[0], weights(config.model)
     on_cpu = device.platform == "cpu" if on_cpu is None else on_cpu
@@ -116,7 +119,7 @@ def make_steps(
     if slices is None:
         slices = choose_n_slices(config, mesh) if on_cpu else 1
     model = shard_model(config, mesh, attend, slices, on_cpu)
-    rules = sharding.opt_state_rules(config.parallel.zero_stage)  # the most that is split
+    rules = sharding.opt_state_rules(config.parallel.zero_stage)  # these shard the most
     state, batch_at = state_shapes(config, mesh), sharding.batch_sharding(mesh)
     state_at, whole = jax.tree.map(lambda leaf: leaf.sharding, state), sharding.replicated(mesh)
     jit_eval = functools.partial(
@@ -155,7 +158,7 @@ def make_steps(
 def training_batch(
     config: Config, where: NamedSharding, has_masks: bool
 ) -> jax.ShapeDtypeStruct | TokenRows:
-    """Return the shape of a global batch of the training split."""
+    """Return the shape and sharding of a global batch of the training split."""
     shape = (config.train.batch_size, config.model.block_size + 1)
     tokens = jax.ShapeDtypeStruct(shape, np.int32, sharding=where)
     if not has_masks:
@@ -164,11 +167,11 @@ def training_batch(
 
 
 def step_options(config: Config, platform: str, n_devices: int) -> dict[str, Any] | None:
-    """Return XLA's compiler options for a train step, without those that XLA_FLAGS names."""
+    """Return XLA's compiler options for the train step, except those that XLA_FLAGS sets."""
     options = CPU_STEP_OPTIONS if platform == "cpu" else {}
     if platform == "gpu" and n_devices > 1:
         options = SEVERAL_GPU_OPTIONS
     if platform == "gpu" and config.train.deterministic:
         options = options | DETERMINISTIC_GPU_OPTIONS
-    flags = os.environ.get("XLA_FLAGS", "")  # XLA would let these options go before the flags
+    flags = os.environ.get("XLA_FLAGS", "")  # which these options would otherwise override
     return {name: value for name, value in options.items() if f"--{name}" not in flags} or None

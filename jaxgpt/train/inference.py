@@ -1,4 +1,4 @@
-"""Losses, scores of tokens and decoding with the parameters of a run, on its mesh."""
+"""Evaluation losses, token scores and decoding with a run's parameters, on its mesh."""
 
 import functools
 from collections.abc import Callable
@@ -24,16 +24,20 @@ from jaxgpt.parallel.zero import local_params
 from jaxgpt.train.sharded_model import ShardedModel
 from jaxgpt.train.step import weighted_mean
 
-# (cache, tokens_1T, position of the first of them) -> (logits_1V, cache), see `decode_step`.
+# (cache, tokens_1T, position of the first token) -> (logits_1V, cache); see `decode_step`.
 DecodeFn = Callable[[Cache, jax.Array, Any], tuple[jax.Array, Cache]]
 
-SMALL_BYTES = 2**28  # of parameters: up to this size, all devices gather them to write samples
+SMALL_BYTES = 2**28  # up to this size, each device gathers all parameters to decode
 
 
 def eval_losses(
     model: ShardedModel, params: Params, token_rows: jax.Array | TokenRows
 ) -> jax.Array:
-    """Return the weighted mean loss of each row (B,), without dropout; see `make_batch`."""
+    """Return the weighted mean loss of each row, float32 (B,), without dropout.
+
+    Args:
+        token_rows: int32 (B, T+1) or `TokenRows`; see `make_batch`.
+    """
     batch = make_batch(token_rows, end_of_text=model.config.document_end)
 
     def row_sums(network: GPT, batch: Batch) -> jax.Array:
@@ -44,9 +48,11 @@ def eval_losses(
 
 
 def eval_tokens(model: ShardedModel, params: Params, tokens: jax.Array) -> TokenScores:
-    """Return the scores of each token but the first of rows (B, T+1), without dropout.
+    """Return the scores (B, T) of all tokens except each row's first, without dropout.
 
-    Rows may be filled up with `NO_TOKEN`, and be shorter than model.block_size.
+    Args:
+        tokens: int32 (B, T+1), where T may be smaller than model.block_size. Short rows are padded
+            with `NO_TOKEN`, whose loss is 0.
     """
 
     def scores(network: GPT, batch: Batch) -> TokenScores:
@@ -61,12 +67,12 @@ def eval_tokens(model: ShardedModel, params: Params, tokens: jax.Array) -> Token
 def _map_rows(
     model: ShardedModel, compute: Callable[[GPT, Batch], Any], params: Params, batch: Batch
 ) -> Any:
-    """Return `compute(network, batch)` of all rows, in arrays (B, ...), on every device."""
+    """Return `compute(network, batch)` for all rows, as arrays (B, ...) on every device."""
 
     def local(params: Params, batch: Batch) -> Any:
         params, zeros = local_params(params, model.layouts)
         n = model.n_slices
-        if n == 1 or batch.rows.shape[0] % n:  # rows that do not divide stay in one piece
+        if n == 1 or batch.rows.shape[0] % n:  # not divisible: process all rows at once
             found = compute(model.network(zeros, params), batch)
         else:
             parts = split_microbatches(batch, n)
@@ -83,10 +89,11 @@ def _map_rows(
 
 
 def make_decoder(model: ShardedModel, attend: Attention, params: Params) -> tuple[DecodeFn, Cache]:
-    """Return the decode function of these parameters, and an empty cache.
+    """Return the decode function for these parameters, and an empty cache.
 
-    Decoding one token is too little work to share: every device gathers weights that are small,
-    and decodes alone. A CPU decodes a large model fastest with each layer's weights apart.
+    Decoding one token is too little work to share, so if the parameters are small, each device
+    gathers all of them and decodes alone. Otherwise, they stay sharded. A single CPU decodes a
+    large model fastest with separate arrays for each layer (`unstack_layers`).
     """
     mesh, on_cpu = model.mesh, model.context.on_cpu
     dtype = jnp.dtype(model.config.train.dtype)
@@ -116,7 +123,7 @@ def make_decoder(model: ShardedModel, attend: Attention, params: Params) -> tupl
 def _sharded_decode(
     model: ShardedModel, graph: nnx.GraphDef, params: Params, *operands: Any
 ) -> tuple[jax.Array, Cache]:
-    """Compute `decode_step` where the parameters lie; each device has its own heads' cache."""
+    """Compute `decode_step` with sharded parameters; each device caches its own heads."""
 
     def local(params: Params, *operands: Any) -> tuple[jax.Array, Cache]:
         params, zeros = local_params(params, model.layouts)
@@ -136,5 +143,5 @@ def _sharded_decode(
         mesh=model.mesh,
         in_specs=(model.param_specs, own_cache, everywhere, everywhere),
         out_specs=(everywhere, own_cache),
-        check_vma=False,  # gathered logits are the same everywhere, which is not tracked
+        check_vma=False,  # gathered logits are replicated, but JAX does not track this
     )(params, *operands)

@@ -1,4 +1,4 @@
-"""The network on a mesh: where each parameter and its gradient live, and how devices share work."""
+"""The network on a mesh: how parameters and gradients are sharded, and how devices share work."""
 
 import functools
 import math
@@ -21,8 +21,8 @@ from jaxgpt.parallel.sharding import Params
 from jaxgpt.parallel.tensor import ParallelContext
 from jaxgpt.parallel.zero import ParamLayout, ShardedParam
 
-SLICE_BYTES = 2**29  # of activations; larger slices are slower, much smaller ones are too
-GRADIENTS_PER_SLICE = 4  # at least so many times as large as the gradient that it adds to the sum
+SLICE_BYTES = 2**29  # target for a slice's activations; larger and much smaller slices are slower
+GRADIENTS_PER_SLICE = 4  # least ratio of a slice's activations to the gradients that it adds
 
 
 class ShardedModel(NamedTuple):
@@ -30,38 +30,50 @@ class ShardedModel(NamedTuple):
 
     config: Config  # with model.vocab_size set
     mesh: Mesh
-    layouts: Any  # `ParamLayout` of every parameter: where it and its gradient lie
+    layouts: Any  # tree with the `ParamLayout` of every parameter
     context: ParallelContext
     graph: nnx.GraphDef  # the network without parameters
-    n_slices: int  # number of slices that each device cuts its rows of a microbatch into
+    n_slices: int  # number of slices that each device splits its rows of a microbatch into
     schedule: Schedule = ACCUMULATE
 
     @property
     def param_specs(self) -> Any:
-        """The `PartitionSpec` of every parameter between steps."""
+        """Tree with the `PartitionSpec` of every parameter between steps."""
         return jax.tree.map(lambda layout: layout.param, self.layouts)
 
     @property
     def parameters(self) -> Parameters:
-        """Weights, and where their gradients lie, for the optimizer."""
+        """The weights and the shardings of their gradients, for the optimizer."""
         shardings = jax.tree.map(lambda one: NamedSharding(self.mesh, one.grad), self.layouts)
         return Parameters(weights(self.config.model), shardings)
 
     def network(self, zeros: Params, params: Params) -> GPT:
-        """Return the network with this device's parameters; gradients are those of `zeros`."""
+        """Return the network with this device's parameter shards.
+
+        Args:
+            zeros: gradient accumulators. To get the gradients of the parameters, differentiate with
+                respect to these; see `parallel.zero.ShardedParam`.
+        """
         return nnx.merge(self.graph, jax.tree.map(ShardedParam, params, zeros, self.layouts))
 
 
 def shard_model(
     config: Config, mesh: Mesh, attend: Attention, n_slices: int = 1, on_cpu: bool = False
 ) -> ShardedModel:
-    """Lay the network out on a mesh; arguments as for `make_steps`."""
+    """Lay out the network on a mesh; `UsageError` if the mesh does not fit the model.
+
+    Args:
+        attend: the attention function.
+        n_slices: number of slices that each device splits its rows of a microbatch into.
+        on_cpu: whether the devices are CPUs.
+    """
     parallel = config.parallel
     tensor_axes = mesh_axes_with("splits_heads", mesh)
     sequence_parallel = parallel.sequence_parallel and bool(tensor_axes)
     is_sharded = parallel.zero_stage == 3 and bool(mesh_axes_with("shards_parameters", mesh))
     gathers = sequence_parallel or is_sharded or parallel.offload == "state"
-    keeps_all = parallel.remat in ("none", "attention")  # the others do not keep what they gather
+    # With the other values of remat, gathered arrays are never kept for the backward pass.
+    keeps_all = parallel.remat in ("none", "attention")
     context = ParallelContext(
         tensor=MeshShape(**mesh.shape).split_of("splits_heads"),
         tensor_axes=tensor_axes,
@@ -90,7 +102,7 @@ def shard_model(
 def param_layout(
     config: Config, mesh: Mesh, sequence_parallel: bool, n_slices: int, weight: Weight
 ) -> ParamLayout:
-    """Return where a parameter lies between steps, its gradients as they add up, and after it."""
+    """Return the `ParamLayout` of a weight, from the ZeRO stage and the other parallel options."""
     zero_stage, train = config.parallel.zero_stage, config.train
     in_host = config.parallel.offload == "state"
     param, accum, grad = (
@@ -102,12 +114,13 @@ def param_layout(
         )
     )
     partial_axes = mesh_axes_with("reduces_gradients", mesh)
-    # With sequence parallelism a device's norms, positions and biases meet its own positions only.
+    # With sequence parallelism, a device applies replicated weights (norms, position embeddings and
+    # biases) only to its own positions.
     has_own_part = sequence_parallel or sharding.is_used_in_part(weight.axes, param)
     tensor_axes = mesh_axes_with("splits_heads", mesh)
     if has_own_part and sharding.split_dim(param, tensor_axes) is None:
         partial_axes = (*partial_axes, *tensor_axes)
-    if not weight.n_layers:  # used by the first stage or the last one
+    if not weight.n_layers:  # only the first or the last pipeline stage uses it
         partial_axes = (*partial_axes, *mesh_axes_with("splits_layers", mesh))
     return ParamLayout(
         param=param,
@@ -121,11 +134,11 @@ def param_layout(
 
 
 def choose_n_slices(config: Config, mesh: Mesh) -> int:
-    """Return the number of equal slices that a CPU cuts its rows into, computed one by one.
+    """Return the number of equal slices that a CPU splits its rows of a microbatch into.
 
-    Those that come nearest to `SLICE_BYTES` each: what few rows keep for their backward pass stays
-    in the caches. Gradients of slices add up as microbatches'. It is one where a slice would have
-    to gather weights again or talk to other devices, and in a command that does not train.
+    Slices are processed one after another, like microbatches, so that the activations of a slice
+    stay in the CPU's caches. The number is chosen to bring a slice's activations closest to
+    `SLICE_BYTES`. It is 1 if a slice would have to gather weights or communicate.
     """
     shape = MeshShape(**mesh.shape)
     if not shape.splits_only_batch:

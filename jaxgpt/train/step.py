@@ -1,4 +1,4 @@
-"""One training step, as a pure function: the loss and its gradient on a mesh, and the update."""
+"""One training step as a pure function: the loss, its gradient and the update, on a mesh."""
 
 import functools
 from collections.abc import Callable
@@ -26,12 +26,12 @@ from jaxgpt.train.state import TrainState
 
 
 class StepValues(NamedTuple):
-    """Values that a metric can be computed from, on the device; the arrays are whole."""
+    """The values that metrics are computed from: global arrays, inside the compiled step."""
 
     loss: jax.Array  # weighted mean cross-entropy of the global batch, nats: float32 scalar
     grad_norm: jax.Array  # global norm of the gradient before clipping: float32 scalar
     lr: jax.Array  # learning rate: float32 scalar
-    rows: dict[str, jax.Array]  # auxiliary values of the loss: float32 (B,), by name
+    rows: dict[str, jax.Array]  # values of the rows (`LossParts.rows`): float32 (B,), by name
     gradients: Params  # before clipping
     params: Params  # before the update
 
@@ -43,7 +43,8 @@ class Metric(NamedTuple):
     compute: Callable[[StepValues], jax.Array]
 
 
-# All metrics of a step: a line added here reaches the console, metrics.jsonl and every tracker.
+# All metrics of a step. A metric that is added here appears on the console, in metrics.jsonl and in
+# every tracker.
 STEP_METRICS = {
     "loss": Metric(
         Figure("mean cross-entropy, nats per token", rank=0, show="{:.4f}".format),
@@ -58,11 +59,11 @@ STEP_METRICS = {
 
 
 class Metrics(NamedTuple):
-    """Results of a step, besides the new state."""
+    """Results of a step other than the new state."""
 
     scalars: dict[str, jax.Array]  # the value of each of `STEP_METRICS`
     row_losses: jax.Array  # weighted mean loss of each row of the global batch: float32 (B,)
-    row_weights: jax.Array | None  # sum of each row's weights: float32 (B,); None if all are alike
+    row_weights: jax.Array | None  # each row's sum of weights: float32 (B,); None without a mask
     detection: Detection
 
     @property
@@ -78,14 +79,14 @@ def train_step(
     lr: jax.Array,
     token_rows: jax.Array | TokenRows,
 ) -> tuple[TrainState, Metrics]:
-    """Return the state after a step, and what the step measured. A pure function.
+    """Return the state after a step, and the step's metrics. A pure function.
 
     If `detect_and_gate` rejects the update (for example because the loss is not finite), the
     parameters and optimizer state stay bitwise unchanged.
 
     Args:
-        step: its number, from 1.
-        lr: the learning rate of the step: `optim.schedule.learning_rate`.
+        step: number of the step, counted from 1.
+        lr: learning rate of the step, from `optim.schedule.learning_rate`.
         token_rows: the global batch, as the loader supplies it; see `make_batch`.
     """
     config = model.config
@@ -121,9 +122,11 @@ def train_step(
 def loss_and_gradients(
     model: ShardedModel, params: Params, step: jax.Array, batch: Batch
 ) -> tuple[dict[str, jax.Array], Params]:
-    """Return auxiliary values of the rows (B,), and the gradient of the weighted mean loss.
+    """Return the values of the rows, and the gradient of the weighted mean loss.
 
-    The auxiliary values are those of `LossParts`: `loss` is summed over each row's targets.
+    Returns:
+        `LossParts.rows` of the global batch, float32 (B,) by name, where `loss` is the sum over
+        each row's targets; and float32 gradients, sharded as `ParamLayout.grad`.
     """
     everywhere = PartitionSpec()
     grad_specs = jax.tree.map(lambda layout: layout.grad, model.layouts)
@@ -136,17 +139,21 @@ def loss_and_gradients(
 
 
 def weighted_mean(sums: jax.Array, weights: jax.Array) -> jax.Array:
-    """Return sums over the sums of weights, elementwise; 0 where all weights are 0."""
+    """Return sums / weights, elementwise; 0 where the weight is 0."""
     return jnp.where(weights == 0, 0.0, sums / jnp.where(weights == 0, 1.0, weights))
 
 
-# What one device computes from its part of everything, inside `jax.shard_map`.
+# The rest runs inside `jax.shard_map`, on this device's shards.
 
 
 def _local_loss_and_gradients(
     model: ShardedModel, params: Params, step: jax.Array, batch: Batch, weight_sum: jax.Array
 ) -> tuple[dict[str, jax.Array], Params]:
-    """Compute `loss_and_gradients`; `weight_sum` is that of the global batch."""
+    """Compute `loss_and_gradients` on one device.
+
+    Args:
+        weight_sum: sum of the targets' weights over the global batch. Gradients are divided by it.
+    """
     config, in_host = model.config, model.config.parallel.offload == "state"
     params, accumulators = local_params(params, model.layouts)
 
@@ -164,7 +171,7 @@ def _local_loss_and_gradients(
             jax.random.fold_in(jax.random.key(config.train.seed), step),
         ),
     )
-    if not in_host:  # there, the backward pass has reduced them
+    if not in_host:  # with parallel.offload=state, the backward pass has reduced them already
         gradients = jax.tree.map(lambda g: g / weight_sum, gradients)
         gradients = reduce_gradients(gradients, model.layouts)
     return jax.tree.map(lambda own_B: gather_batch(own_B, model.mesh), parts.rows), gradients

@@ -93,8 +93,8 @@ def test_zero_3_never_holds_all_layers_whole():
 @pytest.mark.parametrize(
     ("mesh", "stage", "words"),
     [
-        (MeshShape(1, 2, 3), 3, "vocab=128 stays whole on every device: 3 does not divide it"),
-        (MeshShape(1, 4, 1), 1, "embed=126 stays whole on every device: 4 does not divide it"),
+        (MeshShape(1, 2, 3), 3, "vocab=128 is replicated, because 3 does not divide it"),
+        (MeshShape(1, 4, 1), 1, "embed=126 is replicated, because 4 does not divide it"),
     ],
 )
 def test_what_cannot_be_divided_is_said(mesh, stage, words):
