@@ -305,8 +305,8 @@ def outcome(attend, *qkv):
 @pytest.mark.parametrize(
     ("options", "kernel", "reason"),
     [
-        ({"block_size": 1024}, "cudnn", "mask of documents"),
-        ({"block_size": 1024, "sliding_window": 100}, "cudnn", "mask of documents"),
+        ({"block_size": 1024}, "cudnn", "document mask"),
+        ({"block_size": 1024, "sliding_window": 100}, "cudnn", "document mask"),
         ({"block_size": 1001}, "xla", "even model.block_size for data.document_mask, not 1001"),
         ({"block_size": 1024, "attention": "xla"}, "xla", "model.attention=xla"),
     ],
