@@ -13,12 +13,12 @@ from jaxgpt.kernels.dropout import drop_elements
 
 # `causal_attention` splits the queries into two blocks if T >= 64, and into three or four blocks if
 # each has at least 128 queries. More or shorter blocks cost more time on CPUs than they save.
-MOST_BLOCKS, LEAST_POSITIONS, LEAST_POSITIONS_OF_TWO = 4, 128, 32
+MAX_BLOCKS, MIN_QUERIES, MIN_QUERIES_OF_TWO = 4, 128, 32
 BLOCK = 128  # number of queries that `blockwise_attention` processes at a time
 # `blockwise_attention` is faster on CPUs from this block size on. At T = 1,024, 2,048 and 4,096 it
 # takes 0.99, 0.93 and 0.62 of the time of `causal_attention`, and 1/2, 1/4 and 1/8 of its memory
 # (2026-11, two cores of an AMD EPYC, float32, JAX 0.10.2).
-LEAST_BLOCKWISE_T = 2048
+MIN_BLOCKWISE_T = 2048
 
 
 class TokenPositions(NamedTuple):
@@ -65,7 +65,7 @@ class Kernel(NamedTuple):
     obstacle: Callable[[AttentionSetting], str | None]  # why it cannot run; None if it can
     make: Callable[[AttentionSetting], Attention]
     reason: str  # the kernel's advantage, for the log line
-    least_T: int = 0  # below this block size, `auto` skips the kernel
+    min_T: int = 0  # below this block size, `auto` skips the kernel
     stores_scores: bool = False  # whether it keeps T x T scores in memory
     stand_in: Callable[[], Attention] | None = None
     """Makes a kernel for `jaxgpt.plan` to compile on a CPU, with the same memory use. None: use
@@ -97,7 +97,7 @@ def make_cudnn(setting: AttentionSetting) -> Attention:
     return functools.partial(cudnn_attention, scales=scales)
 
 
-# model.attention -> kernel. `auto` picks the first kernel that can run and whose least_T is at most
+# model.attention -> kernel. `auto` picks the first kernel that can run and whose min_T is at most
 # model.block_size.
 KERNELS = {
     "cudnn": Kernel(
@@ -110,7 +110,7 @@ KERNELS = {
         lambda setting: None,
         lambda setting: functools.partial(blockwise_attention, dropout=setting.config.dropout),
         "one block of queries at a time, O(T) memory",
-        least_T=LEAST_BLOCKWISE_T,
+        min_T=MIN_BLOCKWISE_T,
     ),
     "xla": Kernel(
         lambda setting: None,
@@ -149,7 +149,7 @@ def _fastest_kernel(setting: AttentionSetting) -> str:
     return next(
         name
         for name, kernel in KERNELS.items()
-        if kernel.obstacle(setting) is None and setting.config.block_size >= kernel.least_T
+        if kernel.obstacle(setting) is None and setting.config.block_size >= kernel.min_T
     )
 
 
@@ -189,7 +189,7 @@ def causal_attention(
         attend: computes the attention of one block; None is `xla_attention`.
     """
     T = q_BTHK.shape[1]
-    n = max(1, min(2, T // LEAST_POSITIONS_OF_TWO), min(MOST_BLOCKS, T // LEAST_POSITIONS))
+    n = max(1, min(2, T // MIN_QUERIES_OF_TWO), min(MAX_BLOCKS, T // MIN_QUERIES))
     cuts = [T * i // n for i in range(1, n)]
     offsets, ends = [0, *cuts], [*cuts, T]
     q_blocks, k_blocks, v_blocks = (jnp.split(x, cuts, axis=1) for x in (q_BTHK, k_BTGK, v_BTGK))

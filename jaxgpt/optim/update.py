@@ -13,8 +13,8 @@ from jaxgpt.optim.parameters import Parameters
 from jaxgpt.parallel.offload import (
     is_in_host,
     layer,
-    placed_as,
-    replace_in_turn,
+    layerwise_replace,
+    match_memory,
     to_device,
     to_host,
 )
@@ -98,9 +98,9 @@ def layerwise_update(
         filled = tree.unflatten(next(own) if _is_dict(part) else part for part in parts)
         return _dicts(gated(of_layer, gradients, filled))
 
-    layers = iter(replace_in_turn(change, _dicts(parts), _part(gradients, True)))
+    layers = iter(layerwise_replace(change, _dicts(parts), _part(gradients, True)))
     on_device = jax.tree.map(to_device, (_part(gradients, False), _part(old, False)))
-    rest = jax.tree.map(placed_as, gated(outside, *on_device), _part(old, False))
+    rest = jax.tree.map(match_memory, gated(outside, *on_device), _part(old, False))
     return jax.tree.map(
         lambda part: part | next(layers) if _is_dict(part) else part, rest, is_leaf=_is_dict
     )

@@ -24,7 +24,7 @@ def to_host(tree: Any) -> Any:
     return jax.device_put(tree, HOST)
 
 
-def replace_in_turn(change: Callable[..., Any], old: Any, given: Any) -> Any:
+def layerwise_replace(change: Callable[..., Any], old: Any, given: Any) -> Any:
     """Return `change(old, given)`, computed one layer at a time.
 
     Args:
@@ -41,7 +41,7 @@ def replace_in_turn(change: Callable[..., Any], old: Any, given: Any) -> Any:
         new = jax.lax.optimization_barrier(change(*own))
 
         def put(stack: jax.Array, part: jax.Array) -> jax.Array:
-            return jax.lax.dynamic_update_slice_in_dim(stack, placed_as(part, stack), i, 0)
+            return jax.lax.dynamic_update_slice_in_dim(stack, match_memory(part, stack), i, 0)
 
         return jax.tree.map(put, stacks, new), None
 
@@ -53,7 +53,7 @@ def layer(stacks: Any, i: jax.Array) -> Any:
     return jax.tree.map(lambda stack: to_device(jax.lax.dynamic_slice_in_dim(stack, i, 1)), stacks)
 
 
-def placed_as(x: jax.Array, like: jax.Array) -> jax.Array:
+def match_memory(x: jax.Array, like: jax.Array) -> jax.Array:
     """Move `x` to host memory if `like` is there."""
     return to_host(x) if is_in_host(like) else x
 

@@ -66,20 +66,20 @@ def run_all_blocks(
 
 
 def accumulate(
-    objective: Objective, params: Params, accumulators: Params, microbatches: Microbatches
+    objective: Objective, params: Params, grad_accumulators: Params, microbatches: Microbatches
 ) -> tuple[Any, Params]:
     """Process one microbatch after another, and sum their gradients; see `Schedule`."""
     batch, n, key = microbatches
 
-    def loss(accumulators: Params, params: Params, batch: Any) -> tuple[jax.Array, Any]:
-        pieces = objective.make_pieces(accumulators, params)
+    def loss(grad_accumulators: Params, params: Params, batch: Any) -> tuple[jax.Array, Any]:
+        pieces = objective.make_pieces(grad_accumulators, params)
         x_BTD, aux = run_all_blocks(pieces, batch, key)
         parts = pieces.head_loss(x_BTD, batch).add(aux)
         return objective.scalar(parts), parts
 
     value_and_grad = jax.value_and_grad(loss, has_aux=True)
     if n == 1:
-        (_, parts), gradients = value_and_grad(accumulators, params, batch)
+        (_, parts), gradients = value_and_grad(grad_accumulators, params, batch)
         return parts, gradients
 
     def add(total: Params, microbatch: Any) -> tuple[Params, Any]:
@@ -90,10 +90,10 @@ def accumulate(
         if objective.adds_in_place:
             (_, parts), total = value_and_grad(total, here, microbatch)
             return total, parts
-        (_, parts), gradients = value_and_grad(accumulators, here, microbatch)
+        (_, parts), gradients = value_and_grad(grad_accumulators, here, microbatch)
         return jax.tree.map(jnp.add, total, gradients), parts
 
-    gradients, parts = jax.lax.scan(add, accumulators, split_microbatches(batch, n))
+    gradients, parts = jax.lax.scan(add, grad_accumulators, split_microbatches(batch, n))
     parts = parts._replace(loss=parts.loss.sum(), rows=merge_microbatches(parts.rows))
     return parts, gradients
 

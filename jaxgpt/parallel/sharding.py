@@ -59,7 +59,7 @@ def opt_state_rules(zero_stage: int) -> Rules:
     return fully_sharded_rules() if zero_stage >= 1 else tensor_rules()
 
 
-def is_used_in_part(axes: LogicalAxes, spec: PartitionSpec) -> bool:
+def has_partial_gradient(axes: LogicalAxes, spec: PartitionSpec) -> bool:
     """Return whether a replicated weight receives a partial gradient on each `tensor` rank.
 
     This holds for a vocabulary or key-value heads that `tensor` does not divide, and for the norms

@@ -40,28 +40,30 @@ class ParamLayout:
 
 
 @functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["shard", "grad_slot"], meta_fields=["layout"]
+    jax.tree_util.register_dataclass,
+    data_fields=["shard", "grad_accumulator"],
+    meta_fields=["layout"],
 )
 @dataclasses.dataclass(frozen=True)
 class ShardedParam:
     """A parameter during a step."""
 
     shard: jax.Array  # this device's shard, as between steps (`layout.param`)
-    grad_slot: jax.Array  # gradient accumulator: receives the gradient, sharded as `layout.accum`
+    grad_accumulator: jax.Array  # receives the gradient; sharded as `layout.accum`
     layout: ParamLayout
 
 
 def all_gather_param(param: ShardedParam) -> jax.Array:
     """Cast a parameter to `gather_dtype` and all-gather it over `fsdp`.
 
-    The backward pass yields the gradient of `grad_slot`, reduce-scattered if `layout.accum` is
-    sharded, and no gradient of `shard`.
+    The backward pass yields the gradient of `grad_accumulator`, reduce-scattered if `layout.accum`
+    is sharded, and no gradient of `shard`.
     """
-    return _all_gather(param.shard, param.grad_slot, param.layout)
+    return _all_gather(param.shard, param.grad_accumulator, param.layout)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def _all_gather(shard: jax.Array, grad_slot: jax.Array, layout: ParamLayout) -> jax.Array:
+def _all_gather(shard: jax.Array, grad_accumulator: jax.Array, layout: ParamLayout) -> jax.Array:
     shard = to_device(shard).astype(layout.gather_dtype)
     dim = _fsdp_dim(layout.param)
     if dim is None:
@@ -70,10 +72,10 @@ def _all_gather(shard: jax.Array, grad_slot: jax.Array, layout: ParamLayout) -> 
 
 
 def _all_gather_forward(
-    shard: jax.Array, grad_slot: jax.Array, layout: ParamLayout
+    shard: jax.Array, grad_accumulator: jax.Array, layout: ParamLayout
 ) -> tuple[jax.Array, jax.Array | None]:
     adds_up = layout.host_terms > 1
-    return _all_gather(shard, grad_slot, layout), grad_slot if adds_up else None
+    return _all_gather(shard, grad_accumulator, layout), grad_accumulator if adds_up else None
 
 
 def _all_gather_backward(
@@ -100,7 +102,7 @@ def local_params(params: Any, layouts: Any) -> tuple[Any, Any]:
     Otherwise, `shard_map` would sum the gradients over these axes in every backward pass.
     """
 
-    def zeros(param: jax.Array, layout: ParamLayout) -> jax.Array:
+    def zero_accumulator(param: jax.Array, layout: ParamLayout) -> jax.Array:
         shape = list(param.shape)
         if (dim := _fsdp_dim(layout.param)) is not None:
             shape[dim] *= jax.lax.axis_size(layout.param[dim])
@@ -114,7 +116,7 @@ def local_params(params: Any, layouts: Any) -> tuple[Any, Any]:
     def own(param: jax.Array, layout: ParamLayout) -> jax.Array:
         return varying(param, layout.partial_axes - layout.mesh_axes)
 
-    return jax.tree.map(own, params, layouts), jax.tree.map(zeros, params, layouts)
+    return jax.tree.map(own, params, layouts), jax.tree.map(zero_accumulator, params, layouts)
 
 
 def reduce_gradients(gradients: Any, layouts: Any) -> Any:

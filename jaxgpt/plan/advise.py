@@ -10,7 +10,7 @@ from jaxgpt.plan.layout import Plan, plan_layout
 from jaxgpt.plan.program import Program, state_memory
 
 REMATS = ("none", "attention", "dots", "full")  # in order of decreasing memory
-WORTH = 0.9  # a layout ranks before a simpler one only if it takes less than this share of the time
+TIE_RATIO = 0.9  # a layout ranks before a simpler one only if it takes less than this share of time
 
 
 def search_meshes(
@@ -19,7 +19,7 @@ def search_meshes(
     """Return the layouts that the model and the batch allow, best first.
 
     Each layout uses the least rematerialization that makes it fit. Layouts that fit rank first,
-    then faster ones, and simpler ones if the times are close (`WORTH`). Pure data parallelism
+    then faster ones, and simpler ones if the times are close (`TIE_RATIO`). Pure data parallelism
     always ranks first if it fits without remat, because it is the simplest to scale.
 
     Raises:
@@ -90,7 +90,7 @@ def _ranked(plans: list[Plan]) -> Iterator[Plan]:
     plans = sorted(plans, key=simplicity)
     left = [plan for plan in plans if plan.fits]
     while left:
-        limit = min(map(seconds, left)) / WORTH
+        limit = min(map(seconds, left)) / TIE_RATIO
         best = next(p for p in left if simplicity(p) == (1, 1, 0) or seconds(p) <= limit)
         left.remove(best)
         yield best

@@ -70,13 +70,15 @@ def _map_rows(
     """Return `compute(network, batch)` for all rows, as arrays (B, ...) on every device."""
 
     def local(params: Params, batch: Batch) -> Any:
-        params, zeros = local_params(params, model.layouts)
+        params, grad_accumulators = local_params(params, model.layouts)
         n = model.n_slices
         if n == 1 or batch.rows.shape[0] % n:  # not divisible: process all rows at once
-            found = compute(model.network(zeros, params), batch)
+            found = compute(model.network(grad_accumulators, params), batch)
         else:
             parts = split_microbatches(batch, n)
-            found = jax.lax.map(lambda part: compute(model.network(zeros, params), part), parts)
+            found = jax.lax.map(
+                lambda part: compute(model.network(grad_accumulators, params), part), parts
+            )
             found = merge_microbatches(found)
         return jax.tree.map(lambda own: gather_batch(own, model.mesh), found)
 
@@ -126,9 +128,9 @@ def _sharded_decode(
     """Compute `decode_step` with sharded parameters; each device caches its own heads."""
 
     def local(params: Params, *operands: Any) -> tuple[jax.Array, Cache]:
-        params, zeros = local_params(params, model.layouts)
+        params, grad_accumulators = local_params(params, model.layouts)
         logits_1V, cache = decode_step(
-            model._replace(graph=graph).network(zeros, params), *operands
+            model._replace(graph=graph).network(grad_accumulators, params), *operands
         )
         if model.context.tensor > 1:
             axes = model.context.tensor_axes

@@ -47,14 +47,16 @@ class ShardedModel(NamedTuple):
         shardings = jax.tree.map(lambda one: NamedSharding(self.mesh, one.grad), self.layouts)
         return Parameters(weights(self.config.model), shardings)
 
-    def network(self, zeros: Params, params: Params) -> GPT:
+    def network(self, grad_accumulators: Params, params: Params) -> GPT:
         """Return the network with this device's parameter shards.
 
         Args:
-            zeros: gradient accumulators. To get the gradients of the parameters, differentiate with
-                respect to these; see `parallel.zero.ShardedParam`.
+            grad_accumulators: differentiate with respect to these to get the gradients of the
+                parameters; see `parallel.zero.ShardedParam`.
         """
-        return nnx.merge(self.graph, jax.tree.map(ShardedParam, params, zeros, self.layouts))
+        return nnx.merge(
+            self.graph, jax.tree.map(ShardedParam, params, grad_accumulators, self.layouts)
+        )
 
 
 def shard_model(
@@ -116,7 +118,7 @@ def param_layout(
     partial_axes = mesh_axes_with("reduces_gradients", mesh)
     # With sequence parallelism, a device applies replicated weights (norms, position embeddings and
     # biases) only to its own positions.
-    has_own_part = sequence_parallel or sharding.is_used_in_part(weight.axes, param)
+    has_own_part = sequence_parallel or sharding.has_partial_gradient(weight.axes, param)
     tensor_axes = mesh_axes_with("splits_heads", mesh)
     if has_own_part and sharding.split_dim(param, tensor_axes) is None:
         partial_axes = (*partial_axes, *tensor_axes)

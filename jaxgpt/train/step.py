@@ -155,7 +155,7 @@ def _local_loss_and_gradients(
         weight_sum: sum of the targets' weights over the global batch. Gradients are divided by it.
     """
     config, in_host = model.config, model.config.parallel.offload == "state"
-    params, accumulators = local_params(params, model.layouts)
+    params, grad_accumulators = local_params(params, model.layouts)
 
     def scalar(parts: LossParts) -> jax.Array:
         loss = inject_nan(config, parts.loss, model.mesh, step)
@@ -164,7 +164,7 @@ def _local_loss_and_gradients(
     parts, gradients = model.schedule.gradients(
         Objective(model.network, scalar, adds_in_place=in_host),
         params,
-        accumulators,
+        grad_accumulators,
         Microbatches(
             batch,
             config.train.gradient_accumulation_steps * model.n_slices,
