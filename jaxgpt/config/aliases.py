@@ -1,10 +1,11 @@
-"""What users of other programs type: accepted where the meaning is the same, else answered.
+"""Tables of the flags of other programs. A flag with the same meaning is accepted as an alias, and
+for other flags the error says what to use instead.
 
 Sources: nanoGPT's configurator.py, wordplay's Hydra keys, Megatron-LM's arguments.py, DeepSpeed's
 JSON keys, torchtitan's job configs, MaxText's base.yml.
 """
 
-# Each table has the words of other programs on the left. Dashes count as underscores.
+# The left-hand side of each table lists flags of other programs, with underscores for dashes.
 
 SAME = {
     "out_dir save job.dump_folder": "out",
@@ -48,7 +49,7 @@ SAME = {
     "save_interval checkpoint_period": "checkpoint.interval",
 }
 
-# Key -> word of another program -> ours.
+# Key -> value in another program -> jaxgpt's value.
 _DTYPES = {"bf16": "bfloat16", "fp32": "float32", "f32": "float32", "float": "float32"}
 VALUES = {
     "train.dtype": _DTYPES,
@@ -60,103 +61,106 @@ VALUES = {
 }
 _HALVES = "fp16 float16 f16 half"
 _NEEDS_SCALING = (
-    "float16 needs loss scaling, which jaxgpt does not have; type train.dtype=bfloat16 or "
+    "float16 needs loss scaling, which jaxgpt does not support; use train.dtype=bfloat16 or "
     "train.dtype=float32"
 )
 
-# A whole word, or what follows its last dot: the line to type instead.
+# Flag, or the part of a flag after its last dot -> what to use instead.
 ANSWERS = {
     "batch_size local_batch_size per_device_batch_size": (
-        "type train.batch_size=N, the rows of a step of the whole job: rows per device x devices x "
-        "microbatches"
+        "use train.batch_size=N, the number of sequences per step in the whole job: sequences per "
+        "device x devices x microbatches"
     ),
     "gradient_accumulation_steps gas micro_batch_size train_micro_batch_size_per_gpu": (
-        "type train.gradient_accumulation_steps=N to compute the global batch in N parts"
+        "use train.gradient_accumulation_steps=N to split the global batch into N microbatches"
     ),
-    "epochs num_epochs train_samples train_tokens": "type train.max_iters=N, a number of steps",
-    "exit_duration_in_mins": "type train.time_limit=MINUTES",
-    "bf16": "type train.dtype=bfloat16",
+    "epochs num_epochs train_samples train_tokens": "use train.max_iters=N, a number of steps",
+    "exit_duration_in_mins": "use train.time_limit=MINUTES",
+    "bf16": "use train.dtype=bfloat16",
     _HALVES: _NEEDS_SCALING,
     "compile": "leave it out: a step is always compiled",
     "device hardware": (
-        "set JAX_PLATFORMS=cpu or cuda in the environment; accelerators are found by themselves"
+        "accelerators are detected automatically; to choose a platform, set JAX_PLATFORMS=cpu or "
+        "JAX_PLATFORMS=cuda in the environment"
     ),
     "backend distributed_backend local_rank": (
-        "leave it out: processes find each other by their launcher's variables"
+        "leave it out: processes find each other through their launcher's environment variables"
     ),
-    "model model_name preset": "type --config NAME, such as --config gpt2",
-    "config_file": "type --config NAME or --config FILE.yaml, or each setting as section.key=value",
+    "model model_name preset": "use --config NAME, such as --config gpt2",
+    "config_file": "use --config NAME, --config FILE.yaml or settings such as section.key=value",
     # checkpoints and files
     "resume load run_name base_output_directory checkpoint.folder": (
-        "type --out FOLDER: a run is kept in one folder, and started again it goes on from there"
+        "use --out FOLDER: it holds everything that a run writes, and the same --out resumes the "
+        "run"
     ),
-    "eval_only": "type python -m jaxgpt.evaluate --run FOLDER, which reads a whole split",
-    "always_save_checkpoint": "type checkpoint.interval=N and checkpoint.keep=N",
+    "eval_only": "use python -m jaxgpt.evaluate --run FOLDER, which evaluates on a whole split",
+    "always_save_checkpoint": "use checkpoint.interval=N and checkpoint.keep=N",
     "wandb_log wandb_project wandb_run_name": "there is no W&B tracker; read metrics.jsonl",
-    "tensorboard_dir": "leave it out: event files are in the run directory's tensorboard/",
+    "tensorboard_dir": "leave it out: event files go to tensorboard/ in the run directory",
     # data
-    "data": "run python -m jaxgpt.prepare shakespeare_char; type data.dataset=shakespeare_char",
+    "data": "run python -m jaxgpt.prepare shakespeare_char and use data.dataset=shakespeare_char",
     "data_path data_file_list train_data dataset_path": (
-        "type data.path=PREFIX for one source, or data.file_list=FILE for weighted ones"
+        "use data.path=PREFIX for one source, or data.file_list=FILE for weighted sources"
     ),
     "vocab_file merge_file tokenizer_model": (
-        "type data.tokenizer=FOLDER, or prepare the data with --tokenizer FOLDER"
+        "use data.tokenizer=FOLDER, or prepare the data with --tokenizer FOLDER"
     ),
-    "split": "type data.val_share=X, the share of a corpus that validates",
+    "split": "use data.val_share=X, the share of the data to use for validation",
     # the model and the optimizer
-    "max_position_embeddings": "type model.block_size=N",
-    "normalization": "type model.norm=rmsnorm or layernorm",
-    "position_embedding_type": "type model.position=rope or learned",
-    "swiglu squared_relu": "type model.mlp=swiglu or relu2",
-    "group_query_attention": "type model.n_kv_head=N, fewer than model.n_head",
-    "untie_embeddings_and_output_weights": "type model.tie_embeddings=False",
-    "add_bias_linear disable_bias_linear": "type model.bias=True or False",
+    "max_position_embeddings": "use model.block_size=N",
+    "normalization": "use model.norm=rmsnorm or model.norm=layernorm",
+    "position_embedding_type": "use model.position=rope or model.position=learned",
+    "swiglu squared_relu": "use model.mlp=swiglu or model.mlp=relu2",
+    "group_query_attention": "use model.n_kv_head=N with N less than model.n_head",
+    "untie_embeddings_and_output_weights": "use model.tie_embeddings=False",
+    "add_bias_linear disable_bias_linear": "use model.bias=True or False",
     "reset_attention_mask reset_position_ids": (
-        "type data.document_mask=True: attention and positions stay inside a document"
+        "use data.document_mask=True, which restricts attention and positions to one document"
     ),
-    "attention_dropout hidden_dropout": "type model.dropout=X, one rate for all places",
-    "use_flash_attn": "type model.attention=cudnn, or leave it at auto",
-    "decay_lr": "type optimizer.schedule=constant for no decay, cosine or wsd for one",
-    "decay_ratio": "type optimizer.schedule=wsd optimizer.wsd_decay_iters=N, a number of steps",
-    "lr_wsd_decay_samples": "type optimizer.wsd_decay_iters=N",
-    "min_lr_factor": "type optimizer.min_lr=X",
-    "muon_lr": "type optimizer.learning_rate=X, and optimizer.adamw_learning_rate=X for the rest",
-    "lr_warmup_fraction lr_warmup_samples": "type optimizer.warmup_iters=N",
-    "lr_decay_samples": "type optimizer.lr_decay_iters=N",
-    # layouts
+    "attention_dropout hidden_dropout": "use model.dropout=X, which sets all dropout rates",
+    "use_flash_attn": "use model.attention=cudnn, or leave it at auto",
+    "decay_lr": "use optimizer.schedule=constant for no decay, or cosine or wsd",
+    "decay_ratio": "use optimizer.schedule=wsd optimizer.wsd_decay_iters=N, a number of steps",
+    "lr_wsd_decay_samples": "use optimizer.wsd_decay_iters=N",
+    "min_lr_factor": "use optimizer.min_lr=X",
+    "muon_lr": "use optimizer.learning_rate=X, and optimizer.adamw_learning_rate=X for the rest",
+    "lr_warmup_fraction lr_warmup_samples": "use optimizer.warmup_iters=N",
+    "lr_decay_samples": "use optimizer.lr_decay_iters=N",
+    # parallelism
     "tensor_model_parallel_size tensor_parallel_degree ici_tensor_parallelism": (
-        "type --mesh 1,-1,N for N-way tensor parallelism"
+        "use --mesh 1,-1,N for N-way tensor parallelism"
     ),
     "data_parallel_shard_degree ici_fsdp_parallelism dcn_fsdp_parallelism": (
-        "type --mesh 1,-1,1 to shard over all devices, or --mesh D,F,T for the size of each axis"
+        "use --mesh 1,-1,1 to shard over all devices, or --mesh D,F,T to set the size of each axis"
     ),
     "data_parallel_replicate_degree ici_data_parallelism dcn_data_parallelism": (
-        "type --mesh -1,1,1 for data parallelism over all devices"
+        "use --mesh -1,1,1 for data parallelism over all devices"
     ),
     "pipeline_model_parallel_size pipeline_parallel_degree": (
-        "there are no pipeline stages; use --mesh D,F,T with fsdp for models that do not fit"
+        "there are no pipeline stages; if the model does not fit, shard it over F devices with "
+        "--mesh D,F,T"
     ),
-    "context_parallel_size": "type parallel.sequence_parallel=True with --mesh -1,1,N",
-    "sequence_parallel": "type parallel.sequence_parallel=True",
+    "context_parallel_size": "use parallel.sequence_parallel=True with --mesh -1,1,N",
+    "sequence_parallel": "use parallel.sequence_parallel=True",
     "recompute_activations recompute_granularity checkpoint_activations mode remat_policy": (
-        "type parallel.remat=full, dots or attention"
+        "use parallel.remat=full, dots or attention"
     ),
-    "use_distributed_optimizer": "type parallel.zero_stage=1 with --mesh 1,-1,1",
-    "zero_stage": "type parallel.zero_stage=N --mesh 1,-1,1: state is sharded over the axis fsdp",
-    "deepspeed": "type parallel.zero_stage=N with --mesh D,F,T",
-    "deepspeed_config": "type parallel.zero_stage=N and train.batch_size=N",
+    "use_distributed_optimizer": "use parallel.zero_stage=1 with --mesh 1,-1,1",
+    "zero_stage": "use parallel.zero_stage=N --mesh 1,-1,1, which shards over the axis fsdp",
+    "deepspeed": "use parallel.zero_stage=N with --mesh D,F,T",
+    "deepspeed_config": "use parallel.zero_stage=N and train.batch_size=N",
 }
 
-# `key=word` of another program: the line to type instead.
+# `key=value` with a value of another program -> what to use instead.
 VALUE_ANSWERS = {
     "train.dtype=fp16 train.dtype=float16 train.dtype=f16 train.dtype=half": _NEEDS_SCALING,
     "optimizer.schedule=linear": (
-        "type optimizer.schedule=wsd with optimizer.wsd_decay_iters=N, all steps after warm-up: "
-        "optimizer.lr_decay_iters - optimizer.warmup_iters"
+        "use optimizer.schedule=wsd with optimizer.wsd_decay_iters=N, where N is "
+        "optimizer.lr_decay_iters - optimizer.warmup_iters, so that it decays after warm-up"
     ),
 }
 
 
 def find(table: dict[str, str], word: str) -> str:
-    """Return what a table says of a word; empty if nothing."""
+    """Return the entry of a table for a flag; empty if there is none."""
     return next((text for words, text in table.items() if word in words.split()), "")

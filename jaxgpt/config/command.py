@@ -1,4 +1,4 @@
-"""Options of the commands besides jaxgpt.train: a parser, and types of options."""
+"""Argument parsing for all commands except jaxgpt.train: a parser and option types."""
 
 import argparse
 import sys
@@ -10,9 +10,9 @@ from jaxgpt.config.errors import UsageError, expand_user
 
 
 class CommandParser(argparse.ArgumentParser):
-    """An argument parser whose errors are `UsageError`s, and which takes no abbreviations.
+    """Argument parser that raises `UsageError` and does not accept abbreviations.
 
-    An option may have underscores in place of dashes, as in nanoGPT.
+    Options may be spelled with underscores instead of dashes, as in nanoGPT.
     """
 
     def __init__(self, **options):
@@ -24,27 +24,27 @@ class CommandParser(argparse.ArgumentParser):
             name, equals, value = word.partition("=")
             if name.replace("_", "-") in self._option_string_actions:
                 words[i] = f"{name.replace('_', '-')}{equals}{value}"
-        if "--mesh" in words[:-1]:  # or -1,1,1 would be taken for an option
+        if "--mesh" in words[:-1]:  # argparse would treat -1,1,1 as an option
             i = words.index("--mesh")
             words[i : i + 2] = [f"--mesh={words[i + 1]}"]
         return super().parse_known_args(words, namespace)
 
     def error(self, message: str) -> NoReturn:
-        raise UsageError(f"{self.prog.removeprefix('python -m ')}: {message}; --help says more")
+        raise UsageError(f"{self.prog.removeprefix('python -m ')}: {message}; see --help")
 
 
 def file_path(given: str) -> Path:
-    """Return the path that an option names."""
+    """Return an option's value as a path, with ~ expanded. For use as an argparse type."""
     if not given:  # Path("") is the working directory
-        raise argparse.ArgumentTypeError("is empty; name a file or folder")
+        raise argparse.ArgumentTypeError("is empty; give the path of a file or folder")
     try:
         return Path(expand_user(given))
-    except UsageError as error:  # of which argparse would drop the text
+    except UsageError as error:  # argparse would drop its message
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def whole_number(least: int = 1, bits: int = 63) -> Callable[[str], int]:
-    """Return the type of an option that is a whole number within bounds."""
+    """Return an argparse type for whole numbers from `least` to 2^bits - 1."""
 
     def convert(given: str) -> int:
         if given.isdecimal() and least <= int(given) < 2**bits:

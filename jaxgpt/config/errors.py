@@ -1,4 +1,4 @@
-"""The error of everything that a user can put right, and the reading of JSON that may raise it."""
+"""`UsageError`, the error for mistakes that a user can fix, and validation of JSON files."""
 
 import json
 import os
@@ -6,34 +6,41 @@ import typing
 from pathlib import Path
 from typing import Any
 
-MAX_NAME, MAX_PATH = 255, 4000  # bytes, of Linux and macOS, about
+MAX_NAME, MAX_PATH = 255, 4000  # bytes; approximately the limits of Linux and macOS
 
 
 class UsageError(ValueError):
-    """Something a user gave is wrong: key, value and remedy, printed as one line; status 2."""
+    """A user's mistake. The message has key, value and remedy on one line; the exit status is 2."""
 
     def __str__(self) -> str:
-        return " ".join(super().__str__().splitlines())  # a value may have several
+        return " ".join(super().__str__().splitlines())  # values may contain line breaks
 
 
 def expand_user(path: str, key: str = "") -> str:
-    """Return a path with its ~ replaced, which shells leave in `key=~/...`, and YAML always."""
+    """Return a path with its ~ expanded, which shells do not do in `key=~/...`.
+
+    Raises `UsageError`, with `key` before the path, if no file can have this name.
+    """
     found = os.path.expanduser(path)
     if found.startswith("~"):
-        raise UsageError(f"{key}{path}: no home directory is known; give a whole path")
+        raise UsageError(f"{key}{path}: no home directory is known; use an absolute path")
     sizes = [len(name.encode(errors="replace")) for name in found.split("/")]
     if max(sizes) > MAX_NAME or sum(sizes) > MAX_PATH or "\0" in found:
-        raise UsageError(f"{key}{shorten(path)!r}: no file can have this name; give another")
+        raise UsageError(f"{key}{shorten(path)!r}: no file can have this name; use another name")
     return found
 
 
 def in_words(error: Exception) -> str:
-    """Return what went wrong, without the number and the path of an `OSError`."""
+    """Return the message of an error; for an `OSError`, without error number and path."""
     return (isinstance(error, OSError) and error.strerror) or str(error) or type(error).__name__
 
 
 def read_json(path: Path, shape: Any) -> Any:
-    """Return the JSON value of a file; `OSError`, or `ValueError` unless it has the shape."""
+    """Return the JSON value in a file.
+
+    Raises `OSError` if the file is not readable, and `ValueError` if its content is not JSON or
+    does not have the shape that `check_shape` describes.
+    """
     try:
         value = json.loads(path.read_text())
     except RecursionError:
@@ -43,11 +50,14 @@ def read_json(path: Path, shape: Any) -> Any:
 
 
 def check_shape(value: Any, shape: Any, name: str = "its content") -> None:
-    """Raise a `ValueError` that names the first part of a JSON value without the right shape.
+    """Raise `ValueError` with the first part of a JSON value that does not have the given shape.
 
-    A shape is `bool`, `str`, `int` (a count, below 2^63), `float` (a finite number), a union of
-    these with None, `[shape]`, a tuple of the shapes of a list, `{str: shape}` for any keys, or a
-    dict of keys; a key that ends in `?` may be missing.
+    A shape is one of:
+        `bool`, `str`, `int` (from 0 to 2^63 - 1), `float` (a finite number), or a union of these
+        with None;
+        `[shape]`, for a list of any length, or a tuple, with one shape per item of a list;
+        `{str: shape}`, for a dict with any keys, or a dict with one shape per key. A key that ends
+        in `?` may be missing.
     """
     if isinstance(shape, dict) and isinstance(value, dict):
         if str in shape:
@@ -79,5 +89,5 @@ def _is_plain(value: Any, kind: type) -> bool:
 
 
 def shorten(text: str, most: int = 60) -> str:
-    """Return a text that a sentence has room for."""
+    """Return the text, truncated to `most` characters."""
     return text if len(text) <= most else f"{text[:most]}..."

@@ -1,48 +1,48 @@
-"""Mesh axes and mesh shapes: the one table that knows which axes there are.
+"""Mesh axes with their roles, and mesh shapes.
 
-Code asks for the axes with a role, not for their names: a further axis is a line of the table.
+Code looks axes up by role, not by name, so adding an axis takes one line in the table `AXES`.
 """
 
 import math
 
-# Outermost first: devices that are neighbours along the last axis share a host.
+# Outermost axis first. Neighbouring devices along the last axis share a host.
 AXES: dict[str, frozenset[str]] = {
     "data": frozenset({"splits_batch", "reduces_gradients"}),
     "fsdp": frozenset({"splits_batch", "reduces_gradients", "shards_parameters"}),
     "tensor": frozenset({"splits_heads"}),
 }
-# The roles that an axis can have; no axis splits the sequence or the layers yet.
-# splits_batch       devices along it process different rows
-# splits_sequence    devices along it process different positions of the same rows
-# splits_heads       heads, MLP and vocabulary are split over it (Megatron's tensor parallelism)
-# splits_layers      the stack of layers is split over it
-# shards_parameters  parameters, gradients and moments are sharded over it, as the ZeRO stage says
-# reduces_gradients  each device along it finds a part of every gradient
+# The possible roles of an axis. No axis splits the sequence or the layers yet.
+# splits_batch       devices along the axis process different rows
+# splits_sequence    devices along the axis process different positions of the same rows
+# splits_heads       heads, MLP and vocabulary are split (Megatron's tensor parallelism)
+# splits_layers      the stack of layers is split
+# shards_parameters  parameters, gradients and moments are sharded, depending on the ZeRO stage
+# reduces_gradients  gradients are summed along the axis, because each device has a partial sum
 
-SHORT_FORM = ("data", "fsdp", "tensor")  # the axes of `--mesh 2,1,4`; others are given by name
+SHORT_FORM = ("data", "fsdp", "tensor")  # the axes of `--mesh 2,1,4`; others are set by name
 
 
 def axes_with(*roles: str) -> tuple[str, ...]:
-    """Return the names of the mesh axes that have one of these roles, outermost first."""
+    """Return the names of the mesh axes with at least one of these roles, outermost first."""
     return tuple(axis for axis, own in AXES.items() if own.intersection(roles))
 
 
 class MeshShape(dict[str, int]):
-    """The size of every mesh axis by name; -1 is an axis that the number of devices fills.
+    """The size of every mesh axis by name; -1 is a size to infer from the number of devices.
 
     >>> MeshShape(2, 1, 4) == MeshShape(data=2, tensor=4) == MeshShape.parse("data=2,tensor=4")
     True
     """
 
     def __init__(self, *sizes: int, **by_name: int):
-        """Take sizes in the order of the short form, or by name; others are 1."""
+        """Set sizes in the order of the short form or by name. The other sizes are 1."""
         given = dict(zip(SHORT_FORM, sizes, strict=False)) | by_name
         assert given.keys() <= AXES.keys(), given
         super().__init__((axis, given.get(axis, 1)) for axis in AXES)
 
     @classmethod
     def parse(cls, text: str) -> "MeshShape":
-        """Read `2,1,4` or `data=2,tensor=4`; a `ValueError` says what a mesh looks like."""
+        """Parse `2,1,4` or `data=2,tensor=4`. Raises `ValueError` if the text is malformed."""
         parts = text.split(",")
         try:
             by_name = [part.split("=") for part in parts]
@@ -55,30 +55,36 @@ class MeshShape(dict[str, int]):
         if not well_formed or min(counts) < -1 or 0 in counts or counts.count(-1) > 1:
             raise ValueError(
                 f"must be sizes {','.join(SHORT_FORM)}, such as 2,1,4, or sizes by name "
-                f"({', '.join(AXES)}), such as data=2,tensor=4, each at least 1, and at most one "
-                "of them -1"
+                f"({', '.join(AXES)}), such as data=2,tensor=4; each size must be at least 1, and "
+                "at most one may be -1"
             )
         return cls(**sizes)
 
     def fill(self, n_devices: int) -> "MeshShape":
-        """Return the shape with this product, which decides a -1; `ValueError` if there is none."""
+        """Return the shape for this number of devices, with a size instead of -1.
+
+        Raises `ValueError` if the sizes do not fit the number of devices.
+        """
         known = self.n_devices
         if self.is_filled and known != n_devices:
             raise ValueError(
-                f"the product is {known} but the job has {n_devices} devices (-1 fills one axis)"
+                f"the product is {known} but the job has {n_devices} devices; set one size to -1 "
+                "to infer it"
             )
         if n_devices % known:
-            raise ValueError(f"{known} does not divide the job's {n_devices} devices")
+            raise ValueError(
+                f"{known} does not divide the job's {n_devices} devices; change the other sizes"
+            )
         return MeshShape(**{k: n_devices // known if n == -1 else n for k, n in self.items()})
 
     @property
     def is_filled(self) -> bool:
-        """Whether no size is -1."""
+        """True if no size is -1."""
         return -1 not in self.values()
 
     @property
     def n_devices(self) -> int:
-        """The product of the sizes; one of -1 counts as 1."""
+        """The product of the sizes; -1 counts as 1."""
         return math.prod(max(1, n) for n in self.values())
 
     def split_of(self, *roles: str) -> int:
@@ -87,12 +93,12 @@ class MeshShape(dict[str, int]):
 
     @property
     def splits_only_batch(self) -> bool:
-        """Whether each device holds all parameters and needs no other device for its rows."""
+        """True if each device holds all parameters and processes its rows without the others."""
         shards = self.split_of("shards_parameters")
         return shards == 1 and self.n_devices == self.split_of("splits_batch")
 
     def __str__(self) -> str:
-        """Return what `--mesh` takes."""
+        """Return the shape as `--mesh` accepts it."""
         named = {axis: n for axis, n in self.items() if n != 1}
         if named.keys() <= set(SHORT_FORM):
             return ",".join(str(self[axis]) for axis in SHORT_FORM)

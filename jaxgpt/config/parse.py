@@ -1,7 +1,7 @@
-"""Parsing: YAML files and command lines become a `Config`, and the schema becomes `--help`.
+"""Parsing of YAML files and command lines into a `Config`, and the text of `--help`.
 
-Both kinds of input first become words by `section.key`, such as {"model.n_layer": ["3"]}; the type
-of the key in the schema then converts the words to a value.
+Both kinds of input first become lists of words by key, such as {"model.n_layer": ["3"]}. Then the
+type of the key in the schema determines how the words are converted to a value.
 """
 
 import ast
@@ -30,8 +30,8 @@ USAGE = """\
 usage: {prog} [--config NAME_OR_FILE] [--mesh D,F,T] [--out DIR]
            [--train-range-to-skip A B ...] [section.key=value ...]
 
-section.key=value and --section.key value are the same; a YAML file has `section: {{key: value}}`.
-The defaults are those of the preset tiny; --config NAME takes others.
+section.key=value and --section.key value mean the same. A YAML file contains lines such as
+`section: {{key: value}}`. The defaults are those of the preset tiny; --config NAME selects another.
 """
 _DATA_KEYS = {"data.dataset", "data.path", "data.blend", "data.file_list"}
 _FOR_ONE_START = {"data.accept_changes", "checkpoint.resume"}
@@ -39,15 +39,17 @@ _PATHS = {"config", "out", "train.init_from"}
 _PATHS |= {f"data.{key}" for key in ("dataset", "path", "file_list", "tokenizer")}
 _KINDS = {int: "a whole number", float: "a finite number", bool: "True or False", str: "text"}
 
-Words = Mapping[str, Sequence[str]]  # by `section.key`
-# (train.init_from, out) -> the options of the model by name
+Words = Mapping[str, Sequence[str]]  # the words of each `section.key`
+# (train.init_from, out) -> model options by name
 ModelOf = Callable[[str, str | None], Mapping[str, Any]]
-# A run directory -> the settings in its newest checkpoint, or None
+# Run directory -> settings in its newest checkpoint, or None
 SettingsOf = Callable[[Path], Mapping[str, Any] | None]
 
 
 def load_config(config: str = "tiny", *overrides: str) -> Config:
-    """Return the configuration of a preset with `section.key=value` overrides, validated.
+    """Return the validated configuration of a preset or YAML file, with overrides.
+
+    Raises `UsageError` if a setting is unknown, malformed or contradicts another one.
 
     >>> load_config("shakespeare_char_cpu", "train.max_iters=100").model.n_layer
     4
@@ -56,7 +58,7 @@ def load_config(config: str = "tiny", *overrides: str) -> Config:
 
 
 def is_help(argv: Sequence[str]) -> bool:
-    """Return whether a command line asks for help."""
+    """Return whether a command line contains `-h` or `--help`."""
     return "-h" in argv or "--help" in argv
 
 
@@ -67,21 +69,21 @@ def parse_args(
     saved_settings: SettingsOf = lambda run: None,
     choices: Choices | None = None,
 ) -> Config:
-    """Return the configuration that a command line describes, validated.
+    """Return the validated configuration that a command line describes.
 
     `--help` prints every key and exits with status 0.
 
     Args:
-        argv: The command line. It overrides the settings in `--config`, or in the config.yaml of an
-            existing `--out`, or in the preset `tiny`.
-        prog: The command, for `--help`.
-        initial_model: Returns the options of the model in `train.init_from`, which come before the
-            defaults.
-        saved_settings: Returns the settings of a run directory whose config.yaml is lost.
-        choices: The values of keys that a higher layer defines, such as the optimizers.
+        argv: The command-line arguments. They override the settings in `--config`, in the
+            config.yaml of an existing `--out`, or in the preset `tiny`, whichever comes first.
+        prog: The command that `--help` shows.
+        initial_model: Returns the options of the model in `train.init_from`. They take precedence
+            over the defaults, but not over the settings of `--config` or the command line.
+        saved_settings: Returns the settings of a run directory that lost its config.yaml.
+        choices: Values of the keys that a higher layer defines, such as the optimizers.
 
     Raises:
-        UsageError: If a setting is unknown, malformed, or contradicts another one.
+        UsageError: If a setting is unknown, malformed or contradicts another one.
     """
     choices = choices or {}
     if is_help(argv):
@@ -96,7 +98,7 @@ def parse_args(
     model = {}
     if initial_model is not None:
         model = _initial_model(initial_model, {**values, **given})
-        if model and "config" not in given and is_preset:  # nobody asked for the model of tiny
+        if model and "config" not in given and is_preset:  # tiny is only the default here
             values = {key: words for key, words in values.items() if not key.startswith("model.")}
     try:
         config = _build({"config": ["tiny"], **model, **values, **given})
@@ -106,19 +108,22 @@ def parse_args(
         key = str(error).partition("=")[0]
         if key in given or key not in values or is_preset:
             raise
-        raise UsageError(f"{error} (it is in {base})") from None
+        raise UsageError(f"{error} (set in {base})") from None
     return config
 
 
 def override_data(config: Config, argv: Sequence[str]) -> Config:
-    """Return a configuration with settings of its data changed by a command line, validated.
+    """Return the validated configuration with the `data.*` settings of a command line.
 
-    Raises `UsageError` for any other setting.
+    Raises `UsageError` for any other setting, and if the result is not valid.
     """
     given = _split_arguments(argv)
     for key in given:
         if not key.startswith("data."):
-            raise UsageError(f"{key}={' '.join(given[key])}: only settings of data can be changed")
+            raise UsageError(
+                f"{key}={' '.join(given[key])}: only data.* settings can be changed here; leave it "
+                "out"
+            )
     values = _without(_flatten(config.to_dict(), "configuration"), _FOR_ONE_START, given)
     config = _build({**values, **given})
     validate(config)
@@ -126,12 +131,12 @@ def override_data(config: Config, argv: Sequence[str]) -> Config:
 
 
 def config_from_dict(values: Mapping[str, Any], origin: str) -> Config:
-    """Return the configuration that `Config.to_dict` wrote; errors name `origin`."""
+    """Return the configuration from the output of `Config.to_dict`; `UsageError`s name `origin`."""
     return _build(_flatten(values, origin))
 
 
 def config_from_file(path: Path) -> Config:
-    """Return the configuration in a run directory's config.yaml."""
+    """Return the configuration in the config.yaml of a run; `UsageError` if it is not readable."""
     return config_from_dict(_read_yaml(path), str(path))
 
 
@@ -149,7 +154,7 @@ def settings() -> dict[str, Any]:
 
 
 def _base(given: Words, saved: SettingsOf) -> tuple[Path, Mapping[str, Any]]:
-    """Return the file with the settings that a command line overrides, and its content."""
+    """Return the path and content of the file whose settings the command line overrides."""
     if "config" not in given and "out" in given:
         kept = Path(expand_user(given["out"][0], "out=")) / "config.yaml"
         try:
@@ -164,18 +169,18 @@ def _base(given: Words, saved: SettingsOf) -> tuple[Path, Mapping[str, Any]]:
     if name in presets or Path(name).is_file():
         path = presets.get(name, Path(name))
         return path, _read_yaml(path)
-    raise UsageError(f"config={name}: no such file or preset; presets are {', '.join(presets)}")
+    raise UsageError(f"config={name}: no such file or preset; the presets are {', '.join(presets)}")
 
 
 def _presets() -> dict[str, Path]:
-    """Return the files of presets in the installed package and in a source checkout."""
+    """Return the preset files in the installed package or in a source checkout, by name."""
     package = Path(__file__).parent.parent
     folders = (package / "configs", package.parent / "configs")
     return {file.stem: file for folder in folders for file in sorted(folder.glob("*.yaml"))}
 
 
 def _initial_model(model_of: ModelOf, words: Words) -> Words:
-    """Return the words of the model in train.init_from, if that is given."""
+    """Return the model options in train.init_from as words; empty if it is not set."""
     config = _build({key: words[key] for key in ("train.init_from", "out") if key in words})
     if config.train.init_from is None:
         return {}
@@ -185,18 +190,18 @@ def _initial_model(model_of: ModelOf, words: Words) -> Words:
 
 
 class _Loader(yaml.SafeLoader):
-    """A YAML loader that refuses aliases, and duplicate keys, of which PyYAML takes the last."""
+    """YAML loader that rejects aliases and duplicate keys. PyYAML would use the last duplicate."""
 
     def compose_node(self, parent, index):
         if self.check_event(yaml.AliasEvent):
-            raise yaml.YAMLError("it has an alias, *NAME; write the value out")
+            raise yaml.YAMLError("it has an alias, *NAME; write out the value")
         return super().compose_node(parent, index)
 
     def construct_mapping(self, node, deep=False):
         keys = [self.construct_object(key, deep=True) for key, _ in node.value]
         for key in keys:
             if keys.count(key) > 1:
-                raise yaml.YAMLError(f"{key} is there twice")
+                raise yaml.YAMLError(f"{key} is given twice")
         return super().construct_mapping(node, deep)
 
 
@@ -208,17 +213,17 @@ def _read_yaml(path: Path) -> Mapping[str, Any]:
         problem = "it has no sections such as `train:`"
     except RecursionError:
         problem = "it is nested too deeply"
-    # PyYAML converts dates and numbers with Python's own functions, which raise other errors.
+    # PyYAML converts dates and numbers with Python functions that raise other errors.
     except (OSError, ValueError, ArithmeticError, TypeError, LookupError, yaml.YAMLError) as error:
         problem = in_words(error)
     raise UsageError(
-        f"config={path}: not readable as YAML ({problem}); correct it, or remove it and give the "
-        "settings with --config NAME and section.key=value"
+        f"config={path}: not readable as YAML ({problem}); correct the file, or remove it and set "
+        "--config NAME and section.key=value"
     )
 
 
 def _flatten(values: Mapping[str, Any], origin: str, prefix: str = "") -> dict[str, list[str]]:
-    """Return the words of each `section.key` in a nested mapping."""
+    """Return the words of each `section.key` in a nested mapping; errors name `origin`."""
     out = {}
     for name, value in values.items():
         if isinstance(value, Mapping) and not prefix:
@@ -236,47 +241,50 @@ def _flatten(values: Mapping[str, Any], origin: str, prefix: str = "") -> dict[s
 
 
 def _without(values: Words, keys: set[str], given: Words) -> Words:
-    """Return words without some keys, and without the data source if the user names another."""
+    """Return the words without `keys`, and without data sources if `given` has a data source."""
     keys = keys | (_DATA_KEYS if _DATA_KEYS & given.keys() else set())
     return {key: words for key, words in values.items() if key not in keys}
 
 
 def _split_arguments(argv: Sequence[str]) -> dict[str, list[str]]:
-    """Return the words of each `section.key` on a command line."""
+    """Return the words of each `section.key` in a command line."""
     out: dict[str, list[str]] = {}
     words = list(argv)
     while words:
         word = words.pop(0)
         key, equals, value = word.removeprefix("--").partition("=")
-        if word.endswith((".py", ".toml")) and not equals:  # as for nanoGPT and torchtitan
+        if word.endswith((".py", ".toml")) and not equals:  # a file of nanoGPT or torchtitan
             name = Path(word).stem.removeprefix("train_")
-            raise UsageError(f"{word}: is not YAML; type --config {name}, or --config FILE.yaml")
+            raise UsageError(f"{word}: not a YAML file; use --config {name}, or --config FILE.yaml")
         if not key or not (word.startswith("--") or equals):
-            raise UsageError(f"{word!r}: give section.key=value or --section.key value")
+            raise UsageError(f"{word!r}: must be section.key=value or --section.key value")
         key = key.replace("-", "_")
         key = key if key in settings() else aliases.find(aliases.SAME, key) or key
         if key not in settings():
             raise UsageError(unknown_key(word.partition("=")[0], key))
         several = _takes_many(settings()[key])
         if key in out and several:
-            raise UsageError(f"{word}: is given twice; give all its values after one --{key}")
+            raise UsageError(f"{word}: given twice; put all values after a single --{key}")
         out[key] = [value] if equals else []
         next_setting = r"--|[\w.-]+=" if several else "--"
         while words and (not out[key] or several) and not re.match(next_setting, words[0]):
             out[key].append(words.pop(0))
         if not out[key]:
-            raise UsageError(f"--{key}: needs a value: {_describe(settings()[key])}")
+            raise UsageError(f"--{key}: needs a value, {_describe(settings()[key])}")
     return out
 
 
 def unknown_key(shown: str, key: str | None = None) -> str:
-    """Return one sentence that says what to type instead of an unknown key."""
+    """Return an error message for an unknown key, with a suggestion.
+
+    `shown` is the key as typed, and `key` the same key in jaxgpt's spelling, if that differs.
+    """
     key = key or shown
     last = key.rpartition(".")[2]
     lasts = {name.rpartition(".")[2]: name for name in settings()}
     found = aliases.find(aliases.ANSWERS, key) or aliases.find(aliases.ANSWERS, last)
     if found and not ("." in key and last in lasts):
-        return f"{shown}: is not a setting of jaxgpt; {found}"
+        return f"{shown}: not a setting of jaxgpt; {found}"
     near = [
         lasts.get(last) or aliases.find(aliases.SAME, last),
         *difflib.get_close_matches(key, settings(), 1, 0.8),
@@ -292,7 +300,7 @@ def _build(words: Words) -> Config:
 
 
 def _value(name: str, words: Sequence[str]) -> Any:
-    """Return the value of one setting."""
+    """Return the value of one setting, or raise `UsageError`."""
     if name in _PATHS:
         words = [expand_user(word, f"{name}=") for word in words]
     words = [aliases.VALUES.get(name, {}).get(word, word) for word in words]
@@ -311,12 +319,12 @@ def _takes_many(kind: Any) -> bool:
 
 
 def _convert(kind: Any, words: Sequence[str]) -> Any:
-    """Return the value of a type that words stand for, else raise `ValueError` or `KeyError`."""
+    """Return words converted to a type; `ValueError` or `KeyError` if they do not fit it."""
     arguments = typing.get_args(kind)
     if _takes_many(kind):
-        if arguments[0] is not str:  # a text may contain spaces
+        if arguments[0] is not str:  # strings may contain spaces
             words = " ".join(words).split()
-        return tuple(_convert(arguments[0], [word]) for word in words if word)  # `key=` is empty
+        return tuple(_convert(arguments[0], [word]) for word in words if word)  # `key=` has none
     (word,) = words
     if types.NoneType in arguments:
         named = _named_values(arguments)
@@ -336,13 +344,13 @@ def _convert(kind: Any, words: Sequence[str]) -> Any:
 
 
 def _describe(kind: Any) -> str:
-    """Return what a value of a type must be, in a user's words."""
+    """Return a description of the values that a type allows, such as "a finite number"."""
     arguments = typing.get_args(kind)
     if _takes_many(kind):
         if typing.get_origin(arguments[0]) is Literal:
             return f"a list of {' and '.join(typing.get_args(arguments[0]))}, separated by spaces"
         numbers = {int: "whole numbers", float: "numbers, separated by spaces"}
-        return numbers.get(arguments[0], "a list of texts")
+        return numbers.get(arguments[0], "a list of strings")
     if types.NoneType in arguments:
         return ", or ".join([_describe(arguments[0]), *_named_values(arguments)])
     if typing.get_origin(kind) is Literal:
@@ -353,15 +361,15 @@ def _describe(kind: Any) -> str:
 
 
 def _named_values(arguments: Sequence[Any]) -> dict[str, Any]:
-    """Return the values by name in a union: its literals, and None."""
+    """Return the literals and None of a union, by the name that a user types."""
     literals = {str(w): w for kind in arguments[1:-1] for w in typing.get_args(kind)}
     return literals | {"None": None}
 
 
 def help_text(prog: str, choices: Mapping[str, Iterable[str]]) -> str:
-    """Return the text of --help: every key with its type, bounds, default and documentation.
+    """Return the text of --help: every key with its type, bounds, default and description.
 
-    `choices` has the values of keys whose type does not list them.
+    `choices` lists the values of keys whose type does not.
     """
     lines = [USAGE.format(prog=prog), *_entries(Config, "", choices)]
     for name, section in inspect.get_annotations(Config).items():
@@ -371,7 +379,7 @@ def help_text(prog: str, choices: Mapping[str, Iterable[str]]) -> str:
 
 
 def _entries(section: type, prefix: str, choices: Mapping[str, Iterable[str]]) -> list[str]:
-    """Return the lines about the documented fields of a dataclass."""
+    """Return help lines for the documented fields of a dataclass."""
     (definition,) = ast.parse(inspect.getsource(section)).body
     lines = []
     for node, below in zip(definition.body, definition.body[1:], strict=False):

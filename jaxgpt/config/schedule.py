@@ -1,4 +1,4 @@
-"""Which steps do what: evaluations, skipped ranges, profiled ranges. Steps count from 1."""
+"""The steps at which a run evaluates, skips a batch or profiles. Steps count from 1."""
 
 import re
 
@@ -7,7 +7,7 @@ from jaxgpt.config.schema import Config
 
 
 def should_run_every(step: int, interval: int) -> bool:
-    """Return whether `step` is a multiple of `interval`; never if that is 0."""
+    """Return whether `step` is a multiple of `interval`; False if the interval is 0."""
     return interval > 0 and step % interval == 0
 
 
@@ -18,23 +18,32 @@ def should_evaluate(config: Config, step: int) -> bool:
 
 
 def skip_ranges(config: Config) -> tuple[tuple[int, int], ...]:
-    """Return `train_range_to_skip` as (first, last) pairs of steps, both included."""
+    """Return `train_range_to_skip` as inclusive (first, last) pairs of steps.
+
+    Raises `UsageError` if the setting is malformed.
+    """
     return step_ranges("train_range_to_skip", config.train_range_to_skip)
 
 
 def step_ranges(key: str, steps: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
-    """Return a setting's ranges of steps as (first, last), both included; `UsageError` if bad."""
+    """Return the steps of setting `key` as inclusive (first, last) pairs.
+
+    Raises `UsageError` if they are not pairs, or a first step comes after its last step.
+    """
     pairs = tuple(zip(steps[::2], steps[1::2], strict=False))
     if len(steps) % 2 or any(not 1 <= first <= last < 2**31 for first, last in pairs):
         raise UsageError(
-            f"{key}={' '.join(map(str, steps))}: must be pairs of first and last step, such as "
+            f"{key}={' '.join(map(str, steps))}: must be pairs of a first and a last step, such as "
             "10 20 25 30, with 1 <= first <= last < 2^31"
         )
     return pairs
 
 
 def profile_range(config: Config) -> range:
-    """Return the steps of `profile_steps`, empty for None; `UsageError` if they are none."""
+    """Return the steps to profile; empty if `profile_steps` is None.
+
+    Raises `UsageError` if the setting is malformed or exceeds train.max_iters.
+    """
     text, end = config.profile_steps, config.train.max_iters
     if text is None:
         return range(0)
@@ -42,6 +51,6 @@ def profile_range(config: Config) -> range:
     if not found or not 1 <= int(found[1]) <= int(found[2]) <= end:
         raise UsageError(
             f"profile_steps={text}: must be A:B, the first and the last step to trace, with "
-            f"1 <= A <= B <= train.max_iters={end}; for example 11:15 (in YAML, in quotes)"
+            f"1 <= A <= B <= train.max_iters={end}, such as 11:15 (quote it in YAML)"
         )
     return range(int(found[1]), int(found[2]) + 1)

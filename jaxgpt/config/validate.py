@@ -1,4 +1,4 @@
-"""Checks that involve several settings; the schema has the bounds of each single one."""
+"""Checks that involve more than one setting. The schema checks each setting on its own."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -8,12 +8,12 @@ from jaxgpt.config.mesh import MeshShape, axes_with
 from jaxgpt.config.schedule import profile_range, skip_ranges, step_ranges
 from jaxgpt.config.schema import Config, ModelConfig, OptimizerConfig
 
-MAX_UNROLLED = 512  # layers that are compiled one by one; GPT-3 has 96
-MAX_ELEMENTS = 10**15  # of a model's matrices
+MAX_UNROLLED = 512  # layers compiled one by one; GPT-3 has 96
+MAX_ELEMENTS = 10**15  # in the matrices of a model
 
 
 def validate(config: Config) -> None:
-    """Raise `UsageError` if settings contradict each other on any data and any devices."""
+    """Raise `UsageError` if settings contradict each other, whatever the data and devices are."""
     train, data, faults = config.train, config.data, config.faults
     skip_ranges(config)
     profile_range(config)
@@ -22,13 +22,13 @@ def validate(config: Config) -> None:
     _require(
         tokens < 2**31,
         f"train.batch_size={train.batch_size}: makes {tokens:,} tokens per step with "
-        f"model.block_size={config.model.block_size}; give less than 2^31",
+        f"model.block_size={config.model.block_size}; a step must have less than 2^31 tokens",
     )
     _check_model(config.model)
     _require(
         config.parallel.scan_layers is not False or config.model.n_layer <= MAX_UNROLLED,
         f"model.n_layer={config.model.n_layer}: compiling more than {MAX_UNROLLED} layers one by "
-        "one takes many minutes; give parallel.scan_layers=True",
+        "one takes many minutes; set parallel.scan_layers=True",
     )
     _check_optimizer(config.optimizer)
     _require(
@@ -38,8 +38,8 @@ def validate(config: Config) -> None:
     )
     _require(
         train.init_from not in ("scratch", "resume"),
-        f"train.init_from={train.init_from}: leave it out: a run starts from new weights, and with "
-        "--out FOLDER it continues from its checkpoint",
+        f"train.init_from={train.init_from}: leave it out; a new run starts from random weights, "
+        "and --out FOLDER resumes an existing run from its checkpoint",
     )
     paths = {
         "out": config.out,
@@ -49,27 +49,28 @@ def validate(config: Config) -> None:
         "checkpoint.local": config.checkpoint.local,
     }
     for key, path in paths.items():
-        _require(path != "", f"{key}=: is empty; give a name, or leave it out")
+        _require(path != "", f"{key}=: is empty; set a name, or leave it out")
     sources = [f"data.{key}" for key in ("path", "blend", "file_list") if getattr(data, key)]
-    _require(len(sources) <= 1, f"{' and '.join(sources)}: are both given; give one of them")
+    _require(len(sources) <= 1, f"{' and '.join(sources)}: are both given; set only one of them")
     _require(
         config.parallel.offload != "state" or len(set(config.model.layers)) < 2,
-        f"parallel.offload=state: fetches layers of one kind only, and model.layers="
-        f"{' '.join(config.model.layers)}; use offload=moments",
+        f"parallel.offload=state: all layers must be of one kind, but model.layers="
+        f"{' '.join(config.model.layers)}; use parallel.offload=moments",
     )
     _require(
         config.parallel.offload != "state" or config.scans_layers(on_cpu=True),
-        "parallel.offload=state: needs parallel.scan_layers=True, whose loop fetches one layer at "
-        "a time from the host's memory",
+        "parallel.offload=state: needs parallel.scan_layers=True, so that a loop can fetch one "
+        "layer at a time from host memory",
     )
     _check_checkpoints(config)
     _require(
         faults.nan_step is not None or faults.nan_device == 0,
-        f"faults.nan_device={faults.nan_device}: needs faults.nan_step, its step",
+        f"faults.nan_device={faults.nan_device}: set faults.nan_step as well, or leave it out",
     )
     _require(
         faults.bit_flip_step is not None or faults.bit_flip_device == 0,
-        f"faults.bit_flip_device={faults.bit_flip_device}: needs faults.bit_flip_step, its step",
+        f"faults.bit_flip_device={faults.bit_flip_device}: set faults.bit_flip_step as well, or "
+        "leave it out",
     )
     check_batch(config, mesh_shape(config))
 
@@ -85,21 +86,22 @@ def _check_checkpoints(config: Config) -> None:
     oldest = interval * (checkpoint.keep - 1)
     _require(
         config.spike.action != "rewind" or oldest >= margin,
-        f"spike.rewind_margin={margin}: spike.action=rewind needs a checkpoint that old, but the "
-        f"oldest of checkpoint.keep={checkpoint.keep} at intervals of "
-        f"checkpoint.interval={interval} may be {oldest} steps old; raise one of them",
+        f"spike.rewind_margin={margin}: spike.action=rewind needs a checkpoint that is at least "
+        f"this many steps old, but with checkpoint.keep={checkpoint.keep} and "
+        f"checkpoint.interval={interval} the oldest may be only {oldest} steps old; increase "
+        "checkpoint.keep or checkpoint.interval, or lower spike.rewind_margin",
     )
     _require(
         every is None or (interval > 0 and every % interval == 0),
-        f"checkpoint.keep_every={every}: must be a multiple of checkpoint.interval={interval}, or "
-        "there are no checkpoints of such steps",
+        f"checkpoint.keep_every={every}: must be a multiple of checkpoint.interval={interval}, "
+        "which must not be 0",
     )
     shorter, longer = sorted((interval, config.train.eval_interval))
     _require(
         best == 0 or (shorter > 0 and longer % shorter == 0),
-        f"checkpoint.keep_best={best}: needs evaluations at the steps of checkpoints: "
-        f"checkpoint.interval={interval} or train.eval_interval={config.train.eval_interval} must "
-        "be a multiple of the other",
+        f"checkpoint.keep_best={best}: checkpoints must be evaluated, so checkpoint.interval="
+        f"{interval} and train.eval_interval={config.train.eval_interval} must not be 0, and one "
+        "must be a multiple of the other",
     )
 
 
@@ -108,12 +110,12 @@ def _check_model(model: ModelConfig) -> None:
     _require(
         elements <= MAX_ELEMENTS,
         f"model.n_embd={model.n_embd}: makes {elements:.1e} parameters with model.n_layer="
-        f"{model.n_layer} and the other sizes of the model; give less",
+        f"{model.n_layer} and the other sizes of the model; the limit is {MAX_ELEMENTS:.0e}",
     )
     _require(
         model.head_dim is not None or model.n_embd % model.n_head == 0,
-        f"model.n_embd={model.n_embd}: must be a multiple of model.n_head={model.n_head}, or give "
-        "model.head_dim",
+        f"model.n_embd={model.n_embd}: must be a multiple of model.n_head={model.n_head}, unless "
+        "model.head_dim is set",
     )
     _require(
         model.n_head % model.kv_heads == 0,
@@ -122,14 +124,14 @@ def _check_model(model: ModelConfig) -> None:
     is_rope, scaling = model.position == "rope", model.rope_scaling
     _require(
         not is_rope or model.head_size % 2 == 0,
-        f"model.position=rope: rotates pairs of numbers, so model.head_dim={model.head_size} must "
+        f"model.position=rope: rotates pairs of elements, so model.head_dim={model.head_size} must "
         "be even",
     )
     shown = f"model.rope_scaling={' '.join(map(str, scaling))}"
     if len(scaling) not in (0, 1, 4):
         raise UsageError(
-            f"{shown}: must be one factor, or factor, low_freq_factor, high_freq_factor and "
-            "original_max_position"
+            f"{shown}: must be one factor, or the four values factor, low_freq_factor, "
+            "high_freq_factor and original_max_position"
         )
     _require(not scaling or scaling[0] >= 1, f"{shown}: the factor must be at least 1")
     if len(scaling) == 4:
@@ -137,7 +139,7 @@ def _check_model(model: ModelConfig) -> None:
         _require(
             0 < low < high and original >= 1,
             f"{shown}: needs 0 < low_freq_factor < high_freq_factor and original_max_position >= "
-            "1, as in 8 1 4 8192",
+            "1, such as 8 1 4 8192",
         )
     rope_keys = ("rope_theta", "rope_scaling", "local_rope_theta")
     changed = [f"model.{key}" for key in rope_keys if is_changed(model, key)]
@@ -145,20 +147,21 @@ def _check_model(model: ModelConfig) -> None:
     pattern = f"model.layers={' '.join(model.layers)}"
     _require(
         len(model.layers) <= model.n_layer,
-        f"{pattern}: has {len(model.layers)} layers; give at most model.n_layer={model.n_layer}",
+        f"{pattern}: has {len(model.layers)} layers, but at most model.n_layer={model.n_layer} are "
+        "allowed",
     )
     _require(
         "local" not in model.layers or model.sliding_window is not None,
-        f"{pattern}: local layers need model.sliding_window; give it, such as 512",
+        f"{pattern}: local layers need a window; set model.sliding_window, for example to 512",
     )
     _require(
         model.local_rope_theta is None or model.sliding_window is not None,
-        f"model.local_rope_theta={model.local_rope_theta}: needs local layers; give "
+        f"model.local_rope_theta={model.local_rope_theta}: needs local layers; set "
         "model.sliding_window",
     )
     _require(
         not (model.bias and model.qkv_bias),
-        "model.qkv_bias=True: is part of model.bias=True; give one of them",
+        "model.qkv_bias=True: is included in model.bias=True; set only one of them",
     )
 
 
@@ -171,7 +174,7 @@ def _check_optimizer(optimizer: OptimizerConfig) -> None:
     _require(
         optimizer.name != "muon" or peak > 0 or optimizer.adamw_learning_rate is None,
         f"optimizer.adamw_learning_rate={optimizer.adamw_learning_rate}: needs an "
-        "optimizer.learning_rate above 0, whose schedule it follows",
+        "optimizer.learning_rate above 0, because it is scaled by the same schedule",
     )
     if optimizer.schedule != "wsd":
         return
@@ -182,11 +185,11 @@ def _check_optimizer(optimizer: OptimizerConfig) -> None:
         f"optimizer.wsd_decay_iters={length}: must be at most optimizer.lr_decay_iters={end}",
     )
     shown = "a fifth of" if length is None else f"optimizer.wsd_decay_iters={length} before"
-    shorter = f"; or give optimizer.wsd_decay_iters={end - warmup} or less" if end > warmup else ""
+    shorter = f", or set optimizer.wsd_decay_iters={end - warmup} or less" if end > warmup else ""
     _require(
         warmup <= start,
         f"optimizer.warmup_iters={warmup}: must be at most {start}, the step at which wsd begins "
-        f"to decay ({shown} optimizer.lr_decay_iters={end}); lower it, or raise "
+        f"to decay ({shown} optimizer.lr_decay_iters={end}); lower it, increase "
         f"optimizer.lr_decay_iters{shorter}",
     )
 
@@ -197,9 +200,9 @@ def is_changed(section: Any, key: str) -> bool:
 
 
 def mesh_shape(config: Config, n_devices: int | None = None) -> MeshShape:
-    """Return parallel.mesh as a shape, checked against the model; else raise `UsageError`.
+    """Return parallel.mesh as a shape; `UsageError` if it does not fit the model or the devices.
 
-    Without the number of `n_devices` of the job a -1 stays, and is checked later.
+    If `n_devices` of the job is None, a -1 is kept and checked later.
     """
     model, key = config.model, f"parallel.mesh={config.parallel.mesh}"
     try:
@@ -213,12 +216,12 @@ def mesh_shape(config: Config, n_devices: int | None = None) -> MeshShape:
         divisors = [str(n) for n in range(1, min(model.n_head, 1024) + 1) if model.n_head % n == 0]
         raise UsageError(
             f"{key}: tensor={tensor} does not divide model.n_head={model.n_head}; "
-            f"it can be {', '.join(divisors)}"
+            f"use one of {', '.join(divisors)}"
         )
     if model.mlp_width % tensor:
         raise UsageError(
             f"{key}: tensor={tensor} does not divide the width of the MLP, {model.mlp_width} "
-            "(model.mlp_hidden, or what follows from model.n_embd); change one of them"
+            "(model.mlp_hidden, by default computed from model.n_embd); change one of them"
         )
     if config.parallel.sequence_parallel and model.block_size % tensor:
         raise UsageError(
@@ -229,7 +232,7 @@ def mesh_shape(config: Config, n_devices: int | None = None) -> MeshShape:
 
 
 def check_batch(config: Config, shape: MeshShape) -> None:
-    """Raise `UsageError` unless a microbatch's rows can be shared out; a -1 is left for later."""
+    """Raise `UsageError` if a microbatch cannot be split evenly; a -1 is checked later."""
     axes, n = axes_with("splits_batch"), shape.split_of("splits_batch")
     if all(shape[axis] > 0 for axis in axes) and config.microbatch_size % n:
         accumulation = config.train.gradient_accumulation_steps
@@ -240,7 +243,8 @@ def check_batch(config: Config, shape: MeshShape) -> None:
         )
 
 
-# Key -> its values -> the keys of its section that each value uses, of those that not all use.
+# Key -> allowed values -> the optional keys in the same section that this value uses. A key is
+# optional if at least one value does not use it.
 Choices = Mapping[str, Mapping[str, Sequence[str]]]
 _SCHEDULES = {
     "cosine": ("min_lr", "lr_decay_iters"),
@@ -250,13 +254,14 @@ _SCHEDULES = {
 
 
 def check_choices(config: Config, given: Mapping[str, Sequence[str]], choices: Choices) -> None:
-    """Raise `UsageError` if a choice is unknown, or a setting that was typed does nothing with it.
+    """Raise `UsageError` if a choice is unknown, or if it makes a setting in `given` useless.
 
-    `given` has the words that were typed for each key.
+    `given` holds the words of the keys that are on the command line.
     """
     if "data.end_of_text" in given and not config.data.document_mask:
         raise UsageError(
-            f"data.end_of_text={config.data.end_of_text}: needs data.document_mask=True"
+            f"data.end_of_text={config.data.end_of_text}: has no effect without "
+            "data.document_mask=True; set that, or leave it out"
         )
     for key, uses in {"optimizer.schedule": _SCHEDULES, **choices}.items():
         section, _, name = key.partition(".")
@@ -266,6 +271,6 @@ def check_choices(config: Config, given: Mapping[str, Sequence[str]], choices: C
         for unused in sorted(set().union(*uses.values()) - set(uses[value])):
             if words := given.get(f"{section}.{unused}"):
                 raise UsageError(
-                    f"{section}.{unused}={' '.join(words)}: does nothing with {key}={value}; "
+                    f"{section}.{unused}={' '.join(words)}: has no effect with {key}={value}; "
                     "leave it out"
                 )

@@ -65,7 +65,7 @@ def test_an_existing_run_directory_brings_its_own_configuration(tmp_path):
 def test_a_wrong_value_that_nobody_gave_is_named_with_its_file(tmp_path, wrong):
     kept = tmp_path / "config.yaml"
     kept.write_text(load_config("tiny").to_yaml().replace("n_head: 4", f"n_head: {wrong}"))
-    with pytest.raises(UsageError, match=rf"model.n_head={wrong}: must .* \(it is in {kept}\)$"):
+    with pytest.raises(UsageError, match=rf"model.n_head={wrong}: must .* \(set in {kept}\)$"):
         parse_args(["--out", str(tmp_path)])
     with pytest.raises(UsageError, match=rf"^model.n_head={wrong}: must be [^(]*$"):
         parse_args(["--out", str(tmp_path), f"model.n_head={wrong}"])
@@ -83,7 +83,7 @@ def test_a_key_that_is_there_twice_is_refused(tmp_path, again):
     file = tmp_path / "mine.yaml"
     file.write_text("seed: 1\n" * ("train" not in again) + "train:\n  max_iters: 7\n" + again)
     with pytest.raises(
-        UsageError, match=rf"{file}: not .* \({again.partition(':')[0]} is there tw"
+        UsageError, match=rf"{file}: not .* \({again.partition(':')[0]} is given tw"
     ):
         parse_args(["--config", str(file)])
 
@@ -217,7 +217,7 @@ def test_a_setting_that_would_do_nothing_is_refused(choice, unused):
     with pytest.raises(UsageError) as error:
         parse_args([f"optimizer.{choice}", f"optimizer.{unused}"])
     assert str(error.value) == (
-        f"optimizer.{unused}: does nothing with optimizer.{choice}; leave it out"
+        f"optimizer.{unused}: has no effect with optimizer.{choice}; leave it out"
     )
 
 
@@ -291,7 +291,9 @@ def test_the_readme_s_key_has_bounds_and_help(tmp_path, monkeypatch):
     monkeypatch.setattr(parse, "settings", lambda: {"example.label_smoothing": kind})
     (line, text) = parse._entries(example, "example.", {})
     assert line.endswith("a finite number, at least 0 and less than 1 (default: 0.0)")
-    assert text.strip() == "Share of the probability that is spread over all tokens; 0 is none."
+    assert text.strip() == (
+        "Share of the probability that is spread over all tokens; 0 disables label smoothing."
+    )
     assert parse._value("example.label_smoothing", ["0.1"]) == 0.1
     with pytest.raises(UsageError, match="example.label_smoothing=1: must be .* less than 1"):
         parse._value("example.label_smoothing", ["1"])

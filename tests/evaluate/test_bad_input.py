@@ -99,7 +99,7 @@ def refused(capsys, *words):
         (("--run", "{home}/bare_run", "data.path={home}/byte"), "val.bin holds token "),
         (("--run", "{home}/run", "data.path={home}/spoiled"), "val.bin holds token 256 at offset"),
         (("--run", "{home}/bare_run", "data.path={home}/large"), "holds token 50 at offset 50"),
-        (("--run", "{home}/run", "train.seed=1"), "train.seed=1: only settings of data can be"),
+        (("--run", "{home}/run", "train.seed=1"), "train.seed=1: only data.* settings can be"),
         (("--run", "{home}/run", "--nope=1"), "--nope: unknown key"),
     ],
 )

@@ -24,7 +24,7 @@ def test_a_setting_that_the_optimizer_does_not_use_is_refused(name, unused):
     with pytest.raises(UsageError) as error:
         parse_args([f"optimizer.name={name}", f"optimizer.{unused}"], choices=CHOICES)
     assert str(error.value) == (
-        f"optimizer.{unused}: does nothing with optimizer.name={name}; leave it out"
+        f"optimizer.{unused}: has no effect with optimizer.name={name}; leave it out"
     )
 
 
