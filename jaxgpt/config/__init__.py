@@ -1,4 +1,4 @@
-"""The configuration of a run; a setting is named `section.key` everywhere."""
+"""Configuration of a run. Each setting is named `section.key`."""
 
 from jaxgpt.config.command import CommandParser, file_path, whole_number
 from jaxgpt.config.errors import UsageError, check_shape, expand_user, in_words, read_json

@@ -50,7 +50,7 @@ def read_json(path: Path, shape: Any) -> Any:
 
 
 def check_shape(value: Any, shape: Any, name: str = "its content") -> None:
-    """Raise `ValueError` with the first part of a JSON value that does not have the given shape.
+    """Raise `ValueError` if a JSON value does not have the given shape; it names the first mistake.
 
     A shape is one of:
         `bool`, `str`, `int` (from 0 to 2^63 - 1), `float` (a finite number), or a union of these

@@ -1,7 +1,7 @@
 """Parsing of YAML files and command lines into a `Config`, and the text of `--help`.
 
-Both kinds of input first become lists of words by key, such as {"model.n_layer": ["3"]}. Then the
-type of the key in the schema determines how the words are converted to a value.
+Both are first converted to lists of words by key, such as {"model.n_layer": ["3"]}. Then the type
+of the key in the schema determines how the words are converted to a value.
 """
 
 import ast
@@ -74,8 +74,8 @@ def parse_args(
     `--help` prints every key and exits with status 0.
 
     Args:
-        argv: The command-line arguments. They override the settings in `--config`, in the
-            config.yaml of an existing `--out`, or in the preset `tiny`, whichever comes first.
+        argv: The command-line arguments. They override the settings in `--config` or, without it,
+            in the config.yaml of an existing `--out` or, without that, in the preset `tiny`.
         prog: The command that `--help` shows.
         initial_model: Returns the options of the model in `train.init_from`. They take precedence
             over the defaults, but not over the settings of `--config` or the command line.

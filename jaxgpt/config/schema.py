@@ -420,7 +420,7 @@ class Config:
 
     @property
     def reduces_once(self) -> bool:
-        """Whether unreduced gradients are accumulated over microbatches, and reduced once."""
+        """True if unreduced gradients are accumulated over microbatches, and reduced once."""
         many = self.train.gradient_accumulation_steps > 1
         return many and self.parallel.reduce_every == "step" and self.parallel.offload != "state"
 

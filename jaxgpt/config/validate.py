@@ -1,4 +1,4 @@
-"""Checks that involve more than one setting. The schema checks each setting on its own."""
+"""Checks that involve more than one setting. The schema checks single settings."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -254,9 +254,9 @@ _SCHEDULES = {
 
 
 def check_choices(config: Config, given: Mapping[str, Sequence[str]], choices: Choices) -> None:
-    """Raise `UsageError` if a choice is unknown, or if it makes a setting in `given` useless.
+    """Raise `UsageError` if a choice is unknown, or if a setting in `given` has no effect with it.
 
-    `given` holds the words of the keys that are on the command line.
+    `given` holds the words of each key on the command line.
     """
     if "data.end_of_text" in given and not config.data.document_mask:
         raise UsageError(
