@@ -7,7 +7,7 @@ JSON keys, torchtitan's job configs, MaxText's base.yml.
 
 # The left-hand side of each table lists flags of other programs, with underscores for dashes.
 
-SAME = {
+KEY_ALIASES = {
     "out_dir save job.dump_folder": "out",
     "n_layer num_layers base_num_decoder_layers": "model.n_layer",
     "n_head num_attention_heads base_num_query_heads": "model.n_head",
@@ -51,7 +51,7 @@ SAME = {
 
 # Key -> value in another program -> jaxgpt's value.
 _DTYPES = {"bf16": "bfloat16", "fp32": "float32", "f32": "float32", "float": "float32"}
-VALUES = {
+VALUE_ALIASES = {
     "train.dtype": _DTYPES,
     "parallel.grad_reduce_dtype": _DTYPES,
     "optimizer.name": {"adam": "adamw", "AdamW": "adamw", "Muon": "muon", "dist_muon": "muon"},
@@ -66,7 +66,7 @@ _NEEDS_SCALING = (
 )
 
 # Flag, or the part of a flag after its last dot -> what to use instead.
-ANSWERS = {
+KEY_SUGGESTIONS = {
     "batch_size local_batch_size per_device_batch_size": (
         "use train.batch_size=N, the number of sequences per step in the whole job: sequences per "
         "device x devices x microbatches"
@@ -152,7 +152,7 @@ ANSWERS = {
 }
 
 # `key=value` with a value of another program -> what to use instead.
-VALUE_ANSWERS = {
+VALUE_SUGGESTIONS = {
     "train.dtype=fp16 train.dtype=float16 train.dtype=f16 train.dtype=half": _NEEDS_SCALING,
     "optimizer.schedule=linear": (
         "use optimizer.schedule=wsd with optimizer.wsd_decay_iters=N, where N is "

@@ -259,7 +259,7 @@ def _split_arguments(argv: Sequence[str]) -> dict[str, list[str]]:
         if not key or not (word.startswith("--") or equals):
             raise UsageError(f"{word!r}: must be section.key=value or --section.key value")
         key = key.replace("-", "_")
-        key = key if key in settings() else aliases.find(aliases.SAME, key) or key
+        key = key if key in settings() else aliases.find(aliases.KEY_ALIASES, key) or key
         if key not in settings():
             raise UsageError(unknown_key(word.partition("=")[0], key))
         several = _takes_many(settings()[key])
@@ -282,11 +282,13 @@ def unknown_key(shown: str, key: str | None = None) -> str:
     key = key or shown
     last = key.rpartition(".")[2]
     lasts = {name.rpartition(".")[2]: name for name in settings()}
-    found = aliases.find(aliases.ANSWERS, key) or aliases.find(aliases.ANSWERS, last)
+    found = aliases.find(aliases.KEY_SUGGESTIONS, key) or aliases.find(
+        aliases.KEY_SUGGESTIONS, last
+    )
     if found and not ("." in key and last in lasts):
         return f"{shown}: not a setting of jaxgpt; {found}"
     near = [
-        lasts.get(last) or aliases.find(aliases.SAME, last),
+        lasts.get(last) or aliases.find(aliases.KEY_ALIASES, last),
         *difflib.get_close_matches(key, settings(), 1, 0.8),
         *(lasts[close] for close in difflib.get_close_matches(last, lasts, 1, 0.75)),
     ]
@@ -303,8 +305,8 @@ def _value(name: str, words: Sequence[str]) -> Any:
     """Return the value of one setting, or raise `UsageError`."""
     if name in _PATHS:
         words = [expand_user(word, f"{name}=") for word in words]
-    words = [aliases.VALUES.get(name, {}).get(word, word) for word in words]
-    answer = aliases.find(aliases.VALUE_ANSWERS, f"{name}={words[0]}") if words else ""
+    words = [aliases.VALUE_ALIASES.get(name, {}).get(word, word) for word in words]
+    answer = aliases.find(aliases.VALUE_SUGGESTIONS, f"{name}={words[0]}") if words else ""
     if answer:
         raise UsageError(f"{name}={words[0]}: {answer}")
     try:
@@ -334,7 +336,7 @@ def _convert(kind: Any, words: Sequence[str]) -> Any:
     if typing.get_origin(kind) is Annotated:
         number, bounds = arguments
         value = _convert(number, words)
-        if not bounds.hold(value):
+        if not bounds.contain(value):
             raise ValueError
         return value
     value = {"true": True, "false": False}[word.lower()] if kind is bool else kind(word)

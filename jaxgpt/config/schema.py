@@ -16,7 +16,7 @@ class Bounds(NamedTuple):
     """A bound on a number: its description and a function that tests it."""
 
     text: str
-    hold: Callable[[Any], bool]
+    contain: Callable[[Any], bool]
 
 
 # JAX uses 32-bit integers for steps, seeds and array indices.

@@ -8,7 +8,7 @@ from jaxgpt.config.mesh import MeshShape, axes_with
 from jaxgpt.config.schedule import profile_range, skip_ranges, step_ranges
 from jaxgpt.config.schema import Config, ModelConfig, OptimizerConfig
 
-MAX_UNROLLED = 512  # layers compiled one by one; GPT-3 has 96
+MAX_UNROLLED_LAYERS = 512  # layers compiled one by one; GPT-3 has 96
 MAX_ELEMENTS = 10**15  # in the matrices of a model
 
 
@@ -26,9 +26,9 @@ def validate(config: Config) -> None:
     )
     _check_model(config.model)
     _require(
-        config.parallel.scan_layers is not False or config.model.n_layer <= MAX_UNROLLED,
-        f"model.n_layer={config.model.n_layer}: compiling more than {MAX_UNROLLED} layers one by "
-        "one takes many minutes; set parallel.scan_layers=True",
+        config.parallel.scan_layers is not False or config.model.n_layer <= MAX_UNROLLED_LAYERS,
+        f"model.n_layer={config.model.n_layer}: compiling more than {MAX_UNROLLED_LAYERS} layers "
+        "one by one takes many minutes; set parallel.scan_layers=True",
     )
     _check_optimizer(config.optimizer)
     _require(
