@@ -1,4 +1,4 @@
-"""What users of other programs type works, or is answered with the line to type instead."""
+"""Flags of other programs work, or the error says what to use instead."""
 
 import importlib
 
