@@ -26,4 +26,4 @@ from jaxgpt.config.schema import (
     OptimizerConfig,
     SpikeConfig,
 )
-from jaxgpt.config.validate import check_batch, is_changed, mesh_shape
+from jaxgpt.config.validate import check_batch, is_changed, mesh_shape, parse_mesh

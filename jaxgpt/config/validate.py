@@ -199,18 +199,25 @@ def is_changed(section: Any, key: str) -> bool:
     return getattr(section, key) != getattr(type(section)(), key)
 
 
+def parse_mesh(text: str, n_devices: int | None = None) -> MeshShape:
+    """Return parallel.mesh as a shape; `UsageError` if it is malformed or does not fit the devices.
+
+    If `n_devices` of the job is None, a -1 is kept and checked later.
+    """
+    try:
+        shape = MeshShape.parse(text)
+        return shape if n_devices is None else shape.fill(n_devices)
+    except ValueError as error:
+        raise UsageError(f"parallel.mesh={text}: {error}") from None
+
+
 def mesh_shape(config: Config, n_devices: int | None = None) -> MeshShape:
     """Return parallel.mesh as a shape; `UsageError` if it does not fit the model or the devices.
 
     If `n_devices` of the job is None, a -1 is kept and checked later.
     """
     model, key = config.model, f"parallel.mesh={config.parallel.mesh}"
-    try:
-        shape = MeshShape.parse(config.parallel.mesh)
-        if n_devices is not None:
-            shape = shape.fill(n_devices)
-    except ValueError as error:
-        raise UsageError(f"{key}: {error}") from None
+    shape = parse_mesh(config.parallel.mesh, n_devices)
     tensor = shape.split_of("splits_heads")
     if model.n_head % tensor:
         divisors = [str(n) for n in range(1, min(model.n_head, 1024) + 1) if model.n_head % n == 0]

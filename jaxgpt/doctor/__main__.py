@@ -17,11 +17,10 @@ from jaxgpt.cluster.monitor import HangLimit
 from jaxgpt.cluster.process_group import INIT_TIMEOUT, catch_usage_error, join_process_group
 from jaxgpt.config import (
     CommandParser,
-    Config,
     MeshShape,
     file_path,
     is_help,
-    mesh_shape,
+    parse_mesh,
     whole_number,
 )
 from jaxgpt.doctor.directory import check_writable
@@ -57,15 +56,13 @@ def parser() -> CommandParser:
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """Return the options, with `mesh` as a `Config` that sets that mesh, or None.
+    """Return the options.
 
     Raises `UsageError` if the mesh is malformed or the run directory is not writable.
     """
     arguments = parser().parse_args(argv)
     if arguments.mesh is not None:
-        # Zero heads: the mesh need not fit a model.
-        arguments.mesh = Config().replace(parallel__mesh=arguments.mesh, model__n_head=0)
-        mesh_shape(arguments.mesh)
+        parse_mesh(arguments.mesh)
     if arguments.out is not None and rank_from_env() == 0:
         check_writable(arguments.out)
     return arguments
@@ -87,10 +84,10 @@ def main(argv: list[str] | None = None) -> None:
         limit = HangLimit(timeout, f"--init-timeout={timeout:.0f}")
         with join_process_group(timeout, limit) as cluster:
             cluster.raise_if_any(error)
-            config = arguments.mesh
-            simulated = mesh_shape(config) if config else MeshShape(4 if cluster.size == 1 else -1)
+            mesh = arguments.mesh
+            simulated = parse_mesh(mesh) if mesh else MeshShape(4 if cluster.size == 1 else -1)
             found = initialize_jax(cluster, simulated, allow_cpu=True)
-            shape = mesh_shape(config, found["devices"]) if config else None
+            shape = parse_mesh(mesh, found["devices"]) if mesh else None
             from jaxgpt.doctor.report import run_checks  # imports JAX
 
             status = run_checks(cluster, found, shape, arguments.out or OUT, arguments.json)

@@ -105,10 +105,10 @@ def find_trained(
         parallel__mesh=mesh, model__attention="auto", model__dropout=0.0,
         train__gradient_accumulation_steps=1, train__dtype=dtype or config.train.dtype,
     )  # fmt: skip
-    mesh_shape(config)
     longest = config.model.block_size
     if block_size is not None and block_size > longest:
         raise UsageError(f"--block-size={block_size}: must be at most model.block_size={longest}")
+    mesh_shape(config.replace(model__block_size=block_size or longest))
     if block_size is not None and config.model.position == "rope":
         config = config.replace(model__block_size=block_size)  # a learned table keeps its size
     data = "given" if settings else "none" if meta.get(WEIGHTS_ONLY) else "own"

@@ -35,6 +35,8 @@ class TokenPositions(NamedTuple):
 # (q_BTHK, k_BSGK, v_BSGK, query positions, key positions, window, dropout keys_BH or None) ->
 # out_BTHK. Query head h uses key-value head h G // H. A query attends to the keys of its own
 # document at its own position or earlier: the last `window` of them, or all if `window` is None.
+# Except for `xla_attention` and `scanned_attention`, the kernels assume that the queries and the
+# keys are those of the same tokens, in their order.
 Attention = Callable[
     [jax.Array, jax.Array, jax.Array, TokenPositions, TokenPositions, int | None, jax.Array | None],
     jax.Array,
@@ -54,6 +56,7 @@ class AttentionSetting(NamedTuple):
 
     config: ModelConfig
     dtype: str  # train.dtype
+    platform: str = "cpu"  # of the devices, as in `jax.Device.platform`
     capability: float = 0.0  # `cuda_capability` of the devices
     document_mask: bool = False  # data.document_mask
     deterministic: bool = False  # train.deterministic
@@ -76,7 +79,7 @@ def cudnn_obstacle(setting: AttentionSetting) -> str | None:
     """Return why the cuDNN kernel cannot run, or None if it can."""
     config, K = setting.config, setting.config.head_size
     largest = 256 if setting.capability >= 9 else 128  # head size: Hopper supports larger heads
-    if setting.capability < 8:
+    if setting.platform != "gpu" or setting.capability < 8:
         return "cuDNN attention needs an NVIDIA GPU, A100 or newer"
     if setting.dtype not in ("bfloat16", "float16"):
         return f"cuDNN needs train.dtype=bfloat16, not {setting.dtype}"

@@ -26,6 +26,7 @@ class Device:
     host_bandwidth: float | None = None  # to host memory: PCIe 4.0 x16 has 32 GB/s, 5.0 has 64
     devices_per_host: int = 1  # on the machine that `network_bandwidth` describes
     cuda_capability: float = 0.0  # 0 if the device is not from NVIDIA
+    platform: str = "gpu"  # as in `jax.Device.platform`
 
 
 # NVIDIA's patterns end with $, because the name of a MIG slice is the card's name and a suffix.
@@ -111,7 +112,7 @@ _TABLE = (
         devices_per_host=12,
     ),
     # A simulated device is a share of an unknown CPU, so it has no fixed numbers.
-    Device(name="cpu", match="^cpu$"),
+    Device(name="cpu", match="^cpu$", platform="cpu"),
 )
 
 DEVICES: Mapping[str, Device] = {device.name: device for device in _TABLE}

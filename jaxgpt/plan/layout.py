@@ -20,12 +20,14 @@ from jaxgpt.runtime.allocator import USABLE
 MATMUL_EFFICIENCY = 0.6  # of the dense peak; whole steps of Megatron-LM and llm.c reach 0.41-0.49
 LATENCY = {"link": 10e-6, "network": 30e-6}  # seconds until a collective's first byte arrives
 
+# The devices along these axes wait for one another in each layer.
+EXPOSED_AXES = axes_with("splits_heads", "splits_sequence", "splits_layers")
 ASSUMPTIONS = (
     f"matmuls reach {MATMUL_EFFICIENCY:.0%} of the dense peak",
     "collectives use a ring at the peak rate of its slowest link, with a latency of "
     f"{LATENCY['link'] * 1e6:.0f} us in a host and {LATENCY['network'] * 1e6:.0f} us between hosts",
-    "communication over data and fsdp overlaps with computation; "
-    "communication over tensor does not",
+    f"communication over {' and '.join(axes_with('splits_batch'))} overlaps with computation; "
+    f"communication over {' and '.join(EXPOSED_AXES)} does not",
     "the update reads and writes parameters, gradients and moments once",
     "computation waits for transfers from host memory, which use the device's host link",
 )
@@ -38,8 +40,8 @@ class Estimate:
     step: float
     compute: float
     update: float
-    tensor_communication: float
-    other_communication: float
+    exposed_communication: float  # over `EXPOSED_AXES`
+    overlapped_communication: float  # over the other axes
     tokens_per_sec: float
     tokens_per_sec_per_device: float
     mfu: float
@@ -164,16 +166,16 @@ class Plan:
         fastest = device.peak_flops.get("bfloat16", peak)  # Muon's matmuls use bfloat16
         update += self.program.update_flops / (fastest * MATMUL_EFFICIENCY)
         collectives = self.program.collectives
-        exposed = set(axes_with("splits_heads", "splits_sequence", "splits_layers"))
-        tensor = sum(self.seconds(c) for c in collectives if exposed.issuperset(c.axes))
-        other = sum(self.seconds(c) for c in collectives if not exposed.issuperset(c.axes))
-        step = max(compute + tensor, other) + update
+        is_exposed = set(EXPOSED_AXES).issuperset
+        exposed = sum(self.seconds(c) for c in collectives if is_exposed(c.axes))
+        overlapped = sum(self.seconds(c) for c in collectives if not is_exposed(c.axes))
+        step = max(compute + exposed, overlapped) + update
         return Estimate(
             step=step,
             compute=compute,
             update=update,
-            tensor_communication=tensor,
-            other_communication=other,
+            exposed_communication=exposed,
+            overlapped_communication=overlapped,
             tokens_per_sec=self.tokens / step,
             tokens_per_sec_per_device=self.tokens / step / n_devices,
             mfu=share / step / peak,

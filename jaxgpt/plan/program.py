@@ -64,7 +64,11 @@ def compile_step(config: Config, shape: MeshShape, device: Device) -> Program:
     """
     kernel, reason = choose_attention(
         AttentionSetting(
-            config.model, config.train.dtype, device.cuda_capability, config.data.document_mask
+            config.model,
+            config.train.dtype,
+            device.platform,
+            device.cuda_capability,
+            config.data.document_mask,
         )
     )
     stand_in = config

@@ -8,7 +8,7 @@ from jaxgpt.config import mesh_shape
 from jaxgpt.perf.hardware import DEVICES
 from jaxgpt.perf.units import format_bytes
 from jaxgpt.plan.advise import reason, train_options
-from jaxgpt.plan.layout import ASSUMPTIONS, USABLE, Plan
+from jaxgpt.plan.layout import ASSUMPTIONS, EXPOSED_AXES, USABLE, Plan
 from jaxgpt.tracking.console import table_text
 
 WIDTH = 112
@@ -104,9 +104,9 @@ def _time(plan: Plan) -> str:
         f"ESTIMATE (best case): step {e.step:.3g} s, "
         f"{e.tokens_per_sec:,.0f} tokens/s, {e.tokens_per_sec_per_device:,.0f} per device, "
         f"MFU {e.mfu:.0%}",
-        f"  compute {e.compute:.3g} s, update {e.update:.2g} s, communication over tensor "
-        f"{e.tensor_communication:.3g} s, communication over other axes "
-        f"{e.other_communication:.3g} s",
+        f"  compute {e.compute:.3g} s, update {e.update:.2g} s, communication over "
+        f"{','.join(EXPOSED_AXES)} {e.exposed_communication:.3g} s, over the other axes "
+        f"{e.overlapped_communication:.3g} s",
         *(f"  assuming that {assumption}" for assumption in ASSUMPTIONS),
         f"  {device.name}: {device.peak_flops[plan.config.train.dtype] / 1e12:.4g} TFLOP/s; GB/s: "
         f"memory {device.memory_bandwidth / 1e9:.4g}, link {device.link_bandwidth / 1e9:.4g}, "

@@ -110,6 +110,7 @@ def make_steps(
     setting = AttentionSetting(
         config.model,
         config.train.dtype,
+        device.platform,
         cuda_capability(device),
         config.data.document_mask,
         config.train.deterministic,

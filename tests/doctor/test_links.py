@@ -4,9 +4,11 @@ import dataclasses
 
 import jax
 import numpy as np
+import pytest
 
 from jaxgpt.cluster.process_group import ProcessGroup
-from jaxgpt.config import MeshShape
+from jaxgpt.config import MeshShape, UsageError
+from jaxgpt.doctor.__main__ import parse
 from jaxgpt.doctor.collectives import axis_link, default_mesh_shape
 from jaxgpt.parallel.mesh import make_mesh
 from jaxgpt.perf.hardware import DEVICES
@@ -46,3 +48,10 @@ def test_an_axis_is_compared_with_its_own_axis_link():
     assert axis_link(FakeMesh, "data", two_hosts) == (True, a100.network_bandwidth)
     for axis in ("fsdp", "tensor"):
         assert axis_link(FakeMesh, axis, two_hosts) == (False, a100.link_bandwidth)
+
+
+def test_a_mesh_to_check_need_not_fit_a_model():
+    """12 tiles of an Aurora node: 12 does not divide the heads or the MLP of the default model."""
+    assert parse(["--mesh", "1,1,12"]).mesh == "1,1,12"
+    with pytest.raises(UsageError, match="parallel.mesh=1,1: must be sizes"):
+        parse(["--mesh", "1,1"])

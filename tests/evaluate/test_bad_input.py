@@ -40,6 +40,7 @@ def home(tmp_path_factory):
         for split in ("train", "val"):
             (np.arange(500) % (largest + 1)).astype(np.uint16).tofile(home / name / f"{split}.bin")
     save(home / "bare_run", f"data.path={home}/bare", "model.vocab_size=50")
+    save(home / "split_run", f"data.path={home}/byte", "parallel.sequence_parallel=True")
     save(home / "weights", f"data.path={home}/byte", weights_only=True)
     shutil.copytree(home / "byte", home / "spoiled")
     tokens = np.fromfile(home / "byte" / "val.bin", np.uint16)
@@ -90,6 +91,10 @@ def refused(capsys, *words):
         ),
         (("--run", "{home}/run", "--split", "test"), "--split: invalid choice: 'test'"),
         (("--run", "{home}/run", "--mesh", "1,1,3"), "parallel.mesh=1,1,3: tensor=3 does not"),
+        (
+            ("--run", "{home}/split_run", "--mesh", "1,1,4", "--block-size", 6),
+            "sequence_parallel=True: tensor=4 (parallel.mesh=1,1,4) must divide model.block_size=6",
+        ),
         (("--run", "{home}/run", "--stride", BLOCK + 1), f"--stride={BLOCK + 1}: must be at most"),
         (("--run", "{home}/run", "--stride", 0), "--stride: 0: must be a whole number"),
         (("--run", "{home}/run", "--dtype", "fp8"), "--dtype: invalid choice: 'fp8'"),

@@ -45,7 +45,7 @@ def full(attend, q, k, v, keys_BH=None, **options):
     ],
 )
 def test_the_kernel_is_chosen_and_the_choice_explained(config, dtype, capability, kernel, reason):
-    chosen, why = choose_attention(AttentionSetting(config, dtype, capability))
+    chosen, why = choose_attention(AttentionSetting(config, dtype, "gpu", capability))
     assert chosen == kernel
     assert reason in why
 
@@ -60,14 +60,14 @@ def test_the_kernel_is_chosen_and_the_choice_explained(config, dtype, capability
     ],
 )
 def test_a_gpu_that_does_without_cudnn_is_a_warning(config, capability, n_warnings):
-    setting = AttentionSetting(config, "bfloat16", capability)
+    setting = AttentionSetting(config, "bfloat16", "gpu", capability)
     warnings = fallback_warnings(setting, *choose_attention(setting))
     assert len(warnings) == n_warnings and all("dropout" in warning for warning in warnings)
 
 
 def test_asking_for_cudnn_without_a_gpu_is_refused():
     with pytest.raises(UsageError, match="model.attention=cudnn: .*use auto"):
-        choose_attention(AttentionSetting(ModelConfig(attention="cudnn"), "bfloat16", 0.0))
+        choose_attention(AttentionSetting(ModelConfig(attention="cudnn"), "bfloat16"))
 
 
 @pytest.mark.parametrize(("told", "expected"), [("9.0", 9.0), ("gfx90a", 0.0), (None, 0.0)])

@@ -313,7 +313,9 @@ def outcome(attend, *qkv):
 )
 def test_documents_need_a_mask(options, kernel, reason):
     config = ModelConfig(n_head=12, n_embd=768, **options)
-    chosen, why = choose_attention(AttentionSetting(config, "bfloat16", 9.0, document_mask=True))
+    chosen, why = choose_attention(
+        AttentionSetting(config, "bfloat16", "gpu", 9.0, document_mask=True)
+    )
     assert chosen == kernel and reason in why
 
 

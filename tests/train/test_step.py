@@ -169,7 +169,7 @@ def lowered_for_cuda(monkeypatch, *words):
     monkeypatch.setattr(kernels, "is_cuda_compute_capability_equal", lambda other: other == "9.0")
     config = load_config(*ARGUMENTS, "model.vocab_size=256", "train.dtype=bfloat16", *words)
     deterministic = config.train.deterministic
-    setting = AttentionSetting(config.model, "bfloat16", 9.0, deterministic=deterministic)
+    setting = AttentionSetting(config.model, "bfloat16", "gpu", 9.0, deterministic=deterministic)
     attend = KERNELS["cudnn"].make(setting)
     steps = make_steps(config, make_mesh(mesh_shape(config)), attend=attend, on_cpu=False)
     operands = (

@@ -46,8 +46,10 @@ def attention_errors(settings: Sequence[str]) -> tuple[float, float, str]:
         for key, n in zip(keys, heads, strict=True)
     ]
     wide = [x.astype(jnp.float32) for x in narrow]
-    capability = cuda_capability(jax.devices()[0])
-    setting = AttentionSetting(model, "bfloat16", capability, documents)
+    device = jax.devices()[0]
+    setting = AttentionSetting(
+        model, "bfloat16", device.platform, cuda_capability(device), documents
+    )
     kernel, why = choose_attention(setting)
     dropped = jax.random.split(jax.random.key(1), (2, 12)) if model.dropout else None
     positions_T = jnp.arange(T)
