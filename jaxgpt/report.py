@@ -93,15 +93,14 @@ def read_metrics(run: Path, kind: str = "") -> list[dict[str, Any]]:
 def goodput_report(run: Path, width: int) -> str:
     """Return the table of a run's goodput, followed by a line for each straggler.
 
-    Raises `UsageError` if the run has no goodput records, and `OSError` if it has no metrics.jsonl.
+    Raises `UsageError` if metrics.jsonl cannot be read or has no goodput records.
     """
-    records = read_goodput(run)
+    stragglers, records = read_metrics(run, StragglerRecord.kind), read_goodput(run)
     if not records:
         raise UsageError(
             f"RUN={run}: its metrics.jsonl has no goodput records; give a run that has trained a "
             "step"
         )
-    stragglers = read_metrics(run, StragglerRecord.kind)
     return "\n".join([goodput_table(records, width), *map(straggler_line, stragglers)])
 
 

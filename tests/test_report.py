@@ -75,8 +75,9 @@ def test_spikes_are_listed_and_drawn(tmp_path):
     job = run("report", "spikes", tmp_path, "--png", tmp_path / "no" / "where.png")
     assert job.returncode == 2 and f"--png={tmp_path}/no/where.png" in job.stdout
     assert job.stdout.count("\n") == 1
-    job = run("report", "spikes", tmp_path / "no")
-    assert job.returncode == 2 and f"RUN={tmp_path}/no" in job.stdout
+    for kind in ("spikes", "goodput"):
+        job = run("report", kind, tmp_path / "no")
+        assert job.returncode == 2 and job.stdout.startswith(f"error: RUN={tmp_path}/no: ")
     job = run("report", "goodput", tmp_path)
     assert job.returncode == 2 and job.stdout.count("\n") == 1
     assert f"RUN={tmp_path}: its metrics.jsonl has no goodput records" in job.stdout
