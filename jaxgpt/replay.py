@@ -1,10 +1,10 @@
 """Repeat steps of a run and compare them: `python -m jaxgpt.replay --run DIR --step S [S ...]`.
 
 For each S, this restores the newest checkpoint before step S, trains up to S again, and compares
-the loss and the gradient norm of each logged step with metrics.jsonl. They must be bitwise equal on
-the mesh, processes, devices and JAX version of the run; otherwise, they may differ by rounding
-errors. There is one line for each S, with the first difference. The exit status is 1 if anything
-differs. Nothing is written to the run directory.
+the loss and the gradient norm of each logged step with metrics.jsonl. With the mesh, processes,
+devices and JAX version of the run, they must be bitwise equal; otherwise, they may differ by
+rounding errors. The output has one line for each S, with the first difference, if any. If anything
+differs, the exit status is 1. Nothing is written to the run directory.
 """
 
 import argparse
@@ -37,7 +37,7 @@ from jaxgpt.spikes.skip import SkipRanges
 from jaxgpt.tracking.jsonl import METRICS, read_records
 from jaxgpt.train.resume import source_hashes
 
-COMPARED = {"loss": 1e-3, "grad_norm": 1e-2}  # figure -> relative tolerance for rounding
+COMPARED = {"loss": 1e-3, "grad_norm": 1e-2}  # metric -> relative tolerance for rounding errors
 
 
 class Conditions(NamedTuple):
@@ -55,14 +55,14 @@ class Conditions(NamedTuple):
 class Stretch(NamedTuple):
     """Consecutive steps to repeat."""
 
-    checkpoint: int  # the step to start after; 0 is the initial state
-    last: int
+    checkpoint: int  # step of the checkpoint to start from; 0 is the initial state
+    last: int  # the last step to repeat
     conditions: list[list[Any]]  # the distinct `Conditions` of the steps, in order, as lists
-    parts: list[list[Any]]  # for each batch size in order: its last step and its configuration
+    parts: list[list[Any]]  # (last step, configuration) for each batch size, in order
 
 
 class Difference(NamedTuple):
-    """A figure of a repeated step that differs from the record."""
+    """A metric of a repeated step that differs from its record."""
 
     step: int
     name: str
@@ -84,7 +84,7 @@ def parser() -> CommandParser:
         "--step", type=whole_number(), nargs="+", required=True, metavar="S",
         help="steps to repeat, starting from the newest checkpoint before each",
     )  # fmt: skip
-    out.add_argument("--mesh", help="default: the mesh of the run at the first of the steps")
+    out.add_argument("--mesh", help="default: the mesh of the run at the first of these steps")
     return out
 
 
@@ -100,7 +100,8 @@ def main(argv: list[str] | None = None) -> None:
 def replay(run: Path, steps: Sequence[int], mesh: str | None, cluster: ProcessGroup) -> bool:
     """Repeat the steps and print the results; return whether anything differs.
 
-    All processes call this together. Raises `UsageError` if a step cannot be repeated.
+    `mesh` is in the format of `--mesh`; None selects the mesh on which the run trained the first of
+    these steps. All processes call this together. Raises `UsageError` if a step cannot be repeated.
     """
     found = cluster.broadcast(
         cluster.run_on_all(lambda: find_stretches(run, steps) if cluster.is_main else None)
@@ -128,9 +129,15 @@ def replay(run: Path, steps: Sequence[int], mesh: str | None, cluster: ProcessGr
 
 
 def find_stretches(run: Path, steps: Sequence[int]) -> dict[str, Any]:
-    """Return, as JSON, the stretches to repeat and the records to compare them with.
+    """Return the inputs of `replay` from a run directory, as a dict that can be saved as JSON.
 
-    Raises `UsageError` for a step that was not logged or cannot be repeated.
+    - `stretches`: a `Stretch` for each step, sorted by step.
+    - `records`: the metrics in `COMPARED` of each logged step, by the step as a string.
+    - `batch_sizes`: `BatchSizes.changes` of the run.
+    - `fingerprints`: the fingerprints of the data.
+
+    Raises `UsageError` if `run` is not a run directory with checkpoints, or if a step was not
+    logged or cannot be repeated.
     """
     if not (run / METRICS).exists():
         raise UsageError(f"--run {run}: has no {METRICS}; give a run directory")
@@ -175,16 +182,16 @@ def find_stretches(run: Path, steps: Sequence[int]) -> dict[str, Any]:
 def _parts(
     saved: dict[int, dict[str, Any]], sizes: BatchSizes, before: int, last: int
 ) -> list[list[Any]]:
-    """Return the last step and the configuration for each batch size after `before` up to `last`.
+    """Split the steps from `before` + 1 to `last` into parts with the same batch size.
 
-    The last step of the last batch size is `last`.
+    Return the last step and the configuration of each part.
     """
 
     def config_of(step: int) -> dict[str, Any]:
         """Return the configuration of the nearest checkpoint with the batch size of a step.
 
-        Checkpoints after the step are preferred. If no checkpoint has that batch size, it is set in
-        the configuration of the nearest one.
+        Checkpoints at or after the step are preferred. If no checkpoint has that batch size, the
+        configuration of the nearest checkpoint is changed to that batch size.
         """
         near = sorted(saved, key=lambda s: (s < step, abs(s - step)))
         configs, size = [saved[s]["config"] for s in near], sizes.at(step)
@@ -196,16 +203,17 @@ def _parts(
             train["gradient_accumulation_steps"] = 1
         return {**configs[0], "train": train}
 
-    # All parts use the same parallelism. The last configuration has the skip ranges of all steps.
+    # All parts use the same parallelism. The last configuration has the skip ranges for all steps.
     shared = {key: config_of(last)[key] for key in ("parallel", "train_range_to_skip")}
     ends = [first - 1 for first, _ in sizes.changes if before + 1 < first <= last] + [last]
     return [[end, config_of(end) | shared] for end in ends]
 
 
 def _conditions(starts: Sequence[dict[str, Any]], before: int, last: int) -> list[list[Any]]:
-    """Return each distinct `Conditions` of the steps after `before` up to `last`, in order.
+    """Return the distinct `Conditions` of the steps from `before` + 1 to `last`, in order.
 
-    `starts` are the run's records of kind start, oldest first.
+    `starts` are the run's records of kind start, oldest first. Raises `UsageError` if they do not
+    cover these steps.
     """
     by_step = {}
     if not starts or starts[0]["step"] > before:
@@ -220,7 +228,7 @@ def _conditions(starts: Sequence[dict[str, Any]], before: int, last: int) -> lis
 
 
 class Repeater:
-    """The train step and the data of a run, on the mesh that its steps are repeated on."""
+    """Repeats steps of a run, with its data and its train step on a given mesh."""
 
     def __init__(
         self,
@@ -232,7 +240,7 @@ class Repeater:
     ):
         """Open the data and compile the train step; all processes call this together.
 
-        Raises `UsageError` if the data does not match `fingerprints`.
+        Raises `UsageError` if the data cannot be read or does not match `fingerprints`.
         """
         self.config = config
         dataset = cluster.run_on_all(open_dataset, config.data, config.model)
@@ -258,7 +266,10 @@ class Repeater:
         self._skips = SkipRanges(skip_ranges(config))
 
     def repeat(self, state: Any, steps: range) -> tuple[Any, dict[int, dict[str, float | None]]]:
-        """Train the steps again; return the new state and the figures of each step."""
+        """Train the steps again; return the new state and the metrics of each step.
+
+        The metrics of a skipped step are None.
+        """
         import jax
 
         batches = self._loader.batches(step for step in steps if step not in self._skips)
@@ -274,7 +285,11 @@ class Repeater:
         return state, jax.device_get(found)
 
     def restore_or_init(self, step: int) -> Any:
-        """Return the state after `step`, from its checkpoint; for step 0, the initial state."""
+        """Return the state after `step`, from its checkpoint; for step 0, the initial state.
+
+        All processes call this together. Raises `DamagedCheckpoint` if the checkpoint is damaged,
+        and `UsageError` if it cannot be read now.
+        """
         from jaxgpt.train.state import restore_state
 
         if step == 0:
@@ -286,10 +301,10 @@ class Repeater:
 def compare(
     found: dict[int, dict[str, float | None]], records: dict[str, Any], exact: bool
 ) -> list[Difference]:
-    """Return the figures in `found` that differ from `records`, in order of step.
+    """Return the metrics in `found` that differ from `records`, in the order of `found`.
 
-    If `exact`, they must be bitwise equal. Otherwise, they may differ by the tolerances in
-    `COMPARED`.
+    Steps without a record are not compared. If `exact`, the metrics must be bitwise equal.
+    Otherwise, they may differ by the tolerances in `COMPARED`. Non-finite metrics count as None.
     """
     out = []
     for step, scalars in found.items():
@@ -303,7 +318,7 @@ def compare(
 
 
 def agree(was: float | None, found: float | None, tolerance: float) -> bool:
-    """Return whether two figures are equal up to a relative tolerance; None equals only None."""
+    """Return whether two numbers are equal up to a relative tolerance; None equals only None."""
     if was is None or found is None:
         return was is found
     return abs(was - found) <= tolerance * abs(was)

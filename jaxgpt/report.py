@@ -28,7 +28,7 @@ SHAPE = {  # of startup.json
     "job_start_to_first_step": float | None, "total": SPREAD, "phases": {str: SPREAD},
     "slowest_phase": str,
 }  # fmt: skip
-LOG_WIDTH = 200  # columns of a table in a file, so that long rows are not folded
+LOG_WIDTH = 200  # columns of a table outside a terminal, so that long rows are not folded
 
 
 def parser() -> CommandParser:
@@ -61,9 +61,10 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def spikes_report(run: Path, png: Path | None) -> None:
-    """Print the table of a run's spikes; if `png` is given, also plot the loss curve to it.
+    """Print a table of a run's spikes; if `png` is given, also plot the loss curve to that file.
 
-    Raises `UsageError` if metrics.jsonl cannot be read or the plot cannot be written.
+    Raises `UsageError` if metrics.jsonl cannot be read, if the plot cannot be written, or if
+    matplotlib is missing.
     """
     records, path = read_metrics(run), run / METRICS
     lost = len(path.read_bytes().splitlines()) - len(records)
@@ -77,7 +78,7 @@ def spikes_report(run: Path, png: Path | None) -> None:
 
 
 def read_metrics(run: Path, kind: str = "") -> list[dict[str, Any]]:
-    """Return the records of a run, or only those of one kind.
+    """Return the records of a run, or only the records of one kind.
 
     Raises `UsageError` if its metrics.jsonl cannot be read.
     """
@@ -91,9 +92,10 @@ def read_metrics(run: Path, kind: str = "") -> list[dict[str, Any]]:
 
 
 def goodput_report(run: Path, width: int) -> str:
-    """Return the table of a run's goodput, followed by a line for each straggler.
+    """Return a table of a run's goodput, followed by a line for each straggler record.
 
-    Raises `UsageError` if metrics.jsonl cannot be read or has no goodput records.
+    The table is at most `width` columns wide. Raises `UsageError` if metrics.jsonl cannot be read
+    or has no goodput records.
     """
     stragglers, records = read_metrics(run, StragglerRecord.kind), read_goodput(run)
     if not records:
@@ -105,7 +107,10 @@ def goodput_report(run: Path, width: int) -> str:
 
 
 def read_startup(run: Path) -> list[str]:
-    """Return a run's row of the table; raise `UsageError` if its startup.json cannot be read."""
+    """Return a run's row in the table of start-up times, in the order of `HEADINGS`.
+
+    Raises `UsageError` if its startup.json cannot be read.
+    """
     path = run / "startup.json"
     try:
         return startup_row(run, read_json(path, SHAPE))

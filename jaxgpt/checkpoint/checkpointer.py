@@ -54,10 +54,10 @@ class Save:
     """A checkpoint that is being written or copied."""
 
     step: int
-    began: float  # `time.perf_counter()` when training was interrupted by the save
+    began: float  # `time.perf_counter()` when the save interrupted training
     stalled: float = 0.0  # seconds that training waited before it could continue
     error: Exception | None = None  # why this process could not start the save
-    copy: Future[None] | None = None  # to the run directory, on process 0 with checkpoint.local
+    copy: Future[None] | None = None  # copy to the run directory, on process 0 only
     is_logged: bool = False
 
 
@@ -77,10 +77,11 @@ class Checkpoints:
         cluster: ProcessGroup | None = None,
         on_saved: Callable[[float], None] = lambda seconds: None,
     ):
-        """Set up without reading or writing anything.
+        """Initialize without reading or writing any file.
 
         Args:
             directory: the run directory, which all processes share.
+            config: the configuration of the run.
             cluster: the processes that save together; None means only this process.
             on_saved: called on process 0 with the seconds that each checkpoint took.
         """
@@ -94,14 +95,15 @@ class Checkpoints:
         self._orbax: Any = None  # opened by the first save, because importing Orbax takes a second
         # On process 0, one thread removes old checkpoints and copies local ones.
         self._background: ThreadPoolExecutor | None = None
-        self._last_save = time.monotonic()  # until the first save, the time of the start
+        self._last_save = time.monotonic()  # before the first save, the time of this start
         self.log: Callable[[Record], None] = lambda record: None
 
     def open(self, tree: Tree) -> None:
         """Prepare for saving: remove the remains of interrupted saves.
 
-        All processes call this together. Raises `UsageError` if a checkpoint of `tree` does not fit
-        on the disk, or if checkpoint.local cannot be used.
+        `tree` has the arrays to save, or their shapes. All processes call this together. Raises
+        `UsageError` on all of them if a checkpoint does not fit on the disk, or if checkpoint.local
+        cannot be used.
         """
         if self._local is not None:
             self._local.open(self._cluster)
@@ -113,8 +115,8 @@ class Checkpoints:
     def is_due(self, step: int) -> bool:
         """Return whether a save is due by checkpoint.interval or checkpoint.interval_minutes.
 
-        All processes call this together, after each step. Process 0 checks its clock every
-        train.log_interval steps.
+        All processes call this together after each step. With checkpoint.interval_minutes, process
+        0 checks its clock every train.log_interval steps.
         """
         checkpoint, train = self._config.checkpoint, self._config.train
         if should_run_every(step, checkpoint.interval):
@@ -125,11 +127,18 @@ class Checkpoints:
         return self._cluster.broadcast(minutes >= checkpoint.interval_minutes)
 
     def save(self, step: int, tree: Tree, meta: Mapping[str, Any]) -> None:
-        """Start writing arrays and JSON; the caller may donate the arrays after this returns.
+        """Start saving arrays and JSON; the caller may donate the arrays after this returns.
 
-        All processes call this together. Raises `UsageError` on all of them if an earlier save has
-        failed and the run cannot continue without it. That is the case with
-        checkpoint.on_error=stop, or if there is no older checkpoint.
+        If this save fails, the next `save`, `restore` or `close` reports it. All processes call
+        this together.
+
+        Args:
+            step: the step after which `tree` was computed.
+            tree: the arrays.
+            meta: the JSON, without the step and the checksums, which this method adds.
+
+        Raises `UsageError` on all processes if an earlier save has failed and the run cannot
+        continue, because checkpoint.on_error=stop or because there is no older checkpoint.
         """
         began = time.perf_counter()
         self._settle()
@@ -165,7 +174,7 @@ class Checkpoints:
     def restore(self, step: int, shapes: Tree) -> tuple[Tree, dict[str, Any]]:
         """Return the arrays of `step`, bitwise as they were saved, and its JSON.
 
-        Waits for any save in progress. All processes call this together.
+        Wait for saves in progress first. All processes call this together.
 
         Args:
             shapes: `jax.ShapeDtypeStruct`s with the shardings to restore onto.
@@ -180,14 +189,14 @@ class Checkpoints:
         return _read(self._directory, step, shapes, remedy, self._cluster.run_on_all)
 
     def remove_local_after(self, step: int) -> None:
-        """Remove local checkpoints of later steps, which a restart abandoned; call on process 0."""
+        """On process 0, remove the local checkpoints after `step`, which a restart abandoned."""
         if self._local is not None:
             for later in list_checkpoints(self._local.directory):
                 if later > step:
                     self._local.remove(later)
 
     def close(self, is_final: bool = True) -> None:
-        """Wait until everything is on disk. All processes call this together.
+        """Wait until all saves are on disk. All processes call this together.
 
         `is_final` means that no other save will follow. Raises `UsageError` under the same
         conditions as `save`, and also if the final save failed.
@@ -243,7 +252,7 @@ class Checkpoints:
         )
 
     def _make_room(self, step: int, tree: Tree) -> str:
-        """On process 0, make room for a save; return why it cannot start, or "" if it can."""
+        """On process 0, make room for a save; return why the save cannot start, or "" if it can."""
         if not self._cluster.is_main:
             return ""
         try:
@@ -315,11 +324,11 @@ class Checkpoints:
         save.is_logged = True
         seconds = time.perf_counter() - save.began
         if self._cluster.is_main:
-            # The checkpoint may have been complete since before an evaluation, so subtract the
-            # time since its folder was last modified.
+            # The checkpoint may have been completed long ago, for example before an evaluation, so
+            # subtract the time since its folder was last modified.
             try:
                 age = time.time() - (self._folder / str(save.step)).stat().st_mtime
-            except OSError:  # the run directory has just vanished; the next save reports that
+            except OSError:  # the run directory has just vanished, which the next save reports
                 age = 0.0
             seconds = max(save.stalled, seconds - max(0.0, age))
             self._on_saved(seconds)
@@ -336,7 +345,7 @@ class Checkpoints:
         if self._cluster.is_main:
             for directory in {self._path(step).parent, self._folder}:
                 shutil.rmtree(directory / f"{step}{TEMPORARY_SUFFIX}", ignore_errors=True)
-            with contextlib.suppress(OSError):  # if the file system is gone, there is none
+            with contextlib.suppress(OSError):  # if the file system is gone, there is no checkpoint
                 latest = max(list_checkpoints(self._directory), default=None)
         latest = self._cluster.broadcast(latest)
         sentence = f"{self._folder}: checkpoint {step} could not be written ({error})"
@@ -358,7 +367,7 @@ class Checkpoints:
 
 
 def _remedy(problem: str) -> str:
-    """Return what the user can do if a checkpoint cannot be written."""
+    """Return what the user can do after a checkpoint could not be written."""
     room = "make room, and " if any(words in problem for words in NO_ROOM_WORDS) else ""
     return f"{room}{CONTINUE}"
 
@@ -371,8 +380,8 @@ def _wait_for_copy(save: Save) -> str:
 def _first_cause(errors: list[str]) -> str:
     """Return the cause of a failed save, given each process's error ("" for no error).
 
-    Processes that waited for the failed one at Orbax's barriers report a timeout, which is a
-    consequence and not the cause.
+    Processes that waited at Orbax's barriers for the failed process report a timeout, which is only
+    a consequence.
     """
     found = [(rank, error) for rank, error in enumerate(errors) if error]
     causes = [pair for pair in found if not pair[1].startswith(TIMED_OUT)] or found
@@ -388,10 +397,10 @@ def restore_params(
     shapes: Params,
     run_on_all: Callable[..., Any] | None = None,
 ) -> Params:
-    """Return only the parameters of `step`, laid out as in `shapes`.
+    """Return only the parameters of `step`, with the shapes and shardings of `shapes`.
 
-    With AdamW, parameters are a third of the bytes of a checkpoint. A run that is training in
-    `directory` is not disturbed, because this function only reads.
+    With AdamW, the parameters make up a third of a checkpoint. This function only reads, so it does
+    not disturb a run that is training in `directory`.
 
     Args:
         shapes: `jax.ShapeDtypeStruct`s with the shardings to restore onto.
@@ -415,7 +424,7 @@ def _read(
 ) -> tuple[Tree, dict[str, Any]]:
     """Return the arrays of a checkpoint, verified against their checksums, and its JSON.
 
-    Raises `DamagedCheckpoint`, or `UsageError` if a disk or a network does not respond.
+    Raises `DamagedCheckpoint` if it is damaged, and `UsageError` if a file cannot be read now.
     """
     folder = (directory / "checkpoints" / str(step)).absolute()
     run_on_all = run_on_all or (lambda function: function())
@@ -451,9 +460,10 @@ def _read(
 def _read_arrays(folder: Path, shapes: Tree, partial_restore: bool) -> Tree:
     """Return this process's shards of the arrays.
 
-    Raises `DamagedCheckpoint` if an array is missing or unreadable, and `UsageError` if the disk
-    does not respond. This function calls Orbax's handler directly, because the handler does not
-    wait for other processes. A process that fails can therefore report its error to the others.
+    Raises `DamagedCheckpoint` if an array is missing or unreadable, `UsageError` if a file cannot
+    be read now, and `RuntimeError` for errors of JAX, such as insufficient memory. This function
+    calls Orbax's handler directly, because the handler does not wait for other processes. A process
+    that fails can therefore report its error to the others.
     """
     import orbax.checkpoint as ocp
 
@@ -468,7 +478,7 @@ def _read_arrays(folder: Path, shapes: Tree, partial_restore: bool) -> Tree:
             return handler.restore(folder / "state", args=args)
     except Exception as error:  # Orbax and TensorStore raise many types of exceptions
         cause = error.__cause__ or error
-        if isinstance(cause, MemoryError | jax.errors.JaxRuntimeError):  # not the files' fault
+        if isinstance(cause, MemoryError | jax.errors.JaxRuntimeError):  # not caused by the files
             raise RuntimeError(f"{folder}: could not be restored") from error
         text = " ".join(str(cause).split())
         number = os_error(cause)
@@ -480,7 +490,7 @@ def _read_arrays(folder: Path, shapes: Tree, partial_restore: bool) -> Tree:
 
 @functools.cache
 def silence_orbax() -> None:
-    """Silence Orbax, which logs every save, and logs every error in addition to raising it.
+    """Silence Orbax, which logs every save and every error, although it also raises the errors.
 
     When one array fails, Orbax closes the event loop that the other arrays still use, and leaves
     coroutines that are never awaited. No caller receives their errors, and only

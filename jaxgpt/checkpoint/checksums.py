@@ -1,7 +1,7 @@
-"""Checksums of arrays, which are the same on any mesh.
+"""Checksums of arrays, which do not depend on the mesh.
 
-The devices compute them before a checkpoint is written and after it is read. A mismatch shows that
-a disk, a file system or a copy has changed the data.
+The devices compute the checksums before a checkpoint is written and after it is read. A mismatch
+shows that a disk, a file system or a copy has changed the data.
 """
 
 import functools
@@ -19,15 +19,16 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxgpt.parallel.offload import to_device
 
 CHUNK_ELEMENTS = 2**19  # number of hashes in memory at a time
-HOST_CHUNK_ELEMENTS = 2**16  # the same on the host: as many as fit in a core's cache
+HOST_CHUNK_ELEMENTS = 2**16  # the same limit on the host, so that a chunk fits in a core's cache
 
 
 def checksums(tree: Any) -> dict[str, int]:
-    """Return the checksum of each array, below 2^32, by its path (such as params/norm/scale).
+    """Return the 32-bit checksum of each array, by its path (such as params/norm/scale).
 
     A checksum is the sum, modulo 2^32, of a hash of each element's bits and position, so it does
-    not depend on the sharding. A change to a single element always changes it. All processes call
-    this together. Arrays have at most 32 bits per element and `NamedSharding`s on the same mesh.
+    not depend on the sharding. Changing a single element always changes the checksum. All processes
+    call this together. Arrays must have at most 32 bits per element, and must have `NamedSharding`s
+    on the same mesh.
     """
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     sums, found = sums_by_device([array for _, array in leaves]), {}
@@ -48,7 +49,7 @@ def sums_by_device(arrays: Sequence[jax.Array]) -> np.ndarray:
 
 
 def devices_by_part(sharding: NamedSharding) -> list[list[int]]:
-    """Return the devices that hold each part of an array, by their index in the flattened mesh."""
+    """Return the devices that hold each shard of an array, as indices into the flattened mesh."""
     mesh = sharding.mesh
     splits = [name in jax.tree.leaves(tuple(sharding.spec)) for name in mesh.axis_names]
     parts = defaultdict(list)
@@ -61,7 +62,7 @@ def part_checksum(part: np.ndarray, first: Sequence[int], shape: tuple[int, ...]
     """Return the contribution of a part of an array to the array's checksum, computed on the host.
 
     Args:
-        part: has as many dimensions as the whole array, and 32 bits per element.
+        part: an array with as many dimensions as the whole array, and 32 bits per element.
         first: index of the part's first element in the whole array.
         shape: shape of the whole array.
     """
@@ -103,11 +104,11 @@ def _compiled(shardings: tuple[NamedSharding, ...]) -> Any:
 
 @functools.partial(jax.jit, static_argnums=(1, 2))  # traced once for a parameter and its moments
 def _shard_checksum(shard: jax.Array, shape: tuple[int, ...], spec: PartitionSpec) -> jax.Array:
-    """Return the sum of the hashes of one device's shard of an array of this shape (uint32 scalar).
+    """Return one device's contribution to the checksum of an array of this shape (uint32 scalar).
 
     A shard in host memory is copied to the device chunk by chunk.
     """
-    along = [jnp.zeros(1, jnp.uint32)]  # for each axis: contribution of an index to the position
+    along = [jnp.zeros(1, jnp.uint32)]  # for each axis: what an index adds to the position
     for axis, size in enumerate(shard.shape):
         split = spec[axis] if axis < len(spec) else None
         first = lax.axis_index(split) * size if split else 0
@@ -135,7 +136,7 @@ def _shard_checksum(shard: jax.Array, shape: tuple[int, ...], spec: PartitionSpe
 def _hash(elements: jax.Array, places: jax.Array) -> jax.Array:
     """Return fmix32 (smhasher, src/MurmurHash3.cpp) of each element's bits plus its position.
 
-    At any given position, different elements have different hashes.
+    At a given position, elements with different bits have different hashes.
     """
     unsigned = jnp.dtype(f"uint{8 * elements.dtype.itemsize}")
     return _mix(lax.bitcast_convert_type(elements, unsigned).astype(jnp.uint32) + places)

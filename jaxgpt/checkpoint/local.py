@@ -1,4 +1,4 @@
-"""Local checkpoints: saved to a fast folder first, then copied to the run directory."""
+"""Local checkpoints, which are saved to a fast folder and then copied to the run directory."""
 
 import contextlib
 import hashlib
@@ -25,7 +25,7 @@ BLOCK_BYTES = 2**24  # number of bytes copied at a time
 class LocalFolder:
     """The checkpoints of one run under checkpoint.local, laid out as in the run directory.
 
-    All processes share the folder, which is on the disk of the only host or on a burst buffer. A
+    All processes share the folder, which is on a burst buffer or on the disk of a single host. A
     checkpoint stays there until process 0 has copied it to the run directory.
     """
 
@@ -39,7 +39,7 @@ class LocalFolder:
         """Create the folder and remove interrupted saves; all processes call this together.
 
         Raises `UsageError` on every process if the folder cannot be written, or is not visible to
-        all of them.
+        all processes.
         """
         checkpoints = self.directory / "checkpoints"
         probe = checkpoints / f".{cluster.broadcast(uuid.uuid4().hex)}"
@@ -75,9 +75,9 @@ class LocalFolder:
     def recover(self, log_interval: int) -> list[str]:
         """On process 0, copy the checkpoints whose copy was interrupted; return log lines.
 
-        A checkpoint is stale if metrics.jsonl in the run directory ends before its step, because
-        the run has since continued without this folder. It is renamed to STEP.stale. Raises
-        `UsageError` if a checkpoint cannot be copied.
+        If metrics.jsonl in the run directory ends `log_interval` or more steps before a checkpoint,
+        the run has since continued without this folder. The checkpoint is then stale and is renamed
+        to STEP.stale. Raises `UsageError` if a checkpoint cannot be read or copied.
         """
         notes, metrics = [], self._run / METRICS
         records = read_records(metrics) if metrics.exists() else []
@@ -109,7 +109,10 @@ class LocalFolder:
         return notes
 
     def copy_to_run(self, step: int) -> None:
-        """Move a checkpoint to the run directory, where it is either complete or absent."""
+        """Move a checkpoint to the run directory, where it is either complete or absent.
+
+        Remove it and older local checkpoints afterwards. Raises `OSError` if it cannot be copied.
+        """
         final = self._run / "checkpoints" / str(step)
         scratch = final.with_name(f"{step}{TEMPORARY_SUFFIX}")
         try:

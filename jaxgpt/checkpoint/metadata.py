@@ -1,4 +1,4 @@
-"""The JSON that is saved with the arrays of a checkpoint, and needed to resume from it."""
+"""The JSON that is saved with the arrays of a checkpoint and needed to resume from it."""
 
 import contextlib
 import errno
@@ -15,8 +15,8 @@ from typing import Any
 from jaxgpt.config import UsageError, check_shape, in_words, read_json
 
 TEMPORARY_SUFFIX = ".orbax-checkpoint-tmp"  # marks checkpoints that Orbax has not completed
-CHECKSUM_KEY = "sha256"  # the hash of all other keys
-# Errors that are due to a file itself, and not to its disk or a network.
+CHECKSUM_KEY = "sha256"  # its value is the hash of all other keys and values
+# Errors that are caused by the file itself, not by the disk or the network.
 ERRORS_OF_THE_FILE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EINVAL)
 WEIGHTS_ONLY = "weights_only"  # marks checkpoints without optimizer state
 SECTIONS = ("model", "train", "optimizer", "data", "parallel", "spike")
@@ -25,12 +25,12 @@ SHAPE = {
     "data_fingerprint": [(str, str)], "tokenizer": dict | None, "jax": str, "source?": str,
     "corpus_tokens?": {str: int}, "spike_state?": dict, "init_from?": (str, int),
 }  # fmt: skip
-# Additional keys in the checkpoints of runs. `batch_sizes` holds `BatchSizes.changes`.
+# Additional keys in the checkpoint of a run. `batch_sizes` has the format of `BatchSizes.changes`.
 RUN_SHAPE = {"mesh": str, "processes": int, "batch_sizes": [(int, int)]}
 
 
 class DamagedCheckpoint(UsageError):
-    """Raised if a checkpoint cannot be read, or differs from what was saved."""
+    """Raised if a checkpoint is unreadable, incomplete or does not match its checksums."""
 
     def __init__(self, reason: str, remedy: str):
         super().__init__(f"{reason}; {remedy}")
@@ -38,15 +38,15 @@ class DamagedCheckpoint(UsageError):
 
 
 def add_checksum(meta: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `meta` with its own hash, which `read_meta` verifies."""
+    """Return `meta` with a hash of its content, which `read_meta` verifies."""
     return {**meta, CHECKSUM_KEY: _hash(meta)}
 
 
 def read_meta(directory: Path, step: int) -> dict[str, Any]:
     """Return the JSON that was saved with the arrays of `step` in a run directory.
 
-    Raises `DamagedCheckpoint` if the JSON is missing or has changed. Raises `UsageError` if it
-    cannot be read now, or belongs to another step.
+    Raises `DamagedCheckpoint` if the JSON is missing, invalid or does not match its hash. Raises
+    `UsageError` if it cannot be read now, or belongs to another step.
     """
     checkpoint = directory / "checkpoints" / str(step)
     path = checkpoint / "meta" / "metadata"
@@ -175,11 +175,11 @@ def newest_checkpoint(directory: Path, key: str) -> tuple[int, dict[str, Any]]:
 def remove_temporary(checkpoints: Path) -> None:
     """Remove the remains of interrupted saves and removals from a folder of checkpoints."""
     for scratch in checkpoints.glob(f"*{TEMPORARY_SUFFIX}"):
-        shutil.rmtree(scratch, ignore_errors=True)  # it only takes space; the next start retries
+        shutil.rmtree(scratch, ignore_errors=True)  # leftovers only waste space
 
 
 def is_step(name: str) -> bool:
-    """Return whether a name is that of a checkpoint: a step without leading zeros."""
+    """Return whether a folder with this name is a checkpoint: a step without leading zeros."""
     return name.isdecimal() and str(int(name)) == name
 
 
@@ -188,14 +188,14 @@ def _hash(meta: Mapping[str, Any]) -> str:
 
 
 def describe_error(error: BaseException) -> str:
-    """Return a short description of an error: the operating system's if there is one."""
+    """Return a short description of an error, which is the text of its errno if it has one."""
     if number := os_error(error):
         return os.strerror(number)
     return (" ".join(str(error).split()) or type(error).__name__)[:200]
 
 
 def os_error(error: BaseException) -> int | None:
-    """Return the errno that an error contains, or None.
+    """Return the errno of an error, or None if it has no errno.
 
     TensorStore raises `ValueError`s that end in `[OS error 5: EIO Input/output error]` or
     `[os_error_code='5']`. `shutil.Error` contains `[Errno 5]` once for each file.

@@ -1,4 +1,4 @@
-"""Comparison of the replicas of each parameter, which finds silent data corruption.
+"""Detection of silent data corruption by comparing the replicas of each parameter.
 
 A parameter has replicas along `data` and along every other mesh axis that does not shard it.
 """
@@ -12,12 +12,12 @@ from jaxgpt.checkpoint.checksums import devices_by_part, sums_by_device
 
 
 def devices_that_differ(params: Any) -> list[int]:
-    """Return the devices whose shard of an array differs from its replicas.
+    """Return the devices whose shard of an array in the tree `params` differs from its replicas.
 
     Devices are given by their index in the flattened mesh. A device is returned if the other
     replicas of its shard outvote it. If the vote is tied, for example between two replicas, all
     devices that hold the shard are returned. A shard without replicas is not checked. All processes
-    call this together, and all get the same result.
+    call this together and get the same result.
     """
     arrays = jax.tree.leaves(params)
     sums = sums_by_device(arrays)
@@ -32,7 +32,7 @@ def devices_that_differ(params: Any) -> list[int]:
 
 
 def has_replicas(params: Any) -> bool:
-    """Return whether most parameters, counted by their elements, have a replica.
+    """Return whether more than half of all parameter elements have a replica.
 
     `params` is a tree of arrays, or of `jax.ShapeDtypeStruct`s with shardings.
     """

@@ -1,4 +1,4 @@
-"""Retention: which checkpoints of a run are kept."""
+"""Retention of checkpoints: which ones are kept, and which ones are removed."""
 
 import contextlib
 from collections.abc import Collection, Mapping, Sequence
@@ -17,7 +17,8 @@ def kept_steps(
         saved: the steps of all checkpoints, oldest first.
         checkpoint: the retention settings.
         rewinds: also keep the newest checkpoint.keep checkpoints at multiples of
-            checkpoint.interval. A rewind needs them, and ignores checkpoints that a signal caused.
+            checkpoint.interval. Rewinds use only these, and not checkpoints that were saved because
+            of a signal.
         losses: validation losses by step.
     """
     kept = set(saved[-checkpoint.keep :])
@@ -31,9 +32,9 @@ def kept_steps(
 
 
 def steps_to_remove(directory: Path, config: Config, saved: Sequence[int]) -> Collection[int]:
-    """Return the saved steps whose checkpoints are not kept in a run directory.
+    """Return the steps in `saved` whose checkpoints are to be removed from a run directory.
 
-    Validation losses come from metrics.jsonl, so that they are also known after a restart.
+    Validation losses are read from metrics.jsonl, so that they are also known after a restart.
     """
     checkpoint, losses = config.checkpoint, {}
     if checkpoint.keep_best:

@@ -1,7 +1,7 @@
 """Checkpoints of parameters only, written and read in parts, so that they need not fit in memory.
 
 `checkpointer.restore_params` restores them onto any mesh. Orbax can only write arrays that are in
-memory, so it writes the tree of names here, and TensorStore then writes each array.
+memory, so it only writes the tree of names, and TensorStore then writes each array.
 """
 
 import json
@@ -44,14 +44,18 @@ class WeightsWriter:
             checkpointer.save(self._folder / "state", args=ocp.args.PyTreeSave(names))
 
     def write(self, name: str, index: Index, array: np.ndarray) -> None:
-        """Write `array` as float32 to `index` (integers and slices) of the parameter `name`."""
+        """Write `array` as float32 to the parameter `name`, at `index`.
+
+        `index` has integers and contiguous slices; `array` has the shape that it selects. Later
+        dimensions are written in full. Each element must be written exactly once.
+        """
         weight = self._weights[name]
         index = (*index, *[slice(None)] * (len(weight.shape) - len(index)))
         first = [i if isinstance(i, int) else i.start or 0 for i in index]
         sizes = iter(array.shape)
         part = np.ascontiguousarray(array, np.float32)
         part = part.reshape([1 if isinstance(i, int) else next(sizes) for i in index])
-        if name not in self._stores:  # no chunk belongs to two parts
+        if name not in self._stores:  # no two parts share a chunk
             self._stores[name] = self._create(weight, chunk_shape(part.shape))
         place = tuple(slice(i, i + n) for i, n in zip(first, part.shape, strict=True))
         self._stores[name][place].write(part).result()
@@ -59,12 +63,12 @@ class WeightsWriter:
         self._todo[name] -= part.size
 
     def close(self, config: Config, tokenizer: Mapping[str, Any] | None, source: str) -> None:
-        """Complete the checkpoint by writing its JSON.
+        """Complete the checkpoint by writing its JSON, after all parameters have been written.
 
         Args:
             config: configuration with the options of the model.
-            tokenizer: JSON of the model's tokenizer; None if it is not known.
-            source: the path that the parameters come from.
+            tokenizer: JSON of the model's tokenizer; None if it is unknown.
+            source: path that the parameters were imported from.
         """
         assert not any(self._todo.values()), self._todo
         self._stores.clear()
@@ -99,7 +103,10 @@ class WeightsWriter:
 
 
 class WeightsReader:
-    """Reads the parameters of a checkpoint and verifies the checksum of each array."""
+    """Reads the parameters of a checkpoint and verifies the checksum of each array.
+
+    The constructor raises `DamagedCheckpoint` or `UsageError` as `read_meta` does.
+    """
 
     def __init__(self, directory: Path, step: int):
         self._folder = (directory / "checkpoints" / str(step)).absolute()
@@ -108,8 +115,8 @@ class WeightsReader:
     def blocks(self, weight: Weight) -> Iterator[tuple[int, np.ndarray]]:
         """Yield (layer number, layer) for weights stacked over layers, otherwise (first row, rows).
 
-        About `BLOCK_BYTES` are in memory at a time. If all layers were saved as one chunk, which is
-        how runs save them, the whole array is. Raises `UsageError` if the array cannot be read, has
+        About `BLOCK_BYTES` are in memory at a time. A run may save all layers of an array as one
+        chunk, which is then read as a whole. Raises `UsageError` if the array cannot be read, has
         another shape, or does not match its checksum, which is verified after the last block.
         """
         import tensorstore
@@ -139,7 +146,10 @@ class WeightsReader:
 
 
 def chunk_shape(part: tuple[int, ...]) -> tuple[int, ...]:
-    """Return chunks of at most `CHUNK_BYTES`, made by halving the largest dimension of a part."""
+    """Return the shape of chunks of at most `CHUNK_BYTES` for a float32 array of shape `part`.
+
+    The largest dimension is halved until a chunk is small enough.
+    """
     chunk = list(part)
     while 4 * math.prod(chunk) > CHUNK_BYTES:
         largest = max(range(len(chunk)), key=chunk.__getitem__)
@@ -148,7 +158,7 @@ def chunk_shape(part: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _spec(state: Path, name: str) -> dict[str, Any]:
-    """Return TensorStore's spec of a parameter, at the path that Orbax gives to its name."""
+    """Return TensorStore's spec of a parameter, with the path that Orbax derives from its name."""
     path = ".".join(["params", *name.split("/")])
     return {
         "driver": "zarr",

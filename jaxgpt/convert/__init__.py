@@ -1,4 +1,4 @@
-"""Conversion of weights from and to other programs. This file is imported before JAX starts."""
+"""Conversion of weights from and to other programs. This module is imported before JAX starts."""
 
 import glob
 import os
@@ -15,20 +15,23 @@ TRANSFORMERS = "hf:"  # prefix that marks a transformers folder instead of a run
 
 
 def transformers_folder(given: str, key: str = "") -> Path:
-    """Return the path of FOLDER in `hf:FOLDER`. Errors begin with `key`."""
+    """Return FOLDER of `hf:FOLDER` as a path, with ~ expanded.
+
+    Raises `UsageError`, with a message that begins with `key`, if no file can have this name.
+    """
     return Path(expand_user(given.removeprefix(TRANSFORMERS), f"{key}{TRANSFORMERS}"))
 
 
 def convert_in_subprocess(source: Path, out: Path, key: str) -> None:
     """Convert a transformers folder in a subprocess, because the conversion starts JAX.
 
-    `out` and the leftovers of earlier conversions are deleted first. If the conversion fails,
-    raises a `UsageError` that begins with `key`.
+    `out` and the leftovers of interrupted conversions are deleted first. Raises `UsageError`, with
+    a message that begins with `key`, if the conversion fails.
     """
     for left in (out, *out.parent.glob(f"{glob.escape(out.name)}.partial-*")):
         shutil.rmtree(left, ignore_errors=True)
     words = [sys.executable, "-m", "jaxgpt.convert", "from-hf", str(source), "--out", str(out)]
-    # Run outside this job as rank 0, because other ranks do not print errors.
+    # Run as rank 0 of a job of size 1, because other ranks do not print errors.
     environ = {**os.environ, "JAX_PLATFORMS": "cpu", RANK: "0", SIZE: "1"}
     job = subprocess.run(words, capture_output=True, text=True, env=environ)
     if job.returncode:

@@ -1,7 +1,7 @@
 """Convert weights from and to other programs: `python -m jaxgpt.convert KIND ... --out DIR`.
 
-Imported weights become a checkpoint of step 0. Start a run from it with `train.init_from=DIR`, or
-generate text with `python -m jaxgpt.sample --run DIR`.
+Imported weights are saved as the checkpoint of step 0. Start a run from them with
+`train.init_from=DIR`, or generate text with `python -m jaxgpt.sample --run DIR`.
 """
 
 import argparse
@@ -25,7 +25,7 @@ KINDS = {
 
 
 def parser() -> CommandParser:
-    """Return the parser. The options of a KIND are the arguments of the KIND's function."""
+    """Return the parser. The options of each KIND are the arguments of its function."""
     out = CommandParser(
         prog="python -m jaxgpt.convert",
         description=__doc__,

@@ -11,7 +11,7 @@ from jaxgpt.convert.names import Table
 from jaxgpt.convert.safetensors import read_json
 
 CONFIG = "config.json"
-# Files that are copied along with the weights, so that they can be exported to transformers again.
+# Files that are copied with the weights, so that they are available when the run is exported.
 COMPANIONS = (
     "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tokenizer.model",
     "chat_template.jinja", "generation_config.json",
@@ -37,8 +37,8 @@ def table_of(model: ModelConfig) -> Table:
 def read_model(folder: Path, block_size: int | None = None) -> ModelConfig:
     """Return the model that a folder's config.json describes.
 
-    `block_size` replaces the context length. Raises `UsageError` with the name of any family or
-    option that is not supported.
+    `block_size` replaces the context length. Raises `UsageError` if the file cannot be read, is
+    invalid, or has a family or option that is not supported.
     """
     path = folder / CONFIG
     config = read_json(path)
@@ -56,7 +56,10 @@ def read_model(folder: Path, block_size: int | None = None) -> ModelConfig:
 
 
 def checked_model(options: Mapping[str, Any], where: Path) -> ModelConfig:
-    """Return a model with the given options; `UsageError` if an option is out of bounds."""
+    """Return a model with the given options.
+
+    Raises `UsageError`, with a message that begins with `where`, if the options are invalid.
+    """
     given = {"model": {k: list(v) if isinstance(v, tuple) else v for k, v in options.items()}}
     try:
         config = config_from_dict(given, str(where))
@@ -67,7 +70,7 @@ def checked_model(options: Mapping[str, Any], where: Path) -> ModelConfig:
 
 
 class _Keys:
-    """The keys of a config.json; raises `UsageError` for missing or unsupported values."""
+    """Checked access to a config.json; missing or unsupported values raise `UsageError`."""
 
     def __init__(self, path: Path, config: Mapping[str, Any]):
         self.path, self.config = path, config
@@ -83,7 +86,7 @@ class _Keys:
         return value
 
     def only(self, key: str, *supported: Any) -> Any:
-        """Return a value; `UsageError` if it is not in `supported`. The first is the default."""
+        """Return a value, by default `supported[0]`; raise `UsageError` if it is not supported."""
         value = self.get(key, supported[0])
         if value not in supported:
             words = " or ".join(map(str, supported))
@@ -115,7 +118,7 @@ def _llama(
     """Return the options of Llama and models derived from it.
 
     Args:
-        layer_types: type of each layer if config.json does not say; None means full attention.
+        layer_types: default of the key layer_types; None means that all layers have full attention.
     """
     keys.only("hidden_act", "silu")
     keys.only("attention_bias", False)
@@ -131,7 +134,7 @@ def _llama(
 def _decoder(
     keys: _Keys, head_dim: int | None, layer_types: Sequence[str] | None
 ) -> dict[str, Any]:
-    """Return the sizes of a model and its layer pattern."""
+    """Return the options that all decoders other than GPT-2 share: sizes and layer pattern."""
     keys.only("num_experts", 0)
     keys.only("num_local_experts", 0)
     heads, width = keys.count("num_attention_heads"), keys.count("hidden_size")
@@ -196,7 +199,7 @@ def _rope_parameters(keys: _Keys) -> tuple[dict[str, Any], dict[str, Any]]:
 def _rope(
     keys: _Keys, new: Mapping[str, Any], old: Mapping[str, Any], default: float = 10000.0
 ) -> dict[str, Any]:
-    """Return the options of rotary positions. `default` is the base if config.json sets no base."""
+    """Return the options of rotary positions; the base is `default` unless config.json sets it."""
     scaling = new or old
     theta = new.get("rope_theta", keys.get("rope_theta", default))
     kind = scaling.get("rope_type", scaling.get("type", "default"))
@@ -287,7 +290,7 @@ FAMILIES: dict[str, Callable[[_Keys], dict[str, Any]]] = {
 }
 
 
-# Option values that a model needs to be exported as a family.
+# Option values that a model must have to be exported as a family.
 _COMMON = {"post_norm": False, "scale_embeddings": False, "query_pre_attn_scalar": None}
 _FIXED: dict[str, dict[str, Any]] = {
     "gpt2": _COMMON | {
@@ -306,9 +309,13 @@ _FIXED: dict[str, dict[str, Any]] = {
 
 
 def write_config(model: ModelConfig, dtype: str, end_of_text: int | None) -> dict[str, Any]:
-    """Return the config.json of a model; `UsageError` if no transformers family fits it.
+    """Return the config.json of a model.
 
-    `end_of_text` is the ID of the token that ends a document; None if there is none.
+    Args:
+        dtype: of the exported weights, "float32" or "bfloat16".
+        end_of_text: ID of the token that ends a document; None if there is no such token.
+
+    Raises `UsageError` if no transformers family fits the model.
     """
     is_gpt2 = model.position == "learned"
     family = "gpt2" if is_gpt2 else "gemma3_text" if model.post_norm else "llama"
@@ -400,7 +407,7 @@ def _to_gemma3(model: ModelConfig) -> dict[str, Any]:
         "attn_logit_softcapping": None,
         "sliding_window": model.sliding_window or model.block_size,
         "layer_types": _layer_types(model),
-        # transformers 4 reads the first three keys, transformers 5 reads rope_parameters.
+        # transformers 4 reads the first three keys, and transformers 5 reads rope_parameters.
         "rope_theta": model.rope_theta,
         "rope_local_base_freq": local,
         "rope_scaling": scaling,
@@ -431,7 +438,7 @@ def _to_decoder(model: ModelConfig) -> dict[str, Any]:
 
 
 def _rope_scaling(model: ModelConfig) -> dict[str, Any] | None:
-    """Return rope_scaling in the format that `_rope` reads; None without scaling."""
+    """Return rope_scaling in the format that `_rope` reads; None if the model does not scale."""
     if not model.rope_scaling:
         return None
     kind = next(kind for kind, keys in ROPE_TYPES.items() if len(keys) == len(model.rope_scaling))
@@ -442,7 +449,7 @@ def _rope_scaling(model: ModelConfig) -> dict[str, Any] | None:
 
 
 def _layer_types(model: ModelConfig) -> list[str]:
-    """Return transformers' name for the type of each layer."""
+    """Return the type of each layer, as transformers names it."""
     default = "global" if model.sliding_window is None else "local"
     pattern = model.layers or (default,)
     names_of = {kind: name for name, kind in LAYER_TYPES.items()}

@@ -27,13 +27,14 @@ GPT2_PREFIX = "transformer."  # in files saved by GPT2LMHeadModel
 def from_hf(
     path: Path, out: Path, block_size: int | None = None, tokenizer: Path | None = None
 ) -> list[str]:
-    """Import a transformers folder as weights that a run can start from; return lines to print.
+    """Import a transformers folder as weights that a run can start from; return the lines to print.
 
     Args:
         block_size: context length that replaces the model's; None keeps it.
         tokenizer: path that `read_tokenizer` accepts; None uses the folder's tokenizer, if any.
 
-    Raises `UsageError` if something in the folder is missing, damaged or not supported.
+    Raises `UsageError` if a file in the folder is missing, damaged or not supported, if the
+    tokenizer does not fit the model, or if `out` cannot be written.
     """
     found, model = open_folder(path), read_model(path, block_size)
     found = {name.removeprefix(GPT2_PREFIX): tensor for name, tensor in found.items()}
@@ -61,14 +62,17 @@ def write_weights(
     tokenizer: Tokenizer | None,
     companions: Sequence[str] = (),
 ) -> list[str]:
-    """Write matched tensors as weights that a run can start from; return lines to print.
+    """Write matched tensors as weights that a run can start from; return the lines to print.
 
     Args:
         path: imported file or folder.
         out: folder to create.
         found: imported tensors by name.
         wanted: slot of each tensor, from `match_tensors`.
+        tokenizer: the model's tokenizer; None if it is unknown.
         companions: names of files in `path` that are copied to `out` if they exist.
+
+    Raises `UsageError` if a tensor cannot be read or `out` cannot be written.
     """
     with new_folder(out) as partial:
         writer = WeightsWriter(partial, model)
@@ -84,7 +88,7 @@ def write_weights(
 
 
 def describe(out: Path, model: ModelConfig, tokenizer: Tokenizer | None) -> list[str]:
-    """Return lines that describe imported weights."""
+    """Return the lines to print about imported weights."""
     changed = [
         f"{field.name}={getattr(model, field.name)}"
         for field in dataclasses.fields(model)
@@ -97,9 +101,9 @@ def describe(out: Path, model: ModelConfig, tokenizer: Tokenizer | None) -> list
 
 
 def read_tokenizer(path: Path | None, vocab_size: int) -> Tokenizer | None:
-    """Return the tokenizer at a path that `load_tokenizer` accepts; None without a path.
+    """Return the tokenizer at a path that `load_tokenizer` accepts; None if `path` is None.
 
-    Raises `UsageError` if it has more tokens than the model.
+    Raises `UsageError` if there is no valid tokenizer, or it has more tokens than the model.
     """
     if path is None:
         return None
@@ -115,14 +119,15 @@ def read_tokenizer(path: Path | None, vocab_size: int) -> Tokenizer | None:
 def to_hf(
     run: Path, step: int | None, out: Path, dtype: str, max_bytes: int = SHARD_BYTES
 ) -> list[str]:
-    """Export the weights of a run as a transformers folder; return lines to print.
+    """Export the weights of a run as a transformers folder; return the lines to print.
 
     Args:
-        step: checkpoint to export; None takes the newest.
+        step: checkpoint to export; None selects the newest.
         dtype: of the exported weights, "float32" or "bfloat16".
-        max_bytes: largest size of one safetensors file.
+        max_bytes: maximum size of a safetensors file, unless a single tensor is larger.
 
-    Raises `UsageError` if there is no such checkpoint, or no transformers family fits the model.
+    Raises `UsageError` if the checkpoint is missing or damaged, if no transformers family fits the
+    model, or if `out` cannot be written.
     """
     step = choose_checkpoint(run, step)
     meta = read_meta(run, step)
@@ -144,9 +149,9 @@ def to_hf(
 
 
 def zero_biases(model: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the zero biases that are exported for a model without biases.
+    """Return the shapes of the zero biases that are exported for a GPT-2 without biases, by name.
 
-    GPT-2 in transformers always has biases.
+    They are needed because GPT-2 in transformers always has biases.
     """
     with_bias = dataclasses.replace(model, bias=True)
     return {
@@ -163,7 +168,10 @@ def write_json(path: Path, value: Any) -> None:
 def write_tokenizer(
     tokenizer: Tokenizer | None, run: Path, folder: Path, model: ModelConfig
 ) -> list[str]:
-    """Write a tokenizer and its companion files; return a line to print if there is none."""
+    """Write a tokenizer.json and its companion files to `folder`.
+
+    If the run does not use a tokenizer.json, write nothing and return a line that says so.
+    """
     if not isinstance(tokenizer, HFTokenizer):
         return ["tokenizer: not exported, because this run does not use a tokenizer.json"]
     tokenizer.save(folder)
@@ -176,7 +184,7 @@ def write_tokenizer(
             "tokenizer_class": "PreTrainedTokenizerFast",
             "model_max_length": model.block_size,
             "clean_up_tokenization_spaces": False,
-            # Training texts have no special tokens, even if tokenizer.json would add some.
+            # jaxgpt trains on text without special tokens, even if tokenizer.json would add some.
             "add_bos_token": False,
             "add_eos_token": False,
         }

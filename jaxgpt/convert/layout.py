@@ -57,7 +57,7 @@ class Slot:
 def slots(table: Table, model: ModelConfig) -> dict[str, Slot]:
     """Return the slot of each tensor of a model, by external name.
 
-    The names are in the order of jaxgpt's arrays and, within an array, in the order of layers.
+    The slots are in the order of jaxgpt's arrays and, within an array, in the order of layers.
     """
     by_weight: dict[str, list[tuple[str, WeightRef]]] = {}
     for name, ref in table.items():
@@ -86,7 +86,7 @@ def _external_shape(weight: Weight, ref: WeightRef, model: ModelConfig) -> tuple
         if weight.axes[0] == "vocab":
             return (model.vocab_size, *shape[1:])  # without padding
         return shape if len(shape) == 2 and not weight.n_layers else (math.prod(shape),)
-    # Either the inputs or the outputs are a single dimension, D.
+    # Either the inputs or the outputs have a single dimension, D.
     inputs = shape[0] if weight.axes[1] == "embed" else math.prod(shape[:-1])
     matrix = (inputs, math.prod(shape) // inputs)
     return matrix if ref.form == "same" else matrix[::-1]
@@ -95,9 +95,10 @@ def _external_shape(weight: Weight, ref: WeightRef, model: ModelConfig) -> tuple
 def match_tensors(
     found: Mapping[str, Tensor], table: Table, model: ModelConfig, where: str
 ) -> dict[str, Slot]:
-    """Return the slots of a model; `UsageError` if a tensor is missing, unknown or misshapen.
+    """Return the slots of a model by tensor name, after comparing them with the tensors `found`.
 
-    Errors begin with `where`.
+    Raises `UsageError`, with a message that begins with `where`, if a tensor is missing, unknown or
+    has the wrong shape, or if the sizes of the model are invalid.
     """
     if model.n_layer > len(found):
         raise UsageError(f"{where}: has {len(found)} tensors, too few for {model.n_layer} layers")
@@ -123,7 +124,11 @@ def match_tensors(
 def import_tensors(
     found: Mapping[str, Tensor], wanted: Mapping[str, Slot], writer: WeightsWriter
 ) -> None:
-    """Write tensors that `match_tensors` has checked into jaxgpt's arrays, one at a time."""
+    """Write tensors into jaxgpt's arrays, one at a time.
+
+    `wanted` is the result of `match_tensors`. The padding of the vocabulary is set to zero. Raises
+    `UsageError` if a tensor cannot be read.
+    """
     for name, slot in wanted.items():
         if slot.weight.axes[0] != "vocab":
             array = slot.to_jaxgpt(found[name].read())
@@ -144,9 +149,10 @@ def import_tensors(
 def export_tensors(
     reader: WeightsReader, wanted: Mapping[str, Slot]
 ) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield (name, tensor) in the order of `wanted`.
+    """Yield (name, float32 tensor) in the order of `wanted`.
 
-    Tensors that are not stacked over layers may come in several blocks of rows, in order.
+    A tensor outside the layers may be yielded as several consecutive blocks of rows. Raises
+    `UsageError` if the checkpoint cannot be read or is damaged.
     """
     by_layer: dict[tuple[str, int | None], list[tuple[str, Slot]]] = {}
     for name, slot in wanted.items():

@@ -25,7 +25,7 @@ from jaxgpt.convert.torch_file import Inert, TorchTensor
 RANK = re.compile(r"mp_rank_(\d+)(?:_(\d+))?(?:_model_states\.pt)?")
 MAX_DEPTH = 20
 MAX_NAME = 200  # characters of a key
-# Names on the last pipeline stage for a copy of the first stage's embedding.
+# Prefixes of the names under which the last pipeline stage keeps a copy of the token embedding.
 HEADS = ("word_embeddings_for_head.", "output_layer.")
 FILES = ("model_optim_rng.pt", "model_rng.pt")
 # Besides tensors, a file may hold objects from these packages and classes, which become `Inert`.
@@ -71,7 +71,7 @@ class Merged:
 
     parts: tuple[Tensor, ...]  # one for each rank
     axis: int | None  # sharded dimension; None if the tensor is replicated
-    most_rows: int | None = None  # number of rows without vocabulary padding
+    most_rows: int | None = None  # number of rows without vocabulary padding; None keeps all
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -83,7 +83,7 @@ class Merged:
         return tuple(shape)
 
     def read(self, start: int = 0, stop: int | None = None) -> np.ndarray:
-        """Return the rows [start, stop) in float32."""
+        """Return the rows [start, stop) in float32; raise `UsageError` if they cannot be read."""
         if self.axis is None:
             return self.parts[0].read(start, stop)
         if self.axis > 0:
@@ -100,13 +100,15 @@ class Merged:
 
 
 def from_megatron(path: Path, out: Path, tokenizer: Path | None = None) -> list[str]:
-    """Import a checkpoint as weights that a run can start from; return lines to print.
+    """Import a checkpoint as weights that a run can start from; return the lines to print.
 
     Args:
-        tokenizer: path that `read_tokenizer` accepts. If it is given, the rows that pad its
-            vocabulary are dropped.
+        path: folder that `rank_files` accepts.
+        tokenizer: path that `read_tokenizer` accepts. If it is given, the rows of the embedding
+            beyond the tokenizer's vocabulary are dropped as padding.
 
-    Raises `UsageError` if a file is missing or damaged, or the model is not supported.
+    Raises `UsageError` if a file is missing or damaged, if the model is not supported, if the
+    tokenizer does not fit the model, or if `out` cannot be written.
     """
     files = rank_files(path)
     loaded = {rank: load(file) for rank, file in files.items()}
@@ -127,8 +129,8 @@ def from_megatron(path: Path, out: Path, tokenizer: Path | None = None) -> list[
 def rank_files(path: Path) -> dict[tuple[int, int], Path]:
     """Return the file of each (tensor rank, pipeline rank).
 
-    `path` is the folder of one checkpoint, or a folder whose latest checkpoint is used. Raises
-    `UsageError` if the file of any rank is missing.
+    `path` is the folder of one checkpoint, or a folder of checkpoints, whose latest one is used.
+    Raises `UsageError` if there is no such folder, or if the file of any rank is missing.
     """
     for name, form in (("latest_checkpointed_iteration.txt", "iter_{:0>7}"), ("latest", "{}")):
         if (path / name).is_file():
@@ -171,9 +173,9 @@ def is_harmless(name: str) -> bool:
 
 
 def load(file: Path) -> tuple[dict[str, Any], dict[str, TorchTensor]]:
-    """Return the arguments and the tensors of one rank; tensors have the names in `MEGATRON`.
+    """Return the arguments of one rank, and its tensors by their names in `MEGATRON`.
 
-    Raises `UsageError` if the file is not a supported checkpoint.
+    Raises `UsageError` if the file cannot be read or is not a supported checkpoint.
     """
     state = torch_file.load(file, is_harmless)
     if not isinstance(state, dict):
@@ -208,8 +210,9 @@ def _plain(value: Any) -> Any:
 def flat(tree: Mapping[Any, Any], file: Path) -> dict[str, TorchTensor]:
     """Return the tensors of nested dictionaries, by their names in `MEGATRON`.
 
-    A dictionary that appears twice is an error. Otherwise, a small file with shared dictionaries on
-    each level could expand to an exponential number of tensors.
+    Raises `UsageError` if a tensor name is not a short string, or if a dictionary is nested too
+    deeply or appears twice. Shared dictionaries would let a small file expand to an exponential
+    number of tensors.
     """
     out: dict[str, TorchTensor] = {}
     seen: set[int] = set()
@@ -241,12 +244,15 @@ def merged(
     ranks: Mapping[tuple[int, int], Mapping[str, TorchTensor]],
     arguments: Mapping[str, Any],
 ) -> dict[str, Merged]:
-    """Return the tensors of the full model, with layers numbered across pipeline stages.
+    """Return the tensors of the full model by name, with layers numbered across pipeline stages.
 
     Args:
         files: file of each (tensor rank, pipeline rank), for errors.
         ranks: tensors of each rank, by name.
         arguments: Megatron's arguments.
+
+    Raises `UsageError` if the ranks do not have the same tensors, if the layers cannot be split
+    into equal stages, or if a tensor lacks the dimension that is sharded.
     """
     n_tensor, n_pipeline = (1 + max(rank[i] for rank in ranks) for i in (0, 1))
     n_layer = arguments.get("num_layers")
@@ -260,7 +266,7 @@ def merged(
     for stage in range(n_pipeline):
         for name in ranks[0, stage]:
             if stage and is_tied and name.startswith(HEADS):
-                continue  # a copy of the first stage's embedding
+                continue  # a copy of the token embedding of the first stage
             parts = [ranks[t, stage].get(name) for t in range(n_tensor)]
             if None in parts:
                 rank = parts.index(None)
@@ -272,16 +278,17 @@ def merged(
             axis = axes.get(re.sub(r"layers\.\d+\.", "layers.#.", name))
             if axis is not None and any(len(part.shape) <= axis for part in parts):
                 raise UsageError(
-                    f"{files[0, stage]}: {name} has shape {parts[0].shape}, but needs dim {axis}"
+                    f"{files[0, stage]}: {name} has shape {parts[0].shape}, without a dim {axis}"
                 )
             out[re.sub(r"layers\.(\d+)\.", renumbered, name)] = Merged(tuple(parts), axis)
     return out
 
 
 def model_of(path: Path, arguments: Mapping[str, Any], found: Mapping[str, Tensor]) -> ModelConfig:
-    """Return the model that a checkpoint's arguments describe.
+    """Return the model that a checkpoint's arguments and token embedding describe.
 
-    Raises `UsageError` if an argument is missing or not supported.
+    Raises `UsageError` if an argument is missing or not supported, or if `found` has no token
+    embedding.
     """
     for key, values in SUPPORTED.items():
         value = arguments.get(key, values[0])

@@ -53,7 +53,7 @@ NANOGPT: Table = {
     for name, ref in GPT2.items()
 }
 
-# Llama, Mistral, Qwen2 (with biases for q, k, v) and Qwen3 (with norms of q and k).
+# Llama, Mistral, Qwen2 (which adds biases to q, k and v) and Qwen3 (which normalizes q and k).
 LLAMA: Table = {
     "model.embed_tokens.weight": WeightRef("token_embedding/embedding"),
     "model.layers.{}.input_layernorm.weight": WeightRef("layers/norm_1/scale"),
@@ -94,7 +94,7 @@ GEMMA3_EQUAL_HEADS: Table = GEMMA3 | {
 }
 
 # GPT in Megatron-LM and Megatron-DeepSpeed. The number is the dimension that is sharded over
-# tensor-parallel ranks; None means that the tensor is replicated.
+# tensor-parallel ranks. None means that the tensor is replicated.
 MEGATRON: dict[str, tuple[WeightRef, int | None]] = {
     "embedding.word_embeddings.weight": (WeightRef("token_embedding/embedding"), 0),
     "embedding.position_embeddings.weight": (WeightRef("position_embedding/embedding"), None),
@@ -121,7 +121,7 @@ MEGATRON: dict[str, tuple[WeightRef, int | None]] = {
     "output_layer.weight": (WeightRef("head/embedding"), 0),
 }
 
-# Tensor names in other Megatron versions: part of a name -> its spelling in the table above.
+# Names in other versions of Megatron: part of a tensor name -> the same part in the table above.
 MEGATRON_SPELLINGS = {
     "language_model.": "",
     "transformer.layers.": "encoder.layers.",

@@ -21,10 +21,11 @@ HEAD = "lm_head.weight"  # tied to the token embedding
 
 
 def from_nanogpt(path: Path, out: Path, tokenizer: Path | None = None) -> list[str]:
-    """Import a ckpt.pt as weights that a run can start from; return lines to print.
+    """Import a ckpt.pt as weights that a run can start from; return the lines to print.
 
-    `tokenizer` is a path that `read_tokenizer` accepts; a ckpt.pt does not contain a tokenizer.
-    Raises `UsageError` if the file is damaged or was not saved by nanoGPT.
+    `tokenizer` is a path that `read_tokenizer` accepts, because a ckpt.pt has no tokenizer. Raises
+    `UsageError` if the file is damaged or was not saved by nanoGPT, if the tokenizer does not fit
+    the model, or if `out` cannot be written.
     """
     checkpoint = torch_file.load(path)
     if not isinstance(checkpoint, dict) or not {"model", "model_args"} <= checkpoint.keys():
@@ -44,7 +45,10 @@ def from_nanogpt(path: Path, out: Path, tokenizer: Path | None = None) -> list[s
 
 
 def model_of(path: Path, arguments: Any) -> ModelConfig:
-    """Return the model that a checkpoint's model_args describe; `UsageError` if any is missing."""
+    """Return the model that a checkpoint's model_args describe.
+
+    Raises `UsageError` if an argument is missing or invalid.
+    """
     values = arguments if isinstance(arguments, dict) else {}
     missing = [key for key in MODEL_KEYS if type(values.get(key)) not in (int, bool)]
     if missing:
@@ -53,7 +57,10 @@ def model_of(path: Path, arguments: Any) -> ModelConfig:
 
 
 def tensors_of(path: Path, state: Any) -> dict[str, torch_file.TorchTensor]:
-    """Return the tensors of a state_dict by name, without torch.compile's prefix."""
+    """Return the tensors of a state_dict by name, without torch.compile's prefix.
+
+    Raises `UsageError` if `state` is not a state_dict of tensors.
+    """
     if not isinstance(state, dict) or not all(map(torch_file.is_tensor, state.values())):
         raise UsageError(f"{path}: its model is not a state_dict of tensors")
     names = {str(key).removeprefix(COMPILED_PREFIX): tensor for key, tensor in state.items()}
@@ -66,11 +73,12 @@ def to_nanogpt(
     """Export the weights of a run as safetensors, with nanoGPT's model_args in model_args.json.
 
     Args:
-        step: checkpoint to export; None takes the newest.
+        step: checkpoint to export; None selects the newest.
         dtype: of the exported weights, "float32" or "bfloat16".
-        max_bytes: largest size of one safetensors file.
+        max_bytes: maximum size of a safetensors file, unless a single tensor is larger.
 
-    Returns lines to print. Raises `UsageError` if nanoGPT does not support an option of the model.
+    Return the lines to print. Raises `UsageError` if the checkpoint is missing or damaged, if
+    nanoGPT does not support an option of the model, or if `out` cannot be written.
     """
     step = choose_checkpoint(run, step)
     model = config_from_dict(read_meta(run, step)["config"], str(run)).model

@@ -1,4 +1,4 @@
-"""Reading and writing of safetensors with Hugging Face's package, one tensor or shard at a time."""
+"""Reading and writing of safetensors files, one tensor or one shard at a time."""
 
 import contextlib
 import json
@@ -16,8 +16,8 @@ from jaxgpt.config import UsageError, in_words
 from jaxgpt.convert.tensors import FLOATS
 
 FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
-SHARD_BYTES = 500_000_000  # largest size of one file, which is in memory until it is written
-DTYPES = ("F32", "F16", "BF16")  # names of `FLOATS` in the file format
+SHARD_BYTES = 500_000_000  # maximum size of a file, which is in memory until it is written
+DTYPES = ("F32", "F16", "BF16")  # the dtypes in `FLOATS`, as the file format names them
 
 
 @dataclass(frozen=True)
@@ -30,13 +30,13 @@ class SafeTensor:
     shape: tuple[int, ...]
 
     def read(self, start: int = 0, stop: int | None = None) -> np.ndarray:
-        """Return the rows [start, stop) in float32."""
+        """Return the rows [start, stop) in float32; raise `UsageError` if they cannot be read."""
         if self.dtype not in DTYPES:
             raise UsageError(
                 f"{self.path}: {self.name} has dtype {self.dtype}; weights must be one of "
                 f"{', '.join(DTYPES)}"
             )
-        # Open the file for each read, because its mapped pages stay in memory until it is closed.
+        # Open the file for each read, because mapped pages stay in memory until the file is closed.
         with _opened(self.path) as file:
             is_whole = start == 0 and stop is None
             array = (
@@ -48,8 +48,8 @@ class SafeTensor:
 def open_folder(folder: Path) -> dict[str, SafeTensor]:
     """Return the tensors of a folder by name, without reading their data.
 
-    The folder has either one file or an index of several files. Raises `UsageError` if a file or a
-    tensor is missing.
+    The folder has either one file or several files with an index. Raises `UsageError` if a file is
+    missing or damaged, or if a tensor in the index is missing.
     """
     if not folder.is_dir():
         raise UsageError(f"{folder}: is not a folder; give one with config.json and {FILE}")
@@ -73,7 +73,7 @@ def open_folder(folder: Path) -> dict[str, SafeTensor]:
 
 
 def _read_index(path: Path) -> dict[str, str]:
-    """Return the file of each tensor; `UsageError` if a file is not in the index's folder."""
+    """Return the file name of each tensor; raise `UsageError` if a file is not in this folder."""
     files = read_json(path).get("weight_map")
     if not isinstance(files, dict) or not all(isinstance(name, str) for name in files.values()):
         raise UsageError(f"{path}: has no weight_map from tensors to file names")
@@ -100,7 +100,7 @@ def open_file(path: Path) -> dict[str, SafeTensor]:
 
 @contextlib.contextmanager
 def _opened(path: Path) -> Iterator[Any]:
-    """Open a file with the package; raise `UsageError` if the file is damaged."""
+    """Open a file; raise `UsageError` if it cannot be read or is damaged."""
     package = _package()
     try:
         with package.safe_open(path, framework="np") as file:
@@ -126,7 +126,7 @@ def _package() -> ModuleType:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a file; `UsageError` if there is none."""
+    """Return the JSON object in a file; raise `UsageError` if it cannot be read."""
     try:
         return config.read_json(path, {})
     except (OSError, ValueError) as error:
@@ -134,7 +134,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def listed(names: Sequence[str], most: int = 5) -> str:
-    """Join names for an error message, at most `most` of them."""
+    """Return at most `most` of the names as text for an error message."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more
 
@@ -148,12 +148,17 @@ def write_folder(
 ) -> None:
     """Write tensors to one file, or to shards of at most `max_bytes` with an index.
 
-    Each shard is in memory until it is written, because the package writes complete files. A tensor
-    that is larger than `max_bytes` gets its own shard.
+    Each shard is in memory until it is written, because the `safetensors` package writes complete
+    files. A tensor that is larger than `max_bytes` gets its own shard.
 
     Args:
-        tensors: (name, rows) in the order of `shapes`; a tensor may come in several parts.
+        folder: existing folder to write to.
+        tensors: (name, rows) in the order of `shapes`. The rows of a tensor may be split into
+            several consecutive items.
+        shapes: shape of each tensor by name.
         dtype: key of `FLOATS`.
+
+    Raises `UsageError` if the package is not installed. Errors from writing a file are passed on.
     """
     _package()
     from safetensors.numpy import save_file

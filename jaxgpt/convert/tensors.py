@@ -1,4 +1,4 @@
-"""Interface of tensors that stay on disk until they are read, and atomic output folders."""
+"""Interface for tensors that stay on disk until they are read, and atomic output folders."""
 
 import contextlib
 import os
@@ -19,21 +19,25 @@ FLOATS = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bf
 
 
 class Tensor(Protocol):
-    """A tensor in a file of another program."""
+    """A tensor in a file that another program wrote."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...
 
     def read(self, start: int = 0, stop: int | None = None) -> np.ndarray:
-        """Return the rows [start, stop) in float32; `UsageError` if they cannot be read."""
+        """Return the rows [start, stop) in float32; raise `UsageError` if they cannot be read.
+
+        If `stop` is None, return all rows from `start` on. A scalar is returned whole.
+        """
 
 
 @contextlib.contextmanager
 def new_folder(out: Path) -> Iterator[Path]:
     """Yield a temporary folder that is renamed to `out` when the block ends without an error.
 
-    After an error, nothing is left. If the process is killed, a folder `<out>.partial-*` is left.
-    Raises `UsageError` if `out` is not empty, cannot be written, or its disk is full.
+    After an error, the temporary folder is removed. If the process is killed, it remains as
+    `<out>.partial-*`. Raises `UsageError` if `out` exists and is not an empty folder, if it cannot
+    be written, or if its disk is full.
     """
     out = out.absolute()
     try:
@@ -59,9 +63,9 @@ def new_folder(out: Path) -> Iterator[Path]:
 
 
 def is_disk_full(error: Exception) -> bool:
-    """Return whether an error means that a disk or a quota is full.
+    """Return whether an error means that a disk is full or a quota is exhausted.
 
-    TensorStore's errors have no errno, so their text is searched.
+    TensorStore's errors have no errno, so this searches their text.
     """
     words = map(os.strerror, NO_ROOM)
     return getattr(error, "errno", None) in NO_ROOM or any(word in str(error) for word in words)

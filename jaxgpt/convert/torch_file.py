@@ -1,8 +1,8 @@
-"""Loading of torch.save files with torch, without running any code that they contain.
+"""Loading of torch.save files without running the code that they may contain.
 
-Such a file is a pickle, which can run code. `torch.load(weights_only=True)` builds containers and
-tensors and rejects every other class. `mmap=True` maps the file into memory, so the system can
-reclaim the pages that were read.
+A torch.save file is a pickle, which can run code. `torch.load(weights_only=True)` builds only
+containers and tensors and rejects every other class. `mmap=True` maps the file into memory, so the
+system can reclaim the pages that have been read.
 """
 
 from collections.abc import Callable
@@ -20,7 +20,7 @@ OLDEST = "2.10"  # older versions can run code even with weights_only=True (CVE-
 
 
 class Inert:
-    """Stand-in for an object of an external class; keeps constructor arguments and fields."""
+    """Stand-in for an object of an external class, with its constructor arguments and fields."""
 
     def __new__(cls, *arguments: Any) -> "Inert":
         made = super().__new__(cls)
@@ -48,7 +48,7 @@ class TorchTensor:
         return tuple(self.tensor.shape)
 
     def read(self, start: int = 0, stop: int | None = None) -> np.ndarray:
-        """Return the rows [start, stop) in float32."""
+        """Return the rows [start, stop) in float32; raise `UsageError` if they cannot be read."""
         dtype = str(self.tensor.dtype).removeprefix("torch.")
         if dtype not in FLOATS:
             raise UsageError(
@@ -66,10 +66,11 @@ def load(path: Path, is_harmless: Callable[[str], bool] = lambda _: False) -> An
     """Return the object in a torch.save file, with tensors that stay in the mapped file.
 
     Args:
-        is_harmless: whether to replace objects of the class with this fully qualified name with
-            `Inert`. Any other class is an error.
+        is_harmless: predicate on the fully qualified name of a class. Objects of harmless classes
+            are replaced with `Inert`. Any other class is an error.
 
-    Raises `UsageError` if the file is missing, damaged or contains a class that is not harmless.
+    Raises `UsageError` if the file is missing or damaged, if it contains a class that is not
+    harmless, or if torch is missing or too old.
     """
     torch = _torch()
     try:
@@ -86,7 +87,7 @@ def load(path: Path, is_harmless: Callable[[str], bool] = lambda _: False) -> An
         raise
     except OSError as error:
         raise UsageError(f"{path}: cannot be read ({in_words(error)})") from None
-    except Exception as error:  # a damaged file raises a dozen types, none of them documented
+    except Exception as error:  # a damaged file raises many types of undocumented exceptions
         raise UsageError(
             f"{path}: is not a complete torch.save file ({_line(error)}); copy it again, or save "
             "it again with a newer torch"
@@ -114,5 +115,5 @@ def _torch() -> ModuleType:
 
 
 def _line(error: Exception) -> str:
-    """Return the reason in a torch error, without torch's advice to load the file unsafely."""
+    """Return the reason for a torch error, without torch's advice to load the file unsafely."""
     return in_words(error).split("WeightsUnpickler error: ")[-1].partition("\n")[0][:120]

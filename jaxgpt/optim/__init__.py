@@ -10,8 +10,9 @@ if TYPE_CHECKING:
 
     from jaxgpt.optim.parameters import Parameters
 
-# Optimizer NAME is the function NAME in NAME.py. The table maps it to the keys of `optimizer` that
-# it uses. All optimizers also use weight_decay, grad_clip and the learning-rate keys.
+# Maps the name of each optimizer to the keys of `optimizer` that only some optimizers use. All of
+# them use weight_decay, grad_clip and the learning-rate keys. The optimizer NAME is the function
+# NAME in NAME.py.
 OPTIMIZERS: dict[str, tuple[str, ...]] = {
     "adamw": ("beta1", "beta2"),
     "lion": ("beta1", "beta2"),
@@ -28,8 +29,9 @@ def make_optimizer(
     """Return the optimizer named by `optimizer.name`, without the learning rate.
 
     Its `update` turns gradients into a direction. The training step multiplies the direction by the
-    learning rate and subtracts it from the parameters. The learning rate is kept out because it
-    depends on the step number, which skipped steps advance, and not on the number of updates.
+    learning rate and subtracts it from the parameters. The learning rate is not part of the
+    optimizer, because it depends on the step number, which skipped steps advance, and not on the
+    number of updates.
 
     Raises `UsageError` if there is no optimizer of that name.
     """

@@ -15,13 +15,13 @@ from jaxgpt.parallel.sharding import Params
 # Defaults of the paper (section 9) and of optax.adafactor.
 DECAY_EXPONENT = 0.8  # the decay rate of update t is 1 - t^-0.8
 SQUARES_EPSILON = 1e-30  # added to squared gradients
-CLIPPING_THRESHOLD = 1.0  # largest RMS of the update of a matrix
+CLIPPING_THRESHOLD = 1.0  # maximum RMS of the update of a matrix
 MIN_SCALE = 1e-3  # lower bound of the RMS of a matrix, which scales its update
 MIN_FACTORED = 128  # matrices with fewer rows or columns are not factored
 
 
 class AdafactorState(NamedTuple):
-    """Moving averages of squared gradients. Dimensions that were averaged over have size 1."""
+    """Moving averages of squared gradients. Averaged dimensions have size 1."""
 
     count: jax.Array  # number of updates
     rows: Params  # means over the outputs, for factored matrices
@@ -34,8 +34,9 @@ def adafactor(config: OptimizerConfig, parameters: Parameters) -> optax.Gradient
 
     The learning rate is relative to the RMS of each matrix; the paper uses 1e-2. Each matrix in a
     stack is factored, clipped and scaled separately; `qkv` holds three matrices per layer.
-    Embeddings are factored too. Vectors and matrices with fewer than 128 rows or columns are not.
-    optax.adafactor gives the same result for 2D arrays, but treats a stack as a single array.
+    Embeddings are factored, too. Vectors are not factored, and neither are matrices with fewer than
+    128 rows or columns. optax.adafactor gives the same result for 2D arrays, but treats a stack as
+    a single array.
     """
     factored = parameters.where(is_factored).weights
     others = parameters.where(lambda w: not is_factored(w)).weights
@@ -97,9 +98,9 @@ def is_factored(weight: Weight) -> bool:
 def _divide_factored(
     weight: Weight, gradient: jax.Array, rows: jax.Array, columns: jax.Array
 ) -> jax.Array:
-    """Return the gradient divided by the square root of `rows` x `columns` / mean (algorithm 4).
+    """Return the gradient divided by sqrt(`rows` x `columns` / mean(`rows`)), as in algorithm 4.
 
-    The roots are applied one at a time, because `rows` x `columns` can underflow in float32.
+    The square roots are taken separately, because `rows` x `columns` can underflow in float32.
     """
     relative = rows / rows.mean(weight.matrix_dims[1], keepdims=True)
     return gradient * relative**-0.5 * columns**-0.5

@@ -26,11 +26,11 @@ class MuonState(NamedTuple):
 def muon(config: OptimizerConfig, parameters: Parameters) -> optax.GradientTransformation:
     """Return Muon without the learning rate.
 
-    The Nesterov momentum of each hidden matrix is orthogonalised and scaled by
-    0.2 sqrt(max(rows, columns)), as in Moonlight (arXiv 2502.16982), so AdamW's learning rate and
-    weight decay work unchanged. `qkv` holds three matrices per layer, which are orthogonalised
-    separately. AdamW updates embeddings, the output layer, norms and biases with
-    `optimizer.adamw_learning_rate`.
+    The Nesterov momentum of each hidden matrix is orthogonalised and scaled as in Moonlight (arXiv
+    2502.16982), by 0.2 sqrt(max(rows, columns)), so that AdamW's learning rate and weight decay can
+    be used unchanged. `qkv` holds three matrices per layer, which are orthogonalised separately.
+    AdamW updates embeddings, the output layer, norms and biases with
+    `optimizer.adamw_learning_rate`, by default the same learning rate.
     """
     hidden = parameters.where(is_hidden_matrix)
     others = parameters.where(lambda w: not is_hidden_matrix(w))

@@ -22,7 +22,7 @@ EPSILON = 1e-7
 
 
 class StackSpec(NamedTuple):
-    """Size and sharding that all matrices in a stack share. The first side is the shorter one."""
+    """Size and sharding of the matrices in a stack. The first side is never the longer one."""
 
     sizes: tuple[int, int]  # of the two sides of a full matrix
     axes: tuple[tuple[str, ...], tuple[str, ...]]  # mesh axes that each side is sharded over
@@ -33,10 +33,10 @@ class View(NamedTuple):
     """A weight as a stack of matrices."""
 
     stack_spec: StackSpec
-    order: tuple[int, ...]  # the weight's dimensions: stacked ones, first side, second side
+    order: tuple[int, ...]  # indices of the stacked dimensions, the first side and the second side
     n_stacked: int  # number of stacked dimensions
     n_first: int  # number of dimensions of the first side
-    n_matrices: int  # in the full weight
+    n_matrices: int  # number of matrices in the full weight
 
     def stack(self, x: jax.Array) -> jax.Array:
         """Reshape this device's shard of a weight to (matrices, first side, second side)."""
@@ -51,13 +51,13 @@ class View(NamedTuple):
 
 
 def orthogonalize(updates: Params, parameters: Parameters) -> Params:
-    """Return the matrices of each weight with their singular values pushed close to 1.
+    """Return the matrices of each weight with their singular values moved close to 1.
 
     Matrices with the same `StackSpec` are stacked across weights and layers, and each device of the
-    mesh computes an equal share of the stack. An all-to-all before the computation exchanges shards
-    of all matrices for full matrices, and a second all-to-all reverses that. The stack is padded to
-    a multiple of the number of devices. Accelerators compute in bfloat16, like Keller Jordan's
-    code, and CPUs in float32.
+    mesh computes an equal share of the stack. An all-to-all gives each device the full matrices of
+    its share, and a second all-to-all returns the results to their shards. The stack is padded to a
+    multiple of the number of devices. Accelerators compute in bfloat16, like Keller Jordan's code,
+    and CPUs in float32.
     """
     arrays, tree = jax.tree.flatten(updates)
     mesh, (views, mesh_shape) = parameters.mesh, _views(parameters)
@@ -68,7 +68,7 @@ def orthogonalize(updates: Params, parameters: Parameters) -> Params:
         mesh_shape,
         jnp.float32 if on_cpu else jnp.bfloat16,
     )
-    if mesh_shape:  # check_vma cannot infer that the result of an all-gather is replicated
+    if mesh_shape:  # check_vma cannot infer that an all-gather replicates its result
         specs = [sharding.spec for sharding in jax.tree.leaves(parameters.shardings)]
         compute = jax.shard_map(
             compute, mesh=mesh, in_specs=(specs,), out_specs=specs, check_vma=False
@@ -96,9 +96,9 @@ def view(weight: Weight, spec: PartitionSpec) -> View:
 
 
 def newton_schulz(x_NRC: jax.Array) -> jax.Array:
-    """Return matrices with their singular values pushed into the range 0.7 to 1.2.
+    """Return matrices (N, R, C) with their singular values moved close to 1; R must not exceed C.
 
-    The shape is (N, R, C) with R <= C.
+    Singular values above 0.2% of the Frobenius norm end up between 0.68 and 1.21, up to rounding.
     """
     a, b, c = COEFFICIENTS
     norm = jnp.sqrt(jnp.square(x_NRC.astype(jnp.float32)).sum((1, 2), keepdims=True))
@@ -164,7 +164,7 @@ def _orthogonalize_shards(
 def _distribute(
     shards_NRC: jax.Array, stack_spec: StackSpec, mesh_shape: Mapping[str, int]
 ) -> jax.Array:
-    """Orthogonalise N matrices, given this device's R x C shard of each; return the same shards."""
+    """Orthogonalise N matrices, given this device's R x C shard of each; return its new shards."""
     split_over = sum(stack_spec.axes, ())
     copied_over = tuple(a for a in mesh_shape if a not in split_over + stack_spec.stack_axes)
     n_shards, n_copies = (_n_devices(axes, mesh_shape) for axes in (split_over, copied_over))

@@ -13,7 +13,7 @@ from jaxgpt.parallel.sharding import Params
 
 @dataclass(frozen=True)
 class Parameters:
-    """The parameters that an optimizer updates, described by trees of the same structure."""
+    """Descriptions of the parameters that an optimizer updates, as trees of the same structure."""
 
     weights: Params  # a `Weight` for each parameter
     shardings: Params | None = None
@@ -21,7 +21,7 @@ class Parameters:
 
     @property
     def is_decayed(self) -> Params:
-        """Boolean for each parameter: whether weight decay applies to it."""
+        """Tree of booleans: whether weight decay applies to each parameter."""
         return jax.tree.map(lambda w: w.is_decayed, self.weights)
 
     @property
@@ -43,5 +43,5 @@ def select(tree: Params, part: Params) -> Params:
 
 
 def merge(*parts: Params) -> Params:
-    """Merge nested dicts that have no path in common."""
+    """Merge nested dicts, which must not have a path in common."""
     return unflatten_dict({path: x for part in parts for path, x in flatten_dict(part).items()})

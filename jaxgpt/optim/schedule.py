@@ -12,8 +12,8 @@ def learning_rate(config: OptimizerConfig, step: int) -> np.float32:
 
     The learning rate reaches its peak at step `warmup_iters`. With cosine and wsd, it is `min_lr`
     (by default a tenth of the peak) from step `lr_decay_iters` on. The float32 result is within one
-    unit in the last place of the exact value. Trained steps receive this number and skipped steps
-    report it, so both log the same digits.
+    unit in the last place of the exact value. A trained step receives this number and a skipped
+    step only logs it, so both log the same digits.
     """
     peak = config.learning_rate
     floor = peak / 10 if config.min_lr is None else config.min_lr
@@ -23,9 +23,9 @@ def learning_rate(config: OptimizerConfig, step: int) -> np.float32:
     return np.float32(peak * height + floor * (1 - height))
 
 
-# Schedules after warm-up return the height of the learning rate above its floor, from 1 down to 0.
-# They are computed from the number of steps left, because 1 + cos(pi x) and 1 - sqrt(x) suffer from
-# cancellation near x = 1.
+# Each schedule returns the height of the learning rate above its floor after warm-up, from 1 down
+# to 0. It is computed from the number of steps left, because 1 + cos(pi x) and 1 - sqrt(x) suffer
+# from cancellation near x = 1.
 
 
 def _cosine(config: OptimizerConfig, step: int) -> float:
@@ -45,7 +45,7 @@ def _constant(config: OptimizerConfig, step: int) -> float:
 
 
 def _left(step: int, end: int, length: int) -> float:
-    """Return the fraction of the last `length` steps before `end` that is left after a step."""
+    """Return the fraction of the last `length` steps before `end` that remains after `step`."""
     return min(max(end - step, 0), length) / length
 
 

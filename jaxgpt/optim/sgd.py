@@ -9,8 +9,8 @@ from jaxgpt.optim.parameters import Parameters
 def sgd(config: OptimizerConfig, parameters: Parameters) -> optax.GradientTransformation:
     """Return SGD without the learning rate. The direction is m <- momentum * m + g.
 
-    There is no state if the momentum is 0. The updates equal those of torch.optim.SGD with
-    nesterov=False, except that weight decay is not part of the momentum.
+    If the momentum is 0, the optimizer has no state. The updates equal those of torch.optim.SGD
+    with nesterov=False, except that weight decay is not part of the momentum.
     """
     return optax.chain(
         optax.trace(config.momentum) if config.momentum else optax.identity(),

@@ -15,9 +15,9 @@ from jaxgpt.parallel.sharding import Params, replicated
 
 
 def n_moments(config: OptimizerConfig) -> int:
-    """Return the number of moments that the optimizer keeps for each matrix of a layer.
+    """Return the number of moments that the optimizer keeps for a matrix in a layer.
 
-    A moment is an array of the matrix's size; Adafactor's row and column means do not count.
+    A moment has the size of the matrix, so Adafactor's row and column means do not count.
     """
     matrix = Weight("layers/matrix", (1, 256, 256), ("layers", "embed", "mlp"), "matrix", 1)
     optimizer = make_optimizer(config, Parameters({"layers": {"matrix": matrix}}))
@@ -31,9 +31,9 @@ def opt_state_shardings(
 ) -> Any:
     """Return the `NamedSharding` of every array in the optimizer state.
 
-    An array whose path ends with a parameter's path gets the sharding of that parameter, except
-    that a dimension of a different size is not sharded. All other arrays, such as an update count,
-    are replicated.
+    An array whose path ends with a parameter's path, and which has as many dimensions, gets the
+    sharding of that parameter's moments. Its dimensions of a different size are not sharded. All
+    other arrays, such as an update count, are replicated.
 
     Args:
         params: the parameters, or their shapes.

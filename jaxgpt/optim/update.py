@@ -20,13 +20,13 @@ from jaxgpt.parallel.offload import (
 )
 from jaxgpt.parallel.sharding import Params
 
-# Maps (params, opt_state) to their values after an update.
+# Function from (params, opt_state) to their values after an update.
 Update = Callable[[Params, Any], tuple[Params, Any]]
 
-# Each gate is used on the platform where XLA makes no extra copy of the state for it. Temporary
-# memory beyond that of a step without a gate, for gpt2 with 4 layers on one device (JAX 0.10.2,
-# 2026-11): on a CPU, `gate_by_where` takes 216 MB and `gate_sequentially` takes none; on an H100,
-# they take 0.1 MB and 53 MB, and `jax.lax.cond` takes 782 MB.
+# Each gate is used on the platform where XLA makes no extra copy of the state for it. Additional
+# temporary memory of a step of gpt2 with 4 layers on one device (JAX 0.10.2, 2026-11): on a CPU,
+# `gate_by_where` takes 216 MB and `gate_sequentially` takes none; on an H100, they take 0.1 MB and
+# 53 MB, and `jax.lax.cond` takes 782 MB.
 
 
 def gated_update(
@@ -38,13 +38,14 @@ def gated_update(
     on_cpu: bool,
     by_layer: bool,
 ) -> tuple[Params, Any]:
-    """Return `update(parameters, gradients, *old)` if it is due, else `old`, bit for bit.
+    """Return `update(parameters, gradients, *old)` if the update is due, else `old`, bit for bit.
 
     Args:
         is_due: boolean scalar from `detect_and_gate` in spikes/detector.py. It is False if the loss
             or the gradient norm is not finite, or if `spike.action` rejects the update as a spike.
             None means that every update is due.
         old: the parameters and the optimizer state.
+        on_cpu: use the gate that needs less memory on CPUs.
         by_layer: update one layer at a time, with `layerwise_update`.
     """
     if by_layer:
@@ -54,14 +55,14 @@ def gated_update(
 
 
 def gate_by_where(is_due: jax.Array | None, update: Update, *old: Any) -> tuple[Params, Any]:
-    """Return `update(*old)` if it is due or `is_due` is None, else `old`, bit for bit."""
+    """Return `update(*old)` if `is_due` is True or None, else `old`, bit for bit."""
     new = update(*old)
     # Select the values instead of multiplying the update by 0, because 0 * NaN is NaN.
     return new if is_due is None else jax.tree.map(functools.partial(jnp.where, is_due), new, old)
 
 
 def gate_sequentially(is_due: jax.Array | None, update: Update, *old: Any) -> tuple[Params, Any]:
-    """Like `gate_by_where`, but gate the parameters before the optimizer state.
+    """Variant of `gate_by_where` that gates the parameters before the optimizer state.
 
     `update` is called twice, and XLA removes the computations whose results are not used.
     """
@@ -80,7 +81,7 @@ def layerwise_update(
     gradients: Params,
     *old: Any,
 ) -> tuple[Params, Any]:
-    """Update one layer at a time. Each array stays in the memory (device or host) that it is in.
+    """Update one layer at a time, and keep each array in its memory (device or host).
 
     A scan over the layers calls `update` with the `Parameters`, gradients, parameters and optimizer
     state of one layer. A separate call updates the weights outside the layers and any state without
@@ -137,7 +138,7 @@ def _parts(parameters: Parameters) -> tuple[Parameters, Parameters]:
 
 
 def _part(tree: Any, in_layers: bool) -> Any:
-    """Filter each dict of weights in a tree: keep only the layers, or everything except them."""
+    """Filter each dict of weights in a tree: keep either the layers or everything else."""
 
     def choose(part: Any) -> Any:
         if not _is_dict(part):
@@ -158,8 +159,8 @@ def _is_dict(x: Any) -> bool:
 def global_norm(gradients: Params) -> jax.Array:
     """Return the L2 norm over all arrays, a float32 scalar.
 
-    The arrays are summed in the order of the first and the last two components of their paths.
-    Grouping layers into modules therefore changes neither the norm nor the clipped gradients.
+    The arrays are first sorted by the first and the last two components of their paths, so that
+    grouping layers into modules changes neither the norm nor the clipped gradients.
     """
     if any(map(is_in_host, jax.tree.leaves(gradients))):
         return _layerwise_norm(gradients)
@@ -173,7 +174,7 @@ def global_norm(gradients: Params) -> jax.Array:
 
 
 def _layerwise_norm(gradients: Params) -> jax.Array:
-    """Return the L2 norm over all arrays, with one layer at a time in device memory."""
+    """Return the L2 norm over all arrays, moving one layer at a time to device memory."""
 
     def add(total: jax.Array, i: jax.Array) -> tuple[jax.Array, None]:
         return total + optax.tree.norm(layer(gradients["layers"], i), squared=True), None
@@ -187,8 +188,8 @@ def _layerwise_norm(gradients: Params) -> jax.Array:
 def clip_by_norm(gradients: Params, norm: jax.Array, limit: float) -> Params:
     """Return gradients scaled down to the global norm `limit` if `norm` is larger.
 
-    A limit of 0 disables clipping. The result equals that of optax.clip_by_global_norm, which would
-    compute the norm over all devices a second time.
+    A limit of 0 disables clipping. This equals optax.clip_by_global_norm, which would compute the
+    norm over all devices a second time.
     """
     if limit == 0:
         return gradients

@@ -1,7 +1,7 @@
 """Spike detection, which runs on the devices.
 
 It uses the loss and gradient norm of the whole batch, so all processes reach the same decision.
-README.md defines a spike and the window of `spike.window` steps that it is compared with.
+README.md defines spikes and the window of the last `spike.window` steps.
 """
 
 from typing import Any, NamedTuple
@@ -14,12 +14,11 @@ from jaxgpt.config import SpikeConfig
 
 CAUSES = ("none", "loss", "grad_norm", "nonfinite")
 NONE, LOSS, GRAD_NORM, NONFINITE = range(len(CAUSES))
-# Standard deviation over median absolute deviation (MAD) of a normal distribution: 1 / (the 3/4
-# quantile).
+# Standard deviation of a normal distribution whose median absolute deviation (MAD) is 1.
 DEVIATION_PER_MAD = 1.4826
-# The deviation is at least this fraction of the median, so that noise is not a spike if all values
-# are nearly equal. With the default thresholds, a spike is at least 3% above the median loss or 10%
-# above the median gradient norm.
+# Lower bound of the standard deviation, as a fraction of the median. It prevents tiny fluctuations
+# from counting as spikes if all values are nearly equal. With the default thresholds, a spike is at
+# least 3% above the median loss or 10% above the median gradient norm.
 LEAST_DEVIATION = 0.005
 
 SpikeState = dict[str, jax.Array]
@@ -29,13 +28,13 @@ class Detection(NamedTuple):
     """The result of spike detection for one step, as arrays on the devices."""
 
     cause: jax.Array  # int32 scalar, an index into CAUSES
-    medians: jax.Array  # float32 (2,): of the losses and of the gradient norms in the window
+    medians: jax.Array  # float32 (2,): medians of the losses and of the gradient norms
     limits: jax.Array  # float32 (2,): spike thresholds, which are infinite until the window is full
     nonfinite: jax.Array  # int32 scalar: number of consecutive non-finite steps up to this one
 
 
 def init_spike_state(spike: SpikeConfig) -> SpikeState:
-    """Return the state of the detector before the first step; empty for spike.action=off.
+    """Return the state of the detector before the first step; empty if spike.action=off.
 
     `window` holds the most recent losses and gradient norms, newest last: float32 (2,
     spike.window). `filled` is the number of steps in it (int32). `nonfinite` is as in `Detection`.
@@ -90,9 +89,9 @@ def detect_and_gate(
 
 
 def spike_thresholds(window: jax.Array, spike: SpikeConfig) -> tuple[jax.Array, jax.Array]:
-    """Return the medians and the spike thresholds of a full window, float32 (2,) each.
+    """Return the medians and the spike thresholds of a full window: two float32 arrays (2,).
 
-    The first element is for losses, and the second is for gradient norms.
+    The first element of each is for losses, and the second is for gradient norms.
     """
     medians = _medians(window)
     deviations = DEVIATION_PER_MAD * _medians(jnp.abs(window - medians[:, None]))
@@ -107,15 +106,15 @@ def _medians(x: jax.Array) -> jax.Array:
 
 
 def spike_state_to_json(state: SpikeState) -> dict[str, Any]:
-    """Return the state as JSON for a checkpoint; JSON represents every float32 exactly."""
+    """Return the state as JSON for a checkpoint, without loss of precision."""
     return {key: np.asarray(value).tolist() for key, value in state.items()}
 
 
 def spike_state_from_json(saved: dict[str, Any] | None, shapes: SpikeState) -> SpikeState:
     """Return the state that `spike_state_to_json` saved, with the shapes and shardings of `shapes`.
 
-    If spike.window has changed, the newest values are kept. The window is empty if the detector was
-    off in the saved run.
+    If spike.window has changed, the newest values that fit are kept. If `saved` is None or empty,
+    because the detector was off, the window is empty.
     """
     if not shapes:
         return {}

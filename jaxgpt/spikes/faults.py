@@ -1,4 +1,4 @@
-"""Fault injection: NaN gradients and flipped bits, to rehearse how a run handles them."""
+"""Fault injection: NaN gradients and flipped bits, for testing how a run handles them."""
 
 from collections.abc import Callable
 from typing import Any
@@ -16,8 +16,8 @@ from jaxgpt.spikes.skip import SkipRanges
 def inject_nan(config: Config, loss: jax.Array, mesh: Mesh, step: jax.Array) -> jax.Array:
     """Return a loss whose gradient is NaN on device faults.nan_device at step faults.nan_step.
 
-    The gradient is also NaN on the devices that compute the same rows of the batch. Call this
-    inside `jax.shard_map`.
+    It is also NaN on the devices that compute the same rows of the batch. `loss` and `step` are
+    scalars. Call this inside `jax.shard_map`.
     """
     faults = config.faults
     if faults.nan_step is None:
@@ -48,9 +48,9 @@ def with_bit_flip(train_step: Callable[..., Any], config: Config) -> Callable[..
 
 
 def flip_bit(params: Any, device: int) -> Any:
-    """Return the parameters with one bit of the first array flipped on one device.
+    """Return the parameters with one bit flipped in one device's shard of the first array.
 
-    `device` is an index into the flattened mesh.
+    `device` is an index into the flattened mesh. All processes call this together.
     """
     paths, tree = jax.tree.flatten(params)
     array = paths[0]
@@ -68,7 +68,7 @@ def flip_bit(params: Any, device: int) -> Any:
 
 
 def check_faults(config: Config, n_devices: int) -> None:
-    """Raise a `UsageError` if the device of a fault does not exist."""
+    """Raise a `UsageError` if the device of an injected fault does not exist."""
     faults = config.faults
     for name in ("nan", "bit_flip"):
         device = getattr(faults, f"{name}_device")

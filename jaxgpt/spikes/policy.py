@@ -1,8 +1,7 @@
 """Rewinds after loss spikes: the decision to rewind, and its record in the run directory.
 
-A rewind is committed once the state of its checkpoint has been restored (`train/restart.py`). Each
-part of the commit is idempotent, so a run that is killed during the commit completes it at the next
-start.
+A rewind is committed after its checkpoint has been restored (`train/restart.py`). Each part of the
+commit is idempotent, so if a run is killed during the commit, its next start completes it.
 """
 
 import json
@@ -17,24 +16,24 @@ from jaxgpt.tracking.jsonl import METRICS, atomic_write_text, read_records, trun
 from jaxgpt.tracking.records import REWIND_SHAPE
 
 FILE = "rewinds.json"
-# Kinds of records that can follow the record of a rewind before the next step.
+# Kinds of records that may come between the record of a rewind and the next step.
 BETWEEN_STEPS = ("damage", "start", "goodput", "straggler", "corruption")
 SHAPE = REWIND_SHAPE | {"to": int, "done": bool}
 
 
 class NoRewind(Exception):
-    """Raised if a run has to stop at a spike because it cannot rewind; the message says why."""
+    """Raised if a run has to stop at a spike because it cannot rewind."""
 
 
 def read_rewinds(directory: Path) -> list[dict[str, Any]]:
     """Return all rewinds of a run, oldest first.
 
-    A rewind is the record of its spike with these keys:
+    A rewind has the values of its spike's record (`SpikeRecord`) and these keys:
 
     - `spike`: the step of the spike.
     - `to`: the step of the checkpoint that the run went back to; 0 is the initial state.
-    - `skip`: the first and last step whose batches are skipped.
-    - `dropped`: the first and last of the abandoned steps.
+    - `skip`: the first and the last step whose batches are skipped.
+    - `dropped`: the first and the last abandoned step.
     - `done`: whether the checkpoints of the abandoned steps have been removed.
 
     Raises `UsageError` if rewinds.json is damaged.
@@ -44,14 +43,17 @@ def read_rewinds(directory: Path) -> list[dict[str, Any]]:
         return read_json(path, [SHAPE]) if path.exists() else []
     except (OSError, ValueError) as error:
         raise UsageError(
-            f"{path}: is damaged ({in_words(error)}); restore it, or remove it and give the ranges "
-            f"that it skipped to --train-range-to-skip ({METRICS} has them in its records of kind "
-            "rewind, as skip)"
+            f"{path}: is damaged ({in_words(error)}); restore it, or remove it and pass the ranges "
+            "that it skipped to --train-range-to-skip (the records of kind rewind in "
+            f"{METRICS} have them as skip)"
         ) from None
 
 
 def skipped_by_rewinds(directory: Path) -> list[tuple[int, int]]:
-    """Return the (first, last) steps of each range that the rewinds of a run skip."""
+    """Return the (first, last) steps of each range that the rewinds of a run skip.
+
+    Raises `UsageError` if rewinds.json is damaged.
+    """
     return [tuple(rewind["skip"]) for rewind in read_rewinds(directory)]
 
 
@@ -67,7 +69,7 @@ def decide_rewind(
 
     Args:
         saved: the steps of the undamaged checkpoints.
-        spike: the record of the spike.
+        spike: the record of the spike, as a dict.
         last: the last step that the run has completed.
         sizes: the batch size of each step so far.
 
@@ -88,8 +90,8 @@ def decide_rewind(
     if to == 0 and latest >= interval:  # restarting from step 0 would lose too many steps
         raise NoRewind(
             f"spike.rewind_margin={settings.rewind_margin}: the spike at step {step} needs a "
-            f"checkpoint up to step {latest} to go back to, and none is left; continue with a "
-            "smaller margin or another spike.action"
+            f"checkpoint at or before step {latest} to go back to, and none is left; continue with "
+            "a smaller margin or another spike.action"
         )
     # If the batch size changed after `to`, other steps will now consume the sequences to skip.
     first = sizes.consumed(max(to, step - settings.skip_before - 1))
@@ -106,7 +108,7 @@ def decide_rewind(
 
 
 def rewinds_in_a_row(rewinds: list[dict[str, Any]], to: int) -> int:
-    """Return the number of most recent consecutive rewinds that went back to step `to` or later.
+    """Return how many of the latest rewinds in a row went back to step `to` or later.
 
     A rewind to an earlier step ends the count, because the run has made progress since then.
     """
@@ -119,7 +121,10 @@ def rewinds_in_a_row(rewinds: list[dict[str, Any]], to: int) -> int:
 
 
 def pending_rewind(directory: Path) -> dict[str, Any] | None:
-    """Return the last rewind of a run if its commit was interrupted."""
+    """Return the last rewind of a run if its commit was interrupted, otherwise None.
+
+    Raises `UsageError` if rewinds.json is damaged.
+    """
     rewinds = read_rewinds(directory)
     return rewinds[-1] if rewinds and not rewinds[-1]["done"] else None
 
@@ -128,7 +133,8 @@ def commit_rewind(directory: Path, rewind: dict[str, Any], to: int) -> None:
     """Write a rewind to rewinds.json, and replace the abandoned steps in metrics.jsonl with it.
 
     `to` is the step of the restored checkpoint, which is older than `rewind["to"]` if the
-    checkpoint of that step was damaged. `rewind` may be the pending rewind.
+    checkpoint of that step was damaged. `rewind` may be the pending rewind. Raises `UsageError` if
+    a file cannot be written.
     """
     rewinds = [r for r in read_rewinds(directory) if r["done"]]
     rewind = {**rewind, "to": to, "dropped": [to + 1, rewind["dropped"][1]]}
@@ -157,7 +163,8 @@ def commit_rewind(directory: Path, rewind: dict[str, Any], to: int) -> None:
 def finish_rewind(directory: Path) -> None:
     """Remove the checkpoints of abandoned steps, and mark the last rewind as done.
 
-    Raises `OSError` if a checkpoint cannot be removed; the next start then tries again.
+    Raises `OSError` if a checkpoint cannot be removed, and `UsageError` if rewinds.json cannot be
+    written. The next start then tries again.
     """
     rewinds = read_rewinds(directory)
     for step in reversed(list_checkpoints(directory)):

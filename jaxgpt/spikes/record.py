@@ -1,4 +1,4 @@
-"""The record of a spike, with the rows that had the highest losses."""
+"""The record of a spike, with the rows that have the highest losses."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ WORST_ROWS = 8
 def spike_record(
     step: int, metrics: Any, config: Config, loader: Loader, dataset: Dataset
 ) -> SpikeRecord | None:
-    """Return the record of a step if it is a spike, otherwise None.
+    """Return the record of a step if it is a spike or not finite, otherwise None.
 
     `metrics` is the `Metrics` of the step, already on the host.
     """
@@ -44,10 +44,10 @@ def spike_record(
 def worst_rows(
     step: int, row_losses: np.ndarray, loader: Loader, dataset: Dataset
 ) -> list[dict[str, Any]]:
-    """Return the `WORST_ROWS` rows of a step with the highest losses and their source, worst first.
+    """Return the `WORST_ROWS` rows of a step with the highest losses, highest first.
 
-    `row_losses` has shape (B,). `offset` is the row's first token, counted from the start of the
-    training split of `source`.
+    `row_losses` has shape (B,). Each row is a dict with its number, loss and corpus, the path of
+    its `source`, and the `offset` of its first token in the training split of that source.
     """
     worst = np.argsort(row_losses)[::-1][:WORST_ROWS].tolist()  # NaN comes first
     places = [loader.row_location(step, row) for row in worst]

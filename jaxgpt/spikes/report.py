@@ -1,4 +1,4 @@
-"""Log lines, a table and a plot of the spikes, skips and rewinds in a run's metrics.jsonl."""
+"""Console lines, a table and a plot of the spikes, skips and rewinds of a run."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -34,7 +34,7 @@ def rewind_line(rewind: dict[str, Any]) -> str:
 
 
 def rows_text(rows: list[dict[str, Any]]) -> str:
-    """Return the number, corpus and offset of the first `SHOWN_ROWS` rows as text."""
+    """Return the numbers, corpora and offsets of the first `SHOWN_ROWS` rows as text."""
     shown = [f"{r['row']} ({r['corpus']} @{r['offset']})" for r in rows[:SHOWN_ROWS]]
     return ", ".join(shown) + (", ..." if len(rows) > SHOWN_ROWS else "")
 
@@ -46,7 +46,7 @@ def skipped_ranges(records: list[dict[str, Any]]) -> list[tuple[int, int]]:
 
 
 def spikes_table(records: list[dict[str, Any]]) -> str:
-    """Return a table of a run's spikes, skips and rewinds, in order of step."""
+    """Return a table of a run's spikes, skips and rewinds as text, sorted by step."""
     rows = sorted(_rows(records), key=lambda row: row[0])
     if not rows:
         return "no spikes, skips or rewinds"
@@ -116,5 +116,5 @@ def draw_spikes(records: list[dict[str, Any]], title: str, path: Path) -> None:
 
 
 def _curve(records: list[dict[str, Any]], name: str) -> tuple[list[int], np.ndarray]:
-    """Return the steps and values of a curve, with NaN (a gap) for a value of None."""
+    """Return the steps and values of a curve; a value of None becomes NaN, which leaves a gap."""
     return [r["step"] for r in records], np.array([r[name] for r in records], float)

@@ -1,4 +1,4 @@
-"""Skipped steps: they consume their batch without reading it, and update nothing."""
+"""Skipped steps, which consume their batch without reading it and update nothing."""
 
 from collections.abc import Iterable
 
@@ -34,10 +34,14 @@ class SkipRanges:
 def remaining_ranges(
     ranges: Iterable[tuple[int, int]], skipped: SkipRanges, step: int
 ) -> tuple[list[tuple[int, int]], list[str]]:
-    """Return the ranges that are still to be skipped after `step`, and warnings.
+    """Return the parts of `ranges` after `step`, and warnings about steps that were not skipped.
 
-    There is a warning for each range with steps up to `step` that the checkpoint of `step` did not
-    skip. `skipped` holds the steps that it did.
+    Args:
+        ranges: the (first, last) steps of each range to skip.
+        skipped: the steps that the run has skipped up to `step`.
+        step: the step of the checkpoint that the run continues from.
+
+    There is a warning for each range with steps up to `step` that are not in `skipped`.
     """
     found, warnings = [], []
     for first, last in sorted(set(ranges)):

@@ -17,19 +17,19 @@ class Tracker(Protocol):
     """A destination for records. All methods run on process 0, in one thread."""
 
     def open(self, run: Any, resume_step: int | None) -> None:
-        """Start, or continue after the checkpoint of `resume_step`; later steps will be repeated.
+        """Start a new run, or continue after step `resume_step` and drop all later steps.
 
         `run` has a `directory` and a `config`. `resume_step` is None for a new run.
         """
 
     def log(self, record: Record) -> None:
-        """Write one record: `record.to_dict()` returns its `kind`, its `step` and its values."""
+        """Write one record; `record.to_dict()` returns its `kind`, `step` and values."""
 
     def rewind(self, step: int) -> None:
-        """Drop all steps after `step`, which will be repeated."""
+        """Drop all steps after `step`, because the run will repeat them."""
 
     def close(self) -> None:
-        """Write everything that is still buffered, and close the destination."""
+        """Write all buffered records, and close the destination."""
 
 
 # The choices for train.trackers. metrics.jsonl, samples.txt and the console are always on.
@@ -48,7 +48,7 @@ def check_trackers(names: Sequence[str]) -> None:
 
 
 class Trackers:
-    """All trackers of a run. A failed call results in a warning, and the next call tries again."""
+    """All trackers of a run. If a tracker fails, this prints a warning and continues to call it."""
 
     def __init__(self, run: Any, resume_step: int | None, say: Callable[[str], None]):
         """Open metrics.jsonl, samples.txt and the trackers in train.trackers.

@@ -6,14 +6,14 @@ from pathlib import Path
 
 from jaxgpt.config import in_words
 
-LIMIT = 10_000  # maximum number of waiting lines; beyond it, the oldest are dropped
+LIMIT = 10_000  # maximum number of waiting lines, beyond which the oldest are dropped
 
 
 class AppendedFile:
-    """A text file. Lines that cannot be written wait, and the next call writes them in order."""
+    """A text file. Lines that cannot be written wait in memory until the next call writes them."""
 
     def __init__(self, path: Path, keep: bool = True):
-        """Set the path; the first line opens the file. `keep` appends to an existing file."""
+        """Set the path; the first write opens the file, and truncates it unless `keep` is set."""
         self._path, self._mode = path, "ab" if keep else "wb"
         self._file: io.FileIO | None = None
         self.waiting: deque[str] = deque(maxlen=LIMIT)
@@ -28,24 +28,24 @@ class AppendedFile:
                 self._append(self.waiting[0].encode(errors="replace"))
                 self.waiting.popleft()
         except OSError as error:
-            self.reopen()  # after a restart, a file server may not recognize the open file
+            self.reopen()  # a file server that has been restarted may not recognize the open file
             n = len(self.waiting)
             lines = f"{n} line{'s are' if n > 1 else ' is'}"
             raise OSError(f"{in_words(error)}; {lines} waiting to be written") from None
 
     def close(self) -> None:
-        """Write the waiting lines and close the file; another line would open it again."""
+        """Write the waiting lines and close the file; raise `OSError` if they cannot be written."""
         self.write()
         self.reopen()
 
     def reopen(self) -> None:
-        """Close the file; the next line opens the path again, which may then be another file."""
+        """Close the file; the next write opens the path again, which may be a new file."""
         file, self._file = self._file, None
         if file is not None:
             file.close()
 
     def _append(self, line: bytes) -> None:
-        """Append a whole line or nothing."""
+        """Append either the whole line or nothing."""
         end = self._file.seek(0, io.SEEK_END)
         n = 0
         try:

@@ -1,4 +1,4 @@
-"""Trackers that cannot slow down a run, because each runs in its own thread."""
+"""Trackers that cannot slow down a run, because each one runs in its own thread."""
 
 import queue
 import threading
@@ -7,7 +7,7 @@ from typing import Any
 from jaxgpt.cluster.timeouts import ANSWER
 from jaxgpt.tracking.records import Record
 
-LIMIT = 1000  # number of records that a tracker may fall behind
+LIMIT = 1000  # maximum number of records that a tracker may be behind
 
 
 class BackgroundTracker:
@@ -15,7 +15,7 @@ class BackgroundTracker:
 
     Each method raises the error of the tracker's latest call if that call failed, and
     `TimeoutError` if the tracker is `LIMIT` records behind. The tracker receives further calls even
-    after an error. If `open` fails, it is tried again before the next call.
+    after an error. If its `open` fails, it is called again before the next call.
     """
 
     def __init__(self, tracker: Any):
@@ -38,7 +38,10 @@ class BackgroundTracker:
         self._check()
 
     def close(self, seconds: float = ANSWER) -> None:
-        """Write the remaining records; wait at most `seconds` for the thread to finish."""
+        """Write the remaining records, and wait for the thread to finish.
+
+        Raises `TimeoutError` if it has not finished after `seconds`.
+        """
         self._put("close")
         self._thread.join(seconds)
         if self._thread.is_alive():

@@ -1,4 +1,4 @@
-"""The console: a legend, log lines and a progress bar. train.log gets the same lines."""
+"""The console: a legend, log lines and a progress bar. train.log receives the same lines."""
 
 import os
 import shutil
@@ -30,9 +30,9 @@ class Console:
         return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
 
     def info(self, text: str, full: str = "") -> None:
-        """Print text above the progress bar, and write it with the time to train.log.
+        """Print `text` above the progress bar, and write it to train.log with the time.
 
-        If `full` is given, train.log gets it instead of the text.
+        If `full` is given, it replaces `text` in train.log.
         """
         if not self._enabled:
             return

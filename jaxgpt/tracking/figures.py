@@ -1,4 +1,4 @@
-"""The training line, and the format of each number in it."""
+"""The training line, and the format of each number in the line."""
 
 import datetime
 from collections.abc import Callable, Mapping
@@ -6,11 +6,11 @@ from typing import Any, NamedTuple
 
 
 class Figure(NamedTuple):
-    """The legend and the format of one number of a training record."""
+    """The legend and the format of one number in a training record."""
 
     legend: str
-    short: str = ""  # name on the console; if empty, the name of the number
-    rank: int = 7  # if a line is too long, figures with the highest rank are dropped first
+    short: str = ""  # name on the console; by default, the name in the record
+    rank: int = 7  # if a line is too long, the numbers with the highest rank are dropped first
     show: Callable[[float], str] = "{:.4g}".format
 
 
@@ -30,17 +30,17 @@ _COUNT, _SHARE = "{:,.0f}".format, "{:.1%}".format
 # Numbers that the host measures between steps. `STEP_METRICS` in train/step.py has the numbers that
 # the devices compute.
 HOST_FIGURES = {
-    "dt": Figure("time per step, without compilation, evaluation, checkpoints", "", 1, _seconds),
+    "dt": Figure("time per step, without compilation, evaluation and checkpoints", "", 1, _seconds),
     "tokens_per_sec": Figure("tokens per second, whole job", "tps", 2, _COUNT),
     "tokens_per_sec_per_device": Figure("tokens per second per device", "tps/dev", 8, _COUNT),
     "samples_per_sec": Figure("sequences per second, whole job", "sps", 9, "{:.1f}".format),
     "tflops_per_device": Figure("TFLOP/s per device, as in mfu", "tflops", 10, "{:.3g}".format),
     "mfu": Figure("fraction of peak FLOP/s; not shown if the peak is unknown", "", 4, _SHARE),
-    "memory_bytes": Figure("memory of process 0's fullest device; on CPUs, RSS", "mem", 7, _gib),
+    "memory_bytes": Figure("memory of process 0's fullest device; RSS on CPUs", "mem", 7, _gib),
     "memory_peak_bytes": Figure("highest mem so far", "peak", 11, _gib),
     "data_wait": Figure("fraction of a step that process 0 waits for data", "data", 12, _SHARE),
     "slowest_over_mean": Figure(
-        "host time of the slowest process over the mean, @ its rank", "slow", 13, "{:.2f}".format
+        "host time of the slowest process / mean host time, @rank", "slow", 13, "{:.2f}".format
     ),
     "skipped_steps": Figure("steps skipped since this start, if any", "skipped", 2, _COUNT),
     "nonfinite_steps": Figure("non-finite steps since this start, if any", "nonfinite", 2, _COUNT),
@@ -55,10 +55,10 @@ def train_line(
     max_iters: int,
     width: int | None = None,
 ) -> str:
-    """Return `TrainRecord.to_dict()` as `step=100/300 loss=2.4527 ...`.
+    """Return `TrainRecord.to_dict()` as text: `step=100/300 loss=2.4527 ...`.
 
-    The figures with the highest rank are dropped until the line fits into `width` columns. If
-    `width` is None, all figures are kept.
+    The numbers with the highest rank are dropped until the line fits into `width` columns. If
+    `width` is None, all numbers are kept.
     """
     start = f"step={record['step']}/{max_iters}"
     if record["skipped"]:
@@ -81,8 +81,8 @@ def train_line(
 def legend(
     record: Mapping[str, Any], figures: Mapping[str, Figure], with_slowest: bool
 ) -> dict[str, str]:
-    """Return short name -> meaning of the figures that can appear in a run's training lines."""
-    out = {"step": "optimizer step, counted from 1 / last step"}
+    """Return the meaning of each number in a run's training lines, by its name on the console."""
+    out = {"step": "optimizer step (from 1) / last step"}
     for name, figure in figures.items():
         if name != "slowest_over_mean" or with_slowest:
             out[figure.short or name] = figure.legend

@@ -1,6 +1,7 @@
 """metrics.jsonl and samples.txt.
 
-metrics.jsonl is the source of truth about a run: one JSON object per line, and no step twice.
+metrics.jsonl is the source of truth about a run. It has one JSON object per line, and no step
+appears in it twice.
 """
 
 import errno
@@ -27,11 +28,11 @@ class JsonLines:
     """
 
     def open(self, run: Any, resume_step: int | None) -> None:
-        """Open the file, and drop the steps that a resumed run will repeat.
+        """Open the file, and drop the steps that the run will repeat.
 
-        Records of `PERSISTENT_KINDS` are kept. If an earlier run left records but no checkpoint,
-        they are also copied to metrics.jsonl.old (or metrics.jsonl.old.2 and so on). Raises
-        `UsageError` if the file cannot be written.
+        Records of `PERSISTENT_KINDS` are kept. If an earlier start left other records but no
+        checkpoint to resume from, the file is first copied to metrics.jsonl.old (or
+        metrics.jsonl.old.2 and so on). Raises `UsageError` if the file cannot be written.
         """
         self._path = path = run.directory / METRICS
         self._rewind_to: int | None = None
@@ -68,7 +69,7 @@ class JsonLines:
         self._file.close()
 
     def _write(self, *lines: str) -> None:
-        """Write lines, after a waiting rewind and the lines that are already waiting."""
+        """Complete a pending rewind, then write the waiting lines and the new ones."""
         self._file.waiting += lines
         if self._rewind_to is not None:
             truncate_metrics(self._path, self._rewind_to)
@@ -78,7 +79,7 @@ class JsonLines:
 
 
 class Samples:
-    """Writes samples.txt, which starts with the samples from metrics.jsonl."""
+    """Writes samples.txt, and begins it with the samples that are already in metrics.jsonl."""
 
     def open(self, run: Any, resume_step: int | None) -> None:
         self._run = run
@@ -104,7 +105,7 @@ def _sample_text(step: int, text: str) -> str:
 
 
 def atomic_write_text(path: Path, text: str) -> None:
-    """Write a file atomically: after a crash, it has either its old or its new content.
+    """Write a file atomically, so that after a crash it has either the old or the new content.
 
     Raises `UsageError` if the file cannot be written.
     """
@@ -125,17 +126,20 @@ def atomic_write_text(path: Path, text: str) -> None:
 
 
 def json_line(record: dict[str, Any]) -> str:
-    """Return the line of a record, with null for non-finite numbers and a `nonfinite` flag."""
+    """Return a record as a line of JSON.
+
+    Non-finite numbers become null. If there are any, the line has `"nonfinite": true`.
+    """
     nonfinite: list[str] = []
     clean = json.loads(json.dumps(record), parse_constant=nonfinite.append)  # NaN, Infinity -> None
     return json.dumps(clean | ({"nonfinite": True} if nonfinite else {})) + "\n"
 
 
 def read_records(path: Path, kind: str = "") -> list[dict[str, Any]]:
-    """Return the records of a metrics.jsonl, or only those of one kind.
+    """Return the records of a metrics.jsonl, or only the records of one kind.
 
-    Lines that are damaged, or cut off because the run was killed, are ignored. Raises `OSError` if
-    the file cannot be read.
+    Damaged lines, and lines that were cut off because the run was killed, are ignored. Raises
+    `OSError` if the file cannot be read.
     """
     found = (record for _, record in _whole_lines(path, kind) if kind in ("", record["kind"]))
     return [record for record in found if _is_whole(record)]
@@ -149,7 +153,7 @@ def truncate_metrics(
 ) -> None:
     """Drop the steps after `step` from a metrics.jsonl, except records of `PERSISTENT_KINDS`.
 
-    `record` is appended, and the record `replaces` is dropped. Raises `UsageError` if the file
+    The record `replaces` is dropped, too, and `record` is appended. Raises `UsageError` if the file
     cannot be written.
     """
     kept = [line for line, r in _whole_lines(path) if r != replaces and _stays(r, step)]

@@ -1,4 +1,4 @@
-"""The kinds of records that a run writes. Each record is one line of metrics.jsonl."""
+"""The kinds of records that a run writes. Each record is a line in metrics.jsonl."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -8,13 +8,16 @@ from typing import Any, ClassVar
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """A record of a run. Each kind is a subclass."""
+    """A record of a run; each kind of record is a subclass."""
 
     kind: ClassVar[str]
     step: int
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the fields for JSON: `values` is flattened, and optional fields may be absent."""
+        """Return the fields for JSON.
+
+        `values` is flattened, and optional fields that are None are left out.
+        """
         out: dict[str, Any] = {"kind": self.kind}
         for f in dataclasses.fields(self):
             value = getattr(self, f.name)
@@ -27,14 +30,15 @@ class Record:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainRecord(Record):
-    """A training step, logged every train.log_interval steps and for every skipped step."""
+    """A logged training step. Skipped steps are always logged."""
 
     kind = "train"
     values: Mapping[str, float | None]  # metrics of the step, and rates; see `figures.py`
     consumed_tokens: int
     skipped: bool = False
     corpora: Mapping[str, Mapping[str, float | None]] | None = None
-    """Corpus -> its tokens so far and its mean loss since the last record; None for one corpus."""
+    """For each corpus, its tokens so far and its mean loss since the last record. None if there is
+    only one corpus."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +48,7 @@ class EvalRecord(Record):
     kind = "eval"
     train_loss: float
     val_loss: float
-    corpora: Mapping[str, Mapping[str, float | None]] | None = None  # corpus -> the same two losses
+    corpora: Mapping[str, Mapping[str, float | None]] | None = None  # the same for each corpus
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,20 +70,20 @@ class SpikeRecord(Record):
     action: str
     median: float | None = None
     limit: float | None = None
-    rows: list[dict[str, Any]] = field(default_factory=list)  # those with the highest losses
+    rows: list[dict[str, Any]] = field(default_factory=list)  # rows with the highest losses
 
 
 @dataclass(frozen=True, kw_only=True)
 class StartRecord(Record):
-    """The mesh, devices and batch size of the steps after this one."""
+    """The mesh, devices and batch size of the steps after `step`."""
 
     kind = "start"
     mesh: str  # in the format of `parallel.mesh.describe`
     processes: int
-    devices: str  # the device kind
+    devices: str  # device kind, as reported by JAX
     jax: str
     batch_size: int
-    consumed_sequences: int  # total over the steps up to this one
+    consumed_sequences: int  # total of all steps up to `step`
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,9 +116,10 @@ class CheckpointRecord(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class GoodputRecord(Record):
-    """The time that one start of a run spent on each activity since its previous record.
+    """The time that a start of a run spent on each activity since its previous goodput record.
 
-    In that time, it ran the steps after `after`, up to `step`. See `train/reporting/goodput.py`.
+    Since that record, it ran the steps from `after` + 1 to `step`. See
+    `train/reporting/goodput.py`.
     """
 
     kind = "goodput"
@@ -122,8 +127,8 @@ class GoodputRecord(Record):
     start: float  # Unix time at which the process started
     began: float  # Unix time at which the previous record ended, or `start`
     ended: float
-    seconds: Mapping[str, float]  # by activity; they add up to `ended - began`
-    is_last: bool  # whether the run then ended normally: done, or stopped with a checkpoint
+    seconds: Mapping[str, float]  # seconds of each activity, with the sum `ended - began`
+    is_last: bool  # whether the run then ended, either done or stopped with a checkpoint
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,7 +142,7 @@ class StragglerRecord(Record):
     rank: int
     host: str
     own: float  # time of the process, without waiting for devices
-    median: float  # of the `own` times of all processes
+    median: float  # median of `own` over all processes
     data: float  # part of `own` that was spent waiting for data
     seconds: float  # total time of a step
 
@@ -153,13 +158,13 @@ class CheckpointFailedRecord(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class StartupRecord(Record):
-    """Seconds of each start-up phase on its slowest process, and the rank of that process."""
+    """Start-up times in seconds, and their spread over the processes; see `perf/startup.py`."""
 
     kind = "startup"
     values: Mapping[str, float]
 
 
-# Required fields of the kinds of records that are read back, in the format of `check_shape`.
+# Fields of the kinds of records that are read back, in the format of `check_shape`.
 NUMBER = float | None
 ROW_SHAPE = {"row": int, "corpus": str, "offset": int}
 SPIKE_SHAPE = {"cause": str, "loss": NUMBER, "grad_norm": NUMBER, "limit?": NUMBER}

@@ -13,7 +13,7 @@ from jaxgpt.tracking.records import Record
 class SupervisorLink:
     """Sends a JSON line for each training record and each complete checkpoint.
 
-    The connection stays open as long as process 0 runs.
+    The connection stays open while process 0 runs.
     """
 
     def __init__(self) -> None:
@@ -37,7 +37,7 @@ class SupervisorLink:
         self._send(step)
 
     def close(self) -> None:
-        """Report that the run is over, and that the processes are about to exit."""
+        """Report that the run has ended and that its processes are about to exit."""
         self._send(self._step, ending=True)
 
     def _send(self, step: int, ending: bool = False) -> None:

@@ -1,7 +1,7 @@
 """TensorBoard event files: a scalar for each number in a record, and text for samples and spikes.
 
-tensorboardX's SummaryWriter keeps all scalars in memory, and hangs after the disk was full. This
-file uses its EventsWriter, which does neither.
+tensorboardX's SummaryWriter keeps all scalars in memory, and hangs once the disk has been full. Its
+EventsWriter, which this module uses, has neither problem.
 """
 
 import os
@@ -25,7 +25,7 @@ class TensorBoard:
         self._directory, self._resume_step = run.directory, resume_step
 
     def _open(self) -> None:
-        """Start a new file. This imports tensorboardX, so it waits for the first record."""
+        """Start a new file. The first record does this, because importing tensorboardX is slow."""
         from tensorboardX.event_file_writer import EventsWriter
         from tensorboardX.proto.event_pb2 import SessionLog
 
@@ -36,7 +36,7 @@ class TensorBoard:
         number = f".{os.getpid()}.{len(list(folder.iterdir())):06d}"
         self._writer = EventsWriter(str(folder / "events"), number)
         first = 0 if self._resume_step is None else self._resume_step + 1
-        # Hides this step and later steps in the other files.
+        # Make TensorBoard hide this step and later steps of the other files.
         self._write(first, session_log=SessionLog(status=SessionLog.START))
         metrics = self._directory / METRICS
         for rewind in read_records(metrics, "rewind") if metrics.exists() else ():
@@ -65,7 +65,7 @@ class TensorBoard:
             values += text(kind, printable).value
         self._write(record["step"], summary=Summary(value=values))
         if kind != "train":
-            self._writer.flush()  # also syncs the disk, which is too slow for every record
+            self._writer.flush()  # also calls fsync, which is too slow for every step
 
     def _write(self, step: int, **content: Any) -> None:
         from tensorboardX.proto.event_pb2 import Event
