@@ -5,7 +5,7 @@ import jax.numpy as jnp
 
 
 def drop_elements(x: jax.Array, rate: float, key: jax.Array) -> jax.Array:
-    """Set each element of x to zero with probability `rate`, and scale the others to keep the mean.
+    """Zero each element of x with probability `rate`, and scale the others to preserve the mean.
 
     Each 32-bit random word yields two 16-bit numbers, so `rate` is rounded to a multiple of 2^-16.
     """

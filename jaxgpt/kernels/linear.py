@@ -14,15 +14,15 @@ import jax.numpy as jnp
 def matmul(x: jax.Array, w: jax.Array, n: int) -> jax.Array:
     """Return x W, contracted over the last n dims of x and the first n dims of W.
 
-    The gradient of W is a single matmul that yields W's own order of dims. JAX derives the
-    transposed gradient from jnp.tensordot, and XLA's CPU compiler then transposes the activations.
+    The gradient of W is a single matmul, whose result has the dims in W's order. The gradient that
+    JAX derives from `jnp.tensordot` is transposed, so XLA's CPU compiler transposes activations.
     """
     return _forward(x, w, n)[0]
 
 
 def _forward(x: jax.Array, w: jax.Array, n: int) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    # Call tensordot and not `matmul`: the policies of jax.checkpoint that save the results of
-    # matmuls do not look inside a custom_vjp.
+    # Call tensordot rather than `matmul`, because the policies of jax.checkpoint that save the
+    # results of matmuls do not look inside a custom_vjp.
     return jnp.tensordot(x, w, n), (x, w)
 
 

@@ -1,4 +1,4 @@
-"""LayerNorm and RMSNorm with a hand-written gradient; saves 7 % of a CPU step over Flax's."""
+"""LayerNorm and RMSNorm with a hand-written gradient. It saves 7% of a step on CPUs."""
 
 import functools
 from typing import Any
@@ -12,8 +12,8 @@ class LayerNorm(nnx.LayerNorm):
     """`nnx.LayerNorm` (arXiv 1607.06450) over the last axis: x_BTD -> y_BTD in `dtype`.
 
     In float32, the output is bitwise equal to Flax's. In bfloat16, it is more accurate, because
-    Flax rounds the scale and the bias first. Only the options epsilon, use_bias and dtype are
-    supported, and there is always a scale.
+    Flax rounds the scale and the bias first. Of the options that change the computation, only
+    epsilon, use_bias and dtype are supported.
     """
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
@@ -24,7 +24,10 @@ class LayerNorm(nnx.LayerNorm):
 
 
 class RMSNorm(nnx.RMSNorm):
-    """`nnx.RMSNorm` (arXiv 1910.07467) over the last axis, computed like `LayerNorm`."""
+    """`nnx.RMSNorm` (arXiv 1910.07467) over the last axis, computed like `LayerNorm`.
+
+    It maps x_BTD to y_BTD in `dtype`.
+    """
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
         y_BTD = normalized(x_BTD, self.scale.get_value(), self.epsilon, False)
@@ -49,8 +52,8 @@ def normalized(x_BTD: jax.Array, scale_D: jax.Array, epsilon: float, centered: b
     Unless `centered`, the mean is taken to be 0, and the variance is the mean of x^2.
 
     The backward pass keeps x in its own dtype and two numbers per token, whereas JAX would keep
-    several float32 arrays of x's size. Inside `shard_map`, the scale must be marked as varying over
-    the same mesh axes as x, which `parallel.zero.local_params` does.
+    several float32 arrays of x's shape. Inside `shard_map`, the scale must be marked as varying
+    along the same mesh axes as x, as `parallel.zero.local_params` does.
     """
     return _forward(x_BTD, scale_D, epsilon, centered)[0]
 
@@ -88,7 +91,8 @@ def _backward(
 def _dot(a_BTD: jax.Array, scale_D: jax.Array) -> jax.Array:
     """Return sum(a scale) over the last axis, with shape BT1.
 
-    A matrix-vector product saves 4 % of a CPU step over a sum. GPUs fuse the sum instead.
+    On CPUs, this is a matrix-vector product, which saves 4% of a step compared with a sum. On GPUs,
+    XLA fuses the sum.
     """
 
     def total(a_BTD: jax.Array, scale_D: jax.Array) -> jax.Array:

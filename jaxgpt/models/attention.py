@@ -1,4 +1,4 @@
-"""Causal self-attention: the table of kernels, how one is chosen, and their implementations."""
+"""Causal self-attention: the table of kernels, the choice of a kernel, and implementations."""
 
 import functools
 import itertools
@@ -15,9 +15,9 @@ from jaxgpt.kernels.dropout import drop_elements
 # each has at least 128 queries. More or shorter blocks cost more time on CPUs than they save.
 MAX_BLOCKS, MIN_QUERIES, MIN_QUERIES_OF_TWO = 4, 128, 32
 BLOCK = 128  # number of queries that `blockwise_attention` processes at a time
-# `blockwise_attention` is faster on CPUs from this block size on. At T = 1,024, 2,048 and 4,096 it
-# takes 0.99, 0.93 and 0.62 of the time of `causal_attention`, and 1/2, 1/4 and 1/8 of its memory
-# (2026-11, two cores of an AMD EPYC, float32, JAX 0.10.2).
+# From this block size on, `blockwise_attention` is faster than `causal_attention` on CPUs. At
+# T = 1,024, 2,048 and 4,096, it takes 0.99, 0.93 and 0.62 times as long, and uses 1/2, 1/4 and 1/8
+# of the memory (November 2026, two cores of an AMD EPYC, float32, JAX 0.10.2).
 MIN_BLOCKWISE_T = 2048
 
 
@@ -33,10 +33,10 @@ class TokenPositions(NamedTuple):
 
 
 # (q_BTHK, k_BSGK, v_BSGK, query positions, key positions, window, dropout keys_BH or None) ->
-# out_BTHK. Query head h uses key-value head h G // H. A query attends to the keys of its own
-# document at its own position or earlier: the last `window` of them, or all if `window` is None.
-# Except for `xla_attention` and `scanned_attention`, the kernels assume that the queries and the
-# keys are those of the same tokens, in their order.
+# out_BTHK. Query head h uses key-value head h G // H. A query attends to the last `window` keys of
+# its document, up to its own position, or to all of them if `window` is None. All kernels except
+# `xla_attention` and `scanned_attention` assume that queries and keys are those of the same tokens,
+# in the same order.
 Attention = Callable[
     [jax.Array, jax.Array, jax.Array, TokenPositions, TokenPositions, int | None, jax.Array | None],
     jax.Array,
@@ -47,7 +47,7 @@ def cuda_capability(device: jax.Device) -> float:
     """Return the compute capability of an NVIDIA GPU, such as 9.0; 0 for any other device."""
     try:
         return float(getattr(device, "compute_capability", 0))
-    except ValueError:  # AMD uses words, such as gfx90a
+    except ValueError:  # AMD GPUs have a name instead, such as gfx90a
         return 0.0
 
 
@@ -71,8 +71,8 @@ class Kernel(NamedTuple):
     min_T: int = 0  # below this block size, `auto` skips the kernel
     stores_scores: bool = False  # whether it keeps T x T scores in memory
     stand_in: Callable[[], Attention] | None = None
-    """Makes a kernel for `jaxgpt.plan` to compile on a CPU, with the same memory use. None: use
-    this kernel itself."""
+    """Make a kernel with the same memory use, which `jaxgpt.plan` can compile on a CPU. None: this
+    kernel can be compiled on a CPU."""
 
 
 def cudnn_obstacle(setting: AttentionSetting) -> str | None:
@@ -95,7 +95,7 @@ def cudnn_obstacle(setting: AttentionSetting) -> str | None:
 
 
 def make_cudnn(setting: AttentionSetting) -> Attention:
-    """Return the cuDNN kernel."""
+    """Return the cuDNN kernel, with `distinct_scales` if train.deterministic=True."""
     scales = distinct_scales(setting.config.head_size) if setting.deterministic else None
     return functools.partial(cudnn_attention, scales=scales)
 
@@ -128,7 +128,7 @@ def choose_attention(setting: AttentionSetting) -> tuple[str, str]:
     """Return the name of the kernel to run, and the reason for the choice.
 
     Raises:
-        UsageError: if the kernel that model.attention names cannot run.
+        UsageError: if model.attention names an unknown kernel, or one that cannot run.
     """
     chosen = setting.config.attention
     if chosen != "auto":
@@ -157,7 +157,11 @@ def _fastest_kernel(setting: AttentionSetting) -> str:
 
 
 def stores_scores(config: ModelConfig) -> bool:
-    """Return whether attention keeps T x T scores in memory; `auto` is resolved as on a CPU."""
+    """Return whether attention keeps T x T scores in memory, with `auto` resolved as on a CPU.
+
+    Raises:
+        UsageError: if model.attention names an unknown kernel.
+    """
     name = config.attention
     if name == "auto":
         name = _fastest_kernel(AttentionSetting(config, "float32"))
@@ -165,7 +169,15 @@ def stores_scores(config: ModelConfig) -> bool:
 
 
 def fallback_warnings(setting: AttentionSetting, kernel: str, reason: str) -> list[str]:
-    """Return a warning if the NVIDIA GPU supports cuDNN attention but this run cannot use it."""
+    """Return a warning if `auto` cannot choose cuDNN attention on an NVIDIA GPU that supports it.
+
+    Args:
+        kernel: name of the chosen kernel.
+        reason: the reason for the choice; see `choose_attention`.
+
+    Returns:
+        A list with the warning, or an empty list.
+    """
     if kernel == "cudnn" or setting.config.attention != "auto" or setting.capability < 8:
         return []
     return [f"attention runs without cuDNN, which is slower: {reason}"]
@@ -184,12 +196,16 @@ def causal_attention(
 ) -> jax.Array:
     """Compute attention in up to four blocks of queries, skipping the keys after each block.
 
-    Queries and keys must belong to the same tokens, in order. With n blocks, only (n + 1) / 2n of
-    the T x T scores are computed, or fewer with a window. This saves 6 % of a `shakespeare_char`
-    step on a CPU. Dropout masks depend on the block boundaries.
+    Queries and keys must be those of the same tokens, in the same order. With n blocks, only
+    (n + 1) / 2n of the T x T scores are computed, or fewer with a window. This saves 6% of a
+    `shakespeare_char` step on a CPU. Dropout masks depend on the block boundaries.
 
     Args:
-        attend: computes the attention of one block; None is `xla_attention`.
+        dropout: rate at which attention weights are dropped if `keys_BH` is given.
+        attend: function that computes the attention of one block; None: `xla_attention`.
+
+    Returns:
+        out_BTHK; see `Attention`.
     """
     T = q_BTHK.shape[1]
     n = max(1, min(2, T // MIN_QUERIES_OF_TWO), min(MAX_BLOCKS, T // MIN_QUERIES))
@@ -229,7 +245,9 @@ def xla_attention(
     dropout: float = 0.0,
     block: int | jax.Array = 0,
 ) -> jax.Array:
-    """Return softmax(q k^T / sqrt(K)) v with a causal mask, in q's dtype; the softmax is float32.
+    """Return out_BTHK = softmax(q k^T / sqrt(K)) v, with the mask that `visible_keys` returns.
+
+    The softmax is computed in float32. The result has v's dtype.
 
     Args:
         keys_BH: a dropout key for each row and head; None disables dropout.
@@ -241,7 +259,7 @@ def xla_attention(
     k_BSHK = repeat_heads(k_BSGK, H)
     if q_BTHK.dtype == jnp.float32:
         scores_BHTS = inner_products(q_BTHK * K**-0.5, k_BSHK)
-    else:  # scaling the queries first would add a rounding
+    else:  # scaling the queries first would round them once more
         scores_BHTS = inner_products(q_BTHK, k_BSHK) * K**-0.5
     is_seen = visible_keys(q_at, k_at, window)
     weights_BHTS = jax.nn.softmax(jnp.where(is_seen, scores_BHTS, -jnp.inf), axis=-1)
@@ -259,8 +277,8 @@ def xla_attention(
 def inner_products(q_BTHK: jax.Array, k_BSHK: jax.Array) -> jax.Array:
     """Return scores_BHTS = q k^T in float32, with gradients computed in the operands' dtype.
 
-    For bfloat16 operands, the gradients that JAX derives are float32 matmuls. With those, a step of
-    `gpt2` with model.attention=xla would move 7 % more bytes on an H100.
+    For bfloat16 operands, JAX would compute the gradients with float32 matmuls. A step of `gpt2`
+    with model.attention=xla would then move 7% more bytes on an H100.
     """
     return jnp.einsum("BTHK,BSHK->BHTS", q_BTHK, k_BSHK, preferred_element_type=jnp.float32)
 
@@ -284,7 +302,7 @@ inner_products.defvjp(_inner_products_forward, _inner_products_backward)
 
 
 def visible_keys(q_at: TokenPositions, k_at: TokenPositions, window: int | None) -> jax.Array:
-    """Return the attention mask: booleans (T, S), or (B, 1, T, S) with a document mask.
+    """Return the attention mask: bool (T, S), or (B, 1, T, S) with a document mask.
 
     A query sees a key if the key is not later, is within `window`, and is in the same segment.
     """
@@ -299,16 +317,17 @@ def visible_keys(q_at: TokenPositions, k_at: TokenPositions, window: int | None)
 
 
 def repeat_heads(x_BSGK: jax.Array, H: int) -> jax.Array:
-    """Return x_BSHK: the keys or values of G heads, repeated for H query heads."""
+    """Return x_BSHK: the keys or values of G heads, each repeated for H / G query heads."""
     G = x_BSGK.shape[2]
     return x_BSGK if G == H else jnp.repeat(x_BSGK, H // G, axis=2)
 
 
 def distinct_scales(head_size: int) -> Iterator[float]:
-    """Yield 1 / sqrt(head_size) as different Python floats that are all equal in float32.
+    """Yield distinct Python floats that all equal 1 / sqrt(head_size) in float32.
 
-    With deterministic kernels, XLA handles only one of several identical calls, such as those of
-    different layers (github.com/openxla/xla/pull/46500). Distinct scales make the calls differ.
+    If several calls of the deterministic kernel are identical, such as those of different layers,
+    XLA handles only one of them (github.com/openxla/xla/pull/46500). Distinct scales make the calls
+    differ.
     """
     return (head_size**-0.5 * (1 + n * 2**-40) for n in itertools.count())
 
@@ -325,8 +344,15 @@ def cudnn_attention(
 ) -> jax.Array:
     """Compute attention with cuDNN's fused flash attention kernel, which never stores the scores.
 
-    Queries and keys must belong to the same tokens, in order. With a document mask, the kernel gets
-    one mask (B, 1, T, S) for all heads.
+    Queries and keys must be those of the same tokens, in the same order. With a document mask, all
+    heads share one mask of shape (B, 1, T, S).
+
+    Args:
+        keys_BH: ignored, because the kernel does not support dropout.
+        scales: factors for the scores; each call takes the next one. None: 1 / sqrt(K).
+
+    Returns:
+        out_BTHK; see `Attention`.
     """
     del keys_BH  # choose_attention never picks this kernel with dropout
     attend = functools.partial(
@@ -345,7 +371,8 @@ def cudnn_attention(
 def blockwise_attention(*operands: Any, dropout: float = 0.0) -> jax.Array:
     """Compute `causal_attention` with at most `BLOCK` queries at a time, in O(T) memory.
 
-    The backward pass recomputes the scores.
+    The backward pass recomputes the scores. `operands` are the arguments of an `Attention`. For a
+    block size without a suitable divisor, such as a prime, more queries are processed at a time.
     """
     return causal_attention(*operands, dropout=dropout, attend=scanned_attention)
 
@@ -362,7 +389,10 @@ def scanned_attention(
     dropout: float,
     block: int,
 ) -> jax.Array:
-    """Compute `xla_attention` in a loop over blocks of at most `BLOCK` queries."""
+    """Compute `xla_attention` in a loop over blocks of at most `BLOCK` queries.
+
+    If T has no divisor from BLOCK / 8 to BLOCK, all queries are processed at once.
+    """
     T = q_BTHK.shape[1]
     size = max(n for n in range(1, BLOCK + 1) if T % n == 0)
     if size < BLOCK / 8:  # T has no suitable divisor, and many short blocks would be slow
@@ -392,7 +422,7 @@ def scanned_attention(
 def without_scores(attend: Attention) -> Attention:
     """Return an attention function that recomputes its T x T scores in the backward pass.
 
-    This is the selective recomputation of arXiv 2205.05198, section 5.
+    This is the selective activation recomputation of arXiv 2205.05198, section 5.
     """
 
     @functools.partial(jax.custom_vjp, nondiff_argnums=(5,))

@@ -1,4 +1,4 @@
-"""Autoregressive decoding of one row with a KV cache; training does not use this file."""
+"""Autoregressive decoding of one row with a KV cache. Training does not use this file."""
 
 from typing import Any, NamedTuple
 
@@ -19,23 +19,23 @@ PREFILL_CHUNK = 128  # number of prompt tokens that are processed at a time
 class LayerCache(NamedTuple):
     """Keys and values of the last S positions, for the layers of one entry of `layer_pattern`.
 
-    Position n of the text is in slot n mod S, so with rotary positions a text may be longer than S.
-    The order of the dims is the one that attention's matmuls need; any other order would cause a
-    copy for every token. Layers that are not scanned have a tuple of arrays (G, K, S) instead of
-    one stacked array, because each layer would be copied out of the stack.
+    Position n of the text is stored in slot n mod S, so with rotary positions a text may be longer
+    than S. The dims are in the order that attention's matmuls need. Any other order would cause a
+    copy for every token. Layers that are not scanned have a tuple of arrays (G, K, S), because XLA
+    would copy each layer out of one stacked array.
     """
 
     k_LGKS: jax.Array | tuple[jax.Array, ...]
     v_LGKS: jax.Array | tuple[jax.Array, ...]
-    starts_S: jax.Array  # position at which each token's document begins: int32 (S,)
+    starts_S: jax.Array  # where the document of each slot's token begins in the text: int32 (S,)
 
 
 class Cache(NamedTuple):
     """The KV cache of one text."""
 
     layers: tuple[LayerCache, ...]  # one for each entry of `layer_pattern`
-    # For each of the last block_size positions, in the same slot order: the position at which the
-    # document of the next token begins. int32 (block_size,).
+    # For each of the last block_size positions, in the same order of slots, the position at which
+    # the document of the next token begins: int32 (block_size,).
     next_starts_S: jax.Array
 
 
@@ -46,14 +46,14 @@ def empty_cache(config: ModelConfig, dtype: jnp.dtype, scan_layers: bool, tensor
         dtype: dtype of the keys and values.
         scan_layers: whether the layers are scanned; see `LayerCache`.
         tensor: number of devices that share the heads. If it does not divide the number of
-            key-value heads, the cache has a key-value head for each query head.
+            key-value heads, the cache stores a key-value head for each query head.
     """
     G = config.kv_heads if config.kv_heads % tensor == 0 else config.n_head
     pattern, layers = layer_pattern(config), []
     for place, kind in enumerate(pattern):
         L = len(range(place, config.n_layer, len(pattern)))
         S = config.block_size
-        if kind.window is not None:  # a chunk's first query attends to the window before the chunk
+        if kind.window is not None:  # a chunk's first query attends to the window before it
             S = min(S, kind.window + PREFILL_CHUNK)
         zeros_GKS = jnp.zeros((G, config.head_size, S), dtype)
         zeros_LGKS = jnp.stack([zeros_GKS] * L) if scan_layers else (zeros_GKS,) * L
@@ -62,7 +62,10 @@ def empty_cache(config: ModelConfig, dtype: jnp.dtype, scan_layers: bool, tensor
 
 
 class CachedAttention:
-    """Attention of one layer over cached and new positions; it adds the new ones to `cache`."""
+    """Attention of one layer to cached and new tokens.
+
+    Each call writes the keys and values of the new tokens to `cache`.
+    """
 
     def __init__(self, cache: LayerCache, layer: Any, network: GPT):
         self.cache, self.layer, self.network = cache, layer, network
@@ -77,7 +80,7 @@ class CachedAttention:
         window: int | None,
         keys_BH: None,
     ) -> jax.Array:
-        """Return out_1THK for the new positions."""
+        """Return out_1THK for T new tokens; see `models.attention.Attention`."""
         layer, T, S = self.layer, q_1THK.shape[1], self.cache.starts_S.size
         position = q_at.positions[0]
 
@@ -90,7 +93,7 @@ class CachedAttention:
 
         k_LGKS, v_LGKS = write(self.cache.k_LGKS, k_1TGK), write(self.cache.v_LGKS, v_1TGK)
         self.cache = self.cache._replace(k_LGKS=k_LGKS, v_LGKS=v_LGKS)
-        if T == self.network.config.block_size:  # a full block of tokens, as in training
+        if T == self.network.config.block_size:  # a full block, as in training
             return self.network.attend(q_1THK, k_1TGK, v_1TGK, q_at, k_at, window, keys_BH)
         k_1SGK, v_1SGK = (x[layer].transpose(2, 0, 1)[None] for x in (k_LGKS, v_LGKS))
         starts_1S = None if q_at.segments is None else self.cache.starts_S[None]
@@ -108,7 +111,7 @@ def write_slots(x_S: jax.Array, new_T: jax.Array, position: Any, layer: Any = No
         layer: index of the layer to write, if `x_S` is stacked over layers.
 
     Returns:
-        The updated array, of the shape of `x_S`.
+        The updated array, with the shape of `x_S`.
     """
     S = x_S.shape[-1]
     if (surplus := new_T.shape[-1] - S) > 0:
@@ -139,16 +142,17 @@ def slot_positions(S: int, n_read: Any) -> jax.Array:
 def decode_step(
     network: GPT, cache: Cache, tokens_1T: jax.Array, position: Any
 ) -> tuple[jax.Array, Cache]:
-    """Process T new tokens, without dropout.
+    """Process T new tokens of one text, without dropout.
 
     Args:
-        cache: cache of the preceding tokens.
+        cache: cache with the preceding tokens.
         tokens_1T: the new tokens. If T > 1, their positions must be below block_size.
         position: position of the first new token. With learned positions, all positions must be
             below block_size.
 
     Returns:
-        logits_1V for the token after the new ones, and the cache with the new tokens.
+        logits_1V in float32 for the token after the new ones, and the cache with the new tokens. V
+        is the padded vocabulary, or this device's shard of it.
     """
     positions_T = jnp.asarray(position, jnp.int32) + jnp.arange(tokens_1T.shape[1])
     at, batch = TokenPositions(positions_T), input_batch(tokens_1T)
@@ -180,11 +184,11 @@ def read_documents(
     """Find the document that each new token belongs to, and record it in the cache.
 
     Args:
-        is_end_T: whether each new token ends its document.
-        positions_T: positions of the new tokens in the text.
+        is_end_T: bool (T,): whether each new token is the last one of its document.
+        positions_T: int32 (T,): positions of the new tokens in the text.
 
     Returns:
-        The updated cache, and the position at which each new token's document begins, (T,).
+        The updated cache, and the position at which each new token's document begins: int32 (T,).
     """
     position, S = positions_T[0], cache.next_starts_S.size
     first = jnp.where(position == 0, 0, cache.next_starts_S[(position - 1) % S])
@@ -206,7 +210,7 @@ class PerLayer(tuple):
 
 
 def unstack_layers(params: Params) -> Params:
-    """Return the parameters with a separate array for each layer, for layers that are not scanned.
+    """Return the parameters with a separate array for each layer, for decoding without a scan.
 
     A decoding loop reads the weights in every iteration. With stacked arrays, XLA would copy each
     layer's weights out of the stack each time. The separate arrays double the memory of the layers.

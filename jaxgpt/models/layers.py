@@ -1,8 +1,8 @@
-"""The layers of a transformer. They name logical axes and do not know the mesh.
+"""Transformer layers. They name logical axes and do not depend on the mesh.
 
-Each weight carries metadata: the meaning of its dims (`logical_axes`), what it is (`role`) and, for
-a matrix, how many of its dims are inputs (`n_inputs`). `models.weights` lists all weights, and
-`parallel.sharding` maps their logical axes to mesh axes.
+Each weight has metadata: the logical axis of each dim (`logical_axes`), its `role` and, for a
+matrix or an embedding, the number of input dims (`n_inputs`). `models.weights` lists all weights,
+and `parallel.sharding` maps their logical axes to mesh axes.
 """
 
 import math
@@ -23,7 +23,7 @@ from jaxgpt.parallel.sharding import LogicalAxes
 from jaxgpt.parallel.tensor import ParallelContext
 
 INIT_STD = 0.02  # GPT-2's value, for every matrix and embedding
-VOCAB_MULTIPLE = 128  # embeddings are padded to a multiple of this, so that most meshes divide them
+VOCAB_MULTIPLE = 128  # vocabularies are padded to a multiple of this, which most meshes divide
 
 # (x, W, number of dims to contract) -> x W
 Multiply = Callable[[jax.Array, Any, int], jax.Array]
@@ -34,7 +34,7 @@ class LayerBuilder:
     """Options and constructors shared by the layers of a block."""
 
     config: ModelConfig
-    dtype: jnp.dtype  # of the computation; parameters are float32
+    dtype: jnp.dtype  # compute dtype; parameters are float32
     parallel: ParallelContext
     rngs: nnx.Rngs
 
@@ -45,7 +45,7 @@ class LayerBuilder:
         axes: LogicalAxes,
         use_bias: bool = False,
     ) -> "Linear":
-        """Return a column-parallel linear layer: its outputs are split over `tensor`.
+        """Return a column-parallel linear layer, whose outputs are split over `tensor`.
 
         Args:
             inputs: sizes of the input dims.
@@ -59,14 +59,19 @@ class LayerBuilder:
     def row_parallel(
         self, inputs: tuple[int, ...], outputs: tuple[int, ...], axes: LogicalAxes
     ) -> "Linear":
-        """Return a row-parallel linear layer: its inputs are split over `tensor`.
+        """Return a row-parallel linear layer, whose inputs are split over `tensor`.
 
-        Its output is added to the residual stream, which sums 2L such outputs. GPT-2 therefore
-        scales the initial weights by 1 / sqrt(2L).
+        Its output is added to the residual stream, which sums 2L such outputs. The initial weights
+        are therefore scaled by 1 / sqrt(2L), as in GPT-2.
+
+        Args:
+            inputs: sizes of the input dims.
+            outputs: sizes of the output dims.
+            axes: logical axes of all dims of the weight, inputs first.
 
         Raises:
             UsageError: if `tensor` does not divide the first input dim. Each device would then hold
-                all inputs, and the sum over devices would count them several times.
+                all inputs, and the sum over devices would count each input several times.
         """
         if inputs[0] % self.parallel.tensor:
             raise UsageError(
@@ -77,7 +82,7 @@ class LayerBuilder:
         return Linear(self, inputs, outputs, axes, std, self.parallel.row_parallel_matmul)
 
     def norm(self) -> LayerNorm | RMSNorm:
-        """Return the norm over D that model.norm selects.
+        """Return the norm layer that model.norm selects, over D.
 
         Its scale is replicated, because gathering it would cost more than sharding it saves.
         """
@@ -94,10 +99,11 @@ class LayerBuilder:
         )
 
     def rms_norm(self, size: int, axis: str | None) -> RMSNorm:
-        """Return an RMSNorm over the last dim, of the given size.
+        """Return an RMSNorm over the last dim; an `RMSNorm1p` if model.norm=rmsnorm_1p.
 
         Args:
-            axis: logical axis of its scale.
+            size: size of the last dim.
+            axis: logical axis of the scale; None replicates it.
         """
         norm = RMSNorm1p if self.config.norm == "rmsnorm_1p" else RMSNorm
         return norm(
@@ -109,23 +115,25 @@ class LayerBuilder:
         )
 
     def dropout(self, x_BTD: jax.Array, keys_B: jax.Array | None) -> jax.Array:
-        """Apply dropout. The mask depends on the row's key and the position, not on the device.
+        """Apply dropout at the rate model.dropout.
+
+        The mask depends on the row's key and the token's position, and not on the device.
 
         Args:
-            keys_B: a key for each row; None disables dropout.
+            keys_B: a dropout key for each row; None disables dropout.
         """
         if keys_B is None:
             return x_BTD
         B, T, D = x_BTD.shape
         keys_BT = keys_for(keys_B, self.parallel.sequence_offset(T) + jnp.arange(T))
-        # Flatten B and T: otherwise XLA makes B the minor dimension on GPUs and transposes
+        # Flatten B and T. Otherwise, XLA makes B the minor dimension on GPUs, and transposes
         # activations back and forth.
         drop = jax.vmap(lambda x_D, key: drop_elements(x_D, self.config.dropout, key))
         return drop(x_BTD.reshape(B * T, D), keys_BT.reshape(B * T)).reshape(x_BTD.shape)
 
 
 class Linear(nnx.Module):
-    """x W + b, where W has shape (*inputs, *outputs) and may be sharded as its `axes` say."""
+    """Linear layer x W + b. W has shape (*inputs, *outputs) and may be sharded along its `axes`."""
 
     def __init__(
         self,
@@ -141,8 +149,8 @@ class Linear(nnx.Module):
         draw = nnx.initializers.normal(std)
         kernel = draw(build.rngs.params(), (*inputs, *outputs), jnp.float32)
         self.kernel = nnx.Param(kernel, logical_axes=axes, role="matrix", n_inputs=self.n_inputs)
-        # A row-parallel layer adds its bias after the sum over devices. Such a bias is small, so it
-        # is replicated.
+        # A row-parallel layer adds its bias after the sum over devices. That bias is replicated,
+        # because it is small.
         own = tuple(axis if axis != "embed" else None for axis in axes[self.n_inputs :])
         bias = nnx.Param(jnp.zeros(outputs), logical_axes=own, role="bias")
         self.bias = nnx.data(bias if build.config.bias or use_bias else None)
@@ -155,15 +163,18 @@ class Linear(nnx.Module):
 
 
 class LayerKind(NamedTuple):
-    """The attention options that may differ between the layers of a model."""
+    """Attention options that may differ between layers."""
 
-    window: int | None  # number of positions a query attends to, including its own; None is all
-    rope_theta: float  # base of the rotary wavelengths
-    rope_scaling: tuple[float, ...]  # as model.rope_scaling
+    window: int | None  # number of positions a query attends to, including its own; None: all
+    rope_theta: float  # RoPE base
+    rope_scaling: tuple[float, ...]  # values of model.rope_scaling
 
 
 def layer_pattern(config: ModelConfig) -> tuple[LayerKind, ...]:
-    """Return the shortest pattern of layer kinds that repeats over the depth of the model."""
+    """Return the pattern of layer kinds that repeats over the depth of the model.
+
+    It has a single entry if all layers are of the same kind.
+    """
     everywhere = LayerKind(None, config.rope_theta, config.rope_scaling)
     local = everywhere._replace(window=config.sliding_window)
     if config.local_rope_theta is not None:
@@ -175,7 +186,7 @@ def layer_pattern(config: ModelConfig) -> tuple[LayerKind, ...]:
 
 
 class AttentionInputs(NamedTuple):
-    """The inputs of attention besides the hidden states; equal for all layers of one kind."""
+    """Inputs of attention other than the hidden states. Layers of the same kind share them."""
 
     attend: Attention
     at: TokenPositions
@@ -222,8 +233,12 @@ class SelfAttention(nnx.Module):
         return self.out(out_BTHK)  # +t -> T/s: B/b T/s D
 
     def project(self, x_BTD: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Return q_BTHK, k_BTGK and v_BTGK of this device's heads."""
-        # Split instead of indexing: the gradient of indexing is a sum of zero-padded arrays.
+        """Return q_BTHK, k_BTGK and v_BTGK for this device's heads.
+
+        If `tensor` does not divide the number of key-value heads, each query head gets a copy of
+        its key-value head, so that G = H.
+        """
+        # Split rather than index, because the gradient of indexing sums zero-padded arrays.
         if self.qkv is not None:
             qkv_BTCHK = self.qkv(x_BTD)
             q_BTHK, k_BTHK, v_BTHK = (x.squeeze(2) for x in jnp.split(qkv_BTCHK, 3, axis=2))
@@ -246,7 +261,14 @@ class SelfAttention(nnx.Module):
 def embedding(
     n_rows: int, config: ModelConfig, rngs: nnx.Rngs, role: str, axis: str | None
 ) -> nnx.Embed:
-    """Return an embedding table with `n_rows` rows; vocabularies are padded with rows of zeros."""
+    """Return an embedding table with `n_rows` rows.
+
+    A vocabulary table is padded with rows of zeros to `padded_vocab_size`.
+
+    Args:
+        role: role of the weight, such as `token_embedding`.
+        axis: logical axis of the rows: `vocab` or None.
+    """
     n_padded = padded_vocab_size(n_rows) if axis == "vocab" else n_rows
 
     def padded_normal(key, shape, dtype):
@@ -263,12 +285,12 @@ def embedding(
 
 
 def padded_vocab_size(vocab_size: int) -> int:
-    """Return the number of rows of an embedding: `vocab_size` rounded up to a multiple of 128."""
+    """Return the rows of a vocabulary table: `vocab_size` rounded up to a multiple of 128."""
     return -(-vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
 
 
 def keys_for(keys_B: jax.Array | None, numbers_N: jax.Array) -> jax.Array | None:
-    """Return keys_BN: each row's key folded with each number; None without keys."""
+    """Fold each number into each row's key. Return keys_BN, or None if `keys_B` is None."""
     if keys_B is None:
         return None
     fold_in = jax.random.fold_in

@@ -1,4 +1,4 @@
-"""The output layer and the cross-entropy loss, computed at once or in chunks of tokens.
+"""The output layer and the cross-entropy loss, computed for all tokens at once or in chunks.
 
 The vocabulary may be split over devices.
 """
@@ -14,13 +14,13 @@ from jaxgpt.parallel.tensor import NO_PARALLELISM, ParallelContext
 
 
 class LossParts(NamedTuple):
-    """Weighted sums of losses in nats, so that parts of a batch can be added."""
+    """Weighted sums of losses in nats. The sums over the parts of a batch can be added."""
 
     loss: jax.Array  # float32 scalar: the value to differentiate
-    rows: dict[str, jax.Array]  # float32 (B,) by name: `loss` (cross-entropy) and other row values
+    rows: dict[str, jax.Array]  # float32 (B,) by name: `loss` (cross-entropy) and other row metrics
 
     def add(self, aux: dict[str, jax.Array]) -> "LossParts":
-        """Add auxiliary losses (B,), such as load-balancing losses of experts, to both fields."""
+        """Return a copy with auxiliary losses (B,) added to `loss` and inserted into `rows`."""
         return LossParts(self.loss + sum(aux_B.sum() for aux_B in aux.values()), self.rows | aux)
 
 
@@ -43,7 +43,7 @@ class OutputLayer(NamedTuple):
         """Return logits_BTV in float32 for this device's vocabulary shard; padding is -inf.
 
         Logits are rounded to the operands' dtype, as in nanoGPT and llm.c. Writing and reading them
-        in float32 would move 7 % more bytes in a GPT-2 step on a GPU.
+        in float32 would move 7% more bytes in a GPT-2 step on a GPU.
         """
         logits_BTV = jnp.einsum("...D,VD->...V", x_BTD, self.w_VD)  # B/b T V/t
         logits_BTV = logits_BTV.astype(jnp.float32)
@@ -73,12 +73,13 @@ def cross_entropy(
 ) -> jax.Array:
     """Return -log softmax(logits)[target] in nats, shape (B, T).
 
-    With a vocabulary that is split over devices, only three arrays of shape (B, T) are
-    communicated: the maximum of the logits, the sum of their exponentials, and the target's logit
-    (arXiv 1909.08053, section 3).
+    If the vocabulary is split over devices, they communicate only three arrays of shape (B, T): the
+    maximum of the logits, the sum of their exponentials, and the target's logit (arXiv 1909.08053,
+    section 3).
 
     Args:
-        logits_BTV: the logits of this device's vocabulary shard.
+        logits_BTV: the float32 logits of this device's vocabulary shard.
+        targets_BT: token IDs.
         vocab_offset: token ID of the shard's first logit.
     """
     largest_BT = parallel.pmax(jax.lax.stop_gradient(logits_BTV).max(axis=-1))  # B/b T
@@ -103,8 +104,8 @@ def loss_parts(
             processes all tokens at once.
 
     Returns:
-        `LossParts`, whose `rows["loss"]` is the sum over each row. This function is also the place
-        to add metrics of the logits (train/README.md).
+        `LossParts`, where `rows["loss"]` has the sum of each row. Metrics of the logits are added
+        in this function, too (train/README.md).
     """
 
     def loss_of(x_ND, w_VD, targets_N, weights_N, vocab_offset):
@@ -130,7 +131,7 @@ def score_tokens(
     output: OutputLayer,
     chunk: int,
 ) -> TokenScores:
-    """Return the scores of all targets; arguments as for `loss_parts`."""
+    """Return the scores of all targets. The arguments are those of `loss_parts`."""
 
     def score(part: tuple[jax.Array, jax.Array, jax.Array]) -> TokenScores:
         losses_N, logits_NV = output.losses(*part)
@@ -143,7 +144,10 @@ def score_tokens(
 
 
 def likeliest_token(logits_BTV: jax.Array, output: OutputLayer) -> jax.Array:
-    """Return the argmax over a vocabulary that may be split over devices: int32 (B, T)."""
+    """Return the token ID of the largest logit, or the lowest such ID if tied: int32 (B, T).
+
+    The vocabulary may be split over devices.
+    """
     largest_BT = output.parallel.pmax(logits_BTV.max(axis=-1))
     ids_V = jnp.asarray(output.vocab_offset + jnp.arange(logits_BTV.shape[-1]), jnp.int32)
     is_largest_BTV = logits_BTV == largest_BT[..., None]
@@ -152,9 +156,9 @@ def likeliest_token(logits_BTV: jax.Array, output: OutputLayer) -> jax.Array:
 
 
 def split_chunks(arrays_BT: Any, chunk: int) -> Any:
-    """Reshape arrays (B, T, ...) to (P, N, ...): as few equal chunks of at most `chunk` tokens.
+    """Reshape arrays (B, T, ...) to (P, N, ...): P equal chunks of N <= `chunk` tokens.
 
-    The last chunk is padded with zeros, so padding tokens have weight 0.
+    P is as small as possible. The last chunk is padded with zeros, so padding tokens have weight 0.
     """
     n = jax.tree.leaves(arrays_BT)[-1].size
     parts = -(-n // chunk)
@@ -169,7 +173,7 @@ def split_chunks(arrays_BT: Any, chunk: int) -> Any:
 
 
 def merge_chunks(values_PN: Any, shape: tuple[int, int]) -> Any:
-    """Undo `split_chunks` for values of tokens: reshape (P, N) to (B, T), without the padding."""
+    """Undo `split_chunks` for per-token values: reshape (P, N) to (B, T) and drop the padding."""
     B, T = shape
     return jax.tree.map(lambda x_PN: x_PN.reshape(-1)[: B * T].reshape(B, T), values_PN)
 
@@ -179,7 +183,7 @@ def _chunked_loss(loss_of, x_PND, w_VD, targets_PN, weights_PN, vocab_offset):
     """Return the sum of `loss_of` over P chunks, one after another, and the auxiliary results.
 
     Each chunk's gradient is computed together with its loss. The logits of only one chunk exist at
-    a time, and none are computed twice.
+    a time, and are computed only once.
     """
 
     def add(total, part):

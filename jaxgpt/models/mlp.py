@@ -11,13 +11,13 @@ from flax import nnx
 from jaxgpt.config import UsageError
 from jaxgpt.models.layers import LayerBuilder
 
-# Name -> auxiliary loss of each row, float32 (B,), such as the load-balancing loss of experts. Like
-# the cross-entropy that it is added to, it is summed over the row's tokens.
+# Name -> auxiliary loss of each row, float32 (B,), such as the load-balancing loss of a mixture of
+# experts. It is a sum over the row's tokens, like the cross-entropy.
 AuxLosses = dict[str, jax.Array]
 
 
 class MLP(nnx.Module):
-    """down(activation(up(x))), with F hidden units."""
+    """MLP down(activation(up(x))) with F hidden units."""
 
     def __init__(self, activation: Callable[[jax.Array], jax.Array], build: LayerBuilder):
         D, F = build.config.n_embd, build.config.mlp_width
@@ -32,7 +32,7 @@ class MLP(nnx.Module):
 
 
 class GatedMLP(nnx.Module):
-    """down(activation(gate(x)) * up(x)) (arXiv 2002.05202), with gate and up in one matmul."""
+    """Gated MLP down(activation(gate(x)) * up(x)), arXiv 2002.05202; one matmul for gate and up."""
 
     def __init__(self, activation: Callable[[jax.Array], jax.Array], build: LayerBuilder):
         D, F = build.config.n_embd, build.config.mlp_width
@@ -51,9 +51,9 @@ class GatedMLP(nnx.Module):
 def gelu(x: jax.Array) -> jax.Array:
     """Return x Phi(x), elementwise (arXiv 1606.08415), where Phi is the standard normal CDF.
 
-    It is computed in float32 and rounded once, because in bfloat16 1 + erf is 0 below x = -3.1.
-    `jax.nn.gelu(x, approximate=False)` uses erfc instead of erf. With it, a step of
-    `shakespeare_char_cpu` takes 8 % longer, and a step of `gpt2` on an H100 moves 9 % more bytes.
+    The result is computed in float32 and rounded once. In bfloat16, 1 + erf would be 0 below
+    x = -3.1. `jax.nn.gelu(x, approximate=False)` uses erfc instead of erf. With erfc, a step of
+    `shakespeare_char_cpu` takes 8% longer, and a step of `gpt2` on an H100 moves 9% more bytes.
     """
     x_float32 = x.astype(jnp.float32)
     return (0.5 * x_float32 * (1 + erf(x_float32 * math.sqrt(0.5)))).astype(x.dtype)
@@ -63,8 +63,8 @@ def gelu(x: jax.Array) -> jax.Array:
 def erf(x: jax.Array) -> jax.Array:
     """Return the error function, elementwise.
 
-    It has its own derivative because differentiating `jax.lax.erf` inside `shard_map` raises an
-    error in JAX 0.12.0.
+    Its derivative is defined here, because differentiating `jax.lax.erf` inside `shard_map` raises
+    an error in JAX 0.12.0.
     """
     return jax.lax.erf(x)
 

@@ -9,7 +9,7 @@ import numpy as np
 
 
 class Rotation(NamedTuple):
-    """Cosines and sines of the rotation angles of F = K/2 pairs at each position, in float32."""
+    """Cosines and sines of the rotation angles, in float32, for F = K/2 pairs at each position."""
 
     cos_TF: jax.Array  # (T, F), or (B, T, F) if positions differ between rows
     sin_TF: jax.Array
@@ -19,7 +19,7 @@ class Rotation(NamedTuple):
 
         Hugging Face pairs elements in the same way. Llama's original code pairs 2i with 2i + 1.
         """
-        # Building the array [-second, first] instead makes a CPU step 7 % longer.
+        # Building the array [-second, first] instead makes a CPU step 7% slower.
         first, second = jnp.split(x_BTHK.astype(jnp.float32), 2, axis=-1)
         cos_T1F, sin_T1F = self.cos_TF[..., None, :], self.sin_TF[..., None, :]
         turned = first * cos_T1F - second * sin_T1F, second * cos_T1F + first * sin_T1F
@@ -29,7 +29,10 @@ class Rotation(NamedTuple):
 def make_rotation(
     head_size: int, positions_T: jax.Array, theta: float, scaling: tuple[float, ...]
 ) -> Rotation:
-    """Return the rotation for queries and keys at `positions_T`, of shape (T,) or (B, T)."""
+    """Return the rotation for queries and keys at `positions_T`, of shape (T,) or (B, T).
+
+    The other arguments are those of `rope_frequencies`.
+    """
     frequencies_F = rope_frequencies(head_size, theta, scaling)
     angles_TF = positions_T.astype(jnp.float32)[..., None] * frequencies_F
     return Rotation(jnp.cos(angles_TF), jnp.sin(angles_TF))
@@ -39,8 +42,10 @@ def rope_frequencies(head_size: int, theta: float, scaling: tuple[float, ...] = 
     """Return the angle per position, in radians, of each of the K/2 pairs: float32 (K/2,).
 
     Args:
-        theta: base of the wavelengths.
-        scaling: as model.rope_scaling. A single factor divides all frequencies. Four values are
+        head_size: K.
+        theta: RoPE base.
+        scaling: values of model.rope_scaling; an empty tuple does not scale. A single factor
+            divides all frequencies. Four values are
             Llama 3.1's factor, low_freq_factor, high_freq_factor and original_max_position.
             Frequencies are divided by the factor if their wavelength is longer than
             original_max_position / low_freq_factor, and kept if it is shorter than
@@ -51,7 +56,7 @@ def rope_frequencies(head_size: int, theta: float, scaling: tuple[float, ...] = 
         frequencies = frequencies / scaling[0]
     elif scaling:
         factor, low, high, original = scaling
-        turns = original * frequencies / (2 * math.pi)  # in the original context
+        turns = original * frequencies / (2 * math.pi)  # over the original context length
         share = np.clip((turns - low) / (high - low), 0, 1)
         frequencies = frequencies * (share + (1 - share) / factor)
     return frequencies.astype(np.float32)

@@ -1,14 +1,14 @@
-"""A transformer in flax.nnx, written as equations; `ParallelContext` does the communication.
+"""A transformer in flax.nnx, written as equations. `ParallelContext` does the communication.
 
 Shapes: B batch, T sequence, D embed, H heads, G key-value heads, K head dim, F mlp, V vocab,
 L layers. The weights of the L blocks are stacked along a leading `layers` axis, so that each kind
 of weight is one array.
 
-Comments such as `B/b T/s D` give the sharding of an activation: B is split over the mesh axes that
-split the batch (b); H, F and V over those that split heads (t); and, with sequence parallelism, T
-over the latter too (s). `+t` marks partial sums over t. With sequence parallelism, `T/s -> T` is an
-all-gather and `+t -> T/s` is a reduce-scatter. Without it, the former communicates nothing and the
-latter is an all-reduce.
+Comments such as `B/b T/s D` give the sharding of an activation. `b` stands for the mesh axes that
+split the batch. `t` stands for the mesh axes that split heads; they also split F and V. `s` is the
+same as `t` with sequence parallelism, and otherwise does not split T. `+t` marks partial sums over
+`t`. With sequence parallelism, `T/s -> T` is an all-gather and `+t -> T/s` is a reduce-scatter.
+Without it, `T/s -> T` communicates nothing and `+t -> T/s` is an all-reduce.
 """
 
 import functools
@@ -42,7 +42,7 @@ from jaxgpt.parallel.tensor import NO_PARALLELISM, ParallelContext
 
 
 class Block(nnx.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)).
+    """Transformer block: x + attention(norm(x)), then x + mlp(norm(x)).
 
     With model.post_norm, the outputs of attention and the MLP are normalized before they are added.
     """
@@ -58,7 +58,7 @@ class Block(nnx.Module):
     def __call__(
         self, x_BTD: jax.Array, keys_B: jax.Array | None, inputs: AttentionInputs
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """Return x_BTD for the next layer, and the MLP's auxiliary losses (B,) by name.
+        """Return x_BTD for the next block, and the MLP's auxiliary losses (B,) by name.
 
         Args:
             keys_B: a dropout key for each row; None disables dropout.
@@ -97,17 +97,18 @@ class GPT(nnx.Module):
         Args:
             config: the model options, with `vocab_size` set.
             dtype: dtype of the computation. Logits are rounded to it and returned as float32.
-            attend: attention function from `attention.KERNELS`; None is the `xla` kernel.
+            attend: attention function from `attention.KERNELS`; None: the `xla` kernel.
             parallel: how this device shares the work with the other devices.
-            scan_layers: as in parallel.scan_layers.
-            remat: as in parallel.remat.
+            scan_layers: loop over the blocks instead of unrolling them (parallel.scan_layers).
+            remat: value of parallel.remat.
             end_of_text: token that ends a document. With it, attention stays within documents.
                 None treats each row as one document, so all rows have the same positions.
-            loss_chunk: as in train.loss_chunk.
-            keeps_tables: gather the vocabulary tables once and reuse them in all three pieces.
-                This is valid only if the network is created, used and dropped within one trace.
-            stacked: turns a function of one key that makes a block into a function of L keys that
-                makes the stacked blocks.
+            loss_chunk: value of train.loss_chunk.
+            keeps_tables: gather the token embedding once, and reuse it in all three pieces. This is
+                valid only if the network is created, used and dropped within one trace.
+            stacked: turns a function that makes a block from a key into a function that makes L
+                stacked blocks from L keys.
+            rngs: random keys for the initial parameters.
         """
         assert config.vocab_size is not None
         self.config, self.dtype = config, dtype
@@ -132,9 +133,9 @@ class GPT(nnx.Module):
             self.head = nnx.data(embedding(V, config, rngs, "output_embedding", "vocab"))
 
     def __call__(self, batch: Batch, key: jax.Array | None = None) -> jax.Array:
-        """Return logits_BTV in float32, over the padded vocabulary; padding has logits of -inf.
+        """Return logits_BTV in float32 over the padded vocabulary; the padding has logits of -inf.
 
-        If the vocabulary is split over devices, these are the logits of this device's shard.
+        If the vocabulary is split over devices, V is this device's shard.
 
         Args:
             key: dropout key; None disables dropout.
@@ -143,7 +144,13 @@ class GPT(nnx.Module):
         return self.output_layer.logits(self.last_norm(x_BTD))
 
     def embed(self, batch: Batch, key: jax.Array | None = None) -> jax.Array:
-        """Return x_BTD, the input of the first layer: embeddings of the tokens and positions."""
+        """Return x_BTD, the input of the first block: token plus position embeddings, with dropout.
+
+        Position embeddings are added only if model.position=learned.
+
+        Args:
+            key: dropout key; None disables dropout.
+        """
         w_VD, vocab_offset = self.token_table  # V/t D
         x_BTD = embed_tokens(w_VD, batch.tokens - vocab_offset)  # B/b T D +t
         x_BTD = self.parallel.reduce_from_tensor_region(x_BTD)  # +t -> T/s: B/b T/s D
@@ -160,7 +167,7 @@ class GPT(nnx.Module):
         if not self.parallel.on_cpu:
             # Keep D minor. The gradient of the position embeddings sums over B, so XLA would make B
             # the minor dimension, and every layer on a GPU would transpose activations back and
-            # forth. In a GPT-2 step, these transposes account for 15 % of the bytes moved.
+            # forth. In a GPT-2 step, these transposes account for 15% of the bytes moved.
             x_BTD = with_layout_constraint(x_BTD, Layout(major_to_minor=(0, 1, 2)))
         keys = self.dropout_keys(batch, key, jnp.array([self.config.n_layer]))
         return self.dropout(x_BTD, None if keys is None else keys[0])
@@ -168,7 +175,10 @@ class GPT(nnx.Module):
     def run_blocks(
         self, x_BTD: jax.Array, batch: Batch, key: jax.Array | None = None
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """Run the blocks on this device.
+        """Run the blocks that this device holds.
+
+        Args:
+            key: dropout key; None disables dropout.
 
         Returns:
             x_BTD, and the auxiliary losses (B,) by name, summed over the blocks.
@@ -198,7 +208,7 @@ class GPT(nnx.Module):
 
     @property
     def n_layers(self) -> int:
-        """Number of layers on this device."""
+        """Number of layers that this device holds."""
         return len(jax.tree.leaves(nnx.state(self.layers))[0])
 
     @property
@@ -231,7 +241,7 @@ class GPT(nnx.Module):
         return TokenPositions(batch.positions[0])
 
     def attention_inputs(self, kind: LayerKind, at: TokenPositions) -> AttentionInputs:
-        """Return the inputs that attention shares across layers of one kind."""
+        """Return the inputs of attention that all layers of one kind share."""
         rotation = None
         if self.config.position == "rope":
             size = self.config.head_size
@@ -241,9 +251,9 @@ class GPT(nnx.Module):
     def dropout_keys(
         self, batch: Batch, key: jax.Array | None, numbers_N: jax.Array
     ) -> jax.Array | None:
-        """Return keys_NB, a dropout key for each number and row; None if there is no dropout.
+        """Return keys_NB, a dropout key for each number and row, or None without dropout.
 
-        Keys depend on the row number in the global batch, and not on the device.
+        A key depends on the row number in the global batch, and not on the device.
         """
         if key is None or self.config.dropout == 0:
             return None
@@ -256,9 +266,9 @@ class GPT(nnx.Module):
         """Apply `carry, out = run(block, place, carry, x)` to each layer on this device, in order.
 
         Args:
-            run: called with the block and its layer's index in `layer_pattern` (`place`).
+            run: function of the block, its index in `layer_pattern` (`place`), the carry, and x.
             carry: input of the first layer.
-            of_layers: arrays that stack x of each layer along the leading axis.
+            of_layers: the x of every layer: arrays, stacked along the leading axis.
 
         Returns:
             The last carry, and `out` of all layers, stacked along the leading axis.
@@ -304,20 +314,20 @@ class GPT(nnx.Module):
         return carry, jax.tree.map(lambda *parts: jnp.concatenate(parts), outs, last)
 
     def last_norm(self, x_BTD: jax.Array) -> jax.Array:
-        """Apply the final norm to the last layer's output, giving the output layer's input."""
+        """Apply the final norm, and return the input of the output layer, whose T is not split."""
         x_BTD = gather_params(self.norm, self.parallel)(x_BTD)  # B/b T/s D
         return self.parallel.copy_to_tensor_region(x_BTD)  # T/s -> T: B/b T D
 
 
 def gpt_graph(config: ModelConfig, **options: Any) -> nnx.GraphDef:
-    """Return the network without parameters, for `nnx.merge`; `options` as for `GPT`."""
+    """Return the network without parameters, for `nnx.merge`. `options` are arguments of `GPT`."""
     return nnx.graphdef(nnx.eval_shape(lambda: GPT(config, rngs=nnx.Rngs(0), **options)))
 
 
 def gather_params(module: nnx.Module, parallel: ParallelContext) -> Any:
     """Return the module with its parameters all-gathered, except the matrices of `Linear` layers.
 
-    The matmuls of `ParallelContext` gather the matrices, just before they use them.
+    The matmuls of `ParallelContext` gather each matrix just before they use it.
     """
     graph, params = nnx.split(module)
 
@@ -330,7 +340,7 @@ def gather_params(module: nnx.Module, parallel: ParallelContext) -> Any:
 
 
 def embed_tokens(w_VD: jax.Array, tokens_BT: jax.Array) -> jax.Array:
-    """Look up rows of w_VD, this device's shard; tokens outside the shard yield zeros."""
+    """Return rows_BTD of w_VD, this device's shard; tokens outside the shard yield zeros."""
     is_here_BT = (tokens_BT >= 0) & (tokens_BT < w_VD.shape[0])
     # In float32, because a row's gradient is a sum over all occurrences of its token.
     rows_BTD = w_VD.astype(jnp.float32)[jnp.where(is_here_BT, tokens_BT, 0)]

@@ -1,4 +1,4 @@
-"""The name, shape, logical axes and role of every weight; the only list of weights."""
+"""The name, shape, logical axes and role of every weight. There is no other list of weights."""
 
 import functools
 import math
@@ -14,7 +14,8 @@ from jaxgpt.parallel.sharding import LogicalAxes, Params
 
 STACKED_AXES = ("layers", "parts")  # logical axes along which separate matrices are stacked
 VECTOR_ROLES = ("bias", "scale")
-# Embeddings that are only looked up. With tied weights, the token embedding is also multiplied.
+# Embeddings that are looked up and not multiplied, unless the token embedding is also the output
+# layer.
 LOOKED_UP_ROLES = ("token_embedding", "position_embedding")
 
 
@@ -27,7 +28,7 @@ class Weight:
     axes: LogicalAxes  # meaning of each dim; weights stacked over layers begin with `layers`
     role: str  # matrix, bias, scale, token_embedding, position_embedding or output_embedding
     n_inputs: int = 0  # number of input dims, which a matmul contracts; 0 for a vector
-    n_padding: int = 0  # rows of zeros that pad a vocabulary, at the end
+    n_padding: int = 0  # number of zero rows at the end, which pad a vocabulary
 
     @property
     def size(self) -> int:
@@ -40,14 +41,14 @@ class Weight:
 
     @property
     def n_layers(self) -> int:
-        """Number of layers that are stacked in it; 0 if it is outside the layers."""
+        """Number of layers stacked in this array; 0 for a weight outside the layers."""
         return self.shape[0] if self.axes[0] == "layers" else 0
 
     @property
     def matrix_dims(self) -> tuple[tuple[int, ...], ...]:
-        """The (stacked, input, output) dims.
+        """The stacked dims, the input dims and the output dims.
 
-        Each index of the stacked dims selects a separate matrix: one per layer and, in `qkv`, one
+        Each index into the stacked dims selects a separate matrix: one per layer and, in `qkv`, one
         per part (queries, keys or values).
         """
         stacked = tuple(i for i, axis in enumerate(self.axes) if axis in STACKED_AXES)
@@ -56,12 +57,12 @@ class Weight:
 
     @property
     def is_decayed(self) -> bool:
-        """True if weight decay applies, which it does to matrices and embeddings, as in nanoGPT."""
+        """True for matrices and embeddings. As in nanoGPT, weight decay applies only to these."""
         return self.role not in VECTOR_ROLES
 
     @property
     def gather_dtype(self) -> str | None:
-        """Dtype of the weight when it is gathered and used; None is the dtype of the computation.
+        """Dtype in which the weight is gathered and used; None is the compute dtype.
 
         Biases, norm scales and position embeddings stay in float32.
         """
@@ -114,12 +115,15 @@ def count_parameters(config: ModelConfig) -> tuple[int, int]:
 
 
 def activation_bytes(model: ModelConfig, with_logits: bool = True) -> int:
-    """Estimate the bytes of float32 activations that one row keeps for the backward pass.
+    """Estimate the bytes of float32 activations that are kept per row for the backward pass.
 
     Without remat, a layer keeps 2 T (10 D + P + S) bytes. This is equation 1 of arXiv 2205.05198,
-    doubled because its activations are 16-bit. P, for the matmuls, is twice the number of elements
-    in the layer's matrices divided by D (24 D in GPT-2). S, for the attention scores, is 5 H T if
-    they are stored. The output layer keeps the logits and their gradient.
+    doubled because the paper's activations are 16-bit. P, for the matmuls, is twice the number of
+    elements in the layer's matrices divided by D (24 D in GPT-2). S, for the attention scores, is
+    5 H T if they are stored, and otherwise 0.
+
+    Args:
+        with_logits: include the logits and their gradient, 8 T V bytes.
     """
     T, L, D, H = model.block_size, model.n_layer, model.n_embd, model.n_head
     logits = 8 * T * model.vocab_size if with_logits else 0

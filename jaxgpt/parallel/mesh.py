@@ -1,4 +1,4 @@
-"""The named device mesh over all devices of the job."""
+"""The mesh of all devices of the job, with named axes."""
 
 import math
 from collections.abc import Sequence
@@ -13,10 +13,10 @@ from jaxgpt.config import Config, MeshShape, axes_with, check_batch, mesh_shape
 def make_mesh(shape: MeshShape, hosts: Sequence[int] | None = None) -> Mesh:
     """Return a mesh of all devices of the job; their number must equal `shape.n_devices`.
 
-    Devices are ordered by host, then by process, so that `tensor`, the last axis, stays inside a
-    host if it can, and `data`, the first axis, crosses hosts. `jax.make_mesh` gives the same order
-    on one host, and `mesh_utils.create_hybrid_device_mesh` gives it across hosts, where
-    `jax.make_mesh` can fail.
+    Devices are ordered by host, then by process, so that `tensor`, the last axis, stays within a
+    host if possible, and `data`, the first axis, crosses hosts. On one host, `jax.make_mesh` gives
+    the same order. Across hosts, `jax.make_mesh` can fail, and
+    `mesh_utils.create_hybrid_device_mesh` gives the same order.
 
     Args:
         hosts: the host number of each process. None assumes that ranks are ordered by host.
@@ -33,7 +33,10 @@ def make_mesh(shape: MeshShape, hosts: Sequence[int] | None = None) -> Mesh:
 
 
 def job_mesh(config: Config, hosts: Sequence[int] | None = None) -> Mesh:
-    """Return the mesh that a config asks for; `hosts` as for `make_mesh`.
+    """Return the mesh that a config asks for.
+
+    Args:
+        hosts: the host number of each process; see `make_mesh`.
 
     Raises:
         UsageError: if the mesh does not match the devices, the model or the batch size.
@@ -49,7 +52,11 @@ def mesh_axes_with(role: str, mesh: Mesh) -> tuple[str, ...]:
 
 
 def device_hosts(mesh: Mesh, hosts: Sequence[int]) -> list[int]:
-    """Return the host number of each device, in mesh order, given that of each process."""
+    """Return the host number of each device, in mesh order.
+
+    Args:
+        hosts: the host number of each process.
+    """
     return [hosts[device.process_index] for device in mesh.devices.flat]
 
 
@@ -67,7 +74,11 @@ def hosts_spanned(axes: Sequence[str], shape: MeshShape, hosts: Sequence[int]) -
 
 
 def tensor_crosses_hosts_warning(shape: MeshShape, hosts: Sequence[int]) -> tuple[str, ...]:
-    """Return a warning if `tensor` groups span hosts; `hosts` as for `hosts_spanned`."""
+    """Return a warning if groups of devices along `tensor` span hosts, or an empty tuple.
+
+    Args:
+        hosts: the host number of each device, in mesh order.
+    """
     n_hosts = hosts_spanned(axes_with("splits_heads"), shape, hosts)
     if n_hosts == 1:
         return ()

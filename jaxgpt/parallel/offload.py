@@ -1,4 +1,4 @@
-"""Offloading: arrays in host memory are moved to the device one layer at a time."""
+"""Offloading to host memory. Arrays are copied to the device one layer at a time."""
 
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +15,7 @@ def is_in_host(x: jax.Array) -> bool:
 
 
 def to_device(x: jax.Array) -> jax.Array:
-    """Move an array to device memory, if it is in host memory."""
+    """Move an array to device memory if it is in host memory."""
     return jax.device_put(x, jax.memory.Space.Device) if is_in_host(x) else x
 
 
@@ -28,15 +28,15 @@ def layerwise_replace(change: Callable[..., Any], old: Any, given: Any) -> Any:
     """Return `change(old, given)`, computed one layer at a time.
 
     Args:
-        change: function of the arrays of one layer. They are on the device, and their leading axis
-            has size 1.
-        old: arrays (L, ...) to replace. The results have their shapes and memory kinds.
-        given: further arrays (L, ...).
+        change: function of `old` and `given` for one layer: arrays (1, ...) on the device. It
+            returns the new arrays (1, ...).
+        old: arrays (L, ...) to replace. The results have the same shapes and memory kinds.
+        given: further arrays (L, ...), such as gradients.
     """
 
     def one(stacks: Any, i: jax.Array) -> tuple[Any, None]:
-        # Without the barriers, XLA would read the old arrays again for each new array, and copy all
-        # of them to do so.
+        # Without the barriers, XLA would read the old arrays again for each new array, and would
+        # have to copy all of them.
         own = jax.lax.optimization_barrier((layer(stacks, i), layer(given, i)))
         new = jax.lax.optimization_barrier(change(*own))
 
@@ -61,7 +61,7 @@ def match_memory(x: jax.Array, like: jax.Array) -> jax.Array:
 def stacked_in_host(
     make_block: Callable[[jax.Array], nnx.Module],
 ) -> Callable[[jax.Array], nnx.Module]:
-    """Return a function that makes stacked blocks, moving each to host memory before the next.
+    """Return a function that makes stacked blocks, one at a time, in host memory.
 
     Args:
         make_block: makes one block from one key; the returned function takes L keys.

@@ -1,4 +1,4 @@
-"""Rematerialization: which results of a layer are saved, and which are recomputed."""
+"""Rematerialization: what a layer saves for its backward pass, and what it recomputes."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,7 +9,7 @@ COMMUNICATED = ("psum", "psum_invariant", "reduce_scatter")  # primitives that s
 
 
 def rematerialized(layer: Callable[..., Any], remat: str, in_loop: bool) -> Callable[..., Any]:
-    """Wrap a layer so that it saves fewer results for its backward pass.
+    """Wrap a layer so that it saves less for its backward pass.
 
     Args:
         remat: value of parallel.remat. `full` saves only the layer's input. `dots` saves the

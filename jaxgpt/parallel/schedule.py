@@ -1,4 +1,4 @@
-"""Schedules: the order in which the pieces of a network process the microbatches of a step.
+"""Schedules, which run the pieces of a network on the microbatches of a step in some order.
 
 A schedule runs inside `jax.shard_map`, so it sees only this device's shards. `accumulate` is the
 schedule for devices that hold all layers. A pipeline would be another schedule.
@@ -29,8 +29,8 @@ class Objective(NamedTuple):
     """The function that a schedule differentiates."""
 
     make_pieces: Callable[[Params, Params], Pieces]
-    """(gradient accumulators, parameters) -> network. Differentiate with respect to the
-    accumulators: the result is the gradient of the parameters, reduced and sharded like them."""
+    """(gradient accumulators, parameters) -> network. The derivative with respect to the
+    accumulators is the gradient of the parameters, with the sharding of the accumulators."""
     scalar: Callable[[Any], jax.Array]  # `LossParts` -> float32 scalar
     adds_in_place: bool = False  # whether the backward pass returns accumulators plus gradients
 
@@ -38,8 +38,8 @@ class Objective(NamedTuple):
 class Microbatches(NamedTuple):
     """This device's part of the global batch, to be processed as n microbatches.
 
-    Microbatch i consists of each device's rows i, i + n, ..., and therefore of the global batch's
-    rows i, i + n, ....
+    Microbatch i takes every n-th row of each device, starting at row i. These are also every n-th
+    row of the global batch, starting at row i.
     """
 
     batch: Any
@@ -48,7 +48,7 @@ class Microbatches(NamedTuple):
 
 
 class Schedule(NamedTuple):
-    """The two functions that run a network, whether a device holds all layers or only its own."""
+    """The two functions that run a network, whether a device holds all layers or only some."""
 
     run_all_blocks: Callable[[Pieces, Any, jax.Array | None], tuple[jax.Array, dict[str, Any]]]
     """The forward pass, for evaluation: (pieces, batch, dropout key) -> (x_BTD after the network's
@@ -83,7 +83,7 @@ def accumulate(
         return parts, gradients
 
     def add(total: Params, microbatch: Any) -> tuple[Params, Any]:
-        # Without the barrier, XLA would gather all ZeRO-3 weights once, before the loop.
+        # Without the barrier, XLA would gather all ZeRO-3 weights before the loop, and keep them.
         here = jax.tree.map(
             lambda param: jax.lax.optimization_barrier((param, microbatch.rows))[0], params
         )

@@ -16,19 +16,22 @@ from jaxgpt.config import axes_with
 
 Params = dict[str, Any]  # nested dict of arrays, or of values that describe them
 Rules = dict[str, tuple[str, ...]]  # logical axis -> mesh axes
-LogicalAxes = tuple[str | None, ...]  # one for each dim; None is a dim that is never split
+LogicalAxes = tuple[str | None, ...]  # one for each dim; a dim with None is never split
 
 HEAD_DIMS = ("vocab", "heads", "kv_heads", "mlp")  # logical axes that tensor parallelism splits
 
 
 def tensor_rules() -> Rules:
-    """Return the rules without ZeRO: heads are split over `tensor`, and layers over stages."""
+    """Return the rules without ZeRO.
+
+    `HEAD_DIMS` are split over `tensor`, and layers over the axes that split layers.
+    """
     heads = dict.fromkeys(HEAD_DIMS, axes_with("splits_heads"))
     return heads | {"layers": axes_with("splits_layers")}
 
 
 def fully_sharded_rules() -> Rules:
-    """Return the rules with ZeRO: as `tensor_rules`, and `embed` is split over `fsdp`."""
+    """Return the rules with ZeRO: `tensor_rules`, plus a rule that splits `embed` over `fsdp`."""
     return tensor_rules() | {"embed": axes_with("shards_parameters")}
 
 
@@ -41,13 +44,14 @@ def gradient_rules(zero_stage: int, reduces_once: bool = False, in_host: bool = 
     """Return the rules for the gradient accumulators, which sum over microbatches.
 
     At stages 2 and 3, each microbatch's gradient is reduce-scattered, and the accumulators are
-    sharded. At stages 0 and 1, or with `reduces_once`, they are whole. After the last microbatch,
-    `zero.reduce_gradients` reduces them to the sharding of the optimizer state (`opt_state_rules`).
+    sharded over `fsdp`. At stages 0 and 1, or with `reduces_once`, they are not. After the last
+    microbatch, `zero.reduce_gradients` reduces them to the sharding of the optimizer state
+    (`opt_state_rules`).
 
     Args:
-        reduces_once: gradient accumulation with parallel.reduce_every=step.
-        in_host: parallel.offload=state. Accumulators in host memory always have the sharding of the
-            optimizer state, because each gradient is reduced before it is added.
+        reduces_once: whether gradients are accumulated and parallel.reduce_every=step.
+        in_host: whether parallel.offload=state. Accumulators in host memory always have the
+            sharding of the optimizer state, because each gradient is reduced before it is added.
     """
     if in_host:
         return opt_state_rules(zero_stage)
@@ -55,7 +59,7 @@ def gradient_rules(zero_stage: int, reduces_once: bool = False, in_host: bool = 
 
 
 def opt_state_rules(zero_stage: int) -> Rules:
-    """Return the rules for the optimizer state, and for the gradients that the optimizer gets."""
+    """Return the rules for the optimizer state and for the gradients that the optimizer uses."""
     return fully_sharded_rules() if zero_stage >= 1 else tensor_rules()
 
 
@@ -63,7 +67,7 @@ def has_partial_gradient(axes: LogicalAxes, spec: PartitionSpec) -> bool:
     """Return whether a replicated weight receives a partial gradient on each `tensor` rank.
 
     This holds for a vocabulary or key-value heads that `tensor` does not divide, and for the norms
-    of heads (`head_dim`), because each rank applies them only to its own heads.
+    of queries and keys (`head_dim`), because each rank applies them only to its own heads.
     """
     is_split = split_dim(spec, axes_with("splits_heads")) is not None
     return not is_split and any(axis in (*HEAD_DIMS, "head_dim") for axis in axes)
@@ -72,8 +76,8 @@ def has_partial_gradient(axes: LogicalAxes, spec: PartitionSpec) -> bool:
 def split_dim(spec: PartitionSpec, mesh_axes: Sequence[str]) -> int | None:
     """Return the dim that is split over any of these mesh axes, or None.
 
-    The dim is negative (the last one is -1), so that it is valid for a stack of layers and for one
-    layer, which lacks the leading dim.
+    The dim is counted from the end (the last one is -1), so that it is the same for stacked layers
+    and for a single layer, which lacks the leading dim.
     """
     for dim in range(-len(spec), 0):
         if set(jax.tree.leaves(spec[dim])) & set(mesh_axes):
@@ -84,7 +88,7 @@ def split_dim(spec: PartitionSpec, mesh_axes: Sequence[str]) -> int | None:
 def partition_spec(
     axes: LogicalAxes, shape: tuple[int, ...], rules: Rules, mesh_shape: Mapping[str, int]
 ) -> PartitionSpec:
-    """Return the spec of one array. Dims that are not divisible by their mesh axes are replicated.
+    """Return the spec of one array. A dim that its mesh axes do not divide is replicated.
 
     >>> partition_spec(("embed", "mlp"), (128, 512), parameter_rules(3), mesh.shape)
     PartitionSpec('fsdp', 'tensor')
@@ -102,7 +106,7 @@ def weight_shardings(weights: Any, rules: Rules, mesh: Mesh, memory_kind: str | 
 
     Args:
         weights: tree whose leaves have `axes` and a `shape`, such as `models.weights.Weight`.
-        memory_kind: such as `pinned_host`; None is the device's default.
+        memory_kind: memory of the weights, such as `pinned_host`; None: the device's default.
     """
 
     def sharding(weight: Any) -> NamedSharding:
@@ -113,7 +117,10 @@ def weight_shardings(weights: Any, rules: Rules, mesh: Mesh, memory_kind: str | 
 
 
 def undivided_dims_warnings(weights: Any, rules: Rules, mesh: Mesh) -> tuple[str, ...]:
-    """Return a warning for each kind of dim that is replicated because it is not divisible."""
+    """Return a warning for each dim that is replicated because its mesh axes do not divide it.
+
+    The arguments are those of `weight_shardings`.
+    """
     found = set()
     for w in jax.tree.leaves(weights):
         spec = partition_spec(w.axes, w.shape, rules, mesh.shape)
@@ -132,5 +139,5 @@ def batch_sharding(mesh: Mesh) -> NamedSharding:
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
-    """Return the sharding of an array that is replicated on every device."""
+    """Return the sharding of an array that is replicated on all devices."""
     return NamedSharding(mesh, PartitionSpec())

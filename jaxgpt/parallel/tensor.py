@@ -1,8 +1,8 @@
 """Tensor and sequence parallelism with explicit collectives, which the layers call.
 
-A step is one program: `jax.shard_map` over the whole mesh runs it on every device's shards. It
-tracks the mesh axes over which a value varies between devices, and derives the backward pass from
-that: the transpose of a psum is a pcast to varying, and vice versa.
+A step is one program, which `jax.shard_map` runs on every device's shards. `shard_map` tracks the
+mesh axes along which each value varies, and derives the backward pass from them: the transpose of a
+psum is a pcast to varying, and vice versa.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ from jaxgpt.parallel.zero import ShardedParam, all_gather_param
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ParallelContext:
-    """Describes how this device shares the model with others; by default, it does not.
+    """How this device shares the model with other devices. By default, it does not share it.
 
     Megatron's tensor parallelism (arXiv 1909.08053) splits heads, the MLP and the vocabulary over
     `tensor`. Outside these tensor regions, sequence parallelism (arXiv 2205.05198) splits positions
@@ -32,7 +32,7 @@ class ParallelContext:
     sequence_parallel: bool = False
     regather_in_backward: bool = False
     """Gather weights and activations again in the backward pass, instead of keeping the gathered
-    arrays of all layers in memory until then."""
+    arrays of all layers in memory."""
     on_cpu: bool = False  # whether the devices are CPUs, which need no layout constraints
 
     def param(self, param: jax.Array | ShardedParam) -> jax.Array:
@@ -40,9 +40,9 @@ class ParallelContext:
         return all_gather_param(param) if isinstance(param, ShardedParam) else param
 
     def column_parallel_matmul(self, x: jax.Array, kernel: Any, n: int) -> jax.Array:
-        """Return this device's outputs of x W, contracted over the last n dims of x.
+        """Return this device's part of x W, contracted over the last n dims of x.
 
-        The input is copied to the tensor region, or all-gathered with sequence parallelism.
+        With sequence parallelism, x is all-gathered over T first.
         """
 
         def multiply(x: jax.Array, kernel: Any) -> jax.Array:
@@ -53,7 +53,8 @@ class ParallelContext:
     def row_parallel_matmul(self, x: jax.Array, kernel: Any, n: int) -> jax.Array:
         """Return x W, contracted over the last n dims of x, which are split like W's inputs.
 
-        Partial products are summed over `tensor`, or reduce-scattered with sequence parallelism.
+        Partial products are summed over `tensor`: all-reduced, or reduce-scattered over T with
+        sequence parallelism.
         """
 
         def multiply(x: jax.Array, kernel: Any) -> jax.Array:
@@ -65,7 +66,8 @@ class ParallelContext:
     def copy_to_tensor_region(self, x_BTD: jax.Array) -> jax.Array:
         """Enter a tensor region, before a column-parallel weight (`f` in Megatron's figure 3).
 
-        All-gather x over T with sequence parallelism; otherwise only the gradient is communicated.
+        With sequence parallelism, x is all-gathered over T. Without it, only the backward pass
+        communicates.
         """
         if self.tensor == 1:
             return x_BTD
@@ -76,8 +78,8 @@ class ParallelContext:
     def reduce_from_tensor_region(self, x_BTD: jax.Array) -> jax.Array:
         """Leave a tensor region, after a row-parallel weight (`g` in Megatron's figure 3).
 
-        Sum the partial results: reduce-scatter them over T with sequence parallelism, otherwise
-        all-reduce them.
+        Partial sums are reduce-scattered over T with sequence parallelism, and otherwise
+        all-reduced.
         """
         if self.tensor == 1:
             return x_BTD
@@ -99,7 +101,7 @@ class ParallelContext:
         return _offset(self.tensor_axes, n)
 
     def sequence_offset(self, T: int) -> Any:
-        """Return the first of this device's T positions, outside the tensor regions."""
+        """Return the first of the T positions that this device holds outside tensor regions."""
         axes = self.sequence_axes
         return _offset((*axes, *self.tensor_axes) if self.sequence_parallel else axes, T)
 
@@ -108,7 +110,7 @@ class ParallelContext:
         return _offset(self.layer_axes, L)
 
     def local_positions(self, positions_T: jax.Array) -> jax.Array:
-        """Return this device's part of the positions (..., T), outside the tensor regions."""
+        """Return the positions (..., T) that this device holds outside tensor regions."""
         if not self.sequence_parallel:
             return positions_T
         T = positions_T.shape[-1] // self.tensor

@@ -1,8 +1,8 @@
-"""ZeRO (arXiv 1910.02054) with explicit collectives: gathers weights and reduces gradients.
+"""ZeRO (arXiv 1910.02054), with explicit collectives that gather weights and reduce gradients.
 
-`all_gather_param` gathers a weight where a layer uses it. Its backward pass reduce-scatters the
-gradient into the weight's gradient accumulator, if that is sharded. `reduce_gradients` does the
-remaining reduction, once per step.
+`all_gather_param` gathers a weight where a layer uses it. If the gradient accumulator of the weight
+is sharded, the backward pass reduce-scatters the gradient. `reduce_gradients` does the remaining
+reduction, once per step.
 """
 
 import dataclasses
@@ -25,10 +25,10 @@ class ParamLayout:
 
     param: PartitionSpec  # the parameter between steps
     accum: PartitionSpec  # its gradient accumulator
-    grad: PartitionSpec  # the gradient that the optimizer gets
+    grad: PartitionSpec  # the gradient that the optimizer receives
     partial_axes: frozenset[str]  # mesh axes along which each device has only a partial gradient
-    gather_dtype: str  # the parameter is cast to it before it is gathered and used
-    reduce_dtype: str  # gradients are cast to it before they are communicated
+    gather_dtype: str  # dtype in which the parameter is gathered and used
+    reduce_dtype: str  # dtype in which gradients are communicated
     host_terms: int = 0
     """Number of gradients that are added in host memory: microbatches times slices. Each is reduced
     over devices before it is added. 0 if the parameter is in device memory."""
@@ -48,16 +48,17 @@ class ParamLayout:
 class ShardedParam:
     """A parameter during a step."""
 
-    shard: jax.Array  # this device's shard, as between steps (`layout.param`)
-    grad_accumulator: jax.Array  # receives the gradient; sharded as `layout.accum`
+    shard: jax.Array  # this device's shard, with the spec `layout.param`
+    grad_accumulator: jax.Array  # receives the gradient, with the spec `layout.accum`
     layout: ParamLayout
 
 
 def all_gather_param(param: ShardedParam) -> jax.Array:
     """Cast a parameter to `gather_dtype` and all-gather it over `fsdp`.
 
-    The backward pass yields the gradient of `grad_accumulator`, reduce-scattered if `layout.accum`
-    is sharded, and no gradient of `shard`.
+    The backward pass returns the gradient with respect to `grad_accumulator`, in float32, and none
+    with respect to `shard`. The gradient is reduce-scattered if `layout.accum` is sharded. With
+    parallel.offload=state, it is reduced, moved to host memory and added to the accumulator.
     """
     return _all_gather(param.shard, param.grad_accumulator, param.layout)
 
@@ -95,7 +96,7 @@ _all_gather.defvjp(_all_gather_forward, _all_gather_backward)
 def local_params(params: Any, layouts: Any) -> tuple[Any, Any]:
     """Return this device's parameter shards and zero-initialised gradient accumulators.
 
-    The accumulators are float32 and sharded as `layout.accum`. With parallel.offload=state, they
+    The accumulators are float32, with the spec `layout.accum`. With parallel.offload=state, they
     are in host memory, and the backward pass adds to them.
 
     The parameters are marked as varying over the mesh axes along which their gradients are partial.
@@ -120,10 +121,10 @@ def local_params(params: Any, layouts: Any) -> tuple[Any, Any]:
 
 
 def reduce_gradients(gradients: Any, layouts: Any) -> Any:
-    """Reduce accumulated gradients over devices, once per step, to the shardings `layout.grad`.
+    """Reduce accumulated gradients over devices, once per step, to the specs `layout.grad`.
 
-    They are reduce-scattered over `fsdp` first, unless the backward pass has done so already. The
-    all-reduce over the other axes then sends only a shard.
+    They are reduce-scattered over `fsdp` first, unless the backward pass has already done so. Then
+    the all-reduce over the other axes sends only a shard.
     """
     return jax.tree.map(
         lambda g, layout: _reduce(g, layout, _fsdp_dim(layout.accum) is not None),
