@@ -56,7 +56,7 @@ class AttentionSetting(NamedTuple):
 
     config: ModelConfig
     dtype: str  # train.dtype
-    platform: str = "cpu"  # of the devices, as in `jax.Device.platform`
+    platform: str = "cpu"  # `jax.Device.platform` of the devices
     capability: float = 0.0  # `cuda_capability` of the devices
     document_mask: bool = False  # data.document_mask
     deterministic: bool = False  # train.deterministic

@@ -38,8 +38,8 @@ def parser() -> CommandParser:
     n = whole_number()
     out.add_argument("--devices-per-host", type=n, metavar="N", help=f"default: {hosts}")
     out.add_argument("--advise", type=n, metavar="N", help="rank the meshes for N devices")
-    out.add_argument("--json", action="store_true", help="print JSON: bytes, seconds, FLOPs")
-    out.epilog = "Other arguments are as for jaxgpt.train, whose --help lists every key."
+    out.add_argument("--json", action="store_true", help="print JSON, in bytes, seconds and FLOPs")
+    out.epilog = "All other arguments are those of jaxgpt.train; its --help lists every key."
     return out
 
 
@@ -54,7 +54,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def run(arguments: argparse.Namespace, rest: list[str]) -> str:
-    """Return what the command prints. Starts JAX with simulated CPU devices."""
+    """Return the text that the command prints. Starts JAX with simulated CPU devices."""
     device = DEVICES[arguments.device]
     config = parse_args(rest, "python -m jaxgpt.plan", initial_model, choices=CHOICES)
     config = with_vocabulary(config)

@@ -10,7 +10,8 @@ from jaxgpt.plan.layout import Plan, plan_layout
 from jaxgpt.plan.program import Program, state_memory
 
 REMATS = ("none", "attention", "dots", "full")  # in order of decreasing memory
-TIE_RATIO = 0.9  # a layout ranks before a simpler one only if it takes less than this share of time
+# A layout ranks before a simpler one only if it takes less than this fraction of the time.
+TIE_RATIO = 0.9
 
 
 def search_meshes(
@@ -18,9 +19,10 @@ def search_meshes(
 ) -> list[Plan]:
     """Return the layouts that the model and the batch allow, best first.
 
-    Each layout uses the least rematerialization that makes it fit. Layouts that fit rank first,
-    then faster ones, and simpler ones if the times are close (`TIE_RATIO`). Pure data parallelism
-    always ranks first if it fits without remat, because it is the simplest to scale.
+    Each layout uses the least rematerialization that makes it fit. Layouts that fit rank before
+    those that do not. Among them, faster layouts rank first, or simpler ones if the times are close
+    (`TIE_RATIO`). Pure data parallelism always ranks first if it fits without remat, because it is
+    the simplest to scale.
 
     Raises:
         UsageError: if no mesh divides the batch.
@@ -110,7 +112,7 @@ def train_options(plan: Plan) -> str:
 
 
 def reason(plan: Plan) -> str:
-    """Return a one-line explanation of a layout."""
+    """Return a one-line explanation of a layout: what it splits, or why it does not fit."""
     mesh, parallel = plan.mesh, plan.config.parallel
     data, fsdp, tensor = mesh["data"], mesh["fsdp"], mesh["tensor"]
     if not plan.fits:
@@ -121,10 +123,10 @@ def reason(plan: Plan) -> str:
     if fsdp * tensor == 1:
         words.append("the whole state fits on one device")
     if tensor > 1:
-        words.append(f"every layer is split over {tensor} devices in a host")
+        words.append(f"every layer is split over {tensor} devices of one host")
     if fsdp > 1:
         where = count(plan.hosts_spanned(["fsdp"]), "host")
-        words.append(f"ZeRO-{parallel.zero_stage} over {fsdp} devices of {where}")
+        words.append(f"ZeRO-{parallel.zero_stage} over {fsdp} devices on {where}")
     if data > 1:
         words.append(f"only gradients are sent over data={data}")
     if parallel.remat != "none":

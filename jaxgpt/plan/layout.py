@@ -1,4 +1,4 @@
-"""The plan of one layout: what each device stores and sends, and an estimate of the step time."""
+"""Plan of one layout: what each device stores and sends, and an estimate of the step time."""
 
 import dataclasses
 import functools
@@ -17,10 +17,11 @@ from jaxgpt.perf.memory import host_memory
 from jaxgpt.plan.program import Memory, Program, compile_step
 from jaxgpt.runtime.allocator import USABLE
 
-MATMUL_EFFICIENCY = 0.6  # of the dense peak; whole steps of Megatron-LM and llm.c reach 0.41-0.49
+# Fraction of the dense peak. Whole steps of Megatron-LM and llm.c reach 0.41 to 0.49.
+MATMUL_EFFICIENCY = 0.6
 LATENCY = {"link": 10e-6, "network": 30e-6}  # seconds until a collective's first byte arrives
 
-# The devices along these axes wait for one another in each layer.
+# Devices along these axes wait for each other in every layer.
 EXPOSED_AXES = axes_with("splits_heads", "splits_sequence", "splits_layers")
 ASSUMPTIONS = (
     f"matmuls reach {MATMUL_EFFICIENCY:.0%} of the dense peak",
@@ -35,7 +36,7 @@ ASSUMPTIONS = (
 
 @dataclass(frozen=True)
 class Estimate:
-    """Times of one step in seconds, and the rates that follow from them: a best case."""
+    """Best-case times of one step in seconds, and the resulting rates; `mfu` is a fraction of 1."""
 
     step: float
     compute: float
@@ -49,7 +50,7 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything that is known about a layout without running it."""
+    """A layout, its compiled program, and what follows from them without running the program."""
 
     config: Config
     mesh: MeshShape
@@ -99,7 +100,11 @@ class Plan:
 
     @property
     def recomputed_flops_per_token(self) -> int:
-        """FLOPs per token that parallel.remat adds: attention's matmuls, or the forward pass."""
+        """FLOPs per token that parallel.remat adds.
+
+        `attention` and `dots` recompute the matmuls of attention. `full` recomputes all matmuls of
+        a layer.
+        """
         model, remat = self.config.model, self.config.parallel.remat
         if remat == "none":
             return 0
@@ -112,11 +117,11 @@ class Plan:
         return [i // self.devices_per_host for i in range(self.mesh.n_devices)]
 
     def hosts_spanned(self, axes: Sequence[str]) -> int:
-        """Return the largest number of hosts that a group of devices along these axes spans."""
+        """Return the largest number of hosts that any group of devices along these axes spans."""
         return hosts_spanned(axes, self.mesh, self.hosts)
 
     def bytes_sent(self, c: Collective) -> float:
-        """Return the bytes that each device sends in a ring collective."""
+        """Return the bytes that each device sends if the collective uses a ring."""
         return ring_bytes(c.kind, c.bytes, math.prod(self.mesh[axis] for axis in c.axes))
 
     def link(self, axes: Sequence[str]) -> str:
@@ -126,7 +131,7 @@ class Plan:
     def seconds(self, c: Collective) -> float:
         """Return the time of a collective without overlap, in seconds."""
         bandwidth, n_hosts = self.device.link_bandwidth, self.hosts_spanned(c.axes)
-        if n_hosts > 1:  # members on one host pool their shares of its network bandwidth
+        if n_hosts > 1:  # members on one host combine their network bandwidth
             members = max(1, math.prod(self.mesh[axis] for axis in c.axes) // n_hosts)
             bandwidth = min(bandwidth, members * self.device.network_bandwidth)
         operations = c.count if c.bytes / c.count > 1024 else 1  # XLA combines small arrays
@@ -139,7 +144,7 @@ class Plan:
         With offload=moments, the update reads and writes the moments. With offload=state, each
         forward pass, each backward pass and the update also read the parameters, and the update
         writes them. Gradients are written once, and read for their norm and for the update. With
-        n > 1 microbatches, each one reads and writes the accumulators. `memory.gradients` then
+        n > 1 microbatches, each one reads and writes the accumulators, and `memory.gradients`
         includes two sets of accumulators.
         """
         memory, n = self.memory, self.config.train.gradient_accumulation_steps
@@ -213,5 +218,8 @@ class Plan:
 
 
 def plan_layout(config: Config, mesh: MeshShape, device: Device, devices_per_host: int) -> Plan:
-    """Compile the step for a layout and return its plan; arguments as for `compile_step`."""
+    """Compile the step for a layout and return its plan.
+
+    See `compile_step` for what it requires.
+    """
     return Plan(config, mesh, device, devices_per_host, compile_step(config, mesh, device))

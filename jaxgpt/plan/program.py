@@ -1,4 +1,4 @@
-"""The train step, compiled for simulated devices: its memory use and its collectives."""
+"""The train step, compiled for simulated devices: its memory and its collectives."""
 
 import dataclasses
 import math
@@ -19,7 +19,8 @@ from jaxgpt.perf.hardware import Device
 from jaxgpt.train.functions import make_steps
 from jaxgpt.train.state import state_shapes
 
-# For programs that are never run. XLA assigns buffers and collectives before LLVM starts.
+# Compiler options for programs that are never run. LLVM need not optimize them, because XLA assigns
+# buffers and collectives before it calls LLVM.
 COMPILE_ONLY = {"xla_backend_optimization_level": 0}
 
 
@@ -30,13 +31,13 @@ class Memory:
     parameters: int
     gradients: int
     moments: int
-    activations_and_temporaries: int = 0  # everything else at the step's peak, with the batch
-    in_host: int = 0  # the part of parameters, gradients and moments that is in host memory
-    host_at_once: int = 0  # the part of in_host that is copied to the device at once
+    activations_and_temporaries: int = 0  # everything else at the step's peak, including the batch
+    in_host: int = 0  # part of parameters, gradients and moments that is in host memory
+    host_at_once: int = 0  # part of in_host that is on the device at the same time
 
     @property
     def total(self) -> int:
-        """Peak on the device. Arrays from host memory reuse the space of the activations."""
+        """Peak memory on the device. Arrays copied from the host reuse the space of activations."""
         at_rest = self.parameters + self.gradients + self.moments - self.in_host
         return at_rest + max(self.activations_and_temporaries, self.host_at_once)
 
@@ -55,12 +56,16 @@ class Program:
 def compile_step(config: Config, shape: MeshShape, device: Device) -> Program:
     """Compile the train step as it would run on `device`, without allocating arrays.
 
-    XLA's CPU compiler replaces the device's compiler. It would compute bfloat16 in float32, so
-    float16, which has the same size, replaces bfloat16. A flash attention kernel is replaced by
-    another kernel that needs O(T) memory. For `cpu`, the step is compiled unchanged.
+    XLA's CPU compiler is used instead of the device's compiler. It would compute bfloat16 in
+    float32, so bfloat16 is replaced by float16, which has the same size. cuDNN attention is
+    replaced by another kernel that needs O(T) memory. For `cpu`, the step is compiled unchanged.
 
     JAX must already simulate as many devices as the mesh has, and config.model.vocab_size must be
     set.
+
+    Raises:
+        UsageError: if the attention kernel cannot run on the device, or the mesh does not fit the
+            model.
     """
     kernel, reason = choose_attention(
         AttentionSetting(
@@ -107,7 +112,10 @@ def compile_step(config: Config, shape: MeshShape, device: Device) -> Program:
 
 
 def state_memory(config: Config, shape: MeshShape, device: Device) -> Memory:
-    """Return the exact bytes of parameters, gradients and moments, without compiling anything."""
+    """Return the exact bytes of parameters, gradients and moments per device, without compiling.
+
+    Activations are not included. JAX must already simulate as many devices as the mesh has.
+    """
     mesh = make_mesh(shape)
     state, is_away = state_shapes(config, mesh), config.parallel.offload == "state"
     rules = partition.gradient_rules(config.parallel.zero_stage, config.reduces_once, is_away)

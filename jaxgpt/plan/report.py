@@ -1,4 +1,4 @@
-"""Plans and advice as text for the terminal."""
+"""Plans and advice, formatted as text for the terminal."""
 
 from collections.abc import Iterable, Sequence
 
