@@ -1,4 +1,4 @@
-"""Causal self-attention: the table of kernels, the choice of a kernel, and implementations."""
+"""Causal self-attention: a table of kernels, the choice of a kernel, and implementations."""
 
 import functools
 import itertools
@@ -35,8 +35,8 @@ class TokenPositions(NamedTuple):
 # (q_BTHK, k_BSGK, v_BSGK, query positions, key positions, window, dropout keys_BH or None) ->
 # out_BTHK. Query head h uses key-value head h G // H. A query attends to the last `window` keys of
 # its document, up to its own position, or to all of them if `window` is None. All kernels except
-# `xla_attention` and `scanned_attention` assume that queries and keys are those of the same tokens,
-# in the same order.
+# `xla_attention` and `scanned_attention` assume that queries and keys belong to the same tokens, in
+# the same order.
 Attention = Callable[
     [jax.Array, jax.Array, jax.Array, TokenPositions, TokenPositions, int | None, jax.Array | None],
     jax.Array,
@@ -47,7 +47,7 @@ def cuda_capability(device: jax.Device) -> float:
     """Return the compute capability of an NVIDIA GPU, such as 9.0; 0 for any other device."""
     try:
         return float(getattr(device, "compute_capability", 0))
-    except ValueError:  # AMD GPUs have a name instead, such as gfx90a
+    except ValueError:  # AMD GPUs report a name, such as gfx90a
         return 0.0
 
 
@@ -196,7 +196,7 @@ def causal_attention(
 ) -> jax.Array:
     """Compute attention in up to four blocks of queries, skipping the keys after each block.
 
-    Queries and keys must be those of the same tokens, in the same order. With n blocks, only
+    Queries and keys must belong to the same tokens, in the same order. With n blocks, only
     (n + 1) / 2n of the T x T scores are computed, or fewer with a window. This saves 6% of a
     `shakespeare_char` step on a CPU. Dropout masks depend on the block boundaries.
 
@@ -344,7 +344,7 @@ def cudnn_attention(
 ) -> jax.Array:
     """Compute attention with cuDNN's fused flash attention kernel, which never stores the scores.
 
-    Queries and keys must be those of the same tokens, in the same order. With a document mask, all
+    Queries and keys must belong to the same tokens, in the same order. With a document mask, all
     heads share one mask of shape (B, 1, T, S).
 
     Args:

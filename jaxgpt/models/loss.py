@@ -14,7 +14,7 @@ from jaxgpt.parallel.tensor import NO_PARALLELISM, ParallelContext
 
 
 class LossParts(NamedTuple):
-    """Weighted sums of losses in nats. The sums over the parts of a batch can be added."""
+    """Weighted sums of losses in nats. Sums over parts of a batch can be added."""
 
     loss: jax.Array  # float32 scalar: the value to differentiate
     rows: dict[str, jax.Array]  # float32 (B,) by name: `loss` (cross-entropy) and other row metrics
@@ -104,8 +104,8 @@ def loss_parts(
             processes all tokens at once.
 
     Returns:
-        `LossParts`, where `rows["loss"]` has the sum of each row. Metrics of the logits are added
-        in this function, too (train/README.md).
+        `LossParts`, where `rows["loss"]` is the sum of each row. To add metrics of the logits,
+        extend this function (train/README.md).
     """
 
     def loss_of(x_ND, w_VD, targets_N, weights_N, vocab_offset):

@@ -44,7 +44,7 @@ def rope_frequencies(head_size: int, theta: float, scaling: tuple[float, ...] = 
     Args:
         head_size: K.
         theta: RoPE base.
-        scaling: values of model.rope_scaling; an empty tuple does not scale. A single factor
+        scaling: values of model.rope_scaling; an empty tuple means no scaling. A single factor
             divides all frequencies. Four values are
             Llama 3.1's factor, low_freq_factor, high_freq_factor and original_max_position.
             Frequencies are divided by the factor if their wavelength is longer than

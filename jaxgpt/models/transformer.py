@@ -1,14 +1,14 @@
-"""A transformer in flax.nnx, written as equations. `ParallelContext` does the communication.
+"""A transformer in flax.nnx, written as equations. `ParallelContext` handles communication.
 
 Shapes: B batch, T sequence, D embed, H heads, G key-value heads, K head dim, F mlp, V vocab,
 L layers. The weights of the L blocks are stacked along a leading `layers` axis, so that each kind
 of weight is one array.
 
 Comments such as `B/b T/s D` give the sharding of an activation. `b` stands for the mesh axes that
-split the batch. `t` stands for the mesh axes that split heads; they also split F and V. `s` is the
-same as `t` with sequence parallelism, and otherwise does not split T. `+t` marks partial sums over
-`t`. With sequence parallelism, `T/s -> T` is an all-gather and `+t -> T/s` is a reduce-scatter.
-Without it, `T/s -> T` communicates nothing and `+t -> T/s` is an all-reduce.
+split the batch. `t` stands for the mesh axes that split heads, F and V. With sequence parallelism,
+`s` is the same as `t`, and otherwise T is not split. `+t` marks partial sums over `t`. `T/s -> T`
+is an all-gather with sequence parallelism, and communicates nothing without it. `+t -> T/s` is a
+reduce-scatter with sequence parallelism, and an all-reduce without it.
 """
 
 import functools
@@ -96,7 +96,7 @@ class GPT(nnx.Module):
 
         Args:
             config: the model options, with `vocab_size` set.
-            dtype: dtype of the computation. Logits are rounded to it and returned as float32.
+            dtype: compute dtype. Logits are rounded to it and returned as float32.
             attend: attention function from `attention.KERNELS`; None: the `xla` kernel.
             parallel: how this device shares the work with the other devices.
             scan_layers: loop over the blocks instead of unrolling them (parallel.scan_layers).
@@ -268,7 +268,7 @@ class GPT(nnx.Module):
         Args:
             run: function of the block, its index in `layer_pattern` (`place`), the carry, and x.
             carry: input of the first layer.
-            of_layers: the x of every layer: arrays, stacked along the leading axis.
+            of_layers: arrays with x of all layers, stacked along the leading axis.
 
         Returns:
             The last carry, and `out` of all layers, stacked along the leading axis.
@@ -320,7 +320,7 @@ class GPT(nnx.Module):
 
 
 def gpt_graph(config: ModelConfig, **options: Any) -> nnx.GraphDef:
-    """Return the network without parameters, for `nnx.merge`. `options` are arguments of `GPT`."""
+    """Return the network's graph, for `nnx.merge`. `options` are keyword arguments of `GPT`."""
     return nnx.graphdef(nnx.eval_shape(lambda: GPT(config, rngs=nnx.Rngs(0), **options)))
 
 

@@ -14,8 +14,7 @@ from jaxgpt.parallel.sharding import LogicalAxes, Params
 
 STACKED_AXES = ("layers", "parts")  # logical axes along which separate matrices are stacked
 VECTOR_ROLES = ("bias", "scale")
-# Embeddings that are looked up and not multiplied, unless the token embedding is also the output
-# layer.
+# Embeddings that are only looked up. A tied token embedding is also the output layer's matrix.
 LOOKED_UP_ROLES = ("token_embedding", "position_embedding")
 
 

@@ -15,10 +15,10 @@ MeshAxes = str | tuple[str, ...]  # one or several mesh axes, outermost first
 def reduce_scatter(x: jax.Array, axis: MeshAxes, dimension: int) -> jax.Array:
     """Sum `x` over the mesh axis, and return this device's shard of the sum along `dimension`.
 
-    This is `jax.lax.psum_scatter`, except for CPUs of several processes, which use an all-to-all
-    followed by a local sum. This sends the same number of bytes. With JAX 0.10 and 0.11, Gloo's
-    reduce-scatter silently corrupts large arrays (jax-ml/jax issue 40830) and times out after 30 s
-    (issue 40831).
+    This is `jax.lax.psum_scatter`, except between CPUs of several processes. There it is an
+    all-to-all followed by a local sum, which sends the same number of bytes. With JAX 0.10 and
+    0.11, Gloo's reduce-scatter silently corrupts large arrays (jax-ml/jax issue 40830) and times
+    out after 30 s (issue 40831).
     """
     if jax.default_backend() != "cpu" or not jax.distributed.is_initialized():
         return jax.lax.psum_scatter(x, axis, scatter_dimension=dimension, tiled=True)
@@ -53,8 +53,8 @@ def gather_batch(own: jax.Array, mesh: Mesh) -> jax.Array:
     """Gather values of rows (B,) or of tokens (B, T) for the global batch, on every device.
 
     Args:
-        own: this device's values. If the sequence is split, a row's value on each device is the sum
-            over that device's tokens of the row, and these sums are added.
+        own: this device's values. If the sequence is split, each device has a partial sum for each
+            of its rows, and the partial sums are added.
     """
     rows, positions = (mesh_axes_with(role, mesh) for role in ("splits_batch", "splits_sequence"))
     over = (*rows, *positions)
@@ -65,7 +65,7 @@ def gather_batch(own: jax.Array, mesh: Mesh) -> jax.Array:
         shape.append(n * math.prod(mesh.shape[axis] for axis in axes))
         start.append(jax.lax.axis_index(axes) * n if axes else 0)
     zeros = varying(jnp.zeros(shape, own.dtype), frozenset(over))
-    # Unless parts of a row are added, this sum is exact: all devices but one contribute zeros.
+    # Unless partial sums of rows are added, this is exact: all devices except one contribute zeros.
     return jax.lax.psum(jax.lax.dynamic_update_slice(zeros, own, start), over)
 
 

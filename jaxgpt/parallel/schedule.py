@@ -1,4 +1,4 @@
-"""Schedules, which run the pieces of a network on the microbatches of a step in some order.
+"""Schedules: the order in which the pieces of a network process the microbatches of a step.
 
 A schedule runs inside `jax.shard_map`, so it sees only this device's shards. `accumulate` is the
 schedule for devices that hold all layers. A pipeline would be another schedule.

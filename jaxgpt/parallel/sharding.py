@@ -1,6 +1,6 @@
 """Partition rules: which mesh axes each logical axis of the model is split over.
 
-The model names the meaning of its dimensions (`embed`, `heads`, `mlp`, ...). The rules below map
+The model labels each dimension with its meaning (`embed`, `heads`, `mlp`, ...). The rules below map
 these logical axes to mesh axes. A ZeRO stage (arXiv 1910.02054) is a choice of rules for the
 parameters, the gradients and the optimizer state.
 """
@@ -24,7 +24,7 @@ HEAD_DIMS = ("vocab", "heads", "kv_heads", "mlp")  # logical axes that tensor pa
 def tensor_rules() -> Rules:
     """Return the rules without ZeRO.
 
-    `HEAD_DIMS` are split over `tensor`, and layers over the axes that split layers.
+    They split `HEAD_DIMS` over `tensor`, and layers over the axes with the role `splits_layers`.
     """
     heads = dict.fromkeys(HEAD_DIMS, axes_with("splits_heads"))
     return heads | {"layers": axes_with("splits_layers")}

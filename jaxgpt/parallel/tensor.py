@@ -1,8 +1,8 @@
 """Tensor and sequence parallelism with explicit collectives, which the layers call.
 
 A step is one program, which `jax.shard_map` runs on every device's shards. `shard_map` tracks the
-mesh axes along which each value varies, and derives the backward pass from them: the transpose of a
-psum is a pcast to varying, and vice versa.
+mesh axes along which each value varies, and derives the communication of the backward pass from
+them: the transpose of a psum is a pcast to varying, and vice versa.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ from jaxgpt.parallel.zero import ShardedParam, all_gather_param
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ParallelContext:
-    """How this device shares the model with other devices. By default, it does not share it.
+    """How this device shares the model with other devices. By default, there are no others.
 
     Megatron's tensor parallelism (arXiv 1909.08053) splits heads, the MLP and the vocabulary over
     `tensor`. Outside these tensor regions, sequence parallelism (arXiv 2205.05198) splits positions
@@ -101,7 +101,7 @@ class ParallelContext:
         return _offset(self.tensor_axes, n)
 
     def sequence_offset(self, T: int) -> Any:
-        """Return the first of the T positions that this device holds outside tensor regions."""
+        """Return the first of this device's T positions outside tensor regions."""
         axes = self.sequence_axes
         return _offset((*axes, *self.tensor_axes) if self.sequence_parallel else axes, T)
 
@@ -119,8 +119,12 @@ class ParallelContext:
     def local_vocab_shard(self, w_VD: jax.Array, V: int) -> tuple[jax.Array, Any]:
         """Return this device's rows of a vocabulary table, and the token ID of the first row.
 
+        A whole table, which is replicated because `tensor` does not divide V, is padded and split
+        into equal shards.
+
         Args:
             w_VD: the device's shard of the table, or the whole table of V rows.
+            V: number of rows of the whole table.
         """
         if w_VD.shape[0] == V and self.tensor > 1:  # replicated, because `tensor` does not divide V
             rows = -(-V // self.tensor)

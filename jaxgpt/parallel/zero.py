@@ -99,7 +99,7 @@ def local_params(params: Any, layouts: Any) -> tuple[Any, Any]:
     The accumulators are float32, with the spec `layout.accum`. With parallel.offload=state, they
     are in host memory, and the backward pass adds to them.
 
-    The parameters are marked as varying over the mesh axes along which their gradients are partial.
+    The parameters are marked as varying along the mesh axes over which their gradients are partial.
     Otherwise, `shard_map` would sum the gradients over these axes in every backward pass.
     """
 

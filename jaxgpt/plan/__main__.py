@@ -111,7 +111,14 @@ def number_of_devices(config: Config, advise: int | None, rest: list[str]) -> in
 
 
 def devices_per_host(given: int | None, device: Device, n_devices: int) -> int:
-    """Return the number of devices per host; `UsageError` if it does not divide `n_devices`."""
+    """Return the number of devices per host, at most `n_devices`.
+
+    Args:
+        given: the value of --devices-per-host; None uses the device's default.
+
+    Raises:
+        UsageError: if hosts of this size cannot be filled, because it does not divide `n_devices`.
+    """
     per_host = given or (n_devices if device.memory is None else device.devices_per_host)
     if n_devices > per_host and n_devices % per_host:
         raise UsageError(

@@ -36,7 +36,7 @@ ASSUMPTIONS = (
 
 @dataclass(frozen=True)
 class Estimate:
-    """Best-case times of one step in seconds, and the resulting rates; `mfu` is a fraction of 1."""
+    """Best-case times of one step in seconds, and the resulting rates. `mfu` is a fraction."""
 
     step: float
     compute: float
@@ -50,7 +50,7 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Plan:
-    """A layout, its compiled program, and what follows from them without running the program."""
+    """A layout and its compiled program, and everything that is known before it runs."""
 
     config: Config
     mesh: MeshShape
