@@ -12,8 +12,8 @@ class LayerNorm(nnx.LayerNorm):
     """`nnx.LayerNorm` (arXiv 1607.06450) over the last axis: x_BTD -> y_BTD in `dtype`.
 
     In float32, the output is bitwise equal to Flax's. In bfloat16, it is more accurate, because
-    Flax rounds the scale and the bias first. Of the options that change the computation, only
-    epsilon, use_bias and dtype are supported.
+    Flax rounds the scale and the bias first. epsilon, use_bias and dtype are the only supported
+    options that change the computation.
     """
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:

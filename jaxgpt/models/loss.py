@@ -131,7 +131,7 @@ def score_tokens(
     output: OutputLayer,
     chunk: int,
 ) -> TokenScores:
-    """Return the scores of all targets. The arguments are those of `loss_parts`."""
+    """Return the scores of all targets. Takes the same arguments as `loss_parts`."""
 
     def score(part: tuple[jax.Array, jax.Array, jax.Array]) -> TokenScores:
         losses_N, logits_NV = output.losses(*part)

@@ -31,7 +31,7 @@ def make_rotation(
 ) -> Rotation:
     """Return the rotation for queries and keys at `positions_T`, of shape (T,) or (B, T).
 
-    The other arguments are those of `rope_frequencies`.
+    For the other arguments, see `rope_frequencies`.
     """
     frequencies_F = rope_frequencies(head_size, theta, scaling)
     angles_TF = positions_T.astype(jnp.float32)[..., None] * frequencies_F

@@ -61,7 +61,7 @@ class Weight:
 
     @property
     def gather_dtype(self) -> str | None:
-        """Dtype in which the weight is gathered and used; None is the compute dtype.
+        """Dtype of the weight when it is gathered and used; None: the compute dtype.
 
         Biases, norm scales and position embeddings stay in float32.
         """

@@ -44,9 +44,9 @@ def gradient_rules(zero_stage: int, reduces_once: bool = False, in_host: bool = 
     """Return the rules for the gradient accumulators, which sum over microbatches.
 
     At stages 2 and 3, each microbatch's gradient is reduce-scattered, and the accumulators are
-    sharded over `fsdp`. At stages 0 and 1, or with `reduces_once`, they are not. After the last
-    microbatch, `zero.reduce_gradients` reduces them to the sharding of the optimizer state
-    (`opt_state_rules`).
+    sharded over `fsdp`. At stages 0 and 1, or with `reduces_once`, they are not sharded over it.
+    After the last microbatch, `zero.reduce_gradients` reduces them to the sharding of the optimizer
+    state (`opt_state_rules`).
 
     Args:
         reduces_once: whether gradients are accumulated and parallel.reduce_every=step.
@@ -119,7 +119,7 @@ def weight_shardings(weights: Any, rules: Rules, mesh: Mesh, memory_kind: str | 
 def undivided_dims_warnings(weights: Any, rules: Rules, mesh: Mesh) -> tuple[str, ...]:
     """Return a warning for each dim that is replicated because its mesh axes do not divide it.
 
-    The arguments are those of `weight_shardings`.
+    Takes the same arguments as `weight_shardings`, except `memory_kind`.
     """
     found = set()
     for w in jax.tree.leaves(weights):

@@ -18,7 +18,7 @@ from jaxgpt.parallel.zero import ShardedParam, all_gather_param
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ParallelContext:
-    """How this device shares the model with other devices. By default, there are no others.
+    """Describes how this device shares the model with other devices; by default, it does not.
 
     Megatron's tensor parallelism (arXiv 1909.08053) splits heads, the MLP and the vocabulary over
     `tensor`. Outside these tensor regions, sequence parallelism (arXiv 2205.05198) splits positions

@@ -27,8 +27,8 @@ class ParamLayout:
     accum: PartitionSpec  # its gradient accumulator
     grad: PartitionSpec  # the gradient that the optimizer receives
     partial_axes: frozenset[str]  # mesh axes along which each device has only a partial gradient
-    gather_dtype: str  # dtype in which the parameter is gathered and used
-    reduce_dtype: str  # dtype in which gradients are communicated
+    gather_dtype: str  # dtype of the parameter when it is gathered and used
+    reduce_dtype: str  # dtype of gradients when they are communicated
     host_terms: int = 0
     """Number of gradients that are added in host memory: microbatches times slices. Each is reduced
     over devices before it is added. 0 if the parameter is in device memory."""

@@ -39,7 +39,7 @@ def parser() -> CommandParser:
     out.add_argument("--devices-per-host", type=n, metavar="N", help=f"default: {hosts}")
     out.add_argument("--advise", type=n, metavar="N", help="rank the meshes for N devices")
     out.add_argument("--json", action="store_true", help="print JSON, in bytes, seconds and FLOPs")
-    out.epilog = "All other arguments are those of jaxgpt.train; its --help lists every key."
+    out.epilog = "All arguments of jaxgpt.train are also accepted; its --help lists every key."
     return out
 
 

@@ -20,9 +20,9 @@ def search_meshes(
     """Return the layouts that the model and the batch allow, best first.
 
     Each layout uses the least rematerialization that makes it fit. Layouts that fit rank before
-    those that do not. Among them, faster layouts rank first, or simpler ones if the times are close
-    (`TIE_RATIO`). Pure data parallelism always ranks first if it fits without remat, because it is
-    the simplest to scale.
+    layouts that do not. Of those that fit, faster ones rank first, or simpler ones if the times are
+    close (`TIE_RATIO`). Pure data parallelism always ranks first if it fits without remat, because
+    it is the simplest to scale.
 
     Raises:
         UsageError: if no mesh divides the batch.

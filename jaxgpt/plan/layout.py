@@ -220,6 +220,6 @@ class Plan:
 def plan_layout(config: Config, mesh: MeshShape, device: Device, devices_per_host: int) -> Plan:
     """Compile the step for a layout and return its plan.
 
-    See `compile_step` for what it requires.
+    The requirements and errors of `compile_step` apply.
     """
     return Plan(config, mesh, device, devices_per_host, compile_step(config, mesh, device))
