@@ -17,7 +17,7 @@ PROG = "python -m jaxgpt.bench"
 
 
 def parser() -> CommandParser:
-    """Return the parser. KIND names a module of this folder; its `run` takes the kind's options."""
+    """Return the parser. KIND is a module of this folder, whose `run` receives the options."""
     out = CommandParser(
         prog=PROG, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -76,7 +76,7 @@ def main(argv: list[str] | None = None) -> None:
     argv = sys.argv[1:] if argv is None else argv
     with job_exit_handler():
         if is_help(argv) and rank_from_env() > 0:
-            return  # process 0 alone prints the help
+            return  # only process 0 prints the help
         arguments, settings = parser().parse_known_args(argv)
         options = {name: value for name, value in vars(arguments).items() if value is not None}
         kind, in_json = options.pop("kind"), options.pop("json")

@@ -1,7 +1,7 @@
 """Time to save and restore a checkpoint, compared with plain files of the same number and sizes.
 
-Both are timed until the data is on the disk: TensorStore syncs every file that holds arrays. Before
-either is read, its files are dropped from the page cache.
+Both are timed until the data is on disk. TensorStore calls fsync for every file that holds arrays.
+Before files are read, they are dropped from the page cache.
 """
 
 import os
@@ -23,14 +23,16 @@ from jaxgpt.train.functions import make_steps
 from jaxgpt.train.resume import initial_model
 from jaxgpt.train.state import checkpoint_tree
 
-ROUNDS = 8  # after one warm-up; an even number, because the order alternates
+ROUNDS = 8  # after one warm-up; even, because the order alternates
 ONE_GIGABYTE = ("--config", "gpt2", "model.n_layer=6")
 
 
 def run(settings: Sequence[str], out: Path | None = None) -> Result:
-    """Save and restore a checkpoint eight times; it has 1 GB unless `settings` name a config.
+    """Time saving and restoring a checkpoint, and writing and reading plain files.
 
-    Raises `UsageError` if there is not enough disk space, or if the mesh does not work.
+    There are eight rounds after a warm-up. `settings` are command-line settings; the checkpoint has
+    1 GB unless they name a config. `out` is the folder to write to. Raises `UsageError` if it is
+    not writable or lacks space, or if the mesh does not fit the devices.
     """
     if not any(word.startswith(("--config", "config=")) for word in settings):
         settings = [*ONE_GIGABYTE, *settings]
@@ -42,7 +44,7 @@ def run(settings: Sequence[str], out: Path | None = None) -> Result:
         shapes = checkpoint_tree(steps.state_shapes)
         Checkpoints(job.folder, config, job.cluster).open(shapes)
         state = steps.init()
-        # Make the moments nonzero, as they are after a few steps.
+        # Make the moments nonzero, as they are in training.
         state = state._replace(opt_state=jax.tree.map(lambda x: x + 1, state.opt_state))
         tree = checkpoint_tree(state)
         writes = [partial(save, job, config, tree), partial(write_files, job)]
@@ -73,7 +75,7 @@ def run(settings: Sequence[str], out: Path | None = None) -> Result:
 
 
 def medians(rounds: list[dict[str, float]]) -> dict[str, Value]:
-    """Return the median seconds, and the median speeds relative to plain files."""
+    """Return the median seconds of each operation, and the median speed relative to plain files."""
     out = {name: Value(statistics.median(r[name] for r in rounds), "s") for name in rounds[0]}
     for ours, plain in (("save", "write"), ("restore", "read")):
         ratios = [r[f"plain_{plain}_seconds"] / r[f"{ours}_seconds"] for r in rounds]
@@ -102,7 +104,7 @@ def save(job: Job, config: Config, tree: Tree) -> dict[str, float]:
 
 
 def restore(job: Job, config: Config, shapes: Tree) -> dict[str, float]:
-    """Restore the checkpoint, which includes verifying its checksums."""
+    """Time restoring the checkpoint, including the verification of its checksums."""
     checkpoints = Checkpoints(job.folder / "checkpoint", config, job.cluster)
     drop_cached(job, "checkpoint")
     _, seconds = job.timed(lambda: jax.block_until_ready(checkpoints.restore(1, shapes)))
@@ -111,18 +113,18 @@ def restore(job: Job, config: Config, shapes: Tree) -> dict[str, float]:
 
 
 def file_sizes(job: Job) -> list[int]:
-    """Return the size in bytes of each file of the checkpoint, in ascending order."""
+    """Return the size of each file of the checkpoint in bytes, in ascending order."""
     files = (job.folder / "checkpoint").rglob("*")
     return job.cluster.broadcast(sorted(f.stat().st_size for f in files if f.is_file()))
 
 
 def write_files(job: Job) -> dict[str, float]:
-    """Write plain files with the same sizes as the checkpoint's, each followed by fsync."""
+    """Time writing plain files of the same sizes as the checkpoint's, with fsync after each."""
     folder, sizes = empty_folder(job, "plain"), file_sizes(job)
     largest = memoryview(np.random.default_rng(0).bytes(max(sizes)))  # incompressible
 
     def write() -> None:
-        # As in Orbax, each process writes a share of the files.
+        # Each process writes a share of the files, as with Orbax.
         for number in range(job.cluster.rank, len(sizes), job.cluster.size):
             with (folder / str(number)).open("wb") as file:
                 file.write(largest[: sizes[number]])
@@ -133,7 +135,7 @@ def write_files(job: Job) -> dict[str, float]:
 
 
 def read_files(job: Job) -> dict[str, float]:
-    """Read the plain files into newly allocated memory, as a restore does."""
+    """Time reading the plain files into newly allocated memory, as a restore does."""
     drop_cached(job, "plain")
     files = sorted((job.folder / "plain").iterdir())[job.cluster.rank :: job.cluster.size]
     return {"plain_read_seconds": job.timed(lambda: [file.read_bytes() for file in files])[1]}
@@ -149,7 +151,7 @@ def empty_folder(job: Job, name: str) -> Path:
 
 
 def drop_cached(job: Job, name: str) -> None:
-    """Drop all files of a folder from the page cache, so that they are read from the disk."""
+    """Drop all files of a folder from the page cache, so that they are read from disk."""
     if hasattr(os, "posix_fadvise") and job.cluster.local_rank == 0:  # macOS lacks it
         for path in filter(Path.is_file, (job.folder / name).rglob("*")):
             with path.open("rb") as file:

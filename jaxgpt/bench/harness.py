@@ -1,4 +1,4 @@
-"""The result of a bench, and the job that it runs in."""
+"""The result of a benchmark, and the job that the benchmark runs in."""
 
 import contextlib
 import importlib.metadata
@@ -37,7 +37,7 @@ PREFIXES = {1e12: "T", 1e9: "G", 1e6: "M", 1e3: "k", 1.0: "", 1e-3: "m", 1e-6: "
 
 
 class Value(NamedTuple):
-    """A measurement: a JSON value, with the unit and note that the table shows."""
+    """A measurement: a JSON value, with a unit and a note for the table."""
 
     value: Any
     unit: str | None = ""
@@ -46,17 +46,17 @@ class Value(NamedTuple):
 
 
 Result = dict[str, Any]
-"""The measurements of a bench by name: a `Value`, or a plain value without unit and note."""
+"""The measurements of a benchmark by name. Plain values have no unit and no note."""
 
 
 def as_json(result: Result) -> str:
-    """Return one JSON object with the values, the host and the versions."""
+    """Return a JSON object with the values of the result and the `environment`."""
     bare = {k: v.value if isinstance(v, Value) else v for k, v in result.items()}
     return json.dumps(bare | environment())
 
 
 def as_table(result: Result) -> str:
-    """Return one line for each value, with its name, its unit, and its note in parentheses."""
+    """Return a table with the name, value, unit and note of each value, one per line."""
     result = result | environment()
     width = max(map(len, result))
     lines = []
@@ -69,7 +69,10 @@ def as_table(result: Result) -> str:
 
 
 def format_value(value: Any, unit: str = "") -> str:
-    """Format a number with its unit and SI prefix (`74.3 ms`), or each member of a dict or list."""
+    """Format a number with SI prefix and unit (`74.3 ms`), or each number in a dict or list.
+
+    A fraction with the unit % is shown in percent, and None as `not known`.
+    """
     if isinstance(value, Mapping):
         return ", ".join(f"{name} {format_value(each, unit)}" for name, each in value.items())
     if isinstance(value, Sequence) and not isinstance(value, str):
@@ -89,7 +92,7 @@ def format_value(value: Any, unit: str = "") -> str:
 
 
 def environment() -> dict[str, Any]:
-    """Return this host's name, its CPU model or architecture, its CPU count, and versions."""
+    """Return the name, CPU model and number of usable CPUs of this host, and package versions."""
     packages = {name: importlib.metadata.version(name) for name in ("jax", "jaxlib")}
     about = Path("/proc/cpuinfo")
     model = re.search("model name.*: (.*)", about.read_text() if about.exists() else "")
@@ -102,20 +105,20 @@ def environment() -> dict[str, Any]:
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
-    """Return the median, least and greatest value."""
+    """Return the median, minimum and maximum, with the keys `median`, `least` and `most`."""
     return {"median": statistics.median(values), "least": min(values), "most": max(values)}
 
 
 @dataclass(frozen=True)
 class Job:
-    """The processes that a bench runs in, and a temporary folder."""
+    """The processes that a benchmark runs in, and its temporary folder."""
 
     cluster: ProcessGroup
     folder: Path
-    """Empty at first, with the same path on every host; removed when the bench ends."""
+    """Initially empty, with the same path on every host, and removed at the end."""
 
     def start_jax(self, config: Config) -> tuple[Config, Mesh]:
-        """Start JAX without a compile cache; return the config with its vocab_size, and the mesh.
+        """Start JAX without a compile cache. Return the config with model.vocab_size, and the mesh.
 
         Raises `UsageError` if the data cannot be read or the mesh does not fit the devices.
         """
@@ -125,7 +128,7 @@ class Job:
         return config, job_mesh(config, self.cluster.hosts)
 
     def log(self, message: str) -> None:
-        """Print a progress message on process 0's stderr if that is a terminal."""
+        """Print a progress message to stderr on process 0, if stderr is a terminal."""
         if self.cluster.is_main and sys.stderr.isatty():
             print(f"... {message}", file=sys.stderr, flush=True)
 
@@ -143,13 +146,14 @@ def open_job(
 ) -> Iterator[Job]:
     """Connect the processes of the job, and yield the job with a temporary folder.
 
-    The folder is created in `out`, or in the folder for temporary files by default. It is removed
-    at the end, and also on SIGTERM or Ctrl-C.
+    The folder is created in `out`, or in the system's temporary directory if `out` is None. It is
+    removed at the end, also after SIGTERM or Ctrl-C.
 
-    Raises `UsageError` if `out` is not writable, or if there are several processes and
-    `single_process` is set.
+    Raises `UsageError` if `out` is not writable, if the launcher's environment is unsuitable, or if
+    there are several processes and `single_process` is set.
     """
-    # A cache would hide compile times, and JOB_START precedes the commands that a bench starts.
+    # A compile cache would hide compile times. JOB_START would add the time since this job started
+    # to the start-up times of the commands that bench startup runs.
     for variable in ("JAX_COMPILATION_CACHE_DIR", JOB_START):
         os.environ.pop(variable, None)
     cluster = join_process_group(config.init_timeout)
@@ -165,7 +169,7 @@ def open_job(
     folder.mkdir(exist_ok=True)
 
     def end(number: int, frame: object) -> None:
-        for _ in range(5):  # threads of a save in progress create missing folders again
+        for _ in range(5):  # threads of a running save recreate missing folders
             shutil.rmtree(folder, ignore_errors=True)
             time.sleep(0.1)
         abort_mpi(128 + number)

@@ -1,7 +1,7 @@
 """Tokens per second from files to global arrays, compared with rows of a memory map.
 
-The rows are read as in nanoGPT's get_batch: from random places, without checks, and without copying
-them to a device.
+The rows of the memory map are read as in nanoGPT's get_batch: from random positions and without
+checks. They are not copied to a device.
 """
 
 import operator
@@ -24,9 +24,10 @@ ROUNDS = 5
 
 
 def run(settings: Sequence[str], batches: int = 40) -> Result:
-    """Time five rounds of batches, after a warm-up.
+    """Time five rounds of `batches` global batches each, after a warm-up.
 
-    Raises `UsageError` if the data cannot be read.
+    `settings` are command-line settings. Raises `UsageError` if the data cannot be read, or if the
+    mesh does not fit the devices.
     """
     config = parse_args(settings, PROG, initial_model)
     with open_job(config) as job:
@@ -73,5 +74,5 @@ def run(settings: Sequence[str], batches: int = 40) -> Result:
 
 
 def peak_bytes() -> int:
-    """Return the peak memory (RSS) of this process so far, in bytes."""
+    """Return the peak RSS of this process so far, in bytes."""
     return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

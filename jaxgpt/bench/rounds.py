@@ -1,4 +1,4 @@
-"""Rounds of training steps, in the trainer's loop or with the compiled step alone."""
+"""Rounds of training steps, either in the trainer's loop or of the compiled step alone."""
 
 import contextlib
 import dataclasses
@@ -31,14 +31,14 @@ SYNTHETIC_TOKENS = 2**20
 class Rounds:
     """A run that is set up as in jaxgpt.train, and trained in rounds.
 
-    The state carries over from round to round: the trainer uses this object in place of
-    `Checkpoints`, and `save` receives the last state of a round.
+    The state carries over from round to round, because the trainer uses this object as its
+    `Checkpoints`: at the end of a round, it passes the state to `save`.
     """
 
     def __init__(self, job: Job, config: Config, synthetic: bool = False):
         """Start JAX, compile the step and initialise the state.
 
-        Raises the errors that jaxgpt.train raises.
+        `synthetic` replaces the data with random tokens. Raises `UsageError` as jaxgpt.train does.
         """
         cluster = job.cluster
         config, self.data = with_data(config, synthetic, job)
@@ -55,16 +55,16 @@ class Rounds:
         self.trainer = trainer._replace(evaluate=lambda *_: None, sample=lambda *_: None)
         self.steps, self.mesh = trainer.job.steps, trainer.job.steps.mesh
         self.compile_seconds = clock.spent("compile")
-        # Each round acts as a resumed run, so that the data continues where the last round ended.
+        # Each round is like a resumed run, so that the data continues where the last round ended.
         sizes = {"batch_sizes": self.run.batch_sizes.changes}
         self.run = dataclasses.replace(self.run, resume_step=0, resume_meta=sizes)
-        # The compiled step alone always gets the same arguments, which are already on the devices.
+        # `run_compiled_step` reuses these arguments, which are already on the devices.
         scalars = np.int32(1), learning_rate(config.optimizer, 1)
         scalars = jax.device_put(scalars, self.steps.replicated)
         self._step_arguments = *scalars, trainer.loader.batch(1)
 
     def train(self, n_steps: int) -> float:
-        """Run `n_steps` of the trainer's loop; return seconds per step.
+        """Run `n_steps` steps in the trainer's loop; return the seconds per step.
 
         Raises `UsageError` if training fails.
         """
@@ -81,7 +81,7 @@ class Rounds:
         return seconds / n_steps
 
     def run_compiled_step(self, n_steps: int) -> float:
-        """Run the compiled step alone, always on the same batch; return seconds per step."""
+        """Run the compiled step `n_steps` times on one batch; return the seconds per step."""
         in_flight = DispatchLimiter()
         self.trainer.job.cluster.barrier()
         began = time.perf_counter()
@@ -92,13 +92,13 @@ class Rounds:
         return (time.perf_counter() - began) / n_steps
 
     def profile(self, n_steps: int, directory: Path) -> dict[str, Any]:
-        """Trace `n_steps` of the compiled step alone; return the result of `Tracing.stop`."""
+        """Trace `n_steps` runs of the compiled step; return the result of `Tracing.stop`."""
         tracing = Tracing(directory, self.trainer.job.cluster, self.state)
         self.run_compiled_step(n_steps)
         return tracing.stop(self.state, n_steps, self.trainer.train_step.as_text())
 
     def save(self, step: int, tree: dict[str, Any], meta: dict[str, Any]) -> None:
-        """Keep the state for the next round."""
+        """Keep the state for the next round; nothing is written."""
         self.state = state_from_checkpoint(tree, meta, self.steps.state_shapes)
 
     def nothing(self, *_: Any, **__: Any) -> None:
@@ -110,7 +110,8 @@ class Rounds:
 def with_data(config: Config, synthetic: bool, job: Job) -> tuple[Config, str]:
     """Return a config whose data exists, and a description of that data.
 
-    If the data is missing or `synthetic` is set, the data is random tokens in the job's folder.
+    If the data is missing or `synthetic` is set, random tokens in the job's folder replace it.
+    Raises `UsageError` if the vocabulary size is unknown.
     """
     data = config.data
     given = data.path or data.file_list or " ".join(data.blend)
@@ -120,7 +121,7 @@ def with_data(config: Config, synthetic: bool, job: Job) -> tuple[Config, str]:
         return config, given or data.dataset
     vocab_size = job.cluster.run_on_all(vocabulary_size, data, config.model)
     least = config.model.block_size + 1
-    if job.cluster.local_rank == 0:  # without meta.json, a token is two bytes
+    if job.cluster.local_rank == 0:  # files without meta.json are uint16
         random = np.random.default_rng(config.train.seed)
         for name, size in (("train.bin", max(least, SYNTHETIC_TOKENS)), ("val.bin", least)):
             tokens = random.integers(min(vocab_size, 2**16), size=size, dtype="<u2")
@@ -134,15 +135,18 @@ def with_data(config: Config, synthetic: bool, job: Job) -> tuple[Config, str]:
 
 
 def steps_only(config: Config, directory: Path) -> Config:
-    """Return a config with the same training steps, but nothing else between them."""
+    """Return a config with the same training steps, but without work between the steps.
+
+    Skip ranges, profiles, evaluations, samples, checkpoints and rewinds are turned off.
+    """
     action = config.spike.action
     return config.replace(
         out=str(directory),
         train_range_to_skip=(),
         profile_steps=None,
-        train__max_iters=2**31 - 1,  # each round sets its own last step
+        train__max_iters=2**31 - 1,  # set by each round
         train__eval_interval=0,
         train__sample_tokens=0,
         checkpoint__interval=0,
-        spike__action="log" if action == "rewind" else action,  # both run the same computation
+        spike__action="log" if action == "rewind" else action,  # compiles the same step
     )

@@ -1,4 +1,4 @@
-"""Time to generate text with the KV cache: the first token, and the whole text."""
+"""Time to generate text with the KV cache, for the first token and for the whole text."""
 
 import statistics
 from collections.abc import Sequence
@@ -18,12 +18,11 @@ ROUNDS = 3
 
 
 def run(settings: Sequence[str], tokens: int | None = None) -> Result:
-    """Time the generation of one token and of `tokens` tokens from initial weights.
+    """Time the generation of one token and of `tokens` tokens, with untrained weights.
 
-    Each time is the median of three rounds.
-
-    Raises `UsageError` if the text does not fit into the context, or if there are several processes
-    or devices.
+    The prompt has 16 tokens. If `tokens` is None, 200 tokens are generated, or as many as fit into
+    model.block_size. Each time is the median of three rounds. Raises `UsageError` if the text does
+    not fit into model.block_size, or if there are several processes or devices.
     """
     config = parse_args(settings, PROG, initial_model)
     room = config.model.block_size - PROMPT

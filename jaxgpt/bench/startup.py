@@ -1,6 +1,6 @@
-"""Time from the start of a process to the end of its first step, compared with imports alone.
+"""Time from process start to the end of the first step, compared with the imports alone.
 
-A cold start compiles everything. A warm start uses the compile cache that the cold start filled.
+A cold start compiles everything. A warm start uses the compile cache that a cold start filled.
 """
 
 import json
@@ -29,19 +29,18 @@ ONE_STEP = (
 
 
 def run(settings: Sequence[str], runs: int = 3, processes: int | None = None) -> Result:
-    """Start training `runs` times cold and `runs` times warm, alternating.
+    """Time `runs` cold and `runs` warm starts of jaxgpt.train, in alternation.
 
-    `processes` starts that many processes with mpiexec.
-
-    Raises `UsageError` if jaxgpt.train does, if step 1 is skipped, or if a launcher started this
-    process.
+    mpiexec starts `processes` processes each time. If `processes` is None, there is one process
+    without mpiexec. Raises `UsageError` if jaxgpt.train does, if step 1 is skipped, if there is no
+    mpiexec, or if a launcher started this process.
     """
     config = parse_args(settings, PROG, initial_model)
     if any(first == 1 for first, _ in skip_ranges(config)):
         given = " ".join(map(str, config.train_range_to_skip))
         raise UsageError(f"train_range_to_skip={given}: skips step 1, which bench startup times")
     launch = find_launch(os.environ)
-    if launch.through is not None:  # the commands would inherit its variables
+    if launch.through is not None:  # the commands would inherit the launcher's variables
         raise UsageError(
             f"{launch.variable}: is set by a launcher; run bench startup without one, and use "
             "--processes N"
@@ -49,7 +48,7 @@ def run(settings: Sequence[str], runs: int = 3, processes: int | None = None) ->
     launcher = [find_mpiexec(), "-n", str(processes)] if processes else []
     train = [*launcher, sys.executable, "-m", "jaxgpt.train", *settings, *ONE_STEP]
     imports = [sys.executable, "-c", IMPORTS]
-    run_command(imports)  # loads the files into the page cache
+    run_command(imports)  # warms the page cache
     alone: list[float] = []
     starts: dict[str, list[dict[str, Any]]] = {"cold": [], "warm": []}
     with open_job(config) as job:
@@ -57,7 +56,7 @@ def run(settings: Sequence[str], runs: int = 3, processes: int | None = None) ->
             job.log(f"run {number + 1} of {runs}, cold and warm")
             alone.append(run_command(imports))
             for kind, found in starts.items():
-                out = job.folder / f"{kind}-{number}"  # a new folder, or training would resume
+                out = job.folder / f"{kind}-{number}"  # a new folder, so that no run resumes
                 cache = str(job.folder / f"compiled-{number}")
                 run_command([*train, "--out", str(out)], JAX_COMPILATION_CACHE_DIR=cache)
                 found.append(json.loads((out / "startup.json").read_text()))
@@ -71,7 +70,10 @@ def run(settings: Sequence[str], runs: int = 3, processes: int | None = None) ->
 
 
 def medians(starts: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the spread of the total, and the median of each phase, over startup.json files."""
+    """Return the spread of the total seconds and the median seconds of each phase.
+
+    `starts` are the contents of startup.json. `compile_cache` describes the first start.
+    """
     found, first = spread([start["total"]["max"] for start in starts]), starts[0]
     found["phases"] = {
         phase: statistics.median(start["phases"][phase]["max"] for start in starts)
@@ -81,9 +83,10 @@ def medians(starts: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def run_command(command: list[str], **variables: str) -> float:
-    """Run a command to the end; return the seconds that it took.
+    """Run a command to completion; return how many seconds it took.
 
-    Raises `UsageError` if the command reports one, or RuntimeError if it fails otherwise.
+    `variables` are added to its environment. Raises `UsageError` if the command reports a usage
+    error, and `RuntimeError` if it fails in another way.
     """
     env = os.environ | variables
     began = time.perf_counter()

@@ -1,7 +1,7 @@
 """Time, rates and memory of training steps.
 
-Rounds of the trainer's loop alternate with rounds of the compiled step alone, on one batch that
-stays on the device, and with a large matrix product. All three therefore see the same machine load.
+Rounds of the trainer's loop alternate with rounds of the compiled step alone, which reuse one batch
+on the devices, and with a large matrix product. This way, all three see the same machine load.
 """
 
 import statistics
@@ -27,10 +27,10 @@ from jaxgpt.train.resume import initial_model
 
 WARM_UP = 3  # steps
 ROUNDS = 7
-ROUND_SECONDS = 1.5  # target if the number of steps is not given
-MAX_STEPS = 500  # per round of ROUND_SECONDS
+ROUND_SECONDS = 1.5  # target if the number of steps is not set
+MAX_STEPS = 500  # per round, if the number of steps is not set
 PROFILED = 5  # steps
-CPU_SIZE, ACCELERATOR_SIZE = 1024, 8192  # of square matrices, large enough for nearly peak speed
+CPU_SIZE, ACCELERATOR_SIZE = 1024, 8192  # matrix sizes that reach nearly peak speed
 MATMUL_SECONDS = 0.15  # target for one measurement
 
 
@@ -40,10 +40,10 @@ def run(
     synthetic: bool = False,
     profile: Path | None = None,
 ) -> Result:
-    """Time seven rounds of `steps` training steps, or of about 1.5 seconds without `steps`.
+    """Time seven rounds of `steps` training steps; by default, a round takes about 1.5 seconds.
 
-    `synthetic` replaces the data with random tokens. `profile` is the folder for a trace of five
-    more steps.
+    `settings` are command-line settings. `synthetic` replaces the data with random tokens.
+    `profile` is the folder for a trace of five more steps.
 
     Raises `UsageError` if training fails, or if `profile` is not writable.
     """
@@ -60,7 +60,7 @@ def run(
 
 
 def measure(rounds: Rounds, job: Job, n_steps: int | None) -> dict[str, Any]:
-    """Return times, rates and memory. `n_steps` is the number of steps per round, if given."""
+    """Return times, rates and memory. `n_steps` is the number of steps per round, or None."""
     rounds.train(WARM_UP)
     fill = round(ROUND_SECONDS / rounds.run_compiled_step(WARM_UP))
     n_steps = job.cluster.broadcast(n_steps or min(MAX_STEPS, max(1, fill)))
@@ -82,7 +82,7 @@ def measure(rounds: Rounds, job: Job, n_steps: int | None) -> dict[str, Any]:
         "steps_per_round": n_steps,
         **rates(rounds, trained, products, size),
         "alone_seconds_per_step": Value(spread(alone), "s", "the compiled step alone"),
-        "more_than_alone": Value(longer, "%", "extra time of the trainer's loop"),
+        "more_than_alone": Value(longer, "%", "overhead of the trainer's loop"),
         "compile_seconds": Value(rounds.compile_seconds, "s", "including tracing, without a cache"),
         **used,
     }
@@ -93,8 +93,8 @@ def rates(
 ) -> dict[str, Any]:
     """Return the time per step, and the rates that follow from it.
 
-    `seconds` per step and `products` in FLOP/s are measured in the same rounds. The
-    multiplied matrices are size x size.
+    `seconds` holds the seconds per step of each round, and `products` the job's FLOP/s in products
+    of size x size matrices in the same rounds.
     """
     config, mesh, n_parameters = rounds.run.config, rounds.mesh, rounds.steps.n_parameters[1]
     tokens = config.train.batch_size * config.model.block_size
@@ -125,7 +125,7 @@ def rates(
 
 
 def memory(compiled: Any, cluster: ProcessGroup) -> dict[str, Value]:
-    """Return the bytes that a compiled step needs on a device, and the largest peak so far."""
+    """Return the bytes that a compiled step needs per device, and the largest peak so far."""
     planned = compiled.memory_analysis()
     size = planned.argument_size_in_bytes + planned.output_size_in_bytes
     size += planned.temp_size_in_bytes - planned.alias_size_in_bytes
@@ -133,17 +133,15 @@ def memory(compiled: Any, cluster: ProcessGroup) -> dict[str, Value]:
     peak = None if None in peaks else max(peak for _, peak in peaks)
     return {
         "device_compiled_bytes": Value(size, "bytes", "per device, according to the compiler"),
-        "peak_bytes": Value(
-            peak, "bytes", "of the fullest device, or on CPUs of the largest process"
-        ),
+        "peak_bytes": Value(peak, "bytes", "maximum over devices, or over processes on CPUs"),
     }
 
 
 def matmul_rate(size: int, dtype: str, cluster: ProcessGroup) -> Callable[[], float]:
     """Return a function that measures the job's total FLOP/s in products of size x size matrices.
 
-    All devices multiply their own matrices at the same time. CPU devices share the cores, so the
-    rate of one device times their number would be wrong.
+    All devices multiply their own matrices at the same time. Measuring one device and multiplying
+    by the number of devices would be wrong on CPUs, whose devices share the cores.
     """
     n = jax.device_count()
     mesh = Mesh(np.array(jax.devices()), ("device",), axis_types=(AxisType.Auto,))
@@ -158,7 +156,7 @@ def matmul_rate(size: int, dtype: str, cluster: ProcessGroup) -> Callable[[], fl
         for _ in range(times):
             out = multiply(a, b)
         out.block_until_ready()
-        # Take the slowest process, because the fastest got more than its share of the cores.
+        # Use the slowest process, because the fastest got more than its share of the cores.
         return max(cluster.allgather(time.perf_counter() - began)) / times
 
     seconds(1)  # compiles

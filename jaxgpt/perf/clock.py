@@ -1,7 +1,7 @@
 """Clock of a run: the seconds that each process spends on each activity.
 
-At every moment a process is in exactly one activity, so the seconds of all activities add up to the
-time since the process started. The start-up report (`perf/startup.py`), the time per step
+A process is always in exactly one activity, so the seconds of all activities add up to the time
+since the process started. The start-up report (`perf/startup.py`), the time per step
 (`StepTimer` in `perf/flops.py`) and goodput (`train/reporting/goodput.py`) all read this clock.
 """
 
@@ -27,11 +27,11 @@ ACTIVITIES = {  # in start-up order
 
 
 def process_start_time() -> float:
-    """Return the Unix time at which this process started, or the current time without /proc."""
+    """Return the Unix time at which this process started; without /proc, the current time."""
     try:
         with open("/proc/self/stat") as f:
             ticks = int(f.read().rpartition(")")[2].split()[19])
-        uptime = time.clock_gettime(time.CLOCK_BOOTTIME)  # /proc/uptime may be a container's
+        uptime = time.clock_gettime(time.CLOCK_BOOTTIME)  # in a container, /proc/uptime may differ
         return time.time() - uptime + ticks / os.sysconf("SC_CLK_TCK")
     except (OSError, AttributeError):  # not Linux
         return time.time()
@@ -41,22 +41,22 @@ class Clock:
     """Seconds that this process has spent on each of the `ACTIVITIES`."""
 
     def __init__(self, began: float | None = None):
-        """Start with `imports` at the Unix time `began`, by default the start of the process."""
+        """Start the clock with `imports` at the Unix time `began`, by default the process start."""
         self.began = process_start_time() if began is None else began
         self._activity = "imports"
         self._seconds: dict[str, float] = {}
-        # Use monotonic time, because setting the system clock must not lengthen an activity.
+        # Use monotonic time, so that setting the system clock cannot change a duration.
         self._since = time.monotonic() - (time.time() - self.began)
 
     def enter(self, activity: str) -> None:
-        """End the current activity and begin another."""
+        """End the current activity and begin another of the `ACTIVITIES`."""
         assert activity in ACTIVITIES, activity
         self._update()
         self._activity = activity
 
     @contextlib.contextmanager
     def within(self, activity: str) -> Iterator[None]:
-        """Count the block as an activity, then return to the previous activity."""
+        """Count the time in this block as an activity, then return to the previous activity."""
         before = self._activity
         self.enter(activity)
         try:
@@ -65,7 +65,7 @@ class Clock:
             self.enter(before)
 
     def seconds(self) -> dict[str, float]:
-        """Return the seconds of each activity so far, ordered by first occurrence."""
+        """Return the seconds spent on each activity so far, in order of first occurrence."""
         self._update()
         return dict(self._seconds)
 
@@ -75,7 +75,7 @@ class Clock:
         return sum(self._seconds.get(activity, 0.0) for activity in activities)
 
     def elapsed(self) -> float:
-        """Return the seconds since the process started."""
+        """Return the seconds since `began`, by default the start of the process."""
         return sum(self.seconds().values())
 
     def _update(self) -> None:

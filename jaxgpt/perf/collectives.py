@@ -1,7 +1,7 @@
 """Collectives of a compiled program, with their kinds, mesh axes, counts and bytes.
 
-XLA numbers devices by their row-major position in the mesh, so a group of device numbers reveals
-the mesh axes.
+XLA numbers devices by their row-major position in the mesh, so the device numbers in a group reveal
+its mesh axes.
 """
 
 import functools
@@ -29,19 +29,19 @@ class Collective:
     kind: str
     axes: tuple[str, ...]  # mesh axes along which the devices of a group differ
     count: int  # number of arrays; one operation may communicate several
-    bytes: int  # of all arrays, per device; the input or output, whichever is larger
+    bytes: int  # per device, summed over arrays: the input or the output, whichever is larger
 
 
 def read_collectives(hlo: str, mesh: Mapping[str, int]) -> tuple[Collective, ...]:
     """Return the collectives that each device takes part in when a program runs once.
 
     `hlo` is `compiled.as_text()`, and `mesh` maps axis names to sizes. An operation in a loop is
-    counted once per iteration. An asynchronous operation is counted once. A conditional counts as
-    the branch that communicates most. A group over part of an axis, which XLA uses for some layout
-    changes, is reported as a group over the axis.
+    counted once per iteration. An asynchronous operation is counted once. In a conditional, only
+    the branch that communicates most is counted. A group over part of an axis, which XLA uses for
+    some layout changes, is reported as a group over the whole axis.
 
-    Raises ValueError if the program has a different number of devices than the mesh, or if it does
-    not say how often a loop with collectives runs.
+    Raises `ValueError` if the numbers of devices in the program and the mesh differ, or if the
+    program does not state how often a loop with collectives runs.
     """
     program = parse_hlo(hlo)
     if program.n_devices != math.prod(mesh.values()):
@@ -61,10 +61,10 @@ def read_collectives(hlo: str, mesh: Mapping[str, int]) -> tuple[Collective, ...
 
 
 def ring_bytes(kind: str, bytes: float, n: int) -> float:
-    """Return the bytes that each of n devices sends around a ring for a collective.
+    """Return the bytes that each device sends in a ring collective over n devices.
 
-    `bytes` is counted as in `Collective.bytes`. The factors are those of Thakur, Rabenseifner and
-    Gropp 2005, section 4, and of the "bus bandwidth" in nccl-tests.
+    `bytes` is counted as in `Collective.bytes`. The factors are from Thakur, Rabenseifner and Gropp
+    2005, section 4, and match the "bus bandwidth" of nccl-tests.
     """
     if kind == "collective-permute":
         return bytes
@@ -72,7 +72,7 @@ def ring_bytes(kind: str, bytes: float, n: int) -> float:
 
 
 def _count_arrays(program: HloProgram, mesh: Mapping[str, int]) -> Counter[Any]:
-    """Count the arrays that a program communicates, by (kind, axes, bytes)."""
+    """Return how many arrays a program communicates, by (kind, axes, bytes)."""
     axes_and_group_size = functools.cache(functools.partial(_axes_and_group_size, mesh))
 
     @functools.cache
@@ -110,7 +110,7 @@ def _count_arrays(program: HloProgram, mesh: Mapping[str, int]) -> Counter[Any]:
 
 
 def _axes_and_group_size(mesh: Mapping[str, int], groups: str) -> tuple[tuple[str, ...], int]:
-    """Return the mesh axes along which the devices of a group differ, and the size of a group."""
+    """Return the mesh axes along which the devices of a group differ, and the group size."""
     ids = _device_groups(groups, math.prod(mesh.values()))
     coordinates = np.stack(np.unravel_index(ids, tuple(mesh.values())))  # axis, group, member
     differs = (coordinates != coordinates[:, :, :1]).any(axis=(1, 2))
@@ -124,7 +124,7 @@ def _device_groups(text: str, n_devices: int) -> np.ndarray:
     - {} is one group of all devices.
     - {{0,1},{2,3}} lists the groups.
     - [2,4]<=[4,2]T(1,0) is a range that is reshaped to 4 x 2, transposed and reshaped to 2 x 4.
-    - mesh['x'=2,'y'=4] {'y'} forms groups along axes of a mesh that XLA defines.
+    - mesh['x'=2,'y'=4] {'y'} lists the axes that each group spans in a mesh defined by XLA.
     """
     if text == "{}":
         return np.arange(n_devices)[None]
@@ -149,7 +149,7 @@ def _groups_along_axes(text: str) -> np.ndarray:
     mesh = {axis: int(size) for axis, size in re.findall(r"'(.*?)'=(\d+)", axes)}
     shape, n = tuple(mesh.values()), 1
     coordinates = dict(zip(mesh, np.unravel_index(np.arange(math.prod(shape)), shape), strict=True))
-    group = dict(coordinates)  # those of the first device of each group
+    group = dict(coordinates)  # will be those of the first device in each group
     for axis, outer, part in re.findall(r"'(.*?)'(?::\((\d+)\)(\d+))?", along):
         size = int(part or mesh[axis])
         stride, n = mesh[axis] // (int(outer or 1) * size), n * size
@@ -161,7 +161,7 @@ def _groups_along_axes(text: str) -> np.ndarray:
 
 
 def _range(text: str) -> np.ndarray:
-    """Return the range written as, for example, [4,2]T(1,0): reshaped to 4 x 2, then transposed."""
+    """Return a transposed range: [4,2]T(1,0) means 0 to 7, reshaped to 4 x 2 and transposed."""
     shape, _, transposition = text.partition("T")
     dims = _numbers(shape)
     return np.arange(math.prod(dims)).reshape(dims).transpose(_numbers(transposition) or None)

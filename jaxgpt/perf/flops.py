@@ -11,12 +11,12 @@ from jaxgpt.perf.clock import Clock
 from jaxgpt.perf.hardware import find_device
 
 MFU_FORMULA = "mfu = tokens/s/device x (6N + 12 L H K T) / peak FLOP/s (PaLM, arXiv 2204.02311, B)"
-CPU_FLOPS = 1e11  # per second: a rough figure for one CPU device
-SLOW_FLOPS = 5 * 60 * CPU_FLOPS  # FLOPs per device of a step that takes five minutes on a CPU
+CPU_FLOPS = 1e11  # rough FLOP/s of one CPU device
+SLOW_FLOPS = 5 * 60 * CPU_FLOPS  # FLOPs of a CPU device in five minutes
 
 
 def peak_flops(device_kind: str, dtype: str) -> float | None:
-    """Return the dense peak of one device for a dtype in FLOP/s, or None if it is unknown."""
+    """Return the dense peak FLOP/s of one device for a dtype, or None if it is unknown."""
     device = find_device(device_kind)
     return device.peak_flops.get(dtype) if device else None
 
@@ -24,28 +24,28 @@ def peak_flops(device_kind: str, dtype: str) -> float | None:
 def flops_per_token(model: ModelConfig, n_parameters: int) -> int:
     """Return the forward and backward FLOPs per token, as in `MFU_FORMULA`.
 
-    `n_parameters` (N) does not count embeddings that are only looked up. Attention is counted over
-    the whole block, even with a sliding window or a document mask. Grouped-query attention lowers
-    the count only through its smaller N.
+    `n_parameters` (N) excludes embeddings that are only looked up. Attention is counted over the
+    whole block, even with a sliding window or a document mask. Grouped-query attention lowers the
+    result only because its N is smaller.
     """
     heads = model.n_head * model.head_size
     return 6 * n_parameters + 12 * model.n_layer * heads * model.block_size
 
 
 class HostTimes(NamedTuple):
-    """Steps of a process so far, and the seconds that it spent on them."""
+    """Number of steps of a process so far, and the seconds spent on them."""
 
     steps: int
     seconds: float  # spent on steps
-    own: float  # part of `seconds`: excludes waiting for devices, includes suspensions
-    data: float  # part of `seconds`: waiting for data
+    own: float  # part of `seconds` not spent waiting for devices; includes suspensions
+    data: float  # part of `seconds` spent waiting for data
 
 
 class StepTimer:
-    """Seconds per training step, from the time that the run's clock has counted as steps."""
+    """Timer of training steps, based on the time that the run's clock counts as steps."""
 
     def __init__(self, clock: Clock, stalled: Callable[[], float] = lambda: 0.0):
-        """Start the timer. `stalled` returns the seconds that this process has been suspended."""
+        """Start the timer. `stalled` returns how many seconds this process has been suspended."""
         self._clock, self._stalled = clock, stalled
         self._steps, self._waited_for_device = 0, 0.0
         self._start = self._last_lap = self._read()
@@ -63,7 +63,7 @@ class StepTimer:
         self._waited_for_device += max(0.0, seconds)
 
     def host_times(self) -> HostTimes:
-        """Return the steps and times since the timer started."""
+        """Return the number of steps and the times since the timer started."""
         steps, seconds, data = _difference(self._read(), self._start)
         return HostTimes(steps, seconds, seconds - self._waited_for_device, data)
 
@@ -86,7 +86,7 @@ def _difference(now: tuple[int, float, float], then: tuple[int, float, float]) -
 
 @dataclass(frozen=True)
 class Rates:
-    """Computes the rates in a training log line from seconds per step."""
+    """Rates in a training log line, computed from the seconds per step."""
 
     batch_size: int  # sequences per step of the whole job
     block_size: int
@@ -95,7 +95,10 @@ class Rates:
     peak: float | None  # FLOP/s of one device, if known
 
     def of(self, dt: float | None) -> dict[str, float | None]:
-        """Return all rates for `dt` seconds per step; if `dt` is None, all rates are None."""
+        """Return all rates for steps of `dt` seconds. If `dt` is None, every rate is None.
+
+        `mfu` is also None if the peak is unknown.
+        """
         if dt is None:
             return dict.fromkeys(self.of(1.0))
         tokens_per_sec = self.batch_size * self.block_size / dt
@@ -110,7 +113,7 @@ class Rates:
         }
 
     def slow_step_warnings(self) -> tuple[str, ...]:
-        """Return a warning if a step would take minutes on a device with unknown peak (a CPU)."""
+        """Return a warning if the peak is unknown and a step would take minutes on a CPU."""
         flops = self.batch_size * self.block_size * self.flops_per_token / self.n_devices
         if self.peak is not None or flops < SLOW_FLOPS:
             return ()

@@ -9,30 +9,30 @@ from jaxgpt.perf.units import GIB
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
-    """One device as JAX counts them, such as a GPU, a GCD of an MI250X or a tile of a PVC.
+    """Specification of one JAX device: a GPU, a GCD of an MI250X, or a tile of a PVC.
 
-    The units are bytes, dense FLOP/s by dtype, and bytes/s in each direction. Numbers are peaks
-    from data sheets, unless the table below says that one was measured. None means that the
-    device's name does not determine the number.
+    Memory is in bytes, peaks are dense FLOP/s by dtype, and bandwidths are bytes/s in each
+    direction. All numbers are data-sheet peaks, unless a comment in the table says that a number
+    was measured. None means that the number is unknown.
     """
 
     name: str
-    match: str  # a regular expression to search for in JAX's device_kind
-    memory: int | None = None  # data sheets write GB for GiB; the driver reserves about 1%
-    peak_flops: Mapping[str, float] = field(default_factory=dict)  # float32 is TF32 on NVIDIA
+    match: str  # regular expression to find in JAX's device_kind
+    memory: int | None = None  # data sheets say GB but mean GiB; the driver reserves about 1%
+    peak_flops: Mapping[str, float] = field(default_factory=dict)  # float32 means TF32 on NVIDIA
     memory_bandwidth: float | None = None  # of the device's own memory
     link_bandwidth: float | None = None  # to the other devices on the host
-    network_bandwidth: float | None = None  # to other hosts: one device's share of the host's
-    host_bandwidth: float | None = None  # to host memory: PCIe 4.0 x16 has 32 GB/s, 5.0 has 64
+    network_bandwidth: float | None = None  # to other hosts: one device's share
+    host_bandwidth: float | None = None  # to host memory; PCIe x16: 32 GB/s (4.0), 64 GB/s (5.0)
     devices_per_host: int = 1  # on the machine that `network_bandwidth` describes
     cuda_capability: float = 0.0  # 0 if the device is not from NVIDIA
     platform: str = "gpu"  # as in `jax.Device.platform`
 
 
-# NVIDIA's patterns end with $, because the name of a MIG slice is the card's name and a suffix.
+# Patterns for NVIDIA GPUs end with $ to exclude MIG slices, whose names add a suffix.
 
-# From NVIDIA's H100 data sheet (SXM): dense FLOP/s are half of those printed "with sparsity", and
-# NVLink 4 has 900 GB/s in both directions together. From the DGX H100 user guide: eight 400 Gb/s
+# From NVIDIA's H100 data sheet (SXM): dense FLOP/s are half of the numbers "with sparsity", and
+# NVLink 4 has 900 GB/s, counting both directions. From the DGX H100 user guide: eight 400 Gb/s
 # InfiniBand ports for eight GPUs. The PCIe and NVL cards are slower and have different names.
 _H100 = Device(
     name="h100",
@@ -46,7 +46,7 @@ _H100 = Device(
     devices_per_host=8,
     cuda_capability=9.0,
 )
-# From NVIDIA's A100 data sheet (80 GB SXM): NVLink 3 has 600 GB/s in both directions together. From
+# From NVIDIA's A100 data sheet (80 GB SXM): NVLink 3 has 600 GB/s, counting both directions. From
 # the DGX A100 user guide: eight 200 Gb/s InfiniBand ports for eight GPUs.
 _A100_80GB = Device(
     name="a100-80gb",
@@ -64,7 +64,8 @@ _A100_80GB = Device(
 _TABLE = (
     _H100,
     # From NVIDIA's H200 data sheet (SXM): an H100 with more and faster memory. From the DGX H200
-    # user guide: the network of the DGX H100. The whole name must match, to exclude the GH200.
+    # user guide: the same network as the DGX H100. The pattern matches the whole name, to exclude
+    # the GH200.
     replace(_H100, name="h200", match="^NVIDIA H200$", memory=141 * GIB, memory_bandwidth=4.8e12),
     _A100_80GB,
     # From NVIDIA's A100 data sheet (40 GB SXM). From ALCF's overview of Polaris: four A100s, all
@@ -95,11 +96,11 @@ _TABLE = (
     ),
     # From Intel's documents on Xe HPC: each Xe core does 4096 bfloat16 and 256 float32 operations
     # per clock (oneDNN uses TF32 only on request) at 1.6 GHz, and two tiles have 3.28 TB/s of
-    # memory bandwidth. From ALCF's overview of Aurora: 448 active engines make 56 Xe cores per
-    # tile, two tiles have 128 GiB, all GPUs are connected to each other, and six GPUs share eight
-    # Slingshot 11 adapters of 25 GB/s. The link bandwidth was measured: 15 GB/s from a tile to a
-    # tile of another GPU (ALCF's Aurora node performance overview), times the five other GPUs. The
-    # same page reports 273 TFLOP/s in large bfloat16 products.
+    # memory bandwidth. From ALCF's overview of Aurora: 448 active engines correspond to 56 Xe cores
+    # per tile, two tiles have 128 GiB, all GPUs are connected to each other, and six GPUs share
+    # eight Slingshot 11 adapters of 25 GB/s. The link bandwidth was measured: 15 GB/s from one tile
+    # to a tile of another GPU (ALCF's Aurora node performance overview), times the five other GPUs.
+    # The same page reports 273 TFLOP/s for large bfloat16 matrix products.
     Device(
         name="pvc",
         match="Data Center GPU Max 1550",
@@ -119,7 +120,7 @@ DEVICES: Mapping[str, Device] = {device.name: device for device in _TABLE}
 
 
 def find_device(device_kind: str) -> Device | None:
-    """Return the device that JAX calls `device_kind`, or None if the table lacks it.
+    """Return the device that JAX calls `device_kind`, or None if it is not in the table.
 
     >>> find_device("NVIDIA A100-SXM4-40GB").name
     'a100'

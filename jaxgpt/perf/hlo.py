@@ -1,4 +1,4 @@
-"""Compiled programs: instructions in XLA's optimized HLO, with their categories and sources."""
+"""Parser for XLA's optimized HLO, which finds the category and source line of each operation."""
 
 import functools
 import math
@@ -9,20 +9,20 @@ from typing import NamedTuple
 
 CATEGORIES = ("matmul", "attention", "elementwise", "collective", "copy", "other")
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
-# Other communication that XLA may substitute for these collectives.
+# Other operations by which XLA may replace these collectives.
 _SENDS = ("send", "recv", "collective-broadcast", "ragged-all-to-all")
 
 _PACKAGE = Path(__file__).parents[1]
 _PRODUCTS = {"dot", "convolution", "ragged-dot", "scaled-dot"}
-# Custom calls to vendor libraries: cuBLAS, cuDNN, oneDNN and those of ROCm.
+# Targets of custom calls to vendor libraries: cuBLAS, cuDNN, oneDNN and the ROCm libraries.
 _PRODUCT_TARGET = re.compile(r"gemm|matmul|conv|\$lt\$", re.IGNORECASE)
 _ATTENTION_TARGET = re.compile(r"fmha|attention", re.IGNORECASE)
 _MOVES = {"copy", "transpose", "slice", "dynamic-slice", "dynamic-update-slice", "concatenate"}
 _MOVES |= {"pad", "reverse", "gather"}
-# These are fused into other operations or take no time.
+# Opcodes that are fused into other operations or take no time.
 FREE = {"parameter", "constant", "iota", "bitcast", "broadcast", "reshape", "tuple"}
 FREE |= {"get-tuple-element", "after-all"}
-# Their time is spent in the instructions that they contain, which have their own events.
+# Opcodes whose time is spent in the instructions that they contain, which have their own events.
 _CONTAINERS = {"while", "conditional", "call"}
 
 _INSTRUCTION = re.compile(r"^ +(?:ROOT )?%?([\w.-]+) = (.*?) ([a-z][a-z0-9-]*)\((.*)$")
@@ -34,7 +34,7 @@ _ARRAY = re.compile(r"\b(?:pred|[a-z]+?(\d+)\w*)\[([\d,<=]*)\]")
 
 
 class Instruction(NamedTuple):
-    """`%name = shape opcode(operands), attributes`."""
+    """One instruction of an HLO text: `%name = shape opcode(operands), attributes`."""
 
     name: str
     shape: str
@@ -43,7 +43,7 @@ class Instruction(NamedTuple):
 
     @property
     def kind(self) -> str:
-        """The opcode without the suffix -start or -done of an asynchronous operation."""
+        """The opcode without -start or -done, the suffixes of asynchronous operations."""
         return self.opcode.removesuffix("-start").removesuffix("-done")
 
     @property
@@ -52,19 +52,19 @@ class Instruction(NamedTuple):
 
     @property
     def called(self) -> list[str]:
-        """Names of the computations that it calls, except the body and condition of a loop."""
+        """Names of the called computations, except the body and the condition of a loop."""
         found = (name or several for name, several in _CALLED.findall(self.arguments))
         return re.findall(r"[\w.-]+", " ".join(found))
 
     @property
     def array_bytes(self) -> list[int]:
-        """Bytes of each array that it returns."""
-        arrays = _ARRAY.findall(self.shape)  # a pred has no bit width in its name, and takes 8 bits
+        """Size in bytes of each array in the result."""
+        arrays = _ARRAY.findall(self.shape)  # `pred` names no bit width; it has 8 bits
         return [-(-math.prod(_dims(dims)) * int(bits or 8) // 8) for bits, dims in arrays]
 
     @property
     def dims(self) -> list[int]:
-        """Shape of the first array that it returns."""
+        """Shape of the first array in the result."""
         return _dims(_ARRAY.search(self.shape)[2])
 
     def attribute(self, name: str) -> str:
@@ -81,7 +81,7 @@ def _dims(text: str) -> list[int]:
 class HloProgram:
     """A compiled program."""
 
-    name: str  # as in traces
+    name: str  # also the name of the program in traces
     n_devices: int
     entry: str = ""
     computations: dict[str, list[Instruction]] = field(default_factory=dict)
@@ -89,7 +89,7 @@ class HloProgram:
     tables: dict[str, dict[int, str]] = field(default_factory=dict)  # FileNames etc. by ID
 
     def stack(self, instruction: Instruction) -> list[tuple[str, int, str]]:
-        """Return (file, line, function) of an instruction and of its callers, innermost first."""
+        """Return the Python stack of an instruction: (file, line, function), innermost first."""
         frames = self.tables.get("StackFrames", {})
         number = int(instruction.attribute("stack_frame_id") or 0)
         # With JAX 0.10, XLA writes caller IDs one too high: the outermost frame has 1 instead of 0.
@@ -135,14 +135,17 @@ def parse_hlo(text: str) -> HloProgram:
 
 
 class Operation(NamedTuple):
-    """An instruction that a device runs."""
+    """The category and the source of an instruction that a device runs."""
 
     category: str  # one of CATEGORIES
     source: str  # "FILE:LINE FUNCTION" in this package, or empty if unknown
 
 
 def read_operations(program: HloProgram) -> dict[str, Operation]:
-    """Return the operations of a program by name; loops are replaced by their contents."""
+    """Return the operations of a program by name, without loops, conditionals and calls.
+
+    The instructions inside these are included, and so are the instructions inside fusions.
+    """
     return {
         name: Operation(_category(instruction, program), _source(instruction, program))
         for name, instruction in program.instructions.items()
@@ -151,13 +154,13 @@ def read_operations(program: HloProgram) -> dict[str, Operation]:
 
 
 def is_product(instruction: Instruction) -> bool:
-    """Return whether an instruction is a matrix product, by XLA or by a vendor library."""
+    """Return whether an instruction is a matrix product or convolution, also by a library."""
     target = instruction.attribute("custom_call_target")
     return instruction.opcode in _PRODUCTS or bool(_PRODUCT_TARGET.search(target))
 
 
 def _category(instruction: Instruction, program: HloProgram) -> str:
-    """Return the category. One matrix product makes a whole fusion a matmul or attention."""
+    """Return the category. A fusion with a matrix product counts as `matmul` or `attention`."""
     fused = instruction.called if instruction.opcode.startswith(("fusion", "async")) else []
     parts = [part for name in fused for part in program.computations.get(name, [])]
     parts = [part for part in parts or [instruction] if part.opcode not in FREE]
@@ -179,15 +182,15 @@ def _category(instruction: Instruction, program: HloProgram) -> str:
 def _in_attention(instruction: Instruction, program: HloProgram) -> bool:
     stack = program.stack(instruction)
     if not stack and "lhs_batch_dims=" in instruction.arguments:
-        return True  # XLA dropped its source; in this model, only attention has batched products
+        return True  # XLA dropped the source, but only attention has batched products
     return any(file.endswith("models/attention.py") for file, _, _ in stack)
 
 
 def _source(instruction: Instruction, program: HloProgram) -> str:
-    """Return the innermost source line in this package, outside `parallel/` if possible."""
+    """Return the innermost source line in this package, preferably outside `parallel/`."""
     own = []
     for file, line, function in program.stack(instruction):
         _, found, within = file.rpartition("/jaxgpt/")
-        if found and (_PACKAGE / within).is_file():  # not a library in an environment in jaxgpt/
+        if found and (_PACKAGE / within).is_file():  # excludes libraries installed below jaxgpt/
             own.append(f"{within}:{line} {function.replace('<locals>.', '')}")
     return next((line for line in own if not line.startswith("parallel/")), (own or [""])[0])

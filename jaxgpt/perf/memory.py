@@ -1,4 +1,4 @@
-"""Memory in use by the devices or the process, and a lower bound on what a step needs."""
+"""The memory in use, and a lower bound on the memory that a step needs."""
 
 import os
 import resource
@@ -15,9 +15,9 @@ ELEMENT = 4  # bytes per element: parameters, gradients and moments are float32
 
 
 def memory_in_use() -> tuple[int, int] | None:
-    """Return (bytes in use, peak bytes in use), or None if the devices do not report them.
+    """Return (bytes in use, peak bytes in use), or None if the platform does not report them.
 
-    On accelerators, each is the maximum over local devices. On CPUs, it is the RSS of the process.
+    On accelerators, both are the maximum over local devices. On CPUs, they are the process's RSS.
     """
     if jax.default_backend() == "cpu":
         try:
@@ -26,7 +26,7 @@ def memory_in_use() -> tuple[int, int] | None:
         except OSError:  # not Linux
             return None
         peak = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        return now, max(now, peak)  # the kernel updates the two at different times
+        return now, max(now, peak)  # the kernel updates the two counters at different times
     stats = [device.memory_stats() or {} for device in jax.local_devices()]
     if not all("bytes_in_use" in one and "peak_bytes_in_use" in one for one in stats):
         return None
@@ -34,12 +34,12 @@ def memory_in_use() -> tuple[int, int] | None:
 
 
 def host_memory() -> int:
-    """Return the bytes of this host's memory that a job may use."""
+    """Return how many bytes of this host's memory a job may use."""
     return int(USABLE * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
 
 
 def check_memory(config: Config, shape: MeshShape, processes_on_host: int) -> None:
-    """Raise `UsageError` if a step cannot fit into device memory, without allocating anything."""
+    """Raise `UsageError` if a step cannot fit into device memory. Allocates nothing."""
     device = jax.local_devices()[0]
     on_cpu = device.platform == "cpu"
     if on_cpu:
@@ -50,7 +50,7 @@ def check_memory(config: Config, shape: MeshShape, processes_on_host: int) -> No
 
 
 def require_memory(config: Config, shape: MeshShape, room: int | None, on_cpu: bool) -> None:
-    """Raise `UsageError` if a step needs more than `room` bytes per device, unless it is None."""
+    """Raise `UsageError` if a step needs more than `room` bytes per device. None means no limit."""
     state, scores = state_bytes(config, shape), score_bytes(config, shape, on_cpu)
     if room is None or state + scores <= room:
         return
@@ -66,9 +66,10 @@ def require_memory(config: Config, shape: MeshShape, room: int | None, on_cpu: b
 
 
 def state_bytes(config: Config, shape: MeshShape) -> int:
-    """Return a lower bound for the bytes of parameters, gradients and moments on a device.
+    """Return a lower bound on the bytes of parameters, gradients and moments on a device.
 
-    It counts the matrices and the token embedding.
+    Only the matrices and the token embedding are counted. The bound is 0 with
+    parallel.offload=state.
     """
     model, zero_stage, offload = config.model, config.parallel.zero_stage, config.parallel.offload
     if offload == "state":
@@ -85,10 +86,10 @@ def state_bytes(config: Config, shape: MeshShape) -> int:
 
 
 def score_bytes(config: Config, shape: MeshShape, on_cpu: bool) -> int:
-    """Return a lower bound for the bytes of attention scores on a device: T x T bytes per head.
+    """Return a lower bound on the bytes of attention scores on a device: T x T bytes per head.
 
-    The `xla` kernel stores at least half of the scores, in two bytes or more. A CPU may process its
-    rows one at a time.
+    The `xla` kernel stores at least half of the scores, with two bytes or more each. A CPU may
+    process its rows one at a time. The bound is 0 if it is not certain that scores are stored.
     """
     model, remat = config.model, config.parallel.remat
     is_certain = stores_scores(model) and (on_cpu or model.attention != "auto")

@@ -1,4 +1,4 @@
-"""Profile of training steps: a trace by JAX's profiler, and a table of operations from it."""
+"""Profile of training steps: a trace from JAX's profiler, and a table of its operations."""
 
 import shutil
 import tempfile
@@ -34,10 +34,10 @@ class Event(NamedTuple):
 
 
 class Tracing:
-    """A trace of steps on every process; only process 0 keeps its files."""
+    """A trace that is running on every process. Only process 0 keeps its files."""
 
     def __init__(self, directory: Path, cluster: ProcessGroup, pending: Any):
-        """Wait for the arrays in `pending`, then start the trace on every process."""
+        """Wait for the arrays in `pending`, then start the trace. All processes call this."""
         self._cluster = cluster
         self._directory = directory if cluster.is_main else Path(tempfile.mkdtemp("-jaxgpt"))
         jax.block_until_ready(pending)
@@ -50,8 +50,9 @@ class Tracing:
     def stop(self, pending: Any, n_steps: int, hlo: str) -> dict[str, Any]:
         """Wait for the arrays in `pending`, end the trace of `n_steps` steps, and summarise it.
 
-        `hlo` is `compiled.as_text()` of the step. Return what `summary` returns. In addition, each
-        operation has its `work`, and `may_be_incomplete` says whether operations may be missing.
+        All processes call this. `hlo` is `compiled.as_text()` of the step. The result is
+        that of `summary`, plus the `work` of each operation (`Work` as a dict, or None) and
+        `may_be_incomplete`, which tells whether operations may be missing from the trace.
         """
         jax.block_until_ready(pending)
         seconds = (time.perf_counter() - self._began) / n_steps
@@ -73,7 +74,7 @@ class Tracing:
 
 
 class StepProfile:
-    """The trace of the steps in `profile_steps`; the reporter `log` logs its summary."""
+    """Traces the steps in `profile_steps`, and logs the summary with the reporter `log`."""
 
     def __init__(self, run: Any, cluster: ProcessGroup, train_step: Any, log: Any):
         self._todo = profile_range(run.config)
@@ -83,25 +84,25 @@ class StepProfile:
         self._traced: list[int] = []
 
     def before(self, step: int, state: Any) -> None:
-        """Start the trace if `step`, which is about to run on `state`, is its first step."""
+        """Start the trace if `step` is the first step to trace; `state` is the input of `step`."""
         if step not in self._todo:
             return
         if self._tracing is None:
-            jax.block_until_ready(state)  # or running steps would count as profiling
+            jax.block_until_ready(state)  # running steps must not count as profiling
             with self._log.clock.within("profile"):
                 self._tracing = Tracing(self._directory, self._cluster, state)
         self._traced.append(step)
 
     def after(self, step: int, state: Any) -> None:
-        """End the trace if `step`, which has been dispatched or skipped, is its last step."""
+        """End the trace if `step` is the last step to trace; `state` is the state after `step`."""
         if self._todo and step >= self._todo[-1]:
             self.close(state)
 
     def close(self, state: Any) -> None:
-        """End the trace if it is running, and log its summary; the trace never starts again."""
+        """If the trace is running, end it for good and log its summary."""
         if self._tracing is None:
             return
-        jax.block_until_ready(state)  # or running steps would count as profiling
+        jax.block_until_ready(state)  # running steps must not count as profiling
         with self._log.clock.within("profile"):
             found = self._tracing.stop(state, len(self._traced), self._train_step.as_text())
         first, last = self._traced[0], self._traced[-1]
@@ -120,7 +121,7 @@ def read_events(trace: Path, module: str) -> Iterator[Event]:
     # Each accelerator has its own plane; CPU devices run in host threads.
     for plane in [p for p in planes if p.name.startswith("/device:")] or planes:
         lines = list(plane.lines)
-        # Other lines may repeat the events of a GPU's streams.
+        # Use only the streams of a GPU, because other lines may repeat their events.
         streams = [line for line in lines if line.name.startswith("Stream")]
         for line in streams or [line for line in lines if line.name == "XLA Ops"] or lines:
             for event in line.events:
@@ -132,7 +133,7 @@ def read_events(trace: Path, module: str) -> Iterator[Event]:
 
 
 def report(events: Sequence[Event], operations: Mapping[str, Operation]) -> dict[str, Any]:
-    """Return the totals of one process's events as JSON values, for `summary`."""
+    """Return the totals of the events of one process as JSON, for `summary`. Times in seconds."""
     seconds: Counter[str] = Counter()
     collectives: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for event in sorted(events, key=lambda event: event.began):
@@ -156,7 +157,8 @@ def summary(
     """Return the seconds per step in total, by category, and of the most expensive operations.
 
     The numbers are means over the job's devices. `seconds` is the time per step on process 0's
-    clock. In each collective, the time by which a device exceeds the fastest one counts as waiting.
+    clock. If a device spends more time in a collective than the fastest device, the difference
+    counts as waiting.
     """
     scale = 1 / n_steps / max(1, sum(one["devices"] for one in reports))
     totals = sum((Counter(one["seconds"]) for one in reports), Counter())
@@ -189,7 +191,7 @@ def summary(
 
 
 def describe(found: dict[str, Any]) -> str:
-    """Return the result of `Tracing.stop` as two text tables."""
+    """Format the result of `Tracing.stop` as two text tables."""
     busy = found["device_seconds"]
 
     def row(name: str, seconds: float) -> str:

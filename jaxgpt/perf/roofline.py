@@ -1,4 +1,4 @@
-"""Roofline of each operation of a compiled step: the least time that its bytes and FLOPs allow.
+"""Roofline model: the minimum time of each operation in a compiled step, from its bytes and FLOPs.
 
 Williams, Waterman and Patterson, Communications of the ACM 52, 4 (2009).
 """
@@ -16,7 +16,7 @@ _BATCH_DIMS = re.compile(r'lhs_batch_dim(?:s=\{|ensions":\[)([\d,"]*)')
 
 
 class Work(NamedTuple):
-    """Work of one operation in one step on one device."""
+    """The work of one operation in a step, on one device."""
 
     times: int  # executions per step
     read: int  # bytes per execution
@@ -29,16 +29,16 @@ class Work(NamedTuple):
         return self.times * (self.read + self.written)
 
     def least_seconds(self, bandwidth: float, peak: float) -> float:
-        """Return the least seconds per step, at `bandwidth` bytes/s and `peak` FLOP/s."""
+        """Return the minimum seconds per step, at `bandwidth` bytes/s and `peak` FLOP/s."""
         return self.times * max((self.read + self.written) / bandwidth, self.flops / peak)
 
 
 def read_work(program: HloProgram) -> dict[str, Work]:
     """Return the work of each operation of a step, by name.
 
-    An operation is assumed to read its operands once and to write its result once. If it only reads
-    or writes a slice of an array, only the slice counts. Caches are ignored. All branches of a
-    conditional count, and a loop with an unknown number of iterations counts once.
+    Each operation is assumed to read its operands once and to write its result once. If it only
+    reads or writes a slice of an array, only the slice counts. Caches are ignored. All branches of
+    a conditional count, and a loop with an unknown number of iterations counts as one iteration.
     """
     out: dict[str, Work] = {}
 
@@ -68,7 +68,7 @@ def _bytes_moved(one: Instruction, program: HloProgram) -> tuple[int, int]:
 
 
 def _flops(one: Instruction, program: HloProgram) -> int:
-    """Return the FLOPs of matrix products: 2 B M K N, for arrays of B M K, B K N and B M N."""
+    """Return the FLOPs of matrix products: 2 B M K N for (B, M, K) x (B, K, N) -> (B, M, N)."""
     if one.opcode == "fusion":
         return sum(_flops(part, program) for part in program.computations[one.called[0]])
     if not is_product(one):
@@ -81,7 +81,7 @@ def _flops(one: Instruction, program: HloProgram) -> int:
 
 
 def _fusion_bytes(body: list[Instruction], program: HloProgram) -> tuple[int, int]:
-    """Return the bytes that a fusion reads from its parameters and writes with its root."""
+    """Return the bytes that a fusion reads from its parameters and writes to its result."""
     users = defaultdict(list)
     for one in body:
         for operand in one.operands:

@@ -1,4 +1,4 @@
-"""Start-up phases of each process, from the start of the job to the end of the first step."""
+"""Start-up times of each process, from the start of the job to the end of the first step."""
 
 import contextlib
 import os
@@ -12,13 +12,15 @@ JOB_START = "JAXGPT_JOB_START"  # Unix seconds; set by the scripts in launch/ an
 
 
 def startup_report(clock: Clock, compile_cache: str) -> dict[str, Any]:
-    """Return this process's start-up phases at the end of its first step, for `summary`.
+    """Return the start-up times of this process, for `summary`.
 
-    `compile_cache` is `not used`, `hit` (all programs came from the cache) or `miss`.
+    These are the seconds of each phase, the total, and the Unix time at which the process started.
+    Call this at the end of the first step. `compile_cache` is `not used`, `hit` (all programs
+    came from the cache) or `miss`.
     """
     phases, total = clock.seconds(), clock.elapsed()
     phases["first step"] = phases.pop("step", 0.0) + phases.pop("data", 0.0)
-    # If the environment has no valid time, the start of the job is unknown.
+    # Without a valid time in the environment, the start of the job is unknown.
     with contextlib.suppress(KeyError, ValueError):
         waited = clock.began - float(os.environ[JOB_START])
         if -10 < waited < 30 * 86_400:  # negative if the clocks of two hosts differ
@@ -32,9 +34,10 @@ def startup_report(clock: Clock, compile_cache: str) -> dict[str, Any]:
 
 
 def summary(reports: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return the content of startup.json from the reports of all processes, ordered by rank.
+    """Return the content of startup.json from the reports of all processes in rank order.
 
-    Times are in seconds. `job_start_to_first_step` is None if the start of the job is unknown.
+    Durations are in seconds, and points in time are Unix times. `job_start_to_first_step` is None
+    if the start of the job is unknown.
     """
 
     def spread(seconds: list[float]) -> dict[str, float]:
@@ -61,7 +64,7 @@ def summary(reports: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def startup_line(found: dict[str, Any]) -> str:
-    """Return one log line that summarises startup.json."""
+    """Return a log line from the content of startup.json."""
     several, from_job = found["processes"] > 1, found["job_start_to_first_step"]
     text = "{min:.1f}/{mean:.1f}/{max:.1f} (rank {slowest_rank})" if several else "{mean:.1f}"
     parts = [f"{phase} {text.format(**s)}" for phase, s in found["phases"].items()]
@@ -74,7 +77,7 @@ def startup_line(found: dict[str, Any]) -> str:
 
 
 def startup_values(found: dict[str, Any]) -> dict[str, float]:
-    """Return the values of startup.json as a flat dict for the trackers, in seconds."""
+    """Return the content of startup.json as a flat dict for the trackers. Times are in seconds."""
     record: dict[str, float] = {"processes": found["processes"]}
     for phase, spread in (found["phases"] | {"total": found["total"]}).items():
         record |= {f"{phase}_{name}".replace(" ", "_"): value for name, value in spread.items()}

@@ -1,10 +1,10 @@
-"""Numbers formatted for people."""
+"""Human-readable numbers."""
 
 GIB = 2**30
 
 
 def format_bytes(n: float) -> str:
-    """Format a number of bytes with at most two decimals: "64 MiB", "33.91 GiB", "12 B"."""
+    """Format a number of bytes with at most two decimals, such as "64 MiB" or "33.91 GiB"."""
     units = ["GiB", "MiB", "KiB", "B"]
     while n >= 1024 and len(units) > 1:
         n /= 1024
@@ -13,5 +13,5 @@ def format_bytes(n: float) -> str:
 
 
 def count(n: int, noun: str, plural: str = "s") -> str:
-    """Return a number and its noun: "1 process", or "2 processes" if `plural` is "es"."""
+    """Return a number with its noun, such as "1 step", or "2 processes" if `plural` is "es"."""
     return f"{n} {noun}{plural if n != 1 else ''}"

@@ -42,7 +42,7 @@ def main(argv: list[str] | None = None) -> None:
             cluster.raise_if_any(error)
             clock.enter("prepare")
             monitor = cluster.monitor
-            # This may convert hundreds of gigabytes of weights.
+            # Preparing the run may convert hundreds of gigabytes of weights.
             monitor.heartbeat("the preparation of the run directory", 8 * SLOW_PHASE)
             run = prepare_run(config, cluster)
             monitor.write_stacks_to(run.directory)
@@ -56,7 +56,7 @@ def main(argv: list[str] | None = None) -> None:
             facts = initialize_jax(cluster, mesh_shape(run.config), clock.enter, preemption=True)
             facts["notes"] += [use_compile_cache(config.compile_cache, cluster), stop.describe()]
             clock.enter("imports")
-            # This imports JAX, so it has to come after initialize_jax.
+            # This module imports JAX, so it must be imported after initialize_jax.
             from jaxgpt.train.loop import train
 
             status = train(run, cluster, facts, stop, clock)
@@ -67,15 +67,16 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def earlier_saves(run: Run) -> list[dict[str, Any]]:
-    """Return the records of the last three checkpoints that earlier starts saved."""
+    """Return the records in metrics.jsonl of the last three saved checkpoints, oldest first."""
     metrics = run.directory / METRICS
     return read_records(metrics, "checkpoint")[-3:] if metrics.exists() else []
 
 
 def start_limits(config: Config | None) -> tuple[float, HangLimit | None]:
-    """Return how many seconds to wait for all processes to join, and what counts as a hang later.
+    """Return the seconds to wait for all processes to join, and the limit of the hang watchdog.
 
-    `config` is None if it is invalid. The processes still join, so that all of them report it.
+    The limit is None if train.hang_timeout is None. `config` is None if the configuration is
+    invalid; the processes still join, so that all of them exit with the error.
     """
     minutes = config.train.hang_timeout if config else None
     timeout = config.init_timeout if config else INIT_TIMEOUT

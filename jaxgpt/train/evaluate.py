@@ -1,4 +1,4 @@
-"""Evaluation between steps: losses on both splits, and sampled text."""
+"""Evaluation during training: losses on both splits, and sampled text."""
 
 from collections.abc import Callable
 from typing import Any
@@ -30,9 +30,10 @@ def make_evaluator(
 ) -> Callable[[int, Params], EvalRecord]:
     """Return a function (step, params) -> `EvalRecord` with the mean loss of each split.
 
-    The losses are in nats per token, weighted by the loss weights of the targets. Every call
-    evaluates the same train.eval_iters batches of each split, and calls `heartbeat(activity)`
-    before each batch.
+    The losses are in nats per token, weighted by the loss weights of the targets; NaN if all
+    weights are 0. If the data has several corpora, the record also has the losses of each corpus.
+    Every call evaluates the same train.eval_iters batches of each split, and calls
+    `heartbeat(activity)` before each batch.
     """
     loaders = {
         split: Loader.for_evaluation(dataset, split, config, steps.batch_sharding)
@@ -75,8 +76,9 @@ def make_sampler(
 ) -> Callable[[int, Params], SampleRecord | None]:
     """Return a function (step, params) -> `SampleRecord` with train.sample_tokens generated tokens.
 
-    The function returns None if the data has no tokenizer or train.sample_tokens is 0. Raises
-    `UsageError` if the vocabulary lacks a character of train.sample_prompt.
+    Every call uses the same prompt and the same seed. The function returns None if the data has no
+    tokenizer or train.sample_tokens is 0. Raises `UsageError` if the vocabulary lacks a character
+    of train.sample_prompt.
     """
     tokenizer, train = dataset.tokenizer, config.train
     if tokenizer is None or train.sample_tokens == 0:
@@ -114,17 +116,18 @@ def make_generate(
     """Return a function that generates `n_tokens` tokens; the caller should jit it once.
 
     The function maps (params, window, length, seed) to token IDs, int32 (n_tokens,). `window` is
-    int32, with at most T = model.block_size tokens. Its first `length` tokens are the prompt, and
-    the rest is padding.
+    int32 and holds at most model.block_size tokens: the prompt of `length` tokens, then padding.
 
-    The prompt fills the KV cache in chunks. Each new token is then decoded alone. The text may
-    become longer than T tokens. With rotary positions, each layer then attends to the cached keys
-    and values of the last T tokens. With learned positions, each new token shifts the positions of
-    all others, which invalidates the cache. As in nanoGPT, the last T tokens are then recomputed
-    for every new token.
+    The prompt is written to the KV cache in chunks. After that, tokens are decoded one at a time.
+    The text may become longer than model.block_size. With rotary positions, each layer then attends
+    to the cached keys and values of the last model.block_size tokens. With learned positions, each
+    new token shifts the positions of all others, which invalidates the cache. As in nanoGPT, the
+    last model.block_size tokens are then recomputed for every new token.
 
     Args:
-        n_positions: `ModelConfig.n_positions`: T with learned positions, None with RoPE.
+        make_decoder: params -> (decode function, empty KV cache); see `StepFunctions`.
+        n_positions: `ModelConfig.n_positions`: block_size with learned positions, None with RoPE.
+        n_tokens: number of tokens to generate.
         vocab_size: vocabulary size of the tokenizer; the model's may be larger.
         temperature: divisor of the logits; 0 always picks the most likely token.
         top_k: sample from the `top_k` most likely tokens; None samples from all.
@@ -132,7 +135,7 @@ def make_generate(
 
     def generate(params: Params, window: jax.Array, length: jax.Array, seed: jax.Array):
         end = length + n_tokens
-        T = n_positions or window.size + n_tokens  # the cache is valid for up to T tokens
+        T = n_positions or window.size + n_tokens  # the cache is valid for texts up to this size
         keys = jax.random.split(jax.random.key(seed), n_tokens)
         decode, empty_caches = make_decoder(params)
 
@@ -163,10 +166,10 @@ def make_generate(
 
 
 def prefill(decode: DecodeFn, caches: Any, window: jax.Array, length: jax.Array) -> Any:
-    """Return the caches after decoding the first `length` tokens of a window in chunks.
+    """Return the KV caches of the first `length` tokens of `window`, computed in chunks.
 
-    The last chunk may include padding. Its cache entries are overwritten before any token attends
-    to them.
+    The last chunk may include padding. The cache entries of the padding are overwritten before any
+    token attends to them.
     """
     P = min(PREFILL_CHUNK, window.size)
 
@@ -178,14 +181,14 @@ def prefill(decode: DecodeFn, caches: Any, window: jax.Array, length: jax.Array)
 
 
 def tokens_1N(text: jax.Array, first: jax.Array, size: int) -> jax.Array:
-    """Return `size` tokens of a text from index `first` on, as a batch of one row (1, size)."""
+    """Return the `size` tokens that start at index `first` of a text, as one row (1, size)."""
     return jax.lax.dynamic_slice(text, (first,), (size,))[None]
 
 
 def draw_token(
     logits_V: jax.Array, key: jax.Array, temperature: float, top_k: int | None
 ) -> jax.Array:
-    """Return a token ID sampled from the logits, as an int32 scalar."""
+    """Sample a token ID (an int32 scalar) from the logits; see `make_generate`."""
     if temperature == 0:
         return jnp.argmax(logits_V)
     if top_k is not None:
@@ -195,12 +198,12 @@ def draw_token(
 
 
 def prompt_window(tokenizer: Tokenizer, prompt: str, block_size: int) -> tuple[np.ndarray, int]:
-    """Return the last `block_size` tokens of a prompt, padded, and their number without padding.
+    """Return the last `block_size` tokens of a prompt with padding, and their number without it.
 
-    The tokens are int32. They are padded to a multiple of 128, or to `block_size` if that is
-    shorter, so that prompts of similar lengths share a compiled function. An empty prompt becomes
-    the end-of-text token, or token 0 if the tokenizer has no such token. Raises `UsageError` if the
-    vocabulary lacks a character of the prompt.
+    The tokens are int32. They are padded to a multiple of `PREFILL_CHUNK`, but at most to
+    `block_size`, so that prompts of similar lengths share a compiled function. An empty prompt
+    becomes the end-of-text token, or token 0 if the tokenizer has no such token. Raises
+    `UsageError` if the vocabulary lacks a character of the prompt.
     """
     tokens = tokenizer.encode(prompt)[-block_size:] if prompt else [tokenizer.end_of_text or 0]
     padded = -(-len(tokens) // PREFILL_CHUNK) * PREFILL_CHUNK

@@ -33,9 +33,9 @@ from jaxgpt.train.step import Metrics, train_step
 # By default, XLA's CPU compiler removes the barriers that jax.checkpoint inserts. It then merges a
 # recomputation with the original computation, which keeps the results in memory.
 CPU_STEP_OPTIONS = {"xla_disable_hlo_passes": "cse_barrier_expander"}
-# Initialization runs once, so on a CPU LLVM's expensive passes take longer than they save.
+# Initialisation runs once, so LLVM's expensive passes for CPUs would take longer than they save.
 CPU_INIT_OPTIONS = {"xla_backend_optimization_level": 1}
-# Overlap collectives with computation. A single GPU has no collectives.
+# Overlap collectives with computation. On a single GPU there are no collectives.
 SEVERAL_GPU_OPTIONS = {"xla_gpu_enable_latency_hiding_scheduler": True}
 # Without this option, cuDNN attention sums its gradients in an order that depends on timing. XLA
 # still chooses kernels by timing them when it compiles; the compile cache keeps the choice.
@@ -50,7 +50,7 @@ class StepFunctions:
     mesh: Mesh
     attention: str  # the attention kernel, and why it was chosen
     n_parameters: tuple[int, int]  # (total, non-embedding), from `count_parameters`
-    warnings: tuple[str, ...]  # deviations from the requested layout or attention kernel
+    warnings: tuple[str, ...]  # about deviations from the requested layout or attention kernel
     batch_shape: jax.ShapeDtypeStruct | TokenRows  # global batch, as passed to `train_step`
     state_shapes: TrainState  # `jax.ShapeDtypeStruct`s with shardings, to restore checkpoints into
     init: Callable[[], TrainState]
@@ -63,22 +63,22 @@ class StepFunctions:
     eval_step: Callable[[Params, jax.Array | TokenRows], jax.Array]
     """(params, tokens of shape (B, T+1) or `TokenRows`) -> mean loss of each row, shape (B,)."""
     eval_tokens: Callable[[Params, jax.Array], TokenScores]
-    """(params, tokens of shape (B, T+1)) -> scores (B, T) of all tokens but each row's first."""
+    """(params, tokens of shape (B, T+1)) -> scores (B, T) of all tokens except each row's first."""
     make_decoder: Callable[[Params], tuple[DecodeFn, Cache]]
     """params -> (function that decodes one text, empty KV cache)."""
 
     @property
     def replicated(self) -> NamedSharding:
-        """The sharding of arrays that are replicated on every device."""
+        """The sharding of replicated arrays."""
         return sharding.replicated(self.mesh)
 
     @property
     def batch_sharding(self) -> NamedSharding:
-        """The sharding of the arrays of a batch."""
+        """The sharding of a batch's arrays, whose rows are split over the devices."""
         return sharding.batch_sharding(self.mesh)
 
     def lower_train_step(self) -> jax.stages.Lowered:
-        """Trace the train step without compiling it. Allocates nothing."""
+        """Trace and lower the train step, without compiling it or allocating arrays."""
         return self.train_step.lower(
             self.state_shapes, np.int32(0), np.float32(0), self.batch_shape
         )
@@ -95,15 +95,15 @@ def make_steps(
     """Build the functions of a run from a configuration with model.vocab_size set.
 
     Args:
-        attend: the attention function; None chooses the kernel by model.attention.
-        slices: number of slices that a device splits its rows of a microbatch into; None chooses it
-            with `choose_n_slices` on CPUs, and is 1 elsewhere.
-        on_cpu: whether to compile for CPUs; None asks the devices.
+        attend: the attention function; None uses the kernel that model.attention selects.
+        slices: number of slices that a device splits its rows of a microbatch into. None means
+            `choose_n_slices` on CPUs, and 1 on other devices.
+        on_cpu: whether to compile for CPUs; None derives this from the devices of `mesh`.
         has_masks: whether batches have a weight for each target (`Dataset.has_masks`).
 
     Raises:
-        UsageError: if the kernel that model.attention names cannot run, or optimizer.name is
-            unknown.
+        UsageError: if the kernel that model.attention names cannot run, if the mesh does not fit
+            the model, or if optimizer.name is unknown.
     """
     device, described = mesh.devices.flat[0], weights(config.model)
     on_cpu = device.platform == "cpu" if on_cpu is None else on_cpu
@@ -120,7 +120,7 @@ def make_steps(
     if slices is None:
         slices = choose_n_slices(config, mesh) if on_cpu else 1
     model = shard_model(config, mesh, attend, slices, on_cpu)
-    rules = sharding.opt_state_rules(config.parallel.zero_stage)  # these shard the most
+    rules = sharding.opt_state_rules(config.parallel.zero_stage)  # these rules shard the most
     state, batch_at = state_shapes(config, mesh), sharding.batch_sharding(mesh)
     state_at, whole = jax.tree.map(lambda leaf: leaf.sharding, state), sharding.replicated(mesh)
     jit_eval = functools.partial(
@@ -159,7 +159,10 @@ def make_steps(
 def training_batch(
     config: Config, where: NamedSharding, has_masks: bool
 ) -> jax.ShapeDtypeStruct | TokenRows:
-    """Return the shape and sharding of a global batch of the training split."""
+    """Return the shape and sharding of a global training batch.
+
+    It is int32 (B, T+1), or `TokenRows` if `has_masks`.
+    """
     shape = (config.train.batch_size, config.model.block_size + 1)
     tokens = jax.ShapeDtypeStruct(shape, np.int32, sharding=where)
     if not has_masks:
@@ -168,11 +171,14 @@ def training_batch(
 
 
 def step_options(config: Config, platform: str, n_devices: int) -> dict[str, Any] | None:
-    """Return XLA's compiler options for the train step, except those that XLA_FLAGS sets."""
+    """Return XLA's compiler options for the train step, without those that XLA_FLAGS sets.
+
+    Return None if no options are left.
+    """
     options = CPU_STEP_OPTIONS if platform == "cpu" else {}
     if platform == "gpu" and n_devices > 1:
         options = SEVERAL_GPU_OPTIONS
     if platform == "gpu" and config.train.deterministic:
         options = options | DETERMINISTIC_GPU_OPTIONS
-    flags = os.environ.get("XLA_FLAGS", "")  # which these options would otherwise override
+    flags = os.environ.get("XLA_FLAGS", "")  # compiler options would override these flags
     return {name: value for name, value in options.items() if f"--{name}" not in flags} or None

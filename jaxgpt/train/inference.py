@@ -24,16 +24,18 @@ from jaxgpt.parallel.zero import local_params
 from jaxgpt.train.sharded_model import ShardedModel
 from jaxgpt.train.step import weighted_mean
 
-# (cache, tokens_1T, position of the first token) -> (logits_1V, cache); see `decode_step`.
+# (cache, tokens_1T, position of the first token) -> (logits_1V, updated cache); see `decode_step`.
 DecodeFn = Callable[[Cache, jax.Array, Any], tuple[jax.Array, Cache]]
 
-SMALL_BYTES = 2**28  # up to this size, each device gathers all parameters to decode
+SMALL_BYTES = 2**28  # largest total size of parameters that each device gathers to decode
 
 
 def eval_losses(
     model: ShardedModel, params: Params, token_rows: jax.Array | TokenRows
 ) -> jax.Array:
-    """Return the weighted mean loss of each row, float32 (B,), without dropout.
+    """Return the weighted mean loss of each row in nats, float32 (B,), without dropout.
+
+    The loss of a row is 0 if all its weights are 0.
 
     Args:
         token_rows: int32 (B, T+1) or `TokenRows`; see `make_batch`.
@@ -67,7 +69,7 @@ def eval_tokens(model: ShardedModel, params: Params, tokens: jax.Array) -> Token
 def _map_rows(
     model: ShardedModel, compute: Callable[[GPT, Batch], Any], params: Params, batch: Batch
 ) -> Any:
-    """Return `compute(network, batch)` for all rows, as arrays (B, ...) on every device."""
+    """Return `compute(network, batch)` for all rows, as replicated arrays (B, ...)."""
 
     def local(params: Params, batch: Batch) -> Any:
         params, grad_accumulators = local_params(params, model.layouts)
@@ -91,11 +93,12 @@ def _map_rows(
 
 
 def make_decoder(model: ShardedModel, attend: Attention, params: Params) -> tuple[DecodeFn, Cache]:
-    """Return the decode function for these parameters, and an empty cache.
+    """Return the decode function for these parameters, and an empty KV cache.
 
-    Decoding one token is too little work to share, so if the parameters are small, each device
-    gathers all of them and decodes alone. Otherwise, they stay sharded. A single CPU decodes a
-    large model fastest with separate arrays for each layer (`unstack_layers`).
+    Decoding one token is too little work to distribute. If all parameters together take at most
+    `SMALL_BYTES`, each device therefore gathers them and decodes alone. Larger parameters stay
+    sharded. A single CPU decodes a large model fastest with separate arrays for each layer
+    (`unstack_layers`).
     """
     mesh, on_cpu = model.mesh, model.context.on_cpu
     dtype = jnp.dtype(model.config.train.dtype)
@@ -145,5 +148,5 @@ def _sharded_decode(
         mesh=model.mesh,
         in_specs=(model.param_specs, own_cache, everywhere, everywhere),
         out_specs=(everywhere, own_cache),
-        check_vma=False,  # gathered logits are replicated, but JAX does not track this
+        check_vma=False,  # JAX cannot infer that the gathered logits are replicated
     )(params, *operands)

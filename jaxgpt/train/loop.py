@@ -1,4 +1,4 @@
-"""The training loop; `run_steps` shows what happens in each step."""
+"""The training loop. To see what happens in each step, read `run_steps`."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -28,10 +28,10 @@ from jaxgpt.train.state import TrainState, checkpoint_json, checkpoint_tree
 
 
 class StepsResult(NamedTuple):
-    """Why `run_steps` returned, and after which step."""
+    """The step after which `run_steps` returned, and the reason."""
 
     step: int
-    stopping: bool = False  # whether a signal or the time limit stops the run
+    stopping: bool = False  # a signal or the time limit stops the run
     spike: StepMetrics | None = None  # the step that calls for a rewind
     corrupted: tuple[int, ...] = ()  # devices whose parameters differ from their replicas
     failure: str = ""  # why the run cannot continue
@@ -44,12 +44,12 @@ def train(
     stop: StopSignal,
     clock: Clock,
 ) -> int:
-    """Train until train.max_iters or until `stop` ends the run; return the exit status.
+    """Train up to train.max_iters or until `stop` ends the run; return the exit status.
 
     The status is `exits.DONE`, `exits.STOPPED` (the same command can continue the run) or
     `exits.FAILED` (the run cannot recover from loss spikes, non-finite steps or a faulty device).
-    `facts` is what `initialize_jax` returned. Raises `UsageError` if the configuration does not fit
-    the devices, or if the data cannot be read.
+    `facts` is the result of `initialize_jax`. Raises `UsageError` if the configuration does not fit
+    the devices, if the data cannot be read, or if a checkpoint cannot be restored or saved.
     """
     checkpoints = Checkpoints(run.directory, run.config, cluster, stop.allow_for_save)
     ready = set_up(run, cluster, facts, stop, clock, checkpoints)
@@ -61,9 +61,9 @@ def train(
         if run.missing_records:
             evaluate_and_sample(trainer, run.resume_step or 0, state, run.missing_records)
         result = run_with_restarts(run, state, trainer)
-    except UsageError:  # the data is gone, for example
-        # Finish the checkpoint that is being saved. With several processes this is a collective
-        # operation, and the other processes may not take part.
+    except UsageError:  # for example, the data has disappeared
+        # Finish the checkpoint that is being saved. With several processes, this is a collective
+        # operation that the other processes may never join.
         if cluster.size == 1:
             trainer.job.checkpoints.close(is_final=False)
         raise
@@ -89,8 +89,10 @@ def close_run(run: Run, trainer: Trainer, result: StepsResult) -> int:
 
 
 def run_with_restarts(run: Run, state: TrainState, trainer: Trainer) -> StepsResult:
-    """Train to the end of the run; restart after each corruption and each spike that calls for a
-    rewind."""
+    """Train to the end of the run; restart after corruption and after spikes that need a rewind.
+
+    All processes call this together. Raises `UsageError` as `run_steps` and `restart_from` do.
+    """
     result, earlier = run_steps(run, state, trainer), []
     while result.spike is not None or result.corrupted:
         trainer.job.cluster.monitor.heartbeat(f"the restart after step {result.step}", SLOW_PHASE)
@@ -113,15 +115,16 @@ def run_with_restarts(run: Run, state: TrainState, trainer: Trainer) -> StepsRes
 
 
 def run_steps(run: Run, state: TrainState, trainer: Trainer) -> StepsResult:
-    """Train from `run.resume_step` until the run ends, stops, fails or has to restart.
+    """Train from the step after `run.resume_step` until the run ends, stops, fails or restarts.
 
-    All saves have finished when this returns. Raises `UsageError` if the data cannot be read.
+    All saves have finished when this returns. All processes call this together. Raises `UsageError`
+    if the data cannot be read, or if a save fails and the run cannot continue without it.
     """
     config, report, checkpoints = run.config, trainer.job.report, trainer.job.checkpoints
     monitor, profile = trainer.job.cluster.monitor, trainer.profile
     buffer, dispatched = MetricsBuffer(config), DispatchLimiter()
     skips = SkipRanges(skip_ranges(config))
-    # Twice the timeout, because a save also waits for the previous one.
+    # Twice the timeout, because a save first waits for the previous save.
     slow_save = max(SLOW_PHASE, 2 * 60 * config.checkpoint.timeout_minutes)
     trainer.loader.batch_sizes = run.batch_sizes  # a rewind may have undone a change of batch size
     todo = range((run.resume_step or 0) + 1, config.train.max_iters + 1)
@@ -153,8 +156,8 @@ def run_steps(run: Run, state: TrainState, trainer: Trainer) -> StepsResult:
         report.step(step, metrics, known)
         profile.after(step, state)
         spike, failure = buffer.calls_for_rewind(known), buffer.failure(known)
-        # After a failure, save only if the state has changed since the last save. A second copy of
-        # the same state could push out an older checkpoint, which may be the better one.
+        # After a failure, save only if the state has changed since the last save. Saving the same
+        # state again could evict an older checkpoint, which may be the better one.
         saving |= bool(failure) and unsaved > int(known[-1].metrics.detection.nonfinite)
         corrupted = () if spike else find_corruption(run, trainer, step, state, saving)
         if spike or corrupted:
@@ -167,7 +170,7 @@ def run_steps(run: Run, state: TrainState, trainer: Trainer) -> StepsResult:
             unsaved = 0
 
         # Evaluate after the save, when the state is safe. A run that is being stopped may not have
-        # time to evaluate, so its next start does.
+        # time to evaluate, so the resumed run does it.
         if evaluating and (is_last or not stopping):
             evaluate_and_sample(trainer, step, state)
         report.progress(step)
@@ -186,9 +189,10 @@ def run_steps(run: Run, state: TrainState, trainer: Trainer) -> StepsResult:
 def find_corruption(
     run: Run, trainer: Trainer, step: int, state: TrainState, saving: bool
 ) -> tuple[int, ...]:
-    """Return the devices whose parameters differ from their replicas, by index in the mesh.
+    """Return the mesh indices of the devices whose parameters differ from their replicas.
 
-    The result is empty if train.verify_interval does not ask for a comparison after this step.
+    If train.verify_interval is set, devices are compared at this interval and before every save.
+    The result is empty if no comparison is due. All processes call this together.
     """
     every = run.config.train.verify_interval
     if not every or not (saving or should_run_every(step, every)):
@@ -200,7 +204,7 @@ def find_corruption(
 def evaluate_and_sample(
     trainer: Trainer, step: int, state: TrainState, kinds: Sequence[str] = EVAL_RECORDS
 ) -> None:
-    """Evaluate and sample after a step; `kinds` selects which of the two records to log."""
+    """Log an evaluation and a sample after a step, or only the `kinds` that are given."""
     jax.block_until_ready(state)  # so that the clock counts steps in flight as steps
     with trainer.job.report.clock.within("evaluation"):
         if "eval" in kinds:
@@ -212,7 +216,7 @@ def evaluate_and_sample(
 
 
 def save_checkpoint(run: Run, trainer: Trainer, step: int, state: TrainState) -> None:
-    """Start writing the checkpoint of a step; the caller may donate the state after this returns.
+    """Start saving a checkpoint of a step; the caller may donate the state after this returns.
 
     All processes call this together. Raises `UsageError` as `Checkpoints.save` does.
     """

@@ -34,11 +34,11 @@ from jaxgpt.train.resume import missing_records, ranges_to_skip
 from jaxgpt.train.run_directory import Run
 from jaxgpt.train.state import TrainState, restore_state
 
-MAX_CORRUPTIONS = 3  # restarts from one checkpoint; more point to a faulty device, not to chance
+MAX_CORRUPTIONS = 3  # restarts from one checkpoint; more suggest a faulty device, not bad luck
 
 
 class DeviceFailed(Exception):
-    """The run stops because a device computes wrongly again and again."""
+    """Raised to end the run, because a device repeatedly produces wrong results."""
 
 
 class Job(NamedTuple):
@@ -54,22 +54,23 @@ class Cause(NamedTuple):
     """Why a run restarts. Both fields are None when a run starts or resumes."""
 
     rewind: dict[str, Any] | None = None  # the rewind after a loss spike; see `read_rewinds`
-    record: Record | None = None  # the record to log after the restart
+    record: Record | None = None  # to log after the restart
 
 
 def restart_from(
     checkpoint: int | None, cause: Cause, run: Run, job: Job
 ) -> tuple[Run, TrainState]:
-    """Return the run and its state as of a checkpoint; None is the state before the first step.
+    """Restore a run and its state from a checkpoint; None restores the state before the first step.
 
-    All processes call this together. If the checkpoint is damaged, the newest undamaged one before
-    it is used instead. Nothing is renamed or removed until all processes have restored the state.
-    Only then are damaged checkpoints quarantined, the rewind committed and the abandoned steps
-    dropped from the logs.
+    All processes call this together. If the checkpoint is damaged, the newest undamaged checkpoint
+    before it is used instead. Nothing is renamed or removed until all processes have restored the
+    state. After that, damaged checkpoints are quarantined, the rewind is committed, and the
+    abandoned steps are dropped from the logs.
 
     Raises:
-        DamagedCheckpoint: there is no undamaged checkpoint, or checkpoint.on_damage=refuse.
-        UsageError: a file cannot be read now, or the initial weights are missing.
+        DamagedCheckpoint: there is no undamaged checkpoint, or the checkpoint is damaged and
+            checkpoint.on_damage=refuse.
+        UsageError: a file cannot be read at the moment, or the initial weights are missing.
     """
     damaged = dict(run.damaged)
     while True:
@@ -112,7 +113,7 @@ def restart_from(
 def _as_of(
     checkpoint: int | None, run: Run, cluster: ProcessGroup, rewind: dict[str, Any] | None
 ) -> Run:
-    """Return the run with the JSON of a checkpoint and the steps to skip after it."""
+    """Return the run with the JSON, the steps to skip and the missing records at a checkpoint."""
 
     def on_process_0() -> dict[str, Any] | None:
         if not cluster.is_main:
@@ -135,9 +136,9 @@ def _as_of(
 
 
 def _older_checkpoint(checkpoint: int | None, run: Run, cluster: ProcessGroup) -> int | None:
-    """Return the newest undamaged checkpoint before a damaged one; None if there is no other.
+    """Return the newest checkpoint with undamaged JSON before the damaged `checkpoint`.
 
-    It is also None with checkpoint.on_damage=refuse.
+    Return None if there is no such checkpoint, or if checkpoint.on_damage=refuse.
     """
 
     def on_process_0() -> int | None:
@@ -150,7 +151,7 @@ def _older_checkpoint(checkpoint: int | None, run: Run, cluster: ProcessGroup) -
 
 
 def _json_damage(directory: Path, step: int) -> str:
-    """Return what is wrong with the JSON of a checkpoint that was passed over."""
+    """Return the reason why the JSON of a checkpoint is damaged."""
     try:
         read_meta(directory, step)
     except DamagedCheckpoint as error:
@@ -159,7 +160,7 @@ def _json_damage(directory: Path, step: int) -> str:
 
 
 def _read_state(run: Run, job: Job) -> TrainState:
-    """Return the state after `run.resume_step`, or before the first step if that is None."""
+    """Return the state after `run.resume_step`, or the initial state if that is None."""
     if run.resume_step is not None:
         return restore_state(job.checkpoints, run.resume_step, job.steps.state_shapes)
     if run.init_folder is not None:
@@ -174,9 +175,10 @@ def load_weights(
 ) -> TrainState:
     """Return the initial state with the parameters of a run's checkpoint or of converted weights.
 
-    A table of learned positions is truncated to its first model.block_size rows. All processes call
-    this together. Raises `UsageError` on every process if one of them cannot read the weights, and
-    `DamagedCheckpoint` if they are damaged.
+    `folder` is a run directory or the output of jaxgpt.convert, and `step` is a checkpoint in it. A
+    table of learned positions is truncated to its first model.block_size rows. All processes call
+    this together. Raises `UsageError` on every process if any process cannot read the
+    weights, and `DamagedCheckpoint` if they are damaged.
     """
 
     def read() -> dict[str, Any]:
@@ -200,9 +202,9 @@ def load_weights(
 def before_spike(run: Run, job: Job, spike: StepMetrics, last: int) -> tuple[int | None, Cause]:
     """Return the checkpoint to rewind to after a loss spike, and the cause of the restart.
 
-    The checkpoint is None for the state before the first step. `last` is the step that the run has
-    reached. All processes call this together. Raises `NoRewind` on all of them if the run cannot
-    rewind.
+    The checkpoint is None for the state before the first step. `last` is the last step that the run
+    has completed. All processes call this together. Raises `NoRewind` on all of them if the run
+    cannot rewind.
     """
     record = job.report.spike_record(spike)
 
@@ -226,19 +228,21 @@ def before_spike(run: Run, job: Job, spike: StepMetrics, last: int) -> tuple[int
 def after_corruption(
     run: Run, job: Job, devices: Sequence[int], last: int, earlier: list[int | None]
 ) -> tuple[int | None, Cause]:
-    """Return the newest undamaged checkpoint and the cause of the restart.
+    """Return the checkpoint to restart from after a corruption, and the cause of the restart.
 
-    Devices are compared before every save, so they agreed when it was saved. It is None for the
-    state before the first step. All processes call this together.
+    This is the newest undamaged checkpoint, or None for the state before the first step. Devices
+    are compared before every save, so all replicas agreed when the checkpoint was saved. All
+    processes call this together.
 
     Args:
-        devices: indices in the mesh of the devices whose parameters differ from their replicas.
-        last: the step after which they were found to differ.
-        earlier: the checkpoints of earlier restarts for this cause; this one is appended.
+        devices: mesh indices of the devices whose parameters differ from their replicas.
+        last: the step after which the difference was found.
+        earlier: the checkpoints that earlier calls returned. This call appends its own.
 
     Raises:
         DeviceFailed: the run has already restarted `MAX_CORRUPTIONS` times from this checkpoint.
-        DamagedCheckpoint: there is no undamaged checkpoint, or checkpoint.on_damage=refuse.
+        DamagedCheckpoint: all checkpoints are damaged, or the newest one is and
+            checkpoint.on_damage=refuse.
     """
     on_damage = run.config.checkpoint.on_damage
     newest = job.cluster.run_on_all(
@@ -258,7 +262,7 @@ def after_corruption(
 
 
 def _device_names(devices: Sequence[int], job: Job) -> list[str]:
-    """Return a description of each device; `devices` are indices in the mesh."""
+    """Return a description of each device; `devices` are mesh indices."""
     hosts, flat = job.cluster.host_names, job.steps.mesh.devices.flat
     ranks = [flat[device].process_index for device in devices]
     return [

@@ -1,4 +1,4 @@
-"""Checks on what a run starts from: a checkpoint of its own, or other weights."""
+"""Checks on the checkpoint that a run resumes from, or on the weights that it starts from."""
 
 import shutil
 from collections.abc import Sequence
@@ -27,20 +27,20 @@ from jaxgpt.data.tokenizers import HFTokenizer, same_tokens, tokenizer_from_meta
 from jaxgpt.spikes.skip import SkipRanges, remaining_ranges
 from jaxgpt.tracking.jsonl import METRICS, read_records
 
-# Keys of the model that may change when a run resumes.
+# Keys of `model` that may change when a run resumes.
 _FREE_MODEL_KEYS = {"model.dropout", "model.attention"}
-# Options of the model that may differ from those of the initial weights, because no array depends
+# Options of `model` that may differ from the model of the initial weights, because no array depends
 # on them.
 _WITHOUT_ARRAYS = {
     "norm_eps", "rope_theta", "rope_scaling", "local_rope_theta", "layers", "sliding_window",
     "logit_softcap", "scale_embeddings", "query_pre_attn_scalar",
 }  # fmt: skip
-EVAL_RECORDS = ("eval", "sample")  # kinds of records that train.eval_interval asks for
+EVAL_RECORDS = ("eval", "sample")  # kinds of records logged every train.eval_interval steps
 # Keys of `data` that change what a step computes.
 _MASK_KEYS = {"document_mask", "end_of_text"}
-CONVERTED_FOLDER = "init_from"  # in the run directory: the converted weights of hf:FOLDER
-# Not reported as changes. The mesh and the batch size have log lines of their own, and a resumed
-# run no longer uses its initial weights.
+CONVERTED_FOLDER = "init_from"  # of converted weights, in the run directory
+# Keys that are not reported as changed. The mesh and the batch size have log lines of their own,
+# and a resumed run no longer uses its initial weights.
 _NOT_REPORTED = ("parallel.mesh", "train.batch_size", "train.init_from")
 
 
@@ -63,10 +63,10 @@ def missing_records(config: Config, dataset: Dataset, step: int | None) -> list[
 def check_resume(
     config: Config, directory: Path, step: int, meta: dict[str, Any], dataset: Dataset
 ) -> list[str]:
-    """Check that a run can resume from a checkpoint; return log lines about what differs.
+    """Check that a run can resume from a checkpoint; return log lines about what changed.
 
-    `step` and `meta` are the checkpoint's step and JSON. Raises `UsageError` if the run cannot
-    resume from it.
+    `step` and `meta` are the step and the JSON of the checkpoint. Raises `UsageError` if the run
+    cannot resume from it.
     """
     checkpoint = directory / "checkpoints" / str(step)
     if meta.get(WEIGHTS_ONLY):
@@ -80,7 +80,7 @@ def check_resume(
             "or checkpoint.resume=True to continue from it"
         )
     saved, notes, changed = meta["config"], [], []
-    # For keys that did not exist when the checkpoint was saved: their defaults change nothing.
+    # A key that did not exist when the checkpoint was saved had the effect of its default.
     defaults = Config().to_dict()
     for section in ("model", "train", "optimizer", "data", "parallel", "spike"):
         for key, value in config.to_dict()[section].items():
@@ -119,7 +119,8 @@ def _check_data(
 ) -> list[str]:
     """Compare the data with the data that a checkpoint was trained on; return log lines.
 
-    Raises `UsageError` if they differ, unless data.accept_changes is set.
+    Raises `UsageError` if the tokens or the tokenizer differ, unless data.accept_changes is set. A
+    change of data.blend is only logged.
     """
     saved, found = source_hashes(meta["data_fingerprint"]), source_hashes(dataset.fingerprints)
     tokenizers = meta["tokenizer"], dataset.tokenizer_meta
@@ -154,9 +155,9 @@ def source_hashes(fingerprints: list[list[str]]) -> list[str]:
 def initial_model(init_from: str, out: str | None) -> dict[str, Any]:
     """Return the model options that train.init_from implies, for `parse_args`.
 
-    If the run directory `out` has checkpoints, return the options of the newest one instead: a
-    resumed run no longer uses its initial weights. Raises `UsageError` if the weights cannot be
-    read.
+    If the run directory `out` has checkpoints, return the options of its newest checkpoint instead,
+    because a resumed run no longer uses its initial weights. Raises `UsageError` if the weights
+    cannot be read.
     """
     directory = Path(out) if out else None
     if directory and (saved := valid_checkpoints(directory)):
@@ -167,13 +168,20 @@ def initial_model(init_from: str, out: str | None) -> dict[str, Any]:
 
 
 def saved_settings(directory: Path) -> dict[str, Any] | None:
-    """Return the configuration in a run's newest checkpoint, for `parse_args`; None without one."""
+    """Return the configuration in a run's newest undamaged checkpoint, for `parse_args`.
+
+    Return None if there is no such checkpoint. Raises `UsageError` if a checkpoint's JSON cannot be
+    read at the moment.
+    """
     saved = valid_checkpoints(directory)
     return saved[max(saved)]["config"] if saved else None
 
 
 def batch_sizes(directory: Path, config: Config) -> BatchSizes:
-    """Return a run's batch sizes: its newest checkpoint's, then `config.train.batch_size`."""
+    """Return the batch sizes up to a run's newest checkpoint, then `config.train.batch_size`.
+
+    Raises `UsageError` if a checkpoint's JSON cannot be read at the moment.
+    """
     step, meta = max(valid_checkpoints(directory).items(), default=(0, {}))
     before = BatchSizes(meta.get("batch_sizes", ()))
     return before.change_after(step, config.train.batch_size)
@@ -192,10 +200,11 @@ def _saved_model(init_from: str) -> ModelConfig:
 def prepare_weights(
     config: Config, dataset: Dataset, directory: Path
 ) -> tuple[Config, Path, int, list[str]]:
-    """Return the config of a run that starts from weights, their folder and step, and log lines.
+    """Prepare the initial weights of a run that sets train.init_from.
 
-    A Hugging Face folder is converted into the run directory. Raises `UsageError` if the model or
-    the tokenizer does not match the weights.
+    Return the run's config, the folder and the step of the weights, and log lines. A Hugging Face
+    folder is converted into the run directory. Raises `UsageError` if the weights cannot be read,
+    or if the model or the tokenizer does not match them.
     """
     given = str(config.train.init_from)
     key, saved = f"train.init_from={given}", _saved_model(given)
@@ -216,7 +225,7 @@ def prepare_weights(
 
 
 def _check_model(model: ModelConfig, saved: ModelConfig, key: str) -> list[str]:
-    """Return a line about options that differ from those of the weights, if any.
+    """Return a log line about the options that differ from the model of the weights, if any do.
 
     Raises `UsageError` if the arrays of the weights depend on such an option.
     """
@@ -245,9 +254,9 @@ def _share_tokenizer(
 ) -> tuple[Config, list[str]]:
     """Check that the data and the weights have the same tokenizer; return the config and log lines.
 
-    Hugging Face files that accompany the weights are copied into the run directory. Data without a
-    tokenizer gets that of the weights, if it is a Hugging Face tokenizer. Raises `UsageError` if
-    the tokenizers differ, unless data.accept_changes is set.
+    Hugging Face files that accompany the weights are copied into the run directory. If the data has
+    no tokenizer and the weights have a Hugging Face tokenizer, the run uses the latter. Raises
+    `UsageError` if the tokenizers differ, unless data.accept_changes is set.
     """
     key, name = f"train.init_from={config.train.init_from}", dataset.sources[0].entry.key
     if meta["tokenizer"] is None:
@@ -278,15 +287,17 @@ def ranges_to_skip(
     step: int | None,
     meta: dict[str, Any],
 ) -> tuple[tuple[int, ...], list[str]]:
-    """Return all ranges to skip after a checkpoint, and warnings about the ranges `asked` for.
+    """Return all ranges that a run skips, and warnings about ranges in `asked`.
+
+    The ranges include those that were skipped before the checkpoint. They are flat, as in
+    train_range_to_skip: first, last, first, last, ... There is a warning for each range in `asked`
+    with steps that were trained before the checkpoint.
 
     Args:
         asked: the ranges of train_range_to_skip.
         rewound: the ranges that the rewinds of the run skip.
         step: the step of the checkpoint; None at the start of a run.
         meta: the JSON of the checkpoint.
-
-    The ranges are flat, as in train_range_to_skip: first, last, first, last, ...
     """
     if step is None:
         return SkipRanges([*asked, *rewound]).flat(), []

@@ -1,4 +1,4 @@
-"""Preparation of the run directory before JAX starts: create or find it, and check its content."""
+"""Preparation of a run before JAX starts: its directory, its data and its skip ranges."""
 
 import contextlib
 import dataclasses
@@ -52,7 +52,7 @@ from jaxgpt.train.resume import (
     source_hashes,
 )
 
-MIN_FREE_BYTES = 2**16  # free space that the first files of a run need
+MIN_FREE_BYTES = 2**16  # disk space for the first files of a run
 FILES = (METRICS, "train.log", "samples.txt", "rewinds.json")  # files that a resumed run updates
 
 
@@ -60,22 +60,22 @@ FILES = (METRICS, "train.log", "samples.txt", "rewinds.json")  # files that a re
 class Run:
     """A run that is ready to start. It is the same on every process."""
 
-    config: Config  # includes model.vocab_size, `out` and the skip ranges of earlier starts
+    config: Config  # with model.vocab_size, `out` and the skip ranges of earlier commands
     directory: Path
     dataset: Dataset
-    fingerprints: list[list[str]]  # [path, hash] of every source of the data
-    resume_step: int | None  # checkpoint to resume from; None starts from the beginning
-    resume_meta: dict[str, Any]  # JSON of that checkpoint; empty without one
-    asked_to_skip: tuple[int, ...]  # `train_range_to_skip` of this start and earlier ones
+    fingerprints: list[list[str]]  # [path, hash] of each source of the data
+    resume_step: int | None  # step of the checkpoint to resume from, or None
+    resume_meta: dict[str, Any]  # JSON of that checkpoint, or empty
+    asked_to_skip: tuple[int, ...]  # train_range_to_skip of this command and earlier ones
     notes: list[str]  # lines for the log
-    damaged: Sequence[tuple[int, str]] = ()  # damaged checkpoints after `resume_step`, and why
-    missing_records: Sequence[str] = ()  # missing `EVAL_RECORDS` that are due after `resume_step`
+    damaged: Sequence[tuple[int, str]] = ()  # (step, reason) of checkpoints after `resume_step`
+    missing_records: Sequence[str] = ()  # `EVAL_RECORDS` due at `resume_step` but not logged
     init_folder: str | None = None  # folder of the initial weights; it may no longer exist
-    init_step: int | None = None  # their step; `init_folder` may have newer checkpoints by now
+    init_step: int | None = None  # step of these weights; the folder may have newer checkpoints
 
     @property
     def batch_sizes(self) -> BatchSizes:
-        """Batch sizes up to `resume_step` from the checkpoint, and train.batch_size after it."""
+        """Batch sizes: from the checkpoint up to `resume_step`, and train.batch_size after it."""
         before = BatchSizes(self.resume_meta.get("batch_sizes", ()))
         return before.change_after(self.resume_step or 0, self.config.train.batch_size)
 
@@ -84,7 +84,7 @@ class Run:
         return self.batch_sizes.consumed(step) * self.config.model.block_size
 
     def checkpoint_meta(self, rows: Loader, step: int) -> dict[str, Any]:
-        """Return the JSON of the checkpoint of `step`, except for the state and the mesh."""
+        """Return the JSON for a checkpoint of `step`, except for the state and the mesh."""
         return {
             "step": step,
             "batch_sizes": self.batch_sizes.changes,
@@ -96,9 +96,9 @@ class Run:
         } | ({} if self.init_folder is None else {"init_from": [self.init_folder, self.init_step]})
 
     def corpus_tokens(self, rows: Loader, step: int) -> dict[str, int]:
-        """Return the tokens consumed of each corpus up to `step`, by name.
+        """Return the number of tokens consumed from each corpus up to `step`, by name.
 
-        data.blend may have changed at `resume_step`, so tokens up to there come from the
+        data.blend may have changed at `resume_step`, so the counts up to that step come from the
         checkpoint.
         """
         now, then = rows.tokens_consumed(step), rows.tokens_consumed(self.resume_step or 0)
@@ -112,11 +112,13 @@ class Run:
 def prepare_run(config: Config, cluster: ProcessGroup) -> Run:
     """Open the data and the run directory, and find the checkpoint to resume from.
 
-    Process 0 decides and broadcasts its decisions. The other processes then open the same data. All
-    processes call this together.
+    Process 0 makes all decisions and broadcasts them. The other processes then open the same data.
+    All processes call this together.
 
     Raises:
-        UsageError: on every process, if the run cannot do what the configuration asks for.
+        UsageError: on every process, if the configuration does not fit the job, if the data, the
+            initial weights or the checkpoint cannot be used, or if the run directory is locked or
+            not writable.
     """
     decided = cluster.broadcast(
         cluster.run_on_all(lambda: _decide(config, cluster) if cluster.is_main else None)
@@ -133,9 +135,9 @@ def prepare_run(config: Config, cluster: ProcessGroup) -> Run:
 
 
 def _check_same_data(dataset: Dataset, decided: dict[str, Any], is_first_of_host: bool) -> None:
-    """Raise `UsageError` if this process has other data or another tokenizer than process 0."""
+    """Raise `UsageError` if the data or the tokenizer differs from that on process 0."""
     differ = dataset.sources[:1] if dataset.tokenizer_meta != decided["tokenizer"] else ()
-    # If a host's processes read the same files, only the first process compares the hashes.
+    # Only the first process of each host compares hashes, unless a process has different paths.
     if not differ and (is_first_of_host or _paths(dataset) != decided["paths"]):
         hashes = zip(
             dataset.sources,
@@ -152,7 +154,7 @@ def _check_same_data(dataset: Dataset, decided: dict[str, Any], is_first_of_host
 
 
 def _decide(config: Config, cluster: ProcessGroup) -> dict[str, Any]:
-    """Return everything that process 0 decides for all processes, as JSON."""
+    """Return the decisions of process 0 for all processes, as JSON."""
     if not accelerator_expected():
         n_devices = cpu_devices_per_process(mesh_shape(config), cluster) * cluster.size
         check_batch(config, mesh_shape(config, n_devices))
@@ -185,7 +187,7 @@ def _decide(config: Config, cluster: ProcessGroup) -> dict[str, Any]:
         init_folder, dataset = str(folder), _open_dataset(config)
         notes += lines
     if dataset.tokenizer is not None:
-        dataset.tokenizer.save(directory)  # jaxgpt.sample needs it even if the data moves
+        dataset.tokenizer.save(directory)  # for jaxgpt.sample, in case the data moves
     skip, warnings = ranges_to_skip(asked, skipped_by_rewinds(directory), resume_step, meta)
     notes += warnings
     config = config.replace(train_range_to_skip=skip)
@@ -208,9 +210,10 @@ def _decide(config: Config, cluster: ProcessGroup) -> dict[str, Any]:
 
 
 def _asked_to_skip(config: Config, kept: Path) -> tuple[list[tuple[int, int]], list[str]]:
-    """Return the ranges that this start and earlier ones ask for, and notes for the log.
+    """Return the ranges to skip from this command and earlier ones, and notes for the log.
 
-    `kept` is the config.yaml of earlier starts. A note says if it is missing or damaged.
+    `kept` is the config.yaml that earlier commands wrote. There is a note if it is missing or
+    damaged.
     """
     asked = list(skip_ranges(config))
     try:
@@ -228,7 +231,7 @@ def _check_prompt(prompt: str, dataset: Dataset) -> None:
 
 
 def _open_dataset(config: Config) -> Dataset:
-    """Open the data of a run; if its vocabulary differs from the weights', name train.init_from."""
+    """Open the data of a run. If train.init_from is set, errors about the vocabulary mention it."""
     try:
         return open_dataset(config.data, config.model)
     except UsageError as error:
@@ -245,7 +248,7 @@ def _open_dataset(config: Config) -> Dataset:
 def _with_tokenizer_of_run(
     config: Config, dataset: Dataset, directory: Path, meta: dict[str, Any]
 ) -> tuple[Config, Dataset]:
-    """Give data without a tokenizer the one that the run got from its initial weights."""
+    """If the data has no tokenizer, use the one that the run copied from its initial weights."""
     has_own = meta["tokenizer"] is not None and (directory / TOKENIZER).exists()
     if dataset.tokenizer is not None or not has_own:
         return config, dataset
@@ -273,7 +276,10 @@ def _paths(dataset: Dataset) -> list[str]:
 
 
 def with_absolute_paths(data: DataConfig) -> DataConfig:
-    """Return the same data with absolute paths, and the lines of a file list as `blend`."""
+    """Return the data settings with absolute paths, and with a file list converted to `blend`.
+
+    Raises `UsageError` if the file list or the blend is invalid.
+    """
     if data.path is not None:
         data = dataclasses.replace(data, path=str(Path(data.path).absolute()))
     if data.tokenizer is not None and Path(data.tokenizer).exists():
@@ -287,11 +293,11 @@ def with_absolute_paths(data: DataConfig) -> DataConfig:
 
 
 def _writable_directory(config: Config, cluster: ProcessGroup) -> Path:
-    """Return the run directory: create it, and lock it until this job ends.
+    """Return the run directory, created if necessary and locked until this job ends.
 
     Raises `UsageError` if the directory is in use by another job or cannot be written.
     """
-    # A run may remove anything from its checkpoints folder, so another run must not write there.
+    # A run may delete anything in its checkpoints folder, so another run must not write there.
     given = Path(config.out or "").absolute()
     for folder in (given, *given.parents) if config.out else ():
         run = folder.parent
@@ -335,7 +341,7 @@ def _writable_directory(config: Config, cluster: ProcessGroup) -> Path:
 
 
 def _new_directory(config: Config) -> Path:
-    """Create and return runs/<config>-<time>, with a suffix if another run has that name."""
+    """Create and return runs/<config>-<time>, with a suffix if the name is taken."""
     stem = f"{Path(config.config).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
     for number in itertools.count(1):
         directory = Path("runs") / (stem if number == 1 else f"{stem}-{number}")

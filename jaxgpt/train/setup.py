@@ -1,4 +1,4 @@
-"""Build what a run needs before its first step: mesh, functions, state, data, logs."""
+"""Setup of a run before its first step: mesh, compiled functions, state, data and logs."""
 
 import itertools
 from collections.abc import Callable, Iterator
@@ -38,8 +38,9 @@ class Trainer(NamedTuple):
     sample: Callable[[int, Params], SampleRecord | None]
     stop: StopSignal
     profile: StepProfile
-    # Number of steps started, for `StopSignal`. Unlike the step number, it never goes back after a
-    # rewind. It starts at 1: after a signal before the first step, JAX stops the job at tick 1.
+    # Number of steps started, for `StopSignal`. Unlike the step number, it does not go back in a
+    # rewind. It starts at 1, because JAX stops the job at tick 1 if a signal arrives before the
+    # first step.
     ticks: Iterator[int]
 
 
@@ -51,15 +52,16 @@ def set_up(
     clock: Clock,
     checkpoints: Checkpoints,
 ) -> tuple[Run, Trainer, TrainState] | None:
-    """Build what a run needs and its first state; return None if there is nothing left to do.
+    """Return the run, its trainer and the state to start from, or None if the run is already done.
 
-    The returned run resumes from an older checkpoint if the newest one is damaged. `facts` is what
-    `initialize_jax` returned.
+    If the newest checkpoint is damaged, the returned run resumes from an older one. `facts` is the
+    result of `initialize_jax`. All processes call this together.
 
     Raises:
         UsageError: the configuration does not fit the devices or their memory, a checkpoint does
             not fit on the disk, or the initial weights cannot be read.
-        DamagedCheckpoint: there is no undamaged checkpoint, or checkpoint.on_damage=refuse.
+        DamagedCheckpoint: all checkpoints are damaged, or the newest one is and
+            checkpoint.on_damage=refuse.
     """
     clock.enter("setup")
     config = run.config
@@ -105,7 +107,7 @@ def set_up(
 
 
 def layout_warnings(steps: StepFunctions, cluster: ProcessGroup) -> tuple[str, ...]:
-    """Return warnings about a layout that is valid, but slow or not quite what was asked for."""
+    """Return warnings about a valid layout that is slow, or that differs from the requested one."""
     shape, hosts = MeshShape(**steps.mesh.shape), device_hosts(steps.mesh, cluster.hosts)
     return (*steps.warnings, *tensor_crosses_hosts_warning(shape, hosts))
 

@@ -1,4 +1,4 @@
-"""The network on a mesh: how parameters and gradients are sharded, and how devices share work."""
+"""The network on a mesh: the sharding of parameters and gradients, and the division of work."""
 
 import functools
 import math
@@ -22,7 +22,7 @@ from jaxgpt.parallel.tensor import ParallelContext
 from jaxgpt.parallel.zero import ParamLayout, ShardedParam
 
 SLICE_BYTES = 2**29  # target for a slice's activations; larger and much smaller slices are slower
-GRADIENTS_PER_SLICE = 4  # least ratio of a slice's activations to the gradients that it adds
+GRADIENTS_PER_SLICE = 4  # the target is at least this multiple of the gradients' size
 
 
 class ShardedModel(NamedTuple):
@@ -38,21 +38,22 @@ class ShardedModel(NamedTuple):
 
     @property
     def param_specs(self) -> Any:
-        """Tree with the `PartitionSpec` of every parameter between steps."""
+        """Tree with the `PartitionSpec` that every parameter has between steps."""
         return jax.tree.map(lambda layout: layout.param, self.layouts)
 
     @property
     def parameters(self) -> Parameters:
-        """The weights and the shardings of their gradients, for the optimizer."""
+        """The weights and the shardings of their gradients, as the optimizer takes them."""
         shardings = jax.tree.map(lambda one: NamedSharding(self.mesh, one.grad), self.layouts)
         return Parameters(weights(self.config.model), shardings)
 
     def network(self, grad_accumulators: Params, params: Params) -> GPT:
-        """Return the network with this device's parameter shards.
+        """Return the network with this device's parameter shards, for use inside `jax.shard_map`.
 
         Args:
-            grad_accumulators: differentiate with respect to these to get the gradients of the
-                parameters; see `parallel.zero.ShardedParam`.
+            grad_accumulators: zeros from `local_params`. To get the gradients of the parameters,
+                differentiate with respect to these; see `parallel.zero.ShardedParam`.
+            params: this device's shards, from `local_params`.
         """
         return nnx.merge(
             self.graph, jax.tree.map(ShardedParam, params, grad_accumulators, self.layouts)
@@ -62,19 +63,23 @@ class ShardedModel(NamedTuple):
 def shard_model(
     config: Config, mesh: Mesh, attend: Attention, n_slices: int = 1, on_cpu: bool = False
 ) -> ShardedModel:
-    """Lay out the network on a mesh; `UsageError` if the mesh does not fit the model.
+    """Shard the network over a mesh as `config` specifies.
 
     Args:
+        config: with model.vocab_size set.
         attend: the attention function.
         n_slices: number of slices that each device splits its rows of a microbatch into.
         on_cpu: whether the devices are CPUs.
+
+    Raises:
+        UsageError: if the size of the `tensor` axis does not divide a dimension that it splits.
     """
     parallel = config.parallel
     tensor_axes = mesh_axes_with("splits_heads", mesh)
     sequence_parallel = parallel.sequence_parallel and bool(tensor_axes)
     is_sharded = parallel.zero_stage == 3 and bool(mesh_axes_with("shards_parameters", mesh))
     gathers = sequence_parallel or is_sharded or parallel.offload == "state"
-    # With the other values of remat, gathered arrays are never kept for the backward pass.
+    # With the other values of parallel.remat, gathered arrays are never kept for the backward pass.
     keeps_all = parallel.remat in ("none", "attention")
     context = ParallelContext(
         tensor=MeshShape(**mesh.shape).split_of("splits_heads"),
@@ -104,7 +109,7 @@ def shard_model(
 def param_layout(
     config: Config, mesh: Mesh, sequence_parallel: bool, n_slices: int, weight: Weight
 ) -> ParamLayout:
-    """Return the `ParamLayout` of a weight, from the ZeRO stage and the other parallel options."""
+    """Return the `ParamLayout` of a weight for the ZeRO stage and the other parallel options."""
     zero_stage, train = config.parallel.zero_stage, config.train
     in_host = config.parallel.offload == "state"
     param, accum, grad = (
@@ -117,12 +122,12 @@ def param_layout(
     )
     partial_axes = mesh_axes_with("reduces_gradients", mesh)
     # With sequence parallelism, a device applies replicated weights (norms, position embeddings and
-    # biases) only to its own positions.
+    # biases) only to its own positions, so their gradients are partial.
     has_own_part = sequence_parallel or sharding.has_partial_gradient(weight.axes, param)
     tensor_axes = mesh_axes_with("splits_heads", mesh)
     if has_own_part and sharding.split_dim(param, tensor_axes) is None:
         partial_axes = (*partial_axes, *tensor_axes)
-    if not weight.n_layers:  # only the first or the last pipeline stage uses it
+    if not weight.n_layers:  # used only on the first or the last pipeline stage
         partial_axes = (*partial_axes, *mesh_axes_with("splits_layers", mesh))
     return ParamLayout(
         param=param,
@@ -138,9 +143,10 @@ def param_layout(
 def choose_n_slices(config: Config, mesh: Mesh) -> int:
     """Return the number of equal slices that a CPU splits its rows of a microbatch into.
 
-    Slices are processed one after another, like microbatches, so that the activations of a slice
-    stay in the CPU's caches. The number is chosen to bring a slice's activations closest to
-    `SLICE_BYTES`. It is 1 if a slice would have to gather weights or communicate.
+    Slices are processed one after another, like microbatches. This saves memory and is faster on
+    CPUs. The number divides the rows, and is chosen so that the activations of a slice take about
+    `SLICE_BYTES`, or `GRADIENTS_PER_SLICE` times the size of the gradients if that is more. It is 1
+    if a slice would have to gather weights or communicate.
     """
     shape = MeshShape(**mesh.shape)
     if not shape.splits_only_batch:

@@ -1,4 +1,4 @@
-"""The training state, the sharding of its arrays, and how a checkpoint stores it."""
+"""The training state: its arrays, their sharding, and their form in a checkpoint."""
 
 import functools
 from collections.abc import Mapping
@@ -31,7 +31,7 @@ from jaxgpt.spikes.detector import (
 
 
 class TrainState(NamedTuple):
-    """Everything that a step changes."""
+    """The state that a training step updates."""
 
     params: Params
     opt_state: optax.OptState
@@ -39,7 +39,7 @@ class TrainState(NamedTuple):
 
 
 def optimizer_of(config: Config) -> optax.GradientTransformation:
-    """Return a run's optimizer for unsharded parameters; it does not apply the learning rate."""
+    """Return a run's optimizer for unsharded parameters. It does not apply the learning rate."""
     return make_optimizer(config.optimizer, Parameters(weights(config.model)))
 
 
@@ -72,8 +72,8 @@ def state_of(config: Config, params: Params) -> TrainState:
 def state_shapes(config: Config, mesh: Mesh) -> TrainState:
     """Return the shape, dtype and sharding of every array of the state without computing any.
 
-    parallel.zero_stage determines how parameters and optimizer state are sharded, and
-    parallel.offload which of them are kept in host memory.
+    parallel.zero_stage determines how the parameters and the optimizer state are sharded, and
+    parallel.offload determines which of them are in host memory. model.vocab_size must be set.
     """
     zero_stage, described = config.parallel.zero_stage, weights(config.model)
     offload = config.parallel.offload
@@ -96,7 +96,7 @@ def state_shapes(config: Config, mesh: Mesh) -> TrainState:
 
 
 def checkpoint_tree(state: TrainState) -> dict[str, Any]:
-    """Return the arrays of a checkpoint as nested dicts by field name: `params` and `opt_state`.
+    """Return the arrays that a checkpoint stores, as nested dicts: `params` and `opt_state`.
 
     `opt_state` is missing if the optimizer is stateless.
     """
@@ -105,16 +105,20 @@ def checkpoint_tree(state: TrainState) -> dict[str, Any]:
 
 
 def checkpoint_json(state: TrainState) -> dict[str, Any]:
-    """Return the rest of the state for a checkpoint's JSON: arrays whose length may change."""
+    """Return the part of the state that a checkpoint stores as JSON: the spike detector's state.
+
+    It is not among the arrays, because spike.window may change when a run resumes.
+    """
     return {"spike_state": spike_state_to_json(state.spike_state)}
 
 
 def state_from_checkpoint(
     tree: Mapping[str, Any], meta: Mapping[str, Any], shapes: TrainState
 ) -> TrainState:
-    """Return the state that `checkpoint_tree` and `checkpoint_json` stored, structured as `shapes`.
+    """Return the state with the structure of `shapes` from the content of a checkpoint.
 
-    `tree` and `meta` are the arrays and the JSON of a restored checkpoint.
+    `tree` and `meta` are the restored arrays and JSON, which include the results of
+    `checkpoint_tree` and `checkpoint_json`.
     """
     leaves = {_path(path): leaf for path, leaf in tree_leaves_with_path(tree.get("opt_state", {}))}
     opt_state = tree_map_with_path(lambda path, _: leaves[_path(path)], shapes.opt_state)

@@ -1,4 +1,4 @@
-"""One training step as a pure function: the loss, its gradient and the update, on a mesh."""
+"""A training step on a mesh as a pure function: loss, gradients and update."""
 
 import functools
 from collections.abc import Callable
@@ -26,7 +26,7 @@ from jaxgpt.train.state import TrainState
 
 
 class StepValues(NamedTuple):
-    """The values that metrics are computed from: global arrays, inside the compiled step."""
+    """Inputs of the metrics, which are computed inside the compiled step. All arrays are global."""
 
     loss: jax.Array  # weighted mean cross-entropy of the global batch, nats: float32 scalar
     grad_norm: jax.Array  # global norm of the gradient before clipping: float32 scalar
@@ -37,14 +37,13 @@ class StepValues(NamedTuple):
 
 
 class Metric(NamedTuple):
-    """A float32 scalar of a step, replicated on every device."""
+    """A metric of a step: a float32 scalar, replicated on every device."""
 
     figure: Figure
     compute: Callable[[StepValues], jax.Array]
 
 
-# All metrics of a step. A metric that is added here appears on the console, in metrics.jsonl and in
-# every tracker.
+# All metrics of a step. Each appears on the console, in metrics.jsonl and in every tracker.
 STEP_METRICS = {
     "loss": Metric(
         Figure("mean cross-entropy, nats per token", rank=0, show="{:.4f}".format),
@@ -61,9 +60,9 @@ STEP_METRICS = {
 class Metrics(NamedTuple):
     """Results of a step other than the new state."""
 
-    scalars: dict[str, jax.Array]  # the value of each of `STEP_METRICS`
-    row_losses: jax.Array  # weighted mean loss of each row of the global batch: float32 (B,)
-    row_weights: jax.Array | None  # each row's sum of weights: float32 (B,); None without a mask
+    scalars: dict[str, jax.Array]  # the value of each metric in `STEP_METRICS`
+    row_losses: jax.Array  # weighted mean loss of each row in nats: float32 (B,)
+    row_weights: jax.Array | None  # sum of each row's weights: float32 (B,); None without a mask
     detection: Detection
 
     @property
@@ -79,15 +78,15 @@ def train_step(
     lr: jax.Array,
     token_rows: jax.Array | TokenRows,
 ) -> tuple[TrainState, Metrics]:
-    """Return the state after a step, and the step's metrics. A pure function.
+    """Return the state after a step, and the metrics of the step.
 
     If `detect_and_gate` rejects the update (for example because the loss is not finite), the
     parameters and optimizer state stay bitwise unchanged.
 
     Args:
-        step: number of the step, counted from 1.
-        lr: learning rate of the step, from `optim.schedule.learning_rate`.
-        token_rows: the global batch, as the loader supplies it; see `make_batch`.
+        step: number of the step, counted from 1: int32 scalar.
+        lr: learning rate of the step, from `optim.schedule.learning_rate`: float32 scalar.
+        token_rows: the global batch, as the loader supplies it: int32 (B, T+1) or `TokenRows`.
     """
     config = model.config
     batch = make_batch(token_rows, end_of_text=config.document_end)
@@ -122,11 +121,12 @@ def train_step(
 def loss_and_gradients(
     model: ShardedModel, params: Params, step: jax.Array, batch: Batch
 ) -> tuple[dict[str, jax.Array], Params]:
-    """Return the values of the rows, and the gradient of the weighted mean loss.
+    """Return the loss of each row, and the gradients of the weighted mean loss.
 
     Returns:
-        `LossParts.rows` of the global batch, float32 (B,) by name, where `loss` is the sum over
-        each row's targets; and float32 gradients, sharded as `ParamLayout.grad`.
+        `LossParts.rows` of the global batch: float32 (B,) by name. Its `loss` is the weighted sum
+        over each row's targets, in nats.
+        The float32 gradients, sharded as `ParamLayout.grad`.
     """
     everywhere = PartitionSpec()
     grad_specs = jax.tree.map(lambda layout: layout.grad, model.layouts)
@@ -139,11 +139,11 @@ def loss_and_gradients(
 
 
 def weighted_mean(sums: jax.Array, weights: jax.Array) -> jax.Array:
-    """Return sums / weights, elementwise; 0 where the weight is 0."""
+    """Return `sums / weights` elementwise, and 0 where the weight is 0."""
     return jnp.where(weights == 0, 0.0, sums / jnp.where(weights == 0, 1.0, weights))
 
 
-# The rest runs inside `jax.shard_map`, on this device's shards.
+# The rest of this file runs inside `jax.shard_map`, on this device's shards.
 
 
 def _local_loss_and_gradients(
@@ -171,7 +171,7 @@ def _local_loss_and_gradients(
             jax.random.fold_in(jax.random.key(config.train.seed), step),
         ),
     )
-    if not in_host:  # with parallel.offload=state, the backward pass has reduced them already
+    if not in_host:  # otherwise, the backward pass has already divided and reduced them
         gradients = jax.tree.map(lambda g: g / weight_sum, gradients)
         gradients = reduce_gradients(gradients, model.layouts)
     return jax.tree.map(lambda own_B: gather_batch(own_B, model.mesh), parts.rows), gradients

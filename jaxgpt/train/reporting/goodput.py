@@ -1,9 +1,9 @@
 """Goodput: the share of a run's wall time, over all its starts, spent on steps that were kept.
 
-Each start appends records to metrics.jsonl that say how it spent the time since the previous
-record. If a start is killed, the time from its last record to the next start counts as `down`. If a
-start finishes, or stops with a checkpoint, the time until the next start does not count as part of
-the run. A start that is killed before it has restored the state leaves no record.
+Each start of a run appends records to metrics.jsonl that say how the time since the previous record
+was spent. After a job is killed, the time from its last record to the next start counts as `down`.
+After a job that finished, or stopped with a checkpoint, the time until the next start is not part
+of the run. A job that is killed before it has restored the state leaves no record.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,24 +15,24 @@ from jaxgpt.tracking.console import table_text
 from jaxgpt.tracking.jsonl import METRICS, read_records
 from jaxgpt.tracking.records import GOODPUT_SHAPE, GoodputRecord
 
-WRITE_SECONDS = 5.0  # between records, or 1/1000 of the time since the start if that is longer
+WRITE_SECONDS = 5.0  # minimum between records, or 1/1000 of the elapsed time if that is longer
 TIMES = ACTIVITIES | {
-    "lost": "steps that were trained again later or dropped by a rewind",
+    "lost": "steps that were dropped by a rewind or trained again",
     "down": "time between the last record of a killed start and the next start",
 }
 
 
 class Goodput:
-    """Writer of the goodput records of this start, from its clock."""
+    """Writer of goodput records, from the clock of this process."""
 
     def __init__(self, clock: Clock, step: int, log: Callable[[GoodputRecord], None]):
-        """Account for a start that continues after `step`, and pass its records to `log`."""
+        """Count steps after `step`, and pass records to `log`."""
         self._clock, self._log = clock, log
-        self._first = self._last = step  # steps at the last record and now
+        self._first = self._last = step  # step at the last record, current step
         self._logged: dict[str, float] = {}  # seconds of the clock at the last record
 
     def continue_from(self, step: int) -> None:
-        """Write a record, then count steps from `step` on."""
+        """Write a record, then count steps after `step`, which may be an earlier one."""
         self.write()
         self._first = self._last = step
 
@@ -44,7 +44,7 @@ class Goodput:
             self.write()
 
     def write(self, is_last: bool = False) -> None:
-        """Write a record; `is_last` means that the run is done or stopped with a checkpoint."""
+        """Write a record. `is_last` means that the run is done, or stopped with a checkpoint."""
         before, now = self._logged, self._clock.seconds()
         spent = {name: seconds - before.get(name, 0.0) for name, seconds in now.items()}
         self._log(
@@ -62,15 +62,18 @@ class Goodput:
 
 
 def read_goodput(directory: Path) -> list[GoodputRecord]:
-    """Return the goodput records of all starts of a run, oldest first."""
+    """Return the goodput records of a run since its first start, oldest first.
+
+    Raises `OSError` if its metrics.jsonl cannot be read.
+    """
     found = read_records(directory / METRICS, GoodputRecord.kind)
     return [GoodputRecord(**{key: record[key] for key in GOODPUT_SHAPE}) for record in found]
 
 
 def account(records: Sequence[GoodputRecord]) -> dict[str, float]:
-    """Return the seconds of each activity over all starts, including `lost` and `down`.
+    """Return the total seconds of each activity of a run, including `lost` and `down`.
 
-    Steps are lost if a later record starts before them. The step time of a record is divided
+    Steps count as lost if a later record begins before them. The step time of a record is divided
     equally among its steps.
     """
     total = dict.fromkeys(TIMES, 0.0)
@@ -80,7 +83,7 @@ def account(records: Sequence[GoodputRecord]) -> dict[str, float]:
     for before, after in zip(records, records[1:], strict=False):
         if not before.is_last:
             total["down"] += max(0.0, after.began - before.ended)
-    kept = float("inf")  # later records do not repeat the steps up to this one
+    kept = float("inf")  # no later record repeats the steps up to this one
     for record in reversed(records):
         first = max(record.after, kept)
         if record.step > first:
@@ -93,7 +96,7 @@ def account(records: Sequence[GoodputRecord]) -> dict[str, float]:
 
 
 def goodput_line(records: Sequence[GoodputRecord]) -> str:
-    """Return a log line with the goodput of a run and its activities, longest first."""
+    """Return a log line with a run's goodput and the seconds of each activity, longest first."""
     total, n = account(records), n_starts(records)
     parts = sorted(total.items(), key=lambda part: -part[1])
     text = ", ".join(f"{name} {seconds:,.1f} s" for name, seconds in parts if seconds >= 0.05)
@@ -102,7 +105,7 @@ def goodput_line(records: Sequence[GoodputRecord]) -> str:
 
 
 def goodput_table(records: Sequence[GoodputRecord], width: int) -> str:
-    """Return a table of the seconds and share of each activity of a run."""
+    """Return a table of the seconds and share of each activity, at most `width` columns wide."""
     total = account(records)
     whole = max(sum(total.values()), 1e-9)
     rows = [

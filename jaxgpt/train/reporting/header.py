@@ -1,4 +1,4 @@
-"""The first lines of a run's log: what it trains, and on which devices and data."""
+"""The first lines of a run's log, which describe the model, the devices and the data."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ from jaxgpt.train.run_directory import Run
 def header_lines(
     run: Run, steps: StepFunctions, rates: Rates, facts: dict[str, Any], warnings: Sequence[str]
 ) -> list[str]:
-    """Return the first lines of a run's log; `facts` is what `initialize_jax` returned."""
+    """Return the first lines of a run's log; `facts` is the result of `initialize_jax`."""
     config, mesh, parallel, spike = run.config, steps.mesh, run.config.parallel, run.config.spike
     total, multiplied = steps.n_parameters
     what = "positions" if config.model.tie_embeddings else "all embeddings"
@@ -67,7 +67,7 @@ def header_lines(
 
 
 def optimizer_lines(config: Config) -> list[str]:
-    """Return a line about the parameters that Muon leaves to AdamW, if the optimizer is Muon."""
+    """Return a line about the parameters that Muon and AdamW update, if the optimizer is Muon."""
     if config.optimizer.name != "muon":
         return []
     found = jax.tree.leaves(weights(config.model))
@@ -81,7 +81,7 @@ def optimizer_lines(config: Config) -> list[str]:
 
 
 def batch_line(config: Config, steps: StepFunctions) -> str:
-    """Return a line about the size of the global batch and each device's part of it."""
+    """Return a line about the size of the global batch and of each device's share."""
     train, block_size = config.train, config.model.block_size
     n = train.gradient_accumulation_steps
     rows = steps.batch_sharding.shard_shape((train.batch_size, block_size + 1))[0]
@@ -94,7 +94,7 @@ def batch_line(config: Config, steps: StepFunctions) -> str:
 
 
 def vocabulary_lines(run: Run, rates: Rates, steps: StepFunctions) -> list[str]:
-    """Return a line if most of the vocabulary does not occur in the data."""
+    """Return a line if the data's tokenizer uses at most half of the model's vocabulary."""
     model, tokenizer = run.config.model, run.dataset.tokenizer
     if tokenizer is None or tokenizer.vocab_size > model.vocab_size / 2:
         return []

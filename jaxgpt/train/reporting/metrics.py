@@ -1,6 +1,6 @@
-"""Metrics of steps, fetched for several steps at once so that the device never waits for the host.
+"""Step metrics, fetched for several steps at once so that the device never waits for the host.
 
-All processes read the same numbers at the same steps, so they make the same decisions.
+All processes read the same numbers after the same steps, so they make the same decisions.
 """
 
 from collections.abc import Sequence
@@ -30,18 +30,18 @@ class MetricsBuffer:
         self._is_first = True
 
     def read(self, step: int, metrics: Metrics | None, everything: bool) -> list[StepMetrics]:
-        """Add the metrics of a step (None if it was skipped), and return those to report now.
+        """Add the metrics of a step (None if it was skipped), and return the metrics to report now.
 
         All buffered metrics are returned every train.log_interval steps, after the first step, and
-        if `everything` is set. Otherwise, none are returned, unless the step before this one calls
-        for a rewind.
+        if `everything` is set. Otherwise, the result is empty, unless the previous step calls for a
+        rewind: then all metrics up to that step are returned.
         """
         if metrics is not None:
             for array in jax.tree.leaves(metrics):
-                # Without this, reading many steps at once would delay the next step.
+                # Start the copy now. Copying many steps at once would delay the next step.
                 array.copy_to_host_async()
             self._pending.append(StepMetrics(step, metrics))
-        settled = len(self._pending) - (metrics is not None)  # all but the step in flight
+        settled = len(self._pending) - (metrics is not None)  # all except the step in flight
         known = 0
         if everything or self._is_first or step % self._config.train.log_interval == 0:
             known = len(self._pending)
@@ -52,19 +52,21 @@ class MetricsBuffer:
         return jax.device_get(taken)
 
     def calls_for_rewind(self, readings: list[StepMetrics]) -> StepMetrics | None:
-        """Return the first step whose loss calls for a rewind; None if there is no such step.
+        """Return the first step whose loss calls for a rewind, or None.
 
-        A spike of the gradient norm alone does not, because gradients are clipped. Neither does a
-        non-finite step, because its update was not applied.
+        A spike of the gradient norm alone does not call for a rewind, because gradients are
+        clipped. Neither does a non-finite step, because its update was not applied. Always None
+        unless spike.action=rewind.
         """
         if self._config.spike.action != "rewind":
             return None
         return next((r for r in readings if int(r.metrics.detection.cause) == LOSS), None)
 
     def failure(self, readings: list[StepMetrics]) -> str:
-        """Return why the run has to stop; empty if it can continue.
+        """Return the reason why the run has to stop, or an empty string if it can continue.
 
-        It stops after too many non-finite steps in a row, or if the last step was not finite.
+        The run has to stop after spike.max_consecutive_nonfinite non-finite steps in a row, or if
+        the loss of step train.max_iters is not finite.
         """
         limit = self._config.spike.max_consecutive_nonfinite
         reached = [r.step for r in readings if int(r.metrics.detection.nonfinite) >= limit]
@@ -77,7 +79,7 @@ class MetricsBuffer:
         )
 
     def _failure_of_last(self, readings: list[StepMetrics]) -> str:
-        """Return why the run has failed if its last step was not finite; otherwise empty."""
+        """Return an error message if the loss of the last step is not finite; otherwise empty."""
         last = self._config.train.max_iters
         if all(r.step != last or np.isfinite(r.metrics.loss) for r in readings):
             return ""
@@ -94,7 +96,7 @@ def corpus_means(
 
     Args:
         batches: for each batch, arrays of shape (B,) with the corpus index, mean loss and total
-            weight of each row. The weights are None if all rows have the same.
+            weight of each row. The weights are None if all rows have the same weight.
     """
     n = len(names)
     sums, totals = np.zeros(n), np.zeros(n)

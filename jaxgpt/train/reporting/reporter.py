@@ -1,4 +1,4 @@
-"""Reporting of a run on process 0: the console, the trackers and the files that describe it."""
+"""Reporting on process 0: the console, the trackers, and the files that describe a run."""
 
 import contextlib
 import functools
@@ -44,7 +44,7 @@ from jaxgpt.train.step import STEP_METRICS, Metrics
 
 
 class Reporter:
-    """Writer of everything that a run reports.
+    """Writer of the log, the records and the files that describe a run.
 
     Every process has a reporter, but only process 0 writes.
     """
@@ -52,13 +52,13 @@ class Reporter:
     def __init__(self, run: Run, steps: StepFunctions, clock: Clock, cluster: ProcessGroup):
         """Open the logs of a run that starts after `run.resume_step`."""
         self.clock, self._cluster = clock, cluster
-        self.compile_cache = "not used"  # how the compile cache was used, for the start-up report
+        self.compile_cache = "not used"  # for the start-up report; see `startup_report`
         self._config, self._run, self._steps = run.config, run, steps
         self._enabled = cluster.is_main
         self._figures = {name: m.figure for name, m in STEP_METRICS.items()} | HOST_FIGURES
         self._console = Console(self._enabled, run.directory / "train.log")
         self.info, self.progress = self._console.info, self._console.progress
-        self._trackers: Trackers | None = None  # on process 0, from `restart` on
+        self._trackers: Trackers | None = None  # opened by `restart` on process 0
         self._losses: dict[int, str] = {}  # step of the last evaluation -> its losses as text
         self._goodput = Goodput(clock, run.resume_step or 0, self._log_goodput)
         self._has_started = self._has_stepped = False
@@ -89,7 +89,7 @@ class Reporter:
             self._keep_config()
 
     def log_resume(self) -> None:
-        """Log which checkpoint was restored, if any, and the meshes before and after."""
+        """Log the restored checkpoint, if any, with the mesh that saved it and this run's mesh."""
         then, now = self._run.resume_meta, describe(self._steps.mesh)
         if self._run.resume_step is not None:
             self.info(
@@ -142,9 +142,10 @@ class Reporter:
         return StepTimer(self.clock, lambda: self._cluster.monitor.stalled)
 
     def gather_host_times(self, step: int) -> None:
-        """Send this process's host times to process 0, which logs stragglers, if `step` is logged.
+        """Send this process's host times to process 0, which logs stragglers.
 
-        The times are piggybacked on the next heartbeat, so nothing waits for them.
+        This happens every train.log_interval steps if there are several processes. The times are
+        piggybacked on the next heartbeat, so nothing waits for them.
         """
         if self._cluster.size == 1 or step % self._config.train.log_interval:
             return
@@ -154,9 +155,9 @@ class Reporter:
                 self.log(straggler)
 
     def step(self, step: int, metrics: Metrics | None, known: list[StepMetrics]) -> None:
-        """Report that a step was dispatched, or skipped if `metrics` is None.
+        """Report that a step was dispatched, or that it was skipped if `metrics` is None.
 
-        `known` are metrics that have arrived on the host, of this step and earlier ones.
+        `known` holds the metrics of this step and earlier ones that have arrived on the host.
         """
         train = self._config.train
         is_first = metrics is not None and not self._has_stepped
@@ -164,7 +165,7 @@ class Reporter:
             self._has_stepped = True
             jax.block_until_ready(metrics)
             self._first_step_done(step)
-            # The first step is a warm-up step, which the rates exclude.
+            # The first step is a warm-up that the rates exclude.
             self.timer = self._new_timer()
             self._began = self.clock.elapsed(), step
         elif metrics is not None:
@@ -199,7 +200,7 @@ class Reporter:
             self._corpus_rows.append((corpora, metrics.row_losses, metrics.row_weights))
 
     def _measured(self, step: int) -> dict[str, float | None]:
-        """Return the measurements of a logged step: rates, data wait, memory, counts, time left."""
+        """Return the host's measurements for a logged step, such as rates, memory and time left."""
         dt, data_wait = self.timer.lap()
         used, peak = memory_in_use() or (None, None)
         began, first = self._began
@@ -230,13 +231,14 @@ class Reporter:
         return {name: {"tokens": tokens[name], "loss": loss} for name, loss in means.items()}
 
     def spike_record(self, reading: StepMetrics) -> SpikeRecord | None:
-        """Return the spike record of a step; None if the step is not a spike."""
+        """Return the record of a step that is a spike or not finite; None for other steps."""
         return spike_record(*reading, self._config, self._loader, self._run.dataset)
 
     def restart(self, run: Run, records: Sequence[Record]) -> None:
         """Continue from `run.resume_step`, drop later steps from every tracker, and log `records`.
 
-        The first call opens the trackers instead. `records` say why the run restarts.
+        The first call opens the trackers instead of rewinding them. `records` are the reasons for
+        the restart.
         """
         self._run, self._config, self._losses = run, run.config, {}
         if self._has_started:
@@ -254,12 +256,12 @@ class Reporter:
             self._log_start()
 
     def log_rewind(self) -> None:
-        """Log the last rewind."""
+        """Log the newest rewind of the run."""
         if self._enabled:
             self.info(rewind_line(read_rewinds(self._run.directory)[-1]))
 
     def log(self, record: Record | None) -> None:
-        """Send a record to every tracker and its line to the console; None logs nothing."""
+        """Send a record to every tracker, and log its line. Do nothing if `record` is None."""
         if record is None or not self._enabled:
             return
         self._trackers.log(record)
@@ -286,14 +288,14 @@ class Reporter:
         """Log how the run ended, and close every log.
 
         The losses of the evaluation after `step`, if there was one, are appended to `last_line`.
-        `has_failed` means that the run is neither done nor stopped with a checkpoint.
+        `has_failed` means that the run has neither finished nor stopped with a checkpoint.
         """
         self._console.end_progress()
         losses = self._losses.get(step)
         self.info(f"{last_line}: {losses}" if losses else last_line)
         self._goodput.write(is_last=not has_failed)
         if self._trackers is not None:
-            # An unreachable file system must not fail a run whose state is saved.
+            # The state is saved, so the run must not fail if the file system is unreachable now.
             with contextlib.suppress(OSError):
                 self.info(goodput_line(read_goodput(self._run.directory)))
         self.info(f"run directory: {self._run.directory}")
@@ -312,7 +314,7 @@ class Reporter:
 
 
 def data_line(sizes: BatchSizes, step: int) -> str:
-    """Return a line with the next sequence of the data after `step`, and its batch size."""
+    """Return a line with the data position and the batch size of the step after `step`."""
     before, now = sizes.at(step), sizes.at(step + 1)
     was = "" if before == now else f" (was {before})"
     return (
@@ -344,6 +346,6 @@ _LINES: dict[str, Callable[[dict[str, Any]], str]] = {
     ),
     "checkpoint_failed": lambda r: (
         f"warning: {r['reason']}; the run continues and will try again when the next checkpoint is "
-        f"due; the newest complete checkpoint is that of step {r['latest_complete']}"
+        f"due; the newest complete checkpoint is from step {r['latest_complete']}"
     ),
 }

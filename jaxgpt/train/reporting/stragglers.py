@@ -1,9 +1,9 @@
-"""Detection of stragglers, processes that hold up all others, on process 0.
+"""Detection of stragglers on process 0. A straggler is a process that slows down all others.
 
-Collectives give all processes the same step time: the straggler works while the others wait for it.
-The processes are therefore compared by their own time, which excludes waiting for devices. It
-includes host work, waiting for data, and being suspended or descheduled. A device that computes
-slowly is not detected.
+All processes have the same step time, because the others wait for the straggler in collectives.
+Processes are therefore compared by their own time, which excludes waiting for devices. It includes
+host work, waiting for data, and any time while the process is suspended or descheduled. A slow
+device is not detected.
 """
 
 import json
@@ -14,28 +14,28 @@ from jaxgpt.perf.flops import HostTimes
 from jaxgpt.tracking.records import StragglerRecord
 
 # A process is slow if its own time is more than `FACTOR` times the median, and exceeds the median
-# by more than `SHARE` of a step (less would not matter). It is a straggler if it is slow in
-# `INTERVALS` consecutive intervals.
+# by more than `SHARE` of the step time. It is a straggler if it is slow in `INTERVALS` consecutive
+# intervals.
 FACTOR = 1.3
 SHARE = 0.1
 INTERVALS = 3
 
 
 class Stragglers:
-    """Comparison of a job's processes, interval by interval."""
+    """Compares the processes of a job after every interval."""
 
     def __init__(self, host_names: Sequence[str]):
         self._hosts = host_names
-        self._messages: dict[int, str] = {}  # by rank, at the end of the last interval
+        self._messages: dict[int, str] = {}  # by rank, from the end of the last interval
         self._times: list[HostTimes] = []  # these messages, decoded
         self._slow = [0] * len(host_names)  # consecutive slow intervals of each process
         self.own: list[float] = []  # each process's own seconds per step in the last interval
 
     def compare(self, step: int, messages: dict[int, str]) -> list[StragglerRecord]:
-        """Return a record of each process that has now been slow for `INTERVALS` intervals.
+        """Return a record for each process that has just become a straggler.
 
-        Each process is reported once. `messages` are the `HostTimes` of each rank as JSON. An
-        interval ends once every process has sent new times.
+        Each process is reported once. `messages` maps each rank to its `HostTimes` as JSON, in
+        seconds. An interval ends when every process has sent new times.
         """
         ranks = range(len(self._hosts))
         if any(messages.get(rank) in (None, self._messages.get(rank)) for rank in ranks):
