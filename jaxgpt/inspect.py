@@ -1,16 +1,16 @@
 """Show the rows of a training step: `python -m jaxgpt.inspect --run DIR --step 1234`.
 
 Prints the text of each row with its file and offset, and its document if the data has an index.
-This needs only the data, and takes as long for step 10^9 as for step 1. Instead of `--run`, you can
-give `--config NAME` and settings as for jaxgpt.train. Settings after `--run`, such as
-data.path=DIR, override those of the run.
+Without `--worst`, this needs only the data, and is as fast for step 10^9 as for step 1. Instead of
+`--run`, you can pass `--config NAME` and the same settings as for jaxgpt.train. Settings after
+`--run`, such as data.path=DIR, override the settings of the run.
 
-If the data has a loss mask, `targets` is the number of targets in a row that count in the loss, and
-their text is shown between [[ and ]].
+If the data has a loss mask, `targets` is the number of targets in a row that count toward the loss,
+and their text is printed between [[ and ]].
 
-`sequence` is the position of a row in the order of the data, from 0. A run never repeats or skips a
-sequence, even if train.batch_size changes. Steps up to the newest checkpoint are shown with the
-batch size that they had; later steps are shown with train.batch_size.
+`sequence` is the index of a row in the order of all samples, from 0. A run never repeats or skips a
+sequence, even if train.batch_size changes. For steps up to the newest checkpoint, the command uses
+the batch size with which the run trained; for later steps, it uses train.batch_size.
 """
 
 import contextlib
@@ -51,10 +51,10 @@ def parser() -> CommandParser:
     count = whole_number()
     out.add_argument("--step", type=count, required=True, metavar="N", help="step, as in the log")
     out.add_argument("--rows", metavar="A:B", help="rows A to B-1, or one row A; default: all")
-    worst = "sort rows by their loss with the last checkpoint before N, highest loss first"
+    worst = "compute losses with the last checkpoint before N, and print the highest first"
     out.add_argument("--worst", action="store_true", help=worst)
     out.add_argument("--mesh", default="1,-1,1", help="mesh for --worst: data,fsdp,tensor")
-    out.add_argument("--json", action="store_true", help="print rows as JSON lines, with tokens")
+    out.add_argument("--json", action="store_true", help="print rows as JSON lines, with token IDs")
     out.add_argument("settings", nargs="*", metavar="section.key=value")
     return out
 
@@ -87,9 +87,11 @@ def main(argv: list[str] | None = None) -> None:
 def look_up(
     config: Config, run: Path | None, step: int, wanted: str | None
 ) -> tuple[Dataset, list[dict[str, Any]], np.ndarray, np.ndarray | None, list[str]]:
-    """Return the dataset, the origins of the `wanted` rows, all tokens and weights, and notes.
+    """Return (dataset, records of the `wanted` rows, tokens, loss weights, notes) of a step.
 
-    Tokens are int32 (B, T+1). Weights are uint8 (B, T+1), or None if the data has no loss mask.
+    A record has the row's number, its `origin` and, with a loss mask, the number of targets that
+    count. The tokens of all rows are int32 (B, T+1). Their weights are uint8 (B, T+1), or None
+    without a loss mask. Notes are remarks and warnings for the user.
 
     Raises:
         UsageError: if the data cannot be read or `wanted` is not a valid range of rows.
@@ -114,9 +116,9 @@ def look_up(
 
 
 def chosen_rows(given: str | None, batch_size: int) -> range:
-    """Return the rows that `--rows` selects, by default all; raise `UsageError` if invalid."""
+    """Return the rows that `--rows` selects, or all for None; raise `UsageError` if invalid."""
     first, colon, end = (given or ":").partition(":")
-    with contextlib.suppress(ValueError):  # if these are not numbers, the error below is raised
+    with contextlib.suppress(ValueError):  # not numbers: raise the error below
         start = int(first or 0) if colon else int(first)
         stop = int(end or batch_size) if colon else start + 1
         if 0 <= start < stop <= batch_size:
@@ -141,7 +143,7 @@ def origin(dataset: Dataset, rows: Loader, step: int, row: int) -> dict[str, Any
 
 
 def differences(config: Config, dataset: Dataset, run: Path | None, step: int) -> list[str]:
-    """Return notes for each reason why a run may not have trained on these rows."""
+    """Return one note for each reason that a run may not have trained on these rows."""
     notes = []
     if step in SkipRanges([*skip_ranges(config), *(skipped_by_rewinds(run) if run else ())]):
         notes.append(f"step {step} is skipped, so the run does not train on its rows")
@@ -159,7 +161,7 @@ def differences(config: Config, dataset: Dataset, run: Path | None, step: int) -
 
 
 def checkpoint_before(run: Path | None, step: int) -> int:
-    """Return the step of the last checkpoint before `step`, or else of the last checkpoint.
+    """Return the step of the last checkpoint before `step`, or of the last one if none is earlier.
 
     Raises:
         UsageError: if there is no checkpoint.
@@ -178,7 +180,11 @@ def row_losses(
     weights: np.ndarray | None,
     cluster: ProcessGroup,
 ) -> np.ndarray:
-    """Return the mean loss of each row with the parameters of checkpoint `at`: shape (B,)."""
+    """Return the mean loss of each row with the parameters of checkpoint `at`: float32 (B,).
+
+    All processes must call this. `tokens` and `weights` come from `look_up`. Raises `UsageError`
+    if the mesh does not fit the devices or the checkpoint is damaged.
+    """
     from jaxgpt.runtime.initialize import initialize_jax
 
     initialize_jax(cluster, mesh_shape(config))
@@ -189,7 +195,7 @@ def row_losses(
     from jaxgpt.parallel.mesh import job_mesh
     from jaxgpt.train.functions import make_steps
 
-    # The batch size of this step may have been different, and not divisible into microbatches.
+    # The step may have had a batch size that is not divisible into microbatches.
     config = config.replace(train__batch_size=len(tokens))
     if len(tokens) % config.train.gradient_accumulation_steps:
         config = config.replace(train__gradient_accumulation_steps=1)
@@ -214,7 +220,7 @@ def show(
     dataset: Dataset,
     as_json: bool,
 ) -> None:
-    """Print the rows as text or as JSON."""
+    """Print the records of rows with their text, or as JSON lines with their token IDs."""
 
     def text_of(ids: list[int]) -> str:
         return dataset.tokenizer.decode(ids) if dataset.tokenizer else " ".join(map(str, ids))
@@ -235,7 +241,7 @@ def show(
 
 
 def mark_targets(ids: list[int], weights: list[int], text_of: Callable[[list[int]], str]) -> str:
-    """Return the text of a row, with [[ and ]] around the targets that count in the loss."""
+    """Return the text of a row, with [[ and ]] around the targets that count toward the loss."""
     counts = [False, *map(bool, weights[1:])]  # the first token is not a target
     out = []
     for is_counted, run in itertools.groupby(zip(ids, counts, strict=True), lambda pair: pair[1]):

@@ -15,13 +15,13 @@ from jaxgpt.data.prepare.builtin import prepare_python, prepare_shakespeare_char
 
 
 def main(argv: list[str] | None = None) -> None:
-    # Exit as on Ctrl-C, so that partly written files are removed.
+    # Exit as on Ctrl-C, so that incomplete files are removed.
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     with job_exit_handler():
         arguments = parser().parse_args(argv)
         name = arguments.name if arguments.command == "text" else arguments.command
         directory = arguments.out or dataset_directory(DataConfig(dataset=name))
-        directory = Path(os.path.abspath(directory))  # so that `.` has a name
+        directory = Path(os.path.abspath(directory))  # because `.` has no name
         try:
             lines = prepare(arguments, directory)
         except OSError as error:
@@ -32,13 +32,14 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def prepare(arguments: argparse.Namespace, directory: Path) -> list[str]:
-    """Check the arguments and write the dataset; return lines that describe what was written.
+    """Check the arguments and write the dataset; return lines that describe the dataset.
 
     Raises:
         UsageError: if an argument or the input is invalid, or data would be overwritten.
+        OSError: if `directory` cannot be written.
     """
     if arguments.command != "text":
-        if arguments.out is not None:  # in its default folder, it replaces only its own dataset
+        if arguments.out is not None:  # the default folder is reserved for this dataset
             check_new(directory, "nanogpt", arguments.overwrite)
         if arguments.command == "python":
             return prepare_python(directory)
@@ -74,7 +75,8 @@ def prepare(arguments: argparse.Namespace, directory: Path) -> list[str]:
 def check_new(directory: Path, format_: str, overwrite: bool) -> None:
     """Raise `UsageError` if data would be overwritten, because it may have taken hours to encode.
 
-    With `overwrite`, files of the same format may be replaced.
+    With `overwrite`, files of the same format may be replaced. Also raises `UsageError` if
+    `directory` is a file.
     """
     if directory.exists() and not directory.is_dir():
         raise UsageError(f"--out {directory}: is a file; give a folder")
@@ -93,8 +95,8 @@ def check_new(directory: Path, format_: str, overwrite: bool) -> None:
 def parser() -> CommandParser:
     out = CommandParser(prog="python -m jaxgpt.prepare", description=__doc__)
     commands = out.add_subparsers(dest="command", required=True)
-    shakespeare = commands.add_parser("shakespeare_char", help="Tiny Shakespeare by characters")
-    shakespeare.add_argument("--input", type=file_path, help="text file to use, without a download")
+    shakespeare = commands.add_parser("shakespeare_char", help="character-level Tiny Shakespeare")
+    shakespeare.add_argument("--input", type=file_path, help="local text file; skips the download")
     text = commands.add_parser("text", help="your own UTF-8 text or JSON lines")
     add = text.add_argument
     files = "files or folders: text (one document per file) or .jsonl (one per line); also .gz"
@@ -102,12 +104,12 @@ def parser() -> CommandParser:
     key = (
         "key of the text or of the list of messages in JSON lines, or two keys PROMPT,COMPLETION; "
         "default: `text`, `messages` or `prompt,completion`, detected from the first line. With "
-        "messages or PROMPT,COMPLETION, only the answers count in the loss"
+        "messages or PROMPT,COMPLETION, only the answers count toward the loss"
     )
     add("--jsonl-key", metavar="KEY", help=key)
     template = "Jinja chat template that converts messages to text; default: the tokenizer's own"
     add("--chat-template", type=file_path, metavar="FILE", help=template)
-    tokenizers = "char (default), byte, a tokenizer.json, or a folder with it or with GPT-2's files"
+    tokenizers = "char (default), byte, a tokenizer.json, or a folder with one or GPT-2's files"
     add("--tokenizer", type=lambda given: str(file_path(given)), default="char", help=tokenizers)
     add("--eos", help="name of the token between documents; default: the tokenizer's own")
     threads = "threads for encoding with a tokenizer.json; default: one per CPU, here %(default)s"
@@ -117,7 +119,7 @@ def parser() -> CommandParser:
     formats = "write train.bin and val.bin, or one .bin and .idx pair for Megatron-LM"
     add("--format", choices=("nanogpt", "megatron"), default="nanogpt", help=formats)
     add("--name", default="text", help="name of the dataset, for data.dataset=NAME")
-    python = commands.add_parser("python", help="the source of Python's standard library")
+    python = commands.add_parser("python", help="the source code of Python's standard library")
     for command in (shakespeare, text, python):
         home = "output folder; default: a subfolder of $JAXGPT_DATA or ~/.cache/jaxgpt"
         command.add_argument("--out", type=file_path, help=home)

@@ -11,7 +11,7 @@ from jaxgpt.config import CommandParser, UsageError, file_path, in_words, whole_
 from jaxgpt.data.tokenizers import Tokenizer, continue_prompt
 from jaxgpt.evaluate.model import Model, find_trained, run_folder
 
-MAX_TEMPERATURE = 10**6  # the smallest one, except for 0, is 1 / MAX_TEMPERATURE
+MAX_TEMPERATURE = 10**6  # the smallest temperature above 0 is 1 / MAX_TEMPERATURE
 
 
 def parser() -> CommandParser:
@@ -22,15 +22,15 @@ def parser() -> CommandParser:
     out.add_argument(
         "--step", type=whole_number(least=0), help="checkpoint to read; default the newest"
     )
-    prompt, likeliest = "text to continue, or FILE:NAME", "0 takes the most likely token"
+    prompt, likeliest = "text to continue, or FILE:NAME", "0 always takes the most likely token"
     out.add_argument("--prompt", "--start", default="", help=f"{prompt}; default none")
     count, number = whole_number(bits=20), whole_number(least=0, bits=31)
-    out.add_argument("--max-new-tokens", type=count, default=200, help="text length; default 200")
+    out.add_argument("--max-new-tokens", type=count, default=200, help="new tokens; default 200")
     out.add_argument("--num-samples", type=count, default=1, help="number of texts; default 1")
     out.add_argument("--temperature", type=float, default=0.8, help=f"{likeliest}; default 0.8")
-    out.add_argument("--top-k", type=number, default=200, help="0 uses all tokens; default 200")
+    out.add_argument("--top-k", type=number, default=200, help="0 allows all tokens; default 200")
     out.add_argument("--seed", type=number, default=1337, help="random seed; default 1337")
-    out.add_argument("--mesh", default="1,-1,1", help="mesh to load the model on")
+    out.add_argument("--mesh", default="1,-1,1", help="mesh to run the model on")
     return out
 
 
@@ -40,7 +40,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def write(arguments: argparse.Namespace) -> None:
-    """Generate samples and print them, separated by lines of ---."""
+    """Generate samples and print them, separated by --- lines."""
     check_options(arguments)
     with join_process_group() as cluster:
         for number, text in enumerate(samples(arguments, cluster)):
@@ -64,7 +64,7 @@ def check_options(arguments: argparse.Namespace) -> None:
 
 
 def read_prompt(given: str, tokenizer: Tokenizer) -> str:
-    """Return the prompt; read it from a file if it is `FILE:NAME`, as in nanoGPT.
+    """Return the prompt. As in nanoGPT, `FILE:NAME` reads it from a file.
 
     Raises `UsageError` if the file cannot be read or the tokenizer cannot encode the prompt.
     """
@@ -82,7 +82,11 @@ def read_prompt(given: str, tokenizer: Tokenizer) -> str:
 
 
 def samples(arguments: argparse.Namespace, cluster: ProcessGroup) -> Iterator[str]:
-    """Yield generated texts, each with its prompt. All processes must iterate over all texts."""
+    """Yield generated texts, each preceded by its prompt.
+
+    All processes must iterate over all texts. Raises `UsageError` if the run, its tokenizer, the
+    mesh or the prompt cannot be used.
+    """
     with run_folder(arguments.run, cluster) as folder:
         trained = cluster.run_on_all(find_trained, folder, arguments.step, arguments.mesh)
         tokenizer = trained.tokenizer

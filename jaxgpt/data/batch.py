@@ -8,7 +8,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jaxgpt.parallel.mesh import mesh_axes_with
 
-NO_TOKEN = -1  # pads rows that are shorter than others
+NO_TOKEN = -1  # padding for rows that are shorter than others
 
 
 class Batch(NamedTuple):
@@ -23,7 +23,7 @@ class Batch(NamedTuple):
 
 
 class TokenRows(NamedTuple):
-    """Rows of data with a loss mask."""
+    """Rows of token IDs with their loss mask."""
 
     tokens: jax.Array  # int32 (B, T+1)
     weights: jax.Array  # uint8 (B, T+1): weight of each token as a target; 0 masks it
@@ -33,10 +33,10 @@ def make_batch(rows: jax.Array | TokenRows, end_of_text: int | None = None) -> B
     """Return the batch for rows of token IDs.
 
     Args:
-        rows: int32 (B, T+1), or `TokenRows` with a weight for each target. Without weights, all
-            targets have weight 1, which is a constant in the compiled program.
-        end_of_text: token that ends a document, for data.document_mask. None treats each row as one
-            document.
+        rows: int32 (B, T+1), or `TokenRows` with a weight for each target. Without weights, every
+            target has weight 1.
+        end_of_text: ID of the token that ends a document, for data.document_mask. None treats each
+            row as one document.
     """
     if isinstance(rows, TokenRows):
         tokens, weights = rows.tokens, rows.weights[:, 1:].astype(jnp.float32)
@@ -47,9 +47,9 @@ def make_batch(rows: jax.Array | TokenRows, end_of_text: int | None = None) -> B
 
 
 def input_batch(tokens: jax.Array, end_of_text: int | None = None) -> Batch:
-    """Return a batch without targets, for computing logits.
+    """Return a batch for computing logits; its targets and weights are 0.
 
-    This is where document boundaries become `segments` and `positions`.
+    After each end-of-text token, a new segment begins, and positions restart at 0.
 
     Args:
         tokens: int32 (B, T).
@@ -74,12 +74,12 @@ def input_batch(tokens: jax.Array, end_of_text: int | None = None) -> Batch:
 
 
 def total_weight(batch: Batch) -> jax.Array:
-    """Return the sum of the weights, but at least 1, so that a batch without targets has loss 0."""
+    """Return max(sum of the weights, 1), so that the loss of a batch without targets is 0."""
     return jnp.maximum(batch.weights.sum(), 1.0)
 
 
 def batch_specs(mesh: Mesh) -> Batch:
-    """Return the `PartitionSpec` of each array of a batch, from the roles of the mesh axes."""
+    """Return the `PartitionSpec` of each array of a batch, given the roles of the mesh axes."""
     rows, positions = (
         mesh_axes_with(role, mesh) or None for role in ("splits_batch", "splits_sequence")
     )

@@ -1,4 +1,4 @@
-"""Batch size of each step of a run. Positions in the data are counted in sequences."""
+"""Batch size of each step of a run, and the sequences that it consumes."""
 
 from collections.abc import Iterable, Sequence
 
@@ -6,8 +6,8 @@ from collections.abc import Iterable, Sequence
 class BatchSizes:
     """A batch size that may change when a run resumes.
 
-    Step s consumes the sequences from `consumed(s - 1)` to `consumed(s) - 1`, numbered from 0. A
-    change of the batch size therefore neither repeats nor skips a sequence.
+    Sequences are numbered from 0. Step s consumes sequences `consumed(s - 1)` to `consumed(s) - 1`.
+    Changing the batch size therefore neither repeats nor skips a sequence.
 
     >>> sizes = BatchSizes([(1, 16)]).change_after(20, 32)
     >>> sizes.changes, sizes.at(21), sizes.consumed(21)
@@ -15,7 +15,7 @@ class BatchSizes:
     """
 
     def __init__(self, changes: Iterable[Sequence[int]]):
-        """Take pairs of (first step, batch size from that step on), sorted by step."""
+        """Initialise from (first step, batch size from that step on) pairs, sorted by step."""
         self.changes = tuple((first, size) for first, size in changes)
 
     def at(self, step: int) -> int:
@@ -31,7 +31,7 @@ class BatchSizes:
         )
 
     def step_of(self, sequence: int) -> int:
-        """Return the step that consumes a sequence."""
+        """Return the step that consumes a sequence. Sequences are numbered from 0."""
         first, size = next(
             change for change in reversed(self.changes) if self.consumed(change[0] - 1) <= sequence
         )

@@ -15,17 +15,17 @@ from jaxgpt.config import UsageError, expand_user, in_words
 from jaxgpt.data.megatron import prefix_of
 
 MIN_BLOCK = 4096  # approximate minimum number of samples between two boundaries
-MIN_SHARE = Fraction(1, 10**6)  # its blocks have 2^21 samples, and take seconds to compute
+MIN_SHARE = Fraction(1, 10**6)  # makes blocks of 2^21 samples, which take seconds to compute
 
 
 @dataclass(frozen=True)
 class BlendEntry:
-    """A source that a configuration names."""
+    """One source in the configuration of a run."""
 
     weight: Fraction
     weight_text: str  # as given by the user
     path: Path
-    corpus: str  # by default the last part of the path, or the whole path if that is ambiguous
+    corpus: str  # default: the last part of the path, or the full path if that is ambiguous
     key: str  # the setting that names the source, for error messages
 
     @property
@@ -35,10 +35,10 @@ class BlendEntry:
 
 
 def read_file_list(path: Path) -> list[str]:
-    """Return the lines of data.file_list that name a source.
+    """Return the lines of a data.file_list, without blank lines and # comments.
 
     Raises:
-        UsageError: if the file cannot be read or has no such lines.
+        UsageError: if the file cannot be read or lists no sources.
     """
     try:
         lines = path.read_text().splitlines()
@@ -55,7 +55,9 @@ def read_file_list(path: Path) -> list[str]:
 
 
 def parse_lines(lines: Sequence[str], key: str) -> list[BlendEntry]:
-    """Return the sources that the lines of a blend name.
+    """Parse the lines of a blend, one source per line.
+
+    `key` is the setting that holds the lines, for error messages.
 
     Raises:
         UsageError: if a line is invalid or a weight is too small.
@@ -84,7 +86,7 @@ def parse_lines(lines: Sequence[str], key: str) -> list[BlendEntry]:
 
 
 def _parse(line: str, key: str) -> tuple[str, Path, str | None]:
-    """Return the weight, path and corpus name (or None) in a line."""
+    """Parse a line into its weight, path and corpus name (or None)."""
     try:
         weight, path, *name = shlex.split(line)
         if Fraction(weight) <= 0 or len(name) > 1:
@@ -99,7 +101,7 @@ def _parse(line: str, key: str) -> tuple[str, Path, str | None]:
 
 
 def blend_shares(entries: Sequence[BlendEntry]) -> tuple[tuple[Fraction, str], ...]:
-    """Return the (share, corpus) of each source: with the sources, they determine the order."""
+    """Return (share of all samples, corpus) for each source; these set the order of the blend."""
     whole = sum(entry.weight for entry in entries)
     return tuple((entry.weight / whole, entry.corpus) for entry in entries)
 
@@ -111,17 +113,18 @@ class WeightedInterleave:
     its share. Sequences with this property solve the chairman assignment problem (R. Tijdeman, "The
     chairman assignment problem", Discrete Math. 32, 1980), but are usually built one sample at a
     time. To find sample n without building all earlier samples, the sequence is cut into blocks.
-    At a block boundary, `_counts_at` chooses the counts directly, so that both sides can stay
-    within 1. Inside a block, each sample of a corpus has a range of positions that keeps the corpus
-    within 1, and the sample with the earliest deadline comes first. Blocks are long enough to
-    contain at least one sample of every corpus, because otherwise its count would never grow.
+    At a block boundary, `_counts_at` computes the counts directly, and chooses them so that the
+    blocks on both sides can satisfy the bound. Inside a block, the bound gives each sample a range
+    of positions, and samples are scheduled earliest deadline first. A block is long enough to
+    contain a sample of every corpus. Otherwise, rounding could make a count smaller at the end of a
+    block than at its start.
 
-    All arithmetic is in integers: weights p_i with the sum Q, and shares p_i / Q. (Grain's mix is
-    also O(1), but deviates by more than 1: by 1.3 for five corpora and by 4.4 for twenty.)
+    All arithmetic uses integers: the weights are p_i, their sum is Q, and the shares are p_i / Q.
+    (Grain's mix is also O(1), but deviates by up to 1.3 for five corpora and 4.4 for twenty.)
     """
 
     def __init__(self, weights: Sequence[Fraction]):
-        """Take positive weights, each at least MIN_SHARE of their sum."""
+        """Initialise from positive weights, each at least MIN_SHARE of their sum."""
         share = min(weights) / sum(weights)
         assert share >= MIN_SHARE, weights
         self.block = max(MIN_BLOCK, 2 ** math.ceil(math.log2(2 / share)))
@@ -131,7 +134,7 @@ class WeightedInterleave:
         self.make_block = functools.lru_cache(maxsize=3)(self._make_block)
 
     def __getitem__(self, n: int) -> tuple[int, int]:
-        """Return the corpus of sample n (from 0), and the number of its earlier samples."""
+        """Return the corpus of sample n (from 0), and how many earlier samples came from it."""
         if len(self._weights) == 1:
             return 0, n
         first, before, corpora, numbers = self._block_of(n)
@@ -151,16 +154,16 @@ class WeightedInterleave:
         return block if block[0] <= n else self.make_block(n // self.block - 1)
 
     def _make_block(self, number: int) -> tuple[int, list[int], array, array]:
-        """Return the first sample of a block, the counts before it, and each corpus and number.
+        """Build a block: (first sample, counts before it, corpus and number of each sample).
 
-        The number of a sample counts the samples of its corpus in the block, from 0.
+        A sample's number is its index among the samples of its corpus in the block, from 0.
         """
         first, before = self._boundary(number)
         end, after = self._boundary(number + 1)
         weights, total = self._weights, self._sum
 
         def released(corpus: int) -> tuple[int, int]:
-            """Return the first n with j < n w_i, at which corpus i may give its sample j + 1."""
+            """Return (n, i): n > j / w_i is the earliest position of corpus i's next sample."""
             return max(given[corpus] * total // weights[corpus] + 1, first + 1), corpus
 
         given = list(before)
@@ -171,7 +174,7 @@ class WeightedInterleave:
         for n in range(first + 1, end + 1):
             while waiting and waiting[0][0] <= n:
                 corpus = heapq.heappop(waiting)[1]
-                # Once n w_i exceeds j + 1, the count would be more than 1 behind.
+                # Once n w_i exceeds j + 1, a count of j would be more than 1 too low.
                 deadline = (given[corpus] + 1) * total // weights[corpus] + 1
                 heapq.heappush(due, (min(deadline, end), corpus))
             deadline, corpus = heapq.heappop(due)
@@ -197,11 +200,11 @@ class WeightedInterleave:
         """Return the counts after n samples, or None if n cannot be a boundary.
 
         The counts are n w_i, rounded up for the largest remainders and down for the others. Let
-        d_i = n w_i - count_i. The next h samples must contain floor(d_i + h w_i) samples of each
-        corpus i if this is positive. The set of these corpora is A = {i: b_i <= h}, where
-        b_i = (1 - d_i) / w_i is a deadline. There is room for their samples, for all h, if the
-        sums over A satisfy d(A) - 1 < (1 - w(A)) b, where b is the last deadline in A. The samples
-        before n must satisfy the same condition in reverse order, with -d_i.
+        d_i = n w_i - count_i. If floor(d_i + h w_i) is positive, the next h samples must contain
+        this number of samples of corpus i. These corpora form the set A = {i: b_i <= h}, where
+        b_i = (1 - d_i) / w_i is the deadline of corpus i. For every h, there is room for their
+        samples if the sums over A satisfy d(A) - 1 < (1 - w(A)) b, where b is the last deadline in
+        A. The samples before n must satisfy the same condition in reverse order, with -d_i.
         """
         weights, total = self._weights, self._sum
         counts = [n * weight // total for weight in weights]
@@ -231,7 +234,7 @@ class Blend:
     """
 
     def __init__(self, weights: Sequence[Fraction], corpora: Sequence[int]):
-        """Take the weight of each source, and the number of its corpus (0, 1, ...)."""
+        """Initialise from the weight of each source and the index of its corpus."""
         self._members = [
             [source for source, c in enumerate(corpora) if c == corpus]
             for corpus in range(max(corpora) + 1)
@@ -244,7 +247,7 @@ class Blend:
         ]
 
     def __getitem__(self, n: int) -> tuple[int, int, int]:
-        """Return the corpus of sample n (from 0), its source, and its number in that source."""
+        """Return the corpus and source of sample n (from 0), and its number within the source."""
         corpus, within = self._corpora[n]
         member, number = self._sources[corpus][within]
         return corpus, self._members[corpus][member], number

@@ -20,7 +20,7 @@ BUILT_IN = {"python": 256, "shakespeare_char": 65}  # vocabulary sizes of the bu
 
 @dataclass(frozen=True, kw_only=True)
 class Source(OpenSource):
-    """An opened source that a configuration names, with both splits."""
+    """An opened source of a run, with both splits."""
 
     entry: BlendEntry
     format: str  # key in `FORMATS`
@@ -64,7 +64,7 @@ class Dataset:
 
     @functools.cached_property
     def fingerprints(self) -> list[list[str]]:
-        """[path, hash] of each source. `token_file.fingerprint` computes the hash."""
+        """[path, hash] of each source; see `token_file.fingerprint`."""
         pages, out = self._pages_of_each, []
         for source in self.sources:
             vocab_size = source.meta.get("vocab_size", self.vocab_size)
@@ -76,7 +76,7 @@ class Dataset:
         return max(16, SAMPLED_PAGES // len(self.sources))
 
     def describe(self) -> list[str]:
-        """Return the lines that describe the dataset in the log."""
+        """Return the log lines that describe the dataset."""
         kinds = {f"{s.format} {s.tokens['train'].dtype.name}" for s in self.sources}
         place = f"{len(self.sources)} sources of {len(self.corpora)} corpora"
         if len(self.sources) == 1:
@@ -107,21 +107,21 @@ class Dataset:
         return lines
 
     def verify(self) -> None:
-        """Check sampled pages of each source.
+        """Check a sample of the pages of each source.
 
-        This reads up to 64 MiB of each split, divided among the sources, but at least 16 pages of
-        each source.
+        This reads up to 64 MiB of each split, divided evenly among the sources, or 16 pages per
+        source if that is more.
 
         Raises:
-            UsageError: if a token is outside the vocabulary, or if a single source does not match
-                the fingerprint in its meta.json.
+            UsageError: if a file cannot be read, if a token is outside the vocabulary, or if the
+                only source does not match the fingerprint in its meta.json.
         """
         for source, (path, found) in zip(self.sources, self.fingerprints, strict=True):
             for tokens in source.tokens.values():
                 for start, page in tokens.sampled_pages(self._pages_of_each):
                     tokens.check_vocab_range(page, start, self.vocab_size)
             written = source.meta.get("fingerprint", found)
-            # In a blend, fewer pages are hashed than for the fingerprint in meta.json.
+            # A blend hashes fewer pages of each source than the fingerprint in meta.json covers.
             if written != found and self._pages_of_each == SAMPLED_PAGES:
                 raise UsageError(
                     f"{path}: the token files do not match the fingerprint in meta.json; "
@@ -130,7 +130,7 @@ class Dataset:
 
 
 def dataset_directory(data: DataConfig) -> Path:
-    """Return the folder of the dataset that a configuration names, even if it does not exist."""
+    """Return data.path, or else the folder of data.dataset, even if it does not exist."""
     if data.path is not None:
         return Path(data.path)
     home = os.environ.get("JAXGPT_DATA") or Path.home() / ".cache" / "jaxgpt"
@@ -138,10 +138,10 @@ def dataset_directory(data: DataConfig) -> Path:
 
 
 def entries(data: DataConfig) -> list[BlendEntry]:
-    """Return the sources that a configuration names.
+    """Return the sources in a configuration, without opening them.
 
     Raises:
-        UsageError: if a line of a blend is invalid.
+        UsageError: if data.file_list cannot be read, or a line of a blend is invalid.
     """
     if data.file_list is not None:
         key, lines = f"data.file_list={data.file_list}", read_file_list(Path(data.file_list))
@@ -155,14 +155,14 @@ def entries(data: DataConfig) -> list[BlendEntry]:
 
 
 def with_vocabulary(config: Config, dataset: Dataset | None = None) -> Config:
-    """Return the configuration with model.vocab_size and, if it is needed, data.end_of_text set.
+    """Return `config` with model.vocab_size and, for data.document_mask, data.end_of_text set.
 
-    data.document_mask needs the end-of-text token. Without an opened dataset, as for planning or
-    timing a step, its default is 0.
+    Without an opened dataset, for example to plan or time a step, the end-of-text token defaults to
+    0.
 
     Raises:
-        UsageError: if the vocabulary size or the end-of-text token is unknown, or if the token is
-            outside the vocabulary.
+        UsageError: if the vocabulary size or the end-of-text token cannot be determined, or if the
+            token is outside the vocabulary.
     """
     vocab_size = dataset.vocab_size if dataset else vocabulary_size(config.data, config.model)
     config = config.replace(model__vocab_size=vocab_size)
@@ -183,10 +183,11 @@ def with_vocabulary(config: Config, dataset: Dataset | None = None) -> Config:
 
 
 def vocabulary_size(data: DataConfig, model: ModelConfig) -> int:
-    """Return the vocabulary size of a configuration, even if its data is not prepared yet.
+    """Return the vocabulary size of a configuration. Built-in datasets need not be prepared yet.
 
     Raises:
-        UsageError: if it is unknown.
+        UsageError: if the size is unknown, the data is damaged or sources have different
+            tokenizers.
     """
     if model.vocab_size:
         return model.vocab_size
@@ -199,12 +200,12 @@ def vocabulary_size(data: DataConfig, model: ModelConfig) -> int:
 
 
 def open_dataset(data: DataConfig, model: ModelConfig) -> Dataset:
-    """Open the token files that a configuration names, without reading any tokens.
+    """Open the token files of a configuration, without reading any tokens.
 
     Raises:
-        UsageError: if files are missing, damaged or too short for one row, if the vocabulary size
-            is unknown or larger than model.vocab_size, if sources have different tokenizers, or if
-            there are more files than the process may open.
+        UsageError: if a blend is invalid, if files are missing, damaged or too short for one row,
+            if the vocabulary size is unknown or larger than model.vocab_size, if sources have
+            different tokenizers, or if there are more files than the process may open.
     """
     sources = tuple(_open_source(entry, data, model.block_size + 1) for entry in entries(data))
     splits = [tokens for source in sources for tokens in source.tokens.values()]
@@ -216,7 +217,7 @@ def open_dataset(data: DataConfig, model: ModelConfig) -> Dataset:
 def _find_vocabulary(
     data: DataConfig, model: ModelConfig, metas: Sequence[tuple[BlendEntry, dict[str, Any]]]
 ) -> tuple[int, Tokenizer | None]:
-    """Return the vocabulary size and the tokenizer, from data.tokenizer or each meta.json."""
+    """Return the vocabulary size and the tokenizer, from data.tokenizer or the meta.json files."""
     tokenizer, name, known = None, None, 0
     key = metas[0][0].key
     if data.tokenizer is not None:
@@ -273,7 +274,7 @@ def _format_of(path: Path) -> str | None:
 
 
 def _open_files(entry: BlendEntry, data: DataConfig) -> tuple[str, OpenSource]:
-    """Return the name of a source's format, and its opened files."""
+    """Open a source; return the name of its format, and its files."""
     name = _format_of(entry.path)
     if name is None and entry.path.is_file():
         raise UsageError(

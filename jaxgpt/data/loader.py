@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class RowLocation(NamedTuple):
-    """Location of a row in the data."""
+    """Location of a row in the data. `corpus` and `source` are indices."""
 
     corpus: int
     source: int
@@ -32,7 +32,7 @@ class RowLocation(NamedTuple):
 
 
 class Loader:
-    """Batches of one split, by step: rows as NumPy arrays, or global arrays over the mesh."""
+    """Batches of one split for any step, as NumPy rows or as global arrays on the mesh."""
 
     def __init__(
         self,
@@ -47,8 +47,10 @@ class Loader:
         """Prepare to read a split.
 
         Args:
-            sharding: sharding of the global batches; without it, only rows can be read.
-            random_steps: inclusive ranges of steps whose tokens are random, to inject faults.
+            split: "train" or "val".
+            seed: seed of the sample order.
+            sharding: sharding of the global batches; with None, only rows can be read.
+            random_steps: inclusive ranges of steps with random tokens, for fault injection.
         """
         block_size = config.model.block_size
         self.names = dataset.corpora
@@ -79,7 +81,8 @@ class Loader:
     ) -> "Loader":
         """Return a loader of a run's training batches.
 
-        Without `batch_sizes`, the batch size of every step is train.batch_size.
+        Without `batch_sizes`, the batch size of every step is train.batch_size. Raises `UsageError`
+        if faults.random_tokens is invalid.
         """
         sizes = batch_sizes or BatchSizes([(1, config.train.batch_size)])
         random_steps = step_ranges("faults.random_tokens", config.faults.random_tokens)
@@ -89,12 +92,12 @@ class Loader:
     def for_evaluation(
         cls, dataset: Dataset, split: str, config: Config, sharding: "NamedSharding"
     ) -> "Loader":
-        """Return a loader of microbatches of either split, in a different order from training."""
+        """Return a loader of microbatches from a split, in a different order than in training."""
         sizes = BatchSizes([(1, config.microbatch_size)])
         return cls(dataset, split, config, sizes, config.train.seed + 1, sharding)
 
     def sequence(self, step: int, row: int) -> int:
-        """Return the sequence number of a row, counted from 0 in the order of the data."""
+        """Return the sequence number of a row, counted from 0 over the whole run."""
         return self.batch_sizes.consumed(step - 1) + row
 
     def row_location(self, step: int, row: int) -> RowLocation:
@@ -111,7 +114,7 @@ class Loader:
         return np.array([self._locate(sequence).corpus for sequence in range(first, end)])
 
     def tokens_consumed(self, step: int) -> list[int]:
-        """Return the number of tokens of each corpus that steps 1 to `step` consume."""
+        """Return the number of tokens that steps 1 to `step` consume from each corpus."""
         counts = self._blend.counts(self.batch_sizes.consumed(step))
         return [n * (self._row_length - 1) for n in counts]
 
@@ -155,7 +158,10 @@ class Loader:
         return out
 
     def batch(self, step: int) -> "jax.Array | TokenRows":
-        """Return the global batch of a step: int32, shape (B, T+1), or `TokenRows` with a mask."""
+        """Return the global batch of a step: int32 (B, T+1), or `TokenRows` if the data has masks.
+
+        Raises `UsageError` like `read` and `read_weights`.
+        """
         shape = self.batch_sizes.at(step), self._row_length
         tokens = global_array(shape, self._sharding, lambda rows: self.read(step, rows))
         if not self.has_masks:
@@ -182,7 +188,7 @@ class Loader:
 def global_array(
     shape: tuple[int, ...], sharding: "NamedSharding", read: Callable[[range], np.ndarray]
 ) -> "jax.Array":
-    """Return a global array with this shape and sharding.
+    """Return a global array with this shape and sharding, which may split only the rows.
 
     `read` returns the values of a range of rows. Each process reads only the rows of its own
     devices.

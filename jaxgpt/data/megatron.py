@@ -6,7 +6,7 @@ PREFIX.bin holds all tokens, one sequence after another. PREFIX.idx is little-en
     uint64 number of sequences S, uint64 number of documents + 1,
     int32[S] number of tokens in each sequence, int64[S] byte offset of each sequence,
     int64[documents + 1] first sequence of each document, followed by S,
-    int8[S] modes, only in multimodal data: 0 for a sequence of text
+    int8[S] mode of each sequence, only in multimodal data: 0 for text
 
 The format is defined in Megatron-LM's megatron/core/datasets/indexed_dataset.py and in
 Megatron-DeepSpeed's megatron/data/indexed_dataset.py ("mmap"). The arrays are not aligned in the
@@ -46,9 +46,9 @@ class Index:
         return int(self.pointers[-1]) // self.dtype.itemsize + int(self.lengths[-1])
 
     def document_start(self, document: int) -> int:
-        """Return the offset of a document's first token, in O(1).
+        """Return the offset in tokens of a document's first token, in O(1).
 
-        For `document` = number of documents, this is `total_tokens`.
+        If `document` is the number of documents, return `total_tokens`.
         """
         sequence = int(self.documents[document])
         if sequence == len(self.pointers):
@@ -56,16 +56,16 @@ class Index:
         return int(self.pointers[sequence]) // self.dtype.itemsize
 
     def find(self, token: int) -> Document:
-        """Return the document that contains the token at offset `token`: O(log sequences) reads."""
+        """Return the document that contains the token at offset `token`, in O(log S) reads."""
         assert 0 <= token < self.total_tokens, token
-        # An empty sequence has the same start as the next one, so the last match has the token.
+        # An empty sequence starts where the next one does, so the last match contains the token.
         sequence = bisect.bisect_right(self.pointers, token * self.dtype.itemsize) - 1
         number = bisect.bisect_right(self.documents, sequence) - 1
         return Document(number, self.document_start(number), self.document_start(number + 1))
 
 
 def is_pair(path: Path) -> bool:
-    """Return whether `path` is PREFIX, PREFIX.bin or PREFIX.idx of a pair of files.
+    """Return whether `path` is the PREFIX, PREFIX.bin or PREFIX.idx of a pair of files.
 
     PREFIX is also recognised if only PREFIX.bin exists, so that an error can name the missing .idx.
     """
@@ -88,10 +88,10 @@ def prefix_of(path: Path | str) -> Path:
 
 
 def read_index(prefix: Path | str) -> Index:
-    """Open PREFIX.idx and check it against the size of PREFIX.bin.
+    """Open PREFIX.idx, and check a sample of its entries and the size of PREFIX.bin.
 
     Raises:
-        UsageError: if a file is missing or damaged.
+        UsageError: if a file is missing, damaged or empty, or does not hold text.
     """
     prefix = prefix_of(prefix)
     bin_path, idx_path = Path(f"{prefix}.bin"), Path(f"{prefix}.idx")
@@ -133,7 +133,7 @@ def read_index(prefix: Path | str) -> Index:
         modes = array("i1", end, sequences)
         i = int((modes != 0).argmax())
         _check(modes[i] == 0, idx_path, end + i, f"mode {modes[i]} of sequence {i}", "0 (text)")
-    # The first sequence starts at byte 0, and every other one where the previous one ends.
+    # The first sequence starts at byte 0, and each later one where the previous one ends.
     starts = {0: 0} | {i + 1: _end_of(index, i) for i in _sample(sequences - 1)}
     for i, start in starts.items():
         found, expected = f"start {index.pointers[i]} of sequence {i}", f"{start} (no gap)"
@@ -154,7 +154,7 @@ def _check(ok: object, path: Path, byte: int, found: object, expected: object) -
     if not ok:
         raise UsageError(
             f"{path}: found {found} at byte {byte}, expected {expected}; copy both files again, or "
-            "rebuild them as text with --dataset-impl mmap"
+            "rebuild them from text with --dataset-impl mmap"
         )
 
 

@@ -1,7 +1,7 @@
 """nanoGPT's files: flat arrays of token IDs, uint16 or uint32, little-endian.
 
 A folder has train.bin, val.bin and, if jaxgpt wrote it, meta.json. A single .bin file has no
-separate file for validation. FILE.mask.bin next to FILE.bin is its loss mask, one byte per token:
+separate validation file. FILE.mask.bin next to FILE.bin is its loss mask, one byte per token:
 1 if the token counts as a target, 0 if not.
 """
 
@@ -21,7 +21,7 @@ def is_folder(path: Path) -> bool:
 
 
 def open_folder(path: Path) -> OpenSource:
-    """Open train.bin and val.bin; raise `UsageError` if either is missing or damaged."""
+    """Open train.bin and val.bin; raise `UsageError` if a file is missing or damaged."""
     meta = read_meta(path)
     return OpenSource({s: _open(path / f"{s}.bin", meta) for s in SPLITS}, meta=meta)
 
@@ -34,11 +34,11 @@ def is_file(path: Path) -> bool:
 def open_file(path: Path) -> OpenSource:
     """Open a single .bin file; raise `UsageError` if it is damaged.
 
-    Its dtype is in meta.json in the same folder, or else it is uint16.
+    The dtype is read from a meta.json in the same folder; without one, it is uint16.
     """
     meta = read_meta(path.parent)
     tokens = _open(path, meta)
-    meta.pop("fingerprint", None)  # the hash covers the whole folder
+    meta.pop("fingerprint", None)  # this hash covers both splits
     return OpenSource({"train": tokens}, meta=meta)
 
 
@@ -62,7 +62,7 @@ def _open(path: Path, meta: dict[str, Any]) -> Tokens:
 
 
 def _open_mask(path: Path, n_tokens: int, meta: dict[str, Any]) -> TokenFile | None:
-    """Open a token file's loss mask if meta.json lists it or, without a meta.json, if it exists."""
+    """Open a token file's loss mask if meta.json lists it or, without meta.json, if it exists."""
     mask = mask_path(path)
     if not (path.stem in meta.get("targets", {}) if meta else mask.is_file()):
         if mask.is_file():

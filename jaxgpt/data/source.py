@@ -16,7 +16,7 @@ SHAPE = {  # the shape of meta.json, for `read_json`
 
 
 class Document(NamedTuple):
-    """The document that a token belongs to. A field is None if it is unknown."""
+    """The document that contains a token. Unknown fields are None."""
 
     number: int | None = None
     start: int | None = None  # offset of its first token in the source
@@ -31,14 +31,14 @@ FindDocument = Callable[[int], Document]
 class OpenSource:
     """A source of tokens, as opened by a `Format`."""
 
-    # Either "train" and "val", or only "train"; its end is then reserved for validation.
+    # "train" and "val", or only "train" if its end is to be used for validation.
     tokens: dict[str, Tokens]
-    find_document: FindDocument | None = None  # None if no index lists the documents
+    find_document: FindDocument | None = None  # None without a document index
     meta: dict[str, Any] = field(default_factory=dict)  # contents of meta.json
 
 
 class Format(NamedTuple):
-    """A storage format for tokens. Both functions take a path as given in data.path."""
+    """A storage format for tokens. Both functions take a path, as in data.path."""
 
     recognise: Callable[[Path], bool]
     open: Callable[[Path], OpenSource]  # reads no tokens; raises UsageError for damaged files

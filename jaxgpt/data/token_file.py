@@ -1,8 +1,8 @@
 """Token IDs on disk, read on demand.
 
 Files are read with `pread` and not through a memory map, so that a process's memory does not grow
-with the amount of data read. A file that has been truncated raises an error with its name, whereas
-a memory map would kill the process with SIGBUS.
+with the amount of data read. If a file has been truncated, the error names it, whereas a memory map
+would kill the process with SIGBUS.
 """
 
 import functools
@@ -20,11 +20,11 @@ from jaxgpt.config import UsageError
 PAGE = 16384  # bytes
 # Number of pages of each split (64 MiB) that are hashed and checked, divided among the sources.
 SAMPLED_PAGES = 4096
-OTHER_FILES = 512  # number of files that a process may have open besides its data
+OTHER_FILES = 512  # open files to allow for in addition to the data
 
 
 def allow_open_files(count: int) -> None:
-    """Raise the process's limit on open files, usually 1024, so that `count` token files fit.
+    """Raise the process's limit on open files, which is often 1024, to allow `count` token files.
 
     Raises:
         UsageError: if the hard limit is too low.
@@ -42,7 +42,7 @@ class TokenFile:
     """A file that holds an array of token IDs. It is opened on first read and stays open."""
 
     def __init__(self, path: Path, dtype: np.dtype, size: int, header: int = 0):
-        """Describe a file of `size` little-endian tokens that start after `header` bytes."""
+        """Describe a file of `size` little-endian tokens after a header of `header` bytes."""
         self.path = path
         self.dtype = np.dtype(dtype).newbyteorder("<")
         self.size = size
@@ -81,7 +81,7 @@ class TokenFile:
 
 
 class Tokens:
-    """The token IDs of a file, or of a range in it, and their weights in the loss."""
+    """The token IDs of a file or a part of it, and their loss weights."""
 
     def __init__(
         self,
@@ -90,10 +90,10 @@ class Tokens:
         size: int | None = None,
         mask: TokenFile | None = None,
     ):
-        """Select `size` tokens from token `first` on; by default all up to the end of the file.
+        """Select `size` tokens that start at token `first`; by default, up to the end of the file.
 
-        The mask has one byte for each token of the file: 1 if the token counts as a target in the
-        loss, 0 if not. Without a mask, all tokens count.
+        The mask has one byte for each token of the file: 1 if the token counts toward the loss as a
+        target, 0 if not. Without a mask, all tokens count.
         """
         self.file = file
         self.mask = mask
@@ -102,7 +102,7 @@ class Tokens:
         self.size = file.size - first if size is None else size
 
     def part(self, first: int, end: int) -> "Tokens":
-        """Return the tokens from `first` up to but not including `end`, in the same open file."""
+        """Return tokens `first` to `end` - 1, which share this open file."""
         return Tokens(self.file, self.first + first, end - first, self.mask)
 
     def read(self, start: int, count: int) -> np.ndarray:
@@ -128,14 +128,14 @@ class Tokens:
             at = int(np.argmax(weights > 1))
             raise UsageError(
                 f"{self.mask.path}: byte {self.first + start + at} is {weights[at]}, but must be 1 "
-                "for a token that counts in the loss and 0 otherwise; prepare the data again"
+                "for a token that counts toward the loss and 0 otherwise; prepare the data again"
             )
         return weights
 
     def check_vocab_range(self, tokens: np.ndarray, start: int, vocab_size: int) -> None:
         """Raise `UsageError` unless all `tokens` are in the vocabulary.
 
-        The message names the offset of the wrong token: `start` is the offset of `tokens[0]`.
+        `start` is the offset of `tokens[0]`. The message gives the offset of the invalid token.
         """
         if 0 <= tokens.min() and tokens.max() < vocab_size:
             return
@@ -149,7 +149,7 @@ class Tokens:
     def sampled_pages(self, most: int) -> Iterator[tuple[int, np.ndarray]]:
         """Yield (offset of the first token, token IDs) for at most `most` evenly spaced pages.
 
-        They include the first and the last page.
+        The first and the last page are included. Raises `UsageError` if the file cannot be read.
         """
         per_page = PAGE // self.dtype.itemsize
         pages = -(-self.size // per_page)
@@ -161,7 +161,8 @@ class Tokens:
 def fingerprint(splits: Mapping[str, Tokens], vocab_size: int, most: int = SAMPLED_PAGES) -> str:
     """Return a hash of the vocabulary size, and of each split's size, dtype and sampled pages.
 
-    At most `most` pages of each split are hashed, together with their part of the loss mask.
+    At most `most` pages of each split are hashed, together with the loss mask of their tokens.
+    Raises `UsageError` if a file cannot be read or a mask holds a byte other than 0 or 1.
     """
     digest = hashlib.sha256(f"{vocab_size}".encode())
     for split, tokens in splits.items():

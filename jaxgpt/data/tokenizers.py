@@ -1,4 +1,4 @@
-"""Tokenizers: text to token IDs and back. A dataset's meta.json describes its tokenizer."""
+"""Tokenizers, which convert text to token IDs and back, and their description in meta.json."""
 
 import functools
 import hashlib
@@ -14,14 +14,14 @@ from jaxgpt.data.source import read_meta
 
 FILE = "tokenizer.json"
 END_OF_TEXT = "<|endoftext|>"
-# Tried in this order if no file names the end-of-text token. They are the names in GPT-2 and
-# GPT-NeoX, Llama 3, Llama 2 and Gemma.
+# Names to try, in this order, if no file names the end-of-text token. They are used by GPT-2 and
+# GPT-NeoX, Llama 3, Llama 2 and Gemma, respectively.
 _ENDS_OF_TEXT = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>")
 SHAPES = {  # the shape of `to_meta` for each type of tokenizer
     "char": {"characters": str},
     "huggingface": {"file": str, "sha256": str, "vocab_size": int, "end_of_text": int | None},
 }
-_CONTEXT = 128  # number of characters on each side of a split point that are encoded to verify it
+_CONTEXT = 128  # characters to encode on each side of a split point, to verify it
 # Tokenizers split this text in different ways; `same_tokens` uses it to compare two of them.
 _PROBE = "Hello, World! It's 1234567 %\n\n  def f(x):\treturn naïve  \u6f22\u5b57 \U0001f642\r\n"
 # The pre-tokenizers of GPT-2, GPT-4, Llama 3, Qwen and DeepSeek never join a letter or digit with a
@@ -30,7 +30,7 @@ _SPLIT_POINT = re.compile(r"[^\W_](?=[ \n])")
 
 
 class Tokenizer:
-    """Base class of all tokenizers. Subclasses define the methods that it does not implement."""
+    """Base class of all tokenizers. Subclasses define the methods that are not implemented here."""
 
     vocab_size: int
     end_of_text: int | None = None  # ID of the token between documents, if there is one
@@ -38,35 +38,37 @@ class Tokenizer:
     def encode(self, text: str) -> np.ndarray:
         """Return the token IDs of `text`: int64, shape (tokens,).
 
-        Names of special tokens are encoded as plain text.
+        Names of special tokens are encoded as plain text. Raises `UsageError` if a character is not
+        in the vocabulary.
         """
         raise NotImplementedError
 
     def encode_batch(self, texts: Sequence[str], parse_special: bool = False) -> list[np.ndarray]:
-        """Return the token IDs of each text, int64; encode in parallel if the tokenizer can.
+        """Return the token IDs of each text: int64, shape (tokens,).
 
-        With `parse_special`, the name of a special token is encoded as that token.
+        Tokenizers with special tokens encode in parallel. With `parse_special`, they encode the
+        name of a special token as that token.
         """
         return [self.encode(text) for text in texts]
 
     def decode(self, tokens: Iterable[int]) -> str:
-        """Return the text of some token IDs."""
+        """Return the text of a sequence of token IDs."""
         raise NotImplementedError
 
     def count_bytes(self, tokens: np.ndarray) -> int:
-        """Return the number of UTF-8 bytes in the tokens' text, without end-of-text tokens."""
+        """Return the number of UTF-8 bytes in the text of `tokens`, without end-of-text tokens."""
         raise NotImplementedError
 
     def split_point(self, text: str) -> int:
-        """Return the last position where splitting `text` changes no token; 0 if none is found."""
+        """Return the last position where `text` can be split without changing its tokens, or 0."""
         return len(text)
 
     def to_meta(self) -> dict[str, Any]:
-        """Return a JSON description that `tokenizer_from_meta` turns back into the tokenizer."""
+        """Return a JSON description of the tokenizer, for `tokenizer_from_meta`."""
         raise NotImplementedError
 
     def save(self, directory: Path) -> None:
-        """Write the files that the JSON description refers to."""
+        """Write the files that the JSON description refers to into `directory`."""
 
 
 class CharTokenizer(Tokenizer):
@@ -100,7 +102,7 @@ class CharTokenizer(Tokenizer):
 
 
 class ByteTokenizer(Tokenizer):
-    """Tokenizer with one token per byte of UTF-8. Byte 0, unused in text, separates documents."""
+    """Tokenizer with one token per byte of UTF-8. Byte 0 is the token between documents."""
 
     vocab_size = 256
     end_of_text = 0
@@ -120,7 +122,7 @@ class ByteTokenizer(Tokenizer):
 
 
 class HFTokenizer(Tokenizer):
-    """A tokenizer.json, which Hugging Face's `tokenizers` package parses on first use."""
+    """Tokenizer from a tokenizer.json, which the `tokenizers` package parses on first use."""
 
     def __init__(self, content: bytes, vocab_size: int, end_of_text: int | None):
         self.vocab_size = vocab_size
@@ -139,7 +141,7 @@ class HFTokenizer(Tokenizer):
         return tuple(marks.ids[:start]), tuple(marks.ids[stop:])
 
     def vocabulary(self) -> dict[str, int]:
-        """Return the mapping from token names to IDs."""
+        """Return the vocabulary as a mapping from tokens to IDs."""
         return _parse(self._content).get_vocab(with_added_tokens=True)
 
     def encode_batch(self, texts: Sequence[str], parse_special: bool = False) -> list[np.ndarray]:
@@ -169,7 +171,7 @@ class HFTokenizer(Tokenizer):
             return 0
         at = places[-1]
         before, after = text[max(0, at - _CONTEXT) : at], text[at : at + _CONTEXT]
-        # The tokens differ for tokenizers that add a prefix to each text.
+        # A tokenizer that adds a prefix to each text produces different tokens here.
         parts = np.concatenate([self.encode(before), self.encode(after)])
         return at if np.array_equal(parts, self.encode(before + after)) else 0
 
@@ -192,7 +194,8 @@ class HFTokenizer(Tokenizer):
 def same_tokens(one: Tokenizer, other: Tokenizer) -> bool:
     """Return whether two tokenizers produce the same tokens, even if their files differ.
 
-    Files that differ are compared by their vocabularies and by the tokens of a test text.
+    If two tokenizer.json files differ, their vocabularies and their tokens of a test text are
+    compared.
     """
     if one.to_meta() == other.to_meta():
         return True
@@ -203,7 +206,7 @@ def same_tokens(one: Tokenizer, other: Tokenizer) -> bool:
 
 
 def tokenizer_from_meta(meta: dict[str, Any], directory: Path) -> Tokenizer:
-    """Return the tokenizer that `to_meta` described and `save` wrote into `directory`.
+    """Return the tokenizer that `to_meta` described and `save` wrote to `directory`.
 
     Raises:
         UsageError: if the description is invalid, or its file is missing or has changed.
@@ -235,7 +238,7 @@ def tokenizer_from_meta(meta: dict[str, Any], directory: Path) -> Tokenizer:
 
 
 def load_tokenizer(path: Path | str, end_of_text: str | None = None) -> Tokenizer:
-    """Return the tokenizer that a user names.
+    """Load the tokenizer at a path given by the user.
 
     Args:
         path: `byte`; the folder of a prepared dataset; a tokenizer.json or a folder that contains
@@ -244,7 +247,8 @@ def load_tokenizer(path: Path | str, end_of_text: str | None = None) -> Tokenize
             tokenizer_config.json in the same folder, or else a common name for this token.
 
     Raises:
-        UsageError: if there is no valid tokenizer at `path`, or it has no token `end_of_text`.
+        UsageError: if there is no valid tokenizer at `path`, it has no token `end_of_text`, or the
+            `tokenizers` package is needed but not installed.
     """
     path = Path(path)
     if str(path) == "byte":
@@ -310,7 +314,7 @@ def _parse(content: bytes):
 
 def continue_prompt(tokenizer: Tokenizer, prompt: str, tokens: Sequence[int]) -> str:
     """Return a prompt followed by the text of the tokens that continue it."""
-    # Decode both together, because some decoders drop the space before the first token.
+    # Decode them together, because some decoders drop the space before the first token.
     before = tokenizer.encode(prompt).tolist()
     start, whole = tokenizer.decode(before), tokenizer.decode([*before, *tokens])
     if not before or not whole.startswith(start):

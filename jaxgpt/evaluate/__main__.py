@@ -1,8 +1,8 @@
-"""Evaluate a trained model on a full split of a data set.
+"""Evaluate a trained model on a full split of a dataset.
 
 `python -m jaxgpt.evaluate --run DIR` predicts every token of the validation split once and prints
 nats per token, perplexity and bits per byte. If the data has a loss mask, only tokens with a weight
-above 0 count. Settings such as data.path=DIR select data other than the run's.
+above 0 count. To evaluate on other data than the run's, add settings such as data.path=DIR.
 
 `python -m jaxgpt.evaluate lm-eval --model jaxgpt --model_args run=DIR --tasks ...` runs
 EleutherAI's lm_eval with all its options.
@@ -41,19 +41,19 @@ def parser() -> CommandParser:
     step = whole_number(least=0)
     out.add_argument("--step", type=step, metavar="N", help="checkpoint; default the newest")
     out.add_argument("--split", choices=SPLITS, default="val", help="split to use; default val")
-    out.add_argument("--dataset", metavar="NAME", help="a prepared data set; default the run's")
+    out.add_argument("--dataset", metavar="NAME", help="a prepared dataset; default the run's")
     out.add_argument(
         "--stride", type=number, metavar="N",
-        help="tokens between the starts of rows; default --block-size; less gives more context",
+        help="distance between row starts; default --block-size; a smaller N gives more context",
     )  # fmt: skip
-    about = "tokens per row, and the longest context; default model.block_size"
+    about = "tokens per row, and thus the longest context; default model.block_size"
     out.add_argument("--block-size", type=whole_number(bits=31), metavar="N", help=about)
     about = "rows to score at once; does not change the result; default 16"
     out.add_argument("--batch", type=whole_number(bits=20), default=16, metavar="N", help=about)
-    out.add_argument("--mesh", default="1,-1,1", help="mesh to load the model on")
+    out.add_argument("--mesh", default="1,-1,1", help="mesh to run the model on")
     out.add_argument("--dtype", choices=DTYPES, help="dtype of the computation; default the run's")
     out.add_argument("--json", action="store_true", help="print one line of JSON")
-    out.epilog = "Data settings (data.KEY=VALUE) are the same as in jaxgpt.train."
+    out.epilog = "Data settings (data.KEY=VALUE) are the same as for jaxgpt.train."
     return out
 
 
@@ -76,7 +76,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def run_lm_eval(argv: list[str]) -> None:
-    """Run EleutherAI's lm_eval with jaxgpt as a model; `UsageError` if it is not installed."""
+    """Run EleutherAI's lm_eval with jaxgpt models; raise `UsageError` if it is not installed."""
     try:
         import lm_eval  # noqa: F401
     except ImportError:
@@ -94,7 +94,7 @@ def evaluate(
 ) -> dict[str, Any]:
     """Return the record that --json prints. All processes must call this.
 
-    Raises `UsageError` if the run, the checkpoint or the data cannot be used.
+    Raises `UsageError` if the checkpoint, the mesh, the data or an option cannot be used.
     """
     trained = cluster.run_on_all(
         find_trained, folder, arguments.step, arguments.mesh, arguments.dtype, settings,
@@ -137,7 +137,7 @@ def loss_record(model: Model, split: Split, losses: dict[str, Loss]) -> dict[str
 
 
 def as_table(record: dict[str, Any]) -> str:
-    """Format a `loss_record` as a headline and a table."""
+    """Format a `loss_record` as a heading and a table."""
     lines = [
         f"{record['run']}, step {record['step']}: split {record['split']}, rows of "
         f"{record['block_size']} tokens, {record['stride']} apart",

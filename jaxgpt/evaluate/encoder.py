@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from jaxgpt.convert.safetensors import read_json
 from jaxgpt.data.tokenizers import HFTokenizer, Tokenizer
 
-# Tokenizer settings saved with weights from transformers. The first file takes precedence.
+# Tokenizer settings that transformers saves with weights. The first file takes precedence.
 SETTINGS = ("tokenizer_config.json", "special_tokens_map.json")
 
 
@@ -16,12 +16,12 @@ class Encoder(NamedTuple):
 
     tokenizer: Tokenizer
     prefix: int
-    """ID of the token before a text without context: BOS, EOS, end of text or 0, in this order."""
+    """ID of the token before a text without context: BOS, else EOS, else end-of-text, else 0."""
     before: tuple[int, ...] = ()
     after: tuple[int, ...] = ()
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Return the token IDs of a text."""
+        """Return the token IDs of a text, by default with the special tokens around it."""
         tokens = self.tokenizer.encode(text).tolist()
         return [*self.before, *tokens, *self.after] if add_special_tokens else tokens
 
@@ -29,9 +29,10 @@ class Encoder(NamedTuple):
 def encoder_of(folder: Path, tokenizer: Tokenizer) -> Encoder:
     """Return the encoder for the weights in a folder.
 
-    For weights from transformers, texts are encoded as transformers 5 does by default. If the
-    tokenizer settings contain add_bos_token or add_eos_token, these decide whether BOS and EOS are
-    added. Otherwise, tokenizer.json decides. For other weights, no special tokens are added.
+    For weights from transformers, the encoder works like transformers 5 with its default settings.
+    If the tokenizer settings contain add_bos_token or add_eos_token, these determine whether BOS
+    and EOS are added. Otherwise, tokenizer.json determines the special tokens. For other weights,
+    no special tokens are added.
     """
     end = tokenizer.end_of_text
     plain = Encoder(tokenizer, end or 0)
@@ -46,7 +47,7 @@ def encoder_of(folder: Path, tokenizer: Tokenizer) -> Encoder:
 
 
 def _token(given: Any, tokenizer: HFTokenizer) -> int | None:
-    """Return the ID of a token, given as its name or as an object with its name."""
+    """Return the ID of a token, given by name or in a dictionary; None if it is unknown."""
     name = given.get("content") if isinstance(given, dict) else given
     return tokenizer.vocabulary().get(name) if isinstance(name, str) else None
 
@@ -54,7 +55,7 @@ def _token(given: Any, tokenizer: HFTokenizer) -> int | None:
 def _added(
     settings: Mapping[str, Any], tokenizer: HFTokenizer, bos: int | None, eos: int | None
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the IDs of the tokens that are added before and after every text."""
+    """Return the IDs of the special tokens before and after every text."""
     flags = {"add_bos_token": bos, "add_eos_token": eos}
     if not flags.keys() & settings.keys():
         return tokenizer.tokens_around()

@@ -1,4 +1,4 @@
-"""jaxgpt models in EleutherAI's lm_eval. Importing this file registers the model `jaxgpt`."""
+"""The model `jaxgpt` for EleutherAI's lm_eval. Importing this file registers it."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -15,7 +15,7 @@ from jaxgpt.evaluate.encoder import encoder_of
 from jaxgpt.evaluate.model import Model, Pair, find_trained, log_likelihoods, run_folder
 
 DEFAULT_BATCH = 16
-GENERATED_AT_ONCE = 32  # tokens between two checks for the end of the text
+GENERATED_AT_ONCE = 32  # tokens to generate between checks for the end of the text
 SUPPORTED = {"until", "max_gen_toks", "do_sample", "temperature", "top_k"}
 NEUTRAL = {"top_p": (None, 1), "num_beams": (None, 1), "min_p": (None, 0)}  # values without effect
 
@@ -48,13 +48,14 @@ class JaxGPT(TemplateLM):
             run: the run directory, or hf:FOLDER for a transformers model.
             step: checkpoint to load; default the newest.
             mesh: sizes of the data, fsdp and tensor axes.
-            dtype: of the computation, float32 or bfloat16; default the run's.
+            dtype: dtype of the computation, float32 or bfloat16; default the run's.
             max_length: longest context in tokens; default the model's.
-            batch_size: rows to score at once; `auto` means 16.
+            batch_size: number of rows to score at once; `auto` means 16.
             max_batch_size, device: accepted because lm_eval passes them to every model, but unused.
-            others: any other argument is an error.
+            others: must be empty; used to report unknown arguments.
 
-        Raises `UsageError` for invalid arguments, a run without a tokenizer, or several processes.
+        Raises `UsageError` for invalid arguments, a missing or damaged checkpoint, a run without a
+        tokenizer, or more than one process.
         """
         super().__init__()
         del max_batch_size, device
@@ -88,12 +89,12 @@ class JaxGPT(TemplateLM):
 
     @property
     def eot_token_id(self) -> int:
-        """ID of the token that ends a document; 0 if there is none."""
+        """ID of the end-of-text token, or 0 without one."""
         return self._encoder.tokenizer.end_of_text or 0
 
     @property
     def prefix_token_id(self) -> int:
-        """ID of the token that precedes a text without context."""
+        """ID of the token to put before a text without context."""
         return self._encoder.prefix
 
     @property
@@ -104,7 +105,7 @@ class JaxGPT(TemplateLM):
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **kwargs: Any
     ) -> list[int]:
-        """Return the token IDs of a text, with special tokens unless add_special_tokens=False."""
+        """Return the token IDs of a text, with special tokens unless `add_special_tokens=False`."""
         return self._encoder.encode(string, add_special_tokens is not False)
 
     def _loglikelihood_tokens(
@@ -116,7 +117,7 @@ class JaxGPT(TemplateLM):
                     f"lm_eval: {str(text)[:80]!r} has {len(continuation)} tokens to predict, more "
                     f"than model.block_size={self.max_length}"
                 )
-        before = [self.prefix_token_id]  # replaces a context that has no tokens
+        before = [self.prefix_token_id]  # replaces an empty context
         pairs = [Pair(context or before, continuation) for _, context, continuation in requests]
         answers = [tuple(found) for found in log_likelihoods(self._model, pairs)]
         for (text, *_), answer in zip(requests, answers, strict=True):
@@ -127,7 +128,7 @@ class JaxGPT(TemplateLM):
     def loglikelihood_rolling(
         self, requests: list[Instance], disable_tqdm: bool = False
     ) -> list[float]:
-        """Return the log-likelihood of each text in nats, predicting each of its tokens once."""
+        """Return the log-likelihood of each text in nats. Each of its tokens is predicted once."""
         windows = [self._windows(request.args[0]) for request in requests]
         flat = [(None, *pair) for pairs in windows for pair in pairs]
         scored = iter(self._loglikelihood_tokens(flat) if flat else [])
@@ -147,7 +148,10 @@ class JaxGPT(TemplateLM):
         return [Pair(*make_disjoint_window(window)) for window in found]
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """Generate text after each context, up to the first stop sequence."""
+        """Return the generated continuation of each context, up to the first stop sequence.
+
+        Raises `UsageError` for generation options that are not supported.
+        """
         out = []
         for request in requests:
             context, options = request.args

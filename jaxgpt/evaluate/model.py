@@ -1,4 +1,4 @@
-"""Trained models: finding a checkpoint before JAX starts, then loading and running the model."""
+"""Trained models: find a checkpoint before JAX starts, then load and run the model."""
 
 import contextlib
 import itertools
@@ -32,9 +32,9 @@ if TYPE_CHECKING:
 
     from jaxgpt.parallel.sharding import Params
 
-MAX_LOGITS = 2**27  # approximate number of logits in each device's memory at a time: 0.5 GB
+MAX_LOGITS = 2**27  # approximate maximum number of logits on each device: 0.5 GiB
 LEAST_LENGTH = 64  # tokens; shorter rows are padded, because each length needs a compilation
-IN_FLIGHT = 2  # batches that the devices compute while the host reads results
+IN_FLIGHT = 2  # batches to compute on the devices while the host reads results
 
 
 @dataclass(frozen=True)
@@ -43,16 +43,16 @@ class Trained:
 
     where: str  # run directory
     step: int
-    config: Config  # of the run, with the evaluation's mesh and without dropout
+    config: Config  # the run's configuration, with the evaluation's mesh and without dropout
     tokenizer: Tokenizer | None
-    block_size: int  # T in the evaluation, at most the model's
+    block_size: int  # length T of the longest row to evaluate, at most the model's
     data: Literal["own", "given", "none"]
-    """Data in `config`: the run's, from the command line, or none (weights without a run)."""
+    """Origin of the data in `config`: the run, the command line, or none for imported weights."""
 
 
 @contextlib.contextmanager
 def run_folder(where: str, cluster: ProcessGroup) -> Iterator[Path]:
-    """Yield a run directory: for hf:FOLDER, a temporary one with the converted weights.
+    """Yield a run directory. For hf:FOLDER, it is temporary and holds the converted weights.
 
     All processes must call this. The first process of each host converts the weights. Raises
     `UsageError` if the transformers folder cannot be converted.
@@ -88,19 +88,19 @@ def find_trained(
 
     Args:
         where: run directory.
-        step: of the checkpoint; None takes the newest.
+        step: step of the checkpoint; None selects the newest.
         mesh: value of `parallel.mesh` for the evaluation.
-        dtype: of the computation; None takes the run's.
+        dtype: dtype of the computation; None uses the run's.
         settings: data settings, "data.KEY=VALUE", that replace the run's.
-        block_size: length T of the longest row; None takes the model's.
+        block_size: length T of the longest row; None uses the model's.
 
-    Raises `UsageError` if there is no such checkpoint, the mesh does not fit the model, a setting
-    is not a data setting, or block_size is larger than the model's.
+    Raises `UsageError` if there is no such checkpoint, its metadata is damaged, the mesh does not
+    fit the model, a setting is not a valid data setting, or block_size is larger than the model's.
     """
     step = choose_checkpoint(where, step)
     meta = read_meta(where, step)
     config = override_data(config_from_dict(meta["config"], str(where)), settings)
-    # Use any attention kernel that runs here, because the devices may differ from the training's.
+    # Use any attention kernel that runs here, because training may have used other devices.
     config = config.replace(
         parallel__mesh=mesh, model__attention="auto", model__dropout=0.0,
         train__gradient_accumulation_steps=1, train__dtype=dtype or config.train.dtype,
@@ -122,14 +122,14 @@ class Rows(NamedTuple):
 
     size: int  # number of rows
     length: int  # T; a row has up to T+1 tokens
-    read: Callable[[int], np.ndarray]  # index of a row -> its token IDs
+    read: Callable[[int], np.ndarray]  # row index -> token IDs of the row
 
 
 class Model:
     """A model on a mesh. All processes must call its methods with the same arguments."""
 
     def __init__(self, trained: Trained, batch_size: int, cluster: ProcessGroup):
-        """Start JAX and load the parameters.
+        """Initialise JAX and load the parameters.
 
         `batch_size` is the number of rows to score at once. It is rounded up to a multiple of the
         number of devices that split the batch. Raises `UsageError` if the mesh does not fit the
@@ -166,22 +166,24 @@ class Model:
     def row_length(self, n: int) -> int:
         """Return the padded length for a row of n inputs.
 
-        Lengths are powers of 2 to limit the number of compilations. They are rounded up to a
-        multiple of the number of devices that split a sequence or the heads, and are at most T.
+        Lengths are powers of 2, from `LEAST_LENGTH` up, to limit the number of compilations. They
+        are rounded up to a multiple of the number of devices that split a sequence or its heads,
+        and are at most T.
         """
         length = max(LEAST_LENGTH, 2 ** (n - 1).bit_length()) if n else LEAST_LENGTH
         n_parts = self.mesh_shape.split_of("splits_sequence", "splits_heads")
         return min(self.block_size, _round_up(length, n_parts))
 
     def score(self, rows: Rows, with_likeliest: bool = False) -> Iterator[tuple[np.ndarray, ...]]:
-        """Yield the losses of each row in nats and, with `with_likeliest`, the most likely tokens.
+        """Yield (losses,) for each row or, with `with_likeliest`, (losses, most likely tokens).
 
-        Both have the shape (T,), for all tokens except the first. Past the end of a row, losses are
-        0. On a CPU with GPT-2's vocabulary, `with_likeliest` takes 28 % more time (JAX 0.10.2,
+        Losses are float32 in nats, and tokens are int32 IDs. Both have the shape (T,), where T is
+        `rows.length`, and element i is for token i + 1 of the row. Losses after the end of a row
+        are 0. With GPT-2's vocabulary on a CPU, `with_likeliest` takes 28% more time (JAX 0.10.2,
         2026-11).
         """
         in_flight: deque[tuple[int, Any]] = deque()
-        show = None if self._cluster.is_main else True  # None: only show progress on a terminal
+        show = None if self._cluster.is_main else True  # None shows progress only on a terminal
         score = self._compile_scorer(rows.length, with_likeliest)
         with tqdm(total=rows.size, unit=" rows", leave=False, disable=show) as progress:
             for first in itertools.count(0, self.batch_size):
@@ -197,7 +199,7 @@ class Model:
                 progress.update(size)
 
     def _compile_scorer(self, length: int, with_likeliest: bool) -> Callable[..., Any]:
-        """Compile `eval_tokens` for rows of a length; wait until all processes have compiled it."""
+        """Compile `eval_tokens` for rows of one length; wait until all processes have done so."""
         import jax
 
         key = length, with_likeliest
@@ -215,9 +217,9 @@ class Model:
         return self._scorers[key]
 
     def _batch(self, rows: Rows, first: int) -> "jax.Array":
-        """Return a batch of rows from `first` on, padded with `NO_TOKEN`: int32 (batch_size, T+1).
+        """Return a batch of rows, starting with row `first`: int32 (batch_size, T+1).
 
-        Each process reads only the rows that its devices need.
+        Missing tokens are `NO_TOKEN`. Each process reads only the rows that its devices need.
         """
         from jaxgpt.data.batch import NO_TOKEN
 
@@ -244,8 +246,8 @@ class Model:
 
         Args:
             tokens: IDs of the prompt, at least one. Only the last `block_size` are used.
-            temperature: of sampling; 0 always takes the most likely token.
-            top_k: sample only from this number of most likely tokens; None samples from all.
+            temperature: sampling temperature; 0 always takes the most likely token.
+            top_k: sample only from the `top_k` most likely tokens; None samples from all.
             seed: random seed.
         """
         import jax
@@ -278,12 +280,13 @@ class LogLikelihood(NamedTuple):
     """Log-likelihood of a text given its context."""
 
     nats: float
-    is_greedy: bool  # whether greedy decoding would generate the text
+    is_greedy: bool  # whether greedy decoding would generate this text
 
 
 def log_likelihoods(model: Model, pairs: Sequence[Pair]) -> list[LogLikelihood]:
-    """Return the log-likelihood of each continuation, of at most `model.block_size` tokens.
+    """Return the log-likelihood of each continuation.
 
+    A context must have at least one token, and a continuation at most `model.block_size` tokens.
     Contexts that are too long are truncated on the left. All processes must call this.
     """
     rows = [(p.context + p.continuation)[-(model.block_size + 1) :] for p in pairs]

@@ -1,4 +1,4 @@
-"""Loss on a full split, which predicts every token of a source except the first exactly once.
+"""Loss on a full split: every token of a source, except the first, is predicted exactly once.
 
 If the data has a loss mask, the loss and the numbers of tokens and bytes include only tokens with a
 weight above 0.
@@ -26,15 +26,15 @@ CHUNK_TOKENS = 2**20  # tokens to read and check at a time
 
 @dataclass(frozen=True)
 class Loss:
-    """The total loss of a number of tokens."""
+    """The total loss over a set of tokens."""
 
-    nats: float  # sum of -log p
+    nats: float  # sum of -ln p over the tokens
     n_tokens: int
     n_bytes: int | None  # size of the tokens' UTF-8 text; None without a tokenizer
 
     @property
     def mean(self) -> float:
-        """The loss in nats per token; NaN if there are no tokens."""
+        """The mean loss in nats per token; NaN without tokens."""
         return self.nats / self.n_tokens if self.n_tokens else math.nan
 
     @property
@@ -46,7 +46,7 @@ class Loss:
     def bits_per_byte(self) -> float | None:
         """The loss in bits per byte of text (arXiv 2101.00027, section 3.1).
 
-        It can be compared across tokenizers. None without a tokenizer or if there are no bytes.
+        It can be compared across tokenizers. It is None without a tokenizer or without bytes.
         """
         return self.nats / math.log(2) / self.n_bytes if self.n_bytes else None
 
@@ -83,25 +83,26 @@ class Windows:
 
 @dataclass(frozen=True)
 class Split:
-    """An open split of a data set, and its division into rows."""
+    """An opened split of a dataset, and its division into rows."""
 
     dataset: Dataset
     name: str
-    trained: Trained  # its config has this data's end-of-document token, for data.document_mask
+    trained: Trained  # its config has the end-of-text token of this data, for data.document_mask
     tokenizer: Tokenizer | None
     windows: tuple[Windows, ...]  # one for each source
     warnings: tuple[str, ...] = ()
 
     @property
     def texts(self) -> list[Tokens]:
-        """The tokens of each source."""
+        """The tokens of each source in this split."""
         return [source.tokens[self.name] for source in self.dataset.sources]
 
     def count_bytes(self) -> list[int | None]:
-        """Return the number of bytes in the predicted tokens of each source.
+        """Return the number of UTF-8 bytes in the predicted tokens of each source.
 
-        The number is None if the tokenizer is unknown. All tokens are read and checked. Raises
-        `UsageError` if a token is not in the vocabulary of the model or of the tokenizer.
+        Only tokens that count toward the loss are included. The number is None if the tokenizer is
+        unknown. All tokens are read and checked. Raises `UsageError` if a file cannot be read, or a
+        token is not in the vocabulary of the model or of the tokenizer.
         """
         return [self._count_bytes(text) for text in self.texts]
 
@@ -119,7 +120,7 @@ class Split:
         return total - self.tokenizer.count_bytes(first)
 
     def check_tokenizer_range(self, tokens: np.ndarray) -> None:
-        """Raise `UsageError` for a token that is not in the tokenizer's vocabulary."""
+        """Raise `UsageError` if a token is not in the tokenizer's vocabulary."""
         if tokens.max() >= self.tokenizer.vocab_size:
             raise UsageError(
                 f"{self.dataset.sources[0].entry.key}: contains token {tokens.max()}, but the "
@@ -143,8 +144,8 @@ def open_split(trained: Trained, name: str, stride: int | None = None) -> Split:
     """Open a split of the data in `trained.config`.
 
     `stride` is the number of tokens between the starts of rows; None means `trained.block_size`.
-    Raises `UsageError` if there is no such data, its tokenizer differs from the model's, or the
-    stride is larger than a row.
+    Raises `UsageError` if the data is missing or damaged, its tokenizer differs from the model's
+    without data.accept_changes, or the stride is larger than a row.
     """
     config, T = trained.config, trained.block_size
     if stride is not None and stride > T:
@@ -166,9 +167,10 @@ def open_split(trained: Trained, name: str, stride: int | None = None) -> Split:
 
 
 def _compare_tokenizers(trained: Trained, dataset: Dataset) -> tuple[str, ...]:
-    """Raise `UsageError` if the tokenizers of data and model differ; return warnings.
+    """Raise `UsageError` if the tokenizers of the data and the model differ; return warnings.
 
-    A warning is returned if one of the tokenizers is unknown, or data.accept_changes is set.
+    If data.accept_changes is set, different tokenizers only cause a warning. An unknown tokenizer
+    also causes a warning, unless the data is the run's own.
     """
     source, ours, theirs = dataset.sources[0].entry, trained.tokenizer, dataset.tokenizer
     if theirs is None or ours is None:
@@ -196,7 +198,7 @@ def _describe(tokenizer: Tokenizer) -> str:
 def read_chunks(text: Tokens, end_of_text: int | None) -> Iterator[tuple[int, np.ndarray]]:
     """Yield (index of the first token, token IDs) of chunks of at most `CHUNK_TOKENS` tokens.
 
-    Chunks end at the end of a document where possible, because some tokenizers can only decode
+    If possible, a chunk ends where a document ends, because some tokenizers can only decode
     complete texts.
     """
     first = 0
@@ -211,14 +213,14 @@ def read_chunks(text: Tokens, end_of_text: int | None) -> Iterator[tuple[int, np
 
 
 def _counted(text: Tokens, first: int, values: np.ndarray) -> np.ndarray:
-    """Return the values whose tokens count in the loss; `values` start at token `first`."""
+    """Return the values whose tokens count toward the loss; `values` start at token `first`."""
     return values if text.mask is None else values[text.read_weights(first, values.size) > 0]
 
 
 def corpus_losses(model: Model, split: Split, n_bytes: list[int | None]) -> dict[str, Loss]:
     """Return the loss of each corpus, summed in float64 on the host.
 
-    Losses are summed in the order of the text, for any batch size and mesh. `n_bytes` is the result
+    For any batch size and mesh, losses are summed in the order of the text. `n_bytes` is the result
     of `Split.count_bytes`. All processes must call this.
     """
     scores = model.score(split.rows())
@@ -238,6 +240,6 @@ def corpus_losses(model: Model, split: Split, n_bytes: list[int | None]) -> dict
 
 
 def sum_losses(losses: list[Loss]) -> Loss:
-    """Return the total of one or more losses."""
+    """Return the sum of one or more losses."""
     first, *others = losses
     return sum(others, start=first)

@@ -1,4 +1,4 @@
-"""Tokenize prompts with their answers, and build loss masks that count only the answers."""
+"""Tokenization of prompts and answers, with loss masks that select the answers."""
 
 import itertools
 from collections.abc import Iterator, Sequence
@@ -12,11 +12,12 @@ from jaxgpt.data.tokenizers import Tokenizer
 def encode_answers(
     documents: Sequence[LineDocument], tokenizer: Tokenizer
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yield the token IDs of each document, and their weights: uint8, 1 for tokens of answers.
+    """Yield (token IDs, loss weights) of each document: int64 and uint8, shape (tokens,).
 
-    A prompt is tokenized as if it were alone, because at inference the model sees only the prompt.
-    The tokens are those of the whole text, unless a token would cross the start or end of an
-    answer. In this case, the text is split there before it is tokenized.
+    The weight is 1 for the tokens of answers and 0 for all others. A prompt is tokenized
+    separately, because at inference the model sees only the prompt. The tokens are the same as for
+    the whole text, unless a token would cross the start or end of an answer. In that case, the text
+    is split there before it is tokenized. `has_special` must be the same for all documents.
     """
     cuts = [_cuts(document) for document in documents]
     has_special = documents[0].has_special
@@ -33,14 +34,14 @@ def encode_answers(
 
 
 def _cuts(document: LineDocument) -> list[int]:
-    """Return the end positions of the parts of a text: the answers and the text between them."""
+    """Return the end of each part of a text: the answers, and the text between them."""
     return sorted({*itertools.chain(*document.answers), len(document.text)} - {0})
 
 
 def _parts(
     document: LineDocument, ends: list[int], encoded: list[np.ndarray], tokenizer: Tokenizer
 ) -> list[np.ndarray]:
-    """Return the token IDs of each part, given those of the text up to each part's end."""
+    """Return the token IDs of each part; `encoded` holds the IDs of the text up to each end."""
     out, start, cut, before = [], 0, 0, np.empty(0, np.int64)
     for end, ids in zip(ends, encoded, strict=True):
         if start:

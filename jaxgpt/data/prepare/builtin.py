@@ -23,14 +23,15 @@ SHAKESPEARE_URL = (
 SHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
 DOWNLOAD_TIMEOUT = 20  # seconds
 
-# Folders to leave out of the standard library. Tests are half of the library, and repetitive.
+# Folders of the standard library to leave out. Tests are half of it, and are repetitive.
 _NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idlelib", "__pycache__"}
 
 
 def prepare_shakespeare_char(directory: Path, input_file: Path | None) -> list[str]:
-    """Prepare Tiny Shakespeare by characters, as nanoGPT does; return the lines that it prints.
+    """Prepare character-level Tiny Shakespeare; return the lines that nanoGPT prints for it.
 
-    The text is downloaded if `input_file` is None. Raises `UsageError` if that fails.
+    The text is downloaded if `input_file` is None. Raises `UsageError` if the text cannot be
+    downloaded or read, or is too short.
     """
     # Imported here, because a training run needs only `prepare_python` from this file.
     from jaxgpt.data.prepare.text import Corpus, write_nanogpt
@@ -59,21 +60,25 @@ def prepare_text(
     megatron: bool = False,
     end_of_text: str | None = None,
 ) -> list[str]:
-    """Prepare UTF-8 text files or JSON lines; return lines that describe what was written.
+    """Prepare UTF-8 text files or JSON lines; return lines that describe the dataset.
 
     For text files, the last `val_share` of the characters is used for validation, as in nanoGPT.
     For JSON lines, validation uses a share of the documents, chosen by a hash of their text.
 
     Args:
+        directory: folder to write the dataset to.
+        inputs: files, or folders that contain them.
         tokenizer: `char`, or a tokenizer for `load_tokenizer`.
-        json_key: the keys of the text in JSON lines; see `LineFormat.key`.
-        chat_template: a file with a chat template; the default is the tokenizer's own template.
-        val_share: by default 0.1 for text files and 0.01 for JSON lines.
+        json_key: keys of the text in JSON lines; see `LineFormat.key`.
+        chat_template: file with a chat template; the default is the tokenizer's own template.
+        val_share: share of the data for validation; default 0.1 for text files and 0.01 for JSON
+            lines. Data for Megatron is not split.
         megatron: write NAME_KEY_document.bin and .idx instead of train.bin and val.bin.
-        end_of_text: the name of the token between documents, for `load_tokenizer`.
+        end_of_text: name of the token between documents, for `load_tokenizer`.
 
     Raises:
         UsageError: if an option or the input is invalid.
+        OSError: if `directory` cannot be written.
     """
     from jaxgpt.data.prepare.json_lines import LineFormat
     from jaxgpt.data.prepare.text import Corpus, input_files, write_megatron, write_nanogpt
@@ -89,7 +94,7 @@ def prepare_text(
         if encoder is None or isinstance(encoder, CharTokenizer):
             raise UsageError(
                 f"--tokenizer {tokenizer}: --format megatron cannot store a character vocabulary; "
-                "give byte or a tokenizer.json"
+                "use byte or a tokenizer.json"
             )
         key = (is_json and json_key) or "text"
         prefix = directory / f"{directory.name}_{key}_document"
@@ -107,7 +112,7 @@ def prepare_text(
         encoder, counts = write_nanogpt(corpus, directory, encoder, source)
         said = _summary(encoder, counts)
         said += [
-            f"{split} has {counts[f'{split} targets']:,} targets that count in the loss"
+            f"{split} has {counts[f'{split} targets']:,} targets that count toward the loss"
             for split in SPLITS
             if f"{split} targets" in counts
         ]
@@ -117,10 +122,11 @@ def prepare_text(
 
 
 def prepare_python(directory: Path) -> list[str]:
-    """Prepare the source of Python's standard library as bytes, which needs no download.
+    """Prepare the source code of Python's standard library, with one token per byte.
 
-    Files are ordered by a hash of their paths, so that the last tenth, which is used for
-    validation, resembles the rest. Raises `UsageError` if there are no source files.
+    This needs no download. Files are ordered by a hash of their paths, so that the last tenth,
+    which is used for validation, resembles the rest. Returns lines that describe the dataset.
+    Raises `UsageError` if there are no source files.
     """
     library = Path(sysconfig.get_paths()["stdlib"])
     files = [
@@ -158,7 +164,7 @@ def _download_shakespeare() -> bytes:
             raise OSError(f"its SHA-256 is {found}, not {SHAKESPEARE_SHA256}")
     except OSError as error:
         raise UsageError(
-            f"cannot download Tiny Shakespeare ({in_words(error)}); get {SHAKESPEARE_URL} in "
-            "another way and pass it with --input FILE"
+            f"cannot download Tiny Shakespeare ({in_words(error)}); download "
+            f"{SHAKESPEARE_URL} elsewhere, and pass it with --input FILE"
         ) from None
     return content

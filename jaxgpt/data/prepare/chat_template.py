@@ -15,12 +15,12 @@ from typing import Any, NamedTuple
 from jaxgpt.config import UsageError, in_words, read_json
 
 FILE = "chat_template.jinja"
-# Templates can escape the sandbox of older versions (CVE-2025-27516).
+# In older versions, a template can escape the sandbox (CVE-2025-27516).
 MIN_JINJA2_VERSION = (3, 1, 6)
 # Unicode noncharacters that mark the start and end of a {% generation %} block.
 _BEGIN, _END = "\ufdd0", "\ufdd1"
 
-Range = tuple[int, int]  # the first character, and the one after the last
+Range = tuple[int, int]  # (start, end) in characters; the end is exclusive
 
 
 class Rendered(NamedTuple):
@@ -37,8 +37,9 @@ class ChatTemplate:
         """Compile a template.
 
         Args:
-            special_tokens: variables of the template, such as `bos_token`.
-            name: the origin of the template, for error messages.
+            source: text of the template.
+            special_tokens: the template's variables for special tokens, such as `bos_token`.
+            name: file that contains the template, for error messages.
 
         Raises:
             UsageError: if `source` is not a valid template, or jinja2 is missing or too old.
@@ -53,10 +54,10 @@ class ChatTemplate:
             raise UsageError(f"{name}: is not a valid chat template ({in_words(error)})") from None
 
     def render(self, messages: Sequence[dict[str, str]]) -> Rendered:
-        """Render a conversation.
+        """Render a conversation of messages, each with a `role` and a `content`.
 
         Answers are the {% generation %} blocks of the template. Without such blocks, each answer is
-        found by rendering the conversation up to the start and up to the end of the answer.
+        located by rendering the conversation up to its start and up to its end.
 
         Raises:
             ValueError: if the template rejects the conversation, or the answers cannot be found.
@@ -72,12 +73,12 @@ class ChatTemplate:
             after = self._render(messages[: number + 1])
             if not (after.startswith(before) and whole.startswith(after)):
                 raise ValueError(
-                    f"the chat template of {self._name} renders the messages up to number "
-                    f"{number + 1} differently if more messages follow; use lines with one answer "
-                    "each, or a template with {% generation %} around answers"
+                    f"the chat template of {self._name} renders the first {number + 1} messages "
+                    "differently if more messages follow; use lines with one answer each, or a "
+                    "template with {% generation %} around answers"
                 )
-            # A model stops at the end-of-turn token, so whitespace after this token is not part of
-            # the answer. If the template adds no such token, the whitespace ends the turn.
+            # A model stops at the end-of-turn token, so whitespace after that token is not part of
+            # the answer. If the template adds no such token, the whitespace itself ends the turn.
             end = after.rstrip()
             content = message["content"].rstrip()
             if content and end.endswith(content):
@@ -97,13 +98,13 @@ class ChatTemplate:
 
 
 def find_template(tokenizer: str, given: Path | None) -> ChatTemplate | None:
-    """Return the chat template in the file `given`, or else the tokenizer's, or else None.
+    """Return the chat template in the file `given`, or else the tokenizer's own, or else None.
 
-    A tokenizer's template is in chat_template.jinja next to tokenizer.json, or in the field
+    The tokenizer's own template is in chat_template.jinja next to tokenizer.json, or in the field
     `chat_template` of tokenizer_config.json.
 
     Raises:
-        UsageError: if the template cannot be read.
+        UsageError: if the template cannot be read or is invalid, or jinja2 is missing or too old.
     """
     folder = Path(tokenizer) if Path(tokenizer).is_dir() else Path(tokenizer).parent
     has_files = tokenizer not in ("char", "byte")
@@ -128,12 +129,12 @@ def find_template(tokenizer: str, given: Path | None) -> ChatTemplate | None:
 
 
 def _content(token: Any) -> Any:
-    """Return the text of a special token, which may be stored in a dictionary with options."""
+    """Return the text of a special token, given as a string or as a dictionary with options."""
     return token.get("content") if isinstance(token, dict) else token
 
 
 def _unmarked(marked: str) -> Rendered:
-    """Remove the marks of {% generation %} blocks, and return the text and its answers."""
+    """Remove the markers of {% generation %} blocks, and return the text and its answers."""
     text, answers = "", []
     for part in marked.split(_BEGIN):
         answer, mark, rest = part.partition(_END)
@@ -144,9 +145,9 @@ def _unmarked(marked: str) -> Rendered:
 
 
 def _environment():
-    """Return a Jinja environment like that of transformers, but without the current date.
+    """Return a Jinja environment like the one in transformers, but without `strftime_now`.
 
-    The output must depend only on the input. `strftime_now` is undefined, so templates use their
+    The output must not depend on the current date. Without `strftime_now`, templates use their
     default date.
     """
     try:
@@ -167,7 +168,7 @@ def _environment():
         )
 
     class Generation(jinja2.ext.Extension):
-        """The tags {% generation %} ... {% endgeneration %} around the assistant's messages."""
+        """The tags {% generation %} ... {% endgeneration %} around an assistant message."""
 
         tags = {"generation"}
 

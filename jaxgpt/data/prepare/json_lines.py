@@ -1,4 +1,4 @@
-"""Parse JSON lines: each line holds a text, a prompt and its completion, or a conversation."""
+"""Read JSON lines. A line holds a text, a prompt and its completion, or a conversation."""
 
 import json
 from collections.abc import Sequence
@@ -15,21 +15,21 @@ ROLES = ("system", "user", "assistant", "tool")
 class LineFormat(NamedTuple):
     """The user's settings for JSON lines."""
 
-    key: str | None  # KEY or PROMPT,COMPLETION; None detects one of `KINDS` in the first line
+    key: str | None  # KEY or PROMPT,COMPLETION; None uses the first line to select one of `KINDS`
     tokenizer: str  # as given by the user
     chat_template: Path | None  # None uses the tokenizer's own template
 
 
 class LineDocument(NamedTuple):
-    """The text of a line, and the parts of it that count in the loss."""
+    """The text of a line, and the parts of it that count toward the loss."""
 
     text: str
-    answers: Sequence[Range] | None = None  # the parts that count; None if all text counts
-    has_special: bool = False  # whether names of special tokens are encoded as these tokens
+    answers: Sequence[Range] | None = None  # parts that count; None if all text counts
+    has_special: bool = False  # whether to encode names of special tokens as those tokens
 
     @property
     def ends_with_answer(self) -> bool:
-        """True if an end-of-text token after this document counts in the loss."""
+        """True if an end-of-text token after this document counts toward the loss."""
         return self.answers is None or self.answers[-1][1] >= len(self.text.rstrip())
 
 
@@ -43,10 +43,11 @@ class LineReader:
         self._template: ChatTemplate | None = None
 
     def read(self, line: bytes, where: str) -> LineDocument:
-        """Return the document in a line.
+        """Return the document in a line. `where` is its location, for error messages.
 
         Raises:
-            UsageError: if the line is not a valid document; the message starts with `where`.
+            UsageError: if the line is not a valid document or is of a different kind from the
+                previous lines, or if the chat template is missing, invalid or not needed.
         """
         try:
             fields = self._fields(json.loads(line), where)
@@ -68,7 +69,7 @@ class LineReader:
         return LineDocument(prompt + completion, [(len(prompt), len(prompt) + len(completion))])
 
     def _fields(self, value: Any, where: str) -> list[Any]:
-        """Return the values of the chosen keys in a line. The first line may choose the keys."""
+        """Return the values of the keys in a line. By default, the first line sets the keys."""
         if not isinstance(value, dict):
             raise TypeError
         if self._keys is None:
@@ -113,8 +114,8 @@ class LineReader:
             text.encode()
             if not answers:
                 raise ValueError(
-                    "has no answer that counts in the loss; remove the line or give another chat "
-                    "template"
+                    "has no answer that counts toward the loss; remove the line or give another "
+                    "chat template"
                 )
         except ValueError as error:
             raise UsageError(f"{where}: {error}") from None
@@ -122,12 +123,12 @@ class LineReader:
 
 
 def _check_messages(messages: list[Any]) -> None:
-    """Raise a `ValueError` if a message is invalid or no message is the assistant's."""
+    """Raise `ValueError` if a message is invalid or none is from the assistant."""
     for number, message in enumerate(messages, 1):
         is_message = isinstance(message, dict) and isinstance(message.get("content"), str)
         if not is_message or "role" not in message:
             raise ValueError(
-                f"message {number} must have a `role` and a string as `content`, not "
+                f"message {number} must have a `role` and a string as its `content`, not "
                 f"{json.dumps(message)[:80]}"
             )
         if message["role"] not in ROLES:
@@ -142,4 +143,6 @@ def _check_messages(messages: list[Any]) -> None:
                 "these characters"
             )
     if all(message["role"] != "assistant" for message in messages):
-        raise ValueError("has no assistant message, so nothing counts in the loss; remove the line")
+        raise ValueError(
+            "has no assistant message, so nothing counts toward the loss; remove the line"
+        )

@@ -1,4 +1,4 @@
-"""Convert text files and JSON lines to token files, with constant memory use."""
+"""Convert text files and JSON lines to token files in constant memory."""
 
 import codecs
 import contextlib
@@ -25,9 +25,9 @@ from jaxgpt.data.tokenizers import CharTokenizer, Tokenizer
 
 _TEXT = (".txt", ".text", ".md")
 _JSON = (".jsonl", ".ndjson", ".json")
-_BLOCK = 1 << 16  # number of bytes of a text file that are read, and usually encoded, at once
-_BATCH = 1 << 21  # number of characters that are encoded in parallel
-_LARGEST = 1 << 26  # maximum number of characters without a position where the text can be split
+_BLOCK = 1 << 16  # bytes of a text file to read, and usually to encode, at once
+_BATCH = 1 << 21  # approximate number of characters to encode in parallel
+_LARGEST = 1 << 26  # approximate limit on the characters of a text without a split point
 _MEGATRON_UINT16 = 65500  # smallest vocabulary that Megatron-LM stores as int32
 
 
@@ -50,17 +50,18 @@ class Encoded(NamedTuple):
 
 @dataclass(frozen=True)
 class Corpus:
-    """The texts of some files, and their division into training and validation data."""
+    """Text files or JSON lines, to be split into training and validation data."""
 
     files: list[Path]
     lines: LineFormat | None  # the format of JSON lines; None for text files
     val_share: float | None  # share of the characters or JSON lines; None puts all in "train"
 
     def chunks(self, tokenizer: Tokenizer) -> Iterator[TextChunk]:
-        """Yield all text in order.
+        """Yield the text of all files in order.
 
         Raises:
-            UsageError: if a file, byte or line cannot be read.
+            UsageError: if a file cannot be read, is not UTF-8 text or has an invalid line, or if a
+                long text cannot be split without changing its tokens.
         """
         if self.lines is None:
             yield from self._text_chunks(tokenizer)
@@ -83,7 +84,7 @@ class Corpus:
         return "val" if int.from_bytes(drawn) < (self.val_share or 0) * 2**64 else "train"
 
     def _text_chunks(self, tokenizer: Tokenizer) -> Iterator[TextChunk]:
-        """Yield text files; the last `val_share` of all characters is "val", as in nanoGPT."""
+        """Yield chunks of text files. The last `val_share` of all characters is "val"."""
         n_train = sys.maxsize
         if self.val_share is not None:
             total = sum(len(block) for path in self.files for block in _text_blocks(path))
@@ -116,8 +117,8 @@ def input_files(inputs: Iterable[Path]) -> tuple[list[Path], bool]:
     """Return the files to read, with folders expanded, and whether they are JSON lines.
 
     Raises:
-        UsageError: if a path does not exist, a file has a format that cannot be read, or the files
-            are not all text or all JSON lines.
+        UsageError: if a path does not exist, a file is compressed with zstd, or the files are
+            neither all text nor all JSON lines.
     """
     files = []
     for path in inputs:
@@ -152,18 +153,18 @@ def write_nanogpt(
     becomes a token.
 
     Returns:
-        The tokenizer, and the counts of tokens in each split ("train" and "val"), of targets that
-        count in the loss if there is a mask ("train targets" and "val targets"), and of
-        "documents".
+        The tokenizer, and counts by name: "train" and "val" (tokens), "documents" and, with a loss
+        mask, "train targets" and "val targets" (targets that count toward the loss).
 
     Raises:
-        UsageError: if the input cannot be read or encoded, or has too few tokens.
+        UsageError: if the input cannot be read or encoded, or has too few tokens, or if a document
+            with answers contains the end-of-text token before its end.
     """
     pipe = next((path for path in corpus.files if not path.is_file()), None)
     if pipe and (tokenizer is None or corpus.lines is None):
         raise UsageError(
-            f"--input {pipe}: is not a regular file, but text files, and all files with "
-            "--tokenizer char, are read twice; write it to a regular file first"
+            f"--input {pipe}: is not a regular file, but text files (and JSON lines with "
+            "--tokenizer char) are read twice; write it to a regular file first"
         )
     tokenizer = tokenizer or _char_tokenizer(corpus)
     dtype = token_dtype(tokenizer.vocab_size)
@@ -191,7 +192,7 @@ def write_nanogpt(
             raise UsageError(
                 f"--input: {counts['train']} training tokens and {counts['val']} validation tokens "
                 f"(--val-share {corpus.val_share:g}) with a vocabulary of {tokenizer.vocab_size} "
-                "are too few; give more text or change --val-share"
+                "are too few; provide more text or change --val-share"
             )
     return tokenizer, counts
 
@@ -199,8 +200,8 @@ def write_nanogpt(
 def join_documents(encoded: Iterable[Encoded], end_of_text: int) -> Iterator[Encoded]:
     """Insert an end-of-text token before every document of a split except the first.
 
-    The token counts in the loss if it follows an answer. A document with answers may already end
-    with this token; it does not get a second one.
+    The token counts toward the loss if it follows an answer. If a document with answers already
+    ends with this token, it does not get a second one.
 
     Raises:
         UsageError: if a document with answers contains the token before its end.
@@ -229,7 +230,7 @@ def join_documents(encoded: Iterable[Encoded], end_of_text: int) -> Iterator[Enc
 def write_megatron(corpus: Corpus, prefix: Path, tokenizer: Tokenizer) -> Counter[str]:
     """Write PREFIX.bin and PREFIX.idx, with an end-of-text token after each document.
 
-    Return the counts of tokens ("train") and of "documents".
+    Return counts by name: "train" (tokens) and "documents".
 
     Raises:
         UsageError: if the input cannot be read or needs a loss mask.
@@ -251,7 +252,7 @@ def write_megatron(corpus: Corpus, prefix: Path, tokenizer: Tokenizer) -> Counte
 
 
 def encode(corpus: Corpus, tokenizer: Tokenizer) -> Iterator[Encoded]:
-    """Yield each chunk with its tokens, and show the progress on standard error."""
+    """Yield each chunk with its token IDs, and show a progress bar on standard error."""
     every = 0.5 if sys.stderr.isatty() else 10  # seconds
     options = {"unit_scale": True, "delay": every, "mininterval": every, "leave": False}
     with tqdm(unit=" characters", **options) as bar:
@@ -263,7 +264,7 @@ def encode(corpus: Corpus, tokenizer: Tokenizer) -> Iterator[Encoded]:
 
 def _encode_batch(chunks: Sequence[TextChunk], tokenizer: Tokenizer) -> Iterator[Encoded]:
     documents = [chunk.document for chunk in chunks]
-    # A corpus has only one kind of documents, so either all of them have answers or none.
+    # A corpus has only one kind of document, so either all documents have answers or none.
     if documents[0] is not None and documents[0].answers is not None:
         for chunk, found in zip(chunks, encode_answers(documents, tokenizer), strict=True):
             yield Encoded(chunk, *found)

@@ -19,16 +19,16 @@ from jaxgpt.data.tokenizers import Tokenizer
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
-    """Return the dtype for a nanoGPT file: uint16 if it can hold every token ID, or else uint32."""
+    """Return the dtype of a nanoGPT file: uint16 if it can hold every token ID, or else uint32."""
     return np.dtype("<u2" if vocab_size <= 2**16 else "<u4")
 
 
 @contextlib.contextmanager
 def scratch_folder(directory: Path) -> Iterator[Path]:
-    """Create a temporary folder whose files move into `directory` when the block ends.
+    """Yield a temporary folder whose files move to `directory` when the block ends.
 
-    The files move in order of their names, except that meta.json moves last. If the block fails,
-    its files are deleted, and so is `directory` if it was new.
+    The files move in the order of their names, but meta.json moves last. If the block fails, the
+    temporary files are deleted, and so is `directory` if it is new.
     """
     is_new = not directory.exists()
     directory.mkdir(parents=True, exist_ok=True)
@@ -39,17 +39,19 @@ def scratch_folder(directory: Path) -> Iterator[Path]:
                 os.replace(Path(scratch) / name, directory / name)
     except BaseException:
         if is_new:
-            with contextlib.suppress(OSError):  # not empty, because someone else put a file there
+            with contextlib.suppress(OSError):  # another process put a file there
                 directory.rmdir()
         raise
 
 
 @contextlib.contextmanager
 def new_dataset(directory: Path, tokenizer: Tokenizer, source: str) -> Iterator[Path]:
-    """Create a temporary folder for train.bin and val.bin, in `token_dtype(tokenizer.vocab_size)`.
+    """Yield a temporary folder for train.bin and val.bin, which the caller writes.
 
-    Each of the files may have a loss mask at its `mask_path`. When the block ends, meta.json is
-    written, and all files move into `directory`.
+    Their dtype is `token_dtype(tokenizer.vocab_size)`. Each of them may have a loss mask at its
+    `mask_path`. When the block ends, meta.json and the tokenizer's files are added, all files move
+    to `directory`, and old masks without a replacement are deleted. `source` describes the origin
+    of the text.
     """
     with scratch_folder(directory) as scratch:
         yield scratch
@@ -73,17 +75,17 @@ def new_dataset(directory: Path, tokenizer: Tokenizer, source: str) -> Iterator[
             "fingerprint": fingerprint(splits, tokenizer.vocab_size),
         }
         if targets:
-            meta["targets"] = targets  # number of tokens in each split that count in the loss
+            meta["targets"] = targets  # number of tokens in each split that count toward the loss
         tokenizer.save(scratch)
         (scratch / "meta.json").write_text(json.dumps(meta, indent=1) + "\n")
-    for split in {*SPLITS} - targets.keys():  # masks of the dataset that this one replaces
+    for split in {*SPLITS} - targets.keys():  # masks of the replaced dataset
         mask_path(directory / f"{split}.bin").unlink(missing_ok=True)
 
 
 def write_dataset(
     directory: Path, tokens: Mapping[str, np.ndarray], tokenizer: Tokenizer, source: str
 ) -> None:
-    """Write a dataset from the token IDs of each split, all held in memory."""
+    """Write a dataset from in-memory arrays of token IDs, one for each split."""
     with new_dataset(directory, tokenizer, source) as scratch:
         for split in SPLITS:
             ids = tokens[split].astype(token_dtype(tokenizer.vocab_size))
@@ -94,10 +96,10 @@ def write_dataset(
 def megatron_writer(
     prefix: Path | str, dtype: np.dtype | type
 ) -> Iterator[Callable[[np.ndarray, bool], None]]:
-    """Provide a function that adds tokens to PREFIX.bin and PREFIX.idx, one sequence per document.
+    """Yield a function that adds tokens to PREFIX.bin and PREFIX.idx, one sequence per document.
 
-    Both files appear when the block ends. The function raises `UsageError` if a token ID does not
-    fit into `dtype`.
+    The function takes token IDs and, optionally, `ends=False` if the document continues. It raises
+    `UsageError` if a token ID does not fit into `dtype`. Both files appear when the block ends.
 
     >>> with megatron_writer("corpus", np.uint16) as add:
     ...     add([5, 6, 7])  # a document

@@ -1,4 +1,4 @@
-"""Prompts and conversations: their tokens, and which tokens count in the loss."""
+"""Prompts and conversations: their tokens, and which tokens count toward the loss."""
 
 import json
 
@@ -286,7 +286,7 @@ def test_answers_are_found_in_the_text_of_published_templates(name):
         ),
         (
             [conversation("a", "b", "c", "changes")],
-            "renders the messages up to number 2 differently if more messages follow",
+            "renders the first 2 messages differently if more messages follow",
         ),
         (
             [conversation("escape", "b")],
