@@ -193,7 +193,7 @@ def row_losses(
     from jaxgpt.checkpoint.checkpointer import restore_params
     from jaxgpt.data.batch import TokenRows
     from jaxgpt.parallel.mesh import job_mesh
-    from jaxgpt.train.functions import make_steps
+    from jaxgpt.train.compiled import make_steps
 
     # The step may have had a batch size that is not divisible into microbatches.
     config = config.replace(train__batch_size=len(tokens))

@@ -21,7 +21,7 @@ from jaxgpt.parallel.mesh import make_mesh
 from jaxgpt.perf.clock import Clock
 from jaxgpt.runtime.initialize import initialize_jax
 from jaxgpt.runtime.xla_flags import VARIABLE as XLA_FLAGS
-from jaxgpt.train.functions import make_steps
+from jaxgpt.train.compiled import make_steps
 from jaxgpt.train.resume import initial_model, saved_settings
 from jaxgpt.train.run_directory import prepare_run
 

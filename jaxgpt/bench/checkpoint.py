@@ -19,7 +19,7 @@ from jaxgpt.bench.harness import PROG, Job, Result, Value, open_job
 from jaxgpt.checkpoint.checkpointer import Checkpoints, Tree
 from jaxgpt.config import Config, parse_args
 from jaxgpt.doctor.directory import file_system_of
-from jaxgpt.train.functions import make_steps
+from jaxgpt.train.compiled import make_steps
 from jaxgpt.train.resume import initial_model
 from jaxgpt.train.state import checkpoint_tree
 

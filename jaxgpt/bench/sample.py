@@ -8,8 +8,8 @@ import numpy as np
 
 from jaxgpt.bench.harness import PROG, Result, Value, open_job
 from jaxgpt.config import UsageError, parse_args
+from jaxgpt.train.compiled import make_steps
 from jaxgpt.train.evaluate import make_generate
-from jaxgpt.train.functions import make_steps
 from jaxgpt.train.resume import initial_model
 
 PROMPT = 16  # random tokens

@@ -16,7 +16,7 @@ from jaxgpt.parallel import sharding as partition
 from jaxgpt.parallel.mesh import make_mesh
 from jaxgpt.perf.collectives import Collective, read_collectives
 from jaxgpt.perf.hardware import Device
-from jaxgpt.train.functions import make_steps
+from jaxgpt.train.compiled import make_steps
 from jaxgpt.train.state import state_shapes
 
 # Compiler options for programs that are never run. LLVM need not optimize them, because XLA assigns

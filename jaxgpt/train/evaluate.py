@@ -17,7 +17,7 @@ from jaxgpt.models.decode import PREFILL_CHUNK
 from jaxgpt.parallel.sharding import Params
 from jaxgpt.runtime.dispatch import DispatchLimiter
 from jaxgpt.tracking.records import EvalRecord, SampleRecord
-from jaxgpt.train.functions import StepFunctions
+from jaxgpt.train.compiled import CompiledFunctions
 from jaxgpt.train.inference import DecodeFn
 from jaxgpt.train.reporting.metrics import corpus_means
 
@@ -26,7 +26,7 @@ SAMPLE_TOP_K = 200  # as in nanoGPT
 
 
 def make_evaluator(
-    dataset: Dataset, config: Config, steps: StepFunctions, heartbeat: Callable[[str], None]
+    dataset: Dataset, config: Config, steps: CompiledFunctions, heartbeat: Callable[[str], None]
 ) -> Callable[[int, Params], EvalRecord]:
     """Return a function (step, params) -> `EvalRecord` with the mean loss of each split.
 
@@ -72,7 +72,7 @@ def make_evaluator(
 
 
 def make_sampler(
-    dataset: Dataset, config: Config, steps: StepFunctions
+    dataset: Dataset, config: Config, steps: CompiledFunctions
 ) -> Callable[[int, Params], SampleRecord | None]:
     """Return a function (step, params) -> `SampleRecord` with train.sample_tokens generated tokens.
 
@@ -125,7 +125,7 @@ def make_generate(
     last model.block_size tokens are then recomputed for every new token.
 
     Args:
-        make_decoder: params -> (decode function, empty KV cache); see `StepFunctions`.
+        make_decoder: params -> (decode function, empty KV cache); see `CompiledFunctions`.
         n_positions: `ModelConfig.n_positions`: block_size with learned positions, None with RoPE.
         n_tokens: number of tokens to generate.
         vocab_size: vocabulary size of the tokenizer; the model's may be larger.

@@ -27,7 +27,7 @@ from jaxgpt.spikes.policy import (
     skipped_by_rewinds,
 )
 from jaxgpt.tracking.records import CorruptionRecord, DamageRecord, Record
-from jaxgpt.train.functions import StepFunctions
+from jaxgpt.train.compiled import CompiledFunctions
 from jaxgpt.train.reporting.metrics import StepMetrics
 from jaxgpt.train.reporting.reporter import Reporter
 from jaxgpt.train.resume import missing_records, ranges_to_skip
@@ -45,7 +45,7 @@ class Job(NamedTuple):
     """The parts of a run that stay the same across restarts."""
 
     cluster: ProcessGroup
-    steps: StepFunctions
+    steps: CompiledFunctions
     checkpoints: Checkpoints
     report: Reporter
 
@@ -171,7 +171,7 @@ def _read_state(run: Run, job: Job) -> TrainState:
 
 
 def load_weights(
-    folder: Path, step: int, steps: StepFunctions, cluster: ProcessGroup
+    folder: Path, step: int, steps: CompiledFunctions, cluster: ProcessGroup
 ) -> TrainState:
     """Return the initial state with the parameters of a run's checkpoint or of converted weights.
 

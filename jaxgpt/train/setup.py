@@ -19,8 +19,8 @@ from jaxgpt.perf.profile import StepProfile
 from jaxgpt.runtime.compile_cache import CacheUse
 from jaxgpt.spikes.faults import check_faults, with_bit_flip
 from jaxgpt.tracking.records import EvalRecord, SampleRecord
+from jaxgpt.train.compiled import CompiledFunctions, make_steps
 from jaxgpt.train.evaluate import make_evaluator, make_sampler
-from jaxgpt.train.functions import StepFunctions, make_steps
 from jaxgpt.train.reporting.reporter import Reporter
 from jaxgpt.train.restart import Cause, Job, restart_from
 from jaxgpt.train.run_directory import Run
@@ -32,7 +32,7 @@ class Trainer(NamedTuple):
     """Everything that the training loop uses in every step. Restarts do not change it."""
 
     job: Job
-    train_step: Callable[..., tuple[TrainState, Metrics]]  # `StepFunctions.train_step`, compiled
+    train_step: Callable[..., tuple[TrainState, Metrics]]  # `CompiledFunctions.train_step`
     loader: Loader
     evaluate: Callable[[int, Params], EvalRecord]
     sample: Callable[[int, Params], SampleRecord | None]
@@ -106,13 +106,13 @@ def set_up(
     return run, trainer, state
 
 
-def layout_warnings(steps: StepFunctions, cluster: ProcessGroup) -> tuple[str, ...]:
+def layout_warnings(steps: CompiledFunctions, cluster: ProcessGroup) -> tuple[str, ...]:
     """Return warnings about a valid layout that is slow, or that differs from the requested one."""
     shape, hosts = MeshShape(**steps.mesh.shape), device_hosts(steps.mesh, cluster.hosts)
     return (*steps.warnings, *tensor_crosses_hosts_warning(shape, hosts))
 
 
-def check_copies(config: Config, steps: StepFunctions) -> None:
+def check_copies(config: Config, steps: CompiledFunctions) -> None:
     """Raise `UsageError` if train.verify_interval is set but most parameters have no replica."""
     if config.train.verify_interval and not has_replicas(steps.state_shapes.params):
         raise UsageError(

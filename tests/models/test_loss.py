@@ -10,7 +10,7 @@ from jaxgpt.config import ModelConfig, load_config, mesh_shape
 from jaxgpt.models.loss import OutputLayer, cross_entropy, loss_parts
 from jaxgpt.parallel.mesh import make_mesh
 from jaxgpt.plan.program import COMPILE_ONLY
-from jaxgpt.train.functions import make_steps
+from jaxgpt.train.compiled import make_steps
 from jobs import limited_devices
 
 pytestmark = pytest.mark.usefixtures("exact_products")

@@ -19,7 +19,7 @@ from forms import H100
 from jaxgpt.config import load_config
 from jaxgpt.perf.hlo import parse_hlo, read_operations
 from jaxgpt.perf.roofline import read_work
-from jaxgpt.train.functions import make_steps
+from jaxgpt.train.compiled import make_steps
 
 # 24 rows of 1,024 tokens. Autotuning is off below, because it needs a GPU.
 STEP = (

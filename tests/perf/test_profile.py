@@ -61,7 +61,7 @@ def test_operations_are_told_apart_by_what_they_are_for(profile):
 def test_a_model_s_operations_are_found_in_its_source():
     from jaxgpt.config import load_config
     from jaxgpt.parallel.mesh import make_mesh
-    from jaxgpt.train.functions import make_steps
+    from jaxgpt.train.compiled import make_steps
 
     config = load_config(
         "tiny", "model.n_layer=1", "model.n_embd=32", "model.n_head=2", "model.block_size=16",

@@ -16,7 +16,7 @@ from jaxgpt.plan.advise import reason, search_meshes
 from jaxgpt.plan.layout import Plan, plan_layout
 from jaxgpt.plan.program import Memory, Program
 from jaxgpt.runtime.allocator import USABLE
-from jaxgpt.train.functions import make_steps
+from jaxgpt.train.compiled import make_steps
 from jobs import limited_devices, run, scalars
 from plan.theory import expected_traffic, sum_by_kind_and_axes
 

@@ -43,7 +43,7 @@ from jaxgpt.spikes.policy import (
 )
 from jaxgpt.spikes.report import rewind_line
 from jaxgpt.tracking.jsonl import JsonLines, Samples
-from jaxgpt.train.functions import make_steps
+from jaxgpt.train.compiled import make_steps
 from jaxgpt.train.resume import check_resume, initial_model, missing_records, saved_settings
 from jaxgpt.train.state import checkpoint_tree, state_from_checkpoint
 from jobs import SMALL, limited_devices, train_here

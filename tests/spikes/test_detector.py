@@ -18,7 +18,7 @@ from jaxgpt.spikes.detector import (
     spike_thresholds,
     update,
 )
-from jaxgpt.train.functions import make_steps
+from jaxgpt.train.compiled import make_steps
 from jobs import flat, limited_devices, scalars
 
 SPIKE = SpikeConfig(window=32)

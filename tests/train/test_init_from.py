@@ -12,7 +12,7 @@ from jaxgpt.cluster.process_group import ProcessGroup
 from jaxgpt.config import MeshShape, UsageError, config_from_file, parse_args
 from jaxgpt.convert import convert_in_subprocess
 from jaxgpt.parallel.mesh import make_mesh
-from jaxgpt.train.functions import make_steps
+from jaxgpt.train.compiled import make_steps
 from jaxgpt.train.restart import load_weights
 from jaxgpt.train.resume import initial_model
 from jaxgpt.train.run_directory import prepare_run

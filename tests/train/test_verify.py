@@ -7,7 +7,7 @@ from jaxgpt.cluster import shutdown as exits
 from jaxgpt.config import UsageError, load_config, mesh_shape
 from jaxgpt.parallel.mesh import make_mesh
 from jaxgpt.spikes.faults import flip_bit
-from jaxgpt.train.functions import make_steps
+from jaxgpt.train.compiled import make_steps
 from jobs import SMALL, checkpoint_arrays, losses, records, train_here
 
 RUN = (*SMALL, "train.max_iters=20", "checkpoint.interval=8", "train.verify_interval=5")

@@ -15,12 +15,12 @@ from jaxgpt.perf.flops import MFU_FORMULA, Rates
 from jaxgpt.runtime import initialize
 from jaxgpt.spikes.faults import describe_faults
 from jaxgpt.spikes.skip import SkipRanges
-from jaxgpt.train.functions import StepFunctions
+from jaxgpt.train.compiled import CompiledFunctions
 from jaxgpt.train.run_directory import Run
 
 
 def header_lines(
-    run: Run, steps: StepFunctions, rates: Rates, facts: dict[str, Any], warnings: Sequence[str]
+    run: Run, steps: CompiledFunctions, rates: Rates, facts: dict[str, Any], warnings: Sequence[str]
 ) -> list[str]:
     """Return the first lines of a run's log; `facts` is the result of `initialize_jax`."""
     config, mesh, parallel, spike = run.config, steps.mesh, run.config.parallel, run.config.spike
@@ -80,7 +80,7 @@ def optimizer_lines(config: Config) -> list[str]:
     ]
 
 
-def batch_line(config: Config, steps: StepFunctions) -> str:
+def batch_line(config: Config, steps: CompiledFunctions) -> str:
     """Return a line about the size of the global batch and of each device's share."""
     train, block_size = config.train, config.model.block_size
     n = train.gradient_accumulation_steps
@@ -93,7 +93,7 @@ def batch_line(config: Config, steps: StepFunctions) -> str:
     )
 
 
-def vocabulary_lines(run: Run, rates: Rates, steps: StepFunctions) -> list[str]:
+def vocabulary_lines(run: Run, rates: Rates, steps: CompiledFunctions) -> list[str]:
     """Return a line if the data's tokenizer uses at most half of the model's vocabulary."""
     model, tokenizer = run.config.model, run.dataset.tokenizer
     if tokenizer is None or tokenizer.vocab_size > model.vocab_size / 2:

@@ -34,7 +34,7 @@ from jaxgpt.tracking.records import (
     StartupRecord,
     TrainRecord,
 )
-from jaxgpt.train.functions import StepFunctions
+from jaxgpt.train.compiled import CompiledFunctions
 from jaxgpt.train.reporting.goodput import Goodput, goodput_line, read_goodput
 from jaxgpt.train.reporting.header import header_lines
 from jaxgpt.train.reporting.metrics import StepMetrics, corpus_means
@@ -49,7 +49,7 @@ class Reporter:
     Every process has a reporter, but only process 0 writes.
     """
 
-    def __init__(self, run: Run, steps: StepFunctions, clock: Clock, cluster: ProcessGroup):
+    def __init__(self, run: Run, steps: CompiledFunctions, clock: Clock, cluster: ProcessGroup):
         """Open the logs of a run that starts after `run.resume_step`."""
         self.clock, self._cluster = clock, cluster
         self.compile_cache = "not used"  # for the start-up report; see `startup_report`

@@ -43,7 +43,7 @@ DETERMINISTIC_GPU_OPTIONS = {"xla_gpu_exclude_nondeterministic_ops": True}
 
 
 @dataclass(frozen=True)
-class StepFunctions:
+class CompiledFunctions:
     """The jitted functions of a run, and the shapes and shardings of their arguments."""
 
     model: ShardedModel
@@ -91,7 +91,7 @@ def make_steps(
     slices: int | None = None,
     on_cpu: bool | None = None,
     has_masks: bool = False,
-) -> StepFunctions:
+) -> CompiledFunctions:
     """Build the functions of a run from a configuration with model.vocab_size set.
 
     Args:
@@ -126,7 +126,7 @@ def make_steps(
     jit_eval = functools.partial(
         jax.jit, in_shardings=(state_at.params, batch_at), out_shardings=whole
     )
-    return StepFunctions(
+    return CompiledFunctions(
         model=model,
         mesh=mesh,
         attention=f"{kernel} ({reason})",
