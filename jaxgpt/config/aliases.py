@@ -1,12 +1,11 @@
-"""Tables of the flags of other programs. A flag with the same meaning is accepted as an alias, and
-for other flags the error says what to use instead.
+"""Tables of other programs' flags. A flag with the same meaning as a key of jaxgpt is accepted as
+an alias. For other flags, the error says what to use instead.
 
 Sources: nanoGPT's configurator.py, wordplay's Hydra keys, Megatron-LM's arguments.py, DeepSpeed's
-JSON keys, torchtitan's job configs, MaxText's base.yml.
+JSON keys, torchtitan's job configs, and MaxText's base.yml.
 """
 
-# The left-hand side of each table lists flags of other programs, with underscores for dashes.
-
+# Flags of other programs, with underscores instead of dashes -> jaxgpt's key.
 KEY_ALIASES = {
     "out_dir save job.dump_folder": "out",
     "n_layer num_layers base_num_decoder_layers": "model.n_layer",
@@ -49,7 +48,7 @@ KEY_ALIASES = {
     "save_interval checkpoint_period": "checkpoint.interval",
 }
 
-# Key -> value in another program -> jaxgpt's value.
+# jaxgpt's key -> value in another program -> jaxgpt's value.
 _DTYPES = {"bf16": "bfloat16", "fp32": "float32", "f32": "float32", "float": "float32"}
 VALUE_ALIASES = {
     "train.dtype": _DTYPES,
@@ -65,7 +64,7 @@ _NEEDS_SCALING = (
     "train.dtype=float32"
 )
 
-# Flag, or the part of a flag after its last dot -> what to use instead.
+# Flags of other programs, or the part of a flag after its last dot -> what to use instead.
 KEY_SUGGESTIONS = {
     "batch_size local_batch_size per_device_batch_size": (
         "use train.batch_size=N, the number of sequences per step in the whole job: sequences per "
@@ -123,7 +122,10 @@ KEY_SUGGESTIONS = {
     "decay_ratio": "use optimizer.schedule=wsd optimizer.wsd_decay_iters=N, a number of steps",
     "lr_wsd_decay_samples": "use optimizer.wsd_decay_iters=N",
     "min_lr_factor": "use optimizer.min_lr=X",
-    "muon_lr": "use optimizer.learning_rate=X, and optimizer.adamw_learning_rate=X for the rest",
+    "muon_lr": (
+        "use optimizer.learning_rate=X for the matrices, and optimizer.adamw_learning_rate=Y for "
+        "all other parameters"
+    ),
     "lr_warmup_fraction lr_warmup_samples": "use optimizer.warmup_iters=N",
     "lr_decay_samples": "use optimizer.lr_decay_iters=N",
     # parallelism
@@ -140,7 +142,10 @@ KEY_SUGGESTIONS = {
         "there are no pipeline stages; if the model does not fit, shard it over F devices with "
         "--mesh D,F,T"
     ),
-    "context_parallel_size": "use parallel.sequence_parallel=True with --mesh -1,1,N",
+    "context_parallel_size": (
+        "there is no context parallelism; to save memory on long sequences, use "
+        "parallel.sequence_parallel=True with --mesh -1,1,N"
+    ),
     "sequence_parallel": "use parallel.sequence_parallel=True",
     "recompute_activations recompute_granularity checkpoint_activations mode remat_policy": (
         "use parallel.remat=full, dots or attention"
@@ -151,16 +156,16 @@ KEY_SUGGESTIONS = {
     "deepspeed_config": "use parallel.zero_stage=N and train.batch_size=N",
 }
 
-# `key=value` with a value of another program -> what to use instead.
+# `key=value`, where the value comes from another program -> what to use instead.
 VALUE_SUGGESTIONS = {
     "train.dtype=fp16 train.dtype=float16 train.dtype=f16 train.dtype=half": _NEEDS_SCALING,
     "optimizer.schedule=linear": (
         "use optimizer.schedule=wsd with optimizer.wsd_decay_iters=N, where N is "
-        "optimizer.lr_decay_iters - optimizer.warmup_iters, so that it decays after warm-up"
+        "optimizer.lr_decay_iters - optimizer.warmup_iters, so that the decay begins after warm-up"
     ),
 }
 
 
 def find(table: dict[str, str], word: str) -> str:
-    """Return the entry of a table for a flag; empty if there is none."""
+    """Return a table's entry for a flag, or an empty string if there is none."""
     return next((text for words, text in table.items() if word in words.split()), "")

@@ -1,4 +1,4 @@
-"""Argument parsing for all commands except jaxgpt.train: a parser and option types."""
+"""Argument parser and option types of all commands except jaxgpt.train."""
 
 import argparse
 import sys
@@ -10,9 +10,9 @@ from jaxgpt.config.errors import UsageError, expand_user
 
 
 class CommandParser(argparse.ArgumentParser):
-    """Argument parser that raises `UsageError` and does not accept abbreviations.
+    """Argument parser that raises `UsageError` for mistakes and rejects abbreviated options.
 
-    Options may be spelled with underscores instead of dashes, as in nanoGPT.
+    Options may be written with underscores instead of dashes, as in nanoGPT.
     """
 
     def __init__(self, **options):
@@ -34,17 +34,23 @@ class CommandParser(argparse.ArgumentParser):
 
 
 def file_path(given: str) -> Path:
-    """Return an option's value as a path, with ~ expanded. For use as an argparse type."""
+    """Return an option's value as a path, with ~ expanded; an argparse type.
+
+    Raises `ArgumentTypeError` if the value is empty or cannot be the name of a file.
+    """
     if not given:  # Path("") is the working directory
         raise argparse.ArgumentTypeError("is empty; give the path of a file or folder")
     try:
         return Path(expand_user(given))
-    except UsageError as error:  # argparse would drop its message
+    except UsageError as error:  # argparse would drop a UsageError's message
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def whole_number(least: int = 1, bits: int = 63) -> Callable[[str], int]:
-    """Return an argparse type for whole numbers from `least` to 2^bits - 1."""
+    """Return an argparse type for whole numbers from `least` to 2^bits - 1.
+
+    It raises `ArgumentTypeError` for anything else.
+    """
 
     def convert(given: str) -> int:
         if given.isdecimal() and least <= int(given) < 2**bits:

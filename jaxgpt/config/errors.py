@@ -10,7 +10,10 @@ MAX_NAME, MAX_PATH = 255, 4000  # bytes; approximately the limits of Linux and m
 
 
 class UsageError(ValueError):
-    """A user's mistake. The message has key, value and remedy on one line; the exit status is 2."""
+    """A mistake that the user can fix; the exit status is 2.
+
+    The message gives the key, the value and the remedy on one line.
+    """
 
     def __str__(self) -> str:
         return " ".join(super().__str__().splitlines())  # values may contain line breaks
@@ -19,7 +22,8 @@ class UsageError(ValueError):
 def expand_user(path: str, key: str = "") -> str:
     """Return a path with its ~ expanded, which shells do not do in `key=~/...`.
 
-    Raises `UsageError`, with `key` before the path, if no file can have this name.
+    Raises `UsageError` if no home directory is known or no file can have this name. The message
+    begins with `key` and the path.
     """
     found = os.path.expanduser(path)
     if found.startswith("~"):
@@ -31,7 +35,10 @@ def expand_user(path: str, key: str = "") -> str:
 
 
 def in_words(error: Exception) -> str:
-    """Return the message of an error; for an `OSError`, without error number and path."""
+    """Return an error's message, without the error number and path of an `OSError`.
+
+    An error without a message is described by its type.
+    """
     return (isinstance(error, OSError) and error.strerror) or str(error) or type(error).__name__
 
 
@@ -39,7 +46,7 @@ def read_json(path: Path, shape: Any) -> Any:
     """Return the JSON value in a file.
 
     Raises `OSError` if the file is not readable, and `ValueError` if its content is not JSON or
-    does not have the shape that `check_shape` describes.
+    does not have the given shape, which is described as in `check_shape`.
     """
     try:
         value = json.loads(path.read_text())
@@ -50,14 +57,17 @@ def read_json(path: Path, shape: Any) -> Any:
 
 
 def check_shape(value: Any, shape: Any, name: str = "its content") -> None:
-    """Raise `ValueError` if a JSON value does not have the given shape; it names the first mistake.
+    """Raise `ValueError`, which describes the first mismatch, if a JSON value has another shape.
 
-    A shape is one of:
-        `bool`, `str`, `int` (from 0 to 2^63 - 1), `float` (a finite number), or a union of these
-        with None;
-        `[shape]`, for a list of any length, or a tuple, with one shape per item of a list;
-        `{str: shape}`, for a dict with any keys, or a dict with one shape per key. A key that ends
-        in `?` may be missing.
+    Args:
+        value: The JSON value.
+        shape: One of these descriptions:
+            `bool`, `str`, `int` (from 0 to 2^63 - 1), `float` (a number below 1e300 in absolute
+            value), or a union of these and None;
+            `[shape]` for a list of any length, or a tuple with one shape for each item of a list;
+            `{str: shape}` for a dict with any keys, or a dict with one shape for each key. A key
+            that ends in `?` may be missing. Keys that are not listed are ignored.
+        name: Name of the value in the error message.
     """
     if isinstance(shape, dict) and isinstance(value, dict):
         if str in shape:
@@ -89,5 +99,5 @@ def _is_plain(value: Any, kind: type) -> bool:
 
 
 def shorten(text: str, most: int = 60) -> str:
-    """Return the text, truncated to `most` characters."""
+    """Return the text; if it is longer than `most` characters, truncate it and append `...`."""
     return text if len(text) <= most else f"{text[:most]}..."

@@ -1,11 +1,11 @@
-"""Mesh axes with their roles, and mesh shapes.
+"""Mesh axes, their roles, and mesh shapes.
 
 Code looks axes up by role, not by name, so adding an axis takes one line in the table `AXES`.
 """
 
 import math
 
-# Outermost axis first. Neighbouring devices along the last axis share a host.
+# Outermost axis first. Groups of devices along the last axis share a host where possible.
 AXES: dict[str, frozenset[str]] = {
     "data": frozenset({"splits_batch", "reduces_gradients"}),
     "fsdp": frozenset({"splits_batch", "reduces_gradients", "shards_parameters"}),
@@ -14,10 +14,10 @@ AXES: dict[str, frozenset[str]] = {
 # The possible roles of an axis. No axis splits the sequence or the layers yet.
 # splits_batch       devices along the axis process different rows
 # splits_sequence    devices along the axis process different positions of the same rows
-# splits_heads       heads, MLP and vocabulary are split (Megatron's tensor parallelism)
-# splits_layers      the stack of layers is split
+# splits_heads       heads, MLP and vocabulary are split, as in Megatron's tensor parallelism
+# splits_layers      devices along the axis hold different layers
 # shards_parameters  parameters, gradients and moments are sharded, depending on the ZeRO stage
-# reduces_gradients  gradients are summed along the axis, because each device has a partial sum
+# reduces_gradients  gradients are summed over the axis, because each device has a partial sum
 
 SHORT_FORM = ("data", "fsdp", "tensor")  # the axes of `--mesh 2,1,4`; others are set by name
 
@@ -28,21 +28,25 @@ def axes_with(*roles: str) -> tuple[str, ...]:
 
 
 class MeshShape(dict[str, int]):
-    """The size of every mesh axis by name; -1 is a size to infer from the number of devices.
+    """Size of every mesh axis by name; -1 stands for a size inferred from the number of devices.
 
     >>> MeshShape(2, 1, 4) == MeshShape(data=2, tensor=4) == MeshShape.parse("data=2,tensor=4")
     True
     """
 
     def __init__(self, *sizes: int, **by_name: int):
-        """Set sizes in the order of the short form or by name. The other sizes are 1."""
+        """Set sizes by position, in the order of `SHORT_FORM`, or by name. All others are 1."""
         given = dict(zip(SHORT_FORM, sizes, strict=False)) | by_name
         assert given.keys() <= AXES.keys(), given
         super().__init__((axis, given.get(axis, 1)) for axis in AXES)
 
     @classmethod
     def parse(cls, text: str) -> "MeshShape":
-        """Parse `2,1,4` or `data=2,tensor=4`. Raises `ValueError` if the text is malformed."""
+        """Return the shape that a text such as `2,1,4` or `data=2,tensor=4` describes.
+
+        Raises `ValueError` if the text is malformed, an axis is unknown, or a size is less than 1.
+        One size may be -1.
+        """
         parts = text.split(",")
         try:
             by_name = [part.split("=") for part in parts]
@@ -61,7 +65,7 @@ class MeshShape(dict[str, int]):
         return cls(**sizes)
 
     def fill(self, n_devices: int) -> "MeshShape":
-        """Return the shape for this number of devices, with a size instead of -1.
+        """Return the shape for this number of devices, with -1 replaced by the inferred size.
 
         Raises `ValueError` if the sizes do not fit the number of devices.
         """
@@ -88,12 +92,12 @@ class MeshShape(dict[str, int]):
         return math.prod(max(1, n) for n in self.values())
 
     def split_of(self, *roles: str) -> int:
-        """Return the number of devices along all axes with one of these roles; -1 counts as 1."""
+        """Return the product of the sizes of all axes with any of these roles; -1 counts as 1."""
         return math.prod(max(1, self[axis]) for axis in axes_with(*roles))
 
     @property
     def splits_only_batch(self) -> bool:
-        """True if each device holds all parameters and processes its rows without the others."""
+        """True for pure data parallelism: each device holds all parameters and has its own rows."""
         shards = self.split_of("shards_parameters")
         return shards == 1 and self.n_devices == self.split_of("splits_batch")
 

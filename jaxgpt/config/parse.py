@@ -1,7 +1,7 @@
 """Parsing of YAML files and command lines into a `Config`, and the text of `--help`.
 
-Both are first converted to lists of words by key, such as {"model.n_layer": ["3"]}. Then the type
-of the key in the schema determines how the words are converted to a value.
+Both are first converted to a list of words for each key, such as {"model.n_layer": ["3"]}. The
+key's type in the schema then determines how these words are converted to a value.
 """
 
 import ast
@@ -49,7 +49,8 @@ SettingsOf = Callable[[Path], Mapping[str, Any] | None]
 def load_config(config: str = "tiny", *overrides: str) -> Config:
     """Return the validated configuration of a preset or YAML file, with overrides.
 
-    Raises `UsageError` if a setting is unknown, malformed or contradicts another one.
+    Raises `UsageError` if there is no such file or preset, or if a setting is unknown or malformed
+    or contradicts another setting.
 
     >>> load_config("shakespeare_char_cpu", "train.max_iters=100").model.n_layer
     4
@@ -74,16 +75,19 @@ def parse_args(
     `--help` prints every key and exits with status 0.
 
     Args:
-        argv: The command-line arguments. They override the settings in `--config` or, without it,
-            in the config.yaml of an existing `--out` or, without that, in the preset `tiny`.
-        prog: The command that `--help` shows.
+        argv: The command-line arguments. They override the settings of the preset or file in
+            `--config`. Its default is the config.yaml in `--out` if that exists, and the preset
+            `tiny` otherwise.
+        prog: The name of the command in the text of `--help`.
         initial_model: Returns the options of the model in `train.init_from`. They take precedence
             over the defaults, but not over the settings of `--config` or the command line.
-        saved_settings: Returns the settings of a run directory that lost its config.yaml.
-        choices: Values of the keys that a higher layer defines, such as the optimizers.
+        saved_settings: Returns the settings in the newest checkpoint of a run directory, or None.
+            It is called if the directory has no readable config.yaml.
+        choices: Allowed values of keys such as `optimizer.name`, which higher layers define.
 
     Raises:
-        UsageError: If a setting is unknown, malformed or contradicts another one.
+        UsageError: If a file is missing or unreadable, or if a setting is unknown or malformed, has
+            no effect, or contradicts another setting.
     """
     choices = choices or {}
     if is_help(argv):
@@ -91,14 +95,14 @@ def parse_args(
         sys.exit(0)
     given = _split_arguments(argv)
     base, content = _base(given, saved_settings)
-    # A preset made from another run must not write to that run's directory.
+    # The file may be the config.yaml of another run; do not write to that run's directory.
     left_out = {"out"} if "config" in given else {"out"} | _FOR_ONE_START
     values = _without(_flatten(content, str(base)), left_out, given)
     is_preset = base in _presets().values()
     model = {}
     if initial_model is not None:
         model = _initial_model(initial_model, {**values, **given})
-        if model and "config" not in given and is_preset:  # tiny is only the default here
+        if model and "config" not in given and is_preset:  # tiny is only a fallback
             values = {key: words for key, words in values.items() if not key.startswith("model.")}
     try:
         config = _build({"config": ["tiny"], **model, **values, **given})
@@ -113,9 +117,9 @@ def parse_args(
 
 
 def override_data(config: Config, argv: Sequence[str]) -> Config:
-    """Return the validated configuration with the `data.*` settings of a command line.
+    """Return a validated copy of the configuration, with the `data.*` settings in `argv` applied.
 
-    Raises `UsageError` for any other setting, and if the result is not valid.
+    Raises `UsageError` if `argv` contains any other setting, or if the result is not valid.
     """
     given = _split_arguments(argv)
     for key in given:
@@ -131,12 +135,19 @@ def override_data(config: Config, argv: Sequence[str]) -> Config:
 
 
 def config_from_dict(values: Mapping[str, Any], origin: str) -> Config:
-    """Return the configuration from the output of `Config.to_dict`; `UsageError`s name `origin`."""
+    """Return the configuration in the output of `Config.to_dict`, without validating it.
+
+    Raises `UsageError` if a key is unknown or a value is malformed. For an unknown key, the message
+    begins with `origin`, such as the name of the file.
+    """
     return _build(_flatten(values, origin))
 
 
 def config_from_file(path: Path) -> Config:
-    """Return the configuration in the config.yaml of a run; `UsageError` if it is not readable."""
+    """Return the configuration in the config.yaml of a run, without validating it.
+
+    Raises `UsageError` if the file is unreadable, a key is unknown, or a value is malformed.
+    """
     return config_from_dict(_read_yaml(path), str(path))
 
 
@@ -154,7 +165,7 @@ def settings() -> dict[str, Any]:
 
 
 def _base(given: Words, saved: SettingsOf) -> tuple[Path, Mapping[str, Any]]:
-    """Return the path and content of the file whose settings the command line overrides."""
+    """Return the path and content of the YAML file that the command line overrides."""
     if "config" not in given and "out" in given:
         kept = Path(expand_user(given["out"][0], "out=")) / "config.yaml"
         try:
@@ -173,14 +184,14 @@ def _base(given: Words, saved: SettingsOf) -> tuple[Path, Mapping[str, Any]]:
 
 
 def _presets() -> dict[str, Path]:
-    """Return the preset files in the installed package or in a source checkout, by name."""
+    """Return the preset files by name, from the installed package or a source checkout."""
     package = Path(__file__).parent.parent
     folders = (package / "configs", package.parent / "configs")
     return {file.stem: file for folder in folders for file in sorted(folder.glob("*.yaml"))}
 
 
 def _initial_model(model_of: ModelOf, words: Words) -> Words:
-    """Return the model options in train.init_from as words; empty if it is not set."""
+    """Return the options of the model in train.init_from as words; empty if that is not set."""
     config = _build({key: words[key] for key in ("train.init_from", "out") if key in words})
     if config.train.init_from is None:
         return {}
@@ -190,7 +201,7 @@ def _initial_model(model_of: ModelOf, words: Words) -> Words:
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML loader that rejects aliases and duplicate keys. PyYAML would use the last duplicate."""
+    """YAML loader that rejects aliases and duplicate keys. PyYAML would keep the last duplicate."""
 
     def compose_node(self, parent, index):
         if self.check_event(yaml.AliasEvent):
@@ -223,7 +234,7 @@ def _read_yaml(path: Path) -> Mapping[str, Any]:
 
 
 def _flatten(values: Mapping[str, Any], origin: str, prefix: str = "") -> dict[str, list[str]]:
-    """Return the words of each `section.key` in a nested mapping; errors name `origin`."""
+    """Return the words of each `section.key` in a nested mapping; `origin` appears in errors."""
     out = {}
     for name, value in values.items():
         if isinstance(value, Mapping) and not prefix:
@@ -241,7 +252,7 @@ def _flatten(values: Mapping[str, Any], origin: str, prefix: str = "") -> dict[s
 
 
 def _without(values: Words, keys: set[str], given: Words) -> Words:
-    """Return the words without `keys`, and without data sources if `given` has a data source."""
+    """Return `values` without `keys`, and without its data sources if `given` has one."""
     keys = keys | (_DATA_KEYS if _DATA_KEYS & given.keys() else set())
     return {key: words for key, words in values.items() if key not in keys}
 
@@ -253,7 +264,7 @@ def _split_arguments(argv: Sequence[str]) -> dict[str, list[str]]:
     while words:
         word = words.pop(0)
         key, equals, value = word.removeprefix("--").partition("=")
-        if word.endswith((".py", ".toml")) and not equals:  # a file of nanoGPT or torchtitan
+        if word.endswith((".py", ".toml")) and not equals:  # a config file of nanoGPT or torchtitan
             name = Path(word).stem.removeprefix("train_")
             raise UsageError(f"{word}: not a YAML file; use --config {name}, or --config FILE.yaml")
         if not key or not (word.startswith("--") or equals):
@@ -277,7 +288,7 @@ def _split_arguments(argv: Sequence[str]) -> dict[str, list[str]]:
 def unknown_key(shown: str, key: str | None = None) -> str:
     """Return an error message for an unknown key, with a suggestion.
 
-    `shown` is the key as typed, and `key` the same key in jaxgpt's spelling, if that differs.
+    `shown` is the key as typed, and `key` is the key to look up, if that differs.
     """
     key = key or shown
     last = key.rpartition(".")[2]
@@ -321,12 +332,12 @@ def _takes_many(kind: Any) -> bool:
 
 
 def _convert(kind: Any, words: Sequence[str]) -> Any:
-    """Return words converted to a type; `ValueError` or `KeyError` if they do not fit it."""
+    """Return words converted to a type. Raises `ValueError` or `KeyError` if they do not fit."""
     arguments = typing.get_args(kind)
     if _takes_many(kind):
         if arguments[0] is not str:  # strings may contain spaces
             words = " ".join(words).split()
-        return tuple(_convert(arguments[0], [word]) for word in words if word)  # `key=` has none
+        return tuple(_convert(arguments[0], [word]) for word in words if word)  # `key=` is ()
     (word,) = words
     if types.NoneType in arguments:
         named = _named_values(arguments)
@@ -363,7 +374,7 @@ def _describe(kind: Any) -> str:
 
 
 def _named_values(arguments: Sequence[Any]) -> dict[str, Any]:
-    """Return the literals and None of a union, by the name that a user types."""
+    """Return the literals and None of a union, by the word that a user types for them."""
     literals = {str(w): w for kind in arguments[1:-1] for w in typing.get_args(kind)}
     return literals | {"None": None}
 
@@ -371,7 +382,7 @@ def _named_values(arguments: Sequence[Any]) -> dict[str, Any]:
 def help_text(prog: str, choices: Mapping[str, Iterable[str]]) -> str:
     """Return the text of --help: every key with its type, bounds, default and description.
 
-    `choices` lists the values of keys whose type does not.
+    `choices` lists the allowed values of keys whose type does not list them.
     """
     lines = [USAGE.format(prog=prog), *_entries(Config, "", choices)]
     for name, section in inspect.get_annotations(Config).items():

@@ -1,4 +1,4 @@
-"""The steps at which a run evaluates, skips a batch or profiles. Steps count from 1."""
+"""The steps at which a run evaluates, skips a batch or profiles. Steps are counted from 1."""
 
 import re
 
@@ -28,7 +28,7 @@ def skip_ranges(config: Config) -> tuple[tuple[int, int], ...]:
 def step_ranges(key: str, steps: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
     """Return the steps of setting `key` as inclusive (first, last) pairs.
 
-    Raises `UsageError` if they are not pairs, or a first step comes after its last step.
+    Raises `UsageError` unless they are pairs with 1 <= first <= last < 2^31.
     """
     pairs = tuple(zip(steps[::2], steps[1::2], strict=False))
     if len(steps) % 2 or any(not 1 <= first <= last < 2**31 for first, last in pairs):
@@ -42,7 +42,7 @@ def step_ranges(key: str, steps: tuple[int, ...]) -> tuple[tuple[int, int], ...]
 def profile_range(config: Config) -> range:
     """Return the steps to profile; empty if `profile_steps` is None.
 
-    Raises `UsageError` if the setting is malformed or exceeds train.max_iters.
+    Raises `UsageError` unless the setting is A:B with 1 <= A <= B <= train.max_iters.
     """
     text, end = config.profile_steps, config.train.max_iters
     if text is None:

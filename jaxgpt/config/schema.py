@@ -13,7 +13,7 @@ import yaml
 
 
 class Bounds(NamedTuple):
-    """A bound on a number: its description and a function that tests it."""
+    """Bounds of a number: a description, and a function that tests if a value is within them."""
 
     text: str
     contain: Callable[[Any], bool]
@@ -39,15 +39,15 @@ InitTimeout = Annotated[float, Bounds("1 to 86400 seconds", lambda x: 1 <= x <= 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """A pre-norm transformer. By default, it has GPT-2's architecture."""
+    """A pre-norm transformer. By default, it is nanoGPT's variant of GPT-2, without biases."""
 
     n_layer: Count = 3
     """Number of transformer layers, L."""
     n_head: Count = 4
     """Number of attention heads, H."""
     n_kv_head: Count | None = None
-    """Number of key-value heads, G. Fewer than n_head means grouped-query attention (arXiv
-    2305.13245), and 1 means multi-query attention. None uses n_head."""
+    """Number of key-value heads, G. A number below n_head selects grouped-query attention (arXiv
+    2305.13245), and 1 selects multi-query attention. None uses n_head."""
     head_dim: Count | None = None
     """Size of each head, K. None uses n_embd / n_head."""
     n_embd: Count = 128
@@ -68,32 +68,31 @@ class ModelConfig:
     post_norm: bool = False
     """Also normalize the outputs of attention and MLP before the residual addition (Gemma 3)."""
     norm_eps: Positive = 1e-5
-    """Epsilon of the norms, added to the variance."""
+    """Epsilon that norm layers add to the variance or, for RMSNorm, to the mean square."""
     position: Literal["learned", "rope"] = "learned"
-    """Position encoding: a learned embedding (GPT-2), or rotary embeddings of queries and keys
-    (rope, arXiv 2104.09864)."""
+    """Position encoding: learned embeddings (learned, as in GPT-2), or rotary embeddings of queries
+    and keys (rope, arXiv 2104.09864)."""
     rope_theta: Positive = 10000.0
-    """Base of the rotary wavelengths."""
+    """Base (theta) of the rotary embeddings."""
     rope_scaling: tuple[float, ...] = ()
-    """Scaling of the rotary wavelengths: one factor for all of them, or the four values factor,
-    low_freq_factor, high_freq_factor and original_max_position of Llama 3.1, such as `8 1 4 8192`.
-    By default, wavelengths are not scaled."""
+    """RoPE scaling: one factor that divides all frequencies, or Llama 3.1's four values factor,
+    low_freq_factor, high_freq_factor and original_max_position, such as `8 1 4 8192`. By default,
+    frequencies are not scaled."""
     local_rope_theta: Positive | None = None
-    """Base of the rotary wavelengths in local layers, which then do not use rope_scaling (Gemma 3).
-    None uses the same wavelengths as in global layers."""
+    """Base of the rotary embeddings in local layers (Gemma 3). If it is set, rope_scaling applies
+    to global layers only. None uses the same rotary embeddings in all layers."""
     mlp: str = "gelu"
     """Kind of MLP: gelu (exact), gelu_tanh (the tanh approximation, as in OpenAI's GPT-2), swiglu
     (arXiv 2002.05202), geglu_tanh (gated gelu_tanh, as in Gemma), or relu2 (arXiv 2109.08668)."""
     mlp_hidden: Count | None = None
-    """Width of the MLP, F. None uses 4 n_embd, except for swiglu, where it follows Llama: 8/3
-    n_embd, rounded up to a multiple of 256."""
+    """Width of the MLP, F. None uses 4 n_embd or, for swiglu, 8/3 n_embd rounded up to a multiple
+    of 256, as in Llama."""
     dropout: Rate = 0.0
     """Dropout rate for embeddings, attention weights and residuals; usually 0 for pre-training."""
     vocab_size: VocabSize | None = None
     """Vocabulary size, V. None reads it from the data's meta.json."""
     tie_embeddings: bool = True
-    """Use the token embedding as the output layer, too. False gives the output layer separate
-    weights."""
+    """Share weights between the token embedding and the output layer."""
     scale_embeddings: bool = False
     """Multiply the token embeddings by the square root of n_embd (Gemma)."""
     layers: tuple[Literal["local", "global"], ...] = ()
@@ -103,7 +102,7 @@ class ModelConfig:
     sliding_window: Count | None = None
     """Number of tokens, including itself, that a token attends to in local layers (Mistral)."""
     logit_softcap: Positive | None = None
-    """Bound c of the logits, c tanh(logits / c) (Gemma 2). None does not bound them."""
+    """Soft cap c of the logits, which become c tanh(logits / c) (Gemma 2). None disables it."""
     attention: str = "auto"
     """Attention kernel. auto picks the fastest kernel that can run, and logs its name. The error
     for an unknown name lists all kernels."""
@@ -120,7 +119,7 @@ class ModelConfig:
 
     @property
     def n_positions(self) -> int | None:
-        """The number of learned positions, T; None for rotary embeddings."""
+        """The number of learned position embeddings, T; None for rotary embeddings."""
         return self.block_size if self.position == "learned" else None
 
     @property
@@ -132,7 +131,7 @@ class ModelConfig:
 
     @property
     def matrix_elements(self) -> int:
-        """The number of elements in the matrices of all layers, without embeddings."""
+        """The number of elements in the weight matrices of all layers, excluding embeddings."""
         mlp = (3 if self.mlp in ("swiglu", "geglu_tanh") else 2) * self.mlp_width
         attention = 2 * self.head_size * (self.n_head + self.kv_heads)
         return self.n_layer * self.n_embd * (attention + mlp)
@@ -147,17 +146,17 @@ class OptimizerConfig:
     learning_rate: NonNegative = 3e-3
     """Peak learning rate; for adafactor, relative to the RMS of each parameter."""
     schedule: Literal["cosine", "wsd", "constant"] = "cosine"
-    """Learning-rate schedule after warm-up: a cosine decay to min_lr (cosine); the peak followed by
-    a short decay to min_lr (wsd: warm-up, stable, decay; arXiv 2404.06395); or the peak
-    (constant)."""
+    """Learning-rate schedule after warm-up: a cosine decay to min_lr (cosine); a constant rate with
+    a short decay to min_lr at the end (wsd: warm-up, stable, decay; arXiv 2404.06395); or a
+    constant rate (constant)."""
     min_lr: float | None = None
-    """Learning rate at and after step lr_decay_iters. None uses a tenth of the peak. The schedule
-    constant ignores it."""
+    """Learning rate at and after step lr_decay_iters. None uses a tenth of the peak. The constant
+    schedule ignores it."""
     warmup_iters: CountOrZero = 50
-    """Steps of linear warm-up."""
+    """Number of steps of linear warm-up."""
     lr_decay_iters: Count = 300
-    """Step at which cosine or wsd reaches min_lr. It usually equals train.max_iters, but increasing
-    max_iters does not change the learning rates of the earlier steps."""
+    """Step at which cosine or wsd reaches min_lr, usually train.max_iters. The two are separate
+    settings, so that a longer run does not change the learning rates of earlier steps."""
     wsd_decay_iters: Count | None = None
     """Number of steps of wsd's decay, which ends at lr_decay_iters. None uses a fifth of
     lr_decay_iters."""
@@ -166,21 +165,22 @@ class OptimizerConfig:
     2405.18392)."""
     weight_decay: NonNegative = 0.1
     """Decoupled weight decay of matrices and embeddings, multiplied by the learning rate. Biases
-    and norm scales do not decay."""
+    and norm scales are not decayed."""
     beta1: Rate = 0.9
-    """Decay rate of the first moment, for adamw, lion, and the parameters that muon leaves to
-    adamw."""
+    """Decay rate of the first moment in adamw and lion. It also applies to the parameters that muon
+    leaves to adamw."""
     beta2: Rate = 0.99
-    """Decay rate of the second moment, or of lion's momentum. 0.95 suits adamw with large batches.
-    sgd does not use it, nor does adafactor, whose decay rate increases with the steps."""
+    """Decay rate of the second moment or, in lion, of the momentum. For adamw with large batches,
+    0.95 works well. sgd and adafactor ignore it; adafactor's decay rate increases with the step
+    number."""
     momentum: Rate = 0.95
-    """Momentum of muon (Nesterov) and sgd; 0 switches it off."""
+    """Momentum of muon (Nesterov) and sgd; 0 disables it."""
     adamw_learning_rate: NonNegative | None = None
     """Peak learning rate of the parameters that muon leaves to adamw: embeddings, output layer,
     norms and biases. It is scaled by the same schedule. None uses learning_rate, because muon's
     updates are scaled to match adamw's."""
     grad_clip: NonNegative = 1.0
-    """Clip gradients to this global norm; 0 switches clipping off."""
+    """Clip gradients to this global norm; 0 disables clipping."""
 
     @property
     def wsd_decay_length(self) -> int:
@@ -203,23 +203,24 @@ class DataConfig:
     """Data to use instead of a named dataset: a folder with train.bin, val.bin and meta.json; the
     PREFIX of Megatron-LM's PREFIX.bin and PREFIX.idx; or one nanoGPT .bin file."""
     blend: tuple[str, ...] = ()
-    """Sources to mix, each `WEIGHT PATH [CORPUS]`. PATH is as in data.path; quote it if it contains
-    spaces. Weights are normalised. Sources with the same CORPUS are mixed and reported as one
-    corpus."""
+    """Sources to mix, each `WEIGHT PATH [CORPUS]`. PATH has the same form as data.path; quote it if
+    it contains spaces. Weights are normalised. Sources with the same CORPUS are mixed and reported
+    as one corpus."""
     file_list: str | None = None
     """File with one data.blend entry per line, as in ALCF's Megatron-DeepSpeed. Paths are relative
     to the working directory."""
     val_share: Share = 0.01
-    """Share of a source, taken from its end, that is used for validation if it has no val.bin."""
+    """Fraction of a source, taken from its end, to use for validation if it has no val.bin."""
     tokenizer: str | None = None
-    """A tokenizer.json, or a folder that contains one, for data without a tokenizer."""
+    """A tokenizer.json, or a folder that contains one, for data that comes without a tokenizer."""
     document_mask: bool = False
     """Restrict attention to tokens of the same document, and count positions from its start. A
     document ends with its end-of-text token. The order of the data does not change."""
     end_of_text: CountOrZero | None = None
-    """ID of the end-of-text token, for data.document_mask. None uses the tokenizer's."""
+    """ID of the end-of-text token, for data.document_mask. None uses the ID from the tokenizer."""
     accept_changes: bool = False
-    """Resume from a checkpoint even if the data has changed. Applies to this start only."""
+    """Resume from a checkpoint even if the data has changed. This applies to the current start
+    only."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -239,13 +240,13 @@ class TrainConfig:
     log_interval: LogInterval = 10
     """Steps between log lines."""
     loss_chunk: CountOrZero = 0
-    """Compute the logits of at most this many tokens per device at a time; 0 computes all at
-    once."""
+    """Compute the logits of at most this many tokens per device at a time; 0 computes all logits
+    at once."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Compute dtype. Parameters, optimizer state, softmax and loss are always float32."""
     deterministic: bool = False
-    """Make runs bitwise repeatable with cuDNN attention, too. Steps of gpt2 take 1.34 times as long
-    (H200, November 2026)."""
+    """Make runs bitwise reproducible even with cuDNN attention. Steps of the preset gpt2 then take
+    1.34 times as long (H200, November 2026)."""
     seed: CountOrZero = 1337
     """Seed for the initial parameters, the data order and dropout."""
     sample_tokens: SampleSize = 200
@@ -257,36 +258,37 @@ class TrainConfig:
     """Minutes after which the run saves a checkpoint and stops with exit status 75. auto asks PBS
     or Slurm when the job ends, and stops early enough to save. None sets no limit."""
     hang_timeout: Minutes | None = 30
-    """Minutes without progress after which the job ends with exit status 70. Starting, restoring,
-    compiling and saving are allowed at least 30 minutes. None waits forever."""
+    """Minutes without progress after which the job ends with exit status 70. For startup,
+    restoring, compilation and saving, the limit is at least 30 minutes. None waits forever."""
     verify_interval: CountOrZero = 0
-    """Steps between comparisons of the parameter replicas on different devices, which detect a
-    device with corrupted parameters. Replicas are also compared before each checkpoint. 0 disables
-    the comparison."""
+    """Steps between comparisons of parameter replicas across devices, which detect a device with
+    corrupted parameters. The replicas are also compared before each checkpoint. 0 disables all
+    comparisons."""
     eval_at_start: bool = False
     """Also evaluate and generate a sample before the first step."""
     init_from: str | None = None
     """Weights to start a run from: a run directory, the --out of jaxgpt.convert, or hf:FOLDER, a
-    model folder of Hugging Face transformers. Model options come from there, too. A resumed run
-    ignores this setting."""
+    model folder of Hugging Face transformers. The model options are read from there, too. A
+    resumed run ignores this setting."""
     trackers: tuple[str, ...] = ("tensorboard",)
-    """Trackers that mirror metrics.jsonl, which is always written. `train.trackers=` selects no
-    tracker."""
+    """Trackers that mirror metrics.jsonl, which is always written. `train.trackers=` disables all
+    trackers."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
-    """Layout on the devices. It changes speed and memory, and results only up to rounding."""
+    """Parallel layout. It affects speed and memory, but changes results only up to rounding."""
 
     mesh: str = "-1,1,1"
     """Sizes of the mesh axes data,fsdp,tensor, such as 2,1,4, or by name, such as
-    data=2,tensor=4. -1 infers one size from the number of devices. --mesh sets it, too."""
+    data=2,tensor=4. -1 infers one size from the number of devices. --mesh is short for this
+    key."""
     zero_stage: Literal[0, 1, 2, 3] = 3
     """ZeRO stage (arXiv 1910.02054). 0 shards nothing over fsdp, 1 shards the optimizer state, 2
-    also gradients, and 3 also parameters."""
+    also the gradients, and 3 also the parameters."""
     sequence_parallel: bool = False
-    """Split norms and residuals along the sequence over the axis tensor (arXiv 2205.05198), which
-    saves memory."""
+    """Shard the activations of norms and the residual stream over the tensor axis, by position in
+    the sequence (arXiv 2205.05198). This saves memory."""
     remat: Literal["none", "full", "dots", "attention"] = "none"
     """What the backward pass recomputes: nothing (none), whole layers (full), everything except the
     outputs of linear layers (dots), or the attention scores (attention)."""
@@ -301,7 +303,7 @@ class ParallelConfig:
     """Dtype in which gradients are sent between devices; bfloat16 halves the traffic."""
     offload: Literal["none", "moments", "state"] = "none"
     """What to keep in host memory (pinned_host): nothing (none), the optimizer state (moments), or
-    also parameters and gradients (state). A device fetches one layer at a time."""
+    also parameters and gradients (state). Devices fetch one layer at a time."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -309,27 +311,30 @@ class CheckpointConfig:
     """Saving checkpoints and resuming from them."""
 
     interval: CountOrZero = 150
-    """Steps between checkpoints; 0 saves only the last step, which is always saved."""
+    """Steps between checkpoints; 0 saves only after the last step. The last step is always
+    saved."""
     keep: Count = 2
     """Number of newest checkpoints to keep."""
     keep_every: Count | None = None
-    """Also keep all checkpoints of steps that are multiples of this number."""
+    """Also keep every checkpoint whose step is a multiple of this number."""
     keep_best: CountOrZero = 0
     """Also keep this many checkpoints with the lowest validation losses."""
     interval_minutes: Minutes | None = None
     """Also save at the first logged step after this many minutes without a save."""
     on_error: Literal["continue", "stop"] = "continue"
-    """What to do if a checkpoint cannot be written: continue, if an older one is complete, or stop.
-    The run fails in any case if it was its last checkpoint."""
+    """What to do if a checkpoint cannot be written: continue training if an older checkpoint is
+    complete (continue), or stop (stop). If the run's last checkpoint cannot be written, the run
+    always fails."""
     timeout_minutes: Minutes = 20
     """Minutes after which an incomplete save counts as failed. If one process fails to write, the
     others notice it after this time."""
     local: str | None = None
-    """Fast folder to save to first. All processes must share it, as a burst buffer or the disk of a
-    single host. Process 0 copies checkpoints from there to the run directory in the background."""
+    """Fast folder to save to first. All processes must share it, so use a burst buffer or, on a
+    single host, a local disk. Process 0 then copies the checkpoints to the run directory in the
+    background."""
     resume: bool = True
-    """Resume from the newest checkpoint in --out. False refuses to start if there is one, and
-    applies to this start only."""
+    """Resume from the newest checkpoint in --out. False refuses to start if there is one; it
+    applies to the current start only."""
     on_damage: Literal["quarantine", "refuse"] = "quarantine"
     """What to do with a damaged checkpoint: rename it to STEP.damaged and continue from the
     checkpoint before it (quarantine), or stop (refuse)."""
@@ -337,30 +342,32 @@ class CheckpointConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class SpikeConfig:
-    """Detection of loss spikes, and the reaction to them."""
+    """Detection of loss spikes, and how to react to them."""
 
     action: Literal["off", "log", "skip_update", "rewind"] = "log"
-    """Reaction to a spike. log records it. skip_update does not apply its update. rewind goes back
-    to a checkpoint and skips the batches around a loss spike (arXiv 2204.02311, section 5.1).
-    Unless the action is off, updates with a non-finite loss or gradient are not applied."""
+    """What to do after a spike: record it (log), discard its update (skip_update), or, for a spike
+    of the loss, go back to a checkpoint and skip the batches around the spike (rewind; arXiv
+    2204.02311, section 5.1). Unless this is off, updates with a non-finite loss or gradient are
+    discarded, too."""
     window: Window = 128
-    """Number of recent steps that a step is compared with. Detection begins after this many
-    steps."""
+    """Number of recent steps that each step is compared with. Detection begins once this many steps
+    have run."""
     loss_threshold: AtLeastOne = 6.0
     """A loss this many robust standard deviations above the median of the window is a spike."""
     grad_norm_threshold: AtLeastOne = 20.0
-    """The same threshold for the gradient norm. It is higher, because gradient norms have a long
-    tail: in small runs without spikes they reach 14 deviations (losses: 4)."""
+    """The same threshold for the gradient norm. It is higher because gradient norms have a long
+    tail: in small runs without spikes, they exceeded the median by up to 14 deviations, and losses
+    by up to 4."""
     rewind_margin: Count = 100
     """Minimum number of steps between the spike and the checkpoint that a rewind goes back to."""
     skip_before: CountOrZero = 10
     """Number of steps before the spike that a rewind skips."""
     skip_after: CountOrZero = 50
-    """Number of steps after the spike that a rewind skips. PaLM skipped 200 to 500 of about 255,000
-    batches."""
+    """Number of steps after the spike that a rewind skips. PaLM skipped 200 to 500 batches per
+    spike."""
     max_rewinds: CountOrZero = 3
-    """Maximum number of consecutive rewinds without a later checkpoint. At the next spike, the run
-    stops with a report."""
+    """Maximum number of consecutive rewinds without reaching a later checkpoint. At the next spike,
+    the run stops with a report."""
     max_consecutive_nonfinite: Count = 10
     """Stop the run after this many consecutive steps with a non-finite loss or gradient."""
 
@@ -370,15 +377,15 @@ class FaultsConfig:
     """Fault injection, to rehearse failures."""
 
     random_tokens: tuple[int, ...] = ()
-    """Ranges of steps that train on random tokens, written as in train_range_to_skip."""
+    """Ranges of steps that train on random tokens, in the format of train_range_to_skip."""
     nan_step: Count | None = None
     """Step at which the gradient of one device is NaN."""
     nan_device: CountOrZero = 0
-    """Index of the device with the NaN gradient in the flattened mesh."""
+    """Index, in the flattened mesh, of the device with the NaN gradient."""
     bit_flip_step: Count | None = None
     """Step after which one bit in the parameters of one device is flipped."""
     bit_flip_device: CountOrZero = 0
-    """Index of the device with the flipped bit in the flattened mesh."""
+    """Index, in the flattened mesh, of the device with the flipped bit."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -388,12 +395,12 @@ class Config:
     config: str = "tiny"
     """Name of a preset (a file in configs/), or path of a YAML file."""
     out: str | None = None
-    """Run directory. None uses runs/<config>-<time>. The run in an existing directory is
+    """Run directory. None uses runs/<config>-<time>. If the directory contains a run, that run is
     resumed."""
     compile_cache: str = "~/.cache/jaxgpt/compiled"
-    """Folder that caches compiled programs for the next start; off disables the cache."""
+    """Folder in which compiled programs are cached for later starts; off disables the cache."""
     init_timeout: InitTimeout = 300
-    """Seconds within which all processes of a job must find each other."""
+    """Seconds to wait at startup until all processes of the job have connected."""
     train_range_to_skip: tuple[int, ...] = ()
     """Ranges of steps to skip: `A B C D` skips steps A to B and C to D, inclusive. Steps count
     from 1."""
@@ -411,7 +418,7 @@ class Config:
 
     @property
     def document_end(self) -> int | None:
-        """The ID of the token that ends a document, if attention is restricted to documents."""
+        """The ID of the token that ends a document; None if attention crosses documents."""
         return self.data.end_of_text if self.data.document_mask else None
 
     @property
@@ -420,12 +427,12 @@ class Config:
 
     @property
     def reduces_once(self) -> bool:
-        """True if unreduced gradients are accumulated over microbatches, and reduced once."""
+        """True if gradients are accumulated over microbatches and reduced only once per step."""
         many = self.train.gradient_accumulation_steps > 1
         return many and self.parallel.reduce_every == "step" and self.parallel.offload != "state"
 
     def scans_layers(self, on_cpu: bool) -> bool:
-        """Return whether layers are scanned, which resolves parallel.scan_layers=None."""
+        """Return whether to scan over layers; `on_cpu` decides if parallel.scan_layers is None."""
         if self.parallel.scan_layers is None:
             return on_cpu or self.parallel.offload == "state"
         return self.parallel.scan_layers

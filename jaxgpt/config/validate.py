@@ -1,4 +1,4 @@
-"""Checks that involve more than one setting. The schema checks single settings."""
+"""Checks that involve more than one setting. The types in the schema check single settings."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -9,11 +9,11 @@ from jaxgpt.config.schedule import profile_range, skip_ranges, step_ranges
 from jaxgpt.config.schema import Config, ModelConfig, OptimizerConfig
 
 MAX_UNROLLED_LAYERS = 512  # layers compiled one by one; GPT-3 has 96
-MAX_ELEMENTS = 10**15  # in the matrices of a model
+MAX_ELEMENTS = 10**15  # in the weight matrices of a model
 
 
 def validate(config: Config) -> None:
-    """Raise `UsageError` if settings contradict each other, whatever the data and devices are."""
+    """Raise `UsageError` if settings contradict each other, regardless of data and devices."""
     train, data, faults = config.train, config.data, config.faults
     skip_ranges(config)
     profile_range(config)
@@ -200,9 +200,10 @@ def is_changed(section: Any, key: str) -> bool:
 
 
 def parse_mesh(text: str, n_devices: int | None = None) -> MeshShape:
-    """Return parallel.mesh as a shape; `UsageError` if it is malformed or does not fit the devices.
+    """Return the mesh shape that `text`, the value of parallel.mesh, describes.
 
-    If `n_devices` of the job is None, a -1 is kept and checked later.
+    `n_devices` is the number of devices in the job. If it is None, a size of -1 stays, and a later
+    call checks it. Raises `UsageError` if the text is malformed or does not fit the devices.
     """
     try:
         shape = MeshShape.parse(text)
@@ -212,9 +213,11 @@ def parse_mesh(text: str, n_devices: int | None = None) -> MeshShape:
 
 
 def mesh_shape(config: Config, n_devices: int | None = None) -> MeshShape:
-    """Return parallel.mesh as a shape; `UsageError` if it does not fit the model or the devices.
+    """Return the mesh shape that parallel.mesh describes.
 
-    If `n_devices` of the job is None, a -1 is kept and checked later.
+    `n_devices` is the number of devices in the job. If it is None, a size of -1 stays, and a later
+    call checks it. Raises `UsageError` if the setting is malformed, or does not fit the model or
+    the devices.
     """
     model, key = config.model, f"parallel.mesh={config.parallel.mesh}"
     shape = parse_mesh(config.parallel.mesh, n_devices)
@@ -239,7 +242,10 @@ def mesh_shape(config: Config, n_devices: int | None = None) -> MeshShape:
 
 
 def check_batch(config: Config, shape: MeshShape) -> None:
-    """Raise `UsageError` if a microbatch cannot be split evenly; a -1 is checked later."""
+    """Raise `UsageError` if a microbatch cannot be split evenly over the devices.
+
+    If an axis that splits the batch has size -1, the check is left to a later call.
+    """
     axes, n = axes_with("splits_batch"), shape.split_of("splits_batch")
     if all(shape[axis] > 0 for axis in axes) and config.microbatch_size % n:
         accumulation = config.train.gradient_accumulation_steps
@@ -250,8 +256,8 @@ def check_batch(config: Config, shape: MeshShape) -> None:
         )
 
 
-# Key -> allowed values -> the optional keys in the same section that this value uses. A key is
-# optional if at least one value does not use it.
+# Key -> allowed value -> the keys in the same section that this value uses. Only keys that some of
+# the values do not use are listed.
 Choices = Mapping[str, Mapping[str, Sequence[str]]]
 _SCHEDULES = {
     "cosine": ("min_lr", "lr_decay_iters"),
@@ -261,9 +267,9 @@ _SCHEDULES = {
 
 
 def check_choices(config: Config, given: Mapping[str, Sequence[str]], choices: Choices) -> None:
-    """Raise `UsageError` if a choice is unknown, or if a setting in `given` has no effect with it.
+    """Raise `UsageError` if a choice is unknown, or if a setting in `given` has no effect.
 
-    `given` holds the words of each key on the command line.
+    `given` holds the words for each key on the command line.
     """
     if "data.end_of_text" in given and not config.data.document_mask:
         raise UsageError(
