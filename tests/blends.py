@@ -1,4 +1,4 @@
-"""Corpora of every kind for tests: their tokens say where they stand."""
+"""Corpora in every data format, whose tokens reveal their corpus and position."""
 
 import json
 
@@ -10,7 +10,10 @@ KINDS = ("folder", "flat", "indexed")
 
 
 def write_corpora(directory, n_tokens=(5000, 3001, 4000, 2500, 1999), vocab_size=97):
-    """Five corpora; returns lines of a file list. Token i of corpus c is (31 i + c) % 97."""
+    """Write five corpora and return the lines of a file list.
+
+    Token i of corpus c is (31 i + c) % `vocab_size`.
+    """
     lines = []
     for c, (weight, size) in enumerate(
         zip(("0.5", "0.25", "0.15", "0.07", "0.03"), n_tokens, strict=True)

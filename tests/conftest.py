@@ -24,10 +24,10 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
-    """In the short form, what is compiled is not optimized: it runs briefly.
+    """Without --long, disable optimizations in the compiler, because the tests run few steps.
 
-    A step compiles in a third of the time, in the process of the tests and in the commands that
-    it starts, but for those that run `AS_USERS` do.
+    A step then compiles in a third of the time, both in this process and in the commands that it
+    starts, except for commands with `AS_USERS`.
     """
     if not config.getoption("--long"):
         add_xla_flags("--xla_backend_optimization_level=0", *QUICK_FUSIONS)
@@ -42,9 +42,9 @@ def pytest_collection_modifyitems(config, items):
 
 @pytest.hookimpl(optionalhook=True)  # of pytest-xdist
 def pytest_xdist_make_scheduler(config, log):
-    """Each worker takes a file at a time, and one of them all that starts jobs of processes.
+    """Give each worker one file at a time, and all multiprocess tests to the same worker.
 
-    Such jobs take all cores, and some of their ends are timed: two at a time would be too many.
+    Multiprocess jobs use all cores, and some tests time how they end, so they must not overlap.
     """
     from xdist.scheduler import LoadFileScheduling
 
@@ -58,7 +58,7 @@ def pytest_xdist_make_scheduler(config, log):
 
 @pytest.fixture(scope="session", autouse=True)
 def data_home(tmp_path_factory):
-    """$JAXGPT_DATA with the `python` data set prepared."""
+    """Return a temporary $JAXGPT_DATA that contains the prepared `python` dataset."""
     from jaxgpt.data.prepare.builtin import prepare_python
 
     home = tmp_path_factory.mktemp("data")
@@ -69,7 +69,7 @@ def data_home(tmp_path_factory):
 
 @pytest.fixture(scope="session", autouse=True)
 def compile_cache(tmp_path_factory):
-    """Tests share what they compile, as do commands under test; the user's cache is left alone."""
+    """Share one compile cache between tests and the commands they run, instead of the user's."""
     from jaxgpt.cluster.process_group import ProcessGroup
     from jaxgpt.runtime.compile_cache import use_compile_cache
 
@@ -80,7 +80,7 @@ def compile_cache(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def tiny_shakespeare():
-    """The path of the text of Tiny Shakespeare."""
+    """Return the path of the text of Tiny Shakespeare."""
     path = SHARED_DATA / "tinyshakespeare.txt"
     if not path.exists():
         pytest.skip("Tiny Shakespeare is not in ../shared/data")
@@ -89,7 +89,7 @@ def tiny_shakespeare():
 
 @pytest.fixture(scope="session")
 def gpt2_folder():
-    """The folder of GPT-2's encoder.json and vocab.bpe."""
+    """Return the folder that contains GPT-2's encoder.json and vocab.bpe."""
     pytest.importorskip("tokenizers")
     folder = SHARED_DATA / "gpt2"
     if not folder.is_dir():
@@ -99,7 +99,7 @@ def gpt2_folder():
 
 @pytest.fixture(scope="session")
 def shakespeare(data_home, tiny_shakespeare):
-    """The folder of Tiny Shakespeare's prepared characters."""
+    """Return the folder of the prepared character-level Tiny Shakespeare."""
     from jaxgpt.data.prepare.builtin import prepare_shakespeare_char
 
     prepare_shakespeare_char(data_home / "shakespeare_char", tiny_shakespeare)
@@ -108,14 +108,14 @@ def shakespeare(data_home, tiny_shakespeare):
 
 @pytest.fixture
 def exact_products():
-    """NVIDIA GPUs multiply float32 as TF32 unless they are asked not to."""
+    """Compute float32 products exactly; by default, NVIDIA GPUs use TF32."""
     with jax.default_matmul_precision("highest"):
         yield
 
 
 @pytest.fixture
 def layouts_fit(capfd):
-    """Fails a test in which XLA could not bring shardings together without copying whole arrays."""
+    """Fail if XLA had to replicate whole arrays to convert between shardings."""
     from jobs import FIGHT
 
     yield

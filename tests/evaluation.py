@@ -1,4 +1,4 @@
-"""Small runs to be evaluated, and references that share no code with the evaluation."""
+"""Small runs for tests of the evaluation, and independent reference implementations."""
 
 import contextlib
 from pathlib import Path
@@ -29,7 +29,7 @@ SHAPE = (
 
 
 def train(out, *settings):
-    """Train a few steps, by which each token has a probability of its own."""
+    """Train a few steps, after which different tokens have different probabilities."""
     assert train_here(*SHAPE, "--mesh", "1,1,1", "--out", out, *settings) == 0
     return out
 

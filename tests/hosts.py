@@ -1,9 +1,9 @@
-"""Hosts on one machine: namespaces with a network, a host name and a /dev/shm of their own.
+"""Several simulated hosts on one machine, each with its own network, host name and /dev/shm.
 
-Each host is a process that does nothing; the namespaces are its own and vanish with it, so that
-nothing of the machine is changed. Cables (veth pairs), `eth0` on each host, join them to a switch
-(a bridge in a namespace of its own), and they reach nothing else. Each also has a `docker0` with
-the same address, as hosts with Docker do.
+Each host is an idle process in its own namespaces. They vanish when the process ends, so the
+machine itself is not changed. Virtual cables (veth pairs) connect `eth0` of each host to a switch,
+a bridge in another namespace. The hosts cannot reach any other network. Like hosts with Docker, all
+of them also have a `docker0` with the same address.
 """
 
 import contextlib
@@ -56,12 +56,12 @@ class Host:
     """The process that the switch belongs to."""
 
     def command(self, *args):
-        """`args`, to be run on this host, in the same directory and environment."""
+        """Return the command that runs `args` on this host, with the same directory and variables."""
         enter = ["nsenter", "--target", str(self.pid), *NAMESPACES, f"--wdns={os.getcwd()}"]
         return [*enter, *map(str, args)]
 
     def run(self, *args, timeout=300, **variables):
-        """Runs `args` on this host to their end; what they print is in `stdout`."""
+        """Run `args` on this host until they end. The result has their output in `stdout`."""
         return subprocess.run(
             self.command(*args),
             stdout=subprocess.PIPE,
@@ -73,13 +73,13 @@ class Host:
         )
 
     def lose(self):
-        """Pull its cable, and let no remote shell in: what runs on it goes on, unseen."""
+        """Disconnect the host and refuse remote shells. Its processes continue, unreachable."""
         (self.directory / f"{self.name}.pid").unlink()
         _in_switch(self.switch, "ip", "link", "set", self.name, "down")
 
 
 def missing():
-    """Why this machine cannot be several hosts, or None if it can."""
+    """Return why this machine cannot simulate several hosts, or None if it can."""
     if os.geteuid() != 0:
         return "namespaces need root"
     absent = [tool for tool in ("ip", "unshare", "nsenter") if shutil.which(tool) is None]
@@ -96,20 +96,19 @@ def missing():
 
 @contextlib.contextmanager
 def two_hosts(directory, own_name="address"):
-    """Hosts alpha and beta, as `several_hosts` has them."""
+    """Yield the hosts alpha and beta of `several_hosts`."""
     with several_hosts(directory, 2, own_name) as hosts:
         yield hosts
 
 
 @contextlib.contextmanager
 def several_hosts(directory, n, own_name="address"):
-    """Up to three hosts, up until the end of the `with`.
+    """Yield `n` hosts, at most three, which run until the end of the `with` block.
 
     Args:
-        directory: where their files are written; `directory/rsh` is then a remote shell for
-            launchers.
-        own_name: what a host's own name resolves to there: "address", that of its cable, or
-            "loopback", 127.0.1.1, as Debian's installer writes.
+        directory: Folder for the hosts' files. `directory/rsh` is a remote shell for launchers.
+        own_name: What a host's own name resolves to on that host: "address", the address of its
+            cable, or "loopback", which is 127.0.1.1, as Debian's installer sets it.
     """
     directory = Path(directory)
     with contextlib.ExitStack() as stack:

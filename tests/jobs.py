@@ -51,23 +51,23 @@ SMALL = (
 
 
 def command(module, *args, processes=None):
-    """The command line of a jaxgpt command, or of a script of these tests, under mpiexec."""
+    """Return the command line of a jaxgpt command or test script, under mpiexec if `processes`."""
     program = [str(module)] if str(module).endswith(".py") else ["-m", f"jaxgpt.{module}"]
     launcher = [] if processes is None else ["mpiexec", "-n", str(processes)]
     return [*launcher, sys.executable, *program, *map(str, args)]
 
 
 def environment(**extra):
-    """Variables for a command: those of this process, and its Python in front of PATH.
+    """Return environment variables for a command: this process's, with its Python first in PATH.
 
-    What is compiled is compiled as `pytest_configure` has it, unless `AS_USERS` is given.
+    Unless `AS_USERS` is given, programs are compiled with the options of `pytest_configure`.
     """
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     return {**os.environ, "PATH": path, **extra}
 
 
 def run(module, *args, processes=None, timeout=240, **extra):
-    """Run a command to its end. Its process group is gone when this returns."""
+    """Run a command until it ends, and return the completed process with its output."""
     process = subprocess.Popen(
         command(module, *args, processes=processes),
         stdout=subprocess.PIPE,
@@ -86,7 +86,7 @@ def run(module, *args, processes=None, timeout=240, **extra):
 
 
 def process_of(out, rank):
-    """The id of the process of a rank whose command names `out`."""
+    """Return the ID of the process with this rank in the job that writes to `out`."""
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             try:
@@ -100,7 +100,7 @@ def process_of(out, rank):
 
 
 def wait_for_step(out, step, job):
-    """Returns when a running job has logged a step."""
+    """Wait until a running job has logged a step."""
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline:
         assert job.poll() is None, job.communicate()[0]
@@ -111,11 +111,9 @@ def wait_for_step(out, step, job):
 
 
 def train_here(*args, stop_at=None):
-    """`python -m jaxgpt.train` in this process, on as many of its eight devices as the mesh has.
+    """Run `python -m jaxgpt.train` in this process, on as many of its devices as the mesh needs.
 
-    A mesh with -1 finds two.
-
-    Returns the exit status.
+    A mesh with -1 gets two devices. Return the exit status.
     """
     from jaxgpt.train.loop import train
 
@@ -139,18 +137,18 @@ def train_here(*args, stop_at=None):
 
 
 def records(directory, kind="train"):
-    """The records of one kind in a run's metrics.jsonl."""
+    """Return the records of one kind in a run's metrics.jsonl."""
     lines = (Path(directory) / "metrics.jsonl").read_text().splitlines()
     return [r for r in map(json.loads, lines) if r["kind"] == kind]
 
 
 def losses(directory):
-    """step -> loss of a run that logs every step."""
+    """Return step -> loss of a run that logs every step."""
     return {r["step"]: r["loss"] for r in records(directory)}
 
 
 def checkpoint_arrays(directory, step):
-    """path -> array of everything in a checkpoint, read without jaxgpt and without a mesh."""
+    """Return path -> array for all arrays of a checkpoint, read without jaxgpt or a mesh."""
     import orbax.checkpoint as ocp
 
     path = (Path(directory) / "checkpoints" / str(step) / "state").absolute()
@@ -167,7 +165,7 @@ def flat(tree):
 
 
 def sha256(tree):
-    """A hash of every bit of a pytree of arrays, whole on every process."""
+    """Return a hash of a pytree of arrays, which are gathered on every process."""
     from jax.experimental.multihost_utils import process_allgather
 
     whole = jax.tree.map(lambda x: np.asarray(process_allgather(x, tiled=True)), tree)
@@ -178,12 +176,12 @@ def sha256(tree):
 
 
 def trace(n_steps, *args, devices=None, with_final=False):
-    """What a layout must not change.
+    """Train a few steps, and return the results that must not depend on the layout.
 
     Returns:
         A dict: `params`, a hash of the initial parameters; `rows`, a hash of each step's batch;
-        `losses` and `norms`, of the gradient; `evaluated`, the initial loss on rows as they are
-        evaluated; with `with_final`, `final`: path -> parameter after the last step.
+        `losses` and `norms`, the loss and gradient norm of each step; `evaluated`, the initial loss
+        on a validation batch; and, if `with_final`, `final`: path -> parameter after the last step.
     """
     config = load_config(*args)
     dataset = open_dataset(config.data, config.model)
@@ -208,13 +206,13 @@ def trace(n_steps, *args, devices=None, with_final=False):
 
 
 def scalars(config, step):
-    """The scalar arguments of `train_step`: the number of the step and its learning rate."""
+    """Return the scalar arguments of `train_step`: the step number and its learning rate."""
     return np.int32(step), learning_rate(config.optimizer, step)
 
 
 @contextlib.contextmanager
 def limited_devices(n):
-    """A job with only the first n devices of this process, for building a mesh."""
+    """Hide all but the first n devices of this process from JAX, for building a mesh."""
     if n is None:
         yield
         return

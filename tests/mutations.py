@@ -1,4 +1,4 @@
-"""Damage that hypothesis does to files: to bytes, to lines, and to values of JSON."""
+"""Hypothesis strategies that damage files: bytes, lines and JSON values."""
 
 import json
 import math
@@ -14,7 +14,7 @@ GONE = object()
 
 
 def damaged(content, is_json=False):
-    """Return a strategy of what may have become of a file's content."""
+    """Return a strategy that draws damaged versions of a file's content."""
     kinds = [_flipped, _cut, _overwritten, _repeated]
     if is_json:
         kinds += [_changed_json] * len(kinds)  # half of all
@@ -22,7 +22,7 @@ def damaged(content, is_json=False):
 
 
 def changed_value(value):
-    """Return a strategy of a JSON value of which one part is absurd or gone."""
+    """Return a strategy that makes one part of a JSON value absurd, or removes it."""
     paths = list(_paths(value))
 
     def change(drawn):

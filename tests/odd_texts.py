@@ -1,4 +1,4 @@
-"""Texts of which every other place is an odd one to cut at."""
+"""Random texts with many places at which a tokenizer might split them wrongly."""
 
 import random
 

@@ -22,7 +22,7 @@ def load_block(readme, name, folder, number=0):
 
 
 def train_and_move(train_here, records, out, *settings):
-    """Train on one mesh, save, and go on on another; return the losses by step."""
+    """Train on one mesh, save, and continue on another; return the losses by step."""
     small = ("train.max_iters=4", "checkpoint.interval=4", *settings)
     assert train_here(*small, "--out", out, "--mesh", "2,2,1") == 0
     assert train_here("--out", out, "--mesh", "1,2,2", "train.max_iters=6") == 0

@@ -1,4 +1,4 @@
-"""Random models of transformers and nanoGPT, the files that they save, and what they compute."""
+"""Random models of transformers and nanoGPT, with their saved files and results."""
 
 import argparse
 import json
@@ -77,7 +77,7 @@ FAMILIES = {
 
 
 def randomize(model):
-    """Change every weight, so that none is 0 or 1 by initialization."""
+    """Change every weight, so that none keeps its initial value of 0 or 1."""
     torch.manual_seed(1)
     with torch.no_grad():
         for weight in model.parameters():
@@ -89,7 +89,7 @@ def batches():
 
 
 def train(model, logits_of):
-    """Losses of five steps of AdamW, with gradients clipped and matrices and embeddings decayed."""
+    """Return the losses of five AdamW steps with clipping, and decay of matrices and embeddings."""
     weights = list(model.parameters())
     groups = [
         {"params": [w for w in weights if w.dim() > 1], "weight_decay": 0.1},
@@ -179,7 +179,7 @@ def save_nanogpt(folder, clone):
 
 
 def save_megatron(folder, weights, n_tensor, n_pipeline):
-    """Megatron-LM's checkpoint of nanoGPT's weights, as its ranks save it."""
+    """Save nanoGPT's weights as the ranks of Megatron-LM would."""
     H, K, D, L = 4, 16, 64, 2
 
     def parts(x, dim):
@@ -239,7 +239,7 @@ def save_megatron(folder, weights, n_tensor, n_pipeline):
 
 
 def run_nanogpt(folder, clone):
-    """Return the logits of what to-nanogpt wrote, by nanoGPT's own code."""
+    """Return the logits that nanoGPT's own code computes with a checkpoint from to-nanogpt."""
     code = nanogpt_code(clone)
     model = code.GPT(code.GPTConfig(**json.loads((folder / "model_args.json").read_text())))
     missing, unexpected = model.load_state_dict(

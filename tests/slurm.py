@@ -1,9 +1,9 @@
-"""A Slurm of two nodes on one machine, from Debian's slurm-wlm and munge, for as long as a test.
+"""A temporary two-node Slurm cluster on one machine, from Debian's slurm-wlm and munge.
 
-Each node is one of `hosts.two_hosts`, so ports and names are its own; the controller runs on the
-first. Nothing is read from or written to /etc. By hand it is the same: make a key, start `munged`,
-write slurm.conf and cgroup.conf, start `slurmctld -D` and on each node `slurmd -D`, each with
-SLURM_CONF set, and wait until `sinfo` says idle.
+The nodes are the two hosts of `hosts.two_hosts`, so each has its own ports and name. The controller
+runs on the first. Nothing is read from or written to /etc. To do the same by hand, make a key,
+start `munged`, write slurm.conf and cgroup.conf, start `slurmctld -D`, start `slurmd -D` on each
+node, each with SLURM_CONF set, and wait until `sinfo` reports idle nodes.
 """
 
 import contextlib
@@ -42,7 +42,7 @@ CGROUP_CONFIG = "CgroupPlugin=cgroup/v1\n"
 
 
 def missing():
-    """Why there can be no Slurm here, or None if there can be one."""
+    """Return why Slurm cannot run on this machine, or None if it can."""
     absent = [d for d in ("slurmctld", "slurmd", "munged", "srun") if shutil.which(d) is None]
     return f"{absent[0]} is not installed (apt-get install slurm-wlm munge)" if absent else None
 

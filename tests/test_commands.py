@@ -1,4 +1,4 @@
-"""The commands as users give them, each in a process of its own."""
+"""The commands as users type them, each in its own process."""
 
 import re
 from concurrent.futures import ThreadPoolExecutor

@@ -31,7 +31,7 @@ SUBMIT = 'echo "$(basename "$0") $PWD $*" >> "$CALLS"'
 
 @pytest.fixture
 def run_job(tmp_path):
-    """Runs a job script to its end: (exit status, calls of python, submissions of jobs)."""
+    """Run a job script; return (exit status, calls of python, submissions of jobs)."""
     project, programs, calls = tmp_path / "project", tmp_path / "bin", tmp_path / "calls"
     for folder in (project / "launch", project / ".venv" / "bin", programs, tmp_path / "spool"):
         folder.mkdir(parents=True)

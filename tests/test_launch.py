@@ -28,7 +28,7 @@ AURORA_CPUS = "list:1-8:9-16:17-24:25-32:33-40:41-48:53-60:61-68:69-76:77-84:85-
 
 @pytest.fixture
 def job(monkeypatch, tmp_path, capsys):
-    """Returns the output of --print in a job with this environment and a launcher of this name."""
+    """Return the output of --print in a job with this environment and a launcher of this name."""
     for variable in list(os.environ):
         monkeypatch.delenv(variable)
     monkeypatch.setattr(launchers, "count_accelerators", lambda: 0)

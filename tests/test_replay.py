@@ -1,4 +1,4 @@
-"""`python -m jaxgpt.replay`: steps of a finished run, trained once more."""
+"""`python -m jaxgpt.replay` repeats steps of a finished run."""
 
 import json
 import random

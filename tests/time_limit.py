@@ -1,4 +1,4 @@
-"""An end for what would never come to one."""
+"""A time limit for code that might hang."""
 
 import contextlib
 import signal
@@ -8,7 +8,7 @@ LIMIT = 60  # seconds
 
 @contextlib.contextmanager
 def time_limit():
-    """Raise `TimeoutError` in what takes longer."""
+    """Raise `TimeoutError` if the `with` block takes more than `LIMIT` seconds."""
 
     def stop(*_):
         raise TimeoutError(f"no end within {LIMIT} s")

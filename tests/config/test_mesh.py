@@ -1,4 +1,4 @@
-"""Mesh shapes: named and short forms, and what a further axis takes."""
+"""Mesh shapes: named and short forms, and how to add an axis."""
 
 import pytest
 

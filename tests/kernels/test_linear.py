@@ -21,7 +21,7 @@ def test_a_product_and_its_gradients_are_those_of_tensordot(w_shape, n):
 
 
 def test_gradients_of_weights_transpose_no_activations():
-    """XLA is asked for what it need not rearrange on a CPU, here in the middle of an MLP."""
+    """On a CPU, the products in the middle of an MLP need no transposed copies."""
 
     def compiled(multiply):
         def loss(v, w, x):

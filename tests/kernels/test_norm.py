@@ -1,4 +1,4 @@
-"""Layer normalization and its gradient against Flax's, which JAX differentiates."""
+"""Layer normalization and its gradient, compared with Flax's, which JAX differentiates."""
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ B, T, D = 3, 5, 32
 
 
 def layers(dtype, use_bias):
-    """Ours and Flax's in float32, with the same parameters, not those of the beginning."""
+    """Return our layer, and Flax's in float32, with the same random parameters."""
     options = {"epsilon": 1e-5, "use_bias": use_bias, "rngs": nnx.Rngs(0)}
     pair = (
         LayerNorm(D, dtype=dtype, **options),

@@ -137,7 +137,7 @@ def test_gradients_of_the_scores_are_products_in_the_operands_dtype(dtype):
 @pytest.mark.long
 @pytest.mark.gpu
 def test_blocks_of_queries_drop_different_weights():
-    """Each at the rate, and not those that another block has dropped at the same places."""
+    """Each block drops weights at the given rate, at positions that differ from other blocks."""
     T, rate = 256, 0.3
     v = jnp.broadcast_to(jnp.eye(T)[None, :, None], (1, T, 1, T))  # what comes out is the weights
     keys_BH = jax.random.key(3)[None, None]

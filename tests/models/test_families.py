@@ -1,4 +1,4 @@
-"""The options of the network against a plain float64 NumPy reading of the papers."""
+"""The options of the network, compared with a plain float64 NumPy version of the papers."""
 
 import math
 import operator
@@ -84,7 +84,7 @@ def network_of(config, **options):
 
 
 def reference_logits(params, tokens_T, config):
-    """The network by its papers, one position and head at a time."""
+    """Return the logits as the papers define them, one position and head at a time."""
     p = jax.tree.map(lambda a: np.asarray(a, np.float64), params)
     T, H, G = len(tokens_T), config.n_head, config.kv_heads
     K = config.head_dim or config.n_embd // H
@@ -195,7 +195,7 @@ def test_logits_are_those_of_the_papers(family, scan_layers):
 
 
 def test_scaled_frequencies_are_llama_31s():
-    """Against the numbers that the formula of Llama's reference code has at three wavelengths."""
+    """Compare with the values of the formula in Llama's reference code at three wavelengths."""
     plain = 5e5 ** -(np.arange(0, 128, 2) / 128)
     found = rope_frequencies(128, 5e5, (8, 1, 4, 8192))
     wavelengths = 2 * np.pi / plain
@@ -221,7 +221,7 @@ def test_scaled_frequencies_are_llama_31s():
     ],
 )
 def test_presets_have_the_published_numbers_of_parameters(preset, parameters):
-    """As the model cards and Hugging Face's parameter counts have them."""
+    """The numbers are from the model cards and from Hugging Face's parameter counts."""
     assert count_parameters(load_config(preset).model)[0] == parameters
 
 

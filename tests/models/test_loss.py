@@ -82,7 +82,7 @@ def test_chunks_are_as_even_as_they_get(chunk):
     ],
 )
 def test_logits_exist_only_in_parts(mesh, options, parts):
-    """Of B T V numbers there are, at any time and on any device, only so many."""
+    """With `tensor` or train.loss_chunk, no device ever holds all (B, T, V) logits at once."""
     config = load_config(
         "tiny", "model.n_layer=1", "model.n_embd=64", "model.vocab_size=50304",
         "model.block_size=1024", "train.batch_size=16", "--mesh", mesh, *options,

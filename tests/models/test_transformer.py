@@ -36,7 +36,7 @@ def make(config, **options):
 
 
 def noisy(params):
-    """Parameters in which nothing is 0 or 1 by initialization, so that every one matters."""
+    """Return parameters without initial values of 0 or 1, so that every parameter matters."""
     draw = np.random.default_rng(1).normal
     return jax.tree.map(lambda p: p + np.float32(0.1 * draw(size=p.shape)), params)
 
@@ -166,7 +166,7 @@ def test_computing_in_bfloat16_keeps_parameters_and_logits_in_float32():
 
 
 def products(jaxpr):
-    """The dtypes of the operands of every matrix product, also of inner functions.
+    """Return the operand dtypes of every matrix product, including those in inner functions.
 
     Norms, which compute in float32, multiply by a vector.
     """
@@ -190,7 +190,7 @@ def test_all_products_of_a_step_are_of_its_dtype(dtype):
 
 
 def test_gradients_in_bfloat16_are_sums_in_float32():
-    """Over thousands of tokens: a sum in bfloat16 would be off by several of its steps."""
+    """Over thousands of tokens, a bfloat16 sum would be off by several units in the last place."""
     tokens = jax.random.randint(jax.random.key(0), (256, SMALL.block_size), 0, SMALL.vocab_size)
 
     def gradients(dtype):

@@ -1,8 +1,8 @@
-"""Rows that the devices of a job get: `batches.py STEPS MESH... -- ARGUMENTS`.
+"""Hash the batches that the devices of a job receive: `batches.py STEPS MESH... -- ARGUMENTS`.
 
-Process 0 prints one line of JSON: mesh -> SHA-256 of the batches of steps 1 to STEPS, which are
-read by three loaders one after the other, as if the run had been restarted twice, with a range of
-steps left out at first, as if it were skipped.
+Process 0 prints one line of JSON: mesh -> SHA-256 of the batches of steps 1 to STEPS. Three loaders
+read them in turn, as if the run had been restarted twice. The first leaves out a range of steps, as
+if they were skipped; the last reads these steps at the end.
 """
 
 import hashlib

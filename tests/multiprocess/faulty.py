@@ -1,6 +1,7 @@
 """A training run in which one process fails: `faulty.py WHERE RANK [train arguments]`.
 
-WHERE disk is a disk without room for checkpoints, disk20 one without room for that of step 20.
+WHERE=disk simulates a disk without room for checkpoints, and disk20 a disk without room for the
+checkpoint of step 20.
 """
 
 import os
@@ -24,7 +25,7 @@ def fail(*args, **kwargs):
 
 
 def plant() -> None:
-    """Replaces the function that is to fail on this process."""
+    """Replace the function that should fail on this process."""
     if where in ("loop", "killed", "interrupted"):
         from jaxgpt.train import setup
 

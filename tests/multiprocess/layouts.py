@@ -1,4 +1,4 @@
-"""What a layout must not change, for each mesh given: `layouts.py STEPS MESH... -- ARGUMENTS`.
+"""Results that must not depend on the mesh: `layouts.py STEPS MESH... -- ARGUMENTS`.
 
 Process 0 prints one line of JSON: mesh -> what `jobs.trace` returns.
 """

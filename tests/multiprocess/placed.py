@@ -1,4 +1,4 @@
-"""A training run that prints on which host each device of its mesh is: `placed.py [arguments]`."""
+"""A training run that prints the host of each device in its mesh: `placed.py [arguments]`."""
 
 import json
 import platform

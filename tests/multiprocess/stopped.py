@@ -1,7 +1,7 @@
-"""A training run of which one process stops once: `stopped.py PHASE RANK MARK [train arguments]`.
+"""A run in which one process stops once: `stopped.py PHASE RANK MARK [train arguments]`.
 
-It stops itself in the middle of what the monitor calls PHASE, and in "start" before it has come to
-the others. The file MARK says that it has.
+The process stops itself during the activity that the monitor calls PHASE. If PHASE is "start", it
+stops before it connects to the others. It first writes the file MARK, so that it stops only once.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""Jobs whose processes do not all arrive end with the reason, within the stated time."""
+"""If some processes of a job never connect, the job ends in time and reports the reason."""
 
 import socket
 import subprocess
@@ -28,7 +28,7 @@ def started(arguments, **extra):
 
 
 def ended(jobs):
-    """(status, output) of each job; all of them end within the stated time."""
+    """Return (status, output) of each job. All jobs must end within the stated time."""
     deadline = time.monotonic() + SECONDS + GRACE
     found = []
     for job in jobs:
@@ -41,7 +41,7 @@ def ended(jobs):
 
 
 def mpiexec_with(first_of_rank_2, out):
-    """Four processes of which rank 2 does something else before it starts."""
+    """Start four processes, where rank 2 does something else before it starts."""
     train = " ".join(map(str, command("train", *TRAIN, "--out", out)))
     shell = f'if [ "$PMI_RANK" = 2 ]; then {first_of_rank_2}; fi; exec {train}'
     return started(["mpiexec", "-n", "4", "bash", "-c", shell])

@@ -1,4 +1,4 @@
-"""The batch of a step is the same whoever reads it: real mpiexec jobs."""
+"""The batch of a step is the same for any number of processes and any mesh (mpiexec jobs)."""
 
 import hashlib
 import json
@@ -27,7 +27,7 @@ def blend(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def expected(blend):
-    """Of the rows one by one, without devices."""
+    """Return the hashes of the rows, computed one row at a time, without devices."""
     config = load_config(*blend)
     rows = Loader.for_training(open_dataset(config.data, config.model), config)
     digest = hashlib.sha256()

@@ -1,4 +1,4 @@
-"""How jobs end: on signals, on failures, on bad input. All processes, together, with a reason."""
+"""After a signal, failure or bad input, all processes of a job end, and the reason is printed."""
 
 import json
 import os
@@ -20,7 +20,7 @@ MESH = ("--mesh", "1,1,4")
 
 
 def processes_of(out):
-    """Ids of the training processes that write to `out`."""
+    """Return the IDs of the training processes that write to `out`."""
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -34,7 +34,7 @@ def processes_of(out):
 
 
 def gone(out, seconds=10):
-    """Whether no process of a job is left, soon."""
+    """Return whether all processes of a job end within a short time."""
     deadline = time.monotonic() + seconds
     while processes_of(out) and time.monotonic() < deadline:
         time.sleep(0.1)
@@ -86,7 +86,7 @@ def test_a_time_limit_stops_a_single_process(tmp_path):
 
 
 def test_the_walltime_of_a_pbs_job_stops_it_with_a_checkpoint(tmp_path):
-    """Ten seconds are left: a quarter of them is for the checkpoint."""
+    """Ten seconds are left, and a quarter of them is reserved for the checkpoint."""
     started = time.ctime(time.time() - 50)
     qstat = tmp_path / "qstat"
     qstat.write_text(
@@ -264,7 +264,7 @@ def test_a_file_that_one_process_lacks_stops_all(tmp_path):
 
 @pytest.mark.parametrize("differs", ["tokens", "tokenizer"])
 def test_a_host_that_has_other_data_stops_all(differs, tmp_path):
-    """Tokens have the right size, and zeros from a quarter on; process 0 has the whole."""
+    """Its tokens are in a file of the right size, with zeros after the first quarter."""
     shutil.copytree(os.environ["JAXGPT_DATA"], tmp_path / "copy")
     tokens, meta = (tmp_path / "copy" / "python" / name for name in ("train.bin", "meta.json"))
     if differs == "tokens":

@@ -1,4 +1,4 @@
-"""An evaluation by several processes: one of them prints, and it is the number of one process."""
+"""An evaluation by several processes prints once, with the same result as a single process."""
 
 import json
 

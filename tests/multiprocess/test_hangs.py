@@ -1,4 +1,4 @@
-"""A job of which one process stops ends, says which, and is started again by a supervisor."""
+"""If a process of a job stops, the job names it and ends, and a supervisor restarts the job."""
 
 import os
 import re
@@ -28,7 +28,7 @@ SHORT = {("the compilation", 1)}
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """A run that nothing stops."""
+    """Return an uninterrupted run."""
     out = tmp_path_factory.mktemp("hangs") / "whole"
     job = run("train", *SETTINGS, "--out", out, processes=3)
     assert job.returncode == 0, job.stdout

@@ -1,4 +1,4 @@
-"""Jobs over two hosts, each with a network and a name of its own (see hosts.py)."""
+"""Jobs on two simulated hosts, each with its own network and name (see hosts.py)."""
 
 import json
 import shlex
@@ -42,12 +42,12 @@ def pair(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def expected():
-    """The losses of TRAIN as one process."""
+    """Return the losses of TRAIN in a single process."""
     return trace(3, *SMALL[1:], devices=1)["losses"]
 
 
 def assert_trained(output, out, expected):
-    """Four processes on two hosts, whose ranks alternate, trained with `tensor` inside each."""
+    """Check that four processes with alternating hosts trained with `tensor` inside each host."""
     (placed,) = (line for line in output.splitlines() if line.startswith("placed "))
     assert json.loads(placed.removeprefix("placed ")) == [["alpha"] * 2, ["beta"] * 2]
     facts = json.loads((out / "cluster.json").read_text())
@@ -82,7 +82,7 @@ def test_a_local_folder_that_hosts_do_not_share_is_refused(pair, tmp_path):
 
 @pytest.mark.long
 def test_by_hand(pair, tmp_path, expected):
-    """Without any launcher or MPI."""
+    """Start the processes without a launcher or MPI."""
     alpha, beta, _ = pair
     variables = {"JAXGPT_COORDINATOR": "alpha:29500", "JAXGPT_SIZE": "4", **PROXY}
     processes = [
@@ -102,7 +102,7 @@ def test_by_hand(pair, tmp_path, expected):
 
 
 def test_a_host_whose_name_stands_for_nothing():
-    """As on laptops away from their usual network."""
+    """This happens on laptops away from their usual network."""
     words = ["mpiexec", "-n", "2", sys.executable, "-c", GATHER]
     script = f"hostname elsewhere.invalid && exec {shlex.join(words)}"
     job = subprocess.run(

@@ -1,4 +1,4 @@
-"""Parallelism over processes changes nothing but speed: real mpiexec jobs."""
+"""The number of processes and the mesh do not change the results of real mpiexec jobs."""
 
 import json
 import shutil
@@ -21,7 +21,7 @@ MESHES = ("1,1,1", "8,1,1", "1,8,1", "1,1,4", "2,1,4", "2,2,2")
 
 
 def layouts(processes, n_steps, meshes, *arguments, **extra):
-    """mesh -> trace, from one job of `processes` processes."""
+    """Return mesh -> trace, from one job with `processes` processes."""
     result = run(
         HERE / "layouts.py", n_steps, *meshes, "--", *arguments, processes=processes,
         timeout=1200, **extra,
@@ -60,7 +60,7 @@ def test_processes_change_nothing_but_the_layout(processes, mesh, options):
 @pytest.mark.long
 @pytest.mark.parametrize("mesh", MESHES)
 def test_every_layout_of_nanogpts_setting(mesh, shakespeare):
-    """As 1 process with n devices, n processes with 1, and 2 with n/2."""
+    """Run on 1 process with n devices, n processes with 1 device, and 2 processes with n/2."""
     arguments = ("shakespeare_char_cpu", "train.batch_size=16")
     reference = trace(20, *arguments, "--mesh", "1,1,1", devices=1)
     n = devices(mesh)

@@ -1,6 +1,6 @@
-"""Other MPI libraries than the MPICH that the other tests use: from wheels, beside mpi4py's own.
+"""MPI libraries other than MPICH, which the other tests use. They are installed from wheels.
 
-mpi4py's wheel works with any of them: MPI4PY_LIBMPI names the library, and PATH has its mpiexec.
+mpi4py's wheel works with each of them if MPI4PY_LIBMPI names the library and PATH has its mpiexec.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Jobs under a real Slurm of two nodes (see slurm.py)."""
+"""Jobs on a real two-node Slurm cluster (see slurm.py)."""
 
 import json
 import re
@@ -30,14 +30,14 @@ pytestmark = pytest.mark.skipif(absent is not None, reason=absent or "")
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory):
-    """The first node, and the variables that Slurm's commands need."""
+    """Return the first node, and the environment variables that Slurm's commands need."""
     directory = tmp_path_factory.mktemp("slurm")
     with hosts.two_hosts(directory) as nodes, slurm(directory, nodes) as variables:
         yield nodes[0], variables
 
 
 def test_srun_alone(cluster, tmp_path):
-    """No MPI; ranks alternate between the nodes, and yet `tensor` stays inside each."""
+    """Without MPI, ranks alternate between nodes, but `tensor` still stays inside each node."""
     node, variables = cluster
     words = command(HERE / "placed.py", *TRAIN, "train.max_iters=3", "--out", tmp_path)
     job = node.run(*SRUN, *words, **variables)
@@ -136,7 +136,7 @@ def batch_script(project, train):
 
 
 class BatchJob:
-    """A job of `batch_script`, under way."""
+    """A running job of `batch_script`."""
 
     def __init__(self, cluster, project, train, *options):
         self.node, self.variables = cluster
@@ -155,7 +155,7 @@ class BatchJob:
         return ran
 
     def shows(self, field):
-        """What `scontrol show job` has for a field."""
+        """Return the value of a field in the output of `scontrol show job`."""
         shown = self.run("scontrol", "show", "job", self.id).stdout
         return re.search(rf"\b{field}=(\S+)", shown)[1]
 
@@ -166,7 +166,7 @@ class BatchJob:
             time.sleep(0.2)
 
     def wait_until_done(self):
-        """Return the state that the job ends in; where it is requeued, it starts again at once."""
+        """Return the final state of the job. If it is requeued, it starts again at once."""
 
         def done():
             state = self.shows("JobState")

@@ -1,4 +1,4 @@
-"""Spikes in real mpiexec jobs: what one process sees, all act on."""
+"""In real mpiexec jobs, all processes react to the same spike in the same way."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""A job of which one process is slow: it is named. Of one whose machine is busy none is."""
+"""A slow process is named. If the whole machine is busy, no process is named."""
 
 import os
 import signal

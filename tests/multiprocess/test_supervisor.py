@@ -26,7 +26,7 @@ SETTINGS = (*SMALL, "--mesh", "2,1,2", "train.eval_interval=20", "train.sample_t
 
 
 def launched(said, *options, train=(), **variables):
-    """A job that a supervisor starts; it writes to the file `said`, as nobody reads a pipe."""
+    """Start a job under a supervisor, with output to the file `said`; a pipe would have no reader."""
     words = command("launch", *options, "--", *command("train", *train))
     with said.open("w") as file:
         return subprocess.Popen(
@@ -46,7 +46,7 @@ def wait_for_log(job, out, words, seconds=120):
 
 
 def ranks(out, n):
-    """The processes of a job, by rank."""
+    """Return the process IDs of a job by rank."""
     found = []
     for rank in range(n):
         try:
@@ -73,7 +73,7 @@ def test_a_job_whose_processes_are_killed_ends_as_if_they_were_not(tmp_path):
 
 @pytest.mark.long
 def test_a_job_that_is_killed_for_five_minutes_ends_as_if_it_were_not(tmp_path):
-    """A random process, or two of a host, every 20 to 40 s; prints how long a restart takes."""
+    """Kill a random process, or two on a host, every 20 to 40 s; print the time of each restart."""
     whole, killed, steps = tmp_path / "whole", tmp_path / "killed", 4500
     settings = (*SETTINGS, f"train.max_iters={steps}")
     train = (*settings, "--out", killed)
@@ -102,7 +102,7 @@ def test_a_job_that_is_killed_for_five_minutes_ends_as_if_it_were_not(tmp_path):
 
 
 def stepped(out):
-    """Whether a step was logged after the last start."""
+    """Return whether a step was logged after the last start."""
     found = [r["kind"] for r in map(json.loads, (out / "metrics.jsonl").open())]
     return "train" in found[len(found) - found[::-1].index("start") :]
 
@@ -155,7 +155,7 @@ def test_a_signal_stops_the_job_and_no_try_follows(number, tmp_path):
 @pytest.mark.long  # a minute passes before a host is given up
 @pytest.mark.parametrize("spare", [1, 0])
 def test_a_host_that_is_lost_is_left_out(spare, tmp_path):
-    """A spare host takes its place; without one, the job goes on smaller."""
+    """A spare host replaces it. Without a spare host, the job continues on fewer hosts."""
     out, steps = tmp_path / "run", 3000
     with hosts.several_hosts(tmp_path, 2 + spare) as up:
         (tmp_path / "hostfile").write_text("".join(f"{host.name}\n" for host in up))

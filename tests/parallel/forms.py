@@ -1,4 +1,4 @@
-"""The two ways to write a step on a mesh, compared: `python tests/parallel/forms.py [h100]`.
+"""Compare two ways to write a parallel step: `python tests/parallel/forms.py [h100]`.
 
 Written: `jax.shard_map` with collectives, as in `jaxgpt.parallel`. Plain: `jax.jit`, shardings of
 the state from the same rule table, and constraints on activations and weights where the table

@@ -10,7 +10,7 @@ from jaxgpt.parallel.mesh import describe, device_hosts, make_mesh, tensor_cross
 
 @dataclass(frozen=True)
 class Device:
-    """Of a job on several hosts, as far as a mesh looks at one."""
+    """The attributes of a device that a mesh uses, for a job on several hosts."""
 
     id: int
     process_index: int
@@ -19,7 +19,7 @@ class Device:
 
 @pytest.fixture
 def two_hosts(monkeypatch):
-    """Eight processes with a device each, which the launcher dealt out to two hosts in turn."""
+    """Eight processes with one device each, which the launcher placed on two hosts in turn."""
     devices = [Device(id=i, process_index=i) for i in range(8)]
     monkeypatch.setattr(jax, "devices", lambda: devices)
     return (0, 1) * 4

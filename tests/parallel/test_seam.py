@@ -1,4 +1,4 @@
-"""The mesh axis that the room's README adds."""
+"""The mesh axis that the folder's README adds."""
 
 import pytest
 

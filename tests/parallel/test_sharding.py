@@ -76,7 +76,7 @@ def test_zero_1_shards_moments_only():
 
 
 def test_zero_3_never_holds_all_layers_whole():
-    """The weights of a layer are gathered for its forward and again for its backward."""
+    """The weights of a layer are gathered for its forward pass and again for its backward pass."""
     temporary = {}
     for stage in (2, 3):
         config = load_config(
@@ -106,6 +106,6 @@ def test_what_cannot_be_divided_is_said(mesh, stage, words):
 
 
 def test_an_mlp_that_tensor_does_not_divide_is_refused():
-    """Its devices would each compute all of it, and add up as many times the result."""
+    """Each device would compute the whole MLP, and the sum would be too large."""
     with pytest.raises(UsageError, match="tensor=2 does not divide the width of the MLP, 65"):
         load_config("tiny", "--mesh", "1,1,2", "model.mlp_hidden=65")

@@ -1,4 +1,4 @@
-"""`python -m jaxgpt.plan` against the live arrays and the compiled program that it speaks of."""
+"""`python -m jaxgpt.plan`, compared with actual arrays and compiled programs."""
 
 import dataclasses
 import json
@@ -151,7 +151,7 @@ def test_offloaded_moments_cost_time_and_come_back_for_the_update():
 
 @pytest.mark.long
 def test_state_in_the_hosts_memory_leaves_room_for_twice_the_layers():
-    """Moments away, a layer takes 8 bytes a parameter: its own and its gradient's."""
+    """Without moments, a layer takes 8 bytes per parameter: 4 for itself, 4 for its gradient."""
     options = ("parallel.offload=state", "parallel.remat=full", "train.batch_size=2", SCAN)
 
     def planned(n_layer):
@@ -188,7 +188,7 @@ def test_hosts_are_counted_by_where_devices_are(axes, mesh, per_host, hosts):
     ("room", "best", "n", "per_host"), [(16, "data", 4, 2), (3.5, "ZeRO", 2, 2)]
 )
 def test_advice_follows_the_rules(room, best, n, per_host):
-    """0.2 billion parameters, 3.2 GB of state: what fits a device stays whole."""
+    """The model has 0.2 billion parameters and 3.2 GB of state, and is sharded only if needed."""
     device = dataclasses.replace(DEVICES["a100"], memory=int(room / USABLE * 2**30))
     config = configured(
         "-1,1,1", "train.dtype=bfloat16", "model.n_embd=1024", "model.n_layer=16",
@@ -232,7 +232,7 @@ def test_advice_follows_the_rules(room, best, n, per_host):
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else None,
 )
 def test_bad_input_is_one_clear_line(arguments, words, capsys):
-    """Before JAX is started for other devices, which it could not be in this process."""
+    """The error comes before JAX starts for other devices, which would fail in this process."""
     with pytest.raises(SystemExit) as end:
         plan_command.main(["--config", "tiny", *arguments])
     assert end.value.code == 2

@@ -1,4 +1,4 @@
-"""What the compiled step communicates is what the papers say."""
+"""The compiled step communicates as much as the papers say."""
 
 import math
 
@@ -80,7 +80,7 @@ def test_a_step_communicates_what_theory_says(layout):
 
 
 def volume(mesh, *options):
-    """Bytes that a device sends in a step."""
+    """Return the number of bytes that a device sends in a step."""
     config, mesh = settings(mesh, *options)
     return sum(
         ring_bytes(t.kind, t.bytes, math.prod(mesh[a] for a in t.axes))
@@ -112,7 +112,7 @@ def test_tensor_parallelism_costs_what_its_paper_says():
 
 
 def test_sequence_parallelism_costs_no_more():
-    """arXiv 2205.05198, section 4.2.2: but for gathering again in the backward pass."""
+    """Except for the extra all-gather in the backward pass (arXiv 2205.05198, section 4.2.2)."""
     config, mesh = settings("1,1,4", SP)
     extra = sum(t.bytes for t in expected_traffic(config, mesh) if "again" in t.purpose)
     assert extra == 2 * L * B * T * D * 4

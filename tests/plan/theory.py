@@ -1,6 +1,6 @@
-"""What a step should communicate, by the papers: ZeRO, Megatron-LM, sequence parallelism.
+"""Expected communication of a step, from the papers on ZeRO, Megatron-LM and sequence parallelism.
 
-Nothing here looks at a compiled program: it is what `test_theory` compares one with.
+This is independent of compiled programs; `test_theory` compares the two.
 """
 
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 @dataclass(frozen=True)
 class Traffic:
-    """What one part of a strategy communicates in a step; fields as in `Collective`."""
+    """Communication of one part of a strategy in a step; fields as in `Collective`."""
 
     purpose: str
     kind: str

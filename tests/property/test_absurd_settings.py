@@ -1,4 +1,4 @@
-"""Any value of any setting gives a configuration or one sentence, at once, before JAX starts."""
+"""Any value of any setting is accepted, or rejected at once in one line, before JAX starts."""
 
 import re
 
@@ -29,7 +29,7 @@ ROOM = 16 * GIB
 
 
 def outcome(arguments):
-    """The configuration that may start, or the sentence that refuses it."""
+    """Return the valid configuration, or the error message."""
     try:
         config = parse_args(arguments)
         shape = mesh_shape(config, mesh_shape(config).n_devices)

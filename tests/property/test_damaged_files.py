@@ -1,4 +1,4 @@
-"""A file that a disk has spoilt is read, or refused in one sentence: no traceback, no hang."""
+"""A damaged file is read, or rejected with a one-line error: no traceback, no hang."""
 
 import contextlib
 import functools
@@ -89,7 +89,7 @@ LLAMA = {
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory):
-    """A folder with a file of every kind that is read."""
+    """Return a folder with one file of every kind that jaxgpt reads."""
     home = tmp_path_factory.mktemp("home")
     arguments = (*SMALL, "train.max_iters=20", "checkpoint.interval=10", "train.log_interval=10")
     train_here(*arguments, "--out", home / "run")
@@ -156,7 +156,7 @@ def read_tokenizer(path):
 
 
 def go_on(home):
-    """Read what a run that goes on reads: records of its steps."""
+    """Read the records that a resumed run reads."""
     run = SimpleNamespace(directory=home / "run")
     config = run_config(home).replace(out=str(home / "run"), train__eval_interval=10)
     missing_records(config, dataset("data.dataset=python"), 20)
@@ -168,7 +168,7 @@ def go_on(home):
 
 
 def read_checkpoints(home):
-    """Read what a run, and every command about one, reads of its checkpoints' JSON."""
+    """Read the JSON of checkpoints as a run and all commands on a run do."""
     run, config = home / "run", run_config(home).replace(out=str(home / "run"))
     data = dataset("data.dataset=python")
     step, meta, _ = newest_undamaged(run, "quarantine")
@@ -281,7 +281,7 @@ def drawn_damage(draw, name, path):
 
 
 def attempt(draw, name, home):
-    """Damage a file and read it; return what it was refused with. Leave everything as it was."""
+    """Damage a file, read it, restore it, and return the error, or "" if there is none."""
     pattern, read = READERS[name]
     paths = [p for p in sorted(home.glob(pattern)) if p.is_file() and p.stat().st_size]
     path = draw(st.sampled_from(paths))
