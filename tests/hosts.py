@@ -56,7 +56,7 @@ class Host:
     """The process that the switch belongs to."""
 
     def command(self, *args):
-        """Return the command that runs `args` on this host, with the same directory and variables."""
+        """Return a command that runs `args` on this host, in the same folder and environment."""
         enter = ["nsenter", "--target", str(self.pid), *NAMESPACES, f"--wdns={os.getcwd()}"]
         return [*enter, *map(str, args)]
 

@@ -57,11 +57,11 @@ def read_json(path: Path, shape: Any) -> Any:
 
 
 def check_shape(value: Any, shape: Any, name: str = "its content") -> None:
-    """Raise `ValueError`, which describes the first mismatch, if a JSON value has another shape.
+    """Raise `ValueError` at the first mismatch between a JSON value and its expected shape.
 
     Args:
         value: The JSON value.
-        shape: One of these descriptions:
+        shape: The expected shape, one of:
             `bool`, `str`, `int` (from 0 to 2^63 - 1), `float` (a number below 1e300 in absolute
             value), or a union of these and None;
             `[shape]` for a list of any length, or a tuple with one shape for each item of a list;

@@ -138,7 +138,7 @@ def config_from_dict(values: Mapping[str, Any], origin: str) -> Config:
     """Return the configuration in the output of `Config.to_dict`, without validating it.
 
     Raises `UsageError` if a key is unknown or a value is malformed. For an unknown key, the message
-    begins with `origin`, such as the name of the file.
+    begins with `origin`, for example the name of a file.
     """
     return _build(_flatten(values, origin))
 

@@ -13,7 +13,7 @@ import yaml
 
 
 class Bounds(NamedTuple):
-    """Bounds of a number: a description, and a function that tests if a value is within them."""
+    """Bounds of a number: a description, and a function that checks whether a value is in them."""
 
     text: str
     contain: Callable[[Any], bool]

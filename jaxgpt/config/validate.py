@@ -202,8 +202,9 @@ def is_changed(section: Any, key: str) -> bool:
 def parse_mesh(text: str, n_devices: int | None = None) -> MeshShape:
     """Return the mesh shape that `text`, the value of parallel.mesh, describes.
 
-    `n_devices` is the number of devices in the job. If it is None, a size of -1 stays, and a later
-    call checks it. Raises `UsageError` if the text is malformed or does not fit the devices.
+    `n_devices` is the number of devices in the job. If it is None, a size of -1 is not replaced,
+    and a later call must check it. Raises `UsageError` if the text is malformed or does not fit the
+    devices.
     """
     try:
         shape = MeshShape.parse(text)
@@ -215,9 +216,9 @@ def parse_mesh(text: str, n_devices: int | None = None) -> MeshShape:
 def mesh_shape(config: Config, n_devices: int | None = None) -> MeshShape:
     """Return the mesh shape that parallel.mesh describes.
 
-    `n_devices` is the number of devices in the job. If it is None, a size of -1 stays, and a later
-    call checks it. Raises `UsageError` if the setting is malformed, or does not fit the model or
-    the devices.
+    `n_devices` is the number of devices in the job. If it is None, a size of -1 is not replaced,
+    and a later call must check it. Raises `UsageError` if the setting is malformed, or does not fit
+    the model or the devices.
     """
     model, key = config.model, f"parallel.mesh={config.parallel.mesh}"
     shape = parse_mesh(config.parallel.mesh, n_devices)

@@ -292,7 +292,7 @@ def test_the_readme_s_key_has_bounds_and_help(tmp_path, monkeypatch):
     (line, text) = parse._entries(example, "example.", {})
     assert line.endswith("a finite number, at least 0 and less than 1 (default: 0.0)")
     assert text.strip() == (
-        "Share of the probability that is spread over all tokens; 0 disables label smoothing."
+        "Probability mass to spread evenly over all tokens; 0 disables label smoothing."
     )
     assert parse._value("example.label_smoothing", ["0.1"]) == 0.1
     with pytest.raises(UsageError, match="example.label_smoothing=1: must be .* less than 1"):

@@ -26,7 +26,7 @@ SETTINGS = (*SMALL, "--mesh", "2,1,2", "train.eval_interval=20", "train.sample_t
 
 
 def launched(said, *options, train=(), **variables):
-    """Start a job under a supervisor, with output to the file `said`; a pipe would have no reader."""
+    """Start a job under a supervisor; it prints to the file `said`, as a pipe has no reader."""
     words = command("launch", *options, "--", *command("train", *train))
     with said.open("w") as file:
         return subprocess.Popen(
