@@ -43,7 +43,7 @@ def parser() -> CommandParser:
         type=whole_number(0),
         metavar="R",
         default=0,
-        help="restart COMMAND, at most R times, if processes die or hang or a host is lost",
+        help="restart COMMAND up to R times if a process fails or hangs or a host is lost",
     )
     out.add_argument(
         "--give-up-after",
@@ -57,12 +57,12 @@ def parser() -> CommandParser:
         type=whole_number(0),
         metavar="K",
         default=0,
-        help="keep the last K hosts free, as replacements for hosts that are lost",
+        help="keep the last K hosts free to replace hosts that fail",
     )
-    out.add_argument("--print", action="store_true", help="only print the line, quoted for a shell")
+    out.add_argument("--print", action="store_true", help="only print the command line")
     out.epilog = (
         "If COMMAND starts with python or python3, all hosts use the Python that runs "
-        f"jaxgpt.launch; a path is used as it is. {JOB_START} is set to the current time if the "
+        f"jaxgpt.launch. A path is left unchanged. {JOB_START} is set to the current time if the "
         "job script has not set it."
     )
     return out
@@ -73,7 +73,7 @@ def main(argv: list[str] | None = None) -> None:
         options, command = split(sys.argv[1:] if argv is None else argv)
         arguments = parser().parse_args(options)
         layout = make_layout(arguments, command)
-        if not arguments.print:  # before Open MPI's line lists the variables to pass
+        if not arguments.print:  # before Open MPI's command line lists the variables to pass
             os.environ.setdefault(JOB_START, f"{time.time():.3f}")
         launcher = find_launcher(layout, os.environ)
         if command[0] in ("python", "python3"):
@@ -103,13 +103,17 @@ def split(argv: list[str]) -> tuple[list[str], list[str]]:
 
 
 def make_layout(arguments: argparse.Namespace, command: list[str]) -> ProcessLayout:
-    """Return the layout of the processes; raise `UsageError` if the options do not fit the job."""
+    """Return the layout of the processes.
+
+    Raises `UsageError` if the options do not fit the job, COMMAND is missing, or a launcher started
+    this process.
+    """
     launch = find_launch(os.environ)
     if launch.variable is not None:
         raise UsageError(
             f"{launch.variable}: this process was itself started by a launcher "
             f"({launch.launcher}); run jaxgpt.launch once, from the job script or a shell (under "
-            "Slurm, one that salloc started, not srun)"
+            "Slurm, a shell started by salloc, not srun)"
         )
     if not command:
         raise UsageError(
@@ -118,8 +122,8 @@ def make_layout(arguments: argparse.Namespace, command: list[str]) -> ProcessLay
         )
     if arguments.spare_nodes and not arguments.restarts:
         raise UsageError(
-            f"--spare-nodes={arguments.spare_nodes}: spare hosts are used only by restarts; give "
-            "--restarts R too"
+            f"--spare-nodes={arguments.spare_nodes}: only restarts use spare hosts; also give "
+            "--restarts R"
         )
     return place_processes(
         arguments.n, arguments.ppn, arguments.hosts, os.environ, arguments.spare_nodes

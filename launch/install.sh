@@ -32,8 +32,8 @@ if [ "$(cat "$stamp" 2>/dev/null)" != "$wanted" ]; then
     echo "installing jaxgpt[$extra] into .venv"
     .venv/bin/python -m pip install --quiet --disable-pip-version-check --no-compile \
         --constraint launch/pins.txt --editable ".[$extra]"
-    # pip would compile on one core. Errors are ignored: some packages contain files for other
-    # versions of Python.
+    # Compile on all cores, because pip uses only one. Ignore errors, because some packages contain
+    # files for other versions of Python.
     .venv/bin/python -m compileall -q -j 0 .venv/lib >/dev/null 2>&1 || true
     echo "$wanted" >"$stamp"
 fi

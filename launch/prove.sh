@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Checks a machine, especially one with a GPU: speed, numerics, resuming and memory, in a table.
 #   bash launch/prove.sh [--minutes 25] [--out DIR] [--nanogpt DIR] [--torch PYTHON] [CHECK ...]
-# Needs neither an installation nor MPI; the packages must only be importable (PYTHONPATH).
+# Needs neither an installation nor MPI, but the dependencies must be importable (PYTHONPATH).
 # PYTHON=... selects the interpreter. The default is the one in .venv if there is one, else python3.
 set -euo pipefail
 root=$(cd "$(dirname "$0")/.." && pwd)

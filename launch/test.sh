@@ -3,8 +3,8 @@
 #   bash launch/test.sh --long      # also run the long checks (an hour or more)
 #   bash launch/test.sh -k mesh
 # Tests that read files written by torch.save need torch: .venv/bin/pip install torch
-# Four files are tested in parallel. With two, jobs that wait leave a core idle for a quarter of the
-# time. -n 0 tests one file at a time, so that debuggers and -s work.
+# Four files are tested in parallel. With only two, a core would be idle for a quarter of the time,
+# because some tests wait. -n 0 tests one file at a time, so that debuggers and -s work.
 set -euo pipefail
 root=$(cd "$(dirname "$0")/.." && pwd)
 bash "$root/launch/install.sh" dev

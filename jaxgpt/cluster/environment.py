@@ -27,12 +27,12 @@ SLURM_WITH_PMI = "Slurm with PMI"
 # Set by `jaxgpt.launch --restarts`:
 SUPERVISOR = "JAXGPT_SUPERVISOR"  # host:port that process 0 sends its progress to
 JOB = "JAXGPT_JOB"  # name of one attempt, set in the environment of each of its processes
-# Slurm's reserved step IDs: interactive shells, batch scripts and the extern step.
+# Slurm's reserved step IDs for interactive shells, batch scripts and the extern step.
 SLURM_PSEUDO_STEPS = range(4294967290, 4294967296)
 
 
 class SingleRankUsageError(UsageError):
-    """A `UsageError` that other processes may not raise, so the process must print it itself."""
+    """A `UsageError` that can occur on only some processes, so each of them prints its own."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Launch:
     variable: str | None = None  # the variable that identified it, as `NAME=value`
     through: Literal["mpi", "tcp", None] = None  # None for a single-process job
     rank: int = 0
-    size: int | None = 1  # None if only MPI knows it
+    size: int | None = 1  # None if only MPI can tell
     address: str | None = None  # host:port of process 0, if known
 
 
@@ -51,8 +51,9 @@ def find_launch(environ: Mapping[str, str]) -> Launch:
     """Identify this process from the first launcher found in its environment.
 
     The order is: jaxgpt's own variables, torchrun, srun with a PMI version that MPICH cannot use,
-    MPI launchers (including MPI under srun), plain srun, torch's RANK and WORLD_SIZE. Otherwise,
-    it is a single process. Raises `UsageError` if the variables are malformed or inconsistent.
+    MPI launchers (including MPI under srun), plain srun, torch's RANK and WORLD_SIZE. Without any
+    of them, the job has a single process. Raises `UsageError` if the variables are malformed or
+    inconsistent.
     """
     if RANK in environ or SIZE in environ:
         return _over_tcp(environ, "by hand", RANK, SIZE, environ.get(COORDINATOR, ""))
@@ -77,7 +78,7 @@ def find_launch(environ: Mapping[str, str]) -> Launch:
 
 
 def rank_from_env() -> int:
-    """Return this process's rank from its environment alone; 0 if the environment is invalid."""
+    """Return this process's rank from its environment, or 0 if the environment is invalid."""
     try:
         return find_launch(os.environ).rank
     except UsageError:
@@ -115,7 +116,7 @@ def slurm_step(environ: Mapping[str, str]) -> Launch:
 
 
 def job_name(environ: Mapping[str, str]) -> str:
-    """Return a name that is the same for all processes of this job, and for no concurrent job."""
+    """Return a name that all processes of this job share and no concurrent job has."""
     job = next((environ[name] for name in JOB_NAMES if environ.get(name)), None)
     stat = Path(f"/proc/{os.getsid(0)}/stat")
     if job is None and stat.exists():  # Hydra gives each process its own session
@@ -162,7 +163,7 @@ def _mpi(environ: Mapping[str, str], variable: str, size: str | None, launcher: 
 
 
 def check_address(key: str, address: str) -> None:
-    """Raise a `UsageError` that names `key`, unless `address` is host:port."""
+    """Raise a `UsageError` that names `key` unless `address` is host:port."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 65536:
         raise UsageError(

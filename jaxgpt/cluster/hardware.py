@@ -17,8 +17,8 @@ VISIBLE_VARIABLES = (
     "HIP_VISIBLE_DEVICES",
     "ZE_AFFINITY_MASK",
 )
-# Part of a JAX plugin's name -> its device files (without renderD, which a laptop's integrated
-# graphics also have), and the variables and values that hide its devices.
+# Maps part of a JAX plugin's name to its device files (without renderD, which integrated graphics
+# also have), and to the variables and values that hide its devices.
 ROCM_HIDES = {"ROCR_VISIBLE_DEVICES": ("", "-1"), "HIP_VISIBLE_DEVICES": ("-1",)}
 PLUGINS = {
     "cuda": (DEVICE_FILES[:1], {"CUDA_VISIBLE_DEVICES": ("", "-1")}),
@@ -40,7 +40,10 @@ def accelerator_expected() -> bool:
 
 
 def count_accelerators() -> int:
-    """Count NVIDIA's device files on this host; if there are none, count AMD's or else Google's."""
+    """Return the number of accelerators on this host, according to their device files.
+
+    NVIDIA, AMD and Google accelerators are tried in this order, and only one vendor is counted.
+    """
     amd = glob.glob("/dev/dri/renderD*") if os.path.exists("/dev/kfd") else []
     return len(glob.glob("/dev/nvidia[0-9]*") or amd or glob.glob("/dev/accel[0-9]*"))
 
@@ -55,8 +58,8 @@ def own_cpus() -> tuple[int, ...]:
 def lock_file(file: TextIO) -> Literal["locked", "taken", "unsupported"]:
     """Try to lock an open, writable file until it is closed, without waiting for the lock.
 
-    Returns "taken" if another process holds the lock, and "unsupported" if locking fails for
-    another reason.
+    Returns "locked", or "taken" if another process holds the lock, or "unsupported" if locking
+    fails for another reason.
     """
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -66,7 +69,7 @@ def lock_file(file: TextIO) -> Literal["locked", "taken", "unsupported"]:
 
 
 def raise_open_file_limit(wanted: int) -> int:
-    """Let this process open `wanted` files, or as many as the hard limit allows; return how many.
+    """Let this process open `wanted` files, or as many as the hard limit allows; return the number.
 
     A soft limit that is already higher stays unchanged.
     """

@@ -22,10 +22,11 @@ _LINE = re.compile(
 
 
 def job_hosts(environ: Mapping[str, str], file: str | None = None) -> tuple[Hosts, str]:
-    """Return the hosts of this job and their source: a variable, `--hosts` or `this host`.
+    """Return the hosts of this job and their source (a variable, `--hosts` or `this host`).
 
     A PBS node file often exists only on the job's first host, so in a running job, call this on
-    process 0. Raises `UsageError` if the file or the node list is invalid.
+    process 0. Raises `UsageError` if the host file is unreadable or invalid, or the node list is
+    invalid.
     """
     if file is not None:
         return read_host_file(file, "--hosts"), "--hosts"
@@ -40,8 +41,9 @@ def job_hosts(environ: Mapping[str, str], file: str | None = None) -> tuple[Host
 def read_host_file(path: str, option: str) -> Hosts:
     """Read a host file with lines `host`, `host:4` or `host slots=4`; `#` starts a comment.
 
-    A host may be listed several times, since PBS writes one line per slot; its slots are added up.
-    Raises a `UsageError` that names `option` if the file is unreadable, malformed or empty.
+    PBS lists a host once per slot, so the slots of repeated lines are added up. If no line gives
+    slots and no host is repeated, all slots are None. Raises a `UsageError` that names `option` if
+    the file is unreadable, malformed or empty.
     """
     try:
         with open(path, errors="replace") as file:
@@ -107,9 +109,12 @@ def _numbers(ranges: str) -> list[str]:
 
 
 def address_towards(host: str) -> str:
-    """Return this host's address on its route to `host`; raise `OSError` if there is no route."""
+    """Return this host's address on the route to `host`.
+
+    Raises `OSError` if `host` does not resolve or there is no route to it.
+    """
     for family, kind, _, _, address in socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM):
-        # This host may have no route for one of the address families (IPv4, IPv6).
+        # This host may have a route for only one address family (IPv4 or IPv6).
         with contextlib.suppress(OSError), socket.socket(family, kind) as s:
             s.connect(address)  # selects the interface without sending a packet
             return s.getsockname()[0]
@@ -117,7 +122,11 @@ def address_towards(host: str) -> str:
 
 
 def reachable_name() -> str:
-    """Return this host's name, or its address if the name resolves to loopback or not at all."""
+    """Return this host's name or, if other hosts cannot use it, its address on the default route.
+
+    Other hosts cannot use a name that resolves to a loopback address or not at all. Without a
+    network, the name is returned anyway.
+    """
     name = socket.getfqdn()
     try:
         addresses = [entry[4][0] for entry in socket.getaddrinfo(name, None)]
@@ -126,6 +135,6 @@ def reachable_name() -> str:
     except OSError:
         pass  # the name does not resolve
     try:
-        return address_towards("10.255.255.255")  # any external address, to use the default route
+        return address_towards("10.255.255.255")  # any address outside the local network
     except OSError:  # no network
         return name

@@ -36,13 +36,13 @@ class ProcessLayout:
     host_file: str | None  # path of the host file; None for a node list and for this host
     n_processes: int
     per_host: int
-    reason: str  # why this many processes per host, for the log
+    reason: str  # reason for the number of processes per host, for the log
     machine: Machine | None
     spares: tuple[str, ...] = ()  # hosts of the job that run no processes
 
     @property
     def is_local(self) -> bool:
-        """True if neither a scheduler nor a file names the hosts, so all processes run here."""
+        """True if all processes run on this host, because no scheduler or file names hosts."""
         return self.named_by == "this host"
 
     def __str__(self) -> str:
@@ -66,14 +66,15 @@ def place_processes(
 
     Args:
         n: total number of processes; None starts `per_host` on each host.
-        per_host: processes per host; None divides `n` evenly or, without `n`, starts one per
-            device.
+        per_host: processes per host. None divides `n` evenly. If `n` is None, too, the default is
+            the scheduler's setting, or else one process per device, or else one per host.
         host_file: file that lists the hosts; None uses the hosts of the scheduler's job.
         environ: environment variables.
-        spare: number of hosts, taken from the end of the list, that run no processes.
+        spare: number of hosts at the end of the list to keep free.
 
     Raises:
-        UsageError: if the numbers do not fit the hosts, their slots or their devices.
+        UsageError: if the numbers do not fit the hosts, their slots or their devices, or if the
+            host list or an environment variable is invalid.
     """
     all_hosts, named_by = job_hosts(environ, host_file)
     if spare >= len(all_hosts):
@@ -193,7 +194,7 @@ def find_launcher(layout: ProcessLayout, environ: Mapping[str, str]) -> Launcher
 
 
 def find_mpiexec() -> str:
-    """Return the path of the mpiexec installed with this Python, or else of the first in PATH.
+    """Return the path of the mpiexec installed with this Python, or else the first one in PATH.
 
     Raises `UsageError` if there is none.
     """
@@ -219,10 +220,10 @@ def _pals(mpiexec: str, layout: ProcessLayout, environ: Mapping[str, str]) -> li
     line = [mpiexec, "--envall", "-n", str(layout.n_processes), "-ppn", str(per_host)]
     if layout.named_by == "PBS_NODEFILE":
         line += ["--hostfile", layout.host_file]
-    elif not layout.is_local:  # a user's file may have slots, which PALS does not support
+    elif not layout.is_local:  # PALS does not support slots in a user's file
         line += ["--hosts", ",".join(layout.hosts)]
     if machine and machine.cpu_bind and machine.devices_per_host % per_host == 0:
-        # Bind a process with several devices to the cores of all of them.
+        # Bind a process to the cores of all its devices.
         cores = machine.cpu_bind.removeprefix("list:").split(":")
         each = machine.devices_per_host // per_host
         shares = [",".join(cores[i : i + each]) for i in range(0, len(cores), each)]
@@ -263,12 +264,12 @@ def _srun(layout: ProcessLayout, environ: Mapping[str, str]) -> list[str]:
 def _slurm_cpus(per_host: int, environ: Mapping[str, str]) -> int:
     """Return the CPUs per process, at most an equal share of the allocation; 0 if unknown."""
     share = _least(environ.get("SLURM_JOB_CPUS_PER_NODE", "")) // per_host
-    asked = read_int(environ, "SLURM_CPUS_PER_TASK")  # since Slurm 22.05, srun ignores it
+    asked = read_int(environ, "SLURM_CPUS_PER_TASK")  # srun 22.05 and later ignore it
     if asked and environ.get("SLURM_NTASKS_PER_NODE") in (None, str(per_host)):
         return min(asked, share or asked)
     return share
 
 
 def _least(counts: str) -> int:
-    """Return the smallest of Slurm's counts per host, as in `16,8(x2)`; 0 if there are none."""
+    """Return the smallest of Slurm's counts per host, such as 8 for `16,8(x2)`, or 0 for none."""
     return min(map(int, re.findall(r"(\d+)(?:\(x\d+\))?", counts)), default=0)

@@ -1,12 +1,12 @@
 """Supercomputers as data: names, devices, CPU binding, networks, and the source of each fact.
 
 Sources, all read in 2026:
-    [ALCF]  docs.alcf.anl.gov: "Running Jobs", "Machine Overview" and "PyTorch" of each machine
+    [ALCF]  docs.alcf.anl.gov, "Running Jobs", "Machine Overview" and "PyTorch" of each machine.
     [ezpz]  github.com/saforem2/ezpz, src/ezpz/distributed.py (get_machine, high-speed suffixes),
-            src/ezpz/pbs.py (CPU binding) and its recorded jobs (names of PBS jobs)
-    [OLCF]  docs.olcf.ornl.gov, "Frontier User Guide"
-    [NERSC] docs.nersc.gov, "Node Types"
-    [WarpX] github.com/BLAST-WarpX/warpx, PR 3349 and issue 6382: Perlmutter's srun options
+            src/ezpz/pbs.py (CPU binding) and its recorded jobs (names of PBS jobs).
+    [OLCF]  docs.olcf.ornl.gov, "Frontier User Guide".
+    [NERSC] docs.nersc.gov, "Node Types".
+    [WarpX] github.com/BLAST-WarpX/warpx, PR 3349 and issue 6382 (Perlmutter's srun options).
 """
 
 import re
@@ -20,14 +20,14 @@ class Machine:
 
     name: str
     # Regular expression that matches whole host names, short or full, in lower case. None if
-    # other machines use such names too.
+    # other machines use the same names.
     host_names: str | None = None
     # Environment variable -> regular expression to search for in its value. A match with any
     # variable takes precedence over host names.
     variables: Mapping[str, str]
     device: str  # key of `jaxgpt.perf.hardware.DEVICES`
     devices_per_host: int
-    high_speed_suffix: str | None = None  # appended to a short name for the fast network
+    high_speed_suffix: str | None = None  # suffix of host names on the high-speed network
     cpu_bind: str | None = None  # for PALS's mpiexec: `list:` and the cores of each device
     cpus_per_host: int | None = None  # logical CPUs that Slurm allocates on a host
     srun_options: str = ""  # placeholders: {cpus} and {devices} per process
@@ -86,7 +86,7 @@ MACHINES = (
     ),
     # [NERSC] Nodes are named nid001234, as on other Cray machines. They have 4 A100 GPUs (40 GB on
     # most nodes) and 64 cores with 128 threads. [WarpX] uses -c 32 for four tasks, and no GPU
-    # binding: Slurm would hide the other processes' GPUs, which prevents transfers over NVLink.
+    # binding, because Slurm would hide the other processes' GPUs and so prevent NVLink transfers.
     Machine(
         name="Perlmutter",
         variables={"NERSC_HOST": "^perlmutter$", "SLURM_CLUSTER_NAME": "^perlmutter$"},
@@ -111,7 +111,10 @@ def find_machine(host_name: str, environ: Mapping[str, str]) -> Machine | None:
 
 
 def high_speed_name(machine: Machine | None, host: str) -> str:
-    """Return the name of a host (given by its short or full name) on the high-speed network."""
+    """Return the name of a host (given by its short or full name) on the high-speed network.
+
+    Returns `host` unchanged if the machine has no known high-speed network.
+    """
     if machine is None or machine.high_speed_suffix is None:
         return host
     return host.partition(".")[0] + machine.high_speed_suffix

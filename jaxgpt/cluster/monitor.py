@@ -1,16 +1,16 @@
-"""One thread per process that connects it to the job and detects failures and hangs.
+"""Thread that connects a process to its job and detects failures and hangs.
 
-Every process other than 0 has one TCP connection to process 0. The thread serves it, so a process
-still answers while its main thread compiles for an hour. Each message is one line of JSON:
+Every process except process 0 has one TCP connection to process 0. The thread serves it, so a
+process still answers while its main thread compiles for an hour. Each message is one line of JSON:
 
-    ["beat", number, activity, overdue, words]  both ways: I am alive, with this progress
-    ["gather", value]     to process 0: my value for a collective
-    ["gathered", values]  from process 0: the values of all processes
-    ["failed", status]    to process 0: I have an error to report
-    ["report"]            from process 0: your error came first; print it and exit
-    ["end", status]       from process 0: the job's failure has been reported; exit
-    ["stacks"]            both ways: the job hangs; write the stacks of your threads to a file
-    ["bye"]               both ways: I am leaving the job without an error
+    ["beat", number, activity, overdue, words]  Both ways: I am alive and have made this progress.
+    ["gather", value]     To process 0: this is my value for a collective.
+    ["gathered", values]  From process 0: these are the values of all processes.
+    ["failed", status]    To process 0: I have an error to report.
+    ["report"]            From process 0: your error came first, so print it and exit.
+    ["end", status]       From process 0: the job's failure has been reported, so exit.
+    ["stacks"]            Both ways: the job hangs, so write the stacks of your threads to a file.
+    ["bye"]               Both ways: I am leaving the job without an error.
 
 Process 0 decides that the job has failed if a process reports an error, loses its connection, is
 silent for too long, or makes no progress. The other processes only watch process 0.
@@ -54,9 +54,9 @@ class HangLimit(NamedTuple):
 
 
 class Progress(NamedTuple):
-    """Progress of a process. All run the same program, so the lowest number is furthest behind."""
+    """Progress of a process. The process with the lowest `number` is the furthest behind."""
 
-    number: int = 0  # index of the activity, counted from the start
+    number: int = 0  # of the activity; all processes go through the same activities
     activity: str = "the start"
     is_overdue: bool = False  # whether the activity has exceeded its time limit
 
@@ -74,16 +74,16 @@ class Peer:
 
 
 class Monitor:
-    """One process's view of its job; ends the job if a process fails or hangs.
+    """Watches a job from one of its processes, and ends the job if a process fails or hangs.
 
-    A single-process job does not call `connect`. Its thread, if started, watches for hangs.
+    A single-process job does not call `connect`. If it calls `start`, the thread detects hangs.
     """
 
     def __init__(self, limit: HangLimit | None = None):
-        """Create a monitor without starting it. Without a limit, it does not detect hangs."""
+        """Create a monitor without starting its thread. Without `limit`, hangs are not detected."""
         self.rank, self.size = 0, 1
-        self.host_names: tuple[str, ...] = ()  # by rank; empty until they are known
-        self.received: dict[int, str] = {}  # on process 0: the last words from each process
+        self.host_names: tuple[str, ...] = ()  # by rank; empty until known
+        self.received: dict[int, str] = {}  # on process 0: newest message by rank
         self.stalled = 0.0  # seconds during which the OS did not run this process
         self.on_hang: Callable[[], None] = lambda: None  # called before a hang ends the job
         self.advice = ""  # appended to the report of a hang
@@ -112,9 +112,9 @@ class Monitor:
     def connect(self, rank: int, size: int, connection: socket.socket, timeout: float) -> None:
         """Connect all processes to process 0.
 
-        `connection` is a listening socket on process 0, and a socket connected to it on the others.
-        If some processes do not connect within `timeout` seconds, process 0 names them and ends
-        the job.
+        `connection` is a listening socket on process 0, and a socket connected to process 0 on the
+        other processes. If some processes do not connect within `timeout` seconds, process 0 names
+        them and ends the job. It also ends the job if a process has a wrong rank or size.
         """
         self.rank, self.size = rank, size
         self.start()
@@ -122,7 +122,10 @@ class Monitor:
         asyncio.run_coroutine_threadsafe(meeting, self._loop).result()
 
     def allgather(self, value: Any) -> list[Any]:
-        """Return the `value` (any JSON value) of each process, in rank order, on every process."""
+        """Return the `value` (any JSON value) of each process, in rank order.
+
+        All processes must call this.
+        """
         if self.size == 1:
             return [value]
         if self.rank == 0:
@@ -137,22 +140,22 @@ class Monitor:
         self._progress, self._spent = Progress(self._progress.number + 1, activity), 0.0
         if self._peers and not self._is_announcing:  # one heartbeat covers many activities
             self._is_announcing = True
-            delay = TICK / 4 * max(1, self.size / 100)  # process 0 gets at most 10,000/s
+            delay = TICK / 4 * max(1, self.size / 100)  # process 0 receives at most 10,000/s
             self._loop.call_soon_threadsafe(self._loop.call_later, delay, self._announce)
 
     def send(self, words: str) -> None:
-        """Piggyback `words` on the heartbeats to process 0, at no cost to the calling thread."""
+        """Piggyback a message on the heartbeats to process 0. It replaces the previous message."""
         self._words = words
         if self.rank == 0:
             self.received[0] = words
 
     def watch_pipe(self, pipe: int, receive: Callable[[], None]) -> None:
-        """Call `receive` in the monitor's thread whenever the pipe is readable."""
+        """Call `receive` in the monitor's thread whenever file descriptor `pipe` is readable."""
         self.start()
         self._loop.call_soon_threadsafe(self._loop.add_reader, pipe, receive)
 
     def write_stacks_to(self, directory: Path) -> None:
-        """If the job hangs, write the stacks of this process's threads to hang-<process>.txt."""
+        """If the job hangs, write this process's stacks to hang-<process>.txt in `directory`."""
         self.on_hang = lambda: write_stacks(directory / f"hang-{self.rank}.txt")
         self.advice = f"; {directory}/hang-<process>.txt has the stacks of each process; to "
         self.advice += "resume, start again with the same --out"
@@ -171,7 +174,7 @@ class Monitor:
 
     @contextlib.contextmanager
     def arrival_limit(self, launch: Launch, timeout: float) -> Iterator[None]:
-        """End this process if starting MPI in the block takes longer than `timeout` seconds."""
+        """End this process if the block, which starts MPI, takes longer than `timeout` seconds."""
         self.start()
         waiting = asyncio.run_coroutine_threadsafe(self._limit_arrival(launch, timeout), self._loop)
         try:
@@ -202,7 +205,7 @@ class Monitor:
             self._tasks.create_task(self._beat())
             is_up.set()
             await self._closing.wait()
-            if self._is_failing:  # wait for the job to be ended
+            if self._is_failing:  # the failure will end this process
                 await asyncio.Event().wait()
             for peer in self._peers.values():
                 peer.send("bye")
@@ -303,7 +306,7 @@ class Monitor:
                 peer.writer.write(answer)
             self._gathered.put(json.loads(answer)[1])
 
-    # Hangs. Only heartbeats advance the clocks, so the clocks stop while this process is stopped.
+    # Detecting hangs. The clocks advance with the heartbeats, so they stop if this process stops.
 
     def _announce(self) -> None:
         """Send a heartbeat to all peers."""
@@ -333,8 +336,8 @@ class Monitor:
     async def _look_for_hang(self, limit: HangLimit) -> None:
         silent = self._silent(limit.seconds)
         overdue = self.rank == 0 and any(p.is_overdue for p in self._known().values())
-        # If a process may have been stopped, wait until it has been silent for long enough. Then
-        # the report names that process, and not the ones waiting for it.
+        # If a process may have been stopped, wait until it has been silent for long enough, so that
+        # the report names that process and not the processes waiting for it.
         if not silent and (not overdue or self._silent(3 * self._interval)):
             return
         for peer in self._peers.values():
@@ -345,11 +348,11 @@ class Monitor:
         self._fail(f"error: {report}{self.advice}\n", HUNG)
 
     def _note_hang(self) -> None:
-        # Use another thread, because a file system or a pipe may be what hangs.
+        # Use another thread, because the cause of the hang may be a file system or a pipe.
         threading.Thread(target=self.on_hang, daemon=True).start()
 
     async def _measure_stalls(self) -> None:
-        """Add up how late this thread wakes up. Sharing cores with others does not make it late."""
+        """Add up the delays of this thread's wake-ups. Busy cores alone do not cause a delay."""
         began = time.perf_counter()
         while True:
             await asyncio.sleep(TICK)
@@ -358,7 +361,7 @@ class Monitor:
             if late > TICK / 2:
                 self.stalled += late
 
-    # Ending a job that fails.
+    # Ending a failed job.
 
     def _fail(self, report: str, status: int, delay: float = SETTLE) -> None:
         """End the job. Print `report`, unless process 0 knows of an earlier failure."""
@@ -376,15 +379,15 @@ class Monitor:
         if self.rank in (1, next(elsewhere, 1)):
             report_and_end(*self._report)
         # Let those processes report first: when one process exits, MPI's launcher kills the others.
-        # The wait can be short if process 0 is lost, because all processes notice that at once.
+        # The wait can be short if process 0 is lost, because all processes notice it immediately.
         await asyncio.sleep(ANSWER if 0 in self._peers else SETTLE)
         end_process(self._report[1])
 
     async def _end_all(self, rank: int, status: int, delay: float) -> None:
         """On process 0, let `rank` report the job's first error, then end all processes.
 
-        Later errors are ignored. The loss of a process makes others fail, so any other error first
-        waits `delay` seconds. A loss that is noticed during this time takes precedence.
+        Later errors are ignored. The loss of a process makes others fail, so other errors are
+        reported only after `delay` seconds. A loss noticed during this time takes precedence.
         """
         self._is_failing = True
         await asyncio.sleep(delay)
@@ -419,7 +422,7 @@ class Monitor:
         folder = Path(home, ".cache/jaxgpt/starting", job_name(os.environ))
         arrived = set()
         try:
-            with contextlib.suppress(OSError):  # if not writable, no process is named
+            with contextlib.suppress(OSError):  # not writable: name no processes
                 folder.mkdir(parents=True, exist_ok=True)
                 (folder / str(launch.rank)).touch()
             await asyncio.sleep(timeout / 2)
@@ -447,7 +450,7 @@ def keep_alive(writer: asyncio.StreamWriter) -> None:
         "TCP_USER_TIMEOUT": LOST_HOST * 1000,
     }  # fmt: skip
     for name, value in options.items():
-        if hasattr(socket, name):  # Linux has all of them, macOS only some
+        if hasattr(socket, name):  # macOS lacks some of them
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), int(value))
 
 
@@ -458,7 +461,7 @@ def write_stacks(file: Path) -> None:
 
 
 def missing_sentence(missing: Collection[int], size: int | None, timeout: float) -> str:
-    """Return the error for processes that did not start; it names the `missing` ranks, if known."""
+    """Return the error for processes that did not start. It names up to 20 `missing` ranks."""
     names = ", ".join(map(str, sorted(missing)[:20])) + (" ..." if len(missing) > 20 else "")
     which = f"{len(missing)} of {size}" if missing else f"some of the {size or ''}".rstrip()
     return (
@@ -473,7 +476,7 @@ def hang_sentence(
 ) -> str:
     """Return a sentence that names the hanging processes, their activity and the waiting processes.
 
-    The hanging processes are the silent ones or, if there are none, those furthest behind.
+    The hanging processes are the `silent` ones or, if there are none, the ones furthest behind.
     """
     least = min(progress.number for progress in known.values())
     ranks = sorted(silent or (rank for rank, p in known.items() if p.number == least))
@@ -499,7 +502,7 @@ def hang_sentence(
 
 
 def process_names(ranks: list[int], hosts: tuple[str, ...] = ()) -> str:
-    """Return a phrase for these ranks: "process 3 on host a", "processes 0, 1 and 2"."""
+    """Return "process 3 on host a", "processes 0, 1 and 2" and so on, with at most 8 ranks."""
     names = [*map(str, ranks[:8]), *[f"{len(ranks) - 8} more"] * (len(ranks) > 8)]
     text = " and ".join([", ".join(names[:-1]), names[-1]] if names[1:] else names)
     on = list(dict.fromkeys(hosts[rank] for rank in ranks[:8])) if hosts else []

@@ -31,7 +31,7 @@ from jaxgpt.config import Config, UsageError
 
 T = TypeVar("T")
 
-INIT_TIMEOUT: float = Config.init_timeout  # seconds, for commands without this setting
+INIT_TIMEOUT: float = Config.init_timeout  # seconds; for commands that lack this setting
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class ProcessGroup:
     host_names: tuple[str, ...] = ("localhost",)  # for each process, the name of its host
     machine: Machine | None = None  # None if not in MACHINES
     mpi_library: str | None = None
-    timeout: float = INIT_TIMEOUT  # seconds that processes wait for each other when the job starts
+    timeout: float = INIT_TIMEOUT  # seconds; limits the wait for other processes at the start
     notes: tuple[str, ...] = ()  # log lines about problems that were worked around
     monitor: Monitor = field(default_factory=Monitor, compare=False)
     # Connections, locks and other resources, released at the end of the group's `with` block.
@@ -64,7 +64,7 @@ class ProcessGroup:
         if error is not None and self.size > 1:  # including SystemExit: others still run
             self.monitor.end_job(*report_of(error))
         self.on_close.close()
-        self.monitor.close()  # the job can be joined again; MPI stays up, as it starts only once
+        self.monitor.close()  # MPI stays initialised, because it can start only once
 
     @property
     def is_main(self) -> bool:
@@ -72,25 +72,29 @@ class ProcessGroup:
         return self.rank == 0
 
     def broadcast(self, value: Any) -> Any:
-        """Return process 0's `value` (any JSON value) on every process."""
+        """Return process 0's `value` (any JSON value). All processes must call this."""
         return self.allgather(value if self.is_main else None)[0]
 
     def allgather(self, value: Any) -> list[Any]:
-        """Return the `value` (any JSON value) of each process, in rank order, on every process."""
+        """Return the `value` (any JSON value) of each process, in rank order.
+
+        All processes must call this.
+        """
         return self.monitor.allgather(value)
 
     def barrier(self) -> None:
-        """Wait for all processes, for example before the first collective: Gloo waits only 30 s."""
+        """Wait for all processes. Call this before the first collective: Gloo waits only 30 s."""
         self.allgather(None)
 
     def raise_if_any(self, error: str | None) -> None:
-        """Raise a `UsageError` on all processes if any has an error (that of the lowest rank)."""
+        """Raise the lowest rank's error, if any, as a `UsageError` on all processes."""
         if found := [e for e in self.allgather(error) if e]:
             raise UsageError(found[0])
 
     def run_on_all(self, function: Callable[..., T], *arguments: Any) -> T:
-        """Call `function` on this process; raise a `UsageError` on all processes if any raises one.
+        """Call `function` on every process, and return this process's result.
 
+        If any of the calls raises a `UsageError`, all processes raise the one from the lowest rank.
         All processes must call this.
         """
         result, error = catch_usage_error(function, *arguments)
@@ -107,7 +111,10 @@ def catch_usage_error(function: Callable[..., T], *arguments: Any) -> tuple[T | 
 
 
 def own_host(group: ProcessGroup) -> str:
-    """Return a name or address at which all processes can reach this host."""
+    """Return a name or address at which all processes can reach this host.
+
+    Call this on process 0, because JAXGPT_COORDINATOR overrides the result.
+    """
     return "127.0.0.1" if group.local_size == group.size else _outside_name(group.machine)
 
 
@@ -120,19 +127,19 @@ def _outside_name(machine: Machine | None) -> str:
 def join_process_group(
     timeout: float = INIT_TIMEOUT, limit: HangLimit | None = None, launch: Launch | None = None
 ) -> ProcessGroup:
-    """Wait until all processes of the job have started, and connect them. Does not use JAX.
+    """Wait until all processes of the job have started, and connect them, without using JAX.
 
-    If some do not start in time, the missing processes are named and the job ends.
+    If some do not start in time, an error names them and the job ends.
 
     Args:
         timeout: seconds to wait for the other processes.
         limit: how long a process may be silent or make no progress before the job ends with
             status 70; None means no limit.
-        launch: rank and size of this process; by default, read from the environment.
+        launch: rank and size of this process. By default, they are read from the environment.
 
     Raises:
-        UsageError: if the launcher's environment or the MPI library is unsuitable.
-        PeerLost: if process 0 cannot be reached within `timeout` seconds.
+        UsageError: if the launcher's variables are invalid or the MPI library does not work.
+        PeerLost: if process 0 cannot be reached in time or cannot listen on its port.
     """
     launch = launch or find_launch(os.environ)
     monitor, machine = Monitor(limit), find_machine(socket.gethostname(), os.environ)
@@ -178,7 +185,10 @@ def join_process_group(
 
 
 def host_identity() -> list[str]:
-    """Return this host's name and its boot ID, which distinguishes hosts of the same name."""
+    """Return this host's name and its boot ID ("" if unknown).
+
+    The boot ID distinguishes hosts of the same name.
+    """
     boot_id = Path("/proc/sys/kernel/random/boot_id")
     return [socket.gethostname(), boot_id.read_text() if boot_id.exists() else ""]
 
@@ -208,7 +218,7 @@ def start_mpi(launch: Launch) -> str:
             atexit.register(lambda: MPI.Is_finalized() or MPI.Finalize())
         fits = MPI.COMM_WORLD.size > 1 or (launch.rank == 0 and (launch.size or 1) == 1)
     if not fits:
-        # If the launcher does not give the number of processes, process 0 cannot see the problem.
+        # If the launcher does not set the number of processes, process 0 cannot detect this.
         raise (UsageError if launch.size else SingleRankUsageError)(
             f"{launch.variable}: the launcher ({launch.launcher}) started "
             f"{launch.size or 'several'} processes, but mpi4py uses {library}, which "
@@ -221,9 +231,10 @@ def start_mpi(launch: Launch) -> str:
 def connect_over_mpi(
     launch: Launch, machine: Machine | None
 ) -> tuple[Launch, socket.socket | None]:
-    """Return the launch with MPI's rank and size, and the socket for `Monitor.connect` (or None).
+    """Return the launch with MPI's rank and size, and the socket for `Monitor.connect`.
 
-    The socket is None for a single process. Raises `PeerLost` if process 0 cannot be reached.
+    The socket is None for a single process. Raises `PeerLost` if process 0 cannot be reached or
+    cannot listen on a port.
     """
     from mpi4py import MPI
 
@@ -245,7 +256,7 @@ def connect_over_mpi(
 
 
 def listen(address: str) -> socket.socket:
-    """Open a listening socket on the port of `address` (0 for any port), for process 0.
+    """Return a listening socket for process 0 on the port of `address` (0 for any free port).
 
     Raises `PeerLost` if the port cannot be used.
     """
@@ -262,9 +273,9 @@ def listen(address: str) -> socket.socket:
 
 
 def connect_to_rank0(address: str, rank: int, timeout: float) -> socket.socket:
-    """Connect to process 0 at host:port, retrying until it listens.
+    """Return a socket connected to process 0 at host:port, retrying until process 0 listens.
 
-    Raises `PeerLost` after `timeout` seconds.
+    Raises `PeerLost` if this takes longer than `timeout` seconds.
     """
     host, _, port = address.rpartition(":")
     deadline = time.monotonic() + timeout
@@ -276,7 +287,7 @@ def connect_to_rank0(address: str, rank: int, timeout: float) -> socket.socket:
                 raise PeerLost(
                     f"process {rank} on host {socket.gethostname()} cannot reach process 0 at "
                     f"{address} ({error}) within {timeout:.0f} s (--init-timeout); if process 0 "
-                    "has started, set JAXGPT_COORDINATOR=host:port to a name of its host that "
-                    "all hosts can reach"
+                    "has started, set JAXGPT_COORDINATOR=host:port, with a name or address of "
+                    "its host that all hosts can reach"
                 ) from None
             time.sleep(SETTLE / 5)

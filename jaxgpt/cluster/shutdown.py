@@ -27,16 +27,16 @@ STDOUT, STDERR = 1, 2  # file descriptors
 
 
 class PeerLost(Exception):
-    """Another process of the job cannot be reached."""
+    """Process 0 cannot be reached, or cannot listen for the other processes."""
 
 
 def end_process(status: int) -> NoReturn:
-    """Exit immediately, without exit handlers, which would wait for processes that are gone."""
+    """Exit immediately, skipping exit handlers that would wait for processes that have ended."""
     os._exit(status)
 
 
 def report_and_end(report: str, status: int) -> NoReturn:
-    """Print the job's error report, then end this process and, under MPI, the whole job."""
+    """Print an error report, then end this process and, under MPI, the whole job."""
     if report:
         print(report, file=sys.stderr, end="", flush=True)
     abort_mpi(status)
@@ -44,10 +44,10 @@ def report_and_end(report: str, status: int) -> NoReturn:
 
 
 def abort_mpi(status: int) -> None:
-    """If MPI runs the job, have its launcher end all processes, including stopped ones."""
+    """If the job has several MPI processes, let the MPI launcher end them, even stopped ones."""
     mpi = sys.modules.get("mpi4py.MPI")
     with_mpi = mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized()
-    if with_mpi and mpi.COMM_WORLD.size > 1:  # otherwise, MPI has no others to end
+    if with_mpi and mpi.COMM_WORLD.size > 1:  # else MPI has no others to end
         time.sleep(SETTLE)  # give the launcher time to forward the output
         _redirect_to_null(STDOUT, STDERR)  # hide MPI_Abort's own message
         faulthandler.dump_traceback_later(ANSWER, exit=True, file=STDERR)  # in case Abort hangs
@@ -55,7 +55,10 @@ def abort_mpi(status: int) -> None:
 
 
 def end_with(error: BaseException) -> NoReturn:
-    """Report an error and end this process, which is not connected to others."""
+    """Report an error, then end this process and, under MPI, the whole job.
+
+    Use this only while the process is not connected to others.
+    """
     flush_stdout()
     report_and_end(*report_of(error))
 
@@ -78,10 +81,11 @@ def report_of(error: BaseException) -> tuple[str, int]:
 def job_exit_handler() -> Iterator[None]:
     """Turn exceptions into the messages and exit statuses that job scripts and launchers expect.
 
-    A `UsageError` prints one line and exits with status 2. Another exception prints a traceback and
-    exits with status 1. Once the processes are connected, the `with` block of their `ProcessGroup`
-    does the same for all of them, and prints only the first error. If the reader of stdout is gone,
-    as with `| head`, a single process exits with 141, as if killed by SIGPIPE.
+    A `UsageError` prints one line and exits with status 2, `PeerLost` prints one line and exits
+    with 1, and Ctrl-C exits with 130. Other exceptions print a traceback and exit with 1. Once the
+    processes are connected, the `with` block of their `ProcessGroup` does the same for all of them,
+    and prints only the first error. If the reader of stdout is gone, as with `| head`, a single
+    process exits with 141, as if killed by SIGPIPE.
     """
     _open_closed_streams()
     if isinstance(sys.stdout, io.TextIOWrapper):  # do not crash on unsupported characters
@@ -111,7 +115,7 @@ def job_exit_handler() -> Iterator[None]:
 
 
 def _open_closed_streams() -> None:
-    """Open /dev/null for closed stdout and stderr (`>&-`). Other files would get their numbers."""
+    """Open /dev/null for closed standard streams, so that no other file gets their descriptors."""
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= STDERR:
         os.set_inheritable(descriptor, True)
     os.close(descriptor)

@@ -19,24 +19,24 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal
 
 
 class TimeLimit(NamedTuple):
-    """Time that a run has left, and the source of the limit."""
+    """Time until a run must stop or its job ends, and the source of this limit."""
 
     seconds: float | None = None  # None for no limit
     line: str = ""  # source of the limit, for the log
-    ends_job: bool = False  # whether the scheduler ends the job then, so that unsaved work is lost
+    ends_job: bool = False  # whether the scheduler kills the job then, losing unsaved work
 
 
 def margin(seconds: float, save: float, step: float) -> float:
     """Return how many seconds before the end of a job to stop, so that a checkpoint can be saved.
 
     Stopping waits for the current step and the next one, because the processes must agree on a
-    step. A short job still trains for three quarters of its time, if a checkpoint fits into the
-    rest.
+    step. A short job still trains for three quarters of its time, if 1.5 times `save` fits into
+    the remaining quarter.
 
     Args:
-        seconds: time from the start of the run to the end of the job.
-        save: longest time to save a checkpoint so far, until its last file is written, in seconds.
-        step: duration of the longest step so far in seconds, including evaluation and the like.
+        seconds: seconds from the start of the run to the end of the job.
+        save: seconds that the slowest save so far took, until its last file was written.
+        step: seconds that the slowest step so far took, including its evaluation and checkpoint.
     """
     return min(max(SAVE_MARGIN, 3 * save, save + 2 * step), max(seconds / 4, 1.5 * save))
 
@@ -56,11 +56,11 @@ class StopSignal:
             monitor: its thread receives signals at once. Python's own handlers would wait until
                 the main thread has finished compiling.
             limit: time limit of the run on process 0; None on other processes, which log nothing.
-            sync_point: takes a step and whether this process has just been asked to stop. Returns
-                whether all processes stop after the step, or None if this is the only process.
+            sync_point: function of a step and whether this process has just been asked to stop. It
+                returns whether all processes stop after the step, or None in a single-process job.
         """
         self.reason: str | None = None
-        # Replaced once the log is open.
+        # Prints a line, until the log is open and replaces this function.
         self.say = lambda line: print(line, file=sys.stderr, flush=True)
         self._monitor, self._limit, self._sync_point = monitor, limit, sync_point
         self._forwarded, self._interrupted = False, 0.0
@@ -78,7 +78,7 @@ class StopSignal:
         self._set_alarm()
 
     def describe(self) -> str:
-        """Return a log line about the time limit."""
+        """Return a log line that says when the run will stop, and why."""
         seconds, source, ends_job = self._limit or TimeLimit()
         if seconds is None:
             return f"time limit: {source}"
@@ -139,7 +139,7 @@ class StopSignal:
                 return
 
     def reached(self, step: int) -> bool:
-        """Return whether all processes have agreed to stop after `step`."""
+        """Return whether all processes have agreed to stop after `step`. Call it once per step."""
         now = time.monotonic()
         if self._step_began is not None:
             self._learn(step=now - self._step_began)
@@ -155,9 +155,10 @@ class StopSignal:
 def time_limit(
     setting: float | str | None, passed: float, environ: Mapping[str, str] = os.environ
 ) -> TimeLimit:
-    """Return the time limit, `passed` seconds after the process started.
+    """Return the time that is left, `passed` seconds after the process started.
 
-    `setting` is train.time_limit: minutes, "auto" for the end of the scheduler's job, or None.
+    `setting` is the value of train.time_limit: a number of minutes, "auto" to use the end of the
+    scheduler's job, or None for no limit.
     """
     if setting != "auto":
         seconds = None if setting is None else 60.0 * setting - passed
@@ -180,9 +181,10 @@ def time_limit(
 
 
 def pbs_seconds(text: str, now: float) -> float | None:
-    """Parse `qstat -f`: return the walltime left at `now` (Unix time) in seconds, or None.
+    """Return the walltime in seconds that a job has left at `now` (Unix time), or None if unknown.
 
-    The job started at `stime` (PBS Professional and OpenPBS) or `start_time` (Torque), local time.
+    `text` is the output of `qstat -f`. It gives the start of the job in local time, as `stime` (PBS
+    Professional and OpenPBS) or `start_time` (Torque).
     """
     limit = re.search(r"^\s*Resource_List\.walltime = (\d+):(\d\d):(\d\d)\s*$", text, re.MULTILINE)
     start = re.search(r"^\s*(?:stime|start_time) = (.+?)\s*$", text, re.MULTILINE)

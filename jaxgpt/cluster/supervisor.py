@@ -25,7 +25,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 
 
 class Supervisor:
-    """Runs a command on a job's hosts, and restarts it until it is done."""
+    """Runs a command on the hosts of a job, and restarts it until it is done."""
 
     def __init__(
         self,
@@ -39,11 +39,11 @@ class Supervisor:
 
         Args:
             layout: hosts and processes of the first attempt.
-            launcher: builds the command line that starts the processes.
+            launcher: function that builds the command line that starts the processes.
             command: command that each process runs.
             restarts: maximum number of attempts after the first one.
-            give_up_after: give up after this many attempts in a row without a new checkpoint; 0
-                never gives up.
+            give_up_after: number of attempts in a row without a new checkpoint after which the
+                supervisor gives up; 0 means that it never gives up.
         """
         self._layout, self._launcher, self._command = layout, launcher, list(command)
         self._restarts, self._give_up_after = restarts, give_up_after
@@ -52,12 +52,16 @@ class Supervisor:
         self._signal: int | None = None
         # Reported by process 0 of the current attempt.
         self._job = ""
-        self._progress: dict | None = None  # last message from `SupervisorLink`
+        self._progress: dict | None = None  # newest message from `SupervisorLink`
         self._is_ending = False  # whether the run is done or saved, and its processes are exiting
         self._gone: float | None = None  # when process 0 disconnected
 
     def run(self) -> int:
-        """Run the command until it is done, and return the exit status of the last attempt."""
+        """Run the command until it is done or the supervisor gives up; return an exit status.
+
+        This is usually the status of the last attempt. After a signal, it is 75 if there is a
+        checkpoint, or 128 plus the signal's number if no attempt was running.
+        """
         return asyncio.run(self._run())
 
     async def _run(self) -> int:
@@ -77,7 +81,7 @@ class Supervisor:
             if progress is not None:
                 is_newer = progress["saved"] > (saved if has_trained else progress["resumed"])
                 has_trained, saved = True, progress["saved"]
-            # If training had started, BAD_USAGE means a bad disk or device and not bad input.
+            # After training has started, BAD_USAGE means a bad disk or device, not bad input.
             if status in FINAL and not (status == BAD_USAGE and has_trained):
                 return status
             if status == 128 + signal.SIGPIPE and nobody_reads():  # as after `| head`
@@ -111,11 +115,11 @@ class Supervisor:
         self._is_ending, self._progress = False, None
         environ = {**os.environ, SUPERVISOR: self._address, JOB: self._job}
         line = [*self._launcher(self._layout, environ), *self._command]
-        # Use a new process group, so that Ctrl-C reaches the job once, through `_forward_signal`.
+        # Use a new process group, so that Ctrl-C reaches the job only through `_forward_signal`.
         self._process = await asyncio.create_subprocess_exec(
             *line, stdin=subprocess.DEVNULL, env=environ, process_group=0
         )
-        if self._signal is not None:  # while the line was built
+        if self._signal is not None:  # a signal arrived before the process started
             self._process.send_signal(signal.SIGUSR1)
         ended = asyncio.create_task(self._process.wait())
         while not (await asyncio.wait([ended], timeout=1))[0]:
@@ -142,7 +146,7 @@ class Supervisor:
                 self._gone, self._is_ending = None, message.pop("ending")
                 self._progress = message
         except (OSError, ValueError, TypeError, KeyError, AttributeError):
-            pass  # its host is lost, or it is an unrelated program
+            pass  # the host of process 0 is lost, or an unrelated program has connected
         writer.close()
         if job is not None and job == self._job:
             self._gone = time.monotonic()
@@ -184,7 +188,7 @@ async def check_hosts(
 ) -> dict[str, str | None]:
     """Kill leftover processes of `job` and probe each host, in parallel.
 
-    Returns, for each host, the reason that it cannot be used, or None if it is healthy.
+    Returns, for each host, the reason why it cannot be used, or None if it is healthy.
     """
     probe = [sys.executable, "-m", "jaxgpt.doctor.probe", job, directory]
     environ = {k: v for k, v in os.environ.items() if k not in (SUPERVISOR, JOB)}
@@ -202,7 +206,7 @@ async def check_hosts(
 
 
 async def run_probe(line: Sequence[str], environ: Mapping[str, str]) -> str | None:
-    """Run a probe's command line; return the problem that it finds, its own failure, or None."""
+    """Run a probe's command line; return the reason why it failed, or None if it succeeded."""
     process = await asyncio.create_subprocess_exec(
         *line, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         env=environ, start_new_session=True,
@@ -214,7 +218,8 @@ async def run_probe(line: Sequence[str], environ: Mapping[str, str]) -> str | No
         return f"no answer within {SLOW_DISK:.0f} s"
     if process.returncode == 0:
         return None
-    # Return the probe's own error or else the first line, from a launcher or remote shell.
+    # Return the probe's own error. If it has none, return the first line, which a launcher or
+    # remote shell printed.
     printed = output.decode(errors="replace").splitlines()
     lines = [line for line in printed if line.strip()] or [f"status {process.returncode}"]
     own = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]

@@ -1,33 +1,33 @@
-"""Time limits for failure handling, in seconds. No other file defines any.
+"""Time limits for failure handling, in seconds. No other file may define them.
 
-Users set four more in the configuration: `init_timeout`, `train.hang_timeout` and
-`checkpoint.timeout_minutes`, which limit the start, each step and each save, and
-`train.time_limit`.
+The configuration has four more: `init_timeout` limits the start, `train.hang_timeout` each step,
+`checkpoint.timeout_minutes` each save, and `train.time_limit` the whole run.
 """
 
-# Between two heartbeats of a process; a quarter of the hang timeout if that is shorter.
+# Interval between the heartbeats of a process, or a quarter of the hang timeout if that is shorter.
 HEARTBEAT = 5.0
-# For a host to acknowledge data. A restart of the network takes half of this.
+# Time limit for a host to acknowledge data. Restarting a network takes half as long.
 LOST_HOST = 60.0
-# For a running process to answer, a host to accept a connection, the kernel to end a process, a
-# network file system to show a new file on other hosts, or a tracker to write its last records.
+# Time limit for a running process to answer, a host to accept a connection, the kernel to end a
+# process, a network file system to show a new file on other hosts, or a tracker to write its last
+# records.
 ANSWER = 10.0
-# For the cause of a failure to be noticed before its consequences. When a process is killed, its
-# connection closes at once, and the collectives of the others fail some milliseconds later.
+# Delay that lets the cause of a failure be noticed before its consequences. When a process is
+# killed, its connection closes at once, and collectives on other processes fail milliseconds later.
 SETTLE = 0.5
-# Between the first and the last process to reach the rendezvous.
+# Largest delay that is allowed between the first and the last process to reach the rendezvous.
 START_SKEW = 45.0
-# For starting, restoring, compiling or saving, even if train.hang_timeout is shorter.
+# Time limit for starting, restoring, compiling or saving, even if train.hang_timeout is shorter.
 SLOW_PHASE = 1800.0
-# For saving the last checkpoint before a scheduler ends the job. `stopping.margin` adapts it.
+# Time for saving the last checkpoint before a scheduler ends the job. `stopping.margin` adapts it.
 SAVE_MARGIN = 120.0
-# Between two copies of one Ctrl-C. Both the terminal and the launcher may send it to a process.
+# Longest time between two copies of one Ctrl-C, since both terminal and launcher may send it.
 DEBOUNCE = 2.0
-# For a scheduler's command to answer, and for a launcher to exit after its processes.
+# Time limit for a scheduler's command to answer, and for a launcher to exit after its processes.
 COMMAND = 20.0
-# For a host to load Python and JAX, or to write a run's last files, on a slow disk.
+# Time limit for a host with a slow disk to load Python and JAX, or to write a run's last files.
 SLOW_DISK = 180.0
-# Before the next attempt after one without a new checkpoint; doubled each time, up to 320 s.
+# Wait after an attempt without a new checkpoint. It doubles with each such attempt, up to 320 s.
 RETRY = 10.0
-# Between two wake-ups of the monitor's thread. A late one shows that the OS did not run it.
+# Interval between wake-ups of the monitor's thread. If it is late, the OS did not run the process.
 TICK = 0.04

@@ -1,9 +1,9 @@
 """Check whether a machine is fit to train on: `python -m jaxgpt.doctor`, alone or under `mpiexec`.
 
-It checks versions, the launcher, hosts, devices, the run directory and clocks. Then it checks and
-times every collective on each mesh axis, and trains a small model for ten steps. Every line is OK,
-WARN or FAIL, and says what to do about a problem. The exit status is 0 if nothing failed, 1 if a
-check failed, 2 if an argument is wrong, and 70 if a process hangs.
+It checks versions, the launcher, hosts, devices, clocks and the run directory. Then it checks and
+times every collective on each mesh axis, and trains a small model for ten steps. Every line starts
+with OK, WARN or FAIL, and every problem comes with a remedy. The exit status is 0 if nothing
+failed, 1 if a check failed, 2 if an argument is wrong, and 70 if a process hangs.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from jaxgpt.config import (
 from jaxgpt.doctor.directory import check_writable
 from jaxgpt.runtime.initialize import initialize_jax
 
-OUT = Path("runs")  # parent folder of runs without --out
+OUT = Path("runs")  # parent folder of run directories if --out is not given
 
 
 def parser() -> CommandParser:
@@ -56,9 +56,10 @@ def parser() -> CommandParser:
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """Return the options.
+    """Parse the command line.
 
-    Raises `UsageError` if the mesh is malformed or the run directory is not writable.
+    Raises `UsageError` if an option is malformed or, on process 0, the run directory is not
+    writable.
     """
     arguments = parser().parse_args(argv)
     if arguments.mesh is not None:

@@ -17,9 +17,9 @@ from jaxgpt.perf.units import GIB, count, format_bytes
 MEMORY_PER_PROCESS = GIB  # JAX, Orbax and a small model use about half of it
 SHARED_MEMORY_PER_PROCESS = 2**24  # bytes, for MPI and NCCL buffers
 CLOCK_ROUNDS = 5
-CLOCK_TOLERANCE = 1.0  # seconds; processes leave a barrier much closer together than this
+CLOCK_TOLERANCE = 1.0  # seconds; much more than the time between processes leaving a barrier
 
-Job = Sequence[SimpleNamespace]  # by rank: what `collect_facts` returns
+Job = Sequence[SimpleNamespace]  # by rank: the result of `collect_facts`
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Check:
 def machine_checks(job: Job, cluster: ProcessGroup, found: Mapping[str, Any]) -> list[Check]:
     """Check the facts about all processes, and compare the clocks of their hosts.
 
-    Every process must call it. `found` is what `initialize_jax` returned.
+    Every process must call this. `found` is the result of `initialize_jax`.
     """
     return [
         check_versions(job),
@@ -53,7 +53,7 @@ def machine_checks(job: Job, cluster: ProcessGroup, found: Mapping[str, Any]) ->
 
 
 def check_versions(job: Job) -> Check:
-    """Check that all processes run the same versions."""
+    """Check that all processes run the same versions of Python, MPI and the packages."""
     versions = job[0].versions
     for name in versions:
         values = [f.versions[name] or "none" for f in job]
@@ -65,7 +65,7 @@ def check_versions(job: Job) -> Check:
 
 
 def check_launcher(job: Job, cluster: ProcessGroup) -> Check:
-    """Check that the launcher was recognised and started processes on every host of the job."""
+    """Check that MPI works and that the launcher started processes on every host of the job."""
     n_hosts, allocated = len(set(cluster.hosts)), job[0].allocated_hosts
     machine = f" on {cluster.machine.name}" if cluster.machine else ""
     finding = f"{cluster.launcher}{machine}, {count(cluster.size, 'process', 'es')}"
@@ -86,7 +86,7 @@ def check_interface(job: Job, cluster: ProcessGroup, found: Mapping[str, Any]) -
     """Check that the hosts of a known machine communicate over its high-speed network."""
     if found["coordinator"] is None:
         return Check("interface", "OK", "not needed for a single process")
-    # Leave out process 0's host (0): it may reach itself only by a loopback address.
+    # Leave out the host of process 0 (f.host is 0), which may reach itself only by loopback.
     others = [f"{f.address} ({f.host_name})" for f in job if f.host] or [job[0].address]
     finding = f"coordinator {found['coordinator']}, reached from {_shorten(others)}"
     finding += "".join(f"; {n}" for n in found["notes"] if n.startswith("cleared"))  # proxies
@@ -182,7 +182,7 @@ def check_resources(job: Job) -> list[Check]:
 
 
 def check_clocks(cluster: ProcessGroup, clock: Callable[[], float] = time.time) -> Check:
-    """Compare the hosts' clocks, which timestamp logs, checkpoints and files."""
+    """Compare the hosts' clocks, which timestamp logs and files. Every process must call this."""
     if len(set(cluster.hosts)) == 1:
         return Check("clocks", "OK", "not needed on a single host")
     rounds = []
@@ -206,7 +206,7 @@ def _by_host(job: Job) -> list[Job]:
 
 
 def _by_value(values: Sequence[str], job: Job) -> str:
-    """Return each value and its hosts: `0.11.2 on node1, node2, 0.10.2 on node5`."""
+    """Return each value with its hosts, such as `0.11.2 on node1, node2, 0.10.2 on node5`."""
     owners: dict[str, list[str]] = defaultdict(list)
     for value, f in zip(values, job, strict=True):
         owners[value].append(f.host_name)
@@ -215,6 +215,6 @@ def _by_value(values: Sequence[str], job: Job) -> str:
 
 
 def _shorten(names: Sequence[str]) -> str:
-    """Return the first four distinct names, and the number of names left out."""
+    """Return the first four distinct names and the number of omitted ones."""
     names = list(dict.fromkeys(names))
     return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")

@@ -1,6 +1,6 @@
-"""Collectives over one mesh axis: explained, checked and timed.
+"""Explanations, checks and timings of the collectives over one mesh axis.
 
-All groups of devices along the axis run at the same time.
+All groups of devices along the axis run a collective at the same time.
 """
 
 import sys
@@ -25,7 +25,7 @@ from jaxgpt.perf.collectives import ring_bytes
 from jaxgpt.perf.hardware import find_device
 from jaxgpt.perf.units import format_bytes
 
-# Size of an array in bytes -> number of calls that are timed.
+# Maps the size of an array in bytes to the number of timed calls.
 REPETITIONS = {2**10: 20, 2**15: 20, 2**20: 10, 2**24: 3, 2**26: 3}
 SIZES = tuple(REPETITIONS)
 MAX_SECONDS = 0.1  # per call; after a slower call, larger arrays are skipped
@@ -36,15 +36,15 @@ ALL = None  # marks the sum over all devices, in place of one source device
 
 @dataclass(frozen=True)
 class CollectiveTest:
-    """One way for n devices to exchange arrays."""
+    """A collective, and the result that it should have."""
 
     name: str
-    meaning: str  # explanation for a newcomer
+    meaning: str  # explanation for newcomers
     run: Callable[[jax.Array, str, int], jax.Array]
     """(one device's array, mesh axis, n) -> one device's result; called inside `jax.shard_map`."""
     source: Callable[[int, int, int, np.ndarray], tuple[Any, np.ndarray]]
     """(device, n, part length, positions in its result) -> (source device, source positions)."""
-    from_parts: bool = False  # each device contributes only one of the n parts
+    from_parts: bool = False  # whether each device starts with only one of the n parts
 
 
 COLLECTIVE_TESTS = (
@@ -90,10 +90,10 @@ class Measurement:
     collective: str
     axis: str
     n: int  # number of devices along the axis
-    bytes: int  # of one device's input or output array, whichever is larger
-    seconds: float | None  # per call, on the slowest process; None if it failed
+    bytes: int  # size of one device's input or output array, whichever is larger
+    seconds: float | None  # time per call on the slowest process; None if it failed
     bus_bandwidth: float | None  # bytes/s, as defined by nccl-tests; None if it failed
-    error: str | None = None  # of the lowest rank that reported one
+    error: str | None = None  # error of the lowest rank that failed
 
 
 def default_mesh_shape(cluster: ProcessGroup) -> MeshShape:
@@ -110,7 +110,7 @@ def default_mesh_shape(cluster: ProcessGroup) -> MeshShape:
 def axis_link(mesh: Mesh, axis: str, cluster: ProcessGroup) -> tuple[bool, float | None]:
     """Return whether an axis crosses hosts, and the peak bytes/s of one device along that axis.
 
-    The peak is None if `perf.hardware` does not list it.
+    The peak is None if `perf.hardware` does not list one for the device.
     """
     crosses = hosts_spanned([axis], mesh.shape, device_hosts(mesh, cluster.hosts)) > 1
     device = find_device(mesh.devices.flat[0].device_kind)
@@ -129,14 +129,15 @@ def measure_axis(
     """Check and time all collectives over one axis.
 
     Every collective runs with the smallest array. Larger arrays follow until `allowed` seconds have
-    passed. `set_activity` is called with a description of each measurement before it begins. Every
-    process must call this function.
+    passed. A collective is not repeated after an error or a call slower than `MAX_SECONDS`.
+    `set_activity` is called with a description of each measurement before it begins. Every process
+    must call this function.
     """
     out: list[Measurement] = []
     n, deadline, left = mesh.shape[axis], time.monotonic() + allowed, list(COLLECTIVE_TESTS)
     for size in SIZES:
         for collective in tuple(left):
-            # Process 0 decides for all: a process that stopped alone would deadlock the others.
+            # Process 0 decides for all, because a process that stops alone deadlocks the others.
             if size > SIZES[0] and cluster.broadcast(time.monotonic() > deadline):
                 return out
             activity = f"{collective.name} over {axis}, {format_bytes(size)}"
@@ -155,8 +156,8 @@ def try_on_all(
 ) -> tuple[list[Any], str | None]:
     """Call a function on every process; return the results by rank, and the first error or None.
 
-    A process also prints its own error immediately, because the other processes may be stuck in a
-    collective and never receive it.
+    The results must be JSON values. A process prints its own error immediately, because the other
+    processes may be stuck in a collective and never receive it.
     """
     result = error = None
     try:
@@ -170,11 +171,10 @@ def try_on_all(
 
 
 def measure(mesh: Mesh, axis: str, collective: CollectiveTest, size: int) -> float:
-    """Return the mean seconds per call on this process.
+    """Return the mean seconds per call of a collective on this process.
 
-    `size` is in bytes, and is rounded up so that the devices along the axis divide the array.
-
-    Raises ArithmeticError if the result is wrong.
+    `size` is the size of the whole array in bytes, rounded up so that it is divisible by the number
+    of devices along the axis. Raises `ArithmeticError` if the result is wrong.
     """
     n = mesh.shape[axis]
     part = -(-size // (4 * n))
@@ -195,13 +195,13 @@ def measure(mesh: Mesh, axis: str, collective: CollectiveTest, size: int) -> flo
         result = run(x)
     result.block_until_ready()
     seconds = (time.perf_counter() - began) / REPETITIONS[size]
-    # Check only now: if this raises before the timing, the other processes deadlock.
+    # Check the result only now, because an error before the timing would deadlock other processes.
     check_result(mesh, axis, collective, part, checked)
     return seconds
 
 
 def pattern(device: Any, position: Any) -> Any:
-    """Return a device's input: small integers in float32, whose sums are exact in any order."""
+    """Return a device's input: small integers in float32, so that sums are exact in any order."""
     return ((37 * device + position) % 1009).astype(np.float32)
 
 
@@ -210,10 +210,10 @@ def check_result(
 ) -> None:
     """Compare evenly spaced elements of this process's results with NumPy.
 
-    Raises ArithmeticError at the first device with a wrong element.
+    Raises `ArithmeticError` for the first wrong element.
     """
     n = mesh.shape[axis]
-    numbers = np.arange(mesh.size).reshape(mesh.devices.shape)  # the rows of x
+    numbers = np.arange(mesh.size).reshape(mesh.devices.shape)  # rows of the input
     groups = np.moveaxis(numbers, mesh.axis_names.index(axis), -1).reshape(-1, n)
     for shard in result.addressable_shards:
         found = np.asarray(shard.data)[0]
@@ -236,7 +236,7 @@ def check_result(
 def collective_checks(measurements: Sequence[Measurement], peak: float | None) -> list[Check]:
     """Return one check for each collective over an axis.
 
-    `peak` is the bytes/s that one device can send along the axis, or None if that is unknown.
+    `peak` is the number of bytes/s that a device can send along the axis, or None if unknown.
     """
     out = []
     for collective in COLLECTIVE_TESTS:
@@ -253,10 +253,11 @@ def collective_checks(measurements: Sequence[Measurement], peak: float | None) -
             f"{format_bytes(first.bytes)}, {bandwidth / 1e9:.3g} GB/s at {format_bytes(last.bytes)}"
         )
         remedy = ""
-        # Latency dominates for smaller arrays, and data sheets describe the best collective.
+        # Compare only large all-reduces: latency dominates for smaller arrays, and data sheets list
+        # only peak bandwidths.
         is_comparable = last.bytes >= LARGE and collective.name == "all-reduce"
         if peak and is_comparable and bandwidth < peak / 10:
-            finding += f", less than {peak / 1e10:.3g} GB/s, which is a tenth of the data sheet"
+            finding += f", less than {peak / 1e10:.3g} GB/s, a tenth of the data sheet's value"
             remedy = (
                 "run again with NCCL_DEBUG=INFO; if NCCL uses sockets, load this machine's network "
                 "plugin"

@@ -20,9 +20,10 @@ IN_MEMORY = ("tmpfs", "ramfs")
 
 
 def directory_checks(cluster: ProcessGroup, directory: Path) -> list[Check]:
-    """Let process 0 write a file in the run directory, and one process per host look for it.
+    """Check that all hosts can write to the run directory and see a file that process 0 wrote.
 
-    Every process must call it. Return the worst result of each check.
+    One process per host runs the checks. Returns the worst result of each check. Every process
+    must call this.
     """
     path = error = None
     mine: list[Check] = []
@@ -44,7 +45,7 @@ def directory_checks(cluster: ProcessGroup, directory: Path) -> list[Check]:
 
 
 def check_writable(directory: Path, option: str = "--out") -> None:
-    """Raise `UsageError` if files cannot be created in `directory`, which `option` sets."""
+    """Raise `UsageError` if no file can be created in `directory`, which `option` sets."""
     with scratch_file(directory, option):
         pass
 
@@ -53,7 +54,7 @@ def check_writable(directory: Path, option: str = "--out") -> None:
 def scratch_file(directory: Path, option: str = "--out") -> Iterator[str]:
     """Yield the path of a temporary file in `directory`, or in its nearest existing parent.
 
-    Raises `UsageError`, which names `option`, if the file cannot be created.
+    Raises a `UsageError` that names `option` if the file cannot be created.
     """
     parents = (directory, *directory.absolute().parents)
     # os.path.exists returns False for a folder that is not accessible; Path.exists raises.
@@ -70,7 +71,7 @@ def scratch_file(directory: Path, option: str = "--out") -> Iterator[str]:
 
 
 def host_checks(path: str, cluster: ProcessGroup) -> list[Check]:
-    """Check that this host sees the file that process 0 wrote, and can write to its folder."""
+    """Check that this host sees `path`, which process 0 wrote, and can write to its folder."""
     directory, host = Path(path).parent, cluster.host_names[cluster.rank]
     deadline = time.monotonic() + ANSWER
     while not os.path.exists(path):
@@ -94,7 +95,7 @@ def host_checks(path: str, cluster: ProcessGroup) -> list[Check]:
 
 
 def check_file_system(directory: Path) -> Check:
-    """Check that files are kept after the job, and that there is enough free space."""
+    """Check that the file system keeps files after the job and has `MIN_FREE_BYTES` free."""
     kind, free = file_system_of(directory), shutil.disk_usage(directory).free
     finding = f"{kind}, {format_bytes(free)} free"
     remedy = "free space, or give --out another file system" if free < MIN_FREE_BYTES else ""

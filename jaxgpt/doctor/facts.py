@@ -1,4 +1,4 @@
-"""Facts about a process, its host and its devices, for `checks.py` to judge."""
+"""Facts about a process, its host and its devices, which `checks.py` evaluates."""
 
 import glob
 import os
@@ -18,9 +18,9 @@ from jaxgpt.runtime.devices import local_device_ids
 PACKAGES = (
     "jaxgpt", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "mpi4py", "numpy",
 )  # fmt: skip
-# MPI and NCCL keep their buffers in /dev/shm, or in temporary files on macOS.
+# MPI and NCCL keep their buffers in /dev/shm (on macOS, in temporary files).
 SHARED_MEMORY = "/dev/shm" if os.path.isdir("/dev/shm") else tempfile.gettempdir()
-# cgroup controllers ("" in version 2) -> the root directory, and the file with the memory limit.
+# Maps a cgroup controller ("" in version 2) to its root directory and its file with the limit.
 MEMORY_LIMITS = {
     "": (Path("/sys/fs/cgroup"), "memory.max"),
     "memory": (Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes"),
@@ -34,9 +34,9 @@ def package_versions() -> dict[str, str | None]:
 
 
 def collect_facts(cluster: ProcessGroup, coordinator: str | None) -> dict[str, Any]:
-    """Return the facts about this process, as values that JSON can hold.
+    """Return JSON-serialisable facts about this process.
 
-    Every process must call it, after JAX has started. `coordinator` is `host:port`, or None for a
+    Every process must call this, after JAX has started. `coordinator` is host:port, or None for a
     single process.
     """
     import jax
@@ -47,7 +47,7 @@ def collect_facts(cluster: ProcessGroup, coordinator: str | None) -> dict[str, A
     return {
         "host": cluster.hosts[cluster.rank],  # rank of the first process on this host
         "host_name": cluster.host_names[cluster.rank],
-        # The number of hosts allocated to the job, or the error that makes it unknown.
+        # The number of hosts allocated to the job, or an error message if it is unknown.
         "allocated_hosts": error or len(hosts[0]),
         "versions": {
             "python": platform.python_version(),
@@ -58,11 +58,11 @@ def collect_facts(cluster: ProcessGroup, coordinator: str | None) -> dict[str, A
         "address": coordinator and address_towards(coordinator.rpartition(":")[0].strip("[]")),
         "platform": local[0].platform,  # cpu, gpu, tpu ...
         "device_kind": local[0].device_kind,
-        # Names that are unique on the host.
+        # Device names that are unique on the host.
         "devices": device_names(local_device_ids(cluster) or range(len(local)), visible),
         "narrowed": bool(visible),  # an environment variable selects the visible devices
         "jax_platforms": os.environ.get("JAX_PLATFORMS", ""),
-        "accelerators": count_accelerators(),  # on the host
+        "accelerators": count_accelerators(),  # number on the host.
         # Bytes that JAX may use on one device; None if the device does not report it.
         "device_memory": (local[0].memory_stats() or {}).get("bytes_limit"),
         # Bytes available on the host, or the job's memory limit if that is less.
@@ -74,9 +74,9 @@ def collect_facts(cluster: ProcessGroup, coordinator: str | None) -> dict[str, A
 
 
 def device_names(numbers: Sequence[int], visible: str) -> list[str]:
-    """Return names for this process's devices that are unique on the host.
+    """Return names for this process's devices, given by `numbers`, that are unique on the host.
 
-    Device numbers alone are not unique: `visible`, the value of an environment variable such as
+    Device numbers alone are not unique. `visible`, the value of an environment variable such as
     CUDA_VISIBLE_DEVICES, may select the devices that a process sees, and a cgroup may restrict the
     device files that it can open. Device 0 can then be a different device in every process.
     """
@@ -95,7 +95,7 @@ def _available_memory() -> int:
 
 
 def _memory_limits() -> list[int]:
-    """Return the memory limits, in bytes, of this process's cgroup and all its parents."""
+    """Return the memory limits, in bytes, of this process's cgroup and of all its parents."""
     cgroups = Path("/proc/self/cgroup")
     files = []
     for line in cgroups.read_text().splitlines() if cgroups.exists() else []:

@@ -28,7 +28,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def end_leftovers(job: str) -> None:
-    """Kill the processes of the last attempt; raise `UsageError` if one of them does not die."""
+    """Kill the processes of `job`, the last attempt; raise `UsageError` if one does not die."""
     deadline = time.monotonic() + ANSWER
     while left := processes_of(job):
         for pid in left:
@@ -40,11 +40,11 @@ def end_leftovers(job: str) -> None:
 
 
 def processes_of(job: str) -> list[int]:
-    """Return the IDs of this user's other processes whose environment names the job."""
+    """Return the IDs of this user's other processes whose environment contains the job's name."""
     marker, found = f"{JOB}={job}".encode(), []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit() and int(entry.name) != os.getpid():
-            with contextlib.suppress(OSError):  # another user's process, or one that has ended
+            with contextlib.suppress(OSError):  # it has ended, or belongs to another user
                 if marker in (entry / "environ").read_bytes().split(b"\0"):
                     found.append(int(entry.name))
     return found
@@ -63,7 +63,10 @@ def check_directory(directory: Path) -> None:
 
 
 def check_devices() -> None:
-    """Run a computation on each device of this host; raise `UsageError` if one fails."""
+    """Run a computation on each device of this host.
+
+    Raises `UsageError` if one fails, or if JAX finds none of the host's accelerators.
+    """
     import jax
     import jax.numpy as jnp
 

@@ -40,8 +40,9 @@ def run_checks(
 ) -> int:
     """Run all checks, print the report, and return an exit status.
 
-    `found` is what `initialize_jax` returned. If `shape` is None, the mesh is that of
-    `default_mesh_shape`. `directory` is the run directory to check.
+    `found` is the result of `initialize_jax`. If `shape` is None, `default_mesh_shape` chooses the
+    mesh. `directory` is the run directory to check. Every process must call this. The status is 1
+    if a check is FAIL, otherwise 0.
     """
     report = Report(cluster, found, as_json)
     report.begin("the machine")
@@ -54,7 +55,7 @@ def run_checks(
     check_collectives(cluster, mesh, report)
     report.begin("training")
     broken = [c.name for c in report.checks if c.status == "FAIL" and " over " in c.name]
-    if broken:  # training would hang in it, or fail too
+    if broken:  # training would hang or fail in this collective, too
         finding = f"not tried, because {broken[0]} fails"
         trained = Check("training", "FAIL", finding, "fix that collective first")
     else:
@@ -83,7 +84,7 @@ class Report:
     """The results of all checks so far, printed section by section on process 0.
 
     If an activity exceeds the timeout, the report ends there, and the monitor ends the job. This
-    happens if a process dies, because the others then wait in a collective that never returns.
+    happens if a process is stuck, because the others then wait for it in a collective.
     """
 
     def __init__(self, cluster: ProcessGroup, job: dict[str, Any], as_json: bool):
@@ -95,7 +96,7 @@ class Report:
         cluster.monitor.start()
 
     def begin(self, activity: str) -> None:
-        """Start the next activity, and its time limit."""
+        """Start the next activity and its time limit."""
         self._activity = activity
         self._cluster.monitor.heartbeat(activity)
 
@@ -107,7 +108,7 @@ class Report:
         self.summarize()
 
     def section(self, title: str, checks: Sequence[Check]) -> None:
-        """Add a section of checks, and print it unless the report is JSON."""
+        """Add a section of checks. Process 0 prints it, unless the report is JSON."""
         self.checks += checks
         if self._as_json or not self._cluster.is_main:
             return
@@ -119,7 +120,7 @@ class Report:
         print(flush=True)
 
     def summarize(self) -> None:
-        """Print the number of checks with each status, or the whole report as JSON."""
+        """On process 0, print the number of checks per status, or the whole report as JSON."""
         counts = {s: sum(c.status == s for c in self.checks) for s in ("FAIL", "WARN", "OK")}
         text = ", ".join(f"{n} {status}" for status, n in reversed(counts.items()))
         if self._as_json:

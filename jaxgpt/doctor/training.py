@@ -18,7 +18,7 @@ from jaxgpt.perf.units import count
 from jaxgpt.train.compiled import make_steps
 
 N_STEPS = 10
-VOCABULARY = 256  # a token is a byte
+VOCABULARY = 256  # each token is one byte
 MODEL = (
     "model.n_layer=1", "model.n_head=2", "model.n_embd=64", "model.block_size=64",
     f"model.vocab_size={VOCABULARY}", "optimizer.learning_rate=3e-3", "optimizer.warmup_iters=0",
@@ -26,10 +26,10 @@ MODEL = (
 
 
 def train_ten_steps(cluster: ProcessGroup) -> tuple[list[float], list[str]]:
-    """Train on the text of this file, with two rows per device, the same in every step.
+    """Train on two rows of this file's text per device, which stay the same in every step.
 
-    Return the loss of each step, and the distinct SHA-256 hashes of the final parameters on this
-    process's devices.
+    Returns the loss of each step, and the distinct SHA-256 hashes of the final parameters on this
+    process's devices. Every process must call this.
     """
     n_devices = jax.device_count()
     config = load_config(
@@ -57,7 +57,7 @@ def train_ten_steps(cluster: ProcessGroup) -> tuple[list[float], list[str]]:
 
 
 def training_check(cluster: ProcessGroup) -> Check:
-    """Train ten steps on every process, and compare losses and parameters."""
+    """Train ten steps on all processes, and compare losses and parameters across processes."""
     found, error = try_on_all("training", cluster, train_ten_steps, cluster)
     if error:
         return Check("training", "FAIL", error, "see the error messages above this report")
@@ -65,13 +65,13 @@ def training_check(cluster: ProcessGroup) -> Check:
 
 
 def judge(found: Sequence[tuple[list[float], list[str]]], n_devices: int) -> Check:
-    """Return the check for the results of `train_ten_steps`, by rank.
+    """Return the check for `found`, the result of `train_ten_steps` on each process.
 
-    The first loss must be near ln(256), the last at least 0.5 lower, and all devices must end with
-    the same parameters.
+    The first loss must be within 0.5 of ln(256), and the last loss must be more than 0.5 lower. All
+    processes must report the same losses, and all devices must end with the same parameters.
     """
     losses, hashes = found[0]
-    # The loss of a uniform guess among 256 bytes, which is where training should start.
+    # The loss of a uniform guess among 256 bytes. Training should start near it.
     unlearned = math.log(VOCABULARY)
     right = abs(losses[0] - unlearned) < 0.5 and losses[-1] < losses[0] - 0.5
     differing = [rank for rank, other in enumerate(found) if list(other) != [losses, hashes]]

@@ -16,15 +16,16 @@ KEPT_BYTES = 2**29
 MALLOC_OPTIONS = ((-8, 1), (-3, KEPT_BYTES), (-1, KEPT_BYTES), (-2, 2**31 - 2**21))
 MADV_HUGEPAGE = 14  # for madvise: back the heap with 2 MiB pages
 
-USABLE = 0.9  # share of a GPU's memory; the driver, NCCL and fragmentation take the rest
+USABLE = 0.9  # share of GPU memory; the rest is left to the driver, NCCL and fragmentation
 # Variables that set XLA's share of GPU memory: the current name and the old one.
 MEMORY_VARIABLES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 
 
 def keep_freed_memory() -> list[str]:
-    """Make malloc keep freed blocks, unless the user has configured malloc; return log lines.
+    """Make glibc's malloc keep freed blocks unless the user has configured malloc.
 
-    Call this before XLA starts its threads.
+    Returns log lines. Call this before XLA starts its threads. It does nothing on other C
+    libraries.
     """
     for name, value in os.environ.items():
         if (
@@ -46,7 +47,10 @@ def keep_freed_memory() -> list[str]:
 
 
 def reserve_gpu_memory() -> list[str]:
-    """Let XLA reserve `USABLE` of GPU memory unless the user has set a share; return log lines."""
+    """Let XLA reserve the share `USABLE` of GPU memory unless the user has set a share.
+
+    Returns log lines. Call this before JAX starts.
+    """
     has_gpu = any(glob.glob(pattern) for pattern in DEVICE_FILES[:2])
     if not has_gpu or any(os.environ.get(name) for name in MEMORY_VARIABLES):
         return []

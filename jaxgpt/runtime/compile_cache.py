@@ -17,9 +17,11 @@ OFF = "off"
 def use_compile_cache(directory: str, cluster: ProcessGroup) -> str:
     """Set up JAX's persistent compilation cache in `directory`; return a log line.
 
-    Call this after JAX has started. JAX_COMPILATION_CACHE_DIR overrides `directory`, and `off`
-    disables the cache. In a CPU job on one host, process 0 compiles for all processes. If several
-    multi-process CPU jobs run at the same time, only the first one writes to the cache.
+    Every process must call this, after JAX has started. If `directory` is `off`, there is no cache.
+    Otherwise, JAX_COMPILATION_CACHE_DIR overrides `directory`. If the folder is unsuitable, JAX
+    compiles without a cache, and the log line says why. In a CPU job on one host, process 0
+    compiles for all processes. If several multi-process CPU jobs run at the same time, only the
+    first one writes to the cache.
     """
     import jax
 
@@ -31,8 +33,8 @@ def use_compile_cache(directory: str, cluster: ProcessGroup) -> str:
         source, directory = "JAX_COMPILATION_CACHE_DIR", chosen
     folder = Path(os.path.expanduser(directory)) / cpu_signature()
     on_cpu = jax.default_backend() == "cpu"
-    # On GPUs, all processes take part in autotuning. After a cache miss, a process would wait for
-    # one with a cache hit.
+    # On GPUs, all processes take part in autotuning, so a process with a cache miss would wait for
+    # a process with a cache hit.
     writable = all(cluster.allgather(_is_writable(folder)))
     if not writable or not (on_cpu or _is_shared(folder, cluster)):
         problem = "is not one folder that all hosts share, or the hosts have different processors"
@@ -49,8 +51,8 @@ def use_compile_cache(directory: str, cluster: ProcessGroup) -> str:
     if not on_cpu or cluster.size == 1:
         return line
     # After a cache miss, a process waits for process 0 to compile, but after a cache hit, process 0
-    # does not compile. Therefore, all processes must see the same files, and only this job may add
-    # any.
+    # does not compile. Therefore, all processes must see the same files, and no other job may add
+    # files.
     problem = cluster.broadcast(_lock(folder, cluster) if cluster.is_main else None)
     if problem:
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 1e9)  # writes nothing
@@ -60,7 +62,10 @@ def use_compile_cache(directory: str, cluster: ProcessGroup) -> str:
 
 
 class CacheUse:
-    """Counts compile-cache requests and hits from now on."""
+    """Counts compile-cache requests and hits. `str` returns `off`, `not used`, `hit` or `miss`.
+
+    Counting begins when the object is created. `hit` means that all programs came from the cache.
+    """
 
     def __init__(self):
         import jax
@@ -83,7 +88,7 @@ class CacheUse:
 
 
 def cpu_signature() -> str:
-    """Return a hash of the processor type. XLA may compile different code for other types."""
+    """Return a hash of the processor type, since XLA may compile different code for each type."""
     found = [platform.machine()]
     info = Path("/proc/cpuinfo")
     if info.exists():  # Linux
@@ -104,7 +109,7 @@ def _is_writable(folder: Path) -> bool:
 
 
 def _is_shared(folder: Path, cluster: ProcessGroup) -> bool:
-    """Return whether all processes see the same folder, by creating a file in it on process 0."""
+    """Return whether all processes see a file that process 0 creates in the folder."""
     with contextlib.ExitStack() as stack:
         name = "no such file"
         if cluster.is_main:
@@ -114,10 +119,10 @@ def _is_shared(folder: Path, cluster: ProcessGroup) -> bool:
 
 
 def _lock(folder: Path, cluster: ProcessGroup) -> str:
-    """Lock the folder until the group closes; return "" or the reason why this is impossible."""
+    """Lock the folder until the group closes; return "", or the reason why it cannot be locked."""
     try:
         file = cluster.on_close.enter_context((folder / ".lock").open("a"))
     except OSError as error:
-        return f"its .lock cannot be written ({error.strerror})"  # such as another user's file
+        return f"its .lock cannot be written ({error.strerror})"  # e.g. another user owns it
     reasons = {"taken": "another job is writing to it", "unsupported": "it cannot be locked"}
     return reasons.get(lock_file(file), "")

@@ -12,11 +12,14 @@ MAX_CPU_DEVICES = 2048  # XLA's limit per process
 
 
 def cpu_devices_per_process(shape: MeshShape, cluster: ProcessGroup) -> int:
-    """Return how many devices each process of a CPU job simulates: mesh product / processes.
+    """Return how many devices each process of a CPU job simulates.
 
-    `JAX_NUM_CPU_DEVICES` overrides this. A mesh with -1 gets one device per process, or as many as
-    its known sizes need. Raises `UsageError` if the number of processes does not divide the mesh
-    product, or if there would be more than `MAX_CPU_DEVICES` devices per process.
+    This is the product of the mesh's sizes divided by the number of processes, unless
+    JAX_NUM_CPU_DEVICES is set. If the mesh contains -1, each process simulates just enough devices
+    for the product of the other sizes to divide the total.
+
+    Raises `UsageError` if the number of processes does not divide the product, if a process would
+    need more than `MAX_CPU_DEVICES` devices, or if JAX_NUM_CPU_DEVICES is invalid.
     """
     wanted = os.environ.get("JAX_NUM_CPU_DEVICES")
     if wanted is not None:
@@ -31,7 +34,7 @@ def cpu_devices_per_process(shape: MeshShape, cluster: ProcessGroup) -> int:
             f"parallel.mesh={shape}: its {known} devices are too many; on CPUs, a process can "
             f"simulate {MAX_CPU_DEVICES}; set a smaller mesh or start more processes"
         )
-    if not shape.is_filled:  # the axis of size -1 takes the surplus processes
+    if not shape.is_filled:  # the axis of size -1 absorbs the surplus devices
         return math.lcm(known, cluster.size) // cluster.size
     if known % cluster.size:
         raise UsageError(
@@ -42,11 +45,12 @@ def cpu_devices_per_process(shape: MeshShape, cluster: ProcessGroup) -> int:
 
 
 def local_device_ids(cluster: ProcessGroup) -> list[int] | None:
-    """Return the indices of this process's accelerators, or None to use all that it sees.
+    """Return the indices of this process's accelerators, or None to use all visible ones.
 
     Processes on one host that see the same accelerators divide them evenly. If a process sees only
-    one, or not the same ones as the other processes, then the launcher has already assigned them.
-    Raises `UsageError` on every process if processes outnumber the accelerators that they share.
+    one accelerator, or no other process sees the same ones, it uses them all. For Intel GPUs, this
+    also sets ZE_AFFINITY_MASK. All processes must call this. Raises `UsageError` on all of them if
+    processes outnumber the accelerators that they share.
     """
     visible = next((os.environ[v] for v in VISIBLE_VARIABLES if os.environ.get(v)), None)
     everyone = zip(cluster.allgather(visible), cluster.hosts, strict=True)
@@ -57,7 +61,7 @@ def local_device_ids(cluster: ProcessGroup) -> list[int] | None:
     seen = visible.split(",") if visible else [str(i) for i in range(n_seen)]
     n_sharing = visible_on_host.count(visible)
     position = visible_on_host[: cluster.local_rank].count(visible)
-    # If only one device is seen, its device files may not show how many there are.
+    # Do not divide a single visible device, because one device file may stand for several devices.
     shares = n_sharing > 1 and len(seen) > 1 and accelerator_expected()
     each = len(seen) // n_sharing
     cluster.raise_if_any(

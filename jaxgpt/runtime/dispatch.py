@@ -11,16 +11,16 @@ LIMIT = 16  # programs; enough that a device never waits for the host
 class DispatchLimiter:
     """Limits the number of dispatched but unfinished programs to `LIMIT`.
 
-    XLA allows 32 such programs on a CPU device, and then blocks the dispatching thread. If the
-    oldest program waits for a program on another device that this thread has not dispatched yet,
-    the job deadlocks.
+    XLA allows 32 unfinished programs on a CPU device, and then blocks the dispatching thread. The
+    job deadlocks if the oldest program waits for a program on another device that this thread has
+    not dispatched yet.
     """
 
     def __init__(self):
         self._results: deque[Any] = deque()
 
     def add(self, result: Any) -> None:
-        """Register the result of a newly dispatched program. May wait for an older program."""
+        """Register the result of a new program; wait for the oldest if `LIMIT` are unfinished."""
         self._results.append(result)
         if len(self._results) > LIMIT:
             jax.block_until_ready(self._results.popleft())

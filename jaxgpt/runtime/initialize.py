@@ -46,22 +46,24 @@ def initialize_jax(
     preemption: bool = False,
     allow_cpu: bool = False,
 ) -> dict[str, Any]:
-    """Start JAX on this process and, if the job has several, connect them.
+    """Start JAX on this process, and connect the processes if the job has several.
+
+    Every process must call this.
 
     Args:
         cluster: the processes of the job.
         shape: mesh shape, which determines the number of simulated devices on CPUs.
         on_phase: called with the name of each startup phase when it begins.
         preemption: whether JAX catches SIGTERM for `preemption_sync_point`.
-        allow_cpu: accept CPUs even if accelerators are expected (the doctor then reports it).
+        allow_cpu: accept CPUs even if accelerators are expected (the doctor reports this itself).
 
     Returns:
         Facts about the job, its devices and JAX for the log and `cluster.json`; see `describe`.
 
     Raises:
         PeerLost: if the coordinator cannot be reached.
-        UsageError: if the devices do not fit the mesh or the processes, or an environment variable
-            is invalid.
+        UsageError: if the devices do not start or do not fit the mesh or the processes, or if an
+            environment variable is invalid.
     """
     on_phase("imports")
     add_xla_flags(*CPU_COLLECTIVES)
@@ -79,8 +81,8 @@ def initialize_jax(
     notes += pin_settings()
     on_phase("distributed init")
     if cpu_devices is not None:
-        # JAX refuses this if it has already started, as in a notebook. In that case, keep its
-        # devices.
+        # JAX raises this error if it has already started its devices, as in a notebook. In that
+        # case, keep them.
         with contextlib.suppress(RuntimeError):
             jax.config.update("jax_num_cpu_devices", cpu_devices)
     coordinator = _start_distributed(cluster, preemption) if cluster.size > 1 else None
@@ -99,14 +101,14 @@ def _start_distributed(cluster: ProcessGroup, preemption: bool) -> str:
     coordinator = cluster.broadcast(cluster.run_on_all(_free_address, cluster))
     devices = local_device_ids(cluster)
     if cluster.rank:
-        # Try to connect first. JAX would abort with a stack trace if this failed.
+        # Try to connect first, because JAX would abort with a stack trace if it could not.
         connect_to_rank0(coordinator, cluster.rank, cluster.timeout).close()
     jax.distributed.initialize(
         coordinator,
         num_processes=cluster.size,
         process_id=cluster.rank,
         local_device_ids=devices,
-        cluster_detection_method="deactivate",  # else JAX selects devices by SLURM_LOCALID
+        cluster_detection_method="deactivate",  # otherwise, JAX selects devices by SLURM_LOCALID
         initialization_timeout=math.ceil(cluster.timeout),
         heartbeat_timeout_seconds=int(2 * LOST_HOST),  # the monitor acts first
     )
@@ -158,7 +160,7 @@ def _facts(cluster: ProcessGroup, devices: list[Any]) -> dict[str, Any]:
 def preemption_sync_point(step: int, requested: bool) -> bool | None:
     """Return whether all processes stop after `step`, or None if this is the only process.
 
-    `requested` tells whether this process was asked to stop.
+    `requested` is True if this process has just been asked to stop. Every process must call this.
     """
     import jax
 
@@ -166,13 +168,13 @@ def preemption_sync_point(step: int, requested: bool) -> bool | None:
         return None
     from jax.experimental import multihost_utils
 
-    if requested:  # JAX's service catches SIGTERM in C++, instead of Python's handler
+    if requested:  # JAX's preemption service catches this signal, not Python's handler
         os.kill(os.getpid(), signal.SIGTERM)
     return multihost_utils.reached_preemption_sync_point(step)
 
 
 def pin_settings() -> list[str]:
-    """Apply the settings in `PINNED`; return warnings about those that the environment changed."""
+    """Apply the settings in `PINNED`; return a warning for each one that had another value."""
     import jax
 
     notes = []
@@ -200,9 +202,9 @@ def describe(facts: dict[str, Any]) -> list[str]:
 
 
 def _outward_address(cluster: ProcessGroup, coordinator: str) -> str:
-    """Return this host's address for processes on other hosts; loopback if there are none."""
-    # On the coordinator's host, its name may resolve to loopback. In this case, use the address on
-    # the route to another host.
+    """Return an address of this host that other hosts can reach; loopback if there are none."""
+    # On the coordinator's own host, the coordinator's name may resolve to loopback. In this case,
+    # use the address on the route to another host.
     everyone = cluster.allgather(address_towards(coordinator))
     mine = everyone[cluster.rank]
     outward = [a for a in everyone if not ipaddress.ip_address(a).is_loopback]
@@ -210,7 +212,7 @@ def _outward_address(cluster: ProcessGroup, coordinator: str) -> str:
 
 
 def clear_proxies() -> list[str]:
-    """Remove *_proxy variables. gRPC would send messages for other hosts to the proxy."""
+    """Unset *_proxy variables except no_proxy, so that gRPC connects directly; return log lines."""
     found = sorted(v for v in os.environ if re.fullmatch(r"(?!no_proxy)\w+_proxy", v, re.I))
     for name in found:
         del os.environ[name]
@@ -219,7 +221,7 @@ def clear_proxies() -> list[str]:
 
 
 def _keep_stdout_for_python() -> None:
-    """Redirect the stdout of C++ to /dev/null: Gloo prints a line per process and group."""
+    """Redirect C++'s stdout to /dev/null, because Gloo prints a line per process and group."""
     sys.stdout.flush()
     ours = os.dup(1)
     with open(os.devnull, "w") as nothing:
@@ -228,7 +230,7 @@ def _keep_stdout_for_python() -> None:
 
 
 def _free_address(cluster: ProcessGroup) -> str | None:
-    """Return a host:port of process 0 that the others can connect to; None on the others."""
+    """On process 0, return the host:port for the coordinator; return None on other processes."""
     if not cluster.is_main:
         return None
     if given := os.environ.get(COORDINATOR):

@@ -21,7 +21,7 @@ def set_gloo_hostname(address: str) -> bool:
         make = _jax.make_gloo_tcp_collectives
     except (ImportError, AttributeError):
         return False
-    make = getattr(make, "func", make)  # already wrapped if this process has connected before
+    make = getattr(make, "func", make)  # it is already wrapped if this process connects again
     _jax.make_gloo_tcp_collectives = functools.partial(make, hostname=address)
     return True
 
@@ -30,8 +30,9 @@ def use_one_cache_key() -> bool:
     """Use the same compile-cache key for a program on all processes of a CPU job.
 
     Reason: JAX's key includes the topology, which differs between the processes of a CPU job, so
-    only process 0 would find the entries that it wrote. If JAX cannot describe a topology, it uses
-    the device kinds instead, and so does this. Fallback: return False and compile without a cache.
+    only process 0 would find the entries that it wrote. This function makes JAX use the kinds of
+    the devices instead, as JAX itself does if it cannot describe a topology. Fallback: return False
+    and compile without a cache.
     """
     try:
         from jax._src import cache_key

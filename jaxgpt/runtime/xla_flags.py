@@ -5,19 +5,19 @@ import os
 from jaxgpt.config import UsageError
 
 VARIABLE = "XLA_FLAGS"
-# In a CPU job, a process may wait a long time for others that share its cores. XLA's default is
-# 40 s.
+# In a CPU job, a process may wait a long time for others that share its cores. XLA's default
+# timeout is 40 s.
 CPU_COLLECTIVES = (
     "--xla_cpu_collective_call_warn_stuck_timeout_seconds=120",
     "--xla_cpu_collective_call_terminate_timeout_seconds=600",
 )
-# For programs that are compiled only for inspection. XLA's older fusion emitters for CPUs halve the
-# compile time. Buffers and collectives stay the same.
+# Flags for programs that are compiled only for inspection. XLA's older fusion emitters for CPUs
+# halve the compile time, with the same buffers and collectives.
 QUICK_FUSIONS = ("--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters",)
 
 
 def add_xla_flags(*flags: str) -> None:
-    """Prepend to XLA_FLAGS the flags that it lacks. If flags conflict, XLA uses the last one.
+    """Prepend missing flags to XLA_FLAGS, so that the user's flags win: XLA uses the last value.
 
     Raises `UsageError` if XLA_FLAGS is the name of a file.
     """

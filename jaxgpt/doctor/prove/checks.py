@@ -1,4 +1,4 @@
-"""The checks of `prove`: each runs commands and yields a row for each measurement."""
+"""The checks of `prove`, which run commands and yield a row for each measurement."""
 
 import shutil
 import subprocess
@@ -38,7 +38,7 @@ NUMERICS = (
     "train.batch_size=8", "optimizer.warmup_iters=10", "checkpoint.interval=0", *QUIET,
 )  # fmt: skip
 SMALL = ("model.n_layer=2", "model.n_embd=128", "model.n_head=4")
-TOLERANCE = 0.02  # largest relative difference that is acceptable for bfloat16
+TOLERANCE = 0.02  # largest acceptable relative difference for bfloat16
 RESUME_STEPS = 40
 KILL_STEP = 30
 RESUME = ("checkpoint.interval=8", f"optimizer.lr_decay_iters={RESUME_STEPS}", *QUIET)
@@ -81,7 +81,7 @@ def gpt2_xl(commands: Commands) -> Iterator[Row]:
 def speed(
     commands: Commands, config: str, words: Sequence[str], goals: dict[str, float], source: str
 ) -> Iterator[Row]:
-    """Report the result of `bench step`. The goals, by row name, apply only on a GPU."""
+    """Report the result of `bench step`. `goals` (row name -> minimum) apply only on a GPU."""
     found = commands.json("jaxgpt.bench", "step", "--config", config, *words)
     for name, value, unit, note in (
         ("tokens/s", found["tokens_per_sec"], "", found["data"]),
@@ -95,7 +95,7 @@ def speed(
 
 
 def nanogpt(commands: Commands) -> Iterator[Row]:
-    """Compare speed with nanoGPT: the two alternate, with the same initial weights and batches."""
+    """Compare speed with nanoGPT in alternating runs, with the same initial weights and batches."""
     script, clone = ROOT / "tests/peers/nanogpt.py", commands.nanogpt
     if not script.exists():
         raise Missing("the comparison scripts; run from a clone of jaxgpt")
@@ -144,7 +144,7 @@ def resume(commands: Commands) -> Iterator[Row]:
 
 
 def memory(commands: Commands) -> Iterator[Row]:
-    """Compare the memory that `plan` predicts with the peak of `bench step`."""
+    """Compare the memory that `plan` predicts with the peak memory use of `bench step`."""
     for name, words in (MEMORY_ON_GPU if commands.on_gpu else MEMORY_ON_CPU).items():
         words = ("--mesh", "1,1,1", *words)
         found = commands.json("jaxgpt.bench", "step", "--steps", "1", "--synthetic", *words)
@@ -154,12 +154,12 @@ def memory(commands: Commands) -> Iterator[Row]:
         planned = plan["memory"]["total"]
         used = found["peak_bytes"]
         note = f"planned {planned / 2**20:,.0f} MiB, in use {used / 2**20:,.0f} MiB"
-        goal = 0.10 if commands.on_gpu else None  # on a CPU, the peak is that of the whole process
+        goal = 0.10 if commands.on_gpu else None  # on a CPU, the peak includes the whole process
         yield row(f"error of the plan for {name}", abs(planned / used - 1), "%", note, at_most=goal)
 
 
 def profile(commands: Commands) -> Iterator[Row]:
-    """List the most expensive operations of a gpt2 step, each with its roofline time."""
+    """List the most expensive operations of a gpt2 step, with their roofline times if known."""
     words = ("--steps", "3") if commands.on_gpu else GPT2_ON_CPU
     trace = ("--profile", str(commands.folder / "trace"))
     step = commands.json("jaxgpt.bench", "step", "--config", "gpt2", *words, *trace)
@@ -176,7 +176,7 @@ def profile(commands: Commands) -> Iterator[Row]:
 
 
 def shakespeare(commands: Commands) -> Iterator[Row]:
-    """Train a small preset: to the end on a GPU, or for 250 steps on a CPU."""
+    """Train a small Shakespeare preset, to the end on a GPU or for 250 steps on a CPU."""
     if not (dataset_directory(DataConfig(dataset="shakespeare_char")) / "train.bin").exists():
         raise Missing("Tiny Shakespeare; run python -m jaxgpt.prepare shakespeare_char")
     gpu = ("--config", "shakespeare_char", "train.dtype=bfloat16")
@@ -209,7 +209,7 @@ def train(commands: Commands, name: str, *words: str, **variables: str) -> Path:
 
 
 def history(out: Path) -> list[tuple[float, float]]:
-    """Return the loss and the gradient norm of each training step of a run."""
+    """Return the loss and the gradient norm of each training step that a run has logged."""
     return [(r["loss"], r["grad_norm"]) for r in read_records(out / "metrics.jsonl", "train")]
 
 

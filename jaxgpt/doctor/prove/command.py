@@ -1,4 +1,4 @@
-"""`python -m jaxgpt.doctor prove`: measure a machine, and write a table of results and goals."""
+"""Measure a machine and write a table of results and goals: `python -m jaxgpt.doctor prove`."""
 
 import json
 import platform
@@ -32,8 +32,8 @@ def parser() -> CommandParser:
         description="Measure the speed, numerics, resuming and memory of a machine, especially one "
         "with a GPU. A second call with the same --out runs only the checks that are not done.",
         epilog="The exit status is 0 if all goals are met, 1 if a check failed or missed a goal, 2 "
-        "if an argument is wrong, and 75 if the time ran out. A check that needs something that "
-        "is missing does not count.",
+        "if an argument is wrong, and 75 if the time ran out. Checks whose data or tools are "
+        "missing are not counted.",
     )
     out.add_argument(
         "only", nargs="*", metavar="CHECK", help=f"checks to run; default {', '.join(CHECKS)}"
@@ -78,7 +78,11 @@ def main(argv: Sequence[str]) -> NoReturn:
 
 
 def run_check(function: Callable[..., Any], commands: Commands) -> dict[str, Any]:
-    """Run a check in an empty folder; return its status, reason, seconds and rows."""
+    """Run a check in an empty folder; return its status, reason, seconds and rows.
+
+    The status is done, missing (data or tools), cut off (by the time limit) or failed. The reason
+    is empty if it is done.
+    """
     began, rows = time.monotonic(), []
     status, reason = "done", ""
     try:
@@ -99,9 +103,9 @@ def run_check(function: Callable[..., Any], commands: Commands) -> dict[str, Any
 
 
 def read_results(out: Path) -> Results:
-    """Return the results of an earlier call from prove.json in the folder `out`, if it exists.
+    """Return the results that an earlier call wrote to prove.json in `out`, or an empty dict.
 
-    Raises `UsageError` if `out` is not writable or its prove.json is malformed.
+    Creates the folder `out`. Raises `UsageError` if this fails or prove.json is malformed.
     """
     path = out / "prove.json"
     try:
@@ -126,7 +130,7 @@ def write_results(out: Path, results: Results) -> None:
 
 
 def markdown(results: Results) -> str:
-    """Return a Markdown table with a line for each row and for each check that is not done."""
+    """Return a Markdown table with a line for each row and one for each unfinished check."""
     met = {None: "", True: "yes", False: "**no**"}
     lines = [["check", "what", "value", "goal", "met"], ["---"] * 5]
     for name, result in results.items():

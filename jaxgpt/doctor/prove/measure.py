@@ -1,4 +1,4 @@
-"""Tools for the checks of `prove`: running commands, and rows of the result table."""
+"""Commands and table rows for the checks of `prove`."""
 
 import contextlib
 import json
@@ -34,7 +34,7 @@ class Row(NamedTuple):
 
     @property
     def shown(self) -> str:
-        """The value with its unit, rounded to four digits."""
+        """The value with its unit, rounded for display, or "-" if there is none."""
         if isinstance(self.value, str) or self.value is None:
             return self.value or "-"
         if self.unit == "%":
@@ -53,7 +53,7 @@ def row(
     at_most: float | None = None,
     source: str = "",
 ) -> Row:
-    """Return a row, with a goal if a bound is given; `source` says where the goal comes from."""
+    """Return a row, with a goal if a bound is given. `source` names the origin of the goal."""
     bound = at_most if at_least is None else at_least
     if bound is None:
         return Row(name, value, unit, note)
@@ -75,9 +75,11 @@ class Commands:
     def run(self, module: str, *words: str, **variables: str) -> str:
         """Run `python -m MODULE WORDS`, or a script if `module` ends in .py; return its stdout.
 
+        `variables` are added to the environment of the command.
+
         Raises:
-            CommandFailed: if its exit status is not 0.
-            subprocess.TimeoutExpired: if it does not end within the check's time.
+            CommandFailed: if the exit status is not 0.
+            subprocess.TimeoutExpired: if the command does not end within the check's time limit.
         """
         stdout, stderr, status = self._run(module, words, variables)
         if status != 0:
@@ -96,14 +98,14 @@ class Commands:
         return stdout, stderr, process.returncode
 
     def report(self, module: str, *words: str) -> str:
-        """Like `run`, for a command that exits with status 1 if it finds a problem."""
+        """Like `run`, for a command that exits with status 1 to report a problem."""
         stdout, stderr, status = self._run(module, words, {})
         if status not in (0, 1):
             raise CommandFailed(f"{module} ended with status {status}: {stderr.strip()}")
         return stdout
 
     def json(self, module: str, *words: str) -> dict[str, Any]:
-        """Run a command with --json, and return the object that it prints."""
+        """Run a command with --json as `run` does, and return the JSON object that it prints."""
         printed = self.run(module, *words, "--json")
         return json.loads(printed[printed.index("{") :])
 
@@ -111,8 +113,8 @@ class Commands:
         """Start a command, and kill it as soon as `reached` returns True.
 
         Raises:
-            CommandFailed: if it ends earlier.
-            subprocess.TimeoutExpired: if `reached` is still False when the check's time is over.
+            CommandFailed: if the command ends earlier.
+            subprocess.TimeoutExpired: if `reached` still returns False at the check's time limit.
         """
         command = command_line(module, words)
         with (
@@ -134,7 +136,7 @@ class Commands:
         stderr: Any,
         variables: Mapping[str, str],
     ) -> Iterator[subprocess.Popen[str]]:
-        """Start a command; on exit, kill it and all processes that it has started."""
+        """Start a command; at the end of the block, kill it and all processes in its session."""
         with subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr, text=True,
             errors="replace", env={**os.environ, **variables}, start_new_session=True,
