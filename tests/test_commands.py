@@ -69,7 +69,10 @@ def test_a_text_of_ones_own_is_prepared_trained_on_and_continued(tmp_path, token
     [
         (["--run", "/nowhere"], "--run /nowhere: has no checkpoints"),
         (["--run", "/nowhere", "--seed", "99999999999"], "--seed: 99999999999: must be"),
-        (["--run", "/nowhere", "--seed", 2**31 - 1, "--num-samples", 2], "--seed=2147483647: the"),
+        (
+            ["--run", "/nowhere", "--seed", 2**31 - 1, "--num-samples", 2],
+            "--seed=2147483647: must be at most 2147483646",
+        ),
         (
             ["--run", "/nowhere", "--temperature", "-1"],
             "--temperature=-1.0: must be 0, or between 1e-06 and",

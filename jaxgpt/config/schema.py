@@ -104,7 +104,7 @@ class ModelConfig:
     logit_softcap: Positive | None = None
     """Soft cap c of the logits, which become c tanh(logits / c) (Gemma 2). None disables it."""
     attention: str = "auto"
-    """Attention kernel. auto picks the fastest kernel that can run, and logs its name. The error
+    """Attention kernel. auto picks the first kernel that can run, and logs its name. The error
     for an unknown name lists all kernels."""
 
     @property

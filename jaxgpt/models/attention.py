@@ -135,8 +135,9 @@ def choose_attention(setting: AttentionSetting) -> tuple[str, str]:
         if obstacle := _kernel(chosen).obstacle(setting):
             raise UsageError(f"model.attention={chosen}: {obstacle}; use auto")
         return chosen, f"model.attention={chosen}"
-    obstacles = [why for kernel in KERNELS.values() if (why := kernel.obstacle(setting))]
-    name = _fastest_kernel(setting)
+    name, names = _first_kernel(setting), list(KERNELS)
+    before = [KERNELS[other].obstacle(setting) for other in names[: names.index(name)]]
+    obstacles = [why for why in before if why is not None]
     mask = ", plus a document mask of 2 T^2 bytes per row" * setting.document_mask
     reason = KERNELS[name].reason + (mask if name == "cudnn" else "")
     return name, "; ".join([reason, *obstacles])
@@ -148,7 +149,7 @@ def _kernel(name: str) -> Kernel:
     return KERNELS[name]
 
 
-def _fastest_kernel(setting: AttentionSetting) -> str:
+def _first_kernel(setting: AttentionSetting) -> str:
     return next(
         name
         for name, kernel in KERNELS.items()
@@ -164,7 +165,7 @@ def stores_scores(config: ModelConfig) -> bool:
     """
     name = config.attention
     if name == "auto":
-        name = _fastest_kernel(AttentionSetting(config, "float32"))
+        name = _first_kernel(AttentionSetting(config, "float32"))
     return _kernel(name).stores_scores
 
 
@@ -178,7 +179,9 @@ def fallback_warnings(setting: AttentionSetting, kernel: str, reason: str) -> li
     Returns:
         A list with the warning, or an empty list.
     """
-    if kernel == "cudnn" or setting.config.attention != "auto" or setting.capability < 8:
+    names = list(KERNELS)
+    is_as_fast = names.index(kernel) <= names.index("cudnn")
+    if is_as_fast or setting.config.attention != "auto" or setting.capability < 8:
         return []
     return [f"attention runs without cuDNN, which is slower: {reason}"]
 

@@ -116,6 +116,17 @@ def test_another_device_counts_its_own_dtype_and_memory(gradients):
     assert "tensor=2 spans 2 hosts" in slower.warnings[0] and not plan.warnings
 
 
+def test_a_kernel_that_only_a_gpu_runs_is_planned_by_name():
+    memory = []
+    for kernel in ("auto", "cudnn"):
+        config = configured("1,1,1", "train.dtype=bfloat16", SCAN, f"model.attention={kernel}")
+        with limited_devices(1):
+            plan = plan_layout(config, MeshShape(), DEVICES["h100"], 1)
+        assert plan.program.attention.startswith("cudnn")
+        memory.append(plan.memory)
+    assert memory[0] == memory[1]
+
+
 @pytest.mark.long
 @pytest.mark.parametrize(
     "layout",
@@ -123,10 +134,10 @@ def test_another_device_counts_its_own_dtype_and_memory(gradients):
     ids=" ".join,
 )
 def test_flash_attention_is_planned_in_linear_memory(layout):
-    def temporaries(block_size, device):
+    def temporaries(block_size, device, *words):
         config = configured(
             *layout, "train.dtype=bfloat16", f"model.block_size={block_size}", "model.n_head=2",
-            "train.batch_size=2", "train.loss_chunk=256", SCAN,
+            "train.batch_size=2", "train.loss_chunk=256", SCAN, *words,
         )  # fmt: skip
         sizes = mesh_shape(config)
         with limited_devices(sizes.n_devices):
@@ -134,7 +145,9 @@ def test_flash_attention_is_planned_in_linear_memory(layout):
 
     h100, mi250x = DEVICES["h100"], DEVICES["mi250x"]
     assert temporaries(2048, h100) < 2.5 * temporaries(1024, h100)
-    assert temporaries(2048, mi250x) > 3 * temporaries(1024, mi250x)
+    assert temporaries(4096, mi250x) < 2.5 * temporaries(2048, mi250x)  # one block at a time
+    all_at_once = "model.attention=xla"
+    assert temporaries(2048, mi250x, all_at_once) > 3 * temporaries(1024, mi250x, all_at_once)
 
 
 @pytest.mark.long
