@@ -243,7 +243,8 @@ class TrainConfig:
     """Compute the logits of at most this many tokens per device at a time; 0 computes all logits
     at once."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Compute dtype. Parameters, optimizer state, softmax and loss are always float32."""
+    """Compute dtype. Parameters, optimizer state, softmax and loss are always float32. Logits are
+    rounded to the compute dtype before the loss."""
     deterministic: bool = False
     """Make runs bitwise reproducible even with cuDNN attention. Steps of the preset gpt2 then take
     1.34 times as long (H200, November 2026)."""

@@ -158,7 +158,9 @@ def _first_kernel(setting: AttentionSetting) -> str:
 
 
 def stores_scores(config: ModelConfig) -> bool:
-    """Return whether attention keeps T x T scores in memory, with `auto` resolved as on a CPU.
+    """Return whether attention keeps T x T scores in memory.
+
+    `auto` stands for the kernel that it chooses on a CPU, because the devices are not known here.
 
     Raises:
         UsageError: if model.attention names an unknown kernel.

@@ -14,14 +14,11 @@ from jaxgpt.parallel.tensor import NO_PARALLELISM, ParallelContext
 
 
 class LossParts(NamedTuple):
-    """Weighted sums of losses in nats. Sums over parts of a batch can be added."""
+    """Sums of losses in nats. Sums over parts of a batch can be added."""
 
-    loss: jax.Array  # float32 scalar: the value to differentiate
+    loss: jax.Array  # weighted cross-entropy: float32 scalar
     rows: dict[str, jax.Array]  # float32 (B,) by name: `loss` (cross-entropy) and other row metrics
-
-    def add(self, aux: dict[str, jax.Array]) -> "LossParts":
-        """Return a copy with auxiliary losses (B,) added to `loss` and inserted into `rows`."""
-        return LossParts(self.loss + sum(aux_B.sum() for aux_B in aux.values()), self.rows | aux)
+    aux: dict[str, jax.Array]  # auxiliary losses of the blocks: see `mlp.AuxLosses`
 
 
 class TokenScores(NamedTuple):
@@ -121,7 +118,7 @@ def loss_parts(
         x, targets, weights = split_chunks(operands, chunk)
         loss, tokens = _chunked_loss(loss_of, x, output.w_VD, targets, weights, output.vocab_offset)
         tokens = merge_chunks(tokens, targets_BT.shape)
-    return LossParts(loss, {"loss": tokens["loss"].sum(axis=1)})
+    return LossParts(loss, {"loss": tokens["loss"].sum(axis=1)}, aux={})
 
 
 def score_tokens(

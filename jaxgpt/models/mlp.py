@@ -12,7 +12,8 @@ from jaxgpt.config import UsageError
 from jaxgpt.models.layers import LayerBuilder
 
 # Name -> auxiliary loss of each row, float32 (B,), such as the load-balancing loss of a mixture of
-# experts. It is a sum over the row's tokens, like the cross-entropy.
+# experts. It is a sum over the row's tokens, and equal on all devices along the `tensor` axis. The
+# step adds its mean over all tokens of the global batch to the mean cross-entropy of the targets.
 AuxLosses = dict[str, jax.Array]
 
 
@@ -36,16 +37,22 @@ class GatedMLP(nnx.Module):
 
     def __init__(self, activation: Callable[[jax.Array], jax.Array], build: LayerBuilder):
         D, F = build.config.n_embd, build.config.mlp_width
-        self.activation = activation
+        # The backward pass keeps gate and up in the compute dtype, and not the float32 arrays.
+        self.gated = jax.checkpoint(functools.partial(gated, activation), prevent_cse=False)
         self.gate_up = build.column_parallel((D,), (2, F), ("embed", "parts", "mlp"))
         self.down = build.row_parallel((F,), (D,), ("mlp", "embed"))
 
     def __call__(self, x_BTD: jax.Array) -> tuple[jax.Array, AuxLosses]:
         both_BT2F = self.gate_up(x_BTD)  # T/s -> T: B/b T 2 F/t
         gate_BTF, up_BTF = (x.squeeze(2) for x in jnp.split(both_BT2F, 2, axis=2))
-        gate_BTF = self.activation(gate_BTF.astype(jnp.float32))  # rounded once, as in `gelu`
-        hidden_BTF = (gate_BTF * up_BTF).astype(up_BTF.dtype)
-        return self.down(hidden_BTF), {}  # +t -> T/s: B/b T/s D
+        return self.down(self.gated(gate_BTF, up_BTF)), {}  # +t -> T/s: B/b T/s D
+
+
+def gated(
+    activation: Callable[[jax.Array], jax.Array], gate: jax.Array, up: jax.Array
+) -> jax.Array:
+    """Return activation(gate) * up, computed in float32 and rounded once, as in `gelu`."""
+    return (activation(gate.astype(jnp.float32)) * up).astype(up.dtype)
 
 
 def gelu(x: jax.Array) -> jax.Array:

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import jax
 from flax import nnx
 
-from jaxgpt.config import ModelConfig
+from jaxgpt.config import ModelConfig, UsageError
 from jaxgpt.models.attention import stores_scores
 from jaxgpt.models.transformer import GPT
-from jaxgpt.parallel.sharding import LogicalAxes, Params
+from jaxgpt.parallel.sharding import LOGICAL_AXES, LogicalAxes, Params
 
 STACKED_AXES = ("layers", "parts")  # logical axes along which separate matrices are stacked
 VECTOR_ROLES = ("bias", "scale")
@@ -75,7 +75,8 @@ def weights(config: ModelConfig) -> Params:
     No parameter is allocated. `config.vocab_size` must be set.
 
     Raises:
-        UsageError: if an option names an unknown layer, such as an unknown model.mlp.
+        UsageError: if an option names an unknown layer, such as an unknown model.mlp, or if a layer
+            has a weight with an unknown logical axis.
     """
     model = nnx.eval_shape(lambda: GPT(config, rngs=nnx.Rngs(0)))
     described = {}
@@ -83,6 +84,11 @@ def weights(config: ModelConfig) -> Params:
         metadata = param.get_metadata()
         stacked = ("layers",) if path[0] == "layers" else ()
         axes = stacked + metadata["logical_axes"]
+        if unknown := set(axes) - {None, *LOGICAL_AXES}:  # it would be replicated silently
+            raise UsageError(
+                f"{'/'.join(path)}: has the logical axis {unknown.pop()!r}, for which there is no "
+                f"partition rule; use None or one of {', '.join(LOGICAL_AXES)}"
+            )
         described[path] = Weight(
             name="/".join(path),
             shape=param.shape,

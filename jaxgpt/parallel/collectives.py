@@ -65,7 +65,7 @@ def gather_batch(own: jax.Array, mesh: Mesh) -> jax.Array:
         shape.append(n * math.prod(mesh.shape[axis] for axis in axes))
         start.append(jax.lax.axis_index(axes) * n if axes else 0)
     zeros = varying(jnp.zeros(shape, own.dtype), frozenset(over))
-    # Unless partial sums of rows are added, this is exact: all devices except one contribute zeros.
+    # If the sequence is not split, each sum has one nonzero term, and is exact.
     return jax.lax.psum(jax.lax.dynamic_update_slice(zeros, own, start), over)
 
 

@@ -13,8 +13,9 @@ def rematerialized(layer: Callable[..., Any], remat: str, in_loop: bool) -> Call
 
     Args:
         remat: value of parallel.remat. `full` saves only the layer's input. `dots` saves the
-            results of linear layers and of sums over devices. `none` and `attention` return the
-            layer unchanged: `models.attention.without_scores` implements `attention`.
+            results of linear layers and of sums over devices. `none` and `attention` leave the
+            layer unchanged, because `attention` is implemented by `without_scores` in
+            models/attention.py.
         in_loop: whether the layer runs inside `jax.lax.scan`. There, XLA cannot merge the
             recomputation with the original computation, so no barrier is needed to prevent it.
     """

@@ -29,8 +29,9 @@ class Objective(NamedTuple):
     """The function that a schedule differentiates."""
 
     make_pieces: Callable[[Params, Params], Pieces]
-    """(gradient accumulators, parameters) -> network. The derivative with respect to the
-    accumulators is the gradient of the parameters, with the sharding of the accumulators."""
+    """(gradient accumulators, parameters) -> network. The forward pass does not read the
+    accumulators. The derivative with respect to them is the gradient of the parameters, reduced
+    and sharded as the accumulators are."""
     scalar: Callable[[Any], jax.Array]  # `LossParts` -> float32 scalar
     adds_in_place: bool = False  # whether the backward pass returns accumulators plus gradients
 
@@ -74,7 +75,7 @@ def accumulate(
     def loss(grad_accumulators: Params, params: Params, batch: Any) -> tuple[jax.Array, Any]:
         pieces = objective.make_pieces(grad_accumulators, params)
         x_BTD, aux = run_all_blocks(pieces, batch, key)
-        parts = pieces.head_loss(x_BTD, batch).add(aux)
+        parts = pieces.head_loss(x_BTD, batch)._replace(aux=aux)
         return objective.scalar(parts), parts
 
     value_and_grad = jax.value_and_grad(loss, has_aux=True)
@@ -94,8 +95,8 @@ def accumulate(
         return jax.tree.map(jnp.add, total, gradients), parts
 
     gradients, parts = jax.lax.scan(add, grad_accumulators, split_microbatches(batch, n))
-    parts = parts._replace(loss=parts.loss.sum(), rows=merge_microbatches(parts.rows))
-    return parts, gradients
+    rows, aux = merge_microbatches((parts.rows, parts.aux))
+    return parts._replace(loss=parts.loss.sum(), rows=rows, aux=aux), gradients
 
 
 ACCUMULATE = Schedule(run_all_blocks, accumulate)

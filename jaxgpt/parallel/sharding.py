@@ -19,6 +19,7 @@ Rules = dict[str, tuple[str, ...]]  # logical axis -> mesh axes
 LogicalAxes = tuple[str | None, ...]  # one for each dim; a dim with None is never split
 
 HEAD_DIMS = ("vocab", "heads", "kv_heads", "mlp")  # logical axes that tensor parallelism splits
+LOGICAL_AXES = (*HEAD_DIMS, "embed", "head_dim", "layers", "parts")
 
 
 def tensor_rules() -> Rules:

@@ -79,6 +79,8 @@ def state_bytes(config: Config, shape: MeshShape) -> int:
     elements //= shape.split_of("splits_heads")
     moments = 0 if offload == "moments" else n_moments(config.optimizer)
     shards = shape.split_of("shards_parameters")
+    if model.n_embd % shards:  # then the weights are replicated
+        shards = 1
     # Parameters, gradients, moments: (number of copies, lowest ZeRO stage that shards them).
     copies = ((1, 3), (1, 2), (moments, 1))
     parts = {least: shards if zero_stage >= least else 1 for _, least in copies}

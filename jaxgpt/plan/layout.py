@@ -102,11 +102,11 @@ class Plan:
     def recomputed_flops_per_token(self) -> int:
         """FLOPs per token that parallel.remat adds.
 
-        `attention` and `dots` recompute the matmuls of attention. `full` recomputes all matmuls of
-        a layer.
+        `attention` and `dots` recompute the matmuls of attention; `attention` does so only if the
+        kernel keeps scores otherwise. `full` recomputes all matmuls of a layer.
         """
         model, remat = self.config.model, self.config.parallel.remat
-        if remat == "none":
+        if remat == "none" or (remat == "attention" and not self.program.stores_scores):
             return 0
         linear = 2 * sum(w.size for w in layer_matrices(model)) if remat == "full" else 0
         return 4 * model.n_layer * model.n_head * model.head_size * model.block_size + linear

@@ -49,6 +49,7 @@ class Program:
     memory: Memory
     collectives: tuple[Collective, ...] = ()
     attention: str = ""
+    stores_scores: bool = True  # whether the attention kernel keeps T x T scores
     warnings: tuple[str, ...] = ()  # deviations from the requested layout
     update_flops: int = 0  # FLOPs of the optimizer's matmuls on each device
 
@@ -108,6 +109,7 @@ def compile_step(config: Config, shape: MeshShape, device: Device) -> Program:
         ),
         collectives=read_collectives(compiled.as_text(), shape),
         attention=f"{kernel} ({reason})",
+        stores_scores=KERNELS[kernel].stores_scores,
         warnings=steps.warnings,
         update_flops=update_flops(config.optimizer, steps.model.parameters),
     )

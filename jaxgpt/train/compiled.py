@@ -19,6 +19,7 @@ from jaxgpt.models.attention import (
     choose_attention,
     cuda_capability,
     fallback_warnings,
+    without_scores,
 )
 from jaxgpt.models.decode import Cache
 from jaxgpt.models.loss import TokenScores
@@ -119,7 +120,10 @@ def make_steps(
     attend = attend or KERNELS[kernel].make(setting)
     if slices is None:
         slices = choose_n_slices(config, mesh) if on_cpu else 1
-    model = shard_model(config, mesh, attend, slices, on_cpu)
+    # Other kernels keep no scores for the backward pass in the first place.
+    recomputes = config.parallel.remat == "attention" and KERNELS[kernel].stores_scores
+    trained_attend = without_scores(attend) if recomputes else attend
+    model = shard_model(config, mesh, trained_attend, slices, on_cpu)
     rules = sharding.opt_state_rules(config.parallel.zero_stage)  # these rules shard the most
     state, batch_at = state_shapes(config, mesh), sharding.batch_sharding(mesh)
     state_at, whole = jax.tree.map(lambda leaf: leaf.sharding, state), sharding.replicated(mesh)

@@ -97,8 +97,8 @@ def make_decoder(model: ShardedModel, attend: Attention, params: Params) -> tupl
 
     Decoding one token is too little work to distribute. If all parameters together take at most
     `SMALL_BYTES`, each device therefore gathers them and decodes alone. Larger parameters stay
-    sharded. A single CPU decodes a large model fastest with separate arrays for each layer
-    (`unstack_layers`).
+    sharded, so ZeRO-3 gathers the whole model for each token. A single CPU decodes a large model
+    fastest with separate arrays for each layer (`unstack_layers`).
     """
     mesh, on_cpu = model.mesh, model.context.on_cpu
     dtype = jnp.dtype(model.config.train.dtype)

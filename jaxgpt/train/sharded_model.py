@@ -10,7 +10,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
 from jaxgpt.config import Config, MeshShape
-from jaxgpt.models.attention import Attention, without_scores
+from jaxgpt.models.attention import Attention
 from jaxgpt.models.transformer import GPT, gpt_graph
 from jaxgpt.models.weights import Weight, activation_bytes, count_parameters, weights
 from jaxgpt.optim.parameters import Parameters
@@ -72,7 +72,7 @@ def shard_model(
         on_cpu: whether the devices are CPUs.
 
     Raises:
-        UsageError: if the size of the `tensor` axis does not divide a dimension that it splits.
+        UsageError: if the `tensor` axis does not divide the heads or the width of the MLP.
     """
     parallel = config.parallel
     tensor_axes = mesh_axes_with("splits_heads", mesh)
@@ -93,7 +93,7 @@ def shard_model(
     graph = gpt_graph(
         config.model,
         dtype=np.dtype(config.train.dtype),
-        attend=without_scores(attend) if parallel.remat == "attention" else attend,
+        attend=attend,
         parallel=context,
         scan_layers=config.scans_layers(on_cpu),
         remat=parallel.remat,

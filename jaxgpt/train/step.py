@@ -158,7 +158,11 @@ def _local_loss_and_gradients(
     params, grad_accumulators = local_params(params, model.layouts)
 
     def scalar(parts: LossParts) -> jax.Array:
-        loss = inject_nan(config, parts.loss, model.mesh, step)
+        loss = parts.loss
+        if parts.aux:  # the gradients are divided by the sum of weights, not by number of tokens
+            n_tokens = config.train.batch_size * config.model.block_size
+            loss += weight_sum / n_tokens * sum(aux_B.sum() for aux_B in parts.aux.values())
+        loss = inject_nan(config, loss, model.mesh, step)
         return loss / weight_sum if in_host else loss
 
     parts, gradients = model.schedule.gradients(
@@ -174,4 +178,5 @@ def _local_loss_and_gradients(
     if not in_host:  # otherwise, the backward pass has already divided and reduced them
         gradients = jax.tree.map(lambda g: g / weight_sum, gradients)
         gradients = reduce_gradients(gradients, model.layouts)
-    return jax.tree.map(lambda own_B: gather_batch(own_B, model.mesh), parts.rows), gradients
+    rows = parts.rows | parts.aux
+    return jax.tree.map(lambda own_B: gather_batch(own_B, model.mesh), rows), gradients

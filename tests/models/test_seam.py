@@ -40,3 +40,17 @@ def test_a_layer_whose_inputs_tensor_does_not_divide_is_refused():
     build = LayerBuilder(config, "float32", ParallelContext(tensor=4), nnx.Rngs(0))
     with pytest.raises(UsageError, match=r"tensor=4 does not divide the 6 inputs \(mlp\)"):
         build.row_parallel((6,), (8,), ("mlp", "embed"))
+
+
+def test_a_weight_needs_a_partition_rule(monkeypatch):
+    """A weight with an unknown logical axis would be replicated, and its products added up."""
+
+    class Misnamed(mlp.MLP):
+        def __init__(self, build):
+            super().__init__(mlp.gelu, build)
+            D, F = build.config.n_embd, build.config.mlp_width
+            self.up = build.column_parallel((D,), (F,), ("embed", "ffn"))
+
+    monkeypatch.setitem(mlp.MLPS, "misnamed", Misnamed)
+    with pytest.raises(UsageError, match="layers/mlp/up/kernel: has the logical axis 'ffn'"):
+        weights(ModelConfig(vocab_size=256, mlp="misnamed"))

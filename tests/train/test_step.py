@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 
 from jaxgpt.config import MeshShape, load_config, mesh_shape
-from jaxgpt.data.batch import make_batch
+from jaxgpt.data.batch import TokenRows, make_batch
 from jaxgpt.models.attention import KERNELS, AttentionSetting, xla_attention
 from jaxgpt.models.mlp import MLP, MLPS, gelu
 from jaxgpt.models.transformer import gpt_graph
@@ -94,7 +94,9 @@ def test_auxiliary_losses_of_the_blocks_are_differentiated(layout, monkeypatch):
     shape, *words = layout
     words += ["model.mlp=balanced", "model.vocab_size=256", "model.n_head=8", "model.n_layer=5"]
     config, mesh = load_config(*ARGUMENTS, *words), make_mesh(shape)
-    batch = make_batch(np.random.default_rng(0).integers(256, size=(16, 65), dtype=np.int32))
+    draw = np.random.default_rng(0).integers
+    mask = draw(2, size=(16, 65), dtype=np.uint8)
+    batch = make_batch(TokenRows(draw(256, size=(16, 65), dtype=np.int32), mask))
     params = make_steps(config, mesh).init().params
     compute = jax.jit(functools.partial(loss_and_gradients, shard_model(config, mesh, None)))
     rows, gradients = compute(params, np.int32(1), batch)
@@ -102,8 +104,8 @@ def test_auxiliary_losses_of_the_blocks_are_differentiated(layout, monkeypatch):
     def both_losses(params):
         network = nnx.merge(gpt_graph(config.model), params)
         x_BTD, aux = network.run_blocks(network.embed(batch), batch)
-        loss = network.head_loss(x_BTD, batch).loss + aux["size"].sum()
-        return loss / batch.targets.size, aux["size"]
+        loss = network.head_loss(x_BTD, batch).loss / batch.weights.sum()
+        return loss + aux["size"].sum() / batch.targets.size, aux["size"]
 
     expected, aux_B = jax.jit(jax.grad(both_losses, has_aux=True))(jax.device_get(params))
     np.testing.assert_allclose(rows["size"], aux_B, rtol=1e-5)
