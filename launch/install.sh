@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Creates .venv in the project folder and installs jaxgpt with one extra, with pinned versions.
+# Creates .venv in the project folder and installs jaxgpt with one extra and pinned versions.
 #   bash launch/install.sh mpi|dev
 # PYTHON=... selects the interpreter. The default is the first Python found that is new enough.
 set -euo pipefail

@@ -17,7 +17,7 @@ VISIBLE_VARIABLES = (
     "HIP_VISIBLE_DEVICES",
     "ZE_AFFINITY_MASK",
 )
-# Maps part of a JAX plugin's name to its device files (without renderD, which integrated graphics
+# Maps part of a JAX plugin's name to its device files (excluding renderD, which integrated GPUs
 # also have), and to the variables and values that hide its devices.
 ROCM_HIDES = {"ROCR_VISIBLE_DEVICES": ("", "-1"), "HIP_VISIBLE_DEVICES": ("-1",)}
 PLUGINS = {
@@ -49,7 +49,7 @@ def count_accelerators() -> int:
 
 
 def own_cpus() -> tuple[int, ...]:
-    """Return the IDs of the CPUs that this process may use (on macOS, of all CPUs)."""
+    """Return the IDs of the CPUs that this process may use (all CPUs on macOS)."""
     if hasattr(os, "sched_getaffinity"):
         return tuple(sorted(os.sched_getaffinity(0)))
     return tuple(range(os.cpu_count() or 1))  # macOS

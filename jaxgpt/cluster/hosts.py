@@ -124,8 +124,8 @@ def address_towards(host: str) -> str:
 def reachable_name() -> str:
     """Return this host's name or, if other hosts cannot use it, its address on the default route.
 
-    Other hosts cannot use a name that resolves to a loopback address or not at all. Without a
-    network, the name is returned anyway.
+    Other hosts cannot use a name that does not resolve, or that resolves to a loopback address.
+    Without a network, the name is returned anyway.
     """
     name = socket.getfqdn()
     try:

@@ -66,7 +66,7 @@ def place_processes(
 
     Args:
         n: total number of processes; None starts `per_host` on each host.
-        per_host: processes per host. None divides `n` evenly. If `n` is None, too, the default is
+        per_host: processes per host. None divides `n` evenly. If `n` is also None, the default is
             the scheduler's setting, or else one process per device, or else one per host.
         host_file: file that lists the hosts; None uses the hosts of the scheduler's job.
         environ: environment variables.
@@ -262,7 +262,7 @@ def _srun(layout: ProcessLayout, environ: Mapping[str, str]) -> list[str]:
 
 
 def _slurm_cpus(per_host: int, environ: Mapping[str, str]) -> int:
-    """Return the CPUs per process, at most an equal share of the allocation; 0 if unknown."""
+    """Return the CPU count per process, at most an equal share of the allocation; 0 if unknown."""
     share = _least(environ.get("SLURM_JOB_CPUS_PER_NODE", "")) // per_host
     asked = read_int(environ, "SLURM_CPUS_PER_TASK")  # srun 22.05 and later ignore it
     if asked and environ.get("SLURM_NTASKS_PER_NODE") in (None, str(per_host)):

@@ -135,7 +135,10 @@ class Monitor:
         return self._gathered.get()
 
     def heartbeat(self, activity: str, min_seconds: float = 0.0) -> None:
-        """Report that `activity` begins. It may take `min_seconds` even if the limit is shorter."""
+        """Report that `activity` is starting.
+
+        It may take `min_seconds` even if the limit is shorter.
+        """
         self._allowed = max(min_seconds, self._limit.seconds if self._limit else 0.0)
         self._progress, self._spent = Progress(self._progress.number + 1, activity), 0.0
         if self._peers and not self._is_announcing:  # one heartbeat covers many activities
@@ -306,7 +309,7 @@ class Monitor:
                 peer.writer.write(answer)
             self._gathered.put(json.loads(answer)[1])
 
-    # Detecting hangs. The clocks advance with the heartbeats, so they stop if this process stops.
+    # Detecting hangs. The clocks tick at each heartbeat, so they stop if this process is stopped.
 
     def _announce(self) -> None:
         """Send a heartbeat to all peers."""
@@ -352,7 +355,7 @@ class Monitor:
         threading.Thread(target=self.on_hang, daemon=True).start()
 
     async def _measure_stalls(self) -> None:
-        """Add up the delays of this thread's wake-ups. Busy cores alone do not cause a delay."""
+        """Add up how late this thread wakes up. Busy cores alone do not delay it."""
         began = time.perf_counter()
         while True:
             await asyncio.sleep(TICK)
@@ -386,8 +389,9 @@ class Monitor:
     async def _end_all(self, rank: int, status: int, delay: float) -> None:
         """On process 0, let `rank` report the job's first error, then end all processes.
 
-        Later errors are ignored. The loss of a process makes others fail, so other errors are
-        reported only after `delay` seconds. A loss noticed during this time takes precedence.
+        Later errors are ignored. When a process is lost, others fail too, so an ordinary error is
+        reported only after `delay` seconds. If a lost process is noticed in the meantime, it takes
+        precedence.
         """
         self._is_failing = True
         await asyncio.sleep(delay)

@@ -51,7 +51,7 @@ class ProcessGroup:
     host_names: tuple[str, ...] = ("localhost",)  # for each process, the name of its host
     machine: Machine | None = None  # None if not in MACHINES
     mpi_library: str | None = None
-    timeout: float = INIT_TIMEOUT  # seconds; limits the wait for other processes at the start
+    timeout: float = INIT_TIMEOUT  # seconds to wait for other processes at startup
     notes: tuple[str, ...] = ()  # log lines about problems that were worked around
     monitor: Monitor = field(default_factory=Monitor, compare=False)
     # Connections, locks and other resources, released at the end of the group's `with` block.
@@ -64,7 +64,7 @@ class ProcessGroup:
         if error is not None and self.size > 1:  # including SystemExit: others still run
             self.monitor.end_job(*report_of(error))
         self.on_close.close()
-        self.monitor.close()  # MPI stays initialised, because it can start only once
+        self.monitor.close()  # leave MPI running; it can be initialised only once
 
     @property
     def is_main(self) -> bool:
@@ -113,7 +113,7 @@ def catch_usage_error(function: Callable[..., T], *arguments: Any) -> tuple[T | 
 def own_host(group: ProcessGroup) -> str:
     """Return a name or address at which all processes can reach this host.
 
-    Call this on process 0, because JAXGPT_COORDINATOR overrides the result.
+    Call this only on process 0: if JAXGPT_COORDINATOR is set, its host is returned instead.
     """
     return "127.0.0.1" if group.local_size == group.size else _outside_name(group.machine)
 

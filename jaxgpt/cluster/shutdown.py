@@ -47,7 +47,7 @@ def abort_mpi(status: int) -> None:
     """If the job has several MPI processes, let the MPI launcher end them, even stopped ones."""
     mpi = sys.modules.get("mpi4py.MPI")
     with_mpi = mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized()
-    if with_mpi and mpi.COMM_WORLD.size > 1:  # else MPI has no others to end
+    if with_mpi and mpi.COMM_WORLD.size > 1:  # otherwise, there is nothing else to end
         time.sleep(SETTLE)  # give the launcher time to forward the output
         _redirect_to_null(STDOUT, STDERR)  # hide MPI_Abort's own message
         faulthandler.dump_traceback_later(ANSWER, exit=True, file=STDERR)  # in case Abort hangs
@@ -64,7 +64,7 @@ def end_with(error: BaseException) -> NoReturn:
 
 
 def flush_stdout() -> None:
-    with contextlib.suppress(BrokenPipeError):  # the reader of stdout is gone
+    with contextlib.suppress(BrokenPipeError):  # the reader of stdout has exited
         sys.stdout.flush()
 
 
@@ -84,7 +84,7 @@ def job_exit_handler() -> Iterator[None]:
     A `UsageError` prints one line and exits with status 2, `PeerLost` prints one line and exits
     with 1, and Ctrl-C exits with 130. Other exceptions print a traceback and exit with 1. Once the
     processes are connected, the `with` block of their `ProcessGroup` does the same for all of them,
-    and prints only the first error. If the reader of stdout is gone, as with `| head`, a single
+    and prints only the first error. If the reader of stdout has exited, as with `| head`, a single
     process exits with 141, as if killed by SIGPIPE.
     """
     _open_closed_streams()
@@ -130,7 +130,7 @@ def _redirect_to_null(*descriptors: int) -> None:
 
 
 def nobody_reads() -> bool:
-    """Return whether stdout is a pipe whose reader is gone."""
+    """Return whether stdout is a pipe whose reader has exited."""
     poll = select.poll()
     poll.register(STDOUT, 0)
     return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))

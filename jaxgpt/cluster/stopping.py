@@ -23,7 +23,7 @@ class TimeLimit(NamedTuple):
 
     seconds: float | None = None  # None for no limit
     line: str = ""  # source of the limit, for the log
-    ends_job: bool = False  # whether the scheduler kills the job then, losing unsaved work
+    ends_job: bool = False  # whether the scheduler then kills the job, losing unsaved work
 
 
 def margin(seconds: float, save: float, step: float) -> float:
@@ -56,11 +56,12 @@ class StopSignal:
             monitor: its thread receives signals at once. Python's own handlers would wait until
                 the main thread has finished compiling.
             limit: time limit of the run on process 0; None on other processes, which log nothing.
-            sync_point: function of a step and whether this process has just been asked to stop. It
-                returns whether all processes stop after the step, or None in a single-process job.
+            sync_point: function that takes a step and whether this process has just been asked to
+                stop. It returns whether all processes stop after the step, or None in a
+                single-process job.
         """
         self.reason: str | None = None
-        # Prints a line, until the log is open and replaces this function.
+        # Prints a line. Once the log is open, it replaces this function.
         self.say = lambda line: print(line, file=sys.stderr, flush=True)
         self._monitor, self._limit, self._sync_point = monitor, limit, sync_point
         self._forwarded, self._interrupted = False, 0.0
@@ -155,10 +156,10 @@ class StopSignal:
 def time_limit(
     setting: float | str | None, passed: float, environ: Mapping[str, str] = os.environ
 ) -> TimeLimit:
-    """Return the time that is left, `passed` seconds after the process started.
+    """Return the time remaining once `passed` seconds have elapsed since the process started.
 
-    `setting` is the value of train.time_limit: a number of minutes, "auto" to use the end of the
-    scheduler's job, or None for no limit.
+    `setting` is the value of train.time_limit: a number of minutes, "auto" to use the end time of
+    the scheduler's job, or None for no limit.
     """
     if setting != "auto":
         seconds = None if setting is None else 60.0 * setting - passed
@@ -183,8 +184,8 @@ def time_limit(
 def pbs_seconds(text: str, now: float) -> float | None:
     """Return the walltime in seconds that a job has left at `now` (Unix time), or None if unknown.
 
-    `text` is the output of `qstat -f`. It gives the start of the job in local time, as `stime` (PBS
-    Professional and OpenPBS) or `start_time` (Torque).
+    `text` is the output of `qstat -f`. It contains the job's start time, in local time, as `stime`
+    (PBS Professional and OpenPBS) or `start_time` (Torque).
     """
     limit = re.search(r"^\s*Resource_List\.walltime = (\d+):(\d\d):(\d\d)\s*$", text, re.MULTILINE)
     start = re.search(r"^\s*(?:stime|start_time) = (.+?)\s*$", text, re.MULTILINE)

@@ -42,7 +42,7 @@ class Supervisor:
             launcher: function that builds the command line that starts the processes.
             command: command that each process runs.
             restarts: maximum number of attempts after the first one.
-            give_up_after: number of attempts in a row without a new checkpoint after which the
+            give_up_after: number of consecutive attempts without a new checkpoint after which the
                 supervisor gives up; 0 means that it never gives up.
         """
         self._layout, self._launcher, self._command = layout, launcher, list(command)

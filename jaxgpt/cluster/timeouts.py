@@ -1,6 +1,6 @@
 """Time limits for failure handling, in seconds. No other file may define them.
 
-The configuration has four more: `init_timeout` limits the start, `train.hang_timeout` each step,
+The configuration has four more: `init_timeout` limits startup, `train.hang_timeout` each step,
 `checkpoint.timeout_minutes` each save, and `train.time_limit` the whole run.
 """
 
@@ -15,13 +15,13 @@ ANSWER = 10.0
 # Delay that lets the cause of a failure be noticed before its consequences. When a process is
 # killed, its connection closes at once, and collectives on other processes fail milliseconds later.
 SETTLE = 0.5
-# Largest delay that is allowed between the first and the last process to reach the rendezvous.
+# Largest allowed delay between the first and the last process to reach the rendezvous.
 START_SKEW = 45.0
 # Time limit for starting, restoring, compiling or saving, even if train.hang_timeout is shorter.
 SLOW_PHASE = 1800.0
 # Time for saving the last checkpoint before a scheduler ends the job. `stopping.margin` adapts it.
 SAVE_MARGIN = 120.0
-# Longest time between two copies of one Ctrl-C, since both terminal and launcher may send it.
+# Longest time between two copies of one Ctrl-C, which the terminal and launcher may both send.
 DEBOUNCE = 2.0
 # Time limit for a scheduler's command to answer, and for a launcher to exit after its processes.
 COMMAND = 20.0

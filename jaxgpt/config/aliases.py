@@ -1,5 +1,5 @@
-"""Tables of other programs' flags. A flag with the same meaning as a key of jaxgpt is accepted as
-an alias. For other flags, the error says what to use instead.
+"""Tables of other programs' flags. A flag with the same meaning as a jaxgpt key is accepted as an
+alias. For other flags, the error says what to use instead.
 
 Sources: nanoGPT's configurator.py, wordplay's Hydra keys, Megatron-LM's arguments.py, DeepSpeed's
 JSON keys, torchtitan's job configs, and MaxText's base.yml.
@@ -151,7 +151,7 @@ KEY_SUGGESTIONS = {
         "use parallel.remat=full, dots or attention"
     ),
     "use_distributed_optimizer": "use parallel.zero_stage=1 with --mesh 1,-1,1",
-    "zero_stage": "use parallel.zero_stage=N --mesh 1,-1,1, which shards over the axis fsdp",
+    "zero_stage": "use parallel.zero_stage=N --mesh 1,-1,1, which shards over the fsdp axis",
     "deepspeed": "use parallel.zero_stage=N with --mesh D,F,T",
     "deepspeed_config": "use parallel.zero_stage=N and train.batch_size=N",
 }

@@ -1,4 +1,4 @@
-"""Argument parser and option types of all commands except jaxgpt.train."""
+"""Argument parser and option types for all commands except jaxgpt.train."""
 
 import argparse
 import sys

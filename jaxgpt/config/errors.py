@@ -12,7 +12,7 @@ MAX_NAME, MAX_PATH = 255, 4000  # bytes; approximately the limits of Linux and m
 class UsageError(ValueError):
     """A mistake that the user can fix; the exit status is 2.
 
-    The message gives the key, the value and the remedy on one line.
+    The message gives the key, the value and the fix on one line.
     """
 
     def __str__(self) -> str:
@@ -46,7 +46,7 @@ def read_json(path: Path, shape: Any) -> Any:
     """Return the JSON value in a file.
 
     Raises `OSError` if the file is not readable, and `ValueError` if its content is not JSON or
-    does not have the given shape, which is described as in `check_shape`.
+    does not have the given shape (see `check_shape`).
     """
     try:
         value = json.loads(path.read_text())

@@ -102,7 +102,7 @@ class MeshShape(dict[str, int]):
         return shards == 1 and self.n_devices == self.split_of("splits_batch")
 
     def __str__(self) -> str:
-        """Return the shape as `--mesh` accepts it."""
+        """Return the shape in the format that `--mesh` accepts."""
         named = {axis: n for axis, n in self.items() if n != 1}
         if named.keys() <= set(SHORT_FORM):
             return ",".join(str(self[axis]) for axis in SHORT_FORM)

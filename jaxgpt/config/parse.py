@@ -1,7 +1,7 @@
 """Parsing of YAML files and command lines into a `Config`, and the text of `--help`.
 
-Both are first converted to a list of words for each key, such as {"model.n_layer": ["3"]}. The
-key's type in the schema then determines how these words are converted to a value.
+Both are first converted to a list of strings for each key, such as {"model.n_layer": ["3"]}. The
+key's type in the schema then determines how these strings are converted to a value.
 """
 
 import ast
@@ -39,7 +39,7 @@ _PATHS = {"config", "out", "train.init_from"}
 _PATHS |= {f"data.{key}" for key in ("dataset", "path", "file_list", "tokenizer")}
 _KINDS = {int: "a whole number", float: "a finite number", bool: "True or False", str: "text"}
 
-Words = Mapping[str, Sequence[str]]  # the words of each `section.key`
+Words = Mapping[str, Sequence[str]]  # the strings for each `section.key`
 # (train.init_from, out) -> model options by name
 ModelOf = Callable[[str, str | None], Mapping[str, Any]]
 # Run directory -> settings in its newest checkpoint, or None
@@ -76,10 +76,10 @@ def parse_args(
 
     Args:
         argv: The command-line arguments. They override the settings of the preset or file in
-            `--config`. Its default is the config.yaml in `--out` if that exists, and the preset
-            `tiny` otherwise.
+            `--config`. The default for `--config` is the config.yaml in `--out` if that exists, and
+            the `tiny` preset otherwise.
         prog: The name of the command in the text of `--help`.
-        initial_model: Returns the options of the model in `train.init_from`. They take precedence
+        initial_model: Returns the model options found in `train.init_from`. They take precedence
             over the defaults, but not over the settings of `--config` or the command line.
         saved_settings: Returns the settings in the newest checkpoint of a run directory, or None.
             It is called if the directory has no readable config.yaml.
@@ -135,7 +135,7 @@ def override_data(config: Config, argv: Sequence[str]) -> Config:
 
 
 def config_from_dict(values: Mapping[str, Any], origin: str) -> Config:
-    """Return the configuration in the output of `Config.to_dict`, without validating it.
+    """Rebuild a configuration from the output of `Config.to_dict`, without validating it.
 
     Raises `UsageError` if a key is unknown or a value is malformed. For an unknown key, the message
     begins with `origin`, for example the name of a file.
@@ -144,7 +144,7 @@ def config_from_dict(values: Mapping[str, Any], origin: str) -> Config:
 
 
 def config_from_file(path: Path) -> Config:
-    """Return the configuration in the config.yaml of a run, without validating it.
+    """Return the configuration from a run's config.yaml, without validating it.
 
     Raises `UsageError` if the file is unreadable, a key is unknown, or a value is malformed.
     """
@@ -153,7 +153,7 @@ def config_from_file(path: Path) -> Config:
 
 @functools.cache
 def settings() -> dict[str, Any]:
-    """Return the type of every setting, by `section.key`."""
+    """Return the type of every setting, keyed by `section.key`."""
     out = {}
     for name, kind in typing.get_type_hints(Config, include_extras=True).items():
         if dataclasses.is_dataclass(kind):
@@ -191,7 +191,7 @@ def _presets() -> dict[str, Path]:
 
 
 def _initial_model(model_of: ModelOf, words: Words) -> Words:
-    """Return the options of the model in train.init_from as words; empty if that is not set."""
+    """Return the model options from train.init_from as strings, or {} if it is not set."""
     config = _build({key: words[key] for key in ("train.init_from", "out") if key in words})
     if config.train.init_from is None:
         return {}
@@ -234,7 +234,7 @@ def _read_yaml(path: Path) -> Mapping[str, Any]:
 
 
 def _flatten(values: Mapping[str, Any], origin: str, prefix: str = "") -> dict[str, list[str]]:
-    """Return the words of each `section.key` in a nested mapping; `origin` appears in errors."""
+    """Return the strings for each `section.key` in a nested mapping; `origin` is used in errors."""
     out = {}
     for name, value in values.items():
         if isinstance(value, Mapping) and not prefix:
@@ -252,13 +252,13 @@ def _flatten(values: Mapping[str, Any], origin: str, prefix: str = "") -> dict[s
 
 
 def _without(values: Words, keys: set[str], given: Words) -> Words:
-    """Return `values` without `keys`, and without its data sources if `given` has one."""
+    """Drop `keys` from `values`, plus all data sources if `given` sets one."""
     keys = keys | (_DATA_KEYS if _DATA_KEYS & given.keys() else set())
     return {key: words for key, words in values.items() if key not in keys}
 
 
 def _split_arguments(argv: Sequence[str]) -> dict[str, list[str]]:
-    """Return the words of each `section.key` in a command line."""
+    """Return the strings for each `section.key` in a command line."""
     out: dict[str, list[str]] = {}
     words = list(argv)
     while words:
@@ -332,7 +332,7 @@ def _takes_many(kind: Any) -> bool:
 
 
 def _convert(kind: Any, words: Sequence[str]) -> Any:
-    """Return words converted to a type. Raises `ValueError` or `KeyError` if they do not fit."""
+    """Convert strings to the given type. Raises `ValueError` or `KeyError` if they do not fit."""
     arguments = typing.get_args(kind)
     if _takes_many(kind):
         if arguments[0] is not str:  # strings may contain spaces
@@ -374,7 +374,7 @@ def _describe(kind: Any) -> str:
 
 
 def _named_values(arguments: Sequence[Any]) -> dict[str, Any]:
-    """Return the literals and None of a union, by the word that a user types for them."""
+    """Return the literals and None in a union, keyed by the string that a user types for them."""
     literals = {str(w): w for kind in arguments[1:-1] for w in typing.get_args(kind)}
     return literals | {"None": None}
 

@@ -13,7 +13,7 @@ import yaml
 
 
 class Bounds(NamedTuple):
-    """Bounds of a number: a description, and a function that checks whether a value is in them."""
+    """Bounds of a number: a description, and a function that checks whether a value fits."""
 
     text: str
     contain: Callable[[Any], bool]
@@ -219,8 +219,8 @@ class DataConfig:
     end_of_text: CountOrZero | None = None
     """ID of the end-of-text token, for data.document_mask. None uses the ID from the tokenizer."""
     accept_changes: bool = False
-    """Resume from a checkpoint even if the data has changed. This applies to the current start
-    only."""
+    """Resume from a checkpoint even if the data has changed. This applies only to the current
+    launch."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -246,7 +246,7 @@ class TrainConfig:
     """Compute dtype. Parameters, optimizer state, softmax and loss are always float32. Logits are
     rounded to the compute dtype before the loss."""
     deterministic: bool = False
-    """Make runs bitwise reproducible even with cuDNN attention. Steps of the preset gpt2 then take
+    """Make runs bitwise reproducible even with cuDNN attention. Steps of the gpt2 preset then take
     1.34 times as long (H200, November 2026)."""
     seed: CountOrZero = 1337
     """Seed for the initial parameters, the data order and dropout."""
@@ -269,8 +269,8 @@ class TrainConfig:
     """Also evaluate and generate a sample before the first step."""
     init_from: str | None = None
     """Weights to start a run from: a run directory, the --out of jaxgpt.convert, or hf:FOLDER, a
-    model folder of Hugging Face transformers. The model options are read from there, too. A
-    resumed run ignores this setting."""
+    Hugging Face transformers model folder. The model options are read from there, too. A resumed
+    run ignores this setting."""
     trackers: tuple[str, ...] = ("tensorboard",)
     """Trackers that mirror metrics.jsonl, which is always written. `train.trackers=` disables all
     trackers."""
@@ -335,7 +335,7 @@ class CheckpointConfig:
     background."""
     resume: bool = True
     """Resume from the newest checkpoint in --out. False refuses to start if there is one; it
-    applies to the current start only."""
+    applies only to the current launch."""
     on_damage: Literal["quarantine", "refuse"] = "quarantine"
     """What to do with a damaged checkpoint: rename it to STEP.damaged and continue from the
     checkpoint before it (quarantine), or stop (refuse)."""
@@ -347,7 +347,7 @@ class SpikeConfig:
 
     action: Literal["off", "log", "skip_update", "rewind"] = "log"
     """What to do after a spike: record it (log), discard its update (skip_update), or, for a spike
-    of the loss, go back to a checkpoint and skip the batches around the spike (rewind; arXiv
+    in the loss, go back to a checkpoint and skip the batches around the spike (rewind; arXiv
     2204.02311, section 5.1). Unless this is off, updates with a non-finite loss or gradient are
     discarded, too."""
     window: Window = 128
@@ -399,7 +399,7 @@ class Config:
     """Run directory. None uses runs/<config>-<time>. If the directory contains a run, that run is
     resumed."""
     compile_cache: str = "~/.cache/jaxgpt/compiled"
-    """Folder in which compiled programs are cached for later starts; off disables the cache."""
+    """Folder in which compiled programs are cached for later runs; off disables the cache."""
     init_timeout: InitTimeout = 300
     """Seconds to wait at startup until all processes of the job have connected."""
     train_range_to_skip: tuple[int, ...] = ()

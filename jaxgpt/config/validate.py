@@ -22,7 +22,7 @@ def validate(config: Config) -> None:
     _require(
         tokens < 2**31,
         f"train.batch_size={train.batch_size}: makes {tokens:,} tokens per step with "
-        f"model.block_size={config.model.block_size}; a step must have less than 2^31 tokens",
+        f"model.block_size={config.model.block_size}; a step must have fewer than 2^31 tokens",
     )
     _check_model(config.model)
     _require(
@@ -200,7 +200,7 @@ def is_changed(section: Any, key: str) -> bool:
 
 
 def parse_mesh(text: str, n_devices: int | None = None) -> MeshShape:
-    """Return the mesh shape that `text`, the value of parallel.mesh, describes.
+    """Parse `text`, the value of parallel.mesh, into a mesh shape.
 
     `n_devices` is the number of devices in the job. If it is None, a size of -1 is not replaced,
     and a later call must check it. Raises `UsageError` if the text is malformed or does not fit the
@@ -257,8 +257,8 @@ def check_batch(config: Config, shape: MeshShape) -> None:
         )
 
 
-# Key -> allowed value -> the keys in the same section that this value uses. Only keys that some of
-# the values do not use are listed.
+# Key -> allowed value -> the keys in the same section that this value uses. Keys that every value
+# uses are omitted.
 Choices = Mapping[str, Mapping[str, Sequence[str]]]
 _SCHEDULES = {
     "cosine": ("min_lr", "lr_decay_iters"),
@@ -270,7 +270,7 @@ _SCHEDULES = {
 def check_choices(config: Config, given: Mapping[str, Sequence[str]], choices: Choices) -> None:
     """Raise `UsageError` if a choice is unknown, or if a setting in `given` has no effect.
 
-    `given` holds the words for each key on the command line.
+    `given` holds the strings for each key on the command line.
     """
     if "data.end_of_text" in given and not config.data.document_mask:
         raise UsageError(

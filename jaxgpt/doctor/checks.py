@@ -17,7 +17,7 @@ from jaxgpt.perf.units import GIB, count, format_bytes
 MEMORY_PER_PROCESS = GIB  # JAX, Orbax and a small model use about half of it
 SHARED_MEMORY_PER_PROCESS = 2**24  # bytes, for MPI and NCCL buffers
 CLOCK_ROUNDS = 5
-CLOCK_TOLERANCE = 1.0  # seconds; much more than the time between processes leaving a barrier
+CLOCK_TOLERANCE = 1.0  # seconds; much more than the skew of processes leaving a barrier
 
 Job = Sequence[SimpleNamespace]  # by rank: the result of `collect_facts`
 

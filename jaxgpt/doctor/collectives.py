@@ -36,7 +36,7 @@ ALL = None  # marks the sum over all devices, in place of one source device
 
 @dataclass(frozen=True)
 class CollectiveTest:
-    """A collective, and the result that it should have."""
+    """A collective and its expected result."""
 
     name: str
     meaning: str  # explanation for newcomers
@@ -129,9 +129,9 @@ def measure_axis(
     """Check and time all collectives over one axis.
 
     Every collective runs with the smallest array. Larger arrays follow until `allowed` seconds have
-    passed. A collective is not repeated after an error or a call slower than `MAX_SECONDS`.
-    `set_activity` is called with a description of each measurement before it begins. Every process
-    must call this function.
+    passed. After an error, or a call slower than `MAX_SECONDS`, a collective is not run with larger
+    arrays. `set_activity` is called with a description of each measurement before it begins. Every
+    process must call this function.
     """
     out: list[Measurement] = []
     n, deadline, left = mesh.shape[axis], time.monotonic() + allowed, list(COLLECTIVE_TESTS)

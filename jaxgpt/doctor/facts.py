@@ -20,7 +20,7 @@ PACKAGES = (
 )  # fmt: skip
 # MPI and NCCL keep their buffers in /dev/shm (on macOS, in temporary files).
 SHARED_MEMORY = "/dev/shm" if os.path.isdir("/dev/shm") else tempfile.gettempdir()
-# Maps a cgroup controller ("" in version 2) to its root directory and its file with the limit.
+# Maps a cgroup controller ("" in version 2) to its root directory and the file with the limit.
 MEMORY_LIMITS = {
     "": (Path("/sys/fs/cgroup"), "memory.max"),
     "memory": (Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes"),
@@ -74,7 +74,7 @@ def collect_facts(cluster: ProcessGroup, coordinator: str | None) -> dict[str, A
 
 
 def device_names(numbers: Sequence[int], visible: str) -> list[str]:
-    """Return names for this process's devices, given by `numbers`, that are unique on the host.
+    """Return a name for each of this process's devices, `numbers`, that is unique on the host.
 
     Device numbers alone are not unique. `visible`, the value of an environment variable such as
     CUDA_VISIBLE_DEVICES, may select the devices that a process sees, and a cgroup may restrict the

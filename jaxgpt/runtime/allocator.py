@@ -16,7 +16,7 @@ KEPT_BYTES = 2**29
 MALLOC_OPTIONS = ((-8, 1), (-3, KEPT_BYTES), (-1, KEPT_BYTES), (-2, 2**31 - 2**21))
 MADV_HUGEPAGE = 14  # for madvise: back the heap with 2 MiB pages
 
-USABLE = 0.9  # share of GPU memory; the rest is left to the driver, NCCL and fragmentation
+USABLE = 0.9  # share of GPU memory; the rest is left for the driver, NCCL and fragmentation
 # Variables that set XLA's share of GPU memory: the current name and the old one.
 MEMORY_VARIABLES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 
@@ -47,7 +47,7 @@ def keep_freed_memory() -> list[str]:
 
 
 def reserve_gpu_memory() -> list[str]:
-    """Let XLA reserve the share `USABLE` of GPU memory unless the user has set a share.
+    """Let XLA reserve the fraction `USABLE` of GPU memory unless the user has set one.
 
     Returns log lines. Call this before JAX starts.
     """

@@ -174,7 +174,7 @@ def preemption_sync_point(step: int, requested: bool) -> bool | None:
 
 
 def pin_settings() -> list[str]:
-    """Apply the settings in `PINNED`; return a warning for each one that had another value."""
+    """Apply the settings in `PINNED`; return a warning for each one that had a different value."""
     import jax
 
     notes = []
@@ -202,7 +202,7 @@ def describe(facts: dict[str, Any]) -> list[str]:
 
 
 def _outward_address(cluster: ProcessGroup, coordinator: str) -> str:
-    """Return an address of this host that other hosts can reach; loopback if there are none."""
+    """Return this host's address as other hosts can reach it, or loopback on a single host."""
     # On the coordinator's own host, the coordinator's name may resolve to loopback. In this case,
     # use the address on the route to another host.
     everyone = cluster.allgather(address_towards(coordinator))

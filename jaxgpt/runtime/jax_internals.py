@@ -1,8 +1,8 @@
 """Uses of JAX's private APIs. No other file may use them.
 
-Each function states why it needs the private name, and its fallback for a version of JAX that no
-longer has the name. For such a version, tests/runtime/test_jax_internals.py fails and names the
-function.
+Each function documents why it needs the private name, and what it falls back to if a version of JAX
+no longer has that name. With such a version, tests/runtime/test_jax_internals.py fails and names
+the function.
 """
 
 import functools
@@ -30,8 +30,8 @@ def use_one_cache_key() -> bool:
     """Use the same compile-cache key for a program on all processes of a CPU job.
 
     Reason: JAX's key includes the topology, which differs between the processes of a CPU job, so
-    only process 0 would find the entries that it wrote. This function makes JAX use the kinds of
-    the devices instead, as JAX itself does if it cannot describe a topology. Fallback: return False
+    only process 0 would find the entries that it wrote. This function makes JAX use the device
+    kinds instead, as JAX itself does if it cannot describe a topology. Fallback: return False
     and compile without a cache.
     """
     try:

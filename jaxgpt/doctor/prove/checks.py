@@ -95,7 +95,7 @@ def speed(
 
 
 def nanogpt(commands: Commands) -> Iterator[Row]:
-    """Compare speed with nanoGPT in alternating runs, with the same initial weights and batches."""
+    """Compare speed with nanoGPT's in alternating runs, using the same initial weights and data."""
     script, clone = ROOT / "tests/peers/nanogpt.py", commands.nanogpt
     if not script.exists():
         raise Missing("the comparison scripts; run from a clone of jaxgpt")
@@ -176,7 +176,7 @@ def profile(commands: Commands) -> Iterator[Row]:
 
 
 def shakespeare(commands: Commands) -> Iterator[Row]:
-    """Train a small Shakespeare preset, to the end on a GPU or for 250 steps on a CPU."""
+    """Train a small Shakespeare model: to the end on a GPU, or for 250 steps on a CPU."""
     if not (dataset_directory(DataConfig(dataset="shakespeare_char")) / "train.bin").exists():
         raise Missing("Tiny Shakespeare; run python -m jaxgpt.prepare shakespeare_char")
     gpu = ("--config", "shakespeare_char", "train.dtype=bfloat16")

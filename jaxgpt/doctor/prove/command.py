@@ -81,7 +81,7 @@ def run_check(function: Callable[..., Any], commands: Commands) -> dict[str, Any
     """Run a check in an empty folder; return its status, reason, seconds and rows.
 
     The status is done, missing (data or tools), cut off (by the time limit) or failed. The reason
-    is empty if it is done.
+    is empty if the status is done.
     """
     began, rows = time.monotonic(), []
     status, reason = "done", ""
