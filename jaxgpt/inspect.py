@@ -3,14 +3,14 @@
 Prints the text of each row with its file and offset, and its document if the data has an index.
 Without `--worst`, this needs only the data, and is as fast for step 10^9 as for step 1. Instead of
 `--run`, you can pass `--config NAME` and the same settings as for jaxgpt.train. Settings after
-`--run`, such as data.path=DIR, override the settings of the run.
+`--run`, such as data.path=DIR, override the run's settings.
 
 If the data has a loss mask, `targets` is the number of targets in a row that count toward the loss,
 and their text is printed between [[ and ]].
 
 `sequence` is the index of a row in the order of all samples, from 0. A run never repeats or skips a
 sequence, even if train.batch_size changes. For steps up to the newest checkpoint, the command uses
-the batch size with which the run trained; for later steps, it uses train.batch_size.
+the batch size that the run trained with; for later steps, it uses train.batch_size.
 """
 
 import contextlib
@@ -116,7 +116,7 @@ def look_up(
 
 
 def chosen_rows(given: str | None, batch_size: int) -> range:
-    """Return the rows that `--rows` selects, or all for None; raise `UsageError` if invalid."""
+    """Return the rows that `--rows` selects, all by default; raise `UsageError` if invalid."""
     first, colon, end = (given or ":").partition(":")
     with contextlib.suppress(ValueError):  # not numbers: raise the error below
         start = int(first or 0) if colon else int(first)
@@ -143,7 +143,7 @@ def origin(dataset: Dataset, rows: Loader, step: int, row: int) -> dict[str, Any
 
 
 def differences(config: Config, dataset: Dataset, run: Path | None, step: int) -> list[str]:
-    """Return one note for each reason that a run may not have trained on these rows."""
+    """Return one note for each reason why a run may not have trained on these rows."""
     notes = []
     if step in SkipRanges([*skip_ranges(config), *(skipped_by_rewinds(run) if run else ())]):
         notes.append(f"step {step} is skipped, so the run does not train on its rows")

@@ -1,10 +1,10 @@
 """Repeat steps of a run and compare them: `python -m jaxgpt.replay --run DIR --step S [S ...]`.
 
 For each S, this restores the newest checkpoint before step S, trains up to S again, and compares
-the loss and the gradient norm of each logged step with metrics.jsonl. With the mesh, processes,
-devices and JAX version of the run, they must be bitwise equal; otherwise, they may differ by
-rounding errors. The output has one line for each S, with the first difference, if any. If anything
-differs, the exit status is 1. Nothing is written to the run directory.
+the loss and the gradient norm of each logged step with metrics.jsonl. With the same mesh,
+processes, devices and JAX version as in the run, they must be bitwise equal; otherwise, they may
+differ by rounding errors. The output has one line for each S, with the first difference, if any. If
+anything differs, the exit status is 1. Nothing is written to the run directory.
 """
 
 import argparse
@@ -132,7 +132,7 @@ def find_stretches(run: Path, steps: Sequence[int]) -> dict[str, Any]:
     """Return the inputs of `replay` from a run directory, as a dict that can be saved as JSON.
 
     - `stretches`: a `Stretch` for each step, sorted by step.
-    - `records`: the metrics in `COMPARED` of each logged step, by the step as a string.
+    - `records`: the metrics in `COMPARED` of each logged step, keyed by the step as a string.
     - `batch_sizes`: `BatchSizes.changes` of the run.
     - `fingerprints`: the fingerprints of the data.
 
@@ -167,7 +167,7 @@ def find_stretches(run: Path, steps: Sequence[int]) -> dict[str, Any]:
         parts = _parts(saved, sizes, before, step)
         if before == 0 and parts[-1][1]["train"]["init_from"] is not None:
             raise UsageError(
-                f"--step {step}: no checkpoint before it is left, and the run did not start from "
+                f"--step {step}: no earlier checkpoint is left, and the run did not start from "
                 "random weights; choose a later step"
             )
         stretches.append(Stretch(before, step, _conditions(starts, before, step), parts))
@@ -212,13 +212,13 @@ def _parts(
 def _conditions(starts: Sequence[dict[str, Any]], before: int, last: int) -> list[list[Any]]:
     """Return the distinct `Conditions` of the steps from `before` + 1 to `last`, in order.
 
-    `starts` are the run's records of kind start, oldest first. Raises `UsageError` if they do not
-    cover these steps.
+    `starts` are the run's `start` records, oldest first. Raises `UsageError` if they do not cover
+    these steps.
     """
     by_step = {}
     if not starts or starts[0]["step"] > before:
         raise UsageError(
-            f"--step {last}: {METRICS} does not have the mesh and the devices of the steps after "
+            f"--step {last}: {METRICS} does not record the mesh and devices of the steps after "
             f"{before}; choose a later step"
         )
     for step in range(before + 1, last + 1):
@@ -288,7 +288,7 @@ class Repeater:
         """Return the state after `step`, from its checkpoint; for step 0, the initial state.
 
         All processes call this together. Raises `DamagedCheckpoint` if the checkpoint is damaged,
-        and `UsageError` if it cannot be read now.
+        and `UsageError` if it is temporarily unreadable.
         """
         from jaxgpt.train.state import restore_state
 
@@ -304,7 +304,8 @@ def compare(
     """Return the metrics in `found` that differ from `records`, in the order of `found`.
 
     Steps without a record are not compared. If `exact`, the metrics must be bitwise equal.
-    Otherwise, they may differ by the tolerances in `COMPARED`. Non-finite metrics count as None.
+    Otherwise, they may differ by the tolerances in `COMPARED`. Non-finite metrics are treated as
+    None.
     """
     out = []
     for step, scalars in found.items():

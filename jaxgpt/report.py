@@ -28,7 +28,7 @@ SHAPE = {  # of startup.json
     "job_start_to_first_step": float | None, "total": SPREAD, "phases": {str: SPREAD},
     "slowest_phase": str,
 }  # fmt: skip
-LOG_WIDTH = 200  # columns of a table outside a terminal, so that long rows are not folded
+LOG_WIDTH = 200  # table width if the output is not a terminal, so that long rows are not wrapped
 
 
 def parser() -> CommandParser:

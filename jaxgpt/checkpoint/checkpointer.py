@@ -39,8 +39,8 @@ from jaxgpt.tracking.records import CheckpointFailedRecord, CheckpointRecord, Re
 Tree = dict[str, Any]  # nested dicts of arrays, or of `jax.ShapeDtypeStruct`s
 
 TIMED_OUT = "not complete within checkpoint.timeout_minutes"
-# Phrases in errors about a full disk. File systems do not subtract a user's quota from the free
-# space that they report, so an exhausted quota shows up only in these errors.
+# Phrases in error messages that indicate a full disk. File systems do not subtract a user's quota
+# from the free space that they report, so an exhausted quota shows up only in these errors.
 NO_ROOM_WORDS = ("are free there", *map(os.strerror, NO_ROOM))
 DATA_FILE_BYTES = 2**28  # Orbax writes several such files in parallel; its default is 2 GiB
 CONTINUE = (
@@ -95,11 +95,11 @@ class Checkpoints:
         self._orbax: Any = None  # opened by the first save, because importing Orbax takes a second
         # On process 0, one thread removes old checkpoints and copies local ones.
         self._background: ThreadPoolExecutor | None = None
-        self._last_save = time.monotonic()  # before the first save, the time of this start
+        self._last_save = time.monotonic()  # before the first save, the time when the run started
         self.log: Callable[[Record], None] = lambda record: None
 
     def open(self, tree: Tree) -> None:
-        """Prepare for saving: remove the remains of interrupted saves.
+        """Prepare for saving: remove the leftovers of interrupted saves.
 
         `tree` has the arrays to save, or their shapes. All processes call this together. Raises
         `UsageError` on all of them if a checkpoint does not fit on the disk, or if checkpoint.local
@@ -172,24 +172,24 @@ class Checkpoints:
                     self._start_copy(save)
 
     def restore(self, step: int, shapes: Tree) -> tuple[Tree, dict[str, Any]]:
-        """Return the arrays of `step`, bitwise as they were saved, and its JSON.
+        """Return the arrays of `step`, bitwise equal to those that were saved, and its JSON.
 
-        Wait for saves in progress first. All processes call this together.
+        This waits for saves in progress first. All processes call this together.
 
         Args:
             shapes: `jax.ShapeDtypeStruct`s with the shardings to restore onto.
 
         Raises:
             DamagedCheckpoint: on every process, if any process finds damage.
-            UsageError: on every process, if a file cannot be read now, or if a save in progress
-                fails and the run cannot continue without it.
+            UsageError: on every process, if a file is temporarily unreadable, or if a save in
+                progress fails and the run cannot continue without it.
         """
         self._settle_all()
         remedy = "remove it to continue from an older checkpoint, if there is one"
         return _read(self._directory, step, shapes, remedy, self._cluster.run_on_all)
 
     def remove_local_after(self, step: int) -> None:
-        """On process 0, remove the local checkpoints after `step`, which a restart abandoned."""
+        """On process 0, remove local checkpoints after `step` that a restart abandoned."""
         if self._local is not None:
             for later in list_checkpoints(self._local.directory):
                 if later > step:
@@ -367,7 +367,7 @@ class Checkpoints:
 
 
 def _remedy(problem: str) -> str:
-    """Return what the user can do after a checkpoint could not be written."""
+    """Return what the user can do if a checkpoint cannot be written."""
     room = "make room, and " if any(words in problem for words in NO_ROOM_WORDS) else ""
     return f"{room}{CONTINUE}"
 
@@ -381,7 +381,7 @@ def _first_cause(errors: list[str]) -> str:
     """Return the cause of a failed save, given each process's error ("" for no error).
 
     Processes that waited at Orbax's barriers for the failed process report a timeout, which is only
-    a consequence.
+    a consequence of that failure.
     """
     found = [(rank, error) for rank, error in enumerate(errors) if error]
     causes = [pair for pair in found if not pair[1].startswith(TIMED_OUT)] or found
@@ -408,7 +408,7 @@ def restore_params(
 
     Raises:
         DamagedCheckpoint: on every process, if any process finds damage.
-        UsageError: on every process, if a file cannot be read now.
+        UsageError: on every process, if a file is temporarily unreadable.
     """
     wanted, remedy = {"params": shapes}, "choose another step"
     return _read(directory, step, wanted, remedy, run_on_all, partial_restore=True)[0]["params"]
@@ -424,7 +424,8 @@ def _read(
 ) -> tuple[Tree, dict[str, Any]]:
     """Return the arrays of a checkpoint, verified against their checksums, and its JSON.
 
-    Raises `DamagedCheckpoint` if it is damaged, and `UsageError` if a file cannot be read now.
+    Raises `DamagedCheckpoint` if it is damaged, and `UsageError` if a file is temporarily
+    unreadable.
     """
     folder = (directory / "checkpoints" / str(step)).absolute()
     run_on_all = run_on_all or (lambda function: function())
@@ -460,10 +461,10 @@ def _read(
 def _read_arrays(folder: Path, shapes: Tree, partial_restore: bool) -> Tree:
     """Return this process's shards of the arrays.
 
-    Raises `DamagedCheckpoint` if an array is missing or unreadable, `UsageError` if a file cannot
-    be read now, and `RuntimeError` for errors of JAX, such as insufficient memory. This function
-    calls Orbax's handler directly, because the handler does not wait for other processes. A process
-    that fails can therefore report its error to the others.
+    Raises `DamagedCheckpoint` if an array is missing or unreadable, `UsageError` if a file is
+    temporarily unreadable, and `RuntimeError` for JAX errors, such as running out of memory. This
+    function calls Orbax's handler directly, because the handler does not wait for other processes.
+    A process that fails can therefore report its error to the others.
     """
     import orbax.checkpoint as ocp
 
@@ -490,7 +491,7 @@ def _read_arrays(folder: Path, shapes: Tree, partial_restore: bool) -> Tree:
 
 @functools.cache
 def silence_orbax() -> None:
-    """Silence Orbax, which logs every save and every error, although it also raises the errors.
+    """Silence Orbax, which logs every save and every error, even though it also raises the errors.
 
     When one array fails, Orbax closes the event loop that the other arrays still use, and leaves
     coroutines that are never awaited. No caller receives their errors, and only

@@ -108,7 +108,7 @@ def _shard_checksum(shard: jax.Array, shape: tuple[int, ...], spec: PartitionSpe
 
     A shard in host memory is copied to the device chunk by chunk.
     """
-    along = [jnp.zeros(1, jnp.uint32)]  # for each axis: what an index adds to the position
+    along = [jnp.zeros(1, jnp.uint32)]  # for each axis, how much an index adds to the position
     for axis, size in enumerate(shard.shape):
         split = spec[axis] if axis < len(spec) else None
         first = lax.axis_index(split) * size if split else 0

@@ -1,4 +1,4 @@
-"""Local checkpoints, which are saved to a fast folder and then copied to the run directory."""
+"""Local checkpoints, which are saved to fast storage and then copied to the run directory."""
 
 import contextlib
 import hashlib
@@ -53,7 +53,7 @@ class LocalFolder:
             except OSError as error:
                 raise UsageError(
                     f"checkpoint.local={self._folder}: cannot be written ({in_words(error)}); give "
-                    "a writable folder, or leave the setting out"
+                    "a writable folder, or remove the setting"
                 ) from None
             remove_temporary(checkpoints)
 
@@ -73,7 +73,7 @@ class LocalFolder:
             probe.unlink()
 
     def recover(self, log_interval: int) -> list[str]:
-        """On process 0, copy the checkpoints whose copy was interrupted; return log lines.
+        """On process 0, complete any interrupted copies of checkpoints; return log lines.
 
         If metrics.jsonl in the run directory ends `log_interval` or more steps before a checkpoint,
         the run has since continued without this folder. The checkpoint is then stale and is renamed
@@ -93,7 +93,7 @@ class LocalFolder:
                     notes.append(f"checkpoint {step}: copied from checkpoint.local={self._folder}")
                 else:
                     stale = path.with_name(f"{step}.stale")
-                    shutil.rmtree(stale, ignore_errors=True)  # left by an earlier start
+                    shutil.rmtree(stale, ignore_errors=True)  # left from an earlier recovery
                     path.rename(stale)
                     notes.append(
                         f"warning: checkpoint {step} is not used, because {METRICS} ends at step "
@@ -129,7 +129,7 @@ class LocalFolder:
 
     def remove(self, step: int) -> None:
         """Remove the local copy of a checkpoint."""
-        with contextlib.suppress(OSError):  # harmless: `recover` removes it at the next start
+        with contextlib.suppress(OSError):  # harmless: `recover` removes it next time
             shutil.rmtree(self._path(step))
 
     def _path(self, step: int) -> Path:

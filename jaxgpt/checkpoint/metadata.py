@@ -46,7 +46,7 @@ def read_meta(directory: Path, step: int) -> dict[str, Any]:
     """Return the JSON that was saved with the arrays of `step` in a run directory.
 
     Raises `DamagedCheckpoint` if the JSON is missing, invalid or does not match its hash. Raises
-    `UsageError` if it cannot be read now, or belongs to another step.
+    `UsageError` if it is temporarily unreadable, or belongs to another step.
     """
     checkpoint = directory / "checkpoints" / str(step)
     path = checkpoint / "meta" / "metadata"
@@ -101,7 +101,7 @@ def newest_undamaged(
     Raises:
         DamagedCheckpoint: all checkpoints are damaged, or the newest one is and
             checkpoint.on_damage=refuse.
-        UsageError: the JSON of a checkpoint cannot be read now.
+        UsageError: the JSON of a checkpoint is temporarily unreadable.
     """
     damaged: dict[int, DamagedCheckpoint] = {}
     steps = list_checkpoints(directory)
@@ -122,7 +122,7 @@ def newest_undamaged(
 def valid_checkpoints(directory: Path) -> dict[int, dict[str, Any]]:
     """Return the JSON of each undamaged checkpoint in a run directory, by step.
 
-    Raises `UsageError` if the JSON of a checkpoint cannot be read now.
+    Raises `UsageError` if the JSON of a checkpoint is temporarily unreadable.
     """
     found = {}
     for step in list_checkpoints(directory):
@@ -167,13 +167,13 @@ def newest_checkpoint(directory: Path, key: str) -> tuple[int, dict[str, Any]]:
     steps = list_checkpoints(directory)
     if not steps:
         raise UsageError(
-            f"{key}: has no checkpoint; give a run directory, or an --out of jaxgpt.convert"
+            f"{key}: has no checkpoint; give a run directory, or a folder from jaxgpt.convert"
         )
     return steps[-1], read_meta(directory, steps[-1])
 
 
 def remove_temporary(checkpoints: Path) -> None:
-    """Remove the remains of interrupted saves and removals from a folder of checkpoints."""
+    """Remove the leftovers of interrupted saves and removals from a folder of checkpoints."""
     for scratch in checkpoints.glob(f"*{TEMPORARY_SUFFIX}"):
         shutil.rmtree(scratch, ignore_errors=True)  # leftovers only waste space
 
@@ -188,7 +188,7 @@ def _hash(meta: Mapping[str, Any]) -> str:
 
 
 def describe_error(error: BaseException) -> str:
-    """Return a short description of an error, which is the text of its errno if it has one."""
+    """Return a short description of an error: the message for its errno, if it has one."""
     if number := os_error(error):
         return os.strerror(number)
     return (" ".join(str(error).split()) or type(error).__name__)[:200]

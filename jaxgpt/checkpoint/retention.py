@@ -32,7 +32,7 @@ def kept_steps(
 
 
 def steps_to_remove(directory: Path, config: Config, saved: Sequence[int]) -> Collection[int]:
-    """Return the steps in `saved` whose checkpoints are to be removed from a run directory.
+    """Return the steps in `saved` whose checkpoints should be removed from a run directory.
 
     Validation losses are read from metrics.jsonl, so that they are also known after a restart.
     """

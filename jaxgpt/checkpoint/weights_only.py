@@ -1,7 +1,7 @@
-"""Checkpoints of parameters only, written and read in parts, so that they need not fit in memory.
+"""Parameter-only checkpoints, written and read in parts so that they need not fit in memory.
 
 `checkpointer.restore_params` restores them onto any mesh. Orbax can only write arrays that are in
-memory, so it only writes the tree of names, and TensorStore then writes each array.
+memory, so it is used only for the tree of names; the arrays are then written with TensorStore.
 """
 
 import json

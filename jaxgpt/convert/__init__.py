@@ -1,4 +1,4 @@
-"""Conversion of weights from and to other programs. This module is imported before JAX starts."""
+"""Conversion to and from other programs' formats. This module is imported before JAX starts."""
 
 import glob
 import os
@@ -15,7 +15,7 @@ TRANSFORMERS = "hf:"  # prefix that marks a transformers folder instead of a run
 
 
 def transformers_folder(given: str, key: str = "") -> Path:
-    """Return FOLDER of `hf:FOLDER` as a path, with ~ expanded.
+    """Return the FOLDER in `hf:FOLDER` as a path, with ~ expanded.
 
     Raises `UsageError`, with a message that begins with `key`, if no file can have this name.
     """

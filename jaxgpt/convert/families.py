@@ -134,7 +134,7 @@ def _llama(
 def _decoder(
     keys: _Keys, head_dim: int | None, layer_types: Sequence[str] | None
 ) -> dict[str, Any]:
-    """Return the options that all decoders other than GPT-2 share: sizes and layer pattern."""
+    """Return the options that all decoders except GPT-2 share: sizes and layer pattern."""
     keys.only("num_experts", 0)
     keys.only("num_local_experts", 0)
     heads, width = keys.count("num_attention_heads"), keys.count("hidden_size")
@@ -199,7 +199,7 @@ def _rope_parameters(keys: _Keys) -> tuple[dict[str, Any], dict[str, Any]]:
 def _rope(
     keys: _Keys, new: Mapping[str, Any], old: Mapping[str, Any], default: float = 10000.0
 ) -> dict[str, Any]:
-    """Return the options of rotary positions; the base is `default` unless config.json sets it."""
+    """Return the rotary embedding options; the base is `default` unless config.json sets it."""
     scaling = new or old
     theta = new.get("rope_theta", keys.get("rope_theta", default))
     kind = scaling.get("rope_type", scaling.get("type", "default"))
@@ -290,7 +290,7 @@ FAMILIES: dict[str, Callable[[_Keys], dict[str, Any]]] = {
 }
 
 
-# Option values that a model must have to be exported as a family.
+# Option values that each family requires of an exported model.
 _COMMON = {"post_norm": False, "scale_embeddings": False, "query_pre_attn_scalar": None}
 _FIXED: dict[str, dict[str, Any]] = {
     "gpt2": _COMMON | {
@@ -370,7 +370,7 @@ def _to_gpt2(model: ModelConfig) -> dict[str, Any]:
 
 
 def _to_llama(model: ModelConfig) -> dict[str, Any]:
-    """Return the keys of Llama, Mistral, Qwen2 or Qwen3."""
+    """Return the config.json keys for Llama, Mistral, Qwen2 or Qwen3."""
     if model.qk_norm or model.qkv_bias:
         family, architecture = ("qwen3", "Qwen3") if model.qk_norm else ("qwen2", "Qwen2")
         types = _layer_types(model)
@@ -438,7 +438,7 @@ def _to_decoder(model: ModelConfig) -> dict[str, Any]:
 
 
 def _rope_scaling(model: ModelConfig) -> dict[str, Any] | None:
-    """Return rope_scaling in the format that `_rope` reads; None if the model does not scale."""
+    """Return rope_scaling in the format that `_rope` reads, or None if RoPE is not scaled."""
     if not model.rope_scaling:
         return None
     kind = next(kind for kind, keys in ROPE_TYPES.items() if len(keys) == len(model.rope_scaling))

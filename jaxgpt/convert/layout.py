@@ -95,7 +95,7 @@ def _external_shape(weight: Weight, ref: WeightRef, model: ModelConfig) -> tuple
 def match_tensors(
     found: Mapping[str, Tensor], table: Table, model: ModelConfig, where: str
 ) -> dict[str, Slot]:
-    """Return the slots of a model by tensor name, after comparing them with the tensors `found`.
+    """Return the slots of a model by tensor name, after checking them against the tensors `found`.
 
     Raises `UsageError`, with a message that begins with `where`, if a tensor is missing, unknown or
     has the wrong shape, or if the sizes of the model are invalid.
@@ -126,7 +126,7 @@ def import_tensors(
 ) -> None:
     """Write tensors into jaxgpt's arrays, one at a time.
 
-    `wanted` is the result of `match_tensors`. The padding of the vocabulary is set to zero. Raises
+    `wanted` is the result of `match_tensors`. Vocabulary padding is set to zero. Raises
     `UsageError` if a tensor cannot be read.
     """
     for name, slot in wanted.items():

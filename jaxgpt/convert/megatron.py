@@ -24,11 +24,12 @@ from jaxgpt.convert.torch_file import Inert, TorchTensor
 
 RANK = re.compile(r"mp_rank_(\d+)(?:_(\d+))?(?:_model_states\.pt)?")
 MAX_DEPTH = 20
-MAX_NAME = 200  # characters of a key
+MAX_NAME = 200  # maximum length of a key
 # Prefixes of the names under which the last pipeline stage keeps a copy of the token embedding.
 HEADS = ("word_embeddings_for_head.", "output_layer.")
 FILES = ("model_optim_rng.pt", "model_rng.pt")
-# Besides tensors, a file may hold objects from these packages and classes, which become `Inert`.
+# Besides tensors, a file may contain objects from these packages and classes; they are replaced
+# with `Inert`.
 HARMLESS_PACKAGES = ("megatron", "deepspeed", "transformer_engine")
 HARMLESS_NAMES = {
     "argparse.Namespace",
@@ -129,8 +130,8 @@ def from_megatron(path: Path, out: Path, tokenizer: Path | None = None) -> list[
 def rank_files(path: Path) -> dict[tuple[int, int], Path]:
     """Return the file of each (tensor rank, pipeline rank).
 
-    `path` is the folder of one checkpoint, or a folder of checkpoints, whose latest one is used.
-    Raises `UsageError` if there is no such folder, or if the file of any rank is missing.
+    `path` is the folder of one checkpoint, or a folder of checkpoints, in which case the latest one
+    is used. Raises `UsageError` if there is no such folder, or if the file of any rank is missing.
     """
     for name, form in (("latest_checkpointed_iteration.txt", "iter_{:0>7}"), ("latest", "{}")):
         if (path / name).is_file():
@@ -168,7 +169,7 @@ def rank_files(path: Path) -> dict[tuple[int, int], Path]:
 
 
 def is_harmless(name: str) -> bool:
-    """Return whether objects of the class with this fully qualified name become `Inert`."""
+    """Return whether objects of the class with this full name are replaced with `Inert`."""
     return name in HARMLESS_NAMES or name.partition(".")[0] in HARMLESS_PACKAGES
 
 
@@ -194,14 +195,14 @@ def load(file: Path) -> tuple[dict[str, Any], dict[str, TorchTensor]]:
 
 
 def _argument(value: Any) -> Any:
-    """Return a value that is a number, a string, or a list of these; None for other values."""
+    """Return the value if it is a number, a string, or a list of these, otherwise None."""
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
     return _plain(value)
 
 
 def _plain(value: Any) -> Any:
-    """Return a number, a string, or the value of an enum member; None for other values."""
+    """Return numbers and strings as is, and the value of an enum member; otherwise None."""
     if isinstance(value, Inert) and value.arguments:
         value = value.arguments[0]
     return value if isinstance(value, str | int | float) else None
@@ -278,7 +279,7 @@ def merged(
             axis = axes.get(re.sub(r"layers\.\d+\.", "layers.#.", name))
             if axis is not None and any(len(part.shape) <= axis for part in parts):
                 raise UsageError(
-                    f"{files[0, stage]}: {name} has shape {parts[0].shape}, without a dim {axis}"
+                    f"{files[0, stage]}: {name} has shape {parts[0].shape}, but no dim {axis}"
                 )
             out[re.sub(r"layers\.(\d+)\.", renumbered, name)] = Merged(tuple(parts), axis)
     return out

@@ -74,7 +74,7 @@ LLAMA: Table = {
     "lm_head.weight": WeightRef("head/embedding"),
 }
 
-# If the model has as many key-value heads as heads, jaxgpt stores q, k and v as one weight.
+# If the model has as many key-value heads as query heads, jaxgpt stores q, k and v as one weight.
 LLAMA_EQUAL_HEADS: Table = LLAMA | {
     f"model.layers.{{}}.self_attn.{name}_proj.{kind}": WeightRef(
         f"layers/attention/qkv/{suffix}", form, part

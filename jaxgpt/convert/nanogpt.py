@@ -23,7 +23,7 @@ HEAD = "lm_head.weight"  # tied to the token embedding
 def from_nanogpt(path: Path, out: Path, tokenizer: Path | None = None) -> list[str]:
     """Import a ckpt.pt as weights that a run can start from; return the lines to print.
 
-    `tokenizer` is a path that `read_tokenizer` accepts, because a ckpt.pt has no tokenizer. Raises
+    A ckpt.pt has no tokenizer, so `tokenizer` is a path that `read_tokenizer` accepts. Raises
     `UsageError` if the file is damaged or was not saved by nanoGPT, if the tokenizer does not fit
     the model, or if `out` cannot be written.
     """

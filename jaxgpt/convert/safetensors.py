@@ -1,4 +1,4 @@
-"""Reading and writing of safetensors files, one tensor or one shard at a time."""
+"""Read and write safetensors files, one tensor or one shard at a time."""
 
 import contextlib
 import json
@@ -119,7 +119,7 @@ def _package() -> ModuleType:
         import safetensors
     except ImportError:
         raise UsageError(
-            "the package safetensors is not installed: run pip install 'jaxgpt[hf]' or "
+            "the safetensors package is not installed: run pip install 'jaxgpt[hf]' or "
             "pip install safetensors"
         ) from None
     return safetensors
@@ -158,7 +158,7 @@ def write_folder(
         shapes: shape of each tensor by name.
         dtype: key of `FLOATS`.
 
-    Raises `UsageError` if the package is not installed. Errors from writing a file are passed on.
+    Raises `UsageError` if the package is not installed. Errors while writing a file are propagated.
     """
     _package()
     from safetensors.numpy import save_file

@@ -1,4 +1,4 @@
-"""Loading of torch.save files without running the code that they may contain.
+"""Load torch.save files without running any code that they may contain.
 
 A torch.save file is a pickle, which can run code. `torch.load(weights_only=True)` builds only
 containers and tensors and rejects every other class. `mmap=True` maps the file into memory, so the

@@ -8,7 +8,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jaxgpt.parallel.mesh import mesh_axes_with
 
-NO_TOKEN = -1  # padding for rows that are shorter than others
+NO_TOKEN = -1  # padding for shorter rows
 
 
 class Batch(NamedTuple):

@@ -15,7 +15,7 @@ from jaxgpt.config import UsageError, expand_user, in_words
 from jaxgpt.data.megatron import prefix_of
 
 MIN_BLOCK = 4096  # approximate minimum number of samples between two boundaries
-MIN_SHARE = Fraction(1, 10**6)  # makes blocks of 2^21 samples, which take seconds to compute
+MIN_SHARE = Fraction(1, 10**6)  # gives blocks of 2^21 samples, which take seconds to compute
 
 
 @dataclass(frozen=True)
@@ -78,8 +78,8 @@ def parse_lines(lines: Sequence[str], key: str) -> list[BlendEntry]:
         corpus = corpora[entry.corpus]
         if min(corpus / whole, entry.weight / corpus) < MIN_SHARE:
             raise UsageError(
-                f"{key}: {entry.path} has weight {entry.weight_text}, but it is less than a "
-                f"millionth of corpus {entry.corpus}, or that corpus is less than a millionth of "
+                f"{key}: {entry.path} has weight {entry.weight_text}, which is less than "
+                f"a millionth of corpus {entry.corpus}, or that corpus is less than a millionth of "
                 "the blend; remove the line or increase the weight"
             )
     return found
@@ -101,7 +101,7 @@ def _parse(line: str, key: str) -> tuple[str, Path, str | None]:
 
 
 def blend_shares(entries: Sequence[BlendEntry]) -> tuple[tuple[Fraction, str], ...]:
-    """Return (share of all samples, corpus) for each source; these set the order of the blend."""
+    """Return (share of all samples, corpus) for each source; these set the sampling order."""
     whole = sum(entry.weight for entry in entries)
     return tuple((entry.weight / whole, entry.corpus) for entry in entries)
 
@@ -112,10 +112,10 @@ class WeightedInterleave:
     After any n samples, the number of samples from corpus i is within 1 of n * w_i, where w_i is
     its share. Sequences with this property solve the chairman assignment problem (R. Tijdeman, "The
     chairman assignment problem", Discrete Math. 32, 1980), but are usually built one sample at a
-    time. To find sample n without building all earlier samples, the sequence is cut into blocks.
-    At a block boundary, `_counts_at` computes the counts directly, and chooses them so that the
-    blocks on both sides can satisfy the bound. Inside a block, the bound gives each sample a range
-    of positions, and samples are scheduled earliest deadline first. A block is long enough to
+    time. To avoid generating all earlier samples to find sample n, the sequence is divided into
+    blocks. At a block boundary, `_counts_at` computes the counts directly, and chooses them so that
+    the blocks on both sides can satisfy the bound. Inside a block, the bound gives each sample a
+    range of positions, and samples are scheduled earliest deadline first. A block is long enough to
     contain a sample of every corpus. Otherwise, rounding could make a count smaller at the end of a
     block than at its start.
 
@@ -174,7 +174,7 @@ class WeightedInterleave:
         for n in range(first + 1, end + 1):
             while waiting and waiting[0][0] <= n:
                 corpus = heapq.heappop(waiting)[1]
-                # Once n w_i exceeds j + 1, a count of j would be more than 1 too low.
+                # Once n w_i exceeds j + 1, a count of j would be too low by more than 1.
                 deadline = (given[corpus] + 1) * total // weights[corpus] + 1
                 heapq.heappush(due, (min(deadline, end), corpus))
             deadline, corpus = heapq.heappop(due)
@@ -201,7 +201,7 @@ class WeightedInterleave:
 
         The counts are n w_i, rounded up for the largest remainders and down for the others. Let
         d_i = n w_i - count_i. If floor(d_i + h w_i) is positive, the next h samples must contain
-        this number of samples of corpus i. These corpora form the set A = {i: b_i <= h}, where
+        at least this many samples of corpus i. These corpora form the set A = {i: b_i <= h}, where
         b_i = (1 - d_i) / w_i is the deadline of corpus i. For every h, there is room for their
         samples if the sums over A satisfy d(A) - 1 < (1 - w(A)) b, where b is the last deadline in
         A. The samples before n must satisfy the same condition in reverse order, with -d_i.

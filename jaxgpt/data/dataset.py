@@ -55,7 +55,7 @@ class Dataset:
         return sum(source.tokens[split].size for source in self.sources)
 
     def find_document(self, source: int, split: str, offset: int) -> Document:
-        """Return the document of the token at `offset` in a split of source number `source`.
+        """Return the document that contains the token at `offset` in a split of a source.
 
         Its fields are None if the source has no index of its documents.
         """
@@ -113,8 +113,8 @@ class Dataset:
         source if that is more.
 
         Raises:
-            UsageError: if a file cannot be read, if a token is outside the vocabulary, or if the
-                only source does not match the fingerprint in its meta.json.
+            UsageError: if a file cannot be read, if a token is outside the vocabulary, or if there
+                is a single source and it does not match the fingerprint in its meta.json.
         """
         for source, (path, found) in zip(self.sources, self.fingerprints, strict=True):
             for tokens in source.tokens.values():

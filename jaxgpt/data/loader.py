@@ -48,9 +48,10 @@ class Loader:
 
         Args:
             split: "train" or "val".
-            seed: seed of the sample order.
-            sharding: sharding of the global batches; with None, only rows can be read.
-            random_steps: inclusive ranges of steps with random tokens, for fault injection.
+            seed: seed for the sample order.
+            sharding: sharding of the global batches; if None, only NumPy rows can be read.
+            random_steps: inclusive ranges of steps whose tokens are replaced with random ones, for
+                fault injection.
         """
         block_size = config.model.block_size
         self.names = dataset.corpora
@@ -79,7 +80,7 @@ class Loader:
         sharding: "NamedSharding | None" = None,
         batch_sizes: BatchSizes | None = None,
     ) -> "Loader":
-        """Return a loader of a run's training batches.
+        """Return a loader for a run's training batches.
 
         Without `batch_sizes`, the batch size of every step is train.batch_size. Raises `UsageError`
         if faults.random_tokens is invalid.
@@ -92,7 +93,7 @@ class Loader:
     def for_evaluation(
         cls, dataset: Dataset, split: str, config: Config, sharding: "NamedSharding"
     ) -> "Loader":
-        """Return a loader of microbatches from a split, in a different order than in training."""
+        """Return a loader for microbatches of a split, in a different order from training."""
         sizes = BatchSizes([(1, config.microbatch_size)])
         return cls(dataset, split, config, sizes, config.train.seed + 1, sharding)
 
@@ -188,7 +189,7 @@ class Loader:
 def global_array(
     shape: tuple[int, ...], sharding: "NamedSharding", read: Callable[[range], np.ndarray]
 ) -> "jax.Array":
-    """Return a global array with this shape and sharding, which may split only the rows.
+    """Return a global array with this shape and sharding; only the row axis may be sharded.
 
     `read` returns the values of a range of rows. Each process reads only the rows of its own
     devices.

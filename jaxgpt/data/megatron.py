@@ -48,7 +48,7 @@ class Index:
     def document_start(self, document: int) -> int:
         """Return the offset in tokens of a document's first token, in O(1).
 
-        If `document` is the number of documents, return `total_tokens`.
+        If `document` equals the number of documents, return `total_tokens`.
         """
         sequence = int(self.documents[document])
         if sequence == len(self.pointers):
@@ -82,7 +82,7 @@ def open_pair(path: Path) -> OpenSource:
 
 
 def prefix_of(path: Path | str) -> Path:
-    """Return PREFIX for PREFIX, PREFIX.bin or PREFIX.idx."""
+    """Return the prefix of a path of the form PREFIX, PREFIX.bin or PREFIX.idx."""
     path = Path(path)
     return path.with_suffix("") if path.suffix in (".bin", ".idx") else path
 
@@ -91,7 +91,7 @@ def read_index(prefix: Path | str) -> Index:
     """Open PREFIX.idx, and check a sample of its entries and the size of PREFIX.bin.
 
     Raises:
-        UsageError: if a file is missing, damaged or empty, or does not hold text.
+        UsageError: if a file is missing, damaged or empty, or does not contain text.
     """
     prefix = prefix_of(prefix)
     bin_path, idx_path = Path(f"{prefix}.bin"), Path(f"{prefix}.idx")

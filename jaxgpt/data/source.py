@@ -9,7 +9,7 @@ from jaxgpt.config import UsageError, read_json
 from jaxgpt.data.token_file import Tokens
 
 SPLITS = ("train", "val")
-SHAPE = {  # the shape of meta.json, for `read_json`
+SHAPE = {  # the expected structure of meta.json, for `read_json`
     "dtype": str, "vocab_size": int, "tokenizer": {"type": str}, "tokens?": {str: int},
     "fingerprint?": str, "targets?": {str: int},
 }  # fmt: skip

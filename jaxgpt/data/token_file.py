@@ -20,7 +20,7 @@ from jaxgpt.config import UsageError
 PAGE = 16384  # bytes
 # Number of pages of each split (64 MiB) that are hashed and checked, divided among the sources.
 SAMPLED_PAGES = 4096
-OTHER_FILES = 512  # open files to allow for in addition to the data
+OTHER_FILES = 512  # open files to allow besides the token files
 
 
 def allow_open_files(count: int) -> None:
@@ -81,7 +81,7 @@ class TokenFile:
 
 
 class Tokens:
-    """The token IDs of a file or a part of it, and their loss weights."""
+    """The token IDs in a file or a part of it, with their loss weights."""
 
     def __init__(
         self,
@@ -102,7 +102,7 @@ class Tokens:
         self.size = file.size - first if size is None else size
 
     def part(self, first: int, end: int) -> "Tokens":
-        """Return tokens `first` to `end` - 1, which share this open file."""
+        """Return a view of tokens `first` to `end` - 1, which shares this open file."""
         return Tokens(self.file, self.first + first, end - first, self.mask)
 
     def read(self, start: int, count: int) -> np.ndarray:

@@ -17,7 +17,7 @@ END_OF_TEXT = "<|endoftext|>"
 # Names to try, in this order, if no file names the end-of-text token. They are used by GPT-2 and
 # GPT-NeoX, Llama 3, Llama 2 and Gemma, respectively.
 _ENDS_OF_TEXT = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>")
-SHAPES = {  # the shape of `to_meta` for each type of tokenizer
+SHAPES = {  # the structure of the result of `to_meta`, for each type of tokenizer
     "char": {"characters": str},
     "huggingface": {"file": str, "sha256": str, "vocab_size": int, "end_of_text": int | None},
 }
@@ -68,7 +68,7 @@ class Tokenizer:
         raise NotImplementedError
 
     def save(self, directory: Path) -> None:
-        """Write the files that the JSON description refers to into `directory`."""
+        """Write the files that the JSON description refers to, in `directory`."""
 
 
 class CharTokenizer(Tokenizer):
@@ -86,7 +86,7 @@ class CharTokenizer(Tokenizer):
         if unknown.size:
             raise UsageError(
                 f"character {text[unknown[0]]!r} (position {unknown[0]}): is not in the vocabulary "
-                f"of {self.vocab_size} characters; use only characters of the training text"
+                f"of {self.vocab_size} characters; use only characters from the training text"
             )
         return tokens
 
@@ -194,8 +194,8 @@ class HFTokenizer(Tokenizer):
 def same_tokens(one: Tokenizer, other: Tokenizer) -> bool:
     """Return whether two tokenizers produce the same tokens, even if their files differ.
 
-    If two tokenizer.json files differ, their vocabularies and their tokens of a test text are
-    compared.
+    If two tokenizer.json files differ, their vocabularies and their tokenizations of a test text
+    are compared.
     """
     if one.to_meta() == other.to_meta():
         return True
@@ -230,7 +230,7 @@ def tokenizer_from_meta(meta: dict[str, Any], directory: Path) -> Tokenizer:
             content = path.read_bytes() if path.is_file() else b""
             if hashlib.sha256(content).hexdigest() != meta["sha256"]:
                 raise UsageError(
-                    f"{path}: is missing, or is not the tokenizer that the data was made with "
+                    f"{path}: is missing, or is not the tokenizer the data was prepared with "
                     f"(SHA-256 {meta['sha256']}); copy it from where the data was prepared"
                 )
             return HFTokenizer(content, meta["vocab_size"], meta["end_of_text"])

@@ -2,7 +2,7 @@
 
 `python -m jaxgpt.evaluate --run DIR` predicts every token of the validation split once and prints
 nats per token, perplexity and bits per byte. If the data has a loss mask, only tokens with a weight
-above 0 count. To evaluate on other data than the run's, add settings such as data.path=DIR.
+above 0 count. To evaluate on data other than the run's, add settings such as data.path=DIR.
 
 `python -m jaxgpt.evaluate lm-eval --model jaxgpt --model_args run=DIR --tasks ...` runs
 EleutherAI's lm_eval with all its options.

@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 from jaxgpt.convert.safetensors import read_json
 from jaxgpt.data.tokenizers import HFTokenizer, Tokenizer
 
-# Tokenizer settings that transformers saves with weights. The first file takes precedence.
+# Files in which transformers saves tokenizer settings, next to the weights. The first file takes
+# precedence.
 SETTINGS = ("tokenizer_config.json", "special_tokens_map.json")
 
 
@@ -29,10 +30,10 @@ class Encoder(NamedTuple):
 def encoder_of(folder: Path, tokenizer: Tokenizer) -> Encoder:
     """Return the encoder for the weights in a folder.
 
-    For weights from transformers, the encoder works like transformers 5 with its default settings.
-    If the tokenizer settings contain add_bos_token or add_eos_token, these determine whether BOS
-    and EOS are added. Otherwise, tokenizer.json determines the special tokens. For other weights,
-    no special tokens are added.
+    For weights from transformers, the encoder behaves like transformers 5 with its default
+    settings. If the tokenizer settings contain add_bos_token or add_eos_token, these determine
+    whether BOS and EOS are added. Otherwise, tokenizer.json determines the special tokens. For
+    other weights, no special tokens are added.
     """
     end = tokenizer.end_of_text
     plain = Encoder(tokenizer, end or 0)

@@ -89,7 +89,7 @@ class JaxGPT(TemplateLM):
 
     @property
     def eot_token_id(self) -> int:
-        """ID of the end-of-text token, or 0 without one."""
+        """ID of the end-of-text token, or 0 if there is none."""
         return self._encoder.tokenizer.end_of_text or 0
 
     @property
@@ -128,7 +128,7 @@ class JaxGPT(TemplateLM):
     def loglikelihood_rolling(
         self, requests: list[Instance], disable_tqdm: bool = False
     ) -> list[float]:
-        """Return the log-likelihood of each text in nats. Each of its tokens is predicted once."""
+        """Return the log-likelihood of each text in nats. Each token is predicted once."""
         windows = [self._windows(request.args[0]) for request in requests]
         flat = [(None, *pair) for pairs in windows for pair in pairs]
         scored = iter(self._loglikelihood_tokens(flat) if flat else [])

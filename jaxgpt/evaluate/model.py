@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from jaxgpt.parallel.sharding import Params
 
 MAX_LOGITS = 2**27  # approximate maximum number of logits on each device: 0.5 GiB
-LEAST_LENGTH = 64  # tokens; shorter rows are padded, because each length needs a compilation
-IN_FLIGHT = 2  # batches to compute on the devices while the host reads results
+LEAST_LENGTH = 64  # tokens; shorter rows are padded, because each length requires a compilation
+IN_FLIGHT = 2  # number of batches in flight on the devices while the host reads results
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ def find_trained(
         raise UsageError(f"--block-size={block_size}: must be at most model.block_size={longest}")
     mesh_shape(config.replace(model__block_size=block_size or longest))
     if block_size is not None and config.model.position == "rope":
-        config = config.replace(model__block_size=block_size)  # a learned table keeps its size
+        config = config.replace(model__block_size=block_size)  # a learned table cannot be resized
     data = "given" if settings else "none" if meta.get(WEIGHTS_ONLY) else "own"
     tokenizer = meta["tokenizer"] and tokenizer_from_meta(meta["tokenizer"], where)
 
@@ -132,8 +132,8 @@ class Model:
         """Initialise JAX and load the parameters.
 
         `batch_size` is the number of rows to score at once. It is rounded up to a multiple of the
-        number of devices that split the batch. Raises `UsageError` if the mesh does not fit the
-        devices or the checkpoint is damaged.
+        number of devices that the batch is sharded over. Raises `UsageError` if the mesh does not
+        fit the devices or the checkpoint is damaged.
         """
         initialize_jax(cluster, mesh_shape(trained.config))
         import jax
@@ -167,8 +167,8 @@ class Model:
         """Return the padded length for a row of n inputs.
 
         Lengths are powers of 2, from `LEAST_LENGTH` up, to limit the number of compilations. They
-        are rounded up to a multiple of the number of devices that split a sequence or its heads,
-        and are at most T.
+        are rounded up to a multiple of the number of devices that a sequence or its heads are
+        sharded over, and are at most T.
         """
         length = max(LEAST_LENGTH, 2 ** (n - 1).bit_length()) if n else LEAST_LENGTH
         n_parts = self.mesh_shape.split_of("splits_sequence", "splits_heads")

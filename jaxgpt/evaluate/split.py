@@ -1,6 +1,6 @@
 """Loss on a full split: every token of a source, except the first, is predicted exactly once.
 
-If the data has a loss mask, the loss and the numbers of tokens and bytes include only tokens with a
+If the data has a loss mask, the loss and the token and byte counts include only tokens with a
 weight above 0.
 """
 
@@ -46,7 +46,8 @@ class Loss:
     def bits_per_byte(self) -> float | None:
         """The loss in bits per byte of text (arXiv 2101.00027, section 3.1).
 
-        It can be compared across tokenizers. It is None without a tokenizer or without bytes.
+        It can be compared across tokenizers. It is None if there is no tokenizer or the text is
+        empty.
         """
         return self.nats / math.log(2) / self.n_bytes if self.n_bytes else None
 
@@ -145,7 +146,7 @@ def open_split(trained: Trained, name: str, stride: int | None = None) -> Split:
 
     `stride` is the number of tokens between the starts of rows; None means `trained.block_size`.
     Raises `UsageError` if the data is missing or damaged, its tokenizer differs from the model's
-    without data.accept_changes, or the stride is larger than a row.
+    and data.accept_changes is not set, or the stride is larger than a row.
     """
     config, T = trained.config, trained.block_size
     if stride is not None and stride > T:
@@ -196,7 +197,7 @@ def _describe(tokenizer: Tokenizer) -> str:
 
 
 def read_chunks(text: Tokens, end_of_text: int | None) -> Iterator[tuple[int, np.ndarray]]:
-    """Yield (index of the first token, token IDs) of chunks of at most `CHUNK_TOKENS` tokens.
+    """Yield (index of the first token, token IDs) for chunks of at most `CHUNK_TOKENS` tokens.
 
     If possible, a chunk ends where a document ends, because some tokenizers can only decode
     complete texts.
@@ -213,15 +214,15 @@ def read_chunks(text: Tokens, end_of_text: int | None) -> Iterator[tuple[int, np
 
 
 def _counted(text: Tokens, first: int, values: np.ndarray) -> np.ndarray:
-    """Return the values whose tokens count toward the loss; `values` start at token `first`."""
+    """Return the values at tokens that count toward the loss; `values` starts at token `first`."""
     return values if text.mask is None else values[text.read_weights(first, values.size) > 0]
 
 
 def corpus_losses(model: Model, split: Split, n_bytes: list[int | None]) -> dict[str, Loss]:
     """Return the loss of each corpus, summed in float64 on the host.
 
-    For any batch size and mesh, losses are summed in the order of the text. `n_bytes` is the result
-    of `Split.count_bytes`. All processes must call this.
+    Losses are summed in text order, whatever the batch size and mesh. `n_bytes` is the result of
+    `Split.count_bytes`. All processes must call this.
     """
     scores = model.score(split.rows())
     found: dict[str, list[Loss]] = defaultdict(list)

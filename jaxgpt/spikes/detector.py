@@ -16,7 +16,7 @@ CAUSES = ("none", "loss", "grad_norm", "nonfinite")
 NONE, LOSS, GRAD_NORM, NONFINITE = range(len(CAUSES))
 # Standard deviation of a normal distribution whose median absolute deviation (MAD) is 1.
 DEVIATION_PER_MAD = 1.4826
-# Lower bound of the standard deviation, as a fraction of the median. It prevents tiny fluctuations
+# Lower bound on the standard deviation, as a fraction of the median. It prevents tiny fluctuations
 # from counting as spikes if all values are nearly equal. With the default thresholds, a spike is at
 # least 3% above the median loss or 10% above the median gradient norm.
 LEAST_DEVIATION = 0.005
@@ -114,7 +114,7 @@ def spike_state_from_json(saved: dict[str, Any] | None, shapes: SpikeState) -> S
     """Return the state that `spike_state_to_json` saved, with the shapes and shardings of `shapes`.
 
     If spike.window has changed, the newest values that fit are kept. If `saved` is None or empty,
-    because the detector was off, the window is empty.
+    because the detector was off, the window starts out empty.
     """
     if not shapes:
         return {}

@@ -1,7 +1,8 @@
 """Rewinds after loss spikes: the decision to rewind, and its record in the run directory.
 
 A rewind is committed after its checkpoint has been restored (`train/restart.py`). Each part of the
-commit is idempotent, so if a run is killed during the commit, its next start completes it.
+commit is idempotent, so if a run is killed during the commit, the commit is completed when the run
+is next started.
 """
 
 import json
@@ -16,7 +17,7 @@ from jaxgpt.tracking.jsonl import METRICS, atomic_write_text, read_records, trun
 from jaxgpt.tracking.records import REWIND_SHAPE
 
 FILE = "rewinds.json"
-# Kinds of records that may come between the record of a rewind and the next step.
+# Record kinds that may appear between a rewind record and the next step.
 BETWEEN_STEPS = ("damage", "start", "goodput", "straggler", "corruption")
 SHAPE = REWIND_SHAPE | {"to": int, "done": bool}
 
@@ -44,8 +45,8 @@ def read_rewinds(directory: Path) -> list[dict[str, Any]]:
     except (OSError, ValueError) as error:
         raise UsageError(
             f"{path}: is damaged ({in_words(error)}); restore it, or remove it and pass the ranges "
-            "that it skipped to --train-range-to-skip (the records of kind rewind in "
-            f"{METRICS} have them as skip)"
+            "that it skipped to --train-range-to-skip (they are listed as `skip` in the rewind "
+            f"records in {METRICS})"
         ) from None
 
 
@@ -83,7 +84,7 @@ def decide_rewind(
     to = max((s for s in saved if s % interval == 0 and s <= latest), default=0)
     if rewinds_in_a_row(read_rewinds(directory), to) >= settings.max_rewinds:
         raise NoRewind(
-            f"spike.max_rewinds={settings.max_rewinds}: step {step} is a spike again; look at its "
+            f"spike.max_rewinds={settings.max_rewinds}: step {step} spiked again; look at its "
             "rows with python -m jaxgpt.inspect, then continue with another spike.action, a lower "
             "optimizer.learning_rate or a larger spike.max_rewinds"
         )
@@ -164,7 +165,7 @@ def finish_rewind(directory: Path) -> None:
     """Remove the checkpoints of abandoned steps, and mark the last rewind as done.
 
     Raises `OSError` if a checkpoint cannot be removed, and `UsageError` if rewinds.json cannot be
-    written. The next start then tries again.
+    written. The removal is then retried when the run is next started.
     """
     rewinds = read_rewinds(directory)
     for step in reversed(list_checkpoints(directory)):

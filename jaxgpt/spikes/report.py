@@ -1,4 +1,4 @@
-"""Console lines, a table and a plot of the spikes, skips and rewinds of a run."""
+"""Console lines, a table and a plot of a run's spikes, skips and rewinds."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -92,7 +92,7 @@ def draw_spikes(records: list[dict[str, Any]], title: str, path: Path) -> None:
         axes.plot(*_curve(evals, "val_loss"), "o-", color="C1", label="val loss")
     for first, last in skipped_ranges(records):
         axes.axvspan(first - 0.5, last + 0.5, color="0.85", zorder=0)
-    for r in rewinds:  # plot the dropped steps, and an arrow to the step that the run went back to
+    for r in rewinds:  # plot the dropped steps, with an arrow to the step that the run went back to
         dropped = dict([*r["dropped_losses"], [r["spike"], r["loss"]]])
         axes.plot(*np.array(sorted(dropped.items()), float).T, ":", color="C3", linewidth=1)
         ends = {"xy": (r["step"], r["loss"]), "xytext": (r["spike"], r["loss"])}

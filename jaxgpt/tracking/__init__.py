@@ -81,7 +81,7 @@ class Trackers:
         for name, tracker in self._all.items():
             try:
                 getattr(tracker, method)(*arguments)
-            except Exception as error:  # a tracker's error should not end the run
+            except Exception as error:  # an error in a tracker should not stop the run
                 failed = f"warning: {name} failed: {in_words(error)}"
                 if method == "close":
                     self._say(f"{failed}; it is incomplete")

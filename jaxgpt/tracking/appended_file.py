@@ -1,4 +1,4 @@
-"""Files that a run appends lines to, even if the disk is full for a while."""
+"""Files that a run appends lines to, even if the disk is temporarily full."""
 
 import io
 from collections import deque
@@ -10,7 +10,7 @@ LIMIT = 10_000  # maximum number of waiting lines, beyond which the oldest are d
 
 
 class AppendedFile:
-    """A text file. Lines that cannot be written wait in memory until the next call writes them."""
+    """A text file. Lines that cannot be written stay in memory until the next call."""
 
     def __init__(self, path: Path, keep: bool = True):
         """Set the path; the first write opens the file, and truncates it unless `keep` is set."""
@@ -19,7 +19,7 @@ class AppendedFile:
         self.waiting: deque[str] = deque(maxlen=LIMIT)
 
     def write(self, *lines: str) -> None:
-        """Append lines, each ending with a newline; raise `OSError` if they have to wait."""
+        """Append lines, each ending with a newline; raise `OSError` if any cannot be written."""
         self.waiting += lines
         try:
             if self._file is None:
@@ -39,7 +39,7 @@ class AppendedFile:
         self.reopen()
 
     def reopen(self) -> None:
-        """Close the file; the next write opens the path again, which may be a new file."""
+        """Close the file; the next write reopens the path, which may by then be a new file."""
         file, self._file = self._file, None
         if file is not None:
             file.close()

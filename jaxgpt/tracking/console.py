@@ -15,7 +15,7 @@ from jaxgpt.tracking.appended_file import AppendedFile
 
 
 class Console:
-    """Prints and writes train.log on process 0; does nothing on the others."""
+    """Prints to the terminal and writes train.log on process 0; does nothing on the others."""
 
     def __init__(self, enabled: bool, log_file: Path):
         self._enabled = enabled

@@ -27,7 +27,7 @@ def _clock(seconds: float) -> str:
 
 
 _COUNT, _SHARE = "{:,.0f}".format, "{:.1%}".format
-# Numbers that the host measures between steps. `STEP_METRICS` in train/step.py has the numbers that
+# Metrics that the host measures between steps. `STEP_METRICS` in train/step.py has the metrics that
 # the devices compute.
 HOST_FIGURES = {
     "dt": Figure("time per step, without compilation, evaluation and checkpoints", "", 1, _seconds),
@@ -42,8 +42,8 @@ HOST_FIGURES = {
     "slowest_over_mean": Figure(
         "host time of the slowest process / mean host time, @rank", "slow", 13, "{:.2f}".format
     ),
-    "skipped_steps": Figure("steps skipped since this start, if any", "skipped", 2, _COUNT),
-    "nonfinite_steps": Figure("non-finite steps since this start, if any", "nonfinite", 2, _COUNT),
+    "skipped_steps": Figure("steps skipped since start-up, if any", "skipped", 2, _COUNT),
+    "nonfinite_steps": Figure("non-finite steps since start-up, if any", "nonfinite", 2, _COUNT),
     "seconds_left": Figure("time left at the average speed so far", "left", 5, _clock),
 }
 _SILENT_AT_ZERO = ("skipped_steps", "nonfinite_steps")
@@ -81,7 +81,7 @@ def train_line(
 def legend(
     record: Mapping[str, Any], figures: Mapping[str, Figure], with_slowest: bool
 ) -> dict[str, str]:
-    """Return the meaning of each number in a run's training lines, by its name on the console."""
+    """Return the meaning of each number in a run's training lines, keyed by its console name."""
     out = {"step": "optimizer step (from 1) / last step"}
     for name, figure in figures.items():
         if name != "slowest_over_mean" or with_slowest:

@@ -30,9 +30,9 @@ class JsonLines:
     def open(self, run: Any, resume_step: int | None) -> None:
         """Open the file, and drop the steps that the run will repeat.
 
-        Records of `PERSISTENT_KINDS` are kept. If an earlier start left other records but no
-        checkpoint to resume from, the file is first copied to metrics.jsonl.old (or
-        metrics.jsonl.old.2 and so on). Raises `UsageError` if the file cannot be written.
+        Records of `PERSISTENT_KINDS` are kept. If the file has other records but there is no
+        checkpoint to resume from, it is first copied to metrics.jsonl.old (or metrics.jsonl.old.2
+        and so on). Raises `UsageError` if the file cannot be written.
         """
         self._path = path = run.directory / METRICS
         self._rewind_to: int | None = None
@@ -79,7 +79,7 @@ class JsonLines:
 
 
 class Samples:
-    """Writes samples.txt, and begins it with the samples that are already in metrics.jsonl."""
+    """Writes samples.txt, starting with the samples that are already in metrics.jsonl."""
 
     def open(self, run: Any, resume_step: int | None) -> None:
         self._run = run

@@ -116,9 +116,9 @@ class CheckpointRecord(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class GoodputRecord(Record):
-    """The time that a start of a run spent on each activity since its previous goodput record.
+    """The time spent on each activity since the process's previous goodput record.
 
-    Since that record, it ran the steps from `after` + 1 to `step`. See
+    Since that record, the process ran steps `after` + 1 to `step`. See
     `train/reporting/goodput.py`.
     """
 
@@ -127,8 +127,8 @@ class GoodputRecord(Record):
     start: float  # Unix time at which the process started
     began: float  # Unix time at which the previous record ended, or `start`
     ended: float
-    seconds: Mapping[str, float]  # seconds of each activity, with the sum `ended - began`
-    is_last: bool  # whether the run then ended, either done or stopped with a checkpoint
+    seconds: Mapping[str, float]  # seconds spent on each activity; they add up to `ended - began`
+    is_last: bool  # whether the run then ended: finished, or stopped with a checkpoint
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,7 +141,7 @@ class StragglerRecord(Record):
     kind = "straggler"
     rank: int
     host: str
-    own: float  # time of the process, without waiting for devices
+    own: float  # time that the process spent, excluding waits for devices
     median: float  # median of `own` over all processes
     data: float  # part of `own` that was spent waiting for data
     seconds: float  # total time of a step
@@ -158,13 +158,13 @@ class CheckpointFailedRecord(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class StartupRecord(Record):
-    """Start-up times in seconds, and their spread over the processes; see `perf/startup.py`."""
+    """Start-up times in seconds, and their spread across processes; see `perf/startup.py`."""
 
     kind = "startup"
     values: Mapping[str, float]
 
 
-# Fields of the kinds of records that are read back, in the format of `check_shape`.
+# Fields of the record kinds that are read back, in the format of `check_shape`.
 NUMBER = float | None
 ROW_SHAPE = {"row": int, "corpus": str, "offset": int}
 SPIKE_SHAPE = {"cause": str, "loss": NUMBER, "grad_norm": NUMBER, "limit?": NUMBER}

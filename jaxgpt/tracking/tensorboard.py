@@ -36,7 +36,7 @@ class TensorBoard:
         number = f".{os.getpid()}.{len(list(folder.iterdir())):06d}"
         self._writer = EventsWriter(str(folder / "events"), number)
         first = 0 if self._resume_step is None else self._resume_step + 1
-        # Make TensorBoard hide this step and later steps of the other files.
+        # Make TensorBoard hide this step and all later steps in the other files.
         self._write(first, session_log=SessionLog(status=SessionLog.START))
         metrics = self._directory / METRICS
         for rewind in read_records(metrics, "rewind") if metrics.exists() else ():
@@ -50,7 +50,7 @@ class TensorBoard:
             if self._writer is None:
                 self._open()
             self._log(record.to_dict())
-        except OSError:  # the file may end in half an event, so the next record starts a new one
+        except OSError:  # the file may end mid-event, so the next record starts a new one
             self._writer, self._resume_step = None, record.step
             raise
 

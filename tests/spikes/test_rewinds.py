@@ -234,7 +234,7 @@ def test_after_so_many_rewinds_it_stops_with_a_report(tmp_path, capsys):
     arguments = (*POISONED, *REWIND, "spike.max_rewinds=1", "spike.skip_after=0", "--out", tmp_path)
     assert train_here(*arguments) == exits.FAILED
     printed = capsys.readouterr().out
-    assert "spike.max_rewinds=1: step 37 is a spike again" in printed
+    assert "spike.max_rewinds=1: step 37 spiked again" in printed
     assert "Spikes, skips and rewinds" in printed and "rewound to step 20" in printed
     assert [r["spike"] for r in records(tmp_path, "rewind")] == [36]
     assert [r["step"] for r in records(tmp_path, "spike") if r["cause"] == "loss"] == [37]

@@ -23,7 +23,7 @@ SHAKESPEARE_URL = (
 SHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
 DOWNLOAD_TIMEOUT = 20  # seconds
 
-# Folders of the standard library to leave out. Tests are half of it, and are repetitive.
+# Folders of the standard library to leave out. Tests make up half of it and are repetitive.
 _NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idlelib", "__pycache__"}
 
 
@@ -68,13 +68,13 @@ def prepare_text(
     Args:
         directory: folder to write the dataset to.
         inputs: files, or folders that contain them.
-        tokenizer: `char`, or a tokenizer for `load_tokenizer`.
-        json_key: keys of the text in JSON lines; see `LineFormat.key`.
+        tokenizer: `char`, or a path that `load_tokenizer` accepts.
+        json_key: keys that hold the text in JSON lines; see `LineFormat.key`.
         chat_template: file with a chat template; the default is the tokenizer's own template.
-        val_share: share of the data for validation; default 0.1 for text files and 0.01 for JSON
-            lines. Data for Megatron is not split.
+        val_share: share of the data to use for validation; default 0.1 for text files and 0.01 for
+            JSON lines. Megatron data is not split.
         megatron: write NAME_KEY_document.bin and .idx instead of train.bin and val.bin.
-        end_of_text: name of the token between documents, for `load_tokenizer`.
+        end_of_text: name of the end-of-text token, as in `load_tokenizer`.
 
     Raises:
         UsageError: if an option or the input is invalid.

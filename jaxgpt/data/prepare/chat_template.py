@@ -54,7 +54,7 @@ class ChatTemplate:
             raise UsageError(f"{name}: is not a valid chat template ({in_words(error)})") from None
 
     def render(self, messages: Sequence[dict[str, str]]) -> Rendered:
-        """Render a conversation of messages, each with a `role` and a `content`.
+        """Render a list of messages, each with a `role` and a `content`.
 
         Answers are the {% generation %} blocks of the template. Without such blocks, each answer is
         located by rendering the conversation up to its start and up to its end.
@@ -98,10 +98,10 @@ class ChatTemplate:
 
 
 def find_template(tokenizer: str, given: Path | None) -> ChatTemplate | None:
-    """Return the chat template in the file `given`, or else the tokenizer's own, or else None.
+    """Return the template in the file `given`, else the tokenizer's own, else None.
 
-    The tokenizer's own template is in chat_template.jinja next to tokenizer.json, or in the field
-    `chat_template` of tokenizer_config.json.
+    The tokenizer's own template is in chat_template.jinja next to tokenizer.json, or in the
+    `chat_template` field of tokenizer_config.json.
 
     Raises:
         UsageError: if the template cannot be read or is invalid, or jinja2 is missing or too old.

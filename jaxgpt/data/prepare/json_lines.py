@@ -15,9 +15,9 @@ ROLES = ("system", "user", "assistant", "tool")
 class LineFormat(NamedTuple):
     """The user's settings for JSON lines."""
 
-    key: str | None  # KEY or PROMPT,COMPLETION; None uses the first line to select one of `KINDS`
+    key: str | None  # KEY or PROMPT,COMPLETION; None: the first line selects one of `KINDS`
     tokenizer: str  # as given by the user
-    chat_template: Path | None  # None uses the tokenizer's own template
+    chat_template: Path | None  # if None, use the tokenizer's own template
 
 
 class LineDocument(NamedTuple):
@@ -69,7 +69,7 @@ class LineReader:
         return LineDocument(prompt + completion, [(len(prompt), len(prompt) + len(completion))])
 
     def _fields(self, value: Any, where: str) -> list[Any]:
-        """Return the values of the keys in a line. By default, the first line sets the keys."""
+        """Return a line's values for the keys. By default, the first line determines the keys."""
         if not isinstance(value, dict):
             raise TypeError
         if self._keys is None:

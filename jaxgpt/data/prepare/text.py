@@ -25,9 +25,9 @@ from jaxgpt.data.tokenizers import CharTokenizer, Tokenizer
 
 _TEXT = (".txt", ".text", ".md")
 _JSON = (".jsonl", ".ndjson", ".json")
-_BLOCK = 1 << 16  # bytes of a text file to read, and usually to encode, at once
+_BLOCK = 1 << 16  # number of bytes of a text file to read (and usually encode) at once
 _BATCH = 1 << 21  # approximate number of characters to encode in parallel
-_LARGEST = 1 << 26  # approximate limit on the characters of a text without a split point
+_LARGEST = 1 << 26  # approximate maximum number of characters without a split point
 _MEGATRON_UINT16 = 65500  # smallest vocabulary that Megatron-LM stores as int32
 
 
@@ -54,7 +54,7 @@ class Corpus:
 
     files: list[Path]
     lines: LineFormat | None  # the format of JSON lines; None for text files
-    val_share: float | None  # share of the characters or JSON lines; None puts all in "train"
+    val_share: float | None  # share of characters or JSON lines; None puts everything in "train"
 
     def chunks(self, tokenizer: Tokenizer) -> Iterator[TextChunk]:
         """Yield the text of all files in order.
@@ -84,7 +84,7 @@ class Corpus:
         return "val" if int.from_bytes(drawn) < (self.val_share or 0) * 2**64 else "train"
 
     def _text_chunks(self, tokenizer: Tokenizer) -> Iterator[TextChunk]:
-        """Yield chunks of text files. The last `val_share` of all characters is "val"."""
+        """Yield chunks of text files. The last `val_share` of all characters goes to "val"."""
         n_train = sys.maxsize
         if self.val_share is not None:
             total = sum(len(block) for path in self.files for block in _text_blocks(path))
@@ -264,7 +264,7 @@ def encode(corpus: Corpus, tokenizer: Tokenizer) -> Iterator[Encoded]:
 
 def _encode_batch(chunks: Sequence[TextChunk], tokenizer: Tokenizer) -> Iterator[Encoded]:
     documents = [chunk.document for chunk in chunks]
-    # A corpus has only one kind of document, so either all documents have answers or none.
+    # A corpus has only one kind of document, so either all documents have answers or none do.
     if documents[0] is not None and documents[0].answers is not None:
         for chunk, found in zip(chunks, encode_answers(documents, tokenizer), strict=True):
             yield Encoded(chunk, *found)

@@ -25,10 +25,10 @@ def token_dtype(vocab_size: int) -> np.dtype:
 
 @contextlib.contextmanager
 def scratch_folder(directory: Path) -> Iterator[Path]:
-    """Yield a temporary folder whose files move to `directory` when the block ends.
+    """Yield a temporary folder whose files are moved to `directory` when the block ends.
 
-    The files move in the order of their names, but meta.json moves last. If the block fails, the
-    temporary files are deleted, and so is `directory` if it is new.
+    The files are moved in alphabetical order, except that meta.json is moved last. If the block
+    fails, the temporary files are deleted, and so is `directory` if it is new.
     """
     is_new = not directory.exists()
     directory.mkdir(parents=True, exist_ok=True)
@@ -49,9 +49,9 @@ def new_dataset(directory: Path, tokenizer: Tokenizer, source: str) -> Iterator[
     """Yield a temporary folder for train.bin and val.bin, which the caller writes.
 
     Their dtype is `token_dtype(tokenizer.vocab_size)`. Each of them may have a loss mask at its
-    `mask_path`. When the block ends, meta.json and the tokenizer's files are added, all files move
-    to `directory`, and old masks without a replacement are deleted. `source` describes the origin
-    of the text.
+    `mask_path`. When the block ends, meta.json and the tokenizer's files are added, all files are
+    moved to `directory`, and old masks without a replacement are deleted. `source` describes the
+    origin of the text.
     """
     with scratch_folder(directory) as scratch:
         yield scratch
@@ -75,7 +75,7 @@ def new_dataset(directory: Path, tokenizer: Tokenizer, source: str) -> Iterator[
             "fingerprint": fingerprint(splits, tokenizer.vocab_size),
         }
         if targets:
-            meta["targets"] = targets  # number of tokens in each split that count toward the loss
+            meta["targets"] = targets  # split -> number of tokens that count toward the loss
         tokenizer.save(scratch)
         (scratch / "meta.json").write_text(json.dumps(meta, indent=1) + "\n")
     for split in {*SPLITS} - targets.keys():  # masks of the replaced dataset
