@@ -1,4 +1,4 @@
-"""Time to save and restore a checkpoint, compared with plain files of the same number and sizes.
+"""Time to save and restore a checkpoint, compared with plain files of equal number and size.
 
 Both are timed until the data is on disk. TensorStore calls fsync for every file that holds arrays.
 Before files are read, they are dropped from the page cache.
@@ -30,7 +30,7 @@ ONE_GIGABYTE = ("--config", "gpt2", "model.n_layer=6")
 def run(settings: Sequence[str], out: Path | None = None) -> Result:
     """Time saving and restoring a checkpoint, and writing and reading plain files.
 
-    There are eight rounds after a warm-up. `settings` are command-line settings; the checkpoint has
+    There are eight rounds after a warm-up. `settings` are command-line settings; the checkpoint is
     1 GB unless they name a config. `out` is the folder to write to. Raises `UsageError` if it is
     not writable or lacks space, or if the mesh does not fit the devices.
     """
@@ -75,7 +75,7 @@ def run(settings: Sequence[str], out: Path | None = None) -> Result:
 
 
 def medians(rounds: list[dict[str, float]]) -> dict[str, Value]:
-    """Return the median seconds of each operation, and the median speed relative to plain files."""
+    """Return the median time of each operation, and the median speed relative to plain files."""
     out = {name: Value(statistics.median(r[name] for r in rounds), "s") for name in rounds[0]}
     for ours, plain in (("save", "write"), ("restore", "read")):
         ratios = [r[f"plain_{plain}_seconds"] / r[f"{ours}_seconds"] for r in rounds]
@@ -113,7 +113,7 @@ def restore(job: Job, config: Config, shapes: Tree) -> dict[str, float]:
 
 
 def file_sizes(job: Job) -> list[int]:
-    """Return the size of each file of the checkpoint in bytes, in ascending order."""
+    """Return the sizes of the checkpoint's files in bytes, in ascending order."""
     files = (job.folder / "checkpoint").rglob("*")
     return job.cluster.broadcast(sorted(f.stat().st_size for f in files if f.is_file()))
 

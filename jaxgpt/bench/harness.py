@@ -50,7 +50,7 @@ Result = dict[str, Any]
 
 
 def as_json(result: Result) -> str:
-    """Return a JSON object with the values of the result and the `environment`."""
+    """Return a JSON object with the result's values and the `environment`."""
     bare = {k: v.value if isinstance(v, Value) else v for k, v in result.items()}
     return json.dumps(bare | environment())
 
@@ -69,9 +69,9 @@ def as_table(result: Result) -> str:
 
 
 def format_value(value: Any, unit: str = "") -> str:
-    """Format a number with SI prefix and unit (`74.3 ms`), or each number in a dict or list.
+    """Format a number with an SI prefix and a unit (`74.3 ms`), or each number in a dict or list.
 
-    A fraction with the unit % is shown in percent, and None as `not known`.
+    A fraction with the unit % is shown as a percentage, and None as `not known`.
     """
     if isinstance(value, Mapping):
         return ", ".join(f"{name} {format_value(each, unit)}" for name, each in value.items())
@@ -92,7 +92,7 @@ def format_value(value: Any, unit: str = "") -> str:
 
 
 def environment() -> dict[str, Any]:
-    """Return the name, CPU model and number of usable CPUs of this host, and package versions."""
+    """Return this host's name, CPU model and number of usable CPUs, plus package versions."""
     packages = {name: importlib.metadata.version(name) for name in ("jax", "jaxlib")}
     about = Path("/proc/cpuinfo")
     model = re.search("model name.*: (.*)", about.read_text() if about.exists() else "")
@@ -133,7 +133,7 @@ class Job:
             print(f"... {message}", file=sys.stderr, flush=True)
 
     def timed(self, function: Callable[[], Any]) -> tuple[Any, float]:
-        """Call a function on all processes; return its result and the slowest process's seconds."""
+        """Call a function on all processes; return its result and the slowest process's time."""
         self.cluster.barrier()
         began = time.perf_counter()
         result = function()
@@ -147,7 +147,7 @@ def open_job(
     """Connect the processes of the job, and yield the job with a temporary folder.
 
     The folder is created in `out`, or in the system's temporary directory if `out` is None. It is
-    removed at the end, also after SIGTERM or Ctrl-C.
+    removed at the end, even after SIGTERM or Ctrl-C.
 
     Raises `UsageError` if `out` is not writable, if the launcher's environment is unsuitable, or if
     there are several processes and `single_process` is set.

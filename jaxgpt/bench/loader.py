@@ -1,4 +1,4 @@
-"""Tokens per second from files to global arrays, compared with rows of a memory map.
+"""Tokens loaded per second from files into global arrays, compared with reading a memory map.
 
 The rows of the memory map are read as in nanoGPT's get_batch: from random positions and without
 checks. They are not copied to a device.

@@ -1,4 +1,4 @@
-"""Rounds of training steps, either in the trainer's loop or of the compiled step alone."""
+"""Rounds of training steps, either in the trainer's loop or with the compiled step alone."""
 
 import contextlib
 import dataclasses

@@ -1,4 +1,4 @@
-"""Time from process start to the end of the first step, compared with the imports alone.
+"""Time from process start to the end of the first step, compared with imports alone.
 
 A cold start compiles everything. A warm start uses the compile cache that a cold start filled.
 """
@@ -29,7 +29,7 @@ ONE_STEP = (
 
 
 def run(settings: Sequence[str], runs: int = 3, processes: int | None = None) -> Result:
-    """Time `runs` cold and `runs` warm starts of jaxgpt.train, in alternation.
+    """Time `runs` cold starts of jaxgpt.train, alternating with as many warm starts.
 
     mpiexec starts `processes` processes each time. If `processes` is None, there is one process
     without mpiexec. Raises `UsageError` if jaxgpt.train does, if step 1 is skipped, if there is no

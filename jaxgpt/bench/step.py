@@ -1,7 +1,7 @@
 """Time, rates and memory of training steps.
 
 Rounds of the trainer's loop alternate with rounds of the compiled step alone, which reuse one batch
-on the devices, and with a large matrix product. This way, all three see the same machine load.
+on the devices, and with a large matmul. This way, all three see the same machine load.
 """
 
 import statistics
@@ -27,11 +27,11 @@ from jaxgpt.train.resume import initial_model
 
 WARM_UP = 3  # steps
 ROUNDS = 7
-ROUND_SECONDS = 1.5  # target if the number of steps is not set
+ROUND_SECONDS = 1.5  # target duration if the number of steps is not set
 MAX_STEPS = 500  # per round, if the number of steps is not set
 PROFILED = 5  # steps
-CPU_SIZE, ACCELERATOR_SIZE = 1024, 8192  # matrix sizes that reach nearly peak speed
-MATMUL_SECONDS = 0.15  # target for one measurement
+CPU_SIZE, ACCELERATOR_SIZE = 1024, 8192  # matrix sizes that get close to peak speed
+MATMUL_SECONDS = 0.15  # target duration of one measurement
 
 
 def run(
@@ -93,8 +93,8 @@ def rates(
 ) -> dict[str, Any]:
     """Return the time per step, and the rates that follow from it.
 
-    `seconds` holds the seconds per step of each round, and `products` the job's FLOP/s in products
-    of size x size matrices in the same rounds.
+    `seconds` holds each round's seconds per step, and `products` holds the job's FLOP/s in size x
+    size matmuls in the same rounds.
     """
     config, mesh, n_parameters = rounds.run.config, rounds.mesh, rounds.steps.n_parameters[1]
     tokens = config.train.batch_size * config.model.block_size
@@ -138,7 +138,7 @@ def memory(compiled: Any, cluster: ProcessGroup) -> dict[str, Value]:
 
 
 def matmul_rate(size: int, dtype: str, cluster: ProcessGroup) -> Callable[[], float]:
-    """Return a function that measures the job's total FLOP/s in products of size x size matrices.
+    """Return a function that measures the job's total FLOP/s in size x size matmuls.
 
     All devices multiply their own matrices at the same time. Measuring one device and multiplying
     by the number of devices would be wrong on CPUs, whose devices share the cores.

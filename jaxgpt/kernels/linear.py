@@ -15,7 +15,8 @@ def matmul(x: jax.Array, w: jax.Array, n: int) -> jax.Array:
     """Return x W, contracted over the last n dims of x and the first n dims of W.
 
     The gradient of W is a single matmul, whose result has the dims in W's order. The gradient that
-    JAX derives from `jnp.tensordot` is transposed, so XLA's CPU compiler transposes activations.
+    JAX derives from `jnp.tensordot` is transposed, so XLA's CPU compiler has to transpose
+    activations.
     """
     return _forward(x, w, n)[0]
 

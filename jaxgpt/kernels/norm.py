@@ -1,4 +1,4 @@
-"""LayerNorm and RMSNorm with a hand-written gradient. It saves 7% of a step on CPUs."""
+"""LayerNorm and RMSNorm with hand-written gradients, which save 7% of a step on CPUs."""
 
 import functools
 from typing import Any

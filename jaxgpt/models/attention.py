@@ -65,7 +65,7 @@ class AttentionSetting(NamedTuple):
 class Kernel(NamedTuple):
     """One entry of the table of attention kernels."""
 
-    obstacle: Callable[[AttentionSetting], str | None]  # why it cannot run; None if it can
+    obstacle: Callable[[AttentionSetting], str | None]  # why the kernel cannot run; None if it can
     make: Callable[[AttentionSetting], Attention]
     reason: str  # the kernel's advantage, for the log line
     min_T: int = 0  # below this block size, `auto` skips the kernel
@@ -160,7 +160,8 @@ def _first_kernel(setting: AttentionSetting) -> str:
 def stores_scores(config: ModelConfig) -> bool:
     """Return whether attention keeps T x T scores in memory.
 
-    `auto` stands for the kernel that it chooses on a CPU, because the devices are not known here.
+    `auto` is taken to mean the kernel that it would choose on a CPU, because the devices are not
+    known here.
 
     Raises:
         UsageError: if model.attention names an unknown kernel.
@@ -199,10 +200,10 @@ def causal_attention(
     dropout: float = 0.0,
     attend: Callable[..., jax.Array] | None = None,
 ) -> jax.Array:
-    """Compute attention in up to four blocks of queries, skipping the keys after each block.
+    """Compute attention in up to four blocks of queries, skipping the keys that follow each block.
 
     Queries and keys must belong to the same tokens, in the same order. With n blocks, only
-    (n + 1) / 2n of the T x T scores are computed, or fewer with a window. This saves 6% of a
+    (n + 1) / 2n of the T x T scores are computed, and fewer with a window. This saves 6% of a
     `shakespeare_char` step on a CPU. Dropout masks depend on the block boundaries.
 
     Args:
@@ -376,8 +377,9 @@ def cudnn_attention(
 def blockwise_attention(*operands: Any, dropout: float = 0.0) -> jax.Array:
     """Compute `causal_attention` with at most `BLOCK` queries at a time, in O(T) memory.
 
-    The backward pass recomputes the scores. `operands` are the arguments of an `Attention`. For a
-    block size without a suitable divisor, such as a prime, more queries are processed at a time.
+    The backward pass recomputes the scores. `operands` are the arguments of an `Attention`. If
+    the sequence length has no suitable divisor (for example, if it is prime), more queries are
+    processed at a time.
     """
     return causal_attention(*operands, dropout=dropout, attend=scanned_attention)
 

@@ -17,10 +17,10 @@ PREFILL_CHUNK = 128  # number of prompt tokens that are processed at a time
 
 
 class LayerCache(NamedTuple):
-    """Keys and values of the last S positions, for the layers of one entry of `layer_pattern`.
+    """Keys and values of the last S positions, for the layers of one kind in `layer_pattern`.
 
     Position n of the text is stored in slot n mod S, so with rotary positions a text may be longer
-    than S. The dims are in the order that attention's matmuls need. Any other order would cause a
+    than S. The dims are in the order that attention's matmuls need. Any other order would require a
     copy for every token. Layers that are not scanned have a tuple of arrays (G, K, S), because XLA
     would copy each layer out of one stacked array.
     """
@@ -34,8 +34,8 @@ class Cache(NamedTuple):
     """The KV cache of one text."""
 
     layers: tuple[LayerCache, ...]  # one for each entry of `layer_pattern`
-    # For each of the last block_size positions, in the same order of slots, the position at which
-    # the document of the next token begins: int32 (block_size,).
+    # For each of the last block_size positions, in the same slot order, the position at which the
+    # next token's document begins: int32 (block_size,).
     next_starts_S: jax.Array
 
 
@@ -193,7 +193,7 @@ def read_documents(
     position, S = positions_T[0], cache.next_starts_S.size
     first = jnp.where(position == 0, 0, cache.next_starts_S[(position - 1) % S])
     begins = jnp.concatenate([first[None], jnp.where(is_end_T, positions_T + 1, 0)])
-    starts = jax.lax.cummax(begins)  # for the new tokens and the token after them
+    starts = jax.lax.cummax(begins)  # for the new tokens and the one after them
     starts_T, next_starts_T = starts[:-1], starts[1:]
     layers = [
         one._replace(starts_S=write_slots(one.starts_S, starts_T, position)) for one in cache.layers

@@ -82,7 +82,7 @@ class LayerBuilder:
         return Linear(self, inputs, outputs, axes, std, self.parallel.row_parallel_matmul)
 
     def norm(self) -> LayerNorm | RMSNorm:
-        """Return the norm layer that model.norm selects, over D.
+        """Return the norm layer over D that model.norm selects.
 
         Its scale is replicated, because gathering it would cost more than sharding it saves.
         """

@@ -14,7 +14,7 @@ from jaxgpt.parallel.tensor import NO_PARALLELISM, ParallelContext
 
 
 class LossParts(NamedTuple):
-    """Sums of losses in nats. Sums over parts of a batch can be added."""
+    """Sums of losses in nats. The sums over parts of a batch add up to the sum over the batch."""
 
     loss: jax.Array  # weighted cross-entropy: float32 scalar
     rows: dict[str, jax.Array]  # float32 (B,) by name: `loss` (cross-entropy) and other row metrics

@@ -51,7 +51,7 @@ class GatedMLP(nnx.Module):
 def gated(
     activation: Callable[[jax.Array], jax.Array], gate: jax.Array, up: jax.Array
 ) -> jax.Array:
-    """Return activation(gate) * up, computed in float32 and rounded once, as in `gelu`."""
+    """Return activation(gate) * up, computed in float32 and rounded once, like `gelu`."""
     return (activation(gate.astype(jnp.float32)) * up).astype(up.dtype)
 
 

@@ -56,7 +56,7 @@ def rope_frequencies(head_size: int, theta: float, scaling: tuple[float, ...] = 
         frequencies = frequencies / scaling[0]
     elif scaling:
         factor, low, high, original = scaling
-        turns = original * frequencies / (2 * math.pi)  # over the original context length
+        turns = original * frequencies / (2 * math.pi)  # rotations over the original context length
         share = np.clip((turns - low) / (high - low), 0, 1)
         frequencies = frequencies * (share + (1 - share) / factor)
     return frequencies.astype(np.float32)

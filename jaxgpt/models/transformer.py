@@ -268,10 +268,10 @@ class GPT(nnx.Module):
         Args:
             run: function of the block, its index in `layer_pattern` (`place`), the carry, and x.
             carry: input of the first layer.
-            of_layers: arrays with x of all layers, stacked along the leading axis.
+            of_layers: arrays with x for all layers, stacked along the leading axis.
 
         Returns:
-            The last carry, and `out` of all layers, stacked along the leading axis.
+            The last carry, and `out` for all layers, stacked along the leading axis.
         """
         graph, stacked = nnx.split(self.layers)
         n_places = len(layer_pattern(self.config))

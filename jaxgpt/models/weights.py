@@ -24,7 +24,7 @@ class Weight:
 
     name: str  # path in states and checkpoints, such as `layers/attention/qkv/kernel`
     shape: tuple[int, ...]
-    axes: LogicalAxes  # meaning of each dim; weights stacked over layers begin with `layers`
+    axes: LogicalAxes  # meaning of each dim; the first is `layers` if stacked over layers
     role: str  # matrix, bias, scale, token_embedding, position_embedding or output_embedding
     n_inputs: int = 0  # number of input dims, which a matmul contracts; 0 for a vector
     n_padding: int = 0  # number of zero rows at the end, which pad a vocabulary
@@ -106,7 +106,7 @@ def layer_matrices(config: ModelConfig) -> list[Weight]:
 
 
 def count_parameters(config: ModelConfig) -> tuple[int, int]:
-    """Count the parameters, without the padding of the vocabulary.
+    """Count the parameters, excluding vocabulary padding.
 
     Returns:
         (total, non-embedding): the second number excludes embeddings that are only looked up,
@@ -123,8 +123,8 @@ def activation_bytes(model: ModelConfig, with_logits: bool = True) -> int:
     """Estimate the bytes of float32 activations that are kept per row for the backward pass.
 
     Without remat, a layer keeps 2 T (10 D + P + S) bytes. This is equation 1 of arXiv 2205.05198,
-    doubled because the paper's activations are 16-bit. P, for the matmuls, is twice the number of
-    elements in the layer's matrices divided by D (24 D in GPT-2). S, for the attention scores, is
+    doubled because the paper's activations are 16-bit. P, for the matmuls, is 2 / D times the
+    number of elements in the layer's matrices (24 D in GPT-2). S, for the attention scores, is
     5 H T if they are stored, and otherwise 0.
 
     Args:

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
     from jaxgpt.optim.parameters import Parameters
 
-# Maps the name of each optimizer to the keys of `optimizer` that only some optimizers use. All of
+# Maps each optimizer's name to the `optimizer` keys that it uses and some others do not. All of
 # them use weight_decay, grad_clip and the learning-rate keys. The optimizer NAME is the function
 # NAME in NAME.py.
 OPTIMIZERS: dict[str, tuple[str, ...]] = {
@@ -26,12 +26,12 @@ CHOICES = {"optimizer.name": OPTIMIZERS}  # for `parse_args`
 def make_optimizer(
     config: OptimizerConfig, parameters: "Parameters"
 ) -> "optax.GradientTransformation":
-    """Return the optimizer named by `optimizer.name`, without the learning rate.
+    """Return the optimizer that `optimizer.name` selects. It does not apply the learning rate.
 
     Its `update` turns gradients into a direction. The training step multiplies the direction by the
     learning rate and subtracts it from the parameters. The learning rate is not part of the
-    optimizer, because it depends on the step number, which skipped steps advance, and not on the
-    number of updates.
+    optimizer, because it depends on the step number, which skipped steps also advance, rather than
+    on the number of updates.
 
     Raises `UsageError` if there is no optimizer of that name.
     """

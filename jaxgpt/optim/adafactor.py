@@ -15,8 +15,8 @@ from jaxgpt.parallel.sharding import Params
 # Defaults of the paper (section 9) and of optax.adafactor.
 DECAY_EXPONENT = 0.8  # the decay rate of update t is 1 - t^-0.8
 SQUARES_EPSILON = 1e-30  # added to squared gradients
-CLIPPING_THRESHOLD = 1.0  # maximum RMS of the update of a matrix
-MIN_SCALE = 1e-3  # lower bound of the RMS of a matrix, which scales its update
+CLIPPING_THRESHOLD = 1.0  # maximum RMS of a matrix's update
+MIN_SCALE = 1e-3  # lower bound on a matrix's RMS, which scales its update
 MIN_FACTORED = 128  # matrices with fewer rows or columns are not factored
 
 
@@ -30,7 +30,7 @@ class AdafactorState(NamedTuple):
 
 
 def adafactor(config: OptimizerConfig, parameters: Parameters) -> optax.GradientTransformation:
-    """Return Adafactor without the learning rate.
+    """Return Adafactor; the caller applies the learning rate.
 
     The learning rate is relative to the RMS of each matrix; the paper uses 1e-2. Each matrix in a
     stack is factored, clipped and scaled separately; `qkv` holds three matrices per layer.

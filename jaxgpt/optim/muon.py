@@ -24,13 +24,13 @@ class MuonState(NamedTuple):
 
 
 def muon(config: OptimizerConfig, parameters: Parameters) -> optax.GradientTransformation:
-    """Return Muon without the learning rate.
+    """Return Muon; the caller applies the learning rate.
 
     The Nesterov momentum of each hidden matrix is orthogonalised and scaled as in Moonlight (arXiv
     2502.16982), by 0.2 sqrt(max(rows, columns)), so that AdamW's learning rate and weight decay can
     be used unchanged. `qkv` holds three matrices per layer, which are orthogonalised separately.
     AdamW updates embeddings, the output layer, norms and biases with
-    `optimizer.adamw_learning_rate`, by default the same learning rate.
+    `optimizer.adamw_learning_rate`, which defaults to the same learning rate.
     """
     hidden = parameters.where(is_hidden_matrix)
     others = parameters.where(lambda w: not is_hidden_matrix(w))
@@ -78,7 +78,7 @@ def adamw_ratio(config: OptimizerConfig) -> float:
 
 
 def update_flops(config: OptimizerConfig, parameters: Parameters) -> int:
-    """Return the FLOPs that each device spends on matrix products in one update.
+    """Return the FLOPs that each device spends on matmuls in one update.
 
     The result is 0 for every optimizer except Muon.
     """

@@ -24,7 +24,7 @@ EPSILON = 1e-7
 class StackSpec(NamedTuple):
     """Size and sharding of the matrices in a stack. The first side is never the longer one."""
 
-    sizes: tuple[int, int]  # of the two sides of a full matrix
+    sizes: tuple[int, int]  # sizes of the two sides of a full matrix
     axes: tuple[tuple[str, ...], tuple[str, ...]]  # mesh axes that each side is sharded over
     stack_axes: tuple[str, ...]  # mesh axes that the stack is sharded over
 
@@ -110,7 +110,7 @@ def newton_schulz(x_NRC: jax.Array) -> jax.Array:
 
 
 def newton_schulz_flops(parameters: Parameters) -> int:
-    """Return the FLOPs that `orthogonalize` spends on matrix products on each device."""
+    """Return the FLOPs that `orthogonalize` spends on matmuls on each device."""
     views, mesh_shape = _views(parameters)
     flops = 0
     for stack_spec, members in _group_by_spec(views).items():

@@ -7,7 +7,7 @@ from jaxgpt.optim.parameters import Parameters
 
 
 def sgd(config: OptimizerConfig, parameters: Parameters) -> optax.GradientTransformation:
-    """Return SGD without the learning rate. The direction is m <- momentum * m + g.
+    """Return SGD; the caller applies the learning rate. The direction is m <- momentum * m + g.
 
     If the momentum is 0, the optimizer has no state. The updates equal those of torch.optim.SGD
     with nesterov=False, except that weight decay is not part of the momentum.

@@ -31,9 +31,9 @@ def opt_state_shardings(
 ) -> Any:
     """Return the `NamedSharding` of every array in the optimizer state.
 
-    An array whose path ends with a parameter's path, and which has as many dimensions, gets the
-    sharding of that parameter's moments. Its dimensions of a different size are not sharded. All
-    other arrays, such as an update count, are replicated.
+    An array whose path ends with a parameter's path, and that has the same number of dimensions,
+    gets the sharding of that parameter's moments. Dimensions whose size differs are not sharded.
+    All other arrays, such as an update count, are replicated.
 
     Args:
         params: the parameters, or their shapes.

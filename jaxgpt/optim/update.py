@@ -23,10 +23,10 @@ from jaxgpt.parallel.sharding import Params
 # Function from (params, opt_state) to their values after an update.
 Update = Callable[[Params, Any], tuple[Params, Any]]
 
-# Each gate is used on the platform where XLA makes no extra copy of the state for it. Additional
-# temporary memory of a step of gpt2 with 4 layers on one device (JAX 0.10.2, 2026-11): on a CPU,
-# `gate_by_where` takes 216 MB and `gate_sequentially` takes none; on an H100, they take 0.1 MB and
-# 53 MB, and `jax.lax.cond` takes 782 MB.
+# Each gate is used on the platform where it does not cause XLA to make an extra copy of the state.
+# Additional temporary memory that a step of gpt2 with 4 layers needs on one device (JAX 0.10.2,
+# 2026-11): on a CPU, `gate_by_where` takes 216 MB and `gate_sequentially` takes none; on an H100,
+# they take 0.1 MB and 53 MB, and `jax.lax.cond` takes 782 MB.
 
 
 def gated_update(

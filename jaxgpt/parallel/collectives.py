@@ -1,4 +1,4 @@
-"""Reduce-scatter and all-gather, which are each other's transposes; a workaround for Gloo."""
+"""Reduce-scatter and all-gather, which are each other's transposes, with a workaround for Gloo."""
 
 import functools
 import math
@@ -9,13 +9,13 @@ from jax.sharding import Mesh
 
 from jaxgpt.parallel.mesh import mesh_axes_with
 
-MeshAxes = str | tuple[str, ...]  # one or several mesh axes, outermost first
+MeshAxes = str | tuple[str, ...]  # one or more mesh axes, outermost first
 
 
 def reduce_scatter(x: jax.Array, axis: MeshAxes, dimension: int) -> jax.Array:
     """Sum `x` over the mesh axis, and return this device's shard of the sum along `dimension`.
 
-    This is `jax.lax.psum_scatter`, except between CPUs of several processes. There it is an
+    This is `jax.lax.psum_scatter`, except on CPUs with several processes. There, it is an
     all-to-all followed by a local sum, which sends the same number of bytes. With JAX 0.10 and
     0.11, Gloo's reduce-scatter silently corrupts large arrays (jax-ml/jax issue 40830) and times
     out after 30 s (issue 40831).
@@ -50,7 +50,7 @@ _all_to_all_sum.defvjp(
 
 
 def gather_batch(own: jax.Array, mesh: Mesh) -> jax.Array:
-    """Gather values of rows (B,) or of tokens (B, T) for the global batch, on every device.
+    """Gather per-row (B,) or per-token (B, T) values of the global batch on every device.
 
     Args:
         own: this device's values. If the sequence is split, each device has a partial sum for each

@@ -47,7 +47,7 @@ def job_mesh(config: Config, hosts: Sequence[int] | None = None) -> Mesh:
 
 
 def mesh_axes_with(role: str, mesh: Mesh) -> tuple[str, ...]:
-    """Return the axes of a mesh that have a role and a size above 1."""
+    """Return the mesh axes that have the given role and a size above 1."""
     return tuple(axis for axis in axes_with(role) if mesh.shape[axis] > 1)
 
 
@@ -74,7 +74,7 @@ def hosts_spanned(axes: Sequence[str], shape: MeshShape, hosts: Sequence[int]) -
 
 
 def tensor_crosses_hosts_warning(shape: MeshShape, hosts: Sequence[int]) -> tuple[str, ...]:
-    """Return a warning if groups of devices along `tensor` span hosts, or an empty tuple.
+    """Return a warning if any group of devices along `tensor` spans hosts, else an empty tuple.
 
     Args:
         hosts: the host number of each device, in mesh order.

@@ -17,7 +17,7 @@ def rematerialized(layer: Callable[..., Any], remat: str, in_loop: bool) -> Call
             layer unchanged, because `attention` is implemented by `without_scores` in
             models/attention.py.
         in_loop: whether the layer runs inside `jax.lax.scan`. There, XLA cannot merge the
-            recomputation with the original computation, so no barrier is needed to prevent it.
+            recomputation with the original computation, so no barrier is needed.
     """
 
     def keep(primitive: Any, *args: Any, **params: Any) -> bool:

@@ -49,7 +49,7 @@ class Microbatches(NamedTuple):
 
 
 class Schedule(NamedTuple):
-    """The two functions that run a network, whether a device holds all layers or only some."""
+    """The two functions that run a network on devices that hold all layers or only some of them."""
 
     run_all_blocks: Callable[[Pieces, Any, jax.Array | None], tuple[jax.Array, dict[str, Any]]]
     """The forward pass, for evaluation: (pieces, batch, dropout key) -> (x_BTD after the network's

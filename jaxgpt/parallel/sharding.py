@@ -67,8 +67,9 @@ def opt_state_rules(zero_stage: int) -> Rules:
 def has_partial_gradient(axes: LogicalAxes, spec: PartitionSpec) -> bool:
     """Return whether a replicated weight receives a partial gradient on each `tensor` rank.
 
-    This holds for a vocabulary or key-value heads that `tensor` does not divide, and for the norms
-    of queries and keys (`head_dim`), because each rank applies them only to its own heads.
+    This is true if `tensor` does not divide the vocabulary or the number of key-value heads. It is
+    also true of the query and key norms (`head_dim`), which each rank applies only to its own
+    heads.
     """
     is_split = split_dim(spec, axes_with("splits_heads")) is not None
     return not is_split and any(axis in (*HEAD_DIMS, "head_dim") for axis in axes)
@@ -89,7 +90,7 @@ def split_dim(spec: PartitionSpec, mesh_axes: Sequence[str]) -> int | None:
 def partition_spec(
     axes: LogicalAxes, shape: tuple[int, ...], rules: Rules, mesh_shape: Mapping[str, int]
 ) -> PartitionSpec:
-    """Return the spec of one array. A dim that its mesh axes do not divide is replicated.
+    """Return the spec of one array. A dim not divisible by its mesh axes is replicated.
 
     >>> partition_spec(("embed", "mlp"), (128, 512), parameter_rules(3), mesh.shape)
     PartitionSpec('fsdp', 'tensor')
@@ -103,11 +104,11 @@ def partition_spec(
 
 
 def weight_shardings(weights: Any, rules: Rules, mesh: Mesh, memory_kind: str | None = None) -> Any:
-    """Return a `NamedSharding` for every weight of a tree.
+    """Return a `NamedSharding` for every weight in a tree.
 
     Args:
         weights: tree whose leaves have `axes` and a `shape`, such as `models.weights.Weight`.
-        memory_kind: memory of the weights, such as `pinned_host`; None: the device's default.
+        memory_kind: memory kind of the weights, such as `pinned_host`; None: the device's default.
     """
 
     def sharding(weight: Any) -> NamedSharding:

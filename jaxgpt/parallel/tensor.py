@@ -1,4 +1,4 @@
-"""Tensor and sequence parallelism with explicit collectives, which the layers call.
+"""Tensor and sequence parallelism, with the explicit collectives that the layers call.
 
 A step is one program, which `jax.shard_map` runs on every device's shards. `shard_map` tracks the
 mesh axes along which each value varies, and derives the communication of the backward pass from
@@ -21,8 +21,8 @@ class ParallelContext:
     """Describes how this device shares the model with other devices; by default, it does not.
 
     Megatron's tensor parallelism (arXiv 1909.08053) splits heads, the MLP and the vocabulary over
-    `tensor`. Outside these tensor regions, sequence parallelism (arXiv 2205.05198) splits positions
-    over the same devices.
+    `tensor`. Outside these tensor-parallel regions, sequence parallelism (arXiv 2205.05198) splits
+    positions over the same devices.
     """
 
     tensor: int = 1  # number of devices that split the heads
@@ -64,7 +64,7 @@ class ParallelContext:
         return self.reduce_from_tensor_region(multiply(x, kernel))
 
     def copy_to_tensor_region(self, x_BTD: jax.Array) -> jax.Array:
-        """Enter a tensor region, before a column-parallel weight (`f` in Megatron's figure 3).
+        """Enter a tensor-parallel region before a column-parallel weight (Megatron-LM's `f`).
 
         With sequence parallelism, x is all-gathered over T. Without it, only the backward pass
         communicates.
@@ -76,7 +76,7 @@ class ParallelContext:
         return jax.lax.pcast(x_BTD, self.tensor_axes, to="varying")
 
     def reduce_from_tensor_region(self, x_BTD: jax.Array) -> jax.Array:
-        """Leave a tensor region, after a row-parallel weight (`g` in Megatron's figure 3).
+        """Leave a tensor-parallel region after a row-parallel weight (Megatron-LM's `g`).
 
         Partial sums are reduce-scattered over T with sequence parallelism, and otherwise
         all-reduced.
@@ -97,11 +97,11 @@ class ParallelContext:
         return jax.lax.pmax(x, self.tensor_axes) if self.tensor > 1 else x
 
     def tensor_offset(self, n: int) -> Any:
-        """Return the global index of this device's first element, if each `tensor` rank has n."""
+        """Return the global index of this device's first element; each `tensor` rank has n."""
         return _offset(self.tensor_axes, n)
 
     def sequence_offset(self, T: int) -> Any:
-        """Return the first of this device's T positions outside tensor regions."""
+        """Return the first of this device's T positions outside tensor-parallel regions."""
         axes = self.sequence_axes
         return _offset((*axes, *self.tensor_axes) if self.sequence_parallel else axes, T)
 
@@ -110,7 +110,7 @@ class ParallelContext:
         return _offset(self.layer_axes, L)
 
     def local_positions(self, positions_T: jax.Array) -> jax.Array:
-        """Return the positions (..., T) that this device holds outside tensor regions."""
+        """Return the positions (..., T) that this device holds outside tensor-parallel regions."""
         if not self.sequence_parallel:
             return positions_T
         T = positions_T.shape[-1] // self.tensor
@@ -119,8 +119,8 @@ class ParallelContext:
     def local_vocab_shard(self, w_VD: jax.Array, V: int) -> tuple[jax.Array, Any]:
         """Return this device's rows of a vocabulary table, and the token ID of the first row.
 
-        A whole table, which is replicated because `tensor` does not divide V, is padded and split
-        into equal shards.
+        A table that is replicated because `tensor` does not divide V is padded and split into equal
+        shards.
 
         Args:
             w_VD: the device's shard of the table, or the whole table of V rows.
@@ -134,7 +134,7 @@ class ParallelContext:
 
 
 def _offset(axes: tuple[str, ...], n: int) -> Any:
-    """Return the global index of this device's first element, if each device along `axes` has n."""
+    """Return the global index of this device's first element; each device along `axes` has n."""
     return jax.lax.axis_index(axes) * n if axes else 0
 
 

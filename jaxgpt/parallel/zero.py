@@ -21,7 +21,7 @@ from jaxgpt.parallel.sharding import split_dim
 
 @dataclasses.dataclass(frozen=True)
 class ParamLayout:
-    """The sharding of a parameter and its gradient. Specs do not name mesh axes of size 1."""
+    """The sharding of a parameter and its gradient. Specs leave out mesh axes of size 1."""
 
     param: PartitionSpec  # the parameter between steps
     accum: PartitionSpec  # its gradient accumulator
@@ -121,7 +121,7 @@ def local_params(params: Any, layouts: Any) -> tuple[Any, Any]:
 
 
 def reduce_gradients(gradients: Any, layouts: Any) -> Any:
-    """Reduce accumulated gradients over devices, once per step, to the specs `layout.grad`.
+    """Reduce accumulated gradients over devices, once per step, and shard them by `layout.grad`.
 
     They are reduce-scattered over `fsdp` first, unless the backward pass has already done so. Then
     the all-reduce over the other axes sends only a shard.

@@ -137,7 +137,7 @@ def _device_groups(text: str, n_devices: int) -> np.ndarray:
 
 
 def _groups_along_axes(text: str) -> np.ndarray:
-    """Return the groups of the form mesh['x'=2,'y'=4] {'y'}.
+    """Return the groups given in the form mesh['x'=2,'y'=4] {'y'}.
 
     The braces may contain part of an axis: 'y':(1)2 is the outer factor 2 of 'y'=4, and 'y':(2)2 is
     the inner factor. `device_ids=(...)` gives the order of the mesh's devices, as a list or as a
@@ -149,7 +149,7 @@ def _groups_along_axes(text: str) -> np.ndarray:
     mesh = {axis: int(size) for axis, size in re.findall(r"'(.*?)'=(\d+)", axes)}
     shape, n = tuple(mesh.values()), 1
     coordinates = dict(zip(mesh, np.unravel_index(np.arange(math.prod(shape)), shape), strict=True))
-    group = dict(coordinates)  # will be those of the first device in each group
+    group = dict(coordinates)  # becomes the coordinates of the first device in each group
     for axis, outer, part in re.findall(r"'(.*?)'(?::\((\d+)\)(\d+))?", along):
         size = int(part or mesh[axis])
         stride, n = mesh[axis] // (int(outer or 1) * size), n * size
@@ -161,7 +161,7 @@ def _groups_along_axes(text: str) -> np.ndarray:
 
 
 def _range(text: str) -> np.ndarray:
-    """Return a transposed range: [4,2]T(1,0) means 0 to 7, reshaped to 4 x 2 and transposed."""
+    """Parse a transposed range: [4,2]T(1,0) means 0 to 7, reshaped to 4 x 2 and transposed."""
     shape, _, transposition = text.partition("T")
     dims = _numbers(shape)
     return np.arange(math.prod(dims)).reshape(dims).transpose(_numbers(transposition) or None)

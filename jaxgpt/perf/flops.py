@@ -12,7 +12,7 @@ from jaxgpt.perf.hardware import find_device
 
 MFU_FORMULA = "mfu = tokens/s/device x (6N + 12 L H K T) / peak FLOP/s (PaLM, arXiv 2204.02311, B)"
 CPU_FLOPS = 1e11  # rough FLOP/s of one CPU device
-SLOW_FLOPS = 5 * 60 * CPU_FLOPS  # FLOPs of a CPU device in five minutes
+SLOW_FLOPS = 5 * 60 * CPU_FLOPS  # FLOPs that a CPU device performs in five minutes
 
 
 def peak_flops(device_kind: str, dtype: str) -> float | None:
@@ -33,7 +33,7 @@ def flops_per_token(model: ModelConfig, n_parameters: int) -> int:
 
 
 class HostTimes(NamedTuple):
-    """Number of steps of a process so far, and the seconds spent on them."""
+    """Number of steps that a process has run so far, and the seconds spent on them."""
 
     steps: int
     seconds: float  # spent on steps
@@ -42,7 +42,7 @@ class HostTimes(NamedTuple):
 
 
 class StepTimer:
-    """Timer of training steps, based on the time that the run's clock counts as steps."""
+    """Times training steps, using the time that the run's clock attributes to steps."""
 
     def __init__(self, clock: Clock, stalled: Callable[[], float] = lambda: 0.0):
         """Start the timer. `stalled` returns how many seconds this process has been suspended."""
@@ -86,7 +86,7 @@ def _difference(now: tuple[int, float, float], then: tuple[int, float, float]) -
 
 @dataclass(frozen=True)
 class Rates:
-    """Rates in a training log line, computed from the seconds per step."""
+    """Computes the rates in a training log line from the seconds per step."""
 
     batch_size: int  # sequences per step of the whole job
     block_size: int

@@ -17,7 +17,7 @@ class Device:
     """
 
     name: str
-    match: str  # regular expression to find in JAX's device_kind
+    match: str  # regular expression to search for in JAX's device_kind
     memory: int | None = None  # data sheets say GB but mean GiB; the driver reserves about 1%
     peak_flops: Mapping[str, float] = field(default_factory=dict)  # float32 means TF32 on NVIDIA
     memory_bandwidth: float | None = None  # of the device's own memory

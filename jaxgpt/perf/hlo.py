@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 CATEGORIES = ("matmul", "attention", "elementwise", "collective", "copy", "other")
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
-# Other operations by which XLA may replace these collectives.
+# Other operations that XLA may substitute for these collectives.
 _SENDS = ("send", "recv", "collective-broadcast", "ragged-all-to-all")
 
 _PACKAGE = Path(__file__).parents[1]
@@ -59,7 +59,7 @@ class Instruction(NamedTuple):
     @property
     def array_bytes(self) -> list[int]:
         """Size in bytes of each array in the result."""
-        arrays = _ARRAY.findall(self.shape)  # `pred` names no bit width; it has 8 bits
+        arrays = _ARRAY.findall(self.shape)  # the name `pred` gives no bit width; it has 8 bits
         return [-(-math.prod(_dims(dims)) * int(bits or 8) // 8) for bits, dims in arrays]
 
     @property
@@ -154,13 +154,13 @@ def read_operations(program: HloProgram) -> dict[str, Operation]:
 
 
 def is_product(instruction: Instruction) -> bool:
-    """Return whether an instruction is a matrix product or convolution, also by a library."""
+    """Return whether an instruction is a matmul or convolution, including library calls."""
     target = instruction.attribute("custom_call_target")
     return instruction.opcode in _PRODUCTS or bool(_PRODUCT_TARGET.search(target))
 
 
 def _category(instruction: Instruction, program: HloProgram) -> str:
-    """Return the category. A fusion with a matrix product counts as `matmul` or `attention`."""
+    """Return the category. A fusion that contains a matmul counts as `matmul` or `attention`."""
     fused = instruction.called if instruction.opcode.startswith(("fusion", "async")) else []
     parts = [part for name in fused for part in program.computations.get(name, [])]
     parts = [part for part in parts or [instruction] if part.opcode not in FREE]
@@ -182,7 +182,7 @@ def _category(instruction: Instruction, program: HloProgram) -> str:
 def _in_attention(instruction: Instruction, program: HloProgram) -> bool:
     stack = program.stack(instruction)
     if not stack and "lhs_batch_dims=" in instruction.arguments:
-        return True  # XLA dropped the source, but only attention has batched products
+        return True  # XLA dropped the source, but only attention has batched matmuls
     return any(file.endswith("models/attention.py") for file, _, _ in stack)
 
 
@@ -191,6 +191,6 @@ def _source(instruction: Instruction, program: HloProgram) -> str:
     own = []
     for file, line, function in program.stack(instruction):
         _, found, within = file.rpartition("/jaxgpt/")
-        if found and (_PACKAGE / within).is_file():  # excludes libraries installed below jaxgpt/
+        if found and (_PACKAGE / within).is_file():  # excludes libraries installed under jaxgpt/
             own.append(f"{within}:{line} {function.replace('<locals>.', '')}")
     return next((line for line in own if not line.startswith("parallel/")), (own or [""])[0])

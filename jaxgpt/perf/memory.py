@@ -60,8 +60,9 @@ def require_memory(config: Config, shape: MeshShape, room: int | None, on_cpu: b
         keys = {"train.batch_size": train.batch_size, "model.block_size": model.block_size}
     raise UsageError(
         f"{' '.join(f'{key}={value}' for key, value in keys.items())}: a step needs at least "
-        f"{format_bytes(state + scores)} on each device, which may use {format_bytes(room)}; lower "
-        "these settings or use more devices; python -m jaxgpt.plan shows what needs the memory"
+        f"{format_bytes(state + scores)} on each device, but only {format_bytes(room)} is "
+        "available; lower these settings or use more devices; python -m jaxgpt.plan "
+        "shows what needs the memory"
     )
 
 
@@ -88,9 +89,9 @@ def state_bytes(config: Config, shape: MeshShape) -> int:
 
 
 def score_bytes(config: Config, shape: MeshShape, on_cpu: bool) -> int:
-    """Return a lower bound on the bytes of attention scores on a device: T x T bytes per head.
+    """Return a lower bound on the bytes of attention scores per device: T x T bytes per head.
 
-    The `xla` kernel stores at least half of the scores, with two bytes or more each. A CPU may
+    The `xla` kernel stores at least half of the scores, at two or more bytes each. A CPU may
     process its rows one at a time. The bound is 0 if it is not certain that scores are stored.
     """
     model, remat = config.model, config.parallel.remat

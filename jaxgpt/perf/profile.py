@@ -50,8 +50,8 @@ class Tracing:
     def stop(self, pending: Any, n_steps: int, hlo: str) -> dict[str, Any]:
         """Wait for the arrays in `pending`, end the trace of `n_steps` steps, and summarise it.
 
-        All processes call this. `hlo` is `compiled.as_text()` of the step. The result is
-        that of `summary`, plus the `work` of each operation (`Work` as a dict, or None) and
+        All processes call this. `hlo` is `compiled.as_text()` of the step. The result is the same
+        as from `summary`, plus the `work` of each operation (`Work` as a dict, or None) and
         `may_be_incomplete`, which tells whether operations may be missing from the trace.
         """
         jax.block_until_ready(pending)
@@ -133,7 +133,7 @@ def read_events(trace: Path, module: str) -> Iterator[Event]:
 
 
 def report(events: Sequence[Event], operations: Mapping[str, Operation]) -> dict[str, Any]:
-    """Return the totals of the events of one process as JSON, for `summary`. Times in seconds."""
+    """Return the event totals of one process as JSON, for `summary`. Times in seconds."""
     seconds: Counter[str] = Counter()
     collectives: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for event in sorted(events, key=lambda event: event.began):
@@ -154,7 +154,7 @@ def summary(
     n_steps: int,
     seconds: float,
 ) -> dict[str, Any]:
-    """Return the seconds per step in total, by category, and of the most expensive operations.
+    """Return the seconds per step in total, by category, and for the most expensive operations.
 
     The numbers are means over the job's devices. `seconds` is the time per step on process 0's
     clock. If a device spends more time in a collective than the fastest device, the difference

@@ -21,7 +21,7 @@ class Work(NamedTuple):
     times: int  # executions per step
     read: int  # bytes per execution
     written: int  # bytes per execution
-    flops: int  # of matrix products, per execution; 0 for vendor attention kernels
+    flops: int  # of matmuls, per execution; 0 for vendor attention kernels
 
     @property
     def moved(self) -> int:
@@ -68,7 +68,7 @@ def _bytes_moved(one: Instruction, program: HloProgram) -> tuple[int, int]:
 
 
 def _flops(one: Instruction, program: HloProgram) -> int:
-    """Return the FLOPs of matrix products: 2 B M K N for (B, M, K) x (B, K, N) -> (B, M, N)."""
+    """Return the FLOPs of matmuls: 2 B M K N for (B, M, K) x (B, K, N) -> (B, M, N)."""
     if one.opcode == "fusion":
         return sum(_flops(part, program) for part in program.computations[one.called[0]])
     if not is_product(one):

@@ -34,10 +34,10 @@ def startup_report(clock: Clock, compile_cache: str) -> dict[str, Any]:
 
 
 def summary(reports: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return the content of startup.json from the reports of all processes in rank order.
+    """Build the content of startup.json from all processes' reports, given in rank order.
 
-    Durations are in seconds, and points in time are Unix times. `job_start_to_first_step` is None
-    if the start of the job is unknown.
+    Durations are in seconds, and timestamps are Unix times. `job_start_to_first_step` is None if
+    the start of the job is unknown.
     """
 
     def spread(seconds: list[float]) -> dict[str, float]:

@@ -117,7 +117,7 @@ def devices_per_host(given: int | None, device: Device, n_devices: int) -> int:
         given: the value of --devices-per-host; None uses the device's default.
 
     Raises:
-        UsageError: if hosts of this size cannot be filled, because it does not divide `n_devices`.
+        UsageError: if this number does not divide `n_devices`, so that some host would not be full.
     """
     per_host = given or (n_devices if device.memory is None else device.devices_per_host)
     if n_devices > per_host and n_devices % per_host:

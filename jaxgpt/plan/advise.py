@@ -10,7 +10,7 @@ from jaxgpt.plan.layout import Plan, plan_layout
 from jaxgpt.plan.program import Program, state_memory
 
 REMATS = ("none", "attention", "dots", "full")  # in order of decreasing memory
-# A layout ranks before a simpler one only if it takes less than this fraction of its time.
+# A layout ranks before a simpler one only if it takes less than this fraction of that one's time.
 TIE_RATIO = 0.9
 
 

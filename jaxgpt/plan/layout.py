@@ -17,7 +17,7 @@ from jaxgpt.perf.memory import host_memory
 from jaxgpt.plan.program import Memory, Program, compile_step
 from jaxgpt.runtime.allocator import USABLE
 
-# Fraction of the dense peak. Whole steps of Megatron-LM and llm.c reach 0.41 to 0.49.
+# Fraction of the dense peak. Megatron-LM and llm.c reach 0.41 to 0.49 over a whole step.
 MATMUL_EFFICIENCY = 0.6
 LATENCY = {"link": 10e-6, "network": 30e-6}  # seconds until a collective's first byte arrives
 
@@ -86,12 +86,12 @@ class Plan:
 
     @property
     def tokens(self) -> int:
-        """Number of tokens of a global batch."""
+        """Number of tokens in a global batch."""
         return self.config.train.batch_size * self.config.model.block_size
 
     @property
     def n_parameters(self) -> int:
-        """Number of parameters of the model, without the padding of the vocabulary."""
+        """Number of model parameters, not counting vocabulary padding."""
         return count_parameters(self.config.model)[0]
 
     @property
@@ -103,7 +103,7 @@ class Plan:
         """FLOPs per token that parallel.remat adds.
 
         `attention` and `dots` recompute the matmuls of attention; `attention` does so only if the
-        kernel keeps scores otherwise. `full` recomputes all matmuls of a layer.
+        kernel would otherwise keep the scores. `full` recomputes all matmuls of a layer.
         """
         model, remat = self.config.model, self.config.parallel.remat
         if remat == "none" or (remat == "attention" and not self.program.stores_scores):
@@ -125,13 +125,13 @@ class Plan:
         return ring_bytes(c.kind, c.bytes, math.prod(self.mesh[axis] for axis in c.axes))
 
     def link(self, axes: Sequence[str]) -> str:
-        """Return `link` if all devices of a group along these axes share a host, or `network`."""
+        """Return `link` if all devices of a group along these axes share a host, else `network`."""
         return "link" if self.hosts_spanned(axes) == 1 else "network"
 
     def seconds(self, c: Collective) -> float:
         """Return the time of a collective without overlap, in seconds."""
         bandwidth, n_hosts = self.device.link_bandwidth, self.hosts_spanned(c.axes)
-        if n_hosts > 1:  # members on one host combine their network bandwidth
+        if n_hosts > 1:  # group members on one host combine their network bandwidth
             members = max(1, math.prod(self.mesh[axis] for axis in c.axes) // n_hosts)
             bandwidth = min(bandwidth, members * self.device.network_bandwidth)
         operations = c.count if c.bytes / c.count > 1024 else 1  # XLA combines small arrays
@@ -220,6 +220,6 @@ class Plan:
 def plan_layout(config: Config, mesh: MeshShape, device: Device, devices_per_host: int) -> Plan:
     """Compile the step for a layout and return its plan.
 
-    The requirements and errors of `compile_step` apply.
+    The requirements and errors are the same as for `compile_step`.
     """
     return Plan(config, mesh, device, devices_per_host, compile_step(config, mesh, device))

@@ -32,8 +32,8 @@ class Memory:
     gradients: int
     moments: int
     activations_and_temporaries: int = 0  # everything else at the step's peak, including the batch
-    in_host: int = 0  # part of parameters, gradients and moments that is in host memory
-    host_at_once: int = 0  # part of in_host that is on the device at the same time
+    in_host: int = 0  # the part of parameters, gradients and moments in host memory
+    host_at_once: int = 0  # the part of in_host that is on the device at any one time
 
     @property
     def total(self) -> int:

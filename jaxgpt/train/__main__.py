@@ -42,7 +42,7 @@ def main(argv: list[str] | None = None) -> None:
             cluster.raise_if_any(error)
             clock.enter("prepare")
             monitor = cluster.monitor
-            # Preparing the run may convert hundreds of gigabytes of weights.
+            # Preparing the run may involve converting hundreds of gigabytes of weights.
             monitor.heartbeat("the preparation of the run directory", 8 * SLOW_PHASE)
             run = prepare_run(config, cluster)
             monitor.write_stacks_to(run.directory)
@@ -60,20 +60,20 @@ def main(argv: list[str] | None = None) -> None:
             from jaxgpt.train.loop import train
 
             status = train(run, cluster, facts, stop, clock)
-        # Skip the garbage collection at exit: it takes 0.4 to 1.3 s (2026-11, two busy cores, JAX
+        # Skip garbage collection at exit: it takes 0.4 to 1.3 s (2026-11, two busy cores, JAX
         # 0.10.2).
         gc.freeze()
     sys.exit(status)
 
 
 def earlier_saves(run: Run) -> list[dict[str, Any]]:
-    """Return the records in metrics.jsonl of the last three saved checkpoints, oldest first."""
+    """Return the metrics.jsonl records of the last three saved checkpoints, oldest first."""
     metrics = run.directory / METRICS
     return read_records(metrics, "checkpoint")[-3:] if metrics.exists() else []
 
 
 def start_limits(config: Config | None) -> tuple[float, HangLimit | None]:
-    """Return the seconds to wait for all processes to join, and the limit of the hang watchdog.
+    """Return how many seconds to wait for all processes to join, and the hang watchdog's limit.
 
     The limit is None if train.hang_timeout is None. `config` is None if the configuration is
     invalid; the processes still join, so that all of them exit with the error.

@@ -51,7 +51,7 @@ class CompiledFunctions:
     mesh: Mesh
     attention: str  # the attention kernel, and why it was chosen
     n_parameters: tuple[int, int]  # (total, non-embedding), from `count_parameters`
-    warnings: tuple[str, ...]  # about deviations from the requested layout or attention kernel
+    warnings: tuple[str, ...]  # where the layout or attention kernel differs from the request
     batch_shape: jax.ShapeDtypeStruct | TokenRows  # global batch, as passed to `train_step`
     state_shapes: TrainState  # `jax.ShapeDtypeStruct`s with shardings, to restore checkpoints into
     init: Callable[[], TrainState]
@@ -99,7 +99,7 @@ def make_steps(
         attend: the attention function; None uses the kernel that model.attention selects.
         slices: number of slices that a device splits its rows of a microbatch into. None means
             `choose_n_slices` on CPUs, and 1 on other devices.
-        on_cpu: whether to compile for CPUs; None derives this from the devices of `mesh`.
+        on_cpu: whether to compile for CPUs; None infers this from the devices in `mesh`.
         has_masks: whether batches have a weight for each target (`Dataset.has_masks`).
 
     Raises:
@@ -175,7 +175,7 @@ def training_batch(
 
 
 def step_options(config: Config, platform: str, n_devices: int) -> dict[str, Any] | None:
-    """Return XLA's compiler options for the train step, without those that XLA_FLAGS sets.
+    """Return XLA's compiler options for the train step, except those already set in XLA_FLAGS.
 
     Return None if no options are left.
     """

@@ -31,7 +31,7 @@ def make_evaluator(
     """Return a function (step, params) -> `EvalRecord` with the mean loss of each split.
 
     The losses are in nats per token, weighted by the loss weights of the targets; NaN if all
-    weights are 0. If the data has several corpora, the record also has the losses of each corpus.
+    weights are 0. If the data has several corpora, the record also has the losses for each corpus.
     Every call evaluates the same train.eval_iters batches of each split, and calls
     `heartbeat(activity)` before each batch.
     """
@@ -119,10 +119,10 @@ def make_generate(
     int32 and holds at most model.block_size tokens: the prompt of `length` tokens, then padding.
 
     The prompt is written to the KV cache in chunks. After that, tokens are decoded one at a time.
-    The text may become longer than model.block_size. With rotary positions, each layer then attends
-    to the cached keys and values of the last model.block_size tokens. With learned positions, each
-    new token shifts the positions of all others, which invalidates the cache. As in nanoGPT, the
-    last model.block_size tokens are then recomputed for every new token.
+    The text may grow beyond model.block_size. With rotary positions, each layer then attends to the
+    cached keys and values of the last model.block_size tokens. With learned positions, each new
+    token shifts the positions of all others, which invalidates the cache. As in nanoGPT, the last
+    model.block_size tokens are then recomputed for every new token.
 
     Args:
         make_decoder: params -> (decode function, empty KV cache); see `CompiledFunctions`.
@@ -181,7 +181,7 @@ def prefill(decode: DecodeFn, caches: Any, window: jax.Array, length: jax.Array)
 
 
 def tokens_1N(text: jax.Array, first: jax.Array, size: int) -> jax.Array:
-    """Return the `size` tokens that start at index `first` of a text, as one row (1, size)."""
+    """Return `size` tokens of a text, starting at index `first`, as one row (1, size)."""
     return jax.lax.dynamic_slice(text, (first,), (size,))[None]
 
 
@@ -198,7 +198,7 @@ def draw_token(
 
 
 def prompt_window(tokenizer: Tokenizer, prompt: str, block_size: int) -> tuple[np.ndarray, int]:
-    """Return the last `block_size` tokens of a prompt with padding, and their number without it.
+    """Return the last `block_size` tokens of a prompt, padded, and their number before padding.
 
     The tokens are int32. They are padded to a multiple of `PREFILL_CHUNK`, but at most to
     `block_size`, so that prompts of similar lengths share a compiled function. An empty prompt

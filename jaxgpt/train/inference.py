@@ -27,7 +27,7 @@ from jaxgpt.train.step import weighted_mean
 # (cache, tokens_1T, position of the first token) -> (logits_1V, updated cache); see `decode_step`.
 DecodeFn = Callable[[Cache, jax.Array, Any], tuple[jax.Array, Cache]]
 
-SMALL_BYTES = 2**28  # largest total size of parameters that each device gathers to decode
+SMALL_BYTES = 2**28  # up to this total size, each device gathers all parameters to decode
 
 
 def eval_losses(
@@ -95,10 +95,10 @@ def _map_rows(
 def make_decoder(model: ShardedModel, attend: Attention, params: Params) -> tuple[DecodeFn, Cache]:
     """Return the decode function for these parameters, and an empty KV cache.
 
-    Decoding one token is too little work to distribute. If all parameters together take at most
-    `SMALL_BYTES`, each device therefore gathers them and decodes alone. Larger parameters stay
-    sharded, so ZeRO-3 gathers the whole model for each token. A single CPU decodes a large model
-    fastest with separate arrays for each layer (`unstack_layers`).
+    Decoding one token is too little work to distribute. Therefore, if the parameters take at most
+    `SMALL_BYTES` in total, each device gathers all of them and decodes on its own. Larger
+    parameters stay sharded, so ZeRO-3 gathers the whole model for each token. A single CPU decodes
+    a large model fastest with separate arrays for each layer (`unstack_layers`).
     """
     mesh, on_cpu = model.mesh, model.context.on_cpu
     dtype = jnp.dtype(model.config.train.dtype)

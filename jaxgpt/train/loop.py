@@ -44,7 +44,7 @@ def train(
     stop: StopSignal,
     clock: Clock,
 ) -> int:
-    """Train up to train.max_iters or until `stop` ends the run; return the exit status.
+    """Train until step train.max_iters or until `stop` ends the run; return the exit status.
 
     The status is `exits.DONE`, `exits.STOPPED` (the same command can continue the run) or
     `exits.FAILED` (the run cannot recover from loss spikes, non-finite steps or a faulty device).
@@ -204,7 +204,7 @@ def find_corruption(
 def evaluate_and_sample(
     trainer: Trainer, step: int, state: TrainState, kinds: Sequence[str] = EVAL_RECORDS
 ) -> None:
-    """Log an evaluation and a sample after a step, or only the `kinds` that are given."""
+    """Log an evaluation and a sample after a step, or only the given `kinds`."""
     jax.block_until_ready(state)  # so that the clock counts steps in flight as steps
     with trainer.job.report.clock.within("evaluation"):
         if "eval" in kinds:

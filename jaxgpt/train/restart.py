@@ -34,7 +34,7 @@ from jaxgpt.train.resume import missing_records, ranges_to_skip
 from jaxgpt.train.run_directory import Run
 from jaxgpt.train.state import TrainState, restore_state
 
-MAX_CORRUPTIONS = 3  # restarts from one checkpoint; more suggest a faulty device, not bad luck
+MAX_CORRUPTIONS = 3  # limit per checkpoint; more would suggest a faulty device, not bad luck
 
 
 class DeviceFailed(Exception):
@@ -113,7 +113,7 @@ def restart_from(
 def _as_of(
     checkpoint: int | None, run: Run, cluster: ProcessGroup, rewind: dict[str, Any] | None
 ) -> Run:
-    """Return the run with the JSON, the steps to skip and the missing records at a checkpoint."""
+    """Return the run as of a checkpoint: its JSON, steps to skip and missing records."""
 
     def on_process_0() -> dict[str, Any] | None:
         if not cluster.is_main:
@@ -136,7 +136,7 @@ def _as_of(
 
 
 def _older_checkpoint(checkpoint: int | None, run: Run, cluster: ProcessGroup) -> int | None:
-    """Return the newest checkpoint with undamaged JSON before the damaged `checkpoint`.
+    """Return the newest checkpoint before the damaged `checkpoint` whose JSON is undamaged.
 
     Return None if there is no such checkpoint, or if checkpoint.on_damage=refuse.
     """
@@ -173,12 +173,12 @@ def _read_state(run: Run, job: Job) -> TrainState:
 def load_weights(
     folder: Path, step: int, steps: CompiledFunctions, cluster: ProcessGroup
 ) -> TrainState:
-    """Return the initial state with the parameters of a run's checkpoint or of converted weights.
+    """Return the initial state, with parameters from a run's checkpoint or from converted weights.
 
     `folder` is a run directory or the output of jaxgpt.convert, and `step` is a checkpoint in it. A
-    table of learned positions is truncated to its first model.block_size rows. All processes call
-    this together. Raises `UsageError` on every process if any process cannot read the
-    weights, and `DamagedCheckpoint` if they are damaged.
+    learned position-embedding table is truncated to its first model.block_size rows. All processes
+    call this together. Raises `UsageError` on every process if any process cannot read the weights,
+    and `DamagedCheckpoint` if they are damaged.
     """
 
     def read() -> dict[str, Any]:
@@ -228,7 +228,7 @@ def before_spike(run: Run, job: Job, spike: StepMetrics, last: int) -> tuple[int
 def after_corruption(
     run: Run, job: Job, devices: Sequence[int], last: int, earlier: list[int | None]
 ) -> tuple[int | None, Cause]:
-    """Return the checkpoint to restart from after a corruption, and the cause of the restart.
+    """Return the checkpoint to restart from after corruption, and the cause of the restart.
 
     This is the newest undamaged checkpoint, or None for the state before the first step. Devices
     are compared before every save, so all replicas agreed when the checkpoint was saved. All

@@ -27,20 +27,20 @@ from jaxgpt.data.tokenizers import HFTokenizer, same_tokens, tokenizer_from_meta
 from jaxgpt.spikes.skip import SkipRanges, remaining_ranges
 from jaxgpt.tracking.jsonl import METRICS, read_records
 
-# Keys of `model` that may change when a run resumes.
+# `model` keys that may change when a run resumes.
 _FREE_MODEL_KEYS = {"model.dropout", "model.attention"}
-# Options of `model` that may differ from the model of the initial weights, because no array depends
-# on them.
+# `model` options that may differ from those the initial weights were trained with, because they do
+# not affect any parameter array.
 _WITHOUT_ARRAYS = {
     "norm_eps", "rope_theta", "rope_scaling", "local_rope_theta", "layers", "sliding_window",
     "logit_softcap", "scale_embeddings", "query_pre_attn_scalar",
 }  # fmt: skip
 EVAL_RECORDS = ("eval", "sample")  # kinds of records logged every train.eval_interval steps
-# Keys of `data` that change what a step computes.
+# `data` keys that change what a step computes.
 _MASK_KEYS = {"document_mask", "end_of_text"}
-CONVERTED_FOLDER = "init_from"  # of converted weights, in the run directory
-# Keys that are not reported as changed. The mesh and the batch size have log lines of their own,
-# and a resumed run no longer uses its initial weights.
+CONVERTED_FOLDER = "init_from"  # folder for converted weights, in the run directory
+# Keys that are not reported as changed. The mesh and the batch size have their own log lines, and a
+# resumed run no longer uses its initial weights.
 _NOT_REPORTED = ("parallel.mesh", "train.batch_size", "train.init_from")
 
 
@@ -80,7 +80,7 @@ def check_resume(
             "or checkpoint.resume=True to continue from it"
         )
     saved, notes, changed = meta["config"], [], []
-    # A key that did not exist when the checkpoint was saved had the effect of its default.
+    # A run that predates a key behaved as if the key had its default value.
     defaults = Config().to_dict()
     for section in ("model", "train", "optimizer", "data", "parallel", "spike"):
         for key, value in config.to_dict()[section].items():
@@ -178,7 +178,7 @@ def saved_settings(directory: Path) -> dict[str, Any] | None:
 
 
 def batch_sizes(directory: Path, config: Config) -> BatchSizes:
-    """Return the batch sizes up to a run's newest checkpoint, then `config.train.batch_size`.
+    """Return the batch sizes used up to a run's newest checkpoint, then `config.train.batch_size`.
 
     Raises `UsageError` if a checkpoint's JSON cannot be read at the moment.
     """
@@ -225,9 +225,9 @@ def prepare_weights(
 
 
 def _check_model(model: ModelConfig, saved: ModelConfig, key: str) -> list[str]:
-    """Return a log line about the options that differ from the model of the weights, if any do.
+    """Return a log line that lists the options that differ from the weights' model, if any.
 
-    Raises `UsageError` if the arrays of the weights depend on such an option.
+    Raises `UsageError` if such an option affects the parameter arrays.
     """
     changed = []
     for name, then in vars(saved).items():
@@ -237,8 +237,8 @@ def _check_model(model: ModelConfig, saved: ModelConfig, key: str) -> list[str]:
         if name == "block_size":
             if saved.n_positions and value > saved.n_positions:
                 raise UsageError(
-                    f"model.block_size={value}: {key} has {saved.n_positions} learned positions; "
-                    "give at most that many"
+                    f"model.block_size={value}: {key} has {saved.n_positions} learned position "
+                    "embeddings; choose at most that number"
                 )
         elif name not in _WITHOUT_ARRAYS:
             raise UsageError(
@@ -291,7 +291,7 @@ def ranges_to_skip(
 
     The ranges include those that were skipped before the checkpoint. They are flat, as in
     train_range_to_skip: first, last, first, last, ... There is a warning for each range in `asked`
-    with steps that were trained before the checkpoint.
+    that contains steps already trained before the checkpoint.
 
     Args:
         asked: the ranges of train_range_to_skip.

@@ -52,7 +52,7 @@ from jaxgpt.train.resume import (
     source_hashes,
 )
 
-MIN_FREE_BYTES = 2**16  # disk space for the first files of a run
+MIN_FREE_BYTES = 2**16  # disk space required for a run's first files
 FILES = (METRICS, "train.log", "samples.txt", "rewinds.json")  # files that a resumed run updates
 
 
@@ -63,7 +63,7 @@ class Run:
     config: Config  # with model.vocab_size, `out` and the skip ranges of earlier commands
     directory: Path
     dataset: Dataset
-    fingerprints: list[list[str]]  # [path, hash] of each source of the data
+    fingerprints: list[list[str]]  # [path, hash] of each data source
     resume_step: int | None  # step of the checkpoint to resume from, or None
     resume_meta: dict[str, Any]  # JSON of that checkpoint, or empty
     asked_to_skip: tuple[int, ...]  # train_range_to_skip of this command and earlier ones
@@ -75,7 +75,7 @@ class Run:
 
     @property
     def batch_sizes(self) -> BatchSizes:
-        """Batch sizes: from the checkpoint up to `resume_step`, and train.batch_size after it."""
+        """Batch sizes: the checkpoint's up to `resume_step`, then train.batch_size."""
         before = BatchSizes(self.resume_meta.get("batch_sizes", ()))
         return before.change_after(self.resume_step or 0, self.config.train.batch_size)
 
@@ -154,7 +154,7 @@ def _check_same_data(dataset: Dataset, decided: dict[str, Any], is_first_of_host
 
 
 def _decide(config: Config, cluster: ProcessGroup) -> dict[str, Any]:
-    """Return the decisions of process 0 for all processes, as JSON."""
+    """Return the decisions that process 0 makes for all processes, as JSON."""
     if not accelerator_expected():
         n_devices = cpu_devices_per_process(mesh_shape(config), cluster) * cluster.size
         check_batch(config, mesh_shape(config, n_devices))
@@ -187,7 +187,7 @@ def _decide(config: Config, cluster: ProcessGroup) -> dict[str, Any]:
         init_folder, dataset = str(folder), _open_dataset(config)
         notes += lines
     if dataset.tokenizer is not None:
-        dataset.tokenizer.save(directory)  # for jaxgpt.sample, in case the data moves
+        dataset.tokenizer.save(directory)  # for jaxgpt.sample, in case the data is moved
     skip, warnings = ranges_to_skip(asked, skipped_by_rewinds(directory), resume_step, meta)
     notes += warnings
     config = config.replace(train_range_to_skip=skip)
@@ -210,9 +210,9 @@ def _decide(config: Config, cluster: ProcessGroup) -> dict[str, Any]:
 
 
 def _asked_to_skip(config: Config, kept: Path) -> tuple[list[tuple[int, int]], list[str]]:
-    """Return the ranges to skip from this command and earlier ones, and notes for the log.
+    """Return the ranges that this command and earlier ones asked to skip, plus notes for the log.
 
-    `kept` is the config.yaml that earlier commands wrote. There is a note if it is missing or
+    `kept` is the config.yaml that earlier commands wrote. The notes say if this file is missing or
     damaged.
     """
     asked = list(skip_ranges(config))
@@ -241,7 +241,7 @@ def _open_dataset(config: Config) -> Dataset:
         raise UsageError(
             f"train.init_from={config.train.init_from}: has a vocabulary of "
             f"{config.model.vocab_size}; {str(error).removeprefix(key).partition(';')[0]}; prepare "
-            "the data with the tokenizer of the weights"
+            "the data with the tokenizer that belongs to the weights"
         ) from None
 
 
@@ -276,7 +276,7 @@ def _paths(dataset: Dataset) -> list[str]:
 
 
 def with_absolute_paths(data: DataConfig) -> DataConfig:
-    """Return the data settings with absolute paths, and with a file list converted to `blend`.
+    """Return the data settings with absolute paths, and with any file list converted to `blend`.
 
     Raises `UsageError` if the file list or the blend is invalid.
     """

@@ -38,7 +38,7 @@ class Trainer(NamedTuple):
     sample: Callable[[int, Params], SampleRecord | None]
     stop: StopSignal
     profile: StepProfile
-    # Number of steps started, for `StopSignal`. Unlike the step number, it does not go back in a
+    # Number of steps started, for `StopSignal`. Unlike the step number, it does not decrease on a
     # rewind. It starts at 1, because JAX stops the job at tick 1 if a signal arrives before the
     # first step.
     ticks: Iterator[int]
@@ -107,7 +107,7 @@ def set_up(
 
 
 def layout_warnings(steps: CompiledFunctions, cluster: ProcessGroup) -> tuple[str, ...]:
-    """Return warnings about a valid layout that is slow, or that differs from the requested one."""
+    """Return warnings about a layout that works but is slow, or differs from the requested one."""
     shape, hosts = MeshShape(**steps.mesh.shape), device_hosts(steps.mesh, cluster.hosts)
     return (*steps.warnings, *tensor_crosses_hosts_warning(shape, hosts))
 

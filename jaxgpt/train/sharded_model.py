@@ -43,7 +43,7 @@ class ShardedModel(NamedTuple):
 
     @property
     def parameters(self) -> Parameters:
-        """The weights and the shardings of their gradients, as the optimizer takes them."""
+        """The weights and their gradient shardings, in the form that the optimizer expects."""
         shardings = jax.tree.map(lambda one: NamedSharding(self.mesh, one.grad), self.layouts)
         return Parameters(weights(self.config.model), shardings)
 
@@ -109,7 +109,7 @@ def shard_model(
 def param_layout(
     config: Config, mesh: Mesh, sequence_parallel: bool, n_slices: int, weight: Weight
 ) -> ParamLayout:
-    """Return the `ParamLayout` of a weight for the ZeRO stage and the other parallel options."""
+    """Return a weight's `ParamLayout` for the ZeRO stage and the other parallel options."""
     zero_stage, train = config.parallel.zero_stage, config.train
     in_host = config.parallel.offload == "state"
     param, accum, grad = (
@@ -144,9 +144,9 @@ def choose_n_slices(config: Config, mesh: Mesh) -> int:
     """Return the number of equal slices that a CPU splits its rows of a microbatch into.
 
     Slices are processed one after another, like microbatches. This saves memory and is faster on
-    CPUs. The number divides the rows, and is chosen so that the activations of a slice take about
-    `SLICE_BYTES`, or `GRADIENTS_PER_SLICE` times the size of the gradients if that is more. It is 1
-    if a slice would have to gather weights or communicate.
+    CPUs. The number divides the number of rows, and is chosen so that the activations of a slice
+    take about `SLICE_BYTES`, or `GRADIENTS_PER_SLICE` times the size of the gradients if that is
+    more. It is 1 if a slice would have to gather weights or communicate.
     """
     shape = MeshShape(**mesh.shape)
     if not shape.splits_only_batch:

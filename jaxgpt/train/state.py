@@ -56,7 +56,7 @@ def init_state(config: Config) -> TrainState:
 def state_of(config: Config, params: Params) -> TrainState:
     """Return the state before the first step, with the given parameters.
 
-    A table of learned positions is truncated to its first model.block_size rows.
+    A learned position-embedding table is truncated to its first model.block_size rows.
     """
     if "position_embedding" in params:
         w_TD = to_device(params["position_embedding"]["embedding"])[: config.model.block_size]
@@ -70,7 +70,7 @@ def state_of(config: Config, params: Params) -> TrainState:
 
 
 def state_shapes(config: Config, mesh: Mesh) -> TrainState:
-    """Return the shape, dtype and sharding of every array of the state without computing any.
+    """Return the shape, dtype and sharding of every array in the state, without computing any.
 
     parallel.zero_stage determines how the parameters and the optimizer state are sharded, and
     parallel.offload determines which of them are in host memory. model.vocab_size must be set.
@@ -115,7 +115,7 @@ def checkpoint_json(state: TrainState) -> dict[str, Any]:
 def state_from_checkpoint(
     tree: Mapping[str, Any], meta: Mapping[str, Any], shapes: TrainState
 ) -> TrainState:
-    """Return the state with the structure of `shapes` from the content of a checkpoint.
+    """Rebuild the state, with the structure of `shapes`, from a checkpoint's contents.
 
     `tree` and `meta` are the restored arrays and JSON, which include the results of
     `checkpoint_tree` and `checkpoint_json`.

@@ -31,7 +31,7 @@ class StepValues(NamedTuple):
     loss: jax.Array  # weighted mean cross-entropy of the global batch, nats: float32 scalar
     grad_norm: jax.Array  # global norm of the gradient before clipping: float32 scalar
     lr: jax.Array  # learning rate: float32 scalar
-    rows: dict[str, jax.Array]  # values of the rows (`LossParts.rows`): float32 (B,), by name
+    rows: dict[str, jax.Array]  # per-row values (`LossParts.rows`): float32 (B,), by name
     gradients: Params  # before clipping
     params: Params  # before the update
 
@@ -126,7 +126,7 @@ def loss_and_gradients(
     Returns:
         `LossParts.rows` of the global batch: float32 (B,) by name. Its `loss` is the weighted sum
         over each row's targets, in nats.
-        The float32 gradients, sharded as `ParamLayout.grad`.
+        The float32 gradients, sharded as specified by `ParamLayout.grad`.
     """
     everywhere = PartitionSpec()
     grad_specs = jax.tree.map(lambda layout: layout.grad, model.layouts)
@@ -159,7 +159,7 @@ def _local_loss_and_gradients(
 
     def scalar(parts: LossParts) -> jax.Array:
         loss = parts.loss
-        if parts.aux:  # the gradients are divided by the sum of weights, not by number of tokens
+        if parts.aux:  # the gradients are divided by the sum of weights, not the number of tokens
             n_tokens = config.train.batch_size * config.model.block_size
             loss += weight_sum / n_tokens * sum(aux_B.sum() for aux_B in parts.aux.values())
         loss = inject_nan(config, loss, model.mesh, step)

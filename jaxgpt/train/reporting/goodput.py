@@ -1,9 +1,10 @@
-"""Goodput: the share of a run's wall time, over all its starts, spent on steps that were kept.
+"""Goodput: the share of a run's wall time, across restarts, spent on steps that were kept.
 
-Each start of a run appends records to metrics.jsonl that say how the time since the previous record
-was spent. After a job is killed, the time from its last record to the next start counts as `down`.
-After a job that finished, or stopped with a checkpoint, the time until the next start is not part
-of the run. A job that is killed before it has restored the state leaves no record.
+Each time a run is started or resumed, it appends records to metrics.jsonl that say how the time
+since the previous record was spent. After a job is killed, the time from its last record to the
+start of the next job counts as `down`. After a job finishes, or stops with a checkpoint, the time
+until the next job starts is not counted. A job that is killed before it has restored the state
+leaves no record.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,24 +16,24 @@ from jaxgpt.tracking.console import table_text
 from jaxgpt.tracking.jsonl import METRICS, read_records
 from jaxgpt.tracking.records import GOODPUT_SHAPE, GoodputRecord
 
-WRITE_SECONDS = 5.0  # minimum between records, or 1/1000 of the elapsed time if that is longer
+WRITE_SECONDS = 5.0  # minimum interval, or 1/1000 of the elapsed time if that is longer
 TIMES = ACTIVITIES | {
-    "lost": "steps that were dropped by a rewind or trained again",
-    "down": "time between the last record of a killed start and the next start",
+    "lost": "steps that a rewind discarded or that were trained again",
+    "down": "time between a killed job's last record and the start of the next job",
 }
 
 
 class Goodput:
-    """Writer of goodput records, from the clock of this process."""
+    """Writes goodput records, using this process's clock."""
 
     def __init__(self, clock: Clock, step: int, log: Callable[[GoodputRecord], None]):
-        """Count steps after `step`, and pass records to `log`."""
+        """Start counting after `step`, and pass records to `log`."""
         self._clock, self._log = clock, log
         self._first = self._last = step  # step at the last record, current step
-        self._logged: dict[str, float] = {}  # seconds of the clock at the last record
+        self._logged: dict[str, float] = {}  # the clock's readings at the last record
 
     def continue_from(self, step: int) -> None:
-        """Write a record, then count steps after `step`, which may be an earlier one."""
+        """Write a record, then continue counting after `step`, which may be an earlier step."""
         self.write()
         self._first = self._last = step
 
@@ -62,7 +63,7 @@ class Goodput:
 
 
 def read_goodput(directory: Path) -> list[GoodputRecord]:
-    """Return the goodput records of a run since its first start, oldest first.
+    """Return all goodput records of a run, oldest first.
 
     Raises `OSError` if its metrics.jsonl cannot be read.
     """
@@ -73,8 +74,8 @@ def read_goodput(directory: Path) -> list[GoodputRecord]:
 def account(records: Sequence[GoodputRecord]) -> dict[str, float]:
     """Return the total seconds of each activity of a run, including `lost` and `down`.
 
-    Steps count as lost if a later record begins before them. The step time of a record is divided
-    equally among its steps.
+    Steps count as lost if a later record starts again from an earlier step. The step time of a
+    record is divided equally among its steps.
     """
     total = dict.fromkeys(TIMES, 0.0)
     for record in records:
@@ -117,5 +118,5 @@ def goodput_table(records: Sequence[GoodputRecord], width: int) -> str:
 
 
 def n_starts(records: Sequence[GoodputRecord]) -> int:
-    """Return the number of starts that wrote at least one record."""
+    """Return how many times the run was started, not counting starts that left no record."""
     return len({record.start for record in records})

@@ -41,7 +41,7 @@ class MetricsBuffer:
                 # Start the copy now. Copying many steps at once would delay the next step.
                 array.copy_to_host_async()
             self._pending.append(StepMetrics(step, metrics))
-        settled = len(self._pending) - (metrics is not None)  # all except the step in flight
+        settled = len(self._pending) - (metrics is not None)  # all but the running step
         known = 0
         if everything or self._is_first or step % self._config.train.log_interval == 0:
             known = len(self._pending)
@@ -54,7 +54,7 @@ class MetricsBuffer:
     def calls_for_rewind(self, readings: list[StepMetrics]) -> StepMetrics | None:
         """Return the first step whose loss calls for a rewind, or None.
 
-        A spike of the gradient norm alone does not call for a rewind, because gradients are
+        A spike in the gradient norm alone does not call for a rewind, because gradients are
         clipped. Neither does a non-finite step, because its update was not applied. Always None
         unless spike.action=rewind.
         """

@@ -44,7 +44,7 @@ from jaxgpt.train.step import STEP_METRICS, Metrics
 
 
 class Reporter:
-    """Writer of the log, the records and the files that describe a run.
+    """Writes the log, the records and the files that describe a run.
 
     Every process has a reporter, but only process 0 writes.
     """
@@ -119,7 +119,7 @@ class Reporter:
         self.timer = self._new_timer()
         self._began = self.clock.elapsed(), self._run.resume_step or 0
         self._corpora: dict[int, Any] = {}  # step -> corpora of its rows, until its losses arrive
-        # Corpora, losses and weights of the rows of each step since the last log line.
+        # For each step since the last log line: the corpora, losses and weights of its rows.
         self._corpus_rows: list[tuple[Any, Any]] = []
 
     def _log_start(self) -> None:
@@ -165,7 +165,7 @@ class Reporter:
             self._has_stepped = True
             jax.block_until_ready(metrics)
             self._first_step_done(step)
-            # The first step is a warm-up that the rates exclude.
+            # The first step is a warm-up and is excluded from the rates.
             self.timer = self._new_timer()
             self._began = self.clock.elapsed(), step
         elif metrics is not None:
@@ -231,7 +231,7 @@ class Reporter:
         return {name: {"tokens": tokens[name], "loss": loss} for name, loss in means.items()}
 
     def spike_record(self, reading: StepMetrics) -> SpikeRecord | None:
-        """Return the record of a step that is a spike or not finite; None for other steps."""
+        """Return a record for a step with a spike or a non-finite value, else None."""
         return spike_record(*reading, self._config, self._loader, self._run.dataset)
 
     def restart(self, run: Run, records: Sequence[Record]) -> None:
@@ -280,7 +280,7 @@ class Reporter:
         self.info(_LINES[record.kind](values))
 
     def show_spikes(self) -> None:
-        """Log the table of `python -m jaxgpt.report spikes`."""
+        """Log the table that `python -m jaxgpt.report spikes` prints."""
         if self._enabled:
             self.info(spikes_table(read_records(self._run.directory / METRICS)))
 
@@ -314,7 +314,7 @@ class Reporter:
 
 
 def data_line(sizes: BatchSizes, step: int) -> str:
-    """Return a line with the data position and the batch size of the step after `step`."""
+    """Return a line with the data position and the batch size for the step after `step`."""
     before, now = sizes.at(step), sizes.at(step + 1)
     was = "" if before == now else f" (was {before})"
     return (

@@ -2,8 +2,8 @@
 
 All processes have the same step time, because the others wait for the straggler in collectives.
 Processes are therefore compared by their own time, which excludes waiting for devices. It includes
-host work, waiting for data, and any time while the process is suspended or descheduled. A slow
-device is not detected.
+host work, waiting for data, and any time during which the process is suspended or descheduled. A
+slow device is not detected.
 """
 
 import json
@@ -59,7 +59,7 @@ class Stragglers:
             is_slow = own > max(FACTOR * typical, typical + SHARE * seconds)
             self._slow[rank] = self._slow[rank] + 1 if is_slow else min(self._slow[rank], 0)
             if self._slow[rank] == INTERVALS:
-                self._slow[rank] = -(10**9)  # never reaches `INTERVALS` again
+                self._slow[rank] = -(10**9)  # so that it never reaches `INTERVALS` again
                 out.append(
                     StragglerRecord(
                         step=step, rank=rank, host=self._hosts[rank], own=own, median=typical,
