@@ -21,7 +21,7 @@ START_SKEW = 45.0
 SLOW_PHASE = 1800.0
 # Time for saving the last checkpoint before a scheduler ends the job. `stopping.margin` adapts it.
 SAVE_MARGIN = 120.0
-# Longest time between two copies of one Ctrl-C, which the terminal and launcher may both send.
+# Maximum time between two SIGINTs of one Ctrl-C; the terminal and the launcher may each send one.
 DEBOUNCE = 2.0
 # Time limit for a scheduler's command to answer, and for a launcher to exit after its processes.
 COMMAND = 20.0

@@ -234,7 +234,7 @@ def _read_yaml(path: Path) -> Mapping[str, Any]:
 
 
 def _flatten(values: Mapping[str, Any], origin: str, prefix: str = "") -> dict[str, list[str]]:
-    """Return the strings for each `section.key` in a nested mapping; `origin` is used in errors."""
+    """Return the value strings of each `section.key` of a nested mapping; errors name `origin`."""
     out = {}
     for name, value in values.items():
         if isinstance(value, Mapping) and not prefix:
@@ -258,7 +258,7 @@ def _without(values: Words, keys: set[str], given: Words) -> Words:
 
 
 def _split_arguments(argv: Sequence[str]) -> dict[str, list[str]]:
-    """Return the strings for each `section.key` in a command line."""
+    """Return the value strings given for each `section.key` on the command line."""
     out: dict[str, list[str]] = {}
     words = list(argv)
     while words:

@@ -98,14 +98,14 @@ def match_tensors(
     """Return the slots of a model by tensor name, after checking them against the tensors `found`.
 
     Raises `UsageError`, with a message that begins with `where`, if a tensor is missing, unknown or
-    has the wrong shape, or if the sizes of the model are invalid.
+    has the wrong shape, or if the model dimensions are invalid.
     """
     if model.n_layer > len(found):
         raise UsageError(f"{where}: has {len(found)} tensors, too few for {model.n_layer} layers")
     try:
         wanted = slots(table, model)
     except (OverflowError, TypeError) as error:  # raised by JAX for sizes that overflow
-        raise UsageError(f"{where}: the sizes of the model are invalid ({error})") from None
+        raise UsageError(f"{where}: invalid model dimensions ({error})") from None
     for names, what in (
         ([name for name in wanted if name not in found], "has no"),
         ([name for name in found if name not in wanted], "has tensors that do not fit the model:"),

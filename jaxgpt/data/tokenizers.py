@@ -247,8 +247,8 @@ def load_tokenizer(path: Path | str, end_of_text: str | None = None) -> Tokenize
             tokenizer_config.json in the same folder, or else a common name for this token.
 
     Raises:
-        UsageError: if there is no valid tokenizer at `path`, it has no token `end_of_text`, or the
-            `tokenizers` package is needed but not installed.
+        UsageError: if the tokenizer at `path` is missing or invalid, if it has no `end_of_text`
+            token, or if the `tokenizers` package is needed but not installed.
     """
     path = Path(path)
     if str(path) == "byte":

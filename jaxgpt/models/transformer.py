@@ -320,7 +320,7 @@ class GPT(nnx.Module):
 
 
 def gpt_graph(config: ModelConfig, **options: Any) -> nnx.GraphDef:
-    """Return the network's graph, for `nnx.merge`. `options` are keyword arguments of `GPT`."""
+    """Return the network's `GraphDef` for `nnx.merge`; `options` are keyword arguments of `GPT`."""
     return nnx.graphdef(nnx.eval_shape(lambda: GPT(config, rngs=nnx.Rngs(0), **options)))
 
 

@@ -111,7 +111,7 @@ def decide_rewind(
 def rewinds_in_a_row(rewinds: list[dict[str, Any]], to: int) -> int:
     """Return how many of the latest rewinds in a row went back to step `to` or later.
 
-    A rewind to an earlier step ends the count, because the run has made progress since then.
+    Counting stops at a rewind to an earlier step, because the run has made progress since.
     """
     count = 0
     for rewind in reversed(rewinds):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from jaxgpt.config import in_words
 
-LIMIT = 10_000  # maximum number of waiting lines, beyond which the oldest are dropped
+LIMIT = 10_000  # maximum number of buffered lines, beyond which the oldest are dropped
 
 
 class AppendedFile:
@@ -34,7 +34,7 @@ class AppendedFile:
             raise OSError(f"{in_words(error)}; {lines} waiting to be written") from None
 
     def close(self) -> None:
-        """Write the waiting lines and close the file; raise `OSError` if they cannot be written."""
+        """Flush the buffered lines and close the file; raise `OSError` if they cannot be written."""
         self.write()
         self.reopen()
 

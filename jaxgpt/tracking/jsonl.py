@@ -69,7 +69,7 @@ class JsonLines:
         self._file.close()
 
     def _write(self, *lines: str) -> None:
-        """Complete a pending rewind, then write the waiting lines and the new ones."""
+        """Complete a pending rewind, then flush the buffered lines and write the new ones."""
         self._file.waiting += lines
         if self._rewind_to is not None:
             truncate_metrics(self._path, self._rewind_to)
