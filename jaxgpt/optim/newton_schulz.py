@@ -22,10 +22,10 @@ EPSILON = 1e-7
 
 
 class StackSpec(NamedTuple):
-    """Size and sharding of the matrices in a stack. The first side is never the longer one."""
+    """Size and sharding of the matrices in a stack. There are never more rows than columns."""
 
-    sizes: tuple[int, int]  # sizes of the two sides of a full matrix
-    axes: tuple[tuple[str, ...], tuple[str, ...]]  # mesh axes that each side is sharded over
+    sizes: tuple[int, int]  # numbers of rows and columns of a full matrix
+    axes: tuple[tuple[str, ...], tuple[str, ...]]  # mesh axes that shard rows and columns
     stack_axes: tuple[str, ...]  # mesh axes that the stack is sharded over
 
 
@@ -33,13 +33,13 @@ class View(NamedTuple):
     """A weight as a stack of matrices."""
 
     stack_spec: StackSpec
-    order: tuple[int, ...]  # indices of the stacked dimensions, the first side and the second side
+    order: tuple[int, ...]  # indices of the dimensions for stack, rows and columns
     n_stacked: int  # number of stacked dimensions
-    n_first: int  # number of dimensions of the first side
+    n_first: int  # number of dimensions that form the rows
     n_matrices: int  # number of matrices in the full weight
 
     def stack(self, x: jax.Array) -> jax.Array:
-        """Reshape this device's shard of a weight to (matrices, first side, second side)."""
+        """Reshape this device's shard of a weight to (matrices, rows, columns)."""
         x = x.transpose(self.order)
         n, m = self.n_stacked, self.n_stacked + self.n_first
         return x.reshape(*(math.prod(s) for s in (x.shape[:n], x.shape[n:m], x.shape[m:])))

@@ -34,7 +34,7 @@ class AppendedFile:
             raise OSError(f"{in_words(error)}; {lines} waiting to be written") from None
 
     def close(self) -> None:
-        """Flush the buffered lines and close the file; raise `OSError` if they cannot be written."""
+        """Flush the buffered lines and close the file; raise `OSError` if this fails."""
         self.write()
         self.reopen()
 
