@@ -141,8 +141,8 @@ def advice_report(found: Sequence[Plan]) -> str:
     else:
         lines.append(
             f"no layout fits on {best.mesh.n_devices} x {best.device.name} with "
-            f"{format_bytes(best.device.memory)} each; the smallest is {train_options(best)}: "
-            f"{reason(best)}; use more devices"
+            f"{format_bytes(best.device.memory or best.capacity)} each; the smallest is "
+            f"{train_options(best)}: {reason(best)}; use more devices"
         )
     if best.config.parallel.remat != "none":
         lines.append(

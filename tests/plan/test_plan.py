@@ -15,6 +15,7 @@ from jaxgpt.plan import __main__ as plan_command
 from jaxgpt.plan.advise import reason, search_meshes
 from jaxgpt.plan.layout import Plan, plan_layout
 from jaxgpt.plan.program import Memory, Program
+from jaxgpt.plan.report import advice_report
 from jaxgpt.runtime.allocator import USABLE
 from jaxgpt.train.compiled import make_steps
 from jobs import limited_devices, run, scalars
@@ -295,6 +296,12 @@ def test_a_plan_for_an_h100_is_near_what_its_own_compiler_needs(config, microbat
     assert job.returncode == 0, job.stdout
     total = json.loads(job.stdout)["memory"]["total"]
     assert gigabytes * 1e9 < total < 1.2 * gigabytes * 1e9
+
+
+def test_advice_says_that_a_model_is_too_large_for_this_machine():
+    config, program = configured("1,1,1"), Program(Memory(2**60, 0, 0))
+    plan = Plan(config, mesh_shape(config), DEVICES["cpu"], 1, program)
+    assert "no layout fits on 1 x cpu with " in advice_report([plan])
 
 
 def test_as_many_devices_as_xla_simulates_can_be_planned():
