@@ -192,7 +192,7 @@ def vocabulary_size(data: DataConfig, model: ModelConfig) -> int:
     if model.vocab_size:
         return model.vocab_size
     named = entries(data)
-    metas = [(e, _open_files(e, data)[1].meta if _format_of(e.path) else {}) for e in named]
+    metas = [(e, _open_files(e, data)[1].meta if _format_of(e) else {}) for e in named]
     is_by_name = named[0].key.startswith("data.dataset=") and data.tokenizer is None
     if is_by_name and data.dataset in BUILT_IN and not metas[0][1]:
         return BUILT_IN[data.dataset]
@@ -269,13 +269,17 @@ def _open_source(entry: BlendEntry, data: DataConfig, least: int) -> Source:
     return Source(splits, opened.find_document, opened.meta, entry=entry, format=name)
 
 
-def _format_of(path: Path) -> str | None:
-    return next((name for name, f in FORMATS.items() if f.recognise(path)), None)
+def _format_of(entry: BlendEntry) -> str | None:
+    """Return the name of a source's format, or None if it is unknown."""
+    try:
+        return next((name for name, f in FORMATS.items() if f.recognise(entry.path)), None)
+    except OSError as error:
+        raise _unreadable(entry, error) from None
 
 
 def _open_files(entry: BlendEntry, data: DataConfig) -> tuple[str, OpenSource]:
     """Open a source; return the name of its format, and its files."""
-    name = _format_of(entry.path)
+    name = _format_of(entry)
     if name is None and entry.path.is_file():
         raise UsageError(
             f"{entry.key}: {entry.path} is not a token file; if it is text, run python -m "
@@ -296,7 +300,11 @@ def _open_files(entry: BlendEntry, data: DataConfig) -> tuple[str, OpenSource]:
     except UsageError as error:
         raise UsageError(f"{entry.key}: {error}") from None
     except OSError as error:
-        raise UsageError(
-            f"{entry.key}: {error.filename} cannot be read ({error.strerror}); ask its owner for "
-            "permission, or give another path"
-        ) from None
+        raise _unreadable(entry, error) from None
+
+
+def _unreadable(entry: BlendEntry, error: OSError) -> UsageError:
+    return UsageError(
+        f"{entry.key}: {error.filename} cannot be read ({error.strerror}); ask its owner for "
+        "permission, or give another path"
+    )

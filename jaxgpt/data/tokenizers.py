@@ -101,6 +101,14 @@ class CharTokenizer(Tokenizer):
         return {"type": "char", "characters": "".join(self.characters)}
 
 
+def _not_unicode(text: str) -> UsageError:
+    """Return the error for a text with a surrogate, which UTF-8 cannot represent."""
+    at = next(i for i, c in enumerate(text) if "\ud800" <= c <= "\udfff")
+    return UsageError(
+        f"character {text[at]!r} (position {at}): is not valid Unicode text; give the text as UTF-8"
+    )
+
+
 class ByteTokenizer(Tokenizer):
     """Tokenizer with one token per byte of UTF-8. Byte 0 is the token between documents."""
 
@@ -108,7 +116,10 @@ class ByteTokenizer(Tokenizer):
     end_of_text = 0
 
     def encode(self, text: str) -> np.ndarray:
-        return np.frombuffer(text.encode(), np.uint8).astype(np.int64)
+        try:
+            return np.frombuffer(text.encode(), np.uint8).astype(np.int64)
+        except UnicodeEncodeError:
+            raise _not_unicode(text) from None
 
     def decode(self, tokens: Iterable[int]) -> str:
         values = bytes(min(int(t), 255) for t in tokens)  # a padded vocabulary has larger IDs
@@ -130,7 +141,10 @@ class HFTokenizer(Tokenizer):
         self._content = content
 
     def encode(self, text: str) -> np.ndarray:
-        ids = _parse(self._content).encode(text, add_special_tokens=False).ids
+        try:
+            ids = _parse(self._content).encode(text, add_special_tokens=False).ids
+        except TypeError:  # the text contains a surrogate
+            raise _not_unicode(text) from None
         return np.array(ids, np.int64)
 
     def tokens_around(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -227,7 +241,10 @@ def tokenizer_from_meta(meta: dict[str, Any], directory: Path) -> Tokenizer:
             return ByteTokenizer()
         case "huggingface":
             path = directory / meta["file"]
-            content = path.read_bytes() if path.is_file() else b""
+            try:
+                content = path.read_bytes() if path.is_file() else b""
+            except OSError as error:
+                raise UsageError(f"{path}: cannot be read ({in_words(error)})") from None
             if hashlib.sha256(content).hexdigest() != meta["sha256"]:
                 raise UsageError(
                     f"{path}: is missing, or is not the tokenizer the data was prepared with "

@@ -260,9 +260,11 @@ def _prepare_default_data(data: DataConfig) -> list[str]:
     """Prepare the default data set `python` if it is needed but missing; return log lines."""
     home = dataset_directory(data)
     is_default = data.dataset == "python" and not (data.path or data.blend or data.file_list)
-    if not is_default or (home / "meta.json").exists():
+    if not is_default:
         return []
     try:
+        if (home / "meta.json").exists():
+            return []
         return [f"prepared {home}: {prepare_python(home)[0]}"]
     except OSError as e:
         raise UsageError(

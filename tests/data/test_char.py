@@ -22,3 +22,9 @@ def test_characters_are_numbered_in_order():
 def test_an_unknown_character_is_named():
     with pytest.raises(UsageError, match=r"'é' \(position 1\).*5 characters"):
         CharTokenizer("abcde").encode("aé")
+
+
+@pytest.mark.parametrize("tokenizer", [CharTokenizer(TEXT), ByteTokenizer()])
+def test_a_byte_of_an_argument_that_is_not_utf8_is_named(tokenizer):
+    with pytest.raises(UsageError, match=r"'.udcff' \(position 2\)"):
+        tokenizer.encode("Zw\udcff")

@@ -1,11 +1,12 @@
 import json
 import os
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from jaxgpt.config import UsageError, load_config
-from jaxgpt.data.dataset import open_dataset, with_vocabulary
+from jaxgpt.data.dataset import open_dataset, vocabulary_size, with_vocabulary
 from jaxgpt.data.prepare.builtin import SHAKESPEARE_SHA256, prepare_shakespeare_char, prepare_text
 from jaxgpt.data.prepare.writer import write_dataset
 from jaxgpt.data.tokenizers import ByteTokenizer
@@ -122,6 +123,17 @@ def test_damaged_data_is_refused_with_a_sentence(prepared, damage, overrides, wo
     with pytest.raises(UsageError, match=words) as error:
         opened(prepared, *overrides)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("use", [open_dataset, vocabulary_size])
+def test_a_folder_that_may_not_be_entered_is_refused_with_a_sentence(tmp_path, monkeypatch, use):
+    def deny(path, **_):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    config = load_config("shakespeare_char_cpu", f"data.path={tmp_path}", "model.vocab_size=None")
+    monkeypatch.setattr(Path, "is_file", deny)
+    with pytest.raises(UsageError, match=f"data.path={tmp_path}: .* cannot be read .Permission"):
+        use(config.data, config.model)
 
 
 def test_the_fingerprint_follows_the_data(prepared, tmp_path):

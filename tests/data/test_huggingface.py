@@ -5,6 +5,7 @@ import json
 import random
 import shutil
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -119,6 +120,21 @@ def test_a_description_and_its_file_make_the_same_tokenizer(gpt2, tmp_path):
     (tmp_path / "tokenizer.json").unlink()
     with pytest.raises(UsageError, match="tokenizer.json: is missing, or"):
         tokenizer_from_meta(meta, tmp_path)
+
+
+def test_a_tokenizer_that_may_not_be_read_is_refused_with_a_sentence(gpt2, tmp_path, monkeypatch):
+    def deny(path):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    gpt2.save(tmp_path)
+    monkeypatch.setattr(Path, "read_bytes", deny)
+    with pytest.raises(UsageError, match="tokenizer.json: cannot be read .Permission denied"):
+        tokenizer_from_meta(gpt2.to_meta(), tmp_path)
+
+
+def test_a_surrogate_is_named(gpt2):
+    with pytest.raises(UsageError, match=r"'.udcff' \(position 1\)"):
+        gpt2.encode("a\udcff")
 
 
 def test_a_tokenizer_is_found_under_all_its_names(gpt2, gpt2_folder, tmp_path):

@@ -3,10 +3,11 @@
 import resource
 import subprocess
 import time
+from pathlib import Path
 
 import pytest
 
-from jaxgpt.config import UsageError, parse_args
+from jaxgpt.config import DataConfig, UsageError, parse_args
 from jaxgpt.train import run_directory
 from jobs import SMALL, command, environment, run, train_here
 
@@ -15,6 +16,15 @@ def test_a_folder_in_the_place_of_a_file_of_the_run_is_one_sentence(tmp_path):
     (tmp_path / "metrics.jsonl").mkdir()
     with pytest.raises(UsageError, match=rf"out={tmp_path}: contains a folder named metr"):
         train_here(*SMALL, "--out", tmp_path)
+
+
+def test_a_data_folder_that_may_not_be_entered_is_one_sentence(monkeypatch):
+    def deny(path):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "exists", deny)
+    with pytest.raises(UsageError, match="data.dataset=python: .* .Permission denied.; set JAXGPT"):
+        run_directory._prepare_default_data(DataConfig())
 
 
 def test_a_directory_in_use_is_refused(tmp_path):
