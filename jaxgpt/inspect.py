@@ -89,12 +89,14 @@ def look_up(
 ) -> tuple[Dataset, list[dict[str, Any]], np.ndarray, np.ndarray | None, list[str]]:
     """Return (dataset, records of the `wanted` rows, tokens, loss weights, notes) of a step.
 
-    A record has the row's number, its `origin` and, with a loss mask, the number of targets that
-    count. The tokens of all rows are int32 (B, T+1). Their weights are uint8 (B, T+1), or None
-    without a loss mask. Notes are remarks and warnings for the user.
+    A record has the step, the row's number, its `origin` and, with a loss mask, the number of
+    `targets` that count. `run` is None without a run directory. The tokens of all rows are int32
+    (B, T+1). Their weights are uint8 (B, T+1), or None without a loss mask. Notes are remarks and
+    warnings for the user.
 
     Raises:
-        UsageError: if the data cannot be read or `wanted` is not a valid range of rows.
+        UsageError: if the data or the JSON of a checkpoint cannot be read, if a setting does not
+            fit the data, or if `wanted` is not a valid range of rows.
     """
     dataset = open_dataset(config.data, config.model)
     config = with_vocabulary(config, dataset)
@@ -128,7 +130,11 @@ def chosen_rows(given: str | None, batch_size: int) -> range:
 
 
 def origin(dataset: Dataset, rows: Loader, step: int, row: int) -> dict[str, Any]:
-    """Return the origin of a row. Offsets are in tokens from the start of the file."""
+    """Return the origin of a row: its sequence, corpus, file and offset, and its document.
+
+    Offsets are in tokens from the start of the file. `document` (a number) and `document_start` are
+    None if the file has no index of its documents.
+    """
     location = rows.row_location(step, row)
     tokens = dataset.sources[location.source].tokens["train"]
     document = dataset.find_document(location.source, "train", location.offset)
@@ -143,7 +149,10 @@ def origin(dataset: Dataset, rows: Loader, step: int, row: int) -> dict[str, Any
 
 
 def differences(config: Config, dataset: Dataset, run: Path | None, step: int) -> list[str]:
-    """Return one note for each reason why a run may not have trained on these rows."""
+    """Return one note for each reason why a run may not have trained on these rows.
+
+    Raises `UsageError` if the JSON of a checkpoint cannot be read at the moment.
+    """
     notes = []
     if step in SkipRanges([*skip_ranges(config), *(skipped_by_rewinds(run) if run else ())]):
         notes.append(f"step {step} is skipped, so the run does not train on its rows")
@@ -180,7 +189,7 @@ def row_losses(
     weights: np.ndarray | None,
     cluster: ProcessGroup,
 ) -> np.ndarray:
-    """Return the mean loss of each row with the parameters of checkpoint `at`: float32 (B,).
+    """Return each row's mean loss in nats with the parameters of checkpoint `at`: float32 (B,).
 
     All processes must call this. `tokens` and `weights` come from `look_up`. Raises `UsageError`
     if the mesh does not fit the devices or the checkpoint is damaged.
@@ -220,7 +229,11 @@ def show(
     dataset: Dataset,
     as_json: bool,
 ) -> None:
-    """Print the records of rows with their text, or as JSON lines with their token IDs."""
+    """Print the records of rows with their text, or as JSON lines that also have their token IDs.
+
+    Without a tokenizer, token IDs are printed instead of text, and the `text` in JSON is None. For
+    `tokens` and `weights`, see `look_up`.
+    """
 
     def text_of(ids: list[int]) -> str:
         return dataset.tokenizer.decode(ids) if dataset.tokenizer else " ".join(map(str, ids))

@@ -34,8 +34,11 @@ def main(argv: list[str] | None = None) -> None:
 def prepare(arguments: argparse.Namespace, directory: Path) -> list[str]:
     """Check the arguments and write the dataset; return lines that describe the dataset.
 
+    A built-in dataset without --out replaces the data in its default folder. For text, the number
+    of threads is set in the environment.
+
     Raises:
-        UsageError: if an argument or the input is invalid, or data would be overwritten.
+        UsageError: if an argument or the input is invalid, or if `check_new` raises it.
         OSError: if `directory` cannot be written.
     """
     if arguments.command != "text":
@@ -75,8 +78,9 @@ def prepare(arguments: argparse.Namespace, directory: Path) -> list[str]:
 def check_new(directory: Path, format_: str, overwrite: bool) -> None:
     """Raise `UsageError` if data would be overwritten, because it may have taken hours to encode.
 
-    With `overwrite`, files of the same format may be replaced. Also raises `UsageError` if
-    `directory` is a file.
+    With `overwrite`, a tokenizer.json and data of the same format may be replaced. Data of the
+    other format is an error even then. Also raises `UsageError` if `directory` is a file. `format_`
+    is "nanogpt" or "megatron".
     """
     if directory.exists() and not directory.is_dir():
         raise UsageError(f"--out {directory}: is a file; give a folder")

@@ -40,7 +40,10 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def write(arguments: argparse.Namespace) -> None:
-    """Generate samples and print them, separated by --- lines."""
+    """Generate samples, and print them on process 0, separated by --- lines.
+
+    Connects the processes of the job. Raises `UsageError` as `check_options` and `samples` do.
+    """
     check_options(arguments)
     with join_process_group() as cluster:
         for number, text in enumerate(samples(arguments, cluster)):

@@ -31,8 +31,9 @@ def run(settings: Sequence[str], out: Path | None = None) -> Result:
     """Time saving and restoring a checkpoint, and writing and reading plain files.
 
     There are eight rounds after a warm-up. `settings` are command-line settings; the checkpoint is
-    1 GB unless they name a config. `out` is the folder to write to. Raises `UsageError` if it is
-    not writable or lacks space, or if the mesh does not fit the devices.
+    1 GB unless they name a config. `out` is the folder to write to, by default the system's
+    temporary directory. Raises `UsageError` if it is not writable or lacks space, if a setting is
+    invalid, or if the mesh does not fit the devices.
     """
     if not any(word.startswith(("--config", "config=")) for word in settings):
         settings = [*ONE_GIGABYTE, *settings]
@@ -75,7 +76,10 @@ def run(settings: Sequence[str], out: Path | None = None) -> Result:
 
 
 def medians(rounds: list[dict[str, float]]) -> dict[str, Value]:
-    """Return the median time of each operation, and the median speed relative to plain files."""
+    """Return the median time of each operation, and the median speed relative to plain files.
+
+    Each round maps the names of `save`, `restore`, `write_files` and `read_files` to seconds.
+    """
     out = {name: Value(statistics.median(r[name] for r in rounds), "s") for name in rounds[0]}
     for ours, plain in (("save", "write"), ("restore", "read")):
         ratios = [r[f"plain_{plain}_seconds"] / r[f"{ours}_seconds"] for r in rounds]
@@ -113,7 +117,10 @@ def restore(job: Job, config: Config, shapes: Tree) -> dict[str, float]:
 
 
 def file_sizes(job: Job) -> list[int]:
-    """Return the sizes of the checkpoint's files in bytes, in ascending order."""
+    """Return the sizes of the checkpoint's files in bytes, in ascending order.
+
+    All processes call this together.
+    """
     files = (job.folder / "checkpoint").rglob("*")
     return job.cluster.broadcast(sorted(f.stat().st_size for f in files if f.is_file()))
 

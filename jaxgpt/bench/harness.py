@@ -71,7 +71,8 @@ def as_table(result: Result) -> str:
 def format_value(value: Any, unit: str = "") -> str:
     """Format a number with an SI prefix and a unit (`74.3 ms`), or each number in a dict or list.
 
-    A fraction with the unit % is shown as a percentage, and None as `not known`.
+    A fraction with the unit % is shown as a percentage, and None as `not known`. Bytes have binary
+    prefixes. Numbers without a unit or with the unit x have no prefix, and text has no unit.
     """
     if isinstance(value, Mapping):
         return ", ".join(f"{name} {format_value(each, unit)}" for name, each in value.items())
@@ -92,7 +93,7 @@ def format_value(value: Any, unit: str = "") -> str:
 
 
 def environment() -> dict[str, Any]:
-    """Return this host's name, CPU model and number of usable CPUs, plus package versions."""
+    """Return `host_name`, `cpu` (model), `cpus` (number of usable CPUs) and package `versions`."""
     packages = {name: importlib.metadata.version(name) for name in ("jax", "jaxlib")}
     about = Path("/proc/cpuinfo")
     model = re.search("model name.*: (.*)", about.read_text() if about.exists() else "")
@@ -133,7 +134,7 @@ class Job:
             print(f"... {message}", file=sys.stderr, flush=True)
 
     def timed(self, function: Callable[[], Any]) -> tuple[Any, float]:
-        """Call a function on all processes; return its result and the slowest process's time."""
+        """Call a function on all processes; return its result and the slowest process's seconds."""
         self.cluster.barrier()
         began = time.perf_counter()
         result = function()
@@ -147,7 +148,8 @@ def open_job(
     """Connect the processes of the job, and yield the job with a temporary folder.
 
     The folder is created in `out`, or in the system's temporary directory if `out` is None. It is
-    removed at the end, even after SIGTERM or Ctrl-C.
+    removed at the end, even after SIGTERM or Ctrl-C, which then end the process at once. The
+    variables of the compile cache and of the job's start are removed from the environment.
 
     Raises `UsageError` if `out` is not writable, if the launcher's environment is unsuitable, or if
     there are several processes and `single_process` is set.

@@ -32,13 +32,15 @@ class Rounds:
     """A run that is set up as in jaxgpt.train, and trained in rounds.
 
     The state carries over from round to round, because the trainer uses this object as its
-    `Checkpoints`: at the end of a round, it passes the state to `save`.
+    `Checkpoints`: at the end of a round, it passes the state to `save`. All processes call each
+    method together.
     """
 
     def __init__(self, job: Job, config: Config, synthetic: bool = False):
         """Start JAX, compile the step and initialise the state.
 
-        `synthetic` replaces the data with random tokens. Raises `UsageError` as jaxgpt.train does.
+        `synthetic` replaces the data with random tokens, which also replace a missing dataset.
+        Raises `UsageError` as jaxgpt.train does.
         """
         cluster = job.cluster
         config, self.data = with_data(config, synthetic, job)
@@ -110,8 +112,10 @@ class Rounds:
 def with_data(config: Config, synthetic: bool, job: Job) -> tuple[Config, str]:
     """Return a config whose data exists, and a description of that data.
 
-    If the data is missing or `synthetic` is set, random tokens in the job's folder replace it.
-    Raises `UsageError` if the vocabulary size is unknown.
+    If `synthetic` is set or the folder of data.dataset is missing, random tokens replace the data;
+    they are written to the job's folder. The dataset `python` counts as present, because
+    `prepare_run` creates it. All processes call this together. Raises `UsageError` as
+    `vocabulary_size` and `with_vocabulary` do.
     """
     data = config.data
     given = data.path or data.file_list or " ".join(data.blend)

@@ -33,7 +33,8 @@ def run(settings: Sequence[str], runs: int = 3, processes: int | None = None) ->
 
     mpiexec starts `processes` processes each time. If `processes` is None, there is one process
     without mpiexec. Raises `UsageError` if jaxgpt.train does, if step 1 is skipped, if there is no
-    mpiexec, or if a launcher started this process.
+    mpiexec, or if a launcher started this process. Raises `RuntimeError` if a start fails in
+    another way.
     """
     config = parse_args(settings, PROG, initial_model)
     if any(first == 1 for first, _ in skip_ranges(config)):

@@ -45,7 +45,7 @@ def run(
     `settings` are command-line settings. `synthetic` replaces the data with random tokens.
     `profile` is the folder for a trace of five more steps.
 
-    Raises `UsageError` if training fails, or if `profile` is not writable.
+    Raises `UsageError` if a setting is invalid, if training fails, or if `profile` is not writable.
     """
     config = parse_args(settings, PROG, initial_model)
     with open_job(config) as job:
@@ -60,7 +60,11 @@ def run(
 
 
 def measure(rounds: Rounds, job: Job, n_steps: int | None) -> dict[str, Any]:
-    """Return times, rates and memory. `n_steps` is the number of steps per round, or None."""
+    """Return times, rates and memory by name, as `Value`s or plain values.
+
+    `n_steps` is the number of steps per round; None chooses it so that a round takes
+    `ROUND_SECONDS`. All processes call this together. Raises `UsageError` if training fails.
+    """
     rounds.train(WARM_UP)
     fill = round(ROUND_SECONDS / rounds.run_compiled_step(WARM_UP))
     n_steps = job.cluster.broadcast(n_steps or min(MAX_STEPS, max(1, fill)))
@@ -125,7 +129,10 @@ def rates(
 
 
 def memory(compiled: Any, cluster: ProcessGroup) -> dict[str, Value]:
-    """Return the bytes that a compiled step needs per device, and the largest peak so far."""
+    """Return the bytes that a compiled step needs per device, and the largest peak so far.
+
+    All processes call this together. The peak is None if a process cannot measure it.
+    """
     planned = compiled.memory_analysis()
     size = planned.argument_size_in_bytes + planned.output_size_in_bytes
     size += planned.temp_size_in_bytes - planned.alias_size_in_bytes
@@ -140,8 +147,9 @@ def memory(compiled: Any, cluster: ProcessGroup) -> dict[str, Value]:
 def matmul_rate(size: int, dtype: str, cluster: ProcessGroup) -> Callable[[], float]:
     """Return a function that measures the job's total FLOP/s in size x size matmuls.
 
-    All devices multiply their own matrices at the same time. Measuring one device and multiplying
-    by the number of devices would be wrong on CPUs, whose devices share the cores.
+    All devices multiply their own matrices at the same time, so all processes must call it
+    together. Measuring one device and multiplying by the number of devices would be wrong on CPUs,
+    whose devices share the cores.
     """
     n = jax.device_count()
     mesh = Mesh(np.array(jax.devices()), ("device",), axis_types=(AxisType.Auto,))

@@ -312,6 +312,7 @@ def write_config(model: ModelConfig, dtype: str, end_of_text: int | None) -> dic
     """Return the config.json of a model.
 
     Args:
+        model: with vocab_size set.
         dtype: of the exported weights, "float32" or "bfloat16".
         end_of_text: ID of the token that ends a document; None if there is no such token.
 

@@ -30,11 +30,14 @@ def from_hf(
     """Import a transformers folder as weights that a run can start from; return the lines to print.
 
     Args:
-        block_size: context length that replaces the model's; None keeps it.
+        out: run directory to create.
+        block_size: context length that replaces that of a model with rotary positions; None keeps
+            the model's.
         tokenizer: path that `read_tokenizer` accepts; None uses the folder's tokenizer, if any.
 
     Raises `UsageError` if a file in the folder is missing, damaged or not supported, if the
-    tokenizer does not fit the model, or if `out` cannot be written.
+    tokenizer or `block_size` does not fit the model, if `safetensors` is not installed, or as
+    `new_folder` does.
     """
     found, model = open_folder(path), read_model(path, block_size)
     found = {name.removeprefix(GPT2_PREFIX): tensor for name, tensor in found.items()}
@@ -72,7 +75,7 @@ def write_weights(
         tokenizer: the model's tokenizer; None if it is unknown.
         companions: names of files in `path` that are copied to `out` if they exist.
 
-    Raises `UsageError` if a tensor cannot be read or `out` cannot be written.
+    Raises `UsageError` if a tensor cannot be read, and as `new_folder` does.
     """
     with new_folder(out) as partial:
         writer = WeightsWriter(partial, model)
@@ -126,8 +129,8 @@ def to_hf(
         dtype: of the exported weights, "float32" or "bfloat16".
         max_bytes: maximum size of a safetensors file, unless a single tensor is larger.
 
-    Raises `UsageError` if the checkpoint is missing or damaged, if no transformers family fits the
-    model, or if `out` cannot be written.
+    Raises `UsageError` if the checkpoint or its tokenizer is missing or damaged, if no transformers
+    family fits the model, if `safetensors` is not installed, or as `new_folder` does.
     """
     step = choose_checkpoint(run, step)
     meta = read_meta(run, step)
@@ -151,7 +154,7 @@ def to_hf(
 def zero_biases(model: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Return the shapes of the zero biases that are exported for a GPT-2 without biases, by name.
 
-    They are needed because GPT-2 in transformers always has biases.
+    They are needed because GPT-2 in transformers always has biases. The names have GPT-2's prefix.
     """
     with_bias = dataclasses.replace(model, bias=True)
     return {
@@ -168,9 +171,10 @@ def write_json(path: Path, value: Any) -> None:
 def write_tokenizer(
     tokenizer: Tokenizer | None, run: Path, folder: Path, model: ModelConfig
 ) -> list[str]:
-    """Write a tokenizer.json and its companion files to `folder`.
+    """Write a tokenizer.json and its companion files to `folder`; return the lines to print.
 
-    If the run does not use a tokenizer.json, write nothing and return a line that says so.
+    If the run lacks a tokenizer_config.json, a new one is written. If the run does not use a
+    tokenizer.json, nothing is written, and a line says so. Otherwise, there are no lines.
     """
     if not isinstance(tokenizer, HFTokenizer):
         return ["tokenizer: not exported, because this run does not use a tokenizer.json"]

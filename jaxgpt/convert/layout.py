@@ -38,7 +38,10 @@ class Slot:
         return (*before, self.ref.part)
 
     def to_jaxgpt(self, tensor: np.ndarray) -> np.ndarray:
-        """Convert a full external tensor to jaxgpt's shape at `index`."""
+        """Convert a full external tensor to jaxgpt's shape at `index`.
+
+        Vocabulary tables are not supported, because their padding is missing from the tensor.
+        """
         shape = _part_shape(self.weight, self.ref)
         if self.ref.form == "interleaved":  # rows are (H, 3, K)
             *inputs, _, H, K = shape
@@ -47,7 +50,10 @@ class Slot:
         return (tensor.T if self.ref.form == "transposed" else tensor).reshape(shape)
 
     def to_external(self, array: np.ndarray) -> np.ndarray:
-        """Convert the jaxgpt array at `index` to the shape of the external tensor."""
+        """Convert the jaxgpt array at `index` to the shape of the external tensor.
+
+        The form "interleaved" and padded vocabulary tables are not supported.
+        """
         if self.ref.form == "transposed":
             return array.reshape(self.shape[::-1]).T
         assert self.ref.form == "same"  # there is no export to Megatron
@@ -57,7 +63,11 @@ class Slot:
 def slots(table: Table, model: ModelConfig) -> dict[str, Slot]:
     """Return the slot of each tensor of a model, by external name.
 
-    The slots are in the order of jaxgpt's arrays and, within an array, in the order of layers.
+    The slots are in the order of jaxgpt's arrays and, within an array, in the order of layers. A
+    weight that is not in `table` has no slot. `model.vocab_size` must be set.
+
+    Raises `UsageError` as `models.weights.weights` does, and `OverflowError` or `TypeError` if the
+    model's dimensions are too large for JAX.
     """
     by_weight: dict[str, list[tuple[str, WeightRef]]] = {}
     for name, ref in table.items():
@@ -95,7 +105,7 @@ def _external_shape(weight: Weight, ref: WeightRef, model: ModelConfig) -> tuple
 def match_tensors(
     found: Mapping[str, Tensor], table: Table, model: ModelConfig, where: str
 ) -> dict[str, Slot]:
-    """Return the slots of a model by tensor name, after checking them against the tensors `found`.
+    """Return `slots(table, model)`, after checking it against the tensors `found`.
 
     Raises `UsageError`, with a message that begins with `where`, if a tensor is missing, unknown or
     has the wrong shape, or if the model dimensions are invalid.
@@ -149,7 +159,7 @@ def import_tensors(
 def export_tensors(
     reader: WeightsReader, wanted: Mapping[str, Slot]
 ) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield (name, float32 tensor) in the order of `wanted`.
+    """Yield (name, float32 tensor) in the order of `wanted`, which is the result of `slots`.
 
     A tensor outside the layers may be yielded as several consecutive blocks of rows. Raises
     `UsageError` if the checkpoint cannot be read or is damaged.

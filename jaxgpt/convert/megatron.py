@@ -72,7 +72,7 @@ class Merged:
 
     parts: tuple[Tensor, ...]  # one for each rank
     axis: int | None  # sharded dimension; None if the tensor is replicated
-    most_rows: int | None = None  # number of rows without vocabulary padding; None keeps all
+    most_rows: int | None = None  # rows without vocabulary padding, if axis is 0; None keeps all
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -84,7 +84,11 @@ class Merged:
         return tuple(shape)
 
     def read(self, start: int = 0, stop: int | None = None) -> np.ndarray:
-        """Return the rows [start, stop) in float32; raise `UsageError` if they cannot be read."""
+        """Return the rows [start, stop), at least one, in float32.
+
+        If `stop` is None, return all rows from `start` on. Raises `UsageError` if they cannot be
+        read.
+        """
         if self.axis is None:
             return self.parts[0].read(start, stop)
         if self.axis > 0:
@@ -105,11 +109,12 @@ def from_megatron(path: Path, out: Path, tokenizer: Path | None = None) -> list[
 
     Args:
         path: folder that `rank_files` accepts.
+        out: run directory to create.
         tokenizer: path that `read_tokenizer` accepts. If it is given, the rows of the embedding
             beyond the tokenizer's vocabulary are dropped as padding.
 
     Raises `UsageError` if a file is missing or damaged, if the model is not supported, if the
-    tokenizer does not fit the model, or if `out` cannot be written.
+    tokenizer does not fit the model, if torch is missing or too old, or as `new_folder` does.
     """
     files = rank_files(path)
     loaded = {rank: load(file) for rank, file in files.items()}
@@ -131,7 +136,8 @@ def rank_files(path: Path) -> dict[tuple[int, int], Path]:
     """Return the file of each (tensor rank, pipeline rank).
 
     `path` is the folder of one checkpoint, or a folder of checkpoints, in which case the latest one
-    is used. Raises `UsageError` if there is no such folder, or if the file of any rank is missing.
+    is used. Raises `UsageError` if there is no such folder, if it has no checkpoint in a supported
+    format, or if the file of any rank is missing.
     """
     for name, form in (("latest_checkpointed_iteration.txt", "iter_{:0>7}"), ("latest", "{}")):
         if (path / name).is_file():
@@ -174,9 +180,11 @@ def is_harmless(name: str) -> bool:
 
 
 def load(file: Path) -> tuple[dict[str, Any], dict[str, TorchTensor]]:
-    """Return the arguments of one rank, and its tensors by their names in `MEGATRON`.
+    """Return the arguments of one rank, and its tensors as `flat` does.
 
-    Raises `UsageError` if the file cannot be read or is not a supported checkpoint.
+    An argument is a number, a string or a list of these; every other value becomes None. Raises
+    `UsageError` if the file cannot be read or is not a supported checkpoint, or if torch is missing
+    or too old.
     """
     state = torch_file.load(file, is_harmless)
     if not isinstance(state, dict):
@@ -210,6 +218,9 @@ def _plain(value: Any) -> Any:
 
 def flat(tree: Mapping[Any, Any], file: Path) -> dict[str, TorchTensor]:
     """Return the tensors of nested dictionaries, by their names in `MEGATRON`.
+
+    In a name, {} is replaced by the number of the layer within its pipeline stage. Names that
+    `MEGATRON` lacks are kept, and tensors named ..._extra_state are left out.
 
     Raises `UsageError` if a tensor name is not a short string, or if a dictionary is nested too
     deeply or appears twice. Shared dictionaries would let a small file expand to an exponential
@@ -252,8 +263,10 @@ def merged(
         ranks: tensors of each rank, by name.
         arguments: Megatron's arguments.
 
-    Raises `UsageError` if the ranks do not have the same tensors, if the layers cannot be split
-    into equal stages, or if a tensor lacks the dimension that is sharded.
+    The last stage's copy of a tied token embedding is left out.
+
+    Raises `UsageError` if a rank lacks a tensor that tensor rank 0 of its stage has, if the layers
+    cannot be split into equal stages, or if a tensor lacks the dimension that is sharded.
     """
     n_tensor, n_pipeline = (1 + max(rank[i] for rank in ranks) for i in (0, 1))
     n_layer = arguments.get("num_layers")
@@ -288,8 +301,10 @@ def merged(
 def model_of(path: Path, arguments: Mapping[str, Any], found: Mapping[str, Tensor]) -> ModelConfig:
     """Return the model that a checkpoint's arguments and token embedding describe.
 
-    Raises `UsageError` if an argument is missing or not supported, or if `found` has no token
-    embedding.
+    Its vocabulary size is the number of rows of the token embedding, including padding rows.
+
+    Raises `UsageError` if an argument is missing, invalid or not supported, or if `found` has no
+    token embedding with two dimensions.
     """
     for key, values in SUPPORTED.items():
         value = arguments.get(key, values[0])

@@ -30,7 +30,10 @@ class SafeTensor:
     shape: tuple[int, ...]
 
     def read(self, start: int = 0, stop: int | None = None) -> np.ndarray:
-        """Return the rows [start, stop) in float32; raise `UsageError` if they cannot be read."""
+        """Return the rows [start, stop) in float32, as `Tensor.read` does.
+
+        Raises `UsageError` if they cannot be read or their dtype is not in `DTYPES`.
+        """
         if self.dtype not in DTYPES:
             raise UsageError(
                 f"{self.path}: {self.name} has dtype {self.dtype}; weights must be one of "
@@ -49,7 +52,8 @@ def open_folder(folder: Path) -> dict[str, SafeTensor]:
     """Return the tensors of a folder by name, without reading their data.
 
     The folder has either one file or several files with an index. Raises `UsageError` if a file is
-    missing or damaged, or if a tensor in the index is missing.
+    missing, unreadable or damaged, if a tensor in the index is missing, or if the `safetensors`
+    package is not installed.
     """
     if not folder.is_dir():
         raise UsageError(f"{folder}: is not a folder; give one with config.json and {FILE}")
@@ -88,7 +92,8 @@ def _read_index(path: Path) -> dict[str, str]:
 def open_file(path: Path) -> dict[str, SafeTensor]:
     """Return the tensors of one file by name, without reading their data.
 
-    Raises `UsageError` if the file cannot be read or is damaged.
+    Raises `UsageError` if the file cannot be read or is damaged, or if the `safetensors` package is
+    not installed.
     """
     with _opened(path) as file:
         slices = {name: file.get_slice(name) for name in file.keys()}
@@ -134,7 +139,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def listed(names: Sequence[str], most: int = 5) -> str:
-    """Return at most `most` of the names as text for an error message."""
+    """Return at most `most` of the names, and how many more there are, for an error message."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more
 

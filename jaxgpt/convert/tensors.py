@@ -36,8 +36,8 @@ def new_folder(out: Path) -> Iterator[Path]:
     """Yield a temporary folder that is renamed to `out` when the block ends without an error.
 
     After an error, the temporary folder is removed. If the process is killed, it remains as
-    `<out>.partial-*`. Raises `UsageError` if `out` exists and is not an empty folder, if it cannot
-    be written, or if its disk is full.
+    `<out>.partial-*`. Raises `UsageError` if `out` exists and is not an empty folder, if no folder
+    can be created next to it, or if its disk is full. Other errors of the block are propagated.
     """
     out = out.absolute()
     try:

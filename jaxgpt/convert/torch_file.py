@@ -48,7 +48,10 @@ class TorchTensor:
         return tuple(self.tensor.shape)
 
     def read(self, start: int = 0, stop: int | None = None) -> np.ndarray:
-        """Return the rows [start, stop) in float32; raise `UsageError` if they cannot be read."""
+        """Return the rows [start, stop) in float32, as `Tensor.read` does.
+
+        Raises `UsageError` if they cannot be read or their dtype is not in `FLOATS`.
+        """
         dtype = str(self.tensor.dtype).removeprefix("torch.")
         if dtype not in FLOATS:
             raise UsageError(
@@ -95,7 +98,10 @@ def load(path: Path, is_harmless: Callable[[str], bool] = lambda _: False) -> An
 
 
 def is_tensor(value: Any) -> bool:
-    """Return whether a value from a loaded file is a torch tensor."""
+    """Return whether a value from a loaded file is a torch tensor.
+
+    Raises `UsageError` if torch is missing or too old.
+    """
     return isinstance(value, _torch().Tensor)
 
 

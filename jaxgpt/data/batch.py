@@ -79,7 +79,7 @@ def total_weight(batch: Batch) -> jax.Array:
 
 
 def batch_specs(mesh: Mesh) -> Batch:
-    """Return the `PartitionSpec` of each array of a batch, given the roles of the mesh axes."""
+    """Return a `Batch` with the `PartitionSpec` of each array, given the roles of the mesh axes."""
     rows, positions = (
         mesh_axes_with(role, mesh) or None for role in ("splits_batch", "splits_sequence")
     )

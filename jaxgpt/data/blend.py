@@ -35,7 +35,7 @@ class BlendEntry:
 
 
 def read_file_list(path: Path) -> list[str]:
-    """Return the lines of a data.file_list, without blank lines and # comments.
+    """Return the lines of a data.file_list, without blank lines and lines that start with #.
 
     Raises:
         UsageError: if the file cannot be read or lists no sources.
@@ -60,7 +60,8 @@ def parse_lines(lines: Sequence[str], key: str) -> list[BlendEntry]:
     `key` is the setting that holds the lines, for error messages.
 
     Raises:
-        UsageError: if a line is invalid or a weight is too small.
+        UsageError: if a line is invalid, or if a source has less than a millionth of the weight of
+            its corpus, or its corpus less than a millionth of the blend's.
     """
     parsed = [_parse(line, key) for line in lines]
     paths: dict[str, set[Path]] = defaultdict(set)
@@ -234,7 +235,11 @@ class Blend:
     """
 
     def __init__(self, weights: Sequence[Fraction], corpora: Sequence[int]):
-        """Initialise from the weight of each source and the index of its corpus."""
+        """Initialise from the weight of each source and the index of its corpus.
+
+        Every index from 0 to the largest must occur. Weights must be positive. Each source must
+        have at least MIN_SHARE of its corpus's weight, and each corpus of the total.
+        """
         self._members = [
             [source for source, c in enumerate(corpora) if c == corpus]
             for corpus in range(max(corpora) + 1)

@@ -57,14 +57,20 @@ class Dataset:
     def find_document(self, source: int, split: str, offset: int) -> Document:
         """Return the document that contains the token at `offset` in a split of a source.
 
-        Its fields are None if the source has no index of its documents.
+        `source` is an index into `sources`. The document's `start` and `end` count from the start
+        of the source, not of the split. Its fields are None if the source has no index of its
+        documents.
         """
         tokens, find = self.sources[source].tokens[split], self.sources[source].find_document
         return Document() if find is None else find(tokens.first + offset)
 
     @functools.cached_property
     def fingerprints(self) -> list[list[str]]:
-        """[path, hash] of each source; see `token_file.fingerprint`."""
+        """[path, hash] of each source; see `token_file.fingerprint`.
+
+        Reads a sample of the pages. Raises `UsageError` if a file cannot be read or a mask is
+        invalid.
+        """
         pages, out = self._pages_of_each, []
         for source in self.sources:
             vocab_size = source.meta.get("vocab_size", self.vocab_size)
@@ -109,12 +115,13 @@ class Dataset:
     def verify(self) -> None:
         """Check a sample of the pages of each source.
 
-        This reads up to 64 MiB of each split, divided evenly among the sources, or 16 pages per
-        source if that is more.
+        The sample of each split has at most 64 MiB, divided evenly among the sources, or 16 pages
+        per source if that is more.
 
         Raises:
-            UsageError: if a file cannot be read, if a token is outside the vocabulary, or if there
-                is a single source and it does not match the fingerprint in its meta.json.
+            UsageError: if a file cannot be read, if a token is outside the vocabulary, if a loss
+                mask holds a byte other than 0 or 1, or if there is a single source and it does not
+                match the fingerprint in its meta.json.
         """
         for source, (path, found) in zip(self.sources, self.fingerprints, strict=True):
             for tokens in source.tokens.values():
@@ -130,7 +137,10 @@ class Dataset:
 
 
 def dataset_directory(data: DataConfig) -> Path:
-    """Return data.path, or else the folder of data.dataset, even if it does not exist."""
+    """Return data.path, or else the folder of data.dataset, even if it does not exist.
+
+    The latter is in $JAXGPT_DATA, by default ~/.cache/jaxgpt.
+    """
     if data.path is not None:
         return Path(data.path)
     home = os.environ.get("JAXGPT_DATA") or Path.home() / ".cache" / "jaxgpt"
@@ -141,7 +151,7 @@ def entries(data: DataConfig) -> list[BlendEntry]:
     """Return the sources in a configuration, without opening them.
 
     Raises:
-        UsageError: if data.file_list cannot be read, or a line of a blend is invalid.
+        UsageError: if data.file_list cannot be read or is empty, or if `parse_lines` raises it.
     """
     if data.file_list is not None:
         key, lines = f"data.file_list={data.file_list}", read_file_list(Path(data.file_list))
@@ -157,12 +167,12 @@ def entries(data: DataConfig) -> list[BlendEntry]:
 def with_vocabulary(config: Config, dataset: Dataset | None = None) -> Config:
     """Return `config` with model.vocab_size and, for data.document_mask, data.end_of_text set.
 
-    Without an opened dataset, for example to plan or time a step, the end-of-text token defaults to
-    0.
+    Without an opened dataset, for example to plan or time a step, the vocabulary size is the result
+    of `vocabulary_size`, and the end-of-text token defaults to 0.
 
     Raises:
-        UsageError: if the vocabulary size or the end-of-text token cannot be determined, or if the
-            token is outside the vocabulary.
+        UsageError: if `vocabulary_size` raises it, if the end-of-text token of the dataset is
+            unknown, or if the token is outside the vocabulary.
     """
     vocab_size = dataset.vocab_size if dataset else vocabulary_size(config.data, config.model)
     config = config.replace(model__vocab_size=vocab_size)
@@ -185,9 +195,11 @@ def with_vocabulary(config: Config, dataset: Dataset | None = None) -> Config:
 def vocabulary_size(data: DataConfig, model: ModelConfig) -> int:
     """Return the vocabulary size of a configuration. Built-in datasets need not be prepared yet.
 
+    If model.vocab_size is set, it is returned, and no file is read.
+
     Raises:
-        UsageError: if the size is unknown, the data is damaged or sources have different
-            tokenizers.
+        UsageError: if the size is unknown, if data.file_list or a blend is invalid, if the data or
+            a tokenizer is damaged or cannot be read, or if sources have different tokenizers.
     """
     if model.vocab_size:
         return model.vocab_size
@@ -202,8 +214,11 @@ def vocabulary_size(data: DataConfig, model: ModelConfig) -> int:
 def open_dataset(data: DataConfig, model: ModelConfig) -> Dataset:
     """Open the token files of a configuration, without reading any tokens.
 
+    This raises the process's limit on open files if necessary.
+
     Raises:
-        UsageError: if a blend is invalid, if files are missing, damaged or too short for one row,
+        UsageError: if data.file_list or a blend is invalid, if files are missing, damaged,
+            unreadable or too short for one row of each split, if a tokenizer is missing or invalid,
             if the vocabulary size is unknown or larger than model.vocab_size, if sources have
             different tokenizers, or if there are more files than the process may open.
     """

@@ -115,7 +115,7 @@ class Loader:
         return np.array([self._locate(sequence).corpus for sequence in range(first, end)])
 
     def tokens_consumed(self, step: int) -> list[int]:
-        """Return the number of tokens that steps 1 to `step` consume from each corpus."""
+        """Return the number of tokens that steps 1 to `step` consume from each of `names`."""
         counts = self._blend.counts(self.batch_sizes.consumed(step))
         return [n * (self._row_length - 1) for n in counts]
 
@@ -161,7 +161,7 @@ class Loader:
     def batch(self, step: int) -> "jax.Array | TokenRows":
         """Return the global batch of a step: int32 (B, T+1), or `TokenRows` if the data has masks.
 
-        Raises `UsageError` like `read` and `read_weights`.
+        The loader must have a sharding. Raises `UsageError` like `read` and `read_weights`.
         """
         shape = self.batch_sizes.at(step), self._row_length
         tokens = global_array(shape, self._sharding, lambda rows: self.read(step, rows))
@@ -173,7 +173,10 @@ class Loader:
         return TokenRows(tokens, weights)
 
     def batches(self, steps: Iterable[int]) -> Iterator["jax.Array | TokenRows"]:
-        """Yield the batches of `steps`. A thread reads two batches ahead."""
+        """Yield the batches of `steps`. A thread reads two batches ahead.
+
+        Raises `UsageError` like `batch`. Close the iterator to stop the thread early.
+        """
         steps = iter(steps)
         with ThreadPoolExecutor(1, thread_name_prefix="loader") as thread:
             waiting = [thread.submit(self.batch, step) for step in itertools.islice(steps, 2)]

@@ -65,9 +65,10 @@ class Index:
 
 
 def is_pair(path: Path) -> bool:
-    """Return whether `path` is the PREFIX, PREFIX.bin or PREFIX.idx of a pair of files.
+    """Return whether `path` is PREFIX, PREFIX.bin or PREFIX.idx, and PREFIX.idx exists.
 
     PREFIX is also recognised if only PREFIX.bin exists, so that an error can name the missing .idx.
+    A folder is not recognised. Raises `OSError` if a path cannot be examined.
     """
     prefix = prefix_of(path)
     lacks_idx = path == prefix and Path(f"{prefix}.bin").is_file()
@@ -75,7 +76,7 @@ def is_pair(path: Path) -> bool:
 
 
 def open_pair(path: Path) -> OpenSource:
-    """Open a pair of files; raise `UsageError` if one is missing or damaged."""
+    """Open a pair of files as the split "train"; raise `UsageError` as `read_index` does."""
     index = read_index(path)
     file = TokenFile(index.bin_path, index.dtype, index.total_tokens)
     return OpenSource({"train": Tokens(file)}, index.find)
@@ -91,7 +92,7 @@ def read_index(prefix: Path | str) -> Index:
     """Open PREFIX.idx, and check a sample of its entries and the size of PREFIX.bin.
 
     Raises:
-        UsageError: if a file is missing, damaged or empty, or does not contain text.
+        UsageError: if a file is missing, unreadable, damaged or empty, or does not contain text.
     """
     prefix = prefix_of(prefix)
     bin_path, idx_path = Path(f"{prefix}.bin"), Path(f"{prefix}.idx")

@@ -16,25 +16,33 @@ from jaxgpt.data.token_file import TokenFile, Tokens
 
 
 def is_folder(path: Path) -> bool:
-    """Return whether `path` is a folder with train.bin, val.bin or both."""
+    """Return whether `path` is a folder with train.bin, val.bin or both.
+
+    Raises `OSError` if the folder may not be entered.
+    """
     return any((path / f"{split}.bin").is_file() for split in SPLITS)
 
 
 def open_folder(path: Path) -> OpenSource:
-    """Open train.bin and val.bin; raise `UsageError` if a file is missing or damaged."""
+    """Open train.bin and val.bin with their loss masks.
+
+    The dtype is read from meta.json; without one, it is uint16. Raises `UsageError` if a file is
+    missing or damaged, and `OSError` if one cannot be read.
+    """
     meta = read_meta(path)
     return OpenSource({s: _open(path / f"{s}.bin", meta) for s in SPLITS}, meta=meta)
 
 
 def is_file(path: Path) -> bool:
-    """Return whether `path` is a .bin file."""
+    """Return whether `path` is a .bin file; raise `OSError` if its folder may not be entered."""
     return path.suffix == ".bin" and path.is_file()
 
 
 def open_file(path: Path) -> OpenSource:
-    """Open a single .bin file; raise `UsageError` if it is damaged.
+    """Open a single .bin file as the split "train", with its loss mask.
 
-    The dtype is read from a meta.json in the same folder; without one, it is uint16.
+    The dtype is read from a meta.json in the same folder; without one, it is uint16. Raises
+    `UsageError` if a file is missing or damaged, and `OSError` if one cannot be read.
     """
     meta = read_meta(path.parent)
     tokens = _open(path, meta)

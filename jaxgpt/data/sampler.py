@@ -26,7 +26,10 @@ class EpochSampler:
     """Shuffled windows over the tokens of one source, for any number of epochs."""
 
     def __init__(self, n_tokens: int, block_size: int, seed: int, stream: int = 0):
-        """Set up windows with T = `block_size`. The order depends on `seed` and `stream`."""
+        """Set up windows with T = `block_size`. The order depends on `seed` and `stream`.
+
+        `n_tokens` must be larger than `block_size`.
+        """
         assert n_tokens > block_size, (n_tokens, block_size)
         self._last_start = n_tokens - 1 - block_size
         self._block_size = block_size

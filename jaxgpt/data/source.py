@@ -38,10 +38,15 @@ class OpenSource:
 
 
 class Format(NamedTuple):
-    """A storage format for tokens. Both functions take a path, as in data.path."""
+    """A storage format for tokens. Both functions take a path, as in data.path.
 
-    recognise: Callable[[Path], bool]
-    open: Callable[[Path], OpenSource]  # reads no tokens; raises UsageError for damaged files
+    They raise `OSError` if a file or folder cannot be read.
+    """
+
+    recognise: Callable[[Path], bool]  # whether files of this format exist; some may be missing
+    open: Callable[[Path], OpenSource]
+    """Opens a path that `recognise` accepts, without reading tokens. Raises `UsageError` if files
+    are missing or damaged."""
 
 
 def read_meta(directory: Path) -> dict[str, Any]:

@@ -133,9 +133,10 @@ class Tokens:
         return weights
 
     def check_vocab_range(self, tokens: np.ndarray, start: int, vocab_size: int) -> None:
-        """Raise `UsageError` unless all `tokens` are in the vocabulary.
+        """Raise `UsageError` unless all `tokens`, at least one, are in the vocabulary.
 
-        `start` is the offset of `tokens[0]`. The message gives the offset of the invalid token.
+        `start` is the offset of `tokens[0]` in this part of the file. The message gives the offset
+        of the invalid token in the file.
         """
         if 0 <= tokens.min() and tokens.max() < vocab_size:
             return
@@ -149,7 +150,8 @@ class Tokens:
     def sampled_pages(self, most: int) -> Iterator[tuple[int, np.ndarray]]:
         """Yield (offset of the first token, token IDs) for at most `most` evenly spaced pages.
 
-        The first and the last page are included. Raises `UsageError` if the file cannot be read.
+        The first page is included, and so is the last if `most` > 1. Raises `UsageError` if the
+        file cannot be read or is too short.
         """
         per_page = PAGE // self.dtype.itemsize
         pages = -(-self.size // per_page)
@@ -161,8 +163,9 @@ class Tokens:
 def fingerprint(splits: Mapping[str, Tokens], vocab_size: int, most: int = SAMPLED_PAGES) -> str:
     """Return a hash of the vocabulary size, and of each split's size, dtype and sampled pages.
 
-    At most `most` pages of each split are hashed, together with the loss mask of their tokens.
-    Raises `UsageError` if a file cannot be read or a mask holds a byte other than 0 or 1.
+    It has the form "sha256:DIGEST". At most `most` pages of each split are hashed, together with
+    the loss mask of their tokens. Raises `UsageError` if a file cannot be read or a mask holds a
+    byte other than 0 or 1.
     """
     digest = hashlib.sha256(f"{vocab_size}".encode())
     for split, tokens in splits.items():

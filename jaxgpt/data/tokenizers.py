@@ -38,8 +38,8 @@ class Tokenizer:
     def encode(self, text: str) -> np.ndarray:
         """Return the token IDs of `text`: int64, shape (tokens,).
 
-        Names of special tokens are encoded as plain text. Raises `UsageError` if a character is not
-        in the vocabulary.
+        Names of special tokens are encoded as plain text. Raises `UsageError` if the vocabulary
+        cannot represent a character, such as a surrogate.
         """
         raise NotImplementedError
 
@@ -47,12 +47,17 @@ class Tokenizer:
         """Return the token IDs of each text: int64, shape (tokens,).
 
         Tokenizers with special tokens encode in parallel. With `parse_special`, they encode the
-        name of a special token as that token.
+        name of a special token as that token, and otherwise as plain text. Other tokenizers ignore
+        `parse_special`. Raises `UsageError` if a character is not in the vocabulary. Texts must not
+        contain surrogates.
         """
         return [self.encode(text) for text in texts]
 
     def decode(self, tokens: Iterable[int]) -> str:
-        """Return the text of a sequence of token IDs."""
+        """Return the text of a sequence of token IDs.
+
+        Invalid UTF-8 becomes U+FFFD. An ID beyond the vocabulary becomes U+FFFD or nothing.
+        """
         raise NotImplementedError
 
     def count_bytes(self, tokens: np.ndarray) -> int:
@@ -60,7 +65,10 @@ class Tokenizer:
         raise NotImplementedError
 
     def split_point(self, text: str) -> int:
-        """Return the last position where `text` can be split without changing its tokens, or 0."""
+        """Return a position near the end of `text` where a split does not change its tokens.
+
+        The result is 0 if no such position is found.
+        """
         return len(text)
 
     def to_meta(self) -> dict[str, Any]:
@@ -133,7 +141,10 @@ class ByteTokenizer(Tokenizer):
 
 
 class HFTokenizer(Tokenizer):
-    """Tokenizer from a tokenizer.json, which the `tokenizers` package parses on first use."""
+    """Tokenizer from a tokenizer.json, which the `tokenizers` package parses on first use.
+
+    Methods that need the package raise `UsageError` if it is not installed.
+    """
 
     def __init__(self, content: bytes, vocab_size: int, end_of_text: int | None):
         self.vocab_size = vocab_size
@@ -223,7 +234,7 @@ def tokenizer_from_meta(meta: dict[str, Any], directory: Path) -> Tokenizer:
     """Return the tokenizer that `to_meta` described and `save` wrote to `directory`.
 
     Raises:
-        UsageError: if the description is invalid, or its file is missing or has changed.
+        UsageError: if the description is invalid, or its file is missing, unreadable or changed.
     """
     kind = meta.get("type")
     try:
@@ -261,11 +272,12 @@ def load_tokenizer(path: Path | str, end_of_text: str | None = None) -> Tokenize
         path: `byte`; the folder of a prepared dataset; a tokenizer.json or a folder that contains
             one; or a folder with GPT-2's encoder.json and vocab.bpe (or vocab.json and merges.txt).
         end_of_text: the name of the token between documents. The default is the `eos_token` in a
-            tokenizer_config.json in the same folder, or else a common name for this token.
+            tokenizer_config.json in the same folder, or else a common name for this token. If the
+            vocabulary lacks all of these, the result has no end-of-text token. Ignored for `byte`.
 
     Raises:
-        UsageError: if the tokenizer at `path` is missing or invalid, if it has no `end_of_text`
-            token, or if the `tokenizers` package is needed but not installed.
+        UsageError: if the tokenizer at `path` is missing or invalid, if it lacks the given
+            `end_of_text`, or if the `tokenizers` package is needed but not installed.
     """
     path = Path(path)
     if str(path) == "byte":
@@ -330,7 +342,10 @@ def _parse(content: bytes):
 
 
 def continue_prompt(tokenizer: Tokenizer, prompt: str, tokens: Sequence[int]) -> str:
-    """Return a prompt followed by the text of the tokens that continue it."""
+    """Return a prompt followed by the text of the tokens that continue it.
+
+    Raises `UsageError` if the tokenizer cannot encode the prompt.
+    """
     # Decode them together, because some decoders drop the space before the first token.
     before = tokenizer.encode(prompt).tolist()
     start, whole = tokenizer.decode(before), tokenizer.decode([*before, *tokens])

@@ -76,7 +76,11 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def run_lm_eval(argv: list[str]) -> None:
-    """Run EleutherAI's lm_eval with jaxgpt models; raise `UsageError` if it is not installed."""
+    """Run EleutherAI's lm_eval with jaxgpt models and its command-line options `argv`.
+
+    This replaces sys.argv. Invalid options end the process. Raises `UsageError` if lm_eval is not
+    installed or `JaxGPT` raises it.
+    """
     try:
         import lm_eval  # noqa: F401
     except ImportError:
@@ -92,9 +96,11 @@ def run_lm_eval(argv: list[str]) -> None:
 def evaluate(
     folder: Path, arguments: argparse.Namespace, settings: list[str], cluster: ProcessGroup
 ) -> dict[str, Any]:
-    """Return the record that --json prints. All processes must call this.
+    """Return the record that --json prints, with `folder` as its `run`.
 
-    Raises `UsageError` if the checkpoint, the mesh, the data or an option cannot be used.
+    All processes must call this. Warnings are printed on stderr. `arguments` come from `parser`,
+    and `settings` are data settings. Raises `UsageError` if the checkpoint, the mesh, the data or
+    an option cannot be used.
     """
     trained = cluster.run_on_all(
         find_trained, folder, arguments.step, arguments.mesh, arguments.dtype, settings,
@@ -111,7 +117,11 @@ def evaluate(
 
 
 def loss_record(model: Model, split: Split, losses: dict[str, Loss]) -> dict[str, Any]:
-    """Return the settings of the evaluation, and the losses of the split and of each corpus."""
+    """Return the settings of the evaluation, and the losses of the split and of each corpus.
+
+    The losses of the split are at the top level, and those of each corpus are in `corpora`, by
+    name: nats per token, perplexity, bits per byte (or None), and counts of tokens and bytes.
+    """
 
     def figures(loss: Loss) -> dict[str, Any]:
         return {

@@ -22,7 +22,10 @@ class Encoder(NamedTuple):
     after: tuple[int, ...] = ()
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Return the token IDs of a text, by default with the special tokens around it."""
+        """Return the token IDs of a text, by default with the special tokens around it.
+
+        Raises `UsageError` as `Tokenizer.encode` does.
+        """
         tokens = self.tokenizer.encode(text).tolist()
         return [*self.before, *tokens, *self.after] if add_special_tokens else tokens
 
@@ -33,7 +36,8 @@ def encoder_of(folder: Path, tokenizer: Tokenizer) -> Encoder:
     For weights from transformers, the encoder behaves like transformers 5 with its default
     settings. If the tokenizer settings contain add_bos_token or add_eos_token, these determine
     whether BOS and EOS are added. Otherwise, tokenizer.json determines the special tokens. For
-    other weights, no special tokens are added.
+    other weights, no special tokens are added. Raises `UsageError` if a settings file is not a JSON
+    object.
     """
     end = tokenizer.end_of_text
     plain = Encoder(tokenizer, end or 0)

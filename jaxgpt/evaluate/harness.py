@@ -105,7 +105,10 @@ class JaxGPT(TemplateLM):
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **kwargs: Any
     ) -> list[int]:
-        """Return the token IDs of a text, with special tokens unless `add_special_tokens=False`."""
+        """Return the token IDs of a text, with special tokens unless `add_special_tokens=False`.
+
+        Raises `UsageError` as `Encoder.encode` does.
+        """
         return self._encoder.encode(string, add_special_tokens is not False)
 
     def _loglikelihood_tokens(
@@ -128,7 +131,10 @@ class JaxGPT(TemplateLM):
     def loglikelihood_rolling(
         self, requests: list[Instance], disable_tqdm: bool = False
     ) -> list[float]:
-        """Return the log-likelihood of each text in nats. Each token is predicted once."""
+        """Return the log-likelihood of each text in nats. Each token is predicted once.
+
+        A text begins after `prefix_token_id`, and is split into windows of at most `max_length`.
+        """
         windows = [self._windows(request.args[0]) for request in requests]
         flat = [(None, *pair) for pairs in windows for pair in pairs]
         scored = iter(self._loglikelihood_tokens(flat) if flat else [])
@@ -150,7 +156,8 @@ class JaxGPT(TemplateLM):
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         """Return the generated continuation of each context, up to the first stop sequence.
 
-        Raises `UsageError` for generation options that are not supported.
+        A context that leaves no room for max_gen_toks tokens is truncated on the left. Raises
+        `UsageError` for generation options that are not supported.
         """
         out = []
         for request in requests:

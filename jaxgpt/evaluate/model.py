@@ -55,7 +55,7 @@ def run_folder(where: str, cluster: ProcessGroup) -> Iterator[Path]:
     """Yield a run directory. For hf:FOLDER, it is temporary and holds the converted weights.
 
     All processes must call this. The first process of each host converts the weights. Raises
-    `UsageError` if the transformers folder cannot be converted.
+    `UsageError` if no file can have this name, or if the transformers folder cannot be converted.
     """
     if not where.startswith(TRANSFORMERS):
         yield Path(expand_user(where))
@@ -94,8 +94,9 @@ def find_trained(
         settings: data settings, "data.KEY=VALUE", that replace the run's.
         block_size: length T of the longest row; None uses the model's.
 
-    Raises `UsageError` if there is no such checkpoint, its metadata is damaged, the mesh does not
-    fit the model, a setting is not a valid data setting, or block_size is larger than the model's.
+    Raises `UsageError` if there is no such checkpoint, its metadata is damaged, its tokenizer.json
+    is missing or has changed, the mesh does not fit the model, a setting is not a valid data
+    setting, or block_size is larger than the model's.
     """
     step = choose_checkpoint(where, step)
     meta = read_meta(where, step)
@@ -284,7 +285,7 @@ class LogLikelihood(NamedTuple):
 
 
 def log_likelihoods(model: Model, pairs: Sequence[Pair]) -> list[LogLikelihood]:
-    """Return the log-likelihood of each continuation.
+    """Return the log-likelihood of each continuation, in the order of `pairs`.
 
     A context must have at least one token, and a continuation at most `model.block_size` tokens.
     Contexts that are too long are truncated on the left. All processes must call this.

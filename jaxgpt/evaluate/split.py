@@ -61,8 +61,9 @@ class Loss:
 class Windows:
     """Rows that predict each token of a text, except the first, exactly once.
 
-    Rows start `stride` tokens apart. The first row that contains a token predicts it. Outside the
-    first row, every predicted token has a context of at least block_size - stride tokens.
+    `stride` must be from 1 to `block_size`. Rows start `stride` tokens apart. The first row that
+    contains a token predicts it. Outside the first row, every predicted token has a context of at
+    least block_size - stride tokens.
     """
 
     n_tokens: int
@@ -121,7 +122,7 @@ class Split:
         return total - self.tokenizer.count_bytes(first)
 
     def check_tokenizer_range(self, tokens: np.ndarray) -> None:
-        """Raise `UsageError` if a token is not in the tokenizer's vocabulary."""
+        """Raise `UsageError` if one of `tokens`, which may not be empty, is not the tokenizer's."""
         if tokens.max() >= self.tokenizer.vocab_size:
             raise UsageError(
                 f"{self.dataset.sources[0].entry.key}: contains token {tokens.max()}, but the "
@@ -146,7 +147,8 @@ def open_split(trained: Trained, name: str, stride: int | None = None) -> Split:
 
     `stride` is the number of tokens between the starts of rows; None means `trained.block_size`.
     Raises `UsageError` if the data is missing or damaged, its tokenizer differs from the model's
-    and data.accept_changes is not set, or the stride is larger than a row.
+    and data.accept_changes is not set, the weights were imported and no data is given, the
+    end-of-text token for data.document_mask is unknown, or the stride is larger than a row.
     """
     config, T = trained.config, trained.block_size
     if stride is not None and stride > T:
@@ -200,7 +202,7 @@ def read_chunks(text: Tokens, end_of_text: int | None) -> Iterator[tuple[int, np
     """Yield (index of the first token, token IDs) for chunks of at most `CHUNK_TOKENS` tokens.
 
     If possible, a chunk ends where a document ends, because some tokenizers can only decode
-    complete texts.
+    complete texts. Raises `UsageError` if the file cannot be read.
     """
     first = 0
     while first < text.size:
@@ -219,7 +221,7 @@ def _counted(text: Tokens, first: int, values: np.ndarray) -> np.ndarray:
 
 
 def corpus_losses(model: Model, split: Split, n_bytes: list[int | None]) -> dict[str, Loss]:
-    """Return the loss of each corpus, summed in float64 on the host.
+    """Return the loss of each corpus by name, summed in float64 on the host.
 
     Losses are summed in text order, whatever the batch size and mesh. `n_bytes` is the result of
     `Split.count_bytes`. All processes must call this.

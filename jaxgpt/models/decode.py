@@ -64,7 +64,8 @@ def empty_cache(config: ModelConfig, dtype: jnp.dtype, scan_layers: bool, tensor
 class CachedAttention:
     """Attention of one layer to cached and new tokens.
 
-    Each call writes the keys and values of the new tokens to `cache`.
+    Each call writes the keys and values of the new tokens to `cache`. `layer` is an index into the
+    layers of the cache.
     """
 
     def __init__(self, cache: LayerCache, layer: Any, network: GPT):

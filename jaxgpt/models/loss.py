@@ -156,6 +156,7 @@ def split_chunks(arrays_BT: Any, chunk: int) -> Any:
     """Reshape arrays (B, T, ...) to (P, N, ...): P equal chunks of N <= `chunk` tokens.
 
     P is as small as possible. The last chunk is padded with zeros, so padding tokens have weight 0.
+    The last array must have the shape (B, T).
     """
     n = jax.tree.leaves(arrays_BT)[-1].size
     parts = -(-n // chunk)

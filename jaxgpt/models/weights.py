@@ -101,17 +101,23 @@ def weights(config: ModelConfig) -> Params:
 
 
 def layer_matrices(config: ModelConfig) -> list[Weight]:
-    """Return the matrices inside the layers; each is stacked over all layers."""
+    """Return the matrices inside the layers; each is stacked over all layers.
+
+    `config.vocab_size` must be set. Raises `UsageError` as `weights` does.
+    """
     return [w for w in jax.tree.leaves(weights(config)) if w.role == "matrix" and w.n_layers]
 
 
 def count_parameters(config: ModelConfig) -> tuple[int, int]:
-    """Count the parameters, excluding vocabulary padding.
+    """Count the parameters, excluding vocabulary padding. `config.vocab_size` must be set.
 
     Returns:
         (total, non-embedding): the second number excludes embeddings that are only looked up,
         namely the position embeddings and, with untied weights, the token embeddings. For GPT-2 it
         equals the number that nanoGPT reports.
+
+    Raises:
+        UsageError: as `weights` does.
     """
     found = jax.tree.leaves(weights(config))
     looked_up = LOOKED_UP_ROLES[1:] if config.tie_embeddings else LOOKED_UP_ROLES
@@ -128,7 +134,11 @@ def activation_bytes(model: ModelConfig, with_logits: bool = True) -> int:
     5 H T if they are stored, and otherwise 0.
 
     Args:
+        model: with vocab_size set.
         with_logits: include the logits and their gradient, 8 T V bytes.
+
+    Raises:
+        UsageError: if an option of the model names an unknown layer or attention kernel.
     """
     T, L, D, H = model.block_size, model.n_layer, model.n_embd, model.n_head
     logits = 8 * T * model.vocab_size if with_logits else 0

@@ -7,7 +7,7 @@ from jaxgpt.optim.parameters import Parameters
 
 
 def lion(config: OptimizerConfig, parameters: Parameters) -> optax.GradientTransformation:
-    """Return Lion: the sign of a moving average, plus weight decay.
+    """Return Lion: the sign of a moving average, plus weight decay; the caller applies the rate.
 
     The paper (section 5) recommends a third to a tenth of AdamW's learning rate and 3 to 10 times
     its weight decay. Its defaults are beta1=0.9 and beta2=0.99.

@@ -19,6 +19,8 @@ UPDATE_RMS = 0.2
 
 
 class MuonState(NamedTuple):
+    """State of Muon, and of AdamW for the parameters that Muon does not update."""
+
     momentum: Params  # moving average of gradients, for hidden matrices
     adamw: optax.OptState  # for all other parameters
 

@@ -56,8 +56,9 @@ def orthogonalize(updates: Params, parameters: Parameters) -> Params:
     Matrices with the same `StackSpec` are stacked across weights and layers, and each device of the
     mesh computes an equal share of the stack. An all-to-all gives each device the full matrices of
     its share, and a second all-to-all returns the results to their shards. The stack is padded to a
-    multiple of the number of devices. Accelerators compute in bfloat16, like Keller Jordan's code,
-    and CPUs in float32.
+    multiple of the number of devices. The accelerators of a mesh compute in bfloat16, like Keller
+    Jordan's code. CPUs compute in float32, and so does a single device without a mesh. The results
+    have the dtype of `updates`.
     """
     arrays, tree = jax.tree.flatten(updates)
     mesh, (views, mesh_shape) = parameters.mesh, _views(parameters)

@@ -10,10 +10,11 @@ from jaxgpt.config import OptimizerConfig
 def learning_rate(config: OptimizerConfig, step: int) -> np.float32:
     """Return the learning rate of a step, counted from 1: linear warm-up, then `schedule`.
 
-    The learning rate reaches its peak at step `warmup_iters`. With cosine and wsd, it is `min_lr`
-    (by default a tenth of the peak) from step `lr_decay_iters` on. The float32 result is within one
-    unit in the last place of the exact value. A trained step receives this number and a skipped
-    step only logs it, so both log the same digits.
+    The learning rate reaches its peak at step `warmup_iters`, if that is above 0. With cosine and
+    wsd, it is `min_lr` (by default a tenth of the peak) from step max(`lr_decay_iters`,
+    `warmup_iters` + 1) on. The float32 result is within one unit in the last place of the exact
+    value. A trained step receives this number and a skipped step only logs it, so both log the same
+    digits.
     """
     peak = config.learning_rate
     floor = peak / 10 if config.min_lr is None else config.min_lr

@@ -17,7 +17,8 @@ from jaxgpt.parallel.sharding import Params, replicated
 def n_moments(config: OptimizerConfig) -> int:
     """Return the number of moments that the optimizer keeps for a matrix in a layer.
 
-    A moment has the size of the matrix, so Adafactor's row and column means do not count.
+    A moment has the size of the matrix, so Adafactor's row and column means do not count. Raises
+    `UsageError` if optimizer.name is unknown.
     """
     matrix = Weight("layers/matrix", (1, 256, 256), ("layers", "embed", "mlp"), "matrix", 1)
     optimizer = make_optimizer(config, Parameters({"layers": {"matrix": matrix}}))

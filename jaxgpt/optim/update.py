@@ -112,7 +112,10 @@ def layerwise_init(
     parameters: Parameters,
     params: Params,
 ) -> optax.OptState:
-    """Return the initial optimizer state in host memory, computed one layer at a time."""
+    """Return the initial optimizer state, computed one layer at a time.
+
+    It is in host memory, except arrays that do not belong to a parameter, such as an update count.
+    """
     of_layer, outside = _parts(parameters)
     layers = _part(params, True)
 
@@ -159,8 +162,9 @@ def _is_dict(x: Any) -> bool:
 def global_norm(gradients: Params) -> jax.Array:
     """Return the L2 norm over all arrays, a float32 scalar.
 
-    The arrays are first sorted by the first and the last two components of their paths, so that
-    grouping layers into modules changes neither the norm nor the clipped gradients.
+    In device memory, the arrays are first sorted by the first and the last two components of their
+    paths, so that grouping layers into modules changes neither the norm nor the clipped gradients.
+    From host memory, one layer at a time is moved to the device.
     """
     if any(map(is_in_host, jax.tree.leaves(gradients))):
         return _layerwise_norm(gradients)
@@ -188,8 +192,8 @@ def _layerwise_norm(gradients: Params) -> jax.Array:
 def clip_by_norm(gradients: Params, norm: jax.Array, limit: float) -> Params:
     """Return gradients scaled down to the global norm `limit` if `norm` is larger.
 
-    A limit of 0 disables clipping. This equals optax.clip_by_global_norm, which would compute the
-    norm over all devices a second time.
+    `norm` is their `global_norm`. A limit of 0 disables clipping. This equals
+    optax.clip_by_global_norm, which would compute the norm over all devices a second time.
     """
     if limit == 0:
         return gradients

@@ -15,10 +15,10 @@ MeshAxes = str | tuple[str, ...]  # one or more mesh axes, outermost first
 def reduce_scatter(x: jax.Array, axis: MeshAxes, dimension: int) -> jax.Array:
     """Sum `x` over the mesh axis, and return this device's shard of the sum along `dimension`.
 
-    This is `jax.lax.psum_scatter`, except on CPUs with several processes. There, it is an
-    all-to-all followed by a local sum, which sends the same number of bytes. With JAX 0.10 and
-    0.11, Gloo's reduce-scatter silently corrupts large arrays (jax-ml/jax issue 40830) and times
-    out after 30 s (issue 40831).
+    The number of devices must divide that dimension. This is `jax.lax.psum_scatter`, except on CPUs
+    with several processes. There, it is an all-to-all followed by a local sum, which sends the same
+    number of bytes. With JAX 0.10 and 0.11, Gloo's reduce-scatter silently corrupts large arrays
+    (jax-ml/jax issue 40830) and times out after 30 s (issue 40831).
     """
     if jax.default_backend() != "cpu" or not jax.distributed.is_initialized():
         return jax.lax.psum_scatter(x, axis, scatter_dimension=dimension, tiled=True)
@@ -51,6 +51,8 @@ _all_to_all_sum.defvjp(
 
 def gather_batch(own: jax.Array, mesh: Mesh) -> jax.Array:
     """Gather per-row (B,) or per-token (B, T) values of the global batch on every device.
+
+    This is for use inside `jax.shard_map`.
 
     Args:
         own: this device's values. If the sequence is split, each device has a partial sum for each

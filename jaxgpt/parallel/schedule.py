@@ -69,7 +69,7 @@ def run_all_blocks(
 def accumulate(
     objective: Objective, params: Params, grad_accumulators: Params, microbatches: Microbatches
 ) -> tuple[Any, Params]:
-    """Process one microbatch after another, and sum their gradients; see `Schedule`."""
+    """Process one microbatch after another, and sum their losses and gradients; see `Schedule`."""
     batch, n, key = microbatches
 
     def loss(grad_accumulators: Params, params: Params, batch: Any) -> tuple[jax.Array, Any]:
@@ -105,7 +105,7 @@ ACCUMULATE = Schedule(run_all_blocks, accumulate)
 def split_microbatches(arrays: Any, n_parts: int) -> Any:
     """Split arrays (B, ...) into (n_parts, B / n_parts, ...).
 
-    Part i holds the rows i, i + n_parts, and so on.
+    Part i holds the rows i, i + n_parts, and so on. `n_parts` must divide B.
     """
 
     def split(x: jax.Array) -> jax.Array:

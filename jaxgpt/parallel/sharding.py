@@ -69,7 +69,8 @@ def has_partial_gradient(axes: LogicalAxes, spec: PartitionSpec) -> bool:
 
     This is true if `tensor` does not divide the vocabulary or the number of key-value heads. It is
     also true of the query and key norms (`head_dim`), which each rank applies only to its own
-    heads.
+    heads. `spec` is the weight's `PartitionSpec`. With a single `tensor` rank, the result has no
+    meaning.
     """
     is_split = split_dim(spec, axes_with("splits_heads")) is not None
     return not is_split and any(axis in (*HEAD_DIMS, "head_dim") for axis in axes)
@@ -121,7 +122,8 @@ def weight_shardings(weights: Any, rules: Rules, mesh: Mesh, memory_kind: str | 
 def undivided_dims_warnings(weights: Any, rules: Rules, mesh: Mesh) -> tuple[str, ...]:
     """Return a warning for each dim that is replicated because its mesh axes do not divide it.
 
-    Takes the same arguments as `weight_shardings`, except `memory_kind`.
+    Equal warnings about several weights are merged. Takes the same arguments as `weight_shardings`,
+    except `memory_kind`.
     """
     found = set()
     for w in jax.tree.leaves(weights):

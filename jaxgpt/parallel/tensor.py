@@ -42,7 +42,8 @@ class ParallelContext:
     def column_parallel_matmul(self, x: jax.Array, kernel: Any, n: int) -> jax.Array:
         """Return this device's part of x W, contracted over the last n dims of x.
 
-        With sequence parallelism, x is all-gathered over T first.
+        `kernel` is W, an array or a `ShardedParam`. With sequence parallelism, x is all-gathered
+        over T first.
         """
 
         def multiply(x: jax.Array, kernel: Any) -> jax.Array:
@@ -53,8 +54,8 @@ class ParallelContext:
     def row_parallel_matmul(self, x: jax.Array, kernel: Any, n: int) -> jax.Array:
         """Return x W, contracted over the last n dims of x, which are split like W's inputs.
 
-        Partial products are summed over `tensor`: all-reduced, or reduce-scattered over T with
-        sequence parallelism.
+        `kernel` is W, an array or a `ShardedParam`. Partial products are summed over `tensor`:
+        all-reduced, or reduce-scattered over T with sequence parallelism.
         """
 
         def multiply(x: jax.Array, kernel: Any) -> jax.Array:

@@ -121,7 +121,7 @@ def local_params(params: Any, layouts: Any) -> tuple[Any, Any]:
 
 
 def reduce_gradients(gradients: Any, layouts: Any) -> Any:
-    """Reduce accumulated gradients over devices, once per step, and shard them by `layout.grad`.
+    """Sum accumulated gradients over devices, once per step, and shard them by `layout.grad`.
 
     They are reduce-scattered over `fsdp` first, unless the backward pass has already done so. Then
     the all-reduce over the other axes sends only a shard.

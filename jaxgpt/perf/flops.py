@@ -63,7 +63,7 @@ class StepTimer:
         self._waited_for_device += max(0.0, seconds)
 
     def host_times(self) -> HostTimes:
-        """Return the number of steps and the times since the timer started."""
+        """Return the number of steps counted and the times since the timer started."""
         steps, seconds, data = _difference(self._read(), self._start)
         return HostTimes(steps, seconds, seconds - self._waited_for_device, data)
 
@@ -95,9 +95,9 @@ class Rates:
     peak: float | None  # FLOP/s of one device, if known
 
     def of(self, dt: float | None) -> dict[str, float | None]:
-        """Return all rates for steps of `dt` seconds. If `dt` is None, every rate is None.
+        """Return all rates by name for steps of `dt` seconds. If `dt` is None, every rate is None.
 
-        `mfu` is also None if the peak is unknown.
+        `mfu`, a fraction, is also None if the peak is unknown.
         """
         if dt is None:
             return dict.fromkeys(self.of(1.0))

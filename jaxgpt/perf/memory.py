@@ -34,12 +34,16 @@ def memory_in_use() -> tuple[int, int] | None:
 
 
 def host_memory() -> int:
-    """Return how many bytes of this host's memory a job may use."""
+    """Return how many bytes of this host's memory a job may use, a fixed share of the total."""
     return int(USABLE * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
 
 
 def check_memory(config: Config, shape: MeshShape, processes_on_host: int) -> None:
-    """Raise `UsageError` if a step cannot fit into device memory. Allocates nothing."""
+    """Raise `UsageError` if the memory that a step surely needs exceeds the memory of a device.
+
+    This allocates nothing. On CPUs, the devices share the host's memory. Nothing is checked if the
+    platform does not report its memory.
+    """
     device = jax.local_devices()[0]
     on_cpu = device.platform == "cpu"
     if on_cpu:
@@ -50,7 +54,10 @@ def check_memory(config: Config, shape: MeshShape, processes_on_host: int) -> No
 
 
 def require_memory(config: Config, shape: MeshShape, room: int | None, on_cpu: bool) -> None:
-    """Raise `UsageError` if a step needs more than `room` bytes per device. None means no limit."""
+    """Raise `UsageError` if a step surely needs more than `room` bytes per device.
+
+    This uses the lower bounds `state_bytes` and `score_bytes`. None means no limit.
+    """
     state, scores = state_bytes(config, shape), score_bytes(config, shape, on_cpu)
     if room is None or state + scores <= room:
         return
@@ -69,8 +76,9 @@ def require_memory(config: Config, shape: MeshShape, room: int | None, on_cpu: b
 def state_bytes(config: Config, shape: MeshShape) -> int:
     """Return a lower bound on the bytes of parameters, gradients and moments on a device.
 
-    Only the matrices and the token embedding are counted. The bound is 0 with
-    parallel.offload=state.
+    Only the matrices and the token embedding are counted, without moments if
+    parallel.offload=moments. The bound is 0 with parallel.offload=state. Raises `UsageError` if
+    optimizer.name is unknown.
     """
     model, zero_stage, offload = config.model, config.parallel.zero_stage, config.parallel.offload
     if offload == "state":
@@ -93,6 +101,7 @@ def score_bytes(config: Config, shape: MeshShape, on_cpu: bool) -> int:
 
     The `xla` kernel stores at least half of the scores, at two or more bytes each. A CPU may
     process its rows one at a time. The bound is 0 if it is not certain that scores are stored.
+    Raises `UsageError` if model.attention is unknown.
     """
     model, remat = config.model, config.parallel.remat
     is_certain = stores_scores(model) and (on_cpu or model.attention != "auto")

@@ -25,7 +25,7 @@ MAY_BE_INCOMPLETE = (
 
 
 class Event(NamedTuple):
-    """One execution of an instruction on a device; times are in seconds."""
+    """One execution of an instruction on a device; times are in seconds on the trace's clock."""
 
     name: str
     device: str
@@ -37,7 +37,10 @@ class Tracing:
     """A trace that is running on every process. Only process 0 keeps its files."""
 
     def __init__(self, directory: Path, cluster: ProcessGroup, pending: Any):
-        """Wait for the arrays in `pending`, then start the trace. All processes call this."""
+        """Wait for the arrays in `pending`, then start the trace. All processes call this.
+
+        Process 0 writes the trace to `directory`. Every other process uses a temporary folder.
+        """
         self._cluster = cluster
         self._directory = directory if cluster.is_main else Path(tempfile.mkdtemp("-jaxgpt"))
         jax.block_until_ready(pending)
@@ -74,7 +77,10 @@ class Tracing:
 
 
 class StepProfile:
-    """Traces the steps in `profile_steps`, and logs the summary with the reporter `log`."""
+    """Traces the steps in `profile_steps`, and logs the summary with the reporter `log`.
+
+    The trace is in the folder profile of the run directory. All processes call every method.
+    """
 
     def __init__(self, run: Any, cluster: ProcessGroup, train_step: Any, log: Any):
         self._todo = profile_range(run.config)
@@ -116,7 +122,10 @@ class StepProfile:
 
 
 def read_events(trace: Path, module: str) -> Iterator[Event]:
-    """Yield the executed instructions of the program `module` from an .xplane.pb file."""
+    """Yield the executed instructions of the program `module` from an .xplane.pb file.
+
+    They are not sorted by time.
+    """
     planes = list(jax.profiler.ProfileData.from_file(str(trace)).planes)
     # Each accelerator has its own plane; CPU devices run in host threads.
     for plane in [p for p in planes if p.name.startswith("/device:")] or planes:
@@ -133,7 +142,12 @@ def read_events(trace: Path, module: str) -> Iterator[Event]:
 
 
 def report(events: Sequence[Event], operations: Mapping[str, Operation]) -> dict[str, Any]:
-    """Return the event totals of one process as JSON, for `summary`. Times in seconds."""
+    """Return the event totals of one process as a dict, for `summary`. Times are in seconds.
+
+    `operations` must have the name of every event. The dict has the number of `devices`, the
+    `seconds` and `counts` of each name, and in `collectives`, for the name of each collective, one
+    list per device with the seconds of its executions.
+    """
     seconds: Counter[str] = Counter()
     collectives: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for event in sorted(events, key=lambda event: event.began):
@@ -154,11 +168,12 @@ def summary(
     n_steps: int,
     seconds: float,
 ) -> dict[str, Any]:
-    """Return the seconds per step in total, by category, and for the most expensive operations.
+    """Return the seconds per step in total, by category, and of the `ROWS` slowest operations.
 
     The numbers are means over the job's devices. `seconds` is the time per step on process 0's
-    clock. If a device spends more time in a collective than the fastest device, the difference
-    counts as waiting.
+    clock. `reports` holds the result of `report` on each process. An operation's `share` is the
+    fraction of the seconds of all operations. If a device spends more time in a collective than the
+    fastest device, the difference counts as waiting.
     """
     scale = 1 / n_steps / max(1, sum(one["devices"] for one in reports))
     totals = sum((Counter(one["seconds"]) for one in reports), Counter())

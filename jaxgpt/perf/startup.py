@@ -14,9 +14,10 @@ JOB_START = "JAXGPT_JOB_START"  # Unix seconds; set by the scripts in launch/ an
 def startup_report(clock: Clock, compile_cache: str) -> dict[str, Any]:
     """Return the start-up times of this process, for `summary`.
 
-    These are the seconds of each phase, the total, and the Unix time at which the process started.
-    Call this at the end of the first step. `compile_cache` is `not used`, `hit` (all programs
-    came from the cache) or `miss`.
+    These are the seconds of each phase, the total since the process started, and the Unix time at
+    which it started. The phase `job start`, before the process started, is present if the start of
+    the job is known. Call this at the end of the first step. `compile_cache` is `not used`, `hit`
+    (all programs came from the cache) or `miss`.
     """
     phases, total = clock.seconds(), clock.elapsed()
     phases["first step"] = phases.pop("step", 0.0) + phases.pop("data", 0.0)
@@ -36,8 +37,9 @@ def startup_report(clock: Clock, compile_cache: str) -> dict[str, Any]:
 def summary(reports: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Build the content of startup.json from all processes' reports, given in rank order.
 
-    Durations are in seconds, and timestamps are Unix times. `job_start_to_first_step` is None if
-    the start of the job is unknown.
+    Durations are in seconds, and timestamps are Unix times. The total and each phase that all
+    processes have are given as `min`, `mean`, `max` and `slowest_rank`. `job_start_to_first_step`
+    is None if the start of the job is unknown.
     """
 
     def spread(seconds: list[float]) -> dict[str, float]:
@@ -77,7 +79,10 @@ def startup_line(found: dict[str, Any]) -> str:
 
 
 def startup_values(found: dict[str, Any]) -> dict[str, float]:
-    """Return the content of startup.json as a flat dict for the trackers. Times are in seconds."""
+    """Return the durations in startup.json, in seconds, as a flat dict for the trackers.
+
+    The names are PHASE_min, PHASE_mean, and so on. The dict also has the number of `processes`.
+    """
     record: dict[str, float] = {"processes": found["processes"]}
     for phase, spread in (found["phases"] | {"total": found["total"]}).items():
         record |= {f"{phase}_{name}".replace(" ", "_"): value for name, value in spread.items()}

@@ -54,7 +54,11 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def run(arguments: argparse.Namespace, rest: list[str]) -> str:
-    """Return the text that the command prints. Starts JAX with simulated CPU devices."""
+    """Return the text that the command prints. Starts JAX with simulated CPU devices.
+
+    `arguments` come from `parser`, and `rest` holds the settings of jaxgpt.train. Raises
+    `UsageError` if a setting is invalid, or does not fit the mesh or the device.
+    """
     device = DEVICES[arguments.device]
     config = parse_args(rest, "python -m jaxgpt.plan", initial_model, choices=CHOICES)
     config = with_vocabulary(config)
@@ -92,8 +96,8 @@ def number_of_devices(config: Config, advise: int | None, rest: list[str]) -> in
     """Return the number of devices to plan for, from --advise or the mesh, where -1 counts as 1.
 
     Raises:
-        UsageError: if there are more than MAX_CPU_DEVICES, or if --advise is combined with an
-            option that it chooses.
+        UsageError: if there are more than MAX_CPU_DEVICES, if parallel.mesh does not fit the model,
+            or if --advise is combined with an option in `rest` that it chooses.
     """
     shape = mesh_shape(config)
     option, n = f"parallel.mesh={shape}", shape.n_devices

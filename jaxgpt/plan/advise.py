@@ -24,8 +24,10 @@ def search_meshes(
     close (`TIE_RATIO`). Pure data parallelism always ranks first if it fits without remat, because
     it is the simplest to scale.
 
+    Progress is printed on stderr. The requirements are the same as for `compile_step`.
+
     Raises:
-        UsageError: if no mesh divides the batch.
+        UsageError: if no mesh divides the batch, or if `compile_step` raises it.
     """
     plans = []
     for tensor in range(1, devices_per_host + 1):
@@ -101,7 +103,11 @@ def _ranked(plans: list[Plan]) -> Iterator[Plan]:
 
 
 def train_options(plan: Plan) -> str:
-    """Return the options that make `jaxgpt.train` use a layout."""
+    """Return the options that make `jaxgpt.train` use a layout.
+
+    They leave out sequence parallelism and remat if the layout does not use them, so they assume
+    that the config does not turn these on.
+    """
     parallel = plan.config.parallel
     words = [f"--mesh {plan.mesh}"]
     if parallel.sequence_parallel:

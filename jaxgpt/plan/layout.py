@@ -129,7 +129,10 @@ class Plan:
         return "link" if self.hosts_spanned(axes) == 1 else "network"
 
     def seconds(self, c: Collective) -> float:
-        """Return the time of a collective without overlap, in seconds."""
+        """Return the time of a collective without overlap, in seconds.
+
+        The device's bandwidths must be known.
+        """
         bandwidth, n_hosts = self.device.link_bandwidth, self.hosts_spanned(c.axes)
         if n_hosts > 1:  # group members on one host combine their network bandwidth
             members = max(1, math.prod(self.mesh[axis] for axis in c.axes) // n_hosts)
@@ -197,7 +200,11 @@ class Plan:
         }
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the whole plan for JSON, in bytes, seconds and FLOPs."""
+        """Return the whole plan for JSON, in bytes, seconds and FLOPs.
+
+        It extends `summary`. `collectives` holds the fields of each `Collective`, with `bytes_sent`
+        and `over` (see `link`).
+        """
         collectives = [
             dataclasses.asdict(c)
             | {"bytes_sent": round(self.bytes_sent(c)), "over": self.link(c.axes)}

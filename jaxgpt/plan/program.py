@@ -65,8 +65,8 @@ def compile_step(config: Config, shape: MeshShape, device: Device) -> Program:
     set.
 
     Raises:
-        UsageError: if the attention kernel cannot run on the device, or the mesh does not fit the
-            model.
+        UsageError: if the attention kernel cannot run on the device, if the mesh does not fit the
+            model, or if an option names an unknown layer or optimizer.
     """
     kernel, reason = choose_attention(
         AttentionSetting(
@@ -118,7 +118,7 @@ def compile_step(config: Config, shape: MeshShape, device: Device) -> Program:
 def state_memory(config: Config, shape: MeshShape, device: Device) -> Memory:
     """Return the exact bytes of parameters, gradients and moments per device, without compiling.
 
-    Activations are not included. JAX must already simulate as many devices as the mesh has.
+    Activations are not included. The requirements are the same as for `compile_step`.
     """
     mesh = make_mesh(shape)
     state, is_away = state_shapes(config, mesh), config.parallel.offload == "state"

@@ -116,7 +116,10 @@ def _time(plan: Plan) -> str:
 
 
 def advice_report(found: Sequence[Plan]) -> str:
-    """Return a table of the best layouts, and the options to use for the first one."""
+    """Return a table of the best layouts, and the options to use for the first one.
+
+    `found` is the result of `search_meshes`, and is not empty.
+    """
     rows = []
     for plan in found[:SHOWN]:
         parallel, estimate = plan.config.parallel, plan.estimate

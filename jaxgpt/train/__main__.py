@@ -67,7 +67,10 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def earlier_saves(run: Run) -> list[dict[str, Any]]:
-    """Return the metrics.jsonl records of the last three saved checkpoints, oldest first."""
+    """Return the metrics.jsonl records of the last three saved checkpoints, oldest first.
+
+    The result is empty if there is no metrics.jsonl.
+    """
     metrics = run.directory / METRICS
     return read_records(metrics, "checkpoint")[-3:] if metrics.exists() else []
 

@@ -104,7 +104,7 @@ def make_steps(
 
     Raises:
         UsageError: if the kernel that model.attention names cannot run, if the mesh does not fit
-            the model, or if optimizer.name is unknown.
+            the model, or if an option names an unknown kernel, layer or optimizer.
     """
     device, described = mesh.devices.flat[0], weights(config.model)
     on_cpu = device.platform == "cpu" if on_cpu is None else on_cpu

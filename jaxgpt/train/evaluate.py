@@ -33,7 +33,8 @@ def make_evaluator(
     The losses are in nats per token, weighted by the loss weights of the targets; NaN if all
     weights are 0. If the data has several corpora, the record also has the losses for each corpus.
     Every call evaluates the same train.eval_iters batches of each split, and calls
-    `heartbeat(activity)` before each batch.
+    `heartbeat(activity)` before each batch. All processes call the function together. It raises
+    `UsageError` if the data cannot be read.
     """
     loaders = {
         split: Loader.for_evaluation(dataset, split, config, steps.batch_sharding)
@@ -77,8 +78,8 @@ def make_sampler(
     """Return a function (step, params) -> `SampleRecord` with train.sample_tokens generated tokens.
 
     Every call uses the same prompt and the same seed. The function returns None if the data has no
-    tokenizer or train.sample_tokens is 0. Raises `UsageError` if the vocabulary lacks a character
-    of train.sample_prompt.
+    tokenizer or train.sample_tokens is 0. All processes call it together. Raises `UsageError` if
+    the vocabulary lacks a character of train.sample_prompt.
     """
     tokenizer, train = dataset.tokenizer, config.train
     if tokenizer is None or train.sample_tokens == 0:

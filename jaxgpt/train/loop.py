@@ -91,7 +91,8 @@ def close_run(run: Run, trainer: Trainer, result: StepsResult) -> int:
 def run_with_restarts(run: Run, state: TrainState, trainer: Trainer) -> StepsResult:
     """Train to the end of the run; restart after corruption and after spikes that need a rewind.
 
-    All processes call this together. Raises `UsageError` as `run_steps` and `restart_from` do.
+    All processes call this together. Raises `UsageError` as `run_steps` and `restart_from` do. If
+    the run cannot restart, the result has a `failure`.
     """
     result, earlier = run_steps(run, state, trainer), []
     while result.spike is not None or result.corrupted:
@@ -204,7 +205,10 @@ def find_corruption(
 def evaluate_and_sample(
     trainer: Trainer, step: int, state: TrainState, kinds: Sequence[str] = EVAL_RECORDS
 ) -> None:
-    """Log an evaluation and a sample after a step, or only the given `kinds`."""
+    """Log an evaluation and a sample after a step, or only the given `kinds`.
+
+    All processes call this together. Raises `UsageError` if the data cannot be read.
+    """
     jax.block_until_ready(state)  # so that the clock counts steps in flight as steps
     with trainer.job.report.clock.within("evaluation"):
         if "eval" in kinds:

@@ -47,7 +47,9 @@ _NOT_REPORTED = ("parallel.mesh", "train.batch_size", "train.init_from")
 def missing_records(config: Config, dataset: Dataset, step: int | None) -> list[str]:
     """Return the `EVAL_RECORDS` that are due after `step` but missing from metrics.jsonl.
 
-    `step` is the checkpoint to resume from, or None at the start of a run.
+    `step` is the checkpoint to resume from, or None at the start of a run, when records are due
+    only if train.eval_at_start is set. If a resumed run has no metrics.jsonl, nothing counts as
+    missing.
     """
     metrics = Path(config.out) / METRICS
     due = list(EVAL_RECORDS)
@@ -203,8 +205,10 @@ def prepare_weights(
     """Prepare the initial weights of a run that sets train.init_from.
 
     Return the run's config, the folder and the step of the weights, and log lines. A Hugging Face
-    folder is converted into the run directory. Raises `UsageError` if the weights cannot be read,
-    or if the model or the tokenizer does not match them.
+    folder is converted into the run directory, and the tokenizer's files are copied there. In the
+    config, train.init_from is absolute, and data.tokenizer is set if only the weights have a
+    tokenizer. Raises `UsageError` if the weights cannot be read, or if the model or the tokenizer
+    does not match them.
     """
     given = str(config.train.init_from)
     key, saved = f"train.init_from={given}", _saved_model(given)

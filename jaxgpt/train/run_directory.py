@@ -84,7 +84,10 @@ class Run:
         return self.batch_sizes.consumed(step) * self.config.model.block_size
 
     def checkpoint_meta(self, rows: Loader, step: int) -> dict[str, Any]:
-        """Return the JSON for a checkpoint of `step`, except for the state and the mesh."""
+        """Return the JSON for a checkpoint of `step`, without the keys that `save_checkpoint` adds.
+
+        `rows` is the loader of the training batches.
+        """
         return {
             "step": step,
             "batch_sizes": self.batch_sizes.changes,
@@ -112,8 +115,9 @@ class Run:
 def prepare_run(config: Config, cluster: ProcessGroup) -> Run:
     """Open the data and the run directory, and find the checkpoint to resume from.
 
-    Process 0 makes all decisions and broadcasts them. The other processes then open the same data.
-    All processes call this together.
+    Process 0 makes all decisions and broadcasts them. It creates the run directory and locks it
+    until the job ends, and prepares the dataset `python` and the initial weights if necessary. The
+    other processes then open the same data. All processes call this together.
 
     Raises:
         UsageError: on every process, if the configuration does not fit the job, if the data, the

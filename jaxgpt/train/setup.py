@@ -58,8 +58,8 @@ def set_up(
     result of `initialize_jax`. All processes call this together.
 
     Raises:
-        UsageError: the configuration does not fit the devices or their memory, a checkpoint does
-            not fit on the disk, or the initial weights cannot be read.
+        UsageError: the configuration does not fit the devices or their memory, a fault to inject is
+            invalid, a checkpoint does not fit on the disk, or the initial weights cannot be read.
         DamagedCheckpoint: all checkpoints are damaged, or the newest one is and
             checkpoint.on_damage=refuse.
     """

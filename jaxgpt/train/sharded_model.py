@@ -72,7 +72,8 @@ def shard_model(
         on_cpu: whether the devices are CPUs.
 
     Raises:
-        UsageError: if the `tensor` axis does not divide the heads or the width of the MLP.
+        UsageError: if the `tensor` axis does not divide the heads or the width of the MLP, or if an
+            option of the model names an unknown layer.
     """
     parallel = config.parallel
     tensor_axes = mesh_axes_with("splits_heads", mesh)
@@ -146,7 +147,8 @@ def choose_n_slices(config: Config, mesh: Mesh) -> int:
     Slices are processed one after another, like microbatches. This saves memory and is faster on
     CPUs. The number divides the number of rows, and is chosen so that the activations of a slice
     take about `SLICE_BYTES`, or `GRADIENTS_PER_SLICE` times the size of the gradients if that is
-    more. It is 1 if a slice would have to gather weights or communicate.
+    more. It is 1 if a slice would have to gather weights or communicate. model.vocab_size must be
+    set.
     """
     shape = MeshShape(**mesh.shape)
     if not shape.splits_only_batch:

@@ -39,7 +39,10 @@ class TrainState(NamedTuple):
 
 
 def optimizer_of(config: Config) -> optax.GradientTransformation:
-    """Return a run's optimizer for unsharded parameters. It does not apply the learning rate."""
+    """Return a run's optimizer for unsharded parameters. It does not apply the learning rate.
+
+    model.vocab_size must be set. Raises `UsageError` as `make_optimizer` and `weights` do.
+    """
     return make_optimizer(config.optimizer, Parameters(weights(config.model)))
 
 
@@ -74,6 +77,7 @@ def state_shapes(config: Config, mesh: Mesh) -> TrainState:
 
     parallel.zero_stage determines how the parameters and the optimizer state are sharded, and
     parallel.offload determines which of them are in host memory. model.vocab_size must be set.
+    Raises `UsageError` if an option names an unknown layer or optimizer.
     """
     zero_stage, described = config.parallel.zero_stage, weights(config.model)
     offload = config.parallel.offload

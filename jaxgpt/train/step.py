@@ -31,7 +31,7 @@ class StepValues(NamedTuple):
     loss: jax.Array  # weighted mean cross-entropy of the global batch, nats: float32 scalar
     grad_norm: jax.Array  # global norm of the gradient before clipping: float32 scalar
     lr: jax.Array  # learning rate: float32 scalar
-    rows: dict[str, jax.Array]  # per-row values (`LossParts.rows`): float32 (B,), by name
+    rows: dict[str, jax.Array]  # `LossParts.rows` and `LossParts.aux`: float32 (B,), by name
     gradients: Params  # before clipping
     params: Params  # before the update
 
@@ -121,11 +121,13 @@ def train_step(
 def loss_and_gradients(
     model: ShardedModel, params: Params, step: jax.Array, batch: Batch
 ) -> tuple[dict[str, jax.Array], Params]:
-    """Return the loss of each row, and the gradients of the weighted mean loss.
+    """Return the losses of each row, and the gradients of the weighted mean loss.
+
+    Auxiliary losses are added to the loss before it is differentiated (see `mlp.AuxLosses`).
 
     Returns:
-        `LossParts.rows` of the global batch: float32 (B,) by name. Its `loss` is the weighted sum
-        over each row's targets, in nats.
+        `LossParts.rows` and `LossParts.aux` of the global batch: float32 (B,) by name. Its `loss`
+        is the weighted sum over each row's targets, in nats, without auxiliary losses.
         The float32 gradients, sharded as specified by `ParamLayout.grad`.
     """
     everywhere = PartitionSpec()

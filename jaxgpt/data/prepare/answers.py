@@ -17,7 +17,9 @@ def encode_answers(
     The weight is 1 for the tokens of answers and 0 for all others. A prompt is tokenized
     separately, because at inference the model sees only the prompt. The tokens are the same as for
     the whole text, unless a token would cross the start or end of an answer. In that case, the text
-    is split there before it is tokenized. `has_special` must be the same for all documents.
+    is split there before it is tokenized. There must be at least one document, all documents must
+    have answers, and their `has_special` must be the same. Raises `UsageError` if a character is
+    not in the vocabulary.
     """
     cuts = [_cuts(document) for document in documents]
     has_special = documents[0].has_special

@@ -30,8 +30,9 @@ _NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idlelib", "_
 def prepare_shakespeare_char(directory: Path, input_file: Path | None) -> list[str]:
     """Prepare character-level Tiny Shakespeare; return the lines that nanoGPT prints for it.
 
-    The text is downloaded if `input_file` is None. Raises `UsageError` if the text cannot be
-    downloaded or read, or is too short.
+    The dataset is written to `directory`. The text is downloaded if `input_file` is None. Raises
+    `UsageError` if the text cannot be downloaded or read, or is too short, and `OSError` if
+    `directory` cannot be written.
     """
     # Imported here, because a training run needs only `prepare_python` from this file.
     from jaxgpt.data.prepare.text import Corpus, write_nanogpt
@@ -124,9 +125,10 @@ def prepare_text(
 def prepare_python(directory: Path) -> list[str]:
     """Prepare the source code of Python's standard library, with one token per byte.
 
-    This needs no download. Files are ordered by a hash of their paths, so that the last tenth,
-    which is used for validation, resembles the rest. Returns lines that describe the dataset.
-    Raises `UsageError` if there are no source files.
+    The dataset is written to `directory`. This needs no download. Files are ordered by a hash of
+    their paths, so that the last tenth, which is used for validation, resembles the rest. Returns
+    lines that describe the dataset. Raises `UsageError` if there are no source files, and `OSError`
+    if `directory` cannot be written.
     """
     library = Path(sysconfig.get_paths()["stdlib"])
     files = [

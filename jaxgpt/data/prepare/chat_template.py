@@ -101,7 +101,8 @@ def find_template(tokenizer: str, given: Path | None) -> ChatTemplate | None:
     """Return the template in the file `given`, else the tokenizer's own, else None.
 
     The tokenizer's own template is in chat_template.jinja next to tokenizer.json, or in the
-    `chat_template` field of tokenizer_config.json.
+    `chat_template` field of tokenizer_config.json. If that field has several templates, the one
+    named `default` is used. `tokenizer` is `char`, `byte`, or the path of a file or folder.
 
     Raises:
         UsageError: if the template cannot be read or is invalid, or jinja2 is missing or too old.

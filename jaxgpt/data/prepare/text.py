@@ -57,7 +57,7 @@ class Corpus:
     val_share: float | None  # share of characters or JSON lines; None puts everything in "train"
 
     def chunks(self, tokenizer: Tokenizer) -> Iterator[TextChunk]:
-        """Yield the text of all files in order.
+        """Yield the text of all files in order. Empty documents are left out.
 
         Raises:
             UsageError: if a file cannot be read, is not UTF-8 text or has an invalid line, or if a
@@ -116,9 +116,11 @@ class Corpus:
 def input_files(inputs: Iterable[Path]) -> tuple[list[Path], bool]:
     """Return the files to read, with folders expanded, and whether they are JSON lines.
 
+    In a folder, only files with the suffixes of text and JSON lines count, except .json.
+
     Raises:
-        UsageError: if a path does not exist, a file is compressed with zstd, or the files are
-            neither all text nor all JSON lines.
+        UsageError: if a path does not exist, a file is compressed with zstd, the files are neither
+            all text nor all JSON lines, or there are no files.
     """
     files = []
     for path in inputs:
@@ -149,8 +151,8 @@ def write_nanogpt(
 ) -> tuple[Tokenizer, Counter[str]]:
     """Write train.bin, val.bin and meta.json, with an end-of-text token between documents.
 
-    Documents with answers also get a loss mask. If `tokenizer` is None, each distinct character
-    becomes a token.
+    If the tokenizer has no such token, there is nothing between documents. Documents with answers
+    also get a loss mask. If `tokenizer` is None, each distinct character becomes a token.
 
     Returns:
         The tokenizer, and counts by name: "train" and "val" (tokens), "documents" and, with a loss
@@ -159,6 +161,7 @@ def write_nanogpt(
     Raises:
         UsageError: if the input cannot be read or encoded, or has too few tokens, or if a document
             with answers contains the end-of-text token before its end.
+        OSError: if `directory` cannot be written.
     """
     pipe = next((path for path in corpus.files if not path.is_file()), None)
     if pipe and (tokenizer is None or corpus.lines is None):
@@ -228,12 +231,13 @@ def join_documents(encoded: Iterable[Encoded], end_of_text: int) -> Iterator[Enc
 
 
 def write_megatron(corpus: Corpus, prefix: Path, tokenizer: Tokenizer) -> Counter[str]:
-    """Write PREFIX.bin and PREFIX.idx, with an end-of-text token after each document.
+    """Write PREFIX.bin and PREFIX.idx, with the tokenizer's end-of-text token after each document.
 
     Return counts by name: "train" (tokens) and "documents".
 
     Raises:
-        UsageError: if the input cannot be read or needs a loss mask.
+        UsageError: if the input cannot be read or encoded, or needs a loss mask.
+        OSError: if the files cannot be written.
     """
     counts = Counter()
     dtype = np.uint16 if tokenizer.vocab_size < _MEGATRON_UINT16 else np.int32
@@ -252,7 +256,10 @@ def write_megatron(corpus: Corpus, prefix: Path, tokenizer: Tokenizer) -> Counte
 
 
 def encode(corpus: Corpus, tokenizer: Tokenizer) -> Iterator[Encoded]:
-    """Yield each chunk with its token IDs, and show a progress bar on standard error."""
+    """Yield each chunk with its token IDs, and show a progress bar on standard error.
+
+    Raises `UsageError` as `Corpus.chunks` and `Tokenizer.encode` do.
+    """
     every = 0.5 if sys.stderr.isatty() else 10  # seconds
     options = {"unit_scale": True, "delay": every, "mininterval": every, "leave": False}
     with tqdm(unit=" characters", **options) as bar:

@@ -27,8 +27,9 @@ def token_dtype(vocab_size: int) -> np.dtype:
 def scratch_folder(directory: Path) -> Iterator[Path]:
     """Yield a temporary folder whose files are moved to `directory` when the block ends.
 
-    The files are moved in alphabetical order, except that meta.json is moved last. If the block
-    fails, the temporary files are deleted, and so is `directory` if it is new.
+    `directory` is created if necessary. The files are moved in alphabetical order, except that
+    meta.json is moved last. If the block fails, the temporary files are deleted, and so is
+    `directory` if it is new and empty.
     """
     is_new = not directory.exists()
     directory.mkdir(parents=True, exist_ok=True)
@@ -51,7 +52,7 @@ def new_dataset(directory: Path, tokenizer: Tokenizer, source: str) -> Iterator[
     Their dtype is `token_dtype(tokenizer.vocab_size)`. Each of them may have a loss mask at its
     `mask_path`. When the block ends, meta.json and the tokenizer's files are added, all files are
     moved to `directory`, and old masks without a replacement are deleted. `source` describes the
-    origin of the text.
+    origin of the text. Raises `OSError` if `directory` cannot be written.
     """
     with scratch_folder(directory) as scratch:
         yield scratch
@@ -85,7 +86,7 @@ def new_dataset(directory: Path, tokenizer: Tokenizer, source: str) -> Iterator[
 def write_dataset(
     directory: Path, tokens: Mapping[str, np.ndarray], tokenizer: Tokenizer, source: str
 ) -> None:
-    """Write a dataset from in-memory arrays of token IDs, one for each split."""
+    """Write a dataset from in-memory arrays of token IDs, one for each of `SPLITS`."""
     with new_dataset(directory, tokenizer, source) as scratch:
         for split in SPLITS:
             ids = tokens[split].astype(token_dtype(tokenizer.vocab_size))
@@ -99,7 +100,8 @@ def megatron_writer(
     """Yield a function that adds tokens to PREFIX.bin and PREFIX.idx, one sequence per document.
 
     The function takes token IDs and, optionally, `ends=False` if the document continues. It raises
-    `UsageError` if a token ID does not fit into `dtype`. Both files appear when the block ends.
+    `UsageError` if a token ID does not fit into `dtype`, which must be one of `CODES`. Both files
+    appear when the block ends; the last document must have ended by then.
 
     >>> with megatron_writer("corpus", np.uint16) as add:
     ...     add([5, 6, 7])  # a document

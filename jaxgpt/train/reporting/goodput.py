@@ -74,8 +74,9 @@ def read_goodput(directory: Path) -> list[GoodputRecord]:
 def account(records: Sequence[GoodputRecord]) -> dict[str, float]:
     """Return the total seconds of each activity of a run, including `lost` and `down`.
 
-    Steps count as lost if a later record starts again from an earlier step. The step time of a
-    record is divided equally among its steps.
+    `records` must be sorted, oldest first. Steps count as lost, and not as `step`, if a later
+    record starts again from an earlier step. The step time of a record is divided equally among its
+    steps.
     """
     total = dict.fromkeys(TIMES, 0.0)
     for record in records:

@@ -67,7 +67,7 @@ def header_lines(
 
 
 def optimizer_lines(config: Config) -> list[str]:
-    """Return a line about the parameters that Muon and AdamW update, if the optimizer is Muon."""
+    """Return one line about the parameters that Muon and AdamW update, or none without Muon."""
     if config.optimizer.name != "muon":
         return []
     found = jax.tree.leaves(weights(config.model))
@@ -94,7 +94,7 @@ def batch_line(config: Config, steps: CompiledFunctions) -> str:
 
 
 def vocabulary_lines(run: Run, rates: Rates, steps: CompiledFunctions) -> list[str]:
-    """Return a line if the data's tokenizer uses at most half of the model's vocabulary."""
+    """Return one line if the data's tokenizer uses at most half of the vocabulary, or else none."""
     model, tokenizer = run.config.model, run.dataset.tokenizer
     if tokenizer is None or tokenizer.vocab_size > model.vocab_size / 2:
         return []

@@ -50,7 +50,10 @@ class Reporter:
     """
 
     def __init__(self, run: Run, steps: CompiledFunctions, clock: Clock, cluster: ProcessGroup):
-        """Open the logs of a run that starts after `run.resume_step`."""
+        """Open train.log for a run that starts after `run.resume_step`.
+
+        The trackers are opened by the first call of `restart`.
+        """
         self.clock, self._cluster = clock, cluster
         self.compile_cache = "not used"  # for the start-up report; see `startup_report`
         self._config, self._run, self._steps = run.config, run, steps
@@ -66,7 +69,10 @@ class Reporter:
         self._stragglers = Stragglers(cluster.host_names)
 
     def log_header(self, facts: dict[str, Any], warnings: Sequence[str]) -> None:
-        """Log the header of a run, and write cluster.json."""
+        """Log the header of a run, and write cluster.json and, for a new run, config.yaml.
+
+        `facts` is the result of `initialize_jax`.
+        """
         if not self._enabled:
             return
         config, mesh = self._config, self._steps.mesh
@@ -261,7 +267,10 @@ class Reporter:
             self.info(rewind_line(read_rewinds(self._run.directory)[-1]))
 
     def log(self, record: Record | None) -> None:
-        """Send a record to every tracker, and log its line. Do nothing if `record` is None."""
+        """Send a record to every tracker, and log its line. Do nothing if `record` is None.
+
+        Must not be called before `restart`.
+        """
         if record is None or not self._enabled:
             return
         self._trackers.log(record)
