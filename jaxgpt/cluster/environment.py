@@ -165,6 +165,10 @@ def _mpi(environ: Mapping[str, str], variable: str, size: str | None, launcher: 
 def check_address(key: str, address: str) -> None:
     """Raise a `UsageError` that names `key` unless `address` is host:port."""
     host, _, port = address.rpartition(":")
+    try:
+        host.encode("idna")  # fails if a label is empty or too long
+    except UnicodeError:
+        host = ""
     if not host or not port.isdecimal() or not 0 < int(port) < 65536:
         raise UsageError(
             f"{key}={address}: must be host:port of process 0, such as node001:29500; a "

@@ -5,6 +5,7 @@ import itertools
 import re
 import socket
 from collections.abc import Mapping
+from typing import Any
 
 from jaxgpt.config import UsageError
 
@@ -113,12 +114,19 @@ def address_towards(host: str) -> str:
 
     Raises `OSError` if `host` does not resolve or there is no route to it.
     """
-    for family, kind, _, _, address in socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM):
+    for family, kind, _, _, address in _resolve(host, 9, socket.SOCK_DGRAM):
         # This host may have a route for only one address family (IPv4 or IPv6).
         with contextlib.suppress(OSError), socket.socket(family, kind) as s:
             s.connect(address)  # selects the interface without sending a packet
             return s.getsockname()[0]
     raise OSError(f"{host}: this host has no route to it")
+
+
+def _resolve(host: str, port: int | None, kind: int = 0) -> list[Any]:
+    try:
+        return socket.getaddrinfo(host, port, type=kind)
+    except UnicodeError:  # a label is empty or has more than 63 characters
+        raise OSError(f"{host}: is not a valid host name") from None
 
 
 def reachable_name() -> str:
@@ -129,7 +137,7 @@ def reachable_name() -> str:
     """
     name = socket.getfqdn()
     try:
-        addresses = [entry[4][0] for entry in socket.getaddrinfo(name, None)]
+        addresses = [entry[4][0] for entry in _resolve(name, None)]
         if not any(address.startswith(("127.", "::1")) for address in addresses):
             return name
     except OSError:

@@ -282,7 +282,7 @@ def connect_to_rank0(address: str, rank: int, timeout: float) -> socket.socket:
     while True:
         try:
             return socket.create_connection((host.strip("[]"), int(port)), timeout=ANSWER)
-        except OSError as error:
+        except (OSError, UnicodeError) as error:  # UnicodeError: a malformed host name
             if time.monotonic() > deadline:
                 raise PeerLost(
                     f"process {rank} on host {socket.gethostname()} cannot reach process 0 at "

@@ -6,9 +6,10 @@ import time
 import pytest
 
 from jaxgpt.cluster.environment import MPI_LAUNCHERS, Launch
-from jaxgpt.cluster.hosts import reachable_name
+from jaxgpt.cluster.hosts import address_towards, reachable_name
 from jaxgpt.cluster.monitor import Monitor
-from jaxgpt.cluster.process_group import ProcessGroup, join_process_group
+from jaxgpt.cluster.process_group import ProcessGroup, connect_to_rank0, join_process_group
+from jaxgpt.cluster.shutdown import PeerLost
 from jaxgpt.config import UsageError
 from readme_code import load_block
 
@@ -110,6 +111,16 @@ def test_a_host_whose_name_is_loopback_is_reached_by_address(monkeypatch):
     good = [(socket.AF_INET, socket.SOCK_DGRAM, 17, "", ("10.0.0.7", 0))]
     monkeypatch.setattr(socket, "getaddrinfo", lambda *args, **kwargs: good)
     assert reachable_name() == "debian"
+
+
+@pytest.mark.parametrize("name", ["node..1", "n" * 64])
+def test_a_malformed_host_name_cannot_be_reached(name, monkeypatch):
+    with pytest.raises(OSError, match=f"{name}: is not a valid host name"):
+        address_towards(name)
+    with pytest.raises(PeerLost, match=f"cannot reach process 0 at {name}:29500"):
+        connect_to_rank0(f"{name}:29500", 1, 0.0)
+    monkeypatch.setattr(socket, "getfqdn", lambda: name)
+    assert reachable_name()
 
 
 def test_a_job_can_be_left_and_joined_again(monkeypatch):
