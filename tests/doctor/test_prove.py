@@ -11,7 +11,7 @@ import pytest
 
 from jaxgpt.doctor.prove.checks import CHECKS
 from jaxgpt.doctor.prove.command import markdown, run_check
-from jaxgpt.doctor.prove.measure import Commands, row
+from jaxgpt.doctor.prove.measure import CommandFailed, Commands, row
 from jobs import command, environment, run
 
 
@@ -68,6 +68,14 @@ def test_a_check_ends_its_command_when_its_time_is_over(tmp_path):
     while child_status.exists() and "zombie" not in child_status.read_text():
         assert time.monotonic() < deadline
         time.sleep(0.05)
+
+
+def test_a_command_that_something_else_kills_has_failed(tmp_path):
+    script = tmp_path / "die.py"
+    script.write_text("import os, signal; os.kill(os.getpid(), signal.SIGKILL)")
+    commands = Commands(tmp_path, 60.0, None, "python")
+    with pytest.raises(CommandFailed, match="ended too early, with status -9"):
+        commands.kill_when(lambda: False, str(script))
 
 
 def test_a_failed_command_is_quoted(tmp_path):

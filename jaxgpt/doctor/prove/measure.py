@@ -116,16 +116,16 @@ class Commands:
             CommandFailed: if the command ends earlier.
             subprocess.TimeoutExpired: if `reached` still returns False at the check's time limit.
         """
-        command = command_line(module, words)
+        command, is_reached = command_line(module, words), False
         with (
             (self.folder / "log").open("a") as log,
             self._started(command, log, log, {}) as process,
         ):
-            while process.poll() is None and not reached():
+            while process.poll() is None and not (is_reached := reached()):
                 if time.monotonic() > self._deadline:
                     raise subprocess.TimeoutExpired(command, 0)
                 time.sleep(0.02)
-        if process.returncode != -signal.SIGKILL:
+        if not is_reached or process.returncode != -signal.SIGKILL:
             raise CommandFailed(f"{module} ended too early, with status {process.returncode}")
 
     @contextlib.contextmanager
