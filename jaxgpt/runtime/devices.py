@@ -29,13 +29,15 @@ def cpu_devices_per_process(shape: MeshShape, cluster: ProcessGroup) -> int:
             )
         return int(wanted)
     known = shape.n_devices
-    if known > MAX_CPU_DEVICES * cluster.size:
+    least = math.lcm(known, cluster.size) // cluster.size
+    needed = known / cluster.size if shape.is_filled else least
+    if needed > MAX_CPU_DEVICES:
         raise UsageError(
             f"parallel.mesh={shape}: its {known} devices are too many; on CPUs, a process can "
             f"simulate {MAX_CPU_DEVICES}; set a smaller mesh or start more processes"
         )
     if not shape.is_filled:  # the axis of size -1 absorbs the surplus devices
-        return math.lcm(known, cluster.size) // cluster.size
+        return least
     if known % cluster.size:
         raise UsageError(
             f"parallel.mesh={shape}: its {known} devices cannot be divided evenly among "

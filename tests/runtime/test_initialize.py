@@ -55,6 +55,11 @@ def test_more_devices_than_a_cpu_simulates_are_refused(mesh):
     assert cpu_devices_per_process(MeshShape(4096), ProcessGroup("test", size=2)) == 2048
 
 
+def test_an_inferred_axis_does_not_hide_too_many_devices():
+    with pytest.raises(UsageError, match=r"parallel.mesh=-1,1,4096: its 4096 devices are too many"):
+        cpu_devices_per_process(MeshShape(-1, 1, 4096), ProcessGroup("test", size=3))
+
+
 class Mates(Monitor):
     """A fake in which the other processes contribute `others` once, and then this one's value."""
 
