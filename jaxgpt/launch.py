@@ -105,8 +105,8 @@ def split(argv: list[str]) -> tuple[list[str], list[str]]:
 def make_layout(arguments: argparse.Namespace, command: list[str]) -> ProcessLayout:
     """Return the layout of the processes.
 
-    Raises `UsageError` if the options do not fit the job, COMMAND is missing, or a launcher started
-    this process.
+    Raises `UsageError` if the options do not fit the job, COMMAND is missing, a launcher started
+    this process, or the host list or an environment variable is invalid.
     """
     launch = find_launch(os.environ)
     if launch.variable is not None:

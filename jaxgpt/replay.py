@@ -84,7 +84,7 @@ def parser() -> CommandParser:
         "--step", type=whole_number(), nargs="+", required=True, metavar="S",
         help="steps to repeat, starting from the newest checkpoint before each",
     )  # fmt: skip
-    out.add_argument("--mesh", help="default: the mesh of the run at the first of these steps")
+    out.add_argument("--mesh", help="default: the mesh of the run at the first step to repeat")
     return out
 
 
@@ -100,8 +100,10 @@ def main(argv: list[str] | None = None) -> None:
 def replay(run: Path, steps: Sequence[int], mesh: str | None, cluster: ProcessGroup) -> bool:
     """Repeat the steps and print the results; return whether anything differs.
 
-    `mesh` is in the format of `--mesh`; None selects the mesh on which the run trained the first of
-    these steps. All processes call this together. Raises `UsageError` if a step cannot be repeated.
+    Process 0 prints a line for each step. `steps` must not be empty. `mesh` is in the format of
+    `--mesh`. None selects the mesh on which the run trained the first step to repeat, which is the
+    step after the checkpoint before the lowest of `steps`. All processes call this together. It
+    starts JAX. Raises `UsageError` if the mesh is invalid or a step cannot be repeated.
     """
     found = cluster.broadcast(
         cluster.run_on_all(lambda: find_stretches(run, steps) if cluster.is_main else None)
@@ -136,8 +138,8 @@ def find_stretches(run: Path, steps: Sequence[int]) -> dict[str, Any]:
     - `batch_sizes`: `BatchSizes.changes` of the run.
     - `fingerprints`: the fingerprints of the data.
 
-    Raises `UsageError` if `run` is not a run directory with checkpoints, or if a step was not
-    logged or cannot be repeated.
+    Raises `UsageError` if `run` is not a run directory with checkpoints, if a checkpoint is
+    temporarily unreadable, or if a step was not logged or cannot be repeated.
     """
     if not (run / METRICS).exists():
         raise UsageError(f"--run {run}: has no {METRICS}; give a run directory")
@@ -240,7 +242,8 @@ class Repeater:
     ):
         """Open the data and compile the train step; all processes call this together.
 
-        Raises `UsageError` if the data cannot be read or does not match `fingerprints`.
+        JAX must have been started. Raises `UsageError` if the data cannot be read or does not match
+        `fingerprints`, or if the mesh does not fit the devices or the configuration.
         """
         self.config = config
         dataset = cluster.run_on_all(open_dataset, config.data, config.model)
@@ -266,9 +269,9 @@ class Repeater:
         self._skips = SkipRanges(skip_ranges(config))
 
     def repeat(self, state: Any, steps: range) -> tuple[Any, dict[int, dict[str, float | None]]]:
-        """Train the steps again; return the new state and the metrics of each step.
+        """Train the steps again; return the new state and the metrics in `COMPARED`, by step.
 
-        The metrics of a skipped step are None.
+        The metrics of a skipped step are None. `state` is donated, so do not use it afterwards.
         """
         import jax
 
@@ -288,7 +291,7 @@ class Repeater:
         """Return the state after `step`, from its checkpoint; for step 0, the initial state.
 
         All processes call this together. Raises `DamagedCheckpoint` if the checkpoint is damaged,
-        and `UsageError` if it is temporarily unreadable.
+        and `UsageError` if it is temporarily unreadable or belongs to another step.
         """
         from jaxgpt.train.state import restore_state
 
@@ -303,9 +306,9 @@ def compare(
 ) -> list[Difference]:
     """Return the metrics in `found` that differ from `records`, in the order of `found`.
 
-    Steps without a record are not compared. If `exact`, the metrics must be bitwise equal.
-    Otherwise, they may differ by the tolerances in `COMPARED`. Non-finite metrics are treated as
-    None.
+    `records` has the format of `find_stretches`. Steps without a record are not compared. If
+    `exact`, the metrics must be bitwise equal. Otherwise, they may differ by the tolerances in
+    `COMPARED`. Non-finite metrics are treated as None.
     """
     out = []
     for step, scalars in found.items():

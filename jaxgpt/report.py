@@ -109,7 +109,7 @@ def goodput_report(run: Path, width: int) -> str:
 def read_startup(run: Path) -> list[str]:
     """Return a run's row in the table of start-up times, in the order of `HEADINGS`.
 
-    Raises `UsageError` if its startup.json cannot be read.
+    Raises `UsageError` if its startup.json cannot be read or is malformed.
     """
     path = run / "startup.json"
     try:

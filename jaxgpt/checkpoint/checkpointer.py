@@ -66,8 +66,8 @@ class Checkpoints:
 
     Orbax writes in a background thread of each process and synchronizes the processes with
     barriers. If one process fails, the others wait at a barrier for at most
-    checkpoint.timeout_minutes. The next `save` or `close` waits for all processes, which then agree
-    on whether the checkpoint is complete.
+    checkpoint.timeout_minutes. The next `save`, `restore` or `close` waits for all processes, which
+    then agree on whether the checkpoint is complete.
     """
 
     def __init__(
@@ -102,8 +102,8 @@ class Checkpoints:
         """Prepare for saving: remove the leftovers of interrupted saves.
 
         `tree` has the arrays to save, or their shapes. All processes call this together. Raises
-        `UsageError` on all of them if a checkpoint does not fit on the disk, or if checkpoint.local
-        cannot be used.
+        `UsageError` on all of them if a checkpoint does not fit on the disk, or if the run
+        directory or checkpoint.local cannot be used.
         """
         if self._local is not None:
             self._local.open(self._cluster)
@@ -129,8 +129,9 @@ class Checkpoints:
     def save(self, step: int, tree: Tree, meta: Mapping[str, Any]) -> None:
         """Start saving arrays and JSON; the caller may donate the arrays after this returns.
 
-        If this save fails, the next `save`, `restore` or `close` reports it. All processes call
-        this together.
+        This waits for an earlier save first, and replaces an existing checkpoint of this step. If
+        this save fails, the next `save`, `restore` or `close` reports it. All processes call this
+        together.
 
         Args:
             step: the step after which `tree` was computed.
@@ -181,15 +182,20 @@ class Checkpoints:
 
         Raises:
             DamagedCheckpoint: on every process, if any process finds damage.
-            UsageError: on every process, if a file is temporarily unreadable, or if a save in
-                progress fails and the run cannot continue without it.
+            UsageError: on every process, if a file is temporarily unreadable, if the JSON belongs
+                to another step, or if a save in progress fails and the run cannot continue without
+                it.
+            RuntimeError: if JAX fails, for example because it runs out of memory.
         """
         self._settle_all()
         remedy = "remove it to continue from an older checkpoint, if there is one"
         return _read(self._directory, step, shapes, remedy, self._cluster.run_on_all)
 
     def remove_local_after(self, step: int) -> None:
-        """On process 0, remove local checkpoints after `step` that a restart abandoned."""
+        """Remove the local checkpoints after `step`, which a restart abandoned.
+
+        Call this on process 0.
+        """
         if self._local is not None:
             for later in list_checkpoints(self._local.directory):
                 if later > step:
@@ -404,11 +410,14 @@ def restore_params(
 
     Args:
         shapes: `jax.ShapeDtypeStruct`s with the shardings to restore onto.
-        run_on_all: `ProcessGroup.run_on_all` if several processes call this together.
+        run_on_all: `ProcessGroup.run_on_all` if several processes call this together; None if
+            only this one does.
 
     Raises:
         DamagedCheckpoint: on every process, if any process finds damage.
-        UsageError: on every process, if a file is temporarily unreadable.
+        UsageError: on every process, if a file is temporarily unreadable, or if the JSON belongs to
+            another step.
+        RuntimeError: if JAX fails, for example because it runs out of memory.
     """
     wanted, remedy = {"params": shapes}, "choose another step"
     return _read(directory, step, wanted, remedy, run_on_all, partial_restore=True)[0]["params"]
@@ -492,6 +501,9 @@ def _read_arrays(folder: Path, shapes: Tree, partial_restore: bool) -> Tree:
 @functools.cache
 def silence_orbax() -> None:
     """Silence Orbax, which logs every save and every error, even though it also raises the errors.
+
+    This silences the loggers absl and asyncio for the whole process, and replaces
+    `sys.unraisablehook`.
 
     When one array fails, Orbax closes the event loop that the other arrays still use, and leaves
     coroutines that are never awaited. No caller receives their errors, and only

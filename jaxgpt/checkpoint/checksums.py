@@ -27,8 +27,8 @@ def checksums(tree: Any) -> dict[str, int]:
 
     A checksum is the sum, modulo 2^32, of a hash of each element's bits and position, so it does
     not depend on the sharding. Changing a single element always changes the checksum. All processes
-    call this together. Arrays must have at most 32 bits per element, and must have `NamedSharding`s
-    on the same mesh.
+    call this together. There must be at least one array. Arrays must have at most 32 bits per
+    element, and must have `NamedSharding`s on the same mesh.
     """
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     sums, found = sums_by_device([array for _, array in leaves]), {}
@@ -43,13 +43,17 @@ def sums_by_device(arrays: Sequence[jax.Array]) -> np.ndarray:
     """Return the contribution of each device's shard to the checksum of each array.
 
     The result is a uint32 array of shape (devices, arrays), with devices in the order of the
-    flattened mesh. All processes call this together.
+    flattened mesh. There must be at least one array, and all must have `NamedSharding`s on the same
+    mesh. All processes call this together.
     """
     return np.asarray(_compiled(tuple(array.sharding for array in arrays))(arrays))
 
 
 def devices_by_part(sharding: NamedSharding) -> list[list[int]]:
-    """Return the devices that hold each shard of an array, as indices into the flattened mesh."""
+    """Return the devices that hold each distinct shard, as indices into the flattened mesh.
+
+    There is one list for each shard, in the order of the shards' first devices.
+    """
     mesh = sharding.mesh
     splits = [name in jax.tree.leaves(tuple(sharding.spec)) for name in mesh.axis_names]
     parts = defaultdict(list)
@@ -59,7 +63,9 @@ def devices_by_part(sharding: NamedSharding) -> list[list[int]]:
 
 
 def part_checksum(part: np.ndarray, first: Sequence[int], shape: tuple[int, ...]) -> int:
-    """Return the contribution of a part of an array to the array's checksum, computed on the host.
+    """Return the contribution (modulo 2^32) of a part of an array to the array's checksum.
+
+    The host computes it.
 
     Args:
         part: an array with as many dimensions as the whole array, and 32 bits per element.

@@ -73,11 +73,12 @@ class LocalFolder:
             probe.unlink()
 
     def recover(self, log_interval: int) -> list[str]:
-        """On process 0, complete any interrupted copies of checkpoints; return log lines.
+        """Complete any interrupted copies of checkpoints; return log lines. Call it on process 0.
 
         If metrics.jsonl in the run directory ends `log_interval` or more steps before a checkpoint,
         the run has since continued without this folder. The checkpoint is then stale and is renamed
-        to STEP.stale. Raises `UsageError` if a checkpoint cannot be read or copied.
+        to STEP.stale. A damaged checkpoint is left there, with a warning. Raises `UsageError` if a
+        checkpoint cannot be read or copied.
         """
         notes, metrics = [], self._run / METRICS
         records = read_records(metrics) if metrics.exists() else []
@@ -128,7 +129,7 @@ class LocalFolder:
                 self.remove(older)
 
     def remove(self, step: int) -> None:
-        """Remove the local copy of a checkpoint."""
+        """Remove the local copy of a checkpoint; errors are ignored, and `recover` tries again."""
         with contextlib.suppress(OSError):  # harmless: `recover` removes it next time
             shutil.rmtree(self._path(step))
 

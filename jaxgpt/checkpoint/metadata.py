@@ -71,9 +71,10 @@ def read_meta(directory: Path, step: int) -> dict[str, Any]:
 
 
 def quarantine(directory: Path, step: int, reason: str) -> dict[str, str]:
-    """Rename a damaged checkpoint to STEP.damaged; return its new path and the reason.
+    """Rename a damaged checkpoint to STEP.damaged; return {"path": new path, "reason": reason}.
 
-    Raises `UsageError` if it cannot be renamed.
+    If that name is taken, the new name is STEP.damaged.2 and so on. Raises `UsageError` if it
+    cannot be renamed.
     """
     path = directory / "checkpoints" / f"{step}.damaged"
     for number in itertools.count(2):
@@ -96,12 +97,13 @@ def newest_undamaged(
     """Return the step to resume from, its JSON, and the damaged checkpoints after it.
 
     This reads and checks only the JSON of each checkpoint. The step is None if there is no
-    checkpoint. Checkpoints after the step `last` are ignored.
+    checkpoint. Checkpoints after the step `last` are ignored. `on_damage` is the value of
+    checkpoint.on_damage.
 
     Raises:
         DamagedCheckpoint: all checkpoints are damaged, or the newest one is and
             checkpoint.on_damage=refuse.
-        UsageError: the JSON of a checkpoint is temporarily unreadable.
+        UsageError: the JSON of a checkpoint is temporarily unreadable or belongs to another step.
     """
     damaged: dict[int, DamagedCheckpoint] = {}
     steps = list_checkpoints(directory)
@@ -122,7 +124,8 @@ def newest_undamaged(
 def valid_checkpoints(directory: Path) -> dict[int, dict[str, Any]]:
     """Return the JSON of each undamaged checkpoint in a run directory, by step.
 
-    Raises `UsageError` if the JSON of a checkpoint is temporarily unreadable.
+    Raises `UsageError` if the JSON of a checkpoint is temporarily unreadable or belongs to another
+    step.
     """
     found = {}
     for step in list_checkpoints(directory):
@@ -144,7 +147,7 @@ def list_checkpoints(directory: Path) -> list[int]:
 def choose_checkpoint(run: Path, step: int | None) -> int:
     """Return `step`, or the step of the newest checkpoint if `step` is None.
 
-    Raises `UsageError` if the run does not have that checkpoint.
+    Raises `UsageError` if the run does not have that checkpoint, or no checkpoint at all.
     """
     steps = list_checkpoints(run)
     if not steps:
@@ -161,8 +164,8 @@ def choose_checkpoint(run: Path, step: int | None) -> int:
 def newest_checkpoint(directory: Path, key: str) -> tuple[int, dict[str, Any]]:
     """Return the step and the JSON of the newest checkpoint.
 
-    Raises `UsageError` if there is no checkpoint, with a message that starts with `key`. Raises
-    `DamagedCheckpoint` if the newest checkpoint is damaged.
+    Raises `UsageError` if there is no checkpoint, with a message that starts with `key`. If the
+    newest checkpoint is damaged or not readable, raises errors as `read_meta` does.
     """
     steps = list_checkpoints(directory)
     if not steps:

@@ -34,7 +34,8 @@ def kept_steps(
 def steps_to_remove(directory: Path, config: Config, saved: Sequence[int]) -> Collection[int]:
     """Return the steps in `saved` whose checkpoints should be removed from a run directory.
 
-    Validation losses are read from metrics.jsonl, so that they are also known after a restart.
+    `saved` has the oldest step first. Validation losses are read from metrics.jsonl, so that they
+    are also known after a restart. If that fails, checkpoint.keep_best keeps nothing.
     """
     checkpoint, losses = config.checkpoint, {}
     if checkpoint.keep_best:

@@ -28,7 +28,11 @@ Index = tuple[int | slice, ...]
 
 
 class WeightsWriter:
-    """Writes the parameters of a model to `directory`/checkpoints/0, in parts and in any order."""
+    """Writes the parameters of a model to `directory`/checkpoints/0, in parts and in any order.
+
+    The constructor creates this folder, which must not exist. The checkpoint is not valid before
+    `close`.
+    """
 
     def __init__(self, directory: Path, model: ModelConfig):
         import orbax.checkpoint as ocp

@@ -98,11 +98,12 @@ def started_by_srun(environ: Mapping[str, str]) -> bool:
 
 
 def slurm_step(environ: Mapping[str, str]) -> Launch:
-    """Identify a process that srun started, from Slurm's variables alone.
+    """Identify a process that srun started, without using MPI.
 
-    Process 0 is assumed to run on the step's first host. Set JAXGPT_COORDINATOR if the step has
-    several components or an arbitrary distribution. The port is derived from the job and step IDs,
-    and lies below the range of ephemeral ports. Raises `UsageError` if a variable is invalid.
+    JAXGPT_COORDINATOR gives the address of process 0. Set it if the step has several components or
+    an arbitrary distribution. By default, process 0 is assumed to run on the step's first host, and
+    the port, which is below the range of ephemeral ports, is derived from the job and step IDs.
+    Raises `UsageError` if a variable is invalid, or if the rank or the number of tasks is missing.
     """
     size = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environ else "SLURM_NTASKS"
     address = environ.get(COORDINATOR)
@@ -116,7 +117,12 @@ def slurm_step(environ: Mapping[str, str]) -> Launch:
 
 
 def job_name(environ: Mapping[str, str]) -> str:
-    """Return a name that all processes of this job share and no concurrent job has."""
+    """Return a name for this job, which can be part of a path.
+
+    Processes on all hosts share the name if one of `JOB_NAMES` is set; otherwise, only processes on
+    this host share it. A concurrent job may have the same name only if it was started inside the
+    same PBS or Slurm job by a launcher that sets no name of its own, or on a host without /proc.
+    """
     job = next((environ[name] for name in JOB_NAMES if environ.get(name)), None)
     stat = Path(f"/proc/{os.getsid(0)}/stat")
     if job is None and stat.exists():  # Hydra gives each process its own session
@@ -163,7 +169,7 @@ def _mpi(environ: Mapping[str, str], variable: str, size: str | None, launcher: 
 
 
 def check_address(key: str, address: str) -> None:
-    """Raise a `UsageError` that names `key` unless `address` is host:port."""
+    """Raise a `UsageError` that names `key` unless `address` is a well-formed host:port."""
     host, _, port = address.rpartition(":")
     try:
         host.encode("idna")  # fails if a label is empty or too long

@@ -27,7 +27,11 @@ PLUGINS = {
 
 
 def accelerator_expected() -> bool:
-    """Return whether JAX should find an accelerator on this host, without importing JAX."""
+    """Return whether JAX should find an accelerator on this host, without importing JAX.
+
+    JAX_PLATFORMS decides if it is set. Otherwise, a JAX plugin must be installed, and this host
+    must have a device file for it that the environment does not hide.
+    """
     if platforms := os.environ.get("JAX_PLATFORMS"):
         return platforms != "cpu"
     for plugin in metadata.entry_points(group="jax_plugins"):
@@ -43,6 +47,7 @@ def count_accelerators() -> int:
     """Return the number of accelerators on this host, according to their device files.
 
     NVIDIA, AMD and Google accelerators are tried in this order, and only one vendor is counted.
+    Intel accelerators are not counted.
     """
     amd = glob.glob("/dev/dri/renderD*") if os.path.exists("/dev/kfd") else []
     return len(glob.glob("/dev/nvidia[0-9]*") or amd or glob.glob("/dev/accel[0-9]*"))
@@ -69,9 +74,10 @@ def lock_file(file: TextIO) -> Literal["locked", "taken", "unsupported"]:
 
 
 def raise_open_file_limit(wanted: int) -> int:
-    """Let this process open `wanted` files, or as many as the hard limit allows; return the number.
+    """Let this process open `wanted` files, or as many as the hard limit allows.
 
-    A soft limit that is already higher stays unchanged.
+    Returns `wanted`, or the hard limit if that is lower. A soft limit that is already higher stays
+    unchanged.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= wanted:

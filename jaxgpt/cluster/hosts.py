@@ -25,6 +25,9 @@ _LINE = re.compile(
 def job_hosts(environ: Mapping[str, str], file: str | None = None) -> tuple[Hosts, str]:
     """Return the hosts of this job and their source (a variable, `--hosts` or `this host`).
 
+    The first of these that is set determines the hosts: `file`, PBS_NODEFILE, SLURM_JOB_NODELIST,
+    HOSTFILE. Without any of them, this is the only host.
+
     A PBS node file often exists only on the job's first host, so in a running job, call this on
     process 0. Raises `UsageError` if the host file is unreadable or invalid, or the node list is
     invalid.
@@ -42,9 +45,10 @@ def job_hosts(environ: Mapping[str, str], file: str | None = None) -> tuple[Host
 def read_host_file(path: str, option: str) -> Hosts:
     """Read a host file with lines `host`, `host:4` or `host slots=4`; `#` starts a comment.
 
-    PBS lists a host once per slot, so the slots of repeated lines are added up. If no line gives
-    slots and no host is repeated, all slots are None. Raises a `UsageError` that names `option` if
-    the file is unreadable, malformed or empty.
+    PBS lists a host once per slot, so the slots of repeated lines are added up, and a line without
+    slots counts as one. If no line gives slots and no host is repeated, all slots are None. Other
+    words of the form `key=value` are ignored. Raises a `UsageError` that names `option` if the file
+    is unreadable, malformed or empty.
     """
     try:
         with open(path, errors="replace") as file:
@@ -110,9 +114,9 @@ def _numbers(ranges: str) -> list[str]:
 
 
 def address_towards(host: str) -> str:
-    """Return this host's address on the route to `host`.
+    """Return this host's IPv4 or IPv6 address on the route to `host`.
 
-    Raises `OSError` if `host` does not resolve or there is no route to it.
+    Raises `OSError` if `host` is malformed or does not resolve, or there is no route to it.
     """
     for family, kind, _, _, address in _resolve(host, 9, socket.SOCK_DGRAM):
         # This host may have a route for only one address family (IPv4 or IPv6).
@@ -130,10 +134,11 @@ def _resolve(host: str, port: int | None, kind: int = 0) -> list[Any]:
 
 
 def reachable_name() -> str:
-    """Return this host's name or, if other hosts cannot use it, its address on the default route.
+    """Return this host's name or, if other hosts cannot use it, its address on the network.
 
-    Other hosts cannot use a name that does not resolve, or that resolves to a loopback address.
-    Without a network, the name is returned anyway.
+    Other hosts cannot use a name that does not resolve, or that resolves to a loopback address. The
+    address is the one on the route to 10.255.255.255, usually the default route. Without a network,
+    the name is returned anyway.
     """
     name = socket.getfqdn()
     try:

@@ -67,7 +67,9 @@ def place_processes(
     Args:
         n: total number of processes; None starts `per_host` on each host.
         per_host: processes per host. None divides `n` evenly. If `n` is also None, the default is
-            the scheduler's setting, or else one process per device, or else one per host.
+            SLURM_NTASKS_PER_NODE, or else one process per device (without JAX_PLATFORMS=cpu), or
+            else SLURM_TASKS_PER_NODE, or else one. Slots in a host file limit this number, and
+            replace the last default, one, without JAX_PLATFORMS=cpu.
         host_file: file that lists the hosts; None uses the hosts of the scheduler's job.
         environ: environment variables.
         spare: number of hosts at the end of the list to keep free.
@@ -124,7 +126,10 @@ def place_processes(
 
 
 def place_on(layout: ProcessLayout, hosts: Sequence[str]) -> ProcessLayout:
-    """Move a layout to other hosts of its job, with the same number of processes per host."""
+    """Return the layout on other hosts of its job, with the same number of processes per host.
+
+    `spares` is not updated.
+    """
     if tuple(hosts) == layout.hosts:
         return layout
     n = layout.per_host * len(hosts)
@@ -157,7 +162,12 @@ def _default_per_host(machine: Machine | None, environ: Mapping[str, str]) -> tu
 
 
 def find_launcher(layout: ProcessLayout, environ: Mapping[str, str]) -> Launcher:
-    """Return the launcher for `layout`; raise `UsageError` if no supported launcher is found."""
+    """Return the launcher for `layout`.
+
+    This is srun in a Slurm job, unless PBS_NODEFILE or HOSTFILE names the hosts, and otherwise
+    mpiexec, which is run with --version to identify it. Raises `UsageError` if the launcher is
+    missing or not supported.
+    """
     if "SLURM_JOB_ID" in environ and layout.named_by not in HOST_FILES:
         if shutil.which("srun") is None:
             raise UsageError(

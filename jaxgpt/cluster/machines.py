@@ -99,7 +99,10 @@ MACHINES = (
 
 
 def find_machine(host_name: str, environ: Mapping[str, str]) -> Machine | None:
-    """Return the machine that this host belongs to, or None if it is not in `MACHINES`."""
+    """Return the machine that this host belongs to, or None if it is not in `MACHINES`.
+
+    Environment variables take precedence over the host name, which may be short or full.
+    """
     for machine in MACHINES:
         for variable, pattern in machine.variables.items():
             if re.search(pattern, environ.get(variable, "")):

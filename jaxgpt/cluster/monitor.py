@@ -101,7 +101,7 @@ class Monitor:
     # Called from the main thread.
 
     def start(self) -> None:
-        """Start the thread unless it is already running."""
+        """Start the thread unless it is already running, and close it when the process exits."""
         if self._thread is None:
             is_up = threading.Event()
             self._thread = threading.Thread(target=self._run, args=(is_up,), daemon=True)
@@ -110,11 +110,12 @@ class Monitor:
             atexit.register(self.close)
 
     def connect(self, rank: int, size: int, connection: socket.socket, timeout: float) -> None:
-        """Connect all processes to process 0.
+        """Connect all processes to process 0, and start the thread.
 
         `connection` is a listening socket on process 0, and a socket connected to process 0 on the
-        other processes. If some processes do not connect within `timeout` seconds, process 0 names
-        them and ends the job. It also ends the job if a process has a wrong rank or size.
+        other processes. Process 0 waits for all others, which do not wait. If some processes do not
+        connect within `timeout` seconds, process 0 names them and ends the job. It also ends the
+        job if a process has a wrong rank or size.
         """
         self.rank, self.size = rank, size
         self.start()
@@ -124,7 +125,8 @@ class Monitor:
     def allgather(self, value: Any) -> list[Any]:
         """Return the `value` (any JSON value) of each process, in rank order.
 
-        All processes must call this.
+        If there are several processes, the values are converted to JSON and back, so tuples become
+        lists. All processes must call this.
         """
         if self.size == 1:
             return [value]
@@ -137,7 +139,8 @@ class Monitor:
     def heartbeat(self, activity: str, min_seconds: float = 0.0) -> None:
         """Report that `activity` is starting.
 
-        It may take `min_seconds` even if the limit is shorter.
+        It may take `min_seconds` even if the limit is shorter. If there is a limit, the job then
+        ends with status 70. All processes must report the same activities in the same order.
         """
         self._allowed = max(min_seconds, self._limit.seconds if self._limit else 0.0)
         self._progress, self._spent = Progress(self._progress.number + 1, activity), 0.0
@@ -147,13 +150,19 @@ class Monitor:
             self._loop.call_soon_threadsafe(self._loop.call_later, delay, self._announce)
 
     def send(self, words: str) -> None:
-        """Piggyback a message on the heartbeats to process 0. It replaces the previous message."""
+        """Piggyback a message on the heartbeats to process 0, which keeps it in `received`.
+
+        It replaces the previous message. An empty one is not kept.
+        """
         self._words = words
         if self.rank == 0:
             self.received[0] = words
 
     def watch_pipe(self, pipe: int, receive: Callable[[], None]) -> None:
-        """Call `receive` in the monitor's thread whenever file descriptor `pipe` is readable."""
+        """Call `receive` in the monitor's thread whenever file descriptor `pipe` is readable.
+
+        This starts the thread.
+        """
         self.start()
         self._loop.call_soon_threadsafe(self._loop.add_reader, pipe, receive)
 
@@ -164,9 +173,10 @@ class Monitor:
         self.advice += "resume, start again with the same --out"
 
     def end_job(self, report: str, status: int) -> None:
-        """End all processes with `status`; print `report` unless another process failed first.
+        """Print `report` and end all processes with `status`, unless another process failed first.
 
-        Returns only in the monitor's own thread, which then ends the job.
+        In that case, its report and status count. Returns only in the monitor's own thread, which
+        then ends the job.
         """
         flush_stdout()
         if self._thread is None:
@@ -177,7 +187,14 @@ class Monitor:
 
     @contextlib.contextmanager
     def arrival_limit(self, launch: Launch, timeout: float) -> Iterator[None]:
-        """End this process if the block, which starts MPI, takes longer than `timeout` seconds."""
+        """End this process with status 1 if the block takes longer than `timeout` seconds.
+
+        The block starts MPI, which waits for all processes. The waiting process with the lowest
+        rank prints the missing ranks and exits, whereupon the launcher ends the job. The others
+        wait `ANSWER` seconds longer. If the hosts do not share the home directory, processes on
+        other hosts count as missing. If it is not writable, the report names no ranks, and only
+        process 0 exits first. This starts the thread.
+        """
         self.start()
         waiting = asyncio.run_coroutine_threadsafe(self._limit_arrival(launch, timeout), self._loop)
         try:
@@ -186,7 +203,11 @@ class Monitor:
             waiting.cancel()
 
     def close(self) -> None:
-        """Leave the job and stop the thread."""
+        """Leave the job and stop the thread.
+
+        This waits at most `ANSWER` seconds for the other processes to close their connections. If
+        the job is failing, the thread ends this process.
+        """
         if self._thread is not None:
             self._loop.call_soon_threadsafe(self._closing.set)
             self._thread.join(4 * ANSWER)  # a failing job ends this process earlier
@@ -465,7 +486,10 @@ def write_stacks(file: Path) -> None:
 
 
 def missing_sentence(missing: Collection[int], size: int | None, timeout: float) -> str:
-    """Return the error for processes that did not start. It names up to 20 `missing` ranks."""
+    """Return the error line for processes that did not start. It names up to 20 `missing` ranks.
+
+    `missing` is empty and `size` is None if they are unknown. `timeout` is in seconds.
+    """
     names = ", ".join(map(str, sorted(missing)[:20])) + (" ..." if len(missing) > 20 else "")
     which = f"{len(missing)} of {size}" if missing else f"some of the {size or ''}".rstrip()
     return (
@@ -480,7 +504,9 @@ def hang_sentence(
 ) -> str:
     """Return a sentence that names the hanging processes, their activity and the waiting processes.
 
-    The hanging processes are the `silent` ones or, if there are none, the ones furthest behind.
+    The hanging processes are the `silent` ranks or, if there are none, the ones furthest behind;
+    the activity is that of the lowest of them. `known` and `hosts` have the progress and the host
+    name of each rank. `hosts` may be empty.
     """
     least = min(progress.number for progress in known.values())
     ranks = sorted(silent or (rank for rank, p in known.items() if p.number == least))
@@ -506,7 +532,11 @@ def hang_sentence(
 
 
 def process_names(ranks: list[int], hosts: tuple[str, ...] = ()) -> str:
-    """Return "process 3 on host a", "processes 0, 1 and 2" and so on, with at most 8 ranks."""
+    """Return "process 3 on host a", "processes 0, 1 and 2" and so on.
+
+    At most 8 of the `ranks` are named, and the rest are counted. `hosts` has the host name of every
+    process of the job, indexed by rank; if it is empty, no hosts are named.
+    """
     names = [*map(str, ranks[:8]), *[f"{len(ranks) - 8} more"] * (len(ranks) > 8)]
     text = " and ".join([", ".join(names[:-1]), names[-1]] if names[1:] else names)
     on = list(dict.fromkeys(hosts[rank] for rank in ranks[:8])) if hosts else []

@@ -38,8 +38,8 @@ INIT_TIMEOUT: float = Config.init_timeout  # seconds; for commands that lack thi
 class ProcessGroup:
     """The processes of one job, as seen by one of them.
 
-    The job lasts as long as the group's `with` block. An exception that leaves the block on one
-    process ends all processes.
+    The job lasts as long as the group's `with` block. If the job has several processes, an
+    exception that leaves the block on one of them is reported and ends them all.
     """
 
     launcher: str
@@ -72,13 +72,17 @@ class ProcessGroup:
         return self.rank == 0
 
     def broadcast(self, value: Any) -> Any:
-        """Return process 0's `value` (any JSON value). All processes must call this."""
+        """Return process 0's `value` (see `allgather`), and ignore the values of other processes.
+
+        All processes must call this.
+        """
         return self.allgather(value if self.is_main else None)[0]
 
     def allgather(self, value: Any) -> list[Any]:
         """Return the `value` (any JSON value) of each process, in rank order.
 
-        All processes must call this.
+        If there are several processes, the values are converted to JSON and back, so tuples become
+        lists. All processes must call this.
         """
         return self.monitor.allgather(value)
 
@@ -87,15 +91,18 @@ class ProcessGroup:
         self.allgather(None)
 
     def raise_if_any(self, error: str | None) -> None:
-        """Raise the lowest rank's error, if any, as a `UsageError` on all processes."""
+        """Raise the lowest rank's error, if any, as a `UsageError` on all processes.
+
+        `error` is this process's message, or None. All processes must call this.
+        """
         if found := [e for e in self.allgather(error) if e]:
             raise UsageError(found[0])
 
     def run_on_all(self, function: Callable[..., T], *arguments: Any) -> T:
         """Call `function` on every process, and return this process's result.
 
-        If any of the calls raises a `UsageError`, all processes raise the one from the lowest rank.
-        All processes must call this.
+        If any of the calls raises a `UsageError`, all processes raise a `UsageError` with the
+        message from the lowest rank, even if it was a subclass. All processes must call this.
         """
         result, error = catch_usage_error(function, *arguments)
         self.raise_if_any(error)
@@ -113,7 +120,8 @@ def catch_usage_error(function: Callable[..., T], *arguments: Any) -> tuple[T | 
 def own_host(group: ProcessGroup) -> str:
     """Return a name or address at which all processes can reach this host.
 
-    Call this only on process 0: if JAXGPT_COORDINATOR is set, its host is returned instead.
+    Call this only on process 0. If all processes run on this host, the result is 127.0.0.1.
+    Otherwise, it is the host in JAXGPT_COORDINATOR if that is set.
     """
     return "127.0.0.1" if group.local_size == group.size else _outside_name(group.machine)
 
@@ -129,7 +137,9 @@ def join_process_group(
 ) -> ProcessGroup:
     """Wait until all processes of the job have started, and connect them, without using JAX.
 
-    If some do not start in time, an error names them and the job ends.
+    If some do not start in time, the job ends with status 1 and an error that names them if they
+    are known. In a job with several processes, this starts the monitor's thread. An MPI launcher's
+    processes initialise MPI.
 
     Args:
         timeout: seconds to wait for the other processes.
@@ -138,7 +148,8 @@ def join_process_group(
         launch: rank and size of this process. By default, they are read from the environment.
 
     Raises:
-        UsageError: if the launcher's variables are invalid or the MPI library does not work.
+        UsageError: if the launcher's variables are invalid, or if the MPI library does not work and
+            srun's variables cannot replace it.
         PeerLost: if process 0 cannot be reached in time or cannot listen on its port.
     """
     launch = launch or find_launch(os.environ)
@@ -185,7 +196,7 @@ def join_process_group(
 
 
 def host_identity() -> list[str]:
-    """Return this host's name and its boot ID ("" if unknown).
+    """Return a list of this host's name and its boot ID ("" if unknown).
 
     The boot ID distinguishes hosts of the same name.
     """
@@ -196,7 +207,9 @@ def host_identity() -> list[str]:
 def start_mpi(launch: Launch) -> str:
     """Initialise MPI, which waits for all processes, and return the name of the MPI library.
 
-    Raises `UsageError` if MPI cannot be loaded or treats each process as a separate job.
+    MPI is finalized when the process exits. Raises `UsageError` if MPI cannot be loaded or treats
+    each process as a separate job. If only some processes may notice this, the error is a
+    `SingleRankUsageError`.
     """
     try:
         import mpi4py
@@ -233,8 +246,9 @@ def connect_over_mpi(
 ) -> tuple[Launch, socket.socket | None]:
     """Return the launch with MPI's rank and size, and the socket for `Monitor.connect`.
 
-    The socket is None for a single process. Raises `PeerLost` if process 0 cannot be reached or
-    cannot listen on a port.
+    All processes call this together, after `start_mpi`. The socket is None for a single process.
+    Raises `PeerLost` if process 0 cannot be reached within `ANSWER` seconds or cannot listen on a
+    port.
     """
     from mpi4py import MPI
 
@@ -275,7 +289,8 @@ def listen(address: str) -> socket.socket:
 def connect_to_rank0(address: str, rank: int, timeout: float) -> socket.socket:
     """Return a socket connected to process 0 at host:port, retrying until process 0 listens.
 
-    Raises `PeerLost` if this takes longer than `timeout` seconds.
+    The socket has a timeout of `ANSWER` seconds. Raises `PeerLost` if attempts still fail after
+    `timeout` seconds.
     """
     host, _, port = address.rpartition(":")
     deadline = time.monotonic() + timeout

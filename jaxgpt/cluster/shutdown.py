@@ -36,7 +36,7 @@ def end_process(status: int) -> NoReturn:
 
 
 def report_and_end(report: str, status: int) -> NoReturn:
-    """Print an error report, then end this process and, under MPI, the whole job."""
+    """Print a report to stderr, then end this process and, under MPI, the whole job."""
     if report:
         print(report, file=sys.stderr, end="", flush=True)
     abort_mpi(status)
@@ -44,7 +44,12 @@ def report_and_end(report: str, status: int) -> NoReturn:
 
 
 def abort_mpi(status: int) -> None:
-    """If the job has several MPI processes, let the MPI launcher end them, even stopped ones."""
+    """End all MPI processes of the job with `status`, including this one and stopped ones.
+
+    Returns only if this is the job's only process, or MPI is not running in it. If MPI does not end
+    the processes within `ANSWER` seconds, this process exits with status 1. stdout and stderr are
+    redirected to /dev/null first.
+    """
     mpi = sys.modules.get("mpi4py.MPI")
     with_mpi = mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized()
     if with_mpi and mpi.COMM_WORLD.size > 1:  # otherwise, there is nothing else to end
@@ -69,7 +74,11 @@ def flush_stdout() -> None:
 
 
 def report_of(error: BaseException) -> tuple[str, int]:
-    """Return the text to print for an exception that ends the job, and the exit status."""
+    """Return the text to print for an exception that ends the job, and the exit status.
+
+    The text is one line for `UsageError` (status 2) and `PeerLost` (1), empty for Ctrl-C (130), and
+    a traceback for other exceptions (1).
+    """
     if isinstance(error, UsageError | PeerLost):
         return f"error: {error}\n", BAD_USAGE if isinstance(error, UsageError) else FAILED
     if isinstance(error, KeyboardInterrupt):  # before training, or a second Ctrl-C
@@ -81,11 +90,20 @@ def report_of(error: BaseException) -> tuple[str, int]:
 def job_exit_handler() -> Iterator[None]:
     """Turn exceptions into the messages and exit statuses that job scripts and launchers expect.
 
-    A `UsageError` prints one line and exits with status 2, `PeerLost` prints one line and exits
-    with 1, and Ctrl-C exits with 130. Other exceptions print a traceback and exit with 1. Once the
-    processes are connected, the `with` block of their `ProcessGroup` does the same for all of them,
-    and prints only the first error. If the reader of stdout has exited, as with `| head`, a single
-    process exits with 141, as if killed by SIGPIPE.
+    - `UsageError` exits with status 2. Only process 0 prints its line, so all processes must raise
+      the error.
+    - `SingleRankUsageError` exits with 2. Each process that raises it prints its own line. Under
+      MPI, it ends the whole job.
+    - `PeerLost` prints one line and exits with 1. Ctrl-C prints nothing and exits with 130. Under
+      MPI, both end the whole job.
+    - Other exceptions print a traceback and exit with 1. In a job with several processes, they end
+      this process at once and, under MPI, the whole job.
+    - If the reader of stdout has exited, as with `| head`, a single process exits with 141, as if
+      killed by SIGPIPE.
+
+    Once the processes are connected, the `with` block of their `ProcessGroup` ends all of them and
+    prints only the first error. A command-line argument that is not valid UTF-8 counts as a
+    `UsageError`. Closed standard streams are replaced by /dev/null.
     """
     _open_closed_streams()
     if isinstance(sys.stdout, io.TextIOWrapper):  # do not crash on unsupported characters
@@ -130,7 +148,7 @@ def _redirect_to_null(*descriptors: int) -> None:
 
 
 def nobody_reads() -> bool:
-    """Return whether stdout is a pipe whose reader has exited."""
+    """Return whether the other end of stdout is closed, as when the reader of a pipe exits."""
     poll = select.poll()
     poll.register(STDOUT, 0)
     return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))

@@ -42,7 +42,11 @@ def margin(seconds: float, save: float, step: float) -> float:
 
 
 class StopSignal:
-    """Makes all processes stop after the same step, on a signal or at a time limit."""
+    """Makes all processes stop after the same step, on a signal or at a time limit.
+
+    A second Ctrl-C, more than `DEBOUNCE` seconds after the first, ends the job with status 130 and
+    without a checkpoint.
+    """
 
     def __init__(
         self,
@@ -50,7 +54,9 @@ class StopSignal:
         limit: TimeLimit | None = None,
         sync_point: Callable[[int, bool], bool | None] = lambda step, requested: None,
     ):
-        """Start catching signals.
+        """Start catching `SIGNALS`; call this in the main thread.
+
+        This starts the monitor's thread and, with a time limit, the process's alarm timer.
 
         Args:
             monitor: its thread receives signals at once. Python's own handlers would wait until
@@ -79,7 +85,7 @@ class StopSignal:
         self._set_alarm()
 
     def describe(self) -> str:
-        """Return a log line that says when the run will stop, and why."""
+        """Return a log line that says when the run will stop, and why, or why there is no limit."""
         seconds, source, ends_job = self._limit or TimeLimit()
         if seconds is None:
             return f"time limit: {source}"
@@ -100,7 +106,10 @@ class StopSignal:
         return margin(self._limit.seconds, self._save_seconds, self._step_seconds)
 
     def allow_for_save(self, seconds: float) -> None:
-        """Leave enough time before the end of the job for a checkpoint that takes `seconds`."""
+        """Leave enough time before the end of the job for a checkpoint that takes `seconds`.
+
+        Prints a line if the run now has to stop earlier.
+        """
         self._learn(save=seconds)
 
     def _learn(self, save: float = 0.0, step: float = 0.0) -> None:
@@ -140,7 +149,10 @@ class StopSignal:
                 return
 
     def reached(self, step: int) -> bool:
-        """Return whether all processes have agreed to stop after `step`. Call it once per step."""
+        """Return whether all processes have agreed to stop after `step`.
+
+        All processes call this once per step.
+        """
         now = time.monotonic()
         if self._step_began is not None:
             self._learn(step=now - self._step_began)
@@ -156,10 +168,17 @@ class StopSignal:
 def time_limit(
     setting: float | str | None, passed: float, environ: Mapping[str, str] = os.environ
 ) -> TimeLimit:
-    """Return the time remaining once `passed` seconds have elapsed since the process started.
+    """Return the time limit, counted from now.
 
-    `setting` is the value of train.time_limit: a number of minutes, "auto" to use the end time of
-    the scheduler's job, or None for no limit.
+    Args:
+        setting: the value of train.time_limit: minutes since the process started, "auto" for the
+            end of the scheduler's job, or None for no limit. In a PBS job, "auto" runs qstat.
+        passed: seconds since the process started.
+        environ: environment variables.
+
+    Returns:
+        The limit. Its seconds are None if there is no limit or the end of the job is unknown, and
+        negative if the time has passed.
     """
     if setting != "auto":
         seconds = None if setting is None else 60.0 * setting - passed
@@ -200,7 +219,11 @@ def pbs_seconds(text: str, now: float) -> float | None:
 
 
 def ask(*command: str) -> tuple[str, str]:
-    """Run a scheduler's command; return (its output, "") or, if it fails, ("", the problem)."""
+    """Run a scheduler's command; return (its output, "") or, if it fails, ("", the problem).
+
+    The command fails if it cannot start, exits with another status than 0, or takes more than
+    `COMMAND` seconds.
+    """
     try:
         ran = subprocess.run(
             command, capture_output=True, text=True, errors="replace", timeout=COMMAND

@@ -59,8 +59,12 @@ class Supervisor:
     def run(self) -> int:
         """Run the command until it is done or the supervisor gives up; return an exit status.
 
-        This is usually the status of the last attempt. After a signal, it is 75 if there is a
-        checkpoint, or 128 plus the signal's number if no attempt was running.
+        This is the status of the last attempt (128 + N if signal N killed its launcher), except
+        after a signal to the supervisor. In that case, the status of a failure becomes 75 if there
+        is a checkpoint. If no attempt was running, the status is 75 with a checkpoint and 128 plus
+        the signal's number without one.
+
+        Call this in the main thread, because it handles `SIGNALS` and forwards them to the command.
         """
         return asyncio.run(self._run())
 
@@ -188,7 +192,8 @@ async def check_hosts(
 ) -> dict[str, str | None]:
     """Kill leftover processes of `job` and probe each host, in parallel.
 
-    Returns, for each host, the reason why it cannot be used, or None if it is healthy.
+    A healthy host can write to `directory` and compute on each of its devices. Returns, for each
+    host, the reason why it cannot be used, or None if it is healthy.
     """
     probe = [sys.executable, "-m", "jaxgpt.doctor.probe", job, directory]
     environ = {k: v for k, v in os.environ.items() if k not in (SUPERVISOR, JOB)}
@@ -206,7 +211,10 @@ async def check_hosts(
 
 
 async def run_probe(line: Sequence[str], environ: Mapping[str, str]) -> str | None:
-    """Run a probe's command line; return the reason why it failed, or None if it succeeded."""
+    """Run a probe's command line; return the reason why it failed, or None if it succeeded.
+
+    A probe that takes more than `SLOW_DISK` seconds is killed and has failed.
+    """
     process = await asyncio.create_subprocess_exec(
         *line, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         env=environ, start_new_session=True,

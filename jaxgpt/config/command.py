@@ -36,7 +36,8 @@ class CommandParser(argparse.ArgumentParser):
 def file_path(given: str) -> Path:
     """Return an option's value as a path, with ~ expanded; an argparse type.
 
-    Raises `ArgumentTypeError` if the value is empty or cannot be the name of a file.
+    Raises `ArgumentTypeError` if the value is empty or cannot be the name of a file, or if no home
+    directory is known for its ~.
     """
     if not given:  # Path("") is the working directory
         raise argparse.ArgumentTypeError("is empty; give the path of a file or folder")

@@ -63,7 +63,7 @@ def check_shape(value: Any, shape: Any, name: str = "its content") -> None:
         value: The JSON value.
         shape: The expected shape, one of:
             `bool`, `str`, `int` (from 0 to 2^63 - 1), `float` (a number below 1e300 in absolute
-            value), or a union of these and None;
+            value), `list` or `dict` (with any content), or a union of these and None;
             `[shape]` for a list of any length, or a tuple with one shape for each item of a list;
             `{str: shape}` for a dict with any keys, or a dict with one shape for each key. A key
             that ends in `?` may be missing. Keys that are not listed are ignored.

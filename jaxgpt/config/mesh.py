@@ -44,8 +44,8 @@ class MeshShape(dict[str, int]):
     def parse(cls, text: str) -> "MeshShape":
         """Return the shape that a text such as `2,1,4` or `data=2,tensor=4` describes.
 
-        Raises `ValueError` if the text is malformed, an axis is unknown, or a size is less than 1.
-        One size may be -1.
+        Raises `ValueError` if the text is malformed, an axis is unknown, or a size is less than 1,
+        except that one size may be -1.
         """
         parts = text.split(",")
         try:
@@ -97,7 +97,10 @@ class MeshShape(dict[str, int]):
 
     @property
     def splits_only_batch(self) -> bool:
-        """True for pure data parallelism: each device holds all parameters and has its own rows."""
+        """True for pure data parallelism: devices split the batch and nothing else.
+
+        A size of -1 counts as 1.
+        """
         shards = self.split_of("shards_parameters")
         return shards == 1 and self.n_devices == self.split_of("splits_batch")
 

@@ -49,8 +49,9 @@ SettingsOf = Callable[[Path], Mapping[str, Any] | None]
 def load_config(config: str = "tiny", *overrides: str) -> Config:
     """Return the validated configuration of a preset or YAML file, with overrides.
 
-    Raises `UsageError` if there is no such file or preset, or if a setting is unknown or malformed
-    or contradicts another setting.
+    Settings whose values higher layers define, such as `optimizer.name`, are not checked. Raises
+    `UsageError` if there is no such file or preset or it is unreadable, or if a setting is unknown
+    or malformed, has no effect, or contradicts another setting.
 
     >>> load_config("shakespeare_char_cpu", "train.max_iters=100").model.n_layer
     4
@@ -76,14 +77,19 @@ def parse_args(
 
     Args:
         argv: The command-line arguments. They override the settings of the preset or file in
-            `--config`. The default for `--config` is the config.yaml in `--out` if that exists, and
-            the `tiny` preset otherwise.
+            `--config`. The default for `--config` is the config.yaml in `--out` if that exists, or
+            else the result of `saved_settings`, or else the `tiny` preset. Its key `out` is
+            ignored, and so are its data sources if `argv` sets one. From `--out`,
+            `data.accept_changes` and `checkpoint.resume` are ignored, too.
         prog: The name of the command in the text of `--help`.
-        initial_model: Returns the model options found in `train.init_from`. They take precedence
-            over the defaults, but not over the settings of `--config` or the command line.
+        initial_model: Takes `train.init_from` and `out`, and returns the model options found in
+            the former, by name. They take precedence over the defaults, but not over the settings
+            of `--config`, of the run directory or of the command line. Called only if
+            train.init_from is set.
         saved_settings: Returns the settings in the newest checkpoint of a run directory, or None.
             It is called if the directory has no readable config.yaml.
-        choices: Allowed values of keys such as `optimizer.name`, which higher layers define.
+        choices: Allowed values of keys such as `optimizer.name`, which higher layers define, and
+            the keys that each value uses; see `validate.Choices`. None does not check them.
 
     Raises:
         UsageError: If a file is missing or unreadable, or if a setting is unknown or malformed, has
@@ -119,7 +125,9 @@ def parse_args(
 def override_data(config: Config, argv: Sequence[str]) -> Config:
     """Return a validated copy of the configuration, with the `data.*` settings in `argv` applied.
 
-    Raises `UsageError` if `argv` contains any other setting, or if the result is not valid.
+    A data source in `argv` replaces all data sources of `config`. Unless `argv` sets them,
+    data.accept_changes and checkpoint.resume are reset to their defaults. Raises `UsageError` if
+    `argv` contains any other setting or a malformed one, or if the result is not valid.
     """
     given = _split_arguments(argv)
     for key in given:
@@ -137,8 +145,8 @@ def override_data(config: Config, argv: Sequence[str]) -> Config:
 def config_from_dict(values: Mapping[str, Any], origin: str) -> Config:
     """Rebuild a configuration from the output of `Config.to_dict`, without validating it.
 
-    Raises `UsageError` if a key is unknown or a value is malformed. For an unknown key, the message
-    begins with `origin`, for example the name of a file.
+    Missing keys have their default values. Raises `UsageError` if a key is unknown or a value is
+    malformed. For an unknown key, the message begins with `origin`, for example the name of a file.
     """
     return _build(_flatten(values, origin))
 
@@ -146,14 +154,15 @@ def config_from_dict(values: Mapping[str, Any], origin: str) -> Config:
 def config_from_file(path: Path) -> Config:
     """Return the configuration from a run's config.yaml, without validating it.
 
-    Raises `UsageError` if the file is unreadable, a key is unknown, or a value is malformed.
+    Missing keys have their default values. Raises `UsageError` if the file is unreadable, a key is
+    unknown, or a value is malformed.
     """
     return config_from_dict(_read_yaml(path), str(path))
 
 
 @functools.cache
 def settings() -> dict[str, Any]:
-    """Return the type of every setting, keyed by `section.key`."""
+    """Return the type of every setting, keyed by `section.key` or, at the top level, `key`."""
     out = {}
     for name, kind in typing.get_type_hints(Config, include_extras=True).items():
         if dataclasses.is_dataclass(kind):

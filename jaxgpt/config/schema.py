@@ -131,7 +131,10 @@ class ModelConfig:
 
     @property
     def matrix_elements(self) -> int:
-        """The number of elements in the weight matrices of all layers, excluding embeddings."""
+        """The number of elements in the weight matrices of all layers.
+
+        Embeddings and the output layer are excluded.
+        """
         mlp = (3 if self.mlp in ("swiglu", "geglu_tanh") else 2) * self.mlp_width
         attention = 2 * self.head_size * (self.n_head + self.kv_heads)
         return self.n_layer * self.n_embd * (attention + mlp)
@@ -419,7 +422,11 @@ class Config:
 
     @property
     def document_end(self) -> int | None:
-        """The ID of the token that ends a document; None if attention crosses documents."""
+        """The ID of the token that ends a document; None if attention crosses documents.
+
+        With data.document_mask, it is also None until data.end_of_text is set, by the user or by
+        `data.dataset.with_vocabulary`.
+        """
         return self.data.end_of_text if self.data.document_mask else None
 
     @property
@@ -433,7 +440,10 @@ class Config:
         return many and self.parallel.reduce_every == "step" and self.parallel.offload != "state"
 
     def scans_layers(self, on_cpu: bool) -> bool:
-        """Return whether to scan over layers; `on_cpu` decides if parallel.scan_layers is None."""
+        """Return whether to scan over layers.
+
+        If parallel.scan_layers is None, the answer is yes on CPUs and with parallel.offload=state.
+        """
         if self.parallel.scan_layers is None:
             return on_cpu or self.parallel.offload == "state"
         return self.parallel.scan_layers
@@ -446,7 +456,10 @@ class Config:
         return yaml.safe_dump(self.to_dict(), sort_keys=False)
 
     def replace(self, **changes: Any) -> "Config":
-        """Return a copy with changes, given as `section__key=value` or top-level `key=value`."""
+        """Return a copy with changes, given as `section__key=value` or top-level `key=value`.
+
+        The changes are not validated.
+        """
         config = self
         for name, value in changes.items():
             section, _, key = name.partition("__")

@@ -13,7 +13,10 @@ MAX_ELEMENTS = 10**15  # in the weight matrices of a model
 
 
 def validate(config: Config) -> None:
-    """Raise `UsageError` if settings contradict each other, regardless of data and devices."""
+    """Raise `UsageError` if settings are invalid or contradict each other.
+
+    This covers the rules that do not depend on the data or the devices.
+    """
     train, data, faults = config.train, config.data, config.faults
     skip_ranges(config)
     profile_range(config)
@@ -270,7 +273,8 @@ _SCHEDULES = {
 def check_choices(config: Config, given: Mapping[str, Sequence[str]], choices: Choices) -> None:
     """Raise `UsageError` if a choice is unknown, or if a setting in `given` has no effect.
 
-    `given` holds the strings for each key on the command line.
+    Only the keys in `choices`, `optimizer.schedule` and data.end_of_text are checked. `given` holds
+    the strings for each key on the command line.
     """
     if "data.end_of_text" in given and not config.data.document_mask:
         raise UsageError(

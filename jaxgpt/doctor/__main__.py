@@ -58,7 +58,7 @@ def parser() -> CommandParser:
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """Parse the command line.
 
-    Raises `UsageError` if an option is malformed or, on process 0, the run directory is not
+    Raises `UsageError` if an argument is unknown or malformed or, on process 0, `--out` is not
     writable.
     """
     arguments = parser().parse_args(argv)

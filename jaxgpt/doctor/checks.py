@@ -36,7 +36,7 @@ class Check:
 
 
 def machine_checks(job: Job, cluster: ProcessGroup, found: Mapping[str, Any]) -> list[Check]:
-    """Check the facts about all processes, and compare the clocks of their hosts.
+    """Return checks of the facts about all processes, and of the clocks of their hosts.
 
     Every process must call this. `found` is the result of `initialize_jax`.
     """
@@ -83,7 +83,10 @@ def check_launcher(job: Job, cluster: ProcessGroup) -> Check:
 
 
 def check_interface(job: Job, cluster: ProcessGroup, found: Mapping[str, Any]) -> Check:
-    """Check that the hosts of a known machine communicate over its high-speed network."""
+    """Check that the hosts of a known machine communicate over its high-speed network.
+
+    Only the coordinator's name, in `found` (see `initialize_jax`), is checked.
+    """
     if found["coordinator"] is None:
         return Check("interface", "OK", "not needed for a single process")
     # Leave out the host of process 0 (f.host is 0), which may reach itself only by loopback.
@@ -124,7 +127,11 @@ def check_devices(job: Job) -> Check:
 
 
 def check_accelerators(job: Job, machine: Machine | None) -> Check:
-    """Check that JAX uses all accelerators of every host, each in only one process."""
+    """Check that JAX uses all accelerators of every host, each in only one process.
+
+    Unused accelerators are accepted with JAX_PLATFORMS=cpu. They are also accepted on hosts of an
+    unknown machine where an environment variable selects the visible devices.
+    """
     on_cpu = job[0].platform == "cpu"
     for here in _by_host(job):
         host = here[0].host_name
@@ -152,7 +159,11 @@ def check_accelerators(job: Job, machine: Machine | None) -> Check:
 
 
 def check_resources(job: Job) -> list[Check]:
-    """Check that every process has enough memory, cores and shared memory."""
+    """Return three checks: that every process has enough memory, cores and shared memory.
+
+    Enough is `MEMORY_PER_PROCESS`, one core (or all cores of the host, if it has fewer cores than
+    processes), and `SHARED_MEMORY_PER_PROCESS`.
+    """
     n = Counter(f.host for f in job)
     cores = {here[0].host: len({c for f in here for c in f.cores}) for here in _by_host(job)}
     f = min(job, key=lambda f: f.memory / n[f.host])
@@ -182,7 +193,11 @@ def check_resources(job: Job) -> list[Check]:
 
 
 def check_clocks(cluster: ProcessGroup, clock: Callable[[], float] = time.time) -> Check:
-    """Compare the hosts' clocks, which timestamp logs and files. Every process must call this."""
+    """Compare the hosts' clocks, which timestamp logs and files.
+
+    A difference of more than `CLOCK_TOLERANCE` is a WARN. `clock` returns the time in seconds.
+    Every process must call this.
+    """
     if len(set(cluster.hosts)) == 1:
         return Check("clocks", "OK", "not needed on a single host")
     rounds = []

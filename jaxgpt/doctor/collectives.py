@@ -126,7 +126,7 @@ def measure_axis(
     allowed: float,
     set_activity: Callable[[str], None],
 ) -> list[Measurement]:
-    """Check and time all collectives over one axis.
+    """Check and time all collectives over one axis; return a measurement for each array size.
 
     Every collective runs with the smallest array. Larger arrays follow until `allowed` seconds have
     passed. After an error, or a call slower than `MAX_SECONDS`, a collective is not run with larger
@@ -154,10 +154,11 @@ def measure_axis(
 def try_on_all(
     activity: str, cluster: ProcessGroup, function: Callable[..., Any], *arguments: Any
 ) -> tuple[list[Any], str | None]:
-    """Call a function on every process; return the results by rank, and the first error or None.
+    """Call a function on every process; return the results by rank, and the lowest rank's error.
 
-    The results must be JSON values. A process prints its own error immediately, because the other
-    processes may be stuck in a collective and never receive it.
+    The result of a process that failed is None, and the error is None if none failed. The results
+    must be JSON values. A process prints its own error immediately, because the other processes may
+    be stuck in a collective and never receive it.
     """
     result = error = None
     try:
@@ -173,8 +174,9 @@ def try_on_all(
 def measure(mesh: Mesh, axis: str, collective: CollectiveTest, size: int) -> float:
     """Return the mean seconds per call of a collective on this process.
 
-    `size` is the size of the whole array in bytes, rounded up so that it is divisible by the number
-    of devices along the axis. Raises `ArithmeticError` if the result is wrong.
+    `size`, a key of `REPETITIONS`, is the size of the whole float32 array in bytes, rounded up so
+    that each device along the axis has an equal part. All processes call this together. Raises
+    `ArithmeticError` if the result is wrong.
     """
     n = mesh.shape[axis]
     part = -(-size // (4 * n))
@@ -201,16 +203,21 @@ def measure(mesh: Mesh, axis: str, collective: CollectiveTest, size: int) -> flo
 
 
 def pattern(device: Any, position: Any) -> Any:
-    """Return a device's input: small integers in float32, so that sums are exact in any order."""
+    """Return elements of devices' inputs: small integers in float32, so that sums are exact.
+
+    `device` and `position` are integer arrays, or integers, that broadcast against each other.
+    """
     return ((37 * device + position) % 1009).astype(np.float32)
 
 
 def check_result(
     mesh: Mesh, axis: str, collective: CollectiveTest, part: int, result: jax.Array
 ) -> None:
-    """Compare evenly spaced elements of this process's results with NumPy.
+    """Compare up to `CHECKED` evenly spaced elements of each local device's result with NumPy.
 
-    Raises `ArithmeticError` for the first wrong element.
+    `result` has one row for each device, in the order of the flattened mesh. `part` is the length
+    of the whole array divided by the number of devices along the axis. Raises `ArithmeticError` for
+    the first wrong element.
     """
     n = mesh.shape[axis]
     numbers = np.arange(mesh.size).reshape(mesh.devices.shape)  # rows of the input
@@ -234,7 +241,7 @@ def check_result(
 
 
 def collective_checks(measurements: Sequence[Measurement], peak: float | None) -> list[Check]:
-    """Return one check for each collective over an axis.
+    """Return one check for each collective over an axis, given the result of `measure_axis`.
 
     `peak` is the number of bytes/s that a device can send along the axis, or None if unknown.
     """

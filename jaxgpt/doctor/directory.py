@@ -22,8 +22,9 @@ IN_MEMORY = ("tmpfs", "ramfs")
 def directory_checks(cluster: ProcessGroup, directory: Path) -> list[Check]:
     """Check that all hosts can write to the run directory and see a file that process 0 wrote.
 
-    One process per host runs the checks. Returns the worst result of each check. Every process
-    must call this.
+    If the directory does not exist, its nearest existing parent is checked. One process per host
+    runs the checks. Returns the worst result of each check in `host_checks`, or a single FAIL if
+    process 0 cannot write. Every process must call this.
     """
     path = error = None
     mine: list[Check] = []
@@ -45,16 +46,21 @@ def directory_checks(cluster: ProcessGroup, directory: Path) -> list[Check]:
 
 
 def check_writable(directory: Path, option: str = "--out") -> None:
-    """Raise `UsageError` if no file can be created in `directory`, which `option` sets."""
+    """Raise `UsageError` if no file can be created in `directory`.
+
+    A directory that does not exist passes if its nearest existing parent is writable. `option` is
+    the name of the setting in the message.
+    """
     with scratch_file(directory, option):
         pass
 
 
 @contextlib.contextmanager
 def scratch_file(directory: Path, option: str = "--out") -> Iterator[str]:
-    """Yield the path of a temporary file in `directory`, or in its nearest existing parent.
+    """Yield the absolute path of a new file, and remove the file at the end of the block.
 
-    Raises a `UsageError` that names `option` if the file cannot be created.
+    The file is in `directory` or, if that does not exist, in its nearest existing parent. Raises a
+    `UsageError` that names `option` if the file cannot be created.
     """
     parents = (directory, *directory.absolute().parents)
     # os.path.exists returns False for a folder that is not accessible; Path.exists raises.
@@ -71,7 +77,11 @@ def scratch_file(directory: Path, option: str = "--out") -> Iterator[str]:
 
 
 def host_checks(path: str, cluster: ProcessGroup) -> list[Check]:
-    """Check that this host sees `path`, which process 0 wrote, and can write to its folder."""
+    """Check that this host sees `path`, which process 0 wrote, and can write to its folder.
+
+    This waits up to `ANSWER` seconds for the file. Returns a single FAIL, or two checks: the run
+    directory and its file system.
+    """
     directory, host = Path(path).parent, cluster.host_names[cluster.rank]
     deadline = time.monotonic() + ANSWER
     while not os.path.exists(path):

@@ -37,7 +37,8 @@ def collect_facts(cluster: ProcessGroup, coordinator: str | None) -> dict[str, A
     """Return JSON-serialisable facts about this process.
 
     Every process must call this, after JAX has started. `coordinator` is host:port, or None for a
-    single process.
+    single process. Comments below explain the keys. Raises `OSError` if there is no route to the
+    coordinator.
     """
     import jax
 

@@ -28,7 +28,10 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def end_leftovers(job: str) -> None:
-    """Kill the processes of `job`, the last attempt; raise `UsageError` if one does not die."""
+    """Kill this host's processes of `job`, the last attempt.
+
+    Raises `UsageError` if one is still there after `ANSWER` seconds.
+    """
     deadline = time.monotonic() + ANSWER
     while left := processes_of(job):
         for pid in left:
@@ -40,7 +43,10 @@ def end_leftovers(job: str) -> None:
 
 
 def processes_of(job: str) -> list[int]:
-    """Return the IDs of this user's other processes whose environment contains the job's name."""
+    """Return the IDs of other processes whose environment contains the job's name.
+
+    Only processes whose environment this user may read, on this host, are found. This needs /proc.
+    """
     marker, found = f"{JOB}={job}".encode(), []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit() and int(entry.name) != os.getpid():

@@ -38,7 +38,7 @@ def run_checks(
     directory: Path,
     as_json: bool,
 ) -> int:
-    """Run all checks, print the report, and return an exit status.
+    """Run all checks, print the report on process 0, and return an exit status.
 
     `found` is the result of `initialize_jax`. If `shape` is None, `default_mesh_shape` chooses the
     mesh. `directory` is the run directory to check. Every process must call this. The status is 1
@@ -66,7 +66,7 @@ def run_checks(
 
 
 def check_collectives(cluster: ProcessGroup, mesh: Mesh, report: "Report") -> None:
-    """Measure collectives over each mesh axis, and add a section to the report for each axis."""
+    """Measure collectives over each mesh axis of size 2 or more, and report each in a section."""
     axes = [axis for axis, n in mesh.shape.items() if n > 1]
     if not axes:
         finding = "nothing to measure with one device; try mpiexec -n 4, or --mesh 4,1,1"
@@ -88,6 +88,7 @@ class Report:
     """
 
     def __init__(self, cluster: ProcessGroup, job: dict[str, Any], as_json: bool):
+        """Start the monitor's thread. `job` is the result of `initialize_jax`."""
         self.checks: list[Check] = []
         self.measurements: list[Measurement] = []
         self._cluster, self._job, self._as_json = cluster, job, as_json
@@ -120,7 +121,10 @@ class Report:
         print(flush=True)
 
     def summarize(self) -> None:
-        """On process 0, print the number of checks per status, or the whole report as JSON."""
+        """On process 0, print the number of checks per status, or the whole report as JSON.
+
+        The keys of the JSON object are `status` (the worst), `job`, `checks` and `collectives`.
+        """
         counts = {s: sum(c.status == s for c in self.checks) for s in ("FAIL", "WARN", "OK")}
         text = ", ".join(f"{n} {status}" for status, n in reversed(counts.items()))
         if self._as_json:

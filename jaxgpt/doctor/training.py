@@ -57,7 +57,10 @@ def train_ten_steps(cluster: ProcessGroup) -> tuple[list[float], list[str]]:
 
 
 def training_check(cluster: ProcessGroup) -> Check:
-    """Train ten steps on all processes, and compare losses and parameters across processes."""
+    """Train ten steps on all processes, and compare losses and parameters across processes.
+
+    All processes call this together.
+    """
     found, error = try_on_all("training", cluster, train_ten_steps, cluster)
     if error:
         return Check("training", "FAIL", error, "see the error messages above this report")

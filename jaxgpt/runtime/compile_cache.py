@@ -17,11 +17,14 @@ OFF = "off"
 def use_compile_cache(directory: str, cluster: ProcessGroup) -> str:
     """Set up JAX's persistent compilation cache in `directory`; return a log line.
 
-    Every process must call this, after JAX has started. If `directory` is `off`, there is no cache.
-    Otherwise, JAX_COMPILATION_CACHE_DIR overrides `directory`. If the folder is unsuitable, JAX
-    compiles without a cache, and the log line says why. In a CPU job on one host, process 0
-    compiles for all processes. If several multi-process CPU jobs run at the same time, only the
-    first one writes to the cache.
+    Every process must call this, after JAX has started. If `directory` is empty, `off`, `none` or
+    `null`, there is no cache. Otherwise, JAX_COMPILATION_CACHE_DIR overrides `directory`. The cache
+    is in a subfolder for the type of processor. If it is unsuitable, JAX compiles without a cache,
+    and the log line says why.
+
+    A multi-process CPU job locks the subfolder until `cluster` closes. If it cannot, for example
+    because another job has locked it, the cache is read-only. Otherwise, if all processes are on
+    one host, process 0 compiles for all of them.
     """
     import jax
 
@@ -64,7 +67,8 @@ def use_compile_cache(directory: str, cluster: ProcessGroup) -> str:
 class CacheUse:
     """Counts compile-cache requests and hits. `str` returns `off`, `not used`, `hit` or `miss`.
 
-    Counting begins when the object is created. `hit` means that all programs came from the cache.
+    Counting begins when the object is created. `hit` means that all programs since then came from
+    the cache.
     """
 
     def __init__(self):
@@ -88,7 +92,7 @@ class CacheUse:
 
 
 def cpu_signature() -> str:
-    """Return a hash of the processor type, since XLA may compile different code for each type."""
+    """Return a hash (12 hex digits) of the processor type, because XLA's code depends on it."""
     found = [platform.machine()]
     info = Path("/proc/cpuinfo")
     if info.exists():  # Linux

@@ -18,8 +18,9 @@ def cpu_devices_per_process(shape: MeshShape, cluster: ProcessGroup) -> int:
     JAX_NUM_CPU_DEVICES is set. If the mesh contains -1, each process simulates just enough devices
     for the product of the other sizes to divide the total.
 
-    Raises `UsageError` if the number of processes does not divide the product, if a process would
-    need more than `MAX_CPU_DEVICES` devices, or if JAX_NUM_CPU_DEVICES is invalid.
+    Raises `UsageError` if the number of processes does not divide the product of a mesh without -1,
+    if a process would need more than `MAX_CPU_DEVICES` devices, or if JAX_NUM_CPU_DEVICES is
+    invalid.
     """
     wanted = os.environ.get("JAX_NUM_CPU_DEVICES")
     if wanted is not None:
@@ -47,12 +48,13 @@ def cpu_devices_per_process(shape: MeshShape, cluster: ProcessGroup) -> int:
 
 
 def local_device_ids(cluster: ProcessGroup) -> list[int] | None:
-    """Return the indices of this process's accelerators, or None to use all visible ones.
+    """Return the indices of this process's accelerators among the visible ones, or None for all.
 
-    Processes on one host that see the same accelerators divide them evenly. If a process sees only
-    one accelerator, or no other process sees the same ones, it uses them all. For Intel GPUs, this
-    also sets ZE_AFFINITY_MASK. All processes must call this. Raises `UsageError` on all of them if
-    processes outnumber the accelerators that they share.
+    Processes on one host that see the same accelerators get an equal number of them, and any
+    remainder is unused. If a process sees only one accelerator, or no other process sees the same
+    ones, the result is None, as it is on CPUs. When Intel GPUs are divided, this also sets
+    ZE_AFFINITY_MASK. All processes must call this. Raises `UsageError` on all of them if processes
+    see the same two or more accelerators but outnumber them.
     """
     visible = next((os.environ[v] for v in VISIBLE_VARIABLES if os.environ.get(v)), None)
     everyone = zip(cluster.allgather(visible), cluster.hosts, strict=True)

@@ -48,22 +48,27 @@ def initialize_jax(
 ) -> dict[str, Any]:
     """Start JAX on this process, and connect the processes if the job has several.
 
-    Every process must call this.
+    Every process must call this. It sets environment variables and the JAX settings in `PINNED`. In
+    a job with several processes, it also unsets proxy variables and hides what C++ prints to
+    stdout.
 
     Args:
         cluster: the processes of the job.
         shape: mesh shape, which determines the number of simulated devices on CPUs.
         on_phase: called with the name of each startup phase when it begins.
-        preemption: whether JAX catches SIGTERM for `preemption_sync_point`.
+        preemption: whether JAX catches SIGTERM for `preemption_sync_point`, if the job has several
+            processes.
         allow_cpu: accept CPUs even if accelerators are expected (the doctor reports this itself).
 
     Returns:
-        Facts about the job, its devices and JAX for the log and `cluster.json`; see `describe`.
+        Facts about the job, its devices and JAX for the log and `cluster.json`, as a dict that JSON
+        can represent. `coordinator` is host:port, or None for a single process, and `notes` are log
+        lines.
 
     Raises:
         PeerLost: if the coordinator cannot be reached.
-        UsageError: if the devices do not start or do not fit the mesh or the processes, or if an
-            environment variable is invalid.
+        UsageError: if the devices do not start, if processes outnumber the accelerators, if a mesh
+            of CPU devices does not fit the processes, or if an environment variable is invalid.
     """
     on_phase("imports")
     add_xla_flags(*CPU_COLLECTIVES)
@@ -160,7 +165,8 @@ def _facts(cluster: ProcessGroup, devices: list[Any]) -> dict[str, Any]:
 def preemption_sync_point(step: int, requested: bool) -> bool | None:
     """Return whether all processes stop after `step`, or None if this is the only process.
 
-    `requested` is True if this process has just been asked to stop. Every process must call this.
+    `requested` is True if this process has just been asked to stop; it then sends itself SIGTERM,
+    which JAX must catch (see `initialize_jax`). Every process must call this for each step.
     """
     import jax
 

@@ -19,7 +19,8 @@ QUICK_FUSIONS = ("--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitter
 def add_xla_flags(*flags: str) -> None:
     """Prepend missing flags to XLA_FLAGS, so that the user's flags win: XLA uses the last value.
 
-    Raises `UsageError` if XLA_FLAGS is the name of a file.
+    Raises `UsageError` if XLA_FLAGS is set but does not begin with a dash, because it then names a
+    file.
     """
     given = os.environ.get(VARIABLE, "").strip()
     if given and not given.startswith("-"):

@@ -53,7 +53,8 @@ def update(
 ) -> tuple[SpikeState, Detection]:
     """Check the loss and gradient norm (scalars) of a step, and add them to the window.
 
-    Return the next state and the detection.
+    In the window, values above the limits are replaced by the limits. A step with a non-finite
+    value is not added. Return the next state and the detection. `state` must not be empty.
     """
     window, values = state["window"], jnp.stack([loss, grad_norm]).astype(jnp.float32)
     medians, limits = spike_thresholds(window, spike)
@@ -76,8 +77,9 @@ def detect_and_gate(
 ) -> tuple[SpikeState, Detection, jax.Array | None]:
     """Return the next state, the detection, and whether to apply the update of this step.
 
-    `loss` and `grad_norm` are scalars. The third result is a boolean scalar. With spike.action=off
-    it is None, because every update is applied.
+    `loss` and `grad_norm` are scalars. The third result is a boolean scalar: False for a non-finite
+    step and, with spike.action=skip_update, for any spike. With spike.action=off it is None,
+    because every update is applied.
     """
     if spike.action == "off":
         unknown = jnp.full(2, jnp.inf, jnp.float32)
@@ -91,7 +93,8 @@ def detect_and_gate(
 def spike_thresholds(window: jax.Array, spike: SpikeConfig) -> tuple[jax.Array, jax.Array]:
     """Return the medians and the spike thresholds of a full window: two float32 arrays (2,).
 
-    The first element of each is for losses, and the second is for gradient norms.
+    `window` is float32 (2, spike.window), as in `init_spike_state`. The first element of each is
+    for losses, and the second is for gradient norms.
     """
     medians = _medians(window)
     deviations = DEVIATION_PER_MAD * _medians(jnp.abs(window - medians[:, None]))

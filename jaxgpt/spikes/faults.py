@@ -14,10 +14,11 @@ from jaxgpt.spikes.skip import SkipRanges
 
 
 def inject_nan(config: Config, loss: jax.Array, mesh: Mesh, step: jax.Array) -> jax.Array:
-    """Return a loss whose gradient is NaN on device faults.nan_device at step faults.nan_step.
+    """Return a loss that is NaN on device faults.nan_device at step faults.nan_step.
 
-    It is also NaN on the devices that compute the same rows of the batch. `loss` and `step` are
-    scalars. Call this inside `jax.shard_map`.
+    Its gradient is also NaN. The same holds on the devices that compute the same rows of the batch.
+    Elsewhere, the loss is unchanged. `loss` and `step` are scalars. Call this inside
+    `jax.shard_map`.
     """
     faults = config.faults
     if faults.nan_step is None:

@@ -27,17 +27,18 @@ class NoRewind(Exception):
 
 
 def read_rewinds(directory: Path) -> list[dict[str, Any]]:
-    """Return all rewinds of a run, oldest first.
+    """Return all rewinds of a run, oldest first; an empty list if there are none.
 
-    A rewind has the values of its spike's record (`SpikeRecord`) and these keys:
+    A rewind has the values of its spike's record (`SpikeRecord`) except `kind`, `step` and
+    `action`, and these keys:
 
     - `spike`: the step of the spike.
     - `to`: the step of the checkpoint that the run went back to; 0 is the initial state.
-    - `skip`: the first and the last step whose batches are skipped.
-    - `dropped`: the first and the last abandoned step.
+    - `skip`: a list of the first and the last step whose batches are skipped.
+    - `dropped`: a list of the first and the last abandoned step.
     - `done`: whether the checkpoints of the abandoned steps have been removed.
 
-    Raises `UsageError` if rewinds.json is damaged.
+    Raises `UsageError` if rewinds.json is damaged or unreadable.
     """
     path = directory / FILE
     try:
@@ -66,9 +67,11 @@ def decide_rewind(
     last: int,
     sizes: BatchSizes,
 ) -> dict[str, Any]:
-    """Return the rewind for a spike, in the format of `read_rewinds`.
+    """Return the rewind for a spike, in the format of `read_rewinds`, without committing it.
 
     Args:
+        config: the configuration; spike.action must be rewind.
+        directory: the run directory.
         saved: the steps of the undamaged checkpoints.
         spike: the record of the spike, as a dict.
         last: the last step that the run has completed.
@@ -111,6 +114,8 @@ def decide_rewind(
 def rewinds_in_a_row(rewinds: list[dict[str, Any]], to: int) -> int:
     """Return how many of the latest rewinds in a row went back to step `to` or later.
 
+    `rewinds` is the result of `read_rewinds`.
+
     Counting stops at a rewind to an earlier step, because the run has made progress since.
     """
     count = 0
@@ -134,8 +139,8 @@ def commit_rewind(directory: Path, rewind: dict[str, Any], to: int) -> None:
     """Write a rewind to rewinds.json, and replace the abandoned steps in metrics.jsonl with it.
 
     `to` is the step of the restored checkpoint, which is older than `rewind["to"]` if the
-    checkpoint of that step was damaged. `rewind` may be the pending rewind. Raises `UsageError` if
-    a file cannot be written.
+    checkpoint of that step was damaged. `rewind` has the format of `read_rewinds`, and may be the
+    pending rewind. Raises `UsageError` if a file cannot be written or rewinds.json is damaged.
     """
     rewinds = [r for r in read_rewinds(directory) if r["done"]]
     rewind = {**rewind, "to": to, "dropped": [to + 1, rewind["dropped"][1]]}
@@ -164,8 +169,9 @@ def commit_rewind(directory: Path, rewind: dict[str, Any], to: int) -> None:
 def finish_rewind(directory: Path) -> None:
     """Remove the checkpoints of abandoned steps, and mark the last rewind as done.
 
-    Raises `OSError` if a checkpoint cannot be removed, and `UsageError` if rewinds.json cannot be
-    written. The removal is then retried when the run is next started.
+    The run must have a rewind. Raises `OSError` if a checkpoint cannot be removed, and `UsageError`
+    if rewinds.json is damaged or cannot be written. The removal is then retried when the run is
+    next started.
     """
     rewinds = read_rewinds(directory)
     for step in reversed(list_checkpoints(directory)):

@@ -14,7 +14,7 @@ SHOWN_ROWS = 2
 
 
 def spike_line(record: dict[str, Any]) -> str:
-    """Return the console line about a spike, given its record."""
+    """Return the console line about a spike, given its `SpikeRecord.to_dict()`."""
     text = (
         f"step={record['step']} spike ({record['cause']}): loss={record['loss']:.4f} "
         f"gnorm={record['grad_norm']:.3f}"
@@ -25,7 +25,7 @@ def spike_line(record: dict[str, Any]) -> str:
 
 
 def rewind_line(rewind: dict[str, Any]) -> str:
-    """Return the console line about a rewind from rewinds.json."""
+    """Return the console line about a rewind, in the format of `read_rewinds`."""
     (first, last), (from_, to) = rewind["dropped"], rewind["skip"]
     return (
         f"rewound to step {rewind['to']} because of the spike at step {rewind['spike']}: steps "
@@ -40,13 +40,13 @@ def rows_text(rows: list[dict[str, Any]]) -> str:
 
 
 def skipped_ranges(records: list[dict[str, Any]]) -> list[tuple[int, int]]:
-    """Return the (first, last) steps of each range that was skipped."""
+    """Return the (first, last) steps of each range that was skipped, given a run's records."""
     steps = [r["step"] for r in records if r["kind"] == "train" and r["skipped"]]
     return list(SkipRanges((step, step) for step in steps).ranges)
 
 
 def spikes_table(records: list[dict[str, Any]]) -> str:
-    """Return a table of a run's spikes, skips and rewinds as text, sorted by step."""
+    """Return a table of the spikes, skips and rewinds in a run's records, sorted by step."""
     rows = sorted(_rows(records), key=lambda row: row[0])
     if not rows:
         return "no spikes, skips or rewinds"
@@ -72,9 +72,10 @@ def _rows(records: list[dict[str, Any]]) -> Iterator[tuple[Any, ...]]:
 
 
 def draw_spikes(records: list[dict[str, Any]], title: str, path: Path) -> None:
-    """Save a PNG of the loss curve with its spikes, skips and rewinds.
+    """Plot the loss curve of a run's records, with its spikes, skips and rewinds, to a file.
 
-    Raises `UsageError` if matplotlib is not installed, or if the file cannot be written.
+    The extension of `path` sets the format; without one, `.png` is appended. Raises `UsageError` if
+    matplotlib is not installed or does not know the format, or if the file cannot be written.
     """
     try:
         from matplotlib.figure import Figure

@@ -51,9 +51,11 @@ class Trackers:
     """All trackers of a run. If a tracker fails, this prints a warning and continues to call it."""
 
     def __init__(self, run: Any, resume_step: int | None, say: Callable[[str], None]):
-        """Open metrics.jsonl, samples.txt and the trackers in train.trackers.
+        """Open metrics.jsonl, samples.txt, the trackers in train.trackers and the supervisor link.
 
-        `say` prints a warning. Raises `UsageError` if metrics.jsonl cannot be written.
+        All but the first two run in separate threads. `run` and `resume_step` are as in
+        `Tracker.open`. `say` prints a warning. Raises `UsageError` if metrics.jsonl cannot be
+        written.
         """
         self._say = say
         self._failing: set[str] = set()

@@ -10,7 +10,10 @@ LIMIT = 10_000  # maximum number of buffered lines, beyond which the oldest are 
 
 
 class AppendedFile:
-    """A text file. Lines that cannot be written stay in memory until the next call."""
+    """A text file. Lines that cannot be written stay in memory until the next call.
+
+    At most the newest `LIMIT` lines stay.
+    """
 
     def __init__(self, path: Path, keep: bool = True):
         """Set the path; the first write opens the file, and truncates it unless `keep` is set."""

@@ -13,9 +13,10 @@ LIMIT = 1000  # maximum number of records that a tracker may be behind
 class BackgroundTracker:
     """Runs a tracker in its own thread.
 
-    Each method raises the error from the tracker's latest call if that call failed, and
-    `TimeoutError` if the tracker is `LIMIT` records behind. The tracker continues to receive calls
-    after an error. If its `open` fails, `open` is retried before the next call.
+    Each method raises the error from the tracker's latest call if that call failed. If the tracker
+    is `LIMIT` records behind, the new record is dropped and the method raises `TimeoutError`. The
+    tracker continues to receive calls after an error. If its `open` fails, `open` is retried before
+    the next call.
     """
 
     def __init__(self, tracker: Any):

@@ -32,7 +32,8 @@ class Console:
     def info(self, text: str, full: str = "") -> None:
         """Print `text` above the progress bar, and write it to train.log with the time.
 
-        If `full` is given, it replaces `text` in train.log.
+        If `full` is given, it replaces `text` in train.log. Raises `BrokenPipeError` if the program
+        that reads the output has exited. Other errors only cause a warning.
         """
         if not self._enabled:
             return

@@ -57,8 +57,9 @@ def train_line(
 ) -> str:
     """Return `TrainRecord.to_dict()` as text: `step=100/300 loss=2.4527 ...`.
 
-    The numbers with the highest rank are dropped until the line fits into `width` columns. If
-    `width` is None, all numbers are kept.
+    The line of a skipped step has only its learning rate. Unknown numbers and zero counts of
+    skipped and non-finite steps are left out. If `width` is given, the numbers with the highest
+    rank are dropped until the line fits into `width` columns, or only the step is left.
     """
     start = f"step={record['step']}/{max_iters}"
     if record["skipped"]:
@@ -81,7 +82,10 @@ def train_line(
 def legend(
     record: Mapping[str, Any], figures: Mapping[str, Figure], with_slowest: bool
 ) -> dict[str, str]:
-    """Return the meaning of each number in a run's training lines, keyed by its console name."""
+    """Return the meaning of each number in a run's training lines, keyed by its console name.
+
+    `record` is one of the run's records, and `with_slowest` includes the slowest process.
+    """
     out = {"step": "optimizer step (from 1) / last step"}
     for name, figure in figures.items():
         if name != "slowest_over_mean" or with_slowest:

@@ -24,7 +24,7 @@ NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 class JsonLines:
     """Writes metrics.jsonl. Non-finite numbers become null.
 
-    If a write or a rewind fails, the next call retries it first.
+    If a write or a rewind fails, the method raises an error, and the next call retries it first.
     """
 
     def open(self, run: Any, resume_step: int | None) -> None:
@@ -32,7 +32,8 @@ class JsonLines:
 
         Records of `PERSISTENT_KINDS` are kept. If the file has other records but there is no
         checkpoint to resume from, it is first copied to metrics.jsonl.old (or metrics.jsonl.old.2
-        and so on). Raises `UsageError` if the file cannot be written.
+        and so on). Raises `UsageError` if the file cannot be written, and `OSError` if it exists
+        but cannot be read.
         """
         self._path = path = run.directory / METRICS
         self._rewind_to: int | None = None
@@ -126,7 +127,7 @@ def atomic_write_text(path: Path, text: str) -> None:
 
 
 def json_line(record: dict[str, Any]) -> str:
-    """Return a record as a line of JSON.
+    """Return a record as a line of JSON that ends with a newline.
 
     Non-finite numbers become null. If there are any, the line has `"nonfinite": true`.
     """
@@ -153,8 +154,8 @@ def truncate_metrics(
 ) -> None:
     """Drop the steps after `step` from a metrics.jsonl, except records of `PERSISTENT_KINDS`.
 
-    The record `replaces` is dropped, too, and `record` is appended. Raises `UsageError` if the file
-    cannot be written.
+    Damaged lines and the record `replaces` are dropped, too, and `record` is appended. Raises
+    `UsageError` if the file cannot be written, and `OSError` if it cannot be read.
     """
     kept = [line for line, r in _whole_lines(path) if r != replaces and _stays(r, step)]
     atomic_write_text(path, "".join(kept) + (json_line(record) if record else ""))

@@ -37,8 +37,8 @@ class TrainRecord(Record):
     consumed_tokens: int
     skipped: bool = False
     corpora: Mapping[str, Mapping[str, float | None]] | None = None
-    """For each corpus, its tokens so far and its mean loss since the last record. None if there is
-    only one corpus."""
+    """For each corpus, its `tokens` so far and its mean `loss` since the last record. The loss is
+    None if it had no rows. The field is None if there is only one corpus."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +48,8 @@ class EvalRecord(Record):
     kind = "eval"
     train_loss: float
     val_loss: float
-    corpora: Mapping[str, Mapping[str, float | None]] | None = None  # the same for each corpus
+    # The same for each corpus: `train_loss` and `val_loss`. None if there is only one corpus.
+    corpora: Mapping[str, Mapping[str, float | None]] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,16 +62,20 @@ class SampleRecord(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class SpikeRecord(Record):
-    """A step whose loss or gradient norm is a spike or is not finite."""
+    """A step whose loss or gradient norm is a spike or is not finite.
+
+    `median` and `limit` are those of the loss or of the gradient norm, whichever is the cause. They
+    are None if the cause is `nonfinite`.
+    """
 
     kind = "spike"
     loss: float
     grad_norm: float
-    cause: str
-    action: str
+    cause: str  # loss, grad_norm or nonfinite
+    action: str  # log, skip_update or rewind
     median: float | None = None
     limit: float | None = None
-    rows: list[dict[str, Any]] = field(default_factory=list)  # rows with the highest losses
+    rows: list[dict[str, Any]] = field(default_factory=list)  # result of `spikes.record.worst_rows`
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,7 +106,7 @@ class CorruptionRecord(Record):
 
     kind = "corruption"
     found: int  # the step after which the devices were compared
-    devices: list[str]
+    devices: list[str]  # such as `device 3 of the mesh (process 1 on host a)`
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,9 +11,12 @@ from jaxgpt.tracking.records import Record
 
 
 class SupervisorLink:
-    """Sends a JSON line for each training record and each complete checkpoint.
+    """Sends a JSON line for each training record, complete checkpoint and rewind.
 
-    The connection stays open while process 0 runs.
+    It also sends one when it opens and when it closes. The keys are `job`, `run` (the run
+    directory), `resumed` and `saved` (steps of the checkpoint that the run resumed from and of the
+    newest one; 0 if there is none), `step` and `ending`. The connection stays open while process 0
+    runs. Methods raise `OSError` if a line cannot be sent.
     """
 
     def __init__(self) -> None:

@@ -95,7 +95,10 @@ def speed(
 
 
 def nanogpt(commands: Commands) -> Iterator[Row]:
-    """Compare speed with nanoGPT's in alternating runs, using the same initial weights and data."""
+    """Compare speed with nanoGPT's in alternating runs, using the same initial weights and data.
+
+    Raises `Missing` without the comparison scripts or a clone of nanoGPT.
+    """
     script, clone = ROOT / "tests/peers/nanogpt.py", commands.nanogpt
     if not script.exists():
         raise Missing("the comparison scripts; run from a clone of jaxgpt")
@@ -176,7 +179,10 @@ def profile(commands: Commands) -> Iterator[Row]:
 
 
 def shakespeare(commands: Commands) -> Iterator[Row]:
-    """Train a small Shakespeare model: to the end on a GPU, or for 250 steps on a CPU."""
+    """Train a small Shakespeare model: to the end on a GPU, or for 250 steps on a CPU.
+
+    Raises `Missing` if the data has not been prepared.
+    """
     if not (dataset_directory(DataConfig(dataset="shakespeare_char")) / "train.bin").exists():
         raise Missing("Tiny Shakespeare; run python -m jaxgpt.prepare shakespeare_char")
     gpu = ("--config", "shakespeare_char", "train.dtype=bfloat16")
@@ -202,19 +208,29 @@ CHECKS = {  # name -> (function, time limit in seconds)
 
 
 def train(commands: Commands, name: str, *words: str, **variables: str) -> Path:
-    """Run training to the end; return the run directory."""
+    """Run training to the end; return the run directory, `name` in the check's folder.
+
+    `words` are the arguments, and `variables` are added to the environment. Raises errors as
+    `Commands.run` does.
+    """
     out = commands.folder / name
     commands.run("jaxgpt.train", *words, "--out", str(out), **variables)
     return out
 
 
 def history(out: Path) -> list[tuple[float, float]]:
-    """Return the loss and the gradient norm of each training step that a run has logged."""
+    """Return the loss and the gradient norm of each training step that a run has logged.
+
+    Non-finite numbers are None. Raises `OSError` if metrics.jsonl cannot be read.
+    """
     return [(r["loss"], r["grad_norm"]) for r in read_records(out / "metrics.jsonl", "train")]
 
 
 def relative_difference(
     found: Sequence[tuple[float, float]], expected: Sequence[tuple[float, float]]
 ) -> float:
-    """Return the largest relative difference between the losses of corresponding steps."""
+    """Return the largest difference between losses of corresponding steps, relative to `expected`.
+
+    Both have (loss, gradient norm) for each step, and the same number of steps.
+    """
     return max(abs(x - y) / abs(y) for (x, _), (y, _) in zip(found, expected, strict=True))

@@ -78,10 +78,11 @@ def main(argv: Sequence[str]) -> NoReturn:
 
 
 def run_check(function: Callable[..., Any], commands: Commands) -> dict[str, Any]:
-    """Run a check in an empty folder; return its status, reason, seconds and rows.
+    """Empty the check's folder, run the check, and return a dict for `Results`.
 
-    The status is done, missing (data or tools), cut off (by the time limit) or failed. The reason
-    is empty if the status is done.
+    Its keys are status, reason, seconds and rows, which have the fields of `Row`. The status is
+    done, missing (data or tools), cut off (by the time limit) or failed. The reason is empty if the
+    status is done.
     """
     began, rows = time.monotonic(), []
     status, reason = "done", ""
@@ -105,7 +106,8 @@ def run_check(function: Callable[..., Any], commands: Commands) -> dict[str, Any
 def read_results(out: Path) -> Results:
     """Return the results that an earlier call wrote to prove.json in `out`, or an empty dict.
 
-    Creates the folder `out`. Raises `UsageError` if this fails or prove.json is malformed.
+    Creates the folder `out`. Raises `UsageError` if this fails or prove.json is unreadable or
+    malformed.
     """
     path = out / "prove.json"
     try:

@@ -27,7 +27,7 @@ class Row(NamedTuple):
 
     name: str
     value: float | str | None
-    unit: str = ""
+    unit: str = ""  # "%" if the value is a fraction, to be shown as a percentage
     note: str = ""
     goal: str = ""  # empty if the row has no goal
     met: bool | None = None
@@ -53,7 +53,11 @@ def row(
     at_most: float | None = None,
     source: str = "",
 ) -> Row:
-    """Return a row, with a goal if a bound is given. `source` names the origin of the goal."""
+    """Return a row, with a goal if a bound is given; give at most one bound.
+
+    If `unit` is "%", `value` and the bound are fractions. A value of None or NaN misses the goal.
+    `source` names the origin of the goal.
+    """
     bound = at_most if at_least is None else at_least
     if bound is None:
         return Row(name, value, unit, note)
@@ -65,9 +69,20 @@ def row(
 
 
 class Commands:
-    """Runs the commands of one check, and appends their output to `log` in the check's folder."""
+    """Runs the commands of one check, and appends their output to `log` in the check's folder.
+
+    The output of a `run`, `report` or `json` that reaches the time limit is lost.
+    """
 
     def __init__(self, folder: Path, seconds: float, nanogpt: Path | None, torch: str):
+        """Start the time limit of `seconds`, which applies to all commands together.
+
+        Args:
+            folder: the check's folder, which must exist when a command starts.
+            seconds: the time limit.
+            nanogpt: path of a clone of nanoGPT, if there is one.
+            torch: a Python executable that can import PyTorch.
+        """
         self.folder, self.nanogpt, self.torch = folder, nanogpt, torch
         self.on_gpu = accelerator_expected()
         self._deadline = time.monotonic() + seconds
@@ -98,14 +113,20 @@ class Commands:
         return stdout, stderr, process.returncode
 
     def report(self, module: str, *words: str) -> str:
-        """Like `run`, for a command that exits with status 1 to report a problem."""
+        """Return the stdout of a command that exits with status 1 to report a problem.
+
+        Raises errors as `run` does, but accepts status 1.
+        """
         stdout, stderr, status = self._run(module, words, {})
         if status not in (0, 1):
             raise CommandFailed(f"{module} ended with status {status}: {stderr.strip()}")
         return stdout
 
     def json(self, module: str, *words: str) -> dict[str, Any]:
-        """Run a command with --json as `run` does, and return the JSON object that it prints."""
+        """Run a command with --json as `run` does, and return the JSON object that it prints.
+
+        Raises errors as `run` does, and `ValueError` if there is no JSON object in the output.
+        """
         printed = self.run(module, *words, "--json")
         return json.loads(printed[printed.index("{") :])
 
@@ -113,7 +134,7 @@ class Commands:
         """Start a command, and kill it as soon as `reached` returns True.
 
         Raises:
-            CommandFailed: if the command ends earlier.
+            CommandFailed: if the command ends earlier, or something else kills it.
             subprocess.TimeoutExpired: if `reached` still returns False at the check's time limit.
         """
         command, is_reached = command_line(module, words), False
