@@ -148,7 +148,7 @@ def test_a_file_is_a_configuration_too(tmp_path):
         ),
         (["optimizer.warmup_iters=3000000000"], ["3000000000", "less than 2^31"]),
         (["model.vocab_size=9999999999999"], ["9999999999999", "less than 2^31"]),
-        (["train.batch_size=100000000"], ["batch_size=100000000", "less than 2^31"]),
+        (["train.batch_size=100000000"], ["batch_size=100000000", "fewer than 2^31"]),
         (["out=~nosuchuser/x"], ["out=~nosuchuser/x", "no home directory"]),
         (["--train-range-to-skip", "0", "2"], ["0 2", "1 <= first"]),
         (["train.gradient_accumulation_steps=5"], ["gradient_accumulation_steps=5", "24"]),
