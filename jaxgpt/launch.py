@@ -75,10 +75,11 @@ def main(argv: list[str] | None = None) -> None:
         layout = make_layout(arguments, command)
         if not arguments.print:  # before Open MPI's command line lists the variables to pass
             os.environ.setdefault(JOB_START, f"{time.time():.3f}")
-        launcher = find_launcher(layout, os.environ)
+        launcher, name = find_launcher(layout, os.environ)
         if command[0] in ("python", "python3"):
             command = [sys.executable, *command[1:]]
         print(f"launch: {layout}", file=sys.stderr, flush=True)
+        print(f"launch: using {name}", file=sys.stderr, flush=True)
         if arguments.restarts and not arguments.print:
             limits = arguments.restarts, arguments.give_up_after
             sys.exit(Supervisor(layout, launcher, command, *limits).run())

@@ -28,19 +28,25 @@ AURORA_CPUS = "list:1-8:9-16:17-24:25-32:33-40:41-48:53-60:61-68:69-76:77-84:85-
 
 @pytest.fixture
 def job(monkeypatch, tmp_path, capsys):
-    """Return the output of --print in a job with this environment and a launcher of this name."""
+    """Return the output of --print in a job with this environment and a launcher of this name.
+
+    `own` names an mpiexec that is installed with this Python, in an activated environment.
+    `job.messages` holds the messages of the last call.
+    """
     for variable in list(os.environ):
         monkeypatch.delenv(variable)
     monkeypatch.setattr(launchers, "count_accelerators", lambda: 0)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(64)))
-    binaries = tmp_path / "bin"
+    binaries, venv = tmp_path / "bin", tmp_path / "venv"
     binaries.mkdir()
-    monkeypatch.setattr(sys, "executable", str(binaries / "python"))
-    monkeypatch.setenv("PATH", str(binaries))
+    venv.mkdir()
+    monkeypatch.setattr(sys, "executable", str(venv / "python"))
+    monkeypatch.setenv("PATH", f"{venv}:{binaries}")
 
-    def line(*options, mpi=None, hosts=None, srun=False, **environ):
-        if mpi is not None:
-            program(binaries / "mpiexec", f"echo '{VERSIONS.get(mpi, mpi)}'")
+    def line(*options, mpi=None, own=None, hosts=None, srun=False, **environ):
+        for folder, name in ((binaries, mpi), (venv, own)):
+            if name is not None:
+                program(folder / "mpiexec", f"echo '{VERSIONS.get(name, name)}'")
         if srun:
             program(binaries / "srun", "exit 1")
         if hosts is not None:
@@ -49,7 +55,10 @@ def job(monkeypatch, tmp_path, capsys):
         for variable, value in environ.items():
             monkeypatch.setenv(variable, value)
         main([*options, "--print", "--", "train"])
-        printed = capsys.readouterr().out.replace(f"{binaries}/", "").replace(f"{tmp_path}/", "")
+        printed, line.messages = (
+            text.replace(f"{binaries}/", "").replace(f"{tmp_path}/", "")
+            for text in capsys.readouterr()
+        )
         assert printed.endswith(" train\n")
         return printed.removesuffix(" train\n")
 
@@ -164,6 +173,40 @@ def test_without_a_scheduler_this_host_takes_all(job, mpi, line):
     assert job("-n", "8", mpi=mpi) == line
 
 
+NERSC = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "nid[001234,001240]", "srun": True}
+
+
+@pytest.mark.parametrize("own", ["MPICH", None])
+@pytest.mark.parametrize(
+    ("environ", "line", "reason"),
+    [
+        ({"hosts": POLARIS, "mpi": "PALS"}, "mpiexec --envall -n 8", "Cray PALS, on Polaris"),
+        ({"hosts": AURORA, "mpi": "PALS"}, "mpiexec --envall -n 24", "Cray PALS, on Aurora"),
+        (NERSC | {"NERSC_HOST": "perlmutter"}, "srun -u --wait=120 -N 2 -n 8",
+         "srun, on Perlmutter"),
+        (NERSC, "srun -u --wait=120 -N 2 -n 2", "srun, in job 7"),
+        ({"hosts": "a b", "mpi": "Open MPI"}, "mpiexec -n 2 --bind-to none",
+         "Open MPI, in job 1.server"),
+    ],
+)  # fmt: skip
+def test_the_sites_launcher_comes_before_the_environments(job, own, environ, line, reason):
+    assert job(own=own, **environ).startswith(line)
+    if own is None and "mpi" in environ:  # there is nothing to choose between
+        reason = reason.partition(",")[0] + ", found in PATH"
+    assert f"launch: using {reason}" in job.messages
+    assert ("venv/mpiexec is not used" in job.messages) == bool(own)
+
+
+def test_elsewhere_the_environments_mpiexec_comes_first(job):
+    assert job("-n", "2", own="MPICH", mpi="Open MPI") == "venv/mpiexec -n 2"
+    assert "using MPICH, installed with this Python\n" in job.messages
+
+
+def test_the_environments_mpiexec_is_used_if_the_machine_has_none(job):
+    assert job(own="MPICH", hosts=POLARIS).startswith("venv/mpiexec -n 8 -ppn 4")
+    assert "PATH has no other" in job.messages
+
+
 def test_processes_are_as_many_as_the_devices_that_are_seen(job, monkeypatch):
     assert job(mpi="MPICH") == "mpiexec -n 1"
     monkeypatch.setattr(launchers, "count_accelerators", lambda: 4)
@@ -234,7 +277,7 @@ def test_a_command_becomes_processes_of_this_python_with_one_job_start():
     own = str(Path(sys.executable).parent)  # whatever other mpiexec there is would be spoken of
     job = run("launch", "-n", "2", "--", "python", "-c", REPORT, "a b", "--", "$c", PATH=own)
     assert job.returncode == 75  # a job script acts on it
-    said = r"launch: 2 processes on this host \(-n\)\nlaunch: \S+/mpiexec -n 2 "
+    said = r"launch: 2 processes on this host \(-n\)\nlaunch: using .*\nlaunch: \S+/mpiexec -n 2 "
     assert re.search(said, job.stdout)
     ranks = [line for line in job.stdout.splitlines() if line.startswith("rank")]
     words = [line.split(maxsplit=4) for line in sorted(ranks)]
@@ -356,7 +399,7 @@ def test_a_job_that_is_stopped_between_tries_returns_75_only_with_a_checkpoint(s
 def test_a_supervisor_asks_for_mpiexecs_version_once(job, tmp_path):
     layout = launchers.place_processes(1, None, None, {})
     program(tmp_path / "bin" / "mpiexec", f"echo '{VERSIONS['MPICH']}'")
-    launcher = launchers.find_launcher(layout, {})
+    launcher, _ = launchers.find_launcher(layout, {})
     supervisor = Supervisor(layout, launcher, ["false"], restarts=1, give_up_after=1)
     program(tmp_path / "bin" / "mpiexec", "exit 7")  # as after 180 s on a busy file system
     assert supervisor.run() == 7

@@ -161,21 +161,48 @@ def _default_per_host(machine: Machine | None, environ: Mapping[str, str]) -> tu
     return 1, NO_ACCELERATORS if _wants_accelerators(environ) else CPUS_ONLY
 
 
-def find_launcher(layout: ProcessLayout, environ: Mapping[str, str]) -> Launcher:
-    """Return the launcher for `layout`.
+def find_launcher(layout: ProcessLayout, environ: Mapping[str, str]) -> tuple[Launcher, str]:
+    """Return the launcher for `layout`, and its name and why it was chosen, for the log.
 
-    This is srun in a Slurm job, unless PBS_NODEFILE or HOSTFILE names the hosts, and otherwise
-    mpiexec, which is run with --version to identify it. Raises `UsageError` if the launcher is
-    missing or not supported.
+    On a known machine or in a scheduler's job, the machine's launcher takes precedence over an
+    mpiexec that is installed with this Python: srun in a Slurm job, unless PBS_NODEFILE or HOSTFILE
+    names the hosts, and otherwise mpiexec, which is run with --version to identify it.
+
+    Raises:
+        UsageError: if no supported launcher is found.
     """
+    own, site = _own_mpiexec(), _site(layout, environ)
+    unused = f"; {own} is not used" if own else ""
     if "SLURM_JOB_ID" in environ and layout.named_by not in HOST_FILES:
         if shutil.which("srun") is None:
             raise UsageError(
                 f"SLURM_JOB_ID={environ['SLURM_JOB_ID']}: srun is not in PATH; load Slurm's "
                 "commands, or run this outside the container"
             )
-        return _srun
-    mpiexec = find_mpiexec()
+        return _srun, f"srun, {site}{unused}"
+    mpiexec = find_mpiexec(prefer_own=site is None)
+    launcher, name = _launcher_of(mpiexec, environ)
+    if mpiexec != own:
+        if site and own:
+            remove = "if mpi4py loads its library, run: pip uninstall mpich"
+            return launcher, f"{name}, {site}{unused} ({remove})"
+        return launcher, f"{name}, found in PATH"
+    found = f"{name}, installed with this Python"
+    if site:
+        found += "; PATH has no other mpiexec, so load the machine's MPI module if there is one"
+    return launcher, found
+
+
+def _site(layout: ProcessLayout, environ: Mapping[str, str]) -> str | None:
+    """Return `on MACHINE` or `in job ID`, or None for an unknown machine without a scheduler."""
+    if layout.machine:
+        return f"on {layout.machine.name}"
+    jobs = ("PBS_JOBID", "SLURM_JOB_ID")
+    return next((f"in job {environ[job]}" for job in jobs if environ.get(job)), None)
+
+
+def _launcher_of(mpiexec: str, environ: Mapping[str, str]) -> tuple[Launcher, str]:
+    """Return the launcher that `mpiexec` is, according to its --version, and its name."""
     try:
         ran = subprocess.run(
             [mpiexec, "--version"],
@@ -188,14 +215,16 @@ def find_launcher(layout: ProcessLayout, environ: Mapping[str, str]) -> Launcher
     except (OSError, subprocess.TimeoutExpired) as error:
         version = str(error)
     if re.match(r"mpiexec version \d", version):
-        return functools.partial(_pals, mpiexec)
+        return functools.partial(_pals, mpiexec), "Cray PALS"
     if "Open MPI" in version or "OpenRTE" in version:
-        return functools.partial(_open_mpi, mpiexec)
-    if "HYDRA" in version or "Intel(R) MPI" in version:
+        return functools.partial(_open_mpi, mpiexec), "Open MPI"
+    if "Intel(R) MPI" in version:
         # By default, Intel MPI follows the scheduler's placement and ignores -ppn.
-        intel = "Intel" in version and "PBS_JOBID" in environ
-        prefix = ["env", "I_MPI_JOB_RESPECT_PROCESS_PLACEMENT=0"] if intel else []
-        return functools.partial(_hydra, [*prefix, mpiexec])
+        placed = "PBS_JOBID" in environ
+        prefix = ["env", "I_MPI_JOB_RESPECT_PROCESS_PLACEMENT=0"] if placed else []
+        return functools.partial(_hydra, [*prefix, mpiexec]), "Intel MPI"
+    if "HYDRA" in version:
+        return functools.partial(_hydra, [mpiexec]), "MPICH"
     first = version.partition("\n")[0]
     raise UsageError(
         f"mpiexec={mpiexec}: its --version prints {first!r}, which is not Cray PALS, Open MPI, "
@@ -203,19 +232,31 @@ def find_launcher(layout: ProcessLayout, environ: Mapping[str, str]) -> Launcher
     )
 
 
-def find_mpiexec() -> str:
-    """Return the path of the mpiexec installed with this Python, or else the first one in PATH.
+def find_mpiexec(prefer_own: bool = True) -> str:
+    """Return the path of the mpiexec installed with this Python, or else the first other in PATH.
 
-    Raises `UsageError` if there is none.
+    With `prefer_own=False`, the one in PATH takes precedence.
+
+    Raises:
+        UsageError: if there is none.
     """
-    beside = Path(sys.executable).parent / "mpiexec"
-    found = str(beside) if os.access(beside, os.X_OK) else shutil.which("mpiexec")
+    folders = os.environ.get("PATH", os.defpath).split(os.pathsep)
+    own_folder = os.path.realpath(os.path.dirname(sys.executable))
+    others = [folder for folder in folders if os.path.realpath(folder) != own_folder]
+    own, other = _own_mpiexec(), shutil.which("mpiexec", path=os.pathsep.join(others))
+    found = own or other if prefer_own else other or own
     if found is None:
         raise UsageError(
             f"PATH={os.environ.get('PATH', '')}: contains no mpiexec, and there is none next to "
             f"{sys.executable}; load the machine's MPI, or pip install 'jaxgpt[mpi]' for MPICH"
         )
     return found
+
+
+def _own_mpiexec() -> str | None:
+    """Return the path of the mpiexec that is installed with this Python, if any."""
+    own = Path(sys.executable).parent / "mpiexec"
+    return str(own) if os.access(own, os.X_OK) else None
 
 
 def _hydra(mpiexec: list[str], layout: ProcessLayout, environ: Mapping[str, str]) -> list[str]:
