@@ -16,6 +16,18 @@ from jaxgpt.perf.units import GIB, count, format_bytes
 
 MEMORY_PER_PROCESS = GIB  # JAX, Orbax and a small model use about half of it
 SHARED_MEMORY_PER_PROCESS = 2**24  # bytes, for MPI and NCCL buffers
+# Remedies if JAX does not use a known machine's accelerators, by the machine's device.
+_NVIDIA = "pip install 'jaxgpt[cuda]' ('jaxgpt[cuda12]' with a driver older than 580)"
+_AMD = "pip install 'jax[rocm7-local]' (jax-rocm7-plugin; needs ROCm 7)"
+PLUGIN_REMEDIES = {
+    "a100": f"install the JAX plugin, {_NVIDIA}, or set JAX_PLATFORMS=cpu",
+    "mi250x": f"install the JAX plugin, {_AMD}, or set JAX_PLATFORMS=cpu",
+    "pvc": "set JAX_PLATFORMS=cpu: the newest plugin for Intel GPUs, intel-extension-for-openxla "
+    "0.7.0, supports JAX 0.5.0, which is too old for jaxgpt",
+}
+PLUGIN_REMEDY = (
+    f"install the vendor's JAX plugin (NVIDIA: {_NVIDIA}; AMD: {_AMD}), or set JAX_PLATFORMS=cpu"
+)
 CLOCK_ROUNDS = 5
 CLOCK_TOLERANCE = 1.0  # seconds; much more than the skew of processes leaving a barrier
 
@@ -141,7 +153,7 @@ def check_accelerators(job: Job, machine: Machine | None) -> Check:
         narrowed = machine is None and any(f.narrowed for f in here)
         if on_cpu and there and here[0].jax_platforms != "cpu":
             finding = f"{host} has {count(there, 'accelerator')} but JAX uses the CPU"
-            remedy = "install the vendor's JAX plugin (jaxgpt[cuda]), or set JAX_PLATFORMS=cpu"
+            remedy = PLUGIN_REMEDIES[machine.device] if machine else PLUGIN_REMEDY
             return Check("accelerators", "FAIL", finding, remedy)
         if not on_cpu and shared:
             finding = f"processes on {host} seem to share device {_shorten(shared)}"

@@ -18,7 +18,8 @@ from jaxgpt.doctor.facts import collect_facts
 
 GIB = 2**30
 INSTALLED = {"jaxgpt": __version__, "jax": jax.__version__, "jaxlib": jaxlib.__version__}
-POLARIS = next(m for m in MACHINES if m.name == "Polaris")
+BY_NAME = {machine.name: machine for machine in MACHINES}
+POLARIS = BY_NAME["Polaris"]
 GPU = SimpleNamespace(
     address="10.0.0.2",
     allocated_hosts=2,
@@ -101,7 +102,7 @@ CPU = {"platform": "cpu", "device_kind": "cpu", "device_memory": None}
         ("accelerators", "WARN", changed(3, devices=["0"]), "on node1 seem to share device 0",
          "one process per device"),
         ("accelerators", "FAIL", everywhere(**CPU), "node0 has 2 accelerators", "jaxgpt[cuda]"),
-        ("accelerators", "FAIL", everywhere(**CPU), "JAX uses the CPU", "JAX plugin"),
+        ("accelerators", "FAIL", everywhere(**CPU), "JAX uses the CPU", "jax[rocm7-local]"),
         ("accelerators", "WARN", everywhere(accelerators=4), "2 of the 4 devices",
          "one process per device"),
         ("memory", "WARN", changed(2, memory=GIB), "0.5 GiB of host memory for each process "
@@ -124,6 +125,15 @@ def test_what_is_as_its_user_wants_it_is_no_fault():
     # The job was given two of four GPUs.
     narrowed = everywhere(accelerators=4, narrowed=True)
     assert report(narrowed)["accelerators"].status == "OK"
+
+
+@pytest.mark.parametrize("machine", MACHINES, ids=lambda machine: machine.name)
+def test_the_remedy_names_the_plugin_of_the_machines_vendor(machine):
+    cluster = dataclasses.replace(CLUSTER, machine=machine)
+    remedy = report(everywhere(**CPU), cluster)["accelerators"].remedy
+    packages = {"a100": "jaxgpt[cuda]", "mi250x": "jax-rocm7-plugin", "pvc": "intel-extension-for-"}
+    for device, package in packages.items():
+        assert (package in remedy) == (device == machine.device)
 
 
 def test_a_known_machine_is_expected_to_be_used_in_full():
