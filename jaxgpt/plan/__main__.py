@@ -74,13 +74,16 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> str:
     pin_settings()
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", n_devices)
-    from jaxgpt.plan.advise import reason, search_meshes, train_options
+    from jaxgpt.plan.advise import find_fit, reason, search_meshes, train_options
     from jaxgpt.plan.layout import plan_layout
     from jaxgpt.plan.report import advice_report, plan_report
 
     if arguments.advise is None:
         plan = plan_layout(config, shape, device, per_host)
-        return json.dumps(plan.to_dict(), indent=1) if arguments.json else plan_report(plan)
+        if arguments.json:
+            return json.dumps(plan.to_dict(), indent=1)
+        is_searched = not plan.fits and device.memory is not None
+        return plan_report(plan, find_fit(plan) if is_searched else None)
     found = search_meshes(config, n_devices, device, per_host)
     if arguments.json:
         advice = [

@@ -1,5 +1,6 @@
 """Rank the meshes for a number of devices."""
 
+import bisect
 import sys
 from collections.abc import Iterator
 
@@ -30,12 +31,7 @@ def search_meshes(
         UsageError: if no mesh divides the batch, or if `compile_step` raises it.
     """
     plans = []
-    for tensor in range(1, devices_per_host + 1):
-        splits_heads = config.model.n_head % tensor == config.model.mlp_width % tensor == 0
-        if devices_per_host % tensor or not splits_heads:
-            continue
-        sequence_parallel = tensor > 1 and config.model.block_size % tensor == 0
-        chosen = config.replace(parallel__sequence_parallel=sequence_parallel)
+    for tensor, chosen in _tensor_sizes(config, devices_per_host):
         remat = REMATS[0]
         for mesh in _meshes(chosen, n_devices, tensor):
             # The next mesh has more state per device, so it needs at least as much remat.
@@ -51,6 +47,15 @@ def search_meshes(
             f"train.batch_size={config.train.batch_size}; make it a multiple of {multiple}"
         )
     return list(_ranked(plans))
+
+
+def _tensor_sizes(config: Config, devices_per_host: int) -> Iterator[tuple[int, Config]]:
+    """Yield the possible sizes of `tensor` within a host, each with its sequence parallelism."""
+    for tensor in range(1, devices_per_host + 1):
+        splits_heads = config.model.n_head % tensor == config.model.mlp_width % tensor == 0
+        if devices_per_host % tensor == 0 and splits_heads:
+            sequence_parallel = tensor > 1 and config.model.block_size % tensor == 0
+            yield tensor, config.replace(parallel__sequence_parallel=sequence_parallel)
 
 
 def _meshes(config: Config, n_devices: int, tensor: int) -> Iterator[MeshShape]:
@@ -70,8 +75,7 @@ def _plan_with_least_remat(
     config: Config, mesh: MeshShape, device: Device, devices_per_host: int
 ) -> Plan:
     """Plan a layout, starting with `config.parallel.remat` and increasing remat until it fits."""
-    state = Program(state_memory(config, mesh, device))
-    plan = Plan(config.replace(parallel__remat=REMATS[0]), mesh, device, devices_per_host, state)
+    plan = _plan_state(config.replace(parallel__remat=REMATS[0]), mesh, device, devices_per_host)
     if not plan.fits:
         return plan
     for remat in REMATS[REMATS.index(config.parallel.remat) :]:
@@ -81,6 +85,61 @@ def _plan_with_least_remat(
         if plan.fits:
             break
     return plan
+
+
+def _plan_state(config: Config, mesh: MeshShape, device: Device, devices_per_host: int) -> Plan:
+    """Return a plan that contains only the size of the state, without compiling."""
+    return Plan(config, mesh, device, devices_per_host, Program(state_memory(config, mesh, device)))
+
+
+def find_fit(plan: Plan) -> Plan | None:
+    """Return the plan of a layout that fits on the same devices, or None if there is none.
+
+    It differs from `plan` in its mesh and, only if necessary, in `parallel.remat`, and then in the
+    number of microbatches. It uses the smallest `tensor` and then the smallest `fsdp` that fit.
+    """
+    job = plan.device, plan.devices_per_host
+    n_devices = plan.mesh.n_devices
+    plans: dict[str, Plan] = {}
+
+    def planned(layout: tuple[Config, MeshShape]) -> Plan:
+        state = _plan_state(*layout, *job)
+        options = train_options(state)
+        if options not in plans:
+            print(f"compiling {options}", file=sys.stderr)
+            plans[options] = plan_layout(*layout, *job)
+        return plans[options]
+
+    def first_fit(layouts: list[tuple[Config, MeshShape]]) -> Plan | None:
+        """Return the first plan that fits, given layouts in order of decreasing memory."""
+        i = bisect.bisect_left(layouts, True, key=lambda layout: planned(layout).fits)
+        return planned(layouts[i]) if i < len(layouts) else None
+
+    for tensor, config in _tensor_sizes(plan.config, plan.devices_per_host):
+        changes = list(_changes(config, n_devices // tensor))
+        meshes = list(_meshes(config, n_devices, tensor))[::-1]
+        meshes = [mesh for mesh in meshes if _plan_state(changes[-1], mesh, *job).fits]
+        if meshes and (found := first_fit([(change, meshes[-1]) for change in changes])):
+            return first_fit([(found.config, mesh) for mesh in meshes])
+    return None
+
+
+def _changes(config: Config, n_splits: int) -> Iterator[Config]:
+    """Yield `config`, then with full remat, then also with more microbatches, up to the maximum.
+
+    `n_splits` is the number of devices that split a microbatch.
+    """
+    yield config
+    if config.parallel.remat != REMATS[-1]:
+        config = config.replace(parallel__remat=REMATS[-1])
+        yield config
+    rows = config.train.batch_size // n_splits
+    for n in range(max(2, config.train.gradient_accumulation_steps), rows + 1):
+        change = config.replace(
+            train__gradient_accumulation_steps=n, parallel__reduce_every="microbatch"
+        )
+        if rows % n == 0 and change != config:
+            yield change
 
 
 def _ranked(plans: list[Plan]) -> Iterator[Plan]:
@@ -114,6 +173,9 @@ def train_options(plan: Plan) -> str:
         words.append("parallel.sequence_parallel=True")
     if parallel.remat != "none":
         words.append(f"parallel.remat={parallel.remat}")
+    if parallel.reduce_every == "microbatch":
+        n = plan.config.train.gradient_accumulation_steps
+        words.append(f"train.gradient_accumulation_steps={n} parallel.reduce_every=microbatch")
     return " ".join(words)
 
 

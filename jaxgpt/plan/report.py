@@ -20,8 +20,11 @@ def _table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return table_text([first, *(Column(c, justify="right") for c in others)], rows, WIDTH)
 
 
-def plan_report(plan: Plan) -> str:
-    """Return a plan as text: a summary, then memory, communication and time."""
+def plan_report(plan: Plan, fit: Plan | None) -> str:
+    """Return a plan as text: a summary, then memory, communication and time.
+
+    If `plan` does not fit on a device with known memory, `fit` is the result of `find_fit`.
+    """
     mesh = " ".join(f"{axis}={n}" for axis, n in plan.mesh.items())
     config = plan.config
     lines = [
@@ -38,11 +41,11 @@ def plan_report(plan: Plan) -> str:
             f"parallel.mesh={config.parallel.mesh}: -1 is planned as 1; give every size with "
             "--mesh, or let --advise N find a mesh for N devices"
         )
-    parts = ["\n".join(lines), _memory(plan), _communication(plan), _time(plan)]
+    parts = ["\n".join(lines), _memory(plan, fit), _communication(plan), _time(plan)]
     return "\n\n".join(parts)
 
 
-def _memory(plan: Plan) -> str:
+def _memory(plan: Plan, fit: Plan | None) -> str:
     memory, device = plan.memory, plan.device
     rows = [
         ("parameters", memory.parameters),
@@ -60,6 +63,8 @@ def _memory(plan: Plan) -> str:
         _table(("one device", "bytes", ""), rows),
         f"{word}: {format_bytes(memory.total)} of {room}",
     ]
+    if not plan.fits and device.memory is not None:
+        lines.append(_fit(plan, fit))
     if memory.in_host:
         n = plan.devices_per_host
         held = format_bytes(n * memory.in_host)
@@ -72,6 +77,17 @@ def _memory(plan: Plan) -> str:
             f"{', '.join(large) or 'none of the known devices'}; plan for one with --device NAME"
         )
     return "\n".join(lines)
+
+
+def _fit(plan: Plan, fit: Plan | None) -> str:
+    """Return a line with a layout that fits on the devices of a plan that does not."""
+    if fit is not None:
+        return f"this layout fits: {train_options(fit)} ({format_bytes(fit.memory.total)})"
+    zero = "" if plan.config.parallel.zero_stage == 3 else " or parallel.zero_stage=3"
+    return (
+        f"no mesh of {plan.mesh.n_devices} x {plan.device.name} fits, even with remat=full and one "
+        f"row per device and microbatch; use more devices{zero}"
+    )
 
 
 def _communication(plan: Plan) -> str:

@@ -12,7 +12,7 @@ from jaxgpt.models.weights import count_parameters
 from jaxgpt.parallel.mesh import make_mesh
 from jaxgpt.perf.hardware import DEVICES
 from jaxgpt.plan import __main__ as plan_command
-from jaxgpt.plan.advise import reason, search_meshes
+from jaxgpt.plan.advise import find_fit, reason, search_meshes, train_options
 from jaxgpt.plan.layout import Plan, plan_layout
 from jaxgpt.plan.program import Memory, Program
 from jaxgpt.plan.report import advice_report
@@ -217,6 +217,33 @@ def test_advice_follows_the_rules(room, best, n, per_host):
     assert all(a.fits >= b.fits for a, b in zip(found, found[1:], strict=False))
     assert max(a.mesh["tensor"] for a in found) == per_host
     assert found[0] == best_plan  # each row is the plan of its own options
+
+
+def search_fit(share, *options):
+    """Return the result of `find_fit` for a device with this share of what a layout needs."""
+    config = configured("8,1,1", "model.n_embd=256", SCAN, *options)
+    plan = plan_layout(config, MeshShape(8, 1, 1), DEVICES["a100"], 8)
+    device = dataclasses.replace(DEVICES["a100"], memory=int(share * plan.memory.total / USABLE))
+    fit = find_fit(dataclasses.replace(plan, device=device))
+    if fit is not None:  # it is the plan of the options that it names
+        assert fit.fits and fit == plan_layout(fit.config, fit.mesh, device, 8)
+    return fit
+
+
+def test_a_plan_that_does_not_fit_names_the_least_change_that_does():
+    fit = search_fit(0.7)
+    assert train_options(fit) == f"--mesh {fit.mesh}" and fit.mesh["tensor"] == 1
+    half = MeshShape(2 * fit.mesh["data"], fit.mesh["fsdp"] // 2)
+    smaller = fit.config.replace(parallel__mesh=str(half))
+    assert not plan_layout(smaller, half, fit.device, 8).fits
+
+
+@pytest.mark.long
+def test_a_plan_that_needs_less_than_a_mesh_can_save_changes_the_microbatches():
+    """Eight rows per device leave too much to keep, even if layers are recomputed."""
+    fit = search_fit(0.2, "train.batch_size=64")
+    assert "parallel.remat=full train.gradient_accumulation_steps=" in train_options(fit)
+    assert search_fit(0.03) is None  # less than an eighth of the state
 
 
 @pytest.mark.parametrize(
