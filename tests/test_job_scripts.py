@@ -1,7 +1,9 @@
 """Run the job scripts of launch/ as PBS and Slurm do: as a copy in another folder."""
 
+import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -9,6 +11,9 @@ import time
 from pathlib import Path
 
 import pytest
+
+from jaxgpt.cluster.machines import MACHINES
+from jobs import run
 
 LAUNCH = Path(__file__).parents[1] / "launch"
 SCRIPTS = sorted(p.name for p in LAUNCH.iterdir() if p.suffix in (".pbs", ".slurm"))
@@ -110,6 +115,32 @@ def test_nothing_is_trained_where_the_doctor_found_a_fault(run_job, script):
 def test_a_script_that_does_not_name_itself_ends_at_once(run_job, script):
     (run_job.project / "launch").rmdir()
     assert run_job(script, at="elsewhere") == (2, [], [])
+
+
+@pytest.mark.parametrize(
+    "preset_alone", [False, pytest.param(True, marks=pytest.mark.long)], ids=["script", "preset"]
+)
+@pytest.mark.parametrize("machine", ["Aurora", "Polaris"])
+def test_auroragpt_is_sharded_and_fits_on_the_nodes_of_its_job(run_job, machine, preset_alone):
+    script = f"auroragpt-{machine.lower()}.pbs"
+    _, (_, train), _ = run_job(script)
+    options = shlex.split(train.partition("jaxgpt.train ")[2])
+    nodes = int(re.search(r"^#PBS -l select=(\d+)$", text(script), re.MULTILINE)[1])
+    (facts,) = (m for m in MACHINES if m.name == machine)
+    n_devices = nodes * facts.devices_per_host
+    if preset_alone:  # its mesh is -1,8,1
+        options = ["--config", "auroragpt-7b", "--mesh", f"{n_devices // 8},8,1"]
+    planned = run("plan", *options, "--device", facts.device, "--json")
+    assert planned.returncode == 0, planned.stdout
+    plan = json.loads(planned.stdout)
+    mesh = options[options.index("--mesh") + 1]
+    assert list(plan["mesh"].values()) == [int(n) for n in mesh.split(",")]
+    assert plan["devices"] == n_devices and plan["devices_per_host"] == facts.devices_per_host
+    # Llama 2 7B has 6,738,415,616 parameters, of 4 bytes each.
+    sharded = 4 * 6_738_415_616 / plan["mesh"]["fsdp"]
+    assert plan["mesh"]["fsdp"] > 1
+    assert plan["memory"]["parameters"] == pytest.approx(sharded, rel=0.001)
+    assert plan["fits"] and not plan["warnings"]
 
 
 @pytest.mark.parametrize(
