@@ -151,7 +151,7 @@ def _default_per_host(machine: Machine | None, environ: Mapping[str, str]) -> tu
             devices = [d for d in environ[visible].split(",") if d not in ("", "-1")]
             return max(1, len(devices)), f"{visible}={environ[visible]}"
         if machine:
-            return machine.devices_per_host, f"one per device of a {machine.name} host"
+            return machine.devices_per_host, f"one per device of each {machine.name} host"
         if given := read_int(environ, "SLURM_GPUS_ON_NODE"):
             return given, f"SLURM_GPUS_ON_NODE={given}"
         if found := count_accelerators():
