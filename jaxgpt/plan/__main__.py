@@ -87,12 +87,12 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> str:
     found = search_meshes(config, n_devices, device, per_host)
     if arguments.json:
         advice = [
-            {"options": train_options(plan), "reason": reason(plan)} | plan.summary()
+            {"options": train_options(plan, config), "reason": reason(plan)} | plan.summary()
             for plan in found
         ]
         job = {"device": device.name, "devices": n_devices, "devices_per_host": per_host}
         return json.dumps(job | {"advice": advice}, indent=1)
-    return advice_report(found)
+    return advice_report(found, config)
 
 
 def number_of_devices(config: Config, advise: int | None, rest: list[str]) -> int:

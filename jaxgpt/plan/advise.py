@@ -104,7 +104,7 @@ def find_fit(plan: Plan) -> Plan | None:
 
     def planned(layout: tuple[Config, MeshShape]) -> Plan:
         state = _plan_state(*layout, *job)
-        options = train_options(state)
+        options = train_options(state, plan.config)
         if options not in plans:
             print(f"compiling {options}", file=sys.stderr)
             plans[options] = plan_layout(*layout, *job)
@@ -161,21 +161,17 @@ def _ranked(plans: list[Plan]) -> Iterator[Plan]:
     yield from sorted(too_large, key=lambda plan: (not plan.is_compiled, plan.memory.total))
 
 
-def train_options(plan: Plan) -> str:
-    """Return the options that make `jaxgpt.train` use a layout.
-
-    They leave out sequence parallelism and remat if the layout does not use them, so they assume
-    that the config does not turn these on.
-    """
-    parallel = plan.config.parallel
+def train_options(plan: Plan, given: Config) -> str:
+    """Return the options that change `given`, the settings of a command, to the layout's."""
+    parallel, n = plan.config.parallel, plan.config.train.gradient_accumulation_steps
     words = [f"--mesh {plan.mesh}"]
-    if parallel.sequence_parallel:
-        words.append("parallel.sequence_parallel=True")
-    if parallel.remat != "none":
-        words.append(f"parallel.remat={parallel.remat}")
-    if parallel.reduce_every == "microbatch":
-        n = plan.config.train.gradient_accumulation_steps
-        words.append(f"train.gradient_accumulation_steps={n} parallel.reduce_every=microbatch")
+    for key in ("sequence_parallel", "remat"):
+        if getattr(parallel, key) != getattr(given.parallel, key):
+            words.append(f"parallel.{key}={getattr(parallel, key)}")
+    if n != given.train.gradient_accumulation_steps:
+        words.append(f"train.gradient_accumulation_steps={n}")
+    if parallel.reduce_every != given.parallel.reduce_every:
+        words.append(f"parallel.reduce_every={parallel.reduce_every}")
     return " ".join(words)
 
 

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 
 from rich.table import Column
 
-from jaxgpt.config import mesh_shape
+from jaxgpt.config import Config, mesh_shape
 from jaxgpt.perf.hardware import DEVICES
 from jaxgpt.perf.units import format_bytes
 from jaxgpt.plan.advise import reason, train_options
@@ -82,7 +82,7 @@ def _memory(plan: Plan, fit: Plan | None) -> str:
 def _fit(plan: Plan, fit: Plan | None) -> str:
     """Return a line with a layout that fits on the devices of a plan that does not."""
     if fit is not None:
-        return f"this layout fits: {train_options(fit)} ({format_bytes(fit.memory.total)})"
+        return f"it fits with {train_options(fit, plan.config)} ({format_bytes(fit.memory.total)})"
     zero = "" if plan.config.parallel.zero_stage == 3 else " or parallel.zero_stage=3"
     return (
         f"no mesh of {plan.mesh.n_devices} x {plan.device.name} fits, even with remat=full and one "
@@ -131,7 +131,7 @@ def _time(plan: Plan) -> str:
     return "\n".join(lines)
 
 
-def advice_report(found: Sequence[Plan]) -> str:
+def advice_report(found: Sequence[Plan], given: Config) -> str:
     """Return a table of the best layouts, and the options to use for the first one.
 
     `found` is the result of `search_meshes`, and is not empty.
@@ -156,12 +156,12 @@ def advice_report(found: Sequence[Plan]) -> str:
         lines.append(f"{len(found) - SHOWN} more layouts were considered")
     best = found[0]
     if best.fits:
-        lines.append(f"use {train_options(best)}: {reason(best)}")
+        lines.append(f"use {train_options(best, given)}: {reason(best)}")
     else:
         lines.append(
             f"no layout fits on {best.mesh.n_devices} x {best.device.name} with "
             f"{format_bytes(best.device.memory or best.capacity)} each; the smallest is "
-            f"{train_options(best)}: {reason(best)}; use more devices"
+            f"{train_options(best, given)}: {reason(best)}; use more devices"
         )
     if best.config.parallel.remat != "none":
         lines.append(

@@ -220,19 +220,19 @@ def test_advice_follows_the_rules(room, best, n, per_host):
 
 
 def search_fit(share, *options):
-    """Return the result of `find_fit` for a device with this share of what a layout needs."""
+    """Return the options and plan that fit on a device with a share of the memory of a layout."""
     config = configured("8,1,1", "model.n_embd=256", SCAN, *options)
     plan = plan_layout(config, MeshShape(8, 1, 1), DEVICES["a100"], 8)
     device = dataclasses.replace(DEVICES["a100"], memory=int(share * plan.memory.total / USABLE))
     fit = find_fit(dataclasses.replace(plan, device=device))
     if fit is not None:  # it is the plan of the options that it names
         assert fit.fits and fit == plan_layout(fit.config, fit.mesh, device, 8)
-    return fit
+    return fit and train_options(fit, config), fit
 
 
 def test_a_plan_that_does_not_fit_names_the_least_change_that_does():
-    fit = search_fit(0.7)
-    assert train_options(fit) == f"--mesh {fit.mesh}" and fit.mesh["tensor"] == 1
+    options, fit = search_fit(0.7)
+    assert options == f"--mesh {fit.mesh}" and fit.mesh["tensor"] == 1
     half = MeshShape(2 * fit.mesh["data"], fit.mesh["fsdp"] // 2)
     smaller = fit.config.replace(parallel__mesh=str(half))
     assert not plan_layout(smaller, half, fit.device, 8).fits
@@ -241,9 +241,9 @@ def test_a_plan_that_does_not_fit_names_the_least_change_that_does():
 @pytest.mark.long
 def test_a_plan_that_needs_less_than_a_mesh_can_save_changes_the_microbatches():
     """Eight rows per device leave too much to keep, even if layers are recomputed."""
-    fit = search_fit(0.2, "train.batch_size=64")
-    assert "parallel.remat=full train.gradient_accumulation_steps=" in train_options(fit)
-    assert search_fit(0.03) is None  # less than an eighth of the state
+    options, _ = search_fit(0.2, "train.batch_size=64")
+    assert "parallel.remat=full train.gradient_accumulation_steps=" in options
+    assert search_fit(0.03) == (None, None)  # less than an eighth of the state
 
 
 @pytest.mark.parametrize(
@@ -328,7 +328,7 @@ def test_a_plan_for_an_h100_is_near_what_its_own_compiler_needs(config, microbat
 def test_advice_says_that_a_model_is_too_large_for_this_machine():
     config, program = configured("1,1,1"), Program(Memory(2**60, 0, 0))
     plan = Plan(config, mesh_shape(config), DEVICES["cpu"], 1, program)
-    assert "no layout fits on 1 x cpu with " in advice_report([plan])
+    assert "no layout fits on 1 x cpu with " in advice_report([plan], plan.config)
 
 
 def test_as_many_devices_as_xla_simulates_can_be_planned():
