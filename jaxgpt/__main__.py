@@ -25,6 +25,12 @@ def main() -> None:
         print("python -m jaxgpt.COMMAND [--help], or jaxgpt COMMAND [--help]:")
         for command, what in COMMANDS.items():
             print(f"  {command:<9}{what}")
+        print('To complete settings with the Tab key: eval "$(python -m jaxgpt completion)"')
+        return
+    if name == "completion":
+        from jaxgpt.config.completion import bash_script
+
+        print(bash_script(COMMANDS))
         return
     if name not in COMMANDS:
         print(f"error: {name}: unknown command; choose from {', '.join(COMMANDS)}", file=sys.stderr)

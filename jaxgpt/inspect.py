@@ -66,7 +66,9 @@ def main(argv: list[str] | None = None) -> None:
         run = arguments.run
         if run and not (run / "config.yaml").is_file() and saved_settings(run) is None:
             raise UsageError(f"--run {run}: has no config.yaml; give a run directory")
-        config = parse_args([*base, *arguments.settings], saved_settings=saved_settings)
+        config = parse_args(
+            [*base, *arguments.settings], parser().prog, saved_settings=saved_settings
+        )
         with join_process_group() as cluster:
             dataset, found, tokens, weights, notes = cluster.run_on_all(
                 look_up, config, arguments.run, arguments.step, arguments.rows

@@ -67,7 +67,7 @@ def test_a_text_of_ones_own_is_prepared_trained_on_and_continued(tmp_path, token
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--run", "/nowhere"], "--run /nowhere: has no checkpoints"),
+        (["--run", "/nowhere"], "--run /nowhere: no such folder"),
         (["--run", "/nowhere", "--seed", "99999999999"], "--seed: 99999999999: must be"),
         (
             ["--run", "/nowhere", "--seed", 2**31 - 1, "--num-samples", 2],
@@ -77,7 +77,7 @@ def test_a_text_of_ones_own_is_prepared_trained_on_and_continued(tmp_path, token
             ["--run", "/nowhere", "--temperature", "-1"],
             "--temperature=-1.0: must be 0, or between 1e-06 and",
         ),
-        (["--mesh", "-1,1,1", "--run", "/nowhere"], "--run /nowhere: has no checkpoints"),
+        (["--mesh", "-1,1,1", "--run", "/nowhere"], "--run /nowhere: no such folder"),
         (["--run", "/nowhere", "--top-k", "x"], "--top-k: x: must be a whole number"),
         (["--run", "/nowhere", "--temperature", "1e-320"], "--temperature=1e-320: must be 0, or"),
         (["--run", "/nowhere", "--max-new-tokens", 2**31], "--max-new-tokens: 2147483648: must be"),

@@ -150,6 +150,8 @@ def choose_checkpoint(run: Path, step: int | None) -> int:
     Raises `UsageError` if the run does not have that checkpoint, or no checkpoint at all.
     """
     steps = list_checkpoints(run)
+    if not run.is_dir():
+        raise UsageError(f"--run {run}: no such folder; give the --out of a run")
     if not steps:
         raise UsageError(f"--run {run}: has no checkpoints yet; give a run directory that has one")
     if step is None:

@@ -96,7 +96,7 @@ class ProcessGroup:
         `error` is this process's message, or None. All processes must call this.
         """
         if found := [e for e in self.allgather(error) if e]:
-            raise UsageError(found[0])
+            raise UsageError(*found[0].splitlines())
 
     def run_on_all(self, function: Callable[..., T], *arguments: Any) -> T:
         """Call `function` on every process, and return this process's result.

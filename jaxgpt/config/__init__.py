@@ -10,6 +10,7 @@ from jaxgpt.config.parse import (
     load_config,
     override_data,
     parse_args,
+    train_command,
 )
 from jaxgpt.config.schedule import (
     profile_range,
@@ -26,4 +27,11 @@ from jaxgpt.config.schema import (
     OptimizerConfig,
     SpikeConfig,
 )
-from jaxgpt.config.validate import check_batch, is_changed, mesh_shape, parse_mesh
+from jaxgpt.config.validate import (
+    check_batch,
+    describe_batch_size,
+    is_changed,
+    mesh_shape,
+    parse_mesh,
+    with_batch_size,
+)

@@ -1,35 +1,43 @@
-"""Tables of other programs' flags. A flag with the same meaning as a jaxgpt key is accepted as an
-alias. For other flags, the error says what to use instead.
+"""Tables of other programs' flags. A flag with the same meaning as a jaxgpt setting is accepted.
+For other flags, the error says what to use instead.
 
-Sources: nanoGPT's configurator.py, wordplay's Hydra keys, Megatron-LM's arguments.py, DeepSpeed's
-JSON keys, torchtitan's job configs, and MaxText's base.yml.
+Sources: nanoGPT's configurator.py, wordplay's Hydra keys, the arguments.py of Megatron-LM and
+Megatron-DeepSpeed, DeepSpeed's JSON keys, torchtitan's job configs, MaxText's base.yml, and
+levanter's TrainerConfig.
 """
 
 # Flags of other programs, with underscores instead of dashes -> jaxgpt's key.
 KEY_ALIASES = {
-    "out_dir save job.dump_folder": "out",
-    "n_layer num_layers base_num_decoder_layers": "model.n_layer",
-    "n_head num_attention_heads base_num_query_heads": "model.n_head",
-    "n_embd hidden_size base_emb_dim": "model.n_embd",
-    "num_query_groups num_key_value_heads base_num_kv_heads": "model.n_kv_head",
-    "ffn_hidden_size intermediate_size base_mlp_dim": "model.mlp_hidden",
-    "kv_channels": "model.head_dim",
+    "out_dir save job.dump_folder data.out_dir trainer.checkpointer.base_path": "out",
+    "n_layer num_layers base_num_decoder_layers model.num_layers": "model.n_layer",
+    "n_head num_attention_heads base_num_query_heads model.num_heads": "model.n_head",
+    "n_embd hidden_size base_emb_dim model.dim model.hidden_dim": "model.n_embd",
+    "num_query_groups num_key_value_heads base_num_kv_heads model.num_kv_heads": "model.n_kv_head",
+    "ffn_hidden_size intermediate_size base_mlp_dim model.intermediate_dim": "model.mlp_hidden",
+    "kv_channels head_dim": "model.head_dim",
     "norm_epsilon layernorm_epsilon rms_norm_eps normalization_layer_epsilon": "model.norm_eps",
-    "rotary_base rope_max_timescale": "model.rope_theta",
+    "rotary_base rope_max_timescale rotary_position_embeddings_theta": "model.rope_theta",
     "add_qkv_bias": "model.qkv_bias",
     "qk_layernorm": "model.qk_norm",
-    "block_size seq_length training.seq_len max_target_length": "model.block_size",
+    "normalization": "model.norm",
+    "position_embedding_type": "model.position",
+    "model.activation": "model.mlp",
+    "block_size seq_length training.seq_len max_target_length model.seq_len": "model.block_size",
     "bias": "model.bias",
-    "dropout": "model.dropout",
-    "max_iters train_iters training.steps steps": "train.max_iters",
-    "global_batch_size train_batch_size training.global_batch_size": "train.batch_size",
-    "eval_interval": "train.eval_interval",
+    "dropout attention_dropout hidden_dropout": "model.dropout",
+    "vocab_size": "model.vocab_size",
+    "max_iters train_iters training.steps steps trainer.num_train_steps": "train.max_iters",
+    "batch_size global_batch_size train_batch_size training.global_batch_size": "train.batch_size",
+    "trainer.train_batch_size trainer.batch_size": "train.batch_size",
+    "eval_interval trainer.steps_per_eval": "train.eval_interval",
     "eval_iters": "train.eval_iters",
     "log_interval metrics.log_freq log_period": "train.log_interval",
     "dtype": "train.dtype",
-    "seed training.seed": "train.seed",
+    "seed training.seed trainer.seed": "train.seed",
     "init_from": "train.init_from",
+    "exit_duration_in_mins": "train.time_limit",
     "dataset": "data.dataset",
+    "data_file_list": "data.file_list",
     "optimizer opt_type": "optimizer.name",
     "learning_rate lr optimizer.lr": "optimizer.learning_rate",
     "lr_decay_style lr_schedule_type lr_scheduler.decay_type": "optimizer.schedule",
@@ -37,7 +45,9 @@ KEY_ALIASES = {
     "lr_wsd_decay_iters": "optimizer.wsd_decay_iters",
     "sgd_momentum muon_momentum": "optimizer.momentum",
     "min_lr": "optimizer.min_lr",
-    "warmup_iters lr_warmup_iters lr_scheduler.warmup_steps": "optimizer.warmup_iters",
+    "warmup_iters lr_warmup_iters lr_scheduler.warmup_steps train.warmup_iters": (
+        "optimizer.warmup_iters"
+    ),
     "lr_decay_iters": "optimizer.lr_decay_iters",
     "weight_decay": "optimizer.weight_decay",
     "beta1 adam_beta1": "optimizer.beta1",
@@ -45,15 +55,147 @@ KEY_ALIASES = {
     "grad_clip clip_grad gradient_clipping training.max_norm": "optimizer.grad_clip",
     "mesh": "parallel.mesh",
     "offload_optimizer parallel.offload_optimizer": "parallel.offload",
-    "save_interval checkpoint_period": "checkpoint.interval",
+    "sequence_parallel": "parallel.sequence_parallel",
+    "scan_layers": "parallel.scan_layers",
+    "save_interval checkpoint_period checkpoint.every": "checkpoint.interval",
 }
+
+# Flags of other programs -> settings with the same effect. {} stands for the value of the flag.
+# The settings `mesh.AXIS` (where the axis `rest` gets the remaining devices), `samples.KEY` (the
+# value of KEY in sequences instead of steps) and `later.NAME` are replaced in `translate.py`.
+SETTINGS = {
+    "bf16": "train.dtype=bfloat16",
+    "swiglu": "model.mlp=swiglu",
+    "squared_relu": "model.mlp=relu2",
+    "disable_bias_linear": "model.bias=False",
+    "add_bias_linear": "model.bias=True",
+    "use_rotary_position_embeddings": "model.position=rope",
+    "untie_embeddings_and_output_weights": "model.tie_embeddings=False",
+    "use_distributed_optimizer": "parallel.zero_stage=1 mesh.rest=fsdp",
+    "zero_stage": "parallel.zero_stage={} later.zero_stage={}",
+    "grad_reduce_in_bf16": "parallel.grad_reduce_dtype=bfloat16",
+    "recompute_activations": "parallel.remat=attention",
+    "checkpoint_activations": "parallel.remat=full",
+    "recompute_granularity activation_checkpoint.mode remat_policy": "parallel.remat={}",
+    "reset_attention_mask reset_position_ids eod_mask_loss": "data.document_mask=True",
+    "model.batch_size local_batch_size training.local_batch_size"
+    "per_device_train_batch_size train_micro_batch_size_per_gpu": (
+        "train.batch_size_per_device={}"
+    ),
+    "per_device_batch_size": "later.per_device={}",
+    "micro_batch_size trainer.per_device_parallelism": "later.micro_batch_size={}",
+    "gradient_accumulation_steps": "later.nanogpt_accumulation={}",
+    "optimizer.gas gas optimizer.gradient_accumulation_steps": (
+        "train.gradient_accumulation_steps={}"
+    ),
+    "train_samples": "samples.train.max_iters={}",
+    "lr_decay_samples": "samples.optimizer.lr_decay_iters={}",
+    "lr_warmup_samples": "samples.optimizer.warmup_iters={}",
+    "lr_wsd_decay_samples": "samples.optimizer.wsd_decay_iters={}",
+    "lr_warmup_fraction": "later.warmup_fraction={}",
+    "data": "later.data={}",
+    "data_path": "later.data_path={}",
+    "split": "later.split={}",
+    "experiment": "later.experiment={}",
+    "load": "later.load={}",
+    "base_output_directory": "later.output={}",
+    "run_name": "later.run_name={}",
+    "tokenizer_type": "later.tokenizer={}",
+    "merge_file": "later.merges={}",
+    "no_bias_gelu_fusion": "later.exact_gelu=True",
+    "backend": "later.backend={}",
+    "ds_config_path deepspeed_config": "later.ds_config={}",
+    "config_path job.config_file model_name": "config={}",
+    "tensor_model_parallel_size": "mesh.tensor={}",
+    "tensor_parallel_degree ici_tensor_parallelism": "mesh.tensor={} mesh.rest=fsdp",
+    "data_parallel_shard_degree ici_fsdp_parallelism dcn_fsdp_parallelism mesh.fsdp": (
+        "mesh.fsdp={}"
+    ),
+    "data_parallel_replicate_degree ici_data_parallelism dcn_data_parallelism mesh.data": (
+        "mesh.data={}"
+    ),
+}
+
+# Flags of other programs that change nothing here, whatever their value.
+IGNORED = """
+    compile framework port ngpus precision use_wandb wandb_log wandb_project wandb_run_name
+    always_save_checkpoint device hardware local_rank distributed_backend attention
+    tensorboard_dir log_timers_to_tensorboard log_optimizer_states_to_tensorboard
+    group_query_attention max_position_embeddings use_flash_attn use_flash_attn_v1
+    use_flash_attn_v2 use_flash_attn_triton use_flash_attn_builder attention_backend deepspeed
+    no_pipeline_parallel deepspeed_activation_checkpointing recompute_method
+    recompute_num_layers checkpoint_num_layers no_query_key_layer_scaling
+    no_masked_softmax_fusion no_bias_swiglu_fusion no_bias_dropout_fusion
+    no_gradient_accumulation_fusion no_async_tensor_model_parallel_allreduce no_rope_fusion
+    accumulate_allreduce_grads_in_fp32 cross_entropy_loss_fusion calculate_per_token_loss
+    overlap_grad_reduce overlap_param_gather use_mcore_models use_checkpoint_opt_param_scheduler
+    override_opt_param_scheduler manual_gc empty_unused_memory_level ckpt_format log_throughput
+    log_params_norm log_num_zeros_in_grad timing_log_level distributed_timeout_minutes
+    num_workers data_cache_path data_impl mock_data no_create_attention_mask_in_dataloader
+    no_mmap_bin_files tiktoken_pattern vocab_file tokenizer_model profile profile_step_start
+    profile_step_end module job.description metrics.enable_tensorboard metrics.enable_wandb
+    compile.enable compile.components shuffle_sample shuffle_sample_in_corpus
+    dataset_type use_iota_embed reuse_example_batch wandb.project wandb.name wandb.group
+    trainer.eval_per_device_parallelism
+"""
+
+# Flags of other programs -> the values that change nothing here.
+NEUTRAL = {
+    "pipeline_model_parallel_size pipeline_parallel_degree ici_pipeline_parallelism": "1",
+    "context_parallel_size context_parallel_degree ds_sequence_parallel_size": "1",
+    "expert_model_parallel_size expert_parallel_degree": "1",
+    "rotary_percent": "1 1.0",
+    "eval_only": "False false",
+    "decay_lr": "True true",
+    "train.init_from init_from": "scratch",
+    "model_name": "default",
+    "enable_checkpointing": "True true",
+    "fp16": "False false",
+    "backend": "nccl gloo mpi ccl",
+}
+
+# Configurations of other programs that no preset has the name of -> settings.
+CONFIGS = {
+    "gpt2_small": "config=gpt2",
+    "train_gpt2": "config=gpt2",
+    "llama3_debugmodel debug_model": "config=llama-tiny",
+    "llama_small_fast": (
+        "config=llama-tiny model.n_layer=12 model.n_head=12 model.n_kv_head=None model.n_embd=768 "
+        "model.mlp_hidden=2048 model.block_size=1024 train.batch_size=256 train.max_iters=20000 "
+        "optimizer.learning_rate=1e-3 train.dtype=bfloat16"
+    ),
+}
+# wordplay's `data=NAME` -> the dataset's name.
+WORDPLAY_DATA = {
+    "shakespeare": "shakespeare_char", "owt": "openwebtext", "yelp": "yelp_review_full",
+}  # fmt: skip
+# wordplay's `experiment=NAME` -> jaxgpt's preset, and wordplay's batch size per device.
+WORDPLAY_EXPERIMENTS = {
+    "shakespeare": ("shakespeare_char", 64),
+    "owt": ("gpt2", 12),
+    "gpt2": ("gpt2", 12),
+    "gpt2_medium": ("gpt2-medium", 4),
+    "gpt2_large": ("gpt2-large", 4),
+    "gpt2_xl": ("gpt2-xl", 1),
+}
+# Megatron's --tokenizer-type -> vocabulary size before padding.
+MEGATRON_VOCABULARIES = {"GPT2BPETokenizer": 50257, "Llama2Tokenizer": 32000}
 
 # jaxgpt's key -> value in another program -> jaxgpt's value.
 _DTYPES = {"bf16": "bfloat16", "fp32": "float32", "f32": "float32", "float": "float32"}
 VALUE_ALIASES = {
     "train.dtype": _DTYPES,
     "parallel.grad_reduce_dtype": _DTYPES,
-    "optimizer.name": {"adam": "adamw", "AdamW": "adamw", "Muon": "muon", "dist_muon": "muon"},
+    "optimizer.name": {
+        "adam": "adamw",
+        "AdamW": "adamw",
+        "apex.adam": "adamw",
+        "Muon": "muon",
+        "dist_muon": "muon",
+    },
+    "model.norm": {"RMSNorm": "rmsnorm", "LayerNorm": "layernorm"},
+    "model.position": {"learned_absolute": "learned"},
+    "parallel.remat": {"selective": "attention"},
     "optimizer.schedule": {"WSD": "wsd"},
     "optimizer.wsd_decay": {"minus_sqrt": "sqrt", "1-sqrt": "sqrt"},
     "parallel.offload": {"False": "none", "True": "moments"},
@@ -64,97 +206,83 @@ _NEEDS_SCALING = (
     "train.dtype=float32"
 )
 
-# Flags of other programs, or the part of a flag after its last dot -> what to use instead.
+# Flags of other programs, or the end of a flag after one of its dots -> what to use instead, or why
+# the flag is ignored.
 KEY_SUGGESTIONS = {
-    "batch_size local_batch_size per_device_batch_size": (
-        "use train.batch_size=N, the number of sequences per step in the whole job: sequences per "
-        "device x devices x microbatches"
-    ),
-    "gradient_accumulation_steps gas micro_batch_size train_micro_batch_size_per_gpu": (
-        "use train.gradient_accumulation_steps=N to split the global batch into N microbatches"
-    ),
-    "epochs num_epochs train_samples train_tokens": "use train.max_iters=N, a number of steps",
-    "exit_duration_in_mins": "use train.time_limit=MINUTES",
-    "bf16": "use train.dtype=bfloat16",
+    "epochs num_epochs train_tokens": "use train.max_iters=N, a number of steps",
     _HALVES: _NEEDS_SCALING,
-    "compile": "leave it out: a step is always compiled",
+    "compile": "a step is always compiled",
     "device hardware": (
         "accelerators are detected automatically; to choose a platform, set JAX_PLATFORMS=cpu or "
         "JAX_PLATFORMS=cuda in the environment"
     ),
-    "backend distributed_backend local_rank": (
-        "leave it out: processes find each other through their launcher's environment variables"
+    "distributed_backend local_rank port ngpus": (
+        "processes find each other through their launcher's environment variables"
     ),
-    "model model_name preset": "use --config NAME, such as --config gpt2",
+    "precision": "train.dtype sets the compute dtype",
+    "model preset": "use --config NAME, such as --config gpt2",
     "config_file": "use --config NAME, --config FILE.yaml or settings such as section.key=value",
     # checkpoints and files
-    "resume load run_name base_output_directory checkpoint.folder": (
+    "resume base_output_directory checkpoint.folder": (
         "use --out FOLDER: it holds everything that a run writes, and the same --out resumes the "
         "run"
     ),
+    "load": (
+        "use --out FOLDER to resume a run of jaxgpt, or import the weights with "
+        "python -m jaxgpt.convert from-megatron and use train.init_from=FOLDER"
+    ),
+    "enable_checkpointing": "use checkpoint.interval=0 to save only after the last step",
+    "checkpointer.save_interval": "use checkpoint.interval_minutes=N",
     "eval_only": "use python -m jaxgpt.evaluate --run FOLDER, which evaluates on a whole split",
-    "always_save_checkpoint": "use checkpoint.interval=N and checkpoint.keep=N",
-    "wandb_log wandb_project wandb_run_name": "there is no W&B tracker; read metrics.jsonl",
-    "tensorboard_dir": "leave it out: event files go to tensorboard/ in the run directory",
+    "always_save_checkpoint": "checkpoint.interval and checkpoint.keep say what is saved",
+    "use_wandb wandb_log wandb_project wandb_run_name wandb.project wandb.name wandb.group": (
+        "there is no W&B tracker; read metrics.jsonl or TensorBoard"
+    ),
+    "tensorboard_dir": "event files go to tensorboard/ in the run directory",
     # data
-    "data": "run python -m jaxgpt.prepare shakespeare_char and use data.dataset=shakespeare_char",
-    "data_path data_file_list train_data dataset_path": (
+    "root_path": "use data.path=FOLDER",
+    "train_data dataset_path": (
         "use data.path=PREFIX for one source, or data.file_list=FILE for weighted sources"
     ),
+    "dataset_type mock_data": "without data settings, a data set that needs no download is used",
     "vocab_file merge_file tokenizer_model": (
         "use data.tokenizer=FOLDER, or prepare the data with --tokenizer FOLDER"
     ),
-    "split": "use data.val_share=X, the share of the data to use for validation",
     # the model and the optimizer
-    "max_position_embeddings": "use model.block_size=N",
-    "normalization": "use model.norm=rmsnorm or model.norm=layernorm",
-    "position_embedding_type": "use model.position=rope or model.position=learned",
-    "swiglu squared_relu": "use model.mlp=swiglu or model.mlp=relu2",
-    "group_query_attention": "use model.n_kv_head=N with N less than model.n_head",
-    "untie_embeddings_and_output_weights": "use model.tie_embeddings=False",
-    "add_bias_linear disable_bias_linear": "use model.bias=True or False",
-    "reset_attention_mask reset_position_ids": (
-        "use data.document_mask=True, which restricts attention and positions to one document"
+    "max_position_embeddings": "model.block_size sets the number of positions",
+    "apply_layernorm_1p": "use model.norm=rmsnorm_1p, if the norm is RMSNorm",
+    "init_method_std word_embedding_init_std adjust_word_embedding_init": (
+        "weights are always initialised as in GPT-2, with a standard deviation of 0.02"
     ),
-    "attention_dropout hidden_dropout": "use model.dropout=X, which sets all dropout rates",
-    "use_flash_attn": "use model.attention=cudnn, or leave it at auto",
+    "adam_eps": "epsilon is always 1e-8",
     "decay_lr": "use optimizer.schedule=constant for no decay, or cosine or wsd",
     "decay_ratio": "use optimizer.schedule=wsd optimizer.wsd_decay_iters=N, a number of steps",
-    "lr_wsd_decay_samples": "use optimizer.wsd_decay_iters=N",
     "min_lr_factor": "use optimizer.min_lr=X",
-    "muon_lr": (
-        "use optimizer.learning_rate=X for the matrices, and optimizer.adamw_learning_rate=Y for "
-        "all other parameters"
+    "muon_lr decoupled_lr decoupled_min_lr": (
+        "use optimizer.name=muon optimizer.learning_rate=X for the matrices, and "
+        "optimizer.adamw_learning_rate=Y for all other parameters"
     ),
-    "lr_warmup_fraction lr_warmup_samples": "use optimizer.warmup_iters=N",
-    "lr_decay_samples": "use optimizer.lr_decay_iters=N",
+    "shuffle_sample shuffle_sample_in_corpus": "samples are always shuffled over the whole data",
+    "step_batch_size_schedule rampup_batch_size": (
+        "use train.batch_size=N, and change it when you resume the run"
+    ),
     # parallelism
-    "tensor_model_parallel_size tensor_parallel_degree ici_tensor_parallelism": (
-        "use --mesh 1,-1,N for N-way tensor parallelism"
-    ),
-    "data_parallel_shard_degree ici_fsdp_parallelism dcn_fsdp_parallelism": (
-        "use --mesh 1,-1,1 to shard over all devices, or --mesh D,F,T to set the size of each axis"
-    ),
-    "data_parallel_replicate_degree ici_data_parallelism dcn_data_parallelism": (
-        "use --mesh -1,1,1 for data parallelism over all devices"
-    ),
-    "pipeline_model_parallel_size pipeline_parallel_degree": (
+    "pipeline_model_parallel_size pipeline_parallel_degree ici_pipeline_parallelism": (
         "there are no pipeline stages; if the model does not fit, shard it over F devices with "
         "--mesh D,F,T"
     ),
-    "context_parallel_size": (
+    "context_parallel_size context_parallel_degree ds_sequence_parallel_size": (
         "there is no context parallelism; to save memory on long sequences, use "
         "parallel.sequence_parallel=True with --mesh -1,1,N"
     ),
-    "sequence_parallel": "use parallel.sequence_parallel=True",
-    "recompute_activations recompute_granularity checkpoint_activations mode remat_policy": (
-        "use parallel.remat=full, dots or attention"
+    "expert_model_parallel_size expert_parallel_degree": "there are no mixtures of experts",
+    "fp8_format fp8_amax_history_len fp8_amax_compute_algo fp8_param_gather": (
+        "there is no training in 8 bits"
     ),
-    "use_distributed_optimizer": "use parallel.zero_stage=1 with --mesh 1,-1,1",
-    "zero_stage": "use parallel.zero_stage=N --mesh 1,-1,1, which shards over the fsdp axis",
-    "deepspeed": "use parallel.zero_stage=N with --mesh D,F,T",
-    "deepspeed_config": "use parallel.zero_stage=N and train.batch_size=N",
 }
+
+# Flags in KEY_SUGGESTIONS -> settings for the corrected command, if they do not depend on the user.
+KEY_FIXES = {_HALVES: "train.dtype=bfloat16"}
 
 # `key=value`, where the value comes from another program -> what to use instead.
 VALUE_SUGGESTIONS = {
@@ -164,8 +292,17 @@ VALUE_SUGGESTIONS = {
         "optimizer.lr_decay_iters - optimizer.warmup_iters, so that the decay begins after warm-up"
     ),
 }
+# Values in VALUE_SUGGESTIONS -> the value in a corrected command.
+VALUE_FIXES = dict.fromkeys(_HALVES.split(), "bfloat16")
 
 
 def find(table: dict[str, str], word: str) -> str:
     """Return a table's entry for a flag, or an empty string if there is none."""
     return next((text for words, text in table.items() if word in words.split()), "")
+
+
+def find_end(table: dict[str, str], key: str) -> str:
+    """Return a table's entry for a flag or for the longest part of it that follows a dot."""
+    parts = key.split(".")
+    ends = (".".join(parts[i:]) for i in range(len(parts)))
+    return next((text for end in ends if (text := find(table, end))), "")

@@ -12,11 +12,13 @@ MAX_NAME, MAX_PATH = 255, 4000  # bytes; approximately the limits of Linux and m
 class UsageError(ValueError):
     """A mistake that the user can fix; the exit status is 2.
 
-    The message gives the key, the value and the fix on one line.
+    The message gives the key, the value and the fix on one line. If there are several mistakes,
+    each is an argument and gets its own line.
     """
 
     def __str__(self) -> str:
-        return " ".join(super().__str__().splitlines())  # values may contain line breaks
+        # Values may contain line breaks.
+        return "\n".join(" ".join(str(line).splitlines()) for line in self.args)
 
 
 def expand_user(path: str, key: str = "") -> str:

@@ -6,44 +6,69 @@ key's type in the schema then determines how these strings are converted to a va
 
 import ast
 import dataclasses
-import difflib
-import functools
 import inspect
-import math
-import re
+import shlex
 import sys
 import textwrap
-import types
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import yaml
 
 from jaxgpt.config import aliases
 from jaxgpt.config.errors import UsageError, expand_user, in_words, shorten
 from jaxgpt.config.schema import Config
-from jaxgpt.config.validate import Choices, check_choices, validate
+from jaxgpt.config.translate import CommandLine, translate, unknown_key
+from jaxgpt.config.validate import (
+    Choices,
+    check_choices,
+    describe_batch_size,
+    mesh_shape,
+    validate,
+    with_batch_size,
+)
+from jaxgpt.config.values import convert, describe, settings, takes_many
 
+TRAIN = "python -m jaxgpt.train"
 USAGE = """\
 usage: {prog} [--config NAME_OR_FILE] [--mesh D,F,T] [--out DIR]
            [--train-range-to-skip A B ...] [section.key=value ...]
 
+Examples:
+  {prog}
+      the default: a small GPT on text that needs no download, in about two minutes
+  {prog} --config shakespeare_char train.dtype=bfloat16
+      a preset, with one setting changed
+  mpiexec -n 8 {prog} --config gpt2 --mesh 2,4,1 data.path=DIR
+      8 processes: 2 groups (data) of 4 devices that share the parameters (fsdp)
+  {prog} --out runs/a train.max_iters=1000
+      a run in a folder of your choice; the same --out continues it
+  {prog} train.init_from=hf:FOLDER data.path=DIR optimizer.learning_rate=3e-5
+      fine-tuning of a model from Hugging Face
+
 section.key=value and --section.key value mean the same. A YAML file contains lines such as
 `section: {{key: value}}`. The defaults are those of the preset tiny; --config NAME selects another.
+Presets: {presets}
+
+Groups of settings; --help GROUP shows one group:
+{groups}
 """
 _DATA_KEYS = {"data.dataset", "data.path", "data.blend", "data.file_list"}
 _FOR_ONE_START = {"data.accept_changes", "checkpoint.resume"}
 _PATHS = {"config", "out", "train.init_from"}
 _PATHS |= {f"data.{key}" for key in ("dataset", "path", "file_list", "tokenizer")}
-_KINDS = {int: "a whole number", float: "a finite number", bool: "True or False", str: "text"}
 
 Words = Mapping[str, Sequence[str]]  # the strings for each `section.key`
 # (train.init_from, out) -> model options by name
 ModelOf = Callable[[str, str | None], Mapping[str, Any]]
 # Run directory -> settings in its newest checkpoint, or None
 SettingsOf = Callable[[Path], Mapping[str, Any] | None]
+
+
+def _print_note(text: str) -> None:
+    print(f"note: {text}", file=sys.stderr)
 
 
 def load_config(config: str = "tiny", *overrides: str) -> Config:
@@ -66,14 +91,16 @@ def is_help(argv: Sequence[str]) -> bool:
 
 def parse_args(
     argv: Sequence[str],
-    prog: str = "python -m jaxgpt.train",
+    prog: str = TRAIN,
     initial_model: ModelOf | None = None,
     saved_settings: SettingsOf = lambda run: None,
     choices: Choices | None = None,
+    note: Callable[[str], None] = _print_note,
+    counts_devices_later: bool = False,
 ) -> Config:
     """Return the validated configuration that a command line describes.
 
-    `--help` prints every key and exits with status 0.
+    `--help` prints every key, or those of one group (`--help model`), and exits with status 0.
 
     Args:
         argv: The command-line arguments. They override the settings of the preset or file in
@@ -81,7 +108,7 @@ def parse_args(
             else the result of `saved_settings`, or else the `tiny` preset. Its key `out` is
             ignored, and so are its data sources if `argv` sets one. From `--out`,
             `data.accept_changes` and `checkpoint.resume` are ignored, too.
-        prog: The name of the command in the text of `--help`.
+        prog: The name of the command in the text of `--help` and in corrected commands.
         initial_model: Takes `train.init_from` and `out`, and returns the model options found in
             the former, by name. They take precedence over the defaults, but not over the settings
             of `--config`, of the run directory or of the command line. Called only if
@@ -90,6 +117,10 @@ def parse_args(
             It is called if the directory has no readable config.yaml.
         choices: Allowed values of keys such as `optimizer.name`, which higher layers define, and
             the keys that each value uses; see `validate.Choices`. None does not check them.
+        note: Called with each sentence about an argument of another program. By default, they are
+            printed to stderr.
+        counts_devices_later: Accept `train.batch_size_per_device` although parallel.mesh leaves the
+            number of devices open.
 
     Raises:
         UsageError: If a file is missing or unreadable, or if a setting is unknown or malformed, has
@@ -97,29 +128,172 @@ def parse_args(
     """
     choices = choices or {}
     if is_help(argv):
-        print(help_text(prog, choices))
+        words = [word for word in argv if not word.startswith("-")]
+        print(help_text(prog, choices, *words[:1]))
         sys.exit(0)
-    given = _split_arguments(argv)
-    base, content = _base(given, saved_settings)
+    line = translate(argv, presets())
+    given = line.words
+    base, content = _base_of(line, saved_settings)
     # The file may be the config.yaml of another run; do not write to that run's directory.
     left_out = {"out"} if "config" in given else {"out"} | _FOR_ONE_START
     values = _without(_flatten(content, str(base)), left_out, given)
-    is_preset = base in _presets().values()
+    is_preset = base in presets().values()
     model = {}
-    if initial_model is not None:
+    if initial_model is not None and not line.problems:
         model = _initial_model(initial_model, {**values, **given})
         if model and "config" not in given and is_preset:  # tiny is only a fallback
             values = {key: words for key, words in values.items() if not key.startswith("model.")}
-    try:
+
+    def build(given: Words) -> Config:
         config = _build({"config": ["tiny"], **model, **values, **given})
-        validate(config)
+        filled = with_batch_size(config, mesh_shape(config))
+        validate(filled)
         check_choices(config, given, choices)
+        return config
+
+    wrong = {key: error for key, words in given.items() if (error := _error_in(key, words))}
+    if line.problems or wrong:
+        raise UsageError(*_report(prog, line, wrong, build))
+    try:
+        config = build(given)
     except UsageError as error:
         key = str(error).partition("=")[0]
         if key in given or key not in values or is_preset:
             raise
         raise UsageError(f"{error} (set in {base})") from None
+    if mesh_shape(config).is_filled or not counts_devices_later:
+        config = _with_known_batch_size(config, line.notes)
+    for text in line.notes:
+        note(text)
     return config
+
+
+def _base_of(line: CommandLine, saved: SettingsOf) -> tuple[Path, Mapping[str, Any]]:
+    """Return the path and content of the YAML file that a command line overrides.
+
+    If that is the default preset of another program, its settings are added to `line`. An unknown
+    --config is one of the problems if there are others.
+    """
+    given = line.words
+    try:
+        base, content = _base(given, saved, line.default_config)
+    except UsageError as error:
+        if not line.problems or "config" not in given:
+            raise
+        line.leave_out(f"--config {given.pop('config')[0]}", str(error))
+        base, content = _base(given, saved, line.default_config)
+    is_other = line.default_config != "tiny" and base == presets()[line.default_config]
+    if is_other and "config" not in given:
+        given |= {"config": [line.default_config], **line.default_words}
+        line.notes += line.default_notes
+    return base, content
+
+
+def _with_known_batch_size(config: Config, notes: list[str]) -> Config:
+    """Return a configuration without train.batch_size_per_device, computed from the mesh."""
+    size, shape = config.train.batch_size_per_device, mesh_shape(config)
+    if size is None:
+        return config
+    if not shape.is_filled:
+        raise UsageError(
+            f"train.batch_size_per_device={size}: the number of devices is unknown; give all sizes "
+            "of --mesh, or train.batch_size=N for the whole job"
+        )
+    notes.append(describe_batch_size(config, shape))
+    return with_batch_size(config, shape)
+
+
+def _error_in(key: str, words: Sequence[str]) -> str:
+    """Return what is wrong with the words of a setting, or an empty string."""
+    try:
+        _value(key, words)
+    except UsageError as error:
+        return str(error)
+    return ""
+
+
+def _report(
+    prog: str, line: CommandLine, wrong: Mapping[str, str], build: Callable[[Words], Config]
+) -> list[str]:
+    """Return the lines of an error message about all problems, ending with a corrected command.
+
+    For commands other than jaxgpt.train, only the settings are shown.
+
+    `wrong` holds an error message for each setting with a wrong value, and `build` raises a
+    `UsageError` if settings contradict each other.
+    """
+    problems = [*line.problems, *wrong.values()]
+    given, left_out = _corrected(line, wrong)
+    without = f" (without {', '.join(map(shorten, left_out))})" if left_out else ""
+    # Other commands have options of their own, which are not known here.
+    kind, start = ("command", [prog]) if prog == TRAIN else ("settings", [])
+    corrected = [f"corrected {kind}{without}:", f"  {_join(start, given)}"]
+    try:
+        build(given)
+    except UsageError as error:
+        corrected = []
+        if not left_out:  # otherwise, the error may come from leaving something out
+            problems.append(str(error))
+    problems = _join_same(problems)
+    if len(problems) == 1:
+        return [*problems, *corrected] if given and not (wrong and left_out) else problems
+    return [f"{len(problems)} problems", *(f"  {each}" for each in problems), *corrected]
+
+
+def _corrected(line: CommandLine, wrong: Mapping[str, str]) -> tuple[Words, list[str]]:
+    """Return the words of each setting with corrected values, and the arguments to leave out."""
+    given, left_out = {}, list(line.left_out)
+    for key, words in line.words.items():
+        fix = aliases.VALUE_FIXES.get(words[0]) if key in wrong and words else None
+        if key not in wrong or fix:
+            own = aliases.VALUE_ALIASES.get(key, {})
+            given[key] = [fix] if fix else [own.get(word, word) for word in words]
+        else:
+            left_out.append(f"{key}={' '.join(words)}")
+    return given, left_out
+
+
+def train_command(
+    argv: Sequence[str], config: str | None = None, quote: Callable[[str], str] = shlex.quote
+) -> tuple[str, list[str]]:
+    """Return the command of jaxgpt.train for the arguments of another program, and remarks.
+
+    `config` is the preset with the defaults of that program, or None if the arguments show which
+    program it is. Values that contain variables of a shell, such as $SIZE, are not checked.
+    """
+    line = translate(argv, presets())
+    fixed = {key: words for key, words in line.words.items() if "$" not in " ".join(words)}
+    wrong = {key: error for key, words in fixed.items() if (error := _error_in(key, words))}
+    given, left_out = _corrected(line, wrong)
+    default = config if line.default_config == "tiny" else line.default_config
+    if default is not None and "config" not in given:
+        given = {"config": [default], **given, **line.default_words}
+    remarks = [*line.notes, *_join_same([*line.problems, *wrong.values()])]
+    if left_out:
+        remarks.append(f"left out: {', '.join(left_out)}")
+    return _join([TRAIN], given, quote), remarks
+
+
+def _join_same(problems: Sequence[str]) -> list[str]:
+    """Return the problems, where flags that are rejected for the same reason share a sentence."""
+    flags: dict[str, list[str]] = {}
+    for problem in problems:
+        flag, middle, reason = problem.partition(": not a setting of jaxgpt; ")
+        flags.setdefault(middle + reason or flag, []).append(flag if middle else "")
+    return [", ".join(same) + reason for reason, same in flags.items()]
+
+
+def _join(start: list[str], given: Words, quote: Callable[[str], str] = shlex.quote) -> str:
+    """Return a command line: the words in `start`, followed by settings."""
+    parts = start
+    for key in sorted(given, key=lambda key: (key != "config", key != "out")):
+        words = given[key]
+        short = key.removeprefix("parallel.")
+        if short in ("config", "out", "mesh") or (takes_many(settings()[key]) and any(words)):
+            parts = [*parts, f"--{short}", *map(quote, words)]
+        else:
+            parts = [*parts, quote(f"{key}={' '.join(words)}")]
+    return " ".join(parts)
 
 
 def override_data(config: Config, argv: Sequence[str]) -> Config:
@@ -129,7 +303,10 @@ def override_data(config: Config, argv: Sequence[str]) -> Config:
     data.accept_changes and checkpoint.resume are reset to their defaults. Raises `UsageError` if
     `argv` contains any other setting or a malformed one, or if the result is not valid.
     """
-    given = _split_arguments(argv)
+    line = translate(argv, presets())
+    if line.problems:
+        raise UsageError(line.problems[0])
+    given = line.words
     for key in given:
         if not key.startswith("data."):
             raise UsageError(
@@ -160,21 +337,11 @@ def config_from_file(path: Path) -> Config:
     return config_from_dict(_read_yaml(path), str(path))
 
 
-@functools.cache
-def settings() -> dict[str, Any]:
-    """Return the type of every setting, keyed by `section.key` or, at the top level, `key`."""
-    out = {}
-    for name, kind in typing.get_type_hints(Config, include_extras=True).items():
-        if dataclasses.is_dataclass(kind):
-            hints = typing.get_type_hints(kind, include_extras=True)
-            out |= {f"{name}.{key}": hint for key, hint in hints.items()}
-        else:
-            out[name] = kind
-    return out
+def _base(given: Words, saved: SettingsOf, default: str) -> tuple[Path, Mapping[str, Any]]:
+    """Return the path and content of the YAML file that the command line overrides.
 
-
-def _base(given: Words, saved: SettingsOf) -> tuple[Path, Mapping[str, Any]]:
-    """Return the path and content of the YAML file that the command line overrides."""
+    `default` is the preset for command lines without --config and without the --out of a run.
+    """
     if "config" not in given and "out" in given:
         kept = Path(expand_user(given["out"][0], "out=")) / "config.yaml"
         try:
@@ -184,15 +351,15 @@ def _base(given: Words, saved: SettingsOf) -> tuple[Path, Mapping[str, Any]]:
                 raise
         if content is not None:
             return kept, content
-    name = expand_user(given.get("config", ["tiny"])[0], "config=")
-    presets = _presets()
-    if name in presets or Path(name).is_file():
-        path = presets.get(name, Path(name))
+    name = expand_user(given.get("config", [default])[0], "config=")
+    known = presets()
+    if name in known or Path(name).is_file():
+        path = known.get(name, Path(name))
         return path, _read_yaml(path)
-    raise UsageError(f"config={name}: no such file or preset; the presets are {', '.join(presets)}")
+    raise UsageError(f"config={name}: no such file or preset; the presets are {', '.join(known)}")
 
 
-def _presets() -> dict[str, Path]:
+def presets() -> dict[str, Path]:
     """Return the preset files by name, from the installed package or a source checkout."""
     package = Path(__file__).parent.parent
     folders = (package / "configs", package.parent / "configs")
@@ -262,58 +429,10 @@ def _flatten(values: Mapping[str, Any], origin: str, prefix: str = "") -> dict[s
 
 def _without(values: Words, keys: set[str], given: Words) -> Words:
     """Drop `keys` from `values`, plus all data sources if `given` sets one."""
+    if "train.batch_size" in given:
+        keys = keys | {"train.batch_size_per_device"}
     keys = keys | (_DATA_KEYS if _DATA_KEYS & given.keys() else set())
     return {key: words for key, words in values.items() if key not in keys}
-
-
-def _split_arguments(argv: Sequence[str]) -> dict[str, list[str]]:
-    """Return the value strings given for each `section.key` on the command line."""
-    out: dict[str, list[str]] = {}
-    words = list(argv)
-    while words:
-        word = words.pop(0)
-        key, equals, value = word.removeprefix("--").partition("=")
-        if word.endswith((".py", ".toml")) and not equals:  # a config file of nanoGPT or torchtitan
-            name = Path(word).stem.removeprefix("train_")
-            raise UsageError(f"{word}: not a YAML file; use --config {name}, or --config FILE.yaml")
-        if not key or not (word.startswith("--") or equals):
-            raise UsageError(f"{word!r}: must be section.key=value or --section.key value")
-        key = key.replace("-", "_")
-        key = key if key in settings() else aliases.find(aliases.KEY_ALIASES, key) or key
-        if key not in settings():
-            raise UsageError(unknown_key(word.partition("=")[0], key))
-        several = _takes_many(settings()[key])
-        if key in out and several:
-            raise UsageError(f"{word}: given twice; put all values after a single --{key}")
-        out[key] = [value] if equals else []
-        next_setting = r"--|[\w.-]+=" if several else "--"
-        while words and (not out[key] or several) and not re.match(next_setting, words[0]):
-            out[key].append(words.pop(0))
-        if not out[key]:
-            raise UsageError(f"--{key}: needs a value, {_describe(settings()[key])}")
-    return out
-
-
-def unknown_key(shown: str, key: str | None = None) -> str:
-    """Return an error message for an unknown key, with a suggestion.
-
-    `shown` is the key as typed, and `key` is the key to look up, if that differs.
-    """
-    key = key or shown
-    last = key.rpartition(".")[2]
-    lasts = {name.rpartition(".")[2]: name for name in settings()}
-    found = aliases.find(aliases.KEY_SUGGESTIONS, key) or aliases.find(
-        aliases.KEY_SUGGESTIONS, last
-    )
-    if found and not ("." in key and last in lasts):
-        return f"{shown}: not a setting of jaxgpt; {found}"
-    near = [
-        lasts.get(last) or aliases.find(aliases.KEY_ALIASES, last),
-        *difflib.get_close_matches(key, settings(), 1, 0.8),
-        *(lasts[close] for close in difflib.get_close_matches(last, lasts, 1, 0.75)),
-    ]
-    hint = next((f"did you mean {name}?" for name in near if name), "--help lists every key")
-    return f"{shown}: unknown key; {hint}"
 
 
 def _build(words: Words) -> Config:
@@ -330,73 +449,38 @@ def _value(name: str, words: Sequence[str]) -> Any:
     if answer:
         raise UsageError(f"{name}={words[0]}: {answer}")
     try:
-        return _convert(settings()[name], words)
+        return convert(settings()[name], words)
     except (KeyError, ValueError):
-        must = _describe(settings()[name])
+        must = describe(settings()[name])
         raise UsageError(f"{name}={shorten(' '.join(words))}: must be {must}") from None
 
 
-def _takes_many(kind: Any) -> bool:
-    return typing.get_origin(kind) is tuple
-
-
-def _convert(kind: Any, words: Sequence[str]) -> Any:
-    """Convert strings to the given type. Raises `ValueError` or `KeyError` if they do not fit."""
-    arguments = typing.get_args(kind)
-    if _takes_many(kind):
-        if arguments[0] is not str:  # strings may contain spaces
-            words = " ".join(words).split()
-        return tuple(_convert(arguments[0], [word]) for word in words if word)  # `key=` is ()
-    (word,) = words
-    if types.NoneType in arguments:
-        named = _named_values(arguments)
-        return named[word] if word in named else _convert(arguments[0], words)
-    if typing.get_origin(kind) is Literal:
-        return {str(option): option for option in arguments}[word]
-    if typing.get_origin(kind) is Annotated:
-        number, bounds = arguments
-        value = _convert(number, words)
-        if not bounds.contain(value):
-            raise ValueError
-        return value
-    value = {"true": True, "false": False}[word.lower()] if kind is bool else kind(word)
-    if kind is float and not math.isfinite(value):
-        raise ValueError
-    return value
-
-
-def _describe(kind: Any) -> str:
-    """Return a description of the values that a type allows, such as "a finite number"."""
-    arguments = typing.get_args(kind)
-    if _takes_many(kind):
-        if typing.get_origin(arguments[0]) is Literal:
-            return f"a list of {' and '.join(typing.get_args(arguments[0]))}, separated by spaces"
-        numbers = {int: "whole numbers", float: "numbers, separated by spaces"}
-        return numbers.get(arguments[0], "a list of strings")
-    if types.NoneType in arguments:
-        return ", or ".join([_describe(arguments[0]), *_named_values(arguments)])
-    if typing.get_origin(kind) is Literal:
-        return "one of " + ", ".join(map(str, arguments))
-    if typing.get_origin(kind) is Annotated:
-        return f"{_KINDS[arguments[0]]}, {arguments[1].text}"
-    return _KINDS[kind]
-
-
-def _named_values(arguments: Sequence[Any]) -> dict[str, Any]:
-    """Return the literals and None in a union, keyed by the string that a user types for them."""
-    literals = {str(w): w for kind in arguments[1:-1] for w in typing.get_args(kind)}
-    return literals | {"None": None}
-
-
-def help_text(prog: str, choices: Mapping[str, Iterable[str]]) -> str:
+def help_text(prog: str, choices: Mapping[str, Iterable[str]], group: str = "") -> str:
     """Return the text of --help: every key with its type, bounds, default and description.
 
-    `choices` lists the allowed values of keys whose type does not list them.
+    `choices` lists the allowed values of keys whose type does not list them. `group` restricts the
+    text to one section.
     """
-    lines = [USAGE.format(prog=prog), *_entries(Config, "", choices)]
-    for name, section in inspect.get_annotations(Config).items():
-        if dataclasses.is_dataclass(section):
-            lines += ["", f"{name}: {section.__doc__}", *_entries(section, f"{name}.", choices)]
+    sections = {
+        name: section
+        for name, section in inspect.get_annotations(Config).items()
+        if dataclasses.is_dataclass(section)
+    }
+    shown = [name for name in sections if name == group] or list(sections)
+    lines = []
+    if len(shown) > 1:
+        names = textwrap.fill(
+            ", ".join(presets()), 92, subsequent_indent=" " * 9, break_on_hyphens=False
+        )
+        groups = "\n".join(
+            f"  {name:<11} {inspect.getdoc(kind).split('. ')[0].rstrip('.')}"
+            for name, kind in sections.items()
+        )
+        lines = [USAGE.format(prog=prog, presets=names, groups=groups)]
+        lines += _entries(Config, "", choices)
+    for name in shown:
+        section = sections[name]
+        lines += ["", f"{name}: {section.__doc__}", *_entries(section, f"{name}.", choices)]
     return "\n".join(lines)
 
 
@@ -409,7 +493,7 @@ def _entries(section: type, prefix: str, choices: Mapping[str, Iterable[str]]) -
             name, default = f"{prefix}{node.target.id}", getattr(section, node.target.id)
             default = " ".join(map(str, default)) if isinstance(default, tuple) else default
             kind = Literal[*choices[name]] if name in choices else settings()[name]
-            lines.append(f"  --{name}: {_describe(kind)} (default: {default})")
+            lines.append(f"  --{name}: {describe(kind)} (default: {default})")
             doc = " ".join(ast.literal_eval(below.value).split())
             lines += textwrap.wrap(doc, 92, initial_indent=" " * 8, subsequent_indent=" " * 8)
     return lines

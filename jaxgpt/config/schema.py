@@ -234,6 +234,9 @@ class TrainConfig:
     """Total number of optimizer steps."""
     batch_size: Count = 24
     """Global batch size: sequences per step of the whole job, on any mesh."""
+    batch_size_per_device: Count | None = None
+    """Sequences per device and microbatch, in place of batch_size. The global batch size is this
+    number x the devices that split the batch (data x fsdp) x gradient_accumulation_steps."""
     gradient_accumulation_steps: Count = 1
     """Number of equal microbatches that the global batch is split into."""
     eval_interval: CountOrZero = 150

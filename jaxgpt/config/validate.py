@@ -260,6 +260,36 @@ def check_batch(config: Config, shape: MeshShape) -> None:
         )
 
 
+def with_batch_size(config: Config, shape: MeshShape) -> Config:
+    """Return the configuration with train.batch_size_per_device replaced by train.batch_size.
+
+    A size of -1 in `shape` counts as 1. Raises `UsageError` if the batch is too large.
+    """
+    size = config.train.batch_size_per_device
+    if size is None:
+        return config
+    n = shape.split_of("splits_batch")
+    total = size * n * config.train.gradient_accumulation_steps
+    _require(
+        total < 2**31,
+        f"train.batch_size_per_device={size}: makes {total:,} sequences per step; the limit is "
+        "2^31",
+    )
+    return config.replace(train__batch_size=total, train__batch_size_per_device=None)
+
+
+def describe_batch_size(config: Config, shape: MeshShape) -> str:
+    """Return how train.batch_size is computed from train.batch_size_per_device."""
+    train, n = config.train, shape.split_of("splits_batch")
+    devices, steps = "devices" if n > 1 else "device", train.gradient_accumulation_steps
+    parts = f" x {steps} microbatches" if steps > 1 else ""
+    total = with_batch_size(config, shape).train.batch_size
+    return (
+        f"train.batch_size={total}: {train.batch_size_per_device} sequences per device x {n} "
+        f"{devices}{parts}; {total * config.model.block_size:,} tokens per step"
+    )
+
+
 # Key -> allowed value -> the keys in the same section that this value uses. Keys that every value
 # uses are omitted.
 Choices = Mapping[str, Mapping[str, Sequence[str]]]
@@ -280,6 +310,11 @@ def check_choices(config: Config, given: Mapping[str, Sequence[str]], choices: C
         raise UsageError(
             f"data.end_of_text={config.data.end_of_text}: has no effect without "
             "data.document_mask=True; set that, or leave it out"
+        )
+    if {"train.batch_size", "train.batch_size_per_device"} <= given.keys():
+        raise UsageError(
+            f"train.batch_size_per_device={config.train.batch_size_per_device}: train.batch_size "
+            "is also given; leave out one of them"
         )
     for key, uses in {"optimizer.schedule": _SCHEDULES, **choices}.items():
         section, _, name = key.partition(".")

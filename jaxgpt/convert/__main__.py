@@ -1,4 +1,4 @@
-"""Convert weights from and to other programs: `python -m jaxgpt.convert KIND ... --out DIR`.
+"""Convert weights and commands of other programs: `python -m jaxgpt.convert KIND ... --out DIR`.
 
 Imported weights are saved as the checkpoint of step 0. Start a run from them with
 `train.init_from=DIR`, or generate text with `python -m jaxgpt.sample --run DIR`.
@@ -21,6 +21,11 @@ KINDS = {
     "from-nanogpt": ("nanogpt", "import a nanoGPT ckpt.pt"),
     "to-nanogpt": ("nanogpt", "export a run as safetensors with nanoGPT's tensor names"),
     "from-megatron": ("megatron", "import a Megatron-LM or Megatron-DeepSpeed GPT checkpoint"),
+    "command": (
+        "command",
+        "print jaxgpt's command for a command line or shell script of nanoGPT, wordplay, Megatron, "
+        "torchtitan, MaxText or levanter",
+    ),
 }
 
 
@@ -34,6 +39,12 @@ def parser() -> CommandParser:
     kinds = out.add_subparsers(dest="kind", required=True, metavar="KIND")
     for name, (_, about) in KINDS.items():
         kind = kinds.add_parser(name, help=about, description=about)
+        if name == "command":
+            kind.add_argument(
+                "words", nargs=argparse.REMAINDER, metavar="SCRIPT_OR_LINE",
+                help="a shell script, which is read but not run, or a command line",
+            )  # fmt: skip
+            continue
         if name.startswith("to-"):
             kind.add_argument("--run", type=file_path, required=True, help="run directory")
             step = whole_number(least=0)

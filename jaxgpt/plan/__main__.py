@@ -31,7 +31,11 @@ from jaxgpt.train.resume import initial_model
 
 
 def parser() -> CommandParser:
-    out = CommandParser(prog="python -m jaxgpt.plan", description=__doc__)
+    usage = (
+        "%(prog)s [--config NAME_OR_FILE] [--mesh D,F,T] [--device NAME] [--devices-per-host N] "
+        "[--advise N] [--json] [section.key=value ...]"
+    )
+    out = CommandParser(prog="python -m jaxgpt.plan", usage=usage, description=__doc__)
     about = "device to plan for (default: cpu, this machine)"
     out.add_argument("--device", default="cpu", choices=DEVICES, help=about)
     hosts = ", ".join(f"{d.name} {d.devices_per_host}" for d in DEVICES.values() if d.memory)

@@ -56,15 +56,8 @@ def local_device_ids(cluster: ProcessGroup) -> list[int] | None:
     ZE_AFFINITY_MASK. All processes must call this. Raises `UsageError` on all of them if processes
     see the same two or more accelerators but outnumber them.
     """
-    visible = next((os.environ[v] for v in VISIBLE_VARIABLES if os.environ.get(v)), None)
-    everyone = zip(cluster.allgather(visible), cluster.hosts, strict=True)
-    visible_on_host = [theirs for theirs, host in everyone if host == cluster.hosts[cluster.rank]]
     machine = cluster.machine
-    # Intel's device files do not distinguish tiles, so use the machine's number of devices.
-    n_seen = count_accelerators() or (machine.devices_per_host if machine else 0)
-    seen = visible.split(",") if visible else [str(i) for i in range(n_seen)]
-    n_sharing = visible_on_host.count(visible)
-    position = visible_on_host[: cluster.local_rank].count(visible)
+    seen, n_sharing, position = _visible_accelerators(cluster)
     # Do not divide a single visible device, because one device file may stand for several devices.
     shares = n_sharing > 1 and len(seen) > 1 and accelerator_expected()
     each = len(seen) // n_sharing
@@ -80,3 +73,32 @@ def local_device_ids(cluster: ProcessGroup) -> list[int] | None:
     if machine and machine.device == "pvc":  # JAX's own setting supports only CUDA and ROCm
         os.environ["ZE_AFFINITY_MASK"] = ",".join(seen[i] for i in chosen)
     return chosen
+
+
+def _visible_accelerators(cluster: ProcessGroup) -> tuple[list[str], int, int]:
+    """Return the accelerators that this process sees, and how many processes share them.
+
+    The third value is the index of this process among those that share them.
+    """
+    visible = next((os.environ[v] for v in VISIBLE_VARIABLES if os.environ.get(v)), None)
+    everyone = zip(cluster.allgather(visible), cluster.hosts, strict=True)
+    visible_on_host = [theirs for theirs, host in everyone if host == cluster.hosts[cluster.rank]]
+    # Intel's device files do not distinguish tiles, so use the machine's number of devices.
+    n_seen = count_accelerators() or (cluster.machine.devices_per_host if cluster.machine else 0)
+    seen = visible.split(",") if visible else [str(i) for i in range(n_seen)]
+    position = visible_on_host[: cluster.local_rank].count(visible)
+    return seen, visible_on_host.count(visible), position
+
+
+def count_devices(shape: MeshShape, cluster: ProcessGroup) -> int:
+    """Return the number of devices that the job should have, before JAX starts.
+
+    All processes call this together. Raises `UsageError` as `cpu_devices_per_process` does.
+    """
+    if shape.is_filled:
+        return shape.n_devices
+    if not accelerator_expected():
+        return cpu_devices_per_process(shape, cluster) * cluster.size
+    seen, n_sharing, _ = _visible_accelerators(cluster)
+    own = len(seen) // n_sharing if len(seen) > 1 else 1
+    return sum(cluster.allgather(own))

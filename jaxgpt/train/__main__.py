@@ -11,14 +11,28 @@ from typing import Any
 
 from jaxgpt.cluster.environment import rank_from_env
 from jaxgpt.cluster.monitor import HangLimit
-from jaxgpt.cluster.process_group import INIT_TIMEOUT, catch_usage_error, join_process_group
+from jaxgpt.cluster.process_group import (
+    INIT_TIMEOUT,
+    ProcessGroup,
+    catch_usage_error,
+    join_process_group,
+)
 from jaxgpt.cluster.shutdown import job_exit_handler
 from jaxgpt.cluster.stopping import StopSignal, time_limit
 from jaxgpt.cluster.timeouts import SLOW_PHASE, START_SKEW
-from jaxgpt.config import Config, is_help, mesh_shape, parse_args
+from jaxgpt.config import (
+    Config,
+    UsageError,
+    describe_batch_size,
+    is_help,
+    mesh_shape,
+    parse_args,
+    with_batch_size,
+)
 from jaxgpt.optim import CHOICES
 from jaxgpt.perf.clock import Clock
 from jaxgpt.runtime.compile_cache import use_compile_cache
+from jaxgpt.runtime.devices import count_devices
 from jaxgpt.runtime.initialize import initialize_jax, preemption_sync_point
 from jaxgpt.tracking.jsonl import METRICS, read_records
 from jaxgpt.train.resume import initial_model, saved_settings
@@ -28,8 +42,14 @@ from jaxgpt.train.run_directory import Run, prepare_run
 def main(argv: list[str] | None = None) -> None:
     clock = Clock()
     argv = sys.argv[1:] if argv is None else argv
+    notes: list[str] = []
     parse = functools.partial(
-        parse_args, initial_model=initial_model, saved_settings=saved_settings, choices=CHOICES
+        parse_args,
+        initial_model=initial_model,
+        saved_settings=saved_settings,
+        choices=CHOICES,
+        note=notes.append,
+        counts_devices_later=True,
     )
     with job_exit_handler():
         if is_help(argv):  # before MPI starts; only rank 0 prints
@@ -44,6 +64,10 @@ def main(argv: list[str] | None = None) -> None:
             monitor = cluster.monitor
             # Preparing the run may involve converting hundreds of gigabytes of weights.
             monitor.heartbeat("the preparation of the run directory", 8 * SLOW_PHASE)
+            n_devices = None
+            if config.train.batch_size_per_device is not None:
+                config, n_devices, text = cluster.run_on_all(count_batch, config, cluster)
+                notes.append(text)
             run = prepare_run(config, cluster)
             monitor.write_stacks_to(run.directory)
             limit = None
@@ -54,7 +78,16 @@ def main(argv: list[str] | None = None) -> None:
                 stop.allow_for_save(record["seconds"])
             monitor.heartbeat("the start of JAX and its devices", SLOW_PHASE)
             facts = initialize_jax(cluster, mesh_shape(run.config), clock.enter, preemption=True)
-            facts["notes"] += [use_compile_cache(config.compile_cache, cluster), stop.describe()]
+            if n_devices not in (None, facts["devices"]):
+                raise UsageError(
+                    f"train.batch_size_per_device: JAX found {facts['devices']} devices instead of "
+                    f"{n_devices}; use train.batch_size=N, the batch size of the whole job"
+                )
+            facts["notes"] += [
+                *notes,
+                use_compile_cache(config.compile_cache, cluster),
+                stop.describe(),
+            ]
             clock.enter("imports")
             # This module imports JAX, so it must be imported after initialize_jax.
             from jaxgpt.train.loop import train
@@ -64,6 +97,17 @@ def main(argv: list[str] | None = None) -> None:
         # 0.10.2).
         gc.freeze()
     sys.exit(status)
+
+
+def count_batch(config: Config, cluster: ProcessGroup) -> tuple[Config, int, str]:
+    """Compute train.batch_size from train.batch_size_per_device.
+
+    Returns the new configuration, the number of devices, and a line for the log. All processes call
+    this together.
+    """
+    n_devices = count_devices(mesh_shape(config), cluster)
+    shape = mesh_shape(config, n_devices)
+    return with_batch_size(config, shape), n_devices, describe_batch_size(config, shape)
 
 
 def earlier_saves(run: Run) -> list[dict[str, Any]]:

@@ -1,6 +1,7 @@
 """Flags of other programs work, or the error says what to use instead."""
 
 import importlib
+import shlex
 
 import pytest
 
@@ -21,11 +22,28 @@ WORKS = [
     ("--dropout=0.1 --bias=True", "model.bias", True),
     ("--dataset=mine --out_dir=runs/a", "out", "runs/a"),
     ("--dtype=bfloat16 --seed=2", "train.dtype", "bfloat16"),
+    ("--batch_size=32 --compile=False", "train.batch_size", 32),
+    ("--batch_size=12 --gradient_accumulation_steps=40", "train.batch_size", 480),
+    ("--device=cpu --wandb_log=True --backend=nccl", "parallel.zero_stage", 3),
+    ("--init_from=scratch --decay_lr=True", "train.init_from", None),
+    ("config/train_shakespeare_char.py", "config", "shakespeare_char"),
+    ("config/train_gpt2.py", "model.n_layer", 12),
     # wordplay
     ("train.max_iters=100", "train.max_iters", 100),
     ("train.dtype=bf16", "train.dtype", "bfloat16"),
     ("train.dtype=fp32", "train.dtype", "float32"),
     ("model.n_layer=2 optimizer.learning_rate=1e-3", "model.n_layer", 2),
+    ("data=shakespeare", "data.dataset", "shakespeare_char"),
+    ("data=owt", "data.dataset", "openwebtext"),
+    ("train.warmup_iters=8", "optimizer.warmup_iters", 8),
+    ("train.backend=DDP", "parallel.zero_stage", 0),
+    ("train.backend=DDP", "parallel.mesh", "-1,1,1"),
+    ("train.backend=FSDP", "parallel.zero_stage", 3),
+    ("train.backend=FSDP", "parallel.mesh", "1,-1,1"),
+    ("train.backend=deepspeed", "parallel.zero_stage", 1),  # wordplay's ds_config.yaml
+    ("train.backend=deepspeed --mesh 1,2,1", "parallel.mesh", "1,2,1"),
+    ("optimizer.gas=4 train.batch_size=8", "train.gradient_accumulation_steps", 4),
+    ("model.activation=gelu train.compile=false", "model.mlp", "gelu"),
     # Megatron
     ("--num-layers 2 --hidden-size 64", "model.n_embd", 64),
     ("--num-attention-heads 8", "model.n_head", 8),
@@ -52,6 +70,46 @@ WORKS = [
     ("--num-query-groups 2", "model.n_kv_head", 2),
     ("--ffn-hidden-size 256", "model.mlp_hidden", 256),
     ("--kv-channels 16 --norm-epsilon 1e-6", "model.head_dim", 16),
+    ("--tensor-model-parallel-size 2", "parallel.mesh", "-1,1,2"),
+    ("--tensor-model-parallel-size 2 --zero-stage 1", "parallel.mesh", "1,-1,2"),
+    ("--zero-stage 0", "parallel.mesh", "-1,1,1"),
+    ("--zero-stage 2", "parallel.zero_stage", 2),
+    ("--pipeline-model-parallel-size 1 --context-parallel-size 1", "parallel.mesh", "-1,1,1"),
+    ("--use-distributed-optimizer", "parallel.zero_stage", 1),
+    ("--sequence-parallel", "parallel.sequence_parallel", True),
+    ("--bf16", "train.dtype", "bfloat16"),
+    ("--fp16=False", "train.dtype", "float32"),
+    ("--data-path a_text_document", "data.path", "a_text_document"),
+    ("--data-path 0.3 a 0.7 b --seed 2", "data.blend", ("0.3 a", "0.7 b")),
+    ("--data-file-list f", "data.file_list", "f"),
+    ("--split 949,50,1", "data.val_share", 0.051),
+    ("--split 100,0,0", "data.val_share", 0.01),
+    ("--vocab-file v --seed 2", "train.seed", 2),
+    ("--recompute-activations", "parallel.remat", "attention"),
+    ("--recompute-granularity full --recompute-method uniform", "parallel.remat", "full"),
+    ("--checkpoint-activations", "parallel.remat", "full"),
+    ("--use-flash-attn-v2 --deepspeed --exit-duration-in-mins 50", "train.time_limit", 50),
+    ("--attention-dropout 0.1 --hidden-dropout .1", "model.dropout", 0.1),
+    ("--swiglu", "model.mlp", "swiglu"),
+    ("--normalization RMSNorm", "model.norm", "rmsnorm"),
+    ("--position-embedding-type rope", "model.position", "rope"),
+    ("--use-rotary-position-embeddings", "model.position", "rope"),
+    ("--qk-layernorm --swiglu", "model.qk_norm", True),
+    ("--group-query-attention --num-query-groups 2", "model.n_kv_head", 2),
+    ("--untie-embeddings-and-output-weights", "model.tie_embeddings", False),
+    ("--disable-bias-linear", "model.bias", False),
+    ("--add-bias-linear", "model.bias", True),
+    ("--reset-attention-mask", "data.document_mask", True),
+    ("--global-batch-size 8 --train-samples 1000", "train.max_iters", 125),
+    ("--train-iters 200 --lr-warmup-fraction 0.05", "optimizer.warmup_iters", 10),
+    ("--save runs/b --load runs/b", "out", "runs/b"),
+    ("--tokenizer-type Llama2Tokenizer", "model.vocab_size", 32000),
+    # padded to a multiple of 128 x 8, as Megatron-LM's log says for this size
+    (
+        "--tokenizer-type GPT2BPETokenizer --tensor-model-parallel-size 4",
+        "model.vocab_size",
+        50688,
+    ),
     # Hugging Face
     ("num_key_value_heads=2 intermediate_size=96 rms_norm_eps=1e-6", "model.norm_eps", 1e-6),
     # torchtitan
@@ -60,88 +118,93 @@ WORKS = [
     ("--training.global_batch_size 48", "train.batch_size", 48),
     ("--optimizer.lr 3e-4", "optimizer.learning_rate", 3e-4),
     ("--checkpoint.interval 500", "checkpoint.interval", 500),
+    ("checkpoint.every=50 model.dim=64 model.seq_len=32", "checkpoint.interval", 50),
+    ("--job.config_file train_configs/llama3_8b.toml", "config", "llama3-8b"),
+    ("--module llama3 --config llama3_8b", "model.vocab_size", 128256),
+    ("--training.local_batch_size 8 --mesh 2,2,1", "train.batch_size", 32),
+    ("--parallelism.tensor_parallel_degree 4", "parallel.mesh", "1,-1,4"),
+    ("--parallelism.data_parallel_shard_degree 8", "parallel.mesh", "1,8,1"),
+    (
+        "--parallelism.data_parallel_replicate_degree 2 --parallelism.data_parallel_shard_degree 4",
+        "parallel.mesh",
+        "2,4,1",
+    ),
+    ("--parallelism.pipeline_parallel_degree 1 --seed 2", "train.seed", 2),
+    ("--activation_checkpoint.mode full", "parallel.remat", "full"),
     # MaxText
     ("steps=12 max_target_length=64", "model.block_size", 64),
     ("base_emb_dim=64 base_num_decoder_layers=2", "model.n_layer", 2),
     ("learning_rate=3e-4 log_period=3", "train.log_interval", 3),
     ("opt_type=adamw", "optimizer.name", "adamw"),
+    # MaxText's global batch is this size x all devices, including those of the tensor axis
+    ("model_name=llama2-7b per_device_batch_size=8 --mesh 2,2,1", "train.batch_size", 32),
+    ("ici_fsdp_parallelism=4 dcn_fsdp_parallelism=2", "parallel.mesh", "1,8,1"),
+    ("ici_fsdp_parallelism=-1 dcn_data_parallelism=-1", "parallel.mesh", "1,-1,1"),
+    ("dcn_data_parallelism=2 ici_fsdp_parallelism=4", "parallel.mesh", "2,4,1"),
+    ("ici_tensor_parallelism=4", "parallel.mesh", "1,-1,4"),
+    ("run_name=a base_output_directory=runs", "out", "runs/a"),
+    ("src/maxtext/configs/base.yml model_name=llama2-7b", "config", "llama2-7b"),
+    ("remat_policy=full", "parallel.remat", "full"),
+    # levanter
+    ("trainer.mesh.fsdp=2 trainer.num_train_steps=9", "parallel.mesh", "1,2,1"),
+    ("--config_path config/gpt2_small.yaml", "config", "gpt2"),
     ("--mesh 2,1,4", "parallel.mesh", "2,1,4"),
 ]
+# (line, words of the error, the settings of the corrected command)
 ANSWERED = [
     # nanoGPT
-    ("--batch_size=32 --compile=False", "train.batch_size=N"),
-    ("--compile=False", "a step is always compiled"),
-    ("--gradient_accumulation_steps=40", "train.gradient_accumulation_steps=N"),
-    ("--device=cpu", "JAX_PLATFORMS=cpu"),
-    ("--init_from=resume", "--out FOLDER"),
-    ("--eval_only=True", "python -m jaxgpt.evaluate --run FOLDER"),
-    ("--wandb_log=True", "metrics.jsonl"),
-    ("--decay_lr=False", "optimizer.schedule=constant"),
-    ("config/train_shakespeare_char.py", "--config shakespeare_char,"),
-    ("config/train_gpt2.py", "--config gpt2,"),
+    ("--gradient_accumulation_steps=40", "train.gradient_accumulation_steps=N", None),
+    ("--init_from=resume", "--out FOLDER", None),
+    ("--eval_only=True", "python -m jaxgpt.evaluate --run FOLDER", None),
+    ("--decay_lr=False", "optimizer.schedule=constant", None),
+    ("config/mine.py", "config=config/mine.py: no such file or preset", None),
     # wordplay
-    ("data=shakespeare", "jaxgpt.prepare shakespeare_char"),
-    ("model.batch_size=8", "did you mean train.batch_size?"),
-    ("train.warmup_iters=8", "did you mean optimizer.warmup_iters?"),
-    ("train.backend=DDP", "leave it out"),
-    ("train.init_from=resume", "--out FOLDER"),
-    ("optimizer.gas=4", "train.gradient_accumulation_steps=N"),
-    ("train.compile=false", "a step is always compiled"),
-    ("train.dtype=float16", "loss scaling"),
-    ("train.dtype=fp16", "train.dtype=bfloat16"),
+    ("train.init_from=resume", "--out FOLDER", None),
+    ("+experiment=nope --seed 2", "shakespeare, owt, gpt2", "train.seed=2"),
+    ("train.backend=horovod --seed 2", "must be DDP, deepspeed or FSDP", "train.seed=2"),
+    ("train.dtype=float16", "loss scaling", "train.dtype=bfloat16"),
+    ("train.dtype=fp16", "train.dtype=bfloat16", "train.dtype=bfloat16"),
+    ("model.batch_size=8 train.batch_size=8", "leave out one of them", None),
     # Megatron and DeepSpeed
-    ("--micro-batch-size 4", "train.gradient_accumulation_steps=N"),
-    ("--tensor-model-parallel-size 2", "--mesh 1,-1,N"),
-    ("--pipeline-model-parallel-size 2", "no pipeline stages"),
-    ("--zero-stage 1", "parallel.zero_stage=N --mesh 1,-1,1"),
-    ("--sequence-parallel", "parallel.sequence_parallel=True"),
-    ("--bf16", "train.dtype=bfloat16"),
-    ("--fp16", "loss scaling"),
-    ("--load ckpts", "--out FOLDER"),
-    ("--data-path a_text_document", "data.path=PREFIX"),
-    ("--data-file-list f", "data.file_list=FILE"),
-    ("--vocab-file v", "data.tokenizer=FOLDER"),
-    ("--recompute-activations", "parallel.remat=full"),
-    ("--use-flash-attn", "model.attention=cudnn"),
-    ("--deepspeed", "parallel.zero_stage=N"),
-    ("--deepspeed_config ds.json", "parallel.zero_stage=N"),
-    ("--exit-duration-in-mins 50", "train.time_limit=MINUTES"),
-    ("--attention-dropout 0.1", "model.dropout=X"),
-    ("--train-samples 1000", "train.max_iters=N"),
-    ("--lr-decay-style linear", "optimizer.wsd_decay_iters=N"),
-    ("--lr-decay-style inverse-square-root", "one of cosine, wsd, constant"),
-    ("--lr-decay-style WSD --lr-wsd-decay-style exponential", "one of linear, sqrt"),
-    ("--lr-wsd-decay-samples 1000", "optimizer.wsd_decay_iters=N"),
-    ("--swiglu", "model.mlp=swiglu"),
-    ("--normalization RMSNorm", "model.norm=rmsnorm"),
-    ("--position-embedding-type rope", "model.position=rope"),
-    ("--group-query-attention", "model.n_kv_head=N"),
-    ("--untie-embeddings-and-output-weights", "model.tie_embeddings=False"),
-    ("--disable-bias-linear", "model.bias=True or False"),
-    ("--reset-attention-mask", "data.document_mask=True"),
+    ("--pipeline-model-parallel-size 2 --seed 2", "no pipeline stages", "train.seed=2"),
+    ("--ds-sequence-parallel-size 2", "no context parallelism", None),
+    ("--zero-stage 4", "0, 1, 2, 3", None),
+    ("--fp16", "loss scaling", "train.dtype=bfloat16"),
+    ("--load ckpts", "--out FOLDER", None),
+    ("--save a --load b", "convert from-megatron", "--out a"),
+    ("--deepspeed_config /nowhere.json", "parallel.zero_stage=N", None),
+    ("--attention-dropout 0.1 --hidden-dropout 0", "also sets model.dropout", "model.dropout=0.1"),
+    ("--tensor-model-parallel-size 2 --mesh 1,1,4", "--mesh is also given", "--mesh 1,1,4"),
+    ("--train-samples 1000", "train.max_iters=N", None),
+    ("--init-method-std 0.006 --adam-eps 1e-5 --seed 2", "0.02", "train.seed=2"),
+    (
+        "--lr-decay-style linear --lr-decay-iters 100 --lr-warmup-iters 10",
+        "optimizer.wsd_decay_iters=N",
+        "optimizer.schedule=wsd optimizer.lr_decay_iters=100 optimizer.warmup_iters=10 "
+        "optimizer.wsd_decay_iters=90",
+    ),
+    ("--lr-decay-style linear", "optimizer.wsd_decay_iters=N", None),
+    ("--lr-decay-style inverse-square-root", "one of cosine, wsd, constant", None),
+    ("--lr-decay-style WSD --lr-wsd-decay-style exponential", "one of linear, sqrt", None),
+    ("--lr-wsd-decay-samples 1000", "optimizer.wsd_decay_iters=N", None),
     # torchtitan
-    ("--lr_scheduler.decay_ratio 0.1", "optimizer.wsd_decay_iters=N"),
-    ("--job.config_file llama3.toml", "--config FILE.yaml"),
-    ("llama3_8b.toml", "--config FILE.yaml"),
-    ("--training.local_batch_size 8", "train.batch_size=N"),
-    ("--parallelism.tensor_parallel_degree 4", "--mesh 1,-1,N"),
-    ("--parallelism.data_parallel_shard_degree 8", "--mesh 1,-1,1"),
-    ("--parallelism.pipeline_parallel_degree 2", "no pipeline stages"),
-    ("--activation_checkpoint.mode full", "parallel.remat=full"),
+    ("--lr_scheduler.decay_ratio 0.1", "optimizer.wsd_decay_iters=N", None),
+    ("--job.config_file mine.toml", "no such file or preset", None),
+    ("--parallelism.pipeline_parallel_degree 2", "no pipeline stages", None),
     # MaxText
-    ("per_device_batch_size=8", "train.batch_size=N"),
-    ("ici_fsdp_parallelism=4", "--mesh 1,-1,1"),
-    ("ici_tensor_parallelism=4", "--mesh 1,-1,N"),
-    ("dcn_data_parallelism=2", "--mesh -1,1,1"),
-    ("base_output_directory=gs://x", "--out FOLDER"),
-    ("run_name=a", "--out FOLDER"),
-    ("remat_policy=full", "parallel.remat=full"),
+    ("per_device_batch_size=8", "the number of devices is unknown", None),
+    ("per_device_batch_size=0.5", "train.batch_size=N", None),
+    ("base_output_directory=gs://x", "--out FOLDER", None),
     # slips
-    ("model.n_layers=3", "did you mean model.n_layer?"),
-    ("optimizer.learning_rat=1", "did you mean optimizer.learning_rate?"),
-    ("spike.actoin=log", "did you mean spike.action?"),
-    ("nonsense=1", "--help lists every key"),
-    ("train.zzz=1", "--help lists every key"),
+    ("model.n_layers=3", "did you mean model.n_layer?", "model.n_layer=3"),
+    (
+        "optimizer.learning_rat=1",
+        "did you mean optimizer.learning_rate?",
+        "optimizer.learning_rate=1",
+    ),
+    ("spike.actoin=log", "did you mean spike.action?", "spike.action=log"),
+    ("nonsense=1", "--help lists every key", None),
+    ("train.zzz=1", "--help lists every key", None),
 ]
 
 COMMANDS_WORK = [
@@ -166,14 +229,21 @@ def value(config, key):
 
 @pytest.mark.parametrize(("line", "key", "expected"), WORKS, ids=[line for line, *_ in WORKS])
 def test_a_line_works_where_it_means_the_same(line, key, expected):
-    assert value(parse_args(line.split()), key) == expected
+    assert value(parse_args(line.split(), counts_devices_later=True), key) == expected
 
 
-@pytest.mark.parametrize(("line", "words"), ANSWERED, ids=[line for line, _ in ANSWERED])
-def test_a_line_is_answered_with_the_one_to_type(line, words):
+@pytest.mark.parametrize(("line", "words", "corrected"), ANSWERED, ids=[row[0] for row in ANSWERED])
+def test_a_line_is_answered_with_the_one_to_type(line, words, corrected):
     with pytest.raises(UsageError) as caught:
         parse_args(line.split())
-    assert words in str(caught.value) and "\n" not in str(caught.value)
+    problem, *rest = str(caught.value).splitlines()
+    assert words in str(caught.value)
+    if corrected is None:
+        assert not [line for line in rest if "python -m" in line] or "without" in rest[-2]
+    else:
+        assert set(corrected.split()) <= set(rest[-1].split())
+        command = shlex.split(rest[-1].removeprefix("  python -m jaxgpt.train "))
+        parse_args(command, counts_devices_later=True)
 
 
 def parser_of(line):

@@ -198,8 +198,8 @@ def test_a_file_is_a_configuration_too(tmp_path):
 def test_a_mistake_is_one_sentence_with_key_value_and_remedy(arguments, words):
     with pytest.raises(UsageError) as error:
         parse_args(arguments)
-    message = str(error.value)
-    assert "\n" not in message
+    message, *correction = str(error.value).splitlines()
+    assert not correction or correction[0].startswith("corrected command")
     for word in words:
         assert word in message
 
@@ -274,6 +274,30 @@ def test_every_key_has_a_line_of_help(capsys):
                 assert f"--{section.name}.{field.name}" in printed
         else:
             assert f"--{section.name}" in printed
+
+
+def test_help_begins_with_examples_and_groups(capsys):
+    with pytest.raises(SystemExit):
+        parse_args(["--help"])
+    head = capsys.readouterr().out.partition("--config: ")[0]
+    assert len(head.splitlines()) <= 40
+    examples = [line for line in head.splitlines() if line.startswith(("  python", "  mpiexec"))]
+    assert len(examples) == 5
+    for name in ("shakespeare_char", "optimizer   Optimizer and learning-rate schedule"):
+        assert name in head
+
+
+def test_the_examples_in_help_are_valid():
+    for line in parse.USAGE.splitlines():
+        if line.startswith(("  {prog} ", "  mpiexec")):
+            parse_args(line.partition("{prog}")[2].split())
+
+
+def test_help_for_one_group_shows_its_keys_only(capsys):
+    with pytest.raises(SystemExit):
+        parse_args(["--help", "spike"])
+    printed = capsys.readouterr().out
+    assert "--spike.window" in printed and "--model." not in printed
 
 
 @pytest.mark.parametrize(

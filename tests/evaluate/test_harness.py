@@ -211,7 +211,7 @@ def compare(ours, theirs):
 @pytest.mark.parametrize(
     ("given", "sentence"),
     [
-        ("run={home}/nothing", "--run {home}/nothing: has no checkpoints"),
+        ("run={home}/nothing", "--run {home}/nothing: no such folder"),
         ("pretrained=gpt2", "pretrained is unknown; give run"),
         ("run={home}/run,dtype=fp8", "dtype=fp8: must be"),
         ("run={home}/run,step=7", "--step 7: {home}/run has no such checkpoint; choose from 60"),

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from jaxgpt.config import config_from_file
 from jobs import SMALL, command, environment, losses, records, run, train_here, wait_for_step
 
 HERE = Path(__file__).parent
@@ -230,7 +231,6 @@ def test_over_tcp_a_process_that_is_killed_or_interrupted_takes_the_other_with_i
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["model.n_layers=3"], "model.n_layers: unknown key; did you mean model.n_layer?"),
         (["train.max_iters=x"], "train.max_iters=x: must be a whole number"),
         (["--mesh", "2,1,3"], "parallel.mesh=2,1,3: tensor=3 does not divide model.n_head=4"),
         (["--mesh", "3,1,2"], "must be a multiple of data x fsdp = 3"),
@@ -248,6 +248,32 @@ def test_bad_input_is_one_line_on_all_processes(tmp_path, arguments, words):
     (line,) = job.stdout.strip().splitlines()
     assert line.startswith("error: ") and words in line
     assert gone(tmp_path / "run")
+
+
+def test_all_problems_are_printed_once_by_all_processes(tmp_path):
+    wrong = ("model.n_layers=1", "spike.actoin=off")
+    job = run("train", "--out", tmp_path / "run", *wrong, processes=2)
+    assert job.returncode == 2, job.stdout
+    first, *problems, _, command = job.stdout.strip().splitlines()
+    assert first == "error: 2 problems"
+    assert [line.partition(":")[0].strip() for line in problems] == [
+        "model.n_layers",
+        "spike.actoin",
+    ]
+    assert command == (
+        f"  python -m jaxgpt.train --out {tmp_path}/run model.n_layer=1 spike.action=off"
+    )
+    assert gone(tmp_path / "run")
+
+
+def test_a_batch_size_per_device_is_multiplied_by_the_devices_of_all_processes(tmp_path):
+    small = [word for word in SMALL if not word.startswith("train.batch_size")]
+    sizes = ("train.max_iters=1", "model.batch_size=3", "optimizer.gas=2")
+    job = run("train", *small, *sizes, "--out", tmp_path / "run", processes=2)
+    assert job.returncode == 0, job.stdout
+    assert config_from_file(tmp_path / "run/config.yaml").train.batch_size == 12
+    log = (tmp_path / "run/train.log").read_text()
+    assert "train.batch_size=12: 3 sequences per device x 2 devices x 2 microbatches" in log
 
 
 def test_a_file_that_one_process_lacks_stops_all(tmp_path):

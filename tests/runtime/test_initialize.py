@@ -9,7 +9,7 @@ from jaxgpt.cluster.process_group import ProcessGroup
 from jaxgpt.config import MeshShape, UsageError
 from jaxgpt.runtime import devices as own
 from jaxgpt.runtime import initialize as backend
-from jaxgpt.runtime.devices import cpu_devices_per_process, local_device_ids
+from jaxgpt.runtime.devices import count_devices, cpu_devices_per_process, local_device_ids
 
 
 @pytest.fixture(autouse=True)
@@ -118,6 +118,30 @@ def test_processes_that_see_the_same_devices_share_them(monkeypatch, local_rank,
         ProcessGroup, "allgather", lambda self, x: visible if x == seen else [x] * 4
     )
     assert local_device_ids(cluster_of(local_rank, 4)) == devices
+
+
+@pytest.mark.parametrize(
+    ("visible", "local_size", "mesh", "total"),
+    [
+        ("0,1,2,3", 1, MeshShape(-1), 4),  # one process takes all
+        ("0,1,2,3", 4, MeshShape(-1), 4),  # one device per process
+        ("0,1,2,3", 2, MeshShape(1, -1, 2), 4),
+        ("3", 4, MeshShape(-1), 4),  # the launcher has given each its own
+        ("0,1,2,3", 2, MeshShape(4, 1, 2), 8),  # the mesh names all devices
+    ],
+)
+def test_devices_are_counted_before_jax_starts(monkeypatch, visible, local_size, mesh, total):
+    monkeypatch.setattr(own, "accelerator_expected", lambda: True)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert count_devices(mesh, cluster_of(0, local_size)) == total
+
+
+@pytest.mark.parametrize(
+    ("mesh", "processes", "total"),
+    [(MeshShape(-1), 8, 8), (MeshShape(-1), 1, 1), (MeshShape(-1, 2, 2), 6, 12)],
+)
+def test_simulated_devices_are_counted(mesh, processes, total):
+    assert count_devices(mesh, ProcessGroup("test", size=processes)) == total
 
 
 def test_on_aurora_each_process_sees_its_own_tile(monkeypatch):

@@ -1,0 +1,486 @@
+"""Translation of command lines, including those of other programs, into the words of settings."""
+
+import difflib
+import math
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import yaml
+
+from jaxgpt.config import aliases
+from jaxgpt.config.errors import in_words
+from jaxgpt.config.mesh import MeshShape
+from jaxgpt.config.values import describe, settings, takes_many
+
+PADDING = 128  # Megatron pads the vocabulary to a multiple of this number x the tensor axis
+WORDPLAY_STAGE = 1  # the ZeRO stage in wordplay's conf/ds_config.yaml
+
+
+@dataclass
+class CommandLine:
+    """Settings of a command line, and what to tell the user about its other arguments."""
+
+    words: dict[str, list[str]] = field(default_factory=dict)  # the words of each `section.key`
+    notes: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    left_out: list[str] = field(default_factory=list)  # arguments without a correction
+    shown: dict[str, str] = field(default_factory=dict)  # key -> the argument that set it
+    later: dict[str, list[str]] = field(default_factory=dict)  # values that need other settings
+    axes: dict[str, dict[str, str]] = field(default_factory=dict)  # mesh axis -> flag -> size
+    rest: str | None = None  # mesh axis for the remaining devices; None if no flag says so
+    default_config: str = "tiny"  # for command lines without --config
+    default_notes: list[str] = field(default_factory=list)  # notes if `default_config` is used
+    default_words: dict[str, list[str]] = field(default_factory=dict)  # its additional settings
+
+    def put(self, key: str, words: Sequence[str], argument: str) -> None:
+        """Set a key. It is a problem if an alias of it was set to something else before."""
+        other = self.shown.get(key, "")
+        if other and _name(other) != _name(argument) and not _same(self.words[key], words):
+            self.leave_out(
+                argument, f"{argument}: {other} also sets {key}, to another value; keep one of them"
+            )
+            return
+        self.words[key], self.shown[key] = list(words), argument
+
+    def leave_out(self, argument: str, problem: str) -> None:
+        self.problems.append(problem)
+        self.left_out.append(argument)
+
+
+def translate(argv: Sequence[str], presets: Mapping[str, Path]) -> CommandLine:
+    """Return the settings that a command line describes.
+
+    Args:
+        argv: The arguments, which may be flags of other programs.
+        presets: The preset files by name.
+    """
+    line, ignored = CommandLine(), []
+    for argument, shown, key, values in _arguments(argv, line):
+        value = " ".join(values)
+        alias = aliases.find(aliases.KEY_ALIASES, key)
+        neutral = aliases.find_end(aliases.NEUTRAL, key).split()
+        text = aliases.find_end(aliases.SETTINGS, key)
+        if value in neutral or value == "null":  # Hydra's None
+            ignored.append(argument)
+        elif key in settings() or alias:
+            line.put(key if key in settings() else alias, values, argument)
+        elif text and "{}" in text and not values:
+            line.leave_out(argument, f"{argument}: needs a value")
+        elif text:
+            if value.lower() != "false":  # a flag that is off
+                _put_all(line, text, values, argument)
+        elif aliases.find_end({aliases.IGNORED: "yes"}, key):
+            reason = aliases.find_end(aliases.KEY_SUGGESTIONS, key)
+            line.notes += [f"{argument}: ignored; {reason}"] if reason else []
+            ignored += [] if reason else [argument]
+        else:
+            guess = guess_key(key)
+            line.problems.append(unknown_key(shown, key))
+            if fix := aliases.find_end(aliases.KEY_FIXES, key):
+                _put_all(line, fix, values, argument)
+            elif guess and not aliases.find_end(aliases.KEY_SUGGESTIONS, key):
+                line.words.setdefault(guess, values)
+                line.shown.setdefault(guess, argument)
+            else:
+                line.left_out.append(argument)
+    if ignored:
+        line.notes.append(f"ignored, because it changes nothing here: {', '.join(ignored)}")
+    _finish(line, presets)
+    return line
+
+
+def unknown_key(shown: str, key: str | None = None) -> str:
+    """Return an error message for an unknown key, with a suggestion.
+
+    `shown` is the key as typed, and `key` is the key to look up, if that differs.
+    """
+    key = key or shown
+    lasts = {name.rpartition(".")[2] for name in settings()}
+    found = aliases.find_end(aliases.KEY_SUGGESTIONS, key)
+    if found and not ("." in key and key.rpartition(".")[2] in lasts):
+        return f"{shown}: not a setting of jaxgpt; {found}"
+    guess = guess_key(key)
+    hint = f"did you mean {guess}?" if guess else "--help lists every key"
+    return f"{shown}: unknown key; {hint}"
+
+
+def guess_key(key: str) -> str | None:
+    """Return the setting that an unknown key probably means, or None."""
+    section, _, last = key.rpartition(".")
+    lasts = {name.rpartition(".")[2]: name for name in settings()}
+    own = [name for name in settings() if name.rpartition(".")[0] == section]
+    near = [
+        lasts.get(last) or aliases.find(aliases.KEY_ALIASES, last),
+        *difflib.get_close_matches(key, own, 1, 0.8),
+        *difflib.get_close_matches(key, settings(), 1, 0.8),
+        *(lasts[close] for close in difflib.get_close_matches(last, lasts, 1, 0.75)),
+    ]
+    return next((name for name in near if name), None)
+
+
+def _arguments(argv: Sequence[str], line: CommandLine) -> Iterator[tuple[str, str, str, list[str]]]:
+    """Yield (argument as typed, its key as typed, its key, its values) for each argument."""
+    words, seen = list(argv), set()
+    while words:
+        word = words.pop(0)
+        shown, equals, value = word.partition("=")
+        key = re.sub(r"^(--?|\+{1,2})", "", shown).replace("-", "_")
+        if Path(word).name == "base.yml":  # the defaults of MaxText
+            line.later["maxtext"] = []
+            continue
+        if word.endswith((".py", ".toml", ".yml", ".yaml")) and not equals:
+            yield word, word, "config", [word]
+            continue
+        if not key or not (word.startswith("--") or equals):
+            line.leave_out(word, f"{word!r}: must be section.key=value or --section.key value")
+            continue
+        name = key if key in settings() else aliases.find(aliases.KEY_ALIASES, key)
+        several = not name or takes_many(settings()[name])
+        values, is_flag = [value] if equals else [], not name or settings()[name] is bool
+        next_setting = r"--|[+\w.-]+=" if several or is_flag else "--"
+        while words and (not values or several) and not re.match(next_setting, words[0]):
+            if equals and not name:
+                break
+            values.append(words.pop(0))
+        argument = word if equals else " ".join([word, *values])
+        if name and key in seen and several:
+            line.leave_out(argument, f"{word}: given twice; put all values after a single --{name}")
+        elif name and not values and settings()[name] is bool:
+            yield argument, shown, key, ["True"]
+        elif name and not values:
+            line.leave_out(argument, f"--{name}: needs a value, {describe(settings()[name])}")
+        else:
+            yield argument, shown, key, values
+        seen.add(key)
+
+
+def _name(argument: str) -> str:
+    return re.split(r"[= ]", argument)[0].lstrip("-+").replace("-", "_")
+
+
+def _same(one: list[str], other: list[str]) -> bool:
+    if one == other:
+        return True
+    try:
+        return [float(word) for word in one] == [float(word) for word in other]
+    except ValueError:
+        return False
+
+
+def _put_all(line: CommandLine, text: str, values: list[str], argument: str) -> None:
+    """Apply a text of the table SETTINGS."""
+    for piece in text.split():
+        key, _, value = piece.partition("=")
+        words = values if value == "{}" else [value]
+        if key == "mesh.rest":
+            line.rest = line.rest or value
+        elif key.startswith("mesh."):
+            axis = key.removeprefix("mesh.")
+            line.axes.setdefault(axis, {})[_name(argument)] = " ".join(words)
+            line.shown.setdefault(key, argument)
+        elif key.startswith(("later.", "samples.")):
+            line.later[key.removeprefix("later.")] = words
+            line.shown[key.removeprefix("later.")] = argument
+        else:
+            line.put(key, words, argument)
+
+
+def _finish(line: CommandLine, presets: Mapping[str, Path]) -> None:
+    """Apply the values that depend on other settings."""
+    later = line.later
+    if "experiment" in later:
+        _set_experiment(line, later["experiment"])
+    _set_config(line, presets)
+    if "data" in later:
+        name = " ".join(later["data"])
+        line.put("data.dataset", [aliases.WORDPLAY_DATA.get(name, name)], line.shown["data"])
+    if "data_path" in later:
+        sources = later["data_path"]
+        pairs = [" ".join(pair) for pair in zip(sources[::2], sources[1::2], strict=False)]
+        key, words = ("data.path", sources) if len(sources) == 1 else ("data.blend", pairs)
+        line.put(key, words, line.shown["data_path"])
+    if "split" in later:
+        _set_split(line, later["split"])
+    if "output" in later:
+        folder, shown = Path(*later["output"], *later.get("run_name", ())), line.shown["output"]
+        if "://" in " ".join(later["output"]):
+            text = aliases.find(aliases.KEY_SUGGESTIONS, "base_output_directory")
+            line.leave_out(shown, f"{shown}: not a folder; {text}")
+        else:
+            line.put("out", [str(folder)], shown)
+    elif "run_name" in later:
+        line.put("out", [f"runs/{' '.join(later['run_name'])}"], line.shown["run_name"])
+    if "load" in later and later["load"] != line.words.get("out"):
+        shown, text = line.shown["load"], aliases.find(aliases.KEY_SUGGESTIONS, "load")
+        line.leave_out(shown, f"{shown}: not a setting of jaxgpt; {text}")
+    _set_strategy(line)
+    _set_mesh(line)
+    _set_batch(line)
+    _set_schedule(line)
+    _set_sizes(line)
+
+
+def _set_experiment(line: CommandLine, words: list[str]) -> None:
+    shown, known = line.shown["experiment"], aliases.WORDPLAY_EXPERIMENTS
+    if words[0] not in known:
+        line.leave_out(shown, f"{shown}: unknown experiment; use one of {', '.join(known)}")
+        return
+    preset, size = known[words[0]]
+    line.put("config", [preset], shown)
+    if not {"train.batch_size", "train.batch_size_per_device"} & line.words.keys():
+        line.put("train.batch_size_per_device", [str(size)], shown)
+    line.notes.append(f"{shown}: means --config {preset} train.batch_size_per_device={size}")
+
+
+def _set_config(line: CommandLine, presets: Mapping[str, Path]) -> None:
+    """Replace the name of another program's configuration with a preset."""
+    if "config" not in line.words:
+        is_wordplay = {"data", "backend"} & line.later.keys() or any(
+            _name(shown) in ("model.batch_size", "optimizer.gas") for shown in line.shown.values()
+        )
+        if line.shown.get("micro_batch_size", "").startswith("--micro"):
+            line.default_config = "megatron"
+            line.default_notes.append(
+                "--micro-batch-size: a command line of Megatron, so settings that it does not "
+                "give have Megatron's defaults (--config megatron)"
+            )
+        elif {"maxtext", "per_device", "output"} & line.later.keys():
+            line.default_config = "maxtext"
+            line.default_notes.append(
+                "a command line of MaxText without model_name=NAME selects MaxText's default "
+                "model, 1.1B parameters (--config maxtext)"
+            )
+        elif is_wordplay:
+            line.default_config = "wordplay"
+            line.default_notes.append(
+                "a command line of wordplay without +experiment=NAME selects wordplay's default "
+                "model, GPT-2's 85M shape on characters (--config wordplay)"
+            )
+            if not {"train.batch_size", "train.batch_size_per_device"} & line.words.keys():
+                line.default_words["train.batch_size_per_device"] = ["12"]
+        return
+    name = line.words["config"][0]
+    if name in presets or (os.path.isfile(name) and name.endswith((".yaml", ".yml"))):
+        return
+    stem = Path(name).stem
+    plain = {re.sub("[-_]", "", preset): preset for preset in presets}
+    same = plain.get(re.sub("[-_]", "", stem.removeprefix("train_")))
+    text = aliases.find(aliases.CONFIGS, stem) or (f"config={same}" if same else "")
+    if not text:
+        return
+    settings = dict(piece.split("=") for piece in text.split())
+    line.notes.append(f"{line.shown['config']}: means {text.replace('config=', '--config ', 1)}")
+    line.words["config"] = [settings.pop("config")]
+    for key, value in settings.items():
+        line.words.setdefault(key, [value])
+
+
+def _set_split(line: CommandLine, words: list[str]) -> None:
+    """Set data.val_share from Megatron's shares for training, validation and test."""
+    shown = line.shown["split"]
+    try:
+        shares = [float(share) for share in " ".join(words).strip("'\"").split(",")]
+        share = 1 - shares[0] / sum(shares)
+    except (ValueError, ZeroDivisionError):
+        line.leave_out(shown, f"{shown}: use data.val_share=X, the share for validation")
+        return
+    if share > 0:
+        line.put("data.val_share", [f"{share:.4g}"], shown)
+        line.notes.append(
+            f"{shown}: the last {share:.4g} of the data is for validation; there is no test split"
+        )
+    else:
+        line.notes.append(f"{shown}: ignored; evaluation needs a share of the data")
+
+
+def _set_strategy(line: CommandLine) -> None:
+    """Set the ZeRO stage and the axis of the other devices from flags of wordplay or DeepSpeed."""
+    later, stage = line.later, None
+    if "ds_config" in later:
+        stage = _stage_of(line, Path(" ".join(later["ds_config"])).expanduser())
+    if "backend" in later:
+        shown, backend = line.shown["backend"], later["backend"][0].lower()
+        known = {"ddp": 0, "fsdp": 3}
+        if backend in ("deepspeed", "ds", "dspeed"):
+            known[backend] = WORDPLAY_STAGE if stage is None else stage
+        if backend not in known:
+            line.leave_out(shown, f"{shown}: must be DDP, deepspeed or FSDP")
+            return
+        stage = known[backend]
+        axis = "fsdp" if stage else "data"
+        line.notes.append(
+            f"{shown}: means parallel.zero_stage={stage}, with all devices on the mesh axis {axis}"
+        )
+    if "zero_stage" in later:  # the flag is more specific than the file
+        stage = 1 if later["zero_stage"] != ["0"] else 0
+    elif stage is not None:
+        line.words.setdefault("parallel.zero_stage", [str(stage)])
+    if stage is not None:
+        line.rest = line.rest or ("fsdp" if stage else "data")
+
+
+def _stage_of(line: CommandLine, file: Path) -> int | None:
+    """Return the ZeRO stage in a DeepSpeed configuration. An unreadable file is a problem."""
+    shown = line.shown["ds_config"]
+    try:
+        stage = yaml.safe_load(file.read_text())["zero_optimization"]["stage"]
+        if stage not in (0, 1, 2, 3):
+            raise ValueError(f"zero_optimization.stage is {stage}")
+        line.notes.append(f"{shown}: only its ZeRO stage, {stage}, is used")
+        return stage
+    except (KeyError, TypeError):
+        return 0  # DeepSpeed's default
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        reason = " ".join(in_words(error).split())
+        if "zero_stage" in line.later:
+            line.notes.append(f"{shown}: ignored; it is not readable ({reason})")
+        else:
+            text = f"{shown}: not readable ({reason}); use parallel.zero_stage=N"
+            line.leave_out(shown, text)
+        return None
+
+
+def _set_mesh(line: CommandLine) -> None:
+    """Set parallel.mesh from the sizes of single axes that other programs' flags give."""
+    sizes = {}
+    for axis, flags in line.axes.items():
+        factors = [-1 if word == "-1" else _whole(word) for word in flags.values()]
+        if not all(factors):
+            shown = line.shown[f"mesh.{axis}"]
+            line.leave_out(shown, f"{shown}: must be a whole number, at least 1, or -1")
+            return
+        sizes[axis] = -1 if -1 in factors else math.prod(factors)  # MaxText gives two factors
+    if "parallel.mesh" in line.words:
+        try:
+            typed = MeshShape.parse(line.words["parallel.mesh"][0])
+        except ValueError:  # reported with the value
+            return
+        for axis, size in sizes.items():
+            if typed[axis] != size:
+                shown = line.shown[f"mesh.{axis}"]
+                line.leave_out(shown, f"{shown}: --mesh is also given; leave out one of them")
+        return
+    if not {"data", "fsdp"} & sizes.keys():
+        sizes[line.rest or "data"] = -1
+    shape = MeshShape(**sizes)
+    if list(shape.values()).count(-1) > 1:  # MaxText's default is -1 for two axes
+        shape["data"] = 1
+    if shape != MeshShape(data=-1):
+        line.words["parallel.mesh"] = [str(shape)]
+
+
+def _set_batch(line: CommandLine) -> None:
+    """Set the batch size from the sizes of microbatches in Megatron and nanoGPT."""
+    later, words = line.later, line.words
+    if "per_device" in later:  # MaxText counts all devices, including those of the tensor axis
+        shown, number = line.shown["per_device"], later["per_device"][0]
+        size = _whole(number.removesuffix(".0"))
+        if size:
+            size *= _tensor(line)
+            line.put("train.batch_size_per_device", [str(size)], shown)
+        else:
+            line.leave_out(shown, f"{shown}: use train.batch_size=N, the size for the whole job")
+    if "micro_batch_size" in later:
+        shown = line.shown["micro_batch_size"]
+        if "train.batch_size" in words:
+            line.notes.append(
+                f"{shown}: ignored, because the global batch size is given; if memory is short, "
+                "train.gradient_accumulation_steps=N splits the batch into N microbatches"
+            )
+        else:
+            line.put("train.batch_size_per_device", later["micro_batch_size"], shown)
+    if "nanogpt_accumulation" in later:
+        shown, n = line.shown["nanogpt_accumulation"], _whole(later["nanogpt_accumulation"][0])
+        rows = _number(line, "train.batch_size")
+        if _name(line.shown.get("train.batch_size", "")) == "batch_size" and n and rows:
+            words["train.batch_size"] = [str(n * rows)]
+            line.notes.append(
+                f"{shown}: means train.batch_size={n * rows}, {n} times --batch_size; if "
+                "memory is short, train.gradient_accumulation_steps=N splits the batch into N "
+                "microbatches on each device"
+            )
+        else:
+            line.leave_out(
+                shown,
+                f"{shown}: use train.gradient_accumulation_steps=N to split the global batch of "
+                "train.batch_size sequences into N microbatches",
+            )
+
+
+def _whole(word: str) -> int | None:
+    """Return a whole number of at most 18 digits, or None."""
+    return int(word) if word.isdecimal() and len(word) < 19 else None
+
+
+def _number(line: CommandLine, key: str) -> int | None:
+    return _whole(line.words.get(key, [""])[0])
+
+
+def _tensor(line: CommandLine) -> int:
+    return math.prod(_whole(word) or 1 for word in line.axes.get("tensor", {}).values())
+
+
+def _set_schedule(line: CommandLine) -> None:
+    """Convert lengths in sequences, fractions and linear decay to numbers of steps."""
+    words, later = line.words, line.later
+    batch = _number(line, "train.batch_size")
+    for name in [name for name in later if name.startswith("samples.")]:
+        key, shown = name.removeprefix("samples."), line.shown[name]
+        total = _whole(later[name][0])
+        if batch and total:
+            line.put(key, [str(total // batch)], shown)
+            text = f"means {key}={total // batch} with train.batch_size={batch}"
+            line.notes.append(f"{shown}: {text}")
+        else:
+            line.leave_out(shown, f"{shown}: use {key}=N, a number of steps")
+    is_megatron = line.default_config == "megatron"
+    if is_megatron and "train.max_iters" in words:  # Megatron's defaults
+        words.setdefault("optimizer.lr_decay_iters", words["train.max_iters"])
+    end = _number(line, "optimizer.lr_decay_iters") or _number(line, "train.max_iters")
+    if "warmup_fraction" in later:
+        shown, fraction = line.shown["warmup_fraction"], later["warmup_fraction"][0]
+        try:
+            steps = int(float(fraction) * end)
+        except (ValueError, TypeError, OverflowError):
+            line.leave_out(shown, f"{shown}: use optimizer.warmup_iters=N, a number of steps")
+        else:
+            line.put("optimizer.warmup_iters", [str(steps)], shown)
+            line.notes.append(f"{shown}: means optimizer.warmup_iters={steps}")
+    is_linear = words.get("optimizer.schedule") == ["linear"]
+    if end and (is_linear or (is_megatron and "optimizer.schedule" not in words)):
+        if is_linear:
+            suggestion = aliases.find(aliases.VALUE_SUGGESTIONS, "optimizer.schedule=linear")
+            line.problems.append(f"optimizer.schedule=linear: {suggestion}")
+        warmup = _number(line, "optimizer.warmup_iters") or 0
+        words["optimizer.schedule"] = ["wsd"]
+        words["optimizer.lr_decay_iters"] = [str(end)]
+        words["optimizer.warmup_iters"] = [str(warmup)]
+        words["optimizer.wsd_decay_iters"] = [str(end - warmup)]
+
+
+def _set_sizes(line: CommandLine) -> None:
+    """Set the sizes that Megatron computes: the padded vocabulary and the width of a SwiGLU MLP."""
+    words, later = line.words, line.later
+    if "exact_gelu" in later:
+        words.setdefault("model.mlp", ["gelu"])
+    if "merges" in later:
+        later.setdefault("tokenizer", ["GPT2BPETokenizer"])
+        line.shown.setdefault("tokenizer", line.shown["merges"])
+    if "tokenizer" in later:
+        size = aliases.MEGATRON_VOCABULARIES.get(" ".join(later["tokenizer"]))
+        if size is None:
+            line.notes.append(f"{line.shown['tokenizer']}: ignored; use data.tokenizer=FOLDER")
+        elif "model.vocab_size" not in words:
+            multiple = PADDING * _tensor(line)
+            padded = -(-size // multiple) * multiple
+            words["model.vocab_size"] = [str(padded)]
+            line.notes.append(
+                f"{line.shown['tokenizer']}: means model.vocab_size={padded}; for readable "
+                "samples, use data.tokenizer=FOLDER"
+            )
+    width = _number(line, "model.n_embd")
+    if line.default_config == "megatron" and words.get("model.mlp") == ["swiglu"] and width:
+        words.setdefault("model.mlp_hidden", [str(width * 8 // 3 // 64 * 64)])

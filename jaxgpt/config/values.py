@@ -1,0 +1,91 @@
+"""Conversion of strings to the values of settings, and descriptions of their types."""
+
+import dataclasses
+import functools
+import math
+import types
+import typing
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+from jaxgpt.config.schema import Config
+
+_KINDS = {int: "a whole number", float: "a finite number", bool: "True or False", str: "text"}
+
+
+@functools.cache
+def settings() -> dict[str, Any]:
+    """Return the type of every setting, keyed by `section.key` or, at the top level, `key`."""
+    out = {}
+    for name, kind in typing.get_type_hints(Config, include_extras=True).items():
+        if dataclasses.is_dataclass(kind):
+            hints = typing.get_type_hints(kind, include_extras=True)
+            out |= {f"{name}.{key}": hint for key, hint in hints.items()}
+        else:
+            out[name] = kind
+    return out
+
+
+def takes_many(kind: Any) -> bool:
+    return typing.get_origin(kind) is tuple
+
+
+def convert(kind: Any, words: Sequence[str]) -> Any:
+    """Convert strings to the given type. Raises `ValueError` or `KeyError` if they do not fit."""
+    arguments = typing.get_args(kind)
+    if takes_many(kind):
+        if arguments[0] is not str:  # strings may contain spaces
+            words = " ".join(words).split()
+        return tuple(convert(arguments[0], [word]) for word in words if word)  # `key=` is ()
+    (word,) = words
+    if types.NoneType in arguments:
+        named = _named_values(arguments)
+        return named[word] if word in named else convert(arguments[0], words)
+    if typing.get_origin(kind) is Literal:
+        return {str(option): option for option in arguments}[word]
+    if typing.get_origin(kind) is Annotated:
+        number, bounds = arguments
+        value = convert(number, words)
+        if not bounds.contain(value):
+            raise ValueError
+        return value
+    value = {"true": True, "false": False}[word.lower()] if kind is bool else kind(word)
+    if kind is float and not math.isfinite(value):
+        raise ValueError
+    return value
+
+
+def describe(kind: Any) -> str:
+    """Return a description of the values that a type allows, such as "a finite number"."""
+    arguments = typing.get_args(kind)
+    if takes_many(kind):
+        if typing.get_origin(arguments[0]) is Literal:
+            return f"a list of {' and '.join(typing.get_args(arguments[0]))}, separated by spaces"
+        numbers = {int: "whole numbers", float: "numbers, separated by spaces"}
+        return numbers.get(arguments[0], "a list of strings")
+    if types.NoneType in arguments:
+        return ", or ".join([describe(arguments[0]), *_named_values(arguments)])
+    if typing.get_origin(kind) is Literal:
+        return "one of " + ", ".join(map(str, arguments))
+    if typing.get_origin(kind) is Annotated:
+        return f"{_KINDS[arguments[0]]}, {arguments[1].text}"
+    return _KINDS[kind]
+
+
+def _named_values(arguments: Sequence[Any]) -> dict[str, Any]:
+    """Return the literals and None in a union, keyed by the string that a user types for them."""
+    literals = {str(w): w for kind in arguments[1:-1] for w in typing.get_args(kind)}
+    return literals | {"None": None}
+
+
+def words_of(kind: Any) -> list[str]:
+    """Return the words that a type allows, if there are only a few, such as True and False."""
+    if kind is bool:
+        return ["True", "False"]
+    if typing.get_origin(kind) is Literal:
+        return [str(option) for option in typing.get_args(kind)]
+    if takes_many(kind):
+        return words_of(typing.get_args(kind)[0])
+    arguments = typing.get_args(kind)
+    named = list(_named_values(arguments)) if types.NoneType in arguments else []
+    return named if len(named) > 1 else []

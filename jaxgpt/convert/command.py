@@ -1,0 +1,194 @@
+"""Conversion of other programs' command lines and shell scripts to a command of jaxgpt.
+
+A script is read, but not run. Assignments, arrays and arithmetic are expanded; variables that the
+script does not set are taken from the environment.
+"""
+
+import ast
+import operator
+import os
+import re
+import shlex
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from jaxgpt.config import UsageError, in_words, train_command
+
+# Part of a program's name -> the preset with its defaults, or None if it must name one.
+PROGRAMS = {
+    "wordplay": "wordplay",
+    "pretrain_gpt": "megatron",
+    "maxtext": "maxtext",
+    "torchtitan": None,
+    "run_train.sh": None,
+    "train_lm": None,
+    "jaxgpt": None,
+    "train.py": "gpt2",  # nanoGPT
+}
+# Options of launchers: the number of processes, processes per host, and hosts.
+TOTAL = {"-n", "-np", "--ntasks"}
+PER_HOST = {"--nproc_per_node", "--nproc-per-node", "-ppn", "--ppn", "--ntasks-per-node"}
+HOSTS = {"--nnodes", "-N", "--nodes"}
+NO_COMMANDS = ("if ", "elif ", "case ", "while ", "for ", "[", "echo ")
+OPERATORS = {
+    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul,
+    ast.Div: operator.floordiv, ast.Mod: operator.mod,
+}  # fmt: skip
+_VARIABLE = re.compile(r"\$\{(\w+)(?:\[[@*]\])?(?::?([-=?])([^${}]*))?\}|\$(\w+)")
+_ASSIGNMENT = re.compile(r"(?:(?:export|local|declare)\s+)?(\w+)(\+?)=(.*)", re.DOTALL)
+
+
+def command(words: list[str]) -> list[str]:
+    """Return jaxgpt's command line for a shell script or a command line.
+
+    Remarks about its arguments are printed to stderr.
+
+    Raises:
+        UsageError: if no known program is called, or the script cannot be read.
+    """
+    shown, text = " ".join(words), shlex.join(words) if len(words) > 1 else "".join(words)
+    if len(words) == 1 and os.path.isfile(text):  # a line may be too long for a path
+        try:
+            text = Path(text).read_text()
+        except (OSError, ValueError) as error:
+            raise UsageError(f"convert: {shown}: not readable ({in_words(error)})") from None
+    variables: dict[str, str] = {}
+    conditions = False
+    for statement in _statements(text):
+        match = _ASSIGNMENT.fullmatch(statement)
+        if match and (match[3].startswith(("(", "$((")) or len(_split(match[3])) < 2):
+            name, plus, value = match.groups()
+            inner = value[1:].removesuffix(")") if value.startswith("(") else value
+            value = " ".join(_split(_expand(inner, variables)))
+            variables[name] = f"{variables.get(name, '')} {value}" if plus else value
+            continue
+        if statement.startswith(NO_COMMANDS):
+            conditions = True
+            continue
+        raw = _split(_expand(statement, variables))
+        parts = [part for word in raw for part in _parts(word, raw[0] == "eval")]
+        if (found := _program(parts)) is not None:
+            if conditions:
+                remark = "conditions in the script are not evaluated: all branches were read"
+                print(f"note: {remark}", file=sys.stderr)
+            return [_convert(parts, *found)]
+    raise UsageError(
+        f"convert: {shown or 'command'}: calls none of {', '.join(PROGRAMS)}; give a command line "
+        "or a script that calls one of them directly"
+    )
+
+
+def _statements(text: str) -> Iterator[str]:
+    """Yield the statements of a script, without comments. Quotes and arrays may span lines."""
+    text = re.sub(r"(^|\s)#.*", r"\1", text).replace("\\\n", " ")
+    statement = ""
+    for line in text.splitlines():
+        statement = f"{statement}\n{line}" if statement else line
+        plain = re.sub(r"\\.|'[^']*'|\"(?:\\.|[^\"])*\"", "", statement)
+        is_array = re.match(r"\s*(?:\w+\s+)?\w+\+?=\(", statement)
+        if '"' in plain or "'" in plain or (is_array and plain.count("(") > plain.count(")")):
+            continue
+        yield statement.strip()
+        statement = ""
+    if statement:
+        yield statement.strip()
+
+
+def _parts(word: str, is_evaluated: bool) -> list[str]:
+    """Return the words in a word: a quoted array, an option with its value, or a whole command."""
+    return _split(word) if word.startswith("-") or is_evaluated else [word]
+
+
+def _split(text: str) -> list[str]:
+    try:
+        return shlex.split(text)
+    except ValueError:  # a quote without an end
+        return text.split()
+
+
+def _expand(text: str, variables: dict[str, str]) -> str:
+    """Return the text with variables and arithmetic replaced; unknown variables remain."""
+
+    def value(match: re.Match) -> str:
+        name, default = match[1] or match[4], match[3]
+        known = variables.get(name, os.environ.get(name, ""))
+        return known or (default if match[2] in ("-", "=") else f"\0{match[0][1:]}")
+
+    previous = None
+    while previous != text:  # defaults may contain variables
+        previous, text = text, _VARIABLE.sub(value, text)
+
+    def calculated(match: re.Match) -> str:  # names need no $ in arithmetic
+        names = re.sub(r"[A-Za-z_]\w*", lambda name: variables.get(name[0], name[0]), match[1])
+        return _calculate(names, match[0])
+
+    text = re.sub(r"\$\(\(([^$\0]*?)\)\)", calculated, text)
+    return text.replace("\0", "$")
+
+
+def _calculate(text: str, unknown: str) -> str:
+    """Return the value of an arithmetic expression of integers, or `unknown`."""
+
+    def value(node: ast.expr) -> int:
+        if isinstance(node, ast.BinOp):
+            return OPERATORS[type(node.op)](value(node.left), value(node.right))
+        return int(node.value)
+
+    try:
+        return str(value(ast.parse(text.strip(), mode="eval").body))
+    except (SyntaxError, AttributeError, KeyError, ValueError, ArithmeticError, RecursionError):
+        return unknown
+
+
+def _program(parts: list[str]) -> tuple[int, str | None] | None:
+    """Return the index of the program's name in a command, and its preset."""
+    for i, word in enumerate(parts):
+        is_module = i > 0 and parts[i - 1] == "-m"
+        if is_module or word.endswith((".py", "run_train.sh")):
+            for part, preset in PROGRAMS.items():
+                if part in (word if is_module else word.rpartition("/")[2]).lower():
+                    return i, preset
+    return None
+
+
+def _convert(parts: list[str], index: int, preset: str | None) -> str:
+    """Return jaxgpt's command for the words of a command, and print remarks."""
+    launcher, arguments = parts[:index], parts[index + 1 :]
+    ends = [i for i, word in enumerate(arguments) if re.match(r"[|;&>]|\d>", word)]
+    arguments = arguments[: min(ends, default=None)]
+    for word in launcher:  # MODULE=llama3 CONFIG=llama3_8b ./run_train.sh
+        if word.startswith(("CONFIG=", "CONFIG_FILE=")) and "run_train.sh" in parts[index]:
+            arguments = ["--config", word.partition("=")[2], *arguments]
+    line, remarks = train_command(arguments, preset, _quote)
+    for remark in remarks:
+        print(f"note: {remark}", file=sys.stderr)
+    if unset := sorted(set(re.findall(r"\$\{?(\w+)", line))):
+        print(
+            f"note: not set in the script: {', '.join(f'${name}' for name in unset)}",
+            file=sys.stderr,
+        )
+    return f"{_launcher(launcher)}{line}"
+
+
+def _quote(word: str) -> str:
+    """Quote a word for the shell; variables stay variables."""
+    return word if re.fullmatch(r"[\w@%+=:,./${}-]+", word) else shlex.quote(word)
+
+
+def _launcher(words: list[str]) -> str:
+    """Return the call of jaxgpt.launch that starts as many processes as a launcher's options."""
+    pairs = [word.split("=", 1) for word in words if re.match(r"-.*=", word)]
+    pairs += zip(words, words[1:], strict=False)
+    numbers = {name: int(value) for name, value in pairs if value.isdecimal()}
+
+    def find(names: set[str]) -> int | None:
+        return next((numbers[name] for name in numbers if name in names), None)
+
+    total, per_host, hosts = find(TOTAL), find(PER_HOST), find(HOSTS)
+    if total is None and per_host is not None:
+        total = per_host * (hosts or 1)
+    if total is None or total == 1:
+        return ""
+    per_host = per_host or (total // hosts if hosts else None)
+    return f"python -m jaxgpt.launch -n {total}{f' -ppn {per_host}' if per_host else ''} -- "

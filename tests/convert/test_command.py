@@ -1,0 +1,127 @@
+"""Command lines and shell scripts of other programs are converted to commands of jaxgpt."""
+
+import shlex
+
+import pytest
+
+from jaxgpt.config import parse_args
+from jaxgpt.convert.__main__ import main
+
+# The structure of examples/pretrain_gpt.sh in Megatron-DeepSpeed and of
+# examples/llama/train_llama3_8b_h100_fp8.sh in Megatron-LM.
+SCRIPT = """\
+#!/bin/bash
+export CUDA_DEVICE_MAX_CONNECTIONS=1
+CHECKPOINT_PATH=${1:-"runs/a"}
+NUM_NODES=2 # two nodes
+GPUS_PER_NODE=4
+WORLD_SIZE=$(($GPUS_PER_NODE*$NUM_NODES))
+GLOBAL_BATCH=$((WORLD_SIZE * 4))
+DISTRIBUTED_ARGS=(
+    --nproc_per_node $GPUS_PER_NODE
+    --nnodes $NUM_NODES # hosts
+)
+GPT_ARGS="
+    --num-layers 24 \\
+    --hidden-size ${HIDDEN:-1024} \\
+    --num-attention-heads 16 \\
+    --seq-length 512
+"
+TRAINING_ARGS=(
+    "--micro-batch-size 4"
+    --global-batch-size $GLOBAL_BATCH
+    --lr 1e-4 --train-iters 100
+)
+TRAINING_ARGS+=("--bf16")
+if [ ! -f "pretrain_gpt.py" ]; then
+    exit 1
+fi
+touch $(echo danger | tee @MARK@)
+torchrun ${DISTRIBUTED_ARGS[@]} pretrain_gpt.py $GPT_ARGS "${TRAINING_ARGS[@]}" \\
+    --data-path $DATA_PATH --save $CHECKPOINT_PATH |& tee log.txt
+"""
+
+
+def convert(capsys, *words):
+    """Return the printed command, and the notes about it."""
+    main(["command", *map(str, words)])
+    captured = capsys.readouterr()
+    return captured.out.strip(), captured.err
+
+
+def test_a_script_is_expanded_but_not_run(tmp_path, capsys, monkeypatch):
+    script, mark = tmp_path / "train.sh", tmp_path / "mark"
+    script.write_text(SCRIPT.replace("@MARK@", str(mark)))
+    monkeypatch.delenv("DATA_PATH", raising=False)
+    command, notes = convert(capsys, script)
+    assert not mark.exists()
+    launcher, _, train = command.partition(" -- python -m jaxgpt.train ")
+    assert launcher == "python -m jaxgpt.launch -n 8 -ppn 4"
+    assert "data.path=$DATA_PATH" in train.split()
+    assert "not set in the script: $DATA_PATH" in notes
+    config = parse_args(shlex.split(train))
+    model, settings = config.model, config.train
+    assert (model.n_layer, model.n_embd, model.n_head, model.block_size) == (24, 1024, 16, 512)
+    assert (settings.batch_size, settings.max_iters, settings.dtype) == (32, 100, "bfloat16")
+    assert (model.bias, model.dropout) == (True, 0.1)  # Megatron's defaults
+    assert config.out == "runs/a"
+    assert config.optimizer.learning_rate == 1e-4
+
+
+def test_variables_come_from_the_environment(tmp_path, capsys, monkeypatch):
+    script = tmp_path / "train.sh"
+    script.write_text(SCRIPT)
+    monkeypatch.setenv("HIDDEN", "2048")
+    monkeypatch.setenv("DATA_PATH", "/data/mine")
+    command, _ = convert(capsys, script)
+    assert {"model.n_embd=2048", "data.path=/data/mine"} <= set(command.split())
+
+
+@pytest.mark.parametrize(
+    ("line", "command"),
+    [
+        (
+            "torchrun --standalone --nproc_per_node=8 train.py config/train_gpt2.py",
+            "python -m jaxgpt.launch -n 8 -ppn 8 -- python -m jaxgpt.train --config gpt2",
+        ),
+        ("python train.py", "python -m jaxgpt.train --config gpt2"),  # nanoGPT's defaults
+        (
+            "mpiexec -n 8 -ppn 4 python3 -m wordplay train.max_iters=9 2>&1 | tee a.log",
+            "python -m jaxgpt.launch -n 8 -ppn 4 -- python -m jaxgpt.train --config wordplay "
+            "train.max_iters=9",
+        ),
+        (
+            "MODULE=llama3 CONFIG=llama3_8b ./run_train.sh --training.steps 9",
+            "python -m jaxgpt.train --config llama3-8b train.max_iters=9",
+        ),
+        (
+            "python3 -m maxtext.trainers.pre_train.train run_name=a base_output_directory=runs",
+            "python -m jaxgpt.train --config maxtext --out runs/a",
+        ),
+        (
+            "python src/levanter/main/train_lm.py --config_path config/gpt2_small.yaml",
+            "python -m jaxgpt.train --config gpt2",
+        ),
+        (
+            "srun -n 4 python -m jaxgpt.train --out 'my runs' train.seed=2",
+            "python -m jaxgpt.launch -n 4 -- python -m jaxgpt.train --out 'my runs' train.seed=2",
+        ),
+    ],
+)
+def test_a_line_is_converted(capsys, line, command):
+    assert convert(capsys, line)[0] == command
+    assert convert(capsys, *shlex.split(line))[0] == command
+
+
+def test_flags_without_an_equivalent_are_named(capsys):
+    command, notes = convert(capsys, "python train.py --weird=1 --seed=2")
+    assert command == "python -m jaxgpt.train --config gpt2 train.seed=2"
+    assert "note: left out: --weird=1" in notes
+
+
+@pytest.mark.parametrize("line", ["ls -l", "", "python other.py", "echo train.py"])
+def test_a_line_without_a_known_program_is_refused(capsys, line):
+    with pytest.raises(SystemExit) as end:
+        main(["command", line])
+    assert end.value.code == 2
+    assert "calls none of wordplay, pretrain_gpt" in capsys.readouterr().err
