@@ -278,8 +278,8 @@ class TrainConfig:
     Hugging Face transformers model folder. The model options are read from there, too. A resumed
     run ignores this setting."""
     trackers: tuple[str, ...] = ("tensorboard",)
-    """Trackers that mirror metrics.jsonl, which is always written. `train.trackers=` disables all
-    trackers."""
+    """Trackers that mirror metrics.jsonl, which is always written. `--train.trackers tensorboard
+    wandb` selects two, and `train.trackers=` none."""
 
 
 @dataclass(frozen=True, kw_only=True)
