@@ -34,11 +34,13 @@ def main(argv: list[str] | None = None) -> None:
 def prepare(arguments: argparse.Namespace, directory: Path) -> list[str]:
     """Check the arguments and write the dataset; return lines that describe the dataset.
 
-    A built-in dataset without --out replaces the data in its default folder. For text, the number
-    of threads is set in the environment.
+    `arguments` is the result of `parser()`, and `directory` is an absolute path. A built-in dataset
+    without --out replaces the data in its default folder. For text, the number of threads is set in
+    the environment.
 
     Raises:
-        UsageError: if an argument or the input is invalid, or if `check_new` raises it.
+        UsageError: if an argument or the input is invalid, if Tiny Shakespeare cannot be
+            downloaded, or if `check_new` raises it.
         OSError: if `directory` cannot be written.
     """
     if arguments.command != "text":

@@ -169,7 +169,10 @@ def _mpi(environ: Mapping[str, str], variable: str, size: str | None, launcher: 
 
 
 def check_address(key: str, address: str) -> None:
-    """Raise a `UsageError` that names `key` unless `address` is a well-formed host:port."""
+    """Raise a `UsageError` that names `key` unless `address` is host:port, with port 1 to 65535.
+
+    Of the host, only the lengths of its labels are checked; none may be empty.
+    """
     host, _, port = address.rpartition(":")
     try:
         host.encode("idna")  # fails if a label is empty or too long

@@ -115,10 +115,12 @@ class Tokens:
         return self.file.read(self.first + start, count)
 
     def read_weights(self, start: int, count: int) -> np.ndarray:
-        """Return the loss weights (0 or 1) of `count` tokens as targets: uint8, shape (count,).
+        """Return the loss weights (0 or 1) of `count` tokens as targets, from token `start` on.
+
+        The result is uint8, of shape (count,). Without a mask, all weights are 1.
 
         Raises:
-            UsageError: if the mask cannot be read or holds a byte other than 0 or 1.
+            UsageError: if the mask cannot be read, is too short, or holds a byte other than 0 or 1.
         """
         if self.mask is None:
             return np.ones(count, np.uint8)
@@ -150,8 +152,10 @@ class Tokens:
     def sampled_pages(self, most: int) -> Iterator[tuple[int, np.ndarray]]:
         """Yield (offset of the first token, token IDs) for at most `most` evenly spaced pages.
 
-        The first page is included, and so is the last if `most` > 1. Raises `UsageError` if the
-        file cannot be read or is too short.
+        A page has `PAGE` bytes; the last one may be shorter. The offset counts tokens from the
+        start of this part of the file. The IDs have the file's dtype and shape (n,). The first page
+        is included, and so is the last if `most` > 1. Raises `UsageError` if the file cannot be
+        read or is too short.
         """
         per_page = PAGE // self.dtype.itemsize
         pages = -(-self.size // per_page)

@@ -50,7 +50,10 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Plan:
-    """A layout and its compiled program, and everything that is known before it runs."""
+    """A layout, its program, and everything that is known before it runs.
+
+    If the step was not compiled (see `is_compiled`), the program holds only the size of the state.
+    """
 
     config: Config
     mesh: MeshShape

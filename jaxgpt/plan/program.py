@@ -118,7 +118,8 @@ def compile_step(config: Config, shape: MeshShape, device: Device) -> Program:
 def state_memory(config: Config, shape: MeshShape, device: Device) -> Memory:
     """Return the exact bytes of parameters, gradients and moments per device, without compiling.
 
-    Activations are not included. The requirements are the same as for `compile_step`.
+    Activations are not included. The requirements and errors are the same as for `compile_step`.
+    For `cpu`, whose memory is the host's, `in_host` and `host_at_once` are 0.
     """
     mesh = make_mesh(shape)
     state, is_away = state_shapes(config, mesh), config.parallel.offload == "state"

@@ -64,8 +64,9 @@ class SampleRecord(Record):
 class SpikeRecord(Record):
     """A step whose loss or gradient norm is a spike or is not finite.
 
-    `median` and `limit` are those of the loss or of the gradient norm, whichever is the cause. They
-    are None if the cause is `nonfinite`.
+    `loss` is in nats per token. `median` is the median of the last spike.window finite steps before
+    this one, and `limit` the value above which a step is a spike. Both are for the loss or for the
+    gradient norm, whichever is the cause, and None if the cause is `nonfinite`.
     """
 
     kind = "spike"

@@ -289,7 +289,10 @@ class Reporter:
         self.info(_LINES[record.kind](values))
 
     def show_spikes(self) -> None:
-        """Log the table that `python -m jaxgpt.report spikes` prints."""
+        """Log the table that `python -m jaxgpt.report spikes` prints.
+
+        Raises `OSError` on process 0 if metrics.jsonl cannot be read.
+        """
         if self._enabled:
             self.info(spikes_table(read_records(self._run.directory / METRICS)))
 
