@@ -102,8 +102,9 @@ class Checkpoints:
         """Prepare for saving: remove the leftovers of interrupted saves.
 
         `tree` has the arrays to save, or their shapes. All processes call this together. Raises
-        `UsageError` on all of them if a checkpoint does not fit on the disk, or if the run
-        directory or checkpoint.local cannot be used.
+        `UsageError` on all of them if a checkpoint does not fit into the free space of the run
+        directory or that space cannot be read, or if checkpoint.local cannot be written or is not
+        shared. The free space of checkpoint.local is not checked.
         """
         if self._local is not None:
             self._local.open(self._cluster)

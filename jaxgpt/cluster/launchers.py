@@ -202,7 +202,10 @@ def _site(layout: ProcessLayout, environ: Mapping[str, str]) -> str | None:
 
 
 def _launcher_of(mpiexec: str, environ: Mapping[str, str]) -> tuple[Launcher, str]:
-    """Return the launcher that `mpiexec` is, according to its --version, and its name."""
+    """Return the launcher that `mpiexec` is, according to its --version, and its name.
+
+    Raises `UsageError` if it cannot be run or is not a supported launcher.
+    """
     try:
         ran = subprocess.run(
             [mpiexec, "--version"],

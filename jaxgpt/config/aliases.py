@@ -302,7 +302,10 @@ def find(table: dict[str, str], word: str) -> str:
 
 
 def find_end(table: dict[str, str], key: str) -> str:
-    """Return a table's entry for a flag or for the longest part of it that follows a dot."""
+    """Return a table's entry for a flag, or for the longest part after a dot that has an entry.
+
+    Returns an empty string if there is none.
+    """
     parts = key.split(".")
     ends = (".".join(parts[i:]) for i in range(len(parts)))
     return next((text for end in ends if (text := find(table, end))), "")

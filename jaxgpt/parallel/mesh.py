@@ -14,9 +14,9 @@ def make_mesh(shape: MeshShape, hosts: Sequence[int] | None = None) -> Mesh:
     """Return a mesh of all devices of the job; their number must equal `shape.n_devices`.
 
     Devices are ordered by host, then by process, so that `tensor`, the last axis, stays within a
-    host if possible, and `data`, the first axis, crosses hosts. On one host, `jax.make_mesh` gives
-    the same order. Across hosts, `jax.make_mesh` can fail, and
-    `mesh_utils.create_hybrid_device_mesh` gives the same order.
+    host if possible, and `data`, the first axis, crosses hosts. On one host with CPUs or GPUs,
+    `jax.make_mesh` gives the same order. Across hosts, `jax.make_mesh` can fail, and
+    `mesh_utils.create_hybrid_device_mesh` gives the same order only if its granules are hosts.
 
     Args:
         hosts: the host number of each process. None assumes that ranks are ordered by host.

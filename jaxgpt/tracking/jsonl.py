@@ -4,6 +4,7 @@ metrics.jsonl is the source of truth about a run. It has one JSON object per lin
 appears in it twice.
 """
 
+import contextlib
 import errno
 import itertools
 import json
@@ -118,7 +119,8 @@ def atomic_write_text(path: Path, text: str) -> None:
             os.fsync(file.fileno())  # otherwise, a power failure could leave an empty file
         os.replace(scratch, path)
     except OSError as error:
-        scratch.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # absent, or on a file system that is read-only now
+            scratch.unlink()
         remedy = "; make room" if error.errno in NO_ROOM else ""
         raise UsageError(
             f"{path}: cannot be written ({error.strerror or error}); its content has not changed"

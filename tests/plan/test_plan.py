@@ -277,8 +277,11 @@ def test_bad_input_is_one_clear_line(arguments, words, capsys):
     with pytest.raises(SystemExit) as end:
         plan_command.main(["--config", "tiny", *arguments])
     assert end.value.code == 2
-    (line,) = capsys.readouterr().err.splitlines()
+    line, *corrected = capsys.readouterr().err.splitlines()
     assert line.startswith("error: ") and all(word in line for word in words), line
+    if corrected:
+        assert corrected[0].startswith("corrected settings (without --")
+        assert corrected[1:] == ["  --config tiny --mesh 2,4,1"]
 
 
 @pytest.mark.long

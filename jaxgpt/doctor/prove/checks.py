@@ -81,7 +81,11 @@ def gpt2_xl(commands: Commands) -> Iterator[Row]:
 def speed(
     commands: Commands, config: str, words: Sequence[str], goals: dict[str, float], source: str
 ) -> Iterator[Row]:
-    """Report the result of `bench step`. `goals` (row name -> minimum) apply only on a GPU."""
+    """Report the result of `bench step` with the preset `config` and the arguments `words`.
+
+    `goals` (row name -> minimum) apply only on a GPU; for rows in %, they are fractions. `source`
+    names their origin.
+    """
     found = commands.json("jaxgpt.bench", "step", "--config", config, *words)
     for name, value, unit, note in (
         ("tokens/s", found["tokens_per_sec"], "", found["data"]),
