@@ -1,7 +1,9 @@
 """Files that a run appends lines to, even if the disk is temporarily full."""
 
 import io
+import threading
 from collections import deque
+from collections.abc import Sequence
 from pathlib import Path
 
 from jaxgpt.config import in_words
@@ -12,7 +14,7 @@ LIMIT = 10_000  # maximum number of buffered lines, beyond which the oldest are 
 class AppendedFile:
     """A text file. Lines that cannot be written stay in memory until the next call.
 
-    At most the newest `LIMIT` lines stay.
+    At most the newest `LIMIT` lines stay. Several threads may write to it.
     """
 
     def __init__(self, path: Path, keep: bool = True):
@@ -20,9 +22,15 @@ class AppendedFile:
         self._path, self._mode = path, "ab" if keep else "wb"
         self._file: io.FileIO | None = None
         self.waiting: deque[str] = deque(maxlen=LIMIT)
+        # The thread that receives stop signals logs while the run's own thread may be logging.
+        self._lock = threading.RLock()
 
     def write(self, *lines: str) -> None:
         """Append lines, each ending with a newline; raise `OSError` if any cannot be written."""
+        with self._lock:
+            self._write(lines)
+
+    def _write(self, lines: Sequence[str]) -> None:
         self.waiting += lines
         try:
             if self._file is None:
@@ -43,9 +51,10 @@ class AppendedFile:
 
     def reopen(self) -> None:
         """Close the file; the next write reopens the path, which may by then be a new file."""
-        file, self._file = self._file, None
-        if file is not None:
-            file.close()
+        with self._lock:
+            file, self._file = self._file, None
+            if file is not None:
+                file.close()
 
     def _append(self, line: bytes) -> None:
         """Append either the whole line or nothing."""
