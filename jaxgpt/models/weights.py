@@ -86,8 +86,8 @@ def weights(config: ModelConfig) -> Params:
         axes = stacked + metadata["logical_axes"]
         if unknown := set(axes) - {None, *LOGICAL_AXES}:  # it would be replicated silently
             raise UsageError(
-                f"{'/'.join(path)}: has the logical axis {unknown.pop()!r}, for which there is no "
-                f"partition rule; use None or one of {', '.join(LOGICAL_AXES)}"
+                f"{'/'.join(path)}: has the logical axis {unknown.pop()!r}, which has no partition "
+                f"rule; use None or one of {', '.join(LOGICAL_AXES)}"
             )
         described[path] = Weight(
             name="/".join(path),
