@@ -8,10 +8,8 @@ from pathlib import Path
 from jaxgpt.cluster.process_group import ProcessGroup, join_process_group
 from jaxgpt.cluster.shutdown import job_exit_handler
 from jaxgpt.config import CommandParser, UsageError, file_path, in_words, whole_number
-from jaxgpt.data.tokenizers import Tokenizer, continue_prompt
-from jaxgpt.evaluate.model import Model, find_trained, run_folder
-
-MAX_TEMPERATURE = 10**6  # the smallest temperature above 0 is 1 / MAX_TEMPERATURE
+from jaxgpt.data.tokenizers import Tokenizer
+from jaxgpt.evaluate.model import Model, check_temperature, find_trained, run_folder
 
 
 def parser() -> CommandParser:
@@ -53,12 +51,7 @@ def write(arguments: argparse.Namespace) -> None:
 
 def check_options(arguments: argparse.Namespace) -> None:
     """Raise `UsageError` if the temperature or the seed is out of range."""
-    temperature = arguments.temperature
-    if temperature != 0 and not 1 / MAX_TEMPERATURE <= temperature <= MAX_TEMPERATURE:
-        raise UsageError(
-            f"--temperature={temperature}: must be 0, or between {1 / MAX_TEMPERATURE} and "
-            f"{MAX_TEMPERATURE}"
-        )
+    check_temperature(arguments.temperature, "--temperature")
     if arguments.seed + arguments.num_samples > 2**31:
         raise UsageError(
             f"--seed={arguments.seed}: must be at most {2**31 - arguments.num_samples}, because "
@@ -99,17 +92,15 @@ def samples(arguments: argparse.Namespace, cluster: ProcessGroup) -> Iterator[st
                 "import the weights with --tokenizer"
             )
         prompt = cluster.run_on_all(read_prompt, arguments.prompt, tokenizer)
-        prompt_ids = tokenizer.encode(prompt) if prompt else [tokenizer.end_of_text or 0]
         model = Model(trained, 1, cluster)
     for number in range(arguments.num_samples):
-        tokens = model.generate(
-            prompt_ids,
+        yield model.generate(
+            prompt,
             arguments.max_new_tokens,
             arguments.temperature,
             arguments.top_k or None,
             arguments.seed + number,
         )
-        yield continue_prompt(tokenizer, prompt, tokens)
 
 
 if __name__ == "__main__":

@@ -29,6 +29,7 @@ ORDER = """
     spikes
     train
     evaluate
+    library
     plan doctor sample inspect prepare launch replay
     report
     bench

@@ -195,6 +195,20 @@ def join_process_group(
     )
 
 
+def join_alone(what: str, otherwise: str = "") -> ProcessGroup:
+    """Return the group of this process; raise `UsageError` if a launcher started several.
+
+    `what` names the caller. `otherwise` is an alternative to running it in one process.
+    """
+    cluster = join_process_group()
+    if cluster.size > 1:
+        raise UsageError(
+            f"{what}: runs in one process, which uses all devices of its host; run it without a "
+            f"launcher{otherwise}"
+        )
+    return cluster
+
+
 def host_identity() -> list[str]:
     """Return a list of this host's name and its boot ID ("" if unknown).
 

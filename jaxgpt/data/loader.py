@@ -4,7 +4,7 @@ JAX is imported only when a global array is made, so `jaxgpt.inspect` can read r
 """
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -172,7 +172,7 @@ class Loader:
         weights = global_array(shape, self._sharding, lambda rows: self.read_weights(step, rows))
         return TokenRows(tokens, weights)
 
-    def batches(self, steps: Iterable[int]) -> Iterator["jax.Array | TokenRows"]:
+    def batches(self, steps: Iterable[int]) -> Generator["jax.Array | TokenRows", None, None]:
         """Yield the batches of `steps`. A thread reads two batches ahead.
 
         Raises `UsageError` like `batch`. Close the iterator to stop the thread early.

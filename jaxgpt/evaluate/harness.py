@@ -9,7 +9,7 @@ from lm_eval.api.registry import register_model
 from lm_eval.models.utils import normalize_gen_kwargs, postprocess_generated_text
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
-from jaxgpt.cluster.process_group import join_process_group
+from jaxgpt.cluster.process_group import join_alone
 from jaxgpt.config import UsageError
 from jaxgpt.evaluate.encoder import encoder_of
 from jaxgpt.evaluate.model import Model, Pair, find_trained, log_likelihoods, run_folder
@@ -71,12 +71,7 @@ class JaxGPT(TemplateLM):
         is_auto = str(batch_size).startswith("auto")
         size = DEFAULT_BATCH if is_auto else _number("batch_size", batch_size)
         mesh = mesh if isinstance(mesh, str) else ",".join(map(str, mesh))
-        cluster = join_process_group()
-        if cluster.size > 1:
-            raise UsageError(
-                "lm_eval: runs in one process, which uses all devices of its host; run it without "
-                "a launcher"
-            )
+        cluster = join_alone("lm_eval")
         with run_folder(str(run), cluster) as folder:
             trained = find_trained(folder, step, mesh, dtype, (), longest)
             if trained.tokenizer is None:
@@ -181,7 +176,7 @@ class JaxGPT(TemplateLM):
         prompt = prompt or [self.prefix_token_id]
         found, text = [], ""
         while len(found) < length:
-            found += self._model.generate(
+            found += self._model.generate_tokens(
                 prompt + found,
                 min(length, GENERATED_AT_ONCE),
                 temperature,

@@ -24,7 +24,7 @@ from jaxgpt.config import (
 )
 from jaxgpt.convert import TRANSFORMERS, convert_in_subprocess, transformers_folder
 from jaxgpt.data.loader import global_array
-from jaxgpt.data.tokenizers import Tokenizer, tokenizer_from_meta
+from jaxgpt.data.tokenizers import Tokenizer, continue_prompt, tokenizer_from_meta
 from jaxgpt.runtime.initialize import initialize_jax
 
 if TYPE_CHECKING:
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 MAX_LOGITS = 2**27  # approximate maximum number of logits on each device: 0.5 GiB
 LEAST_LENGTH = 64  # tokens; shorter rows are padded, because each length requires a compilation
 IN_FLIGHT = 2  # number of batches in flight on the devices while the host reads results
+MAX_TEMPERATURE = 10**6  # the smallest temperature above 0 is 1 / MAX_TEMPERATURE
 
 
 @dataclass(frozen=True)
@@ -52,14 +53,19 @@ class Trained:
 
 @contextlib.contextmanager
 def run_folder(where: str, cluster: ProcessGroup) -> Iterator[Path]:
-    """Yield a run directory. For hf:FOLDER, it is temporary and holds the converted weights.
+    """Yield a run directory. For a transformers model, it is temporary and holds its weights.
 
-    All processes must call this. The first process of each host converts the weights. Raises
-    `UsageError` if no file can have this name, or if the transformers folder cannot be converted.
+    A transformers model is given as hf:FOLDER, or as a folder with a config.json and without
+    checkpoints. All processes must call this. The first process of each host converts the weights.
+    Raises `UsageError` if no file can have this name, or if the transformers folder cannot be
+    converted.
     """
     if not where.startswith(TRANSFORMERS):
-        yield Path(expand_user(where))
-        return
+        given = Path(expand_user(where))
+        if (given / "checkpoints").exists() or not (given / "config.json").is_file():
+            yield given
+            return
+        where = f"{TRANSFORMERS}{given}"
     source = transformers_folder(where)
     with contextlib.ExitStack() as at_end:
 
@@ -103,19 +109,25 @@ def find_trained(
     config = override_data(config_from_dict(meta["config"], str(where)), settings)
     # Use any attention kernel that runs here, because training may have used other devices.
     config = config.replace(
-        parallel__mesh=mesh, model__attention="auto", model__dropout=0.0,
-        train__gradient_accumulation_steps=1, train__dtype=dtype or config.train.dtype,
-    )  # fmt: skip
+        parallel__mesh=mesh, model__attention="auto", train__dtype=dtype or config.train.dtype
+    )
+    config = without_training(config)
     longest = config.model.block_size
     if block_size is not None and block_size > longest:
         raise UsageError(f"--block-size={block_size}: must be at most model.block_size={longest}")
     mesh_shape(config.replace(model__block_size=block_size or longest))
     if block_size is not None and config.model.position == "rope":
         config = config.replace(model__block_size=block_size)  # a learned table cannot be resized
+    data: Literal["own", "given", "none"]
     data = "given" if settings else "none" if meta.get(WEIGHTS_ONLY) else "own"
     tokenizer = meta["tokenizer"] and tokenizer_from_meta(meta["tokenizer"], where)
 
     return Trained(str(where), step, config, tokenizer, block_size or longest, data)
+
+
+def without_training(config: Config) -> Config:
+    """Return a configuration without dropout and gradient accumulation."""
+    return config.replace(model__dropout=0.0, train__gradient_accumulation_steps=1)
 
 
 class Rows(NamedTuple):
@@ -129,14 +141,26 @@ class Rows(NamedTuple):
 class Model:
     """A model on a mesh. All processes must call its methods with the same arguments."""
 
-    def __init__(self, trained: Trained, batch_size: int, cluster: ProcessGroup):
+    def __init__(
+        self,
+        trained: Trained,
+        batch_size: int,
+        cluster: ProcessGroup,
+        params: "Params | None" = None,
+    ):
         """Initialise JAX and load the parameters.
 
-        `batch_size` is the number of rows to score at once. It is rounded up to a multiple of the
-        number of devices that the batch is sharded over. Raises `UsageError` if the mesh does not
-        fit the devices or the checkpoint is damaged.
+        Args:
+            trained: the checkpoint.
+            batch_size: number of rows to score at once. It is rounded up to a multiple of the
+                number of devices that the batch is sharded over.
+            cluster: the processes of the job.
+            params: the parameters, if they are already on the mesh; None loads the checkpoint.
+
+        Raises `UsageError` if the mesh does not fit the devices or the checkpoint is damaged.
         """
-        initialize_jax(cluster, mesh_shape(trained.config))
+        if params is None:
+            initialize_jax(cluster, mesh_shape(trained.config))
         import jax
 
         from jaxgpt.checkpoint.checkpointer import restore_params
@@ -145,6 +169,7 @@ class Model:
 
         shape = mesh_shape(trained.config, jax.device_count())
         n_shards, vocab_size = shape.split_of("splits_batch"), trained.config.model.vocab_size
+        assert vocab_size is not None  # a checkpoint contains it
         chunk = trained.config.train.loss_chunk or MAX_LOGITS
         self.batch_size = _round_up(batch_size, n_shards)
         self.config = trained.config.replace(
@@ -152,10 +177,12 @@ class Model:
             train__loss_chunk=max(1, min(chunk, MAX_LOGITS // vocab_size)),
         )
         self.trained, self.mesh_shape, self._cluster = trained, shape, cluster
+        self._vocab_size = vocab_size
         self.steps = make_steps(self.config, make_mesh(shape, cluster.hosts))
-        self.params = restore_params(
-            Path(trained.where), trained.step, self.steps.state_shapes.params
-        )
+        if params is None:
+            shapes = self.steps.state_shapes.params
+            params = restore_params(Path(trained.where), trained.step, shapes)
+        self.params = params
         self._scorers: dict[tuple[int, bool], Callable[..., Any]] = {}
         self._generators: dict[tuple[Any, ...], Callable[..., jax.Array]] = {}
 
@@ -163,6 +190,11 @@ class Model:
     def block_size(self) -> int:
         """Length T of the longest row."""
         return self.trained.block_size
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """The model's tokenizer; None if it is unknown."""
+        return self.trained.tokenizer
 
     def row_length(self, n: int) -> int:
         """Return the padded length for a row of n inputs.
@@ -198,6 +230,47 @@ class Model:
                 size, scores = in_flight.popleft()
                 yield from zip(*(np.asarray(of_batch)[:size] for of_batch in scores), strict=True)
                 progress.update(size)
+
+    def logits(self, tokens: Sequence[int] | np.ndarray) -> np.ndarray:
+        """Return the logits of the token after each token: float32 (T, V), or (B, T, V) for rows.
+
+        Every token attends to the tokens before it. `score` computes its losses from the same
+        logits.
+
+        Args:
+            tokens: token IDs of one text, (T,), or of several texts of the same length, (B, T). T
+                is at most `block_size`.
+
+        Raises `UsageError` if a token is not in the vocabulary, or if there are too many tokens.
+        """
+        given = self._check_tokens(tokens)
+        texts = given.reshape(-1, given.shape[-1])
+        rows, found = Rows(len(texts), self.row_length(texts.shape[1]), texts.__getitem__), []
+        for first in range(0, rows.size, self.batch_size):
+            logits_BTV = self.steps.eval_logits(self.params, self._batch(rows, first))
+            found.append(np.asarray(logits_BTV)[: rows.size - first, : texts.shape[1]])
+        return np.concatenate(found).reshape(*given.shape, -1)
+
+    def _check_tokens(self, tokens: Sequence[int] | np.ndarray) -> np.ndarray:
+        """Return token IDs as an array; raise `UsageError` if they are not valid inputs."""
+        given, vocab_size = np.asarray(tokens), self._vocab_size
+        if given.ndim not in (1, 2) or not given.size or given.dtype.kind not in "iu":
+            raise UsageError(
+                f"tokens: an array of shape {given.shape} and dtype {given.dtype} is not a text; "
+                "give token IDs of shape (T,) or (B, T), such as model.tokenizer.encode(text)"
+            )
+        if given.shape[-1] > self.block_size:
+            raise UsageError(
+                f"tokens: a text of {given.shape[-1]} tokens is longer than "
+                f"model.block_size={self.block_size}; give at most that many tokens"
+            )
+        outside = given[(given < 0) | (given >= vocab_size)]
+        if outside.size:
+            raise UsageError(
+                f"tokens: {outside[0]} is not in the vocabulary of {vocab_size} tokens; use the "
+                "model's own tokenizer"
+            )
+        return given
 
     def _compile_scorer(self, length: int, with_likeliest: bool) -> Callable[..., Any]:
         """Compile `eval_tokens` for rows of one length; wait until all processes have done so."""
@@ -237,7 +310,29 @@ class Model:
 
     def generate(
         self,
-        tokens: Sequence[int],
+        prompt: str = "",
+        n_tokens: int = 200,
+        temperature: float = 0.8,
+        top_k: int | None = 200,
+        seed: int = 1337,
+    ) -> str:
+        """Return a prompt and generated text that continues it. See `generate_tokens`.
+
+        An empty prompt stands for the end-of-text token or, without one, token 0. Raises
+        `UsageError` if the model has no tokenizer, or if the tokenizer cannot encode the prompt.
+        """
+        if self.tokenizer is None:
+            raise UsageError(
+                f"{self.trained.where}: has no tokenizer; set data.tokenizer in training, import "
+                "the weights with --tokenizer, or use generate_tokens"
+            )
+        tokens = self.tokenizer.encode(prompt) if prompt else [self.tokenizer.end_of_text or 0]
+        found = self.generate_tokens(tokens, n_tokens, temperature, top_k, seed)
+        return continue_prompt(self.tokenizer, prompt, found)
+
+    def generate_tokens(
+        self,
+        tokens: Sequence[int] | np.ndarray,
         n_tokens: int,
         temperature: float = 0.0,
         top_k: int | None = None,
@@ -250,20 +345,27 @@ class Model:
             temperature: sampling temperature; 0 always takes the most likely token.
             top_k: sample only from the `top_k` most likely tokens; None samples from all.
             seed: random seed.
+
+        Raises `UsageError` if a token is not in the vocabulary, or if a number is out of range.
         """
+        check_temperature(temperature, "temperature")
+        if n_tokens < 1 or (top_k is not None and top_k < 1):
+            raise UsageError(
+                f"n_tokens={n_tokens}, top_k={top_k}: must be at least 1; top_k=None allows all "
+                "tokens"
+            )
+        prompt = self._check_tokens(tokens[-self.block_size :])
         import jax
 
         from jaxgpt.train.evaluate import make_generate
 
         key = n_tokens, temperature, top_k
         if key not in self._generators:
-            tokenizer, vocab_size = self.trained.tokenizer, self.config.model.vocab_size
-            known = tokenizer.vocab_size if tokenizer else vocab_size
+            known = self.tokenizer.vocab_size if self.tokenizer else self._vocab_size
             self._generators[key] = jax.jit(
                 make_generate(self.steps.make_decoder, self.config.model.n_positions, known, *key),
                 out_shardings=self.steps.replicated,
             )
-        prompt = tokens[-self.block_size :]
         window = np.zeros(self.row_length(len(prompt)), np.int32)
         window[: len(prompt)] = prompt
         operands = self.params, window, np.int32(len(prompt)), np.int32(seed)
@@ -308,6 +410,15 @@ def log_likelihoods(model: Model, pairs: Sequence[Pair]) -> list[LogLikelihood]:
             is_greedy = np.array_equal(likeliest[here], pairs[number].continuation)
             found[number] = LogLikelihood(-float(losses[here].sum(dtype=np.float64)), is_greedy)
     return [found[number] for number in range(len(pairs))]
+
+
+def check_temperature(temperature: float, key: str) -> None:
+    """Raise `UsageError` if a sampling temperature, the value of `key`, is out of range."""
+    if temperature != 0 and not 1 / MAX_TEMPERATURE <= temperature <= MAX_TEMPERATURE:
+        raise UsageError(
+            f"{key}={temperature}: must be 0, or between {1 / MAX_TEMPERATURE} and "
+            f"{MAX_TEMPERATURE}"
+        )
 
 
 def _round_up(n: int, multiple: int) -> int:

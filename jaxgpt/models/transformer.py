@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.experimental.layout import Layout, with_layout_constraint
 
-from jaxgpt.config import ModelConfig
+from jaxgpt.config import ModelConfig, UsageError
 from jaxgpt.data.batch import Batch
 from jaxgpt.models.attention import KERNELS, Attention, AttentionSetting, TokenPositions
 from jaxgpt.models.layers import (
@@ -109,8 +109,14 @@ class GPT(nnx.Module):
             stacked: turns a function that makes a block from a key into a function that makes L
                 stacked blocks from L keys.
             rngs: random keys for the initial parameters.
+
+        Raises `UsageError` if `config.vocab_size` is None.
         """
-        assert config.vocab_size is not None
+        if config.vocab_size is None:
+            raise UsageError(
+                "model.vocab_size=None: the vocabulary size is unknown; set model.vocab_size=N, or "
+                "build a jaxgpt.Trainer, which takes it from the data"
+            )
         self.config, self.dtype = config, dtype
         self.attend = attend or KERNELS["xla"].make(AttentionSetting(config, str(dtype)))
         self.parallel, self.scan_layers, self.remat = parallel, scan_layers, remat
@@ -141,7 +147,7 @@ class GPT(nnx.Module):
             key: dropout key; None disables dropout.
         """
         x_BTD, _ = self.run_blocks(self.embed(batch, key), batch, key)
-        return self.output_layer.logits(self.last_norm(x_BTD))
+        return self.head_logits(x_BTD)
 
     def embed(self, batch: Batch, key: jax.Array | None = None) -> jax.Array:
         """Return x_BTD, the input of the first block: token plus position embeddings, with dropout.
@@ -203,6 +209,10 @@ class GPT(nnx.Module):
         """Return the weighted loss of each target, and the most likely token at its position."""
         x_BTD, output = self.last_norm(x_BTD), self.output_layer
         return score_tokens(x_BTD, batch.targets, batch.weights, output, self.loss_chunk)
+
+    def head_logits(self, x_BTD: jax.Array) -> jax.Array:
+        """Return logits_BTV in float32 for this device's vocabulary shard; padding is -inf."""
+        return self.output_layer.logits(self.last_norm(x_BTD))
 
     # Building blocks of the three pieces.
 

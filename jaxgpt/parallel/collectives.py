@@ -52,18 +52,19 @@ _all_to_all_sum.defvjp(
 def gather_batch(own: jax.Array, mesh: Mesh) -> jax.Array:
     """Gather per-row (B,) or per-token (B, T) values of the global batch on every device.
 
-    This is for use inside `jax.shard_map`.
+    This is for use inside `jax.shard_map`. Logits (B, T, V) are also gathered over the vocabulary.
 
     Args:
         own: this device's values. If the sequence is split, each device has a partial sum for each
             of its rows, and the partial sums are added.
     """
-    rows, positions = (mesh_axes_with(role, mesh) for role in ("splits_batch", "splits_sequence"))
-    over = (*rows, *positions)
+    roles = ("splits_batch", "splits_sequence", "splits_heads")  # of the dimensions B, T and V
+    rows, positions, vocabulary = (mesh_axes_with(role, mesh) for role in roles)
+    over = (*rows, *positions, *(vocabulary if own.ndim == len(roles) else ()))
     if not over:
         return own
     shape, start = [], []
-    for n, axes in zip(own.shape, (rows, positions), strict=False):
+    for n, axes in zip(own.shape, (rows, positions, vocabulary), strict=False):
         shape.append(n * math.prod(mesh.shape[axis] for axis in axes))
         start.append(jax.lax.axis_index(axes) * n if axes else 0)
     zeros = varying(jnp.zeros(shape, own.dtype), frozenset(over))

@@ -1,6 +1,5 @@
 """Starting JAX on the processes of a job: its devices and `jax.distributed`."""
 
-import contextlib
 import ipaddress
 import math
 import os
@@ -86,11 +85,18 @@ def initialize_jax(
     notes += pin_settings()
     on_phase("distributed init")
     if cpu_devices is not None:
-        # JAX raises this error if it has already started its devices, as in a notebook. In that
-        # case, keep them.
-        with contextlib.suppress(RuntimeError):
+        try:
             jax.config.update("jax_num_cpu_devices", cpu_devices)
-    coordinator = _start_distributed(cluster, preemption) if cluster.size > 1 else None
+        except RuntimeError:  # JAX has already started, as in a notebook; keep its devices
+            if jax.local_device_count() < cpu_devices:
+                raise UsageError(
+                    f"parallel.mesh={shape}: needs {cpu_devices} devices, but JAX has already "
+                    f"started with {jax.local_device_count()}; restart Python, and call "
+                    f"jax.config.update('jax_num_cpu_devices', {cpu_devices}) first"
+                ) from None
+    coordinator = None
+    if cluster.size > 1 and not jax.distributed.is_initialized():
+        coordinator = _start_distributed(cluster, preemption)
     on_phase("devices")
     allow_cpu = allow_cpu or cpu_devices is not None or bool(os.environ.get("JAX_PLATFORMS"))
     devices = _start_devices(allow_cpu)

@@ -176,8 +176,8 @@ ROW_SHAPE = {"row": int, "corpus": str, "offset": int}
 SPIKE_SHAPE = {"cause": str, "loss": NUMBER, "grad_norm": NUMBER, "limit?": NUMBER}
 SPIKE_SHAPE |= {"rows": [ROW_SHAPE]}
 REWIND_SHAPE = SPIKE_SHAPE | {"spike": int, "skip": (int, int), "dropped": (int, int)}
-GOODPUT_SHAPE = {"step": int, "after": int, "start": float, "began": float, "ended": float}
-GOODPUT_SHAPE |= {"seconds": {str: float}, "is_last": bool}
+GOODPUT_SHAPE: dict[str, Any] = {"step": int, "after": int, "start": float, "began": float}
+GOODPUT_SHAPE |= {"ended": float, "seconds": {str: float}, "is_last": bool}
 STRAGGLER_SECONDS = ("own", "median", "data", "seconds")
 SHAPES: dict[str, Any] = {
     "train": {"loss": NUMBER, "grad_norm?": NUMBER, "skipped": bool},

@@ -26,7 +26,13 @@ from jaxgpt.models.loss import TokenScores
 from jaxgpt.models.weights import count_parameters, weights
 from jaxgpt.parallel import sharding
 from jaxgpt.parallel.sharding import Params
-from jaxgpt.train.inference import DecodeFn, eval_losses, eval_tokens, make_decoder
+from jaxgpt.train.inference import (
+    DecodeFn,
+    eval_logits,
+    eval_losses,
+    eval_tokens,
+    make_decoder,
+)
 from jaxgpt.train.sharded_model import ShardedModel, choose_n_slices, shard_model
 from jaxgpt.train.state import TrainState, init_state, state_of, state_shapes
 from jaxgpt.train.step import Metrics, train_step
@@ -65,6 +71,8 @@ class CompiledFunctions:
     """(params, tokens of shape (B, T+1) or `TokenRows`) -> mean loss of each row, shape (B,)."""
     eval_tokens: Callable[[Params, jax.Array], TokenScores]
     """(params, tokens of shape (B, T+1)) -> scores (B, T) of all tokens except each row's first."""
+    eval_logits: Callable[[Params, jax.Array], jax.Array]
+    """(params, tokens of shape (B, T+1)) -> logits (B, T, V) for the token after each token."""
     make_decoder: Callable[[Params], tuple[DecodeFn, Cache]]
     """params -> (function that decodes one text, empty KV cache)."""
 
@@ -156,6 +164,7 @@ def make_steps(
         ),
         eval_step=jit_eval(functools.partial(eval_losses, model)),
         eval_tokens=jit_eval(functools.partial(eval_tokens, model)),
+        eval_logits=jit_eval(functools.partial(eval_logits, model)),
         make_decoder=functools.partial(make_decoder, model, attend),
     )
 

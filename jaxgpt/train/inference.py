@@ -66,6 +66,23 @@ def eval_tokens(model: ShardedModel, params: Params, tokens: jax.Array) -> Token
     return _map_rows(model, scores, params, batch)
 
 
+def eval_logits(model: ShardedModel, params: Params, tokens: jax.Array) -> jax.Array:
+    """Return logits_BTV in float32 for the token after each token, without dropout.
+
+    `eval_tokens` computes its scores from the same logits.
+
+    Args:
+        tokens: int32 (B, T+1), as for `eval_tokens`. The last token of a row is not an input.
+    """
+
+    def logits(network: GPT, batch: Batch) -> jax.Array:
+        x_BTD, _ = model.schedule.run_all_blocks(network, batch, None)
+        return network.head_logits(x_BTD)
+
+    batch = make_batch(tokens, end_of_text=model.config.document_end)
+    return _map_rows(model, logits, params, batch)[..., : model.config.model.vocab_size]
+
+
 def _map_rows(
     model: ShardedModel, compute: Callable[[GPT, Batch], Any], params: Params, batch: Batch
 ) -> Any:

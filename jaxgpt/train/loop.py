@@ -14,7 +14,6 @@ from jaxgpt.cluster.stopping import StopSignal
 from jaxgpt.cluster.timeouts import SLOW_PHASE
 from jaxgpt.config import UsageError, should_evaluate, should_run_every, skip_ranges
 from jaxgpt.optim.schedule import learning_rate
-from jaxgpt.parallel.mesh import describe
 from jaxgpt.perf.clock import Clock
 from jaxgpt.runtime.dispatch import DispatchLimiter
 from jaxgpt.spikes.policy import NoRewind
@@ -228,9 +227,6 @@ def save_checkpoint(run: Run, trainer: Trainer, step: int, state: TrainState) ->
     with trainer.job.report.clock.within("save"):
         meta = {
             **run.checkpoint_meta(trainer.loader, step),
-            "mesh": describe(trainer.job.steps.mesh),
-            "processes": trainer.job.cluster.size,
-            "jax": jax.__version__,
-            **checkpoint_json(state),
+            **checkpoint_json(state, trainer.job.steps.mesh, trainer.job.cluster.size),
         }
         trainer.job.checkpoints.save(step, checkpoint_tree(state), meta)

@@ -165,8 +165,16 @@ def _read_state(run: Run, job: Job) -> TrainState:
         return restore_state(job.checkpoints, run.resume_step, job.steps.state_shapes)
     if run.init_folder is not None:
         return load_weights(Path(run.init_folder), run.init_step, job.steps, job.cluster)
-    init = job.steps.init.lower().compile()
-    job.cluster.barrier()
+    return initial_state(job.steps, job.cluster)
+
+
+def initial_state(steps: CompiledFunctions, cluster: ProcessGroup) -> TrainState:
+    """Return the state before the first step, initialised from train.seed.
+
+    All processes call this together.
+    """
+    init = steps.init.lower().compile()
+    cluster.barrier()
     return init()
 
 

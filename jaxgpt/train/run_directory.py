@@ -163,14 +163,14 @@ def _decide(config: Config, cluster: ProcessGroup) -> dict[str, Any]:
         n_devices = cpu_devices_per_process(mesh_shape(config), cluster) * cluster.size
         check_batch(config, mesh_shape(config, n_devices))
     check_trackers(config.train.trackers)
-    notes = _prepare_default_data(config.data)
+    notes = prepare_default_data(config.data)
     dataset = _open_dataset(config)
     dataset.verify()
     config = with_vocabulary(config, dataset)
     config = config.replace(data=with_absolute_paths(config.data))
     _check_prompt(config.train.sample_prompt, dataset)
 
-    directory = _writable_directory(config, cluster)
+    directory = writable_directory(config, cluster.on_close)
     config = config.replace(out=str(directory))
     asked, lost = _asked_to_skip(config, directory / "config.yaml")
     if (local := local_folder(config, directory)) is not None:
@@ -260,7 +260,7 @@ def _with_tokenizer_of_run(
     return config, _open_dataset(config)
 
 
-def _prepare_default_data(data: DataConfig) -> list[str]:
+def prepare_default_data(data: DataConfig) -> list[str]:
     """Prepare the default data set `python` if it is needed but missing; return log lines."""
     home = dataset_directory(data)
     is_default = data.dataset == "python" and not (data.path or data.blend or data.file_list)
@@ -298,8 +298,8 @@ def with_absolute_paths(data: DataConfig) -> DataConfig:
     return data
 
 
-def _writable_directory(config: Config, cluster: ProcessGroup) -> Path:
-    """Return the run directory, created if necessary and locked until this job ends.
+def writable_directory(config: Config, at_end: contextlib.ExitStack) -> Path:
+    """Return the run directory, created if necessary and locked until `at_end` is closed.
 
     Raises `UsageError` if the directory is in use by another job or cannot be written.
     """
@@ -319,7 +319,7 @@ def _writable_directory(config: Config, cluster: ProcessGroup) -> Path:
         directory.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=directory) as file:
             file.write(bytes(MIN_FREE_BYTES))
-        lock = cluster.on_close.enter_context((directory / ".lock").open("a+"))
+        lock = at_end.enter_context((directory / ".lock").open("a+"))
         found = lock_file(lock)
         if found == "taken":
             lock.seek(0)

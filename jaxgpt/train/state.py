@@ -20,6 +20,7 @@ from jaxgpt.optim.parameters import Parameters
 from jaxgpt.optim.state import opt_state_shardings
 from jaxgpt.optim.update import layerwise_init
 from jaxgpt.parallel import sharding
+from jaxgpt.parallel.mesh import describe
 from jaxgpt.parallel.offload import stacked_in_host, to_device
 from jaxgpt.parallel.sharding import Params
 from jaxgpt.spikes.detector import (
@@ -108,12 +109,18 @@ def checkpoint_tree(state: TrainState) -> dict[str, Any]:
     return {"params": state.params} | ({"opt_state": unflatten_dict(named)} if named else {})
 
 
-def checkpoint_json(state: TrainState) -> dict[str, Any]:
-    """Return the part of the state that a checkpoint stores as JSON: the spike detector's state.
+def checkpoint_json(state: TrainState, mesh: Mesh, n_processes: int) -> dict[str, Any]:
+    """Return the JSON that a checkpoint stores about the state, and about where it was computed.
 
-    It is not among the arrays, because spike.window may change when a run resumes.
+    The state of the spike detector is not among the arrays, because spike.window may change when a
+    run resumes.
     """
-    return {"spike_state": spike_state_to_json(state.spike_state)}
+    return {
+        "mesh": describe(mesh),
+        "processes": n_processes,
+        "jax": jax.__version__,
+        "spike_state": spike_state_to_json(state.spike_state),
+    }
 
 
 def state_from_checkpoint(

@@ -54,7 +54,8 @@ def test_any_settings_read_what_any_others_wrote(saved, steps, tmp_path):
     state = filled(steps[saved].state_shapes)
     expected = flat(state)
     checkpoints = Checkpoints(tmp_path, load_config("tiny", "checkpoint.keep=1"))
-    checkpoints.save(2, checkpoint_tree(state), {**META, **checkpoint_json(state)})
+    meta = {**META, **checkpoint_json(state, steps[saved].mesh, 1)}
+    checkpoints.save(2, checkpoint_tree(state), meta)
     for reader in steps:
         shapes = reader.state_shapes
         found = state_from_checkpoint(*checkpoints.restore(2, checkpoint_tree(shapes)), shapes)

@@ -44,7 +44,7 @@ def test_a_continuation_is_greedy_if_each_token_is_the_likeliest(run):
     greedy = list(prompt)
     for _ in range(6):
         greedy.append(int(log_probabilities(greedy)[-1].argmax()))
-    assert model.generate(prompt, 6) == greedy[6:]
+    assert model.generate_tokens(prompt, 6) == greedy[6:]
     other = [*greedy[6:11], (greedy[11] + 1) % 256]
     found = log_likelihoods(model, [Pair(prompt, greedy[6:]), Pair(prompt, other)])
     assert [answer.is_greedy for answer in found] == [True, False]

@@ -1,0 +1,352 @@
+"""The library: training, models and batches in Python, as `import jaxgpt` offers them.
+
+JAX is imported when a `Trainer` or a model is built.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import tempfile
+import warnings
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from jaxgpt.checkpoint.metadata import choose_checkpoint, list_checkpoints, read_meta
+from jaxgpt.cluster.process_group import ProcessGroup, join_alone
+from jaxgpt.config import (
+    Config,
+    MeshShape,
+    UsageError,
+    expand_user,
+    mesh_shape,
+    parse_args,
+    skip_ranges,
+)
+from jaxgpt.data.dataset import open_dataset, with_vocabulary
+from jaxgpt.data.loader import Loader
+from jaxgpt.evaluate.model import Model, Trained, find_trained, run_folder, without_training
+from jaxgpt.optim import CHOICES
+from jaxgpt.optim.schedule import learning_rate
+from jaxgpt.runtime.compile_cache import use_compile_cache
+from jaxgpt.runtime.initialize import initialize_jax
+from jaxgpt.spikes.policy import skipped_by_rewinds
+from jaxgpt.spikes.skip import SkipRanges
+from jaxgpt.tracking.jsonl import METRICS, atomic_write_text
+from jaxgpt.tracking.records import EvalRecord
+from jaxgpt.train.resume import (
+    check_resume,
+    initial_model,
+    prepare_weights,
+    ranges_to_skip,
+    saved_settings,
+)
+from jaxgpt.train.run_directory import (
+    Run,
+    prepare_default_data,
+    with_absolute_paths,
+    writable_directory,
+)
+
+if TYPE_CHECKING:
+    from jaxgpt.train.state import TrainState
+
+WITH_CLUSTER = ", or give cluster=CLUSTER in `with jaxgpt.join_process_group() as CLUSTER:`"
+
+
+def load_config(config: str | Path = "tiny", *settings: str) -> Config:
+    """Return the configuration that `python -m jaxgpt.train --config CONFIG SETTINGS` would use.
+
+    Args:
+        config: name of a preset, or path of a YAML file, such as the config.yaml of a run.
+        settings: arguments of the command, such as "train.max_iters=100" or "--mesh", "2,1,4".
+
+    Raises `UsageError` if a setting is unknown, malformed or contradicts another one.
+    """
+    return parse_args(
+        ["--config", str(config), *settings],
+        initial_model=initial_model,
+        saved_settings=saved_settings,
+        choices=CHOICES,
+    )
+
+
+class StepBatch(NamedTuple):
+    """The global batch of a step. Inputs are `tokens[:, :-1]`, and targets `tokens[:, 1:]`."""
+
+    step: int
+    tokens: np.ndarray  # int32 (B, T+1): token IDs
+    weights: np.ndarray  # uint8 (B, T+1): weight of each token as a target; 0 masks it
+
+
+def batches(config: Config, steps: Iterable[int]) -> Iterator[StepBatch]:
+    """Yield the global batches of steps, which are counted from 1 and may be in any order.
+
+    JAX is not imported. Raises `UsageError` if the data cannot be read.
+    """
+    prepare_default_data(config.data)
+    dataset = open_dataset(config.data, config.model)
+    loader = Loader.for_training(dataset, config)
+    for step in steps:
+        if step < 1:
+            raise UsageError(f"steps: {step} is not a step; steps are counted from 1")
+        rows = range(loader.batch_sizes.at(step))
+        yield StepBatch(step, loader.read(step, rows), loader.read_weights(step, rows))
+
+
+def load_model(
+    run: str | Path,
+    step: int | None = None,
+    mesh: str = "1,-1,1",
+    dtype: str | None = None,
+    batch_size: int = 1,
+    cluster: ProcessGroup | None = None,
+) -> Model:
+    """Return a trained model, for `logits`, `generate` and `score`.
+
+    Args:
+        run: a run directory, or the folder of a Hugging Face model. `hf:FOLDER` is the latter, too.
+        step: the checkpoint to load; None loads the newest.
+        mesh: the mesh to run the model on.
+        dtype: dtype of the computation, float32 or bfloat16; None uses the run's.
+        batch_size: number of rows to compute at once.
+        cluster: the processes of the job; None means only this process.
+
+    Raises `UsageError` if there is no such checkpoint, if it is damaged, or if the mesh does not
+    fit the devices or the model.
+    """
+    if dtype not in (None, "float32", "bfloat16"):
+        raise UsageError(f"dtype={dtype}: must be float32 or bfloat16")
+    cluster = cluster or join_alone("jaxgpt.load_model", WITH_CLUSTER)
+    with run_folder(str(run), cluster) as folder:
+        trained = cluster.run_on_all(find_trained, folder, step, mesh, dtype)
+        return Model(trained, batch_size, cluster)
+
+
+class Trainer:
+    """A training run without its loop, logs and recovery: train, evaluate, save and restore.
+
+    With the same configuration, a trainer takes the same steps as `python -m jaxgpt.train`, bit for
+    bit. The command can continue a run that `save` wrote, and `restore` can continue a run of the
+    command. A trainer writes files only in `save`. It detects loss spikes, but does not rewind.
+
+    All processes of a job call the methods together.
+    """
+
+    def __init__(self, config: Config, cluster: ProcessGroup | None = None):
+        """Open the data, start JAX and build the mesh.
+
+        Args:
+            config: the configuration, from `load_config`.
+            cluster: the processes of the job, from `join_process_group`; None means only this
+                process.
+
+        Raises `UsageError` if the data cannot be read, or if the configuration does not fit the
+        data, the devices or their memory.
+        """
+        self.cluster = cluster = cluster or join_alone("jaxgpt.Trainer", WITH_CLUSTER)
+        cluster.run_on_all(lambda: cluster.is_main and prepare_default_data(config.data))
+        self.dataset = cluster.run_on_all(open_dataset, config.data, config.model)
+        config = with_vocabulary(config, self.dataset)
+        config = config.replace(data=with_absolute_paths(config.data))
+        self._run = Run(
+            config, Path(), self.dataset, self.dataset.fingerprints, resume_step=None,
+            resume_meta={}, asked_to_skip=config.train_range_to_skip, notes=[],
+        )  # fmt: skip
+        initialize_jax(cluster, mesh_shape(config))
+        use_compile_cache(config.compile_cache, cluster)
+        from jaxgpt.parallel.mesh import job_mesh
+        from jaxgpt.perf.memory import check_memory
+        from jaxgpt.train.compiled import make_steps
+
+        mesh = job_mesh(config, cluster.hosts)
+        check_memory(config, MeshShape(**mesh.shape), cluster.local_size)
+        self.steps = make_steps(config, mesh, has_masks=self.dataset.has_masks)
+        for line in self.steps.warnings:
+            warnings.warn(line, stacklevel=2)
+        self.loader = Loader.for_training(self.dataset, config, self.steps.batch_sharding)
+        self.step = 0  # the last step that has been trained or skipped
+        self._state: TrainState | None = None
+        self._folder: Path | None = None  # the run directory that this trainer continues
+
+    @property
+    def config(self) -> Config:
+        """The configuration, with model.vocab_size from the data."""
+        return self._run.config
+
+    @property
+    def state(self) -> "TrainState":
+        """The state after `step`. The next step donates its arrays, so copy those that you keep."""
+        if self._state is None:
+            self._state = self._first_state()
+        return self._state
+
+    def _first_state(self) -> "TrainState":
+        """Return the state before the first step, from train.seed or train.init_from."""
+        from jaxgpt.train.restart import initial_state, load_weights
+
+        if self.config.train.init_from is None:
+            return initial_state(self.steps, self.cluster)
+        with tempfile.TemporaryDirectory(prefix="jaxgpt-weights-") as scratch:
+            _, folder, step, notes = self.cluster.run_on_all(
+                prepare_weights, self.config, self.dataset, Path(scratch)
+            )
+            _warn(notes)
+            return load_weights(folder, step, self.steps, self.cluster)
+
+    def train(self, n_steps: int = 1) -> list[dict[str, float | None]]:
+        """Train the next steps; return the step number and the metrics of each.
+
+        The metrics are `loss` (nats per token), `grad_norm` (before clipping) and `lr`. For a
+        skipped step, they are None, except for `lr`. Raises `UsageError` if the data cannot be
+        read.
+        """
+        import jax
+
+        from jaxgpt.runtime.dispatch import DispatchLimiter
+        from jaxgpt.train.step import STEP_METRICS
+
+        todo = range(self.step + 1, self.step + n_steps + 1)
+        skips = SkipRanges(skip_ranges(self.config))
+        found: list[dict[str, Any]] = []
+        train_step, dispatched = self._train_step, DispatchLimiter()
+        with contextlib.closing(self.loader.batches(s for s in todo if s not in skips)) as loaded:
+            for step in todo:
+                lr = learning_rate(self.config.optimizer, step)
+                scalars: dict[str, Any] = {**dict.fromkeys(STEP_METRICS), "lr": lr}
+                if step not in skips:
+                    batch = next(loaded)
+                    # Keep the new state at once, because an interrupt may follow (Ctrl-C).
+                    self._state, metrics = train_step(self.state, np.int32(step), lr, batch)
+                    scalars = metrics.scalars
+                self.step = step
+                dispatched.add(scalars["loss"])  # None for a skipped step
+                found.append({"step": step, **scalars})
+        columns = ("step", *STEP_METRICS)
+        return [
+            {name: None if r[name] is None else np.asarray(r[name]).item() for name in columns}
+            for r in jax.device_get(found)
+        ]
+
+    @functools.cached_property
+    def _train_step(self) -> Any:
+        compiled = self.steps.lower_train_step().compile()
+        self.cluster.barrier()
+        return compiled
+
+    def evaluate(self) -> EvalRecord:
+        """Return the losses on train.eval_iters batches of each split, in nats per token."""
+        return self._evaluator(self.step, self.state.params)
+
+    @functools.cached_property
+    def _evaluator(self) -> Any:
+        from jaxgpt.train.evaluate import make_evaluator
+
+        heartbeat = self.cluster.monitor.heartbeat
+        return make_evaluator(self.dataset, self.config, self.steps, heartbeat)
+
+    @property
+    def model(self) -> Model:
+        """The model with the parameters after `step`, for `generate` and `logits`."""
+        model = self._model
+        model.params = self.state.params
+        model.trained = dataclasses.replace(model.trained, step=self.step)
+        return model
+
+    @functools.cached_property
+    def _model(self) -> Model:
+        config, tokenizer = without_training(self.config), self.dataset.tokenizer
+        block_size = config.model.block_size
+        trained = Trained("the data", self.step, config, tokenizer, block_size, "own")
+        return Model(trained, 1, self.cluster, self.state.params)
+
+    def save(self, run: str | Path) -> None:
+        """Save a checkpoint of this step in a run directory, and wait until it is complete.
+
+        All commands can read the directory, and `python -m jaxgpt.train --out RUN` continues the
+        run. Older checkpoints are removed as checkpoint.keep says.
+
+        Raises `UsageError` if the directory holds another run or a later checkpoint, or cannot be
+        written.
+        """
+        from jaxgpt.checkpoint.checkpointer import Checkpoints
+        from jaxgpt.train.state import checkpoint_json, checkpoint_tree
+
+        directory = Path(expand_user(str(run))).absolute()
+        config = self.config.replace(out=str(directory))
+        with contextlib.ExitStack() as at_end:
+
+            def prepare() -> None:
+                if self.cluster.is_main:
+                    self._check_folder(directory)
+                    writable_directory(config, at_end)
+                    if self.dataset.tokenizer is not None:
+                        self.dataset.tokenizer.save(directory)
+                    atomic_write_text(directory / "config.yaml", config.to_yaml())
+
+            self.cluster.run_on_all(prepare)
+            meta = {
+                **dataclasses.replace(self._run, config=config).checkpoint_meta(
+                    self.loader, self.step
+                ),
+                **checkpoint_json(self.state, self.steps.mesh, self.cluster.size),
+            }
+            settings = config.replace(checkpoint__local=None)
+            checkpoints = Checkpoints(directory, settings, self.cluster)
+            checkpoints.save(self.step, checkpoint_tree(self.state), meta)
+            checkpoints.close()
+        self._folder = directory
+
+    def _check_folder(self, directory: Path) -> None:
+        """Raise `UsageError` if a checkpoint in this run directory would mix two runs."""
+        saved = list_checkpoints(directory)
+        if directory != self._folder and (saved or (directory / METRICS).exists()):
+            raise UsageError(
+                f"{directory}: holds another run; restore that run first, or give another folder"
+            )
+        if saved and saved[-1] >= self.step:
+            raise UsageError(
+                f"{directory}: already has a checkpoint of step {saved[-1]}, and this trainer is "
+                f"at step {self.step}; train on, or give another folder"
+            )
+
+    def restore(self, run: str | Path, step: int | None = None) -> None:
+        """Continue from a checkpoint of a run, on this trainer's mesh.
+
+        Args:
+            run: the run directory.
+            step: the step of the checkpoint; None selects the newest.
+
+        Raises `UsageError` if there is no such checkpoint, if it is damaged, or if the model, the
+        optimizer or the data differ from those of the run.
+        """
+        from jaxgpt.checkpoint.checkpointer import Checkpoints
+        from jaxgpt.train.state import restore_state
+
+        directory = Path(expand_user(str(run))).absolute()
+        step = self.cluster.broadcast(self.cluster.run_on_all(choose_checkpoint, directory, step))
+        meta = self.cluster.run_on_all(read_meta, directory, step)
+        _warn(
+            self.cluster.run_on_all(check_resume, self.config, directory, step, meta, self.dataset)
+        )
+        asked, rewound = skip_ranges(self.config), skipped_by_rewinds(directory)
+        skip, notes = ranges_to_skip(asked, rewound, step, meta)
+        _warn(notes)
+        checkpoints = Checkpoints(directory, self.config, self.cluster)
+        self._state = restore_state(checkpoints, step, self.steps.state_shapes)
+        init_folder, init_step = meta.get("init_from") or (None, None)
+        self._run = dataclasses.replace(
+            self._run, config=self.config.replace(train_range_to_skip=skip), resume_step=step,
+            resume_meta=meta, init_folder=init_folder, init_step=init_step,
+        )  # fmt: skip
+        self.loader.batch_sizes = self._run.batch_sizes
+        self.step, self._folder = step, directory
+
+
+def _warn(notes: Iterable[str]) -> None:
+    """Show the warnings among log lines as Python warnings."""
+    for line in notes:
+        if line.startswith("warning: "):
+            warnings.warn(line.removeprefix("warning: "), stacklevel=3)

@@ -1,0 +1,261 @@
+"""`import jaxgpt` takes the steps, computes the logits and writes the files of the commands."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import jaxgpt
+from evaluation import BLOCK, TEXT, devices_of, evaluated, reference_logits, train
+from jaxgpt import inspect
+from jaxgpt.convert.__main__ import main as convert
+from jaxgpt.data.prepare.builtin import prepare_text
+from jaxgpt.parallel.mesh import job_mesh
+from jaxgpt.train.compiled import make_steps
+from jobs import SMALL, environment, losses, records, train_here
+
+ROOT = Path(__file__).parents[1]
+SETTINGS = (*SMALL[2:], "model.block_size=32", "train.max_iters=6")
+SKIP = ("--train-range-to-skip", "2", "3")
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A run of a few steps on bytes."""
+    folder = tmp_path_factory.mktemp("library")
+    (folder / "a.txt").write_text(TEXT)
+    prepare_text(folder / "data", [folder / "a.txt"], "byte")
+    return train(folder / "run", f"data.path={folder}/data")
+
+
+@pytest.fixture(scope="module")
+def command(tmp_path_factory):
+    """A run of six steps on two devices, of which two are skipped."""
+    out = tmp_path_factory.mktemp("command") / "run"
+    words = (*SMALL[:2], *SETTINGS, *SKIP, "--mesh", "1,2,1", "--out", out)
+    assert train_here(*words) == 0
+    return out
+
+
+def trainer_on(mesh, *settings):
+    with devices_of(mesh):
+        return jaxgpt.Trainer(jaxgpt.load_config(SMALL[1], *SETTINGS, "--mesh", mesh, *settings))
+
+
+def steps_of(found):
+    return {record["step"]: record["loss"] for record in found}
+
+
+def log_softmax(logits):
+    logits = logits.astype(np.float64)
+    logits = logits - logits.max(axis=-1, keepdims=True)
+    return logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
+
+
+@pytest.mark.parametrize("mesh", ["1,1,1", "2,1,2"])
+def test_logits_are_those_that_evaluate_scores(run, mesh):
+    record = evaluated("--run", run, mesh=mesh)
+    tokens = np.fromfile(run.parent / "data" / "val.bin", np.uint16)
+    with devices_of(mesh):
+        model = jaxgpt.load_model(str(run), mesh=mesh)
+    nats = []
+    for first in range(0, len(tokens) - 1, BLOCK):
+        row = tokens[first : first + BLOCK + 1].astype(np.int64)
+        nats += (-log_softmax(model.logits(row[:-1]))[np.arange(len(row) - 1), row[1:]]).tolist()
+    assert len(nats) == record["tokens"]
+    assert np.mean(nats) == pytest.approx(record["loss"], rel=1e-7)
+
+
+def test_logits_of_one_text_and_of_several_are_those_of_the_plain_network(run):
+    with devices_of("2,1,2"):
+        model = jaxgpt.load_model(run, mesh="2,1,2")
+    expected = reference_logits(run, model.config)
+    texts = [model.tokenizer.encode(TEXT[start:])[:11] for start in (0, 7, 90)]
+    several = model.logits(texts)
+    assert several.shape == (3, 11, 256) and several.dtype == np.float32
+    for text, logits in zip(texts, several, strict=True):
+        np.testing.assert_allclose(log_softmax(logits), expected(text), atol=5e-5)
+        np.testing.assert_allclose(model.logits(text), logits, atol=1e-5)
+
+
+def test_greedy_text_follows_the_largest_logits(run):
+    with devices_of("1,1,1"):
+        model = jaxgpt.load_model(run, mesh="1,1,1")
+    text = model.tokenizer.encode("The na").tolist()
+    for _ in range(6):
+        text.append(int(model.logits(text)[-1].argmax()))
+    assert model.generate("The na", 6, temperature=0) == model.tokenizer.decode(text)
+
+
+def test_a_hugging_face_folder_needs_no_prefix(run, tmp_path):
+    pytest.importorskip("safetensors")
+    convert(["to-hf", "--run", str(run), "--out", str(tmp_path / "hf")])
+    with devices_of("1,1,1"):
+        folders = (run, tmp_path / "hf", f"hf:{tmp_path}/hf")
+        ours, theirs, named = (jaxgpt.load_model(f, mesh="1,1,1").logits([1, 2]) for f in folders)
+    assert (theirs == ours).all() and (named == ours).all()
+
+
+def test_a_trainer_takes_the_steps_of_the_command(command):
+    trainer = trainer_on("1,2,1", *SKIP)
+    found = trainer.train(2) + trainer.train(4)
+    assert trainer.step == 6
+    for record, expected in zip(found, records(command), strict=True):
+        assert record == {name: expected[name] for name in record}
+    assert found[1]["loss"] is None and found[1]["lr"] > 0
+    (last,) = records(command, "eval")
+    evaluation = trainer.evaluate()
+    assert (evaluation.train_loss, evaluation.val_loss) == (last["train_loss"], last["val_loss"])
+
+
+def test_trainer_and_command_continue_each_others_runs(command, tmp_path):
+    expected = losses(command)
+    first = trainer_on("1,2,1", *SKIP)
+    first.train(4)
+    first.save(str(tmp_path / "run"))
+    assert train_here("--out", tmp_path / "run", "--mesh", "1,2,1") == 0
+    assert losses(tmp_path / "run") == {step: expected[step] for step in (5, 6)}
+
+    second = trainer_on("1,2,1", "train.max_iters=8")
+    second.restore(tmp_path / "run")
+    more = steps_of(second.train(2))
+    assert train_here("--out", command, "--mesh", "1,2,1", "train.max_iters=8") == 0
+    assert more == {step: losses(command)[step] for step in (7, 8)}
+    second.save(tmp_path / "run")
+    # Steps that have been skipped once stay skipped.
+    assert second.config.train_range_to_skip == (2, 3)
+
+
+def test_a_trainer_restores_an_earlier_checkpoint_on_another_mesh(tmp_path):
+    trainer = trainer_on("1,2,1")
+    trainer.save(tmp_path / "run")
+    expected = steps_of(trainer.train(2))
+    trainer.save(tmp_path / "run")
+    other = trainer_on("1,1,2")
+    other.restore(tmp_path / "run", step=0)
+    assert steps_of(other.train(2)) == pytest.approx(expected, rel=1e-5)
+    with devices_of("1,1,2"):
+        later = other.model.logits([5, 6, 7])
+    other.restore(tmp_path / "run")
+    with devices_of("1,1,2"):
+        np.testing.assert_allclose(other.model.logits([5, 6, 7]), later, atol=1e-4)
+
+
+def test_a_trainer_starts_from_the_weights_of_another_run(run):
+    model = ("model.n_layer=1", "model.n_embd=32", f"model.block_size={BLOCK}")
+    words = (*model, f"train.init_from={run}", f"data.path={run.parent}/data", "--mesh", "1,1,1")
+    with devices_of("1,1,1"):
+        trainer = jaxgpt.Trainer(jaxgpt.load_config("tiny", *words))
+        found = trainer.model.logits([1, 2, 3])
+        assert (found == jaxgpt.load_model(run, mesh="1,1,1").logits([1, 2, 3])).all()
+
+
+def test_batches_are_those_that_inspect_shows(capsys):
+    config = jaxgpt.load_config("tiny", "train.batch_size=3")
+    for batch in jaxgpt.batches(config, [4, 1]):
+        words = ("--config", "tiny", "--step", str(batch.step), "--json", "train.batch_size=3")
+        inspect.main(list(words))
+        shown = [json.loads(line)["tokens"] for line in capsys.readouterr().out.splitlines()]
+        assert batch.tokens.tolist() == shown
+        assert batch.weights.shape == batch.tokens.shape and batch.weights.all()
+
+
+def refusals(home):
+    """Pairs of (what a user does wrong, the sentence that says so)."""
+    load, model, config = jaxgpt.load_config, jaxgpt.load_model, jaxgpt.load_config("tiny")
+    trainer = trainer_on("1,1,1")
+    trainer.save(home / "taken")
+    with devices_of("1,1,1"):
+        loaded = model(home / "taken", mesh="1,1,1")
+    yield lambda: load("tiny", "train.max_iter=2"), "train.max_iter: unknown key"
+    yield lambda: load("tiny", "optimizer.name=shampoo"), "optimizer.name=shampoo: "
+    yield lambda: list(jaxgpt.batches(config, [0])), "steps: 0 is not a step"
+    yield lambda: make_steps(config, job_mesh(config)), "model.vocab_size=None: the vocabulary"
+    yield lambda: model(home / "nope"), f"{home}/nope: "
+    yield lambda: model(home / "taken", dtype="fp8"), "dtype=fp8: must be float32 or bfloat16"
+    yield lambda: model(home / "taken", step=3), "--step 3: "
+    yield lambda: loaded.logits([1.5]), "tokens: an array of shape (1,) and dtype float64"
+    yield lambda: loaded.logits([[]]), "tokens: an array of shape (1, 0)"
+    yield lambda: loaded.logits([256]), "tokens: 256 is not in the vocabulary of 256"
+    yield lambda: loaded.logits([1] * 33), "tokens: a text of 33 tokens is longer than"
+    yield lambda: loaded.generate(temperature=-1), "temperature=-1: must be 0, or"
+    yield lambda: loaded.generate(n_tokens=0), "n_tokens=0, top_k=200: must be at least 1"
+    yield lambda: trainer.save(home / "taken"), "already has a checkpoint of step 0"
+    yield lambda: trainer_on("1,1,1").save(home / "taken"), "taken: holds another run"
+    yield lambda: trainer.restore(home / "nope"), f"{home}/nope: "
+    yield (
+        lambda: trainer_on("1,1,1", "model.n_embd=32").restore(home / "taken"),
+        "model.n_embd=32: ",
+    )
+
+
+def test_a_mistake_is_one_sentence(tmp_path):
+    for mistake, sentence in refusals(tmp_path):
+        with pytest.raises(jaxgpt.UsageError) as error:
+            mistake()
+        assert sentence in str(error.value) and "\n" not in str(error.value)
+
+
+def python(code, **variables):
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        env=environment(PYTHONPATH=str(ROOT), **variables),
+    )
+
+
+def test_import_is_light_and_data_needs_no_jax():
+    job = python(
+        "import sys, jaxgpt; assert not {'jax', 'numpy', 'yaml'} & sys.modules.keys()\n"
+        "assert set(jaxgpt.__all__) <= set(dir(jaxgpt))\n"
+        "config = jaxgpt.load_config('tiny')\n"
+        "next(jaxgpt.batches(config, [1]))\n"
+        "assert 'jax' not in sys.modules\n"
+        "for name in jaxgpt.__all__: getattr(jaxgpt, name)\n"
+        "jaxgpt.nothing\n"
+    )
+    assert job.stderr.endswith("module 'jaxgpt' has no attribute 'nothing'\n"), job.stderr
+
+
+def test_devices_that_jax_did_not_start_are_refused():
+    job = python(
+        "import jax, jaxgpt; jax.devices()\n"
+        "jaxgpt.Trainer(jaxgpt.load_config('tiny', '--mesh', '1,2,1'))\n",
+        JAX_PLATFORMS="cpu",
+    )
+    last = job.stderr.splitlines()[-1]
+    assert "needs 2 devices, but JAX has already started with 1; restart Python" in last
+
+
+@pytest.mark.long
+def test_a_type_checker_knows_the_library(tmp_path):
+    pytest.importorskip("mypy")
+    (tmp_path / "user.py").write_text(
+        "import jaxgpt\n"
+        "trainer = jaxgpt.Trainer(jaxgpt.load_config('tiny', 'train.max_iters=20'))\n"
+        "losses = [record['loss'] for record in trainer.train(20)]\n"
+        "loss: float = trainer.evaluate().val_loss\n"
+        "shape = jaxgpt.load_model('runs/a').logits([1, 2, 3]).shape\n"
+        "tokens = [batch.tokens.sum() for batch in jaxgpt.batches(trainer.config, range(1, 3))]\n"
+        "text: bytes = trainer.model.generate('def ')\n"  # line 7: it is a str
+        "jaxgpt.load_config(3)\n"  # line 8: a name or a path
+        "jaxgpt.nothing\n"  # line 9: no such name
+    )
+    checked = ("__init__.py", "library.py", "evaluate/model.py", "tracking/records.py")
+    files = [str(ROOT / "jaxgpt" / name) for name in checked]
+    options = ("--follow-imports=silent", "--ignore-missing-imports", "--cache-dir", tmp_path / "c")
+    job = subprocess.run(
+        [sys.executable, "-m", "mypy", *map(str, options), "user.py", *files],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env={**os.environ, "MYPYPATH": str(ROOT)},
+    )
+    found = re.findall(r"^(\S+?):(\d+): error", job.stdout, re.MULTILINE)
+    assert found == [("user.py", "7"), ("user.py", "8"), ("user.py", "9")], job.stdout
