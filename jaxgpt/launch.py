@@ -11,7 +11,13 @@ import sys
 import time
 
 from jaxgpt.cluster.environment import find_launch
-from jaxgpt.cluster.launchers import ProcessLayout, find_launcher, place_processes
+from jaxgpt.cluster.launch_line import LAUNCH_LINE
+from jaxgpt.cluster.launchers import (
+    ProcessLayout,
+    find_launcher,
+    place_processes,
+    placement_lines,
+)
 from jaxgpt.cluster.shutdown import job_exit_handler
 from jaxgpt.cluster.supervisor import Supervisor
 from jaxgpt.config import CommandParser, UsageError, whole_number
@@ -59,7 +65,8 @@ def parser() -> CommandParser:
         default=0,
         help="keep the last K hosts free to replace hosts that fail",
     )
-    out.add_argument("--print", action="store_true", help="only print the command line")
+    printed = "only print the command line, and the host and devices of each rank"
+    out.add_argument("--print", action="store_true", help=printed)
     out.epilog = (
         "If COMMAND starts with python or python3, all hosts use the Python that runs "
         f"jaxgpt.launch. A path is left unchanged. {JOB_START} is set to the current time if the "
@@ -85,8 +92,11 @@ def main(argv: list[str] | None = None) -> None:
             sys.exit(Supervisor(layout, launcher, command, *limits).run())
         line = [*launcher(layout, os.environ), *command]
         if arguments.print:
+            for place in placement_lines(layout, os.environ):
+                print(f"launch: {place}", file=sys.stderr, flush=True)
             print(shlex.join(line))
             return
+        os.environ[LAUNCH_LINE] = shlex.join(line)
         print(f"launch: {shlex.join(line)}", file=sys.stderr, flush=True)
     os.execvp(line[0], line)
 

@@ -154,6 +154,46 @@ def test_an_allocation_of_slurms_is_launched_with_srun(job, environ, options, li
     assert job(*options.split(), srun=True, SLURM_JOB_ID="7", **environ) == line
 
 
+@pytest.mark.parametrize(
+    ("n", "per_host", "hosts", "environ", "accelerators", "expected"),
+    [
+        (2, None, "", {}, 0, ["ranks 0 to 1, on CPUs"]),
+        (2, None, "", {"JAX_PLATFORMS": "cpu"}, 8, ["ranks 0 to 1, on CPUs"]),
+        (2, None, "a b", {}, 0, ["rank 0, on CPUs if the host is like this one",
+                                 "rank 1, on CPUs if the host is like this one"]),
+        (None, None, "", {}, 2, ["rank 0 on device 0, rank 1 on device 1"]),
+        (2, None, "", {}, 8, ["rank 0 on device 0+1+2+3, rank 1 on device 4+5+6+7"]),
+        (2, None, "", {"CUDA_VISIBLE_DEVICES": "5,3"}, 8,
+         ["rank 0 on device 5, rank 1 on device 3"]),
+        # Hosts of Polaris have four GPUs. The host that starts the job may have none.
+        (None, 2, POLARIS, {}, 0, ["rank 0 on device 0+1, rank 1 on device 2+3",
+                                   "rank 2 on device 0+1, rank 3 on device 2+3"]),
+        (None, None, "frontier00144 frontier00145", {"LMOD_SYSTEM_NAME": "frontier"}, 0,
+         ["ranks 0 to 7, on devices that Slurm chooses",
+          "ranks 8 to 15, on devices that Slurm chooses"]),
+    ],
+)  # fmt: skip
+def test_each_rank_has_a_host_and_devices(
+    n, per_host, hosts, environ, accelerators, expected, monkeypatch, tmp_path
+):
+    monkeypatch.setattr(launchers, "count_accelerators", lambda: accelerators)
+    (tmp_path / "hosts").write_text("".join(f"{host}\n" for host in hosts.split()))
+    file = str(tmp_path / "hosts") if hosts else None
+    layout = launchers.place_processes(n, per_host, file, environ)
+    lines = launchers.placement_lines(layout, environ)
+    assert lines == [
+        f"host {host}: {text}" for host, text in zip(layout.hosts, expected, strict=True)
+    ]
+
+
+def test_print_says_where_each_rank_is(monkeypatch, capsys):
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    main(["-n", "3", "--print", "--", "train"])
+    said = capsys.readouterr()
+    assert said.err.splitlines()[-1].endswith(": ranks 0 to 2, on CPUs")
+    assert len(said.out.splitlines()) == 1  # the line to copy
+
+
 def test_a_batch_script_of_slurms_is_no_launched_process(job):
     """A batch script has a task's variables, and a shell of salloc even has a step."""
     variables = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n1", "SLURM_PROCID": "0"}

@@ -136,6 +136,27 @@ def place_on(layout: ProcessLayout, hosts: Sequence[str]) -> ProcessLayout:
     return replace(layout, hosts=tuple(hosts), named_by="--hosts", host_file=None, n_processes=n)
 
 
+def placement_lines(layout: ProcessLayout, environ: Mapping[str, str]) -> list[str]:
+    """Return a line for each host with its ranks and their devices."""
+    machine, per_host = layout.machine, layout.per_host
+    visible = next((v for v in VISIBLE_VARIABLES if environ.get(v)), None)
+    n_devices = machine.devices_per_host if machine else count_accelerators()
+    devices = environ[visible].split(",") if visible else [str(i) for i in range(n_devices)]
+    each = len(devices) // per_host
+    is_certain = layout.is_local or not _wants_accelerators(environ)
+
+    def text(first: int) -> str:
+        ranks = f"ranks {first} to {first + per_host - 1}" if per_host > 1 else f"rank {first}"
+        if not each or not _wants_accelerators(environ):
+            return f"{ranks}, on CPUs{'' if is_certain else ' if the host is like this one'}"
+        if machine and "--gpu-bind=closest" in machine.srun_options:
+            return f"{ranks}, on devices that Slurm chooses"
+        own = ("+".join(devices[i * each : (i + 1) * each]) for i in range(per_host))
+        return ", ".join(f"rank {first + i} on device {names}" for i, names in enumerate(own))
+
+    return [f"host {host}: {text(i * per_host)}" for i, host in enumerate(layout.hosts)]
+
+
 def _wants_accelerators(environ: Mapping[str, str]) -> bool:
     return environ.get("JAX_PLATFORMS") != "cpu"
 

@@ -5,6 +5,7 @@ import dataclasses
 import json
 import os
 import secrets
+import shlex
 import signal
 import socket
 import subprocess
@@ -14,6 +15,7 @@ from collections.abc import Mapping, Sequence
 
 from jaxgpt.cluster.environment import JOB, SUPERVISOR
 from jaxgpt.cluster.hosts import reachable_name
+from jaxgpt.cluster.launch_line import LAUNCH_LINE
 from jaxgpt.cluster.launchers import Launcher, ProcessLayout, place_on
 from jaxgpt.cluster.monitor import keep_alive
 from jaxgpt.cluster.shutdown import BAD_USAGE, DONE, STOPPED, nobody_reads
@@ -119,6 +121,7 @@ class Supervisor:
         self._is_ending, self._progress = False, None
         environ = {**os.environ, SUPERVISOR: self._address, JOB: self._job}
         line = [*self._launcher(self._layout, environ), *self._command]
+        environ[LAUNCH_LINE] = shlex.join(line)
         # Use a new process group, so that Ctrl-C reaches the job only through `_forward_signal`.
         self._process = await asyncio.create_subprocess_exec(
             *line, stdin=subprocess.DEVNULL, env=environ, process_group=0

@@ -245,6 +245,15 @@ class TrainConfig:
     """Number of batches per split in an evaluation. Every evaluation uses the same batches."""
     log_interval: LogInterval = 10
     """Steps between log lines."""
+    log_columns: tuple[str, ...] = ()
+    """Numbers that every training line shows, however narrow the terminal, such as `tokens` (the
+    tokens consumed so far). The names are as in the legend at the top of train.log."""
+    log_all_ranks: bool = False
+    """Write a log for every process: `train-<rank>.log` in the run directory. Its training lines
+    have the times and the memory of that process. Only process 0 prints and writes train.log."""
+    verbose: bool = False
+    """Print the whole header: the value of every key, and the host and devices of every process.
+    train.log always has it."""
     loss_chunk: CountOrZero = 0
     """Compute the logits of at most this many tokens per device at a time; 0 computes all logits
     at once."""

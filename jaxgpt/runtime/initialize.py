@@ -12,8 +12,9 @@ from collections.abc import Callable
 from typing import Any
 
 from jaxgpt.cluster.environment import COORDINATOR, check_address
-from jaxgpt.cluster.hardware import accelerator_expected
+from jaxgpt.cluster.hardware import VISIBLE_VARIABLES, accelerator_expected
 from jaxgpt.cluster.hosts import HOST_FILES, address_towards
+from jaxgpt.cluster.launch_line import launch_line
 from jaxgpt.cluster.process_group import ProcessGroup, connect_to_rank0, own_host
 from jaxgpt.cluster.timeouts import LOST_HOST
 from jaxgpt.config import MeshShape, UsageError
@@ -164,6 +165,12 @@ def _facts(cluster: ProcessGroup, devices: list[Any]) -> dict[str, Any]:
         "devices_per_process": jax.local_device_count(),
         "device_kind": devices[0].device_kind,
         "simulated": devices[0].platform == "cpu" and jax.local_device_count() > 1,
+        "ranks": [
+            {"host": host, "devices": own}
+            for host, own in zip(cluster.host_names, cluster.allgather(own_devices()), strict=True)
+        ],
+        "collectives": collectives_library(devices[0]) if len(devices) > 1 else None,
+        "launch_line": launch_line(os.environ),
         "jax": jax.__version__,
     }
 
@@ -204,13 +211,65 @@ def describe(facts: dict[str, Any]) -> list[str]:
     n_hosts = len(facts["hosts"])
     return [
         f"launcher: {facts['launcher']}",
+        *([f"launch line: {facts['launch_line']}"] if facts["launch_line"] else []),
         f"processes: {facts['processes']} on {n_hosts} host{'s' * (n_hosts > 1)}{machine}; "
         f"{facts['processes_on_host']} on {facts['host']}, this host; "
         f"coordinator {facts['coordinator'] or 'not needed'}",
         f"devices: {facts['devices']}{simulated} x {facts['device_kind']}, "
         f"{facts['devices_per_process']} on each process; jax {facts['jax']}",
+        *placement_lines(facts["ranks"]),
+        f"collectives: {facts['collectives'] or 'none, because there is one device'}",
         *facts["notes"],
     ]
+
+
+def placement_lines(ranks: list[dict[str, Any]]) -> list[str]:
+    """Return a log line for each host with its ranks and their devices."""
+    on_host: dict[str, list[str]] = {}
+    for rank, place in enumerate(ranks):
+        on_host.setdefault(place["host"], []).append(f"rank {rank} on {'+'.join(place['devices'])}")
+    return [f"host {host}: {', '.join(texts)}" for host, texts in on_host.items()]
+
+
+def summary(facts: dict[str, Any]) -> str:
+    """Return the line of the console's header about the devices and the processes."""
+    n_hosts, simulated = len(facts["hosts"]), " simulated" if facts["simulated"] else ""
+    where = f"{n_hosts} hosts" if n_hosts > 1 else f"host {facts['host']}"
+    launcher = facts["launcher"].partition(" (")[0]
+    started = f", {facts['processes']} processes ({launcher})" if facts["processes"] > 1 else ""
+    return (
+        f"devices: {facts['devices']}{simulated} x {facts['device_kind']} on {where}{started}; jax "
+        f"{facts['jax']}"
+    )
+
+
+def own_devices() -> list[str]:
+    """Return the names of this process's devices on its host, such as `gpu 3`."""
+    import jax
+
+    devices = jax.local_devices()
+    if devices[0].platform == "cpu":
+        return [f"{len(devices)} cpu devices" if len(devices) > 1 else "cpu"]
+    visible = next((os.environ[v] for v in VISIBLE_VARIABLES if os.environ.get(v)), None)
+    numbers = [device.local_hardware_id for device in devices]
+    if visible:  # JAX counts only the visible devices
+        names = visible.split(",")
+        numbers = [names[n] if n < len(names) else n for n in numbers]
+    return [f"{device.platform} {n}" for device, n in zip(devices, numbers, strict=True)]
+
+
+def collectives_library(device: Any) -> str:
+    """Return the name of the library that runs collectives between devices like this one."""
+    import jax
+
+    if device.platform == "cpu":
+        if jax.process_count() == 1:
+            return "XLA, within the process"
+        library = jax.config.jax_cpu_collectives_implementation
+        return f"{'MPI' if library == 'mpi' else library.capitalize()}, between CPU processes"
+    if device.platform == "gpu":
+        return "RCCL" if "rocm" in device.client.platform_version.lower() else "NCCL"
+    return {"xpu": "oneCCL", "tpu": "the TPU interconnect"}.get(device.platform, device.platform)
 
 
 def _outward_address(cluster: ProcessGroup, coordinator: str) -> str:

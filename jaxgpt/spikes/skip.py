@@ -21,7 +21,11 @@ class SkipRanges:
         self.ranges = tuple(merged)
 
     def __contains__(self, step: int) -> bool:
-        return any(first <= step <= last for first, last in self.ranges)
+        return self.around(step) is not None
+
+    def around(self, step: int) -> tuple[int, int] | None:
+        """Return the range that contains a step, or None."""
+        return next((pair for pair in self.ranges if pair[0] <= step <= pair[1]), None)
 
     def flat(self) -> tuple[int, ...]:
         """Return the ranges in the format of `--train-range-to-skip`: first, last, first, last."""

@@ -1,20 +1,29 @@
 """Files that a run appends lines to, even if the disk is temporarily full."""
 
 import io
+import re
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable
 from pathlib import Path
 
 from jaxgpt.config import in_words
 
+# Control characters other than tab and newline, Unicode line separators and bidirectional controls.
+CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069]")
 LIMIT = 10_000  # maximum number of buffered lines, beyond which the oldest are dropped
 
 
-class AppendedFile:
-    """A text file. Lines that cannot be written stay in memory until the next call.
+def printable(text: str) -> str:
+    """Return `text` with a replacement character for each control character."""
+    return CONTROLS.sub("\ufffd", text.replace("\r\n", "\n"))
 
-    At most the newest `LIMIT` lines stay. Several threads may write to it.
+
+class AppendedFile:
+    """A text file without control characters.
+
+    Lines that cannot be written stay in memory until the next call. At most the newest `LIMIT`
+    lines stay. Several threads may write to it.
     """
 
     def __init__(self, path: Path, keep: bool = True):
@@ -28,9 +37,9 @@ class AppendedFile:
     def write(self, *lines: str) -> None:
         """Append lines, each ending with a newline; raise `OSError` if any cannot be written."""
         with self._lock:
-            self._write(lines)
+            self._write(map(printable, lines))
 
-    def _write(self, lines: Sequence[str]) -> None:
+    def _write(self, lines: Iterable[str]) -> None:
         self.waiting += lines
         try:
             if self._file is None:

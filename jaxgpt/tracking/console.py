@@ -1,48 +1,65 @@
-"""The console: a legend, log lines and a progress bar. train.log receives the same lines."""
+"""The console: log lines and a progress bar. train.log receives the same lines."""
 
+import contextlib
 import os
 import shutil
 import sys
+import textwrap
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from tqdm import tqdm
 
 from jaxgpt.cluster.environment import find_launch
+from jaxgpt.cluster.launch_line import find_mpiexec_process
 from jaxgpt.config import in_words
-from jaxgpt.tracking.appended_file import AppendedFile
+from jaxgpt.tracking.appended_file import AppendedFile, printable
+
+BAR = "{percentage:3.0f}%|{bar}| step {n_fmt}/{total_fmt} [{elapsed}{postfix}]"
 
 
 class Console:
-    """Prints to the terminal and writes train.log on process 0; does nothing on the others."""
+    """Prints to the terminal and writes a log file; does nothing without a log file."""
 
-    def __init__(self, enabled: bool, log_file: Path):
-        self._enabled = enabled
-        self._log = AppendedFile(log_file) if enabled else None
+    def __init__(self, log_file: Path | None, prints: bool):
+        """Set the log file. `prints` tells whether this process also prints."""
+        self._log = AppendedFile(log_file) if log_file else None
+        self._prints = prints
         self._log_fails = False
         self._bar: tqdm | None = None
-        self._explained = False
+        self._mpiexec_output = Path(f"/proc/{find_mpiexec_process()}/fd/1")
 
     @property
     def width(self) -> int | None:
-        """Number of columns of the terminal, or None if the output is not a terminal."""
-        return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+        """Number of columns of the terminal that shows the output; None if there is none.
+
+        An mpiexec on this host forwards the output of this process, so its terminal counts, too.
+        """
+        if sys.stdout.isatty():
+            return shutil.get_terminal_size().columns
+        if not self._mpiexec_output.is_char_device():  # such as a file
+            return None
+        with contextlib.suppress(OSError):  # it is not a terminal, or mpiexec has exited
+            terminal = os.open(self._mpiexec_output, os.O_RDONLY | os.O_NOCTTY | os.O_NONBLOCK)
+            try:
+                return os.get_terminal_size(terminal).columns
+            finally:
+                os.close(terminal)
+        return None
 
     def info(self, text: str, full: str = "") -> None:
-        """Print `text` above the progress bar, and write it to train.log with the time.
+        """Print `text` above the progress bar, and write it to the log file with the time.
 
-        If `full` is given, it replaces `text` in train.log. Raises `BrokenPipeError` if the program
-        that reads the output has exited. Other errors only cause a warning.
+        If `full` is given, it replaces `text` in the log file. Raises `BrokenPipeError` if the
+        program that reads the output has exited. Other errors only cause a warning.
         """
-        if not self._enabled:
+        if self._log is None:
             return
-        lines = (full or text).splitlines() or [""]
+        lines = printable(full or text).splitlines() or [""]
         try:
-            if self._bar is None:
-                print(text, flush=True)
-            else:
-                self._bar.write(text)
+            if self._prints:
+                self._print(wrap(printable(text), self.width))
         except BrokenPipeError:
             raise  # the program that read the output has exited
         except OSError as error:  # such as a full disk, which should not end the run
@@ -60,21 +77,24 @@ class Console:
                     f"warning: train.log failed: {in_words(error)}; retrying with the next line"
                 )
 
-    def legend(self, meanings: Mapping[str, str]) -> None:
-        """Print a table of the fields and their meanings, on the first call only."""
-        if not self._enabled or self._explained:
-            return
-        self._explained = True
-        width = min(self.width or 100, 100)
-        self.info(table_text(("field", "meaning"), meanings.items(), width))
+    def _print(self, text: str) -> None:
+        if self._bar is None:
+            print(text, flush=True)
+        else:
+            self._bar.write(text)
 
     def start_progress(self, done: int, total: int) -> None:
         # Open MPI gives process 0 a terminal even if the output goes to a file.
-        if self._enabled and sys.stdout.isatty() and find_launch(os.environ).variable is None:
-            self._bar = tqdm(total=total, initial=done, unit="step", dynamic_ncols=True)
+        if self._prints and sys.stdout.isatty() and find_launch(os.environ).variable is None:
+            # By default, tqdm would not show every step if the speed varies (`miniters`).
+            self._bar = tqdm(
+                total=total, initial=done, dynamic_ncols=True, miniters=1, bar_format=BAR
+            )
 
-    def progress(self, step: int) -> None:
+    def progress(self, step: int, left: str = "") -> None:
+        """Move the progress bar to a step, and show the time that is left."""
         if self._bar is not None:
+            self._bar.set_postfix_str(left, refresh=False)
             self._bar.update(step - self._bar.n)
 
     def end_progress(self) -> None:
@@ -83,11 +103,22 @@ class Console:
             self._bar = None
 
     def close(self) -> None:
-        if self._enabled:
+        if self._log is not None:
             try:
                 self._log.close()
             except OSError as error:  # such as a full disk, which should not fail the run
                 print(f"warning: train.log is incomplete: {in_words(error)}", flush=True)
+
+
+def wrap(text: str, width: int | None) -> str:
+    """Break the lines of `text` that are longer than `width` columns at spaces."""
+    if width is None:
+        return text
+    wrapper = textwrap.TextWrapper(
+        width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
+    )
+    lines = text.expandtabs().split("\n")
+    return "\n".join(wrapper.fill(line) if len(line) > width else line for line in lines)
 
 
 def table_text(
@@ -100,7 +131,8 @@ def table_text(
     table = Table(*headings, title=title)
     for row in rows:
         table.add_row(*row)
-    console = RichConsole(width=width)
+    # Without colours, whose control characters would end up in train.log.
+    console = RichConsole(width=width, color_system=None)
     with console.capture() as captured:
         console.print(table)
     return captured.get().rstrip()

@@ -1,7 +1,7 @@
 """The training line, and the format of each number in the line."""
 
 import datetime
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 
@@ -22,11 +22,12 @@ def _seconds(seconds: float) -> str:
     return f"{1000 * seconds:.1f}ms" if seconds < 10 else f"{seconds:.2f}s"
 
 
-def _clock(seconds: float) -> str:
+def clock_text(seconds: float) -> str:
+    """Format a duration as hours, minutes and seconds: `1:01:01`."""
     return str(datetime.timedelta(seconds=round(seconds)))
 
 
-_COUNT, _SHARE = "{:,.0f}".format, "{:.1%}".format
+_COUNT, _SHARE, _LOSS = "{:,.0f}".format, "{:.1%}".format, "{:.4f}".format
 # Metrics that the host measures between steps. `STEP_METRICS` in train/step.py has the metrics that
 # the devices compute.
 HOST_FIGURES = {
@@ -36,17 +37,23 @@ HOST_FIGURES = {
     "samples_per_sec": Figure("sequences per second, whole job", "sps", 9, "{:.1f}".format),
     "tflops_per_device": Figure("TFLOP/s per device, as in mfu", "tflops", 10, "{:.3g}".format),
     "mfu": Figure("fraction of peak FLOP/s; not shown if the peak is unknown", "", 4, _SHARE),
-    "memory_bytes": Figure("memory of process 0's fullest device; RSS on CPUs", "mem", 7, _gib),
+    "memory_bytes": Figure("memory of this process's fullest device; RSS on CPUs", "mem", 7, _gib),
     "memory_peak_bytes": Figure("highest mem so far", "peak", 11, _gib),
-    "data_wait": Figure("fraction of a step that process 0 waits for data", "data", 12, _SHARE),
+    "data_wait": Figure("fraction of a step that this process waits for data", "data", 12, _SHARE),
     "slowest_over_mean": Figure(
         "host time of the slowest process / mean host time, @rank", "slow", 13, "{:.2f}".format
     ),
     "skipped_steps": Figure("steps skipped since start-up, if any", "skipped", 2, _COUNT),
     "nonfinite_steps": Figure("non-finite steps since start-up, if any", "nonfinite", 2, _COUNT),
-    "seconds_left": Figure("time left at the average speed so far", "left", 5, _clock),
+    "seconds_left": Figure("time left at the average speed so far", "left", 6, clock_text),
+    "consumed_tokens": Figure(
+        "tokens consumed so far, including skipped ones", "tokens", 14, _COUNT
+    ),
+    "train_loss": Figure("loss on the training split in the last evaluation", "", 8, _LOSS),
+    "val_loss": Figure("loss on the validation split in the last evaluation", "", 5, _LOSS),
 }
 _SILENT_AT_ZERO = ("skipped_steps", "nonfinite_steps")
+TYPICAL_STEP, TYPICAL_VALUE = "step=1000/9999", "=12.345"  # for the legend
 
 
 def train_line(
@@ -57,14 +64,14 @@ def train_line(
 ) -> str:
     """Return `TrainRecord.to_dict()` as text: `step=100/300 loss=2.4527 ...`.
 
-    The line of a skipped step has only its learning rate. Unknown numbers and zero counts of
-    skipped and non-finite steps are left out. If `width` is given, the numbers with the highest
-    rank are dropped until the line fits into `width` columns, or only the step is left.
+    Unknown numbers and zero counts of skipped and non-finite steps are left out. If `width` is
+    given, the numbers with the highest rank are dropped until the line fits into `width` columns.
+    Numbers with a negative rank are never dropped.
     """
-    start = f"step={record['step']}/{max_iters}"
+    parts = [(-1, f"step={record['step']}/{max_iters}")]
     if record["skipped"]:
-        return f"{start} skipped lr={figures['lr'].show(record['lr'])}"
-    parts = [(-1, start)]
+        first, last = record["skipped_range"]
+        parts.append((-1, f"skipped range={first}-{last}"))
     for name, figure in figures.items():
         value = record.get(name)
         if value is not None and not (name in _SILENT_AT_ZERO and value == 0):
@@ -74,22 +81,37 @@ def train_line(
         losses = {name: found["loss"] for name, found in record["corpora"].items()}
         text = " ".join(f"{name}={loss:.4f}" for name, loss in losses.items() if loss is not None)
         parts.append((6, text))
-    while width and len(parts) > 1 and len(" ".join(text for _, text in parts)) > width:
-        parts.remove(max(parts, key=lambda part: part[0]))
-    return " ".join(text for _, text in parts)
+    return " ".join(_fitting(parts, width))
 
 
 def legend(
-    record: Mapping[str, Any], figures: Mapping[str, Figure], with_slowest: bool
-) -> dict[str, str]:
-    """Return the meaning of each number in a run's training lines, keyed by its console name.
+    figures: Mapping[str, Figure], corpora: Sequence[str] = (), width: int | None = None
+) -> list[str]:
+    """Return lines with the meaning of each number in a run's training lines.
 
-    `record` is one of the run's records, and `with_slowest` includes the slowest process.
+    `corpora` are the names of the run's corpora, if there are several. If `width` is given, the
+    result is limited to the numbers that a training line of `width` columns usually has room for.
     """
+    names = {name: figure.short or name for name, figure in figures.items()}
+    if width:
+        parts = [(-1, TYPICAL_STEP)]
+        for name, figure in figures.items():
+            if name not in _SILENT_AT_ZERO:
+                parts.append((figure.rank, names[name] + TYPICAL_VALUE))
+        shown = _fitting(parts, width + 20)  # numbers may be shorter, or missing
+        names = {name: short for name, short in names.items() if short + TYPICAL_VALUE in shown}
     out = {"step": "optimizer step (from 1) / last step"}
-    for name, figure in figures.items():
-        if name != "slowest_over_mean" or with_slowest:
-            out[figure.short or name] = figure.legend
-    if record.get("corpora"):
-        out |= {name: "mean loss on this corpus since the last line" for name in record["corpora"]}
-    return out
+    out |= {short: figures[name].legend for name, short in names.items()}
+    if not width:
+        out |= dict.fromkeys(corpora, "mean loss on this corpus since the last line")
+    longest = max(map(len, out))
+    return [f"  {name:{longest}}  {meaning}" for name, meaning in out.items()]
+
+
+def _fitting(parts: Sequence[tuple[int, str]], width: int | None) -> list[str]:
+    """Return the texts of (rank, text) parts, without the highest ranks if they are too long."""
+    kept = list(parts)
+    droppable = sorted((part for part in parts if part[0] >= 0), key=lambda part: part[0])
+    while width and droppable and len(" ".join(text for _, text in kept)) > width:
+        kept.remove(droppable.pop())
+    return [text for _, text in kept]

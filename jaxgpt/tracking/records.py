@@ -36,6 +36,7 @@ class TrainRecord(Record):
     values: Mapping[str, float | None]  # metrics of the step, and rates; see `figures.py`
     consumed_tokens: int
     skipped: bool = False
+    skipped_range: tuple[int, int] | None = None  # the range that includes a skipped step
     corpora: Mapping[str, Mapping[str, float | None]] | None = None
     """For each corpus, its `tokens` so far and its mean `loss` since the last record. The loss is
     None if it had no rows. The field is None if there is only one corpus."""

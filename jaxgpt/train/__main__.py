@@ -83,11 +83,9 @@ def main(argv: list[str] | None = None) -> None:
                     f"train.batch_size_per_device: JAX found {facts['devices']} devices instead of "
                     f"{n_devices}; use train.batch_size=N, the batch size of the whole job"
                 )
-            facts["notes"] += [
-                *notes,
-                use_compile_cache(config.compile_cache, cluster),
-                stop.describe(),
-            ]
+            facts["notes"] += [*notes, use_compile_cache(config.compile_cache, cluster)]
+            if cluster.is_main:
+                facts["notes"].append(stop.describe())
             clock.enter("imports")
             # This module imports JAX, so it must be imported after initialize_jax.
             from jaxgpt.train.loop import train

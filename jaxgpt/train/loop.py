@@ -173,7 +173,6 @@ def run_steps(run: Run, state: TrainState, trainer: Trainer) -> StepsResult:
         # time to evaluate, so the resumed run does it.
         if evaluating and (is_last or not stopping):
             evaluate_and_sample(trainer, step, state)
-        report.progress(step)
         if is_last or stopping or failure:
             result = StepsResult(step, stopping, failure=failure)
             break

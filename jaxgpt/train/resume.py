@@ -39,9 +39,12 @@ EVAL_RECORDS = ("eval", "sample")  # kinds of records logged every train.eval_in
 # `data` keys that change what a step computes.
 _MASK_KEYS = {"document_mask", "end_of_text"}
 CONVERTED_FOLDER = "init_from"  # folder for converted weights, in the run directory
-# Keys that are not reported as changed. The mesh and the batch size have their own log lines, and a
-# resumed run no longer uses its initial weights.
-_NOT_REPORTED = ("parallel.mesh", "train.batch_size", "train.init_from")
+# Keys that are not reported as changed. The mesh and the batch size have their own log lines, a
+# resumed run no longer uses its initial weights, and the others change only the log.
+_NOT_REPORTED = (
+    "parallel.mesh", "train.batch_size", "train.init_from", "train.log_columns",
+    "train.log_all_ranks", "train.verbose",
+)  # fmt: skip
 
 
 def missing_records(config: Config, dataset: Dataset, step: int | None) -> list[str]:

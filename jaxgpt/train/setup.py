@@ -89,6 +89,7 @@ def set_up(
     report.log_resume()
     cluster.monitor.heartbeat("the compilation of the step", SLOW_PHASE)
     clock.enter("compile")
+    report.info("compiling the training step ...")
     train_step = steps.lower_train_step().compile()
     cluster.barrier()
     report.compile_cache = str(cache_use)

@@ -21,7 +21,8 @@ def test_a_file_gets_every_figure_but_counts_of_nothing():
     assert line.startswith("step=100/300 loss=2.4527 gnorm=0.512 lr=0.003 dt=58.1ms tps=52,874 ")
     for word in ("mfu=37.1%", "mem=1.00GiB", "peak=2.00GiB", "slow=1.25@3", "left=1:01:01"):
         assert word in line
-    assert len(line.split()) == 1 + len(FIGURES) - 2
+    assert len(line.split()) == 1 + len(FIGURES) - 2 - 2  # no counts of nothing, no evaluation yet
+    assert line.endswith(" tokens=307,200")
     more = train_line({**RECORD, "skipped_steps": 3, "nonfinite_steps": 1}, FIGURES, 300)
     assert "skipped=3 nonfinite=1" in more
 
@@ -38,9 +39,37 @@ def test_a_metric_is_shown_under_its_own_name_and_explained():
     figures = FIGURES | {"max_logit": Figure("largest logit")}
     record = {**RECORD, "max_logit": 12.5}
     assert "max_logit=12.5" in train_line(record, figures, 300)
-    meanings = legend(record, figures, with_slowest=False)
-    assert meanings["max_logit"] == "largest logit" and "slow" not in meanings
-    assert set(meanings) >= {"loss", "gnorm", "lr", "tps"}
+    meanings = dict(line.split(maxsplit=1) for line in legend(figures, corpora=["web", "code"]))
+    assert meanings["max_logit"] == "largest logit"
+    assert set(meanings) == {"step", "web", "code"} | {f.short or n for n, f in figures.items()}
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_the_legend_of_a_narrow_terminal_explains_what_it_shows(width):
+    """No field of a usual line is left unexplained, and no line of the legend wraps."""
+    lines = legend(FIGURES, width=width)
+    line = train_line({**RECORD, "train_loss": 2.5, "val_loss": 2.75}, FIGURES, 300, width)
+    assert {word.partition("=")[0] for word in line.split()} <= {text.split()[0] for text in lines}
+    assert len(lines) < len(legend(FIGURES)) and max(map(len, lines)) <= 80
+
+
+def test_a_chosen_number_is_on_every_line():
+    pinned = FIGURES | {"consumed_tokens": FIGURES["consumed_tokens"]._replace(rank=-1)}
+    for width in (20, 40, 80):
+        line = train_line(RECORD, pinned, 300, width)
+        assert line.startswith("step=100/300 ") and line.endswith(" tokens=307,200")
+        assert len(line) <= max(width, len("step=100/300 tokens=307,200"))
+
+
+def test_a_skipped_step_shows_its_range_time_count_and_tokens():
+    record = {
+        "kind": "train", "step": 12, "loss": None, "grad_norm": None, "lr": 3e-3, "dt": 0.0012,
+        "tokens_per_sec": None, "skipped_steps": 3, "consumed_tokens": 36_864, "skipped": True,
+        "skipped_range": (10, 20),
+    }  # fmt: skip
+    assert train_line(record, FIGURES, 300, 80) == (
+        "step=12/300 skipped range=10-20 lr=0.003 dt=1.2ms skipped=3 tokens=36,864"
+    )
 
 
 def test_losses_of_corpora_are_shown():

@@ -75,7 +75,7 @@ def test_a_resumed_file_holds_no_step_twice(tmp_path):
 
 
 def test_train_log_gets_its_lines_once_the_disk_has_room_again(tmp_path, capsys):
-    console = Console(enabled=True, log_file=tmp_path / "train.log")
+    console = Console(tmp_path / "train.log", prints=True)
     console.info("one")
     with full_disk((tmp_path / "train.log").stat().st_size + 5):
         console.info("two")

@@ -12,11 +12,15 @@ from jaxgpt.models.weights import weights
 from jaxgpt.optim.muon import adamw_ratio, is_hidden_matrix
 from jaxgpt.parallel.mesh import describe
 from jaxgpt.perf.flops import MFU_FORMULA, Rates
+from jaxgpt.perf.units import count
 from jaxgpt.runtime import initialize
 from jaxgpt.spikes.faults import describe_faults
 from jaxgpt.spikes.skip import SkipRanges
 from jaxgpt.train.compiled import CompiledFunctions
 from jaxgpt.train.run_directory import Run
+
+# First words of the notes of `initialize_jax` and its caller that the console does not show.
+USUAL_NOTES = ("compile cache: ", "GPU memory: ", "malloc: ", "time limit: none, ")
 
 
 def header_lines(
@@ -31,8 +35,7 @@ def header_lines(
     decayed = [w.n_parameters for w in found if w.is_decayed]
     kept = [w.n_parameters for w in found if not w.is_decayed]
     detected = "never" if spike.action == "off" else f"after the first {spike.window} steps"
-    skips, traced = SkipRanges(skip_ranges(config)), profile_range(config)
-    lines = [
+    return [
         f"jaxgpt {__version__}, run directory {run.directory}",
         *initialize.describe(facts),
         *run.notes,
@@ -52,18 +55,60 @@ def header_lines(
         *(f"warning: {line}" for line in (*warnings, *describe_faults(config))),
         *run.dataset.describe(),
         *vocabulary_lines(run, rates, steps),
-        f"steps to skip: {skips}",
+        f"steps to skip: {SkipRanges(skip_ranges(config))}",
         f"spikes: spike.action={spike.action}, detected {detected} (spike.window)",
         MFU_FORMULA
         + ("" if rates.peak else f"; the peak of {mesh.devices.flat[0].device_kind} is not known"),
+        *untraced_lines(run),
     ]
+
+
+def summary_lines(
+    run: Run, steps: CompiledFunctions, rates: Rates, facts: dict[str, Any], warnings: Sequence[str]
+) -> list[str]:
+    """Return the short header for the console: the main facts, and anything unusual.
+
+    The arguments are those of `header_lines`.
+    """
+    config, mesh, parallel = run.config, steps.mesh, run.config.parallel
+    train, accumulated = config.train, config.train.gradient_accumulation_steps
+    tokens = train.batch_size * config.model.block_size
+    skips = SkipRanges(skip_ranges(config))
+    sources = run.dataset.sources
+    place = sources[0].entry.path if len(sources) == 1 else count(len(sources), "source")
+    layout = f"zero_stage={parallel.zero_stage}" if mesh.size > 1 else ""
+    layout += f" remat={parallel.remat}" if parallel.remat != "none" else ""
+    notes = [line for line in facts["notes"] if not line.startswith(USUAL_NOTES)]
+    return [
+        f"jaxgpt {__version__}: {config.config}, steps {(run.resume_step or 0) + 1} to "
+        f"{train.max_iters}, run directory {run.directory}",
+        initialize.summary(facts),
+        f"mesh: {describe(mesh)} {layout}".rstrip(),
+        f"model: {steps.n_parameters[1] / 1e6:.2f}M parameters; attention: "
+        + steps.attention.partition(" ")[0],
+        f"batch: {train.batch_size} sequences, {tokens:,} tokens per step of the whole job"
+        + (f", in {accumulated} microbatches" if accumulated > 1 else ""),
+        f"data: {place}, {run.dataset.size('train'):,} training tokens",
+        *run.notes,
+        *notes,
+        *(f"warning: {line}" for line in (*warnings, *describe_faults(config))),
+        *vocabulary_lines(run, rates, steps),
+        *([f"steps to skip: {skips}"] if skips.ranges else []),
+        *untraced_lines(run),
+        "all settings: train.log and config.yaml; train.verbose=True prints them, too",
+    ]
+
+
+def untraced_lines(run: Run) -> list[str]:
+    """Return a line if profile_steps is set, but all of its steps are past or skipped."""
+    skips, traced = SkipRanges(skip_ranges(run.config)), profile_range(run.config)
     left = range(max(traced.start, (run.resume_step or 0) + 1), traced.stop)
-    if traced and all(step in skips for step in left):
-        lines.append(
-            f"steps to trace: none, because profile_steps={config.profile_steps} are past or "
-            "skipped"
-        )
-    return lines
+    if not traced or any(step not in skips for step in left):
+        return []
+    return [
+        f"steps to trace: none, because profile_steps={run.config.profile_steps} are past or "
+        "skipped"
+    ]
 
 
 def optimizer_lines(config: Config) -> list[str]:

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 
 from jaxgpt.cluster.process_group import ProcessGroup
+from jaxgpt.config import Config, UsageError, skip_ranges
 from jaxgpt.data.batch_sizes import BatchSizes
 from jaxgpt.data.loader import Loader
 from jaxgpt.optim.schedule import learning_rate
@@ -22,11 +23,13 @@ from jaxgpt.spikes.detector import CAUSES
 from jaxgpt.spikes.policy import read_rewinds
 from jaxgpt.spikes.record import spike_record
 from jaxgpt.spikes.report import rewind_line, spike_line, spikes_table
+from jaxgpt.spikes.skip import SkipRanges
 from jaxgpt.tracking import Trackers
 from jaxgpt.tracking.console import Console
-from jaxgpt.tracking.figures import HOST_FIGURES, legend, train_line
+from jaxgpt.tracking.figures import HOST_FIGURES, Figure, clock_text, legend, train_line
 from jaxgpt.tracking.jsonl import METRICS, atomic_write_text, read_records
 from jaxgpt.tracking.records import (
+    EvalRecord,
     GoodputRecord,
     Record,
     SpikeRecord,
@@ -36,7 +39,7 @@ from jaxgpt.tracking.records import (
 )
 from jaxgpt.train.compiled import CompiledFunctions
 from jaxgpt.train.reporting.goodput import Goodput, goodput_line, read_goodput
-from jaxgpt.train.reporting.header import header_lines
+from jaxgpt.train.reporting.header import header_lines, summary_lines
 from jaxgpt.train.reporting.metrics import StepMetrics, corpus_means
 from jaxgpt.train.reporting.stragglers import Stragglers, straggler_line
 from jaxgpt.train.run_directory import Run
@@ -46,7 +49,8 @@ from jaxgpt.train.step import STEP_METRICS, Metrics
 class Reporter:
     """Writes the log, the records and the files that describe a run.
 
-    Every process has a reporter, but only process 0 writes.
+    Every process has a reporter. Process 0 prints, and writes all files. The others write only
+    their own log, if train.log_all_ranks is set.
     """
 
     def __init__(self, run: Run, steps: CompiledFunctions, clock: Clock, cluster: ProcessGroup):
@@ -57,12 +61,14 @@ class Reporter:
         self.clock, self._cluster = clock, cluster
         self.compile_cache = "not used"  # for the start-up report; see `startup_report`
         self._config, self._run, self._steps = run.config, run, steps
-        self._enabled = cluster.is_main
-        self._figures = {name: m.figure for name, m in STEP_METRICS.items()} | HOST_FIGURES
-        self._console = Console(self._enabled, run.directory / "train.log")
-        self.info, self.progress = self._console.info, self._console.progress
+        self._enabled = cluster.is_main or self._config.train.log_all_ranks
+        self._figures = chosen_figures(self._config, cluster.size)
+        log_file = run.directory / ("train.log" if cluster.is_main else f"train-{cluster.rank}.log")
+        self._has_log = log_file.exists()
+        self._console = Console(log_file if self._enabled else None, prints=cluster.is_main)
+        self.info = self._console.info
         self._trackers: Trackers | None = None  # opened by `restart` on process 0
-        self._losses: dict[int, str] = {}  # step of the last evaluation -> its losses as text
+        self._evaluated: EvalRecord | None = None  # the last evaluation
         self._goodput = Goodput(clock, run.resume_step or 0, self._log_goodput)
         self._has_started = self._has_stepped = False
         self._skipped = self._nonfinite = 0
@@ -71,7 +77,8 @@ class Reporter:
     def log_header(self, facts: dict[str, Any], warnings: Sequence[str]) -> None:
         """Log the header of a run, and write cluster.json and, for a new run, config.yaml.
 
-        `facts` is the result of `initialize_jax`.
+        The legend of the training lines follows, if the log is new. `facts` is the result of
+        `initialize_jax`.
         """
         if not self._enabled:
             return
@@ -86,8 +93,19 @@ class Reporter:
             peak=peak_flops(mesh.devices.flat[0].device_kind, config.train.dtype),
         )
         warnings = (*warnings, *self._rates.slow_step_warnings())
-        for line in header_lines(self._run, self._steps, self._rates, facts, warnings):
-            self.info(line)
+        about = self._run, self._steps, self._rates, facts, warnings
+        full, short = header_lines(*about), summary_lines(*about)
+        if not self._has_log:
+            corpora, figures = self._run.dataset.corpora, dict(self._figures)
+            if self._rates.peak is None:
+                del figures["mfu"]
+            explain = functools.partial(legend, figures, corpora if len(corpora) > 1 else ())
+            full += ["training lines:", *explain()]
+            short += explain(width=self._console.width)
+        text = "\n".join(full)
+        self.info(text if config.train.verbose else "\n".join(short), full=text)
+        if not self._cluster.is_main:
+            return
         facts = {**facts, "mesh": dict(mesh.shape)}
         atomic_write_text(self._run.directory / "cluster.json", json.dumps(facts, indent=1) + "\n")
         # A new run may fail while compiling, before `start` writes the file.
@@ -105,7 +123,7 @@ class Reporter:
 
     def start(self, loader: Loader) -> None:
         """Write config.yaml and start timing steps. Call this once, before the first step."""
-        if self._enabled:
+        if self._cluster.is_main:
             self._keep_config()
         done = self._run.resume_step or 0
         self._console.start_progress(done, self._config.train.max_iters)
@@ -124,12 +142,13 @@ class Reporter:
     def _begin(self) -> None:
         self.timer = self._new_timer()
         self._began = self.clock.elapsed(), self._run.resume_step or 0
+        self._step_ended = self.clock.spent("step", "data")  # time of the clock after the last step
         self._corpora: dict[int, Any] = {}  # step -> corpora of its rows, until its losses arrive
         # For each step since the last log line: the corpora, losses and weights of its rows.
         self._corpus_rows: list[tuple[Any, Any]] = []
 
     def _log_start(self) -> None:
-        if self._enabled:
+        if self._trackers is not None:
             mesh, sizes, step = self._steps.mesh, self._run.batch_sizes, self._run.resume_step or 0
             start = StartRecord(
                 step=step,
@@ -156,7 +175,7 @@ class Reporter:
         if self._cluster.size == 1 or step % self._config.train.log_interval:
             return
         self._cluster.monitor.send(json.dumps(self.timer.host_times()))
-        if self._enabled:
+        if self._cluster.is_main:
             for straggler in self._stragglers.compare(step, self._cluster.monitor.received):
                 self.log(straggler)
 
@@ -177,25 +196,46 @@ class Reporter:
         elif metrics is not None:
             self.timer.count()
         self._goodput.reach(step)
+        left = self._seconds_left(step)
+        self._console.progress(step, "" if left is None else f"left={clock_text(left)}")
         if not self._enabled:
             return
         if metrics is not None and len(self._loader.names) > 1:
             self._corpora[step] = self._loader.corpora(step)  # computed while the device is busy
         for reading in known:
             self._log_known(reading)
+        now = self.clock.spent("step", "data")
+        dt, self._step_ended = now - self._step_ended, now
         if metrics is None:
             self._skipped += 1
             lr = float(learning_rate(self._config.optimizer, step))
             values = {"loss": None, "grad_norm": None, "lr": lr, **self._rates.of(None)}
+            values |= {"dt": dt, "skipped_steps": self._skipped}
             corpora = None
         elif is_first or step % train.log_interval == 0 or step == train.max_iters:
             values = {name: float(v) for name, v in known[-1].metrics.scalars.items()}
-            values |= self._measured(step)
+            values |= self._measured() | {"seconds_left": left}
             corpora = self._by_corpus(step)
         else:
             return
-        common = {"consumed_tokens": self._run.consumed_tokens(step), "skipped": metrics is None}
-        self.log(TrainRecord(step=step, values=values, corpora=corpora, **common))
+        self.log(
+            TrainRecord(
+                step=step,
+                values=values,
+                consumed_tokens=self._run.consumed_tokens(step),
+                skipped=metrics is None,
+                skipped_range=SkipRanges(skip_ranges(self._config)).around(step),
+                corpora=corpora,
+            )
+        )
+
+    def _seconds_left(self, step: int) -> float | None:
+        """Return the time left at the average speed since the first step; None before that."""
+        began, first = self._began
+        if step <= first:
+            return None
+        pace = (self.clock.elapsed() - began) / (step - first)
+        return pace * (self._config.train.max_iters - step)
 
     def _log_known(self, reading: StepMetrics) -> None:
         self._nonfinite += CAUSES[int(reading.metrics.detection.cause)] == "nonfinite"
@@ -205,15 +245,11 @@ class Reporter:
             metrics = reading.metrics
             self._corpus_rows.append((corpora, metrics.row_losses, metrics.row_weights))
 
-    def _measured(self, step: int) -> dict[str, float | None]:
-        """Return the host's measurements for a logged step, such as rates, memory and time left."""
+    def _measured(self) -> dict[str, float | None]:
+        """Return the host's measurements for a logged step, such as rates and memory."""
         dt, data_wait = self.timer.lap()
         used, peak = memory_in_use() or (None, None)
-        began, first = self._began
-        left, slowest, hosts = None, {}, self._stragglers.own
-        if step > first:
-            pace = (self.clock.elapsed() - began) / (step - first)
-            left = pace * (self._config.train.max_iters - step)
+        slowest, hosts = {}, self._stragglers.own
         if hosts and (mean := sum(hosts) / len(hosts)) > 0:
             most = max(hosts)
             slowest = {"slowest_over_mean": most / mean, "slowest_rank": hosts.index(most)}
@@ -223,7 +259,6 @@ class Reporter:
             "memory_bytes": used,
             "memory_peak_bytes": peak,
             **slowest,
-            "seconds_left": left,
             "skipped_steps": self._skipped,
             "nonfinite_steps": self._nonfinite,
         }
@@ -246,14 +281,14 @@ class Reporter:
         The first call opens the trackers instead of rewinding them. `records` are the reasons for
         the restart.
         """
-        self._run, self._config, self._losses = run, run.config, {}
+        self._run, self._config, self._evaluated = run, run.config, None
         if self._has_started:
             self._begin()
             self._console.progress(run.resume_step or 0)
         if self._trackers is not None:
             self._keep_config()
             self._trackers.rewind(run.resume_step or 0)
-        elif self._enabled:
+        elif self._cluster.is_main:
             self._trackers = Trackers(run, run.resume_step, say=self._console.info)
         self._goodput.continue_from(run.resume_step or 0)
         for record in records:
@@ -263,7 +298,7 @@ class Reporter:
 
     def log_rewind(self) -> None:
         """Log the newest rewind of the run."""
-        if self._enabled:
+        if self._cluster.is_main:
             self.info(rewind_line(read_rewinds(self._run.directory)[-1]))
 
     def log(self, record: Record | None) -> None:
@@ -273,27 +308,29 @@ class Reporter:
         """
         if record is None or not self._enabled:
             return
-        self._trackers.log(record)
+        if self._trackers is not None:
+            self._trackers.log(record)
         values = record.to_dict()
-        if record.kind == "train":
-            if not values["skipped"]:
-                with_slowest = self._cluster.size > 1
-                self._console.legend(legend(values, self._figures, with_slowest))
+        if isinstance(record, TrainRecord):
+            if self._evaluated is not None and not record.skipped:
+                losses = {"train_loss", "val_loss"}
+                values |= {name: getattr(self._evaluated, name) for name in losses}
             line = functools.partial(
                 train_line, values, self._figures, self._config.train.max_iters
             )
             self.info(line(self._console.width), full=line())
             return
-        if record.kind == "eval":
-            self._losses = {record.step: losses_text(values)}
-        self.info(_LINES[record.kind](values))
+        if isinstance(record, EvalRecord):
+            self._evaluated = record
+        text = _LINES[record.kind](values)
+        self.info(text.replace(f"{self._run.directory.absolute()}/", ""), full=text)
 
     def show_spikes(self) -> None:
         """Log the table that `python -m jaxgpt.report spikes` prints.
 
         Raises `OSError` on process 0 if metrics.jsonl cannot be read.
         """
-        if self._enabled:
+        if self._cluster.is_main:
             self.info(spikes_table(read_records(self._run.directory / METRICS)))
 
     def close(self, last_line: str, step: int | None = None, has_failed: bool = False) -> None:
@@ -303,8 +340,9 @@ class Reporter:
         `has_failed` means that the run has neither finished nor stopped with a checkpoint.
         """
         self._console.end_progress()
-        losses = self._losses.get(step)
-        self.info(f"{last_line}: {losses}" if losses else last_line)
+        if self._evaluated is not None and self._evaluated.step == step:
+            last_line = f"{last_line}: {losses_text(self._evaluated.to_dict())}"
+        self.info(last_line)
         self._goodput.write(is_last=not has_failed)
         if self._trackers is not None:
             # The state is saved, so the run must not fail if the file system is unreachable now.
@@ -317,12 +355,36 @@ class Reporter:
 
     def _first_step_done(self, step: int) -> None:
         reports = self._cluster.allgather(startup_report(self.clock, self.compile_cache))
-        if self._enabled:
+        if self._trackers is not None:
             found = {"model": self._model, **summary(reports)}
             self._trackers.log(StartupRecord(step=step, values=startup_values(found)))
             path = self._run.directory / "startup.json"
             atomic_write_text(path, json.dumps(found, indent=1) + "\n")
-            self.info(startup_line(found))
+            compilation = found["phases"]["compile"]["max"]
+            self.info(
+                f"first step done after {found['total']['max']:.1f} s, including "
+                f"{compilation:.1f} s of compilation (cache: {found['compile_cache']})",
+                full=startup_line(found),
+            )
+
+
+def chosen_figures(config: Config, n_processes: int) -> dict[str, Figure]:
+    """Return the numbers of a run's training lines; those in train.log_columns have rank -1.
+
+    Raises `UsageError` if train.log_columns contains an unknown name.
+    """
+    figures = {name: m.figure for name, m in STEP_METRICS.items()} | HOST_FIGURES
+    if n_processes == 1:
+        del figures["slowest_over_mean"]
+    names = {figure.short or name: name for name, figure in figures.items()}
+    for column in config.train.log_columns:
+        name = names.get(column, column)
+        if name not in figures:
+            raise UsageError(
+                f"train.log_columns={column}: unknown column; choose from {', '.join(names)}"
+            )
+        figures[name] = figures[name]._replace(rank=-1)
+    return figures
 
 
 def data_line(sizes: BatchSizes, step: int) -> str:
