@@ -38,14 +38,13 @@ class Console:
         """
         if sys.stdout.isatty():
             return shutil.get_terminal_size().columns
-        if not self._mpiexec_output.is_char_device():  # such as a file
-            return None
         with contextlib.suppress(OSError):  # it is not a terminal, or mpiexec has exited
-            terminal = os.open(self._mpiexec_output, os.O_RDONLY | os.O_NOCTTY | os.O_NONBLOCK)
-            try:
-                return os.get_terminal_size(terminal).columns
-            finally:
-                os.close(terminal)
+            if self._mpiexec_output.is_char_device():  # not a pipe, which must not be opened
+                terminal = os.open(self._mpiexec_output, os.O_RDONLY | os.O_NOCTTY | os.O_NONBLOCK)
+                try:
+                    return os.get_terminal_size(terminal).columns
+                finally:
+                    os.close(terminal)
         return None
 
     def info(self, text: str, full: str = "") -> None:
