@@ -8,8 +8,8 @@ from pathlib import Path
 from jaxgpt.cluster.process_group import ProcessGroup, join_process_group
 from jaxgpt.cluster.shutdown import job_exit_handler
 from jaxgpt.config import CommandParser, UsageError, file_path, in_words, whole_number
-from jaxgpt.data.tokenizers import Tokenizer
 from jaxgpt.evaluate.model import Model, check_temperature, find_trained, run_folder
+from jaxgpt.tracking.appended_file import printable
 
 
 def parser() -> CommandParser:
@@ -46,7 +46,7 @@ def write(arguments: argparse.Namespace) -> None:
     with join_process_group() as cluster:
         for number, text in enumerate(samples(arguments, cluster)):
             if cluster.is_main:
-                sys.stdout.write("---\n" * (number > 0) + text + "\n")
+                sys.stdout.write("---\n" * (number > 0) + printable(text) + "\n")
 
 
 def check_options(arguments: argparse.Namespace) -> None:
