@@ -8,6 +8,7 @@ from pathlib import Path
 from jaxgpt.cluster.process_group import ProcessGroup, join_process_group
 from jaxgpt.cluster.shutdown import job_exit_handler
 from jaxgpt.config import CommandParser, UsageError, file_path, in_words, whole_number
+from jaxgpt.data.tokenizers import Tokenizer
 from jaxgpt.evaluate.model import Model, check_temperature, find_trained, run_folder
 from jaxgpt.tracking.appended_file import printable
 
