@@ -67,6 +67,7 @@ def load_config(config: str | Path = "tiny", *settings: str) -> Config:
     """
     return parse_args(
         ["--config", str(config), *settings],
+        "jaxgpt.load_config",
         initial_model=initial_model,
         saved_settings=saved_settings,
         choices=CHOICES,
