@@ -24,7 +24,7 @@ def cpu_devices_per_process(shape: MeshShape, cluster: ProcessGroup) -> int:
     """
     wanted = os.environ.get("JAX_NUM_CPU_DEVICES")
     if wanted is not None:
-        if not wanted.isdigit() or not 1 <= int(wanted) <= MAX_CPU_DEVICES:
+        if not wanted.isdecimal() or not 1 <= int(wanted) <= MAX_CPU_DEVICES:
             raise UsageError(
                 f"JAX_NUM_CPU_DEVICES={wanted}: must be a whole number from 1 to {MAX_CPU_DEVICES}"
             )

@@ -41,7 +41,7 @@ def test_the_environment_decides_where_it_is_set(monkeypatch):
     assert cpu_devices_per_process(MeshShape(2, 1, 4), ProcessGroup("test")) == 3
 
 
-@pytest.mark.parametrize("value", ["abc", "0", "-1", "2049"])
+@pytest.mark.parametrize("value", ["abc", "0", "-1", "2049", "²"])
 def test_a_number_of_devices_that_is_none_is_refused(monkeypatch, value):
     monkeypatch.setenv("JAX_NUM_CPU_DEVICES", value)
     with pytest.raises(UsageError, match=f"JAX_NUM_CPU_DEVICES={value}"):
