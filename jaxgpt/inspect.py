@@ -71,11 +71,11 @@ def main(argv: list[str] | None = None) -> None:
         )
         with join_process_group() as cluster:
             dataset, found, tokens, weights, notes = cluster.run_on_all(
-                look_up, config, arguments.run, arguments.step, arguments.rows
+                _look_up, config, arguments.run, arguments.step, arguments.rows
             )
             if arguments.worst:
                 config = with_vocabulary(config, dataset).replace(parallel__mesh=arguments.mesh)
-                at = checkpoint_before(arguments.run, arguments.step)
+                at = _checkpoint_before(arguments.run, arguments.step)
                 notes.append(f"losses are computed with checkpoint {at}")
                 losses = row_losses(config, arguments.run, at, tokens, weights, cluster)
                 for record in found:
@@ -86,7 +86,7 @@ def main(argv: list[str] | None = None) -> None:
                 show(found, tokens, weights, dataset, arguments.json)
 
 
-def look_up(
+def _look_up(
     config: Config, run: Path | None, step: int, wanted: str | None
 ) -> tuple[Dataset, list[dict[str, Any]], np.ndarray, np.ndarray | None, list[str]]:
     """Return (dataset, records of the `wanted` rows, tokens, loss weights, notes) of a step.
@@ -105,7 +105,7 @@ def look_up(
     sizes = batch_sizes(run, config) if run else None
     rows = Loader.for_training(dataset, config, batch_sizes=sizes)
     size = rows.batch_sizes.at(step)
-    chosen = chosen_rows(wanted, size)
+    chosen = _chosen_rows(wanted, size)
     found = [{"step": step, "row": row, **origin(dataset, rows, step, row)} for row in chosen]
     weights = rows.read_weights(step, range(size)) if rows.has_masks else None
     if weights is not None:
@@ -119,7 +119,7 @@ def look_up(
     return dataset, found, rows.read(step, range(size)), weights, notes
 
 
-def chosen_rows(given: str | None, batch_size: int) -> range:
+def _chosen_rows(given: str | None, batch_size: int) -> range:
     """Return the rows that `--rows` selects, all by default; raise `UsageError` if invalid."""
     first, colon, end = (given or ":").partition(":")
     with contextlib.suppress(ValueError):  # not numbers: raise the error below
@@ -171,7 +171,7 @@ def differences(config: Config, dataset: Dataset, run: Path | None, step: int) -
     return notes
 
 
-def checkpoint_before(run: Path | None, step: int) -> int:
+def _checkpoint_before(run: Path | None, step: int) -> int:
     """Return the step of the last checkpoint before `step`, or of the last one if none is earlier.
 
     Raises:
@@ -193,7 +193,7 @@ def row_losses(
 ) -> np.ndarray:
     """Return each row's mean loss in nats with the parameters of checkpoint `at`: float32 (B,).
 
-    All processes must call this. `tokens` and `weights` come from `look_up`. Raises `UsageError`
+    All processes must call this. `tokens` and `weights` come from `_look_up`. Raises `UsageError`
     if the mesh does not fit the devices or the checkpoint is damaged.
     """
     from jaxgpt.runtime.initialize import initialize_jax
@@ -234,7 +234,7 @@ def show(
     """Print the records of rows with their text, or as JSON lines that also have their token IDs.
 
     Without a tokenizer, token IDs are printed instead of text, and the `text` in JSON is None. For
-    `tokens` and `weights`, see `look_up`.
+    `tokens` and `weights`, see `_look_up`.
     """
 
     def text_of(ids: list[int]) -> str:

@@ -48,8 +48,8 @@ def run(settings: Sequence[str], out: Path | None = None) -> Result:
         # Make the moments nonzero, as they are in training.
         state = state._replace(opt_state=jax.tree.map(lambda x: x + 1, state.opt_state))
         tree = checkpoint_tree(state)
-        writes = [partial(save, job, config, tree), partial(write_files, job)]
-        reads = [partial(restore, job, config, shapes), partial(read_files, job)]
+        writes = [partial(save, job, config, tree), partial(_write_files, job)]
+        reads = [partial(restore, job, config, shapes), partial(_read_files, job)]
         rounds = []
         for number in range(ROUNDS + 1):
             job.log(f"round {number} of {ROUNDS}" if number else "warming up")
@@ -59,7 +59,7 @@ def run(settings: Sequence[str], out: Path | None = None) -> Result:
             rounds.append(found)
             writes.reverse()
             reads.reverse()
-        sizes = file_sizes(job)
+        sizes = _file_sizes(job)
         return {
             "config": config.config,
             "n_layer": config.model.n_layer,
@@ -78,7 +78,7 @@ def run(settings: Sequence[str], out: Path | None = None) -> Result:
 def medians(rounds: list[dict[str, float]]) -> dict[str, Value]:
     """Return the median time of each operation, and the median speed relative to plain files.
 
-    Each round maps the names of `save`, `restore`, `write_files` and `read_files` to seconds.
+    Each round maps the names of `save`, `restore`, `_write_files` and `_read_files` to seconds.
     """
     out = {name: Value(statistics.median(r[name] for r in rounds), "s") for name in rounds[0]}
     for ours, plain in (("save", "write"), ("restore", "read")):
@@ -88,7 +88,7 @@ def medians(rounds: list[dict[str, float]]) -> dict[str, Value]:
 
 
 def save(job: Job, config: Config, tree: Tree) -> dict[str, float]:
-    checkpoints = Checkpoints(empty_folder(job, "checkpoint"), config, job.cluster)
+    checkpoints = Checkpoints(_empty_folder(job, "checkpoint"), config, job.cluster)
 
     meta = {
         "config": config.to_dict(), "batch_sizes": [],
@@ -110,13 +110,13 @@ def save(job: Job, config: Config, tree: Tree) -> dict[str, float]:
 def restore(job: Job, config: Config, shapes: Tree) -> dict[str, float]:
     """Time restoring the checkpoint, including the verification of its checksums."""
     checkpoints = Checkpoints(job.folder / "checkpoint", config, job.cluster)
-    drop_cached(job, "checkpoint")
+    _drop_cached(job, "checkpoint")
     _, seconds = job.timed(lambda: jax.block_until_ready(checkpoints.restore(1, shapes)))
     checkpoints.close()
     return {"restore_seconds": seconds}
 
 
-def file_sizes(job: Job) -> list[int]:
+def _file_sizes(job: Job) -> list[int]:
     """Return the sizes of the checkpoint's files in bytes, in ascending order.
 
     All processes call this together.
@@ -125,9 +125,9 @@ def file_sizes(job: Job) -> list[int]:
     return job.cluster.broadcast(sorted(f.stat().st_size for f in files if f.is_file()))
 
 
-def write_files(job: Job) -> dict[str, float]:
+def _write_files(job: Job) -> dict[str, float]:
     """Time writing plain files of the same sizes as the checkpoint's, with fsync after each."""
-    folder, sizes = empty_folder(job, "plain"), file_sizes(job)
+    folder, sizes = _empty_folder(job, "plain"), _file_sizes(job)
     largest = memoryview(np.random.default_rng(0).bytes(max(sizes)))  # incompressible
 
     def write() -> None:
@@ -141,14 +141,14 @@ def write_files(job: Job) -> dict[str, float]:
     return {"plain_write_seconds": job.timed(write)[1]}
 
 
-def read_files(job: Job) -> dict[str, float]:
+def _read_files(job: Job) -> dict[str, float]:
     """Time reading the plain files into newly allocated memory, as a restore does."""
-    drop_cached(job, "plain")
+    _drop_cached(job, "plain")
     files = sorted((job.folder / "plain").iterdir())[job.cluster.rank :: job.cluster.size]
     return {"plain_read_seconds": job.timed(lambda: [file.read_bytes() for file in files])[1]}
 
 
-def empty_folder(job: Job, name: str) -> Path:
+def _empty_folder(job: Job, name: str) -> Path:
     folder = job.folder / name
     if job.cluster.is_main:
         shutil.rmtree(folder, ignore_errors=True)
@@ -157,7 +157,7 @@ def empty_folder(job: Job, name: str) -> Path:
     return folder
 
 
-def drop_cached(job: Job, name: str) -> None:
+def _drop_cached(job: Job, name: str) -> None:
     """Drop all files of a folder from the page cache, so that they are read from disk."""
     if hasattr(os, "posix_fadvise") and job.cluster.local_rank == 0:  # macOS lacks it
         for path in filter(Path.is_file, (job.folder / name).rglob("*")):

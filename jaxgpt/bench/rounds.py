@@ -43,8 +43,8 @@ class Rounds:
         Raises `UsageError` as jaxgpt.train does.
         """
         cluster = job.cluster
-        config, self.data = with_data(config, synthetic, job)
-        self.run = prepare_run(steps_only(config, job.folder / "run"), cluster)
+        config, self.data = _with_data(config, synthetic, job)
+        self.run = prepare_run(_steps_only(config, job.folder / "run"), cluster)
         facts = initialize_jax(cluster, mesh_shape(self.run.config))
         use_compile_cache(str(job.folder / "compiled"), cluster)
         job.log("compiling the step")
@@ -109,7 +109,7 @@ class Rounds:
     open = check = is_due = remove_local_after = close = nothing
 
 
-def with_data(config: Config, synthetic: bool, job: Job) -> tuple[Config, str]:
+def _with_data(config: Config, synthetic: bool, job: Job) -> tuple[Config, str]:
     """Return a config whose data exists, and a description of that data.
 
     If `synthetic` is set or the folder of data.dataset is missing, random tokens replace the data;
@@ -138,7 +138,7 @@ def with_data(config: Config, synthetic: bool, job: Job) -> tuple[Config, str]:
     return config, f"random tokens, because {reason}"
 
 
-def steps_only(config: Config, directory: Path) -> Config:
+def _steps_only(config: Config, directory: Path) -> Config:
     """Return a config with the same training steps, but without work between the steps.
 
     Skip ranges, profiles, evaluations, samples, checkpoints and rewinds are turned off.

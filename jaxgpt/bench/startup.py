@@ -49,17 +49,17 @@ def run(settings: Sequence[str], runs: int = 3, processes: int | None = None) ->
     launcher = [find_mpiexec(), "-n", str(processes)] if processes else []
     train = [*launcher, sys.executable, "-m", "jaxgpt.train", *settings, *ONE_STEP]
     imports = [sys.executable, "-c", IMPORTS]
-    run_command(imports)  # warms the page cache
+    _run_command(imports)  # warms the page cache
     alone: list[float] = []
     starts: dict[str, list[dict[str, Any]]] = {"cold": [], "warm": []}
     with open_job(config) as job:
         for number in range(runs):
             job.log(f"run {number + 1} of {runs}, cold and warm")
-            alone.append(run_command(imports))
+            alone.append(_run_command(imports))
             for kind, found in starts.items():
                 out = job.folder / f"{kind}-{number}"  # a new folder, so that no run resumes
                 cache = str(job.folder / f"compiled-{number}")
-                run_command([*train, "--out", str(out)], JAX_COMPILATION_CACHE_DIR=cache)
+                _run_command([*train, "--out", str(out)], JAX_COMPILATION_CACHE_DIR=cache)
                 found.append(json.loads((out / "startup.json").read_text()))
     values = {"settings": list(settings), "processes": processes or 1, "runs": runs}
     values |= {kind: Value(medians(found), "s") for kind, found in starts.items()}
@@ -83,7 +83,7 @@ def medians(starts: list[dict[str, Any]]) -> dict[str, Any]:
     return found | {"compile_cache": first["compile_cache"]}
 
 
-def run_command(command: list[str], **variables: str) -> float:
+def _run_command(command: list[str], **variables: str) -> float:
     """Run a command to completion; return how many seconds it took.
 
     `variables` are added to its environment. Raises `UsageError` if the command reports a usage

@@ -168,7 +168,7 @@ class Monitor:
 
     def write_stacks_to(self, directory: Path) -> None:
         """If the job hangs, write this process's stacks to hang-<process>.txt in `directory`."""
-        self.on_hang = lambda: write_stacks(directory / f"hang-{self.rank}.txt")
+        self.on_hang = lambda: _write_stacks(directory / f"hang-{self.rank}.txt")
         self.advice = f"; {directory}/hang-<process>.txt has the stacks of each process; to "
         self.advice += "resume, start again with the same --out"
 
@@ -250,7 +250,7 @@ class Monitor:
             await asyncio.wait_for(self._all_here.wait(), timeout)
         except TimeoutError:
             missing = set(range(1, self.size)) - self._peers.keys()
-            self._fail(missing_sentence(missing, self.size, timeout), FAILED)
+            self._fail(_missing_sentence(missing, self.size, timeout), FAILED)
         listening.close()
         self._tasks.create_task(self._measure_stalls())
 
@@ -458,7 +458,7 @@ class Monitor:
         finally:
             shutil.rmtree(folder, ignore_errors=True)
         missing = set(range(launch.size or 0)) - arrived if arrived else ()
-        sys.stderr.write(missing_sentence(missing, launch.size, timeout))
+        sys.stderr.write(_missing_sentence(missing, launch.size, timeout))
         end_process(FAILED)
 
 
@@ -479,13 +479,13 @@ def keep_alive(writer: asyncio.StreamWriter) -> None:
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), int(value))
 
 
-def write_stacks(file: Path) -> None:
+def _write_stacks(file: Path) -> None:
     # A full or unreachable disk must not keep the job alive.
     with contextlib.suppress(OSError), file.open("w") as opened:
         faulthandler.dump_traceback(opened, all_threads=True)
 
 
-def missing_sentence(missing: Collection[int], size: int | None, timeout: float) -> str:
+def _missing_sentence(missing: Collection[int], size: int | None, timeout: float) -> str:
     """Return the error line for processes that did not start. It names up to 20 `missing` ranks.
 
     `missing` is empty and `size` is None if they are unknown. `timeout` is in seconds.

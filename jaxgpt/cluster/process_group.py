@@ -159,8 +159,8 @@ def join_process_group(
     if launch.through == "mpi":
         try:
             with monitor.arrival_limit(launch, timeout):
-                library = start_mpi(launch)
-            launch, connection = connect_over_mpi(launch, machine)
+                library = _start_mpi(launch)
+            launch, connection = _connect_over_mpi(launch, machine)
         except UsageError as error:
             if not started_by_srun(os.environ):
                 raise
@@ -174,7 +174,7 @@ def join_process_group(
     if connection is not None:
         raise_open_file_limit(size + 100)  # process 0 has one connection for each process
         monitor.connect(rank, size, connection, timeout)
-    places = [tuple(place) for place in monitor.allgather(host_identity())]
+    places = [tuple(place) for place in monitor.allgather(_host_identity())]
     first = {place: rank for rank, place in reversed(list(enumerate(places)))}
     hosts = tuple(first[place] for place in places)
     monitor.host_names = tuple(name for name, _ in places)
@@ -209,7 +209,7 @@ def join_alone(what: str, otherwise: str = "") -> ProcessGroup:
     return cluster
 
 
-def host_identity() -> list[str]:
+def _host_identity() -> list[str]:
     """Return a list of this host's name and its boot ID ("" if unknown).
 
     The boot ID distinguishes hosts of the same name.
@@ -218,7 +218,7 @@ def host_identity() -> list[str]:
     return [socket.gethostname(), boot_id.read_text() if boot_id.exists() else ""]
 
 
-def start_mpi(launch: Launch) -> str:
+def _start_mpi(launch: Launch) -> str:
     """Initialise MPI, which waits for all processes, and return the name of the MPI library.
 
     MPI is finalized when the process exits. Raises `UsageError` if MPI cannot be loaded or treats
@@ -255,12 +255,12 @@ def start_mpi(launch: Launch) -> str:
     return library
 
 
-def connect_over_mpi(
+def _connect_over_mpi(
     launch: Launch, machine: Machine | None
 ) -> tuple[Launch, socket.socket | None]:
     """Return the launch with MPI's rank and size, and the socket for `Monitor.connect`.
 
-    All processes call this together, after `start_mpi`. The socket is None for a single process.
+    All processes call this together, after `_start_mpi`. The socket is None for a single process.
     Raises `PeerLost` if process 0 cannot be reached within `ANSWER` seconds or cannot listen on a
     port.
     """
@@ -273,11 +273,11 @@ def connect_over_mpi(
     message = bytearray(1024)
     if world.rank == 0:
         server = listen(":0")
-        address = [*host_identity(), _outside_name(machine), server.getsockname()[1]]
+        address = [*_host_identity(), _outside_name(machine), server.getsockname()[1]]
         message[:] = json.dumps(address).encode().ljust(len(message))
     world.Bcast(message, root=0)
     *host, name, port = json.loads(bytes(message))
-    name = "127.0.0.1" if host == host_identity() else name
+    name = "127.0.0.1" if host == _host_identity() else name
     if world.rank == 0:
         return launch, server
     return launch, connect_to_rank0(f"{name}:{port}", world.rank, ANSWER)

@@ -209,11 +209,11 @@ async def check_hosts(
             if line[0] == "srun":  # leftover processes may still hold the devices
                 line[1:1] = ["--overlap"]
         lines.append(line)
-    found = await asyncio.gather(*(run_probe(line, environ) for line in lines))
+    found = await asyncio.gather(*(_run_probe(line, environ) for line in lines))
     return dict(zip(hosts, found, strict=True))
 
 
-async def run_probe(line: Sequence[str], environ: Mapping[str, str]) -> str | None:
+async def _run_probe(line: Sequence[str], environ: Mapping[str, str]) -> str | None:
     """Run a probe's command line; return the reason why it failed, or None if it succeeded.
 
     A probe that takes more than `SLOW_DISK` seconds is killed and has failed.

@@ -140,18 +140,18 @@ def to_hf(
     prefix = GPT2_PREFIX if model.position == "learned" else ""
     wanted = {f"{prefix}{name}": slot for name, slot in slots(table_of(model), model).items()}
     shapes = {name: slot.shape for name, slot in wanted.items()}
-    absent = {} if model.bias or not prefix else zero_biases(model)
+    absent = {} if model.bias or not prefix else _zero_biases(model)
     reader = WeightsReader(run, step)
     with new_folder(out) as partial:
         zeros = ((name, np.zeros(shape, np.float32)) for name, shape in absent.items())
         tensors = itertools.chain(export_tensors(reader, wanted), zeros)
         write_folder(partial, tensors, shapes | absent, dtype, max_bytes)
-        write_json(partial / CONFIG, config)
-        notes = write_tokenizer(tokenizer, run, partial, model)
+        _write_json(partial / CONFIG, config)
+        notes = _write_tokenizer(tokenizer, run, partial, model)
     return [f"wrote {out}: {config['model_type']}, step {step}, {dtype}", *notes]
 
 
-def zero_biases(model: ModelConfig) -> dict[str, tuple[int, ...]]:
+def _zero_biases(model: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Return the shapes of the zero biases that are exported for a GPT-2 without biases, by name.
 
     They are needed because GPT-2 in transformers always has biases. The names have GPT-2's prefix.
@@ -164,11 +164,11 @@ def zero_biases(model: ModelConfig) -> dict[str, tuple[int, ...]]:
     }
 
 
-def write_json(path: Path, value: Any) -> None:
+def _write_json(path: Path, value: Any) -> None:
     path.write_text(json.dumps(value, indent=2) + "\n")
 
 
-def write_tokenizer(
+def _write_tokenizer(
     tokenizer: Tokenizer | None, run: Path, folder: Path, model: ModelConfig
 ) -> list[str]:
     """Write a tokenizer.json and its companion files to `folder`; return the lines to print.
@@ -193,5 +193,5 @@ def write_tokenizer(
             "add_eos_token": False,
         }
         settings |= {} if end is None else {"eos_token": tokenizer.decode([end])}
-        write_json(folder / COMPANIONS[0], settings)
+        _write_json(folder / COMPANIONS[0], settings)
     return []

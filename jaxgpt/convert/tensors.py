@@ -55,14 +55,14 @@ def new_folder(out: Path) -> Iterator[Path]:
         yield partial
         partial.rename(out)
     except Exception as error:  # the file system and TensorStore raise many types of exceptions
-        if is_disk_full(error):
+        if _is_disk_full(error):
             raise UsageError(f"--out {out}: the disk is full; free some space") from None
         raise
     finally:
         shutil.rmtree(holder, ignore_errors=True)
 
 
-def is_disk_full(error: Exception) -> bool:
+def _is_disk_full(error: Exception) -> bool:
     """Return whether an error means that a disk is full or a quota is exhausted.
 
     TensorStore's errors have no errno, so this searches their text.

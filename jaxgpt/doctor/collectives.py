@@ -198,7 +198,7 @@ def measure(mesh: Mesh, axis: str, collective: CollectiveTest, size: int) -> flo
     result.block_until_ready()
     seconds = (time.perf_counter() - began) / REPETITIONS[size]
     # Check the result only now, because an error before the timing would deadlock other processes.
-    check_result(mesh, axis, collective, part, checked)
+    _check_result(mesh, axis, collective, part, checked)
     return seconds
 
 
@@ -210,7 +210,7 @@ def pattern(device: Any, position: Any) -> Any:
     return ((37 * device + position) % 1009).astype(np.float32)
 
 
-def check_result(
+def _check_result(
     mesh: Mesh, axis: str, collective: CollectiveTest, part: int, result: jax.Array
 ) -> None:
     """Compare up to `CHECKED` evenly spaced elements of each local device's result with NumPy.

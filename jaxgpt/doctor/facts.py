@@ -27,7 +27,7 @@ MEMORY_LIMITS = {
 }
 
 
-def package_versions() -> dict[str, str | None]:
+def _package_versions() -> dict[str, str | None]:
     """Return the version of each of `PACKAGES`, or None if it is not installed."""
     found = {name: d.version for d in metadata.distributions() if (name := d.name) in PACKAGES}
     return {package: found.get(package) for package in PACKAGES}
@@ -53,7 +53,7 @@ def collect_facts(cluster: ProcessGroup, coordinator: str | None) -> dict[str, A
         "versions": {
             "python": platform.python_version(),
             "MPI": cluster.mpi_library and " ".join(cluster.mpi_library.split()),
-            **package_versions(),
+            **_package_versions(),
         },
         # This host's address on the route to the coordinator.
         "address": coordinator and address_towards(coordinator.rpartition(":")[0].strip("[]")),

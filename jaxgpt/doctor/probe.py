@@ -22,12 +22,12 @@ from jaxgpt.config import UsageError
 def main(argv: list[str] | None = None) -> None:
     job, directory = sys.argv[1:] if argv is None else argv
     with job_exit_handler():
-        end_leftovers(job)
-        check_directory(Path(directory))
+        _end_leftovers(job)
+        _check_directory(Path(directory))
         check_devices()
 
 
-def end_leftovers(job: str) -> None:
+def _end_leftovers(job: str) -> None:
     """Kill this host's processes of `job`, the last attempt.
 
     Raises `UsageError` if one is still there after `ANSWER` seconds.
@@ -56,7 +56,7 @@ def processes_of(job: str) -> list[int]:
     return found
 
 
-def check_directory(directory: Path) -> None:
+def _check_directory(directory: Path) -> None:
     """Write a file, read it back and remove it; raise `UsageError` if that fails."""
     try:
         with tempfile.NamedTemporaryFile(dir=directory) as file:

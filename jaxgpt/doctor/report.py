@@ -52,7 +52,7 @@ def run_checks(
     report.begin("the run directory")
     report.section("run directory", directory_checks(cluster, directory))
     mesh = make_mesh(shape or default_mesh_shape(cluster), cluster.hosts)
-    check_collectives(cluster, mesh, report)
+    _check_collectives(cluster, mesh, report)
     report.begin("training")
     broken = [c.name for c in report.checks if c.status == "FAIL" and " over " in c.name]
     if broken:  # training would hang or fail in this collective, too
@@ -65,7 +65,7 @@ def run_checks(
     return FAILED if any(check.status == "FAIL" for check in report.checks) else DONE
 
 
-def check_collectives(cluster: ProcessGroup, mesh: Mesh, report: "Report") -> None:
+def _check_collectives(cluster: ProcessGroup, mesh: Mesh, report: "Report") -> None:
     """Measure collectives over each mesh axis of size 2 or more, and report each in a section."""
     axes = [axis for axis, n in mesh.shape.items() if n > 1]
     if not axes:

@@ -46,10 +46,10 @@ def gated_update(
             None means that every update is due.
         old: the parameters and the optimizer state.
         on_cpu: use the gate that needs less memory on CPUs.
-        by_layer: update one layer at a time, with `layerwise_update`.
+        by_layer: update one layer at a time, with `_layerwise_update`.
     """
     if by_layer:
-        return layerwise_update(is_due, update, parameters, gradients, *old)
+        return _layerwise_update(is_due, update, parameters, gradients, *old)
     gate = gate_sequentially if on_cpu else gate_by_where
     return gate(is_due, functools.partial(update, parameters, gradients), *old)
 
@@ -74,7 +74,7 @@ def gate_sequentially(is_due: jax.Array | None, update: Update, *old: Any) -> tu
     return new_params, jax.tree.map(choose, update(params, opt_state)[1], opt_state)
 
 
-def layerwise_update(
+def _layerwise_update(
     is_due: jax.Array | None,
     update: Callable[..., tuple[Params, Any]],
     parameters: Parameters,

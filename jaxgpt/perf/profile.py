@@ -64,7 +64,7 @@ class Tracing:
         operations = read_operations(program)
         traces = self._directory.glob("plugins/profile/*/*.xplane.pb")
         newest = max(traces, key=lambda path: path.stat().st_mtime)
-        events = [e for e in read_events(newest, program.name) if e.name in operations]
+        events = [e for e in _read_events(newest, program.name) if e.name in operations]
         if not self._cluster.is_main:
             shutil.rmtree(self._directory)
         reports = self._cluster.allgather(report(events, operations))
@@ -121,7 +121,7 @@ class StepProfile:
         self._tracing, self._todo = None, range(0)
 
 
-def read_events(trace: Path, module: str) -> Iterator[Event]:
+def _read_events(trace: Path, module: str) -> Iterator[Event]:
     """Yield the executed instructions of the program `module` from an .xplane.pb file.
 
     They are not sorted by time.

@@ -34,7 +34,7 @@ def use_compile_cache(directory: str, cluster: ProcessGroup) -> str:
     source = "compile_cache"
     if chosen := os.environ.get("JAX_COMPILATION_CACHE_DIR"):
         source, directory = "JAX_COMPILATION_CACHE_DIR", chosen
-    folder = Path(os.path.expanduser(directory)) / cpu_signature()
+    folder = Path(os.path.expanduser(directory)) / _cpu_signature()
     on_cpu = jax.default_backend() == "cpu"
     # On GPUs, all processes take part in autotuning, so a process with a cache miss would wait for
     # a process with a cache hit.
@@ -91,7 +91,7 @@ class CacheUse:
         return "hit" if self.hits == self.requests else "miss"
 
 
-def cpu_signature() -> str:
+def _cpu_signature() -> str:
     """Return a hash (12 hex digits) of the processor type, because XLA's code depends on it."""
     found = [platform.machine()]
     info = Path("/proc/cpuinfo")

@@ -167,9 +167,9 @@ def _facts(cluster: ProcessGroup, devices: list[Any]) -> dict[str, Any]:
         "simulated": devices[0].platform == "cpu" and jax.local_device_count() > 1,
         "ranks": [
             {"host": host, "devices": own}
-            for host, own in zip(cluster.host_names, cluster.allgather(own_devices()), strict=True)
+            for host, own in zip(cluster.host_names, cluster.allgather(_own_devices()), strict=True)
         ],
-        "collectives": collectives_library(devices[0]) if len(devices) > 1 else None,
+        "collectives": _collectives_library(devices[0]) if len(devices) > 1 else None,
         "launch_line": launch_line(os.environ),
         "jax": jax.__version__,
     }
@@ -243,7 +243,7 @@ def summary(facts: dict[str, Any]) -> str:
     )
 
 
-def own_devices() -> list[str]:
+def _own_devices() -> list[str]:
     """Return the names of this process's devices on its host, such as `gpu 3`."""
     import jax
 
@@ -258,7 +258,7 @@ def own_devices() -> list[str]:
     return [f"{device.platform} {n}" for device, n in zip(devices, numbers, strict=True)]
 
 
-def collectives_library(device: Any) -> str:
+def _collectives_library(device: Any) -> str:
     """Return the name of the library that runs collectives between devices like this one."""
     import jax
 

@@ -85,7 +85,7 @@ def decide_rewind(
     latest = step - settings.rewind_margin
     # Use regular checkpoints only, so that a save caused by a signal does not change the rewind.
     to = max((s for s in saved if s % interval == 0 and s <= latest), default=0)
-    if rewinds_in_a_row(read_rewinds(directory), to) >= settings.max_rewinds:
+    if _rewinds_in_a_row(read_rewinds(directory), to) >= settings.max_rewinds:
         raise NoRewind(
             f"spike.max_rewinds={settings.max_rewinds}: step {step} spiked again; look at its "
             "rows with python -m jaxgpt.inspect, then continue with another spike.action, a lower "
@@ -111,7 +111,7 @@ def decide_rewind(
     }
 
 
-def rewinds_in_a_row(rewinds: list[dict[str, Any]], to: int) -> int:
+def _rewinds_in_a_row(rewinds: list[dict[str, Any]], to: int) -> int:
     """Return how many of the latest rewinds in a row went back to step `to` or later.
 
     `rewinds` is the result of `read_rewinds`.

@@ -21,7 +21,7 @@ def spike_line(record: dict[str, Any]) -> str:
     )
     if "limit" in record:
         text += f" limit={record['limit']:.4g} median={record['median']:.4g}"
-    return f"{text} action={record['action']} rows {rows_text(record['rows'])}"
+    return f"{text} action={record['action']} rows {_rows_text(record['rows'])}"
 
 
 def rewind_line(rewind: dict[str, Any]) -> str:
@@ -33,7 +33,7 @@ def rewind_line(rewind: dict[str, Any]) -> str:
     )
 
 
-def rows_text(rows: list[dict[str, Any]]) -> str:
+def _rows_text(rows: list[dict[str, Any]]) -> str:
     """Return the numbers, corpora and offsets of the first `SHOWN_ROWS` rows as text."""
     shown = [f"{r['row']} ({r['corpus']} @{r['offset']})" for r in rows[:SHOWN_ROWS]]
     return ", ".join(shown) + (", ..." if len(rows) > SHOWN_ROWS else "")
@@ -66,7 +66,7 @@ def _rows(records: list[dict[str, Any]]) -> Iterator[tuple[Any, ...]]:
             done = f"rewound to step {r['step']}, dropped {first}-{last}, skipped {from_}-{to}"
         values = (r["loss"], r.get("limit"), r["grad_norm"])
         numbers = ("-" if value is None else f"{value:.4g}" for value in values)
-        yield step, f"spike: {r['cause']}", *numbers, done, rows_text(r["rows"])
+        yield step, f"spike: {r['cause']}", *numbers, done, _rows_text(r["rows"])
     for first, last in skipped_ranges(records):
         yield first, "skip", "", "", "", f"{first}-{last} skipped", ""
 

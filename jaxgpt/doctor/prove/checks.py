@@ -120,15 +120,15 @@ def numerics(commands: Commands) -> Iterator[Row]:
     """Compare bfloat16 with float32, the GPU with the CPU, and attention kernels with XLA's."""
     words = NUMERICS if commands.on_gpu else (*NUMERICS, *SMALL)
     single, lower = (
-        history(train(commands, dtype, *words, f"train.dtype={dtype}"))
+        _history(train(commands, dtype, *words, f"train.dtype={dtype}"))
         for dtype in ("float32", "bfloat16")
     )
     note = f"{NUMERICS_STEPS} steps"
-    error = relative_difference(lower, single)
+    error = _relative_difference(lower, single)
     yield row("losses in bfloat16 against float32", error, note=note, at_most=TOLERANCE)
     if commands.on_gpu:
         out = train(commands, "cpu", *words, "train.dtype=float32", JAX_PLATFORMS="cpu")
-        yield Row("losses in float32 against the CPU", relative_difference(single, history(out)))
+        yield Row("losses in float32 against the CPU", _relative_difference(single, _history(out)))
     for name, found in commands.json("jaxgpt.doctor.prove.attention").items():
         forward, gradient, kernel = found
         yield row(f"{name}, forward", forward, note=kernel, at_most=TOLERANCE)
@@ -139,12 +139,12 @@ def resume(commands: Commands) -> Iterator[Row]:
     """Compare an uninterrupted run with a run that is stopped, resumed, killed and resumed."""
     words = RESUME_ON_GPU if commands.on_gpu else RESUME_ON_CPU
     end, middle = (f"train.max_iters={n}" for n in (RESUME_STEPS, RESUME_STEPS // 2))
-    whole = history(train(commands, "whole", *words, end))
+    whole = _history(train(commands, "whole", *words, end))
     out = train(commands, "parts", *words, middle)
     commands.kill_when(
-        lambda: len(history(out)) >= KILL_STEP, "jaxgpt.train", *words, end, "--out", str(out)
+        lambda: len(_history(out)) >= KILL_STEP, "jaxgpt.train", *words, end, "--out", str(out)
     )
-    parts = history(train(commands, "parts", *words, end))
+    parts = _history(train(commands, "parts", *words, end))
     differing = sum(a != b for a, b in zip(whole, parts, strict=True))
     name = f"steps (of {RESUME_STEPS}) that differ from an uninterrupted run"
     yield row(name, differing, note="loss and gradient norm", at_most=0, source="bitwise")
@@ -222,7 +222,7 @@ def train(commands: Commands, name: str, *words: str, **variables: str) -> Path:
     return out
 
 
-def history(out: Path) -> list[tuple[float, float]]:
+def _history(out: Path) -> list[tuple[float, float]]:
     """Return the loss and the gradient norm of each training step that a run has logged.
 
     Non-finite numbers are None. Raises `OSError` if metrics.jsonl cannot be read.
@@ -230,7 +230,7 @@ def history(out: Path) -> list[tuple[float, float]]:
     return [(r["loss"], r["grad_norm"]) for r in read_records(out / "metrics.jsonl", "train")]
 
 
-def relative_difference(
+def _relative_difference(
     found: Sequence[tuple[float, float]], expected: Sequence[tuple[float, float]]
 ) -> float:
     """Return the largest difference between losses of corresponding steps, relative to `expected`.

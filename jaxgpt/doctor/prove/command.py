@@ -72,9 +72,9 @@ def main(argv: Sequence[str]) -> NoReturn:
                 print(f"{name}: at most {limit:.0f} s", file=sys.stderr, flush=True)
                 commands = Commands(given.out / name, limit, given.nanogpt, given.torch)
                 results[name] = run_check(function, commands)
-                write_results(given.out, results)
+                _write_results(given.out, results)
         print(markdown(results))
-    sys.exit(exit_status([results.get(name, {"status": "not run", "rows": []}) for name in only]))
+    sys.exit(_exit_status([results.get(name, {"status": "not run", "rows": []}) for name in only]))
 
 
 def run_check(function: Callable[..., Any], commands: Commands) -> dict[str, Any]:
@@ -124,7 +124,7 @@ def read_results(out: Path) -> Results:
         raise UsageError(f"{path}: does not contain results of prove; give another --out") from None
 
 
-def write_results(out: Path, results: Results) -> None:
+def _write_results(out: Path, results: Results) -> None:
     machine = f"jaxgpt {__version__} on {platform.node()}"
     values = {"machine": machine, "checks": results}
     atomic_write_text(out / "prove.json", json.dumps(values, indent=1))
@@ -145,7 +145,7 @@ def markdown(results: Results) -> str:
     return "".join(f"| {' | '.join(line)} |\n" for line in cells)
 
 
-def exit_status(results: Sequence[dict[str, Any]]) -> int:
+def _exit_status(results: Sequence[dict[str, Any]]) -> int:
     if any(r["status"] == "failed" or any(w["met"] is False for w in r["rows"]) for r in results):
         return shutdown.FAILED
     if any(r["status"] not in ("done", "missing") for r in results):

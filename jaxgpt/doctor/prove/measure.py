@@ -105,7 +105,7 @@ class Commands:
     def _run(
         self, module: str, words: Sequence[str], variables: Mapping[str, str]
     ) -> tuple[str, str, int]:
-        command = command_line(module, words)
+        command = _command_line(module, words)
         with self._started(command, subprocess.PIPE, subprocess.PIPE, variables) as process:
             stdout, stderr = process.communicate(timeout=self._deadline - time.monotonic())
         with (self.folder / "log").open("a") as log:
@@ -137,7 +137,7 @@ class Commands:
             CommandFailed: if the command ends earlier, or something else kills it.
             subprocess.TimeoutExpired: if `reached` still returns False at the check's time limit.
         """
-        command, is_reached = command_line(module, words), False
+        command, is_reached = _command_line(module, words), False
         with (
             (self.folder / "log").open("a") as log,
             self._started(command, log, log, {}) as process,
@@ -169,5 +169,5 @@ class Commands:
                     os.killpg(process.pid, signal.SIGKILL)
 
 
-def command_line(module: str, words: Sequence[str]) -> list[str]:
+def _command_line(module: str, words: Sequence[str]) -> list[str]:
     return [sys.executable, *([] if module.endswith(".py") else ["-m"]), module, *words]
